@@ -1,0 +1,25 @@
+"""FlashAttention for NumPy and CuPy arrays, forward and backward, on a GPU and without one."""
+
+from cufa.api import attention, attention_backward, plan, softmax
+from cufa.device import Arch, Device, GPUUnavailableError
+from cufa.jit import CompileError, NVRTCMissingError
+from cufa.launch import LaunchError
+from cufa.plan import Plan
+from cufa.problem import Problem
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Arch",
+    "CompileError",
+    "Device",
+    "GPUUnavailableError",
+    "LaunchError",
+    "NVRTCMissingError",
+    "Plan",
+    "Problem",
+    "attention",
+    "attention_backward",
+    "plan",
+    "softmax",
+]

@@ -1,0 +1,242 @@
+"""Arrays in, and the same kind of arrays out.
+
+NumPy and CuPy arrays are used as they are. Any other array with DLPack (a torch tensor, a JAX array) is
+read without a copy, and results go back through its own library's `from_dlpack`. What travels between
+host and GPU does so here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cufa import device
+
+# DLPack's device types (dlpack.h): memory that the CPU can read, and memory of a CUDA GPU.
+_DLPACK_CPU = 1
+_DLPACK_CUDA = 2
+
+BACKENDS = ("numpy", "cuda")
+
+_log = logging.getLogger("cufa")
+
+
+@dataclass(frozen=True)
+class Adopted:
+    """The arrays of one call where they will be computed on.
+
+    `arrays` are CuPy's if `on_gpu`, else NumPy's, by argument name. `moved` says that they are copies
+    from the other side.
+    """
+
+    arrays: dict[str, Any]
+    on_gpu: bool
+    moved: bool
+    export: Callable[[Any], Any]
+
+    def give_back(self, result: Any, out: Any = None) -> Any:
+        """A result as the kind of array that came in; `out`, with the result in it, if that is given."""
+        if self.moved:
+            result = _to_other_side(result)
+            if out is not None:
+                self._fill(out, result)
+        return out if out is not None else self.export(result)
+
+    def _fill(self, out: Any, result: Any) -> None:
+        target: Any = out
+        if not isinstance(out, (np.ndarray, _cupy_ndarray())):
+            target, _ = _import(out, "out")
+        target[...] = result
+
+
+def adopt(named: Mapping[str, Any], backend: str | None) -> Adopted:
+    """The arrays as NumPy's or CuPy's, on the side where `backend` wants them.
+
+    backend None is the GPU for arrays on it, and for others if there is a GPU that CuPy can use.
+
+    Raises TypeError for anything that is no array and for a mixture of kinds, ValueError for arrays on a
+    GPU that is not the current one and for an unknown backend.
+    """
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; it may be 'numpy', 'cuda' or None")
+    kinds = {type(array) for array in named.values()}
+    cupy_ndarray = _cupy_ndarray()
+    if kinds == {cupy_ndarray} and backend != "numpy":
+        _check_current_device(named)
+        return Adopted(dict(named), on_gpu=True, moved=False, export=_unchanged)
+    if not all(issubclass(kind, np.ndarray) for kind in kinds):
+        _check_same_kind(named)
+
+    export: Callable[[Any], Any] = _unchanged
+    arrays = dict(named)
+    kind = next(iter(kinds))
+    if not issubclass(kind, (np.ndarray, cupy_ndarray)):
+        imported = {name: _import(array, name) for name, array in named.items()}
+        arrays = {name: array for name, (array, _) in imported.items()}
+        export = imported[next(iter(imported))][1]
+        _check_same_side(arrays)
+    are_on_gpu = isinstance(next(iter(arrays.values())), _cupy_ndarray())
+    if are_on_gpu:
+        _check_current_device(arrays)
+    wants_gpu = backend == "cuda" or (backend is None and (are_on_gpu or gpu_usable()))
+    if wants_gpu == are_on_gpu:
+        return Adopted(arrays, on_gpu=are_on_gpu, moved=False, export=export)
+    if wants_gpu:
+        device.current()  # says what is missing
+    moved = {name: _to_other_side(array) for name, array in arrays.items()}
+    return Adopted(moved, on_gpu=wants_gpu, moved=True, export=export)
+
+
+@functools.cache
+def gpu_usable() -> bool:
+    """Whether there is a GPU and a CuPy to use it with; logs, once, what a GPU without CuPy needs."""
+    if not device.gpu_present():
+        return False
+    try:
+        device.current()
+    except device.GPUUnavailableError as error:
+        _log.warning("computing on the CPU: %s", error)
+        return False
+    return True
+
+
+def overlap(a: Any, b: Any) -> bool:
+    """Whether two arrays of one side share an element's memory."""
+    if not np.may_share_memory(_shadow(a), _shadow(b)):
+        return False
+    try:
+        return np.shares_memory(_shadow(a), _shadow(b))  # exact
+    except np.exceptions.TooHardError:
+        return True
+
+
+def overlaps_itself(a: Any) -> bool:
+    """Whether two elements of an array may have one address, as in a broadcast view."""
+    extents = sorted(
+        (abs(stride), size) for stride, size in zip(a.strides, a.shape, strict=True) if size > 1
+    )
+    reached = a.itemsize
+    for stride, size in extents:
+        if stride < reached:
+            return True
+        reached = stride * (size - 1) + reached
+    return False
+
+
+class _Shadow:
+    """An array's extent without its data, so that NumPy can reason about addresses on a GPU."""
+
+    def __init__(self, array: Any) -> None:
+        pointer = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (pointer, True),
+            "shape": array.shape,
+            "strides": array.strides,
+            "typestr": f"|V{array.itemsize}",
+        }
+
+
+def _shadow(array: Any) -> np.ndarray[Any, Any]:
+    if array.size == 0:
+        return np.empty(0, np.uint8)
+    return np.asarray(_Shadow(array))
+
+
+def _unchanged(array: Any) -> Any:
+    return array
+
+
+def _cupy_ndarray() -> type:
+    """CuPy's array type; if nobody has imported CuPy no array is of it, and any other type will do."""
+    cupy = sys.modules.get("cupy")
+    return cupy.ndarray if cupy is not None and hasattr(cupy, "ndarray") else _Shadow
+
+
+def _import(array: Any, name: str) -> tuple[Any, Callable[[Any], Any]]:
+    """An array of another library as NumPy's or CuPy's, without a copy, and the way back."""
+    device_type, _ = array.__dlpack_device__()
+    export = _namespace(array, name).from_dlpack
+    if device_type == _DLPACK_CUDA:
+        device.current()  # says what is missing
+        import cupy
+
+        return cupy.from_dlpack(array), export
+    if device_type == _DLPACK_CPU:
+        return np.from_dlpack(array), export
+    raise TypeError(
+        f"{name} is on a device of DLPack type {int(device_type)}; it may be on the CPU or a CUDA GPU"
+    )
+
+
+def _namespace(array: Any, name: str) -> Any:
+    """The library an array is of: what its array API says, else the top module of its type."""
+    if hasattr(array, "__array_namespace__"):
+        namespace = array.__array_namespace__()
+    else:
+        namespace = sys.modules.get(type(array).__module__.partition(".")[0])
+    if not hasattr(namespace, "from_dlpack"):
+        raise TypeError(
+            f"{name} is a {_kind(array)}, whose library has no from_dlpack to hand results back"
+        )
+    return namespace
+
+
+def _to_other_side(array: Any) -> Any:
+    import cupy
+
+    return cupy.asarray(array) if isinstance(array, np.ndarray) else array.get()
+
+
+def _kind(array: Any) -> str:
+    kind = type(array)
+    return (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def _check_same_kind(named: Mapping[str, Any]) -> None:
+    for name, array in named.items():
+        if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
+            raise TypeError(
+                f"{name} is a {_kind(array)}; "
+                "it may be a NumPy array, a CuPy array or any array with DLPack"
+            )
+    (first_name, first), *others = named.items()
+    for name, array in others:
+        if type(array) is not type(first):
+            raise TypeError(
+                f"{name} is a {_kind(array)} and {first_name} a {_kind(first)}; "
+                "all arrays must be of one kind"
+            )
+
+
+def _check_same_side(arrays: Mapping[str, Any]) -> None:
+    (first_name, first), *others = arrays.items()
+    for name, array in others:
+        if type(array) is not type(first):
+            places = {True: "the CPU", False: "a GPU"}
+            raise ValueError(
+                f"{name} is on {places[isinstance(array, np.ndarray)]} and {first_name} on "
+                f"{places[isinstance(first, np.ndarray)]}; all arrays must be on one device"
+            )
+
+
+def _check_current_device(arrays: Mapping[str, Any]) -> None:
+    import cupy
+
+    current = cupy.cuda.runtime.getDevice()
+    for name, array in arrays.items():
+        if array.data.device_id != current:
+            raise ValueError(
+                f"{name} is on GPU {array.data.device_id} and the current one is {current}; all arrays "
+                f"must be on the current GPU (with cupy.cuda.Device({array.data.device_id}): ...)"
+            )

@@ -1,0 +1,131 @@
+// bwd_1_naive: standard backward with P and dS in global memory (Dao et al. 2022, Algorithm 3 in
+// blocks of one).
+//
+// Six launches: P = exp(S - LSE) is written out once; then dV = P^T dO, dP = dO V^T,
+// dS = P o (dP - rowsum(P o dP)) in place of dP, dQ = scale dS K and dK = scale dS^T Q.
+//
+// Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V; dK and dV are summed over the query
+// heads of a group Owns     a thread has one element of the result; grad_scores: a block has one
+// row Global   workspace: P, then dP and dS, each (batch, heads, seqlen_q, seqlen_k) Writes   dQ,
+// dK, dV; zero for rows that see no key and keys that no row sees
+#include "shared.cuh"
+#include "standard.cuh"
+
+static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a different struct");
+
+// P and dS, which has the place of dP.
+struct Workspace {
+    acc_t *p, *ds;
+
+    __device__ explicit Workspace(const BackwardParams& params)
+        : p(static_cast<acc_t*>(params.workspace)), ds(p + elements(params.sizes)) {}
+
+    __device__ static long long elements(const Sizes& sizes) {
+        return first_row_of(sizes.batch, 0, sizes) * sizes.seqlen_k;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    probabilities(const __grid_constant__ BackwardParams params) {
+    const Sizes& sizes = params.sizes;
+    const long long index = thread_index();
+    if (index >= Workspace::elements(sizes)) return;
+    const Element at(index, sizes.heads, sizes.seqlen_q, sizes.seqlen_k);
+    acc_t p = 0;
+    if (at.col < mask_of(sizes).keys_seen(at.row)) {
+        const auto q = matrix_of<const scalar_t>(params.q, at.batch, at.head);
+        const auto k = matrix_of<const scalar_t>(params.k, at.batch, kv_head_of(at.head, sizes));
+        const acc_t score = acc_t(params.softmax_scale) * dot_rows<kHeadDim>(q, at.row, k, at.col);
+        const acc_t lse = static_cast<const acc_t*>(params.lse)[at.matrix_row];
+        p = exp2_of((score - lse) * acc_t(kLog2E));
+    }
+    Workspace(params).p[index] = p;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    grad_probabilities(const __grid_constant__ BackwardParams params) {
+    const Sizes& sizes = params.sizes;
+    const long long index = thread_index();
+    if (index >= Workspace::elements(sizes)) return;
+    const Element at(index, sizes.heads, sizes.seqlen_q, sizes.seqlen_k);
+    acc_t dp = 0;
+    if (at.col < mask_of(sizes).keys_seen(at.row)) {
+        const auto dout = matrix_of<const scalar_t>(params.dout, at.batch, at.head);
+        const auto v = matrix_of<const scalar_t>(params.v, at.batch, kv_head_of(at.head, sizes));
+        dp = dot_rows<kValueDim>(dout, at.row, v, at.col);
+    }
+    Workspace(params).ds[index] = dp;
+}
+
+struct Scratch {
+    acc_t warps[THREADS / 32];
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    grad_scores(const __grid_constant__ BackwardParams params) {
+    const int cols = params.sizes.seqlen_k;
+    const acc_t* p = Workspace(params).p + static_cast<long long>(blockIdx.x) * cols;
+    acc_t* ds = Workspace(params).ds + static_cast<long long>(blockIdx.x) * cols;
+
+    acc_t sum = 0;
+    for (int j = threadIdx.x; j < cols; j += THREADS) sum += p[j] * ds[j];
+    auto& scratch = shared_memory<Scratch>();
+    sum = lanes_sum<32>(sum);
+    if (threadIdx.x % 32 == 0) scratch.warps[threadIdx.x / 32] = sum;
+    __syncthreads();
+    sum = 0;
+    for (int w = 0; w < THREADS / 32; ++w) sum += scratch.warps[w];
+
+    const int keys = mask_of(params.sizes).keys_seen(blockIdx.x % params.sizes.seqlen_q);
+    for (int j = threadIdx.x; j < keys; j += THREADS) ds[j] = p[j] * (ds[j] - sum);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    grad_queries(const __grid_constant__ BackwardParams params) {
+    const Sizes& sizes = params.sizes;
+    const long long index = thread_index();
+    if (index >= first_row_of(sizes.batch, 0, sizes) * kHeadDim) return;
+    const Element at(index, sizes.heads, sizes.seqlen_q, kHeadDim);
+    const auto k = matrix_of<const scalar_t>(params.k, at.batch, kv_head_of(at.head, sizes));
+    const acc_t* ds = Workspace(params).ds + at.matrix_row * sizes.seqlen_k;
+
+    acc_t sum = 0;
+    const int keys = mask_of(sizes).keys_seen(at.row);
+    for (int j = 0; j < keys; ++j) sum += ds[j] * to_acc(k.row(j)[at.col]);
+    matrix_of<scalar_t>(params.dq, at.batch, at.head).row(at.row)[at.col] =
+        from_acc<scalar_t>(acc_t(params.softmax_scale) * sum);
+}
+
+// One element of W^T X, W being P or dS and X dO or Q: summed over the rows that see the key, and
+// over the query heads that share the KV head.
+template <int Dims>
+__device__ inline void key_gradient(const Sizes& sizes, const acc_t* weights, const Tensor& x,
+                                    const Tensor& gradient, acc_t scale) {
+    const long long index = thread_index();
+    const long long keys = static_cast<long long>(sizes.batch) * sizes.kv_heads * sizes.seqlen_k;
+    if (index >= keys * Dims) return;
+    const Element at(index, sizes.kv_heads, sizes.seqlen_k, Dims);
+    const int group = sizes.heads / sizes.kv_heads;
+
+    acc_t sum = 0;
+    for (int head = at.head * group; head < (at.head + 1) * group; ++head) {
+        const auto rows = matrix_of<const scalar_t>(x, at.batch, head);
+        const long long first = first_row_of(at.batch, head, sizes);
+        for (int i = mask_of(sizes).first_row(at.row); i < sizes.seqlen_q; ++i) {
+            sum += weights[(first + i) * sizes.seqlen_k + at.row] * to_acc(rows.row(i)[at.col]);
+        }
+    }
+    matrix_of<scalar_t>(gradient, at.batch, at.head).row(at.row)[at.col] =
+        from_acc<scalar_t>(scale * sum);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    grad_keys(const __grid_constant__ BackwardParams params) {
+    key_gradient<kHeadDim>(params.sizes, Workspace(params).ds, params.q, params.dk,
+                           params.softmax_scale);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    grad_values(const __grid_constant__ BackwardParams params) {
+    key_gradient<kValueDim>(params.sizes, Workspace(params).p, params.dout, params.dv, 1);
+}

@@ -1,0 +1,51 @@
+// The four element types, the two types that sums are kept in, and the way between them.
+#pragma once
+
+#include "ptx_common.cuh"
+
+struct float16 {
+    unsigned short bits;
+};
+struct bfloat16 {
+    unsigned short bits;
+};
+using float32 = float;
+using float64 = double;
+
+template <class T>
+struct AccumulatorOf {
+    using type = float;
+};
+template <>
+struct AccumulatorOf<float64> {
+    using type = double;
+};
+template <class T>
+using accumulator_t = typename AccumulatorOf<T>::type;
+
+__device__ inline float to_acc(float16 x) {
+    return ptx::float_from_half(x.bits);
+}
+__device__ inline float to_acc(bfloat16 x) {
+    return ptx::float_from_bfloat16(x.bits);
+}
+__device__ inline float to_acc(float32 x) {
+    return x;
+}
+__device__ inline double to_acc(float64 x) {
+    return x;
+}
+
+// Rounds to nearest, ties to even.
+template <class T>
+__device__ inline T from_acc(accumulator_t<T> x) {
+    return x;
+}
+template <>
+__device__ inline float16 from_acc<float16>(float x) {
+    return {ptx::half_from_float(x)};
+}
+template <>
+__device__ inline bfloat16 from_acc<bfloat16>(float x) {
+    return {ptx::bfloat16_from_float(x)};
+}

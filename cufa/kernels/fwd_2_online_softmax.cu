@@ -1,0 +1,35 @@
+// fwd_2_online_softmax: standard attention with the softmax in two passes (Milakov and Gimelshein
+// 2018).
+//
+// Change from fwd_1_naive: maximum and sum of a row are found in one pass, the sum being rescaled
+// whenever the maximum rises; one of three reads of S is gone. Everything else is the same.
+//
+// Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
+// value_dim) Owns     scores, output: a thread has one element of the result; softmax: a block has
+// one row Global   workspace: S, then P in its place, (batch, heads, seqlen_q, seqlen_k) Writes O;
+// LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key
+#include "shared.cuh"
+#include "softmax_rows.cuh"
+#include "standard.cuh"
+
+static_assert(sizeof(ForwardParams) == PARAMS_BYTES, "the host passes a different struct");
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    scores(const __grid_constant__ ForwardParams params) {
+    scores_element(params, static_cast<acc_t*>(params.workspace));
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    softmax(const __grid_constant__ ForwardParams params) {
+    const int cols = params.sizes.seqlen_k;
+    acc_t* row = static_cast<acc_t*>(params.workspace) + static_cast<long long>(blockIdx.x) * cols;
+    const OnlineSoftmax statistics =
+        softmax_two_passes(row, row, cols, shared_memory<RowScratch<THREADS>>());
+    if (params.lse && threadIdx.x == 0)
+        static_cast<acc_t*>(params.lse)[blockIdx.x] = statistics.lse();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    output(const __grid_constant__ ForwardParams params) {
+    output_element(params, static_cast<const acc_t*>(params.workspace));
+}

@@ -1,0 +1,123 @@
+// fwd_3_flash_v1: FlashAttention (Dao et al. 2022, Algorithm 1), one launch per block of keys.
+//
+// Change from fwd_2_online_softmax: S and P never reach global memory. The outer loop, over blocks
+// of keys, is the host's: each launch takes one block of keys to every tile of queries. Between
+// launches O, l and m live in global memory, O normalised each time, as in the paper's lines 12
+// and 13. Scores are in units of log 2, which changes m and nothing else.
+//
+// Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
+// value_dim) Owns     block: BLOCK_M queries of one head; thread: kRows rows x kKeys keys of S, the
+// same rows of O Shared   Q tile, K tile, V tile, P tile Global   workspace: O (batch, heads,
+// seqlen_q, value_dim), then l and m (batch, heads, seqlen_q) Writes   O and LSE in the last
+// launch; LSE is natural log, -inf for a row that sees no key
+#include "online_softmax.cuh"
+#include "scores.cuh"
+
+constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
+using Grid = ThreadGrid<THREADS, LANES>;
+constexpr int kRows = kBlockM / Grid::kY;
+constexpr int kKeys = kBlockN / Grid::kX;
+constexpr int kGroups = Grid::groups(kValueDim);
+static_assert(kRows * Grid::kY == kBlockM, "BLOCK_M must be a multiple of THREADS / LANES");
+static_assert(kKeys * Grid::kX == kBlockN, "BLOCK_N must be a multiple of LANES");
+static_assert(sizeof(ForwardParams) == PARAMS_BYTES, "the host passes a different struct");
+
+struct Smem {
+    SharedMatrix<kBlockM, kHeadDim> q;
+    SharedMatrix<kBlockN, kHeadDim> k;
+    SharedMatrix<kBlockN, Grid::padded(kValueDim)> v;
+    SharedMatrix<kBlockM, kBlockN> p;
+};
+
+// O, l and m between launches.
+struct State {
+    acc_t *o, *l, *m;
+
+    __device__ State(const ForwardParams& params, int batch, int head) {
+        const Sizes& sizes = params.sizes;
+        const long long rows = first_row_of(sizes.batch, 0, sizes);
+        const long long row = first_row_of(batch, head, sizes);
+        o = static_cast<acc_t*>(params.workspace) + row * kValueDim;
+        l = static_cast<acc_t*>(params.workspace) + rows * kValueDim + row;
+        m = l + rows;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    fwd_3_flash_v1(const __grid_constant__ ForwardParams params) {
+    const Sizes& sizes = params.sizes;
+    const Mask<kCausal> mask{sizes.seqlen_q, sizes.seqlen_k};
+    const auto [batch, head, kv_head, first_row] = query_tile_of_block<kBlockM>(sizes);
+    const int first_key = sizes.step * kBlockN;
+    const bool first_launch = sizes.step == 0;
+    const bool last_launch = first_key + kBlockN >= sizes.seqlen_k;
+
+    // A tile that sees none of these keys has nothing to do, unless it must begin or end its rows.
+    const int last_row = min(first_row + kBlockM, sizes.seqlen_q) - 1;
+    if (first_key >= mask.keys_seen(last_row) && !first_launch && !last_launch) return;
+
+    Smem& smem = shared_memory<Smem>();
+    const Grid grid;
+    load_tile<THREADS, kHeadDim>(smem.q, matrix_of<const scalar_t>(params.q, batch, head),
+                                 first_row, sizes.seqlen_q);
+    load_tile<THREADS, kHeadDim>(smem.k, matrix_of<const scalar_t>(params.k, batch, kv_head),
+                                 first_key, sizes.seqlen_k);
+    load_tile<THREADS, kValueDim>(smem.v, matrix_of<const scalar_t>(params.v, batch, kv_head),
+                                  first_key, sizes.seqlen_k);
+    __syncthreads();
+
+    ScoreTile<kRows, kKeys> scores;
+    product_nt<kHeadDim>(scores, smem.q, smem.k, grid);
+    scale_and_mask<true>(scores, acc_t(params.softmax_scale * kLog2E), grid, mask, first_row,
+                         first_key);
+
+    const State state(params, batch, head);
+    OnlineSoftmax softmax[kRows];
+    acc_t old_sum[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+        const int row = first_row + grid.row(i);
+        const bool resumes = row < sizes.seqlen_q && !first_launch;
+        if (resumes) softmax[i].max = state.m[row];
+        old_sum[i] = resumes ? state.l[row] : 0;
+        old_sum[i] *= softmax[i].raise_max(lanes_max<Grid::kX>(max_of(scores[i])));
+#pragma unroll
+        for (int j = 0; j < kKeys; ++j) scores[i][j] = softmax[i].weight(scores[i][j]);
+        softmax[i].total<Grid::kX>();
+        softmax[i].sum += old_sum[i];
+    }
+
+    // A row of P is written and read by lanes of one warp only.
+    store_scores(smem.p, scores, grid);
+    __syncwarp();
+    OutputTile<kRows, kGroups> o = {};
+    product_nn<true>(o, smem.p, smem.v, grid);
+
+    acc_t* lse = static_cast<acc_t*>(params.lse);
+    if (lse) lse += first_row_of(batch, head, sizes);
+    const auto out = matrix_of<scalar_t>(params.o, batch, head);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+        const int row = first_row + grid.row(i);
+        if (row >= sizes.seqlen_q) continue;
+        acc_t* const old_o = state.o + static_cast<long long>(row) * kValueDim;
+        const acc_t normalizer = softmax[i].normalizer();
+#pragma unroll
+        for (int c = 0; c < kGroups; ++c)
+#pragma unroll
+            for (int e = 0; e < kVec; ++e) {
+                const int col = grid.dim(c) + e;
+                if (col >= kValueDim) continue;
+                if (!first_launch) o[i][c][e] += old_sum[i] * old_o[col];
+                o[i][c][e] *= normalizer;
+                if (!last_launch) old_o[col] = o[i][c][e];
+            }
+        if (last_launch) {
+            store_row<kValueDim>(out.row(row), o[i], 1, grid);
+            if (lse && grid.x == 0) lse[row] = softmax[i].lse();
+        } else if (grid.x == 0) {
+            state.l[row] = softmax[i].sum;
+            state.m[row] = softmax[i].max;
+        }
+    }
+}

@@ -1,0 +1,95 @@
+// The running maximum and sum of a softmax that sees its row piece by piece.
+//
+// Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), Algorithm 3; as
+// FlashAttention-2 (Dao, 2023) uses it, Algorithm 1 lines 8 to 15. Scores are in units of log 2
+// here: with log2(e) folded into the scale, exp2 needs no multiplication of its own.
+#pragma once
+
+#include "config.cuh"
+
+constexpr double kLog2E = 1.4426950408889634;
+constexpr double kLn2 = 0.6931471805599453;
+
+__device__ inline float exp2_of(float x) {
+    return ptx::exp2_fast(x);
+}
+__device__ inline double exp2_of(double x) {
+    return exp2(x);
+}
+__device__ inline float log2_of(float x) {
+    return log2f(x);
+}
+__device__ inline double log2_of(double x) {
+    return log2(x);
+}
+
+__device__ inline acc_t negative_infinity() {
+    return -__int_as_float(0x7f800000);
+}
+
+// max and sum over the Lanes neighbouring threads that share a row.
+template <int Lanes>
+__device__ inline acc_t lanes_max(acc_t x) {
+#pragma unroll
+    for (int offset = Lanes / 2; offset > 0; offset /= 2) {
+        const acc_t other = __shfl_xor_sync(0xffffffffu, x, offset);
+        x = x > other ? x : other;
+    }
+    return x;
+}
+template <int Lanes>
+__device__ inline acc_t lanes_sum(acc_t x) {
+#pragma unroll
+    for (int offset = Lanes / 2; offset > 0; offset /= 2) {
+        x += __shfl_xor_sync(0xffffffffu, x, offset);
+    }
+    return x;
+}
+
+struct OnlineSoftmax {
+    acc_t max = negative_infinity();  // of the scores seen so far
+    acc_t sum = 0;  // of 2^(score - max) over them; per thread until total() is called
+
+    // Takes in a piece whose largest score is piece_max. Returns the factor by which what was
+    // summed under the old maximum must shrink.
+    __device__ acc_t raise_max(acc_t piece_max) {
+        const acc_t old_max = max;
+        max = piece_max > max ? piece_max : max;
+        const acc_t shrink = exp2_of(old_max - shift());
+        sum *= shrink;
+        return shrink;
+    }
+
+    // What to subtract from a score. While every score was -inf there is no maximum to subtract,
+    // and -inf - -inf would be NaN: with 0 instead, 2^-inf is the 0 it should be.
+    __device__ acc_t shift() const { return max == negative_infinity() ? acc_t(0) : max; }
+
+    __device__ acc_t weight(acc_t score) {
+        const acc_t p = exp2_of(score - shift());
+        sum += p;
+        return p;
+    }
+
+    __device__ void add(acc_t score) {
+        raise_max(score);
+        weight(score);
+    }
+
+    // Takes in what another thread has summed over other scores of the same row.
+    __device__ void merge(const OnlineSoftmax& other) {
+        raise_max(other.max);
+        sum += other.sum * exp2_of(other.max - shift());
+    }
+
+    // Ends the row: from here on sum is that of all the Lanes threads which share it.
+    template <int Lanes>
+    __device__ void total() {
+        sum = lanes_sum<Lanes>(sum);
+    }
+
+    // A row that saw no key: output 0, LSE -inf.
+    __device__ acc_t normalizer() const { return sum == 0 ? acc_t(0) : 1 / sum; }
+    __device__ acc_t lse() const {
+        return sum == 0 ? negative_infinity() : (max + log2_of(sum)) * acc_t(kLn2);
+    }
+};

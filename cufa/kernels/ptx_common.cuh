@@ -1,0 +1,46 @@
+// Inline PTX that every arch from sm_75 on has: conversions and the fast exponential.
+#pragma once
+
+namespace ptx {
+
+__device__ inline float float_from_half(unsigned short bits) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+}
+
+__device__ inline unsigned short half_from_float(float x) {
+    unsigned short bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+
+// bfloat16 is the upper half of a float32.
+__device__ inline float float_from_bfloat16(unsigned short bits) {
+    float x;
+    asm("mov.b32 %0, {%1, %2};" : "=f"(x) : "h"(static_cast<unsigned short>(0)), "h"(bits));
+    return x;
+}
+
+__device__ inline unsigned short bfloat16_from_float(float x) {
+    unsigned short bits;
+#if __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+#else
+    // Turing has no such conversion: add half of the last kept place, or just less on an even tie.
+    unsigned int word;
+    asm("mov.b32 %0, %1;" : "=r"(word) : "f"(x));
+    const bool nan = (word & 0x7fffffffu) > 0x7f800000u;
+    bits = nan ? 0x7fffu : (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
+#endif
+    return bits;
+}
+
+// 2^x within 2 ulp; 0 for -inf; subnormal results are flushed to 0.
+__device__ inline float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+}  // namespace ptx

@@ -1,0 +1,37 @@
+// What the tiled kernels do to a tile of scores between its two products.
+#pragma once
+
+#include "mask.cuh"
+#include "products.cuh"
+
+// Scales the scores and, in a Masked tile, sets those of unseen keys to -inf. (A NaN in such a key
+// is gone with this: the score is replaced, not added to.)
+template <bool Masked, int TM, int TN, class Grid>
+__device__ inline void scale_and_mask(ScoreTile<TM, TN>& scores, acc_t scale, const Grid& grid,
+                                      Mask<kCausal> mask, int first_row, int first_key) {
+#pragma unroll
+    for (int i = 0; i < TM; ++i) {
+        const int keys_seen = mask.keys_seen(first_row + grid.row(i)) - first_key;
+#pragma unroll
+        for (int j = 0; j < TN; ++j) {
+            const bool seen = !Masked || grid.key(j) < keys_seen;
+            scores[i][j] = seen ? scores[i][j] * scale : negative_infinity();
+        }
+    }
+}
+
+template <int TM, int TN, class Tile, class Grid>
+__device__ inline void store_scores(Tile& tile, const ScoreTile<TM, TN>& scores, const Grid& grid) {
+#pragma unroll
+    for (int i = 0; i < TM; ++i)
+#pragma unroll
+        for (int j = 0; j < TN; ++j) tile.at(grid.row(i), grid.key(j)) = scores[i][j];
+}
+
+template <int TN>
+__device__ inline acc_t max_of(const acc_t (&scores)[TN]) {
+    acc_t largest = scores[0];
+#pragma unroll
+    for (int j = 1; j < TN; ++j) largest = scores[j] > largest ? scores[j] : largest;
+    return largest;
+}

@@ -1,0 +1,86 @@
+// Shared memory: matrices whose rows are padded against bank conflicts, and the copy that fills
+// them.
+#pragma once
+
+#include "config.cuh"
+#include "tensor.cuh"
+
+// N values moved by one instruction.
+template <class T, int N>
+struct alignas(N * sizeof(T)) Pack {
+    T v[N];
+
+    __device__ T& operator[](int i) { return v[i]; }
+    __device__ const T& operator[](int i) const { return v[i]; }
+};
+
+using Vec = Pack<acc_t, kVec>;
+
+__device__ constexpr int ceil_div(int a, int b) {
+    return (a + b - 1) / b;
+}
+__device__ constexpr int round_up(int a, int b) {
+    return ceil_div(a, b) * b;
+}
+__device__ constexpr int min_of(int a, int b) {
+    return a < b ? a : b;
+}
+
+// A Rows x Cols matrix. The pitch is an odd number of 16-byte units, so that threads which read the
+// same columns of neighbouring rows hit different banks. Columns from Cols to the next whole unit
+// exist and are zero.
+template <int Rows, int Cols>
+struct SharedMatrix {
+    static constexpr int kRows = Rows;
+    static constexpr int kCols = round_up(Cols, kVec);
+    static constexpr int kPitch = (kCols / kVec | 1) * kVec;
+
+    acc_t data[Rows * kPitch];
+
+    __device__ acc_t& at(int row, int col) { return data[row * kPitch + col]; }
+    __device__ const acc_t& at(int row, int col) const { return data[row * kPitch + col]; }
+    __device__ Vec& vec(int row, int col) { return reinterpret_cast<Vec&>(at(row, col)); }
+    __device__ const Vec& vec(int row, int col) const {
+        return reinterpret_cast<const Vec&>(at(row, col));
+    }
+};
+
+// The one block of dynamic shared memory, as the struct a kernel lays over it.
+template <class Smem>
+__device__ inline Smem& shared_memory() {
+    static_assert(sizeof(Smem) == SMEM_BYTES, "the host planned a different size of shared memory");
+    extern __shared__ __align__(16) unsigned char bytes[];
+    return *reinterpret_cast<Smem*>(bytes);
+}
+
+// Rows [first_row, first_row + Rows) of a global matrix with Cols columns, converted to acc_t; zero
+// outside rows [0, end_row) and in the padding columns. The whole block takes part.
+template <int Threads, int Cols, class Tile>
+__device__ inline void load_tile(Tile& tile, Matrix<const scalar_t> source, int first_row,
+                                 int end_row) {
+    // As wide as the caller's alignment allows, but no chunk may straddle the last column.
+    constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), Cols & -Cols);
+    constexpr int kRowChunks = Tile::kCols / kChunk;
+    static_assert(Tile::kCols % kChunk == 0, "a row of the tile must hold whole chunks");
+    using Chunk = Pack<scalar_t, kChunk>;
+
+    for (int i = threadIdx.x; i < Tile::kRows * kRowChunks; i += Threads) {
+        const int row = i / kRowChunks, col = i % kRowChunks * kChunk;
+        Chunk chunk = {};
+        if (first_row + row < end_row && col < Cols) {
+            chunk = *reinterpret_cast<const Chunk*>(source.row(first_row + row) + col);
+        }
+        if constexpr (kChunk % kVec == 0) {
+#pragma unroll
+            for (int c = 0; c < kChunk; c += kVec) {
+                Vec values;
+#pragma unroll
+                for (int e = 0; e < kVec; ++e) values[e] = to_acc(chunk[c + e]);
+                tile.vec(row, col + c) = values;
+            }
+        } else {
+#pragma unroll
+            for (int e = 0; e < kChunk; ++e) tile.at(row, col + e) = to_acc(chunk[e]);
+        }
+    }
+}

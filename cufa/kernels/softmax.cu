@@ -1,0 +1,24 @@
+// softmax: the row softmax of fwd_1_naive (three passes) or fwd_2_online_softmax (two), alone.
+//
+// Shapes   x, y (rows, cols), any row stride
+// Owns     block: one row
+// Writes   y; a row of -inf alone gives zeros
+#include "shared.cuh"
+#include "softmax_rows.cuh"
+
+static_assert(sizeof(SoftmaxParams) == PARAMS_BYTES, "the host passes a different struct");
+static_assert(PASSES == 2 || PASSES == 3, "a softmax takes two passes or three");
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    softmax(const __grid_constant__ SoftmaxParams params) {
+    auto& scratch = shared_memory<RowScratch<THREADS>>();
+    for (long long row = blockIdx.x; row < params.rows; row += gridDim.x) {
+        const scalar_t* x = static_cast<const scalar_t*>(params.x) + row * params.x_row_stride;
+        scalar_t* y = static_cast<scalar_t*>(params.y) + row * params.y_row_stride;
+        if constexpr (PASSES == 3) {
+            softmax_three_passes(x, y, params.cols, scratch);
+        } else {
+            softmax_two_passes(x, y, params.cols, scratch);
+        }
+    }
+}

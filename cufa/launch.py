@@ -1,0 +1,141 @@
+"""From a Plan to running kernels: compiled and loaded once, then parameters, workspace and stream.
+
+Kernels run on CuPy's current stream; nothing here synchronises, and nothing is allocated but the
+workspace that the Plan declares, so calls can be captured into a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from typing import Any
+
+import numpy as np
+
+from cufa import jit
+from cufa.device import Arch, target
+from cufa.plan import Plan
+from cufa.plan.sizes import BACKWARD_PARAMS_BYTES, FORWARD_PARAMS_BYTES, SOFTMAX_PARAMS_BYTES
+from cufa.plan.standard import softmax_launch
+from cufa.problem import Problem
+
+# A tensor as params.cuh has it: address, then batch, row and head stride in elements.
+TensorFields = tuple[int, int, int, int]
+
+# The structs of params.cuh: tensors, LSE, workspace, softmax_scale, sizes and step.
+_FORWARD = struct.Struct("=" + 4 * "4q" + "2q" + "d" + "6i")
+_BACKWARD = struct.Struct("=" + 8 * "4q" + "2q" + "d" + "6i")
+# Addresses of x and y, their row strides, rows and columns.
+_SOFTMAX = struct.Struct("=2q2qqi4x")
+assert _FORWARD.size == FORWARD_PARAMS_BYTES
+assert _BACKWARD.size == BACKWARD_PARAMS_BYTES
+assert _SOFTMAX.size == SOFTMAX_PARAMS_BYTES
+
+# Above this much dynamic shared memory a kernel must ask for it (CUDA C++ Programming Guide, "Shared
+# Memory" of each compute capability).
+_DEFAULT_SMEM_BYTES = 48 * 1024
+
+
+class LaunchError(RuntimeError):
+    """The driver refused a kernel; the message has the launch and the driver's reason."""
+
+
+def pack_attention(
+    problem: Problem,
+    tensors: tuple[TensorFields, ...],
+    lse: int,
+    workspace: int,
+    softmax_scale: float,
+    step: int = 0,
+) -> bytes:
+    """ForwardParams for q, k, v, o or BackwardParams for q, k, v, o, dout, dq, dk, dv.
+
+    `lse` and `workspace` are addresses, 0 for none.
+    """
+    layout = _FORWARD if problem.direction == "forward" else _BACKWARD
+    return layout.pack(
+        *(field for tensor in tensors for field in tensor),
+        lse,
+        workspace,
+        softmax_scale,
+        problem.batch,
+        problem.heads,
+        problem.kv_heads,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        step,
+    )
+
+
+def pack_softmax(
+    x: int, y: int, x_row_stride: int, y_row_stride: int, rows: int, cols: int
+) -> bytes:
+    """SoftmaxParams; strides in elements."""
+    return _SOFTMAX.pack(x, y, x_row_stride, y_row_stride, rows, cols)
+
+
+class Executable:
+    """A Plan whose kernels are on the current GPU."""
+
+    def __init__(self, plan: Plan) -> None:
+        """Compile, or find in the cache, and load."""
+        self.plan = plan
+        build = jit.build(plan.variant)
+        module = jit.load(build)
+        self._launches = [
+            (_function(module, launch.entry, launch.smem_bytes), launch) for launch in plan.launches
+        ]
+
+    def __call__(self, tensors: tuple[TensorFields, ...], lse: int, softmax_scale: float) -> None:
+        """Launch on the current stream."""
+        import cupy
+
+        plan = self.plan
+        workspace = cupy.empty(plan.workspace_bytes, np.uint8) if plan.workspace_bytes else None
+        address = workspace.data.ptr if workspace is not None else 0
+        for function, launch in self._launches:
+            for step in range(launch.steps):
+                params = pack_attention(plan.problem, tensors, lse, address, softmax_scale, step)
+                _launch(
+                    function, launch.entry, launch.grid, launch.block, launch.smem_bytes, params
+                )
+
+
+def softmax(x: Any, y: Any, dtype: str, passes: int, arch: Arch | str | int | None = None) -> None:
+    """Softmax of the rows of x into y, two CuPy arrays (rows, cols), on the current stream."""
+    rows, cols = x.shape
+    variant, launch = softmax_launch(dtype, passes, rows, target(arch).arch)
+    function = _function(jit.load(jit.build(variant)), launch.entry, launch.smem_bytes)
+    itemsize = x.itemsize
+    params = pack_softmax(
+        x.data.ptr, y.data.ptr, x.strides[0] // itemsize, y.strides[0] // itemsize, rows, cols
+    )
+    _launch(function, launch.entry, launch.grid, launch.block, launch.smem_bytes, params)
+
+
+def _function(module: Any, entry: str, smem_bytes: int) -> Any:
+    kernel = module.get_function(entry)
+    if smem_bytes > _DEFAULT_SMEM_BYTES:
+        kernel.max_dynamic_shared_size_bytes = smem_bytes
+    return kernel.kernel
+
+
+def _launch(
+    function: Any, entry: str, grid: int, block: int, smem_bytes: int, params: bytes
+) -> None:
+    import cupy
+
+    # An array of one element is what CuPy passes by value.
+    by_value = np.frombuffer(params, dtype=_void(len(params)))
+    try:
+        function((grid,), (block,), (by_value,), smem_bytes)
+    except cupy.cuda.driver.CUDADriverError as error:
+        raise LaunchError(
+            f"{entry} could not be launched with {grid} blocks of {block} threads and {smem_bytes} "
+            f"bytes of shared memory: {error}"
+        ) from error
+
+
+@functools.cache
+def _void(size: int) -> np.dtype[Any]:
+    return np.dtype((np.void, size))

@@ -1,0 +1,69 @@
+"""From a Problem and a Device to a Plan: which kernel, which tiles, which launches, and why.
+
+Pure functions of their arguments: a plan for any known GPU can be made, printed and compiled on a machine
+that has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from cufa.device import Device
+from cufa.kernels import Kernel, best_kernel, kernel_named
+from cufa.plan import standard, tiled
+from cufa.plan.record import Launch, Macro, Part, Plan, Scratch
+from cufa.problem import Problem
+
+__all__ = ["Launch", "Macro", "Part", "Plan", "Scratch", "make_plan"]
+
+_PLANNERS: dict[str, Callable[[Problem, Device, Mapping[str, int]], Part]] = {
+    "fwd_1_naive": standard.forward,
+    "fwd_2_online_softmax": standard.forward,
+    "fwd_3_flash_v1": tiled.flash_v1,
+    "fwd_4_flash_v2": tiled.flash_v2,
+    "bwd_1_naive": standard.backward,
+    "bwd_2_flash_v2": tiled.flash_v2_backward,
+}
+
+
+def make_plan(
+    problem: Problem,
+    device: Device,
+    kernel: str | None = None,
+    tiles: Mapping[str, int] | None = None,
+) -> Plan:
+    """The Plan for a problem on a device.
+
+    `kernel` names a rung of the ladder instead of the fastest that supports the problem; `tiles`
+    overrides any of that kernel's `block_m`, `block_n`, `threads` and `lanes`.
+
+    Raises ValueError if the kernel does not support the problem or the device, or if the tiles do not
+    fit; the message has the arithmetic.
+    """
+    row = _choose(problem, device, kernel)
+    part = _PLANNERS[row.name](problem, device, tiles or {})
+    why = (
+        f"{row.name}: {'asked for' if kernel else 'the last rung that supports this call'}",
+        *part.reasons,
+    )
+    return Plan(
+        kernel=row.name,
+        source=row.source,
+        problem=problem,
+        device=device,
+        tiles=part.tiles,
+        macros=part.macros,
+        launches=part.launches,
+        scratch=part.scratch,
+        reasons=why,
+    )
+
+
+def _choose(problem: Problem, device: Device, kernel: str | None) -> Kernel:
+    if kernel is None:
+        return best_kernel(problem, device)
+    row = kernel_named(kernel)
+    reason = row.unsupported(problem, device)
+    if reason is not None:
+        raise ValueError(f"kernel is {kernel!r}: {reason}")
+    return row

@@ -1,0 +1,112 @@
+"""The records that planning returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from cufa.device import Device
+from cufa.jit import Variant
+from cufa.problem import Problem
+
+Macro = tuple[str, str | int | bool]
+
+# The first axis of a grid; cufa's grids have only that one, since the others end at 65,535.
+MAX_GRID = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of an entry of the kernel's file, or `steps` of them in a row, numbered for the kernel."""
+
+    entry: str
+    grid: int
+    block: int
+    smem_bytes: int = 0
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse a grid that no GPU takes."""
+        if self.grid > MAX_GRID:
+            raise ValueError(
+                f"{self.entry} would take {self.grid} blocks; a grid has at most {MAX_GRID}"
+            )
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """One part of the workspace: an array of the accumulator's dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a kernel's planner decides."""
+
+    tiles: Mapping[str, int]
+    macros: tuple[Macro, ...]
+    launches: tuple[Launch, ...]
+    scratch: tuple[Scratch, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that compiling and launching need to know, and all that they get to see.
+
+    `launches` are in order, those with nothing to do left out. `scratch` lies one after the other in
+    one workspace. `reasons` say, a sentence each, how the choices were made.
+    """
+
+    kernel: str
+    source: str
+    problem: Problem
+    device: Device
+    tiles: Mapping[str, int]
+    macros: tuple[Macro, ...]
+    launches: tuple[Launch, ...]
+    scratch: tuple[Scratch, ...]
+    reasons: tuple[str, ...]
+
+    @cached_property
+    def variant(self) -> Variant:
+        """What the JIT compiles."""
+        return Variant(self.source, self.macros, self.device.arch)
+
+    @cached_property
+    def workspace_bytes(self) -> int:
+        """Global memory needed beyond inputs and outputs."""
+        return sum(prod(part.shape) for part in self.scratch) * self.problem.accumulator.itemsize
+
+    def __str__(self) -> str:
+        """Kernel, tiles, launches and memory against the limits, and why."""
+        device = self.device
+        lines = [
+            f"{self.kernel} on {device.name} ({device.arch})",
+            f"  problem    {self.problem}, {self.problem.align_bytes}-byte loads",
+        ]
+        if self.tiles:
+            lines.append(
+                "  tiles      " + ", ".join(f"{name} {size}" for name, size in self.tiles.items())
+            )
+        for launch in self.launches:
+            steps = f" x {launch.steps} steps" if launch.steps > 1 else ""
+            lines.append(
+                f"  launch     {launch.entry}: grid {launch.grid}{steps}, "
+                f"block {launch.block} ({launch.block // device.warp_size} warps), shared memory "
+                f"{launch.smem_bytes:,} of {device.smem_per_block:,} bytes"
+            )
+        if not self.launches:
+            lines.append("  launch     none: there is nothing to compute")
+        workspace = ", ".join(
+            f"{part.name} {'x'.join(map(str, part.shape))}" for part in self.scratch
+        )
+        lines.append(
+            f"  workspace  {self.workspace_bytes:,} bytes{f' ({workspace})' if workspace else ''}"
+        )
+        lines += [f"  why        {reason}" for reason in self.reasons]
+        return "\n".join(lines)

@@ -1,0 +1,41 @@
+"""The arithmetic that the host and the kernels must agree on. The kernels assert each of these sizes."""
+
+from __future__ import annotations
+
+from cufa.plan.record import Macro
+from cufa.problem import Problem
+
+# The structs of params.cuh, whose fields cufa/launch.py packs.
+FORWARD_PARAMS_BYTES = 176
+BACKWARD_PARAMS_BYTES = 304
+SOFTMAX_PARAMS_BYTES = 48
+
+# One shared-memory access of a thread.
+VECTOR_BYTES = 16
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def round_up(a: int, b: int) -> int:
+    """The smallest multiple of b that is at least a."""
+    return ceil_div(a, b) * b
+
+
+def common_macros(problem: Problem) -> tuple[Macro, ...]:
+    """What config.cuh asks for."""
+    return (
+        ("SCALAR", problem.dtype),
+        ("HEAD_DIM", problem.head_dim),
+        ("VALUE_DIM", problem.value_dim),
+        ("CAUSAL", problem.causal),
+        ("ALIGN_BYTES", problem.align_bytes),
+    )
+
+
+def shared_matrix_bytes(rows: int, cols: int, itemsize: int) -> int:
+    """The size of shared.cuh's SharedMatrix: a row is an odd number of 16-byte vectors."""
+    vector = VECTOR_BYTES // itemsize
+    return rows * (ceil_div(cols, vector) | 1) * VECTOR_BYTES

@@ -1,0 +1,110 @@
+"""Plans for the naive rungs: one thread for one element, one block for one row of a softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cufa.device import Arch, Device
+from cufa.jit import Variant
+from cufa.plan.record import MAX_GRID, Launch, Macro, Part, Scratch
+from cufa.plan.sizes import (
+    BACKWARD_PARAMS_BYTES,
+    FORWARD_PARAMS_BYTES,
+    SOFTMAX_PARAMS_BYTES,
+    ceil_div,
+    common_macros,
+)
+from cufa.problem import DTYPES, Problem, accumulator_dtype
+
+# Enough warps to hide the latency of loads that are not tiled, and a divisor of every SM's threads.
+THREADS = 256
+WARPS = THREADS // 32
+
+
+def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+    """`fwd_1_naive` and `fwd_2_online_softmax`."""
+    _refuse_tiles(tiles)
+    rows = problem.batch * problem.heads * problem.seqlen_q
+    # A maximum and a sum for each warp of a row's block.
+    smem_bytes = WARPS * 2 * problem.accumulator.itemsize
+    return _part(
+        problem,
+        FORWARD_PARAMS_BYTES,
+        smem_bytes,
+        (
+            _per_element("scores", rows * problem.seqlen_k),
+            Launch("softmax", rows, THREADS, smem_bytes),
+            _per_element("output", rows * problem.value_dim),
+        ),
+        ("P",),
+    )
+
+
+def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+    """`bwd_1_naive`."""
+    _refuse_tiles(tiles)
+    rows = problem.batch * problem.heads * problem.seqlen_q
+    keys = problem.batch * problem.kv_heads * problem.seqlen_k
+    smem_bytes = WARPS * problem.accumulator.itemsize  # a partial sum for each warp
+    return _part(
+        problem,
+        BACKWARD_PARAMS_BYTES,
+        smem_bytes,
+        (
+            _per_element("probabilities", rows * problem.seqlen_k),
+            _per_element("grad_values", keys * problem.value_dim),
+            _per_element("grad_probabilities", rows * problem.seqlen_k),
+            Launch("grad_scores", rows, THREADS, smem_bytes),
+            _per_element("grad_queries", rows * problem.head_dim),
+            _per_element("grad_keys", keys * problem.head_dim),
+        ),
+        ("P", "dS"),
+    )
+
+
+def _part(
+    problem: Problem,
+    params_bytes: int,
+    smem_bytes: int,
+    launches: tuple[Launch, ...],
+    matrices: tuple[str, ...],
+) -> Part:
+    shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+    return Part(
+        tiles={},
+        macros=(
+            *common_macros(problem),
+            ("THREADS", THREADS),
+            ("SMEM_BYTES", smem_bytes),
+            ("PARAMS_BYTES", params_bytes),
+        ),
+        launches=tuple(launch for launch in launches if launch.grid > 0),
+        scratch=tuple(Scratch(name, shape) for name in matrices),
+        reasons=(f"{THREADS} threads a block, one for each element of a result",),
+    )
+
+
+def _per_element(entry: str, elements: int) -> Launch:
+    return Launch(entry, ceil_div(elements, THREADS), THREADS)
+
+
+def _refuse_tiles(tiles: Mapping[str, int]) -> None:
+    if tiles:
+        raise ValueError(f"tiles has {', '.join(tiles)}, and this kernel has no tiles to choose")
+
+
+def softmax_launch(dtype: str, passes: int, rows: int, arch: Arch) -> tuple[Variant, Launch]:
+    """`softmax`: a block for each row, or for several where there are more rows than a grid has blocks."""
+    smem_bytes = WARPS * 2 * accumulator_dtype(dtype).itemsize
+    # config.cuh describes an attention; a softmax has of it only the dtype.
+    attention = (("SCALAR", dtype), ("HEAD_DIM", 1), ("VALUE_DIM", 1), ("CAUSAL", False))
+    macros: tuple[Macro, ...] = (
+        *attention,
+        ("ALIGN_BYTES", DTYPES[dtype].itemsize),
+        ("PASSES", passes),
+        ("THREADS", THREADS),
+        ("SMEM_BYTES", smem_bytes),
+        ("PARAMS_BYTES", SOFTMAX_PARAMS_BYTES),
+    )
+    launch = Launch("softmax", min(rows, MAX_GRID), THREADS, smem_bytes)
+    return Variant("softmax.cu", macros, arch), launch

@@ -95,14 +95,10 @@ def attention(
         tensors["out"] = _empty(output_shape(problem, layout), problem.dtype, adopted.on_gpu)
     else:
         _check_out(tensors)
-    lse = (
-        _empty(lse_shape(problem), problem.accumulator.name, adopted.on_gpu) if return_lse else None
-    )
+    lse = _empty(lse_shape(problem), problem.accumulator.name, adopted.on_gpu) if return_lse else None
 
     if adopted.on_gpu:
-        _run_on_gpu(
-            problem, tensors, ("q", "k", "v", "out"), lse, scale, layout, kernel, tiles, arch
-        )
+        _run_on_gpu(problem, tensors, ("q", "k", "v", "out"), lse, scale, layout, kernel, tiles, arch)
     else:
         _refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch)
         q, k, v, output = _in_bshd(tensors, ("q", "k", "v", "out"), layout)
@@ -181,9 +177,7 @@ def attention_backward(
     return dq, dk, dv
 
 
-def softmax(
-    x: Any, *, passes: int = 2, arch: ArchLike | None = None, backend: str | None = None
-) -> Any:
+def softmax(x: Any, *, passes: int = 2, arch: ArchLike | None = None, backend: str | None = None) -> Any:
     """Softmax over the last axis, the part of standard attention between its two products.
 
     Args:
@@ -252,14 +246,10 @@ def plan(
     direction: Direction = "backward" if backward else "forward"
     problem = _problem_of(direction, {"q": q, "k": k, "v": v}, causal, layout)
     row_bytes = (problem.head_dim | problem.value_dim) * problem.itemsize
-    return make_plan(
-        replace(problem, align_bytes=_alignment(row_bytes)), target(arch), kernel, tiles
-    )
+    return make_plan(replace(problem, align_bytes=_alignment(row_bytes)), target(arch), kernel, tiles)
 
 
-def _problem_of(
-    direction: Direction, tensors: Mapping[str, Any], causal: bool, layout: str
-) -> Problem:
+def _problem_of(direction: Direction, tensors: Mapping[str, Any], causal: bool, layout: str) -> Problem:
     return _problem(
         direction,
         tuple([(name, tuple(array.shape), array.dtype) for name, array in tensors.items()]),
@@ -303,9 +293,7 @@ def _check_out(tensors: Arrays) -> None:
 def _refuse_gpu_options(**options: Any) -> None:
     for name, value in options.items():
         if value is not None:
-            raise ValueError(
-                f"{name} is {value!r}, but this call computes on the CPU; it needs a GPU"
-            )
+            raise ValueError(f"{name} is {value!r}, but this call computes on the CPU; it needs a GPU")
 
 
 def _in_bshd(tensors: Arrays, names: tuple[str, ...], layout: str) -> list[Any]:

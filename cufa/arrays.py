@@ -118,9 +118,7 @@ def overlap(a: Any, b: Any) -> bool:
 
 def overlaps_itself(a: Any) -> bool:
     """Whether two elements of an array may have one address, as in a broadcast view."""
-    extents = sorted(
-        (abs(stride), size) for stride, size in zip(a.strides, a.shape, strict=True) if size > 1
-    )
+    extents = sorted((abs(stride), size) for stride, size in zip(a.strides, a.shape, strict=True) if size > 1)
     reached = a.itemsize
     for stride, size in extents:
         if stride < reached:
@@ -182,9 +180,7 @@ def _namespace(array: Any, name: str) -> Any:
     else:
         namespace = sys.modules.get(type(array).__module__.partition(".")[0])
     if not hasattr(namespace, "from_dlpack"):
-        raise TypeError(
-            f"{name} is a {_kind(array)}, whose library has no from_dlpack to hand results back"
-        )
+        raise TypeError(f"{name} is a {_kind(array)}, whose library has no from_dlpack to hand results back")
     return namespace
 
 
@@ -196,19 +192,14 @@ def _to_other_side(array: Any) -> Any:
 
 def _kind(array: Any) -> str:
     kind = type(array)
-    return (
-        kind.__qualname__
-        if kind.__module__ == "builtins"
-        else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _check_same_kind(named: Mapping[str, Any]) -> None:
     for name, array in named.items():
         if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
             raise TypeError(
-                f"{name} is a {_kind(array)}; "
-                "it may be a NumPy array, a CuPy array or any array with DLPack"
+                f"{name} is a {_kind(array)}; it may be a NumPy array, a CuPy array or any array with DLPack"
             )
     (first_name, first), *others = named.items()
     for name, array in others:

@@ -67,9 +67,7 @@ def pack_attention(
     )
 
 
-def pack_softmax(
-    x: int, y: int, x_row_stride: int, y_row_stride: int, rows: int, cols: int
-) -> bytes:
+def pack_softmax(x: int, y: int, x_row_stride: int, y_row_stride: int, rows: int, cols: int) -> bytes:
     """SoftmaxParams; strides in elements."""
     return _SOFTMAX.pack(x, y, x_row_stride, y_row_stride, rows, cols)
 
@@ -96,9 +94,7 @@ class Executable:
         for function, launch in self._launches:
             for step in range(launch.steps):
                 params = pack_attention(plan.problem, tensors, lse, address, softmax_scale, step)
-                _launch(
-                    function, launch.entry, launch.grid, launch.block, launch.smem_bytes, params
-                )
+                _launch(function, launch.entry, launch.grid, launch.block, launch.smem_bytes, params)
 
 
 def softmax(x: Any, y: Any, dtype: str, passes: int, arch: Arch | str | int | None = None) -> None:
@@ -120,9 +116,7 @@ def _function(module: Any, entry: str, smem_bytes: int) -> Any:
     return kernel.kernel
 
 
-def _launch(
-    function: Any, entry: str, grid: int, block: int, smem_bytes: int, params: bytes
-) -> None:
+def _launch(function: Any, entry: str, grid: int, block: int, smem_bytes: int, params: bytes) -> None:
     import cupy
 
     # An array of one element is what CuPy passes by value.

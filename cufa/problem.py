@@ -105,11 +105,7 @@ class Problem:
     def __str__(self) -> str:
         """One line, as in `print(plan)`."""
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
-        dims = (
-            self.head_dim
-            if self.head_dim == self.value_dim
-            else f"{self.head_dim}/{self.value_dim}"
-        )
+        dims = self.head_dim if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
         return (
             f"{self.direction} {self.dtype}{' causal' if self.causal else ''}, batch {self.batch}, "
             f"seqlen {self.seqlen_q} x {self.seqlen_k}, heads {heads}, head dim {dims}"
@@ -153,9 +149,7 @@ def make_problem(
     batch_axis, seqlen_axis, heads_axis = check_layout(layout)
     for name in ("q", "k", "v"):
         if len(shapes[name]) != 4:
-            raise ValueError(
-                f"{name} has shape {shapes[name]}; it must have the 4 axes {_AXES[layout]}"
-            )
+            raise ValueError(f"{name} has shape {shapes[name]}; it must have the 4 axes {_AXES[layout]}")
         if max(shapes[name]) > MAX_EXTENT:
             raise ValueError(f"{name} has shape {shapes[name]}; no axis may exceed {MAX_EXTENT}")
     q, k, v = shapes["q"], shapes["k"], shapes["v"]
@@ -163,16 +157,12 @@ def make_problem(
     dtype = dtype_name(dtypes["q"], "q")
     for name in ("k", "v"):
         if dtype_name(dtypes[name], name) != dtype:
-            raise TypeError(
-                f"{name} has dtype {dtypes[name]} and q {dtypes['q']}; they must be the same"
-            )
+            raise TypeError(f"{name} has dtype {dtypes[name]} and q {dtypes['q']}; they must be the same")
 
     heads, kv_heads = q[heads_axis], k[heads_axis]
     for name in ("k", "v"):
         if shapes[name][batch_axis] != q[batch_axis]:
-            raise ValueError(
-                f"{name} has shape {shapes[name]} and q {q}; the batch must be the same"
-            )
+            raise ValueError(f"{name} has shape {shapes[name]} and q {q}; the batch must be the same")
     for axis, word in ((seqlen_axis, "seqlen"), (heads_axis, "number of heads")):
         if v[axis] != k[axis]:
             raise ValueError(f"v has shape {v} and k {k}; the {word} must be the same")
@@ -181,13 +171,11 @@ def make_problem(
     for name in ("q", "v"):
         if not 1 <= shapes[name][3] <= MAX_HEAD_DIM:
             raise ValueError(
-                f"{name} has head dim {shapes[name][3]} (shape {shapes[name]}); "
-                f"it may be 1 to {MAX_HEAD_DIM}"
+                f"{name} has head dim {shapes[name][3]} (shape {shapes[name]}); it may be 1 to {MAX_HEAD_DIM}"
             )
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads != 0):
         raise ValueError(
-            f"q has {heads} heads and k {kv_heads}; "
-            "the query heads must be a multiple of the key-value heads"
+            f"q has {heads} heads and k {kv_heads}; the query heads must be a multiple of the key-value heads"
         )
     return Problem(
         direction=direction,
@@ -220,12 +208,10 @@ def lse_shape(problem: Problem) -> Shape:
     return problem.batch, problem.heads, problem.seqlen_q
 
 
-def check_fits(
-    problem: Problem, shapes: Mapping[str, Shape], dtypes: Mapping[str, Any], layout: str
-) -> None:
+def check_fits(problem: Problem, shapes: Mapping[str, Shape], dtypes: Mapping[str, Any], layout: str) -> None:
     """Check those of out, dout and lse that are there; ValueError or TypeError if one does not fit."""
     expected_shape = {name: output_shape(problem, layout) for name in ("out", "dout")}
-    expected_dtype = {name: DTYPES[problem.dtype] for name in ("out", "dout")}
+    expected_dtype = dict.fromkeys(("out", "dout"), DTYPES[problem.dtype])
     expected_shape["lse"], expected_dtype["lse"] = lse_shape(problem), problem.accumulator
     for name in expected_shape.keys() & shapes.keys():
         if shapes[name] != expected_shape[name]:

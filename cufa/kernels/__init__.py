@@ -36,13 +36,9 @@ class Kernel:
     def unsupported(self, problem: Problem, device: Device) -> str | None:
         """None if the kernel can solve the problem on this device, else the reason."""
         if problem.direction != self.direction:
-            return (
-                f"{self.name} is a {self.direction} kernel, and this is a {problem.direction} call"
-            )
+            return f"{self.name} is a {self.direction} kernel, and this is a {problem.direction} call"
         if problem.dtype not in self.dtypes:
-            return (
-                f"{self.name} supports {', '.join(self.dtypes)}, and the arrays are {problem.dtype}"
-            )
+            return f"{self.name} supports {', '.join(self.dtypes)}, and the arrays are {problem.dtype}"
         if device.arch.capability < self.min_capability:
             needed = "sm_{}{}".format(*self.min_capability)
             return f"{self.name} needs {needed} or newer, and the arch is {device.arch}"

@@ -30,9 +30,7 @@ class Launch:
     def __post_init__(self) -> None:
         """Refuse a grid that no GPU takes."""
         if self.grid > MAX_GRID:
-            raise ValueError(
-                f"{self.entry} would take {self.grid} blocks; a grid has at most {MAX_GRID}"
-            )
+            raise ValueError(f"{self.entry} would take {self.grid} blocks; a grid has at most {MAX_GRID}")
 
 
 @dataclass(frozen=True)
@@ -90,9 +88,7 @@ class Plan:
             f"  problem    {self.problem}, {self.problem.align_bytes}-byte loads",
         ]
         if self.tiles:
-            lines.append(
-                "  tiles      " + ", ".join(f"{name} {size}" for name, size in self.tiles.items())
-            )
+            lines.append("  tiles      " + ", ".join(f"{name} {size}" for name, size in self.tiles.items()))
         for launch in self.launches:
             steps = f" x {launch.steps} steps" if launch.steps > 1 else ""
             lines.append(
@@ -102,11 +98,7 @@ class Plan:
             )
         if not self.launches:
             lines.append("  launch     none: there is nothing to compute")
-        workspace = ", ".join(
-            f"{part.name} {'x'.join(map(str, part.shape))}" for part in self.scratch
-        )
-        lines.append(
-            f"  workspace  {self.workspace_bytes:,} bytes{f' ({workspace})' if workspace else ''}"
-        )
+        workspace = ", ".join(f"{part.name} {'x'.join(map(str, part.shape))}" for part in self.scratch)
+        lines.append(f"  workspace  {self.workspace_bytes:,} bytes{f' ({workspace})' if workspace else ''}")
         lines += [f"  why        {reason}" for reason in self.reasons]
         return "\n".join(lines)

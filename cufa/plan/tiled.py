@@ -196,9 +196,7 @@ def _score(tiles: Tiles, cost: Cost, device: Device) -> float:
     rows, keys = tiles.block_m // tiles.rows, tiles.block_n // tiles.lanes
     reuse = rows * keys / (rows + keys)
     warps = _blocks_per_sm(tiles, cost, device) * tiles.threads / device.warp_size
-    return (
-        reuse * min(1, warps / ENOUGH_WARPS) * min(1, device.registers_per_thread / cost.registers)
-    )
+    return reuse * min(1, warps / ENOUGH_WARPS) * min(1, device.registers_per_thread / cost.registers)
 
 
 def _blocks_per_sm(tiles: Tiles, cost: Cost, device: Device) -> int:

@@ -278,7 +278,7 @@ def _empty(shape: Shape, dtype: str, on_gpu: bool) -> Any:
 
 def _check_out(tensors: Arrays) -> None:
     out = tensors["out"]
-    if not out.flags.writeable:
+    if not getattr(out.flags, "writeable", True):  # CuPy's arrays always are
         raise ValueError("out is read-only; it must be writeable")
     if arrays.overlaps_itself(out):
         raise ValueError(

@@ -96,11 +96,16 @@ class Problem:
         return rows * self.seqlen_k - rows * (rows - 1) // 2
 
     @property
+    def product_dims(self) -> int:
+        """Multiply-adds for each visible score: two products over a head dim forward, five backward."""
+        if self.direction == "forward":
+            return self.head_dim + self.value_dim
+        return 3 * self.head_dim + 2 * self.value_dim
+
+    @property
     def flops(self) -> int:
-        """Operations of the matrix products: two forward, five backward, 2 operations per multiply-add."""
-        qk, pv = self.head_dim, self.value_dim
-        dims = qk + pv if self.direction == "forward" else 3 * qk + 2 * pv
-        return 2 * self.batch * self.heads * self.visible_scores * dims
+        """Operations of the matrix products, two for each multiply-add."""
+        return 2 * self.batch * self.heads * self.visible_scores * self.product_dims
 
     def __str__(self) -> str:
         """One line, as in `print(plan)`."""

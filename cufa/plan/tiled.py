@@ -2,8 +2,9 @@
 
 The kernels' threads stand in a grid of `threads / lanes` rows by `lanes` (products.cuh). A thread owns
 block_m / rows queries by block_n / lanes keys of a score tile: the more of both, the more multiply-adds
-each read of shared memory feeds, but the fewer warps an SM holds to hide the latency of those reads. Of
-the candidates that fit, the one is taken that weighs best between the two.
+each read of shared memory feeds, but the more registers it takes, the fewer warps an SM holds to hide
+the latency of those reads, and the more of a tile may lie outside of a short problem. A small model of
+these counts what a useful multiply-add costs with each of the candidates, and the cheapest is taken.
 """
 
 from __future__ import annotations
@@ -26,9 +27,16 @@ from cufa.problem import Problem
 
 # With fewer warps than this on an SM, two for each of its schedulers, nobody works while one waits.
 ENOUGH_WARPS = 8
-# Registers for addresses, loop counters and loads in flight, beside the tiles: what ptxas was seen to
-# use on sm_75 to sm_120.
-OVERHEAD_REGISTERS = 56
+# Part of the throughput that is left when an SM has next to no warps. Measured on an H200: 4 warps reach
+# two thirds of what 8 do.
+THROUGHPUT_WITHOUT_WARPS = 1 / 3
+# What a thread's 16-byte read of shared memory costs, in multiply-adds of float32. With it the model
+# predicts the times of 140 combinations of tiles, head dims and dtypes on an H200 within 15 % in four
+# cases of five, and its choice is the fastest candidate or within 10 % of it.
+VECTOR_READ_COST = 4
+# Registers for addresses, loop counters and loads in flight, beside the tiles: above what ptxas was seen
+# to use on sm_75 to sm_120.
+OVERHEAD_REGISTERS = 72
 
 
 @dataclass(frozen=True)
@@ -41,9 +49,19 @@ class Tiles:
     lanes: int
 
     @property
-    def rows(self) -> int:
+    def grid_rows(self) -> int:
         """Rows of the grid of threads."""
         return self.threads // self.lanes
+
+    @property
+    def rows(self) -> int:
+        """Queries of a score tile that a thread owns."""
+        return self.block_m // self.grid_rows
+
+    @property
+    def keys(self) -> int:
+        """Keys of a score tile that a thread owns."""
+        return self.block_n // self.lanes
 
     def misfit(self) -> str | None:
         """None if the kernels can be compiled for these tiles, else the reason."""
@@ -53,8 +71,8 @@ class Tiles:
             return "lanes must be a power of two up to 32"
         if self.threads % 32 or self.threads > MAX_THREADS_PER_BLOCK:
             return f"threads must be a multiple of 32 up to {MAX_THREADS_PER_BLOCK}"
-        if self.block_m % self.rows:
-            return f"block_m must be a multiple of threads / lanes = {self.rows}"
+        if self.block_m % self.grid_rows:
+            return f"block_m must be a multiple of threads / lanes = {self.grid_rows}"
         if self.block_n % max(self.lanes, 4):
             return f"block_n must be a multiple of {max(self.lanes, 4)} (lanes, and a vector of weights)"
         return None
@@ -65,27 +83,45 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a block of some tiles takes: bytes of shared memory, and registers a thread by estimate."""
+    """What a block of some tiles takes and does.
+
+    Bytes of shared memory; registers a thread, by estimate; and, for each tile of scores, the 16-byte
+    reads of shared memory and the multiply-adds of a thread, padding included.
+    """
 
     smem_bytes: int
     registers: int
+    vector_reads: float
+    multiply_adds: int
 
 
 CostOf = Callable[[Problem, Tiles], Cost]
 
+# block_m, block_n, threads, lanes
 FLASH_V1_TILES = (Tiles(32, 32, 128, 8), Tiles(16, 16, 64, 8), Tiles(8, 8, 32, 8))
 FLASH_V2_TILES = (
     Tiles(128, 64, 256, 16),
+    Tiles(128, 64, 128, 8),
+    Tiles(128, 32, 128, 8),
+    Tiles(128, 32, 256, 16),
     Tiles(64, 64, 256, 16),
+    Tiles(64, 64, 128, 8),
     Tiles(64, 32, 128, 16),
+    Tiles(32, 64, 128, 16),
     Tiles(32, 32, 128, 16),
     Tiles(16, 16, 64, 8),
     Tiles(8, 8, 32, 8),
 )
 BACKWARD_TILES = (
+    Tiles(64, 128, 256, 16),
     Tiles(64, 64, 256, 16),
+    Tiles(64, 64, 128, 8),
+    Tiles(32, 64, 256, 16),
     Tiles(32, 64, 128, 8),
     Tiles(32, 32, 128, 8),
+    Tiles(32, 32, 128, 16),
+    Tiles(16, 64, 128, 16),
+    Tiles(16, 32, 128, 16),
     Tiles(16, 16, 64, 8),
     Tiles(4, 8, 32, 8),
 )
@@ -175,8 +211,15 @@ def _choose(
     if not fitting:
         smallest = candidates[-1]
         raise ValueError(_does_not_fit(smallest, cost_of(problem, smallest), device))
-    tiles = max(fitting, key=lambda tiles: _score(tiles, cost_of(problem, tiles), device))
-    how = f"the best of {len(fitting)} that fit"
+    # Spilled registers cost more than any tile gains.
+    no_spills = [
+        tiles for tiles in fitting if cost_of(problem, tiles).registers <= device.registers_per_thread
+    ]
+    prices = {
+        tiles: _price(problem, tiles, cost_of(problem, tiles), device) for tiles in no_spills or fitting
+    }
+    tiles = min(prices, key=lambda tiles: prices[tiles])
+    how = f"the cheapest of {len(prices)} that fit, a multiply-add at {prices[tiles]:.2f} times its bare cost"
     if overrides:
         tiles = _override(tiles, overrides)
         how = f"{', '.join(overrides)} asked for"
@@ -191,12 +234,15 @@ def _choose(
     return _Choice(tiles, cost, blocks, (f"tiles {tiles}: {how}", fit))
 
 
-def _score(tiles: Tiles, cost: Cost, device: Device) -> float:
-    """Multiply-adds for each read of shared memory, less where warps or registers are too few."""
-    rows, keys = tiles.block_m // tiles.rows, tiles.block_n // tiles.lanes
-    reuse = rows * keys / (rows + keys)
+def _price(problem: Problem, tiles: Tiles, cost: Cost, device: Device) -> float:
+    """What a useful multiply-add costs with these tiles: 1 if nothing but it took time."""
+    rows = min(tiles.block_m, max(1, problem.seqlen_q))
+    keys = min(tiles.block_n, max(1, problem.seqlen_k))
+    useful = rows * keys * problem.product_dims / tiles.threads
+    read_cost = VECTOR_READ_COST * 4 / problem.accumulator.itemsize
     warps = _blocks_per_sm(tiles, cost, device) * tiles.threads / device.warp_size
-    return reuse * min(1, warps / ENOUGH_WARPS) * min(1, device.registers_per_thread / cost.registers)
+    hidden = THROUGHPUT_WITHOUT_WARPS + (1 - THROUGHPUT_WITHOUT_WARPS) * min(1, warps / ENOUGH_WARPS)
+    return (cost.multiply_adds + read_cost * cost.vector_reads) / (useful * hidden)
 
 
 def _blocks_per_sm(tiles: Tiles, cost: Cost, device: Device) -> int:
@@ -239,8 +285,33 @@ def _output_columns(dims: int, tiles: Tiles, itemsize: int) -> int:
     return round_up(dims, tiles.lanes * (VECTOR_BYTES // itemsize))
 
 
+@dataclass(frozen=True)
+class _Work:
+    """What a thread does for one tile of scores: 16-byte reads of shared memory, and multiply-adds."""
+
+    reads: float = 0
+    multiply_adds: int = 0
+
+    def __add__(self, other: _Work) -> _Work:
+        return _Work(self.reads + other.reads, self.multiply_adds + other.multiply_adds)
+
+
+def _product_nt(rows: int, keys: int, depth: int, vector: int) -> _Work:
+    return _Work((rows + keys) * depth / vector, rows * keys * depth)
+
+
+def _product_nn(rows: int, columns: int, depth: int, vector: int) -> _Work:
+    return _Work((rows + columns) * depth / vector, rows * columns * depth)
+
+
+def _product_tn(keys: int, columns: int, depth: int, vector: int) -> _Work:
+    weights = keys / vector if keys % vector == 0 else keys
+    return _Work((weights + columns / vector) * depth, keys * columns * depth)
+
+
 def _forward_cost(problem: Problem, tiles: Tiles) -> Cost:
     itemsize = problem.accumulator.itemsize
+    vector = VECTOR_BYTES // itemsize
     value_columns = _output_columns(problem.value_dim, tiles, itemsize)
     smem_bytes = (
         shared_matrix_bytes(tiles.block_m, problem.head_dim, itemsize)  # Q
@@ -248,13 +319,18 @@ def _forward_cost(problem: Problem, tiles: Tiles) -> Cost:
         + shared_matrix_bytes(tiles.block_n, value_columns, itemsize)  # V
         + shared_matrix_bytes(tiles.block_m, tiles.block_n, itemsize)  # P
     )
-    rows, keys = tiles.block_m // tiles.rows, tiles.block_n // tiles.lanes
-    accumulators = rows * keys + rows * value_columns // tiles.lanes
-    return Cost(smem_bytes, _registers(accumulators, rows + keys, itemsize))
+    rows, keys, columns = tiles.rows, tiles.keys, value_columns // tiles.lanes
+    work = (
+        _product_nt(rows, keys, round_up(problem.head_dim, vector), vector)  # S
+        + _product_nn(rows, columns, tiles.block_n, vector)  # O
+    )
+    registers = _registers(rows * keys + rows * columns, rows + keys, itemsize)
+    return Cost(smem_bytes, registers, work.reads, work.multiply_adds)
 
 
 def _backward_cost(problem: Problem, tiles: Tiles) -> Cost:
     itemsize = problem.accumulator.itemsize
+    vector = VECTOR_BYTES // itemsize
     head_columns = _output_columns(problem.head_dim, tiles, itemsize)
     value_columns = _output_columns(problem.value_dim, tiles, itemsize)
     smem_bytes = (
@@ -265,12 +341,18 @@ def _backward_cost(problem: Problem, tiles: Tiles) -> Cost:
         + 2 * shared_matrix_bytes(tiles.block_m, tiles.block_n, itemsize)  # P, dS
         + 2 * tiles.block_m * itemsize  # LSE, D
     )
-    rows, keys = tiles.block_m // tiles.rows, tiles.block_n // tiles.lanes
-    tile_keys = tiles.block_n // tiles.rows
-    gradients = tile_keys * (head_columns + value_columns) // tiles.lanes  # dK, dV: all the time
-    scores = 2 * rows * keys  # S and dP, or a part of dQ: never at once
-    queries = rows * head_columns // tiles.lanes
-    return Cost(smem_bytes, _registers(gradients + max(scores, queries), rows + keys, itemsize))
+    rows, keys, tile_keys = tiles.rows, tiles.keys, tiles.block_n // tiles.grid_rows
+    head, value = head_columns // tiles.lanes, value_columns // tiles.lanes
+    work = (
+        _product_nt(rows, keys, round_up(problem.head_dim, vector), vector)  # S
+        + _product_nt(rows, keys, round_up(problem.value_dim, vector), vector)  # dP
+        + _product_tn(tile_keys, value, tiles.block_m, vector)  # dV
+        + _product_tn(tile_keys, head, tiles.block_m, vector)  # dK
+        + _product_nn(rows, head, tiles.block_n, vector)  # dQ
+    )
+    # dK and dV are held all the time; S and dP, or a part of dQ, never at once.
+    held = tile_keys * (head + value) + max(2 * rows * keys, rows * head)
+    return Cost(smem_bytes, _registers(held, rows + keys, itemsize), work.reads, work.multiply_adds)
 
 
 def _registers(accumulators: int, operand_vectors: int, itemsize: int) -> int:

@@ -1,0 +1,192 @@
+"""Compiled kernels on disk: found by key, checked when read, replaced whole when written.
+
+An entry is two files: `<key>-<digest>.cubin` (or `.ptx`) and `<key>.json`, which names it and holds
+what the compiler said. Each is written under a temporary name and renamed, the binary first, so
+that a reader sees an old entry, a new one or none. The binary's name has its own digest: where two
+processes compile the same key at once to different bytes, each .json still names the bytes it is
+for.
+
+The folder is CUFA_CACHE_DIR, by default the user's own cache folder. Code from it runs on the GPU,
+so a folder that someone else owns or that everyone may write to is not used.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+FORMAT_VERSION = 1  # part of every key: raise it when the entries' form or what is compiled changes
+
+_log = logging.getLogger("cufa")
+_OWN_NAME = re.compile(r"[0-9a-f]{64}(\.json|-[0-9a-f]{16}\.(cubin|ptx))|\.cufa-\w+\.tmp")
+_warned: set[Path] = set()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A compiled kernel: the file, and what was stored with it (plain JSON values)."""
+
+    path: Path
+    meta: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """The cache folder, how many entries it has, their bytes, and whether more can be kept."""
+
+    path: Path
+    entries: int
+    bytes: int
+    writable: bool
+
+
+def directory() -> Path:
+    """The cache folder: CUFA_CACHE_DIR, else the user's cache folder. It need not exist."""
+    chosen = os.environ.get("CUFA_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    return platformdirs.user_cache_path("cufa", appauthor=False)
+
+
+def lookup(key: str) -> Entry | None:
+    """The entry of `key` (64 hex digits), or None if there is none or it is damaged."""
+    record = directory() / f"{key}.json"
+    try:
+        if not record.exists():
+            return None
+        _require_private(record.parent)
+        return _read(record)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _log.info("ignoring the cache entry %s: %s", record, error)
+        return None
+
+
+def store(key: str, binary: bytes, kind: str, meta: dict[str, Any]) -> Entry:
+    """Keep `binary` (`kind` is "cubin" or "ptx") and `meta` under `key`.
+
+    If the cache folder cannot be used, warns once and keeps it in a private folder that lasts as
+    long as the process.
+    """
+    folder = directory()
+    try:
+        _make(folder)
+        return _write(folder, key, binary, kind, meta)
+    except OSError as error:
+        if folder not in _warned:
+            _warned.add(folder)
+            _log.warning(
+                "the cache folder %s cannot be used (%s): kernels will be compiled again in every "
+                "process; set CUFA_CACHE_DIR to a folder of your own",
+                folder,
+                error,
+            )
+        return _write(_process_folder(), key, binary, kind, meta)
+
+
+def info() -> CacheInfo:
+    """What the cache folder holds."""
+    folder = directory()
+    size = entries = 0
+    for path in _own_files(folder):
+        with contextlib.suppress(FileNotFoundError):  # a temporary file, renamed since
+            size += path.stat().st_size
+        entries += path.suffix == ".json"
+    return CacheInfo(path=folder, entries=entries, bytes=size, writable=_is_writable(folder))
+
+
+def clear() -> int:
+    """Remove every file that cufa keeps in the cache folder, and nothing else. Returns how many."""
+    files = _own_files(directory())
+    for path in files:
+        path.unlink(missing_ok=True)
+    return len(files)
+
+
+def _read(record: Path) -> Entry:
+    content = json.loads(record.read_bytes())
+    meta = content["meta"]
+    path = record.with_name(content["file"])  # refuses a name that leads out of the folder
+    if _digest(path.read_bytes(), meta) != content["sha256"]:
+        raise ValueError("its checksum does not match")
+    return Entry(path, meta)
+
+
+def _write(folder: Path, key: str, binary: bytes, kind: str, meta: dict[str, Any]) -> Entry:
+    name = f"{key}-{hashlib.sha256(binary).hexdigest()[:16]}.{kind}"
+    content = {"file": name, "sha256": _digest(binary, meta), "meta": meta}
+    _replace(folder / name, binary)
+    _replace(folder / f"{key}.json", json.dumps(content).encode())
+    return Entry(folder / name, meta)
+
+
+def _digest(binary: bytes, meta: dict[str, Any]) -> str:
+    return hashlib.sha256(binary + json.dumps(meta, sort_keys=True).encode()).hexdigest()
+
+
+def _replace(path: Path, data: bytes) -> None:
+    handle, name = tempfile.mkstemp(prefix=".cufa-", suffix=".tmp", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _make(folder: Path) -> None:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _require_private(folder)
+
+
+def _require_private(folder: Path) -> None:
+    if os.name != "posix":
+        return
+    status = folder.stat()
+    if status.st_uid != os.geteuid():
+        raise PermissionError("another user owns it")
+    if status.st_mode & stat.S_IWOTH:
+        raise PermissionError("every user may write to it")
+
+
+def _is_writable(folder: Path) -> bool:
+    try:
+        _make(folder)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _own_files(folder: Path) -> list[Path]:
+    try:
+        return [path for path in folder.iterdir() if _OWN_NAME.fullmatch(path.name)]
+    except OSError:
+        return []
+
+
+@functools.cache
+def _process_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="cufa-"))
+    atexit.register(_remove_process_folder, folder, os.getpid())
+    return folder
+
+
+def _remove_process_folder(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked child that exits leaves its parent's folder alone
+        shutil.rmtree(folder, ignore_errors=True)

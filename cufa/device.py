@@ -1,0 +1,320 @@
+"""What a GPU can hold: its compute capability, shared memory, registers, SMs and L2 cache.
+
+A `Device` is read from the GPU that CuPy would use, or taken from the table of known compute
+capabilities when there is none, so that planning and compiling need no GPU. Importing this module
+imports neither CuPy nor the driver.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+import sys
+from dataclasses import dataclass, replace
+
+KIB = 1024
+MIB = 1024 * KIB
+
+WARP_SIZE = 32
+MAX_THREADS_PER_BLOCK = 1024
+MAX_REGISTERS_PER_THREAD = 255
+REGISTERS_PER_SM = 64 * KIB
+# An SM has four partitions, each with a quarter of the registers and a scheduler of its own. A warp
+# lives in one of them and is given registers in units of 256, 8 for each of its lanes.
+PARTITIONS_PER_SM = 4
+REGISTER_UNIT = 256
+
+_ARCH_PATTERN = re.compile(r"(?P<kind>sm_|compute_)?(?P<major>\d{1,2})\.?(?P<minor>\d)(?P<suffix>[af]?)")
+_ARCH_FORMS = "'sm_90a', 'compute_80', '90a', '9.0' or 80"
+# The first compute capability that has arch-specific code ('a'), and family-specific code ('f').
+_FIRST_WITH_SUFFIX = {"a": (9, 0), "f": (10, 0)}
+
+
+class GPUUnavailableError(RuntimeError):
+    """There is no GPU that cufa can use; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Arch:
+    """What code is compiled for: `sm_90a` (machine code) or `compute_80` (PTX, `virtual`).
+
+    `suffix` is '' for code that later GPUs can run too, 'a' for code that uses what one compute
+    capability alone has (wgmma on 9.0, tcgen05 on 10.0), 'f' for what its family has.
+    """
+
+    major: int
+    minor: int
+    suffix: str = ""
+    virtual: bool = False
+
+    @classmethod
+    def parse(cls, text: Arch | str | int, *, name: str = "arch") -> Arch:
+        """Read "sm_90a", "compute_80", "90a", "9.0" or 80.
+
+        Raises ValueError, calling the value `name`, for anything else and for a suffix that the
+        compute capability does not have.
+        """
+        if isinstance(text, Arch):
+            return text
+        match = _ARCH_PATTERN.fullmatch(str(text))
+        if match is None:
+            raise ValueError(f"{name} is {text!r}; give it as {_ARCH_FORMS}")
+        arch = cls(
+            major=int(match["major"]),
+            minor=int(match["minor"]),
+            suffix=match["suffix"],
+            virtual=match["kind"] == "compute_",
+        )
+        if arch.suffix and arch.capability < _FIRST_WITH_SUFFIX[arch.suffix]:
+            first = "{}.{}".format(*_FIRST_WITH_SUFFIX[arch.suffix])
+            raise ValueError(
+                f"{name} is {text!r}, but the suffix {arch.suffix!r} comes with compute "
+                f"capability {first}; give {str(arch)[:-1]!r}"
+            )
+        return arch
+
+    def __str__(self) -> str:
+        """The name that NVRTC's -arch takes."""
+        return f"{'compute' if self.virtual else 'sm'}_{self.number}{self.suffix}"
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability, (major, minor)."""
+        return self.major, self.minor
+
+    @property
+    def number(self) -> int:
+        """Compute capability in NVRTC's spelling: 90 for 9.0, 121 for 12.1."""
+        return 10 * self.major + self.minor
+
+    def runs_on(self, device_capability: tuple[int, int]) -> str | None:
+        """None if code for this arch runs on a GPU of that compute capability, else the reason.
+
+        The rules are those of the CUDA C++ Programming Guide, "Binary Compatibility", "PTX
+        Compatibility" and "Family-Specific and Architecture-Specific Features".
+        """
+        own = f"{self.major}.{self.minor}"
+        if self.suffix == "a":
+            fits = device_capability == self.capability
+            where = f"{own} alone"
+        elif self.virtual and not self.suffix:
+            fits = device_capability >= self.capability
+            where = f"{own} and newer"
+        else:
+            fits = device_capability[0] == self.major and device_capability >= self.capability
+            where = f"{own} and newer of {self.major}.x"
+        if fits:
+            return None
+        have = "{}.{}".format(*device_capability)
+        return f"{self} code runs on compute capability {where}, and the GPU's is {have}"
+
+
+@dataclass(frozen=True)
+class Device:
+    """The limits of one GPU. Sizes are in bytes; registers are 32-bit.
+
+    `arch` is what to compile for: the GPU's own, exactly ('a' suffix from 9.0 on), unless another
+    was asked for. `smem_per_block` is the most that a block may opt in to, and
+    `smem_reserved_per_block` what the system keeps for itself with each block.
+    """
+
+    name: str
+    arch: Arch
+    smem_per_block: int
+    smem_per_sm: int
+    smem_reserved_per_block: int
+    registers_per_sm: int
+    registers_per_thread: int
+    threads_per_sm: int
+    blocks_per_sm: int
+    warp_size: int
+    sm_count: int
+    l2_bytes: int
+
+    @classmethod
+    def of(cls, arch: Arch | str | int) -> Device:
+        """The device of `KNOWN` with this arch's compute capability, compiling for `arch`.
+
+        Raises ValueError if the table has no such compute capability.
+        """
+        wanted = Arch.parse(arch)
+        known = KNOWN.get(wanted.capability)
+        if known is None:
+            have = ", ".join(str(device.arch) for device in KNOWN.values())
+            raise ValueError(
+                f"arch is {str(wanted)!r}, whose limits are not known without such a GPU; "
+                f"known are the compute capabilities of {have}"
+            )
+        return replace(known, arch=wanted)
+
+    def blocks_resident(self, threads: int, registers: int, smem_bytes: int) -> int:
+        """How many blocks one SM holds at once; 0 if such a block cannot be launched.
+
+        `threads` and `smem_bytes` (static and dynamic shared memory) are a block's, `registers` a
+        thread's, as the compiler reports them. Raises ValueError if `threads` is less than 1.
+
+        Four limits count: blocks, warps, registers (a warp's are rounded up to the allocation unit,
+        and it takes them from one of the SM's four partitions) and shared memory (a block's is
+        rounded up, the system's share included). Source: CUDA C++ Programming Guide, table
+        "Technical Specifications per Compute Capability", and the CUDA Occupancy Calculator for the
+        allocation units.
+        """
+        if threads < 1:
+            raise ValueError(f"threads is {threads}; a block has 1 to {MAX_THREADS_PER_BLOCK}")
+        if (
+            threads > MAX_THREADS_PER_BLOCK
+            or registers > self.registers_per_thread
+            or smem_bytes > self.smem_per_block
+        ):
+            return 0
+        warps = -(-threads // self.warp_size)
+        limits = [self.blocks_per_sm, self.threads_per_sm // self.warp_size // warps]
+        if registers:
+            registers_per_warp = _round_up(registers * self.warp_size, REGISTER_UNIT)
+            warps_per_partition = self.registers_per_sm // PARTITIONS_PER_SM // registers_per_warp
+            limits.append(PARTITIONS_PER_SM * warps_per_partition // warps)
+        smem_unit = 128 if self.arch.capability >= (8, 0) else 256
+        smem = _round_up(smem_bytes + self.smem_reserved_per_block, smem_unit)
+        if smem:
+            limits.append(self.smem_per_sm // smem)
+        return min(limits)
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _native(major: int, minor: int) -> Arch:
+    return Arch(major, minor, "a" if (major, minor) >= _FIRST_WITH_SUFFIX["a"] else "")
+
+
+def _known(
+    arch: str,
+    name: str,
+    sm_count: int,
+    l2_mib: float,
+    smem_per_sm_kib: int,
+    threads_per_sm: int,
+    blocks_per_sm: int,
+) -> Device:
+    native = Arch.parse(arch)
+    smem_reserved = KIB if native.capability >= (8, 0) else 0
+    return Device(
+        name=name,
+        arch=native,
+        smem_per_block=smem_per_sm_kib * KIB - smem_reserved,
+        smem_per_sm=smem_per_sm_kib * KIB,
+        smem_reserved_per_block=smem_reserved,
+        registers_per_sm=REGISTERS_PER_SM,
+        registers_per_thread=MAX_REGISTERS_PER_THREAD,
+        threads_per_sm=threads_per_sm,
+        blocks_per_sm=blocks_per_sm,
+        warp_size=WARP_SIZE,
+        sm_count=sm_count,
+        l2_bytes=int(l2_mib * MIB),
+    )
+
+
+# One typical GPU for each compute capability. The limits of an SM are the capability's (CUDA C++
+# Programming Guide, "Technical Specifications per Compute Capability"); SM count and L2 are the
+# named GPU's. NVIDIA names no product of 8.8: it has 8.6's limits, with 8.7's SM count and L2 here.
+KNOWN: dict[tuple[int, int], Device] = {
+    device.arch.capability: device
+    for device in (
+        #      arch       GPU                    SMs  L2 MiB  smem KiB  threads  blocks per SM
+        _known("sm_75", "Tesla T4", 40, 4, 64, 1024, 16),
+        _known("sm_80", "A100", 108, 40, 164, 2048, 32),
+        _known("sm_86", "GeForce RTX 3090", 82, 6, 100, 1536, 16),
+        _known("sm_87", "Jetson AGX Orin", 16, 4, 164, 1536, 16),
+        _known("sm_88", "compute capability 8.8", 16, 4, 100, 1536, 16),
+        _known("sm_89", "GeForce RTX 4090", 128, 72, 100, 1536, 24),
+        _known("sm_90a", "H200", 132, 60, 228, 2048, 32),
+        _known("sm_100a", "B200", 148, 126.5, 228, 2048, 32),
+        _known("sm_103a", "B300", 148, 126.5, 228, 2048, 32),
+        _known("sm_110a", "Jetson AGX Thor", 20, 32, 228, 1536, 24),
+        _known("sm_120a", "GeForce RTX 5090", 170, 96, 100, 1536, 24),
+        _known("sm_121a", "DGX Spark GB10", 48, 24, 100, 1536, 24),
+    )
+}
+
+
+@functools.cache
+def gpu_present() -> bool:
+    """Whether the NVIDIA driver is installed and shows this process a GPU. Does not import CuPy."""
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_int()
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
+def current() -> Device:
+    """The GPU that CuPy's current device is. Raises GPUUnavailableError if there is none to use."""
+    if not gpu_present():
+        raise GPUUnavailableError(
+            "no GPU: the NVIDIA driver is not installed or shows this process none; to plan or "
+            "compile for one that is not here, pass arch= (as in arch='sm_90a') or set CUFA_ARCH"
+        )
+    try:
+        import cupy
+    except ImportError as error:
+        raise GPUUnavailableError(
+            "there is a GPU, but no CuPy to use it with: pip install 'cufa[cuda13]', or "
+            f"'cufa[cuda12]' for an NVIDIA driver older than 580 ({error})"
+        ) from error
+    try:
+        return _read_gpu(cupy.cuda.runtime.getDevice())
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise GPUUnavailableError(
+            f"there is a GPU, but CuPy {cupy.__version__} cannot use it: {error}; install the "
+            "CuPy of the driver's CUDA, 'cufa[cuda12]' or 'cufa[cuda13]', or update the driver"
+        ) from error
+
+
+@functools.cache
+def _read_gpu(device_id: int) -> Device:
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(device_id)
+    return Device(
+        name=properties["name"].decode(),
+        arch=_native(properties["major"], properties["minor"]),
+        smem_per_block=properties["sharedMemPerBlockOptin"],
+        smem_per_sm=properties["sharedMemPerMultiprocessor"],
+        smem_reserved_per_block=properties["reservedSharedMemPerBlock"],
+        registers_per_sm=properties["regsPerMultiprocessor"],
+        registers_per_thread=MAX_REGISTERS_PER_THREAD,
+        threads_per_sm=properties["maxThreadsPerMultiProcessor"],
+        blocks_per_sm=properties["maxBlocksPerMultiProcessor"],
+        warp_size=properties["warpSize"],
+        sm_count=properties["multiProcessorCount"],
+        l2_bytes=properties["l2CacheSize"],
+    )
+
+
+def target(arch: Arch | str | int | None = None, *, for_compile_only: bool = False) -> Device:
+    """The device to plan and compile for: `arch`, else the variable CUFA_ARCH, else the GPU's own.
+
+    Where there is a GPU, another arch keeps that GPU's limits and must run on it, so that what is
+    compiled can be launched; `for_compile_only` takes any known arch, with the table's limits.
+
+    Raises ValueError for an arch that is not one, that this GPU cannot run or whose limits are not
+    known, and GPUUnavailableError if neither an arch nor a GPU is there.
+    """
+    name = "arch"
+    if arch is None:
+        name = "CUFA_ARCH"
+        arch = os.environ.get(name) or None
+    if arch is None:
+        return current()
+    wanted = Arch.parse(arch, name=name)
+    if for_compile_only or not gpu_present():
+        return Device.of(wanted)
+    gpu = current()
+    reason = wanted.runs_on(gpu.arch.capability)
+    if reason is not None:
+        raise ValueError(f"{name} is {str(wanted)!r}, which cannot run here: {reason} ({gpu.name})")
+    return replace(gpu, arch=wanted)

@@ -1,0 +1,390 @@
+"""From a `.cu` file, its macros and an arch to code on disk, by NVRTC, and from there to the GPU.
+
+    variant -> build (compiles, or takes it from the cache) -> load (a cupy.RawModule)
+
+Compiling needs neither a GPU nor CuPy, only `cuda-bindings` and NVRTC, which are loaded when
+something is compiled for the first time. CuPy's own compiler is not used: it knows no `sm_90a`, and
+its cache does not see an edited header.
+
+What NVRTC is given is what the cache key covers: the source and the headers are passed as text,
+with no include path.
+
+Environment: CUFA_NVRTC_OPTIONS holds further options (as in "-lineinfo --maxrregcount=128").
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from cufa import cache
+from cufa.device import Arch
+
+if TYPE_CHECKING:
+    import cupy
+
+KERNELS = Path(__file__).parent / "kernels"
+
+_log = logging.getLogger("cufa")
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+_ENTRY = re.compile(r"Compiling entry function '([^']+)' for '[^']+'")
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_STACK = re.compile(r"(\d+) bytes (?:stack frame|cumulative stack size)")
+# NVRTC's and ptxas's warnings, and the advisories by which ptxas says that it serialised wgmma or
+# ignored setmaxnreg (C75xx), which it prints as mere information.
+_ADVICE = re.compile(r"\bwarning\s*[:#]|\bC75\d\d\b")
+
+_builds: dict[str, Build] = {}
+_build_locks: dict[str, threading.Lock] = {}
+_modules: dict[tuple[str, int], cupy.RawModule] = {}
+_modules_lock = threading.Lock()
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a kernel; the message has the variant, the arch and NVRTC's log."""
+
+
+class NVRTCMissingError(ImportError):
+    """NVRTC or its Python binding is not installed."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One specialisation of a kernel: `source` is a file in the folder `root`.
+
+    `macros` are defined for it in this order; a bool is passed as 1 or 0. NVRTC's built-in header sees
+    them too, so a name must be none that it uses (`T` and `x` among them).
+    """
+
+    source: str
+    macros: tuple[tuple[str, str | int | bool], ...]
+    arch: Arch
+    root: Path = KERNELS
+
+    def __str__(self) -> str:
+        """One line for logs and messages."""
+        return f"{self.source} for {self.arch} with {' '.join(self.definitions) or 'no macros'}"
+
+    @property
+    def definitions(self) -> tuple[str, ...]:
+        """The macros as compiler options."""
+        return tuple(
+            f"-D{name}={int(value) if isinstance(value, bool) else value}" for name, value in self.macros
+        )
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel takes, by ptxas's report: registers per thread, the rest in bytes.
+
+    Spills and stack (per thread) include the functions that the kernel calls. Static shared memory
+    is a block's.
+    """
+
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    stack_bytes: int
+    static_smem: int
+
+
+@dataclass(frozen=True)
+class Build:
+    """A compiled variant.
+
+    `path` is a .cubin or .ptx file, `arch` what it was compiled for, `log` the compiler's messages,
+    `resources` each kernel's by name (empty for PTX), `seconds` the time that compiling took, and
+    `cached` says whether this call was spared it.
+    """
+
+    key: str
+    path: Path
+    arch: Arch
+    log: str
+    resources: Mapping[str, Resources]
+    seconds: float
+    cached: bool
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What in the log costs speed or hints at a mistake: spills, C75xx advisories, warnings."""
+        spills = (
+            f"{name}: {used.spill_stores} bytes spill stores, {used.spill_loads} bytes spill loads"
+            for name, used in self.resources.items()
+            if used.spill_stores or used.spill_loads
+        )
+        lines = (line.strip() for line in self.log.splitlines() if _ADVICE.search(line))
+        return (*spills, *lines)
+
+
+def build(variant: Variant) -> Build:
+    """Compile `variant`, or take it from the cache. Safe to call from many threads at once.
+
+    The result is machine code for `variant.arch`, or PTX if that arch is virtual, or, if NVRTC does
+    not know the arch yet, PTX for the newest before it that NVRTC knows.
+
+    Raises CompileError if NVRTC refuses the source, ValueError if the arch is older than any that
+    NVRTC compiles for, NVRTCMissingError if NVRTC is not installed, and FileNotFoundError if the
+    source or a header is not there.
+    """
+    texts = _read_sources(variant)
+    options = _options(variant)
+    key = _key(variant.arch, texts, options)
+    with _build_locks.setdefault(key, threading.Lock()):
+        built = _recall(key)
+        if built is None:
+            built = _compile(variant, texts, options, key)
+        _builds[key] = replace(built, cached=True)
+        return built
+
+
+def load(build: Build) -> cupy.RawModule:
+    """The build as a module on CuPy's current device, loaded once for each device."""
+    import cupy
+
+    place = build.key, cupy.cuda.runtime.getDevice()
+    with _modules_lock:
+        module = _modules.get(place)
+        if module is None:
+            module = cupy.RawModule(path=str(build.path))
+            module.compile()  # loads it now, so that the file is not needed later
+            _modules[place] = module
+        return module
+
+
+def ptx(variant: Variant) -> str:
+    """The PTX of `variant`, for the virtual form of its arch (compute_90a for sm_90a)."""
+    virtual = replace(variant, arch=replace(variant.arch, virtual=True))
+    return build(virtual).path.read_text(encoding="utf-8")
+
+
+def sass(build: Build) -> str:
+    """The machine code of a cubin in nvdisasm's notation.
+
+    Raises ValueError for a build that is PTX, and RuntimeError if nvdisasm is not found or fails.
+    """
+    if build.arch.virtual:
+        raise ValueError(f"build is PTX ({build.arch}) and has no machine code; give a real arch")
+    command = [_nvdisasm(), "--print-code", str(build.path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RuntimeError(f"{shlex.join(command)} failed: {result.stderr.strip()}")
+    return result.stdout
+
+
+@functools.cache
+def nvrtc_version() -> tuple[int, int]:
+    """NVRTC's version, (major, minor). Raises NVRTCMissingError if it is not installed."""
+    major, minor = _checked(_nvrtc().nvrtcVersion())
+    return major, minor
+
+
+@functools.cache
+def supported_archs() -> tuple[int, ...]:
+    """The compute capabilities that this NVRTC compiles for, as in 90 and 121, in order."""
+    return tuple(sorted(_checked(_nvrtc().nvrtcGetSupportedArchs())))
+
+
+def _read_sources(variant: Variant) -> dict[str, str]:
+    """The text of the source, first, and of every header that it includes, directly or not."""
+    texts: dict[str, str] = {}
+    pending = [variant.source]
+    while pending:
+        name = pending.pop()
+        if name not in texts:
+            texts[name] = (variant.root / name).read_text(encoding="utf-8")
+            pending += _INCLUDE.findall(texts[name])
+    return texts
+
+
+def _options(variant: Variant) -> tuple[str, ...]:
+    """All options but the arch."""
+    extra = os.environ.get("CUFA_NVRTC_OPTIONS", "")
+    try:
+        return ("--std=c++17", *variant.definitions, *shlex.split(extra))
+    except ValueError as error:
+        raise ValueError(f"CUFA_NVRTC_OPTIONS is {extra!r}: {error}") from error
+
+
+def _key(arch: Arch, texts: Mapping[str, str], options: tuple[str, ...]) -> str:
+    parts = [cache.FORMAT_VERSION, _compiler(), str(arch), options, sorted(texts.items())]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+@functools.cache
+def _compiler() -> str:
+    """What identifies the compiler: the installed NVRTC wheels, else the version NVRTC reports.
+
+    Asking NVRTC itself means loading 100 MB, which a process that finds all it needs in the cache
+    should not wait for.
+    """
+    wheels = []
+    for wheel in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
+        try:
+            wheels.append(f"{wheel} {metadata.version(wheel)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join(wheels) or "NVRTC {}.{}".format(*nvrtc_version())
+
+
+def _recall(key: str) -> Build | None:
+    """The build of `key` from this process's memory or from the disk."""
+    built = _builds.get(key)
+    if built is not None and built.path.exists():
+        return built
+    entry = cache.lookup(key)
+    if entry is None:
+        return None
+    meta = entry.meta
+    return Build(
+        key=key,
+        path=entry.path,
+        arch=Arch.parse(meta["arch"]),
+        log=meta["log"],
+        resources={name: Resources(**used) for name, used in meta["resources"].items()},
+        seconds=meta["seconds"],
+        cached=True,
+    )
+
+
+def _compile(variant: Variant, texts: Mapping[str, str], options: tuple[str, ...], key: str) -> Build:
+    arch = _compilable(variant.arch)
+    _log.info("compiling %s", replace(variant, arch=arch))
+    start = time.perf_counter()
+    binary, log = _run_nvrtc(replace(variant, arch=arch), texts, options)
+    seconds = time.perf_counter() - start
+    resources = _parse_resources(log)
+    meta = {
+        "variant": str(variant),
+        "arch": str(arch),
+        "log": log,
+        "resources": {name: asdict(used) for name, used in resources.items()},
+        "seconds": seconds,
+    }
+    entry = cache.store(key, binary, "ptx" if arch.virtual else "cubin", meta)
+    return Build(key, entry.path, arch, log, resources, seconds, cached=False)
+
+
+def _compilable(arch: Arch) -> Arch:
+    """`arch`, or the newest virtual arch before it if NVRTC does not know it yet."""
+    known = supported_archs()
+    if arch.number in known:
+        return arch
+    older = [number for number in known if number < arch.number]
+    if not older:
+        raise ValueError(
+            "arch is {!r}, and NVRTC {}.{} compiles for sm_{} and newer; an older one may do: "
+            "pip install 'cufa[cuda12]'".format(str(arch), *nvrtc_version(), known[0])
+        )
+    return Arch.parse(f"compute_{older[-1]}")
+
+
+def _run_nvrtc(variant: Variant, texts: Mapping[str, str], options: tuple[str, ...]) -> tuple[bytes, str]:
+    """The machine code or PTX of `variant`, and NVRTC's log."""
+    nvrtc = _nvrtc()
+    arguments = [f"-arch={variant.arch}", *options]
+    if not variant.arch.virtual:
+        arguments.append("--ptxas-options=-v")
+    headers = [name for name in texts if name != variant.source]
+    program = _checked(
+        nvrtc.nvrtcCreateProgram(
+            texts[variant.source].encode(),
+            variant.source.encode(),
+            len(headers),
+            [texts[name].encode() for name in headers],
+            [name.encode() for name in headers],
+        )
+    )
+    try:
+        encoded = [argument.encode() for argument in arguments]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+        log = _output(program, "ProgramLog").decode(errors="replace").strip()
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise CompileError(f"NVRTC could not compile {variant} ({status.name}):\n{log}")
+        return _output(program, "PTX" if variant.arch.virtual else "CUBIN"), log
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _output(program: Any, what: str) -> bytes:
+    """One of NVRTC's outputs, for which it has a function for the size and one for the content."""
+    nvrtc = _nvrtc()
+    buffer = bytearray(_checked(getattr(nvrtc, f"nvrtcGet{what}Size")(program)))
+    _checked(getattr(nvrtc, f"nvrtcGet{what}")(program, buffer))
+    return bytes(buffer) if what == "CUBIN" else bytes(buffer).rstrip(b"\0")
+
+
+def _parse_resources(log: str) -> dict[str, Resources]:
+    """Read ptxas's report. What follows an entry function's name, up to the next, is about it."""
+    _, *parts = _ENTRY.split(log)
+    resources = {}
+    for name, report in zip(parts[::2], parts[1::2], strict=True):
+        spills = _SPILLS.findall(report)
+        resources[name] = Resources(
+            registers=_first_number(r"Used (\d+) registers", report),
+            spill_stores=sum(int(stores) for stores, _ in spills),
+            spill_loads=sum(int(loads) for _, loads in spills),
+            stack_bytes=max((int(size) for size in _STACK.findall(report)), default=0),
+            static_smem=_first_number(r"(\d+) bytes smem", report),
+        )
+    return resources
+
+
+def _first_number(pattern: str, text: str) -> int:
+    match = re.search(pattern, text)
+    return int(match[1]) if match else 0
+
+
+@functools.cache
+def _nvrtc() -> ModuleType:
+    """`cuda.bindings.nvrtc`, with its library loaded."""
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError) as error:  # the binding, or the library that it loads
+        raise NVRTCMissingError(
+            "cufa compiles its kernels with NVRTC, which is not installed: pip install "
+            "'cufa[cuda13]' or 'cufa[cuda12]'; to compile without a GPU, 'cuda-bindings==13.*' and "
+            f"'nvidia-cuda-nvrtc==13.*' are enough ({error})"
+        ) from error
+    module: ModuleType = nvrtc
+    return module
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """The values of a binding's (status, value...), or RuntimeError if the status is an error."""
+    status, *values = result
+    if status != _nvrtc().nvrtcResult.NVRTC_SUCCESS:
+        raise RuntimeError(f"NVRTC failed: {status.name}")
+    return values[0] if len(values) == 1 else values
+
+
+def _nvdisasm() -> str:
+    """Where nvdisasm is: in NVIDIA's wheel, else on the path."""
+    spec = importlib.util.find_spec("nvidia")
+    roots = spec.submodule_search_locations if spec else None
+    bins = [str(folder) for root in roots or () for folder in sorted(Path(root).glob("*/bin"))]
+    found = shutil.which("nvdisasm", path=os.pathsep.join(bins)) or shutil.which("nvdisasm")
+    if found is None:
+        raise RuntimeError(
+            "nvdisasm is not installed, and the machine code cannot be shown without it: "
+            "pip install nvidia-cuda-nvdisasm"
+        )
+    return found

@@ -1,0 +1,112 @@
+"""Every kernel compiles for every arch it claims, and the plan's figures are the kernels' own."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from cufa import jit
+from cufa.device import KNOWN, Device
+from cufa.kernels import KERNELS, best_kernel, kernel_named
+from cufa.plan import make_plan
+from cufa.plan.sizes import SOFTMAX_PARAMS_BYTES
+from cufa.plan.standard import softmax_launch
+from cufa.problem import DTYPES, Problem
+
+ARCHS = [str(device.arch) for device in KNOWN.values()]
+
+# (dtype, head_dim, value_dim, causal, align_bytes): each arch gets two of them for each kernel, so that
+# together they see all of them without compiling the whole product.
+VARIANTS = [
+    ("float16", 64, 64, True, 16),
+    ("bfloat16", 128, 128, False, 16),
+    ("float32", 33, 65, True, 4),
+    ("float64", 40, 256, False, 16),
+    ("bfloat16", 256, 80, True, 16),
+    ("float32", 128, 128, True, 16),
+    ("float64", 256, 256, True, 8),
+    ("float16", 1, 7, False, 2),
+]
+
+
+def problem(direction, dtype, head_dim, value_dim, causal, align_bytes):
+    return Problem(direction, dtype, 2, 300, 400, 4, 2, head_dim, value_dim, causal, align_bytes)
+
+
+def variants_of(arch, kernel):
+    start = ARCHS.index(arch) + list(KERNELS).index(kernel)
+    return [VARIANTS[(start + step) % len(VARIANTS)] for step in (0, 3)]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles_for_every_arch(name, arch):
+    device = Device.of(arch)
+    for variant in variants_of(arch, name):
+        plan = make_plan(problem(KERNELS[name].direction, *variant), device, name)
+        build = jit.build(plan.variant)
+        assert build.arch == device.arch
+        assert set(build.resources) == set(KERNELS[name].entries)
+        assert {launch.entry for launch in plan.launches} == set(build.resources)
+        assert not [line for line in build.warnings if "spill" not in line]
+        for launch in plan.launches:
+            resources = build.resources[launch.entry]
+            smem_bytes = launch.smem_bytes + resources.static_smem
+            assert device.blocks_resident(launch.block, resources.registers, smem_bytes) >= 1
+
+
+def test_the_spread_covers_every_variant_of_every_kernel():
+    for name in KERNELS:
+        assert {v for arch in ARCHS for v in variants_of(arch, name)} == set(VARIANTS)
+
+
+@pytest.mark.parametrize("passes", [2, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softmax_compiles(dtype, passes):
+    variant, launch = softmax_launch(dtype, passes, rows=10, arch=Device.of("sm_90a").arch)
+    assert set(jit.build(variant).resources) == {launch.entry}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "head_dim"),
+    list(itertools.product(["fwd_4_flash_v2", "bwd_2_flash_v2"], ["float16", "float32"], [32, 64, 128])),
+)
+def test_the_fastest_rungs_do_not_spill_on_an_h200(name, dtype, head_dim):
+    variant = problem(KERNELS[name].direction, dtype, head_dim, head_dim, True, 16)
+    build = jit.build(make_plan(variant, Device.of("sm_90a"), name).variant)
+    assert build.warnings == ()
+
+
+@pytest.mark.parametrize("macro", ["SMEM_BYTES", "PARAMS_BYTES"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_size_that_the_host_gets_wrong_does_not_compile(name, macro):
+    plan = make_plan(problem(KERNELS[name].direction, *VARIANTS[0]), Device.of("sm_80"), name)
+    wrong = tuple((key, value + 16 if key == macro else value) for key, value in plan.macros)
+    with pytest.raises(jit.CompileError, match="the host"):
+        jit.build(replace(plan.variant, macros=wrong))
+
+
+def test_softmax_params_have_the_kernels_size():
+    variant, _ = softmax_launch("float32", 2, 10, Device.of("sm_90a").arch)
+    assert ("PARAMS_BYTES", SOFTMAX_PARAMS_BYTES) in variant.macros
+
+
+def test_kernels_are_found_by_name():
+    assert kernel_named("fwd_1_naive").idea
+    with pytest.raises(ValueError, match=r"kernel is 'fwd_9'; it may be fwd_1_naive, .*bwd_2_flash_v2"):
+        kernel_named("fwd_9")
+
+
+def test_the_registry_says_why_a_kernel_cannot_run():
+    forward = problem("forward", *VARIANTS[0])
+    device = Device.of("sm_75")
+    assert best_kernel(forward, device).name == "fwd_4_flash_v2"
+    assert "forward kernel" in KERNELS["fwd_1_naive"].unsupported(
+        replace(forward, direction="backward"), device
+    )
+    newer = replace(KERNELS["fwd_1_naive"], min_capability=(9, 0))
+    assert newer.unsupported(forward, device) == "fwd_1_naive needs sm_90 or newer, and the arch is sm_75"
+    narrow = replace(KERNELS["fwd_1_naive"], max_head_dim=32)
+    assert "head dims to 32" in narrow.unsupported(forward, device)
+    half = replace(KERNELS["fwd_1_naive"], dtypes=("float32",))
+    assert "supports float32" in half.unsupported(forward, device)

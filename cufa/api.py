@@ -92,10 +92,10 @@ def attention(
     problem = _problem_of("forward", tensors, causal, layout)
     scale = check_scale(softmax_scale, problem.head_dim)
     if out is None:
-        tensors["out"] = _empty(output_shape(problem, layout), problem.dtype, adopted.on_gpu)
+        tensors["out"] = _empty(output_shape(problem, layout), DTYPES[problem.dtype], adopted.on_gpu)
     else:
         _check_out(tensors)
-    lse = _empty(lse_shape(problem), problem.accumulator.name, adopted.on_gpu) if return_lse else None
+    lse = _empty(lse_shape(problem), problem.accumulator, adopted.on_gpu) if return_lse else None
 
     if adopted.on_gpu:
         _run_on_gpu(problem, tensors, ("q", "k", "v", "out"), lse, scale, layout, kernel, tiles, arch)
@@ -156,7 +156,7 @@ def attention_backward(
     problem = _problem_of("backward", tensors, causal, layout)
     scale = check_scale(softmax_scale, problem.head_dim)
     for name in ("q", "k", "v"):
-        tensors["d" + name] = _empty(tensors[name].shape, problem.dtype, adopted.on_gpu)
+        tensors["d" + name] = _empty(tensors[name].shape, DTYPES[problem.dtype], adopted.on_gpu)
 
     if adopted.on_gpu:
         lse = tensors.pop("lse")
@@ -201,7 +201,7 @@ def softmax(x: Any, *, passes: int = 2, arch: ArchLike | None = None, backend: s
     dtype = dtype_name(source.dtype, "x")
     if source.ndim == 0:
         raise ValueError("x has shape (); it must have at least one axis")
-    result = _empty(source.shape, dtype, adopted.on_gpu)
+    result = _empty(source.shape, DTYPES[dtype], adopted.on_gpu)
     if adopted.on_gpu:
         if result.size:
             rows = (math.prod(source.shape[:-1]), source.shape[-1])
@@ -272,8 +272,8 @@ def _problem(
     return problem
 
 
-def _empty(shape: Shape, dtype: str, on_gpu: bool) -> Any:
-    return (sys.modules["cupy"] if on_gpu else np).empty(shape, DTYPES[dtype])
+def _empty(shape: Shape, dtype: np.dtype[Any], on_gpu: bool) -> Any:
+    return (sys.modules["cupy"] if on_gpu else np).empty(shape, dtype)
 
 
 def _check_out(tensors: Arrays) -> None:
@@ -321,20 +321,19 @@ def _run_on_gpu(
     """Launch the kernels for these tensors, in the order of the parameter struct."""
     batch, row, head = check_layout(layout)
     itemsize = problem.itemsize
-    fields, bits = [], 0
+    fields: list[int] = []
+    bits = 0
     for name in names:
         array = _last_axis_contiguous(tensors[name])
         tensors[name] = array
         strides = array.strides
         address = array.data.ptr
         bits |= address | strides[batch] | strides[row] | strides[head]
-        fields.append(
-            (
-                address,
-                strides[batch] // itemsize,
-                strides[row] // itemsize,
-                strides[head] // itemsize,
-            )
+        fields += (
+            address,
+            strides[batch] // itemsize,
+            strides[row] // itemsize,
+            strides[head] // itemsize,
         )
     align_bytes = _alignment(bits)
     if align_bytes < itemsize:
@@ -351,7 +350,7 @@ def _run_on_gpu(
         os.environ.get("CUFA_ARCH"),
         sys.modules["cupy"].cuda.runtime.getDevice(),
     )
-    run(tuple(fields), 0 if lse is None else lse.data.ptr, softmax_scale)
+    run(fields, 0 if lse is None else lse.data.ptr, softmax_scale)
 
 
 def _alignment(bits: int) -> int:

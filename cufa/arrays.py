@@ -108,33 +108,57 @@ def gpu_usable() -> bool:
 
 def overlap(a: Any, b: Any) -> bool:
     """Whether two arrays of one side share an element's memory."""
-    if not np.may_share_memory(_shadow(a), _shadow(b)):
+    a_low, a_high = _span(a)
+    b_low, b_high = _span(b)
+    if a_high <= b_low or b_high <= a_low:
         return False
     try:
-        return np.shares_memory(_shadow(a), _shadow(b))  # exact
+        return np.shares_memory(_shadow(a), _shadow(b))  # exact: they may be interleaved
     except np.exceptions.TooHardError:
         return True
 
 
 def overlaps_itself(a: Any) -> bool:
     """Whether two elements of an array may have one address, as in a broadcast view."""
-    extents = sorted((abs(stride), size) for stride, size in zip(a.strides, a.shape, strict=True) if size > 1)
-    reached = a.itemsize
-    for stride, size in extents:
+    return _strides_overlap(a.shape, a.strides, a.itemsize)
+
+
+@functools.lru_cache(maxsize=1024)
+def _strides_overlap(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    reached = itemsize
+    for stride, size in sorted(
+        (abs(stride), size) for stride, size in zip(strides, shape, strict=True) if size > 1
+    ):
         if stride < reached:
             return True
-        reached = stride * (size - 1) + reached
+        reached += stride * (size - 1)
     return False
+
+
+def _address(array: Any) -> int:
+    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+
+
+def _span(array: Any) -> tuple[int, int]:
+    """The addresses from the array's first byte to past its last; nothing if it is empty."""
+    low = high = _address(array)
+    if array.size == 0:
+        return low, low
+    for stride, size in zip(array.strides, array.shape, strict=True):
+        if stride < 0:
+            low += stride * (size - 1)
+        else:
+            high += stride * (size - 1)
+    return low, high + array.itemsize
 
 
 class _Shadow:
     """An array's extent without its data, so that NumPy can reason about addresses on a GPU."""
 
     def __init__(self, array: Any) -> None:
-        pointer = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
         self.__array_interface__ = {
             "version": 3,
-            "data": (pointer, True),
+            "data": (_address(array), True),
             "shape": array.shape,
             "strides": array.strides,
             "typestr": f"|V{array.itemsize}",
@@ -142,8 +166,6 @@ class _Shadow:
 
 
 def _shadow(array: Any) -> np.ndarray[Any, Any]:
-    if array.size == 0:
-        return np.empty(0, np.uint8)
     return np.asarray(_Shadow(array))
 
 

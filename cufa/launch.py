@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,6 @@ from cufa.plan import Plan
 from cufa.plan.sizes import BACKWARD_PARAMS_BYTES, FORWARD_PARAMS_BYTES, SOFTMAX_PARAMS_BYTES
 from cufa.plan.standard import softmax_launch
 from cufa.problem import Problem
-
-# A tensor as params.cuh has it: address, then batch, row and head stride in elements.
-TensorFields = tuple[int, int, int, int]
 
 # The structs of params.cuh: tensors, LSE, workspace, softmax_scale, sizes and step.
 _FORWARD = struct.Struct("=" + 4 * "4q" + "2q" + "d" + "6i")
@@ -42,7 +40,7 @@ class LaunchError(RuntimeError):
 
 def pack_attention(
     problem: Problem,
-    tensors: tuple[TensorFields, ...],
+    tensors: Sequence[int],
     lse: int,
     workspace: int,
     softmax_scale: float,
@@ -50,11 +48,12 @@ def pack_attention(
 ) -> bytes:
     """ForwardParams for q, k, v, o or BackwardParams for q, k, v, o, dout, dq, dk, dv.
 
-    `lse` and `workspace` are addresses, 0 for none.
+    `tensors` has four numbers for each: its address, then batch, row and head stride in elements. `lse`
+    and `workspace` are addresses, 0 for none.
     """
     layout = _FORWARD if problem.direction == "forward" else _BACKWARD
     return layout.pack(
-        *(field for tensor in tensors for field in tensor),
+        *tensors,
         lse,
         workspace,
         softmax_scale,
@@ -84,8 +83,8 @@ class Executable:
             (_function(module, launch.entry, launch.smem_bytes), launch) for launch in plan.launches
         ]
 
-    def __call__(self, tensors: tuple[TensorFields, ...], lse: int, softmax_scale: float) -> None:
-        """Launch on the current stream."""
+    def __call__(self, tensors: Sequence[int], lse: int, softmax_scale: float) -> None:
+        """Launch on the current stream; the arguments are `pack_attention`'s."""
         import cupy
 
         plan = self.plan

@@ -393,7 +393,7 @@ def test_a_launch_that_fails_raises(cupy, rng):
     too_many = tuple(dataclasses.replace(launch, block=2048) for launch in plan.launches)
     run = Executable(dataclasses.replace(plan, launches=too_many))
     with pytest.raises(cufa.LaunchError, match="2048 threads"):
-        run(tuple((x.data.ptr, 1, 1, 1) for x in (q, k, v, q)), 0, 1.0)
+        run([field for x in (q, k, v, q) for field in (x.data.ptr, 1, 1, 1)], 0, 1.0)
 
 
 def test_arch_override_through_the_driver(cupy, rng, monkeypatch):

@@ -1,0 +1,116 @@
+#!/usr/bin/env python3
+"""Measures what run-time compilation and a call cost: seconds to compile, first calls, host time.
+
+usage: scripts/bench_jit.py      prints one JSON document
+
+Compiling is measured on one core with an empty cache, for the H200's arch or CUFA_ARCH; the calls are
+measured where there is a GPU.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+import cufa
+from cufa import device, jit
+from cufa.device import Device
+from cufa.kernels import KERNELS
+from cufa.plan import make_plan
+from cufa.problem import Problem
+
+VARIANTS = [(dtype, dim) for dtype in ("bfloat16", "float32", "float64") for dim in (64, 128, 256)]
+CALLS = 200
+
+
+def compile_seconds() -> dict[str, float]:
+    """Seconds for each kernel, of the slowest of its variants."""
+    target = device.target(for_compile_only=True) if device.gpu_present() else Device.of("sm_90a")
+    slowest: dict[str, float] = {}
+    for name, kernel in KERNELS.items():
+        for dtype, dim in VARIANTS:
+            problem = Problem(kernel.direction, dtype, 2, 4096, 4096, 8, 8, dim, dim, causal=True)
+            build = jit.build(make_plan(problem, target, name).variant)
+            assert not build.cached
+            slowest[name] = max(slowest.get(name, 0), build.seconds)
+    return slowest
+
+
+def first_call() -> dict[str, float]:
+    """Milliseconds of this process's first call and of a later one, each until the GPU is done."""
+    import cupy
+
+    rng = np.random.default_rng()
+    q, k, v = (cupy.asarray(rng.standard_normal((1, 512, 8, 64)).astype(np.float16)) for _ in range(3))
+    cupy.cuda.Device().synchronize()
+
+    def call() -> float:
+        start = time.perf_counter()
+        cufa.attention(q, k, v, causal=True)
+        cupy.cuda.Device().synchronize()
+        return (time.perf_counter() - start) * 1e3
+
+    return {"first_ms": call(), "later_ms": statistics.median(call() for _ in range(20))}
+
+
+def host_microseconds() -> dict[str, float]:
+    """What a call keeps the host busy, the GPU left to work: median over rounds."""
+    import cupy
+
+    rng = np.random.default_rng()
+    shape = (1, 64, 2, 64)
+    q, k, v, dout = (cupy.asarray(rng.standard_normal(shape).astype(np.float16)) for _ in range(4))
+    out, lse = cufa.attention(q, k, v, return_lse=True)
+    calls = {
+        "attention": lambda: cufa.attention(q, k, v),
+        "attention, out given": lambda: cufa.attention(q, k, v, out=out),
+        "attention, return_lse": lambda: cufa.attention(q, k, v, return_lse=True),
+        "attention_backward": lambda: cufa.attention_backward(dout, q, k, v, out, lse),
+    }
+    measured = {}
+    for name, call in calls.items():
+        rounds = []
+        for _ in range(30):
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            rounds.append((time.perf_counter() - start) / CALLS * 1e6)
+            cupy.cuda.Device().synchronize()
+        measured[name] = statistics.median(rounds)
+    return measured
+
+
+def in_new_process(function: str) -> dict[str, float]:
+    run = subprocess.run([sys.executable, __file__, function], capture_output=True, text=True, check=True)
+    return json.loads(run.stdout)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["CUFA_CACHE_DIR"] = folder
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(cores)})
+        report: dict[str, object] = {"nvrtc": list(jit.nvrtc_version()), "compile_seconds": compile_seconds()}
+        os.sched_setaffinity(0, cores)
+        if device.gpu_present():
+            report["cold_cache"] = in_new_process("first_call")
+            warm = [in_new_process("first_call") for _ in range(5)]
+            report["warm_cache"] = min(warm, key=lambda times: times["first_ms"])
+            report["warm_cache_runs"] = warm
+            report["host_us"] = host_microseconds()
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["first_call"]:
+        print(json.dumps(first_call()))
+    else:
+        main()

@@ -1,0 +1,271 @@
+"""FlashAttention in NumPy, for machines without a GPU: tiles, online softmax, O(seqlen) memory.
+
+One KV head at a time, in float32 (float64 for float64 arrays): its K and V are brought into
+contiguous memory once, for every Q tile and every query head of the group. Of the seqlen_q x
+seqlen_k matrices only one tile each is ever kept, and it stays in cache between BLAS and exp.
+Arrays have any strides; that their shapes and dtypes fit each other is the caller's promise.
+"""
+# The papers write matrices in capitals (S, P, O, dP, dS) and a row's sum l, and so does this file.
+# ruff: noqa: E741, N803, N806
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from cufa.reference import masked_matmul
+
+Array: TypeAlias = npt.NDArray[Any]
+
+# Two float32 tiles of this size (S and dP) fill 1 MiB, the L2 cache of a common server core.
+# Measured there at head_dim 64 and 128, from 64 x 256 to 1024 x 512: smaller tiles take up to half
+# as long again, for calls and for rescaling O; larger ones gain under 10 % and lose it on the
+# diagonal.
+Q_TILE = 256
+KV_TILE = 512
+
+
+@np.errstate(all="ignore")
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array | None,
+    *,
+    causal: bool,
+    softmax_scale: float,
+) -> None:
+    """Write attention and its log-sum-exp (FlashAttention-2, Dao 2023, algorithm 1).
+
+    What is masked contributes nothing, even if it is NaN or Inf.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64.
+        k: (batch, seqlen_k, kv_heads, head_dim), like q; query head h reads KV head
+            h // (heads // kv_heads).
+        v: (batch, seqlen_k, kv_heads, head_dim_v), like q.
+        out: written, (batch, seqlen_q, heads, head_dim_v), like q; 0 where a row sees no key.
+        lse: written unless None, (batch, heads, seqlen_q), float32, for float64 arrays float64;
+            natural logarithm, -inf where a row sees no key.
+        causal: query i sees the keys j <= i + seqlen_k - seqlen_q only.
+        softmax_scale: factor on Q K^T.
+    """
+    dtype = _compute_dtype(q)
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    scratch = _Scratch(dtype)
+    for b, kv_head, heads in _kv_groups(q, k):
+        K, V = (np.ascontiguousarray(x[b, :, kv_head], dtype) for x in (k, v))
+        for h, rows in itertools.product(heads, _tiles(seqlen_q, Q_TILE)):
+            Q = np.multiply(q[b, rows, h], softmax_scale, dtype=dtype, order="C")
+            m, l = _nothing_seen(len(Q), dtype)
+            O = np.zeros((len(Q), V.shape[1]), dtype)
+            for columns, visible in _visible_tiles(rows, seqlen_q, seqlen_k, causal):
+                S = scratch.product("S", Q, K[columns].T)
+                _fill_masked(S, -np.inf, visible)
+                P, m, l, rescale = _online_step(S, m, l)
+                O *= rescale
+                O += scratch.product("PV", P, V[columns], visible)
+            out[b, rows, h] = O / _nonzero(l)
+            if lse is not None:
+                lse[b, h, rows] = (m + np.log(l))[:, 0]
+
+
+@np.errstate(all="ignore")
+def attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    *,
+    causal: bool,
+    softmax_scale: float,
+) -> None:
+    """Write the gradients, recomputing P from Q, K and LSE (FlashAttention-2, algorithm 2).
+
+    The Q tiles are the outer loop, as in the forward pass, where the paper has the KV tiles: dK and
+    dV are sums over the heads of a group, so it is they that are kept whole here, not dQ.
+
+    Args:
+        dout: (batch, seqlen_q, heads, head_dim_v), the gradient of out.
+        q: (batch, seqlen_q, heads, head_dim).
+        k: (batch, seqlen_k, kv_heads, head_dim).
+        v: (batch, seqlen_k, kv_heads, head_dim_v).
+        out: what `attention` wrote.
+        lse: what `attention` wrote.
+        dq: written, shaped like q; 0 where a row sees no key.
+        dk: written, shaped like k; summed over the query heads that share a KV head.
+        dv: written, shaped like v; summed likewise.
+        causal: as in `attention`.
+        softmax_scale: as in `attention`.
+    """
+    dtype = _compute_dtype(q)
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    scratch = _Scratch(dtype)
+    for b, kv_head, heads in _kv_groups(q, k):
+        K, V = (np.ascontiguousarray(x[b, :, kv_head], dtype) for x in (k, v))
+        dK, dV = np.zeros_like(K), np.zeros_like(V)
+        for h, rows in itertools.product(heads, _tiles(seqlen_q, Q_TILE)):
+            Q = np.multiply(q[b, rows, h], softmax_scale, dtype=dtype, order="C")
+            O, dO = (np.ascontiguousarray(x[b, rows, h], dtype) for x in (out, dout))
+            D = (dO * O).sum(axis=1, keepdims=True)
+            L = lse[b, h, rows, None].astype(dtype)
+            L[np.isneginf(L)] = np.inf  # exp(S - inf) is the 0 of an empty row; -inf - -inf is NaN
+            dQ = np.zeros_like(Q)
+            for columns, visible in _visible_tiles(rows, seqlen_q, seqlen_k, causal):
+                P = _exp_shifted(scratch.product("S", Q, K[columns].T), L)
+                _fill_masked(P, 0, visible)
+                dP = scratch.product("dP", dO, V[columns].T)
+                dP -= D
+                dS = np.multiply(P, dP, out=dP)
+                _fill_masked(dS, 0, visible)
+                visible_t = None if visible is None else visible.T
+                dV[columns] += scratch.product("dV", P.T, dO, visible_t)
+                dK[columns] += scratch.product("dK", dS.T, Q, visible_t)
+                dQ += scratch.product("dQ", dS, K[columns], visible)
+            dq[b, rows, h] = softmax_scale * dQ
+        dk[b, :, kv_head], dv[b, :, kv_head] = dK, dV
+
+
+@np.errstate(all="ignore")
+def softmax(x: Array, out: Array, passes: int) -> None:
+    """Write softmax over the last axis, reading every row `passes` times.
+
+    Args:
+        x: (..., n), float16, bfloat16, float32 or float64, any strides.
+        out: written, shaped like x; 0 in a row of nothing but -inf.
+        passes: 3 to find the maximum, then the sum, then normalise (safe softmax); 2 to find
+            maximum and sum together (Milakov and Gimelshein 2018, algorithms 2 and 3).
+
+    Raises:
+        ValueError: `passes` is neither 2 nor 3.
+    """
+    statistics = {2: _online_max_and_sum, 3: _max_then_sum}.get(passes)
+    if statistics is None:
+        raise ValueError(f"passes is {passes!r}; it may be 2 or 3")
+    scratch = _Scratch(_compute_dtype(x))
+    for x_rows, out_rows in _row_blocks(x, out):
+        m, l = statistics(x_rows, scratch)
+        for columns in _tiles(x.shape[-1], KV_TILE):
+            E = _exp_shifted(scratch.copy("x", x_rows[:, columns]), _finite(m))
+            E /= _nonzero(l)
+            out_rows[:, columns] = E
+
+
+def _max_then_sum(x: Array, scratch: "_Scratch") -> tuple[Array, Array]:
+    m, l = _nothing_seen(len(x), scratch.dtype)
+    for columns in _tiles(x.shape[1], KV_TILE):
+        m = np.maximum(m, scratch.copy("x", x[:, columns]).max(axis=1, keepdims=True))
+    for columns in _tiles(x.shape[1], KV_TILE):
+        E = _exp_shifted(scratch.copy("x", x[:, columns]), _finite(m))
+        l += E.sum(axis=1, keepdims=True)
+    return m, l
+
+
+def _online_max_and_sum(x: Array, scratch: "_Scratch") -> tuple[Array, Array]:
+    m, l = _nothing_seen(len(x), scratch.dtype)
+    for columns in _tiles(x.shape[1], KV_TILE):
+        _, m, l, _ = _online_step(scratch.copy("x", x[:, columns]), m, l)
+    return m, l
+
+
+def _nothing_seen(rows: int, dtype: npt.DTypeLike) -> tuple[Array, Array]:
+    """The running maximum m and sum l before the first tile."""
+    return np.full((rows, 1), -np.inf, dtype), np.zeros((rows, 1), dtype)
+
+
+def _online_step(S: Array, m: Array, l: Array) -> tuple[Array, Array, Array, Array]:
+    """Take a tile into m and l: P, which overwrites S, then m, l, and the factor on older sums."""
+    m_new = np.maximum(m, S.max(axis=1, keepdims=True))
+    rescale = np.exp(m - _finite(m_new))
+    P = _exp_shifted(S, _finite(m_new))
+    return P, m_new, l * rescale + P.sum(axis=1, keepdims=True), rescale
+
+
+def _exp_shifted(S: Array, shift: Array) -> Array:
+    """exp(S - shift), which overwrites S."""
+    return np.exp(np.subtract(S, shift, out=S), out=S)
+
+
+def _finite(m: Array) -> Array:
+    """The maximum to subtract: 0 for a row that has seen nothing, as -inf - -inf is NaN."""
+    return np.where(np.isneginf(m), 0, m)
+
+
+def _nonzero(l: Array) -> Array:
+    """The sum to divide by: 1 for a row that has seen nothing."""
+    return np.where(l == 0, 1, l)
+
+
+def _visible_tiles(
+    rows: slice, seqlen_q: int, seqlen_k: int, causal: bool
+) -> Iterator[tuple[slice, Array | None]]:
+    """The KV tiles that a Q tile sees, each with its mask if it crosses the diagonal."""
+    if not causal:
+        yield from ((columns, None) for columns in _tiles(seqlen_k, KV_TILE))
+        return
+    last_key = np.arange(rows.start, rows.stop)[:, None] + seqlen_k - seqlen_q
+    for columns in _tiles(rows.stop + seqlen_k - seqlen_q, KV_TILE):
+        crosses = columns.stop - 1 > last_key[0, 0]
+        yield columns, np.arange(columns.start, columns.stop) <= last_key if crosses else None
+
+
+def _fill_masked(tile: Array, value: float, visible: Array | None) -> None:
+    if visible is not None:
+        np.copyto(tile, value, where=~visible)
+
+
+def _tiles(length: int, tile: int) -> list[slice]:
+    return [slice(start, min(start + tile, length)) for start in range(0, length, tile)]
+
+
+def _kv_groups(q: Array, k: Array) -> Iterator[tuple[int, int, range]]:
+    """Every batch and KV head, with the query heads that read it."""
+    group = q.shape[2] // k.shape[2]
+    for b, kv_head in np.ndindex(k.shape[0], k.shape[2]):
+        yield b, kv_head, range(kv_head * group, (kv_head + 1) * group)
+
+
+def _row_blocks(x: Array, out: Array) -> Iterator[tuple[Array, Array]]:
+    """Pieces of at most Q_TILE rows of x and out, as matrices, whatever the strides."""
+    x, out = np.atleast_2d(x, out)
+    for index in np.ndindex(x.shape[:-2]):
+        for rows in _tiles(x.shape[-2], Q_TILE):
+            yield x[index][rows], out[index][rows]
+
+
+def _compute_dtype(x: Array) -> npt.DTypeLike:
+    return np.float64 if x.dtype == np.float64 else np.float32
+
+
+class _Scratch:
+    """Matrices by name, in memory that is allocated once and contiguous for ragged tiles too."""
+
+    def __init__(self, dtype: npt.DTypeLike) -> None:
+        self.dtype = dtype
+        self._buffers: dict[str, Array] = {}
+
+    def copy(self, name: str, x: Array) -> Array:
+        matrix = self._matrix(name, *x.shape)
+        matrix[...] = x
+        return matrix
+
+    def product(self, name: str, a: Array, b: Array, visible: Array | None = None) -> Array:
+        """The matrix product a @ b; with `visible`, which terms of it count."""
+        matrix = self._matrix(name, a.shape[0], b.shape[1])
+        if visible is None:
+            return np.matmul(a, b, out=matrix)
+        return masked_matmul(a, b, visible, matrix)
+
+    def _matrix(self, name: str, rows: int, columns: int) -> Array:
+        size = rows * columns
+        if name not in self._buffers or self._buffers[name].size < size:
+            self._buffers[name] = np.empty(size, self.dtype)
+        return self._buffers[name][:size].reshape(rows, columns)

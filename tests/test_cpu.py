@@ -1,0 +1,386 @@
+"""The tiled CPU path against the reference, by the error rule."""
+
+import tracemalloc
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tolerance import (
+    DTYPES,
+    LAYOUTS,
+    OUTPUT_FACTOR,
+    Array,
+    Problem,
+    assert_attention,
+    assert_close,
+    assert_gradients,
+    judge,
+    poisoned,
+    random_problem,
+    stored,
+)
+
+from cufa import cpu, reference
+
+Gradients = tuple[Array, Array, Array]
+
+
+@pytest.fixture
+def small_tiles() -> Iterator[None]:
+    with mock.patch.multiple(cpu, Q_TILE=8, KV_TILE=16):
+        yield
+
+
+def forward(
+    problem: Problem,
+    *,
+    causal: bool,
+    softmax_scale: float | None = None,
+    layout: str = "contiguous",
+) -> tuple[Array, Array]:
+    out = poisoned(problem.dout, layout)
+    wide = np.float64 if problem.dtype_name == "float64" else np.float32
+    lse = np.full(problem.lse_shape, np.nan, wide)
+    scale = problem.q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    cpu.attention(problem.q, problem.k, problem.v, out, lse, causal=causal, softmax_scale=scale)
+    return out, lse
+
+
+def backward(
+    problem: Problem,
+    out: Array,
+    lse: Array,
+    *,
+    causal: bool,
+    softmax_scale: float | None = None,
+    layout: str = "contiguous",
+) -> Gradients:
+    q, k, v = problem.q, problem.k, problem.v
+    dq, dk, dv = poisoned(q, layout), poisoned(k, layout), poisoned(v, layout)
+    scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    cpu.attention_backward(problem.dout, q, k, v, out, lse, dq, dk, dv, causal=causal, softmax_scale=scale)
+    return dq, dk, dv
+
+
+def check(
+    problem: Problem,
+    *,
+    causal: bool,
+    softmax_scale: float | None = None,
+    layout: str = "contiguous",
+) -> None:
+    for x in (problem.q, problem.k, problem.v, problem.dout):
+        x.flags.writeable = False
+    out, lse = forward(problem, causal=causal, softmax_scale=softmax_scale, layout=layout)
+    assert_attention(out, lse, problem, causal=causal, softmax_scale=softmax_scale)
+    gradients = backward(problem, out, lse, causal=causal, softmax_scale=softmax_scale, layout=layout)
+    assert_gradients(gradients, problem, causal=causal, softmax_scale=softmax_scale)
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_random_problems(data: st.DataObject) -> None:
+    def integer(low: int, high: int, what: str) -> int:
+        return data.draw(st.integers(low, high), label=what)
+
+    kv_heads = integer(1, 2, "kv_heads")
+    problem = random_problem(
+        np.random.default_rng(integer(0, 2**32, "seed")),
+        data.draw(st.sampled_from(DTYPES), label="dtype"),
+        batch=integer(0, 2, "batch"),
+        seqlen_q=integer(0, 70, "seqlen_q"),
+        seqlen_k=integer(0, 70, "seqlen_k"),
+        heads=kv_heads * integer(1, 3, "group"),
+        kv_heads=kv_heads,
+        head_dim=integer(1, 40, "head_dim"),
+        head_dim_v=integer(1, 40, "head_dim_v"),
+        layout=data.draw(st.sampled_from(LAYOUTS), label="layout"),
+    )
+    with mock.patch.multiple(cpu, Q_TILE=integer(1, 24, "Q_TILE"), KV_TILE=integer(1, 24, "KV_TILE")):
+        check(
+            problem,
+            causal=data.draw(st.booleans(), label="causal"),
+            softmax_scale=data.draw(st.sampled_from([None, 0.7, 0.0, -0.2]), label="scale"),
+            layout=data.draw(st.sampled_from(LAYOUTS), label="layout of the results"),
+        )
+
+
+@pytest.mark.parametrize("dtype_name", DTYPES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k"),
+    [
+        (cpu.Q_TILE - 1, cpu.KV_TILE + 1),
+        (cpu.Q_TILE, cpu.KV_TILE),
+        (cpu.Q_TILE + 1, cpu.KV_TILE - 1),
+        (2 * cpu.Q_TILE + 1, cpu.Q_TILE),
+    ],
+)
+def test_lengths_around_the_tiles(dtype_name: str, causal: bool, seqlen_q: int, seqlen_k: int) -> None:
+    rng = np.random.default_rng(1)
+    head_dim = 8  # small, as products in long double are slow
+    problem = random_problem(rng, dtype_name, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim)
+    check(problem, causal=causal)
+
+
+@pytest.mark.parametrize("dtype_name", DTYPES)
+def test_grouped_queries(dtype_name: str) -> None:
+    rng = np.random.default_rng(2)
+    problem = random_problem(
+        rng, dtype_name, batch=2, seqlen_q=33, seqlen_k=47, heads=6, kv_heads=2, head_dim=24
+    )
+    check(problem, causal=True)
+
+
+@pytest.mark.parametrize("dtype_name", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.usefixtures("small_tiles")
+def test_layouts_do_not_change_a_bit(dtype_name: str, layout: str) -> None:
+    problems = [
+        random_problem(
+            np.random.default_rng(3),
+            dtype_name,
+            batch=2,
+            seqlen_q=37,
+            seqlen_k=41,
+            heads=4,
+            kv_heads=2,
+            head_dim=12,
+            layout=name,
+        )
+        for name in ("contiguous", layout)
+    ]
+    results = []
+    for problem, name in zip(problems, ("contiguous", layout), strict=True):
+        out, lse = forward(problem, causal=True, layout=name)
+        results.append((out, lse, *backward(problem, out, lse, causal=True, layout=name)))
+    for expected, actual in zip(*results, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_strided_last_axis() -> None:
+    problem = random_problem(np.random.default_rng(4), "float32", seqlen_q=20, seqlen_k=35)
+    spread = Problem(
+        q=np.repeat(problem.q, 2, axis=3)[..., ::2],
+        k=np.asfortranarray(problem.k),
+        v=np.repeat(problem.v, 2, axis=3)[..., ::2],
+        dout=problem.dout[..., ::-1],
+    )
+    check(spread, causal=True)
+
+
+@pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 5), (5, 0), (0, 0)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype_name", DTYPES)
+def test_lengths_of_zero(seqlen_q: int, seqlen_k: int, causal: bool, dtype_name: str) -> None:
+    rng = np.random.default_rng(5)
+    problem = random_problem(rng, dtype_name, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads=2, head_dim=4)
+    out, lse = forward(problem, causal=causal)
+    assert np.all(out == 0)
+    assert np.all(lse == -np.inf)
+    for gradient in backward(problem, out, lse, causal=causal):
+        assert np.all(gradient == 0)
+
+
+@pytest.mark.parametrize("dtype_name", DTYPES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.usefixtures("small_tiles")
+def test_rows_that_see_nothing(dtype_name: str, bad: float) -> None:
+    """What stands in a query that sees no key is nobody's business."""
+    problem = random_problem(np.random.default_rng(6), dtype_name, seqlen_q=43, seqlen_k=30, head_dim=5)
+    problem.q[:, :13] = problem.dout[:, :13] = bad
+    out, lse = forward(problem, causal=True)
+    dq, dk, dv = backward(problem, out, lse, causal=True)
+    assert np.all(out[:, :13] == 0)
+    assert np.all(lse[:, :, :13] == -np.inf)
+    assert np.all(dq[:, :13] == 0)
+    assert_attention(out, lse, problem, causal=True)
+    assert_gradients((dq, dk, dv), problem, causal=True)
+
+
+@pytest.mark.parametrize("dtype_name", DTYPES)
+@pytest.mark.usefixtures("small_tiles")
+def test_rows_whose_scores_are_all_minus_infinity(dtype_name: str) -> None:
+    problem = random_problem(
+        np.random.default_rng(18), dtype_name, seqlen_q=20, seqlen_k=20, head_dim=1, head_dim_v=3
+    )
+    problem.q[...] = np.abs(problem.q)
+    problem.k[...] = -np.inf
+    out, lse = forward(problem, causal=False)
+    _, _, dv = backward(problem, out, lse, causal=False)
+    assert np.all(out == 0)
+    assert np.all(lse == -np.inf)
+    assert np.all(dv == 0)
+
+
+@pytest.mark.parametrize("dtype_name", DTYPES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("key", [0, 15, 16, 20, 38])
+@pytest.mark.usefixtures("small_tiles")
+def test_bad_keys_reach_only_the_rows_that_see_them(dtype_name: str, bad: float, key: int) -> None:
+    problem = random_problem(np.random.default_rng(7), dtype_name, seqlen_q=37, seqlen_k=39, head_dim=5)
+    clean_out, clean_lse = forward(problem, causal=True)
+    clean_dq, _, _ = backward(problem, clean_out, clean_lse, causal=True)
+
+    problem.k[:, key] = problem.v[:, key] = bad
+    out, lse = forward(problem, causal=True)
+    dq, _, _ = backward(problem, out, lse, causal=True)
+    blind = max(0, key - 2)  # query i sees the keys up to i + 2
+    np.testing.assert_array_equal(out[:, :blind], clean_out[:, :blind])
+    np.testing.assert_array_equal(lse[:, :, :blind], clean_lse[:, :, :blind])
+    np.testing.assert_array_equal(dq[:, :blind], clean_dq[:, :blind])
+    assert not np.isfinite(out[:, blind:]).any()
+
+
+@pytest.mark.parametrize("dtype_name", DTYPES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("row", [0, 7, 8, 12, 36])
+@pytest.mark.usefixtures("small_tiles")
+def test_bad_queries_reach_only_the_keys_that_they_see(dtype_name: str, bad: float, row: int) -> None:
+    problem = random_problem(np.random.default_rng(8), dtype_name, seqlen_q=37, seqlen_k=39, head_dim=5)
+    clean_out, clean_lse = forward(problem, causal=True)
+    _, clean_dk, clean_dv = backward(problem, clean_out, clean_lse, causal=True)
+
+    problem.q[:, row] = problem.dout[:, row] = bad
+    out, lse = forward(problem, causal=True)
+    _, dk, dv = backward(problem, out, lse, causal=True)
+    seen = row + 3
+    np.testing.assert_array_equal(dk[:, seen:], clean_dk[:, seen:])
+    np.testing.assert_array_equal(dv[:, seen:], clean_dv[:, seen:])
+    assert not np.isfinite(dk[:, :seen]).any()
+    np.testing.assert_array_equal(np.delete(out, row, axis=1), np.delete(clean_out, row, axis=1))
+
+
+@pytest.mark.parametrize("dtype_name", DTYPES)
+@pytest.mark.usefixtures("small_tiles")
+def test_nan_spreads_as_in_the_reference(dtype_name: str) -> None:
+    problem = random_problem(np.random.default_rng(9), dtype_name, seqlen_q=37, seqlen_k=39, head_dim=5)
+    problem.v[:, 36, :, 2] = np.nan
+    problem.k[:, 38, :, 0] = np.nan
+    problem.dout[:, 1, :, 3] = np.nan
+    check(problem, causal=True)
+
+
+@pytest.mark.parametrize("dtype_name", DTYPES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.usefixtures("small_tiles")
+def test_large_logits(dtype_name: str, causal: bool) -> None:
+    """exp of these is infinite in float32, and in float64 for float64."""
+    logit_scale = 2000.0 if dtype_name == "float64" else 200.0
+    problem = random_problem(
+        np.random.default_rng(10),
+        dtype_name,
+        seqlen_q=45,
+        seqlen_k=50,
+        head_dim=16,
+        logit_scale=logit_scale,
+    )
+    check(problem, causal=causal)
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_logits_that_grow_with_every_tile() -> None:
+    """Each tile raises the maximum so far that what came before vanishes; and the other way."""
+    problem = random_problem(np.random.default_rng(11), "float32", seqlen_q=20, seqlen_k=64, head_dim=4)
+    problem.q[...] = np.abs(problem.q)
+    ramp = np.linspace(-300, 300, 64, dtype=np.float32)[None, :, None, None]
+    for k in (ramp, ramp[:, ::-1]):
+        check(replace(problem, k=np.broadcast_to(k, problem.k.shape)), causal=False)
+
+
+@pytest.mark.parametrize("dtype_name", DTYPES)
+def test_repeats_to_the_bit(dtype_name: str) -> None:
+    problem = random_problem(
+        np.random.default_rng(12), dtype_name, seqlen_q=300, seqlen_k=600, heads=2, head_dim=64
+    )
+    first = forward(problem, causal=True)
+    first_gradients = backward(problem, *first, causal=True)
+    for _ in range(3):
+        again = forward(problem, causal=True)
+        again_gradients = backward(problem, *again, causal=True)
+        for expected, actual in zip(first + first_gradients, again + again_gradients, strict=True):
+            assert actual.tobytes() == expected.tobytes()
+
+
+def test_lse_is_optional() -> None:
+    problem = random_problem(np.random.default_rng(13), "float32", seqlen_q=9, seqlen_k=11)
+    expected, _ = forward(problem, causal=True)
+    out = poisoned(expected)
+    cpu.attention(problem.q, problem.k, problem.v, out, None, causal=True, softmax_scale=64**-0.5)
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype_name", ["bfloat16", "float32"])
+def test_memory_does_not_grow_with_the_square(dtype_name: str) -> None:
+    seqlen = 4096
+    problem = random_problem(
+        np.random.default_rng(14), dtype_name, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=16
+    )
+    tracemalloc.start()
+    out, lse = forward(problem, causal=True)
+    backward(problem, out, lse, causal=True)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    one_matrix = seqlen * seqlen * np.dtype(np.float32).itemsize
+    assert peak < one_matrix / 8
+
+
+def softmax(x: Array, passes: int) -> Array:
+    out = np.full_like(x, np.nan)
+    cpu.softmax(x, out, passes)
+    return out
+
+
+def assert_softmax(out: Array, x: Array) -> None:
+    dtype_name = str(x.dtype)
+    wide = np.float64 if dtype_name == "float64" else np.float32
+    exact = reference.softmax(x, judge(dtype_name))
+    standard = reference.softmax(x, wide).astype(x.dtype)
+    assert_close(out, exact, standard, OUTPUT_FACTOR, "softmax")
+
+
+@pytest.mark.parametrize("dtype_name", DTYPES)
+@pytest.mark.parametrize("passes", [2, 3])
+@pytest.mark.parametrize("shape", [(1,), (50,), (9, 16), (8, 17), (2, 3, 11, 33), (3, 0), (0, 4)])
+@pytest.mark.usefixtures("small_tiles")
+def test_softmax(dtype_name: str, passes: int, shape: tuple[int, ...]) -> None:
+    x = (4 * np.random.default_rng(15).standard_normal(shape)).astype(dtype_name)
+    assert_softmax(softmax(x, passes), x)
+
+
+@pytest.mark.parametrize("passes", [2, 3])
+@pytest.mark.usefixtures("small_tiles")
+def test_softmax_of_infinite_nan_and_large_values(passes: int) -> None:
+    x = np.random.default_rng(16).standard_normal((6, 40)).astype(np.float32)
+    x[0] = -np.inf
+    x[1, :20] = -np.inf
+    x[2, 20:] = -np.inf
+    x[3, 35] = np.nan
+    x[4] *= 1e30
+    out = softmax(x, passes)
+    assert np.all(out[0] == 0)
+    assert np.isnan(out[3]).all()
+    assert_softmax(out, x)
+
+
+@pytest.mark.parametrize("passes", [2, 3])
+@pytest.mark.usefixtures("small_tiles")
+def test_softmax_takes_any_strides_and_works_in_place(passes: int) -> None:
+    x = np.random.default_rng(17).standard_normal((2, 40, 3, 20)).astype(np.float32)
+    expected = softmax(x, passes)
+    np.testing.assert_array_equal(softmax(stored(x, "packed"), passes), expected)
+    np.testing.assert_array_equal(softmax(stored(x, "bhsd"), passes), expected)
+    np.testing.assert_array_equal(softmax(np.asfortranarray(x), passes), expected)
+    cpu.softmax(x, x, passes)
+    np.testing.assert_array_equal(x, expected)
+
+
+def test_softmax_refuses_other_passes() -> None:
+    x = np.zeros(3)
+    with pytest.raises(ValueError, match="passes is 4; it may be 2 or 3"):
+        cpu.softmax(x, x, passes=4)

@@ -228,7 +228,7 @@ def _tiles(length: int, tile: int) -> list[slice]:
 
 def _kv_groups(q: Array, k: Array) -> Iterator[tuple[int, int, range]]:
     """Every batch and KV head, with the query heads that read it."""
-    group = q.shape[2] // k.shape[2]
+    group = q.shape[2] // max(1, k.shape[2])
     for b, kv_head in np.ndindex(k.shape[0], k.shape[2]):
         yield b, kv_head, range(kv_head * group, (kv_head + 1) * group)
 

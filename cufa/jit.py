@@ -265,7 +265,8 @@ def _recall(key: str) -> Build | None:
 
 def _compile(variant: Variant, texts: Mapping[str, str], options: tuple[str, ...], key: str) -> Build:
     arch = _compilable(variant.arch)
-    _log.info("compiling %s", replace(variant, arch=arch))
+    _log.info("compiling %s for %s", variant.source, arch)
+    _log.debug("its macros: %s", " ".join(variant.definitions))
     start = time.perf_counter()
     binary, log = _run_nvrtc(replace(variant, arch=arch), texts, options)
     seconds = time.perf_counter() - start

@@ -48,7 +48,7 @@ def attention(
     """
     q, k, v = (np.asarray(x).astype(dtype) for x in (q, k, v))
     batch, seqlen_q, heads, head_dim = q.shape
-    group = heads // k.shape[2]
+    group = heads // max(1, k.shape[2])
     scale = _scale(softmax_scale, head_dim)
     visible = _visible(seqlen_q, k.shape[1], causal)
     out = np.empty((batch, seqlen_q, heads, v.shape[3]), dtype)
@@ -84,7 +84,7 @@ def attention_backward(
     """
     dout, q, k, v = (np.asarray(x).astype(dtype) for x in (dout, q, k, v))
     batch, seqlen_q, heads, head_dim = q.shape
-    group = heads // k.shape[2]
+    group = heads // max(1, k.shape[2])
     scale = _scale(softmax_scale, head_dim)
     visible = _visible(seqlen_q, k.shape[1], causal)
     dq, dk, dv = np.empty_like(q), np.zeros_like(k), np.zeros_like(v)

@@ -1,0 +1,36 @@
+"""The command `cufa`. Each subcommand is a file of this package, imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+
+import click
+
+import cufa
+from cufa.cli import output
+
+COMMANDS = ("run", "bench", "ladder", "compile", "kernels", "info", "cache")
+
+
+class _LazyGroup(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"cufa.cli.{cmd_name}")
+        command: click.Command = module.command
+        return command
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(cufa.__version__, prog_name="cufa")
+@click.option("-v", "--verbose", is_flag=True, help="Log all that the library does, on stderr.")
+@click.pass_context
+def main(ctx: click.Context, verbose: bool) -> None:
+    """FlashAttention for NumPy and CuPy arrays, forward and backward, on a GPU and without one.
+
+    Every command takes --help. With --json it prints one JSON document on stdout and nothing else.
+    """
+    ctx.with_resource(output.log_to_stderr(verbose))

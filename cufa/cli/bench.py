@@ -1,0 +1,333 @@
+"""`cufa bench`: how fast kernels are over a sweep of sequence lengths."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+import cufa
+from cufa.cli import check, output
+from cufa.cli.options import (
+    DTYPE,
+    KERNEL,
+    LAYOUT,
+    SIZE,
+    backend_option,
+    count_option,
+    json_option,
+    several,
+    tile_option,
+)
+from cufa.cli.workload import (
+    DIRECTIONS,
+    Rung,
+    Workload,
+    bytes_moved,
+    place,
+    random_arrays,
+    release_gpu_memory,
+    to_gpu,
+    to_host,
+    use_gpu,
+)
+from cufa.kernels import KERNELS
+from cufa.problem import Direction, Problem
+from cufa.timing import Timing
+
+
+@dataclass(frozen=True)
+class _Defaults:
+    """What is measured where nothing else is asked for.
+
+    Tokens and hidden size stay the same over the sweep, so that all lengths have the same arrays: the
+    convention of FlashAttention's own benchmarks (16 k tokens, hidden size 2,048).
+    """
+
+    seqlens: tuple[int, ...]
+    tokens: int
+    hidden: int
+    head_dim: int
+    dtype: str
+
+
+_ON_GPU = _Defaults((512, 1024, 2048, 4096, 8192, 16384), 16384, 2048, 128, "bfloat16")
+_ON_CPU = _Defaults((128, 256, 512, 1024, 2048), 2048, 256, 64, "float32")
+
+# What each kernel must get right before it is timed: lengths that no tile divides.
+_CHECKED_SEQLENS = (113, 203)
+
+
+@dataclass(frozen=True)
+class _Point:
+    """One measurement; `timing` is None where memory did not suffice."""
+
+    problem: Problem
+    kernel: str
+    timing: Timing | None
+
+    @property
+    def tflops(self) -> float | None:
+        return self.problem.flops / self.timing.median / 1e12 if self.timing else None
+
+    @property
+    def gigabytes_per_second(self) -> float | None:
+        return bytes_moved(self.problem) / self.timing.median / 1e9 if self.timing else None
+
+
+@click.command("bench")
+@click.option("--seqlens", type=several(SIZE), metavar="N[,...]", help="Lengths, separated by commas.")
+@count_option("--tokens", "batch = tokens / length. [16384; CPU 2048]", least=1)
+@count_option("--hidden", "heads = hidden / head dim. [2048; CPU 256]", least=1)
+@count_option("--batch", "Instead of --tokens.")
+@count_option("--heads", "Instead of --hidden.")
+@count_option("--kv-heads", "Key-value heads. [--heads]")
+@count_option("--head-dim", "Head dim of queries and keys. [128; CPU 64]")
+@count_option("--value-dim", "Head dim of values. [--head-dim]")
+@click.option("--dtype", type=DTYPE, help="[bfloat16; CPU float32]")
+@click.option("--causal", is_flag=True, help="Mask keys after the query.")
+@click.option("--layout", type=LAYOUT, default="bshd", show_default=True, help="Order of the axes.")
+@click.option(
+    "--direction",
+    type=click.Choice((*DIRECTIONS, "both")),
+    help="[those of the kernels, else both]",
+)
+@click.option(
+    "--kernel",
+    "kernels",
+    type=KERNEL,
+    metavar="KERNEL",
+    multiple=True,
+    help="May be repeated, to compare. [the fastest]",
+)
+@tile_option("--tile", "kernels")
+@click.option("--arch", help="What to compile for, as in compute_80. [this GPU's]")
+@backend_option
+@count_option("--repeats", "Timed calls of each. [about a second]", least=1)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the random arrays.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot (matplotlib).")
+@json_option
+def command(
+    seqlens: tuple[int, ...] | None,
+    direction: str | None,
+    kernels: tuple[str, ...],
+    tile: tuple[tuple[str, int], ...],
+    arch: str | None,
+    backend: str | None,
+    layout: str,
+    repeats: int | None,
+    seed: int,
+    plot: Path | None,
+    as_json: bool,
+    **sizes: Any,
+) -> None:
+    """Time attention over a sweep of sequence lengths.
+
+    Each kernel must first get a small problem right. Times are medians, on a GPU by CUDA events with
+    nothing in the L2 cache. TFLOP/s count the matrix products that are not masked, two forward and five
+    backward; GB/s count every input and result once.
+    """
+    if plot is not None:
+        _check_plot(plot)
+    on_gpu = use_gpu(backend)
+    defaults = _ON_GPU if on_gpu else _ON_CPU
+    rungs = _rungs(direction, kernels, dict(tile) or None, arch)
+    problems = [_problem(seqlen, defaults, sizes) for seqlen in seqlens or defaults.seqlens]
+    rng = np.random.default_rng(seed)
+
+    points: list[_Point] = []
+    with output.progress(len(rungs) * (1 + len(problems))) as step:
+        for way, rung in rungs:
+            step(f"checking {rung.kernel or way}")
+            _check(problems[0], way, rung, layout, on_gpu, rng)
+        for problem in problems:
+            host = random_arrays(problem, layout, rng)
+            workload = Workload(to_gpu(host) if on_gpu else host, problem.causal, on_gpu, layout=layout)
+            for way, rung in rungs:
+                step(f"{problem.seqlen_q} {rung.kernel or way}")
+                points.append(_measure(workload, way, rung, repeats))
+            del workload
+            if on_gpu:
+                release_gpu_memory()
+
+    if as_json:
+        output.print_json(_document(on_gpu, points))
+    else:
+        _print(on_gpu, points)
+    if plot is not None:
+        _plot(plot, points, place(on_gpu))
+        output.say(f"written to {plot}")
+
+
+def _rungs(
+    direction: str | None,
+    kernels: tuple[str, ...],
+    tiles: dict[str, int] | None,
+    arch: str | None,
+) -> list[tuple[Direction, Rung]]:
+    """What to time, in the order of the table."""
+    asked: Iterable[Direction]
+    if direction in DIRECTIONS:
+        asked = [way for way in DIRECTIONS if way == direction]
+    elif direction is None and kernels:
+        asked = [way for way in DIRECTIONS if any(KERNELS[name].direction == way for name in kernels)]
+    else:
+        asked = DIRECTIONS
+    rungs: list[tuple[Direction, Rung]] = []
+    for way in asked:
+        named = [name for name in kernels if direction == way or KERNELS[name].direction == way]
+        rungs += [(way, Rung(name, tiles, arch)) for name in named]
+        if not named:
+            rungs.append((way, Rung(None, tiles, arch)))
+    return rungs
+
+
+def _problem(seqlen: int, defaults: _Defaults, sizes: dict[str, Any]) -> Problem:
+    def size(name: str, default: int) -> int:
+        return default if sizes[name] is None else int(sizes[name])
+
+    head_dim = size("head_dim", defaults.head_dim)
+    heads = size("heads", max(1, size("hidden", defaults.hidden) // max(1, head_dim)))
+    return Problem(
+        direction="forward",
+        dtype=sizes["dtype"] or defaults.dtype,
+        batch=size("batch", max(1, size("tokens", defaults.tokens) // seqlen)),
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+        heads=heads,
+        kv_heads=size("kv_heads", heads),
+        head_dim=head_dim,
+        value_dim=size("value_dim", head_dim),
+        causal=sizes["causal"],
+    )
+
+
+def _check(
+    like: Problem, direction: Direction, rung: Rung, layout: str, on_gpu: bool, rng: np.random.Generator
+) -> None:
+    """Failure unless the kernel gets a small problem like this one right."""
+    seqlen_q, seqlen_k = _CHECKED_SEQLENS
+    kv_heads = min(1, like.kv_heads)
+    problem = replace(
+        like,
+        batch=1,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        kv_heads=kv_heads,
+        heads=kv_heads * like.heads // max(1, like.kv_heads),
+    )
+    host = random_arrays(problem, layout, rng)
+    workload = Workload(to_gpu(host) if on_gpu else host, problem.causal, on_gpu, layout=layout)
+    results = workload.forward(rung if direction == "forward" else Rung(arch=rung.arch))
+    if direction == "backward":
+        results |= workload.backward(rung, results)
+    verdict = check.check(
+        host, to_host(results), causal=problem.causal, softmax_scale=None, layout=layout, rng=rng
+    )
+    wrong = [str(each) for each in verdict.comparisons if not each.ok]
+    if wrong:
+        name = rung.kernel or f"the {direction}"
+        raise output.Wrong(f"{name} is wrong on {problem}, not timed: {'; '.join(wrong)}")
+
+
+def _measure(workload: Workload, direction: Direction, rung: Rung, repeats: int | None) -> _Point:
+    kernel = workload.plan(direction, rung).kernel if workload.on_gpu else "numpy"
+    problem = workload.problem(direction)
+    try:
+        results = workload.forward(Rung(arch=rung.arch)) if direction == "backward" else None
+        _, timing = workload.timed(direction, rung, results, repeats)
+    except output.OutOfMemory:
+        return _Point(problem, kernel, None)
+    return _Point(problem, kernel, timing)
+
+
+def _document(on_gpu: bool, points: list[_Point]) -> dict[str, Any]:
+    return {
+        "cufa": cufa.__version__,
+        "backend": "cuda" if on_gpu else "numpy",
+        "device": place(on_gpu),
+        "points": [
+            {
+                "direction": point.problem.direction,
+                "kernel": point.kernel,
+                "dtype": point.problem.dtype,
+                "causal": point.problem.causal,
+                "seqlen": point.problem.seqlen_q,
+                "batch": point.problem.batch,
+                "heads": point.problem.heads,
+                "kv_heads": point.problem.kv_heads,
+                "head_dim": point.problem.head_dim,
+                "value_dim": point.problem.value_dim,
+                "seconds": point.timing.median if point.timing else None,
+                "seconds_best": point.timing.best if point.timing else None,
+                "repeats": point.timing.repeats if point.timing else 0,
+                "tflops": point.tflops,
+                "gigabytes_per_second": point.gigabytes_per_second,
+            }
+            for point in points
+        ],
+    }
+
+
+def _print(on_gpu: bool, points: list[_Point]) -> None:
+    console = output.stdout()
+    first = points[0].problem
+    heads = f"{first.heads}" if first.heads == first.kv_heads else f"{first.heads}/{first.kv_heads}"
+    dims = f"{first.head_dim}" if first.head_dim == first.value_dim else f"{first.head_dim}/{first.value_dim}"
+    causal = " causal" if first.causal else ""
+    console.print(f"{place(on_gpu)}\n{first.dtype}{causal}, heads {heads}, head dim {dims}\n")
+    table = output.table(("seqlen", "batch", "<direction", "<kernel", "time", "TFLOP/s", "GB/s"))
+    seqlen = first.seqlen_q
+    for point in points:
+        if point.problem.seqlen_q != seqlen:
+            table.add_section()
+            seqlen = point.problem.seqlen_q
+        measured = ("out of memory", "", "")
+        if point.timing and point.tflops is not None and point.gigabytes_per_second is not None:
+            measured = (
+                output.seconds(point.timing.median),
+                output.three_digits(point.tflops),
+                output.three_digits(point.gigabytes_per_second),
+            )
+        table.add_row(str(seqlen), str(point.problem.batch), point.problem.direction, point.kernel, *measured)
+    console.print(table)
+
+
+def _check_plot(path: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise output.Failure("--plot needs matplotlib, which is not installed: pip install 'cufa[plot]'")
+    if not path.parent.is_dir():
+        raise output.Failure(f"--plot {path}: there is no folder {path.parent}")
+
+
+def _plot(path: Path, points: list[_Point], where: str) -> None:
+    """TFLOP/s over the length, a line for each kernel."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for point in points:
+        if point.tflops is not None:
+            label = f"{point.kernel} ({point.problem.direction})"
+            lines.setdefault(label, []).append((point.problem.seqlen_q, point.tflops))
+    for label, measured in lines.items():
+        axes.plot(*zip(*measured, strict=True), marker="o", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    lengths = sorted({point.problem.seqlen_q for point in points})
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.set_xlabel("sequence length")
+    axes.set_ylabel("TFLOP/s")
+    axes.set_title(where)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise output.Failure(f"--plot {path}: {error}") from error

@@ -1,0 +1,51 @@
+"""`cufa cache`: what compiled kernels take on disk, and away with them."""
+
+from __future__ import annotations
+
+import click
+
+from cufa import cache
+from cufa.cli import output
+from cufa.cli.options import json_option
+
+
+@click.group("cache")
+def command() -> None:
+    """Show or clear the compiled kernels' folder."""
+
+
+@command.command()
+@json_option
+def info(as_json: bool) -> None:
+    """Where the folder is and what it holds."""
+    held = cache.info()
+    if as_json:
+        output.print_json(
+            {
+                "folder": str(held.path),
+                "entries": held.entries,
+                "bytes": held.bytes,
+                "writable": held.writable,
+            }
+        )
+        return
+    table = output.key_values()
+    table.add_row("folder", str(held.path))
+    table.add_row("kernels", f"{held.entries}, {output.size(held.bytes)}")
+    table.add_row("writable", "yes" if held.writable else "no: kernels are compiled in every process")
+    output.stdout().print(table)
+
+
+@command.command()
+@json_option
+def clear(as_json: bool) -> None:
+    """Remove every compiled kernel, and nothing else, from the folder."""
+    folder = cache.directory()
+    try:
+        removed = cache.clear()
+    except OSError as error:
+        raise output.Failure(f"the cache folder {folder} could not be cleared: {error}") from error
+    if as_json:
+        output.print_json({"folder": str(folder), "files_removed": removed})
+    else:
+        output.stdout().print(f"removed {removed} files from {folder}", soft_wrap=True)

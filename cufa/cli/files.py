@@ -1,0 +1,92 @@
+"""Arrays from and to `.npy` and `.npz` files, never through pickle."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cufa.cli.output import Failure
+from cufa.problem import DTYPES
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+SUFFIXES = (".npy", ".npz")
+
+# How NumPy's format stores bfloat16, whose name it does not know.
+_STORED_BFLOAT16 = np.dtype("V2")
+
+
+def load(name: str, location: str, dtype: str | None) -> Array:
+    """The array `name` from FILE or FILE:KEY.
+
+    In an .npz file it is the one of that key, by default `name`. With `dtype`, what has another float
+    dtype is converted, and what NumPy stored as two opaque bytes is read as the bfloat16 it is.
+
+    Raises Failure if there is no such file or array, or it could only be read by pickle.
+    """
+    file, key = _split(location)
+    option = f"--{name} {location}"
+    try:
+        with Path(file).open("rb") as stream:
+            loaded = np.load(stream, allow_pickle=False)
+            if isinstance(loaded, np.lib.npyio.NpzFile):
+                with loaded:
+                    array = _member(loaded, key or name, option)
+            elif key is not None:
+                raise Failure(f"{option}: only an .npz file has arrays by name; this is an .npy file")
+            else:
+                array = loaded
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise Failure(f"{option}: {error}") from error
+    return _as_dtype(array, dtype, option)
+
+
+def check_destination(path: Path) -> None:
+    """Raise Failure if `save` cannot write there, before anything is computed."""
+    if path.suffix not in SUFFIXES:
+        raise Failure(f"--out {path}: the file's name must end with {' or '.join(SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise Failure(f"--out {path}: there is no folder {path.parent}")
+
+
+def save(path: Path, results: Mapping[str, Array]) -> None:
+    """Write `out` alone to an .npy file, or all results by name to an .npz file."""
+    try:
+        if path.suffix == ".npy":
+            np.save(path, results["out"], allow_pickle=False)
+        else:
+            np.savez(path, allow_pickle=False, **results)
+    except OSError as error:
+        raise Failure(f"--out {path}: {error}") from error
+
+
+def _split(location: str) -> tuple[str, str | None]:
+    """FILE and KEY of FILE:KEY; a file's own name may have a colon, too."""
+    file, colon, key = location.rpartition(":")
+    if colon and key and not Path(location).exists() and Path(file).suffix == ".npz":
+        return file, key
+    return location, None
+
+
+def _member(archive: Any, key: str, option: str) -> Array:
+    if key not in archive:
+        raise Failure(f"{option}: there is no array {key!r} in the file; it has {', '.join(archive)}")
+    array: Array = archive[key]
+    return array
+
+
+def _as_dtype(array: Array, dtype: str | None, option: str) -> Array:
+    if array.dtype == _STORED_BFLOAT16:
+        if dtype != "bfloat16":
+            raise Failure(
+                f"{option}: it holds two opaque bytes for each element, as NumPy stores bfloat16; "
+                "if that is what they are, add --dtype bfloat16"
+            )
+        return array.view(DTYPES["bfloat16"])
+    if dtype is not None and np.issubdtype(array.dtype, np.floating):
+        return array.astype(DTYPES[dtype], copy=False)
+    return array

@@ -1,0 +1,355 @@
+"""`cufa ladder`: what each idea brings, every rung on one problem."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import click
+import numpy as np
+
+import cufa
+from cufa import device
+from cufa.cli import check, output
+from cufa.cli.options import DTYPE, backend_option, count_option, json_option
+from cufa.cli.workload import (
+    DIRECTIONS,
+    Arrays,
+    Rung,
+    Workload,
+    place,
+    random_arrays,
+    release_gpu_memory,
+    to_gpu,
+    to_host,
+    use_gpu,
+)
+from cufa.kernels import KERNELS, Kernel
+from cufa.problem import Direction, Problem
+from cufa.timing import cpu_cores
+
+
+@dataclass(frozen=True)
+class _Preset:
+    """A problem, and how many CPU threads it is compared with; None for one on each core."""
+
+    batch: int
+    seqlen: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    causal: bool
+    cpu_threads: int | None = None
+
+
+_PRESETS = {
+    "small": _Preset(2, 1024, 4, 4, 64, "float32", causal=False),
+    # The classic course's problem, for which it reports 235x over one CPU thread.
+    "course": _Preset(100, 4096, 1, 1, 32, "float32", causal=False, cpu_threads=1),
+    "gpt2": _Preset(8, 1024, 12, 12, 64, "bfloat16", causal=True),
+    "llama": _Preset(1, 8192, 32, 8, 128, "bfloat16", causal=True),
+}
+
+# The CPU computes so much of a problem's forward, and its time is scaled up: about a second.
+CPU_SLICE_FLOPS = 8e9
+# What tells the BLAS libraries that NumPy comes with how many threads to take.
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One line of the ladder; what could not be measured is None, and `note` says why.
+
+    `memory_bytes` are those beyond inputs and outputs; `cpu` marks the rows that a GPU is compared with.
+    """
+
+    name: str
+    direction: Direction
+    seconds: float | None = None
+    tflops: float | None = None
+    memory_bytes: int | None = None
+    check: check.Check | None = None
+    cpu: bool = False
+    note: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """The largest of this direction's results."""
+        if self.check is None:
+            return None
+        return max(each.error for each in self.check.comparisons)
+
+
+@click.command("ladder")
+@click.option(
+    "--preset", type=click.Choice(list(_PRESETS)), default="small", show_default=True, help="The problem."
+)
+@count_option("--batch", "Instead of the preset's, as all sizes.", least=1)
+@count_option("--seqlen", "Length of queries and of keys.", least=1)
+@count_option("--heads", "Query heads.", least=1)
+@count_option("--kv-heads", "Key-value heads; --heads is a multiple.", least=1)
+@count_option("--head-dim", "Head dim, 1 to 256.", least=1)
+@click.option("--dtype", type=DTYPE, help="Of the arrays.")
+@click.option("--causal/--no-causal", default=None, help="Mask keys after the query.")
+@click.option("--direction", type=click.Choice((*DIRECTIONS, "both")), default="both", show_default=True)
+@count_option("--cpu-threads", "Threads of the CPU's row. [the preset's, else one a core]", least=1)
+@backend_option
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the random arrays.")
+@json_option
+def command(
+    preset: str,
+    direction: str,
+    cpu_threads: int | None,
+    backend: str | None,
+    seed: int,
+    as_json: bool,
+    **sizes: Any,
+) -> None:
+    """Run every rung on one problem, and the CPU.
+
+    For each: time, TFLOP/s, how many times as fast it is as the rung before and as the CPU, memory
+    beyond inputs and outputs, and the largest error against float64. "course" is batch 100, length 4096,
+    one head of 32, float32, compared with one CPU thread.
+
+    Exits with 1 if a result is further from float64 than it may be.
+    """
+    chosen = _PRESETS[preset]
+    problem = _problem(chosen, sizes)
+    asked = [way for way in DIRECTIONS if direction in (way, "both")]
+    on_gpu = use_gpu(backend)
+    rng = np.random.default_rng(seed)
+    threads = [cpu_threads or chosen.cpu_threads or cpu_cores()]
+    if not on_gpu and cpu_threads is None:
+        threads = sorted({1, cpu_cores()})  # with no rungs to compare, how BLAS scales
+
+    rungs = [kernel for kernel in KERNELS.values() if kernel.direction in asked] if on_gpu else []
+    with output.progress(len(threads) + len(rungs)) as step:
+        rows = _cpu_rows(problem, asked, threads, rng, step)
+        if rungs:
+            rows += _gpu_rows(problem, rungs, rng, step)
+    notes = _notes(on_gpu, rows)
+    if as_json:
+        output.print_json(_document(on_gpu, problem, rows, notes))
+    else:
+        _print(on_gpu, problem, rows, notes)
+    if not all(row.check.ok for row in rows if row.check):
+        raise click.exceptions.Exit(output.WRONG)
+
+
+def _problem(preset: _Preset, sizes: dict[str, Any]) -> Problem:
+    changed = replace(preset, **{name: value for name, value in sizes.items() if value is not None})
+    if sizes["heads"] is not None and sizes["kv_heads"] is None:
+        changed = replace(changed, kv_heads=changed.heads)
+    return Problem(
+        direction="forward",
+        dtype=changed.dtype,
+        batch=changed.batch,
+        seqlen_q=changed.seqlen,
+        seqlen_k=changed.seqlen,
+        heads=changed.heads,
+        kv_heads=changed.kv_heads,
+        head_dim=changed.head_dim,
+        value_dim=changed.head_dim,
+        causal=changed.causal,
+    )
+
+
+def _slice(problem: Problem) -> Problem:
+    """As many batches, or if need be heads, of the problem as `CPU_SLICE_FLOPS` pay for."""
+    pieces = problem.batch * problem.heads
+    affordable = max(1, int(CPU_SLICE_FLOPS * pieces / max(1, problem.flops)))
+    if affordable >= problem.heads:
+        return replace(problem, batch=min(problem.batch, affordable // max(1, problem.heads)))
+    return replace(problem, batch=1, heads=affordable, kv_heads=affordable)
+
+
+def _cpu_rows(
+    problem: Problem, asked: list[Direction], threads: list[int], rng: np.random.Generator, step: Any
+) -> list[_Row]:
+    sliced = _slice(problem)
+    pieces, measured = problem.batch * problem.heads, sliced.batch * sliced.heads
+    note = "" if measured == pieces else f"measured on {measured} of {pieces} heads and scaled"
+    host = random_arrays(sliced, "bshd", rng)
+    workload = Workload(host, sliced.causal, on_gpu=False)
+    results = workload.forward(Rung())
+    if "backward" in asked:
+        results |= workload.backward(Rung(), results)
+    verdict = _verdict(host, results, sliced, rng)
+    rows = []
+    for count in threads:
+        step(f"CPU, {count} threads")
+        for way, seconds in _cpu_seconds(sliced, asked, count).items():
+            whole = seconds * pieces / measured
+            rows.append(
+                _Row(
+                    name=f"CPU, {count} thread{'s' if count > 1 else ''}",
+                    direction=way,
+                    seconds=whole,
+                    tflops=replace(problem, direction=way).flops / whole / 1e12,
+                    check=verdict.of(way),
+                    cpu=True,
+                    note=note,
+                )
+            )
+    return rows
+
+
+def _cpu_seconds(problem: Problem, asked: list[Direction], threads: int) -> dict[Direction, float]:
+    """`cufa bench` in a process of its own: BLAS reads its number of threads when it is loaded."""
+    command = [sys.executable, "-m", "cufa.cli", "bench", "--backend", "numpy", "--json"]
+    command += ["--direction", asked[0] if len(asked) == 1 else "both"]
+    command += ["--seqlens", str(problem.seqlen_q), "--dtype", problem.dtype]
+    for name in ("batch", "heads", "kv_heads", "head_dim"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(problem, name))]
+    if problem.causal:
+        command.append("--causal")
+    environment = os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise output.Wrong(f"measuring the CPU failed: {done.stderr.strip()}")
+    return {point["direction"]: point["seconds"] for point in json.loads(done.stdout)["points"]}
+
+
+def _gpu_rows(problem: Problem, rungs: list[Kernel], rng: np.random.Generator, step: Any) -> list[_Row]:
+    host = random_arrays(problem, "bshd", rng)
+    workload = Workload(to_gpu(host), problem.causal, on_gpu=True)
+    has_backward = any(kernel.direction == "backward" for kernel in rungs)
+    forward = workload.forward(Rung()) if has_backward else {}
+    rows = []
+    for kernel in rungs:
+        way = kernel.direction
+        step(kernel.name)
+        posed = replace(problem, direction=way)
+        reason = kernel.unsupported(posed, device.current())
+        if reason is not None:
+            rows.append(_Row(kernel.name, way, note=reason))
+            continue
+        rung = Rung(kernel.name)
+        plan = workload.plan(way, rung)
+        try:
+            results, timing = workload.timed(way, rung, forward if way == "backward" else None)
+        except output.OutOfMemory:
+            rows.append(_Row(kernel.name, way, memory_bytes=plan.workspace_bytes, note="out of memory"))
+            continue
+        finally:
+            release_gpu_memory()
+        verdict = _verdict(host, to_host(forward | results), problem, rng)
+        rows.append(
+            _Row(
+                name=kernel.name,
+                direction=way,
+                seconds=timing.median,
+                tflops=posed.flops / timing.median / 1e12,
+                memory_bytes=plan.workspace_bytes,
+                check=verdict.of(way),
+            )
+        )
+    return rows
+
+
+def _verdict(host: Arrays, results: Arrays, problem: Problem, rng: np.random.Generator) -> check.Check:
+    return check.check(host, results, causal=problem.causal, softmax_scale=None, layout="bshd", rng=rng)
+
+
+def _notes(on_gpu: bool, rows: list[_Row]) -> list[str]:
+    """What a reader must know to understand the figures."""
+    notes = [f"{row.name}, {row.direction}: {row.note}" for row in rows if row.note]
+    if not on_gpu:
+        notes.append("the rungs need a GPU; these are the rows of the CPU alone")
+    notes.append("the CPU path is the tiled algorithm in NumPy, with BLAS on the threads that are named")
+    covered = [row.check.coverage for row in rows if row.check and row.cpu != on_gpu]
+    if covered:
+        notes.append(f"errors are the largest against float64, of {max(covered, key=len)}")
+    return notes
+
+
+def _speedup(row: _Row, other: _Row | None) -> float | None:
+    """How many times as fast a row is as another."""
+    if other is None or row.seconds is None or other.seconds is None:
+        return None
+    return other.seconds / row.seconds
+
+
+def _compared(rows: list[_Row]) -> list[tuple[_Row, float | None, float | None]]:
+    """Each row with its speed-up over the rung before that ran, and over the direction's first CPU row."""
+    compared = []
+    for way in DIRECTIONS:
+        of_way = [row for row in rows if row.direction == way]
+        cpu = next((row for row in of_way if row.cpu), None)
+        before: _Row | None = None
+        for row in of_way:
+            compared.append((row, _speedup(row, before), _speedup(row, None if row is cpu else cpu)))
+            if row.seconds is not None and not row.cpu:
+                before = row
+    return compared
+
+
+def _document(on_gpu: bool, problem: Problem, rows: list[_Row], notes: list[str]) -> dict[str, Any]:
+    return {
+        "cufa": cufa.__version__,
+        "backend": "cuda" if on_gpu else "numpy",
+        "device": place(on_gpu),
+        "problem": asdict(problem),
+        "rows": [
+            {
+                "name": row.name,
+                "direction": row.direction,
+                "seconds": row.seconds,
+                "tflops": row.tflops,
+                "speedup_over_rung_before": over_before,
+                "speedup_over_cpu": over_cpu,
+                "memory_bytes": row.memory_bytes,
+                "error": row.error,
+                "check": row.check.document() if row.check else None,
+                "note": row.note,
+            }
+            for row, over_before, over_cpu in _compared(rows)
+        ],
+        "notes": notes,
+    }
+
+
+def _print(on_gpu: bool, problem: Problem, rows: list[_Row], notes: list[str]) -> None:
+    console = output.stdout()
+    console.print(f"{place(on_gpu)}\n{str(problem).removeprefix('forward ')}\n")
+    columns = ("<", "time", "TFLOP/s", "x before", "x CPU", "memory", "error")
+    for way in DIRECTIONS:
+        compared = [line for line in _compared(rows) if line[0].direction == way]
+        if not compared:
+            continue
+        table = output.table(columns, way)
+        for row, over_before, over_cpu in compared:
+            table.add_row(
+                row.name,
+                _shown(row.seconds, output.seconds),
+                _shown(row.tflops, output.three_digits),
+                _shown(over_before, output.three_digits),
+                _shown(over_cpu, output.three_digits),
+                _shown(row.memory_bytes, output.size),
+                _shown(row.error, "{:.1e}".format),
+                style="red" if row.check and not row.check.ok else None,
+            )
+        console.print(table)
+        console.print("")
+    for note in notes:
+        console.print(f"- {note}")
+    for row in rows:
+        for each in row.check.comparisons if row.check else ():
+            if not each.ok:
+                output.say(f"{row.name}: {each}", "red")
+
+
+def _shown(value: Any, form: Callable[[Any], str]) -> str:
+    return "-" if value is None else form(value)

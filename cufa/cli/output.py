@@ -1,0 +1,218 @@
+"""What all commands print with: tables and JSON on stdout; errors, logs and progress on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import math
+import textwrap
+from collections.abc import Iterable, Iterator
+from typing import IO, TYPE_CHECKING, Any
+
+import click
+
+from cufa import CompileError, GPUUnavailableError, LaunchError, NVRTCMissingError, Plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+# Exit codes: the computation was done or tried and is not right, and it could not be begun.
+WRONG = 1
+BAD_INPUT = 2
+
+_PLAN_INDENT = 13 * " "  # where the second column of a printed Plan begins
+_BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB")
+
+
+class Failure(click.ClickException):
+    """What was asked for cannot be done: ends the command with a message, in red on stderr."""
+
+    exit_code = BAD_INPUT
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print the message."""
+        say(f"error: {self.message}", "red")
+
+
+class Wrong(Failure):
+    """It was tried, and went wrong."""
+
+    exit_code = WRONG
+
+
+class OutOfMemory(Wrong):
+    """The memory of the GPU or of the machine does not suffice."""
+
+
+@contextlib.contextmanager
+def library_errors() -> Iterator[None]:
+    """Turn the errors that a call of the library documents into a message without a traceback.
+
+    What goes in here is calls of the library alone, so that a mistake in the command's own code shows.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, GPUUnavailableError, NVRTCMissingError) as error:
+        raise Failure(str(error)) from error
+    except (CompileError, LaunchError) as error:
+        raise Wrong(str(error)) from error
+    except MemoryError as error:
+        raise OutOfMemory(f"out of memory: {error}") from error
+
+
+def stdout() -> Console:
+    """The console for what was asked for."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False)
+
+
+@functools.cache
+def stderr() -> Console:
+    """The console for all else; one, so that a message and a progress bar make room for each other."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, markup=False)
+
+
+def say(message: str, style: str = "") -> None:
+    """Print a message on stderr."""
+    stderr().print(message, style=style)
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document; what is NaN or infinite is null in it, as JSON has no such numbers."""
+    click.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def table(columns: Iterable[str], title: str | None = None) -> Table:
+    """An empty table. Columns are numbers, right-aligned, unless their name begins with '<'."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+        pad_edge=False,
+        title=title,
+        title_justify="left",
+    )
+    for name in columns:
+        made.add_column(name.removeprefix("<"), justify="left" if name.startswith("<") else "right")
+    return made
+
+
+def print_plan(plan: Plan) -> None:
+    """Print a Plan on stdout, its lines no longer than the terminal."""
+    console = stdout()
+    for line in str(plan).splitlines():
+        console.print(textwrap.fill(line, console.width, subsequent_indent=_PLAN_INDENT), soft_wrap=True)
+
+
+def key_values() -> Table:
+    """An empty table for names and what they are."""
+    from rich.table import Table
+
+    made = Table.grid(padding=(0, 2))
+    made.add_column(style="bold")
+    made.add_column(overflow="fold")
+    return made
+
+
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Any]:
+    """A progress bar on stderr if that is a terminal; yields what takes the name of the next step."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = stderr()
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        begun = 0
+
+        def step(name: str) -> None:
+            nonlocal begun
+            bar.update(task, description=name, completed=begun)
+            begun += 1
+
+        yield step
+
+
+def seconds(value: float) -> str:
+    """As in "1.23 ms"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= size:
+            return f"{three_digits(value / size)} {unit}"
+    return f"{three_digits(value / 1e-9)} ns"
+
+
+def size(value: int) -> str:
+    """As in "6.25 GiB"."""
+    amount, unit = float(value), "B"
+    for larger in _BINARY_UNITS:
+        if amount < 1024:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{value} B" if unit == "B" else f"{three_digits(amount)} {unit}"
+
+
+def three_digits(value: float) -> str:
+    """Three significant digits, or all those before the point: 0.0123, 1.23, 12.3, 1,235."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    decimals = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{decimals}f}"
+
+
+@contextlib.contextmanager
+def log_to_stderr(verbose: bool) -> Iterator[None]:
+    """Show the library's log on stderr: each kind of message once, or all of them if `verbose`."""
+    logger = logging.getLogger("cufa")
+    level = logger.level
+    handler = _StderrHandler()
+    if not verbose:
+        handler.addFilter(_FirstOfEachKind())
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG if verbose else logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+class _StderrHandler(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        important = record.levelno >= logging.WARNING
+        # What is said by the way takes one line, however long a variant's macros are.
+        stderr().print(
+            record.getMessage(),
+            style="yellow" if important else "dim",
+            no_wrap=not important,
+            overflow="fold" if important else "ellipsis",
+        )
+
+
+class _FirstOfEachKind(logging.Filter):
+    """Lets a message's text, before its values are filled in, through once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        new = str(record.msg) not in self._seen
+        self._seen.add(str(record.msg))
+        return new

@@ -1,0 +1,286 @@
+"""`cufa run`: attention and its gradients of arrays from files, or of a generated problem, checked."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+import cufa
+from cufa.cli import check, files, output
+from cufa.cli.options import (
+    DTYPE,
+    KERNEL,
+    LAYOUT,
+    backend_option,
+    count_option,
+    json_option,
+    tile_option,
+)
+from cufa.cli.workload import Arrays, Rung, Workload, normal, place, random_arrays, to_gpu, to_host, use_gpu
+from cufa.plan import Plan
+from cufa.problem import Direction, Problem, output_shape
+from cufa.timing import Timing
+
+# The generated problem where nothing else is asked for: small enough to be checked as a whole.
+DEFAULT_SIZES = {"batch": 2, "seqlen": 512, "heads": 4, "head_dim": 64}
+DEFAULT_DTYPE = "float32"
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One direction of the run: what was computed, how fast, and by which plan on a GPU."""
+
+    problem: Problem
+    timing: Timing
+    plan: Plan | None
+
+    @property
+    def kernel(self) -> str:
+        return self.plan.kernel if self.plan else "numpy"
+
+    @property
+    def tflops(self) -> float:
+        return self.problem.flops / self.timing.median / 1e12
+
+
+@click.command("run")
+@click.option("--q", metavar="FILE", help="Queries, .npy, or .npz with an array q (or FILE:KEY).")
+@click.option("--k", metavar="FILE", help="Keys, likewise.")
+@click.option("--v", metavar="FILE", help="Values, likewise.")
+@click.option("--dout", metavar="FILE", help="Gradient of the output, likewise; by default random.")
+@click.option(
+    "--out",
+    "destination",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the results: .npy for the output alone; .npz for out, lse, dq, dk and dv.",
+)
+@count_option("--batch", "Of the generated problem, as all sizes. [2]")
+@count_option("--seqlen", "Length of queries and of keys. [512]")
+@count_option("--seqlen-q", "Length of queries. [--seqlen]")
+@count_option("--seqlen-k", "Length of keys. [--seqlen]")
+@count_option("--heads", "Query heads. [4]")
+@count_option("--kv-heads", "Key-value heads; --heads is a multiple. [--heads]")
+@count_option("--head-dim", "Head dim of queries and keys, 1 to 256. [64]")
+@count_option("--value-dim", "Head dim of values, 1 to 256. [--head-dim]")
+@click.option("--dtype", type=DTYPE, help="Of generated arrays; files are converted. [float32]")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of generated arrays.")
+@click.option("--causal", is_flag=True, help="Mask keys after the query, aligned bottom-right.")
+@click.option("--softmax-scale", type=float, help="Factor on Q K^T. [1 / sqrt(head dim)]")
+@click.option("--layout", type=LAYOUT, default="bshd", show_default=True, help="Order of the axes.")
+@click.option("--kernel", type=KERNEL, metavar="KERNEL", help="As `cufa kernels` lists them. [the fastest]")
+@click.option(
+    "--backward-kernel", type=KERNEL, metavar="KERNEL", help="Likewise, for the gradients. [the fastest]"
+)
+@tile_option("--tile", "forward kernel")
+@tile_option("--backward-tile", "backward kernel")
+@click.option("--arch", help="What to compile for, as in compute_80. [this GPU's]")
+@backend_option
+@click.option("--backward/--no-backward", default=True, help="Compute the gradients, too. [yes]")
+@click.option("--check/--no-check", "checked", default=True, help="Compare with float64. [yes]")
+@click.option("--explain", is_flag=True, help="Print the plan of the call and its reasons; run nothing.")
+@json_option
+def command(
+    dtype: str | None,
+    seed: int,
+    causal: bool,
+    softmax_scale: float | None,
+    layout: str,
+    kernel: str | None,
+    backward_kernel: str | None,
+    tile: tuple[tuple[str, int], ...],
+    backward_tile: tuple[tuple[str, int], ...],
+    arch: str | None,
+    backend: str | None,
+    backward: bool,
+    checked: bool,
+    explain: bool,
+    destination: Path | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Compute attention and gradients, checked.
+
+    Without arguments, of a small generated problem. All results are compared with float64. Arrays from
+    files have the axes (batch, seqlen, heads, head_dim), or as --layout says.
+
+    Exits with 1 if a result is further from float64 than it may be, with 2 if the call is refused.
+    """
+    if destination is not None:
+        files.check_destination(destination)
+    rng = np.random.default_rng(seed)
+    locations = {name: given.pop(name) for name in ("q", "k", "v", "dout")}
+    if any(locations.values()):
+        host = _from_files(locations, given, dtype, layout, rng)
+    else:
+        host = _generated(given, dtype or DEFAULT_DTYPE, layout, rng)
+    rungs: dict[Direction, Rung] = {"forward": Rung(kernel, dict(tile) or None, arch)}
+    if backward:
+        rungs["backward"] = Rung(backward_kernel, dict(backward_tile) or None, arch)
+
+    if explain:
+        _explain(Workload(host, causal, False, softmax_scale, layout), rungs, as_json)
+        return
+    on_gpu = use_gpu(backend)
+    workload = Workload(to_gpu(host) if on_gpu else host, causal, on_gpu, softmax_scale, layout)
+    results, steps = _compute(workload, rungs)
+    if destination is not None:
+        files.save(destination, results)
+    verdict = None
+    if checked:
+        verdict = check.check(
+            host, results, causal=causal, softmax_scale=softmax_scale, layout=layout, rng=rng
+        )
+    if as_json:
+        output.print_json(_document(on_gpu, steps, verdict, destination))
+    else:
+        _report(on_gpu, steps, verdict, destination)
+    if verdict is not None and not verdict.ok:
+        raise click.exceptions.Exit(output.WRONG)
+
+
+def _from_files(
+    locations: dict[str, str | None],
+    sizes: dict[str, int | None],
+    dtype: str | None,
+    layout: str,
+    rng: np.random.Generator,
+) -> Arrays:
+    refused = [f"--{name.replace('_', '-')}" for name, size in sizes.items() if size is not None]
+    if refused:
+        raise output.Failure(f"{', '.join(refused)}: the sizes are those of the files")
+    missing = [f"--{name}" for name in ("q", "k", "v") if locations[name] is None]
+    if missing:
+        raise output.Failure(f"{', '.join(missing)} must be given, too, with arrays from files")
+    arrays = {name: files.load(name, at, dtype) for name, at in locations.items() if at is not None}
+    if "dout" not in arrays:
+        problem = Workload(arrays, causal=False, on_gpu=False, layout=layout).problem("backward")
+        arrays["dout"] = normal(rng, output_shape(problem, layout), arrays["q"].dtype)
+    return arrays
+
+
+def _generated(sizes: dict[str, int | None], dtype: str, layout: str, rng: np.random.Generator) -> Arrays:
+    def size(name: str, like: str | None = None) -> int:
+        value = sizes[name]
+        if value is not None:
+            return value
+        return size(like) if like else DEFAULT_SIZES[name]
+
+    problem = Problem(
+        direction="forward",
+        dtype=dtype,
+        batch=size("batch"),
+        seqlen_q=size("seqlen_q", "seqlen"),
+        seqlen_k=size("seqlen_k", "seqlen"),
+        heads=size("heads"),
+        kv_heads=size("kv_heads", "heads"),
+        head_dim=size("head_dim"),
+        value_dim=size("value_dim", "head_dim"),
+    )
+    return random_arrays(problem, layout, rng)
+
+
+def _explain(workload: Workload, rungs: dict[Direction, Rung], as_json: bool) -> None:
+    plans = {direction: workload.plan(direction, rung) for direction, rung in rungs.items()}
+    if as_json:
+        output.print_json({direction: plan_document(plan) for direction, plan in plans.items()})
+    else:
+        for plan in plans.values():
+            output.print_plan(plan)
+
+
+def _compute(workload: Workload, rungs: dict[Direction, Rung]) -> tuple[Arrays, list[_Step]]:
+    """The results, as NumPy arrays, and the steps that made them."""
+    results: Arrays = {}
+    steps = []
+    for direction, rung in rungs.items():
+        inputs = results if direction == "backward" else None
+        computed, timing = workload.timed(direction, rung, inputs)
+        results = results | computed
+        plan = workload.plan(direction, rung) if workload.on_gpu else None
+        steps.append(_Step(workload.problem(direction), timing, plan))
+    return to_host(results), steps
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """A Plan for --json."""
+    return {
+        "kernel": plan.kernel,
+        "arch": str(plan.device.arch),
+        "device": plan.device.name,
+        "tiles": dict(plan.tiles),
+        "launches": [asdict(launch) for launch in plan.launches],
+        "workspace_bytes": plan.workspace_bytes,
+        "reasons": list(plan.reasons),
+    }
+
+
+def _document(
+    on_gpu: bool, steps: list[_Step], verdict: check.Check | None, destination: Path | None
+) -> dict[str, Any]:
+    return {
+        "cufa": cufa.__version__,
+        "backend": "cuda" if on_gpu else "numpy",
+        "device": place(on_gpu),
+        "steps": [
+            {
+                "direction": step.problem.direction,
+                "problem": asdict(step.problem),
+                "kernel": step.kernel,
+                "seconds": step.timing.median,
+                "seconds_best": step.timing.best,
+                "repeats": step.timing.repeats,
+                "tflops": step.tflops,
+                "plan": plan_document(step.plan) if step.plan else None,
+            }
+            for step in steps
+        ],
+        "check": verdict.document() if verdict else None,
+        "out": str(destination) if destination else None,
+    }
+
+
+def _report(on_gpu: bool, steps: list[_Step], verdict: check.Check | None, destination: Path | None) -> None:
+    console = output.stdout()
+    console.print(f"cufa {cufa.__version__} on {place(on_gpu)}\n{steps[0].problem}\n")
+    table = output.table(("<direction", "<kernel", "time", "TFLOP/s"))
+    for step in steps:
+        time = output.seconds(step.timing.median)
+        table.add_row(step.problem.direction, step.kernel, time, output.three_digits(step.tflops))
+    console.print(table)
+    for step in steps:
+        if step.plan is not None:
+            console.print(f"{step.kernel}: {_plan_summary(step.plan)}")
+    if verdict is not None:
+        _report_check(verdict)
+    if destination is not None:
+        console.print(f"\nwritten to {destination}", soft_wrap=True)
+
+
+def _plan_summary(plan: Plan) -> str:
+    """A Plan in one line; --explain prints it whole."""
+    if not plan.launches:
+        return "nothing to launch"
+    parts = [f"{name} {size}" for name, size in plan.tiles.items()]
+    parts.append(f"{output.size(max(launch.smem_bytes for launch in plan.launches))} of shared memory")
+    if plan.workspace_bytes:
+        parts.append(f"{output.size(plan.workspace_bytes)} of workspace")
+    return ", ".join(parts)
+
+
+def _report_check(verdict: check.Check) -> None:
+    console = output.stdout()
+    table = output.table(("<result", "largest error", "allowed", "<"))
+    for each in verdict.comparisons:
+        passed = "[green]pass[/]" if each.ok else "[bold red]FAIL[/]"
+        table.add_row(each.what, f"{each.error:.2e}", f"{each.allowed:.2e}", passed)
+    console.print("")
+    console.print(table, markup=True)
+    console.print(f"\nchecked against float64: {verdict.coverage}")
+    console.print("PASS" if verdict.ok else "FAIL", style="bold green" if verdict.ok else "bold red")
+    for each in verdict.comparisons:
+        if not each.ok:
+            output.say(str(each), "red")

@@ -1,0 +1,117 @@
+"""How long one call takes, on a GPU by CUDA events and on the CPU by the clock."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from cufa import device
+
+T = TypeVar("T")
+
+# How long to go on measuring one function, and how often at least and at most to call it.
+BUDGET_SECONDS = 1.0
+MIN_REPEATS = 3
+MAX_REPEATS = 100
+# A call on the CPU that takes this long is not repeated.
+LONG_SECONDS = 5.0
+# How many times as long as the host takes for a call the GPU is given other work before it.
+HOST_MARGIN = 2
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call: the median of `repeats`, the fastest and the slowest."""
+
+    median: float
+    best: float
+    worst: float
+    repeats: int
+
+
+def cpu_cores() -> int:
+    """How many CPU cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def time_gpu(function: Callable[[], T], *, repeats: int | None = None) -> tuple[T, Timing]:
+    """Time what `function` puts on CuPy's current stream, with nothing of its data in the L2 cache.
+
+    Before each call a buffer twice the size of L2 is written, outside of the time that two CUDA events
+    around the call measure. The GPU takes that write, repeated if need be, longer than the host takes to
+    prepare the call, so that the kernels stand in the queue when their turn comes, and the time between
+    the events is the GPU's alone.
+
+    Args:
+        function: must not wait for the GPU. A first call, not measured, compiles what is not compiled.
+        repeats: how many calls to measure; None for as many as fit in `BUDGET_SECONDS`.
+
+    Returns:
+        What the first call returned, and the times.
+
+    Raises:
+        GPUUnavailableError: there is no GPU that CuPy can use.
+    """
+    l2_bytes = device.current().l2_bytes
+    import cupy
+
+    stream = cupy.cuda.get_current_stream()
+    result = function()
+    stream.synchronize()
+    buffer = cupy.empty(2 * l2_bytes, cupy.uint8)
+
+    def elapsed(work: Callable[[], object], flushes: int, calls: int) -> list[float]:
+        pairs = [(cupy.cuda.Event(), cupy.cuda.Event()) for _ in range(calls)]
+        for start, stop in pairs:
+            for _ in range(flushes):
+                buffer.data.memset_async(0, buffer.nbytes, stream)
+            start.record()
+            work()
+            stop.record()
+        stream.synchronize()
+        return [cupy.cuda.get_elapsed_time(start, stop) / 1e3 for start, stop in pairs]
+
+    (flush_seconds,) = elapsed(lambda: buffer.data.memset_async(0, buffer.nbytes, stream), 1, 1)
+    host_start = time.perf_counter()
+    function()
+    host_seconds = time.perf_counter() - host_start
+    flushes = 1 + int(HOST_MARGIN * host_seconds / flush_seconds)
+    (once,) = elapsed(function, flushes, 1)
+    return result, _timing(elapsed(function, flushes, repeats or _repeats(once)))
+
+
+def time_cpu(function: Callable[[], T], *, repeats: int | None = None) -> tuple[T, Timing]:
+    """Time `function` by the clock.
+
+    Args:
+        function: called once to warm up; where that takes `LONG_SECONDS` and `repeats` is None, it is all
+            that is measured.
+        repeats: how many calls to measure; None for as many as fit in `BUDGET_SECONDS`.
+
+    Returns:
+        What the first call returned, and the times.
+    """
+
+    def elapsed() -> tuple[T, float]:
+        start = time.perf_counter()
+        result = function()
+        return result, time.perf_counter() - start
+
+    result, once = elapsed()
+    if repeats is None and once >= LONG_SECONDS:
+        return result, _timing([once])
+    return result, _timing([elapsed()[1] for _ in range(repeats or _repeats(once))])
+
+
+def _repeats(seconds: float) -> int:
+    return max(MIN_REPEATS, min(MAX_REPEATS, int(BUDGET_SECONDS / max(seconds, 1e-9))))
+
+
+def _timing(seconds: list[float]) -> Timing:
+    return Timing(statistics.median(seconds), min(seconds), max(seconds), len(seconds))

@@ -1,0 +1,89 @@
+"""What scripts/gpu_check runs; it prints what it does and writes benchmarks/gpu_check.json."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "gpu_check.json"))
+LADDERS = ("course", "small", "gpt2", "llama")
+PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "numpy", "ml_dtypes")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run this interpreter on something and show what it says if it fails."""
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    print(f"{' '.join(arguments)}: exit {done.returncode}, {time.monotonic() - start:.0f} s", flush=True)
+    if done.returncode != 0:
+        print(done.stdout[-6000:], done.stderr[-3000:], sep="\n", flush=True)
+    return done
+
+
+def kernels_digest() -> str:
+    """What changes whenever a kernel or a header does."""
+    digest = hashlib.sha256()
+    for path in sorted((ROOT / "cufa" / "kernels").glob("*.cu*")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def tests() -> dict[str, Any]:
+    done = run("-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests")
+    counts = re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout.splitlines()[-1])
+    return {"ok": done.returncode == 0, **{outcome: int(count) for count, outcome in counts}}
+
+
+def sanitizer() -> dict[str, Any]:
+    if shutil.which("compute-sanitizer") is None:
+        return {"ok": None, "note": "compute-sanitizer is not installed"}
+    done = run("scripts/sanitize.py")
+    return {"ok": done.returncode == 0, "tools": done.stdout.splitlines()}
+
+
+def ladders() -> dict[str, Any]:
+    return {
+        name: json.loads(run("-m", "cufa.cli", "ladder", "--preset", name, "--json").stdout)
+        for name in LADDERS
+    }
+
+
+def main() -> int:
+    record = {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "kernels_sha256": kernels_digest(),
+        "versions": versions(),
+        "info": json.loads(run("-m", "cufa.cli", "info", "--json").stdout),
+        "tests": tests(),
+        "sanitizer": sanitizer(),
+        "jit": json.loads(run("scripts/bench_jit.py").stdout),
+        "cpu": json.loads(run("scripts/bench_cpu.py", "--json").stdout),
+        "ladder": ladders(),
+    }
+    RECORD.parent.mkdir(parents=True, exist_ok=True)
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"written to {RECORD}")
+    return 0 if record["tests"]["ok"] and record["sanitizer"]["ok"] is not False else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+#!/usr/bin/env python3
+"""Writes the README's tables from the records in benchmarks/; no figure there is typed by hand.
+
+usage: scripts/readme_figures.py [--check]      --check: write nothing, exit with 1 if the README differs
+"""
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from cufa.kernels import KERNELS  # noqa: E402 - from this checkout, installed or not
+
+README = ROOT / "README.md"
+RECORD = ROOT / "benchmarks" / "gpu_check.json"
+
+Row = dict[str, Any]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def three_digits(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def scaled(value: float | None, units: Sequence[tuple[str, float]]) -> str:
+    """In the first of the units that the value is at least one of, or in the last."""
+    if value is None:
+        return ""
+    unit, scale = next((each for each in units if value >= each[1]), units[-1])
+    return f"{three_digits(value / scale)} {unit}"
+
+
+def duration(seconds: float | None) -> str:
+    return scaled(seconds, (("s", 1), ("ms", 1e-3), ("us", 1e-6)))
+
+
+def size(count: int | None) -> str:
+    return "none" if count == 0 else scaled(count, (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)))
+
+
+def rung_link(name: str) -> str:
+    return f"[{name}](cufa/kernels/{name}.cu)"
+
+
+def ladder(record: Row) -> str:
+    """The ladder itself, and how each rung does on the course's problem."""
+    measured = record["ladder"]["course"]
+    rows = {row["name"]: row for row in measured["rows"]}
+    lines = []
+    for name, kernel in KERNELS.items():
+        row = rows[name]
+        lines.append(
+            (
+                rung_link(name),
+                kernel.idea,
+                kernel.paper,
+                duration(row["seconds"]),
+                three_digits(row["tflops"]),
+                three_digits(row["speedup_over_rung_before"]) or "-",
+                three_digits(row["speedup_over_cpu"]),
+                size(row["memory_bytes"]),
+            )
+        )
+    header = ("rung", "what it is", "paper", "time", "TFLOP/s", "x rung before", "x CPU", "extra memory")
+    problem = measured["problem"]
+    cpu = next(row for row in measured["rows"] if row["name"].startswith("CPU"))
+    caption = (
+        f"Batch {problem['batch']}, length {problem['seqlen_q']}, {problem['heads']} head of "
+        f"{problem['head_dim']}, {problem['dtype']}, not causal: `cufa ladder --preset course` on an "
+        f'{measured["device"]}, {record["date"]}. "x CPU" compares with the tiled algorithm in NumPy on one '
+        f"thread of that machine ({cpu['note']})."
+    )
+    return f"{table(header, lines)}\n\n{caption}"
+
+
+def measured(record: Row) -> str:
+    """What the other presets, the JIT, the tests and the CPU path came to."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    info = record["info"]
+    tests, jit = record["tests"], record["jit"]
+    slowest = max(jit["compile_seconds"].values())
+    first = jit["warm_cache"]["first_ms"] - jit["warm_cache"]["later_ms"]
+    gpu = record["ladder"]["course"]["device"]
+    lines = [
+        f"On an {gpu}, driver {info['driver']}, {versions}, {record['date']}, by "
+        "`scripts/gpu_check`, which wrote [benchmarks/gpu_check.json](benchmarks/gpu_check.json):",
+        "",
+        f"- {tests['passed']} GPU tests passed, {tests.get('failed', 0)} failed; "
+        + "; ".join(line.split(" =")[0] for line in record["sanitizer"].get("tools", ())),
+        f"- the slowest of the kernels' variants compiles in {slowest:.1f} s on one core with NVRTC "
+        f"{'.'.join(map(str, jit['nvrtc']))}",
+        f"- with its kernel in the disk cache, the first call of a process takes {first:.1f} ms more than a "
+        "later one",
+        "- a call keeps the host busy for "
+        + ", ".join(f"{time:.0f} us ({name})" for name, time in jit["host_us"].items()),
+        "",
+        "TFLOP/s on other problems (`cufa ladder --preset ...`):",
+        "",
+        other_presets(record),
+        "",
+        cpu_path(record),
+    ]
+    return "\n".join(lines)
+
+
+def other_presets(record: Row) -> str:
+    presets = {name: ladder for name, ladder in record["ladder"].items() if name != "course"}
+    header = ["rung"]
+    for name, ladder in presets.items():
+        problem = ladder["problem"]
+        heads = f"{problem['heads']}/{problem['kv_heads']} heads of {problem['head_dim']}"
+        shape = f"{problem['batch']} x {problem['seqlen_q']}, {heads}"
+        header.append(f"{name}: {shape}, {problem['dtype']}{', causal' if problem['causal'] else ''}")
+    lines = []
+    for kernel in KERNELS:
+        rows = [next(row for row in ladder["rows"] if row["name"] == kernel) for ladder in presets.values()]
+        lines.append([kernel, *(three_digits(row["tflops"]) or row["note"] for row in rows)])
+    return table(header, lines)
+
+
+def cpu_path(record: Row) -> str:
+    cpu = record["cpu"]
+    results = {(row["seqlen"], row["direction"], row["implementation"]): row for row in cpu["results"]}
+    lines = []
+    for seqlen, direction, implementation in results:
+        if implementation == "standard":
+            standard, tiled = (results[seqlen, direction, name] for name in ("standard", "tiled"))
+            lines.append(
+                (
+                    f"{direction}, {seqlen:,} x {seqlen:,}",
+                    duration(standard["seconds"]),
+                    duration(tiled["seconds"]),
+                    size(standard["peak_bytes"]),
+                    size(tiled["peak_bytes"]),
+                )
+            )
+    header = ("CPU path", "standard", "tiled", "standard, memory", "tiled, memory")
+    head_dim = cpu["results"][0]["head_dim"]
+    caption = (
+        f"One head of {head_dim}, float32, on that machine's {record['info']['cpu_cores']} cores, by "
+        "`scripts/bench_cpu.py`; memory is by how much the process grew."
+    )
+    return f"{table(header, lines)}\n\n{caption}"
+
+
+SECTIONS = {"ladder": ladder, "measured": measured}
+
+
+def filled(readme: str, record: Row) -> str:
+    for name, section in SECTIONS.items():
+        pattern = rf"(<!-- figures: {name} -->\n).*?(<!-- end -->)"
+        text = section(record)
+        readme, count = re.subn(
+            pattern, lambda match, text=text: f"{match[1]}{text}\n{match[2]}", readme, flags=re.DOTALL
+        )
+        assert count == 1, f"the README must have one section of figures called {name}"
+    return readme
+
+
+def main() -> int:
+    before = README.read_text()
+    after = filled(before, json.loads(RECORD.read_text()))
+    if sys.argv[1:] == ["--check"]:
+        if after != before:
+            print("README.md differs from benchmarks/; run scripts/readme_figures.py", file=sys.stderr)
+        return int(after != before)
+    README.write_text(after)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

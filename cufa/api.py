@@ -23,6 +23,7 @@ from cufa.problem import (
     Shape,
     check_fits,
     check_layout,
+    check_options,
     check_scale,
     dtype_name,
     lse_shape,
@@ -94,7 +95,7 @@ def attention(
     if out is None:
         tensors["out"] = _empty(output_shape(problem, layout), DTYPES[problem.dtype], adopted.on_gpu)
     else:
-        _check_out(tensors)
+        _check_out(adopted.sources)
     lse = _empty(lse_shape(problem), problem.accumulator, adopted.on_gpu) if return_lse else None
 
     if adopted.on_gpu:
@@ -239,17 +240,35 @@ def plan(
         tiles: as in `attention`.
         arch: what to plan for; on a machine without a GPU it must be given, or CUFA_ARCH set.
 
+    Returns:
+        The Plan; `print` shows it.
+
     Raises:
         TypeError, ValueError: as `attention`.
         GPUUnavailableError: no GPU, and no arch.
     """
     direction: Direction = "backward" if backward else "forward"
-    problem = _problem_of(direction, {"q": q, "k": k, "v": v}, causal, layout)
+    described = {name: _Described(name, array) for name, array in (("q", q), ("k", k), ("v", v))}
+    problem = _problem_of(direction, described, causal, layout)
     row_bytes = (problem.head_dim | problem.value_dim) * problem.itemsize
     return make_plan(replace(problem, align_bytes=_alignment(row_bytes)), target(arch), kernel, tiles)
 
 
+class _Described:
+    """The shape and the NumPy dtype of something that need be no more of an array than that."""
+
+    def __init__(self, name: str, array: Any) -> None:
+        if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+            raise TypeError(f"{name} is a {arrays.kind_of(array)}; it must have a shape and a dtype")
+        self.shape = tuple(array.shape)
+        self.dtype = array.dtype
+        if not isinstance(self.dtype, np.dtype):
+            # A library with dtypes of its own spells them as NumPy does, behind its own name.
+            self.dtype = np.dtype(str(self.dtype).rpartition(".")[2])
+
+
 def _problem_of(direction: Direction, tensors: Mapping[str, Any], causal: bool, layout: str) -> Problem:
+    check_options(causal, layout)
     return _problem(
         direction,
         tuple([(name, tuple(array.shape), array.dtype) for name, array in tensors.items()]),
@@ -266,7 +285,7 @@ def _problem(
     layout: str,
 ) -> Problem:
     shapes = {name: shape for name, shape, _ in tensors}
-    dtypes = {name: np.dtype(dtype) for name, _, dtype in tensors}
+    dtypes = {name: dtype for name, _, dtype in tensors}
     problem = make_problem(direction, shapes, dtypes, causal=causal, layout=layout)
     check_fits(problem, shapes, dtypes, layout)
     return problem
@@ -276,8 +295,8 @@ def _empty(shape: Shape, dtype: np.dtype[Any], on_gpu: bool) -> Any:
     return (sys.modules["cupy"] if on_gpu else np).empty(shape, dtype)
 
 
-def _check_out(tensors: Arrays) -> None:
-    out = tensors["out"]
+def _check_out(sources: Arrays) -> None:
+    out = sources["out"]
     if not getattr(out.flags, "writeable", True):  # CuPy's arrays always are
         raise ValueError("out is read-only; it must be writeable")
     if arrays.overlaps_itself(out):
@@ -286,7 +305,7 @@ def _check_out(tensors: Arrays) -> None:
             "each must have its own"
         )
     for name in ("q", "k", "v"):
-        if arrays.overlap(out, tensors[name]):
+        if arrays.overlap(out, sources[name]):
             raise ValueError(f"out overlaps {name} in memory; it must not")
 
 

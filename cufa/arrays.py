@@ -31,28 +31,27 @@ _log = logging.getLogger("cufa")
 class Adopted:
     """The arrays of one call where they will be computed on.
 
-    `arrays` are CuPy's if `on_gpu`, else NumPy's, by argument name. `moved` says that they are copies
-    from the other side.
+    `arrays` are CuPy's if `on_gpu`, else NumPy's, by argument name. `sources` are the caller's own memory:
+    the same arrays, unless those had to be copied from the other side.
     """
 
     arrays: dict[str, Any]
+    sources: dict[str, Any]
     on_gpu: bool
-    moved: bool
     export: Callable[[Any], Any]
 
+    @property
+    def moved(self) -> bool:
+        """Whether the arrays are copies from the other side."""
+        return self.sources is not self.arrays
+
     def give_back(self, result: Any, out: Any = None) -> Any:
-        """A result as the kind of array that came in; `out`, with the result in it, if that is given."""
+        """A result as the kind of array that came in; or `out`, the caller's, with the result in it."""
         if self.moved:
             result = _to_other_side(result)
             if out is not None:
-                self._fill(out, result)
-        return out if out is not None else self.export(result)
-
-    def _fill(self, out: Any, result: Any) -> None:
-        target: Any = out
-        if not isinstance(out, (np.ndarray, _cupy_ndarray())):
-            target, _ = _import(out, "out")
-        target[...] = result
+                self.sources["out"][...] = result
+        return self.export(result) if out is None else out
 
 
 def adopt(named: Mapping[str, Any], backend: str | None) -> Adopted:
@@ -69,14 +68,19 @@ def adopt(named: Mapping[str, Any], backend: str | None) -> Adopted:
     cupy_ndarray = _cupy_ndarray()
     if kinds == {cupy_ndarray} and backend != "numpy":
         _check_current_device(named)
-        return Adopted(dict(named), on_gpu=True, moved=False, export=_unchanged)
+        arrays = dict(named)
+        return Adopted(arrays, arrays, on_gpu=True, export=_unchanged)
     if not all(issubclass(kind, np.ndarray) for kind in kinds):
         _check_same_kind(named)
 
     export: Callable[[Any], Any] = _unchanged
-    arrays = dict(named)
     kind = next(iter(kinds))
-    if not issubclass(kind, (np.ndarray, cupy_ndarray)):
+    if issubclass(kind, np.ndarray):
+        # Of a subclass too, so that what it makes of arithmetic does not get into ours.
+        arrays = {name: np.asarray(array) for name, array in named.items()}
+    elif issubclass(kind, cupy_ndarray):
+        arrays = dict(named)
+    else:
         imported = {name: _import(array, name) for name, array in named.items()}
         arrays = {name: array for name, (array, _) in imported.items()}
         export = imported[next(iter(imported))][1]
@@ -86,11 +90,11 @@ def adopt(named: Mapping[str, Any], backend: str | None) -> Adopted:
         _check_current_device(arrays)
     wants_gpu = backend == "cuda" or (backend is None and (are_on_gpu or gpu_usable()))
     if wants_gpu == are_on_gpu:
-        return Adopted(arrays, on_gpu=are_on_gpu, moved=False, export=export)
+        return Adopted(arrays, arrays, on_gpu=are_on_gpu, export=export)
     if wants_gpu:
         device.current()  # says what is missing
     moved = {name: _to_other_side(array) for name, array in arrays.items()}
-    return Adopted(moved, on_gpu=wants_gpu, moved=True, export=export)
+    return Adopted(moved, arrays, on_gpu=wants_gpu, export=export)
 
 
 @functools.cache
@@ -112,10 +116,7 @@ def overlap(a: Any, b: Any) -> bool:
     b_low, b_high = _span(b)
     if a_high <= b_low or b_high <= a_low:
         return False
-    try:
-        return np.shares_memory(_shadow(a), _shadow(b))  # exact: they may be interleaved
-    except np.exceptions.TooHardError:
-        return True
+    return np.shares_memory(_shadow(a), _shadow(b))  # exact: they may be interleaved
 
 
 def overlaps_itself(a: Any) -> bool:
@@ -125,6 +126,8 @@ def overlaps_itself(a: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _strides_overlap(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    if 0 in shape:
+        return False
     reached = itemsize
     for stride, size in sorted(
         (abs(stride), size) for stride, size in zip(strides, shape, strict=True) if size > 1
@@ -181,18 +184,23 @@ def _cupy_ndarray() -> type:
 
 def _import(array: Any, name: str) -> tuple[Any, Callable[[Any], Any]]:
     """An array of another library as NumPy's or CuPy's, without a copy, and the way back."""
-    device_type, _ = array.__dlpack_device__()
     export = _namespace(array, name).from_dlpack
+    device_type, _ = array.__dlpack_device__()
     if device_type == _DLPACK_CUDA:
         device.current()  # says what is missing
-        import cupy
-
-        return cupy.from_dlpack(array), export
-    if device_type == _DLPACK_CPU:
-        return np.from_dlpack(array), export
-    raise TypeError(
-        f"{name} is on a device of DLPack type {int(device_type)}; it may be on the CPU or a CUDA GPU"
-    )
+        reader = sys.modules["cupy"].from_dlpack
+    elif device_type == _DLPACK_CPU:
+        reader = np.from_dlpack
+    else:
+        raise TypeError(
+            f"{name} is on a device of DLPack type {int(device_type)}; it may be on the CPU or a CUDA GPU"
+        )
+    try:
+        return reader(array), export
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise TypeError(
+            f"{name} is a {kind_of(array)} that cannot be read through DLPack: {error}"
+        ) from error
 
 
 def _namespace(array: Any, name: str) -> Any:
@@ -202,7 +210,9 @@ def _namespace(array: Any, name: str) -> Any:
     else:
         namespace = sys.modules.get(type(array).__module__.partition(".")[0])
     if not hasattr(namespace, "from_dlpack"):
-        raise TypeError(f"{name} is a {_kind(array)}, whose library has no from_dlpack to hand results back")
+        raise TypeError(
+            f"{name} is a {kind_of(array)}, whose library has no from_dlpack to hand results back"
+        )
     return namespace
 
 
@@ -212,7 +222,8 @@ def _to_other_side(array: Any) -> Any:
     return cupy.asarray(array) if isinstance(array, np.ndarray) else array.get()
 
 
-def _kind(array: Any) -> str:
+def kind_of(array: Any) -> str:
+    """The name of an object's type, for messages."""
     kind = type(array)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -221,13 +232,14 @@ def _check_same_kind(named: Mapping[str, Any]) -> None:
     for name, array in named.items():
         if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
             raise TypeError(
-                f"{name} is a {_kind(array)}; it may be a NumPy array, a CuPy array or any array with DLPack"
+                f"{name} is a {kind_of(array)}; "
+                "it may be a NumPy array, a CuPy array or any array with DLPack"
             )
     (first_name, first), *others = named.items()
     for name, array in others:
         if type(array) is not type(first):
             raise TypeError(
-                f"{name} is a {_kind(array)} and {first_name} a {_kind(first)}; "
+                f"{name} is a {kind_of(array)} and {first_name} a {kind_of(first)}; "
                 "all arrays must be of one kind"
             )
 

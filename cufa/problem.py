@@ -117,12 +117,18 @@ class Problem:
         )
 
 
+def check_options(causal: object, layout: object) -> None:
+    """Check those options of a call that say what kind of problem it is."""
+    if not isinstance(causal, (bool, np.bool_, int)):
+        raise TypeError(f"causal is {causal!r}; it may be True or False")
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; it may be {_one_of(LAYOUTS)}")
+
+
 def check_layout(layout: str) -> tuple[int, int, int]:
     """The axes (batch, seqlen, heads) of a layout; ValueError for one that is not known."""
-    axes = LAYOUTS.get(layout)
-    if axes is None:
-        raise ValueError(f"layout is {layout!r}; it may be {_one_of(LAYOUTS)}")
-    return axes
+    check_options(False, layout)
+    return LAYOUTS[layout]
 
 
 def check_scale(softmax_scale: float | None, head_dim: int) -> float:
@@ -130,12 +136,14 @@ def check_scale(softmax_scale: float | None, head_dim: int) -> float:
     if softmax_scale is None:
         return 1 / math.sqrt(head_dim)
     try:
-        scale = float(softmax_scale)
-    except (TypeError, ValueError):
+        finite = math.isfinite(softmax_scale)
+    except TypeError:
         raise TypeError(f"softmax_scale is {softmax_scale!r}; it may be a number or None") from None
-    if not math.isfinite(scale):
-        raise ValueError(f"softmax_scale is {scale}; it must be finite")
-    return scale
+    except OverflowError:
+        finite = False
+    if not finite:
+        raise ValueError(f"softmax_scale is {softmax_scale}; it must be finite")
+    return float(softmax_scale)
 
 
 def make_problem(
@@ -218,7 +226,9 @@ def check_fits(problem: Problem, shapes: Mapping[str, Shape], dtypes: Mapping[st
     expected_shape = {name: output_shape(problem, layout) for name in ("out", "dout")}
     expected_dtype = dict.fromkeys(("out", "dout"), DTYPES[problem.dtype])
     expected_shape["lse"], expected_dtype["lse"] = lse_shape(problem), problem.accumulator
-    for name in expected_shape.keys() & shapes.keys():
+    for name in expected_shape:
+        if name not in shapes:
+            continue
         if shapes[name] != expected_shape[name]:
             raise ValueError(f"{name} has shape {shapes[name]}; it must be {expected_shape[name]}")
         if dtypes[name] != expected_dtype[name]:

@@ -9,5 +9,5 @@ def pytest_collection_modifyitems(items):
     if device.gpu_present():
         return
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no GPU"))

@@ -27,6 +27,8 @@ pytestmark = pytest.mark.gpu
 FORWARD = [name for name, kernel in KERNELS.items() if kernel.direction == "forward"]
 BACKWARD = [name for name, kernel in KERNELS.items() if kernel.direction == "backward"]
 
+RUNGS_AND_DTYPES = [(name, dtype) for name, kernel in KERNELS.items() for dtype in kernel.dtypes]
+
 # (seqlen_q, seqlen_k, heads, kv_heads, head_dim, value_dim): nothing divides a tile.
 SHAPES = [
     (113, 203, 6, 2, 64, 64),
@@ -99,28 +101,28 @@ def check_backward(problem, causal, **options):
     assert_gradients(tuple(gradient.get() for gradient in gradients), problem, causal=causal)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernel", FORWARD)
-def test_forward_rung(cupy, rng, kernel, dtype, causal, shape):
-    check_forward(draw(rng, dtype, shape), causal, kernel=kernel)
+def check_rung(kernel, problem, causal, **options):
+    check = check_forward if kernel in FORWARD else check_backward
+    check(problem, causal, kernel=kernel, **options)
+
+
+def widest(kernel):
+    """The most precise of the dtypes that a kernel supports, of float32 and below."""
+    return next(dtype for dtype in ("float32", "float16") if dtype in KERNELS[kernel].dtypes)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernel", BACKWARD)
-def test_backward_rung(cupy, rng, kernel, dtype, causal, shape):
-    check_backward(draw(rng, dtype, shape), causal, kernel=kernel)
+@pytest.mark.parametrize(("kernel", "dtype"), RUNGS_AND_DTYPES)
+def test_rung(cupy, rng, kernel, dtype, causal, shape):
+    check_rung(kernel, draw(rng, dtype, shape), causal)
 
 
 @pytest.mark.parametrize("storage", LAYOUTS)
 @pytest.mark.parametrize("kernel", FORWARD + BACKWARD)
 def test_strided_views_are_read_where_they_are(cupy, rng, kernel, storage):
     problem = draw(rng, "float16", (70, 90, 4, 2, 40, 24), layout=storage)
-    check = check_forward if kernel in FORWARD else check_backward
-    check(problem, True, kernel=kernel)
+    check_rung(kernel, problem, True)
 
 
 @pytest.mark.parametrize("kernel", FORWARD + BACKWARD)
@@ -154,16 +156,15 @@ def test_last_axis_not_contiguous(cupy, rng):
 )
 def test_empty_problems_and_rows(cupy, rng, kernel, batch, seqlen_q, seqlen_k):
     problem = random_problem(rng, "float16", batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads=2)
-    check = check_forward if kernel in FORWARD else check_backward
     for causal in (False, True):
-        check(problem, causal, kernel=kernel)
+        check_rung(kernel, problem, causal)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("kernel", FORWARD + BACKWARD)
 def test_a_masked_key_does_not_show(cupy, rng, kernel, bad):
     """Rows that do not see a key are finite whatever it holds."""
-    problem = draw(rng, "float32", (90, 100, 4, 2, 64, 64))
+    problem = draw(rng, widest(kernel), (90, 100, 4, 2, 64, 64))
     problem.k[:, 70], problem.v[:, 70] = bad, bad  # seen from row 60 on
     q, k, v, dout = on_gpu(problem)
     out, lse = cufa.attention(
@@ -195,7 +196,7 @@ def test_a_query_that_does_not_see_a_key_does_not_show_in_its_gradients(cupy, rn
 
 @pytest.mark.parametrize("kernel", FORWARD)
 def test_large_logits(cupy, rng, kernel):
-    check_forward(draw(rng, "float32", SHAPES[0], logit_scale=1e4), True, kernel=kernel)
+    check_forward(draw(rng, widest(kernel), SHAPES[0], logit_scale=1e3), True, kernel=kernel)
 
 
 def test_out_is_written_everywhere_and_returned(cupy, rng):
@@ -218,7 +219,7 @@ def test_forward_is_bitwise_reproducible(cupy, rng, kernel):
 @pytest.mark.parametrize("kernel", FORWARD + BACKWARD)
 def test_current_stream_is_used(cupy, rng, kernel):
     """The work follows what the stream does before it and precedes what it does after it."""
-    problem = draw(rng, "float32", (300, 300, 4, 4, 64, 64))
+    problem = draw(rng, widest(kernel), (300, 300, 4, 4, 64, 64))
     stream = cupy.cuda.Stream(non_blocking=True)
     good = on_gpu(problem)
     q, k, v, dout = (cupy.full_like(x, np.nan) for x in good)
@@ -430,8 +431,7 @@ def test_out_that_overlaps_is_refused(cupy, rng):
 @pytest.mark.parametrize("dims", [(1, 1), (8, 256), (256, 8), (72, 136)])
 @pytest.mark.parametrize("kernel", FORWARD + BACKWARD)
 def test_head_dims(cupy, rng, kernel, dims):
-    check = check_forward if kernel in FORWARD else check_backward
-    check(draw(rng, "float32", (100, 70, 2, 1, *dims)), True, kernel=kernel)
+    check_rung(kernel, draw(rng, widest(kernel), (100, 70, 2, 1, *dims)), True)
 
 
 def test_tile_overrides_compute_the_same(cupy, rng):
@@ -439,6 +439,9 @@ def test_tile_overrides_compute_the_same(cupy, rng):
     for tiles in ({"block_m": 32}, {"block_n": 32}, {"threads": 128, "lanes": 8}):
         check_forward(problem, True, tiles=tiles)
         check_backward(problem, True, tiles=tiles)
+    problem = draw(rng, "bfloat16", SHAPES[0])
+    for tiles in ({"block_n": 16}, {"block_m": 64, "threads": 64}, {"block_m": 16, "threads": 32}):
+        check_forward(problem, True, kernel="fwd_5_mma", tiles=tiles)
 
 
 def test_stored_layouts_reach_the_gpu_as_they_are(cupy, rng):

@@ -82,6 +82,16 @@ _LADDER = (
         memory="none",
     ),
     Kernel(
+        name="fwd_5_mma",
+        direction="forward",
+        entries=("fwd_5_mma",),
+        idea="tensor cores (mma.sync): S, P and O in fragments, asynchronous copies",
+        paper="Dao 2023, Algorithm 1",
+        memory="none",
+        dtypes=("float16", "bfloat16"),
+        min_capability=(8, 0),
+    ),
+    Kernel(
         name="bwd_1_naive",
         direction="backward",
         entries=(

@@ -23,6 +23,11 @@ struct AccumulatorOf<float64> {
 template <class T>
 using accumulator_t = typename AccumulatorOf<T>::type;
 
+template <class T>
+constexpr bool is_bfloat16 = false;
+template <>
+constexpr bool is_bfloat16<bfloat16> = true;
+
 __device__ inline float to_acc(float16 x) {
     return ptx::float_from_half(x.bits);
 }
@@ -34,6 +39,14 @@ __device__ inline float to_acc(float32 x) {
 }
 __device__ inline double to_acc(float64 x) {
     return x;
+}
+
+// Neither NaN nor infinite: not all bits of the exponent are set.
+__device__ inline bool is_finite(float16 x) {
+    return (x.bits & 0x7c00) != 0x7c00;
+}
+__device__ inline bool is_finite(bfloat16 x) {
+    return (x.bits & 0x7f80) != 0x7f80;
 }
 
 // Rounds to nearest, ties to even.

@@ -9,7 +9,7 @@
 // value_dim) Owns     scores, output: a thread has one element of the result; softmax: a block has
 // one row Global   workspace: S, then P in its place, (batch, heads, seqlen_q, seqlen_k) Writes O;
 // LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key
-#include "shared.cuh"
+#include "memory.cuh"
 #include "softmax_rows.cuh"
 #include "standard.cuh"
 

@@ -3,28 +3,10 @@
 #pragma once
 
 #include "config.cuh"
+#include "memory.cuh"
 #include "tensor.cuh"
 
-// N values moved by one instruction.
-template <class T, int N>
-struct alignas(N * sizeof(T)) Pack {
-    T v[N];
-
-    __device__ T& operator[](int i) { return v[i]; }
-    __device__ const T& operator[](int i) const { return v[i]; }
-};
-
 using Vec = Pack<acc_t, kVec>;
-
-__device__ constexpr int ceil_div(int a, int b) {
-    return (a + b - 1) / b;
-}
-__device__ constexpr int round_up(int a, int b) {
-    return ceil_div(a, b) * b;
-}
-__device__ constexpr int min_of(int a, int b) {
-    return a < b ? a : b;
-}
 
 // A Rows x Cols matrix. The pitch is an odd number of 16-byte units, so that threads which read the
 // same columns of neighbouring rows hit different banks. Columns from Cols to the next whole unit
@@ -44,14 +26,6 @@ struct SharedMatrix {
         return reinterpret_cast<const Vec&>(at(row, col));
     }
 };
-
-// The one block of dynamic shared memory, as the struct a kernel lays over it.
-template <class Smem>
-__device__ inline Smem& shared_memory() {
-    static_assert(sizeof(Smem) == SMEM_BYTES, "the host planned a different size of shared memory");
-    extern __shared__ __align__(16) unsigned char bytes[];
-    return *reinterpret_cast<Smem*>(bytes);
-}
 
 // Rows [first_row, first_row + Rows) of a global matrix with Cols columns, converted to acc_t; zero
 // outside rows [0, end_row) and in the padding columns. The whole block takes part.

@@ -3,7 +3,8 @@
 // Shapes   x, y (rows, cols), any row stride
 // Owns     block: one row
 // Writes   y; a row of -inf alone gives zeros
-#include "shared.cuh"
+#include "memory.cuh"
+#include "params.cuh"
 #include "softmax_rows.cuh"
 
 static_assert(sizeof(SoftmaxParams) == PARAMS_BYTES, "the host passes a different struct");

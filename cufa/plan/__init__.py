@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from cufa.device import Device
 from cufa.kernels import Kernel, best_kernel, kernel_named
-from cufa.plan import standard, tiled
+from cufa.plan import mma, standard, tiled
 from cufa.plan.record import Launch, Macro, Part, Plan, Scratch
 from cufa.problem import Problem
 
@@ -21,6 +21,7 @@ _PLANNERS: dict[str, Callable[[Problem, Device, Mapping[str, int]], Part]] = {
     "fwd_2_online_softmax": standard.forward,
     "fwd_3_flash_v1": tiled.flash_v1,
     "fwd_4_flash_v2": tiled.flash_v2,
+    "fwd_5_mma": mma.forward,
     "bwd_1_naive": standard.backward,
     "bwd_2_flash_v2": tiled.flash_v2_backward,
 }

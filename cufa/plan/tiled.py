@@ -9,10 +9,12 @@ these counts what a useful multiply-add costs with each of the candidates, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TypeVar
 
-from cufa.device import MAX_THREADS_PER_BLOCK, Device
+from cufa.device import Device
+from cufa.plan.choice import Choice, Cost, choose, query_tiles
 from cufa.plan.record import Launch, Macro, Part, Scratch
 from cufa.plan.sizes import (
     BACKWARD_PARAMS_BYTES,
@@ -25,11 +27,6 @@ from cufa.plan.sizes import (
 )
 from cufa.problem import Problem
 
-# With fewer warps than this on an SM, two for each of its schedulers, nobody works while one waits.
-ENOUGH_WARPS = 8
-# Part of the throughput that is left when an SM has next to no warps. Measured on an H200: 4 warps reach
-# two thirds of what 8 do.
-THROUGHPUT_WITHOUT_WARPS = 1 / 3
 # What a thread's 16-byte read of shared memory costs, in multiply-adds of float32. With it the model
 # predicts the times of 140 combinations of tiles, head dims and dtypes on an H200 within 15 % in four
 # cases of five, and its choice is the fastest candidate or within 10 % of it.
@@ -65,12 +62,8 @@ class Tiles:
 
     def misfit(self) -> str | None:
         """None if the kernels can be compiled for these tiles, else the reason."""
-        if min(asdict(self).values()) < 1:
-            return "sizes must be positive"
         if self.lanes > 32 or self.lanes & (self.lanes - 1):
             return "lanes must be a power of two up to 32"
-        if self.threads % 32 or self.threads > MAX_THREADS_PER_BLOCK:
-            return f"threads must be a multiple of 32 up to {MAX_THREADS_PER_BLOCK}"
         if self.block_m % self.grid_rows:
             return f"block_m must be a multiple of threads / lanes = {self.grid_rows}"
         if self.block_n % max(self.lanes, 4):
@@ -82,20 +75,18 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Cost:
-    """What a block of some tiles takes and does.
+class BackwardTiles(Tiles):
+    """Those of the backward, where each row of the grid also owns keys of the tile."""
 
-    Bytes of shared memory; registers a thread, by estimate; and, for each tile of scores, the 16-byte
-    reads of shared memory and the multiply-adds of a thread, padding included.
-    """
-
-    smem_bytes: int
-    registers: int
-    vector_reads: float
-    multiply_adds: int
+    def misfit(self) -> str | None:
+        """None if the kernels can be compiled for these tiles, else the reason."""
+        misfit = super().misfit()
+        if misfit is None and self.block_n % self.grid_rows:
+            misfit = f"block_n must be a multiple of threads / lanes = {self.grid_rows}"
+        return misfit
 
 
-CostOf = Callable[[Problem, Tiles], Cost]
+T = TypeVar("T", bound=Tiles)
 
 # block_m, block_n, threads, lanes
 FLASH_V1_TILES = (Tiles(32, 32, 128, 8), Tiles(16, 16, 64, 8), Tiles(8, 8, 32, 8))
@@ -113,26 +104,26 @@ FLASH_V2_TILES = (
     Tiles(8, 8, 32, 8),
 )
 BACKWARD_TILES = (
-    Tiles(64, 128, 256, 16),
-    Tiles(64, 64, 256, 16),
-    Tiles(64, 64, 128, 8),
-    Tiles(32, 64, 256, 16),
-    Tiles(32, 64, 128, 8),
-    Tiles(32, 32, 128, 8),
-    Tiles(32, 32, 128, 16),
-    Tiles(16, 64, 128, 16),
-    Tiles(16, 32, 128, 16),
-    Tiles(16, 16, 64, 8),
-    Tiles(4, 8, 32, 8),
+    BackwardTiles(64, 128, 256, 16),
+    BackwardTiles(64, 64, 256, 16),
+    BackwardTiles(64, 64, 128, 8),
+    BackwardTiles(32, 64, 256, 16),
+    BackwardTiles(32, 64, 128, 8),
+    BackwardTiles(32, 32, 128, 8),
+    BackwardTiles(32, 32, 128, 16),
+    BackwardTiles(16, 64, 128, 16),
+    BackwardTiles(16, 32, 128, 16),
+    BackwardTiles(16, 16, 64, 8),
+    BackwardTiles(4, 8, 32, 8),
 )
 
 
 def flash_v1(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_3_flash_v1`: one step for each block of keys, and one if there are none."""
-    chosen = _choose(problem, device, tiles, FLASH_V1_TILES, _forward_cost)
+    chosen = choose(problem, device, tiles, FLASH_V1_TILES, lambda tiles: _forward_cost(problem, tiles))
     rows = (problem.batch, problem.heads, problem.seqlen_q)
     steps = max(1, ceil_div(problem.seqlen_k, chosen.tiles.block_n))
-    grid = _query_tiles(problem, chosen.tiles)
+    grid = query_tiles(problem, chosen.tiles)
     launch = Launch("fwd_3_flash_v1", grid, chosen.tiles.threads, chosen.cost.smem_bytes, steps)
     return Part(
         tiles=asdict(chosen.tiles),
@@ -145,8 +136,8 @@ def flash_v1(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
 
 def flash_v2(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_4_flash_v2`: one launch, a block for each tile of queries."""
-    chosen = _choose(problem, device, tiles, FLASH_V2_TILES, _forward_cost)
-    grid = _query_tiles(problem, chosen.tiles)
+    chosen = choose(problem, device, tiles, FLASH_V2_TILES, lambda tiles: _forward_cost(problem, tiles))
+    grid = query_tiles(problem, chosen.tiles)
     launch = Launch("fwd_4_flash_v2", grid, chosen.tiles.threads, chosen.cost.smem_bytes)
     return Part(
         tiles=asdict(chosen.tiles),
@@ -161,7 +152,7 @@ def flash_v2(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
 
 def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`bwd_2_flash_v2`: a warp for each row, a block for each tile of keys, a warp for each row."""
-    chosen = _choose(problem, device, tiles, BACKWARD_TILES, _backward_cost)
+    chosen = choose(problem, device, tiles, BACKWARD_TILES, lambda tiles: _backward_cost(problem, tiles))
     threads = chosen.tiles.threads
     rows = (problem.batch, problem.heads, problem.seqlen_q)
     row_blocks = ceil_div(rows[0] * rows[1] * rows[2], threads // device.warp_size)
@@ -183,95 +174,7 @@ def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]
     )
 
 
-def _query_tiles(problem: Problem, tiles: Tiles) -> int:
-    return problem.batch * problem.heads * ceil_div(problem.seqlen_q, tiles.block_m)
-
-
-@dataclass(frozen=True)
-class _Choice:
-    tiles: Tiles
-    cost: Cost
-    blocks_per_sm: int
-    reasons: tuple[str, ...]
-
-
-def _choose(
-    problem: Problem,
-    device: Device,
-    overrides: Mapping[str, int],
-    candidates: tuple[Tiles, ...],
-    cost_of: CostOf,
-) -> _Choice:
-    """The best of the candidates that fit; overrides are applied to it and must fit too."""
-    fitting = [
-        tiles
-        for tiles in candidates
-        if device.blocks_resident(tiles.threads, 0, cost_of(problem, tiles).smem_bytes)
-    ]
-    if not fitting:
-        smallest = candidates[-1]
-        raise ValueError(_does_not_fit(smallest, cost_of(problem, smallest), device))
-    # Spilled registers cost more than any tile gains.
-    no_spills = [
-        tiles for tiles in fitting if cost_of(problem, tiles).registers <= device.registers_per_thread
-    ]
-    prices = {
-        tiles: _price(problem, tiles, cost_of(problem, tiles), device) for tiles in no_spills or fitting
-    }
-    tiles = min(prices, key=lambda tiles: prices[tiles])
-    how = f"the cheapest of {len(prices)} that fit, a multiply-add at {prices[tiles]:.2f} times its bare cost"
-    if overrides:
-        tiles = _override(tiles, overrides)
-        how = f"{', '.join(overrides)} asked for"
-    cost = cost_of(problem, tiles)
-    if not device.blocks_resident(tiles.threads, 0, cost.smem_bytes):
-        raise ValueError(_does_not_fit(tiles, cost, device))
-    blocks = _blocks_per_sm(tiles, cost, device)
-    fit = (
-        f"{blocks} blocks an SM: {cost.smem_bytes:,} bytes of shared memory of {device.smem_per_sm:,}, "
-        f"about {cost.registers} registers a thread of {device.registers_per_thread}"
-    )
-    return _Choice(tiles, cost, blocks, (f"tiles {tiles}: {how}", fit))
-
-
-def _price(problem: Problem, tiles: Tiles, cost: Cost, device: Device) -> float:
-    """What a useful multiply-add costs with these tiles: 1 if nothing but it took time."""
-    rows = min(tiles.block_m, max(1, problem.seqlen_q))
-    keys = min(tiles.block_n, max(1, problem.seqlen_k))
-    useful = rows * keys * problem.product_dims / tiles.threads
-    read_cost = VECTOR_READ_COST * 4 / problem.accumulator.itemsize
-    warps = _blocks_per_sm(tiles, cost, device) * tiles.threads / device.warp_size
-    hidden = THROUGHPUT_WITHOUT_WARPS + (1 - THROUGHPUT_WITHOUT_WARPS) * min(1, warps / ENOUGH_WARPS)
-    return (cost.multiply_adds + read_cost * cost.vector_reads) / (useful * hidden)
-
-
-def _blocks_per_sm(tiles: Tiles, cost: Cost, device: Device) -> int:
-    # The compiler spills what is over the limit, so that one block always runs.
-    registers = min(cost.registers, device.registers_per_thread)
-    return max(1, device.blocks_resident(tiles.threads, registers, cost.smem_bytes))
-
-
-def _override(tiles: Tiles, overrides: Mapping[str, int]) -> Tiles:
-    names = [field.name for field in fields(Tiles)]
-    unknown = overrides.keys() - set(names)
-    if unknown:
-        raise ValueError(f"tiles has {', '.join(sorted(unknown))}; it may have {', '.join(names)}")
-    changed = replace(tiles, **overrides)
-    misfit = changed.misfit()
-    if misfit is not None:
-        raise ValueError(f"tiles {changed}: {misfit}")
-    return changed
-
-
-def _does_not_fit(tiles: Tiles, cost: Cost, device: Device) -> str:
-    return (
-        f"tiles {tiles}: they need {cost.smem_bytes:,} bytes of shared memory and {tiles.threads} "
-        f"threads a block; {device.arch} offers {device.smem_per_block:,} bytes and "
-        f"{min(MAX_THREADS_PER_BLOCK, device.threads_per_sm)} threads"
-    )
-
-
-def _macros(problem: Problem, chosen: _Choice, params_bytes: int) -> tuple[Macro, ...]:
+def _macros(problem: Problem, chosen: Choice[T], params_bytes: int) -> tuple[Macro, ...]:
     return (
         *common_macros(problem),
         *((name.upper(), size) for name, size in asdict(chosen.tiles).items()),
@@ -289,11 +192,15 @@ def _output_columns(dims: int, tiles: Tiles, itemsize: int) -> int:
 class _Work:
     """What a thread does for one tile of scores: 16-byte reads of shared memory, and multiply-adds."""
 
-    reads: float = 0
-    multiply_adds: int = 0
+    reads: float
+    multiply_adds: int
 
     def __add__(self, other: _Work) -> _Work:
         return _Work(self.reads + other.reads, self.multiply_adds + other.multiply_adds)
+
+    def total(self, itemsize: int) -> float:
+        """In multiply-adds; those of float64 take twice as long as the reads stay the same."""
+        return self.multiply_adds + VECTOR_READ_COST * 4 / itemsize * self.reads
 
 
 def _product_nt(rows: int, keys: int, depth: int, vector: int) -> _Work:
@@ -325,7 +232,7 @@ def _forward_cost(problem: Problem, tiles: Tiles) -> Cost:
         + _product_nn(rows, columns, tiles.block_n, vector)  # O
     )
     registers = _registers(rows * keys + rows * columns, rows + keys, itemsize)
-    return Cost(smem_bytes, registers, work.reads, work.multiply_adds)
+    return Cost(smem_bytes, registers, work.total(itemsize))
 
 
 def _backward_cost(problem: Problem, tiles: Tiles) -> Cost:
@@ -352,7 +259,7 @@ def _backward_cost(problem: Problem, tiles: Tiles) -> Cost:
     )
     # dK and dV are held all the time; S and dP, or a part of dQ, never at once.
     held = tile_keys * (head + value) + max(2 * rows * keys, rows * head)
-    return Cost(smem_bytes, _registers(held, rows + keys, itemsize), work.reads, work.multiply_adds)
+    return Cost(smem_bytes, _registers(held, rows + keys, itemsize), work.total(itemsize))
 
 
 def _registers(accumulators: int, operand_vectors: int, itemsize: int) -> int:

@@ -1,0 +1,218 @@
+// fwd_5_mma: FlashAttention-2 on tensor cores (Dao 2023, Algorithm 1).
+//
+// Change from fwd_4_flash_v2: mma.sync instead of multiply-adds, on 16-bit operands with float32
+// sums. A warp owns whole rows; S and O are accumulators, and P goes from the registers of S
+// straight into the second product. K and V come by cp.async during the product before the one that
+// needs them. O is rescaled only when a maximum has grown by more than what float32 sums can hold
+// anyway.
+//
+// Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
+// value_dim) Owns     block: BLOCK_M queries of one head; warp: kTiles 16-row tiles of them Shared
+// Q tile, K tile, V tile Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that
+// sees no key
+#include "mask.cuh"
+#include "mma_tiles.cuh"
+#include "online_softmax.cuh"
+
+constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
+constexpr int kTiles = kBlockM / (THREADS / 32 * kMmaM);
+constexpr int kDims = round_up(kValueDim, kMmaK);
+static_assert(kTiles * (THREADS / 32 * kMmaM) == kBlockM, "a warp must own whole 16-row tiles");
+static_assert(kBlockN % kMmaK == 0, "BLOCK_N must be a multiple of 16");
+static_assert(sizeof(ForwardParams) == PARAMS_BYTES, "the host passes a different struct");
+
+struct Smem {
+    HalfTile<kBlockM, kHeadDim> q;
+    HalfTile<kBlockN, kHeadDim> k;
+    HalfTile<kBlockN, kValueDim> v;
+};
+
+using Scores = Accumulators<kTiles, kBlockN>;
+
+// A maximum is raised only when scores pass it by more than this, in log 2. Until then
+// probabilities reach up to 2^8, which float32 sums and 16-bit weights hold as precisely as those
+// up to 1.
+constexpr float kSlack = 8;
+
+// Which row of the block's tile a lane's half (0: row g, 1: row g + 8) of its fragments `m` is.
+__device__ inline int row_of(int m, int half) {
+    return threadIdx.x / 32 * kTiles * kMmaM + m * kMmaM + half * 8 + threadIdx.x % 32 / 4;
+}
+// The first of the two columns that a lane has of fragment `n`.
+__device__ inline int col_of(int n) {
+    return n * kMmaN + threadIdx.x % 4 * 2;
+}
+
+// Scores of keys that a row does not see become -inf.
+__device__ inline void apply_mask(Scores& s, Mask<kCausal> mask, int first_row, int first_key) {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int keys_seen = mask.keys_seen(first_row + row_of(m, half)) - first_key;
+#pragma unroll
+            for (int n = 0; n < kBlockN / kMmaN; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    if (col_of(n) + e >= keys_seen) s[m][n][2 * half + e] = negative_infinity();
+                }
+        }
+}
+
+// A warp's rows of the output tile.
+struct Output {
+    OnlineSoftmax softmax[kTiles][2];
+    Accumulators<kTiles, kDims> o;
+
+    // Takes in one tile of scores and turns them into P.
+    __device__ void exponentiate(Scores& s, float scale_log2) {
+        float largest[kTiles][2];
+        bool raised = false;
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                largest[m][half] = largest_of(s[m], half) * scale_log2;
+                raised |= largest[m][half] > softmax[m][half].max + kSlack;
+            }
+        if (__any_sync(0xffffffffu, raised)) raise(largest);
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float shift = softmax[m][half].shift();
+                float sum = 0;
+#pragma unroll
+                for (int n = 0; n < kBlockN / kMmaN; ++n)
+#pragma unroll
+                    for (int e = 2 * half; e < 2 * half + 2; ++e) {
+                        s[m][n][e] = exp2_of(s[m][n][e] * scale_log2 - shift);
+                        sum += s[m][n][e];
+                    }
+                softmax[m][half].sum += sum;
+            }
+    }
+
+  private:
+    __device__ static float largest_of(const Fragment (&row)[kBlockN / kMmaN], int half) {
+        float largest = negative_infinity();
+#pragma unroll
+        for (int n = 0; n < kBlockN / kMmaN; ++n) {
+            largest = fmaxf(largest, fmaxf(row[n][2 * half], row[n][2 * half + 1]));
+        }
+        return lanes_max<4>(largest);
+    }
+
+    __device__ void raise(const float (&largest)[kTiles][2]) {
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float shrink = softmax[m][half].raise_max(largest[m][half]);
+#pragma unroll
+                for (int n = 0; n < kDims / kMmaN; ++n) {
+                    o[m][n][2 * half] *= shrink;
+                    o[m][n][2 * half + 1] *= shrink;
+                }
+            }
+    }
+};
+
+// Where a mask cuts through a tile, a value that is NaN or infinite must reach the rows that see
+// its key and no other; but in the product 0 * NaN is NaN. Such values are added here to the
+// outputs of the rows that see them, whatever their weight, and are zero in the product.
+__device__ inline void take_out_nonfinite(Output& out, Smem& smem, Mask<kCausal> mask,
+                                          int first_row, int first_key) {
+    bool found = false;
+    for (int i = threadIdx.x; i < kBlockN * kDims; i += THREADS) {
+        found |= !is_finite(*smem.v.at(i / kDims, i % kDims));
+    }
+    if (!__syncthreads_or(found)) return;
+
+    for (int key = 0; key < kBlockN; ++key)
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if (first_key + key >= mask.keys_seen(first_row + row_of(m, half))) continue;
+#pragma unroll
+                for (int n = 0; n < kDims / kMmaN; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const scalar_t value = *smem.v.at(key, col_of(n) + e);
+                        if (!is_finite(value)) out.o[m][n][2 * half + e] += to_acc(value);
+                    }
+            }
+    __syncthreads();
+    for (int i = threadIdx.x; i < kBlockN * kDims; i += THREADS) {
+        scalar_t& value = *smem.v.at(i / kDims, i % kDims);
+        if (!is_finite(value)) value = scalar_t{};
+    }
+    __syncthreads();
+}
+
+// One tile of keys. K is on its way when this begins, and the next K when it ends. Whether the tile
+// is masked is decided as it runs: a second copy of this code for tiles that are not would cost
+// registers.
+__device__ inline void attend(Output& out, Smem& smem, Matrix<const scalar_t> k,
+                              Matrix<const scalar_t> v, Mask<kCausal> mask, float scale_log2,
+                              int first_row, int first_key, int end, bool masked) {
+    ptx::wait_copies();
+    __syncthreads();  // K is there, and every warp is done with the V before
+    copy_tile<THREADS, kValueDim>(smem.v, v, first_key, end);
+    Scores s = {};
+    add_product_nt<kTiles, kBlockN>(s, smem.q, threadIdx.x / 32 * kTiles * kMmaM, smem.k);
+    if (masked) apply_mask(s, mask, first_row, first_key);
+
+    ptx::wait_copies();
+    __syncthreads();  // V is there, and every warp is done with this K
+    if (first_key + kBlockN < end)
+        copy_tile<THREADS, kHeadDim>(smem.k, k, first_key + kBlockN, end);
+    out.exponentiate(s, scale_log2);
+    if (kCausal && masked) take_out_nonfinite(out, smem, mask, first_row, first_key);
+    add_product_pn<kTiles, kBlockN, kDims>(out.o, s, smem.v);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    fwd_5_mma(const __grid_constant__ ForwardParams params) {
+    const Sizes& sizes = params.sizes;
+    const Mask<kCausal> mask{sizes.seqlen_q, sizes.seqlen_k};
+    const float scale_log2 = params.softmax_scale * kLog2E;
+    Smem& smem = shared_memory<Smem>();
+
+    const auto [batch, head, kv_head, first_row] = query_tile_of_block<kBlockM>(sizes);
+    const auto k = matrix_of<const scalar_t>(params.k, batch, kv_head);
+    const auto v = matrix_of<const scalar_t>(params.v, batch, kv_head);
+    // Every row of the tile sees the keys that its first row sees; none sees more than the last
+    // does.
+    const int unmasked_end = mask.keys_seen(first_row) / kBlockN * kBlockN;
+    const int end = mask.keys_seen(min(first_row + kBlockM, sizes.seqlen_q) - 1);
+
+    clear_padding<THREADS, kHeadDim>(smem.q);
+    clear_padding<THREADS, kHeadDim>(smem.k);
+    clear_padding<THREADS, kValueDim>(smem.v);
+    copy_tile<THREADS, kHeadDim>(smem.q, matrix_of<const scalar_t>(params.q, batch, head),
+                                 first_row, sizes.seqlen_q);
+    copy_tile<THREADS, kHeadDim>(smem.k, k, 0, end);
+
+    Output out = {};
+    for (int key = 0; key < end; key += kBlockN) {
+        attend(out, smem, k, v, mask, scale_log2, first_row, key, end, key >= unmasked_end);
+    }
+    ptx::wait_copies();
+
+    const auto o = matrix_of<scalar_t>(params.o, batch, head);
+    float* lse = static_cast<float*>(params.lse);
+    if (lse) lse += first_row_of(batch, head, sizes);
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            OnlineSoftmax& softmax = out.softmax[m][half];
+            softmax.total<4>();
+            const int row = first_row + row_of(m, half);
+            if (row >= sizes.seqlen_q) continue;
+            if (lse && threadIdx.x % 4 == 0) lse[row] = softmax.lse();
+            store_row<kValueDim>(o.row(row), out.o[m], half, softmax.normalizer());
+        }
+}

@@ -1,0 +1,29 @@
+// Small things that every kernel with shared memory needs.
+#pragma once
+
+__device__ constexpr int ceil_div(int a, int b) {
+    return (a + b - 1) / b;
+}
+__device__ constexpr int round_up(int a, int b) {
+    return ceil_div(a, b) * b;
+}
+__device__ constexpr int min_of(int a, int b) {
+    return a < b ? a : b;
+}
+
+// N values moved by one instruction.
+template <class T, int N>
+struct alignas(N * sizeof(T)) Pack {
+    T v[N];
+
+    __device__ T& operator[](int i) { return v[i]; }
+    __device__ const T& operator[](int i) const { return v[i]; }
+};
+
+// The one block of dynamic shared memory, as the struct a kernel lays over it.
+template <class Smem>
+__device__ inline Smem& shared_memory() {
+    static_assert(sizeof(Smem) == SMEM_BYTES, "the host planned a different size of shared memory");
+    extern __shared__ __align__(16) unsigned char bytes[];
+    return *reinterpret_cast<Smem*>(bytes);
+}

@@ -1,0 +1,158 @@
+"""How a planner chooses among the tile sizes that it knows: by what a useful multiply-add costs with each."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from cufa.device import MAX_THREADS_PER_BLOCK, Device
+from cufa.problem import Problem
+
+# With fewer warps than this on an SM, two for each of its schedulers, nobody works while one waits.
+ENOUGH_WARPS = 8
+# Part of the throughput that is left when an SM has next to no warps. Measured on an H200: 4 warps reach
+# two thirds of what 8 do.
+THROUGHPUT_WITHOUT_WARPS = 1 / 3
+
+
+class TileSizes(Protocol):
+    """A frozen dataclass of the sizes that a kernel is compiled for; its fields are the macros."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def block_m(self) -> int:
+        """Queries of a block's tile."""
+
+    @property
+    def block_n(self) -> int:
+        """Keys of a tile."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+
+    def misfit(self) -> str | None:
+        """None if a kernel can be compiled for these sizes, else the reason."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a block of some tiles takes and does.
+
+    Bytes of shared memory; registers a thread, by estimate; and the work of a thread on one tile of
+    scores, in multiply-adds that take as long.
+    """
+
+    smem_bytes: int
+    registers: int
+    work: float
+
+
+T = TypeVar("T", bound=TileSizes)
+
+
+@dataclass(frozen=True)
+class Choice(Generic[T]):
+    """The tiles, what they take, how many blocks of them an SM holds, and why they were chosen."""
+
+    tiles: T
+    cost: Cost
+    blocks_per_sm: int
+    reasons: tuple[str, ...]
+
+
+def choose(
+    problem: Problem,
+    device: Device,
+    overrides: Mapping[str, int],
+    candidates: Sequence[T],
+    cost_of: Callable[[T], Cost],
+) -> Choice[T]:
+    """The cheapest of the candidates that fit; overrides are applied to it, and must fit too.
+
+    Raises ValueError, with the arithmetic, if none fits or the overrides don't.
+    """
+    fitting = [tiles for tiles in candidates if _fits(tiles, cost_of(tiles), device)]
+    if not fitting:
+        smallest = candidates[-1]
+        raise ValueError(_does_not_fit(smallest, cost_of(smallest), device))
+    # Spilled registers cost more than any tile gains.
+    no_spills = [tiles for tiles in fitting if cost_of(tiles).registers <= device.registers_per_thread]
+    prices = {tiles: _price(problem, tiles, cost_of(tiles), device) for tiles in no_spills or fitting}
+    tiles = min(prices, key=lambda tiles: prices[tiles])
+    how = f"the cheapest of {len(prices)} that fit, a multiply-add at {prices[tiles]:.2f} times its bare cost"
+    if overrides:
+        tiles = _override(tiles, overrides)
+        how = f"{', '.join(overrides)} asked for"
+    cost = cost_of(tiles)
+    if not _fits(tiles, cost, device):
+        raise ValueError(_does_not_fit(tiles, cost, device))
+    blocks = _blocks_per_sm(tiles, cost, device)
+    fit = (
+        f"{blocks} blocks an SM: {cost.smem_bytes:,} bytes of shared memory of {device.smem_per_sm:,}, "
+        f"about {cost.registers} registers a thread of {device.registers_per_thread}"
+    )
+    return Choice(tiles, cost, blocks, (f"tiles {tiles}: {how}", fit))
+
+
+def query_tiles(problem: Problem, tiles: TileSizes) -> int:
+    """How many tiles the queries of all heads make."""
+    return problem.batch * problem.heads * -(-problem.seqlen_q // tiles.block_m)
+
+
+def _price(problem: Problem, tiles: TileSizes, cost: Cost, device: Device) -> float:
+    """What a useful multiply-add costs with these tiles: 1 if nothing but it took time."""
+    rows = min(tiles.block_m, max(1, problem.seqlen_q))
+    keys = min(tiles.block_n, max(1, problem.seqlen_k))
+    useful = rows * keys * problem.product_dims / tiles.threads
+    warps = _blocks_per_sm(tiles, cost, device) * tiles.threads / device.warp_size
+    hidden = THROUGHPUT_WITHOUT_WARPS + (1 - THROUGHPUT_WITHOUT_WARPS) * min(1, warps / ENOUGH_WARPS)
+    return cost.work / (useful * hidden)
+
+
+def _fits(tiles: TileSizes, cost: Cost, device: Device) -> bool:
+    return device.blocks_resident(tiles.threads, 0, cost.smem_bytes) > 0
+
+
+def _blocks_per_sm(tiles: TileSizes, cost: Cost, device: Device) -> int:
+    # The compiler spills what is over the limit, so that one block always runs.
+    registers = min(cost.registers, device.registers_per_thread)
+    return max(1, device.blocks_resident(tiles.threads, registers, cost.smem_bytes))
+
+
+def _override(tiles: T, overrides: Mapping[str, int]) -> T:
+    names = [field.name for field in fields(tiles)]
+    unknown = overrides.keys() - set(names)
+    if unknown:
+        raise ValueError(f"tiles has {', '.join(sorted(unknown))}; it may have {', '.join(names)}")
+    changed = replace(tiles, **{name: _integer(name, size) for name, size in overrides.items()})
+    misfit = _threads_misfit(changed) or changed.misfit()
+    if misfit is not None:
+        raise ValueError(f"tiles {changed}: {misfit}")
+    return changed
+
+
+def _integer(name: str, size: object) -> int:
+    try:
+        return operator.index(size)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"tiles has {name} {size!r}; it must be an integer") from None
+
+
+def _threads_misfit(tiles: TileSizes) -> str | None:
+    if min(asdict(tiles).values()) < 1:
+        return "sizes must be positive"
+    if tiles.threads % 32 or tiles.threads > MAX_THREADS_PER_BLOCK:
+        return f"threads must be a multiple of 32 up to {MAX_THREADS_PER_BLOCK}"
+    return None
+
+
+def _does_not_fit(tiles: TileSizes, cost: Cost, device: Device) -> str:
+    return (
+        f"tiles {tiles}: they need {cost.smem_bytes:,} bytes of shared memory and {tiles.threads} "
+        f"threads a block; {device.arch} offers {device.smem_per_block:,} bytes and "
+        f"{min(MAX_THREADS_PER_BLOCK, device.threads_per_sm)} threads"
+    )

@@ -1,0 +1,626 @@
+"""What counts as an array, where it is computed on, and which arrays share memory.
+
+Other libraries are stood for by a small one of DLPack arrays, and CuPy by a module whose arrays lie in
+the CPU's memory.
+"""
+
+import itertools
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tolerance import DTYPES, assert_attention, assert_gradients, random_problem
+
+import cufa
+from cufa import arrays, device
+from cufa.arrays import Adopted, adopt, overlap, overlaps_itself
+from cufa.device import GPUUnavailableError
+
+DLPACK_CPU, DLPACK_CUDA, DLPACK_ROCM = 1, 2, 10
+INSTALL_CUPY = r"there is a GPU, but no CuPy to use it with: pip install 'cufa\[cuda13\]'"
+
+
+def forget_gpus() -> None:
+    arrays.gpu_usable.cache_clear()
+    device._read_gpu.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No GPU, whatever this machine has."""
+    monkeypatch.delenv("CUFA_ARCH", raising=False)
+    monkeypatch.setattr(device, "gpu_present", lambda: False)
+    forget_gpus()
+    yield
+    forget_gpus()
+
+
+# --- libraries that stand for others --------------------------------------------------------------
+
+
+class DLPackArray:
+    """An array of another library: it has DLPack, and NumPy's memory."""
+
+    def __init__(self, values: Any, device_type: int = DLPACK_CPU) -> None:
+        self.values = values
+        self.device_type = device_type
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device_type, 0
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.values.__dlpack__(**options)
+
+
+class FirstDLPackArray(DLPackArray):
+    """Its `__dlpack__` is that of DLPack before versions."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if options.keys() - {"stream"}:
+            raise TypeError(f"unexpected keyword arguments {options}")
+        return self.values.__dlpack__()
+
+
+class StandardArray(DLPackArray):
+    """It says which library it is of, as the array API standard has it."""
+
+    def __array_namespace__(self) -> Any:
+        return SimpleNamespace(from_dlpack=lambda array: StandardArray(np.from_dlpack(array)))
+
+
+@pytest.fixture(params=[DLPackArray, FirstDLPackArray, StandardArray])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An array type whose library is found by the module of the type, or by asking the array."""
+    kind = request.param
+    if kind is not StandardArray:
+        module = ModuleType("tinylib")
+        module.from_dlpack = lambda array: kind(np.from_dlpack(array))  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "tinylib", module)
+        monkeypatch.setattr(kind, "__module__", "tinylib.arrays")
+    return kind
+
+
+class CUDARuntimeError(RuntimeError):
+    """Stands for CuPy's."""
+
+
+class CudaArray:
+    """What cufa uses of CuPy's arrays."""
+
+    def __init__(self, values: Any, device_id: int = 0) -> None:
+        self.values = values
+        self.data = SimpleNamespace(ptr=values.ctypes.data, device_id=device_id)
+        self.flags = SimpleNamespace(c_contiguous=values.flags.c_contiguous)
+        self.shape, self.strides, self.dtype = values.shape, values.strides, values.dtype
+        self.size, self.itemsize = values.size, values.itemsize
+
+    def get(self) -> Any:
+        return self.values.copy()
+
+    def __setitem__(self, index: Any, value: "CudaArray") -> None:
+        self.values[index] = value.values
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return DLPACK_CUDA, self.data.device_id
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.values.__dlpack__(**options)
+
+
+class Elsewhere:
+    """What stands behind a CuPy array of more memory than there is here."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        self.ctypes = SimpleNamespace(data=address)
+        self.flags = SimpleNamespace(c_contiguous=False)
+        self.shape, self.strides, self.dtype = shape, strides, np.dtype(np.float16)
+        self.size, self.itemsize = math.prod(shape), self.dtype.itemsize
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A machine with an H200 and CuPy."""
+    properties = {
+        "name": b"NVIDIA H200",
+        "major": 9,
+        "minor": 0,
+        "sharedMemPerBlockOptin": 232448,
+        "sharedMemPerMultiprocessor": 233472,
+        "reservedSharedMemPerBlock": 1024,
+        "regsPerMultiprocessor": 65536,
+        "maxThreadsPerMultiProcessor": 2048,
+        "maxBlocksPerMultiProcessor": 32,
+        "warpSize": 32,
+        "multiProcessorCount": 132,
+        "l2CacheSize": 62914560,
+    }
+    runtime = SimpleNamespace(
+        getDevice=lambda: 0,
+        getDeviceProperties=lambda _: properties,
+        CUDARuntimeError=CUDARuntimeError,
+    )
+    module: Any = ModuleType("cupy")
+    module.__version__ = "14.0.0"
+    module.cuda = SimpleNamespace(runtime=runtime)
+    module.ndarray = CudaArray
+    module.asarray = lambda array: CudaArray(np.array(array))
+    module.from_dlpack = lambda array: CudaArray(array.values)
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    monkeypatch.setattr(device, "gpu_present", lambda: True)
+    return module
+
+
+def some_array() -> Any:
+    return np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+
+
+# --- NumPy ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", [None, "numpy"])
+def test_numpy_arrays_are_used_as_they_are(backend: str | None) -> None:
+    q, k = some_array(), some_array()[:, ::-1]
+    adopted = adopt({"q": q, "k": k}, backend)
+    assert (adopted.on_gpu, adopted.moved) == (False, False)
+    assert adopted.arrays["q"] is q
+    assert adopted.arrays["k"] is k
+    assert adopted.give_back(q) is q
+    assert adopted.give_back(q, k) is k
+
+
+def test_subclasses_of_numpys_arrays_mix_with_them() -> None:
+    class Tagged(np.ndarray[Any, Any]):
+        pass
+
+    tagged = some_array().view(Tagged)
+    adopted = adopt({"q": tagged, "k": some_array()}, None)
+    assert isinstance(adopted.arrays["q"], np.ndarray)
+    assert np.shares_memory(adopted.arrays["q"], tagged)
+
+
+@pytest.mark.parametrize("argument", ["q", "k", "v"])
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ([[1.0]], "list"),
+        (((1.0,),), "tuple"),
+        (None, "NoneType"),
+        (1.0, "float"),
+        ("q.npy", "str"),
+        (memoryview(b"bytes"), "memoryview"),
+        (np.float32(1), "numpy.float32"),
+        (SimpleNamespace(shape=(1,), dtype=np.float32), "types.SimpleNamespace"),
+    ],
+)
+def test_what_is_no_array_is_refused_by_name(argument: str, value: Any, kind: str) -> None:
+    named = dict.fromkeys(("q", "k", "v"), some_array()) | {argument: value}
+    expected = f"{argument} is a {kind}; it may be a NumPy array, a CuPy array or any array with DLPack"
+    with pytest.raises(TypeError) as caught:
+        adopt(named, None)
+    assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize("backend", ["gpu", "", "CUDA", "cupy", 0])
+def test_backends_that_are_not_known(backend: Any) -> None:
+    with pytest.raises(ValueError, match=f"^backend is {backend!r}; it may be 'numpy', 'cuda' or None$"):
+        adopt({"q": some_array()}, backend)
+
+
+# --- other libraries ------------------------------------------------------------------------------
+
+
+def test_dlpack_arrays_are_read_without_a_copy(library: Any) -> None:
+    q, k = library(some_array()), library(some_array()[:, ::2])
+    adopted = adopt({"q": q, "k": k}, None)
+    assert (adopted.on_gpu, adopted.moved) == (False, False)
+    for name, given in (("q", q), ("k", k)):
+        taken = adopted.arrays[name]
+        assert type(taken) is np.ndarray
+        assert taken.ctypes.data == given.values.ctypes.data
+        assert taken.strides == given.values.strides
+
+
+def test_results_go_back_to_their_library_without_a_copy(library: Any) -> None:
+    adopted = adopt({"q": library(some_array())}, None)
+    result = some_array()
+    given_back = adopted.give_back(result)
+    assert type(given_back) is library
+    assert np.shares_memory(given_back.values, result)
+
+
+def test_out_of_another_library_is_what_comes_back(library: Any) -> None:
+    out = library(some_array())
+    adopted = adopt({"q": library(some_array()), "out": out}, None)
+    assert adopted.give_back(adopted.arrays["out"], out) is out
+
+
+@pytest.mark.parametrize("backend", [None, "numpy"])
+def test_attention_of_another_librarys_arrays(library: Any, backend: str | None) -> None:
+    rng = np.random.default_rng(1)
+    problem = random_problem(rng, "float32", seqlen_q=17, seqlen_k=23, heads=4, kv_heads=2, head_dim=8)
+    q, k, v, dout = (library(array) for array in (problem.q, problem.k, problem.v, problem.dout))
+    out, lse = cufa.attention(q, k, v, causal=True, return_lse=True, backend=backend)
+    gradients = cufa.attention_backward(dout, q, k, v, out, lse, causal=True, backend=backend)
+    assert {type(array) for array in (out, lse, *gradients)} == {library}
+    assert_attention(out.values, lse.values, problem, causal=True)
+    dq, dk, dv = (gradient.values for gradient in gradients)
+    assert_gradients((dq, dk, dv), problem, causal=True)
+    assert type(cufa.softmax(q, backend=backend)) is library
+
+
+def test_attention_into_another_librarys_out() -> None:
+    problem = random_problem(np.random.default_rng(2), "float16", seqlen_q=17, seqlen_k=17, head_dim=8)
+    q, k, v = (StandardArray(array) for array in (problem.q, problem.k, problem.v))
+    out = StandardArray(np.full_like(problem.q, np.nan))
+    assert cufa.attention(q, k, v, out=out) is out
+    assert_attention(out.values, None, problem, causal=False)
+    with pytest.raises(ValueError, match=r"^out overlaps v in memory"):
+        cufa.attention(q, k, v, out=v)
+
+
+@pytest.mark.parametrize("backend", [None, "numpy", "cuda"])
+def test_kinds_may_not_be_mixed(backend: str | None, library: Any) -> None:
+    named = {"q": some_array(), "k": some_array(), "v": library(some_array())}
+    kind = f"{library.__module__}.{library.__name__}"
+    with pytest.raises(TypeError) as caught:
+        adopt(named, backend)
+    assert str(caught.value) == (f"v is a {kind} and q a numpy.ndarray; all arrays must be of one kind")
+
+
+def test_two_other_libraries_may_not_be_mixed() -> None:
+    named = {"q": StandardArray(some_array()), "k": DLPackArray(some_array())}
+    with pytest.raises(
+        TypeError, match=r"^k is a test_arrays.DLPackArray and q a test_arrays.StandardArray; "
+    ):
+        adopt(named, None)
+
+
+@pytest.mark.parametrize("module", ["test_arrays", "library_that_is_not_imported"])
+def test_an_array_whose_library_cannot_take_results(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DLPackArray, "__module__", module)
+    expected = f"^q is a {module}.DLPackArray, whose library has no from_dlpack to hand results back$"
+    with pytest.raises(TypeError, match=expected):
+        adopt({"q": DLPackArray(some_array())}, None)
+
+
+def test_an_array_api_library_without_dlpack() -> None:
+    class Half(DLPackArray):
+        def __array_namespace__(self) -> Any:
+            return SimpleNamespace()
+
+    with pytest.raises(TypeError, match=r"^q is a .*Half, whose library has no from_dlpack"):
+        adopt({"q": Half(some_array())}, None)
+
+
+def test_an_array_on_a_device_of_another_kind() -> None:
+    named = {"q": StandardArray(some_array()), "k": StandardArray(some_array(), DLPACK_ROCM)}
+    with pytest.raises(TypeError) as caught:
+        adopt(named, None)
+    assert str(caught.value) == ("k is on a device of DLPack type 10; it may be on the CPU or a CUDA GPU")
+
+
+def test_an_array_on_a_gpu_that_is_not_there() -> None:
+    with pytest.raises(GPUUnavailableError, match=r"^no GPU: the NVIDIA driver is not installed"):
+        adopt({"q": StandardArray(some_array(), DLPACK_CUDA)}, None)
+
+
+@pytest.mark.parametrize("error", [BufferError, RuntimeError, ValueError, TypeError])
+def test_an_array_that_its_library_does_not_export_is_named(error: type[Exception]) -> None:
+    class Guarded(StandardArray):
+        def __dlpack__(self, **options: Any) -> Any:
+            raise error("it requires a gradient")
+
+    with pytest.raises((TypeError, ValueError), match=r"^k .*: it requires a gradient$"):
+        adopt({"k": Guarded(some_array())}, None)
+
+
+# --- with a GPU -----------------------------------------------------------------------------------
+
+
+def test_backend_cuda_without_a_gpu() -> None:
+    with pytest.raises(GPUUnavailableError, match=r"^no GPU: the NVIDIA driver is not installed"):
+        adopt({"q": some_array()}, "cuda")
+
+
+def test_a_gpu_without_cupy_says_once_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(device, "gpu_present", lambda: True)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with caplog.at_level(logging.WARNING, "cufa"):
+        for _ in range(3):
+            assert not adopt({"q": some_array()}, None).on_gpu
+    (record,) = caplog.records
+    assert record.getMessage().startswith("computing on the CPU: there is a GPU, but no CuPy")
+    with pytest.raises(GPUUnavailableError, match=f"^{INSTALL_CUPY}, or 'cufa\\[cuda12\\]'"):
+        adopt({"q": some_array()}, "cuda")
+
+
+def test_backend_numpy_does_not_look_for_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(device, "gpu_present", lambda: True)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert not adopt({"q": some_array()}, "numpy").on_gpu
+    assert not caplog.records
+
+
+def test_cupy_without_a_driver_it_can_use(cupy: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse() -> int:
+        raise CUDARuntimeError("cudaErrorInsufficientDriver: driver version is insufficient")
+
+    cupy.cuda.runtime.getDevice = refuse
+    with caplog.at_level(logging.WARNING, "cufa"):
+        assert not adopt({"q": some_array()}, None).on_gpu
+    expected = "there is a GPU, but CuPy 14.0.0 cannot use it: cudaErrorInsufficientDriver"
+    assert f"computing on the CPU: {expected}" in caplog.text
+    assert "update the driver" in caplog.text
+    with pytest.raises(GPUUnavailableError, match=f"^{expected}"):
+        adopt({"q": some_array()}, "cuda")
+
+
+@pytest.mark.parametrize("backend", [None, "cuda"])
+def test_arrays_on_the_gpu_stay_there(cupy: Any, backend: str | None) -> None:
+    q, k = CudaArray(some_array()), CudaArray(some_array())
+    adopted = adopt({"q": q, "k": k}, backend)
+    assert (adopted.on_gpu, adopted.moved) == (True, False)
+    assert adopted.arrays["q"] is q
+    assert adopted.give_back(k) is k
+    assert adopted.give_back(k, q) is q
+
+
+@pytest.mark.parametrize("backend", [None, "cuda"])
+def test_numpy_arrays_travel_to_the_gpu_and_back(cupy: Any, backend: str | None) -> None:
+    q, out = some_array(), np.full((2, 3, 4), np.nan, np.float32)[::-1]
+    adopted = adopt({"q": q, "out": out}, backend)
+    assert (adopted.on_gpu, adopted.moved) == (True, True)
+    assert type(adopted.arrays["q"]) is CudaArray
+    np.testing.assert_array_equal(adopted.arrays["q"].values, q)
+    result = CudaArray(q + 1)
+    assert type(adopted.give_back(result)) is np.ndarray
+    np.testing.assert_array_equal(adopted.give_back(result), q + 1)
+    assert adopted.give_back(result, out) is out
+    np.testing.assert_array_equal(out, q + 1)
+
+
+def test_other_libraries_arrays_travel_to_the_gpu_and_back(cupy: Any) -> None:
+    q, out = StandardArray(some_array()), StandardArray(np.full((2, 3, 4), np.nan, np.float32))
+    adopted = adopt({"q": q, "out": out}, None)
+    assert (adopted.on_gpu, adopted.moved) == (True, True)
+    result = CudaArray(q.values + 1)
+    given_back = adopted.give_back(result)
+    assert type(given_back) is StandardArray
+    np.testing.assert_array_equal(given_back.values, q.values + 1)
+    assert adopted.give_back(result, out) is out
+    np.testing.assert_array_equal(out.values, q.values + 1)
+
+
+def test_other_libraries_arrays_on_the_gpu_stay_there(
+    cupy: Any, library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = library(some_array(), DLPACK_CUDA)
+    adopted = adopt({"q": q}, None)
+    assert (adopted.on_gpu, adopted.moved) == (True, False)
+    assert adopted.arrays["q"].values is q.values
+    assert type(adopted.give_back(CudaArray(some_array()))) is library
+
+
+def test_backend_numpy_brings_arrays_from_the_gpu(cupy: Any) -> None:
+    q, out = CudaArray(some_array()), CudaArray(np.full((2, 3, 4), np.nan, np.float32))
+    adopted = adopt({"q": q, "out": out}, "numpy")
+    assert (adopted.on_gpu, adopted.moved) == (False, True)
+    assert type(adopted.arrays["q"]) is np.ndarray
+    np.testing.assert_array_equal(adopted.arrays["q"], q.values)
+    given_back = adopted.give_back(some_array())
+    assert type(given_back) is CudaArray
+    np.testing.assert_array_equal(given_back.values, some_array())
+    assert adopted.give_back(some_array(), out) is out
+    np.testing.assert_array_equal(out.values, some_array())
+
+
+def test_numpy_and_cupy_may_not_be_mixed(cupy: Any) -> None:
+    for named in (
+        {"q": some_array(), "k": CudaArray(some_array())},
+        {"q": CudaArray(some_array()), "k": some_array()},
+    ):
+        with pytest.raises(TypeError, match=r"^k is a .* and q a .*; all arrays must be of one kind$"):
+            adopt(named, None)
+
+
+def test_arrays_on_two_sides_may_not_be_mixed(cupy: Any) -> None:
+    on_cpu, on_gpu = StandardArray(some_array()), StandardArray(some_array(), DLPACK_CUDA)
+    together = "all arrays must be on one device$"
+    with pytest.raises(ValueError, match=f"^k is on a GPU and q on the CPU; {together}"):
+        adopt({"q": on_cpu, "k": on_gpu}, None)
+    with pytest.raises(ValueError, match=f"^k is on the CPU and q on a GPU; {together}"):
+        adopt({"q": on_gpu, "k": on_cpu}, None)
+
+
+@pytest.mark.parametrize("backend", [None, "cuda", "numpy"])
+def test_arrays_on_another_gpu_are_refused(cupy: Any, backend: str | None) -> None:
+    named = {"q": CudaArray(some_array()), "k": CudaArray(some_array(), device_id=3)}
+    with pytest.raises(ValueError, match=r"^k is on GPU 3 and the current one is 0; .*cupy.cuda.Device\(3\)"):
+        adopt(named, backend)
+
+
+def read_only(out: Any) -> Any:
+    out.flags.writeable = False
+    return out
+
+
+@pytest.mark.parametrize(
+    ("make_out", "message"),
+    [
+        (read_only, "out is read-only; it must be writeable"),
+        (lambda out: np.lib.stride_tricks.as_strided(out, strides=(0, 0, 0, 4)), "out has strides"),
+    ],
+)
+def test_an_out_that_travels_is_held_to_the_same_rules(
+    cupy: Any, make_out: Callable[[Any], Any], message: str
+) -> None:
+    """Its copy on the GPU is writeable and lies nowhere else, but the result goes back to `out`."""
+    q = np.ones((1, 4, 2, 8), np.float32)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        cufa.attention(q, q, q, out=make_out(np.zeros_like(q)))
+
+
+def test_an_out_that_travels_may_not_overlap_either(cupy: Any) -> None:
+    q, k = (np.ones((1, 4, 2, 8), np.float32) for _ in range(2))
+    with pytest.raises(ValueError, match=r"^out overlaps k in memory; it must not$"):
+        cufa.attention(q, k, q, out=k)
+
+
+# --- shared memory --------------------------------------------------------------------------------
+
+
+def random_view(rng: np.random.Generator, memory: Any) -> Any:
+    """A view of any shape, strides and dtype, its strides no multiples of anything in particular."""
+    while True:
+        dtype = rng.choice(["u1", "f2", "f4", "f8"])
+        shape = tuple(int(n) for n in rng.choice([0, 1, 2, 3, 4], rng.integers(0, 5), p=[0.02, *4 * [0.245]]))
+        strides = tuple(int(s) for s in rng.integers(-16, 17, len(shape)) * rng.choice([1, 2, 4]))
+        offset = int(rng.integers(0, memory.size))
+        try:
+            return np.ndarray(shape, dtype, memory, offset, strides)
+        except ValueError:  # it would reach beyond the memory
+            continue
+
+
+def bytes_of_elements(view: Any) -> list[set[int]]:
+    """The addresses of each element's bytes."""
+    start = view.ctypes.data
+    offsets = (
+        sum(i * stride for i, stride in zip(index, view.strides, strict=True))
+        for index in itertools.product(*map(range, view.shape))
+    )
+    return [set(range(start + offset, start + offset + view.itemsize)) for offset in offsets]
+
+
+def test_overlap_by_brute_force() -> None:
+    rng = np.random.default_rng(1)
+    memory = np.zeros(128, np.uint8)
+    seen = {True: 0, False: 0}
+    for _ in range(4000):
+        a, b = random_view(rng, memory), random_view(rng, memory)
+        expected = bool(set().union(*bytes_of_elements(a)) & set().union(*bytes_of_elements(b)))
+        assert overlap(a, b) == overlap(b, a) == expected, (a.shape, a.strides, b.shape, b.strides)
+        seen[expected] += 1
+    assert min(seen.values()) > 500
+
+
+def test_overlaps_itself_by_brute_force() -> None:
+    """It may err, but only towards refusing, and never for a view that slicing can make."""
+    rng = np.random.default_rng(2)
+    memory = np.zeros(128, np.uint8)
+    seen = {True: 0, False: 0}
+    for _ in range(4000):
+        a = random_view(rng, memory)
+        elements = bytes_of_elements(a)
+        shared = sum(map(len, elements)) > len(set().union(*elements))
+        assert overlaps_itself(a) or not shared, (a.shape, a.strides)
+        seen[shared] += 1
+    assert min(seen.values()) > 500
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_slices_of_an_array_do_not_overlap_themselves(dtype: str) -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(300):
+        shape = rng.integers(0, 5, 4)
+        array = np.zeros(shape, dtype).transpose(rng.permutation(4))
+        steps = rng.choice([-3, -2, -1, 1, 2, 3], 4)
+        view = array[tuple(slice(None, None, int(step)) for step in steps)]
+        assert not overlaps_itself(view), (view.shape, view.strides)
+
+
+def test_broadcast_and_sliding_views_overlap_themselves() -> None:
+    array = np.zeros((3, 4), np.float32)
+    assert overlaps_itself(np.broadcast_to(array, (2, 3, 4)))
+    assert overlaps_itself(np.broadcast_to(array[:, :1], (3, 4)))
+    assert overlaps_itself(np.lib.stride_tricks.sliding_window_view(array[0], 2))
+    assert not overlaps_itself(np.broadcast_to(array, (1, 3, 4)))
+
+
+def test_views_without_elements_overlap_nothing() -> None:
+    array = np.zeros((3, 4), np.float32)
+    for empty in (array[:0], array[1:1, 1:], array[:, 2:2]):
+        assert not overlap(array, empty)
+        assert not overlap(empty, array)
+        assert not overlap(empty, empty)
+    assert not overlaps_itself(np.broadcast_to(np.zeros((0, 1), np.float32), (0, 5)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_interleaved_heads_do_not_overlap(dtype: str) -> None:
+    packed = np.zeros((2, 5, 3, 4, 8), dtype)
+    q, k, v = (packed[:, :, i] for i in range(3))
+    assert not overlap(q, k)
+    assert not overlap(k, v)
+    assert overlap(q, packed)
+    assert overlap(packed[:, :, :2], k)
+    assert overlap(q, q)
+
+
+def test_overlap_of_large_arrays_is_found_at_once() -> None:
+    """The question is NP-hard in general; for the strides that arrays have it must not show."""
+    _, seqlen, heads, head_dim = shape = (2**10, 2**20, 2**7, 2**7)
+    row = 3 * heads * head_dim * 2
+    by_row = (seqlen * row, row, head_dim * 2, 2)  # a row is its heads of q, then of k, then of v
+    by_head = (seqlen * row, row, 3 * head_dim * 2, 2)  # a head is its q, its k and its v
+    for strides, next_one in ((by_row, heads * head_dim * 2), (by_head, head_dim * 2)):
+        q, k = (CudaArray(Elsewhere(2**46 + offset, shape, strides)) for offset in (0, next_one))
+        assert not overlap(q, k)
+        assert overlap(q, q)
+        assert not overlaps_itself(q)
+
+
+# --- libraries that are installed -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_torch_on_the_cpu(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(4)
+    problem = random_problem(rng, dtype, seqlen_q=17, seqlen_k=23, heads=4, kv_heads=2, head_dim=8)
+    q, k, v, dout = map(torch.from_numpy, (problem.q, problem.k, problem.v, problem.dout))
+    assert adopt({"q": q}, None).arrays["q"].ctypes.data == q.data_ptr()
+    out, lse = cufa.attention(q, k, v, causal=True, return_lse=True)
+    gradients = cufa.attention_backward(dout, q, k, v, out, lse, causal=True)
+    assert {type(x) for x in (out, lse, *gradients)} == {torch.Tensor}
+    assert_attention(out.numpy(), lse.numpy(), problem, causal=True)
+    dq, dk, dv = (gradient.numpy() for gradient in gradients)
+    assert_gradients((dq, dk, dv), problem, causal=True)
+    result = torch.full_like(out, float("nan"))
+    assert cufa.attention(q, k, v, causal=True, out=result) is result
+    assert torch.equal(result, out)
+
+
+def test_torch_tensors_that_cannot_be_read_are_named() -> None:
+    torch = pytest.importorskip("torch")
+    q = torch.zeros(1, 4, 2, 8)
+    for unreadable in (q.clone().requires_grad_(), q.bfloat16(), q.to("meta")):
+        with pytest.raises((TypeError, ValueError), match=r"^q .*torch\.Tensor"):
+            cufa.attention(unreadable, unreadable, unreadable)
+
+
+def test_jax_on_the_cpu() -> None:
+    jax = pytest.importorskip("jax")
+    problem = random_problem(np.random.default_rng(5), "float32", seqlen_q=17, seqlen_k=23, head_dim=8)
+    q, k, v = map(jax.numpy.asarray, (problem.q, problem.k, problem.v))
+    out, lse = cufa.attention(q, k, v, return_lse=True)
+    assert isinstance(out, jax.Array)
+    assert_attention(np.asarray(out), np.asarray(lse), problem, causal=False)
+    with pytest.raises(ValueError, match=r"^out is read-only"):
+        cufa.attention(q, k, v, out=out)
+
+
+def test_adopted_is_a_record() -> None:
+    adopted = adopt({"q": some_array()}, None)
+    assert isinstance(adopted, Adopted)
+    with pytest.raises(AttributeError):
+        adopted.moved = True  # type: ignore[misc]

@@ -1,0 +1,643 @@
+"""Planning for every known GPU: what is planned fits, covers every row, and is explained."""
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tolerance import DTYPES
+
+from cufa import kernels
+from cufa.device import KNOWN, Arch, Device
+from cufa.kernels import KERNELS
+from cufa.plan import Launch, Plan, make_plan, tiled
+from cufa.plan.record import MAX_GRID
+from cufa.plan.sizes import ceil_div, round_up, shared_matrix_bytes
+from cufa.plan.standard import softmax_launch
+from cufa.plan.tiled import Tiles
+from cufa.problem import Direction, Problem
+
+ARCHS = [str(device.arch) for device in KNOWN.values()]
+NAIVE = ["fwd_1_naive", "fwd_2_online_softmax", "bwd_1_naive"]
+TILED = ["fwd_3_flash_v1", "fwd_4_flash_v2", "bwd_2_flash_v2"]
+SOME_TILES = {"block_m": 64, "block_n": 64, "threads": 128, "lanes": 8}
+CANDIDATES = {
+    "fwd_3_flash_v1": tiled.FLASH_V1_TILES,
+    "fwd_4_flash_v2": tiled.FLASH_V2_TILES,
+    "bwd_2_flash_v2": tiled.BACKWARD_TILES,
+}
+
+# (head_dim, value_dim): around every multiple of a vector, a warp and a tile, then unequal ones.
+EQUAL_DIMS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 40, 48, 63, 64, 65, 72, 80, 96, 100, 112]
+EQUAL_DIMS += [127, 128, 129, 144, 160, 176, 192, 200, 224, 240, 255, 256]
+UNEQUAL_DIMS = [(1, 256), (256, 1), (8, 256), (256, 8), (33, 65), (64, 128), (192, 128), (129, 255)]
+HEAD_DIMS = [(dim, dim) for dim in EQUAL_DIMS] + UNEQUAL_DIMS
+
+
+def problem_for(
+    kernel: str,
+    dtype: str | None = None,
+    head_dim: int = 64,
+    value_dim: int | None = None,
+    *,
+    batch: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    seqlen_q: int = 300,
+    seqlen_k: int = 400,
+    causal: bool = False,
+) -> Problem:
+    """A problem of the kernel's direction, in float32 if it has that."""
+    dtypes = KERNELS[kernel].dtypes
+    return Problem(
+        direction=KERNELS[kernel].direction,
+        dtype=dtype or ("float32" if "float32" in dtypes else dtypes[0]),
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim if value_dim is None else value_dim,
+        causal=causal,
+    )
+
+
+def supported(kernel: str, arch: str) -> bool:
+    return KERNELS[kernel].unsupported(problem_for(kernel), Device.of(arch)) is None
+
+
+# Each kernel with each GPU that it can run on, and with each of its dtypes.
+KERNELS_ON_GPUS = [(kernel, arch) for kernel in KERNELS for arch in ARCHS if supported(kernel, arch)]
+KERNELS_IN_DTYPES = [(kernel, dtype) for kernel in KERNELS for dtype in KERNELS[kernel].dtypes]
+
+
+def plan_of(kernel: str, arch: str = "sm_90a", tiles: dict[str, Any] | None = None, **options: Any) -> Plan:
+    return make_plan(problem_for(kernel, **options), Device.of(arch), kernel, tiles)
+
+
+def macros_of(plan: Plan) -> dict[str, str | int | bool]:
+    macros = dict(plan.macros)
+    assert len(macros) == len(plan.macros), "a macro is defined twice"
+    return macros
+
+
+def misfit(plan: Plan) -> str | None:
+    """Why the tiles of a tiled kernel's plan cannot be compiled, if so."""
+    tiles = Tiles(**plan.tiles)
+    if plan.kernel.startswith("bwd") and tiles.block_n % tiles.grid_rows:
+        return "the backward shares out a tile's keys among the rows of the grid"
+    return tiles.misfit()
+
+
+# --- every GPU, dtype, head dim and kernel --------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kernel", "arch"), KERNELS_ON_GPUS)
+def test_there_is_a_plan_that_fits(kernel: str, arch: str) -> None:
+    device = Device.of(arch)
+    max_dim = KERNELS[kernel].max_head_dim
+    dims = [pair for pair in HEAD_DIMS if max(pair) <= max_dim]
+    for dtype, (head_dim, value_dim) in itertools.product(KERNELS[kernel].dtypes, dims):
+        plan = make_plan(problem_for(kernel, dtype, head_dim, value_dim), device, kernel)
+        assert (plan.kernel, plan.device, plan.variant.arch) == (kernel, device, device.arch)
+        assert tuple(launch.entry for launch in plan.launches) == KERNELS[kernel].entries
+        for launch in plan.launches:
+            assert 0 < launch.grid <= MAX_GRID
+            assert 0 <= launch.smem_bytes <= device.smem_per_block
+            assert launch.block % 32 == 0
+            assert device.blocks_resident(launch.block, 0, launch.smem_bytes) >= 1
+        assert macros_of(plan)["SMEM_BYTES"] == max(launch.smem_bytes for launch in plan.launches)
+        assert bool(plan.tiles) == (kernel not in NAIVE)
+        if kernel in TILED:
+            assert misfit(plan) is None
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kernel", TILED)
+def test_registers_are_not_exceeded_if_other_tiles_do_with_fewer(kernel: str, arch: str) -> None:
+    device = Device.of(arch)
+    cost_of = tiled._backward_cost if kernel.startswith("bwd") else tiled._forward_cost
+    for dtype, (head_dim, value_dim) in itertools.product(DTYPES, HEAD_DIMS):
+        problem = problem_for(kernel, dtype, head_dim, value_dim)
+        costs = {tiles: cost_of(problem, tiles) for tiles in CANDIDATES[kernel]}
+        holds = [
+            tiles
+            for tiles, cost in costs.items()
+            if cost.smem_bytes <= device.smem_per_block and cost.registers <= device.registers_per_thread
+        ]
+        plan = make_plan(problem, device, kernel)
+        (chosen,) = (tiles for tiles in costs if vars(tiles) == plan.tiles)
+        assert chosen in holds or not holds
+        registers = costs[chosen].registers
+        assert f"about {registers} registers a thread of {device.registers_per_thread}" in str(plan)
+
+
+@pytest.mark.parametrize("kernel", TILED)
+def test_candidates_can_be_compiled_and_differ(kernel: str) -> None:
+    candidates = CANDIDATES[kernel]
+    assert len(set(candidates)) == len(candidates)
+    for tiles in candidates:
+        assert misfit(plan_of(kernel, tiles=vars(tiles), head_dim=1)) is None
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("kernel", TILED)
+def test_short_queries_get_short_tiles(kernel: str, arch: str) -> None:
+    shortest = min(tiles.block_m for tiles in CANDIDATES[kernel])
+    for dtype, dim, seqlen_q in itertools.product(DTYPES, (16, 64, 128), (1, 7, 16, 33, 64)):
+        plan = plan_of(kernel, arch, dtype=dtype, head_dim=dim, seqlen_q=seqlen_q, seqlen_k=1000)
+        assert plan.tiles["block_m"] <= max(shortest, 2 * seqlen_q - 1)
+
+
+@pytest.mark.parametrize("kernel", TILED)
+def test_long_queries_get_taller_tiles(kernel: str) -> None:
+    short, long = (plan_of(kernel, seqlen_q=seqlen_q).tiles["block_m"] for seqlen_q in (1, 10_000))
+    assert long >= 4 * short
+
+
+@pytest.mark.parametrize("kernel", TILED)
+def test_tiles_shrink_where_shared_memory_is_short(kernel: str) -> None:
+    areas = []
+    for smem_bytes in (20_000, 60_000, 200_000):
+        device = replace(Device.of("sm_90a"), smem_per_block=smem_bytes, smem_per_sm=smem_bytes + 1024)
+        plan = make_plan(problem_for(kernel), device, kernel)
+        assert max(launch.smem_bytes for launch in plan.launches) <= smem_bytes
+        areas.append(plan.tiles["block_m"] * plan.tiles["block_n"])
+    assert areas[0] < areas[2]
+    assert areas == sorted(areas)
+
+
+@pytest.mark.parametrize("kernel", TILED)
+def test_a_device_that_holds_no_tile_is_refused_with_the_arithmetic(kernel: str) -> None:
+    device = replace(Device.of("sm_80"), smem_per_block=1000)
+    needs = r"they need [\d,]+ bytes of shared memory and 32 threads a block"
+    with pytest.raises(ValueError, match=f"^tiles .*: {needs}; sm_80 offers 1,000 bytes and 1024 threads$"):
+        make_plan(problem_for(kernel), device, kernel)
+
+
+# --- grids and workspace by brute force -----------------------------------------------------------
+
+
+def blocks_by_brute_force(plan: Plan) -> dict[str, int]:
+    """For each entry, the blocks that have anything to do: each element put into its block, one by one."""
+    problem, tiles = plan.problem, plan.tiles
+    batch, heads, kv_heads = (range(n) for n in (problem.batch, problem.heads, problem.kv_heads))
+    queries, keys = range(problem.seqlen_q), range(problem.seqlen_k)
+    head_dims, value_dims = range(problem.head_dim), range(problem.value_dim)
+
+    def elements(*axes: range) -> int:
+        """Blocks of 256 threads, one for each element."""
+        return len({index // 256 for index, _ in enumerate(itertools.product(*axes))})
+
+    def tiles_of(axes: tuple[range, ...], rows: range, height: int) -> int:
+        return len({(*index[:-1], index[-1] // height) for index in itertools.product(*axes, rows)})
+
+    rows = (batch, heads, queries)
+    if plan.kernel in ("fwd_1_naive", "fwd_2_online_softmax"):
+        return {
+            "scores": elements(*rows, keys),
+            "softmax": len(list(itertools.product(*rows))),
+            "output": elements(*rows, value_dims),
+        }
+    if plan.kernel == "bwd_1_naive":
+        key_rows = (batch, kv_heads, keys)
+        return {
+            "probabilities": elements(*rows, keys),
+            "grad_values": elements(*key_rows, value_dims),
+            "grad_probabilities": elements(*rows, keys),
+            "grad_scores": len(list(itertools.product(*rows))),
+            "grad_queries": elements(*rows, head_dims),
+            "grad_keys": elements(*key_rows, head_dims),
+        }
+    if problem.direction == "forward":
+        return {plan.kernel: tiles_of((batch, heads), queries, tiles["block_m"])}
+    warps = tiles["threads"] // 32
+    warp_rows = len({index // warps for index, _ in enumerate(itertools.product(*rows))})
+    return {
+        "row_sums": warp_rows,
+        "key_tiles": tiles_of((batch, kv_heads), keys, tiles["block_n"]),
+        "round_queries": warp_rows,
+    }
+
+
+@pytest.mark.parametrize(
+    "lengths", [(1, 1), (1, 70), (63, 64), (64, 65), (129, 128), (130, 3), (0, 5), (5, 0)], ids=str
+)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_grids_cover_everything_once(kernel: str, lengths: tuple[int, int]) -> None:
+    for batch, heads, kv_heads in ((1, 1, 1), (2, 6, 3), (3, 2, 1), (0, 2, 1), (2, 0, 2)):
+        sizes: dict[str, Any] = {"batch": batch, "heads": heads, "kv_heads": kv_heads}
+        sizes |= {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "head_dim": 5, "value_dim": 3}
+        plan = plan_of(kernel, **sizes)
+        expected = blocks_by_brute_force(plan)
+        assert {launch.entry: launch.grid for launch in plan.launches} == {
+            entry: blocks for entry, blocks in expected.items() if blocks
+        }
+        in_order = [entry for entry in KERNELS[kernel].entries if expected[entry]]
+        assert [launch.entry for launch in plan.launches] == in_order
+
+
+@pytest.mark.parametrize("seqlen_k", [0, 1, 31, 32, 33, 400])
+def test_flash_v1_takes_a_step_for_each_block_of_keys(seqlen_k: int) -> None:
+    plan = plan_of("fwd_3_flash_v1", seqlen_k=seqlen_k)
+    (launch,) = plan.launches
+    blocks = {key // plan.tiles["block_n"] for key in range(seqlen_k)}
+    assert launch.steps == max(1, len(blocks))  # without keys, one still writes the zeros
+    assert f"one launch for each of {launch.steps} blocks of keys" in str(plan)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), KERNELS_IN_DTYPES)
+def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
+    plan = plan_of(kernel, dtype=dtype, head_dim=24, value_dim=40)
+    rows = (2, 4, 300)
+    matrix = (*rows, 400)
+    expected: dict[str, dict[str, tuple[int, ...]]] = {
+        "fwd_1_naive": {"P": matrix},
+        "fwd_2_online_softmax": {"P": matrix},
+        "fwd_3_flash_v1": {"O": (*rows, 40), "l": rows, "m": rows},
+        "fwd_4_flash_v2": {},
+        "bwd_1_naive": {"P": matrix, "dS": matrix},
+        "bwd_2_flash_v2": {"dQ sums": (*rows, 24), "D": rows},
+    }
+    assert [(part.name, part.shape) for part in plan.scratch] == list(expected.get(kernel, {}).items())
+    dtype_of_sums = np.float64 if dtype == "float64" else np.float32
+    parts = [np.broadcast_to(dtype_of_sums(0), shape) for shape in expected.get(kernel, {}).values()]
+    assert plan.workspace_bytes == sum(part.size * part.itemsize for part in parts)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_workspace_grows_as_the_registry_says(kernel: str) -> None:
+    small, large = (plan_of(kernel, seqlen_q=n, seqlen_k=n).workspace_bytes for n in (512, 1024))
+    grows = {"none": 0, "O(N)": 2, "O(N^2)": 4}[KERNELS[kernel].memory]
+    assert large == grows * small
+    assert bool(small) == bool(grows)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("empty", [{"batch": 0}, {"heads": 0, "kv_heads": 0}, {"seqlen_q": 0, "seqlen_k": 0}])
+def test_nothing_to_compute_is_no_launch(kernel: str, empty: dict[str, Any]) -> None:
+    plan = plan_of(kernel, **empty)
+    assert plan.launches == ()
+    assert plan.workspace_bytes == 0
+    assert "launch     none: there is nothing to compute" in str(plan)
+
+
+@pytest.mark.parametrize("kernel", [name for name in KERNELS if name.startswith("fwd")])
+def test_a_forward_without_keys_still_writes_its_zeros(kernel: str) -> None:
+    plan = plan_of(kernel, seqlen_k=0)
+    writes_out = {"fwd_1_naive": "output", "fwd_2_online_softmax": "output"}.get(kernel, kernel)
+    writes_lse = "softmax" if kernel in NAIVE else kernel
+    assert {writes_out, writes_lse} == {launch.entry for launch in plan.launches}
+    assert plan_of(kernel, seqlen_q=0).launches == ()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "writes_queries", "writes_keys"),
+    [
+        ("bwd_1_naive", {"grad_queries"}, {"grad_keys", "grad_values"}),
+        ("bwd_2_flash_v2", {"row_sums", "round_queries"}, {"key_tiles"}),
+    ],
+)
+def test_a_backward_without_keys_or_queries_still_writes_the_other_ones_zeros(
+    kernel: str, writes_queries: set[str], writes_keys: set[str]
+) -> None:
+    without_keys = {launch.entry for launch in plan_of(kernel, seqlen_k=0).launches}
+    assert writes_queries <= without_keys
+    assert not writes_keys & without_keys
+    without_queries = {launch.entry for launch in plan_of(kernel, seqlen_q=0).launches}
+    assert without_queries == writes_keys
+
+
+def test_grids_that_no_gpu_takes_are_refused() -> None:
+    assert Launch("entry", MAX_GRID, 32).grid == 2**31 - 1
+    with pytest.raises(
+        ValueError, match=r"^entry would take 2147483648 blocks; a grid has at most 2147483647$"
+    ):
+        Launch("entry", MAX_GRID + 1, 32)
+    with pytest.raises(ValueError, match=r"^scores would take 4294967296 blocks; a grid has at most"):
+        plan_of("fwd_1_naive", batch=1, heads=1, kv_heads=1, seqlen_q=2**20, seqlen_k=2**20)
+    for kernel, entry in (("fwd_4_flash_v2", "fwd_4_flash_v2"), ("bwd_2_flash_v2", "row_sums")):
+        with pytest.raises(ValueError, match=f"^{entry} would take [0-9]+ blocks"):
+            plan_of(kernel, batch=2**20, heads=2**15, seqlen_q=1)
+    assert plan_of("fwd_4_flash_v2", batch=2**20, heads=2**10, seqlen_q=1).launches[0].grid == 2**30
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2**31 - 1, 2**31, 2**40])
+def test_softmax_shares_out_the_rows_that_a_grid_cannot_take(rows: int) -> None:
+    _, launch = softmax_launch("float32", 2, rows, Arch(9, 0, "a"))
+    assert launch.grid == min(rows, 2**31 - 1)
+
+
+# --- arithmetic -----------------------------------------------------------------------------------
+
+
+def test_rounding_up_by_brute_force() -> None:
+    for a, b in itertools.product(range(70), range(1, 20)):
+        assert ceil_div(a, b) == next(n for n in itertools.count() if n * b >= a)
+        assert round_up(a, b) == next(n for n in itertools.count(a) if n % b == 0)
+
+
+@pytest.mark.parametrize("itemsize", [4, 8])
+def test_shared_matrices_have_rows_of_an_odd_number_of_vectors(itemsize: int) -> None:
+    for rows, cols in itertools.product((1, 8, 128), range(1, 257)):
+        row_bytes, rest = divmod(shared_matrix_bytes(rows, cols, itemsize), rows)
+        assert rest == 0
+        assert row_bytes // 16 % 2 == 1
+        assert row_bytes % 16 == 0
+        assert 0 <= row_bytes - cols * itemsize < 32
+
+
+# --- the record -----------------------------------------------------------------------------------
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """All that a plan is made of, down to what has no parts."""
+    if is_dataclass(value):
+        for field in fields(value):
+            yield from leaves(getattr(value, field.name))
+    elif isinstance(value, dict):
+        for item in value.items():
+            yield from leaves(item)
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from leaves(part)
+    else:
+        yield value
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_plan_is_plain_facts_and_always_the_same(kernel: str) -> None:
+    plan, again = plan_of(kernel, causal=True), plan_of(kernel, causal=True)
+    assert plan == again
+    assert str(plan) == str(again)
+    assert plan.variant == again.variant
+    assert {type(leaf) for leaf in leaves(plan)} <= {str, int, bool}
+
+
+def test_an_empty_mapping_of_tiles_is_none() -> None:
+    assert plan_of("fwd_4_flash_v2", tiles={}) == plan_of("fwd_4_flash_v2")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_last_rung_is_taken_if_none_is_asked_for(arch: str, direction: Direction, dtype: str) -> None:
+    device = Device.of(arch)
+    problem = replace(problem_for("fwd_1_naive", dtype), direction=direction)
+    last = [name for name, row in KERNELS.items() if row.unsupported(problem, device) is None][-1]
+    chosen, asked = make_plan(problem, device), make_plan(problem, device, last)
+    assert chosen.kernel == last
+    assert chosen.reasons[0] == f"{last}: the last rung that supports this call"
+    assert asked.reasons[0] == f"{last}: asked for"
+    assert chosen.launches == asked.launches
+
+
+def undefined_macros(source: str) -> set[str]:
+    """Names in capitals that a kernel's file and its headers use and do not define."""
+    folder = Path(kernels.__file__).parent
+    names: set[str] = set()
+    defined: set[str] = set()
+    seen: set[str] = set()
+    waiting = [source]
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        text = re.sub(r"//.*|/\*.*?\*/", "", (folder / name).read_text())
+        waiting += re.findall(r'#include "(.*)"', text)
+        defined |= set(re.findall(r"#define (\w+)", text))
+        text = re.sub(r'"[^"\n]*"', "", text)
+        names |= set(
+            re.findall(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b|\b(?:SCALAR|CAUSAL|THREADS|LANES)\b", text)
+        )
+    return {name for name in names - defined if not name.startswith("__")}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_macros_are_what_the_kernel_asks_for(kernel: str) -> None:
+    plan = plan_of(kernel, dtype="bfloat16", head_dim=40, value_dim=72, causal=True)
+    macros = macros_of(plan)
+    assert set(macros) == undefined_macros(plan.source)
+    common = {"SCALAR": "bfloat16", "HEAD_DIM": 40, "VALUE_DIM": 72, "CAUSAL": True, "ALIGN_BYTES": 16}
+    assert {name: macros[name] for name in common} == common
+    assert {name: macros[name.upper()] for name in plan.tiles} == plan.tiles
+    assert {launch.block for launch in plan.launches} == {macros["THREADS"]}
+    assert plan.variant.macros == plan.macros
+    assert plan.variant.source == f"{kernel}.cu"
+
+
+@pytest.mark.parametrize("kernel", ["fwd_4_flash_v2", "bwd_2_flash_v2"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_as_many_blocks_as_the_launch_bounds_promise_fit_an_sm(kernel: str, arch: str) -> None:
+    device = Device.of(arch)
+    for dtype, dim in itertools.product(DTYPES, (16, 64, 128, 256)):
+        plan = make_plan(problem_for(kernel, dtype, dim), device, kernel)
+        blocks = macros_of(plan)["BLOCKS_PER_SM"]
+        assert isinstance(blocks, int)
+        launch = max(plan.launches, key=lambda launch: launch.smem_bytes)
+        assert 1 <= blocks <= device.blocks_resident(launch.block, 0, launch.smem_bytes)
+        assert f"{blocks} blocks an SM" in str(plan)
+
+
+@pytest.mark.parametrize(("kernel", "arch"), KERNELS_ON_GPUS)
+def test_a_printed_plan_says_what_and_why(kernel: str, arch: str) -> None:
+    plan = plan_of(kernel, arch, dtype="float16", head_dim=96, causal=True)
+    device, lines = plan.device, str(plan).splitlines()
+    assert lines[0] == f"{kernel} on {device.name} ({arch})"
+    assert lines[1] == f"  problem    {plan.problem}, 16-byte loads"
+    printed = [re.split(r"  +", line.strip(), maxsplit=1) for line in lines[2:]]
+    tiles = ", ".join(f"{name} {size}" for name, size in plan.tiles.items())
+    assert [text for label, text in printed if label == "tiles"] == ([tiles] if plan.tiles else [])
+    assert [text for label, text in printed if label == "launch"] == [
+        f"{launch.entry}: grid {launch.grid}{f' x {launch.steps} steps' if launch.steps > 1 else ''}, "
+        f"block {launch.block} ({launch.block // 32} warps), "
+        f"shared memory {launch.smem_bytes:,} of {device.smem_per_block:,} bytes"
+        for launch in plan.launches
+    ]
+    (workspace,) = (text for label, text in printed if label == "workspace")
+    assert workspace.startswith(f"{plan.workspace_bytes:,} bytes")
+    for part in plan.scratch:
+        assert f"{part.name} {'x'.join(map(str, part.shape))}" in workspace
+    why = [text for label, text in printed if label == "why"]
+    assert tuple(why) == plan.reasons
+    assert len(why) > 1
+    assert {label for label, _ in printed} <= {"tiles", "launch", "workspace", "why"}
+
+
+# --- overrides ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", TILED)
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        {"block_m": 32},
+        {"block_n": 64},
+        {"threads": 128, "lanes": 8},
+        {"block_m": 48, "block_n": 96, "threads": 96, "lanes": 8},
+        {"block_m": 8, "block_n": 8, "threads": 32, "lanes": 4},
+        {"block_m": 64, "block_n": 32, "threads": 1024, "lanes": 32},
+    ],
+    ids=str,
+)
+def test_overrides_are_taken(kernel: str, tiles: dict[str, int]) -> None:
+    default, plan = plan_of(kernel), plan_of(kernel, tiles=tiles)
+    assert plan.tiles == {**default.tiles, **tiles}
+    assert f"{', '.join(tiles)} asked for" in str(plan)
+    assert misfit(plan) is None
+    assert plan.launches[0].block == plan.tiles["threads"]
+    assert {launch.entry: launch.grid for launch in plan.launches} == blocks_by_brute_force(plan)
+
+
+def test_an_override_changes_the_shared_memory() -> None:
+    tiles = {"block_m": 48, "block_n": 32, "threads": 128, "lanes": 16}
+    (launch,) = plan_of("fwd_4_flash_v2", tiles=tiles, head_dim=72, value_dim=40).launches
+    # Rows of float32, padded to an odd number of 16-byte vectors: Q, K, V (40 columns are padded to
+    # the 64 of 16 lanes with a vector each), P.
+    assert launch.smem_bytes == 48 * 19 * 16 + 32 * 19 * 16 + 32 * 17 * 16 + 48 * 9 * 16
+
+
+def test_an_override_with_too_much_shared_memory_names_both_numbers() -> None:
+    tiles = {"block_m": 512, "block_n": 64, "threads": 256, "lanes": 16}
+    needs = 512 * 33 * 16 + 64 * 33 * 16 + 64 * 33 * 16 + 512 * 17 * 16  # Q, K, V, P in float32
+    for arch, offers in (("sm_75", 65_536), ("sm_86", 101_376), ("sm_90a", 232_448)):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole message is compared
+            plan_of("fwd_4_flash_v2", arch, tiles, head_dim=128)
+        assert str(caught.value) == (
+            f"tiles 512x64 with 256 threads in 16 lanes: they need {needs:,} bytes of shared memory and "
+            f"256 threads a block; {arch} offers {offers:,} bytes and 1024 threads"
+        )
+
+
+@pytest.mark.parametrize("kernel", TILED)
+@pytest.mark.parametrize(
+    ("tiles", "reason"),
+    [
+        ({"lanes": 3}, "lanes must be a power of two up to 32"),
+        ({"lanes": 12}, "lanes must be a power of two up to 32"),
+        ({"lanes": 64}, "lanes must be a power of two up to 32"),
+        ({"threads": 100}, "threads must be a multiple of 32 up to 1024"),
+        ({"threads": 2048}, "threads must be a multiple of 32 up to 1024"),
+        ({"block_m": 33}, r"block_m must be a multiple of threads / lanes = 16"),
+        ({"block_n": 36}, r"block_n must be a multiple of 8 \(lanes, and a vector of weights\)"),
+        (
+            {"block_n": 6, "lanes": 2},
+            r"block_n must be a multiple of 4 \(lanes, and a vector of weights\)",
+        ),
+        ({"block_m": 0}, "sizes must be positive"),
+        ({"block_n": -64}, "sizes must be positive"),
+        ({"threads": 0}, "sizes must be positive"),
+        ({"lanes": 0}, "sizes must be positive"),
+    ],
+    ids=str,
+)
+def test_overrides_that_cannot_be_compiled(kernel: str, tiles: dict[str, int], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"^tiles .*: {reason}$"):
+        plan_of(kernel, tiles=SOME_TILES | tiles)
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        {"block_m": 64, "block_n": 32, "threads": 256, "lanes": 4},
+        {"block_m": 96, "block_n": 8, "threads": 64, "lanes": 2},
+        {"block_m": 32, "block_n": 48, "threads": 256, "lanes": 8},
+    ],
+    ids=str,
+)
+def test_backward_tiles_must_share_out_their_keys(tiles: dict[str, int]) -> None:
+    """A thread of the backward also owns whole keys of dK and dV: block_n / (threads / lanes)."""
+    assert plan_of("fwd_4_flash_v2", tiles=tiles).tiles == tiles
+    rows = tiles["threads"] // tiles["lanes"]
+    with pytest.raises(ValueError, match=f"^tiles .*block_n must be a multiple of .*{rows}"):
+        plan_of("bwd_2_flash_v2", tiles=tiles)
+
+
+@pytest.mark.parametrize("kernel", TILED)
+def test_every_override_is_either_refused_or_can_be_compiled(kernel: str) -> None:
+    rng = np.random.default_rng(1)
+    accepted = refused = 0
+    for _ in range(500):
+        lanes, threads = int(rng.choice([1, 2, 4, 8, 16, 32])), 32 * int(rng.integers(1, 9))
+        block_m, block_n = int(rng.integers(1, 97)), 4 * int(rng.integers(1, 25))
+        tiles = {"block_m": block_m, "block_n": block_n, "threads": threads, "lanes": lanes}
+        try:
+            plan = plan_of(kernel, tiles=tiles, head_dim=8)
+        except ValueError:
+            refused += 1
+        else:
+            accepted += 1
+            assert misfit(plan) is None
+    assert accepted
+    assert refused
+
+
+@pytest.mark.parametrize("kernel", TILED)
+def test_overrides_of_unknown_names(kernel: str) -> None:
+    known = "block_m, block_n, threads, lanes"
+    with pytest.raises(ValueError, match=f"^tiles has stages; it may have {known}$"):
+        plan_of(kernel, tiles={"stages": 2})
+    with pytest.raises(ValueError, match=f"^tiles has BLOCK_M, warps; it may have {known}$"):
+        plan_of(kernel, tiles={"warps": 4, "block_m": 64, "BLOCK_M": 64})
+
+
+@pytest.mark.parametrize("kernel", TILED)
+@pytest.mark.parametrize("size", [64.0, "64", None, [64]])
+def test_overrides_must_be_whole_numbers(kernel: str, size: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"^tiles .*block_m") as caught:
+        plan_of(kernel, tiles=SOME_TILES | {"block_m": size})
+    assert repr(size) in str(caught.value)
+
+
+def test_overrides_may_be_numpys_integers() -> None:
+    tiles = {"block_m": np.int64(64), "block_n": np.int32(32)}
+    plan, expected = (
+        plan_of("fwd_4_flash_v2", tiles=each) for each in (tiles, {"block_m": 64, "block_n": 32})
+    )
+    assert plan == expected
+    assert str(plan) == str(expected)
+    assert {type(leaf) for leaf in leaves(plan)} <= {str, int, bool}
+
+
+@pytest.mark.parametrize("kernel", NAIVE)
+def test_naive_rungs_have_no_tiles(kernel: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"^tiles has block_m, lanes, and this kernel has no tiles to choose$"
+    ):
+        plan_of(kernel, tiles={"block_m": 64, "lanes": 8})
+
+
+# --- kernels that cannot do it --------------------------------------------------------------------
+
+
+def test_a_kernel_that_is_not_known() -> None:
+    with pytest.raises(ValueError, match=r"^kernel is 'flash'; it may be fwd_1_naive, .*, bwd_2_flash_v2$"):
+        make_plan(problem_for("fwd_1_naive"), Device.of("sm_80"), "flash")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_of_the_other_direction(kernel: str) -> None:
+    own = KERNELS[kernel].direction
+    other: Direction = "backward" if own == "forward" else "forward"
+    expected = f"^kernel is '{kernel}': {kernel} is a {own} kernel, and this is a {other} call$"
+    with pytest.raises(ValueError, match=expected):
+        make_plan(replace(problem_for(kernel), direction=other), Device.of("sm_80"), kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_an_arch_that_is_too_old(kernel: str) -> None:
+    volta = replace(Device.of("sm_75"), arch=Arch(7, 0))
+    oldest = "sm_{}{}".format(*KERNELS[kernel].min_capability)
+    reason = f"{kernel} needs {oldest} or newer, and the arch is sm_70"
+    with pytest.raises(ValueError, match=f"^kernel is '{kernel}': {reason}$"):
+        make_plan(problem_for(kernel), volta, kernel)
+    with pytest.raises(ValueError, match=r"^no kernel supports .* on sm_70: ") as caught:
+        make_plan(problem_for(kernel), volta)
+    assert reason in str(caught.value)
+    assert str(problem_for(kernel)) in str(caught.value)

@@ -932,7 +932,7 @@ def test_bench_and_ladder_on_the_gpu():
     points = run_json("bench", "--seqlens", "256,512", "--tokens", 1024, *kernels)["points"]
     assert len(points) == 2 * len(KERNELS)
     assert all(point["seconds"] > 0 for point in points)
-    document = run_json("ladder", "--batch", 1, "--seqlen", 512, "--cpu-threads", 1)
+    document = run_json("ladder", "--batch", 1, "--seqlen", 512, "--dtype", "float16", "--cpu-threads", 1)
     assert [row["name"] for row in document["rows"] if row["memory_bytes"] is not None] == [
         *(name for name in KERNELS if KERNELS[name].direction == "forward"),
         *(name for name in KERNELS if KERNELS[name].direction == "backward"),

@@ -213,7 +213,8 @@ def test_impossible_shapes_are_refused():
 
 
 def command(*arguments):
-    environment = os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}
+    path = os.pathsep.join((str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")))
+    environment = os.environ | {"PYTHONPATH": path}
     return subprocess.run(
         [sys.executable, SCRIPTS / "train_gpt.py", *map(str, arguments)],
         env=environment,

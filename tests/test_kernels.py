@@ -26,6 +26,8 @@ VARIANTS = [
     ("float32", 128, 128, True, 16),
     ("float64", 256, 256, True, 8),
     ("float16", 1, 7, False, 2),
+    ("bfloat16", 255, 131, True, 2),
+    ("float16", 250, 256, False, 4),
 ]
 
 

@@ -217,11 +217,20 @@ def blocks_by_brute_force(plan: Plan) -> dict[str, int]:
     if problem.direction == "forward":
         return {plan.kernel: tiles_of((batch, heads), queries, tiles["block_m"])}
     warps = tiles["threads"] // 32
-    warp_rows = len({index // warps for index, _ in enumerate(itertools.product(*rows))})
+
+    def warps_for(*axes: range) -> int:
+        """Blocks that hold a warp for each element."""
+        return len({index // warps for index, _ in enumerate(itertools.product(*axes))})
+
+    summed, rounded = queries, queries
+    if plan.kernel == "bwd_3_mma":
+        # The sums of dQ are whole tiles of queries; a warp rounds sixteen rows.
+        summed = range(-(-problem.seqlen_q // tiles["block_m"]) * tiles["block_m"])
+        rounded = range(-(-problem.seqlen_q // 16))
     return {
-        "row_sums": warp_rows,
+        "row_sums": warps_for(batch, heads, summed),
         "key_tiles": tiles_of((batch, kv_heads), keys, tiles["block_n"]),
-        "round_queries": warp_rows,
+        "round_queries": warps_for(batch, heads, rounded),
     }
 
 
@@ -263,6 +272,8 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
         "fwd_4_flash_v2": {},
         "bwd_1_naive": {"P": matrix, "dS": matrix},
         "bwd_2_flash_v2": {"dQ sums": (*rows, 24), "D": rows},
+        # Whole tiles of queries, and head dims that the warps can part.
+        "bwd_3_mma": {"dQ sums": (2, 4, 320, 32), "D": rows},
     }
     assert [(part.name, part.shape) for part in plan.scratch] == list(expected.get(kernel, {}).items())
     dtype_of_sums = np.float64 if dtype == "float64" else np.float32
@@ -414,7 +425,9 @@ def undefined_macros(source: str) -> set[str]:
         defined |= set(re.findall(r"#define (\w+)", text))
         text = re.sub(r'"[^"\n]*"', "", text)
         names |= set(
-            re.findall(r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b|\b(?:SCALAR|CAUSAL|THREADS|LANES)\b", text)
+            re.findall(
+                r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b|\b(?:SCALAR|CAUSAL|THREADS|LANES|STAGES|SPLIT)\b", text
+            )
         )
     return {name for name in names - defined if not name.startswith("__")}
 
@@ -617,7 +630,7 @@ def test_naive_rungs_have_no_tiles(kernel: str) -> None:
 
 
 def test_a_kernel_that_is_not_known() -> None:
-    with pytest.raises(ValueError, match=r"^kernel is 'flash'; it may be fwd_1_naive, .*, bwd_2_flash_v2$"):
+    with pytest.raises(ValueError, match=r"^kernel is 'flash'; it may be fwd_1_naive, .*, bwd_3_mma$"):
         make_plan(problem_for("fwd_1_naive"), Device.of("sm_80"), "flash")
 
 

@@ -114,6 +114,16 @@ _LADDER = (
         paper="Dao 2023, Algorithm 2",
         memory="O(N)",
     ),
+    Kernel(
+        name="bwd_3_mma",
+        direction="backward",
+        entries=("row_sums", "key_tiles", "round_queries"),
+        idea="tensor cores: S and dP transposed, so that P and dS stay in registers",
+        paper="Dao 2023, Algorithm 2",
+        memory="O(N)",
+        dtypes=("float16", "bfloat16"),
+        min_capability=(8, 0),
+    ),
 )
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType({kernel.name: kernel for kernel in _LADDER})

@@ -15,6 +15,7 @@
 // seqlen_q) Writes   dQ, dK, dV
 #include "online_softmax.cuh"
 #include "scores.cuh"
+#include "warp_rows.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 using Grid = ThreadGrid<THREADS, LANES>;
@@ -39,43 +40,23 @@ struct Workspace {
     }
 };
 
-// One row of one head, which a warp of row_sums or round_queries owns.
-struct WarpRow {
-    int batch, head, row, lane = threadIdx.x % 32;
-
-    __device__ explicit WarpRow(const Sizes& sizes) {
-        const long long index =
-            static_cast<long long>(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
-        row = index % sizes.seqlen_q;
-        head = index / sizes.seqlen_q % sizes.heads;
-        batch = index / sizes.seqlen_q / sizes.heads;
-    }
-};
-
-// D = rowsum(dO o O); the sums of dQ start at zero.
 extern "C" __global__ void __launch_bounds__(THREADS)
     row_sums(const __grid_constant__ BackwardParams params) {
-    const WarpRow at(params.sizes);
+    const WarpRow<THREADS> at(params.sizes, params.sizes.seqlen_q);
     if (at.batch >= params.sizes.batch) return;
-    const scalar_t* o = matrix_of<const scalar_t>(params.o, at.batch, at.head).row(at.row);
-    const scalar_t* dout = matrix_of<const scalar_t>(params.dout, at.batch, at.head).row(at.row);
     const Workspace workspace(params, at.batch, at.head);
-
-    acc_t sum = 0;
-    for (int col = at.lane; col < kValueDim; col += 32) sum += to_acc(o[col]) * to_acc(dout[col]);
-    sum = lanes_sum<32>(sum);
+    const acc_t sum = at.dot<kValueDim>(params.o, params.dout);
     if (at.lane == 0) workspace.d[at.row] = sum;
     acc_t* dq = workspace.dq + static_cast<long long>(at.row) * kHeadDim;
     for (int col = at.lane; col < kHeadDim; col += 32) dq[col] = 0;
 }
 
-// dQ = scale * its sums, rounded.
 extern "C" __global__ void __launch_bounds__(THREADS)
     round_queries(const __grid_constant__ BackwardParams params) {
-    const WarpRow at(params.sizes);
+    const WarpRow<THREADS> at(params.sizes, params.sizes.seqlen_q);
     if (at.batch >= params.sizes.batch) return;
-    const acc_t* sums =
-        Workspace(params, at.batch, at.head).dq + static_cast<long long>(at.row) * kHeadDim;
+    const Workspace workspace(params, at.batch, at.head);
+    const acc_t* sums = workspace.dq + static_cast<long long>(at.row) * kHeadDim;
     scalar_t* dq = matrix_of<scalar_t>(params.dq, at.batch, at.head).row(at.row);
     for (int col = at.lane; col < kHeadDim; col += 32) {
         dq[col] = from_acc<scalar_t>(acc_t(params.softmax_scale) * sums[col]);

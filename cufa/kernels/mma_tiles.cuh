@@ -50,20 +50,23 @@ template <int Threads, int Cols, class Tile>
 __device__ inline void copy_tile(Tile& tile, Matrix<const scalar_t> source, int first_row,
                                  int end_row) {
     constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), Cols & -Cols);
-    constexpr int kRowChunks = Cols / kChunk;
-    constexpr int kRowsAtOnce = Threads / kRowChunks;
-    static_assert(kRowsAtOnce > 0, "a row must not have more chunks than there are threads");
+    constexpr int kRowThreads = min_of(Cols / kChunk, Threads);
+    constexpr int kRowsAtOnce = Threads / kRowThreads;
 
-    const int row = threadIdx.x / kRowChunks, col = threadIdx.x % kRowChunks * kChunk;
-    if (Threads % kRowChunks != 0 && row >= kRowsAtOnce) return;
-    const scalar_t* const from = source.row(first_row + row) + col;
+    const int row = threadIdx.x / kRowThreads, first_col = threadIdx.x % kRowThreads * kChunk;
+    if (Threads % kRowThreads != 0 && row >= kRowsAtOnce) return;
+    const scalar_t* const from = source.row(first_row + row);
     const bool whole = first_row + Tile::kRows <= end_row;
 #pragma unroll
     for (int rows = 0; rows < Tile::kRows; rows += kRowsAtOnce) {
         if (Tile::kRows % kRowsAtOnce != 0 && row + rows >= Tile::kRows) break;
         const bool inside = whole || first_row + row + rows < end_row;
-        ptx::copy_async<kChunk * sizeof(scalar_t)>(tile.at(row + rows, col),
-                                                   from + rows * source.row_stride, inside);
+        // One round, unless a row has more chunks than there are threads.
+        for (int col = first_col; col < Cols; col += kRowThreads * kChunk) {
+            ptx::copy_async<kChunk * sizeof(scalar_t)>(
+                tile.at(row + rows, col), from + rows * source.row_stride + col, inside);
+            if (kRowThreads * kChunk == Cols) break;
+        }
     }
 }
 
@@ -85,14 +88,15 @@ __device__ inline unsigned int pack(float low, float high) {
     }
 }
 
-// s += a b^T, as in S = Q K^T: a warp multiplies Tiles 16-row tiles of `a` from row first_row on by
-// the rows of `b`.
+// s += a b^T, as in S = Q K^T: a warp multiplies Tiles 16-row tiles of `a` from first_row on by
+// Cols rows of `b` from b_first_row on.
 template <int Tiles, int Cols, class A, class B>
 __device__ inline void add_product_nt(Accumulators<Tiles, Cols>& s, const A& a, int first_row,
-                                      const B& b) {
+                                      const B& b, int b_first_row = 0) {
     const int lane = threadIdx.x % 32;
     const scalar_t* a_row = a.at(first_row + lane % 16, lane / 16 * kMatrixCols);
-    const scalar_t* b_row = b.at(lane % 8 + lane / 16 * 8, lane / 8 % 2 * kMatrixCols);
+    const scalar_t* b_row =
+        b.at(b_first_row + lane % 8 + lane / 16 * 8, lane / 8 % 2 * kMatrixCols);
 #pragma unroll
     for (int k = 0; k < A::kCols; k += kMmaK) {
         unsigned int a_part[Tiles][4];
@@ -112,47 +116,108 @@ __device__ inline void add_product_nt(Accumulators<Tiles, Cols>& s, const A& a, 
     }
 }
 
+// o += a v for 16 columns of `a`, whose fragments are at hand, and 16 rows of v; lane_row is what a
+// lane loads of those rows.
+template <int Tiles, int Cols>
+__device__ inline void add_columns(Accumulators<Tiles, Cols>& o, const unsigned int (&a)[Tiles][4],
+                                   const scalar_t* lane_row) {
+#pragma unroll
+    for (int n = 0; n < Cols; n += 2 * kMmaN) {
+        unsigned int v[4];
+        ptx::ldmatrix_x4_trans(v, lane_row + n);
+#pragma unroll
+        for (int m = 0; m < Tiles; ++m) {
+            mma(o[m][n / kMmaN], a[m], v[0], v[1]);
+            mma(o[m][n / kMmaN + 1], a[m], v[2], v[3]);
+        }
+    }
+}
+
 // o += p v, as in O += P V, where p is an accumulator: what a lane has of it is what it must have
 // of a left operand, in the same order.
-template <int Tiles, int Depth, int Cols, class B>
+template <int Tiles, int Depth, int Cols, class V>
 __device__ inline void add_product_pn(Accumulators<Tiles, Cols>& o,
-                                      const Accumulators<Tiles, Depth>& p, const B& v) {
+                                      const Accumulators<Tiles, Depth>& p, const V& v) {
     const int lane = threadIdx.x % 32;
-    const scalar_t* v_row = v.at(lane % 16, lane / 16 * kMatrixCols);
+    const scalar_t* lane_row = v.at(lane % 16, lane / 16 * kMatrixCols);
 #pragma unroll
     for (int k = 0; k < Depth; k += kMmaK) {
-        unsigned int p_part[Tiles][4];
+        unsigned int a[Tiles][4];
 #pragma unroll
         for (int m = 0; m < Tiles; ++m) {
             const Fragment& left = p[m][k / kMmaN];
             const Fragment& right = p[m][k / kMmaN + 1];
-            p_part[m][0] = pack(left[0], left[1]);
-            p_part[m][1] = pack(left[2], left[3]);
-            p_part[m][2] = pack(right[0], right[1]);
-            p_part[m][3] = pack(right[2], right[3]);
+            a[m][0] = pack(left[0], left[1]);
+            a[m][1] = pack(left[2], left[3]);
+            a[m][2] = pack(right[0], right[1]);
+            a[m][3] = pack(right[2], right[3]);
         }
-#pragma unroll
-        for (int n = 0; n < Cols; n += 2 * kMmaN) {
-            unsigned int v_part[4];
-            ptx::ldmatrix_x4_trans(v_part, v_row + k * B::kPitch + n);
-#pragma unroll
-            for (int m = 0; m < Tiles; ++m) {
-                mma(o[m][n / kMmaN], p_part[m], v_part[0], v_part[1]);
-                mma(o[m][n / kMmaN + 1], p_part[m], v_part[2], v_part[3]);
-            }
-        }
+        add_columns<Tiles, Cols>(o, a, lane_row + k * V::kPitch);
     }
+}
+
+// o += a v, as in dK += dS^T Q: Tiles 16-row tiles of `a` from first_row on, by Cols columns of v
+// from first_col on.
+template <int Tiles, int Cols, class A, class V>
+__device__ inline void add_product_nn(Accumulators<Tiles, Cols>& o, const A& a, int first_row,
+                                      const V& v, int first_col) {
+    const int lane = threadIdx.x % 32;
+    const scalar_t* a_row = a.at(first_row + lane % 16, lane / 16 * kMatrixCols);
+    const scalar_t* lane_row = v.at(lane % 16, first_col + lane / 16 * kMatrixCols);
+#pragma unroll
+    for (int k = 0; k < V::kRows; k += kMmaK) {
+        unsigned int part[Tiles][4];
+#pragma unroll
+        for (int m = 0; m < Tiles; ++m)
+            ptx::ldmatrix_x4(part[m], a_row + m * kMmaM * A::kPitch + k);
+        add_columns<Tiles, Cols>(o, part, lane_row + k * V::kPitch);
+    }
+}
+
+// o += a^T v, as in dQ = dS K from dS^T: Tiles 16-row tiles of a^T from first_row on.
+template <int Tiles, int Cols, class A, class V>
+__device__ inline void add_product_tn(Accumulators<Tiles, Cols>& o, const A& a, int first_row,
+                                      const V& v, int first_col) {
+    const int lane = threadIdx.x % 32;
+    const scalar_t* a_row = a.at(lane % 8 + lane / 16 * 8, first_row + lane / 8 % 2 * kMatrixCols);
+    const scalar_t* lane_row = v.at(lane % 16, first_col + lane / 16 * kMatrixCols);
+#pragma unroll
+    for (int k = 0; k < V::kRows; k += kMmaK) {
+        unsigned int part[Tiles][4];
+#pragma unroll
+        for (int m = 0; m < Tiles; ++m)
+            ptx::ldmatrix_x4_trans(part[m], a_row + k * A::kPitch + m * kMmaM);
+        add_columns<Tiles, Cols>(o, part, lane_row + k * V::kPitch);
+    }
+}
+
+// Writes accumulators, rounded, into a tile from (first_row, first_col) on.
+template <int Tiles, int Cols, class Tile>
+__device__ inline void store_tile(Tile& tile, const Accumulators<Tiles, Cols>& values,
+                                  int first_row, int first_col) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int m = 0; m < Tiles; ++m)
+#pragma unroll
+        for (int n = 0; n < Cols / kMmaN; ++n)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                scalar_t* to =
+                    tile.at(first_row + m * kMmaM + half * 8 + g, first_col + n * kMmaN + 2 * t);
+                *reinterpret_cast<unsigned int*>(to) =
+                    pack(values[m][n][2 * half], values[m][n][2 * half + 1]);
+            }
 }
 
 // Writes what a lane has of one row of accumulators (half 0: row g, 1: row g + 8), scaled and
 // rounded.
 template <int Dims, int Fragments>
 __device__ inline void store_row(scalar_t* row, const Fragment (&values)[Fragments], int half,
-                                 float scale) {
+                                 float scale, int first_col = 0) {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < Fragments; ++n) {
-        const int col = n * kMmaN + 2 * t;
+        const int col = first_col + n * kMmaN + 2 * t;
         const float low = values[n][2 * half] * scale, high = values[n][2 * half + 1] * scale;
         if (Dims % 2 == 0 && kAlignBytes >= 4) {
             if (col < Dims) *reinterpret_cast<unsigned int*>(row + col) = pack(low, high);

@@ -11,27 +11,42 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from cufa.device import Device
-from cufa.plan.choice import Cost, choose, query_tiles
-from cufa.plan.record import Launch, Part
-from cufa.plan.sizes import FORWARD_PARAMS_BYTES, common_macros, round_up
+from cufa.plan.choice import Choice, Cost, choose, query_tiles
+from cufa.plan.record import Launch, Macro, Part, Scratch
+from cufa.plan.sizes import (
+    BACKWARD_PARAMS_BYTES,
+    FORWARD_PARAMS_BYTES,
+    ceil_div,
+    common_macros,
+    round_up,
+)
 from cufa.problem import Problem
 
 # The shape of one mma.
 MMA_M, MMA_N, MMA_K = 16, 8, 16
 ITEM_BYTES = 2
+SUM_BYTES = 4
 # A row of a shared tile is padded by 16 bytes (HalfTile in mma_tiles.cuh).
 ROW_PADDING = 8
+# The kernels' struct of shared memory is aligned as its tiles are.
+STRUCT_ALIGNMENT = 16
+# How many tiles of queries the backward may hold, and how many warps may share rows of keys.
+MAX_STAGES = 2
+MAX_SPLIT = 2
 
 # Multiply-adds of 16-bit types with float32 sums that an SM does in a clock by mma.sync: the data sheets'
 # dense rates over SMs and clock. Data-centre chips have four times what the others have.
 MULTIPLY_ADDS_PER_CLOCK = {(8, 0): 1024, (8, 7): 1024, (9, 0): 1024, (10, 0): 1024, (10, 3): 1024}
 OTHER_MULTIPLY_ADDS_PER_CLOCK = 256
-# An SM's clocks for a warp's ldmatrix of four matrices: 512 bytes at 128 a clock.
+# A warp's ldmatrix of four matrices loads 16 x 16 elements, 512 bytes, at 128 bytes a clock.
+LOADED_AT_ONCE = 16 * 16
 CLOCKS_PER_LOAD = 4
 # Bytes that an SM gets from the L2 cache in a clock, about the same on every chip.
 L2_BYTES_PER_CLOCK = 32
-# An SM's clocks for a warp's share of the softmax: about 6 instructions a score, 4 issued in a clock.
-CLOCKS_PER_SCORE = 1.5
+# An SM's clocks for a score of a lane, of all lanes of a warp: 6 instructions forward and 10 backward, of
+# which 4 are issued in a clock.
+FORWARD_CLOCKS_PER_SCORE = 1.5
+BACKWARD_CLOCKS_PER_SCORE = 2.5
 # Registers beside the accumulators: operands, addresses, the softmax's state.
 OVERHEAD_REGISTERS = 62
 
@@ -66,6 +81,70 @@ class Tiles:
         return f"{self.block_m}x{self.block_n} with {self.threads} threads"
 
 
+@dataclass(frozen=True)
+class BackwardTiles:
+    """The sizes that the backward is compiled for.
+
+    `stages` are how many tiles of queries it holds, one being worked on; `split` how many warps share rows
+    of keys and part their head dims.
+    """
+
+    block_m: int
+    block_n: int
+    threads: int
+    stages: int
+    split: int
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return self.threads // 32
+
+    @property
+    def keys(self) -> int:
+        """Keys of a tile whose rows of S^T a warp owns."""
+        return self.block_n * self.split // self.warps
+
+    @property
+    def queries(self) -> int:
+        """Queries whose columns of S^T a warp computes."""
+        return self.block_m // self.split
+
+    @property
+    def query_parts(self) -> int:
+        """How many warps part the head dims of the same rows of dQ."""
+        return self.warps // min(self.warps, self.block_m // MMA_M)
+
+    def padded(self, dims: int, parts: int) -> int:
+        """Head dims of which each of that many warps has whole fragments."""
+        return round_up(dims, MMA_K * parts)
+
+    def head(self, problem: Problem) -> int:
+        """Columns of the tiles of Q and K."""
+        return self.padded(problem.head_dim, max(self.split, self.query_parts))
+
+    def value(self, problem: Problem) -> int:
+        """Columns of the tiles of V and dO."""
+        return self.padded(problem.value_dim, self.split)
+
+    def misfit(self) -> str | None:
+        """None if the kernel can be compiled for these tiles, else the reason."""
+        if self.stages > MAX_STAGES or self.split > MAX_SPLIT:
+            return f"stages may be 1 to {MAX_STAGES} and split 1 to {MAX_SPLIT}"
+        if self.warps % self.split or self.block_n % (self.warps // self.split * MMA_M):
+            return f"block_n must be {MMA_M} keys for each of threads / 32 / split warps, or a multiple"
+        if self.block_m % (self.split * MMA_K):
+            return f"block_m must be a multiple of split * {MMA_K}"
+        rows = self.block_m // MMA_M
+        if max(rows, self.warps) % min(rows, self.warps):
+            return f"of block_m / {MMA_M} = {rows} and the {self.warps} warps one must divide the other"
+        return None
+
+    def __str__(self) -> str:
+        shape = f"{self.block_m}x{self.block_n} with {self.threads} threads"
+        return f"{shape}, stages {self.stages}, split {self.split}"
+
+
 # block_m, block_n, threads
 FORWARD_TILES = (
     Tiles(128, 128, 128),
@@ -82,6 +161,20 @@ FORWARD_TILES = (
 )
 
 
+# block_m, block_n, threads, stages, split
+BACKWARD_TILES = (
+    BackwardTiles(64, 128, 256, 2, 1),
+    BackwardTiles(128, 128, 256, 2, 1),
+    BackwardTiles(32, 128, 128, 2, 1),
+    BackwardTiles(64, 64, 128, 1, 1),
+    BackwardTiles(32, 64, 128, 2, 1),
+    BackwardTiles(64, 64, 256, 1, 2),
+    BackwardTiles(32, 64, 256, 2, 2),
+    BackwardTiles(32, 32, 128, 1, 2),
+    BackwardTiles(16, 32, 64, 1, 1),
+)
+
+
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_5_mma`: one launch, a block for each tile of queries."""
     chosen = choose(
@@ -91,15 +184,48 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     launch = Launch("fwd_5_mma", grid, chosen.tiles.threads, chosen.cost.smem_bytes)
     return Part(
         tiles=asdict(chosen.tiles),
-        macros=(
-            *common_macros(problem),
-            *((name.upper(), size) for name, size in asdict(chosen.tiles).items()),
-            ("BLOCKS_PER_SM", chosen.blocks_per_sm),
-            ("SMEM_BYTES", chosen.cost.smem_bytes),
-            ("PARAMS_BYTES", FORWARD_PARAMS_BYTES),
-        ),
+        macros=_macros(problem, chosen, FORWARD_PARAMS_BYTES),
         launches=(launch,) if grid else (),
         reasons=chosen.reasons,
+    )
+
+
+def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+    """`bwd_3_mma`: a warp for each row, a block for each tile of keys, a warp for 16 rows."""
+    chosen = choose(
+        problem, device, tiles, BACKWARD_TILES, lambda candidate: _backward_cost(problem, device, candidate)
+    )
+    sizes = chosen.tiles
+    heads = problem.batch * problem.heads
+    padded_rows = round_up(problem.seqlen_q, sizes.block_m)
+    key_blocks = problem.batch * problem.kv_heads * ceil_div(problem.seqlen_k, sizes.block_n)
+    strips = ceil_div(problem.seqlen_q, MMA_M)
+    launches = (
+        Launch("row_sums", ceil_div(heads * padded_rows, sizes.warps), sizes.threads),
+        Launch("key_tiles", key_blocks, sizes.threads, chosen.cost.smem_bytes),
+        Launch("round_queries", ceil_div(heads * strips, sizes.warps), sizes.threads),
+    )
+    return Part(
+        tiles=asdict(sizes),
+        macros=_macros(problem, chosen, BACKWARD_PARAMS_BYTES),
+        launches=tuple(launch for launch in launches if launch.grid > 0),
+        scratch=(
+            Scratch("dQ sums", (problem.batch, problem.heads, padded_rows, sizes.head(problem))),
+            Scratch("D", (problem.batch, problem.heads, problem.seqlen_q)),
+        ),
+        reasons=chosen.reasons,
+    )
+
+
+def _macros(
+    problem: Problem, chosen: Choice[Tiles] | Choice[BackwardTiles], params_bytes: int
+) -> tuple[Macro, ...]:
+    return (
+        *common_macros(problem),
+        *((name.upper(), size) for name, size in asdict(chosen.tiles).items()),
+        ("BLOCKS_PER_SM", chosen.blocks_per_sm),
+        ("SMEM_BYTES", chosen.cost.smem_bytes),
+        ("PARAMS_BYTES", params_bytes),
     )
 
 
@@ -115,17 +241,66 @@ def _forward_cost(problem: Problem, device: Device, tiles: Tiles) -> Cost:
         + half_tile_bytes(tiles.block_n, problem.head_dim)  # K
         + half_tile_bytes(tiles.block_n, problem.value_dim)  # V
     )
-    multiply_adds = tiles.rows * tiles.block_n * (depth + dims)
-    # Each ldmatrix brings 16 x 16 elements; those of Q are read anew for every tile of keys.
-    loads = (tiles.rows * depth + tiles.block_n * (depth + dims)) / (16 * 16)
-    scores = tiles.rows * tiles.block_n / device.warp_size
-    per_clock = MULTIPLY_ADDS_PER_CLOCK.get(device.arch.capability, OTHER_MULTIPLY_ADDS_PER_CLOCK)
-    copied = tiles.block_n * (problem.head_dim + problem.value_dim) * ITEM_BYTES / tiles.warps
-    clocks = (
-        multiply_adds / per_clock
-        + CLOCKS_PER_LOAD * loads
-        + CLOCKS_PER_SCORE * scores
-        + copied / L2_BYTES_PER_CLOCK
+    work = _Work(
+        multiply_adds=tiles.rows * tiles.block_n * (depth + dims),
+        # Those of Q are read anew for every tile of keys.
+        loaded=tiles.rows * depth + tiles.block_n * (depth + dims),
+        score_clocks=FORWARD_CLOCKS_PER_SCORE * tiles.rows * tiles.block_n / device.warp_size,
+        l2_bytes=tiles.block_n * (problem.head_dim + problem.value_dim) * ITEM_BYTES / tiles.warps,
     )
     accumulators = tiles.rows * (tiles.block_n + dims) // device.warp_size
-    return Cost(smem_bytes, accumulators + OVERHEAD_REGISTERS, clocks * per_clock / device.warp_size)
+    return Cost(smem_bytes, accumulators + OVERHEAD_REGISTERS, work.in_multiply_adds(device))
+
+
+def _backward_cost(problem: Problem, device: Device, tiles: BackwardTiles) -> Cost:
+    head, value = tiles.head(problem), tiles.value(problem)
+    m, n = tiles.block_m, tiles.block_n
+    smem_bytes = (
+        half_tile_bytes(n, head)  # K
+        + half_tile_bytes(n, value)  # V
+        + tiles.stages * (half_tile_bytes(m, head) + half_tile_bytes(m, value))  # Q, dO
+        + half_tile_bytes(n, m)  # dS^T
+        + half_tile_bytes(n if tiles.split > 1 else 1, m)  # P^T
+    )
+    # LSE and D, aligned as the whole is.
+    smem_bytes = round_up(smem_bytes, STRUCT_ALIGNMENT) + 2 * tiles.stages * m * SUM_BYTES
+    keys, queries = tiles.keys, tiles.queries
+    part = (head + value) // tiles.split
+    query_rows, query_columns = m * tiles.query_parts // tiles.warps, head // tiles.query_parts
+    shared_weights = 2 * keys * m if tiles.split > 1 else 0
+    work = _Work(
+        multiply_adds=keys * queries * (head + value) + keys * m * part + query_rows * n * query_columns,
+        loaded=(keys + queries) * (head + value)  # S^T, dP^T
+        + m * part
+        + shared_weights  # dV, dK
+        + n * (query_rows + query_columns),  # dQ
+        score_clocks=BACKWARD_CLOCKS_PER_SCORE * keys * queries / device.warp_size,
+        l2_bytes=m * ((problem.head_dim + problem.value_dim) * ITEM_BYTES + head * SUM_BYTES) / tiles.warps,
+    )
+    accumulators = (keys * part + 2 * keys * queries) // device.warp_size
+    return Cost(smem_bytes, accumulators + OVERHEAD_REGISTERS, work.in_multiply_adds(device))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a warp does for one tile of scores.
+
+    Multiply-adds of the tensor cores, elements loaded by ldmatrix, an SM's clocks for the scores, and its
+    part of the bytes that the block moves between L2 and shared memory.
+    """
+
+    multiply_adds: int
+    loaded: int
+    score_clocks: float
+    l2_bytes: float
+
+    def in_multiply_adds(self, device: Device) -> float:
+        """All of it, in multiply-adds of a thread that take as long."""
+        rate = MULTIPLY_ADDS_PER_CLOCK.get(device.arch.capability, OTHER_MULTIPLY_ADDS_PER_CLOCK)
+        clocks = (
+            self.multiply_adds / rate
+            + CLOCKS_PER_LOAD * self.loaded / LOADED_AT_ONCE
+            + self.score_clocks
+            + self.l2_bytes / L2_BYTES_PER_CLOCK
+        )
+        return clocks * rate / device.warp_size

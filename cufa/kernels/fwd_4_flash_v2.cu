@@ -66,7 +66,6 @@ __device__ inline void attend(Accumulator& acc, Smem& smem, Matrix<const scalar_
     acc.exponentiate(scores);
 
     // A row of P is written and read by lanes of one warp only.
-    __syncwarp();
     store_scores(smem.p, scores, grid);
     __syncwarp();
     product_nn<Masked>(acc.o, smem.p, smem.v, grid);

@@ -1,0 +1,151 @@
+// What a kernel may do to memory and what not.
+#include <cstdio>
+#include <cstring>
+
+#include "block.hpp"
+#include "places.hpp"
+
+namespace emulator {
+
+namespace {
+
+const char* verb(Access::Kind kind) {
+    switch (kind) {
+        case Access::Kind::kRead:
+            return "reads";
+        case Access::Kind::kWrite:
+            return "writes";
+        case Access::Kind::kAtomic:
+            return "changes atomically";
+        case Access::Kind::kCopy:
+            return "starts a copy to";
+    }
+    __builtin_unreachable();
+}
+
+std::string describe(Access::Kind kind, std::size_t size) {
+    return std::string(verb(kind)) + " " + std::to_string(size) + " bytes ";
+}
+
+// What a thread of `block` is in a race with.
+std::string describe(const Access& access, unsigned block) {
+    std::string who = "thread " + std::to_string(access.thread);
+    if (access.block != block) who = "block " + std::to_string(access.block) + ", " + who;
+    if (access.kind == Access::Kind::kCopy) return "to which a copy of " + who + " is under way";
+    if (access.by != Access::By::kThread) who += " among others";
+    return "which " + who + " " + verb(access.kind) + " with no barrier between";
+}
+
+std::uintptr_t number(const void* address) {
+    return reinterpret_cast<std::uintptr_t>(address);
+}
+
+}  // namespace
+
+Access Block::access_now(Access::Kind kind, const void* return_to) const {
+    Access now;
+    now.kind = kind;
+    now.by = Access::By::kThread;
+    now.thread = running_->index;
+    now.block = index_;
+    now.block_time = time_;
+    now.warp_time = running_->warp_time;
+    now.place = offset_in_module(number(return_to));
+    return now;
+}
+
+void Block::check(Access::Kind kind, const void* pointer, std::size_t size, const void* return_to) {
+    const std::uintptr_t address = number(pointer);
+    if (!launch_.checked || running_->fiber.has_on_stack(address)) return;
+    Region* const region = find_region(address);
+    if (!region || !region->contains(address + size - 1)) fail_bounds(kind, address, size);
+    const auto what = [&] {
+        return describe(kind, size) + "of " + region->name + " at byte " +
+               std::to_string(address - region->begin) + ", ";
+    };
+    const bool reads = kind == Access::Kind::kRead;
+    if (!reads && !region->writeable) fail(what() + "which is read-only");
+
+    const Access now = access_now(kind, return_to);
+    Access other;
+    bool unwritten = false;
+    region->each_history(address, size, [&](History& history) {
+        unwritten = reads && region == &shared_ && !history.written();
+        other = history.add(now);
+        return unwritten || other;
+    });
+    if (unwritten) fail(what() + "which no thread has written");
+    if (other) {
+        fail("race: " + what() + describe(other, index_),
+             "the other access:\n" + place_line(other.place));
+    }
+}
+
+void Block::check_shared(Access::Kind kind, const void* pointer, std::size_t size,
+                         const void* return_to) {
+    const std::uintptr_t address = number(pointer);
+    if (!shared_.contains(address)) fail_bounds(kind, address, size);
+    if (const std::size_t past = address % size) {
+        fail("misaligned: " + describe(kind, size) + std::to_string(past) +
+             " bytes past a multiple of that");
+    }
+    check(kind, pointer, size, return_to);
+}
+
+// PTX promises a copy's data to nobody before its thread has waited, so that is when it comes, and
+// until then the place for it is spoilt.
+void Block::start_copy(const Copy& copy, const void* return_to) {
+    if (copy.valid > copy.bytes) fail("a copy of more bytes than it has room for");
+    if (const std::size_t past = number(copy.from) % copy.bytes) {
+        fail("misaligned: copies " + std::to_string(copy.bytes) + " bytes from " +
+             std::to_string(past) + " bytes past a multiple of that");
+    }
+    if (copy.valid > 0) check(Access::Kind::kRead, copy.from, copy.valid, return_to);
+    check_shared(Access::Kind::kCopy, copy.to, copy.bytes, return_to);
+    std::memset(copy.to, 0xff, copy.bytes);
+    running_->copies.push_back(copy);
+}
+
+void Block::wait_copies(const void* return_to) {
+    const Access now = access_now(Access::Kind::kWrite, return_to);
+    for (const Copy& copy : running_->copies) {
+        std::memcpy(copy.to, copy.from, copy.valid);
+        std::memset(copy.to + copy.valid, 0, copy.bytes - copy.valid);
+        shared_.each_history(number(copy.to), copy.bytes, [&](History& history) {
+            history.end_copy(now);
+            return false;
+        });
+    }
+    running_->copies.clear();
+}
+
+Region* Block::find_region(std::uintptr_t address) {
+    if (shared_.contains(address)) return &shared_;
+    for (Region& region : launch_.global) {
+        if (region.contains(address)) return &region;
+    }
+    return nullptr;
+}
+
+void Block::fail_bounds(Access::Kind kind, std::uintptr_t address, std::size_t size) {
+    const std::string what = describe(kind, size);
+    for (const Thread& thread : threads_) {
+        if (!thread.fiber.has_on_stack(address)) continue;
+        fail(what + "of what is local to thread " + std::to_string(thread.index));
+    }
+    const Region* nearest = &shared_;
+    for (const Region& region : launch_.global) {
+        if (region.distance(address) < nearest->distance(address)) nearest = &region;
+    }
+    constexpr std::size_t kFar = 1 << 30;
+    if (nearest->distance(address) > kFar) {
+        char text[24];
+        std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(address));
+        fail(what + "at address " + text + ", far from any array");
+    }
+    const auto offset = static_cast<std::ptrdiff_t>(address - nearest->begin);
+    fail(what + "out of bounds: at byte " + std::to_string(offset) + " of " + nearest->name +
+         ", which has " + std::to_string(nearest->bytes));
+}
+
+}  // namespace emulator

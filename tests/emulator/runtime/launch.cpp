@@ -1,0 +1,70 @@
+// What the loader calls.
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "block.hpp"
+
+namespace {
+
+using emulator::Block;
+using emulator::Launch;
+
+struct Buffer {
+    const char* name;
+    std::uintptr_t address;
+    std::uint64_t bytes;
+    std::int32_t writeable;
+};
+
+// The report of the first block that fails, or "". Blocks are begun in order and those before a
+// failing one are finished, so that which one is reported does not depend on the number of threads.
+std::string run_blocks(Launch& launch, unsigned threads) {
+    std::atomic<unsigned> next = 0;
+    std::mutex mutex;
+    unsigned failed = launch.blocks;
+    std::string report;
+    const auto work = [&] {
+        Block block(launch);
+        for (unsigned index; (index = next++) < launch.blocks;) {
+            std::string error = block.run(index);
+            if (error.empty()) continue;
+            next = launch.blocks;
+            const std::lock_guard<std::mutex> lock(mutex);
+            if (index < failed) {
+                failed = index;
+                report = std::move(error);
+            }
+            return;
+        }
+    };
+    std::vector<std::thread> workers;
+    for (unsigned i = 0; i < threads; ++i) workers.emplace_back(work);
+    for (std::thread& worker : workers) worker.join();
+    return report;
+}
+
+}  // namespace
+
+// Null, or what went wrong: valid until this thread's next launch.
+extern "C" __attribute__((visibility("default"))) const char* emulator_launch(
+    const emulator::Entry* entry, const char* kernel, unsigned blocks, unsigned block_threads,
+    std::uint64_t shared_bytes, const void* params, const Buffer* buffers, unsigned buffer_count,
+    int checked, unsigned threads) {
+    alignas(64) unsigned char aligned_params[emulator::kMaxParamsBytes];
+    std::memcpy(aligned_params, params, entry->params_bytes);
+    Launch launch{kernel,        entry->call,  aligned_params, blocks,
+                  block_threads, shared_bytes, checked != 0,   {}};
+    for (unsigned i = 0; i < buffer_count; ++i) {
+        const Buffer& buffer = buffers[i];
+        auto& region = launch.global.emplace_back(buffer.name, buffer.address, buffer.bytes,
+                                                  buffer.writeable != 0);
+        if (checked && buffer.writeable) region.start_history();
+    }
+    static thread_local std::string report;
+    report = run_blocks(launch, threads);
+    return report.empty() ? nullptr : report.c_str();
+}

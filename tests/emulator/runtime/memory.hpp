@@ -1,0 +1,59 @@
+// The memory that a kernel may touch, and what happened to it during the launch.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "history.hpp"
+
+namespace emulator {
+
+class Region {
+  public:
+    Region(std::string name, std::uintptr_t begin, std::size_t bytes, bool writeable)
+        : name(std::move(name)), begin(begin), bytes(bytes), writeable(writeable) {}
+
+    const std::string name;
+    const std::uintptr_t begin;
+    const std::size_t bytes;
+    const bool writeable;
+
+    bool contains(std::uintptr_t address) const { return address - begin < bytes; }
+
+    // How many bytes an address lies before the region or past its end.
+    std::size_t distance(std::uintptr_t address) const {
+        if (contains(address)) return 0;
+        return address < begin ? begin - address : address - (begin + bytes);
+    }
+
+    // From now on races are found. Nobody has read or written anything yet.
+    void start_history() {
+        histories_ = std::make_unique<History[]>((bytes + kGranule - 1) / kGranule);
+    }
+
+    // Calls use(history) for each part of an access that lies inside, until one call returns true.
+    template <class Use>
+    void each_history(std::uintptr_t address, std::size_t size, Use use) {
+        if (!histories_) return;
+        while (lock_.test_and_set(std::memory_order_acquire)) {
+        }
+        const std::size_t last = (address - begin + size - 1) / kGranule;
+        for (std::size_t i = (address - begin) / kGranule; i <= last; ++i) {
+            if (use(histories_[i])) break;
+        }
+        lock_.clear(std::memory_order_release);
+    }
+
+  private:
+    // Bytes that share a history. Threads may own neighbouring elements, but none is smaller.
+    static constexpr std::size_t kGranule = 2;
+
+    std::unique_ptr<History[]> histories_;
+    std::atomic_flag lock_ = ATOMIC_FLAG_INIT;  // blocks run on several threads at once
+};
+
+}  // namespace emulator

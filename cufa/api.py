@@ -268,13 +268,12 @@ class _Described:
 
 
 def _problem_of(direction: Direction, tensors: Mapping[str, Any], causal: bool, layout: str) -> Problem:
-    check_options(causal, layout)
-    return _problem(
-        direction,
-        tuple([(name, tuple(array.shape), array.dtype) for name, array in tensors.items()]),
-        causal,
-        layout,
-    )
+    described = tuple([(name, array.shape, array.dtype) for name, array in tensors.items()])
+    try:
+        return _problem(direction, described, causal, layout)
+    except TypeError:
+        check_options(causal, layout)  # something that has no hash
+        raise
 
 
 @functools.lru_cache(maxsize=4096)
@@ -284,6 +283,7 @@ def _problem(
     causal: bool,
     layout: str,
 ) -> Problem:
+    check_options(causal, layout)
     shapes = {name: shape for name, shape, _ in tensors}
     dtypes = {name: dtype for name, _, dtype in tensors}
     problem = make_problem(direction, shapes, dtypes, causal=causal, layout=layout)

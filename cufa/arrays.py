@@ -66,7 +66,7 @@ def adopt(named: Mapping[str, Any], backend: str | None) -> Adopted:
         raise ValueError(f"backend is {backend!r}; it may be 'numpy', 'cuda' or None")
     kinds = {type(array) for array in named.values()}
     cupy_ndarray = _cupy_ndarray()
-    if kinds == {cupy_ndarray} and backend != "numpy":
+    if len(kinds) == 1 and cupy_ndarray in kinds and backend != "numpy":
         _check_current_device(named)
         arrays = dict(named)
         return Adopted(arrays, arrays, on_gpu=True, export=_unchanged)
@@ -256,9 +256,7 @@ def _check_same_side(arrays: Mapping[str, Any]) -> None:
 
 
 def _check_current_device(arrays: Mapping[str, Any]) -> None:
-    import cupy
-
-    current = cupy.cuda.runtime.getDevice()
+    current = sys.modules["cupy"].cuda.runtime.getDevice()
     for name, array in arrays.items():
         if array.data.device_id != current:
             raise ValueError(

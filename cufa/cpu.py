@@ -1,19 +1,26 @@
 """FlashAttention in NumPy, for machines without a GPU: tiles, online softmax, O(seqlen) memory.
 
-One KV head at a time, in float32 (float64 for float64 arrays): its K and V are brought into
-contiguous memory once, for every Q tile and every query head of the group. Of the seqlen_q x
-seqlen_k matrices only one tile each is ever kept, and it stays in cache between BLAS and exp.
-Arrays have any strides; that their shapes and dtypes fit each other is the caller's promise.
+In float32 (float64 for float64 arrays): K and V of a KV head are brought into contiguous memory once,
+for every Q tile and every query head of the group. Of the seqlen_q x seqlen_k matrices a thread only
+ever keeps one tile each, and it stays in cache between BLAS and exp. The Q tiles are shared out among
+a thread for each core; BLAS itself then has one thread in each. Arrays have any strides; that their
+shapes and dtypes fit each other is the caller's promise.
 """
 # The papers write matrices in capitals (S, P, O, dP, dS) and a row's sum l, and so does this file.
-# ruff: noqa: E741, N803, N806
+# ruff: noqa: E741, N802, N803, N806
 
+import contextvars
+import functools
 import itertools
-from collections.abc import Iterator
-from typing import Any, TypeAlias
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import threadpoolctl
 
 from cufa.reference import masked_matmul
 
@@ -25,6 +32,10 @@ Array: TypeAlias = npt.NDArray[Any]
 # diagonal.
 Q_TILE = 256
 KV_TILE = 512
+# With fewer scores than this the work is done before other threads have begun.
+PARALLEL_SCORES = 2**20
+
+T = TypeVar("T")
 
 
 @np.errstate(all="ignore")
@@ -55,10 +66,11 @@ def attention(
     """
     dtype = _compute_dtype(q)
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    scratch = _Scratch(dtype)
-    for b, kv_head, heads in _kv_groups(q, k):
-        K, V = (np.ascontiguousarray(x[b, :, kv_head], dtype) for x in (k, v))
-        for h, rows in itertools.product(heads, _tiles(seqlen_q, Q_TILE)):
+
+    def attend(share: _Share) -> None:
+        scratch = _Scratch(dtype)
+        b, K, V = share.group.batch, share.group.K, share.group.V
+        for h, rows in share.tiles:
             Q = np.multiply(q[b, rows, h], softmax_scale, dtype=dtype, order="C")
             m, l = _nothing_seen(len(Q), dtype)
             O = np.zeros((len(Q), V.shape[1]), dtype)
@@ -71,6 +83,10 @@ def attention(
             out[b, rows, h] = O / _nonzero(l)
             if lse is not None:
                 lse[b, h, rows] = (m + np.log(l))[:, 0]
+
+    threads = _threads(q, k)
+    for _ in _in_threads(attend, _shares(q, k, v, threads), threads):
+        pass
 
 
 @np.errstate(all="ignore")
@@ -91,7 +107,9 @@ def attention_backward(
     """Write the gradients, recomputing P from Q, K and LSE (FlashAttention-2, algorithm 2).
 
     The Q tiles are the outer loop, as in the forward pass, where the paper has the KV tiles: dK and
-    dV are sums over the heads of a group, so it is they that are kept whole here, not dQ.
+    dV are sums over the heads of a group, so it is they that are kept whole here, not dQ. Each thread
+    has sums of its own, which are added in a fixed order: results are the same whenever the number of
+    cores is.
 
     Args:
         dout: (batch, seqlen_q, heads, head_dim_v), the gradient of out.
@@ -108,11 +126,12 @@ def attention_backward(
     """
     dtype = _compute_dtype(q)
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    scratch = _Scratch(dtype)
-    for b, kv_head, heads in _kv_groups(q, k):
-        K, V = (np.ascontiguousarray(x[b, :, kv_head], dtype) for x in (k, v))
+
+    def gradients(share: _Share) -> tuple[_Group, Array, Array]:
+        scratch = _Scratch(dtype)
+        b, K, V = share.group.batch, share.group.K, share.group.V
         dK, dV = np.zeros_like(K), np.zeros_like(V)
-        for h, rows in itertools.product(heads, _tiles(seqlen_q, Q_TILE)):
+        for h, rows in share.tiles:
             Q = np.multiply(q[b, rows, h], softmax_scale, dtype=dtype, order="C")
             O, dO = (np.ascontiguousarray(x[b, rows, h], dtype) for x in (out, dout))
             D = (dO * O).sum(axis=1, keepdims=True)
@@ -131,7 +150,16 @@ def attention_backward(
                 dK[columns] += scratch.product("dK", dS.T, Q, visible_t)
                 dQ += scratch.product("dQ", dS, K[columns], visible)
             dq[b, rows, h] = softmax_scale * dQ
-        dk[b, :, kv_head], dv[b, :, kv_head] = dK, dV
+        return share.group, dK, dV
+
+    threads = _threads(q, k)
+    results = _in_threads(gradients, _shares(q, k, v, threads), threads)
+    for group, parts in itertools.groupby(results, key=lambda result: result[0]):
+        (_, dK, dV), *others = parts
+        for _, dK_part, dV_part in others:
+            dK += dK_part
+            dV += dV_part
+        dk[group.batch, :, group.kv_head], dv[group.batch, :, group.kv_head] = dK, dV
 
 
 @np.errstate(all="ignore")
@@ -226,11 +254,71 @@ def _tiles(length: int, tile: int) -> list[slice]:
     return [slice(start, min(start + tile, length)) for start in range(0, length, tile)]
 
 
-def _kv_groups(q: Array, k: Array) -> Iterator[tuple[int, int, range]]:
-    """Every batch and KV head, with the query heads that read it."""
-    group = q.shape[2] // max(1, k.shape[2])
-    for b, kv_head in np.ndindex(k.shape[0], k.shape[2]):
-        yield b, kv_head, range(kv_head * group, (kv_head + 1) * group)
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """A KV head and the query heads that read it."""
+
+    batch: int
+    kv_head: int
+    k: Array
+    v: Array
+    dtype: npt.DTypeLike
+
+    @functools.cached_property
+    def K(self) -> Array:
+        return np.ascontiguousarray(self.k[self.batch, :, self.kv_head], self.dtype)
+
+    @functools.cached_property
+    def V(self) -> Array:
+        return np.ascontiguousarray(self.v[self.batch, :, self.kv_head], self.dtype)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """One thread's Q tiles of a group: (head, rows)."""
+
+    group: _Group
+    tiles: list[tuple[int, slice]]
+
+
+def _shares(q: Array, k: Array, v: Array, threads: int) -> Iterator[_Share]:
+    """Every Q tile of every head, in as many shares for each group as give every thread one.
+
+    Tiles are dealt out in turn: under a causal mask later ones are more work.
+    """
+    batch, kv_heads = k.shape[0], k.shape[2]
+    size = q.shape[2] // max(1, kv_heads)
+    parts = -(-threads // max(1, batch * kv_heads))
+    for b, kv_head in np.ndindex(batch, kv_heads):
+        heads = range(kv_head * size, (kv_head + 1) * size)
+        group = _Group(b, kv_head, k, v, _compute_dtype(q))
+        tiles = list(itertools.product(heads, _tiles(q.shape[1], Q_TILE)))
+        for part in range(max(1, min(parts, len(tiles)))):
+            yield _Share(group, tiles[part::parts])
+
+
+def _threads(q: Array, k: Array) -> int:
+    scores = q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1]
+    if scores < PARALLEL_SCORES:
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def _blas() -> threadpoolctl.ThreadpoolController:
+    """The BLAS library that NumPy has loaded; looking for it takes a millisecond."""
+    return threadpoolctl.ThreadpoolController().select(user_api="blas")
+
+
+def _in_threads(work: Callable[[_Share], T], shares: Iterator[_Share], threads: int) -> Iterator[T]:
+    """work(share) for every share, in order."""
+    if threads == 1:
+        yield from map(work, shares)
+        return
+    with _blas().limit(limits=1), ThreadPoolExecutor(threads) as pool:
+        # NumPy's error state is a context variable, which a thread does not inherit.
+        contexts = contextvars.copy_context()
+        yield from pool.map(lambda share: contexts.copy().run(work, share), shares)
 
 
 def _row_blocks(x: Array, out: Array) -> Iterator[tuple[Array, Array]]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from cufa import jit
 from cufa.device import Arch, target
-from cufa.plan import Plan
+from cufa.plan import Launch, Plan
 from cufa.plan.sizes import BACKWARD_PARAMS_BYTES, FORWARD_PARAMS_BYTES, SOFTMAX_PARAMS_BYTES
 from cufa.plan.standard import softmax_launch
 from cufa.problem import Problem
@@ -76,57 +76,58 @@ class Executable:
 
     def __init__(self, plan: Plan) -> None:
         """Compile, or find in the cache, and load."""
+        import cupy
+
         self.plan = plan
-        build = jit.build(plan.variant)
-        module = jit.load(build)
+        self._allocate = functools.partial(cupy.empty, plan.workspace_bytes, np.uint8)
+        module = jit.load(jit.build(plan.variant))
         self._launches = [
-            (_function(module, launch.entry, launch.smem_bytes), launch) for launch in plan.launches
+            (_Kernel(module, launch), step) for launch in plan.launches for step in range(launch.steps)
         ]
 
     def __call__(self, tensors: Sequence[int], lse: int, softmax_scale: float) -> None:
         """Launch on the current stream; the arguments are `pack_attention`'s."""
-        import cupy
-
         plan = self.plan
-        workspace = cupy.empty(plan.workspace_bytes, np.uint8) if plan.workspace_bytes else None
+        workspace = self._allocate() if plan.workspace_bytes else None
         address = workspace.data.ptr if workspace is not None else 0
-        for function, launch in self._launches:
-            for step in range(launch.steps):
-                params = pack_attention(plan.problem, tensors, lse, address, softmax_scale, step)
-                _launch(function, launch.entry, launch.grid, launch.block, launch.smem_bytes, params)
+        for kernel, step in self._launches:
+            kernel(pack_attention(plan.problem, tensors, lse, address, softmax_scale, step))
 
 
 def softmax(x: Any, y: Any, dtype: str, passes: int, arch: Arch | str | int | None = None) -> None:
     """Softmax of the rows of x into y, two CuPy arrays (rows, cols), on the current stream."""
     rows, cols = x.shape
     variant, launch = softmax_launch(dtype, passes, rows, target(arch).arch)
-    function = _function(jit.load(jit.build(variant)), launch.entry, launch.smem_bytes)
-    itemsize = x.itemsize
-    params = pack_softmax(
-        x.data.ptr, y.data.ptr, x.strides[0] // itemsize, y.strides[0] // itemsize, rows, cols
-    )
-    _launch(function, launch.entry, launch.grid, launch.block, launch.smem_bytes, params)
+    kernel = _Kernel(jit.load(jit.build(variant)), launch)
+    x_row_stride, y_row_stride = (array.strides[0] // array.itemsize for array in (x, y))
+    kernel(pack_softmax(x.data.ptr, y.data.ptr, x_row_stride, y_row_stride, rows, cols))
 
 
-def _function(module: Any, entry: str, smem_bytes: int) -> Any:
-    kernel = module.get_function(entry)
-    if smem_bytes > _DEFAULT_SMEM_BYTES:
-        kernel.max_dynamic_shared_size_bytes = smem_bytes
-    return kernel.kernel
+class _Kernel:
+    """One function on the GPU and how to launch it."""
 
+    def __init__(self, module: Any, launch: Launch) -> None:
+        import cupy
 
-def _launch(function: Any, entry: str, grid: int, block: int, smem_bytes: int, params: bytes) -> None:
-    import cupy
+        kernel = module.get_function(launch.entry)
+        if launch.smem_bytes > _DEFAULT_SMEM_BYTES:
+            kernel.max_dynamic_shared_size_bytes = launch.smem_bytes
+        self._function = kernel.kernel
+        self._launch = launch
+        self._grid, self._block = (launch.grid, 1, 1), (launch.block, 1, 1)
+        self._refused = cupy.cuda.driver.CUDADriverError
 
-    # An array of one element is what CuPy passes by value.
-    by_value = np.frombuffer(params, dtype=_void(len(params)))
-    try:
-        function((grid,), (block,), (by_value,), smem_bytes)
-    except cupy.cuda.driver.CUDADriverError as error:
-        raise LaunchError(
-            f"{entry} could not be launched with {grid} blocks of {block} threads and {smem_bytes} "
-            f"bytes of shared memory: {error}"
-        ) from error
+    def __call__(self, params: bytes) -> None:
+        # An array of one element is what CuPy passes by value.
+        by_value = np.frombuffer(params, dtype=_void(len(params)))
+        launch = self._launch
+        try:
+            self._function(self._grid, self._block, (by_value,), launch.smem_bytes)
+        except self._refused as error:
+            raise LaunchError(
+                f"{launch.entry} could not be launched with {launch.grid} blocks of {launch.block} threads "
+                f"and {launch.smem_bytes} bytes of shared memory: {error}"
+            ) from error
 
 
 @functools.cache

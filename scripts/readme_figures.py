@@ -65,7 +65,7 @@ def ladder(record: Row) -> str:
                 rung_link(name),
                 kernel.idea,
                 kernel.paper,
-                duration(row["seconds"]),
+                duration(row["seconds"]) or f"{' and '.join(kernel.dtypes)} only",
                 three_digits(row["tflops"]),
                 three_digits(row["speedup_over_rung_before"]) or "-",
                 three_digits(row["speedup_over_cpu"]),
@@ -125,7 +125,7 @@ def other_presets(record: Row) -> str:
     lines = []
     for kernel in KERNELS:
         rows = [next(row for row in ladder["rows"] if row["name"] == kernel) for ladder in presets.values()]
-        lines.append([kernel, *(three_digits(row["tflops"]) or row["note"] for row in rows)])
+        lines.append([kernel, *(three_digits(row["tflops"]) or "-" for row in rows)])
     return table(header, lines)
 
 

@@ -245,7 +245,7 @@ PLANTED = {
         "bwd_2_flash_v2.cu",
         "atomicAdd(sums + static_cast<long long>(row) * kHeadDim + col, dq[i][c][e]);",
         "sums[static_cast<long long>(row) * kHeadDim + col] += dq[i][c][e];",
-        r"race: (reads|writes) 4 bytes of workspace at byte \d+, which block \d+, thread ",
+        r"race: (reads|writes) 4 bytes of workspace at byte \d+, which (block \d+, )?thread ",
     ),
     "result written over an input": (
         "fwd_1_naive",

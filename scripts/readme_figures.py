@@ -6,6 +6,7 @@ usage: scripts/readme_figures.py [--check]      --check: write nothing, exit wit
 
 import json
 import re
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from cufa.kernels import KERNELS  # noqa: E402 - from this checkout, installed o
 
 README = ROOT / "README.md"
 RECORD = ROOT / "benchmarks" / "gpu_check.json"
+PEERS_RECORD = ROOT / "benchmarks" / "peers.json"
 
 Row = dict[str, Any]
 
@@ -154,13 +156,39 @@ def cpu_path(record: Row) -> str:
     return f"{table(header, lines)}\n\n{caption}"
 
 
-SECTIONS = {"ladder": ladder, "measured": measured}
+def peers(record: Row) -> str:
+    """How cufa does beside what PyTorch brings, over all lengths."""
+    names = [name for name in record["points"][0]["tflops"] if name != "cufa"]
+    cells: dict[tuple[str, str, int, bool], list[Row]] = {}
+    for point in record["points"]:
+        key = (point["direction"], point["dtype"], point["head_dim"], point["causal"])
+        cells.setdefault(key, []).append(point["tflops"])
+    lines = []
+    for (direction, dtype, head_dim, causal), tflops in sorted(cells.items(), key=lambda cell: cell[0][::-1]):
+        ratios = (
+            f"{statistics.geometric_mean(each['cufa'] / each[name] for each in tflops):.2f}" for name in names
+        )
+        best = max(each["cufa"] for each in tflops)
+        name = f"{direction}, {dtype}, head dim {head_dim}{', causal' if causal else ''}"
+        lines.append((name, three_digits(best), *ratios))
+    header = ("", "cufa's best TFLOP/s", *(f"x {name}" for name in names))
+    lengths = sorted({point["seqlen"] for point in record["points"]})
+    caption = (
+        f"Geometric mean of cufa's speed over that of each peer at lengths {lengths[0]} to {lengths[-1]}, "
+        f"16,384 tokens and 2,048 hidden, on an {record['gpu']}, driver {record['driver']}, PyTorch "
+        f"{record['torch']}, cuDNN {record['cudnn']}, {record['date']}, by `scripts/bench_peers.py` "
+        "([benchmarks/peers.json](benchmarks/peers.json))."
+    )
+    return f"{table(header, lines)}\n\n{caption}"
 
 
-def filled(readme: str, record: Row) -> str:
-    for name, section in SECTIONS.items():
+SECTIONS = {"ladder": (ladder, RECORD), "measured": (measured, RECORD), "peers": (peers, PEERS_RECORD)}
+
+
+def filled(readme: str) -> str:
+    for name, (section, record) in SECTIONS.items():
         pattern = rf"(<!-- figures: {name} -->\n).*?(<!-- end -->)"
-        text = section(record)
+        text = section(json.loads(record.read_text()))
         readme, count = re.subn(
             pattern, lambda match, text=text: f"{match[1]}{text}\n{match[2]}", readme, flags=re.DOTALL
         )
@@ -170,7 +198,7 @@ def filled(readme: str, record: Row) -> str:
 
 def main() -> int:
     before = README.read_text()
-    after = filled(before, json.loads(RECORD.read_text()))
+    after = filled(before)
     if sys.argv[1:] == ["--check"]:
         if after != before:
             print("README.md differs from benchmarks/; run scripts/readme_figures.py", file=sys.stderr)

@@ -219,7 +219,9 @@ def _online_step(S: Array, m: Array, l: Array) -> tuple[Array, Array, Array, Arr
 
 def _exp_shifted(S: Array, shift: Array) -> Array:
     """exp(S - shift), which overwrites S."""
-    return np.exp(np.subtract(S, shift, out=S), out=S)
+    np.subtract(S, shift, out=S)
+    np.exp(S, out=S)
+    return S
 
 
 def _finite(m: Array) -> Array:

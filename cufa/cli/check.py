@@ -241,7 +241,7 @@ class _Judge:
         seqlen_k, kv_heads = inputs["k"].shape[1:3]
         group = heads // kv_heads
         block = np.s_[batch, start:stop, kv_head]
-        visible = np.ones((seqlen_q, stop - start), bool)
+        visible: Array = np.ones((seqlen_q, stop - start), bool)
         if self._causal:
             visible = np.tril(visible, seqlen_k - seqlen_q - start)
         scale = 1 / math.sqrt(head_dim) if self._scale is None else self._scale

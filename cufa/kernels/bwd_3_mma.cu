@@ -207,15 +207,6 @@ __device__ inline void add_seen(Accumulators<Tiles, Cols>& o, const Tile& v, int
             }
 }
 
-template <class Tile>
-__device__ inline bool holds_nonfinite(const Tile& tile) {
-    bool found = false;
-    for (int i = threadIdx.x; i < Tile::kRows * Tile::kCols; i += THREADS) {
-        found |= !is_finite(*tile.at(i / Tile::kCols, i % Tile::kCols));
-    }
-    return found;
-}
-
 // The gradients of a warp's keys, in its part of the head dims.
 struct KeyGradients {
     Accumulators<kTiles, kHeadPart> dk;
@@ -239,8 +230,9 @@ struct KeyGradients {
         // that it does not see; but 0 * NaN is NaN, and a product over the whole tile would
         // multiply by it.
         if (kCausal && masked) {
-            const bool found = holds_nonfinite(smem.q[stage]) ||
-                               holds_nonfinite(smem.dout[stage]) || holds_nonfinite(smem.k);
+            const bool found = finds_nonfinite<THREADS>(smem.q[stage]) ||
+                               finds_nonfinite<THREADS>(smem.dout[stage]) ||
+                               finds_nonfinite<THREADS>(smem.k);
             if (__syncthreads_or(found)) {
                 multiply_seen(s, dp, smem, stage, workspace, place, mask, first_query, first_key);
                 return;

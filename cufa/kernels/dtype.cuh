@@ -41,12 +41,24 @@ __device__ inline double to_acc(float64 x) {
     return x;
 }
 
-// Neither NaN nor infinite: not all bits of the exponent are set.
-__device__ inline bool is_finite(float16 x) {
-    return (x.bits & 0x7c00) != 0x7c00;
+// The bits of the exponent, all of which are set in NaN and infinity alone.
+template <class T>
+constexpr unsigned int kExponentBits = 0x7c00;
+template <>
+constexpr unsigned int kExponentBits<bfloat16> = 0x7f80;
+
+template <class T>
+__device__ inline bool is_finite(T x) {
+    return (x.bits & kExponentBits<T>) != kExponentBits<T>;
 }
-__device__ inline bool is_finite(bfloat16 x) {
-    return (x.bits & 0x7f80) != 0x7f80;
+
+// Of two elements in a word: not zero if one of them is NaN or infinite. Adding the exponent's
+// lowest bit carries into the sign's place, which is empty, if all bits of the exponent are set.
+template <class T>
+__device__ inline unsigned int nonfinite_of_pair(unsigned int pair) {
+    constexpr unsigned int kMask = kExponentBits<T> << 16 | kExponentBits<T>;
+    constexpr unsigned int kLowest = 0x80008000u - kMask;
+    return ((pair & kMask) + kLowest) & 0x80008000u;
 }
 
 // Rounds to nearest, ties to even.

@@ -123,11 +123,7 @@ struct Output {
 // outputs of the rows that see them, whatever their weight, and are zero in the product.
 __device__ inline void take_out_nonfinite(Output& out, Smem& smem, Mask<kCausal> mask,
                                           int first_row, int first_key) {
-    bool found = false;
-    for (int i = threadIdx.x; i < kBlockN * kDims; i += THREADS) {
-        found |= !is_finite(*smem.v.at(i / kDims, i % kDims));
-    }
-    if (!__syncthreads_or(found)) return;
+    if (!__syncthreads_or(finds_nonfinite<THREADS>(smem.v))) return;
 
     for (int key = 0; key < kBlockN; ++key)
 #pragma unroll

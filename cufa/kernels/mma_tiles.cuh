@@ -70,6 +70,22 @@ __device__ inline void copy_tile(Tile& tile, Matrix<const scalar_t> source, int 
     }
 }
 
+// Whether this thread, of all that look together, finds NaN or infinity in a tile.
+template <int Threads, class Tile>
+__device__ inline bool finds_nonfinite(const Tile& tile) {
+    using Pairs = Pack<unsigned int, kMatrixCols / 2>;
+    constexpr int kRowChunks = Tile::kCols / kMatrixCols;
+    unsigned int found = 0;
+#pragma unroll 1  // it runs for few tiles, and registers are what the others lack
+    for (int i = threadIdx.x; i < Tile::kRows * kRowChunks; i += Threads) {
+        const scalar_t* chunk = tile.at(i / kRowChunks, i % kRowChunks * kMatrixCols);
+        const Pairs pairs = *reinterpret_cast<const Pairs*>(chunk);
+#pragma unroll
+        for (int e = 0; e < kMatrixCols / 2; ++e) found |= nonfinite_of_pair<scalar_t>(pairs[e]);
+    }
+    return found != 0;
+}
+
 __device__ inline void mma(Fragment& d, const unsigned int (&a)[4], unsigned int b0,
                            unsigned int b1) {
     if constexpr (is_bfloat16<scalar_t>) {

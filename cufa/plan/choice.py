@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from cufa.device import MAX_THREADS_PER_BLOCK, Device
+from cufa.plan.sizes import ceil_div
 from cufa.problem import Problem
 
 # With fewer warps than this on an SM, two for each of its schedulers, nobody works while one waits.
@@ -100,7 +101,7 @@ def choose(
 
 def query_tiles(problem: Problem, tiles: TileSizes) -> int:
     """How many tiles the queries of all heads make."""
-    return problem.batch * problem.heads * -(-problem.seqlen_q // tiles.block_m)
+    return problem.batch * problem.heads * ceil_div(problem.seqlen_q, tiles.block_m)
 
 
 def _price(problem: Problem, tiles: TileSizes, cost: Cost, device: Device) -> float:

@@ -22,8 +22,8 @@ from cufa.plan.sizes import (
 )
 from cufa.problem import Problem
 
-# The shape of one mma.
-MMA_M, MMA_N, MMA_K = 16, 8, 16
+# Rows of the left operand of one mma, and its depth.
+MMA_M, MMA_K = 16, 16
 ITEM_BYTES = 2
 SUM_BYTES = 4
 # A row of a shared tile is padded by 16 bytes (HalfTile in mma_tiles.cuh).

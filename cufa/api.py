@@ -7,24 +7,29 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from cufa import arrays, cpu, launch
 from cufa.device import Arch, target
+from cufa.launch import FeatureValues
 from cufa.plan import Plan, make_plan
 from cufa.problem import (
     DTYPES,
     MAX_ALIGN_BYTES,
+    PLAIN,
     Direction,
+    Options,
     Problem,
     Shape,
+    check_dropout,
     check_fits,
     check_layout,
     check_options,
     check_scale,
+    check_softcap,
     dtype_name,
     lse_shape,
     make_problem,
@@ -32,6 +37,7 @@ from cufa.problem import (
 )
 
 Tiles = Mapping[str, int]
+Window = tuple[int | None, int | None] | None
 ArchLike = Arch | str | int
 Arrays = dict[str, Any]
 
@@ -42,10 +48,24 @@ def attention(
     v: Any,
     *,
     causal: bool = False,
+    window: Window = None,
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    sink: Any = None,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+    offset: int = 0,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    seqused_k: Any = None,
     layout: str = "bshd",
     return_lse: bool = False,
     out: Any = None,
+    lse: Any = None,
+    workspace: Any = None,
     kernel: str | None = None,
     tiles: Tiles | None = None,
     arch: ArchLike | None = None,
@@ -54,22 +74,48 @@ def attention(
     """Exact attention, softmax(softmax_scale * Q K^T) V, never holding a seqlen_q x seqlen_k matrix.
 
     Computed as in FlashAttention-2 (Dao 2023, Algorithm 1). Sums are kept in float32, for float64 arrays
-    in float64. A row that sees no key has output 0 and LSE -inf.
+    in float64. A row that sees no key has output 0 and LSE -inf (with a sink: the sink). What a row does
+    not see has no part in its result, not even if it is NaN.
 
     Arrays are NumPy's, CuPy's or any with DLPack, all of one kind, with any strides; one whose last axis
     is not contiguous is copied. On a GPU the work is on CuPy's current stream, and nothing waits for it.
+
+    A score is s = softmax_scale * q k; then s = softcap * tanh(s / softcap), if there is a softcap; then
+    the bias and -slope * |distance from the diagonal| are added. The diagonal ends in the bottom-right
+    corner: query i stands at key i + seqlen_k - seqlen_q.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64; head_dim 1 to 256.
         k: (batch, seqlen_k, kv_heads, head_dim), as q; heads must be a multiple of kv_heads, and query
             head h reads KV head h // (heads // kv_heads).
         v: (batch, seqlen_k, kv_heads, value_dim), as q; value_dim 1 to 256.
-        causal: query i sees the keys j <= i + seqlen_k - seqlen_q only: the mask is aligned to the
-            bottom-right corner.
+        causal: a query sees no key after the diagonal.
+        window: (left, right): how many keys before and after the diagonal a query sees; None or -1 on a
+            side is all of them. With `causal` right is 0.
         softmax_scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
+        softcap: what scores are bounded by, softly; 0 for no bound.
+        bias: added to the scores: (batch or 1, heads or 1, seqlen_q or 1, seqlen_k), without the first
+            axes that are 1 if you like; any of the dtypes.
+        mask: which keys a query sees, True to see it: shaped as bias; bool, or uint8 with eight keys in a
+            byte as from numpy.packbits(mask, axis=-1, bitorder="little").
+        alibi_slopes: (heads,) or (batch, heads), float32 (float64 for float64 arrays).
+        sink: (heads,) float32 (float64 for float64 arrays): one more logit in the softmax of every row of
+            a head, with no value; it is not scaled.
+        dropout_p: which part of the probabilities is set to 0 at random, 0 <= dropout_p < 1; the others
+            grow by 1 / (1 - dropout_p). The LSE knows nothing of it.
+        seed: of dropout's random numbers, 64 bits (Philox4x32-10).
+        offset: which of that seed's sequences of random numbers, 32 bits; another for every call.
+        cu_seqlens_q: (batch + 1,) int32, where each sequence begins and the last ends, for sequences packed
+            one after the other: q is then (tokens, heads, head_dim), and likewise out; bias and mask have
+            rows and keys numbered within each sequence, and must reach as far as the longest.
+        cu_seqlens_k: the same for k and v, (tokens, kv_heads, ...).
+        seqused_k: (batch,) int32: only so many keys of each sequence count; the last one seen is the
+            diagonal's end.
         layout: "bshd" as above, or "bhsd" for (batch, heads, seqlen, head_dim).
-        return_lse: also return the log-sum-exp of the scaled scores, which the backward needs.
+        return_lse: also return the log-sum-exp of the scores, which the backward needs.
         out: where to write the output, of its shape and dtype; must not overlap an input.
+        lse: where to write the LSE, which is then returned too.
+        workspace: memory for the kernel, `cufa.plan(...).workspace_bytes` of it, contiguous, on the GPU.
         kernel: a rung of the ladder (`cufa kernels` lists them) instead of the fastest.
         tiles: overrides of that kernel's tile sizes, as in {"block_m": 64}.
         arch: what to compile for instead of this GPU's own, as in "compute_80"; also CUFA_ARCH.
@@ -77,8 +123,8 @@ def attention(
 
     Returns:
         (batch, seqlen_q, heads, value_dim) in the layout asked for, of the dtype and kind of q. With
-        return_lse, a pair of that and the LSE: (batch, heads, seqlen_q), natural logarithm, float32
-        (float64 for float64 arrays).
+        return_lse, a pair of that and the LSE: (batch, heads, seqlen_q), of packed sequences
+        (heads, tokens), natural logarithm, float32 (float64 for float64 arrays).
 
     Raises:
         TypeError: no array, kinds or dtypes mixed, or a dtype that is not supported.
@@ -87,25 +133,34 @@ def attention(
         GPUUnavailableError: "cuda" without a GPU or CuPy; the message says what to install.
         LaunchError, CompileError: the driver or NVRTC refused the kernel.
     """
-    given = {"q": q, "k": k, "v": v} if out is None else {"q": q, "k": k, "v": v, "out": out}
-    adopted = arrays.adopt(given, backend)
-    tensors = adopted.arrays
-    problem = _problem_of("forward", tensors, causal, layout)
-    scale = check_scale(softmax_scale, problem.head_dim)
-    if out is None:
-        tensors["out"] = _empty(output_shape(problem, layout), DTYPES[problem.dtype], adopted.on_gpu)
-    else:
-        _check_out(adopted.sources)
-    lse = _empty(lse_shape(problem), problem.accumulator, adopted.on_gpu) if return_lse else None
+    values = _feature_values(softcap, dropout_p, seed, offset)
+    options = Options(causal, window, values.softcap > 0, values.dropout_p > 0, layout=layout)
+    inputs = {"q": q, "k": k, "v": v} | _given(
+        bias=bias,
+        mask=mask,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+    )
+    outputs = _given(out=out, lse=lse)
+    call = _Call("forward", inputs, outputs, options, backend)
+    scale = check_scale(softmax_scale, call.problem.head_dim)
+    call.need("out", output_shape(call.problem, layout), DTYPES[call.problem.dtype])
+    if return_lse or lse is not None:
+        call.need("lse", lse_shape(call.problem), call.problem.accumulator)
 
-    if adopted.on_gpu:
-        _run_on_gpu(problem, tensors, ("q", "k", "v", "out"), lse, scale, layout, kernel, tiles, arch)
+    rung = _Rung(kernel, tiles, arch)
+    if call.on_gpu:
+        _run_on_gpu(call, ("q", "k", "v", "out"), scale, values, workspace, rung)
     else:
-        _refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch)
-        q, k, v, output = _in_bshd(tensors, ("q", "k", "v", "out"), layout)
-        cpu.attention(q, k, v, output, lse, causal=problem.causal, softmax_scale=scale)
-    result = adopted.give_back(tensors["out"], out)
-    return (result, adopted.give_back(lse)) if return_lse else result
+        _refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch, workspace=workspace)
+        tensors = call.in_bshd("q", "k", "v", "out")
+        q, k, v, output = tensors
+        cpu.attention(q, k, v, output, call.tensors.get("lse"), **_cpu_options(call, scale, values))
+    result = call.give_back("out", out)
+    return (result, call.give_back("lse", lse)) if return_lse or lse is not None else result
 
 
 def attention_backward(
@@ -116,29 +171,73 @@ def attention_backward(
     out: Any,
     lse: Any,
     *,
+    dlse: Any = None,
     causal: bool = False,
+    window: Window = None,
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    bias: Any = None,
+    mask: Any = None,
+    alibi_slopes: Any = None,
+    sink: Any = None,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+    offset: int = 0,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    seqused_k: Any = None,
+    deterministic: bool = False,
+    return_dbias: bool = False,
+    return_dsink: bool = False,
     layout: str = "bshd",
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    dbias: Any = None,
+    dsink: Any = None,
+    workspace: Any = None,
     kernel: str | None = None,
     tiles: Tiles | None = None,
     arch: ArchLike | None = None,
     backend: str | None = None,
-) -> tuple[Any, Any, Any]:
-    """The gradients of `attention` in q, k and v.
+) -> tuple[Any, ...]:
+    """The gradients of `attention` in q, k and v, and in the bias and the sink if they are asked for.
 
     Computed as in FlashAttention-2 (Dao 2023, Algorithm 2): the probabilities are recomputed from q, k
     and lse, never held as a whole. Rows that see no key, and keys that no row sees, have gradient 0.
 
     Args:
         dout: gradient of the output: (batch, seqlen_q, heads, value_dim), of q's dtype and kind.
-        q: as it was given to `attention`; likewise k and v.
+        q: as it was given to `attention`; likewise k and v, and all options that are not named here.
         k: as above.
         v: as above.
         out: what `attention` returned.
         lse: what `attention` returned with return_lse=True, (batch, heads, seqlen_q).
+        dlse: gradient of the LSE, of its shape and dtype; None for 0.
         causal: as in the forward call; likewise the options below.
+        window: as in the forward call.
         softmax_scale: as in the forward call.
+        softcap: as in the forward call.
+        bias: as in the forward call.
+        mask: as in the forward call.
+        alibi_slopes: as in the forward call.
+        sink: as in the forward call.
+        dropout_p: as in the forward call.
+        seed: as in the forward call: the same probabilities are dropped.
+        offset: as in the forward call.
+        cu_seqlens_q: as in the forward call.
+        cu_seqlens_k: as in the forward call.
+        seqused_k: as in the forward call; keys beyond it have gradient 0.
+        deterministic: the same bits in every run; on a GPU that takes longer.
+        return_dbias: also return the gradient of the bias.
+        return_dsink: also return the gradient of the sink.
         layout: as in the forward call.
+        dq: where to write the gradient of q, of its shape and dtype; must not overlap an input.
+        dk: the same for k.
+        dv: the same for v.
+        dbias: the same for the bias, contiguous; it is then returned too.
+        dsink: the same for the sink.
+        workspace: memory for the kernels, `cufa.plan(..., backward=True).workspace_bytes` of it.
         kernel: a backward rung of the ladder instead of the fastest.
         tiles: overrides of that kernel's tile sizes.
         arch: what to compile for instead of this GPU's own.
@@ -146,36 +245,54 @@ def attention_backward(
 
     Returns:
         (dq, dk, dv), each of the shape, dtype and kind of q, k, v; dk and dv are summed over the query
-        heads that share a KV head.
+        heads that share a KV head. Then dbias if it is asked for, of bias's shape and dtype, summed over
+        the axes that were broadcast; then dsink, likewise, summed over batch and rows.
 
     Raises:
         What `attention` raises.
     """
-    given = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
-    adopted = arrays.adopt(given, backend)
-    tensors = adopted.arrays
-    problem = _problem_of("backward", tensors, causal, layout)
-    scale = check_scale(softmax_scale, problem.head_dim)
-    for name in ("q", "k", "v"):
-        tensors["d" + name] = _empty(tensors[name].shape, DTYPES[problem.dtype], adopted.on_gpu)
+    values = _feature_values(softcap, dropout_p, seed, offset)
+    gradients = {"q": dq, "k": dk, "v": dv}
+    if return_dbias or dbias is not None:
+        gradients["bias"] = dbias
+    if return_dsink or dsink is not None:
+        gradients["sink"] = dsink
+    options = Options(
+        causal,
+        window,
+        values.softcap > 0,
+        values.dropout_p > 0,
+        deterministic,
+        tuple(gradients)[3:],
+        layout,
+    )
+    inputs = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse} | _given(
+        dlse=dlse,
+        bias=bias,
+        mask=mask,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+    )
+    outputs = _given(**{f"d{name}": array for name, array in gradients.items()})
+    call = _Call("backward", inputs, outputs, options, backend)
+    scale = check_scale(softmax_scale, call.problem.head_dim)
+    for name in gradients:
+        call.need(f"d{name}", call.tensors[name].shape, call.tensors[name].dtype)
 
-    if adopted.on_gpu:
-        lse = tensors.pop("lse")
-        if not lse.flags.c_contiguous:
-            lse = lse.copy()
+    if call.on_gpu:
         names = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
-        _run_on_gpu(problem, tensors, names, lse, scale, layout, kernel, tiles, arch)
+        _run_on_gpu(call, names, scale, values, workspace, _Rung(kernel, tiles, arch))
     else:
-        _refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch)
-        dout, q, k, v, out = _in_bshd(tensors, ("dout", "q", "k", "v", "out"), layout)
-        dq, dk, dv = _in_bshd(tensors, ("dq", "dk", "dv"), layout)
-        cpu.attention_backward(
-            *(dout, q, k, v, out, tensors["lse"], dq, dk, dv),
-            causal=problem.causal,
-            softmax_scale=scale,
-        )
-    dq, dk, dv = (adopted.give_back(tensors[name]) for name in ("dq", "dk", "dv"))
-    return dq, dk, dv
+        _refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch, workspace=workspace)
+        tensors = call.in_bshd("dout", "q", "k", "v", "out")
+        written = call.in_bshd("dq", "dk", "dv")
+        optional = {name: call.tensors[name] for name in _GRADIENT_ARRAYS if name in call.tensors}
+        cpu_options = _cpu_options(call, scale, values) | optional
+        cpu.attention_backward(*(*tensors, call.tensors["lse"], *written), **cpu_options)
+    return tuple(call.give_back(f"d{name}", given) for name, given in gradients.items())
 
 
 def softmax(x: Any, *, passes: int = 2, arch: ArchLike | None = None, backend: str | None = None) -> Any:
@@ -206,7 +323,7 @@ def softmax(x: Any, *, passes: int = 2, arch: ArchLike | None = None, backend: s
     if adopted.on_gpu:
         if result.size:
             rows = (math.prod(source.shape[:-1]), source.shape[-1])
-            matrix = _last_axis_contiguous(source.reshape(rows))
+            matrix = sys.modules["cupy"].ascontiguousarray(source.reshape(rows))
             launch.softmax(matrix, result.reshape(rows), dtype, passes, arch)
     else:
         _refuse_gpu_options(arch=arch)
@@ -221,10 +338,16 @@ def plan(
     *,
     backward: bool = False,
     causal: bool = False,
+    window: Window = None,
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    gradients: tuple[str, ...] = (),
     layout: str = "bshd",
     kernel: str | None = None,
     tiles: Tiles | None = None,
     arch: ArchLike | None = None,
+    **side: Any,
 ) -> Plan:
     """The Plan that a call with these arrays would use on the GPU, and why; nothing is compiled or run.
 
@@ -235,10 +358,17 @@ def plan(
         v: as above.
         backward: plan `attention_backward` instead of `attention`.
         causal: as in `attention`; likewise the options below.
+        window: as in `attention`.
+        softcap: as in `attention`.
+        dropout_p: as in `attention`.
+        deterministic: as in `attention_backward`.
+        gradients: of "bias" and "sink" those whose gradients are wanted too.
         layout: as in `attention`.
         kernel: as in `attention`.
         tiles: as in `attention`.
         arch: what to plan for; on a machine without a GPU it must be given, or CUFA_ARCH set.
+        side: the other arrays of `attention` and `attention_backward` by their names: bias, mask,
+            alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, dlse; described as q is.
 
     Returns:
         The Plan; `print` shows it.
@@ -247,9 +377,14 @@ def plan(
         TypeError, ValueError: as `attention`.
         GPUUnavailableError: no GPU, and no arch.
     """
+    unknown = side.keys() - {*_FEATURE_ARRAYS, "dlse"}
+    if unknown:
+        raise TypeError(f"plan() got an unexpected argument {', '.join(sorted(unknown))}")
     direction: Direction = "backward" if backward else "forward"
-    described = {name: _Described(name, array) for name, array in (("q", q), ("k", k), ("v", v))}
-    problem = _problem_of(direction, described, causal, layout)
+    named = {"q": q, "k": k, "v": v} | _given(**side)
+    described = {name: _Described(name, array) for name, array in named.items()}
+    options = Options(causal, window, softcap > 0, dropout_p > 0, deterministic, gradients, layout)
+    problem = _problem_of(direction, described, options)
     row_bytes = (problem.head_dim | problem.value_dim) * problem.itemsize
     return make_plan(replace(problem, align_bytes=_alignment(row_bytes)), target(arch), kernel, tiles)
 
@@ -267,27 +402,99 @@ class _Described:
             self.dtype = np.dtype(str(self.dtype).rpartition(".")[2])
 
 
-def _problem_of(direction: Direction, tensors: Mapping[str, Any], causal: bool, layout: str) -> Problem:
+class _Call:
+    """The arrays of one call where it is computed, and the problem that they make."""
+
+    def __init__(
+        self,
+        direction: Direction,
+        inputs: Arrays,
+        outputs: Arrays,
+        options: Options,
+        backend: str | None,
+    ) -> None:
+        """Check all that is given; `outputs` are the arrays to write into, among them."""
+        adopted = arrays.adopt({**inputs, **outputs} if outputs else inputs, backend)
+        self.tensors = adopted.arrays
+        self.on_gpu = adopted.on_gpu
+        self.layout = options.layout
+        self.causal, self.window = options.causal, options.window
+        self.written: set[str] = set()
+        self._give_back = adopted.give_back
+        self.problem = _problem_of(direction, self.tensors, options)
+        if outputs:
+            _check_outputs(adopted.sources, tuple(inputs), tuple(outputs))
+
+    def need(self, name: str, shape: Shape, dtype: Any) -> None:
+        """Have an output to write to, the one given or a new one."""
+        self.written.add(name)
+        if name not in self.tensors:
+            self.tensors[name] = _empty(shape, dtype, self.on_gpu)
+
+    def give_back(self, name: str, given: Any) -> Any:
+        """A result for the caller: his own array if he gave one."""
+        return self._give_back(self.tensors[name], given, name)
+
+    def in_bshd(self, *names: str) -> list[Any]:
+        """The tensors as (batch, seqlen, heads, dim); packed ones as they are."""
+        if self.problem.features.packed:
+            return [self.tensors[name] for name in names]
+        axes = (*check_layout(self.layout), 3)
+        return [self.tensors[name].transpose(axes) for name in names]
+
+
+class _Rung(NamedTuple):
+    """Which kernel to run, where a caller wants another than the plan's."""
+
+    kernel: str | None
+    tiles: Tiles | None
+    arch: ArchLike | None
+
+
+# The arguments that are arrays beside the tensors.
+_FEATURE_ARRAYS = ("bias", "mask", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+_GRADIENT_ARRAYS = ("dlse", "dbias", "dsink")
+_SIDE_ARRAYS = (*_FEATURE_ARRAYS, *_GRADIENT_ARRAYS)
+
+_NO_VALUES = FeatureValues()
+
+
+def _given(**named: Any) -> Arrays:
+    return {name: array for name, array in named.items() if array is not None}
+
+
+def _feature_values(softcap: float, dropout_p: float, seed: int, offset: int) -> FeatureValues:
+    if not softcap and not dropout_p:
+        return _NO_VALUES
+    return FeatureValues(check_softcap(softcap), *check_dropout(dropout_p, seed, offset))
+
+
+def _cpu_options(call: _Call, softmax_scale: float, values: FeatureValues) -> dict[str, Any]:
+    side = {name: call.tensors[name] for name in _FEATURE_ARRAYS if name in call.tensors}
+    return {
+        "causal": bool(call.causal),
+        "window": call.window,
+        "softmax_scale": softmax_scale,
+        **asdict(values),
+        **side,
+    }
+
+
+def _problem_of(direction: Direction, tensors: Mapping[str, Any], options: Options) -> Problem:
     described = tuple([(name, array.shape, array.dtype) for name, array in tensors.items()])
     try:
-        return _problem(direction, described, causal, layout)
+        return _problem(direction, described, options)
     except TypeError:
-        check_options(causal, layout)  # something that has no hash
+        check_options(options)  # something that has no hash
         raise
 
 
 @functools.lru_cache(maxsize=4096)
-def _problem(
-    direction: Direction,
-    tensors: tuple[tuple[str, Shape, Any], ...],
-    causal: bool,
-    layout: str,
-) -> Problem:
-    check_options(causal, layout)
+def _problem(direction: Direction, tensors: tuple[tuple[str, Shape, Any], ...], options: Options) -> Problem:
     shapes = {name: shape for name, shape, _ in tensors}
     dtypes = {name: dtype for name, _, dtype in tensors}
-    problem = make_problem(direction, shapes, dtypes, causal=causal, layout=layout)
-    check_fits(problem, shapes, dtypes, layout)
+    problem = make_problem(direction, shapes, dtypes, options)
+    check_fits(problem, shapes, dtypes, options.layout)
     return problem
 
 
@@ -295,18 +502,19 @@ def _empty(shape: Shape, dtype: np.dtype[Any], on_gpu: bool) -> Any:
     return (sys.modules["cupy"] if on_gpu else np).empty(shape, dtype)
 
 
-def _check_out(sources: Arrays) -> None:
-    out = sources["out"]
-    if not getattr(out.flags, "writeable", True):  # CuPy's arrays always are
-        raise ValueError("out is read-only; it must be writeable")
-    if arrays.overlaps_itself(out):
-        raise ValueError(
-            f"out has strides {out.strides} for shape {out.shape}, so that elements share memory; "
-            "each must have its own"
-        )
-    for name in ("q", "k", "v"):
-        if arrays.overlap(out, sources[name]):
-            raise ValueError(f"out overlaps {name} in memory; it must not")
+def _check_outputs(sources: Arrays, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
+    for i, name in enumerate(outputs):
+        output = sources[name]
+        if not getattr(output.flags, "writeable", True):  # CuPy's arrays always are
+            raise ValueError(f"{name} is read-only; it must be writeable")
+        if arrays.overlaps_itself(output):
+            raise ValueError(
+                f"{name} has strides {output.strides} for shape {output.shape}, so that elements share "
+                "memory; each must have its own"
+            )
+        for other in (*inputs, *outputs[:i]):
+            if arrays.overlap(output, sources[other]):
+                raise ValueError(f"{name} overlaps {other} in memory; it must not")
 
 
 def _refuse_gpu_options(**options: Any) -> None:
@@ -315,42 +523,40 @@ def _refuse_gpu_options(**options: Any) -> None:
             raise ValueError(f"{name} is {value!r}, but this call computes on the CPU; it needs a GPU")
 
 
-def _in_bshd(tensors: Arrays, names: tuple[str, ...], layout: str) -> list[Any]:
-    axes = (*check_layout(layout), 3)
-    return [tensors[name].transpose(axes) for name in names]
-
-
-def _last_axis_contiguous(array: Any) -> Any:
-    if array.shape[-1] == 1 or array.strides[-1] == array.itemsize:
-        return array
-    return sys.modules["cupy"].ascontiguousarray(array)
-
-
 def _run_on_gpu(
-    problem: Problem,
-    tensors: Arrays,
+    call: _Call,
     names: tuple[str, ...],
-    lse: Any,
     softmax_scale: float,
-    layout: str,
-    kernel: str | None,
-    tiles: Tiles | None,
-    arch: ArchLike | None,
+    values: FeatureValues,
+    workspace: Any,
+    rung: _Rung,
 ) -> None:
     """Launch the kernels for these tensors, in the order of the parameter struct."""
-    batch, row, head = check_layout(layout)
+    problem, tensors = call.problem, call.tensors
+    packed = problem.features.packed
+    batch, row, head = (0, 0, 1) if packed else check_layout(call.layout)
     itemsize = problem.itemsize
     fields: list[int] = []
     bits = 0
+    copies: Arrays = {}
+
+    def contiguous(name: str, last_axis_only: bool = True) -> Any:
+        array = tensors[name]
+        if array.flags.c_contiguous:
+            return array
+        if last_axis_only and (array.shape[-1] == 1 or array.strides[-1] == array.itemsize):
+            return array
+        copies[name] = sys.modules["cupy"].ascontiguousarray(array)
+        return copies[name]
+
     for name in names:
-        array = _last_axis_contiguous(tensors[name])
-        tensors[name] = array
+        array = contiguous(name)
         strides = array.strides
         address = array.data.ptr
         bits |= address | strides[batch] | strides[row] | strides[head]
         fields += (
             address,
-            strides[batch] // itemsize,
+            0 if packed else strides[batch] // itemsize,
             strides[row] // itemsize,
             strides[head] // itemsize,
         )
@@ -363,13 +569,24 @@ def _run_on_gpu(
     run = _executable(
         problem,
         align_bytes,
-        kernel,
-        tuple(tiles.items()) if tiles else None,
-        arch,
+        rung.kernel,
+        tuple(rung.tiles.items()) if rung.tiles else None,
+        rung.arch,
         os.environ.get("CUFA_ARCH"),
         sys.modules["cupy"].cuda.runtime.getDevice(),
     )
-    run(fields, 0 if lse is None else lse.data.ptr, softmax_scale)
+    lse = contiguous("lse", last_axis_only=False).data.ptr if "lse" in tensors else 0
+    features = b""
+    if problem.features is not PLAIN:
+        side = {
+            name: contiguous(name, last_axis_only=name in ("bias", "mask"))
+            for name in _SIDE_ARRAYS
+            if name in tensors
+        }
+        features = launch.pack_features(problem, side, values)
+    run(fields, lse, softmax_scale, features, workspace)
+    for name in call.written & copies.keys():
+        tensors[name][...] = copies[name]
 
 
 def _alignment(bits: int) -> int:

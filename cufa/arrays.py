@@ -45,13 +45,16 @@ class Adopted:
         """Whether the arrays are copies from the other side."""
         return self.sources is not self.arrays
 
-    def give_back(self, result: Any, out: Any = None) -> Any:
-        """A result as the kind of array that came in; or `out`, the caller's, with the result in it."""
+    def give_back(self, result: Any, given: Any = None, name: str = "out") -> Any:
+        """A result as the kind of array that came in; or `given`, the caller's, with the result in it.
+
+        `name` is the argument that it was given as.
+        """
         if self.moved:
             result = _to_other_side(result)
-            if out is not None:
-                self.sources["out"][...] = result
-        return self.export(result) if out is None else out
+            if given is not None:
+                self.sources[name][...] = result
+        return self.export(result) if given is None else given
 
 
 def adopt(named: Mapping[str, Any], backend: str | None) -> Adopted:
@@ -138,13 +141,14 @@ def _strides_overlap(shape: tuple[int, ...], strides: tuple[int, ...], itemsize:
     return False
 
 
-def _address(array: Any) -> int:
+def address(array: Any) -> int:
+    """Where the first element of a NumPy or CuPy array is."""
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
 
 def _span(array: Any) -> tuple[int, int]:
     """The addresses from the array's first byte to past its last; nothing if it is empty."""
-    low = high = _address(array)
+    low = high = address(array)
     if array.size == 0:
         return low, low
     for stride, size in zip(array.strides, array.shape, strict=True):
@@ -161,7 +165,7 @@ class _Shadow:
     def __init__(self, array: Any) -> None:
         self.__array_interface__ = {
             "version": 3,
-            "data": (_address(array), True),
+            "data": (address(array), True),
             "shape": array.shape,
             "strides": array.strides,
             "typestr": f"|V{array.itemsize}",

@@ -48,6 +48,7 @@ def attention(
     *,
     causal: bool,
     softmax_scale: float,
+    **features: Any,
 ) -> None:
     """Write attention and its log-sum-exp (FlashAttention-2, Dao 2023, algorithm 1).
 
@@ -103,6 +104,7 @@ def attention_backward(
     *,
     causal: bool,
     softmax_scale: float,
+    **features: Any,
 ) -> None:
     """Write the gradients, recomputing P from Q, K and LSE (FlashAttention-2, algorithm 2).
 

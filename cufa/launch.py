@@ -8,27 +8,43 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from cufa import jit
+from cufa import arrays, jit
 from cufa.device import Arch, target
 from cufa.plan import Launch, Plan
 from cufa.plan.sizes import BACKWARD_PARAMS_BYTES, FORWARD_PARAMS_BYTES, SOFTMAX_PARAMS_BYTES
 from cufa.plan.standard import softmax_launch
-from cufa.problem import Problem
+from cufa.problem import Problem, four_axes
 
 # The structs of params.cuh: tensors, LSE, workspace, softmax_scale, sizes and step.
 _FORWARD = struct.Struct("=" + 4 * "4q" + "2q" + "d" + "6i")
 _BACKWARD = struct.Struct("=" + 8 * "4q" + "2q" + "d" + "6i")
+# Bias, mask, ALiBi slopes and their batch stride, sink, three arrays of lengths, softcap, kept_scale, seed,
+# offset, dropped_below, the window.
+_FEATURES = struct.Struct("=4q4q" + "2q" + "q" + "3q" + "2d" + "Q" + "2I" + "2i")
+# dLSE, dsink, dbias and its lengths.
+_GRADIENTS = struct.Struct("=2q" + "4q4i")
 # Addresses of x and y, their row strides, rows and columns.
 _SOFTMAX = struct.Struct("=2q2qqi4x")
-assert _FORWARD.size == FORWARD_PARAMS_BYTES
-assert _BACKWARD.size == BACKWARD_PARAMS_BYTES
+assert _FORWARD.size + _FEATURES.size == FORWARD_PARAMS_BYTES
+assert _BACKWARD.size + _FEATURES.size + _GRADIENTS.size == BACKWARD_PARAMS_BYTES
 assert _SOFTMAX.size == SOFTMAX_PARAMS_BYTES
 
+# What follows in the structs when a call asks for nothing of it.
+_NO_FEATURES = {
+    "forward": bytes(_FEATURES.size),
+    "backward": bytes(_FEATURES.size + _GRADIENTS.size),
+}
+# How far a window reaches that has no end on one side.
+_UNLIMITED = 2**31 - 1
+
+# The kernels read and write it 16 bytes at a time; what CuPy allocates is aligned to 512.
+WORKSPACE_ALIGNMENT = 16
 # Above this much dynamic shared memory a kernel must ask for it (CUDA C++ Programming Guide, "Shared
 # Memory" of each compute capability).
 _DEFAULT_SMEM_BYTES = 48 * 1024
@@ -44,15 +60,16 @@ def pack_attention(
     lse: int,
     workspace: int,
     softmax_scale: float,
+    features: bytes = b"",
     step: int = 0,
 ) -> bytes:
     """ForwardParams for q, k, v, o or BackwardParams for q, k, v, o, dout, dq, dk, dv.
 
     `tensors` has four numbers for each: its address, then batch, row and head stride in elements. `lse`
-    and `workspace` are addresses, 0 for none.
+    and `workspace` are addresses, 0 for none; `features` are `pack_features`', or nothing for none.
     """
     layout = _FORWARD if problem.direction == "forward" else _BACKWARD
-    return layout.pack(
+    fixed = layout.pack(
         *tensors,
         lse,
         workspace,
@@ -64,6 +81,58 @@ def pack_attention(
         problem.seqlen_k,
         step,
     )
+    return fixed + (features or _NO_FEATURES[problem.direction])
+
+
+@dataclass(frozen=True)
+class FeatureValues:
+    """The numbers that go with features, as in `cufa.attention`."""
+
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    seed: int = 0
+    offset: int = 0
+
+
+def pack_features(problem: Problem, side: Mapping[str, Any], values: FeatureValues) -> bytes:
+    """The fields of the structs that features have to themselves.
+
+    `side` are the arrays beyond the tensors, NumPy's or CuPy's, by their names as arguments and contiguous
+    along the last axis; those that are missing are null.
+    """
+
+    def address(name: str) -> int:
+        return arrays.address(side[name]) if name in side else 0
+
+    def score_tensor(name: str) -> tuple[int, ...]:
+        if name not in side:
+            return 0, 0, 0, 0
+        array = side[name]
+        shape, strides = four_axes(array.shape), (0,) * (4 - array.ndim) + array.strides
+        return address(name), *(
+            0 if size == 1 else stride // array.itemsize
+            for size, stride in zip(shape[:3], strides[:3], strict=True)
+        )
+
+    slopes = side.get("alibi_slopes")
+    window = (_UNLIMITED if side_ is None else side_ for side_ in problem.features.window)
+    packed = _FEATURES.pack(
+        *score_tensor("bias"),
+        *score_tensor("mask"),
+        address("alibi_slopes"),
+        problem.heads if slopes is not None and slopes.ndim == 2 else 0,
+        *(address(name) for name in ("sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")),
+        values.softcap,
+        1 / (1 - values.dropout_p),
+        values.seed,
+        values.offset,
+        min(round(values.dropout_p * 2**32), 2**32 - 1),
+        *window,
+    )
+    if problem.direction == "forward":
+        return packed
+    lengths = problem.features.bias if "dbias" in side and problem.features.bias else (0, 0, 0, 0)
+    return packed + _GRADIENTS.pack(address("dlse"), address("dsink"), *score_tensor("dbias"), *lengths)
 
 
 def pack_softmax(x: int, y: int, x_row_stride: int, y_row_stride: int, rows: int, cols: int) -> bytes:
@@ -85,13 +154,37 @@ class Executable:
             (_Kernel(module, launch), step) for launch in plan.launches for step in range(launch.steps)
         ]
 
-    def __call__(self, tensors: Sequence[int], lse: int, softmax_scale: float) -> None:
-        """Launch on the current stream; the arguments are `pack_attention`'s."""
+    def __call__(
+        self,
+        tensors: Sequence[int],
+        lse: int,
+        softmax_scale: float,
+        features: bytes = b"",
+        workspace: Any = None,
+    ) -> None:
+        """Launch on the current stream; the arguments are `pack_attention`'s.
+
+        `workspace` is a CuPy array to use instead of memory from CuPy's pool. Raises ValueError if it is too
+        small or not aligned.
+        """
         plan = self.plan
-        workspace = self._allocate() if plan.workspace_bytes else None
+        if workspace is not None:
+            _check_workspace(workspace, plan.workspace_bytes)
+        elif plan.workspace_bytes:
+            workspace = self._allocate()
         address = workspace.data.ptr if workspace is not None else 0
         for kernel, step in self._launches:
-            kernel(pack_attention(plan.problem, tensors, lse, address, softmax_scale, step))
+            kernel(pack_attention(plan.problem, tensors, lse, address, softmax_scale, features, step))
+
+
+def _check_workspace(workspace: Any, needed: int) -> None:
+    if workspace.nbytes < needed:
+        raise ValueError(
+            f"workspace has {workspace.nbytes:,} bytes; this call needs {needed:,} "
+            "(cufa.plan(...).workspace_bytes)"
+        )
+    if not workspace.flags.c_contiguous or workspace.data.ptr % WORKSPACE_ALIGNMENT:
+        raise ValueError(f"workspace must be contiguous and aligned to {WORKSPACE_ALIGNMENT} bytes")
 
 
 def softmax(x: Any, y: Any, dtype: str, passes: int, arch: Arch | str | int | None = None) -> None:

@@ -7,9 +7,10 @@ Everything wrong with a call's shapes and dtypes is raised here, before anything
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -58,9 +59,59 @@ def _one_of(names: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
+class Features:
+    """What a call asks for beyond plain attention. Kernels are compiled without what is off.
+
+    `window` is how many keys before and after the diagonal a query sees, None for all of them; `bias` and
+    `mask` are the shapes of those arrays, with 1 along axes that are broadcast, and `bias_dtype` is the
+    bias's dtype; of a mask in `mask_bits`, eight keys are one byte. `packed` stands for cu_seqlens;
+    `gradients` are the inputs beyond q, k and v whose gradients are wanted, of "bias" and "sink".
+    """
+
+    window: tuple[int | None, int | None] = (None, None)
+    softcap: bool = False
+    bias: Shape | None = None
+    bias_dtype: str | None = None
+    mask: Shape | None = None
+    mask_bits: bool = False
+    alibi: bool = False
+    sink: bool = False
+    dropout: bool = False
+    packed: bool = False
+    seqused_k: bool = False
+    dlse: bool = False
+    deterministic: bool = False
+    gradients: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arguments that ask for what is on."""
+        on = {
+            "window": self.window != (None, None),
+            "softcap": self.softcap,
+            "bias": self.bias is not None,
+            "mask": self.mask is not None,
+            "alibi_slopes": self.alibi,
+            "sink": self.sink,
+            "dropout_p": self.dropout,
+            "cu_seqlens": self.packed,
+            "seqused_k": self.seqused_k,
+            "dlse": self.dlse,
+            "deterministic": self.deterministic,
+            **{f"d{name}": True for name in self.gradients},
+        }
+        return tuple(name for name, is_on in on.items() if is_on)
+
+
+PLAIN = Features()
+
+
+@dataclass(frozen=True)
 class Problem:
     """One attention call.
 
+    In packed sequences `seqlen_q` and `seqlen_k` are those of all sequences together. A causal mask with
+    nothing else about it is `causal`; any other range of keys is a window of the features.
     `align_bytes` is a power of two that every address and every stride is a multiple of, in bytes; the
     kernels load that much at once.
     """
@@ -76,6 +127,7 @@ class Problem:
     value_dim: int
     causal: bool = False
     align_bytes: int = MAX_ALIGN_BYTES
+    features: Features = PLAIN
 
     @property
     def itemsize(self) -> int:
@@ -89,11 +141,19 @@ class Problem:
 
     @property
     def visible_scores(self) -> int:
-        """How many (query, key) pairs of one head are not masked."""
-        if not self.causal:
-            return self.seqlen_q * self.seqlen_k
-        rows = min(self.seqlen_q, self.seqlen_k)  # those that see any key at all
-        return rows * self.seqlen_k - rows * (rows - 1) // 2
+        """How many (query, key) pairs of one head are in the range of a causal mask or a window.
+
+        Packed sequences are counted as if all were equally long.
+        """
+        left, right = self.features.window
+        if self.causal:
+            right = 0
+        rows, keys = self.seqlen_q, self.seqlen_k
+        if self.features.packed:
+            rows, keys = (size // max(1, self.batch) for size in (rows, keys))
+        end = rows + keys if right is None else keys - rows + right
+        begin = -rows if left is None else keys - rows - left - 1
+        return max(0, _pairs_up_to(rows, keys, end) - _pairs_up_to(rows, keys, begin))
 
     @property
     def product_dims(self) -> int:
@@ -111,58 +171,144 @@ class Problem:
         """One line, as in `print(plan)`."""
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         dims = self.head_dim if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
+        features = f", with {', '.join(self.features.names)}" if self.features.names else ""
         return (
             f"{self.direction} {self.dtype}{' causal' if self.causal else ''}, batch {self.batch}, "
-            f"seqlen {self.seqlen_q} x {self.seqlen_k}, heads {heads}, head dim {dims}"
+            f"seqlen {self.seqlen_q} x {self.seqlen_k}, heads {heads}, head dim {dims}{features}"
         )
 
 
-def check_options(causal: object, layout: object) -> None:
-    """Check those options of a call that say what kind of problem it is."""
-    if not isinstance(causal, (bool, np.bool_, int)):
-        raise TypeError(f"causal is {causal!r}; it may be True or False")
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; it may be {_one_of(LAYOUTS)}")
+def _pairs_up_to(rows: int, keys: int, offset: int) -> int:
+    """How many pairs 0 <= i < rows, 0 <= j < keys have j <= i + offset."""
+    first = min(max(0, -offset), rows)  # the first row that sees a key
+    whole = min(max(first, keys - 1 - offset), rows)  # the first that sees them all
+    growing = whole - first
+    return growing * (first + offset + 1) + growing * (growing - 1) // 2 + (rows - whole) * keys
+
+
+class Options(NamedTuple):
+    """Those options of a call that are no arrays, as far as they say what kind of problem it is.
+
+    `softcap` and `dropout` are whether there is one; the other fields are the arguments of that name.
+    """
+
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    softcap: bool = False
+    dropout: bool = False
+    deterministic: bool = False
+    gradients: tuple[str, ...] = ()
+    layout: str = "bshd"
+
+
+def check_options(options: Options) -> None:
+    """Check those options; TypeError or ValueError with what they may be."""
+    if not isinstance(options.causal, (bool, np.bool_, int)):
+        raise TypeError(f"causal is {options.causal!r}; it may be True or False")
+    if not isinstance(options.deterministic, (bool, np.bool_, int)):
+        raise TypeError(f"deterministic is {options.deterministic!r}; it may be True or False")
+    check_layout(options.layout)
+    check_window(options.window)
 
 
 def check_layout(layout: str) -> tuple[int, int, int]:
     """The axes (batch, seqlen, heads) of a layout; ValueError for one that is not known."""
-    check_options(False, layout)
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}; it may be {_one_of(LAYOUTS)}")
     return LAYOUTS[layout]
+
+
+def check_window(window: object) -> tuple[int | None, int | None]:
+    """How many keys before and after the diagonal are seen; None, and -1, are all of them."""
+    if window is None:
+        return None, None
+    wanted = f"window is {window!r}; it may be None or a pair (left, right) of numbers of keys"
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(wanted)
+    sides: list[int | None] = []
+    for side in window:
+        if side is not None:
+            try:
+                side = operator.index(side)
+            except TypeError:
+                raise TypeError(f"{wanted}, None or -1 for all") from None
+            if not -1 <= side <= MAX_EXTENT:
+                raise ValueError(f"{wanted}, 0 to {MAX_EXTENT}, None or -1 for all")
+        sides.append(None if side == -1 else side)
+    return sides[0], sides[1]
+
+
+def check_softcap(softcap: float) -> float:
+    """The bound of the scores, 0 for none; ValueError if it is negative or not finite."""
+    softcap = _finite("softcap", softcap)
+    if softcap < 0:
+        raise ValueError(f"softcap is {softcap}; it must be positive, or 0 for none")
+    return softcap
+
+
+def check_dropout(dropout_p: float, seed: int, offset: int) -> tuple[float, int, int]:
+    """Dropout's arguments; ValueError or TypeError if one is impossible."""
+    dropout_p = _finite("dropout_p", dropout_p)
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p is {dropout_p}; it must be at least 0 and below 1")
+    numbers = []
+    for name, value, bits in (("seed", seed, 64), ("offset", offset, 32)):
+        try:
+            number = operator.index(value)
+        except TypeError:
+            raise TypeError(f"{name} is {value!r}; it must be an integer") from None
+        if not 0 <= number < 2**bits:
+            raise ValueError(f"{name} is {number}; it must be at least 0 and below 2**{bits}")
+        numbers.append(number)
+    return dropout_p, numbers[0], numbers[1]
 
 
 def check_scale(softmax_scale: float | None, head_dim: int) -> float:
     """The scale of the scores, 1 / sqrt(head_dim) if None; ValueError if it is not finite."""
     if softmax_scale is None:
         return 1 / math.sqrt(head_dim)
+    return _finite("softmax_scale", softmax_scale, " or None")
+
+
+def _finite(name: str, value: float, or_else: str = "") -> float:
     try:
-        finite = math.isfinite(softmax_scale)
+        finite = math.isfinite(value)
     except TypeError:
-        raise TypeError(f"softmax_scale is {softmax_scale!r}; it may be a number or None") from None
+        raise TypeError(f"{name} is {value!r}; it may be a number{or_else}") from None
     except OverflowError:
         finite = False
     if not finite:
-        raise ValueError(f"softmax_scale is {softmax_scale}; it must be finite")
-    return float(softmax_scale)
+        raise ValueError(f"{name} is {value}; it must be finite")
+    return float(value)
 
 
 def make_problem(
-    direction: Direction,
-    shapes: Mapping[str, Shape],
-    dtypes: Mapping[str, Any],
-    *,
-    causal: bool,
-    layout: str,
+    direction: Direction, shapes: Mapping[str, Shape], dtypes: Mapping[str, Any], options: Options
 ) -> Problem:
-    """The Problem of arrays q, k and v with these shapes and dtypes, given by those names.
+    """The Problem of arrays with these shapes and dtypes, given by the names of the arguments.
 
     Raises ValueError for shapes that don't go together and TypeError for dtypes that don't, naming the
     argument, what it is and what it may be.
     """
-    batch_axis, seqlen_axis, heads_axis = check_layout(layout)
+    check_options(options)
+    packed = "cu_seqlens_q" in shapes or "cu_seqlens_k" in shapes
+    if packed and options.layout != "bshd":
+        raise ValueError(f"layout is {options.layout!r}, and packed sequences have none but 'bshd'")
+    problem = _tensors(direction, shapes, dtypes, options.layout, packed)
+    features = _features(problem, shapes, dtypes, options)
+    return replace(problem, causal=_range(options)[0], features=features)
+
+
+def _tensors(
+    direction: Direction, shapes: Mapping[str, Shape], dtypes: Mapping[str, Any], layout: str, packed: bool
+) -> Problem:
+    """The Problem that q, k and v make."""
+    axes = "(tokens, heads, head_dim), with cu_seqlens" if packed else _AXES[layout]
+    batch_axis, seqlen_axis, heads_axis = (None, 0, 1) if packed else LAYOUTS[layout]
+    ndim = 3 if packed else 4
     for name in ("q", "k", "v"):
-        if len(shapes[name]) != 4:
-            raise ValueError(f"{name} has shape {shapes[name]}; it must have the 4 axes {_AXES[layout]}")
+        if len(shapes[name]) != ndim:
+            raise ValueError(f"{name} has shape {shapes[name]}; it must have the {ndim} axes {axes}")
         if max(shapes[name]) > MAX_EXTENT:
             raise ValueError(f"{name} has shape {shapes[name]}; no axis may exceed {MAX_EXTENT}")
     q, k, v = shapes["q"], shapes["k"], shapes["v"]
@@ -174,17 +320,18 @@ def make_problem(
 
     heads, kv_heads = q[heads_axis], k[heads_axis]
     for name in ("k", "v"):
-        if shapes[name][batch_axis] != q[batch_axis]:
+        if batch_axis is not None and shapes[name][batch_axis] != q[batch_axis]:
             raise ValueError(f"{name} has shape {shapes[name]} and q {q}; the batch must be the same")
     for axis, word in ((seqlen_axis, "seqlen"), (heads_axis, "number of heads")):
         if v[axis] != k[axis]:
             raise ValueError(f"v has shape {v} and k {k}; the {word} must be the same")
-    if k[3] != q[3]:
+    if k[-1] != q[-1]:
         raise ValueError(f"k has shape {k} and q {q}; the head dim (last axis) must be the same")
     for name in ("q", "v"):
-        if not 1 <= shapes[name][3] <= MAX_HEAD_DIM:
+        if not 1 <= shapes[name][-1] <= MAX_HEAD_DIM:
             raise ValueError(
-                f"{name} has head dim {shapes[name][3]} (shape {shapes[name]}); it may be 1 to {MAX_HEAD_DIM}"
+                f"{name} has head dim {shapes[name][-1]} (shape {shapes[name]}); "
+                f"it may be 1 to {MAX_HEAD_DIM}"
             )
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads != 0):
         raise ValueError(
@@ -193,19 +340,131 @@ def make_problem(
     return Problem(
         direction=direction,
         dtype=dtype,
-        batch=q[batch_axis],
+        batch=_packed_batch(shapes) if batch_axis is None else q[batch_axis],
         seqlen_q=q[seqlen_axis],
         seqlen_k=k[seqlen_axis],
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=q[3],
-        value_dim=v[3],
-        causal=bool(causal),
+        head_dim=q[-1],
+        value_dim=v[-1],
     )
+
+
+def _packed_batch(shapes: Mapping[str, Shape]) -> int:
+    """How many sequences cu_seqlens_q and cu_seqlens_k have."""
+    for name, other in (("cu_seqlens_q", "cu_seqlens_k"), ("cu_seqlens_k", "cu_seqlens_q")):
+        if name not in shapes:
+            raise ValueError(f"{other} is given and {name} is not; packed sequences need both")
+        if len(shapes[name]) != 1 or shapes[name][0] == 0:
+            raise ValueError(f"{name} has shape {shapes[name]}; it must be (batch + 1,)")
+    if shapes["cu_seqlens_q"] != shapes["cu_seqlens_k"]:
+        raise ValueError(
+            f"cu_seqlens_q has shape {shapes['cu_seqlens_q']} and cu_seqlens_k {shapes['cu_seqlens_k']}; "
+            "both must be (batch + 1,)"
+        )
+    return shapes["cu_seqlens_q"][0] - 1
+
+
+def _range(options: Options) -> tuple[bool, tuple[int | None, int | None]]:
+    """Problem.causal and Features.window: each range of keys in one way only."""
+    left, right = check_window(options.window)
+    if options.causal:
+        right = 0
+    if (left, right) == (None, 0):
+        return True, (None, None)
+    return False, (left, right)
+
+
+def _features(
+    problem: Problem, shapes: Mapping[str, Shape], dtypes: Mapping[str, Any], options: Options
+) -> Features:
+    _, window = _range(options)
+    plain = options._replace(causal=False, window=None, layout="bshd") == Options()
+    if plain and window == (None, None) and not shapes.keys() & _FEATURE_ARRAYS:
+        return PLAIN
+    for name, (shape, dtype) in _side_arrays(problem, shapes).items():
+        _check_array(name, shapes[name], dtypes[name], shape, dtype)
+    for name in ("bias", "mask"):
+        if name in shapes:
+            _check_score_array(name, problem, shapes[name], dtypes[name], "cu_seqlens_q" in shapes)
+    for name in options.gradients:
+        if name not in shapes:
+            raise ValueError(f"the gradient of {name} is asked for, and there is no {name}")
+    return Features(
+        window=window,
+        softcap=options.softcap,
+        bias=four_axes(shapes["bias"]) if "bias" in shapes else None,
+        bias_dtype=dtype_name(dtypes["bias"], "bias") if "bias" in shapes else None,
+        mask=four_axes(shapes["mask"]) if "mask" in shapes else None,
+        mask_bits="mask" in shapes and dtypes["mask"] == np.uint8,
+        alibi="alibi_slopes" in shapes,
+        sink="sink" in shapes,
+        dropout=options.dropout,
+        packed="cu_seqlens_q" in shapes,
+        seqused_k="seqused_k" in shapes,
+        dlse="dlse" in shapes,
+        deterministic=bool(options.deterministic),
+        gradients=options.gradients,
+    )
+
+
+_FEATURE_ARRAYS = frozenset(
+    ("bias", "mask", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "dlse")
+)
+
+
+def four_axes(shape: Shape) -> Shape:
+    """The shape with those axes in front that broadcasting adds."""
+    return (1,) * (4 - len(shape)) + shape
+
+
+def _side_arrays(problem: Problem, shapes: Mapping[str, Shape]) -> dict[str, tuple[Shape, np.dtype[Any]]]:
+    """What those small arrays must be that are there."""
+    batch, heads, sums = problem.batch, problem.heads, problem.accumulator
+    int32 = np.dtype(np.int32)
+    slopes = (batch, heads) if len(shapes.get("alibi_slopes", ())) == 2 else (heads,)
+    expected: dict[str, tuple[Shape, np.dtype[Any]]] = {
+        "alibi_slopes": (slopes, sums),
+        "sink": ((heads,), sums),
+        "cu_seqlens_q": ((batch + 1,), int32),
+        "cu_seqlens_k": ((batch + 1,), int32),
+        "seqused_k": ((batch,), int32),
+    }
+    return {name: what for name, what in expected.items() if name in shapes}
+
+
+def _check_array(name: str, shape: Shape, dtype: Any, wanted: Shape, wanted_dtype: Any) -> None:
+    if shape != wanted:
+        raise ValueError(f"{name} has shape {shape}; it must be {wanted}")
+    if dtype != wanted_dtype:
+        raise TypeError(f"{name} has dtype {dtype}; it must be {wanted_dtype}")
+
+
+def _check_score_array(name: str, problem: Problem, shape: Shape, dtype: Any, packed: bool) -> None:
+    """Check the bias or the mask: what is broadcast to the scores."""
+    keys, key_axis = problem.seqlen_k, "seqlen_k"
+    if name == "bias":
+        dtype_name(dtype, name)
+    elif dtype == np.uint8:
+        keys, key_axis = -(-keys // 8), "seqlen_k in bytes of 8 bits"
+    elif dtype != np.bool_:
+        raise TypeError(f"mask has dtype {dtype}; it may be bool, or uint8 for bits")
+    wanted = f"(batch or 1, heads or 1, seqlen_q or 1, {key_axis})"
+    if not 1 <= len(shape) <= 4:
+        raise ValueError(f"{name} has shape {shape}; it must have 1 to 4 axes, the last of {wanted}")
+    lengths = (problem.batch, problem.heads, problem.seqlen_q, keys)
+    # How long packed sequences are is known on the GPU only.
+    known = (0, 1) if packed else (0, 1, 2, 3)
+    for axis in known:
+        size = four_axes(shape)[axis]
+        if size != lengths[axis] and (size != 1 or axis == 3):
+            raise ValueError(f"{name} has shape {shape}; it must be {wanted}, which is {lengths} here")
 
 
 def output_shape(problem: Problem, layout: str) -> Shape:
     """The shape of O in this layout."""
+    if problem.features.packed:
+        return problem.seqlen_q, problem.heads, problem.value_dim
     batch_axis, seqlen_axis, heads_axis = check_layout(layout)
     shape = [0, 0, 0, problem.value_dim]
     shape[batch_axis], shape[seqlen_axis], shape[heads_axis] = (
@@ -217,19 +476,23 @@ def output_shape(problem: Problem, layout: str) -> Shape:
 
 
 def lse_shape(problem: Problem) -> Shape:
-    """The shape of the LSE, (batch, heads, seqlen_q) in every layout."""
+    """The shape of the LSE: (batch, heads, seqlen_q) in every layout, (heads, tokens) if packed."""
+    if problem.features.packed:
+        return problem.heads, problem.seqlen_q
     return problem.batch, problem.heads, problem.seqlen_q
 
 
 def check_fits(problem: Problem, shapes: Mapping[str, Shape], dtypes: Mapping[str, Any], layout: str) -> None:
-    """Check those of out, dout and lse that are there; ValueError or TypeError if one does not fit."""
-    expected_shape = {name: output_shape(problem, layout) for name in ("out", "dout")}
-    expected_dtype = dict.fromkeys(("out", "dout"), DTYPES[problem.dtype])
-    expected_shape["lse"], expected_dtype["lse"] = lse_shape(problem), problem.accumulator
-    for name in expected_shape:
-        if name not in shapes:
-            continue
-        if shapes[name] != expected_shape[name]:
-            raise ValueError(f"{name} has shape {shapes[name]}; it must be {expected_shape[name]}")
-        if dtypes[name] != expected_dtype[name]:
-            raise TypeError(f"{name} has dtype {dtypes[name]}; it must be {expected_dtype[name]}")
+    """Check those that are there of the arrays whose shapes follow from the problem's.
+
+    Raises ValueError or TypeError if one does not fit.
+    """
+    output = output_shape(problem, layout), DTYPES[problem.dtype]
+    lse = lse_shape(problem), problem.accumulator
+    expected = {"out": output, "dout": output, "lse": lse, "dlse": lse}
+    for name in ("q", "k", "v", "bias", "sink"):
+        if name in shapes:
+            expected[f"d{name}"] = shapes[name], dtypes[name]
+    for name, (shape, dtype) in expected.items():
+        if name in shapes:
+            _check_array(name, shapes[name], dtypes.get(name), shape, dtype)

@@ -753,15 +753,16 @@ def test_options_are_the_same_everywhere() -> None:
         dict(inspect.signature(function).parameters)
         for function in (cufa.attention, cufa.attention_backward, cufa.plan)
     )
+    gradients = {"dq", "dk", "dv", "dbias", "dsink", "dlse", "return_dbias", "return_dsink", "deterministic"}
     for name, parameter in backward.items():
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY:
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in gradients:
             assert parameter == forward[name]
     for name, parameter in plan.items():
-        assert name == "backward" or parameter == forward[name]
+        assert name in {"backward", "deterministic", "gradients", "side"} or parameter == forward[name]
     for parameters in (forward, backward, plan):
-        assert [p.default for p in parameters.values() if p.kind is not inspect.Parameter.KEYWORD_ONLY] == [
-            inspect.Parameter.empty
-        ] * (6 if parameters is backward else 3)
+        required = [p for p in parameters.values() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        assert len(required) == (6 if parameters is backward else 3)
+        assert all(p.default is inspect.Parameter.empty for p in required)
 
 
 def test_every_error_that_a_docstring_names_can_be_caught_by_that_name() -> None:

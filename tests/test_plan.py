@@ -387,7 +387,7 @@ def test_a_plan_is_plain_facts_and_always_the_same(kernel: str) -> None:
     assert plan == again
     assert str(plan) == str(again)
     assert plan.variant == again.variant
-    assert {type(leaf) for leaf in leaves(plan)} <= {str, int, bool}
+    assert {type(leaf) for leaf in leaves(plan)} <= {str, int, bool, type(None)}
 
 
 def test_an_empty_mapping_of_tiles_is_none() -> None:
@@ -426,7 +426,9 @@ def undefined_macros(source: str) -> set[str]:
         text = re.sub(r'"[^"\n]*"', "", text)
         names |= set(
             re.findall(
-                r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b|\b(?:SCALAR|CAUSAL|THREADS|LANES|STAGES|SPLIT)\b", text
+                r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b|\b(?:SCALAR|CAUSAL|THREADS|LANES|STAGES|SPLIT)\b"
+                r"|\b(?:WINDOW|SOFTCAP|BIAS|ALIBI|SINK|DROPOUT|PACKED)\b",
+                text,
             )
         )
     return {name for name in names - defined if not name.startswith("__")}
@@ -615,7 +617,7 @@ def test_overrides_may_be_numpys_integers() -> None:
     )
     assert plan == expected
     assert str(plan) == str(expected)
-    assert {type(leaf) for leaf in leaves(plan)} <= {str, int, bool}
+    assert {type(leaf) for leaf in leaves(plan)} <= {str, int, bool, type(None)}
 
 
 @pytest.mark.parametrize("kernel", NAIVE)

@@ -19,6 +19,7 @@ from cufa.problem import (
     MAX_EXTENT,
     MAX_HEAD_DIM,
     Direction,
+    Options,
     Problem,
     Shape,
     accumulator_dtype,
@@ -57,8 +58,7 @@ def make(
         direction,
         {name: in_layout(shape, layout) for name, shape in (SHAPES | shapes).items()},
         {name: np.dtype((dtypes or {}).get(name, np.float32)) for name in SHAPES},
-        causal=causal,
-        layout=layout,
+        Options(causal=causal, layout=layout),
     )
 
 
@@ -322,7 +322,7 @@ def test_results_of_another_dtype(dtype: str, name: str, given: str, expected: s
 def test_what_is_refused_first_does_not_depend_on_chance() -> None:
     """Not on the order of a set of strings, which differs from process to process."""
     code = f"""
-from cufa.problem import Problem, check_fits
+from cufa.problem import Features, Problem, check_fits
 try:
     check_fits({make()!r}, dict.fromkeys(("lse", "dout", "out"), (1,)), {{}}, "bshd")
 except ValueError as error:

@@ -16,6 +16,7 @@ from cufa.cli.output import library_errors
 from cufa.problem import (
     DTYPES,
     Direction,
+    Options,
     Problem,
     Shape,
     check_layout,
@@ -88,7 +89,7 @@ class Workload:
         shapes = {name: array.shape for name, array in self.arrays.items()}
         dtypes = {name: array.dtype for name, array in self.arrays.items()}
         with library_errors():
-            return make_problem(direction, shapes, dtypes, causal=self.causal, layout=self.layout)
+            return make_problem(direction, shapes, dtypes, Options(causal=self.causal, layout=self.layout))
 
     def _options(self, rung: Rung) -> dict[str, Any]:
         return {
@@ -142,7 +143,7 @@ def random_arrays(problem: Problem, layout: str, rng: np.random.Generator) -> Ar
     dtype = DTYPES[problem.dtype]
     dtypes = dict.fromkeys(shapes, dtype)
     with library_errors():
-        make_problem(problem.direction, shapes, dtypes, causal=problem.causal, layout=layout)
+        make_problem(problem.direction, shapes, dtypes, Options(causal=problem.causal, layout=layout))
     return {name: normal(rng, shape, dtype) for name, shape in shapes.items()}
 
 

@@ -16,6 +16,7 @@ class Kernel:
 
     `entries` are the `extern "C"` functions of its file in the order in which they are launched.
     `memory` is what it needs in global memory beyond its inputs and outputs, in the sequence length N.
+    `features` are the names of those that it supports (`cufa.problem.Features.names`).
     """
 
     name: str
@@ -27,6 +28,7 @@ class Kernel:
     dtypes: tuple[str, ...] = tuple(DTYPES)
     min_capability: tuple[int, int] = (7, 5)
     max_head_dim: int = MAX_HEAD_DIM
+    features: frozenset[str] = frozenset()
 
     @property
     def source(self) -> str:
@@ -45,8 +47,19 @@ class Kernel:
         dim = max(problem.head_dim, problem.value_dim)
         if dim > self.max_head_dim:
             return f"{self.name} supports head dims to {self.max_head_dim}, and this is {dim}"
+        missing = [name for name in problem.features.names if name not in self.features]
+        if missing:
+            return f"{self.name} does not support {', '.join(missing)}"
         return None
 
+
+# What the kernels support that are made for use.
+_ALL_FEATURES = frozenset(
+    (
+        *("window", "softcap", "bias", "mask", "alibi_slopes", "sink", "dropout_p", "cu_seqlens"),
+        *("seqused_k", "dlse", "deterministic", "dbias", "dsink"),
+    )
+)
 
 _LADDER = (
     Kernel(
@@ -80,6 +93,7 @@ _LADDER = (
         idea="queries outer, one launch; O and the softmax's state in registers",
         paper="Dao 2023, Algorithm 1",
         memory="none",
+        features=_ALL_FEATURES,
     ),
     Kernel(
         name="fwd_5_mma",
@@ -90,6 +104,7 @@ _LADDER = (
         memory="none",
         dtypes=("float16", "bfloat16"),
         min_capability=(8, 0),
+        features=_ALL_FEATURES,
     ),
     Kernel(
         name="bwd_1_naive",
@@ -113,6 +128,7 @@ _LADDER = (
         idea="P recomputed in tiles from Q, K and LSE; dK and dV in registers, dQ by atomics",
         paper="Dao 2023, Algorithm 2",
         memory="O(N)",
+        features=_ALL_FEATURES,
     ),
     Kernel(
         name="bwd_3_mma",
@@ -123,6 +139,7 @@ _LADDER = (
         memory="O(N)",
         dtypes=("float16", "bfloat16"),
         min_capability=(8, 0),
+        features=_ALL_FEATURES,
     ),
 )
 

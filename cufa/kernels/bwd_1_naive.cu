@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (index >= Workspace::elements(sizes)) return;
     const Element at(index, sizes.heads, sizes.seqlen_q, sizes.seqlen_k);
     acc_t p = 0;
-    if (at.col < mask_of(sizes).keys_seen(at.row)) {
+    if (at.col < mask_of(sizes).keys_end(at.row)) {
         const auto q = matrix_of<const scalar_t>(params.q, at.batch, at.head);
         const auto k = matrix_of<const scalar_t>(params.k, at.batch, kv_head_of(at.head, sizes));
         const acc_t score = acc_t(params.softmax_scale) * dot_rows<kHeadDim>(q, at.row, k, at.col);
@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (index >= Workspace::elements(sizes)) return;
     const Element at(index, sizes.heads, sizes.seqlen_q, sizes.seqlen_k);
     acc_t dp = 0;
-    if (at.col < mask_of(sizes).keys_seen(at.row)) {
+    if (at.col < mask_of(sizes).keys_end(at.row)) {
         const auto dout = matrix_of<const scalar_t>(params.dout, at.batch, at.head);
         const auto v = matrix_of<const scalar_t>(params.v, at.batch, kv_head_of(at.head, sizes));
         dp = dot_rows<kValueDim>(dout, at.row, v, at.col);
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     sum = 0;
     for (int w = 0; w < THREADS / 32; ++w) sum += scratch.warps[w];
 
-    const int keys = mask_of(params.sizes).keys_seen(blockIdx.x % params.sizes.seqlen_q);
+    const int keys = mask_of(params.sizes).keys_end(blockIdx.x % params.sizes.seqlen_q);
     for (int j = threadIdx.x; j < keys; j += THREADS) ds[j] = p[j] * (ds[j] - sum);
 }
 
@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const acc_t* ds = Workspace(params).ds + at.matrix_row * sizes.seqlen_k;
 
     acc_t sum = 0;
-    const int keys = mask_of(sizes).keys_seen(at.row);
+    const int keys = mask_of(sizes).keys_end(at.row);
     for (int j = 0; j < keys; ++j) sum += ds[j] * to_acc(k.row(j)[at.col]);
     matrix_of<scalar_t>(params.dq, at.batch, at.head).row(at.row)[at.col] =
         from_acc<scalar_t>(acc_t(params.softmax_scale) * sum);

@@ -99,7 +99,7 @@ __device__ inline void load_queries(Smem& smem, const QueryHead& head, int first
 // P = 2^(S - LSE) and dS = P o (dP - D), into shared memory. Where a row does not see a key both
 // are set, not computed, to zero: an LSE of -inf or a NaN in the key must not show.
 template <bool Masked>
-__device__ inline void recompute(Smem& smem, const Grid& grid, Mask<kCausal> mask, acc_t scale_log2,
+__device__ inline void recompute(Smem& smem, const Grid& grid, Mask mask, acc_t scale_log2,
                                  int first_row, int first_key) {
     ScoreTile<kRows, kKeys> s, dp;
     product_nt<kHeadDim>(s, smem.q, smem.k, grid);
@@ -107,7 +107,7 @@ __device__ inline void recompute(Smem& smem, const Grid& grid, Mask<kCausal> mas
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
         const int row = grid.row(i);
-        const int keys_seen = mask.keys_seen(first_row + row) - first_key;
+        const int keys_seen = mask.keys_end(first_row + row) - first_key;
         const acc_t lse_log2 = smem.lse_log2[row], d = smem.d[row];
 #pragma unroll
         for (int j = 0; j < kKeys; ++j) {
@@ -145,7 +145,7 @@ struct KeyGradients {
 
     // Takes in one tile of queries.
     template <bool Masked>
-    __device__ void attend(Smem& smem, const QueryHead& head, const Grid& grid, Mask<kCausal> mask,
+    __device__ void attend(Smem& smem, const QueryHead& head, const Grid& grid, Mask mask,
                            acc_t scale_log2, int first_row, int first_key) {
         __syncthreads();  // every warp is done with the previous queries, P and dS
         load_queries(smem, head, first_row, mask.seqlen_q);
@@ -163,7 +163,7 @@ struct KeyGradients {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     key_tiles(const __grid_constant__ BackwardParams params) {
     const Sizes& sizes = params.sizes;
-    const Mask<kCausal> mask{sizes.seqlen_q, sizes.seqlen_k};
+    const Mask mask{sizes.seqlen_q, sizes.seqlen_k};
     const acc_t scale_log2 = params.softmax_scale * kLog2E;
     Smem& smem = shared_memory<Smem>();
     const Grid grid;

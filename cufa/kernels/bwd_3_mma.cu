@@ -162,15 +162,15 @@ struct QueryHead {
 // not show.
 template <bool Masked>
 __device__ inline void exponentiate(Scores& s, Scores& dp, const Place& place, const float* lse,
-                                    const float* d, Mask<kCausal> mask, float scale_log2,
-                                    int first_query, int first_key) {
+                                    const float* d, Mask mask, float scale_log2, int first_query,
+                                    int first_key) {
 #pragma unroll
     for (int n = 0; n < kQueries / kMmaN; ++n)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int query = place.query(n) + e;
             const float lse_log2 = lse[query] * static_cast<float>(kLog2E), sum = d[query];
-            const int keys_seen = Masked ? mask.keys_seen(first_query + query) - first_key : 0;
+            const int keys_seen = Masked ? mask.keys_end(first_query + query) - first_key : 0;
 #pragma unroll
             for (int m = 0; m < kTiles; ++m)
 #pragma unroll
@@ -214,7 +214,7 @@ struct KeyGradients {
 
     // Takes in one tile of queries.
     __device__ void attend(Smem& smem, int stage, const Workspace& workspace, const Place& place,
-                           Mask<kCausal> mask, float scale_log2, int first_query, int first_key,
+                           Mask mask, float scale_log2, int first_query, int first_key,
                            bool masked) {
         Scores s = {}, dp = {};
         product_of_queries(s, smem.k, smem.q[stage], place);
@@ -266,10 +266,10 @@ struct KeyGradients {
 
     // The same without what is not seen, slowly.
     __device__ void multiply_seen(const Scores& p, const Scores& ds, Smem& smem, int stage,
-                                  const Workspace& workspace, const Place& place,
-                                  Mask<kCausal> mask, int first_query, int first_key) {
+                                  const Workspace& workspace, const Place& place, Mask mask,
+                                  int first_query, int first_key) {
         const auto weight = [&](int key, int query) -> const scalar_t* {
-            const bool seen = first_key + key < mask.keys_seen(first_query + query);
+            const bool seen = first_key + key < mask.keys_end(first_query + query);
             return seen ? smem.ds.at(key, query) : nullptr;
         };
         store_tile<kTiles, kQueries>(smem.ds, p, place.first_row, place.part * kQueries);
@@ -313,7 +313,7 @@ struct KeyGradients {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     key_tiles(const __grid_constant__ BackwardParams params) {
     const Sizes& sizes = params.sizes;
-    const Mask<kCausal> mask{sizes.seqlen_q, sizes.seqlen_k};
+    const Mask mask{sizes.seqlen_q, sizes.seqlen_k};
     const float scale_log2 = params.softmax_scale * kLog2E;
     Smem& smem = shared_memory<Smem>();
     const Place place;

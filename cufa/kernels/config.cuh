@@ -5,15 +5,40 @@
 
 #include "dtype.cuh"
 
-#if !defined(SCALAR) || !defined(HEAD_DIM) || !defined(VALUE_DIM) || !defined(CAUSAL) || \
-    !defined(ALIGN_BYTES)
-#error "the host must define SCALAR, HEAD_DIM, VALUE_DIM, CAUSAL and ALIGN_BYTES"
+#if !defined(SCALAR) || !defined(HEAD_DIM) || !defined(VALUE_DIM) || !defined(ALIGN_BYTES)
+#error "the host must define SCALAR, HEAD_DIM, VALUE_DIM and ALIGN_BYTES"
+#endif
+#if !defined(CAUSAL) || !defined(WINDOW) || !defined(SOFTCAP) || !defined(BIAS) ||   \
+    !defined(MASK_BITS) || !defined(ALIBI) || !defined(SINK) || !defined(DROPOUT) || \
+    !defined(PACKED) || !defined(USED_KEYS)
+#error "the host must define every feature"
 #endif
 
 using scalar_t = SCALAR;                  // element type of Q, K, V, O and their gradients
 using acc_t = accumulator_t<scalar_t>;    // type of S, P, LSE and of every sum
 constexpr int kHeadDim = HEAD_DIM;        // last axis of Q and K
 constexpr int kValueDim = VALUE_DIM;      // last axis of V and O
-constexpr bool kCausal = CAUSAL;          // bottom-right aligned
 constexpr int kAlignBytes = ALIGN_BYTES;  // every address and stride is a multiple of this
 constexpr int kVec = 16 / sizeof(acc_t);  // accumulators in one 16-byte shared-memory access
+
+// Features. What is off is not compiled.
+constexpr bool kCausal = CAUSAL;       // keys end at the diagonal, which ends in the last corner
+constexpr bool kWindow = WINDOW;       // keys begin and end at distances from it known at run time
+constexpr bool kSoftcap = SOFTCAP;     // scores are bounded by a tanh
+using bias_t = BIAS;                   // element type of what is added to the scores; void: nothing
+constexpr int kMaskBits = MASK_BITS;   // of one element of the mask: 8, 1, or 0 for no mask
+constexpr bool kAlibi = ALIBI;         // scores fall with the distance from the diagonal
+constexpr bool kSink = SINK;           // every row's softmax counts one more score, with no value
+constexpr bool kDropout = DROPOUT;     // probabilities are dropped at random
+constexpr bool kPacked = PACKED;       // sequences of many lengths lie one after the other
+constexpr bool kUsedKeys = USED_KEYS;  // each sequence says how many of its keys count
+
+template <class A, class B>
+constexpr bool is_same = false;
+template <class A>
+constexpr bool is_same<A, A> = true;
+constexpr bool kBias = !is_same<bias_t, void>;
+// Whether a score is more than a product times the scale.
+constexpr bool kShapedScores = kSoftcap || kBias || kAlibi;
+// Whether rows may see some keys and not others.
+constexpr bool kRangeMask = kCausal || kWindow;

@@ -46,15 +46,16 @@ struct State {
 extern "C" __global__ void __launch_bounds__(THREADS)
     fwd_3_flash_v1(const __grid_constant__ ForwardParams params) {
     const Sizes& sizes = params.sizes;
-    const Mask<kCausal> mask{sizes.seqlen_q, sizes.seqlen_k};
-    const auto [batch, head, kv_head, first_row] = query_tile_of_block<kBlockM>(sizes);
+    const Mask mask{sizes.seqlen_q, sizes.seqlen_k};
+    const auto [sequence, head, kv_head, first_row] = query_tile_of_block<kBlockM>(params);
+    const int batch = sequence.batch;
     const int first_key = sizes.step * kBlockN;
     const bool first_launch = sizes.step == 0;
     const bool last_launch = first_key + kBlockN >= sizes.seqlen_k;
 
     // A tile that sees none of these keys has nothing to do, unless it must begin or end its rows.
     const int last_row = min(first_row + kBlockM, sizes.seqlen_q) - 1;
-    if (first_key >= mask.keys_seen(last_row) && !first_launch && !last_launch) return;
+    if (first_key >= mask.keys_end(last_row) && !first_launch && !last_launch) return;
 
     Smem& smem = shared_memory<Smem>();
     const Grid grid;

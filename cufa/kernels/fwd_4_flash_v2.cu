@@ -52,7 +52,7 @@ struct Accumulator {
 
 template <bool Masked>
 __device__ inline void attend(Accumulator& acc, Smem& smem, Matrix<const scalar_t> k,
-                              Matrix<const scalar_t> v, const Grid& grid, Mask<kCausal> mask,
+                              Matrix<const scalar_t> v, const Grid& grid, Mask mask,
                               acc_t scale_log2, int first_row, int first_key) {
     __syncthreads();  // every warp is done with the previous K and V (and, the first time, none has
                       // Q)
@@ -74,12 +74,13 @@ __device__ inline void attend(Accumulator& acc, Smem& smem, Matrix<const scalar_
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     fwd_4_flash_v2(const __grid_constant__ ForwardParams params) {
     const Sizes& sizes = params.sizes;
-    const Mask<kCausal> mask{sizes.seqlen_q, sizes.seqlen_k};
+    const Mask mask{sizes.seqlen_q, sizes.seqlen_k};
     const acc_t scale_log2 = params.softmax_scale * kLog2E;
     Smem& smem = shared_memory<Smem>();
     const Grid grid;
 
-    const auto [batch, head, kv_head, first_row] = query_tile_of_block<kBlockM>(sizes);
+    const auto [sequence, head, kv_head, first_row] = query_tile_of_block<kBlockM>(params);
+    const int batch = sequence.batch;
     const auto q = matrix_of<const scalar_t>(params.q, batch, head);
     const auto k = matrix_of<const scalar_t>(params.k, batch, kv_head);
     const auto v = matrix_of<const scalar_t>(params.v, batch, kv_head);
@@ -89,8 +90,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     // Every row of the tile sees the keys that its first row sees; none sees more than the last
     // does.
     const int last_row = min(first_row + kBlockM, sizes.seqlen_q) - 1;
-    const int unmasked_end = mask.keys_seen(first_row) / kBlockN * kBlockN;
-    const int end = mask.keys_seen(last_row);
+    const int unmasked_end = mask.keys_end(first_row) / kBlockN * kBlockN;
+    const int end = mask.keys_end(last_row);
     int key = 0;
     for (; key < unmasked_end; key += kBlockN)
         attend<false>(acc, smem, k, v, grid, mask, scale_log2, first_row, key);

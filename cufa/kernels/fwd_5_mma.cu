@@ -44,12 +44,12 @@ __device__ inline int col_of(int n) {
 }
 
 // Scores of keys that a row does not see become -inf.
-__device__ inline void apply_mask(Scores& s, Mask<kCausal> mask, int first_row, int first_key) {
+__device__ inline void apply_mask(Scores& s, Mask mask, int first_row, int first_key) {
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int keys_seen = mask.keys_seen(first_row + row_of(m, half)) - first_key;
+            const int keys_seen = mask.keys_end(first_row + row_of(m, half)) - first_key;
 #pragma unroll
             for (int n = 0; n < kBlockN / kMmaN; ++n)
 #pragma unroll
@@ -121,8 +121,8 @@ struct Output {
 // Where a mask cuts through a tile, a value that is NaN or infinite must reach the rows that see
 // its key and no other; but in the product 0 * NaN is NaN. Such values are added here to the
 // outputs of the rows that see them, whatever their weight, and are zero in the product.
-__device__ inline void take_out_nonfinite(Output& out, Smem& smem, Mask<kCausal> mask,
-                                          int first_row, int first_key) {
+__device__ inline void take_out_nonfinite(Output& out, Smem& smem, Mask mask, int first_row,
+                                          int first_key) {
     if (!__syncthreads_or(finds_nonfinite<THREADS>(smem.v))) return;
 
     for (int key = 0; key < kBlockN; ++key)
@@ -130,7 +130,7 @@ __device__ inline void take_out_nonfinite(Output& out, Smem& smem, Mask<kCausal>
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                if (first_key + key >= mask.keys_seen(first_row + row_of(m, half))) continue;
+                if (first_key + key >= mask.keys_end(first_row + row_of(m, half))) continue;
 #pragma unroll
                 for (int n = 0; n < kDims / kMmaN; ++n)
 #pragma unroll
@@ -151,8 +151,8 @@ __device__ inline void take_out_nonfinite(Output& out, Smem& smem, Mask<kCausal>
 // is masked is decided as it runs: a second copy of this code for tiles that are not would cost
 // registers.
 __device__ inline void attend(Output& out, Smem& smem, Matrix<const scalar_t> k,
-                              Matrix<const scalar_t> v, Mask<kCausal> mask, float scale_log2,
-                              int first_row, int first_key, int end, bool masked) {
+                              Matrix<const scalar_t> v, Mask mask, float scale_log2, int first_row,
+                              int first_key, int end, bool masked) {
     ptx::wait_copies();
     __syncthreads();  // K is there, and every warp is done with the V before
     copy_tile<THREADS, kValueDim>(smem.v, v, first_key, end);
@@ -172,17 +172,18 @@ __device__ inline void attend(Output& out, Smem& smem, Matrix<const scalar_t> k,
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     fwd_5_mma(const __grid_constant__ ForwardParams params) {
     const Sizes& sizes = params.sizes;
-    const Mask<kCausal> mask{sizes.seqlen_q, sizes.seqlen_k};
+    const Mask mask{sizes.seqlen_q, sizes.seqlen_k};
     const float scale_log2 = params.softmax_scale * kLog2E;
     Smem& smem = shared_memory<Smem>();
 
-    const auto [batch, head, kv_head, first_row] = query_tile_of_block<kBlockM>(sizes);
+    const auto [sequence, head, kv_head, first_row] = query_tile_of_block<kBlockM>(params);
+    const int batch = sequence.batch;
     const auto k = matrix_of<const scalar_t>(params.k, batch, kv_head);
     const auto v = matrix_of<const scalar_t>(params.v, batch, kv_head);
     // Every row of the tile sees the keys that its first row sees; none sees more than the last
     // does.
-    const int unmasked_end = mask.keys_seen(first_row) / kBlockN * kBlockN;
-    const int end = mask.keys_seen(min(first_row + kBlockM, sizes.seqlen_q) - 1);
+    const int unmasked_end = mask.keys_end(first_row) / kBlockN * kBlockN;
+    const int end = mask.keys_end(min(first_row + kBlockM, sizes.seqlen_q) - 1);
 
     clear_padding<THREADS, kHeadDim>(smem.q);
     clear_padding<THREADS, kHeadDim>(smem.k);

@@ -1,23 +1,48 @@
-// Which keys a query row sees. Causal masks are aligned to the bottom-right corner: the last query
-// sees every key, whatever the two lengths are.
+// Which keys a query row may see by their places alone: a range that follows the diagonal. The
+// diagonal ends in the bottom-right corner: whatever the two lengths are, the last query stands at
+// the last key.
 #pragma once
 
-template <bool Causal>
+#include "config.cuh"
+
 struct Mask {
     int seqlen_q, seqlen_k;
+    int left, right;  // how far from the diagonal keys are seen, if there is a window
 
-    // Row `row` sees keys [0, keys_seen(row)); rows past the end see none.
-    __device__ int keys_seen(int row) const {
+    // Row `row` sees keys [first_key(row), keys_end(row)); rows past the end see none.
+    __device__ int keys_end(int row) const {
         if (row >= seqlen_q) return 0;
-        if (!Causal) return seqlen_k;
-        const int end = row + 1 + seqlen_k - seqlen_q;
-        return end < 0 ? 0 : end;
+        if (kWindow) return range_end(diagonal(row), seqlen_k, right);
+        return kCausal ? max(diagonal(row) + 1, 0) : seqlen_k;
+    }
+    __device__ int first_key(int row) const {
+        return kWindow ? range_begin(diagonal(row), left) : 0;
+    }
+    __device__ bool in_range(int row, int key) const {
+        return key < keys_end(row) && (!kWindow || key >= first_key(row));
     }
 
-    // Rows [first_row(key), seqlen_q) see key `key`.
+    // Rows [first_row(key), rows_end(key)) see key `key`.
     __device__ int first_row(int key) const {
-        if (!Causal) return 0;
-        const int row = key + seqlen_q - seqlen_k;
-        return row < 0 ? 0 : row;
+        if (kWindow) return range_begin(row_at(key), right);
+        return kCausal ? max(row_at(key), 0) : 0;
+    }
+    __device__ int rows_end(int key) const {
+        return kWindow ? range_end(row_at(key), seqlen_q, left) : seqlen_q;
+    }
+
+    // The key at which a row stands, or would if there were so many; and the other way round.
+    __device__ int diagonal(int row) const { return row + (seqlen_k - seqlen_q); }
+    __device__ int row_at(int key) const { return key + (seqlen_q - seqlen_k); }
+
+  private:
+    // The ends of the range that reaches `reach` from a place, cut off at 0 and at `length`. A
+    // reach may be anything up to 2^31 - 1, so it is never added before it is known to fit.
+    __device__ static int range_end(int place, int length, int reach) {
+        if (place >= length - 1 - reach) return length;
+        return max(place + 1 + reach, 0);
+    }
+    __device__ static int range_begin(int place, int reach) {
+        return place <= reach ? 0 : place - reach;
     }
 };

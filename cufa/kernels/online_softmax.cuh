@@ -23,6 +23,14 @@ __device__ inline double log2_of(double x) {
     return log2(x);
 }
 
+// tanh. Scores of 16-bit operands are known no better than the fast one gives it.
+__device__ inline float tanh_of(float x) {
+    return sizeof(scalar_t) == 2 ? ptx::tanh_fast(x) : tanhf(x);
+}
+__device__ inline double tanh_of(double x) {
+    return tanh(x);
+}
+
 __device__ inline acc_t negative_infinity() {
     return -__int_as_float(0x7f800000);
 }
@@ -49,6 +57,13 @@ __device__ inline acc_t lanes_sum(acc_t x) {
 struct OnlineSoftmax {
     acc_t max = negative_infinity();  // of the scores seen so far
     acc_t sum = 0;  // of 2^(score - max) over them; per thread until total() is called
+
+    // A row whose first score is the sink: it has no value, and every row has it. One of the lanes
+    // that share a row counts it.
+    __device__ void begin_with_sink(acc_t sink_log2, bool counts_it) {
+        max = sink_log2;
+        sum = counts_it && sink_log2 != negative_infinity() ? 1 : 0;
+    }
 
     // Takes in a piece whose largest score is piece_max. Returns the factor by which what was
     // summed under the old maximum must shrink.

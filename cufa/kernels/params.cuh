@@ -3,15 +3,42 @@
 // swapped.
 #pragma once
 
-// A (batch, seqlen, heads, dim) array: strides in elements, the last axis contiguous.
+// A (batch, seqlen, heads, dim) array: strides in elements, the last axis contiguous. Packed
+// sequences have no batch axis: its stride is 0.
 struct Tensor {
     void* data;
     long long batch_stride, row_stride, head_stride;
 };
 
+// A (batch, heads, seqlen_q, seqlen_k) array: strides in elements, 0 along axes that are broadcast,
+// the last axis contiguous.
+struct ScoreTensor {
+    void* data;
+    long long batch_stride, head_stride, row_stride;
+};
+
 struct Sizes {
-    int batch, heads, kv_heads, seqlen_q, seqlen_k;
-    int step;  // which launch this is of a kernel that is launched several times
+    int batch, heads, kv_heads;
+    int seqlen_q, seqlen_k;  // of all sequences together if they are packed
+    int step;                // which launch this is of a kernel that is launched several times
+};
+
+// What some calls ask for; config.cuh says which of it counts.
+struct Features {
+    ScoreTensor bias;
+    ScoreTensor mask;          // bytes, not 0 where a row sees a key; or bits, lowest first
+    const void* alibi_slopes;  // (batch, heads) of acc_t
+    long long alibi_batch_stride;
+    const void* sink;            // (heads) of acc_t
+    const int* cu_seqlens_q;     // (batch + 1): where each sequence begins, and the last ends
+    const int* cu_seqlens_k;     // (batch + 1)
+    const int* seqused_k;        // (batch)
+    double softcap;              // the bound of the scores
+    double kept_scale;           // 1 / (1 - dropout_p)
+    unsigned long long seed;     // of the random numbers that dropout draws
+    unsigned int offset;         // which of that seed's sequences of them
+    unsigned int dropped_below;  // a probability whose random word is below this is dropped
+    int window_left, window_right;
 };
 
 struct ForwardParams {
@@ -20,6 +47,14 @@ struct ForwardParams {
     void* workspace;  // its parts are named in the kernel that uses it
     double softmax_scale;
     Sizes sizes;
+    Features features;
+};
+
+// The gradient of the bias: contiguous, of the bias's shape, in which axes that were broadcast
+// are 1.
+struct BiasGradient {
+    ScoreTensor out;
+    int batch, heads, rows, keys;
 };
 
 struct BackwardParams {
@@ -28,6 +63,10 @@ struct BackwardParams {
     void* workspace;
     double softmax_scale;
     Sizes sizes;
+    Features features;
+    const void* dlse;    // gradient of the LSE, its shape and type; null: there is none
+    void* dsink;         // (heads) of acc_t; null: not wanted
+    BiasGradient dbias;  // its data is null if it is not wanted
 };
 
 struct SoftmaxParams {

@@ -1,4 +1,4 @@
-// Inline PTX that every arch from sm_75 on has: conversions and the fast exponential.
+// Inline PTX that every arch from sm_75 on has: conversions and fast functions.
 #pragma once
 
 namespace ptx {
@@ -40,6 +40,13 @@ __device__ inline unsigned short bfloat16_from_float(float x) {
 __device__ inline float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// tanh within 2^-11 of itself.
+__device__ inline float tanh_fast(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

@@ -8,10 +8,10 @@
 // is gone with this: the score is replaced, not added to.)
 template <bool Masked, int TM, int TN, class Grid>
 __device__ inline void scale_and_mask(ScoreTile<TM, TN>& scores, acc_t scale, const Grid& grid,
-                                      Mask<kCausal> mask, int first_row, int first_key) {
+                                      Mask mask, int first_row, int first_key) {
 #pragma unroll
     for (int i = 0; i < TM; ++i) {
-        const int keys_seen = mask.keys_seen(first_row + grid.row(i)) - first_key;
+        const int keys_seen = mask.keys_end(first_row + grid.row(i)) - first_key;
 #pragma unroll
         for (int j = 0; j < TN; ++j) {
             const bool seen = !Masked || grid.key(j) < keys_seen;

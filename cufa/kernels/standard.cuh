@@ -23,7 +23,7 @@ __device__ inline long long thread_index() {
     return static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
 }
 
-__device__ inline Mask<kCausal> mask_of(const Sizes& sizes) {
+__device__ inline Mask mask_of(const Sizes& sizes) {
     return {sizes.seqlen_q, sizes.seqlen_k};
 }
 
@@ -43,7 +43,7 @@ __device__ inline void scores_element(const ForwardParams& params, acc_t* scores
     const long long index = thread_index();
     if (index >= first_row_of(sizes.batch, 0, sizes) * sizes.seqlen_k) return;
     const Element at(index, sizes.heads, sizes.seqlen_q, sizes.seqlen_k);
-    if (at.col >= mask_of(sizes).keys_seen(at.row)) {
+    if (at.col >= mask_of(sizes).keys_end(at.row)) {
         scores[index] = negative_infinity();
         return;
     }
@@ -62,7 +62,7 @@ __device__ inline void output_element(const ForwardParams& params, const acc_t* 
     const acc_t* p = probabilities + at.matrix_row * sizes.seqlen_k;
 
     acc_t sum = 0;
-    const int keys = mask_of(sizes).keys_seen(at.row);
+    const int keys = mask_of(sizes).keys_end(at.row);
     for (int j = 0; j < keys; ++j) sum += p[j] * to_acc(v.row(j)[at.col]);
     matrix_of<scalar_t>(params.o, at.batch, at.head).row(at.row)[at.col] = from_acc<scalar_t>(sum);
 }

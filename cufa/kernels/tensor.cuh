@@ -1,6 +1,9 @@
-// Views of the caller's arrays: one (seqlen, dim) matrix of a (batch, seqlen, heads, dim) tensor.
+// Views of the caller's arrays: the (seqlen, dim) matrices of one sequence, and which of them a
+// block works on.
 #pragma once
 
+#include "config.cuh"
+#include "mask.cuh"
 #include "params.cuh"
 
 template <class T>
@@ -11,10 +14,62 @@ struct Matrix {
     __device__ T* row(int r) const { return data + r * row_stride; }
 };
 
+// One of a batch: its lengths, and where its rows begin in arrays that have no batch axis.
+struct Sequence {
+    int batch;
+    int first_q = 0, first_k = 0;
+    int seqlen_q, seqlen_k;
+
+    template <class Params>
+    __device__ Sequence(const Params& params, int batch)
+        : batch(batch), seqlen_q(params.sizes.seqlen_q), seqlen_k(params.sizes.seqlen_k) {
+        const Features& features = params.features;
+        if constexpr (kPacked) {
+            first_q = features.cu_seqlens_q[batch];
+            first_k = features.cu_seqlens_k[batch];
+            seqlen_q = features.cu_seqlens_q[batch + 1] - first_q;
+            seqlen_k = features.cu_seqlens_k[batch + 1] - first_k;
+        }
+        if constexpr (kUsedKeys) seqlen_k = min(seqlen_k, features.seqused_k[batch]);
+    }
+
+    __device__ Mask mask(const Features& features) const {
+        return {seqlen_q, seqlen_k, features.window_left, features.window_right};
+    }
+
+    template <class T>
+    __device__ Matrix<T> queries(const Tensor& tensor, int head) const {
+        return rows_from<T>(tensor, head, first_q);
+    }
+    template <class T>
+    __device__ Matrix<T> keys(const Tensor& tensor, int kv_head) const {
+        return rows_from<T>(tensor, kv_head, first_k);
+    }
+
+    // Where a head's rows begin in LSE and its like: (batch, heads, seqlen_q), or (heads, rows of
+    // all sequences) if they are packed.
+    __device__ long long first_row(int head, const Sizes& sizes) const {
+        const long long heads = kPacked ? head : static_cast<long long>(batch) * sizes.heads + head;
+        return heads * sizes.seqlen_q + first_q;
+    }
+
+  private:
+    template <class T>
+    __device__ Matrix<T> rows_from(const Tensor& tensor, int head, int first) const {
+        return {static_cast<T*>(tensor.data) + batch * tensor.batch_stride +
+                    head * tensor.head_stride + first * tensor.row_stride,
+                tensor.row_stride};
+    }
+};
+
+// The same for kernels that take no packed sequences.
 template <class T>
 __device__ inline Matrix<T> matrix_of(const Tensor& tensor, int batch, int head) {
     return {static_cast<T*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride,
             tensor.row_stride};
+}
+__device__ inline long long first_row_of(int batch, int head, const Sizes& sizes) {
+    return (static_cast<long long>(batch) * sizes.heads + head) * sizes.seqlen_q;
 }
 
 // Query heads share a KV head in groups of heads / kv_heads.
@@ -22,23 +77,77 @@ __device__ inline int kv_head_of(int head, const Sizes& sizes) {
     return head / (sizes.heads / sizes.kv_heads);
 }
 
-// The row of (batch, heads, seqlen_q) arrays such as LSE at which a head's rows begin.
-__device__ inline long long first_row_of(int batch, int head, const Sizes& sizes) {
-    return (static_cast<long long>(batch) * sizes.heads + head) * sizes.seqlen_q;
+// A tile of rows of one sequence: a block owns one of each head.
+struct RowTile {
+    int batch, first_row;
+};
+
+// How many tiles of Rows rows there are of all sequences.
+template <int Rows>
+__device__ inline int row_tiles(int batch, int seqlen) {
+    return kPacked ? seqlen / Rows + batch : batch * ((seqlen + Rows - 1) / Rows);
+}
+
+// Tile number `tile`. In packed sequences, sequence b has the tiles from cu_seqlens[b] / Rows + b
+// on: as many as it needs or a few more, whose first row is past its end. So nobody has to know how
+// long each sequence is to count the tiles or to find one.
+template <int Rows>
+__device__ inline RowTile row_tile(int tile, int batch, int seqlen, const int* cu_seqlens) {
+    if constexpr (!kPacked) {
+        const int tiles = (seqlen + Rows - 1) / Rows;
+        return {tile / tiles, tile % tiles * Rows};
+    }
+    int sequence = 0;
+    for (int end = batch; end - sequence > 1;) {
+        const int middle = (sequence + end) / 2;
+        (cu_seqlens[middle] / Rows + middle <= tile ? sequence : end) = middle;
+    }
+    return {sequence, (tile - cu_seqlens[sequence] / Rows - sequence) * Rows};
 }
 
 // The tile of queries that a block owns.
 struct QueryTile {
-    int batch, head, kv_head, first_row;
+    Sequence sequence;
+    int head, kv_head, first_row;
 };
 
 // Blocks are numbered tile by tile, the last queries first: under a causal mask those see most
 // keys, and long work that starts late would leave the GPU waiting for it.
 template <int BlockM>
-__device__ inline QueryTile query_tile_of_block(const Sizes& sizes) {
+__device__ inline QueryTile query_tile_of_block(const ForwardParams& params) {
+    const Sizes& sizes = params.sizes;
+    if constexpr (kPacked) {
+        const int tile = row_tiles<BlockM>(sizes.batch, sizes.seqlen_q) - 1 -
+                         static_cast<int>(blockIdx.x) / sizes.heads;
+        const int head = blockIdx.x % sizes.heads;
+        const auto [batch, first_row] =
+            row_tile<BlockM>(tile, sizes.batch, sizes.seqlen_q, params.features.cu_seqlens_q);
+        return {Sequence(params, batch), head, kv_head_of(head, sizes), first_row};
+    }
     const int tiles = (sizes.seqlen_q + BlockM - 1) / BlockM;
     const int heads = sizes.batch * sizes.heads;
     const int tile = tiles - 1 - blockIdx.x / heads;
     const int batch = blockIdx.x % heads / sizes.heads, head = blockIdx.x % heads % sizes.heads;
-    return {batch, head, kv_head_of(head, sizes), tile * BlockM};
+    return {Sequence(params, batch), head, kv_head_of(head, sizes), tile * BlockM};
+}
+
+// The tile of keys that a block of the backward owns.
+struct KeyTile {
+    Sequence sequence;
+    int kv_head, first_key;
+};
+
+// The first keys come first: under a causal mask most queries see those.
+template <int BlockN>
+__device__ inline KeyTile key_tile_of_block(const BackwardParams& params) {
+    const Sizes& sizes = params.sizes;
+    if constexpr (kPacked) {
+        const auto [batch, first_key] = row_tile<BlockN>(
+            blockIdx.x / sizes.kv_heads, sizes.batch, sizes.seqlen_k, params.features.cu_seqlens_k);
+        return {Sequence(params, batch), static_cast<int>(blockIdx.x) % sizes.kv_heads, first_key};
+    }
+    const int heads = sizes.batch * sizes.kv_heads;
+    const int batch = blockIdx.x % heads / sizes.kv_heads;
+    const int kv_head = blockIdx.x % heads % sizes.kv_heads;
+    return {Sequence(params, batch), kv_head, static_cast<int>(blockIdx.x / heads) * BlockN};
 }

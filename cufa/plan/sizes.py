@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from cufa.plan.record import Macro
-from cufa.problem import Problem
+from cufa.problem import Features, Problem
 
 # The structs of params.cuh, whose fields cufa/launch.py packs.
-FORWARD_PARAMS_BYTES = 176
-BACKWARD_PARAMS_BYTES = 304
+FORWARD_PARAMS_BYTES = 328
+BACKWARD_PARAMS_BYTES = 520
 SOFTMAX_PARAMS_BYTES = 48
 
 # One shared-memory access of a thread.
@@ -32,6 +32,22 @@ def common_macros(problem: Problem) -> tuple[Macro, ...]:
         ("VALUE_DIM", problem.value_dim),
         ("CAUSAL", problem.causal),
         ("ALIGN_BYTES", problem.align_bytes),
+        *feature_macros(problem.features),
+    )
+
+
+def feature_macros(features: Features) -> tuple[Macro, ...]:
+    """Those of config.cuh that say which features are compiled."""
+    return (
+        ("WINDOW", features.window != (None, None)),
+        ("SOFTCAP", features.softcap),
+        ("BIAS", features.bias_dtype or "void"),
+        ("MASK_BITS", 0 if features.mask is None else 1 if features.mask_bits else 8),
+        ("ALIBI", features.alibi),
+        ("SINK", features.sink),
+        ("DROPOUT", features.dropout),
+        ("PACKED", features.packed),
+        ("USED_KEYS", features.seqused_k),
     )
 
 

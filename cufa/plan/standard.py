@@ -13,8 +13,9 @@ from cufa.plan.sizes import (
     SOFTMAX_PARAMS_BYTES,
     ceil_div,
     common_macros,
+    feature_macros,
 )
-from cufa.problem import DTYPES, Problem, accumulator_dtype
+from cufa.problem import DTYPES, PLAIN, Problem, accumulator_dtype
 
 # Enough warps to hide the latency of loads that are not tiled, and a divisor of every SM's threads.
 THREADS = 256
@@ -101,6 +102,7 @@ def softmax_launch(dtype: str, passes: int, rows: int, arch: Arch) -> tuple[Vari
     macros: tuple[Macro, ...] = (
         *attention,
         ("ALIGN_BYTES", DTYPES[dtype].itemsize),
+        *feature_macros(PLAIN),
         ("PASSES", passes),
         ("THREADS", THREADS),
         ("SMEM_BYTES", smem_bytes),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,10 +19,19 @@ import numpy as np
 import numpy.typing as npt
 
 from cufa.device import Device
-from cufa.launch import pack_attention, pack_softmax
+from cufa.launch import FeatureValues, pack_attention, pack_features, pack_softmax
 from cufa.plan import Plan, make_plan
 from cufa.plan.standard import softmax_launch
-from cufa.problem import DTYPES, Direction, check_scale, lse_shape, make_problem, output_shape
+from cufa.problem import (
+    DTYPES,
+    Direction,
+    Options,
+    check_fits,
+    check_scale,
+    lse_shape,
+    make_problem,
+    output_shape,
+)
 
 from . import KERNELS, Module, extent
 
@@ -30,6 +39,7 @@ Array: TypeAlias = npt.NDArray[Any]
 Tiles: TypeAlias = Mapping[str, int]
 
 DEVICE = Device.of("sm_90a")
+NO_VALUES = FeatureValues()
 
 # Around each array, so that what lies beyond its ends belongs to no other.
 _MARGIN_BYTES = 1 << 16
@@ -42,22 +52,29 @@ def attention(
     v: Array,
     *,
     causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
     softmax_scale: float | None = None,
+    values: FeatureValues = NO_VALUES,
     kernel: str | None = None,
     tiles: Tiles | None = None,
     checked: bool = True,
     folder: Path = KERNELS,
+    **side: Array,
 ) -> tuple[Array, Array]:
     """`cufa.attention` with return_lse for arrays (batch, seqlen, heads, head_dim), by a kernel in `folder`.
 
+    `side` are bias, mask and so on, by their names; `values` the numbers that go with features.
+
     Raises EmulatorError if the kernel does what it must not.
     """
-    plan = _plan("forward", {"q": q, "k": k, "v": v}, causal, kernel, tiles)
+    arrays = {"q": q, "k": k, "v": v, **side}
+    options = Options(causal, window, values.softcap > 0, values.dropout_p > 0)
+    plan = _plan("forward", arrays, options, kernel, tiles)
     problem = plan.problem
-    out = np.empty(output_shape(problem, "bshd"), DTYPES[problem.dtype])
-    lse = np.empty(lse_shape(problem), problem.accumulator)
-    arrays = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
-    done = _run(plan, arrays, {"out", "lse"}, softmax_scale, checked, folder)
+    arrays["out"] = np.empty(output_shape(problem, "bshd"), DTYPES[problem.dtype])
+    arrays["lse"] = np.empty(lse_shape(problem), problem.accumulator)
+    tensors = ("q", "k", "v", "out")
+    done = _run(plan, arrays, tensors, {"out", "lse"}, softmax_scale, values, checked, folder)
     return done["out"], done["lse"]
 
 
@@ -70,22 +87,33 @@ def attention_backward(
     lse: Array,
     *,
     causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
     softmax_scale: float | None = None,
+    values: FeatureValues = NO_VALUES,
+    deterministic: bool = False,
+    gradients: tuple[str, ...] = (),
     kernel: str | None = None,
     tiles: Tiles | None = None,
     checked: bool = True,
     folder: Path = KERNELS,
-) -> tuple[Array, Array, Array]:
+    **side: Array,
+) -> tuple[Array, ...]:
     """`cufa.attention_backward` for arrays (batch, seqlen, heads, head_dim), by a kernel in `folder`.
+
+    `gradients` are of "bias" and "sink" those whose gradients are wanted after dq, dk and dv.
 
     Raises EmulatorError if the kernel does what it must not.
     """
-    tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
-    plan = _plan("backward", tensors, causal, kernel, tiles)
-    gradients = {f"d{name}": np.empty(tensors[name].shape, q.dtype) for name in ("q", "k", "v")}
-    arrays = {**tensors, **gradients, "lse": lse}
-    done = _run(plan, arrays, set(gradients), softmax_scale, checked, folder)
-    return done["dq"], done["dk"], done["dv"]
+    arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, **side}
+    options = Options(causal, window, values.softcap > 0, values.dropout_p > 0, deterministic, gradients)
+    plan = _plan("backward", arrays, options, kernel, tiles)
+    outputs = [f"d{name}" for name in ("q", "k", "v", *gradients)]
+    for name in outputs:
+        arrays[name] = np.empty(arrays[name[1:]].shape, arrays[name[1:]].dtype)
+    arrays["lse"] = lse
+    tensors = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+    done = _run(plan, arrays, tensors, set(outputs), softmax_scale, values, checked, folder)
+    return tuple(done[name] for name in outputs)
 
 
 def softmax(x: Array, passes: int, checked: bool = True) -> Array:
@@ -105,13 +133,19 @@ def softmax(x: Array, passes: int, checked: bool = True) -> Array:
 
 
 def _plan(
-    direction: Direction, arrays: Mapping[str, Array], causal: bool, kernel: str | None, tiles: Tiles | None
+    direction: Direction,
+    arrays: Mapping[str, Array],
+    options: Options,
+    kernel: str | None,
+    tiles: Tiles | None,
 ) -> Plan:
     shapes = {name: array.shape for name, array in arrays.items()}
     dtypes = {name: array.dtype for name, array in arrays.items()}
-    problem = make_problem(direction, shapes, dtypes, causal=causal, layout="bshd")
+    problem = make_problem(direction, shapes, dtypes, options)
+    check_fits(problem, shapes, dtypes, "bshd")
     # Outputs are contiguous: their strides are multiples of a row.
-    strides = [array.strides[axis] for array in arrays.values() for axis in range(3)]
+    tensors = [array for name, array in arrays.items() if name in ("q", "k", "v", "out", "dout")]
+    strides = [stride for array in tensors for stride in array.strides[:-1]]
     rows = [problem.head_dim * problem.itemsize, problem.value_dim * problem.itemsize]
     align_bytes = math.gcd(_MAX_ALIGN_BYTES, *strides, *rows)
     return make_plan(replace(problem, align_bytes=align_bytes), DEVICE, kernel, tiles)
@@ -120,32 +154,37 @@ def _plan(
 def _run(
     plan: Plan,
     arrays: Mapping[str, Array],
+    tensors: Sequence[str],
     outputs: Set[str],
     softmax_scale: float | None,
+    values: FeatureValues,
     checked: bool,
     folder: Path,
 ) -> dict[str, Array]:
-    """The arrays after a plan ran on them: the tensors of the parameter struct in its order, then lse."""
+    """The arrays after a plan ran on them; `tensors` are those of the parameter struct, in its order."""
     problem = plan.problem
     placed = {
-        name: _placed(array, array.itemsize if name == "lse" else problem.align_bytes, name in outputs)
+        name: _placed(array, problem.align_bytes if name in tensors else array.itemsize, name in outputs)
         for name, array in arrays.items()
     }
     workspace = _placed(np.empty(plan.workspace_bytes, np.uint8), _MAX_ALIGN_BYTES, is_output=True)
-    tensors = [array for name, array in placed.items() if name != "lse"]
-    fields = [
-        field
-        for array in tensors
-        for field in (array.ctypes.data, *(stride // array.itemsize for stride in array.strides[:3]))
-    ]
+    fields = [field for name in tensors for field in _fields(placed[name])]
     lse, scale = placed["lse"].ctypes.data, check_scale(softmax_scale, problem.head_dim)
+    side = {name: array for name, array in placed.items() if name not in tensors}
+    features = pack_features(problem, side, values)
     module = Module(plan.source, plan.macros, checked, folder)
     for launch in plan.launches:
         for step in range(launch.steps):
-            params = pack_attention(problem, fields, lse, workspace.ctypes.data, scale, step)
+            params = pack_attention(problem, fields, lse, workspace.ctypes.data, scale, features, step)
             buffers = {**placed, "workspace": workspace}
             module.launch(launch.entry, launch.grid, launch.block, launch.smem_bytes, params, buffers)
     return placed
+
+
+def _fields(tensor: Array) -> tuple[int, ...]:
+    """Address, batch, row and head stride; packed sequences have no batch axis."""
+    strides = [stride // tensor.itemsize for stride in tensor.strides[:-1]]
+    return tensor.ctypes.data, *([0] * (3 - len(strides))), *strides
 
 
 def _placed(array: Array, align_bytes: int, is_output: bool) -> Array:

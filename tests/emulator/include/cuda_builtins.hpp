@@ -145,8 +145,10 @@ T atomicAdd(T* address, T value) {
 
 extern "C" {
 int printf(const char* format, ...);
-float exp2f(float), expf(float), log2f(float), logf(float), sqrtf(float), fabsf(float);
-double exp2(double), exp(double), log2(double), log(double), sqrt(double), fabs(double);
+float exp2f(float), expf(float), log2f(float), logf(float), sqrtf(float), fabsf(float),
+    tanhf(float);
+double exp2(double), exp(double), log2(double), log(double), sqrt(double), fabs(double),
+    tanh(double);
 float fmaf(float, float, float), fmaxf(float, float), fminf(float, float);
 double fma(double, double, double), fmax(double, double), fmin(double, double);
 }

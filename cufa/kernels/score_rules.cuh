@@ -1,0 +1,100 @@
+// What a call may ask for between Q K^T and the softmax, and between the softmax and V, element by
+// element: soft cap, bias, ALiBi, masks, dropout. Every kernel that supports them asks here.
+#pragma once
+
+#include "online_softmax.cuh"
+#include "philox.cuh"
+#include "tensor.cuh"
+
+// Of one head of one sequence. Rows and keys are numbered from the sequence's own first.
+struct ScoreRules {
+    Mask mask;
+    const Features& features;
+    acc_t scale;        // softmax_scale, as kernels apply it: in units of log 2, unless
+    acc_t alibi_slope;  // something is added to a score
+    const bias_t* bias = nullptr;
+    const unsigned char* kept_keys = nullptr;
+    long long bias_row_stride, mask_row_stride;
+    unsigned int matrix;  // the number of this head among those of all sequences
+
+    template <class Params>
+    __device__ ScoreRules(const Params& params, const Sequence& sequence, int head)
+        : mask(sequence.mask(params.features)),
+          features(params.features),
+          scale(static_cast<acc_t>(params.softmax_scale)),
+          matrix(static_cast<unsigned int>(sequence.batch * params.sizes.heads + head)) {
+        if constexpr (kAlibi) {
+            alibi_slope = static_cast<const acc_t*>(
+                features.alibi_slopes)[sequence.batch * features.alibi_batch_stride + head];
+        }
+        if constexpr (kBias) {
+            bias = head_of<bias_t>(features.bias, sequence.batch, head);
+            bias_row_stride = features.bias.row_stride;
+        }
+        if constexpr (kMaskBits != 0) {
+            kept_keys = head_of<unsigned char>(features.mask, sequence.batch, head);
+            mask_row_stride = features.mask.row_stride;
+        }
+    }
+
+    // The score of a product, in units of log 2. The row and the key must be of the sequence, if
+    // there is a bias.
+    __device__ acc_t score(acc_t product, int row, int key) const {
+        if constexpr (!kShapedScores) return product * (scale * acc_t(kLog2E));
+        acc_t score = product * scale;
+        if constexpr (kSoftcap) score = softcap() * tanh_of(score / softcap());
+        return (score + added(row, key)) * acc_t(kLog2E);
+    }
+
+    // By how much a score changes with the product times the scale.
+    __device__ acc_t slope(acc_t product) const {
+        if constexpr (!kSoftcap) return 1;
+        const acc_t capped = tanh_of(product * scale / softcap());
+        return 1 - capped * capped;
+    }
+
+    // Whether the row sees the key. Both may lie past the ends.
+    __device__ bool sees(int row, int key) const {
+        if (!mask.in_range(row, key)) return false;
+        if constexpr (kMaskBits == 8) return kept_keys[row * mask_row_stride + key] != 0;
+        if constexpr (kMaskBits == 1)
+            return kept_keys[row * mask_row_stride + key / 8] >> key % 8 & 1;
+        return true;
+    }
+
+    // Which of the four probabilities of rows i, i + 1 and keys j, j + 1, i and j being the largest
+    // even numbers up to row and key, dropout keeps: bit 2 * (row % 2) + key % 2 of the result. It
+    // depends on places alone, so the backward finds the same, whatever its tiles are.
+    __device__ unsigned int kept(int row, int key) const {
+        const RandomWords words =
+            philox({static_cast<unsigned int>(key / 2), static_cast<unsigned int>(row / 2), matrix,
+                    features.offset},
+                   features.seed);
+        unsigned int kept = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            kept |= static_cast<unsigned int>(words.word[i] >= features.dropped_below) << i;
+        return kept;
+    }
+    // What a probability that is kept is multiplied by.
+    __device__ acc_t kept_scale() const { return static_cast<acc_t>(features.kept_scale); }
+
+  private:
+    template <class T>
+    __device__ static const T* head_of(const ScoreTensor& tensor, int batch, int head) {
+        return static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
+               head * tensor.head_stride;
+    }
+
+    __device__ acc_t softcap() const { return static_cast<acc_t>(features.softcap); }
+
+    __device__ acc_t added(int row, int key) const {
+        acc_t sum = 0;
+        if constexpr (kBias) sum += static_cast<acc_t>(to_acc(bias[row * bias_row_stride + key]));
+        if constexpr (kAlibi) {
+            const long long distance = mask.diagonal(row) - key;
+            sum -= alibi_slope * static_cast<acc_t>(distance < 0 ? -distance : distance);
+        }
+        return sum;
+    }
+};

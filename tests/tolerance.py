@@ -26,7 +26,10 @@ LAYOUTS = ("contiguous", "packed", "bhsd", "reversed")
 
 @dataclass(frozen=True)
 class Problem:
-    """q (batch, seqlen_q, heads, head_dim), k and v with kv_heads and seqlen_k, dout like out."""
+    """q (batch, seqlen_q, heads, head_dim), k and v with kv_heads and seqlen_k, dout like out.
+
+    Of packed sequences all are (tokens, heads, dim).
+    """
 
     q: Array
     k: Array
@@ -38,9 +41,9 @@ class Problem:
         return str(self.q.dtype)
 
     @property
-    def lse_shape(self) -> tuple[int, int, int]:
-        batch, seqlen_q, heads, _ = self.q.shape
-        return batch, heads, seqlen_q
+    def lse_shape(self) -> tuple[int, ...]:
+        *batch, seqlen_q, heads, _ = self.q.shape
+        return *batch, heads, seqlen_q
 
 
 def random_problem(

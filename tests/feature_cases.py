@@ -1,0 +1,202 @@
+"""Random calls with features, for the tests of every path: NumPy, emulated kernels and a GPU.
+
+A test should take its sets of features from `ALONE` and `pairwise`, and its calls from `draw_case`.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Any
+
+import numpy as np
+from tolerance import Array, Problem, random_problem
+
+from cufa.launch import FeatureValues
+from cufa.problem import accumulator_dtype
+
+FORWARD_FEATURES = (
+    "causal",
+    "window",
+    "softcap",
+    "bias",
+    "mask",
+    "mask_bits",
+    "alibi_slopes",
+    "sink",
+    "dropout",
+    "packed",
+    "seqused_k",
+)
+# dbias and dsink ask for the gradients of the bias and of the sink.
+BACKWARD_FEATURES = (*FORWARD_FEATURES, "dlse", "dbias", "dsink", "deterministic")
+_IMPLIED = {"dbias": "bias", "dsink": "sink", "mask_bits": "mask"}
+
+# Each feature without any other.
+ALONE = [frozenset((name,)) for name in BACKWARD_FEATURES]
+
+
+def pairwise(features: Sequence[str] = BACKWARD_FEATURES) -> list[frozenset[str]]:
+    """Few sets in which any two features are found together, one without the other, and neither.
+
+    Each set is the one of some random ones that has most such pairs that the sets before it have not.
+    """
+    rng = np.random.default_rng(0)
+    missing = {
+        frozenset(((a, a_on), (b, b_on)))
+        for a, b in combinations(features, 2)
+        for a_on, b_on in product((False, True), repeat=2)
+    }
+    sets = []
+    while missing:
+        candidates = [dict(zip(features, rng.random(len(features)) < 0.5, strict=True)) for _ in range(50)]
+        found = [missing & {frozenset(pair) for pair in combinations(c.items(), 2)} for c in candidates]
+        best = max(range(len(found)), key=lambda i: len(found[i]))
+        missing -= found[best]
+        sets.append(frozenset(name for name, on in candidates[best].items() if on))
+    return sets
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call: its tensors, and what goes with them by the names of `cufa.attention`'s arguments.
+
+    Of packed sequences the tensors are (tokens, heads, dim).
+    """
+
+    problem: Problem
+    numbers: dict[str, Any]
+    arrays: dict[str, Array]
+    dlse: Array | None
+    gradients: tuple[str, ...]
+    deterministic: bool
+
+    @property
+    def forward(self) -> dict[str, Any]:
+        """The arguments of `cufa.attention`, beside q, k and v."""
+        return {**self.numbers, **self.arrays}
+
+    @property
+    def backward(self) -> dict[str, Any]:
+        """Those of `cufa.attention_backward`, but for `deterministic`, which changes no result."""
+        asked = {f"return_d{name}": True for name in self.gradients}
+        return {**self.forward, "dlse": self.dlse, **asked}
+
+    @property
+    def emulator_forward(self) -> dict[str, Any]:
+        """The arguments of `emulator.calls.attention`."""
+        in_values = FeatureValues.__dataclass_fields__
+        others = {name: value for name, value in self.numbers.items() if name not in in_values}
+        values = FeatureValues(**{name: self.numbers[name] for name in in_values if name in self.numbers})
+        return {**others, **self.arrays, "values": values}
+
+    @property
+    def emulator_backward(self) -> dict[str, Any]:
+        """Those of `emulator.calls.attention_backward`."""
+        dlse = {} if self.dlse is None else {"dlse": self.dlse}
+        asked = {"gradients": self.gradients, "deterministic": self.deterministic}
+        return {**self.emulator_forward, **dlse, **asked}
+
+
+def draw_case(
+    rng: np.random.Generator,
+    dtype_name: str,
+    features: Iterable[str],
+    *,
+    seqlen_q: int,
+    seqlen_k: int,
+    batch: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    **options: Any,
+) -> Case:
+    """A random problem with these features; `options` are those of `tolerance.random_problem`.
+
+    Packed sequences have random lengths up to `seqlen_q` and `seqlen_k`, and the tensors have tokens
+    before and after them that belong to none.
+    """
+    on = set(features)
+    on |= {_IMPLIED[name] for name in on & _IMPLIED.keys()}
+    numbers = _numbers(rng, on, seqlen_k)
+    arrays: dict[str, Array] = {}
+    options = {"heads": heads, "kv_heads": kv_heads, **options}
+    if "packed" in on:
+        arrays["cu_seqlens_q"], rows = _packed(rng, batch, seqlen_q)
+        arrays["cu_seqlens_k"], keys = _packed(rng, batch, seqlen_k)
+        problem = random_problem(rng, dtype_name, batch=1, seqlen_q=rows, seqlen_k=keys, **options)
+        problem = Problem(*(x[0] for x in (problem.q, problem.k, problem.v, problem.dout)))
+    else:
+        problem = random_problem(
+            rng, dtype_name, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **options
+        )
+    sums = accumulator_dtype(dtype_name)
+    scores = batch, heads, seqlen_q, seqlen_k
+    if "bias" in on:
+        arrays["bias"] = _bias(rng, dtype_name, scores)
+    if "mask" in on:
+        arrays["mask"] = _mask(rng, scores, in_bits="mask_bits" in on)
+    if "alibi_slopes" in on:
+        shape = (heads,) if rng.integers(2) else (batch, heads)
+        arrays["alibi_slopes"] = rng.uniform(0.01, 0.5, shape).astype(sums)
+    if "sink" in on:
+        arrays["sink"] = rng.standard_normal(heads).astype(sums)
+    if "seqused_k" in on:
+        arrays["seqused_k"] = rng.integers(0, seqlen_k + 1, batch).astype(np.int32)
+    return Case(
+        problem,
+        numbers,
+        arrays,
+        rng.standard_normal(problem.lse_shape).astype(sums) if "dlse" in on else None,
+        tuple(name for name in ("bias", "sink") if f"d{name}" in on),
+        "deterministic" in on,
+    )
+
+
+def _numbers(rng: np.random.Generator, on: set[str], seqlen_k: int) -> dict[str, Any]:
+    numbers: dict[str, Any] = {"causal": "causal" in on}
+    if "window" in on:
+        left, right = (int(side) for side in rng.integers(0, max(2, seqlen_k // 2), 2))
+        numbers["window"] = [(left, right), (left, None), (None, right), (left, 0)][rng.integers(4)]
+    if "softcap" in on:
+        numbers["softcap"] = float(rng.uniform(0.5, 3))
+    if "dropout" in on:
+        numbers["dropout_p"] = float(rng.uniform(0.1, 0.6))
+        numbers["seed"], numbers["offset"] = int(rng.integers(2**63)), int(rng.integers(2**32))
+    return numbers
+
+
+def _packed(rng: np.random.Generator, batch: int, longest: int) -> tuple[Array, int]:
+    """cu_seqlens, and the number of tokens: more than the sequences have."""
+    lengths = rng.integers(0, longest + 1, batch)
+    lengths[rng.integers(batch, size=min(batch, 1))] = longest
+    before, after = rng.integers(0, 3, 2)
+    cu_seqlens = np.cumsum([before, *lengths]).astype(np.int32)
+    return cu_seqlens, int(cu_seqlens[-1] + after)
+
+
+def _broadcast(rng: np.random.Generator, scores: tuple[int, int, int, int]) -> tuple[int, ...]:
+    """The shape of the scores with some axes 1; some of those in front are left out."""
+    *front, keys = (size if axis == 3 or rng.integers(2) else 1 for axis, size in enumerate(scores))
+    while front and front[0] == 1 and rng.integers(2):
+        front.pop(0)
+    return *front, keys
+
+
+def _bias(rng: np.random.Generator, dtype_name: str, scores: tuple[int, int, int, int]) -> Array:
+    """In the problem's dtype or float32, some of it -inf."""
+    bias = rng.standard_normal(_broadcast(rng, scores))
+    bias[rng.random(bias.shape) < 0.05] = -np.inf
+    return bias.astype(dtype_name if rng.integers(2) else "float32")
+
+
+def _mask(rng: np.random.Generator, scores: tuple[int, int, int, int], in_bits: bool) -> Array:
+    """Of single keys and whole stretches of them; some rows see none."""
+    shape = _broadcast(rng, scores)
+    mask = rng.random(shape) < 0.8
+    keys = np.arange(shape[-1])
+    begin, length = (rng.integers(0, shape[-1] + 1, (*shape[:-1], 1)) for _ in range(2))
+    mask &= (keys < begin) | (keys >= begin + length // 2)
+    mask[rng.random(shape[:-1]) < 0.1] = False
+    if not in_bits:
+        return mask
+    beyond = rng.random((*shape[:-1], -shape[-1] % 8)) < 0.5  # bits that belong to no key
+    return np.packbits(np.concatenate([mask, beyond], axis=-1), axis=-1, bitorder="little")

@@ -4,6 +4,7 @@ from cufa.api import attention, attention_backward, plan, softmax
 from cufa.device import Arch, Device, GPUUnavailableError
 from cufa.jit import CompileError, NVRTCMissingError
 from cufa.launch import LaunchError
+from cufa.merging import merge
 from cufa.plan import Plan
 from cufa.problem import Problem
 
@@ -20,6 +21,7 @@ __all__ = [
     "Problem",
     "attention",
     "attention_backward",
+    "merge",
     "plan",
     "softmax",
 ]

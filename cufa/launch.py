@@ -10,15 +10,22 @@ import functools
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from cufa import arrays, jit
 from cufa.device import Arch, target
+from cufa.jit import Variant
 from cufa.plan import Launch, Plan
-from cufa.plan.sizes import BACKWARD_PARAMS_BYTES, FORWARD_PARAMS_BYTES, SOFTMAX_PARAMS_BYTES
-from cufa.plan.standard import softmax_launch
+from cufa.plan.sizes import (
+    BACKWARD_PARAMS_BYTES,
+    FORWARD_PARAMS_BYTES,
+    MERGE_PARAMS_BYTES,
+    SOFTMAX_PARAMS_BYTES,
+)
+from cufa.plan.standard import merge_launch, softmax_launch
 from cufa.problem import Problem, four_axes
 
 # The structs of params.cuh: tensors, LSE, workspace, softmax_scale, sizes and step.
@@ -33,7 +40,10 @@ _GRADIENTS = struct.Struct("=2q" + "4q4i")
 _SOFTMAX = struct.Struct("=2q2qqi4x")
 assert _FORWARD.size + _FEATURES.size == FORWARD_PARAMS_BYTES
 assert _BACKWARD.size + _FEATURES.size + _GRADIENTS.size == BACKWARD_PARAMS_BYTES
+# Three tensors, three LSEs, batch, heads, seqlen.
+_MERGE = struct.Struct("=" + 3 * "4q" + "3q" + "3i4x")
 assert _SOFTMAX.size == SOFTMAX_PARAMS_BYTES
+assert _MERGE.size == MERGE_PARAMS_BYTES
 
 # What follows in the structs when a call asks for nothing of it.
 _NO_FEATURES = {
@@ -140,6 +150,11 @@ def pack_softmax(x: int, y: int, x_row_stride: int, y_row_stride: int, rows: int
     return _SOFTMAX.pack(x, y, x_row_stride, y_row_stride, rows, cols)
 
 
+def pack_merge(tensors: Sequence[int], lses: Sequence[int], batch: int, heads: int, seqlen: int) -> bytes:
+    """MergeParams: out_a, out_b and out as `pack_attention` has tensors, then the addresses of their LSEs."""
+    return _MERGE.pack(*tensors, *lses, batch, heads, seqlen)
+
+
 class Executable:
     """A Plan whose kernels are on the current GPU."""
 
@@ -190,10 +205,30 @@ def _check_workspace(workspace: Any, needed: int) -> None:
 def softmax(x: Any, y: Any, dtype: str, passes: int, arch: Arch | str | int | None = None) -> None:
     """Softmax of the rows of x into y, two CuPy arrays (rows, cols), on the current stream."""
     rows, cols = x.shape
-    variant, launch = softmax_launch(dtype, passes, rows, target(arch).arch)
-    kernel = _Kernel(jit.load(jit.build(variant)), launch)
+    kernel = _loaded(softmax_launch(dtype, passes, rows, target(arch).arch), _current_device())
     x_row_stride, y_row_stride = (array.strides[0] // array.itemsize for array in (x, y))
     kernel(pack_softmax(x.data.ptr, y.data.ptr, x_row_stride, y_row_stride, rows, cols))
+
+
+def merge(
+    dtype: str,
+    value_dim: int,
+    sizes: tuple[int, int, int],
+    tensors: Sequence[int],
+    lses: Sequence[int],
+    align_bytes: int,
+    arch: Arch | str | int | None = None,
+) -> None:
+    """Launch `merge` for (batch, heads, seqlen) rows on the current stream; see `pack_merge`."""
+    compiled = merge_launch(dtype, value_dim, prod(sizes), align_bytes, target(arch).arch)
+    _loaded(compiled, _current_device())(pack_merge(tensors, lses, *sizes))
+
+
+def _current_device() -> int:
+    import cupy
+
+    device: int = cupy.cuda.runtime.getDevice()
+    return device
 
 
 class _Kernel:
@@ -221,6 +256,13 @@ class _Kernel:
                 f"{launch.entry} could not be launched with {launch.grid} blocks of {launch.block} threads "
                 f"and {launch.smem_bytes} bytes of shared memory: {error}"
             ) from error
+
+
+@functools.lru_cache(maxsize=4096)
+def _loaded(compiled: tuple[Variant, Launch], device_id: int) -> _Kernel:
+    """The kernel of a variant on a GPU, which must be the current one."""
+    variant, launch = compiled
+    return _Kernel(jit.load(jit.build(variant)), launch)
 
 
 @functools.cache

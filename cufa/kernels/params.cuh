@@ -76,6 +76,13 @@ struct SoftmaxParams {
     int cols;
 };
 
+struct MergeParams {
+    Tensor out_a, out_b, out;
+    const void *lse_a, *lse_b;  // (batch, heads, seqlen) of acc_t
+    void* lse;
+    int batch, heads, seqlen;
+};
+
 #ifndef PARAMS_BYTES
 #error "the host must define PARAMS_BYTES, the size of the struct it will pass"
 #endif

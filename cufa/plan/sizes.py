@@ -9,6 +9,7 @@ from cufa.problem import Features, Problem
 FORWARD_PARAMS_BYTES = 328
 BACKWARD_PARAMS_BYTES = 520
 SOFTMAX_PARAMS_BYTES = 48
+MERGE_PARAMS_BYTES = 136
 
 # One shared-memory access of a thread.
 VECTOR_BYTES = 16

@@ -10,6 +10,7 @@ from cufa.plan.record import MAX_GRID, Launch, Macro, Part, Scratch
 from cufa.plan.sizes import (
     BACKWARD_PARAMS_BYTES,
     FORWARD_PARAMS_BYTES,
+    MERGE_PARAMS_BYTES,
     SOFTMAX_PARAMS_BYTES,
     ceil_div,
     common_macros,
@@ -97,16 +98,36 @@ def _refuse_tiles(tiles: Mapping[str, int]) -> None:
 def softmax_launch(dtype: str, passes: int, rows: int, arch: Arch) -> tuple[Variant, Launch]:
     """`softmax`: a block for each row, or for several where there are more rows than a grid has blocks."""
     smem_bytes = WARPS * 2 * accumulator_dtype(dtype).itemsize
-    # config.cuh describes an attention; a softmax has of it only the dtype.
-    attention = (("SCALAR", dtype), ("HEAD_DIM", 1), ("VALUE_DIM", 1), ("CAUSAL", False))
     macros: tuple[Macro, ...] = (
-        *attention,
-        ("ALIGN_BYTES", DTYPES[dtype].itemsize),
-        *feature_macros(PLAIN),
+        *_macros_without_attention(dtype, 1, DTYPES[dtype].itemsize),
         ("PASSES", passes),
-        ("THREADS", THREADS),
         ("SMEM_BYTES", smem_bytes),
         ("PARAMS_BYTES", SOFTMAX_PARAMS_BYTES),
     )
     launch = Launch("softmax", min(rows, MAX_GRID), THREADS, smem_bytes)
     return Variant("softmax.cu", macros, arch), launch
+
+
+def merge_launch(
+    dtype: str, value_dim: int, rows: int, align_bytes: int, arch: Arch
+) -> tuple[Variant, Launch]:
+    """`merge`: a warp for each row."""
+    macros: tuple[Macro, ...] = (
+        *_macros_without_attention(dtype, value_dim, align_bytes),
+        ("SMEM_BYTES", 0),
+        ("PARAMS_BYTES", MERGE_PARAMS_BYTES),
+    )
+    return Variant("merge.cu", macros, arch), Launch("merge", ceil_div(rows, WARPS), THREADS)
+
+
+def _macros_without_attention(dtype: str, value_dim: int, align_bytes: int) -> tuple[Macro, ...]:
+    """What config.cuh asks for, of a kernel that works on one array's rows."""
+    return (
+        ("SCALAR", dtype),
+        ("HEAD_DIM", 1),
+        ("VALUE_DIM", value_dim),
+        ("CAUSAL", False),
+        ("ALIGN_BYTES", align_bytes),
+        *feature_macros(PLAIN),
+        ("THREADS", THREADS),
+    )

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cufa.device import Device
-from cufa.launch import FeatureValues, pack_attention, pack_features, pack_softmax
+from cufa.launch import FeatureValues, pack_attention, pack_features, pack_merge, pack_softmax
 from cufa.plan import Plan, make_plan
-from cufa.plan.standard import softmax_launch
+from cufa.plan.standard import merge_launch, softmax_launch
 from cufa.problem import (
     DTYPES,
     Direction,
@@ -130,6 +130,32 @@ def softmax(x: Array, passes: int, checked: bool = True) -> Array:
         launch.entry, launch.grid, launch.block, launch.smem_bytes, params, {"x": source, "y": result}
     )
     return result
+
+
+def merge(
+    out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, checked: bool = True
+) -> tuple[Array, Array]:
+    """`cufa.merge` of arrays (batch, seqlen, heads, value_dim)."""
+    batch, seqlen, heads, value_dim = out_a.shape
+    align_bytes = math.gcd(
+        _MAX_ALIGN_BYTES, value_dim * out_a.itemsize, *out_a.strides[:3], *out_b.strides[:3]
+    )
+    arrays = {"out_a": out_a, "out_b": out_b, "out": np.empty(out_a.shape, out_a.dtype)}
+    arrays |= {"lse_a": lse_a, "lse_b": lse_b, "lse": np.empty(lse_a.shape, lse_a.dtype)}
+    placed = {
+        name: _placed(
+            array, align_bytes if name.startswith("out") else array.itemsize, name in ("out", "lse")
+        )
+        for name, array in arrays.items()
+    }
+    tensors = [field for name in ("out_a", "out_b", "out") for field in _fields(placed[name])]
+    lses = [placed[name].ctypes.data for name in ("lse_a", "lse_b", "lse")]
+    rows = batch * heads * seqlen
+    variant, launch = merge_launch(out_a.dtype.name, value_dim, rows, align_bytes, DEVICE.arch)
+    params = pack_merge(tensors, lses, batch, heads, seqlen)
+    module = Module(variant.source, variant.macros, checked)
+    module.launch(launch.entry, launch.grid, launch.block, launch.smem_bytes, params, placed)
+    return placed["out"], placed["lse"]
 
 
 def _plan(

@@ -48,7 +48,9 @@ def versions() -> dict[str, str]:
 
 
 def tests() -> dict[str, Any]:
-    done = run("-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests")
+    # Nearly all of their time is compiling.
+    workers = str(min(12, os.cpu_count() or 1))
+    done = run("-m", "pytest", "-n", workers, "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests")
     counts = re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout.splitlines()[-1])
     return {"ok": done.returncode == 0, **{outcome: int(count) for count, outcome in counts}}
 

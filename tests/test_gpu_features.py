@@ -1,0 +1,198 @@
+"""Features on a GPU: every pair of them by every kernel that is made for use, held to the rule."""
+
+import numpy as np
+import pytest
+from feature_cases import ALONE, FORWARD_FEATURES, draw_case, pairwise
+from tolerance import assert_attention, assert_gradients
+
+import cufa
+from cufa.kernels import KERNELS
+
+pytestmark = pytest.mark.gpu
+
+SETS = list(dict.fromkeys([*ALONE, *pairwise()]))
+FORWARD_SETS = list(dict.fromkeys([*ALONE, *pairwise(FORWARD_FEATURES)]))
+# (seqlen_q, seqlen_k, head_dim, head_dim_v): more than a tile of each, and nothing divides one.
+SHAPES = [(203, 330, 64, 64), (333, 201, 128, 72), (65, 700, 40, 128), (300, 300, 96, 96)]
+
+
+@pytest.fixture
+def cupy():
+    return pytest.importorskip("cupy")
+
+
+@pytest.fixture
+def rng(request):
+    return np.random.default_rng(sum(map(ord, request.node.nodeid)))
+
+
+def name_of(features):
+    return "+".join(sorted(features))
+
+
+def kernels_and_dtypes(direction):
+    """Those that support features, each with what it is the fastest for and with one dtype more."""
+    for name, kernel in KERNELS.items():
+        if kernel.direction == direction and "softcap" in kernel.features:
+            wide = "float32" in kernel.dtypes
+            for dtype in ("float32", "float64") if wide else ("float16", "bfloat16"):
+                yield name, dtype
+
+
+def draw(rng, dtype, features):
+    seqlen_q, seqlen_k, head_dim, head_dim_v = SHAPES[rng.integers(len(SHAPES))]
+    return draw_case(
+        *(rng, dtype, features),
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+    )
+
+
+def to_gpu(cupy, value):
+    return cupy.asarray(value) if isinstance(value, np.ndarray) else value
+
+
+def on_gpu(cupy, arguments):
+    return {name: to_gpu(cupy, value) for name, value in arguments.items()}
+
+
+def tensors(cupy, case):
+    problem = case.problem
+    return [cupy.asarray(x) for x in (problem.q, problem.k, problem.v, problem.dout)]
+
+
+@pytest.mark.parametrize("features", FORWARD_SETS, ids=name_of)
+@pytest.mark.parametrize(("kernel", "dtype"), list(kernels_and_dtypes("forward")))
+def test_forward(cupy, rng, kernel, dtype, features):
+    case = draw(rng, dtype, features & set(FORWARD_FEATURES))
+    q, k, v, _ = tensors(cupy, case)
+    out, lse = (cupy.full(shape, np.nan, kind) for shape, kind in results_of(case))
+    cufa.attention(q, k, v, **on_gpu(cupy, case.forward), out=out, lse=lse, kernel=kernel)
+    assert_attention(*written(case, out, lse), case.problem, **case.forward)
+
+
+@pytest.mark.parametrize("features", SETS, ids=name_of)
+@pytest.mark.parametrize(("kernel", "dtype"), list(kernels_and_dtypes("backward")))
+def test_backward(cupy, rng, kernel, dtype, features):
+    case = draw(rng, dtype, features)
+    q, k, v, dout = tensors(cupy, case)
+    forward, backward = on_gpu(cupy, case.forward), on_gpu(cupy, case.backward)
+    out, lse = cufa.attention(q, k, v, **forward, return_lse=True)
+    backward["deterministic"] = case.deterministic
+    gradients = cufa.attention_backward(dout, q, k, v, out, lse, **backward, kernel=kernel)
+    assert_gradients(tuple(x.get() for x in gradients), case.problem, **case.backward)
+
+
+def results_of(case):
+    """Shape and dtype of out and lse."""
+    problem = case.problem
+    return (problem.dout.shape, problem.dout.dtype), (
+        problem.lse_shape,
+        np.float64 if problem.dout.dtype == np.float64 else np.float32,
+    )
+
+
+def written(case, out, lse):
+    """out and lse on the host; tokens that belong to no sequence must be left alone, and count as 0."""
+    out, lse = out.get(), lse.get()
+    if "cu_seqlens_q" in case.arrays:
+        begin, end = case.arrays["cu_seqlens_q"][[0, -1]]
+        outside = np.r_[0:begin, end : len(out)]
+        assert np.isnan(out[outside].astype(np.float32)).all()
+        assert np.isnan(lse[:, outside]).all()
+        out[outside], lse[:, outside] = 0, -np.inf
+    return out, lse
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "features", [frozenset(), frozenset(("causal", "packed", "dbias", "dsink"))], ids=name_of
+)
+def test_deterministic_gradients_are_the_same_bits_every_time(cupy, rng, dtype, features):
+    case = draw_case(rng, dtype, features, seqlen_q=700, seqlen_k=900, head_dim=64, head_dim_v=64)
+    q, k, v, dout = tensors(cupy, case)
+    out, lse = cufa.attention(q, k, v, **on_gpu(cupy, case.forward), return_lse=True)
+    options = on_gpu(cupy, case.backward) | {"deterministic": True}
+    results = {
+        b"".join(x.get().tobytes() for x in cufa.attention_backward(dout, q, k, v, out, lse, **options))
+        for _ in range(50)
+    }
+    assert len(results) == 1
+
+
+def test_dropout_drops_what_it_should_and_does_not_depend_on_tiles(cupy, rng):
+    shape = (2, 500, 3, 64)
+    q, k, v = (cupy.asarray(rng.standard_normal(shape).astype(np.float16)) for _ in range(3))
+    for p in (0.1, 0.5):
+        options = {"dropout_p": p, "seed": 2**63 + 5, "offset": 7}
+        *_, probabilities = cufa.attention(q, k, v, return_attn_probs=True, **options)
+        dropped = (probabilities == 0).mean(axis=(2, 3)).get().astype(np.float64)
+        assert np.abs(dropped - p).max() < 5 * np.sqrt(p * (1 - p) / 500**2)
+        outs = [
+            cufa.attention(q, k, v, tiles=tiles, kernel="fwd_5_mma", **options).get().astype(np.float32)
+            for tiles in (
+                {"block_m": 64, "block_n": 32, "threads": 128},
+                {"block_m": 16, "block_n": 64, "threads": 32},
+            )
+        ]
+        np.testing.assert_allclose(*outs, atol=4e-3, rtol=1e-2)
+
+
+def test_given_arrays_are_written_and_nothing_is_allocated(cupy, rng):
+    case = draw_case(
+        rng, "bfloat16", {"causal", "dbias", "dsink"}, seqlen_q=130, seqlen_k=130, head_dim=64, head_dim_v=64
+    )
+    q, k, v, dout = tensors(cupy, case)
+    forward, backward = on_gpu(cupy, case.forward), on_gpu(cupy, case.backward)
+    out, lse = (cupy.full(shape, np.nan, kind) for shape, kind in results_of(case))
+    shaped_as = {"dq": q, "dk": k, "dv": v, "dbias": forward["bias"], "dsink": forward["sink"]}
+    gradients = {name: cupy.full_like(x, np.nan) for name, x in shaped_as.items()}
+    side = {name: forward[name] for name in ("bias", "sink")}
+    plans = [
+        cufa.plan(q, k, v, causal=True, **side),
+        cufa.plan(q, k, v, backward=True, causal=True, gradients=("bias", "sink"), **side),
+    ]
+    workspaces = [cupy.empty(max(16, plan.workspace_bytes), np.uint8) for plan in plans]
+
+    def step():
+        cufa.attention(q, k, v, **forward, out=out, lse=lse, workspace=workspaces[0])
+        cufa.attention_backward(dout, q, k, v, out, lse, **backward, **gradients, workspace=workspaces[1])
+
+    step()
+    pool = cupy.get_default_memory_pool()
+    used = pool.total_bytes()
+    allocations = []
+
+    class Hook(cupy.cuda.memory_hook.MemoryHook):
+        name = "count"
+
+        def malloc_preprocess(self, **_):
+            allocations.append(1)
+
+    with Hook():
+        step()
+    assert not allocations
+    assert pool.total_bytes() == used
+    assert_attention(out.get(), lse.get(), case.problem, **case.forward)
+    assert_gradients(tuple(x.get() for x in gradients.values()), case.problem, **case.backward)
+    with pytest.raises(ValueError, match=r"workspace has 16 bytes; this call needs [\d,]+"):
+        cufa.attention_backward(dout, q, k, v, out, lse, **backward, workspace=cupy.empty(16, np.uint8))
+
+
+def test_a_window_takes_time_as_its_area(cupy, rng):
+    """A hundredth of the scores in well under a tenth of the time."""
+    q, k, v = (cupy.asarray(rng.standard_normal((1, 16384, 8, 64)).astype(np.float16)) for _ in range(3))
+
+    def seconds(**options):
+        cufa.attention(q, k, v, **options)
+        start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record()
+        for _ in range(5):
+            cufa.attention(q, k, v, **options)
+        stop.record()
+        stop.synchronize()
+        return cupy.cuda.get_elapsed_time(start, stop)
+
+    assert seconds(window=(80, 80)) < 0.1 * seconds()

@@ -10,13 +10,15 @@ off, a gradient `GRADIENT_FACTOR` times, and two roundings more.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from cufa.problem import DTYPES, accumulator_dtype
+from cufa import reference
+from cufa.problem import DTYPES, accumulator_dtype, four_axes
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -119,80 +121,95 @@ def judge(dtype_name: str) -> npt.DTypeLike:
     return np.longdouble if dtype_name == "float64" else np.float64
 
 
-def standard_attention(
-    dtype_name: str,
-    q: Array,
-    k: Array,
-    v: Array,
-    causal: bool,
-    softmax_scale: float | None = None,
-) -> tuple[Array, Array]:
+def standard_attention(dtype_name: str, q: Array, k: Array, v: Array, **rules: Any) -> tuple[Array, Array]:
     """Attention by whole matrices in one dtype: out in that dtype, lse as kernels have it.
 
-    S, P and O are each rounded to the dtype; products and sums are float32 (float64 for float64), as in
-    tensor cores and BLAS. NaN and Inf count as 0: it is rounding that is measured. Shapes are those of
-    `cufa.reference.attention`.
+    S, P, O and what is between them are each rounded to the dtype; products and sums are float32 (float64
+    for float64), as in tensor cores and BLAS. NaN and Inf count as 0: it is rounding that is measured.
+    Shapes and rules are those of `cufa.reference.attention`.
     """
     rounded = Rounded(dtype_name)
-    Q, K, V = (_by_head(x, q.shape[2], rounded.sums) for x in (q, k, v))
-    P, lse = _softmax_and_lse(rounded(_scores(Q, K, causal, softmax_scale)))
-    O = rounded(rounded(P) @ V)  # noqa: E741
-    return O.transpose(0, 2, 1, 3).astype(rounded.dtype), lse
+    out, lse = reference.attention(
+        *_finite(q, k, v), dtype=rounded.sums, rounded=rounded, **_with_finite_bias(rules)
+    )
+    return out.astype(rounded.dtype), lse
 
 
 def standard_attention_backward(
-    dtype_name: str,
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    causal: bool,
-    softmax_scale: float | None = None,
-) -> tuple[Array, Array, Array]:
-    """Gradients by whole matrices in one dtype: P, dP, dS and dq, dk, dv are each rounded to it."""
+    dtype_name: str, dout: Array, q: Array, k: Array, v: Array, **rules: Any
+) -> tuple[Array, ...]:
+    """Gradients by whole matrices in one dtype: P, dP, dS and the results are each rounded to it."""
     rounded = Rounded(dtype_name)
-    Q, K, V, dO = (_by_head(x, q.shape[2], rounded.sums) for x in (q, k, v, dout))
-    P, _ = _softmax_and_lse(rounded(_scores(Q, K, causal, softmax_scale)))
-    P = rounded(P)
-    dP = rounded(dO @ _t(V))
-    dS = rounded(P * (dP - (P * dP).sum(axis=3, keepdims=True)))
-    scale = _scale(softmax_scale, q)
-    dq = _by_position(scale * (dS @ K), q.shape)
-    dk = _by_position(scale * (_t(dS) @ Q), k.shape)
-    dv = _by_position(_t(P) @ dO, v.shape)
-    return dq.astype(rounded.dtype), dk.astype(rounded.dtype), dv.astype(rounded.dtype)
+    gradients = reference.attention_backward(
+        *_finite(dout, q, k, v), dtype=rounded.sums, rounded=rounded, **_with_finite_bias(rules)
+    )
+    results = dict(zip(gradient_names(rules), gradients, strict=True))
+    dtypes = dict.fromkeys(results, rounded.dtype)
+    if "dbias" in results:
+        dtypes["dbias"] = rules["bias"].dtype
+    if "dsink" in results:
+        dtypes["dsink"] = rounded.sums
+    return tuple(result.astype(dtypes[what]) for what, result in results.items())
 
 
+def gradient_names(rules: Mapping[str, Any]) -> tuple[str, ...]:
+    """What `attention_backward` returns when it is called with these arguments."""
+    asked = (what for what in ("dbias", "dsink") if rules.get(f"return_{what}"))
+    return "dq", "dk", "dv", *asked
+
+
+@np.errstate(all="ignore")
 def rounding_of_sums(
     dtype_name: str,
     q: Array,
     k: Array,
     v: Array,
     dout: Array,
-    causal: bool,
-    softmax_scale: float | None = None,
+    *,
+    dlse: Array | None = None,
+    return_dbias: bool = False,
+    return_dsink: bool = False,
+    **rules: Any,
 ) -> dict[str, float]:
     """How far rounding alone moves each result of any algorithm, however well it goes about it.
 
-    The roundings of the terms of a sum are independent, so it is their squares that add up.
+    The roundings of the terms of a sum are independent, so it is their squares that add up. The arguments
+    are those of `cufa.reference.attention_backward`.
 
     Returns:
-        A figure for each of out, lse, dq, dk and dv.
+        A figure for each of out, lse, dq, dk and dv, and for dbias and dsink if they are asked for.
     """
-    Q, K, V, dO = (_by_head(x, q.shape[2], np.float64) for x in (q, k, v, dout))
-    scale = _scale(softmax_scale, q)
-    S = _scores(Q, K, causal, softmax_scale)
-    P, lse = _softmax_and_lse(S)
-    exponent2, P2, dS2 = squared_roundings(
-        Rounded(dtype_name), Q, K, V, P @ V, dO, S, lse[..., None], P, scale
-    )
-    squares = {
-        "out": P2 @ V**2,
-        "lse": exponent2,
-        "dq": scale**2 * (dS2 @ K**2),
-        "dk": scale**2 * _by_position(_t(dS2) @ Q**2, k.shape),
-        "dv": _by_position(_t(P2) @ dO**2, v.shape),
-    }
+    q, k, v, dout = (x.astype(np.float64) for x in _finite(q, k, v, dout))
+    rules = _with_finite_bias(rules)
+    rounded = Rounded(dtype_name)
+    squares: dict[str, Any] = {"lse": np.zeros(())}
+    squares |= {what: np.zeros(x.shape) for what, x in (("out", dout), ("dq", q), ("dk", k), ("dv", v))}
+    if return_dbias:
+        squares["dbias"] = np.zeros(four_axes(rules["bias"].shape))
+    if return_dsink:
+        squares["dsink"] = np.zeros(q.shape[-2])
+    for head in reference.Rules(**rules).heads(q, k):
+        Q, K, V, dO = q[head.queries], k[head.keys], v[head.keys], dout[head.queries]
+        S, slope = head.scores(Q, K)
+        P, lse = head.softmax(S)
+        lse = lse[:, None]
+        O = (P * head.kept) @ V  # noqa: E741
+        dL = 0.0 if dlse is None else dlse[head.lse][:, None].astype(np.float64)
+        exponent2, P2, dS2 = squared_roundings(rounded, Q, K, V, O, dO, S, lse, P, head.scale, head.kept, dL)
+        kept2, scale2 = head.kept**2, head.scale**2
+        # The slope is 1 - tanh^2, and tanh is rounded.
+        dproduct2 = dS2 * (slope**2 + (2 * (1 - slope)) ** 2)
+        squares["lse"] = np.maximum(squares["lse"], exponent2.max(initial=0))
+        squares["out"][head.queries] = (P2 * kept2) @ V**2
+        squares["dq"][head.queries] = scale2 * (dproduct2 @ K**2)
+        squares["dk"][head.keys] += scale2 * (_t(dproduct2) @ Q**2)
+        squares["dv"][head.keys] += _t(P2 * kept2) @ dO**2
+        if return_dbias:
+            head.add_as_broadcast(dS2, squares["dbias"])
+        if return_dsink:
+            P_sink = head.sink_probability(lse)
+            sink2 = _squared_rounding(rounded, P_sink, _exponent2(rounded, np.abs(head.sink), lse))
+            squares["dsink"][head.number] += (sink2 * _squared_row_sums(dO, O, dL)).sum()
     return {what: math.sqrt(square.max(initial=0)) for what, square in squares.items()}
 
 
@@ -207,6 +224,8 @@ def squared_roundings(
     lse: Array,
     P: Array,
     scale: float,
+    kept: Array | float = 1.0,
+    dlse: Array | float = 0.0,
 ) -> tuple[Array, Array, Array]:
     """What rounding moves S - LSE, P and dS by at most, element by element, squared.
 
@@ -224,13 +243,32 @@ def squared_roundings(
         lse: (..., rows, 1).
         P: (..., rows, keys).
         scale: the factor on Q K^T.
+        kept: (..., rows, keys), what dropout multiplies P by.
+        dlse: (..., rows, 1), the gradient of the LSE.
     """
-    size_S, size_lse = (np.where(np.isneginf(x), 0, np.abs(x)) for x in (S, lse))
-    size_S += scale * np.sqrt(Q**2 @ _t(K**2))
-    exponent2 = (_half_epsilon(rounded.sums) * (size_S + size_lse)) ** 2
-    P2 = P**2 * (_half_epsilon(rounded.dtype) ** 2 + exponent2)
-    dS2 = P2 * (dO**2 @ _t(V**2) + (dO**2 * O**2).sum(axis=-1, keepdims=True))
+    size_S = np.where(np.isneginf(S), 0, np.abs(S)) + abs(scale) * np.sqrt(Q**2 @ _t(K**2))
+    exponent2 = _exponent2(rounded, size_S, lse)
+    P2 = _squared_rounding(rounded, P, exponent2)
+    dS2 = P2 * (kept**2 * (dO**2 @ _t(V**2)) + _squared_row_sums(dO, O, dlse))
     return exponent2, P2, dS2
+
+
+def _exponent2(rounded: Rounded, size: Array, lse: Array) -> Array:
+    """What rounding moves a score of this size less the LSE by, squared."""
+    squared: Array = (_half_epsilon(rounded.sums) * (size + np.where(np.isneginf(lse), 0, np.abs(lse)))) ** 2
+    return squared
+
+
+def _squared_rounding(rounded: Rounded, P: Array, exponent2: Array) -> Array:
+    """What rounding moves P by, squared."""
+    squared: Array = P**2 * (_half_epsilon(rounded.dtype) ** 2 + exponent2)
+    return squared
+
+
+def _squared_row_sums(dO: Array, O: Array, dlse: Array | float) -> Array:  # noqa: E741
+    """The squares of the terms of D, summed."""
+    squared: Array = (dO**2 * O**2).sum(axis=-1, keepdims=True) + dlse**2
+    return squared
 
 
 class Rounded:
@@ -245,47 +283,21 @@ class Rounded:
         return x.astype(self.dtype).astype(self.sums)
 
 
-def _by_head(x: Array, heads: int, dtype: npt.DTypeLike) -> Array:
-    """(batch, heads, seqlen, head_dim) with KV heads repeated, and 0 for NaN and Inf."""
-    finite = np.where(np.isfinite(x), x, 0).astype(dtype)
-    group = heads // x.shape[2] if x.shape[2] else 1
-    return np.transpose(np.repeat(finite, group, axis=2), (0, 2, 1, 3))
+def _finite(*arrays: Array) -> list[Array]:
+    """0 for NaN and Inf."""
+    return [np.where(np.isfinite(x), x, np.zeros((), x.dtype)) for x in arrays]
 
 
-def _by_position(x: Array, shape: tuple[int, ...]) -> Array:
-    """(batch, seqlen, heads, head_dim) again, summed over the heads that share a KV head."""
-    batch, seqlen, heads, head_dim = shape
-    group = x.shape[1] // heads if heads else 1
-    shared = x.transpose(0, 2, 1, 3).reshape(batch, seqlen, heads, group, head_dim)
-    summed: Array = np.sum(shared, axis=3)
-    return summed
+def _with_finite_bias(rules: Mapping[str, Any]) -> dict[str, Any]:
+    """The rules with 0 for NaN and +Inf in the bias; -Inf is a score that one may want."""
+    bias = rules.get("bias")
+    if bias is None:
+        return dict(rules)
+    return {**rules, "bias": np.where(np.isnan(bias) | np.isposinf(bias), np.zeros((), bias.dtype), bias)}
 
 
 def _t(x: Array) -> Array:
     return np.swapaxes(x, -1, -2)
-
-
-def _scores(Q: Array, K: Array, causal: bool, softmax_scale: float | None) -> Array:
-    S = _scale(softmax_scale, Q) * (Q @ _t(K))
-    if causal:
-        seqlen_q, seqlen_k = S.shape[2:]
-        visible = np.tril(np.ones((seqlen_q, seqlen_k), bool), seqlen_k - seqlen_q)
-        S = np.where(visible, S, -np.inf)
-    return S
-
-
-def _softmax_and_lse(S: Array) -> tuple[Array, Array]:
-    m = S.max(axis=3, keepdims=True, initial=-np.inf)
-    m = np.where(np.isneginf(m), 0, m)
-    exp = np.exp(S - m)
-    total = exp.sum(axis=3, keepdims=True)
-    with np.errstate(divide="ignore"):  # log(0) of an empty row
-        lse = m + np.log(total)
-    return exp / np.where(total == 0, 1, total), lse[..., 0]
-
-
-def _scale(softmax_scale: float | None, q: Array) -> float:
-    return 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
 
 
 def _distance(actual: Array, exact: Array) -> Array:

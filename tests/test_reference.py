@@ -210,8 +210,8 @@ def test_the_error_rule_passes_standard_attention_and_fails_what_is_worse(dtype_
     rng = np.random.default_rng(8)
     problem = random_problem(rng, dtype_name, seqlen_q=30, seqlen_k=40, heads=4, kv_heads=2)
     inputs = problem.q, problem.k, problem.v
-    out, lse = standard_attention(dtype_name, *inputs, True)
-    gradients = standard_attention_backward(dtype_name, problem.dout, *inputs, True)
+    out, lse = standard_attention(dtype_name, *inputs, causal=True)
+    gradients = standard_attention_backward(dtype_name, problem.dout, *inputs, causal=True)
     assert_attention(out, lse, problem, causal=True)
     assert_gradients(gradients, problem, causal=True)
 

@@ -4,6 +4,7 @@ A test should call `assert_attention` and `assert_gradients`.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes  # noqa: F401 - makes numpy.dtype("bfloat16") known
 import numpy as np
@@ -14,6 +15,7 @@ from cufa.checking import (
     OUTPUT_FACTOR,
     Array,
     compare,
+    gradient_names,
     judge,
     rounding_of_sums,
     standard_attention,
@@ -99,46 +101,35 @@ def poisoned(like: Array, layout: str = "contiguous") -> Array:
     return stored(np.full(like.shape, np.nan, like.dtype), layout)
 
 
-def assert_attention(
-    out: Array,
-    lse: Array | None,
-    problem: Problem,
-    *,
-    causal: bool,
-    softmax_scale: float | None = None,
-) -> None:
-    """Hold out and lse to the rule."""
-    inputs = problem.q, problem.k, problem.v
-    exact_out, exact_lse = reference.attention(
-        *inputs, causal=causal, softmax_scale=softmax_scale, dtype=judge(problem.dtype_name)
-    )
-    standard_out, standard_lse = standard_attention(problem.dtype_name, *inputs, causal, softmax_scale)
-    rounding = rounding_of_sums(
-        problem.dtype_name, problem.q, problem.k, problem.v, problem.dout, causal, softmax_scale
-    )
-    assert_close(out, exact_out, standard_out, OUTPUT_FACTOR, "out", rounding["out"])
-    if lse is not None:
-        assert_close(lse, exact_lse, standard_lse, OUTPUT_FACTOR, "lse", rounding["lse"])
+def assert_attention(out: Array, lse: Array | None, problem: Problem, **rules: Any) -> None:
+    """Hold out and lse to the rule; `rules` are the arguments of the call, as of `cufa.reference`."""
+    name, inputs = problem.dtype_name, (problem.q, problem.k, problem.v)
+    exact = reference.attention(*inputs, dtype=judge(name), **rules)
+    standard = standard_attention(name, *inputs, **rules)
+    rounding = rounding_of_sums(name, *inputs, problem.dout, **rules)
+    rows = _tokens(rules.get("cu_seqlens_q"))
+    for what, actual, truth, baseline in zip(("out", "lse"), (out, lse), exact, standard, strict=True):
+        if actual is not None:
+            part = rows if what == "out" else (..., rows)
+            assert_close(actual[part], truth[part], baseline[part], OUTPUT_FACTOR, what, rounding[what])
 
 
-def assert_gradients(
-    gradients: tuple[Array, Array, Array],
-    problem: Problem,
-    *,
-    causal: bool,
-    softmax_scale: float | None = None,
-) -> None:
-    """Hold (dq, dk, dv) to the rule."""
-    inputs = problem.dout, problem.q, problem.k, problem.v
-    exact = reference.attention_backward(
-        *inputs, causal=causal, softmax_scale=softmax_scale, dtype=judge(problem.dtype_name)
-    )
-    standard = standard_attention_backward(problem.dtype_name, *inputs, causal, softmax_scale)
-    rounding = rounding_of_sums(
-        problem.dtype_name, problem.q, problem.k, problem.v, problem.dout, causal, softmax_scale
-    )
-    for i, what in enumerate(("dq", "dk", "dv")):
-        assert_close(gradients[i], exact[i], standard[i], GRADIENT_FACTOR, what, rounding[what])
+def assert_gradients(gradients: tuple[Array, ...], problem: Problem, **rules: Any) -> None:
+    """Hold dq, dk and dv to the rule, and dbias and dsink if `rules` say that they were asked for."""
+    name, inputs = problem.dtype_name, (problem.q, problem.k, problem.v)
+    exact = reference.attention_backward(problem.dout, *inputs, dtype=judge(name), **rules)
+    standard = standard_attention_backward(name, problem.dout, *inputs, **rules)
+    rounding = rounding_of_sums(name, *inputs, problem.dout, **rules)
+    rows, keys = (_tokens(rules.get(f"cu_seqlens_{side}")) for side in "qk")
+    parts = {"dq": rows, "dk": keys, "dv": keys}
+    for what, *results in zip(gradient_names(rules), gradients, exact, standard, strict=True):
+        actual, truth, baseline = (result[parts.get(what, ...)] for result in results)
+        assert_close(actual, truth, baseline, GRADIENT_FACTOR, what, rounding[what])
+
+
+def _tokens(cu_seqlens: Array | None) -> slice:
+    """Those tokens that are in a sequence; what is written for others is nobody's promise."""
+    return slice(None) if cu_seqlens is None else slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
 
 
 def assert_close(

@@ -7,11 +7,12 @@ a thread for each core; BLAS itself then has one thread in each. Arrays have any
 shapes and dtypes fit each other is the caller's promise.
 """
 # The papers write matrices in capitals (S, P, O, dP, dS) and a row's sum l, and so does this file.
-# ruff: noqa: E741, N802, N803, N806
+# ruff: noqa: E741, N802, N803, N806, N815
 
 import contextvars
 import functools
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,9 @@ import numpy as np
 import numpy.typing as npt
 import threadpoolctl
 
+from cufa.problem import four_axes
 from cufa.reference import masked_matmul
+from cufa.score_rules import BiasPlace, Rules, Sequence
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -45,14 +48,12 @@ def attention(
     v: Array,
     out: Array,
     lse: Array | None,
-    *,
-    causal: bool,
-    softmax_scale: float,
-    **features: Any,
+    **options: Any,
 ) -> None:
     """Write attention and its log-sum-exp (FlashAttention-2, Dao 2023, algorithm 1).
 
-    What is masked contributes nothing, even if it is NaN or Inf.
+    What is not seen contributes nothing, even if it is NaN or Inf. Of packed sequences the arrays have no
+    batch axis.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64.
@@ -61,32 +62,40 @@ def attention(
         v: (batch, seqlen_k, kv_heads, head_dim_v), like q.
         out: written, (batch, seqlen_q, heads, head_dim_v), like q; 0 where a row sees no key.
         lse: written unless None, (batch, heads, seqlen_q), float32, for float64 arrays float64;
-            natural logarithm, -inf where a row sees no key.
-        causal: query i sees the keys j <= i + seqlen_k - seqlen_q only.
-        softmax_scale: factor on Q K^T.
+            natural logarithm, where a row sees no key the sink, or -inf.
+        options: the fields of `cufa.score_rules.Rules`.
+
+    Raises:
+        ValueError: cu_seqlens or seqused_k that are no such thing, or a bias or a mask that is too short
+            for a sequence.
     """
     dtype = _compute_dtype(q)
-    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    rules = Rules(**options)
 
     def attend(share: _Share) -> None:
         scratch = _Scratch(dtype)
-        b, K, V = share.group.batch, share.group.K, share.group.V
+        sequence, K, V = share.group.sequence, share.group.K, share.group.V
         for h, rows in share.tiles:
-            Q = np.multiply(q[b, rows, h], softmax_scale, dtype=dtype, order="C")
-            m, l = _nothing_seen(len(Q), dtype)
+            head = rules.of_head(sequence, h, q.shape[-2])
+            Q = np.multiply(sequence.queries(q)[rows, h], rules.softmax_scale, dtype=dtype, order="C")
+            m, l = _nothing_seen(len(Q), dtype, head.sink)
             O = np.zeros((len(Q), V.shape[1]), dtype)
-            for columns, visible in _visible_tiles(rows, seqlen_q, seqlen_k, causal):
+            for columns, visible in head.visible_tiles(rows, KV_TILE):
                 S = scratch.product("S", Q, K[columns].T)
+                head.cap(S)
+                head.add(S, rows, columns)
                 _fill_masked(S, -np.inf, visible)
                 P, m, l, rescale = _online_step(S, m, l)
+                _drop(P, head.kept(rows, columns))
                 O *= rescale
                 O += scratch.product("PV", P, V[columns], visible)
-            out[b, rows, h] = O / _nonzero(l)
+            sequence.queries(out)[rows, h] = O / (_nonzero(l) / head.kept_scale)
             if lse is not None:
-                lse[b, h, rows] = (m + np.log(l))[:, 0]
+                sequence.statistics(lse)[h, rows] = (m + np.log(l))[:, 0]
 
-    threads = _threads(q, k)
-    for _ in _in_threads(attend, _shares(q, k, v, threads), threads):
+    sequences = rules.sequences(q, k)
+    threads = _threads(sequences, q.shape[-2])
+    for _ in _in_threads(attend, _shares(sequences, q, k, v, threads), threads):
         pass
 
 
@@ -102,9 +111,10 @@ def attention_backward(
     dk: Array,
     dv: Array,
     *,
-    causal: bool,
-    softmax_scale: float,
-    **features: Any,
+    dlse: Array | None = None,
+    dbias: Array | None = None,
+    dsink: Array | None = None,
+    **options: Any,
 ) -> None:
     """Write the gradients, recomputing P from Q, K and LSE (FlashAttention-2, algorithm 2).
 
@@ -123,45 +133,78 @@ def attention_backward(
         dq: written, shaped like q; 0 where a row sees no key.
         dk: written, shaped like k; summed over the query heads that share a KV head.
         dv: written, shaped like v; summed likewise.
-        causal: as in `attention`.
-        softmax_scale: as in `attention`.
+        dlse: (batch, heads, seqlen_q), the gradient of lse; None for 0.
+        dbias: written unless None, shaped like the bias; summed over what it is broadcast to.
+        dsink: written unless None, (heads,).
+        options: as in `attention`.
+
+    Raises:
+        ValueError: as `attention`.
     """
     dtype = _compute_dtype(q)
-    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    rules = Rules(**options)
+    scale, heads = rules.softmax_scale, q.shape[-2]
 
-    def gradients(share: _Share) -> tuple[_Group, Array, Array]:
+    def gradients(share: _Share) -> _Sums:
         scratch = _Scratch(dtype)
-        b, K, V = share.group.batch, share.group.K, share.group.V
-        dK, dV = np.zeros_like(K), np.zeros_like(V)
+        sequence, K, V = share.group.sequence, share.group.K, share.group.V
+        sums = _Sums(share.group, np.zeros_like(K), np.zeros_like(V), np.zeros(heads, dtype), {})
         for h, rows in share.tiles:
-            Q = np.multiply(q[b, rows, h], softmax_scale, dtype=dtype, order="C")
-            O, dO = (np.ascontiguousarray(x[b, rows, h], dtype) for x in (out, dout))
+            head = rules.of_head(sequence, h, heads)
+            Q = np.multiply(sequence.queries(q)[rows, h], scale, dtype=dtype, order="C")
+            O, dO = (np.array(sequence.queries(x)[rows, h], dtype, order="C") for x in (out, dout))
             D = (dO * O).sum(axis=1, keepdims=True)
-            L = lse[b, h, rows, None].astype(dtype)
+            if dlse is not None:
+                D -= sequence.statistics(dlse)[h, rows, None]
+            L = sequence.statistics(lse)[h, rows, None].astype(dtype)
             L[np.isneginf(L)] = np.inf  # exp(S - inf) is the 0 of an empty row; -inf - -inf is NaN
+            if dsink is not None:
+                sums.dsink[h] -= (np.exp(head.sink - L) * D).sum()
+            dO *= head.kept_scale
             dQ = np.zeros_like(Q)
-            for columns, visible in _visible_tiles(rows, seqlen_q, seqlen_k, causal):
-                P = _exp_shifted(scratch.product("S", Q, K[columns].T), L)
+            for columns, visible in head.visible_tiles(rows, KV_TILE):
+                S = scratch.product("S", Q, K[columns].T)
+                head.cap(S)
+                slope = head.slope(S)
+                head.add(S, rows, columns)
+                P = _exp_shifted(S, L)
                 _fill_masked(P, 0, visible)
+                kept = head.kept(rows, columns)
                 dP = scratch.product("dP", dO, V[columns].T)
+                _drop(dP, kept)
                 dP -= D
                 dS = np.multiply(P, dP, out=dP)
                 _fill_masked(dS, 0, visible)
+                if dbias is not None:
+                    head.add_bias_gradient(dS, rows, columns, sums.dbias)
+                if slope is not None:
+                    dS *= slope
+                    _fill_masked(dS, 0, visible)
+                _drop(P, kept)
                 visible_t = None if visible is None else visible.T
-                dV[columns] += scratch.product("dV", P.T, dO, visible_t)
-                dK[columns] += scratch.product("dK", dS.T, Q, visible_t)
+                sums.dV[columns] += scratch.product("dV", P.T, dO, visible_t)
+                sums.dK[columns] += scratch.product("dK", dS.T, Q, visible_t)
                 dQ += scratch.product("dQ", dS, K[columns], visible)
-            dq[b, rows, h] = softmax_scale * dQ
-        return share.group, dK, dV
+            sequence.queries(dq)[rows, h] = scale * dQ
+        return sums
 
-    threads = _threads(q, k)
-    results = _in_threads(gradients, _shares(q, k, v, threads), threads)
-    for group, parts in itertools.groupby(results, key=lambda result: result[0]):
-        (_, dK, dV), *others = parts
-        for _, dK_part, dV_part in others:
-            dK += dK_part
-            dV += dV_part
-        dk[group.batch, :, group.kv_head], dv[group.batch, :, group.kv_head] = dK, dV
+    sequences = rules.sequences(q, k)
+    threads = _threads(sequences, heads)
+    results = _in_threads(gradients, _shares(sequences, q, k, v, threads), threads)
+    dbias_sums = np.zeros(four_axes(() if dbias is None else dbias.shape), dtype)
+    dsink_sums = np.zeros(heads, dtype)
+    for group, parts in itertools.groupby(results, key=lambda sums: sums.group):
+        total = functools.reduce(_Sums.add, parts)
+        for gradient, of_keys in ((dk, total.dK), (dv, total.dV)):
+            group.sequence.used_keys(gradient)[:, group.kv_head] = of_keys
+            group.sequence.unused_keys(gradient)[:, group.kv_head] = 0
+        for (b, h, start, stop), of_scores in total.dbias.items():
+            dbias_sums[b, h, start:stop, : of_scores.shape[1]] += of_scores
+        dsink_sums += total.dsink
+    if dbias is not None:
+        dbias[...] = dbias_sums.reshape(dbias.shape)
+    if dsink is not None:
+        dsink[...] = dsink_sums
 
 
 @np.errstate(all="ignore")
@@ -206,9 +249,10 @@ def _online_max_and_sum(x: Array, scratch: "_Scratch") -> tuple[Array, Array]:
     return m, l
 
 
-def _nothing_seen(rows: int, dtype: npt.DTypeLike) -> tuple[Array, Array]:
-    """The running maximum m and sum l before the first tile."""
-    return np.full((rows, 1), -np.inf, dtype), np.zeros((rows, 1), dtype)
+def _nothing_seen(rows: int, dtype: npt.DTypeLike, sink: float = -math.inf) -> tuple[Array, Array]:
+    """The running maximum m and sum l before the first tile, when the sink is all that a row has."""
+    m = np.full((rows, 1), sink, dtype)
+    return m, np.exp(m - _finite(m))
 
 
 def _online_step(S: Array, m: Array, l: Array) -> tuple[Array, Array, Array, Array]:
@@ -236,22 +280,15 @@ def _nonzero(l: Array) -> Array:
     return np.where(l == 0, 1, l)
 
 
-def _visible_tiles(
-    rows: slice, seqlen_q: int, seqlen_k: int, causal: bool
-) -> Iterator[tuple[slice, Array | None]]:
-    """The KV tiles that a Q tile sees, each with its mask if it crosses the diagonal."""
-    if not causal:
-        yield from ((columns, None) for columns in _tiles(seqlen_k, KV_TILE))
-        return
-    last_key = np.arange(rows.start, rows.stop)[:, None] + seqlen_k - seqlen_q
-    for columns in _tiles(rows.stop + seqlen_k - seqlen_q, KV_TILE):
-        crosses = columns.stop - 1 > last_key[0, 0]
-        yield columns, np.arange(columns.start, columns.stop) <= last_key if crosses else None
-
-
 def _fill_masked(tile: Array, value: float, visible: Array | None) -> None:
     if visible is not None:
         np.copyto(tile, value, where=~visible)
+
+
+def _drop(P: Array, kept: Array | None) -> None:
+    """Set to 0 what dropout does not keep."""
+    if kept is not None:
+        P *= kept
 
 
 def _tiles(length: int, tile: int) -> list[slice]:
@@ -260,9 +297,9 @@ def _tiles(length: int, tile: int) -> list[slice]:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """A KV head and the query heads that read it."""
+    """A KV head of a sequence and the query heads that read it."""
 
-    batch: int
+    sequence: Sequence
     kv_head: int
     k: Array
     v: Array
@@ -270,11 +307,11 @@ class _Group:
 
     @functools.cached_property
     def K(self) -> Array:
-        return np.ascontiguousarray(self.k[self.batch, :, self.kv_head], self.dtype)
+        return np.ascontiguousarray(self.sequence.used_keys(self.k)[:, self.kv_head], self.dtype)
 
     @functools.cached_property
     def V(self) -> Array:
-        return np.ascontiguousarray(self.v[self.batch, :, self.kv_head], self.dtype)
+        return np.ascontiguousarray(self.sequence.used_keys(self.v)[:, self.kv_head], self.dtype)
 
 
 @dataclass(frozen=True)
@@ -285,24 +322,42 @@ class _Share:
     tiles: list[tuple[int, slice]]
 
 
-def _shares(q: Array, k: Array, v: Array, threads: int) -> Iterator[_Share]:
+@dataclass(frozen=True, eq=False)
+class _Sums:
+    """What the Q tiles of a share, or of a whole group, add to gradients that have other shares too."""
+
+    group: _Group
+    dK: Array
+    dV: Array
+    dsink: Array
+    dbias: dict[BiasPlace, Array]
+
+    def add(self, other: "_Sums") -> "_Sums":
+        for mine, its in ((self.dK, other.dK), (self.dV, other.dV), (self.dsink, other.dsink)):
+            mine += its
+        for place, sums in other.dbias.items():
+            self.dbias[place] = self.dbias[place] + sums if place in self.dbias else sums
+        return self
+
+
+def _shares(sequences: list[Sequence], q: Array, k: Array, v: Array, threads: int) -> Iterator[_Share]:
     """Every Q tile of every head, in as many shares for each group as give every thread one.
 
     Tiles are dealt out in turn: under a causal mask later ones are more work.
     """
-    batch, kv_heads = k.shape[0], k.shape[2]
-    size = q.shape[2] // max(1, kv_heads)
-    parts = -(-threads // max(1, batch * kv_heads))
-    for b, kv_head in np.ndindex(batch, kv_heads):
+    kv_heads = k.shape[-2]
+    size = q.shape[-2] // max(1, kv_heads)
+    parts = -(-threads // max(1, len(sequences) * kv_heads))
+    for sequence, kv_head in itertools.product(sequences, range(kv_heads)):
         heads = range(kv_head * size, (kv_head + 1) * size)
-        group = _Group(b, kv_head, k, v, _compute_dtype(q))
-        tiles = list(itertools.product(heads, _tiles(q.shape[1], Q_TILE)))
+        group = _Group(sequence, kv_head, k, v, _compute_dtype(q))
+        tiles = list(itertools.product(heads, _tiles(sequence.seqlen_q, Q_TILE)))
         for part in range(max(1, min(parts, len(tiles)))):
             yield _Share(group, tiles[part::parts])
 
 
-def _threads(q: Array, k: Array) -> int:
-    scores = q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1]
+def _threads(sequences: list[Sequence], heads: int) -> int:
+    scores = heads * sum(sequence.seqlen_q * sequence.seqlen_k for sequence in sequences)
     if scores < PARALLEL_SCORES:
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -12,7 +12,8 @@ import numpy as np
 from tolerance import Array, Problem, random_problem
 
 from cufa.launch import FeatureValues
-from cufa.problem import accumulator_dtype
+from cufa.problem import accumulator_dtype, four_axes
+from cufa.reference import Rules
 
 FORWARD_FEATURES = (
     "causal",
@@ -200,3 +201,25 @@ def _mask(rng: np.random.Generator, scores: tuple[int, int, int, int], in_bits: 
         return mask
     beyond = rng.random((*shape[:-1], -shape[-1] % 8)) < 0.5  # bits that belong to no key
     return np.packbits(np.concatenate([mask, beyond], axis=-1), axis=-1, bitorder="little")
+
+
+def hide_nan(case: Case) -> None:
+    """Write NaN to all that no result may depend on: what no row sees, rows that see nothing, other tokens.
+
+    But not to dout, where the gradient of a sink is asked for: a row that sees nothing has one too.
+    """
+    problem, bias = case.problem, case.arrays.get("bias")
+    rows_see = np.zeros(problem.q.shape[:-1], bool)
+    keys_seen = np.zeros(problem.k.shape[:-1], bool)
+    scores_seen = np.zeros(four_axes(() if bias is None else bias.shape), int)
+    for head in Rules(**case.forward).heads(problem.q, problem.k):
+        rows_see[head.queries] = head.visible.any(axis=1)
+        keys_seen[head.keys] |= head.visible.any(axis=0)
+        if bias is not None:
+            head.add_as_broadcast(head.visible.astype(int), scores_seen)
+    for x, matters in ((problem.k, keys_seen), (problem.v, keys_seen), (problem.q, rows_see)):
+        x[~matters] = np.nan
+    if "sink" not in case.gradients:
+        problem.dout[~rows_see] = np.nan
+    if bias is not None:
+        bias[scores_seen.reshape(bias.shape) == 0] = np.nan

@@ -1,0 +1,284 @@
+"""What a call asks for between Q K^T and the softmax, and between the softmax and V, for the CPU path:
+soft cap, bias, ALiBi, masks, dropout, and which rows of the arrays are a sequence.
+
+All of it is asked for tile by tile; matrices are (rows, keys) of one head, numbered from the sequence's
+own first. Sums are kept in the dtype of the scores.
+"""
+# The papers write matrices in capitals (S, P, dS), and so does this file.
+# ruff: noqa: N803, N806
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from cufa import philox
+from cufa.problem import check_window, four_axes
+
+Array: TypeAlias = npt.NDArray[Any]
+# Where a tile's sums belong in the gradient of the bias: batch, head, first row and the one after the last.
+BiasPlace: TypeAlias = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Of a whole call; the fields are the arguments of `cufa.attention`, which says what they are."""
+
+    softmax_scale: float
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    softcap: float = 0.0
+    bias: Array | None = None
+    mask: Array | None = None
+    alibi_slopes: Array | None = None
+    sink: Array | None = None
+    dropout_p: float = 0.0
+    seed: int = 0
+    offset: int = 0
+    cu_seqlens_q: Array | None = None
+    cu_seqlens_k: Array | None = None
+    seqused_k: Array | None = None
+
+    def sequences(self, q: Array, k: Array) -> list[Sequence]:
+        """Every sequence of the batch.
+
+        Raises ValueError if cu_seqlens or seqused_k are no such thing, or if the bias or the mask is too
+        short for a sequence.
+        """
+        sequences = [
+            Sequence(number, *place, self._used(number, place[2]))
+            for number, place in enumerate(self._places(q, k))
+        ]
+        for name, array in (("bias", self.bias), ("mask", self.mask)):
+            if array is not None:
+                _check_reach(name, array, sequences)
+        return sequences
+
+    def of_head(self, sequence: Sequence, head: int, heads: int) -> HeadRules:
+        """Of one of the `heads` of a sequence."""
+        slopes = self.alibi_slopes
+        if slopes is not None and slopes.ndim == 2:
+            slopes = slopes[sequence.number]
+        left, right = check_window(self.window)
+        return HeadRules(
+            rows=sequence.seqlen_q,
+            keys=sequence.seqlen_k,
+            left=left,
+            right=0 if self.causal else right,
+            softcap=self.softcap,
+            bias=_of_head(self.bias, sequence.number, head),
+            bias_place=_place(self.bias, sequence.number, head),
+            mask=_of_head(self.mask, sequence.number, head),
+            alibi_slope=None if slopes is None else slopes[head],
+            sink=-math.inf if self.sink is None else self.sink[head],
+            dropout_p=self.dropout_p,
+            dropout=(self.seed, self.offset, sequence.number * heads + head),
+        )
+
+    def _places(self, q: Array, k: Array) -> list[tuple[tuple[int, ...], slice, slice]]:
+        """Batch index, rows and keys of every sequence."""
+        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
+            return [((b,), slice(0, q.shape[1]), slice(0, k.shape[1])) for b in range(q.shape[0])]
+        rows = _pieces("cu_seqlens_q", self.cu_seqlens_q, "q", len(q))
+        keys = _pieces("cu_seqlens_k", self.cu_seqlens_k, "k", len(k))
+        return [((), *pieces) for pieces in zip(rows, keys, strict=True)]
+
+    def _used(self, number: int, keys: slice) -> int:
+        """How many of a sequence's keys count."""
+        length = int(keys.stop - keys.start)
+        if self.seqused_k is None:
+            return length
+        used = int(self.seqused_k[number])
+        if used < 0:
+            raise ValueError(f"seqused_k has {used} for sequence {number}; it must be at least 0")
+        return min(length, used)
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One of a batch: where its rows are in the arrays."""
+
+    number: int
+    batch: tuple[int, ...]  # its place on the batch axis; () of packed sequences, which have none
+    rows: slice
+    keys: slice
+    seqlen_k: int  # of the keys, so many count
+
+    @property
+    def seqlen_q(self) -> int:
+        """How many queries it has."""
+        return int(self.rows.stop - self.rows.start)
+
+    def queries(self, x: Array) -> Array:
+        """Its part of q, out or their gradients: (seqlen_q, heads, dim)."""
+        return self._part(x, self.rows)
+
+    def used_keys(self, x: Array) -> Array:
+        """Its part of k, v or their gradients: (seqlen_k, kv_heads, dim)."""
+        return self._part(x, slice(self.keys.start, self.keys.start + self.seqlen_k))
+
+    def unused_keys(self, x: Array) -> Array:
+        """Those of its keys that don't count."""
+        return self._part(x, slice(self.keys.start + self.seqlen_k, self.keys.stop))
+
+    def statistics(self, x: Array) -> Array:
+        """Its part of the LSE or the LSE's gradient: (heads, seqlen_q)."""
+        return self._part(x, slice(None), self.rows)
+
+    def _part(self, x: Array, *places: slice) -> Array:
+        part: Array = x[self.batch + places]
+        return part
+
+
+@dataclass(frozen=True)
+class HeadRules:
+    """Of one head of one sequence."""
+
+    rows: int
+    keys: int
+    left: int | None
+    right: int | None
+    softcap: float
+    bias: Array | None  # (1 or rows, keys)
+    bias_place: tuple[int, int]
+    mask: Array | None  # (1 or rows, keys or bytes of eight)
+    alibi_slope: Any
+    sink: Any  # -inf if there is none
+    dropout_p: float
+    dropout: tuple[int, int, int]  # seed, offset and the number of this head among those of all sequences
+
+    def visible_tiles(self, rows: slice, tile: int) -> Iterator[tuple[slice, Array | None]]:
+        """The tiles of keys that some of the rows see, each with which of them see what unless all do."""
+        first, last = self._diagonal(rows.start), self._diagonal(rows.stop - 1)
+        begin = 0 if self.left is None else max(0, first - self.left)
+        end = self.keys if self.right is None else min(self.keys, last + self.right + 1)
+        for start in range(begin, end, tile):
+            columns = slice(start, min(start + tile, end))
+            visible = self._visible(rows, columns)
+            if visible is None or visible.any():
+                yield columns, visible
+
+    def cap(self, S: Array) -> None:
+        """Bound the scores softly."""
+        if self.softcap:
+            S /= self.softcap
+            np.tanh(S, out=S)
+            S *= self.softcap
+
+    def slope(self, S: Array) -> Array | None:
+        """By how much scores that are capped change with what they were before; None if by as much."""
+        if not self.softcap:
+            return None
+        slope: Array = 1 - np.square(S / self.softcap)
+        return slope
+
+    def add(self, S: Array, rows: slice, columns: slice) -> None:
+        """Add bias and ALiBi to the scores."""
+        if self.bias is not None:
+            S += _rows_of(self.bias, rows)[:, columns].astype(S.dtype)
+        if self.alibi_slope is not None:
+            S -= self.alibi_slope * np.abs(self._distance(rows, columns)).astype(S.dtype)
+
+    def kept(self, rows: slice, columns: slice) -> Array | None:
+        """Which probabilities dropout keeps, (rows, columns) of bool; None for all."""
+        return philox.kept(self.dropout_p, *self.dropout, rows, columns) if self.dropout_p else None
+
+    @property
+    def kept_scale(self) -> float:
+        """What a probability that is kept is multiplied by."""
+        return 1 / (1 - self.dropout_p)
+
+    def add_bias_gradient(self, dS: Array, rows: slice, columns: slice, sums: dict[BiasPlace, Array]) -> None:
+        """Add the gradients of a tile of scores to those of the bias that was added to them."""
+        assert self.bias is not None
+        if len(self.bias) == 1:
+            rows, dS = slice(0, 1), dS.sum(axis=0, keepdims=True)
+        place = *self.bias_place, rows.start, rows.stop
+        if place not in sums:
+            sums[place] = np.zeros((len(dS), self.keys), dS.dtype)
+        sums[place][:, columns] += dS
+
+    def _visible(self, rows: slice, columns: slice) -> Array | None:
+        """Which rows of a tile see which keys, None if all see all."""
+        visible = None if self.mask is None else _mask_tile(_rows_of(self.mask, rows), columns)
+        first, last = self._diagonal(rows.start), self._diagonal(rows.stop - 1)
+        if self.left is not None and columns.start < last - self.left:
+            seen = self._distance(rows, columns) >= -self.left
+            visible = seen if visible is None else visible & seen
+        if self.right is not None and columns.stop - 1 > first + self.right:
+            seen = self._distance(rows, columns) <= self.right
+            visible = seen if visible is None else visible & seen
+        if visible is None or visible.all():
+            return None
+        return np.broadcast_to(visible, (rows.stop - rows.start, columns.stop - columns.start))
+
+    def _diagonal(self, row: int) -> int:
+        """The key at which a row stands: the last row stands at the last key."""
+        return row + self.keys - self.rows
+
+    def _distance(self, rows: slice, columns: slice) -> Array:
+        """How far the keys are beyond those where the rows stand."""
+        i, j = np.ogrid[rows, columns]
+        distance: Array = j - (i + self.keys - self.rows)
+        return distance
+
+
+def _pieces(name: str, cu_seqlens: Array, of: str, tokens: int) -> list[slice]:
+    """Where each of the packed sequences is; ValueError if cu_seqlens is not that."""
+    ends = [int(end) for end in cu_seqlens]
+    if ends[0] < 0:
+        raise ValueError(f"{name} begins with {ends[0]}; it must be at least 0")
+    if ends[-1] > tokens:
+        raise ValueError(f"{name} ends with {ends[-1]}, but {of} has {tokens} tokens")
+    pieces = [slice(begin, end) for begin, end in itertools.pairwise(ends)]
+    for b, piece in enumerate(pieces):
+        if piece.stop < piece.start:
+            raise ValueError(f"{name} falls from {piece.start} to {piece.stop} in sequence {b}; it must not")
+    return pieces
+
+
+def _check_reach(name: str, array: Array, sequences: list[Sequence]) -> None:
+    """Check that the bias or the mask has the rows and the keys of every sequence."""
+    _, _, rows, keys = four_axes(array.shape)
+    if array.dtype == np.uint8:
+        keys *= 8
+    for sequence in sequences:
+        if (rows < sequence.seqlen_q and rows != 1) or keys < sequence.seqlen_k:
+            raise ValueError(
+                f"{name} has shape {array.shape}, but sequence {sequence.number} has "
+                f"{sequence.seqlen_q} rows and {sequence.seqlen_k} keys"
+            )
+
+
+def _place(array: Array | None, batch: int, head: int) -> tuple[int, int]:
+    """Which of the bias's or the mask's matrices is a head's."""
+    batch_size, heads, _, _ = four_axes(() if array is None else array.shape)
+    return batch if batch_size > 1 else 0, head if heads > 1 else 0
+
+
+def _of_head(array: Array | None, batch: int, head: int) -> Array | None:
+    if array is None:
+        return None
+    matrix: Array = array.reshape(four_axes(array.shape))[_place(array, batch, head)]
+    return matrix
+
+
+def _rows_of(matrix: Array, rows: slice) -> Array:
+    """Rows of a matrix whose one row may stand for all."""
+    return matrix if len(matrix) == 1 else matrix[rows]
+
+
+def _mask_tile(mask: Array, columns: slice) -> Array:
+    """Some keys of a mask's rows as bool."""
+    if mask.dtype != np.uint8:
+        return mask[:, columns]
+    first = columns.start // 8
+    in_bytes = mask[:, first : -(-columns.stop // 8)]
+    bits = np.unpackbits(in_bytes, axis=1, bitorder="little").astype(bool)
+    return bits[:, columns.start - 8 * first : columns.stop - 8 * first]

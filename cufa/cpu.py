@@ -25,7 +25,7 @@ import threadpoolctl
 
 from cufa.problem import four_axes
 from cufa.reference import masked_matmul
-from cufa.score_rules import BiasPlace, Rules, Sequence
+from cufa.score_rules import BiasPlace, HeadRules, Rules, Sequence
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -75,8 +75,8 @@ def attention(
     def attend(share: _Share) -> None:
         scratch = _Scratch(dtype)
         sequence, K, V = share.group.sequence, share.group.K, share.group.V
-        for h, rows in share.tiles:
-            head = rules.of_head(sequence, h, q.shape[-2])
+        for head, rows in share.tiles:
+            h = head.number
             Q = np.multiply(sequence.queries(q)[rows, h], rules.softmax_scale, dtype=dtype, order="C")
             m, l = _nothing_seen(len(Q), dtype, head.sink)
             O = np.zeros((len(Q), V.shape[1]), dtype)
@@ -95,7 +95,7 @@ def attention(
 
     sequences = rules.sequences(q, k)
     threads = _threads(sequences, q.shape[-2])
-    for _ in _in_threads(attend, _shares(sequences, q, k, v, threads), threads):
+    for _ in _in_threads(attend, _shares(sequences, rules, q, k, v, threads), threads):
         pass
 
 
@@ -149,8 +149,8 @@ def attention_backward(
         scratch = _Scratch(dtype)
         sequence, K, V = share.group.sequence, share.group.K, share.group.V
         sums = _Sums(share.group, np.zeros_like(K), np.zeros_like(V), np.zeros(heads, dtype), {})
-        for h, rows in share.tiles:
-            head = rules.of_head(sequence, h, heads)
+        for head, rows in share.tiles:
+            h = head.number
             Q = np.multiply(sequence.queries(q)[rows, h], scale, dtype=dtype, order="C")
             O, dO = (np.array(sequence.queries(x)[rows, h], dtype, order="C") for x in (out, dout))
             D = (dO * O).sum(axis=1, keepdims=True)
@@ -189,8 +189,8 @@ def attention_backward(
         return sums
 
     sequences = rules.sequences(q, k)
-    threads = _threads(sequences, heads)
-    results = _in_threads(gradients, _shares(sequences, q, k, v, threads), threads)
+    threads = _threads(sequences, q.shape[-2])
+    results = _in_threads(gradients, _shares(sequences, rules, q, k, v, threads), threads)
     dbias_sums = np.zeros(four_axes(() if dbias is None else dbias.shape), dtype)
     dsink_sums = np.zeros(heads, dtype)
     for group, parts in itertools.groupby(results, key=lambda sums: sums.group):
@@ -251,8 +251,7 @@ def _online_max_and_sum(x: Array, scratch: "_Scratch") -> tuple[Array, Array]:
 
 def _nothing_seen(rows: int, dtype: npt.DTypeLike, sink: float = -math.inf) -> tuple[Array, Array]:
     """The running maximum m and sum l before the first tile, when the sink is all that a row has."""
-    m = np.full((rows, 1), sink, dtype)
-    return m, np.exp(m - _finite(m))
+    return np.full((rows, 1), sink, dtype), np.full((rows, 1), 0 if sink == -math.inf else 1, dtype)
 
 
 def _online_step(S: Array, m: Array, l: Array) -> tuple[Array, Array, Array, Array]:
@@ -316,10 +315,10 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Share:
-    """One thread's Q tiles of a group: (head, rows)."""
+    """One thread's Q tiles of a group: query head and rows."""
 
     group: _Group
-    tiles: list[tuple[int, slice]]
+    tiles: list[tuple[HeadRules, slice]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -340,18 +339,20 @@ class _Sums:
         return self
 
 
-def _shares(sequences: list[Sequence], q: Array, k: Array, v: Array, threads: int) -> Iterator[_Share]:
+def _shares(
+    sequences: list[Sequence], rules: Rules, q: Array, k: Array, v: Array, threads: int
+) -> Iterator[_Share]:
     """Every Q tile of every head, in as many shares for each group as give every thread one.
 
     Tiles are dealt out in turn: under a causal mask later ones are more work.
     """
-    kv_heads = k.shape[-2]
-    size = q.shape[-2] // max(1, kv_heads)
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    size = heads // max(1, kv_heads)
     parts = -(-threads // max(1, len(sequences) * kv_heads))
     for sequence, kv_head in itertools.product(sequences, range(kv_heads)):
-        heads = range(kv_head * size, (kv_head + 1) * size)
         group = _Group(sequence, kv_head, k, v, _compute_dtype(q))
-        tiles = list(itertools.product(heads, _tiles(sequence.seqlen_q, Q_TILE)))
+        queries = [rules.of_head(sequence, kv_head * size + h, heads) for h in range(size)]
+        tiles = list(itertools.product(queries, _tiles(sequence.seqlen_q, Q_TILE)))
         for part in range(max(1, min(parts, len(tiles)))):
             yield _Share(group, tiles[part::parts])
 

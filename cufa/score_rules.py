@@ -9,6 +9,7 @@ own first. Sums are kept in the dtype of the scores.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -67,6 +68,7 @@ class Rules:
             slopes = slopes[sequence.number]
         left, right = check_window(self.window)
         return HeadRules(
+            number=head,
             rows=sequence.seqlen_q,
             keys=sequence.seqlen_k,
             left=left,
@@ -140,6 +142,7 @@ class Sequence:
 class HeadRules:
     """Of one head of one sequence."""
 
+    number: int
     rows: int
     keys: int
     left: int | None
@@ -161,8 +164,10 @@ class HeadRules:
         for start in range(begin, end, tile):
             columns = slice(start, min(start + tile, end))
             visible = self._visible(rows, columns)
-            if visible is None or visible.any():
+            if self.mask is None or visible is None:
                 yield columns, visible
+            elif visible.any():
+                yield columns, None if visible.all() else visible
 
     def cap(self, S: Array) -> None:
         """Bound the scores softly."""
@@ -183,7 +188,8 @@ class HeadRules:
         if self.bias is not None:
             S += _rows_of(self.bias, rows)[:, columns].astype(S.dtype)
         if self.alibi_slope is not None:
-            S -= self.alibi_slope * np.abs(self._distance(rows, columns)).astype(S.dtype)
+            diagonal, keys = self._places(rows, columns)
+            S -= self.alibi_slope * np.abs(keys - diagonal).astype(S.dtype)
 
     def kept(self, rows: slice, columns: slice) -> Array | None:
         """Which probabilities dropout keeps, (rows, columns) of bool; None for all."""
@@ -206,27 +212,27 @@ class HeadRules:
 
     def _visible(self, rows: slice, columns: slice) -> Array | None:
         """Which rows of a tile see which keys, None if all see all."""
-        visible = None if self.mask is None else _mask_tile(_rows_of(self.mask, rows), columns)
         first, last = self._diagonal(rows.start), self._diagonal(rows.stop - 1)
+        parts: list[Array] = []
         if self.left is not None and columns.start < last - self.left:
-            seen = self._distance(rows, columns) >= -self.left
-            visible = seen if visible is None else visible & seen
+            diagonal, keys = self._places(rows, columns)
+            parts.append(keys >= diagonal - self.left)
         if self.right is not None and columns.stop - 1 > first + self.right:
-            seen = self._distance(rows, columns) <= self.right
-            visible = seen if visible is None else visible & seen
-        if visible is None or visible.all():
-            return None
-        return np.broadcast_to(visible, (rows.stop - rows.start, columns.stop - columns.start))
+            diagonal, keys = self._places(rows, columns)
+            parts.append(keys <= diagonal + self.right)
+        if self.mask is not None:
+            mask = _mask_tile(_rows_of(self.mask, rows), columns)
+            parts.append(np.broadcast_to(mask, (rows.stop - rows.start, mask.shape[1])))
+        return functools.reduce(np.logical_and, parts) if parts else None
+
+    def _places(self, rows: slice, columns: slice) -> tuple[Array, Array]:
+        """The keys at which rows stand, (rows, 1), and those of a tile."""
+        diagonal = np.arange(self._diagonal(rows.start), self._diagonal(rows.stop))
+        return diagonal[:, None], np.arange(columns.start, columns.stop)
 
     def _diagonal(self, row: int) -> int:
         """The key at which a row stands: the last row stands at the last key."""
         return row + self.keys - self.rows
-
-    def _distance(self, rows: slice, columns: slice) -> Array:
-        """How far the keys are beyond those where the rows stand."""
-        i, j = np.ogrid[rows, columns]
-        distance: Array = j - (i + self.keys - self.rows)
-        return distance
 
 
 def _pieces(name: str, cu_seqlens: Array, of: str, tokens: int) -> list[slice]:

@@ -168,3 +168,41 @@ def best_kernel(problem: Problem, device: Device) -> Kernel:
             return kernel
         reasons.append(reason)
     raise ValueError(f"no kernel supports {problem} on {device.arch}: " + "; ".join(reasons))
+
+
+def passed_over(chosen: Kernel, problem: Problem, device: Device) -> tuple[str, ...]:
+    """Why each faster rung than the chosen one does not support the problem."""
+    rungs = [kernel for kernel in _LADDER if kernel.direction == problem.direction]
+    faster = rungs[rungs.index(chosen) + 1 :]
+    return tuple(filter(None, (kernel.unsupported(problem, device) for kernel in faster)))
+
+
+@dataclass(frozen=True)
+class Companion:
+    """A kernel beside the ladder, for one function of the library."""
+
+    name: str
+    function: str
+    idea: str
+    paper: str
+
+
+COMPANIONS: Mapping[str, Companion] = MappingProxyType(
+    {
+        companion.name: companion
+        for companion in (
+            Companion(
+                name="softmax",
+                function="cufa.softmax",
+                idea="a block for each row, read twice or three times",
+                paper="Milakov and Gimelshein 2018, Algorithms 2 and 3",
+            ),
+            Companion(
+                name="merge",
+                function="cufa.merge",
+                idea="two partial results made one, a warp for each row",
+                paper="Milakov and Gimelshein 2018, section 3.1",
+            ),
+        )
+    }
+)

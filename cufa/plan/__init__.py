@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from cufa.device import Device
-from cufa.kernels import Kernel, best_kernel, kernel_named
+from cufa.kernels import Kernel, best_kernel, kernel_named, passed_over
 from cufa.plan import mma, standard, tiled
 from cufa.plan.record import Launch, Macro, Part, Plan, Scratch
 from cufa.problem import Problem
@@ -44,10 +44,11 @@ def make_plan(
     """
     row = _choose(problem, device, kernel)
     part = _PLANNERS[row.name](problem, device, tiles or {})
-    why = (
-        f"{row.name}: {'asked for' if kernel else 'the last rung that supports this call'}",
-        *part.reasons,
-    )
+    if kernel is None:
+        chosen = f"{row.name}: the last rung that supports this call"
+        why = (chosen, *passed_over(row, problem, device), *part.reasons)
+    else:
+        why = (f"{row.name}: asked for", *part.reasons)
     return Plan(
         kernel=row.name,
         source=row.source,

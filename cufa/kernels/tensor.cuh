@@ -105,14 +105,32 @@ __device__ inline RowTile row_tile(int tile, int batch, int seqlen, const int* c
     return {sequence, (tile - cu_seqlens[sequence] / Rows - sequence) * Rows};
 }
 
+// Which tile of which head a block has, heads being counted over the whole batch. Heads come in
+// sections of about as many tiles as run at once, so that what the tiles of a head share is in the
+// L2 cache when they read it. Within a section tiles come before heads: the first tiles are those
+// with most work, and long work that starts late would leave the GPU waiting for it.
+struct HeadTile {
+    int head, tile;
+};
+
+// Enough for two blocks on each SM of the largest GPUs.
+constexpr int kSectionTiles = 256;
+
+__device__ inline HeadTile head_tile_of_block(int heads, int tiles) {
+    const int section_heads = min(max(kSectionTiles / tiles, 1), heads);
+    const int first_head = static_cast<int>(blockIdx.x) / (section_heads * tiles) * section_heads;
+    const int in_section = min(section_heads, heads - first_head);
+    const int place = static_cast<int>(blockIdx.x) - first_head * tiles;
+    return {first_head + place % in_section, place / in_section};
+}
+
 // The tile of queries that a block owns.
 struct QueryTile {
     Sequence sequence;
     int head, kv_head, first_row;
 };
 
-// Blocks are numbered tile by tile, the last queries first: under a causal mask those see most
-// keys, and long work that starts late would leave the GPU waiting for it.
+// The last queries come first: under a causal mask those see most keys.
 template <int BlockM>
 __device__ inline QueryTile query_tile_of_block(const ForwardParams& params) {
     const Sizes& sizes = params.sizes;
@@ -125,10 +143,10 @@ __device__ inline QueryTile query_tile_of_block(const ForwardParams& params) {
         return {Sequence(params, batch), head, kv_head_of(head, sizes), first_row};
     }
     const int tiles = (sizes.seqlen_q + BlockM - 1) / BlockM;
-    const int heads = sizes.batch * sizes.heads;
-    const int tile = tiles - 1 - blockIdx.x / heads;
-    const int batch = blockIdx.x % heads / sizes.heads, head = blockIdx.x % heads % sizes.heads;
-    return {Sequence(params, batch), head, kv_head_of(head, sizes), tile * BlockM};
+    const auto [index, place] = head_tile_of_block(sizes.batch * sizes.heads, tiles);
+    const int head = index % sizes.heads;
+    return {Sequence(params, index / sizes.heads), head, kv_head_of(head, sizes),
+            (tiles - 1 - place) * BlockM};
 }
 
 // The tile of keys that a block of the backward owns.
@@ -146,8 +164,7 @@ __device__ inline KeyTile key_tile_of_block(const BackwardParams& params) {
             blockIdx.x / sizes.kv_heads, sizes.batch, sizes.seqlen_k, params.features.cu_seqlens_k);
         return {Sequence(params, batch), static_cast<int>(blockIdx.x) % sizes.kv_heads, first_key};
     }
-    const int heads = sizes.batch * sizes.kv_heads;
-    const int batch = blockIdx.x % heads / sizes.kv_heads;
-    const int kv_head = blockIdx.x % heads % sizes.kv_heads;
-    return {Sequence(params, batch), kv_head, static_cast<int>(blockIdx.x / heads) * BlockN};
+    const int tiles = (sizes.seqlen_k + BlockN - 1) / BlockN;
+    const auto [index, tile] = head_tile_of_block(sizes.batch * sizes.kv_heads, tiles);
+    return {Sequence(params, index / sizes.kv_heads), index % sizes.kv_heads, tile * BlockN};
 }

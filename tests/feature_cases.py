@@ -57,6 +57,11 @@ def pairwise(features: Sequence[str] = BACKWARD_FEATURES) -> list[frozenset[str]
     return sets
 
 
+def feature_id(features: frozenset[str]) -> str:
+    """The set as the name of a test."""
+    return "+".join(sorted(features)) or "none"
+
+
 @dataclass(frozen=True)
 class Case:
     """A call: its tensors, and what goes with them by the names of `cufa.attention`'s arguments.

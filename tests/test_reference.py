@@ -1,11 +1,13 @@
 """The reference against finite differences and plain Python loops, and the error rule itself."""
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from feature_cases import ALONE, Case, draw_case, feature_id, hide_nan, pairwise
 from tolerance import (
     DTYPES,
     Array,
@@ -18,7 +20,7 @@ from tolerance import (
     standard_attention_backward,
 )
 
-from cufa import reference
+from cufa import philox, reference
 
 SEQLENS = [
     pytest.param((4, 4), id="square"),
@@ -43,24 +45,88 @@ def small_problem(seqlens: tuple[int, int], batch: int) -> Problem:
     )
 
 
-def loop_attention(q: Array, k: Array, v: Array, causal: bool, softmax_scale: float) -> tuple[Array, Array]:
-    batch, seqlen_q, heads, head_dim = q.shape
-    seqlen_k, kv_heads, head_dim_v = v.shape[1:]
-    out = np.zeros((batch, seqlen_q, heads, head_dim_v))
-    lse = np.full((batch, heads, seqlen_q), -np.inf)
-    for b, i, h in np.ndindex(batch, seqlen_q, heads):
-        kv = h // (heads // kv_heads)
-        seen = [j for j in range(seqlen_k) if not causal or j - seqlen_k <= i - seqlen_q]
-        weights = []
-        for j in seen:
-            dot = sum(float(q[b, i, h, d]) * float(k[b, j, kv, d]) for d in range(head_dim))
-            weights.append(math.exp(softmax_scale * dot))
-        if seen:
-            lse[b, h, i] = math.log(sum(weights))
-        for weight, j in zip(weights, seen, strict=True):
-            for d in range(head_dim_v):
-                out[b, i, h, d] += weight / sum(weights) * float(v[b, j, kv, d])
+def loop_attention(problem: Problem, softmax_scale: float | None = None, **rules: Any) -> tuple[Array, Array]:
+    """Attention element by element; of packed sequences the tokens of none have out 0 and LSE -inf."""
+    q, k, v = problem.q, problem.k, problem.v
+    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+    group = q.shape[-2] // k.shape[-2]
+    out, lse = np.zeros(problem.dout.shape), np.full(problem.lse_shape, -np.inf)
+    for b, rows, keys in loop_sequences(problem, rules):
+        of_batch = () if "cu_seqlens_q" in rules else (b,)
+        for i, h in itertools.product(range(len(rows)), range(q.shape[-2])):
+            row = (*of_batch, rows[i], h)
+            # The sink is a logit like others, whose value is 0.
+            logits = [float(rules["sink"][h])] if "sink" in rules else []
+            values = [np.zeros(v.shape[-1])] * len(logits)
+            for j in range(len(keys)):
+                key = (*of_batch, keys[j], h // group)
+                if loop_sees(rules, b, h, i, j, len(rows), len(keys)):
+                    dot = sum(float(x) * float(y) for x, y in zip(q[row], k[key], strict=True))
+                    logits.append(loop_score(rules, b, h, i, j, len(rows), len(keys), scale * dot))
+                    values.append(v[key] * loop_dropout(rules, b * q.shape[-2] + h, i, j))
+            weights = [math.exp(logit) for logit in logits]
+            if sum(weights):
+                lse[(*of_batch, h, rows[i])] = math.log(sum(weights))
+                out[row] = sum(
+                    weight / sum(weights) * value for weight, value in zip(weights, values, strict=True)
+                )
     return out, lse
+
+
+def loop_sequences(problem: Problem, rules: dict[str, Any]) -> list[tuple[int, range, range]]:
+    """Number, rows and those keys that count of each sequence."""
+    if "cu_seqlens_q" in rules:
+        ends = [
+            [range(begin, end) for begin, end in itertools.pairwise(rules[name])]
+            for name in ("cu_seqlens_q", "cu_seqlens_k")
+        ]
+    else:
+        ends = [[range(x.shape[1])] * len(x) for x in (problem.q, problem.k)]
+    used = rules.get("seqused_k", [len(keys) for keys in ends[1]])
+    return [(b, rows, keys[: used[b]]) for b, (rows, keys) in enumerate(zip(*ends, strict=True))]
+
+
+def loop_sees(rules: dict[str, Any], b: int, h: int, i: int, j: int, rows: int, keys: int) -> bool:
+    after_diagonal = (j - keys) - (i - rows)
+    left, right = rules.get("window", (None, None))
+    if rules.get("causal") and after_diagonal > 0:
+        return False
+    if left is not None and after_diagonal < -left:
+        return False
+    if right is not None and after_diagonal > right:
+        return False
+    mask = rules.get("mask")
+    if mask is None:
+        return True
+    if mask.dtype == bool:
+        return bool(loop_element(mask, b, h, i, j))
+    return bool(int(loop_element(mask, b, h, i, j // 8)) & 1 << j % 8)
+
+
+def loop_score(
+    rules: dict[str, Any], b: int, h: int, i: int, j: int, rows: int, keys: int, product: float
+) -> float:
+    softcap = rules.get("softcap")
+    score = softcap * math.tanh(product / softcap) if softcap else product
+    if "bias" in rules:
+        score += float(loop_element(rules["bias"], b, h, i, j))
+    slopes = rules.get("alibi_slopes")
+    if slopes is not None:
+        slope = slopes[h] if slopes.ndim == 1 else slopes[b, h]
+        score -= float(slope) * abs((j - keys) - (i - rows))
+    return score
+
+
+def loop_element(array: Array, *index: int) -> Any:
+    """An element of an array that is broadcast to four axes."""
+    own = index[4 - array.ndim :]
+    return array[tuple(0 if size == 1 else n for n, size in zip(own, array.shape, strict=True))]
+
+
+def loop_dropout(rules: dict[str, Any], matrix: int, i: int, j: int) -> float:
+    p = rules.get("dropout_p", 0)
+    words = philox.philox((j // 2, i // 2, matrix, rules.get("offset", 0)), rules.get("seed", 0))
+    return 1 / (1 - p) if words[2 * (i % 2) + j % 2] >= p * 2**32 else 0
 
 
 def finite_difference(loss: Callable[[], Any], x: Array) -> Array:
@@ -69,6 +135,9 @@ def finite_difference(loss: Callable[[], Any], x: Array) -> Array:
     gradient = np.empty_like(x)
     for index in np.ndindex(x.shape):
         kept = x[index]
+        if np.isneginf(kept):  # in a bias: the score stays what it is
+            gradient[index] = 0
+            continue
         x[index] = kept + step
         above = loss()
         x[index] = kept - step
@@ -83,12 +152,66 @@ def finite_difference(loss: Callable[[], Any], x: Array) -> Array:
 @pytest.mark.parametrize("softmax_scale", [None, 0.3, -1.5])
 def test_attention_is_the_loop(seqlens: tuple[int, int], causal: bool, softmax_scale: float | None) -> None:
     problem = small_problem(seqlens, batch=2)
-    q, k, v = problem.q, problem.k, problem.v
-    out, lse = reference.attention(q, k, v, causal=causal, softmax_scale=softmax_scale)
-    scale = 1 / math.sqrt(3) if softmax_scale is None else softmax_scale
-    expected_out, expected_lse = loop_attention(q, k, v, causal, scale)
+    rules = {"causal": causal, "softmax_scale": softmax_scale}
+    out, lse = reference.attention(problem.q, problem.k, problem.v, **rules)
+    expected_out, expected_lse = loop_attention(problem, **rules)
     np.testing.assert_allclose(out, expected_out, rtol=1e-12, atol=1e-14)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-12, atol=1e-14)
+
+
+def small_case(features: frozenset[str], seed: int, **options: Any) -> Case:
+    sizes = {"seqlen_q": 5, "seqlen_k": 6, "heads": 2, "kv_heads": 1, "head_dim": 2, "head_dim_v": 3}
+    return draw_case(np.random.default_rng(seed), "float64", features, **{**sizes, **options})
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("features", [*ALONE, *pairwise()], ids=feature_id)
+def test_attention_with_features_is_the_loop(features: frozenset[str], seed: int) -> None:
+    case = small_case(features, seed, heads=4, kv_heads=2, seqlen_q=7, seqlen_k=9)
+    problem = case.problem
+    out, lse = reference.attention(problem.q, problem.k, problem.v, **case.forward)
+    expected_out, expected_lse = loop_attention(problem, **case.forward)
+    np.testing.assert_allclose(out, expected_out, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("features", [*ALONE, *pairwise()], ids=feature_id)
+def test_gradients_with_features_are_finite_differences(features: frozenset[str]) -> None:
+    case = small_case(features, 3)
+    problem = case.problem
+    dout, q, k, v = (x.astype(np.longdouble) for x in (problem.dout, problem.q, problem.k, problem.v))
+    rules = {**case.backward}
+    for name in case.gradients:
+        rules[name] = rules[name].astype(np.longdouble)
+    forward = {name: rules[name] for name in case.forward}
+
+    def loss() -> Any:
+        out, lse = reference.attention(q, k, v, dtype=np.longdouble, **forward)
+        of_lse = 0 if case.dlse is None else (case.dlse * np.where(np.isfinite(lse), lse, 0)).sum()
+        return (dout * out).sum() + of_lse
+
+    gradients = reference.attention_backward(dout, q, k, v, **rules)
+    inputs = q, k, v, *(rules[name] for name in case.gradients)
+    for x, gradient in zip(inputs, gradients, strict=True):
+        assert gradient.shape == x.shape
+        expected = finite_difference(loss, x).astype(np.float64)
+        np.testing.assert_allclose(gradient, expected, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("features", [*ALONE, *pairwise()], ids=feature_id)
+def test_no_result_depends_on_what_is_not_seen(features: frozenset[str]) -> None:
+    case = small_case(features, 4, seqlen_q=11, seqlen_k=9)
+    problem = case.problem
+
+    def results() -> tuple[Array, ...]:
+        inputs = problem.q, problem.k, problem.v
+        gradients = reference.attention_backward(problem.dout, *inputs, **case.backward)
+        return *reference.attention(*inputs, **case.forward), *gradients
+
+    clean = results()
+    hide_nan(case)
+    for expected, actual in zip(clean, results(), strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("seqlens", SEQLENS)
@@ -223,6 +346,54 @@ def test_the_error_rule_passes_standard_attention_and_fails_what_is_worse(dtype_
     out[worst] *= 1.1
     with pytest.raises(AssertionError, match=r"^out\[.*; 1 of 7680 elements are too far off$"):
         assert_attention(out, lse, problem, causal=True)
+
+
+@pytest.mark.parametrize("dtype_name", DTYPES)
+@pytest.mark.parametrize("features", [*ALONE, *pairwise()], ids=feature_id)
+def test_the_error_rule_passes_standard_attention_with_features(
+    features: frozenset[str], dtype_name: str
+) -> None:
+    sizes = {"seqlen_q": 17, "seqlen_k": 21, "head_dim": 9, "head_dim_v": 5}
+    case = draw_case(np.random.default_rng(9), dtype_name, features, **sizes)
+    problem = case.problem
+    inputs = problem.q, problem.k, problem.v
+    assert_attention(*standard_attention(dtype_name, *inputs, **case.forward), problem, **case.forward)
+    gradients = standard_attention_backward(dtype_name, problem.dout, *inputs, **case.backward)
+    assert_gradients(gradients, problem, **case.backward)
+
+
+@pytest.mark.parametrize("dtype_name", DTYPES)
+@pytest.mark.parametrize(
+    ("feature", "changed"),
+    [
+        ("causal", {"causal": False}),
+        ("window", {"window": None}),
+        ("softcap", {"softcap": 0.0}),
+        ("bias", {"bias": None}),
+        ("mask", {"mask": None}),
+        ("alibi_slopes", {"alibi_slopes": None}),
+        ("sink", {"sink": None}),
+        ("dropout", {"dropout_p": 0.0}),
+        ("dropout", {"seed": 1}),
+        ("dropout", {"offset": 1}),
+        ("seqused_k", {"seqused_k": None}),
+        ("dlse", {"dlse": None}),
+    ],
+)
+def test_the_error_rule_fails_what_ignores_a_feature(
+    feature: str, changed: dict[str, Any], dtype_name: str
+) -> None:
+    case = draw_case(np.random.default_rng(10), dtype_name, [feature], seqlen_q=30, seqlen_k=30)
+    problem = case.problem
+    inputs = problem.q, problem.k, problem.v
+    if feature != "dlse":
+        wrong = standard_attention(dtype_name, *inputs, **{**case.forward, **changed})
+        with pytest.raises(AssertionError, match="off by"):
+            assert_attention(*wrong, problem, **case.forward)
+    rules = {**case.backward, **changed}
+    gradients = standard_attention_backward(dtype_name, problem.dout, *inputs, **rules)
+    with pytest.raises(AssertionError, match="off by"):
+        assert_gradients(gradients, problem, **case.backward)
 
 
 @pytest.mark.parametrize(

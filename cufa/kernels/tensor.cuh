@@ -97,6 +97,7 @@ __device__ inline RowTile row_tile(int tile, int batch, int seqlen, const int* c
         const int tiles = (seqlen + Rows - 1) / Rows;
         return {tile / tiles, tile % tiles * Rows};
     }
+    tile += cu_seqlens[0] / Rows;  // rows before the first sequence have no tiles
     int sequence = 0;
     for (int end = batch; end - sequence > 1;) {
         const int middle = (sequence + end) / 2;

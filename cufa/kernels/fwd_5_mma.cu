@@ -10,9 +10,9 @@
 // value_dim) Owns     block: BLOCK_M queries of one head; warp: kTiles 16-row tiles of them Shared
 // Q tile, K tile, V tile Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that
 // sees no key
-#include "mask.cuh"
+#include "key_tiles.cuh"
 #include "mma_tiles.cuh"
-#include "online_softmax.cuh"
+#include "score_rules.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kTiles = kBlockM / (THREADS / 32 * kMmaM);
@@ -43,19 +43,52 @@ __device__ inline int col_of(int n) {
     return n * kMmaN + threadIdx.x % 4 * 2;
 }
 
-// Scores of keys that a row does not see become -inf.
-__device__ inline void apply_mask(Scores& s, Mask mask, int first_row, int first_key) {
+// What products are multiplied with before exp2, unless they are made scores of log 2 one by one.
+__device__ inline float scale_log2(const ScoreRules& rules) {
+    return kShapedScores ? 1.0f : rules.scale * static_cast<float>(kLog2E);
+}
+
+// Applies what a call asks for to the products, which are scores then. Those of keys that a row
+// does not see become -inf.
+__device__ inline void apply(const ScoreRules& rules, Scores& s, int first_row, int first_key,
+                             bool masked) {
+    if (!kShapedScores && !masked) return;
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int keys_seen = mask.keys_end(first_row + row_of(m, half)) - first_key;
+        for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int n = 0; n < kBlockN / kMmaN; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    if (col_of(n) + e >= keys_seen) s[m][n][2 * half + e] = negative_infinity();
+                    const int row = first_row + row_of(m, half), key = first_key + col_of(n) + e;
+                    float& score = s[m][n][2 * half + e];
+                    if (masked && !rules.sees(row, key)) {
+                        score = negative_infinity();
+                    } else if constexpr (kShapedScores) {
+                        score = rules.score(score, row, key);
+                    }
                 }
+}
+
+// Drops probabilities at random. Two neighbouring rows, which share their random words, are those
+// of lanes four apart: each of the two lanes draws for both rows, in one of its halves.
+__device__ inline void drop(const ScoreRules& rules, Scores& p, int first_row, int first_key) {
+    const int parity = row_of(0, 0) % 2;
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < kBlockN / kMmaN; ++n) {
+            const unsigned int drawn =
+                rules.kept(first_row + row_of(m, parity), first_key + col_of(n));
+            const unsigned int neighbours = __shfl_xor_sync(0xffffffffu, drawn, 4);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const unsigned int kept = (half == parity ? drawn : neighbours) >> 2 * parity;
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    if (!(kept >> e & 1)) p[m][n][2 * half + e] = 0;
+            }
         }
 }
 
@@ -121,8 +154,8 @@ struct Output {
 // Where a mask cuts through a tile, a value that is NaN or infinite must reach the rows that see
 // its key and no other; but in the product 0 * NaN is NaN. Such values are added here to the
 // outputs of the rows that see them, whatever their weight, and are zero in the product.
-__device__ inline void take_out_nonfinite(Output& out, Smem& smem, Mask mask, int first_row,
-                                          int first_key) {
+__device__ inline void take_out_nonfinite(Output& out, Smem& smem, const ScoreRules& rules,
+                                          int first_row, int first_key) {
     if (!__syncthreads_or(finds_nonfinite<THREADS>(smem.v))) return;
 
     for (int key = 0; key < kBlockN; ++key)
@@ -130,7 +163,7 @@ __device__ inline void take_out_nonfinite(Output& out, Smem& smem, Mask mask, in
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                if (first_key + key >= mask.keys_end(first_row + row_of(m, half))) continue;
+                if (!rules.sees(first_row + row_of(m, half), first_key + key)) continue;
 #pragma unroll
                 for (int n = 0; n < kDims / kMmaN; ++n)
 #pragma unroll
@@ -150,66 +183,73 @@ __device__ inline void take_out_nonfinite(Output& out, Smem& smem, Mask mask, in
 // One tile of keys. K is on its way when this begins, and the next K when it ends. Whether the tile
 // is masked is decided as it runs: a second copy of this code for tiles that are not would cost
 // registers.
-__device__ inline void attend(Output& out, Smem& smem, Matrix<const scalar_t> k,
-                              Matrix<const scalar_t> v, Mask mask, float scale_log2, int first_row,
-                              int first_key, int end, bool masked) {
+__device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules,
+                              Matrix<const scalar_t> k, Matrix<const scalar_t> v,
+                              const KeyTiles<kBlockN>& tiles, int first_row, int first_key) {
+    const bool masked = tiles.masked(first_key);
     ptx::wait_copies();
     __syncthreads();  // K is there, and every warp is done with the V before
-    copy_tile<THREADS, kValueDim>(smem.v, v, first_key, end);
+    copy_tile<THREADS, kValueDim>(smem.v, v, first_key, tiles.end);
     Scores s = {};
     add_product_nt<kTiles, kBlockN>(s, smem.q, threadIdx.x / 32 * kTiles * kMmaM, smem.k);
-    if (masked) apply_mask(s, mask, first_row, first_key);
+    apply(rules, s, first_row, first_key, masked);
 
     ptx::wait_copies();
     __syncthreads();  // V is there, and every warp is done with this K
-    if (first_key + kBlockN < end)
-        copy_tile<THREADS, kHeadDim>(smem.k, k, first_key + kBlockN, end);
-    out.exponentiate(s, scale_log2);
-    if (kCausal && masked) take_out_nonfinite(out, smem, mask, first_row, first_key);
+    if (first_key + kBlockN < tiles.end)
+        copy_tile<THREADS, kHeadDim>(smem.k, k, first_key + kBlockN, tiles.end);
+    out.exponentiate(s, scale_log2(rules));
+    if constexpr (kDropout) drop(rules, s, first_row, first_key);
+    if (kCutTiles && masked) take_out_nonfinite(out, smem, rules, first_row, first_key);
     add_product_pn<kTiles, kBlockN, kDims>(out.o, s, smem.v);
+}
+
+// Ends a row: returns what its sums of values must be multiplied with to be the output.
+__device__ inline float end_row(OnlineSoftmax& softmax, const ScoreRules& rules) {
+    softmax.total<4>();
+    float factor = 1;
+    if constexpr (kSink) factor = softmax.add(rules.sink_log2());
+    if constexpr (kDropout) factor *= rules.kept_scale();
+    return factor * softmax.normalizer();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     fwd_5_mma(const __grid_constant__ ForwardParams params) {
-    const Sizes& sizes = params.sizes;
-    const Mask mask{sizes.seqlen_q, sizes.seqlen_k};
-    const float scale_log2 = params.softmax_scale * kLog2E;
     Smem& smem = shared_memory<Smem>();
-
     const auto [sequence, head, kv_head, first_row] = query_tile_of_block<kBlockM>(params);
-    const int batch = sequence.batch;
-    const auto k = matrix_of<const scalar_t>(params.k, batch, kv_head);
-    const auto v = matrix_of<const scalar_t>(params.v, batch, kv_head);
-    // Every row of the tile sees the keys that its first row sees; none sees more than the last
-    // does.
-    const int unmasked_end = mask.keys_end(first_row) / kBlockN * kBlockN;
-    const int end = mask.keys_end(min(first_row + kBlockM, sizes.seqlen_q) - 1);
+    const int seqlen_q = sequence.seqlen_q;
+    if (kPacked && first_row >= seqlen_q) return;  // it is none of the sequence's tiles
+
+    const ScoreRules rules(params, sequence, head);
+    const KeyTiles<kBlockN> tiles(rules.mask, first_row, kBlockM);
+    const auto q = sequence.queries<const scalar_t>(params.q, head);
+    const auto k = sequence.keys<const scalar_t>(params.k, kv_head);
+    const auto v = sequence.keys<const scalar_t>(params.v, kv_head);
 
     clear_padding<THREADS, kHeadDim>(smem.q);
     clear_padding<THREADS, kHeadDim>(smem.k);
     clear_padding<THREADS, kValueDim>(smem.v);
-    copy_tile<THREADS, kHeadDim>(smem.q, matrix_of<const scalar_t>(params.q, batch, head),
-                                 first_row, sizes.seqlen_q);
-    copy_tile<THREADS, kHeadDim>(smem.k, k, 0, end);
+    copy_tile<THREADS, kHeadDim>(smem.q, q, first_row, seqlen_q);
+    copy_tile<THREADS, kHeadDim>(smem.k, k, tiles.begin, tiles.end);
 
     Output out = {};
-    for (int key = 0; key < end; key += kBlockN) {
-        attend(out, smem, k, v, mask, scale_log2, first_row, key, end, key >= unmasked_end);
+    for (int key = tiles.begin; key < tiles.end; key += kBlockN) {
+        attend(out, smem, rules, k, v, tiles, first_row, key);
     }
     ptx::wait_copies();
 
-    const auto o = matrix_of<scalar_t>(params.o, batch, head);
+    const auto o = sequence.queries<scalar_t>(params.o, head);
     float* lse = static_cast<float*>(params.lse);
-    if (lse) lse += first_row_of(batch, head, sizes);
+    if (lse) lse += sequence.first_row(head, params.sizes);
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             OnlineSoftmax& softmax = out.softmax[m][half];
-            softmax.total<4>();
+            const float factor = end_row(softmax, rules);
             const int row = first_row + row_of(m, half);
-            if (row >= sizes.seqlen_q) continue;
+            if (row >= seqlen_q) continue;
             if (lse && threadIdx.x % 4 == 0) lse[row] = softmax.lse();
-            store_row<kValueDim>(o.row(row), out.o[m], half, softmax.normalizer());
+            store_row<kValueDim>(o.row(row), out.o[m], half, factor);
         }
 }

@@ -58,13 +58,6 @@ struct OnlineSoftmax {
     acc_t max = negative_infinity();  // of the scores seen so far
     acc_t sum = 0;  // of 2^(score - max) over them; per thread until total() is called
 
-    // A row whose first score is the sink: it has no value, and every row has it. One of the lanes
-    // that share a row counts it.
-    __device__ void begin_with_sink(acc_t sink_log2, bool counts_it) {
-        max = sink_log2;
-        sum = counts_it && sink_log2 != negative_infinity() ? 1 : 0;
-    }
-
     // Takes in a piece whose largest score is piece_max. Returns the factor by which what was
     // summed under the old maximum must shrink.
     __device__ acc_t raise_max(acc_t piece_max) {
@@ -85,9 +78,11 @@ struct OnlineSoftmax {
         return p;
     }
 
-    __device__ void add(acc_t score) {
-        raise_max(score);
+    // Takes in one more score, and returns what raise_max does.
+    __device__ acc_t add(acc_t score) {
+        const acc_t shrink = raise_max(score);
         weight(score);
+        return shrink;
     }
 
     // Takes in what another thread has summed over other scores of the same row.

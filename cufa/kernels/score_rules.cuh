@@ -10,40 +10,41 @@
 struct ScoreRules {
     Mask mask;
     const Features& features;
-    acc_t scale;        // softmax_scale, as kernels apply it: in units of log 2, unless
-    acc_t alibi_slope;  // something is added to a score
-    const bias_t* bias = nullptr;
-    const unsigned char* kept_keys = nullptr;
-    long long bias_row_stride, mask_row_stride;
+    int head;
+    acc_t scale;
+    acc_t alibi_slope;
+    Matrix<const bias_t> bias;
+    Matrix<const unsigned char> seen_keys;
     unsigned int matrix;  // the number of this head among those of all sequences
 
     template <class Params>
     __device__ ScoreRules(const Params& params, const Sequence& sequence, int head)
         : mask(sequence.mask(params.features)),
           features(params.features),
+          head(head),
           scale(static_cast<acc_t>(params.softmax_scale)),
           matrix(static_cast<unsigned int>(sequence.batch * params.sizes.heads + head)) {
         if constexpr (kAlibi) {
             alibi_slope = static_cast<const acc_t*>(
                 features.alibi_slopes)[sequence.batch * features.alibi_batch_stride + head];
         }
-        if constexpr (kBias) {
-            bias = head_of<bias_t>(features.bias, sequence.batch, head);
-            bias_row_stride = features.bias.row_stride;
-        }
-        if constexpr (kMaskBits != 0) {
-            kept_keys = head_of<unsigned char>(features.mask, sequence.batch, head);
-            mask_row_stride = features.mask.row_stride;
-        }
+        if constexpr (kBias) bias = head_of<bias_t>(features.bias, sequence.batch, head);
+        if constexpr (kMaskBits != 0)
+            seen_keys = head_of<unsigned char>(features.mask, sequence.batch, head);
     }
 
-    // The score of a product, in units of log 2. The row and the key must be of the sequence, if
-    // there is a bias.
+    // The score of a product, in units of log 2. If there is a bias the key must be of the
+    // sequence.
     __device__ acc_t score(acc_t product, int row, int key) const {
         if constexpr (!kShapedScores) return product * (scale * acc_t(kLog2E));
         acc_t score = product * scale;
         if constexpr (kSoftcap) score = softcap() * tanh_of(score / softcap());
         return (score + added(row, key)) * acc_t(kLog2E);
+    }
+
+    // The score, in units of log 2, that every row has besides those of its keys.
+    __device__ acc_t sink_log2() const {
+        return static_cast<const acc_t*>(features.sink)[head] * acc_t(kLog2E);
     }
 
     // By how much a score changes with the product times the scale.
@@ -56,9 +57,8 @@ struct ScoreRules {
     // Whether the row sees the key. Both may lie past the ends.
     __device__ bool sees(int row, int key) const {
         if (!mask.in_range(row, key)) return false;
-        if constexpr (kMaskBits == 8) return kept_keys[row * mask_row_stride + key] != 0;
-        if constexpr (kMaskBits == 1)
-            return kept_keys[row * mask_row_stride + key / 8] >> key % 8 & 1;
+        if constexpr (kMaskBits == 8) return seen_keys.row(row)[key] != 0;
+        if constexpr (kMaskBits == 1) return seen_keys.row(row)[key / 8] >> key % 8 & 1;
         return true;
     }
 
@@ -81,16 +81,24 @@ struct ScoreRules {
 
   private:
     template <class T>
-    __device__ static const T* head_of(const ScoreTensor& tensor, int batch, int head) {
-        return static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
-               head * tensor.head_stride;
+    __device__ static Matrix<const T> head_of(const ScoreTensor& tensor, int batch, int head) {
+        return {static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
+                    head * tensor.head_stride,
+                tensor.row_stride};
+    }
+    // Templates, like this one, are not compiled where they are not called: a bias_t that is void
+    // has no elements.
+    template <class T>
+    __device__ static acc_t element(const Matrix<const T>& matrix, int row, int key) {
+        return static_cast<acc_t>(to_acc(matrix.row(row)[key]));
     }
 
     __device__ acc_t softcap() const { return static_cast<acc_t>(features.softcap); }
 
     __device__ acc_t added(int row, int key) const {
         acc_t sum = 0;
-        if constexpr (kBias) sum += static_cast<acc_t>(to_acc(bias[row * bias_row_stride + key]));
+        // The last tile has rows past the sequence's end, whose scores nobody reads.
+        if constexpr (kBias) sum += element(bias, min(row, mask.seqlen_q - 1), key);
         if constexpr (kAlibi) {
             const long long distance = mask.diagonal(row) - key;
             sum -= alibi_slope * static_cast<acc_t>(distance < 0 ? -distance : distance);

@@ -101,13 +101,22 @@ def choose(
 
 def query_tiles(problem: Problem, tiles: TileSizes) -> int:
     """How many tiles the queries of all heads make."""
-    return problem.batch * problem.heads * ceil_div(problem.seqlen_q, tiles.block_m)
+    return problem.heads * row_tiles(problem, problem.seqlen_q, tiles.block_m)
+
+
+def row_tiles(problem: Problem, seqlen: int, rows: int) -> int:
+    """How many tiles of that many rows a head of all sequences has: tensor.cuh's row_tiles."""
+    if not problem.features.packed:
+        return problem.batch * ceil_div(seqlen, rows)
+    # Only the GPU knows how long each sequence is: no lengths take more tiles than this.
+    return seqlen // rows + problem.batch if problem.batch and seqlen else 0
 
 
 def _price(problem: Problem, tiles: TileSizes, cost: Cost, device: Device) -> float:
     """What a useful multiply-add costs with these tiles: 1 if nothing but it took time."""
-    rows = min(tiles.block_m, max(1, problem.seqlen_q))
-    keys = min(tiles.block_n, max(1, problem.seqlen_k))
+    sequences = max(1, problem.batch) if problem.features.packed else 1
+    rows = min(tiles.block_m, max(1, problem.seqlen_q // sequences))
+    keys = min(tiles.block_n, max(1, problem.seqlen_k // sequences))
     useful = rows * keys * problem.product_dims / tiles.threads
     warps = _blocks_per_sm(tiles, cost, device) * tiles.threads / device.warp_size
     hidden = THROUGHPUT_WITHOUT_WARPS + (1 - THROUGHPUT_WITHOUT_WARPS) * min(1, warps / ENOUGH_WARPS)

@@ -15,8 +15,9 @@ from click.testing import CliRunner
 import cufa
 from cufa import arrays, checking, device, jit
 from cufa.cli import COMMANDS, bench, check, compile, ladder, main, output, workload
+from cufa.cli.options import FeatureOptions
 from cufa.device import Device
-from cufa.kernels import KERNELS
+from cufa.kernels import COMPANIONS, KERNELS
 from cufa.problem import DTYPES, Problem
 from cufa.timing import time_cpu
 
@@ -149,10 +150,14 @@ def test_info_shows_the_environment(monkeypatch):
 
 def test_kernels_lists_the_registry():
     listed = run_json("kernels")
-    assert [row["name"] for row in listed] == list(KERNELS)
-    assert all(row["idea"] and row["paper"] and row["min_arch"].startswith("sm_") for row in listed)
+    assert [row["name"] for row in listed] == [*KERNELS, *COMPANIONS]
+    assert all(row["idea"] and row["paper"] for row in listed)
+    for row in listed[: len(KERNELS)]:
+        assert row["min_arch"].startswith("sm_")
+        assert set(row["features"]) == {"causal", *KERNELS[row["name"]].features}
+    assert {row["function"] for row in listed[len(KERNELS) :]} >= {"cufa.softmax", "cufa.merge"}
     table = run("kernels").stdout
-    assert all(name in table for name in KERNELS)
+    assert all(name in table for name in (*KERNELS, *COMPANIONS))
 
 
 def test_cache_info_and_clear(monkeypatch, tmp_path):
@@ -433,23 +438,18 @@ def test_sizes_are_refused_beside_files(files):
 # --- the sampled check
 
 
-def solved(problem, seed=0):
-    """Inputs of a problem and what the CPU path makes of them."""
-    host = workload.random_arrays(problem, "bshd", np.random.default_rng(seed))
-    load = workload.Workload(host, problem.causal, on_gpu=False)
+def solved(problem, seed=0, **features):
+    """A problem as a workload, and what the CPU path makes of it."""
+    features = FeatureOptions(causal=problem.causal, **features)
+    problem = workload.packed(problem, features)
+    host = workload.make_arrays(problem, features, "bshd", np.random.default_rng(seed))
+    load = workload.Workload(host, on_gpu=False, features=features)
     results = load.forward(workload.Rung())
-    return host, results | load.backward(workload.Rung(), results)
+    return load, results | load.backward(workload.Rung(), results)
 
 
-def checked(host, results, problem, layout="bshd"):
-    return check.check(
-        host,
-        results,
-        causal=problem.causal,
-        softmax_scale=None,
-        layout=layout,
-        rng=np.random.default_rng(1),
-    )
+def checked(load, results):
+    return load.check(load.arrays, results, np.random.default_rng(1))
 
 
 SAMPLED = [
@@ -464,10 +464,10 @@ SAMPLED = [
 
 @pytest.mark.parametrize("problem", SAMPLED, ids=str)
 def test_a_sample_passes_where_everything_does(monkeypatch, problem):
-    host, results = solved(problem)
-    whole = checked(host, results, problem)
+    load, results = solved(problem)
+    whole = checked(load, results)
     monkeypatch.setattr(check, "MAX_SCORES", 2000)
-    sample = checked(host, results, problem)
+    sample = checked(load, results)
     assert whole.coverage == "every element"
     assert sample.coverage.startswith("a random sample")
     assert whole.ok
@@ -479,11 +479,10 @@ def test_a_sample_passes_where_everything_does(monkeypatch, problem):
 
 @pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv"])
 def test_a_sample_finds_what_is_wrong_all_over(monkeypatch, name):
-    problem = SAMPLED[0]
-    host, results = solved(problem)
+    load, results = solved(SAMPLED[0])
     monkeypatch.setattr(check, "MAX_SCORES", 2000)
     results[name] = results[name] + np.float32(1e-4)
-    sample = checked(host, results, problem)
+    sample = checked(load, results)
     assert not {each.what: each.ok for each in sample.comparisons}[name]
 
 
@@ -492,20 +491,20 @@ def test_a_sample_looks_at_both_ends_of_the_sequences(monkeypatch):
     monkeypatch.setattr(check, "MAX_SCORES", 2000)
     for name in ("out", "dq", "dk", "dv"):
         for row in (0, -1):
-            host, results = solved(problem)
+            load, results = solved(problem)
             results[name][0, row] += 1
-            sample = checked(host, results, problem)
+            sample = checked(load, results)
             assert not {each.what: each.ok for each in sample.comparisons}[name], (name, row)
 
 
 def test_the_check_of_both_layouts_is_the_same():
-    problem = SAMPLED[1]
-    host, results = solved(problem)
+    load, results = solved(SAMPLED[1])
 
     def bhsd(named):
         return {name: x.transpose(0, 2, 1, 3) if x.ndim == 4 else x for name, x in named.items()}
 
-    assert checked(bhsd(host), bhsd(results), problem, "bhsd") == checked(host, results, problem)
+    turned = replace(load, arrays=bhsd(load.arrays), layout="bhsd")
+    assert checked(turned, bhsd(results)) == checked(load, results)
 
 
 def test_large_runs_are_checked_by_a_sample(monkeypatch):
@@ -657,7 +656,9 @@ def test_ladder_without_a_gpu_has_the_rows_of_the_cpu_alone():
 
 def test_ladder_exits_with_1_when_a_result_is_wrong(monkeypatch):
     corrupt(monkeypatch, "attention", 0, lambda x: x + 1)
-    monkeypatch.setattr(ladder, "_cpu_seconds", lambda problem, asked, threads: dict.fromkeys(asked, 1.0))
+    monkeypatch.setattr(
+        ladder, "_cpu_seconds", lambda problem, features, asked, threads: dict.fromkeys(asked, 1.0)
+    )
     result = run("ladder", "--seqlen", 32, "--direction", "forward", "--cpu-threads", 1, code=1)
     assert "CPU, 1 thread: out[0, 0, 0, 7] is" in " ".join(result.stderr.split())
 

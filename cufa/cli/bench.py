@@ -12,14 +12,16 @@ import click
 import numpy as np
 
 import cufa
-from cufa.cli import check, output
+from cufa.cli import output
 from cufa.cli.options import (
     DTYPE,
     KERNEL,
     LAYOUT,
     SIZE,
+    FeatureOptions,
     backend_option,
     count_option,
+    feature_options,
     json_option,
     several,
     tile_option,
@@ -29,8 +31,9 @@ from cufa.cli.workload import (
     Rung,
     Workload,
     bytes_moved,
+    make_arrays,
+    packed,
     place,
-    random_arrays,
     release_gpu_memory,
     to_gpu,
     to_host,
@@ -59,8 +62,10 @@ class _Defaults:
 _ON_GPU = _Defaults((512, 1024, 2048, 4096, 8192, 16384), 16384, 2048, 128, "bfloat16")
 _ON_CPU = _Defaults((128, 256, 512, 1024, 2048), 2048, 256, 64, "float32")
 
-# What each kernel must get right before it is timed: lengths that no tile divides.
+# What each kernel must get right before it is timed: lengths that no tile divides, with the ends of a window
+# within them.
 _CHECKED_SEQLENS = (113, 203)
+_CHECKED_WINDOW = 50
 
 
 @dataclass(frozen=True)
@@ -68,12 +73,13 @@ class _Point:
     """One measurement; `timing` is None where memory did not suffice."""
 
     problem: Problem
+    flops: int
     kernel: str
     timing: Timing | None
 
     @property
     def tflops(self) -> float | None:
-        return self.problem.flops / self.timing.median / 1e12 if self.timing else None
+        return self.flops / self.timing.median / 1e12 if self.timing else None
 
     @property
     def gigabytes_per_second(self) -> float | None:
@@ -90,7 +96,7 @@ class _Point:
 @count_option("--head-dim", "Head dim of queries and keys. [128; CPU 64]")
 @count_option("--value-dim", "Head dim of values. [--head-dim]")
 @click.option("--dtype", type=DTYPE, help="[bfloat16; CPU float32]")
-@click.option("--causal", is_flag=True, help="Mask keys after the query.")
+@feature_options()
 @click.option("--layout", type=LAYOUT, default="bshd", show_default=True, help="Order of the axes.")
 @click.option(
     "--direction",
@@ -119,6 +125,7 @@ def command(
     tile: tuple[tuple[str, int], ...],
     arch: str | None,
     backend: str | None,
+    features: FeatureOptions,
     layout: str,
     repeats: int | None,
     seed: int,
@@ -129,25 +136,26 @@ def command(
     """Time attention over a sweep of sequence lengths.
 
     Each kernel must first get a small problem right. Times are medians, on a GPU by CUDA events with
-    nothing in the L2 cache. TFLOP/s count the matrix products that are not masked, two forward and five
-    backward; GB/s count every input and result once.
+    nothing in the L2 cache. TFLOP/s count the matrix products that --causal and --window leave, two
+    forward and five backward; GB/s count every input and result once. With --varlen, one packed batch is
+    timed instead of a sweep.
     """
     if plot is not None:
         _check_plot(plot)
     on_gpu = use_gpu(backend)
     defaults = _ON_GPU if on_gpu else _ON_CPU
     rungs = _rungs(direction, kernels, dict(tile) or None, arch)
-    problems = [_problem(seqlen, defaults, sizes) for seqlen in seqlens or defaults.seqlens]
+    problems = _problems(seqlens, defaults, sizes, features)
     rng = np.random.default_rng(seed)
 
     points: list[_Point] = []
     with output.progress(len(rungs) * (1 + len(problems))) as step:
         for way, rung in rungs:
             step(f"checking {rung.kernel or way}")
-            _check(problems[0], way, rung, layout, on_gpu, rng)
+            _check(problems[0], features, way, rung, layout, on_gpu, rng)
         for problem in problems:
-            host = random_arrays(problem, layout, rng)
-            workload = Workload(to_gpu(host) if on_gpu else host, problem.causal, on_gpu, layout=layout)
+            host = make_arrays(problem, features, layout, rng)
+            workload = Workload(to_gpu(host) if on_gpu else host, on_gpu, features, layout=layout)
             for way, rung in rungs:
                 step(f"{problem.seqlen_q} {rung.kernel or way}")
                 points.append(_measure(workload, way, rung, repeats))
@@ -187,6 +195,19 @@ def _rungs(
     return rungs
 
 
+def _problems(
+    seqlens: tuple[int, ...] | None, defaults: _Defaults, sizes: dict[str, Any], features: FeatureOptions
+) -> list[Problem]:
+    """One for each length, or the one of packed sequences."""
+    if features.varlen is None:
+        return [_problem(seqlen, defaults, sizes) for seqlen in seqlens or defaults.seqlens]
+    refused = ["--seqlens"] if seqlens else []
+    refused += [f"--{name}" for name in ("tokens", "batch") if sizes[name] is not None]
+    if refused:
+        raise output.Failure(f"{', '.join(refused)}: the sizes are those of --varlen")
+    return [packed(_problem(1, defaults, sizes), features)]
+
+
 def _problem(seqlen: int, defaults: _Defaults, sizes: dict[str, Any]) -> Problem:
     def size(name: str, default: int) -> int:
         return default if sizes[name] is None else int(sizes[name])
@@ -203,17 +224,22 @@ def _problem(seqlen: int, defaults: _Defaults, sizes: dict[str, Any]) -> Problem
         kv_heads=size("kv_heads", heads),
         head_dim=head_dim,
         value_dim=size("value_dim", head_dim),
-        causal=sizes["causal"],
     )
 
 
 def _check(
-    like: Problem, direction: Direction, rung: Rung, layout: str, on_gpu: bool, rng: np.random.Generator
+    like: Problem,
+    features: FeatureOptions,
+    direction: Direction,
+    rung: Rung,
+    layout: str,
+    on_gpu: bool,
+    rng: np.random.Generator,
 ) -> None:
     """Failure unless the kernel gets a small problem like this one right."""
     seqlen_q, seqlen_k = _CHECKED_SEQLENS
     kv_heads = min(1, like.kv_heads)
-    problem = replace(
+    small = replace(
         like,
         batch=1,
         seqlen_q=seqlen_q,
@@ -221,18 +247,32 @@ def _check(
         kv_heads=kv_heads,
         heads=kv_heads * like.heads // max(1, like.kv_heads),
     )
-    host = random_arrays(problem, layout, rng)
-    workload = Workload(to_gpu(host) if on_gpu else host, problem.causal, on_gpu, layout=layout)
+    features = _checked_features(features)
+    host = make_arrays(packed(small, features), features, layout, rng)
+    workload = Workload(to_gpu(host) if on_gpu else host, on_gpu, features, layout=layout)
     results = workload.forward(rung if direction == "forward" else Rung(arch=rung.arch))
     if direction == "backward":
         results |= workload.backward(rung, results)
-    verdict = check.check(
-        host, to_host(results), causal=problem.causal, softmax_scale=None, layout=layout, rng=rng
-    )
+    verdict = workload.check(host, to_host(results), rng)
     wrong = [str(each) for each in verdict.comparisons if not each.ok]
     if wrong:
         name = rung.kernel or f"the {direction}"
+        problem = workload.problem(direction)
         raise output.Wrong(f"{name} is wrong on {problem}, not timed: {'; '.join(wrong)}")
+
+
+def _checked_features(features: FeatureOptions) -> FeatureOptions:
+    """The features with lengths that fit the small problem."""
+    seqlen_q, seqlen_k = _CHECKED_SEQLENS
+    if features.window is not None:
+        left, right = (None if side is None else min(side, _CHECKED_WINDOW) for side in features.window)
+        features = replace(features, window=(left, right))
+    if features.varlen is not None:
+        features = replace(features, varlen=((seqlen_q, seqlen_k), (0, 1), (seqlen_k, seqlen_q)))
+    if features.seqused_k is not None:
+        sequences = 1 if features.varlen is None else len(features.varlen)
+        features = replace(features, seqused_k=(seqlen_q // 2,) * sequences)
+    return features
 
 
 def _measure(workload: Workload, direction: Direction, rung: Rung, repeats: int | None) -> _Point:
@@ -242,8 +282,8 @@ def _measure(workload: Workload, direction: Direction, rung: Rung, repeats: int 
         results = workload.forward(Rung(arch=rung.arch)) if direction == "backward" else None
         _, timing = workload.timed(direction, rung, results, repeats)
     except output.OutOfMemory:
-        return _Point(problem, kernel, None)
-    return _Point(problem, kernel, timing)
+        return _Point(problem, workload.flops(direction), kernel, None)
+    return _Point(problem, workload.flops(direction), kernel, timing)
 
 
 def _document(on_gpu: bool, points: list[_Point]) -> dict[str, Any]:
@@ -257,6 +297,7 @@ def _document(on_gpu: bool, points: list[_Point]) -> dict[str, Any]:
                 "kernel": point.kernel,
                 "dtype": point.problem.dtype,
                 "causal": point.problem.causal,
+                "features": list(point.problem.features.names),
                 "seqlen": point.problem.seqlen_q,
                 "batch": point.problem.batch,
                 "heads": point.problem.heads,
@@ -280,7 +321,9 @@ def _print(on_gpu: bool, points: list[_Point]) -> None:
     heads = f"{first.heads}" if first.heads == first.kv_heads else f"{first.heads}/{first.kv_heads}"
     dims = f"{first.head_dim}" if first.head_dim == first.value_dim else f"{first.head_dim}/{first.value_dim}"
     causal = " causal" if first.causal else ""
-    console.print(f"{place(on_gpu)}\n{first.dtype}{causal}, heads {heads}, head dim {dims}\n")
+    names = dict.fromkeys(name for point in points for name in point.problem.features.names)
+    features = f", with {', '.join(names)}" if names else ""
+    console.print(f"{place(on_gpu)}\n{first.dtype}{causal}, heads {heads}, head dim {dims}{features}\n")
     table = output.table(("seqlen", "batch", "<direction", "<kernel", "time", "TFLOP/s", "GB/s"))
     seqlen = first.seqlen_q
     for point in points:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,19 @@ import click
 
 from cufa import CompileError, NVRTCMissingError, jit
 from cufa.cli import output
-from cufa.cli.options import DTYPE, KERNEL, SIZE, count_option, json_option, several, tile_option
-from cufa.device import KNOWN, Device, target
-from cufa.kernels import KERNELS, Kernel
-from cufa.plan import Plan, make_plan
-from cufa.problem import Problem
+from cufa.cli.options import DTYPE, SIZE, count_option, json_option, several, tile_option
+from cufa.device import KNOWN, Arch, Device, target
+from cufa.jit import Variant
+from cufa.kernels import COMPANIONS, KERNELS
+from cufa.plan import Launch, make_plan
+from cufa.plan.standard import merge_launch, softmax_launch
+from cufa.problem import MAX_ALIGN_BYTES, Direction, Features, Problem
 
-# The lengths of the plans; what is compiled does not depend on them.
+# The lengths of the plans and of a window; what is compiled does not depend on them.
 _SEQLEN = 4096
+_WINDOW = 256
 _ALL_ARCHS = ("all",)
+_NAMES = (*KERNELS, *COMPANIONS)
 
 
 @dataclass(frozen=True)
@@ -37,23 +42,122 @@ class _Entry:
 
 
 @dataclass(frozen=True)
-class _Compiled:
-    """A variant: built, or why not. `skipped` says that the kernel does not support it."""
+class _Request:
+    """What to compile: for which arch, and what the kernel is asked for."""
 
     kernel: str
     device: Device
     dtype: str
     head_dim: int
     value_dim: int
-    plan: Plan | None = None
+    causal: bool
+    features: Features
+    tiles: Mapping[str, int]
+
+    def problem(self, direction: Direction) -> Problem:
+        """What is asked for as a call."""
+        left, right = self.features.window
+        windowed = (left, right) != (None, None)
+        return Problem(
+            direction=direction,
+            dtype=self.dtype,
+            batch=1,
+            seqlen_q=_SEQLEN,
+            seqlen_k=_SEQLEN,
+            heads=1,
+            kv_heads=1,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            # Of a window a causal mask is one end.
+            causal=self.causal and not windowed,
+            features=replace(
+                self.features,
+                window=(left, 0) if self.causal and windowed else (left, right),
+                deterministic=self.features.deterministic and direction == "backward",
+                gradients=self.features.gradients if direction == "backward" else (),
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """The variant that a request is for, its launches, and the tiles that were chosen."""
+
+    variant: Variant
+    launches: tuple[Launch, ...]
+    tiles: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A request: built, or why not. `skipped` says that the kernel does not support it."""
+
+    request: _Request
+    planned: _Planned | None = None
     build: jit.Build | None = None
     entries: tuple[_Entry, ...] = ()
     skipped: str = ""
     error: str = ""
 
 
+def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What is compiled into a kernel or left out of it; the command takes it as `causal` and `features`."""
+
+    @functools.wraps(command)
+    def bundled(
+        *,
+        window: bool,
+        bias: str | None,
+        mask: str | None,
+        varlen: bool,
+        dbias: bool,
+        **given: Any,
+    ) -> Any:
+        if dbias and bias is None:
+            raise output.Failure("--dbias is the gradient of a bias; give --bias, too")
+        scores = (1, 1, _SEQLEN, _SEQLEN)
+        features = Features(
+            window=(_WINDOW, _WINDOW) if window else (None, None),
+            bias=scores if bias else None,
+            bias_dtype=bias,
+            mask=scores if mask else None,
+            mask_bits=mask == "bits",
+            packed=varlen,
+            gradients=("bias",) if dbias else (),
+            **{name: given.pop(name) for name in _SWITCHES},
+        )
+        return command(features=features, **given)
+
+    options = [
+        click.option("--causal", is_flag=True, help="The masked variants."),
+        click.option("--window", is_flag=True, help="The variants with a window of keys."),
+        click.option("--bias", type=DTYPE, help="Those with a bias of this dtype."),
+        click.option("--mask", type=click.Choice(["bool", "bits"]), help="Those with a mask."),
+        click.option("--varlen", is_flag=True, help="Those for packed sequences."),
+        click.option("--dbias", is_flag=True, help="Backward: with the gradient of the bias."),
+    ]
+    options += [
+        click.option(f"--{name.replace('_', '-')}", is_flag=True, help=text)
+        for name, text in _SWITCHES.items()
+    ]
+    for option in reversed(options):
+        bundled = option(bundled)
+    return bundled
+
+
+# Those features that are on or off, and nothing else.
+_SWITCHES = {
+    "softcap": "Those with a softcap.",
+    "alibi": "Those with ALiBi.",
+    "sink": "Those with a sink.",
+    "dropout": "Those with dropout.",
+    "seqused_k": "Those with keys that do not count.",
+    "deterministic": "Backward: with the same bits in every run.",
+}
+
+
 @click.command("compile")
-@click.argument("kernels", metavar="[KERNEL]...", type=KERNEL, nargs=-1)
+@click.argument("kernels", metavar="[KERNEL]...", type=click.Choice(_NAMES), nargs=-1)
 @click.option("--all", "all_kernels", is_flag=True, help="All kernels of the registry.")
 @click.option(
     "--arch",
@@ -69,7 +173,7 @@ class _Compiled:
     "--head-dim", "head_dims", type=several(SIZE), metavar="N[,...]", default="128", show_default=True
 )
 @count_option("--value-dim", "Head dim of values. [--head-dim]", least=1)
-@click.option("--causal", is_flag=True, help="The masked variants.")
+@_variant_options
 @tile_option("--tile", "kernels")
 @click.option("--emit", type=click.Choice(["ptx", "cubin", "sass"]), help="The code of one variant.")
 @click.option(
@@ -87,6 +191,7 @@ def command(
     head_dims: tuple[int, ...],
     value_dim: int | None,
     causal: bool,
+    features: Features,
     tile: tuple[tuple[str, int], ...],
     emit: str | None,
     destination: Path | None,
@@ -108,28 +213,20 @@ def command(
         raise output.Failure(f"--emit {emit}{' with --json' if as_json else ''} needs --output FILE")
 
     devices = _devices(archs)
-    rows = [KERNELS[name] for name in kernels] or list(KERNELS.values())
-    requests = list(itertools.product(devices, dtypes, head_dims, rows))
+    requests = [
+        _Request(kernel, device, dtype, head_dim, value_dim or head_dim, causal, features, dict(tile))
+        for device, dtype, head_dim, kernel in itertools.product(
+            devices, dtypes, head_dims, kernels or _NAMES
+        )
+    ]
     if emit is not None and len(requests) != 1:
         raise output.Failure(f"--emit takes one kernel, arch, dtype and head dim; these are {len(requests)}")
 
     compiled = []
     with output.progress(len(requests)) as step:
-        for device, dtype, head_dim, kernel in requests:
-            step(f"{kernel.name} for {device.arch}")
-            problem = Problem(
-                direction=kernel.direction,
-                dtype=dtype,
-                batch=1,
-                seqlen_q=_SEQLEN,
-                seqlen_k=_SEQLEN,
-                heads=1,
-                kv_heads=1,
-                head_dim=head_dim,
-                value_dim=value_dim or head_dim,
-                causal=causal,
-            )
-            compiled.append(_compile(kernel, device, problem, dict(tile)))
+        for request in requests:
+            step(f"{request.kernel} for {request.device.arch}")
+            compiled.append(_compile(request))
 
     if all(each.skipped for each in compiled):
         raise output.Failure("; ".join(dict.fromkeys(each.skipped for each in compiled)))
@@ -153,30 +250,43 @@ def _devices(archs: tuple[str, ...] | None) -> list[Device]:
         return [target(arch, for_compile_only=True) for arch in archs]
 
 
-def _compile(kernel: Kernel, device: Device, problem: Problem, tiles: dict[str, int]) -> _Compiled:
-    about: dict[str, Any] = {
-        "kernel": kernel.name,
-        "device": device,
-        "dtype": problem.dtype,
-        "head_dim": problem.head_dim,
-        "value_dim": problem.value_dim,
-    }
+def _compile(request: _Request) -> _Compiled:
     try:
-        plan = make_plan(problem, device, kernel.name, tiles)
+        planned = _plan(request)
     except ValueError as error:
-        return _Compiled(**about, skipped=str(error))
+        return _Compiled(request, skipped=str(error))
     try:
-        build = jit.build(plan.variant)
+        build = jit.build(planned.variant)
     except CompileError as error:
-        return _Compiled(**about, plan=plan, error=str(error))
+        return _Compiled(request, planned, error=str(error))
     except (NVRTCMissingError, ValueError) as error:
         raise output.Failure(str(error)) from error
-    return _Compiled(**about, plan=plan, build=build, entries=tuple(_entries(plan, build)))
+    return _Compiled(request, planned, build, tuple(_entries(request.device, planned, build)))
 
 
-def _entries(plan: Plan, build: jit.Build) -> Iterator[_Entry]:
-    device = plan.device
-    for launch in plan.launches:
+def _plan(request: _Request) -> _Planned:
+    """What to compile; ValueError if the kernel does not support it."""
+    name, device = request.kernel, request.device
+    if name in KERNELS:
+        problem = request.problem(KERNELS[name].direction)
+        plan = make_plan(problem, device, name, request.tiles)
+        return _Planned(plan.variant, plan.launches, plan.tiles)
+    if request.tiles:
+        raise ValueError(f"tiles has {', '.join(request.tiles)}, and {name} has no tiles to choose")
+    variant, launch = _COMPANION_LAUNCHES[name](request, device.arch)
+    return _Planned(variant, (launch,), {})
+
+
+_COMPANION_LAUNCHES: dict[str, Callable[[_Request, Arch], tuple[Variant, Launch]]] = {
+    "softmax": lambda request, arch: softmax_launch(request.dtype, 2, _SEQLEN, arch),
+    "merge": lambda request, arch: merge_launch(
+        request.dtype, request.value_dim, _SEQLEN, MAX_ALIGN_BYTES, arch
+    ),
+}
+
+
+def _entries(device: Device, planned: _Planned, build: jit.Build) -> Iterator[_Entry]:
+    for launch in planned.launches:
         used = build.resources.get(launch.entry)
         if used is None:  # PTX: registers are given out when the driver compiles it
             continue
@@ -188,7 +298,7 @@ def _entries(plan: Plan, build: jit.Build) -> Iterator[_Entry]:
 
 
 def _emit(compiled: _Compiled, what: str, destination: Path | None) -> None:
-    assert compiled.plan is not None
+    assert compiled.planned is not None
     assert compiled.build is not None
     try:
         if what == "cubin":
@@ -196,7 +306,7 @@ def _emit(compiled: _Compiled, what: str, destination: Path | None) -> None:
                 raise output.Failure(f"{compiled.build.arch} is PTX and has no cubin; give a real arch")
             code = compiled.build.path.read_bytes()
         else:
-            text = jit.ptx(compiled.plan.variant) if what == "ptx" else jit.sass(compiled.build)
+            text = jit.ptx(compiled.planned.variant) if what == "ptx" else jit.sass(compiled.build)
             code = text.encode()
     except (ValueError, RuntimeError) as error:
         raise output.Failure(str(error)) from error
@@ -210,15 +320,17 @@ def _emit(compiled: _Compiled, what: str, destination: Path | None) -> None:
 
 
 def _document(compiled: _Compiled) -> dict[str, Any]:
-    build, plan = compiled.build, compiled.plan
+    build, request = compiled.build, compiled.request
     return {
-        "kernel": compiled.kernel,
-        "arch": str(compiled.device.arch),
+        "kernel": request.kernel,
+        "arch": str(request.device.arch),
         "compiled_for": str(build.arch) if build else None,
-        "dtype": compiled.dtype,
-        "head_dim": compiled.head_dim,
-        "value_dim": compiled.value_dim,
-        "tiles": dict(plan.tiles) if plan else None,
+        "dtype": request.dtype,
+        "head_dim": request.head_dim,
+        "value_dim": request.value_dim,
+        "causal": request.causal,
+        "features": list(request.features.names),
+        "tiles": dict(compiled.planned.tiles) if compiled.planned else None,
         "seconds": build.seconds if build else None,
         "cached": build.cached if build else None,
         "path": str(build.path) if build else None,
@@ -247,15 +359,11 @@ def _print(compiled: list[_Compiled]) -> None:
     console = output.stdout()
     columns = ("<", "seconds", "registers", "spilled", "shared", "blocks", "warps")
 
-    def same_table(each: _Compiled) -> tuple[str, str, int, int]:
-        return str(each.device.arch), each.dtype, each.head_dim, each.value_dim
-
-    for (arch, dtype, head_dim, value_dim), group in itertools.groupby(compiled, same_table):
-        dims = f"{head_dim}" if head_dim == value_dim else f"{head_dim}/{value_dim}"
-        table = output.table(columns, f"{arch}, {dtype}, head dim {dims}")
+    for title, group in itertools.groupby(compiled, lambda each: _title(each.request)):
+        table = output.table(columns, title)
         remarks: list[str] = []
         for each in group:
-            table.add_row(each.kernel, _seconds(each))
+            table.add_row(each.request.kernel, _seconds(each))
             for entry in each.entries:
                 spilled = entry.used.spill_stores + entry.used.spill_loads
                 table.add_row(
@@ -275,6 +383,15 @@ def _print(compiled: list[_Compiled]) -> None:
         console.print("")
 
 
+def _title(request: _Request) -> str:
+    """What the kernels of one table have in common."""
+    head_dim, value_dim = request.head_dim, request.value_dim
+    dims = f"{head_dim}" if head_dim == value_dim else f"{head_dim}/{value_dim}"
+    parts = [str(request.device.arch), request.dtype, f"head dim {dims}"]
+    parts += ["causal"] if request.causal else []
+    return ", ".join((*parts, *request.features.names))
+
+
 def _seconds(compiled: _Compiled) -> str:
     if compiled.build is None:
         return "skipped" if compiled.skipped else "FAILED"
@@ -283,12 +400,13 @@ def _seconds(compiled: _Compiled) -> str:
 
 
 def _remarks(compiled: _Compiled) -> Iterator[str]:
+    kernel, build = compiled.request.kernel, compiled.build
     if compiled.skipped:
         yield compiled.skipped
-    if compiled.build is not None:
-        if compiled.build.arch.virtual:
-            yield f"{compiled.kernel}: PTX for {compiled.build.arch}, whose registers the driver gives out"
-        yield from (f"{compiled.kernel}: {warning}" for warning in compiled.build.warnings)
+    if build is not None:
+        if build.arch.virtual:
+            yield f"{kernel}: PTX for {build.arch}, whose registers the driver gives out"
+        yield from (f"{kernel}: {warning}" for warning in build.warnings)
 
 
 def _print_errors(compiled: list[_Compiled]) -> None:

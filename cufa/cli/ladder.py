@@ -16,14 +16,21 @@ import numpy as np
 import cufa
 from cufa import device
 from cufa.cli import check, output
-from cufa.cli.options import DTYPE, backend_option, count_option, json_option
+from cufa.cli.options import (
+    DTYPE,
+    FeatureOptions,
+    arguments,
+    backend_option,
+    count_option,
+    feature_options,
+    json_option,
+)
 from cufa.cli.workload import (
     DIRECTIONS,
-    Arrays,
     Rung,
     Workload,
+    make_arrays,
     place,
-    random_arrays,
     release_gpu_memory,
     to_gpu,
     to_host,
@@ -102,7 +109,8 @@ class _Row:
 @count_option("--kv-heads", "Key-value heads; --heads is a multiple.", least=1)
 @count_option("--head-dim", "Head dim, 1 to 256.", least=1)
 @click.option("--dtype", type=DTYPE, help="Of the arrays.")
-@click.option("--causal/--no-causal", default=None, help="Mask keys after the query.")
+@feature_options(packed=False)
+@click.option("--no-causal", is_flag=True, help="Where the preset is causal.")
 @click.option("--direction", type=click.Choice((*DIRECTIONS, "both")), default="both", show_default=True)
 @count_option("--cpu-threads", "Threads of the CPU's row. [the preset's, else one a core]", least=1)
 @backend_option
@@ -110,6 +118,8 @@ class _Row:
 @json_option
 def command(
     preset: str,
+    features: FeatureOptions,
+    no_causal: bool,
     direction: str,
     cpu_threads: int | None,
     backend: str | None,
@@ -121,12 +131,13 @@ def command(
 
     For each: time, TFLOP/s, how many times as fast it is as the rung before and as the CPU, memory
     beyond inputs and outputs, and the largest error against float64. "course" is batch 100, length 4096,
-    one head of 32, float32, compared with one CPU thread.
+    one head of 32, float32, compared with one CPU thread. Rungs that do not support what is asked for say so.
 
     Exits with 1 if a result is further from float64 than it may be.
     """
     chosen = _PRESETS[preset]
     problem = _problem(chosen, sizes)
+    features = replace(features, causal=(features.causal or chosen.causal) and not no_causal)
     asked = [way for way in DIRECTIONS if direction in (way, "both")]
     on_gpu = use_gpu(backend)
     rng = np.random.default_rng(seed)
@@ -136,14 +147,15 @@ def command(
 
     rungs = [kernel for kernel in KERNELS.values() if kernel.direction in asked] if on_gpu else []
     with output.progress(len(threads) + len(rungs)) as step:
-        rows = _cpu_rows(problem, asked, threads, rng, step)
+        rows = _cpu_rows(problem, features, asked, threads, rng, step)
         if rungs:
-            rows += _gpu_rows(problem, rungs, rng, step)
+            rows += _gpu_rows(problem, features, rungs, rng, step)
     notes = _notes(on_gpu, rows)
+    posed = _described(problem, features)
     if as_json:
-        output.print_json(_document(on_gpu, problem, rows, notes))
+        output.print_json(_document(on_gpu, posed, rows, notes))
     else:
-        _print(on_gpu, problem, rows, notes)
+        _print(on_gpu, posed, rows, notes)
     if not all(row.check.ok for row in rows if row.check):
         raise click.exceptions.Exit(output.WRONG)
 
@@ -162,8 +174,13 @@ def _problem(preset: _Preset, sizes: dict[str, Any]) -> Problem:
         kv_heads=changed.kv_heads,
         head_dim=changed.head_dim,
         value_dim=changed.head_dim,
-        causal=changed.causal,
     )
+
+
+def _described(problem: Problem, features: FeatureOptions) -> Problem:
+    """The forward problem with its features."""
+    arrays = make_arrays(problem, features, "bshd", None)
+    return Workload(arrays, on_gpu=False, features=features).problem("forward")
 
 
 def _slice(problem: Problem) -> Problem:
@@ -176,28 +193,32 @@ def _slice(problem: Problem) -> Problem:
 
 
 def _cpu_rows(
-    problem: Problem, asked: list[Direction], threads: list[int], rng: np.random.Generator, step: Any
+    problem: Problem,
+    features: FeatureOptions,
+    asked: list[Direction],
+    threads: list[int],
+    rng: np.random.Generator,
+    step: Any,
 ) -> list[_Row]:
     sliced = _slice(problem)
     pieces, measured = problem.batch * problem.heads, sliced.batch * sliced.heads
     note = "" if measured == pieces else f"measured on {measured} of {pieces} heads and scaled"
-    host = random_arrays(sliced, "bshd", rng)
-    workload = Workload(host, sliced.causal, on_gpu=False)
+    host = make_arrays(sliced, features, "bshd", rng)
+    workload = Workload(host, on_gpu=False, features=features)
     results = workload.forward(Rung())
     if "backward" in asked:
         results |= workload.backward(Rung(), results)
-    verdict = _verdict(host, results, sliced, rng)
+    verdict = workload.check(host, results, rng)
     rows = []
     for count in threads:
         step(f"CPU, {count} threads")
-        for way, seconds in _cpu_seconds(sliced, asked, count).items():
-            whole = seconds * pieces / measured
+        for way, seconds in _cpu_seconds(sliced, features, asked, count).items():
             rows.append(
                 _Row(
                     name=f"CPU, {count} thread{'s' if count > 1 else ''}",
                     direction=way,
-                    seconds=whole,
-                    tflops=replace(problem, direction=way).flops / whole / 1e12,
+                    seconds=seconds * pieces / measured,
+                    tflops=workload.flops(way) / seconds / 1e12,
                     check=verdict.of(way),
                     cpu=True,
                     note=note,
@@ -206,15 +227,16 @@ def _cpu_rows(
     return rows
 
 
-def _cpu_seconds(problem: Problem, asked: list[Direction], threads: int) -> dict[Direction, float]:
+def _cpu_seconds(
+    problem: Problem, features: FeatureOptions, asked: list[Direction], threads: int
+) -> dict[Direction, float]:
     """`cufa bench` in a process of its own: BLAS reads its number of threads when it is loaded."""
     command = [sys.executable, "-m", "cufa.cli", "bench", "--backend", "numpy", "--json"]
     command += ["--direction", asked[0] if len(asked) == 1 else "both"]
     command += ["--seqlens", str(problem.seqlen_q), "--dtype", problem.dtype]
     for name in ("batch", "heads", "kv_heads", "head_dim"):
         command += [f"--{name.replace('_', '-')}", str(getattr(problem, name))]
-    if problem.causal:
-        command.append("--causal")
+    command += arguments(features)
     environment = os.environ | dict.fromkeys(_THREAD_VARIABLES, str(threads))
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -222,17 +244,18 @@ def _cpu_seconds(problem: Problem, asked: list[Direction], threads: int) -> dict
     return {point["direction"]: point["seconds"] for point in json.loads(done.stdout)["points"]}
 
 
-def _gpu_rows(problem: Problem, rungs: list[Kernel], rng: np.random.Generator, step: Any) -> list[_Row]:
-    host = random_arrays(problem, "bshd", rng)
-    workload = Workload(to_gpu(host), problem.causal, on_gpu=True)
+def _gpu_rows(
+    problem: Problem, features: FeatureOptions, rungs: list[Kernel], rng: np.random.Generator, step: Any
+) -> list[_Row]:
+    host = make_arrays(problem, features, "bshd", rng)
+    workload = Workload(to_gpu(host), on_gpu=True, features=features)
     has_backward = any(kernel.direction == "backward" for kernel in rungs)
     forward = workload.forward(Rung()) if has_backward else {}
     rows = []
     for kernel in rungs:
         way = kernel.direction
         step(kernel.name)
-        posed = replace(problem, direction=way)
-        reason = kernel.unsupported(posed, device.current())
+        reason = kernel.unsupported(workload.problem(way), device.current())
         if reason is not None:
             rows.append(_Row(kernel.name, way, note=reason))
             continue
@@ -245,22 +268,18 @@ def _gpu_rows(problem: Problem, rungs: list[Kernel], rng: np.random.Generator, s
             continue
         finally:
             release_gpu_memory()
-        verdict = _verdict(host, to_host(forward | results), problem, rng)
+        verdict = workload.check(host, to_host(forward | results), rng)
         rows.append(
             _Row(
                 name=kernel.name,
                 direction=way,
                 seconds=timing.median,
-                tflops=posed.flops / timing.median / 1e12,
+                tflops=workload.flops(way) / timing.median / 1e12,
                 memory_bytes=plan.workspace_bytes,
                 check=verdict.of(way),
             )
         )
     return rows
-
-
-def _verdict(host: Arrays, results: Arrays, problem: Problem, rng: np.random.Generator) -> check.Check:
-    return check.check(host, results, causal=problem.causal, softmax_scale=None, layout="bshd", rng=rng)
 
 
 def _notes(on_gpu: bool, rows: list[_Row]) -> list[str]:

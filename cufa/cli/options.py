@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import click
 
 from cufa.arrays import BACKENDS
 from cufa.kernels import KERNELS
-from cufa.problem import DTYPES, LAYOUTS
+from cufa.problem import DTYPES, LAYOUTS, check_window
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+Window = tuple[int | None, int | None]
 
 SIZE = click.IntRange(min=1)
 DTYPE = click.Choice(list(DTYPES))
@@ -67,3 +70,144 @@ def tile_option(name: str, of: str) -> Callable[[Command], Command]:
         multiple=True,
         help=f"Override a tile size of the {of}; may be repeated.",
     )
+
+
+RANDOM = "random"
+RANDOM_BITS = "random-bits"
+
+
+@dataclass(frozen=True)
+class FeatureOptions:
+    """What the options ask for beyond plain attention; the fields are their names.
+
+    `bias` is a file or `RANDOM`, `mask` also `RANDOM_BITS`; `varlen` has queries and keys of each packed
+    sequence, `seqused_k` the keys of each that count.
+    """
+
+    causal: bool = False
+    window: Window | None = None
+    softcap: float = 0.0
+    bias: str | None = None
+    mask: str | None = None
+    alibi: bool = False
+    sink: bool = False
+    dropout: float = 0.0
+    dropout_seed: int = 0
+    varlen: tuple[tuple[int, int], ...] | None = None
+    seqused_k: tuple[int, ...] | None = None
+    deterministic: bool = False
+
+
+def arguments(features: FeatureOptions) -> list[str]:
+    """The options that ask for these features, on another command's line; not those of packed sequences."""
+    line: list[str] = []
+    for field in fields(features):
+        value = getattr(features, field.name)
+        if value == field.default:
+            continue
+        line.append(f"--{field.name.replace('_', '-')}")
+        if isinstance(value, tuple):
+            line.append(",".join("-1" if side is None else str(side) for side in value))
+        elif value is not True:
+            line.append(str(value))
+    return line
+
+
+def key_window(text: str) -> Window:
+    """The type of --window, LEFT,RIGHT."""
+    try:
+        left, right = (int(side) for side in text.split(","))
+        return check_window((left, right))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not of the form LEFT,RIGHT, as in 128,0; -1 is all") from None
+
+
+def sequence_lengths(text: str) -> tuple[int, int]:
+    """The type of each part of --varlen: N queries and keys, or N:M for N queries and M keys."""
+    queries, _, keys = text.partition(":")
+    keys = keys or queries
+    if not (queries.isdecimal() and keys.isdecimal()):
+        raise click.BadParameter(f"{text!r} is no length, as in 100, or in 1:100 for 1 query and 100 keys")
+    return int(queries), int(keys)
+
+
+def feature_options(files: bool = False, packed: bool = True) -> Callable[[Command], Command]:
+    """The options of `FeatureOptions`, which the command takes as `features`.
+
+    Args:
+        files: the bias and the mask may be files.
+        packed: there are options for packed sequences.
+    """
+    options = [
+        click.option("--causal", is_flag=True, help="Mask keys after the query, aligned bottom-right."),
+        click.option(
+            "--window",
+            type=key_window,
+            metavar="L,R",
+            help="Keys seen before and after the diagonal; -1 is all.",
+        ),
+        click.option(
+            "--softcap",
+            type=click.FloatRange(min=0),
+            default=0.0,
+            metavar="X",
+            help="Bound of the scores. [none]",
+        ),
+        *(_score_array_files() if files else _score_arrays()),
+        click.option("--alibi", is_flag=True, help="The slopes of ALiBi's paper."),
+        click.option("--sink", is_flag=True, help="A random sink, and its gradient."),
+        click.option(
+            "--dropout",
+            type=click.FloatRange(min=0, max=1, max_open=True),
+            default=0.0,
+            metavar="P",
+            help="Part of the probabilities that is dropped. [0]",
+        ),
+        click.option("--dropout-seed", type=int, default=0, metavar="N", help="Of what is dropped. [0]"),
+        click.option("--deterministic", is_flag=True, help="Gradients with the same bits in every run."),
+    ]
+    if packed:
+        options += [
+            click.option(
+                "--varlen",
+                type=several(sequence_lengths),
+                metavar="N[:M][,...]",
+                help="Packed sequences of N queries and M keys (else N).",
+            ),
+            click.option(
+                "--seqused-k",
+                type=several(click.IntRange(min=0)),
+                metavar="N[,...]",
+                help="How many keys of each batch or sequence count. [all]",
+            ),
+        ]
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def bundled(**given: Any) -> Any:
+            asked = {
+                field.name: given.pop(field.name) for field in fields(FeatureOptions) if field.name in given
+            }
+            return command(features=FeatureOptions(**asked), **given)
+
+        for option in reversed(options):
+            bundled = option(bundled)
+        return bundled  # type: ignore[return-value]
+
+    return decorate
+
+
+def _score_arrays() -> list[Callable[..., Any]]:
+    return [
+        click.option("--bias", type=click.Choice([RANDOM]), help="A bias for each head, and its gradient."),
+        click.option("--mask", type=click.Choice([RANDOM, RANDOM_BITS]), help="A mask for each head."),
+    ]
+
+
+def _score_array_files() -> list[Callable[..., Any]]:
+    return [
+        click.option("--bias", metavar="FILE|random", help="Added to the scores; its gradient, too."),
+        click.option(
+            "--mask", metavar="FILE|random", help="True to see a key; bool, or uint8 for bits (random-bits)."
+        ),
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,37 @@ from cufa.cli.options import (
     DTYPE,
     KERNEL,
     LAYOUT,
+    RANDOM,
+    RANDOM_BITS,
+    FeatureOptions,
     backend_option,
     count_option,
+    feature_options,
     json_option,
     tile_option,
 )
-from cufa.cli.workload import Arrays, Rung, Workload, normal, place, random_arrays, to_gpu, to_host, use_gpu
+from cufa.cli.workload import (
+    Arrays,
+    Rung,
+    Workload,
+    cu_seqlens,
+    make_arrays,
+    packed,
+    place,
+    to_gpu,
+    to_host,
+    use_gpu,
+)
 from cufa.plan import Plan
-from cufa.problem import Direction, Problem, output_shape
+from cufa.problem import Direction, Problem
+from cufa.score_rules import Rules
 from cufa.timing import Timing
 
 # The generated problem where nothing else is asked for: small enough to be checked as a whole.
 DEFAULT_SIZES = {"batch": 2, "seqlen": 512, "heads": 4, "head_dim": 64}
 DEFAULT_DTYPE = "float32"
+# Those that packed sequences have of their own.
+_VARLEN_SIZES = ("batch", "seqlen", "seqlen_q", "seqlen_k")
 
 
 @dataclass(frozen=True)
@@ -35,6 +53,7 @@ class _Step:
     """One direction of the run: what was computed, how fast, and by which plan on a GPU."""
 
     problem: Problem
+    flops: int
     timing: Timing
     plan: Plan | None
 
@@ -44,7 +63,7 @@ class _Step:
 
     @property
     def tflops(self) -> float:
-        return self.problem.flops / self.timing.median / 1e12
+        return self.flops / self.timing.median / 1e12
 
 
 @click.command("run")
@@ -56,7 +75,7 @@ class _Step:
     "--out",
     "destination",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the results: .npy for the output alone; .npz for out, lse, dq, dk and dv.",
+    help="Write the results: .npy for the output alone; .npz for all of them.",
 )
 @count_option("--batch", "Of the generated problem, as all sizes. [2]")
 @count_option("--seqlen", "Length of queries and of keys. [512]")
@@ -68,7 +87,7 @@ class _Step:
 @count_option("--value-dim", "Head dim of values, 1 to 256. [--head-dim]")
 @click.option("--dtype", type=DTYPE, help="Of generated arrays; files are converted. [float32]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of generated arrays.")
-@click.option("--causal", is_flag=True, help="Mask keys after the query, aligned bottom-right.")
+@feature_options(files=True)
 @click.option("--softmax-scale", type=float, help="Factor on Q K^T. [1 / sqrt(head dim)]")
 @click.option("--layout", type=LAYOUT, default="bshd", show_default=True, help="Order of the axes.")
 @click.option("--kernel", type=KERNEL, metavar="KERNEL", help="As `cufa kernels` lists them. [the fastest]")
@@ -86,7 +105,7 @@ class _Step:
 def command(
     dtype: str | None,
     seed: int,
-    causal: bool,
+    features: FeatureOptions,
     softmax_scale: float | None,
     layout: str,
     kernel: str | None,
@@ -105,7 +124,8 @@ def command(
     """Compute attention and gradients, checked.
 
     Without arguments, of a small generated problem. All results are compared with float64. Arrays from
-    files have the axes (batch, seqlen, heads, head_dim), or as --layout says.
+    files have the axes (batch, seqlen, heads, head_dim), or as --layout says; with --varlen they are
+    (tokens, heads, head_dim).
 
     Exits with 1 if a result is further from float64 than it may be, with 2 if the call is refused.
     """
@@ -113,56 +133,65 @@ def command(
         files.check_destination(destination)
     rng = np.random.default_rng(seed)
     locations = {name: given.pop(name) for name in ("q", "k", "v", "dout")}
-    if any(locations.values()):
-        host = _from_files(locations, given, dtype, layout, rng)
+    from_files = _from_files(locations, features, dtype)
+    if "q" in from_files:
+        problem = _problem_of(from_files, given, features, layout)
     else:
-        host = _generated(given, dtype or DEFAULT_DTYPE, layout, rng)
+        problem = _generated(given, dtype or DEFAULT_DTYPE, features)
+    host = make_arrays(problem, features, layout, None if explain else rng, from_files)
+    workload = Workload(host, False, features, softmax_scale, layout)
+    if features.varlen is not None:
+        _check_sequences(workload)
     rungs: dict[Direction, Rung] = {"forward": Rung(kernel, dict(tile) or None, arch)}
     if backward:
         rungs["backward"] = Rung(backward_kernel, dict(backward_tile) or None, arch)
 
     if explain:
-        _explain(Workload(host, causal, False, softmax_scale, layout), rungs, as_json)
+        _explain(workload, rungs, as_json)
         return
-    on_gpu = use_gpu(backend)
-    workload = Workload(to_gpu(host) if on_gpu else host, causal, on_gpu, softmax_scale, layout)
+    if use_gpu(backend):
+        workload = replace(workload, arrays=to_gpu(host), on_gpu=True)
     results, steps = _compute(workload, rungs)
     if destination is not None:
         files.save(destination, results)
-    verdict = None
-    if checked:
-        verdict = check.check(
-            host, results, causal=causal, softmax_scale=softmax_scale, layout=layout, rng=rng
-        )
+    verdict = workload.check(host, results, rng) if checked else None
     if as_json:
-        output.print_json(_document(on_gpu, steps, verdict, destination))
+        output.print_json(_document(workload, steps, verdict, destination))
     else:
-        _report(on_gpu, steps, verdict, destination)
+        _report(workload, steps, verdict, destination)
     if verdict is not None and not verdict.ok:
         raise click.exceptions.Exit(output.WRONG)
 
 
-def _from_files(
-    locations: dict[str, str | None],
-    sizes: dict[str, int | None],
-    dtype: str | None,
-    layout: str,
-    rng: np.random.Generator,
-) -> Arrays:
+def _from_files(locations: dict[str, str | None], features: FeatureOptions, dtype: str | None) -> Arrays:
+    """The arrays that are in files; q, k and v if one of the tensors is."""
+    missing = [f"--{name}" for name in ("q", "k", "v") if locations[name] is None]
+    if missing and any(locations.values()):
+        raise output.Failure(f"{', '.join(missing)} must be given, too, with arrays from files")
+    if features.bias != RANDOM:
+        locations = {**locations, "bias": features.bias}
+    if features.mask not in (RANDOM, RANDOM_BITS):
+        locations = {**locations, "mask": features.mask}
+    return {name: files.load(name, at, dtype) for name, at in locations.items() if at is not None}
+
+
+def _problem_of(
+    from_files: Arrays, sizes: dict[str, int | None], features: FeatureOptions, layout: str
+) -> Problem:
+    """The problem that the arrays from files make."""
     refused = [f"--{name.replace('_', '-')}" for name, size in sizes.items() if size is not None]
     if refused:
         raise output.Failure(f"{', '.join(refused)}: the sizes are those of the files")
-    missing = [f"--{name}" for name in ("q", "k", "v") if locations[name] is None]
-    if missing:
-        raise output.Failure(f"{', '.join(missing)} must be given, too, with arrays from files")
-    arrays = {name: files.load(name, at, dtype) for name, at in locations.items() if at is not None}
-    if "dout" not in arrays:
-        problem = Workload(arrays, causal=False, on_gpu=False, layout=layout).problem("backward")
-        arrays["dout"] = normal(rng, output_shape(problem, layout), arrays["q"].dtype)
-    return arrays
+    arrays = {**from_files, **cu_seqlens(features)}
+    return Workload(arrays, False, features, layout=layout).problem("forward")
 
 
-def _generated(sizes: dict[str, int | None], dtype: str, layout: str, rng: np.random.Generator) -> Arrays:
+def _generated(sizes: dict[str, int | None], dtype: str, features: FeatureOptions) -> Problem:
+    """The problem of the sizes that are asked for."""
+    refused = [f"--{name.replace('_', '-')}" for name in _VARLEN_SIZES if sizes[name] is not None]
+    if refused and features.varlen is not None:
+        raise output.Failure(f"{', '.join(refused)}: the sizes are those of --varlen")
+
     def size(name: str, like: str | None = None) -> int:
         value = sizes[name]
         if value is not None:
@@ -180,7 +209,14 @@ def _generated(sizes: dict[str, int | None], dtype: str, layout: str, rng: np.ra
         head_dim=size("head_dim"),
         value_dim=size("value_dim", "head_dim"),
     )
-    return random_arrays(problem, layout, rng)
+    return packed(problem, features)
+
+
+def _check_sequences(workload: Workload) -> None:
+    """Failure if arrays from files are too short for the sequences, which a GPU would not notice."""
+    side = {name: array for name, array in workload.rules().items() if name != "softmax_scale"}
+    with output.library_errors():
+        Rules(softmax_scale=1.0, **side).sequences(workload.arrays["q"], workload.arrays["k"])
 
 
 def _explain(workload: Workload, rungs: dict[Direction, Rung], as_json: bool) -> None:
@@ -201,7 +237,7 @@ def _compute(workload: Workload, rungs: dict[Direction, Rung]) -> tuple[Arrays, 
         computed, timing = workload.timed(direction, rung, inputs)
         results = results | computed
         plan = workload.plan(direction, rung) if workload.on_gpu else None
-        steps.append(_Step(workload.problem(direction), timing, plan))
+        steps.append(_Step(workload.problem(direction), workload.flops(direction), timing, plan))
     return to_host(results), steps
 
 
@@ -219,12 +255,13 @@ def plan_document(plan: Plan) -> dict[str, Any]:
 
 
 def _document(
-    on_gpu: bool, steps: list[_Step], verdict: check.Check | None, destination: Path | None
+    workload: Workload, steps: list[_Step], verdict: check.Check | None, destination: Path | None
 ) -> dict[str, Any]:
     return {
         "cufa": cufa.__version__,
-        "backend": "cuda" if on_gpu else "numpy",
-        "device": place(on_gpu),
+        "backend": "cuda" if workload.on_gpu else "numpy",
+        "device": place(workload.on_gpu),
+        "features": asdict(workload.features),
         "steps": [
             {
                 "direction": step.problem.direction,
@@ -243,9 +280,11 @@ def _document(
     }
 
 
-def _report(on_gpu: bool, steps: list[_Step], verdict: check.Check | None, destination: Path | None) -> None:
+def _report(
+    workload: Workload, steps: list[_Step], verdict: check.Check | None, destination: Path | None
+) -> None:
     console = output.stdout()
-    console.print(f"cufa {cufa.__version__} on {place(on_gpu)}\n{steps[0].problem}\n")
+    console.print(f"cufa {cufa.__version__} on {place(workload.on_gpu)}\n{steps[0].problem}\n")
     table = output.table(("<direction", "<kernel", "time", "TFLOP/s"))
     for step in steps:
         time = output.seconds(step.timing.median)

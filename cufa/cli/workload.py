@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import gc
+import math
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 import cufa
 from cufa import arrays, device
+from cufa.cli import check
+from cufa.cli.options import RANDOM_BITS, FeatureOptions
 from cufa.cli.output import library_errors
 from cufa.problem import (
     DTYPES,
     Direction,
+    Features,
     Options,
     Problem,
     Shape,
@@ -29,6 +34,10 @@ from cufa.timing import Timing, cpu_cores, time_cpu, time_gpu
 Arrays = dict[str, Any]
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+PLAIN = FeatureOptions()
+_TENSORS = ("q", "k", "v", "dout")
+# Which part of the keys a random mask leaves for a row to see.
+_MASK_DENSITY = 0.8
 
 
 @dataclass(frozen=True)
@@ -42,28 +51,39 @@ class Rung:
 
 @dataclass(frozen=True)
 class Workload:
-    """Arrays q, k, v and dout, on the GPU as CuPy's or NumPy's, and how to attend."""
+    """Arrays, on the GPU as CuPy's or NumPy's, and how to attend.
+
+    The arrays are q, k, v and dout, and those that the features have, by the names of the arguments of
+    `cufa.attention`.
+    """
 
     arrays: Arrays
-    causal: bool
     on_gpu: bool
+    features: FeatureOptions = PLAIN
     softmax_scale: float | None = None
     layout: str = "bshd"
 
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """The inputs that the backward gives gradients of, in its order."""
+        return "q", "k", "v", *(name for name in ("bias", "sink") if name in self.arrays)
+
     def forward(self, rung: Rung) -> Arrays:
         """What the call returns: out and lse."""
-        inputs = [self.arrays[name] for name in ("q", "k", "v")]
         with library_errors():
-            out, lse = cufa.attention(*inputs, return_lse=True, **self._options(rung))
+            out, lse = cufa.attention(**self._tensors("q", "k", "v"), **self._options(rung), return_lse=True)
         return {"out": out, "lse": lse}
 
     def backward(self, rung: Rung, results: Arrays) -> Arrays:
-        """dq, dk and dv, from what `forward` returned."""
-        inputs = [self.arrays[name] for name in ("dout", "q", "k", "v")]
-        inputs += [results["out"], results["lse"]]
+        """The gradients, from what `forward` returned."""
+        names = [f"d{name}" for name in self.gradients]
+        options = self._options(rung) | {f"return_{name}": True for name in names[3:]}
+        options["deterministic"] = self.features.deterministic
         with library_errors():
-            gradients = cufa.attention_backward(*inputs, **self._options(rung))
-        return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+            gradients = cufa.attention_backward(
+                **self._tensors("dout", "q", "k", "v"), out=results["out"], lse=results["lse"], **options
+            )
+        return dict(zip(names, gradients, strict=True))
 
     def timed(
         self, direction: Direction, rung: Rung, results: Arrays | None = None, repeats: int | None = None
@@ -76,31 +96,69 @@ class Workload:
         assert (direction == "backward") == (results is not None)
         return (time_gpu if self.on_gpu else time_cpu)(call, repeats=repeats)
 
+    def check(self, host: Arrays, results: Arrays, rng: np.random.Generator) -> check.Check:
+        """Results against float64; all arrays are NumPy's, and `host` has those that are computed with."""
+        on_host = replace(self, arrays=host)
+        inputs = {name: host[name] for name in _TENSORS}
+        return check.check(inputs, results, layout=self.layout, rng=rng, **on_host.rules())
+
     def plan(self, direction: Direction, rung: Rung) -> cufa.Plan:
         """The Plan that the call uses on a GPU."""
-        inputs = [self.arrays[name] for name in ("q", "k", "v")]
         options = self._options(rung)
-        del options["softmax_scale"], options["backend"]
+        for name in ("softmax_scale", "seed", "backend"):
+            options.pop(name, None)
+        if direction == "backward":
+            options |= {"backward": True, "gradients": self.gradients[3:]}
+            options["deterministic"] = self.features.deterministic
         with library_errors():
-            return cufa.plan(*inputs, backward=direction == "backward", **options)
+            return cufa.plan(**self._tensors("q", "k", "v"), **options)
 
     def problem(self, direction: Direction) -> Problem:
         """What is asked for; Failure if the arrays don't go together."""
         shapes = {name: array.shape for name, array in self.arrays.items()}
         dtypes = {name: array.dtype for name, array in self.arrays.items()}
+        asked, backward = self.features, direction == "backward"
+        options = Options(
+            causal=asked.causal,
+            window=asked.window,
+            softcap=asked.softcap > 0,
+            dropout=asked.dropout > 0,
+            deterministic=backward and asked.deterministic,
+            gradients=self.gradients[3:] if backward else (),
+            layout=self.layout,
+        )
         with library_errors():
-            return make_problem(direction, shapes, dtypes, Options(causal=self.causal, layout=self.layout))
+            return make_problem(direction, shapes, dtypes, options)
 
-    def _options(self, rung: Rung) -> dict[str, Any]:
-        return {
-            "causal": self.causal,
-            "softmax_scale": self.softmax_scale,
-            "layout": self.layout,
-            "kernel": rung.kernel,
-            "tiles": rung.tiles,
-            "arch": rung.arch,
-            "backend": "cuda" if self.on_gpu else "numpy",
-        }
+    def flops(self, direction: Direction) -> int:
+        """Operations of the matrix products, those of packed sequences one by one."""
+        problem = self.problem(direction)
+        if self.features.varlen is None:
+            return problem.flops
+        unpacked = replace(problem, batch=1, features=replace(problem.features, packed=False))
+        return sum(
+            replace(unpacked, seqlen_q=queries, seqlen_k=keys).flops for queries, keys in self.features.varlen
+        )
+
+    def rules(self) -> Arrays:
+        """The arguments of `cufa.attention` that say what is computed, beside q, k and v."""
+        asked = self.features
+        rules: Arrays = {"causal": asked.causal, "softmax_scale": self.softmax_scale}
+        if asked.window is not None:
+            rules["window"] = asked.window
+        if asked.softcap:
+            rules["softcap"] = asked.softcap
+        if asked.dropout:
+            rules |= {"dropout_p": asked.dropout, "seed": asked.dropout_seed}
+        return rules | {name: array for name, array in self.arrays.items() if name not in _TENSORS}
+
+    def _options(self, rung: Rung) -> Arrays:
+        """Those, and the ones that say how the arrays lie and what computes."""
+        backend = "cuda" if self.on_gpu else "numpy"
+        return self.rules() | asdict(rung) | {"layout": self.layout, "backend": backend}
+
+    def _tensors(self, *names: str) -> Arrays:
+        return {name: self.arrays[name] for name in names}
 
 
 def use_gpu(backend: str | None) -> bool:
@@ -120,11 +178,27 @@ def place(on_gpu: bool) -> str:
     return f"CPU ({platform.machine()}, {cpu_cores()} cores, NumPy {np.__version__})"
 
 
+def packed(problem: Problem, features: FeatureOptions) -> Problem:
+    """The problem with the sizes of the packed sequences, if that is what is asked for."""
+    if features.varlen is None:
+        return problem
+    queries, keys = (sum(side) for side in zip(*features.varlen, strict=True))
+    return replace(
+        problem,
+        batch=len(features.varlen),
+        seqlen_q=queries,
+        seqlen_k=keys,
+        features=Features(packed=True),
+    )
+
+
 def shapes_of(problem: Problem, layout: str) -> dict[str, Shape]:
     """The shapes of q, k, v and dout in a layout."""
     batch, row, head = check_layout(layout)
 
     def shape(seqlen: int, heads: int, dim: int) -> Shape:
+        if problem.features.packed:
+            return seqlen, heads, dim
         extents = [0, 0, 0, dim]
         extents[batch], extents[row], extents[head] = problem.batch, seqlen, heads
         return tuple(extents)
@@ -137,14 +211,89 @@ def shapes_of(problem: Problem, layout: str) -> dict[str, Shape]:
     }
 
 
-def random_arrays(problem: Problem, layout: str, rng: np.random.Generator) -> Arrays:
-    """Normal random q, k, v and dout; Failure for a problem that the library refuses."""
-    shapes = shapes_of(problem, layout)
-    dtype = DTYPES[problem.dtype]
-    dtypes = dict.fromkeys(shapes, dtype)
-    with library_errors():
-        make_problem(problem.direction, shapes, dtypes, Options(causal=problem.causal, layout=layout))
-    return {name: normal(rng, shape, dtype) for name, shape in shapes.items()}
+def make_arrays(
+    problem: Problem,
+    features: FeatureOptions,
+    layout: str,
+    rng: np.random.Generator | None,
+    given: Mapping[str, Any] = MappingProxyType({}),
+) -> Arrays:
+    """All arrays of a workload: those that are given, and the others drawn.
+
+    Without a generator nothing is drawn: they have shapes and dtypes alone and take no memory.
+
+    Args:
+        problem: sizes and dtype of q, k and v.
+        features: which arrays there are beside them.
+        layout: of q, k, v and dout.
+        rng: what draws.
+        given: arrays from files.
+
+    Raises:
+        Failure: a problem that the library refuses; before anything is drawn.
+    """
+    described = {**_described(problem, features, layout), **given}
+    Workload(described, False, features, layout=layout).problem("forward")
+    if rng is None:
+        return described
+    return {name: array if name in given else _draw(name, array, rng) for name, array in described.items()}
+
+
+def _described(problem: Problem, features: FeatureOptions, layout: str) -> Arrays:
+    """The shapes and dtypes of all arrays, in zeros that take no memory; bias and mask are for each head."""
+
+    def zeros(dtype: Any, *shape: int) -> Any:
+        return np.broadcast_to(np.zeros((), dtype), shape)
+
+    dtype, heads = DTYPES[problem.dtype], problem.heads
+    rows, keys = problem.seqlen_q, problem.seqlen_k
+    described = {name: zeros(dtype, *shape) for name, shape in shapes_of(problem, layout).items()}
+    if features.varlen is not None:
+        rows, keys = (max(side) for side in zip(*features.varlen, strict=True))
+        described |= cu_seqlens(features)
+    if features.seqused_k is not None:
+        described["seqused_k"] = np.array(features.seqused_k, np.int32)
+    if features.bias is not None:
+        described["bias"] = zeros(dtype, 1, heads, rows, keys)
+    if features.mask == RANDOM_BITS:
+        described["mask"] = zeros(np.uint8, 1, heads, rows, -(-keys // 8))
+    elif features.mask is not None:
+        described["mask"] = zeros(np.bool_, 1, heads, rows, keys)
+    if features.alibi:
+        described["alibi_slopes"] = alibi_slopes(heads).astype(problem.accumulator)
+    if features.sink:
+        described["sink"] = zeros(problem.accumulator, heads)
+    return described
+
+
+def _draw(name: str, described: Any, rng: np.random.Generator) -> Any:
+    """The array that is described; what follows from the options is there already."""
+    shape, dtype = described.shape, described.dtype
+    if name == "mask" and dtype == np.uint8:
+        return np.packbits(_seen(rng, (*shape, 8)), axis=-1)[..., 0]
+    if name == "mask":
+        return _seen(rng, shape)
+    if name in (*_TENSORS, "bias", "sink"):
+        return normal(rng, shape, dtype)
+    return described
+
+
+def _seen(rng: np.random.Generator, shape: Shape) -> Any:
+    """Random booleans, most of them True."""
+    return rng.integers(256, size=shape, dtype=np.uint8) < _MASK_DENSITY * 256
+
+
+def alibi_slopes(heads: int) -> Any:
+    """The slopes of Press et al. 2022, from 2^(-8 / heads) down to 2^-8."""
+    return 2.0 ** (-8.0 * np.arange(1, heads + 1) / heads)
+
+
+def cu_seqlens(features: FeatureOptions) -> Arrays:
+    """Where the packed sequences begin that are asked for, and the last ends; nothing if none are."""
+    if features.varlen is None:
+        return {}
+    sides = zip(("cu_seqlens_q", "cu_seqlens_k"), zip(*features.varlen, strict=True), strict=True)
+    return {name: np.cumsum([0, *lengths], dtype=np.int32) for name, lengths in sides}
 
 
 def normal(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> Any:
@@ -175,11 +324,15 @@ def release_gpu_memory() -> None:
 
 
 def bytes_moved(problem: Problem) -> int:
-    """What a call must read and write at least: each input and each result once."""
-    shapes = shapes_of(problem, "bshd")
-    elements = {name: int(np.prod(shape, dtype=np.int64)) for name, shape in shapes.items()}
-    times = {"q": 1, "k": 1, "v": 1, "dout": 1}  # out, of dout's shape, is written
-    if problem.direction == "backward":
-        times = {"q": 2, "k": 2, "v": 2, "dout": 2}  # and the gradients; out and dout are read
-    lse = int(np.prod(lse_shape(problem), dtype=np.int64)) * problem.accumulator.itemsize
-    return sum(times[name] * elements[name] for name in times) * problem.itemsize + lse
+    """What a call must read and write at least: each input and each result once, those of features too."""
+    features = problem.features
+    tensors = sum(math.prod(shape) for shape in shapes_of(problem, "bshd").values())
+    # The forward writes out where dout is counted; the backward reads out, too, and writes gradients.
+    times = 2 if problem.direction == "backward" else 1
+    moved = times * tensors * problem.itemsize + math.prod(lse_shape(problem)) * problem.accumulator.itemsize
+    if features.bias is not None and features.bias_dtype is not None:
+        times = 2 if "bias" in features.gradients else 1
+        moved += times * math.prod(features.bias) * DTYPES[features.bias_dtype].itemsize
+    if features.mask is not None:
+        moved += math.prod(features.mask)
+    return moved

@@ -100,10 +100,14 @@ def test_batches_and_groups(
     check(draw_case(rng, "float32", features, seqlen_q=12, seqlen_k=15, **sizes))
 
 
+@pytest.mark.parametrize(("batch", "kv_heads"), [(1, 1), (2, 3)])
 @pytest.mark.parametrize("features", SETS, ids=feature_id)
-def test_threads_and_their_sums(rng: np.random.Generator, features: frozenset[str]) -> None:
-    case = draw_case(rng, "float32", features, seqlen_q=40, seqlen_k=33, head_dim=6)
-    with mock.patch.multiple(cpu, PARALLEL_SCORES=0):
+def test_threads_and_their_sums(
+    rng: np.random.Generator, features: frozenset[str], batch: int, kv_heads: int
+) -> None:
+    sizes = {"batch": batch, "heads": 3, "kv_heads": kv_heads, "head_dim": 6}
+    case = draw_case(rng, "float32", features, seqlen_q=33, seqlen_k=40, **sizes)
+    with mock.patch.object(cpu, "_threads", return_value=4):
         check(case)
         expected = in_sequences(case, attend(case))
         for _ in range(3):

@@ -11,7 +11,7 @@
 //          the same rows of O
 // Shared   Q tile, K tile, V tile, P tile
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key
-#include "online_softmax.cuh"
+#include "key_tiles.cuh"
 #include "scores.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
@@ -51,19 +51,20 @@ struct Accumulator {
 };
 
 template <bool Masked>
-__device__ inline void attend(Accumulator& acc, Smem& smem, Matrix<const scalar_t> k,
-                              Matrix<const scalar_t> v, const Grid& grid, Mask mask,
-                              acc_t scale_log2, int first_row, int first_key) {
+__device__ inline void attend(Accumulator& acc, Smem& smem, const ScoreRules& rules,
+                              Matrix<const scalar_t> k, Matrix<const scalar_t> v, const Grid& grid,
+                              int first_row, int first_key) {
     __syncthreads();  // every warp is done with the previous K and V (and, the first time, none has
                       // Q)
-    load_tile<THREADS, kHeadDim>(smem.k, k, first_key, mask.seqlen_k);
-    load_tile<THREADS, kValueDim>(smem.v, v, first_key, mask.seqlen_k);
+    load_tile<THREADS, kHeadDim>(smem.k, k, first_key, rules.mask.seqlen_k);
+    load_tile<THREADS, kValueDim>(smem.v, v, first_key, rules.mask.seqlen_k);
     __syncthreads();
 
     ScoreTile<kRows, kKeys> scores;
     product_nt<kHeadDim>(scores, smem.q, smem.k, grid);
-    scale_and_mask<Masked>(scores, scale_log2, grid, mask, first_row, first_key);
+    apply<Masked>(rules, scores, grid, first_row, first_key);
     acc.exponentiate(scores);
+    if constexpr (kDropout) drop(rules, scores, grid, first_row, first_key);
 
     // A row of P is written and read by lanes of one warp only.
     store_scores(smem.p, scores, grid);
@@ -73,40 +74,37 @@ __device__ inline void attend(Accumulator& acc, Smem& smem, Matrix<const scalar_
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     fwd_4_flash_v2(const __grid_constant__ ForwardParams params) {
-    const Sizes& sizes = params.sizes;
-    const Mask mask{sizes.seqlen_q, sizes.seqlen_k};
-    const acc_t scale_log2 = params.softmax_scale * kLog2E;
     Smem& smem = shared_memory<Smem>();
     const Grid grid;
-
     const auto [sequence, head, kv_head, first_row] = query_tile_of_block<kBlockM>(params);
-    const int batch = sequence.batch;
-    const auto q = matrix_of<const scalar_t>(params.q, batch, head);
-    const auto k = matrix_of<const scalar_t>(params.k, batch, kv_head);
-    const auto v = matrix_of<const scalar_t>(params.v, batch, kv_head);
-    load_tile<THREADS, kHeadDim>(smem.q, q, first_row, sizes.seqlen_q);
+    const int seqlen_q = sequence.seqlen_q;
+    if (kPacked && first_row >= seqlen_q) return;  // it is none of the sequence's tiles
+
+    const ScoreRules rules(params, sequence, head);
+    const KeyTiles<kBlockN> tiles(rules.mask, first_row, kBlockM);
+    const auto q = sequence.queries<const scalar_t>(params.q, head);
+    const auto k = sequence.keys<const scalar_t>(params.k, kv_head);
+    const auto v = sequence.keys<const scalar_t>(params.v, kv_head);
+    load_tile<THREADS, kHeadDim>(smem.q, q, first_row, seqlen_q);
 
     Accumulator acc = {};
-    // Every row of the tile sees the keys that its first row sees; none sees more than the last
-    // does.
-    const int last_row = min(first_row + kBlockM, sizes.seqlen_q) - 1;
-    const int unmasked_end = mask.keys_end(first_row) / kBlockN * kBlockN;
-    const int end = mask.keys_end(last_row);
-    int key = 0;
-    for (; key < unmasked_end; key += kBlockN)
-        attend<false>(acc, smem, k, v, grid, mask, scale_log2, first_row, key);
-    for (; key < end; key += kBlockN)
-        attend<true>(acc, smem, k, v, grid, mask, scale_log2, first_row, key);
+    for (int key = tiles.begin; key < tiles.end; key += kBlockN) {
+        if (tiles.masked(key)) {
+            attend<true>(acc, smem, rules, k, v, grid, first_row, key);
+        } else {
+            attend<false>(acc, smem, rules, k, v, grid, first_row, key);
+        }
+    }
 
-    const auto o = matrix_of<scalar_t>(params.o, batch, head);
+    const auto o = sequence.queries<scalar_t>(params.o, head);
     acc_t* lse = static_cast<acc_t*>(params.lse);
-    if (lse) lse += first_row_of(batch, head, sizes);
+    if (lse) lse += sequence.first_row(head, params.sizes);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-        acc.softmax[i].total<Grid::kX>();
+        const acc_t factor = end_row<Grid::kX>(acc.softmax[i], rules);
         const int row = first_row + grid.row(i);
-        if (row >= sizes.seqlen_q) continue;
+        if (row >= seqlen_q) continue;
         if (lse && grid.x == 0) lse[row] = acc.softmax[i].lse();
-        store_row<kValueDim>(o.row(row), acc.o[i], acc.softmax[i].normalizer(), grid);
+        store_row<kValueDim>(o.row(row), acc.o[i], factor, grid);
     }
 }

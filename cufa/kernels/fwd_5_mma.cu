@@ -204,15 +204,6 @@ __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules,
     add_product_pn<kTiles, kBlockN, kDims>(out.o, s, smem.v);
 }
 
-// Ends a row: returns what its sums of values must be multiplied with to be the output.
-__device__ inline float end_row(OnlineSoftmax& softmax, const ScoreRules& rules) {
-    softmax.total<4>();
-    float factor = 1;
-    if constexpr (kSink) factor = softmax.add(rules.sink_log2());
-    if constexpr (kDropout) factor *= rules.kept_scale();
-    return factor * softmax.normalizer();
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     fwd_5_mma(const __grid_constant__ ForwardParams params) {
     Smem& smem = shared_memory<Smem>();
@@ -246,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             OnlineSoftmax& softmax = out.softmax[m][half];
-            const float factor = end_row(softmax, rules);
+            const float factor = end_row<4>(softmax, rules);
             const int row = first_row + row_of(m, half);
             if (row >= seqlen_q) continue;
             if (lse && threadIdx.x % 4 == 0) lse[row] = softmax.lse();

@@ -106,3 +106,14 @@ struct ScoreRules {
         return sum;
     }
 };
+
+// Ends a row, which Lanes threads share: returns what its weighted sum of values must be multiplied
+// with to be the output.
+template <int Lanes>
+__device__ inline acc_t end_row(OnlineSoftmax& softmax, const ScoreRules& rules) {
+    softmax.total<Lanes>();
+    acc_t factor = 1;
+    if constexpr (kSink) factor = softmax.add(rules.sink_log2());
+    if constexpr (kDropout) factor *= rules.kept_scale();
+    return factor * softmax.normalizer();
+}

@@ -1,8 +1,8 @@
 // What the tiled kernels do to a tile of scores between its two products.
 #pragma once
 
-#include "mask.cuh"
 #include "products.cuh"
+#include "score_rules.cuh"
 
 // Scales the scores and, in a Masked tile, sets those of unseen keys to -inf. (A NaN in such a key
 // is gone with this: the score is replaced, not added to.)
@@ -18,6 +18,35 @@ __device__ inline void scale_and_mask(ScoreTile<TM, TN>& scores, acc_t scale, co
             scores[i][j] = seen ? scores[i][j] * scale : negative_infinity();
         }
     }
+}
+
+// Applies what a call asks for to products, which are scores then. In a Masked tile those of unseen
+// keys become -inf.
+template <bool Masked, int TM, int TN, class Grid>
+__device__ inline void apply(const ScoreRules& rules, ScoreTile<TM, TN>& scores, const Grid& grid,
+                             int first_row, int first_key) {
+#pragma unroll
+    for (int i = 0; i < TM; ++i)
+#pragma unroll
+        for (int j = 0; j < TN; ++j) {
+            const int row = first_row + grid.row(i), key = first_key + grid.key(j);
+            const bool seen = !Masked || rules.sees(row, key);
+            scores[i][j] = seen ? rules.score(scores[i][j], row, key) : negative_infinity();
+        }
+}
+
+// Drops probabilities at random.
+template <int TM, int TN, class Grid>
+__device__ inline void drop(const ScoreRules& rules, ScoreTile<TM, TN>& p, const Grid& grid,
+                            int first_row, int first_key) {
+#pragma unroll
+    for (int i = 0; i < TM; ++i)
+#pragma unroll
+        for (int j = 0; j < TN; ++j) {
+            const int row = first_row + grid.row(i), key = first_key + grid.key(j);
+            const int place = 2 * (row % 2) + key % 2;
+            if (!(rules.kept(row, key) >> place & 1)) p[i][j] = 0;
+        }
 }
 
 template <int TM, int TN, class Tile, class Grid>

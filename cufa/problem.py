@@ -65,7 +65,9 @@ class Features:
     `window` is how many keys before and after the diagonal a query sees, None for all of them; `bias` and
     `mask` are the shapes of those arrays, with 1 along axes that are broadcast, and `bias_dtype` is the
     bias's dtype; of a mask in `mask_bits`, eight keys are one byte. `packed` stands for cu_seqlens;
-    `gradients` are the inputs beyond q, k and v whose gradients are wanted, of "bias" and "sink".
+    `gradients` are the inputs beyond q, k and v whose gradients are wanted, of "bias" and "sink". With
+    `tf32`, tensor cores may round float32 operands to tf32; a kernel that does not is right as well, so this
+    is none of the `names`.
     """
 
     window: tuple[int | None, int | None] = (None, None)
@@ -82,6 +84,7 @@ class Features:
     dlse: bool = False
     deterministic: bool = False
     gradients: tuple[str, ...] = ()
+    tf32: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:

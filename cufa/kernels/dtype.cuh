@@ -51,6 +51,13 @@ template <class T>
 __device__ inline bool is_finite(T x) {
     return (x.bits & kExponentBits<T>) != kExponentBits<T>;
 }
+// NaN and infinity are the values that differ from themselves by more than nothing.
+__device__ inline bool is_finite(float32 x) {
+    return x - x == 0;
+}
+__device__ inline bool is_finite(float64 x) {
+    return x - x == 0;
+}
 
 // Of two elements in a word: not zero if one of them is NaN or infinite. Adding the exponent's
 // lowest bit carries into the sign's place, which is empty, if all bits of the exponent are set.

@@ -1,27 +1,18 @@
-// Tiles of 16-bit elements in shared memory for tensor cores: the copy that fills them, and the
-// products that read them.
+// Tiles in shared memory for tensor cores: the copy that fills them, and the products that read
+// them.
 #pragma once
 
-#include "config.cuh"
-#include "memory.cuh"
-#include "ptx_sm80.cuh"
+#include "operands_double.cuh"
+#include "operands_half.cuh"
+#include "operands_single.cuh"
 #include "tensor.cuh"
 
-// The shape of one mma: a 16x16 by a 16x8 matrix.
-constexpr int kMmaM = 16, kMmaN = 8, kMmaK = 16;
-// Elements in 16 bytes: a row of the 8x8 matrices that ldmatrix loads.
-constexpr int kMatrixCols = 8;
-
-// What a lane has of a 16x8 accumulator: columns 2t and 2t + 1 of row g, then of row g + 8, where
-// g = lane / 4 and t = lane % 4.
-using Fragment = float[4];
-template <int Tiles, int Cols>
-using Accumulators = Fragment[Tiles][Cols / kMmaN];
+using Operands = OperandsOf<scalar_t>;
 
 // A Rows x Cols tile; columns are padded to sixteens. A row is an odd number of 16-byte units long,
-// so that the eight rows of an 8x8 matrix lie in different banks.
+// so that the eight rows of a matrix that ldmatrix loads lie in different banks.
 template <int Rows, int Cols>
-struct HalfTile {
+struct MmaTile {
     static constexpr int kRows = Rows;
     static constexpr int kCols = round_up(Cols, kMmaK);
     static constexpr int kPitch = kCols + kMatrixCols;
@@ -31,6 +22,9 @@ struct HalfTile {
     __device__ scalar_t* at(int row, int col) { return data + row * kPitch + col; }
     __device__ const scalar_t* at(int row, int col) const { return data + row * kPitch + col; }
 };
+
+template <int Rows, int Cols>
+using HalfTile = MmaTile<Rows, Cols>;
 
 // Makes the columns that are padding zero. Copies leave them alone, so once is enough.
 template <int Threads, int Cols, class Tile>
@@ -73,35 +67,24 @@ __device__ inline void copy_tile(Tile& tile, Matrix<const scalar_t> source, int 
 // Whether this thread, of all that look together, finds NaN or infinity in a tile.
 template <int Threads, class Tile>
 __device__ inline bool finds_nonfinite(const Tile& tile) {
-    using Pairs = Pack<unsigned int, kMatrixCols / 2>;
     constexpr int kRowChunks = Tile::kCols / kMatrixCols;
     unsigned int found = 0;
 #pragma unroll 1  // it runs for few tiles, and registers are what the others lack
     for (int i = threadIdx.x; i < Tile::kRows * kRowChunks; i += Threads) {
         const scalar_t* chunk = tile.at(i / kRowChunks, i % kRowChunks * kMatrixCols);
-        const Pairs pairs = *reinterpret_cast<const Pairs*>(chunk);
+        if constexpr (sizeof(scalar_t) == 2) {
+            using Pairs = Pack<unsigned int, kMatrixCols / 2>;
+            const Pairs pairs = *reinterpret_cast<const Pairs*>(chunk);
 #pragma unroll
-        for (int e = 0; e < kMatrixCols / 2; ++e) found |= nonfinite_of_pair<scalar_t>(pairs[e]);
+            for (int e = 0; e < kMatrixCols / 2; ++e)
+                found |= nonfinite_of_pair<scalar_t>(pairs[e]);
+        } else {
+            const auto values = *reinterpret_cast<const Pack<scalar_t, kMatrixCols>*>(chunk);
+#pragma unroll
+            for (int e = 0; e < kMatrixCols; ++e) found |= !is_finite(values[e]);
+        }
     }
     return found != 0;
-}
-
-__device__ inline void mma(Fragment& d, const unsigned int (&a)[4], unsigned int b0,
-                           unsigned int b1) {
-    if constexpr (is_bfloat16<scalar_t>) {
-        ptx::mma_m16n8k16_bf16(d, a, b0, b1);
-    } else {
-        ptx::mma_m16n8k16_f16(d, a, b0, b1);
-    }
-}
-
-// Two floats rounded to scalar_t, `low` first in memory.
-__device__ inline unsigned int pack(float low, float high) {
-    if constexpr (is_bfloat16<scalar_t>) {
-        return ptx::pack_bf16(low, high);
-    } else {
-        return ptx::pack_f16(low, high);
-    }
 }
 
 // s += a b^T, as in S = Q K^T: a warp multiplies Tiles 16-row tiles of `a` from first_row on by
@@ -109,66 +92,52 @@ __device__ inline unsigned int pack(float low, float high) {
 template <int Tiles, int Cols, class A, class B>
 __device__ inline void add_product_nt(Accumulators<Tiles, Cols>& s, const A& a, int first_row,
                                       const B& b, int b_first_row = 0) {
-    const int lane = threadIdx.x % 32;
-    const scalar_t* a_row = a.at(first_row + lane % 16, lane / 16 * kMatrixCols);
-    const scalar_t* b_row =
-        b.at(b_first_row + lane % 8 + lane / 16 * 8, lane / 8 % 2 * kMatrixCols);
+    const Operands::LeftNT<A> a_part(a, first_row);
+    const Operands::RightNT<B> b_part(b, b_first_row);
 #pragma unroll
-    for (int k = 0; k < A::kCols; k += kMmaK) {
-        unsigned int a_part[Tiles][4];
+    for (int k = 0; k < A::kCols; k += Operands::kDepth) {
+        Operands::Left left[Tiles];
 #pragma unroll
-        for (int m = 0; m < Tiles; ++m)
-            ptx::ldmatrix_x4(a_part[m], a_row + m * kMmaM * A::kPitch + k);
+        for (int m = 0; m < Tiles; ++m) left[m] = a_part.at(m * kMmaM, k);
 #pragma unroll
         for (int n = 0; n < Cols; n += 2 * kMmaN) {
-            unsigned int b_part[4];
-            ptx::ldmatrix_x4(b_part, b_row + n * B::kPitch + k);
+            const Operands::RightPair right = b_part.at(n, k);
 #pragma unroll
             for (int m = 0; m < Tiles; ++m) {
-                mma(s[m][n / kMmaN], a_part[m], b_part[0], b_part[1]);
-                mma(s[m][n / kMmaN + 1], a_part[m], b_part[2], b_part[3]);
+                Fragment* const sums = &s[m][n / kMmaN];
+                Operands::multiply_add(sums[0], sums[1], left[m], right);
             }
         }
     }
 }
 
-// o += a v for 16 columns of `a`, whose fragments are at hand, and 16 rows of v; lane_row is what a
-// lane loads of those rows.
-template <int Tiles, int Cols>
-__device__ inline void add_columns(Accumulators<Tiles, Cols>& o, const unsigned int (&a)[Tiles][4],
-                                   const scalar_t* lane_row) {
+// o += a v for kDepth columns of `a`, which are at hand, and as many rows of v from `row` on.
+template <int Tiles, int Cols, class V>
+__device__ inline void add_columns(Accumulators<Tiles, Cols>& o,
+                                   const Operands::Left (&left)[Tiles],
+                                   const Operands::RightNN<V>& v_part, int row) {
 #pragma unroll
     for (int n = 0; n < Cols; n += 2 * kMmaN) {
-        unsigned int v[4];
-        ptx::ldmatrix_x4_trans(v, lane_row + n);
+        const Operands::RightPair right = v_part.at(row, n);
 #pragma unroll
         for (int m = 0; m < Tiles; ++m) {
-            mma(o[m][n / kMmaN], a[m], v[0], v[1]);
-            mma(o[m][n / kMmaN + 1], a[m], v[2], v[3]);
+            Fragment* const sums = &o[m][n / kMmaN];
+            Operands::multiply_add(sums[0], sums[1], left[m], right);
         }
     }
 }
 
-// o += p v, as in O += P V, where p is an accumulator: what a lane has of it is what it must have
-// of a left operand, in the same order.
+// o += p v, as in O += P V, where p is an accumulator.
 template <int Tiles, int Depth, int Cols, class V>
 __device__ inline void add_product_pn(Accumulators<Tiles, Cols>& o,
                                       const Accumulators<Tiles, Depth>& p, const V& v) {
-    const int lane = threadIdx.x % 32;
-    const scalar_t* lane_row = v.at(lane % 16, lane / 16 * kMatrixCols);
+    const Operands::RightNN<V> v_part(v, 0);
 #pragma unroll
-    for (int k = 0; k < Depth; k += kMmaK) {
-        unsigned int a[Tiles][4];
+    for (int k = 0; k < Depth; k += Operands::kDepth) {
+        Operands::Left left[Tiles];
 #pragma unroll
-        for (int m = 0; m < Tiles; ++m) {
-            const Fragment& left = p[m][k / kMmaN];
-            const Fragment& right = p[m][k / kMmaN + 1];
-            a[m][0] = pack(left[0], left[1]);
-            a[m][1] = pack(left[2], left[3]);
-            a[m][2] = pack(right[0], right[1]);
-            a[m][3] = pack(right[2], right[3]);
-        }
-        add_columns<Tiles, Cols>(o, a, lane_row + k * V::kPitch);
+        for (int m = 0; m < Tiles; ++m) left[m] = Operands::left_pn(p[m], k);
+        add_columns<Tiles, Cols>(o, left, v_part, k);
     }
 }
 
@@ -177,16 +146,14 @@ __device__ inline void add_product_pn(Accumulators<Tiles, Cols>& o,
 template <int Tiles, int Cols, class A, class V>
 __device__ inline void add_product_nn(Accumulators<Tiles, Cols>& o, const A& a, int first_row,
                                       const V& v, int first_col) {
-    const int lane = threadIdx.x % 32;
-    const scalar_t* a_row = a.at(first_row + lane % 16, lane / 16 * kMatrixCols);
-    const scalar_t* lane_row = v.at(lane % 16, first_col + lane / 16 * kMatrixCols);
+    const Operands::LeftNN<A> a_part(a, first_row);
+    const Operands::RightNN<V> v_part(v, first_col);
 #pragma unroll
-    for (int k = 0; k < V::kRows; k += kMmaK) {
-        unsigned int part[Tiles][4];
+    for (int k = 0; k < V::kRows; k += Operands::kDepth) {
+        Operands::Left left[Tiles];
 #pragma unroll
-        for (int m = 0; m < Tiles; ++m)
-            ptx::ldmatrix_x4(part[m], a_row + m * kMmaM * A::kPitch + k);
-        add_columns<Tiles, Cols>(o, part, lane_row + k * V::kPitch);
+        for (int m = 0; m < Tiles; ++m) left[m] = a_part.at(m * kMmaM, k);
+        add_columns<Tiles, Cols>(o, left, v_part, k);
     }
 }
 
@@ -194,16 +161,14 @@ __device__ inline void add_product_nn(Accumulators<Tiles, Cols>& o, const A& a, 
 template <int Tiles, int Cols, class A, class V>
 __device__ inline void add_product_tn(Accumulators<Tiles, Cols>& o, const A& a, int first_row,
                                       const V& v, int first_col) {
-    const int lane = threadIdx.x % 32;
-    const scalar_t* a_row = a.at(lane % 8 + lane / 16 * 8, first_row + lane / 8 % 2 * kMatrixCols);
-    const scalar_t* lane_row = v.at(lane % 16, first_col + lane / 16 * kMatrixCols);
+    const Operands::LeftTN<A> a_part(a, first_row);
+    const Operands::RightNN<V> v_part(v, first_col);
 #pragma unroll
-    for (int k = 0; k < V::kRows; k += kMmaK) {
-        unsigned int part[Tiles][4];
+    for (int k = 0; k < V::kRows; k += Operands::kDepth) {
+        Operands::Left left[Tiles];
 #pragma unroll
-        for (int m = 0; m < Tiles; ++m)
-            ptx::ldmatrix_x4_trans(part[m], a_row + k * A::kPitch + m * kMmaM);
-        add_columns<Tiles, Cols>(o, part, lane_row + k * V::kPitch);
+        for (int m = 0; m < Tiles; ++m) left[m] = a_part.at(m * kMmaM, k);
+        add_columns<Tiles, Cols>(o, left, v_part, k);
     }
 }
 
@@ -220,8 +185,8 @@ __device__ inline void store_tile(Tile& tile, const Accumulators<Tiles, Cols>& v
             for (int half = 0; half < 2; ++half) {
                 scalar_t* to =
                     tile.at(first_row + m * kMmaM + half * 8 + g, first_col + n * kMmaN + 2 * t);
-                *reinterpret_cast<unsigned int*>(to) =
-                    pack(values[m][n][2 * half], values[m][n][2 * half + 1]);
+                *reinterpret_cast<Operands::Pair*>(to) =
+                    Operands::pair(values[m][n][2 * half], values[m][n][2 * half + 1]);
             }
 }
 
@@ -229,14 +194,16 @@ __device__ inline void store_tile(Tile& tile, const Accumulators<Tiles, Cols>& v
 // rounded.
 template <int Dims, int Fragments>
 __device__ inline void store_row(scalar_t* row, const Fragment (&values)[Fragments], int half,
-                                 float scale, int first_col = 0) {
+                                 acc_t scale, int first_col = 0) {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < Fragments; ++n) {
         const int col = first_col + n * kMmaN + 2 * t;
-        const float low = values[n][2 * half] * scale, high = values[n][2 * half + 1] * scale;
-        if (Dims % 2 == 0 && kAlignBytes >= 4) {
-            if (col < Dims) *reinterpret_cast<unsigned int*>(row + col) = pack(low, high);
+        const acc_t low = values[n][2 * half] * scale, high = values[n][2 * half + 1] * scale;
+        if constexpr (Dims % 2 == 0 && kAlignBytes >= 2 * sizeof(scalar_t)) {
+            if (col < Dims) {
+                *reinterpret_cast<Operands::Pair*>(row + col) = Operands::pair(low, high);
+            }
         } else {
             if (col < Dims) row[col] = from_acc<scalar_t>(low);
             if (col + 1 < Dims) row[col + 1] = from_acc<scalar_t>(high);

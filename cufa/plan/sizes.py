@@ -49,6 +49,7 @@ def feature_macros(features: Features) -> tuple[Macro, ...]:
         ("DROPOUT", features.dropout),
         ("PACKED", features.packed),
         ("USED_KEYS", features.seqused_k),
+        ("TF32", features.tf32),
     )
 
 

@@ -24,19 +24,21 @@ namespace twin {
 
 using ToFloat = float (*)(unsigned short);
 
+// What a lane passes to one mma: words or elements of the operands, and sums.
+template <class Sum, class Word>
 struct MmaOperands {
-    const unsigned (&a)[4];
-    unsigned b[2];
-    const float (&d)[4];
+    const Word (&a)[4];
+    const Word (&b)[2];
+    const Sum (&d)[4];
 };
 
 // D += A B for 16x16 A and 16x8 B, from and to the fragments of a warp (PTX ISA, "Matrix Fragments
 // for mma.m16n8k16 with floating point type").
 template <ToFloat to_float>
-EMULATOR_UNCHECKED void multiply(const void* const* in, void* const* out, unsigned) {
+EMULATOR_UNCHECKED void multiply_half(const void* const* in, void* const* out, unsigned) {
     float a[16][16], b[16][8];
     for (int lane = 0; lane < 32; ++lane) {
-        const auto& operands = *static_cast<const MmaOperands*>(in[lane]);
+        const auto& operands = *static_cast<const MmaOperands<float, unsigned>*>(in[lane]);
         const int group = lane / 4, thread = lane % 4;
         for (int i = 0; i < 8; ++i) {
             const int row = group + i / 2 % 2 * 8, col = thread * 2 + i % 2 + i / 4 * 8;
@@ -48,7 +50,7 @@ EMULATOR_UNCHECKED void multiply(const void* const* in, void* const* out, unsign
         }
     }
     for (int lane = 0; lane < 32; ++lane) {
-        const auto& operands = *static_cast<const MmaOperands*>(in[lane]);
+        const auto& operands = *static_cast<const MmaOperands<float, unsigned>*>(in[lane]);
         auto& d = *static_cast<float (*)[4]>(out[lane]);
         for (int i = 0; i < 4; ++i) {
             const int row = lane / 4 + i / 2 * 8, col = lane % 4 * 2 + i % 2;
@@ -60,22 +62,102 @@ EMULATOR_UNCHECKED void multiply(const void* const* in, void* const* out, unsign
 }
 
 template <ToFloat to_float>
-inline void mma(const char* operation, float (&d)[4], const unsigned (&a)[4], unsigned b0,
-                unsigned b1, const char* file, int line) {
-    const MmaOperands operands{a, {b0, b1}, d};
-    emulator::sync_warp(operation, ~0u, &operands, &d, multiply<to_float>, file, line);
+inline void mma_half(const char* operation, float (&d)[4], const unsigned (&a)[4], unsigned b0,
+                     unsigned b1, const char* file, int line) {
+    const unsigned b[] = {b0, b1};
+    const MmaOperands<float, unsigned> operands{a, b, d};
+    emulator::sync_warp(operation, ~0u, &operands, &d, multiply_half<to_float>, file, line);
+}
+
+// What tensor cores take of a float32 as tf32.
+EMULATOR_UNCHECKED inline double value_of(unsigned bits) {
+    return __uint_as_float(bits & 0xffffe000u);
+}
+EMULATOR_UNCHECKED inline double value_of(double x) {
+    return x;
+}
+
+// A sum as tensor cores keep it: cut off, if it is float32.
+EMULATOR_UNCHECKED inline void store_sum(double sum, float& d) {
+    d = static_cast<float>(sum);
+    if (fabs(static_cast<double>(d)) > fabs(sum)) d = __uint_as_float(__float_as_uint(d) - 1);
+}
+EMULATOR_UNCHECKED inline void store_sum(double sum, double& d) {
+    d = sum;
+}
+
+// D += A B for 16x8 A and 8x8 B (PTX ISA, "Matrix Fragments for mma.m16n8k8", of .tf32 and .f64).
+template <class Sum, class Word>
+EMULATOR_UNCHECKED void multiply_wide(const void* const* in, void* const* out, unsigned) {
+    double a[16][8], b[8][8];
+    for (int lane = 0; lane < 32; ++lane) {
+        const auto& operands = *static_cast<const MmaOperands<Sum, Word>*>(in[lane]);
+        const int group = lane / 4, thread = lane % 4;
+        for (int i = 0; i < 4; ++i)
+            a[group + i % 2 * 8][thread + i / 2 * 4] = value_of(operands.a[i]);
+        for (int i = 0; i < 2; ++i) b[thread + i * 4][group] = value_of(operands.b[i]);
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+        const auto& operands = *static_cast<const MmaOperands<Sum, Word>*>(in[lane]);
+        auto& d = *static_cast<Sum(*)[4]>(out[lane]);
+        for (int i = 0; i < 4; ++i) {
+            const int row = lane / 4 + i / 2 * 8, col = lane % 4 * 2 + i % 2;
+            double sum = operands.d[i];
+            for (int k = 0; k < 8; ++k) sum += a[row][k] * b[k][col];
+            store_sum(sum, d[i]);
+        }
+    }
+}
+
+// D += A B for 8x4 A and 4x8 B (PTX ISA, "Matrix Fragments for mma.m8n8k4 with .f64 type").
+EMULATOR_UNCHECKED inline void multiply_small(const void* const* in, void* const* out, unsigned) {
+    double a[8][4], b[4][8];
+    for (int lane = 0; lane < 32; ++lane) {
+        const auto& operands = *static_cast<const double (*)[4]>(in[lane]);
+        a[lane / 4][lane % 4] = operands[0];
+        b[lane % 4][lane / 4] = operands[1];
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+        const auto& operands = *static_cast<const double (*)[4]>(in[lane]);
+        auto& d = *static_cast<double (*)[2]>(out[lane]);
+        for (int i = 0; i < 2; ++i) {
+            d[i] = operands[2 + i];
+            for (int k = 0; k < 4; ++k) d[i] += a[lane / 4][k] * b[k][lane % 4 * 2 + i];
+        }
+    }
 }
 
 }  // namespace twin
 
 inline void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
                              EMULATOR_HERE) {
-    twin::mma<float_from_half>("mma.f16", d, a, b0, b1, file, line);
+    twin::mma_half<float_from_half>("mma.f16", d, a, b0, b1, file, line);
 }
 
 inline void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
                               EMULATOR_HERE) {
-    twin::mma<float_from_bfloat16>("mma.bf16", d, a, b0, b1, file, line);
+    twin::mma_half<float_from_bfloat16>("mma.bf16", d, a, b0, b1, file, line);
+}
+
+inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2],
+                             EMULATOR_HERE) {
+    const twin::MmaOperands<float, unsigned> operands{a, b, d};
+    emulator::sync_warp("mma.tf32", ~0u, &operands, &d, twin::multiply_wide<float, unsigned>, file,
+                        line);
+}
+
+inline void mma_m16n8k8_f64(double (&d)[4], const double (&a)[4], const double (&b)[2],
+                            EMULATOR_HERE) {
+    const twin::MmaOperands<double, double> operands{a, b, d};
+    emulator::sync_warp("mma.f64", ~0u, &operands, &d, twin::multiply_wide<double, double>, file,
+                        line);
+}
+
+inline void mma_m8n8k4_f64(double& d0, double& d1, double a, double b, EMULATOR_HERE) {
+    const double operands[] = {a, b, d0, d1};
+    double d[2];
+    emulator::sync_warp("mma.m8n8k4.f64", ~0u, &operands, &d, twin::multiply_small, file, line);
+    d0 = d[0], d1 = d[1];
 }
 
 inline unsigned pack_f16(float low, float high) {

@@ -26,6 +26,15 @@ _SEQLEN = 4096
 _WINDOW = 256
 _ALL_ARCHS = ("all",)
 _NAMES = (*KERNELS, *COMPANIONS)
+# Those features that are on or off, and nothing else.
+_SWITCHES = {
+    "softcap": "Those with a softcap.",
+    "alibi": "Those with ALiBi.",
+    "sink": "Those with a sink.",
+    "dropout": "Those with dropout.",
+    "seqused_k": "Those with keys that do not count.",
+    "deterministic": "Backward: with the same bits in every run.",
+}
 
 
 @dataclass(frozen=True)
@@ -143,17 +152,6 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(options):
         bundled = option(bundled)
     return bundled
-
-
-# Those features that are on or off, and nothing else.
-_SWITCHES = {
-    "softcap": "Those with a softcap.",
-    "alibi": "Those with ALiBi.",
-    "sink": "Those with a sink.",
-    "dropout": "Those with dropout.",
-    "seqused_k": "Those with keys that do not count.",
-    "deterministic": "Backward: with the same bits in every run.",
-}
 
 
 @click.command("compile")

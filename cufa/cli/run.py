@@ -261,11 +261,12 @@ def _document(
         "cufa": cufa.__version__,
         "backend": "cuda" if workload.on_gpu else "numpy",
         "device": place(workload.on_gpu),
-        "features": asdict(workload.features),
+        "options": asdict(workload.features),
         "steps": [
             {
                 "direction": step.problem.direction,
                 "problem": asdict(step.problem),
+                "features": list(step.problem.features.names),
                 "kernel": step.kernel,
                 "seconds": step.timing.median,
                 "seconds_best": step.timing.best,

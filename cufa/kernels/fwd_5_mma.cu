@@ -48,10 +48,42 @@ __device__ inline float scale_log2(const ScoreRules& rules) {
     return kShapedScores ? 1.0f : rules.scale * static_cast<float>(kLog2E);
 }
 
+// Which of a lane's scores are of keys that their rows see. A mask in memory is read as a whole, so
+// that one wait is for all of it, and kept as a bit for each score.
+class SeenScores {
+  public:
+    __device__ SeenScores(const ScoreRules& rules, int first_row, int first_key)
+        : rules(rules), first_row(first_row), first_key(first_key) {
+        if constexpr (kMaskBits == 0) return;
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                bits[m][half] = 0;
+#pragma unroll
+                for (int n = 0; n < kBlockN / kMmaN; ++n) {
+                    const int row = first_row + row_of(m, half), key = first_key + col_of(n);
+                    bits[m][half] |= rules.sees_two(row, key) << 2 * n;
+                }
+            }
+    }
+
+    __device__ bool at(int m, int half, int n, int e) const {
+        if constexpr (kMaskBits != 0) return bits[m][half] >> (2 * n + e) & 1;
+        return rules.sees(first_row + row_of(m, half), first_key + col_of(n) + e);
+    }
+
+  private:
+    static_assert(kMaskBits == 0 || kBlockN / kMmaN * 2 <= 32, "a word has bits for 128 keys");
+    const ScoreRules& rules;
+    int first_row, first_key;
+    unsigned int bits[kTiles][2];
+};
+
 // Applies what a call asks for to the products, which are scores then. Those of keys that a row
 // does not see become -inf.
-__device__ inline void apply(const ScoreRules& rules, Scores& s, int first_row, int first_key,
-                             bool masked) {
+__device__ inline void apply(const ScoreRules& rules, Scores& s, const SeenScores& seen,
+                             int first_row, int first_key, bool masked) {
     if (!kShapedScores && !masked) return;
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
@@ -63,7 +95,7 @@ __device__ inline void apply(const ScoreRules& rules, Scores& s, int first_row, 
                 for (int e = 0; e < 2; ++e) {
                     const int row = first_row + row_of(m, half), key = first_key + col_of(n) + e;
                     float& score = s[m][n][2 * half + e];
-                    if (masked && !rules.sees(row, key)) {
+                    if (masked && !seen.at(m, half, n, e)) {
                         score = negative_infinity();
                     } else if constexpr (kShapedScores) {
                         score = rules.score(score, row, key);
@@ -190,9 +222,10 @@ __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules,
     ptx::wait_copies();
     __syncthreads();  // K is there, and every warp is done with the V before
     copy_tile<THREADS, kValueDim>(smem.v, v, first_key, tiles.end);
+    const SeenScores seen(rules, first_row, first_key);
     Scores s = {};
     add_product_nt<kTiles, kBlockN>(s, smem.q, threadIdx.x / 32 * kTiles * kMmaM, smem.k);
-    apply(rules, s, first_row, first_key, masked);
+    apply(rules, s, seen, first_row, first_key, masked);
 
     ptx::wait_copies();
     __syncthreads();  // V is there, and every warp is done with this K

@@ -61,6 +61,16 @@ struct ScoreRules {
         if constexpr (kMaskBits == 1) return seen_keys.row(row)[key / 8] >> key % 8 & 1;
         return true;
     }
+    // The same for a key with an even number, in bit 0, and for the next, in bit 1.
+    __device__ unsigned int sees_two(int row, int key) const {
+        unsigned int seen = mask.in_range(row, key) | mask.in_range(row, key + 1) << 1;
+        if (kMaskBits == 1 && seen) seen &= seen_keys.row(row)[key / 8] >> key % 8;
+        if constexpr (kMaskBits == 8) {
+            if (seen & 1) seen ^= seen_keys.row(row)[key] == 0;
+            if (seen & 2) seen ^= (seen_keys.row(row)[key + 1] == 0) << 1;
+        }
+        return seen;
+    }
 
     // Which of the four probabilities of rows i, i + 1 and keys j, j + 1, i and j being the largest
     // even numbers up to row and key, dropout keeps: bit 2 * (row % 2) + key % 2 of the result. It

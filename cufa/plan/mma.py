@@ -20,7 +20,7 @@ from cufa.plan.sizes import (
     common_macros,
     round_up,
 )
-from cufa.problem import Problem
+from cufa.problem import Features, Problem
 
 # Rows of the left operand of one mma, and its depth.
 MMA_M, MMA_K = 16, 16
@@ -49,6 +49,9 @@ FORWARD_CLOCKS_PER_SCORE = 1.5
 BACKWARD_CLOCKS_PER_SCORE = 2.5
 # Registers beside the accumulators: operands, addresses, the softmax's state.
 OVERHEAD_REGISTERS = 62
+# Registers that features take which work on each score, for each score of a lane: without them ptxas was
+# seen to spill hundreds of bytes.
+FEATURE_REGISTERS_PER_SCORE = 0.5
 
 
 @dataclass(frozen=True)
@@ -248,8 +251,17 @@ def _forward_cost(problem: Problem, device: Device, tiles: Tiles) -> Cost:
         score_clocks=FORWARD_CLOCKS_PER_SCORE * tiles.rows * tiles.block_n / device.warp_size,
         l2_bytes=tiles.block_n * (problem.head_dim + problem.value_dim) * ITEM_BYTES / tiles.warps,
     )
-    accumulators = tiles.rows * (tiles.block_n + dims) // device.warp_size
-    return Cost(smem_bytes, accumulators + OVERHEAD_REGISTERS, work.in_multiply_adds(device))
+    scores, outputs = tiles.rows * tiles.block_n // device.warp_size, tiles.rows * dims // device.warp_size
+    registers = scores + outputs + OVERHEAD_REGISTERS
+    if _works_on_scores(problem.features):
+        registers += round(FEATURE_REGISTERS_PER_SCORE * scores)
+    return Cost(smem_bytes, registers, work.in_multiply_adds(device))
+
+
+def _works_on_scores(features: Features) -> bool:
+    """Whether features do something with every score, as against a window, which cuts few tiles."""
+    has_arrays = features.bias is not None or features.mask is not None
+    return has_arrays or features.softcap or features.alibi or features.dropout
 
 
 def _backward_cost(problem: Problem, device: Device, tiles: BackwardTiles) -> Cost:

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from cufa import jit
+from cufa import counters, jit
 from cufa.device import Arch, target
 from cufa.plan import Launch, Plan
 from cufa.plan.sizes import BACKWARD_PARAMS_BYTES, FORWARD_PARAMS_BYTES, SOFTMAX_PARAMS_BYTES
 from cufa.plan.standard import softmax_launch
 from cufa.problem import Problem
+from cufa.tensor_maps import Encoder
 
 # The structs of params.cuh: tensors, LSE, workspace, softmax_scale, sizes and step.
 _FORWARD = struct.Struct("=" + 4 * "4q" + "2q" + "d" + "6i")
@@ -80,6 +81,9 @@ class Executable:
 
         self.plan = plan
         self._allocate = functools.partial(cupy.empty, plan.workspace_bytes, np.uint8)
+        self._encoder = Encoder(plan.problem, plan.boxes) if plan.boxes else None
+        if self._encoder is not None:
+            counters.take()  # the first call may be captured, when nothing can be allocated
         module = jit.load(jit.build(plan.variant))
         self._launches = [
             (_Kernel(module, launch), step) for launch in plan.launches for step in range(launch.steps)
@@ -90,8 +94,12 @@ class Executable:
         plan = self.plan
         workspace = self._allocate() if plan.workspace_bytes else None
         address = workspace.data.ptr if workspace is not None else 0
+        maps = b""
+        if self._encoder is not None:
+            maps = self._encoder(tensors)
+            address = counters.take()
         for kernel, step in self._launches:
-            kernel(pack_attention(plan.problem, tensors, lse, address, softmax_scale, step))
+            kernel(maps + pack_attention(plan.problem, tensors, lse, address, softmax_scale, step))
 
 
 def softmax(x: Any, y: Any, dtype: str, passes: int, arch: Arch | str | int | None = None) -> None:

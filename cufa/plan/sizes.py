@@ -9,6 +9,9 @@ from cufa.problem import Problem
 FORWARD_PARAMS_BYTES = 176
 BACKWARD_PARAMS_BYTES = 304
 SOFTMAX_PARAMS_BYTES = 48
+# A map of a tensor for the copy engine; a struct that holds maps is aligned as they are.
+TENSOR_MAP_BYTES = 128
+TENSOR_MAP_ALIGNMENT = 64
 
 # One shared-memory access of a thread.
 VECTOR_BYTES = 16

@@ -1,0 +1,147 @@
+"""Plans for the Hopper kernels: products by warpgroups (wgmma), tiles by the copy engine (TMA).
+
+A block is one warpgroup that copies and one for each 64 rows of its tile that computes. It has an SM to
+itself and stays for many tiles, so that a grid has no more blocks than the GPU has SMs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from cufa.device import REGISTERS_PER_SM, Device
+from cufa.plan.choice import Choice, Cost, choose, query_tiles
+from cufa.plan.record import MAX_GRID, Launch, Macro, Part, TensorBox
+from cufa.plan.sizes import (
+    FORWARD_PARAMS_BYTES,
+    TENSOR_MAP_ALIGNMENT,
+    TENSOR_MAP_BYTES,
+    ceil_div,
+    common_macros,
+    round_up,
+)
+from cufa.problem import Problem
+
+WARPGROUP = 128
+# Rows of one wgmma, its depth, and the most columns that it has.
+WGMMA_M, WGMMA_K, MAX_WGMMA_N = 64, 16, 256
+# A tile lies in panels of 64 columns; eights of rows are swizzled together and aligned.
+PANEL_COLS, PANEL_ROW_BYTES, SWIZZLE_BYTES = 64, 128, 1024
+BARRIER_BYTES = 8
+WORK_TILE_BYTES = 16
+# setmaxnreg counts in eights; what a warpgroup that copies needs, and the most that a thread can have.
+REGISTER_STEP = 8
+PRODUCER_REGISTERS = 24
+MAX_CONSUMER_REGISTERS = 240
+# Registers of a consumer beside accumulators and weights: addresses, descriptions, the softmax's state.
+OVERHEAD_REGISTERS = 30
+# Part of the L2 cache that the keys and values of heads worked on at the same time may fill.
+SECTION_OF_L2 = 3 / 4
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The sizes that the kernel is compiled for; `stages` are how many tiles of K, and of V, are held."""
+
+    block_m: int
+    block_n: int
+    stages: int
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that compute."""
+        return self.block_m // WGMMA_M
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return (self.consumers + 1) * WARPGROUP
+
+    @property
+    def consumer_registers(self) -> int:
+        """What a consumer's thread has once the producer has given up its own."""
+        shared = REGISTERS_PER_SM // WARPGROUP - PRODUCER_REGISTERS
+        return min(MAX_CONSUMER_REGISTERS, shared // self.consumers // REGISTER_STEP * REGISTER_STEP)
+
+    def misfit(self) -> str | None:
+        """None if the kernel can be compiled for these tiles, else the reason."""
+        if self.block_m % WGMMA_M:
+            return f"block_m must be a multiple of {WGMMA_M}, the rows of a warpgroup"
+        if self.block_n % WGMMA_K or self.block_n > MAX_WGMMA_N:
+            return f"block_n must be a multiple of {WGMMA_K} up to {MAX_WGMMA_N}"
+        return None
+
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n}, stages {self.stages}"
+
+
+# What is best for head dims up to each.
+FORWARD_TILES = {
+    64: Tiles(192, 128, 2),
+    128: Tiles(128, 128, 2),
+    192: Tiles(128, 96, 2),
+    256: Tiles(128, 80, 2),
+}
+
+
+def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+    """`fwd_6_wgmma`: one launch, a block for each SM."""
+    dim = max(problem.head_dim, problem.value_dim)
+    best = next(candidate for limit, candidate in FORWARD_TILES.items() if dim <= limit)
+    chosen = choose(problem, device, tiles, (best,), lambda candidate: _forward_cost(problem, candidate))
+    sizes = chosen.tiles
+    if chosen.cost.registers > sizes.consumer_registers:
+        raise ValueError(
+            f"tiles {sizes}: a thread needs about {chosen.cost.registers} registers, and there are "
+            f"{sizes.consumer_registers} with {sizes.consumers} warpgroups that compute"
+        )
+    count = query_tiles(problem, sizes)
+    if count + device.sm_count > MAX_GRID:
+        raise ValueError(f"tiles {sizes}: {count} of them are more than a launch can count, {MAX_GRID}")
+    grid = min(count, device.sm_count)
+    launch = Launch("fwd_6_wgmma", grid, sizes.threads, chosen.cost.smem_bytes)
+    boxes = (
+        TensorBox(0, WGMMA_M, PANEL_COLS),
+        TensorBox(1, sizes.block_n, PANEL_COLS),
+        TensorBox(2, sizes.block_n, PANEL_COLS),
+    )
+    return Part(
+        tiles=asdict(sizes),
+        macros=_macros(problem, device, chosen, len(boxes)),
+        launches=(launch,) if grid else (),
+        reasons=chosen.reasons,
+        boxes=boxes,
+    )
+
+
+def _macros(problem: Problem, device: Device, chosen: Choice[Tiles], maps: int) -> tuple[Macro, ...]:
+    return (
+        *common_macros(problem),
+        *((name.upper(), size) for name, size in asdict(chosen.tiles).items()),
+        ("PRODUCER_REGISTERS", PRODUCER_REGISTERS),
+        ("CONSUMER_REGISTERS", chosen.tiles.consumer_registers),
+        ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),
+        ("SMEM_BYTES", chosen.cost.smem_bytes),
+        ("PARAMS_BYTES", round_up(maps * TENSOR_MAP_BYTES + FORWARD_PARAMS_BYTES, TENSOR_MAP_ALIGNMENT)),
+    )
+
+
+def panel_tile_bytes(rows: int, cols: int) -> int:
+    """The size of wgmma_tiles.cuh's PanelTile."""
+    return ceil_div(cols, PANEL_COLS) * rows * PANEL_ROW_BYTES
+
+
+def _forward_cost(problem: Problem, tiles: Tiles) -> Cost:
+    rings = 2 * tiles.stages + tiles.consumers
+    smem_bytes = (
+        panel_tile_bytes(tiles.block_m, problem.head_dim)  # Q
+        + tiles.stages * panel_tile_bytes(tiles.block_n, problem.head_dim)  # K
+        + tiles.stages * panel_tile_bytes(tiles.block_n, problem.value_dim)  # V
+        + 2 * BARRIER_BYTES * rings
+        + WORK_TILE_BYTES * tiles.consumers
+    )
+    depth, dims = round_up(problem.head_dim, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
+    # S and O in float32, and P in pairs.
+    registers = (tiles.block_n + dims) // 2 + tiles.block_n // 4 + OVERHEAD_REGISTERS
+    work = tiles.block_m * tiles.block_n * (depth + dims) / tiles.threads
+    return Cost(round_up(smem_bytes, SWIZZLE_BYTES), registers, work)

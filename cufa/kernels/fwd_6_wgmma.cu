@@ -21,9 +21,6 @@ constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr int kDepth = round_up(kHeadDim, kWgmmaK), kDims = round_up(kValueDim, kWgmmaK);
 
-#ifndef WAITK
-#define WAITK 1
-#endif
 struct Params {
     TensorMap q, k, v;
     ForwardParams call;
@@ -142,30 +139,30 @@ __device__ inline void release(Ring<Stages>& ring, RingPosition<Stages>& at) {
     at.advance();
 }
 
-// A thread's part of 64 rows of output: its two rows' softmax, and what it has of O.
-struct Output {
-    OnlineSoftmax softmax[2];
-    WgmmaSums<kDims> o;
+// The softmax of a thread's two rows.
+struct RowPair {
+    OnlineSoftmax rows[2];
 
-    // Takes in one tile of scores and turns them into weights. O must then shrink by `shrink`.
+    // Takes in one tile of scores and turns them into weights. Returns whether maxima were raised, so
+    // that O must shrink by `shrink`.
     __device__ bool exponentiate(Scores& s, float scale_log2, float (&shrink)[2]) {
         float largest[2];
         bool raised = false;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             largest[half] = largest_of(s, half) * scale_log2;
-            raised |= largest[half] > softmax[half].max + kSlack;
+            raised |= largest[half] > rows[half].max + kSlack;
         }
         raised = __any_sync(0xffffffffu, raised);
         if (raised) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                shrink[half] = softmax[half].raise_max(largest[half]);
+                shrink[half] = rows[half].raise_max(largest[half]);
             }
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float shift = softmax[half].shift();
+            const float shift = rows[half].shift();
             float sum = 0;
 #pragma unroll
             for (int i = 2 * half; i < kBlockN / 2; i += 4)
@@ -174,14 +171,9 @@ struct Output {
                     s[e] = exp2_of(s[e] * scale_log2 - shift);
                     sum += s[e];
                 }
-            softmax[half].sum += sum;
+            rows[half].sum += sum;
         }
         return raised;
-    }
-
-    __device__ void rescale(const float (&shrink)[2]) {
-#pragma unroll
-        for (int i = 0; i < kDims / 2; ++i) o[i] *= shrink[i / 2 % 2];
     }
 
   private:
@@ -197,23 +189,73 @@ struct Output {
 
 struct Consumer {
     Smem& smem;
+    const ForwardParams& call;
     const Mask<kCausal> mask;
     const float scale_log2;
     const int warpgroup;
     const Turns turns;
+    RingPosition<1> q_at;
     RingPosition<kStages> k_at, v_at;
 
-    // Which of the warpgroup's rows a thread's half (0: row g, 1: row g + 8) of its fragments is.
-    __device__ static int row_of(int half) {
-        return threadIdx.x % kWarpgroup / 32 * 16 + half * 8 + threadIdx.x % 32 / 4;
+    __device__ Consumer(Smem& smem, const ForwardParams& call, int warpgroup)
+        : smem(smem),
+          call(call),
+          mask{call.sizes.seqlen_q, call.sizes.seqlen_k},
+          scale_log2(call.softmax_scale * kLog2E),
+          warpgroup(warpgroup),
+          turns(warpgroup) {}
+
+    // The row of Q and O that a thread's half (0: row g, 1: row g + 8) of its fragments belongs to.
+    __device__ int row_of(WorkTile work, int half) const {
+        return work.first_row + threadIdx.x / 32 * 16 - kWarpgroup / 2 + half * 8 +
+               threadIdx.x % 32 / 4;
+    }
+
+    // Waits for the queries of the next tile of which any row sees a key. Those of the others have
+    // output 0.
+    __device__ WorkTile receive() {
+        for (;;) {
+            smem.q_ring[warpgroup].wait_full(q_at);
+            const WorkTile work = smem.work[warpgroup];
+            if (!work.exists() || KeyTiles(mask, work.first_row).count > 0) return work;
+            __syncwarp();
+            release(smem.q_ring[warpgroup], q_at);
+            store(WgmmaSums<kDims>{}, RowPair{}, work);
+        }
+    }
+
+    // Issues the product for the scores of one tile of keys.
+    __device__ void issue_scores(Scores& s) {
+        smem.k_ring.wait_full(k_at);
+        turns.wait();
+        issue_product_nt<kDepth, kBlockN>(s, smem.q[warpgroup], smem.k[k_at.stage]);
+    }
+
+    // Issues the product that adds a tile's part to the output.
+    __device__ void issue_output(WgmmaSums<kDims>& o, const Weights& p) {
+        smem.v_ring.wait_full(v_at);
+        issue_product_pn<kBlockN, kDims>(o, p, smem.v[v_at.stage]);
+        turns.pass();
+    }
+
+    template <int Pending>
+    __device__ void wait_scores(Scores& s, int tile) {
+        wait_product<Pending>(s);
+        release(smem.k_ring, k_at);
+        if (tile == 0) release(smem.q_ring[warpgroup], q_at);
+    }
+
+    __device__ void wait_output(WgmmaSums<kDims>& o) {
+        wait_product<0>(o);
+        release(smem.v_ring, v_at);
     }
 
     // Scores of keys that a row does not see become -inf.
-    __device__ void apply_mask(Scores& s, int first_row, int first_key) const {
+    __device__ void apply_mask(Scores& s, WorkTile work, int tile) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int col = threadIdx.x % 4 * 2;
-            const int seen = mask.keys_seen(first_row + row_of(half)) - first_key - col;
+            const int first_key = tile * kBlockN + threadIdx.x % 4 * 2;
+            const int seen = mask.keys_seen(row_of(work, half)) - first_key;
 #pragma unroll
             for (int i = 2 * half; i < kBlockN / 2; i += 4)
 #pragma unroll
@@ -223,69 +265,87 @@ struct Consumer {
         }
     }
 
-    // The first tile of keys has no weights before it to multiply.
-    __device__ void begin(Output& out, Weights& p, int first_row, int tile) {
+    // A tile's first scores and weights, while there is no output to work on.
+    __device__ RowPair begin(Weights& p, WorkTile work, int tile) {
+        Scores s;
+        RowPair softmax;
+        float shrink[2];
+        issue_scores(s);
+        turns.pass();
+        wait_scores<0>(s, tile);
+        apply_mask(s, work, tile);
+        softmax.exponentiate(s, scale_log2, shrink);
+        round_to_operand<kBlockN>(p, s);
+        return softmax;
+    }
+
+    // The scores of one tile of keys at once with the output of the tile before; then the weights
+    // of this tile.
+    template <bool Masked>
+    __device__ void attend(WgmmaSums<kDims>& o, RowPair& softmax, Weights& p, WorkTile work,
+                           int tile) {
         Scores s;
         float shrink[2];
-        smem.k_ring.wait_full(k_at);
-        issue_product_nt<kDepth, kBlockN>(s, smem.q[warpgroup], smem.k[k_at.stage]);
-        wait_product<0>(s);
-        release(smem.k_ring, k_at);
-        apply_mask(s, first_row, tile * kBlockN);
-        out.exponentiate(s, scale_log2, shrink);
+        issue_scores(s);
+        issue_output(o, p);
+
+        wait_scores<1>(s, tile);
+        if (Masked) apply_mask(s, work, tile);
+        const bool raised = softmax.exponentiate(s, scale_log2, shrink);
+
+        wait_output(o);
+        if (raised) rescale(o, shrink);
         round_to_operand<kBlockN>(p, s);
-        if (tile > 0) smem.k_ring.wait_full(k_at);
     }
 
-    // The scores of one tile and, with the weights of the tile before, the output, at once; then
-    // the weights of this tile.
-    template <bool Masked>
-    __device__ void attend(Output& out, Weights& p, int first_row, int tile) {
+    // The first scores of the next tile of queries at once with the last of a tile's output.
+    __device__ RowPair turn_over(WgmmaSums<kDims>& o, const RowPair& softmax, Weights& p,
+                                 WorkTile work, WorkTile next, int tile) {
         Scores s;
-        float shrink[2] = {1, 1};
-        turns.wait();
-        issue_product_nt<kDepth, kBlockN>(s, smem.q[warpgroup], smem.k[k_at.stage]);
-        smem.v_ring.wait_full(v_at);
-        issue_product_pn<kBlockN, kDims>(out.o, p, smem.v[v_at.stage]);
-        turns.pass();
+        RowPair next_softmax;
+        float shrink[2];
+        issue_scores(s);
+        issue_output(o, p);
 
-        wait_product<1>(s);
-        release(smem.k_ring, k_at);
-        if (Masked) apply_mask(s, first_row, tile * kBlockN);
-        const bool raised = out.exponentiate(s, scale_log2, shrink);
-        hold_all(s);
+        wait_scores<1>(s, tile);
+        apply_mask(s, next, tile);
+        next_softmax.exponentiate(s, scale_log2, shrink);
 
-        if (WAITK && tile > 0) smem.k_ring.wait_full(k_at);
-        wait_product<0>(out.o);
-        release(smem.v_ring, v_at);
-        if (raised) out.rescale(shrink);
+        wait_output(o);
         round_to_operand<kBlockN>(p, s);
+        store(o, softmax, work);
+        return next_softmax;
     }
 
-    __device__ void finish(Output& out, const Weights& p) {
-        smem.v_ring.wait_full(v_at);
-        issue_product_pn<kBlockN, kDims>(out.o, p, smem.v[v_at.stage]);
-        wait_product<0>(out.o);
-        release(smem.v_ring, v_at);
+    __device__ void finish(WgmmaSums<kDims>& o, const RowPair& softmax, const Weights& p,
+                           WorkTile work) {
+        turns.wait();
+        issue_output(o, p);
+        wait_output(o);
+        store(o, softmax, work);
     }
 
-    __device__ void store(Output& out, const ForwardParams& call, WorkTile work,
-                          int first_row) const {
+    __device__ static void rescale(WgmmaSums<kDims>& o, const float (&shrink)[2]) {
+#pragma unroll
+        for (int i = 0; i < kDims / 2; ++i) o[i] *= shrink[i / 2 % 2];
+    }
+
+    __device__ void store(const WgmmaSums<kDims>& values, RowPair softmax, WorkTile work) const {
         const auto o = matrix_of<scalar_t>(call.o, work.batch, work.head);
         float* lse = static_cast<float*>(call.lse);
         if (lse) lse += first_row_of(work.batch, work.head, call.sizes);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            OnlineSoftmax& softmax = out.softmax[half];
-            softmax.total<4>();
-            const int row = first_row + row_of(half);
+            OnlineSoftmax& row_softmax = softmax.rows[half];
+            row_softmax.total<4>();
+            const int row = row_of(work, half);
             if (row >= call.sizes.seqlen_q) continue;
-            if (lse && threadIdx.x % 4 == 0) lse[row] = softmax.lse();
-            const float scale = softmax.normalizer();
+            if (lse && threadIdx.x % 4 == 0) lse[row] = row_softmax.lse();
+            const float scale = row_softmax.normalizer();
 #pragma unroll
             for (int i = 2 * half; i < kDims / 2; i += 4) {
                 const int col = i / 4 * 8 + threadIdx.x % 4 * 2;
-                const float low = out.o[i] * scale, high = out.o[i + 1] * scale;
+                const float low = values[i] * scale, high = values[i + 1] * scale;
                 if (kValueDim % 2 == 0) {
                     if (col < kValueDim) {
                         *reinterpret_cast<unsigned int*>(o.row(row) + col) = round_pair(low, high);
@@ -300,33 +360,23 @@ struct Consumer {
 };
 
 __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) {
-    const ForwardParams& call = params.call;
-    Consumer consumer{smem,
-                      {call.sizes.seqlen_q, call.sizes.seqlen_k},
-                      static_cast<float>(call.softmax_scale * kLog2E),
-                      warpgroup,
-                      Turns(warpgroup),
-                      {},
-                      {}};
-    Ring<1>& q_ring = smem.q_ring[warpgroup];
-    RingPosition<1> q_at;
+    Consumer consumer(smem, params.call, warpgroup);
+    WorkTile work = consumer.receive();
+    if (!work.exists()) return;
+    KeyTiles keys(consumer.mask, work.first_row);
+    Weights p;
+    RowPair softmax = consumer.begin(p, work, keys.count - 1);
     for (;;) {
-        q_ring.wait_full(q_at);
-        const WorkTile work = smem.work[warpgroup];
-        if (!work.exists()) break;
-        const KeyTiles keys(consumer.mask, work.first_row);
-        const int first_row = work.first_row + warpgroup * kWgmmaM;
+        WgmmaSums<kDims> o = {};
+        int tile = keys.count - 2;
+        for (; tile >= keys.unmasked; --tile) consumer.attend<true>(o, softmax, p, work, tile);
+        for (; tile >= 0; --tile) consumer.attend<false>(o, softmax, p, work, tile);
 
-        Output out = {};
-        Weights p;
-        int tile = keys.count - 1;
-        if (tile >= 0) consumer.begin(out, p, first_row, tile--);
-        for (; tile >= keys.unmasked; --tile) consumer.attend<true>(out, p, first_row, tile);
-        for (; tile >= 0; --tile) consumer.attend<false>(out, p, first_row, tile);
-        __syncwarp();
-        release(q_ring, q_at);
-        if (keys.count > 0) consumer.finish(out, p);
-        consumer.store(out, call, work, first_row);
+        const WorkTile next = consumer.receive();
+        if (!next.exists()) return consumer.finish(o, softmax, p, work);
+        keys = KeyTiles(consumer.mask, next.first_row);
+        softmax = consumer.turn_over(o, softmax, p, work, next, keys.count - 1);
+        work = next;
     }
 }
 

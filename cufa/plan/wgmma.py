@@ -31,7 +31,7 @@ BARRIER_BYTES = 8
 WORK_TILE_BYTES = 16
 # setmaxnreg counts in eights; what a warpgroup that copies needs, and the most that a thread can have.
 REGISTER_STEP = 8
-PRODUCER_REGISTERS = 24
+PRODUCER_REGISTERS = 32
 MAX_CONSUMER_REGISTERS = 240
 # Registers of a consumer beside accumulators and weights: addresses, descriptions, the softmax's state.
 OVERHEAD_REGISTERS = 30

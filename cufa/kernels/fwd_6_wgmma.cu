@@ -292,6 +292,9 @@ struct Consumer {
         wait_scores<1>(s, tile);
         if (Masked) apply_mask(s, work, tile);
         const bool raised = softmax.exponentiate(s, scale_log2, shrink);
+#ifdef WAITK
+        if (tile > 0) smem.k_ring.wait_full(k_at);
+#endif
 
         wait_output(o);
         if (raised) rescale(o, shrink);

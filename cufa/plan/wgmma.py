@@ -59,9 +59,10 @@ class Tiles:
 
     @property
     def consumer_registers(self) -> int:
-        """What a consumer's thread has once the producer has given up its own."""
-        shared = REGISTERS_PER_SM // WARPGROUP - PRODUCER_REGISTERS
-        return min(MAX_CONSUMER_REGISTERS, shared // self.consumers // REGISTER_STEP * REGISTER_STEP)
+        """What a consumer's thread can have, of what all begin with, once the producer has given up its own."""
+        at_start = _register_steps(REGISTERS_PER_SM // self.threads)
+        given = at_start * (self.consumers + 1) - PRODUCER_REGISTERS
+        return min(MAX_CONSUMER_REGISTERS, _register_steps(given // self.consumers))
 
     def misfit(self) -> str | None:
         """None if the kernel can be compiled for these tiles, else the reason."""
@@ -73,6 +74,10 @@ class Tiles:
 
     def __str__(self) -> str:
         return f"{self.block_m}x{self.block_n}, stages {self.stages}"
+
+
+def _register_steps(registers: int) -> int:
+    return registers // REGISTER_STEP * REGISTER_STEP
 
 
 # What is best for head dims up to each.

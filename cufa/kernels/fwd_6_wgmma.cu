@@ -15,14 +15,15 @@
 #include "schedule.cuh"
 #include "wgmma_tiles.cuh"
 
-constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES;
+constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
+constexpr int kStages = STAGES, kQueryStages = QUERY_STAGES, kStoreCols = STORE_COLS;
 constexpr int kConsumers = kBlockM / kWgmmaM;
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr int kDepth = round_up(kHeadDim, kWgmmaK), kDims = round_up(kValueDim, kWgmmaK);
 
 struct Params {
-    TensorMap q, k, v;
+    TensorMap q, k, v, o;
     ForwardParams call;
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struct");
@@ -31,13 +32,16 @@ using QueryRows = PanelTile<kWgmmaM, kHeadDim>;
 using KeyTile = PanelTile<kBlockN, kHeadDim>;
 using ValueTile = PanelTile<kBlockN, kValueDim>;
 
+using StoredRows = PanelTile<kWgmmaM, kStoreCols>;
+
 struct Smem {
-    QueryRows q[kConsumers];
     KeyTile k[kStages];
     ValueTile v[kStages];
+    QueryRows q[kConsumers][kQueryStages];
+    StoredRows out[kConsumers];
     Ring<kStages> k_ring, v_ring;
-    Ring<1> q_ring[kConsumers];
-    WorkTile work[kConsumers];  // to which q belongs
+    Ring<kQueryStages> q_ring[kConsumers];
+    WorkTile work[kConsumers][kQueryStages];  // which tile the queries are of
 };
 
 using Order = TileOrder<kBlockM, kCausal, SECTION_BYTES>;
@@ -63,15 +67,15 @@ struct KeyTiles {
 
 // ---- the producer: one thread ----
 
-__device__ inline void send_queries(Smem& smem, const Params& params, RingPosition<1>& at,
-                                    WorkTile work) {
+__device__ inline void send_queries(Smem& smem, const Params& params,
+                                    RingPosition<kQueryStages>& at, WorkTile work) {
 #pragma unroll
     for (int w = 0; w < kConsumers; ++w) {
         smem.q_ring[w].wait_empty(at);
-        smem.work[w] = work;
+        smem.work[w][at.stage] = work;
         ptx::Barrier& full = smem.q_ring[w].announce(at, work.exists() ? QueryRows::kBytes : 0);
         if (work.exists()) {
-            copy_tile(smem.q[w], params.q, full, work.batch, work.head,
+            copy_tile(smem.q[w][at.stage], params.q, full, work.batch, work.head,
                       work.first_row + w * kWgmmaM);
         }
     }
@@ -94,7 +98,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
     const Order order(sizes);
     const TileCounter counter{static_cast<unsigned int*>(params.call.workspace),
                               static_cast<unsigned int>(order.heads * order.tiles)};
-    RingPosition<1> q_at;
+    RingPosition<kQueryStages> q_at;
     RingPosition<kStages> k_at, v_at;
 
     int index = blockIdx.x;
@@ -115,20 +119,23 @@ __device__ inline void produce(Smem& smem, const Params& params) {
 
 // ---- the consumers: a warpgroup for 64 rows ----
 
+// Barriers of parts of the block; __syncthreads has number 0.
+enum NamedBarrier { kFirstTurn = 1, kFirstStore = kFirstTurn + kConsumers };
+
 // Warpgroups issue their products in turn. While one waits for its turn, or for its products, the
 // other's softmax runs.
 struct Turns {
     int warpgroup;
 
     __device__ explicit Turns(int warpgroup) : warpgroup(warpgroup) {
-        if (kConsumers > 1 && warpgroup == kConsumers - 1) pass();
+        if (warpgroup == kConsumers - 1) pass();
     }
     __device__ void wait() const {
-        if (kConsumers > 1) ptx::named_barrier_sync<2 * kWarpgroup>(1 + warpgroup);
+        if (kConsumers > 1) ptx::named_barrier_sync<2 * kWarpgroup>(kFirstTurn + warpgroup);
     }
     __device__ void pass() const {
         const int next = warpgroup == kConsumers - 1 ? 0 : warpgroup + 1;
-        if (kConsumers > 1) ptx::named_barrier_arrive<2 * kWarpgroup>(1 + next);
+        if (kConsumers > 1) ptx::named_barrier_arrive<2 * kWarpgroup>(kFirstTurn + next);
     }
 };
 
@@ -146,7 +153,7 @@ struct RowPair {
     // Takes in one tile of scores and turns them into weights. Returns whether maxima were raised, so
     // that O must shrink by `shrink`.
     __device__ bool exponentiate(Scores& s, float scale_log2, float (&shrink)[2]) {
-        float largest[2];
+        float largest[2];  // that this thread has
         bool raised = false;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -154,10 +161,10 @@ struct RowPair {
             raised |= largest[half] > rows[half].max + kSlack;
         }
         raised = __any_sync(0xffffffffu, raised);
-        if (raised) {
+        if (__builtin_expect(raised, false)) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                shrink[half] = rows[half].raise_max(largest[half]);
+                shrink[half] = rows[half].raise_max(lanes_max<4>(largest[half]));
             }
         }
 #pragma unroll
@@ -183,25 +190,25 @@ struct RowPair {
         for (int i = 2 * half; i < kBlockN / 2; i += 4) {
             largest = fmaxf(largest, fmaxf(s[i], s[i + 1]));
         }
-        return lanes_max<4>(largest);
+        return largest;
     }
 };
 
 struct Consumer {
     Smem& smem;
-    const ForwardParams& call;
+    const Params& params;
     const Mask<kCausal> mask;
     const float scale_log2;
     const int warpgroup;
     const Turns turns;
-    RingPosition<1> q_at;
+    RingPosition<kQueryStages> q_at;
     RingPosition<kStages> k_at, v_at;
 
-    __device__ Consumer(Smem& smem, const ForwardParams& call, int warpgroup)
+    __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
         : smem(smem),
-          call(call),
-          mask{call.sizes.seqlen_q, call.sizes.seqlen_k},
-          scale_log2(call.softmax_scale * kLog2E),
+          params(params),
+          mask{params.call.sizes.seqlen_q, params.call.sizes.seqlen_k},
+          scale_log2(params.call.softmax_scale * kLog2E),
           warpgroup(warpgroup),
           turns(warpgroup) {}
 
@@ -216,7 +223,7 @@ struct Consumer {
     __device__ WorkTile receive() {
         for (;;) {
             smem.q_ring[warpgroup].wait_full(q_at);
-            const WorkTile work = smem.work[warpgroup];
+            const WorkTile work = smem.work[warpgroup][q_at.stage];
             if (!work.exists() || KeyTiles(mask, work.first_row).count > 0) return work;
             __syncwarp();
             release(smem.q_ring[warpgroup], q_at);
@@ -227,15 +234,13 @@ struct Consumer {
     // Issues the product for the scores of one tile of keys.
     __device__ void issue_scores(Scores& s) {
         smem.k_ring.wait_full(k_at);
-        turns.wait();
-        issue_product_nt<kDepth, kBlockN>(s, smem.q[warpgroup], smem.k[k_at.stage]);
+        issue_product_nt<kDepth, kBlockN>(s, smem.q[warpgroup][q_at.stage], smem.k[k_at.stage]);
     }
 
     // Issues the product that adds a tile's part to the output.
     __device__ void issue_output(WgmmaSums<kDims>& o, const Weights& p) {
         smem.v_ring.wait_full(v_at);
         issue_product_pn<kBlockN, kDims>(o, p, smem.v[v_at.stage]);
-        turns.pass();
     }
 
     template <int Pending>
@@ -245,8 +250,9 @@ struct Consumer {
         if (tile == 0) release(smem.q_ring[warpgroup], q_at);
     }
 
+    template <int Pending>
     __device__ void wait_output(WgmmaSums<kDims>& o) {
-        wait_product<0>(o);
+        wait_product<Pending>(o);
         release(smem.v_ring, v_at);
     }
 
@@ -265,13 +271,10 @@ struct Consumer {
         }
     }
 
-    // A tile's first scores and weights, while there is no output to work on.
-    __device__ RowPair begin(Weights& p, WorkTile work, int tile) {
-        Scores s;
+    // The weights of a tile of keys, the first that a tile of queries looks at.
+    __device__ RowPair first_weights(Weights& p, Scores& s, WorkTile work, int tile) {
         RowPair softmax;
         float shrink[2];
-        issue_scores(s);
-        turns.pass();
         wait_scores<0>(s, tile);
         apply_mask(s, work, tile);
         softmax.exponentiate(s, scale_log2, shrink);
@@ -279,53 +282,25 @@ struct Consumer {
         return softmax;
     }
 
-    // The scores of one tile of keys at once with the output of the tile before; then the weights
-    // of this tile.
+    // The scores of a tile of keys at once with the output of the tile before; then the weights of
+    // this tile.
     template <bool Masked>
     __device__ void attend(WgmmaSums<kDims>& o, RowPair& softmax, Weights& p, WorkTile work,
                            int tile) {
         Scores s;
         float shrink[2];
+        turns.wait();
         issue_scores(s);
         issue_output(o, p);
+        turns.pass();
 
         wait_scores<1>(s, tile);
         if (Masked) apply_mask(s, work, tile);
         const bool raised = softmax.exponentiate(s, scale_log2, shrink);
-#ifdef WAITK
-        if (tile > 0) smem.k_ring.wait_full(k_at);
-#endif
 
-        wait_output(o);
-        if (raised) rescale(o, shrink);
+        wait_output<0>(o);
+        if (__builtin_expect(raised, false)) rescale(o, shrink);
         round_to_operand<kBlockN>(p, s);
-    }
-
-    // The first scores of the next tile of queries at once with the last of a tile's output.
-    __device__ RowPair turn_over(WgmmaSums<kDims>& o, const RowPair& softmax, Weights& p,
-                                 WorkTile work, WorkTile next, int tile) {
-        Scores s;
-        RowPair next_softmax;
-        float shrink[2];
-        issue_scores(s);
-        issue_output(o, p);
-
-        wait_scores<1>(s, tile);
-        apply_mask(s, next, tile);
-        next_softmax.exponentiate(s, scale_log2, shrink);
-
-        wait_output(o);
-        round_to_operand<kBlockN>(p, s);
-        store(o, softmax, work);
-        return next_softmax;
-    }
-
-    __device__ void finish(WgmmaSums<kDims>& o, const RowPair& softmax, const Weights& p,
-                           WorkTile work) {
-        turns.wait();
-        issue_output(o, p);
-        wait_output(o);
-        store(o, softmax, work);
     }
 
     __device__ static void rescale(WgmmaSums<kDims>& o, const float (&shrink)[2]) {
@@ -333,42 +308,70 @@ struct Consumer {
         for (int i = 0; i < kDims / 2; ++i) o[i] *= shrink[i / 2 % 2];
     }
 
-    __device__ void store(const WgmmaSums<kDims>& values, RowPair softmax, WorkTile work) const {
-        const auto o = matrix_of<scalar_t>(call.o, work.batch, work.head);
-        float* lse = static_cast<float*>(call.lse);
-        if (lse) lse += first_row_of(work.batch, work.head, call.sizes);
+    // Divides the output by the sums of the weights, and sends it out.
+    __device__ void store(const WgmmaSums<kDims>& sums, RowPair softmax, WorkTile work) {
+        float scale[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            OnlineSoftmax& row_softmax = softmax.rows[half];
-            row_softmax.total<4>();
-            const int row = row_of(work, half);
-            if (row >= call.sizes.seqlen_q) continue;
-            if (lse && threadIdx.x % 4 == 0) lse[row] = row_softmax.lse();
-            const float scale = row_softmax.normalizer();
+            softmax.rows[half].total<4>();
+            scale[half] = softmax.rows[half].normalizer();
+        }
+        store_lse(softmax, work);
 #pragma unroll
-            for (int i = 2 * half; i < kDims / 2; i += 4) {
-                const int col = i / 4 * 8 + threadIdx.x % 4 * 2;
-                const float low = values[i] * scale, high = values[i + 1] * scale;
-                if (kValueDim % 2 == 0) {
-                    if (col < kValueDim) {
-                        *reinterpret_cast<unsigned int*>(o.row(row) + col) = round_pair(low, high);
-                    }
-                } else {
-                    if (col < kValueDim) o.row(row)[col] = from_acc<scalar_t>(low);
-                    if (col + 1 < kValueDim) o.row(row)[col + 1] = from_acc<scalar_t>(high);
-                }
+        for (int col = 0; col < kDims; col += kStoreCols) {
+            constexpr int kCols = min_of(kStoreCols, kDims);
+            WgmmaSums<kCols> part = {};
+#pragma unroll
+            for (int i = 0; i < kCols / 2 && col / 2 + i < kDims / 2; ++i) {
+                part[i] = sums[col / 2 + i] * scale[i / 2 % 2];
             }
+            WgmmaOperand<kCols> rounded;
+            round_to_operand<kCols>(rounded, part);
+            send_out<kCols>(rounded, work, col);
+        }
+    }
+
+    // Stores what is to come one after the other through the warpgroup's part of shared memory.
+    template <int Cols>
+    __device__ void send_out(const WgmmaOperand<Cols>& values, WorkTile work, int first_col) {
+        const bool leader = threadIdx.x % kWarpgroup == 0;
+        StoredRows& rows = smem.out[warpgroup];
+        if (leader) ptx::wait_stores_read();
+        ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup);
+        write_rows<Cols>(rows, values, threadIdx.x % kWarpgroup / 32 * 16);
+        ptx::proxy_fence();
+        ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup);
+        if (leader) {
+            store_tile(params.o, rows, work.batch, work.head,
+                       work.first_row + warpgroup * kWgmmaM, first_col);
+        }
+    }
+
+    __device__ void store_lse(const RowPair& softmax, WorkTile work) const {
+        float* lse = static_cast<float*>(params.call.lse);
+        if (!lse || threadIdx.x % 4 != 0) return;
+        lse += first_row_of(work.batch, work.head, params.call.sizes);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = row_of(work, half);
+            if (row < params.call.sizes.seqlen_q) lse[row] = softmax.rows[half].lse();
         }
     }
 };
 
 __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) {
-    Consumer consumer(smem, params.call, warpgroup);
+    Consumer consumer(smem, params, warpgroup);
+    const Turns& turns = consumer.turns;
+    Scores s;
+    Weights p;
+
     WorkTile work = consumer.receive();
     if (!work.exists()) return;
     KeyTiles keys(consumer.mask, work.first_row);
-    Weights p;
-    RowPair softmax = consumer.begin(p, work, keys.count - 1);
+    turns.wait();
+    consumer.issue_scores(s);
+    turns.pass();
+    RowPair softmax = consumer.first_weights(p, s, work, keys.count - 1);
     for (;;) {
         WgmmaSums<kDims> o = {};
         int tile = keys.count - 2;
@@ -376,10 +379,23 @@ __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) 
         for (; tile >= 0; --tile) consumer.attend<false>(o, softmax, p, work, tile);
 
         const WorkTile next = consumer.receive();
-        if (!next.exists()) return consumer.finish(o, softmax, p, work);
-        keys = KeyTiles(consumer.mask, next.first_row);
-        softmax = consumer.turn_over(o, softmax, p, work, next, keys.count - 1);
+        if (!next.exists()) {
+            turns.wait();
+            consumer.issue_output(o, p);
+            turns.pass();
+            consumer.wait_output<0>(o);
+            return consumer.store(o, softmax, work);
+        }
+        // The first scores of the next tile at once with the last of this one's output.
+        turns.wait();
+        consumer.issue_output(o, p);
+        consumer.issue_scores(s);
+        turns.pass();
+        consumer.wait_output<1>(o);
+        consumer.store(o, softmax, work);
         work = next;
+        keys = KeyTiles(consumer.mask, work.first_row);
+        softmax = consumer.first_weights(p, s, work, keys.count - 1);
     }
 }
 
@@ -390,16 +406,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         constexpr int kReaders = kConsumers * kWarpgroup / 32;
         smem.k_ring.init(kReaders);
         smem.v_ring.init(kReaders);
-        for (Ring<1>& ring : smem.q_ring) ring.init(kWarpgroup / 32);
+        for (Ring<kQueryStages>& ring : smem.q_ring) ring.init(kWarpgroup / 32);
         ptx::barrier_init_fence();
     }
     __syncthreads();
 
-    if (threadIdx.x < kWarpgroup) {
+    // A shuffle tells the compiler that all lanes of a warp have the same.
+    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
+    if (warpgroup == 0) {
         ptx::registers_decrease<kProducerRegisters>();
         if (threadIdx.x == 0) produce(smem, params);
     } else {
         ptx::registers_increase<kConsumerRegisters>();
-        consume(smem, params, threadIdx.x / kWarpgroup - 1);
+        consume(smem, params, warpgroup - 1);
+        ptx::wait_stores_read();
     }
 }

@@ -79,4 +79,38 @@ __device__ inline void copy_box(void* to, const TensorMap& map, Barrier& barrier
         : "memory");
 }
 
+// Makes what this thread wrote to shared memory visible to the copy engine and to wgmma.
+__device__ inline void proxy_fence() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Starts the copy of a box of a tensor from shared memory; what lies outside the tensor is dropped.
+__device__ inline void store_box(const TensorMap& map, const void* from, int x0, int x1, int x2,
+                                 int x3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+            &map),
+        "r"(shared_address(from)), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+        : "memory");
+}
+
+// Ends a group of stores.
+__device__ inline void commit_stores() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until all stores that this thread has started have read shared memory.
+__device__ inline void wait_stores_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Stores four 8x8 matrices of 16-bit elements, of which a lane has columns 2t and 2t + 1 of row g of
+// each, where g = lane / 4 and t = lane % 4. Lanes 8i to 8i + 7 say where the rows of matrix i go.
+__device__ inline void stmatrix_x4(void* row, const unsigned int (&matrices)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     shared_address(row)),
+                 "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+                 : "memory");
+}
+
 }  // namespace ptx

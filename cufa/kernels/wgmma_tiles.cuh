@@ -46,6 +46,18 @@ __device__ inline void copy_tile(Tile& tile, const TensorMap& map, ptx::Barrier&
     }
 }
 
+// Starts the copy of a tile to one head's rows from first_row on, and to columns from first_col on.
+template <class Tile>
+__device__ inline void store_tile(const TensorMap& map, const Tile& tile, int batch, int head,
+                                  int first_row, int first_col) {
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanels; ++panel) {
+        ptx::store_box(map, tile.data[panel], first_col + panel * kPanelCols, first_row, head,
+                       batch);
+    }
+    ptx::commit_stores();
+}
+
 // wgmma's description of an operand in shared memory: its address and two strides in bytes, between
 // panels and between eights of rows, each in units of 16.
 __device__ inline unsigned long long operand_at(const void* address, int panel_stride) {
@@ -137,5 +149,19 @@ __device__ inline void round_to_operand(WgmmaOperand<Cols>& operand, const Wgmma
 #pragma unroll
     for (int i = 0; i < Cols / kWgmmaK * 4; ++i) {
         operand[i / 4][i % 4] = round_pair(sums[2 * i], sums[2 * i + 1]);
+    }
+}
+
+// Writes a warp's 16 rows of a tile, from first_row on, where the copy engine and wgmma look for them.
+template <int Cols, class Tile>
+__device__ inline void write_rows(Tile& tile, const WgmmaOperand<Cols>& values, int first_row) {
+    constexpr int kChunkCols = 8, kChunks = kPanelCols / kChunkCols;
+    const int lane = threadIdx.x % 32;
+    const int row = first_row + lane % 16;
+#pragma unroll
+    for (int i = 0; i < Cols / kWgmmaK; ++i) {
+        const int panel = i * kWgmmaK / kPanelCols;
+        const int chunk = (i * 2 + lane / 16) % kChunks ^ row % kSwizzleRows;
+        ptx::stmatrix_x4(&tile.data[panel][row][chunk * kChunkCols], values[i]);
     }
 }

@@ -41,11 +41,17 @@ SECTION_OF_L2 = 3 / 4
 
 @dataclass(frozen=True)
 class Tiles:
-    """The sizes that the kernel is compiled for; `stages` are how many tiles of K, and of V, are held."""
+    """The sizes that the kernel is compiled for.
+
+    `stages` are how many tiles of K, and of V, a block holds, `query_stages` how many of Q; `store_cols` how
+    many columns of O it sends out at once.
+    """
 
     block_m: int
     block_n: int
     stages: int
+    query_stages: int
+    store_cols: int
 
     @property
     def consumers(self) -> int:
@@ -70,10 +76,15 @@ class Tiles:
             return f"block_m must be a multiple of {WGMMA_M}, the rows of a warpgroup"
         if self.block_n % WGMMA_K or self.block_n > MAX_WGMMA_N:
             return f"block_n must be a multiple of {WGMMA_K} up to {MAX_WGMMA_N}"
+        if self.store_cols % PANEL_COLS:
+            return f"store_cols must be a multiple of {PANEL_COLS}"
         return None
 
     def __str__(self) -> str:
-        return f"{self.block_m}x{self.block_n}, stages {self.stages}"
+        return (
+            f"{self.block_m}x{self.block_n}, stages {self.stages}, query stages {self.query_stages}, "
+            f"{self.store_cols} columns stored at once"
+        )
 
 
 def _register_steps(registers: int) -> int:
@@ -82,10 +93,10 @@ def _register_steps(registers: int) -> int:
 
 # What is best for head dims up to each.
 FORWARD_TILES = {
-    64: Tiles(192, 128, 2),
-    128: Tiles(128, 128, 2),
-    192: Tiles(128, 96, 2),
-    256: Tiles(128, 80, 2),
+    64: Tiles(192, 128, 2, 2, 64),
+    128: Tiles(128, 128, 2, 2, 128),
+    192: Tiles(128, 96, 2, 1, 64),
+    256: Tiles(128, 64, 2, 1, 128),
 }
 
 
@@ -109,6 +120,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
         TensorBox(0, WGMMA_M, PANEL_COLS),
         TensorBox(1, sizes.block_n, PANEL_COLS),
         TensorBox(2, sizes.block_n, PANEL_COLS),
+        TensorBox(3, WGMMA_M, PANEL_COLS),
     )
     return Part(
         tiles=asdict(sizes),
@@ -137,13 +149,14 @@ def panel_tile_bytes(rows: int, cols: int) -> int:
 
 
 def _forward_cost(problem: Problem, tiles: Tiles) -> Cost:
-    rings = 2 * tiles.stages + tiles.consumers
+    queries = tiles.query_stages * tiles.consumers
     smem_bytes = (
-        panel_tile_bytes(tiles.block_m, problem.head_dim)  # Q
+        tiles.query_stages * panel_tile_bytes(tiles.block_m, problem.head_dim)  # Q
+        + panel_tile_bytes(tiles.block_m, tiles.store_cols)  # O
         + tiles.stages * panel_tile_bytes(tiles.block_n, problem.head_dim)  # K
         + tiles.stages * panel_tile_bytes(tiles.block_n, problem.value_dim)  # V
-        + 2 * BARRIER_BYTES * rings
-        + WORK_TILE_BYTES * tiles.consumers
+        + 2 * BARRIER_BYTES * (2 * tiles.stages + queries)
+        + WORK_TILE_BYTES * queries
     )
     depth, dims = round_up(problem.head_dim, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
     # S and O in float32, and P in pairs.

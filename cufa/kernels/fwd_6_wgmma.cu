@@ -120,7 +120,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
 // ---- the consumers: a warpgroup for 64 rows ----
 
 // Barriers of parts of the block; __syncthreads has number 0.
-enum NamedBarrier { kFirstTurn = 1, kFirstStore = kFirstTurn + kConsumers };
+enum NamedBarrier { kFirstTurn = 1, kFirstStore = kFirstTurn + kConsumers, kAllConsumers = kFirstStore + kConsumers };
 
 // Warpgroups issue their products in turn. While one waits for its turn, or for its products, the
 // other's softmax runs.
@@ -146,27 +146,45 @@ __device__ inline void release(Ring<Stages>& ring, RingPosition<Stages>& at) {
     at.advance();
 }
 
+// The scale of the scores, in units of log 2.
+struct Scale {
+    float factor, inverse;
+
+    // Without an inverse every tile of scores is searched for its maximum, as it must be where the
+    // largest score is the smallest product.
+    __device__ explicit Scale(double softmax_scale)
+        : factor(softmax_scale * kLog2E), inverse(factor > 0 ? 1 / factor : __int_as_float(0x7fffffff)) {}
+};
+
 // The softmax of a thread's two rows.
 struct RowPair {
     OnlineSoftmax rows[2];
 
-    // Takes in one tile of scores and turns them into weights. Returns whether maxima were raised, so
-    // that O must shrink by `shrink`.
-    __device__ bool exponentiate(Scores& s, float scale_log2, float (&shrink)[2]) {
-        float largest[2];  // that this thread has
-        bool raised = false;
+    // Takes in the first tile of products and turns them into weights.
+    __device__ void begin(Scores& s, Scale scale) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            largest[half] = largest_of(s, half) * scale_log2;
-            raised |= largest[half] > rows[half].max + kSlack;
+            rows[half].max = lanes_max<4>(largest_of(s, half, scale));
         }
-        raised = __any_sync(0xffffffffu, raised);
+        exponentiate(s, scale);
+    }
+
+    // Takes in one tile of products and turns them into weights. Returns whether maxima were raised,
+    // so that O must shrink by `shrink`.
+    __device__ bool proceed(Scores& s, Scale scale, float (&shrink)[2]) {
+        const bool raised = __any_sync(0xffffffffu, exceeds(s, 0, scale) | exceeds(s, 1, scale));
         if (__builtin_expect(raised, false)) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                shrink[half] = rows[half].raise_max(lanes_max<4>(largest[half]));
+                shrink[half] = rows[half].raise_max(lanes_max<4>(largest_of(s, half, scale)));
             }
         }
+        exponentiate(s, scale);
+        return raised;
+    }
+
+  private:
+    __device__ void exponentiate(Scores& s, Scale scale) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float shift = rows[half].shift();
@@ -175,22 +193,34 @@ struct RowPair {
             for (int i = 2 * half; i < kBlockN / 2; i += 4)
 #pragma unroll
                 for (int e = i; e < i + 2; ++e) {
-                    s[e] = exp2_of(s[e] * scale_log2 - shift);
+                    s[e] = exp2_of(s[e] * scale.factor - shift);
                     sum += s[e];
                 }
             rows[half].sum += sum;
         }
-        return raised;
     }
 
-  private:
-    __device__ static float largest_of(const Scores& s, int half) {
+    // Whether one of this thread's products in a row may pass the maximum by more than the slack.
+    // Floats compare like integers unless both are negative, and three integers are compared at once.
+    __device__ bool exceeds(const Scores& s, int half, Scale scale) const {
+        const float limit = (rows[half].max + kSlack) * scale.inverse;
+        int largest = __float_as_int(s[2 * half]);
+#pragma unroll
+        for (int i = 2 * half; i < kBlockN / 2; i += 4) {
+            largest = max(max(largest, __float_as_int(s[i])), __float_as_int(s[i + 1]));
+        }
+        return !(limit >= 0) | (largest > __float_as_int(limit));
+    }
+
+    __device__ static float largest_of(const Scores& s, int half, Scale scale) {
+        const bool mirrored = scale.factor < 0;
         float largest = negative_infinity();
 #pragma unroll
         for (int i = 2 * half; i < kBlockN / 2; i += 4) {
-            largest = fmaxf(largest, fmaxf(s[i], s[i + 1]));
+            largest = fmaxf(largest, mirrored ? -s[i] : s[i]);
+            largest = fmaxf(largest, mirrored ? -s[i + 1] : s[i + 1]);
         }
-        return largest;
+        return largest * fabsf(scale.factor);
     }
 };
 
@@ -198,7 +228,7 @@ struct Consumer {
     Smem& smem;
     const Params& params;
     const Mask<kCausal> mask;
-    const float scale_log2;
+    const Scale scale;
     const int warpgroup;
     const Turns turns;
     RingPosition<kQueryStages> q_at;
@@ -208,7 +238,7 @@ struct Consumer {
         : smem(smem),
           params(params),
           mask{params.call.sizes.seqlen_q, params.call.sizes.seqlen_k},
-          scale_log2(params.call.softmax_scale * kLog2E),
+          scale(params.call.softmax_scale),
           warpgroup(warpgroup),
           turns(warpgroup) {}
 
@@ -271,14 +301,15 @@ struct Consumer {
         }
     }
 
-    // The weights of a tile of keys, the first that a tile of queries looks at.
-    __device__ RowPair first_weights(Weights& p, Scores& s, WorkTile work, int tile) {
+    // The weights of the first tile of keys that a tile of queries looks at.
+    __device__ RowPair first_weights(WgmmaSums<kDims>& o, Weights& p, Scores& s, WorkTile work,
+                                     int tile) {
         RowPair softmax;
-        float shrink[2];
         wait_scores<0>(s, tile);
         apply_mask(s, work, tile);
-        softmax.exponentiate(s, scale_log2, shrink);
+        softmax.begin(s, scale);
         round_to_operand<kBlockN>(p, s);
+        if (kCausal) take_out_nonfinite(o, work, tile);
         return softmax;
     }
 
@@ -296,11 +327,40 @@ struct Consumer {
 
         wait_scores<1>(s, tile);
         if (Masked) apply_mask(s, work, tile);
-        const bool raised = softmax.exponentiate(s, scale_log2, shrink);
+        const bool raised = softmax.proceed(s, scale, shrink);
 
         wait_output<0>(o);
         if (__builtin_expect(raised, false)) rescale(o, shrink);
         round_to_operand<kBlockN>(p, s);
+        if (kCausal && Masked) take_out_nonfinite(o, work, tile);
+    }
+
+    // Where a mask cuts through a tile, a value that is NaN or infinite must reach the rows that see
+    // its key and no other; but in the product 0 * NaN is NaN. Such values are added here to the
+    // outputs of the rows that see them, whatever their weight, and are zero in the product. All
+    // warpgroups find the same, each for itself, and so need no barrier if there is nothing to do.
+    __device__ void take_out_nonfinite(WgmmaSums<kDims>& o, WorkTile work, int tile) {
+        smem.v_ring.wait_full(v_at);
+        ValueTile& v = smem.v[v_at.stage];
+        const bool found = finds_nonfinite<kWarpgroup>(v);
+        if (!ptx::named_barrier_or<kWarpgroup>(kFirstStore + warpgroup, found)) return;
+
+        for (int key = 0; key < kBlockN; ++key)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if (tile * kBlockN + key >= mask.keys_seen(row_of(work, half))) continue;
+#pragma unroll
+                for (int i = 2 * half; i < kDims / 2; i += 4)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const scalar_t value = *v.at(key, i / 4 * 8 + threadIdx.x % 4 * 2 + e);
+                        if (!is_finite(value)) o[i + e] += to_acc(value);
+                    }
+            }
+        ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
+        clear_nonfinite<kWarpgroup>(v);
+        ptx::proxy_fence();
+        ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
     }
 
     __device__ static void rescale(WgmmaSums<kDims>& o, const float (&shrink)[2]) {
@@ -371,9 +431,9 @@ __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) 
     turns.wait();
     consumer.issue_scores(s);
     turns.pass();
-    RowPair softmax = consumer.first_weights(p, s, work, keys.count - 1);
     for (;;) {
         WgmmaSums<kDims> o = {};
+        RowPair softmax = consumer.first_weights(o, p, s, work, keys.count - 1);
         int tile = keys.count - 2;
         for (; tile >= keys.unmasked; --tile) consumer.attend<true>(o, softmax, p, work, tile);
         for (; tile >= 0; --tile) consumer.attend<false>(o, softmax, p, work, tile);
@@ -395,7 +455,6 @@ __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) 
         consumer.store(o, softmax, work);
         work = next;
         keys = KeyTiles(consumer.mask, work.first_row);
-        softmax = consumer.first_weights(p, s, work, keys.count - 1);
     }
 }
 

@@ -13,23 +13,34 @@ struct WorkTile {
     __device__ bool exists() const { return batch >= 0; }
 };
 
-// The order in which tiles are taken. Heads come in sections whose keys and values stay in the L2
-// cache. Under a causal mask the last queries of a section's heads come first: those see most keys,
-// and long work that starts late would leave the GPU waiting for it.
+// The order in which tiles are taken. Heads come in sections: enough of them to keep all blocks busy
+// for a while, no more than have their keys and values in the L2 cache at once. Under a causal mask
+// the last queries of a section's heads come first: those see most keys, and long work that starts
+// late would leave the GPU waiting for it. Sections are of one size, since it is the last one whose
+// end matters.
 template <int BlockM, bool Causal, int SectionBytes>
 struct TileOrder {
     Sizes sizes;
-    int tiles;         // of one head
-    int heads;         // of all batches
+    int tiles;  // of one head
+    int heads;  // of all batches
     int section_heads;
 
     __device__ explicit TileOrder(const Sizes& sizes)
         : sizes(sizes), tiles(ceil_div(sizes.seqlen_q, BlockM)), heads(sizes.batch * sizes.heads) {
-        const long long head_bytes = static_cast<long long>(sizes.seqlen_k) *
-                                     (kHeadDim + kValueDim) * static_cast<int>(sizeof(scalar_t));
         const int group = sizes.heads / sizes.kv_heads;
-        const long long fitting = head_bytes == 0 ? heads : SectionBytes / head_bytes * group;
-        section_heads = !Causal || fitting < group ? group : fitting > heads ? heads : fitting;
+        section_heads = group;
+        if (!Causal) return;
+#ifndef WAVES
+#define WAVES 3
+#endif
+        constexpr int kRounds = WAVES;
+        const int busy = ceil_div(kRounds * gridDim.x, tiles * group);
+        const long long head_bytes = static_cast<long long>(max(1, sizes.seqlen_k)) *
+                                     (kHeadDim + kValueDim) * static_cast<int>(sizeof(scalar_t));
+        const int cached = SectionBytes / head_bytes;
+        const int groups = heads / group;
+        const int sections = ceil_div(groups, max(1, min(busy, cached)));
+        section_heads = ceil_div(groups, sections) * group;
     }
 
     __device__ WorkTile at(int index) const {

@@ -16,6 +16,7 @@ constexpr int kPanelCols = 64;
 constexpr int kPanelRowBytes = 128;
 constexpr int kSwizzleRows = 8;
 constexpr int kSwizzleBytes = kSwizzleRows * kPanelRowBytes;
+constexpr int kChunkCols = 8;
 
 // What a thread has of a 64 x Cols accumulator: columns 8i + 2t and 8i + 2t + 1 of row g in [4i] and
 // [4i + 1], of row g + 8 in [4i + 2] and [4i + 3], where g = lane / 4 and t = lane % 4.
@@ -34,6 +35,11 @@ struct PanelTile {
     static constexpr int kBytes = kPanels * Rows * kPanelRowBytes;
 
     alignas(kSwizzleBytes) scalar_t data[kPanels][Rows][kPanelCols];
+
+    __device__ scalar_t* at(int row, int col) {
+        const int chunk = col % kPanelCols / kChunkCols ^ row % kSwizzleRows;
+        return &data[col / kPanelCols][row][chunk * kChunkCols + col % kChunkCols];
+    }
 };
 
 // Starts the copy of one head's rows from first_row on, and of all columns.
@@ -155,13 +161,35 @@ __device__ inline void round_to_operand(WgmmaOperand<Cols>& operand, const Wgmma
 // Writes a warp's 16 rows of a tile, from first_row on, where the copy engine and wgmma look for them.
 template <int Cols, class Tile>
 __device__ inline void write_rows(Tile& tile, const WgmmaOperand<Cols>& values, int first_row) {
-    constexpr int kChunkCols = 8, kChunks = kPanelCols / kChunkCols;
     const int lane = threadIdx.x % 32;
-    const int row = first_row + lane % 16;
 #pragma unroll
     for (int i = 0; i < Cols / kWgmmaK; ++i) {
-        const int panel = i * kWgmmaK / kPanelCols;
-        const int chunk = (i * 2 + lane / 16) % kChunks ^ row % kSwizzleRows;
-        ptx::stmatrix_x4(&tile.data[panel][row][chunk * kChunkCols], values[i]);
+        const int col = i * kWgmmaK + lane / 16 * kChunkCols;
+        ptx::stmatrix_x4(tile.at(first_row + lane % 16, col), values[i]);
+    }
+}
+
+// Whether this thread, of all that look together, finds NaN or infinity in a tile.
+template <int Threads, class Tile>
+__device__ inline bool finds_nonfinite(const Tile& tile) {
+    using Pairs = Pack<unsigned int, 4>;
+    const Pairs* const chunks = reinterpret_cast<const Pairs*>(tile.data);
+    unsigned int found = 0;
+#pragma unroll 4
+    for (int i = threadIdx.x % Threads; i < Tile::kBytes / int(sizeof(Pairs)); i += Threads) {
+        const Pairs pairs = chunks[i];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) found |= nonfinite_of_pair<scalar_t>(pairs[e]);
+    }
+    return found != 0;
+}
+
+// Makes NaN and infinity in a tile zero. Threads may do it together, or several times over.
+template <int Threads, class Tile>
+__device__ inline void clear_nonfinite(Tile& tile) {
+    scalar_t* const values = &tile.data[0][0][0];
+#pragma unroll 1
+    for (int i = threadIdx.x % Threads; i < Tile::kBytes / int(sizeof(scalar_t)); i += Threads) {
+        if (!is_finite(values[i])) values[i] = scalar_t{};
     }
 }

@@ -69,7 +69,7 @@ struct KeyTiles {
 
 __device__ inline void send_queries(Smem& smem, const Params& params,
                                     RingPosition<kQueryStages>& at, WorkTile work) {
-#pragma unroll
+#pragma unroll 1  // registers are what a producer lacks
     for (int w = 0; w < kConsumers; ++w) {
         smem.q_ring[w].wait_empty(at);
         smem.work[w][at.stage] = work;
@@ -146,14 +146,22 @@ __device__ inline void release(Ring<Stages>& ring, RingPosition<Stages>& at) {
     at.advance();
 }
 
-// The scale of the scores, in units of log 2.
+// What turns a product of a query and a key into a score in units of log 2.
 struct Scale {
-    float factor, inverse;
+    float factor;   // never 0, by which -inf would become NaN
+    float inverse;  // NaN if the largest score is the smallest product
 
-    // Without an inverse every tile of scores is searched for its maximum, as it must be where the
-    // largest score is the smallest product.
     __device__ explicit Scale(double softmax_scale)
-        : factor(softmax_scale * kLog2E), inverse(factor > 0 ? 1 / factor : __int_as_float(0x7fffffff)) {}
+        : factor(softmax_scale == 0 ? kTiny : softmax_scale * kLog2E),
+          inverse(factor > 0 ? 1 / factor : __int_as_float(0x7fffffff)) {}
+
+    // The product whose score is -inf.
+    __device__ float masked() const {
+        return factor < 0 ? -negative_infinity() : negative_infinity();
+    }
+
+  private:
+    static constexpr float kTiny = 1e-30f;
 };
 
 // The softmax of a thread's two rows.
@@ -288,6 +296,7 @@ struct Consumer {
 
     // Scores of keys that a row does not see become -inf.
     __device__ void apply_mask(Scores& s, WorkTile work, int tile) const {
+        const float masked = scale.masked();
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int first_key = tile * kBlockN + threadIdx.x % 4 * 2;
@@ -296,7 +305,7 @@ struct Consumer {
             for (int i = 2 * half; i < kBlockN / 2; i += 4)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    if (i / 4 * 8 + e >= seen) s[i + e] = negative_infinity();
+                    if (i / 4 * 8 + e >= seen) s[i + e] = masked;
                 }
         }
     }
@@ -471,7 +480,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
 
     // A shuffle tells the compiler that all lanes of a warp have the same.
-    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
+    const int warpgroup = threadIdx.x / kWarpgroup;
     if (warpgroup == 0) {
         ptx::registers_decrease<kProducerRegisters>();
         if (threadIdx.x == 0) produce(smem, params);

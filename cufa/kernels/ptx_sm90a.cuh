@@ -8,15 +8,25 @@
 
 namespace ptx {
 
-// The type of a product's 16-bit operands, as the instruction spells it.
+// A 16-bit type as instructions spell it.
 template <bool Bfloat16>
-struct WgmmaType {
+struct HalfType {
     static constexpr char kName[] = "f16";
 };
 template <>
-struct WgmmaType<true> {
+struct HalfType<true> {
     static constexpr char kName[] = "bf16";
 };
+
+// a b + c for two 16-bit floats at once.
+template <bool Bfloat16>
+__device__ inline unsigned int multiply_add_pairs(unsigned int a, unsigned int b, unsigned int c) {
+    unsigned int sum;
+    asm("fma.rn.%4x2 %0, %1, %2, %3;"
+        : "=r"(sum)
+        : "r"(a), "r"(b), "r"(c), "C"(HalfType<Bfloat16>::kName));
+    return sum;
+}
 
 // Makes what this warpgroup's threads wrote to registers visible to the products that follow.
 __device__ inline void wgmma_fence() {
@@ -112,7 +122,7 @@ struct Wgmma;
                          " {" D "}, " P0 ", " P1 ", add, 1, 1, " P2 ", " P3 ";\n}"                \
                          : OUT                                                                    \
                          : "l"(a), "l"(b), "n"(TransposedA), "n"(TransposedB), "n"(Add),          \
-                           "C"(WgmmaType<Bfloat16>::kName)                                        \
+                           "C"(HalfType<Bfloat16>::kName)                                        \
                          : "memory");                                                             \
         }                                                                                         \
         template <bool TransposedB, bool Add>                                                     \
@@ -124,7 +134,7 @@ struct Wgmma;
                          ";\n}"                                                                   \
                          : OUT                                                                    \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TransposedB),  \
-                           "n"(Add), "C"(WgmmaType<Bfloat16>::kName)                              \
+                           "n"(Add), "C"(HalfType<Bfloat16>::kName)                              \
                          : "memory");                                                             \
         }                                                                                         \
     };

@@ -30,10 +30,7 @@ struct TileOrder {
         const int group = sizes.heads / sizes.kv_heads;
         section_heads = group;
         if (!Causal) return;
-#ifndef WAVES
-#define WAVES 3
-#endif
-        constexpr int kRounds = WAVES;
+        constexpr int kRounds = 3;
         const int busy = ceil_div(kRounds * gridDim.x, tiles * group);
         const long long head_bytes = static_cast<long long>(max(1, sizes.seqlen_k)) *
                                      (kHeadDim + kValueDim) * static_cast<int>(sizeof(scalar_t));

@@ -64,37 +64,41 @@ __device__ inline void store_tile(const TensorMap& map, const Tile& tile, int ba
     ptx::commit_stores();
 }
 
-// wgmma's description of an operand in shared memory: its address and two strides in bytes, between
-// panels and between eights of rows, each in units of 16.
-__device__ inline unsigned long long operand_at(const void* address, int panel_stride) {
-    constexpr unsigned long long kSwizzle128 = 1ull << 62;
-    return kSwizzle128 | static_cast<unsigned long long>(kSwizzleBytes >> 4) << 32 |
-           static_cast<unsigned long long>(panel_stride >> 4) << 16 |
-           (ptx::shared_address(address) & 0x3ffff) >> 4;
+// wgmma's description of an operand in shared memory. Its low word has the address and the stride
+// between panels, its high word the stride between eights of rows and the kind of swizzle; addresses
+// and strides are in units of 16 bytes. The high word is the same for all, and what tells one operand
+// from the next is a sum in the low one.
+constexpr int kOperandUnit = 16;
+
+__device__ inline unsigned int operand_at(const void* address, int panel_stride) {
+    return panel_stride / kOperandUnit << 16 | ptx::shared_address(address) / kOperandUnit;
 }
-// What moves a description by so many bytes.
-__device__ constexpr unsigned long long operand_step(int bytes) {
-    return bytes >> 4;
+__device__ constexpr unsigned long long description(unsigned int operand) {
+    constexpr unsigned long long kSwizzle128 = 1ull << 62;
+    constexpr unsigned long long kRows = kSwizzleBytes / kOperandUnit;
+    return kSwizzle128 | kRows << 32 | operand;
 }
 
-// The depth runs along the columns, as in both operands of S = Q K^T. The second description is of the
-// 16 columns from `col` on.
+// The depth runs along the columns, as in both operands of S = Q K^T: the operand whose depth begins
+// at `col` is a step away from the first.
 template <class Tile>
-__device__ inline unsigned long long depth_in_columns(const Tile& tile) {
+__device__ inline unsigned int depth_in_columns(const Tile& tile) {
     return operand_at(tile.data, 0);
 }
 template <class Tile>
-__device__ constexpr unsigned long long columns_step(int col) {
-    return operand_step(col / kPanelCols * Tile::kRows * kPanelRowBytes +
-                        col % kPanelCols * static_cast<int>(sizeof(scalar_t)));
+__device__ constexpr unsigned int columns_step(int col) {
+    const int panel_bytes = Tile::kRows * kPanelRowBytes;
+    const int col_bytes = col % kPanelCols * static_cast<int>(sizeof(scalar_t));
+    return (col / kPanelCols * panel_bytes + col_bytes) / kOperandUnit;
 }
+
 // The depth runs along the rows, as in the V of O = P V.
 template <class Tile>
-__device__ inline unsigned long long depth_in_rows(const Tile& tile) {
+__device__ inline unsigned int depth_in_rows(const Tile& tile) {
     return operand_at(tile.data, Tile::kRows * kPanelRowBytes);
 }
-__device__ constexpr unsigned long long rows_step(int row) {
-    return operand_step(row * kPanelRowBytes);
+__device__ constexpr unsigned int rows_step(int row) {
+    return row * kPanelRowBytes / kOperandUnit;
 }
 
 template <int Count>
@@ -107,12 +111,15 @@ __device__ inline void hold_all(float (&values)[Count]) {
 template <int Depth, int Cols, class A, class B>
 __device__ inline void issue_product_nt(WgmmaSums<Cols>& s, const A& a, const B& b) {
     using Product = ptx::Wgmma<Cols, is_bfloat16<scalar_t>>;
-    const unsigned long long a0 = depth_in_columns(a), b0 = depth_in_columns(b);
+    unsigned int a0 = depth_in_columns(a);
+    const unsigned int b0 = depth_in_columns(b);
+    ptx::hold(a0);  // or each step's sum would be kept in a register from tile to tile
     hold_all(s);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Depth; k += kWgmmaK) {
-        const unsigned long long a_k = a0 + columns_step<A>(k), b_k = b0 + columns_step<B>(k);
+        const unsigned long long a_k = description(a0 + columns_step<A>(k));
+        const unsigned long long b_k = description(b0 + columns_step<B>(k));
         if (k == 0) {
             Product::template multiply<false, false, false>(s, a_k, b_k);
         } else {
@@ -127,12 +134,12 @@ template <int Depth, int Cols, class V>
 __device__ inline void issue_product_pn(WgmmaSums<Cols>& o, const WgmmaOperand<Depth>& p,
                                         const V& v) {
     using Product = ptx::Wgmma<Cols, is_bfloat16<scalar_t>>;
-    const unsigned long long v0 = depth_in_rows(v);
+    const unsigned int v0 = depth_in_rows(v);
     hold_all(o);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Depth; k += kWgmmaK) {
-        Product::template multiply<true, true>(o, p[k / kWgmmaK], v0 + rows_step(k));
+        Product::template multiply<true, true>(o, p[k / kWgmmaK], description(v0 + rows_step(k)));
     }
     ptx::wgmma_commit();
 }
@@ -169,19 +176,24 @@ __device__ inline void write_rows(Tile& tile, const WgmmaOperand<Cols>& values, 
     }
 }
 
-// Whether this thread, of all that look together, finds NaN or infinity in a tile.
+// Whether this thread, of all that look together, finds NaN or infinity in a tile. Times 0, everything
+// else is 0.
 template <int Threads, class Tile>
 __device__ inline bool finds_nonfinite(const Tile& tile) {
     using Pairs = Pack<unsigned int, 4>;
+    constexpr int kPairs = Tile::kBytes / static_cast<int>(sizeof(Pairs));
+    constexpr unsigned int kMagnitudes = 0x7fff7fff;
     const Pairs* const chunks = reinterpret_cast<const Pairs*>(tile.data);
-    unsigned int found = 0;
+    Pairs sums = {};
 #pragma unroll 4
-    for (int i = threadIdx.x % Threads; i < Tile::kBytes / int(sizeof(Pairs)); i += Threads) {
+    for (int i = threadIdx.x % Threads; i < kPairs; i += Threads) {
         const Pairs pairs = chunks[i];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) found |= nonfinite_of_pair<scalar_t>(pairs[e]);
+        for (int e = 0; e < 4; ++e) {
+            sums[e] = ptx::multiply_add_pairs<is_bfloat16<scalar_t>>(pairs[e], 0, sums[e]);
+        }
     }
-    return found != 0;
+    return ((sums[0] | sums[1] | sums[2] | sums[3]) & kMagnitudes) != 0;
 }
 
 // Makes NaN and infinity in a tile zero. Threads may do it together, or several times over.

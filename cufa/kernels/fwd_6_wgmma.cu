@@ -252,8 +252,9 @@ struct Consumer {
 
     // The row of Q and O that a thread's half (0: row g, 1: row g + 8) of its fragments belongs to.
     __device__ int row_of(WorkTile work, int half) const {
-        return work.first_row + threadIdx.x / 32 * 16 - kWarpgroup / 2 + half * 8 +
-               threadIdx.x % 32 / 4;
+        unsigned int thread = threadIdx.x;
+        ptx::hold(thread);  // or each sum would be kept in a register from tile to tile
+        return work.first_row + thread / 32 * 16 - kWarpgroup / 2 + half * 8 + thread % 32 / 4;
     }
 
     // Waits for the queries of the next tile of which any row sees a key. Those of the others have

@@ -168,7 +168,8 @@ __device__ inline void round_to_operand(WgmmaOperand<Cols>& operand, const Wgmma
 // Writes a warp's 16 rows of a tile, from first_row on, where the copy engine and wgmma look for them.
 template <int Cols, class Tile>
 __device__ inline void write_rows(Tile& tile, const WgmmaOperand<Cols>& values, int first_row) {
-    const int lane = threadIdx.x % 32;
+    unsigned int lane = threadIdx.x % 32;
+    ptx::hold(lane);  // or each address would be kept in a register from tile to tile
 #pragma unroll
     for (int i = 0; i < Cols / kWgmmaK; ++i) {
         const int col = i * kWgmmaK + lane / 16 * kChunkCols;

@@ -100,25 +100,21 @@ def _register_steps(registers: int) -> int:
     return registers // REGISTER_STEP * REGISTER_STEP
 
 
-# Rows from which on a tile's size counts for more than how well it divides the rows.
-MANY_ROWS = 2048
-
-
 def _best_tiles(problem: Problem) -> Tiles:
     """The tiles that were fastest on an H200.
 
-    Three warpgroups hide each other's softmax best. Two waste less of a short causal problem's diagonal.
+    Three warpgroups hide each other's softmax best, but a tile of two wastes less where a causal mask cuts
+    through it; which counts for more is a matter of length.
     """
-    dim = max(problem.head_dim, problem.value_dim)
-    few_rows = problem.seqlen_q < MANY_ROWS
+    dim, rows = max(problem.head_dim, problem.value_dim), problem.seqlen_q
     if dim <= 64:
-        if few_rows:
-            return Tiles(128, 128, 3, 2, 64) if problem.causal else Tiles(256, 64, 4, 2, 64)
-        return Tiles(192, 128, 2, 2, 64)
+        if problem.causal:
+            return Tiles(128, 128, 3, 2, 64) if rows < 4096 else Tiles(192, 128, 2, 2, 64)
+        return Tiles(256, 64, 4, 2, 64) if rows < 2048 else Tiles(192, 128, 2, 2, 64)
     if dim <= 128:
-        if few_rows:
-            return Tiles(128, 128, 2, 2, 128) if problem.causal else Tiles(192, 64, 4, 1, 128)
-        return Tiles(192, 80, 3, 1, 64)
+        if problem.causal:
+            return Tiles(128, 128, 2, 2, 128) if rows < 8192 else Tiles(192, 80, 3, 1, 64)
+        return Tiles(192, 64, 4, 1, 128) if rows < 2048 else Tiles(192, 80, 3, 1, 64)
     return Tiles(128, 96, 2, 1, 64) if dim <= 192 else Tiles(128, 64, 2, 1, 128)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cufa import arrays, jit
+from cufa import arrays, counters, jit
 from cufa.device import Arch, target
 from cufa.jit import Variant
 from cufa.plan import Launch, Plan
@@ -27,6 +27,7 @@ from cufa.plan.sizes import (
 )
 from cufa.plan.standard import merge_launch, softmax_launch
 from cufa.problem import Problem, four_axes
+from cufa.tensor_maps import Encoder
 
 # The structs of params.cuh: tensors, LSE, workspace, softmax_scale, sizes and step.
 _FORWARD = struct.Struct("=" + 4 * "4q" + "2q" + "d" + "6i")
@@ -164,6 +165,9 @@ class Executable:
 
         self.plan = plan
         self._allocate = functools.partial(cupy.empty, plan.workspace_bytes, np.uint8)
+        self._encoder = Encoder(plan.problem, plan.boxes) if plan.boxes else None
+        if self._encoder is not None:
+            counters.take()  # the first call may be captured, when nothing can be allocated
         module = jit.load(jit.build(plan.variant))
         self._launches = [
             (_Kernel(module, launch), step) for launch in plan.launches for step in range(launch.steps)
@@ -188,8 +192,12 @@ class Executable:
         elif plan.workspace_bytes:
             workspace = self._allocate()
         address = workspace.data.ptr if workspace is not None else 0
+        maps = b""
+        if self._encoder is not None:
+            maps = self._encoder(tensors)
+            address = counters.take()
         for kernel, step in self._launches:
-            kernel(pack_attention(plan.problem, tensors, lse, address, softmax_scale, features, step))
+            kernel(maps + pack_attention(plan.problem, tensors, lse, address, softmax_scale, features, step))
 
 
 def _check_workspace(workspace: Any, needed: int) -> None:

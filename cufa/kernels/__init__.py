@@ -29,6 +29,8 @@ class Kernel:
     min_capability: tuple[int, int] = (7, 5)
     max_head_dim: int = MAX_HEAD_DIM
     features: frozenset[str] = frozenset()
+    only_arch: str | None = None
+    min_align_bytes: int = 1
 
     @property
     def source(self) -> str:
@@ -44,6 +46,13 @@ class Kernel:
         if device.arch.capability < self.min_capability:
             needed = "sm_{}{}".format(*self.min_capability)
             return f"{self.name} needs {needed} or newer, and the arch is {device.arch}"
+        if self.only_arch not in (None, f"{device.arch.number}{device.arch.suffix}"):
+            return f"{self.name} needs sm_{self.only_arch}, and the arch is {device.arch}"
+        if problem.align_bytes < self.min_align_bytes:
+            return (
+                f"{self.name} needs addresses and strides that are multiples of {self.min_align_bytes} "
+                f"bytes, and these are of {problem.align_bytes}"
+            )
         dim = max(problem.head_dim, problem.value_dim)
         if dim > self.max_head_dim:
             return f"{self.name} supports head dims to {self.max_head_dim}, and this is {dim}"
@@ -105,6 +114,18 @@ _LADDER = (
         dtypes=("float16", "bfloat16"),
         min_capability=(8, 0),
         features=_ALL_FEATURES,
+    ),
+    Kernel(
+        name="fwd_6_wgmma",
+        direction="forward",
+        entries=("fwd_6_wgmma",),
+        idea="Hopper: warps that copy and warpgroups that multiply (TMA, wgmma), products beside softmax",
+        paper="Shah et al. 2024, Algorithm 2",
+        memory="none",
+        dtypes=("float16", "bfloat16"),
+        min_capability=(9, 0),
+        only_arch="90a",
+        min_align_bytes=16,
     ),
     Kernel(
         name="bwd_1_naive",

@@ -24,6 +24,6 @@ struct alignas(N * sizeof(T)) Pack {
 template <class Smem>
 __device__ inline Smem& shared_memory() {
     static_assert(sizeof(Smem) == SMEM_BYTES, "the host planned a different size of shared memory");
-    extern __shared__ __align__(16) unsigned char bytes[];
+    extern __shared__ __align__(alignof(Smem)) unsigned char bytes[];
     return *reinterpret_cast<Smem*>(bytes);
 }

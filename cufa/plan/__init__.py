@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 
 from cufa.device import Device
 from cufa.kernels import Kernel, best_kernel, kernel_named, passed_over
-from cufa.plan import mma, standard, tiled
-from cufa.plan.record import Launch, Macro, Part, Plan, Scratch
+from cufa.plan import mma, standard, tiled, wgmma
+from cufa.plan.record import Launch, Macro, Part, Plan, Scratch, TensorBox
 from cufa.problem import Problem
 
-__all__ = ["Launch", "Macro", "Part", "Plan", "Scratch", "make_plan"]
+__all__ = ["Launch", "Macro", "Part", "Plan", "Scratch", "TensorBox", "make_plan"]
 
 _PLANNERS: dict[str, Callable[[Problem, Device, Mapping[str, int]], Part]] = {
     "fwd_1_naive": standard.forward,
@@ -22,6 +22,7 @@ _PLANNERS: dict[str, Callable[[Problem, Device, Mapping[str, int]], Part]] = {
     "fwd_3_flash_v1": tiled.flash_v1,
     "fwd_4_flash_v2": tiled.flash_v2,
     "fwd_5_mma": mma.forward,
+    "fwd_6_wgmma": wgmma.forward,
     "bwd_1_naive": standard.backward,
     "bwd_2_flash_v2": tiled.flash_v2_backward,
     "bwd_3_mma": mma.backward,
@@ -59,6 +60,7 @@ def make_plan(
         launches=part.launches,
         scratch=part.scratch,
         reasons=why,
+        boxes=part.boxes,
     )
 
 

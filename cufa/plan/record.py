@@ -42,6 +42,18 @@ class Scratch:
 
 
 @dataclass(frozen=True)
+class TensorBox:
+    """A map of a tensor that a kernel asks for: the rows and columns that one copy brings.
+
+    `tensor` is its place among the call's tensors, of which `Problem` has the extents.
+    """
+
+    tensor: int
+    rows: int
+    cols: int
+
+
+@dataclass(frozen=True)
 class Part:
     """What a kernel's planner decides."""
 
@@ -50,6 +62,7 @@ class Part:
     launches: tuple[Launch, ...]
     scratch: tuple[Scratch, ...] = ()
     reasons: tuple[str, ...] = ()
+    boxes: tuple[TensorBox, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,7 +70,8 @@ class Plan:
     """All that compiling and launching need to know, and all that they get to see.
 
     `launches` are in order, those with nothing to do left out. `scratch` lies one after the other in
-    one workspace. `reasons` say, a sentence each, how the choices were made.
+    one workspace. `reasons` say, a sentence each, how the choices were made. A kernel with `boxes` gets their
+    tensor maps before its other parameters, and a counter that is 0 as its workspace.
     """
 
     kernel: str
@@ -69,6 +83,7 @@ class Plan:
     launches: tuple[Launch, ...]
     scratch: tuple[Scratch, ...]
     reasons: tuple[str, ...]
+    boxes: tuple[TensorBox, ...] = ()
 
     @cached_property
     def variant(self) -> Variant:

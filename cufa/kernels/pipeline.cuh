@@ -1,0 +1,53 @@
+// How the warps of a block that copy and those that compute hand each other tiles: a ring of stages
+// in shared memory, each full or empty.
+#pragma once
+
+#include "ptx_sm90.cuh"
+
+// Waits until the phase of this parity has ended.
+__device__ inline void wait_for(ptx::Barrier& barrier, unsigned int parity) {
+    while (!ptx::barrier_try_wait(barrier, parity)) {
+    }
+}
+
+// Where in a ring of Stages a thread is. `parity` is that of the phase in which the stage becomes
+// full; it became empty in the phase before.
+template <int Stages>
+struct RingPosition {
+    int stage = 0;
+    unsigned int parity = 0;
+
+    __device__ void advance() {
+        if (++stage == Stages) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+// The barriers of a ring of tiles: one thread fills a stage, `readers` threads say that they are
+// done with it.
+template <int Stages>
+struct Ring {
+    ptx::Barrier full[Stages], empty[Stages];
+
+    __device__ void init(int readers) {
+        for (int stage = 0; stage < Stages; ++stage) {
+            ptx::barrier_init(full[stage], 1);
+            ptx::barrier_init(empty[stage], readers);
+        }
+    }
+
+    // The writer's side. Every stage begins empty: the phase before the first counts as ended.
+    __device__ void wait_empty(RingPosition<Stages> at) {
+        wait_for(empty[at.stage], at.parity ^ 1);
+    }
+    __device__ ptx::Barrier& announce(RingPosition<Stages> at, int bytes) {
+        ptx::barrier_arrive_expecting(full[at.stage], bytes);
+        return full[at.stage];
+    }
+
+    // The readers' side.
+    __device__ void wait_full(RingPosition<Stages> at) { wait_for(full[at.stage], at.parity); }
+    __device__ void release(RingPosition<Stages> at) { ptx::barrier_arrive(empty[at.stage]); }
+};

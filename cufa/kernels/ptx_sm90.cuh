@@ -1,0 +1,132 @@
+// Inline PTX from sm_90 on: barriers in shared memory that count arrivals and bytes, copies of
+// boxes of a tensor (TMA) that arrive on them, and barriers of parts of a block.
+#pragma once
+
+#include "ptx_sm80.cuh"
+
+// What the host encodes from a tensor's address, shape and strides (cuTensorMapEncodeTiled).
+struct alignas(64) TensorMap {
+    unsigned char opaque[128];
+};
+
+namespace ptx {
+
+// A barrier in shared memory. Its phases are numbered from 0; each ends when as many threads as
+// `init` said have arrived and all bytes that they announced are there.
+using Barrier = unsigned long long;
+
+__device__ inline void barrier_init(Barrier& barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)),
+                 "r"(arrivals)
+                 : "memory");
+}
+
+// Makes the barriers that this thread has set up known to the copy engine.
+__device__ inline void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ inline void barrier_arrive(Barrier& barrier) {
+    asm volatile(
+        "mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier))
+        : "memory");
+}
+
+// Arrives, and announces bytes that copies will bring.
+__device__ inline void barrier_arrive_expecting(Barrier& barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(
+                     shared_address(&barrier)),
+                 "r"(bytes)
+                 : "memory");
+}
+
+// Whether the phase of this parity has ended; waits for it a while.
+__device__ inline bool barrier_try_wait(Barrier& barrier, unsigned int parity) {
+    unsigned int ended;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(ended)
+        : "r"(shared_address(&barrier)), "r"(parity)
+        : "memory");
+    return ended != 0;
+}
+
+// Barrier `id` of Threads threads of the block: arrives and waits, or only arrives.
+template <int Threads>
+__device__ inline void named_barrier_sync(int id) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(Threads) : "memory");
+}
+template <int Threads>
+__device__ inline void named_barrier_arrive(int id) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(Threads) : "memory");
+}
+
+// Arrives, waits, and says whether `value` was true for any of the threads.
+template <int Threads>
+__device__ inline bool named_barrier_or(int id, bool value) {
+    unsigned int any;
+    asm volatile(
+        "{\n.reg .pred p, q;\n"
+        "setp.ne.u32 p, %3, 0;\n"
+        "barrier.cta.red.or.pred q, %1, %2, p;\n"
+        "selp.u32 %0, 1, 0, q;\n}"
+        : "=r"(any)
+        : "r"(id), "n"(Threads), "r"(static_cast<unsigned int>(value))
+        : "memory");
+    return any != 0;
+}
+
+// Brings a tensor's description into the cache that copies read it from.
+__device__ inline void prefetch_tensor_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Starts the copy of a box of a tensor, from these coordinates on, the fastest axis first, into
+// shared memory; what lies outside the tensor becomes zeros. Its bytes arrive on `barrier`.
+__device__ inline void copy_box(void* to, const TensorMap& map, Barrier& barrier, int x0, int x1,
+                                int x2, int x3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(to)),
+        "l"(&map), "r"(shared_address(&barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+        : "memory");
+}
+
+// Makes what this thread wrote to shared memory visible to the copy engine and to wgmma.
+__device__ inline void proxy_fence() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Starts the copy of a box of a tensor from shared memory; what lies outside the tensor is dropped.
+__device__ inline void store_box(const TensorMap& map, const void* from, int x0, int x1, int x2,
+                                 int x3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], "
+        "[%1];" ::"l"(&map),
+        "r"(shared_address(from)), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+        : "memory");
+}
+
+// Ends a group of stores.
+__device__ inline void commit_stores() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until all stores that this thread has started have read shared memory.
+__device__ inline void wait_stores_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Stores four 8x8 matrices of 16-bit elements, of which a lane has columns 2t and 2t + 1 of row g
+// of each, where g = lane / 4 and t = lane % 4. Lanes 8i to 8i + 7 say where the rows of matrix i
+// go.
+__device__ inline void stmatrix_x4(void* row, const unsigned int (&matrices)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     shared_address(row)),
+                 "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+                 : "memory");
+}
+
+}  // namespace ptx

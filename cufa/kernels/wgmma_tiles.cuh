@@ -1,0 +1,211 @@
+// Tiles of 16-bit elements in shared memory as the copy engine writes them and wgmma reads them,
+// and the products of a warpgroup.
+#pragma once
+
+#include "config.cuh"
+#include "memory.cuh"
+#include "pipeline.cuh"
+#include "ptx_sm90a.cuh"
+
+constexpr int kWarpgroup = 128;
+// The shape of one wgmma: 64 rows, and a depth of 16.
+constexpr int kWgmmaM = 64, kWgmmaK = 16;
+// A tile lies in panels of 64 columns, 128 bytes a row. Eight rows of a panel are one swizzled
+// unit: the 16-byte chunk c of row r lies at c ^ r.
+constexpr int kPanelCols = 64;
+constexpr int kPanelRowBytes = 128;
+constexpr int kSwizzleRows = 8;
+constexpr int kSwizzleBytes = kSwizzleRows * kPanelRowBytes;
+constexpr int kChunkCols = 8;
+
+// What a thread has of a 64 x Cols accumulator: columns 8i + 2t and 8i + 2t + 1 of row g in [4i]
+// and [4i + 1], of row g + 8 in [4i + 2] and [4i + 3], where g = lane / 4 and t = lane % 4.
+template <int Cols>
+using WgmmaSums = float[Cols / 2];
+// The same, rounded and in pairs: the left operand of the next product, four words for each depth
+// of 16.
+template <int Cols>
+using WgmmaOperand = unsigned int[Cols / kWgmmaK][4];
+
+// A Rows x Cols tile; columns are padded to whole panels.
+template <int Rows, int Cols>
+struct PanelTile {
+    static_assert(Rows % kSwizzleRows == 0, "a panel is made of eights of rows");
+    static constexpr int kRows = Rows;
+    static constexpr int kPanels = ceil_div(Cols, kPanelCols);
+    static constexpr int kBytes = kPanels * Rows * kPanelRowBytes;
+
+    alignas(kSwizzleBytes) scalar_t data[kPanels][Rows][kPanelCols];
+
+    __device__ scalar_t* at(int row, int col) {
+        const int chunk = col % kPanelCols / kChunkCols ^ row % kSwizzleRows;
+        return &data[col / kPanelCols][row][chunk * kChunkCols + col % kChunkCols];
+    }
+};
+
+// Starts the copy of one head's rows from first_row on, and of all columns.
+template <class Tile>
+__device__ inline void copy_tile(Tile& tile, const TensorMap& map, ptx::Barrier& barrier, int batch,
+                                 int head, int first_row) {
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanels; ++panel) {
+        ptx::copy_box(tile.data[panel], map, barrier, panel * kPanelCols, first_row, head, batch);
+    }
+}
+
+// Starts the copy of a tile to one head's rows from first_row on, and to columns from first_col on.
+template <class Tile>
+__device__ inline void store_tile(const TensorMap& map, const Tile& tile, int batch, int head,
+                                  int first_row, int first_col) {
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanels; ++panel) {
+        ptx::store_box(map, tile.data[panel], first_col + panel * kPanelCols, first_row, head,
+                       batch);
+    }
+    ptx::commit_stores();
+}
+
+// wgmma's description of an operand in shared memory. Its low word has the address and the stride
+// between panels, its high word the stride between eights of rows and the kind of swizzle;
+// addresses and strides are in units of 16 bytes. The high word is the same for all, and what tells
+// one operand from the next is a sum in the low one.
+constexpr int kOperandUnit = 16;
+
+__device__ inline unsigned int operand_at(const void* address, int panel_stride) {
+    return panel_stride / kOperandUnit << 16 | ptx::shared_address(address) / kOperandUnit;
+}
+__device__ constexpr unsigned long long description(unsigned int operand) {
+    constexpr unsigned long long kSwizzle128 = 1ull << 62;
+    constexpr unsigned long long kRows = kSwizzleBytes / kOperandUnit;
+    return kSwizzle128 | kRows << 32 | operand;
+}
+
+// The depth runs along the columns, as in both operands of S = Q K^T: the operand whose depth
+// begins at `col` is a step away from the first.
+template <class Tile>
+__device__ inline unsigned int depth_in_columns(const Tile& tile) {
+    return operand_at(tile.data, 0);
+}
+template <class Tile>
+__device__ constexpr unsigned int columns_step(int col) {
+    const int panel_bytes = Tile::kRows * kPanelRowBytes;
+    const int col_bytes = col % kPanelCols * static_cast<int>(sizeof(scalar_t));
+    return (col / kPanelCols * panel_bytes + col_bytes) / kOperandUnit;
+}
+
+// The depth runs along the rows, as in the V of O = P V.
+template <class Tile>
+__device__ inline unsigned int depth_in_rows(const Tile& tile) {
+    return operand_at(tile.data, Tile::kRows * kPanelRowBytes);
+}
+__device__ constexpr unsigned int rows_step(int row) {
+    return row * kPanelRowBytes / kOperandUnit;
+}
+
+template <int Count>
+__device__ inline void hold_all(float (&values)[Count]) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) ptx::hold(values[i]);
+}
+
+// Issues s = a b^T over Depth columns, as in S = Q K^T. It is done when the group that it becomes
+// is.
+template <int Depth, int Cols, class A, class B>
+__device__ inline void issue_product_nt(WgmmaSums<Cols>& s, const A& a, const B& b) {
+    using Product = ptx::Wgmma<Cols, is_bfloat16<scalar_t>>;
+    unsigned int a0 = depth_in_columns(a);
+    const unsigned int b0 = depth_in_columns(b);
+    ptx::hold(a0);  // or each step's sum would be kept in a register from tile to tile
+    hold_all(s);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Depth; k += kWgmmaK) {
+        const unsigned long long a_k = description(a0 + columns_step<A>(k));
+        const unsigned long long b_k = description(b0 + columns_step<B>(k));
+        if (k == 0) {
+            Product::template multiply<false, false, false>(s, a_k, b_k);
+        } else {
+            Product::template multiply<false, false, true>(s, a_k, b_k);
+        }
+    }
+    ptx::wgmma_commit();
+}
+
+// Issues o += p v, as in O += P V.
+template <int Depth, int Cols, class V>
+__device__ inline void issue_product_pn(WgmmaSums<Cols>& o, const WgmmaOperand<Depth>& p,
+                                        const V& v) {
+    using Product = ptx::Wgmma<Cols, is_bfloat16<scalar_t>>;
+    const unsigned int v0 = depth_in_rows(v);
+    hold_all(o);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Depth; k += kWgmmaK) {
+        Product::template multiply<true, true>(o, p[k / kWgmmaK], description(v0 + rows_step(k)));
+    }
+    ptx::wgmma_commit();
+}
+
+// Waits for all groups but the last Pending, the results of which are in `values`.
+template <int Pending, int Count>
+__device__ inline void wait_product(float (&values)[Count]) {
+    ptx::wgmma_wait<Pending>();
+    hold_all(values);
+}
+
+// Two sums rounded to scalar_t, `low` first in memory.
+__device__ inline unsigned int round_pair(float low, float high) {
+    return is_bfloat16<scalar_t> ? ptx::pack_bf16(low, high) : ptx::pack_f16(low, high);
+}
+
+// Sums, rounded, as the left operand of the next product.
+template <int Cols>
+__device__ inline void round_to_operand(WgmmaOperand<Cols>& operand, const WgmmaSums<Cols>& sums) {
+#pragma unroll
+    for (int i = 0; i < Cols / kWgmmaK * 4; ++i) {
+        operand[i / 4][i % 4] = round_pair(sums[2 * i], sums[2 * i + 1]);
+    }
+}
+
+// Writes a warp's 16 rows of a tile, from first_row on, where the copy engine and wgmma look for
+// them.
+template <int Cols, class Tile>
+__device__ inline void write_rows(Tile& tile, const WgmmaOperand<Cols>& values, int first_row) {
+    unsigned int lane = threadIdx.x % 32;
+    ptx::hold(lane);  // or each address would be kept in a register from tile to tile
+#pragma unroll
+    for (int i = 0; i < Cols / kWgmmaK; ++i) {
+        const int col = i * kWgmmaK + lane / 16 * kChunkCols;
+        ptx::stmatrix_x4(tile.at(first_row + lane % 16, col), values[i]);
+    }
+}
+
+// Whether this thread, of all that look together, finds NaN or infinity in a tile. Times 0,
+// everything else is 0.
+template <int Threads, class Tile>
+__device__ inline bool finds_nonfinite(const Tile& tile) {
+    using Pairs = Pack<unsigned int, 4>;
+    constexpr int kPairs = Tile::kBytes / static_cast<int>(sizeof(Pairs));
+    constexpr unsigned int kMagnitudes = 0x7fff7fff;
+    const Pairs* const chunks = reinterpret_cast<const Pairs*>(tile.data);
+    Pairs sums = {};
+#pragma unroll 4
+    for (int i = threadIdx.x % Threads; i < kPairs; i += Threads) {
+        const Pairs pairs = chunks[i];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            sums[e] = ptx::multiply_add_pairs<is_bfloat16<scalar_t>>(pairs[e], 0, sums[e]);
+        }
+    }
+    return ((sums[0] | sums[1] | sums[2] | sums[3]) & kMagnitudes) != 0;
+}
+
+// Makes NaN and infinity in a tile zero. Threads may do it together, or several times over.
+template <int Threads, class Tile>
+__device__ inline void clear_nonfinite(Tile& tile) {
+    scalar_t* const values = &tile.data[0][0][0];
+#pragma unroll 1
+    for (int i = threadIdx.x % Threads; i < Tile::kBytes / int(sizeof(scalar_t)); i += Threads) {
+        if (!is_finite(values[i])) values[i] = scalar_t{};
+    }
+}

@@ -1,0 +1,182 @@
+"""Plans for the Hopper kernels: products by warpgroups (wgmma), tiles by the copy engine (TMA).
+
+A block is one warpgroup that copies and one for each 64 rows of its tile that computes. It has an SM to
+itself and stays for many tiles, so that a grid has no more blocks than the GPU has SMs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from cufa.device import REGISTERS_PER_SM, Device
+from cufa.plan.choice import Choice, Cost, choose, query_tiles
+from cufa.plan.record import MAX_GRID, Launch, Macro, Part, TensorBox
+from cufa.plan.sizes import (
+    FORWARD_PARAMS_BYTES,
+    TENSOR_MAP_ALIGNMENT,
+    TENSOR_MAP_BYTES,
+    ceil_div,
+    common_macros,
+    round_up,
+)
+from cufa.problem import Problem
+
+WARPGROUP = 128
+# Rows of one wgmma, its depth, and the most columns that it has.
+WGMMA_M, WGMMA_K, MAX_WGMMA_N = 64, 16, 256
+# A tile lies in panels of 64 columns; eights of rows are swizzled together and aligned.
+PANEL_COLS, PANEL_ROW_BYTES, SWIZZLE_BYTES = 64, 128, 1024
+BARRIER_BYTES = 8
+WORK_TILE_BYTES = 16
+# setmaxnreg counts in eights; what a warpgroup that copies needs, and the most that a thread can have.
+REGISTER_STEP = 8
+MIN_PRODUCER_REGISTERS = 32
+MAX_CONSUMER_REGISTERS = 240
+# Registers of a consumer beside accumulators and weights: addresses, descriptions, the softmax's state.
+OVERHEAD_REGISTERS = 30
+# Part of the L2 cache that the keys and values of heads worked on at the same time may fill.
+SECTION_OF_L2 = 3 / 4
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The sizes that the kernel is compiled for.
+
+    `stages` are how many tiles of K, and of V, a block holds, `query_stages` how many of Q; `store_cols` how
+    many columns of O it sends out at once.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    query_stages: int
+    store_cols: int
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that compute."""
+        return self.block_m // WGMMA_M
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return (self.consumers + 1) * WARPGROUP
+
+    @property
+    def registers_at_start(self) -> int:
+        """What each thread of a block begins with."""
+        return _register_steps(REGISTERS_PER_SM // self.threads)
+
+    @property
+    def consumer_registers(self) -> int:
+        """What a consumer's thread can have once the producer has given up what it does not need."""
+        given = self.registers_at_start * (self.consumers + 1) - MIN_PRODUCER_REGISTERS
+        return min(MAX_CONSUMER_REGISTERS, _register_steps(given // self.consumers))
+
+    @property
+    def producer_registers(self) -> int:
+        """What the producer's threads keep."""
+        return self.registers_at_start * (self.consumers + 1) - self.consumer_registers * self.consumers
+
+    def misfit(self) -> str | None:
+        """None if the kernel can be compiled for these tiles, else the reason."""
+        if self.block_m % WGMMA_M:
+            return f"block_m must be a multiple of {WGMMA_M}, the rows of a warpgroup"
+        if self.block_n % WGMMA_K or self.block_n > MAX_WGMMA_N:
+            return f"block_n must be a multiple of {WGMMA_K} up to {MAX_WGMMA_N}"
+        if self.store_cols % PANEL_COLS:
+            return f"store_cols must be a multiple of {PANEL_COLS}"
+        return None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.block_m}x{self.block_n}, stages {self.stages}, query stages {self.query_stages}, "
+            f"{self.store_cols} columns stored at once"
+        )
+
+
+def _register_steps(registers: int) -> int:
+    return registers // REGISTER_STEP * REGISTER_STEP
+
+
+def _best_tiles(problem: Problem) -> Tiles:
+    """The tiles that were fastest on an H200.
+
+    Three warpgroups hide each other's softmax best, but a tile of two wastes less where a causal mask cuts
+    through it; which counts for more is a matter of length.
+    """
+    dim, rows = max(problem.head_dim, problem.value_dim), problem.seqlen_q
+    if dim <= 64:
+        if problem.causal:
+            return Tiles(128, 128, 3, 2, 64) if rows < 4096 else Tiles(192, 128, 2, 2, 64)
+        return Tiles(256, 64, 4, 2, 64) if rows < 2048 else Tiles(192, 128, 2, 2, 64)
+    if dim <= 128:
+        if problem.causal:
+            return Tiles(128, 128, 2, 2, 128) if rows < 8192 else Tiles(192, 80, 3, 1, 64)
+        return Tiles(192, 64, 4, 1, 128) if rows < 2048 else Tiles(192, 80, 3, 1, 64)
+    return Tiles(128, 96, 2, 1, 64) if dim <= 192 else Tiles(128, 64, 2, 1, 128)
+
+
+def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+    """`fwd_6_wgmma`: one launch, a block for each SM."""
+    best = (_best_tiles(problem),)
+    chosen = choose(problem, device, tiles, best, lambda candidate: _forward_cost(problem, candidate))
+    sizes = chosen.tiles
+    if chosen.cost.registers > sizes.consumer_registers:
+        raise ValueError(
+            f"tiles {sizes}: a thread needs about {chosen.cost.registers} registers, and there are "
+            f"{sizes.consumer_registers} with {sizes.consumers} warpgroups that compute"
+        )
+    count = query_tiles(problem, sizes)
+    if count + device.sm_count > MAX_GRID:
+        raise ValueError(f"tiles {sizes}: {count} of them are more than a launch can count, {MAX_GRID}")
+    grid = min(count, device.sm_count)
+    launch = Launch("fwd_6_wgmma", grid, sizes.threads, chosen.cost.smem_bytes)
+    boxes = (
+        TensorBox(0, WGMMA_M, PANEL_COLS),
+        TensorBox(1, sizes.block_n, PANEL_COLS),
+        TensorBox(2, sizes.block_n, PANEL_COLS),
+        TensorBox(3, WGMMA_M, PANEL_COLS),
+    )
+    return Part(
+        tiles=asdict(sizes),
+        macros=_macros(problem, device, chosen, len(boxes)),
+        launches=(launch,) if grid else (),
+        reasons=chosen.reasons,
+        boxes=boxes,
+    )
+
+
+def _macros(problem: Problem, device: Device, chosen: Choice[Tiles], maps: int) -> tuple[Macro, ...]:
+    return (
+        *common_macros(problem),
+        *((name.upper(), size) for name, size in asdict(chosen.tiles).items()),
+        ("PRODUCER_REGISTERS", chosen.tiles.producer_registers),
+        ("CONSUMER_REGISTERS", chosen.tiles.consumer_registers),
+        ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),
+        ("SMEM_BYTES", chosen.cost.smem_bytes),
+        ("PARAMS_BYTES", round_up(maps * TENSOR_MAP_BYTES + FORWARD_PARAMS_BYTES, TENSOR_MAP_ALIGNMENT)),
+    )
+
+
+def panel_tile_bytes(rows: int, cols: int) -> int:
+    """The size of wgmma_tiles.cuh's PanelTile."""
+    return ceil_div(cols, PANEL_COLS) * rows * PANEL_ROW_BYTES
+
+
+def _forward_cost(problem: Problem, tiles: Tiles) -> Cost:
+    queries = tiles.query_stages * tiles.consumers
+    smem_bytes = (
+        tiles.query_stages * panel_tile_bytes(tiles.block_m, problem.head_dim)  # Q
+        + panel_tile_bytes(tiles.block_m, tiles.store_cols)  # O
+        + tiles.stages * panel_tile_bytes(tiles.block_n, problem.head_dim)  # K
+        + tiles.stages * panel_tile_bytes(tiles.block_n, problem.value_dim)  # V
+        + 2 * BARRIER_BYTES * (2 * tiles.stages + queries)
+        + WORK_TILE_BYTES * queries
+    )
+    depth, dims = round_up(problem.head_dim, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
+    # S and O in float32, and P in pairs.
+    registers = (tiles.block_n + dims) // 2 + tiles.block_n // 4 + OVERHEAD_REGISTERS
+    work = tiles.block_m * tiles.block_n * (depth + dims) / tiles.threads
+    return Cost(round_up(smem_bytes, SWIZZLE_BYTES), registers, work)

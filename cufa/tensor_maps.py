@@ -1,0 +1,77 @@
+"""What the copy engine of sm_90 and later must know of a tensor, encoded by the driver.
+
+A map takes microseconds to encode, so an `Encoder` keeps those of the tensors that it saw last.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from cufa.plan.record import TensorBox
+from cufa.plan.sizes import TENSOR_MAP_BYTES
+from cufa.problem import Problem
+
+# Encoded tensors that one executable remembers.
+_REMEMBERED = 256
+
+
+class Encoder:
+    """Encodes the maps that a plan's kernel asks for."""
+
+    def __init__(self, problem: Problem, boxes: Sequence[TensorBox]) -> None:
+        """Fix what all calls have in common; what changes are addresses and strides."""
+        self._encode = functools.lru_cache(maxsize=_REMEMBERED)(functools.partial(_encode, problem))
+        self._boxes = tuple(boxes)
+
+    def __call__(self, tensors: Sequence[int]) -> bytes:
+        """The maps one after the other; `tensors` are `pack_attention`'s."""
+        return b"".join(
+            [self._encode(box, *tensors[4 * box.tensor : 4 * box.tensor + 4]) for box in self._boxes]
+        )
+
+
+def _encode(
+    problem: Problem, box: TensorBox, address: int, batch_stride: int, row_stride: int, head_stride: int
+) -> bytes:
+    rows, heads, dim = (
+        (problem.seqlen_q, problem.heads, problem.head_dim),
+        (problem.seqlen_k, problem.kv_heads, problem.head_dim),
+        (problem.seqlen_k, problem.kv_heads, problem.value_dim),
+        (problem.seqlen_q, problem.heads, problem.value_dim),
+    )[box.tensor]
+    if problem.batch * rows * heads == 0:
+        return bytes(TENSOR_MAP_BYTES)  # the kernel copies nothing
+    from cuda.bindings import driver
+
+    integer = driver.cuuint64_t
+    strides = [stride * problem.itemsize for stride in (row_stride, head_stride, batch_stride)]
+    dtype = driver.CUtensorMapDataType
+    types = {
+        "float16": dtype.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        "bfloat16": dtype.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    }
+    status, tensor_map = driver.cuTensorMapEncodeTiled(
+        types[problem.dtype],
+        4,
+        address,
+        [integer(extent) for extent in (dim, rows, heads, problem.batch)],
+        [integer(stride) for stride in strides],
+        [driver.cuuint32_t(extent) for extent in (box.cols, box.rows, 1, 1)],
+        [driver.cuuint32_t(1)] * 4,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise ValueError(
+            f"the copy engine does not take a tensor at {address:#x} with {rows} rows of {heads} heads of "
+            f"{dim} elements and strides {strides} bytes: {status.name}"
+        )
+    return _bytes_of(tensor_map)
+
+
+def _bytes_of(tensor_map: Any) -> bytes:
+    return b"".join(int(word).to_bytes(8, "little") for word in tensor_map.opaque)

@@ -1,0 +1,110 @@
+"""The Hopper forward: plans, and what the compiler makes of the kernel. None of it needs a GPU."""
+
+import itertools
+import re
+from dataclasses import replace
+
+import pytest
+
+from cufa import jit
+from cufa.device import Device
+from cufa.kernels import KERNELS, best_kernel
+from cufa.plan import make_plan
+from cufa.problem import Problem
+
+H200 = Device.of("sm_90a")
+NAME = "fwd_6_wgmma"
+LENGTHS = [512, 4096]
+
+
+def problem(head_dim=128, value_dim=None, causal=False, seqlen=4096, dtype="bfloat16", align_bytes=16):
+    value_dim = value_dim or head_dim
+    return Problem(
+        "forward", dtype, 2, seqlen, seqlen, 4, 2, head_dim, value_dim, causal, align_bytes=align_bytes
+    )
+
+
+def plan_of(call, **tiles):
+    return make_plan(call, H200, NAME, tiles)
+
+
+@pytest.mark.parametrize("seqlen", LENGTHS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_no_spill_and_no_product_in_series(head_dim, causal, seqlen):
+    build = jit.build(plan_of(problem(head_dim, causal=causal, seqlen=seqlen)).variant)
+    assert build.warnings == ()
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 8), (40, 200), (96, 80), (192, 128), (7, 255)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_any_head_dims_compile(dtype, head_dim, value_dim):
+    build = jit.build(plan_of(problem(head_dim, value_dim, True, dtype=dtype)).variant)
+    assert not [line for line in build.warnings if "C75" in line]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_products_are_issued_together(head_dim):
+    """Within a run of products there is no wait, which the compiler would put in if it had doubts."""
+    build = jit.build(plan_of(problem(head_dim)).variant)
+    try:
+        code = jit.sass(build)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    marks = re.findall(r"HGMMA|WARPGROUP\.DEPBAR|MUFU\.EX2", code)
+    runs = [(mark, len(list(run))) for mark, run in itertools.groupby(marks)]
+    products = [length for mark, length in runs if mark == "HGMMA"]
+    tiles = plan_of(problem(head_dim)).tiles
+    assert max(products) == head_dim // 16 + tiles["block_n"] // 16
+    assert min(products) >= min(head_dim, tiles["block_n"]) // 16
+
+
+def test_registers_are_those_of_the_block():
+    for head_dim, causal, seqlen in itertools.product((64, 128, 256), (False, True), LENGTHS):
+        plan = plan_of(problem(head_dim, causal=causal, seqlen=seqlen))
+        macros = dict(plan.macros)
+        (launch,) = plan.launches
+        consumers = plan.tiles["block_m"] // 64
+        taken = consumers * macros["CONSUMER_REGISTERS"] + macros["PRODUCER_REGISTERS"]
+        at_start = H200.registers_per_sm // launch.block // 8 * 8
+        # More than all begin with, and the consumers would wait for ever.
+        assert taken == at_start * (consumers + 1)
+        assert macros["CONSUMER_REGISTERS"] % 8 == macros["PRODUCER_REGISTERS"] % 8 == 0
+        assert launch.grid <= H200.sm_count
+
+
+@pytest.mark.parametrize(
+    ("tiles", "message"),
+    [
+        ({"block_m": 96}, "block_m must be a multiple of 64"),
+        ({"block_n": 72}, "block_n must be a multiple of 16"),
+        ({"block_n": 272}, "up to 256"),
+        ({"store_cols": 32}, "store_cols must be a multiple of 64"),
+        ({"stages": 9}, "bytes of shared memory"),
+        ({"block_m": 192, "block_n": 128, "stages": 1}, r"a thread needs about \d+ registers"),
+        ({"lanes": 2}, "tiles has lanes"),
+    ],
+)
+def test_tiles_that_do_not_fit_are_refused(tiles, message):
+    with pytest.raises(ValueError, match=message):
+        plan_of(problem(), **tiles)
+
+
+def test_what_it_does_not_support_it_says():
+    kernel = KERNELS[NAME]
+    assert best_kernel(problem(), H200) is kernel
+    unaligned = problem(align_bytes=8)
+    assert "multiples of 16 bytes" in kernel.unsupported(unaligned, H200)
+    assert best_kernel(unaligned, H200).name == "fwd_5_mma"
+    assert "needs sm_90a" in kernel.unsupported(problem(), Device.of("sm_100a"))
+    assert "needs sm_90a" in kernel.unsupported(problem(), Device.of("sm_90"))
+    assert "supports float16" in kernel.unsupported(problem(dtype="float32"), H200)
+
+
+def test_more_tiles_than_a_counter_holds_are_refused():
+    with pytest.raises(ValueError, match="more than a launch can count"):
+        plan_of(replace(problem(), batch=2**25, heads=64, kv_heads=64))
+
+
+def test_nothing_to_compute_is_no_launch():
+    assert plan_of(replace(problem(), seqlen_q=0)).launches == ()

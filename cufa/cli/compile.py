@@ -17,7 +17,7 @@ from cufa.cli.options import DTYPE, SIZE, count_option, json_option, several, ti
 from cufa.device import KNOWN, Arch, Device, target
 from cufa.jit import Variant
 from cufa.kernels import COMPANIONS, KERNELS
-from cufa.plan import Launch, make_plan
+from cufa.plan import Launch, make_plan, make_probabilities_plan
 from cufa.plan.standard import merge_launch, softmax_launch
 from cufa.problem import MAX_ALIGN_BYTES, Direction, Features, Problem
 
@@ -280,7 +280,13 @@ _COMPANION_LAUNCHES: dict[str, Callable[[_Request, Arch], tuple[Variant, Launch]
     "merge": lambda request, arch: merge_launch(
         request.dtype, request.value_dim, _SEQLEN, MAX_ALIGN_BYTES, arch
     ),
+    "attn_probs": lambda request, _: _probabilities_launch(request),
 }
+
+
+def _probabilities_launch(request: _Request) -> tuple[Variant, Launch]:
+    plan = make_probabilities_plan(request.problem("forward"), request.device)
+    return plan.variant, plan.launches[0]
 
 
 def _entries(device: Device, planned: _Planned, build: jit.Build) -> Iterator[_Entry]:

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 import cufa
 from cufa import arrays, checking, device, jit, kernels
 from cufa.cli import COMMANDS, bench, check, compile, ladder, main, output, workload
+from cufa.cli import run as run_command
 from cufa.cli.options import FeatureOptions, feature_options
 from cufa.cli.options import arguments as arguments_of
 from cufa.device import Device
@@ -428,6 +429,14 @@ def test_features_are_in_the_plan_and_in_the_reasons(monkeypatch):
     assert asked["reasons"][0] == "fwd_1_naive: asked for"
     message = refused(*call, "--arch", "sm_80", "--kernel", "fwd_1_naive", "--softcap", 3, "--sink")
     assert "fwd_1_naive does not support softcap, sink" in message
+
+
+def test_a_gpu_call_is_refused_before_anything_takes_memory(monkeypatch):
+    monkeypatch.setattr(run_command, "use_gpu", lambda backend: True)
+    monkeypatch.setattr(workload, "normal", None)
+    monkeypatch.setenv("CUFA_ARCH", "sm_80")
+    message = refused("run", *SMALL, "--sink", "--backward-kernel", "bwd_1_naive")
+    assert "bwd_1_naive does not support sink, dsink" in message
 
 
 def test_what_no_kernel_supports_is_refused_with_all_reasons(monkeypatch):

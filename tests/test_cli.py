@@ -1002,6 +1002,7 @@ def test_compile_of_variants_with_features():
     assert plain["path"] != built["path"]
     assert "fwd_1_naive does not support alibi_slopes" in refused("compile", "fwd_1_naive", *TINY, "--alibi")
     assert "give --bias, too" in refused("compile", "fwd_1_naive", *TINY, "--dbias")
+    assert "give --sink, too" in refused("compile", "fwd_1_naive", *TINY, "--dsink")
 
 
 @nvrtc
@@ -1193,6 +1194,17 @@ def test_run_on_the_gpu(dtype, tmp_path):
         assert 0 < step["seconds"] < 0.1
     with np.load(tmp_path / "all.npz") as results:
         assert list(results) == ["out", "lse", "dq", "dk", "dv"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(
+    "options", [options for options, _, _ in ON_EACH], ids=lambda each: " ".join(map(str, each))
+)
+def test_features_on_the_gpu(dtype, options):
+    document = run_json("run", *HEADS, *options, "--dtype", dtype)
+    assert document["backend"] == "cuda"
+    assert document["check"]["ok"]
 
 
 @pytest.mark.gpu

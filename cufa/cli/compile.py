@@ -120,10 +120,13 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
         mask: str | None,
         varlen: bool,
         dbias: bool,
+        dsink: bool,
         **given: Any,
     ) -> Any:
         if dbias and bias is None:
             raise output.Failure("--dbias is the gradient of a bias; give --bias, too")
+        if dsink and not given["sink"]:
+            raise output.Failure("--dsink is the gradient of a sink; give --sink, too")
         scores = (1, 1, _SEQLEN, _SEQLEN)
         features = Features(
             window=(_WINDOW, _WINDOW) if window else (None, None),
@@ -132,7 +135,7 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
             mask=scores if mask else None,
             mask_bits=mask == "bits",
             packed=varlen,
-            gradients=("bias",) if dbias else (),
+            gradients=tuple(name for name, wanted in (("bias", dbias), ("sink", dsink)) if wanted),
             **{name: given.pop(name) for name in _SWITCHES},
         )
         return command(features=features, **given)
@@ -144,6 +147,7 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--mask", type=click.Choice(["bool", "bits"]), help="Those with a mask."),
         click.option("--varlen", is_flag=True, help="Those for packed sequences."),
         click.option("--dbias", is_flag=True, help="Backward: with the gradient of the bias."),
+        click.option("--dsink", is_flag=True, help="Backward: with the gradient of the sink."),
     ]
     options += [
         click.option(f"--{name.replace('_', '-')}", is_flag=True, help=text)

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cufa import arrays, cpu, launch
+from cufa import arrays, cpu, launch, probabilities
 from cufa.device import Arch, target
 from cufa.launch import FeatureValues
-from cufa.plan import Plan, make_plan
+from cufa.plan import Plan, make_plan, make_probabilities_plan
 from cufa.problem import (
     DTYPES,
     MAX_ALIGN_BYTES,
@@ -63,6 +63,7 @@ def attention(
     seqused_k: Any = None,
     layout: str = "bshd",
     return_lse: bool = False,
+    return_attn_probs: bool = False,
     out: Any = None,
     lse: Any = None,
     workspace: Any = None,
@@ -113,6 +114,10 @@ def attention(
             diagonal's end.
         layout: "bshd" as above, or "bhsd" for (batch, heads, seqlen, head_dim).
         return_lse: also return the log-sum-exp of the scores, which the backward needs.
+        return_attn_probs: also return the LSE and the probabilities, (batch, heads, seqlen_q, seqlen_k) of
+            q's dtype, as they were multiplied with v: with dropout, those that are dropped are 0 and the
+            others have grown. They take the memory that attention does without; a log says how much. Not of
+            packed sequences.
         out: where to write the output, of its shape and dtype; must not overlap an input.
         lse: where to write the LSE, which is then returned too.
         workspace: memory for the kernel, `cufa.plan(...).workspace_bytes` of it, contiguous, on the GPU.
@@ -124,7 +129,8 @@ def attention(
     Returns:
         (batch, seqlen_q, heads, value_dim) in the layout asked for, of the dtype and kind of q. With
         return_lse, a pair of that and the LSE: (batch, heads, seqlen_q), of packed sequences
-        (heads, tokens), natural logarithm, float32 (float64 for float64 arrays).
+        (heads, tokens), natural logarithm, float32 (float64 for float64 arrays). With return_attn_probs,
+        these two and the probabilities.
 
     Raises:
         TypeError: no array, kinds or dtypes mixed, or a dtype that is not supported.
@@ -148,8 +154,10 @@ def attention(
     call = _Call("forward", inputs, outputs, options, backend)
     scale = check_scale(softmax_scale, call.problem.head_dim)
     call.need("out", output_shape(call.problem, layout), DTYPES[call.problem.dtype])
-    if return_lse or lse is not None:
+    if return_lse or return_attn_probs or lse is not None:
         call.need("lse", lse_shape(call.problem), call.problem.accumulator)
+    if return_attn_probs:
+        call.need("probs", probabilities.shape(call.problem), DTYPES[call.problem.dtype])
 
     rung = _Rung(kernel, tiles, arch)
     if call.on_gpu:
@@ -160,6 +168,9 @@ def attention(
         q, k, v, output = tensors
         cpu.attention(q, k, v, output, call.tensors.get("lse"), **_cpu_options(call, scale, values))
     result = call.give_back("out", out)
+    if return_attn_probs:
+        _write_probabilities(call, scale, values, arch)
+        return result, call.give_back("lse", lse), call.give_back("probs", None)
     return (result, call.give_back("lse", lse)) if return_lse or lse is not None else result
 
 
@@ -444,11 +455,12 @@ class _Call:
 
 
 class _Rung(NamedTuple):
-    """Which kernel to run, where a caller wants another than the plan's."""
+    """Which kernel to run, where a caller wants another than the plan's; or `attn_probs` instead."""
 
     kernel: str | None
     tiles: Tiles | None
     arch: ArchLike | None
+    attn_probs: bool = False
 
 
 # The arguments that are arrays beside the tensors.
@@ -574,6 +586,7 @@ def _run_on_gpu(
         rung.arch,
         os.environ.get("CUFA_ARCH"),
         sys.modules["cupy"].cuda.runtime.getDevice(),
+        rung.attn_probs,
     )
     lse = contiguous("lse", last_axis_only=False).data.ptr if "lse" in tensors else 0
     features = b""
@@ -587,6 +600,21 @@ def _run_on_gpu(
     run(fields, lse, softmax_scale, features, workspace)
     for name in call.written & copies.keys():
         tensors[name][...] = copies[name]
+
+
+def _write_probabilities(
+    call: _Call, softmax_scale: float, values: FeatureValues, arch: ArchLike | None
+) -> None:
+    """Write those of a forward call whose LSE is there."""
+    if call.on_gpu:
+        in_layout = probabilities.axes(call.layout)
+        call.tensors["attn_probs"] = call.tensors["probs"].transpose(in_layout)
+        names = ("q", "k", "v", "attn_probs")
+        _run_on_gpu(call, names, softmax_scale, values, None, _Rung(None, None, arch, attn_probs=True))
+    else:
+        q, k = call.in_bshd("q", "k")
+        options = _cpu_options(call, softmax_scale, values)
+        probabilities.write(q, k, call.tensors["lse"], call.tensors["probs"], **options)
 
 
 def _alignment(bits: int) -> int:
@@ -604,6 +632,9 @@ def _executable(
     arch: ArchLike | None,
     environment_arch: str | None,
     device_id: int,
+    attn_probs: bool,
 ) -> launch.Executable:
     aligned = replace(problem, align_bytes=align_bytes)
+    if attn_probs:
+        return launch.Executable(make_probabilities_plan(aligned, target(arch)))
     return launch.Executable(make_plan(aligned, target(arch), kernel, dict(tiles or ())))

@@ -130,7 +130,7 @@ def standard_attention(dtype_name: str, q: Array, k: Array, v: Array, **rules: A
     """
     rounded = Rounded(dtype_name)
     out, lse = reference.attention(
-        *_finite(q, k, v), dtype=rounded.sums, rounded=rounded, **_with_finite_bias(rules)
+        *finite(q, k, v), dtype=rounded.sums, rounded=rounded, **with_finite_bias(rules)
     )
     return out.astype(rounded.dtype), lse
 
@@ -141,7 +141,7 @@ def standard_attention_backward(
     """Gradients by whole matrices in one dtype: P, dP, dS and the results are each rounded to it."""
     rounded = Rounded(dtype_name)
     gradients = reference.attention_backward(
-        *_finite(dout, q, k, v), dtype=rounded.sums, rounded=rounded, **_with_finite_bias(rules)
+        *finite(dout, q, k, v), dtype=rounded.sums, rounded=rounded, **with_finite_bias(rules)
     )
     results = dict(zip(gradient_names(rules), gradients, strict=True))
     dtypes = dict.fromkeys(results, rounded.dtype)
@@ -152,10 +152,71 @@ def standard_attention_backward(
     return tuple(result.astype(dtypes[what]) for what, result in results.items())
 
 
+def compare_results(
+    q: Array,
+    k: Array,
+    v: Array,
+    dout: Array,
+    results: Mapping[str, Array],
+    *,
+    dlse: Array | None = None,
+    **rules: Any,
+) -> list[Comparison]:
+    """Hold results to the rule: those of out, lse, dq, dk, dv, dbias and dsink that are there.
+
+    Of packed sequences only tokens that are in one count. Shapes and rules are those of
+    `cufa.reference.attention_backward`.
+    """
+    dtype_name, inputs = str(q.dtype), (q, k, v)
+    rules_of_gradients = {"dlse": dlse, **rules}
+    rules_of_gradients |= {f"return_{what}": what in results for what in ("dbias", "dsink")}
+    rounding = rounding_of_sums(dtype_name, *inputs, dout, **rules_of_gradients)
+    exact: dict[str, Array] = {}
+    standard: dict[str, Array] = {}
+    if "out" in results or "lse" in results:
+        names: tuple[str, ...] = ("out", "lse")
+        truth: tuple[Array, ...] = reference.attention(*inputs, dtype=judge(dtype_name), **rules)
+        exact |= zip(names, truth, strict=True)
+        standard |= zip(names, standard_attention(dtype_name, *inputs, **rules), strict=True)
+    if results.keys() - {"out", "lse"}:
+        inputs_and_dout, names = (dout, *inputs), gradient_names(rules_of_gradients)
+        truth = reference.attention_backward(*inputs_and_dout, dtype=judge(dtype_name), **rules_of_gradients)
+        exact |= zip(names, truth, strict=True)
+        baseline = standard_attention_backward(dtype_name, *inputs_and_dout, **rules_of_gradients)
+        standard |= zip(names, baseline, strict=True)
+    tokens = {what: _tokens(what, rules) for what in results}
+    return [
+        compare(
+            actual[tokens[what]],
+            exact[what][tokens[what]],
+            standard[what][tokens[what]],
+            factor(what),
+            what,
+            rounding[what],
+        )
+        for what, actual in results.items()
+    ]
+
+
+def factor(what: str) -> float:
+    """How many times as far off as standard attention a result may be."""
+    return OUTPUT_FACTOR if what in ("out", "lse") else GRADIENT_FACTOR
+
+
 def gradient_names(rules: Mapping[str, Any]) -> tuple[str, ...]:
     """What `attention_backward` returns when it is called with these arguments."""
     asked = (what for what in ("dbias", "dsink") if rules.get(f"return_{what}"))
     return "dq", "dk", "dv", *asked
+
+
+def _tokens(what: str, rules: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Where a result has those tokens that are in a sequence; what others have is nobody's promise."""
+    side = {"out": "q", "lse": "q", "dq": "q", "dk": "k", "dv": "k"}.get(what)
+    ends = rules.get(f"cu_seqlens_{side}")
+    if ends is None:
+        return (...,)
+    tokens = slice(int(ends[0]), int(ends[-1]))
+    return (..., tokens) if what == "lse" else (tokens,)
 
 
 @np.errstate(all="ignore")
@@ -179,8 +240,8 @@ def rounding_of_sums(
     Returns:
         A figure for each of out, lse, dq, dk and dv, and for dbias and dsink if they are asked for.
     """
-    q, k, v, dout = (x.astype(np.float64) for x in _finite(q, k, v, dout))
-    rules = _with_finite_bias(rules)
+    q, k, v, dout = (x.astype(np.float64) for x in finite(q, k, v, dout))
+    rules = with_finite_bias(rules)
     rounded = Rounded(dtype_name)
     squares: dict[str, Any] = {"lse": np.zeros(())}
     squares |= {what: np.zeros(x.shape) for what, x in (("out", dout), ("dq", q), ("dk", k), ("dv", v))}
@@ -190,85 +251,74 @@ def rounding_of_sums(
         squares["dsink"] = np.zeros(q.shape[-2])
     for head in reference.Rules(**rules).heads(q, k):
         Q, K, V, dO = q[head.queries], k[head.keys], v[head.keys], dout[head.queries]
-        S, slope = head.scores(Q, K)
-        P, lse = head.softmax(S)
-        lse = lse[:, None]
-        O = (P * head.kept) @ V  # noqa: E741
-        dL = 0.0 if dlse is None else dlse[head.lse][:, None].astype(np.float64)
-        exponent2, P2, dS2 = squared_roundings(rounded, Q, K, V, O, dO, S, lse, P, head.scale, head.kept, dL)
-        kept2, scale2 = head.kept**2, head.scale**2
-        # The slope is 1 - tanh^2, and tanh is rounded.
-        dproduct2 = dS2 * (slope**2 + (2 * (1 - slope)) ** 2)
-        squares["lse"] = np.maximum(squares["lse"], exponent2.max(initial=0))
-        squares["out"][head.queries] = (P2 * kept2) @ V**2
-        squares["dq"][head.queries] = scale2 * (dproduct2 @ K**2)
-        squares["dk"][head.keys] += scale2 * (_t(dproduct2) @ Q**2)
-        squares["dv"][head.keys] += _t(P2 * kept2) @ dO**2
+        P, lse = head.softmax(head.scores(Q, K)[0])
+        dL = np.zeros_like(lse) if dlse is None else dlse[head.lse].astype(np.float64)
+        of_head = squared_roundings(rounded, head, Q, K, V, head.output(P, V), dO, lse, dL)
+        squares["lse"] = np.maximum(squares["lse"], of_head["lse"].max(initial=0))
+        squares["out"][head.queries] = of_head["out"]
+        squares["dq"][head.queries] = of_head["dq"]
+        squares["dk"][head.keys] += of_head["dk"]
+        squares["dv"][head.keys] += of_head["dv"]
         if return_dbias:
-            head.add_as_broadcast(dS2, squares["dbias"])
+            head.add_as_broadcast(of_head["dbias"], squares["dbias"])
         if return_dsink:
-            P_sink = head.sink_probability(lse)
-            sink2 = _squared_rounding(rounded, P_sink, _exponent2(rounded, np.abs(head.sink), lse))
-            squares["dsink"][head.number] += (sink2 * _squared_row_sums(dO, O, dL)).sum()
+            squares["dsink"][head.number] += of_head["dsink"].sum()
     return {what: math.sqrt(square.max(initial=0)) for what, square in squares.items()}
 
 
 def squared_roundings(
     rounded: Rounded,
+    head: reference.Head,
     Q: Array,
     K: Array,
     V: Array,
     O: Array,  # noqa: E741
     dO: Array,
-    S: Array,
     lse: Array,
-    P: Array,
-    scale: float,
-    kept: Array | float = 1.0,
-    dlse: Array | float = 0.0,
-) -> tuple[Array, Array, Array]:
-    """What rounding moves S - LSE, P and dS by at most, element by element, squared.
+    dlse: Array,
+) -> dict[str, Array]:
+    """What rounding moves by at most, element by element, squared.
 
     The matrices that products take are rounded to the dtype of the problem; S and LSE are rounded to the
     dtype of the sums, which moves P = exp(S - LSE) by as much relative to P.
 
     Args:
         rounded: the dtypes.
-        Q: (..., rows, head_dim), float64, as are all of these.
-        K: (..., keys, head_dim).
-        V: (..., keys, value_dim).
-        O: (..., rows, value_dim).
-        dO: (..., rows, value_dim).
-        S: (..., rows, keys); -inf where it is masked.
-        lse: (..., rows, 1).
-        P: (..., rows, keys).
-        scale: the factor on Q K^T.
-        kept: (..., rows, keys), what dropout multiplies P by.
-        dlse: (..., rows, 1), the gradient of the LSE.
+        head: which rows and keys these are.
+        Q: (rows, head_dim), float64, as are all of these.
+        K: (keys, head_dim).
+        V: (keys, value_dim).
+        O: (rows, value_dim).
+        dO: (rows, value_dim).
+        lse: (rows,).
+        dlse: (rows,).
+
+    Returns:
+        A matrix for each of out, dq, dk and dv, for "lse" what S - LSE moves by, for "dbias" and "dsink" what
+        each score and each row adds to them.
     """
-    size_S = np.where(np.isneginf(S), 0, np.abs(S)) + abs(scale) * np.sqrt(Q**2 @ _t(K**2))
-    exponent2 = _exponent2(rounded, size_S, lse)
-    P2 = _squared_rounding(rounded, P, exponent2)
-    dS2 = P2 * (kept**2 * (dO**2 @ _t(V**2)) + _squared_row_sums(dO, O, dlse))
-    return exponent2, P2, dS2
-
-
-def _exponent2(rounded: Rounded, size: Array, lse: Array) -> Array:
-    """What rounding moves a score of this size less the LSE by, squared."""
-    squared: Array = (_half_epsilon(rounded.sums) * (size + np.where(np.isneginf(lse), 0, np.abs(lse)))) ** 2
-    return squared
-
-
-def _squared_rounding(rounded: Rounded, P: Array, exponent2: Array) -> Array:
-    """What rounding moves P by, squared."""
-    squared: Array = P**2 * (_half_epsilon(rounded.dtype) ** 2 + exponent2)
-    return squared
-
-
-def _squared_row_sums(dO: Array, O: Array, dlse: Array | float) -> Array:  # noqa: E741
-    """The squares of the terms of D, summed."""
-    squared: Array = (dO**2 * O**2).sum(axis=-1, keepdims=True) + dlse**2
-    return squared
+    S, slope = head.scores(Q, K)
+    lse, dlse = lse[:, None], dlse[:, None]
+    size_lse, size_S = (np.where(np.isneginf(x), 0, np.abs(x)) for x in (lse, S))
+    size_S += abs(head.scale) * np.sqrt(Q**2 @ K.T**2)
+    exponent2 = (_half_epsilon(rounded.sums) * (size_S + size_lse)) ** 2
+    P2 = head.probabilities(S, lse) ** 2 * (_half_epsilon(rounded.dtype) ** 2 + exponent2)
+    weights2 = P2 * head.kept**2
+    D2 = (dO**2 * O**2).sum(axis=1, keepdims=True) + dlse**2
+    dS2 = P2 * (head.kept**2 * (dO**2 @ V.T**2) + D2)
+    # The slope is 1 - tanh^2, and tanh is rounded.
+    dproduct2 = head.scale**2 * dS2 * (slope**2 + (2 * (1 - slope)) ** 2)
+    sink2 = (_half_epsilon(rounded.sums) * (np.abs(head.sink) + size_lse)) ** 2
+    sink2 = head.sink_probability(lse) ** 2 * (_half_epsilon(rounded.dtype) ** 2 + sink2)
+    return {
+        "out": weights2 @ V**2,
+        "lse": exponent2,
+        "dq": dproduct2 @ K**2,
+        "dk": dproduct2.T @ Q**2,
+        "dv": weights2.T @ dO**2,
+        "dbias": dS2,
+        "dsink": sink2 * D2,
+    }
 
 
 class Rounded:
@@ -283,21 +333,17 @@ class Rounded:
         return x.astype(self.dtype).astype(self.sums)
 
 
-def _finite(*arrays: Array) -> list[Array]:
+def finite(*arrays: Array) -> list[Array]:
     """0 for NaN and Inf."""
     return [np.where(np.isfinite(x), x, np.zeros((), x.dtype)) for x in arrays]
 
 
-def _with_finite_bias(rules: Mapping[str, Any]) -> dict[str, Any]:
+def with_finite_bias(rules: Mapping[str, Any]) -> dict[str, Any]:
     """The rules with 0 for NaN and +Inf in the bias; -Inf is a score that one may want."""
     bias = rules.get("bias")
     if bias is None:
         return dict(rules)
     return {**rules, "bias": np.where(np.isnan(bias) | np.isposinf(bias), np.zeros((), bias.dtype), bias)}
-
-
-def _t(x: Array) -> Array:
-    return np.swapaxes(x, -1, -2)
 
 
 def _distance(actual: Array, exact: Array) -> Array:

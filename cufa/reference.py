@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -65,10 +65,9 @@ def attention(
     out = np.zeros((*q.shape[:-1], v.shape[-1]), dtype)
     lse = np.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -np.inf, dtype)
     for head in Rules(**rules).heads(q, k):
-        Q, K, V = q[head.queries], k[head.keys], v[head.keys]
-        S, _ = head.scores(Q, K, rounded)
+        S, _ = head.scores(q[head.queries], k[head.keys], rounded)
         P, lse[head.lse] = head.softmax(S, rounded)
-        out[head.queries] = rounded(masked_matmul(rounded(P * head.kept), V, head.visible))
+        out[head.queries] = head.output(P, v[head.keys], rounded)
     return out, lse
 
 
@@ -110,13 +109,12 @@ def attention_backward(
         Q, K, V, dO = q[head.queries], k[head.keys], v[head.keys], dout[head.queries]
         S, slope = head.scores(Q, K, rounded)
         P, lse = head.softmax(S, rounded)
-        dP = rounded(head.kept * rounded(head.only_visible(dO @ V.T)))
+        dP = head.probability_gradients(dO, V, rounded)
         D = (P * dP).sum(axis=1) - (0 if dlse is None else dlse[head.lse].astype(dtype))
-        dS = rounded(head.only_visible(P * (dP - D[:, None])))
-        dproduct = rounded(head.only_visible(dS * slope))
-        dq[head.queries] = head.scale * masked_matmul(dproduct, K, head.visible)
-        dk[head.keys] += head.scale * masked_matmul(dproduct.T, Q, head.visible.T)
-        dv[head.keys] += masked_matmul(rounded(P * head.kept).T, dO, head.visible.T)
+        dQ, dK, dV, dS = head.gradients(Q, K, dO, P, dP, D, slope, rounded)
+        dq[head.queries] = dQ
+        dk[head.keys] += dK
+        dv[head.keys] += dV
         if return_dbias:
             head.add_as_broadcast(dS, dbias)
         dsink[head.number] -= (head.sink_probability(lse) * D).sum()
@@ -152,87 +150,121 @@ class Rules:
 
     def heads(self, q: Array, k: Array) -> Iterator[Head]:
         """Every head of every sequence."""
+        for sequence, h in itertools.product(self.sequences(q, k), range(q.shape[-2])):
+            yield self.head(q, k, sequence, h)
+
+    def head(
+        self,
+        q: Array,
+        k: Array,
+        sequence: Sequence,
+        h: int,
+        rows: slice = slice(None),
+        keys: slice = slice(None),
+        dtype: npt.DTypeLike | None = None,
+    ) -> Head:
+        """A head of a sequence, or some of its rows and keys; computed in q's dtype by default."""
+        b = sequence.number
+        rows = slice(*rows.indices(sequence.seqlen_q))
+        keys = slice(*keys.indices(sequence.seqlen_k))
+        dtype = q.dtype if dtype is None else dtype
         heads, head_dim = q.shape[-2:]
         group = heads // max(1, k.shape[-2])
-        scale = 1 / math.sqrt(head_dim) if self.softmax_scale is None else self.softmax_scale
-        for b, h in itertools.product(range(self._batch(q)), range(heads)):
-            rows, keys = self._sequence(b, q, k)
-            # What comes first in an index: nothing where there is no batch axis.
-            of_batch = () if self.cu_seqlens_q is not None else (b,)
-            lengths = rows.stop - rows.start, keys.stop - keys.start
-            yield Head(
-                number=h,
-                queries=(*of_batch, rows, h),
-                keys=(*of_batch, keys, h // group),
-                lse=(*of_batch, h, rows),
-                scores_of_bias=_index_of_scores(self.bias, b, h, *lengths),
-                scale=scale,
-                softcap=self.softcap,
-                added=self._added(b, h, *lengths, q.dtype),
-                visible=self._visible(b, h, *lengths),
-                kept=self._kept(b * heads + h, *lengths, q.dtype),
-                sink=-math.inf if self.sink is None else self.sink[h],
-            )
+        i, j = np.ogrid[rows, keys]
+        # How far a key is beyond the one where the row stands: the last row stands at the last key.
+        distance = j - (i + sequence.seqlen_k - sequence.seqlen_q)
+        of_queries, of_keys = _moved(rows, sequence.first_q), _moved(keys, sequence.first_k)
+        return Head(
+            number=h,
+            queries=(*sequence.batch, of_queries, h),
+            keys=(*sequence.batch, of_keys, h // group),
+            lse=(*sequence.batch, h, of_queries),
+            bias=_place_of_scores(self.bias, b, h, rows, keys),
+            scale=1 / math.sqrt(head_dim) if self.softmax_scale is None else self.softmax_scale,
+            softcap=self.softcap,
+            added=self._added(b, h, rows, keys, distance, dtype),
+            visible=self._visible(b, h, rows, keys, distance),
+            kept=self._kept(b * heads + h, rows, keys, dtype),
+            sink=-math.inf if self.sink is None else self.sink[h],
+        )
 
-    def _batch(self, q: Array) -> int:
-        return q.shape[0] if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1
+    def sequences(self, q: Array, k: Array) -> list[Sequence]:
+        """The batch."""
+        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
+            sequences = [Sequence(b, (b,), 0, 0, q.shape[1], k.shape[1]) for b in range(q.shape[0])]
+        else:
+            pieces = (itertools.pairwise(map(int, ends)) for ends in (self.cu_seqlens_q, self.cu_seqlens_k))
+            sequences = [
+                Sequence(b, (), first_q, first_k, end_q - first_q, end_k - first_k)
+                for b, ((first_q, end_q), (first_k, end_k)) in enumerate(zip(*pieces, strict=True))
+            ]
+        if self.seqused_k is None:
+            return sequences
+        return [
+            replace(sequence, seqlen_k=min(sequence.seqlen_k, int(used)))
+            for sequence, used in zip(sequences, self.seqused_k, strict=True)
+        ]
 
-    def _sequence(self, b: int, q: Array, k: Array) -> tuple[slice, slice]:
-        """Where the queries and those keys that count of a sequence are in q and in k."""
-        rows, keys = slice(0, q.shape[-3]), slice(0, k.shape[-3])
-        if self.cu_seqlens_q is not None and self.cu_seqlens_k is not None:
-            rows = slice(int(self.cu_seqlens_q[b]), int(self.cu_seqlens_q[b + 1]))
-            keys = slice(int(self.cu_seqlens_k[b]), int(self.cu_seqlens_k[b + 1]))
-        if self.seqused_k is not None:
-            keys = slice(keys.start, min(keys.stop, keys.start + int(self.seqused_k[b])))
-        return rows, keys
-
-    def _visible(self, b: int, h: int, rows: int, keys: int) -> Array:
+    def _visible(self, b: int, h: int, rows: slice, keys: slice, distance: Array) -> Array:
         """(rows, keys) of bool: may query i see key j."""
-        distance = _distance_from_diagonal(rows, keys)
         left, right = check_window(self.window)
         if self.causal:
             right = 0
-        visible: Array = np.ones((rows, keys), bool)
+        visible: Array = np.ones(distance.shape, bool)
         if left is not None:
             visible &= distance >= -left
         if right is not None:
             visible &= distance <= right
         if self.mask is not None:
-            visible &= unpacked(self.mask)[_index_of_scores(self.mask, b, h, rows, keys)]
+            first, second, rows_of_mask, _ = _place_of_scores(self.mask, b, h, rows, keys)
+            visible &= unpacked(_with_four_axes(self.mask)[first, second, rows_of_mask])[:, keys]
         return visible
 
-    def _added(self, b: int, h: int, rows: int, keys: int, dtype: npt.DTypeLike) -> Array:
+    def _added(
+        self, b: int, h: int, rows: slice, keys: slice, distance: Array, dtype: npt.DTypeLike
+    ) -> Array:
         """What is added to the scores: bias and ALiBi (Press et al. 2022)."""
-        added = np.zeros((rows, keys), dtype)
+        added = np.zeros(distance.shape, dtype)
         if self.bias is not None:
-            bias = self.bias.reshape(four_axes(self.bias.shape))
-            added += bias[_index_of_scores(self.bias, b, h, rows, keys)]
+            added += _with_four_axes(self.bias)[_place_of_scores(self.bias, b, h, rows, keys)]
         if self.alibi_slopes is not None:
             slope = np.atleast_2d(self.alibi_slopes)[b if self.alibi_slopes.ndim == 2 else 0, h]
-            added -= slope.astype(dtype) * np.abs(_distance_from_diagonal(rows, keys))
+            added -= slope.astype(dtype) * np.abs(distance)
         return added
 
-    def _kept(self, matrix: int, rows: int, keys: int, dtype: npt.DTypeLike) -> Array:
+    def _kept(self, matrix: int, rows: slice, keys: slice, dtype: npt.DTypeLike) -> Array:
         """What dropout multiplies the probabilities by."""
         if not self.dropout_p:
-            return np.ones((rows, keys), dtype)
-        kept = philox.kept(self.dropout_p, self.seed, self.offset, matrix, slice(0, rows), slice(0, keys))
+            return np.ones((rows.stop - rows.start, keys.stop - keys.start), dtype)
+        kept = philox.kept(self.dropout_p, self.seed, self.offset, matrix, rows, keys)
         return np.where(kept, 1 / (1 - self.dropout_p), 0).astype(dtype)
 
 
 @dataclass(frozen=True)
-class Head:
-    """One head of one sequence: where it is in the arrays, and the rules that it goes by.
+class Sequence:
+    """One of a batch: where its rows and those of its keys that count are in the arrays."""
 
-    `queries` is its place in q, out and their gradients, `keys` in k and v; matrices are (rows, keys).
+    number: int
+    batch: tuple[int, ...]  # its place on the batch axis; () of packed sequences, which have none
+    first_q: int
+    first_k: int
+    seqlen_q: int
+    seqlen_k: int
+
+
+@dataclass(frozen=True)
+class Head:
+    """One head of one sequence, or some of its rows and keys: where they are, and the rules for them.
+
+    `queries` is the place in q, out and their gradients, `keys` in k and v, `bias` in the bias if that has
+    four axes; matrices are (rows, keys).
     """
 
     number: int
     queries: tuple[int | slice, ...]
     keys: tuple[int | slice, ...]
     lse: tuple[int | slice, ...]
-    scores_of_bias: tuple[int | slice, ...]
+    bias: tuple[int | slice, ...]
     scale: float
     softcap: float
     added: Array
@@ -253,6 +285,43 @@ class Head:
         P, lse = _softmax_and_lse(S, self.sink)
         return rounded(self.only_visible(P)), lse  # a NaN in S makes the whole row NaN
 
+    def probabilities(self, S: Array, lse: Array) -> Array:
+        """P again, from an LSE (rows, 1) that is there already."""
+        P: Array = np.exp(S - np.where(np.isneginf(lse), 0, lse))
+        return self.only_visible(P)
+
+    def output(self, P: Array, V: Array, rounded: Callable[[Array], Array] = exactly) -> Array:
+        """O."""
+        return rounded(masked_matmul(rounded(P * self.kept), V, self.visible))
+
+    def probability_gradients(
+        self, dO: Array, V: Array, rounded: Callable[[Array], Array] = exactly
+    ) -> Array:
+        """dP."""
+        return rounded(self.kept * rounded(self.only_visible(dO @ V.T)))
+
+    def gradients(
+        self,
+        Q: Array,
+        K: Array,
+        dO: Array,
+        P: Array,
+        dP: Array,
+        D: Array,
+        slope: Array,
+        rounded: Callable[[Array], Array] = exactly,
+    ) -> tuple[Array, Array, Array, Array]:
+        """What this adds to dQ, dK and dV, and dS, the gradient of what the softmax is taken of.
+
+        D is (rows,): the sum of P * dP over all that a row sees, less the gradient of its LSE.
+        """
+        dS = rounded(self.only_visible(P * (dP - D[:, None])))
+        dproduct = rounded(self.only_visible(dS * slope))
+        dQ = self.scale * masked_matmul(dproduct, K, self.visible)
+        dK = self.scale * masked_matmul(dproduct.T, Q, self.visible.T)
+        dV = masked_matmul(rounded(P * self.kept).T, dO, self.visible.T)
+        return dQ, dK, dV, dS
+
     def only_visible(self, scores: Array) -> Array:
         """0 for what is not seen, instead of what may be NaN."""
         return np.where(self.visible, scores, 0)
@@ -263,7 +332,7 @@ class Head:
 
     def add_as_broadcast(self, scores: Array, sums: Array) -> None:
         """Add to an array of the bias's shape what belongs to each of its elements."""
-        part = sums[self.scores_of_bias]
+        part = sums[self.bias]
         part += scores.sum(axis=0, keepdims=True) if len(part) == 1 else scores
 
 
@@ -294,24 +363,24 @@ def masked_matmul(weights: Array, values: Array, visible: Array, out: Array | No
 
 
 def unpacked(mask: Array) -> Array:
-    """A mask as four axes of bool, whether it was bools or bits."""
-    if mask.dtype == np.uint8:
-        mask = np.unpackbits(mask, axis=-1, bitorder="little").astype(bool)
-    return mask.reshape(four_axes(mask.shape))
+    """A mask as bools, be it bools or bits."""
+    return mask if mask.dtype == bool else np.unpackbits(mask, axis=-1, bitorder="little").astype(bool)
 
 
-def _index_of_scores(array: Array | None, b: int, h: int, rows: int, keys: int) -> tuple[int | slice, ...]:
-    """Where a bias or a mask has a head's scores, as (1 or rows, keys)."""
-    shape = () if array is None else array.shape
-    batch, heads, _, _ = four_axes(shape)
-    return b if batch > 1 else 0, h if heads > 1 else 0, slice(0, rows), slice(0, keys)
+def _with_four_axes(array: Array) -> Array:
+    return array.reshape(four_axes(array.shape))
 
 
-def _distance_from_diagonal(rows: int, keys: int) -> Array:
-    """How far each key is beyond the one where the row stands: the last row stands at the last key."""
-    i, j = np.ogrid[:rows, :keys]
-    distance: Array = j - (i + keys - rows)
-    return distance
+def _place_of_scores(
+    array: Array | None, b: int, h: int, rows: slice, keys: slice
+) -> tuple[int, int, slice, slice]:
+    """Where a bias or a mask, with four axes, has these scores; one row may stand for all."""
+    batch, heads, of_rows, _ = four_axes(() if array is None else array.shape)
+    return b if batch > 1 else 0, h if heads > 1 else 0, rows if of_rows > 1 else slice(0, 1), keys
+
+
+def _moved(piece: slice, by: int) -> slice:
+    return slice(piece.start + by, piece.stop + by)
 
 
 def _softmax_and_lse(S: Array, sink: float = -math.inf) -> tuple[Array, Array]:

@@ -13,9 +13,11 @@ import pytest
 from click.testing import CliRunner
 
 import cufa
-from cufa import arrays, checking, device, jit
+from cufa import arrays, checking, device, jit, kernels
 from cufa.cli import COMMANDS, bench, check, compile, ladder, main, output, workload
-from cufa.cli.options import FeatureOptions
+from cufa.cli import run as run_command
+from cufa.cli.options import FeatureOptions, feature_options
+from cufa.cli.options import arguments as arguments_of
 from cufa.device import Device
 from cufa.kernels import COMPANIONS, KERNELS
 from cufa.problem import DTYPES, Problem
@@ -312,6 +314,184 @@ def test_run_refuses_what_makes_no_sense(arguments, message):
     assert message in refused("run", *arguments)
 
 
+# --- features
+
+
+HEADS = ("--batch", 2, "--seqlen-q", 33, "--seqlen-k", 47, "--heads", 4, "--kv-heads", 2, "--head-dim", 8)
+ON_EACH = [
+    (("--window", "5,3"), ["window"], []),
+    (("--window", "-1,4", "--softcap", 2), ["window", "softcap"], []),
+    (("--causal", "--alibi", "--sink"), ["alibi_slopes", "sink", "dsink"], ["dsink"]),
+    (("--bias", "random"), ["bias", "dbias"], ["dbias"]),
+    (("--mask", "random", "--dropout", 0.3), ["mask", "dropout_p"], []),
+    (("--mask", "random-bits", "--seqused-k", "40,7"), ["mask", "seqused_k"], []),
+    (("--deterministic",), ["deterministic"], []),
+    (
+        ("--bias", "random", "--sink", "--softcap", 3, "--causal", "--layout", "bhsd"),
+        ["softcap", "bias", "sink", "dbias", "dsink"],
+        ["dbias", "dsink"],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "names", "gradients"), ON_EACH, ids=lambda each: " ".join(map(str, each))
+)
+def test_run_checks_features_and_their_gradients(options, names, gradients):
+    document = run_json("run", *HEADS, *options)
+    assert document["steps"][1]["features"] == names
+    assert document["check"]["ok"]
+    assert document["check"]["coverage"] == "every element"
+    results = [result["name"] for result in document["check"]["results"]]
+    assert results == ["out", "lse", "dq", "dk", "dv", *gradients]
+
+
+def test_run_of_packed_sequences():
+    sizes = ("--varlen", "30,0,17:40", "--heads", 4, "--kv-heads", 2, "--head-dim", 8)
+    document = run_json("run", *sizes, "--bias", "random", "--mask", "random-bits", "--causal")
+    forward, _ = document["steps"]
+    assert (forward["problem"]["batch"], forward["problem"]["seqlen_q"]) == (3, 47)
+    assert document["check"]["ok"]
+    each = [Problem("forward", "float32", 1, *n, 4, 2, 8, 8, True).flops for n in ((30, 30), (17, 40))]
+    assert forward["tflops"] == pytest.approx(sum(each) / forward["seconds"] / 1e12)
+    assert "--seqlen: the sizes are those of --varlen" in refused("run", *sizes, "--seqlen", 30)
+
+
+def test_what_is_drawn_for_features_leaves_the_tensors_as_they_were(tmp_path):
+    outputs = {}
+    for name, options in {
+        "plain": (),
+        "mask": ("--mask", "random", "--dropout", 0.5, "--sink"),
+        "bits": ("--mask", "random-bits", "--dropout", 0.5),
+        "no softcap": ("--softcap", 0),
+        "dropout": ("--dropout", 0.5),
+        "dropout again": ("--dropout", 0.5, "--dropout-seed", 0),
+        "other dropout": ("--dropout", 0.5, "--dropout-seed", 1),
+    }.items():
+        run("run", *SMALL, *options, "--no-check", "--no-backward", "--out", tmp_path / "out.npy")
+        outputs[name] = np.load(tmp_path / "out.npy")
+    same = {(a, b) for a in outputs for b in outputs if a < b and np.array_equal(outputs[a], outputs[b])}
+    assert same == {("no softcap", "plain"), ("dropout", "dropout again")}
+
+
+def test_run_exits_with_1_when_a_gradient_of_a_feature_is_wrong(monkeypatch):
+    corrupt(monkeypatch, "attention_backward", 3, lambda x: x + 1)
+    verdict = run_json("run", *SMALL, "--bias", "random", code=1)["check"]
+    assert [each["name"] for each in verdict["results"] if not each["ok"]] == ["dbias"]
+
+
+def test_bias_and_mask_from_files(qkv, files, tmp_path):
+    bias, mask = draw(5, 4, 1, 47), draw(6, 33, 47) > 0
+    bits = np.packbits(mask, axis=-1, bitorder="little")
+    for name, array in (("bias", bias), ("mask", mask), ("bits", bits)):
+        np.save(tmp_path / f"{name}.npy", array)
+    expected = cufa.attention(*qkv, bias=bias, mask=mask, backend="numpy")
+    for name in ("mask", "bits"):
+        given = ("--bias", tmp_path / "bias.npy", "--mask", tmp_path / f"{name}.npy")
+        run("run", *files, *given, "--out", tmp_path / "all.npz")
+        with np.load(tmp_path / "all.npz") as results:
+            assert list(results) == ["out", "lse", "dq", "dk", "dv", "dbias"]
+            assert results["dbias"].shape == bias.shape
+            assert np.array_equal(results["out"], expected)
+    np.save(tmp_path / "bias.npy", bias[..., :-1])
+    assert "bias has shape (4, 1, 46)" in refused("run", *files, "--bias", tmp_path / "bias.npy")
+    assert "No such file" in refused("run", *SMALL, "--mask", tmp_path / "none.npy")
+
+
+def test_packed_sequences_from_files(qkv, tmp_path):
+    packed = [array.reshape(-1, *array.shape[2:]) for array in qkv]
+    options = ["--varlen", "33:47,20:30"]
+    for name, array in zip("qkv", packed, strict=True):
+        np.save(tmp_path / f"{name}.npy", array)
+        options += [f"--{name}", tmp_path / f"{name}.npy"]
+    run("run", *options, "--out", tmp_path / "out.npy")
+    ends = {"cu_seqlens_q": np.array([0, 33, 53], np.int32), "cu_seqlens_k": np.array([0, 47, 77], np.int32)}
+    out = np.load(tmp_path / "out.npy")[:53]
+    assert np.array_equal(out, cufa.attention(*packed, **ends, backend="numpy")[:53])
+    assert "cu_seqlens_k ends with 95, but k has 94 tokens" in refused(
+        "run", *options, "--varlen", "33:47,20:48", "--explain", "--arch", "sm_80"
+    )
+
+
+def test_features_are_in_the_plan_and_in_the_reasons(monkeypatch):
+    call = ("run", *SMALL, "--dtype", "float16", "--explain")
+    forward = run_json(*call, "--arch", "sm_75", "--softcap", 3)["forward"]
+    assert forward["kernel"] == "fwd_4_flash_v2"
+    reasons = [
+        "fwd_4_flash_v2: the last rung that supports this call",
+        "fwd_5_mma needs sm_80 or newer, and the arch is sm_75",
+    ]
+    assert forward["reasons"][:2] == reasons
+    shown = run(*call, "--arch", "sm_75", "--softcap", 3).stdout
+    assert "why        fwd_5_mma needs sm_80 or newer" in shown
+    assert "with softcap" in shown
+    asked = run_json(*call, "--arch", "sm_75", "--kernel", "fwd_1_naive")["forward"]
+    assert asked["reasons"][0] == "fwd_1_naive: asked for"
+    message = refused(*call, "--arch", "sm_80", "--kernel", "fwd_1_naive", "--softcap", 3, "--sink")
+    assert "fwd_1_naive does not support softcap, sink" in message
+
+
+def test_a_gpu_call_is_refused_before_anything_takes_memory(monkeypatch):
+    monkeypatch.setattr(run_command, "use_gpu", lambda backend: True)
+    monkeypatch.setattr(workload, "normal", None)
+    monkeypatch.setenv("CUFA_ARCH", "sm_80")
+    message = refused("run", *SMALL, "--sink", "--backward-kernel", "bwd_1_naive")
+    assert "bwd_1_naive does not support sink, dsink" in message
+
+
+def test_what_no_kernel_supports_is_refused_with_all_reasons(monkeypatch):
+    without = tuple(replace(kernel, features=frozenset()) for kernel in KERNELS.values())
+    monkeypatch.setattr(kernels, "_LADDER", without)
+    monkeypatch.setattr(workload, "normal", None)  # nothing is drawn
+    message = refused("run", *SMALL, "--explain", "--arch", "sm_80", "--alibi")
+    assert "no kernel supports forward float32" in message
+    for name, kernel in KERNELS.items():
+        supported = "float32" in kernel.dtypes
+        reason = f"{name} does not support alibi_slopes" if supported else f"{name} supports float16"
+        assert (reason in message) == (kernel.direction == "forward"), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--window", "3"), "'3' is not of the form LEFT,RIGHT"),
+        (("--window", "3,x"), "'3,x' is not of the form LEFT,RIGHT"),
+        (("--window", "3,-2"), "'3,-2' is not of the form LEFT,RIGHT"),
+        (("--softcap", "-1"), "-1.0 is not in the range"),
+        (("--dropout", "1"), "1.0 is not in the range"),
+        (("--dropout", "0.1", "--dropout-seed", "-1"), "seed is -1"),
+        (("--varlen", "3,x"), "'x' is no length"),
+        (("--varlen", "3:-1"), "'3:-1' is no length"),
+        (("--varlen", "30", "--layout", "bhsd"), "packed sequences have none but 'bshd'"),
+        (("--seqused-k", "3"), "seqused_k has shape (1,)"),
+        (("--seqused-k", "3,x"), "'x' is not a valid integer"),
+    ],
+)
+def test_features_that_make_no_sense_are_refused(arguments, message):
+    assert message in refused("run", *arguments)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        FeatureOptions(),
+        FeatureOptions(window=(3, None), softcap=2.5, alibi=True, deterministic=True),
+        FeatureOptions(
+            causal=True, sink=True, dropout=0.25, dropout_seed=7, bias="random", mask="random-bits"
+        ),
+    ],
+)
+def test_arguments_ask_for_the_same_features(features):
+    @click.command()
+    @feature_options(packed=False)
+    def command(features):
+        asked.append(features)
+
+    asked = []
+    assert CliRunner().invoke(command, arguments_of(features)).exit_code == 0
+    assert asked == [features]
+
+
 # --- files
 
 
@@ -551,6 +731,39 @@ def test_bench_prints_a_row_for_each_length_and_direction(tmp_path):
     assert table.stderr == ""
 
 
+def test_bench_of_features():
+    arguments = ("bench", "--seqlens", "16,300", "--batch", 1, "--heads", 2, "--head-dim", 8, "--repeats", 1)
+    options = ("--window", "100,0", "--sink", "--bias", "random", "--mask", "random-bits", "--dropout", 0.2)
+    points = run_json(*arguments, *options)["points"]
+    assert len(points) == 4
+    for each in points:
+        names = ["window", "bias", "mask", "sink", "dropout_p"]
+        names += ["dbias", "dsink"] if each["direction"] == "backward" else []
+        assert each["features"] == names
+        length = each["seqlen"]
+        seen = sum(min(i + 1, 101) for i in range(length))
+        per_pair = 2 * 2 * 8 * (2 if each["direction"] == "forward" else 5)
+        assert each["tflops"] * 1e12 * each["seconds"] == pytest.approx(seen * per_pair)
+        scores = 2 * length * length * 4, 2 * length * -(-length // 8)
+        times = 1 if each["direction"] == "forward" else 2
+        tensors = 4 * times * length * 2 * 8 * 4 + 2 * length * 4
+        moved = each["gigabytes_per_second"] * 1e9 * each["seconds"]
+        assert moved == pytest.approx(tensors + times * scores[0] + scores[1])
+    shown = run(*arguments, *options, "--direction", "forward").stdout
+    assert "with window, bias, mask, sink, dropout_p" in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= WIDTH
+
+
+def test_bench_of_packed_sequences():
+    arguments = ("bench", "--varlen", "30,50:20", "--heads", 2, "--head-dim", 8, "--repeats", 1)
+    (point,) = run_json(*arguments, "--direction", "forward", "--seqused-k", "9,9")["points"]
+    assert (point["batch"], point["seqlen"]) == (2, 80)
+    assert point["features"] == ["cu_seqlens", "seqused_k"]
+    flops = 2 * 2 * 2 * 8 * (30 * 30 + 50 * 20)
+    assert point["tflops"] * 1e12 * point["seconds"] == pytest.approx(flops)
+    assert "--tokens: the sizes are those of --varlen" in refused(*arguments, "--tokens", 64)
+
+
 def test_bench_has_sizes_of_its_own(monkeypatch):
     monkeypatch.setattr(bench, "_ON_CPU", replace(bench._ON_CPU, seqlens=(16,), tokens=32))
     points = run_json("bench", "--repeats", 1)["points"]
@@ -654,6 +867,29 @@ def test_ladder_without_a_gpu_has_the_rows_of_the_cpu_alone():
     assert "forward" not in shown.stdout
 
 
+def test_ladder_with_features():
+    sizes = ("--batch", 1, "--seqlen", 32, "--heads", 2, "--head-dim", 8, "--cpu-threads", 1)
+    options = ("--window", "9,-1", "--softcap", 3, "--sink", "--deterministic")
+    document = run_json("ladder", *sizes, *options)
+    assert document["problem"]["features"]["window"] == [9, None]
+    assert document["problem"]["features"]["softcap"]
+    for row, results in zip(document["rows"], (["out", "lse"], ["dq", "dk", "dv", "dsink"]), strict=True):
+        assert [each["name"] for each in row["check"]["results"]] == results
+        assert row["check"]["ok"]
+
+
+def test_ladder_is_causal_as_its_preset_unless_told():
+    for preset, options, causal in (
+        ("gpt2", (), True),
+        ("gpt2", ("--no-causal",), False),
+        ("small", (), False),
+        ("small", ("--causal",), True),
+    ):
+        sizes = ("--batch", 1, "--seqlen", 16, "--heads", 2, "--head-dim", 8, "--cpu-threads", 1)
+        document = run_json("ladder", "--preset", preset, *sizes, *options, "--direction", "forward")
+        assert document["problem"]["causal"] == causal, (preset, options)
+
+
 def test_ladder_exits_with_1_when_a_result_is_wrong(monkeypatch):
     corrupt(monkeypatch, "attention", 0, lambda x: x + 1)
     monkeypatch.setattr(
@@ -750,6 +986,46 @@ def test_compile_takes_the_product_of_what_is_named():
         ("compute_75", "fwd_2_online_softmax"),
     ]
     assert built[2]["entries"] == []  # PTX has no registers yet
+
+
+@nvrtc
+def test_compile_of_variants_with_features():
+    options = ("--causal", "--window", "--softcap", "--bias", "float32", "--mask", "bits", "--varlen")
+    (built,) = run_json("compile", "fwd_4_flash_v2", *TINY, *options)
+    assert built["causal"]
+    assert built["features"] == ["window", "softcap", "bias", "mask", "cu_seqlens"]
+    assert built["entries"][0]["registers"] > 0
+    table = run("compile", "fwd_4_flash_v2", *TINY, *options).stdout
+    title = "sm_80, float16, head dim 16, causal, window, softcap, bias, mask, cu_seqlens"
+    assert " ".join(table.split()).startswith(title)
+    (plain,) = run_json("compile", "fwd_4_flash_v2", *TINY)
+    assert plain["path"] != built["path"]
+    assert "fwd_1_naive does not support alibi_slopes" in refused("compile", "fwd_1_naive", *TINY, "--alibi")
+    assert "give --bias, too" in refused("compile", "fwd_1_naive", *TINY, "--dbias")
+    assert "give --sink, too" in refused("compile", "fwd_1_naive", *TINY, "--dsink")
+
+
+@nvrtc
+def test_compile_of_kernels_beside_the_ladder():
+    built = run_json("compile", *COMPANIONS, *TINY, "--dtype", "bfloat16")
+    for companion in built:
+        (entry,) = companion["entries"]
+        assert entry["name"] == companion["kernel"]
+        assert entry["registers"] > 0
+    assert "has no tiles to choose" in refused("compile", "merge", *TINY, "--tile", "block_m=32")
+
+
+def test_all_kernels_are_those_of_the_ladder_and_those_beside_it(monkeypatch):
+    def build(variant):
+        raise cufa.CompileError(variant.source)
+
+    monkeypatch.setattr(compile.jit, "build", build)
+    tried = run_json("compile", "--all", *TINY, "--deterministic", code=1)
+    assert [each["kernel"] for each in tried] == [*KERNELS, *COMPANIONS]
+    for each in tried:
+        name = each["kernel"]
+        lacks = name in KERNELS and KERNELS[name].direction == "backward" and not KERNELS[name].features
+        assert bool(each["skipped"]) == lacks, name
 
 
 @nvrtc
@@ -918,6 +1194,17 @@ def test_run_on_the_gpu(dtype, tmp_path):
         assert 0 < step["seconds"] < 0.1
     with np.load(tmp_path / "all.npz") as results:
         assert list(results) == ["out", "lse", "dq", "dk", "dv"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(
+    "options", [options for options, _, _ in ON_EACH], ids=lambda each: " ".join(map(str, each))
+)
+def test_features_on_the_gpu(dtype, options):
+    document = run_json("run", *HEADS, *options, "--dtype", dtype)
+    assert document["backend"] == "cuda"
+    assert document["check"]["ok"]
 
 
 @pytest.mark.gpu

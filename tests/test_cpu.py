@@ -12,19 +12,18 @@ from hypothesis import strategies as st
 from tolerance import (
     DTYPES,
     LAYOUTS,
-    OUTPUT_FACTOR,
     Array,
     Problem,
     assert_attention,
     assert_close,
     assert_gradients,
-    judge,
     poisoned,
     random_problem,
     stored,
 )
 
 from cufa import cpu, reference
+from cufa.checking import OUTPUT_FACTOR, judge
 
 Gradients = tuple[Array, Array, Array]
 

@@ -16,11 +16,10 @@ from tolerance import (
     assert_close,
     assert_gradients,
     random_problem,
-    standard_attention,
-    standard_attention_backward,
 )
 
 from cufa import philox, reference
+from cufa.checking import standard_attention, standard_attention_backward
 
 SEQLENS = [
     pytest.param((4, 4), id="square"),

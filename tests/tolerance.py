@@ -9,18 +9,8 @@ from typing import Any
 import ml_dtypes  # noqa: F401 - makes numpy.dtype("bfloat16") known
 import numpy as np
 
-from cufa import reference
-from cufa.checking import (
-    GRADIENT_FACTOR,
-    OUTPUT_FACTOR,
-    Array,
-    compare,
-    gradient_names,
-    judge,
-    rounding_of_sums,
-    standard_attention,
-    standard_attention_backward,
-)
+from cufa.checking import Array, compare, compare_results, gradient_names
+from cufa.checking import judge as judge
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 LAYOUTS = ("contiguous", "packed", "bhsd", "reversed")
@@ -103,33 +93,20 @@ def poisoned(like: Array, layout: str = "contiguous") -> Array:
 
 def assert_attention(out: Array, lse: Array | None, problem: Problem, **rules: Any) -> None:
     """Hold out and lse to the rule; `rules` are the arguments of the call, as of `cufa.reference`."""
-    name, inputs = problem.dtype_name, (problem.q, problem.k, problem.v)
-    exact = reference.attention(*inputs, dtype=judge(name), **rules)
-    standard = standard_attention(name, *inputs, **rules)
-    rounding = rounding_of_sums(name, *inputs, problem.dout, **rules)
-    rows = _tokens(rules.get("cu_seqlens_q"))
-    for what, actual, truth, baseline in zip(("out", "lse"), (out, lse), exact, standard, strict=True):
-        if actual is not None:
-            part = rows if what == "out" else (..., rows)
-            assert_close(actual[part], truth[part], baseline[part], OUTPUT_FACTOR, what, rounding[what])
+    _assert_results({"out": out} | ({} if lse is None else {"lse": lse}), problem, rules)
 
 
 def assert_gradients(gradients: tuple[Array, ...], problem: Problem, **rules: Any) -> None:
     """Hold dq, dk and dv to the rule, and dbias and dsink if `rules` say that they were asked for."""
-    name, inputs = problem.dtype_name, (problem.q, problem.k, problem.v)
-    exact = reference.attention_backward(problem.dout, *inputs, dtype=judge(name), **rules)
-    standard = standard_attention_backward(name, problem.dout, *inputs, **rules)
-    rounding = rounding_of_sums(name, *inputs, problem.dout, **rules)
-    rows, keys = (_tokens(rules.get(f"cu_seqlens_{side}")) for side in "qk")
-    parts = {"dq": rows, "dk": keys, "dv": keys}
-    for what, *results in zip(gradient_names(rules), gradients, exact, standard, strict=True):
-        actual, truth, baseline = (result[parts.get(what, ...)] for result in results)
-        assert_close(actual, truth, baseline, GRADIENT_FACTOR, what, rounding[what])
+    names = gradient_names(rules)
+    rules = {name: value for name, value in rules.items() if not name.startswith("return_")}
+    _assert_results(dict(zip(names, gradients, strict=True)), problem, rules)
 
 
-def _tokens(cu_seqlens: Array | None) -> slice:
-    """Those tokens that are in a sequence; what is written for others is nobody's promise."""
-    return slice(None) if cu_seqlens is None else slice(int(cu_seqlens[0]), int(cu_seqlens[-1]))
+def _assert_results(results: dict[str, Array], problem: Problem, rules: dict[str, Any]) -> None:
+    inputs = problem.q, problem.k, problem.v, problem.dout
+    for comparison in compare_results(*inputs, results, **rules):
+        assert comparison.ok, str(comparison)
 
 
 def assert_close(

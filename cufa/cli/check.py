@@ -3,13 +3,14 @@
 float64 attention in NumPy takes seconds where a GPU takes milliseconds. Beyond `MAX_SCORES` scores a
 random sample is checked: blocks of query rows, whose out, lse and dq depend on no other query, and
 blocks of keys, whose dk and dv are checked as what `attention_backward` promises of the out and lse
-that it is given.
+that it is given. So are parts of dbias, and dsink.
 """
 # The papers write matrices in capitals (S, P, O, dP, dS), and so does this file.
 # ruff: noqa: N806, N815
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -18,20 +19,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cufa import reference
 from cufa.checking import (
-    GRADIENT_FACTOR,
-    OUTPUT_FACTOR,
     Comparison,
     Rounded,
     compare,
+    compare_results,
+    factor,
+    finite,
     judge,
-    rounding_of_sums,
     squared_roundings,
-    standard_attention,
-    standard_attention_backward,
+    with_finite_bias,
 )
-from cufa.problem import Direction, check_layout, dtype_name
+from cufa.problem import Direction, check_layout, dtype_name, four_axes
+from cufa.reference import Head, Rules, Sequence, exactly
 
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
@@ -41,10 +41,13 @@ MAX_SCORES = 2**22
 LONGDOUBLE_SLOWDOWN = 8
 RESULTS: dict[Direction, tuple[str, ...]] = {
     "forward": ("out", "lse"),
-    "backward": ("dq", "dk", "dv"),
+    "backward": ("dq", "dk", "dv", "dbias", "dsink"),
 }
 # So many blocks of rows, and of keys, a sample has.
 SAMPLES = 4
+
+_TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
+_ALL, _NONE = slice(None), slice(0, 0)
 
 
 @dataclass(frozen=True)
@@ -93,50 +96,43 @@ class _Part:
     rounding: float
 
 
+_Parts = dict[str, _Part]
+
+
 def check(
     inputs: Arrays,
     results: Arrays,
     *,
-    causal: bool,
-    softmax_scale: float | None,
     layout: str,
     rng: np.random.Generator,
+    **rules: Any,
 ) -> Check:
-    """Check those of out, lse, dq, dk and dv that are in `results`.
+    """Check those of out, lse, dq, dk, dv, dbias and dsink that are in `results`.
 
     Args:
         inputs: NumPy arrays q, k, v and dout, in the layout.
         results: what `attention` and `attention_backward` made of them.
-        causal: as it was for these calls; likewise softmax_scale and layout.
-        softmax_scale: as above.
-        layout: as above.
+        layout: as it was for these calls.
         rng: picks the sample.
+        rules: the other arguments of these calls, as of `cufa.reference.attention`.
     """
-    inputs, results = _bshd(inputs, layout), _bshd(results, layout)
-    q, k = inputs["q"], inputs["k"]
-    dtype = dtype_name(q.dtype, "q")
-    judged = _Judge(dtype, causal, softmax_scale)
-    budget = MAX_SCORES // (LONGDOUBLE_SLOWDOWN if dtype == "float64" else 1)
-    if q.shape[0] * q.shape[2] * q.shape[1] * k.shape[1] <= budget:
-        parts = [judged.whole(inputs, results)]
-        coverage = "every element"
-    else:
-        parts, coverage = _sample(judged, inputs, results, budget, rng)
-    return Check(
-        tuple(
-            _compared(name, [part[name] for part in parts if name in part], judged.factor(name))
-            for name in results
-        ),
-        coverage,
-    )
+    if rules.get("cu_seqlens_q") is None:
+        inputs, results = _bshd(inputs, layout), _bshd(results, layout)
+    sample = _Sample(inputs, results, rules, rng)
+    if sample.scores <= sample.budget:
+        q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
+        return Check(tuple(compare_results(q, k, v, dout, results, **rules)), "every element")
+    parts, coverage = sample.draw()
+    compared = (_compared(name, [part[name] for part in parts if name in part]) for name in results)
+    return Check(tuple(compared), coverage)
 
 
 def _bshd(arrays: Arrays, layout: str) -> dict[str, Array]:
     axes = (*check_layout(layout), 3)
-    return {name: x.transpose(axes) if x.ndim == 4 else x for name, x in arrays.items()}
+    return {name: x.transpose(axes) if name in _TENSORS else x for name, x in arrays.items()}
 
 
-def _compared(name: str, parts: list[_Part], factor: float) -> Comparison:
+def _compared(name: str, parts: list[_Part]) -> Comparison:
     """The rule for all parts of a result together: the error of standard attention is that of them all."""
 
     def joined(arrays: Iterable[Array]) -> Array:
@@ -147,183 +143,220 @@ def _compared(name: str, parts: list[_Part], factor: float) -> Comparison:
         joined(part.actual for part in parts),
         joined(part.exact for part in parts),
         joined(part.standard for part in parts),
-        factor,
+        factor(name),
         name,
         max(part.rounding for part in parts),
     )
 
 
-def _sample(
-    judged: _Judge, inputs: Arrays, results: Arrays, budget: int, rng: np.random.Generator
-) -> tuple[list[dict[str, _Part]], str]:
-    q, k = inputs["q"], inputs["k"]
-    batch, seqlen_q, heads, _ = q.shape
-    seqlen_k, kv_heads = k.shape[1], k.shape[2]
-    group = heads // kv_heads
-
-    rows = max(1, min(seqlen_q, budget // (SAMPLES * seqlen_k)))
-    parts = [
-        judged.rows(inputs, results, head // heads, head % heads, start, start + rows)
-        for head, start in _places(rng, batch * heads, seqlen_q - rows)
-    ]
-    coverage = f"a random sample: {SAMPLES} x {rows} of {batch * heads * seqlen_q:,} rows"
-    if "dk" in results:
-        keys = max(1, min(seqlen_k, budget // (SAMPLES * group * seqlen_q)))
-        parts += [
-            judged.keys(inputs, results, head // kv_heads, head % kv_heads, start, start + keys)
-            for head, start in _places(rng, batch * kv_heads, seqlen_k - keys)
-        ]
-        coverage += f", {SAMPLES} x {keys} of {batch * kv_heads * seqlen_k:,} keys"
-    return parts, coverage
-
-
-def _places(rng: np.random.Generator, heads: int, last_start: int) -> list[tuple[int, int]]:
-    """Heads, and where in each a block begins: at both ends, where kernels go wrong, and anywhere."""
-    chosen = rng.choice(heads, SAMPLES, replace=heads < SAMPLES)
-    starts = [0, last_start, *rng.integers(0, last_start + 1, SAMPLES - 2)]
-    return [(int(head), int(start)) for head, start in zip(chosen, starts, strict=True)]
-
-
-class _Judge:
-    """Makes, for parts of a call's results, the truth and the baseline."""
-
-    def __init__(self, dtype: str, causal: bool, softmax_scale: float | None) -> None:
-        self._dtype = dtype
-        self._causal = causal
-        self._scale = softmax_scale
-
-    def factor(self, name: str) -> float:
-        return OUTPUT_FACTOR if name in RESULTS["forward"] else GRADIENT_FACTOR
-
-    def whole(self, inputs: Arrays, results: Arrays) -> dict[str, _Part]:
-        """All of them, by the reference as it stands."""
-        qkv = inputs["q"], inputs["k"], inputs["v"]
-        options: dict[str, Any] = {"causal": self._causal, "softmax_scale": self._scale}
-        exact = list(reference.attention(*qkv, **options, dtype=judge(self._dtype)))
-        standard = list(standard_attention(self._dtype, *qkv, **options))
-        dout = inputs["dout"]
-        if "dq" in results:
-            exact += reference.attention_backward(dout, *qkv, **options, dtype=judge(self._dtype))
-            standard += standard_attention_backward(self._dtype, dout, *qkv, **options)
-        rounding = rounding_of_sums(self._dtype, *qkv, dout, **options)
-        triples = zip(("out", "lse", "dq", "dk", "dv"), exact, standard, strict=False)
-        return {
-            name: _Part(results[name], truth, baseline, rounding[name])
-            for name, truth, baseline in triples
-            if name in results
-        }
-
-    def rows(
-        self, inputs: Arrays, results: Arrays, batch: int, head: int, start: int, stop: int
-    ) -> dict[str, _Part]:
-        """out, lse and dq of some rows of a query head: a problem of its own.
-
-        With `causal`, what comes after the last row's last key is cut off, so that the corner that the
-        mask is aligned to is that row's.
-        """
-        q, k = inputs["q"], inputs["k"]
-        last_key = max(0, stop + k.shape[1] - q.shape[1]) if self._causal else k.shape[1]
-        kv_head = head // (q.shape[2] // k.shape[2])
-        queries = np.s_[batch : batch + 1, start:stop, head : head + 1]
-        keys = np.s_[batch : batch + 1, :last_key, kv_head : kv_head + 1]
-        of_rows = {"q": queries, "k": keys, "v": keys, "dout": queries, "out": queries, "dq": queries}
-        return self.whole(
-            {name: x[of_rows[name]] for name, x in inputs.items()},
-            {name: x[of_rows[name]] for name, x in results.items() if name in of_rows}
-            | {"lse": results["lse"][batch : batch + 1, head : head + 1, start:stop]},
-        )
-
-    def keys(
-        self, inputs: Arrays, results: Arrays, batch: int, kv_head: int, start: int, stop: int
-    ) -> dict[str, _Part]:
-        """dk and dv of some keys of a KV head, from the call's own out and lse."""
-        seqlen_q, heads, head_dim = inputs["q"].shape[1:]
-        seqlen_k, kv_heads = inputs["k"].shape[1:3]
-        group = heads // kv_heads
-        block = np.s_[batch, start:stop, kv_head]
-        visible: Array = np.ones((seqlen_q, stop - start), bool)
-        if self._causal:
-            visible = np.tril(visible, seqlen_k - seqlen_q - start)
-        scale = 1 / math.sqrt(head_dim) if self._scale is None else self._scale
-        rounded = Rounded(self._dtype)
-
-        exact: tuple[Any, Any] = (0, 0)
-        standard: tuple[Any, Any] = (0, 0)
-        squares: tuple[Any, Any] = (0, 0)
-        for head in range(kv_head * group, (kv_head + 1) * group):
-            rows = np.s_[batch, :, head]
-            of_head = _Matrices(
-                Q=inputs["q"][rows],
-                K=inputs["k"][block],
-                V=inputs["v"][block],
-                O=results["out"][rows],
-                dO=inputs["dout"][rows],
-                lse=results["lse"][batch, head, :, None],
-                visible=visible,
-            )
-            truth, baseline = of_head.astype(judge(self._dtype)), of_head.astype(rounded.sums)
-            exact = _added(exact, _key_gradients(truth, scale, lambda x: x))
-            standard = _added(standard, _key_gradients(baseline, scale, rounded))
-            squares = _added(squares, _key_roundings(of_head.astype(np.float64), scale, rounded))
-        return {
-            name: _Part(
-                results[name][block],
-                exact[i],
-                standard[i].astype(rounded.dtype),
-                math.sqrt(squares[i].max()),
-            )
-            for i, name in enumerate(("dk", "dv"))
-        }
-
-
-def _added(sums: tuple[Any, Any], terms: tuple[Array, Array]) -> tuple[Array, Array]:
-    return sums[0] + terms[0], sums[1] + terms[1]
-
-
 @dataclass(frozen=True)
 class _Matrices:
-    """All queries of a head and some keys: each (rows or keys, dim), lse (rows, 1), visible (rows, keys)."""
+    """Some rows and keys of a head, all in one dtype: each (rows or keys, dim), lse (rows,)."""
 
+    head: Head
     Q: Array
     K: Array
     V: Array
     O: Array  # noqa: E741
     dO: Array
     lse: Array
-    visible: Array
 
-    def astype(self, dtype: npt.DTypeLike) -> _Matrices:
-        """The same in another dtype."""
-        return replace(
-            self,
-            Q=self.Q.astype(dtype),
-            K=self.K.astype(dtype),
-            V=self.V.astype(dtype),
-            O=self.O.astype(dtype),
-            dO=self.dO.astype(dtype),
-            lse=self.lse.astype(dtype),
+
+class _Sample:
+    """Makes, for random parts of a call's results, the truth and the baseline."""
+
+    def __init__(
+        self, inputs: Arrays, results: Arrays, rules: Mapping[str, Any], rng: np.random.Generator
+    ) -> None:
+        self._inputs = inputs
+        self._results = dict(results)
+        if "dbias" in results:
+            self._results["dbias"] = results["dbias"].reshape(four_axes(results["dbias"].shape))
+        self._rng = rng
+        self._dtype = dtype_name(inputs["q"].dtype, "q")
+        self._rounded = Rounded(self._dtype)
+        self._rules, self._finite_rules = Rules(**rules), Rules(**with_finite_bias(rules))
+        self._sequences = self._rules.sequences(inputs["q"], inputs["k"])
+        self._heads, self._kv_heads = inputs["q"].shape[-2], inputs["k"].shape[-2]
+
+    @property
+    def scores(self) -> int:
+        """How many scores the whole call has."""
+        pairs = sum(sequence.seqlen_q * sequence.seqlen_k for sequence in self._sequences)
+        return int(self._heads * pairs)
+
+    @property
+    def budget(self) -> int:
+        """How many there may be in what is computed."""
+        return MAX_SCORES // (LONGDOUBLE_SLOWDOWN if self._dtype == "float64" else 1)
+
+    def draw(self) -> tuple[list[_Parts], str]:
+        """Parts of every result, and what they cover, in words."""
+        seqlens_q, seqlens_k = ([getattr(s, f"seqlen_{x}") for s in self._sequences] for x in "qk")
+        longest_q, longest_k = max(seqlens_q), max(seqlens_k)
+        budget = self.budget // SAMPLES
+
+        size = max(1, min(longest_q, budget // longest_k))
+        parts = [self._of_rows(*place) for place in self._places(seqlens_q, self._heads, size)]
+        coverage = f"a random sample: {SAMPLES} x {size} of {self._heads * sum(seqlens_q):,} rows"
+        if "dk" in self._results:
+            group = self._heads // self._kv_heads
+            size = max(1, min(longest_k, budget // (group * longest_q)))
+            parts += [self._of_keys(*place) for place in self._places(seqlens_k, self._kv_heads, size)]
+            coverage += f", {SAMPLES} x {size} of {self._kv_heads * sum(seqlens_k):,} keys"
+        if "dbias" in self._results:
+            rows, keys = self._size_in_bias(budget, longest_q)
+            parts += [self._of_bias(i, rows, keys) for i in range(SAMPLES)]
+            total = self._results["dbias"].size
+            coverage += f", {SAMPLES} x {rows} x {keys} of the bias's {total:,} elements"
+        if "dsink" in self._results:
+            parts += [self._of_sink(h) for h in range(self._heads)]
+        return parts, coverage
+
+    def _places(self, lengths: list[int], heads: int, size: int) -> list[tuple[Sequence, int, slice]]:
+        """Sequences, heads, and a block of this size in each."""
+        usable = [sequence for sequence, length in zip(self._sequences, lengths, strict=True) if length]
+        count = len(usable) * heads
+        places = []
+        for i, chosen in enumerate(self._rng.choice(count, SAMPLES, replace=count < SAMPLES)):
+            sequence, h = usable[chosen // heads], int(chosen % heads)
+            places.append((sequence, h, self._block(i, lengths[sequence.number], size)))
+        return places
+
+    def _block(self, i: int, length: int, size: int) -> slice:
+        """First the one at the beginning, then that at the end, where kernels go wrong, then any."""
+        last = max(0, length - size)
+        start = (0, last)[i] if i < 2 else int(self._rng.integers(0, last + 1))
+        return slice(start, min(start + size, length))
+
+    def _of_rows(self, sequence: Sequence, h: int, rows: slice) -> _Parts:
+        """out, lse and dq of some rows of a query head."""
+        head = self._head(sequence, h, rows, _NONE)
+        places = {"out": head.queries, "lse": head.lse, "dq": head.queries}
+        wanted = {name: place for name, place in places.items() if name in self._results}
+        return self._parts(wanted, [(sequence, h)], rows, _ALL, _row_results)
+
+    def _of_keys(self, sequence: Sequence, kv_head: int, keys: slice) -> _Parts:
+        """dk and dv of some keys of a KV head, from the call's own out and lse."""
+        group = self._heads // self._kv_heads
+        heads = [(sequence, kv_head * group + h) for h in range(group)]
+        place = self._head(*heads[0], _NONE, keys).keys
+        return self._parts({"dk": place, "dv": place}, heads, _ALL, keys, _score_results)
+
+    def _size_in_bias(self, budget: int, longest_q: int) -> tuple[int, int]:
+        """How many rows and keys of the bias's gradient to look at in one place."""
+        batch, heads, rows, keys = self._results["dbias"].shape
+        sharing = (len(self._sequences) if batch == 1 else 1) * (self._heads if heads == 1 else 1)
+        if rows == 1:
+            return 1, max(1, min(keys, budget // (sharing * longest_q)))
+        size = max(1, math.isqrt(budget // sharing))
+        return min(rows, size), min(keys, size)
+
+    def _of_bias(self, i: int, rows: int, keys: int) -> _Parts:
+        """Some of dbias, summed over what the bias is broadcast to, from the call's own out and lse."""
+        batch, heads, of_rows, of_keys = self._results["dbias"].shape
+        b, h = int(self._rng.integers(batch)), int(self._rng.integers(heads))
+        row_block, key_block = self._block(i, of_rows, rows), self._block(i, of_keys, keys)
+        sharing = itertools.product(
+            self._sequences if batch == 1 else [self._sequences[b]],
+            range(self._heads) if heads == 1 else [h],
         )
 
+        def fit(scores: Array) -> Array:
+            """The scores summed and, where the sequence ends before, filled up."""
+            sums = scores.sum(axis=0, keepdims=True) if of_rows == 1 else scores
+            filled = np.zeros((rows, keys), scores.dtype)
+            filled[: sums.shape[0], : sums.shape[1]] = sums
+            return filled
+
+        places = {"dbias": np.s_[b, h, row_block, key_block]}
+        rows_of_scores = _ALL if of_rows == 1 else row_block
+        return self._parts(places, list(sharing), rows_of_scores, key_block, _score_results, fit)
+
+    def _of_sink(self, h: int) -> _Parts:
+        """dsink of a head, from the call's own out and lse."""
+        heads = [(sequence, h) for sequence in self._sequences]
+        return self._parts({"dsink": np.s_[h]}, heads, _ALL, _NONE, _score_results, np.sum)
+
+    def _parts(
+        self,
+        places: Mapping[str, Any],
+        heads: list[tuple[Sequence, int]],
+        rows: slice,
+        keys: slice,
+        compute: Callable[[_Matrices, Callable[[Array], Array]], dict[str, Array]],
+        fit: Callable[[Array], Any] = exactly,
+    ) -> _Parts:
+        """The results at these places, which are sums over the heads of what `compute` says."""
+        sums: dict[str, list[Any]] = {name: [0, 0, 0] for name in places}
+        for sequence, h in heads:
+            of_head = sequence, h, rows, keys
+            exact = compute(self._matrices(*of_head, judge(self._dtype)), exactly)
+            standard = compute(self._finite_matrices(*of_head, self._rounded.sums), self._rounded)
+            squares = _squares(self._finite_matrices(*of_head, np.float64), self._rounded)
+            for name in places:
+                terms = (fit(of_head[name]) for of_head in (exact, standard, squares))
+                sums[name] = [total + term for total, term in zip(sums[name], terms, strict=True)]
+        return {name: self._part(name, place, *sums[name]) for name, place in places.items()}
+
+    def _part(self, name: str, place: Any, exact: Any, standard: Any, squares: Any) -> _Part:
+        actual = np.asarray(self._results[name][place])
+        rounding = math.sqrt(np.max(squares, initial=0))
+        return _Part(actual, np.asarray(exact), np.asarray(standard).astype(actual.dtype), rounding)
+
+    def _head(
+        self, sequence: Sequence, h: int, rows: slice, keys: slice, dtype: npt.DTypeLike | None = None
+    ) -> Head:
+        return self._rules.head(self._inputs["q"], self._inputs["k"], sequence, h, rows, keys, dtype)
+
+    def _matrices(
+        self, sequence: Sequence, h: int, rows: slice, keys: slice, dtype: npt.DTypeLike
+    ) -> _Matrices:
+        head = self._head(sequence, h, rows, keys, dtype)
+        return _Matrices(
+            head,
+            Q=self._inputs["q"][head.queries].astype(dtype),
+            K=self._inputs["k"][head.keys].astype(dtype),
+            V=self._inputs["v"][head.keys].astype(dtype),
+            O=self._results["out"][head.queries].astype(dtype),
+            dO=self._inputs["dout"][head.queries].astype(dtype),
+            lse=self._results["lse"][head.lse].astype(dtype),
+        )
+
+    def _finite_matrices(
+        self, sequence: Sequence, h: int, rows: slice, keys: slice, dtype: npt.DTypeLike
+    ) -> _Matrices:
+        """With 0 for NaN and Inf: it is rounding that is measured."""
+        of = self._matrices(sequence, h, rows, keys, dtype)
+        q, k = self._inputs["q"], self._inputs["k"]
+        head = self._finite_rules.head(q, k, sequence, h, rows, keys, dtype)
+        Q, K, V, O, dO = finite(of.Q, of.K, of.V, of.O, of.dO)  # noqa: E741
+        return _Matrices(head, Q, K, V, O, dO, of.lse)
+
 
 @np.errstate(all="ignore")
-def _key_gradients(of: _Matrices, scale: float, rounded: Callable[[Array], Array]) -> tuple[Array, Array]:
-    """What one query head adds to dK and dV of some keys (FlashAttention-2, algorithm 2, lines 11 to 16).
-
-    S, P, dP and dS go through `rounded`.
-    """
-    P = rounded(np.where(of.visible, np.exp(rounded(scale * (of.Q @ of.K.T)) - of.lse), 0))
-    dP = rounded(of.dO @ of.V.T)
-    D = (of.dO * of.O).sum(axis=1, keepdims=True)
-    dS = rounded(np.where(of.visible, P * (dP - D), 0))
-    dK = scale * reference.masked_matmul(dS.T, of.Q, of.visible.T)
-    return dK, reference.masked_matmul(P.T, of.dO, of.visible.T)
+def _row_results(of: _Matrices, rounded: Callable[[Array], Array]) -> dict[str, Array]:
+    """Those of rows, of which these are all keys."""
+    S, slope = of.head.scores(of.Q, of.K, rounded)
+    P, lse = of.head.softmax(S, rounded)
+    dP = of.head.probability_gradients(of.dO, of.V, rounded)
+    D = (P * dP).sum(axis=1)
+    dQ, *_ = of.head.gradients(of.Q, of.K, of.dO, P, dP, D, slope, rounded)
+    return {"out": of.head.output(P, of.V, rounded), "lse": lse, "dq": dQ}
 
 
 @np.errstate(all="ignore")
-def _key_roundings(of: _Matrices, scale: float, rounded: Rounded) -> tuple[Array, Array]:
-    """What one query head adds to the squared roundings of dK and dV; NaN and Inf count as 0."""
-    Q, K, V, O, dO = (np.where(np.isfinite(x), x, 0) for x in (of.Q, of.K, of.V, of.O, of.dO))  # noqa: E741
-    S = np.where(of.visible, scale * (Q @ K.T), -np.inf)
-    P = np.where(of.visible, np.exp(S - of.lse), 0)
-    _, P2, dS2 = squared_roundings(rounded, Q, K, V, O, dO, S, of.lse, P, scale)
-    return scale**2 * (dS2.T @ Q**2), P2.T @ dO**2
+def _score_results(of: _Matrices, rounded: Callable[[Array], Array]) -> dict[str, Array]:
+    """What rows add to gradients that are sums over rows (FlashAttention-2, algorithm 2, lines 11 to 16)."""
+    S, slope = of.head.scores(of.Q, of.K, rounded)
+    P = rounded(of.head.probabilities(S, of.lse[:, None]))
+    dP = of.head.probability_gradients(of.dO, of.V, rounded)
+    D = (of.dO * of.O).sum(axis=1)
+    _, dK, dV, dS = of.head.gradients(of.Q, of.K, of.dO, P, dP, D, slope, rounded)
+    return {"dk": dK, "dv": dV, "dbias": dS, "dsink": -of.head.sink_probability(of.lse) * D}
+
+
+@np.errstate(all="ignore")
+def _squares(of: _Matrices, rounded: Rounded) -> dict[str, Array]:
+    no_dlse = np.zeros_like(of.lse)
+    return squared_roundings(rounded, of.head, of.Q, of.K, of.V, of.O, of.dO, of.lse, no_dlse)

@@ -17,7 +17,7 @@ from cufa.cli.options import DTYPE, SIZE, count_option, json_option, several, ti
 from cufa.device import KNOWN, Arch, Device, target
 from cufa.jit import Variant
 from cufa.kernels import COMPANIONS, KERNELS
-from cufa.plan import Launch, make_plan
+from cufa.plan import Launch, make_plan, make_probabilities_plan
 from cufa.plan.standard import merge_launch, softmax_launch
 from cufa.problem import MAX_ALIGN_BYTES, Direction, Features, Problem
 
@@ -120,10 +120,13 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
         mask: str | None,
         varlen: bool,
         dbias: bool,
+        dsink: bool,
         **given: Any,
     ) -> Any:
         if dbias and bias is None:
             raise output.Failure("--dbias is the gradient of a bias; give --bias, too")
+        if dsink and not given["sink"]:
+            raise output.Failure("--dsink is the gradient of a sink; give --sink, too")
         scores = (1, 1, _SEQLEN, _SEQLEN)
         features = Features(
             window=(_WINDOW, _WINDOW) if window else (None, None),
@@ -132,7 +135,7 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
             mask=scores if mask else None,
             mask_bits=mask == "bits",
             packed=varlen,
-            gradients=("bias",) if dbias else (),
+            gradients=tuple(name for name, wanted in (("bias", dbias), ("sink", dsink)) if wanted),
             **{name: given.pop(name) for name in _SWITCHES},
         )
         return command(features=features, **given)
@@ -144,6 +147,7 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--mask", type=click.Choice(["bool", "bits"]), help="Those with a mask."),
         click.option("--varlen", is_flag=True, help="Those for packed sequences."),
         click.option("--dbias", is_flag=True, help="Backward: with the gradient of the bias."),
+        click.option("--dsink", is_flag=True, help="Backward: with the gradient of the sink."),
     ]
     options += [
         click.option(f"--{name.replace('_', '-')}", is_flag=True, help=text)
@@ -280,7 +284,13 @@ _COMPANION_LAUNCHES: dict[str, Callable[[_Request, Arch], tuple[Variant, Launch]
     "merge": lambda request, arch: merge_launch(
         request.dtype, request.value_dim, _SEQLEN, MAX_ALIGN_BYTES, arch
     ),
+    "attn_probs": lambda request, _: _probabilities_launch(request),
 }
+
+
+def _probabilities_launch(request: _Request) -> tuple[Variant, Launch]:
+    plan = make_probabilities_plan(request.problem("forward"), request.device)
+    return plan.variant, plan.launches[0]
 
 
 def _entries(device: Device, planned: _Planned, build: jit.Build) -> Iterator[_Entry]:

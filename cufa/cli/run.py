@@ -138,19 +138,22 @@ def command(
         problem = _problem_of(from_files, given, features, layout)
     else:
         problem = _generated(given, dtype or DEFAULT_DTYPE, features)
-    host = make_arrays(problem, features, layout, None if explain else rng, from_files)
-    workload = Workload(host, False, features, softmax_scale, layout)
-    if features.varlen is not None:
-        _check_sequences(workload)
     rungs: dict[Direction, Rung] = {"forward": Rung(kernel, dict(tile) or None, arch)}
     if backward:
         rungs["backward"] = Rung(backward_kernel, dict(backward_tile) or None, arch)
 
+    described = make_arrays(problem, features, layout, None, from_files)
+    workload = Workload(described, False, features, softmax_scale, layout)
+    if features.varlen is not None:
+        _check_sequences(workload)
     if explain:
-        _explain(workload, rungs, as_json)
+        _explain(_plans(workload, rungs), as_json)
         return
-    if use_gpu(backend):
-        workload = replace(workload, arrays=to_gpu(host), on_gpu=True)
+    on_gpu = use_gpu(backend)
+    if on_gpu:
+        _plans(workload, rungs)  # what no kernel supports is refused before anything takes memory
+    host = make_arrays(problem, features, layout, rng, from_files)
+    workload = replace(workload, arrays=to_gpu(host) if on_gpu else host, on_gpu=on_gpu)
     results, steps = _compute(workload, rungs)
     if destination is not None:
         files.save(destination, results)
@@ -219,8 +222,11 @@ def _check_sequences(workload: Workload) -> None:
         Rules(softmax_scale=1.0, **side).sequences(workload.arrays["q"], workload.arrays["k"])
 
 
-def _explain(workload: Workload, rungs: dict[Direction, Rung], as_json: bool) -> None:
-    plans = {direction: workload.plan(direction, rung) for direction, rung in rungs.items()}
+def _plans(workload: Workload, rungs: dict[Direction, Rung]) -> dict[Direction, Plan]:
+    return {direction: workload.plan(direction, rung) for direction, rung in rungs.items()}
+
+
+def _explain(plans: dict[Direction, Plan], as_json: bool) -> None:
     if as_json:
         output.print_json({direction: plan_document(plan) for direction, plan in plans.items()})
     else:

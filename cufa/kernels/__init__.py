@@ -224,6 +224,12 @@ COMPANIONS: Mapping[str, Companion] = MappingProxyType(
                 idea="two partial results made one, a warp for each row",
                 paper="Milakov and Gimelshein 2018, section 3.1",
             ),
+            Companion(
+                name="attn_probs",
+                function="cufa.attention(..., return_attn_probs=True)",
+                idea="the probabilities from Q, K and the LSE, tile by tile",
+                paper="Dao 2023, Algorithm 2",
+            ),
         )
     }
 )

@@ -14,7 +14,16 @@ from cufa.plan import mma, standard, tiled, wgmma
 from cufa.plan.record import Launch, Macro, Part, Plan, Scratch, TensorBox
 from cufa.problem import Problem
 
-__all__ = ["Launch", "Macro", "Part", "Plan", "Scratch", "TensorBox", "make_plan"]
+__all__ = [
+    "Launch",
+    "Macro",
+    "Part",
+    "Plan",
+    "Scratch",
+    "TensorBox",
+    "make_plan",
+    "make_probabilities_plan",
+]
 
 _PLANNERS: dict[str, Callable[[Problem, Device, Mapping[str, int]], Part]] = {
     "fwd_1_naive": standard.forward,
@@ -50,16 +59,29 @@ def make_plan(
         why = (chosen, *passed_over(row, problem, device), *part.reasons)
     else:
         why = (f"{row.name}: asked for", *part.reasons)
+    return _plan(row.name, problem, device, part, why)
+
+
+def make_probabilities_plan(problem: Problem, device: Device) -> Plan:
+    """The Plan of `attn_probs`, which writes the probabilities of a forward problem.
+
+    Raises ValueError if no tiles fit.
+    """
+    part = tiled.probabilities(problem, device, {})
+    return _plan("attn_probs", problem, device, part, part.reasons)
+
+
+def _plan(kernel: str, problem: Problem, device: Device, part: Part, reasons: tuple[str, ...]) -> Plan:
     return Plan(
-        kernel=row.name,
-        source=row.source,
+        kernel=kernel,
+        source=f"{kernel}.cu",
         problem=problem,
         device=device,
         tiles=part.tiles,
         macros=part.macros,
         launches=part.launches,
         scratch=part.scratch,
-        reasons=why,
+        reasons=reasons,
         boxes=part.boxes,
     )
 

@@ -150,6 +150,22 @@ def flash_v2(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     )
 
 
+def probabilities(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+    """`attn_probs`: one launch, a block for each tile of queries."""
+    chosen = choose(problem, device, tiles, FLASH_V2_TILES, lambda tiles: _probabilities_cost(problem, tiles))
+    grid = query_tiles(problem, chosen.tiles)
+    launch = Launch("attn_probs", grid, chosen.tiles.threads, chosen.cost.smem_bytes)
+    return Part(
+        tiles=asdict(chosen.tiles),
+        macros=(
+            *_macros(problem, chosen, FORWARD_PARAMS_BYTES),
+            ("BLOCKS_PER_SM", chosen.blocks_per_sm),
+        ),
+        launches=(launch,) if grid else (),
+        reasons=chosen.reasons,
+    )
+
+
 def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`bwd_2_flash_v2`: a warp for each row, a block for each tile of keys, a warp for each row."""
     chosen = choose(problem, device, tiles, BACKWARD_TILES, lambda tiles: _backward_cost(problem, tiles))
@@ -232,6 +248,18 @@ def _forward_cost(problem: Problem, tiles: Tiles) -> Cost:
         + _product_nn(rows, columns, tiles.block_n, vector)  # O
     )
     registers = _registers(rows * keys + rows * columns, rows + keys, itemsize)
+    return Cost(smem_bytes, registers, work.total(itemsize))
+
+
+def _probabilities_cost(problem: Problem, tiles: Tiles) -> Cost:
+    itemsize = problem.accumulator.itemsize
+    vector = VECTOR_BYTES // itemsize
+    smem_bytes = (
+        shared_matrix_bytes(tiles.block_m, problem.head_dim, itemsize)  # Q
+        + shared_matrix_bytes(tiles.block_n, problem.head_dim, itemsize)  # K
+    )
+    work = _product_nt(tiles.rows, tiles.keys, round_up(problem.head_dim, vector), vector)  # S
+    registers = _registers(tiles.rows * tiles.keys, tiles.rows + tiles.keys, itemsize)
     return Cost(smem_bytes, registers, work.total(itemsize))
 
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from cufa.device import Device
 from cufa.launch import FeatureValues, pack_attention, pack_features, pack_merge, pack_softmax
-from cufa.plan import Plan, make_plan
+from cufa.plan import Plan, make_plan, make_probabilities_plan
 from cufa.plan.standard import merge_launch, softmax_launch
 from cufa.problem import (
     DTYPES,
@@ -76,6 +76,31 @@ def attention(
     tensors = ("q", "k", "v", "out")
     done = _run(plan, arrays, tensors, {"out", "lse"}, softmax_scale, values, checked, folder)
     return done["out"], done["lse"]
+
+
+def attn_probs(
+    q: Array,
+    k: Array,
+    v: Array,
+    lse: Array,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    softmax_scale: float | None = None,
+    values: FeatureValues = NO_VALUES,
+    checked: bool = True,
+    **side: Array,
+) -> Array:
+    """What `cufa.attention` with return_attn_probs has third, from the LSE that it has second."""
+    arrays = {"q": q, "k": k, "v": v, **side}
+    options = Options(causal, window, values.softcap > 0, values.dropout_p > 0)
+    problem = _plan("forward", arrays, options, None, None).problem
+    plan = make_probabilities_plan(problem, DEVICE)
+    in_layout = (problem.batch, problem.seqlen_q, problem.heads, problem.seqlen_k)
+    arrays |= {"lse": lse, "probs": np.empty(in_layout, q.dtype)}
+    tensors = ("q", "k", "v", "probs")
+    done = _run(plan, arrays, tensors, {"probs"}, softmax_scale, values, checked, KERNELS)
+    return done["probs"].transpose(0, 2, 1, 3)
 
 
 def attention_backward(

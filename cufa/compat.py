@@ -1,0 +1,351 @@
+"""cufa under the names of other libraries, for code that was written for them.
+
+Each function takes that library's arguments, in its order and with its meaning, and calls `cufa.attention`.
+What differs is said in its docstring: there is no automatic differentiation of NumPy or CuPy arrays, so
+gradients come from `cufa.attention_backward`, with the LSE that each of these functions can return.
+
+    from cufa.compat import flash_attn_func
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from typing import Any
+
+import numpy as np
+
+from cufa.api import attention
+
+
+def flash_attn_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    seed: int = 0,
+    offset: int = 0,
+) -> Any:
+    """flash-attn's function of that name (flash-attn 2.8).
+
+    What differs: `seed` and `offset` choose the random numbers of dropout, where flash-attn takes them from
+    torch's generator; `deterministic` is about gradients and has no part in the forward;
+    `return_attn_probs` returns (out, lse, probabilities), the probabilities as `cufa.attention` defines
+    them, where flash-attn returns their signs too. Head dims and dtypes are cufa's.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim).
+        k: (batch, seqlen_k, kv_heads, head_dim).
+        v: (batch, seqlen_k, kv_heads, head_dim).
+        dropout_p: which part of the probabilities is dropped.
+        softmax_scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
+        causal: bottom-right aligned.
+        window_size: (left, right), -1 for no limit.
+        softcap: 0 for none.
+        alibi_slopes: (heads,) or (batch, heads), float32.
+        deterministic: has no effect here; give it to `cufa.attention_backward`.
+        return_attn_probs: whether to return the LSE and the probabilities too.
+        seed: of dropout's random numbers.
+        offset: which sequence of them.
+
+    Returns:
+        out (batch, seqlen_q, heads, head_dim); with return_attn_probs (out, lse, probabilities).
+
+    Raises:
+        What `cufa.attention` raises.
+    """
+    return attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        seed=seed,
+        offset=offset,
+        return_attn_probs=return_attn_probs,
+    )
+
+
+def flash_attn_varlen_func(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    seqused_k: Any = None,
+    seed: int = 0,
+    offset: int = 0,
+) -> Any:
+    """flash-attn's function of that name (flash-attn 2.8), for packed sequences.
+
+    What differs, beside what differs in `flash_attn_func`: `max_seqlen_q` and `max_seqlen_k` are not
+    needed and not looked at; there is no `block_table`; with `return_attn_probs` the result is (out, lse),
+    since probabilities of sequences of many lengths make no array.
+
+    Args:
+        q: (tokens, heads, head_dim).
+        k: (tokens, kv_heads, head_dim).
+        v: (tokens, kv_heads, head_dim).
+        cu_seqlens_q: (batch + 1,) int32, where each sequence of q begins, and the last ends.
+        cu_seqlens_k: (batch + 1,) int32, the same for k and v.
+        max_seqlen_q: not looked at.
+        max_seqlen_k: not looked at.
+        dropout_p: as in `flash_attn_func`; likewise the options below.
+        softmax_scale: as in `flash_attn_func`.
+        causal: as in `flash_attn_func`, aligned within each sequence.
+        window_size: as in `flash_attn_func`.
+        softcap: as in `flash_attn_func`.
+        alibi_slopes: as in `flash_attn_func`.
+        deterministic: as in `flash_attn_func`.
+        return_attn_probs: whether to return the LSE too, (heads, tokens).
+        seqused_k: (batch,) int32, how many keys of each sequence count.
+        seed: as in `flash_attn_func`.
+        offset: as in `flash_attn_func`.
+
+    Returns:
+        out (tokens, heads, head_dim); with return_attn_probs (out, lse).
+
+    Raises:
+        What `cufa.attention` raises.
+    """
+    return attention(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_k=seqused_k,
+        causal=causal,
+        window=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p,
+        seed=seed,
+        offset=offset,
+        return_lse=return_attn_probs,
+    )
+
+
+def scaled_dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    seed: int = 0,
+    offset: int = 0,
+    return_lse: bool = False,
+) -> Any:
+    """PyTorch's torch.nn.functional.scaled_dot_product_attention (torch 2.11).
+
+    The layout is PyTorch's, (batch, heads, seqlen, head_dim), and so is the causal mask: it is aligned to
+    the top-left corner, query i sees the keys j <= i, unlike anywhere else in cufa. With 2 queries and 5
+    keys it is
+
+        here, top-left    cufa.attention, bottom-right
+        1 0 0 0 0         1 1 1 1 0
+        1 1 0 0 0         1 1 1 1 1
+
+    What differs: arrays must have 4 axes; a row that sees no key has output 0, where PyTorch has NaN;
+    `seed`, `offset` and `return_lse` are cufa's.
+
+    Args:
+        query: (batch, heads, seqlen_q, head_dim).
+        key: (batch, kv_heads, seqlen_k, head_dim).
+        value: (batch, kv_heads, seqlen_k, value_dim).
+        attn_mask: broadcastable to (batch, heads, seqlen_q, seqlen_k), but for the last axis: bool, True to
+            take part, or floats to add to the scores.
+        dropout_p: which part of the probabilities is dropped.
+        is_causal: top-left aligned; not together with attn_mask.
+        scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
+        enable_gqa: whether kv_heads may be fewer than heads.
+        seed: of dropout's random numbers.
+        offset: which sequence of them.
+        return_lse: also return the LSE, (batch, heads, seqlen_q).
+
+    Returns:
+        (batch, heads, seqlen_q, value_dim), of the dtype and kind of query.
+
+    Raises:
+        ValueError: is_causal with attn_mask, fewer kv_heads without enable_gqa, or what `cufa.attention`
+            raises.
+        TypeError: what `cufa.attention` raises.
+    """
+    if is_causal and attn_mask is not None:
+        raise ValueError("is_causal is True and attn_mask is given; only one of them may be")
+    if not enable_gqa and _axis(query, 1) != _axis(key, 1):
+        raise ValueError(
+            f"query has {_axis(query, 1)} heads and key {_axis(key, 1)}; with enable_gqa=True they may differ"
+        )
+    keys = _axis(key, 2)
+    options: dict[str, Any] = {}
+    if is_causal:
+        keys, options = _top_left(_axis(query, 2), _axis(key, 2), None, 0)
+    if attn_mask is not None:
+        options["mask" if _is_bool(attn_mask) else "bias"] = attn_mask
+    return attention(
+        query,
+        key[:, :, :keys],
+        value[:, :, :keys],
+        softmax_scale=scale,
+        dropout_p=dropout_p,
+        seed=seed,
+        offset=offset,
+        layout="bhsd",
+        return_lse=return_lse,
+        **options,
+    )
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """JAX's jax.nn.dot_product_attention (jax 0.8).
+
+    The layout is (batch, seqlen, heads, head_dim), and the causal mask and the window are JAX's, aligned to
+    the top-left corner: query i stands at key i, whatever the lengths are.
+
+    What differs: arrays must have 4 axes; a row that sees no key has output 0; the residual, the LSE, has
+    cufa's shape; `implementation` is not looked at.
+
+    Args:
+        query: (batch, seqlen_q, heads, head_dim).
+        key: (batch, seqlen_k, kv_heads, head_dim).
+        value: (batch, seqlen_k, kv_heads, head_dim).
+        bias: added to the scores, broadcastable to (batch, heads, seqlen_q, seqlen_k).
+        mask: True to take part, broadcastable likewise.
+        scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
+        is_causal: top-left aligned.
+        query_seq_lengths: (batch,) integers; outputs of later queries are 0.
+        key_value_seq_lengths: (batch,) integers; later keys are not seen.
+        local_window_size: (left, right), or one number for both: how far from key i query i sees.
+        implementation: not looked at.
+        return_residual: also return the LSE, (batch, heads, seqlen_q).
+
+    Returns:
+        (batch, seqlen_q, heads, head_dim), of the dtype and kind of query; with return_residual a pair of
+        that and the LSE.
+
+    Raises:
+        What `cufa.attention` raises.
+    """
+    seqlen_q, seqlen_k = _axis(query, 1), _axis(key, 1)
+    left, right = _window_of(local_window_size)
+    if is_causal:
+        right = 0
+    keys, options = _top_left(seqlen_q, seqlen_k, left, right)
+    if bias is not None:
+        options["bias"] = bias[..., :keys]
+    masks = [] if mask is None else [mask[..., :keys]]
+    xp = _namespace(query)
+    if key_value_seq_lengths is not None:
+        masks.append(xp.arange(keys)[None, None, None, :] < key_value_seq_lengths[:, None, None, None])
+    if "window" not in options and (left, right) != (None, None):
+        places = xp.arange(keys)[None, :] - xp.arange(seqlen_q)[:, None]
+        near = xp.ones(places.shape, dtype=bool) if left is None else places >= -left
+        masks.append(near if right is None else near & (places <= right))
+    if masks:
+        options["mask"] = functools.reduce(operator.and_, masks)
+    result = attention(
+        query,
+        key[:, :keys],
+        value[:, :keys],
+        softmax_scale=scale,
+        return_lse=return_residual,
+        **options,
+    )
+    if query_seq_lengths is None:
+        return result
+    out, *residual = result if return_residual else (result,)
+    inside = xp.arange(seqlen_q)[None, :, None, None] < query_seq_lengths[:, None, None, None]
+    out = xp.where(inside, out, xp.zeros_like(out))
+    return (out, *residual) if return_residual else out
+
+
+def _axis(array: Any, axis: int) -> int:
+    """The length of an axis of an array that should have 4."""
+    shape = tuple(array.shape)
+    if len(shape) != 4:
+        raise ValueError(f"an array has shape {shape}; it must have 4 axes")
+    return int(shape[axis])
+
+
+def _is_bool(array: Any) -> bool:
+    """Also of a library that has dtypes of its own."""
+    return str(array.dtype).rpartition(".")[2] == "bool"
+
+
+def _window_of(local_window_size: int | tuple[int, int] | None) -> tuple[int | None, int | None]:
+    if local_window_size is None:
+        return None, None
+    if isinstance(local_window_size, int):
+        return local_window_size, local_window_size
+    left, right = local_window_size
+    return left, right
+
+
+def _top_left(
+    seqlen_q: int, seqlen_k: int, left: int | None, right: int | None
+) -> tuple[int, dict[str, Any]]:
+    """The range of keys around key i that query i sees, in terms of a diagonal that ends in the last corner.
+
+    Returns how many keys, from the first on, anyone sees at all, and with only those the window. There is
+    none if no query is limited, or if no window says it: where the last queries see nothing.
+    """
+    keys = seqlen_k if right is None else min(seqlen_k, seqlen_q + right)
+    shift = keys - seqlen_q  # from the one diagonal to the other
+    ends = (
+        None if left is None else left + shift,
+        None if right is None else right - shift,
+    )
+    if ends == (None, None) or any(end is not None and end < 0 for end in ends):
+        return keys, {}
+    return keys, {"window": ends}
+
+
+def _namespace(array: Any) -> Any:
+    """The library of an array, which has NumPy's functions."""
+    if hasattr(array, "__array_namespace__"):
+        return array.__array_namespace__()
+    return sys.modules["cupy"] if type(array).__module__.startswith("cupy") else np

@@ -1,0 +1,84 @@
+"""The probabilities of attention: the matrices that it does without, for those who want to look at them."""
+# The papers write matrices in capitals (S, P), and so does this file.
+# ruff: noqa: N803, N806
+
+from __future__ import annotations
+
+import logging
+from math import prod
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from cufa.problem import DTYPES, Problem, Shape, check_layout
+from cufa.score_rules import HeadRules, Rules
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_log = logging.getLogger("cufa")
+
+# Tiles that stay in cache between BLAS and exp, as in cufa.cpu.
+_Q_TILE, _KV_TILE = 256, 512
+
+
+def shape(problem: Problem) -> Shape:
+    """(batch, heads, seqlen_q, seqlen_k); a log says what memory that is.
+
+    Raises ValueError for packed sequences, whose probabilities make no array.
+    """
+    if problem.features.packed:
+        raise ValueError(
+            "return_attn_probs is True, and cu_seqlens_q is given; the probabilities of packed sequences "
+            "make no array"
+        )
+    sizes = problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k
+    _log.info("attn_probs takes %s bytes", f"{prod(sizes) * DTYPES[problem.dtype].itemsize:,}")
+    return sizes
+
+
+def axes(layout: str) -> tuple[int, ...]:
+    """Those of `shape`, in the order that a layout has (batch, heads, seqlen) in."""
+    batch, seqlen, heads = check_layout(layout)
+    order = {batch: 0, heads: 1, seqlen: 2, 3: 3}
+    return tuple(order[axis] for axis in range(4))
+
+
+@np.errstate(all="ignore")
+def write(q: Array, k: Array, lse: Array, probs: Array, **options: Any) -> None:
+    """Write P = exp(S - LSE), dropped and grown as the forward multiplied it with V; 0 if not seen.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim).
+        k: (batch, seqlen_k, kv_heads, head_dim).
+        lse: (batch, heads, seqlen_q).
+        probs: written, (batch, heads, seqlen_q, seqlen_k).
+        options: the fields of `cufa.score_rules.Rules`.
+    """
+    rules = Rules(**options)
+    dtype, heads = lse.dtype, q.shape[2]
+    probs[...] = 0
+    for sequence in rules.sequences(q, k):
+        queries, keys = sequence.queries(q), sequence.used_keys(k)
+        for h in range(heads):
+            head = rules.of_head(sequence, h, heads)
+            K = keys[:, h // (heads // k.shape[2])].astype(dtype)
+            P, L = probs[sequence.number, h], lse[sequence.number, h]
+            for first in range(0, len(queries), _Q_TILE):
+                rows = slice(first, min(first + _Q_TILE, len(queries)))
+                Q = np.multiply(queries[rows, h], rules.softmax_scale, dtype=dtype)
+                for columns, visible in head.visible_tiles(rows, _KV_TILE):
+                    P[rows, columns] = _tile(head, Q @ K[columns].T, L[rows, None], rows, columns, visible)
+
+
+def _tile(head: HeadRules, S: Array, lse: Array, rows: slice, columns: slice, visible: Array | None) -> Array:
+    """P of a tile of Q K^T."""
+    head.cap(S)
+    head.add(S, rows, columns)
+    if visible is not None:
+        np.copyto(S, -np.inf, where=~visible)
+    P: Array = np.exp(S - np.where(np.isneginf(lse), 0, lse))  # without an LSE all scores are -inf, too
+    kept = head.kept(rows, columns)
+    if kept is not None:
+        P *= kept * head.kept_scale
+    return P

@@ -1,0 +1,67 @@
+"""The command line's check of calls with features: all of their results, and a sample of them."""
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from feature_cases import ALONE, Case, draw_case, feature_id, pairwise
+from tolerance import DTYPES, Array
+
+import cufa
+from cufa.cli import check
+
+SETS = [names for names in (*ALONE, *pairwise()) if "dlse" not in names]
+
+
+def solved(features: frozenset[str], dtype: str) -> tuple[Case, dict[str, Array]]:
+    """A case, and what the CPU path makes of it."""
+    sizes = {"batch": 3, "seqlen_q": 70, "seqlen_k": 90, "heads": 4, "kv_heads": 2, "head_dim": 12}
+    case = draw_case(np.random.default_rng(1), dtype, features, **sizes, head_dim_v=7)
+    problem = case.problem
+    inputs = problem.q, problem.k, problem.v
+    results = {"out": np.zeros_like(problem.dout)}
+    results["lse"] = np.zeros(problem.lse_shape, np.float64 if dtype == "float64" else np.float32)
+    cufa.attention(*inputs, **case.forward, **results, backend="numpy")
+    like = {"q": problem.q, "k": problem.k, "v": problem.v, **case.arrays}
+    gradients = {f"d{name}": np.zeros_like(like[name]) for name in ("q", "k", "v", *case.gradients)}
+    cufa.attention_backward(problem.dout, *inputs, **results, **case.backward, **gradients, backend="numpy")
+    return case, results | gradients
+
+
+def checked(case: Case, results: dict[str, Array], max_scores: int) -> check.Check:
+    rules: dict[str, Any] = {"layout": "bshd", "rng": np.random.default_rng(2), **case.forward}
+    with mock.patch.object(check, "MAX_SCORES", max_scores):
+        return check.check(vars(case.problem), results, **rules)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("features", SETS, ids=feature_id)
+def test_what_is_right_passes(features: frozenset[str], dtype: str) -> None:
+    case, results = solved(features, dtype)
+    for max_scores, coverage in ((2**30, "every element"), (2000, "a random sample")):
+        verdict = checked(case, results, max_scores)
+        assert verdict.coverage.startswith(coverage)
+        assert verdict.ok, [str(each) for each in verdict.comparisons if not each.ok]
+        assert [each.what for each in verdict.comparisons] == list(results)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("features", SETS, ids=feature_id)
+def test_a_sample_finds_what_is_wrong(features: frozenset[str], dtype: str) -> None:
+    case, results = solved(features, dtype)
+    for name, result in results.items():
+        finite = np.isfinite(result)
+        wrong = result.copy()
+        wrong[finite] += (0.1 * np.abs(result[finite]).max()).astype(result.dtype)
+        verdict = checked(case, results | {name: wrong}, 10000)
+        assert not {each.what: each.ok for each in verdict.comparisons}[name], name
+
+
+def test_the_sample_says_what_it_covers() -> None:
+    case, results = solved(frozenset(("dbias", "dsink")), "float32")
+    case.arrays["bias"] = np.zeros((70, 90), np.float32)
+    results["dbias"] = np.zeros((70, 90), np.float32)
+    coverage = checked(case, results, 12 * 4 * 25).coverage
+    expected = "4 x 3 of 840 rows, 4 x 2 of 540 keys, 4 x 5 x 5 of the bias's 6,300 elements"
+    assert coverage == f"a random sample: {expected}"

@@ -1,0 +1,138 @@
+"""The functions under other libraries' names, against what those libraries say that they compute."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+import cufa
+from cufa import compat
+
+LENGTHS = [(2, 5), (5, 2), (7, 7), (1, 6), (6, 1)]
+
+
+@pytest.fixture
+def rng(request):
+    return np.random.default_rng(sum(map(ord, request.node.name)))
+
+
+def draw(rng, seqlen_q, seqlen_k, layout="bshd", heads=4, kv_heads=2):
+    shapes = [(2, seqlen_q, heads, 8), (2, seqlen_k, kv_heads, 8), (2, seqlen_k, kv_heads, 8)]
+    arrays = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    return [x.transpose(0, 2, 1, 3).copy() for x in arrays] if layout == "bhsd" else arrays
+
+
+def expected(q, k, v, visible, bias=0.0):
+    """Attention in float64 of (batch, heads, seqlen, head_dim), with a mask and a bias of that shape."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+    scores = q @ k.swapaxes(2, 3) / np.sqrt(q.shape[3]) + bias
+    weights = np.where(visible, np.exp(scores), 0)
+    total = weights.sum(axis=3, keepdims=True)
+    return weights / np.where(total == 0, 1, total) @ v
+
+
+def turned(*arrays):
+    return [x.transpose(0, 2, 1, 3) for x in arrays]
+
+
+def close(actual, exact):
+    np.testing.assert_allclose(actual, exact, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_pytorchs_causal_mask_begins_in_the_first_corner(rng, lengths, causal):
+    q, k, v = draw(rng, *lengths, "bhsd")
+    visible = np.tri(*lengths, dtype=bool) if causal else np.ones(lengths, bool)
+    out = compat.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    close(out, expected(q, k, v, visible))
+
+
+def test_pytorchs_masks(rng):
+    q, k, v = draw(rng, 6, 9, "bhsd", kv_heads=4)
+    kept = rng.random((2, 1, 6, 9)) < 0.7
+    added = rng.standard_normal((6, 9)).astype(np.float32)
+    close(compat.scaled_dot_product_attention(q, k, v, kept), expected(q, k, v, kept))
+    close(compat.scaled_dot_product_attention(q, k, v, added), expected(q, k, v, True, added))
+    with pytest.raises(ValueError, match="only one of them"):
+        compat.scaled_dot_product_attention(q, k, v, kept, is_causal=True)
+    with pytest.raises(ValueError, match="query has 4 heads and key 2; with enable_gqa=True"):
+        compat.scaled_dot_product_attention(q, k[:, :2], v[:, :2])
+
+
+WINDOWS = [None, 1, (0, 2), (2, 0), (3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "causal", "window"), list(itertools.product(LENGTHS, [False, True], WINDOWS))
+)
+def test_jaxs_windows_follow_the_diagonal_from_the_first_corner(rng, lengths, causal, window):
+    q, k, v = draw(rng, *lengths)
+    i, j = np.ogrid[: lengths[0], : lengths[1]]
+    visible = np.ones(lengths, bool)
+    if window is not None:
+        left, right = window if isinstance(window, tuple) else (window, window)
+        visible &= (j >= i - left) & (j <= i + right)
+    if causal:
+        visible &= j <= i
+    out = compat.dot_product_attention(q, k, v, is_causal=causal, local_window_size=window)
+    close(*turned(out), expected(*turned(q, k, v), visible))
+
+
+def test_jaxs_lengths_bias_and_mask(rng):
+    q, k, v = draw(rng, 6, 9)
+    bias = rng.standard_normal((1, 4, 6, 9)).astype(np.float32)
+    kept = rng.random((2, 1, 6, 9)) < 0.7
+    rows, keys = np.array([6, 3], np.int32), np.array([4, 9], np.int32)
+    out, lse = compat.dot_product_attention(
+        *(q, k, v, bias, kept),
+        is_causal=True,
+        query_seq_lengths=rows,
+        key_value_seq_lengths=keys,
+        return_residual=True,
+    )
+    visible = kept & np.tri(6, 9, dtype=bool) & (np.arange(9) < keys[:, None, None, None])
+    exact = expected(*turned(q, k, v), visible, bias)
+    exact[1, :, 3:] = 0
+    close(*turned(out), exact)
+    assert lse.shape == (2, 4, 6)
+
+
+def test_flash_attn(rng):
+    q, k, v = draw(rng, 6, 9)
+    slopes = np.array([0.1, 0.2, 0.3, 0.4], np.float32)
+    options = {"causal": True, "softcap": 5.0, "alibi_slopes": slopes}
+    out = compat.flash_attn_func(q, k, v, 0.0, 0.3, True, (4, -1), 5.0, slopes)
+    close(out, cufa.attention(q, k, v, softmax_scale=0.3, window=(4, None), **options))
+    out, lse, probabilities = compat.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    same, same_lse = cufa.attention(q, k, v, causal=True, return_lse=True)
+    np.testing.assert_array_equal(out, same)
+    np.testing.assert_array_equal(lse, same_lse)
+    close(probabilities @ np.repeat(v, 2, axis=2).transpose(0, 2, 1, 3), *turned(same))
+
+
+def test_flash_attns_packed_sequences(rng):
+    q, k, v = draw(rng, 6, 9)
+    ends = [np.array([0, n, 2 * n], np.int32) for n in (6, 9)]
+    packed = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    out, lse = compat.flash_attn_varlen_func(*packed, *ends, 6, 9, causal=True, return_attn_probs=True)
+    same, same_lse = cufa.attention(q, k, v, causal=True, return_lse=True)
+    close(out.reshape(same.shape), same)
+    close(lse.reshape(4, 2, 6).transpose(1, 0, 2), same_lse)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_beside_pytorch(rng, lengths):
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(x).cuda() for x in draw(rng, *lengths, "bhsd"))
+    for causal in (False, True):
+        ours, theirs = (
+            function(q, k, v, is_causal=causal, enable_gqa=True).cpu()
+            for function in (
+                compat.scaled_dot_product_attention,
+                torch.nn.functional.scaled_dot_product_attention,
+            )
+        )
+        close(ours, theirs)

@@ -1,0 +1,174 @@
+"""Features of the forward kernels, on the emulator: every pair of them, and where they have edges."""
+
+import hashlib
+import os
+
+import numpy as np
+import pytest
+from emulator import available, calls
+from feature_cases import ALONE, FORWARD_FEATURES, Case, draw_case, feature_id, hide_nan, pairwise
+from tolerance import DTYPES, assert_attention, random_problem
+
+from cufa.launch import FeatureValues
+
+# In CI these tests must run: there, no compiler is an error in each of them.
+pytestmark = pytest.mark.skipif(
+    not available() and os.environ.get("CI") != "true", reason="no C++ compiler to run kernels on the CPU"
+)
+
+# Several tiles of each length, and little work for the threads that have none.
+TILES = {
+    "fwd_4_flash_v2": {"block_m": 16, "block_n": 16, "threads": 64, "lanes": 8},
+    "fwd_5_mma": {"block_m": 32, "block_n": 16, "threads": 64},
+}
+BY_DTYPE = [
+    ("fwd_4_flash_v2", "float32"),
+    ("fwd_4_flash_v2", "float64"),
+    ("fwd_5_mma", "float16"),
+    ("fwd_5_mma", "bfloat16"),
+]
+ONE_DTYPE = BY_DTYPE[::2]
+
+# Features alone would take as long again, so one dtype of each kernel has them.
+ALL_SETS = [
+    *((*at, features) for at in ONE_DTYPE for features in ALONE if features <= set(FORWARD_FEATURES)),
+    *((*at, features) for at in BY_DTYPE for features in pairwise(FORWARD_FEATURES)),
+]
+LENGTHS = [(39, 53), (53, 39), (1, 40), (40, 1), (0, 5), (5, 0)]
+SIZES = {"heads": 2, "kv_heads": 1, "head_dim": 24, "head_dim_v": 40}
+
+
+@pytest.fixture
+def rng(request):
+    return np.random.default_rng(int(hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16], 16))
+
+
+def check(kernel, case, tiles=None, **options):
+    """Run a case and hold it to the rule; what no row sees is NaN."""
+    hide_nan(case)
+    return run(kernel, case.problem, case.forward, case.emulator_forward, tiles=tiles, **options)
+
+
+def run(kernel, problem, rules, arguments, tiles=None, **options):
+    tiles = tiles or TILES[kernel]
+    inputs = problem.q, problem.k, problem.v
+    with np.errstate(invalid="ignore"):
+        out, lse = calls.attention(*inputs, kernel=kernel, tiles=tiles, **arguments, **options)
+        assert_attention(out, lse, problem, **rules)
+    return out, lse
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "features"),
+    ALL_SETS,
+    ids=lambda value: feature_id(value) if isinstance(value, frozenset) else value,
+)
+def test_features(rng, kernel, dtype, features):
+    for seqlen_q, seqlen_k in LENGTHS:
+        check(kernel, draw_case(rng, dtype, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **SIZES))
+
+
+@pytest.mark.parametrize(
+    "window", [(0, 0), (15, 16), (16, 15), (31, 0), (5, None), (None, 20), (2**31 - 1, 3)]
+)
+@pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
+def test_window_edges(rng, kernel, dtype, window):
+    for seqlen_q, seqlen_k in [(70, 70), (33, 80), (80, 33)]:
+        case = draw_case(rng, dtype, (), seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=1, **SIZES)
+        case.numbers["window"] = window
+        check(kernel, case)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
+def test_lengths_of_packed_sequences(rng, kernel, dtype):
+    lengths = [([0, 0, 0], [0, 0, 0]), ([0, 40, 0, 1, 0], [7, 0, 33, 16, 0]), ([32, 32, 64], [48, 1, 15])]
+    for before in (0, 100):  # more than some tiles
+        for rows, keys in lengths:
+            cu_seqlens = {
+                f"cu_seqlens_{name}": np.cumsum([before, *sizes]).astype(np.int32)
+                for name, sizes in (("q", rows), ("k", keys))
+            }
+            tokens = [int(cu[-1]) + 3 for cu in cu_seqlens.values()]
+            problem = random_problem(rng, dtype, seqlen_q=tokens[0], seqlen_k=tokens[1], **SIZES)
+            parts = (x[0] for x in (problem.q, problem.k, problem.v, problem.dout))
+            check(kernel, Case(type(problem)(*parts), {"causal": True}, cu_seqlens, None, (), False))
+
+
+@pytest.mark.parametrize("bias_dtype", DTYPES)
+@pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
+def test_dtypes_of_the_bias(rng, kernel, dtype, bias_dtype):
+    case = draw_case(rng, dtype, ["causal"], seqlen_q=21, seqlen_k=37, **SIZES)
+    case.arrays["bias"] = rng.standard_normal((2, 21, 37)).astype(bias_dtype)
+    check(kernel, case)
+
+
+@pytest.mark.parametrize("sink", [-np.inf, -200.0, 12.0, 200.0])
+@pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
+def test_sinks_far_from_the_scores(rng, kernel, dtype, sink):
+    case = draw_case(rng, dtype, ["causal", "sink"], seqlen_q=30, seqlen_k=20, **SIZES)
+    case.arrays["sink"][:] = sink, 1
+    out, lse = check(kernel, case)
+    assert (out[:, :10] == 0).all()
+    np.testing.assert_allclose(lse[:, 0, :10], sink, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("features", ["window", "mask"])
+@pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
+def test_nan_shows_where_it_is_seen(rng, kernel, dtype, features, bad):
+    case = draw_case(rng, dtype, [features], seqlen_q=50, seqlen_k=50, batch=1, **SIZES)
+    if features == "window":
+        case.numbers["window"] = (12, 4)
+    else:
+        case.arrays["mask"] = rng.random((1, 50, 50)) < 0.5
+    case.problem.v[:, 30] = bad
+    out, _ = check(kernel, case)
+    assert not np.isfinite(out).all()
+    assert np.isfinite(out).any()
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
+def test_dropout_does_not_depend_on_the_tiles(rng, kernel, dtype):
+    case = draw_case(rng, dtype, ["dropout"], seqlen_q=37, seqlen_k=70, **SIZES)
+    check(kernel, case, tiles=TILES[kernel] | {"block_n": 64})
+
+
+@pytest.mark.parametrize("features", [("mask",), ("mask_bits", "causal"), tuple(FORWARD_FEATURES)])
+@pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
+def test_the_tiles_that_the_plan_chooses(rng, kernel, dtype, features):
+    case = draw_case(rng, dtype, features, seqlen_q=150, seqlen_k=170, batch=1, **SIZES)
+    hide_nan(case)
+    out, lse = calls.attention(
+        case.problem.q,
+        case.problem.k,
+        case.problem.v,
+        kernel=kernel,
+        checked=False,
+        **case.emulator_forward,
+    )
+    assert_attention(out, lse, case.problem, **case.forward)
+
+
+def test_strides_of_bias_and_mask(rng):
+    """Rows and heads of a larger array."""
+    case = draw_case(rng, "float16", ["bias", "mask"], seqlen_q=33, seqlen_k=40, **SIZES)
+    whole = {
+        "bias": rng.standard_normal((3, 4, 40, 50)).astype(np.float32),
+        "mask": rng.random((3, 4, 40, 50)) < 0.7,
+    }
+    for name, array in whole.items():
+        case.arrays[name] = array[1:, ::2, 3:36, 5:45]
+    for kernel in TILES:
+        run(kernel, case.problem, case.forward, case.emulator_forward)
+
+
+def test_values_of_other_features_are_not_read(rng):
+    """A kernel without dropout does not care what the numbers of dropout are."""
+    case = draw_case(rng, "float16", ["causal"], seqlen_q=20, seqlen_k=20, **SIZES)
+    inputs = case.problem.q, case.problem.k, case.problem.v
+    for kernel, tiles in TILES.items():
+        options = {"causal": True, "kernel": kernel, "tiles": tiles}
+        plain = calls.attention(*inputs, **options)
+        other = calls.attention(*inputs, **options, values=FeatureValues(seed=5, offset=7))
+        for a, b in zip(plain, other, strict=True):
+            np.testing.assert_array_equal(a, b)

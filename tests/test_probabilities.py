@@ -1,0 +1,129 @@
+"""Probabilities on request: on the CPU, in the emulator, and, where there is one, on a GPU."""
+
+import logging
+import os
+
+import numpy as np
+import pytest
+from emulator import available, calls
+from feature_cases import ALONE, FORWARD_FEATURES, draw_case, feature_id, hide_nan, pairwise
+from tolerance import DTYPES
+
+import cufa
+from cufa import reference
+from cufa.checking import judge
+
+FEATURES = tuple(name for name in FORWARD_FEATURES if name != "packed")
+SETS = [*(one for one in ALONE if one <= set(FEATURES)), *pairwise(FEATURES)]
+TOLERANCE = {"float16": 2e-3, "bfloat16": 1e-2, "float32": 1e-5, "float64": 1e-13}
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(3)
+
+
+def draw(rng, dtype, features, seqlen_q=39, seqlen_k=53, **options):
+    case = draw_case(rng, dtype, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **options)
+    hide_nan(case)
+    return case
+
+
+def exact(case):
+    """What attention gives for values that are the unit matrix."""
+    problem = case.problem
+    batch, seqlen_k, kv_heads, _ = problem.k.shape
+    units = np.broadcast_to(np.eye(seqlen_k)[:, None], (batch, seqlen_k, kv_heads, seqlen_k))
+    dtype = judge(problem.dtype_name)
+    out, lse = reference.attention(problem.q, problem.k, units, **case.forward, dtype=dtype)
+    return out.transpose(0, 2, 1, 3), lse
+
+
+def assert_probabilities(actual, case):
+    expected, _ = exact(case)
+    assert actual.shape == expected.shape
+    tolerance = TOLERANCE[case.problem.dtype_name]
+    np.testing.assert_allclose(actual.astype(expected.dtype), expected, rtol=tolerance, atol=tolerance)
+    assert (actual[expected == 0] == 0).all()
+
+
+@pytest.mark.parametrize("features", SETS, ids=feature_id)
+def test_on_the_cpu(rng, features):
+    for dtype in DTYPES:
+        case = draw(rng, dtype, features)
+        inputs = case.problem.q, case.problem.k, case.problem.v
+        out, lse, probs = cufa.attention(*inputs, **case.forward, return_attn_probs=True, backend="numpy")
+        assert probs.dtype == out.dtype
+        assert_probabilities(probs, case)
+        expected = cufa.attention(*inputs, **case.forward, return_lse=True, backend="numpy")
+        np.testing.assert_array_equal(out, expected[0])
+        np.testing.assert_array_equal(lse, expected[1])
+
+
+@pytest.mark.parametrize("lengths", [(300, 600), (1, 1), (0, 3), (3, 0)])
+def test_lengths(rng, lengths):
+    case = draw(rng, "float32", ["causal"], *lengths)
+    inputs = case.problem.q, case.problem.k, case.problem.v
+    *_, probs = cufa.attention(*inputs, causal=True, return_attn_probs=True, backend="numpy")
+    assert_probabilities(probs, case)
+
+
+def test_layouts_have_the_same(rng):
+    case = draw(rng, "float32", ["mask"])
+    inputs = case.problem.q, case.problem.k, case.problem.v
+    transposed = (np.ascontiguousarray(x.transpose(0, 2, 1, 3)) for x in inputs)
+    options = {**case.forward, "return_attn_probs": True, "backend": "numpy"}
+    *_, probs = cufa.attention(*inputs, **options)
+    *_, other = cufa.attention(*transposed, **options, layout="bhsd")
+    np.testing.assert_array_equal(probs, other)
+
+
+def test_their_memory_is_logged(rng, caplog):
+    case = draw(rng, "float16", [], 30, 40, batch=2, heads=4)
+    with caplog.at_level(logging.INFO, "cufa"):
+        cufa.attention(
+            case.problem.q, case.problem.k, case.problem.v, return_attn_probs=True, backend="numpy"
+        )
+    assert "attn_probs takes 19,200 bytes" in caplog.text
+
+
+def test_packed_sequences_have_none(rng):
+    case = draw_case(rng, "float32", ["packed"], seqlen_q=10, seqlen_k=12)
+    inputs = case.problem.q, case.problem.k, case.problem.v
+    with pytest.raises(
+        ValueError, match=r"return_attn_probs is True, and cu_seqlens_q is given; .* no array"
+    ):
+        cufa.attention(*inputs, **case.forward, return_attn_probs=True, backend="numpy")
+
+
+@pytest.mark.parametrize("features", SETS, ids=feature_id)
+@pytest.mark.skipif(not available() and os.environ.get("CI") != "true", reason="no C++ compiler")
+def test_in_the_emulator(rng, features):
+    for dtype in ("float16", "float32", "float64")[len(features) % 2 :]:
+        for lengths in ((139, 70), (1, 65), (0, 3), (3, 0)):
+            case = draw(rng, dtype, features, *lengths, heads=2, kv_heads=1, head_dim=24)
+            inputs = case.problem.q, case.problem.k, case.problem.v
+            lse = exact(case)[1].astype(np.float64 if dtype == "float64" else np.float32)
+            assert_probabilities(calls.attn_probs(*inputs, lse, **case.emulator_forward, checked=False), case)
+
+
+@pytest.mark.skipif(not available() and os.environ.get("CI") != "true", reason="no C++ compiler")
+def test_every_access_in_the_emulator(rng):
+    case = draw(rng, "float32", ["window", "mask", "sink"], 70, 75, heads=2, kv_heads=1, head_dim=21)
+    inputs = case.problem.q, case.problem.k, case.problem.v
+    lse = exact(case)[1].astype(np.float32)
+    assert_probabilities(calls.attn_probs(*inputs, lse, **case.emulator_forward), case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_gpu(rng, dtype, layout):
+    cupy = pytest.importorskip("cupy")
+    for features in SETS:
+        case = draw(rng, dtype, features, 139, 203, head_dim=40)
+        order = (0, 1, 2, 3) if layout == "bshd" else (0, 2, 1, 3)
+        inputs = [cupy.asarray(x.transpose(order)) for x in (case.problem.q, case.problem.k, case.problem.v)]
+        arrays = {name: cupy.asarray(array) for name, array in case.arrays.items()}
+        *_, probs = cufa.attention(*inputs, **case.numbers, **arrays, layout=layout, return_attn_probs=True)
+        assert_probabilities(probs.get(), case)

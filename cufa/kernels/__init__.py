@@ -48,8 +48,8 @@ class Kernel:
             return f"{self.name} needs sm_{self.only_arch}, and the arch is {device.arch}"
         if problem.align_bytes < self.min_align_bytes:
             return (
-                f"{self.name} needs addresses and strides that are multiples of {self.min_align_bytes} bytes, "
-                f"and these are of {problem.align_bytes}"
+                f"{self.name} needs addresses and strides that are multiples of {self.min_align_bytes} "
+                f"bytes, and these are of {problem.align_bytes}"
             )
         dim = max(problem.head_dim, problem.value_dim)
         if dim > self.max_head_dim:

@@ -1,8 +1,8 @@
 // fwd_6_wgmma: FlashAttention-3 (Shah et al. 2024, Algorithms 1 and 2) on Hopper.
 //
 // Change from fwd_5_mma: a warp that does nothing but copy, by the copy engine, and warpgroups that
-// do nothing but compute, by wgmma, which reads its operands from shared memory and runs beside what
-// issued it. While the tensor cores work on the next scores and the last output, a warpgroup
+// do nothing but compute, by wgmma, which reads its operands from shared memory and runs beside
+// what issued it. While the tensor cores work on the next scores and the last output, a warpgroup
 // exponentiates the scores that it has; and warpgroups take turns, so that the products of one run
 // during the softmax of the other. A block stays for many tiles.
 //
@@ -18,7 +18,7 @@
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kStages = STAGES, kQueryStages = QUERY_STAGES, kStoreCols = STORE_COLS;
 constexpr int kConsumers = kBlockM / kWgmmaM;
-constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
+static_assert((kConsumers + 1) * kWarpgroup == THREADS, "one warpgroup copies, the others compute");
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr int kDepth = round_up(kHeadDim, kWgmmaK), kDims = round_up(kValueDim, kWgmmaK);
 
@@ -120,7 +120,11 @@ __device__ inline void produce(Smem& smem, const Params& params) {
 // ---- the consumers: a warpgroup for 64 rows ----
 
 // Barriers of parts of the block; __syncthreads has number 0.
-enum NamedBarrier { kFirstTurn = 1, kFirstStore = kFirstTurn + kConsumers, kAllConsumers = kFirstStore + kConsumers };
+enum NamedBarrier {
+    kFirstTurn = 1,
+    kFirstStore = kFirstTurn + kConsumers,
+    kAllConsumers = kFirstStore + kConsumers
+};
 
 // Warpgroups issue their products in turn. While one waits for its turn, or for its products, the
 // other's softmax runs.
@@ -177,8 +181,8 @@ struct RowPair {
         exponentiate(s, scale);
     }
 
-    // Takes in one tile of products and turns them into weights. Returns whether maxima were raised,
-    // so that O must shrink by `shrink`.
+    // Takes in one tile of products and turns them into weights. Returns whether maxima were
+    // raised, so that O must shrink by `shrink`.
     __device__ bool proceed(Scores& s, Scale scale, float (&shrink)[2]) {
         const bool raised = __any_sync(0xffffffffu, exceeds(s, 0, scale) | exceeds(s, 1, scale));
         if (__builtin_expect(raised, false)) {
@@ -209,7 +213,8 @@ struct RowPair {
     }
 
     // Whether one of this thread's products in a row may pass the maximum by more than the slack.
-    // Floats compare like integers unless both are negative, and three integers are compared at once.
+    // Floats compare like integers unless both are negative, and three integers are compared at
+    // once.
     __device__ bool exceeds(const Scores& s, int half, Scale scale) const {
         const float limit = (rows[half].max + kSlack) * scale.inverse;
         int largest = __float_as_int(s[2 * half]);
@@ -345,10 +350,11 @@ struct Consumer {
         if (kCausal && Masked) take_out_nonfinite(o, work, tile);
     }
 
-    // Where a mask cuts through a tile, a value that is NaN or infinite must reach the rows that see
-    // its key and no other; but in the product 0 * NaN is NaN. Such values are added here to the
-    // outputs of the rows that see them, whatever their weight, and are zero in the product. All
-    // warpgroups find the same, each for itself, and so need no barrier if there is nothing to do.
+    // Where a mask cuts through a tile, a value that is NaN or infinite must reach the rows that
+    // see its key and no other; but in the product 0 * NaN is NaN. Such values are added here to
+    // the outputs of the rows that see them, whatever their weight, and are zero in the product.
+    // All warpgroups find the same, each for itself, and so need no barrier if there is nothing to
+    // do.
     __device__ void take_out_nonfinite(WgmmaSums<kDims>& o, WorkTile work, int tile) {
         smem.v_ring.wait_full(v_at);
         ValueTile& v = smem.v[v_at.stage];
@@ -412,8 +418,8 @@ struct Consumer {
         ptx::proxy_fence();
         ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup);
         if (leader) {
-            store_tile(params.o, rows, work.batch, work.head,
-                       work.first_row + warpgroup * kWgmmaM, first_col);
+            store_tile(params.o, rows, work.batch, work.head, work.first_row + warpgroup * kWgmmaM,
+                       first_col);
         }
     }
 
@@ -468,10 +474,14 @@ __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fwd_6_wgmma(const __grid_constant__ Params params) {
     Smem& smem = shared_memory<Smem>();
     if (threadIdx.x == 0) {
+        const TensorMap* const maps[] = {&params.q, &params.k, &params.v, &params.o};
+        for (const TensorMap* map : maps) {
+            ptx::prefetch_tensor_map(*map);
+        }
         constexpr int kReaders = kConsumers * kWarpgroup / 32;
         smem.k_ring.init(kReaders);
         smem.v_ring.init(kReaders);
@@ -480,7 +490,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     __syncthreads();
 
-    // A shuffle tells the compiler that all lanes of a warp have the same.
     const int warpgroup = threadIdx.x / kWarpgroup;
     if (warpgroup == 0) {
         ptx::registers_decrease<kProducerRegisters>();

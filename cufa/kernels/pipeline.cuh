@@ -1,9 +1,8 @@
-// How the warps of a block that copy and those that compute hand each other tiles: a ring of stages in
-// shared memory, each full or empty.
+// How the warps of a block that copy and those that compute hand each other tiles: a ring of stages
+// in shared memory, each full or empty.
 #pragma once
 
 #include "ptx_sm90.cuh"
-
 
 // Waits until the phase of this parity has ended.
 __device__ inline void wait_for(ptx::Barrier& barrier, unsigned int parity) {
@@ -11,8 +10,8 @@ __device__ inline void wait_for(ptx::Barrier& barrier, unsigned int parity) {
     }
 }
 
-// Where in a ring of Stages a thread is. `parity` is that of the phase in which the stage becomes full;
-// it became empty in the phase before.
+// Where in a ring of Stages a thread is. `parity` is that of the phase in which the stage becomes
+// full; it became empty in the phase before.
 template <int Stages>
 struct RingPosition {
     int stage = 0;
@@ -26,8 +25,8 @@ struct RingPosition {
     }
 };
 
-// The barriers of a ring of tiles: one thread fills a stage, `readers` threads say that they are done
-// with it.
+// The barriers of a ring of tiles: one thread fills a stage, `readers` threads say that they are
+// done with it.
 template <int Stages>
 struct Ring {
     ptx::Barrier full[Stages], empty[Stages];

@@ -1,5 +1,5 @@
-// Inline PTX from sm_90 on: barriers in shared memory that count arrivals and bytes, copies of boxes
-// of a tensor (TMA) that arrive on them, and barriers of parts of a block.
+// Inline PTX from sm_90 on: barriers in shared memory that count arrivals and bytes, copies of
+// boxes of a tensor (TMA) that arrive on them, and barriers of parts of a block.
 #pragma once
 
 #include "ptx_sm80.cuh"
@@ -27,9 +27,9 @@ __device__ inline void barrier_init_fence() {
 }
 
 __device__ inline void barrier_arrive(Barrier& barrier) {
-    asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(
-                     shared_address(&barrier))
-                 : "memory");
+    asm volatile(
+        "mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier))
+        : "memory");
 }
 
 // Arrives, and announces bytes that copies will bring.
@@ -103,8 +103,8 @@ __device__ inline void proxy_fence() {
 __device__ inline void store_box(const TensorMap& map, const void* from, int x0, int x1, int x2,
                                  int x3) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
-            &map),
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], "
+        "[%1];" ::"l"(&map),
         "r"(shared_address(from)), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
         : "memory");
 }
@@ -119,8 +119,9 @@ __device__ inline void wait_stores_read() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Stores four 8x8 matrices of 16-bit elements, of which a lane has columns 2t and 2t + 1 of row g of
-// each, where g = lane / 4 and t = lane % 4. Lanes 8i to 8i + 7 say where the rows of matrix i go.
+// Stores four 8x8 matrices of 16-bit elements, of which a lane has columns 2t and 2t + 1 of row g
+// of each, where g = lane / 4 and t = lane % 4. Lanes 8i to 8i + 7 say where the rows of matrix i
+// go.
 __device__ inline void stmatrix_x4(void* row, const unsigned int (&matrices)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                      shared_address(row)),

@@ -44,8 +44,8 @@ __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// Holds the compiler, which takes a product's result for ready once it is asked for, to the order in
-// which these registers are touched.
+// Holds the compiler, which takes a product's result for ready once it is asked for, to the order
+// in which these registers are touched.
 __device__ inline void hold(float& x) {
     asm volatile("" : "+f"(x)::"memory");
 }
@@ -63,17 +63,17 @@ __device__ inline void registers_increase() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
 }
 
-// d = a b, or d += a b if Add, for 64x16 a, 16xN b and 64xN d in float32. With w the warp's index in
-// the warpgroup, g = lane / 4 and t = lane % 4, d[4i], d[4i + 1] are columns 8i + 2t, 8i + 2t + 1 of
-// row 16w + g, and d[4i + 2], d[4i + 3] the same of row 16w + g + 8. Both operands are descriptors of
-// shared memory, or `a` is four registers: (row g, columns 2t, 2t + 1), (g + 8, same), (g, columns
-// 2t + 8, 2t + 9), (g + 8, same). An operand that is transposed lies in memory with its depth, the 16,
-// as the slower axis.
+// d = a b, or d += a b if Add, for 64x16 a, 16xN b and 64xN d in float32. With w the warp's index
+// in the warpgroup, g = lane / 4 and t = lane % 4, d[4i], d[4i + 1] are columns 8i + 2t, 8i + 2t +
+// 1 of row 16w + g, and d[4i + 2], d[4i + 3] the same of row 16w + g + 8. Both operands are
+// descriptors of shared memory, or `a` is four registers: (row g, columns 2t, 2t + 1), (g + 8,
+// same), (g, columns 2t + 8, 2t + 9), (g + 8, same). An operand that is transposed lies in memory
+// with its depth, the 16, as the slower axis.
 template <int N, bool Bfloat16>
 struct Wgmma;
 
-// The instruction names every register of d, so each N has a text of its own: the lists of registers are
-// put together from eights.
+// The instruction names every register of d, so each N has a text of its own: the lists of
+// registers are put together from eights.
 #define WGMMA_D8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define WGMMA_D16 WGMMA_D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_D24 WGMMA_D16 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -118,23 +118,22 @@ struct Wgmma;
         __device__ static void multiply(float (&d)[N / 2], unsigned long long a,                  \
                                         unsigned long long b) {                                   \
             asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " P4                               \
-                         ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." P5 "." P5        \
-                         " {" D "}, " P0 ", " P1 ", add, 1, 1, " P2 ", " P3 ";\n}"                \
+                         ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." P5 "." P5 " {" D \
+                         "}, " P0 ", " P1 ", add, 1, 1, " P2 ", " P3 ";\n}"                       \
                          : OUT                                                                    \
                          : "l"(a), "l"(b), "n"(TransposedA), "n"(TransposedB), "n"(Add),          \
-                           "C"(HalfType<Bfloat16>::kName)                                        \
+                           "C"(HalfType<Bfloat16>::kName)                                         \
                          : "memory");                                                             \
         }                                                                                         \
         template <bool TransposedB, bool Add>                                                     \
         __device__ static void multiply(float (&d)[N / 2], const unsigned int (&a)[4],            \
                                         unsigned long long b) {                                   \
             asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " P6                               \
-                         ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." P7 "." P7        \
-                         " {" D "}, {" P0 ", " P1 ", " P2 ", " P3 "}, " P4 ", add, 1, 1, " P5     \
-                         ";\n}"                                                                   \
+                         ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." P7 "." P7 " {" D \
+                         "}, {" P0 ", " P1 ", " P2 ", " P3 "}, " P4 ", add, 1, 1, " P5 ";\n}"     \
                          : OUT                                                                    \
                          : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TransposedB),  \
-                           "n"(Add), "C"(HalfType<Bfloat16>::kName)                              \
+                           "n"(Add), "C"(HalfType<Bfloat16>::kName)                               \
                          : "memory");                                                             \
         }                                                                                         \
     };

@@ -1,5 +1,5 @@
-// Which tile of queries a block works on next, where there are as many blocks as SMs and each takes tile
-// after tile.
+// Which tile of queries a block works on next, where there are as many blocks as SMs and each takes
+// tile after tile.
 #pragma once
 
 #include "mask.cuh"
@@ -14,11 +14,11 @@ struct WorkTile {
     __device__ bool exists() const { return batch >= 0; }
 };
 
-// The order in which tiles are taken. Heads come in sections: enough of them to keep all blocks busy
-// for a while, no more than have their keys and values in the L2 cache at once. Under a causal mask
-// the last queries of a section's heads come first: those see most keys, and long work that starts
-// late would leave the GPU waiting for it. Sections differ by no more than one group of heads, since
-// it is the last one whose end matters.
+// The order in which tiles are taken. Heads come in sections: enough of them to keep all blocks
+// busy for a while, no more than have their keys and values in the L2 cache at once. Under a causal
+// mask the last queries of a section's heads come first: those see most keys, and long work that
+// starts late would leave the GPU waiting for it. Sections differ by no more than one group of
+// heads, since it is the last one whose end matters.
 template <int BlockM, bool Causal, int SectionBytes>
 struct TileOrder {
     Sizes sizes;
@@ -67,8 +67,9 @@ struct TileOrder {
     }
 };
 
-// Hands out the indices of tiles: each block's own first, then those that `taken` counts. It is taken
-// from exactly as often as there are tiles, and the last time puts it back to 0 for the next launch.
+// Hands out the indices of tiles: each block's own first, then those that `taken` counts. It is
+// taken from exactly as often as there are tiles, and the last time puts it back to 0 for the next
+// launch.
 struct TileCounter {
     unsigned int* taken;
     unsigned int tiles;

@@ -1,5 +1,5 @@
-// Tiles of 16-bit elements in shared memory as the copy engine writes them and wgmma reads them, and the
-// products of a warpgroup.
+// Tiles of 16-bit elements in shared memory as the copy engine writes them and wgmma reads them,
+// and the products of a warpgroup.
 #pragma once
 
 #include "config.cuh"
@@ -10,19 +10,20 @@
 constexpr int kWarpgroup = 128;
 // The shape of one wgmma: 64 rows, and a depth of 16.
 constexpr int kWgmmaM = 64, kWgmmaK = 16;
-// A tile lies in panels of 64 columns, 128 bytes a row. Eight rows of a panel are one swizzled unit:
-// the 16-byte chunk c of row r lies at c ^ r.
+// A tile lies in panels of 64 columns, 128 bytes a row. Eight rows of a panel are one swizzled
+// unit: the 16-byte chunk c of row r lies at c ^ r.
 constexpr int kPanelCols = 64;
 constexpr int kPanelRowBytes = 128;
 constexpr int kSwizzleRows = 8;
 constexpr int kSwizzleBytes = kSwizzleRows * kPanelRowBytes;
 constexpr int kChunkCols = 8;
 
-// What a thread has of a 64 x Cols accumulator: columns 8i + 2t and 8i + 2t + 1 of row g in [4i] and
-// [4i + 1], of row g + 8 in [4i + 2] and [4i + 3], where g = lane / 4 and t = lane % 4.
+// What a thread has of a 64 x Cols accumulator: columns 8i + 2t and 8i + 2t + 1 of row g in [4i]
+// and [4i + 1], of row g + 8 in [4i + 2] and [4i + 3], where g = lane / 4 and t = lane % 4.
 template <int Cols>
 using WgmmaSums = float[Cols / 2];
-// The same, rounded and in pairs: the left operand of the next product, four words for each depth of 16.
+// The same, rounded and in pairs: the left operand of the next product, four words for each depth
+// of 16.
 template <int Cols>
 using WgmmaOperand = unsigned int[Cols / kWgmmaK][4];
 
@@ -65,9 +66,9 @@ __device__ inline void store_tile(const TensorMap& map, const Tile& tile, int ba
 }
 
 // wgmma's description of an operand in shared memory. Its low word has the address and the stride
-// between panels, its high word the stride between eights of rows and the kind of swizzle; addresses
-// and strides are in units of 16 bytes. The high word is the same for all, and what tells one operand
-// from the next is a sum in the low one.
+// between panels, its high word the stride between eights of rows and the kind of swizzle;
+// addresses and strides are in units of 16 bytes. The high word is the same for all, and what tells
+// one operand from the next is a sum in the low one.
 constexpr int kOperandUnit = 16;
 
 __device__ inline unsigned int operand_at(const void* address, int panel_stride) {
@@ -79,8 +80,8 @@ __device__ constexpr unsigned long long description(unsigned int operand) {
     return kSwizzle128 | kRows << 32 | operand;
 }
 
-// The depth runs along the columns, as in both operands of S = Q K^T: the operand whose depth begins
-// at `col` is a step away from the first.
+// The depth runs along the columns, as in both operands of S = Q K^T: the operand whose depth
+// begins at `col` is a step away from the first.
 template <class Tile>
 __device__ inline unsigned int depth_in_columns(const Tile& tile) {
     return operand_at(tile.data, 0);
@@ -107,7 +108,8 @@ __device__ inline void hold_all(float (&values)[Count]) {
     for (int i = 0; i < Count; ++i) ptx::hold(values[i]);
 }
 
-// Issues s = a b^T over Depth columns, as in S = Q K^T. It is done when the group that it becomes is.
+// Issues s = a b^T over Depth columns, as in S = Q K^T. It is done when the group that it becomes
+// is.
 template <int Depth, int Cols, class A, class B>
 __device__ inline void issue_product_nt(WgmmaSums<Cols>& s, const A& a, const B& b) {
     using Product = ptx::Wgmma<Cols, is_bfloat16<scalar_t>>;
@@ -165,7 +167,8 @@ __device__ inline void round_to_operand(WgmmaOperand<Cols>& operand, const Wgmma
     }
 }
 
-// Writes a warp's 16 rows of a tile, from first_row on, where the copy engine and wgmma look for them.
+// Writes a warp's 16 rows of a tile, from first_row on, where the copy engine and wgmma look for
+// them.
 template <int Cols, class Tile>
 __device__ inline void write_rows(Tile& tile, const WgmmaOperand<Cols>& values, int first_row) {
     unsigned int lane = threadIdx.x % 32;
@@ -177,8 +180,8 @@ __device__ inline void write_rows(Tile& tile, const WgmmaOperand<Cols>& values, 
     }
 }
 
-// Whether this thread, of all that look together, finds NaN or infinity in a tile. Times 0, everything
-// else is 0.
+// Whether this thread, of all that look together, finds NaN or infinity in a tile. Times 0,
+// everything else is 0.
 template <int Threads, class Tile>
 __device__ inline bool finds_nonfinite(const Tile& tile) {
     using Pairs = Pack<unsigned int, 4>;

@@ -152,6 +152,7 @@ def _macros(problem: Problem, device: Device, chosen: Choice[Tiles], maps: int) 
     return (
         *common_macros(problem),
         *((name.upper(), size) for name, size in asdict(chosen.tiles).items()),
+        ("THREADS", chosen.tiles.threads),
         ("PRODUCER_REGISTERS", chosen.tiles.producer_registers),
         ("CONSUMER_REGISTERS", chosen.tiles.consumer_registers),
         ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),

@@ -64,9 +64,10 @@ def test_compiles_for_every_arch(name, arch):
 
 
 def test_the_spread_covers_every_variant_of_every_kernel():
-    for name in KERNELS:
+    for name, kernel in KERNELS.items():
         seen = {variant for arch in ARCHS for variant in variants_of(arch, name)}
-        assert seen == {variant for variant in VARIANTS if variant[0] in KERNELS[name].dtypes}
+        if kernel.only_arch is None:  # one arch sees two of them: tests/test_wgmma.py has more
+            assert seen == {variant for variant in VARIANTS if variant[0] in kernel.dtypes}
 
 
 @pytest.mark.parametrize("passes", [2, 3])
@@ -93,7 +94,7 @@ def test_the_fastest_rungs_do_not_spill_on_an_h200(name, dtype, head_dim, causal
 @pytest.mark.parametrize("macro", ["SMEM_BYTES", "PARAMS_BYTES"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_size_that_the_host_gets_wrong_does_not_compile(name, macro):
-    plan = make_plan(problem(KERNELS[name].direction, *VARIANTS[0]), Device.of("sm_80"), name)
+    plan = make_plan(problem(KERNELS[name].direction, *VARIANTS[0]), Device.of("sm_90a"), name)
     wrong = tuple((key, value + 16 if key == macro else value) for key, value in plan.macros)
     with pytest.raises(jit.CompileError, match="the host"):
         jit.build(replace(plan.variant, macros=wrong))

@@ -18,7 +18,7 @@
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kStages = STAGES, kQueryStages = QUERY_STAGES, kStoreCols = STORE_COLS;
 constexpr int kConsumers = kBlockM / kWgmmaM;
-constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
+static_assert((kConsumers + 1) * kWarpgroup == THREADS, "one warpgroup copies, the others compute");
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr int kDepth = round_up(kHeadDim, kWgmmaK), kDims = round_up(kValueDim, kWgmmaK);
 
@@ -27,6 +27,9 @@ struct Params {
     ForwardParams call;
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struct");
+
+// Warps beside the producer that look for NaN and infinity where a mask cuts through a tile.
+constexpr int kInspectors = kCausal ? kWarpgroup / 32 - 1 : 0;
 
 using QueryRows = PanelTile<kWgmmaM, kHeadDim>;
 using KeyRows = PanelTile<kBlockN, kHeadDim>;
@@ -41,7 +44,9 @@ struct Smem {
     StoredRows out[kConsumers];
     Ring<kStages> k_ring, v_ring;
     Ring<kQueryStages> q_ring[kConsumers];
-    WorkTile work[kConsumers][kQueryStages];  // which tile the queries are of
+    ptx::Barrier v_inspected[kStages];
+    WorkTile work[kConsumers][kQueryStages];             // which tile the queries are of
+    unsigned int v_nonfinite[kStages][kWarpgroup / 32];  // what each inspector found
 };
 
 using Order = TileOrder<kBlockM, kCausal, SECTION_BYTES>;
@@ -84,12 +89,11 @@ __device__ inline void send_queries(Smem& smem, const Params& params,
 
 template <class Tile>
 __device__ inline void send_tile(Tile (&tiles)[kStages], Ring<kStages>& ring,
-                                 RingPosition<kStages>& at, const TensorMap& map, WorkTile work,
+                                 RingPosition<kStages> at, const TensorMap& map, WorkTile work,
                                  int tile) {
     ring.wait_empty(at);
     ptx::Barrier& full = ring.announce(at, Tile::kBytes);
     copy_tile(tiles[at.stage], map, full, work.batch, work.kv_head, tile * kBlockN);
-    at.advance();
 }
 
 __device__ inline void produce(Smem& smem, const Params& params) {
@@ -97,24 +101,69 @@ __device__ inline void produce(Smem& smem, const Params& params) {
     const Mask mask{sizes.seqlen_q, sizes.seqlen_k};
     const Order order(sizes);
     const TileCounter counter{static_cast<unsigned int*>(params.call.workspace),
-                              static_cast<unsigned int>(order.heads * order.tiles)};
+                              order.heads * order.tiles};
     RingPosition<kQueryStages> q_at;
-    RingPosition<kStages> k_at, v_at;
+    RingPosition<kStages> at;  // a tile of keys and its values have the same place
 
-    int index = blockIdx.x;
-    for (WorkTile work = order.at(index); work.exists(); work = order.at(index)) {
+    unsigned int index = blockIdx.x;
+    for (;;) {
+        const WorkTile work = order.at(index);
+        if (!work.exists()) break;
         index = counter.next();  // early: the answer takes a while
-        const KeyTiles keys(mask, work.first_row);
-        int tile = keys.count - 1;
-        if (tile >= 0) send_tile(smem.k, smem.k_ring, k_at, params.k, work, tile);
+        int tile = KeyTiles(mask, work.first_row).count - 1;
+        if (tile >= 0) send_tile(smem.k, smem.k_ring, at, params.k, work, tile);
         send_queries(smem, params, q_at, work);
-        for (; tile > 0; --tile) {
-            send_tile(smem.k, smem.k_ring, k_at, params.k, work, tile - 1);
-            send_tile(smem.v, smem.v_ring, v_at, params.v, work, tile);
+        // Keys are needed a tile ahead of values.
+        for (; tile >= 0; --tile) {
+            RingPosition<kStages> next = at;
+            next.advance();
+            if (tile > 0) send_tile(smem.k, smem.k_ring, next, params.k, work, tile - 1);
+            send_tile(smem.v, smem.v_ring, at, params.v, work, tile);
+            at = next;
         }
-        if (tile == 0) send_tile(smem.v, smem.v_ring, v_at, params.v, work, 0);
     }
     send_queries(smem, params, q_at, {-1, 0, 0, 0});
+}
+
+// A warp is done with a stage: it has read it, or its part of a product has.
+template <int Stages>
+__device__ inline void release(Ring<Stages>& ring, RingPosition<Stages>& at) {
+    if (threadIdx.x % 32 == 0) ring.release(at);
+    at.advance();
+}
+
+// ---- the inspectors: the warps beside the producer ----
+
+// Says of every tile of values that a mask cuts through whether there is NaN or infinity in it,
+// while the consumers still work on its scores.
+__device__ inline void inspect(Smem& smem, const Params& params, int inspector) {
+    const Mask mask{params.call.sizes.seqlen_q, params.call.sizes.seqlen_k};
+    const int lane = threadIdx.x % 32;
+    RingPosition<kQueryStages> q_at;
+    RingPosition<kStages> v_at;
+    for (;;) {
+        smem.q_ring[0].wait_full(q_at);
+        const WorkTile work = smem.work[0][q_at.stage];
+        __syncwarp();
+        release(smem.q_ring[0], q_at);
+        if (!work.exists()) return;
+
+        const KeyTiles keys(mask, work.first_row);
+        for (int tile = keys.count - 1; tile >= 0; --tile) {
+            smem.v_ring.wait_full(v_at);
+            bool found = false;
+            if (tile >= keys.unmasked) {
+                constexpr int kLookers = kInspectors == 0 ? 32 : kInspectors * 32;
+                found = finds_nonfinite<kLookers>(smem.v[v_at.stage], inspector * 32 + lane);
+            }
+            found = __any_sync(0xffffffffu, found);
+            if (lane == 0) {
+                smem.v_nonfinite[v_at.stage][inspector] = found;
+                ptx::barrier_arrive(smem.v_inspected[v_at.stage]);
+            }
+            release(smem.v_ring, v_at);
+        }
+    }
 }
 
 // ---- the consumers: a warpgroup for 64 rows ----
@@ -142,13 +191,6 @@ struct Turns {
         if (kConsumers > 1) ptx::named_barrier_arrive<2 * kWarpgroup>(kFirstTurn + next);
     }
 };
-
-// A warp is done with a stage once its part of a product is.
-template <int Stages>
-__device__ inline void release(Ring<Stages>& ring, RingPosition<Stages>& at) {
-    if (threadIdx.x % 32 == 0) ring.release(at);
-    at.advance();
-}
 
 // What turns a product of a query and a key into a score in units of log 2.
 struct Scale {
@@ -353,14 +395,14 @@ struct Consumer {
     // Where a mask cuts through a tile, a value that is NaN or infinite must reach the rows that
     // see its key and no other; but in the product 0 * NaN is NaN. Such values are added here to
     // the outputs of the rows that see them, whatever their weight, and are zero in the product.
-    // All warpgroups find the same, each for itself, and so need no barrier if there is nothing to
-    // do.
     __device__ void take_out_nonfinite(WgmmaSums<kDims>& o, WorkTile work, int tile) {
-        smem.v_ring.wait_full(v_at);
-        ValueRows& v = smem.v[v_at.stage];
-        const bool found = finds_nonfinite<kWarpgroup>(v);
-        if (!ptx::named_barrier_or<kWarpgroup>(kFirstStore + warpgroup, found)) return;
+        wait_for(smem.v_inspected[v_at.stage], v_at.parity);
+        unsigned int found = 0;
+#pragma unroll
+        for (int i = 0; i < kInspectors; ++i) found |= smem.v_nonfinite[v_at.stage][i];
+        if (!found) return;
 
+        ValueRows& v = smem.v[v_at.stage];
         for (int key = 0; key < kBlockN; ++key)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -474,23 +516,31 @@ __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     fwd_6_wgmma(const __grid_constant__ Params params) {
     Smem& smem = shared_memory<Smem>();
     if (threadIdx.x == 0) {
-        constexpr int kReaders = kConsumers * kWarpgroup / 32;
-        smem.k_ring.init(kReaders);
-        smem.v_ring.init(kReaders);
-        for (Ring<kQueryStages>& ring : smem.q_ring) ring.init(kWarpgroup / 32);
+        const TensorMap* const maps[] = {&params.q, &params.k, &params.v, &params.o};
+        for (const TensorMap* map : maps) {
+            ptx::prefetch_tensor_map(*map);
+        }
+        constexpr int kWarps = kWarpgroup / 32;
+        smem.k_ring.init(kConsumers * kWarps);
+        smem.v_ring.init(kConsumers * kWarps + kInspectors);
+        for (int w = 0; w < kConsumers; ++w)
+            smem.q_ring[w].init(kWarps + (w == 0 ? kInspectors : 0));
+        for (ptx::Barrier& barrier : smem.v_inspected)
+            ptx::barrier_init(barrier, kInspectors == 0 ? 1 : kInspectors);
         ptx::barrier_init_fence();
     }
     __syncthreads();
 
-    // A shuffle tells the compiler that all lanes of a warp have the same.
     const int warpgroup = threadIdx.x / kWarpgroup;
     if (warpgroup == 0) {
         ptx::registers_decrease<kProducerRegisters>();
+        const int inspector = static_cast<int>(threadIdx.x) / 32 - 1;
         if (threadIdx.x == 0) produce(smem, params);
+        if (inspector >= 0 && inspector < kInspectors) inspect(smem, params, inspector);
     } else {
         ptx::registers_increase<kConsumerRegisters>();
         consume(smem, params, warpgroup - 1);

@@ -4,7 +4,6 @@
 
 #include "mask.cuh"
 #include "memory.cuh"
-#include "ptx_sm90a.cuh"
 #include "tensor.cuh"
 
 // A tile of queries of one head; batch -1: there is none left.
@@ -17,53 +16,42 @@ struct WorkTile {
 // The order in which tiles are taken. Heads come in sections: enough of them to keep all blocks
 // busy for a while, no more than have their keys and values in the L2 cache at once. Under a causal
 // mask the last queries of a section's heads come first: those see most keys, and long work that
-// starts late would leave the GPU waiting for it. Sections differ by no more than one group of
-// heads, since it is the last one whose end matters.
+// starts late would leave the GPU waiting for it. Sections are powers of two, as numbers of heads
+// mostly are: a small one at the end would start its long work late.
 template <int BlockM, bool Causal, int SectionBytes>
 struct TileOrder {
     Sizes sizes;
-    int tiles;          // of one head
-    int heads;          // of all batches
-    int section_heads;  // of the later sections
-    int long_sections;  // how many sections, the first ones, have a group of heads more
+    unsigned int tiles;  // of one head
+    unsigned int heads;  // of all batches
+    unsigned int section_heads;
 
     __device__ explicit TileOrder(const Sizes& sizes)
         : sizes(sizes), tiles(ceil_div(sizes.seqlen_q, BlockM)), heads(sizes.batch * sizes.heads) {
-        constexpr int kRounds = 3;
-        const int groups = heads / group();
-        const int busy = ceil_div(kRounds * gridDim.x, tiles * group());
-        const int sections = Causal ? ceil_div(groups, max(1, min(busy, cached_groups()))) : groups;
-        section_heads = groups / sections * group();
-        long_sections = groups % sections;
+        section_heads = group();
+        if (!Causal) return;
+        constexpr int kRounds = 3, kRowBytes = (kHeadDim + kValueDim) * int(sizeof(scalar_t));
+        const unsigned int cached = SectionBytes / kRowBytes / max(1, sizes.seqlen_k) * group();
+        while (2 * section_heads <= cached && section_heads * tiles < kRounds * gridDim.x) {
+            section_heads *= 2;
+        }
     }
 
-    __device__ WorkTile at(int index) const {
+    __device__ WorkTile at(unsigned int index) const {
         if (index >= heads * tiles) return {-1, 0, 0, 0};
-        const int long_heads = section_heads + group();
-        unsigned int sections = long_sections;
-        ptx::hold(sections);  // or the next two would be kept in registers from tile to tile
-        const int in_long = sections * long_heads;
-        const bool is_long = index < in_long * tiles;
-        const int size = is_long ? long_heads : section_heads;
-        const int begin = is_long ? 0 : in_long;
-
-        const int place = index - begin * tiles;
-        const int section = place / (size * tiles);
-        const int in_section = place - section * size * tiles;
-        const int row_tile = Causal ? tiles - 1 - in_section / size : in_section / size;
-        const int head = begin + section * size + in_section % size;
-        return {head / sizes.heads, head % sizes.heads, kv_head_of(head % sizes.heads, sizes),
-                row_tile * BlockM};
+        const unsigned int section = index / (section_heads * tiles);
+        const unsigned int first_head = section * section_heads;
+        const unsigned int in_section = min(section_heads, heads - first_head);
+        const unsigned int place = index - first_head * tiles;
+        const unsigned int row_tile = Causal ? tiles - 1 - place / in_section : place / in_section;
+        const unsigned int head = first_head + place % in_section;
+        const unsigned int batch = head / sizes.heads, in_batch = head - batch * sizes.heads;
+        return {int(batch), int(in_batch), int(in_batch / group()), int(row_tile * BlockM)};
     }
 
   private:
-    __device__ int group() const { return sizes.heads / sizes.kv_heads; }
-
-    // How many heads' keys and values fit into a section's part of the L2 cache.
-    __device__ int cached_groups() const {
-        const long long head_bytes = static_cast<long long>(max(1, sizes.seqlen_k)) *
-                                     (kHeadDim + kValueDim) * static_cast<int>(sizeof(scalar_t));
-        return SectionBytes / head_bytes;
+    // Query heads that share keys and values.
+    __device__ unsigned int group() const {
+        return unsigned(sizes.heads) / unsigned(sizes.kv_heads);
     }
 };
 

@@ -180,17 +180,17 @@ __device__ inline void write_rows(Tile& tile, const WgmmaOperand<Cols>& values, 
     }
 }
 
-// Whether this thread, of all that look together, finds NaN or infinity in a tile. Times 0,
+// Whether `thread`, of Threads that look together, finds NaN or infinity in a tile. Times 0,
 // everything else is 0.
 template <int Threads, class Tile>
-__device__ inline bool finds_nonfinite(const Tile& tile) {
+__device__ inline bool finds_nonfinite(const Tile& tile, int thread) {
     using Pairs = Pack<unsigned int, 4>;
     constexpr int kPairs = Tile::kBytes / static_cast<int>(sizeof(Pairs));
     constexpr unsigned int kMagnitudes = 0x7fff7fff;
     const Pairs* const chunks = reinterpret_cast<const Pairs*>(tile.data);
     Pairs sums = {};
-#pragma unroll 4
-    for (int i = threadIdx.x % Threads; i < kPairs; i += Threads) {
+#pragma unroll 2
+    for (int i = thread; i < kPairs; i += Threads) {
         const Pairs pairs = chunks[i];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {

@@ -29,6 +29,8 @@ WGMMA_M, WGMMA_K, MAX_WGMMA_N = 64, 16, 256
 PANEL_COLS, PANEL_ROW_BYTES, SWIZZLE_BYTES = 64, 128, 1024
 BARRIER_BYTES = 8
 WORK_TILE_BYTES = 16
+# What four warps found in a tile of V.
+FINDINGS_BYTES = 16
 # setmaxnreg counts in eights; what a warpgroup that copies needs, and the most that a thread can have.
 REGISTER_STEP = 8
 MIN_PRODUCER_REGISTERS = 32
@@ -152,6 +154,7 @@ def _macros(problem: Problem, device: Device, chosen: Choice[Tiles], maps: int) 
     return (
         *common_macros(problem),
         *((name.upper(), size) for name, size in asdict(chosen.tiles).items()),
+        ("THREADS", chosen.tiles.threads),
         ("PRODUCER_REGISTERS", chosen.tiles.producer_registers),
         ("CONSUMER_REGISTERS", chosen.tiles.consumer_registers),
         ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),
@@ -172,8 +175,9 @@ def _forward_cost(problem: Problem, tiles: Tiles) -> Cost:
         + panel_tile_bytes(tiles.block_m, tiles.store_cols)  # O
         + tiles.stages * panel_tile_bytes(tiles.block_n, problem.head_dim)  # K
         + tiles.stages * panel_tile_bytes(tiles.block_n, problem.value_dim)  # V
-        + 2 * BARRIER_BYTES * (2 * tiles.stages + queries)
+        + BARRIER_BYTES * (2 * (2 * tiles.stages + queries) + tiles.stages)
         + WORK_TILE_BYTES * queries
+        + FINDINGS_BYTES * tiles.stages
     )
     depth, dims = round_up(problem.head_dim, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
     # S and O in float32, and P in pairs.

@@ -43,6 +43,9 @@ def _encode(
     )[box.tensor]
     if problem.batch * rows * heads == 0:
         return bytes(TENSOR_MAP_BYTES)  # the kernel copies nothing
+    batch = problem.batch
+    if problem.features.packed:  # the rows of all sequences are one batch
+        batch, batch_stride = 1, rows * row_stride
     from cuda.bindings import driver
 
     integer = driver.cuuint64_t
@@ -56,7 +59,7 @@ def _encode(
         types[problem.dtype],
         4,
         address,
-        [integer(extent) for extent in (dim, rows, heads, problem.batch)],
+        [integer(extent) for extent in (dim, rows, heads, batch)],
         [integer(stride) for stride in strides],
         [driver.cuuint32_t(extent) for extent in (box.cols, box.rows, 1, 1)],
         [driver.cuuint32_t(1)] * 4,

@@ -126,6 +126,7 @@ _LADDER = (
         min_capability=(9, 0),
         only_arch="90a",
         min_align_bytes=16,
+        features=frozenset(("window", "softcap", "sink", "cu_seqlens", "seqused_k")),
     ),
     Kernel(
         name="bwd_1_naive",

@@ -28,8 +28,11 @@ struct Params {
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struct");
 
-// Warps beside the producer that look for NaN and infinity where a mask cuts through a tile.
-constexpr int kInspectors = kCausal ? kWarpgroup / 32 - 1 : 0;
+// Whether a tile of keys may have some that count for none or not for all of the rows, and yet be
+// in memory: beyond the last key of all, the copy engine fills in zeros.
+constexpr bool kCutTiles = kRangeMask || kPacked || kUsedKeys;
+// Warps beside the producer that look for NaN and infinity in those tiles.
+constexpr int kInspectors = kCutTiles ? kWarpgroup / 32 - 1 : 0;
 
 using QueryRows = PanelTile<kWgmmaM, kHeadDim>;
 using KeyRows = PanelTile<kBlockN, kHeadDim>;
@@ -49,7 +52,7 @@ struct Smem {
     unsigned int v_nonfinite[kStages][kWarpgroup / 32];  // what each inspector found
 };
 
-using Order = TileOrder<kBlockM, kCausal, SECTION_BYTES>;
+using Order = TileOrder<kBlockM, SECTION_BYTES>;
 using Scores = WgmmaSums<kBlockN>;
 using Weights = WgmmaOperand<kBlockN>;
 
@@ -58,17 +61,28 @@ using Weights = WgmmaOperand<kBlockN>;
 // up to 1.
 constexpr float kSlack = 8;
 
-// The tiles of keys that a tile of queries looks at, from the last to the first: those from
-// `unmasked` on are masked for some of its rows.
+// The tiles of keys that a tile of queries looks at: from end - 1 down to begin. Those from
+// whole_begin to whole_end are seen by all of its rows.
 struct KeyTiles {
-    int count, unmasked;
+    int begin = 0, end, whole_begin = 0, whole_end;
 
-    __device__ KeyTiles(Mask mask, int first_row) {
+    __device__ KeyTiles(const Mask& mask, int first_row) {
         const int last_row = min(first_row + kBlockM, mask.seqlen_q) - 1;
-        count = ceil_div(mask.keys_end(last_row), kBlockN);
-        unmasked = mask.keys_end(first_row) / kBlockN;
+        end = ceil_div(mask.keys_end(last_row), kBlockN);
+        whole_end = mask.keys_end(first_row) / kBlockN;
+        if constexpr (kWindow) {
+            begin = min(mask.first_key(first_row) / kBlockN, end);
+            whole_begin = ceil_div(mask.first_key(last_row), kBlockN);
+        }
     }
+
+    __device__ bool none() const { return begin == end; }
+    __device__ bool is_whole(int tile) const { return whole_begin <= tile && tile < whole_end; }
 };
+
+__device__ inline KeyTiles key_tiles_of(const ForwardParams& call, const WorkTile& work) {
+    return KeyTiles(work.sequence(call).mask(call.features), work.first_row);
+}
 
 // ---- the producer: one thread ----
 
@@ -80,8 +94,8 @@ __device__ inline void send_queries(Smem& smem, const Params& params,
         smem.work[w][at.stage] = work;
         ptx::Barrier& full = smem.q_ring[w].announce(at, work.exists() ? QueryRows::kBytes : 0);
         if (work.exists()) {
-            copy_tile(smem.q[w][at.stage], params.q, full, work.batch, work.head,
-                      work.first_row + w * kWgmmaM);
+            copy_tile(smem.q[w][at.stage], params.q, full, kPacked ? 0 : work.batch, work.head,
+                      work.sequence(params.call).first_q + work.first_row + w * kWgmmaM);
         }
     }
     at.advance();
@@ -90,16 +104,14 @@ __device__ inline void send_queries(Smem& smem, const Params& params,
 template <class Tile>
 __device__ inline void send_tile(Tile (&tiles)[kStages], Ring<kStages>& ring,
                                  RingPosition<kStages> at, const TensorMap& map, WorkTile work,
-                                 int tile) {
+                                 int first_key) {
     ring.wait_empty(at);
     ptx::Barrier& full = ring.announce(at, Tile::kBytes);
-    copy_tile(tiles[at.stage], map, full, work.batch, work.kv_head, tile * kBlockN);
+    copy_tile(tiles[at.stage], map, full, kPacked ? 0 : work.batch, work.kv_head, first_key);
 }
 
 __device__ inline void produce(Smem& smem, const Params& params) {
-    const Sizes& sizes = params.call.sizes;
-    const Mask mask{sizes.seqlen_q, sizes.seqlen_k};
-    const Order order(sizes);
+    const Order order(params.call);
     const TileCounter counter{static_cast<unsigned int*>(params.call.workspace),
                               order.heads * order.tiles};
     RingPosition<kQueryStages> q_at;
@@ -110,19 +122,26 @@ __device__ inline void produce(Smem& smem, const Params& params) {
         const WorkTile work = order.at(index);
         if (!work.exists()) break;
         index = counter.next();  // early: the answer takes a while
-        int tile = KeyTiles(mask, work.first_row).count - 1;
-        if (tile >= 0) send_tile(smem.k, smem.k_ring, at, params.k, work, tile);
+        const Sequence sequence = work.sequence(params.call);
+        if (kPacked && work.first_row >= sequence.seqlen_q) continue;
+        const KeyTiles keys = key_tiles_of(params.call, work);
+        const int first_key = sequence.first_k;
+        int tile = keys.end - 1;
+        if (!keys.none())
+            send_tile(smem.k, smem.k_ring, at, params.k, work, first_key + tile * kBlockN);
         send_queries(smem, params, q_at, work);
         // Keys are needed a tile ahead of values.
-        for (; tile >= 0; --tile) {
+        for (; tile >= keys.begin; --tile) {
             RingPosition<kStages> next = at;
             next.advance();
-            if (tile > 0) send_tile(smem.k, smem.k_ring, next, params.k, work, tile - 1);
-            send_tile(smem.v, smem.v_ring, at, params.v, work, tile);
+            const int key = first_key + tile * kBlockN;
+            if (tile > keys.begin)
+                send_tile(smem.k, smem.k_ring, next, params.k, work, key - kBlockN);
+            send_tile(smem.v, smem.v_ring, at, params.v, work, key);
             at = next;
         }
     }
-    send_queries(smem, params, q_at, {-1, 0, 0, 0});
+    send_queries(smem, params, q_at, WorkTile::none());
 }
 
 // A warp is done with a stage: it has read it, or its part of a product has.
@@ -137,7 +156,6 @@ __device__ inline void release(Ring<Stages>& ring, RingPosition<Stages>& at) {
 // Says of every tile of values that a mask cuts through whether there is NaN or infinity in it,
 // while the consumers still work on its scores.
 __device__ inline void inspect(Smem& smem, const Params& params, int inspector) {
-    const Mask mask{params.call.sizes.seqlen_q, params.call.sizes.seqlen_k};
     const int lane = threadIdx.x % 32;
     RingPosition<kQueryStages> q_at;
     RingPosition<kStages> v_at;
@@ -148,11 +166,11 @@ __device__ inline void inspect(Smem& smem, const Params& params, int inspector) 
         release(smem.q_ring[0], q_at);
         if (!work.exists()) return;
 
-        const KeyTiles keys(mask, work.first_row);
-        for (int tile = keys.count - 1; tile >= 0; --tile) {
+        const KeyTiles keys = key_tiles_of(params.call, work);
+        for (int tile = keys.end - 1; tile >= keys.begin; --tile) {
             smem.v_ring.wait_full(v_at);
             bool found = false;
-            if (tile >= keys.unmasked) {
+            if (!keys.is_whole(tile)) {
                 constexpr int kLookers = kInspectors == 0 ? 32 : kInspectors * 32;
                 found = finds_nonfinite<kLookers>(smem.v[v_at.stage], inspector * 32 + lane);
             }
@@ -161,6 +179,7 @@ __device__ inline void inspect(Smem& smem, const Params& params, int inspector) 
                 smem.v_nonfinite[v_at.stage][inspector] = found;
                 ptx::barrier_arrive(smem.v_inspected[v_at.stage]);
             }
+            __syncwarp();
             release(smem.v_ring, v_at);
         }
     }
@@ -198,7 +217,9 @@ struct Scale {
     float inverse;  // NaN if the largest score is the smallest product
 
     __device__ explicit Scale(double softmax_scale)
-        : factor(softmax_scale == 0 ? kTiny : softmax_scale * kLog2E),
+        : factor(kSoftcap             ? kLog2E
+                 : softmax_scale == 0 ? kTiny
+                                      : softmax_scale * kLog2E),
           inverse(factor > 0 ? 1 / factor : __int_as_float(0x7fffffff)) {}
 
     // The product whose score is -inf.
@@ -282,7 +303,6 @@ struct RowPair {
 struct Consumer {
     Smem& smem;
     const Params& params;
-    const Mask mask;
     const Scale scale;
     const int warpgroup;
     const Turns turns;
@@ -292,7 +312,6 @@ struct Consumer {
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
         : smem(smem),
           params(params),
-          mask{params.call.sizes.seqlen_q, params.call.sizes.seqlen_k},
           scale(params.call.softmax_scale),
           warpgroup(warpgroup),
           turns(warpgroup) {}
@@ -304,14 +323,18 @@ struct Consumer {
         return work.first_row + thread / 32 * 16 - kWarpgroup / 2 + half * 8 + thread % 32 / 4;
     }
 
+    __device__ Mask mask_of(const WorkTile& work) const {
+        return work.sequence(params.call).mask(params.call.features);
+    }
+
     // Waits for the queries of the next tile of which any row sees a key. Those of the others have
     // output 0.
     __device__ WorkTile receive() {
         for (;;) {
             smem.q_ring[warpgroup].wait_full(q_at);
             const WorkTile work = smem.work[warpgroup][q_at.stage];
-            if (!work.exists() || KeyTiles(mask, work.first_row).count > 0) return work;
             __syncwarp();
+            if (!work.exists() || !key_tiles_of(params.call, work).none()) return work;
             release(smem.q_ring[warpgroup], q_at);
             store(WgmmaSums<kDims>{}, RowPair{}, work);
         }
@@ -329,11 +352,13 @@ struct Consumer {
         issue_product_pn<kBlockN, kDims>(o, p, smem.v[v_at.stage]);
     }
 
+    // The queries are done with once the last tile's scores are there.
     template <int Pending>
-    __device__ void wait_scores(Scores& s, int tile) {
+    __device__ void wait_scores(Scores& s, bool last) {
         wait_product<Pending>(s);
         release(smem.k_ring, k_at);
-        if (tile == 0) release(smem.q_ring[warpgroup], q_at);
+        if (last) release(smem.q_ring[warpgroup], q_at);
+        if constexpr (kSoftcap) bound(s);
     }
 
     template <int Pending>
@@ -342,31 +367,42 @@ struct Consumer {
         release(smem.v_ring, v_at);
     }
 
+    // Products become scores, softly bounded.
+    __device__ void bound(Scores& s) const {
+        const float softcap = params.call.features.softcap;
+        const float inner = params.call.softmax_scale / params.call.features.softcap;
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; ++i) s[i] = softcap * tanh_of(s[i] * inner);
+    }
+
     // Scores of keys that a row does not see become -inf.
     __device__ void apply_mask(Scores& s, WorkTile work, int tile) const {
         const float masked = scale.masked();
+        const Mask mask = mask_of(work);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int first_key = tile * kBlockN + threadIdx.x % 4 * 2;
-            const int seen = mask.keys_end(row_of(work, half)) - first_key;
+            const int end = mask.keys_end(row_of(work, half)) - first_key;
+            const int begin = kWindow ? mask.first_key(row_of(work, half)) - first_key : 0;
 #pragma unroll
             for (int i = 2 * half; i < kBlockN / 2; i += 4)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    if (i / 4 * 8 + e >= seen) s[i + e] = masked;
+                    const int key = i / 4 * 8 + e;
+                    if (key >= end || (kWindow && key < begin)) s[i + e] = masked;
                 }
         }
     }
 
     // The weights of the first tile of keys that a tile of queries looks at.
     __device__ RowPair first_weights(WgmmaSums<kDims>& o, Weights& p, Scores& s, WorkTile work,
-                                     int tile) {
+                                     int tile, bool last) {
         RowPair softmax;
-        wait_scores<0>(s, tile);
+        wait_scores<0>(s, last);
         apply_mask(s, work, tile);
         softmax.begin(s, scale);
         round_to_operand<kBlockN>(p, s);
-        if (kCausal) take_out_nonfinite(o, work, tile);
+        if (kCutTiles) take_out_nonfinite(o, work, tile);
         return softmax;
     }
 
@@ -374,7 +410,7 @@ struct Consumer {
     // this tile.
     template <bool Masked>
     __device__ void attend(WgmmaSums<kDims>& o, RowPair& softmax, Weights& p, WorkTile work,
-                           int tile) {
+                           int tile, bool last) {
         Scores s;
         float shrink[2];
         turns.wait();
@@ -382,14 +418,14 @@ struct Consumer {
         issue_output(o, p);
         turns.pass();
 
-        wait_scores<1>(s, tile);
+        wait_scores<1>(s, last);
         if (Masked) apply_mask(s, work, tile);
         const bool raised = softmax.proceed(s, scale, shrink);
 
         wait_output<0>(o);
         if (__builtin_expect(raised, false)) rescale(o, shrink);
         round_to_operand<kBlockN>(p, s);
-        if (kCausal && Masked) take_out_nonfinite(o, work, tile);
+        if (kCutTiles && Masked) take_out_nonfinite(o, work, tile);
     }
 
     // Where a mask cuts through a tile, a value that is NaN or infinite must reach the rows that
@@ -403,10 +439,11 @@ struct Consumer {
         if (!found) return;
 
         ValueRows& v = smem.v[v_at.stage];
+        const Mask mask = mask_of(work);
         for (int key = 0; key < kBlockN; ++key)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                if (tile * kBlockN + key >= mask.keys_end(row_of(work, half))) continue;
+                if (!mask.in_range(row_of(work, half), tile * kBlockN + key)) continue;
 #pragma unroll
                 for (int i = 2 * half; i < kDims / 2; i += 4)
 #pragma unroll
@@ -431,8 +468,11 @@ struct Consumer {
         float scale[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            softmax.rows[half].total<4>();
-            scale[half] = softmax.rows[half].normalizer();
+            OnlineSoftmax& row = softmax.rows[half];
+            row.total<4>();
+            scale[half] = 1;
+            if constexpr (kSink) scale[half] = row.add(sink_log2(work.head));
+            scale[half] *= row.normalizer();
         }
         store_lse(softmax, work);
 #pragma unroll
@@ -449,6 +489,11 @@ struct Consumer {
         }
     }
 
+    // The head's sink is one more score of each of its rows.
+    __device__ float sink_log2(int head) const {
+        return static_cast<const float*>(params.call.features.sink)[head] * float(kLog2E);
+    }
+
     // Stores what is to come one after the other through the warpgroup's part of shared memory.
     template <int Cols>
     __device__ void send_out(const WgmmaOperand<Cols>& values, WorkTile work, int first_col) {
@@ -459,20 +504,44 @@ struct Consumer {
         write_rows<Cols>(rows, values, threadIdx.x % kWarpgroup / 32 * 16);
         ptx::proxy_fence();
         ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup);
-        if (leader) {
-            store_tile(params.o, rows, work.batch, work.head, work.first_row + warpgroup * kWgmmaM,
+        const Sequence sequence = work.sequence(params.call);
+        const int row = work.first_row + warpgroup * kWgmmaM;
+        if (kPacked && row + kWgmmaM > sequence.seqlen_q) {
+            // The copy engine would write beyond the sequence.
+            write_rows_of_sequence(rows, sequence, work.head, row, first_col);
+        } else if (leader) {
+            store_tile(params.o, rows, kPacked ? 0 : work.batch, work.head, sequence.first_q + row,
                        first_col);
+        }
+    }
+
+    // The part of a sequence's last rows that `rows` holds, from first_row and first_col on.
+    __device__ void write_rows_of_sequence(StoredRows& rows, const Sequence& sequence, int head,
+                                           int first_row, int first_col) const {
+        using Chunk = Pack<scalar_t, kChunkCols>;
+        constexpr int kRowChunks = kStoreCols / kChunkCols;
+        const auto o = sequence.queries<scalar_t>(params.call.o, head);
+        const int count = sequence.seqlen_q - first_row;
+        for (int i = threadIdx.x % kWarpgroup; i < count * kRowChunks; i += kWarpgroup) {
+            const int row = i / kRowChunks, col = i % kRowChunks * kChunkCols;
+            const Chunk chunk = *reinterpret_cast<const Chunk*>(rows.at(row, col));
+#pragma unroll
+            for (int e = 0; e < kChunkCols; ++e) {
+                if (first_col + col + e < kValueDim)
+                    o.row(first_row + row)[first_col + col + e] = chunk[e];
+            }
         }
     }
 
     __device__ void store_lse(const RowPair& softmax, WorkTile work) const {
         float* lse = static_cast<float*>(params.call.lse);
         if (!lse || threadIdx.x % 4 != 0) return;
-        lse += first_row_of(work.batch, work.head, params.call.sizes);
+        const Sequence sequence = work.sequence(params.call);
+        lse += sequence.first_row(work.head, params.call.sizes);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = row_of(work, half);
-            if (row < params.call.sizes.seqlen_q) lse[row] = softmax.rows[half].lse();
+            if (row < sequence.seqlen_q) lse[row] = softmax.rows[half].lse();
         }
     }
 };
@@ -485,16 +554,24 @@ __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) 
 
     WorkTile work = consumer.receive();
     if (!work.exists()) return;
-    KeyTiles keys(consumer.mask, work.first_row);
+    KeyTiles keys = key_tiles_of(params.call, work);
     turns.wait();
     consumer.issue_scores(s);
     turns.pass();
     for (;;) {
         WgmmaSums<kDims> o = {};
-        RowPair softmax = consumer.first_weights(o, p, s, work, keys.count - 1);
-        int tile = keys.count - 2;
-        for (; tile >= keys.unmasked; --tile) consumer.attend<true>(o, softmax, p, work, tile);
-        for (; tile >= 0; --tile) consumer.attend<false>(o, softmax, p, work, tile);
+        int tile = keys.end - 1;
+        const auto last = [&] { return tile == keys.begin; };
+        RowPair softmax = consumer.first_weights(o, p, s, work, tile, last());
+        --tile;
+        for (; tile >= max(keys.whole_end, keys.begin); --tile)
+            consumer.attend<true>(o, softmax, p, work, tile, last());
+        for (; tile >= max(keys.whole_begin, keys.begin); --tile)
+            consumer.attend<false>(o, softmax, p, work, tile, last());
+        if constexpr (kWindow) {
+            for (; tile >= keys.begin; --tile)
+                consumer.attend<true>(o, softmax, p, work, tile, last());
+        }
 
         const WorkTile next = consumer.receive();
         if (!next.exists()) {
@@ -512,7 +589,7 @@ __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) 
         consumer.wait_output<1>(o);
         consumer.store(o, softmax, work);
         work = next;
-        keys = KeyTiles(consumer.mask, work.first_row);
+        keys = key_tiles_of(params.call, work);
     }
 }
 

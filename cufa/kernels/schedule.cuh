@@ -6,11 +6,52 @@
 #include "memory.cuh"
 #include "tensor.cuh"
 
-// A tile of queries of one head; batch -1: there is none left.
-struct WorkTile {
+// What only some calls have to look up: where a sequence begins, and how long it is.
+struct VariedLengths {
+    int first_q, first_k, seqlen_q, seqlen_k;
+
+    __device__ explicit VariedLengths(const Sequence& sequence)
+        : first_q(sequence.first_q),
+          first_k(sequence.first_k),
+          seqlen_q(sequence.seqlen_q),
+          seqlen_k(sequence.seqlen_k) {}
+    __device__ Sequence sequence(const ForwardParams&, int batch) const {
+        return {batch, first_q, first_k, seqlen_q, seqlen_k};
+    }
+};
+struct EqualLengths {
+    __device__ explicit EqualLengths(const Sequence&) {}
+    __device__ Sequence sequence(const ForwardParams& call, int batch) const {
+        return Sequence(call, batch);
+    }
+};
+template <bool Varied>
+struct LengthsOf {
+    using type = EqualLengths;
+};
+template <>
+struct LengthsOf<true> {
+    using type = VariedLengths;
+};
+using Lengths = LengthsOf<kPacked || kUsedKeys>::type;
+
+// A tile of queries of one head, found by one thread and read by others; batch -1: there is none
+// left.
+struct WorkTile : Lengths {
     int batch, head, kv_head, first_row;
 
+    __device__ WorkTile(const Sequence& sequence, int head, int kv_head, int first_row)
+        : Lengths(sequence),
+          batch(sequence.batch),
+          head(head),
+          kv_head(kv_head),
+          first_row(first_row) {}
+
     __device__ bool exists() const { return batch >= 0; }
+    __device__ Sequence sequence(const ForwardParams& call) const {
+        return Lengths::sequence(call, batch);
+    }
+    __device__ static WorkTile none() { return {Sequence(-1, 0, 0, 0, 0), 0, 0, 0}; }
 };
 
 // The order in which tiles are taken. Heads come in sections: enough of them to keep all blocks
@@ -18,17 +59,19 @@ struct WorkTile {
 // mask the last queries of a section's heads come first: those see most keys, and long work that
 // starts late would leave the GPU waiting for it. Sections are powers of two, as numbers of heads
 // mostly are: a small one at the end would start its long work late.
-template <int BlockM, bool Causal, int SectionBytes>
+template <int BlockM, int SectionBytes>
 struct TileOrder {
-    Sizes sizes;
-    unsigned int tiles;  // of one head
-    unsigned int heads;  // of all batches
+    const ForwardParams& call;
+    unsigned int tiles;  // of one head; of packed sequences, of all of them
+    unsigned int heads;  // of all batches; of packed sequences, of one of them
     unsigned int section_heads;
 
-    __device__ explicit TileOrder(const Sizes& sizes)
-        : sizes(sizes), tiles(ceil_div(sizes.seqlen_q, BlockM)), heads(sizes.batch * sizes.heads) {
+    __device__ explicit TileOrder(const ForwardParams& call) : call(call) {
+        const Sizes& sizes = call.sizes;
+        tiles = row_tiles<BlockM>(kPacked ? sizes.batch : 1, sizes.seqlen_q);
+        heads = kPacked ? sizes.heads : sizes.batch * sizes.heads;
         section_heads = group();
-        if (!Causal) return;
+        if (!kRangeMask) return;
         constexpr int kRounds = 3, kRowBytes = (kHeadDim + kValueDim) * int(sizeof(scalar_t));
         const unsigned int cached = SectionBytes / kRowBytes / max(1, sizes.seqlen_k) * group();
         while (2 * section_heads <= cached && section_heads * tiles < kRounds * gridDim.x) {
@@ -37,21 +80,26 @@ struct TileOrder {
     }
 
     __device__ WorkTile at(unsigned int index) const {
-        if (index >= heads * tiles) return {-1, 0, 0, 0};
+        if (index >= heads * tiles) return WorkTile::none();
         const unsigned int section = index / (section_heads * tiles);
         const unsigned int first_head = section * section_heads;
         const unsigned int in_section = min(section_heads, heads - first_head);
         const unsigned int place = index - first_head * tiles;
-        const unsigned int row_tile = Causal ? tiles - 1 - place / in_section : place / in_section;
+        const int tile = kRangeMask ? tiles - 1 - place / in_section : place / in_section;
         const unsigned int head = first_head + place % in_section;
-        const unsigned int batch = head / sizes.heads, in_batch = head - batch * sizes.heads;
-        return {int(batch), int(in_batch), int(in_batch / group()), int(row_tile * BlockM)};
+        if constexpr (kPacked) {
+            const auto [batch, first_row] = row_tile<BlockM>(
+                tile, call.sizes.batch, call.sizes.seqlen_q, call.features.cu_seqlens_q);
+            return {Sequence(call, batch), int(head), int(head / group()), first_row};
+        }
+        const unsigned int batch = head / call.sizes.heads, in_batch = head % call.sizes.heads;
+        return {Sequence(call, batch), int(in_batch), int(in_batch / group()), tile * BlockM};
     }
 
   private:
     // Query heads that share keys and values.
     __device__ unsigned int group() const {
-        return unsigned(sizes.heads) / unsigned(sizes.kv_heads);
+        return unsigned(call.sizes.heads) / unsigned(call.sizes.kv_heads);
     }
 };
 

@@ -20,6 +20,14 @@ struct Sequence {
     int first_q = 0, first_k = 0;
     int seqlen_q, seqlen_k;
 
+    // As it was found before, of rows first_q and first_k on.
+    __device__ Sequence(int batch, int first_q, int first_k, int seqlen_q, int seqlen_k)
+        : batch(batch),
+          first_q(first_q),
+          first_k(first_k),
+          seqlen_q(seqlen_q),
+          seqlen_k(seqlen_k) {}
+
     template <class Params>
     __device__ Sequence(const Params& params, int batch)
         : batch(batch), seqlen_q(params.sizes.seqlen_q), seqlen_k(params.sizes.seqlen_k) {

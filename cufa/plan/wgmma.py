@@ -28,7 +28,8 @@ WGMMA_M, WGMMA_K, MAX_WGMMA_N = 64, 16, 256
 # A tile lies in panels of 64 columns; eights of rows are swizzled together and aligned.
 PANEL_COLS, PANEL_ROW_BYTES, SWIZZLE_BYTES = 64, 128, 1024
 BARRIER_BYTES = 8
-WORK_TILE_BYTES = 16
+# Of a tile of queries, and what is looked up where sequences have lengths of their own.
+WORK_TILE_BYTES, LENGTHS_BYTES = 16, 16
 # What four warps found in a tile of V.
 FINDINGS_BYTES = 16
 # setmaxnreg counts in eights; what a warpgroup that copies needs, and the most that a thread can have.
@@ -170,13 +171,14 @@ def panel_tile_bytes(rows: int, cols: int) -> int:
 
 def _forward_cost(problem: Problem, tiles: Tiles) -> Cost:
     queries = tiles.query_stages * tiles.consumers
+    varied = problem.features.packed or problem.features.seqused_k
     smem_bytes = (
         tiles.query_stages * panel_tile_bytes(tiles.block_m, problem.head_dim)  # Q
         + panel_tile_bytes(tiles.block_m, tiles.store_cols)  # O
         + tiles.stages * panel_tile_bytes(tiles.block_n, problem.head_dim)  # K
         + tiles.stages * panel_tile_bytes(tiles.block_n, problem.value_dim)  # V
         + BARRIER_BYTES * (2 * (2 * tiles.stages + queries) + tiles.stages)
-        + WORK_TILE_BYTES * queries
+        + (WORK_TILE_BYTES + LENGTHS_BYTES * varied) * queries
         + FINDINGS_BYTES * tiles.stages
     )
     depth, dims = round_up(problem.head_dim, WGMMA_K), round_up(problem.value_dim, WGMMA_K)

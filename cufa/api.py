@@ -566,6 +566,8 @@ def _run_on_gpu(
         strides = array.strides
         address = array.data.ptr
         bits |= address | strides[batch] | strides[row] | strides[head]
+        if min(strides) < 0:  # the copy engine cannot go backwards; such rows are loaded in halves
+            bits |= MAX_ALIGN_BYTES // 2
         fields += (
             address,
             0 if packed else strides[batch] // itemsize,

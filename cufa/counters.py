@@ -13,36 +13,38 @@ import threading
 
 RING = 1 << 16
 COUNTER_BYTES = 4
+# Graphs may keep this many for good; those after them share theirs with calls that are long over by then.
+MOST_KEPT = RING // 2
 
 
-class _Ring:
+class Counters:
+    """The counters of CuPy's current device."""
+
     def __init__(self) -> None:
+        """Allocate them, once and for all, and make them 0 before any stream can use one."""
         import cupy
 
-        # Memory that is never given back, zero before any stream can use it.
-        self._memory = cupy.cuda.Memory(RING * COUNTER_BYTES)
-        cupy.cuda.runtime.memset(self._memory.ptr, 0, RING * COUNTER_BYTES)
+        size = RING * COUNTER_BYTES
+        self._memory = cupy.cuda.Memory(size)
+        cupy.cuda.runtime.memset(self._memory.ptr, 0, size)
         cupy.cuda.runtime.deviceSynchronize()
-        self._free = collections.deque(range(self._memory.ptr, self._memory.ptr + RING * COUNTER_BYTES, 4))
+        first = self._memory.ptr
+        self._free = collections.deque(range(first, first + size, COUNTER_BYTES))
         self._lock = threading.Lock()
-        self._is_capturing = cupy.cuda.runtime.streamIsCapturing
         self._current_stream = cupy.cuda.get_current_stream
+        self._is_capturing = cupy.cuda.runtime.streamIsCapturing
 
     def take(self) -> int:
+        """The address of a counter for a call on CuPy's current stream."""
+        captured = self._is_capturing(self._current_stream().ptr)
         with self._lock:
             address = self._free.popleft()
-            if not self._is_capturing(self._current_stream().ptr) or len(self._free) < RING // 2:
+            if not captured or len(self._free) < RING - MOST_KEPT:
                 self._free.append(address)
-            return address
+        return address
 
 
 @functools.cache
-def _ring_of(device_id: int) -> _Ring:
-    return _Ring()
-
-
-def take() -> int:
-    """The address of a counter on CuPy's current device."""
-    import cupy
-
-    return _ring_of(cupy.cuda.runtime.getDevice()).take()
+def of_device(device_id: int) -> Counters:
+    """The counters of that device, which must be CuPy's current one."""
+    return Counters()

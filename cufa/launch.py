@@ -165,9 +165,10 @@ class Executable:
 
         self.plan = plan
         self._allocate = functools.partial(cupy.empty, plan.workspace_bytes, np.uint8)
+        self._params_bytes = int(dict(plan.macros)["PARAMS_BYTES"])  # maps align the struct, and so its end
         self._encoder = Encoder(plan.problem, plan.boxes) if plan.boxes else None
-        if self._encoder is not None:
-            counters.take()  # the first call may be captured, when nothing can be allocated
+        # Allocated now: a call may be captured, when nothing can be.
+        self._counters = counters.of_device(cupy.cuda.runtime.getDevice()) if plan.boxes else None
         module = jit.load(jit.build(plan.variant))
         self._launches = [
             (_Kernel(module, launch), step) for launch in plan.launches for step in range(launch.steps)
@@ -193,11 +194,12 @@ class Executable:
             workspace = self._allocate()
         address = workspace.data.ptr if workspace is not None else 0
         maps = b""
-        if self._encoder is not None:
+        if self._encoder is not None and self._counters is not None:
             maps = self._encoder(tensors)
-            address = counters.take()
+            address = self._counters.take()
         for kernel, step in self._launches:
-            kernel(maps + pack_attention(plan.problem, tensors, lse, address, softmax_scale, features, step))
+            params = pack_attention(plan.problem, tensors, lse, address, softmax_scale, features, step)
+            kernel((maps + params).ljust(self._params_bytes, b"\0"))
 
 
 def _check_workspace(workspace: Any, needed: int) -> None:

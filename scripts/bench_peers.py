@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Times cufa and its peers on one GPU, in one process and in turn, and writes benchmarks/peers.json.
 
-Peers are what PyTorch brings: FlashAttention-2, cuDNN and, for float32, memory-efficient attention. Each
-problem has 16,384 tokens and 2,048 hidden; all libraries get the same inputs, normal random ones. A round
-times one call of each with the L2 cache written over in between; what counts is the median over the rounds.
-TFLOP/s count 4 B H S^2 D forward, half of it if causal, and 2.5 times as much backward.
+Peers are what PyTorch brings: FlashAttention-2, cuDNN and, for float32, memory-efficient attention; and, if
+it is installed, flash-attn-4 (flash_attn.cute). Each problem has 16,384 tokens and 2,048 hidden; all
+libraries get the same inputs, normal random ones. A round times one call of each with the L2 cache written
+over in between; what counts is the median over the rounds. TFLOP/s count 4 B H S^2 D forward, half of it if
+causal, and 2.5 times as much backward.
 """
 
+import importlib.util
 import json
 import os
 import statistics
@@ -41,6 +43,31 @@ PEERS = {
 Call = Callable[[], Any]
 
 
+def peers_of(
+    dtype: str, tensors: tuple[torch.Tensor, ...], causal: bool
+) -> list[tuple[str, Call, list[torch.Tensor]]]:
+    """The name of each peer, a call of it, and what it can be differentiated by; layout as cufa's."""
+    arguments = [x.detach().requires_grad_() for x in tensors]
+    peers: list[tuple[str, Call, list[torch.Tensor]]] = []
+    for name, backend in PEERS[dtype].items():
+
+        def attend(backend: SDPBackend = backend) -> torch.Tensor:
+            with sdpa_kernel(backend):
+                transposed = (x.transpose(1, 2) for x in arguments)
+                return scaled_dot_product_attention(*transposed, is_causal=causal).transpose(1, 2)
+
+        peers.append((name, attend, arguments))
+    if dtype != "float32" and importlib.util.find_spec("flash_attn") is not None:
+        from flash_attn.cute.interface import flash_attn_func
+
+        def attend_4() -> torch.Tensor:
+            result = flash_attn_func(*arguments, causal=causal)
+            return result[0] if isinstance(result, tuple) else result
+
+        peers.append(("flash-attn-4", attend_4, arguments))
+    return peers
+
+
 def calls_of(dtype: str, head_dim: int, seqlen: int, causal: bool) -> dict[str, dict[str, Call]]:
     """For each direction, a call of each library."""
     shape = (TOKENS // seqlen, seqlen, HIDDEN // head_dim, head_dim)
@@ -51,18 +78,13 @@ def calls_of(dtype: str, head_dim: int, seqlen: int, causal: bool) -> dict[str, 
     backward: dict[str, Call] = {
         "cufa": lambda: cufa.attention_backward(ours[3], *ours[:3], out, lse, causal=causal)
     }
-    theirs = [x.transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
-    for name, backend in PEERS[dtype].items():
+    for name, attend, arguments in peers_of(dtype, (q, k, v), causal):
 
-        def attend(backend: SDPBackend = backend) -> torch.Tensor:
-            with sdpa_kernel(backend):
-                return scaled_dot_product_attention(*theirs, is_causal=causal)
-
-        def differentiate(result: torch.Tensor) -> Any:
-            return torch.autograd.grad(result, theirs, dout.transpose(1, 2), retain_graph=True)
+        def differentiate(result: torch.Tensor, arguments: Any = arguments) -> Any:
+            return torch.autograd.grad(result, arguments, dout, retain_graph=True)
 
         result = attend()
-        error = (torch.from_dlpack(out) - result.transpose(1, 2)).abs().max().item()
+        error = (torch.from_dlpack(out) - result).abs().max().item()
         assert error < 0.05, f"cufa and {name} differ by {error}"
         forward[name] = attend
         backward[name] = lambda result=result, differentiate=differentiate: differentiate(result)

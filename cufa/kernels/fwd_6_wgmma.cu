@@ -1,15 +1,17 @@
 // fwd_6_wgmma: FlashAttention-3 (Shah et al. 2024, Algorithms 1 and 2) on Hopper.
 //
-// Change from fwd_5_mma: a warp that does nothing but copy, by the copy engine, and warpgroups that
-// do nothing but compute, by wgmma, which reads its operands from shared memory and runs beside
-// what issued it. While the tensor cores work on the next scores and the last output, a warpgroup
-// exponentiates the scores that it has; and warpgroups take turns, so that the products of one run
-// during the softmax of the other. A block stays for many tiles.
+// Change from fwd_5_mma: a thread that does nothing but copy, by the copy engine, and warpgroups
+// that do nothing but compute, by wgmma, which reads its operands from shared memory and runs
+// beside what issued it. While the tensor cores work on the next scores and the last output, a
+// warpgroup exponentiates the scores that it has; and warpgroups take turns, so that the products
+// of one run during the softmax of the other. A block stays for many tiles.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
 //          value_dim)
 // Owns     block: tile after tile of BLOCK_M queries of one head; warpgroup: 64 of its rows
-// Shared   Q tile of each warpgroup, rings of STAGES K and V tiles
+// Shared   rings of STAGES K and V tiles; for each warpgroup a ring of QUERY_STAGES Q tiles, and
+//          STORE_COLS columns of O on their way out
+// Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key
 #include "online_softmax.cuh"
 #include "schedule.cuh"
@@ -37,7 +39,6 @@ constexpr int kInspectors = kCutTiles ? kWarpgroup / 32 - 1 : 0;
 using QueryRows = PanelTile<kWgmmaM, kHeadDim>;
 using KeyRows = PanelTile<kBlockN, kHeadDim>;
 using ValueRows = PanelTile<kBlockN, kValueDim>;
-
 using StoredRows = PanelTile<kWgmmaM, kStoreCols>;
 
 struct Smem {
@@ -494,7 +495,8 @@ struct Consumer {
         return static_cast<const float*>(params.call.features.sink)[head] * float(kLog2E);
     }
 
-    // Stores what is to come one after the other through the warpgroup's part of shared memory.
+    // Sends out some columns of the output through the warpgroup's part of shared memory, once
+    // those before have left it.
     template <int Cols>
     __device__ void send_out(const WgmmaOperand<Cols>& values, WorkTile work, int first_col) {
         const bool leader = threadIdx.x % kWarpgroup == 0;

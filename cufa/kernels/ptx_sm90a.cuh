@@ -8,23 +8,15 @@
 
 namespace ptx {
 
-// A 16-bit type as instructions spell it.
-template <bool Bfloat16>
-struct HalfType {
-    static constexpr char kName[] = "f16";
-};
-template <>
-struct HalfType<true> {
-    static constexpr char kName[] = "bf16";
-};
-
 // a b + c for two 16-bit floats at once.
 template <bool Bfloat16>
 __device__ inline unsigned int multiply_add_pairs(unsigned int a, unsigned int b, unsigned int c) {
     unsigned int sum;
-    asm("fma.rn.%4x2 %0, %1, %2, %3;"
-        : "=r"(sum)
-        : "r"(a), "r"(b), "r"(c), "C"(HalfType<Bfloat16>::kName));
+    if constexpr (Bfloat16) {
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    } else {
+        asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    }
     return sum;
 }
 
@@ -110,52 +102,54 @@ struct Wgmma;
 #define WGMMA_OUT120 WGMMA_OUT112, WGMMA_OUT(112)
 #define WGMMA_OUT128 WGMMA_OUT120, WGMMA_OUT(120)
 
-// Operands after those of d, %P0 and on: a, b, how they are transposed, whether to add, the type.
-#define WGMMA(N, D, OUT, P0, P1, P2, P3, P4, P5, P6, P7)                                          \
-    template <bool Bfloat16>                                                                      \
-    struct Wgmma<N, Bfloat16> {                                                                   \
-        template <bool TransposedA, bool TransposedB, bool Add>                                   \
-        __device__ static void multiply(float (&d)[N / 2], unsigned long long a,                  \
-                                        unsigned long long b) {                                   \
-            asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " P4                               \
-                         ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." P5 "." P5 " {" D \
-                         "}, " P0 ", " P1 ", add, 1, 1, " P2 ", " P3 ";\n}"                       \
-                         : OUT                                                                    \
-                         : "l"(a), "l"(b), "n"(TransposedA), "n"(TransposedB), "n"(Add),          \
-                           "C"(HalfType<Bfloat16>::kName)                                         \
-                         : "memory");                                                             \
-        }                                                                                         \
-        template <bool TransposedB, bool Add>                                                     \
-        __device__ static void multiply(float (&d)[N / 2], const unsigned int (&a)[4],            \
-                                        unsigned long long b) {                                   \
-            asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " P6                               \
-                         ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." P7 "." P7 " {" D \
-                         "}, {" P0 ", " P1 ", " P2 ", " P3 "}, " P4 ", add, 1, 1, " P5 ";\n}"     \
-                         : OUT                                                                    \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TransposedB),  \
-                           "n"(Add), "C"(HalfType<Bfloat16>::kName)                               \
-                         : "memory");                                                             \
-        }                                                                                         \
+// Operands after those of d, %P0 and on: a, b, how they are transposed, whether to add.
+#define WGMMA_OF(BFLOAT16, TYPE, N, SUMS, P0, P1, P2, P3, P4, P5, P6)                            \
+    template <>                                                                                  \
+    struct Wgmma<N, BFLOAT16> {                                                                  \
+        template <bool TransposedA, bool TransposedB, bool Add>                                  \
+        __device__ static void multiply(float (&d)[N / 2], unsigned long long a,                 \
+                                        unsigned long long b) {                                  \
+            asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " P4                              \
+                         ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE   \
+                         " {" WGMMA_D##SUMS "}, " P0 ", " P1 ", add, 1, 1, " P2 ", " P3 ";\n}"   \
+                         : WGMMA_OUT##SUMS                                                       \
+                         : "l"(a), "l"(b), "n"(TransposedA), "n"(TransposedB), "n"(Add)          \
+                         : "memory");                                                            \
+        }                                                                                        \
+        template <bool TransposedB, bool Add>                                                    \
+        __device__ static void multiply(float (&d)[N / 2], const unsigned int (&a)[4],           \
+                                        unsigned long long b) {                                  \
+            asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " P6                              \
+                         ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE   \
+                         " {" WGMMA_D##SUMS "}, {" P0 ", " P1 ", " P2 ", " P3 "}, " P4           \
+                                            ", add, 1, 1, " P5 ";\n}"                            \
+                         : WGMMA_OUT##SUMS                                                       \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TransposedB), \
+                           "n"(Add)                                                              \
+                         : "memory");                                                            \
+        }                                                                                        \
     };
+#define WGMMA(N, ...) WGMMA_OF(false, "f16", N, __VA_ARGS__) WGMMA_OF(true, "bf16", N, __VA_ARGS__)
 
-WGMMA(16, WGMMA_D8, WGMMA_OUT8, "%8", "%9", "%10", "%11", "%12", "%13", "%14", "%15")
-WGMMA(32, WGMMA_D16, WGMMA_OUT16, "%16", "%17", "%18", "%19", "%20", "%21", "%22", "%23")
-WGMMA(48, WGMMA_D24, WGMMA_OUT24, "%24", "%25", "%26", "%27", "%28", "%29", "%30", "%31")
-WGMMA(64, WGMMA_D32, WGMMA_OUT32, "%32", "%33", "%34", "%35", "%36", "%37", "%38", "%39")
-WGMMA(80, WGMMA_D40, WGMMA_OUT40, "%40", "%41", "%42", "%43", "%44", "%45", "%46", "%47")
-WGMMA(96, WGMMA_D48, WGMMA_OUT48, "%48", "%49", "%50", "%51", "%52", "%53", "%54", "%55")
-WGMMA(112, WGMMA_D56, WGMMA_OUT56, "%56", "%57", "%58", "%59", "%60", "%61", "%62", "%63")
-WGMMA(128, WGMMA_D64, WGMMA_OUT64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", "%71")
-WGMMA(144, WGMMA_D72, WGMMA_OUT72, "%72", "%73", "%74", "%75", "%76", "%77", "%78", "%79")
-WGMMA(160, WGMMA_D80, WGMMA_OUT80, "%80", "%81", "%82", "%83", "%84", "%85", "%86", "%87")
-WGMMA(176, WGMMA_D88, WGMMA_OUT88, "%88", "%89", "%90", "%91", "%92", "%93", "%94", "%95")
-WGMMA(192, WGMMA_D96, WGMMA_OUT96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", "%103")
-WGMMA(208, WGMMA_D104, WGMMA_OUT104, "%104", "%105", "%106", "%107", "%108", "%109", "%110", "%111")
-WGMMA(224, WGMMA_D112, WGMMA_OUT112, "%112", "%113", "%114", "%115", "%116", "%117", "%118", "%119")
-WGMMA(240, WGMMA_D120, WGMMA_OUT120, "%120", "%121", "%122", "%123", "%124", "%125", "%126", "%127")
-WGMMA(256, WGMMA_D128, WGMMA_OUT128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", "%135")
+WGMMA(16, 8, "%8", "%9", "%10", "%11", "%12", "%13", "%14")
+WGMMA(32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
+WGMMA(48, 24, "%24", "%25", "%26", "%27", "%28", "%29", "%30")
+WGMMA(64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
+WGMMA(80, 40, "%40", "%41", "%42", "%43", "%44", "%45", "%46")
+WGMMA(96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")
+WGMMA(112, 56, "%56", "%57", "%58", "%59", "%60", "%61", "%62")
+WGMMA(128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
+WGMMA(144, 72, "%72", "%73", "%74", "%75", "%76", "%77", "%78")
+WGMMA(160, 80, "%80", "%81", "%82", "%83", "%84", "%85", "%86")
+WGMMA(176, 88, "%88", "%89", "%90", "%91", "%92", "%93", "%94")
+WGMMA(192, 96, "%96", "%97", "%98", "%99", "%100", "%101", "%102")
+WGMMA(208, 104, "%104", "%105", "%106", "%107", "%108", "%109", "%110")
+WGMMA(224, 112, "%112", "%113", "%114", "%115", "%116", "%117", "%118")
+WGMMA(240, 120, "%120", "%121", "%122", "%123", "%124", "%125", "%126")
+WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 
 #undef WGMMA
+#undef WGMMA_OF
 #undef WGMMA_OUT
 #undef WGMMA_D8
 #undef WGMMA_OUT8

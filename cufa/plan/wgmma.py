@@ -80,7 +80,8 @@ class Tiles:
     @property
     def producer_registers(self) -> int:
         """What the producer's threads keep."""
-        return self.registers_at_start * (self.consumers + 1) - self.consumer_registers * self.consumers
+        left = self.registers_at_start * (self.consumers + 1) - self.consumer_registers * self.consumers
+        return min(left, self.registers_at_start)
 
     def misfit(self) -> str | None:
         """None if the kernel can be compiled for these tiles, else the reason."""
@@ -103,6 +104,10 @@ def _register_steps(registers: int) -> int:
     return registers // REGISTER_STEP * REGISTER_STEP
 
 
+def _lengths_vary(problem: Problem) -> bool:
+    return problem.features.packed or problem.features.seqused_k
+
+
 def _best_tiles(problem: Problem) -> Tiles:
     """The tiles that were fastest on an H200.
 
@@ -110,13 +115,16 @@ def _best_tiles(problem: Problem) -> Tiles:
     through it; which counts for more is a matter of length.
     """
     dim, rows = max(problem.head_dim, problem.value_dim), problem.seqlen_q
+    cut = problem.causal or problem.features.window != (None, None)
+    # The more warpgroups, the fewer registers for the producer, which has to look up such lengths.
+    varied = _lengths_vary(problem)
     if dim <= 64:
-        if problem.causal:
-            return Tiles(128, 128, 3, 2, 64) if rows < 4096 else Tiles(192, 128, 2, 2, 64)
+        if cut or varied:
+            return Tiles(128, 128, 3, 2, 64) if varied or rows < 4096 else Tiles(192, 128, 2, 2, 64)
         return Tiles(256, 64, 4, 2, 64) if rows < 2048 else Tiles(192, 128, 2, 2, 64)
     if dim <= 128:
-        if problem.causal:
-            return Tiles(128, 128, 2, 2, 128) if rows < 8192 else Tiles(192, 80, 3, 1, 64)
+        if cut or varied:
+            return Tiles(128, 128, 2, 2, 128) if varied or rows < 8192 else Tiles(192, 80, 3, 1, 64)
         return Tiles(192, 64, 4, 1, 128) if rows < 2048 else Tiles(192, 80, 3, 1, 64)
     return Tiles(128, 96, 2, 1, 64) if dim <= 192 else Tiles(128, 64, 2, 1, 128)
 
@@ -171,7 +179,7 @@ def panel_tile_bytes(rows: int, cols: int) -> int:
 
 def _forward_cost(problem: Problem, tiles: Tiles) -> Cost:
     queries = tiles.query_stages * tiles.consumers
-    varied = problem.features.packed or problem.features.seqused_k
+    varied = _lengths_vary(problem)
     smem_bytes = (
         tiles.query_stages * panel_tile_bytes(tiles.block_m, problem.head_dim)  # Q
         + panel_tile_bytes(tiles.block_m, tiles.store_cols)  # O

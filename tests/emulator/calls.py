@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from cufa.counters import COUNTER_BYTES
 from cufa.device import Device
 from cufa.launch import FeatureValues, pack_attention, pack_features, pack_merge, pack_softmax
 from cufa.plan import Plan, make_plan, make_probabilities_plan
+from cufa.plan.sizes import TENSOR_MAP_BYTES
 from cufa.plan.standard import merge_launch, softmax_launch
 from cufa.problem import (
     DTYPES,
@@ -33,7 +36,7 @@ from cufa.problem import (
     output_shape,
 )
 
-from . import KERNELS, Module, extent
+from . import KERNELS, EmulatorError, Module, extent
 
 Array: TypeAlias = npt.NDArray[Any]
 Tiles: TypeAlias = Mapping[str, int]
@@ -44,6 +47,12 @@ NO_VALUES = FeatureValues()
 # Around each array, so that what lies beyond its ends belongs to no other.
 _MARGIN_BYTES = 1 << 16
 _MAX_ALIGN_BYTES = 16
+
+# runtime/boxes.hpp's TensorDescription, in the room of a TensorMap.
+_TENSOR_MAP = struct.Struct(f"=2q 9I 4x 3q {TENSOR_MAP_BYTES - 80}x")
+_TENSOR_MAGIC = 0x70614D726F736E54
+_MAX_BOX = 256
+assert _TENSOR_MAP.size == TENSOR_MAP_BYTES
 
 
 def attention(
@@ -57,6 +66,7 @@ def attention(
     values: FeatureValues = NO_VALUES,
     kernel: str | None = None,
     tiles: Tiles | None = None,
+    device: Device = DEVICE,
     checked: bool = True,
     folder: Path = KERNELS,
     **side: Array,
@@ -69,7 +79,7 @@ def attention(
     """
     arrays = {"q": q, "k": k, "v": v, **side}
     options = Options(causal, window, values.softcap > 0, values.dropout_p > 0)
-    plan = _plan("forward", arrays, options, kernel, tiles)
+    plan = _plan("forward", arrays, options, kernel, tiles, device)
     problem = plan.problem
     arrays["out"] = np.empty(output_shape(problem, "bshd"), DTYPES[problem.dtype])
     arrays["lse"] = np.empty(lse_shape(problem), problem.accumulator)
@@ -119,6 +129,7 @@ def attention_backward(
     gradients: tuple[str, ...] = (),
     kernel: str | None = None,
     tiles: Tiles | None = None,
+    device: Device = DEVICE,
     checked: bool = True,
     folder: Path = KERNELS,
     **side: Array,
@@ -131,7 +142,7 @@ def attention_backward(
     """
     arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, **side}
     options = Options(causal, window, values.softcap > 0, values.dropout_p > 0, deterministic, gradients)
-    plan = _plan("backward", arrays, options, kernel, tiles)
+    plan = _plan("backward", arrays, options, kernel, tiles, device)
     outputs = [f"d{name}" for name in ("q", "k", "v", *gradients)]
     for name in outputs:
         arrays[name] = np.empty(arrays[name[1:]].shape, arrays[name[1:]].dtype)
@@ -189,6 +200,7 @@ def _plan(
     options: Options,
     kernel: str | None,
     tiles: Tiles | None,
+    device: Device = DEVICE,
 ) -> Plan:
     shapes = {name: array.shape for name, array in arrays.items()}
     dtypes = {name: array.dtype for name, array in arrays.items()}
@@ -199,7 +211,7 @@ def _plan(
     strides = [stride for array in tensors for stride in array.strides[:-1]]
     rows = [problem.head_dim * problem.itemsize, problem.value_dim * problem.itemsize]
     align_bytes = math.gcd(_MAX_ALIGN_BYTES, *strides, *rows)
-    return make_plan(replace(problem, align_bytes=align_bytes), DEVICE, kernel, tiles)
+    return make_plan(replace(problem, align_bytes=align_bytes), device, kernel, tiles)
 
 
 def _run(
@@ -218,7 +230,8 @@ def _run(
         name: _placed(array, problem.align_bytes if name in tensors else array.itemsize, name in outputs)
         for name, array in arrays.items()
     }
-    workspace = _placed(np.empty(plan.workspace_bytes, np.uint8), _MAX_ALIGN_BYTES, is_output=True)
+    workspace = _workspace(plan)
+    maps = b"".join(tensor_map(placed[tensors[box.tensor]], box.rows, box.cols) for box in plan.boxes)
     fields = [field for name in tensors for field in _fields(placed[name])]
     lse, scale = placed["lse"].ctypes.data, check_scale(softmax_scale, problem.head_dim)
     side = {name: array for name, array in placed.items() if name not in tensors}
@@ -226,10 +239,48 @@ def _run(
     module = Module(plan.source, plan.macros, checked, folder)
     for launch in plan.launches:
         for step in range(launch.steps):
-            params = pack_attention(problem, fields, lse, workspace.ctypes.data, scale, features, step)
+            params = maps + pack_attention(problem, fields, lse, workspace.ctypes.data, scale, features, step)
+            params = params.ljust(int(dict(plan.macros)["PARAMS_BYTES"]), b"\0")
             buffers = {**placed, "workspace": workspace}
             module.launch(launch.entry, launch.grid, launch.block, launch.smem_bytes, params, buffers)
+    if plan.boxes and not plan.scratch and workspace.any():
+        raise EmulatorError(f"{plan.kernel} leaves its counter at {workspace.view(np.uint32)[0]}")
     return placed
+
+
+def tensor_map(tensor: Array, rows: int, cols: int) -> bytes:
+    """What the emulator takes for a tensor map, of an array (batch, rows, heads, columns) of which a copy
+    brings so many rows and columns of one head. Packed sequences are one batch.
+    """
+    if tensor.ndim == 3:
+        tensor = tensor[None]
+    batch, seqlen, heads, dim = tensor.shape
+    batch_stride, row_stride, head_stride, _ = tensor.strides
+    extents = dim, seqlen, heads, batch
+    # The hardware's own rules (CUDA driver API, cuTensorMapEncodeTiled).
+    if any(value % 16 for value in (tensor.ctypes.data, row_stride, head_stride, batch_stride)):
+        raise ValueError("the copy engine takes multiples of 16 bytes alone")
+    if not (0 < rows <= _MAX_BOX and 0 < cols <= _MAX_BOX):
+        raise ValueError(f"a box has 1 to {_MAX_BOX} rows and columns, not {rows} and {cols}")
+    return _TENSOR_MAP.pack(
+        _TENSOR_MAGIC,
+        tensor.ctypes.data,
+        tensor.itemsize,
+        *extents,
+        *(cols, rows, 1, 1),
+        row_stride,
+        head_stride,
+        batch_stride,
+    )
+
+
+def _workspace(plan: Plan) -> Array:
+    """Scratch, or a counter at 0 for a kernel with boxes."""
+    if plan.scratch or not plan.boxes:
+        return _placed(np.empty(plan.workspace_bytes, np.uint8), _MAX_ALIGN_BYTES, is_output=True)
+    counter = _placed(np.empty(COUNTER_BYTES, np.uint8), _MAX_ALIGN_BYTES, is_output=True)
+    counter[:] = 0
+    return counter
 
 
 def _fields(tensor: Array) -> tuple[int, ...]:

@@ -21,6 +21,9 @@ struct uint3 {
 struct dim3 {
     unsigned int x, y, z;
 };
+struct __align__(16) uint4 {
+    unsigned int x, y, z, w;
+};
 extern __thread const uint3 threadIdx, blockIdx;
 extern __thread const dim3 blockDim, gridDim;
 constexpr int warpSize = 32;
@@ -141,6 +144,9 @@ inline int __all_sync(unsigned mask, int predicate, EMULATOR_HERE) {
 template <class T>
 T atomicAdd(T* address, T value) {
     return emulator::atomic_add(address, value);
+}
+inline unsigned atomicInc(unsigned* address, unsigned last) {
+    return emulator::atomic_increment(address, last);
 }
 
 extern "C" {

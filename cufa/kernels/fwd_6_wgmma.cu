@@ -176,11 +176,11 @@ __device__ inline void inspect(Smem& smem, const Params& params, int inspector) 
                 found = finds_nonfinite<kLookers>(smem.v[v_at.stage], inspector * 32 + lane);
             }
             found = __any_sync(0xffffffffu, found);
+            __syncwarp();  // a vote says nothing of what was read
             if (lane == 0) {
                 smem.v_nonfinite[v_at.stage][inspector] = found;
                 ptx::barrier_arrive(smem.v_inspected[v_at.stage]);
             }
-            __syncwarp();
             release(smem.v_ring, v_at);
         }
     }
@@ -454,7 +454,7 @@ struct Consumer {
                     }
             }
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
-        clear_nonfinite<kWarpgroup>(v);
+        clear_nonfinite<kConsumers * kWarpgroup>(v, threadIdx.x - kWarpgroup);
         ptx::proxy_fence();
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
     }
@@ -526,6 +526,7 @@ struct Consumer {
         const int count = sequence.seqlen_q - first_row;
         for (int i = threadIdx.x % kWarpgroup; i < count * kRowChunks; i += kWarpgroup) {
             const int row = i / kRowChunks, col = i % kRowChunks * kChunkCols;
+            if (first_col + col >= kValueDim) continue;
             const Chunk chunk = *reinterpret_cast<const Chunk*>(rows.at(row, col));
 #pragma unroll
             for (int e = 0; e < kChunkCols; ++e) {

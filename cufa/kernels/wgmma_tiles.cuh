@@ -200,12 +200,12 @@ __device__ inline bool finds_nonfinite(const Tile& tile, int thread) {
     return ((sums[0] | sums[1] | sums[2] | sums[3]) & kMagnitudes) != 0;
 }
 
-// Makes NaN and infinity in a tile zero. Threads may do it together, or several times over.
+// Makes NaN and infinity in a tile zero; `thread` is one of Threads that do it together.
 template <int Threads, class Tile>
-__device__ inline void clear_nonfinite(Tile& tile) {
+__device__ inline void clear_nonfinite(Tile& tile, int thread) {
     scalar_t* const values = &tile.data[0][0][0];
 #pragma unroll 1
-    for (int i = threadIdx.x % Threads; i < Tile::kBytes / int(sizeof(scalar_t)); i += Threads) {
+    for (int i = thread; i < Tile::kBytes / int(sizeof(scalar_t)); i += Threads) {
         if (!is_finite(values[i])) values[i] = scalar_t{};
     }
 }

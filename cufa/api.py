@@ -87,10 +87,11 @@ def attention(
     corner: query i stands at key i + seqlen_k - seqlen_q.
 
     Args:
-        q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64; head_dim 1 to 256.
+        q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64; head_dim 1 to 512
+            (256 if gradients are wanted).
         k: (batch, seqlen_k, kv_heads, head_dim), as q; heads must be a multiple of kv_heads, and query
             head h reads KV head h // (heads // kv_heads).
-        v: (batch, seqlen_k, kv_heads, value_dim), as q; value_dim 1 to 256.
+        v: (batch, seqlen_k, kv_heads, value_dim), as q; value_dim 1 to 512.
         causal: a query sees no key after the diagonal.
         window: (left, right): how many keys before and after the diagonal a query sees; None or -1 on a
             side is all of them. With `causal` right is 0.

@@ -18,7 +18,7 @@ import numpy as np
 Direction = Literal["forward", "backward"]
 Shape = tuple[int, ...]
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM: Mapping[Direction, int] = {"forward": 512, "backward": 256}
 # The widest access that a kernel makes: what knowing a larger alignment would not improve on.
 MAX_ALIGN_BYTES = 16
 # Lengths and counts are 32-bit in the kernels' parameters; products of them are 64-bit.
@@ -339,10 +339,10 @@ def _tensors(
     if k[-1] != q[-1]:
         raise ValueError(f"k has shape {k} and q {q}; the head dim (last axis) must be the same")
     for name in ("q", "v"):
-        if not 1 <= shapes[name][-1] <= MAX_HEAD_DIM:
+        if not 1 <= shapes[name][-1] <= MAX_HEAD_DIM[direction]:
             raise ValueError(
                 f"{name} has head dim {shapes[name][-1]} (shape {shapes[name]}); "
-                f"it may be 1 to {MAX_HEAD_DIM}"
+                f"it may be 1 to {MAX_HEAD_DIM[direction]}"
             )
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads != 0):
         raise ValueError(

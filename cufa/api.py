@@ -61,6 +61,7 @@ def attention(
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     seqused_k: Any = None,
+    precision: str = "ieee",
     layout: str = "bshd",
     return_lse: bool = False,
     return_attn_probs: bool = False,
@@ -86,10 +87,11 @@ def attention(
     corner: query i stands at key i + seqlen_k - seqlen_q.
 
     Args:
-        q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64; head_dim 1 to 256.
+        q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64; head_dim 1 to 512
+            (256 if gradients are wanted).
         k: (batch, seqlen_k, kv_heads, head_dim), as q; heads must be a multiple of kv_heads, and query
             head h reads KV head h // (heads // kv_heads).
-        v: (batch, seqlen_k, kv_heads, value_dim), as q; value_dim 1 to 256.
+        v: (batch, seqlen_k, kv_heads, value_dim), as q; value_dim 1 to 512.
         causal: a query sees no key after the diagonal.
         window: (left, right): how many keys before and after the diagonal a query sees; None or -1 on a
             side is all of them. With `causal` right is 0.
@@ -112,6 +114,8 @@ def attention(
         cu_seqlens_k: the same for k and v, (tokens, kv_heads, ...).
         seqused_k: (batch,) int32: only so many keys of each sequence count; the last one seen is the
             diagonal's end.
+        precision: of float32 products: "ieee" for the error of float32, or "tf32", which is faster: tensor
+            cores round their operands to 10 bits of mantissa. On the CPU there is no difference.
         layout: "bshd" as above, or "bhsd" for (batch, heads, seqlen, head_dim).
         return_lse: also return the log-sum-exp of the scores, which the backward needs.
         return_attn_probs: also return the LSE and the probabilities, (batch, heads, seqlen_q, seqlen_k) of
@@ -140,7 +144,9 @@ def attention(
         LaunchError, CompileError: the driver or NVRTC refused the kernel.
     """
     values = _feature_values(softcap, dropout_p, seed, offset)
-    options = Options(causal, window, values.softcap > 0, values.dropout_p > 0, layout=layout)
+    options = Options(
+        causal, window, values.softcap > 0, values.dropout_p > 0, layout=layout, precision=precision
+    )
     inputs = {"q": q, "k": k, "v": v} | _given(
         bias=bias,
         mask=mask,
@@ -197,6 +203,7 @@ def attention_backward(
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     seqused_k: Any = None,
+    precision: str = "ieee",
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsink: bool = False,
@@ -239,6 +246,7 @@ def attention_backward(
         cu_seqlens_q: as in the forward call.
         cu_seqlens_k: as in the forward call.
         seqused_k: as in the forward call; keys beyond it have gradient 0.
+        precision: as in `attention`; it need not be that of the forward call.
         deterministic: the same bits in every run; on a GPU that takes longer.
         return_dbias: also return the gradient of the bias.
         return_dsink: also return the gradient of the sink.
@@ -276,6 +284,7 @@ def attention_backward(
         deterministic,
         tuple(gradients)[3:],
         layout,
+        precision,
     )
     inputs = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse} | _given(
         dlse=dlse,
@@ -354,6 +363,7 @@ def plan(
     dropout_p: float = 0.0,
     deterministic: bool = False,
     gradients: tuple[str, ...] = (),
+    precision: str = "ieee",
     layout: str = "bshd",
     kernel: str | None = None,
     tiles: Tiles | None = None,
@@ -374,6 +384,7 @@ def plan(
         dropout_p: as in `attention`.
         deterministic: as in `attention_backward`.
         gradients: of "bias" and "sink" those whose gradients are wanted too.
+        precision: as in `attention`.
         layout: as in `attention`.
         kernel: as in `attention`.
         tiles: as in `attention`.
@@ -394,7 +405,7 @@ def plan(
     direction: Direction = "backward" if backward else "forward"
     named = {"q": q, "k": k, "v": v} | _given(**side)
     described = {name: _Described(name, array) for name, array in named.items()}
-    options = Options(causal, window, softcap > 0, dropout_p > 0, deterministic, gradients, layout)
+    options = Options(causal, window, softcap > 0, dropout_p > 0, deterministic, gradients, layout, precision)
     problem = _problem_of(direction, described, options)
     row_bytes = (problem.head_dim | problem.value_dim) * problem.itemsize
     return make_plan(replace(problem, align_bytes=_alignment(row_bytes)), target(arch), kernel, tiles)

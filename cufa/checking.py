@@ -3,6 +3,9 @@
 The truth is `cufa.reference`, in float64 (for float64 results in numpy.longdouble). The measure is what
 standard attention computed in the same dtype gets wrong: a result may be `OUTPUT_FACTOR` times as far
 off, a gradient `GRADIENT_FACTOR` times, and two roundings more.
+
+float32 with precision="tf32" is held to standard attention in tf32: every matrix, the inputs among them, is
+rounded to the 10 bits of mantissa that tensor cores take, and sums are float32.
 """
 # The papers write matrices in capitals (S, P, O, dP, dS), and so does this file.
 # ruff: noqa: N803, N806
@@ -21,6 +24,8 @@ from cufa import reference
 from cufa.problem import DTYPES, accumulator_dtype, four_axes
 
 Array: TypeAlias = npt.NDArray[Any]
+
+TF32_MANTISSA_BITS = 10
 
 OUTPUT_FACTOR = 2
 GRADIENT_FACTOR = 3
@@ -121,27 +126,29 @@ def judge(dtype_name: str) -> npt.DTypeLike:
     return np.longdouble if dtype_name == "float64" else np.float64
 
 
-def standard_attention(dtype_name: str, q: Array, k: Array, v: Array, **rules: Any) -> tuple[Array, Array]:
+def standard_attention(
+    dtype_name: str, q: Array, k: Array, v: Array, precision: str = "ieee", **rules: Any
+) -> tuple[Array, Array]:
     """Attention by whole matrices in one dtype: out in that dtype, lse as kernels have it.
 
     S, P, O and what is between them are each rounded to the dtype; products and sums are float32 (float64
     for float64), as in tensor cores and BLAS. NaN and Inf count as 0: it is rounding that is measured.
     Shapes and rules are those of `cufa.reference.attention`.
     """
-    rounded = Rounded(dtype_name)
-    out, lse = reference.attention(
-        *finite(q, k, v), dtype=rounded.sums, rounded=rounded, **with_finite_bias(rules)
-    )
+    rounded = Rounded(dtype_name, precision)
+    inputs = map(rounded, finite(q, k, v))
+    out, lse = reference.attention(*inputs, dtype=rounded.sums, rounded=rounded, **with_finite_bias(rules))
     return out.astype(rounded.dtype), lse
 
 
 def standard_attention_backward(
-    dtype_name: str, dout: Array, q: Array, k: Array, v: Array, **rules: Any
+    dtype_name: str, dout: Array, q: Array, k: Array, v: Array, precision: str = "ieee", **rules: Any
 ) -> tuple[Array, ...]:
     """Gradients by whole matrices in one dtype: P, dP, dS and the results are each rounded to it."""
-    rounded = Rounded(dtype_name)
+    rounded = Rounded(dtype_name, precision)
+    inputs = map(rounded, finite(dout, q, k, v))
     gradients = reference.attention_backward(
-        *finite(dout, q, k, v), dtype=rounded.sums, rounded=rounded, **with_finite_bias(rules)
+        *inputs, dtype=rounded.sums, rounded=rounded, **with_finite_bias(rules)
     )
     results = dict(zip(gradient_names(rules), gradients, strict=True))
     dtypes = dict.fromkeys(results, rounded.dtype)
@@ -159,6 +166,7 @@ def compare_results(
     dout: Array,
     results: Mapping[str, Array],
     *,
+    precision: str = "ieee",
     dlse: Array | None = None,
     **rules: Any,
 ) -> list[Comparison]:
@@ -170,19 +178,22 @@ def compare_results(
     dtype_name, inputs = str(q.dtype), (q, k, v)
     rules_of_gradients = {"dlse": dlse, **rules}
     rules_of_gradients |= {f"return_{what}": what in results for what in ("dbias", "dsink")}
-    rounding = rounding_of_sums(dtype_name, *inputs, dout, **rules_of_gradients)
+    rounding = rounding_of_sums(dtype_name, *inputs, dout, precision=precision, **rules_of_gradients)
     exact: dict[str, Array] = {}
     standard: dict[str, Array] = {}
     if "out" in results or "lse" in results:
         names: tuple[str, ...] = ("out", "lse")
         truth: tuple[Array, ...] = reference.attention(*inputs, dtype=judge(dtype_name), **rules)
         exact |= zip(names, truth, strict=True)
-        standard |= zip(names, standard_attention(dtype_name, *inputs, **rules), strict=True)
+        baseline: tuple[Array, ...] = standard_attention(dtype_name, *inputs, precision=precision, **rules)
+        standard |= zip(names, baseline, strict=True)
     if results.keys() - {"out", "lse"}:
         inputs_and_dout, names = (dout, *inputs), gradient_names(rules_of_gradients)
         truth = reference.attention_backward(*inputs_and_dout, dtype=judge(dtype_name), **rules_of_gradients)
         exact |= zip(names, truth, strict=True)
-        baseline = standard_attention_backward(dtype_name, *inputs_and_dout, **rules_of_gradients)
+        baseline = standard_attention_backward(
+            dtype_name, *inputs_and_dout, precision=precision, **rules_of_gradients
+        )
         standard |= zip(names, baseline, strict=True)
     tokens = {what: _tokens(what, rules) for what in results}
     return [
@@ -227,6 +238,7 @@ def rounding_of_sums(
     v: Array,
     dout: Array,
     *,
+    precision: str = "ieee",
     dlse: Array | None = None,
     return_dbias: bool = False,
     return_dsink: bool = False,
@@ -242,7 +254,7 @@ def rounding_of_sums(
     """
     q, k, v, dout = (x.astype(np.float64) for x in finite(q, k, v, dout))
     rules = with_finite_bias(rules)
-    rounded = Rounded(dtype_name)
+    rounded = Rounded(dtype_name, precision)
     squares: dict[str, Any] = {"lse": np.zeros(())}
     squares |= {what: np.zeros(x.shape) for what, x in (("out", dout), ("dq", q), ("dk", k), ("dv", v))}
     if return_dbias:
@@ -279,8 +291,8 @@ def squared_roundings(
 ) -> dict[str, Array]:
     """What rounding moves by at most, element by element, squared.
 
-    The matrices that products take are rounded to the dtype of the problem; S and LSE are rounded to the
-    dtype of the sums, which moves P = exp(S - LSE) by as much relative to P.
+    The matrices that products take are rounded to the dtype of the problem, or to tf32; S and LSE are rounded
+    to the dtype of the sums, which moves P = exp(S - LSE) by as much relative to P.
 
     Args:
         rounded: the dtypes.
@@ -300,16 +312,17 @@ def squared_roundings(
     S, slope = head.scores(Q, K)
     lse, dlse = lse[:, None], dlse[:, None]
     size_lse, size_S = (np.where(np.isneginf(x), 0, np.abs(x)) for x in (lse, S))
-    size_S += abs(head.scale) * np.sqrt(Q**2 @ K.T**2)
-    exponent2 = (_half_epsilon(rounded.sums) * (size_S + size_lse)) ** 2
-    P2 = head.probabilities(S, lse) ** 2 * (_half_epsilon(rounded.dtype) ** 2 + exponent2)
+    size_product = abs(head.scale) * np.sqrt(Q**2 @ K.T**2)
+    exponent2 = (_half_epsilon(rounded.sums) * (size_S + size_product + size_lse)) ** 2
+    exponent2 += 2 * (rounded.input_error * size_product) ** 2
+    P2 = head.probabilities(S, lse) ** 2 * (rounded.error**2 + exponent2)
     weights2 = P2 * head.kept**2
     D2 = (dO**2 * O**2).sum(axis=1, keepdims=True) + dlse**2
     dS2 = P2 * (head.kept**2 * (dO**2 @ V.T**2) + D2)
     # The slope is 1 - tanh^2, and tanh is rounded.
     dproduct2 = head.scale**2 * dS2 * (slope**2 + (2 * (1 - slope)) ** 2)
     sink2 = (_half_epsilon(rounded.sums) * (np.abs(head.sink) + size_lse)) ** 2
-    sink2 = head.sink_probability(lse) ** 2 * (_half_epsilon(rounded.dtype) ** 2 + sink2)
+    sink2 = head.sink_probability(lse) ** 2 * (rounded.error**2 + sink2)
     return {
         "out": weights2 @ V**2,
         "lse": exponent2,
@@ -322,15 +335,32 @@ def squared_roundings(
 
 
 class Rounded:
-    """Rounds to one dtype what is kept in the dtype that products are summed in."""
+    """Rounds to one dtype, or to tf32, what is kept in the dtype that products are summed in.
 
-    def __init__(self, dtype_name: str) -> None:
+    `error` is the largest relative error of that, `input_error` what the inputs suffer of it.
+    """
+
+    def __init__(self, dtype_name: str, precision: str = "ieee") -> None:
         self.dtype = DTYPES[dtype_name]
         self.sums = accumulator_dtype(dtype_name)
+        self.tf32 = precision == "tf32"
+        self.error = 2.0**-TF32_MANTISSA_BITS / 2 if self.tf32 else _half_epsilon(self.dtype)
+        self.input_error = self.error if self.tf32 else 0.0
 
     def __call__(self, x: Array) -> Array:
         """`x` as it is after it was stored in the dtype."""
+        if self.tf32:
+            return _to_tf32(x.astype(self.sums))
         return x.astype(self.dtype).astype(self.sums)
+
+
+def _to_tf32(x: Array) -> Array:
+    """The nearest float32 with the mantissa of tf32; ties go away from 0, as tensor cores' operands do."""
+    dropped = np.finfo(np.float32).nmant - TF32_MANTISSA_BITS
+    half = np.uint32(1 << (dropped - 1))
+    bits = x.view(np.uint32) + np.where(np.isfinite(x), half, np.uint32(0))
+    rounded: Array = (bits & ~np.uint32((1 << dropped) - 1)).view(np.float32)
+    return np.where(np.isnan(x), x, rounded)
 
 
 def finite(*arrays: Array) -> list[Array]:

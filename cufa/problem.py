@@ -18,7 +18,7 @@ import numpy as np
 Direction = Literal["forward", "backward"]
 Shape = tuple[int, ...]
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM: Mapping[Direction, int] = {"forward": 512, "backward": 256}
 # The widest access that a kernel makes: what knowing a larger alignment would not improve on.
 MAX_ALIGN_BYTES = 16
 # Lengths and counts are 32-bit in the kernels' parameters; products of them are 64-bit.
@@ -31,6 +31,10 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float64": np.dtype(np.float64),
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+# How float32 products may be computed: as exactly as float32 sums of them are, or from operands that are
+# rounded to tf32, of which 10 bits are the mantissa's.
+PRECISIONS = ("ieee", "tf32")
 
 # Where a layout has batch, seqlen and heads; head_dim is last in each.
 LAYOUTS: dict[str, tuple[int, int, int]] = {"bshd": (0, 1, 2), "bhsd": (0, 2, 1)}
@@ -175,8 +179,9 @@ class Problem:
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         dims = self.head_dim if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
         features = f", with {', '.join(self.features.names)}" if self.features.names else ""
+        dtype = f"{self.dtype} as tf32" if self.features.tf32 else self.dtype
         return (
-            f"{self.direction} {self.dtype}{' causal' if self.causal else ''}, batch {self.batch}, "
+            f"{self.direction} {dtype}{' causal' if self.causal else ''}, batch {self.batch}, "
             f"seqlen {self.seqlen_q} x {self.seqlen_k}, heads {heads}, head dim {dims}{features}"
         )
 
@@ -202,6 +207,7 @@ class Options(NamedTuple):
     deterministic: bool = False
     gradients: tuple[str, ...] = ()
     layout: str = "bshd"
+    precision: str = "ieee"
 
 
 def check_options(options: Options) -> None:
@@ -210,6 +216,8 @@ def check_options(options: Options) -> None:
         raise TypeError(f"causal is {options.causal!r}; it may be True or False")
     if not isinstance(options.deterministic, (bool, np.bool_, int)):
         raise TypeError(f"deterministic is {options.deterministic!r}; it may be True or False")
+    if options.precision not in PRECISIONS:
+        raise ValueError(f"precision is {options.precision!r}; it may be {' or '.join(PRECISIONS)}")
     check_layout(options.layout)
     check_window(options.window)
 
@@ -331,10 +339,10 @@ def _tensors(
     if k[-1] != q[-1]:
         raise ValueError(f"k has shape {k} and q {q}; the head dim (last axis) must be the same")
     for name in ("q", "v"):
-        if not 1 <= shapes[name][-1] <= MAX_HEAD_DIM:
+        if not 1 <= shapes[name][-1] <= MAX_HEAD_DIM[direction]:
             raise ValueError(
                 f"{name} has head dim {shapes[name][-1]} (shape {shapes[name]}); "
-                f"it may be 1 to {MAX_HEAD_DIM}"
+                f"it may be 1 to {MAX_HEAD_DIM[direction]}"
             )
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads != 0):
         raise ValueError(
@@ -390,6 +398,8 @@ def _features(
     for name in ("bias", "mask"):
         if name in shapes:
             _check_score_array(name, problem, shapes[name], dtypes[name], "cu_seqlens_q" in shapes)
+    if options.precision == "tf32" and problem.dtype != "float32":
+        raise ValueError(f"precision is 'tf32', which is for float32, and the arrays are {problem.dtype}")
     for name in options.gradients:
         if name not in shapes:
             raise ValueError(f"the gradient of {name} is asked for, and there is no {name}")
@@ -408,6 +418,7 @@ def _features(
         dlse="dlse" in shapes,
         deterministic=bool(options.deterministic),
         gradients=options.gradients,
+        tf32=options.precision == "tf32",
     )
 
 

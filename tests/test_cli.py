@@ -220,6 +220,12 @@ def test_run_draws_the_same_numbers_for_the_same_seed(tmp_path):
     assert not np.array_equal(outputs[0], outputs[2])
 
 
+def test_head_dims_without_gradients_are_larger():
+    sizes = ("--batch", 1, "--seqlen", 40, "--heads", 1, "--head-dim", 300)
+    assert run_json("run", *sizes, "--no-backward")["check"]["ok"]
+    assert "head dim 300" in refused("run", *sizes)
+
+
 def test_run_without_backward():
     document = run_json("run", *SMALL, "--no-backward")
     assert [step["direction"] for step in document["steps"]] == ["forward"]
@@ -344,6 +350,20 @@ def test_run_checks_features_and_their_gradients(options, names, gradients):
     assert document["check"]["coverage"] == "every element"
     results = [result["name"] for result in document["check"]["results"]]
     assert results == ["out", "lse", "dq", "dk", "dv", *gradients]
+
+
+@pytest.mark.parametrize("scores", [2**22, 200])
+def test_precision_is_told_and_what_is_checked_by(monkeypatch, scores):
+    monkeypatch.setattr(check, "MAX_SCORES", scores)
+    ieee, tf32 = (run_json("run", *SMALL, "--precision", precision) for precision in ("ieee", "tf32"))
+    for strict, loose in zip(ieee["check"]["results"], tf32["check"]["results"], strict=True):
+        assert loose["ok"]
+        assert 100 * strict["allowed"] < loose["allowed"] < 0.05, strict["name"]
+    assert "float32 as tf32" in run("run", *SMALL, "--precision", "tf32").stdout
+    assert "which is for float32" in refused("run", *SMALL, "--dtype", "float16", "--precision", "tf32")
+    arguments = ("bench", "--seqlens", 16, "--tokens", 16, "--repeats", 1, "--precision", "tf32")
+    assert [point["precision"] for point in run_json(*arguments)["points"]] == ["tf32", "tf32"]
+    assert "float32 as tf32" in run(*arguments).stdout
 
 
 def test_run_of_packed_sequences():
@@ -1003,6 +1023,9 @@ def test_compile_of_variants_with_features():
     assert "fwd_1_naive does not support alibi_slopes" in refused("compile", "fwd_1_naive", *TINY, "--alibi")
     assert "give --bias, too" in refused("compile", "fwd_1_naive", *TINY, "--dbias")
     assert "give --sink, too" in refused("compile", "fwd_1_naive", *TINY, "--dsink")
+    tf32 = ("--dtype", "float32", "--precision", "tf32")
+    assert "float32 as tf32" in run("compile", "softmax", *TINY, *tf32).stdout
+    assert "is for float32" in refused("compile", "fwd_4_flash_v2", *TINY, "--precision", "tf32")
 
 
 @nvrtc

@@ -161,6 +161,7 @@ def test_fragments_and_copies(launch):
         "transposed": np.zeros((32, 4), np.uint32),
         "f16": np.zeros((32, 4), np.float32),
         "bf16": np.zeros((32, 4), np.float32),
+        "turing": np.zeros((32, 4), np.float32),
         "copied": np.zeros((16, 16), np.float16),
     }
     launch("fragments", 1, 32, arrays, ())
@@ -175,7 +176,7 @@ def test_fragments_and_copies(launch):
         np.testing.assert_array_equal(transposed[:, i].reshape(8, 8), matrix.T)
 
     # Of the product, two registers are of its upper eight rows and two of the lower ("mma.m16n8k16").
-    for name, dtype in (("f16", np.float16), ("bf16", ml_dtypes.bfloat16)):
+    for name, dtype in (("f16", np.float16), ("bf16", ml_dtypes.bfloat16), ("turing", np.float16)):
         left, right = a.view(dtype).astype(np.float64), b.view(dtype)[:, :8].astype(np.float64)
         product = arrays[name].reshape(32, 2, 2).swapaxes(0, 1).reshape(16, 8)
         error = np.abs(product - (left @ right + 1))
@@ -185,11 +186,38 @@ def test_fragments_and_copies(launch):
     assert not arrays["copied"][15].any()
 
 
-# Hopper's instructions have no twins yet.
-HEADERS = sorted(path.name for path in emulator.KERNELS.glob("ptx_*.cuh") if "sm90" not in path.name)
+def test_wide_fragments(launch):
+    rng = np.random.default_rng(4)
+    a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((16, 8), (8, 8)))
+    a64, b64 = rng.standard_normal((16, 16)), rng.standard_normal((16, 8))
+    arrays = {
+        "a": a,
+        "b": b,
+        "rounded": np.zeros((16, 8), np.uint32),
+        "tf32": np.zeros((32, 4), np.float32),
+        "a64": a64,
+        "b64": b64,
+        "f64": np.zeros((32, 4)),
+        "small": np.zeros((32, 2)),
+    }
+    launch("wide_fragments", 1, 32, arrays, ())
+
+    def product_of(name):
+        return arrays[name].reshape(32, -1, 2).swapaxes(0, 1).reshape(-1, 8)
+
+    def cut(x):
+        return (x.view(np.uint32) & 0xFFFFE000).view(np.float32)
+
+    np.testing.assert_array_equal(arrays["rounded"].view(np.float32), cut(a / 2))
+    left, right = (cut(x).astype(np.float64) for x in (a, b))
+    error = np.abs(product_of("tf32") - (left @ right + 1))
+    assert (error <= 1e-6 * (np.abs(left) @ np.abs(right) + 1)).all()
+    np.testing.assert_allclose(product_of("f64"), a64 @ b64 + 1, rtol=1e-13, atol=1e-13)
+    small = a64[:8, :4] @ b64[:4] + 1
+    np.testing.assert_allclose(product_of("small"), small, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("header", HEADERS)
+@pytest.mark.parametrize("header", sorted(path.name for path in emulator.KERNELS.glob("ptx_*.cuh")))
 def test_every_wrapper_of_ptx_has_a_twin(header):
     # What only wrappers call is theirs alone.
     private = {"shared_address"}

@@ -94,6 +94,15 @@ def test_lengths_of_packed_sequences(rng, kernel, dtype):
             check(kernel, Case(type(problem)(*parts), {"causal": True}, cu_seqlens, None, (), False))
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.3, -2.0])
+@pytest.mark.parametrize("features", [(), ("causal",), ("bias", "causal")])
+@pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
+def test_scales_that_are_not_positive(rng, kernel, dtype, features, scale):
+    case = draw_case(rng, dtype, features, seqlen_q=39, seqlen_k=53, **SIZES)
+    case.numbers["softmax_scale"] = scale
+    check(kernel, case)
+
+
 @pytest.mark.parametrize("bias_dtype", DTYPES)
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_dtypes_of_the_bias(rng, kernel, dtype, bias_dtype):
@@ -147,6 +156,27 @@ def test_the_tiles_that_the_plan_chooses(rng, kernel, dtype, features):
         **case.emulator_forward,
     )
     assert_attention(out, lse, case.problem, **case.forward)
+
+
+@pytest.mark.parametrize("dims", [(320, 512), (512, 264)])
+@pytest.mark.parametrize(("kernel", "dtype"), BY_DTYPE)
+def test_wide_head_dims(rng, kernel, dtype, dims):
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": dims[0], "head_dim_v": dims[1]}
+    case = draw_case(rng, dtype, ["window", "sink", "dropout"], seqlen_q=70, seqlen_k=85, **sizes)
+    hide_nan(case)
+    with np.errstate(invalid="ignore"):
+        inputs = case.problem.q, case.problem.k, case.problem.v
+        out, lse = calls.attention(*inputs, kernel=kernel, **case.emulator_forward)
+    assert_attention(out, lse, case.problem, **case.forward)
+
+
+def test_warps_that_share_rows(rng):
+    """Also where the part of the last one has padding, and where NaN is taken out of V."""
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 40}
+    for value_dim in (8, 40, 72):
+        case = draw_case(rng, "float16", ["causal"], seqlen_q=50, seqlen_k=50, **sizes, head_dim_v=value_dim)
+        case.problem.v[:, 30] = np.nan
+        check("fwd_5_mma", case, tiles={"block_m": 32, "block_n": 16, "threads": 128, "split": 2})
 
 
 def test_strides_of_bias_and_mask(rng):

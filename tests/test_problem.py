@@ -94,7 +94,7 @@ def test_causal_of_numpy_becomes_a_plain_bool() -> None:
         {"q": (2, 5, 0, 8)},
         {"q": (2, 5, 0, 8), "k": (2, 7, 0, 8), "v": (2, 7, 0, 4)},
         {"q": (2, 5, 6, 1), "k": (2, 7, 3, 1)},
-        {"q": (2, 5, 6, MAX_HEAD_DIM), "k": (2, 7, 3, MAX_HEAD_DIM), "v": (2, 7, 3, MAX_HEAD_DIM)},
+        {"q": (2, 5, 6, 512), "k": (2, 7, 3, 512), "v": (2, 7, 3, 512)},
         {"q": (2, MAX_EXTENT, 6, 8), "k": (2, MAX_EXTENT, 3, 8), "v": (2, MAX_EXTENT, 3, 4)},
         {"q": (2, 5, 3, 8)},
         {"k": (2, 7, 1, 8), "v": (2, 7, 1, 4)},
@@ -130,15 +130,15 @@ def test_what_is_at_a_limit_is_allowed(shapes: dict[str, Any], layout: str) -> N
             "k has shape (2, 7, 3, 4) and q (2, 5, 6, 8); the head dim (last axis) must be the same",
         ),
         (
-            {"q": (2, 5, 6, 257), "k": (2, 7, 3, 257)},
-            "q has head dim 257 (shape (2, 5, 6, 257)); it may be 1 to 256",
+            {"q": (2, 5, 6, 513), "k": (2, 7, 3, 513)},
+            "q has head dim 513 (shape (2, 5, 6, 513)); it may be 1 to 512",
         ),
         (
             {"q": (2, 5, 6, 0), "k": (2, 7, 3, 0)},
-            "q has head dim 0 (shape (2, 5, 6, 0)); it may be 1 to 256",
+            "q has head dim 0 (shape (2, 5, 6, 0)); it may be 1 to 512",
         ),
-        ({"v": (2, 7, 3, 257)}, "v has head dim 257 (shape (2, 7, 3, 257)); it may be 1 to 256"),
-        ({"v": (2, 7, 3, 0)}, "v has head dim 0 (shape (2, 7, 3, 0)); it may be 1 to 256"),
+        ({"v": (2, 7, 3, 513)}, "v has head dim 513 (shape (2, 7, 3, 513)); it may be 1 to 512"),
+        ({"v": (2, 7, 3, 0)}, "v has head dim 0 (shape (2, 7, 3, 0)); it may be 1 to 512"),
         (
             {"q": (2, 5, 4, 8)},
             "q has 4 heads and k 3; the query heads must be a multiple of the key-value heads",
@@ -388,7 +388,14 @@ def test_a_problem_in_words() -> None:
     assert str(problem) == "backward float16 causal, batch 2, seqlen 300 x 400, heads 8/2, head dim 64/128"
 
 
+def test_gradients_have_a_limit_of_their_own() -> None:
+    wide = {"v": (2, 7, 3, 257)}
+    assert make("forward", **wide).value_dim == 257
+    with pytest.raises(ValueError, match=r"v has head dim 257 .*; it may be 1 to 256"):
+        make("backward", **wide)
+
+
 def test_limits_are_what_the_documentation_says() -> None:
-    assert MAX_HEAD_DIM == 256
+    assert MAX_HEAD_DIM == {"forward": 512, "backward": 256}
     assert MAX_EXTENT == 2**31 - 1
     assert tuple(problem_module.DTYPES) == DTYPES

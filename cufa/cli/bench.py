@@ -296,6 +296,7 @@ def _document(on_gpu: bool, points: list[_Point]) -> dict[str, Any]:
                 "direction": point.problem.direction,
                 "kernel": point.kernel,
                 "dtype": point.problem.dtype,
+                "precision": "tf32" if point.problem.features.tf32 else "ieee",
                 "causal": point.problem.causal,
                 "features": list(point.problem.features.names),
                 "seqlen": point.problem.seqlen_q,
@@ -320,10 +321,11 @@ def _print(on_gpu: bool, points: list[_Point]) -> None:
     first = points[0].problem
     heads = f"{first.heads}" if first.heads == first.kv_heads else f"{first.heads}/{first.kv_heads}"
     dims = f"{first.head_dim}" if first.head_dim == first.value_dim else f"{first.head_dim}/{first.value_dim}"
+    dtype = f"{first.dtype} as tf32" if first.features.tf32 else first.dtype
     causal = " causal" if first.causal else ""
     names = dict.fromkeys(name for point in points for name in point.problem.features.names)
     features = f", with {', '.join(names)}" if names else ""
-    console.print(f"{place(on_gpu)}\n{first.dtype}{causal}, heads {heads}, head dim {dims}{features}\n")
+    console.print(f"{place(on_gpu)}\n{dtype}{causal}, heads {heads}, head dim {dims}{features}\n")
     table = output.table(("seqlen", "batch", "<direction", "<kernel", "time", "TFLOP/s", "GB/s"))
     seqlen = first.seqlen_q
     for point in points:

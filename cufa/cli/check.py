@@ -105,6 +105,7 @@ def check(
     *,
     layout: str,
     rng: np.random.Generator,
+    precision: str = "ieee",
     **rules: Any,
 ) -> Check:
     """Check those of out, lse, dq, dk, dv, dbias and dsink that are in `results`.
@@ -114,16 +115,18 @@ def check(
         results: what `attention` and `attention_backward` made of them.
         layout: as it was for these calls.
         rng: picks the sample.
+        precision: as it was for these calls.
         rules: the other arguments of these calls, as of `cufa.reference.attention`.
     """
     if rules.get("cu_seqlens_q") is None:
         inputs, results = _bshd(inputs, layout), _bshd(results, layout)
-    sample = _Sample(inputs, results, rules, rng)
+    sample = _Sample(inputs, results, rules, precision, rng)
     if sample.scores <= sample.budget:
         q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
-        return Check(tuple(compare_results(q, k, v, dout, results, **rules)), "every element")
+        compared = compare_results(q, k, v, dout, results, precision=precision, **rules)
+        return Check(tuple(compared), "every element")
     parts, coverage = sample.draw()
-    compared = (_compared(name, [part[name] for part in parts if name in part]) for name in results)
+    compared = [_compared(name, [part[name] for part in parts if name in part]) for name in results]
     return Check(tuple(compared), coverage)
 
 
@@ -166,7 +169,12 @@ class _Sample:
     """Makes, for random parts of a call's results, the truth and the baseline."""
 
     def __init__(
-        self, inputs: Arrays, results: Arrays, rules: Mapping[str, Any], rng: np.random.Generator
+        self,
+        inputs: Arrays,
+        results: Arrays,
+        rules: Mapping[str, Any],
+        precision: str,
+        rng: np.random.Generator,
     ) -> None:
         self._inputs = inputs
         self._results = dict(results)
@@ -174,7 +182,7 @@ class _Sample:
             self._results["dbias"] = results["dbias"].reshape(four_axes(results["dbias"].shape))
         self._rng = rng
         self._dtype = dtype_name(inputs["q"].dtype, "q")
-        self._rounded = Rounded(self._dtype)
+        self._rounded = Rounded(self._dtype, precision)
         self._rules, self._finite_rules = Rules(**rules), Rules(**with_finite_bias(rules))
         self._sequences = self._rules.sequences(inputs["q"], inputs["k"])
         self._heads, self._kv_heads = inputs["q"].shape[-2], inputs["k"].shape[-2]
@@ -292,7 +300,7 @@ class _Sample:
         for sequence, h in heads:
             of_head = sequence, h, rows, keys
             exact = compute(self._matrices(*of_head, judge(self._dtype)), exactly)
-            standard = compute(self._finite_matrices(*of_head, self._rounded.sums), self._rounded)
+            standard = compute(self._rounded_matrices(*of_head), self._rounded)
             squares = _squares(self._finite_matrices(*of_head, np.float64), self._rounded)
             for name in places:
                 terms = (fit(of_head[name]) for of_head in (exact, standard, squares))
@@ -332,6 +340,12 @@ class _Sample:
         head = self._finite_rules.head(q, k, sequence, h, rows, keys, dtype)
         Q, K, V, O, dO = finite(of.Q, of.K, of.V, of.O, of.dO)  # noqa: E741
         return _Matrices(head, Q, K, V, O, dO, of.lse)
+
+    def _rounded_matrices(self, sequence: Sequence, h: int, rows: slice, keys: slice) -> _Matrices:
+        """What standard attention multiplies: of tf32 the inputs are rounded, too."""
+        of = self._finite_matrices(sequence, h, rows, keys, self._rounded.sums)
+        Q, K, V, dO = map(self._rounded, (of.Q, of.K, of.V, of.dO))
+        return replace(of, Q=Q, K=K, V=V, dO=dO)
 
 
 @np.errstate(all="ignore")

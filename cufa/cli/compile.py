@@ -13,7 +13,7 @@ import click
 
 from cufa import CompileError, NVRTCMissingError, jit
 from cufa.cli import output
-from cufa.cli.options import DTYPE, SIZE, count_option, json_option, several, tile_option
+from cufa.cli.options import DTYPE, SIZE, count_option, json_option, precision_option, several, tile_option
 from cufa.device import KNOWN, Arch, Device, target
 from cufa.jit import Variant
 from cufa.kernels import COMPANIONS, KERNELS
@@ -121,6 +121,7 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
         varlen: bool,
         dbias: bool,
         dsink: bool,
+        precision: str,
         **given: Any,
     ) -> Any:
         if dbias and bias is None:
@@ -136,6 +137,7 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
             mask_bits=mask == "bits",
             packed=varlen,
             gradients=tuple(name for name, wanted in (("bias", dbias), ("sink", dsink)) if wanted),
+            tf32=precision == "tf32",
             **{name: given.pop(name) for name in _SWITCHES},
         )
         return command(features=features, **given)
@@ -147,6 +149,7 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--mask", type=click.Choice(["bool", "bits"]), help="Those with a mask."),
         click.option("--varlen", is_flag=True, help="Those for packed sequences."),
         click.option("--dbias", is_flag=True, help="Backward: with the gradient of the bias."),
+        precision_option,
         click.option("--dsink", is_flag=True, help="Backward: with the gradient of the sink."),
     ]
     options += [
@@ -269,6 +272,8 @@ def _compile(request: _Request) -> _Compiled:
 def _plan(request: _Request) -> _Planned:
     """What to compile; ValueError if the kernel does not support it."""
     name, device = request.kernel, request.device
+    if request.features.tf32 and request.dtype != "float32":
+        raise ValueError(f"--precision tf32 is for float32, and this is {request.dtype}")
     if name in KERNELS:
         problem = request.problem(KERNELS[name].direction)
         plan = make_plan(problem, device, name, request.tiles)
@@ -334,6 +339,7 @@ def _document(compiled: _Compiled) -> dict[str, Any]:
         "arch": str(request.device.arch),
         "compiled_for": str(build.arch) if build else None,
         "dtype": request.dtype,
+        "precision": "tf32" if request.features.tf32 else "ieee",
         "head_dim": request.head_dim,
         "value_dim": request.value_dim,
         "causal": request.causal,
@@ -395,7 +401,8 @@ def _title(request: _Request) -> str:
     """What the kernels of one table have in common."""
     head_dim, value_dim = request.head_dim, request.value_dim
     dims = f"{head_dim}" if head_dim == value_dim else f"{head_dim}/{value_dim}"
-    parts = [str(request.device.arch), request.dtype, f"head dim {dims}"]
+    dtype = f"{request.dtype} as tf32" if request.features.tf32 else request.dtype
+    parts = [str(request.device.arch), dtype, f"head dim {dims}"]
     parts += ["causal"] if request.causal else []
     return ", ".join((*parts, *request.features.names))
 

@@ -107,7 +107,7 @@ class _Row:
 @count_option("--seqlen", "Length of queries and of keys.", least=1)
 @count_option("--heads", "Query heads.", least=1)
 @count_option("--kv-heads", "Key-value heads; --heads is a multiple.", least=1)
-@count_option("--head-dim", "Head dim, 1 to 256.", least=1)
+@count_option("--head-dim", "Head dim, 1 to 512; with gradients to 256.", least=1)
 @click.option("--dtype", type=DTYPE, help="Of the arrays.")
 @feature_options(packed=False)
 @click.option("--no-causal", is_flag=True, help="Where the preset is causal.")

@@ -11,7 +11,7 @@ import click
 
 from cufa.arrays import BACKENDS
 from cufa.kernels import KERNELS
-from cufa.problem import DTYPES, LAYOUTS, check_window
+from cufa.problem import DTYPES, LAYOUTS, PRECISIONS, check_window
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Window = tuple[int | None, int | None]
@@ -50,6 +50,17 @@ def json_option(command: Command) -> Command:
 def count_option(name: str, help_text: str, least: int = 0) -> Callable[[Command], Command]:
     """An option that takes a whole number."""
     return click.option(name, type=click.IntRange(min=least), metavar="N", help=help_text)
+
+
+def precision_option(command: Command) -> Command:
+    """--precision."""
+    return click.option(
+        "--precision",
+        type=click.Choice(PRECISIONS),
+        default=PRECISIONS[0],
+        show_default=True,
+        help="Of float32 products.",
+    )(command)
 
 
 def backend_option(command: Command) -> Command:
@@ -96,6 +107,7 @@ class FeatureOptions:
     varlen: tuple[tuple[int, int], ...] | None = None
     seqused_k: tuple[int, ...] | None = None
     deterministic: bool = False
+    precision: str = "ieee"
 
 
 def arguments(features: FeatureOptions) -> list[str]:
@@ -165,6 +177,7 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
         ),
         click.option("--dropout-seed", type=int, default=0, metavar="N", help="Of what is dropped. [0]"),
         click.option("--deterministic", is_flag=True, help="Gradients with the same bits in every run."),
+        precision_option,
     ]
     if packed:
         options += [

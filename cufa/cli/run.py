@@ -83,8 +83,8 @@ class _Step:
 @count_option("--seqlen-k", "Length of keys. [--seqlen]")
 @count_option("--heads", "Query heads. [4]")
 @count_option("--kv-heads", "Key-value heads; --heads is a multiple. [--heads]")
-@count_option("--head-dim", "Head dim of queries and keys, 1 to 256. [64]")
-@count_option("--value-dim", "Head dim of values, 1 to 256. [--head-dim]")
+@count_option("--head-dim", "Head dim of queries and keys, 1 to 512; with gradients to 256. [64]")
+@count_option("--value-dim", "Head dim of values, likewise. [--head-dim]")
 @click.option("--dtype", type=DTYPE, help="Of generated arrays; files are converted. [float32]")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of generated arrays.")
 @feature_options(files=True)
@@ -144,6 +144,8 @@ def command(
 
     described = make_arrays(problem, features, layout, None, from_files)
     workload = Workload(described, False, features, softmax_scale, layout)
+    for direction in rungs:
+        workload.problem(direction)  # what is wrong with the gradients alone is said before anything is done
     if features.varlen is not None:
         _check_sequences(workload)
     if explain:
@@ -217,7 +219,8 @@ def _generated(sizes: dict[str, int | None], dtype: str, features: FeatureOption
 
 def _check_sequences(workload: Workload) -> None:
     """Failure if arrays from files are too short for the sequences, which a GPU would not notice."""
-    side = {name: array for name, array in workload.rules().items() if name != "softmax_scale"}
+    rules = workload.rules()
+    side = {name: rules[name] for name in rules if name not in ("softmax_scale", "precision")}
     with output.library_errors():
         Rules(softmax_scale=1.0, **side).sequences(workload.arrays["q"], workload.arrays["k"])
 

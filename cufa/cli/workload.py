@@ -126,6 +126,7 @@ class Workload:
             deterministic=backward and asked.deterministic,
             gradients=self.gradients[3:] if backward else (),
             layout=self.layout,
+            precision=asked.precision,
         )
         with library_errors():
             return make_problem(direction, shapes, dtypes, options)
@@ -150,6 +151,8 @@ class Workload:
             rules["softcap"] = asked.softcap
         if asked.dropout:
             rules |= {"dropout_p": asked.dropout, "seed": asked.dropout_seed}
+        if asked.precision != "ieee":
+            rules["precision"] = asked.precision
         return rules | {name: array for name, array in self.arrays.items() if name not in _TENSORS}
 
     def _options(self, rung: Rung) -> Arrays:

@@ -27,7 +27,7 @@ class Kernel:
     memory: str
     dtypes: tuple[str, ...] = tuple(DTYPES)
     min_capability: tuple[int, int] = (7, 5)
-    max_head_dim: int = MAX_HEAD_DIM
+    max_head_dim: int = MAX_HEAD_DIM["backward"]
     features: frozenset[str] = frozenset()
     only_arch: str | None = None
     min_align_bytes: int = 1
@@ -78,6 +78,7 @@ _LADDER = (
         idea="standard attention: S and P in global memory, safe softmax in three passes",
         paper="Dao et al. 2022, Algorithm 0",
         memory="O(N^2)",
+        max_head_dim=MAX_HEAD_DIM["forward"],
     ),
     Kernel(
         name="fwd_2_online_softmax",
@@ -86,6 +87,7 @@ _LADDER = (
         idea="the softmax in two passes, with a running maximum and sum",
         paper="Milakov and Gimelshein 2018, Algorithm 3",
         memory="O(N^2)",
+        max_head_dim=MAX_HEAD_DIM["forward"],
     ),
     Kernel(
         name="fwd_3_flash_v1",
@@ -94,6 +96,7 @@ _LADDER = (
         idea="tiles in shared memory; keys outer, one launch for each block of them",
         paper="Dao et al. 2022, Algorithm 1",
         memory="O(N)",
+        max_head_dim=MAX_HEAD_DIM["forward"],
     ),
     Kernel(
         name="fwd_4_flash_v2",
@@ -102,6 +105,7 @@ _LADDER = (
         idea="queries outer, one launch; O and the softmax's state in registers",
         paper="Dao 2023, Algorithm 1",
         memory="none",
+        max_head_dim=MAX_HEAD_DIM["forward"],
         features=_ALL_FEATURES,
     ),
     Kernel(
@@ -111,6 +115,7 @@ _LADDER = (
         idea="tensor cores (mma.sync): S, P and O in fragments, asynchronous copies",
         paper="Dao 2023, Algorithm 1",
         memory="none",
+        max_head_dim=MAX_HEAD_DIM["forward"],
         dtypes=("float16", "bfloat16"),
         min_capability=(8, 0),
         features=_ALL_FEATURES,

@@ -5,12 +5,13 @@
 // first key to the last; O is divided by the sum once, at the end. exp2 with log2(e) folded into
 // the scale.
 //
-// Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
-// value_dim) Owns     block: BLOCK_M queries of one head; warp: whole rows of them; thread: TM rows
-// x TN keys of S,
-//          the same rows of O
+// Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
+//          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim)
+// Owns     block: BLOCK_M queries of one head; warp: whole rows of them; thread: TM rows x TN keys
+//          of S, the same rows of O
 // Shared   Q tile, K tile, V tile, P tile
-// Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key
+// Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
+//          there is a sink
 #include "key_tiles.cuh"
 #include "scores.cuh"
 

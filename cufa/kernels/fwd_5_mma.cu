@@ -6,25 +6,31 @@
 // needs them. O is rescaled only when a maximum has grown by more than what float32 sums can hold
 // anyway.
 //
-// Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
-// value_dim) Owns     block: BLOCK_M queries of one head; warp: kTiles 16-row tiles of them Shared
-// Q tile, K tile, V tile Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that
-// sees no key
+// Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
+//          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim)
+// Owns     block: BLOCK_M queries of one head; warp: kTiles 16-row tiles of them, of which SPLIT
+//          warps share the scores and part the output's columns
+// Shared   Q tile, K tile, V tile
+// Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
+//          there is a sink
 #include "key_tiles.cuh"
 #include "mma_tiles.cuh"
 #include "score_rules.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
-constexpr int kTiles = kBlockM / (THREADS / 32 * kMmaM);
-constexpr int kDims = round_up(kValueDim, kMmaK);
-static_assert(kTiles * (THREADS / 32 * kMmaM) == kBlockM, "a warp must own whole 16-row tiles");
+constexpr int kSplit = SPLIT;  // warps that share rows and part the output's columns
+constexpr int kRowWarps = THREADS / 32 / kSplit;
+constexpr int kTiles = kBlockM / (kRowWarps * kMmaM);
+constexpr int kDims = round_up(kValueDim, kMmaK* kSplit) / kSplit;  // columns of a warp's output
+static_assert(kRowWarps * kSplit == THREADS / 32, "SPLIT must divide the warps");
+static_assert(kTiles * (kRowWarps * kMmaM) == kBlockM, "a warp must own whole 16-row tiles");
 static_assert(kBlockN % kMmaK == 0, "BLOCK_N must be a multiple of 16");
 static_assert(sizeof(ForwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
 struct Smem {
     HalfTile<kBlockM, kHeadDim> q;
     HalfTile<kBlockN, kHeadDim> k;
-    HalfTile<kBlockN, kValueDim> v;
+    HalfTile<kBlockN, kDims * kSplit> v;
 };
 
 using Scores = Accumulators<kTiles, kBlockN>;
@@ -34,9 +40,18 @@ using Scores = Accumulators<kTiles, kBlockN>;
 // up to 1.
 constexpr float kSlack = 8;
 
+// The first row of the block's tile that is the warp's, and the first column of its output.
+__device__ inline int warp_row() {
+    const int warp = threadIdx.x / 32;
+    return (kSplit == 1 ? warp : warp % kRowWarps) * kTiles * kMmaM;
+}
+__device__ inline int warp_col() {
+    return kSplit == 1 ? 0 : threadIdx.x / 32 / kRowWarps * kDims;
+}
+
 // Which row of the block's tile a lane's half (0: row g, 1: row g + 8) of its fragments `m` is.
 __device__ inline int row_of(int m, int half) {
-    return threadIdx.x / 32 * kTiles * kMmaM + m * kMmaM + half * 8 + threadIdx.x % 32 / 4;
+    return warp_row() + m * kMmaM + half * 8 + threadIdx.x % 32 / 4;
 }
 // The first of the two columns that a lane has of fragment `n`.
 __device__ inline int col_of(int n) {
@@ -44,8 +59,23 @@ __device__ inline int col_of(int n) {
 }
 
 // What products are multiplied with before exp2, unless they are made scores of log 2 one by one.
+// It is positive, so that the largest score is that of the largest product and -inf stays the
+// least: Q takes the sign, and instead of 0 it is a number that makes 0 of every product.
 __device__ inline float scale_log2(const ScoreRules& rules) {
-    return kShapedScores ? 1.0f : rules.scale * static_cast<float>(kLog2E);
+    constexpr float kLeastScale = 0x1p-126f;
+    return kShapedScores ? 1.0f : fmaxf(fabsf(rules.scale * float(kLog2E)), kLeastScale);
+}
+
+// Gives Q the sign of the scale.
+__device__ inline void take_sign(Smem& smem, const ScoreRules& rules) {
+    if (kShapedScores || rules.scale >= 0) return;
+    ptx::wait_copies();
+    __syncthreads();
+#pragma unroll 1  // few calls come here
+    for (int i = threadIdx.x; i < kBlockM * kHeadDim; i += THREADS) {
+        scalar_t& value = *smem.q.at(i / kHeadDim, i % kHeadDim);
+        value = from_acc<scalar_t>(-to_acc(value));
+    }
 }
 
 // Which of a lane's scores are of keys that their rows see. A mask in memory is read as a whole, so
@@ -54,7 +84,18 @@ class SeenScores {
   public:
     __device__ SeenScores(const ScoreRules& rules, int first_row, int first_key)
         : rules(rules), first_row(first_row), first_key(first_key) {
-        if constexpr (kMaskBits == 0) return;
+        if constexpr (kMaskBits != 0) read();
+    }
+
+    __device__ bool at(int m, int half, int n, int e) const {
+        if constexpr (kMaskBits != 0) return bits[m][half] >> (2 * n + e) & 1;
+        return rules.sees(first_row + row_of(m, half), first_key + col_of(n) + e);
+    }
+
+  private:
+    static_assert(kMaskBits == 0 || kBlockN / kMmaN * 2 <= 32, "a word has bits for 128 keys");
+
+    __device__ void read() {
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
@@ -68,13 +109,6 @@ class SeenScores {
             }
     }
 
-    __device__ bool at(int m, int half, int n, int e) const {
-        if constexpr (kMaskBits != 0) return bits[m][half] >> (2 * n + e) & 1;
-        return rules.sees(first_row + row_of(m, half), first_key + col_of(n) + e);
-    }
-
-  private:
-    static_assert(kMaskBits == 0 || kBlockN / kMmaN * 2 <= 32, "a word has bits for 128 keys");
     const ScoreRules& rules;
     int first_row, first_key;
     unsigned int bits[kTiles][2];
@@ -200,13 +234,14 @@ __device__ inline void take_out_nonfinite(Output& out, Smem& smem, const ScoreRu
                 for (int n = 0; n < kDims / kMmaN; ++n)
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        const scalar_t value = *smem.v.at(key, col_of(n) + e);
+                        const scalar_t value = *smem.v.at(key, warp_col() + col_of(n) + e);
                         if (!is_finite(value)) out.o[m][n][2 * half + e] += to_acc(value);
                     }
             }
     __syncthreads();
-    for (int i = threadIdx.x; i < kBlockN * kDims; i += THREADS) {
-        scalar_t& value = *smem.v.at(i / kDims, i % kDims);
+    constexpr int kCols = kDims * kSplit;
+    for (int i = threadIdx.x; i < kBlockN * kCols; i += THREADS) {
+        scalar_t& value = *smem.v.at(i / kCols, i % kCols);
         if (!is_finite(value)) value = scalar_t{};
     }
     __syncthreads();
@@ -224,7 +259,7 @@ __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules,
     copy_tile<THREADS, kValueDim>(smem.v, v, first_key, tiles.end);
     const SeenScores seen(rules, first_row, first_key);
     Scores s = {};
-    add_product_nt<kTiles, kBlockN>(s, smem.q, threadIdx.x / 32 * kTiles * kMmaM, smem.k);
+    add_product_nt<kTiles, kBlockN>(s, smem.q, warp_row(), smem.k);
     apply(rules, s, seen, first_row, first_key, masked);
 
     ptx::wait_copies();
@@ -234,7 +269,7 @@ __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules,
     out.exponentiate(s, scale_log2(rules));
     if constexpr (kDropout) drop(rules, s, first_row, first_key);
     if (kCutTiles && masked) take_out_nonfinite(out, smem, rules, first_row, first_key);
-    add_product_pn<kTiles, kBlockN, kDims>(out.o, s, smem.v);
+    add_product_pn<kTiles, kBlockN, kDims>(out.o, s, smem.v, warp_col());
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -245,7 +280,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if (kPacked && first_row >= seqlen_q) return;  // it is none of the sequence's tiles
 
     const ScoreRules rules(params, sequence, head);
-    const KeyTiles<kBlockN> tiles(rules.mask, first_row, kBlockM);
     const auto q = sequence.queries<const scalar_t>(params.q, head);
     const auto k = sequence.keys<const scalar_t>(params.k, kv_head);
     const auto v = sequence.keys<const scalar_t>(params.v, kv_head);
@@ -254,6 +288,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     clear_padding<THREADS, kHeadDim>(smem.k);
     clear_padding<THREADS, kValueDim>(smem.v);
     copy_tile<THREADS, kHeadDim>(smem.q, q, first_row, seqlen_q);
+    take_sign(smem, rules);
+    const KeyTiles<kBlockN> tiles(rules.mask, first_row, kBlockM);
     copy_tile<THREADS, kHeadDim>(smem.k, k, tiles.begin, tiles.end);
 
     Output out = {};
@@ -273,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             const float factor = end_row<4>(softmax, rules);
             const int row = first_row + row_of(m, half);
             if (row >= seqlen_q) continue;
-            if (lse && threadIdx.x % 4 == 0) lse[row] = softmax.lse();
-            store_row<kValueDim>(o.row(row), out.o[m], half, factor);
+            if (lse && threadIdx.x % 4 == 0 && warp_col() == 0) lse[row] = softmax.lse();
+            store_row<kValueDim>(o.row(row), out.o[m], half, factor, warp_col());
         }
 }

@@ -9,6 +9,10 @@
 
 using Operands = OperandsOf<scalar_t>;
 
+// Steps of a product that are unrolled where they need not be: all for 16-bit types. float32 has
+// many instructions in one, and in several at once more than registers for what they work on.
+constexpr int kStepsAtOnce = sizeof(scalar_t) == 2 ? 16 : sizeof(scalar_t) == 8 || kTf32 ? 4 : 1;
+
 // A Rows x Cols tile; columns are padded to sixteens. A row is an odd number of 16-byte units long,
 // so that the eight rows of a matrix that ldmatrix loads lie in different banks.
 template <int Rows, int Cols>
@@ -94,8 +98,8 @@ __device__ inline void add_product_nt(Accumulators<Tiles, Cols>& s, const A& a, 
                                       const B& b, int b_first_row = 0) {
     const Operands::LeftNT<A> a_part(a, first_row);
     const Operands::RightNT<B> b_part(b, b_first_row);
-#pragma unroll
-    for (int k = 0; k < A::kCols; k += Operands::kDepth) {
+#pragma unroll(kStepsAtOnce)
+    for (int k = 0; k < A::kCols; k += kMmaK) {
         Operands::Left left[Tiles];
 #pragma unroll
         for (int m = 0; m < Tiles; ++m) left[m] = a_part.at(m * kMmaM, k);
@@ -111,7 +115,7 @@ __device__ inline void add_product_nt(Accumulators<Tiles, Cols>& s, const A& a, 
     }
 }
 
-// o += a v for kDepth columns of `a`, which are at hand, and as many rows of v from `row` on.
+// o += a v for kMmaK columns of `a`, which are at hand, and as many rows of v from `row` on.
 template <int Tiles, int Cols, class V>
 __device__ inline void add_columns(Accumulators<Tiles, Cols>& o,
                                    const Operands::Left (&left)[Tiles],
@@ -127,13 +131,14 @@ __device__ inline void add_columns(Accumulators<Tiles, Cols>& o,
     }
 }
 
-// o += p v, as in O += P V, where p is an accumulator.
+// o += p v, as in O += P V, where p is an accumulator: Cols columns of v from first_col on.
 template <int Tiles, int Depth, int Cols, class V>
 __device__ inline void add_product_pn(Accumulators<Tiles, Cols>& o,
-                                      const Accumulators<Tiles, Depth>& p, const V& v) {
-    const Operands::RightNN<V> v_part(v, 0);
+                                      const Accumulators<Tiles, Depth>& p, const V& v,
+                                      int first_col = 0) {
+    const Operands::RightNN<V> v_part(v, first_col);
 #pragma unroll
-    for (int k = 0; k < Depth; k += Operands::kDepth) {
+    for (int k = 0; k < Depth; k += kMmaK) {
         Operands::Left left[Tiles];
 #pragma unroll
         for (int m = 0; m < Tiles; ++m) left[m] = Operands::left_pn(p[m], k);
@@ -148,8 +153,8 @@ __device__ inline void add_product_nn(Accumulators<Tiles, Cols>& o, const A& a, 
                                       const V& v, int first_col) {
     const Operands::LeftNN<A> a_part(a, first_row);
     const Operands::RightNN<V> v_part(v, first_col);
-#pragma unroll
-    for (int k = 0; k < V::kRows; k += Operands::kDepth) {
+#pragma unroll(kStepsAtOnce)
+    for (int k = 0; k < V::kRows; k += kMmaK) {
         Operands::Left left[Tiles];
 #pragma unroll
         for (int m = 0; m < Tiles; ++m) left[m] = a_part.at(m * kMmaM, k);
@@ -163,8 +168,8 @@ __device__ inline void add_product_tn(Accumulators<Tiles, Cols>& o, const A& a, 
                                       const V& v, int first_col) {
     const Operands::LeftTN<A> a_part(a, first_row);
     const Operands::RightNN<V> v_part(v, first_col);
-#pragma unroll
-    for (int k = 0; k < V::kRows; k += Operands::kDepth) {
+#pragma unroll(kStepsAtOnce)
+    for (int k = 0; k < V::kRows; k += kMmaK) {
         Operands::Left left[Tiles];
 #pragma unroll
         for (int m = 0; m < Tiles; ++m) left[m] = a_part.at(m * kMmaM, k);

@@ -3,18 +3,17 @@
 //
 // A product is named by how its operands lie, as in BLAS: `n` as the product needs it, `t`
 // transposed; `p` is a left operand that lies in accumulators. Specialisations have
-//   kDepth     the depth of one mma
-//   Left       16 rows of a left operand
-//   RightPair  16 columns of a right operand
-//   left_nt, left_nn, left_tn, left_pn, right_nt, right_nn   the operands at (row, col) of a tile
-//   multiply_add   of a Left and a RightPair
-//   Pair, pair     two elements, rounded
+//   Left, RightPair          16 rows and 16 columns of operands, kMmaK deep
+//   LeftNT, LeftNN, LeftTN, RightNT, RightNN   where a lane finds them in a tile
+//   left_pn                  a Left from accumulators
+//   multiply_add             what a Left and a RightPair add to two accumulators
+//   Pair, pair               two elements, rounded
 #pragma once
 
 #include "config.cuh"
 #include "memory.cuh"
 
-// Accumulators are 16x8; tiles are padded to depths that are multiples of kMmaK.
+// A left operand has 16 rows, an accumulator 8 columns, and a step of a product is 16 deep.
 constexpr int kMmaM = 16, kMmaN = 8, kMmaK = 16;
 // Elements in 16 bytes: a row of the matrices that ldmatrix loads.
 constexpr int kMatrixCols = 16 / sizeof(scalar_t);

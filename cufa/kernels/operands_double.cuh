@@ -22,9 +22,10 @@ struct OperandsOf<float64> : WideOperands<float64, DoubleOperand> {
 
         __device__ LeftNT(const Tile& a, int row) : place(a.at(row + g(), spread())) {}
         __device__ Left at(int row, int col) const {
-            const double* const upper = place + row * Tile::kPitch + spread(col);
+            const double* const upper = place + row * Tile::kPitch + col;
             const double* const lower = upper + 8 * Tile::kPitch;
-            return Left({upper[0], lower[0], upper[2], lower[2]});
+            return Left({upper[0], lower[0], upper[2], lower[2],  //
+                         upper[4], lower[4], upper[6], lower[6]});
         }
     };
     template <class Tile>
@@ -33,22 +34,25 @@ struct OperandsOf<float64> : WideOperands<float64, DoubleOperand> {
 
         __device__ RightNT(const Tile& b, int row) : place(b.at(row + g(), spread())) {}
         __device__ RightPair at(int row, int col) const {
-            const double* const left = place + row * Tile::kPitch + spread(col);
-            const double* const right = left + kMmaN * Tile::kPitch;
-            return {DoubleOperand<2>({left[0], left[2]}), DoubleOperand<2>({right[0], right[2]})};
+            return {column(row, col), column(row + kMmaN, col)};
+        }
+
+      private:
+        __device__ DoubleOperand<4> column(int row, int col) const {
+            const double* const x = place + row * Tile::kPitch + col;
+            return DoubleOperand<4>({x[0], x[2], x[4], x[6]});
         }
     };
 
-    __device__ static void multiply_add(FragmentOf<float64>& left, FragmentOf<float64>& right,
-                                        const Left& a, const RightPair& b) {
-        ptx::mma_m16n8k8_f64(left, a.x, b.of[0].x);
-        ptx::mma_m16n8k8_f64(right, a.x, b.of[1].x);
+    __device__ static void multiply_add(double (&left)[4], double (&right)[4], const Left& a,
+                                        const RightPair& b) {
+        ptx::mma_m16n8k16_f64(left, a.x, b.of[0].x);
+        ptx::mma_m16n8k16_f64(right, a.x, b.of[1].x);
     }
 
   private:
-    // Where depths t and t + 4 of the 8 from `col` on lie in a row: 2 apart. Of 16 columns the
-    // first 8 are 0, 1, 8, 9 and 2, 3, 10, 11, the others those that are left; four lanes of one
-    // row and four rows, an odd number of 16-byte units apart, then meet all banks.
+    // Where depth t of an mma lies in a row: of 16 columns, columns 0, 1, 8 and 9. Those of depths
+    // t + 4, t + 8 and t + 12 are 2, 4 and 6 further. What four lanes of a row and four rows, an
+    // odd number of 16-byte units apart, read at once is then in different banks.
     __device__ static int spread() { return t() % 2 + t() / 2 * 8; }
-    __device__ static constexpr int spread(int col) { return col / 16 * 16 + col % 16 / 2; }
 };

@@ -6,7 +6,6 @@
 
 template <class T>
 struct HalfOperands {
-    static constexpr int kDepth = 16;
     struct Left {
         unsigned int words[4];
     };

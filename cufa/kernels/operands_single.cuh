@@ -37,10 +37,8 @@ struct SingleOperand {
     // Infinity becomes the largest tf32, with its sign, and NaN some tf32; both are left to the
     // small part. In the large one, infinity times a small part that is 0 would be NaN.
     __device__ static unsigned int finite_tf32(float x) {
-        constexpr unsigned int kMax = 0x7f7fe000, kElsewhere = 0x80001fff;  // sign, and cut off
-        const unsigned int bits = __float_as_uint(x);
-        const unsigned int size = __float_as_uint(fminf(fabsf(x), __uint_as_float(kMax)));
-        return (size & ~kElsewhere) | (bits & ~size & kElsewhere);
+        const float size = fminf(fabsf(x), __uint_as_float(0x7f7fe000));
+        return ptx::tf32_of(size, x);
     }
 };
 
@@ -53,8 +51,9 @@ struct OperandsOf<float32> : WideOperands<float32, SingleOperand> {
         __device__ LeftNT(const Tile& a, int row)
             : place(a.at(row + lane() % 16, lane() / 16 * kMatrixCols)) {}
         __device__ Left at(int row, int col) const {
-            const auto x = load(place + row * Tile::kPitch + col);
-            return Left({x[0], x[1], x[2], x[3]});
+            const float* const from = place + row * Tile::kPitch + col;
+            const auto x = load(from), y = load(from + 8);
+            return Left({x[0], x[1], x[2], x[3], y[0], y[1], y[2], y[3]});
         }
     };
     template <class Tile>
@@ -62,15 +61,20 @@ struct OperandsOf<float32> : WideOperands<float32, SingleOperand> {
         const float* place;
 
         __device__ RightNT(const Tile& b, int row)
-            : place(b.at(row + lane() % 8 + lane() / 16 * 8, lane() / 8 % 2 * kMatrixCols)) {}
+            : place(b.at(row + lane() % 8, lane() / 8 * kMatrixCols)) {}
         __device__ RightPair at(int row, int col) const {
+            return {column(row, col), column(row + kMmaN, col)};
+        }
+
+      private:
+        __device__ SingleOperand<4> column(int row, int col) const {
             const auto x = load(place + row * Tile::kPitch + col);
-            return {SingleOperand<2>({x[0], x[1]}), SingleOperand<2>({x[2], x[3]})};
+            return SingleOperand<4>({x[0], x[1], x[2], x[3]});
         }
     };
 
-    __device__ static void multiply_add(FragmentOf<float32>& left, FragmentOf<float32>& right,
-                                        const Left& a, const RightPair& b) {
+    __device__ static void multiply_add(float (&left)[4], float (&right)[4], const Left& a,
+                                        const RightPair& b) {
         add(left, a, b.of[0]);
         add(right, a, b.of[1]);
     }
@@ -85,17 +89,23 @@ struct OperandsOf<float32> : WideOperands<float32, SingleOperand> {
                 __uint_as_float(words[3])};
     }
 
-    __device__ static void add(FragmentOf<float32>& d, const Left& a, const SingleOperand<2>& b) {
+    __device__ static void add(float (&d)[4], const Left& a, const SingleOperand<4>& b) {
         if constexpr (kTf32) {
-            ptx::mma_m16n8k8_tf32(d, a.part[0], b.part[0]);
+            add_parts(d, a.part[0], b.part[0]);
         } else {
             // Tensor cores cut off the sums that they add to, so long ones are not left to them.
-            FragmentOf<float32> sum = {};
-            ptx::mma_m16n8k8_tf32(sum, a.part[1], b.part[0]);
-            ptx::mma_m16n8k8_tf32(sum, a.part[0], b.part[1]);
-            ptx::mma_m16n8k8_tf32(sum, a.part[0], b.part[0]);
+            float sum[4] = {};
+            add_parts(sum, a.part[1], b.part[0]);
+            add_parts(sum, a.part[0], b.part[1]);
+            add_parts(sum, a.part[0], b.part[0]);
 #pragma unroll
             for (int e = 0; e < 4; ++e) d[e] += sum[e];
         }
+    }
+
+    __device__ static void add_parts(float (&d)[4], const unsigned int (&a)[8],
+                                     const unsigned int (&b)[4]) {
+        ptx::mma_m16n8k8_tf32(d, a, b);
+        ptx::mma_m16n8k8_tf32(d, a + 4, b + 2);
     }
 };

@@ -1,22 +1,22 @@
 // Operands of float32 and float64: an element a register.
 //
-// Of a left operand a lane has (row g, depth t), (g + 8, t), (g, t + 4) and (g + 8, t + 4), of a
-// right one (depth t, column g) and (t + 4, g). A product is a sum over its depth in whatever
-// order: here depths t and t + 4 of an mma are elements 2t and 2t + 1, since those are what a lane
-// has of an accumulator. Rows that many lanes read at once are then two apart, which lie in
-// different banks.
+// An mma of depth 8 takes of a left operand (row g, depth t), (g + 8, t), (g, t + 4) and
+// (g + 8, t + 4) from a lane, and of a right one (depth t, column g) and (t + 4, g). A product is a
+// sum over its depth in whatever order: here depths t and t + 4 are elements 2t and 2t + 1, since
+// those are what a lane has of an accumulator. Rows that are read at once are then two apart, and
+// lie in different banks.
 #pragma once
 
 #include "operands.cuh"
 #include "ptx_sm80.cuh"
 
-// Operand<N> holds N elements as tensor cores take them.
+// Operand<N> holds N elements as tensor cores take them, for two mmas of depth 8 one after the
+// other.
 template <class T, template <int> class Operand>
 struct WideOperands {
-    static constexpr int kDepth = 8;
-    using Left = Operand<4>;
+    using Left = Operand<8>;
     struct RightPair {
-        Operand<2> of[2];
+        Operand<4> of[2];
     };
     using Pair = Pack<T, 2>;
 
@@ -28,10 +28,15 @@ struct WideOperands {
 
         __device__ LeftNN(const Tile& a, int row) : place(a.at(row + g(), 2 * t())) {}
         __device__ Left at(int row, int col) const {
-            const T* const from = place + row * Tile::kPitch + col;
-            const auto upper = *reinterpret_cast<const Pair*>(from);
-            const auto lower = *reinterpret_cast<const Pair*>(from + 8 * Tile::kPitch);
-            return Left({upper[0], lower[0], upper[1], lower[1]});
+            const Pair upper[] = {pair_at(row, col), pair_at(row, col + 8)};
+            const Pair lower[] = {pair_at(row + 8, col), pair_at(row + 8, col + 8)};
+            return Left({upper[0][0], lower[0][0], upper[0][1], lower[0][1],  //
+                         upper[1][0], lower[1][0], upper[1][1], lower[1][1]});
+        }
+
+      private:
+        __device__ Pair pair_at(int row, int col) const {
+            return *reinterpret_cast<const Pair*>(place + row * Tile::kPitch + col);
         }
     };
     template <class Tile>
@@ -40,15 +45,19 @@ struct WideOperands {
 
         __device__ LeftTN(const Tile& a, int row) : place(a.at(2 * t(), row + g())) {}
         __device__ Left at(int row, int col) const {
-            const T* const even = place + col * Tile::kPitch + row;
-            const T* const odd = even + Tile::kPitch;
-            return Left({even[0], even[8], odd[0], odd[8]});
+            const T* const first = place + col * Tile::kPitch + row;
+            const T* const second = first + 8 * Tile::kPitch;
+            constexpr int kNext = Tile::kPitch;
+            return Left({first[0], first[8], first[kNext], first[kNext + 8],  //
+                         second[0], second[8], second[kNext], second[kNext + 8]});
         }
     };
     template <int Fragments>
     __device__ static Left left_pn(const FragmentOf<T> (&p)[Fragments], int col) {
-        const FragmentOf<T>& part = p[col / kMmaN];
-        return Left({part[0], part[2], part[1], part[3]});
+        const FragmentOf<T>& first = p[col / kMmaN];
+        const FragmentOf<T>& second = p[col / kMmaN + 1];
+        return Left({first[0], first[2], first[1], first[3],  //
+                     second[0], second[2], second[1], second[3]});
     }
 
     template <class Tile>
@@ -57,9 +66,13 @@ struct WideOperands {
 
         __device__ RightNN(const Tile& v, int col) : place(v.at(2 * t(), col + g())) {}
         __device__ RightPair at(int row, int col) const {
-            const T* const even = place + row * Tile::kPitch + col;
-            const T* const odd = even + Tile::kPitch;
-            return {Operand<2>({even[0], odd[0]}), Operand<2>({even[kMmaN], odd[kMmaN]})};
+            return {column(row, col), column(row, col + kMmaN)};
+        }
+
+      private:
+        __device__ Operand<4> column(int row, int col) const {
+            const T* const x = place + row * Tile::kPitch + col;
+            return Operand<4>({x[0], x[Tile::kPitch], x[8 * Tile::kPitch], x[9 * Tile::kPitch]});
         }
     };
 

@@ -72,14 +72,23 @@ __device__ inline void mma_m16n8k16_bf16(float (&d)[4], const unsigned int (&a)[
 //   of a: (row g, column t), (g+8, t), (g, t+4), (g+8, t+4)
 //   of b: (row t, column g), (t+4, g)
 //   of d: (row g, columns 2t, 2t+1), (row g+8, same)
-__device__ inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned int (&a)[4],
-                                        const unsigned int (&b)[2]) {
+__device__ inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned int* a,
+                                        const unsigned int* b) {
     asm volatile(
         "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
         "{%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// A tf32 of that size, which is not negative, with the sign of x; if the size is |x|, x cut off.
+__device__ inline unsigned int tf32_of(float size, float x) {
+    constexpr unsigned int kElsewhere = 0x80001fff;  // where a tf32 has its sign, and nothing
+    unsigned int bits;
+    // kElsewhere ? x & ~size : size, bit by bit.
+    asm("lop3.b32 %0, %1, %2, %3, 0x58;" : "=r"(bits) : "f"(size), "f"(x), "n"(kElsewhere));
+    return bits;
 }
 
 // d0, d1 += a b for 8x4 a and 4x8 b; a lane has (row g, column t) of a, (t, g) of b and (g, 2t),
@@ -90,18 +99,22 @@ __device__ inline void mma_m8n8k4_f64(double& d0, double& d1, double a, double b
                  : "d"(a), "d"(b));
 }
 
-// d += a b for 16x8 a and 8x8 b; a lane has of them what it has for mma_m16n8k8_tf32.
-__device__ inline void mma_m16n8k8_f64(double (&d)[4], const double (&a)[4], const double (&b)[2]) {
+// d += a b for 16x16 a and 16x8 b. With g = lane / 4 and t = lane % 4, a lane has
+//   of a: (row g, column t), (g+8, t), then the same of columns t+4, t+8 and t+12
+//   of b: (row t, column g), then the same of rows t+4, t+8 and t+12
+//   of d: (row g, columns 2t, 2t+1), (row g+8, same)
+__device__ inline void mma_m16n8k16_f64(double (&d)[4], const double (&a)[8],
+                                        const double (&b)[4]) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
-        "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, "
-        "{%0, %1, %2, %3};"
+        "mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, {%0, %1, %2, %3};"
         : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
-        : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
+        : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]), "d"(a[7]),
+          "d"(b[0]), "d"(b[1]), "d"(b[2]), "d"(b[3]));
 #else
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
+    for (int k = 0; k < 4; ++k)
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             mma_m8n8k4_f64(d[2 * half], d[2 * half + 1], a[2 * k + half], b[k]);

@@ -56,11 +56,12 @@ FEATURE_REGISTERS_PER_SCORE = 0.5
 
 @dataclass(frozen=True)
 class Tiles:
-    """The sizes that the kernels are compiled for."""
+    """The sizes of the forward; `split` is how many warps share rows and part the columns of the output."""
 
     block_m: int
     block_n: int
     threads: int
+    split: int = 1
 
     @property
     def warps(self) -> int:
@@ -69,19 +70,27 @@ class Tiles:
 
     @property
     def rows(self) -> int:
-        """Rows of a tile that a warp owns."""
-        return self.block_m // self.warps
+        """Rows of a tile that a warp owns, with others if it shares them."""
+        return self.block_m * self.split // self.warps
+
+    def columns(self, problem: Problem) -> int:
+        """Those of a warp's output."""
+        return round_up(problem.value_dim, MMA_K * self.split) // self.split
 
     def misfit(self) -> str | None:
-        """None if the kernels can be compiled for these tiles, else the reason."""
-        if self.block_m % (self.warps * MMA_M):
-            return f"block_m must be a multiple of {self.warps * MMA_M}, {MMA_M} rows for each warp"
+        """None if the kernel can be compiled for these tiles, else the reason."""
+        if self.split > MAX_SPLIT or self.warps % self.split:
+            return f"split may be 1 to {MAX_SPLIT}, and must divide threads / 32"
+        rows = self.warps // self.split * MMA_M
+        if self.block_m % rows:
+            return f"block_m must be a multiple of {rows}, {MMA_M} rows for each warp"
         if self.block_n % MMA_K:
             return f"block_n must be a multiple of {MMA_K}"
         return None
 
     def __str__(self) -> str:
-        return f"{self.block_m}x{self.block_n} with {self.threads} threads"
+        split = f", split {self.split}" if self.split > 1 else ""
+        return f"{self.block_m}x{self.block_n} with {self.threads} threads{split}"
 
 
 @dataclass(frozen=True)
@@ -163,6 +172,16 @@ FORWARD_TILES = (
     Tiles(16, 16, 32),
 )
 
+# Above this head dim a warp has hardly registers for whole rows of the output.
+WIDE_HEAD_DIM = 256
+# block_m, block_n, threads, split
+WIDE_FORWARD_TILES = (
+    Tiles(64, 64, 256, 2),
+    Tiles(64, 32, 256, 2),
+    Tiles(32, 32, 128, 2),
+    Tiles(32, 16, 128, 2),
+)
+
 
 # block_m, block_n, threads, stages, split
 BACKWARD_TILES = (
@@ -180,9 +199,9 @@ BACKWARD_TILES = (
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_5_mma`: one launch, a block for each tile of queries."""
-    chosen = choose(
-        problem, device, tiles, FORWARD_TILES, lambda tiles: _forward_cost(problem, device, tiles)
-    )
+    wide = max(problem.head_dim, problem.value_dim) > WIDE_HEAD_DIM
+    candidates = WIDE_FORWARD_TILES if wide else FORWARD_TILES
+    chosen = choose(problem, device, tiles, candidates, lambda tiles: _forward_cost(problem, device, tiles))
     grid = query_tiles(problem, chosen.tiles)
     launch = Launch("fwd_5_mma", grid, chosen.tiles.threads, chosen.cost.smem_bytes)
     return Part(
@@ -238,20 +257,20 @@ def half_tile_bytes(rows: int, cols: int) -> int:
 
 
 def _forward_cost(problem: Problem, device: Device, tiles: Tiles) -> Cost:
-    depth, dims = round_up(problem.head_dim, MMA_K), round_up(problem.value_dim, MMA_K)
+    depth, columns = round_up(problem.head_dim, MMA_K), tiles.columns(problem)
     smem_bytes = (
         half_tile_bytes(tiles.block_m, problem.head_dim)  # Q
         + half_tile_bytes(tiles.block_n, problem.head_dim)  # K
-        + half_tile_bytes(tiles.block_n, problem.value_dim)  # V
+        + half_tile_bytes(tiles.block_n, columns * tiles.split)  # V
     )
     work = _Work(
-        multiply_adds=tiles.rows * tiles.block_n * (depth + dims),
+        multiply_adds=tiles.rows * tiles.block_n * (depth + columns),
         # Those of Q are read anew for every tile of keys.
-        loaded=tiles.rows * depth + tiles.block_n * (depth + dims),
+        loaded=tiles.rows * depth + tiles.block_n * (depth + columns),
         score_clocks=FORWARD_CLOCKS_PER_SCORE * tiles.rows * tiles.block_n / device.warp_size,
         l2_bytes=tiles.block_n * (problem.head_dim + problem.value_dim) * ITEM_BYTES / tiles.warps,
     )
-    scores, outputs = tiles.rows * tiles.block_n // device.warp_size, tiles.rows * dims // device.warp_size
+    scores, outputs = (tiles.rows * size // device.warp_size for size in (tiles.block_n, columns))
     registers = scores + outputs + OVERHEAD_REGISTERS
     if _works_on_scores(problem.features):
         registers += round(FEATURE_REGISTERS_PER_SCORE * scores)

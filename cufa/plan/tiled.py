@@ -103,6 +103,9 @@ FLASH_V2_TILES = (
     Tiles(16, 16, 64, 8),
     Tiles(8, 8, 32, 8),
 )
+# Above this head dim, float64 leaves a thread registers for a single row.
+WIDE_HEAD_DIM = 256
+WIDE_TILES = (Tiles(4, 8, 32, 8),)
 BACKWARD_TILES = (
     BackwardTiles(64, 128, 256, 16),
     BackwardTiles(64, 64, 256, 16),
@@ -136,7 +139,9 @@ def flash_v1(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
 
 def flash_v2(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_4_flash_v2`: one launch, a block for each tile of queries."""
-    chosen = choose(problem, device, tiles, FLASH_V2_TILES, lambda tiles: _forward_cost(problem, tiles))
+    wide = max(problem.head_dim, problem.value_dim) > WIDE_HEAD_DIM
+    candidates = (*FLASH_V2_TILES, *WIDE_TILES) if wide else FLASH_V2_TILES
+    chosen = choose(problem, device, tiles, candidates, lambda tiles: _forward_cost(problem, tiles))
     grid = query_tiles(problem, chosen.tiles)
     launch = Launch("fwd_4_flash_v2", grid, chosen.tiles.threads, chosen.cost.smem_bytes)
     return Part(

@@ -64,6 +64,7 @@ def attention(
     window: tuple[int | None, int | None] | None = None,
     softmax_scale: float | None = None,
     values: FeatureValues = NO_VALUES,
+    precision: str = "ieee",
     kernel: str | None = None,
     tiles: Tiles | None = None,
     device: Device = DEVICE,
@@ -78,7 +79,7 @@ def attention(
     Raises EmulatorError if the kernel does what it must not.
     """
     arrays = {"q": q, "k": k, "v": v, **side}
-    options = Options(causal, window, values.softcap > 0, values.dropout_p > 0)
+    options = Options(causal, window, values.softcap > 0, values.dropout_p > 0, precision=precision)
     plan = _plan("forward", arrays, options, kernel, tiles, device)
     problem = plan.problem
     arrays["out"] = np.empty(output_shape(problem, "bshd"), DTYPES[problem.dtype])
@@ -125,6 +126,7 @@ def attention_backward(
     window: tuple[int | None, int | None] | None = None,
     softmax_scale: float | None = None,
     values: FeatureValues = NO_VALUES,
+    precision: str = "ieee",
     deterministic: bool = False,
     gradients: tuple[str, ...] = (),
     kernel: str | None = None,
@@ -141,7 +143,15 @@ def attention_backward(
     Raises EmulatorError if the kernel does what it must not.
     """
     arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, **side}
-    options = Options(causal, window, values.softcap > 0, values.dropout_p > 0, deterministic, gradients)
+    options = Options(
+        causal,
+        window,
+        values.softcap > 0,
+        values.dropout_p > 0,
+        deterministic,
+        gradients,
+        precision=precision,
+    )
     plan = _plan("backward", arrays, options, kernel, tiles, device)
     outputs = [f"d{name}" for name in ("q", "k", "v", *gradients)]
     for name in outputs:

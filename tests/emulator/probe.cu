@@ -70,8 +70,8 @@ extern "C" __global__ void warp(const __grid_constant__ Warp params) {
 struct Fragments {
     const unsigned short *a, *b;        // 16x16 each
     unsigned int *loaded, *transposed;  // a, (lane, register)
-    float *f16, *bf16;       // a times the first 8 columns of b, added to 1, (lane, register)
-    unsigned short* copied;  // a, its last row replaced by zeros
+    float *f16, *bf16, *turing;  // a times the first 8 columns of b, added to 1, (lane, register)
+    unsigned short* copied;      // a, its last row replaced by zeros
 };
 
 struct Smem {
@@ -97,14 +97,17 @@ extern "C" __global__ void fragments(const __grid_constant__ Fragments params) {
     ptx::ldmatrix_x4(a, smem.a + offset);
     ptx::ldmatrix_x4_trans(a_transposed, smem.a + offset);
     ptx::ldmatrix_x4_trans(b, smem.b + offset);
-    float f16[4] = {1, 1, 1, 1}, bf16[4] = {1, 1, 1, 1};
+    float f16[4] = {1, 1, 1, 1}, bf16[4] = {1, 1, 1, 1}, turing[4] = {1, 1, 1, 1};
     ptx::mma_m16n8k16_f16(f16, a, b[0], b[1]);
     ptx::mma_m16n8k16_bf16(bf16, a, b[0], b[1]);
+    ptx::mma_m16n8k8_f16(turing, a[0], a[1], b[0]);
+    ptx::mma_m16n8k8_f16(turing, a[2], a[3], b[1]);
     for (int i = 0; i < 4; ++i) {
         params.loaded[4 * lane + i] = a[i];
         params.transposed[4 * lane + i] = a_transposed[i];
         params.f16[4 * lane + i] = f16[i];
         params.bf16[4 * lane + i] = bf16[i];
+        params.turing[4 * lane + i] = turing[i];
     }
 
     __syncwarp();
@@ -112,4 +115,38 @@ extern "C" __global__ void fragments(const __grid_constant__ Fragments params) {
     ptx::wait_copies();
     __syncwarp();
     for (int i = lane; i < 16 * 16; i += 32) params.copied[i] = smem.a[i];
+}
+
+struct WideFragments {
+    const float *a, *b;       // 16x8, 8x8
+    unsigned int* rounded;    // each of a as tf32, with half its size
+    float* tf32;              // a times b, added to 1, (lane, register)
+    const double *a64, *b64;  // 16x16, 16x8
+    double *f64, *small;      // the product, and that of 8x4 and 4x8
+};
+
+extern "C" __global__ void wide_fragments(const __grid_constant__ WideFragments params) {
+    const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+    unsigned int a[4], b[2];
+    for (int i = 0; i < 4; ++i) {
+        const int place = (g + i % 2 * 8) * 8 + t + i / 2 * 4;
+        const float x = params.a[place];
+        a[i] = __float_as_uint(x);
+        params.rounded[place] = ptx::tf32_of(fabsf(x) / 2, x);
+    }
+    for (int i = 0; i < 2; ++i) b[i] = __float_as_uint(params.b[(t + i * 4) * 8 + g]);
+    float tf32[4] = {1, 1, 1, 1};
+    ptx::mma_m16n8k8_tf32(tf32, a, b);
+
+    double a64[8], b64[4], f64[4] = {1, 1, 1, 1}, small[2] = {1, 1};
+    for (int i = 0; i < 8; ++i) a64[i] = params.a64[(g + i % 2 * 8) * 16 + t + i / 2 * 4];
+    for (int i = 0; i < 4; ++i) b64[i] = params.b64[(t + i * 4) * 8 + g];
+    ptx::mma_m16n8k16_f64(f64, a64, b64);
+    ptx::mma_m8n8k4_f64(small[0], small[1], a64[0], b64[0]);
+
+    for (int i = 0; i < 4; ++i) {
+        params.tf32[4 * lane + i] = tf32[i];
+        params.f64[4 * lane + i] = f64[i];
+    }
+    for (int i = 0; i < 2; ++i) params.small[2 * lane + i] = small[i];
 }

@@ -24,12 +24,10 @@ namespace twin {
 
 using ToFloat = float (*)(unsigned short);
 
-// What a lane passes to one mma: words or elements of the operands, and sums.
-template <class Sum, class Word>
-struct MmaOperands {
-    const Word (&a)[4];
-    const Word (&b)[2];
-    const Sum (&d)[4];
+struct HalfOperands {
+    const unsigned (&a)[4];
+    unsigned b[2];
+    const float (&d)[4];
 };
 
 // D += A B for 16x16 A and 16x8 B, from and to the fragments of a warp (PTX ISA, "Matrix Fragments
@@ -38,7 +36,7 @@ template <ToFloat to_float>
 EMULATOR_UNCHECKED void multiply_half(const void* const* in, void* const* out, unsigned) {
     float a[16][16], b[16][8];
     for (int lane = 0; lane < 32; ++lane) {
-        const auto& operands = *static_cast<const MmaOperands<float, unsigned>*>(in[lane]);
+        const auto& operands = *static_cast<const HalfOperands*>(in[lane]);
         const int group = lane / 4, thread = lane % 4;
         for (int i = 0; i < 8; ++i) {
             const int row = group + i / 2 % 2 * 8, col = thread * 2 + i % 2 + i / 4 * 8;
@@ -50,7 +48,7 @@ EMULATOR_UNCHECKED void multiply_half(const void* const* in, void* const* out, u
         }
     }
     for (int lane = 0; lane < 32; ++lane) {
-        const auto& operands = *static_cast<const MmaOperands<float, unsigned>*>(in[lane]);
+        const auto& operands = *static_cast<const HalfOperands*>(in[lane]);
         auto& d = *static_cast<float (*)[4]>(out[lane]);
         for (int i = 0; i < 4; ++i) {
             const int row = lane / 4 + i / 2 * 8, col = lane % 4 * 2 + i % 2;
@@ -64,10 +62,15 @@ EMULATOR_UNCHECKED void multiply_half(const void* const* in, void* const* out, u
 template <ToFloat to_float>
 inline void mma_half(const char* operation, float (&d)[4], const unsigned (&a)[4], unsigned b0,
                      unsigned b1, const char* file, int line) {
-    const unsigned b[] = {b0, b1};
-    const MmaOperands<float, unsigned> operands{a, b, d};
+    const HalfOperands operands{a, {b0, b1}, d};
     emulator::sync_warp(operation, ~0u, &operands, &d, multiply_half<to_float>, file, line);
 }
+
+template <class Sum, class Word>
+struct WideOperands {
+    const Word *a, *b;
+    const Sum (&d)[4];
+};
 
 // What tensor cores take of a float32 as tf32.
 EMULATOR_UNCHECKED inline double value_of(unsigned bits) {
@@ -86,24 +89,25 @@ EMULATOR_UNCHECKED inline void store_sum(double sum, double& d) {
     d = sum;
 }
 
-// D += A B for 16x8 A and 8x8 B (PTX ISA, "Matrix Fragments for mma.m16n8k8", of .tf32 and .f64).
-template <class Sum, class Word>
+// D += A B for 16 x Depth A and Depth x 8 B (PTX ISA, "Matrix Fragments for mma.m16n8k8" of .tf32
+// and "for mma.m16n8k16" of .f64).
+template <int Depth, class Sum, class Word>
 EMULATOR_UNCHECKED void multiply_wide(const void* const* in, void* const* out, unsigned) {
-    double a[16][8], b[8][8];
+    double a[16][Depth], b[Depth][8];
     for (int lane = 0; lane < 32; ++lane) {
-        const auto& operands = *static_cast<const MmaOperands<Sum, Word>*>(in[lane]);
+        const auto& operands = *static_cast<const WideOperands<Sum, Word>*>(in[lane]);
         const int group = lane / 4, thread = lane % 4;
-        for (int i = 0; i < 4; ++i)
+        for (int i = 0; i < Depth / 2; ++i)
             a[group + i % 2 * 8][thread + i / 2 * 4] = value_of(operands.a[i]);
-        for (int i = 0; i < 2; ++i) b[thread + i * 4][group] = value_of(operands.b[i]);
+        for (int i = 0; i < Depth / 4; ++i) b[thread + i * 4][group] = value_of(operands.b[i]);
     }
     for (int lane = 0; lane < 32; ++lane) {
-        const auto& operands = *static_cast<const MmaOperands<Sum, Word>*>(in[lane]);
+        const auto& operands = *static_cast<const WideOperands<Sum, Word>*>(in[lane]);
         auto& d = *static_cast<Sum(*)[4]>(out[lane]);
         for (int i = 0; i < 4; ++i) {
             const int row = lane / 4 + i / 2 * 8, col = lane % 4 * 2 + i % 2;
             double sum = operands.d[i];
-            for (int k = 0; k < 8; ++k) sum += a[row][k] * b[k][col];
+            for (int k = 0; k < Depth; ++k) sum += a[row][k] * b[k][col];
             store_sum(sum, d[i]);
         }
     }
@@ -139,18 +143,17 @@ inline void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], unsigned b0
     twin::mma_half<float_from_bfloat16>("mma.bf16", d, a, b0, b1, file, line);
 }
 
-inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2],
-                             EMULATOR_HERE) {
-    const twin::MmaOperands<float, unsigned> operands{a, b, d};
-    emulator::sync_warp("mma.tf32", ~0u, &operands, &d, twin::multiply_wide<float, unsigned>, file,
-                        line);
+inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned* a, const unsigned* b, EMULATOR_HERE) {
+    const twin::WideOperands<float, unsigned> operands{a, b, d};
+    emulator::sync_warp("mma.tf32", ~0u, &operands, &d, twin::multiply_wide<8, float, unsigned>,
+                        file, line);
 }
 
-inline void mma_m16n8k8_f64(double (&d)[4], const double (&a)[4], const double (&b)[2],
-                            EMULATOR_HERE) {
-    const twin::MmaOperands<double, double> operands{a, b, d};
-    emulator::sync_warp("mma.f64", ~0u, &operands, &d, twin::multiply_wide<double, double>, file,
-                        line);
+inline void mma_m16n8k16_f64(double (&d)[4], const double (&a)[8], const double (&b)[4],
+                             EMULATOR_HERE) {
+    const twin::WideOperands<double, double> operands{a, b, d};
+    emulator::sync_warp("mma.f64", ~0u, &operands, &d, twin::multiply_wide<16, double, double>,
+                        file, line);
 }
 
 inline void mma_m8n8k4_f64(double& d0, double& d1, double a, double b, EMULATOR_HERE) {
@@ -158,6 +161,11 @@ inline void mma_m8n8k4_f64(double& d0, double& d1, double a, double b, EMULATOR_
     double d[2];
     emulator::sync_warp("mma.m8n8k4.f64", ~0u, &operands, &d, twin::multiply_small, file, line);
     d0 = d[0], d1 = d[1];
+}
+
+inline unsigned tf32_of(float size, float x) {
+    const unsigned sign = __float_as_uint(x) & 0x80000000u;
+    return sign | (__float_as_uint(size) & 0x7fffe000u);
 }
 
 inline unsigned pack_f16(float low, float high) {

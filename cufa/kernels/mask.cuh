@@ -36,13 +36,15 @@ struct Mask {
     __device__ int row_at(int key) const { return key + (seqlen_q - seqlen_k); }
 
   private:
-    // The ends of the range that reaches `reach` from a place, cut off at 0 and at `length`. A
-    // reach may be anything up to 2^31 - 1, so it is never added before it is known to fit.
+    // The ends of the range that reaches `reach` from a place before `length`, cut off at 0 and at
+    // `length`. A reach may be anything up to 2^31 - 1, so it is only ever taken from what is not
+    // negative: a sum or a difference that overflows in the case that does not count is still one
+    // that the compiler may reckon with.
     __device__ static int range_end(int place, int length, int reach) {
-        if (place >= length - 1 - reach) return length;
-        return max(place + 1 + reach, 0);
+        const int beyond = max(length - 1 - place, 0);
+        return max(length - max(beyond - reach, 0), 0);
     }
     __device__ static int range_begin(int place, int reach) {
-        return place <= reach ? 0 : place - reach;
+        return max(max(place, 0) - reach, 0);
     }
 };

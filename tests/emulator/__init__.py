@@ -38,7 +38,7 @@ _RUNTIME = _HERE / "runtime"
 
 # The frame pointers are for the stacks in reports.
 _COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-omit-frame-pointer")
-_RUNTIME_OPTIONS = (*_COMMON, "-O2", "-U_FORTIFY_SOURCE", "-pthread", f"-I{_INCLUDE}")
+_RUNTIME_OPTIONS = (*_COMMON, "-O3", "-U_FORTIFY_SOURCE", "-pthread", f"-I{_INCLUDE}")
 _KERNEL_OPTIONS = (
     *_COMMON,
     "-g",
@@ -46,12 +46,16 @@ _KERNEL_OPTIONS = (
     "-ffp-contract=off",
     "-ftrivial-auto-var-init=pattern",
     "-Wno-unknown-pragmas",
+    "-fsanitize-coverage=trace-pc",
 )
 _CHECKED = (
     "-O1",
     "-fsanitize=thread,alignment,bounds,signed-integer-overflow,integer-divide-by-zero,shift",
 )
 _FAST = ("-O2",)
+
+# A block that takes so many steps, pieces of code without a jump, does so for ever: it is half a minute.
+_MAX_STEPS = 1 << 32
 
 _UNUSED_SECONDS = 24 * 60 * 60
 
@@ -63,7 +67,7 @@ _KERNEL_LINE = re.compile(r".*/([^/]+\.cuh?:\d+)")
 # one array of this name.
 _MAIN = """\
 #include "{source}"
-__thread unsigned char bytes[SMEM_BYTES] __align__(16);
+__thread unsigned char bytes[SMEM_BYTES] __align__(1024);
 {entries}
 """
 
@@ -127,6 +131,7 @@ class Module:
         params: bytes,
         buffers: Mapping[str, npt.NDArray[Any]],
         threads: int = 2,
+        max_steps: int = _MAX_STEPS,
     ) -> None:
         """Run `grid` blocks of `block` threads, several blocks at once on `threads` threads of the CPU.
 
@@ -134,7 +139,8 @@ class Module:
         by the names that reports shall give them; a kernel may write to those only that are writeable.
 
         Raises EmulatorError if the kernel touches other memory, reads shared memory that no thread wrote,
-        misaligns a vector, has a race, or if its threads wait for each other for ever.
+        misaligns a vector, has a race, if its threads wait for each other for ever, or if one of its blocks
+        has not come to an end after `max_steps` pieces of code without a jump.
         """
         record = _Entry.in_dll(self._library, f"entry_of_{entry}")
         if len(params) != record.params_bytes:
@@ -156,6 +162,7 @@ class Module:
             (_Buffer * len(regions))(*regions),
             ctypes.c_uint(len(regions)),
             ctypes.c_int(self.checked),
+            ctypes.c_uint64(max_steps),
             ctypes.c_uint(min(threads, max(grid, 1))),
         )
         if report is not None:

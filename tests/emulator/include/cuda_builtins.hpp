@@ -142,6 +142,9 @@ template <class T>
 T atomicAdd(T* address, T value) {
     return emulator::atomic_add(address, value);
 }
+inline unsigned atomicInc(unsigned* address, unsigned last) {
+    return emulator::atomic_increment(address, last);
+}
 
 extern "C" {
 int printf(const char* format, ...);

@@ -29,15 +29,62 @@ unsigned atomic_add(unsigned* address, unsigned value);
 unsigned long long atomic_add(unsigned long long* address, unsigned long long value);
 float atomic_add(float* address, float value);
 double atomic_add(double* address, double value);
+// The old value; the new one is one more, or 0 after `last`.
+unsigned atomic_increment(unsigned* address, unsigned last);
 
-// A read by an instruction that takes nothing but shared memory, at a multiple of its size.
+// A read or write by an instruction that takes nothing but shared memory, at a multiple of its
+// size.
 void read_shared(const void* address, unsigned bytes);
+void write_shared(void* address, unsigned bytes);
 
 // A copy of `valid` bytes and zeros after them into shared memory. Until the calling thread waits
 // for it the destination holds NaN, and touching it is a race.
 void copy_async(void* to, const void* from, unsigned bytes, unsigned valid);
 // Waits for all copies of the calling thread.
 void wait_copies();
+
+// The offset of an address in shared memory.
+unsigned shared_address(const void* address);
+
+// Barriers in shared memory (mbarrier).
+void barrier_init(const void* barrier, unsigned arrivals);
+void barrier_init_fence();
+void barrier_arrive(const void* barrier, unsigned announced_bytes);
+void barrier_wait(const void* barrier, unsigned parity, const char* file, int line);
+
+// Barrier `id` of a part of the block: arrives, and waits too or goes on.
+void named_barrier(const char* operation, unsigned id, unsigned threads, bool waits,
+                   const char* file, int line);
+
+// What the calling thread knows to be written, wgmma and the copy engine see from now on.
+void proxy_fence();
+
+// Starts the copy of a box of a tensor to shared memory. It is there as late as it can be: when all
+// threads wait. Until then the destination holds NaN, and touching it is a race.
+void copy_box(void* to, const void* map, const void* barrier, const int (&at)[4]);
+// Starts the copy of a box from shared memory, or adds it to what is there. It reads when it is
+// waited for, and until then writing its source is a race.
+void store_box(const void* map, const void* from, const int (&at)[4]);
+void commit_stores();
+void wait_stores_read();
+
+// A product of a warpgroup: d = a b or d += a b in float32.
+struct Product {
+    float* d;
+    unsigned columns;
+    const unsigned* a_registers;  // null: `a` describes shared memory
+    unsigned long long a, b;
+    bool a_transposed, b_transposed, add;
+    float (*to_float)(unsigned short);
+    unsigned a_values[4];
+};
+void wgmma_issue(const Product& product);
+void wgmma_fence();
+void wgmma_commit(const char* file, int line);
+void wgmma_wait(unsigned pending_groups, const char* file, int line);
+
+// Gives up registers, or waits until there are enough, so that a thread has `count`.
+void set_registers(const char* operation, unsigned count, bool more, const char* file, int line);
 
 // How the loader calls a kernel whose parameter it has as bytes.
 constexpr unsigned kMaxParamsBytes = 4096;

@@ -3,6 +3,10 @@
 
 namespace ptx {
 
+inline unsigned shared_address(const void* pointer) {
+    return emulator::shared_address(pointer);
+}
+
 namespace twin {
 
 // The fragments of four 8x8 matrices, of which lane l offers row l % 8 of matrix l / 8 (PTX ISA,

@@ -27,13 +27,30 @@ std::string describe(Access::Kind kind, std::size_t size) {
     return std::string(verb(kind)) + " " + std::to_string(size) + " bytes ";
 }
 
-// What a thread of `block` is in a race with.
-std::string describe(const Access& access, unsigned block) {
-    std::string who = "thread " + std::to_string(access.thread);
-    if (access.block != block) who = "block " + std::to_string(access.block) + ", " + who;
-    if (access.kind == Access::Kind::kCopy) return "to which a copy of " + who + " is under way";
-    if (access.by != Access::By::kThread) who += " among others";
-    return "which " + who + " " + verb(access.kind) + " with no barrier between";
+// What comes before `now` in a thread of `block` only by chance.
+std::string describe(const Access& other, const Access& now, const Past& past) {
+    std::string who = "thread " + std::to_string(other.thread);
+    if (other.block != now.block) who = "block " + std::to_string(other.block) + ", " + who;
+    if (other.kind == Access::Kind::kCopy) return "to which a copy of " + who + " is under way";
+    switch (other.by) {
+        case Access::By::kProduct:
+            return "which a product of the warpgroup of " + who + " " + verb(other.kind) +
+                   " with no wait for it between";
+        case Access::By::kBox:
+            return "which a copy of " + who + " " + verb(other.kind) +
+                   " with no wait for its barrier between";
+        case Access::By::kStore:
+            return "which a store of " + who + " " + verb(other.kind) +
+                   " with no wait for it between";
+        default:
+            break;
+    }
+    if (other.members & (other.members - 1)) who += " among others";
+    Access by_thread = now;
+    by_thread.by = Access::By::kThread;
+    const bool only_fence = other.needs_fence_before(now) && other.comes_before(by_thread, past);
+    return "which " + who + " " + verb(other.kind) +
+           (only_fence ? " with no proxy fence between" : " with no barrier between");
 }
 
 std::uintptr_t number(const void* address) {
@@ -48,35 +65,45 @@ Access Block::access_now(Access::Kind kind, const void* return_to) const {
     now.by = Access::By::kThread;
     now.thread = running_->index;
     now.block = index_;
-    now.block_time = time_;
-    now.warp_time = running_->warp_time;
+    now.first = running_->index / 32 * 32;
+    now.members = 1u << running_->index % 32;
+    now.time = running_->past.seen.at(running_->index);
     now.place = offset_in_module(number(return_to));
     return now;
 }
 
 void Block::check(Access::Kind kind, const void* pointer, std::size_t size, const void* return_to) {
+    if (!launch_.checked) return;
     const std::uintptr_t address = number(pointer);
-    if (!launch_.checked || running_->fiber.has_on_stack(address)) return;
+    if (running_->fiber.has_on_stack(address)) {
+        if (!running_->products.uses(address)) return;
+        fail(describe(kind, size) + "of registers that a product works with");
+    }
+    note(access_now(kind, return_to), running_->past, pointer, size);
+}
+
+// Looks at an access to memory that others may see, and remembers it.
+void Block::note(const Access& now, const Past& past, const void* pointer, std::size_t size) {
+    const std::uintptr_t address = number(pointer);
     Region* const region = find_region(address);
-    if (!region || !region->contains(address + size - 1)) fail_bounds(kind, address, size);
+    if (!region || !region->contains(address + size - 1)) fail_bounds(now.kind, address, size);
     const auto what = [&] {
-        return describe(kind, size) + "of " + region->name + " at byte " +
+        return describe(now.kind, size) + "of " + region->name + " at byte " +
                std::to_string(address - region->begin) + ", ";
     };
-    const bool reads = kind == Access::Kind::kRead;
+    const bool reads = now.kind == Access::Kind::kRead;
     if (!reads && !region->writeable) fail(what() + "which is read-only");
 
-    const Access now = access_now(kind, return_to);
     Access other;
     bool unwritten = false;
     region->each_history(address, size, [&](History& history) {
         unwritten = reads && region == &shared_ && !history.written();
-        other = history.add(now);
+        other = history.add(now, past);
         return unwritten || other;
     });
     if (unwritten) fail(what() + "which no thread has written");
     if (other) {
-        fail("race: " + what() + describe(other, index_),
+        fail("race: " + what() + describe(other, now, past),
              "the other access:\n" + place_line(other.place));
     }
 }
@@ -117,6 +144,15 @@ void Block::wait_copies(const void* return_to) {
         });
     }
     running_->copies.clear();
+}
+
+void Block::fence_proxy() {
+    Thread& self = *running_;
+    self.past.fenced.join(self.past.seen);
+    tick(self);
+    for (auto& [at, barrier] : barriers_) {
+        if (barrier.initializer == self.index) barrier.known_to_copies = true;
+    }
 }
 
 Region* Block::find_region(std::uintptr_t address) {

@@ -44,7 +44,9 @@ std::string stack_of(const Thread& thread) {
 }  // namespace
 
 bool Meeting::same_operation(const Meeting& other) const {
-    return mask == other.mask && !std::strcmp(operation, other.operation);
+    return of == other.of && mask == other.mask && named == other.named &&
+           barrier == other.barrier && parity == other.parity && registers == other.registers &&
+           !std::strcmp(operation, other.operation);
 }
 
 bool Meeting::same_line(const Meeting& other) const {
@@ -69,26 +71,45 @@ Block& Block::current() {
     return *current_block;
 }
 
-std::string Block::run(unsigned index) {
+void Block::count_step() {
+    if (current_block && --current_block->steps_left_ == 0) current_block->fail_steps();
+}
+
+void Block::begin(unsigned index) {
     index_ = index;
-    time_ = 0;
     blockIdx = {index, 0, 0};
+    steps_left_ = launch_.max_steps;
     // NaN in every floating-point type, for the flavour that does not check what was written.
     std::memset(bytes, 0xff, launch_.shared_bytes);
     if (launch_.checked) shared_.start_history();
+    const unsigned warps = (threads_.size() + 31) / 32;
+    agents_ = threads_.size() + warps;
+    barriers_.clear();
+    named_barriers_.fill({});
+    boxes_.clear();
+    warp_registers_.assign(warps, registers_at_start());
     for (Thread& thread : threads_) {
         thread.state = Thread::State::kReady;
-        thread.warp_time = 0;
+        thread.past.clear();
+        tick(thread);
         thread.copies.clear();
+        thread.products = {};
+        thread.stores = {};
     }
-    do {
-        for (Thread& thread : threads_) {
-            if (thread.state == Thread::State::kReady) resume(thread);
-            if (!failure_.empty()) return describe_failure();
-        }
-        if (all_returned()) return "";
-    } while (release());
-    return describe_deadlock();
+}
+
+std::string Block::run(unsigned index) {
+    begin(index);
+    for (;;) {
+        const bool resumed = resume_ready();
+        if (!failure_.empty()) return describe_failure();
+        if (all_returned()) break;
+        if (release() || resumed || bring_box()) continue;
+        return failure_.empty() ? describe_deadlock() : prefix() + failure_ + "\n" + details_;
+    }
+    if (boxes_.empty()) return "";
+    return prefix() + "a copy is still under way to shared memory when the block ends\n" +
+           place_line(boxes_.front().place);
 }
 
 void Block::run_thread(void* thread) {
@@ -96,9 +117,24 @@ void Block::run_thread(void* thread) {
     const Launch& launch = current_block->launch_;
     for (;;) {
         launch.call(launch.params);
+        if (!self.products.idle()) current_block->fail("returns before its products are done");
+        if (!self.stores.waiting.empty()) {
+            current_block->fail("returns before its stores have read shared memory");
+        }
         self.state = Thread::State::kReturned;
         self.fiber.suspend();
     }
+}
+
+// What a thread has if all have the same number of registers, which comes in eights.
+unsigned Block::registers_at_start() const {
+    constexpr std::size_t kRegistersPerSm = 65536, kMostOfAThread = 255, kStep = 8;
+    return std::min(kRegistersPerSm / threads_.size(), kMostOfAThread) / kStep * kStep;
+}
+
+// From here on a thread does what it has not told anybody yet.
+void Block::tick(Thread& thread) {
+    thread.past.seen.raise(thread.index, thread.past.seen.at(thread.index) + 1);
 }
 
 void Block::resume(Thread& thread) {
@@ -107,10 +143,27 @@ void Block::resume(Thread& thread) {
     thread.fiber.resume();
 }
 
+bool Block::resume_ready() {
+    bool any = false;
+    for (Thread& thread : threads_) {
+        if (thread.state != Thread::State::kReady) continue;
+        any = true;
+        resume(thread);
+        if (!failure_.empty()) break;
+    }
+    return any;
+}
+
 bool Block::all_returned() const {
     return std::all_of(threads_.begin(), threads_.end(), [](const Thread& thread) {
         return thread.state == Thread::State::kReturned;
     });
+}
+
+unsigned Block::shared_offset(const void* address) {
+    const auto number = reinterpret_cast<std::uintptr_t>(address);
+    if (!shared_.contains(number)) fail("takes an address outside of shared memory for one inside");
+    return number - shared_.begin;
 }
 
 void Block::meet(const Meeting& meeting) {
@@ -123,23 +176,30 @@ void Block::meet(const Meeting& meeting) {
 bool Block::release() {
     bool any = release_block();
     for (unsigned first = 0; first < threads_.size(); first += 32) any |= release_warp(first);
+    for (unsigned first = 0; first < threads_.size(); first += kWarpgroup) {
+        any |= release_warpgroup(first);
+    }
     return any;
 }
 
 // A barrier that only some threads of the block reach, or not all in the same line, is an error.
 bool Block::release_block() {
     const Thread& front = threads_.front();
-    if (front.state != Thread::State::kWaiting || front.meeting.mask != 0) return false;
+    if (!front.waits_in(Meeting::Of::kBlock)) return false;
     for (const Thread& thread : threads_) {
         if (!thread.stands_with(front)) return false;
     }
     unsigned ayes = 0;
-    for (const Thread& thread : threads_) ayes += *static_cast<const bool*>(thread.meeting.in);
+    Past all;
+    for (const Thread& thread : threads_) {
+        ayes += *static_cast<const bool*>(thread.meeting.in);
+        all.join(thread.past);
+    }
     for (Thread& thread : threads_) {
         *static_cast<unsigned*>(thread.meeting.out) = ayes;
-        thread.state = Thread::State::kReady;
+        thread.resume_with(all);
+        tick(thread);
     }
-    ++time_;
     return true;
 }
 
@@ -149,7 +209,7 @@ bool Block::release_warp(unsigned first) {
     bool any = false;
     for (unsigned lane = 0; lane < count; ++lane) {
         const Thread& caller = threads_[first + lane];
-        if (caller.state != Thread::State::kWaiting || caller.meeting.mask == 0) continue;
+        if (!caller.waits_in(Meeting::Of::kWarp)) continue;
         unsigned arrived = 0;
         for (unsigned other = 0; other < count; ++other) {
             const Thread& thread = threads_[first + other];
@@ -169,7 +229,6 @@ void Block::combine(unsigned first, unsigned lanes) {
     const void* in[32] = {};
     void* out[32] = {};
     const Meeting* meeting = nullptr;
-    unsigned latest = 0;
     for (unsigned lane = 0; lane < 32; ++lane) {
         if (!(lanes >> lane & 1)) continue;
         Thread& thread = threads_[first + lane];
@@ -177,13 +236,32 @@ void Block::combine(unsigned first, unsigned lanes) {
         meeting = &thread.meeting;
         in[lane] = meeting->in;
         out[lane] = meeting->out;
-        latest = std::max(latest, thread.warp_time);
     }
     if (meeting->combine) meeting->combine(in, out, lanes);
     if (!meeting->orders_memory) return;
+    Past all;
     for (unsigned lane = 0; lane < 32; ++lane) {
-        if (lanes >> lane & 1) threads_[first + lane].warp_time = latest + 1;
+        if (lanes >> lane & 1) all.join(threads_[first + lane].past);
     }
+    for (unsigned lane = 0; lane < 32; ++lane) {
+        if (!(lanes >> lane & 1)) continue;
+        threads_[first + lane].past.join(all);
+        tick(threads_[first + lane]);
+    }
+}
+
+// All of a warpgroup must be in the same line.
+bool Block::release_warpgroup(unsigned first) {
+    const Thread& front = threads_[first];
+    if (!front.waits_in(Meeting::Of::kWarpgroup) || first + kWarpgroup > threads_.size()) {
+        return false;
+    }
+    for (unsigned i = 0; i < kWarpgroup; ++i) {
+        if (!threads_[first + i].stands_with(front)) return false;
+    }
+    if (front.meeting.registers != 0 && !share_registers(first)) return false;
+    for (unsigned i = 0; i < kWarpgroup; ++i) threads_[first + i].state = Thread::State::kReady;
+    return true;
 }
 
 void Block::fail(const std::string& message, const std::string& details) {
@@ -193,6 +271,15 @@ void Block::fail(const std::string& message, const std::string& details) {
     __builtin_unreachable();
 }
 
+void Block::fail_steps() {
+    fail("a block of this kernel has taken " + std::to_string(launch_.max_steps) +
+         " steps and has not come to an end");
+}
+
+std::string Block::prefix() const {
+    return std::string(launch_.kernel) + ", block " + std::to_string(index_) + ": ";
+}
+
 std::string Block::describe_failure() const {
     return std::string(launch_.kernel) + ", block " + std::to_string(index_) + ", thread " +
            std::to_string(running_->index) + ": " + failure_ + "\n" + stack_of(*running_) +
@@ -200,8 +287,7 @@ std::string Block::describe_failure() const {
 }
 
 std::string Block::describe_deadlock() const {
-    std::string text = std::string(launch_.kernel) + ", block " + std::to_string(index_) +
-                       ": threads wait for others that do not come\n";
+    std::string text = prefix() + "threads wait for others that do not come\n";
     std::vector<bool> told(threads_.size());
     for (const Thread& first : threads_) {
         if (told[first.index]) continue;
@@ -211,17 +297,36 @@ std::string Block::describe_deadlock() const {
             told[thread.index] = true;
             group.push_back(thread.index);
         }
-        if (first.state == Thread::State::kReturned) {
-            text += list(group) + " returned\n";
-            continue;
-        }
-        text += list(group) + " in " + first.meeting.operation;
-        if (first.meeting.mask != 0) {
+        text += list(group) + describe_wait(first) + "\n";
+        if (first.state != Thread::State::kReturned) text += stack_of(first);
+    }
+    return text;
+}
+
+std::string Block::describe_wait(const Thread& thread) const {
+    if (thread.state == Thread::State::kReturned) return " returned";
+    const Meeting& meeting = thread.meeting;
+    std::string text = std::string(" in ") + meeting.operation;
+    switch (meeting.of) {
+        case Meeting::Of::kBlock:
+            break;
+        case Meeting::Of::kWarp: {
             char mask[24];
-            std::snprintf(mask, sizeof mask, " of lanes 0x%08x", first.meeting.mask);
-            text += mask;
+            std::snprintf(mask, sizeof mask, " of lanes 0x%08x", meeting.mask);
+            return text + mask;
         }
-        text += "\n" + stack_of(first);
+        case Meeting::Of::kWarpgroup:
+            if (meeting.registers != 0) text += " to " + std::to_string(meeting.registers);
+            return text + " of a warpgroup";
+        case Meeting::Of::kNamedBarrier: {
+            const NamedBarrier& barrier = named_barriers_[meeting.named];
+            return text + " at barrier " + std::to_string(meeting.named) + ", where " +
+                   std::to_string(barrier.arrived) + " of " + std::to_string(barrier.threads) +
+                   " threads have arrived";
+        }
+        case Meeting::Of::kPhase:
+            return text + " for a phase of parity " + std::to_string(meeting.parity) + " of " +
+                   meeting.barrier->describe();
     }
     return text;
 }

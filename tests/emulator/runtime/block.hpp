@@ -1,13 +1,18 @@
 // One block at a time: its threads as fibers, the points at which they meet, its shared memory.
 #pragma once
 
+#include <array>
 #include <deque>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
+#include "barriers.hpp"
+#include "boxes.hpp"
 #include "emulator.hpp"
 #include "fiber.hpp"
 #include "memory.hpp"
+#include "products.hpp"
 
 namespace emulator {
 
@@ -19,19 +24,29 @@ struct Launch {
     unsigned blocks, threads;
     std::size_t shared_bytes;
     bool checked;
+    std::uint64_t max_steps;  // of a block
     std::deque<Region> global;
 };
 
-// An operation in which threads wait for each other.
+// What a thread waits for.
 struct Meeting {
+    // All threads of the block; lanes of a warp; all of a warpgroup; as many as a named barrier
+    // counts; the end of a phase of a barrier in shared memory.
+    enum class Of { kBlock, kWarp, kWarpgroup, kNamedBarrier, kPhase };
+
+    Of of;
     const char* operation;
-    unsigned mask;   // of lanes; 0 for one of the whole block
-    const void* in;  // of the whole block: a bool, and how many of them are true
-    void* out;
-    Combine combine;
-    bool orders_memory;
     const char* file;
     int line;
+    const void* in = nullptr;  // of the whole block: a bool, and how many of them are true
+    void* out = nullptr;
+    unsigned mask = 0;  // of lanes
+    Combine combine = nullptr;
+    bool orders_memory = false;
+    unsigned registers = 0;            // what each thread of the warpgroup shall have; 0: as it is
+    unsigned named = 0;                // which barrier
+    SharedBarrier* barrier = nullptr;  // whose phase of
+    unsigned parity = 0;               // must end
 
     bool same_operation(const Meeting& other) const;
     bool same_line(const Meeting& other) const;
@@ -52,15 +67,26 @@ struct Thread {
     // At the same point of the code, as far as the block is concerned.
     bool stands_with(const Thread& other) const;
 
+    bool waits_in(Meeting::Of of) const { return state == State::kWaiting && meeting.of == of; }
+    void resume_with(const Past& told) {
+        past.join(told);
+        state = State::kReady;
+    }
+
     const unsigned index;
     State state = State::kReady;
     Meeting meeting{};
-    unsigned warp_time = 0;
+    Past past;
     std::vector<Copy> copies;
+    Products products;
+    BoxStores stores;
     Fiber fiber;
 };
 
 // A thread of the operating system has one of these and runs block after block on it.
+//
+// The agents of its clocks are its threads, then a warp's products for each warp, then one for each
+// barrier in shared memory and one for each thread that stores boxes.
 class Block {
   public:
     explicit Block(Launch& launch);
@@ -68,41 +94,94 @@ class Block {
     // The one that runs on this thread of the operating system.
     static Block& current();
 
+    // One step of it, if any runs.
+    static void count_step();
+
     // Runs one block. What it returns is empty, or says what went wrong.
     std::string run(unsigned index);
 
     // For the built-ins and the instrumentation of the kernel that is running.
     unsigned lane() const { return running_->index % 32; }
+    unsigned shared_offset(const void* address);
     void meet(const Meeting& meeting);
     void check(Access::Kind kind, const void* address, std::size_t size, const void* return_to);
     void check_shared(Access::Kind kind, const void* address, std::size_t size,
                       const void* return_to);
     void start_copy(const Copy& copy, const void* return_to);
     void wait_copies(const void* return_to);
+    void fence_proxy();
     [[noreturn]] void fail(const std::string& message, const std::string& details = "");
+
+    void init_barrier(const void* at, unsigned arrivals, const void* return_to);
+    void fence_barriers();
+    void arrive(const void* at, unsigned announced_bytes, const void* return_to);
+    void wait_phase(const void* at, unsigned parity, const char* file, int line,
+                    const void* return_to);
+    void arrive_named(const Meeting& meeting, unsigned threads, bool waits);
+
+    void copy_box(void* to, const void* map, const void* barrier, const int (&at)[kBoxAxes],
+                  const void* return_to);
+    void store_box(const void* map, const void* from, const int (&at)[kBoxAxes],
+                   const void* return_to);
+    void commit_stores();
+    void wait_stores_read();
+
+    void issue(const Product& product, const void* return_to);
+    void fence_products();
+    void commit_products(const char* file, int line);
+    void wait_products(unsigned pending_groups, const char* file, int line);
+    void set_registers(const Meeting& meeting, bool more);
 
   private:
     // block.cpp
     static void run_thread(void* thread);
+    void begin(unsigned index);
     void resume(Thread& thread);
+    bool resume_ready();
     bool all_returned() const;
     bool release();
     bool release_block();
     bool release_warp(unsigned first);
+    bool release_warpgroup(unsigned first);
     void combine(unsigned first, unsigned lanes);
+    unsigned registers_at_start() const;
+    void tick(Thread& thread);
+    [[noreturn]] void fail_steps();
     std::string describe_failure() const;
     std::string describe_deadlock() const;
+    std::string describe_wait(const Thread& thread) const;
+    std::string prefix() const;
 
     // access.cpp
     Access access_now(Access::Kind kind, const void* return_to) const;
+    void note(const Access& now, const Past& past, const void* address, std::size_t size);
     Region* find_region(std::uintptr_t address);
     [[noreturn]] void fail_bounds(Access::Kind kind, std::uintptr_t address, std::size_t size);
+
+    // barriers.cpp
+    SharedBarrier& barrier_at(const void* at, const void* return_to);
+    void end_phase_if_complete(SharedBarrier& barrier);
+
+    // boxes.cpp
+    Box box_of(const void* map, const void* shared, const int (&at)[kBoxAxes]);
+    bool bring_box();
+    void note_global_rows(Access now, const Box& box);
+
+    // products.cpp
+    void read_operands();
+    bool share_registers(unsigned first);
+    unsigned product_agent(unsigned warp) const { return threads_.size() + warp; }
 
     Launch& launch_;
     Region shared_;
     std::deque<Thread> threads_;
     Thread* running_ = nullptr;
-    unsigned index_ = 0, time_ = 0;
+    unsigned index_ = 0, agents_ = 0;
+    std::uint64_t steps_left_ = 0;
+    std::unordered_map<std::uint64_t, SharedBarrier> barriers_;  // by byte of shared memory
+    std::array<NamedBarrier, kNamedBarriers> named_barriers_;
+    std::deque<BoxCopy> boxes_;             // to shared memory, the oldest first
+    std::vector<unsigned> warp_registers_;  // of each thread of a warp
     std::string failure_, details_;
 };
 

@@ -19,17 +19,18 @@ void meet_in_warp(const Meeting& meeting) {
 
 unsigned sync_block(const char* operation, bool aye, const char* file, int line) {
     unsigned ayes = 0;
-    Block::current().meet({operation, 0, &aye, &ayes, nullptr, true, file, line});
+    Block::current().meet({Meeting::Of::kBlock, operation, file, line, &aye, &ayes});
     return ayes;
 }
 
 void sync_warp(const char* operation, unsigned mask, const void* in, void* out, Combine combine,
                const char* file, int line) {
-    meet_in_warp({operation, mask, in, out, combine, false, file, line});
+    meet_in_warp({Meeting::Of::kWarp, operation, file, line, in, out, mask, combine, false});
 }
 
 void sync_warp_memory(unsigned mask, const char* file, int line) {
-    meet_in_warp({"__syncwarp", mask, nullptr, nullptr, nullptr, true, file, line});
+    meet_in_warp(
+        {Meeting::Of::kWarp, "__syncwarp", file, line, nullptr, nullptr, mask, nullptr, true});
 }
 
 void fail(const char* message) {
@@ -57,8 +58,23 @@ DEFINE_ATOMIC_ADD(unsigned long long)
 DEFINE_ATOMIC_ADD(float)
 DEFINE_ATOMIC_ADD(double)
 
+unsigned atomic_increment(unsigned* address, unsigned last) {
+    Block::current().check(Access::Kind::kAtomic, address, sizeof *address,
+                           __builtin_return_address(0));
+    unsigned old = *address;
+    while (!__atomic_compare_exchange_n(address, &old, old >= last ? 0 : old + 1, true,
+                                        __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+    return old;
+}
+
 void read_shared(const void* address, unsigned bytes) {
     Block::current().check_shared(Access::Kind::kRead, address, bytes, __builtin_return_address(0));
+}
+
+void write_shared(void* address, unsigned bytes) {
+    Block::current().check_shared(Access::Kind::kWrite, address, bytes,
+                                  __builtin_return_address(0));
 }
 
 void copy_async(void* to, const void* from, unsigned bytes, unsigned valid) {
@@ -69,6 +85,75 @@ void copy_async(void* to, const void* from, unsigned bytes, unsigned valid) {
 
 void wait_copies() {
     Block::current().wait_copies(__builtin_return_address(0));
+}
+
+unsigned shared_address(const void* address) {
+    return Block::current().shared_offset(address);
+}
+
+void barrier_init(const void* barrier, unsigned arrivals) {
+    Block::current().init_barrier(barrier, arrivals, __builtin_return_address(0));
+}
+
+void barrier_init_fence() {
+    Block::current().fence_barriers();
+}
+
+void barrier_arrive(const void* barrier, unsigned announced_bytes) {
+    Block::current().arrive(barrier, announced_bytes, __builtin_return_address(0));
+}
+
+void barrier_wait(const void* barrier, unsigned parity, const char* file, int line) {
+    Block::current().wait_phase(barrier, parity, file, line, __builtin_return_address(0));
+}
+
+void named_barrier(const char* operation, unsigned id, unsigned threads, bool waits,
+                   const char* file, int line) {
+    Meeting meeting{Meeting::Of::kNamedBarrier, operation, file, line};
+    meeting.named = id;
+    Block::current().arrive_named(meeting, threads, waits);
+}
+
+void proxy_fence() {
+    Block::current().fence_proxy();
+}
+
+void copy_box(void* to, const void* map, const void* barrier, const int (&at)[4]) {
+    Block::current().copy_box(to, map, barrier, at, __builtin_return_address(0));
+}
+
+void store_box(const void* map, const void* from, const int (&at)[4]) {
+    Block::current().store_box(map, from, at, __builtin_return_address(0));
+}
+
+void commit_stores() {
+    Block::current().commit_stores();
+}
+
+void wait_stores_read() {
+    Block::current().wait_stores_read();
+}
+
+void wgmma_issue(const Product& product) {
+    Block::current().issue(product, __builtin_return_address(0));
+}
+
+void wgmma_fence() {
+    Block::current().fence_products();
+}
+
+void wgmma_commit(const char* file, int line) {
+    Block::current().commit_products(file, line);
+}
+
+void wgmma_wait(unsigned pending_groups, const char* file, int line) {
+    Block::current().wait_products(pending_groups, file, line);
+}
+
+void set_registers(const char* operation, unsigned count, bool more, const char* file, int line) {
+    Meeting meeting{Meeting::Of::kWarpgroup, operation, file, line};
+    meeting.registers = count;
+    Block::current().set_registers(meeting, more);
 }
 
 }  // namespace emulator

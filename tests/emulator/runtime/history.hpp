@@ -1,90 +1,154 @@
-// Who read and wrote a piece of memory last, and whether a barrier lies between two accesses.
+// Who read and wrote a piece of memory last, and whether one access comes before another.
 //
-// A thread's time is counted in barriers: how many __syncthreads its block has passed, and how many
-// __syncwarp its warp. Of two accesses by different threads one comes before the other only if the
-// threads met in between; if they did not and one of the two writes, that is a race. It is found in
-// whichever order the emulator happens to run the threads.
+// Of two accesses by different threads one comes before the other only if the first thread told the
+// second so: by a barrier, or by several. If none did and one of the two writes, that is a race. It
+// is found in whichever order the emulator happens to run the threads.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
+
+#include "clock.hpp"
 
 namespace emulator {
 
 struct Access {
     // kCopy: a write under way, which has no moment yet.
     enum class Kind : std::uint8_t { kRead, kWrite, kAtomic, kCopy };
-    // Several threads, none of whose accesses comes before another's, are noted as one access.
-    enum class By : std::uint8_t { kNobody, kThread, kWarp, kBlock, kGrid };
+    // Threads, or what works for one: a product or a store until it is waited for, a copy of a box
+    // until the barrier on which its bytes arrive is.
+    enum class By : std::uint8_t { kNobody, kThread, kProduct, kBox, kStore };
 
     Kind kind = Kind::kRead;
     By by = By::kNobody;
-    std::uint16_t thread = 0;
+    std::uint16_t thread = 0;  // for reports
     std::uint32_t block = 0;
-    std::uint32_t block_time = 0, warp_time = 0;
+    // Agents that did the same at the same of their times: bit i is agent `first` + i.
+    std::uint32_t first = 0, members = 0, time = 0;
     std::uint32_t place = 0;  // in the code
 
     explicit operator bool() const { return by != By::kNobody; }
 
-    bool same_warp(const Access& other) const {
-        return block == other.block && thread / 32 == other.thread / 32;
+    bool asynchronous() const { return by != By::kNobody && by != By::kThread; }
+
+    bool needs_fence_before(const Access& now) const {
+        return by == By::kThread && kind != Kind::kRead && now.asynchronous();
     }
 
-    bool comes_before(const Access& now) const {
-        if (kind == Kind::kCopy) return false;
-        switch (by) {
-            case By::kNobody:
-                return true;
-            case By::kGrid:
-                return false;
-            case By::kThread:
-                if (block == now.block && thread == now.thread) return true;
-                [[fallthrough]];
-            case By::kWarp:
-                if (same_warp(now) && warp_time < now.warp_time) return true;
-                [[fallthrough]];
-            case By::kBlock:
-                return block == now.block && block_time < now.block_time;
+    bool comes_before(const Access& now, const Past& past) const {
+        if (by == By::kNobody) return true;
+        if (kind == Kind::kCopy || block != now.block) return false;
+        const Clock& clock = needs_fence_before(now) ? past.fenced : past.seen;
+        for (std::uint32_t rest = members; rest; rest &= rest - 1) {
+            if (clock.at(first + __builtin_ctz(rest)) < time) return false;
         }
-        __builtin_unreachable();
+        return true;
     }
 
-    // Notes a later or harmlessly simultaneous access beside this one.
-    void add(const Access& now) {
-        Access sum = now;
-        if (!comes_before(now)) {
-            sum.by = same_warp(now) ? By::kWarp : block == now.block ? By::kBlock : By::kGrid;
-            sum.by = std::max(sum.by, by);
-            sum.warp_time = std::max(warp_time, now.warp_time);
-        }
-        *this = sum;
+    bool same_agents(const Access& other) const {
+        return by == other.by && block == other.block && first == other.first;
     }
+
+    // Notes an access of the same moment as part of this one, if it is.
+    bool absorb(const Access& now) {
+        if (!same_agents(now) || time != now.time || kind != now.kind) return false;
+        members |= now.members;
+        thread = now.thread;
+        place = now.place;
+        return true;
+    }
+
+    // An agent's later access stands for its earlier one.
+    void forget(const Access& now) {
+        if (!same_agents(now)) return;
+        members &= ~now.members;
+        if (members == 0) by = By::kNobody;
+    }
+};
+
+// Accesses none of which comes before another.
+class Accesses {
+  public:
+    explicit operator bool() const { return bool(one_); }
+
+    // One that does not come before `now` although it must, if any.
+    Access race(const Access& now, const Past& past) const {
+        if (races(one_, now, past)) return one_;
+        for (const Access& access : more_) {
+            if (races(access, now, past)) return access;
+        }
+        return {};
+    }
+
+    void add(const Access& now, const Past& past) {
+        if (one_.absorb(now)) return;
+        const auto over = [&](Access& access) {
+            access.forget(now);
+            return access.comes_before(now, past);
+        };
+        more_.erase(std::remove_if(more_.begin(), more_.end(), over), more_.end());
+        if (over(one_)) {
+            one_ = {};
+            if (more_.empty()) {
+                one_ = now;
+                return;
+            }
+            std::swap(one_, more_.back());
+            more_.pop_back();
+        }
+        if (one_.absorb(now)) return;
+        for (Access& access : more_) {
+            if (access.absorb(now)) return;
+        }
+        // What another block did comes before nothing here, so that two blocks stand for all.
+        if (!of_several_blocks()) more_.push_back(now);
+    }
+
+    void set(const Access& now) {
+        one_ = now;
+        more_.clear();
+    }
+    void clear() { set({}); }
+
+  private:
+    static bool races(const Access& access, const Access& now, const Past& past) {
+        const bool both_atomic =
+            access.kind == Access::Kind::kAtomic && now.kind == Access::Kind::kAtomic;
+        return !both_atomic && !access.comes_before(now, past);
+    }
+
+    bool of_several_blocks() const {
+        return std::any_of(more_.begin(), more_.end(),
+                           [&](const Access& access) { return access.block != one_.block; });
+    }
+
+    Access one_;
+    std::vector<Access> more_;
 };
 
 class History {
   public:
     // Notes an access. Returns one that it is in a race with, if any.
-    Access add(const Access& now) {
-        const bool both_atomic =
-            writes_.kind == Access::Kind::kAtomic && now.kind == Access::Kind::kAtomic;
-        if (!writes_.comes_before(now) && !both_atomic) return writes_;
+    Access add(const Access& now, const Past& past) {
+        if (const Access other = writes_.race(now, past)) return other;
         if (now.kind == Access::Kind::kRead) {
-            reads_.add(now);
-        } else {
-            if (!reads_.comes_before(now)) return reads_;
-            writes_.add(now);
-            reads_ = {};  // what comes after this write comes after those reads too
+            reads_.add(now, past);
+            return {};
         }
+        if (const Access other = reads_.race(now, past)) return other;
+        writes_.add(now, past);
+        reads_.clear();  // what comes after this write comes after those reads too
         return {};
     }
 
     // The copy into this memory is done.
-    void end_copy(const Access& now) { writes_ = now; }
+    void end_copy(const Access& now) { writes_.set(now); }
 
     bool written() const { return bool(writes_); }
 
   private:
-    Access writes_, reads_;
+    Accesses writes_, reads_;
 };
 
 }  // namespace emulator

@@ -1,5 +1,6 @@
-// What the compiler calls in a kernel that is compiled with -fsanitize=thread,undefined: of
-// the sanitizers only the instrumentation is used, not their own runtime libraries.
+// What the compiler calls in a kernel that is compiled with -fsanitize=thread,undefined and
+// -fsanitize-coverage: of the sanitizers only the instrumentation is used, not their own runtime
+// libraries.
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -31,6 +32,10 @@ void __tsan_read_range(void* address, std::size_t size) {
 }
 void __tsan_write_range(void* address, std::size_t size) {
     CHECK(Access::Kind::kWrite, address, size);
+}
+// At the start of each piece of code without a jump; also while the module is loaded.
+void __sanitizer_cov_trace_pc() {
+    Block::count_step();
 }
 void __tsan_init() {}
 void __tsan_func_entry(void*) {}

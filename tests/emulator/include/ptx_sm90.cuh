@@ -1,0 +1,98 @@
+// The twin of cufa/kernels/ptx_sm90.cuh.
+#pragma once
+
+#include "ptx_sm80.cuh"
+
+// calls.py encodes it, for the emulator alone.
+struct alignas(64) TensorMap {
+    unsigned char opaque[128];
+};
+
+namespace ptx {
+
+using Barrier = unsigned long long;
+
+inline void barrier_init(Barrier& barrier, int arrivals) {
+    emulator::barrier_init(&barrier, arrivals);
+}
+
+inline void barrier_init_fence() {
+    emulator::barrier_init_fence();
+}
+
+inline void barrier_arrive(Barrier& barrier) {
+    emulator::barrier_arrive(&barrier, 0);
+}
+
+inline void barrier_arrive_expecting(Barrier& barrier, int bytes) {
+    emulator::barrier_arrive(&barrier, bytes);
+}
+
+// How long the instruction waits is not promised: here, until the phase has ended.
+inline bool barrier_try_wait(Barrier& barrier, unsigned int parity, EMULATOR_HERE) {
+    emulator::barrier_wait(&barrier, parity, file, line);
+    return true;
+}
+
+template <int Threads>
+inline void named_barrier_sync(int id, EMULATOR_HERE) {
+    emulator::named_barrier("bar.sync", id, Threads, true, file, line);
+}
+template <int Threads>
+inline void named_barrier_arrive(int id, EMULATOR_HERE) {
+    emulator::named_barrier("bar.arrive", id, Threads, false, file, line);
+}
+
+inline void prefetch_tensor_map(const TensorMap&) {}
+
+inline void copy_box(void* to, const TensorMap& map, Barrier& barrier, int x0, int x1, int x2,
+                     int x3) {
+    emulator::copy_box(to, &map, &barrier, {x0, x1, x2, x3});
+}
+
+inline void proxy_fence() {
+    emulator::proxy_fence();
+}
+
+inline void store_box(const TensorMap& map, const void* from, int x0, int x1, int x2, int x3) {
+    emulator::store_box(&map, from, {x0, x1, x2, x3});
+}
+
+inline void commit_stores() {
+    emulator::commit_stores();
+}
+
+inline void wait_stores_read() {
+    emulator::wait_stores_read();
+}
+
+namespace twin {
+
+struct MatrixRow {
+    void* row;
+    const unsigned (&matrices)[4];
+};
+
+// The inverse of load_matrices.
+EMULATOR_UNCHECKED inline void store_matrices(const void* const* in, void* const*, unsigned) {
+    for (int lane = 0; lane < 32; ++lane) {
+        const auto& from = *static_cast<const MatrixRow*>(in[lane]);
+        for (int matrix = 0; matrix < 4; ++matrix) {
+            const auto& to = *static_cast<const MatrixRow*>(in[8 * matrix + lane / 4]);
+            for (int e = 0; e < 2; ++e) {
+                static_cast<unsigned short*>(to.row)[lane % 4 * 2 + e] =
+                    from.matrices[matrix] >> 16 * e & 0xffffu;
+            }
+        }
+    }
+}
+
+}  // namespace twin
+
+inline void stmatrix_x4(void* row, const unsigned int (&matrices)[4], EMULATOR_HERE) {
+    emulator::write_shared(row, 16);
+    const twin::MatrixRow mine{row, matrices};
+    emulator::sync_warp("stmatrix", ~0u, &mine, nullptr, twin::store_matrices, file, line);
+}
+
+}  // namespace ptx

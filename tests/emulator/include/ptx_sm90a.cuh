@@ -1,0 +1,60 @@
+// The twin of cufa/kernels/ptx_sm90a.cuh.
+#pragma once
+
+#include "ptx_sm90.cuh"
+
+namespace ptx {
+
+inline void wgmma_fence() {
+    emulator::wgmma_fence();
+}
+
+inline void wgmma_commit(EMULATOR_HERE) {
+    emulator::wgmma_commit(file, line);
+}
+
+template <int Pending>
+inline void wgmma_wait(EMULATOR_HERE) {
+    static_assert(0 <= Pending && Pending < 8, "wait_group takes 0 to 7");
+    emulator::wgmma_wait(Pending, file, line);
+}
+
+// Here nothing keeps a register elsewhere while a product works with it.
+inline void hold(float&) {}
+inline void hold(unsigned int&) {}
+
+namespace twin {
+
+constexpr bool is_register_count(int count) {
+    return count % 8 == 0 && 24 <= count && count <= 256;
+}
+
+}  // namespace twin
+
+template <int Count>
+inline void registers_decrease(EMULATOR_HERE) {
+    static_assert(twin::is_register_count(Count), "setmaxnreg takes eights from 24 to 256");
+    emulator::set_registers("setmaxnreg.dec", Count, false, file, line);
+}
+template <int Count>
+inline void registers_increase(EMULATOR_HERE) {
+    static_assert(twin::is_register_count(Count), "setmaxnreg takes eights from 24 to 256");
+    emulator::set_registers("setmaxnreg.inc", Count, true, file, line);
+}
+
+template <int N, bool Bfloat16>
+struct Wgmma {
+    static_assert(N % 8 == 0 && 8 <= N && N <= 256, "wgmma has 8 to 256 columns, in eights");
+    static constexpr auto kToFloat = Bfloat16 ? float_from_bfloat16 : float_from_half;
+
+    template <bool TransposedA, bool TransposedB, bool Add>
+    static void multiply(float (&d)[N / 2], unsigned long long a, unsigned long long b) {
+        emulator::wgmma_issue({d, N, nullptr, a, b, TransposedA, TransposedB, Add, kToFloat, {}});
+    }
+    template <bool TransposedB, bool Add>
+    static void multiply(float (&d)[N / 2], const unsigned int (&a)[4], unsigned long long b) {
+        emulator::wgmma_issue({d, N, a, 0, b, false, TransposedB, Add, kToFloat, {}});
+    }
+};
+
+}  // namespace ptx

@@ -1,0 +1,46 @@
+// Barriers at which threads arrive without waiting, or wait without arriving.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "clock.hpp"
+
+namespace emulator {
+
+// An mbarrier. A phase ends when all threads have arrived and all announced bytes are there.
+struct SharedBarrier {
+    std::uint64_t at;  // the byte of shared memory
+    // The agent for what copies bring: its time is the number of phases that have ended.
+    unsigned agent;
+    unsigned arrivals;  // in each phase
+    unsigned initializer;
+    bool known_to_copies = false;
+
+    unsigned missing = arrivals;  // of the arrivals of this phase
+    long long bytes = 0;          // announced, but not there yet
+    unsigned phase = 0;
+    Past arriving{}, arrived{};  // what comes before the end of this phase, and of the last one
+
+    // Whether the last phase that ended is of this parity, as the one before the first counts.
+    bool ended(unsigned parity) const { return (phase & 1) != parity; }
+    bool complete() const { return missing == 0 && bytes == 0; }
+
+    void end_phase() {
+        arrived = arriving;
+        missing = arrivals;
+        ++phase;
+    }
+
+    std::string describe() const;
+};
+
+// A numbered barrier of a part of a block, in hardware.
+struct NamedBarrier {
+    unsigned threads = 0;  // as who arrived first said
+    unsigned arrived = 0;
+    Past arriving{};
+};
+constexpr unsigned kNamedBarriers = 16;
+
+}  // namespace emulator

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import struct
 from collections.abc import Mapping, Set
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +19,15 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from cufa.counters import COUNTER_BYTES
 from cufa.device import Device
 from cufa.launch import pack_attention, pack_softmax
 from cufa.plan import Plan, make_plan
+from cufa.plan.sizes import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES, ceil_div
 from cufa.plan.standard import softmax_launch
 from cufa.problem import DTYPES, Direction, check_scale, lse_shape, make_problem, output_shape
 
-from . import KERNELS, Module, extent
+from . import KERNELS, EmulatorError, Module, extent
 
 Array: TypeAlias = npt.NDArray[Any]
 Tiles: TypeAlias = Mapping[str, int]
@@ -34,6 +37,12 @@ DEVICE = Device.of("sm_90a")
 # Around each array, so that what lies beyond its ends belongs to no other.
 _MARGIN_BYTES = 1 << 16
 _MAX_ALIGN_BYTES = 16
+
+# runtime/boxes.hpp's TensorDescription, in the room of a TensorMap.
+_TENSOR_MAP = struct.Struct(f"=2q 9I 4x 3q {TENSOR_MAP_BYTES - 80}x")
+_TENSOR_MAGIC = 0x70614D726F736E54
+_MAX_BOX = 256
+assert _TENSOR_MAP.size == TENSOR_MAP_BYTES
 
 
 def attention(
@@ -45,6 +54,7 @@ def attention(
     softmax_scale: float | None = None,
     kernel: str | None = None,
     tiles: Tiles | None = None,
+    device: Device = DEVICE,
     checked: bool = True,
     folder: Path = KERNELS,
 ) -> tuple[Array, Array]:
@@ -52,7 +62,7 @@ def attention(
 
     Raises EmulatorError if the kernel does what it must not.
     """
-    plan = _plan("forward", {"q": q, "k": k, "v": v}, causal, kernel, tiles)
+    plan = _plan("forward", {"q": q, "k": k, "v": v}, causal, kernel, tiles, device)
     problem = plan.problem
     out = np.empty(output_shape(problem, "bshd"), DTYPES[problem.dtype])
     lse = np.empty(lse_shape(problem), problem.accumulator)
@@ -73,6 +83,7 @@ def attention_backward(
     softmax_scale: float | None = None,
     kernel: str | None = None,
     tiles: Tiles | None = None,
+    device: Device = DEVICE,
     checked: bool = True,
     folder: Path = KERNELS,
 ) -> tuple[Array, Array, Array]:
@@ -81,7 +92,7 @@ def attention_backward(
     Raises EmulatorError if the kernel does what it must not.
     """
     tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout}
-    plan = _plan("backward", tensors, causal, kernel, tiles)
+    plan = _plan("backward", tensors, causal, kernel, tiles, device)
     gradients = {f"d{name}": np.empty(tensors[name].shape, q.dtype) for name in ("q", "k", "v")}
     arrays = {**tensors, **gradients, "lse": lse}
     done = _run(plan, arrays, set(gradients), softmax_scale, checked, folder)
@@ -105,7 +116,12 @@ def softmax(x: Array, passes: int, checked: bool = True) -> Array:
 
 
 def _plan(
-    direction: Direction, arrays: Mapping[str, Array], causal: bool, kernel: str | None, tiles: Tiles | None
+    direction: Direction,
+    arrays: Mapping[str, Array],
+    causal: bool,
+    kernel: str | None,
+    tiles: Tiles | None,
+    device: Device,
 ) -> Plan:
     shapes = {name: array.shape for name, array in arrays.items()}
     dtypes = {name: array.dtype for name, array in arrays.items()}
@@ -114,7 +130,7 @@ def _plan(
     strides = [array.strides[axis] for array in arrays.values() for axis in range(3)]
     rows = [problem.head_dim * problem.itemsize, problem.value_dim * problem.itemsize]
     align_bytes = math.gcd(_MAX_ALIGN_BYTES, *strides, *rows)
-    return make_plan(replace(problem, align_bytes=align_bytes), DEVICE, kernel, tiles)
+    return make_plan(replace(problem, align_bytes=align_bytes), device, kernel, tiles)
 
 
 def _run(
@@ -131,21 +147,65 @@ def _run(
         name: _placed(array, array.itemsize if name == "lse" else problem.align_bytes, name in outputs)
         for name, array in arrays.items()
     }
-    workspace = _placed(np.empty(plan.workspace_bytes, np.uint8), _MAX_ALIGN_BYTES, is_output=True)
+    workspace = _workspace(plan)
     tensors = [array for name, array in placed.items() if name != "lse"]
     fields = [
         field
         for array in tensors
         for field in (array.ctypes.data, *(stride // array.itemsize for stride in array.strides[:3]))
     ]
+    maps = b"".join(tensor_map(tensors[box.tensor], box.rows, box.cols) for box in plan.boxes)
     lse, scale = placed["lse"].ctypes.data, check_scale(softmax_scale, problem.head_dim)
     module = Module(plan.source, plan.macros, checked, folder)
     for launch in plan.launches:
         for step in range(launch.steps):
-            params = pack_attention(problem, fields, lse, workspace.ctypes.data, scale, step)
+            params = maps + pack_attention(problem, fields, lse, workspace.ctypes.data, scale, step)
             buffers = {**placed, "workspace": workspace}
-            module.launch(launch.entry, launch.grid, launch.block, launch.smem_bytes, params, buffers)
+            module.launch(
+                launch.entry, launch.grid, launch.block, launch.smem_bytes, _padded(params, plan), buffers
+            )
+    if plan.boxes and workspace.any():
+        raise EmulatorError(f"{plan.kernel} leaves its counter at {workspace.view(np.uint32)[0]}")
     return placed
+
+
+def tensor_map(tensor: Array, rows: int, cols: int) -> bytes:
+    """What the emulator takes for a tensor map, of an array (batch, rows, heads, columns) of which a copy
+    brings so many rows and columns of one head.
+    """
+    batch, seqlen, heads, dim = tensor.shape
+    batch_stride, row_stride, head_stride, _ = tensor.strides
+    extents = dim, seqlen, heads, batch
+    # The hardware's own rules (CUDA driver API, cuTensorMapEncodeTiled).
+    if any(value % 16 for value in (tensor.ctypes.data, row_stride, head_stride, batch_stride)):
+        raise ValueError("the copy engine takes multiples of 16 bytes alone")
+    if not (0 < rows <= _MAX_BOX and 0 < cols <= _MAX_BOX):
+        raise ValueError(f"a box has 1 to {_MAX_BOX} rows and columns, not {rows} and {cols}")
+    return _TENSOR_MAP.pack(
+        _TENSOR_MAGIC,
+        tensor.ctypes.data,
+        tensor.itemsize,
+        *extents,
+        *(cols, rows, 1, 1),
+        row_stride,
+        head_stride,
+        batch_stride,
+    )
+
+
+def _workspace(plan: Plan) -> Array:
+    """Scratch, or a counter at 0 for a kernel with boxes."""
+    if not plan.boxes:
+        return _placed(np.empty(plan.workspace_bytes, np.uint8), _MAX_ALIGN_BYTES, is_output=True)
+    counter = _placed(np.empty(COUNTER_BYTES, np.uint8), _MAX_ALIGN_BYTES, is_output=True)
+    counter[:] = 0
+    return counter
+
+
+def _padded(params: bytes, plan: Plan) -> bytes:
+    """With what the compiler adds to a struct that holds tensor maps."""
+    alignment = TENSOR_MAP_ALIGNMENT if plan.boxes else 1
+    return params.ljust(ceil_div(len(params), alignment) * alignment, b"\0")
 
 
 def _placed(array: Array, align_bytes: int, is_output: bool) -> Array:

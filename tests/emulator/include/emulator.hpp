@@ -29,6 +29,8 @@ unsigned atomic_add(unsigned* address, unsigned value);
 unsigned long long atomic_add(unsigned long long* address, unsigned long long value);
 float atomic_add(float* address, float value);
 double atomic_add(double* address, double value);
+// Each element by itself.
+void atomic_add_vector(float* address, const float (&values)[4]);
 // The old value; the new one is one more, or 0 after `last`.
 unsigned atomic_increment(unsigned* address, unsigned last);
 
@@ -52,9 +54,10 @@ void barrier_init_fence();
 void barrier_arrive(const void* barrier, unsigned announced_bytes);
 void barrier_wait(const void* barrier, unsigned parity, const char* file, int line);
 
-// Barrier `id` of a part of the block: arrives, and waits too or goes on.
-void named_barrier(const char* operation, unsigned id, unsigned threads, bool waits,
-                   const char* file, int line);
+// Barrier `id` of a part of the block: arrives, and waits too or goes on. Who waits learns how many
+// said aye.
+unsigned named_barrier(const char* operation, unsigned id, unsigned threads, bool waits, bool aye,
+                       const char* file, int line);
 
 // What the calling thread knows to be written, wgmma and the copy engine see from now on.
 void proxy_fence();
@@ -62,7 +65,9 @@ void proxy_fence();
 // Starts the copy of a box of a tensor to shared memory. It is there as late as it can be: when all
 // threads wait. Until then the destination holds NaN, and touching it is a race.
 void copy_box(void* to, const void* map, const void* barrier, const int (&at)[4]);
-// Starts the copy of a box from shared memory, or adds it to what is there. It reads when it is
+// The same for contiguous bytes.
+void copy_bytes(void* to, const void* from, unsigned bytes, const void* barrier);
+// Starts the copy of a box from shared memory. It reads when it is
 // waited for, and until then writing its source is a race.
 void store_box(const void* map, const void* from, const int (&at)[4]);
 void commit_stores();

@@ -36,11 +36,15 @@ inline bool barrier_try_wait(Barrier& barrier, unsigned int parity, EMULATOR_HER
 
 template <int Threads>
 inline void named_barrier_sync(int id, EMULATOR_HERE) {
-    emulator::named_barrier("bar.sync", id, Threads, true, file, line);
+    emulator::named_barrier("bar.sync", id, Threads, true, false, file, line);
 }
 template <int Threads>
 inline void named_barrier_arrive(int id, EMULATOR_HERE) {
-    emulator::named_barrier("bar.arrive", id, Threads, false, file, line);
+    emulator::named_barrier("bar.arrive", id, Threads, false, false, file, line);
+}
+template <int Threads>
+inline bool named_barrier_or(int id, bool value, EMULATOR_HERE) {
+    return emulator::named_barrier("barrier.red.or", id, Threads, true, value, file, line) > 0;
 }
 
 inline void prefetch_tensor_map(const TensorMap&) {}
@@ -93,6 +97,14 @@ inline void stmatrix_x4(void* row, const unsigned int (&matrices)[4], EMULATOR_H
     emulator::write_shared(row, 16);
     const twin::MatrixRow mine{row, matrices};
     emulator::sync_warp("stmatrix", ~0u, &mine, nullptr, twin::store_matrices, file, line);
+}
+
+inline void copy_bytes(void* to, const void* from, int bytes, Barrier& barrier) {
+    emulator::copy_bytes(to, from, bytes, &barrier);
+}
+
+inline void add_to_global(float* to, const float (&sums)[4]) {
+    emulator::atomic_add_vector(to, sums);
 }
 
 }  // namespace ptx

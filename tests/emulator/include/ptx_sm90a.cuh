@@ -5,6 +5,18 @@
 
 namespace ptx {
 
+template <bool Bfloat16>
+inline unsigned int multiply_add_pairs(unsigned int a, unsigned int b, unsigned int c) {
+    constexpr auto kToFloat = Bfloat16 ? float_from_bfloat16 : float_from_half;
+    constexpr auto kPack = Bfloat16 ? pack_bf16 : pack_f16;
+    float sums[2];
+    for (int i = 0; i < 2; ++i) {
+        const auto half = [&](unsigned int pair) { return kToFloat(pair >> 16 * i & 0xffffu); };
+        sums[i] = fmaf(half(a), half(b), half(c));
+    }
+    return kPack(sums[0], sums[1]);
+}
+
 inline void wgmma_fence() {
     emulator::wgmma_fence();
 }

@@ -36,10 +36,10 @@ std::string describe(const Access& other, const Access& now, const Past& past) {
         case Access::By::kProduct:
             return "which a product of the warpgroup of " + who + " " + verb(other.kind) +
                    " with no wait for it between";
-        case Access::By::kBox:
+        case Access::By::kBulkCopy:
             return "which a copy of " + who + " " + verb(other.kind) +
                    " with no wait for its barrier between";
-        case Access::By::kStore:
+        case Access::By::kBulkStore:
             return "which a store of " + who + " " + verb(other.kind) +
                    " with no wait for it between";
         default:

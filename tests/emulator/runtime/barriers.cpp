@@ -76,7 +76,7 @@ void Block::wait_phase(const void* at, unsigned parity, const char* file, int li
     meet(meeting);
 }
 
-void Block::arrive_named(const Meeting& meeting, unsigned threads, bool waits) {
+void Block::arrive_named(const Meeting& meeting, unsigned threads, bool waits, bool aye) {
     const std::string name = "barrier " + std::to_string(meeting.named);
     if (meeting.named >= kNamedBarriers) fail("there is no " + name);
     if (threads % 32 != 0 || threads > threads_.size()) {
@@ -89,17 +89,22 @@ void Block::arrive_named(const Meeting& meeting, unsigned threads, bool waits) {
              " threads, at which others arrived as one of " + std::to_string(barrier.threads));
     }
     barrier.arriving.join(running_->past);
+    barrier.ayes += aye;
     tick(*running_);
-    if (++barrier.arrived == threads) {
-        const Past arrived = std::exchange(barrier, {}).arriving;
-        for (Thread& thread : threads_) {
-            if (!thread.waits_in(Meeting::Of::kNamedBarrier)) continue;
-            if (thread.meeting.named == meeting.named) thread.resume_with(arrived);
-        }
-        if (waits) running_->past.join(arrived);
-    } else if (waits) {
-        meet(meeting);
+    if (++barrier.arrived < threads) {
+        if (waits) meet(meeting);
+        return;
     }
+    const NamedBarrier ended = std::exchange(barrier, {});
+    const auto tell = [&](Thread& thread, const Meeting& waiting) {
+        *static_cast<unsigned*>(waiting.out) = ended.ayes;
+        thread.resume_with(ended.arriving);
+    };
+    for (Thread& thread : threads_) {
+        if (!thread.waits_in(Meeting::Of::kNamedBarrier)) continue;
+        if (thread.meeting.named == meeting.named) tell(thread, thread.meeting);
+    }
+    if (waits) tell(*running_, meeting);
 }
 
 }  // namespace emulator

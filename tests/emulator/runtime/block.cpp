@@ -86,7 +86,7 @@ void Block::begin(unsigned index) {
     agents_ = threads_.size() + warps;
     barriers_.clear();
     named_barriers_.fill({});
-    boxes_.clear();
+    bulk_copies_.clear();
     warp_registers_.assign(warps, registers_at_start());
     for (Thread& thread : threads_) {
         thread.state = Thread::State::kReady;
@@ -104,12 +104,12 @@ std::string Block::run(unsigned index) {
         const bool resumed = resume_ready();
         if (!failure_.empty()) return describe_failure();
         if (all_returned()) break;
-        if (release() || resumed || bring_box()) continue;
+        if (release() || resumed || bring_copy()) continue;
         return failure_.empty() ? describe_deadlock() : prefix() + failure_ + "\n" + details_;
     }
-    if (boxes_.empty()) return "";
+    if (bulk_copies_.empty()) return "";
     return prefix() + "a copy is still under way to shared memory when the block ends\n" +
-           place_line(boxes_.front().place);
+           place_line(bulk_copies_.front().place);
 }
 
 void Block::run_thread(void* thread) {

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "barriers.hpp"
-#include "boxes.hpp"
+#include "bulk.hpp"
 #include "emulator.hpp"
 #include "fiber.hpp"
 #include "memory.hpp"
@@ -38,7 +38,8 @@ struct Meeting {
     const char* operation;
     const char* file;
     int line;
-    const void* in = nullptr;  // of the whole block: a bool, and how many of them are true
+    // Of threads that vote: a bool, and how many of them are true.
+    const void* in = nullptr;
     void* out = nullptr;
     unsigned mask = 0;  // of lanes
     Combine combine = nullptr;
@@ -79,7 +80,7 @@ struct Thread {
     Past past;
     std::vector<Copy> copies;
     Products products;
-    BoxStores stores;
+    BulkStores stores;
     Fiber fiber;
 };
 
@@ -117,10 +118,12 @@ class Block {
     void arrive(const void* at, unsigned announced_bytes, const void* return_to);
     void wait_phase(const void* at, unsigned parity, const char* file, int line,
                     const void* return_to);
-    void arrive_named(const Meeting& meeting, unsigned threads, bool waits);
+    void arrive_named(const Meeting& meeting, unsigned threads, bool waits, bool aye);
 
     void copy_box(void* to, const void* map, const void* barrier, const int (&at)[kBoxAxes],
                   const void* return_to);
+    void copy_bytes(void* to, const void* from, std::size_t bytes, const void* barrier,
+                    const void* return_to);
     void store_box(const void* map, const void* from, const int (&at)[kBoxAxes],
                    const void* return_to);
     void commit_stores();
@@ -162,10 +165,12 @@ class Block {
     SharedBarrier& barrier_at(const void* at, const void* return_to);
     void end_phase_if_complete(SharedBarrier& barrier);
 
-    // boxes.cpp
-    Box box_of(const void* map, const void* shared, const int (&at)[kBoxAxes]);
-    bool bring_box();
-    void note_global_rows(Access now, const Box& box);
+    // bulk.cpp
+    Transfer box_at(const void* map, const void* shared, const int (&at)[kBoxAxes]);
+    Transfer room_for(const void* shared, std::size_t bytes, std::size_t alignment);
+    void note_global(const Access& now, const Transfer& transfer);
+    void start_bulk_copy(Transfer transfer, const void* barrier, const void* return_to);
+    bool bring_copy();
 
     // products.cpp
     void read_operands();
@@ -180,7 +185,7 @@ class Block {
     std::uint64_t steps_left_ = 0;
     std::unordered_map<std::uint64_t, SharedBarrier> barriers_;  // by byte of shared memory
     std::array<NamedBarrier, kNamedBarriers> named_barriers_;
-    std::deque<BoxCopy> boxes_;             // to shared memory, the oldest first
+    std::deque<BulkCopy> bulk_copies_;      // the oldest first
     std::vector<unsigned> warp_registers_;  // of each thread of a warp
     std::string failure_, details_;
 };

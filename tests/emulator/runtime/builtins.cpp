@@ -41,22 +41,41 @@ unsigned lane() {
     return Block::current().lane();
 }
 
-#define DEFINE_ATOMIC_ADD(T)                                                             \
-    T atomic_add(T* address, T value) {                                                  \
-        Block::current().check(Access::Kind::kAtomic, address, sizeof(T),                \
-                               __builtin_return_address(0));                             \
-        T old = *address, sum;                                                           \
-        do {                                                                             \
-            sum = old + value;                                                           \
-        } while (!__atomic_compare_exchange(address, &old, &sum, true, __ATOMIC_RELAXED, \
-                                            __ATOMIC_RELAXED));                          \
-        return old;                                                                      \
+namespace {
+
+template <class T>
+T add_relaxed(T* address, T value) {
+    T old = *address, sum;
+    do {
+        sum = old + value;
+    } while (
+        !__atomic_compare_exchange(address, &old, &sum, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    return old;
+}
+
+}  // namespace
+
+#define DEFINE_ATOMIC_ADD(T)                                              \
+    T atomic_add(T* address, T value) {                                   \
+        Block::current().check(Access::Kind::kAtomic, address, sizeof(T), \
+                               __builtin_return_address(0));              \
+        return add_relaxed(address, value);                               \
     }
 DEFINE_ATOMIC_ADD(int)
 DEFINE_ATOMIC_ADD(unsigned)
 DEFINE_ATOMIC_ADD(unsigned long long)
 DEFINE_ATOMIC_ADD(float)
 DEFINE_ATOMIC_ADD(double)
+
+void atomic_add_vector(float* address, const float (&values)[4]) {
+    Block& block = Block::current();
+    if (const auto past = reinterpret_cast<std::uintptr_t>(address) % sizeof values) {
+        block.fail("misaligned: adds 16 bytes at " + std::to_string(past) +
+                   " bytes past a multiple of that");
+    }
+    block.check(Access::Kind::kAtomic, address, sizeof values, __builtin_return_address(0));
+    for (int i = 0; i < 4; ++i) add_relaxed(address + i, values[i]);
+}
 
 unsigned atomic_increment(unsigned* address, unsigned last) {
     Block::current().check(Access::Kind::kAtomic, address, sizeof *address,
@@ -107,11 +126,13 @@ void barrier_wait(const void* barrier, unsigned parity, const char* file, int li
     Block::current().wait_phase(barrier, parity, file, line, __builtin_return_address(0));
 }
 
-void named_barrier(const char* operation, unsigned id, unsigned threads, bool waits,
-                   const char* file, int line) {
-    Meeting meeting{Meeting::Of::kNamedBarrier, operation, file, line};
+unsigned named_barrier(const char* operation, unsigned id, unsigned threads, bool waits, bool aye,
+                       const char* file, int line) {
+    unsigned ayes = 0;
+    Meeting meeting{Meeting::Of::kNamedBarrier, operation, file, line, nullptr, &ayes};
     meeting.named = id;
-    Block::current().arrive_named(meeting, threads, waits);
+    Block::current().arrive_named(meeting, threads, waits, aye);
+    return ayes;
 }
 
 void proxy_fence() {
@@ -120,6 +141,10 @@ void proxy_fence() {
 
 void copy_box(void* to, const void* map, const void* barrier, const int (&at)[4]) {
     Block::current().copy_box(to, map, barrier, at, __builtin_return_address(0));
+}
+
+void copy_bytes(void* to, const void* from, unsigned bytes, const void* barrier) {
+    Block::current().copy_bytes(to, from, bytes, barrier, __builtin_return_address(0));
 }
 
 void store_box(const void* map, const void* from, const int (&at)[4]) {

@@ -16,9 +16,9 @@ namespace emulator {
 struct Access {
     // kCopy: a write under way, which has no moment yet.
     enum class Kind : std::uint8_t { kRead, kWrite, kAtomic, kCopy };
-    // Threads, or what works for one: a product or a store until it is waited for, a copy of a box
+    // Threads, or what works for one: a product or a store until it is waited for, a bulk copy
     // until the barrier on which its bytes arrive is.
-    enum class By : std::uint8_t { kNobody, kThread, kProduct, kBox, kStore };
+    enum class By : std::uint8_t { kNobody, kThread, kProduct, kBulkCopy, kBulkStore };
 
     Kind kind = Kind::kRead;
     By by = By::kNobody;

@@ -1,4 +1,4 @@
-// The copy engine (TMA): boxes of a tensor, to shared memory and from it.
+// The copy engine (TMA): what it brings to shared memory and takes from it.
 #pragma once
 
 #include <cstddef>
@@ -22,27 +22,23 @@ struct TensorDescription {
 };
 constexpr std::uint64_t kTensorMagic = 0x70614d726f736e54;
 
-struct Box {
-    TensorDescription tensor;
-    int at[kBoxAxes];
+// A piece of a tile in shared memory, of 16 bytes, and the bytes of global memory that are its
+// first.
+struct Chunk {
+    unsigned char *shared, *global;
+    std::size_t inside;
+};
+
+// A tile on its way from or to global memory.
+struct Transfer {
     unsigned char* shared;
-
-    std::size_t row_bytes() const { return tensor.box[0] * tensor.element_bytes; }
-    std::size_t rows() const { return std::size_t(tensor.box[1]) * tensor.box[2] * tensor.box[3]; }
-    std::size_t bytes() const { return rows() * row_bytes(); }
-
-    // A row of the box: its first byte in the tensor, and how many bytes lie inside it. There are
-    // none before the first element, since a box begins inside the tensor on the fastest axis.
-    struct Row {
-        unsigned char* global;
-        std::size_t inside;
-    };
-    Row row(std::size_t index) const;
+    std::size_t bytes;
+    std::vector<Chunk> chunks;
 };
 
 // A copy to shared memory that is not there yet.
-struct BoxCopy {
-    Box box;
+struct BulkCopy {
+    Transfer transfer;
     SharedBarrier* barrier;
     unsigned phase;   // of the barrier when it was started
     unsigned thread;  // that started it
@@ -50,9 +46,9 @@ struct BoxCopy {
 };
 
 // What a thread sends out of shared memory, in groups that end one after the other.
-struct BoxStores {
+struct BulkStores {
     struct Store {
-        Box box;
+        Transfer transfer;
         unsigned group;
     };
 

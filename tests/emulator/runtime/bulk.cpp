@@ -1,0 +1,185 @@
+// What the copy engine does.
+#include "bulk.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "block.hpp"
+#include "places.hpp"
+#include "swizzle.hpp"
+
+namespace emulator {
+
+namespace {
+
+// Where a row of a box is in the tensor, and how many of its bytes lie inside it.
+struct BoxRow {
+    std::uint64_t address;
+    std::size_t inside;
+};
+
+BoxRow box_row(const TensorDescription& tensor, const int (&at)[kBoxAxes], std::size_t index) {
+    const std::size_t first = std::size_t(at[0]) * tensor.element_bytes;
+    const std::size_t end = std::size_t(tensor.extents[0]) * tensor.element_bytes;
+    BoxRow row{tensor.address + first, end > first ? end - first : 0};
+    for (int axis = 1; axis < kBoxAxes; ++axis) {
+        const auto place = at[axis] + static_cast<long long>(index % tensor.box[axis]);
+        index /= tensor.box[axis];
+        if (place < 0 || place >= tensor.extents[axis]) row.inside = 0;
+        row.address += place * tensor.strides[axis - 1];
+    }
+    return row;
+}
+
+}  // namespace
+
+// The tile of a box whose first element has these coordinates.
+Transfer Block::box_at(const void* map, const void* shared, const int (&at)[kBoxAxes]) {
+    TensorDescription tensor;
+    std::memcpy(&tensor, map, sizeof tensor);
+    if (tensor.magic != kTensorMagic) fail("a tensor map that nobody encoded");
+    if (tensor.box[0] * tensor.element_bytes != kSwizzleRowBytes) {
+        fail("a box whose rows are not as long as the swizzle");
+    }
+    if (at[0] < 0) fail("a box that begins before the first column");
+    const std::size_t rows = std::size_t(tensor.box[1]) * tensor.box[2] * tensor.box[3];
+    Transfer transfer = room_for(shared, rows * kSwizzleRowBytes, kSwizzleBytes);
+    for (std::size_t index = 0; index < rows; ++index) {
+        const BoxRow row = box_row(tensor, at, index);
+        for (std::size_t byte = 0; byte < kSwizzleRowBytes; byte += kChunkBytes) {
+            const std::size_t left = row.inside > byte ? row.inside - byte : 0;
+            transfer.chunks.push_back({transfer.shared + swizzled(index * kSwizzleRowBytes + byte),
+                                       reinterpret_cast<unsigned char*>(row.address + byte),
+                                       std::min(left, kChunkBytes)});
+        }
+    }
+    return transfer;
+}
+
+Transfer Block::room_for(const void* shared, std::size_t bytes, std::size_t alignment) {
+    const unsigned offset = shared_offset(shared);
+    if (const std::size_t past = offset % alignment) {
+        fail("misaligned: a bulk copy at " + std::to_string(past) + " bytes past a multiple of " +
+             std::to_string(alignment));
+    }
+    if (offset + bytes > shared_.bytes) fail("a bulk copy that goes beyond shared memory");
+    return {reinterpret_cast<unsigned char*>(shared_.begin + offset), bytes, {}};
+}
+
+// Looks at what a transfer touches in global memory.
+void Block::note_global(const Access& now, const Transfer& transfer) {
+    for (const Chunk& chunk : transfer.chunks) {
+        if (chunk.inside > 0) note(now, running_->past, chunk.global, chunk.inside);
+    }
+}
+
+void Block::copy_box(void* to, const void* map, const void* barrier, const int (&at)[kBoxAxes],
+                     const void* return_to) {
+    start_bulk_copy(box_at(map, to, at), barrier, return_to);
+}
+
+void Block::copy_bytes(void* to, const void* from, std::size_t bytes, const void* barrier,
+                       const void* return_to) {
+    auto* const global = static_cast<unsigned char*>(const_cast<void*>(from));
+    if (bytes % kChunkBytes != 0 || reinterpret_cast<std::uintptr_t>(global) % kChunkBytes != 0) {
+        fail("misaligned: a bulk copy takes sixteens of bytes from a multiple of 16 on");
+    }
+    Transfer transfer = room_for(to, bytes, kChunkBytes);
+    for (std::size_t byte = 0; byte < bytes; byte += kChunkBytes) {
+        transfer.chunks.push_back({transfer.shared + byte, global + byte, kChunkBytes});
+    }
+    start_bulk_copy(std::move(transfer), barrier, return_to);
+}
+
+void Block::start_bulk_copy(Transfer transfer, const void* barrier, const void* return_to) {
+    SharedBarrier& arrives_on = barrier_at(barrier, return_to);
+    if (!arrives_on.known_to_copies) {
+        fail("a copy that arrives on a barrier of which the copy engine has not been told");
+    }
+    Access now = access_now(Access::Kind::kRead, return_to);
+    now.by = Access::By::kBulkCopy;
+    now.first = arrives_on.agent;
+    now.members = 1;
+    now.time = arrives_on.phase + 1;
+    note_global(now, transfer);
+    now.kind = Access::Kind::kCopy;
+    note(now, running_->past, transfer.shared, transfer.bytes);
+    std::memset(transfer.shared, 0xff, transfer.bytes);
+    bulk_copies_.push_back(
+        {std::move(transfer), &arrives_on, arrives_on.phase, running_->index, now.place});
+}
+
+// Brings the oldest copy that is under way; false if there is none.
+bool Block::bring_copy() {
+    if (bulk_copies_.empty()) return false;
+    const BulkCopy copy = std::move(bulk_copies_.front());
+    bulk_copies_.pop_front();
+    SharedBarrier& barrier = *copy.barrier;
+    if (barrier.phase != copy.phase) {
+        failure_ =
+            "a copy of thread " + std::to_string(copy.thread) +
+            " brings bytes for a phase that has ended without them: fewer were announced than "
+            "are copied, on " +
+            barrier.describe();
+        details_ = place_line(copy.place);
+        return false;
+    }
+    for (const Chunk& chunk : copy.transfer.chunks) {
+        std::memcpy(chunk.shared, chunk.global, chunk.inside);
+        std::memset(chunk.shared + chunk.inside, 0, kChunkBytes - chunk.inside);
+    }
+    Access now;
+    now.kind = Access::Kind::kWrite;
+    now.by = Access::By::kBulkCopy;
+    now.thread = copy.thread;
+    now.block = index_;
+    now.first = barrier.agent;
+    now.members = 1;
+    now.time = copy.phase + 1;
+    now.place = copy.place;
+    shared_.each_history(reinterpret_cast<std::uintptr_t>(copy.transfer.shared),
+                         copy.transfer.bytes, [&](History& history) {
+                             history.end_copy(now);
+                             return false;
+                         });
+    barrier.bytes -= static_cast<long long>(copy.transfer.bytes);
+    barrier.arriving.seen.raise(barrier.agent, now.time);
+    end_phase_if_complete(barrier);
+    return true;
+}
+
+void Block::store_box(const void* map, const void* from, const int (&at)[kBoxAxes],
+                      const void* return_to) {
+    Transfer transfer = box_at(map, from, at);
+    BulkStores& stores = running_->stores;
+    if (stores.agent == 0) stores.agent = agents_++;
+    Access now = access_now(Access::Kind::kRead, return_to);
+    now.by = Access::By::kBulkStore;
+    now.first = stores.agent;
+    now.members = 1;
+    now.time = stores.committed + 1;
+    note(now, running_->past, from, transfer.bytes);
+    now.kind = Access::Kind::kWrite;
+    note_global(now, transfer);
+    stores.waiting.push_back({std::move(transfer), now.time});
+}
+
+void Block::commit_stores() {
+    ++running_->stores.committed;
+}
+
+void Block::wait_stores_read() {
+    BulkStores& stores = running_->stores;
+    const auto send = [&](const BulkStores::Store& store) {
+        if (store.group > stores.committed) return false;
+        for (const Chunk& chunk : store.transfer.chunks) {
+            std::memcpy(chunk.global, chunk.shared, chunk.inside);
+        }
+        return true;
+    };
+    stores.waiting.erase(std::remove_if(stores.waiting.begin(), stores.waiting.end(), send),
+                         stores.waiting.end());
+    if (stores.agent != 0) running_->past.seen.raise(stores.agent, stores.committed);
+}
+
+}  // namespace emulator

@@ -164,7 +164,7 @@ def _run(
             module.launch(
                 launch.entry, launch.grid, launch.block, launch.smem_bytes, _padded(params, plan), buffers
             )
-    if plan.boxes and workspace.any():
+    if plan.boxes and not plan.scratch and workspace.any():
         raise EmulatorError(f"{plan.kernel} leaves its counter at {workspace.view(np.uint32)[0]}")
     return placed
 
@@ -195,7 +195,7 @@ def tensor_map(tensor: Array, rows: int, cols: int) -> bytes:
 
 def _workspace(plan: Plan) -> Array:
     """Scratch, or a counter at 0 for a kernel with boxes."""
-    if not plan.boxes:
+    if plan.scratch or not plan.boxes:
         return _placed(np.empty(plan.workspace_bytes, np.uint8), _MAX_ALIGN_BYTES, is_output=True)
     counter = _placed(np.empty(COUNTER_BYTES, np.uint8), _MAX_ALIGN_BYTES, is_output=True)
     counter[:] = 0

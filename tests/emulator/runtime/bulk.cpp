@@ -158,7 +158,9 @@ void Block::store_box(const void* map, const void* from, const int (&at)[kBoxAxe
     now.first = stores.agent;
     now.members = 1;
     now.time = stores.committed + 1;
-    note(now, running_->past, from, transfer.bytes);
+    for (const Chunk& chunk : transfer.chunks) {  // what is dropped need not be there
+        if (chunk.inside > 0) note(now, running_->past, chunk.shared, kChunkBytes);
+    }
     now.kind = Access::Kind::kWrite;
     note_global(now, transfer);
     stores.waiting.push_back({std::move(transfer), now.time});

@@ -84,6 +84,8 @@ class Accesses {
     void add(const Access& now, const Past& past) {
         if (one_.absorb(now)) return;
         const auto over = [&](Access& access) {
+            // Other atomic accesses are in no race with this one, but may be with a write before it.
+            if (now.kind == Access::Kind::kAtomic && access.kind == Access::Kind::kWrite) return false;
             access.forget(now);
             return access.comes_before(now, past);
         };
@@ -138,7 +140,8 @@ class History {
         }
         if (const Access other = reads_.race(now, past)) return other;
         writes_.add(now, past);
-        reads_.clear();  // what comes after this write comes after those reads too
+        // What comes after this write comes after those reads too.
+        if (now.kind != Access::Kind::kAtomic) reads_.clear();
         return {};
     }
 

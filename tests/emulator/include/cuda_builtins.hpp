@@ -21,6 +21,9 @@ struct uint3 {
 struct dim3 {
     unsigned int x, y, z;
 };
+struct __align__(16) uint4 {
+    unsigned int x, y, z, w;
+};
 extern __thread const uint3 threadIdx, blockIdx;
 extern __thread const dim3 blockDim, gridDim;
 constexpr int warpSize = 32;

@@ -1,0 +1,568 @@
+"""Hopper's kernels on the emulator: each twin alone, mistakes that must be seen, and whole calls.
+
+The tests of twins also run on a GPU of sm_90 with `pytest -m gpu`: there, it is they that are tested.
+"""
+
+import os
+import shutil
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import emulator
+import ml_dtypes
+import numpy as np
+import pytest
+from emulator import KERNELS as FOLDER
+from emulator import EmulatorError, Module, calls
+from test_emulator import draw, planted, rng, run
+
+from cufa import jit
+from cufa.device import target
+from cufa.kernels import KERNELS
+
+__all__ = ["rng"]  # a fixture
+
+HERE = Path(emulator.__file__).parent
+
+# The swizzle: rows of 128 bytes in chunks of 16, eight rows together.
+ROW_BYTES, CHUNK_BYTES, SWIZZLE_ROWS = 128, 16, 8
+PANEL = ROW_BYTES // 2
+DEPTH, STEP, WARPGROUP = 64, 16, 128
+
+FORWARD, BACKWARD = "fwd_6_wgmma", "bwd_4_wgmma"
+HOPPER = [name for name in (FORWARD, BACKWARD) if name in KERNELS]
+# So few SMs that a persistent block takes several tiles.
+SMALL_DEVICE = replace(calls.DEVICE, sm_count=3)
+
+
+@pytest.fixture(autouse=True)
+def _needs_a_compiler(request):
+    # In CI these tests must run: there, no compiler is an error in each of them.
+    on_gpu = request.node.get_closest_marker("gpu")
+    if not on_gpu and not emulator.available() and os.environ.get("CI") != "true":
+        pytest.skip("no C++ compiler to run kernels on the CPU")
+
+
+# ---- the twins ----
+
+PROBE = {
+    "BOX_ROWS": 24,
+    "PRODUCT_COLUMNS": 16,
+    "TRANSPOSED_A": False,
+    "TRANSPOSED_B": False,
+    "BFLOAT16": False,
+    "A_BYTES": 1024,
+    "B_BYTES": 1024,
+    "SMEM_BYTES": 65536,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The probe, beside the headers that it includes."""
+    for header in FOLDER.glob("ptx_*.cuh"):
+        shutil.copy(header, tmp_path)
+    shutil.copy(HERE / "probe_hopper.cu", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+def launch(request, folder):
+    """Runs launch(entry, threads, fields, arrays, **macros).
+
+    The parameter struct is a list: the name of an array is its address, a triple (name, rows, columns) the
+    tensor map of a box of it, an int 4 bytes of a number, bytes themselves.
+    """
+    run = launch_on_gpu if request.param == "gpu" else launch_on_emulator
+    return lambda *arguments, **macros: run(folder, *arguments, {**PROBE, **macros})
+
+
+def pack(fields, address_of, tensor_map):
+    params = b""
+    for field in fields:
+        match field:
+            case str(name):
+                params += struct.pack("q", address_of(name))
+            case (name, rows, columns):
+                params += tensor_map(name, rows, columns)
+            case int(number):
+                params += struct.pack("i", number)
+            case _:
+                params += field
+    return params
+
+
+def launch_on_emulator(folder, entry, threads, fields, arrays, macros):
+    params = pack(
+        fields,
+        lambda name: arrays[name].ctypes.data,
+        lambda name, rows, columns: calls.tensor_map(arrays[name], rows, columns),
+    )
+    module = Module("probe_hopper.cu", macros, folder=folder)
+    module.launch(entry, 1, threads, macros["SMEM_BYTES"], aligned(params, fields), arrays)
+
+
+def launch_on_gpu(folder, entry, threads, fields, arrays, macros):
+    cupy = pytest.importorskip("cupy")
+    arch = target(None).arch
+    if arch.capability != (9, 0):
+        pytest.skip("no GPU of sm_90")
+    kernel = jit.load(jit.build(jit.Variant("probe_hopper.cu", tuple(macros.items()), arch, folder)))
+    kernel = kernel.get_function(entry)
+    kernel.max_dynamic_shared_size_bytes = macros["SMEM_BYTES"]
+    on_gpu = {name: cupy.asarray(array.view(np.uint8)) for name, array in arrays.items()}
+    params = pack(
+        fields,
+        lambda name: on_gpu[name].data.ptr,
+        lambda name, rows, columns: encode(arrays[name], on_gpu[name].data.ptr, rows, columns),
+    )
+    params = aligned(params, fields)
+    by_value = np.frombuffer(params, np.dtype((np.void, len(params))))
+    kernel((1,), (threads,), (by_value,), shared_mem=macros["SMEM_BYTES"])
+    for name, array in arrays.items():
+        array.view(np.uint8)[...] = on_gpu[name].get()
+
+
+def aligned(params, fields):
+    """With the padding of a struct that holds tensor maps, or addresses alone."""
+    alignment = 64 if any(isinstance(field, tuple) for field in fields) else 8
+    return params.ljust(-(-len(params) // alignment) * alignment, b"\0")
+
+
+def encode(tensor, address, rows, columns):
+    """The GPU's own tensor map of what calls.tensor_map describes."""
+    from cuda.bindings import driver
+
+    batch, seqlen, heads, dim = tensor.shape
+    strides = [tensor.strides[axis] for axis in (1, 2, 0)]
+    status, tensor_map = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        4,
+        address,
+        [driver.cuuint64_t(extent) for extent in (dim, seqlen, heads, batch)],
+        [driver.cuuint64_t(stride) for stride in strides],
+        [driver.cuuint32_t(extent) for extent in (columns, rows, 1, 1)],
+        [driver.cuuint32_t(1)] * 4,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    assert status == driver.CUresult.CUDA_SUCCESS
+    return b"".join(int(word).to_bytes(8, "little") for word in tensor_map.opaque)
+
+
+def swizzled(rows):
+    """Rows of 64 elements as they lie in shared memory: the chunk c of row r at c ^ r % 8."""
+    chunks = rows.reshape(len(rows), ROW_BYTES // CHUNK_BYTES, -1)
+    place = np.arange(chunks.shape[1]) ^ np.arange(len(rows))[:, None] % SWIZZLE_ROWS
+    lying = np.empty_like(chunks)
+    np.put_along_axis(lying, place[:, :, None], chunks, axis=1)
+    return lying.reshape(rows.shape)
+
+
+def part(tensor, first_row, head, batch, first_column, rows):
+    """64 columns of rows of one head, zero outside of the tensor."""
+    box = np.zeros((rows, PANEL), tensor.dtype)
+    inside = [row for row in range(rows) if 0 <= first_row + row < tensor.shape[1]]
+    values = tensor[batch, [first_row + row for row in inside], head, first_column : first_column + PANEL]
+    box[inside, : values.shape[1]] = values
+    return box
+
+
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        ((0, 0, 0, 0), (0, 8, 1, 1)),
+        ((64, 16, 1, 1), (64, 30, 0, 0)),  # both reach beyond the last row and column
+        ((0, -5, 2, 1), (0, -7, 1, 0)),
+        ((64, 40, 0, 0), (0, 39, 1, 1)),  # nothing and one row
+    ],
+)
+def test_boxes_and_lines(launch, rng, x, y):
+    rows = PROBE["BOX_ROWS"]
+    source = rng.integers(1, 2**16, (2, 33, 3, 72), dtype=np.uint16)
+    arrays = {
+        "from": source,
+        "to": np.zeros((2, 40, 2, 80), np.uint16),
+        "tile": np.zeros((rows, PANEL), np.uint16),
+        "line": np.zeros(32, np.uint16),
+        "line_from": rng.integers(0, 2**16, 32, dtype=np.uint16),
+    }
+    fields = [("from", rows, PANEL), ("to", rows, PANEL), "tile", "line", "line_from", *x, *y]
+    launch("boxes", 128, fields, arrays)
+    box = part(source, x[1], x[2], x[3], x[0], rows)
+    np.testing.assert_array_equal(arrays["tile"], swizzled(box))
+    np.testing.assert_array_equal(arrays["line"], arrays["line_from"])
+    expected = np.zeros_like(arrays["to"])
+    for row, values in enumerate(box):
+        if 0 <= y[1] + row < 40:
+            target_row = expected[y[3], y[1] + row, y[2], y[0] : y[0] + PANEL]
+            target_row[:] = values[: len(target_row)]
+    np.testing.assert_array_equal(arrays["to"], expected)
+
+
+def operand(matrix, transposed, gap):
+    """A matrix (across, depth) in shared memory, its description at address 0, and the step of 16 in depth.
+
+    With the depth along the rows in memory, panels of 64 lie one after the other; else eights of rows do.
+    Between these there are `gap` times 1024 bytes of NaN.
+    """
+    rows = matrix.T if transposed else matrix
+    lying = swizzled(np.concatenate(np.split(rows, range(PANEL, rows.shape[1], PANEL), axis=1)))
+    pieces = lying.reshape(-1, DEPTH if transposed else SWIZZLE_ROWS, PANEL)
+    nan = np.full((len(pieces), gap * SWIZZLE_ROWS, PANEL), np.nan, matrix.dtype)
+    memory = np.concatenate([pieces, nan], axis=1)
+    stride = memory[0].nbytes
+    panels, eights = (stride, SWIZZLE_ROWS * ROW_BYTES) if transposed else (0, stride)
+    step = STEP * ROW_BYTES if transposed else STEP * matrix.itemsize
+    return memory.ravel(), 1 << 62 | eights // 16 << 32 | panels // 16 << 16, step // 16
+
+
+def fragments(matrix):
+    """The registers of A, (depth / 16, thread, register): PTX ISA, "Register Fragments" of wgmma."""
+    thread, register = np.arange(WARPGROUP)[:, None], np.arange(8)
+    row = thread // 32 * 16 + thread % 32 // 4 + register // 2 % 2 * 8
+    column = thread % 4 * 2 + register % 2 + register // 4 * 8
+    return np.stack([matrix[row, k + column] for k in range(0, DEPTH, STEP)])
+
+
+@pytest.mark.parametrize(
+    ("columns", "transposed_a", "transposed_b", "gap", "dtype"),
+    [
+        (16, False, False, 0, "float16"),
+        (80, True, False, 0, "bfloat16"),
+        (128, False, True, 0, "bfloat16"),
+        (128, False, False, 1, "float16"),
+        (192, True, True, 1, "float16"),
+        (256, False, True, 0, "float16"),
+    ],
+)
+def test_products(launch, rng, columns, transposed_a, transposed_b, gap, dtype):
+    dtype = np.dtype(dtype if dtype == "float16" else ml_dtypes.bfloat16)
+    a, b = (rng.standard_normal((across, DEPTH)).astype(dtype) for across in (64, columns))
+    padded = np.zeros((-(-columns // PANEL) * PANEL if transposed_b else columns, DEPTH), dtype)
+    padded[:columns] = b
+    a_memory, a_description, a_step = operand(a, transposed_a, gap)
+    b_memory, b_description, b_step = operand(padded, transposed_b, gap)
+    arrays = {
+        "a": a_memory,
+        "b": b_memory,
+        "fragments": np.ascontiguousarray(fragments(a)),
+        "shared": np.zeros((WARPGROUP, columns // 2), np.float32),
+        "registers": np.zeros((WARPGROUP, columns // 2), np.float32),
+    }
+    numbers = struct.pack("4Q", a_description, b_description, a_step, b_step)
+    launch(
+        "products",
+        WARPGROUP,
+        ["a", "b", "fragments", "shared", "registers", numbers],
+        arrays,
+        PRODUCT_COLUMNS=columns,
+        TRANSPOSED_A=transposed_a,
+        TRANSPOSED_B=transposed_b,
+        BFLOAT16=dtype != np.float16,
+        A_BYTES=a_memory.nbytes,
+        B_BYTES=b_memory.nbytes,
+        SMEM_BYTES=-(-a_memory.nbytes // 1024) * 1024 + -(-b_memory.nbytes // 1024) * 1024,
+    )
+    # "Matrix fragments of D": eights of columns, of which a thread has two in each of two rows.
+    thread, register = np.arange(WARPGROUP)[:, None], np.arange(columns // 2)
+    row = thread // 32 * 16 + thread % 32 // 4 + register // 2 % 2 * 8
+    column = register // 4 * 8 + thread % 4 * 2 + register % 2
+    left, right = a.astype(np.float64), b.astype(np.float64).T
+    exact, magnitude = left @ right + 1, np.abs(left) @ np.abs(right) + 1
+    for result in (arrays["shared"], arrays["registers"]):
+        assert (np.abs(result - exact[row, column]) <= 1e-5 * magnitude[row, column]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_barriers_and_small_things(launch, rng, dtype):
+    dtype = np.dtype(dtype if dtype == "float16" else ml_dtypes.bfloat16)
+    values = rng.permutation(96).astype(np.int32)
+    pairs = rng.integers(0, 2**16, (500, 3, 2), dtype=np.uint16)
+    matrices = rng.integers(0, 2**16, (32, 4, 2), dtype=np.uint16)
+    arrays = {
+        "values": values,
+        "any": np.zeros((2, 96), np.int32),
+        "handed": np.zeros(32, np.int32),
+        "sums": np.zeros(32, np.int32),
+        "matrices": matrices,
+        "stored": np.zeros((4, 8, 8), np.uint16),
+        "counter": np.zeros(1, np.uint32),
+        "counted": np.zeros(96, np.uint32),
+        "pairs": pairs,
+        "fused": np.zeros((500, 2), np.uint16),
+        "total": np.zeros(4, np.float32),
+    }
+    launch("barriers", 96, [*arrays, len(pairs)], arrays, BFLOAT16=dtype != np.float16)
+
+    seven = np.repeat([(values[:64] == 7).any(), (values[64:] == 7).any()], [64, 32])
+    np.testing.assert_array_equal(arrays["any"], [seven, np.zeros(96)])
+    np.testing.assert_array_equal(arrays["handed"], values[:32][::-1])
+    assert (arrays["sums"] == values.sum()).all()
+    np.testing.assert_array_equal(arrays["stored"], matrices.swapaxes(0, 1).reshape(4, 8, 8))
+    np.testing.assert_array_equal(np.sort(arrays["counted"]), np.sort(np.arange(96) % 41))
+    assert arrays["counter"][0] == 96 % 41
+    np.testing.assert_array_equal(arrays["total"], [96, 192, 288, values.sum()])
+
+    with np.errstate(all="ignore"):
+        a, b, c = np.moveaxis(pairs.view(dtype), 1, 0).astype(np.float64)
+        exact = (a * b + c).astype(dtype)
+    fused = arrays["fused"].view(dtype)
+    np.testing.assert_array_equal(np.isnan(fused), np.isnan(exact))
+    known = ~np.isnan(exact)
+    np.testing.assert_array_equal(fused[known].astype(np.float64), exact[known].astype(np.float64))
+
+
+# ---- what must be seen ----
+
+TILES = {"block_m": 128, "block_n": 64, "stages": 2, "query_stages": 1, "store_cols": 64}
+
+BYTES = r"bytes of shared memory at byte \d+"
+BARRIER = r"the barrier at byte \d+ of shared memory, whose phase 0, of parity 0, "
+
+# What is wrong in a copy of a kernel's file, and what is said about it.
+PLANTED = {
+    "fewer bytes announced than copied": (
+        "fwd_6_wgmma.cu",
+        "ring.announce(at, Tile::kBytes);",
+        "ring.announce(at, Tile::kBytes / 2);",
+        r"threads wait for others that do not come\n(?s:.*)"
+        rf"threads 128-255 in mbarrier.try_wait for a phase of parity 0 of {BARRIER}"
+        r"lacks 0 of 1 arrivals and has 4096 bytes that nobody announced\n",
+    ),
+    "more bytes announced than copied": (
+        "fwd_6_wgmma.cu",
+        "ring.announce(at, Tile::kBytes);",
+        "ring.announce(at, 2 * Tile::kBytes);",
+        rf"{BARRIER}lacks 0 of 1 arrivals and 8192 bytes\n    ptx_sm90.cuh:\d+: ptx::barrier_try_wait\n",
+    ),
+    "bytes announced for one of two boxes": (
+        "fwd_6_wgmma.cu",
+        "copy_tile(tiles[at.stage], map, full, work.batch, work.kv_head, tile * kBlockN);",
+        "for (int i = 0; i < 2; ++i) copy_tile(tiles[i], map, full, work.batch, work.kv_head, 0);",
+        r"(brings bytes for a phase that has ended without them|a copy of thread 0 is under way)",
+    ),
+    "wrong parity of a writer": (
+        "pipeline.cuh",
+        "wait_for(empty[at.stage], at.parity ^ 1);",
+        "wait_for(empty[at.stage], at.parity);",
+        rf"thread 0 in mbarrier.try_wait for a phase of parity 0 of {BARRIER}lacks (\d+) of \1 arrivals",
+    ),
+    "wrong parity of a reader": (
+        "pipeline.cuh",
+        "wait_for(full[at.stage], at.parity);",
+        "wait_for(full[at.stage], at.parity ^ 1);",
+        rf"race: reads \d+ {BYTES}, which thread 0 writes with no barrier between",
+    ),
+    "stage filled before it is empty": (
+        "pipeline.cuh",
+        "wait_for(empty[at.stage], at.parity ^ 1);",
+        "",
+        r"(one arrival too many at the barrier at byte \d+|race: starts a copy to \d+ bytes)",
+    ),
+    "keys released before their product is done": (
+        "fwd_6_wgmma.cu",
+        "wait_product<Pending>(s); release(smem.k_ring, k_at);",
+        "release(smem.k_ring, k_at); wait_product<Pending>(s);",
+        rf"race: starts a copy to 8192 {BYTES}, which a product of the warpgroup of thread \d+ reads with no "
+        r"wait for it between\n    ptx_sm90.cuh:\d+: ptx::copy_box\n(?s:.*)"
+        r"the other access:\n    ptx_sm90a.cuh:\d+: ptx::Wgmma::multiply\n",
+    ),
+    "keys released for a warp that still reads": (
+        "fwd_6_wgmma.cu",
+        "smem.k_ring.init(kReaders);",
+        "smem.k_ring.init(kReaders - 1);",
+        rf"race: starts a copy to 8192 {BYTES}, which a product of the warpgroup of thread \d+ reads",
+    ),
+    "keys never released": (
+        "fwd_6_wgmma.cu",
+        "wait_product<Pending>(s); release(smem.k_ring, k_at);",
+        "wait_product<Pending>(s);",
+        rf"thread 0 in mbarrier.try_wait for a phase of parity 0 of {BARRIER}lacks 8 of 8 arrivals\n",
+    ),
+    "barriers of which the copy engine was not told": (
+        "fwd_6_wgmma.cu",
+        "ptx::barrier_init_fence();",
+        "",
+        r"a copy that arrives on a barrier of which the copy engine has not been told\n",
+    ),
+    "barriers of which the other threads were not told": (
+        "fwd_6_wgmma.cu",
+        "ptx::barrier_init_fence();\n    }\n    __syncthreads();",
+        "ptx::barrier_init_fence();\n    }\n",
+        rf"race: changes atomically 8 {BYTES}, which thread 0 writes with no barrier between\n",
+    ),
+    "missing proxy fence": (
+        "fwd_6_wgmma.cu",
+        "ptx::proxy_fence(); ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup); if (leader) {",
+        "ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup); if (leader) {",
+        rf"race: reads 16 {BYTES}, which thread 128 writes with no proxy fence between\n"
+        r"    ptx_sm90.cuh:\d+: ptx::store_box\n(?s:.*)"
+        r"the other access:\n    ptx_sm90.cuh:\d+: ptx::stmatrix_x4",
+    ),
+    "missing barrier before a store": (
+        "fwd_6_wgmma.cu",
+        "ptx::proxy_fence(); ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup); if (leader) {",
+        "ptx::proxy_fence(); if (leader) {",
+        rf"race: reads 16 {BYTES}, which thread \d+ writes with no barrier between\n",
+    ),
+    "missing wait for a store": (
+        "fwd_6_wgmma.cu",
+        "if (leader) ptx::wait_stores_read();",
+        "",
+        rf"race: writes 16 {BYTES}, which a store of thread \d+ reads with no wait for it between\n",
+    ),
+    "store that outlives its thread": (
+        "fwd_6_wgmma.cu",
+        "consume(smem, params, warpgroup - 1); ptx::wait_stores_read();",
+        "consume(smem, params, warpgroup - 1);",
+        r"thread 128: returns before its stores have read shared memory",
+    ),
+    "scores read in flight": (
+        "fwd_6_wgmma.cu",
+        "wait_scores<1>(s, tile);",
+        "wait_scores<2>(s, tile);",
+        r"reads 4 bytes of registers that a product works with\n    fwd_6_wgmma.cu:\d+: ",
+    ),
+    "missing wait for a product": (
+        "wgmma_tiles.cuh",
+        "ptx::wgmma_wait<Pending>();",
+        "",
+        r"(reads|writes) 4 bytes of registers that a product works with\n    ",
+    ),
+    "weights written in flight": (
+        "fwd_6_wgmma.cu",
+        "wait_output<0>(o); if (__builtin_expect(raised, false)) rescale(o, shrink); "
+        "round_to_operand<kBlockN>(p, s);",
+        "round_to_operand<kBlockN>(p, s); wait_output<0>(o); if (raised) rescale(o, shrink);",
+        r"writes 4 bytes of registers that a product works with\n    wgmma_tiles.cuh:\d+: ",
+    ),
+    "missing fence before a product": (
+        "wgmma_tiles.cuh",
+        "hold_all(o); ptx::wgmma_fence();",
+        "hold_all(o);",
+        r"a product with no wgmma.fence after the last group\n    ptx_sm90a.cuh:\d+: ptx::Wgmma::multiply\n",
+    ),
+    "operand that is not swizzled": (
+        "wgmma_tiles.cuh",
+        "kSwizzle128 = 1ull << 62;",
+        "kSwizzle128 = 0;",
+        r"an operand without the 128-byte swizzle\n",
+    ),
+    "operand between two eights of rows": (
+        "wgmma_tiles.cuh",
+        "v0 + rows_step(k)",
+        "v0 + rows_step(k / 4)",
+        r"an operand that begins 512 bytes past a multiple of 1024\n",
+    ),
+    "registers that nobody gave up": (
+        "fwd_6_wgmma.cu",
+        "ptx::registers_decrease<kProducerRegisters>();",
+        "",
+        r"threads 128-383 in setmaxnreg.inc to \d+ of a warpgroup\n",
+    ),
+    "thread of a warpgroup that is missing": (
+        "fwd_6_wgmma.cu",
+        "consume(smem, params, warpgroup - 1);",
+        "if (threadIdx.x != 130) consume(smem, params, warpgroup - 1);",
+        r"threads wait for others that do not come\n(?s:.*)threads 1-127, 130 returned",
+    ),
+    "barrier of another number of threads": (
+        "fwd_6_wgmma.cu",
+        "if (kConsumers > 1) ptx::named_barrier_arrive<2 * kWarpgroup>(kFirstTurn + next);",
+        "if (kConsumers > 1) ptx::named_barrier_arrive<3 * kWarpgroup>(kFirstTurn + next);",
+        r"barrier \d of 256 threads, at which others arrived as one of 384\n",
+    ),
+    "counter that is not put back": (
+        "schedule.cuh",
+        "atomicInc(taken, tiles - 1)",
+        "atomicInc(taken, tiles)",
+        r"fwd_6_wgmma leaves its counter at 4",
+    ),
+}
+
+
+@pytest.mark.skipif(FORWARD not in KERNELS, reason="no such kernel")
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_planted_mistake_is_seen(rng, tmp_path, what):
+    file, right, wrong, message = PLANTED[what]
+    problem = draw(rng, "float16", 200, 260, dims=(64, 64), batch=1, heads=2, kv_heads=1)
+    folder = planted(tmp_path, file, right, wrong)
+    device = replace(calls.DEVICE, sm_count=1)
+    with pytest.raises(EmulatorError, match=message) as caught:
+        run(FORWARD, problem, False, folder=folder, tiles=TILES, device=device)
+    assert str(caught.value).startswith(FORWARD)
+
+
+def test_a_wrong_stride_between_panels_gives_wrong_numbers(rng, tmp_path):
+    right = "return operand_at(tile.data, Tile::kRows * kPanelRowBytes);"
+    folder = planted(tmp_path, "wgmma_tiles.cuh", right, "return operand_at(tile.data, 0);")
+    with pytest.raises(AssertionError, match="should be"):
+        run(FORWARD, draw(rng, "float16", 70, 70, dims=(128, 128), batch=1), False, folder=folder)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_block_that_never_ends_is_stopped(folder, checked):
+    stop = np.zeros(1, np.int32)
+    module = Module("probe_hopper.cu", PROBE, checked, folder)
+    with pytest.raises(
+        EmulatorError, match=r"endless, block 0, thread 0: .* has taken 100000 steps and has not"
+    ):
+        module.launch(
+            "endless", 1, 32, 0, struct.pack("q", stop.ctypes.data), {"stop": stop}, max_steps=100_000
+        )
+
+
+# ---- whole calls ----
+
+# (seqlen_q, seqlen_k): one row or key, tails of tiles, rows that see no key, several tiles.
+LENGTHS = [(1, 65), (130, 129), (300, 100), (250, 310)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", [(40, 72), (64, 64), (128, 128)])
+@pytest.mark.parametrize("kernel", HOPPER)
+def test_lengths(rng, kernel, dims, causal):
+    dtype = "float16" if causal else "bfloat16"
+    for lengths in LENGTHS:
+        problem = draw(rng, dtype, *lengths, dims=dims, batch=1, heads=2, kv_heads=1)
+        run(kernel, problem, causal, tiles=None, device=SMALL_DEVICE)
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (256, 256)])
+def test_large_head_dims(rng, dims):
+    run(FORWARD, draw(rng, "bfloat16", 150, 200, dims=dims, heads=2), True, device=SMALL_DEVICE)
+
+
+@pytest.mark.parametrize(("block_m", "block_n", "stages"), [(128, 64, 1), (192, 80, 3)])
+def test_tiles(rng, block_m, block_n, stages):
+    tiles = {**TILES, "block_m": block_m, "block_n": block_n, "stages": stages}
+    run(FORWARD, draw(rng, "float16", 400, 330, dims=(64, 64)), True, tiles=tiles, device=SMALL_DEVICE)
+
+
+@pytest.mark.parametrize("kernel", HOPPER)
+def test_empty_problems(rng, kernel):
+    for batch, seqlen_q, seqlen_k in [(0, 5, 5), (2, 0, 5), (2, 5, 0)]:
+        problem = draw(rng, "float16", seqlen_q, seqlen_k, dims=(64, 64), batch=batch)
+        run(kernel, problem, False, device=SMALL_DEVICE)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_masked_key_does_not_show(rng, bad):
+    problem = draw(rng, "float16", 200, 210, dims=(64, 64))
+    problem.k[:, 100], problem.v[:, 100] = bad, bad  # seen from row 90 on
+    out, _ = run(FORWARD, problem, True, device=SMALL_DEVICE)
+    assert np.isfinite(out[:, :90]).all()
+
+
+@pytest.mark.parametrize("kernel", HOPPER)
+def test_the_flavours_compute_the_same(rng, kernel):
+    problem = draw(rng, "float16", 130, 70, dims=(64, 64), batch=1, heads=1, kv_heads=1)
+    checked, fast = (
+        run(kernel, problem, True, checked=flavour, device=SMALL_DEVICE) for flavour in (True, False)
+    )
+    for a, b in zip(checked, fast, strict=True):
+        np.testing.assert_array_equal(a, b)

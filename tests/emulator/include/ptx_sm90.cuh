@@ -103,6 +103,10 @@ inline void copy_bytes(void* to, const void* from, int bytes, Barrier& barrier) 
     emulator::copy_bytes(to, from, bytes, &barrier);
 }
 
+inline void add_to_global(float* to, const float* from, int bytes) {
+    emulator::add_floats(to, from, bytes);
+}
+
 inline void add_to_global(float* to, const float (&sums)[4]) {
     emulator::atomic_add_vector(to, sums);
 }

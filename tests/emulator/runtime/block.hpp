@@ -126,6 +126,7 @@ class Block {
                     const void* return_to);
     void store_box(const void* map, const void* from, const int (&at)[kBoxAxes],
                    const void* return_to);
+    void add_floats(float* to, const float* from, std::size_t bytes, const void* return_to);
     void commit_stores();
     void wait_stores_read();
 
@@ -167,9 +168,11 @@ class Block {
 
     // bulk.cpp
     Transfer box_at(const void* map, const void* shared, const int (&at)[kBoxAxes]);
+    Transfer line(const void* shared, const void* global, std::size_t bytes);
     Transfer room_for(const void* shared, std::size_t bytes, std::size_t alignment);
     void note_global(const Access& now, const Transfer& transfer);
     void start_bulk_copy(Transfer transfer, const void* barrier, const void* return_to);
+    void start_bulk_store(Transfer transfer, bool adds_floats, const void* return_to);
     bool bring_copy();
 
     // products.cpp

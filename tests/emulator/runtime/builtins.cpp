@@ -1,6 +1,7 @@
 // What emulator.hpp declares, for the block that is running.
 #include "block.hpp"
 #include "emulator.hpp"
+#include "memory.hpp"
 
 namespace emulator {
 
@@ -41,25 +42,11 @@ unsigned lane() {
     return Block::current().lane();
 }
 
-namespace {
-
-template <class T>
-T add_relaxed(T* address, T value) {
-    T old = *address, sum;
-    do {
-        sum = old + value;
-    } while (
-        !__atomic_compare_exchange(address, &old, &sum, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
-    return old;
-}
-
-}  // namespace
-
 #define DEFINE_ATOMIC_ADD(T)                                              \
     T atomic_add(T* address, T value) {                                   \
         Block::current().check(Access::Kind::kAtomic, address, sizeof(T), \
                                __builtin_return_address(0));              \
-        return add_relaxed(address, value);                               \
+        return add_atomically(address, value);                            \
     }
 DEFINE_ATOMIC_ADD(int)
 DEFINE_ATOMIC_ADD(unsigned)
@@ -74,7 +61,7 @@ void atomic_add_vector(float* address, const float (&values)[4]) {
                    " bytes past a multiple of that");
     }
     block.check(Access::Kind::kAtomic, address, sizeof values, __builtin_return_address(0));
-    for (int i = 0; i < 4; ++i) add_relaxed(address + i, values[i]);
+    for (int i = 0; i < 4; ++i) add_atomically(address + i, values[i]);
 }
 
 unsigned atomic_increment(unsigned* address, unsigned last) {
@@ -149,6 +136,10 @@ void copy_bytes(void* to, const void* from, unsigned bytes, const void* barrier)
 
 void store_box(const void* map, const void* from, const int (&at)[4]) {
     Block::current().store_box(map, from, at, __builtin_return_address(0));
+}
+
+void add_floats(float* to, const float* from, unsigned bytes) {
+    Block::current().add_floats(to, from, bytes, __builtin_return_address(0));
 }
 
 void commit_stores() {

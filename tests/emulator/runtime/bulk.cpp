@@ -80,15 +80,20 @@ void Block::copy_box(void* to, const void* map, const void* barrier, const int (
 
 void Block::copy_bytes(void* to, const void* from, std::size_t bytes, const void* barrier,
                        const void* return_to) {
-    auto* const global = static_cast<unsigned char*>(const_cast<void*>(from));
-    if (bytes % kChunkBytes != 0 || reinterpret_cast<std::uintptr_t>(global) % kChunkBytes != 0) {
+    start_bulk_copy(line(to, from, bytes), barrier, return_to);
+}
+
+// Contiguous bytes.
+Transfer Block::line(const void* shared, const void* global, std::size_t bytes) {
+    auto* const first = static_cast<unsigned char*>(const_cast<void*>(global));
+    if (bytes % kChunkBytes != 0 || reinterpret_cast<std::uintptr_t>(first) % kChunkBytes != 0) {
         fail("misaligned: a bulk copy takes sixteens of bytes from a multiple of 16 on");
     }
-    Transfer transfer = room_for(to, bytes, kChunkBytes);
+    Transfer transfer = room_for(shared, bytes, kChunkBytes);
     for (std::size_t byte = 0; byte < bytes; byte += kChunkBytes) {
-        transfer.chunks.push_back({transfer.shared + byte, global + byte, kChunkBytes});
+        transfer.chunks.push_back({transfer.shared + byte, first + byte, kChunkBytes});
     }
-    start_bulk_copy(std::move(transfer), barrier, return_to);
+    return transfer;
 }
 
 void Block::start_bulk_copy(Transfer transfer, const void* barrier, const void* return_to) {
@@ -150,7 +155,14 @@ bool Block::bring_copy() {
 
 void Block::store_box(const void* map, const void* from, const int (&at)[kBoxAxes],
                       const void* return_to) {
-    Transfer transfer = box_at(map, from, at);
+    start_bulk_store(box_at(map, from, at), false, return_to);
+}
+
+void Block::add_floats(float* to, const float* from, std::size_t bytes, const void* return_to) {
+    start_bulk_store(line(from, to, bytes), true, return_to);
+}
+
+void Block::start_bulk_store(Transfer transfer, bool adds_floats, const void* return_to) {
     BulkStores& stores = running_->stores;
     if (stores.agent == 0) stores.agent = agents_++;
     Access now = access_now(Access::Kind::kRead, return_to);
@@ -161,9 +173,23 @@ void Block::store_box(const void* map, const void* from, const int (&at)[kBoxAxe
     for (const Chunk& chunk : transfer.chunks) {  // what is dropped need not be there
         if (chunk.inside > 0) note(now, running_->past, chunk.shared, kChunkBytes);
     }
-    now.kind = Access::Kind::kWrite;
+    now.kind = adds_floats ? Access::Kind::kAtomic : Access::Kind::kWrite;
     note_global(now, transfer);
-    stores.waiting.push_back({std::move(transfer), now.time});
+    stores.waiting.push_back({std::move(transfer), adds_floats, now.time});
+}
+
+void BulkStores::Store::send() const {
+    for (const Chunk& chunk : transfer.chunks) {
+        if (!adds_floats) {
+            std::memcpy(chunk.global, chunk.shared, chunk.inside);
+            continue;
+        }
+        auto* const sums = reinterpret_cast<float*>(chunk.global);
+        const auto* const values = reinterpret_cast<const float*>(chunk.shared);
+        for (std::size_t i = 0; i < kChunkBytes / sizeof(float); ++i) {
+            add_atomically(sums + i, values[i]);
+        }
+    }
 }
 
 void Block::commit_stores() {
@@ -174,9 +200,7 @@ void Block::wait_stores_read() {
     BulkStores& stores = running_->stores;
     const auto send = [&](const BulkStores::Store& store) {
         if (store.group > stores.committed) return false;
-        for (const Chunk& chunk : store.transfer.chunks) {
-            std::memcpy(chunk.global, chunk.shared, chunk.inside);
-        }
+        store.send();
         return true;
     };
     stores.waiting.erase(std::remove_if(stores.waiting.begin(), stores.waiting.end(), send),

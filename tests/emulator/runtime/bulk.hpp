@@ -49,7 +49,10 @@ struct BulkCopy {
 struct BulkStores {
     struct Store {
         Transfer transfer;
+        bool adds_floats;
         unsigned group;
+
+        void send() const;
     };
 
     unsigned agent = 0;  // its time is the number of groups that have read shared memory

@@ -84,8 +84,10 @@ class Accesses {
     void add(const Access& now, const Past& past) {
         if (one_.absorb(now)) return;
         const auto over = [&](Access& access) {
-            // Other atomic accesses are in no race with this one, but may be with a write before it.
-            if (now.kind == Access::Kind::kAtomic && access.kind == Access::Kind::kWrite) return false;
+            // Other atomic accesses are in no race with this one, but may be with a write before
+            // it.
+            if (now.kind == Access::Kind::kAtomic && access.kind == Access::Kind::kWrite)
+                return false;
             access.forget(now);
             return access.comes_before(now, past);
         };

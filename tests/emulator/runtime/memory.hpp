@@ -12,6 +12,17 @@
 
 namespace emulator {
 
+// Adds to memory of all blocks; the old value.
+template <class T>
+T add_atomically(T* address, T value) {
+    T old = *address, sum;
+    do {
+        sum = old + value;
+    } while (
+        !__atomic_compare_exchange(address, &old, &sum, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    return old;
+}
+
 class Region {
   public:
     Region(std::string name, std::uintptr_t begin, std::size_t bytes, bool writeable)

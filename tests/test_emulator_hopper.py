@@ -373,8 +373,8 @@ PLANTED = {
     ),
     "keys released for a warp that still reads": (
         "fwd_6_wgmma.cu",
-        "smem.k_ring.init(kReaders);",
-        "smem.k_ring.init(kReaders - 1);",
+        "smem.k_ring.init(kConsumers * kWarps);",
+        "smem.k_ring.init(kConsumers * kWarps - 1);",
         rf"race: starts a copy to 8192 {BYTES}, which a product of the warpgroup of thread \d+ reads",
     ),
     "keys never released": (

@@ -185,7 +185,8 @@ extern "C" __global__ void barriers(const __grid_constant__ Barriers params) {
         for (int i = 0; i < 4; ++i) matrices[i] = params.matrices[4 * lane + i];
         ptx::stmatrix_x4(smem.matrices[lane / 8][lane % 8], matrices);
         __syncwarp();
-        for (int i = lane; i < 128; i += 32) params.stored[i] = smem.matrices[i / 32][i / 4 % 8][i % 4];
+        for (int i = lane; i < 128; i += 32)
+            params.stored[i] = smem.matrices[i / 32][i / 4 % 8][i % 4];
     }
     params.counted[thread] = atomicInc(params.counter, 40);
     for (int i = thread; i < params.pair_count; i += 96) {

@@ -67,8 +67,8 @@ void proxy_fence();
 void copy_box(void* to, const void* map, const void* barrier, const int (&at)[4]);
 // The same for contiguous bytes.
 void copy_bytes(void* to, const void* from, unsigned bytes, const void* barrier);
-// Starts the copy of a box from shared memory. It reads when it is
-// waited for, and until then writing its source is a race.
+// Starts the copy of a box from shared memory. It reads when it is waited for, and until then
+// writing its source is a race.
 void store_box(const void* map, const void* from, const int (&at)[4]);
 // The same for contiguous floats, which are added to what is there.
 void add_floats(float* to, const float* from, unsigned bytes);

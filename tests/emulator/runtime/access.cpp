@@ -72,6 +72,20 @@ Access Block::access_now(Access::Kind kind, const void* return_to) const {
     return now;
 }
 
+// A read by what works for a thread.
+Access Block::access_by(Access::By by, unsigned agent, std::uint32_t time, unsigned thread,
+                        std::uint32_t place) const {
+    Access now;
+    now.by = by;
+    now.thread = thread;
+    now.block = index_;
+    now.first = agent;
+    now.members = 1;
+    now.time = time;
+    now.place = place;
+    return now;
+}
+
 void Block::check(Access::Kind kind, const void* pointer, std::size_t size, const void* return_to) {
     if (!launch_.checked) return;
     const std::uintptr_t address = number(pointer);

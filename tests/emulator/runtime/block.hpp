@@ -158,6 +158,8 @@ class Block {
 
     // access.cpp
     Access access_now(Access::Kind kind, const void* return_to) const;
+    Access access_by(Access::By by, unsigned agent, std::uint32_t time, unsigned thread,
+                     std::uint32_t place) const;
     void note(const Access& now, const Past& past, const void* address, std::size_t size);
     Region* find_region(std::uintptr_t address);
     [[noreturn]] void fail_bounds(Access::Kind kind, std::uintptr_t address, std::size_t size);

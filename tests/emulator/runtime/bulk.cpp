@@ -101,17 +101,15 @@ void Block::start_bulk_copy(Transfer transfer, const void* barrier, const void* 
     if (!arrives_on.known_to_copies) {
         fail("a copy that arrives on a barrier of which the copy engine has not been told");
     }
-    Access now = access_now(Access::Kind::kRead, return_to);
-    now.by = Access::By::kBulkCopy;
-    now.first = arrives_on.agent;
-    now.members = 1;
-    now.time = arrives_on.phase + 1;
+    const std::uint32_t place = offset_in_module(reinterpret_cast<std::uintptr_t>(return_to));
+    Access now = access_by(Access::By::kBulkCopy, arrives_on.agent, arrives_on.phase + 1,
+                           running_->index, place);
     note_global(now, transfer);
     now.kind = Access::Kind::kCopy;
     note(now, running_->past, transfer.shared, transfer.bytes);
     std::memset(transfer.shared, 0xff, transfer.bytes);
     bulk_copies_.push_back(
-        {std::move(transfer), &arrives_on, arrives_on.phase, running_->index, now.place});
+        {std::move(transfer), &arrives_on, arrives_on.phase, running_->index, place});
 }
 
 // Brings the oldest copy that is under way; false if there is none.
@@ -133,15 +131,9 @@ bool Block::bring_copy() {
         std::memcpy(chunk.shared, chunk.global, chunk.inside);
         std::memset(chunk.shared + chunk.inside, 0, kChunkBytes - chunk.inside);
     }
-    Access now;
+    Access now =
+        access_by(Access::By::kBulkCopy, barrier.agent, copy.phase + 1, copy.thread, copy.place);
     now.kind = Access::Kind::kWrite;
-    now.by = Access::By::kBulkCopy;
-    now.thread = copy.thread;
-    now.block = index_;
-    now.first = barrier.agent;
-    now.members = 1;
-    now.time = copy.phase + 1;
-    now.place = copy.place;
     shared_.each_history(reinterpret_cast<std::uintptr_t>(copy.transfer.shared),
                          copy.transfer.bytes, [&](History& history) {
                              history.end_copy(now);
@@ -165,11 +157,9 @@ void Block::add_floats(float* to, const float* from, std::size_t bytes, const vo
 void Block::start_bulk_store(Transfer transfer, bool adds_floats, const void* return_to) {
     BulkStores& stores = running_->stores;
     if (stores.agent == 0) stores.agent = agents_++;
-    Access now = access_now(Access::Kind::kRead, return_to);
-    now.by = Access::By::kBulkStore;
-    now.first = stores.agent;
-    now.members = 1;
-    now.time = stores.committed + 1;
+    const std::uint32_t place = offset_in_module(reinterpret_cast<std::uintptr_t>(return_to));
+    Access now = access_by(Access::By::kBulkStore, stores.agent, stores.committed + 1,
+                           running_->index, place);
     for (const Chunk& chunk : transfer.chunks) {  // what is dropped need not be there
         if (chunk.inside > 0) note(now, running_->past, chunk.shared, kChunkBytes);
     }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <numeric>
 
 #include "block.hpp"
@@ -278,15 +279,9 @@ void Block::read_operands() {
         if (pending.group != group) continue;
         std::vector<Operand> operands{b_of(pending.product)};
         if (!pending.product.a_registers) operands.push_back(a_of(pending.product));
-        Access now;
-        now.kind = Access::Kind::kRead;
-        now.by = Access::By::kProduct;
-        now.thread = first;
-        now.block = index_;
-        now.first = product_agent(first / 32);
-        now.members = (1u << kWarpgroup / 32) - 1;
-        now.time = group;
-        now.place = pending.place;
+        Access now =
+            access_by(Access::By::kProduct, product_agent(first / 32), group, first, pending.place);
+        now.members = (1u << kWarpgroup / 32) - 1;  // each warp waits for its own part
         for (const Operand& operand : operands) {
             const std::string error = operand.error(shared_.bytes);
             if (!error.empty()) fail(error);

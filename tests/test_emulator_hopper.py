@@ -516,6 +516,49 @@ def test_a_block_that_never_ends_is_stopped(folder, checked):
         )
 
 
+def take_turns(folder, blocks=20, first_turn=0, **changes):
+    """The sums after blocks added to them in turn, the last one first."""
+    text = (HERE / "probe_blocks.cu").read_text()
+    for right, wrong in changes.values():
+        assert right in text
+        text = text.replace(right, wrong)
+    (folder / "probe_blocks.cu").write_text(text)
+    turn, sums = np.zeros(1, np.uint32), np.ones(64, np.uint32)
+    module = Module("probe_blocks.cu", {"SMEM_BYTES": 16}, folder=folder)
+    params = struct.pack("2qI4x", turn.ctypes.data, sums.ctypes.data, first_turn)
+    module.launch("turns", blocks, 64, 0, params, {"turn": turn, "sums": sums}, max_steps=100_000)
+    return sums
+
+
+def test_blocks_that_wait_for_each_other(folder):
+    expected = 1
+    for block in reversed(range(20)):
+        expected = (2 * expected + block) % 2**32
+    assert (take_turns(folder) == expected).all()
+
+
+def test_blocks_that_wait_for_each_other_for_ever(folder):
+    message = "threads wait for others that do not come\nthread 0 in ld.acquire for another value\n"
+    with pytest.raises(EmulatorError, match=f"^turns, block 0: {message}"):
+        take_turns(folder, first_turn=1)
+
+
+def test_blocks_that_do_not_wait_for_each_other(folder):
+    wait = "while (ptx::load_acquire(params.turn) != mine) {", "while (false) {"
+    with pytest.raises(
+        EmulatorError, match=r"race: reads 4 bytes of sums at byte \d+, which block \d+, thread"
+    ):
+        take_turns(folder, wait=wait)
+
+
+def test_a_block_that_says_it_is_done_before_it_is(folder):
+    barrier = "__syncthreads();\n    if (threadIdx.x == 0) ptx::add", "if (threadIdx.x == 0) ptx::add"
+    with pytest.raises(
+        EmulatorError, match=r"race: reads 4 bytes of sums at byte \d+, which block \d+, thread"
+    ):
+        take_turns(folder, barrier=barrier)
+
+
 # ---- whole calls ----
 
 # (seqlen_q, seqlen_k): one row or key, tails of tiles, rows that see no key, several tiles.

@@ -185,11 +185,7 @@ def test_fragments_and_copies(launch):
     assert not arrays["copied"][15].any()
 
 
-# Hopper's instructions have no twins yet.
-HEADERS = sorted(path.name for path in emulator.KERNELS.glob("ptx_*.cuh") if "sm90" not in path.name)
-
-
-@pytest.mark.parametrize("header", HEADERS)
+@pytest.mark.parametrize("header", sorted(path.name for path in emulator.KERNELS.glob("ptx_*.cuh")))
 def test_every_wrapper_of_ptx_has_a_twin(header):
     # What only wrappers call is theirs alone.
     private = {"shared_address"}

@@ -21,7 +21,7 @@ from tolerance import (
 )
 
 from cufa import reference
-from cufa.kernels import KERNELS as LADDER
+from cufa.kernels import KERNELS as ALL_KERNELS
 from cufa.plan.standard import softmax_launch
 
 # In CI these tests must run: there, no compiler is an error in each of them.
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 # Hopper's kernels, which take aligned arrays alone, are in test_emulator_hopper.py.
-KERNELS = {name: kernel for name, kernel in LADDER.items() if kernel.only_arch is None}
+KERNELS = {name: kernel for name, kernel in ALL_KERNELS.items() if kernel.only_arch is None}
 FORWARD = [name for name, kernel in KERNELS.items() if kernel.direction == "forward"]
 BACKWARD = [name for name, kernel in KERNELS.items() if kernel.direction == "backward"]
 BY_DTYPE = [(name, dtype) for name, kernel in KERNELS.items() for dtype in kernel.dtypes]
@@ -71,7 +71,7 @@ def run(kernel, problem, causal, **options):
     options = {"causal": causal, "kernel": kernel, "tiles": TILES.get(kernel), **options}
     q, k, v, dout = problem.q, problem.k, problem.v, problem.dout
     with np.errstate(invalid="ignore"):
-        if LADDER[kernel].direction == "forward":
+        if ALL_KERNELS[kernel].direction == "forward":
             out, lse = calls.attention(q, k, v, **options)
             assert_attention(out, lse, problem, causal=causal)
             return out, lse

@@ -4,9 +4,9 @@
     module.launch("fwd_4_flash_v2", grid, block, smem_bytes, params, {"q": q, "out": out})
 
 `include/` stands in for what CUDA builds in, with a twin of every `ptx_*.cuh`; `runtime/` runs the threads
-of a block as fibers. In the checked flavour, every access to memory is looked at (g++'s instrumentation for
-sanitizers, with other functions behind it), and what is wrong with a kernel raises `EmulatorError`. What works beside the threads (the copy engine, wgmma)
-does so as late as it may.
+of a block as fibers. What works beside them, the copy engine and wgmma, does so as late as it may. In the
+checked flavour, every access to memory is looked at (g++'s instrumentation for sanitizers, with other
+functions behind it), and what is wrong with a kernel raises `EmulatorError`.
 
 Environment: CUFA_EMULATOR_OPTIONS holds further options for g++ (as in "-O0" for a debugger), CXX another
 compiler, CUFA_EMULATOR_CACHE another folder for what is compiled.

@@ -73,7 +73,14 @@ void store_box(const void* map, const void* from, const int (&at)[4]);
 // The same for contiguous floats, which are added to what is there.
 void add_floats(float* to, const float* from, unsigned bytes);
 void commit_stores();
+// They have read shared memory; they are done.
 void wait_stores_read();
+void wait_stores();
+
+// Between blocks: what comes before an addition comes before what follows a load that sees it. A
+// thread that loads the same value again waits until any block has added something.
+unsigned load_acquire(const unsigned* address, const char* file, int line);
+void add_release(unsigned* address, unsigned value);
 
 // A product of a warpgroup: d = a b or d += a b in float32.
 struct Product {

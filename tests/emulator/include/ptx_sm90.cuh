@@ -70,6 +70,18 @@ inline void wait_stores_read() {
     emulator::wait_stores_read();
 }
 
+inline void wait_stores() {
+    emulator::wait_stores();
+}
+
+inline unsigned int load_acquire(const unsigned int* address, EMULATOR_HERE) {
+    return emulator::load_acquire(address, file, line);
+}
+
+inline void add_release(unsigned int* address, unsigned int value) {
+    emulator::add_release(address, value);
+}
+
 namespace twin {
 
 struct MatrixRow {

@@ -95,6 +95,7 @@ void Block::begin(unsigned index) {
         thread.copies.clear();
         thread.products = {};
         thread.stores = {};
+        thread.polled = nullptr;
     }
 }
 
@@ -104,7 +105,8 @@ std::string Block::run(unsigned index) {
         const bool resumed = resume_ready();
         if (!failure_.empty()) return describe_failure();
         if (all_returned()) break;
-        if (release() || resumed || bring_copy()) continue;
+        if (release() || resumed || bring_copy() || wait_signal()) continue;
+        if (abandoned_) return "";
         return failure_.empty() ? describe_deadlock() : prefix() + failure_ + "\n" + details_;
     }
     if (bulk_copies_.empty()) return "";
@@ -324,6 +326,8 @@ std::string Block::describe_wait(const Thread& thread) const {
                    std::to_string(barrier.arrived) + " of " + std::to_string(barrier.threads) +
                    " threads have arrived";
         }
+        case Meeting::Of::kSignal:
+            return text + " for another value";
         case Meeting::Of::kPhase:
             return text + " for a phase of parity " + std::to_string(meeting.parity) + " of " +
                    meeting.barrier->describe();

@@ -13,6 +13,7 @@
 #include "fiber.hpp"
 #include "memory.hpp"
 #include "products.hpp"
+#include "signals.hpp"
 
 namespace emulator {
 
@@ -25,14 +26,15 @@ struct Launch {
     std::size_t shared_bytes;
     bool checked;
     std::uint64_t max_steps;  // of a block
-    std::deque<Region> global;
+    std::deque<Region> global{};
+    Signals* signals = nullptr;
 };
 
 // What a thread waits for.
 struct Meeting {
     // All threads of the block; lanes of a warp; all of a warpgroup; as many as a named barrier
-    // counts; the end of a phase of a barrier in shared memory.
-    enum class Of { kBlock, kWarp, kWarpgroup, kNamedBarrier, kPhase };
+    // counts; the end of a phase of a barrier in shared memory; a signal of any block.
+    enum class Of { kBlock, kWarp, kWarpgroup, kNamedBarrier, kPhase, kSignal };
 
     Of of;
     const char* operation;
@@ -48,6 +50,7 @@ struct Meeting {
     unsigned named = 0;                // which barrier
     SharedBarrier* barrier = nullptr;  // whose phase of
     unsigned parity = 0;               // must end
+    Signals::Version version = 0;      // of the signals that have been seen
 
     bool same_operation(const Meeting& other) const;
     bool same_line(const Meeting& other) const;
@@ -81,6 +84,9 @@ struct Thread {
     std::vector<Copy> copies;
     Products products;
     BulkStores stores;
+    // What it acquired last: to see it again means to wait.
+    const unsigned* polled = nullptr;
+    unsigned polled_value = 0;
     Fiber fiber;
 };
 
@@ -129,6 +135,11 @@ class Block {
     void add_floats(float* to, const float* from, std::size_t bytes, const void* return_to);
     void commit_stores();
     void wait_stores_read();
+    void wait_stores();
+
+    unsigned load_acquire(const unsigned* address, const char* file, int line,
+                          const void* return_to);
+    void add_release(unsigned* address, unsigned value, const void* return_to);
 
     void issue(const Product& product, const void* return_to);
     void fence_products();
@@ -177,6 +188,9 @@ class Block {
     void start_bulk_store(Transfer transfer, bool adds_floats, const void* return_to);
     bool bring_copy();
 
+    // signals.cpp
+    bool wait_signal();
+
     // products.cpp
     void read_operands();
     bool share_registers(unsigned first);
@@ -193,6 +207,7 @@ class Block {
     std::deque<BulkCopy> bulk_copies_;      // the oldest first
     std::vector<unsigned> warp_registers_;  // of each thread of a warp
     std::string failure_, details_;
+    bool abandoned_ = false;  // as another block has failed
 };
 
 }  // namespace emulator

@@ -150,6 +150,18 @@ void wait_stores_read() {
     Block::current().wait_stores_read();
 }
 
+void wait_stores() {
+    Block::current().wait_stores();
+}
+
+unsigned load_acquire(const unsigned* address, const char* file, int line) {
+    return Block::current().load_acquire(address, file, line, __builtin_return_address(0));
+}
+
+void add_release(unsigned* address, unsigned value) {
+    Block::current().add_release(address, value, __builtin_return_address(0));
+}
+
 void wgmma_issue(const Product& product) {
     Block::current().issue(product, __builtin_return_address(0));
 }

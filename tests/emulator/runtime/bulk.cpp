@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "block.hpp"
 #include "places.hpp"
@@ -156,7 +157,7 @@ void Block::add_floats(float* to, const float* from, std::size_t bytes, const vo
 
 void Block::start_bulk_store(Transfer transfer, bool adds_floats, const void* return_to) {
     BulkStores& stores = running_->stores;
-    if (stores.agent == 0) stores.agent = agents_++;
+    if (stores.agent == 0) stores.agent = std::exchange(agents_, agents_ + 2);
     const std::uint32_t place = offset_in_module(reinterpret_cast<std::uintptr_t>(return_to));
     Access now = access_by(Access::By::kBulkStore, stores.agent, stores.committed + 1,
                            running_->index, place);
@@ -164,6 +165,7 @@ void Block::start_bulk_store(Transfer transfer, bool adds_floats, const void* re
         if (chunk.inside > 0) note(now, running_->past, chunk.shared, kChunkBytes);
     }
     now.kind = adds_floats ? Access::Kind::kAtomic : Access::Kind::kWrite;
+    ++now.first;
     note_global(now, transfer);
     stores.waiting.push_back({std::move(transfer), adds_floats, now.time});
 }
@@ -196,6 +198,12 @@ void Block::wait_stores_read() {
     stores.waiting.erase(std::remove_if(stores.waiting.begin(), stores.waiting.end(), send),
                          stores.waiting.end());
     if (stores.agent != 0) running_->past.seen.raise(stores.agent, stores.committed);
+}
+
+void Block::wait_stores() {
+    wait_stores_read();
+    const BulkStores& stores = running_->stores;
+    if (stores.agent != 0) running_->past.seen.raise(stores.agent + 1, stores.committed);
 }
 
 }  // namespace emulator

@@ -55,7 +55,9 @@ struct BulkStores {
         void send() const;
     };
 
-    unsigned agent = 0;  // its time is the number of groups that have read shared memory
+    // Two agents: their times are the number of groups that have read shared memory, and of those
+    // that have written, too.
+    unsigned agent = 0;
     unsigned committed = 0;
     std::vector<Store> waiting;
 };

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <vector>
 
 namespace emulator {
@@ -34,8 +35,6 @@ class Clock {
         }
     }
 
-    void clear() { times_.clear(); }
-
   private:
     void grow(std::size_t agents) {
         if (agents > times_.size()) times_.resize(agents);
@@ -48,19 +47,23 @@ class Clock {
 // asynchronous proxy: of what threads wrote, they see what a proxy fence came after.
 struct Past {
     Clock seen, fenced;
+    std::map<unsigned, Clock>
+        others;  // of other blocks, by block: what they released and this acquired
 
     void join(const Past& other) {
         seen.join(other.seen);
         fenced.join(other.fenced);
+        for (const auto& [block, clock] : other.others) others[block].join(clock);
     }
     void meet(const Past& other) {
         seen.meet(other.seen);
         fenced.meet(other.fenced);
+        for (auto& [block, clock] : others) {
+            const auto found = other.others.find(block);
+            clock.meet(found == other.others.end() ? Clock{} : found->second);
+        }
     }
-    void clear() {
-        seen.clear();
-        fenced.clear();
-    }
+    void clear() { *this = {}; }
 };
 
 }  // namespace emulator

@@ -38,8 +38,13 @@ struct Access {
 
     bool comes_before(const Access& now, const Past& past) const {
         if (by == By::kNobody) return true;
-        if (kind == Kind::kCopy || block != now.block) return false;
-        const Clock& clock = needs_fence_before(now) ? past.fenced : past.seen;
+        if (kind == Kind::kCopy) return false;
+        if (block == now.block) return is_in(needs_fence_before(now) ? past.fenced : past.seen);
+        const auto other = past.others.find(block);
+        return other != past.others.end() && is_in(other->second);
+    }
+
+    bool is_in(const Clock& clock) const {
         for (std::uint32_t rest = members; rest; rest &= rest - 1) {
             if (clock.at(first + __builtin_ctz(rest)) < time) return false;
         }
@@ -105,7 +110,7 @@ class Accesses {
         for (Access& access : more_) {
             if (access.absorb(now)) return;
         }
-        // What another block did comes before nothing here, so that two blocks stand for all.
+        // What another block did hardly ever comes before anything here: two blocks stand for all.
         if (!of_several_blocks()) more_.push_back(now);
     }
 

@@ -2,16 +2,18 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <mutex>
+#include <deque>
+#include <functional>
 #include <thread>
-#include <vector>
 
 #include "block.hpp"
+#include "signals.hpp"
 
 namespace {
 
 using emulator::Block;
 using emulator::Launch;
+using emulator::Signals;
 
 struct Buffer {
     const char* name;
@@ -24,27 +26,44 @@ struct Buffer {
 // failing one are finished, so that which one is reported does not depend on the number of threads.
 std::string run_blocks(Launch& launch, unsigned threads) {
     std::atomic<unsigned> next = 0;
-    std::mutex mutex;
     unsigned failed = launch.blocks;
     std::string report;
-    const auto work = [&] {
+    std::deque<std::thread> workers;
+    std::function<void()> work;
+    Signals signals([&] {
+        if (next >= launch.blocks) return false;
+        workers.emplace_back(work);
+        return true;
+    });
+    launch.signals = &signals;
+    work = [&] {
         Block block(launch);
         for (unsigned index; (index = next++) < launch.blocks;) {
             std::string error = block.run(index);
             if (error.empty()) continue;
             next = launch.blocks;
-            const std::lock_guard<std::mutex> lock(mutex);
-            if (index < failed) {
+            signals.exclusively([&] {
+                if (index >= failed) return;
                 failed = index;
                 report = std::move(error);
-            }
-            return;
+            });
+            signals.abandon();
+            break;
         }
+        signals.finish();
     };
-    std::vector<std::thread> workers;
-    for (unsigned i = 0; i < threads; ++i) workers.emplace_back(work);
-    for (std::thread& worker : workers) worker.join();
-    return report;
+    for (unsigned i = 0; i < threads; ++i) {
+        signals.begin();
+        signals.exclusively([&] { workers.emplace_back(work); });
+    }
+    for (std::size_t i = 0;; ++i) {
+        std::thread* worker = nullptr;
+        signals.exclusively([&] {
+            if (i < workers.size()) worker = &workers[i];
+        });
+        if (!worker) return report;
+        worker->join();
+    }
 }
 
 }  // namespace
@@ -56,8 +75,8 @@ extern "C" __attribute__((visibility("default"))) const char* emulator_launch(
     int checked, std::uint64_t max_steps, unsigned threads) {
     alignas(64) unsigned char aligned_params[emulator::kMaxParamsBytes];
     std::memcpy(aligned_params, params, entry->params_bytes);
-    Launch launch{kernel,       entry->call,  aligned_params, blocks, block_threads,
-                  shared_bytes, checked != 0, max_steps,      {}};
+    Launch launch{kernel,        entry->call,  aligned_params, blocks,
+                  block_threads, shared_bytes, checked != 0,   max_steps};
     for (unsigned i = 0; i < buffer_count; ++i) {
         const Buffer& buffer = buffers[i];
         auto& region = launch.global.emplace_back(buffer.name, buffer.address, buffer.bytes,

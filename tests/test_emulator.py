@@ -195,7 +195,7 @@ PLANTED = {
         "fwd_4_flash_v2",
         "fwd_4_flash_v2.cu",
         "    Accumulator acc = {};",
-        "    if (first_row + grid.row(0) >= sizes.seqlen_q) return;\n    Accumulator acc = {};",
+        "    if (first_row + grid.row(0) >= seqlen_q) return;\n    Accumulator acc = {};",
         r"threads wait for others that do not come\n"
         r"threads 0-7 in __syncthreads\n    fwd_4_flash_v2.cu:\d+: attend\n"
         r"(?s:.*)threads 8-63 returned$",
@@ -266,8 +266,8 @@ PLANTED = {
     "mask that is off by one": (
         "fwd_4_flash_v2",
         "mask.cuh",
-        "const int end = row + 1 +",
-        "const int end = row +",
+        "kCausal ? max(diagonal(row) + 1, 0)",
+        "kCausal ? max(diagonal(row), 0)",
         r"is .* should be",
     ),
     "wrong lane of a tile": (

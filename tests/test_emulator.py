@@ -279,16 +279,16 @@ PLANTED = {
     ),
     "wrong element of a fragment": (
         "fwd_5_mma",
-        "mma_tiles.cuh",
-        "[m][1] = pack(left[2], left[3]);",
-        "[m][1] = pack(left[3], left[2]);",
+        "operands_half.cuh",
+        "pair(left[2], left[3])",
+        "pair(left[3], left[2])",
         r"is .* should be",
     ),
     "wrong row of a matrix": (
         "fwd_5_mma",
-        "mma_tiles.cuh",
-        "lane % 8 + lane / 16 * 8, lane / 8 % 2 * kMatrixCols",
-        "lane % 16, lane / 16 * kMatrixCols",
+        "operands_half.cuh",
+        "lane() % 8 + lane() / 16 * 8, lane() / 8 % 2 * kMatrixCols",
+        "lane() % 16, lane() / 16 * kMatrixCols",
         r"is .* should be",
     ),
     "missing wait for a copy": (

@@ -20,7 +20,7 @@ from test_emulator import draw, planted, rng, run
 from cufa import jit
 from cufa.device import target
 from cufa.kernels import KERNELS
-from cufa.problem import make_problem
+from cufa.problem import Options, make_problem
 
 __all__ = ["rng"]  # a fixture
 
@@ -567,7 +567,7 @@ def takes(kernel, head_dim, value_dim):
     if kernel.direction == "backward":
         shapes |= dict.fromkeys(("out", "dout"), shapes["v"])
     dtypes = dict.fromkeys(shapes, np.dtype(np.float16))
-    problem = make_problem(kernel.direction, shapes, dtypes, causal=False, layout="bshd")
+    problem = make_problem(kernel.direction, shapes, dtypes, Options())
     return kernel.unsupported(replace(problem, align_bytes=16), calls.DEVICE) is None
 
 

@@ -80,6 +80,7 @@ def test_softmax_compiles(dtype, passes):
 FASTEST = [
     *itertools.product(["fwd_4_flash_v2", "bwd_2_flash_v2"], ["float32"], [32, 64, 128]),
     *itertools.product(["fwd_5_mma"], ["float16", "bfloat16"], [32, 128, 256]),
+    *itertools.product(["fwd_5_mma"], ["float64"], [64, 128, 256]),
 ]
 
 
@@ -114,7 +115,10 @@ def test_kernels_are_found_by_name():
 def test_the_registry_says_why_a_kernel_cannot_run():
     forward = problem("forward", *VARIANTS[0])
     device = Device.of("sm_75")
-    assert best_kernel(forward, device).name == "fwd_4_flash_v2"
+    assert best_kernel(forward, device).name == "fwd_5_mma"
+    assert "needs tensor cores for bfloat16, which sm_75" in KERNELS["fwd_5_mma"].unsupported(
+        replace(forward, dtype="bfloat16"), device
+    )
     assert "forward kernel" in KERNELS["fwd_1_naive"].unsupported(
         replace(forward, direction="backward"), device
     )

@@ -19,7 +19,7 @@ from cufa.plan.record import MAX_GRID
 from cufa.plan.sizes import ceil_div, round_up, shared_matrix_bytes
 from cufa.plan.standard import softmax_launch
 from cufa.plan.tiled import Tiles
-from cufa.problem import Direction, Problem
+from cufa.problem import Direction, Features, Problem
 
 ARCHS = [str(device.arch) for device in KNOWN.values()]
 NAIVE = ["fwd_1_naive", "fwd_2_online_softmax", "bwd_1_naive"]
@@ -103,7 +103,10 @@ def test_there_is_a_plan_that_fits(kernel: str, arch: str) -> None:
     max_dim = KERNELS[kernel].max_head_dim
     dims = [pair for pair in HEAD_DIMS if max(pair) <= max_dim]
     for dtype, (head_dim, value_dim) in itertools.product(KERNELS[kernel].dtypes, dims):
-        plan = make_plan(problem_for(kernel, dtype, head_dim, value_dim), device, kernel)
+        problem = problem_for(kernel, dtype, head_dim, value_dim)
+        if KERNELS[kernel].unsupported(problem, device):
+            continue
+        plan = make_plan(problem, device, kernel)
         assert (plan.kernel, plan.device, plan.variant.arch) == (kernel, device, device.arch)
         assert tuple(launch.entry for launch in plan.launches) == KERNELS[kernel].entries
         for launch in plan.launches:
@@ -400,12 +403,44 @@ def test_an_empty_mapping_of_tiles_is_none() -> None:
 def test_the_last_rung_is_taken_if_none_is_asked_for(arch: str, direction: Direction, dtype: str) -> None:
     device = Device.of(arch)
     problem = replace(problem_for("fwd_1_naive", dtype), direction=direction)
-    last = [name for name, row in KERNELS.items() if row.unsupported(problem, device) is None][-1]
+    fits = [row for row in KERNELS.values() if not row.unsupported(problem, device)]
+    last = [row.name for row in fits if not row.unsuited(problem, device)][-1]
     chosen, asked = make_plan(problem, device), make_plan(problem, device, last)
     assert chosen.kernel == last
     assert chosen.reasons[0] == f"{last}: the last rung that supports this call"
     assert asked.reasons[0] == f"{last}: asked for"
     assert chosen.launches == asked.launches
+
+
+@pytest.mark.parametrize(
+    ("arch", "dtype", "tf32", "on_tensor_cores"),
+    [
+        ("sm_75", "float16", False, True),
+        ("sm_75", "bfloat16", False, False),
+        ("sm_75", "float32", True, False),
+        ("sm_80", "float32", False, True),
+        ("sm_86", "float32", False, False),
+        ("sm_86", "float32", True, True),
+        ("sm_90a", "float32", False, True),
+        ("sm_120a", "float32", False, False),
+        ("sm_120a", "float32", True, True),
+    ],
+)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_tensor_cores_are_taken_where_they_are_faster(
+    direction: Direction, arch: str, dtype: str, tf32: bool, on_tensor_cores: bool
+) -> None:
+    problem = replace(problem_for("fwd_5_mma", dtype), direction=direction, features=Features(tf32=tf32))
+    plan = make_plan(problem, Device.of(arch))
+    assert plan.kernel.endswith("_mma") == on_tensor_cores
+    if not on_tensor_cores:
+        assert any(re.search("needs tensor cores|takes three products", reason) for reason in plan.reasons)
+
+
+def test_types_limit_head_dims() -> None:
+    problem = problem_for("fwd_5_mma", "float64", 288)
+    with pytest.raises(ValueError, match="fwd_5_mma supports head dims to 256, and this is 288"):
+        make_plan(problem, Device.of("sm_90a"), "fwd_5_mma")
 
 
 def undefined_macros(source: str) -> set[str]:

@@ -9,6 +9,15 @@ from types import MappingProxyType
 from cufa.device import Device
 from cufa.problem import DTYPES, MAX_HEAD_DIM, Direction, Problem
 
+# From which compute capability on tensor cores take a type by mma.sync; for float64, which have them in more
+# than name.
+_FIRST_TENSOR_CORES = {"float16": (7, 5), "bfloat16": (8, 0), "float32": (8, 0)}
+_FLOAT64_TENSOR_CORES = frozenset(((8, 0), (9, 0), (10, 0)))
+# Larger tiles of float64 would not fit into shared memory.
+_MAX_FLOAT64_DIM = 256
+# Where three products of tf32 take less time than one of float32 on CUDA cores.
+_FAST_TF32 = frozenset(((8, 0), (8, 7), (9, 0), (10, 0), (10, 3)))
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -16,7 +25,8 @@ class Kernel:
 
     `entries` are the `extern "C"` functions of its file in the order in which they are launched.
     `memory` is what it needs in global memory beyond its inputs and outputs, in the sequence length N.
-    `features` are the names of those that it supports (`cufa.problem.Features.names`).
+    `tensor_cores` says that they make its products, by mma.sync. `features` are the names of those that it
+    supports (`cufa.problem.Features.names`).
     """
 
     name: str
@@ -27,6 +37,7 @@ class Kernel:
     memory: str
     dtypes: tuple[str, ...] = tuple(DTYPES)
     min_capability: tuple[int, int] = (7, 5)
+    tensor_cores: bool = False
     max_head_dim: int = MAX_HEAD_DIM["backward"]
     features: frozenset[str] = frozenset()
     only_arch: str | None = None
@@ -53,13 +64,31 @@ class Kernel:
                 f"{self.name} needs addresses and strides that are multiples of {self.min_align_bytes} "
                 f"bytes, and these are of {problem.align_bytes}"
             )
+        if self.tensor_cores and not _has_tensor_cores(problem.dtype, device):
+            return f"{self.name} needs tensor cores for {problem.dtype}, which {device.arch} does not have"
+        limit = self.max_head_dim
+        if self.tensor_cores and problem.dtype == "float64":
+            limit = min(limit, _MAX_FLOAT64_DIM)
         dim = max(problem.head_dim, problem.value_dim)
-        if dim > self.max_head_dim:
-            return f"{self.name} supports head dims to {self.max_head_dim}, and this is {dim}"
+        if dim > limit:
+            return f"{self.name} supports head dims to {limit}, and this is {dim}"
         missing = [name for name in problem.features.names if name not in self.features]
         if missing:
             return f"{self.name} does not support {', '.join(missing)}"
         return None
+
+    def unsuited(self, problem: Problem, device: Device) -> str | None:
+        """None if the kernel is the one to take where it is supported, else why the rung before is faster."""
+        exact = problem.dtype == "float32" and not problem.features.tf32
+        if self.tensor_cores and exact and device.arch.capability not in _FAST_TF32:
+            return f"{self.name} takes three products of tf32 for one of float32, too many on {device.arch}"
+        return None
+
+
+def _has_tensor_cores(dtype: str, device: Device) -> bool:
+    if dtype == "float64":
+        return device.arch.capability in _FLOAT64_TENSOR_CORES
+    return device.arch.capability >= _FIRST_TENSOR_CORES[dtype]
 
 
 # What the kernels support that are made for use.
@@ -116,8 +145,7 @@ _LADDER = (
         paper="Dao 2023, Algorithm 1",
         memory="none",
         max_head_dim=MAX_HEAD_DIM["forward"],
-        dtypes=("float16", "bfloat16"),
-        min_capability=(8, 0),
+        tensor_cores=True,
         features=_ALL_FEATURES,
     ),
     Kernel(
@@ -164,8 +192,8 @@ _LADDER = (
         idea="tensor cores: S and dP transposed, so that P and dS stay in registers",
         paper="Dao 2023, Algorithm 2",
         memory="O(N)",
-        dtypes=("float16", "bfloat16"),
-        min_capability=(8, 0),
+        dtypes=("float16", "bfloat16", "float32"),
+        tensor_cores=True,
         features=_ALL_FEATURES,
     ),
 )
@@ -182,7 +210,7 @@ def kernel_named(name: str) -> Kernel:
 
 
 def best_kernel(problem: Problem, device: Device) -> Kernel:
-    """The last rung that supports the problem; the ladder is ordered by speed.
+    """The last rung that supports the problem and suits it; the ladder is ordered by speed.
 
     Raises ValueError, with each rung's reason, if none does.
     """
@@ -190,7 +218,7 @@ def best_kernel(problem: Problem, device: Device) -> Kernel:
     for kernel in reversed(_LADDER):
         if kernel.direction != problem.direction:
             continue
-        reason = kernel.unsupported(problem, device)
+        reason = kernel.unsupported(problem, device) or kernel.unsuited(problem, device)
         if reason is None:
             return kernel
         reasons.append(reason)
@@ -198,10 +226,11 @@ def best_kernel(problem: Problem, device: Device) -> Kernel:
 
 
 def passed_over(chosen: Kernel, problem: Problem, device: Device) -> tuple[str, ...]:
-    """Why each faster rung than the chosen one does not support the problem."""
+    """Why each later rung than the chosen one does not support the problem or does not suit it."""
     rungs = [kernel for kernel in _LADDER if kernel.direction == problem.direction]
     faster = rungs[rungs.index(chosen) + 1 :]
-    return tuple(filter(None, (kernel.unsupported(problem, device) for kernel in faster)))
+    reasons = (kernel.unsupported(problem, device) or kernel.unsuited(problem, device) for kernel in faster)
+    return tuple(filter(None, reasons))
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ static_assert(kBlockN % kMmaK == 0, "BLOCK_N must be a multiple of 16");
 static_assert(sizeof(ForwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
 struct Smem {
-    HalfTile<kBlockM, kHeadDim> q;
-    HalfTile<kBlockN, kHeadDim> k;
-    HalfTile<kBlockN, kDims * kSplit> v;
+    MmaTile<kBlockM, kHeadDim> q;
+    MmaTile<kBlockN, kHeadDim> k;
+    MmaTile<kBlockN, kDims * kSplit> v;
 };
 
 using Scores = Accumulators<kTiles, kBlockN>;
@@ -38,7 +38,7 @@ using Scores = Accumulators<kTiles, kBlockN>;
 // A maximum is raised only when scores pass it by more than this, in log 2. Until then
 // probabilities reach up to 2^8, which float32 sums and 16-bit weights hold as precisely as those
 // up to 1.
-constexpr float kSlack = 8;
+constexpr acc_t kSlack = 8;
 
 // The first row of the block's tile that is the warp's, and the first column of its output.
 __device__ inline int warp_row() {
@@ -61,9 +61,11 @@ __device__ inline int col_of(int n) {
 // What products are multiplied with before exp2, unless they are made scores of log 2 one by one.
 // It is positive, so that the largest score is that of the largest product and -inf stays the
 // least: Q takes the sign, and instead of 0 it is a number that makes 0 of every product.
-__device__ inline float scale_log2(const ScoreRules& rules) {
-    constexpr float kLeastScale = 0x1p-126f;
-    return kShapedScores ? 1.0f : fmaxf(fabsf(rules.scale * float(kLog2E)), kLeastScale);
+__device__ inline acc_t scale_log2(const ScoreRules& rules) {
+    if constexpr (kShapedScores) return 1;
+    constexpr acc_t kLeastScale = 0x1p-126;
+    const acc_t scale = rules.scale * acc_t(kLog2E);
+    return max(scale < 0 ? -scale : scale, kLeastScale);
 }
 
 // Gives Q the sign of the scale.
@@ -128,7 +130,7 @@ __device__ inline void apply(const ScoreRules& rules, Scores& s, const SeenScore
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     const int row = first_row + row_of(m, half), key = first_key + col_of(n) + e;
-                    float& score = s[m][n][2 * half + e];
+                    acc_t& score = s[m][n][2 * half + e];
                     if (masked && !seen.at(m, half, n, e)) {
                         score = negative_infinity();
                     } else if constexpr (kShapedScores) {
@@ -164,8 +166,8 @@ struct Output {
     Accumulators<kTiles, kDims> o;
 
     // Takes in one tile of scores and turns them into P.
-    __device__ void exponentiate(Scores& s, float scale_log2) {
-        float largest[kTiles][2];
+    __device__ void exponentiate(Scores& s, acc_t scale_log2) {
+        acc_t largest[kTiles][2];
         bool raised = false;
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
@@ -179,8 +181,8 @@ struct Output {
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float shift = softmax[m][half].shift();
-                float sum = 0;
+                const acc_t shift = softmax[m][half].shift();
+                acc_t sum = 0;
 #pragma unroll
                 for (int n = 0; n < kBlockN / kMmaN; ++n)
 #pragma unroll
@@ -193,21 +195,21 @@ struct Output {
     }
 
   private:
-    __device__ static float largest_of(const Fragment (&row)[kBlockN / kMmaN], int half) {
-        float largest = negative_infinity();
+    __device__ static acc_t largest_of(const Fragment (&row)[kBlockN / kMmaN], int half) {
+        acc_t largest = negative_infinity();
 #pragma unroll
         for (int n = 0; n < kBlockN / kMmaN; ++n) {
-            largest = fmaxf(largest, fmaxf(row[n][2 * half], row[n][2 * half + 1]));
+            largest = max(largest, max(row[n][2 * half], row[n][2 * half + 1]));
         }
         return lanes_max<4>(largest);
     }
 
-    __device__ void raise(const float (&largest)[kTiles][2]) {
+    __device__ void raise(const acc_t (&largest)[kTiles][2]) {
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float shrink = softmax[m][half].raise_max(largest[m][half]);
+                const acc_t shrink = softmax[m][half].raise_max(largest[m][half]);
 #pragma unroll
                 for (int n = 0; n < kDims / kMmaN; ++n) {
                     o[m][n][2 * half] *= shrink;
@@ -299,14 +301,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     ptx::wait_copies();
 
     const auto o = sequence.queries<scalar_t>(params.o, head);
-    float* lse = static_cast<float*>(params.lse);
+    acc_t* lse = static_cast<acc_t*>(params.lse);
     if (lse) lse += sequence.first_row(head, params.sizes);
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             OnlineSoftmax& softmax = out.softmax[m][half];
-            const float factor = end_row<4>(softmax, rules);
+            const acc_t factor = end_row<4>(softmax, rules);
             const int row = first_row + row_of(m, half);
             if (row >= seqlen_q) continue;
             if (lse && threadIdx.x % 4 == 0 && warp_col() == 0) lse[row] = softmax.lse();

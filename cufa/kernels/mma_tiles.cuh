@@ -9,9 +9,9 @@
 
 using Operands = OperandsOf<scalar_t>;
 
-// Steps of a product that are unrolled where they need not be: all for 16-bit types. float32 has
-// many instructions in one, and in several at once more than registers for what they work on.
-constexpr int kStepsAtOnce = sizeof(scalar_t) == 2 ? 16 : sizeof(scalar_t) == 8 || kTf32 ? 4 : 1;
+// Steps of a product that are unrolled where they need not be: all for 16-bit types, few where one
+// step has many instructions and as many registers to work on.
+constexpr int kStepsAtOnce = sizeof(scalar_t) == 2 ? 16 : kTf32 ? 4 : 1;
 
 // A Rows x Cols tile; columns are padded to sixteens. A row is an odd number of 16-byte units long,
 // so that the eight rows of a matrix that ldmatrix loads lie in different banks.

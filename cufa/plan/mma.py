@@ -1,4 +1,4 @@
-"""Plans for the tensor-core kernels on mma.sync: products of 16x8x16, fed from shared memory by ldmatrix.
+"""Plans for the tensor-core kernels on mma.sync: products of 16x8 fragments, fed from shared memory.
 
 A warp owns some of a tile's 16-row tiles, and every fragment of K and V that it loads serves all of them:
 with two, the loads take half as long for each product. What a tile costs is counted in an SM's clocks,
@@ -22,12 +22,10 @@ from cufa.plan.sizes import (
 )
 from cufa.problem import Features, Problem
 
-# Rows of the left operand of one mma, and its depth.
+# Rows of the left operand of one mma, and the depth of a step of a product.
 MMA_M, MMA_K = 16, 16
-ITEM_BYTES = 2
-SUM_BYTES = 4
-# A row of a shared tile is padded by 16 bytes (HalfTile in mma_tiles.cuh).
-ROW_PADDING = 8
+# By how much a row of a shared tile is padded (MmaTile in mma_tiles.cuh).
+ROW_PADDING_BYTES = 16
 # The kernels' struct of shared memory is aligned as its tiles are.
 STRUCT_ALIGNMENT = 16
 # How many tiles of queries the backward may hold, and how many warps may share rows of keys.
@@ -38,20 +36,85 @@ MAX_SPLIT = 2
 # dense rates over SMs and clock. Data-centre chips have four times what the others have.
 MULTIPLY_ADDS_PER_CLOCK = {(8, 0): 1024, (8, 7): 1024, (9, 0): 1024, (10, 0): 1024, (10, 3): 1024}
 OTHER_MULTIPLY_ADDS_PER_CLOCK = 256
-# A warp's ldmatrix of four matrices loads 16 x 16 elements, 512 bytes, at 128 bytes a clock.
-LOADED_AT_ONCE = 16 * 16
-CLOCKS_PER_LOAD = 4
+# Bytes that an SM loads from shared memory in a clock.
+SMEM_BYTES_PER_CLOCK = 128
 # Bytes that an SM gets from the L2 cache in a clock, about the same on every chip.
 L2_BYTES_PER_CLOCK = 32
-# An SM's clocks for a score of a lane, of all lanes of a warp: 6 instructions forward and 10 backward, of
-# which 4 are issued in a clock.
-FORWARD_CLOCKS_PER_SCORE = 1.5
-BACKWARD_CLOCKS_PER_SCORE = 2.5
-# Registers beside the accumulators: operands, addresses, the softmax's state.
-OVERHEAD_REGISTERS = 62
+# Instructions of a warp that an SM issues in a clock.
+ISSUED_PER_CLOCK = 4
+# Instructions for a score of a lane.
+FORWARD_INSTRUCTIONS_PER_SCORE = 6
+BACKWARD_INSTRUCTIONS_PER_SCORE = 10
+REGISTER_BYTES = 4
 # Registers that features take which work on each score, for each score of a lane: without them ptxas was
 # seen to spill hundreds of bytes.
 FEATURE_REGISTERS_PER_SCORE = 0.5
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What a type of elements costs on tensor cores.
+
+    Bytes of an element and of a sum; clocks of a product, in those of 16-bit types; and instructions beside
+    the products, in the time of a float32 addition: for each element that a lane loads as an operand, and for
+    each score. The overheads are registers beside the sums: operands, addresses, the softmax's state.
+    """
+
+    item_bytes: int
+    sum_bytes: int
+    product_clocks: float
+    forward_overhead: int
+    backward_overhead: int
+    instructions_per_operand: float = 0
+    instructions_per_score: float = 0
+
+    def tile_bytes(self, rows: int, cols: int) -> int:
+        """The size of mma_tiles.cuh's MmaTile."""
+        return rows * (round_up(cols, MMA_K) * self.item_bytes + ROW_PADDING_BYTES)
+
+    def registers(self, sums: int) -> int:
+        """Registers that so many sums take."""
+        return sums * self.sum_bytes // REGISTER_BYTES
+
+
+HALF = Arithmetic(item_bytes=2, sum_bytes=4, product_clocks=1, forward_overhead=62, backward_overhead=62)
+# An mma has half the depth of those of 16-bit types.
+TF32 = Arithmetic(
+    item_bytes=4,
+    sum_bytes=4,
+    product_clocks=2,
+    forward_overhead=62,
+    backward_overhead=62,
+    instructions_per_operand=1,
+)
+# Three of them, and an operand is split in two: four instructions, two of them at half the rate.
+SINGLE = Arithmetic(
+    item_bytes=4,
+    sum_bytes=4,
+    product_clocks=6,
+    forward_overhead=80,
+    backward_overhead=100,
+    instructions_per_operand=6,
+)
+# On an H200; the other chips with such tensor cores have half as fast ones. An SM has half as many lanes for
+# float64, and 2^x takes 16 instructions there.
+DOUBLE = Arithmetic(
+    item_bytes=8,
+    sum_bytes=8,
+    product_clocks=16,
+    forward_overhead=94,
+    backward_overhead=62,
+    instructions_per_score=32,
+)
+
+
+def arithmetic_of(problem: Problem) -> Arithmetic:
+    """How tensor cores compute with the problem's elements."""
+    if problem.dtype == "float64":
+        return DOUBLE
+    if problem.dtype == "float32":
+        return TF32 if problem.features.tf32 else SINGLE
+    return HALF
 
 
 @dataclass(frozen=True)
@@ -157,50 +220,93 @@ class BackwardTiles:
         return f"{shape}, stages {self.stages}, split {self.split}"
 
 
-# block_m, block_n, threads
-FORWARD_TILES = (
-    Tiles(128, 128, 128),
-    Tiles(128, 96, 128),
+# By the bytes of an element: block_m, block_n, threads
+_WIDE_FORWARD_TILES = (
+    Tiles(128, 64, 256),
+    Tiles(128, 32, 256),
     Tiles(128, 64, 128),
     Tiles(128, 32, 128),
     Tiles(64, 64, 128),
-    Tiles(64, 48, 128),
     Tiles(64, 32, 128),
-    Tiles(32, 64, 64),
-    Tiles(16, 64, 32),
+    Tiles(64, 16, 128),
+    Tiles(32, 32, 64),
+    Tiles(32, 16, 64),
     Tiles(16, 32, 32),
     Tiles(16, 16, 32),
 )
+FORWARD_TILES = {
+    2: (
+        Tiles(128, 128, 128),
+        Tiles(128, 96, 128),
+        Tiles(128, 64, 128),
+        Tiles(128, 32, 128),
+        Tiles(64, 64, 128),
+        Tiles(64, 48, 128),
+        Tiles(64, 32, 128),
+        Tiles(64, 16, 128),
+        Tiles(32, 64, 64),
+        Tiles(16, 64, 32),
+        Tiles(16, 32, 32),
+        Tiles(16, 16, 32),
+    ),
+    4: _WIDE_FORWARD_TILES,
+    8: _WIDE_FORWARD_TILES,
+}
 
-# Above this head dim a warp has hardly registers for whole rows of the output.
-WIDE_HEAD_DIM = 256
+# With more bytes of sums in a row of the output than this, a warp has hardly registers for whole rows.
+WIDE_ROW_BYTES = 1024
 # block_m, block_n, threads, split
 WIDE_FORWARD_TILES = (
     Tiles(64, 64, 256, 2),
     Tiles(64, 32, 256, 2),
+    Tiles(64, 16, 256, 2),
     Tiles(32, 32, 128, 2),
     Tiles(32, 16, 128, 2),
+    Tiles(16, 16, 64, 2),
 )
 
 
-# block_m, block_n, threads, stages, split
-BACKWARD_TILES = (
-    BackwardTiles(64, 128, 256, 2, 1),
-    BackwardTiles(128, 128, 256, 2, 1),
-    BackwardTiles(32, 128, 128, 2, 1),
-    BackwardTiles(64, 64, 128, 1, 1),
-    BackwardTiles(32, 64, 128, 2, 1),
-    BackwardTiles(64, 64, 256, 1, 2),
-    BackwardTiles(32, 64, 256, 2, 2),
-    BackwardTiles(32, 32, 128, 1, 2),
-    BackwardTiles(16, 32, 64, 1, 1),
-)
+# By the bytes of an element: block_m, block_n, threads, stages, split
+BACKWARD_TILES = {
+    2: (
+        BackwardTiles(64, 128, 256, 2, 1),
+        BackwardTiles(128, 128, 256, 2, 1),
+        BackwardTiles(32, 128, 128, 2, 1),
+        BackwardTiles(64, 64, 128, 1, 1),
+        BackwardTiles(32, 64, 128, 2, 1),
+        BackwardTiles(64, 64, 256, 1, 2),
+        BackwardTiles(32, 64, 256, 2, 2),
+        BackwardTiles(32, 32, 128, 1, 2),
+        BackwardTiles(16, 32, 64, 1, 1),
+    ),
+    4: (
+        BackwardTiles(32, 64, 128, 2, 1),
+        BackwardTiles(32, 64, 128, 1, 1),
+        BackwardTiles(64, 64, 256, 1, 2),
+        BackwardTiles(32, 64, 256, 1, 2),
+        BackwardTiles(32, 32, 128, 1, 2),
+        BackwardTiles(32, 32, 64, 1, 1),
+        BackwardTiles(16, 32, 64, 1, 1),
+        BackwardTiles(16, 16, 32, 1, 1),
+    ),
+    8: (
+        BackwardTiles(32, 128, 256, 1, 1),
+        BackwardTiles(64, 64, 256, 1, 2),
+        BackwardTiles(32, 64, 256, 1, 2),
+        BackwardTiles(16, 64, 128, 1, 1),
+        BackwardTiles(32, 48, 192, 1, 2),
+        BackwardTiles(32, 32, 128, 1, 2),
+        BackwardTiles(32, 32, 64, 1, 1),
+        BackwardTiles(16, 32, 64, 1, 1),
+        BackwardTiles(16, 16, 32, 1, 1),
+    ),
+}
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_5_mma`: one launch, a block for each tile of queries."""
-    wide = max(problem.head_dim, problem.value_dim) > WIDE_HEAD_DIM
-    candidates = WIDE_FORWARD_TILES if wide else FORWARD_TILES
+    row_bytes = max(problem.head_dim, problem.value_dim) * arithmetic_of(problem).sum_bytes
+    candidates = WIDE_FORWARD_TILES if row_bytes > WIDE_ROW_BYTES else FORWARD_TILES[problem.itemsize]
     chosen = choose(problem, device, tiles, candidates, lambda tiles: _forward_cost(problem, device, tiles))
     grid = query_tiles(problem, chosen.tiles)
     launch = Launch("fwd_5_mma", grid, chosen.tiles.threads, chosen.cost.smem_bytes)
@@ -214,8 +320,9 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
 
 def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`bwd_3_mma`: a warp for each row, a block for each tile of keys, a warp for 16 rows."""
+    candidates = BACKWARD_TILES[problem.itemsize]
     chosen = choose(
-        problem, device, tiles, BACKWARD_TILES, lambda candidate: _backward_cost(problem, device, candidate)
+        problem, device, tiles, candidates, lambda candidate: _backward_cost(problem, device, candidate)
     )
     sizes = chosen.tiles
     heads = problem.batch * problem.heads
@@ -251,30 +358,27 @@ def _macros(
     )
 
 
-def half_tile_bytes(rows: int, cols: int) -> int:
-    """The size of mma_tiles.cuh's HalfTile."""
-    return rows * (round_up(cols, MMA_K) + ROW_PADDING) * ITEM_BYTES
-
-
 def _forward_cost(problem: Problem, device: Device, tiles: Tiles) -> Cost:
+    arithmetic = arithmetic_of(problem)
     depth, columns = round_up(problem.head_dim, MMA_K), tiles.columns(problem)
     smem_bytes = (
-        half_tile_bytes(tiles.block_m, problem.head_dim)  # Q
-        + half_tile_bytes(tiles.block_n, problem.head_dim)  # K
-        + half_tile_bytes(tiles.block_n, columns * tiles.split)  # V
+        arithmetic.tile_bytes(tiles.block_m, problem.head_dim)  # Q
+        + arithmetic.tile_bytes(tiles.block_n, problem.head_dim)  # K
+        + arithmetic.tile_bytes(tiles.block_n, columns * tiles.split)  # V
     )
     work = _Work(
         multiply_adds=tiles.rows * tiles.block_n * (depth + columns),
         # Those of Q are read anew for every tile of keys.
         loaded=tiles.rows * depth + tiles.block_n * (depth + columns),
-        score_clocks=FORWARD_CLOCKS_PER_SCORE * tiles.rows * tiles.block_n / device.warp_size,
-        l2_bytes=tiles.block_n * (problem.head_dim + problem.value_dim) * ITEM_BYTES / tiles.warps,
+        scores=tiles.rows * tiles.block_n,
+        instructions_per_score=FORWARD_INSTRUCTIONS_PER_SCORE,
+        l2_bytes=tiles.block_n * (problem.head_dim + problem.value_dim) * arithmetic.item_bytes / tiles.warps,
     )
     scores, outputs = (tiles.rows * size // device.warp_size for size in (tiles.block_n, columns))
-    registers = scores + outputs + OVERHEAD_REGISTERS
+    registers = arithmetic.registers(scores + outputs) + arithmetic.forward_overhead
     if _works_on_scores(problem.features):
-        registers += round(FEATURE_REGISTERS_PER_SCORE * scores)
-    return Cost(smem_bytes, registers, work.in_multiply_adds(device))
+        registers += round(FEATURE_REGISTERS_PER_SCORE * arithmetic.registers(scores))
+    return Cost(smem_bytes, registers, work.in_multiply_adds(arithmetic, device))
 
 
 def _works_on_scores(features: Features) -> bool:
@@ -284,54 +388,65 @@ def _works_on_scores(features: Features) -> bool:
 
 
 def _backward_cost(problem: Problem, device: Device, tiles: BackwardTiles) -> Cost:
+    arithmetic = arithmetic_of(problem)
     head, value = tiles.head(problem), tiles.value(problem)
     m, n = tiles.block_m, tiles.block_n
     smem_bytes = (
-        half_tile_bytes(n, head)  # K
-        + half_tile_bytes(n, value)  # V
-        + tiles.stages * (half_tile_bytes(m, head) + half_tile_bytes(m, value))  # Q, dO
-        + half_tile_bytes(n, m)  # dS^T
-        + half_tile_bytes(n if tiles.split > 1 else 1, m)  # P^T
+        arithmetic.tile_bytes(n, head)  # K
+        + arithmetic.tile_bytes(n, value)  # V
+        + tiles.stages * (arithmetic.tile_bytes(m, head) + arithmetic.tile_bytes(m, value))  # Q, dO
+        + arithmetic.tile_bytes(n, m)  # dS^T
+        + arithmetic.tile_bytes(n if tiles.split > 1 else 1, m)  # P^T
     )
     # LSE and D, aligned as the whole is.
-    smem_bytes = round_up(smem_bytes, STRUCT_ALIGNMENT) + 2 * tiles.stages * m * SUM_BYTES
+    smem_bytes = round_up(smem_bytes, STRUCT_ALIGNMENT) + 2 * tiles.stages * m * arithmetic.sum_bytes
     keys, queries = tiles.keys, tiles.queries
     part = (head + value) // tiles.split
     query_rows, query_columns = m * tiles.query_parts // tiles.warps, head // tiles.query_parts
     shared_weights = 2 * keys * m if tiles.split > 1 else 0
+    l2_bytes = m * (
+        (problem.head_dim + problem.value_dim) * arithmetic.item_bytes + head * arithmetic.sum_bytes
+    )
     work = _Work(
         multiply_adds=keys * queries * (head + value) + keys * m * part + query_rows * n * query_columns,
         loaded=(keys + queries) * (head + value)  # S^T, dP^T
         + m * part
         + shared_weights  # dV, dK
         + n * (query_rows + query_columns),  # dQ
-        score_clocks=BACKWARD_CLOCKS_PER_SCORE * keys * queries / device.warp_size,
-        l2_bytes=m * ((problem.head_dim + problem.value_dim) * ITEM_BYTES + head * SUM_BYTES) / tiles.warps,
+        scores=keys * queries,
+        instructions_per_score=BACKWARD_INSTRUCTIONS_PER_SCORE,
+        l2_bytes=l2_bytes / tiles.warps,
     )
-    accumulators = (keys * part + 2 * keys * queries) // device.warp_size
-    return Cost(smem_bytes, accumulators + OVERHEAD_REGISTERS, work.in_multiply_adds(device))
+    sums = (keys * part + 2 * keys * queries) // device.warp_size
+    registers = arithmetic.registers(sums) + arithmetic.backward_overhead
+    return Cost(smem_bytes, registers, work.in_multiply_adds(arithmetic, device))
 
 
 @dataclass(frozen=True)
 class _Work:
     """What a warp does for one tile of scores.
 
-    Multiply-adds of the tensor cores, elements loaded by ldmatrix, an SM's clocks for the scores, and its
-    part of the bytes that the block moves between L2 and shared memory.
+    Multiply-adds of the tensor cores, elements loaded as operands, scores and the instructions of a lane for
+    one, and the warp's part of the bytes that the block moves between L2 and shared memory.
     """
 
     multiply_adds: int
     loaded: int
-    score_clocks: float
+    scores: int
+    instructions_per_score: int
     l2_bytes: float
 
-    def in_multiply_adds(self, device: Device) -> float:
+    def in_multiply_adds(self, arithmetic: Arithmetic, device: Device) -> float:
         """All of it, in multiply-adds of a thread that take as long."""
         rate = MULTIPLY_ADDS_PER_CLOCK.get(device.arch.capability, OTHER_MULTIPLY_ADDS_PER_CLOCK)
+        instructions = (
+            self.loaded * arithmetic.instructions_per_operand
+            + self.scores * (self.instructions_per_score + arithmetic.instructions_per_score)
+        ) / device.warp_size
         clocks = (
-            self.multiply_adds / rate
-            + CLOCKS_PER_LOAD * self.loaded / LOADED_AT_ONCE
-            + self.score_clocks
+            self.multiply_adds * arithmetic.product_clocks / rate
+            + self.loaded * arithmetic.item_bytes / SMEM_BYTES_PER_CLOCK
+            + instructions / ISSUED_PER_CLOCK
             + self.l2_bytes / L2_BYTES_PER_CLOCK
         )
-        return clocks * rate / device.warp_size
+        return clocks * rate / arithmetic.product_clocks / device.warp_size

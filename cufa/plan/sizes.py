@@ -52,7 +52,7 @@ def feature_macros(features: Features) -> tuple[Macro, ...]:
         ("DROPOUT", features.dropout),
         ("PACKED", features.packed),
         ("USED_KEYS", features.seqused_k),
-        ("TF32", features.tf32),
+        ("TF32_PRODUCTS", features.tf32),
     )
 
 

@@ -341,7 +341,7 @@ PLANTED = {
     ),
     "bytes announced for one of two boxes": (
         "fwd_6_wgmma.cu",
-        "copy_tile(tiles[at.stage], map, full, work.batch, work.kv_head, tile * kBlockN);",
+        "copy_tile(tiles[at.stage], map, full, kPacked ? 0 : work.batch, work.kv_head, first_key);",
         "for (int i = 0; i < 2; ++i) copy_tile(tiles[i], map, full, work.batch, work.kv_head, 0);",
         r"(brings bytes for a phase that has ended without them|a copy of thread 0 is under way)",
     ),
@@ -397,16 +397,16 @@ PLANTED = {
     ),
     "missing proxy fence": (
         "fwd_6_wgmma.cu",
-        "ptx::proxy_fence(); ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup); if (leader) {",
-        "ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup); if (leader) {",
+        "ptx::proxy_fence(); ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup); const Sequence",
+        "ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup); const Sequence",
         rf"race: reads 16 {BYTES}, which thread 128 writes with no proxy fence between\n"
         r"    ptx_sm90.cuh:\d+: ptx::store_box\n(?s:.*)"
         r"the other access:\n    ptx_sm90.cuh:\d+: ptx::stmatrix_x4",
     ),
     "missing barrier before a store": (
         "fwd_6_wgmma.cu",
-        "ptx::proxy_fence(); ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup); if (leader) {",
-        "ptx::proxy_fence(); if (leader) {",
+        "ptx::proxy_fence(); ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup); const Sequence",
+        "ptx::proxy_fence(); const Sequence",
         rf"race: reads 16 {BYTES}, which thread \d+ writes with no barrier between\n",
     ),
     "missing wait for a store": (
@@ -423,8 +423,8 @@ PLANTED = {
     ),
     "scores read in flight": (
         "fwd_6_wgmma.cu",
-        "wait_scores<1>(s, tile);",
-        "wait_scores<2>(s, tile);",
+        "wait_scores<1>(s, last);",
+        "wait_scores<2>(s, last);",
         r"reads 4 bytes of registers that a product works with\n    fwd_6_wgmma.cu:\d+: ",
     ),
     "missing wait for a product": (

@@ -245,8 +245,8 @@ PLANTED = {
     "sums of several blocks that are not atomic": (
         "bwd_2_flash_v2",
         "bwd_2_flash_v2.cu",
-        "atomicAdd(sums + static_cast<long long>(row) * kHeadDim + col, dq[i][c][e]);",
-        "sums[static_cast<long long>(row) * kHeadDim + col] += dq[i][c][e];",
+        "atomicAdd(head.dq_sums.row(row) + col, dq[i][c][e]);",
+        "head.dq_sums.row(row)[col] += dq[i][c][e];",
         r"race: (reads|writes) 4 bytes of workspace at byte \d+, which (block \d+, )?thread ",
     ),
     "result written over an input": (

@@ -55,7 +55,7 @@ def test_compiles_for_every_arch(name, arch):
         build = jit.build(plan.variant)
         assert build.arch == device.arch
         assert set(build.resources) == set(KERNELS[name].entries)
-        assert {launch.entry for launch in plan.launches} == set(build.resources)
+        assert {launch.entry for launch in plan.launches} <= set(build.resources)
         assert not [line for line in build.warnings if "spill" not in line]
         for launch in plan.launches:
             resources = build.resources[launch.entry]

@@ -108,7 +108,8 @@ def test_there_is_a_plan_that_fits(kernel: str, arch: str) -> None:
             continue
         plan = make_plan(problem, device, kernel)
         assert (plan.kernel, plan.device, plan.variant.arch) == (kernel, device, device.arch)
-        assert tuple(launch.entry for launch in plan.launches) == KERNELS[kernel].entries
+        launched = {launch.entry: launch for launch in plan.launches}
+        assert list(launched) == [entry for entry in KERNELS[kernel].entries if entry in launched]
         for launch in plan.launches:
             assert 0 < launch.grid <= MAX_GRID
             assert 0 <= launch.smem_bytes <= device.smem_per_block
@@ -250,7 +251,7 @@ def test_grids_cover_everything_once(kernel: str, lengths: tuple[int, int]) -> N
         assert {launch.entry: launch.grid for launch in plan.launches} == {
             entry: blocks for entry, blocks in expected.items() if blocks
         }
-        in_order = [entry for entry in KERNELS[kernel].entries if expected[entry]]
+        in_order = [entry for entry in KERNELS[kernel].entries if expected.get(entry)]
         assert [launch.entry for launch in plan.launches] == in_order
 
 
@@ -274,9 +275,9 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
         "fwd_3_flash_v1": {"O": (*rows, 40), "l": rows, "m": rows},
         "fwd_4_flash_v2": {},
         "bwd_1_naive": {"P": matrix, "dS": matrix},
-        "bwd_2_flash_v2": {"dQ sums": (*rows, 24), "D": rows},
+        "bwd_2_flash_v2": {"LSE and D": (*rows, 2), "dQ sums": (*rows, 24)},
         # Whole tiles of queries, and head dims that the warps can part.
-        "bwd_3_mma": {"dQ sums": (2, 4, 320, 32), "D": rows},
+        "bwd_3_mma": {"dQ sums": (4, 2 * 320, 32), "LSE and D": (*rows, 2)},
     }
     assert [(part.name, part.shape) for part in plan.scratch] == list(expected.get(kernel, {}).items())
     dtype_of_sums = np.float64 if dtype == "float64" else np.float32
@@ -462,7 +463,7 @@ def undefined_macros(source: str) -> set[str]:
         names |= set(
             re.findall(
                 r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b|\b(?:SCALAR|CAUSAL|THREADS|LANES|STAGES|SPLIT)\b"
-                r"|\b(?:WINDOW|SOFTCAP|BIAS|ALIBI|SINK|DROPOUT|PACKED|TF32)\b",
+                r"|\b(?:WINDOW|SOFTCAP|BIAS|ALIBI|SINK|DROPOUT|PACKED|TF32|DETERMINISTIC)\b",
                 text,
             )
         )

@@ -99,6 +99,12 @@ _ALL_FEATURES = frozenset(
     )
 )
 
+# Of these a call launches those that it needs: query_tiles is for deterministic ones.
+_BACKWARD_ENTRIES = (
+    *("row_sums", "key_tiles", "query_tiles", "round_queries"),
+    *("bias_gradient", "sink_gradient"),
+)
+
 _LADDER = (
     Kernel(
         name="fwd_1_naive",
@@ -179,7 +185,7 @@ _LADDER = (
     Kernel(
         name="bwd_2_flash_v2",
         direction="backward",
-        entries=("row_sums", "key_tiles", "round_queries"),
+        entries=_BACKWARD_ENTRIES,
         idea="P recomputed in tiles from Q, K and LSE; dK and dV in registers, dQ by atomics",
         paper="Dao 2023, Algorithm 2",
         memory="O(N)",
@@ -188,7 +194,7 @@ _LADDER = (
     Kernel(
         name="bwd_3_mma",
         direction="backward",
-        entries=("row_sums", "key_tiles", "round_queries"),
+        entries=_BACKWARD_ENTRIES,
         idea="tensor cores: S and dP transposed, so that P and dS stay in registers",
         paper="Dao 2023, Algorithm 2",
         memory="O(N)",

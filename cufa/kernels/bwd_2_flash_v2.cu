@@ -4,17 +4,23 @@
 // seqlen_q * seqlen_k is stored; rowsum(P o dP) is D = rowsum(dO o O), found beforehand. A block
 // owns a tile of keys and walks over the queries that see them, for every query head of the group:
 // dK and dV stay in registers, dQ is summed by atomic additions in acc_t and rounded at the end.
+// Where every run must give the same bits, blocks that own queries compute dQ instead.
 //
-// Three launches: row_sums (D, and dQ's sums set to zero), key_tiles, round_queries.
+// Launches: row_sums (LSE and D, and the sums in the workspace set to zero), key_tiles,
+// round_queries or, if deterministic, query_tiles; bias_gradient and sink_gradient if those are
+// wanted.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
-// Owns     block: BLOCK_N keys of one KV head; thread: kRows rows x kKeys keys of S and dP,
-//          kTileKeys keys x kGroups columns of dK and of dV
+// Owns     block: BLOCK_N keys of one KV head, or BLOCK_M queries of one head;
+//          thread: kRows rows x kKeys keys of S and dP, kTileKeys keys x kGroups columns of dK, dV
 // Shared   K, V, Q and dO tiles, P and dS tiles, LSE and D of the query tile
-// Global   workspace: sums of dQ (batch, heads, seqlen_q, head_dim), then D (batch, heads,
-// seqlen_q) Writes   dQ, dK, dV
-#include "online_softmax.cuh"
+// Global   workspace: LSE and D (batch, heads, seqlen_q, 2); sums of dQ (batch, heads, seqlen_q,
+//          head_dim), unless deterministic; sums of the bias's gradient, if that is wanted
+// Writes   dQ, dK, dV
+#include "bias_gradient.cuh"
+#include "query_tiles.cuh"
 #include "scores.cuh"
+#include "sink_gradient.cuh"
 #include "warp_rows.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
@@ -28,115 +34,102 @@ static_assert(kKeys * Grid::kX == kBlockN, "BLOCK_N must be a multiple of LANES"
 static_assert(kTileKeys * Grid::kY == kBlockN, "BLOCK_N must be a multiple of THREADS / LANES");
 static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
-// The workspace's parts, at the row where a head begins.
-struct Workspace {
-    acc_t *dq, *d;
-
-    __device__ Workspace(const BackwardParams& params, int batch, int head) {
-        const long long row = first_row_of(batch, head, params.sizes);
-        const long long rows = first_row_of(params.sizes.batch, 0, params.sizes);
-        dq = static_cast<acc_t*>(params.workspace) + row * kHeadDim;
-        d = static_cast<acc_t*>(params.workspace) + rows * kHeadDim + row;
-    }
-};
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    row_sums(const __grid_constant__ BackwardParams params) {
-    const WarpRow<THREADS> at(params.sizes, params.sizes.seqlen_q);
-    if (at.batch >= params.sizes.batch) return;
-    const Workspace workspace(params, at.batch, at.head);
-    const acc_t sum = at.dot<kValueDim>(params.o, params.dout);
-    if (at.lane == 0) workspace.d[at.row] = sum;
-    acc_t* dq = workspace.dq + static_cast<long long>(at.row) * kHeadDim;
-    for (int col = at.lane; col < kHeadDim; col += 32) dq[col] = 0;
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    round_queries(const __grid_constant__ BackwardParams params) {
-    const WarpRow<THREADS> at(params.sizes, params.sizes.seqlen_q);
-    if (at.batch >= params.sizes.batch) return;
-    const Workspace workspace(params, at.batch, at.head);
-    const acc_t* sums = workspace.dq + static_cast<long long>(at.row) * kHeadDim;
-    scalar_t* dq = matrix_of<scalar_t>(params.dq, at.batch, at.head).row(at.row);
-    for (int col = at.lane; col < kHeadDim; col += 32) {
-        dq[col] = from_acc<scalar_t>(acc_t(params.softmax_scale) * sums[col]);
-    }
-}
-
-struct Smem {
+struct Tiles {
     SharedMatrix<kBlockN, Grid::padded(kHeadDim)> k;
     SharedMatrix<kBlockN, kValueDim> v;
     SharedMatrix<kBlockM, Grid::padded(kHeadDim)> q;
     SharedMatrix<kBlockM, Grid::padded(kValueDim)> dout;
     SharedMatrix<kBlockM, kBlockN> p, ds;
-    acc_t lse_log2[kBlockM], d[kBlockM];
+    RowStats rows[kBlockM];
 };
 
-// A query head's rows, as the loop over query tiles reads them.
+union Smem {
+    Tiles tiles;
+    WarpSums<THREADS> warps;
+};
+
+// The workspace's parts, each for all heads. The first is what must be aligned.
+struct Workspace {
+    RowStats* stats;
+    acc_t *dq, *bias;
+
+    __device__ explicit Workspace(const BackwardParams& params) {
+        const long long rows = rows_of_heads(params.sizes);
+        stats = static_cast<RowStats*>(params.workspace);
+        dq = reinterpret_cast<acc_t*>(stats + rows);
+        bias = dq + (kDeterministic ? 0 : rows * kHeadDim);
+    }
+};
+
+// A query head of a sequence.
 struct QueryHead {
+    ScoreRules rules;
     Matrix<const scalar_t> q, dout;
-    const acc_t* lse;
-    Workspace workspace;
+    const RowStats* stats;
+    Matrix<acc_t> dq_sums;
+    BiasSums bias;
 
-    __device__ QueryHead(const BackwardParams& params, int batch, int head)
-        : q(matrix_of<const scalar_t>(params.q, batch, head)),
-          dout(matrix_of<const scalar_t>(params.dout, batch, head)),
-          lse(static_cast<const acc_t*>(params.lse) + first_row_of(batch, head, params.sizes)),
-          workspace(params, batch, head) {}
+    __device__ QueryHead(const BackwardParams& params, const Sequence& sequence, int head)
+        : QueryHead(params, sequence, head, Workspace(params),
+                    sequence.first_row(head, params.sizes)) {}
+
+  private:
+    __device__ QueryHead(const BackwardParams& params, const Sequence& sequence, int head,
+                         const Workspace& workspace, long long first_row)
+        : rules(params, sequence, head),
+          q(sequence.queries<const scalar_t>(params.q, head)),
+          dout(sequence.queries<const scalar_t>(params.dout, head)),
+          stats(workspace.stats + first_row),
+          dq_sums{workspace.dq + first_row * kHeadDim, kHeadDim},
+          bias(params, sequence, head, workspace.bias) {}
 };
 
-__device__ inline void load_queries(Smem& smem, const QueryHead& head, int first_row,
-                                    int seqlen_q) {
+__device__ inline void load_queries(Tiles& smem, const QueryHead& head, int first_row) {
+    const int seqlen_q = head.rules.mask.seqlen_q;
     load_tile<THREADS, kHeadDim>(smem.q, head.q, first_row, seqlen_q);
     load_tile<THREADS, kValueDim>(smem.dout, head.dout, first_row, seqlen_q);
     for (int i = threadIdx.x; i < kBlockM; i += THREADS) {
         const bool inside = first_row + i < seqlen_q;
-        smem.lse_log2[i] = inside ? head.lse[first_row + i] * acc_t(kLog2E) : 0;
-        smem.d[i] = inside ? head.workspace.d[first_row + i] : 0;
+        smem.rows[i] = inside ? head.stats[first_row + i] : RowStats{};
     }
 }
 
-// P = 2^(S - LSE) and dS = P o (dP - D), into shared memory. Where a row does not see a key both
-// are set, not computed, to zero: an LSE of -inf or a NaN in the key must not show.
-template <bool Masked>
-__device__ inline void recompute(Smem& smem, const Grid& grid, Mask mask, acc_t scale_log2,
-                                 int first_row, int first_key) {
-    ScoreTile<kRows, kKeys> s, dp;
-    product_nt<kHeadDim>(s, smem.q, smem.k, grid);
-    product_nt<kValueDim>(dp, smem.dout, smem.v, grid);
+__device__ inline void load_keys(Tiles& smem, Matrix<const scalar_t> k, Matrix<const scalar_t> v,
+                                 int first_key, int seqlen_k) {
+    load_tile<THREADS, kHeadDim>(smem.k, k, first_key, seqlen_k);
+    load_tile<THREADS, kValueDim>(smem.v, v, first_key, seqlen_k);
+}
+
+// P and dS of a thread.
+struct ScoreGradients {
+    ScoreTile<kRows, kKeys> p, ds;
+
+    // Where a row does not see a key both are set, not computed, to zero: an LSE of -inf or a NaN
+    // in the key must not show.
+    template <bool Masked, class AddToBias>
+    __device__ void recompute(const Tiles& smem, const ScoreRules& rules, const Grid& grid,
+                              int first_row, int first_key, const AddToBias& add_to_bias) {
+        product_nt<kHeadDim>(p, smem.q, smem.k, grid);
+        product_nt<kValueDim>(ds, smem.dout, smem.v, grid);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-        const int row = grid.row(i);
-        const int keys_seen = mask.keys_end(first_row + row) - first_key;
-        const acc_t lse_log2 = smem.lse_log2[row], d = smem.d[row];
+        for (int i = 0; i < kRows; ++i) {
+            const int row = first_row + grid.row(i);
+            const RowStats stats = smem.rows[grid.row(i)];
 #pragma unroll
-        for (int j = 0; j < kKeys; ++j) {
-            const bool seen = !Masked || grid.key(j) < keys_seen;
-            const acc_t p = seen ? exp2_of(s[i][j] * scale_log2 - lse_log2) : 0;
-            s[i][j] = p;
-            dp[i][j] = seen ? p * (dp[i][j] - d) : 0;
+            for (int j = 0; j < kKeys; ++j) {
+                const int key = first_key + grid.key(j);
+                ScoreGradient gradient;
+                if (!Masked || rules.sees(row, key)) {
+                    const bool kept = !kDropout || keeps(rules, row, key);
+                    gradient = score_gradient(rules, p[i][j], ds[i][j], row, key, stats, kept);
+                    add_to_bias(row, key, gradient.score);
+                }
+                p[i][j] = gradient.p;
+                ds[i][j] = gradient.product;
+            }
         }
     }
-    store_scores(smem.p, s, grid);
-    store_scores(smem.ds, dp, grid);
-}
-
-__device__ inline void add_to_queries(const OutputTile<kRows, kHeadGroups>& dq, acc_t* sums,
-                                      const Grid& grid, int first_row, int seqlen_q) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-        const int row = first_row + grid.row(i);
-        if (row >= seqlen_q) continue;
-#pragma unroll
-        for (int c = 0; c < kHeadGroups; ++c)
-#pragma unroll
-            for (int e = 0; e < kVec; ++e) {
-                const int col = grid.dim(c) + e;
-                if (col < kHeadDim)
-                    atomicAdd(sums + static_cast<long long>(row) * kHeadDim + col, dq[i][c][e]);
-            }
-    }
-}
+};
 
 // The gradients of a thread's keys.
 struct KeyGradients {
@@ -145,63 +138,168 @@ struct KeyGradients {
 
     // Takes in one tile of queries.
     template <bool Masked>
-    __device__ void attend(Smem& smem, const QueryHead& head, const Grid& grid, Mask mask,
-                           acc_t scale_log2, int first_row, int first_key) {
+    __device__ void attend(Tiles& smem, const QueryHead& head, const Grid& grid, int first_row,
+                           int first_key) {
         __syncthreads();  // every warp is done with the previous queries, P and dS
-        load_queries(smem, head, first_row, mask.seqlen_q);
+        load_queries(smem, head, first_row);
         __syncthreads();
-        recompute<Masked>(smem, grid, mask, scale_log2, first_row, first_key);
+        ScoreGradients scores;
+        scores.recompute<Masked>(smem, head.rules, grid, first_row, first_key,
+                                 [&](int row, int key, acc_t gradient) {
+                                     if constexpr (kBiasGradient) head.bias.add(row, key, gradient);
+                                 });
+        store_scores(smem.p, scores.p, grid);
+        store_scores(smem.ds, scores.ds, grid);
         __syncthreads();
         product_tn<Masked>(dv, smem.p, smem.dout, grid);
         product_tn<Masked>(dk, smem.ds, smem.q, grid);
+        if constexpr (!kDeterministic) add_to_queries<Masked>(smem, head, grid, first_row);
+    }
+
+  private:
+    // dQ += dS K.
+    template <bool Masked>
+    __device__ static void add_to_queries(const Tiles& smem, const QueryHead& head,
+                                          const Grid& grid, int first_row) {
         OutputTile<kRows, kHeadGroups> dq = {};
         product_nn<Masked>(dq, smem.ds, smem.k, grid);
-        add_to_queries(dq, head.workspace.dq, grid, first_row, mask.seqlen_q);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            const int row = first_row + grid.row(i);
+            if (row >= head.rules.mask.seqlen_q) continue;
+#pragma unroll
+            for (int c = 0; c < kHeadGroups; ++c)
+#pragma unroll
+                for (int e = 0; e < kVec; ++e) {
+                    const int col = grid.dim(c) + e;
+                    if (col < kHeadDim) atomicAdd(head.dq_sums.row(row) + col, dq[i][c][e]);
+                }
+        }
     }
 };
 
+// The gradients of a thread's queries.
+struct QueryGradients {
+    OutputTile<kRows, kHeadGroups> dq;
+
+    // Takes in one tile of keys.
+    template <bool Masked>
+    __device__ void attend(Tiles& smem, const ScoreRules& rules, Matrix<const scalar_t> k,
+                           Matrix<const scalar_t> v, const Grid& grid, int first_row,
+                           int first_key) {
+        __syncthreads();  // every warp is done with the previous keys
+        load_keys(smem, k, v, first_key, rules.mask.seqlen_k);
+        __syncthreads();
+        ScoreGradients scores;
+        scores.recompute<Masked>(smem, rules, grid, first_row, first_key, [](int, int, acc_t) {});
+        // A row of dS is written and read by lanes of one warp only.
+        store_scores(smem.ds, scores.ds, grid);
+        __syncwarp();
+        product_nn<Masked>(dq, smem.ds, smem.k, grid);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    row_sums(const __grid_constant__ BackwardParams params) {
+    const Workspace workspace(params);
+    write_row_stats<THREADS>(params, workspace.stats);
+    const long long row = warp_of_grid<THREADS>();
+    if (!kDeterministic && row < rows_of_heads(params.sizes)) {
+        for (int col = threadIdx.x % 32; col < kHeadDim; col += 32)
+            workspace.dq[row * kHeadDim + col] = 0;
+    }
+    if constexpr (kBiasGradient) clear_bias_sums<THREADS>(params, workspace.bias);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     key_tiles(const __grid_constant__ BackwardParams params) {
-    const Sizes& sizes = params.sizes;
-    const Mask mask{sizes.seqlen_q, sizes.seqlen_k};
-    const acc_t scale_log2 = params.softmax_scale * kLog2E;
-    Smem& smem = shared_memory<Smem>();
+    Tiles& smem = shared_memory<Smem>().tiles;
     const Grid grid;
+    const auto [sequence, kv_head, first_key] = key_tile_of_block<kBlockN>(params);
+    const int keys_end = end_of_keys(params, sequence);
+    if (kPacked && first_key >= keys_end) return;  // it is none of the sequence's tiles
 
-    // The first keys come first: under a causal mask most queries see those.
-    const int heads = sizes.batch * sizes.kv_heads;
-    const int first_key = blockIdx.x / heads * kBlockN;
-    const int batch = blockIdx.x % heads / sizes.kv_heads;
-    const int kv_head = blockIdx.x % heads % sizes.kv_heads;
-    const int group = sizes.heads / sizes.kv_heads;
-    load_tile<THREADS, kHeadDim>(smem.k, matrix_of<const scalar_t>(params.k, batch, kv_head),
-                                 first_key, sizes.seqlen_k);
-    load_tile<THREADS, kValueDim>(smem.v, matrix_of<const scalar_t>(params.v, batch, kv_head),
-                                  first_key, sizes.seqlen_k);
-
-    // Rows from unmasked_row on see all keys of the tile, if the tile is a whole one.
-    const int last_key = first_key + kBlockN - 1;
-    const int unmasked_row = last_key < sizes.seqlen_k ? mask.first_row(last_key) : sizes.seqlen_q;
+    load_keys(smem, sequence.keys<const scalar_t>(params.k, kv_head),
+              sequence.keys<const scalar_t>(params.v, kv_head), first_key, sequence.seqlen_k);
     KeyGradients gradients = {};
+    const int group = params.sizes.heads / params.sizes.kv_heads;
     for (int h = 0; h < group; ++h) {
-        const QueryHead head(params, batch, kv_head * group + h);
-        for (int row = mask.first_row(first_key) / kBlockM * kBlockM; row < sizes.seqlen_q;
-             row += kBlockM) {
-            if (row >= unmasked_row && row + kBlockM <= sizes.seqlen_q) {
-                gradients.attend<false>(smem, head, grid, mask, scale_log2, row, first_key);
+        const QueryHead head(params, sequence, kv_head * group + h);
+        const QueryTiles<kBlockM> tiles(head.rules.mask, first_key, kBlockN);
+        for (int row = tiles.begin; row < tiles.end; row += kBlockM) {
+            if (tiles.masked(row)) {
+                gradients.attend<true>(smem, head, grid, row, first_key);
             } else {
-                gradients.attend<true>(smem, head, grid, mask, scale_log2, row, first_key);
+                gradients.attend<false>(smem, head, grid, row, first_key);
             }
         }
     }
 
-    const auto dk = matrix_of<scalar_t>(params.dk, batch, kv_head);
-    const auto dv = matrix_of<scalar_t>(params.dv, batch, kv_head);
+    const auto dk = sequence.keys<scalar_t>(params.dk, kv_head);
+    const auto dv = sequence.keys<scalar_t>(params.dv, kv_head);
 #pragma unroll
     for (int j = 0; j < kTileKeys; ++j) {
         const int key = first_key + grid.key_row<kTileKeys>(j);
-        if (key >= sizes.seqlen_k) continue;
+        if (key >= keys_end) continue;
         store_row<kHeadDim>(dk.row(key), gradients.dk[j], params.softmax_scale, grid);
         store_row<kValueDim>(dv.row(key), gradients.dv[j], 1, grid);
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    query_tiles(const __grid_constant__ BackwardParams params) {
+    if constexpr (kDeterministic) {
+        Tiles& smem = shared_memory<Smem>().tiles;
+        const Grid grid;
+        const auto [sequence, head, kv_head, first_row] = query_tile_of_block<kBlockM>(params);
+        if (kPacked && first_row >= sequence.seqlen_q) return;  // it is none of the sequence's
+
+        const QueryHead queries(params, sequence, head);
+        const KeyTiles<kBlockN> tiles(queries.rules.mask, first_row, kBlockM);
+        const auto k = sequence.keys<const scalar_t>(params.k, kv_head);
+        const auto v = sequence.keys<const scalar_t>(params.v, kv_head);
+        load_queries(smem, queries, first_row);
+        QueryGradients gradients = {};
+        for (int key = tiles.begin; key < tiles.end; key += kBlockN) {
+            if (tiles.masked(key)) {
+                gradients.attend<true>(smem, queries.rules, k, v, grid, first_row, key);
+            } else {
+                gradients.attend<false>(smem, queries.rules, k, v, grid, first_row, key);
+            }
+        }
+
+        const auto dq = sequence.queries<scalar_t>(params.dq, head);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            const int row = first_row + grid.row(i);
+            if (row >= sequence.seqlen_q) continue;
+            store_row<kHeadDim>(dq.row(row), gradients.dq[i], params.softmax_scale, grid);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    round_queries(const __grid_constant__ BackwardParams params) {
+    if constexpr (!kDeterministic) {
+        const long long index = warp_of_grid<THREADS>();
+        if (index >= rows_of_heads(params.sizes)) return;
+        const WarpRow at(params.sizes, index);
+        if (!at.is_of_a_sequence(params)) return;
+        const acc_t* sums = Workspace(params).dq + index * kHeadDim;
+        scalar_t* dq = matrix_of<scalar_t>(params.dq, at.batch, at.head).row(at.row);
+        for (int col = at.lane; col < kHeadDim; col += 32)
+            dq[col] = from_acc<scalar_t>(acc_t(params.softmax_scale) * sums[col]);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    bias_gradient(const __grid_constant__ BackwardParams params) {
+    if constexpr (kBiasGradient)
+        write_bias_gradient<bias_t, THREADS>(params, Workspace(params).bias);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    sink_gradient(const __grid_constant__ BackwardParams params) {
+    if constexpr (kSink)
+        write_sink_gradient<THREADS>(params, Workspace(params).stats, shared_memory<Smem>().warps);
 }

@@ -5,27 +5,33 @@
 // then left operands of dV += P^T dO and dK += dS^T Q straight from the registers. Only dS^T goes
 // to shared memory, for dQ = dS K. Where dK and dV are too wide for a warp's registers (SPLIT 2),
 // two warps share the rows of keys: each computes half of the queries' columns of S^T and dP^T and
-// owns half of the head dims of dK and dV.
+// owns half of the head dims of dK and dV. Blocks that own queries, where every run must give the
+// same bits, do all of this with the parts of keys and queries exchanged.
 //
-// Three launches: row_sums (D = rowsum(dO o O), and dQ's sums set to zero), key_tiles,
-// round_queries.
+// Launches: row_sums (LSE and D, and the sums in the workspace set to zero), key_tiles,
+// round_queries or, if deterministic, query_tiles; bias_gradient and sink_gradient if those are
+// wanted.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
-// Owns     block: BLOCK_N keys of one KV head; warp: kTiles 16-row tiles of them
-// Shared   K, V, STAGES Q and dO tiles with LSE and D, dS^T and, if SPLIT, P^T
-// Global   workspace: sums of dQ in fragments (batch, heads, seqlen_q / BLOCK_M, BLOCK_M,
-// head_dim), rounded
-//          up; then D (batch, heads, seqlen_q)
+// Owns     block: BLOCK_N keys of one KV head, or as many queries of one head; warp: kTiles 16-row
+//          tiles of them
+// Shared   K, V, STAGES Q and dO tiles with LSE and D, dS^T and, if SPLIT, P^T; or Q, dO, STAGES K
+//          and V tiles and dS
+// Global   workspace: sums of dQ in fragments (heads, tiles of queries, BLOCK_M, head_dim rounded
+//          up), unless deterministic; LSE and D (batch, heads, seqlen_q, 2); sums of the
+//          bias's gradient, if that is wanted
 // Writes   dQ, dK, dV
-#include "mask.cuh"
+#include "bias_gradient.cuh"
 #include "mma_tiles.cuh"
-#include "online_softmax.cuh"
+#include "query_tiles.cuh"
+#include "sink_gradient.cuh"
 #include "warp_rows.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES, kSplit = SPLIT;
 constexpr int kWarps = THREADS / 32;
+// A block owns kBlockN rows of scores and walks over tiles of kBlockM columns.
 constexpr int kTiles = kBlockN / (kWarps / kSplit * kMmaM);
-constexpr int kQueries = kBlockM / kSplit;  // columns of S^T that a warp computes
+constexpr int kColumns = kBlockM / kSplit;  // of those of a tile that a warp computes
 // How the warps share dQ: rows of 16 queries first, then columns.
 constexpr int kQueryRows = min_of(kWarps, kBlockM / kMmaM);
 constexpr int kQueryTiles = kBlockM / kMmaM / kQueryRows;
@@ -38,93 +44,143 @@ constexpr int kHeadPart = kHead / kSplit, kValuePart = kValue / kSplit;
 constexpr int kQueryCols = kHead / kQueryParts;
 static_assert(kTiles * (kWarps / kSplit) * kMmaM == kBlockN,
               "a warp must own whole 16-row tiles of keys");
-static_assert(kQueries % kMmaK == 0, "a warp must own whole fragments of queries");
+static_assert(kColumns % kMmaK == 0, "a warp must own whole fragments of queries");
 static_assert(kQueryRows * kQueryTiles * kMmaM == kBlockM,
               "the warps must share out the rows of dQ");
 static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
-struct Smem {
+using Scores = Accumulators<kTiles, kColumns>;
+
+struct KeySmem {
     HalfTile<kBlockN, kHead> k;
     HalfTile<kBlockN, kValue> v;
     HalfTile<kBlockM, kHead> q[kStages];
     HalfTile<kBlockM, kValue> dout[kStages];
     HalfTile<kBlockN, kBlockM> ds;                   // dS^T
     HalfTile<kSplit == 1 ? 1 : kBlockN, kBlockM> p;  // P^T, if it must be shared
-    alignas(16) float lse[kStages][kBlockM], d[kStages][kBlockM];
+    alignas(16) RowStats rows[kStages][kBlockM];
 };
 
-using Scores = Accumulators<kTiles, kQueries>;
+struct QuerySmem {
+    HalfTile<kBlockN, kHead> q;
+    HalfTile<kBlockN, kValue> dout;
+    HalfTile<kBlockM, kHead> k[kStages];
+    HalfTile<kBlockM, kValue> v[kStages];
+    HalfTile<kBlockN, kBlockM> ds;
+};
 
-// The workspace's parts. The sums of dQ are kept as the warps have them: 16x8 fragments of 4 x 32
-// values, so that an addition by a warp is 128 bytes in a row.
+union Smem {
+    KeySmem keys;
+    QuerySmem queries;
+    WarpSums<THREADS> warps;
+};
+
+// The workspace's parts, each for all heads.
 struct Workspace {
-    static constexpr int kFragment = kMmaM * kMmaN;
-    float *dq, *d;
+    float* dq;
+    RowStats* stats;
+    float* bias;
 
-    __device__ Workspace(const BackwardParams& params, int batch, int head) {
+    __device__ explicit Workspace(const BackwardParams& params) {
+        dq = static_cast<float*>(params.workspace);
+        float* const end = dq + (kDeterministic ? 0 : padded_rows(params.sizes) * kHead);
+        stats = reinterpret_cast<RowStats*>(end);
+        bias = reinterpret_cast<float*>(stats + rows_of_heads(params.sizes));
+    }
+
+    // Sums of dQ are whole tiles of queries.
+    __device__ static long long padded_rows(const Sizes& sizes) {
+        return static_cast<long long>(sizes.heads) *
+               row_tiles<kBlockM>(sizes.batch, sizes.seqlen_q) * kBlockM;
+    }
+};
+
+// The sums of dQ of one head of a sequence. They are kept as the warps have them: 16x8 fragments of
+// 4 x 32 values, so that an addition by a warp is 128 bytes in a row.
+struct QuerySums {
+    static constexpr int kFragment = kMmaM * kMmaN;
+    float* sums;
+
+    __device__ QuerySums(const BackwardParams& params, const Sequence& sequence, int head) {
         const Sizes& sizes = params.sizes;
-        const long long padded_rows = ceil_div(sizes.seqlen_q, kBlockM) * kBlockM;
-        const long long heads = static_cast<long long>(sizes.batch) * sizes.heads;
-        const long long at = static_cast<long long>(batch) * sizes.heads + head;
-        dq = static_cast<float*>(params.workspace) + at * padded_rows * kHead;
-        d = static_cast<float*>(params.workspace) + heads * padded_rows * kHead +
-            at * sizes.seqlen_q;
+        const long long tile =
+            static_cast<long long>(head) * row_tiles<kBlockM>(sizes.batch, sizes.seqlen_q) +
+            first_tile(sequence, sizes);
+        sums = Workspace(params).dq + tile * (kBlockM * kHead);
+    }
+
+    // Which of a head's tiles is the first of a sequence; row_tile is the other way round.
+    __device__ static int first_tile(const Sequence& sequence, const Sizes& sizes) {
+        if constexpr (kPacked) return sequence.first_q / kBlockM + sequence.batch;
+        return sequence.batch * ceil_div(sizes.seqlen_q, kBlockM);
     }
 
     // The fragment of 16 rows and 8 columns that begins at (row, col).
     __device__ float* fragment(int row, int col) const {
-        return dq + static_cast<long long>(row) * kHead + col / kMmaN * kFragment;
+        return sums + static_cast<long long>(row) * kHead + col / kMmaN * kFragment;
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    row_sums(const __grid_constant__ BackwardParams params) {
-    const int padded_rows = ceil_div(params.sizes.seqlen_q, kBlockM) * kBlockM;
-    const WarpRow<THREADS> at(params.sizes, padded_rows);
-    if (at.batch >= params.sizes.batch) return;
-    const Workspace workspace(params, at.batch, at.head);
-    if (at.row < params.sizes.seqlen_q) {
-        const float sum = at.dot<kValueDim>(params.o, params.dout);
-        if (at.lane == 0) workspace.d[at.row] = sum;
-    }
-    using Vector = Pack<float, 4>;
-    auto* dq = reinterpret_cast<Vector*>(workspace.dq + static_cast<long long>(at.row) * kHead);
-    for (int i = at.lane; i < kHead / 4; i += 32) dq[i] = {};
-}
+// A query head of a sequence, as the loop over tiles of queries reads it.
+struct QueryHead {
+    ScoreRules rules;
+    Matrix<const scalar_t> q, dout;
+    const RowStats* stats;
+    QuerySums dq;
+    BiasSums bias;
 
-// A warp has 16 rows.
-extern "C" __global__ void __launch_bounds__(THREADS)
-    round_queries(const __grid_constant__ BackwardParams params) {
-    const int seqlen_q = params.sizes.seqlen_q;
-    const WarpRow<THREADS> at(params.sizes, ceil_div(seqlen_q, kMmaM));
-    if (at.batch >= params.sizes.batch) return;
-    const Workspace workspace(params, at.batch, at.head);
-    const auto dq = matrix_of<scalar_t>(params.dq, at.batch, at.head);
-    const int first_row = at.row * kMmaM;
-    for (int col = 0; col < kHeadDim; col += kMmaN) {
-        const float* sums = workspace.fragment(first_row, col);
-        Fragment values[1];
+    __device__ QueryHead(const BackwardParams& params, const Sequence& sequence, int head)
+        : rules(params, sequence, head),
+          q(sequence.queries<const scalar_t>(params.q, head)),
+          dout(sequence.queries<const scalar_t>(params.dout, head)),
+          stats(Workspace(params).stats + sequence.first_row(head, params.sizes)),
+          dq(params, sequence, head),
+          bias(params, sequence, head, Workspace(params).bias) {}
+
+    __device__ void start_copy(KeySmem& smem, int stage, int first_row) const {
+        const int seqlen_q = rules.mask.seqlen_q;
+        copy_tile<THREADS, kHeadDim>(smem.q[stage], q, first_row, seqlen_q);
+        copy_tile<THREADS, kValueDim>(smem.dout[stage], dout, first_row, seqlen_q);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) values[0][e] = sums[e * 32 + at.lane];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = first_row + half * 8 + at.lane / 4;
-            if (row < seqlen_q)
-                store_row<kHeadDim>(dq.row(row), values, half, params.softmax_scale, col);
+        for (int rows = 0; rows < kBlockM; rows += THREADS) {
+            const int i = rows + threadIdx.x, row = first_row + i;
+            if (i < kBlockM)
+                ptx::copy_async<sizeof(RowStats)>(&smem.rows[stage][i], stats + row,
+                                                  row < seqlen_q);
         }
     }
+};
+
+// Walks over tiles of kBlockM rows from `begin` to `end`, the copy of one under way while the one
+// before is attended to.
+template <class StartCopy, class Attend>
+__device__ inline void walk(int begin, int end, const StartCopy& start_copy, const Attend& attend) {
+    int stage = 0;
+    for (int row = begin; row < end; row += kBlockM) {
+        if (row == begin || kStages == 1) {
+            __syncthreads();  // every warp is done with the tile before
+            start_copy(stage, row);
+        }
+        ptx::wait_copies();
+        __syncthreads();  // the tile is there, and every warp is done with the stage before and
+                          // with dS
+        if (kStages > 1 && row + kBlockM < end) start_copy((stage + 1) % kStages, row + kBlockM);
+        attend(stage, row);
+        stage = (stage + 1) % kStages;
+    }
 }
 
-// A warp's place: its rows of keys, and which part of queries and head dims is its own.
+// A warp's place: its rows of what the block owns, and which part of columns and head dims is its
+// own.
 struct Place {
     int first_row = threadIdx.x / 32 / kSplit * kTiles * kMmaM;
     int part = threadIdx.x / 32 % kSplit;
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 
-    // The row of keys of a lane's half (0: row g, 1: row g + 8) of its fragments m.
-    __device__ int key(int m, int half) const { return first_row + m * kMmaM + half * 8 + g; }
-    // The first of the two queries that a lane has of fragment n.
-    __device__ int query(int n) const { return part * kQueries + n * kMmaN + 2 * t; }
+    // The row of a lane's half (0: row g, 1: row g + 8) of its fragments m.
+    __device__ int row(int m, int half) const { return first_row + m * kMmaM + half * 8 + g; }
+    // The first of the two columns that a lane has of fragment n.
+    __device__ int col(int n) const { return part * kColumns + n * kMmaN + 2 * t; }
 };
 
 // The part of a tile of dQ that a warp computes.
@@ -132,56 +188,127 @@ struct QueryPlace {
     int first_row = threadIdx.x / 32 % kQueryRows * kQueryTiles * kMmaM;
     int first_col = threadIdx.x / 32 / kQueryRows * kQueryCols;
 };
-using QuerySums = Accumulators<kQueryTiles, kQueryCols>;
+using QueryFragments = Accumulators<kQueryTiles, kQueryCols>;
 
-// A query head, as the loop over tiles of queries reads it.
-struct QueryHead {
-    Matrix<const scalar_t> q, dout;
-    const float* lse;
-    Workspace workspace;
-
-    __device__ QueryHead(const BackwardParams& params, int batch, int head)
-        : q(matrix_of<const scalar_t>(params.q, batch, head)),
-          dout(matrix_of<const scalar_t>(params.dout, batch, head)),
-          lse(static_cast<const float*>(params.lse) + first_row_of(batch, head, params.sizes)),
-          workspace(params, batch, head) {}
-
-    __device__ void start_copy(Smem& smem, int stage, int first_row, int seqlen_q) const {
-        copy_tile<THREADS, kHeadDim>(smem.q[stage], q, first_row, seqlen_q);
-        copy_tile<THREADS, kValueDim>(smem.dout[stage], dout, first_row, seqlen_q);
-        for (int i = threadIdx.x; i < kBlockM; i += THREADS) {
-            const bool inside = first_row + i < seqlen_q;
-            ptx::copy_async<sizeof(float)>(&smem.lse[stage][i], lse + first_row + i, inside);
-            ptx::copy_async<sizeof(float)>(&smem.d[stage][i], workspace.d + first_row + i, inside);
-        }
-    }
+// One of a lane's scores: element e of a half of fragment (m, n).
+struct Element {
+    int m, n, half, e;
 };
 
-// P^T = 2^(S^T - LSE) in place of S^T and dS^T = P^T o (dP^T - D) in place of dP^T. Where a row
-// does not see a key both are set, not computed, to zero: an LSE of -inf or a NaN in the key must
-// not show.
-template <bool Masked>
-__device__ inline void exponentiate(Scores& s, Scores& dp, const Place& place, const float* lse,
-                                    const float* d, Mask mask, float scale_log2, int first_query,
-                                    int first_key) {
+// Which scores a tile has: those of the block's own rows from first_row on and of the columns from
+// first_col on, the rows being keys, as in key_tiles, or queries.
+template <bool RowsAreKeys>
+struct TileOfScores {
+    const ScoreRules& rules;
+    const Place& place;
+    int first_row, first_col;
+
+    __device__ int row(Element at) const { return first_row + place.row(at.m, at.half); }
+    __device__ int col(Element at) const { return first_col + place.col(at.n) + at.e; }
+    __device__ int query(Element at) const { return RowsAreKeys ? col(at) : row(at); }
+    __device__ int key(Element at) const { return RowsAreKeys ? row(at) : col(at); }
+
+    __device__ bool sees(Element at) const { return rules.sees(query(at), key(at)); }
+
+    // Which scores of fragment (m, n) dropout keeps: bit 2 * half + e. Two neighbouring rows, which
+    // share their random words, are those of lanes four apart: each of the two lanes draws for both
+    // rows, in one of its halves.
+    __device__ unsigned int kept(int m, int n) const {
+        const int parity = place.g % 2;
+        const Element first = {m, n, parity, 0};
+        const unsigned int drawn = rules.kept(query(first), key(first));
+        const unsigned int neighbours = __shfl_xor_sync(0xffffffffu, drawn, 4);
+        unsigned int kept = 0;
 #pragma unroll
-    for (int n = 0; n < kQueries / kMmaN; ++n)
+        for (int half = 0; half < 2; ++half) {
+            const unsigned int words = half == parity ? drawn : neighbours;
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            const int query = place.query(n) + e;
-            const float lse_log2 = lse[query] * static_cast<float>(kLog2E), sum = d[query];
-            const int keys_seen = Masked ? mask.keys_end(first_query + query) - first_key : 0;
+            for (int e = 0; e < 2; ++e) {
+                const int word = RowsAreKeys ? 2 * e + parity : 2 * parity + e;
+                kept |= (words >> word & 1) << (2 * half + e);
+            }
+        }
+        return kept;
+    }
+};
+using KeyRows = TileOfScores<true>;
+using QueryRows = TileOfScores<false>;
+
+// Which of a lane's scores are of rows and keys that see each other. A mask in memory is read
+// before the products, so that one wait is for all of it, and kept as a bit for each score.
+template <class Tile>
+class SeenScores {
+  public:
+    __device__ explicit SeenScores(const Tile& tile) : tile(tile) {
+        if constexpr (kMaskBits != 0) {
 #pragma unroll
             for (int m = 0; m < kTiles; ++m)
 #pragma unroll
+                for (int n = 0; n < kColumns / kMmaN; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        const unsigned int seen = tile.sees({m, n, e / 2, e % 2});
+                        unsigned int& word = bits[m][n / kWordFragments];
+                        word = (n % kWordFragments + e == 0 ? 0 : word) |
+                               seen << (n % kWordFragments * 4 + e);
+                    }
+        }
+    }
+
+    __device__ bool at(Element at) const {
+        if constexpr (kMaskBits == 0) return tile.sees(at);
+        const int bit = at.n % kWordFragments * 4 + 2 * at.half + at.e;
+        return bits[at.m][at.n / kWordFragments] >> bit & 1;
+    }
+
+  private:
+    static constexpr int kWordFragments = 8;  // of four scores
+    const Tile& tile;
+    unsigned int bits[kTiles][ceil_div(kColumns / kMmaN, kWordFragments)];
+};
+
+// P in place of S and the products' gradient in place of dP. Where a row does not see a key both
+// are set, not computed, to zero: an LSE of -inf or a NaN in the key must not show.
+template <bool Masked, class Tile, class StatsOf, class AddToBias>
+__device__ inline void differentiate(Scores& s, Scores& dp, const Tile& tile,
+                                     const SeenScores<Tile>& seen, const StatsOf& stats_of,
+                                     const AddToBias& add_to_bias) {
+#pragma unroll
+    for (int n = 0; n < kColumns / kMmaN; ++n)
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) {
+            const unsigned int kept = kDropout ? tile.kept(m, n) : 0;
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+#pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const bool seen = !Masked || place.key(m, half) < keys_seen;
-                    float& weight = s[m][n][2 * half + e];
-                    float& gradient = dp[m][n][2 * half + e];
-                    weight = seen ? exp2_of(weight * scale_log2 - lse_log2) : 0.0f;
-                    gradient = seen ? weight * (gradient - sum) : 0.0f;
+                    const Element at = {m, n, half, e};
+                    const int query = tile.query(at), key = tile.key(at), i = 2 * half + e;
+                    const bool is_seen = !Masked || seen.at(at);
+                    ScoreGradient gradient;
+                    // Only a bias must not be read where nothing is seen.
+                    if (is_seen || !kBias) {
+                        gradient = score_gradient(tile.rules, s[m][n][i], dp[m][n][i], query, key,
+                                                  stats_of(at), kept >> i & 1);
+                    }
+                    if (!is_seen) gradient = {};
+                    if (is_seen) add_to_bias(query, key, gradient.score);
+                    s[m][n][i] = gradient.p;
+                    dp[m][n][i] = gradient.product;
                 }
         }
+}
+
+// A warp's rows by its columns.
+template <class Rows, class Columns>
+__device__ inline void product_of(Scores& s, const Rows& rows, const Columns& columns,
+                                  const Place& place) {
+    add_product_nt<kTiles, kColumns>(s, rows, place.first_row, columns, place.part * kColumns);
+}
+
+template <class Tile>
+__device__ inline void store_scores(Tile& tile, const Scores& scores, const Place& place) {
+    store_tile<kTiles, kColumns>(tile, scores, place.first_row, place.part * kColumns);
 }
 
 // o += w v as add_product_nn computes it, but one multiply-add at a time and only where row and key
@@ -213,117 +340,180 @@ struct KeyGradients {
     Accumulators<kTiles, kValuePart> dv;
 
     // Takes in one tile of queries.
-    __device__ void attend(Smem& smem, int stage, const Workspace& workspace, const Place& place,
-                           Mask mask, float scale_log2, int first_query, int first_key,
-                           bool masked) {
+    __device__ void attend(KeySmem& smem, int stage, const QueryHead& head, const Place& place,
+                           int first_query, int first_key, bool masked) {
+        const KeyRows tile{head.rules, place, first_key, first_query};
+        const SeenScores<KeyRows> seen(tile);
         Scores s = {}, dp = {};
-        product_of_queries(s, smem.k, smem.q[stage], place);
-        product_of_queries(dp, smem.v, smem.dout[stage], place);
+        product_of(s, smem.k, smem.q[stage], place);
+        product_of(dp, smem.v, smem.dout[stage], place);
+        const auto stats_of = [&](Element at) { return smem.rows[stage][place.col(at.n) + at.e]; };
+        const auto add_to_bias = [&](int query, int key, float gradient) {
+            if constexpr (kBiasGradient) head.bias.add(query, key, gradient);
+        };
         if (masked) {
-            exponentiate<true>(s, dp, place, smem.lse[stage], smem.d[stage], mask, scale_log2,
-                               first_query, first_key);
+            differentiate<true>(s, dp, tile, seen, stats_of, add_to_bias);
         } else {
-            exponentiate<false>(s, dp, place, smem.lse[stage], smem.d[stage], mask, scale_log2,
-                                first_query, first_key);
+            differentiate<false>(s, dp, tile, seen, stats_of, add_to_bias);
         }
         // Where a mask cuts through a tile, NaN or infinity in a row or a key must not reach those
         // that it does not see; but 0 * NaN is NaN, and a product over the whole tile would
         // multiply by it.
-        if (kCausal && masked) {
+        if (kCutTiles && masked) {
             const bool found = finds_nonfinite<THREADS>(smem.q[stage]) ||
                                finds_nonfinite<THREADS>(smem.dout[stage]) ||
                                finds_nonfinite<THREADS>(smem.k);
             if (__syncthreads_or(found)) {
-                multiply_seen(s, dp, smem, stage, workspace, place, mask, first_query, first_key);
+                multiply_seen(s, dp, smem, stage, head, place, first_query, first_key);
                 return;
             }
         }
-        multiply(s, dp, smem, stage, workspace, place, first_query);
+        multiply(s, dp, smem, stage, head, place, first_query);
     }
 
   private:
     // dV += P^T dO, dK += dS^T Q and dQ += dS K.
-    __device__ void multiply(const Scores& p, const Scores& ds, Smem& smem, int stage,
-                             const Workspace& workspace, const Place& place, int first_query) {
-        store_tile<kTiles, kQueries>(smem.ds, ds, place.first_row, place.part * kQueries);
+    __device__ void multiply(const Scores& p, const Scores& ds, KeySmem& smem, int stage,
+                             const QueryHead& head, const Place& place, int first_query) {
+        if (kSplit > 1 || !kDeterministic) store_scores(smem.ds, ds, place);
         if constexpr (kSplit == 1) {
-            add_product_pn<kTiles, kQueries, kValuePart>(dv, p, smem.dout[stage]);
-            add_product_pn<kTiles, kQueries, kHeadPart>(dk, ds, smem.q[stage]);
-            __syncthreads();  // dS^T is whole
+            add_product_pn<kTiles, kColumns, kValuePart>(dv, p, smem.dout[stage]);
+            add_product_pn<kTiles, kColumns, kHeadPart>(dk, ds, smem.q[stage]);
         } else {
-            store_tile<kTiles, kQueries>(smem.p, p, place.first_row, place.part * kQueries);
-            __syncthreads();  // dS^T and P^T are whole
+            store_scores(smem.p, p, place);
+        }
+        if (kSplit > 1 || !kDeterministic) __syncthreads();  // dS^T and P^T are whole
+        if constexpr (kSplit > 1) {
             add_product_nn<kTiles, kValuePart>(dv, smem.p, place.first_row, smem.dout[stage],
                                                place.part * kValuePart);
             add_product_nn<kTiles, kHeadPart>(dk, smem.ds, place.first_row, smem.q[stage],
                                               place.part * kHeadPart);
         }
-        const QueryPlace to;
-        QuerySums dq = {};
-        add_product_tn<kQueryTiles, kQueryCols>(dq, smem.ds, to.first_row, smem.k, to.first_col);
-        add_to_queries(dq, to, workspace, first_query);
+        if constexpr (!kDeterministic) {
+            const QueryPlace to;
+            QueryFragments dq = {};
+            add_product_tn<kQueryTiles, kQueryCols>(dq, smem.ds, to.first_row, smem.k,
+                                                    to.first_col);
+            add_to_queries(dq, to, head.dq, first_query);
+        }
     }
 
     // The same without what is not seen, slowly.
-    __device__ void multiply_seen(const Scores& p, const Scores& ds, Smem& smem, int stage,
-                                  const Workspace& workspace, const Place& place, Mask mask,
-                                  int first_query, int first_key) {
+    __device__ void multiply_seen(const Scores& p, const Scores& ds, KeySmem& smem, int stage,
+                                  const QueryHead& head, const Place& place, int first_query,
+                                  int first_key) {
         const auto weight = [&](int key, int query) -> const scalar_t* {
-            const bool seen = first_key + key < mask.keys_end(first_query + query);
+            const bool seen = head.rules.sees(first_query + query, first_key + key);
             return seen ? smem.ds.at(key, query) : nullptr;
         };
-        store_tile<kTiles, kQueries>(smem.ds, p, place.first_row, place.part * kQueries);
+        store_scores(smem.ds, p, place);
         __syncthreads();  // P^T is whole, in the place of dS^T
         add_seen<kTiles, kValuePart>(dv, smem.dout[stage], place.first_row, place.part * kValuePart,
                                      weight);
         __syncthreads();  // every warp is done with P^T
-        store_tile<kTiles, kQueries>(smem.ds, ds, place.first_row, place.part * kQueries);
+        store_scores(smem.ds, ds, place);
         __syncthreads();  // dS^T is whole
         add_seen<kTiles, kHeadPart>(dk, smem.q[stage], place.first_row, place.part * kHeadPart,
                                     weight);
-        const QueryPlace to;
-        QuerySums dq = {};
-        const auto transposed = [&](int query, int key) { return weight(key, query); };
-        add_seen<kQueryTiles, kQueryCols>(dq, smem.k, to.first_row, to.first_col, transposed);
-        add_to_queries(dq, to, workspace, first_query);
+        if constexpr (!kDeterministic) {
+            const QueryPlace to;
+            QueryFragments dq = {};
+            const auto transposed = [&](int query, int key) { return weight(key, query); };
+            add_seen<kQueryTiles, kQueryCols>(dq, smem.k, to.first_row, to.first_col, transposed);
+            add_to_queries(dq, to, head.dq, first_query);
+        }
     }
 
-    // The warp's rows of keys by its columns of queries.
-    template <class Keys, class Queries>
-    __device__ static void product_of_queries(Scores& s, const Keys& keys, const Queries& queries,
-                                              const Place& place) {
-        add_product_nt<kTiles, kQueries>(s, keys, place.first_row, queries, place.part * kQueries);
-    }
-
-    __device__ static void add_to_queries(const QuerySums& dq, const QueryPlace& to,
-                                          const Workspace& workspace, int first_query) {
+    __device__ static void add_to_queries(const QueryFragments& dq, const QueryPlace& to,
+                                          const QuerySums& sums, int first_query) {
 #pragma unroll
         for (int m = 0; m < kQueryTiles; ++m)
 #pragma unroll
             for (int n = 0; n < kQueryCols / kMmaN; ++n) {
-                float* sums = workspace.fragment(first_query + to.first_row + m * kMmaM,
-                                                 to.first_col + n * kMmaN);
+                float* fragment =
+                    sums.fragment(first_query + to.first_row + m * kMmaM, to.first_col + n * kMmaN);
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    atomicAdd(sums + e * 32 + threadIdx.x % 32, dq[m][n][e]);
+                    atomicAdd(fragment + e * 32 + threadIdx.x % 32, dq[m][n][e]);
             }
     }
 };
 
+// The gradients of a warp's queries, in its part of the head dims.
+struct QueryGradients {
+    Accumulators<kTiles, kHeadPart> dq;
+    RowStats stats[kTiles][2];
+
+    __device__ void load_stats(const QueryHead& head, const Place& place, int first_query) {
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int query = first_query + place.row(m, half);
+                const bool inside = query < head.rules.mask.seqlen_q;
+                stats[m][half] = inside ? head.stats[query] : RowStats{};
+            }
+    }
+
+    // Takes in one tile of keys: dQ += dS K.
+    __device__ void attend(QuerySmem& smem, int stage, const ScoreRules& rules, const Place& place,
+                           int first_query, int first_key, bool masked) {
+        const QueryRows tile{rules, place, first_query, first_key};
+        const SeenScores<QueryRows> seen(tile);
+        Scores s = {}, dp = {};
+        product_of(s, smem.q, smem.k[stage], place);
+        product_of(dp, smem.dout, smem.v[stage], place);
+        const auto stats_of = [&](Element at) { return stats[at.m][at.half]; };
+        const auto no_bias = [](int, int, float) {};
+        if (masked) {
+            differentiate<true>(s, dp, tile, seen, stats_of, no_bias);
+        } else {
+            differentiate<false>(s, dp, tile, seen, stats_of, no_bias);
+        }
+        const bool cut =
+            kCutTiles && masked && __syncthreads_or(finds_nonfinite<THREADS>(smem.k[stage]));
+        if (kSplit > 1 || cut) {
+            store_scores(smem.ds, dp, place);
+            __syncthreads();  // dS is whole
+        }
+        const int first_col = place.part * kHeadPart;
+        if (cut) {
+            add_seen<kTiles, kHeadPart>(
+                dq, smem.k[stage], place.first_row, first_col, [&](int query, int key) {
+                    const bool seen = rules.sees(first_query + query, first_key + key);
+                    return seen ? smem.ds.at(query, key) : nullptr;
+                });
+        } else if constexpr (kSplit == 1) {
+            add_product_pn<kTiles, kColumns, kHeadPart>(dq, dp, smem.k[stage]);
+        } else {
+            add_product_nn<kTiles, kHeadPart>(dq, smem.ds, place.first_row, smem.k[stage],
+                                              first_col);
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    row_sums(const __grid_constant__ BackwardParams params) {
+    const Workspace workspace(params);
+    write_row_stats<THREADS>(params, workspace.stats);
+    const long long row = warp_of_grid<THREADS>();
+    if (!kDeterministic && row < Workspace::padded_rows(params.sizes)) {
+        using Vector = Pack<float, 4>;
+        auto* dq = reinterpret_cast<Vector*>(workspace.dq + row * kHead);
+        for (int i = threadIdx.x % 32; i < kHead / 4; i += 32) dq[i] = {};
+    }
+    if constexpr (kBiasGradient) clear_bias_sums<THREADS>(params, workspace.bias);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     key_tiles(const __grid_constant__ BackwardParams params) {
-    const Sizes& sizes = params.sizes;
-    const Mask mask{sizes.seqlen_q, sizes.seqlen_k};
-    const float scale_log2 = params.softmax_scale * kLog2E;
-    Smem& smem = shared_memory<Smem>();
+    KeySmem& smem = shared_memory<Smem>().keys;
     const Place place;
-
-    // The first keys come first: under a causal mask most queries see those.
-    const int heads = sizes.batch * sizes.kv_heads;
-    const int first_key = blockIdx.x / heads * kBlockN;
-    const int batch = blockIdx.x % heads / sizes.kv_heads;
-    const int kv_head = blockIdx.x % heads % sizes.kv_heads;
-    const int group = sizes.heads / sizes.kv_heads;
+    const KeyTile own = key_tile_of_block<kBlockN>(params);
+    const Sequence& sequence = own.sequence;
+    const int kv_head = own.kv_head, first_key = own.first_key;
+    const int keys_end = end_of_keys(params, sequence);
+    if (kPacked && first_key >= keys_end) return;  // it is none of the sequence's tiles
 
     clear_padding<THREADS, kHeadDim>(smem.k);
     clear_padding<THREADS, kValueDim>(smem.v);
@@ -331,49 +521,126 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         clear_padding<THREADS, kHeadDim>(smem.q[stage]);
         clear_padding<THREADS, kValueDim>(smem.dout[stage]);
     }
-    copy_tile<THREADS, kHeadDim>(smem.k, matrix_of<const scalar_t>(params.k, batch, kv_head),
-                                 first_key, sizes.seqlen_k);
-    copy_tile<THREADS, kValueDim>(smem.v, matrix_of<const scalar_t>(params.v, batch, kv_head),
-                                  first_key, sizes.seqlen_k);
+    copy_tile<THREADS, kHeadDim>(smem.k, sequence.keys<const scalar_t>(params.k, kv_head),
+                                 first_key, sequence.seqlen_k);
+    copy_tile<THREADS, kValueDim>(smem.v, sequence.keys<const scalar_t>(params.v, kv_head),
+                                  first_key, sequence.seqlen_k);
 
-    // Rows from unmasked_row on see all keys of the tile, if the tile is a whole one.
-    const int last_key = first_key + kBlockN - 1;
-    const int unmasked_row = last_key < sizes.seqlen_k ? mask.first_row(last_key) : sizes.seqlen_q;
-    const int begin = mask.first_row(first_key) / kBlockM * kBlockM;
     KeyGradients gradients = {};
+    const QueryTiles<kBlockM> tiles(sequence.mask(params.features), first_key, kBlockN);
+    const int group = params.sizes.heads / params.sizes.kv_heads;
     for (int h = 0; h < group; ++h) {
-        const QueryHead head(params, batch, kv_head * group + h);
-        int stage = 0;
-        for (int row = begin; row < sizes.seqlen_q; row += kBlockM) {
-            const bool first = row == begin;
-            if (first || kStages == 1) {
-                __syncthreads();  // every warp is done with the queries before
-                head.start_copy(smem, stage, row, sizes.seqlen_q);
-            }
-            ptx::wait_copies();
-            __syncthreads();  // Q and dO are there, and every warp is done with the stage before
-                              // and with dS
-            if (kStages > 1 && row + kBlockM < sizes.seqlen_q) {
-                head.start_copy(smem, (stage + 1) % kStages, row + kBlockM, sizes.seqlen_q);
-            }
-            const bool masked = row < unmasked_row || row + kBlockM > sizes.seqlen_q;
-            gradients.attend(smem, stage, head.workspace, place, mask, scale_log2, row, first_key,
-                             masked);
-            stage = (stage + 1) % kStages;
-        }
+        const QueryHead head(params, sequence, kv_head * group + h);
+        walk(
+            tiles.begin, tiles.end, [&](int stage, int row) { head.start_copy(smem, stage, row); },
+            [&](int stage, int row) {
+                gradients.attend(smem, stage, head, place, row, first_key, tiles.masked(row));
+            });
     }
     ptx::wait_copies();
 
-    const auto dk = matrix_of<scalar_t>(params.dk, batch, kv_head);
-    const auto dv = matrix_of<scalar_t>(params.dv, batch, kv_head);
+    const auto dk = sequence.keys<scalar_t>(params.dk, kv_head);
+    const auto dv = sequence.keys<scalar_t>(params.dv, kv_head);
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int key = first_key + place.key(m, half);
-            if (key >= sizes.seqlen_k) continue;
+            const int key = first_key + place.row(m, half);
+            if (key >= keys_end) continue;
             store_row<kHeadDim>(dk.row(key), gradients.dk[m], half, params.softmax_scale,
                                 place.part * kHeadPart);
             store_row<kValueDim>(dv.row(key), gradients.dv[m], half, 1, place.part * kValuePart);
         }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    query_tiles(const __grid_constant__ BackwardParams params) {
+    if constexpr (kDeterministic) {
+        QuerySmem& smem = shared_memory<Smem>().queries;
+        const Place place;
+        const QueryTile own = query_tile_of_block<kBlockN>(params);
+        const Sequence& sequence = own.sequence;
+        const int first_row = own.first_row, seqlen_q = sequence.seqlen_q;
+        if (kPacked && first_row >= seqlen_q) return;  // it is none of the sequence's tiles
+
+        clear_padding<THREADS, kHeadDim>(smem.q);
+        clear_padding<THREADS, kValueDim>(smem.dout);
+        for (int stage = 0; stage < kStages; ++stage) {
+            clear_padding<THREADS, kHeadDim>(smem.k[stage]);
+            clear_padding<THREADS, kValueDim>(smem.v[stage]);
+        }
+        const QueryHead queries(params, sequence, own.head);
+        copy_tile<THREADS, kHeadDim>(smem.q, queries.q, first_row, seqlen_q);
+        copy_tile<THREADS, kValueDim>(smem.dout, queries.dout, first_row, seqlen_q);
+
+        QueryGradients gradients = {};
+        gradients.load_stats(queries, place, first_row);
+        const KeyTiles<kBlockM> tiles(queries.rules.mask, first_row, kBlockN);
+        const auto k = sequence.keys<const scalar_t>(params.k, own.kv_head);
+        const auto v = sequence.keys<const scalar_t>(params.v, own.kv_head);
+        walk(
+            tiles.begin, tiles.end,
+            [&](int stage, int key) {
+                copy_tile<THREADS, kHeadDim>(smem.k[stage], k, key, tiles.end);
+                copy_tile<THREADS, kValueDim>(smem.v[stage], v, key, tiles.end);
+            },
+            [&](int stage, int key) {
+                gradients.attend(smem, stage, queries.rules, place, first_row, key,
+                                 tiles.masked(key));
+            });
+        ptx::wait_copies();
+
+        const auto dq = sequence.queries<scalar_t>(params.dq, own.head);
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = first_row + place.row(m, half);
+                if (row >= seqlen_q) continue;
+                store_row<kHeadDim>(dq.row(row), gradients.dq[m], half, params.softmax_scale,
+                                    place.part * kHeadPart);
+            }
+    }
+}
+
+// A warp has 16 rows.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    round_queries(const __grid_constant__ BackwardParams params) {
+    if constexpr (!kDeterministic) {
+        const Sizes& sizes = params.sizes;
+        const int strips = row_tiles<kMmaM>(sizes.batch, sizes.seqlen_q);
+        const long long index = warp_of_grid<THREADS>();
+        if (index >= static_cast<long long>(sizes.heads) * strips) return;
+        const int head = index / strips, lane = threadIdx.x % 32;
+        const auto [batch, first_row] = row_tile<kMmaM>(index % strips, sizes.batch, sizes.seqlen_q,
+                                                        params.features.cu_seqlens_q);
+        const Sequence sequence(params, batch);
+        const QuerySums dq_sums(params, sequence, head);
+        const auto dq = sequence.queries<scalar_t>(params.dq, head);
+        for (int col = 0; col < kHeadDim; col += kMmaN) {
+            if (first_row >= sequence.seqlen_q) break;  // it is none of the sequence's
+            const float* sums = dq_sums.fragment(first_row, col);
+            Fragment values[1];
+#pragma unroll
+            for (int e = 0; e < 4; ++e) values[0][e] = sums[e * 32 + lane];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = first_row + half * 8 + lane / 4;
+                if (row < sequence.seqlen_q)
+                    store_row<kHeadDim>(dq.row(row), values, half, params.softmax_scale, col);
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    bias_gradient(const __grid_constant__ BackwardParams params) {
+    if constexpr (kBiasGradient)
+        write_bias_gradient<bias_t, THREADS>(params, Workspace(params).bias);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    sink_gradient(const __grid_constant__ BackwardParams params) {
+    if constexpr (kSink)
+        write_sink_gradient<THREADS>(params, Workspace(params).stats, shared_memory<Smem>().warps);
 }

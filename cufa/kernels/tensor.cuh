@@ -140,8 +140,8 @@ struct QueryTile {
 };
 
 // The last queries come first: under a causal mask those see most keys.
-template <int BlockM>
-__device__ inline QueryTile query_tile_of_block(const ForwardParams& params) {
+template <int BlockM, class Params>
+__device__ inline QueryTile query_tile_of_block(const Params& params) {
     const Sizes& sizes = params.sizes;
     if constexpr (kPacked) {
         const int tile = row_tiles<BlockM>(sizes.batch, sizes.seqlen_q) - 1 -

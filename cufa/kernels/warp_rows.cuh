@@ -6,34 +6,70 @@
 #include "online_softmax.cuh"
 #include "tensor.cuh"
 
+// Which warp of the whole grid this is.
 template <int Threads>
+__device__ inline long long warp_of_grid() {
+    return static_cast<long long>(blockIdx.x) * (Threads / 32) + threadIdx.x / 32;
+}
+
+// How many rows all query heads have, as the LSE and D have them.
+__device__ inline long long rows_of_heads(const Sizes& sizes) {
+    const long long heads =
+        kPacked ? sizes.heads : static_cast<long long>(sizes.batch) * sizes.heads;
+    return heads * sizes.seqlen_q;
+}
+
+// One of them, by its number. Packed sequences have batch 0, and rows that count on through all of
+// them, as in the tensors.
 struct WarpRow {
     int batch, head, row, lane = threadIdx.x % 32;
 
-    // The row of this warp if heads have `rows` rows each; past the last one `batch` is out of
-    // range.
-    __device__ WarpRow(const Sizes& sizes, int rows) {
-        const long long index =
-            static_cast<long long>(blockIdx.x) * (Threads / 32) + threadIdx.x / 32;
-        row = index % rows;
-        head = index / rows % sizes.heads;
-        batch = index / rows / sizes.heads;
+    __device__ WarpRow(const Sizes& sizes, long long index)
+        : batch(index / sizes.seqlen_q / sizes.heads),
+          head(index / sizes.seqlen_q % sizes.heads),
+          row(index % sizes.seqlen_q) {}
+
+    // Packed arrays may have rows before the first sequence and after the last.
+    __device__ bool is_of_a_sequence(const BackwardParams& params) const {
+        if constexpr (!kPacked) return true;
+        const int* cu_seqlens = params.features.cu_seqlens_q;
+        return row >= cu_seqlens[0] && row < cu_seqlens[params.sizes.batch];
     }
 
-    // D = rowsum(dO o O), in every lane.
+    // The product of this row of two tensors, in every lane.
     template <int Dims>
-    __device__ acc_t dot(const Tensor& o, const Tensor& dout) const {
+    __device__ acc_t dot(const Tensor& a, const Tensor& b) const {
         constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), Dims & -Dims);
         using Chunk = Pack<scalar_t, kChunk>;
-        const scalar_t* o_row = matrix_of<const scalar_t>(o, batch, head).row(row);
-        const scalar_t* dout_row = matrix_of<const scalar_t>(dout, batch, head).row(row);
+        const scalar_t* a_row = matrix_of<const scalar_t>(a, batch, head).row(row);
+        const scalar_t* b_row = matrix_of<const scalar_t>(b, batch, head).row(row);
         acc_t sum = 0;
         for (int col = lane * kChunk; col < Dims; col += 32 * kChunk) {
-            const Chunk a = *reinterpret_cast<const Chunk*>(o_row + col);
-            const Chunk b = *reinterpret_cast<const Chunk*>(dout_row + col);
+            const Chunk x = *reinterpret_cast<const Chunk*>(a_row + col);
+            const Chunk y = *reinterpret_cast<const Chunk*>(b_row + col);
 #pragma unroll
-            for (int e = 0; e < kChunk; ++e) sum += to_acc(a[e]) * to_acc(b[e]);
+            for (int e = 0; e < kChunk; ++e) sum += to_acc(x[e]) * to_acc(y[e]);
         }
         return lanes_sum<32>(sum);
     }
 };
+
+// What all scores of a row need: its LSE in log 2, and D = rowsum(dO o O) - dLSE. Where the LSE is
+// -inf it is 0 here: all scores of the row are -inf, and 2^(-inf - -inf) would be NaN instead of
+// the 0 that it should be.
+struct alignas(2 * sizeof(acc_t)) RowStats {
+    acc_t lse_log2, d;
+};
+
+// Those of every row, by the warp of that number.
+template <int Threads>
+__device__ inline void write_row_stats(const BackwardParams& params, RowStats* stats) {
+    const long long index = warp_of_grid<Threads>();
+    if (index >= rows_of_heads(params.sizes)) return;
+    const WarpRow at(params.sizes, index);
+    const acc_t lse = static_cast<const acc_t*>(params.lse)[index];
+    acc_t d = at.dot<kValueDim>(params.o, params.dout);
+    if (params.dlse) d -= static_cast<const acc_t*>(params.dlse)[index];
+    if (at.lane == 0)
+        stats[index] = {lse == negative_infinity() ? acc_t(0) : lse * acc_t(kLog2E), d};
+}

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import prod
 
 from cufa.device import Device
-from cufa.plan.choice import Choice, Cost, choose, query_tiles
+from cufa.plan.choice import Choice, Cost, choose, query_tiles, row_tiles
+from cufa.plan.gradients import bias_and_sink_launches, bias_sums, gradient_macros, row_blocks
 from cufa.plan.record import Launch, Macro, Part, Scratch
 from cufa.plan.sizes import (
     BACKWARD_PARAMS_BYTES,
@@ -20,7 +22,7 @@ from cufa.plan.sizes import (
     common_macros,
     round_up,
 )
-from cufa.problem import Features, Problem
+from cufa.problem import Features, Problem, lse_shape
 
 # Rows of the left operand of one mma, and the depth of a step of a product.
 MMA_M, MMA_K = 16, 16
@@ -319,31 +321,48 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
 
 
 def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
-    """`bwd_3_mma`: a warp for each row, a block for each tile of keys, a warp for 16 rows."""
+    """`bwd_3_mma`: a warp for each row, a block for each tile of keys, a warp for 16 rows.
+
+    If deterministic, a block for each tile of queries instead of that warp.
+    """
     candidates = BACKWARD_TILES[problem.itemsize]
     chosen = choose(
         problem, device, tiles, candidates, lambda candidate: _backward_cost(problem, device, candidate)
     )
-    sizes = chosen.tiles
-    heads = problem.batch * problem.heads
-    padded_rows = round_up(problem.seqlen_q, sizes.block_m)
-    key_blocks = problem.batch * problem.kv_heads * ceil_div(problem.seqlen_k, sizes.block_n)
-    strips = ceil_div(problem.seqlen_q, MMA_M)
+    sizes, smem_bytes = chosen.tiles, chosen.cost.smem_bytes
+    rows = lse_shape(problem)
+    padded_rows = _padded_rows(problem, sizes.block_m)
+    key_blocks = problem.kv_heads * row_tiles(problem, problem.seqlen_k, sizes.block_n)
+    # Those that own queries have as many as the others have keys.
+    query_blocks = problem.heads * row_tiles(problem, problem.seqlen_q, sizes.block_n)
+    strips = problem.heads * row_tiles(problem, problem.seqlen_q, MMA_M)
+    deterministic = problem.features.deterministic
     launches = (
-        Launch("row_sums", ceil_div(heads * padded_rows, sizes.warps), sizes.threads),
-        Launch("key_tiles", key_blocks, sizes.threads, chosen.cost.smem_bytes),
-        Launch("round_queries", ceil_div(heads * strips, sizes.warps), sizes.threads),
+        Launch("row_sums", row_blocks(problem, prod(padded_rows), sizes.warps), sizes.threads),
+        Launch("key_tiles", key_blocks, sizes.threads, smem_bytes),
+        Launch("query_tiles", query_blocks, sizes.threads, smem_bytes)
+        if deterministic
+        else Launch("round_queries", ceil_div(strips, sizes.warps), sizes.threads),
+        *bias_and_sink_launches(problem, sizes.threads, sizes.warps),
     )
     return Part(
         tiles=asdict(sizes),
-        macros=_macros(problem, chosen, BACKWARD_PARAMS_BYTES),
+        macros=(*_macros(problem, chosen, BACKWARD_PARAMS_BYTES), *gradient_macros(problem)),
         launches=tuple(launch for launch in launches if launch.grid > 0),
         scratch=(
-            Scratch("dQ sums", (problem.batch, problem.heads, padded_rows, sizes.head(problem))),
-            Scratch("D", (problem.batch, problem.heads, problem.seqlen_q)),
+            *(() if deterministic else (Scratch("dQ sums", (*padded_rows, sizes.head(problem))),)),
+            Scratch("LSE and D", (*rows, 2)),
+            *bias_sums(problem),
         ),
         reasons=chosen.reasons,
     )
+
+
+def _padded_rows(problem: Problem, block_m: int) -> tuple[int, int]:
+    """Heads, and the rows of each in whole tiles: tensor.cuh's row_tiles."""
+    if problem.features.packed:
+        return problem.heads, (problem.seqlen_q // block_m + problem.batch) * block_m
+    return problem.heads, problem.batch * round_up(problem.seqlen_q, block_m)
 
 
 def _macros(

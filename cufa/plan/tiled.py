@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import TypeVar
 
 from cufa.device import Device
-from cufa.plan.choice import Choice, Cost, choose, query_tiles
+from cufa.plan.choice import Choice, Cost, choose, query_tiles, row_tiles
+from cufa.plan.gradients import bias_and_sink_launches, bias_sums, gradient_macros, row_blocks
 from cufa.plan.record import Launch, Macro, Part, Scratch
 from cufa.plan.sizes import (
     BACKWARD_PARAMS_BYTES,
@@ -25,7 +27,7 @@ from cufa.plan.sizes import (
     round_up,
     shared_matrix_bytes,
 )
-from cufa.problem import Problem
+from cufa.problem import Problem, lse_shape
 
 # What a thread's 16-byte read of shared memory costs, in multiply-adds of float32. With it the model
 # predicts the times of 140 combinations of tiles, head dims and dtypes on an H200 within 15 % in four
@@ -172,25 +174,37 @@ def probabilities(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
 
 
 def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
-    """`bwd_2_flash_v2`: a warp for each row, a block for each tile of keys, a warp for each row."""
+    """`bwd_2_flash_v2`: a warp for each row, a block for each tile of keys, a warp for each row.
+
+    If deterministic, a block for each tile of queries instead of that warp.
+    """
     chosen = choose(problem, device, tiles, BACKWARD_TILES, lambda tiles: _backward_cost(problem, tiles))
-    threads = chosen.tiles.threads
-    rows = (problem.batch, problem.heads, problem.seqlen_q)
-    row_blocks = ceil_div(rows[0] * rows[1] * rows[2], threads // device.warp_size)
-    key_blocks = problem.batch * problem.kv_heads * ceil_div(problem.seqlen_k, chosen.tiles.block_n)
+    threads, smem_bytes = chosen.tiles.threads, chosen.cost.smem_bytes
+    rows = lse_shape(problem)
+    warps = threads // device.warp_size
+    key_blocks = problem.kv_heads * row_tiles(problem, problem.seqlen_k, chosen.tiles.block_n)
+    deterministic = problem.features.deterministic
     launches = (
-        Launch("row_sums", row_blocks, threads),
-        Launch("key_tiles", key_blocks, threads, chosen.cost.smem_bytes),
-        Launch("round_queries", row_blocks, threads),
+        Launch("row_sums", row_blocks(problem, prod(rows), warps), threads),
+        Launch("key_tiles", key_blocks, threads, smem_bytes),
+        Launch("query_tiles", query_tiles(problem, chosen.tiles), threads, smem_bytes)
+        if deterministic
+        else Launch("round_queries", ceil_div(prod(rows), warps), threads),
+        *bias_and_sink_launches(problem, threads, warps),
     )
     return Part(
         tiles=asdict(chosen.tiles),
         macros=(
             *_macros(problem, chosen, BACKWARD_PARAMS_BYTES),
             ("BLOCKS_PER_SM", chosen.blocks_per_sm),
+            *gradient_macros(problem),
         ),
         launches=tuple(launch for launch in launches if launch.grid > 0),
-        scratch=(Scratch("dQ sums", (*rows, problem.head_dim)), Scratch("D", rows)),
+        scratch=(
+            Scratch("LSE and D", (*rows, 2)),
+            *(() if deterministic else (Scratch("dQ sums", (*rows, problem.head_dim)),)),
+            *bias_sums(problem),
+        ),
         reasons=chosen.reasons,
     )
 

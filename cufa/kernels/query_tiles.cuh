@@ -1,0 +1,35 @@
+// Which tiles of queries see the keys of a tile.
+#pragma once
+
+#include "key_tiles.cuh"
+#include "tensor.cuh"
+
+template <int BlockM>
+struct QueryTiles {
+    int begin, end;              // the rows that see some key, from the first of a tile on
+    int whole_begin, whole_end;  // the rows that see every key, if the tile is a whole one
+
+    // Both ends of who sees a key move on from key to key, if they move.
+    __device__ QueryTiles(const Mask& mask, int first_key, int keys) {
+        const int last_key = min(first_key + keys, mask.seqlen_k) - 1;
+        const bool whole = first_key + keys <= mask.seqlen_k;
+        begin = mask.first_row(first_key) / BlockM * BlockM;
+        end = mask.rows_end(last_key);
+        if (kUsedKeys && last_key < first_key) end = 0;  // none of them counts
+        whole_begin = whole ? mask.first_row(last_key) : mask.seqlen_q;
+        whole_end = mask.rows_end(first_key);
+    }
+
+    // Whether some key of the tile is not seen by all BlockM rows from first_row on.
+    __device__ bool masked(int first_row) const {
+        return kMaskBits != 0 || first_row < whole_begin || whole_end - first_row < BlockM;
+    }
+};
+
+// Keys have gradients from the sequence's first to this one, whether they are used or not.
+__device__ inline int end_of_keys(const BackwardParams& params, const Sequence& sequence) {
+    if constexpr (!kUsedKeys) return sequence.seqlen_k;
+    if constexpr (!kPacked) return params.sizes.seqlen_k;
+    const int* cu_seqlens = params.features.cu_seqlens_k + sequence.batch;
+    return cu_seqlens[1] - cu_seqlens[0];
+}

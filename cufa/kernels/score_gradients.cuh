@@ -1,0 +1,37 @@
+// What the backward makes of one score, and what a call asks of the backward beyond config.cuh.
+#pragma once
+
+#include "score_rules.cuh"
+#include "warp_rows.cuh"
+
+#if !defined(DETERMINISTIC) || !defined(BIAS_GRADIENT) || !defined(OWN_BIAS_SUMS)
+#error "the host must define DETERMINISTIC, BIAS_GRADIENT and OWN_BIAS_SUMS"
+#endif
+
+constexpr bool kDeterministic = DETERMINISTIC;  // the same bits in every run: no atomic additions
+constexpr bool kBiasGradient = BIAS_GRADIENT;   // the gradient of the bias is wanted
+constexpr bool kOwnBiasSums = OWN_BIAS_SUMS;    // every score has a sum of its own in it
+
+// Whether dropout keeps one probability.
+__device__ inline bool keeps(const ScoreRules& rules, int row, int key) {
+    return rules.kept(row, key) >> (2 * (row % 2) + key % 2) & 1;
+}
+
+struct ScoreGradient {
+    acc_t p = 0;        // the probability, as dropout left it: dV is the sum of p dO
+    acc_t score = 0;    // dS: what is added to a score has this gradient
+    acc_t product = 0;  // the gradient of the product times the scale, from which dQ and dK are
+};
+
+// From the products Q K^T and dO V^T of a row and a key that it sees. `kept` is whether dropout
+// keeps their probability.
+__device__ inline ScoreGradient score_gradient(const ScoreRules& rules, acc_t product, acc_t dp,
+                                               int row, int key, RowStats stats, bool kept) {
+    const acc_t p = exp2_of(rules.score(product, row, key) - stats.lse_log2);
+    const acc_t scale = !kDropout ? acc_t(1) : kept ? rules.kept_scale() : acc_t(0);
+    ScoreGradient gradient;
+    gradient.p = p * scale;
+    gradient.score = p * (dp * scale - stats.d);
+    gradient.product = gradient.score * rules.slope(product);
+    return gradient;
+}

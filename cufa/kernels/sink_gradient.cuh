@@ -1,0 +1,40 @@
+// The gradient of the sinks: -sum P_sink D over all rows of a head, where P_sink is the probability
+// that the sink has of a row. In a fixed order, so that every run gives the same bits.
+#pragma once
+
+#include "warp_rows.cuh"
+
+template <int Threads>
+using WarpSums = acc_t[Threads / 32];
+
+// The sum over all threads of a block, in thread 0.
+template <int Threads>
+__device__ inline acc_t block_sum(acc_t x, WarpSums<Threads>& warps) {
+    x = lanes_sum<32>(x);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = 0;
+    for (int w = 0; w < Threads / 32; ++w) x += warps[w];
+    return x;
+}
+
+// A block for each head. `stats` are those of all rows.
+template <int Threads>
+__device__ inline void write_sink_gradient(const BackwardParams& params, const RowStats* stats,
+                                           WarpSums<Threads>& warps) {
+    const int head = blockIdx.x;
+    const acc_t sink = static_cast<const acc_t*>(params.features.sink)[head] * acc_t(kLog2E);
+    acc_t sum = 0;
+    for (int b = 0; b < params.sizes.batch; ++b) {
+        const Sequence sequence(params, b);
+        const RowStats* rows = stats + sequence.first_row(head, params.sizes);
+#pragma unroll 4
+        for (int i = threadIdx.x; i < sequence.seqlen_q; i += Threads) {
+            const RowStats row = rows[i];
+            const acc_t p = exp2_of(sink - row.lse_log2);
+            sum -= p == 0 ? acc_t(0) : p * row.d;  // a D that is NaN may be of a row of -inf alone
+        }
+    }
+    sum = block_sum<Threads>(sum, warps);
+    if (threadIdx.x == 0) static_cast<acc_t*>(params.dsink)[head] = sum;
+}

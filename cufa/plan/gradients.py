@@ -1,0 +1,59 @@
+"""What both tiled backwards plan alike: the gradients of bias and sink, and whether sums may be atomic."""
+
+from __future__ import annotations
+
+from math import prod
+
+from cufa.plan.record import Launch, Macro, Scratch
+from cufa.plan.sizes import ceil_div
+from cufa.problem import Problem, lse_shape
+
+
+def gradient_macros(problem: Problem) -> tuple[Macro, ...]:
+    """What score_gradients.cuh asks for."""
+    return (
+        ("DETERMINISTIC", problem.features.deterministic),
+        ("BIAS_GRADIENT", _bias_gradient(problem)),
+        ("OWN_BIAS_SUMS", _bias_gradient(problem) and _own_bias_sums(problem)),
+    )
+
+
+def bias_sums(problem: Problem) -> tuple[Scratch, ...]:
+    """The last part of the workspace, as bias_gradient.cuh lays it out."""
+    bias = problem.features.bias
+    if bias is None or not _bias_gradient(problem):
+        return ()
+    shape = (*lse_shape(problem), bias[3]) if _own_bias_sums(problem) else bias
+    return (Scratch("dbias sums", shape),)
+
+
+def bias_and_sink_launches(problem: Problem, threads: int, warps: int) -> tuple[Launch, ...]:
+    """The entries that end the gradients of bias and sink, if they are wanted."""
+    bias = problem.features.bias
+    elements = prod(bias) if bias is not None and _bias_gradient(problem) else 0
+    heads = problem.heads if "sink" in problem.features.gradients else 0
+    return (
+        Launch("bias_gradient", ceil_div(elements, threads), threads),
+        # Each warp's sum.
+        Launch("sink_gradient", heads, threads, warps * problem.accumulator.itemsize),
+    )
+
+
+def row_blocks(problem: Problem, rows: int, warps: int) -> int:
+    """Blocks of row_sums: a warp for each of the rows, and one block at least to clear the bias's sums."""
+    return max(ceil_div(rows, warps), 1 if _bias_gradient(problem) else 0)
+
+
+def _bias_gradient(problem: Problem) -> bool:
+    return "bias" in problem.features.gradients
+
+
+def _own_bias_sums(problem: Problem) -> bool:
+    """Whether every score has its own sum: if it costs nothing, or if the order of additions matters."""
+    features = problem.features
+    if features.bias is None:
+        return False
+    batch, heads, rows, _ = features.bias
+    # How many rows packed sequences have is known on the GPU only.
+    all_rows = rows > 1 if features.packed else rows == problem.seqlen_q
+    return features.deterministic or ((batch, heads) == (problem.batch, problem.heads) and all_rows)

@@ -1,0 +1,239 @@
+"""Features of the backward kernels, on the emulator: every pair of them, and where they have edges."""
+
+import hashlib
+import os
+
+import numpy as np
+import pytest
+from emulator import available, calls
+from feature_cases import ALONE, Case, draw_case, feature_id, hide_nan, pairwise
+from tolerance import DTYPES, assert_gradients, random_problem
+
+from cufa import reference
+from cufa.checking import judge
+from cufa.problem import accumulator_dtype
+
+# In CI these tests must run: there, no compiler is an error in each of them.
+pytestmark = pytest.mark.skipif(
+    not available() and os.environ.get("CI") != "true", reason="no C++ compiler to run kernels on the CPU"
+)
+
+# Several tiles of each length, and little work for the threads that have none.
+TILES = {
+    "bwd_2_flash_v2": {"block_m": 16, "block_n": 16, "threads": 64, "lanes": 8},
+    "bwd_3_mma": {"block_m": 16, "block_n": 32, "threads": 64, "stages": 2, "split": 1},
+}
+SHARED_ROWS = {"block_m": 32, "block_n": 32, "threads": 128, "stages": 1, "split": 2}
+BY_DTYPE = [
+    ("bwd_2_flash_v2", "float32"),
+    ("bwd_2_flash_v2", "float64"),
+    ("bwd_3_mma", "float16"),
+    ("bwd_3_mma", "bfloat16"),
+]
+ONE_DTYPE = BY_DTYPE[::2]
+
+# Each set with one dtype of each kernel, in turn: compiling takes most of the time.
+ALL_SETS = [
+    (*BY_DTYPE[first + i % 2], features)
+    for first in (0, 2)
+    for i, features in enumerate((*ALONE, *pairwise()))
+]
+LENGTHS = [(39, 53), (53, 39), (1, 40), (40, 1), (0, 5), (5, 0)]
+SIZES = {"heads": 2, "kv_heads": 1, "head_dim": 24, "head_dim_v": 40}
+EVERYTHING = (
+    *("window", "softcap", "bias", "mask", "alibi_slopes", "sink", "dropout", "packed"),
+    *("seqused_k", "dlse", "dbias", "dsink"),
+)
+
+
+@pytest.fixture
+def rng(request):
+    return np.random.default_rng(int(hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16], 16))
+
+
+def check(kernel, case, **options):
+    """Run a case and hold it to the rule; what no row sees is NaN."""
+    hide_nan(case)
+    gradients = run(kernel, case, **options)
+    assert_gradients(gradients, case.problem, **case.backward)
+    return gradients
+
+
+def run(kernel, case, **options):
+    """The gradients, from the output and the LSE of the reference."""
+    problem, name = case.problem, case.problem.dtype_name
+    inputs = problem.q, problem.k, problem.v
+    options = {"tiles": TILES[kernel], **case.emulator_backward, **options}
+    with np.errstate(all="ignore"):
+        out, lse = reference.attention(*inputs, dtype=judge(name), **case.forward)
+        out, lse = out.astype(name), lse.astype(accumulator_dtype(name))
+        return calls.attention_backward(problem.dout, *inputs, out, lse, kernel=kernel, **options)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "features"),
+    ALL_SETS,
+    ids=lambda value: feature_id(value) if isinstance(value, frozenset) else value,
+)
+def test_features(rng, kernel, dtype, features):
+    for seqlen_q, seqlen_k in LENGTHS:
+        check(kernel, draw_case(rng, dtype, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **SIZES))
+
+
+@pytest.mark.parametrize(
+    "window", [(0, 0), (15, 16), (16, 15), (31, 0), (5, None), (None, 20), (2**31 - 1, 3)]
+)
+@pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
+def test_window_edges(rng, kernel, dtype, window):
+    for deterministic, (seqlen_q, seqlen_k) in enumerate([(70, 70), (33, 80), (80, 33)]):
+        case = draw_case(rng, dtype, (), seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=1, **SIZES)
+        case.numbers["window"] = window
+        check(kernel, case, deterministic=deterministic == 1)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
+def test_lengths_of_packed_sequences(rng, kernel, dtype, deterministic):
+    lengths = [([0, 0, 0], [0, 0, 0]), ([0, 40, 0, 1, 0], [7, 0, 33, 16, 0]), ([32, 32, 64], [48, 1, 15])]
+    for before in (0, 100):  # more than some tiles
+        for rows, keys in lengths:
+            case = packed_case(rng, dtype, before, rows, keys)
+            dq, dk, dv = check(kernel, case, deterministic=deterministic)
+            for gradient, cu_seqlens in zip((dq, dk, dv), (rows, keys, keys), strict=True):
+                first, last = before, before + sum(cu_seqlens)
+                assert np.isfinite(gradient[first:last]).all()
+                # What is of no sequence is left as it was.
+                assert np.isnan(gradient[:first]).all()
+                assert np.isnan(gradient[last:]).all()
+
+
+def packed_case(rng, dtype, before, rows, keys):
+    """A causal case of sequences with these lengths, and tokens before and after them."""
+    cu_seqlens = {
+        f"cu_seqlens_{name}": np.cumsum([before, *sizes]).astype(np.int32)
+        for name, sizes in (("q", rows), ("k", keys))
+    }
+    tokens = [int(cu[-1]) + 3 for cu in cu_seqlens.values()]
+    problem = random_problem(rng, dtype, seqlen_q=tokens[0], seqlen_k=tokens[1], **SIZES)
+    parts = (x[0] for x in (problem.q, problem.k, problem.v, problem.dout))
+    return Case(type(problem)(*parts), {"causal": True}, cu_seqlens, None, (), False)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
+def test_gradients_of_keys_that_do_not_count_are_zero(rng, kernel, dtype, packed):
+    case = draw_case(rng, dtype, ["seqused_k"], seqlen_q=30, seqlen_k=70, batch=3, **SIZES)
+    if packed:
+        case = packed_case(rng, dtype, 5, [30, 20, 40], [70, 70, 70])
+    case.arrays["seqused_k"] = np.array([0, 20, 33], np.int32)
+    _, *gradients = check(kernel, case)
+    for gradient in gradients:
+        sequences = gradient[5:215].reshape(3, 70, *gradient.shape[1:]) if packed else gradient
+        for sequence, used in zip(sequences, case.arrays["seqused_k"], strict=True):
+            assert (sequence[used:] == 0).all()
+            assert sequence[:used].all(axis=-1).any() or used == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 1), (1, 2, 30), (2, 2, 30)])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
+def test_broadcasts_of_the_bias(rng, kernel, dtype, deterministic, shape):
+    for features in (["causal"], ["packed"]):
+        case = draw_case(rng, dtype, [*features, "dbias"], seqlen_q=30, seqlen_k=21, **SIZES)
+        case.arrays["bias"] = rng.standard_normal((*shape, 21)).astype(dtype)
+        *_, dbias = check(kernel, case, deterministic=deterministic)
+        if features == ["causal"] and shape[2] > 1:
+            row, key = np.ogrid[:30, :21]
+            assert (dbias[..., key > row - 9] == 0).all()
+
+
+@pytest.mark.parametrize("bias_dtype", DTYPES)
+@pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
+def test_dtypes_of_the_bias(rng, kernel, dtype, bias_dtype):
+    case = draw_case(rng, dtype, ["causal", "dbias"], seqlen_q=21, seqlen_k=37, **SIZES)
+    case.arrays["bias"] = rng.standard_normal((2, 21, 37)).astype(bias_dtype)
+    *_, dbias = check(kernel, case)
+    assert dbias.dtype == bias_dtype
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
+def test_a_bias_without_queries_has_gradient_zero(rng, kernel, dtype):
+    for deterministic in (False, True):
+        case = draw_case(rng, dtype, ["dbias", "dsink"], seqlen_q=0, seqlen_k=9, **SIZES)
+        case.arrays["bias"] = np.ones((1, 9), dtype)
+        *_, dbias, dsink = check(kernel, case, deterministic=deterministic)
+        assert not dbias.any()
+        assert not dsink.any()
+
+
+@pytest.mark.parametrize("sink", [-200.0, 12.0])
+@pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
+def test_sinks_far_from_the_scores(rng, kernel, dtype, sink):
+    case = draw_case(rng, dtype, ["causal", "dlse", "dsink"], seqlen_q=30, seqlen_k=20, **SIZES)
+    case.arrays["sink"][:] = sink, 1
+    check(kernel, case)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
+def test_a_sink_that_is_no_score_has_gradient_zero(rng, kernel, dtype):
+    case = draw_case(rng, dtype, ["causal", "dlse", "dsink"], seqlen_q=30, seqlen_k=20, **SIZES)
+    case.arrays["sink"][:] = -np.inf
+    case.problem.dout[:, :10] = np.nan  # rows that see no key
+    *gradients, dsink = run(kernel, case)
+    assert all(np.isfinite(gradient).all() for gradient in gradients)
+    assert (dsink == 0).all()
+
+
+@pytest.mark.parametrize("features", [(), ("causal", "dbias"), EVERYTHING])
+@pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
+def test_deterministic_calls_give_the_same_bits(rng, kernel, dtype, features):
+    case = draw_case(rng, dtype, [*features, "deterministic"], seqlen_q=70, seqlen_k=90, **SIZES)
+    first, second = (check(kernel, case, checked=checked) for checked in (True, False))
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("features", ["window", "mask"])
+@pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
+def test_nan_shows_where_it_is_seen(rng, kernel, dtype, features, name, bad):
+    for deterministic in (False, True):
+        case = draw_case(rng, dtype, [features], seqlen_q=50, seqlen_k=50, batch=1, **SIZES)
+        if features == "window":
+            case.numbers["window"] = (12, 4)
+        else:
+            case.arrays["mask"] = np.add.outer(np.arange(50), np.arange(50)) % 2 == 0
+        getattr(case.problem, name)[:, 30] = bad
+        gradients = check(kernel, case, deterministic=deterministic)
+        assert not all(np.isfinite(gradient).all() for gradient in gradients)
+        assert all(np.isfinite(gradient).any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("features", [("dropout",), ("softcap", "dbias"), EVERYTHING])
+def test_warps_that_share_rows(rng, features):
+    for deterministic in (False, True):
+        case = draw_case(rng, "float16", features, seqlen_q=70, seqlen_k=90, **SIZES)
+        check("bwd_3_mma", case, tiles=SHARED_ROWS, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("features", [(), ("mask_bits", "causal"), EVERYTHING])
+@pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
+def test_the_tiles_that_the_plan_chooses(rng, kernel, dtype, features, deterministic):
+    case = draw_case(rng, dtype, features, seqlen_q=150, seqlen_k=170, batch=1, **SIZES)
+    check(kernel, case, tiles=None, checked=False, deterministic=deterministic)
+
+
+def test_strides_of_bias_and_mask(rng):
+    """Rows and heads of a larger array."""
+    case = draw_case(rng, "float16", ["dbias", "mask"], seqlen_q=33, seqlen_k=40, **SIZES)
+    whole = {
+        "bias": rng.standard_normal((3, 4, 40, 50)).astype(np.float32),
+        "mask": rng.random((3, 4, 40, 50)) < 0.7,
+    }
+    for name, array in whole.items():
+        case.arrays[name] = array[1:, ::2, 3:36, 5:45]
+    for kernel in TILES:
+        gradients = run(kernel, case)
+        assert_gradients(gradients, case.problem, **case.backward)

@@ -83,7 +83,8 @@ class Executable:
         self._allocate = functools.partial(cupy.empty, plan.workspace_bytes, np.uint8)
         self._encoder = Encoder(plan.problem, plan.boxes) if plan.boxes else None
         # Allocated now: a call may be captured, when nothing can be.
-        self._counters = counters.of_device(cupy.cuda.runtime.getDevice()) if plan.boxes else None
+        counted = bool(plan.boxes) and not plan.scratch
+        self._counters = counters.of_device(cupy.cuda.runtime.getDevice()) if counted else None
         module = jit.load(jit.build(plan.variant))
         self._launches = [
             (_Kernel(module, launch), step) for launch in plan.launches for step in range(launch.steps)
@@ -95,8 +96,9 @@ class Executable:
         workspace = self._allocate() if plan.workspace_bytes else None
         address = workspace.data.ptr if workspace is not None else 0
         maps = b""
-        if self._encoder is not None and self._counters is not None:
+        if self._encoder is not None:
             maps = self._encoder(tensors)
+        if self._counters is not None:
             address = self._counters.take()
         for kernel, step in self._launches:
             kernel(maps + pack_attention(plan.problem, tensors, lse, address, softmax_scale, step))

@@ -12,12 +12,12 @@
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: 128 keys of one KV head; warpgroup: 64 of them
-// Shared   K, V; rings of STAGES Q and dO tiles with the rows' statistics, of SCORE_STAGES tiles of dS^T
+// Shared   K, V; rings of STAGES Q and dO tiles with the rows' statistics, and dS^T tiles
 // Global   workspace: sums of dQ, then statistics (wgmma_backward.cuh)
 // Writes   dQ, dK, dV
 #include "wgmma_backward.cuh"
 
-constexpr int kBlockM = BLOCK_M, kStages = STAGES, kScoreStages = SCORE_STAGES;
+constexpr int kBlockM = BLOCK_M, kStages = STAGES;
 constexpr int kConsumers = 2;
 constexpr int kBlockN = kConsumers * kWgmmaM;
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
@@ -55,11 +55,12 @@ struct Smem {
     ValueRows v[kConsumers];
     QueryRows q[kStages];
     OutRows dout[kStages];
-    ScoreRows ds[kScoreStages][kConsumers];
+    ScoreRows ds[kStages][kConsumers];
     Statistics rows[kStages];
     Ring<kStages> ring;
-    Ring<kScoreStages> ds_ring;
+    Ring<kStages> ds_ring;
     Ring<1> keys_ring;
+    bool took_out[kConsumers];  // whether there was NaN or infinity in masked tiles
 };
 
 using Scores = WgmmaSums<kBlockM>;
@@ -101,7 +102,7 @@ __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork wo
 }
 
 __device__ inline void produce(Smem& smem, const Params& params) {
-    const Keys keys{params.call.sizes};
+    Keys keys(params.call.sizes);
     RingPosition<1> keys_to;
     RingPosition<kStages> to;
     KeyWork work = keys.first();
@@ -116,7 +117,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
 // ---- the consumers: a warpgroup for 64 keys ----
 
 // Barriers of parts of the block; __syncthreads has number 0.
-enum NamedBarrier { kKeysDone = 1, kFirstTurn, kFirstStore = kFirstTurn + kConsumers };
+enum NamedBarrier { kKeysDone = 1, kFirstTurn, kFirstOfWarpgroup = kFirstTurn + kConsumers };
 
 // Warpgroups take turns from a tile's first product to its weights, so that the tensor cores serve one
 // while the other waits for its dQ.
@@ -144,8 +145,7 @@ struct Consumer {
     KeySoftmax<kBlockM> softmax;
     RingPosition<1> keys_at;
     RingPosition<kStages> at;
-    RingPosition<kScoreStages> ds_to, ds_from;  // where dS goes, and from where dQ takes it
-    float* tile_before;                         // the sums of dQ of the tile before
+    float* tile_before;  // the sums of dQ of the tile before, of which dS lies a stage before
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
         : smem(smem), params(params), warpgroup(warpgroup), turns(warpgroup) {}
@@ -172,8 +172,9 @@ struct Consumer {
         issue_product_nt<kValue, kBlockM>(dp, smem.v[warpgroup], smem.dout[at.stage]);
     }
 
-    __device__ void exponentiate(Scores& s, const Walk& walk) const {
+    __device__ void exponentiate(Scores& s, const Walk& walk) {
         if (walk.masked()) {
+            take_out_nonfinite(s);
             softmax.exponentiate<true>(s, smem.rows[at.stage], walk.tile);
         } else {
             softmax.exponentiate<false>(s, smem.rows[at.stage], walk.tile);
@@ -200,36 +201,39 @@ struct Consumer {
 
     // Shows dS^T to the other warpgroup.
     __device__ void share(const Weights& ds) {
-        smem.ds_ring.wait_empty(ds_to);
-        write_rows<kBlockM>(smem.ds[ds_to.stage][warpgroup], ds, warp_row());
+        smem.ds_ring.wait_empty(at);
+        write_rows<kBlockM>(smem.ds[at.stage][warpgroup], ds, warp_row());
         ptx::proxy_fence();
-        ptx::barrier_arrive(smem.ds_ring.full[ds_to.stage]);
-        ds_to.advance();
+        ptx::barrier_arrive(smem.ds_ring.full[at.stage]);
     }
 
     // Issues this warpgroup's part of dQ^T = K^T dS^T, of all keys, for the tile before. At the first
     // tile that is a product of whatever is there, and is not used.
     __device__ void issue_query_gradients(QueryPart& dq) {
-        if (tile_before != nullptr) smem.ds_ring.wait_full(ds_from);
-        issue_product_tn<Sums::kCols>(dq, smem.k, kPanels > 1 ? warpgroup : 0,
-                                      smem.ds[ds_from.stage], kPanels > 1 ? 0 : warpgroup);
+        const RingPosition<kStages> from = before(at);
+        if (tile_before != nullptr) smem.ds_ring.wait_full(from);
+        issue_product_tn<Sums::kCols>(dq, smem.k, kPanels > 1 ? warpgroup : 0, smem.ds[from.stage],
+                                      kPanels > 1 ? 0 : warpgroup);
     }
 
     __device__ void add_query_gradients(const QueryPart& dq) {
         if (tile_before == nullptr) return;
-        release(smem.ds_ring, ds_from);
+        release(smem.ds_ring, before(at));
         Sums::add(tile_before, warpgroup, dq, Keys::sets_sums(work));
     }
 
     // Ends with a tile of queries.
     __device__ void finish(const Walk& walk) {
         release(smem.ring, at);
+        at.advance();
         const QueryWorkspace workspace(params.call.workspace, params.call.sizes);
         tile_before = workspace.sums_of(work.batch, walk.head, walk.tile);
     }
 
     // Stores the gradients of this warpgroup's keys through the shared memory that had the keys.
-    __device__ void store(WgmmaSums<kHead>& dk, WgmmaSums<kValue>& dv, bool took_keys) {
+    __device__ void store(WgmmaSums<kHead>& dk, WgmmaSums<kValue>& dv, const Tiles& tiles,
+                          bool took_keys) {
+        if (smem.took_out[warpgroup]) add_nonfinite<kValue>(dv, params.call, work, tiles, softmax, 0);
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kKeysDone);
         store<kValue>(params.dv, smem.v[warpgroup], dv, 1);
         store<kHead>(params.dk, smem.k[warpgroup], dk, params.call.softmax_scale);
@@ -241,6 +245,21 @@ struct Consumer {
     }
 
   private:
+    // Where a mask cuts through a tile, NaN or infinity in a row or a key must not reach those that it
+    // does not see; but 0 * NaN is NaN, and a product over the whole tile would multiply by it. Keys and
+    // queries with it need not keep it: the rows that see them have an LSE that is NaN.
+    __device__ void take_out_nonfinite(const Scores& s) {
+        const int barrier = kFirstOfWarpgroup + warpgroup;
+        const bool found = softmax.finds_nonfinite(s, smem.rows[at.stage]);
+        if (!ptx::named_barrier_or<kWarpgroup>(barrier, found)) return;
+        clear_nonfinite<kWarpgroup>(smem.k[warpgroup]);
+        clear_nonfinite<kWarpgroup>(smem.q[at.stage]);
+        clear_nonfinite<kWarpgroup>(smem.dout[at.stage]);
+        ptx::proxy_fence();
+        ptx::named_barrier_sync<kWarpgroup>(barrier);
+        smem.took_out[warpgroup] = true;
+    }
+
     template <int Dims, class Rows>
     __device__ void store(const TensorMap& map, Rows& rows, WgmmaSums<Dims>& sums, float scale) {
 #pragma unroll
@@ -249,7 +268,7 @@ struct Consumer {
         round_to_operand<Dims>(rounded, sums);
         write_rows<Dims>(rows, rounded, warp_row());
         ptx::proxy_fence();
-        ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup);
+        ptx::named_barrier_sync<kWarpgroup>(kFirstOfWarpgroup + warpgroup);
         if (threadIdx.x % kWarpgroup == 0) {
             store_tile(map, rows, work.batch, work.kv_head, work.first_key + warpgroup * kWgmmaM, 0);
         }
@@ -304,7 +323,7 @@ __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSum
 }
 
 __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) {
-    const Keys keys{params.call.sizes};
+    Keys keys(params.call.sizes);
     Consumer consumer(smem, params, warpgroup);
     KeyWork work = keys.first();
     do {
@@ -314,7 +333,7 @@ __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) 
         const Walk walk(tiles, params.call.sizes, work.kv_head);
         consumer.begin(work);
         if (walk.left > 0) attend(consumer, dk, dv, walk);
-        consumer.store(dk, dv, walk.left > 0);
+        consumer.store(dk, dv, tiles, walk.left > 0);
     } while (keys.next(work));
 }
 
@@ -326,6 +345,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         smem.ring.init(kWarps);
         init_shared_ring(smem.ds_ring, kConsumers * kWarpgroup, kWarps);
         smem.keys_ring.init(kConsumers);
+        for (bool& took_out : smem.took_out) took_out = false;
         ptx::barrier_init_fence();
     }
     __syncthreads();

@@ -54,6 +54,7 @@ struct Smem {
     Statistics rows[kStages];
     Ring<kStages> q_ring, dout_ring, p_ring, ds_ring;
     Ring<1> keys_ring;
+    bool took_out;  // whether there was NaN or infinity in masked tiles
 };
 
 using Scores = WgmmaSums<kBlockM>;
@@ -92,7 +93,7 @@ __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork wo
 }
 
 __device__ inline void produce(Smem& smem, const Params& params) {
-    const Keys keys{params.call.sizes};
+    Keys keys(params.call.sizes);
     RingPosition<1> keys_to;
     RingPosition<kStages> to;
     KeyWork work = keys.first();
@@ -107,7 +108,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
 // ---- the consumers: a warpgroup for half of the head dims ----
 
 // Barriers of parts of the block; __syncthreads has number 0.
-enum NamedBarrier { kKeysDone = 1, kFirstStore };
+enum NamedBarrier { kKeysDone = 1, kFirstOfWarpgroup };
 // The warpgroup that computes P, and the one that computes dS.
 enum Role { kWeights, kWeightGradients };
 
@@ -124,8 +125,8 @@ struct Consumer {
     KeyWork work;
     KeySoftmax<kBlockM> softmax;
     RingPosition<1> keys_at;
-    RingPosition<kStages> at, before;  // of this tile and of the one before
-    float* tile_before;                // the sums of dQ of the tile before
+    RingPosition<kStages> at;
+    float* tile_before;  // the sums of dQ of the tile before
 
     __device__ Consumer(Smem& smem, const Params& params) : smem(smem), params(params) {}
 
@@ -152,6 +153,7 @@ struct Consumer {
     // Computes P^T and shares it.
     __device__ void share_weights(Scores& s, const Walk& walk) {
         if (walk.masked()) {
+            take_out_nonfinite(s);
             softmax.template exponentiate<true>(s, smem.rows[at.stage], walk.tile);
         } else {
             softmax.template exponentiate<false>(s, smem.rows[at.stage], walk.tile);
@@ -180,16 +182,17 @@ struct Consumer {
 
     // Issues dK += dS^T Q for the tile before.
     __device__ void issue_key_gradients(WgmmaSums<kHeadPart>& dk) {
-        smem.ds_ring.wait_full(before);
-        issue_product_nn<kBlockM, kHeadPart>(dk, smem.ds[before.stage],
-                                             part_of<kHeadPart>(smem.q[before.stage], kRole));
+        const RingPosition<kStages> from = before(at);
+        smem.ds_ring.wait_full(from);
+        issue_product_nn<kBlockM, kHeadPart>(dk, smem.ds[from.stage],
+                                             part_of<kHeadPart>(smem.q[from.stage], kRole));
     }
 
     // Issues a panel of this warpgroup's part of dQ^T = K^T dS^T for the tile before.
     __device__ void issue_query_gradients(QueryPart& dq, int panel) {
         issue_product_tn<kBlockM>(dq, reinterpret_cast<KeyRows(&)[1]>(smem.k),
                                   kRole * kPartPanels + panel,
-                                  reinterpret_cast<ScoreRows(&)[1]>(smem.ds[before.stage]), 0);
+                                  reinterpret_cast<ScoreRows(&)[1]>(smem.ds[before(at).stage]), 0);
     }
 
     __device__ void add_query_gradients(const QueryPart& dq, int panel) const {
@@ -200,15 +203,18 @@ struct Consumer {
     __device__ void advance(Walk& walk) {
         const QueryWorkspace workspace(params.call.workspace, params.call.sizes);
         tile_before = workspace.sums_of(work.batch, walk.head, walk.tile);
-        before = at;
         at.advance();
         walk.advance();
     }
 
     // Stores the gradients of the keys in this warpgroup's part of the head dims through the shared
     // memory that had the keys.
-    __device__ void store(WgmmaSums<kHeadPart>& dk, WgmmaSums<kValuePart>& dv, bool took_keys) {
+    __device__ void store(WgmmaSums<kHeadPart>& dk, WgmmaSums<kValuePart>& dv, const Tiles& tiles,
+                          bool took_keys) {
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kKeysDone);
+        if (smem.took_out) {
+            add_nonfinite<kValuePart>(dv, params.call, work, tiles, softmax, kRole * kValuePart);
+        }
         store<kValuePart>(params.dv, smem.v, dv, 1);
         store<kHeadPart>(params.dk, smem.k, dk, params.call.softmax_scale);
         if (threadIdx.x % kWarpgroup == 0) {
@@ -219,6 +225,22 @@ struct Consumer {
     }
 
   private:
+    // Where a mask cuts through a tile, NaN or infinity in a row or a key must not reach those that it
+    // does not see; but 0 * NaN is NaN, and a product over the whole tile would multiply by it. Keys and
+    // queries with it need not keep it: the rows that see them have an LSE that is NaN.
+    __device__ void take_out_nonfinite(const Scores& s) {
+        constexpr int kBarrier = kFirstOfWarpgroup + kRole;
+        const bool found = softmax.finds_nonfinite(s, smem.rows[at.stage]);
+        if (!ptx::named_barrier_or<kWarpgroup>(kBarrier, found)) return;
+        smem.dout_ring.wait_full(at);
+        clear_nonfinite<kWarpgroup>(smem.k);
+        clear_nonfinite<kWarpgroup>(smem.q[at.stage]);
+        clear_nonfinite<kWarpgroup>(smem.dout[at.stage]);
+        ptx::proxy_fence();
+        ptx::named_barrier_sync<kWarpgroup>(kBarrier);
+        smem.took_out = true;
+    }
+
     template <int Dims, class Rows>
     __device__ void store(const TensorMap& map, Rows& tile, WgmmaSums<Dims>& sums, float scale) {
 #pragma unroll
@@ -228,7 +250,7 @@ struct Consumer {
         auto& rows = part_of<Dims>(tile, kRole);
         write_rows<Dims>(rows, rounded, warp_row());
         ptx::proxy_fence();
-        ptx::named_barrier_sync<kWarpgroup>(kFirstStore + kRole);
+        ptx::named_barrier_sync<kWarpgroup>(kFirstOfWarpgroup + kRole);
         if (threadIdx.x % kWarpgroup == 0) {
             store_tile(map, rows, work.batch, work.kv_head, work.first_key, kRole * Dims);
         }
@@ -258,7 +280,6 @@ template <bool First, Role kRole>
 __device__ inline void attend(Consumer<kRole>& consumer, WgmmaSums<kHeadPart>& dk,
                               WgmmaSums<kValuePart>& dv, const Walk& walk) {
     Smem& smem = consumer.smem;
-    RingPosition<kStages> at = consumer.at, before = consumer.before;
     Scores s;
     QueryPart dq;
     consumer.issue_scores(s);
@@ -273,7 +294,7 @@ __device__ inline void attend(Consumer<kRole>& consumer, WgmmaSums<kHeadPart>& d
     if (!First) {
         wait_product<0>(dq);
         hold_all(dk);
-        release(smem.q_ring, before);
+        release(smem.q_ring, before(consumer.at));
         consumer.add_query_gradients(dq, 0);
         for (int panel = 1; panel < kPartPanels; ++panel) consumer.issue_query_gradients(dq, panel);
     }
@@ -281,14 +302,12 @@ __device__ inline void attend(Consumer<kRole>& consumer, WgmmaSums<kHeadPart>& d
     if (kRole == kWeightGradients) consumer.share_gradients(s, walk);
     if (!First) {
         wait_product<1>(dq);
-        before = consumer.before;
-        release(smem.ds_ring, before);
+        release(smem.ds_ring, before(consumer.at));
         if (kPartPanels > 1) consumer.add_query_gradients(dq, kPartPanels - 1);
     }
     wait_product<0>(dv);
-    release(smem.p_ring, at);
-    at = consumer.at;
-    release(smem.dout_ring, at);
+    release(smem.p_ring, consumer.at);
+    release(smem.dout_ring, consumer.at);
 }
 
 // What lags behind of the last tile.
@@ -304,14 +323,13 @@ __device__ inline void finish(Consumer<kRole>& consumer, WgmmaSums<kHeadPart>& d
         hold_all(dk);
         consumer.add_query_gradients(dq, panel);
     }
-    RingPosition<kStages> q_before = consumer.before, ds_before = consumer.before;
-    release(smem.q_ring, q_before);
-    release(smem.ds_ring, ds_before);
+    release(smem.q_ring, before(consumer.at));
+    release(smem.ds_ring, before(consumer.at));
 }
 
 template <Role kRole>
 __device__ inline void consume(Smem& smem, const Params& params) {
-    const Keys keys{params.call.sizes};
+    Keys keys(params.call.sizes);
     Consumer<kRole> consumer(smem, params);
     KeyWork work = keys.first();
     do {
@@ -329,7 +347,7 @@ __device__ inline void consume(Smem& smem, const Params& params) {
             }
             finish(consumer, dk);
         }
-        consumer.store(dk, dv, any);
+        consumer.store(dk, dv, tiles, any);
     } while (keys.next(work));
 }
 
@@ -343,6 +361,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         init_shared_ring(smem.p_ring, kWarpgroup, kWarps);
         init_shared_ring(smem.ds_ring, kWarpgroup, kWarps);
         smem.keys_ring.init(kConsumers);
+        smem.took_out = false;
         ptx::barrier_init_fence();
     }
     __syncthreads();

@@ -12,40 +12,48 @@ struct KeyWork {
     int batch, kv_head, first_key;
 };
 
-// The tiles of keys that a block works on: one, or all of a head. All of a head take no turns with other
-// blocks in the sums of dQ: its first tile, which every query that sees any key sees, sets them.
+// The tiles of keys that a block works on: those that the grid leaves to it or, if WholeHead, all of one
+// head. The sums of dQ are then its own, and its first tile, which every query that sees any key sees,
+// sets them.
 template <int BlockN, bool WholeHead, bool Causal, int SectionBytes>
 struct KeyTiles {
     const Sizes& sizes;
+    int index = blockIdx.x;
+
+    __device__ explicit KeyTiles(const Sizes& sizes) : sizes(sizes) {}
 
     __device__ KeyWork first() const {
-        if (WholeHead) return {blockIdx.x / sizes.kv_heads, blockIdx.x % sizes.kv_heads, 0};
-        return tile_of_block();
+        if (WholeHead) return {index / sizes.kv_heads, index % sizes.kv_heads, 0};
+        return tile_at_index();
     }
-    // Whether there is another tile, and goes on to it.
-    __device__ bool next(KeyWork& work) const {
-        work.first_key += BlockN;
-        return WholeHead && work.first_key < sizes.seqlen_k;
+    // Goes on to the next tile, if there is one.
+    __device__ bool next(KeyWork& work) {
+        if (WholeHead) return (work.first_key += BlockN) < sizes.seqlen_k;
+        index += gridDim.x;
+        if (index >= heads() * tiles()) return false;
+        work = tile_at_index();
+        return true;
     }
     __device__ static bool sets_sums(const KeyWork& work) { return WholeHead && work.first_key == 0; }
 
   private:
+    __device__ int heads() const { return sizes.batch * sizes.kv_heads; }
+    __device__ int tiles() const { return ceil_div(sizes.seqlen_k, BlockN); }
+
     // Heads come in sections that the L2 cache holds queries and sums of. Within a section the first
     // keys come first: under a causal mask most queries see those, and long work that starts late would
     // leave the GPU waiting for it.
-    __device__ KeyWork tile_of_block() const {
+    __device__ KeyWork tile_at_index() const {
         constexpr int kRowBytes = (kHeadDim + kValueDim) * static_cast<int>(sizeof(scalar_t)) +
                                   kHeadDim * static_cast<int>(sizeof(float));
-        const int tiles = ceil_div(sizes.seqlen_k, BlockN);
-        const int heads = sizes.batch * sizes.kv_heads;
         const int group = sizes.heads / sizes.kv_heads;
         const long long head_bytes = static_cast<long long>(sizes.seqlen_q) * group * kRowBytes + 1;
         const long long fitting = Causal ? SectionBytes / head_bytes : 1;
-        const int section_heads = fitting < 1 ? 1 : fitting > heads ? heads : fitting;
+        const int section_heads = fitting < 1 ? 1 : fitting > heads() ? heads() : fitting;
 
-        const int first_head = blockIdx.x / (section_heads * tiles) * section_heads;
-        const int in_section = min(section_heads, heads - first_head);
-        const int place = blockIdx.x - first_head * tiles;
+        const int first_head = index / (section_heads * tiles()) * section_heads;
+        const int in_section = min(section_heads, heads() - first_head);
+        const int place = index - first_head * tiles();
         const int head = first_head + place % in_section;
         return {head / sizes.kv_heads, head % sizes.kv_heads, place / in_section * BlockN};
     }
@@ -55,6 +63,7 @@ struct KeyTiles {
 // see some keys.
 template <int BlockM, int BlockN>
 struct QueryTiles {
+    static constexpr int kBlockM = BlockM;
     int begin, unmasked, end;
 
     __device__ QueryTiles(const Sizes& sizes, int first_key) {
@@ -160,17 +169,20 @@ struct Workspace {
     }
 };
 
-// The tile of queries of a block of the kernels before and after the main one.
+// The tile of queries of a block of the kernels before and after the main one. Those go through the
+// tiles backwards: what one kernel used last, the next finds in the L2 cache.
 template <class Workspace>
 struct QueryBlock {
     Workspace workspace;
     int batch, head, tile;
 
     __device__ explicit QueryBlock(const BackwardParams& call)
-        : workspace(call.workspace, call.sizes),
-          batch(blockIdx.x / workspace.tiles / call.sizes.heads),
-          head(blockIdx.x / workspace.tiles % call.sizes.heads),
-          tile(blockIdx.x % workspace.tiles) {}
+        : workspace(call.workspace, call.sizes) {
+        const int index = gridDim.x - 1 - blockIdx.x;
+        batch = index / workspace.tiles / call.sizes.heads;
+        head = index / workspace.tiles % call.sizes.heads;
+        tile = index % workspace.tiles;
+    }
     __device__ float* sums() const { return workspace.sums_of(batch, head, tile); }
 };
 
@@ -265,6 +277,21 @@ struct KeySoftmax {
         }
     }
 
+    // Whether there is NaN or infinity among the operands of S or, which shows in D, in a row of dO.
+    // Times 0, everything else is 0.
+    __device__ bool finds_nonfinite(const WgmmaSums<BlockM>& s,
+                                    const RowStatistics<BlockM>& rows) const {
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < BlockM / 2; ++i) sum += s[i] * 0;
+#pragma unroll
+        for (int i = 0; i < BlockM / 8; ++i) {
+            const auto d = pair_at(rows.d, i);
+            sum += d[0] * 0 + d[1] * 0;
+        }
+        return sum != 0;
+    }
+
     // S^T becomes P^T = 2^(S^T - LSE).
     template <bool Masked>
     __device__ void exponentiate(WgmmaSums<BlockM>& s, const RowStatistics<BlockM>& rows,
@@ -307,6 +334,30 @@ struct KeySoftmax {
     }
 };
 
+// Adds NaN and infinity in dO to the gradients of the values that those rows see, for the rows that do
+// not see all of a block's keys: 0 times it must not reach the other keys, so it was taken out of the
+// products' operands.
+template <int Cols, class Tiles, class Softmax>
+__device__ inline void add_nonfinite(WgmmaSums<Cols>& dv, const BackwardParams& call, KeyWork work,
+                                     const Tiles& tiles, const Softmax& softmax, int first_col) {
+    const int group = call.sizes.heads / call.sizes.kv_heads;
+    const int end_row = min(tiles.unmasked * Tiles::kBlockM, call.sizes.seqlen_q);
+#pragma unroll 1
+    for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
+        const auto dout = matrix_of<const scalar_t>(call.dout, work.batch, head);
+#pragma unroll 1
+        for (int row = tiles.begin * Tiles::kBlockM; row < end_row; ++row) {
+#pragma unroll
+            for (int i = 0; i < Cols / 2; ++i) {
+                const int col = first_col + i / 4 * 8 + softmax.query + i % 2;
+                if (row < softmax.first_row[i / 2 % 2] || col >= kValueDim) continue;
+                const scalar_t value = dout.row(row)[col];
+                if (!is_finite(value)) dv[i] += to_acc(value);
+            }
+        }
+    }
+}
+
 // A ring that the consumers themselves fill, each of `writers` threads a part.
 template <int Stages>
 __device__ inline void init_shared_ring(Ring<Stages>& ring, int writers, int readers) {
@@ -318,9 +369,15 @@ __device__ inline void init_shared_ring(Ring<Stages>& ring, int writers, int rea
 
 // A warp is done with a stage once its part of a product is.
 template <int Stages>
-__device__ inline void release(Ring<Stages>& ring, RingPosition<Stages>& at) {
+__device__ inline void release(Ring<Stages>& ring, RingPosition<Stages> at) {
     if (threadIdx.x % 32 == 0) ring.release(at);
-    at.advance();
+}
+
+// The position that one advance leads from.
+template <int Stages>
+__device__ inline RingPosition<Stages> before(RingPosition<Stages> at) {
+    if (at.stage == 0) return {Stages - 1, at.parity ^ 1};
+    return {at.stage - 1, at.parity};
 }
 
 // wgmma's description of one panel of columns, with the depth along the rows.

@@ -40,6 +40,7 @@ SCORE_STAGES = 2
 FILLED = 0.9
 TAKE_TURNS = -1
 WHOLE = -1
+STRIDE = 0
 PRODUCER_REGISTERS = 24
 # Registers of a consumer beside accumulators: addresses, descriptions, statistics of rows.
 OVERHEAD_REGISTERS = 30
@@ -105,6 +106,7 @@ def _part(problem: Problem, device: Device, chosen: Choice[Tiles], padded_dim: i
     kv_heads = problem.batch * problem.kv_heads
     whole_head = key_tiles == 1 or _fills(device, kv_heads) if WHOLE < 0 else bool(WHOLE)
     key_blocks = kv_heads * (min(1, key_tiles) if whole_head else key_tiles)
+    if STRIDE and not whole_head: key_blocks = min(key_blocks, device.sm_count)
     launches = (
         Launch("row_sums", heads * query_tiles, HELPER_THREADS),
         Launch("key_tiles", key_blocks, sizes.threads, chosen.cost.smem_bytes),
@@ -158,6 +160,7 @@ def _wide_cost(problem: Problem, tiles: Tiles) -> Cost:
         + tiles.stages * 2 * panel_tile_bytes(n, m)  # P, dS
         + tiles.stages * 2 * m * SUM_BYTES  # LSE and D
         + BARRIER_BYTES * (8 * tiles.stages + 2)
+        + BARRIER_BYTES  # whether anything was taken out
     )
     # S or dP, dK and dV, a panel of dQ.
     registers = m // 2 + (head + value) // 4 + m // 2 + OVERHEAD_REGISTERS
@@ -172,7 +175,6 @@ def _macros(
         *common_macros(problem),
         *((name.upper(), size) for name, size in asdict(chosen.tiles).items()),
         ("HELPER_THREADS", HELPER_THREADS),
-        ("SCORE_STAGES", SCORE_STAGES),
         ("TAKE_TURNS", max(problem.head_dim, problem.value_dim) > 64 if TAKE_TURNS < 0 else TAKE_TURNS),
         ("MOST_SUMS", 208),
         ("PRODUCER_REGISTERS", PRODUCER_REGISTERS),
@@ -196,9 +198,10 @@ def _cost(problem: Problem, tiles: Tiles) -> Cost:
         panel_tile_bytes(n, problem.head_dim)  # K
         + panel_tile_bytes(n, problem.value_dim)  # V
         + tiles.stages * (panel_tile_bytes(m, problem.head_dim) + panel_tile_bytes(m, problem.value_dim))
-        + SCORE_STAGES * panel_tile_bytes(n, m)  # dS
+        + tiles.stages * panel_tile_bytes(n, m)  # dS
         + tiles.stages * 2 * m * SUM_BYTES  # LSE and D
-        + BARRIER_BYTES * (2 * tiles.stages + 2 + 2 * SCORE_STAGES)
+        + BARRIER_BYTES * (4 * tiles.stages + 2)
+        + BARRIER_BYTES  # whether anything was taken out
     )
     head, value = round_up(problem.head_dim, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
     # S and dP, dK and dV.

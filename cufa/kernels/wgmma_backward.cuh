@@ -382,7 +382,7 @@ __device__ inline RingPosition<Stages> before(RingPosition<Stages> at) {
 
 // wgmma's description of one panel of columns, with the depth along the rows.
 template <class Tile>
-__device__ inline unsigned long long panel_depth_in_rows(const Tile& tile, int panel) {
+__device__ inline unsigned int panel_depth_in_rows(const Tile& tile, int panel) {
     return operand_at(tile.data[panel], Tile::kRows * kPanelRowBytes);
 }
 
@@ -396,14 +396,17 @@ __device__ inline void issue_product_tn(WgmmaSums<Cols>& s, const A (&a)[Tiles],
     ptx::wgmma_fence();
 #pragma unroll
     for (int tile = 0; tile < Tiles; ++tile) {
-        const unsigned long long a0 = panel_depth_in_rows(a[tile], a_panel);
-        const unsigned long long b0 = panel_depth_in_rows(b[tile], b_panel);
+        unsigned int a0 = panel_depth_in_rows(a[tile], a_panel);
+        const unsigned int b0 = panel_depth_in_rows(b[tile], b_panel);
+        ptx::hold(a0);  // or each step's sum would be kept in a register from tile to tile
 #pragma unroll
         for (int k = 0; k < A::kRows; k += kWgmmaK) {
+            const unsigned long long a_k = description(a0 + rows_step(k));
+            const unsigned long long b_k = description(b0 + rows_step(k));
             if (tile == 0 && k == 0) {
-                Product::template multiply<true, true, false>(s, a0, b0);
+                Product::template multiply<true, true, false>(s, a_k, b_k);
             } else {
-                Product::template multiply<true, true, true>(s, a0 + rows_step(k), b0 + rows_step(k));
+                Product::template multiply<true, true, true>(s, a_k, b_k);
             }
         }
     }
@@ -415,27 +418,27 @@ __device__ inline void issue_product_tn(WgmmaSums<Cols>& s, const A (&a)[Tiles],
 template <int Depth, int Cols, class A, class B>
 __device__ inline void issue_product_nn(WgmmaSums<Cols>& o, const A& a, const B& b) {
     using Product = ptx::Wgmma<Cols, is_bfloat16<scalar_t>>;
-    const unsigned long long a0 = depth_in_columns(a), b0 = depth_in_rows(b);
+    const unsigned int a0 = depth_in_columns(a);
+    unsigned int b0 = depth_in_rows(b);
+    ptx::hold(b0);  // or each step's sum would be kept in a register from tile to tile
     hold_all(o);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < Depth; k += kWgmmaK) {
-        Product::template multiply<false, true, true>(o, a0 + columns_step<A>(k), b0 + rows_step(k));
+        Product::template multiply<false, true, true>(o, description(a0 + columns_step<A>(k)),
+                                                      description(b0 + rows_step(k)));
     }
     ptx::wgmma_commit();
 }
 
 // Reads a warp's 16 rows of a tile, from first_row on, as write_rows wrote them.
 template <int Cols, class Tile>
-__device__ inline void read_rows(WgmmaOperand<Cols>& values, const Tile& tile, int first_row) {
-    constexpr int kChunkCols = 8, kChunks = kPanelCols / kChunkCols;
+__device__ inline void read_rows(WgmmaOperand<Cols>& values, Tile& tile, int first_row) {
     const int lane = threadIdx.x % 32;
-    const int row = first_row + lane % 16;
 #pragma unroll
     for (int i = 0; i < Cols / kWgmmaK; ++i) {
-        const int panel = i * kWgmmaK / kPanelCols;
-        const int chunk = (i * 2 + lane / 16) % kChunks ^ row % kSwizzleRows;
-        ptx::ldmatrix_x4(values[i], &tile.data[panel][row][chunk * kChunkCols]);
+        const int col = i * kWgmmaK + lane / 16 * kChunkCols;
+        ptx::ldmatrix_x4(values[i], tile.at(first_row + lane % 16, col));
     }
 }
 

@@ -23,7 +23,11 @@ constexpr int kBlockN = kConsumers * kWgmmaM;
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kHelperThreads = HELPER_THREADS;
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
-constexpr bool kTakeTurns = TAKE_TURNS, kWholeHead = WHOLE_HEAD;
+constexpr bool kWholeHead = WHOLE_HEAD;
+// With short tiles of queries a thread has registers for P as operand beside S and dP: dV's product then
+// need not wait for dP. And warpgroups that do not take turns fall into step, both at their softmax.
+constexpr bool kShortTiles = kBlockM <= kPanelCols;
+constexpr bool kValuesEarly = kShortTiles, kTakeTurns = kShortTiles;
 constexpr int kHead = round_up(kHeadDim, kWgmmaK), kValue = round_up(kValueDim, kWgmmaK);
 
 struct Params {
@@ -101,17 +105,16 @@ __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork wo
     to.advance();
 }
 
-__device__ inline void produce(Smem& smem, const Params& params) {
-    Keys keys(params.call.sizes);
+__device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
+    const Sizes& sizes = params.call.sizes;
     RingPosition<1> keys_to;
     RingPosition<kStages> to;
-    KeyWork work = keys.first();
     do {
-        const Tiles tiles(params.call.sizes, work.first_key);
-        Walk at(tiles, params.call.sizes, work.kv_head);
+        const Tiles tiles(sizes, work.first_key);
+        Walk at(tiles, sizes, work.kv_head);
         if (at.left > 0) send_keys(smem, params, work, keys_to);
         for (; at.left > 0; at.advance()) send_queries(smem, params, work, at, to);
-    } while (keys.next(work));
+    } while (Keys::next(work, sizes));
 }
 
 // ---- the consumers: a warpgroup for 64 keys ----
@@ -174,7 +177,9 @@ struct Consumer {
 
     __device__ void exponentiate(Scores& s, const Walk& walk) {
         if (walk.masked()) {
+#ifndef NOFIND
             take_out_nonfinite(s);
+#endif
             softmax.exponentiate<true>(s, smem.rows[at.stage], walk.tile);
         } else {
             softmax.exponentiate<false>(s, smem.rows[at.stage], walk.tile);
@@ -231,9 +236,11 @@ struct Consumer {
     }
 
     // Stores the gradients of this warpgroup's keys through the shared memory that had the keys.
-    __device__ void store(WgmmaSums<kHead>& dk, WgmmaSums<kValue>& dv, const Tiles& tiles,
-                          bool took_keys) {
-        if (smem.took_out[warpgroup]) add_nonfinite<kValue>(dv, params.call, work, tiles, softmax, 0);
+    __device__ void store(WgmmaSums<kHead>& dk, WgmmaSums<kValue>& dv, bool took_keys) {
+        if (smem.took_out[warpgroup]) {
+            const int first_key = work.first_key + warpgroup * kWgmmaM;
+            add_nonfinite<kValue, kBlockM, kBlockN>(dv, params.call, work, first_key, 0);
+        }
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kKeysDone);
         store<kValue>(params.dv, smem.v[warpgroup], dv, 1);
         store<kHead>(params.dk, smem.k[warpgroup], dk, params.call.softmax_scale);
@@ -274,9 +281,6 @@ struct Consumer {
         }
     }
 };
-
-// dV's product need not wait for dS, where a thread has registers for P as operand beside S and dP.
-constexpr bool kValuesEarly = (kHead + kValue) / 2 + kBlockM + kBlockM / 4 <= MOST_SUMS;
 
 // Sums up the gradients of a warpgroup's keys over all tiles of queries, of which there is one at least.
 __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSums<kValue>& dv,
@@ -322,19 +326,18 @@ __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSum
     consumer.add_query_gradients(dq);
 }
 
-__device__ inline void consume(Smem& smem, const Params& params, int warpgroup) {
-    Keys keys(params.call.sizes);
+__device__ inline void consume(Smem& smem, const Params& params, KeyWork work, int warpgroup) {
+    const Sizes& sizes = params.call.sizes;
     Consumer consumer(smem, params, warpgroup);
-    KeyWork work = keys.first();
     do {
         WgmmaSums<kHead> dk = {};
         WgmmaSums<kValue> dv = {};
-        const Tiles tiles(params.call.sizes, work.first_key);
-        const Walk walk(tiles, params.call.sizes, work.kv_head);
+        const Tiles tiles(sizes, work.first_key);
+        const Walk walk(tiles, sizes, work.kv_head);
         consumer.begin(work);
         if (walk.left > 0) attend(consumer, dk, dv, walk);
-        consumer.store(dk, dv, tiles, walk.left > 0);
-    } while (keys.next(work));
+        consumer.store(dk, dv, walk.left > 0);
+    } while (Keys::next(work, sizes));
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -350,14 +353,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     __syncthreads();
 
+    const KeyWork work = Keys::first(params.call.sizes);
     // A shuffle tells the compiler that all lanes of a warp have the same.
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
     if (warpgroup == 0) {
         ptx::registers_decrease<kProducerRegisters>();
-        if (threadIdx.x == 0) produce(smem, params);
+        if (threadIdx.x == 0) produce(smem, params, work);
     } else {
         ptx::registers_increase<kConsumerRegisters>();
-        consume(smem, params, warpgroup - 1);
+        consume(smem, params, work, warpgroup - 1);
     }
 }
 

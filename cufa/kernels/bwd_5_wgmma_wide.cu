@@ -92,17 +92,16 @@ __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork wo
     to.advance();
 }
 
-__device__ inline void produce(Smem& smem, const Params& params) {
-    Keys keys(params.call.sizes);
+__device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
+    const Sizes& sizes = params.call.sizes;
     RingPosition<1> keys_to;
     RingPosition<kStages> to;
-    KeyWork work = keys.first();
     do {
-        const Tiles tiles(params.call.sizes, work.first_key);
-        Walk at(tiles, params.call.sizes, work.kv_head);
+        const Tiles tiles(sizes, work.first_key);
+        Walk at(tiles, sizes, work.kv_head);
         if (at.left > 0) send_keys(smem, params, work, keys_to);
         for (; at.left > 0; at.advance()) send_queries(smem, params, work, at, to);
-    } while (keys.next(work));
+    } while (Keys::next(work, sizes));
 }
 
 // ---- the consumers: a warpgroup for half of the head dims ----
@@ -153,7 +152,9 @@ struct Consumer {
     // Computes P^T and shares it.
     __device__ void share_weights(Scores& s, const Walk& walk) {
         if (walk.masked()) {
+#ifndef NOFIND
             take_out_nonfinite(s);
+#endif
             softmax.template exponentiate<true>(s, smem.rows[at.stage], walk.tile);
         } else {
             softmax.template exponentiate<false>(s, smem.rows[at.stage], walk.tile);
@@ -209,11 +210,11 @@ struct Consumer {
 
     // Stores the gradients of the keys in this warpgroup's part of the head dims through the shared
     // memory that had the keys.
-    __device__ void store(WgmmaSums<kHeadPart>& dk, WgmmaSums<kValuePart>& dv, const Tiles& tiles,
-                          bool took_keys) {
+    __device__ void store(WgmmaSums<kHeadPart>& dk, WgmmaSums<kValuePart>& dv, bool took_keys) {
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kKeysDone);
         if (smem.took_out) {
-            add_nonfinite<kValuePart>(dv, params.call, work, tiles, softmax, kRole * kValuePart);
+            add_nonfinite<kValuePart, kBlockM, kBlockN>(dv, params.call, work, work.first_key,
+                                                        kRole * kValuePart);
         }
         store<kValuePart>(params.dv, smem.v, dv, 1);
         store<kHeadPart>(params.dk, smem.k, dk, params.call.softmax_scale);
@@ -328,15 +329,14 @@ __device__ inline void finish(Consumer<kRole>& consumer, WgmmaSums<kHeadPart>& d
 }
 
 template <Role kRole>
-__device__ inline void consume(Smem& smem, const Params& params) {
-    Keys keys(params.call.sizes);
+__device__ inline void consume(Smem& smem, const Params& params, KeyWork work) {
+    const Sizes& sizes = params.call.sizes;
     Consumer<kRole> consumer(smem, params);
-    KeyWork work = keys.first();
     do {
         WgmmaSums<kHeadPart> dk = {};
         WgmmaSums<kValuePart> dv = {};
-        const Tiles tiles(params.call.sizes, work.first_key);
-        Walk walk(tiles, params.call.sizes, work.kv_head);
+        const Tiles tiles(sizes, work.first_key);
+        Walk walk(tiles, sizes, work.kv_head);
         const bool any = walk.left > 0;
         consumer.begin(work);
         if (any) {
@@ -347,8 +347,8 @@ __device__ inline void consume(Smem& smem, const Params& params) {
             }
             finish(consumer, dk);
         }
-        consumer.store(dk, dv, tiles, any);
-    } while (keys.next(work));
+        consumer.store(dk, dv, any);
+    } while (Keys::next(work, sizes));
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -366,17 +366,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     __syncthreads();
 
+    const KeyWork work = Keys::first(params.call.sizes);
     // A shuffle tells the compiler that all lanes of a warp have the same.
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
     if (warpgroup == 0) {
         ptx::registers_decrease<kProducerRegisters>();
-        if (threadIdx.x == 0) produce(smem, params);
+        if (threadIdx.x == 0) produce(smem, params, work);
     } else if (warpgroup == 1) {
         ptx::registers_increase<kConsumerRegisters>();
-        consume<kWeights>(smem, params);
+        consume<kWeights>(smem, params, work);
     } else {
         ptx::registers_increase<kConsumerRegisters>();
-        consume<kWeightGradients>(smem, params);
+        consume<kWeightGradients>(smem, params, work);
     }
 }
 

@@ -12,58 +12,41 @@ struct KeyWork {
     int batch, kv_head, first_key;
 };
 
-// The tiles of keys that a block works on: those that the grid leaves to it or, if WholeHead, all of one
-// head. The sums of dQ are then its own, and its first tile, which every query that sees any key sees,
-// sets them.
+// The tiles of keys that a block works on: one or, if WholeHead, all of one head. The sums of dQ are then
+// its own, and its first tile, which every query that sees any key sees, sets them.
 template <int BlockN, bool WholeHead, bool Causal, int SectionBytes>
 struct KeyTiles {
-    const Sizes& sizes;
-    int index = blockIdx.x;
-
-    __device__ explicit KeyTiles(const Sizes& sizes) : sizes(sizes) {}
-
-    __device__ KeyWork first() const {
-        if (WholeHead) return {index / sizes.kv_heads, index % sizes.kv_heads, 0};
-        return tile_at_index();
-    }
-    // Goes on to the next tile, if there is one.
-    __device__ bool next(KeyWork& work) {
-        if (WholeHead) return (work.first_key += BlockN) < sizes.seqlen_k;
-        index += gridDim.x;
-        if (index >= heads() * tiles()) return false;
-        work = tile_at_index();
-        return true;
-    }
-    __device__ static bool sets_sums(const KeyWork& work) { return WholeHead && work.first_key == 0; }
-
-  private:
-    __device__ int heads() const { return sizes.batch * sizes.kv_heads; }
-    __device__ int tiles() const { return ceil_div(sizes.seqlen_k, BlockN); }
-
     // Heads come in sections that the L2 cache holds queries and sums of. Within a section the first
     // keys come first: under a causal mask most queries see those, and long work that starts late would
     // leave the GPU waiting for it.
-    __device__ KeyWork tile_at_index() const {
+    __device__ static KeyWork first(const Sizes& sizes) {
+        const int tiles = WholeHead ? 1 : ceil_div(sizes.seqlen_k, BlockN);
+        const int heads = sizes.batch * sizes.kv_heads;
+        const int group = sizes.heads / sizes.kv_heads;
         constexpr int kRowBytes = (kHeadDim + kValueDim) * static_cast<int>(sizeof(scalar_t)) +
                                   kHeadDim * static_cast<int>(sizeof(float));
-        const int group = sizes.heads / sizes.kv_heads;
         const long long head_bytes = static_cast<long long>(sizes.seqlen_q) * group * kRowBytes + 1;
         const long long fitting = Causal ? SectionBytes / head_bytes : 1;
-        const int section_heads = fitting < 1 ? 1 : fitting > heads() ? heads() : fitting;
+        const int section_heads = fitting < 1 ? 1 : fitting > heads ? heads : fitting;
 
-        const int first_head = index / (section_heads * tiles()) * section_heads;
-        const int in_section = min(section_heads, heads() - first_head);
-        const int place = index - first_head * tiles();
+        const int first_head = blockIdx.x / (section_heads * tiles) * section_heads;
+        const int in_section = min(section_heads, heads - first_head);
+        const int place = blockIdx.x - first_head * tiles;
         const int head = first_head + place % in_section;
         return {head / sizes.kv_heads, head % sizes.kv_heads, place / in_section * BlockN};
     }
+
+    // Goes on to the next tile, if there is one.
+    __device__ static bool next(KeyWork& work, const Sizes& sizes) {
+        return WholeHead && (work.first_key += BlockN) < sizes.seqlen_k;
+    }
+    __device__ static bool sets_sums(const KeyWork& work) { return WholeHead && work.first_key == 0; }
 };
 
 // The tiles of queries of one head that see a tile of keys. Of those before `unmasked` some rows do not
 // see some keys.
 template <int BlockM, int BlockN>
 struct QueryTiles {
-    static constexpr int kBlockM = BlockM;
     int begin, unmasked, end;
 
     __device__ QueryTiles(const Sizes& sizes, int first_key) {
@@ -334,19 +317,21 @@ struct KeySoftmax {
     }
 };
 
-// Adds NaN and infinity in dO to the gradients of the values that those rows see, for the rows that do
-// not see all of a block's keys: 0 times it must not reach the other keys, so it was taken out of the
-// products' operands.
-template <int Cols, class Tiles, class Softmax>
+// Adds NaN and infinity in dO to the gradients of the values that those rows see, for a warpgroup's 64
+// keys and the rows that do not see all of the block's: 0 times it must not reach the other keys, so it
+// was taken out of the products' operands. It is looked for anew, since nothing need be remembered.
+template <int Cols, int BlockM, int BlockN>
 __device__ inline void add_nonfinite(WgmmaSums<Cols>& dv, const BackwardParams& call, KeyWork work,
-                                     const Tiles& tiles, const Softmax& softmax, int first_col) {
+                                     int first_key, int first_col) {
+    const QueryTiles<BlockM, BlockN> tiles(call.sizes, work.first_key);
+    const KeySoftmax<BlockM> softmax(call.sizes, first_key, call.softmax_scale);
     const int group = call.sizes.heads / call.sizes.kv_heads;
-    const int end_row = min(tiles.unmasked * Tiles::kBlockM, call.sizes.seqlen_q);
+    const int end_row = min(tiles.unmasked * BlockM, call.sizes.seqlen_q);
 #pragma unroll 1
     for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
         const auto dout = matrix_of<const scalar_t>(call.dout, work.batch, head);
 #pragma unroll 1
-        for (int row = tiles.begin * Tiles::kBlockM; row < end_row; ++row) {
+        for (int row = tiles.begin * BlockM; row < end_row; ++row) {
 #pragma unroll
             for (int i = 0; i < Cols / 2; ++i) {
                 const int col = first_col + i / 4 * 8 + softmax.query + i % 2;

@@ -1,11 +1,11 @@
 // bwd_4_wgmma: FlashAttention-3's backward (Shah et al. 2024, section 3) on Hopper.
 //
 // Change from bwd_3_mma: a warp that does nothing but copy, by the copy engine, and two warpgroups
-// that compute, by wgmma, each for 64 keys. S^T and dP^T are products of shared memory; P^T and dS^T
-// stay in registers for dV += P^T dO and dK += dS^T Q. dS^T also goes to shared memory, where both
-// warpgroups' parts meet in dQ^T = K^T dS^T, which is added to sums in global memory. A warpgroup does
-// so one tile later, so that neither waits for the other and one multiplies while the other
-// exponentiates.
+// that compute, by wgmma, each for 64 keys. S^T and dP^T are products of shared memory; P^T and
+// dS^T stay in registers for dV += P^T dO and dK += dS^T Q. dS^T also goes to shared memory, where
+// both warpgroups' parts meet in dQ^T = K^T dS^T, which is added to sums in global memory. A
+// warpgroup does so one tile later, so that neither waits for the other and one multiplies while
+// the other exponentiates.
 //
 // Three launches: row_sums (the rows' statistics, and dQ's sums set to zero), key_tiles,
 // round_queries.
@@ -24,8 +24,9 @@ constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kHelperThreads = HELPER_THREADS;
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr bool kWholeHead = WHOLE_HEAD;
-// With short tiles of queries a thread has registers for P as operand beside S and dP: dV's product then
-// need not wait for dP. And warpgroups that do not take turns fall into step, both at their softmax.
+// With short tiles of queries a thread has registers for P as operand beside S and dP: dV's product
+// then need not wait for dP. And warpgroups that do not take turns fall into step, both at their
+// softmax.
 constexpr bool kShortTiles = kBlockM <= kPanelCols;
 constexpr bool kValuesEarly = kShortTiles, kTakeTurns = kShortTiles;
 constexpr int kHead = round_up(kHeadDim, kWgmmaK), kValue = round_up(kValueDim, kWgmmaK);
@@ -122,8 +123,8 @@ __device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
 // Barriers of parts of the block; __syncthreads has number 0.
 enum NamedBarrier { kKeysDone = 1, kFirstTurn, kFirstOfWarpgroup = kFirstTurn + kConsumers };
 
-// Warpgroups take turns from a tile's first product to its weights, so that the tensor cores serve one
-// while the other waits for its dQ.
+// Warpgroups take turns from a tile's first product to its weights, so that the tensor cores serve
+// one while the other waits for its dQ.
 struct Turns {
     int warpgroup;
 
@@ -177,9 +178,7 @@ struct Consumer {
 
     __device__ void exponentiate(Scores& s, const Walk& walk) {
         if (walk.masked()) {
-#ifndef NOFIND
             take_out_nonfinite(s);
-#endif
             softmax.exponentiate<true>(s, smem.rows[at.stage], walk.tile);
         } else {
             softmax.exponentiate<false>(s, smem.rows[at.stage], walk.tile);
@@ -212,8 +211,8 @@ struct Consumer {
         ptx::barrier_arrive(smem.ds_ring.full[at.stage]);
     }
 
-    // Issues this warpgroup's part of dQ^T = K^T dS^T, of all keys, for the tile before. At the first
-    // tile that is a product of whatever is there, and is not used.
+    // Issues this warpgroup's part of dQ^T = K^T dS^T, of all keys, for the tile before. At the
+    // first tile that is a product of whatever is there, and is not used.
     __device__ void issue_query_gradients(QueryPart& dq) {
         const RingPosition<kStages> from = before(at);
         if (tile_before != nullptr) smem.ds_ring.wait_full(from);
@@ -252,9 +251,9 @@ struct Consumer {
     }
 
   private:
-    // Where a mask cuts through a tile, NaN or infinity in a row or a key must not reach those that it
-    // does not see; but 0 * NaN is NaN, and a product over the whole tile would multiply by it. Keys and
-    // queries with it need not keep it: the rows that see them have an LSE that is NaN.
+    // Where a mask cuts through a tile, NaN or infinity in a row or a key must not reach those that
+    // it does not see; but 0 * NaN is NaN, and a product over the whole tile would multiply by it.
+    // Keys and queries with it need not keep it: the rows that see them have an LSE that is NaN.
     __device__ void take_out_nonfinite(const Scores& s) {
         const int barrier = kFirstOfWarpgroup + warpgroup;
         const bool found = softmax.finds_nonfinite(s, smem.rows[at.stage]);
@@ -277,12 +276,14 @@ struct Consumer {
         ptx::proxy_fence();
         ptx::named_barrier_sync<kWarpgroup>(kFirstOfWarpgroup + warpgroup);
         if (threadIdx.x % kWarpgroup == 0) {
-            store_tile(map, rows, work.batch, work.kv_head, work.first_key + warpgroup * kWgmmaM, 0);
+            store_tile(map, rows, work.batch, work.kv_head, work.first_key + warpgroup * kWgmmaM,
+                       0);
         }
     }
 };
 
-// Sums up the gradients of a warpgroup's keys over all tiles of queries, of which there is one at least.
+// Sums up the gradients of a warpgroup's keys over all tiles of queries, of which there is one at
+// least.
 __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSums<kValue>& dv,
                               Walk walk) {
     const Turns& turns = consumer.turns;

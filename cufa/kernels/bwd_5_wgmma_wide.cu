@@ -1,10 +1,10 @@
 // bwd_5_wgmma_wide: the Hopper backward for head dims over 128.
 //
 // Change from bwd_4_wgmma: dK and dV of 64 keys are too wide for one warpgroup's registers. So both
-// warpgroups work on the same 64 keys. One computes S^T and from it P^T, the other dP^T and, with P^T,
-// dS^T; both weights pass through shared memory. Of dV += P^T dO, dK += dS^T Q and dQ^T = K^T dS^T each
-// computes half of the head dims. dK and dQ lag one tile behind: they keep the tensor cores busy during
-// the softmax.
+// warpgroups work on the same 64 keys. One computes S^T and from it P^T, the other dP^T and, with
+// P^T, dS^T; both weights pass through shared memory. Of dV += P^T dO, dK += dS^T Q and dQ^T = K^T
+// dS^T each computes half of the head dims. dK and dQ lag one tile behind: they keep the tensor
+// cores busy during the softmax.
 //
 // Three launches: row_sums, key_tiles, round_queries, as in bwd_4_wgmma.
 //
@@ -152,9 +152,7 @@ struct Consumer {
     // Computes P^T and shares it.
     __device__ void share_weights(Scores& s, const Walk& walk) {
         if (walk.masked()) {
-#ifndef NOFIND
             take_out_nonfinite(s);
-#endif
             softmax.template exponentiate<true>(s, smem.rows[at.stage], walk.tile);
         } else {
             softmax.template exponentiate<false>(s, smem.rows[at.stage], walk.tile);
@@ -226,9 +224,9 @@ struct Consumer {
     }
 
   private:
-    // Where a mask cuts through a tile, NaN or infinity in a row or a key must not reach those that it
-    // does not see; but 0 * NaN is NaN, and a product over the whole tile would multiply by it. Keys and
-    // queries with it need not keep it: the rows that see them have an LSE that is NaN.
+    // Where a mask cuts through a tile, NaN or infinity in a row or a key must not reach those that
+    // it does not see; but 0 * NaN is NaN, and a product over the whole tile would multiply by it.
+    // Keys and queries with it need not keep it: the rows that see them have an LSE that is NaN.
     __device__ void take_out_nonfinite(const Scores& s) {
         constexpr int kBarrier = kFirstOfWarpgroup + kRole;
         const bool found = softmax.finds_nonfinite(s, smem.rows[at.stage]);

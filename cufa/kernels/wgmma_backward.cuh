@@ -1,5 +1,5 @@
-// What the Hopper backward is made of: which keys a block works on, which tiles of queries those take in,
-// and where the sums of dQ and the rows' statistics lie.
+// What the Hopper backward is made of: which keys a block works on, which tiles of queries those
+// take in, and where the sums of dQ and the rows' statistics lie.
 #pragma once
 
 #include "mask.cuh"
@@ -12,13 +12,13 @@ struct KeyWork {
     int batch, kv_head, first_key;
 };
 
-// The tiles of keys that a block works on: one or, if WholeHead, all of one head. The sums of dQ are then
-// its own, and its first tile, which every query that sees any key sees, sets them.
+// The tiles of keys that a block works on: one or, if WholeHead, all of one head. The sums of dQ
+// are then its own, and its first tile, which every query that sees any key sees, sets them.
 template <int BlockN, bool WholeHead, bool Causal, int SectionBytes>
 struct KeyTiles {
-    // Heads come in sections that the L2 cache holds queries and sums of. Within a section the first
-    // keys come first: under a causal mask most queries see those, and long work that starts late would
-    // leave the GPU waiting for it.
+    // Heads come in sections that the L2 cache holds queries and sums of. Within a section the
+    // first keys come first: under a causal mask most queries see those, and long work that starts
+    // late would leave the GPU waiting for it.
     __device__ static KeyWork first(const Sizes& sizes) {
         const int tiles = WholeHead ? 1 : ceil_div(sizes.seqlen_k, BlockN);
         const int heads = sizes.batch * sizes.kv_heads;
@@ -40,11 +40,13 @@ struct KeyTiles {
     __device__ static bool next(KeyWork& work, const Sizes& sizes) {
         return WholeHead && (work.first_key += BlockN) < sizes.seqlen_k;
     }
-    __device__ static bool sets_sums(const KeyWork& work) { return WholeHead && work.first_key == 0; }
+    __device__ static bool sets_sums(const KeyWork& work) {
+        return WholeHead && work.first_key == 0;
+    }
 };
 
-// The tiles of queries of one head that see a tile of keys. Of those before `unmasked` some rows do not
-// see some keys.
+// The tiles of queries of one head that see a tile of keys. Of those before `unmasked` some rows do
+// not see some keys.
 template <int BlockM, int BlockN>
 struct QueryTiles {
     int begin, unmasked, end;
@@ -58,8 +60,9 @@ struct QueryTiles {
     }
 };
 
-// Where in the tiles of queries of a group of heads a warp is. The last tile of a head comes first: blocks
-// that begin together then work on the same queries, which the L2 cache has, whatever their mask.
+// Where in the tiles of queries of a group of heads a warp is. The last tile of a head comes first:
+// blocks that begin together then work on the same queries, which the L2 cache has, whatever their
+// mask.
 template <class Tiles>
 struct QueryWalk {
     const Tiles& tiles;
@@ -81,8 +84,8 @@ struct QueryWalk {
     }
 };
 
-// What the softmax and its gradient need of each row of a tile: P = 2^(S - lse), dS = P (dP - d). Rows
-// that see no key, and those past the last one, have an lse of +inf, which makes P 0.
+// What the softmax and its gradient need of each row of a tile: P = 2^(S - lse), dS = P (dP - d).
+// Rows that see no key, and those past the last one, have an lse of +inf, which makes P 0.
 template <int BlockM>
 struct RowStatistics {
     alignas(16) float lse_log2[BlockM];
@@ -90,8 +93,8 @@ struct RowStatistics {
 };
 
 // A tile of dQ^T as the warpgroups have it: parts of 64 dims by Cols queries, each a warpgroup's
-// accumulators, of which a thread's fours lie together. Parts are panels of dims, or, if there is but
-// one panel, eights of queries.
+// accumulators, of which a thread's fours lie together. Parts are panels of dims, or, if there is
+// but one panel, eights of queries.
 template <int BlockM, int Panels, int QueryParts>
 struct QuerySums {
     static constexpr int kCols = BlockM / QueryParts;
@@ -100,8 +103,8 @@ struct QuerySums {
     static constexpr int kTile = kPart * kParts;
     static_assert(Panels == 1 || QueryParts == 1, "either dims are parted or queries");
 
-    // The query and the dim of the first of the fours with this index. The second is of the next query,
-    // the other two are eight dims further on.
+    // The query and the dim of the first of the fours with this index. The second is of the next
+    // query, the other two are eight dims further on.
     __device__ static int query(int four) {
         const int part = Panels == 1 ? four / (kPart / 4) : 0;
         return part * kCols + four / kWarpgroup % (kCols / 8) * 8 + four % 4 * 2;
@@ -116,7 +119,8 @@ struct QuerySums {
         float* fours = tile + part * kPart + threadIdx.x % kWarpgroup * 4;
 #pragma unroll
         for (int i = 0; i < kCols / 8; ++i) {
-            const Pack<float, 4> four{sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
+            const Pack<float, 4> four{sums[4 * i], sums[4 * i + 1], sums[4 * i + 2],
+                                      sums[4 * i + 3]};
             float* to = fours + i * kWarpgroup * 4;
             if (set) {
                 *reinterpret_cast<Pack<float, 4>*>(to) = four;
@@ -201,7 +205,8 @@ __device__ inline void prepare_rows(const BackwardParams& call) {
         sum = lanes_sum<kLanes>(sum);
         if (threadIdx.x % kLanes == 0) {
             const float log = inside ? lse[row] : negative_infinity();
-            statistics.lse_log2[i] = log == negative_infinity() ? -log : log * static_cast<float>(kLog2E);
+            statistics.lse_log2[i] =
+                log == negative_infinity() ? -log : log * static_cast<float>(kLog2E);
             statistics.d[i] = sum;
         }
     }
@@ -260,8 +265,8 @@ struct KeySoftmax {
         }
     }
 
-    // Whether there is NaN or infinity among the operands of S or, which shows in D, in a row of dO.
-    // Times 0, everything else is 0.
+    // Whether there is NaN or infinity among the operands of S or, which shows in D, in a row of
+    // dO. Times 0, everything else is 0.
     __device__ bool finds_nonfinite(const WgmmaSums<BlockM>& s,
                                     const RowStatistics<BlockM>& rows) const {
         float sum = 0;
@@ -317,9 +322,10 @@ struct KeySoftmax {
     }
 };
 
-// Adds NaN and infinity in dO to the gradients of the values that those rows see, for a warpgroup's 64
-// keys and the rows that do not see all of the block's: 0 times it must not reach the other keys, so it
-// was taken out of the products' operands. It is looked for anew, since nothing need be remembered.
+// Adds NaN and infinity in dO to the gradients of the values that those rows see, for a warpgroup's
+// 64 keys and the rows that do not see all of the block's: 0 times it must not reach the other
+// keys, so it was taken out of the products' operands. It is looked for anew, since nothing need be
+// remembered.
 template <int Cols, int BlockM, int BlockN>
 __device__ inline void add_nonfinite(WgmmaSums<Cols>& dv, const BackwardParams& call, KeyWork work,
                                      int first_key, int first_col) {
@@ -371,8 +377,8 @@ __device__ inline unsigned int panel_depth_in_rows(const Tile& tile, int panel) 
     return operand_at(tile.data[panel], Tile::kRows * kPanelRowBytes);
 }
 
-// Issues s = a^T b for a panel of a's columns and Cols of b's, from a panel on; the depth runs along the
-// rows of all Tiles tiles, as in dQ^T = K^T dS^T.
+// Issues s = a^T b for a panel of a's columns and Cols of b's, from a panel on; the depth runs
+// along the rows of all Tiles tiles, as in dQ^T = K^T dS^T.
 template <int Cols, int Tiles, class A, class B>
 __device__ inline void issue_product_tn(WgmmaSums<Cols>& s, const A (&a)[Tiles], int a_panel,
                                         const B (&b)[Tiles], int b_panel) {

@@ -43,10 +43,11 @@ SUM_BYTES = 4
 PRODUCER_REGISTERS = 24
 AT_START = REGISTERS_PER_SM // THREADS // REGISTER_STEP * REGISTER_STEP
 CONSUMER_REGISTERS = min(
-    MAX_CONSUMER_REGISTERS, AT_START + (AT_START - PRODUCER_REGISTERS) // CONSUMERS // REGISTER_STEP * REGISTER_STEP
+    MAX_CONSUMER_REGISTERS,
+    AT_START + (AT_START - PRODUCER_REGISTERS) // CONSUMERS // REGISTER_STEP * REGISTER_STEP,
 )
 # Registers of a consumer beside accumulators: addresses, descriptions, where it is.
-OVERHEAD_REGISTERS = 30
+OVERHEAD_REGISTERS = 40
 # Part of the SMs' time that blocks which work on whole heads must fill.
 FILLED = 0.9
 
@@ -55,8 +56,8 @@ FILLED = 0.9
 class Tiles:
     """The sizes that the kernels are compiled for.
 
-    `block_n` is what the kernel makes of it and cannot be chosen; `stages` are how many tiles of Q, and of dO,
-    a block holds.
+    `block_n` is what the kernel makes of it and cannot be chosen; `stages` are how many tiles of Q, and of
+    dO, a block holds.
     """
 
     block_m: int

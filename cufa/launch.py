@@ -168,7 +168,8 @@ class Executable:
         self._params_bytes = int(dict(plan.macros)["PARAMS_BYTES"])  # maps align the struct, and so its end
         self._encoder = Encoder(plan.problem, plan.boxes) if plan.boxes else None
         # Allocated now: a call may be captured, when nothing can be.
-        self._counters = counters.of_device(cupy.cuda.runtime.getDevice()) if plan.boxes else None
+        counted = bool(plan.boxes) and not plan.scratch
+        self._counters = counters.of_device(cupy.cuda.runtime.getDevice()) if counted else None
         module = jit.load(jit.build(plan.variant))
         self._launches = [
             (_Kernel(module, launch), step) for launch in plan.launches for step in range(launch.steps)
@@ -194,8 +195,9 @@ class Executable:
             workspace = self._allocate()
         address = workspace.data.ptr if workspace is not None else 0
         maps = b""
-        if self._encoder is not None and self._counters is not None:
+        if self._encoder is not None:
             maps = self._encoder(tensors)
+        if self._counters is not None:
             address = self._counters.take()
         for kernel, step in self._launches:
             params = pack_attention(plan.problem, tensors, lse, address, softmax_scale, features, step)

@@ -40,6 +40,10 @@ def _encode(
         (problem.seqlen_k, problem.kv_heads, problem.head_dim),
         (problem.seqlen_k, problem.kv_heads, problem.value_dim),
         (problem.seqlen_q, problem.heads, problem.value_dim),
+        (problem.seqlen_q, problem.heads, problem.value_dim),
+        (problem.seqlen_q, problem.heads, problem.head_dim),
+        (problem.seqlen_k, problem.kv_heads, problem.head_dim),
+        (problem.seqlen_k, problem.kv_heads, problem.value_dim),
     )[box.tensor]
     if problem.batch * rows * heads == 0:
         return bytes(TENSOR_MAP_BYTES)  # the kernel copies nothing

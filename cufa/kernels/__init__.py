@@ -38,6 +38,7 @@ class Kernel:
     dtypes: tuple[str, ...] = tuple(DTYPES)
     min_capability: tuple[int, int] = (7, 5)
     tensor_cores: bool = False
+    min_head_dim: int = 1
     max_head_dim: int = MAX_HEAD_DIM["backward"]
     features: frozenset[str] = frozenset()
     only_arch: str | None = None
@@ -72,6 +73,8 @@ class Kernel:
         dim = max(problem.head_dim, problem.value_dim)
         if dim > limit:
             return f"{self.name} supports head dims to {limit}, and this is {dim}"
+        if dim < self.min_head_dim:
+            return f"{self.name} supports head dims from {self.min_head_dim}, and this is {dim}"
         missing = [name for name in problem.features.names if name not in self.features]
         if missing:
             return f"{self.name} does not support {', '.join(missing)}"
@@ -201,6 +204,32 @@ _LADDER = (
         dtypes=("float16", "bfloat16", "float32"),
         tensor_cores=True,
         features=_ALL_FEATURES,
+    ),
+    Kernel(
+        name="bwd_4_wgmma",
+        direction="backward",
+        entries=("row_sums", "key_tiles", "round_queries"),
+        idea="Hopper: all five products by wgmma beside each other and beside the softmax, tiles by TMA",
+        paper="Shah et al. 2024, section 3",
+        memory="O(N)",
+        dtypes=("float16", "bfloat16"),
+        min_capability=(9, 0),
+        only_arch="90a",
+        min_align_bytes=16,
+        max_head_dim=128,
+    ),
+    Kernel(
+        name="bwd_5_wgmma_wide",
+        direction="backward",
+        entries=("row_sums", "key_tiles", "round_queries"),
+        idea="head dims over 128: warpgroups share the keys and part the dims; one has S, the other dP",
+        paper="Shah et al. 2024, section 3",
+        memory="O(N)",
+        dtypes=("float16", "bfloat16"),
+        min_capability=(9, 0),
+        only_arch="90a",
+        min_align_bytes=16,
+        min_head_dim=129,
     ),
 )
 

@@ -129,4 +129,29 @@ __device__ inline void stmatrix_x4(void* row, const unsigned int (&matrices)[4])
                  : "memory");
 }
 
+// Starts the copy of contiguous bytes, a multiple of 16 and aligned so, into shared memory.
+__device__ inline void copy_bytes(void* to, const void* from, int bytes, Barrier& barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(&barrier))
+        : "memory");
+}
+
+// Starts to add floats in shared memory to those at `to`; as many bytes, a multiple of 16 and
+// aligned so.
+__device__ inline void add_to_global(float* to, const float* from, int bytes) {
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+        "r"(shared_address(from)), "r"(bytes)
+        : "memory");
+}
+
+// Adds four sums to those at `to`, which is aligned to 16 bytes.
+__device__ inline void add_to_global(float* to, const float (&sums)[4]) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to),
+                 "f"(sums[0]), "f"(sums[1]), "f"(sums[2]), "f"(sums[3])
+                 : "memory");
+}
+
 }  // namespace ptx

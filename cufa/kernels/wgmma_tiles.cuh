@@ -202,7 +202,7 @@ __device__ inline bool finds_nonfinite(const Tile& tile, int thread) {
 
 // Makes NaN and infinity in a tile zero; `thread` is one of Threads that do it together.
 template <int Threads, class Tile>
-__device__ inline void clear_nonfinite(Tile& tile, int thread) {
+__device__ inline void clear_nonfinite(Tile& tile, int thread = threadIdx.x % Threads) {
     scalar_t* const values = &tile.data[0][0][0];
 #pragma unroll 1
     for (int i = thread; i < Tile::kBytes / int(sizeof(scalar_t)); i += Threads) {

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from cufa.device import Device
 from cufa.kernels import Kernel, best_kernel, kernel_named, passed_over
-from cufa.plan import mma, standard, tiled, wgmma
+from cufa.plan import mma, standard, tiled, wgmma, wgmma_backward
 from cufa.plan.record import Launch, Macro, Part, Plan, Scratch, TensorBox
 from cufa.problem import Problem
 
@@ -35,6 +35,8 @@ _PLANNERS: dict[str, Callable[[Problem, Device, Mapping[str, int]], Part]] = {
     "bwd_1_naive": standard.backward,
     "bwd_2_flash_v2": tiled.flash_v2_backward,
     "bwd_3_mma": mma.backward,
+    "bwd_4_wgmma": wgmma_backward.backward,
+    "bwd_5_wgmma_wide": wgmma_backward.backward_wide,
 }
 
 

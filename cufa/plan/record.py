@@ -71,7 +71,7 @@ class Plan:
 
     `launches` are in order, those with nothing to do left out. `scratch` lies one after the other in
     one workspace. `reasons` say, a sentence each, how the choices were made. A kernel with `boxes` gets their
-    tensor maps before its other parameters, and a counter that is 0 as its workspace.
+    tensor maps before its other parameters, and without `scratch` a counter that is 0 as its workspace.
     """
 
     kernel: str

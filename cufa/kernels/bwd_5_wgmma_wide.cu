@@ -1,0 +1,385 @@
+// bwd_5_wgmma_wide: the Hopper backward for head dims over 128.
+//
+// Change from bwd_4_wgmma: dK and dV of 64 keys are too wide for one warpgroup's registers. So both
+// warpgroups work on the same 64 keys. One computes S^T and from it P^T, the other dP^T and, with
+// P^T, dS^T; both weights pass through shared memory. Of dV += P^T dO, dK += dS^T Q and dQ^T = K^T
+// dS^T each computes half of the head dims. dK and dQ lag one tile behind: they keep the tensor
+// cores busy during the softmax.
+//
+// Three launches: row_sums, key_tiles, round_queries, as in bwd_4_wgmma.
+//
+// Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
+// Owns     block: 64 keys of one KV head; warpgroup: half of the head dims of dK, dV and dQ
+// Shared   K, V; rings of STAGES Q tiles with the rows' statistics, dO tiles, P^T and dS^T
+// Global   workspace: sums of dQ, then statistics (wgmma_backward.cuh)
+// Writes   dQ, dK, dV
+#include "wgmma_backward.cuh"
+
+constexpr int kBlockM = BLOCK_M, kBlockN = kWgmmaM, kStages = STAGES;
+constexpr int kConsumers = 2;
+constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
+constexpr int kHelperThreads = HELPER_THREADS;
+constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
+constexpr bool kWholeHead = WHOLE_HEAD;
+constexpr int kHead = round_up(kHeadDim, kWgmmaK), kValue = round_up(kValueDim, kWgmmaK);
+// A warpgroup's part of the head dims.
+constexpr int kPartPanels = ceil_div(kHeadDim, kConsumers* kPanelCols);
+constexpr int kHeadPart = kPartPanels * kPanelCols;
+constexpr int kValuePart = round_up(ceil_div(kValueDim, kConsumers), kPanelCols);
+
+struct Params {
+    TensorMap q, k, v, dout, dk, dv;
+    BackwardParams call;
+};
+static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struct");
+
+using KeyRows = PanelTile<kBlockN, kConsumers * kHeadPart>;
+using ValueRows = PanelTile<kBlockN, kConsumers * kValuePart>;
+using QueryRows = PanelTile<kBlockM, kConsumers * kHeadPart>;
+using OutRows = PanelTile<kBlockM, kConsumers * kValuePart>;
+using ScoreRows = PanelTile<kBlockN, kBlockM>;
+using Keys = KeyTiles<kBlockN, kWholeHead, kCausal, SECTION_BYTES>;
+using Tiles = QueryTiles<kBlockM, kBlockN>;
+using Walk = QueryWalk<Tiles>;
+using Statistics = RowStatistics<kBlockM>;
+using Sums = QuerySums<kBlockM, KeyRows::kPanels, 1>;
+using QueryWorkspace = Workspace<kBlockM, Sums>;
+
+struct Smem {
+    KeyRows k;
+    ValueRows v;
+    QueryRows q[kStages];
+    OutRows dout[kStages];
+    ScoreRows p[kStages], ds[kStages];
+    Statistics rows[kStages];
+    Ring<kStages> q_ring, dout_ring, p_ring, ds_ring;
+    Ring<1> keys_ring;
+    bool took_out;  // whether there was NaN or infinity in masked tiles
+};
+
+using Scores = WgmmaSums<kBlockM>;
+using Weights = WgmmaOperand<kBlockM>;
+using QueryPart = WgmmaSums<kBlockM>;  // 64 dims of dQ^T
+
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+    row_sums(const __grid_constant__ Params params) {
+    prepare_rows<kHelperThreads, kBlockM, Sums, !kWholeHead>(params.call);
+}
+
+// ---- the producer: one thread ----
+
+__device__ inline void send_keys(Smem& smem, const Params& params, KeyWork work,
+                                 RingPosition<1>& to) {
+    smem.keys_ring.wait_empty(to);
+    ptx::Barrier& full = smem.keys_ring.announce(to, KeyRows::kBytes + ValueRows::kBytes);
+    copy_tile(smem.k, params.k, full, work.batch, work.kv_head, work.first_key);
+    copy_tile(smem.v, params.v, full, work.batch, work.kv_head, work.first_key);
+    to.advance();
+}
+
+__device__ inline void send_queries(Smem& smem, const Params& params, KeyWork work, const Walk& at,
+                                    RingPosition<kStages>& to) {
+    const QueryWorkspace workspace(params.call.workspace, params.call.sizes);
+    const int first_row = at.tile * kBlockM;
+    smem.q_ring.wait_empty(to);
+    ptx::Barrier& q_full = smem.q_ring.announce(to, QueryRows::kBytes + sizeof(Statistics));
+    copy_tile(smem.q[to.stage], params.q, q_full, work.batch, at.head, first_row);
+    ptx::copy_bytes(&smem.rows[to.stage], &workspace.rows_of(work.batch, at.head, at.tile),
+                    sizeof(Statistics), q_full);
+    smem.dout_ring.wait_empty(to);
+    ptx::Barrier& dout_full = smem.dout_ring.announce(to, OutRows::kBytes);
+    copy_tile(smem.dout[to.stage], params.dout, dout_full, work.batch, at.head, first_row);
+    to.advance();
+}
+
+__device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
+    const Sizes& sizes = params.call.sizes;
+    RingPosition<1> keys_to;
+    RingPosition<kStages> to;
+    do {
+        const Tiles tiles(sizes, work.first_key);
+        Walk at(tiles, sizes, work.kv_head);
+        if (at.left > 0) send_keys(smem, params, work, keys_to);
+        for (; at.left > 0; at.advance()) send_queries(smem, params, work, at, to);
+    } while (Keys::next(work, sizes));
+}
+
+// ---- the consumers: a warpgroup for half of the head dims ----
+
+// Barriers of parts of the block; __syncthreads has number 0.
+enum NamedBarrier { kKeysDone = 1, kFirstOfWarpgroup };
+// The warpgroup that computes P, and the one that computes dS.
+enum Role { kWeights, kWeightGradients };
+
+// A warpgroup's part of a tile's columns.
+template <int Cols, int Rows, int TileCols>
+__device__ inline PanelTile<Rows, Cols>& part_of(PanelTile<Rows, TileCols>& tile, int part) {
+    return reinterpret_cast<PanelTile<Rows, Cols>&>(tile.data[part * Cols / kPanelCols]);
+}
+
+template <Role kRole>
+struct Consumer {
+    Smem& smem;
+    const Params& params;
+    KeyWork work;
+    KeySoftmax<kBlockM> softmax;
+    RingPosition<1> keys_at;
+    RingPosition<kStages> at;
+    float* tile_before;  // the sums of dQ of the tile before
+
+    __device__ Consumer(Smem& smem, const Params& params) : smem(smem), params(params) {}
+
+    // Takes up a tile of keys.
+    __device__ void begin(KeyWork next) {
+        work = next;
+        softmax = KeySoftmax<kBlockM>(params.call.sizes, work.first_key, params.call.softmax_scale);
+    }
+
+    // The first of the 16 rows that a warp has of its warpgroup's 64.
+    __device__ static int warp_row() { return threadIdx.x % kWarpgroup / 32 * 16; }
+
+    // Issues S^T = K Q^T or dP^T = V dO^T.
+    __device__ void issue_scores(Scores& s) {
+        if (kRole == kWeights) {
+            smem.q_ring.wait_full(at);
+            issue_product_nt<kHead, kBlockM>(s, smem.k, smem.q[at.stage]);
+        } else {
+            smem.dout_ring.wait_full(at);
+            issue_product_nt<kValue, kBlockM>(s, smem.v, smem.dout[at.stage]);
+        }
+    }
+
+    // Computes P^T and shares it.
+    __device__ void share_weights(Scores& s, const Walk& walk) {
+        if (walk.masked()) {
+            take_out_nonfinite(s);
+            softmax.template exponentiate<true>(s, smem.rows[at.stage], walk.tile);
+        } else {
+            softmax.template exponentiate<false>(s, smem.rows[at.stage], walk.tile);
+        }
+        share(smem.p, smem.p_ring, s);
+    }
+
+    // Computes dS^T and shares it.
+    __device__ void share_gradients(Scores& dp, const Walk& walk) {
+        smem.q_ring.wait_full(at);
+        if (walk.masked()) {
+            differentiate<true>(dp, walk.tile);
+        } else {
+            differentiate<false>(dp, walk.tile);
+        }
+        share(smem.ds, smem.ds_ring, dp);
+    }
+
+    // Issues dV += P^T dO.
+    __device__ void issue_value_gradients(WgmmaSums<kValuePart>& dv) {
+        smem.p_ring.wait_full(at);
+        smem.dout_ring.wait_full(at);
+        issue_product_nn<kBlockM, kValuePart>(dv, smem.p[at.stage],
+                                              part_of<kValuePart>(smem.dout[at.stage], kRole));
+    }
+
+    // Issues dK += dS^T Q for the tile before.
+    __device__ void issue_key_gradients(WgmmaSums<kHeadPart>& dk) {
+        const RingPosition<kStages> from = before(at);
+        smem.ds_ring.wait_full(from);
+        issue_product_nn<kBlockM, kHeadPart>(dk, smem.ds[from.stage],
+                                             part_of<kHeadPart>(smem.q[from.stage], kRole));
+    }
+
+    // Issues a panel of this warpgroup's part of dQ^T = K^T dS^T for the tile before.
+    __device__ void issue_query_gradients(QueryPart& dq, int panel) {
+        issue_product_tn<kBlockM>(dq, reinterpret_cast<KeyRows(&)[1]>(smem.k),
+                                  kRole * kPartPanels + panel,
+                                  reinterpret_cast<ScoreRows(&)[1]>(smem.ds[before(at).stage]), 0);
+    }
+
+    __device__ void add_query_gradients(const QueryPart& dq, int panel) const {
+        Sums::add(tile_before, kRole * kPartPanels + panel, dq, Keys::sets_sums(work));
+    }
+
+    // Goes on to the next tile.
+    __device__ void advance(Walk& walk) {
+        const QueryWorkspace workspace(params.call.workspace, params.call.sizes);
+        tile_before = workspace.sums_of(work.batch, walk.head, walk.tile);
+        at.advance();
+        walk.advance();
+    }
+
+    // Stores the gradients of the keys in this warpgroup's part of the head dims through the shared
+    // memory that had the keys.
+    __device__ void store(WgmmaSums<kHeadPart>& dk, WgmmaSums<kValuePart>& dv, bool took_keys) {
+        ptx::named_barrier_sync<kConsumers * kWarpgroup>(kKeysDone);
+        if (smem.took_out) {
+            add_nonfinite<kValuePart, kBlockM, kBlockN>(dv, params.call, work, work.first_key,
+                                                        kRole * kValuePart);
+        }
+        store<kValuePart>(params.dv, smem.v, dv, 1);
+        store<kHeadPart>(params.dk, smem.k, dk, params.call.softmax_scale);
+        if (threadIdx.x % kWarpgroup == 0) {
+            ptx::wait_stores_read();
+            if (took_keys) smem.keys_ring.release(keys_at);
+        }
+        if (took_keys) keys_at.advance();
+    }
+
+  private:
+    // Where a mask cuts through a tile, NaN or infinity in a row or a key must not reach those that
+    // it does not see; but 0 * NaN is NaN, and a product over the whole tile would multiply by it.
+    // Keys and queries with it need not keep it: the rows that see them have an LSE that is NaN.
+    __device__ void take_out_nonfinite(const Scores& s) {
+        constexpr int kBarrier = kFirstOfWarpgroup + kRole;
+        const bool found = softmax.finds_nonfinite(s, smem.rows[at.stage]);
+        if (!ptx::named_barrier_or<kWarpgroup>(kBarrier, found)) return;
+        smem.dout_ring.wait_full(at);
+        clear_nonfinite<kWarpgroup>(smem.k);
+        clear_nonfinite<kWarpgroup>(smem.q[at.stage]);
+        clear_nonfinite<kWarpgroup>(smem.dout[at.stage]);
+        ptx::proxy_fence();
+        ptx::named_barrier_sync<kWarpgroup>(kBarrier);
+        smem.took_out = true;
+    }
+
+    template <int Dims, class Rows>
+    __device__ void store(const TensorMap& map, Rows& tile, WgmmaSums<Dims>& sums, float scale) {
+#pragma unroll
+        for (int i = 0; i < Dims / 2; ++i) sums[i] *= scale;
+        WgmmaOperand<Dims> rounded;
+        round_to_operand<Dims>(rounded, sums);
+        auto& rows = part_of<Dims>(tile, kRole);
+        write_rows<Dims>(rows, rounded, warp_row());
+        ptx::proxy_fence();
+        ptx::named_barrier_sync<kWarpgroup>(kFirstOfWarpgroup + kRole);
+        if (threadIdx.x % kWarpgroup == 0) {
+            store_tile(map, rows, work.batch, work.kv_head, work.first_key, kRole * Dims);
+        }
+    }
+
+    template <bool Masked>
+    __device__ void differentiate(Scores& dp, int tile) const {
+        Weights rounded;
+        Scores p;
+        read_rows<kBlockM>(rounded, smem.p[at.stage], warp_row());
+        widen_operand<kBlockM>(p, rounded);
+        softmax.template differentiate<Masked>(dp, p, smem.rows[at.stage], tile);
+    }
+
+    __device__ void share(ScoreRows (&to)[kStages], Ring<kStages>& ring, const Scores& values) {
+        Weights rounded;
+        round_to_operand<kBlockM>(rounded, values);
+        ring.wait_empty(at);
+        write_rows<kBlockM>(to[at.stage], rounded, warp_row());
+        ptx::proxy_fence();
+        ptx::barrier_arrive(ring.full[at.stage]);
+    }
+};
+
+// Takes in one tile of queries, and of the tile before, unless this is the First, what lags behind.
+template <bool First, Role kRole>
+__device__ inline void attend(Consumer<kRole>& consumer, WgmmaSums<kHeadPart>& dk,
+                              WgmmaSums<kValuePart>& dv, const Walk& walk) {
+    Smem& smem = consumer.smem;
+    Scores s;
+    QueryPart dq;
+    consumer.issue_scores(s);
+    if (First) {
+        wait_product<0>(s);
+    } else {
+        consumer.issue_key_gradients(dk);
+        consumer.issue_query_gradients(dq, 0);
+        wait_product<2>(s);
+    }
+    if (kRole == kWeights) consumer.share_weights(s, walk);
+    if (!First) {
+        wait_product<0>(dq);
+        hold_all(dk);
+        release(smem.q_ring, before(consumer.at));
+        consumer.add_query_gradients(dq, 0);
+        for (int panel = 1; panel < kPartPanels; ++panel) consumer.issue_query_gradients(dq, panel);
+    }
+    consumer.issue_value_gradients(dv);
+    if (kRole == kWeightGradients) consumer.share_gradients(s, walk);
+    if (!First) {
+        wait_product<1>(dq);
+        release(smem.ds_ring, before(consumer.at));
+        if (kPartPanels > 1) consumer.add_query_gradients(dq, kPartPanels - 1);
+    }
+    wait_product<0>(dv);
+    release(smem.p_ring, consumer.at);
+    release(smem.dout_ring, consumer.at);
+}
+
+// What lags behind of the last tile.
+template <Role kRole>
+__device__ inline void finish(Consumer<kRole>& consumer, WgmmaSums<kHeadPart>& dk) {
+    Smem& smem = consumer.smem;
+    consumer.issue_key_gradients(dk);
+#pragma unroll
+    for (int panel = 0; panel < kPartPanels; ++panel) {
+        QueryPart dq;
+        consumer.issue_query_gradients(dq, panel);
+        wait_product<0>(dq);
+        hold_all(dk);
+        consumer.add_query_gradients(dq, panel);
+    }
+    release(smem.q_ring, before(consumer.at));
+    release(smem.ds_ring, before(consumer.at));
+}
+
+template <Role kRole>
+__device__ inline void consume(Smem& smem, const Params& params, KeyWork work) {
+    const Sizes& sizes = params.call.sizes;
+    Consumer<kRole> consumer(smem, params);
+    do {
+        WgmmaSums<kHeadPart> dk = {};
+        WgmmaSums<kValuePart> dv = {};
+        const Tiles tiles(sizes, work.first_key);
+        Walk walk(tiles, sizes, work.kv_head);
+        const bool any = walk.left > 0;
+        consumer.begin(work);
+        if (any) {
+            smem.keys_ring.wait_full(consumer.keys_at);
+            attend<true>(consumer, dk, dv, walk);
+            for (consumer.advance(walk); walk.left > 0; consumer.advance(walk)) {
+                attend<false>(consumer, dk, dv, walk);
+            }
+            finish(consumer, dk);
+        }
+        consumer.store(dk, dv, any);
+    } while (Keys::next(work, sizes));
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    key_tiles(const __grid_constant__ Params params) {
+    Smem& smem = shared_memory<Smem>();
+    if (threadIdx.x == 0) {
+        constexpr int kWarps = kConsumers * kWarpgroup / 32;
+        smem.q_ring.init(kWarps);
+        smem.dout_ring.init(kWarps);
+        init_shared_ring(smem.p_ring, kWarpgroup, kWarps);
+        init_shared_ring(smem.ds_ring, kWarpgroup, kWarps);
+        smem.keys_ring.init(kConsumers);
+        smem.took_out = false;
+        ptx::barrier_init_fence();
+    }
+    __syncthreads();
+
+    const KeyWork work = Keys::first(params.call.sizes);
+    // A shuffle tells the compiler that all lanes of a warp have the same.
+    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
+    if (warpgroup == 0) {
+        ptx::registers_decrease<kProducerRegisters>();
+        if (threadIdx.x == 0) produce(smem, params, work);
+    } else if (warpgroup == 1) {
+        ptx::registers_increase<kConsumerRegisters>();
+        consume<kWeights>(smem, params, work);
+    } else {
+        ptx::registers_increase<kConsumerRegisters>();
+        consume<kWeightGradients>(smem, params, work);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+    round_queries(const __grid_constant__ Params params) {
+    round_tile<kHelperThreads, kBlockM, KeyRows::kPanels, Sums>(params.call);
+}

@@ -1,0 +1,213 @@
+"""Plans for the Hopper backward: a block is a warpgroup that copies and two that compute.
+
+Up to head dim 128 each of the two has 64 keys of the block's 128; over that they share 64 keys and part the
+head dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+from cufa.device import REGISTERS_PER_SM, Device
+from cufa.plan.choice import Cost, choose
+from cufa.plan.record import Launch, Part, Scratch, TensorBox
+from cufa.plan.sizes import (
+    BACKWARD_PARAMS_BYTES,
+    TENSOR_MAP_ALIGNMENT,
+    TENSOR_MAP_BYTES,
+    ceil_div,
+    common_macros,
+    round_up,
+)
+from cufa.plan.wgmma import (
+    BARRIER_BYTES,
+    MAX_CONSUMER_REGISTERS,
+    MAX_WGMMA_N,
+    PANEL_COLS,
+    REGISTER_STEP,
+    SECTION_OF_L2,
+    SWIZZLE_BYTES,
+    WARPGROUP,
+    WGMMA_K,
+    WGMMA_M,
+    panel_tile_bytes,
+)
+from cufa.problem import Problem
+
+CONSUMERS = 2
+THREADS = (CONSUMERS + 1) * WARPGROUP
+HELPER_THREADS = 256
+SUM_BYTES = 4
+# What the copying warpgroup keeps, and what its giving up the rest leaves a thread of the others.
+PRODUCER_REGISTERS = 24
+AT_START = REGISTERS_PER_SM // THREADS // REGISTER_STEP * REGISTER_STEP
+CONSUMER_REGISTERS = min(
+    MAX_CONSUMER_REGISTERS,
+    AT_START + (AT_START - PRODUCER_REGISTERS) // CONSUMERS // REGISTER_STEP * REGISTER_STEP,
+)
+# Registers of a consumer beside accumulators: addresses, descriptions, where it is.
+OVERHEAD_REGISTERS = 40
+# Part of the SMs' time that blocks which work on whole heads must fill.
+FILLED = 0.9
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The sizes that the kernels are compiled for.
+
+    `block_n` is what the kernel makes of it and cannot be chosen; `stages` are how many tiles of Q, and of
+    dO, a block holds.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return THREADS
+
+    def misfit(self) -> str | None:
+        """None if the kernels can be compiled for these tiles, else the reason."""
+        if self.block_m % WGMMA_K or self.block_m > MAX_WGMMA_N:
+            return f"block_m must be a multiple of {WGMMA_K} up to {MAX_WGMMA_N}"
+        return None
+
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n}, stages {self.stages}"
+
+
+# What is best for head dims up to each.
+TILES = {64: Tiles(128, CONSUMERS * WGMMA_M, 2), 128: Tiles(64, CONSUMERS * WGMMA_M, 2)}
+WIDE_TILES = Tiles(64, WGMMA_M, 2)
+
+
+def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+    """`bwd_4_wgmma`: a block for each tile of queries, for one or more of keys, for each of queries."""
+    dim = max(problem.head_dim, problem.value_dim)
+    best = next(candidate for limit, candidate in TILES.items() if dim <= limit)
+    return _plan(problem, device, tiles, best, _cost, round_up(problem.head_dim, PANEL_COLS))
+
+
+def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+    """`bwd_5_wgmma_wide`: as `bwd_4_wgmma`."""
+    return _plan(problem, device, tiles, WIDE_TILES, _wide_cost, _parted(problem.head_dim))
+
+
+def _plan(
+    problem: Problem,
+    device: Device,
+    overrides: Mapping[str, int],
+    best: Tiles,
+    cost_of: Callable[[Problem, Tiles], Cost],
+    padded_dim: int,
+) -> Part:
+    chosen = choose(problem, device, overrides, (best,), lambda tiles: cost_of(problem, tiles))
+    sizes = chosen.tiles
+    _check_tiles(problem, sizes, best, chosen.cost.registers)
+    query_tiles = ceil_div(problem.seqlen_q, sizes.block_m)
+    query_blocks = problem.batch * problem.heads * query_tiles
+    key_tiles = ceil_div(problem.seqlen_k, sizes.block_n)
+    whole_heads = _takes_whole_heads(problem, device, key_tiles)
+    key_blocks = problem.batch * problem.kv_heads * (min(1, key_tiles) if whole_heads else key_tiles)
+    launches = (
+        Launch("row_sums", query_blocks, HELPER_THREADS),
+        Launch("key_tiles", key_blocks, THREADS, chosen.cost.smem_bytes),
+        Launch("round_queries", query_blocks, HELPER_THREADS),
+    )
+    q, k, v, _, dout, _, dk, dv = range(8)
+    rows = {q: sizes.block_m, k: WGMMA_M, v: WGMMA_M, dout: sizes.block_m, dk: WGMMA_M, dv: WGMMA_M}
+    boxes = tuple(TensorBox(tensor, count, PANEL_COLS) for tensor, count in rows.items())
+    params_bytes = round_up(len(boxes) * TENSOR_MAP_BYTES + BACKWARD_PARAMS_BYTES, TENSOR_MAP_ALIGNMENT)
+    how = "all keys of a head: its sums of dQ are its own" if whole_heads else "one tile of keys"
+    return Part(
+        tiles=asdict(sizes),
+        macros=(
+            *common_macros(problem),
+            ("BLOCK_M", sizes.block_m),
+            ("STAGES", sizes.stages),
+            ("WHOLE_HEAD", whole_heads),
+            ("HELPER_THREADS", HELPER_THREADS),
+            ("PRODUCER_REGISTERS", PRODUCER_REGISTERS),
+            ("CONSUMER_REGISTERS", CONSUMER_REGISTERS),
+            ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),
+            ("SMEM_BYTES", chosen.cost.smem_bytes),
+            ("PARAMS_BYTES", params_bytes),
+        ),
+        launches=tuple(launch for launch in launches if launch.grid > 0),
+        scratch=(
+            Scratch("dQ sums", (problem.batch, problem.heads, query_tiles, padded_dim, sizes.block_m)),
+            Scratch("LSE and D", (problem.batch, problem.heads, query_tiles, 2, sizes.block_m)),
+        ),
+        reasons=(*chosen.reasons, f"a block works on {how}"),
+        boxes=boxes,
+    )
+
+
+def _check_tiles(problem: Problem, tiles: Tiles, best: Tiles, registers: int) -> None:
+    if tiles.block_n != best.block_n:
+        raise ValueError(f"tiles {tiles}: block_n must be {best.block_n}, {WGMMA_M} for a warpgroup's rows")
+    if best.block_m > PANEL_COLS and tiles.block_m != best.block_m:
+        raise ValueError(f"tiles {tiles}: block_m must be {best.block_m}, {PANEL_COLS} for a warpgroup's dQ")
+    if registers > CONSUMER_REGISTERS:
+        raise ValueError(
+            f"tiles {tiles}: a thread needs about {registers} registers, and there are {CONSUMER_REGISTERS}"
+        )
+
+
+def _takes_whole_heads(problem: Problem, device: Device, key_tiles: int) -> bool:
+    """Whether a block works on all keys of a KV head.
+
+    It then needs no sums that are zero at first, and loads the head's queries for one tile of keys after the
+    other: that is faster if the L2 cache has them all and no SM is left idle.
+    """
+    if key_tiles <= 1:
+        return True
+    heads = problem.batch * problem.kv_heads
+    fills = heads >= FILLED * device.sm_count * ceil_div(heads, device.sm_count)
+    row_bytes = (problem.head_dim + problem.value_dim) * problem.itemsize + problem.head_dim * SUM_BYTES
+    head_bytes = problem.heads // problem.kv_heads * problem.seqlen_q * row_bytes
+    return fills and device.sm_count * head_bytes <= SECTION_OF_L2 * device.l2_bytes
+
+
+def _parted(dims: int) -> int:
+    """Head dims, padded so that each warpgroup has whole panels of them."""
+    return round_up(dims, CONSUMERS * PANEL_COLS)
+
+
+def _cost(problem: Problem, tiles: Tiles) -> Cost:
+    m, n = tiles.block_m, tiles.block_n
+    smem_bytes = (
+        panel_tile_bytes(n, problem.head_dim)  # K
+        + panel_tile_bytes(n, problem.value_dim)  # V
+        + tiles.stages * (panel_tile_bytes(m, problem.head_dim) + panel_tile_bytes(m, problem.value_dim))
+        + tiles.stages * panel_tile_bytes(n, m)  # dS
+        + tiles.stages * 2 * m * SUM_BYTES  # LSE and D
+        + BARRIER_BYTES * (4 * tiles.stages + 2)
+        + BARRIER_BYTES  # whether anything was taken out
+    )
+    head, value = round_up(problem.head_dim, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
+    # S and dP, dK and dV.
+    registers = m + (head + value) // 2 + OVERHEAD_REGISTERS
+    work = m * n * (3 * head + 2 * value) / tiles.threads
+    return Cost(round_up(smem_bytes, SWIZZLE_BYTES), registers, work)
+
+
+def _wide_cost(problem: Problem, tiles: Tiles) -> Cost:
+    m, n = tiles.block_m, tiles.block_n
+    head, value = _parted(problem.head_dim), _parted(problem.value_dim)
+    smem_bytes = (
+        panel_tile_bytes(n, head)  # K
+        + panel_tile_bytes(n, value)  # V
+        + tiles.stages * (panel_tile_bytes(m, head) + panel_tile_bytes(m, value))  # Q, dO
+        + tiles.stages * 2 * panel_tile_bytes(n, m)  # P, dS
+        + tiles.stages * 2 * m * SUM_BYTES  # LSE and D
+        + BARRIER_BYTES * (8 * tiles.stages + 2)
+        + BARRIER_BYTES  # whether anything was taken out
+    )
+    # S or dP, dK and dV, a panel of dQ.
+    registers = m // 2 + (head + value) // 4 + m // 2 + OVERHEAD_REGISTERS
+    work = m * n * (3 * head + 2 * value) / tiles.threads
+    return Cost(round_up(smem_bytes, SWIZZLE_BYTES), registers, work)

@@ -1,0 +1,144 @@
+"""The Hopper backward: plans, and what the compiler makes of the kernels. None of it needs a GPU."""
+
+import itertools
+import re
+from dataclasses import replace
+
+import pytest
+
+from cufa import jit
+from cufa.device import Device
+from cufa.kernels import KERNELS, best_kernel
+from cufa.plan import make_plan
+from cufa.problem import Problem
+
+H200 = Device.of("sm_90a")
+NARROW, WIDE = "bwd_4_wgmma", "bwd_5_wgmma_wide"
+
+
+def problem(head_dim=128, value_dim=None, causal=False, seqlen=4096, batch=2, dtype="bfloat16"):
+    value_dim = value_dim or head_dim
+    return Problem("backward", dtype, batch, seqlen, seqlen, 4, 2, head_dim, value_dim, causal)
+
+
+def plan_of(call, **tiles):
+    return make_plan(call, H200, best_kernel(call, H200).name, tiles)
+
+
+def takes_whole_heads(plan):
+    return bool(dict(plan.macros)["WHOLE_HEAD"])
+
+
+def launch_of(plan, entry):
+    return next(launch for launch in plan.launches if launch.entry == entry)
+
+
+# So many KV heads, and so short, that a block works on all keys of one; and so few that it does not.
+BATCHES_AND_LENGTHS = [(66, 256), (2, 4096)]
+
+
+@pytest.mark.parametrize(("batch", "seqlen"), BATCHES_AND_LENGTHS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_no_spill_and_no_product_in_series(head_dim, causal, batch, seqlen):
+    build = jit.build(plan_of(problem(head_dim, causal=causal, batch=batch, seqlen=seqlen)).variant)
+    assert build.warnings == ()
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 8), (40, 200), (96, 80), (192, 128), (7, 255)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_any_head_dims_compile(dtype, head_dim, value_dim):
+    build = jit.build(plan_of(problem(head_dim, value_dim, True, dtype=dtype)).variant)
+    assert not [line for line in build.warnings if "C75" in line]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_products_are_issued_together(head_dim):
+    """Between the parts of a product there is no wait, which the compiler would put in if it had doubts."""
+    plan = plan_of(problem(head_dim))
+    try:
+        code = jit.sass(jit.build(plan.variant))
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    marks = re.findall(r"HGMMA|WARPGROUP\.DEPBAR", code)
+    runs = [(mark, len(list(run))) for mark, run in itertools.groupby(marks)]
+    parts = min(head_dim, plan.tiles["block_m"], plan.tiles["block_n"]) // 16
+    assert min(length for mark, length in runs if mark == "HGMMA") >= parts
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "name"),
+    [(64, 64, NARROW), (128, 40, NARROW), (129, 64, WIDE), (64, 192, WIDE), (256, 256, WIDE)],
+)
+def test_the_wider_head_dim_chooses_the_kernel(head_dim, value_dim, name):
+    assert best_kernel(problem(head_dim, value_dim), H200).name == name
+
+
+@pytest.mark.parametrize(
+    ("call", "device", "reason"),
+    [
+        (problem(dtype="float32"), H200, "supports float16, bfloat16, and the arrays are float32"),
+        (replace(problem(), align_bytes=8), H200, "multiples of 16 bytes, and these are of 8"),
+        (problem(), Device.of("sm_90"), "needs sm_90a, and the arch is sm_90"),
+        (problem(), Device.of("sm_80"), "needs sm_90 or newer"),
+    ],
+)
+@pytest.mark.parametrize("name", [NARROW, WIDE])
+def test_what_is_not_supported_has_a_reason(name, call, device, reason):
+    assert reason in KERNELS[name].unsupported(call, device)
+    assert best_kernel(call, device).name not in (NARROW, WIDE)
+
+
+def test_head_dims_have_their_kernel():
+    assert "supports head dims to 128, and this is 256" in KERNELS[NARROW].unsupported(problem(256), H200)
+    assert "supports head dims from 129, and this is 128" in KERNELS[WIDE].unsupported(problem(128), H200)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (128, 128), (80, 128), (256, 256), (96, 256)])
+def test_a_block_fits_on_an_sm(head_dim, value_dim):
+    plan = plan_of(problem(head_dim, value_dim))
+    assert launch_of(plan, "key_tiles").smem_bytes <= H200.smem_per_block
+
+
+def test_a_block_has_a_tile_of_keys_or_a_whole_head():
+    few = plan_of(problem(64))
+    assert not takes_whole_heads(few)
+    assert launch_of(few, "key_tiles").grid == 2 * 2 * 4096 // 128
+    many = plan_of(problem(64, batch=66, seqlen=256))
+    assert takes_whole_heads(many)
+    assert launch_of(many, "key_tiles").grid == 66 * 2
+    assert "all keys of a head" in str(many)
+
+
+def test_whole_heads_must_fill_the_gpu_and_fit_in_its_l2_cache():
+    assert not takes_whole_heads(plan_of(problem(64, batch=66, seqlen=1024)))
+    assert not takes_whole_heads(plan_of(problem(64, batch=40, seqlen=256)))
+    assert takes_whole_heads(plan_of(problem(64, batch=1, seqlen=128)))
+
+
+def test_sums_of_dq_are_padded_to_panels_and_tiles():
+    plan = plan_of(problem(80, seqlen=100))
+    sums, statistics = plan.scratch
+    assert sums.shape == (2, 4, 2, 128, 64)
+    assert statistics.shape == (2, 4, 2, 2, 64)
+
+
+@pytest.mark.parametrize(("batch", "seqlen"), [(0, 5), (2, 0)])
+def test_nothing_is_launched_for_nothing(batch, seqlen):
+    assert plan_of(problem(batch=batch, seqlen=seqlen)).launches == ()
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "tiles", "reason"),
+    [
+        (128, {"block_m": 60}, "block_m must be a multiple of 16 up to 256"),
+        (128, {"block_n": 64}, "block_n must be 128, 64 for a warpgroup's rows"),
+        (64, {"block_m": 64}, "block_m must be 128, 64 for a warpgroup's dQ"),
+        (128, {"block_m": 80}, "a thread needs about 248 registers, and there are 240"),
+        (256, {"stages": 3}, "bytes of shared memory"),
+        (64, {"threads": 128}, "tiles has threads"),
+    ],
+)
+def test_tiles_that_do_not_fit_are_refused(head_dim, tiles, reason):
+    with pytest.raises(ValueError, match=reason):
+        plan_of(problem(head_dim), **tiles)

@@ -163,9 +163,9 @@ def _takes_whole_heads(problem: Problem, device: Device, key_tiles: int) -> bool
     It then needs no sums that are zero at first, and loads the head's queries for one tile of keys after the
     other: that is faster if the L2 cache has them all and no SM is left idle.
     """
-    if key_tiles <= 1:
-        return True
     heads = problem.batch * problem.kv_heads
+    if key_tiles <= 1 or heads == 0:
+        return True
     fills = heads >= FILLED * device.sm_count * ceil_div(heads, device.sm_count)
     row_bytes = (problem.head_dim + problem.value_dim) * problem.itemsize + problem.head_dim * SUM_BYTES
     head_bytes = problem.heads // problem.kv_heads * problem.seqlen_q * row_bytes

@@ -20,10 +20,11 @@ struct alignas(N * sizeof(T)) Pack {
     __device__ const T& operator[](int i) const { return v[i]; }
 };
 
-// The one block of dynamic shared memory, as the struct a kernel lays over it.
-template <class Smem>
+// The one block of dynamic shared memory, as the struct a kernel lays over it. Bytes are what the
+// host planned for this entry of the file, if not the same as for the others.
+template <class Smem, int Bytes = SMEM_BYTES>
 __device__ inline Smem& shared_memory() {
-    static_assert(sizeof(Smem) == SMEM_BYTES, "the host planned a different size of shared memory");
+    static_assert(sizeof(Smem) == Bytes, "the host planned a different size of shared memory");
     extern __shared__ __align__(alignof(Smem)) unsigned char bytes[];
     return *reinterpret_cast<Smem*>(bytes);
 }

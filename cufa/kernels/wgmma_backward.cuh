@@ -212,11 +212,18 @@ __device__ inline void prepare_rows(const BackwardParams& call) {
     }
 }
 
+// A tile of dQ, rounded; rows are a vector longer than they are, against bank conflicts.
+template <int BlockM, int Panels>
+struct RoundedTile {
+    static constexpr int kVector = 16 / sizeof(scalar_t);
+    alignas(16) scalar_t rows[BlockM][Panels * kPanelCols + kVector];
+};
+
 // Rounds a tile of dQ. Rows that see no key have sums that nobody set.
 template <int Threads, int BlockM, int Panels, class Sums>
 __device__ inline void round_tile(const BackwardParams& call) {
-    constexpr int kVector = 16 / sizeof(scalar_t);
-    __shared__ alignas(16) scalar_t rounded[BlockM][Panels * kPanelCols + kVector];
+    constexpr int kVector = RoundedTile<BlockM, Panels>::kVector;
+    auto& rounded = shared_memory<RoundedTile<BlockM, Panels>, ROUND_SMEM_BYTES>().rows;
     const QueryBlock<Workspace<BlockM, Sums>> at(call);
     const float scale = call.softmax_scale;
     const auto* fours = reinterpret_cast<const Pack<float, 4>*>(at.sums());

@@ -38,6 +38,8 @@ from cufa.problem import Problem
 CONSUMERS = 2
 THREADS = (CONSUMERS + 1) * WARPGROUP
 HELPER_THREADS = 256
+# Rows of the tile that they round are that much longer, against bank conflicts.
+ROW_PADDING_BYTES = 16
 SUM_BYTES = 4
 # What the copying warpgroup keeps, and what its giving up the rest leaves a thread of the others.
 PRODUCER_REGISTERS = 24
@@ -112,10 +114,11 @@ def _plan(
     key_tiles = ceil_div(problem.seqlen_k, sizes.block_n)
     whole_heads = _takes_whole_heads(problem, device, key_tiles)
     key_blocks = problem.batch * problem.kv_heads * (min(1, key_tiles) if whole_heads else key_tiles)
+    round_smem_bytes = sizes.block_m * (padded_dim * problem.itemsize + ROW_PADDING_BYTES)
     launches = (
         Launch("row_sums", query_blocks, HELPER_THREADS),
         Launch("key_tiles", key_blocks, THREADS, chosen.cost.smem_bytes),
-        Launch("round_queries", query_blocks, HELPER_THREADS),
+        Launch("round_queries", query_blocks, HELPER_THREADS, round_smem_bytes),
     )
     q, k, v, _, dout, _, dk, dv = range(8)
     rows = {q: sizes.block_m, k: WGMMA_M, v: WGMMA_M, dout: sizes.block_m, dk: WGMMA_M, dv: WGMMA_M}
@@ -134,6 +137,7 @@ def _plan(
             ("CONSUMER_REGISTERS", CONSUMER_REGISTERS),
             ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),
             ("SMEM_BYTES", chosen.cost.smem_bytes),
+            ("ROUND_SMEM_BYTES", round_smem_bytes),
             ("PARAMS_BYTES", params_bytes),
         ),
         launches=tuple(launch for launch in launches if launch.grid > 0),

@@ -425,6 +425,10 @@ def test_the_last_rung_is_taken_if_none_is_asked_for(arch: str, direction: Direc
         ("sm_90a", "float32", False, True),
         ("sm_120a", "float32", False, False),
         ("sm_120a", "float32", True, True),
+        ("sm_80", "float64", False, True),
+        ("sm_86", "float64", False, False),
+        ("sm_90a", "float64", False, True),
+        ("sm_103a", "float64", False, False),
     ],
 )
 @pytest.mark.parametrize("direction", ["forward", "backward"])

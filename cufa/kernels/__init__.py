@@ -201,7 +201,6 @@ _LADDER = (
         idea="tensor cores: S and dP transposed, so that P and dS stay in registers",
         paper="Dao 2023, Algorithm 2",
         memory="O(N)",
-        dtypes=("float16", "bfloat16", "float32"),
         tensor_cores=True,
         features=_ALL_FEATURES,
     ),

@@ -1,12 +1,12 @@
 // bwd_3_mma: FlashAttention-2's backward on tensor cores (Dao 2023, Algorithm 2).
 //
-// Change from bwd_2_flash_v2: mma.sync on 16-bit operands with float32 sums, and S and dP are
-// computed transposed, S^T = K Q^T and dP^T = V dO^T. A warp owns rows of keys; P^T and dS^T are
-// then left operands of dV += P^T dO and dK += dS^T Q straight from the registers. Only dS^T goes
-// to shared memory, for dQ = dS K. Where dK and dV are too wide for a warp's registers (SPLIT 2),
-// two warps share the rows of keys: each computes half of the queries' columns of S^T and dP^T and
-// owns half of the head dims of dK and dV. Blocks that own queries, where every run must give the
-// same bits, do all of this with the parts of keys and queries exchanged.
+// Change from bwd_2_flash_v2: mma.sync as in fwd_5_mma, and S and dP are computed transposed, S^T =
+// K Q^T and dP^T = V dO^T. A warp owns rows of keys; P^T and dS^T are then left operands of dV +=
+// P^T dO and dK += dS^T Q straight from the registers. Only dS^T goes to shared memory, for dQ = dS
+// K. Where dK and dV are too wide for a warp's registers (SPLIT 2), two warps share the rows of
+// keys: each computes half of the queries' columns of S^T and dP^T and owns half of the head dims
+// of dK and dV. Blocks that own queries, where every run must give the same bits, do all of this
+// with the parts of keys and queries exchanged.
 //
 // Launches: row_sums (LSE and D, and the sums in the workspace set to zero), key_tiles,
 // round_queries or, if deterministic, query_tiles; bias_gradient and sink_gradient if those are
@@ -52,21 +52,21 @@ static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a differe
 using Scores = Accumulators<kTiles, kColumns>;
 
 struct KeySmem {
-    HalfTile<kBlockN, kHead> k;
-    HalfTile<kBlockN, kValue> v;
-    HalfTile<kBlockM, kHead> q[kStages];
-    HalfTile<kBlockM, kValue> dout[kStages];
-    HalfTile<kBlockN, kBlockM> ds;                   // dS^T
-    HalfTile<kSplit == 1 ? 1 : kBlockN, kBlockM> p;  // P^T, if it must be shared
+    MmaTile<kBlockN, kHead> k;
+    MmaTile<kBlockN, kValue> v;
+    MmaTile<kBlockM, kHead> q[kStages];
+    MmaTile<kBlockM, kValue> dout[kStages];
+    MmaTile<kBlockN, kBlockM> ds;                   // dS^T
+    MmaTile<kSplit == 1 ? 1 : kBlockN, kBlockM> p;  // P^T, if it must be shared
     alignas(16) RowStats rows[kStages][kBlockM];
 };
 
 struct QuerySmem {
-    HalfTile<kBlockN, kHead> q;
-    HalfTile<kBlockN, kValue> dout;
-    HalfTile<kBlockM, kHead> k[kStages];
-    HalfTile<kBlockM, kValue> v[kStages];
-    HalfTile<kBlockN, kBlockM> ds;
+    MmaTile<kBlockN, kHead> q;
+    MmaTile<kBlockN, kValue> dout;
+    MmaTile<kBlockM, kHead> k[kStages];
+    MmaTile<kBlockM, kValue> v[kStages];
+    MmaTile<kBlockN, kBlockM> ds;
 };
 
 union Smem {
@@ -77,15 +77,15 @@ union Smem {
 
 // The workspace's parts, each for all heads.
 struct Workspace {
-    float* dq;
+    acc_t* dq;
     RowStats* stats;
-    float* bias;
+    acc_t* bias;
 
     __device__ explicit Workspace(const BackwardParams& params) {
-        dq = static_cast<float*>(params.workspace);
-        float* const end = dq + (kDeterministic ? 0 : padded_rows(params.sizes) * kHead);
+        dq = static_cast<acc_t*>(params.workspace);
+        acc_t* const end = dq + (kDeterministic ? 0 : padded_rows(params.sizes) * kHead);
         stats = reinterpret_cast<RowStats*>(end);
-        bias = reinterpret_cast<float*>(stats + rows_of_heads(params.sizes));
+        bias = reinterpret_cast<acc_t*>(stats + rows_of_heads(params.sizes));
     }
 
     // Sums of dQ are whole tiles of queries.
@@ -99,7 +99,7 @@ struct Workspace {
 // 4 x 32 values, so that an addition by a warp is 128 bytes in a row.
 struct QuerySums {
     static constexpr int kFragment = kMmaM * kMmaN;
-    float* sums;
+    acc_t* sums;
 
     __device__ QuerySums(const BackwardParams& params, const Sequence& sequence, int head) {
         const Sizes& sizes = params.sizes;
@@ -116,7 +116,7 @@ struct QuerySums {
     }
 
     // The fragment of 16 rows and 8 columns that begins at (row, col).
-    __device__ float* fragment(int row, int col) const {
+    __device__ acc_t* fragment(int row, int col) const {
         return sums + static_cast<long long>(row) * kHead + col / kMmaN * kFragment;
     }
 };
@@ -348,7 +348,7 @@ struct KeyGradients {
         product_of(s, smem.k, smem.q[stage], place);
         product_of(dp, smem.v, smem.dout[stage], place);
         const auto stats_of = [&](Element at) { return smem.rows[stage][place.col(at.n) + at.e]; };
-        const auto add_to_bias = [&](int query, int key, float gradient) {
+        const auto add_to_bias = [&](int query, int key, acc_t gradient) {
             if constexpr (kBiasGradient) head.bias.add(query, key, gradient);
         };
         if (masked) {
@@ -430,7 +430,7 @@ struct KeyGradients {
         for (int m = 0; m < kQueryTiles; ++m)
 #pragma unroll
             for (int n = 0; n < kQueryCols / kMmaN; ++n) {
-                float* fragment =
+                acc_t* fragment =
                     sums.fragment(first_query + to.first_row + m * kMmaM, to.first_col + n * kMmaN);
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
@@ -464,7 +464,7 @@ struct QueryGradients {
         product_of(s, smem.q, smem.k[stage], place);
         product_of(dp, smem.dout, smem.v[stage], place);
         const auto stats_of = [&](Element at) { return stats[at.m][at.half]; };
-        const auto no_bias = [](int, int, float) {};
+        const auto no_bias = [](int, int, acc_t) {};
         if (masked) {
             differentiate<true>(s, dp, tile, seen, stats_of, no_bias);
         } else {
@@ -498,9 +498,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     write_row_stats<THREADS>(params, workspace.stats);
     const long long row = warp_of_grid<THREADS>();
     if (!kDeterministic && row < Workspace::padded_rows(params.sizes)) {
-        using Vector = Pack<float, 4>;
+        using Vector = Pack<acc_t, kVec>;
         auto* dq = reinterpret_cast<Vector*>(workspace.dq + row * kHead);
-        for (int i = threadIdx.x % 32; i < kHead / 4; i += 32) dq[i] = {};
+        for (int i = threadIdx.x % 32; i < kHead / kVec; i += 32) dq[i] = {};
     }
     if constexpr (kBiasGradient) clear_bias_sums<THREADS>(params, workspace.bias);
 }
@@ -619,7 +619,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const auto dq = sequence.queries<scalar_t>(params.dq, head);
         for (int col = 0; col < kHeadDim; col += kMmaN) {
             if (first_row >= sequence.seqlen_q) break;  // it is none of the sequence's
-            const float* sums = dq_sums.fragment(first_row, col);
+            const acc_t* sums = dq_sums.fragment(first_row, col);
             Fragment values[1];
 #pragma unroll
             for (int e = 0; e < 4; ++e) values[0][e] = sums[e * 32 + lane];

@@ -1,10 +1,10 @@
 // fwd_5_mma: FlashAttention-2 on tensor cores (Dao 2023, Algorithm 1).
 //
 // Change from fwd_4_flash_v2: mma.sync instead of multiply-adds, on 16-bit operands with float32
-// sums. A warp owns whole rows; S and O are accumulators, and P goes from the registers of S
-// straight into the second product. K and V come by cp.async during the product before the one that
-// needs them. O is rescaled only when a maximum has grown by more than what float32 sums can hold
-// anyway.
+// sums, float32 as one or two parts of tf32, or float64 (operands_*.cuh). A warp owns whole rows; S
+// and O are accumulators, and P goes from the registers of S straight into the second product. K
+// and V come by cp.async during the product before the one that needs them. O is rescaled only when
+// a maximum has grown by more than what float32 sums can hold anyway.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim)

@@ -27,9 +27,6 @@ struct MmaTile {
     __device__ const scalar_t* at(int row, int col) const { return data + row * kPitch + col; }
 };
 
-template <int Rows, int Cols>
-using HalfTile = MmaTile<Rows, Cols>;
-
 // Makes the columns that are padding zero. Copies leave them alone, so once is enough.
 template <int Threads, int Cols, class Tile>
 __device__ inline void clear_padding(Tile& tile) {

@@ -32,8 +32,10 @@ constexpr int kWarps = THREADS / 32;
 // A block owns kBlockN rows of scores and walks over tiles of kBlockM columns.
 constexpr int kTiles = kBlockN / (kWarps / kSplit * kMmaM);
 constexpr int kColumns = kBlockM / kSplit;  // of those of a tile that a warp computes
-// How the warps share dQ: rows of 16 queries first, then columns.
-constexpr int kQueryRows = min_of(kWarps, kBlockM / kMmaM);
+// How the warps share dQ: rows of queries first, then columns. Where all operands come from shared
+// memory, which is then what there is least of, two 16-row tiles a warp load less for each product.
+constexpr int kQueryRows =
+    min_of(kWarps, kSplit > 1 && kBlockM > kMmaM ? kBlockM / (2 * kMmaM) : kBlockM / kMmaM);
 constexpr int kQueryTiles = kBlockM / kMmaM / kQueryRows;
 constexpr int kQueryParts = kWarps / kQueryRows;
 // Head dims, padded so that all who share them have whole fragments; a warp's part of those of dK,
@@ -42,6 +44,9 @@ constexpr int kHead = round_up(kHeadDim, kMmaK*(kSplit > kQueryParts ? kSplit : 
 constexpr int kValue = round_up(kValueDim, kMmaK* kSplit);
 constexpr int kHeadPart = kHead / kSplit, kValuePart = kValue / kSplit;
 constexpr int kQueryCols = kHead / kQueryParts;
+// Where there is room for one tile of queries, and no product takes it from registers, the next one
+// is copied as soon as the last product that needs a part of this one is done.
+constexpr bool kEarlyCopies = kStages == 1 && kSplit > 1;
 static_assert(kTiles * (kWarps / kSplit) * kMmaM == kBlockN,
               "a warp must own whole 16-row tiles of keys");
 static_assert(kColumns % kMmaK == 0, "a warp must own whole fragments of queries");
@@ -138,8 +143,15 @@ struct QueryHead {
           bias(params, sequence, head, Workspace(params).bias) {}
 
     __device__ void start_copy(KeySmem& smem, int stage, int first_row) const {
+        copy_queries(smem, stage, first_row);
+        copy_gradients(smem, stage, first_row);
+    }
+    __device__ void copy_queries(KeySmem& smem, int stage, int first_row) const {
+        copy_tile<THREADS, kHeadDim>(smem.q[stage], q, first_row, rules.mask.seqlen_q);
+    }
+    // dO, and what else is not needed any more once P and dS are there.
+    __device__ void copy_gradients(KeySmem& smem, int stage, int first_row) const {
         const int seqlen_q = rules.mask.seqlen_q;
-        copy_tile<THREADS, kHeadDim>(smem.q[stage], q, first_row, seqlen_q);
         copy_tile<THREADS, kValueDim>(smem.dout[stage], dout, first_row, seqlen_q);
 #pragma unroll
         for (int rows = 0; rows < kBlockM; rows += THREADS) {
@@ -152,12 +164,12 @@ struct QueryHead {
 };
 
 // Walks over tiles of kBlockM rows from `begin` to `end`, the copy of one under way while the one
-// before is attended to.
-template <class StartCopy, class Attend>
+// before is attended to. With EarlyCopies `attend` starts the next copy itself.
+template <bool EarlyCopies, class StartCopy, class Attend>
 __device__ inline void walk(int begin, int end, const StartCopy& start_copy, const Attend& attend) {
     int stage = 0;
     for (int row = begin; row < end; row += kBlockM) {
-        if (row == begin || kStages == 1) {
+        if (row == begin || (kStages == 1 && !EarlyCopies)) {
             __syncthreads();  // every warp is done with the tile before
             start_copy(stage, row);
         }
@@ -339,9 +351,9 @@ struct KeyGradients {
     Accumulators<kTiles, kHeadPart> dk;
     Accumulators<kTiles, kValuePart> dv;
 
-    // Takes in one tile of queries.
+    // Takes in one tile of queries of those before `end`.
     __device__ void attend(KeySmem& smem, int stage, const QueryHead& head, const Place& place,
-                           int first_query, int first_key, bool masked) {
+                           int first_query, int end, int first_key, bool masked) {
         const KeyRows tile{head.rules, place, first_key, first_query};
         const SeenScores<KeyRows> seen(tile);
         Scores s = {}, dp = {};
@@ -365,16 +377,22 @@ struct KeyGradients {
                                finds_nonfinite<THREADS>(smem.k);
             if (__syncthreads_or(found)) {
                 multiply_seen(s, dp, smem, stage, head, place, first_query, first_key);
+                if (kEarlyCopies && first_query + kBlockM < end) {
+                    __syncthreads();  // every warp is done with the queries
+                    head.start_copy(smem, stage, first_query + kBlockM);
+                }
                 return;
             }
         }
-        multiply(s, dp, smem, stage, head, place, first_query);
+        multiply(s, dp, smem, stage, head, place, first_query, end);
     }
 
   private:
     // dV += P^T dO, dK += dS^T Q and dQ += dS K.
     __device__ void multiply(const Scores& p, const Scores& ds, KeySmem& smem, int stage,
-                             const QueryHead& head, const Place& place, int first_query) {
+                             const QueryHead& head, const Place& place, int first_query, int end) {
+        const int next_query = first_query + kBlockM;
+        const bool copies = kEarlyCopies && next_query < end;
         if (kSplit > 1 || !kDeterministic) store_scores(smem.ds, ds, place);
         if constexpr (kSplit == 1) {
             add_product_pn<kTiles, kColumns, kValuePart>(dv, p, smem.dout[stage]);
@@ -386,8 +404,12 @@ struct KeyGradients {
         if constexpr (kSplit > 1) {
             add_product_nn<kTiles, kValuePart>(dv, smem.p, place.first_row, smem.dout[stage],
                                                place.part * kValuePart);
+            if (kEarlyCopies) __syncthreads();  // every warp is done with dO
+            if (copies) head.copy_gradients(smem, stage, next_query);
             add_product_nn<kTiles, kHeadPart>(dk, smem.ds, place.first_row, smem.q[stage],
                                               place.part * kHeadPart);
+            if (kEarlyCopies) __syncthreads();  // every warp is done with Q
+            if (copies) head.copy_queries(smem, stage, next_query);
         }
         if constexpr (!kDeterministic) {
             const QueryPlace to;
@@ -531,26 +553,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int group = params.sizes.heads / params.sizes.kv_heads;
     for (int h = 0; h < group; ++h) {
         const QueryHead head(params, sequence, kv_head * group + h);
-        walk(
+        walk<kEarlyCopies>(
             tiles.begin, tiles.end, [&](int stage, int row) { head.start_copy(smem, stage, row); },
             [&](int stage, int row) {
-                gradients.attend(smem, stage, head, place, row, first_key, tiles.masked(row));
+                gradients.attend(smem, stage, head, place, row, tiles.end, first_key,
+                                 tiles.masked(row));
             });
     }
     ptx::wait_copies();
 
-    const auto dk = sequence.keys<scalar_t>(params.dk, kv_head);
-    const auto dv = sequence.keys<scalar_t>(params.dv, kv_head);
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int key = first_key + place.row(m, half);
-            if (key >= keys_end) continue;
-            store_row<kHeadDim>(dk.row(key), gradients.dk[m], half, params.softmax_scale,
-                                place.part * kHeadPart);
-            store_row<kValueDim>(dv.row(key), gradients.dv[m], half, 1, place.part * kValuePart);
-        }
+    scale<kTiles, kHeadPart>(gradients.dk, params.softmax_scale);
+    __syncthreads();  // every warp is done with K, and dK and dV can go out through its place
+    store_tile<kTiles, kHeadPart>(smem.k, gradients.dk, place.first_row, place.part * kHeadPart);
+    store_tile<kTiles, kValuePart>(smem.v, gradients.dv, place.first_row, place.part * kValuePart);
+    __syncthreads();
+    write_tile<THREADS, kHeadDim>(smem.k, sequence.keys<scalar_t>(params.dk, kv_head), first_key,
+                                  keys_end);
+    write_tile<THREADS, kValueDim>(smem.v, sequence.keys<scalar_t>(params.dv, kv_head), first_key,
+                                   keys_end);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -578,7 +598,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         const KeyTiles<kBlockM> tiles(queries.rules.mask, first_row, kBlockN);
         const auto k = sequence.keys<const scalar_t>(params.k, own.kv_head);
         const auto v = sequence.keys<const scalar_t>(params.v, own.kv_head);
-        walk(
+        walk<false>(
             tiles.begin, tiles.end,
             [&](int stage, int key) {
                 copy_tile<THREADS, kHeadDim>(smem.k[stage], k, key, tiles.end);
@@ -616,19 +636,27 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                                                         params.features.cu_seqlens_q);
         const Sequence sequence(params, batch);
         const QuerySums dq_sums(params, sequence, head);
+        if (first_row >= sequence.seqlen_q) return;  // it is none of the sequence's
         const auto dq = sequence.queries<scalar_t>(params.dq, head);
-        for (int col = 0; col < kHeadDim; col += kMmaN) {
-            if (first_row >= sequence.seqlen_q) break;  // it is none of the sequence's
-            const acc_t* sums = dq_sums.fragment(first_row, col);
-            Fragment values[1];
+        const acc_t scale = params.softmax_scale;
+        // A lane takes eight columns of a row: of a fragment, the pairs that four lanes had.
+        using Quarter = Pack<acc_t, 4>;
+        constexpr int kFragments = ceil_div(kHeadDim, kMmaN);
+        const int g = lane % 8;
+#pragma unroll 4
+        for (int i = lane / 8; i < 2 * kFragments; i += 4) {
+            const int half = i / kFragments, col = i % kFragments * kMmaN;
+            const acc_t* sums = dq_sums.fragment(first_row, col) + half * 2 * 32 + g * 4;
+            const Quarter even = *reinterpret_cast<const Quarter*>(sums);
+            const Quarter odd = *reinterpret_cast<const Quarter*>(sums + 32);
+            const int row = first_row + half * 8 + g;
+            if (row >= sequence.seqlen_q) continue;
+            Pack<scalar_t, kMmaN> values;
 #pragma unroll
-            for (int e = 0; e < 4; ++e) values[0][e] = sums[e * 32 + lane];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int row = first_row + half * 8 + lane / 4;
-                if (row < sequence.seqlen_q)
-                    store_row<kHeadDim>(dq.row(row), values, half, params.softmax_scale, col);
+            for (int e = 0; e < kMmaN; ++e) {
+                values[e] = from_acc<scalar_t>((e % 2 ? odd : even)[e / 2] * scale);
             }
+            write_columns<kHeadDim>(dq.row(row), values, col);
         }
     }
 }

@@ -212,3 +212,46 @@ __device__ inline void store_row(scalar_t* row, const Fragment (&values)[Fragmen
         }
     }
 }
+
+// Writes neighbouring columns of a row, those before Dims of them, as many at once as the caller's
+// alignment allows.
+template <int Dims, int Count>
+__device__ inline void write_columns(scalar_t* row, const Pack<scalar_t, Count>& values,
+                                     int first_col) {
+    constexpr int kChunk = min_of(min_of(kAlignBytes / sizeof(scalar_t), Dims & -Dims), Count);
+    using Chunk = Pack<scalar_t, kChunk>;
+#pragma unroll
+    for (int col = 0; col < Count; col += kChunk) {
+        if (first_col + col >= Dims) continue;
+        Chunk chunk;
+#pragma unroll
+        for (int e = 0; e < kChunk; ++e) chunk[e] = values[col + e];
+        *reinterpret_cast<Chunk*>(row + first_col + col) = chunk;
+    }
+}
+
+// Writes the rows of a tile to rows [first_row, end_row) of a matrix. The whole block takes part.
+template <int Threads, int Cols, class Tile>
+__device__ inline void write_tile(const Tile& tile, Matrix<scalar_t> to, int first_row,
+                                  int end_row) {
+    constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), Cols & -Cols);
+    constexpr int kRowChunks = Cols / kChunk;
+    using Chunk = Pack<scalar_t, kChunk>;
+    const int rows = min(Tile::kRows, end_row - first_row);
+#pragma unroll 1  // it runs once, and registers are what the rest lacks
+    for (int i = threadIdx.x; i < rows * kRowChunks; i += Threads) {
+        const int row = i / kRowChunks, col = i % kRowChunks * kChunk;
+        *reinterpret_cast<Chunk*>(to.row(first_row + row) + col) =
+            *reinterpret_cast<const Chunk*>(tile.at(row, col));
+    }
+}
+
+template <int Tiles, int Cols>
+__device__ inline void scale(Accumulators<Tiles, Cols>& values, acc_t factor) {
+#pragma unroll
+    for (int m = 0; m < Tiles; ++m)
+#pragma unroll
+        for (int n = 0; n < Cols / kMmaN; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) values[m][n][e] *= factor;
+}

@@ -32,7 +32,7 @@ ROW_PADDING_BYTES = 16
 STRUCT_ALIGNMENT = 16
 # How many tiles of queries the backward may hold, and how many warps may share rows of keys.
 MAX_STAGES = 2
-MAX_SPLIT = 2
+MAX_SPLIT = 4
 
 # Multiply-adds of 16-bit types with float32 sums that an SM does in a clock by mma.sync: the data sheets'
 # dense rates over SMs and clock. Data-centre chips have four times what the others have.
@@ -190,7 +190,13 @@ class BackwardTiles:
     @property
     def query_parts(self) -> int:
         """How many warps part the head dims of the same rows of dQ."""
-        return self.warps // min(self.warps, self.block_m // MMA_M)
+        return self.warps // min(self.warps, self.query_rows)
+
+    @property
+    def query_rows(self) -> int:
+        """How many parts the rows of dQ come in: tiles of 16 rows, or pairs of them."""
+        tiles = self.block_m // MMA_M
+        return tiles // 2 if self.split > 1 and tiles > 1 else tiles
 
     def padded(self, dims: int, parts: int) -> int:
         """Head dims of which each of that many warps has whole fragments."""
@@ -212,9 +218,9 @@ class BackwardTiles:
             return f"block_n must be {MMA_M} keys for each of threads / 32 / split warps, or a multiple"
         if self.block_m % (self.split * MMA_K):
             return f"block_m must be a multiple of split * {MMA_K}"
-        rows = self.block_m // MMA_M
+        rows = self.query_rows
         if max(rows, self.warps) % min(rows, self.warps):
-            return f"of block_m / {MMA_M} = {rows} and the {self.warps} warps one must divide the other"
+            return f"of the {rows} parts of rows of dQ and the {self.warps} warps one must divide the other"
         return None
 
     def __str__(self) -> str:
@@ -272,10 +278,12 @@ WIDE_FORWARD_TILES = (
 BACKWARD_TILES = {
     2: (
         BackwardTiles(64, 128, 256, 2, 1),
+        BackwardTiles(64, 128, 256, 2, 2),
         BackwardTiles(128, 128, 256, 2, 1),
         BackwardTiles(32, 128, 128, 2, 1),
         BackwardTiles(64, 64, 128, 1, 1),
         BackwardTiles(32, 64, 128, 2, 1),
+        BackwardTiles(64, 64, 256, 1, 4),
         BackwardTiles(64, 64, 256, 1, 2),
         BackwardTiles(32, 64, 256, 2, 2),
         BackwardTiles(32, 32, 128, 1, 2),

@@ -129,7 +129,7 @@ struct QuerySums {
 // A query head of a sequence, as the loop over tiles of queries reads it.
 struct QueryHead {
     ScoreRules rules;
-    Matrix<const scalar_t> q, dout;
+    Matrix<const scalar_t> q, dout, k;
     const RowStats* stats;
     QuerySums dq;
     BiasSums bias;
@@ -138,6 +138,7 @@ struct QueryHead {
         : rules(params, sequence, head),
           q(sequence.queries<const scalar_t>(params.q, head)),
           dout(sequence.queries<const scalar_t>(params.dout, head)),
+          k(sequence.keys<const scalar_t>(params.k, kv_head_of(head, params.sizes))),
           stats(Workspace(params).stats + sequence.first_row(head, params.sizes)),
           dq(params, sequence, head),
           bias(params, sequence, head, Workspace(params).bias) {}
@@ -346,6 +347,42 @@ __device__ inline void add_seen(Accumulators<Tiles, Cols>& o, const Tile& v, int
             }
 }
 
+// Adds what is NaN or infinite in columns from first_col on of queries [first_query, end) to the
+// sums of those rows of keys that see them, whatever their weight.
+template <int Dims, int Cols>
+__device__ inline void add_nonfinite(Accumulators<kTiles, Cols>& sums,
+                                     Matrix<const scalar_t> queries, int first_query, int end,
+                                     int first_col, const KeyRows& tile) {
+#pragma unroll 1
+    for (int query = first_query; query < end; ++query)
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int key = tile.row({m, 0, half, 0});
+                if (!tile.rules.sees(query, key)) continue;
+#pragma unroll
+                for (int n = 0; n < Cols / kMmaN; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const int col = first_col + n * kMmaN + 2 * tile.place.t + e;
+                        if (col >= Dims) continue;
+                        const acc_t value = to_acc(queries.row(query)[col]);
+                        if (value * 0 != 0) sums[m][n][2 * half + e] += value;
+                    }
+            }
+}
+
+// Makes NaN and infinity in a tile zero. The whole block takes part.
+template <class Tile>
+__device__ inline void clear_nonfinite(Tile& tile) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < Tile::kRows * Tile::kCols; i += THREADS) {
+        scalar_t& value = *tile.at(i / Tile::kCols, i % Tile::kCols);
+        if (to_acc(value) * 0 != 0) value = from_acc<scalar_t>(0);
+    }
+}
+
 // The gradients of a warp's keys, in its part of the head dims.
 struct KeyGradients {
     Accumulators<kTiles, kHeadPart> dk;
@@ -368,26 +405,38 @@ struct KeyGradients {
         } else {
             differentiate<false>(s, dp, tile, seen, stats_of, add_to_bias);
         }
-        // Where a mask cuts through a tile, NaN or infinity in a row or a key must not reach those
-        // that it does not see; but 0 * NaN is NaN, and a product over the whole tile would
-        // multiply by it.
-        if (kCutTiles && masked) {
-            const bool found = finds_nonfinite<THREADS>(smem.q[stage]) ||
-                               finds_nonfinite<THREADS>(smem.dout[stage]) ||
-                               finds_nonfinite<THREADS>(smem.k);
-            if (__syncthreads_or(found)) {
-                multiply_seen(s, dp, smem, stage, head, place, first_query, first_key);
-                if (kEarlyCopies && first_query + kBlockM < end) {
-                    __syncthreads();  // every warp is done with the queries
-                    head.start_copy(smem, stage, first_query + kBlockM);
-                }
-                return;
-            }
-        }
+        const bool found = kCutTiles && masked && __syncthreads_or(finds_any(smem, stage));
+        if (found) take_out(smem, stage);
         multiply(s, dp, smem, stage, head, place, first_query, end);
+        if (found) put_back(smem, head, tile, first_query);
     }
 
   private:
+    // Where a mask cuts through a tile, NaN or infinity in a row or a key must not reach those that
+    // it does not see; but 0 * NaN is NaN, and a product over the whole tile would multiply by it.
+    // So it is zero in the products; those who see it have NaN from S or dP already, but for dV,
+    // and are given it afterwards.
+    __device__ static bool finds_any(const KeySmem& smem, int stage) {
+        return finds_nonfinite<THREADS>(smem.q[stage]) ||
+               finds_nonfinite<THREADS>(smem.dout[stage]) || finds_nonfinite<THREADS>(smem.k);
+    }
+    __device__ static void take_out(KeySmem& smem, int stage) {
+        clear_nonfinite(smem.q[stage]);
+        clear_nonfinite(smem.dout[stage]);
+        clear_nonfinite(smem.k);
+        __syncthreads();
+    }
+    __device__ void put_back(KeySmem& smem, const QueryHead& head, const KeyRows& tile,
+                             int first_query) {
+        const int end = min(first_query + kBlockM, head.rules.mask.seqlen_q);
+        const int part = tile.place.part;
+        add_nonfinite<kHeadDim, kHeadPart>(dk, head.q, first_query, end, part * kHeadPart, tile);
+        add_nonfinite<kValueDim, kValuePart>(dv, head.dout, first_query, end, part * kValuePart,
+                                             tile);
+        __syncthreads();  // every warp is done with K
+        copy_tile<THREADS, kHeadDim>(smem.k, head.k, tile.first_row, head.rules.mask.seqlen_k);
+    }
+
     // dV += P^T dO, dK += dS^T Q and dQ += dS K.
     __device__ void multiply(const Scores& p, const Scores& ds, KeySmem& smem, int stage,
                              const QueryHead& head, const Place& place, int first_query, int end) {
@@ -416,32 +465,6 @@ struct KeyGradients {
             QueryFragments dq = {};
             add_product_tn<kQueryTiles, kQueryCols>(dq, smem.ds, to.first_row, smem.k,
                                                     to.first_col);
-            add_to_queries(dq, to, head.dq, first_query);
-        }
-    }
-
-    // The same without what is not seen, slowly.
-    __device__ void multiply_seen(const Scores& p, const Scores& ds, KeySmem& smem, int stage,
-                                  const QueryHead& head, const Place& place, int first_query,
-                                  int first_key) {
-        const auto weight = [&](int key, int query) -> const scalar_t* {
-            const bool seen = head.rules.sees(first_query + query, first_key + key);
-            return seen ? smem.ds.at(key, query) : nullptr;
-        };
-        store_scores(smem.ds, p, place);
-        __syncthreads();  // P^T is whole, in the place of dS^T
-        add_seen<kTiles, kValuePart>(dv, smem.dout[stage], place.first_row, place.part * kValuePart,
-                                     weight);
-        __syncthreads();  // every warp is done with P^T
-        store_scores(smem.ds, ds, place);
-        __syncthreads();  // dS^T is whole
-        add_seen<kTiles, kHeadPart>(dk, smem.q[stage], place.first_row, place.part * kHeadPart,
-                                    weight);
-        if constexpr (!kDeterministic) {
-            const QueryPlace to;
-            QueryFragments dq = {};
-            const auto transposed = [&](int query, int key) { return weight(key, query); };
-            add_seen<kQueryTiles, kQueryCols>(dq, smem.k, to.first_row, to.first_col, transposed);
             add_to_queries(dq, to, head.dq, first_query);
         }
     }
@@ -640,21 +663,26 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const auto dq = sequence.queries<scalar_t>(params.dq, head);
         const acc_t scale = params.softmax_scale;
         // A lane takes eight columns of a row: of a fragment, the pairs that four lanes had.
-        using Quarter = Pack<acc_t, 4>;
         constexpr int kFragments = ceil_div(kHeadDim, kMmaN);
         const int g = lane % 8;
 #pragma unroll 4
         for (int i = lane / 8; i < 2 * kFragments; i += 4) {
             const int half = i / kFragments, col = i % kFragments * kMmaN;
             const acc_t* sums = dq_sums.fragment(first_row, col) + half * 2 * 32 + g * 4;
-            const Quarter even = *reinterpret_cast<const Quarter*>(sums);
-            const Quarter odd = *reinterpret_cast<const Quarter*>(sums + 32);
+            acc_t pairs[2][4];  // the even columns, then the odd ones
+#pragma unroll
+            for (int e = 0; e < 8; e += kVec) {
+                using Part = Pack<acc_t, kVec>;
+                const Part part = *reinterpret_cast<const Part*>(sums + e / 4 * 32 + e % 4);
+#pragma unroll
+                for (int v = 0; v < kVec; ++v) pairs[e / 4][e % 4 + v] = part[v];
+            }
             const int row = first_row + half * 8 + g;
             if (row >= sequence.seqlen_q) continue;
             Pack<scalar_t, kMmaN> values;
 #pragma unroll
             for (int e = 0; e < kMmaN; ++e) {
-                values[e] = from_acc<scalar_t>((e % 2 ? odd : even)[e / 2] * scale);
+                values[e] = from_acc<scalar_t>(pairs[e % 2][e / 2] * scale);
             }
             write_columns<kHeadDim>(dq.row(row), values, col);
         }

@@ -67,7 +67,7 @@ def ladder(record: Row) -> str:
                 rung_link(name),
                 kernel.idea,
                 kernel.paper,
-                duration(row["seconds"]) or f"{' and '.join(kernel.dtypes)} only",
+                duration(row["seconds"]) or "not measured",
                 three_digits(row["tflops"]),
                 three_digits(row["speedup_over_rung_before"]) or "-",
                 three_digits(row["speedup_over_cpu"]),

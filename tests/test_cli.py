@@ -434,16 +434,16 @@ def test_packed_sequences_from_files(qkv, tmp_path):
 
 
 def test_features_are_in_the_plan_and_in_the_reasons(monkeypatch):
-    call = ("run", *SMALL, "--dtype", "float16", "--explain")
+    call = ("run", *SMALL, "--dtype", "bfloat16", "--explain")
     forward = run_json(*call, "--arch", "sm_75", "--softcap", 3)["forward"]
     assert forward["kernel"] == "fwd_4_flash_v2"
     reasons = [
         "fwd_4_flash_v2: the last rung that supports this call",
-        "fwd_5_mma needs sm_80 or newer, and the arch is sm_75",
+        "fwd_5_mma needs tensor cores for bfloat16, which sm_75 does not have",
     ]
     assert forward["reasons"][:2] == reasons
     shown = run(*call, "--arch", "sm_75", "--softcap", 3).stdout
-    assert "why        fwd_5_mma needs sm_80 or newer" in shown
+    assert "why        fwd_5_mma needs tensor cores" in shown
     assert "with softcap" in shown
     asked = run_json(*call, "--arch", "sm_75", "--kernel", "fwd_1_naive")["forward"]
     assert asked["reasons"][0] == "fwd_1_naive: asked for"

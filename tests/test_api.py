@@ -31,7 +31,7 @@ from cufa.checking import Array, judge
 from cufa.device import KNOWN, Arch
 from cufa.kernels import KERNELS, best_kernel
 
-FUNCTIONS = [cufa.attention, cufa.attention_backward, cufa.softmax, cufa.plan]
+FUNCTIONS = [cufa.attention, cufa.attention_backward, cufa.merge, cufa.softmax, cufa.plan]
 IMPORT_SECONDS = 0.3
 
 

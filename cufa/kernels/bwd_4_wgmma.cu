@@ -29,7 +29,9 @@ constexpr bool kWholeHead = WHOLE_HEAD;
 // softmax.
 constexpr bool kShortTiles = kBlockM <= kPanelCols;
 constexpr bool kValuesEarly = kShortTiles, kTakeTurns = kShortTiles;
-constexpr int kHead = round_up(kHeadDim, kWgmmaK), kValue = round_up(kValueDim, kWgmmaK);
+// Each warpgroup has a panel of dims of dQ if tiles of queries are short, and so there are two.
+constexpr int kHeadCols = kShortTiles && kHeadDim <= kPanelCols ? 2 * kPanelCols : kHeadDim;
+constexpr int kHead = round_up(kHeadCols, kWgmmaK), kValue = round_up(kValueDim, kWgmmaK);
 
 struct Params {
     TensorMap q, k, v, dout, dk, dv;
@@ -37,9 +39,9 @@ struct Params {
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struct");
 
-using KeyRows = PanelTile<kWgmmaM, kHeadDim>;
+using KeyRows = PanelTile<kWgmmaM, kHeadCols>;
 using ValueRows = PanelTile<kWgmmaM, kValueDim>;
-using QueryRows = PanelTile<kBlockM, kHeadDim>;
+using QueryRows = PanelTile<kBlockM, kHeadCols>;
 using OutRows = PanelTile<kBlockM, kValueDim>;
 using ScoreRows = PanelTile<kWgmmaM, kBlockM>;
 using Keys = KeyTiles<kBlockN, kWholeHead, kCausal, SECTION_BYTES>;
@@ -212,11 +214,16 @@ struct Consumer {
     }
 
     // Issues this warpgroup's part of dQ^T = K^T dS^T, of all keys, for the tile before. At the
-    // first tile that is a product of whatever is there, and is not used.
+    // first tile that is a product of K with what lies there, K and V, and is not used: a branch
+    // around it would make all products wait for each other.
     __device__ void issue_query_gradients(QueryPart& dq) {
+        using Shared = ScoreRows[kConsumers];
+        static_assert(sizeof(Shared) <= sizeof(smem.k) + sizeof(smem.v), "there is not as much");
         const RingPosition<kStages> from = before(at);
-        if (tile_before != nullptr) smem.ds_ring.wait_full(from);
-        issue_product_tn<Sums::kCols>(dq, smem.k, kPanels > 1 ? warpgroup : 0, smem.ds[from.stage],
+        const bool is_there = tile_before != nullptr;
+        if (is_there) smem.ds_ring.wait_full(from);
+        const Shared& ds = is_there ? smem.ds[from.stage] : reinterpret_cast<Shared&>(smem.k);
+        issue_product_tn<Sums::kCols>(dq, smem.k, kPanels > 1 ? warpgroup : 0, ds,
                                       kPanels > 1 ? 0 : warpgroup);
     }
 

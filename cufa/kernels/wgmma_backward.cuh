@@ -365,9 +365,10 @@ __device__ inline void init_shared_ring(Ring<Stages>& ring, int writers, int rea
     }
 }
 
-// A warp is done with a stage once its part of a product is.
+// A warp is done with a stage once its part of a product is, and what its lanes read.
 template <int Stages>
 __device__ inline void release(Ring<Stages>& ring, RingPosition<Stages> at) {
+    __syncwarp();
     if (threadIdx.x % 32 == 0) ring.release(at);
 }
 

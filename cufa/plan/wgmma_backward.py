@@ -90,7 +90,13 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     """`bwd_4_wgmma`: a block for each tile of queries, for one or more of keys, for each of queries."""
     dim = max(problem.head_dim, problem.value_dim)
     best = next(candidate for limit, candidate in TILES.items() if dim <= limit)
-    return _plan(problem, device, tiles, best, _cost, round_up(problem.head_dim, PANEL_COLS))
+    return _plan(problem, device, tiles, best, _cost, round_up(_head_cols(problem, best), PANEL_COLS))
+
+
+def _head_cols(problem: Problem, tiles: Tiles) -> int:
+    """Columns of the tiles of Q and K: two panels at least if tiles of queries are short."""
+    short = tiles.block_m <= PANEL_COLS and problem.head_dim <= PANEL_COLS
+    return 2 * PANEL_COLS if short else problem.head_dim
 
 
 def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
@@ -183,16 +189,17 @@ def _parted(dims: int) -> int:
 
 def _cost(problem: Problem, tiles: Tiles) -> Cost:
     m, n = tiles.block_m, tiles.block_n
+    head_cols = _head_cols(problem, tiles)
     smem_bytes = (
-        panel_tile_bytes(n, problem.head_dim)  # K
+        panel_tile_bytes(n, head_cols)  # K
         + panel_tile_bytes(n, problem.value_dim)  # V
-        + tiles.stages * (panel_tile_bytes(m, problem.head_dim) + panel_tile_bytes(m, problem.value_dim))
+        + tiles.stages * (panel_tile_bytes(m, head_cols) + panel_tile_bytes(m, problem.value_dim))
         + tiles.stages * panel_tile_bytes(n, m)  # dS
         + tiles.stages * 2 * m * SUM_BYTES  # LSE and D
         + BARRIER_BYTES * (4 * tiles.stages + 2)
         + BARRIER_BYTES  # whether anything was taken out
     )
-    head, value = round_up(problem.head_dim, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
+    head, value = round_up(head_cols, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
     # S and dP, dK and dV.
     registers = m + (head + value) // 2 + OVERHEAD_REGISTERS
     work = m * n * (3 * head + 2 * value) / tiles.threads

@@ -23,6 +23,11 @@ PEERS_RECORD = ROOT / "benchmarks" / "peers.json"
 
 Row = dict[str, Any]
 
+# Of a rung that is younger than the record.
+NOT_MEASURED: Row = dict.fromkeys(
+    ("seconds", "tflops", "speedup_over_rung_before", "speedup_over_cpu", "memory_bytes")
+)
+
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
@@ -61,7 +66,7 @@ def ladder(record: Row) -> str:
     rows = {row["name"]: row for row in measured["rows"]}
     lines = []
     for name, kernel in KERNELS.items():
-        row = rows[name]
+        row = rows.get(name, NOT_MEASURED)
         lines.append(
             (
                 rung_link(name),
@@ -126,7 +131,10 @@ def other_presets(record: Row) -> str:
         header.append(f"{name}: {shape}, {problem['dtype']}{', causal' if problem['causal'] else ''}")
     lines = []
     for kernel in KERNELS:
-        rows = [next(row for row in ladder["rows"] if row["name"] == kernel) for ladder in presets.values()]
+        rows = [
+            next((row for row in ladder["rows"] if row["name"] == kernel), NOT_MEASURED)
+            for ladder in presets.values()
+        ]
         lines.append([kernel, *(three_digits(row["tflops"]) or "-" for row in rows)])
     return table(header, lines)
 

@@ -1,6 +1,7 @@
 """Every kernel compiles for every arch it claims, and the plan's figures are the kernels' own."""
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -35,22 +36,36 @@ def problem(direction, dtype, head_dim, value_dim, causal, align_bytes):
     return Problem(direction, dtype, 2, 300, 400, 4, 2, head_dim, value_dim, causal, align_bytes)
 
 
-def variants_of(arch, kernel):
-    """Two of the variants that the kernel supports there, others on the next arch."""
-    start = ARCHS.index(arch) + list(KERNELS).index(kernel)
-    supported = [
+def supported_variants(arch, name):
+    """The variants that the kernel supports there."""
+    kernel, device = KERNELS[name], Device.of(arch)
+    return [
         variant
         for variant in VARIANTS
-        if not KERNELS[kernel].unsupported(problem(KERNELS[kernel].direction, *variant), Device.of(arch))
+        if kernel.unsupported(problem(kernel.direction, *variant), device) is None
     ]
-    return [supported[(start + step) % len(supported)] for step in (0, 3) if supported]
+
+
+def shared_out_variants(name):
+    """Two of the kernel's variants for each arch: those least taken by the archs before, rare ones first."""
+    supported = {arch: supported_variants(arch, name) for arch in ARCHS}
+    archs_with = Counter(itertools.chain(*supported.values()))
+    start = list(KERNELS).index(name) % len(VARIANTS)
+    in_turn = VARIANTS[start:] + VARIANTS[:start]  # kernels begin with different ones
+    taken = Counter()
+    shares = {}
+    for arch, variants in supported.items():
+        wanted = sorted(variants, key=lambda each: (taken[each], archs_with[each], in_turn.index(each)))
+        shares[arch] = wanted[:2]
+        taken.update(shares[arch])
+    return shares
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_for_every_arch(name, arch):
     device = Device.of(arch)
-    for variant in variants_of(arch, name):
+    for variant in shared_out_variants(name)[arch]:
         plan = make_plan(problem(KERNELS[name].direction, *variant), device, name)
         build = jit.build(plan.variant)
         assert build.arch == device.arch
@@ -65,8 +80,8 @@ def test_compiles_for_every_arch(name, arch):
 
 def test_the_spread_covers_every_variant_of_every_kernel():
     for name, kernel in KERNELS.items():
-        seen = {variant for arch in ARCHS for variant in variants_of(arch, name)}
-        if kernel.only_arch is None:  # one arch sees two of them: tests/test_wgmma.py has more
+        seen = set(itertools.chain(*shared_out_variants(name).values()))
+        if kernel.only_arch is None:  # one arch sees two of them: tests/test_wgmma*.py have more
             assert seen == {variant for variant in VARIANTS if variant[0] in kernel.dtypes}
 
 
@@ -95,7 +110,8 @@ def test_the_fastest_rungs_do_not_spill_on_an_h200(name, dtype, head_dim, causal
 @pytest.mark.parametrize("macro", ["SMEM_BYTES", "PARAMS_BYTES"])
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_size_that_the_host_gets_wrong_does_not_compile(name, macro):
-    plan = make_plan(problem(KERNELS[name].direction, *VARIANTS[0]), Device.of("sm_90a"), name)
+    variant = supported_variants("sm_90a", name)[0]
+    plan = make_plan(problem(KERNELS[name].direction, *variant), Device.of("sm_90a"), name)
     wrong = tuple((key, value + 16 if key == macro else value) for key, value in plan.macros)
     with pytest.raises(jit.CompileError, match="the host"):
         jit.build(replace(plan.variant, macros=wrong))

@@ -38,10 +38,19 @@ UNEQUAL_DIMS = [(1, 256), (256, 1), (8, 256), (256, 8), (33, 65), (64, 128), (19
 HEAD_DIMS = [(dim, dim) for dim in EQUAL_DIMS] + UNEQUAL_DIMS
 
 
+# Rows of keys of the Hopper backward's tiles, 64 of them for each warpgroup or for two.
+HOPPER_BACKWARD_KEYS = {"bwd_4_wgmma": 128, "bwd_5_wgmma_wide": 64}
+
+
+def dim_for(kernel: str, dim: int) -> int:
+    """The dim, for a kernel that takes any; else as far beyond the narrowest that the kernel takes."""
+    return dim + KERNELS[kernel].min_head_dim - 1
+
+
 def problem_for(
     kernel: str,
     dtype: str | None = None,
-    head_dim: int = 64,
+    head_dim: int | None = None,
     value_dim: int | None = None,
     *,
     batch: int = 2,
@@ -51,8 +60,9 @@ def problem_for(
     seqlen_k: int = 400,
     causal: bool = False,
 ) -> Problem:
-    """A problem of the kernel's direction, in float32 if it has that."""
+    """A problem of the kernel's direction, in float32 if it has that, with head dims that it takes."""
     dtypes = KERNELS[kernel].dtypes
+    head_dim = dim_for(kernel, 64) if head_dim is None else head_dim
     return Problem(
         direction=KERNELS[kernel].direction,
         dtype=dtype or ("float32" if "float32" in dtypes else dtypes[0]),
@@ -220,6 +230,14 @@ def blocks_by_brute_force(plan: Plan) -> dict[str, int]:
         }
     if problem.direction == "forward":
         return {plan.kernel: tiles_of((batch, heads), queries, tiles["block_m"])}
+    if plan.kernel in HOPPER_BACKWARD_KEYS:
+        # Whole heads are for more of them than there are SMs (tests/test_wgmma_backward.py).
+        query_tiles = tiles_of((batch, heads), queries, tiles["block_m"])
+        return {
+            "row_sums": query_tiles,
+            "key_tiles": tiles_of((batch, kv_heads), keys, HOPPER_BACKWARD_KEYS[plan.kernel]),
+            "round_queries": query_tiles,
+        }
     warps = tiles["threads"] // 32
 
     def warps_for(*axes: range) -> int:
@@ -239,13 +257,14 @@ def blocks_by_brute_force(plan: Plan) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "lengths", [(1, 1), (1, 70), (63, 64), (64, 65), (129, 128), (130, 3), (0, 5), (5, 0)], ids=str
+    "lengths", [(1, 1), (1, 70), (63, 64), (64, 65), (129, 128), (130, 3), (33, 257), (0, 5), (5, 0)], ids=str
 )
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_grids_cover_everything_once(kernel: str, lengths: tuple[int, int]) -> None:
     for batch, heads, kv_heads in ((1, 1, 1), (2, 6, 3), (3, 2, 1), (0, 2, 1), (2, 0, 2)):
         sizes: dict[str, Any] = {"batch": batch, "heads": heads, "kv_heads": kv_heads}
-        sizes |= {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "head_dim": 5, "value_dim": 3}
+        sizes |= {"seqlen_q": lengths[0], "seqlen_k": lengths[1]}
+        sizes |= {"head_dim": dim_for(kernel, 5), "value_dim": dim_for(kernel, 3)}
         plan = plan_of(kernel, **sizes)
         expected = blocks_by_brute_force(plan)
         assert {launch.entry: launch.grid for launch in plan.launches} == {
@@ -266,7 +285,7 @@ def test_flash_v1_takes_a_step_for_each_block_of_keys(seqlen_k: int) -> None:
 
 @pytest.mark.parametrize(("kernel", "dtype"), KERNELS_IN_DTYPES)
 def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
-    plan = plan_of(kernel, dtype=dtype, head_dim=24, value_dim=40)
+    plan = plan_of(kernel, dtype=dtype, head_dim=dim_for(kernel, 24), value_dim=dim_for(kernel, 40))
     rows = (2, 4, 300)
     matrix = (*rows, 400)
     expected: dict[str, dict[str, tuple[int, ...]]] = {
@@ -278,6 +297,9 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
         "bwd_2_flash_v2": {"LSE and D": (*rows, 2), "dQ sums": (*rows, 24)},
         # Whole tiles of queries, and head dims that the warps can part.
         "bwd_3_mma": {"dQ sums": (4, 2 * 320, 32), "LSE and D": (*rows, 2)},
+        # Tiles of 128 queries, a panel of 64 dims; tiles of 64 queries, two panels for each warpgroup.
+        "bwd_4_wgmma": {"dQ sums": (2, 4, 3, 64, 128), "LSE and D": (2, 4, 3, 2, 128)},
+        "bwd_5_wgmma_wide": {"dQ sums": (2, 4, 5, 256, 64), "LSE and D": (2, 4, 5, 2, 64)},
     }
     assert [(part.name, part.shape) for part in plan.scratch] == list(expected.get(kernel, {}).items())
     dtype_of_sums = np.float64 if dtype == "float64" else np.float32
@@ -478,13 +500,24 @@ def undefined_macros(source: str) -> set[str]:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_macros_are_what_the_kernel_asks_for(kernel: str) -> None:
-    plan = plan_of(kernel, dtype="bfloat16", head_dim=40, value_dim=72, causal=True)
+    dims = {"head_dim": dim_for(kernel, 40), "value_dim": dim_for(kernel, 72)}
+    plan = plan_of(kernel, dtype="bfloat16", causal=True, **dims)
     macros = macros_of(plan)
     assert set(macros) == undefined_macros(plan.source)
-    common = {"SCALAR": "bfloat16", "HEAD_DIM": 40, "VALUE_DIM": 72, "CAUSAL": True, "ALIGN_BYTES": 16}
+    common = {"SCALAR": "bfloat16", "CAUSAL": True, "ALIGN_BYTES": 16}
+    common |= {name.upper(): dim for name, dim in dims.items()}
     assert {name: macros[name] for name in common} == common
-    assert {name: macros[name.upper()] for name in plan.tiles} == plan.tiles
-    assert {launch.block for launch in plan.launches} == {macros["THREADS"]}
+    blocks = {launch.entry: launch.block for launch in plan.launches}
+    if kernel in HOPPER_BACKWARD_KEYS:
+        # The number of its warpgroups, and with it that of the keys, is the kernel's own.
+        own = {"block_n": HOPPER_BACKWARD_KEYS[kernel]}
+        helper = macros["HELPER_THREADS"]
+        assert blocks == {"row_sums": helper, "key_tiles": 3 * 128, "round_queries": helper}
+    else:
+        own = {}
+        assert set(blocks.values()) == {macros["THREADS"]}
+    from_macros = {name: macros[name.upper()] for name in plan.tiles if name not in own}
+    assert from_macros | own == plan.tiles
     assert plan.variant.macros == plan.macros
     assert plan.variant.source == f"{kernel}.cu"
 
@@ -504,7 +537,7 @@ def test_as_many_blocks_as_the_launch_bounds_promise_fit_an_sm(kernel: str, arch
 
 @pytest.mark.parametrize(("kernel", "arch"), KERNELS_ON_GPUS)
 def test_a_printed_plan_says_what_and_why(kernel: str, arch: str) -> None:
-    plan = plan_of(kernel, arch, dtype="float16", head_dim=96, causal=True)
+    plan = plan_of(kernel, arch, dtype="float16", head_dim=dim_for(kernel, 96), causal=True)
     device, lines = plan.device, str(plan).splitlines()
     assert lines[0] == f"{kernel} on {device.name} ({arch})"
     assert lines[1] == f"  problem    {plan.problem}, 16-byte loads"
@@ -674,7 +707,7 @@ def test_naive_rungs_have_no_tiles(kernel: str) -> None:
 
 
 def test_a_kernel_that_is_not_known() -> None:
-    with pytest.raises(ValueError, match=r"^kernel is 'flash'; it may be fwd_1_naive, .*, bwd_3_mma$"):
+    with pytest.raises(ValueError, match=f"^kernel is 'flash'; it may be {', '.join(KERNELS)}$"):
         make_plan(problem_for("fwd_1_naive"), Device.of("sm_80"), "flash")
 
 

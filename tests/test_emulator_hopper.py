@@ -425,7 +425,7 @@ PLANTED = {
         "fwd_6_wgmma.cu",
         "wait_scores<1>(s, last);",
         "wait_scores<2>(s, last);",
-        r"reads 4 bytes of registers that a product works with\n    fwd_6_wgmma.cu:\d+: ",
+        r"reads 4 bytes of registers that a product works with\n    wgmma_softmax.cuh:\d+: ",
     ),
     "missing wait for a product": (
         "wgmma_tiles.cuh",

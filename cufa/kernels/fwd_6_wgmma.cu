@@ -13,9 +13,8 @@
 //          STORE_COLS columns of O on their way out
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key
-#include "online_softmax.cuh"
 #include "schedule.cuh"
-#include "wgmma_tiles.cuh"
+#include "wgmma_softmax.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kStages = STAGES, kQueryStages = QUERY_STAGES, kStoreCols = STORE_COLS;
@@ -57,29 +56,7 @@ using Order = TileOrder<kBlockM, SECTION_BYTES>;
 using Scores = WgmmaSums<kBlockN>;
 using Weights = WgmmaOperand<kBlockN>;
 
-// A maximum is raised only when scores pass it by more than this, in log 2. Until then
-// probabilities reach up to 2^8, which float32 sums and 16-bit weights hold as precisely as those
-// up to 1.
-constexpr float kSlack = 8;
-
-// The tiles of keys that a tile of queries looks at: from end - 1 down to begin. Those from
-// whole_begin to whole_end are seen by all of its rows.
-struct KeyTiles {
-    int begin = 0, end, whole_begin = 0, whole_end;
-
-    __device__ KeyTiles(const Mask& mask, int first_row) {
-        const int last_row = min(first_row + kBlockM, mask.seqlen_q) - 1;
-        end = ceil_div(mask.keys_end(last_row), kBlockN);
-        whole_end = mask.keys_end(first_row) / kBlockN;
-        if constexpr (kWindow) {
-            begin = min(mask.first_key(first_row) / kBlockN, end);
-            whole_begin = ceil_div(mask.first_key(last_row), kBlockN);
-        }
-    }
-
-    __device__ bool none() const { return begin == end; }
-    __device__ bool is_whole(int tile) const { return whole_begin <= tile && tile < whole_end; }
-};
+using KeyTiles = KeyTileRange<kBlockM, kBlockN>;
 
 __device__ inline KeyTiles key_tiles_of(const ForwardParams& call, const WorkTile& work) {
     return KeyTiles(work.sequence(call).mask(call.features), work.first_row);
@@ -212,95 +189,6 @@ struct Turns {
     }
 };
 
-// What turns a product of a query and a key into a score in units of log 2.
-struct Scale {
-    float factor;   // never 0, by which -inf would become NaN
-    float inverse;  // NaN if the largest score is the smallest product
-
-    __device__ explicit Scale(double softmax_scale)
-        : factor(kSoftcap             ? kLog2E
-                 : softmax_scale == 0 ? kTiny
-                                      : softmax_scale * kLog2E),
-          inverse(factor > 0 ? 1 / factor : __int_as_float(0x7fffffff)) {}
-
-    // The product whose score is -inf.
-    __device__ float masked() const {
-        return factor < 0 ? -negative_infinity() : negative_infinity();
-    }
-
-  private:
-    static constexpr float kTiny = 1e-30f;
-};
-
-// The softmax of a thread's two rows.
-struct RowPair {
-    OnlineSoftmax rows[2];
-
-    // Takes in the first tile of products and turns them into weights.
-    __device__ void begin(Scores& s, Scale scale) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            rows[half].max = lanes_max<4>(largest_of(s, half, scale));
-        }
-        exponentiate(s, scale);
-    }
-
-    // Takes in one tile of products and turns them into weights. Returns whether maxima were
-    // raised, so that O must shrink by `shrink`.
-    __device__ bool proceed(Scores& s, Scale scale, float (&shrink)[2]) {
-        const bool raised = __any_sync(0xffffffffu, exceeds(s, 0, scale) | exceeds(s, 1, scale));
-        if (__builtin_expect(raised, false)) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                shrink[half] = rows[half].raise_max(lanes_max<4>(largest_of(s, half, scale)));
-            }
-        }
-        exponentiate(s, scale);
-        return raised;
-    }
-
-  private:
-    __device__ void exponentiate(Scores& s, Scale scale) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float shift = rows[half].shift();
-            float sum = 0;
-#pragma unroll
-            for (int i = 2 * half; i < kBlockN / 2; i += 4)
-#pragma unroll
-                for (int e = i; e < i + 2; ++e) {
-                    s[e] = exp2_of(s[e] * scale.factor - shift);
-                    sum += s[e];
-                }
-            rows[half].sum += sum;
-        }
-    }
-
-    // Whether one of this thread's products in a row may pass the maximum by more than the slack.
-    // Floats compare like integers unless both are negative, and three integers are compared at
-    // once.
-    __device__ bool exceeds(const Scores& s, int half, Scale scale) const {
-        const float limit = (rows[half].max + kSlack) * scale.inverse;
-        int largest = __float_as_int(s[2 * half]);
-#pragma unroll
-        for (int i = 2 * half; i < kBlockN / 2; i += 4) {
-            largest = max(max(largest, __float_as_int(s[i])), __float_as_int(s[i + 1]));
-        }
-        return !(limit >= 0) | (largest > __float_as_int(limit));
-    }
-
-    __device__ static float largest_of(const Scores& s, int half, Scale scale) {
-        const bool mirrored = scale.factor < 0;
-        float largest = negative_infinity();
-#pragma unroll
-        for (int i = 2 * half; i < kBlockN / 2; i += 4) {
-            largest = fmaxf(largest, mirrored ? -s[i] : s[i]);
-            largest = fmaxf(largest, mirrored ? -s[i + 1] : s[i + 1]);
-        }
-        return largest * fabsf(scale.factor);
-    }
-};
-
 struct Consumer {
     Smem& smem;
     const Params& params;
@@ -359,7 +247,7 @@ struct Consumer {
         wait_product<Pending>(s);
         release(smem.k_ring, k_at);
         if (last) release(smem.q_ring[warpgroup], q_at);
-        if constexpr (kSoftcap) bound(s);
+        if constexpr (kSoftcap) bound(s, params.call.softmax_scale, params.call.features.softcap);
     }
 
     template <int Pending>
@@ -368,31 +256,8 @@ struct Consumer {
         release(smem.v_ring, v_at);
     }
 
-    // Products become scores, softly bounded.
-    __device__ void bound(Scores& s) const {
-        const float softcap = params.call.features.softcap;
-        const float inner = params.call.softmax_scale / params.call.features.softcap;
-#pragma unroll
-        for (int i = 0; i < kBlockN / 2; ++i) s[i] = softcap * tanh_of(s[i] * inner);
-    }
-
-    // Scores of keys that a row does not see become -inf.
-    __device__ void apply_mask(Scores& s, WorkTile work, int tile) const {
-        const float masked = scale.masked();
-        const Mask mask = mask_of(work);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int first_key = tile * kBlockN + threadIdx.x % 4 * 2;
-            const int end = mask.keys_end(row_of(work, half)) - first_key;
-            const int begin = kWindow ? mask.first_key(row_of(work, half)) - first_key : 0;
-#pragma unroll
-            for (int i = 2 * half; i < kBlockN / 2; i += 4)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int key = i / 4 * 8 + e;
-                    if (key >= end || (kWindow && key < begin)) s[i + e] = masked;
-                }
-        }
+    __device__ void mask_scores(Scores& s, WorkTile work, int tile) const {
+        apply_mask(s, mask_of(work), row_of(work, 0), tile * kBlockN, scale.masked());
     }
 
     // The weights of the first tile of keys that a tile of queries looks at.
@@ -400,7 +265,7 @@ struct Consumer {
                                      int tile, bool last) {
         RowPair softmax;
         wait_scores<0>(s, last);
-        apply_mask(s, work, tile);
+        mask_scores(s, work, tile);
         softmax.begin(s, scale);
         round_to_operand<kBlockN>(p, s);
         if (kCutTiles) take_out_nonfinite(o, work, tile);
@@ -420,7 +285,7 @@ struct Consumer {
         turns.pass();
 
         wait_scores<1>(s, last);
-        if (Masked) apply_mask(s, work, tile);
+        if (Masked) mask_scores(s, work, tile);
         const bool raised = softmax.proceed(s, scale, shrink);
 
         wait_output<0>(o);
@@ -457,11 +322,6 @@ struct Consumer {
         clear_nonfinite<kConsumers * kWarpgroup>(v, threadIdx.x - kWarpgroup);
         ptx::proxy_fence();
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
-    }
-
-    __device__ static void rescale(WgmmaSums<kDims>& o, const float (&shrink)[2]) {
-#pragma unroll
-        for (int i = 0; i < kDims / 2; ++i) o[i] *= shrink[i / 2 % 2];
     }
 
     // Divides the output by the sums of the weights, and sends it out.

@@ -1,0 +1,161 @@
+// What a warpgroup of the Hopper forwards does to a tile of scores between its two products, in the
+// registers where the first product left it: soft cap, mask, online softmax.
+#pragma once
+
+#include "online_softmax.cuh"
+#include "tensor.cuh"
+#include "wgmma_tiles.cuh"
+
+// A maximum is raised only when scores pass it by more than this, in log 2. Until then
+// probabilities reach up to 2^8, which float32 sums and 16-bit weights hold as precisely as those
+// up to 1.
+constexpr float kSlack = 8;
+
+// The tiles of keys that a tile of queries looks at: from end - 1 down to begin. Those from
+// whole_begin to whole_end are seen by all of its rows.
+template <int BlockM, int BlockN>
+struct KeyTileRange {
+    int begin = 0, end, whole_begin = 0, whole_end;
+
+    __device__ KeyTileRange(const Mask& mask, int first_row) {
+        const int last_row = min(first_row + BlockM, mask.seqlen_q) - 1;
+        end = ceil_div(mask.keys_end(last_row), BlockN);
+        whole_end = mask.keys_end(first_row) / BlockN;
+        if constexpr (kWindow) {
+            begin = min(mask.first_key(first_row) / BlockN, end);
+            whole_begin = ceil_div(mask.first_key(last_row), BlockN);
+        }
+    }
+
+    __device__ bool none() const { return begin == end; }
+    __device__ bool is_whole(int tile) const { return whole_begin <= tile && tile < whole_end; }
+};
+
+// What turns a product of a query and a key into a score in units of log 2.
+struct Scale {
+    float factor;   // never 0, by which -inf would become NaN
+    float inverse;  // NaN if the largest score is the smallest product
+
+    __device__ explicit Scale(double softmax_scale)
+        : factor(kSoftcap             ? kLog2E
+                 : softmax_scale == 0 ? kTiny
+                                      : softmax_scale * kLog2E),
+          inverse(factor > 0 ? 1 / factor : __int_as_float(0x7fffffff)) {}
+
+    // The product whose score is -inf.
+    __device__ float masked() const {
+        return factor < 0 ? -negative_infinity() : negative_infinity();
+    }
+
+  private:
+    static constexpr float kTiny = 1e-30f;
+};
+
+// Products become scores, softly bounded.
+template <int Count>
+__device__ inline void bound(float (&s)[Count], float softmax_scale, float softcap) {
+    const float inner = softmax_scale / softcap;
+#pragma unroll
+    for (int i = 0; i < Count; ++i) s[i] = softcap * tanh_of(s[i] * inner);
+}
+
+// Makes the scores of keys that a row does not see `masked`; `row` is the first of this thread's
+// two, the other is 8 below it.
+template <int Count>
+__device__ inline void apply_mask(float (&s)[Count], const Mask& mask, int row, int first_key,
+                                  float masked) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int first_of_thread = first_key + threadIdx.x % 4 * 2;
+        const int end = mask.keys_end(row + 8 * half) - first_of_thread;
+        const int begin = kWindow ? mask.first_key(row + 8 * half) - first_of_thread : 0;
+#pragma unroll
+        for (int i = 2 * half; i < Count; i += 4)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int key = i / 4 * 8 + e;
+                if (key >= end || (kWindow && key < begin)) s[i + e] = masked;
+            }
+    }
+}
+
+// The softmax of a thread's two rows.
+struct RowPair {
+    OnlineSoftmax rows[2];
+
+    // Takes in the first tile of products and turns them into weights.
+    template <int Count>
+    __device__ void begin(float (&s)[Count], Scale scale) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            rows[half].max = lanes_max<4>(largest_of(s, half, scale));
+        }
+        exponentiate(s, scale);
+    }
+
+    // Takes in one tile of products and turns them into weights. Returns whether maxima were
+    // raised, so that O must shrink by `shrink`.
+    template <int Count>
+    __device__ bool proceed(float (&s)[Count], Scale scale, float (&shrink)[2]) {
+        const bool raised = __any_sync(0xffffffffu, exceeds(s, 0, scale) | exceeds(s, 1, scale));
+        if (__builtin_expect(raised, false)) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                shrink[half] = rows[half].raise_max(lanes_max<4>(largest_of(s, half, scale)));
+            }
+        }
+        exponentiate(s, scale);
+        return raised;
+    }
+
+  private:
+    template <int Count>
+    __device__ void exponentiate(float (&s)[Count], Scale scale) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float shift = rows[half].shift();
+            float sum = 0;
+#pragma unroll
+            for (int i = 2 * half; i < Count; i += 4)
+#pragma unroll
+                for (int e = i; e < i + 2; ++e) {
+                    s[e] = exp2_of(s[e] * scale.factor - shift);
+                    sum += s[e];
+                }
+            rows[half].sum += sum;
+        }
+    }
+
+    // Whether one of this thread's products in a row may pass the maximum by more than the slack.
+    // Floats compare like integers unless both are negative, and three integers are compared at
+    // once.
+    template <int Count>
+    __device__ bool exceeds(const float (&s)[Count], int half, Scale scale) const {
+        const float limit = (rows[half].max + kSlack) * scale.inverse;
+        int largest = __float_as_int(s[2 * half]);
+#pragma unroll
+        for (int i = 2 * half; i < Count; i += 4) {
+            largest = max(max(largest, __float_as_int(s[i])), __float_as_int(s[i + 1]));
+        }
+        return !(limit >= 0) | (largest > __float_as_int(limit));
+    }
+
+    template <int Count>
+    __device__ static float largest_of(const float (&s)[Count], int half, Scale scale) {
+        const bool mirrored = scale.factor < 0;
+        float largest = negative_infinity();
+#pragma unroll
+        for (int i = 2 * half; i < Count; i += 4) {
+            largest = fmaxf(largest, mirrored ? -s[i] : s[i]);
+            largest = fmaxf(largest, mirrored ? -s[i + 1] : s[i + 1]);
+        }
+        return largest * fabsf(scale.factor);
+    }
+};
+
+// Multiplies what was summed under old maxima with the factors that RowPair::proceed found.
+template <int Count>
+__device__ inline void rescale(float (&o)[Count], const float (&shrink)[2]) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) o[i] *= shrink[i / 2 % 2];
+}

@@ -1242,14 +1242,17 @@ def test_run_reports_the_gpu():
 
 @pytest.mark.gpu
 def test_bench_and_ladder_on_the_gpu():
-    kernels = [option for name in KERNELS for option in ("--kernel", name)]
-    points = run_json("bench", "--seqlens", "256,512", "--tokens", 1024, *kernels)["points"]
-    assert len(points) == 2 * len(KERNELS)
+    rungs = [kernel for kernel in KERNELS.values() if kernel.min_head_dim <= 128]
+    kernels = [option for kernel in rungs for option in ("--kernel", kernel.name)]
+    points = run_json("bench", "--seqlens", "256,512", "--tokens", 1024, "--head-dim", 128, *kernels)[
+        "points"
+    ]
+    assert len(points) == 2 * len(rungs)
     assert all(point["seconds"] > 0 for point in points)
     document = run_json("ladder", "--batch", 1, "--seqlen", 512, "--dtype", "float16", "--cpu-threads", 1)
     assert [row["name"] for row in document["rows"] if row["memory_bytes"] is not None] == [
-        *(name for name in KERNELS if KERNELS[name].direction == "forward"),
-        *(name for name in KERNELS if KERNELS[name].direction == "backward"),
+        *(kernel.name for kernel in rungs if kernel.direction == "forward"),
+        *(kernel.name for kernel in rungs if kernel.direction == "backward"),
     ]
     assert all(row["check"]["ok"] for row in document["rows"])
     assert all(row["speedup_over_cpu"] > 1 for row in document["rows"] if row["memory_bytes"] is not None)

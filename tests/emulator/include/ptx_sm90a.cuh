@@ -5,6 +5,39 @@
 
 namespace ptx {
 
+namespace twin {
+
+inline unsigned int odd_bit(float near) {
+    return __builtin_bit_cast(unsigned int, near) & 1;
+}
+inline unsigned int odd_bit(double near) {
+    return __builtin_bit_cast(unsigned long long, near) & 1;
+}
+
+// `near`, which has been rounded, or its neighbour on the side of what was cut off, whichever is
+// odd: rounded once more, to fewer bits, it becomes what the exact number would have.
+template <class Float>
+inline Float rounded_to_odd(Float near, double cut_off) {
+    if (cut_off == 0 || cut_off != cut_off || odd_bit(near)) return near;
+    const double limit = cut_off > 0 ? __builtin_inf() : -__builtin_inf();
+    if constexpr (sizeof(Float) == sizeof(float)) {
+        return __builtin_nextafterf(near, static_cast<float>(limit));
+    } else {
+        return __builtin_nextafter(near, limit);
+    }
+}
+
+// a * b + c with enough bits of it to round the result once more. The product is exact.
+inline float multiply_add_odd(float a, float b, float c) {
+    const double product = static_cast<double>(a) * b, sum = product + c;
+    const double part = sum - product;
+    const double odd = rounded_to_odd(sum, product - (sum - part) + (c - part));
+    const auto single = static_cast<float>(odd);
+    return rounded_to_odd(single, odd - single);
+}
+
+}  // namespace twin
+
 template <bool Bfloat16>
 inline unsigned int multiply_add_pairs(unsigned int a, unsigned int b, unsigned int c) {
     constexpr auto kToFloat = Bfloat16 ? float_from_bfloat16 : float_from_half;
@@ -12,7 +45,7 @@ inline unsigned int multiply_add_pairs(unsigned int a, unsigned int b, unsigned 
     float sums[2];
     for (int i = 0; i < 2; ++i) {
         const auto half = [&](unsigned int pair) { return kToFloat(pair >> 16 * i & 0xffffu); };
-        sums[i] = fmaf(half(a), half(b), half(c));
+        sums[i] = twin::multiply_add_odd(half(a), half(b), half(c));
     }
     return kPack(sums[0], sums[1]);
 }

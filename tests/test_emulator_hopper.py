@@ -177,7 +177,7 @@ def part(tensor, first_row, head, batch, first_column, rows):
     [
         ((0, 0, 0, 0), (0, 8, 1, 1)),
         ((64, 16, 1, 1), (64, 30, 0, 0)),  # both reach beyond the last row and column
-        ((0, -5, 2, 1), (0, -7, 1, 0)),
+        ((0, -5, 2, 1), (0, 3, 1, 0)),
         ((64, 40, 0, 0), (0, 39, 1, 1)),  # nothing and one row
     ],
 )
@@ -198,7 +198,7 @@ def test_boxes_and_lines(launch, rng, x, y):
     np.testing.assert_array_equal(arrays["line"], arrays["line_from"])
     expected = np.zeros_like(arrays["to"])
     for row, values in enumerate(box):
-        if 0 <= y[1] + row < 40:
+        if y[1] + row < 40:
             target_row = expected[y[3], y[1] + row, y[2], y[0] : y[0] + PANEL]
             target_row[:] = values[: len(target_row)]
     np.testing.assert_array_equal(arrays["to"], expected)
@@ -364,6 +364,12 @@ PLANTED = {
         "copy_tile(tiles[at.stage], map, full, kPacked ? 0 : work.batch, work.kv_head, first_key);",
         "for (int i = 0; i < 2; ++i) copy_tile(tiles[i], map, full, work.batch, work.kv_head, 0);",
         r"(brings bytes for a phase that has ended without them|a copy of thread 0 is under way)",
+    ),
+    "a box stored before its tensor": (
+        "fwd_6_wgmma.cu",
+        "store_tile(params.o, rows, kPacked ? 0 : work.batch, work.head, sequence.first_q + row,",
+        "store_tile(params.o, rows, kPacked ? 0 : work.batch, work.head, sequence.first_q + row - 1,",
+        r"stores a box that begins before its tensor",
     ),
     "wrong parity of a writer": (
         "pipeline.cuh",

@@ -148,6 +148,10 @@ bool Block::bring_copy() {
 
 void Block::store_box(const void* map, const void* from, const int (&at)[kBoxAxes],
                       const void* return_to) {
+    // An H200 loads such boxes, and calls it an illegal instruction to store one.
+    if (std::any_of(std::begin(at), std::end(at), [](int begin) { return begin < 0; })) {
+        fail("stores a box that begins before its tensor");
+    }
     start_bulk_store(box_at(map, from, at), false, return_to);
 }
 

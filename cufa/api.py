@@ -145,7 +145,7 @@ def attention(
     """
     values = _feature_values(softcap, dropout_p, seed, offset)
     options = Options(
-        causal, _as_key(window), values.softcap > 0, values.dropout_p > 0, layout=layout, precision=precision
+        causal, window, values.softcap > 0, values.dropout_p > 0, layout=layout, precision=precision
     )
     inputs = {"q": q, "k": k, "v": v} | _given(
         bias=bias,
@@ -278,7 +278,7 @@ def attention_backward(
         gradients["sink"] = dsink
     options = Options(
         causal,
-        _as_key(window),
+        window,
         values.softcap > 0,
         values.dropout_p > 0,
         deterministic,
@@ -405,9 +405,7 @@ def plan(
     direction: Direction = "backward" if backward else "forward"
     named = {"q": q, "k": k, "v": v} | _given(**side)
     described = {name: _Described(name, array) for name, array in named.items()}
-    options = Options(
-        causal, _as_key(window), softcap > 0, dropout_p > 0, deterministic, gradients, layout, precision
-    )
+    options = Options(causal, window, softcap > 0, dropout_p > 0, deterministic, gradients, layout, precision)
     problem = _problem_of(direction, described, options)
     row_bytes = (problem.head_dim | problem.value_dim) * problem.itemsize
     return make_plan(replace(problem, align_bytes=_alignment(row_bytes)), target(arch), kernel, tiles)
@@ -484,11 +482,6 @@ _SIDE_ARRAYS = (*_FEATURE_ARRAYS, *_GRADIENT_ARRAYS)
 _NO_VALUES = FeatureValues()
 
 
-def _as_key(window: Window) -> Window:
-    """The window as what caches can look up: a pair may be given as a list."""
-    return (window[0], window[1]) if isinstance(window, list) and len(window) == 2 else window
-
-
 def _given(**named: Any) -> Arrays:
     return {name: array for name, array in named.items() if array is not None}
 
@@ -514,9 +507,11 @@ def _problem_of(direction: Direction, tensors: Mapping[str, Any], options: Optio
     described = tuple([(name, array.shape, array.dtype) for name, array in tensors.items()])
     try:
         return _problem(direction, described, options)
-    except TypeError:
-        check_options(options)  # something that has no hash
-        raise
+    except TypeError:  # what an option without a hash raises, too
+        check_options(options)
+        if not isinstance(options.window, list):
+            raise
+    return _problem(direction, described, options._replace(window=tuple(options.window)))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -18,6 +18,7 @@ import numpy as np
 from cufa import arrays, counters, jit
 from cufa.device import Arch, target
 from cufa.jit import Variant
+from cufa.philox import dropped_below
 from cufa.plan import Launch, Plan
 from cufa.plan.sizes import (
     BACKWARD_PARAMS_BYTES,
@@ -126,7 +127,7 @@ def pack_features(problem: Problem, side: Mapping[str, Any], values: FeatureValu
         )
 
     slopes = side.get("alibi_slopes")
-    window = (_UNLIMITED if side_ is None else side_ for side_ in problem.features.window)
+    window = (_UNLIMITED if reach is None else reach for reach in problem.features.window)
     packed = _FEATURES.pack(
         *score_tensor("bias"),
         *score_tensor("mask"),
@@ -137,7 +138,7 @@ def pack_features(problem: Problem, side: Mapping[str, Any], values: FeatureValu
         1 / (1 - values.dropout_p),
         values.seed,
         values.offset,
-        min(round(values.dropout_p * 2**32), 2**32 - 1),
+        dropped_below(values.dropout_p),
         *window,
     )
     if problem.direction == "forward":

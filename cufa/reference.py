@@ -126,8 +126,8 @@ def attention_backward(
     return tuple(results)
 
 
-@dataclass(frozen=True)
-class Rules:
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions:
     """What a call asks for between Q K^T and the softmax, and between the softmax and V.
 
     The fields are the arguments of `cufa.attention`, which says what they are.
@@ -135,7 +135,6 @@ class Rules:
 
     causal: bool = False
     window: tuple[int | None, int | None] | None = None
-    softmax_scale: float | None = None
     softcap: float = 0.0
     bias: Array | None = None
     mask: Array | None = None
@@ -147,6 +146,13 @@ class Rules:
     cu_seqlens_q: Array | None = None
     cu_seqlens_k: Array | None = None
     seqused_k: Array | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules(ScoreOptions):
+    """What they and the scale mean for each head."""
+
+    softmax_scale: float | None = None
 
     def heads(self, q: Array, k: Array) -> Iterator[Head]:
         """Every head of every sequence."""

@@ -21,30 +21,18 @@ import numpy.typing as npt
 
 from cufa import philox
 from cufa.problem import check_window, four_axes
+from cufa.reference import ScoreOptions
 
 Array: TypeAlias = npt.NDArray[Any]
 # Where a tile's sums belong in the gradient of the bias: batch, head, first row and the one after the last.
 BiasPlace: TypeAlias = tuple[int, int, int, int]
 
 
-@dataclass(frozen=True)
-class Rules:
-    """Of a whole call; the fields are the arguments of `cufa.attention`, which says what they are."""
+@dataclass(frozen=True, kw_only=True)
+class Rules(ScoreOptions):
+    """What they and the scale mean for each sequence and each head."""
 
     softmax_scale: float
-    causal: bool = False
-    window: tuple[int | None, int | None] | None = None
-    softcap: float = 0.0
-    bias: Array | None = None
-    mask: Array | None = None
-    alibi_slopes: Array | None = None
-    sink: Array | None = None
-    dropout_p: float = 0.0
-    seed: int = 0
-    offset: int = 0
-    cu_seqlens_q: Array | None = None
-    cu_seqlens_k: Array | None = None
-    seqused_k: Array | None = None
 
     def sequences(self, q: Array, k: Array) -> list[Sequence]:
         """Every sequence of the batch.

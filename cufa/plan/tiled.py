@@ -144,24 +144,18 @@ def flash_v2(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     wide = max(problem.head_dim, problem.value_dim) > WIDE_HEAD_DIM
     candidates = (*FLASH_V2_TILES, *WIDE_TILES) if wide else FLASH_V2_TILES
     chosen = choose(problem, device, tiles, candidates, lambda tiles: _forward_cost(problem, tiles))
-    grid = query_tiles(problem, chosen.tiles)
-    launch = Launch("fwd_4_flash_v2", grid, chosen.tiles.threads, chosen.cost.smem_bytes)
-    return Part(
-        tiles=asdict(chosen.tiles),
-        macros=(
-            *_macros(problem, chosen, FORWARD_PARAMS_BYTES),
-            ("BLOCKS_PER_SM", chosen.blocks_per_sm),
-        ),
-        launches=(launch,) if grid else (),
-        reasons=chosen.reasons,
-    )
+    return _one_launch("fwd_4_flash_v2", problem, chosen)
 
 
 def probabilities(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`attn_probs`: one launch, a block for each tile of queries."""
     chosen = choose(problem, device, tiles, FLASH_V2_TILES, lambda tiles: _probabilities_cost(problem, tiles))
+    return _one_launch("attn_probs", problem, chosen)
+
+
+def _one_launch(entry: str, problem: Problem, chosen: Choice[Tiles]) -> Part:
     grid = query_tiles(problem, chosen.tiles)
-    launch = Launch("attn_probs", grid, chosen.tiles.threads, chosen.cost.smem_bytes)
+    launch = Launch(entry, grid, chosen.tiles.threads, chosen.cost.smem_bytes)
     return Part(
         tiles=asdict(chosen.tiles),
         macros=(

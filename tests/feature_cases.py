@@ -32,6 +32,22 @@ FORWARD_FEATURES = (
 BACKWARD_FEATURES = (*FORWARD_FEATURES, "dlse", "dbias", "dsink", "deterministic")
 _IMPLIED = {"dbias": "bias", "dsink": "sink", "mask_bits": "mask"}
 
+# For the emulator: several of its small tiles of either length, one row or key, and none.
+LENGTHS = [(39, 53), (53, 39), (1, 40), (40, 1), (0, 5), (5, 0)]
+SIZES = {"heads": 2, "kv_heads": 1, "head_dim": 24, "head_dim_v": 40}
+# Windows that end at tiles' edges and beside them, or nowhere.
+WINDOW_EDGES = [(0, 0), (15, 16), (16, 15), (31, 0), (5, None), (None, 20), (2**31 - 1, 3)]
+# Tokens before the first of packed sequences, none or more than some tiles, and the lengths in q and in k.
+PACKED_LENGTHS = [
+    (before, *lengths)
+    for before in (0, 100)
+    for lengths in (
+        ([0, 0, 0], [0, 0, 0]),
+        ([0, 40, 0, 1, 0], [7, 0, 33, 16, 0]),
+        ([32, 32, 64], [48, 1, 15]),
+    )
+]
+
 # Each feature without any other.
 ALONE = [frozenset((name,)) for name in BACKWARD_FEATURES]
 
@@ -155,6 +171,30 @@ def draw_case(
         tuple(name for name in ("bias", "sink") if f"d{name}" in on),
         "deterministic" in on,
     )
+
+
+def packed_case(
+    rng: np.random.Generator, dtype_name: str, before: int, rows: list[int], keys: list[int], **sizes: int
+) -> Case:
+    """A causal case of sequences with these lengths, and tokens before and after them."""
+    cu_seqlens = {
+        f"cu_seqlens_{name}": np.cumsum([before, *lengths]).astype(np.int32)
+        for name, lengths in (("q", rows), ("k", keys))
+    }
+    tokens = [int(cu[-1]) + 3 for cu in cu_seqlens.values()]
+    problem = random_problem(rng, dtype_name, seqlen_q=tokens[0], seqlen_k=tokens[1], **sizes)
+    parts = (x[0] for x in (problem.q, problem.k, problem.v, problem.dout))
+    return Case(Problem(*parts), {"causal": True}, cu_seqlens, None, (), False)
+
+
+def widen_score_arrays(rng: np.random.Generator, case: Case) -> None:
+    """Have a bias and a mask, (2, 2, 33, 40), that are rows and heads of larger arrays."""
+    arrays = {
+        "bias": rng.standard_normal((3, 4, 40, 50)).astype(np.float32),
+        "mask": rng.random((3, 4, 40, 50)) < 0.7,
+    }
+    for name, array in arrays.items():
+        case.arrays[name] = array[1:, ::2, 3:36, 5:45]
 
 
 def _numbers(rng: np.random.Generator, on: set[str], seqlen_k: int) -> dict[str, Any]:

@@ -45,11 +45,6 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     arrays.gpu_usable.cache_clear()
 
 
-@pytest.fixture
-def rng() -> np.random.Generator:
-    return np.random.default_rng(1)
-
-
 def draw(rng: np.random.Generator, dtype: str = "float32", **options: Any) -> Problem:
     """Grouped heads, lengths and head dims that are all different and odd."""
     sizes: dict[str, Any] = {"batch": 2, "seqlen_q": 19, "seqlen_k": 23, "heads": 6, "kv_heads": 2}

@@ -11,11 +11,6 @@ from cufa import compat
 LENGTHS = [(2, 5), (5, 2), (7, 7), (1, 6), (6, 1)]
 
 
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(map(ord, request.node.name)))
-
-
 def draw(rng, seqlen_q, seqlen_k, layout="bshd", heads=4, kv_heads=2):
     shapes = [(2, seqlen_q, heads, 8), (2, seqlen_k, kv_heads, 8), (2, seqlen_k, kv_heads, 8)]
     arrays = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]

@@ -1,6 +1,5 @@
 """Every kernel's numbers on the CPU, and that the emulator sees what is wrong with a kernel."""
 
-import hashlib
 import os
 import re
 import shutil
@@ -10,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 from emulator import KERNELS as FOLDER
-from emulator import EmulatorError, Module, available, calls
+from emulator import EmulatorError, Module, calls
 from tolerance import (
     DTYPES,
     LAYOUTS,
@@ -24,10 +23,7 @@ from cufa import reference
 from cufa.kernels import KERNELS as ALL_KERNELS
 from cufa.plan.standard import softmax_launch
 
-# In CI these tests must run: there, no compiler is an error in each of them.
-pytestmark = pytest.mark.skipif(
-    not available() and os.environ.get("CI") != "true", reason="no C++ compiler to run kernels on the CPU"
-)
+pytestmark = pytest.mark.emulator
 
 # Hopper's kernels, which take aligned arrays alone, are in test_emulator_hopper.py.
 KERNELS = {name: kernel for name, kernel in ALL_KERNELS.items() if kernel.only_arch is None}
@@ -45,11 +41,6 @@ TILES = {
 # (seqlen_q, seqlen_k): one row or key, one short of a tile or over it, more of either than of the other.
 LENGTHS = [(1, 65), (31, 33), (33, 31), (65, 1)]
 HEAD_DIMS = [(20, 33), (64, 64), (33, 8), (16, 72)]
-
-
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(int(hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16], 16))
 
 
 def draw(rng, dtype, seqlen_q, seqlen_k, *, dims=(20, 33), **options):

@@ -1,22 +1,28 @@
 """Features of the backward kernels, on the emulator: every pair of them, and where they have edges."""
 
-import hashlib
-import os
-
 import numpy as np
 import pytest
-from emulator import available, calls
-from feature_cases import ALONE, Case, draw_case, feature_id, hide_nan, pairwise
-from tolerance import DTYPES, assert_gradients, random_problem
+from emulator import calls
+from feature_cases import (
+    ALONE,
+    LENGTHS,
+    PACKED_LENGTHS,
+    SIZES,
+    WINDOW_EDGES,
+    draw_case,
+    feature_id,
+    hide_nan,
+    packed_case,
+    pairwise,
+    widen_score_arrays,
+)
+from tolerance import DTYPES, assert_gradients
 
 from cufa import reference
 from cufa.checking import judge
 from cufa.problem import accumulator_dtype
 
-# In CI these tests must run: there, no compiler is an error in each of them.
-pytestmark = pytest.mark.skipif(
-    not available() and os.environ.get("CI") != "true", reason="no C++ compiler to run kernels on the CPU"
-)
+pytestmark = pytest.mark.emulator
 
 # Several tiles of each length, and little work for the threads that have none.
 TILES = {
@@ -38,17 +44,10 @@ ALL_SETS = [
     for first in (0, 2)
     for i, features in enumerate((*ALONE, *pairwise()))
 ]
-LENGTHS = [(39, 53), (53, 39), (1, 40), (40, 1), (0, 5), (5, 0)]
-SIZES = {"heads": 2, "kv_heads": 1, "head_dim": 24, "head_dim_v": 40}
 EVERYTHING = (
     *("window", "softcap", "bias", "mask", "alibi_slopes", "sink", "dropout", "packed"),
     *("seqused_k", "dlse", "dbias", "dsink"),
 )
-
-
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(int(hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16], 16))
 
 
 def check(kernel, case, **options):
@@ -80,9 +79,7 @@ def test_features(rng, kernel, dtype, features):
         check(kernel, draw_case(rng, dtype, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **SIZES))
 
 
-@pytest.mark.parametrize(
-    "window", [(0, 0), (15, 16), (16, 15), (31, 0), (5, None), (None, 20), (2**31 - 1, 3)]
-)
+@pytest.mark.parametrize("window", WINDOW_EDGES)
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_window_edges(rng, kernel, dtype, window):
     for deterministic, (seqlen_q, seqlen_k) in enumerate([(70, 70), (33, 80), (80, 33)]):
@@ -94,29 +91,15 @@ def test_window_edges(rng, kernel, dtype, window):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_lengths_of_packed_sequences(rng, kernel, dtype, deterministic):
-    lengths = [([0, 0, 0], [0, 0, 0]), ([0, 40, 0, 1, 0], [7, 0, 33, 16, 0]), ([32, 32, 64], [48, 1, 15])]
-    for before in (0, 100):  # more than some tiles
-        for rows, keys in lengths:
-            case = packed_case(rng, dtype, before, rows, keys)
-            dq, dk, dv = check(kernel, case, deterministic=deterministic)
-            for gradient, cu_seqlens in zip((dq, dk, dv), (rows, keys, keys), strict=True):
-                first, last = before, before + sum(cu_seqlens)
-                assert np.isfinite(gradient[first:last]).all()
-                # What is of no sequence is left as it was.
-                assert np.isnan(gradient[:first]).all()
-                assert np.isnan(gradient[last:]).all()
-
-
-def packed_case(rng, dtype, before, rows, keys):
-    """A causal case of sequences with these lengths, and tokens before and after them."""
-    cu_seqlens = {
-        f"cu_seqlens_{name}": np.cumsum([before, *sizes]).astype(np.int32)
-        for name, sizes in (("q", rows), ("k", keys))
-    }
-    tokens = [int(cu[-1]) + 3 for cu in cu_seqlens.values()]
-    problem = random_problem(rng, dtype, seqlen_q=tokens[0], seqlen_k=tokens[1], **SIZES)
-    parts = (x[0] for x in (problem.q, problem.k, problem.v, problem.dout))
-    return Case(type(problem)(*parts), {"causal": True}, cu_seqlens, None, (), False)
+    for before, rows, keys in PACKED_LENGTHS:
+        case = packed_case(rng, dtype, before, rows, keys, **SIZES)
+        dq, dk, dv = check(kernel, case, deterministic=deterministic)
+        for gradient, cu_seqlens in zip((dq, dk, dv), (rows, keys, keys), strict=True):
+            first, last = before, before + sum(cu_seqlens)
+            assert np.isfinite(gradient[first:last]).all()
+            # What is of no sequence is left as it was.
+            assert np.isnan(gradient[:first]).all()
+            assert np.isnan(gradient[last:]).all()
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -124,7 +107,7 @@ def packed_case(rng, dtype, before, rows, keys):
 def test_gradients_of_keys_that_do_not_count_are_zero(rng, kernel, dtype, packed):
     case = draw_case(rng, dtype, ["seqused_k"], seqlen_q=30, seqlen_k=70, batch=3, **SIZES)
     if packed:
-        case = packed_case(rng, dtype, 5, [30, 20, 40], [70, 70, 70])
+        case = packed_case(rng, dtype, 5, [30, 20, 40], [70, 70, 70], **SIZES)
     case.arrays["seqused_k"] = np.array([0, 20, 33], np.int32)
     _, *gradients = check(kernel, case)
     for gradient in gradients:
@@ -228,12 +211,7 @@ def test_the_tiles_that_the_plan_chooses(rng, kernel, dtype, features, determini
 def test_strides_of_bias_and_mask(rng):
     """Rows and heads of a larger array."""
     case = draw_case(rng, "float16", ["dbias", "mask"], seqlen_q=33, seqlen_k=40, **SIZES)
-    whole = {
-        "bias": rng.standard_normal((3, 4, 40, 50)).astype(np.float32),
-        "mask": rng.random((3, 4, 40, 50)) < 0.7,
-    }
-    for name, array in whole.items():
-        case.arrays[name] = array[1:, ::2, 3:36, 5:45]
+    widen_score_arrays(rng, case)
     for kernel in TILES:
         gradients = run(kernel, case)
         assert_gradients(gradients, case.problem, **case.backward)

@@ -1,20 +1,27 @@
 """Features of the forward kernels, on the emulator: every pair of them, and where they have edges."""
 
-import hashlib
-import os
-
 import numpy as np
 import pytest
-from emulator import available, calls
-from feature_cases import ALONE, FORWARD_FEATURES, Case, draw_case, feature_id, hide_nan, pairwise
-from tolerance import DTYPES, assert_attention, random_problem
+from emulator import calls
+from feature_cases import (
+    ALONE,
+    FORWARD_FEATURES,
+    LENGTHS,
+    PACKED_LENGTHS,
+    SIZES,
+    WINDOW_EDGES,
+    draw_case,
+    feature_id,
+    hide_nan,
+    packed_case,
+    pairwise,
+    widen_score_arrays,
+)
+from tolerance import DTYPES, assert_attention
 
 from cufa.launch import FeatureValues
 
-# In CI these tests must run: there, no compiler is an error in each of them.
-pytestmark = pytest.mark.skipif(
-    not available() and os.environ.get("CI") != "true", reason="no C++ compiler to run kernels on the CPU"
-)
+pytestmark = pytest.mark.emulator
 
 # Several tiles of each length, and little work for the threads that have none.
 TILES = {
@@ -34,13 +41,6 @@ ALL_SETS = [
     *((*at, features) for at in ONE_DTYPE for features in ALONE if features <= set(FORWARD_FEATURES)),
     *((*at, features) for at in BY_DTYPE for features in pairwise(FORWARD_FEATURES)),
 ]
-LENGTHS = [(39, 53), (53, 39), (1, 40), (40, 1), (0, 5), (5, 0)]
-SIZES = {"heads": 2, "kv_heads": 1, "head_dim": 24, "head_dim_v": 40}
-
-
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(int(hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16], 16))
 
 
 def check(kernel, case, tiles=None, **options):
@@ -68,9 +68,7 @@ def test_features(rng, kernel, dtype, features):
         check(kernel, draw_case(rng, dtype, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **SIZES))
 
 
-@pytest.mark.parametrize(
-    "window", [(0, 0), (15, 16), (16, 15), (31, 0), (5, None), (None, 20), (2**31 - 1, 3)]
-)
+@pytest.mark.parametrize("window", WINDOW_EDGES)
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_window_edges(rng, kernel, dtype, window):
     for seqlen_q, seqlen_k in [(70, 70), (33, 80), (80, 33)]:
@@ -81,17 +79,8 @@ def test_window_edges(rng, kernel, dtype, window):
 
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_lengths_of_packed_sequences(rng, kernel, dtype):
-    lengths = [([0, 0, 0], [0, 0, 0]), ([0, 40, 0, 1, 0], [7, 0, 33, 16, 0]), ([32, 32, 64], [48, 1, 15])]
-    for before in (0, 100):  # more than some tiles
-        for rows, keys in lengths:
-            cu_seqlens = {
-                f"cu_seqlens_{name}": np.cumsum([before, *sizes]).astype(np.int32)
-                for name, sizes in (("q", rows), ("k", keys))
-            }
-            tokens = [int(cu[-1]) + 3 for cu in cu_seqlens.values()]
-            problem = random_problem(rng, dtype, seqlen_q=tokens[0], seqlen_k=tokens[1], **SIZES)
-            parts = (x[0] for x in (problem.q, problem.k, problem.v, problem.dout))
-            check(kernel, Case(type(problem)(*parts), {"causal": True}, cu_seqlens, None, (), False))
+    for before, rows, keys in PACKED_LENGTHS:
+        check(kernel, packed_case(rng, dtype, before, rows, keys, **SIZES))
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, -2.0])
@@ -182,12 +171,7 @@ def test_warps_that_share_rows(rng):
 def test_strides_of_bias_and_mask(rng):
     """Rows and heads of a larger array."""
     case = draw_case(rng, "float16", ["bias", "mask"], seqlen_q=33, seqlen_k=40, **SIZES)
-    whole = {
-        "bias": rng.standard_normal((3, 4, 40, 50)).astype(np.float32),
-        "mask": rng.random((3, 4, 40, 50)) < 0.7,
-    }
-    for name, array in whole.items():
-        case.arrays[name] = array[1:, ::2, 3:36, 5:45]
+    widen_score_arrays(rng, case)
     for kernel in TILES:
         run(kernel, case.problem, case.forward, case.emulator_forward)
 

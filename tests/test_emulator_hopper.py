@@ -3,7 +3,6 @@
 The tests of twins also run on a GPU of sm_90 with `pytest -m gpu`: there, it is they that are tested.
 """
 
-import os
 import shutil
 import struct
 from dataclasses import replace
@@ -16,14 +15,14 @@ import numpy as np
 import pytest
 from emulator import KERNELS as FOLDER
 from emulator import EmulatorError, Module, calls
-from test_emulator import draw, planted, rng, run
+from test_emulator import draw, planted, run
 
 from cufa import jit
 from cufa.device import target
 from cufa.kernels import KERNELS
 from cufa.problem import Options, make_problem
 
-__all__ = ["rng"]  # a fixture
+pytestmark = pytest.mark.emulator
 
 HERE = Path(emulator.__file__).parent
 
@@ -35,14 +34,6 @@ DEPTH, STEP, WARPGROUP = 64, 16, 128
 FORWARD = "fwd_6_wgmma"
 # So few SMs that a persistent block takes several tiles.
 SMALL_DEVICE = replace(calls.DEVICE, sm_count=3)
-
-
-@pytest.fixture(autouse=True)
-def _needs_a_compiler(request):
-    # In CI these tests must run: there, no compiler is an error in each of them.
-    on_gpu = request.node.get_closest_marker("gpu")
-    if not on_gpu and not emulator.available() and os.environ.get("CI") != "true":
-        pytest.skip("no C++ compiler to run kernels on the CPU")
 
 
 # ---- the twins ----

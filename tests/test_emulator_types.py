@@ -1,20 +1,15 @@
 """float32 and float64 on tensor cores: the numbers of fwd_5_mma and bwd_3_mma on the CPU."""
 
-import hashlib
-import os
-
 import numpy as np
 import pytest
-from emulator import available, calls
+from emulator import calls
 from feature_cases import FORWARD_FEATURES, draw_case, feature_id, hide_nan, pairwise
 from tolerance import assert_attention, assert_gradients, random_problem
 
 from cufa import reference
 from cufa.checking import judge
 
-pytestmark = pytest.mark.skipif(
-    not available() and os.environ.get("CI") != "true", reason="no C++ compiler to run kernels on the CPU"
-)
+pytestmark = pytest.mark.emulator
 
 KERNELS = ("fwd_5_mma", "bwd_3_mma")
 ARITHMETIC = (("float32", "ieee"), ("float32", "tf32"), ("float64", "ieee"))
@@ -29,11 +24,6 @@ TILES = {
         SPLIT,
     ),
 }
-
-
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(int(hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16], 16))
 
 
 def run(kernel, problem, *, precision="ieee", causal=False, **options):

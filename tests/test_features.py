@@ -165,6 +165,13 @@ def test_causal_is_a_window(rng: np.random.Generator, window: Any) -> None:
     assert_same(case, {"window": (window[0], 5), "causal": True}, {})
 
 
+@pytest.mark.parametrize("window", [(3, 5), (None, 0)])
+def test_a_window_may_be_a_list(rng: np.random.Generator, window: Any) -> None:
+    case = draw_case(rng, "float32", [], seqlen_q=20, seqlen_k=26, head_dim=4)
+    case.numbers["window"] = window
+    assert_same(case, {"window": list(window)}, {})
+
+
 @pytest.mark.parametrize("window", [(None, None), (-1, -1), (2**31 - 1, None), (25, 25)])
 def test_windows_that_hide_nothing(rng: np.random.Generator, window: Any) -> None:
     case = draw_case(rng, "float32", [], seqlen_q=20, seqlen_k=26, head_dim=4)

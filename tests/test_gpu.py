@@ -47,11 +47,6 @@ def cupy():
     return cupy
 
 
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(abs(hash(request.node.nodeid)) % 2**32)
-
-
 def poison_pool(cupy):
     """Leave NaN in the memory that the next allocations will get."""
     blocks = [cupy.full(size, np.nan, np.float32) for size in (1 << 12, 1 << 16, 1 << 20, 1 << 22)]

@@ -24,11 +24,6 @@ def cupy():
     return pytest.importorskip("cupy")
 
 
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(sum(map(ord, request.node.nodeid)))
-
-
 def name_of(features):
     return "+".join(sorted(features))
 

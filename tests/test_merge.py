@@ -1,11 +1,9 @@
 """Partial results made one: on the CPU, in the emulator, and, where there is one, on a GPU."""
 
-import os
-
 import ml_dtypes
 import numpy as np
 import pytest
-from emulator import available, calls
+from emulator import calls
 
 import cufa
 from cufa import reference
@@ -13,11 +11,6 @@ from cufa.problem import accumulator_dtype
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 SHAPE = (2, 13, 3, 24)  # batch, seqlen, heads, value_dim
-
-
-@pytest.fixture
-def rng(request):
-    return np.random.default_rng(abs(hash(request.node.name)) % 2**32)
 
 
 def parts(rng, dtype, shape=SHAPE):
@@ -55,7 +48,7 @@ def test_on_the_cpu(rng, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.skipif(not available() and os.environ.get("CI") != "true", reason="no C++ compiler")
+@pytest.mark.emulator
 def test_in_the_emulator(rng, dtype):
     for shape in (SHAPE, (1, 5, 2, 33)):
         given, whole, whole_lse = parts(rng, dtype, (shape[0], max(shape[1], 9), *shape[2:]))

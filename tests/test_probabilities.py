@@ -1,16 +1,16 @@
 """Probabilities on request: on the CPU, in the emulator, and, where there is one, on a GPU."""
 
 import logging
-import os
+from unittest import mock
 
 import numpy as np
 import pytest
-from emulator import available, calls
+from emulator import calls
 from feature_cases import ALONE, FORWARD_FEATURES, draw_case, feature_id, hide_nan, pairwise
 from tolerance import DTYPES
 
 import cufa
-from cufa import reference
+from cufa import cpu, reference
 from cufa.checking import judge
 
 FEATURES = tuple(name for name in FORWARD_FEATURES if name != "packed")
@@ -18,9 +18,10 @@ SETS = [*(one for one in ALONE if one <= set(FEATURES)), *pairwise(FEATURES)]
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1e-2, "float32": 1e-5, "float64": 1e-13}
 
 
-@pytest.fixture
-def rng():
-    return np.random.default_rng(3)
+@pytest.fixture(autouse=True)
+def small_tiles():
+    with mock.patch.multiple(cpu, Q_TILE=7, KV_TILE=10):
+        yield
 
 
 def draw(rng, dtype, features, seqlen_q=39, seqlen_k=53, **options):
@@ -97,7 +98,7 @@ def test_packed_sequences_have_none(rng):
 
 
 @pytest.mark.parametrize("features", SETS, ids=feature_id)
-@pytest.mark.skipif(not available() and os.environ.get("CI") != "true", reason="no C++ compiler")
+@pytest.mark.emulator
 def test_in_the_emulator(rng, features):
     for dtype in ("float16", "float32", "float64")[len(features) % 2 :]:
         for lengths in ((139, 70), (1, 65), (0, 3), (3, 0)):
@@ -107,7 +108,7 @@ def test_in_the_emulator(rng, features):
             assert_probabilities(calls.attn_probs(*inputs, lse, **case.emulator_forward, checked=False), case)
 
 
-@pytest.mark.skipif(not available() and os.environ.get("CI") != "true", reason="no C++ compiler")
+@pytest.mark.emulator
 def test_every_access_in_the_emulator(rng):
     case = draw(rng, "float32", ["window", "mask", "sink"], 70, 75, heads=2, kv_heads=1, head_dim=21)
     inputs = case.problem.q, case.problem.k, case.problem.v

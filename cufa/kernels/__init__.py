@@ -88,6 +88,16 @@ class Kernel:
         return None
 
 
+@dataclass(frozen=True)
+class HopperKernel(Kernel):
+    """A rung whose products are wgmma's and whose tiles come by the copy engine, both of sm_90a alone."""
+
+    dtypes: tuple[str, ...] = ("float16", "bfloat16")
+    min_capability: tuple[int, int] = (9, 0)
+    only_arch: str | None = "90a"
+    min_align_bytes: int = 16
+
+
 def _has_tensor_cores(dtype: str, device: Device) -> bool:
     if dtype == "float64":
         return device.arch.capability in _FLOAT64_TENSOR_CORES
@@ -157,17 +167,13 @@ _LADDER = (
         tensor_cores=True,
         features=_ALL_FEATURES,
     ),
-    Kernel(
+    HopperKernel(
         name="fwd_6_wgmma",
         direction="forward",
         entries=("fwd_6_wgmma",),
         idea="Hopper: warps that copy and warpgroups that multiply (TMA, wgmma), products beside softmax",
         paper="Shah et al. 2024, Algorithm 2",
         memory="none",
-        dtypes=("float16", "bfloat16"),
-        min_capability=(9, 0),
-        only_arch="90a",
-        min_align_bytes=16,
         features=frozenset(("window", "softcap", "sink", "cu_seqlens", "seqused_k")),
     ),
     Kernel(
@@ -204,30 +210,22 @@ _LADDER = (
         tensor_cores=True,
         features=_ALL_FEATURES,
     ),
-    Kernel(
+    HopperKernel(
         name="bwd_4_wgmma",
         direction="backward",
         entries=("row_sums", "key_tiles", "round_queries"),
         idea="Hopper: all five products by wgmma beside each other and beside the softmax, tiles by TMA",
         paper="Shah et al. 2024, section 3",
         memory="O(N)",
-        dtypes=("float16", "bfloat16"),
-        min_capability=(9, 0),
-        only_arch="90a",
-        min_align_bytes=16,
         max_head_dim=128,
     ),
-    Kernel(
+    HopperKernel(
         name="bwd_5_wgmma_wide",
         direction="backward",
         entries=("row_sums", "key_tiles", "round_queries"),
         idea="head dims over 128: warpgroups share the keys and part the dims; one has S, the other dP",
         paper="Shah et al. 2024, section 3",
         memory="O(N)",
-        dtypes=("float16", "bfloat16"),
-        min_capability=(9, 0),
-        only_arch="90a",
-        min_align_bytes=16,
         min_head_dim=129,
     ),
 )

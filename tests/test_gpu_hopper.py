@@ -1,0 +1,388 @@
+"""The Hopper kernels where time decides what runs beside what, and where tiles are many, few, empty or far.
+
+Blocks of the forward take tile after tile, whichever is next when they ask. Its results must be the same bits
+whatever the order, on streams and in graphs that run at the same time, and so must dK and dV. Sums of dQ are
+added up in any order, so those may differ by a rounding.
+"""
+
+import itertools
+from functools import partial
+
+import ml_dtypes  # noqa: F401 - makes numpy.dtype("bfloat16") known
+import numpy as np
+import pytest
+from test_gpu import cupy, on_gpu
+from test_gpu_features import skip_unless_it_runs_here
+from tolerance import Problem, assert_attention, assert_gradients, random_problem
+
+import cufa
+from cufa import checking, device, reference
+from cufa.kernels import KERNELS
+
+__all__ = ["cupy"]  # a fixture
+
+pytestmark = pytest.mark.gpu
+
+FORWARD = "fwd_6_wgmma"
+BACKWARD = ("bwd_4_wgmma", "bwd_5_wgmma_wide")
+HEAD_DIMS = (64, 128, 256)
+REPEATS = 1000
+
+
+@pytest.fixture(autouse=True)
+def _needs_hopper(cupy):
+    skip_unless_it_runs_here(FORWARD)
+
+
+def backward_for(head_dim):
+    return next(name for name in BACKWARD if head_dim <= KERNELS[name].max_head_dim)
+
+
+def bits(array):
+    return array.view(f"u{array.itemsize}")
+
+
+def poison(array):
+    """Make all of it NaN."""
+    raw = bits(array)
+    raw.fill(np.iinfo(raw.dtype).max)
+
+
+class Step:
+    """A forward and a backward call that always write the same arrays; packed if there are `lengths`."""
+
+    def __init__(
+        self, cupy, batch, seqlen, heads, kv_heads, head_dim, *, lengths=None, seqlen_k=None, **options
+    ):
+        self.cupy, self.options = cupy, options
+        self.backward_kernel = backward_for(head_dim)
+        random = cupy.random.default_rng(head_dim)
+        if lengths is not None:
+            ends = cupy.asarray(np.cumsum([0, *lengths]).astype(np.int32))
+            self.options = options | {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+            rows = keys = (sum(lengths),)
+        else:
+            rows, keys = (batch, seqlen), (batch, seqlen_k or seqlen)
+
+        def normal(*shape):
+            return random.standard_normal(shape, dtype=np.float32).astype(np.float16)
+
+        self.q, self.dout = (normal(*rows, heads, head_dim) for _ in range(2))
+        self.k, self.v = (normal(*keys, kv_heads, head_dim) for _ in range(2))
+        lse_shape = (heads, *rows) if lengths is not None else (batch, heads, seqlen)
+        self.out, self.lse = cupy.empty_like(self.q), cupy.empty(lse_shape, np.float32)
+        self.dq, self.dk, self.dv = (cupy.empty_like(x) for x in (self.q, self.k, self.v))
+
+    @property
+    def exact(self):
+        """The results of which every bit is the same in every run."""
+        return self.out, self.lse, self.dk, self.dv
+
+    @property
+    def workspace_bytes(self):
+        plan = cufa.plan(self.q, self.k, self.v, backward=True, kernel=self.backward_kernel, **self.options)
+        return plan.workspace_bytes
+
+    def forward(self):
+        for result in (self.out, self.lse):
+            poison(result)
+        arguments = self.q, self.k, self.v
+        cufa.attention(*arguments, out=self.out, lse=self.lse, kernel=FORWARD, **self.options)
+
+    def backward(self, workspace=None):
+        gradients = {"dq": self.dq, "dk": self.dk, "dv": self.dv}
+        for result in gradients.values():
+            poison(result)
+        cufa.attention_backward(
+            *(self.dout, self.q, self.k, self.v, self.out, self.lse),
+            **gradients,
+            workspace=workspace,
+            kernel=self.backward_kernel,
+            **self.options,
+        )
+
+    def remember(self):
+        """Take what the results are now for what they must be."""
+        self.expected = [bits(x).copy() for x in self.exact]
+        self.expected_dq = self.dq.copy()
+        self.wrong = self.cupy.zeros((), np.int64)
+
+    def count_wrong(self):
+        """Add to `wrong`, on the current stream, how many results are not what they were."""
+        for now, first in zip(self.exact, self.expected, strict=True):
+            self.wrong += self.cupy.count_nonzero(bits(now) != first)
+        self.wrong += self.cupy.count_nonzero(~differ_by_a_rounding(self.dq, self.expected_dq))
+
+
+def differ_by_a_rounding(a, b):
+    """Sums in float32 of the same numbers, rounded to float16."""
+    exact, largest = b.astype(np.float32), abs(b).max().astype(np.float32)
+    return abs(a.astype(np.float32) - exact) <= 2.0**-10 * abs(exact) + 1e-5 * largest
+
+
+SAME_BITS = {
+    "all keys": partial(Step, batch=4, seqlen=1000, heads=32, kv_heads=32, head_dim=64),
+    "causal": partial(Step, batch=2, seqlen=1500, heads=32, kv_heads=8, head_dim=128, causal=True),
+    "causal, wide": partial(Step, batch=2, seqlen=1500, heads=24, kv_heads=8, head_dim=256, causal=True),
+    "more rows than keys": partial(
+        Step, batch=3, seqlen=900, seqlen_k=200, heads=32, kv_heads=32, head_dim=128, causal=True
+    ),
+    "window": partial(Step, batch=2, seqlen=2000, heads=16, kv_heads=4, head_dim=128, window=(300, 20)),
+    "packed": partial(Step, 1, None, 32, 8, 64, lengths=[700, 0, 1, 129, 400, 0, 0, 1000, 64], causal=True),
+}
+
+
+@pytest.mark.parametrize("case", SAME_BITS)
+def test_the_forward_has_the_same_bits_a_thousand_times(cupy, case):
+    step = SAME_BITS[case](cupy)
+    step.forward()
+    first = [bits(x).copy() for x in (step.out, step.lse)]
+    wrong = cupy.zeros((), np.int64)
+    for _ in range(REPEATS):
+        step.forward()
+        for now, expected in zip((step.out, step.lse), first, strict=True):
+            wrong += cupy.count_nonzero(bits(now) != expected)
+    assert wrong == 0
+
+
+def some_steps(cupy):
+    """Of every kernel; grids that fill the GPU and such that leave room for others."""
+    return [
+        Step(cupy, 2, 700, 16, 8, 64, causal=True),
+        Step(cupy, 1, 300, 8, 8, 128),
+        Step(cupy, 1, 500, 4, 2, 256, causal=True),
+        Step(cupy, 4, 900, 16, 4, 128, causal=True),
+        Step(cupy, 1, 130, 4, 4, 64),
+    ]
+
+
+def remembered_steps(cupy):
+    steps = some_steps(cupy)
+    for step in steps:
+        step.forward()
+        step.backward()
+        step.remember()
+    cupy.cuda.Device().synchronize()
+    return steps
+
+
+def test_a_workspace_serves_calls_of_every_kind_in_turn(cupy):
+    steps = remembered_steps(cupy)
+    workspace = cupy.empty(max(step.workspace_bytes for step in steps), np.uint8)
+    for _ in range(20):
+        for step in steps:
+            step.forward()
+            poison(workspace)
+            step.backward(workspace)
+            step.count_wrong()
+    assert sum(int(step.wrong) for step in steps) == 0
+
+
+def test_streams_side_by_side(cupy):
+    """All streams are given work while they wait for one kernel, and then begin at once."""
+    steps = remembered_steps(cupy)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in steps]
+    busy = cupy.ones((8192, 8192), np.float32)
+    for _ in range(20):
+        busy @ busy
+        begin = cupy.cuda.get_current_stream().record()
+        for stream in streams:
+            stream.wait_event(begin)
+        for _, (step, stream) in itertools.product(range(5), zip(steps, streams, strict=True)):
+            with stream:
+                step.forward()
+                step.backward()
+                step.count_wrong()
+        cupy.cuda.Device().synchronize()
+    assert sum(int(step.wrong) for step in steps) == 0
+
+
+def test_graphs_side_by_side_and_beside_calls(cupy):
+    """Each replay runs on another stream than the one before; no two of one graph run at once."""
+    *captured, called = remembered_steps(cupy)
+    workspaces = [cupy.empty(step.workspace_bytes, np.uint8) for step in captured]
+    graphs = []
+    for step, workspace in zip(captured, workspaces, strict=True):
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            stream.begin_capture()
+            step.forward()
+            step.backward(workspace)
+            graphs.append(stream.end_capture())
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in graphs]
+    alone = cupy.cuda.Stream(non_blocking=True)
+    for round_ in range(100):
+        for i, graph in enumerate(graphs):
+            graph.launch(streams[(i + round_) % len(streams)])
+        with alone:
+            called.forward()
+            called.backward()
+            called.count_wrong()
+        if round_ % 10 == 9:
+            cupy.cuda.Device().synchronize()
+            for step in captured:
+                step.count_wrong()
+    cupy.cuda.Device().synchronize()
+    assert sum(int(step.wrong) for step in (*captured, called)) == 0
+
+
+# ---- numbers of tiles ----
+
+# Rows, and tiles of keys: rings of stages are passed not even once, once and often.
+ROWS_AND_KEY_TILES = [(130, 1), (130, 2), (300, 3), (300, 9), (8200, 3), (900, 1)]
+
+
+def copies_to_fill(problem, block_m):
+    """How many sequences like this keep each SM busy with several tiles."""
+    tiles = -(-problem.q.shape[1] // block_m) * problem.q.shape[2]
+    return -(-4 * device.current().sm_count // tiles)
+
+
+def repeated(cupy, array, count):
+    return cupy.ascontiguousarray(cupy.broadcast_to(cupy.asarray(array), (count, *array.shape[1:])))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("rows", "key_tiles"), ROWS_AND_KEY_TILES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_numbers_of_tiles(cupy, head_dim, rows, key_tiles, causal):
+    """All sequences of a batch are the same, so must their results be; the first is held to the truth.
+
+    Under the causal mask the first of 900 rows, many tiles, see no key.
+    """
+    rng = np.random.default_rng(rows + key_tiles)
+    shape = {"seqlen_q": rows, "heads": 2, "kv_heads": 1, "head_dim": head_dim}
+    kernels = {False: FORWARD, True: backward_for(head_dim)}
+
+    def plan(seqlen_k, backward):
+        query, key = np.empty((1, rows, 2, head_dim), "f2"), np.empty((1, seqlen_k, 1, head_dim), "f2")
+        return cufa.plan(query, key, key, causal=causal, backward=backward, kernel=kernels[backward])
+
+    for backward in (False, True):
+        tiles = plan(1000, backward).tiles
+        problem = random_problem(rng, "float16", seqlen_k=key_tiles * tiles["block_n"] - 3, **shape)
+        count = copies_to_fill(problem, tiles["block_m"])
+        inputs = (problem.q, problem.k, problem.v, problem.dout)
+        q, k, v, dout = (repeated(cupy, x, count) for x in inputs)
+        out, lse = cufa.attention(q, k, v, causal=causal, return_lse=True, kernel=FORWARD)
+        if not backward:
+            assert (bits(out) == bits(out)[:1]).all()
+            assert (bits(lse) == bits(lse)[:1]).all()
+            assert_attention(out[:1].get(), lse[:1].get(), problem, causal=causal)
+            continue
+        arguments = dout, q, k, v, out, lse
+        dq, dk, dv = cufa.attention_backward(*arguments, causal=causal, kernel=kernels[True])
+        assert (bits(dk) == bits(dk)[:1]).all()
+        assert (bits(dv) == bits(dv)[:1]).all()
+        assert differ_by_a_rounding(dq, dq[:1]).all()
+        assert_gradients(tuple(x[:1].get() for x in (dq, dk, dv)), problem, causal=causal)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_windows_that_see_nothing(cupy, head_dim):
+    """The window of all but the last 130 of 900 rows ends before the first key."""
+    options = {"window": (30, 30)}
+    rng = np.random.default_rng(head_dim)
+    problem = random_problem(
+        rng, "bfloat16", seqlen_q=900, seqlen_k=100, batch=2, heads=40, kv_heads=8, head_dim=head_dim
+    )
+    q, k, v, dout = on_gpu(problem)
+    out, lse = cufa.attention(q, k, v, return_lse=True, kernel=FORWARD, **options)
+    assert_attention(out.get(), lse.get(), problem, **options)
+    gradients = cufa.attention_backward(dout, q, k, v, out, lse, **options)
+    assert_gradients(tuple(x.get() for x in gradients), problem, **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_sequences_of_length_0(cupy, head_dim, causal):
+    rng = np.random.default_rng(head_dim)
+    lengths = {"q": [0, 300, 0, 0, 1, 129, 0, 700, 7, 0], "k": [5, 300, 0, 70, 0, 64, 0, 500, 0, 3]}
+    ends = {name: np.cumsum([0, *each]).astype(np.int32) for name, each in lengths.items()}
+    problem = random_problem(
+        rng,
+        "bfloat16",
+        seqlen_q=int(ends["q"][-1]),
+        seqlen_k=int(ends["k"][-1]),
+        heads=36,
+        kv_heads=12,
+        head_dim=head_dim,
+    )
+    problem = Problem(*(x[0] for x in (problem.q, problem.k, problem.v, problem.dout)))
+    q, k, v, dout = on_gpu(problem)
+    options = {"causal": causal, "cu_seqlens_q": ends["q"], "cu_seqlens_k": ends["k"]}
+    on_device = options | {name: cupy.asarray(x) for name, x in options.items() if name != "causal"}
+    out, lse = cufa.attention(q, k, v, return_lse=True, kernel=FORWARD, **on_device)
+    assert_attention(out.get(), lse.get(), problem, **options)
+    gradients = cufa.attention_backward(dout, q, k, v, out, lse, **on_device)
+    assert_gradients(tuple(x.get() for x in gradients), problem, **options)
+
+
+# ---- far apart ----
+
+LONG = 131_072
+# Under the causal mask the gradients of the last rows depend on no others, and neither do those of the last
+# keys.
+LAST = slice(-64, None)
+# What other rows have is compared from here on: those before see few keys, and what is left of their dP - D
+# is rounding.
+FAR = slice(4096, None)
+BFLOAT16 = np.dtype("bfloat16")
+
+
+def to_bfloat16(x):
+    return (bits(x) >> 16).astype(np.uint16).view(BFLOAT16)
+
+
+def from_bfloat16(x):
+    return (bits(x).astype(np.uint32) << 16).view(np.float32)
+
+
+@pytest.mark.parametrize("kernel", ["bwd_3_mma", *BACKWARD])
+def test_131072_rows_that_lie_2_to_the_31_elements_apart(cupy, kernel):
+    """Forward and backward on heads of one wide array, in which NaN lies between them.
+
+    The last rows are held to the truth, the others to what other kernels make of compact copies.
+    """
+    dim, heads = (256 if kernel == "bwd_5_wgmma_wide" else 128), 2
+    forward = "fwd_5_mma" if kernel == "bwd_3_mma" else FORWARD
+    slots = 2**31 // (LONG * heads * dim) + 1
+    wide = cupy.empty((1, LONG, slots, heads, dim), BFLOAT16)
+    assert wide.size > 2**31
+    poison(wide)
+    *unused, q, k, v, dout, out, dq, dk, dv = (wide[:, :, slot] for slot in range(slots))
+    random = cupy.random.default_rng(dim)
+    for x in (q, k, v, dout):
+        bits(x)[...] = bits(to_bfloat16(random.standard_normal(x.shape, dtype=np.float32)))
+    _, lse = cufa.attention(q, k, v, causal=True, return_lse=True, out=out, kernel=forward)
+    cufa.attention_backward(dout, q, k, v, out, lse, causal=True, dq=dq, dk=dk, dv=dv, kernel=kernel)
+    assert all((bits(x) == np.iinfo(np.uint16).max).all() for x in unused)
+    results = {"out": out, "dq": dq, "dk": dk, "dv": dv}
+
+    compact = [cupy.ascontiguousarray(bits(x)).view(BFLOAT16) for x in (q, k, v, dout)]
+    other, lse = cufa.attention(*compact[:3], causal=True, return_lse=True, kernel="fwd_5_mma")
+    others = cufa.attention_backward(compact[3], *compact[:3], other, lse, causal=True, kernel="bwd_3_mma")
+    for name, expected in zip(results, (other, *others), strict=True):
+        expected = from_bfloat16(expected)[:, FAR]
+        error = from_bfloat16(results[name])[:, FAR] - expected
+        length_of_error, length = (cupy.linalg.norm(x, axis=-1) for x in (error, expected))
+        assert (length_of_error <= 0.02 * length).all(), name
+
+    q, k, v, dout = (x.get() for x in compact)
+    tail = Problem(q[:, LAST], k, v, dout[:, LAST])
+    ends = {
+        name: cupy.ascontiguousarray(bits(x)[:, LAST]).get().view(BFLOAT16) for name, x in results.items()
+    }
+    assert_attention(ends.pop("out"), None, tail, causal=True)
+    assert_last_gradients(ends, tail)
+
+
+def assert_last_gradients(gradients, tail):
+    """Hold to the rule the gradients of the last rows, and of as many keys, which no row before them sees."""
+    q, k, v, dout = tail.q, tail.k, tail.v, tail.dout
+    exact = reference.attention_backward(dout, q, k, v, dtype=np.float64, causal=True)
+    standard = checking.standard_attention_backward("bfloat16", dout, q, k, v, causal=True)
+    rounding = checking.rounding_of_sums("bfloat16", q, k, v, dout, causal=True)
+    for (name, gradient), truth, other in zip(gradients.items(), exact, standard, strict=True):
+        ends = gradient, truth[:, LAST], other[:, LAST]
+        comparison = checking.compare(*ends, checking.factor(name), name, rounding[name])
+        assert comparison.ok, str(comparison)

@@ -128,7 +128,16 @@ SAME_BITS = {
         Step, batch=3, seqlen=900, seqlen_k=200, heads=32, kv_heads=32, head_dim=128, causal=True
     ),
     "window": partial(Step, batch=2, seqlen=2000, heads=16, kv_heads=4, head_dim=128, window=(300, 20)),
-    "packed": partial(Step, 1, None, 32, 8, 64, lengths=[700, 0, 1, 129, 400, 0, 0, 1000, 64], causal=True),
+    "packed": partial(
+        Step,
+        batch=1,
+        seqlen=None,
+        heads=32,
+        kv_heads=8,
+        head_dim=64,
+        causal=True,
+        lengths=[700, 0, 1, 129, 400, 0, 0, 1000, 64],
+    ),
 }
 
 

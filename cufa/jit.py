@@ -9,7 +9,9 @@ its cache does not see an edited header.
 What NVRTC is given is what the cache key covers: the source and the headers are passed as text,
 with no include path.
 
-Environment: CUFA_NVRTC_OPTIONS holds further options (as in "-lineinfo --maxrregcount=128").
+Environment: CUFA_NVRTC_OPTIONS holds further options (as in "-lineinfo --maxrregcount=128"). CUFA_DEBUG=1
+compiles debug builds: with line numbers, and with a watchdog that stops a kernel whose threads wait for
+each other without end. They are slower.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ _STACK = re.compile(r"(\d+) bytes (?:stack frame|cumulative stack size)")
 # NVRTC's and ptxas's warnings, and the advisories by which ptxas says that it serialised wgmma or
 # ignored setmaxnreg (C75xx), which it prints as mere information.
 _ADVICE = re.compile(r"\bwarning\s*[:#]|\bC75\d\d\b")
+
+_DEBUG_OPTIONS = ("-lineinfo", "-DWATCHDOG_SECONDS=5")
 
 _builds: dict[str, Build] = {}
 _build_locks: dict[str, threading.Lock] = {}
@@ -215,9 +219,10 @@ def _read_sources(variant: Variant) -> dict[str, str]:
 
 def _options(variant: Variant) -> tuple[str, ...]:
     """All options but the arch."""
+    debug = _DEBUG_OPTIONS if os.environ.get("CUFA_DEBUG", "0") not in ("", "0") else ()
     extra = os.environ.get("CUFA_NVRTC_OPTIONS", "")
     try:
-        return ("--std=c++17", *variant.definitions, *shlex.split(extra))
+        return ("--std=c++17", *variant.definitions, *debug, *shlex.split(extra))
     except ValueError as error:
         raise ValueError(f"CUFA_NVRTC_OPTIONS is {extra!r}: {error}") from error
 

@@ -11,8 +11,11 @@ from importlib import metadata
 import pytest
 
 from cufa import cache, device, jit
-from cufa.device import Arch
+from cufa.device import Arch, Device
 from cufa.jit import Resources, Variant
+from cufa.kernels import KERNELS
+from cufa.plan import make_plan
+from cufa.problem import Problem
 
 SCALE = """
 #include "scale.cuh"
@@ -56,6 +59,7 @@ extern "C" __global__ void few(float* x) { x[0] = 1; }
 def _fresh(tmp_path, monkeypatch):
     monkeypatch.setenv("CUFA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("CUFA_NVRTC_OPTIONS", raising=False)
+    monkeypatch.delenv("CUFA_DEBUG", raising=False)
     monkeypatch.setattr(jit, "_builds", {})
     monkeypatch.setattr(jit, "_modules", {})
 
@@ -152,6 +156,19 @@ def test_options_from_the_environment_are_used(variant, monkeypatch):
     assert bound.key != free.key
     assert bound.resources["scale"].registers <= 24
     assert "maxrregcount" in bound.log
+
+
+@pytest.mark.parametrize("kernel", ["fwd_6_wgmma", "bwd_4_wgmma", "bwd_5_wgmma_wide"])
+def test_a_debug_build_alone_has_a_watchdog(monkeypatch, kernel):
+    direction = KERNELS[kernel].direction
+    dim = max(64, KERNELS[kernel].min_head_dim)
+    problem = Problem(direction, "bfloat16", 1, 256, 256, 1, 1, dim, dim)
+    variant = make_plan(problem, Device.of("sm_90a"), kernel).variant
+    parts = "globaltimer", "vprintf", "trap;"
+    monkeypatch.setenv("CUFA_DEBUG", "0")
+    assert not any(part in jit.ptx(variant) for part in parts)
+    monkeypatch.setenv("CUFA_DEBUG", "1")
+    assert all(part in jit.ptx(variant) for part in parts)
 
 
 def test_options_that_cannot_be_read_are_named(variant, monkeypatch):

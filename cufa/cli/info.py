@@ -22,7 +22,7 @@ from cufa.timing import cpu_cores
 
 _INSTALL = "pip install 'cufa[cuda13]', or 'cufa[cuda12]' for an NVIDIA driver older than 580"
 _DRIVER_VERSION_FILE = Path("/proc/driver/nvidia/version")  # Linux only
-_VARIABLES = ("CUFA_ARCH", "CUFA_CACHE_DIR", "CUFA_NVRTC_OPTIONS")
+_VARIABLES = ("CUFA_ARCH", "CUFA_CACHE_DIR", "CUFA_DEBUG", "CUFA_NVRTC_OPTIONS")
 
 
 @click.command("info")

@@ -298,7 +298,7 @@ struct Consumer {
     // see its key and no other; but in the product 0 * NaN is NaN. Such values are added here to
     // the outputs of the rows that see them, whatever their weight, and are zero in the product.
     __device__ void take_out_nonfinite(WgmmaSums<kDims>& o, WorkTile work, int tile) {
-        wait_for(smem.v_inspected[v_at.stage], v_at.parity);
+        wait_for(smem.v_inspected[v_at.stage], v_at.parity, v_at.stage);
         unsigned int found = 0;
 #pragma unroll
         for (int i = 0; i < kInspectors; ++i) found |= smem.v_nonfinite[v_at.stage][i];

@@ -3,11 +3,13 @@
 #pragma once
 
 #include "ptx_sm90.cuh"
+#include "watchdog.cuh"
 
-// Waits until the phase of this parity has ended.
-__device__ inline void wait_for(ptx::Barrier& barrier, unsigned int parity) {
-    while (!ptx::barrier_try_wait(barrier, parity)) {
-    }
+// Waits until the phase of this parity has ended. The rest is for the watchdog.
+__device__ inline void wait_for(ptx::Barrier& barrier, unsigned int parity, int stage,
+                                Caller caller = Caller::here()) {
+    const Watchdog watchdog;
+    while (!ptx::barrier_try_wait(barrier, parity)) watchdog.check(barrier, stage, caller);
 }
 
 // Where in a ring of Stages a thread is. `parity` is that of the phase in which the stage becomes
@@ -39,8 +41,8 @@ struct Ring {
     }
 
     // The writer's side. Every stage begins empty: the phase before the first counts as ended.
-    __device__ void wait_empty(RingPosition<Stages> at) {
-        wait_for(empty[at.stage], at.parity ^ 1);
+    __device__ void wait_empty(RingPosition<Stages> at, Caller caller = Caller::here()) {
+        wait_for(empty[at.stage], at.parity ^ 1, at.stage, caller);
     }
     __device__ ptx::Barrier& announce(RingPosition<Stages> at, int bytes) {
         ptx::barrier_arrive_expecting(full[at.stage], bytes);
@@ -48,6 +50,8 @@ struct Ring {
     }
 
     // The readers' side.
-    __device__ void wait_full(RingPosition<Stages> at) { wait_for(full[at.stage], at.parity); }
+    __device__ void wait_full(RingPosition<Stages> at, Caller caller = Caller::here()) {
+        wait_for(full[at.stage], at.parity, at.stage, caller);
+    }
     __device__ void release(RingPosition<Stages> at) { ptx::barrier_arrive(empty[at.stage]); }
 };

@@ -11,6 +11,13 @@ struct alignas(64) TensorMap {
 
 namespace ptx {
 
+// The time, by a clock that all SMs share.
+__device__ inline long long nanoseconds() {
+    long long now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+
 // A barrier in shared memory. Its phases are numbered from 0; each ends when as many threads as
 // `init` said have arrived and all bytes that they announced are there.
 using Barrier = unsigned long long;

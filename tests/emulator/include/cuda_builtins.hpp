@@ -149,6 +149,10 @@ inline unsigned atomicInc(unsigned* address, unsigned last) {
     return emulator::atomic_increment(address, last);
 }
 
+inline void __trap() {
+    emulator::fail("__trap");
+}
+
 extern "C" {
 int printf(const char* format, ...);
 float exp2f(float), expf(float), log2f(float), logf(float), sqrtf(float), fabsf(float),

@@ -10,6 +10,11 @@ struct alignas(64) TensorMap {
 
 namespace ptx {
 
+// Nothing here waits for longer than it must: the emulator sees waits without end by itself.
+inline long long nanoseconds() {
+    return 0;
+}
+
 using Barrier = unsigned long long;
 
 inline void barrier_init(Barrier& barrier, int arrivals) {

@@ -1,45 +1,58 @@
 #!/usr/bin/env python3
-"""Runs every kernel under compute-sanitizer on small problems with odd shapes.
+"""Runs every kernel under compute-sanitizer on small problems with odd shapes, with features and without.
 
-usage: scripts/sanitize.py [TOOL ...]      memcheck, racecheck, initcheck, synccheck; the first two by default
+TOOLS are memcheck, racecheck, initcheck and synccheck; the first two by default. Exits with 1 if a tool
+reports an error, with 2 if compute-sanitizer is not installed.
 
-Exits with 1 if a tool reports an error, with 2 if compute-sanitizer is not installed.
+What racecheck knows of is shared memory and what orders it: __syncthreads, __syncwarp, named barriers, and of
+asynchronous copies only those that it says it supports. Of the Hopper kernels' barriers, copies and products
+tests/test_emulator_hopper.py knows more.
 """
 
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import click
 import numpy as np
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 DEFAULT_TOOLS = TOOLS[:2]
 REPORTED = 86  # what compute-sanitizer is told to exit with, so that it is no other failure
+MISSING = 2
+SHOWN_LINES = 200
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from cufa.kernels import KERNELS  # noqa: E402 - from this checkout, installed or not
+
+# dtype, head_dim, value_dim, then the options of the call.
+PROBLEMS: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
+    ("float16", 40, 24, {}),
+    ("float16", 128, 128, {"causal": True}),
+    ("bfloat16", 64, 64, {"window": (70, 9), "softcap": 2.0, "sink": True}),
+    ("bfloat16", 256, 200, {"causal": True}),
+    ("bfloat16", 64, 64, {"causal": True, "packed": True}),
+    ("float32", 33, 65, {}),
+    ("float32", 33, 65, {"causal": True}),
+    ("float64", 16, 16, {"causal": True}),
+)
+SEQLEN_Q, SEQLEN_K, HEADS, KV_HEADS = 175, 291, 4, 2
 
 
-def main(tools: list[str]) -> int:
-    unknown = set(tools) - set(TOOLS)
-    if unknown:
-        print(f"no such tool: {', '.join(sorted(unknown))}; there are {', '.join(TOOLS)}", file=sys.stderr)
-        return 2
-    sanitizer = shutil.which("compute-sanitizer")
-    if sanitizer is None:
-        print("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit", file=sys.stderr)
-        return 2
-    failed = [tool for tool in tools or DEFAULT_TOOLS if not passes(sanitizer, tool)]
-    return 1 if failed else 0
-
-
-def passes(sanitizer: str, tool: str) -> bool:
+def passes(sanitizer: str, tool: str, kernels: tuple[str, ...]) -> bool:
     command = [sanitizer, "--tool", tool, "--error-exitcode", str(REPORTED)]
     # The line of the source is what one wants to see of an error.
     search_path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     environment = os.environ | {"CUFA_NVRTC_OPTIONS": "-lineinfo", "PYTHONPATH": search_path}
+    named = [argument for name in kernels for argument in ("--kernel", name)]
     run = subprocess.run(
-        [*command, sys.executable, __file__, "--problems"],
+        [*command, sys.executable, __file__, "--problems", *named],
         env=environment,
         capture_output=True,
         text=True,
@@ -47,40 +60,86 @@ def passes(sanitizer: str, tool: str) -> bool:
     )
     lines = (run.stdout + run.stderr).splitlines()
     if run.returncode != 0:
-        print("\n".join(lines[:200]))
+        print("\n".join(lines[:SHOWN_LINES]))
     summary = [line for line in lines if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line]
-    print(f"{tool}: {'pass' if run.returncode == 0 else 'FAIL'} {' '.join(summary)}")
+    print(f"{tool}: {'pass' if run.returncode == 0 else 'FAIL'} {' '.join(summary)}", flush=True)
     return run.returncode == 0
 
 
-def run_problems() -> None:
-    """Every kernel, with and without a causal mask, on shapes that leave every kind of remainder."""
+def arguments_of(
+    dtype: str, head_dim: int, value_dim: int, options: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """q, k and v on the GPU, and the other arguments of the call."""
+    import cupy
+
+    rng = np.random.default_rng(0)
+    heads = ((SEQLEN_Q, HEADS, head_dim), (SEQLEN_K, KV_HEADS, head_dim), (SEQLEN_K, KV_HEADS, value_dim))
+    options = dict(options)
+    batch = () if options.pop("packed", False) else (2,)
+    if not batch:
+        ends = [(0, 0, SEQLEN // 3, SEQLEN) for SEQLEN in (SEQLEN_Q, SEQLEN_K)]
+        options |= {
+            name: cupy.asarray(np.array(each, np.int32))
+            for name, each in zip(("cu_seqlens_q", "cu_seqlens_k"), ends, strict=True)
+        }
+    if options.pop("sink", False):
+        options["sink"] = cupy.asarray(rng.standard_normal(HEADS).astype(np.float32))
+    tensors = [cupy.asarray(rng.standard_normal((*batch, *shape)).astype(dtype)) for shape in heads]
+    return tensors, options
+
+
+def supported(kernels: tuple[str, ...], tensors: list[Any], options: dict[str, Any]) -> Iterator[str]:
+    """Those of the kernels that can run this call here."""
+    import cufa
+
+    for name in kernels:
+        try:
+            cufa.plan(*tensors, backward=KERNELS[name].direction == "backward", kernel=name, **options)
+        except ValueError:
+            continue
+        yield name
+
+
+def run_problems(kernels: tuple[str, ...]) -> None:
+    """Every kernel on the problems that it supports, and the softmax."""
     import cupy
 
     import cufa
-    from cufa.kernels import KERNELS
 
     cupy.cuda.set_allocator(None)  # a pool would hide accesses past the end of an array
-    rng = np.random.default_rng()
-    for dtype, head_dim, value_dim in (("float16", 40, 24), ("float32", 33, 65), ("float64", 16, 16)):
-        shapes = {"q": (2, 75, 4, head_dim), "k": (2, 91, 2, head_dim), "v": (2, 91, 2, value_dim)}
-        q, k, v = (cupy.asarray(rng.standard_normal(shape).astype(dtype)) for shape in shapes.values())
-        for causal in (False, True):
-            out, lse = cufa.attention(q, k, v, causal=causal, return_lse=True)
-            for name, kernel in KERNELS.items():
-                if dtype not in kernel.dtypes:
-                    continue
-                if kernel.direction == "forward":
-                    cufa.attention(q, k, v, causal=causal, kernel=name, return_lse=True)
-                else:
-                    cufa.attention_backward(out, q, k, v, out, lse, causal=causal, kernel=name)
+    ran = set()
+    for dtype, head_dim, value_dim, of_call in PROBLEMS:
+        tensors, options = arguments_of(dtype, head_dim, value_dim, of_call)
+        out, lse = cufa.attention(*tensors, **options, return_lse=True)
+        for name in supported(kernels, tensors, options):
+            ran.add(name)
+            if KERNELS[name].direction == "forward":
+                cufa.attention(*tensors, **options, kernel=name, return_lse=True)
+            else:
+                cufa.attention_backward(out, *tensors, out, lse, **options, kernel=name)
         for passes in (2, 3):
-            cufa.softmax(q, passes=passes)
+            cufa.softmax(tensors[0], passes=passes)
     cupy.cuda.Device().synchronize()
+    print(f"ran {', '.join(sorted(ran))}")
+
+
+@click.command(help=__doc__)
+@click.argument("tools", type=click.Choice(TOOLS), nargs=-1)
+@click.option("--kernel", "kernels", type=click.Choice(list(KERNELS)), multiple=True, default=tuple(KERNELS))
+@click.option("--problems", is_flag=True, hidden=True)
+def main(tools: tuple[str, ...], kernels: tuple[str, ...], problems: bool) -> None:
+    if problems:
+        run_problems(kernels)
+        return
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        print("compute-sanitizer is not on the PATH; it comes with the CUDA toolkit", file=sys.stderr)
+        sys.exit(MISSING)
+    # Most of their time the tools wait for the CPU.
+    with ThreadPoolExecutor() as pool:
+        passed = list(pool.map(lambda tool: passes(sanitizer, tool, kernels), tools or DEFAULT_TOOLS))
+    sys.exit(0 if all(passed) else 1)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--problems"]:
-        run_problems()
-    else:
-        sys.exit(main(sys.argv[1:]))
+    main()

@@ -6,11 +6,17 @@ added up in any order, so those may differ by a rounding.
 """
 
 import itertools
+import os
+import shutil
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import ml_dtypes  # noqa: F401 - makes numpy.dtype("bfloat16") known
 import numpy as np
 import pytest
+from test_emulator import planted
 from test_gpu import cupy, on_gpu
 from test_gpu_features import skip_unless_it_runs_here
 from tolerance import Problem, assert_attention, assert_gradients, random_problem
@@ -395,3 +401,50 @@ def assert_last_gradients(gradients, tail):
         ends = gradient, truth[:, LAST], other[:, LAST]
         comparison = checking.compare(*ends, checking.factor(name), name, rounding[name])
         assert comparison.ok, str(comparison)
+
+
+# ---- waits without end ----
+
+NEVER_RELEASED = ("pipeline.cuh", "ptx::barrier_arrive(empty[at.stage]);", "")
+TOO_MANY_BYTES = (
+    "fwd_6_wgmma.cu",
+    "ring.announce(at, Tile::kBytes);",
+    "ring.announce(at, 2 * Tile::kBytes);",
+)
+
+CALLS = """
+import cupy, cufa
+kernel, dim = {kernel!r}, {dim}
+q, k, v = (cupy.ones((1, 1000, 2, dim), "f2") for _ in range(3))
+forward = kernel if kernel.startswith("fwd") else "fwd_5_mma"
+out, lse = cufa.attention(q, k, v, return_lse=True, kernel=forward)
+if forward != kernel:
+    cufa.attention_backward(out, q, k, v, out, lse, kernel=kernel)
+cupy.cuda.Device().synchronize()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "mistake"),
+    [(FORWARD, TOO_MANY_BYTES), *((kernel, NEVER_RELEASED) for kernel in (FORWARD, *BACKWARD))],
+)
+def test_a_wait_without_end_raises_in_a_debug_build(tmp_path, kernel, mistake):
+    package = tmp_path / "cufa"
+    shutil.copytree(Path(cufa.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    planted(package / "kernels", *mistake)
+    run = subprocess.run(
+        [sys.executable, "-c", CALLS.format(kernel=kernel, dim=max(64, KERNELS[kernel].min_head_dim))],
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
+            "CUFA_CACHE_DIR": str(tmp_path / "cache"),
+            "CUFA_DEBUG": "1",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert "cudaErrorLaunchFailure" in run.stderr, run.stderr
+    assert "has waited 5 s in" in run.stdout, run.stdout

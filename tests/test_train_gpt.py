@@ -269,6 +269,22 @@ def test_a_gpu_gives_the_losses_of_the_cpu(text_file, attention, dtype, toleranc
     np.testing.assert_allclose(losses["cuda"], losses["numpy"], rtol=tolerance)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bits_on_tensor_cores_train_as_well_as_standard_attention_in_float32(text_file, dtype):
+    shape = ("--length", 256, "--batch", 8, "--layers", 2, "--heads", 4, "--kv-heads", 2, "--width", 256)
+    losses = []
+    for options in (("--attention", "cufa", "--dtype", dtype), ("--attention", "standard")):
+        result = command(
+            text_file, *shape, *options, "--steps", 80, "--sample", 0, "--backend", "cuda", "--json"
+        )
+        assert result.returncode == 0, result.stderr
+        losses.append(np.mean(json.loads(result.stdout)["step_losses"][-10:]))
+    ours, standard = losses
+    assert ours < 1
+    assert ours == pytest.approx(standard, rel=0.02)
+
+
 def test_what_is_wrong_with_the_command_line_is_said(tmp_path, text_file):
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"\xff\xfe\xfd" * 100)

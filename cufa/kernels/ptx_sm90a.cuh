@@ -5,6 +5,7 @@
 #pragma once
 
 #include "ptx_sm90.cuh"
+#include "watchdog.cuh"
 
 namespace ptx {
 
@@ -45,14 +46,15 @@ __device__ inline void hold(unsigned int& x) {
     asm volatile("" : "+r"(x)::"memory");
 }
 
-// Gives up registers, or takes them from what others gave up, until each thread has Count.
+// Gives up registers, or takes them from what others gave up, until each thread has Count. With a
+// watchdog all stay as they are: its printf needs more than a thread that copies would keep.
 template <int Count>
 __device__ inline void registers_decrease() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
+    if (kWatchdogSeconds == 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
 }
 template <int Count>
 __device__ inline void registers_increase() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
+    if (kWatchdogSeconds == 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
 }
 
 // d = a b, or d += a b if Add, for 64x16 a, 16xN b and 64xN d in float32. With w the warp's index

@@ -4,9 +4,11 @@
 Peers are what PyTorch brings: FlashAttention-2, cuDNN and, for float32, memory-efficient attention; and, if
 it is installed, flash-attn-4 (flash_attn.cute). `cufa` is the kernel that it chooses; others of its kernels
 stand beside it under their own names. Each problem has 16,384 tokens and 2,048 hidden; all libraries get the
-same inputs, normal random ones. A round times one call of each with the L2 cache written over in between;
-what counts is the median over the rounds. TFLOP/s count 4 B H S^2 D forward, half of it if causal, and 2.5
-times as much backward.
+same inputs, normal random ones. A step is the forward and the backward after it, as training has them. A
+round times one call of each with the L2 cache written over in between; what counts is the median over the
+rounds. TFLOP/s count 4 B H S^2 D forward, half of it if causal, and 2.5 times as much backward.
+
+Beside that: the time of each kernel that a backward launches, and how long a call keeps the host busy.
 """
 
 import importlib.util
@@ -15,8 +17,10 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Collection
 from datetime import datetime, timezone
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -28,6 +32,7 @@ from rich.console import Console
 from rich.progress import track
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
 
 import cufa
 from cufa import device
@@ -36,12 +41,21 @@ from cufa.kernels import KERNELS
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "peers.json"))
 TOKENS, HIDDEN = 16_384, 2_048
+# What is written between calls: far more than an L2 cache, and for longer than any library's host needs for a
+# call, so that it is the GPU that is timed.
+FLUSH_BYTES = 1 << 32
+PROFILED_CALLS = 5
+# So small that the GPU is always ahead of the host.
+HOST_SHAPE, HOST_ROUNDS, HOST_CALLS = (1, 64, 2, 64), 20, 100
 PEERS = {
     "float32": {"efficient": SDPBackend.EFFICIENT_ATTENTION},
     "float16": {"flash-attention-2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION},
     "bfloat16": {"flash-attention-2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION},
 }
 FLASH_ATTN_4 = "flash-attn-4"
+DETERMINISTIC = "cufa, deterministic"
+# Work in units of the forward's: two products, five, and all seven.
+WORK = {"forward": 1, "backward": 2.5, "step": 3.5}
 PEER_NAMES = (*dict.fromkeys(name for peers in PEERS.values() for name in peers), FLASH_ATTN_4)
 
 Call = Callable[[], Any]
@@ -75,37 +89,44 @@ def peers_of(
 
 
 def calls_of(
-    dtype: str, head_dim: int, seqlen: int, causal: bool, kernels: Collection[str], peers: Collection[str]
+    dtype: str,
+    shape: tuple[int, int, int, int],
+    causal: bool,
+    kernels: Collection[str],
+    peers: Collection[str],
 ) -> dict[str, dict[str, Call]]:
-    """For each direction, a call of each library and of each kernel of cufa's that is asked for."""
-    shape = (TOKENS // seqlen, seqlen, HIDDEN // head_dim, head_dim)
+    """For each part of a training step, a call of each library and of each kernel of cufa's asked for."""
     q, k, v, dout = (torch.randn(shape, dtype=getattr(torch, dtype), device="cuda") for _ in range(4))
-    ours = [cupy.from_dlpack(x) for x in (q, k, v, dout)]
-    out, lse = cufa.attention(*ours[:3], causal=causal, return_lse=True)
-
-    def attend_with(kernel: str | None) -> Call:
-        return lambda: cufa.attention(*ours[:3], causal=causal, return_lse=True, kernel=kernel)
-
-    def differentiate_with(kernel: str | None) -> Call:
-        return lambda: cufa.attention_backward(ours[3], *ours[:3], out, lse, causal=causal, kernel=kernel)
-
-    calls: dict[str, dict[str, Call]] = {
-        "forward": {"cufa": attend_with(None)},
-        "backward": {"cufa": differentiate_with(None)},
-    }
-    for name in kernels:
-        backward = KERNELS[name].direction == "backward"
-        calls[KERNELS[name].direction][name] = differentiate_with(name) if backward else attend_with(name)
+    calls = cufa_calls(*(cupy.from_dlpack(x) for x in (q, k, v, dout)), causal, kernels)
+    out = torch.from_dlpack(calls["forward"]["cufa"]()[0])
     for name, attend, arguments in peers_of(dtype, (q, k, v), causal, peers):
-
-        def differentiate(result: torch.Tensor, arguments: Any = arguments) -> Any:
-            return torch.autograd.grad(result, arguments, dout, retain_graph=True)
-
+        differentiate = partial(torch.autograd.grad, inputs=arguments, grad_outputs=dout)
         result = attend()
-        error = (torch.from_dlpack(out) - result).abs().max().item()
+        error = (out - result).abs().max().item()
         assert error < 0.05, f"cufa and {name} differ by {error}"
         calls["forward"][name] = attend
-        calls["backward"][name] = lambda result=result, differentiate=differentiate: differentiate(result)
+        calls["backward"][name] = partial(differentiate, result, retain_graph=True)
+        calls["step"][name] = lambda attend=attend, differentiate=differentiate: differentiate(attend())
+    return calls
+
+
+def cufa_calls(
+    q: Any, k: Any, v: Any, dout: Any, causal: bool, kernels: Collection[str]
+) -> dict[str, dict[str, Call]]:
+    attend = partial(cufa.attention, q, k, v, causal=causal, return_lse=True)
+    differentiate = partial(cufa.attention_backward, dout, q, k, v, causal=causal)
+    results = attend()
+    calls: dict[str, dict[str, Call]] = {
+        "forward": {"cufa": attend},
+        "backward": {
+            "cufa": partial(differentiate, *results),
+            DETERMINISTIC: partial(differentiate, *results, deterministic=True),
+        },
+        "step": {"cufa": lambda: differentiate(*attend())},
+    }
+    for name in kernels:
+        direction = KERNELS[name].direction
+        calls[direction][name] = partial(calls[direction]["cufa"], kernel=name)
     return calls
 
 
@@ -125,6 +146,35 @@ def times_of(calls: dict[str, Call], rounds: int, flush: Any) -> dict[str, float
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+def parts_of(call: Call) -> dict[str, float]:
+    """Seconds of each of cufa's kernels that a call launches, the median over some calls."""
+    entries = {entry for kernel in KERNELS.values() for entry in kernel.entries}
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED_CALLS):
+            call()
+        torch.cuda.synchronize()
+    seconds: dict[str, list[float]] = {}
+    for event in profiler.events():
+        if event.name in entries:
+            seconds.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1e6)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def host_times() -> dict[str, dict[str, float]]:
+    """Microseconds that a call in bfloat16 keeps the host busy, the GPU left to work."""
+    measured: dict[str, dict[str, float]] = {}
+    for direction, calls in calls_of("bfloat16", HOST_SHAPE, False, (), PEER_NAMES).items():
+        rounds: dict[str, list[float]] = {name: [] for name in calls}
+        for _, (name, call) in product(range(HOST_ROUNDS), calls.items()):
+            start = time.perf_counter()
+            for _ in range(HOST_CALLS):
+                call()
+            rounds[name].append((time.perf_counter() - start) / HOST_CALLS * 1e6)
+            torch.cuda.synchronize()
+        measured[direction] = {name: statistics.median(times) for name, times in rounds.items()}
+    return measured
+
+
 @click.command(help=__doc__)
 @click.option("--dtype", "dtypes", type=click.Choice(list(PEERS)), multiple=True, default=("bfloat16",))
 @click.option("--head-dim", "head_dims", type=int, multiple=True, default=(64, 128, 256))
@@ -142,24 +192,26 @@ def main(
 ) -> None:
     # One stream for all, so that events of one library see the work of the other.
     stream = cupy.cuda.Stream(non_blocking=True)
-    flush = cupy.empty(4 * device.current().l2_bytes, cupy.uint8)
+    flush = cupy.empty(FLUSH_BYTES, cupy.uint8)
     problems = list(product(dtypes, head_dims, seqlens, (False, True)))
-    points = []
+    points, parts = [], []
     with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
         for problem in track(problems, console=Console(stderr=True), transient=True):
             dtype, head_dim, seqlen, causal = problem
+            described = {"dtype": dtype, "head_dim": head_dim, "causal": causal, "seqlen": seqlen}
             flops = 4 * TOKENS * HIDDEN * seqlen / (2 if causal else 1)
-            for direction, calls in calls_of(*problem, kernels, peers).items():
-                work = flops * (2.5 if direction == "backward" else 1)
-                measured = times_of(calls, rounds, flush)
+            shape = (TOKENS // seqlen, seqlen, HIDDEN // head_dim, head_dim)
+            calls = calls_of(dtype, shape, causal, kernels, peers)
+            for direction, of_direction in calls.items():
+                measured = times_of(of_direction, rounds, flush)
+                work = WORK[direction] * flops
                 tflops = {name: work / seconds / 1e12 for name, seconds in measured.items()}
-                points.append(
-                    {"dtype": dtype, "head_dim": head_dim, "causal": causal, "seqlen": seqlen}
-                    | {"direction": direction, "tflops": tflops}
-                )
+                points.append(described | {"direction": direction, "tflops": tflops})
                 print(points[-1], flush=True)
+            parts.append(described | {"seconds": parts_of(calls["backward"]["cufa"])})
             cupy.get_default_memory_pool().free_all_blocks()
             torch.cuda.empty_cache()
+        host_us = host_times()
     record = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         **machine(),
@@ -168,6 +220,8 @@ def main(
         "cudnn": torch.backends.cudnn.version(),
         "cupy": cupy.__version__,
         "points": points,
+        "parts": parts,
+        "host_us": host_us,
     }
     RECORD.parent.mkdir(parents=True, exist_ok=True)
     RECORD.write_text(json.dumps(record, indent=1) + "\n")

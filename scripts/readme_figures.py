@@ -8,7 +8,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,10 @@ RECORD = ROOT / "benchmarks" / "gpu_check.json"
 PEERS_RECORD = ROOT / "benchmarks" / "peers.json"
 
 Row = dict[str, Any]
+
+# What bench_peers.py calls it, and whom it compares rungs with that are not the fastest on a Hopper.
+DETERMINISTIC = "cufa, deterministic"
+PEER_OF_RUNGS = "flash-attention-2"
 
 # Of a rung that is younger than the record.
 NOT_MEASURED: Row = dict.fromkeys(
@@ -165,29 +169,81 @@ def cpu_path(record: Row) -> str:
 
 
 def peers(record: Row) -> str:
-    """How cufa does beside what PyTorch brings, over all lengths."""
-    names = [name for name in record["points"][0]["tflops"] if name != "cufa"]
-    cells: dict[tuple[str, str, int, bool], list[Row]] = {}
+    """How cufa does beside its peers, over all lengths: each of them, and the best of them in each cell."""
+    cells: dict[tuple[str, int, bool, str], list[Row]] = {}
     for point in record["points"]:
-        key = (point["direction"], point["dtype"], point["head_dim"], point["causal"])
-        cells.setdefault(key, []).append(point["tflops"])
+        key = (point["dtype"], point["head_dim"], point["causal"], point["direction"])
+        cells.setdefault(key, []).append(point)
+    names = list(dict.fromkeys(name for point in record["points"] for name in peers_in(point)))
     lines = []
-    for (direction, dtype, head_dim, causal), tflops in sorted(cells.items(), key=lambda cell: cell[0][::-1]):
-        ratios = (
-            f"{statistics.geometric_mean(each['cufa'] / each[name] for each in tflops):.2f}" for name in names
-        )
-        best = max(each["cufa"] for each in tflops)
+    for (dtype, head_dim, causal, direction), points in cells.items():
         name = f"{direction}, {dtype}, head dim {head_dim}{', causal' if causal else ''}"
-        lines.append((name, three_digits(best), *ratios))
-    header = ("", "cufa's best TFLOP/s", *(f"x {name}" for name in names))
+        best = max(point["tflops"]["cufa"] for point in points)
+        worst = min(points, key=over_best_peer)
+        lines.append(
+            (
+                name,
+                three_digits(best),
+                *(
+                    mean_ratio(point["tflops"]["cufa"] / point["tflops"][peer] for point in points)
+                    for peer in names
+                ),
+                mean_ratio(map(over_best_peer, points)),
+                f"{over_best_peer(worst):.2f} at {worst['seqlen']:,}",
+            )
+        )
+    header = ("", "best TFLOP/s", *(f"x {name}" for name in names), "x best peer", "worst")
     lengths = sorted({point["seqlen"] for point in record["points"]})
     caption = (
-        f"Geometric mean of cufa's speed over that of each peer at lengths {lengths[0]} to {lengths[-1]}, "
-        f"16,384 tokens and 2,048 hidden, on an {record['gpu']}, driver {record['driver']}, PyTorch "
-        f"{record['torch']}, cuDNN {record['cudnn']}, {record['date']}, by `scripts/bench_peers.py` "
-        "([benchmarks/peers.json](benchmarks/peers.json))."
+        f"Geometric means, at lengths {lengths[0]} to {lengths[-1]:,}, of cufa's speed over that of each "
+        "peer and over that of whichever is the fastest at a length, and the worst length beside that one. A "
+        "step is forward and backward together. 16,384 tokens and 2,048 hidden, on an "
+        f"{record['gpu']}, driver {record['driver']}, PyTorch {record['torch']}, cuDNN {record['cudnn']}, "
+        f"{record['date']}, by `scripts/bench_peers.py` ([benchmarks/peers.json](benchmarks/peers.json))."
     )
-    return f"{table(header, lines)}\n\n{caption}"
+    return "\n\n".join((table(header, lines), caption, "\n".join(beside_peers(record))))
+
+
+def peers_in(point: Row) -> list[str]:
+    return [name for name in point["tflops"] if not name.startswith("cufa") and name not in KERNELS]
+
+
+def over_best_peer(point: Row) -> float:
+    tflops = point["tflops"]
+    return float(tflops["cufa"] / max(tflops[name] for name in peers_in(point)))
+
+
+def mean_ratio(ratios: Iterable[float]) -> str:
+    return f"{statistics.geometric_mean(ratios):.2f}"
+
+
+def beside_peers(record: Row) -> Iterator[str]:
+    """What else the record has, an item each: other kernels, determinism, the backward's parts, the host."""
+    points = record["points"]
+    for name in dict.fromkeys(name for point in points for name in point["tflops"]):
+        other = "cufa" if name == DETERMINISTIC else PEER_OF_RUNGS if name in KERNELS else None
+        measured = [point["tflops"] for point in points if {name, other} <= point["tflops"].keys()]
+        if measured:
+            ratios = [tflops[name] / tflops[other] for tflops in measured]
+            yield (
+                f"- {name}: {mean_ratio(ratios)} of the speed of {other} in the same cells, "
+                f"{min(ratios):.2f} in the worst"
+            )
+    shortest, *_, longest = sorted({part["seqlen"] for part in record["parts"]})
+    for seqlen in (shortest, longest):
+        shares = [helpers_share(part["seconds"]) for part in record["parts"] if part["seqlen"] == seqlen]
+        yield (
+            f"- at length {seqlen:,}, {min(shares):.0%} to {max(shares):.0%} of a backward's time is that of "
+            "the kernels before and after the one of the products"
+        )
+    for direction in ("forward", "step"):
+        times = record["host_us"][direction]
+        told = ", ".join(f"{time:.0f} us ({name})" for name, time in times.items())
+        yield f"- a {direction} call in bfloat16 keeps the host busy for {told}"
+
+
+def helpers_share(seconds: dict[str, float]) -> float:
+    return 1 - seconds["key_tiles"] / sum(seconds.values())
 
 
 SECTIONS = {"ladder": (ladder, RECORD), "measured": (measured, RECORD), "peers": (peers, PEERS_RECORD)}

@@ -7,11 +7,9 @@ seed, and the kernels that were used.
 """
 
 import json
-import multiprocessing
 import os
 import statistics
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -30,7 +28,7 @@ from cufa.problem import DTYPES  # noqa: E402
 
 RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "training.json"))
 REFERENCE = Options(
-    steps=1000,
+    steps=600,
     batch=16,
     length=512,
     layers=4,
@@ -69,14 +67,16 @@ def trained(text: str, options: Options) -> dict[str, Any]:
         "seed": options.seed,
         "loss": statistics.mean(report["step_losses"][-LAST_STEPS:]),
         "held_out": report["loss_at_end"]["held_out"],
+        "tokens_per_second": report["tokens_per_second"],
     }
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, float]:
+    losses = [each["loss"] for each in runs]
     return {
-        f"{name}_{what}": function([each[name] for each in runs])
-        for name in ("loss", "held_out")
-        for what, function in (("mean", statistics.mean), ("deviation", statistics.stdev))
+        "loss": statistics.mean(losses),
+        "deviation": statistics.stdev(losses),
+        "tokens_per_second": statistics.median(each["tokens_per_second"] for each in runs),
     }
 
 
@@ -88,15 +88,11 @@ def main(dtype: str, steps: int, seeds: int) -> None:
     text = source_code()
     reference = replace(REFERENCE, steps=steps)
     ours = replace(reference, dtype=dtype, attention="cufa")
-    # Side by side: most of the time it is the host that a step waits for.
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        pending = {
-            options.attention: [
-                pool.submit(trained, text, replace(options, seed=seed)) for seed in range(seeds)
-            ]
-            for options in (ours, reference)
-        }
-        runs = {name: [each.result() for each in of_name] for name, of_name in pending.items()}
+    runs: dict[str, list[dict[str, Any]]] = {"cufa": [], "standard": []}
+    for seed in range(seeds):
+        for options in (ours, reference):
+            runs[options.attention].append(trained(text, replace(options, seed=seed)))
+            print(options.attention, options.dtype, runs[options.attention][-1], flush=True)
     record = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "gpu": cufa.device.current().name,
@@ -108,7 +104,7 @@ def main(dtype: str, steps: int, seeds: int) -> None:
     }
     RECORD.parent.mkdir(parents=True, exist_ok=True)
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps({"kernels": record["kernels"], **record["summary"]}, indent=1))
+    print(record["kernels"], record["summary"])
 
 
 if __name__ == "__main__":

@@ -8,20 +8,25 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cufa.kernels import KERNELS  # noqa: E402 - from this checkout, installed or not
+from cufa.kernels import KERNELS, Kernel  # noqa: E402 - from this checkout, installed or not
+from cufa.problem import DTYPES  # noqa: E402
 
 README = ROOT / "README.md"
 RECORD = ROOT / "benchmarks" / "gpu_check.json"
 PEERS_RECORD = ROOT / "benchmarks" / "peers.json"
+TRAINING_RECORD = ROOT / "benchmarks" / "training.json"
 
 Row = dict[str, Any]
+
+# Features that a forward call cannot ask for.
+BACKWARD_ONLY = frozenset(("dlse", "deterministic", "dbias", "dsink"))
 
 # What bench_peers.py calls it, and whom it compares rungs with that are not the fastest on a Hopper.
 DETERMINISTIC = "cufa, deterministic"
@@ -93,6 +98,39 @@ def ladder(record: Row) -> str:
         f"thread of that machine ({cpu['note']})."
     )
     return f"{table(header, lines)}\n\n{caption}"
+
+
+def choice(_: Row) -> str:
+    """What each rung that is made for use supports, for who wants to know which one his call gets."""
+    kernels = [kernel for kernel in KERNELS.values() if kernel.features or kernel.only_arch]
+    every = frozenset[str]().union(*(kernel.features for kernel in kernels))
+
+    def of(direction: str) -> list[Kernel]:
+        return [kernel for kernel in kernels if kernel.direction == direction]
+
+    lines = []
+    for kernel in [*reversed(of("forward")), *reversed(of("backward"))]:
+        of_direction = every if kernel.direction == "backward" else every - BACKWARD_ONLY
+        gpu = "with tensor cores" if kernel.tensor_cores else "any"
+        lines.append(
+            (
+                rung_link(kernel.name),
+                f"sm_{kernel.only_arch}" if kernel.only_arch else gpu,
+                "all" if kernel.dtypes == tuple(DTYPES) else ", ".join(kernel.dtypes),
+                f"{kernel.min_head_dim} to {kernel.max_head_dim}",
+                features_of(kernel.features, of_direction),
+            )
+        )
+    return table(("rung", "GPU", "dtypes", "head dims", "features"), lines)
+
+
+def features_of(supported: frozenset[str], every: frozenset[str]) -> str:
+    missing = every - supported
+    if not missing:
+        return "all"
+    if len(missing) < len(supported):
+        return f"all but {', '.join(sorted(missing))}"
+    return ", ".join(("causal", *sorted(supported)))
 
 
 def measured(record: Row) -> str:
@@ -184,11 +222,8 @@ def peers(record: Row) -> str:
             (
                 name,
                 three_digits(best),
-                *(
-                    mean_ratio(point["tflops"]["cufa"] / point["tflops"][peer] for point in points)
-                    for peer in names
-                ),
-                mean_ratio(map(over_best_peer, points)),
+                *(mean_ratio("cufa", peer, points) for peer in names),
+                f"{statistics.geometric_mean(map(over_best_peer, points)):.2f}",
                 f"{over_best_peer(worst):.2f} at {worst['seqlen']:,}",
             )
         )
@@ -201,7 +236,7 @@ def peers(record: Row) -> str:
         f"{record['gpu']}, driver {record['driver']}, PyTorch {record['torch']}, cuDNN {record['cudnn']}, "
         f"{record['date']}, by `scripts/bench_peers.py` ([benchmarks/peers.json](benchmarks/peers.json))."
     )
-    return "\n\n".join((table(header, lines), caption, "\n".join(beside_peers(record))))
+    return "\n\n".join((table(header, lines), caption, "\n".join(beside_peers(record)))).rstrip()
 
 
 def peers_in(point: Row) -> list[str]:
@@ -213,40 +248,63 @@ def over_best_peer(point: Row) -> float:
     return float(tflops["cufa"] / max(tflops[name] for name in peers_in(point)))
 
 
-def mean_ratio(ratios: Iterable[float]) -> str:
-    return f"{statistics.geometric_mean(ratios):.2f}"
+def mean_ratio(name: str, other: str, points: Sequence[Row]) -> str:
+    """Of the speeds of two in those points that have both."""
+    both = [point["tflops"] for point in points if {name, other} <= point["tflops"].keys()]
+    return (
+        f"{statistics.geometric_mean(tflops[name] / tflops[other] for tflops in both):.2f}" if both else "-"
+    )
 
 
 def beside_peers(record: Row) -> Iterator[str]:
     """What else the record has, an item each: other kernels, determinism, the backward's parts, the host."""
     points = record["points"]
     for name in dict.fromkeys(name for point in points for name in point["tflops"]):
-        other = "cufa" if name == DETERMINISTIC else PEER_OF_RUNGS if name in KERNELS else None
-        measured = [point["tflops"] for point in points if {name, other} <= point["tflops"].keys()]
-        if measured:
-            ratios = [tflops[name] / tflops[other] for tflops in measured]
-            yield (
-                f"- {name}: {mean_ratio(ratios)} of the speed of {other} in the same cells, "
-                f"{min(ratios):.2f} in the worst"
-            )
-    shortest, *_, longest = sorted({part["seqlen"] for part in record["parts"]})
-    for seqlen in (shortest, longest):
-        shares = [helpers_share(part["seconds"]) for part in record["parts"] if part["seqlen"] == seqlen]
-        yield (
-            f"- at length {seqlen:,}, {min(shares):.0%} to {max(shares):.0%} of a backward's time is that of "
-            "the kernels before and after the one of the products"
+        if name == DETERMINISTIC:
+            yield f"- {name}: {mean_ratio(name, 'cufa', points)} of the speed of cufa"
+        elif name in KERNELS:
+            yield f"- {name}: {mean_ratio(name, PEER_OF_RUNGS, points)} of the speed of {PEER_OF_RUNGS}"
+    shares: dict[int, list[float]] = {}
+    for part in record.get("parts", ()):
+        shares.setdefault(part["seqlen"], []).append(helpers_share(part["seconds"]))
+    if shares:
+        told = (
+            f"{min(shares[seqlen]):.0%} to {max(shares[seqlen]):.0%} at length {seqlen:,}"
+            for seqlen in (min(shares), max(shares))
         )
-    for direction in ("forward", "step"):
-        times = record["host_us"][direction]
-        told = ", ".join(f"{time:.0f} us ({name})" for name, time in times.items())
-        yield f"- a {direction} call in bfloat16 keeps the host busy for {told}"
+        yield f"- of a backward's time, the kernels beside the one of the products take {', '.join(told)}"
+    for direction, times in record.get("host_us", {}).items():
+        told = (f"{time:.0f} us ({name})" for name, time in times.items())
+        yield f"- a call keeps the host busy ({direction}, bfloat16) for {', '.join(told)}"
 
 
 def helpers_share(seconds: dict[str, float]) -> float:
     return 1 - seconds["key_tiles"] / sum(seconds.values())
 
 
-SECTIONS = {"ladder": (ladder, RECORD), "measured": (measured, RECORD), "peers": (peers, PEERS_RECORD)}
+def training(record: Row) -> str:
+    """Whether 16 bits train as well as float32."""
+    ours, standard = record["summary"]["cufa"], record["summary"]["standard"]
+    options, seeds = record["options"], len(record["runs"]["cufa"])
+    return (
+        f"On an {record['gpu']}, {options['layers']} layers of {options['heads']} heads of "
+        f"{options['width'] // options['heads']} at length {options['length']} come to a loss of "
+        f"{ours['loss']:.3f} nats in {options['steps']} steps with cufa in {options['dtype']} "
+        f"({' and '.join(record['kernels'])}; {ours['tokens_per_second']:,.0f} tokens/s), and of "
+        f"{standard['loss']:.3f} with standard attention in float32 ({standard['tokens_per_second']:,.0f} "
+        f"tokens/s): means of {seeds} seeds, among which the latter's deviate by {standard['deviation']:.3f} "
+        f"({record['date']}, `scripts/bench_training.py`, "
+        "[benchmarks/training.json](benchmarks/training.json))."
+    )
+
+
+SECTIONS = {
+    "ladder": (ladder, RECORD),
+    "choice": (choice, RECORD),
+    "measured": (measured, RECORD),
+    "peers": (peers, PEERS_RECORD),
+    "training": (training, TRAINING_RECORD),
+}
 
 
 def filled(readme: str) -> str:

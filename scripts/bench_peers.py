@@ -11,7 +11,6 @@ rounds. TFLOP/s count 4 B H S^2 D forward, half of it if causal, and 2.5 times a
 Beside that: the time of each kernel that a backward launches, and how long a call keeps the host busy.
 """
 
-import importlib.util
 import json
 import os
 import statistics
@@ -21,6 +20,7 @@ import time
 from collections.abc import Callable, Collection
 from datetime import datetime, timezone
 from functools import partial
+from importlib import metadata
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,14 @@ PEER_NAMES = (*dict.fromkeys(name for peers in PEERS.values() for name in peers)
 Call = Callable[[], Any]
 
 
+def version_of(package: str) -> str | None:
+    """None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def peers_of(
     dtype: str, tensors: tuple[torch.Tensor, ...], causal: bool, chosen: Collection[str]
 ) -> list[tuple[str, Call, list[torch.Tensor]]]:
@@ -77,7 +85,7 @@ def peers_of(
                 return scaled_dot_product_attention(*transposed, is_causal=causal).transpose(1, 2)
 
         peers.append((name, attend, arguments))
-    if FLASH_ATTN_4 in chosen and dtype != "float32" and importlib.util.find_spec("flash_attn") is not None:
+    if FLASH_ATTN_4 in chosen and dtype != "float32" and version_of(FLASH_ATTN_4):
         from flash_attn.cute.interface import flash_attn_func
 
         def attend_4() -> torch.Tensor:
@@ -219,6 +227,7 @@ def main(
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
         "cupy": cupy.__version__,
+        FLASH_ATTN_4: version_of(FLASH_ATTN_4),
         "points": points,
         "parts": parts,
         "host_us": host_us,

@@ -229,12 +229,14 @@ def peers(record: Row) -> str:
         )
     header = ("", "best TFLOP/s", *(f"x {name}" for name in names), "x best peer", "worst")
     lengths = sorted({point["seqlen"] for point in record["points"]})
+    versions = {"PyTorch": "torch", "cuDNN": "cudnn", "flash-attn-4": "flash-attn-4"}
+    told = ", ".join(f"{name} {record[key]}" for name, key in versions.items() if record.get(key))
     caption = (
         f"Geometric means, at lengths {lengths[0]} to {lengths[-1]:,}, of cufa's speed over that of each "
         "peer and over that of whichever is the fastest at a length, and the worst length beside that one. A "
-        "step is forward and backward together. 16,384 tokens and 2,048 hidden, on an "
-        f"{record['gpu']}, driver {record['driver']}, PyTorch {record['torch']}, cuDNN {record['cudnn']}, "
-        f"{record['date']}, by `scripts/bench_peers.py` ([benchmarks/peers.json](benchmarks/peers.json))."
+        f"step is forward and backward together. 16,384 tokens and 2,048 hidden, on an {record['gpu']}, "
+        f"driver {record['driver']}, {told}, {record['date']}, by `scripts/bench_peers.py` "
+        "([benchmarks/peers.json](benchmarks/peers.json))."
     )
     return "\n\n".join((table(header, lines), caption, "\n".join(beside_peers(record)))).rstrip()
 

@@ -645,3 +645,36 @@ def test_the_flavours_compute_the_same(rng, kernel, dims):
     )
     for a, b in zip(checked, fast, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+# ---- blocks that add to dQ in order ----
+
+BACKWARDS = cases((64, 64), (128, 40), (192, 128), (256, 256))
+BACKWARDS = [(kernel, dims) for kernel, dims in BACKWARDS if KERNELS[kernel].direction == "backward"]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("kernel", "dims"), BACKWARDS)
+def test_deterministic_gradients(rng, kernel, dims, causal):
+    for lengths in [(200, 310), (300, 270)]:
+        problem = draw(rng, "bfloat16", *lengths, dims=dims, batch=1, heads=4, kv_heads=2)
+        options = {"tiles": None, "device": SMALL_DEVICE, "deterministic": True}
+        checked = run(kernel, problem, causal, **options)
+        again = run(kernel, problem, causal, **options, checked=False)
+        for first, second in zip(checked, again, strict=True):
+            np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("ptx::load_acquire(added) != turn", "false"),
+        ("wait_for(order.empty[to.stage], to.parity, to.stage);", ""),
+    ],
+)
+@pytest.mark.parametrize(("kernel", "dims"), [BACKWARDS[0], BACKWARDS[-1]])
+def test_blocks_that_do_not_wait_for_their_turn(rng, tmp_path, kernel, dims, right, wrong):
+    folder = planted(tmp_path, "wgmma_backward.cuh", right, wrong)
+    problem = draw(rng, "float16", 100, 310, dims=dims, batch=1, heads=1, kv_heads=1)
+    with pytest.raises(EmulatorError, match=r"race: .* of workspace"):
+        run(kernel, problem, False, tiles=None, device=SMALL_DEVICE, deterministic=True, folder=folder)

@@ -137,6 +137,25 @@ def test_deterministic_gradients_are_the_same_bits_every_time(cupy, rng, dtype, 
     assert len(results) == 1
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_many_blocks_that_add_in_order(cupy, dims, causal):
+    """More blocks than run at once, each of which adds to what others of its head added to."""
+    random = cupy.random.default_rng(1)
+    shapes = (1, 4000, 12, dims[0]), (1, 5000, 6, dims[0]), (1, 5000, 6, dims[1]), (1, 4000, 12, dims[1])
+    q, k, v, dout = (random.standard_normal(shape, np.float32).astype(np.float16) for shape in shapes)
+    out, lse = cufa.attention(q, k, v, causal=causal, return_lse=True)
+    results = [
+        cufa.attention_backward(dout, q, k, v, out, lse, causal=causal, deterministic=True) for _ in range(50)
+    ]
+    for gradient, *others in zip(*results, strict=True):
+        assert all((gradient == other).all() for other in others)
+    for ordered, free in zip(
+        results[0], cufa.attention_backward(dout, q, k, v, out, lse, causal=causal), strict=True
+    ):
+        cupy.testing.assert_allclose(ordered, free, atol=2e-3, rtol=1e-2)
+
+
 def test_dropout_drops_what_it_should_and_does_not_depend_on_tiles(cupy, rng):
     shape = (2, 500, 3, 64)
     q, k, v = (cupy.asarray(rng.standard_normal(shape).astype(np.float16)) for _ in range(3))

@@ -10,7 +10,7 @@ from cufa import jit
 from cufa.device import Device
 from cufa.kernels import KERNELS, best_kernel
 from cufa.plan import make_plan
-from cufa.problem import Problem
+from cufa.problem import Features, Problem
 
 H200 = Device.of("sm_90a")
 NARROW, WIDE = "bwd_4_wgmma", "bwd_5_wgmma_wide"
@@ -23,6 +23,10 @@ def problem(head_dim=128, value_dim=None, causal=False, seqlen=4096, batch=2, dt
 
 def plan_of(call, **tiles):
     return make_plan(call, H200, best_kernel(call, H200).name, tiles)
+
+
+def deterministic(call):
+    return replace(call, features=Features(deterministic=True))
 
 
 def takes_whole_heads(plan):
@@ -47,6 +51,13 @@ SPILLED = {(64, True, 66): ("key_tiles: 4 bytes spill stores, 12 bytes spill loa
 def test_no_spill_and_no_product_in_series(head_dim, causal, batch, seqlen):
     build = jit.build(plan_of(problem(head_dim, causal=causal, batch=batch, seqlen=seqlen)).variant)
     assert build.warnings in ((), SPILLED.get((head_dim, causal, batch)))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_no_spill_if_blocks_add_in_order(head_dim, causal):
+    build = jit.build(plan_of(deterministic(problem(head_dim, causal=causal))).variant)
+    assert build.warnings == ()
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 8), (40, 200), (96, 80), (192, 128), (7, 255)])
@@ -120,11 +131,32 @@ def test_whole_heads_must_fill_the_gpu_and_fit_in_its_l2_cache():
     assert takes_whole_heads(plan_of(problem(64, batch=1, seqlen=128)))
 
 
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_blocks_add_in_order_if_that_is_asked_for_and_they_share_in_sums(head_dim):
+    for call, ordered, counters in [
+        (problem(head_dim), False, 0),
+        (deterministic(problem(head_dim)), True, 1),
+        # One tile of keys.
+        (deterministic(problem(head_dim, seqlen=64)), False, 0),
+    ]:
+        plan = plan_of(call)
+        assert plan.kernel in (NARROW, WIDE)
+        assert bool(dict(plan.macros)["ORDERED_HEADS"]) == ordered
+        assert len(plan.scratch) == 2 + counters
+        assert ("in the order of their keys" in str(plan)) == ordered
+
+
 def test_sums_of_dq_are_padded_to_panels_and_tiles():
     plan = plan_of(problem(80, seqlen=100))
     sums, statistics = plan.scratch
     assert sums.shape == (2, 4, 2, 128, 64)
     assert statistics.shape == (2, 4, 2, 2, 64)
+
+
+@pytest.mark.parametrize(("head_dim", "padded"), [(40, 128), (129, 192), (192, 192), (193, 256)])
+def test_wide_sums_of_dq_are_padded_to_panels_and_one_at_least_for_each_warpgroup(head_dim, padded):
+    sums, _ = plan_of(problem(head_dim, 200, seqlen=100)).scratch
+    assert sums.shape == (2, 4, 2, padded, 64)
 
 
 @pytest.mark.parametrize(("batch", "seqlen"), [(0, 5), (2, 0)])

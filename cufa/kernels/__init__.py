@@ -218,6 +218,7 @@ _LADDER = (
         paper="Shah et al. 2024, section 3",
         memory="O(N)",
         max_head_dim=128,
+        features=frozenset(("deterministic",)),
     ),
     HopperKernel(
         name="bwd_5_wgmma_wide",
@@ -227,6 +228,7 @@ _LADDER = (
         paper="Shah et al. 2024, section 3",
         memory="O(N)",
         min_head_dim=129,
+        features=frozenset(("deterministic",)),
     ),
 )
 

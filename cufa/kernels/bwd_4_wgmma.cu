@@ -18,12 +18,14 @@
 #include "wgmma_backward.cuh"
 
 constexpr int kBlockM = BLOCK_M, kStages = STAGES;
-constexpr int kConsumers = 2;
 constexpr int kBlockN = kConsumers * kWgmmaM;
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kHelperThreads = HELPER_THREADS;
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr bool kWholeHead = WHOLE_HEAD;
+// Of how many heads blocks run together that add to dQ in order; 0 if they add as they come.
+constexpr int kOrderedHeads = ORDERED_HEADS;
+constexpr bool kOrdered = kOrderedHeads > 0;
 // With short tiles of queries a thread has registers for P as operand beside S and dP: dV's product
 // then need not wait for dP. And warpgroups that do not take turns fall into step, both at their
 // softmax.
@@ -44,7 +46,7 @@ using ValueRows = PanelTile<kWgmmaM, kValueDim>;
 using QueryRows = PanelTile<kBlockM, kHeadCols>;
 using OutRows = PanelTile<kBlockM, kValueDim>;
 using ScoreRows = PanelTile<kWgmmaM, kBlockM>;
-using Keys = KeyTiles<kBlockN, kWholeHead, kCausal, SECTION_BYTES>;
+using Keys = KeyTiles<kBlockN, kWholeHead, kCausal, SECTION_BYTES, kOrderedHeads>;
 using Tiles = QueryTiles<kBlockM, kBlockN>;
 using Walk = QueryWalk<Tiles>;
 using Statistics = RowStatistics<kBlockM>;
@@ -67,7 +69,8 @@ struct Smem {
     Ring<kStages> ring;
     Ring<kStages> ds_ring;
     Ring<1> keys_ring;
-    bool took_out[kConsumers];  // whether there was NaN or infinity in masked tiles
+    Ring<kStages> order[kConsumers];  // a warpgroup's turns to add to dQ, if they are ordered
+    bool took_out[kConsumers];        // whether there was NaN or infinity in masked tiles
 };
 
 using Scores = WgmmaSums<kBlockM>;
@@ -75,7 +78,7 @@ using Weights = WgmmaOperand<kBlockM>;
 
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     row_sums(const __grid_constant__ Params params) {
-    prepare_rows<kHelperThreads, kBlockM, Sums, !kWholeHead>(params.call);
+    prepare_rows<kHelperThreads, kBlockM, Sums, !kWholeHead, kOrdered>(params.call);
 }
 
 // ---- the producer: one thread ----
@@ -115,9 +118,19 @@ __device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
     do {
         const Tiles tiles(sizes, work.first_key);
         Walk at(tiles, sizes, work.kv_head);
-        if (at.left > 0) send_keys(smem, params, work, keys_to);
-        for (; at.left > 0; at.advance()) send_queries(smem, params, work, at, to);
+        if (!at.at_end()) send_keys(smem, params, work, keys_to);
+        for (; !at.at_end(); at.advance()) send_queries(smem, params, work, at, to);
     } while (Keys::next(work, sizes));
+}
+
+// ---- two more beside it: one for each consumer ----
+
+__device__ inline void keep_order(Smem& smem, const Params& params, KeyWork work, int consumer) {
+    const Sizes& sizes = params.call.sizes;
+    const QueryWorkspace workspace(params.call.workspace, sizes);
+    const Tiles tiles(sizes, work.first_key);
+    keep_order(smem.order[consumer], workspace, consumer, work.batch, work.first_key / kBlockN,
+               Walk(tiles, sizes, work.kv_head));
 }
 
 // ---- the consumers: a warpgroup for 64 keys ----
@@ -229,8 +242,11 @@ struct Consumer {
 
     __device__ void add_query_gradients(const QueryPart& dq) {
         if (tile_before == nullptr) return;
-        release(smem.ds_ring, before(at));
+        const RingPosition<kStages> from = before(at);
+        release(smem.ds_ring, from);
+        if (kOrdered) smem.order[warpgroup].wait_full(from);
         Sums::add(tile_before, warpgroup, dq, Keys::sets_sums(work));
+        if (kOrdered) release(smem.order[warpgroup], from);
     }
 
     // Ends with a tile of queries.
@@ -295,7 +311,7 @@ __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSum
                               Walk walk) {
     const Turns& turns = consumer.turns;
     consumer.smem.keys_ring.wait_full(consumer.keys_at);
-    for (; walk.left > 0; walk.advance()) {
+    for (; !walk.at_end(); walk.advance()) {
         Scores s, dp;
         QueryPart dq;
         Weights p, ds;
@@ -343,8 +359,8 @@ __device__ inline void consume(Smem& smem, const Params& params, KeyWork work, i
         const Tiles tiles(sizes, work.first_key);
         const Walk walk(tiles, sizes, work.kv_head);
         consumer.begin(work);
-        if (walk.left > 0) attend(consumer, dk, dv, walk);
-        consumer.store(dk, dv, walk.left > 0);
+        if (!walk.at_end()) attend(consumer, dk, dv, walk);
+        consumer.store(dk, dv, !walk.at_end());
     } while (Keys::next(work, sizes));
 }
 
@@ -356,6 +372,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         smem.ring.init(kWarps);
         init_shared_ring(smem.ds_ring, kConsumers * kWarpgroup, kWarps);
         smem.keys_ring.init(kConsumers);
+        for (Ring<kStages>& order : smem.order) order.init(kWarpgroup / 32);
         for (bool& took_out : smem.took_out) took_out = false;
         ptx::barrier_init_fence();
     }
@@ -366,7 +383,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
     if (warpgroup == 0) {
         ptx::registers_decrease<kProducerRegisters>();
-        if (threadIdx.x == 0) produce(smem, params, work);
+        const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+        if (warp == 0) {
+            if (threadIdx.x == 0) produce(smem, params, work);
+        } else if (kOrdered && warp <= kConsumers) {
+            if (threadIdx.x % 32 == 0) keep_order(smem, params, work, warp - 1);
+        }
     } else {
         ptx::registers_increase<kConsumerRegisters>();
         consume(smem, params, work, warpgroup - 1);

@@ -3,29 +3,30 @@
 // Change from bwd_4_wgmma: dK and dV of 64 keys are too wide for one warpgroup's registers. So both
 // warpgroups work on the same 64 keys. One computes S^T and from it P^T, the other dP^T and, with
 // P^T, dS^T; both weights pass through shared memory. Of dV += P^T dO, dK += dS^T Q and dQ^T = K^T
-// dS^T each computes half of the head dims. dK and dQ lag one tile behind: they keep the tensor
+// dS^T each computes a part of the head dims. dK and dQ lag one tile behind: they keep the tensor
 // cores busy during the softmax.
 //
 // Three launches: row_sums, key_tiles, round_queries, as in bwd_4_wgmma.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
-// Owns     block: 64 keys of one KV head; warpgroup: half of the head dims of dK, dV and dQ
+// Owns     block: 64 keys of one KV head; warpgroup: whole panels of the head dims of dK, dV and dQ
 // Shared   K, V; rings of STAGES Q tiles with the rows' statistics, dO tiles, P^T and dS^T
 // Global   workspace: sums of dQ, then statistics (wgmma_backward.cuh)
 // Writes   dQ, dK, dV
 #include "wgmma_backward.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = kWgmmaM, kStages = STAGES;
-constexpr int kConsumers = 2;
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kHelperThreads = HELPER_THREADS;
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr bool kWholeHead = WHOLE_HEAD;
+// Of how many heads blocks run together that add to dQ in order; 0 if they add as they come.
+constexpr int kOrderedHeads = ORDERED_HEADS;
+constexpr bool kOrdered = kOrderedHeads > 0;
 constexpr int kHead = round_up(kHeadDim, kWgmmaK), kValue = round_up(kValueDim, kWgmmaK);
-// A warpgroup's part of the head dims.
-constexpr int kPartPanels = ceil_div(kHeadDim, kConsumers* kPanelCols);
-constexpr int kHeadPart = kPartPanels * kPanelCols;
-constexpr int kValuePart = round_up(ceil_div(kValueDim, kConsumers), kPanelCols);
+// Panels of the head dims, of which each warpgroup has one at least.
+constexpr int kHeadPanels = kHeadDim > kPanelCols ? ceil_div(kHeadDim, kPanelCols) : kConsumers;
+constexpr int kValuePanels = kValueDim > kPanelCols ? ceil_div(kValueDim, kPanelCols) : kConsumers;
 
 struct Params {
     TensorMap q, k, v, dout, dk, dv;
@@ -33,16 +34,16 @@ struct Params {
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struct");
 
-using KeyRows = PanelTile<kBlockN, kConsumers * kHeadPart>;
-using ValueRows = PanelTile<kBlockN, kConsumers * kValuePart>;
-using QueryRows = PanelTile<kBlockM, kConsumers * kHeadPart>;
-using OutRows = PanelTile<kBlockM, kConsumers * kValuePart>;
+using KeyRows = PanelTile<kBlockN, kHeadPanels * kPanelCols>;
+using ValueRows = PanelTile<kBlockN, kValuePanels * kPanelCols>;
+using QueryRows = PanelTile<kBlockM, kHeadPanels * kPanelCols>;
+using OutRows = PanelTile<kBlockM, kValuePanels * kPanelCols>;
 using ScoreRows = PanelTile<kBlockN, kBlockM>;
-using Keys = KeyTiles<kBlockN, kWholeHead, kCausal, SECTION_BYTES>;
+using Keys = KeyTiles<kBlockN, kWholeHead, kCausal, SECTION_BYTES, kOrderedHeads>;
 using Tiles = QueryTiles<kBlockM, kBlockN>;
 using Walk = QueryWalk<Tiles>;
 using Statistics = RowStatistics<kBlockM>;
-using Sums = QuerySums<kBlockM, KeyRows::kPanels, 1>;
+using Sums = QuerySums<kBlockM, kHeadPanels, 1>;
 using QueryWorkspace = Workspace<kBlockM, Sums>;
 
 struct Smem {
@@ -54,7 +55,8 @@ struct Smem {
     Statistics rows[kStages];
     Ring<kStages> q_ring, dout_ring, p_ring, ds_ring;
     Ring<1> keys_ring;
-    bool took_out;  // whether there was NaN or infinity in masked tiles
+    Ring<kStages> order[kConsumers];  // a warpgroup's turns to add to dQ, if they are ordered
+    bool took_out;                    // whether there was NaN or infinity in masked tiles
 };
 
 using Scores = WgmmaSums<kBlockM>;
@@ -63,7 +65,7 @@ using QueryPart = WgmmaSums<kBlockM>;  // 64 dims of dQ^T
 
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     row_sums(const __grid_constant__ Params params) {
-    prepare_rows<kHelperThreads, kBlockM, Sums, !kWholeHead>(params.call);
+    prepare_rows<kHelperThreads, kBlockM, Sums, !kWholeHead, kOrdered>(params.call);
 }
 
 // ---- the producer: one thread ----
@@ -99,26 +101,61 @@ __device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
     do {
         const Tiles tiles(sizes, work.first_key);
         Walk at(tiles, sizes, work.kv_head);
-        if (at.left > 0) send_keys(smem, params, work, keys_to);
-        for (; at.left > 0; at.advance()) send_queries(smem, params, work, at, to);
+        if (!at.at_end()) send_keys(smem, params, work, keys_to);
+        for (; !at.at_end(); at.advance()) send_queries(smem, params, work, at, to);
     } while (Keys::next(work, sizes));
 }
 
-// ---- the consumers: a warpgroup for half of the head dims ----
+// ---- two more beside it: one for each consumer ----
+
+__device__ inline void keep_order(Smem& smem, const Params& params, KeyWork work, int consumer) {
+    const Sizes& sizes = params.call.sizes;
+    const QueryWorkspace workspace(params.call.workspace, sizes);
+    const Tiles tiles(sizes, work.first_key);
+    keep_order(smem.order[consumer], workspace, consumer, work.batch, work.first_key / kBlockN,
+               Walk(tiles, sizes, work.kv_head));
+}
+
+// ---- the consumers: a warpgroup for a part of the head dims ----
 
 // Barriers of parts of the block; __syncthreads has number 0.
 enum NamedBarrier { kKeysDone = 1, kFirstOfWarpgroup };
 // The warpgroup that computes P, and the one that computes dS.
 enum Role { kWeights, kWeightGradients };
 
-// A warpgroup's part of a tile's columns.
+// A warpgroup's part of a tile's panels.
+struct PanelRange {
+    int begin, count;
+
+    __device__ constexpr int cols() const { return count * kPanelCols; }
+    __device__ constexpr int first_col() const { return begin * kPanelCols; }
+};
+// Parts of which the first warpgroup has the larger one, if there is one, or the second. Both keep
+// as many panels of sums if the first has more of dK and the second of dV; and the second, which
+// waits for P, has more of dQ.
+__device__ constexpr PanelRange more_for_first(Role role, int panels) {
+    return role == kWeights ? PanelRange{0, ceil_div(panels, 2)}
+                            : PanelRange{ceil_div(panels, 2), panels / 2};
+}
+__device__ constexpr PanelRange more_for_second(Role role, int panels) {
+    return role == kWeights ? PanelRange{0, panels / 2}
+                            : PanelRange{panels / 2, ceil_div(panels, 2)};
+}
+
 template <int Cols, int Rows, int TileCols>
-__device__ inline PanelTile<Rows, Cols>& part_of(PanelTile<Rows, TileCols>& tile, int part) {
-    return reinterpret_cast<PanelTile<Rows, Cols>&>(tile.data[part * Cols / kPanelCols]);
+__device__ inline PanelTile<Rows, Cols>& part_of(PanelTile<Rows, TileCols>& tile, int first_col) {
+    return reinterpret_cast<PanelTile<Rows, Cols>&>(tile.data[first_col / kPanelCols]);
 }
 
 template <Role kRole>
 struct Consumer {
+    static constexpr PanelRange kKeyPart = more_for_first(kRole, kHeadPanels);
+    static constexpr PanelRange kValuePart = more_for_second(kRole, kValuePanels);
+    static constexpr PanelRange kQueryPart = more_for_second(kRole, kHeadPanels);
+    static constexpr int kKeyCols = kKeyPart.cols(), kValueCols = kValuePart.cols();
+    using KeyGradients = WgmmaSums<kKeyCols>;
+    using ValueGradients = WgmmaSums<kValueCols>;
+
     Smem& smem;
     const Params& params;
     KeyWork work;
@@ -172,30 +209,33 @@ struct Consumer {
     }
 
     // Issues dV += P^T dO.
-    __device__ void issue_value_gradients(WgmmaSums<kValuePart>& dv) {
+    __device__ void issue_value_gradients(ValueGradients& dv) {
         smem.p_ring.wait_full(at);
         smem.dout_ring.wait_full(at);
-        issue_product_nn<kBlockM, kValuePart>(dv, smem.p[at.stage],
-                                              part_of<kValuePart>(smem.dout[at.stage], kRole));
+        const auto& dout = part_of<kValueCols>(smem.dout[at.stage], kValuePart.first_col());
+        issue_product_nn<kBlockM, kValueCols>(dv, smem.p[at.stage], dout);
     }
 
     // Issues dK += dS^T Q for the tile before.
-    __device__ void issue_key_gradients(WgmmaSums<kHeadPart>& dk) {
+    __device__ void issue_key_gradients(KeyGradients& dk) {
         const RingPosition<kStages> from = before(at);
         smem.ds_ring.wait_full(from);
-        issue_product_nn<kBlockM, kHeadPart>(dk, smem.ds[from.stage],
-                                             part_of<kHeadPart>(smem.q[from.stage], kRole));
+        const auto& q = part_of<kKeyCols>(smem.q[from.stage], kKeyPart.first_col());
+        issue_product_nn<kBlockM, kKeyCols>(dk, smem.ds[from.stage], q);
     }
 
     // Issues a panel of this warpgroup's part of dQ^T = K^T dS^T for the tile before.
     __device__ void issue_query_gradients(QueryPart& dq, int panel) {
         issue_product_tn<kBlockM>(dq, reinterpret_cast<KeyRows(&)[1]>(smem.k),
-                                  kRole * kPartPanels + panel,
+                                  kQueryPart.begin + panel,
                                   reinterpret_cast<ScoreRows(&)[1]>(smem.ds[before(at).stage]), 0);
     }
 
     __device__ void add_query_gradients(const QueryPart& dq, int panel) const {
-        Sums::add(tile_before, kRole * kPartPanels + panel, dq, Keys::sets_sums(work));
+        const RingPosition<kStages> from = before(at);
+        if (kOrdered && panel == 0) smem.order[kRole].wait_full(from);
+        Sums::add(tile_before, kQueryPart.begin + panel, dq, Keys::sets_sums(work));
+        if (kOrdered && panel == kQueryPart.count - 1) release(smem.order[kRole], from);
     }
 
     // Goes on to the next tile.
@@ -208,14 +248,14 @@ struct Consumer {
 
     // Stores the gradients of the keys in this warpgroup's part of the head dims through the shared
     // memory that had the keys.
-    __device__ void store(WgmmaSums<kHeadPart>& dk, WgmmaSums<kValuePart>& dv, bool took_keys) {
+    __device__ void store(KeyGradients& dk, ValueGradients& dv, bool took_keys) {
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kKeysDone);
         if (smem.took_out) {
-            add_nonfinite<kValuePart, kBlockM, kBlockN>(dv, params.call, work, work.first_key,
-                                                        kRole * kValuePart);
+            add_nonfinite<kValueCols, kBlockM, kBlockN>(dv, params.call, work, work.first_key,
+                                                        kValuePart.first_col());
         }
-        store<kValuePart>(params.dv, smem.v, dv, 1);
-        store<kHeadPart>(params.dk, smem.k, dk, params.call.softmax_scale);
+        store<kValueCols>(params.dv, smem.v, kValuePart, dv, 1);
+        store<kKeyCols>(params.dk, smem.k, kKeyPart, dk, params.call.softmax_scale);
         if (threadIdx.x % kWarpgroup == 0) {
             ptx::wait_stores_read();
             if (took_keys) smem.keys_ring.release(keys_at);
@@ -241,17 +281,18 @@ struct Consumer {
     }
 
     template <int Dims, class Rows>
-    __device__ void store(const TensorMap& map, Rows& tile, WgmmaSums<Dims>& sums, float scale) {
+    __device__ void store(const TensorMap& map, Rows& tile, PanelRange part, WgmmaSums<Dims>& sums,
+                          float scale) {
 #pragma unroll
         for (int i = 0; i < Dims / 2; ++i) sums[i] *= scale;
         WgmmaOperand<Dims> rounded;
         round_to_operand<Dims>(rounded, sums);
-        auto& rows = part_of<Dims>(tile, kRole);
+        auto& rows = part_of<Dims>(tile, part.first_col());
         write_rows<Dims>(rows, rounded, warp_row());
         ptx::proxy_fence();
         ptx::named_barrier_sync<kWarpgroup>(kFirstOfWarpgroup + kRole);
         if (threadIdx.x % kWarpgroup == 0) {
-            store_tile(map, rows, work.batch, work.kv_head, work.first_key, kRole * Dims);
+            store_tile(map, rows, work.batch, work.kv_head, work.first_key, part.first_col());
         }
     }
 
@@ -276,8 +317,9 @@ struct Consumer {
 
 // Takes in one tile of queries, and of the tile before, unless this is the First, what lags behind.
 template <bool First, Role kRole>
-__device__ inline void attend(Consumer<kRole>& consumer, WgmmaSums<kHeadPart>& dk,
-                              WgmmaSums<kValuePart>& dv, const Walk& walk) {
+__device__ inline void attend(Consumer<kRole>& consumer, typename Consumer<kRole>::KeyGradients& dk,
+                              typename Consumer<kRole>::ValueGradients& dv, const Walk& walk) {
+    constexpr int kQueryPanels = Consumer<kRole>::kQueryPart.count;
     Smem& smem = consumer.smem;
     Scores s;
     QueryPart dq;
@@ -295,14 +337,16 @@ __device__ inline void attend(Consumer<kRole>& consumer, WgmmaSums<kHeadPart>& d
         hold_all(dk);
         release(smem.q_ring, before(consumer.at));
         consumer.add_query_gradients(dq, 0);
-        for (int panel = 1; panel < kPartPanels; ++panel) consumer.issue_query_gradients(dq, panel);
+        for (int panel = 1; panel < kQueryPanels; ++panel) {
+            consumer.issue_query_gradients(dq, panel);
+        }
     }
     consumer.issue_value_gradients(dv);
     if (kRole == kWeightGradients) consumer.share_gradients(s, walk);
     if (!First) {
         wait_product<1>(dq);
         release(smem.ds_ring, before(consumer.at));
-        if (kPartPanels > 1) consumer.add_query_gradients(dq, kPartPanels - 1);
+        if (kQueryPanels > 1) consumer.add_query_gradients(dq, kQueryPanels - 1);
     }
     wait_product<0>(dv);
     release(smem.p_ring, consumer.at);
@@ -311,11 +355,12 @@ __device__ inline void attend(Consumer<kRole>& consumer, WgmmaSums<kHeadPart>& d
 
 // What lags behind of the last tile.
 template <Role kRole>
-__device__ inline void finish(Consumer<kRole>& consumer, WgmmaSums<kHeadPart>& dk) {
+__device__ inline void finish(Consumer<kRole>& consumer,
+                              typename Consumer<kRole>::KeyGradients& dk) {
     Smem& smem = consumer.smem;
     consumer.issue_key_gradients(dk);
 #pragma unroll
-    for (int panel = 0; panel < kPartPanels; ++panel) {
+    for (int panel = 0; panel < Consumer<kRole>::kQueryPart.count; ++panel) {
         QueryPart dq;
         consumer.issue_query_gradients(dq, panel);
         wait_product<0>(dq);
@@ -331,16 +376,16 @@ __device__ inline void consume(Smem& smem, const Params& params, KeyWork work) {
     const Sizes& sizes = params.call.sizes;
     Consumer<kRole> consumer(smem, params);
     do {
-        WgmmaSums<kHeadPart> dk = {};
-        WgmmaSums<kValuePart> dv = {};
+        typename Consumer<kRole>::KeyGradients dk = {};
+        typename Consumer<kRole>::ValueGradients dv = {};
         const Tiles tiles(sizes, work.first_key);
         Walk walk(tiles, sizes, work.kv_head);
-        const bool any = walk.left > 0;
+        const bool any = !walk.at_end();
         consumer.begin(work);
         if (any) {
             smem.keys_ring.wait_full(consumer.keys_at);
             attend<true>(consumer, dk, dv, walk);
-            for (consumer.advance(walk); walk.left > 0; consumer.advance(walk)) {
+            for (consumer.advance(walk); !walk.at_end(); consumer.advance(walk)) {
                 attend<false>(consumer, dk, dv, walk);
             }
             finish(consumer, dk);
@@ -359,6 +404,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         init_shared_ring(smem.p_ring, kWarpgroup, kWarps);
         init_shared_ring(smem.ds_ring, kWarpgroup, kWarps);
         smem.keys_ring.init(kConsumers);
+        for (Ring<kStages>& order : smem.order) order.init(kWarpgroup / 32);
         smem.took_out = false;
         ptx::barrier_init_fence();
     }
@@ -369,7 +415,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
     if (warpgroup == 0) {
         ptx::registers_decrease<kProducerRegisters>();
-        if (threadIdx.x == 0) produce(smem, params, work);
+        const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+        if (warp == 0) {
+            if (threadIdx.x == 0) produce(smem, params, work);
+        } else if (kOrdered && warp <= kConsumers) {
+            if (threadIdx.x % 32 == 0) keep_order(smem, params, work, warp - 1);
+        }
     } else if (warpgroup == 1) {
         ptx::registers_increase<kConsumerRegisters>();
         consume<kWeights>(smem, params, work);

@@ -161,4 +161,14 @@ __device__ inline void add_to_global(float* to, const float (&sums)[4]) {
                  : "memory");
 }
 
+// Between blocks: what comes before an addition comes before what follows a load that sees it.
+__device__ inline unsigned int load_acquire(const unsigned int* address) {
+    unsigned int value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+__device__ inline void add_release(unsigned int* address, unsigned int value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 }  // namespace ptx

@@ -7,27 +7,25 @@
 #include "tensor.cuh"
 #include "wgmma_tiles.cuh"
 
+constexpr int kConsumers = 2;  // warpgroups of a block that compute
+
 // A tile of keys of one KV head.
 struct KeyWork {
     int batch, kv_head, first_key;
 };
 
 // The tiles of keys that a block works on: one or, if WholeHead, all of one head. The sums of dQ
-// are then its own, and its first tile, which every query that sees any key sees, sets them.
-template <int BlockN, bool WholeHead, bool Causal, int SectionBytes>
+// are then its own, and its first tile, which every query that sees any key sees, sets them; so
+// does the block of a head's first tile if blocks add in order.
+template <int BlockN, bool WholeHead, bool Causal, int SectionBytes, int OrderedHeads>
 struct KeyTiles {
-    // Heads come in sections that the L2 cache holds queries and sums of. Within a section the
-    // first keys come first: under a causal mask most queries see those, and long work that starts
-    // late would leave the GPU waiting for it.
+    // Heads come in sections. Within a section the first keys come first: under a causal mask most
+    // queries see those, and long work that starts late would leave the GPU waiting for it; and
+    // blocks that add in order wait for none that begin later.
     __device__ static KeyWork first(const Sizes& sizes) {
         const int tiles = WholeHead ? 1 : ceil_div(sizes.seqlen_k, BlockN);
         const int heads = sizes.batch * sizes.kv_heads;
-        const int group = sizes.heads / sizes.kv_heads;
-        constexpr int kRowBytes = (kHeadDim + kValueDim) * static_cast<int>(sizeof(scalar_t)) +
-                                  kHeadDim * static_cast<int>(sizeof(float));
-        const long long head_bytes = static_cast<long long>(sizes.seqlen_q) * group * kRowBytes + 1;
-        const long long fitting = Causal ? SectionBytes / head_bytes : 1;
-        const int section_heads = fitting < 1 ? 1 : fitting > heads ? heads : fitting;
+        const int section_heads = OrderedHeads > 0 ? ordered_heads(heads) : cached_heads(sizes);
 
         const int first_head = blockIdx.x / (section_heads * tiles) * section_heads;
         const int in_section = min(section_heads, heads - first_head);
@@ -41,7 +39,23 @@ struct KeyTiles {
         return WholeHead && (work.first_key += BlockN) < sizes.seqlen_k;
     }
     __device__ static bool sets_sums(const KeyWork& work) {
-        return WholeHead && work.first_key == 0;
+        return (WholeHead || OrderedHeads > 0) && work.first_key == 0;
+    }
+
+  private:
+    // Under a causal mask, as many as the L2 cache holds queries and sums of.
+    __device__ static int cached_heads(const Sizes& sizes) {
+        const int heads = sizes.batch * sizes.kv_heads;
+        const int group = sizes.heads / sizes.kv_heads;
+        constexpr int kRowBytes = (kHeadDim + kValueDim) * static_cast<int>(sizeof(scalar_t)) +
+                                  kHeadDim * static_cast<int>(sizeof(float));
+        const long long head_bytes = static_cast<long long>(sizes.seqlen_q) * group * kRowBytes + 1;
+        const long long fitting = Causal ? SectionBytes / head_bytes : 1;
+        return fitting < 1 ? 1 : fitting > heads ? heads : fitting;
+    }
+    // In sections of one size, since the fewer heads there are, the more blocks stand in line.
+    __device__ static int ordered_heads(int heads) {
+        return ceil_div(heads, ceil_div(heads, max(OrderedHeads, 1)));
     }
 };
 
@@ -60,27 +74,27 @@ struct QueryTiles {
     }
 };
 
-// Where in the tiles of queries of a group of heads a warp is. The last tile of a head comes first:
-// blocks that begin together then work on the same queries, which the L2 cache has, whatever their
-// mask.
+// Where in the tiles of queries of a group of heads a warp is. The last tiles come first, of all
+// heads: blocks that begin together then work on the same queries, which the L2 cache has, and add
+// to them in the same order, whatever their mask.
 template <class Tiles>
 struct QueryWalk {
     const Tiles& tiles;
-    int head, tile, left;
+    int group, head, heads_end, tile;
 
     __device__ QueryWalk(const Tiles& tiles, const Sizes& sizes, int kv_head)
         : tiles(tiles),
-          head(sizes.heads / sizes.kv_heads * kv_head),
-          tile(tiles.end - 1),
-          left(sizes.heads / sizes.kv_heads * (tiles.end - tiles.begin)) {}
+          group(sizes.heads / sizes.kv_heads),
+          head(group * kv_head),
+          heads_end(head + group),
+          tile(tiles.end - 1) {}
 
+    __device__ bool at_end() const { return tile < tiles.begin; }
     __device__ bool masked() const { return tile < tiles.unmasked; }
     __device__ void advance() {
-        --left;
-        if (--tile < tiles.begin) {
-            tile = tiles.end - 1;
-            ++head;
-        }
+        if (++head < heads_end) return;
+        head -= group;
+        --tile;
     }
 };
 
@@ -131,11 +145,13 @@ struct QuerySums {
     }
 };
 
-// The workspace: dQ's sums tile by tile, then the rows' statistics.
+// The workspace: dQ's sums tile by tile, then the rows' statistics and, if blocks add in order, how
+// many have added each warpgroup's part of a tile.
 template <int BlockM, class Sums>
 struct Workspace {
     float* sums;
     RowStatistics<BlockM>* rows;
+    unsigned int (*added)[kConsumers];
     int heads, tiles;  // tiles of one head
 
     __device__ Workspace(void* memory, const Sizes& sizes)
@@ -143,6 +159,7 @@ struct Workspace {
           heads(sizes.heads),
           tiles(ceil_div(sizes.seqlen_q, BlockM)) {
         rows = reinterpret_cast<RowStatistics<BlockM>*>(sums_of(sizes.batch, 0, 0));
+        added = reinterpret_cast<unsigned int (*)[kConsumers]>(&rows_of(sizes.batch, 0, 0));
     }
 
     __device__ long long tile_at(int batch, int head, int tile) const {
@@ -153,6 +170,9 @@ struct Workspace {
     }
     __device__ RowStatistics<BlockM>& rows_of(int batch, int head, int tile) const {
         return rows[tile_at(batch, head, tile)];
+    }
+    __device__ unsigned int (&added_to(int batch, int head, int tile) const)[kConsumers] {
+        return added[tile_at(batch, head, tile)];
     }
 };
 
@@ -173,13 +193,19 @@ struct QueryBlock {
     __device__ float* sums() const { return workspace.sums_of(batch, head, tile); }
 };
 
-// Computes a tile's rows' statistics and, if blocks share in its sums, sets those to zero.
-template <int Threads, int BlockM, class Sums, bool Shared>
+// Computes a tile's rows' statistics and, if blocks share in its sums, sets those to zero or, if
+// they add in order and the first sets them, how many have.
+template <int Threads, int BlockM, class Sums, bool Shared, bool Ordered>
 __device__ inline void prepare_rows(const BackwardParams& call) {
     const QueryBlock<Workspace<BlockM, Sums>> at(call);
     auto* fours = reinterpret_cast<Pack<float, 4>*>(at.sums());
 #pragma unroll
-    for (int i = threadIdx.x; Shared && i < Sums::kTile / 4; i += Threads) fours[i] = {};
+    for (int i = threadIdx.x; Shared && !Ordered && i < Sums::kTile / 4; i += Threads) {
+        fours[i] = {};
+    }
+    if (Ordered && threadIdx.x < kConsumers) {
+        at.workspace.added_to(at.batch, at.head, at.tile)[threadIdx.x] = 0;
+    }
 
     // As many lanes share a row as have an element of it each time.
     constexpr int kChunk = min_of(16 / sizeof(scalar_t), kValueDim & -kValueDim);
@@ -377,6 +403,25 @@ template <int Stages>
 __device__ inline RingPosition<Stages> before(RingPosition<Stages> at) {
     if (at.stage == 0) return {Stages - 1, at.parity ^ 1};
     return {at.stage - 1, at.parity};
+}
+
+// Keeps a warpgroup's place among the blocks that add to the same sums, which do so in the order of
+// their keys, so that a call has the same bits every time. One thread beside the warpgroup does it,
+// which then waits for no memory: a stage is full once it may add its part of a tile, and empty
+// once it has.
+template <int Stages, class Workspace, class Walk>
+__device__ inline void keep_order(Ring<Stages>& order, const Workspace& workspace, int warpgroup,
+                                  int batch, unsigned int turn, Walk at) {
+    RingPosition<Stages> to;
+    for (; !at.at_end(); at.advance()) {
+        unsigned int* added = &workspace.added_to(batch, at.head, at.tile)[warpgroup];
+        while (ptx::load_acquire(added) != turn) {
+        }
+        ptx::barrier_arrive(order.full[to.stage]);
+        wait_for(order.empty[to.stage], to.parity, to.stage);
+        ptx::add_release(added, 1);
+        to.advance();
+    }
 }
 
 // wgmma's description of one panel of columns, with the depth along the rows.

@@ -52,6 +52,9 @@ CONSUMER_REGISTERS = min(
 OVERHEAD_REGISTERS = 40
 # Part of the SMs' time that blocks which work on whole heads must fill.
 FILLED = 0.9
+# Blocks of one head that run at the same time if they add to its sums in order: with more of them the last
+# waits long for its first turn, with fewer each tile of queries is loaded more often.
+BLOCKS_IN_LINE = 4
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def _plan(
     rows = {q: sizes.block_m, k: WGMMA_M, v: WGMMA_M, dout: sizes.block_m, dk: WGMMA_M, dv: WGMMA_M}
     boxes = tuple(TensorBox(tensor, count, PANEL_COLS) for tensor, count in rows.items())
     params_bytes = round_up(len(boxes) * TENSOR_MAP_BYTES + BACKWARD_PARAMS_BYTES, TENSOR_MAP_ALIGNMENT)
-    how = "all keys of a head: its sums of dQ are its own" if whole_heads else "one tile of keys"
+    ordered = problem.features.deterministic and not whole_heads
     return Part(
         tiles=asdict(sizes),
         macros=(
@@ -138,6 +141,7 @@ def _plan(
             ("BLOCK_M", sizes.block_m),
             ("STAGES", sizes.stages),
             ("WHOLE_HEAD", whole_heads),
+            ("ORDERED_HEADS", ceil_div(device.sm_count, BLOCKS_IN_LINE) if ordered else 0),
             ("HELPER_THREADS", HELPER_THREADS),
             ("PRODUCER_REGISTERS", PRODUCER_REGISTERS),
             ("CONSUMER_REGISTERS", CONSUMER_REGISTERS),
@@ -150,10 +154,18 @@ def _plan(
         scratch=(
             Scratch("dQ sums", (problem.batch, problem.heads, query_tiles, padded_dim, sizes.block_m)),
             Scratch("LSE and D", (problem.batch, problem.heads, query_tiles, 2, sizes.block_m)),
+            *((Scratch("blocks added", (problem.batch, problem.heads, query_tiles, CONSUMERS)),) * ordered),
         ),
-        reasons=(*chosen.reasons, f"a block works on {how}"),
+        reasons=(*chosen.reasons, *_how(whole_heads, ordered)),
         boxes=boxes,
     )
+
+
+def _how(whole_heads: bool, ordered: bool) -> tuple[str, ...]:
+    if whole_heads:
+        return ("a block works on all keys of a head: its sums of dQ are its own",)
+    order = "deterministic: blocks add to dQ in the order of their keys, each tile of queries by itself"
+    return ("a block works on one tile of keys", *((order,) if ordered else ()))
 
 
 def _check_tiles(problem: Problem, tiles: Tiles, best: Tiles, registers: int) -> None:
@@ -183,8 +195,8 @@ def _takes_whole_heads(problem: Problem, device: Device, key_tiles: int) -> bool
 
 
 def _parted(dims: int) -> int:
-    """Head dims, padded so that each warpgroup has whole panels of them."""
-    return round_up(dims, CONSUMERS * PANEL_COLS)
+    """Head dims, padded so that each warpgroup has whole panels of them, and one at least."""
+    return max(round_up(dims, PANEL_COLS), CONSUMERS * PANEL_COLS)
 
 
 def _cost(problem: Problem, tiles: Tiles) -> Cost:
@@ -196,7 +208,7 @@ def _cost(problem: Problem, tiles: Tiles) -> Cost:
         + tiles.stages * (panel_tile_bytes(m, head_cols) + panel_tile_bytes(m, problem.value_dim))
         + tiles.stages * panel_tile_bytes(n, m)  # dS
         + tiles.stages * 2 * m * SUM_BYTES  # LSE and D
-        + BARRIER_BYTES * (4 * tiles.stages + 2)
+        + BARRIER_BYTES * ((4 + 2 * CONSUMERS) * tiles.stages + 2)
         + BARRIER_BYTES  # whether anything was taken out
     )
     head, value = round_up(head_cols, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
@@ -215,10 +227,11 @@ def _wide_cost(problem: Problem, tiles: Tiles) -> Cost:
         + tiles.stages * (panel_tile_bytes(m, head) + panel_tile_bytes(m, value))  # Q, dO
         + tiles.stages * 2 * panel_tile_bytes(n, m)  # P, dS
         + tiles.stages * 2 * m * SUM_BYTES  # LSE and D
-        + BARRIER_BYTES * (8 * tiles.stages + 2)
+        + BARRIER_BYTES * ((8 + 2 * CONSUMERS) * tiles.stages + 2)
         + BARRIER_BYTES  # whether anything was taken out
     )
-    # S or dP, dK and dV, a panel of dQ.
-    registers = m // 2 + (head + value) // 4 + m // 2 + OVERHEAD_REGISTERS
+    # S or dP; dK and dV, of one of which the warpgroup has the smaller part; a panel of dQ.
+    panels = ceil_div(head // PANEL_COLS + value // PANEL_COLS, CONSUMERS)
+    registers = m // 2 + panels * PANEL_COLS // 2 + m // 2 + OVERHEAD_REGISTERS
     work = m * n * (3 * head + 2 * value) / tiles.threads
     return Cost(round_up(smem_bytes, SWIZZLE_BYTES), registers, work)

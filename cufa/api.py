@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,6 @@ from cufa.launch import FeatureValues
 from cufa.plan import Plan, make_plan, make_probabilities_plan
 from cufa.problem import (
     DTYPES,
-    MAX_ALIGN_BYTES,
     PLAIN,
     Direction,
     Options,
@@ -35,6 +34,7 @@ from cufa.problem import (
     make_problem,
     output_shape,
 )
+from cufa.tensor_layout import Axes, Layout, Lies, alignment, layout_of
 
 Tiles = Mapping[str, int]
 Window = tuple[int | None, int | None] | None
@@ -159,17 +159,18 @@ def attention(
     outputs = _given(out=out, lse=lse)
     call = _Call("forward", inputs, outputs, options, backend)
     scale = check_scale(softmax_scale, call.problem.head_dim)
-    call.need("out", output_shape(call.problem, layout), DTYPES[call.problem.dtype])
+    call.need("out", *call.known.out)
     if return_lse or return_attn_probs or lse is not None:
-        call.need("lse", lse_shape(call.problem), call.problem.accumulator)
+        call.need("lse", *call.known.lse)
     if return_attn_probs:
         call.need("probs", probabilities.shape(call.problem), DTYPES[call.problem.dtype])
 
     rung = _Rung(kernel, tiles, arch)
     if call.on_gpu:
-        _run_on_gpu(call, ("q", "k", "v", "out"), scale, values, workspace, rung)
+        _run_on_gpu(call, _TENSORS["forward"], call.known.layout, scale, values, workspace, rung)
     else:
         _refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch, workspace=workspace)
+        call.allocate()
         tensors = call.in_bshd("q", "k", "v", "out")
         q, k, v, output = tensors
         cpu.attention(q, k, v, output, call.tensors.get("lse"), **_cpu_options(call, scale, values))
@@ -303,10 +304,11 @@ def attention_backward(
         call.need(f"d{name}", call.tensors[name].shape, call.tensors[name].dtype)
 
     if call.on_gpu:
-        names = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
-        _run_on_gpu(call, names, scale, values, workspace, _Rung(kernel, tiles, arch))
+        rung = _Rung(kernel, tiles, arch)
+        _run_on_gpu(call, _TENSORS["backward"], call.known.layout, scale, values, workspace, rung)
     else:
         _refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch, workspace=workspace)
+        call.allocate()
         tensors = call.in_bshd("dout", "q", "k", "v", "out")
         written = call.in_bshd("dq", "dk", "dv")
         optional = {name: call.tensors[name] for name in _GRADIENT_ARRAYS if name in call.tensors}
@@ -406,9 +408,9 @@ def plan(
     named = {"q": q, "k": k, "v": v} | _given(**side)
     described = {name: _Described(name, array) for name, array in named.items()}
     options = Options(causal, window, softcap > 0, dropout_p > 0, deterministic, gradients, layout, precision)
-    problem = _problem_of(direction, described, options)
+    problem = _known_of(direction, described, options).problem
     row_bytes = (problem.head_dim | problem.value_dim) * problem.itemsize
-    return make_plan(replace(problem, align_bytes=_alignment(row_bytes)), target(arch), kernel, tiles)
+    return make_plan(replace(problem, align_bytes=alignment(row_bytes)), target(arch), kernel, tiles)
 
 
 class _Described:
@@ -418,10 +420,27 @@ class _Described:
         if not (hasattr(array, "shape") and hasattr(array, "dtype")):
             raise TypeError(f"{name} is a {arrays.kind_of(array)}; it must have a shape and a dtype")
         self.shape = tuple(array.shape)
+        self.strides = None
         self.dtype = array.dtype
         if not isinstance(self.dtype, np.dtype):
             # A library with dtypes of its own spells them as NumPy does, behind its own name.
             self.dtype = np.dtype(str(self.dtype).rpartition(".")[2])
+
+
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """What follows from options, shapes, strides and dtypes; calls that are alike have the same one.
+
+    `layout` is that of the tensors; `axes` are where they have batch, seqlen and heads; `out` and `lse` are
+    the shapes and dtypes of those, and `side` the names of those arrays that are no tensors.
+    """
+
+    problem: Problem
+    layout: Layout
+    axes: Axes
+    out: tuple[Shape, np.dtype[Any]]
+    lse: tuple[Shape, np.dtype[Any]]
+    side: tuple[str, ...]
 
 
 class _Call:
@@ -439,19 +458,26 @@ class _Call:
         adopted = arrays.adopt({**inputs, **outputs} if outputs else inputs, backend)
         self.tensors = adopted.arrays
         self.on_gpu = adopted.on_gpu
-        self.layout = options.layout
-        self.causal, self.window = options.causal, options.window
+        self.options = options
         self.written: set[str] = set()
+        self._new: dict[str, tuple[Shape, np.dtype[Any]]] = {}
         self._give_back = adopted.give_back
-        self.problem = _problem_of(direction, self.tensors, options)
+        self.known = _known_of(direction, self.tensors, options)
+        self.problem = self.known.problem
         if outputs:
             _check_outputs(adopted.sources, tuple(inputs), tuple(outputs))
 
     def need(self, name: str, shape: Shape, dtype: Any) -> None:
-        """Have an output to write to, the one given or a new one."""
+        """Ask for an output to write to, the one given or a new one."""
         self.written.add(name)
         if name not in self.tensors:
+            self._new[name] = shape, dtype
+
+    def allocate(self) -> None:
+        """Have those outputs that are new."""
+        for name, (shape, dtype) in self._new.items():
             self.tensors[name] = _empty(shape, dtype, self.on_gpu)
+        self._new.clear()
 
     def give_back(self, name: str, given: Any) -> Any:
         """A result for the caller: his own array if he gave one."""
@@ -461,7 +487,7 @@ class _Call:
         """The tensors as (batch, seqlen, heads, dim); packed ones as they are."""
         if self.problem.features.packed:
             return [self.tensors[name] for name in names]
-        axes = (*check_layout(self.layout), 3)
+        axes = (*self.known.axes, 3)
         return [self.tensors[name].transpose(axes) for name in names]
 
 
@@ -474,10 +500,13 @@ class _Rung(NamedTuple):
     attn_probs: bool = False
 
 
-# The arguments that are arrays beside the tensors.
+# The arguments that are tensors, in the order of the parameter structs, and the arrays beside them.
+_TENSORS: dict[Direction, tuple[str, ...]] = {
+    "forward": ("q", "k", "v", "out"),
+    "backward": ("q", "k", "v", "out", "dout", "dq", "dk", "dv"),
+}
 _FEATURE_ARRAYS = ("bias", "mask", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 _GRADIENT_ARRAYS = ("dlse", "dbias", "dsink")
-_SIDE_ARRAYS = (*_FEATURE_ARRAYS, *_GRADIENT_ARRAYS)
 
 _NO_VALUES = FeatureValues()
 
@@ -495,32 +524,47 @@ def _feature_values(softcap: float, dropout_p: float, seed: int, offset: int) ->
 def _cpu_options(call: _Call, softmax_scale: float, values: FeatureValues) -> dict[str, Any]:
     side = {name: call.tensors[name] for name in _FEATURE_ARRAYS if name in call.tensors}
     return {
-        "causal": bool(call.causal),
-        "window": call.window,
+        "causal": bool(call.options.causal),
+        "window": call.options.window,
         "softmax_scale": softmax_scale,
         **asdict(values),
         **side,
     }
 
 
-def _problem_of(direction: Direction, tensors: Mapping[str, Any], options: Options) -> Problem:
-    described = tuple([(name, array.shape, array.dtype) for name, array in tensors.items()])
+def _known_of(direction: Direction, tensors: Mapping[str, Any], options: Options) -> _Known:
+    described = tuple([(name, array.shape, array.strides, array.dtype) for name, array in tensors.items()])
     try:
-        return _problem(direction, described, options)
+        return _known(direction, described, options)
     except TypeError:  # what an option without a hash raises, too
         check_options(options)
         if not isinstance(options.window, list):
             raise
-    return _problem(direction, described, options._replace(window=tuple(options.window)))
+    return _known(direction, described, options._replace(window=tuple(options.window)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _problem(direction: Direction, tensors: tuple[tuple[str, Shape, Any], ...], options: Options) -> Problem:
-    shapes = {name: shape for name, shape, _ in tensors}
-    dtypes = {name: dtype for name, _, dtype in tensors}
+def _known(
+    direction: Direction, tensors: tuple[tuple[str, Shape, Shape | None, Any], ...], options: Options
+) -> _Known:
+    shapes = {name: shape for name, shape, _, _ in tensors}
+    dtypes = {name: dtype for name, _, _, dtype in tensors}
     problem = make_problem(direction, shapes, dtypes, options)
     check_fits(problem, shapes, dtypes, options.layout)
-    return problem
+    out = output_shape(problem, options.layout)
+    axes: Axes = (None, 0, 1) if problem.features.packed else check_layout(options.layout)
+    # What is not given is or will be contiguous.
+    lies: dict[str, Lies] = {"out": (out, None), "dout": (out, None)}
+    lies |= {f"d{name}": (shapes[name], None) for name in ("q", "k", "v")}
+    lies |= {name: (shape, strides) for name, shape, strides, _ in tensors}
+    return _Known(
+        problem,
+        layout_of(tuple(lies[name] for name in _TENSORS[direction]), problem.itemsize, axes),
+        axes,
+        (out, DTYPES[problem.dtype]),
+        (lse_shape(problem), problem.accumulator),
+        tuple(name for name in shapes if name in ("lse", *_FEATURE_ARRAYS, *_GRADIENT_ARRAYS)),
+    )
 
 
 def _empty(shape: Shape, dtype: np.dtype[Any], on_gpu: bool) -> Any:
@@ -528,8 +572,10 @@ def _empty(shape: Shape, dtype: np.dtype[Any], on_gpu: bool) -> Any:
 
 
 def _check_outputs(sources: Arrays, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
+    spans = {name: arrays.span(source) for name, source in sources.items()}
     for i, name in enumerate(outputs):
         output = sources[name]
+        first, end = spans[name]
         if not getattr(output.flags, "writeable", True):  # CuPy's arrays always are
             raise ValueError(f"{name} is read-only; it must be writeable")
         if arrays.overlaps_itself(output):
@@ -538,7 +584,9 @@ def _check_outputs(sources: Arrays, inputs: tuple[str, ...], outputs: tuple[str,
                 "memory; each must have its own"
             )
         for other in (*inputs, *outputs[:i]):
-            if arrays.overlap(output, sources[other]):
+            other_first, other_end = spans[other]
+            apart = end <= other_first or other_end <= first
+            if not apart and arrays.overlap(output, sources[other]):
                 raise ValueError(f"{name} overlaps {other} in memory; it must not")
 
 
@@ -551,51 +599,24 @@ def _refuse_gpu_options(**options: Any) -> None:
 def _run_on_gpu(
     call: _Call,
     names: tuple[str, ...],
+    layout: Layout,
     softmax_scale: float,
     values: FeatureValues,
     workspace: Any,
     rung: _Rung,
 ) -> None:
-    """Launch the kernels for these tensors, in the order of the parameter struct."""
+    """Launch the kernels for the tensors of these names, in the order of the parameter struct."""
     problem, tensors = call.problem, call.tensors
-    packed = problem.features.packed
-    batch, row, head = (0, 0, 1) if packed else check_layout(call.layout)
-    itemsize = problem.itemsize
-    fields: list[int] = []
-    bits = 0
-    copies: Arrays = {}
-
-    def contiguous(name: str, last_axis_only: bool = True) -> Any:
-        array = tensors[name]
-        if array.flags.c_contiguous:
-            return array
-        if last_axis_only and (array.shape[-1] == 1 or array.strides[-1] == array.itemsize):
-            return array
-        copies[name] = sys.modules["cupy"].ascontiguousarray(array)
-        return copies[name]
-
-    for name in names:
-        array = contiguous(name)
-        strides = array.strides
-        address = array.data.ptr
-        bits |= address | strides[batch] | strides[row] | strides[head]
-        if min(strides) < 0:  # the copy engine cannot go backwards; such rows are loaded in halves
-            bits |= MAX_ALIGN_BYTES // 2
-        fields += (
-            address,
-            0 if packed else strides[batch] // itemsize,
-            strides[row] // itemsize,
-            strides[head] // itemsize,
-        )
-    align_bytes = _alignment(bits)
-    if align_bytes < itemsize:
+    align_bytes = layout.alignment([tensors[name].data.ptr for name in names if name in tensors])
+    if align_bytes < problem.itemsize:
         raise ValueError(
             f"an array of {', '.join(names)} has an address or a stride that is a multiple of "
-            f"{align_bytes} bytes only; {problem.dtype} needs {itemsize}"
+            f"{align_bytes} bytes only; {problem.dtype} needs {problem.itemsize}"
         )
     run = _executable(
-        problem,
+        call.known,
         align_bytes,
+        layout.ascending,
         rung.kernel,
         tuple(rung.tiles.items()) if rung.tiles else None,
         rung.arch,
@@ -603,18 +624,27 @@ def _run_on_gpu(
         sys.modules["cupy"].cuda.runtime.getDevice(),
         rung.attn_probs,
     )
-    lse = contiguous("lse", last_axis_only=False).data.ptr if "lse" in tensors else 0
-    features = b""
-    if problem.features is not PLAIN:
-        side = {
-            name: contiguous(name, last_axis_only=name in ("bias", "mask"))
-            for name in _SIDE_ARRAYS
-            if name in tensors
-        }
-        features = launch.pack_features(problem, side, values)
-    run(fields, lse, softmax_scale, features, workspace)
+    call.allocate()
+    copied = [names[place] for place in layout.scattered]
+    copied += [name for name in call.known.side if not _is_read_as_it_lies(name, tensors[name])]
+    copies = {name: sys.modules["cupy"].ascontiguousarray(tensors[name]) for name in copied}
+    placed = tensors | copies if copies else tensors
+    run(
+        layout.fields([placed[name].data.ptr for name in names]),
+        placed["lse"].data.ptr if "lse" in placed else 0,
+        softmax_scale,
+        launch.pack_features(problem, placed, values) if problem.features is not PLAIN else b"",
+        workspace,
+    )
     for name in call.written & copies.keys():
         tensors[name][...] = copies[name]
+
+
+def _is_read_as_it_lies(name: str, array: Any) -> bool:
+    """Whether the kernels take an array without a copy; rows of a bias or a mask may lie apart."""
+    if array.flags.c_contiguous:
+        return True
+    return name in ("bias", "mask") and (array.shape[-1] == 1 or array.strides[-1] == array.itemsize)
 
 
 def _write_probabilities(
@@ -622,26 +652,24 @@ def _write_probabilities(
 ) -> None:
     """Write those of a forward call whose LSE is there."""
     if call.on_gpu:
-        in_layout = probabilities.axes(call.layout)
+        in_layout = probabilities.axes(call.options.layout)
         call.tensors["attn_probs"] = call.tensors["probs"].transpose(in_layout)
         names = ("q", "k", "v", "attn_probs")
-        _run_on_gpu(call, names, softmax_scale, values, None, _Rung(None, None, arch, attn_probs=True))
+        lies = tuple((call.tensors[name].shape, call.tensors[name].strides) for name in names)
+        layout = layout_of(lies, call.problem.itemsize, call.known.axes)
+        rung = _Rung(None, None, arch, attn_probs=True)
+        _run_on_gpu(call, names, layout, softmax_scale, values, None, rung)
     else:
         q, k = call.in_bshd("q", "k")
         options = _cpu_options(call, softmax_scale, values)
         probabilities.write(q, k, call.tensors["lse"], call.tensors["probs"], **options)
 
 
-def _alignment(bits: int) -> int:
-    """The largest power of two up to 16 that divides all numbers whose bits these are."""
-    bits |= MAX_ALIGN_BYTES
-    return bits & -bits
-
-
 @functools.lru_cache(maxsize=4096)
 def _executable(
-    problem: Problem,
+    known: _Known,
     align_bytes: int,
+    ascending: bool,
     kernel: str | None,
     tiles: tuple[tuple[str, int], ...] | None,
     arch: ArchLike | None,
@@ -649,7 +677,22 @@ def _executable(
     device_id: int,
     attn_probs: bool,
 ) -> launch.Executable:
-    aligned = replace(problem, align_bytes=align_bytes)
+    problem = replace(known.problem, align_bytes=align_bytes, ascending=ascending)
+    return _loaded(problem, kernel, tiles, arch, environment_arch, device_id, attn_probs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _loaded(
+    problem: Problem,
+    kernel: str | None,
+    tiles: tuple[tuple[str, int], ...] | None,
+    arch: ArchLike | None,
+    environment_arch: str | None,
+    device_id: int,
+    attn_probs: bool,
+) -> launch.Executable:
+    """One for all the layouts that differ in strides alone."""
+    device = target(arch)
     if attn_probs:
-        return launch.Executable(make_probabilities_plan(aligned, target(arch)))
-    return launch.Executable(make_plan(aligned, target(arch), kernel, dict(tiles or ())))
+        return launch.Executable(make_probabilities_plan(problem, device))
+    return launch.Executable(make_plan(problem, device, kernel, dict(tiles or ())))

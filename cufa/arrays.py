@@ -11,8 +11,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,8 +26,7 @@ BACKENDS = ("numpy", "cuda")
 _log = logging.getLogger("cufa")
 
 
-@dataclass(frozen=True)
-class Adopted:
+class Adopted(NamedTuple):
     """The arrays of one call where they will be computed on.
 
     `arrays` are CuPy's if `on_gpu`, else NumPy's, by argument name. `sources` are the caller's own memory:
@@ -67,7 +65,7 @@ def adopt(named: Mapping[str, Any], backend: str | None) -> Adopted:
     """
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it may be 'numpy', 'cuda' or None")
-    kinds = {type(array) for array in named.values()}
+    kinds = set(map(type, named.values()))
     cupy_ndarray = _cupy_ndarray()
     if len(kinds) == 1 and cupy_ndarray in kinds and backend != "numpy":
         _check_current_device(named)
@@ -115,11 +113,27 @@ def gpu_usable() -> bool:
 
 def overlap(a: Any, b: Any) -> bool:
     """Whether two arrays of one side share an element's memory."""
-    a_low, a_high = _span(a)
-    b_low, b_high = _span(b)
+    a_low, a_high = span(a)
+    b_low, b_high = span(b)
     if a_high <= b_low or b_high <= a_low:
         return False
     return np.shares_memory(_shadow(a), _shadow(b))  # exact: they may be interleaved
+
+
+def span(array: Any) -> tuple[int, int]:
+    """The addresses from the array's first byte to past its last; nothing if it is empty."""
+    before, after = _extent(array.shape, array.strides, array.itemsize)
+    first = address(array)
+    return first + before, first + after
+
+
+@functools.lru_cache(maxsize=1024)
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """How far an array reaches before and after the address of its first element."""
+    if 0 in shape:
+        return 0, 0
+    reaches = [stride * (size - 1) for stride, size in zip(strides, shape, strict=True)]
+    return sum(min(reach, 0) for reach in reaches), sum(max(reach, 0) for reach in reaches) + itemsize
 
 
 def overlaps_itself(a: Any) -> bool:
@@ -144,19 +158,6 @@ def _strides_overlap(shape: tuple[int, ...], strides: tuple[int, ...], itemsize:
 def address(array: Any) -> int:
     """Where the first element of a NumPy or CuPy array is."""
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
-
-
-def _span(array: Any) -> tuple[int, int]:
-    """The addresses from the array's first byte to past its last; nothing if it is empty."""
-    low = high = address(array)
-    if array.size == 0:
-        return low, low
-    for stride, size in zip(array.strides, array.shape, strict=True):
-        if stride < 0:
-            low += stride * (size - 1)
-        else:
-            high += stride * (size - 1)
-    return low, high + array.itemsize
 
 
 class _Shadow:

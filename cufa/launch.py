@@ -7,11 +7,13 @@ workspace that the Plan declares, so calls can be captured into a CUDA graph.
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -60,6 +62,9 @@ WORKSPACE_ALIGNMENT = 16
 # Above this much dynamic shared memory a kernel must ask for it (CUDA C++ Programming Guide, "Shared
 # Memory" of each compute capability).
 _DEFAULT_SMEM_BYTES = 48 * 1024
+
+
+_Params: TypeAlias = np.ndarray[Any, Any]
 
 
 class LaunchError(RuntimeError):
@@ -172,8 +177,12 @@ class Executable:
         counted = bool(plan.boxes) and not plan.scratch
         self._counters = counters.of_device(cupy.cuda.runtime.getDevice()) if counted else None
         module = jit.load(jit.build(plan.variant))
-        self._launches = [
+        launches = [
             (_Kernel(module, launch), step) for launch in plan.launches for step in range(launch.steps)
+        ]
+        self._launches = [
+            (step, [kernel for kernel, _ in same])
+            for step, same in itertools.groupby(launches, key=operator.itemgetter(1))
         ]
 
     def __call__(
@@ -200,9 +209,11 @@ class Executable:
             maps = self._encoder(tensors)
         if self._counters is not None:
             address = self._counters.take()
-        for kernel, step in self._launches:
+        for step, kernels in self._launches:
             params = pack_attention(plan.problem, tensors, lse, address, softmax_scale, features, step)
-            kernel((maps + params).ljust(self._params_bytes, b"\0"))
+            by_value = _by_value((maps + params).ljust(self._params_bytes, b"\0"))
+            for kernel in kernels:
+                kernel(by_value)
 
 
 def _check_workspace(workspace: Any, needed: int) -> None:
@@ -220,7 +231,7 @@ def softmax(x: Any, y: Any, dtype: str, passes: int, arch: Arch | str | int | No
     rows, cols = x.shape
     kernel = _loaded(softmax_launch(dtype, passes, rows, target(arch).arch), _current_device())
     x_row_stride, y_row_stride = (array.strides[0] // array.itemsize for array in (x, y))
-    kernel(pack_softmax(x.data.ptr, y.data.ptr, x_row_stride, y_row_stride, rows, cols))
+    kernel(_by_value(pack_softmax(x.data.ptr, y.data.ptr, x_row_stride, y_row_stride, rows, cols)))
 
 
 def merge(
@@ -234,7 +245,7 @@ def merge(
 ) -> None:
     """Launch `merge` for (batch, heads, seqlen) rows on the current stream; see `pack_merge`."""
     compiled = merge_launch(dtype, value_dim, prod(sizes), align_bytes, target(arch).arch)
-    _loaded(compiled, _current_device())(pack_merge(tensors, lses, *sizes))
+    _loaded(compiled, _current_device())(_by_value(pack_merge(tensors, lses, *sizes)))
 
 
 def _current_device() -> int:
@@ -258,12 +269,10 @@ class _Kernel:
         self._grid, self._block = (launch.grid, 1, 1), (launch.block, 1, 1)
         self._refused = cupy.cuda.driver.CUDADriverError
 
-    def __call__(self, params: bytes) -> None:
-        # An array of one element is what CuPy passes by value.
-        by_value = np.frombuffer(params, dtype=_void(len(params)))
+    def __call__(self, params: _Params) -> None:
         launch = self._launch
         try:
-            self._function(self._grid, self._block, (by_value,), launch.smem_bytes)
+            self._function(self._grid, self._block, (params,), launch.smem_bytes)
         except self._refused as error:
             raise LaunchError(
                 f"{launch.entry} could not be launched with {launch.grid} blocks of {launch.block} threads "
@@ -276,6 +285,11 @@ def _loaded(compiled: tuple[Variant, Launch], device_id: int) -> _Kernel:
     """The kernel of a variant on a GPU, which must be the current one."""
     variant, launch = compiled
     return _Kernel(jit.load(jit.build(variant)), launch)
+
+
+def _by_value(params: bytes) -> _Params:
+    """An array of one element, which is what CuPy passes by value."""
+    return np.frombuffer(params, dtype=_void(len(params)))
 
 
 @functools.cache

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import sys
 from typing import Any
 
@@ -13,12 +11,12 @@ from cufa import arrays, launch
 from cufa.device import Arch
 from cufa.problem import (
     DTYPES,
-    MAX_ALIGN_BYTES,
     Shape,
     accumulator_dtype,
     check_layout,
     dtype_name,
 )
+from cufa.tensor_layout import Axes, layout_of
 
 
 def merge(
@@ -72,7 +70,7 @@ def merge(
     return adopted.give_back(out), adopted.give_back(lse)
 
 
-def _axes(shape: Shape, layout: str) -> tuple[int | None, int, int]:
+def _axes(shape: Shape, layout: str) -> Axes:
     """The axes (batch, seqlen, heads) of an output; packed ones have no batch."""
     batch, seqlen, heads = check_layout(layout)
     if len(shape) == 4:
@@ -84,7 +82,7 @@ def _axes(shape: Shape, layout: str) -> tuple[int | None, int, int]:
     )
 
 
-def _check(parts: dict[str, Any], dtype: str, axes: tuple[int | None, int, int]) -> None:
+def _check(parts: dict[str, Any], dtype: str, axes: Axes) -> None:
     shape = parts["out_a"].shape
     batch, seqlen, heads = axes
     lse_shape = (
@@ -107,33 +105,33 @@ def _merge_on_gpu(
     out: Any,
     lse: Any,
     dtype: str,
-    axes: tuple[int | None, int, int],
+    axes: Axes,
     arch: Arch | str | int | None,
 ) -> None:
     if out.size == 0 and lse.size == 0:
         return
     contiguous = sys.modules["cupy"].ascontiguousarray
-    batch, seqlen, heads = axes
-    itemsize = out.itemsize
-    fields: list[int] = []
-    bits = MAX_ALIGN_BYTES
-    # What is copied must live until it is launched.
-    tensors = [
-        array if array.strides[-1] == itemsize else contiguous(array)
-        for array in (parts["out_a"], parts["out_b"], out)
-    ]
-    for array in tensors:
-        strides = [0 if axis is None else array.strides[axis] for axis in (batch, seqlen, heads)]
-        bits |= array.data.ptr | functools.reduce(operator.or_, strides)
-        fields += (array.data.ptr, *(stride // itemsize for stride in strides))
+    tensors = [parts["out_a"], parts["out_b"], out]
+    layout = layout_of(tuple((tensor.shape, tensor.strides) for tensor in tensors), out.itemsize, axes)
+    for place in layout.scattered:
+        tensors[place] = contiguous(tensors[place])
     lses = [contiguous(parts["lse_a"]), contiguous(parts["lse_b"]), lse]
+    addresses = [tensor.data.ptr for tensor in tensors]
+    batch, seqlen, heads = axes
     sizes = (1 if batch is None else out.shape[batch], out.shape[heads], out.shape[seqlen])
-    addresses = [array.data.ptr for array in lses]
-    launch.merge(dtype, out.shape[-1], sizes, fields, addresses, bits & -bits, arch)
+    launch.merge(
+        dtype,
+        out.shape[-1],
+        sizes,
+        layout.fields(addresses),
+        [array.data.ptr for array in lses],
+        layout.alignment(addresses),
+        arch,
+    )
 
 
 @np.errstate(all="ignore")
-def _merge_on_cpu(parts: dict[str, Any], out: Any, lse: Any, axes: tuple[int | None, int, int]) -> None:
+def _merge_on_cpu(parts: dict[str, Any], out: Any, lse: Any, axes: Axes) -> None:
     batch, seqlen, heads = axes
     order = (heads, seqlen, 2) if batch is None else (batch, heads, seqlen, 3)
     lse[...] = np.logaddexp(parts["lse_a"], parts["lse_b"])

@@ -120,7 +120,7 @@ class Problem:
     In packed sequences `seqlen_q` and `seqlen_k` are those of all sequences together. A causal mask with
     nothing else about it is `causal`; any other range of keys is a window of the features.
     `align_bytes` is a power of two that every address and every stride is a multiple of, in bytes; the
-    kernels load that much at once.
+    kernels load that much at once. `ascending` says that no stride is negative, as the copy engine needs it.
     """
 
     direction: Direction
@@ -135,6 +135,7 @@ class Problem:
     causal: bool = False
     align_bytes: int = MAX_ALIGN_BYTES
     features: Features = PLAIN
+    ascending: bool = True
 
     @property
     def itemsize(self) -> int:

@@ -13,7 +13,7 @@ from cufa.plan.record import TensorBox
 from cufa.plan.sizes import TENSOR_MAP_BYTES
 from cufa.problem import Problem
 
-# Encoded tensors that one executable remembers.
+# Encoded tensors that one executable remembers for each of its maps.
 _REMEMBERED = 256
 
 
@@ -22,14 +22,15 @@ class Encoder:
 
     def __init__(self, problem: Problem, boxes: Sequence[TensorBox]) -> None:
         """Fix what all calls have in common; what changes are addresses and strides."""
-        self._encode = functools.lru_cache(maxsize=_REMEMBERED)(functools.partial(_encode, problem))
-        self._boxes = tuple(boxes)
+        remember = functools.lru_cache(maxsize=_REMEMBERED)
+        self._encoders = [
+            (remember(functools.partial(_encode, problem, box)), slice(4 * box.tensor, 4 * box.tensor + 4))
+            for box in boxes
+        ]
 
     def __call__(self, tensors: Sequence[int]) -> bytes:
         """The maps one after the other; `tensors` are `pack_attention`'s."""
-        return b"".join(
-            [self._encode(box, *tensors[4 * box.tensor : 4 * box.tensor + 4]) for box in self._boxes]
-        )
+        return b"".join([encode(*tensors[place]) for encode, place in self._encoders])
 
 
 def _encode(

@@ -96,6 +96,9 @@ def test_what_it_does_not_support_it_says():
     unaligned = problem(align_bytes=8)
     assert "multiples of 16 bytes" in kernel.unsupported(unaligned, H200)
     assert best_kernel(unaligned, H200).name == "fwd_5_mma"
+    backwards = replace(problem(), ascending=False)
+    assert "needs strides that are not negative" in kernel.unsupported(backwards, H200)
+    assert best_kernel(backwards, H200).name == "fwd_5_mma"
     assert "needs sm_90a" in kernel.unsupported(problem(), Device.of("sm_100a"))
     assert "needs sm_90a" in kernel.unsupported(problem(), Device.of("sm_90"))
     assert "supports float16" in kernel.unsupported(problem(dtype="float32"), H200)

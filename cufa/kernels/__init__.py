@@ -43,6 +43,7 @@ class Kernel:
     features: frozenset[str] = frozenset()
     only_arch: str | None = None
     min_align_bytes: int = 1
+    ascending_only: bool = False
 
     @property
     def source(self) -> str:
@@ -65,6 +66,8 @@ class Kernel:
                 f"{self.name} needs addresses and strides that are multiples of {self.min_align_bytes} "
                 f"bytes, and these are of {problem.align_bytes}"
             )
+        if self.ascending_only and not problem.ascending:
+            return f"{self.name} needs strides that are not negative"
         if self.tensor_cores and not _has_tensor_cores(problem.dtype, device):
             return f"{self.name} needs tensor cores for {problem.dtype}, which {device.arch} does not have"
         limit = self.max_head_dim
@@ -96,6 +99,7 @@ class HopperKernel(Kernel):
     min_capability: tuple[int, int] = (9, 0)
     only_arch: str | None = "90a"
     min_align_bytes: int = 16
+    ascending_only: bool = True
 
 
 def _has_tensor_cores(dtype: str, device: Device) -> bool:

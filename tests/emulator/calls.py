@@ -221,7 +221,8 @@ def _plan(
     strides = [stride for array in tensors for stride in array.strides[:-1]]
     rows = [problem.head_dim * problem.itemsize, problem.value_dim * problem.itemsize]
     align_bytes = math.gcd(_MAX_ALIGN_BYTES, *strides, *rows)
-    return make_plan(replace(problem, align_bytes=align_bytes), device, kernel, tiles)
+    placed = replace(problem, align_bytes=align_bytes, ascending=min(strides, default=0) >= 0)
+    return make_plan(placed, device, kernel, tiles)
 
 
 def _run(

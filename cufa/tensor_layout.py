@@ -1,0 +1,76 @@
+"""How tensors lie in memory, as kernels are told: an address and three strides of each.
+
+All but the addresses follows from shapes and strides, so a layout is looked up, not worked out in every call.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cufa.problem import MAX_ALIGN_BYTES, Shape
+
+# Where a tensor has batch, seqlen and heads; packed sequences have no batch.
+Axes = tuple[int | None, int, int]
+# The shape of a tensor, and its strides in bytes; None for those of a contiguous one.
+Lies = tuple[Shape, Shape | None]
+
+
+class Layout(NamedTuple):
+    """That of some tensors.
+
+    `places` are four numbers for each, as the parameter structs have them: 0 for its address, then its batch,
+    row and head stride in elements, 0 along an axis that it has only one place of. `align_bytes` divides all
+    strides in bytes, and `ascending` says that none is negative. `scattered` are the numbers of those tensors
+    whose last axis is not contiguous: they must be copied, and the strides are those of a copy.
+    """
+
+    places: tuple[int, ...]
+    align_bytes: int
+    ascending: bool
+    scattered: tuple[int, ...]
+
+    def alignment(self, addresses: Sequence[int]) -> int:
+        """The largest power of two up to `MAX_ALIGN_BYTES` that divides strides and addresses."""
+        return alignment(functools.reduce(operator.or_, addresses, self.align_bytes))
+
+    def fields(self, addresses: Sequence[int]) -> list[int]:
+        """The four numbers of each tensor, for tensors at these addresses."""
+        fields = list(self.places)
+        fields[::4] = addresses
+        return fields
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_of(tensors: tuple[Lies, ...], itemsize: int, axes: Axes) -> Layout:
+    """The layout of tensors of one dtype, of which an element has `itemsize` bytes."""
+    scattered = tuple(
+        number
+        for number, (shape, strides) in enumerate(tensors)
+        if strides is not None and shape[-1] > 1 and strides[-1] != itemsize
+    )
+    places: list[int] = []
+    in_bytes: list[int] = []
+    for number, (shape, strides) in enumerate(tensors):
+        if strides is None or number in scattered:
+            strides = _contiguous(shape, itemsize)
+        walked = [0 if axis is None or shape[axis] < 2 else strides[axis] for axis in axes]
+        places += (0, *(stride // itemsize for stride in walked))
+        in_bytes += walked
+    align_bytes = alignment(functools.reduce(operator.or_, in_bytes))
+    return Layout(tuple(places), align_bytes, min(in_bytes) >= 0, scattered)
+
+
+def alignment(bits: int) -> int:
+    """The largest power of two up to `MAX_ALIGN_BYTES` that divides all numbers whose bits these are."""
+    bits |= MAX_ALIGN_BYTES
+    return bits & -bits
+
+
+def _contiguous(shape: Shape, itemsize: int) -> Shape:
+    """The strides of a contiguous array."""
+    *strides, _ = itertools.accumulate(reversed(shape), operator.mul, initial=itemsize)
+    return tuple(reversed(strides))

@@ -6,6 +6,7 @@ workspace that the Plan declares, so calls can be captured into a CUDA graph.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import operator
@@ -13,9 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeAlias
-
-import numpy as np
+from typing import Any
 
 from cufa import arrays, counters, jit
 from cufa.device import Arch, target
@@ -62,9 +61,6 @@ WORKSPACE_ALIGNMENT = 16
 # Above this much dynamic shared memory a kernel must ask for it (CUDA C++ Programming Guide, "Shared
 # Memory" of each compute capability).
 _DEFAULT_SMEM_BYTES = 48 * 1024
-
-
-_Params: TypeAlias = np.ndarray[Any, Any]
 
 
 class LaunchError(RuntimeError):
@@ -170,7 +166,7 @@ class Executable:
         import cupy
 
         self.plan = plan
-        self._allocate = functools.partial(cupy.empty, plan.workspace_bytes, np.uint8)
+        self._allocate = functools.partial(cupy.cuda.alloc, plan.workspace_bytes)
         self._params_bytes = int(dict(plan.macros)["PARAMS_BYTES"])  # maps align the struct, and so its end
         self._encoder = Encoder(plan.problem, plan.boxes) if plan.boxes else None
         # Allocated now: a call may be captured, when nothing can be.
@@ -199,21 +195,21 @@ class Executable:
         small or not aligned.
         """
         plan = self.plan
+        address = 0
         if workspace is not None:
             _check_workspace(workspace, plan.workspace_bytes)
+            address = workspace.data.ptr
         elif plan.workspace_bytes:
-            workspace = self._allocate()
-        address = workspace.data.ptr if workspace is not None else 0
-        maps = b""
-        if self._encoder is not None:
-            maps = self._encoder(tensors)
+            memory = self._allocate()  # CuPy's again, for this stream, when all is launched
+            address = memory.ptr
         if self._counters is not None:
             address = self._counters.take()
+        maps = self._encoder(tensors) if self._encoder is not None else b""
         for step, kernels in self._launches:
             params = pack_attention(plan.problem, tensors, lse, address, softmax_scale, features, step)
-            by_value = _by_value((maps + params).ljust(self._params_bytes, b"\0"))
+            params = (maps + params).ljust(self._params_bytes, b"\0")
             for kernel in kernels:
-                kernel(by_value)
+                kernel(params)
 
 
 def _check_workspace(workspace: Any, needed: int) -> None:
@@ -231,7 +227,7 @@ def softmax(x: Any, y: Any, dtype: str, passes: int, arch: Arch | str | int | No
     rows, cols = x.shape
     kernel = _loaded(softmax_launch(dtype, passes, rows, target(arch).arch), _current_device())
     x_row_stride, y_row_stride = (array.strides[0] // array.itemsize for array in (x, y))
-    kernel(_by_value(pack_softmax(x.data.ptr, y.data.ptr, x_row_stride, y_row_stride, rows, cols)))
+    kernel(pack_softmax(x.data.ptr, y.data.ptr, x_row_stride, y_row_stride, rows, cols))
 
 
 def merge(
@@ -245,7 +241,7 @@ def merge(
 ) -> None:
     """Launch `merge` for (batch, heads, seqlen) rows on the current stream; see `pack_merge`."""
     compiled = merge_launch(dtype, value_dim, prod(sizes), align_bytes, target(arch).arch)
-    _loaded(compiled, _current_device())(_by_value(pack_merge(tensors, lses, *sizes)))
+    _loaded(compiled, _current_device())(pack_merge(tensors, lses, *sizes))
 
 
 def _current_device() -> int:
@@ -266,14 +262,22 @@ class _Kernel:
             kernel.max_dynamic_shared_size_bytes = launch.smem_bytes
         self._function = kernel.kernel
         self._launch = launch
-        self._grid, self._block = (launch.grid, 1, 1), (launch.block, 1, 1)
-        self._refused = cupy.cuda.driver.CUDADriverError
+        self._extents = (launch.grid, 1, 1, launch.block, 1, 1, launch.smem_bytes)
+        self._driver = cupy.cuda.driver
+        self._current_stream = cupy.cuda.get_current_stream
 
-    def __call__(self, params: _Params) -> None:
-        launch = self._launch
+    def __call__(self, params: bytes) -> None:
+        """Launch on the current stream, with the struct that these are the bytes of."""
+        # The driver wants the address of an array of pointers to parameters, of which there is one. CuPy's
+        # own call of a function makes that array from objects, which takes half as long again.
+        pointers = ctypes.c_char_p(params)
+        stream = self._current_stream().ptr
         try:
-            self._function(self._grid, self._block, (params,), launch.smem_bytes)
-        except self._refused as error:
+            self._driver.launchKernel(
+                self._function.ptr, *self._extents, stream, ctypes.addressof(pointers), 0
+            )
+        except self._driver.CUDADriverError as error:
+            launch = self._launch
             raise LaunchError(
                 f"{launch.entry} could not be launched with {launch.grid} blocks of {launch.block} threads "
                 f"and {launch.smem_bytes} bytes of shared memory: {error}"
@@ -285,13 +289,3 @@ def _loaded(compiled: tuple[Variant, Launch], device_id: int) -> _Kernel:
     """The kernel of a variant on a GPU, which must be the current one."""
     variant, launch = compiled
     return _Kernel(jit.load(jit.build(variant)), launch)
-
-
-def _by_value(params: bytes) -> _Params:
-    """An array of one element, which is what CuPy passes by value."""
-    return np.frombuffer(params, dtype=_void(len(params)))
-
-
-@functools.cache
-def _void(size: int) -> np.dtype[Any]:
-    return np.dtype((np.void, size))

@@ -11,7 +11,7 @@ from tolerance import DTYPES, Array
 import cufa
 from cufa.cli import check
 
-SETS = [names for names in (*ALONE, *pairwise()) if "dlse" not in names]
+SETS = [*ALONE, *pairwise()]
 
 
 def solved(features: frozenset[str], dtype: str) -> tuple[Case, dict[str, Array]]:
@@ -31,8 +31,17 @@ def solved(features: frozenset[str], dtype: str) -> tuple[Case, dict[str, Array]
 
 def checked(case: Case, results: dict[str, Array], max_scores: int) -> check.Check:
     rules: dict[str, Any] = {"layout": "bshd", "rng": np.random.default_rng(2), **case.forward}
+    inputs = vars(case.problem) | ({} if case.dlse is None else {"dlse": case.dlse})
     with mock.patch.object(check, "MAX_SCORES", max_scores):
-        return check.check(vars(case.problem), results, **rules)
+        return check.check(inputs, results, **rules)
+
+
+def test_the_gradient_of_the_lse_counts() -> None:
+    case, results = solved(frozenset(("dlse", "dsink")), "float32")
+    without = Case(case.problem, case.numbers, case.arrays, None, case.gradients, case.deterministic)
+    for max_scores in (2**30, 2000):
+        wrong = [each.what for each in checked(without, results, max_scores).comparisons if not each.ok]
+        assert wrong == ["dq", "dk", "dsink"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -332,6 +332,7 @@ ON_EACH = [
     (("--mask", "random", "--dropout", 0.3), ["mask", "dropout_p"], []),
     (("--mask", "random-bits", "--seqused-k", "40,7"), ["mask", "seqused_k"], []),
     (("--deterministic",), ["deterministic"], []),
+    (("--dlse", "--sink"), ["sink", "dlse", "dsink"], ["dsink"]),
     (
         ("--bias", "random", "--sink", "--softcap", 3, "--causal", "--layout", "bhsd"),
         ["softcap", "bias", "sink", "dbias", "dsink"],
@@ -1023,6 +1024,10 @@ def test_compile_of_variants_with_features():
     assert "fwd_1_naive does not support alibi_slopes" in refused("compile", "fwd_1_naive", *TINY, "--alibi")
     assert "give --bias, too" in refused("compile", "fwd_1_naive", *TINY, "--dbias")
     assert "give --sink, too" in refused("compile", "fwd_1_naive", *TINY, "--dsink")
+    assert "give --dbias, too" in refused("compile", "fwd_1_naive", *TINY, "--broadcast-bias")
+    gradient = ("compile", "bwd_2_flash_v2", *TINY, "--bias", "float16", "--dbias")
+    (own_sums,), (broadcast,) = run_json(*gradient), run_json(*gradient, "--broadcast-bias")
+    assert own_sums["path"] != broadcast["path"]
     tf32 = ("--dtype", "float32", "--precision", "tf32")
     assert "float32 as tf32" in run("compile", "softmax", *TINY, *tf32).stdout
     assert "is for float32" in refused("compile", "fwd_4_flash_v2", *TINY, "--precision", "tf32")

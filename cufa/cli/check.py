@@ -111,7 +111,7 @@ def check(
     """Check those of out, lse, dq, dk, dv, dbias and dsink that are in `results`.
 
     Args:
-        inputs: NumPy arrays q, k, v and dout, in the layout.
+        inputs: NumPy arrays q, k, v and dout, in the layout, and dlse if there is one.
         results: what `attention` and `attention_backward` made of them.
         layout: as it was for these calls.
         rng: picks the sample.
@@ -123,6 +123,7 @@ def check(
     sample = _Sample(inputs, results, rules, precision, rng)
     if sample.scores <= sample.budget:
         q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
+        rules["dlse"] = inputs.get("dlse")
         compared = compare_results(q, k, v, dout, results, precision=precision, **rules)
         return Check(tuple(compared), "every element")
     parts, coverage = sample.draw()
@@ -154,7 +155,7 @@ def _compared(name: str, parts: list[_Part]) -> Comparison:
 
 @dataclass(frozen=True)
 class _Matrices:
-    """Some rows and keys of a head, all in one dtype: each (rows or keys, dim), lse (rows,)."""
+    """Some rows and keys of a head, all in one dtype: each (rows or keys, dim), lse and dlse (rows,)."""
 
     head: Head
     Q: Array
@@ -163,6 +164,7 @@ class _Matrices:
     O: Array  # noqa: E741
     dO: Array
     lse: Array
+    dlse: Array
 
 
 class _Sample:
@@ -321,6 +323,8 @@ class _Sample:
         self, sequence: Sequence, h: int, rows: slice, keys: slice, dtype: npt.DTypeLike
     ) -> _Matrices:
         head = self._head(sequence, h, rows, keys, dtype)
+        lse = self._results["lse"][head.lse].astype(dtype)
+        dlse = self._inputs["dlse"][head.lse].astype(dtype) if "dlse" in self._inputs else np.zeros_like(lse)
         return _Matrices(
             head,
             Q=self._inputs["q"][head.queries].astype(dtype),
@@ -328,7 +332,8 @@ class _Sample:
             V=self._inputs["v"][head.keys].astype(dtype),
             O=self._results["out"][head.queries].astype(dtype),
             dO=self._inputs["dout"][head.queries].astype(dtype),
-            lse=self._results["lse"][head.lse].astype(dtype),
+            lse=lse,
+            dlse=dlse,
         )
 
     def _finite_matrices(
@@ -339,7 +344,7 @@ class _Sample:
         q, k = self._inputs["q"], self._inputs["k"]
         head = self._finite_rules.head(q, k, sequence, h, rows, keys, dtype)
         Q, K, V, O, dO = finite(of.Q, of.K, of.V, of.O, of.dO)  # noqa: E741
-        return _Matrices(head, Q, K, V, O, dO, of.lse)
+        return _Matrices(head, Q, K, V, O, dO, of.lse, of.dlse)
 
     def _rounded_matrices(self, sequence: Sequence, h: int, rows: slice, keys: slice) -> _Matrices:
         """What standard attention multiplies: of tf32 the inputs are rounded, too."""
@@ -354,7 +359,7 @@ def _row_results(of: _Matrices, rounded: Callable[[Array], Array]) -> dict[str, 
     S, slope = of.head.scores(of.Q, of.K, rounded)
     P, lse = of.head.softmax(S, rounded)
     dP = of.head.probability_gradients(of.dO, of.V, rounded)
-    D = (P * dP).sum(axis=1)
+    D = (P * dP).sum(axis=1) - of.dlse
     dQ, *_ = of.head.gradients(of.Q, of.K, of.dO, P, dP, D, slope, rounded)
     return {"out": of.head.output(P, of.V, rounded), "lse": lse, "dq": dQ}
 
@@ -365,12 +370,11 @@ def _score_results(of: _Matrices, rounded: Callable[[Array], Array]) -> dict[str
     S, slope = of.head.scores(of.Q, of.K, rounded)
     P = rounded(of.head.probabilities(S, of.lse[:, None]))
     dP = of.head.probability_gradients(of.dO, of.V, rounded)
-    D = (of.dO * of.O).sum(axis=1)
+    D = (of.dO * of.O).sum(axis=1) - of.dlse
     _, dK, dV, dS = of.head.gradients(of.Q, of.K, of.dO, P, dP, D, slope, rounded)
     return {"dk": dK, "dv": dV, "dbias": dS, "dsink": -of.head.sink_probability(of.lse) * D}
 
 
 @np.errstate(all="ignore")
 def _squares(of: _Matrices, rounded: Rounded) -> dict[str, Array]:
-    no_dlse = np.zeros_like(of.lse)
-    return squared_roundings(rounded, of.head, of.Q, of.K, of.V, of.O, of.dO, of.lse, no_dlse)
+    return squared_roundings(rounded, of.head, of.Q, of.K, of.V, of.O, of.dO, of.lse, of.dlse)

@@ -120,18 +120,21 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
         mask: str | None,
         varlen: bool,
         dbias: bool,
+        broadcast_bias: bool,
         dsink: bool,
         precision: str,
         **given: Any,
     ) -> Any:
         if dbias and bias is None:
             raise output.Failure("--dbias is the gradient of a bias; give --bias, too")
+        if broadcast_bias and not dbias:
+            raise output.Failure("--broadcast-bias is about the gradient of a bias; give --dbias, too")
         if dsink and not given["sink"]:
             raise output.Failure("--dsink is the gradient of a sink; give --sink, too")
         scores = (1, 1, _SEQLEN, _SEQLEN)
         features = Features(
             window=(_WINDOW, _WINDOW) if window else (None, None),
-            bias=scores if bias else None,
+            bias=((1, 1, 1, _SEQLEN) if broadcast_bias else scores) if bias else None,
             bias_dtype=bias,
             mask=scores if mask else None,
             mask_bits=mask == "bits",
@@ -149,8 +152,9 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--mask", type=click.Choice(["bool", "bits"]), help="Those with a mask."),
         click.option("--varlen", is_flag=True, help="Those for packed sequences."),
         click.option("--dbias", is_flag=True, help="Backward: with the gradient of the bias."),
-        precision_option,
+        click.option("--broadcast-bias", is_flag=True, help="And the bias one row for all queries."),
         click.option("--dsink", is_flag=True, help="Backward: with the gradient of the sink."),
+        precision_option,
     ]
     options += [
         click.option(f"--{name.replace('_', '-')}", is_flag=True, help=text)

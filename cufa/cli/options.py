@@ -102,6 +102,7 @@ class FeatureOptions:
     mask: str | None = None
     alibi: bool = False
     sink: bool = False
+    dlse: bool = False
     dropout: float = 0.0
     dropout_seed: int = 0
     varlen: tuple[tuple[int, int], ...] | None = None
@@ -168,6 +169,7 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
         *(_score_array_files() if files else _score_arrays()),
         click.option("--alibi", is_flag=True, help="The slopes of ALiBi's paper."),
         click.option("--sink", is_flag=True, help="A random sink, and its gradient."),
+        click.option("--dlse", is_flag=True, help="Backward: a random gradient of the LSE, too."),
         click.option(
             "--dropout",
             type=click.FloatRange(min=0, max=1, max_open=True),

@@ -53,8 +53,8 @@ class Rung:
 class Workload:
     """Arrays, on the GPU as CuPy's or NumPy's, and how to attend.
 
-    The arrays are q, k, v and dout, and those that the features have, by the names of the arguments of
-    `cufa.attention`.
+    The arrays are q, k, v and dout, those that the features have, by the names of the arguments of
+    `cufa.attention`, and dlse, which the backward alone is given.
     """
 
     arrays: Arrays
@@ -78,7 +78,7 @@ class Workload:
         """The gradients, from what `forward` returned."""
         names = [f"d{name}" for name in self.gradients]
         options = self._options(rung) | {f"return_{name}": True for name in names[3:]}
-        options["deterministic"] = self.features.deterministic
+        options |= self._backward_options()
         with library_errors():
             gradients = cufa.attention_backward(
                 **self._tensors("dout", "q", "k", "v"), out=results["out"], lse=results["lse"], **options
@@ -99,7 +99,7 @@ class Workload:
     def check(self, host: Arrays, results: Arrays, rng: np.random.Generator) -> check.Check:
         """Results against float64; all arrays are NumPy's, and `host` has those that are computed with."""
         on_host = replace(self, arrays=host)
-        inputs = {name: host[name] for name in _TENSORS}
+        inputs = {name: host[name] for name in (*_TENSORS, "dlse") if name in host}
         return check.check(inputs, results, layout=self.layout, rng=rng, **on_host.rules())
 
     def plan(self, direction: Direction, rung: Rung) -> cufa.Plan:
@@ -108,16 +108,16 @@ class Workload:
         for name in ("softmax_scale", "seed", "backend"):
             options.pop(name, None)
         if direction == "backward":
-            options |= {"backward": True, "gradients": self.gradients[3:]}
-            options["deterministic"] = self.features.deterministic
+            options |= {"backward": True, "gradients": self.gradients[3:]} | self._backward_options()
         with library_errors():
             return cufa.plan(**self._tensors("q", "k", "v"), **options)
 
     def problem(self, direction: Direction) -> Problem:
         """What is asked for; Failure if the arrays don't go together."""
-        shapes = {name: array.shape for name, array in self.arrays.items()}
-        dtypes = {name: array.dtype for name, array in self.arrays.items()}
         asked, backward = self.features, direction == "backward"
+        given = {name: array for name, array in self.arrays.items() if backward or name != "dlse"}
+        shapes = {name: array.shape for name, array in given.items()}
+        dtypes = {name: array.dtype for name, array in given.items()}
         options = Options(
             causal=asked.causal,
             window=asked.window,
@@ -153,12 +153,18 @@ class Workload:
             rules |= {"dropout_p": asked.dropout, "seed": asked.dropout_seed}
         if asked.precision != "ieee":
             rules["precision"] = asked.precision
-        return rules | {name: array for name, array in self.arrays.items() if name not in _TENSORS}
+        others = (*_TENSORS, "dlse")
+        return rules | {name: array for name, array in self.arrays.items() if name not in others}
 
     def _options(self, rung: Rung) -> Arrays:
         """Those, and the ones that say how the arrays lie and what computes."""
         backend = "cuda" if self.on_gpu else "numpy"
         return self.rules() | asdict(rung) | {"layout": self.layout, "backend": backend}
+
+    def _backward_options(self) -> Arrays:
+        """Those that the backward alone has."""
+        dlse = {"dlse": self.arrays["dlse"]} if "dlse" in self.arrays else {}
+        return {"deterministic": self.features.deterministic, **dlse}
 
     def _tensors(self, *names: str) -> Arrays:
         return {name: self.arrays[name] for name in names}
@@ -266,6 +272,8 @@ def _described(problem: Problem, features: FeatureOptions, layout: str) -> Array
         described["alibi_slopes"] = alibi_slopes(heads).astype(problem.accumulator)
     if features.sink:
         described["sink"] = zeros(problem.accumulator, heads)
+    if features.dlse:
+        described["dlse"] = zeros(problem.accumulator, *lse_shape(problem))
     return described
 
 
@@ -276,7 +284,7 @@ def _draw(name: str, described: Any, rng: np.random.Generator) -> Any:
         return np.packbits(_seen(rng, (*shape, 8)), axis=-1)[..., 0]
     if name == "mask":
         return _seen(rng, shape)
-    if name in (*_TENSORS, "bias", "sink"):
+    if name in (*_TENSORS, "bias", "sink", "dlse"):
         return normal(rng, shape, dtype)
     return described
 

@@ -13,24 +13,33 @@ from cufa.plan.record import TensorBox
 from cufa.plan.sizes import TENSOR_MAP_BYTES
 from cufa.problem import Problem
 
-# Encoded tensors that one executable remembers for each of its maps.
+# Calls that an encoder remembers, and tensors for each of their maps.
 _REMEMBERED = 256
 
 
 class Encoder:
-    """Encodes the maps that a plan's kernel asks for."""
+    """Encodes the maps that a plan's kernel asks for.
+
+    It remembers each of them, and those of a whole call, which a call that comes again finds at once.
+    """
 
     def __init__(self, problem: Problem, boxes: Sequence[TensorBox]) -> None:
         """Fix what all calls have in common; what changes are addresses and strides."""
         remember = functools.lru_cache(maxsize=_REMEMBERED)
-        self._encoders = [
+        encoders = [
             (remember(functools.partial(_encode, problem, box)), slice(4 * box.tensor, 4 * box.tensor + 4))
             for box in boxes
         ]
 
+        @remember
+        def encode_all(*tensors: int) -> bytes:
+            return b"".join([encode(*tensors[place]) for encode, place in encoders])
+
+        self._encode_all = encode_all
+
     def __call__(self, tensors: Sequence[int]) -> bytes:
         """The maps one after the other; `tensors` are `pack_attention`'s."""
-        return b"".join([encode(*tensors[place]) for encode, place in self._encoders])
+        return self._encode_all(*tensors)
 
 
 def _encode(

@@ -34,7 +34,7 @@ from cufa.problem import (
     make_problem,
     output_shape,
 )
-from cufa.tensor_layout import Axes, Layout, Lies, alignment, layout_of
+from cufa.tensor_layout import Axes, Layout, Storage, alignment, layout_of
 
 Tiles = Mapping[str, int]
 Window = tuple[int | None, int | None] | None
@@ -554,12 +554,12 @@ def _known(
     out = output_shape(problem, options.layout)
     axes: Axes = (None, 0, 1) if problem.features.packed else check_layout(options.layout)
     # What is not given is or will be contiguous.
-    lies: dict[str, Lies] = {"out": (out, None), "dout": (out, None)}
-    lies |= {f"d{name}": (shapes[name], None) for name in ("q", "k", "v")}
-    lies |= {name: (shape, strides) for name, shape, strides, _ in tensors}
+    storage: dict[str, Storage] = {"out": (out, None), "dout": (out, None)}
+    storage |= {f"d{name}": (shapes[name], None) for name in ("q", "k", "v")}
+    storage |= {name: (shape, strides) for name, shape, strides, _ in tensors}
     return _Known(
         problem,
-        layout_of(tuple(lies[name] for name in _TENSORS[direction]), problem.itemsize, axes),
+        layout_of(tuple(storage[name] for name in _TENSORS[direction]), problem.itemsize, axes),
         axes,
         (out, DTYPES[problem.dtype]),
         (lse_shape(problem), problem.accumulator),
@@ -655,8 +655,8 @@ def _write_probabilities(
         in_layout = probabilities.axes(call.options.layout)
         call.tensors["attn_probs"] = call.tensors["probs"].transpose(in_layout)
         names = ("q", "k", "v", "attn_probs")
-        lies = tuple((call.tensors[name].shape, call.tensors[name].strides) for name in names)
-        layout = layout_of(lies, call.problem.itemsize, call.known.axes)
+        storage = tuple((call.tensors[name].shape, call.tensors[name].strides) for name in names)
+        layout = layout_of(storage, call.problem.itemsize, call.known.axes)
         rung = _Rung(None, None, arch, attn_probs=True)
         _run_on_gpu(call, names, layout, softmax_scale, values, None, rung)
     else:

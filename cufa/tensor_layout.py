@@ -16,7 +16,7 @@ from cufa.problem import MAX_ALIGN_BYTES, Shape
 # Where a tensor has batch, seqlen and heads; packed sequences have no batch.
 Axes = tuple[int | None, int, int]
 # The shape of a tensor, and its strides in bytes; None for those of a contiguous one.
-Lies = tuple[Shape, Shape | None]
+Storage = tuple[Shape, Shape | None]
 
 
 class Layout(NamedTuple):
@@ -45,7 +45,7 @@ class Layout(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def layout_of(tensors: tuple[Lies, ...], itemsize: int, axes: Axes) -> Layout:
+def layout_of(tensors: tuple[Storage, ...], itemsize: int, axes: Axes) -> Layout:
     """The layout of tensors of one dtype, of which an element has `itemsize` bytes."""
     scattered = tuple(
         number

@@ -1,0 +1,240 @@
+"""Calls of CuPy arrays from end to end without a GPU: their memory is the host's, the emulator runs kernels.
+
+What a GPU's driver would be asked is answered here; all that comes before it is what a GPU runs.
+"""
+
+import ctypes
+import itertools
+import types
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from emulator import Module, calls
+from feature_cases import draw_case
+from tolerance import assert_attention, assert_gradients, random_problem
+
+import cufa
+from cufa import api, arrays, counters, device, jit, launch
+from cufa.plan.sizes import TENSOR_MAP_BYTES
+
+pytestmark = pytest.mark.emulator
+
+cupy = pytest.importorskip("cupy")
+driver = pytest.importorskip("cuda.bindings.driver")
+
+# So few SMs that a persistent block takes several tiles.
+DEVICE = replace(calls.DEVICE, sm_count=3)
+
+
+class Machine:
+    """A GPU that is none: its memory, and the kernels that were launched on it."""
+
+    def __init__(self):
+        self.memory = []
+        self.functions = []
+        self.launched = []
+
+    def allocate(self, size):
+        """Memory as CuPy's pool has it, with NaN in it."""
+        whole = np.full(size + 1024, 0xFF, np.uint8)
+        return self.place(whole[-whole.ctypes.data % 512 :][:size])
+
+    def place(self, memory):
+        """A pointer of CuPy's to memory of NumPy's."""
+        self.memory.append(memory)
+        unowned = cupy.cuda.UnownedMemory(memory.ctypes.data, memory.nbytes, memory, device_id=0)
+        return cupy.cuda.MemoryPointer(unowned, 0)
+
+    def empty(self, shape, dtype=float):
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return cupy.ndarray(shape, dtype, self.allocate(size))
+
+    def array(self, host):
+        """As `cupy.asarray`, with the strides that the array has and what lies between its rows."""
+        first, end = arrays.span(host)
+        pointer = self.allocate(end - first)
+        self.memory[-1][:] = np.frombuffer(ctypes.string_at(first, end - first), np.uint8)
+        return cupy.ndarray(host.shape, host.dtype, pointer + (arrays.address(host) - first), host.strides)
+
+    def contiguous(self, array):
+        copy = self.empty(array.shape, array.dtype)
+        host(copy)[...] = host(array)
+        return copy
+
+    def load(self, variant):
+        module = Module(variant.source, variant.macros, checked=False)
+        size = int(dict(variant.macros)["PARAMS_BYTES"])
+
+        def function(entry):
+            self.functions.append((module, entry, size))
+            return types.SimpleNamespace(kernel=types.SimpleNamespace(ptr=len(self.functions) - 1))
+
+        return types.SimpleNamespace(get_function=function)
+
+    def launch_kernel(self, function, grid, _y, _z, block, _by, _bz, smem_bytes, stream, pointers, _extra):
+        module, entry, size = self.functions[function]
+        params = ctypes.string_at(ctypes.c_void_p.from_address(pointers).value, size)
+        buffers = {str(number): memory for number, memory in enumerate(self.memory)}
+        module.launch(entry, grid, block, smem_bytes, params, buffers)
+        self.launched.append(entry)
+
+
+def host(array):
+    """The memory of an array, as NumPy's."""
+    first, end = arrays.span(array)
+    memory = (ctypes.c_char * (end - first)).from_address(first)
+    return np.ndarray(array.shape, array.dtype, memory, array.data.ptr - first, array.strides)
+
+
+def encode(_type, _rank, address, extents, strides, box, *_):
+    """What `cuTensorMapEncodeTiled` is asked for, as the emulator has it."""
+    dim, rows, heads, batch = map(int, extents)
+    row_stride, head_stride, batch_stride = map(int, strides)
+    where = np.ndarray(
+        (batch, rows, heads, dim),
+        np.float16,
+        (ctypes.c_char * 2**40).from_address(address),
+        strides=(batch_stride, row_stride, head_stride, 2),
+    )
+    cols, box_rows, *_ = map(int, box)
+    words = np.frombuffer(calls.tensor_map(where, box_rows, cols), np.uint64)
+    assert words.nbytes == TENSOR_MAP_BYTES
+    return driver.CUresult.CUDA_SUCCESS, types.SimpleNamespace(opaque=words.tolist())
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    machine = Machine()
+    counter = np.zeros(1, np.uint32)
+    machine.memory.append(counter)
+    monkeypatch.delenv("CUFA_ARCH", raising=False)
+    monkeypatch.setattr(device, "gpu_present", lambda: True)
+    monkeypatch.setattr(device, "current", lambda: DEVICE)
+    monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: 0)
+    monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: types.SimpleNamespace(ptr=0))
+    monkeypatch.setattr(cupy.cuda, "alloc", machine.allocate)
+    monkeypatch.setattr(cupy, "empty", machine.empty)
+    monkeypatch.setattr(cupy, "ascontiguousarray", machine.contiguous)
+    asked = types.SimpleNamespace(launchKernel=machine.launch_kernel, CUDADriverError=RuntimeError)
+    monkeypatch.setattr(cupy.cuda, "driver", asked)
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
+    monkeypatch.setattr(
+        counters, "of_device", lambda _: types.SimpleNamespace(take=lambda: counter.ctypes.data)
+    )
+    monkeypatch.setattr(jit, "build", lambda variant: variant)
+    monkeypatch.setattr(jit, "load", machine.load)
+    for cached in (api._executable, api._loaded, launch._loaded):
+        cached.cache_clear()
+    yield machine
+    for cached in (api._executable, api._loaded, launch._loaded):
+        cached.cache_clear()
+    assert counter[0] == 0
+
+
+def check(machine, problem, causal=True, rungs=(), **options):
+    """Both directions of a call; the entries that are named must be among those launched."""
+    q, k, v, dout = map(machine.array, (problem.q, problem.k, problem.v, problem.dout))
+    out, lse = cufa.attention(q, k, v, causal=causal, return_lse=True, **options)
+    assert_attention(host(out), host(lse), problem, causal=causal)
+    gradients = cufa.attention_backward(dout, q, k, v, out, lse, causal=causal, **options)
+    assert_gradients(tuple(map(host, gradients)), problem, causal=causal)
+    assert set(rungs) <= set(machine.launched)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_each_dtype(machine, rng, dtype):
+    check(machine, random_problem(rng, dtype, batch=2, seqlen_q=70, seqlen_k=90, heads=4, kv_heads=2))
+    assert ("fwd_6_wgmma" in machine.launched) == (dtype in ("float16", "bfloat16"))
+
+
+@pytest.mark.parametrize("storage", ["packed", "bhsd", "reversed"])
+def test_strides(machine, rng, storage):
+    sizes = {"batch": 2, "seqlen_q": 70, "seqlen_k": 90, "heads": 4, "kv_heads": 2}
+    kernel = "fwd_5_mma" if storage == "reversed" else "fwd_6_wgmma"
+    check(machine, random_problem(rng, "float16", **sizes, layout=storage), rungs=[kernel])
+
+
+@pytest.mark.parametrize("axes", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+def test_one_place_for_all(machine, rng, axes):
+    problem = random_problem(rng, "float16", batch=2, seqlen_q=70, seqlen_k=90, heads=2)
+    first = tuple(slice(1) if axis in axes else slice(None) for axis in range(4))
+    k, v = (np.broadcast_to(x[first], x.shape) for x in (problem.k, problem.v))
+    check(machine, replace(problem, k=k, v=v), rungs=["fwd_6_wgmma"])
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (7, 5)])
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 70), (70, 1)])
+def test_axes_with_one_place(machine, rng, lengths, dims):
+    """Their strides may be anything."""
+    problem = random_problem(
+        rng, "float16", seqlen_q=lengths[0], seqlen_k=lengths[1], head_dim=dims[0], head_dim_v=dims[1]
+    )
+
+    def odd(x):
+        strides = [2 if size == 1 else stride for size, stride in zip(x.shape, x.strides, strict=True)]
+        return np.ndarray(x.shape, x.dtype, x, strides=strides)
+
+    check(machine, replace(problem, **{name: odd(getattr(problem, name)) for name in ("q", "k", "v")}))
+
+
+def test_arrays_that_must_be_copied(machine, rng):
+    problem = random_problem(rng, "float16", batch=2, seqlen_q=30, seqlen_k=40, heads=2, head_dim=24)
+    q, k, v, dout = (machine.array(np.asfortranarray(x)) for x in vars(problem).values())
+    out, lse = cufa.attention(q, k, v, causal=True, return_lse=True)
+    lse = machine.array(np.asfortranarray(host(lse)))
+    assert_attention(host(out), host(lse), problem, causal=True)
+    gradients = cufa.attention_backward(dout, q, k, v, out, lse, causal=True)
+    assert_gradients(tuple(map(host, gradients)), problem, causal=True)
+
+
+def test_features_and_their_gradients(machine, rng):
+    names = ("window", "softcap", "bias", "mask", "alibi_slopes", "sink", "dropout", "dlse", "dbias", "dsink")
+    case = draw_case(rng, "float16", names, seqlen_q=39, seqlen_k=53, heads=2, kv_heads=1, head_dim=24)
+    problem = case.problem
+    forward = case.numbers | {name: machine.array(array) for name, array in case.arrays.items()}
+    q, k, v, dout = map(machine.array, (problem.q, problem.k, problem.v, problem.dout))
+    out, lse = cufa.attention(q, k, v, **forward, return_lse=True)
+    assert_attention(host(out), host(lse), problem, **case.forward)
+    asked = {f"return_d{name}": True for name in case.gradients}
+    gradients = cufa.attention_backward(
+        dout, q, k, v, out, lse, **forward, dlse=machine.array(case.dlse), **asked
+    )
+    assert_gradients(tuple(map(host, gradients)), problem, **case.backward)
+
+
+def test_probabilities_and_parts(machine, rng):
+    problem = random_problem(rng, "float32", batch=2, seqlen_q=20, seqlen_k=30, heads=2, head_dim=16)
+    q, k, v, _ = map(machine.array, vars(problem).values())
+    for layout, order in (("bshd", (0, 1, 2, 3)), ("bhsd", (0, 2, 1, 3))):
+        inputs = [x.transpose(order) for x in (q, k, v)]
+        out, _, probs = cufa.attention(*inputs, layout=layout, return_attn_probs=True)
+        values = problem.v.transpose(0, 2, 1, 3)
+        np.testing.assert_allclose(
+            host(probs) @ values, host(out).transpose(order).transpose(0, 2, 1, 3), atol=1e-5
+        )
+    halves = [
+        cufa.attention(q, x, y, return_lse=True) for x, y in ((k[:, :11], v[:, :11]), (k[:, 11:], v[:, 11:]))
+    ]
+    merged, merged_lse = cufa.merge(*itertools.chain(*halves))
+    assert_attention(host(merged), host(merged_lse), problem)
+
+
+def test_a_call_that_comes_again_and_one_at_other_addresses(machine, rng):
+    """Maps are remembered for the tensors that they are of."""
+    problems = [random_problem(rng, "float16", seqlen_q=70, seqlen_k=90, heads=2) for _ in range(2)]
+    placed = [[machine.array(x) for x in vars(problem).values()] for problem in problems]
+    for number in (0, 1, 0, 0, 1):
+        q, k, v, _ = placed[number]
+        out, lse = cufa.attention(q, k, v, return_lse=True)
+        assert_attention(host(out), host(lse), problems[number])
+    assert len({id(module) for module, _, _ in machine.functions}) == 1
+
+
+def test_a_refusal_comes_before_any_allocation(machine, rng):
+    problem = random_problem(rng, "float32", seqlen_q=20, seqlen_k=30, head_dim=16)
+    q, k, v, _ = map(machine.array, vars(problem).values())
+    before = len(machine.memory)
+    with pytest.raises(ValueError, match="fwd_6_wgmma supports float16"):
+        cufa.attention(q, k, v, return_attn_probs=True, kernel="fwd_6_wgmma")
+    assert len(machine.memory) == before

@@ -666,19 +666,9 @@ def _write_probabilities(
 
 
 @functools.lru_cache(maxsize=4096)
-def _executable(
-    known: _Known,
-    align_bytes: int,
-    ascending: bool,
-    kernel: str | None,
-    tiles: tuple[tuple[str, int], ...] | None,
-    arch: ArchLike | None,
-    environment_arch: str | None,
-    device_id: int,
-    attn_probs: bool,
-) -> launch.Executable:
-    problem = replace(known.problem, align_bytes=align_bytes, ascending=ascending)
-    return _loaded(problem, kernel, tiles, arch, environment_arch, device_id, attn_probs)
+def _executable(known: _Known, align_bytes: int, ascending: bool, *how: Any) -> launch.Executable:
+    """What runs calls that are alike; `how` are those arguments of `_loaded` that follow the problem."""
+    return _loaded(replace(known.problem, align_bytes=align_bytes, ascending=ascending), *how)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -691,7 +681,7 @@ def _loaded(
     device_id: int,
     attn_probs: bool,
 ) -> launch.Executable:
-    """One for all the layouts that differ in strides alone."""
+    """The same one for calls whose layouts differ in strides alone."""
     device = target(arch)
     if attn_probs:
         return launch.Executable(make_probabilities_plan(problem, device))

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,3 +27,22 @@ def pytest_collection_modifyitems(items):
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """Other numbers for every test, and the same in each of its runs."""
     return np.random.default_rng(int(hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16], 16))
+
+
+@pytest.fixture
+def h200_properties() -> dict[str, Any]:
+    """What CUDA's runtime says of an H200."""
+    return {
+        "name": b"NVIDIA H200",
+        "major": 9,
+        "minor": 0,
+        "sharedMemPerBlockOptin": 232448,
+        "sharedMemPerMultiprocessor": 233472,
+        "reservedSharedMemPerBlock": 1024,
+        "regsPerMultiprocessor": 65536,
+        "maxThreadsPerMultiProcessor": 2048,
+        "maxBlocksPerMultiProcessor": 32,
+        "warpSize": 32,
+        "multiProcessorCount": 132,
+        "l2CacheSize": 62914560,
+    }

@@ -123,25 +123,11 @@ class Elsewhere:
 
 
 @pytest.fixture
-def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
+def cupy(monkeypatch: pytest.MonkeyPatch, h200_properties: dict[str, Any]) -> Any:
     """A machine with an H200 and CuPy."""
-    properties = {
-        "name": b"NVIDIA H200",
-        "major": 9,
-        "minor": 0,
-        "sharedMemPerBlockOptin": 232448,
-        "sharedMemPerMultiprocessor": 233472,
-        "reservedSharedMemPerBlock": 1024,
-        "regsPerMultiprocessor": 65536,
-        "maxThreadsPerMultiProcessor": 2048,
-        "maxBlocksPerMultiProcessor": 32,
-        "warpSize": 32,
-        "multiProcessorCount": 132,
-        "l2CacheSize": 62914560,
-    }
     runtime = SimpleNamespace(
         getDevice=lambda: 0,
-        getDeviceProperties=lambda _: properties,
+        getDeviceProperties=lambda _: h200_properties,
         CUDARuntimeError=CUDARuntimeError,
     )
     module: Any = ModuleType("cupy")

@@ -23,24 +23,10 @@ class CUDARuntimeError(RuntimeError):
 
 
 @pytest.fixture
-def fake_gpus(monkeypatch):
+def fake_gpus(monkeypatch, h200_properties):
     """A 9.0 and an 8.6, of which `selected` is current, behind a module that stands for CuPy."""
-    h200 = {
-        "name": b"NVIDIA H200",
-        "major": 9,
-        "minor": 0,
-        "sharedMemPerBlockOptin": 232448,
-        "sharedMemPerMultiprocessor": 233472,
-        "reservedSharedMemPerBlock": 1024,
-        "regsPerMultiprocessor": 65536,
-        "maxThreadsPerMultiProcessor": 2048,
-        "maxBlocksPerMultiProcessor": 32,
-        "warpSize": 32,
-        "multiProcessorCount": 132,
-        "l2CacheSize": 62914560,
-    }
-    a10 = h200 | {"name": b"NVIDIA A10", "major": 8, "minor": 6, "multiProcessorCount": 72}
-    gpus = SimpleNamespace(selected=0, properties=[h200, a10], reads=0)
+    a10 = h200_properties | {"name": b"NVIDIA A10", "major": 8, "minor": 6, "multiProcessorCount": 72}
+    gpus = SimpleNamespace(selected=0, properties=[h200_properties, a10], reads=0)
 
     def get_properties(index):
         gpus.reads += 1

@@ -9,7 +9,9 @@
 __device__ inline void wait_for(ptx::Barrier& barrier, unsigned int parity, int stage,
                                 Caller caller = Caller::here()) {
     const Watchdog watchdog;
-    while (!ptx::barrier_try_wait(barrier, parity)) watchdog.check(barrier, stage, caller);
+    while (!ptx::barrier_try_wait(barrier, parity)) {
+        watchdog.check("stage", stage, &barrier, caller);
+    }
 }
 
 // Where in a ring of Stages a thread is. `parity` is that of the phase in which the stage becomes

@@ -25,15 +25,14 @@ struct Caller {
 struct Watchdog {
     long long begin = kWatchdogSeconds == 0 ? 0 : ptx::nanoseconds();
 
-    __device__ void check(const ptx::Barrier& barrier, int stage, Caller caller) const {
+    // Says that it is `what` number `number`, of which `at` keeps count, that does not come.
+    __device__ void check(const char* what, int number, const void* at, Caller caller) const {
         constexpr long long kLimit = kWatchdogSeconds * 1'000'000'000ll;
         if (kLimit == 0 || ptx::nanoseconds() - begin < kLimit) return;
         if (threadIdx.x % 32 == 0) {
-            printf(
-                "cufa: block %u, thread %u has waited %d s in %s, line %d, for stage %d; its "
-                "barrier is at byte %u of shared memory\n",
-                blockIdx.x, threadIdx.x, kWatchdogSeconds, caller.function, caller.line, stage,
-                ptx::shared_address(&barrier));
+            printf("cufa: block %u, thread %u has waited %d s in %s, line %d, for %s %d at %p\n",
+                   blockIdx.x, threadIdx.x, kWatchdogSeconds, caller.function, caller.line, what,
+                   number, at);
         }
         __trap();
     }

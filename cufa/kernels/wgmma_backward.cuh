@@ -415,7 +415,9 @@ __device__ inline void keep_order(Ring<Stages>& order, const Workspace& workspac
     RingPosition<Stages> to;
     for (; !at.at_end(); at.advance()) {
         unsigned int* added = &workspace.added_to(batch, at.head, at.tile)[warpgroup];
+        const Watchdog watchdog;
         while (ptx::load_acquire(added) != turn) {
+            watchdog.check("turn", turn, added, Caller::here());
         }
         ptx::barrier_arrive(order.full[to.stage]);
         wait_for(order.empty[to.stage], to.parity, to.stage);

@@ -88,6 +88,11 @@ __device__ inline void send_tile(Tile (&tiles)[kStages], Ring<kStages>& ring,
     copy_tile(tiles[at.stage], map, full, kPacked ? 0 : work.batch, work.kv_head, first_key);
 }
 
+// A block asks for its next tile of queries when this many tiles of keys are left of the one that
+// it has: the answer takes a while, but whoever asks early gets long work that others would be done
+// with sooner.
+constexpr int kAskAhead = 4;
+
 __device__ inline void produce(Smem& smem, const Params& params) {
     const Order order(params.call);
     const TileCounter counter{static_cast<unsigned int*>(params.call.workspace),
@@ -99,9 +104,11 @@ __device__ inline void produce(Smem& smem, const Params& params) {
     for (;;) {
         const WorkTile work = order.at(index);
         if (!work.exists()) break;
-        index = counter.next();  // early: the answer takes a while
         const Sequence sequence = work.sequence(params.call);
-        if (kPacked && work.first_row >= sequence.seqlen_q) continue;
+        if (kPacked && work.first_row >= sequence.seqlen_q) {
+            index = counter.next();
+            continue;
+        }
         const KeyTiles keys = key_tiles_of(params.call, work);
         const int first_key = sequence.first_k;
         int tile = keys.end - 1;
@@ -109,15 +116,20 @@ __device__ inline void produce(Smem& smem, const Params& params) {
             send_tile(smem.k, smem.k_ring, at, params.k, work, first_key + tile * kBlockN);
         send_queries(smem, params, q_at, work);
         // Keys are needed a tile ahead of values.
-        for (; tile >= keys.begin; --tile) {
-            RingPosition<kStages> next = at;
-            next.advance();
-            const int key = first_key + tile * kBlockN;
-            if (tile > keys.begin)
-                send_tile(smem.k, smem.k_ring, next, params.k, work, key - kBlockN);
-            send_tile(smem.v, smem.v_ring, at, params.v, work, key);
-            at = next;
-        }
+        const auto send_down_to = [&](int begin) {
+            for (; tile >= begin; --tile) {
+                RingPosition<kStages> next = at;
+                next.advance();
+                const int key = first_key + tile * kBlockN;
+                if (tile > keys.begin)
+                    send_tile(smem.k, smem.k_ring, next, params.k, work, key - kBlockN);
+                send_tile(smem.v, smem.v_ring, at, params.v, work, key);
+                at = next;
+            }
+        };
+        send_down_to(keys.begin + kAskAhead);
+        index = counter.next();
+        send_down_to(keys.begin);
     }
     send_queries(smem, params, q_at, WorkTile::none());
 }
@@ -475,7 +487,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
     __syncthreads();
 
-    const int warpgroup = threadIdx.x / kWarpgroup;
+    // The same for a warp in the compiler's eyes too: what depends on it goes to uniform registers.
+    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
     if (warpgroup == 0) {
         ptx::registers_decrease<kProducerRegisters>();
         const int inspector = static_cast<int>(threadIdx.x) / 32 - 1;

@@ -345,9 +345,8 @@ struct Consumer {
             row.total<4>();
             scale[half] = 1;
             if constexpr (kSink) scale[half] = row.add(sink_log2(work.head));
-            scale[half] *= row.normalizer();
+            scale[half] *= row.sum == 0 ? 0 : ptx::reciprocal_fast(row.sum);
         }
-        store_lse(softmax, work);
 #pragma unroll
         for (int col = 0; col < kDims; col += kStoreCols) {
             constexpr int kCols = min_of(kStoreCols, kDims);
@@ -360,6 +359,7 @@ struct Consumer {
             round_to_operand<kCols>(rounded, part);
             send_out<kCols>(rounded, work, col);
         }
+        store_lse(softmax, work);  // last: the fence before a copy waits for what was written
     }
 
     // The head's sink is one more score of each of its rows.

@@ -43,6 +43,13 @@ __device__ inline float exp2_fast(float x) {
     return y;
 }
 
+// 1 / x within 1 ulp; subnormal x count as 0.
+__device__ inline float reciprocal_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // tanh within 2^-11 of itself.
 __device__ inline float tanh_fast(float x) {
     float y;

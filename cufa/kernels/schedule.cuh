@@ -54,11 +54,12 @@ struct WorkTile : Lengths {
     __device__ static WorkTile none() { return {Sequence(-1, 0, 0, 0, 0), 0, 0, 0}; }
 };
 
-// The order in which tiles are taken. Heads come in sections: enough of them to keep all blocks
-// busy for a while, no more than have their keys and values in the L2 cache at once. Under a causal
-// mask the last queries of a section's heads come first: those see most keys, and long work that
-// starts late would leave the GPU waiting for it. Sections are powers of two, as numbers of heads
-// mostly are: a small one at the end would start its long work late.
+// The order in which tiles are taken. Heads come in sections: enough of them for a round of all
+// blocks, no more than have their keys and values in the L2 cache at once. Under a causal mask the
+// last queries of a section's heads come first: those see most keys, and long work that starts late
+// would leave the GPU waiting for it. It is they that read keys and values from memory, so that
+// larger sections would have memory busy at first and idle later. Sections are powers of two, as
+// numbers of heads mostly are: a small one at the end would start its long work late.
 template <int BlockM, int SectionBytes>
 struct TileOrder {
     const ForwardParams& call;
@@ -72,9 +73,10 @@ struct TileOrder {
         heads = kPacked ? sizes.heads : sizes.batch * sizes.heads;
         section_heads = group();
         if (!kRangeMask) return;
-        constexpr int kRounds = 3, kRowBytes = (kHeadDim + kValueDim) * int(sizeof(scalar_t));
+        constexpr int kRowBytes = (kHeadDim + kValueDim) * int(sizeof(scalar_t));
         const unsigned int cached = SectionBytes / kRowBytes / max(1, sizes.seqlen_k) * group();
-        while (2 * section_heads <= cached && section_heads * tiles < kRounds * gridDim.x) {
+        while (2 * section_heads <= cached &&
+               (section_heads < kLeastHeads || section_heads * tiles < gridDim.x)) {
             section_heads *= 2;
         }
     }
@@ -97,6 +99,10 @@ struct TileOrder {
     }
 
   private:
+    // A round of tiles of long heads is of few heads, of which the last section would begin with
+    // few long tiles.
+    static constexpr unsigned int kLeastHeads = 8;
+
     // Query heads that share keys and values.
     __device__ unsigned int group() const {
         return unsigned(call.sizes.heads) / unsigned(call.sizes.kv_heads);

@@ -5,19 +5,22 @@
 // dS^T stay in registers for dV += P^T dO and dK += dS^T Q. dS^T also goes to shared memory, where
 // both warpgroups' parts meet in dQ^T = K^T dS^T, which is added to sums in global memory. A
 // warpgroup does so one tile later, so that neither waits for the other and one multiplies while
-// the other exponentiates.
+// the other exponentiates. A block stays for many tiles of keys: while one's gradients are stored,
+// the next one's products run.
 //
 // Three launches: row_sums (the rows' statistics, and dQ's sums set to zero), key_tiles,
 // round_queries.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
-// Owns     block: 128 keys of one KV head; warpgroup: 64 of them
-// Shared   K, V; rings of STAGES Q and dO tiles with the rows' statistics, and dS^T tiles
-// Global   workspace: sums of dQ, then statistics (wgmma_backward.cuh)
+// Owns     block: 128 keys of one KV head at a time; warpgroup: 64 of them
+// Shared   rings of two K and V tiles, which become dK and dV; of STAGES Q and dO tiles with the
+//          rows' statistics; of dS^T tiles
+// Global   workspace: sums of dQ, statistics, counts (wgmma_backward.cuh)
 // Writes   dQ, dK, dV
 #include "wgmma_backward.cuh"
 
 constexpr int kBlockM = BLOCK_M, kStages = STAGES;
+constexpr int kKeyStages = 2;
 constexpr int kBlockN = kConsumers * kWgmmaM;
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kHelperThreads = HELPER_THREADS;
@@ -57,20 +60,26 @@ static_assert(kPanels <= kConsumers, "a warpgroup has one panel of dQ");
 using Sums = QuerySums<kBlockM, kPanels, kConsumers / kPanels>;
 static_assert(kPanels > 1 || Sums::kCols == kPanelCols, "a warpgroup has one panel of dS");
 using QueryPart = WgmmaSums<Sums::kCols>;
-using QueryWorkspace = Workspace<kBlockM, Sums>;
+using QueryWorkspace = Workspace<kBlockM, Sums, kOrdered>;
+
+struct Queries {
+    QueryRows q;
+    OutRows dout;
+};
 
 struct Smem {
-    KeyRows k[kConsumers];
-    ValueRows v[kConsumers];
-    QueryRows q[kStages];
-    OutRows dout[kStages];
+    KeyRows k[kKeyStages][kConsumers];
+    ValueRows v[kKeyStages][kConsumers];
+    Queries queries[kStages];
     ScoreRows ds[kStages][kConsumers];
     Statistics rows[kStages];
+    KeyWork work[kKeyStages];
     Ring<kStages> ring;
     Ring<kStages> ds_ring;
-    Ring<1> keys_ring;
-    Ring<kStages> order[kConsumers];  // a warpgroup's turns to add to dQ, if they are ordered
-    bool took_out[kConsumers];        // whether there was NaN or infinity in masked tiles
+    Ring<kKeyStages> keys_ring;
+    ptx::Barrier gradients[kKeyStages];     // whether they lie where the keys were
+    Ring<kStages> order[kConsumers];        // a warpgroup's turns to add to dQ, if they are ordered
+    bool took_out[kKeyStages][kConsumers];  // whether there was NaN or infinity in masked tiles
 };
 
 using Scores = WgmmaSums<kBlockM>;
@@ -78,59 +87,108 @@ using Weights = WgmmaOperand<kBlockM>;
 
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     row_sums(const __grid_constant__ Params params) {
+    const Sizes& sizes = params.call.sizes;
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        *QueryWorkspace(params.call.workspace, sizes).taken = 0;
+    }
+    if (sizes.seqlen_q == 0) return;
     prepare_rows<kHelperThreads, kBlockM, Sums, !kWholeHead, kOrdered>(params.call);
 }
 
 // ---- the producer: one thread ----
 
 __device__ inline void send_keys(Smem& smem, const Params& params, KeyWork work,
-                                 RingPosition<1>& to) {
+                                 RingPosition<kKeyStages>& to) {
     smem.keys_ring.wait_empty(to);
+    smem.work[to.stage] = work;
     constexpr int kBytes = kConsumers * (KeyRows::kBytes + ValueRows::kBytes);
     ptx::Barrier& full = smem.keys_ring.announce(to, kBytes);
 #pragma unroll
     for (int w = 0; w < kConsumers; ++w) {
         const int first_key = work.first_key + w * kWgmmaM;
-        copy_tile(smem.k[w], params.k, full, work.batch, work.kv_head, first_key);
-        copy_tile(smem.v[w], params.v, full, work.batch, work.kv_head, first_key);
+        copy_tile(smem.k[to.stage][w], params.k, full, work.batch, work.kv_head, first_key);
+        copy_tile(smem.v[to.stage][w], params.v, full, work.batch, work.kv_head, first_key);
     }
     to.advance();
+}
+
+// Says that there are no keys left.
+__device__ inline void send_end(Smem& smem, RingPosition<kKeyStages> to) {
+    smem.keys_ring.wait_empty(to);
+    smem.work[to.stage] = KeyWork::none();
+    smem.keys_ring.announce(to, 0);
 }
 
 __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork work, const Walk& at,
                                     RingPosition<kStages>& to) {
     const QueryWorkspace workspace(params.call.workspace, params.call.sizes);
     const int first_row = at.tile * kBlockM;
+    Queries& queries = smem.queries[to.stage];
     smem.ring.wait_empty(to);
     ptx::Barrier& full =
         smem.ring.announce(to, QueryRows::kBytes + OutRows::kBytes + sizeof(Statistics));
-    copy_tile(smem.q[to.stage], params.q, full, work.batch, at.head, first_row);
+    copy_tile(queries.q, params.q, full, work.batch, at.head, first_row);
     ptx::copy_bytes(&smem.rows[to.stage], &workspace.rows_of(work.batch, at.head, at.tile),
                     sizeof(Statistics), full);
-    copy_tile(smem.dout[to.stage], params.dout, full, work.batch, at.head, first_row);
+    copy_tile(queries.dout, params.dout, full, work.batch, at.head, first_row);
     to.advance();
 }
 
-__device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
+// Takes keys until there are none left: each time when the queries of those before are on their
+// way and no earlier, so that it is the block that is done first that takes the next.
+__device__ inline void produce(Smem& smem, const Params& params) {
     const Sizes& sizes = params.call.sizes;
-    RingPosition<1> keys_to;
+    RingPosition<kKeyStages> keys_to;
     RingPosition<kStages> to;
-    do {
+    for (KeyWork work = Keys::first(sizes); work.exists();) {
         const Tiles tiles(sizes, work.first_key);
-        Walk at(tiles, sizes, work.kv_head);
-        if (!at.at_end()) send_keys(smem, params, work, keys_to);
-        for (; !at.at_end(); at.advance()) send_queries(smem, params, work, at, to);
-    } while (Keys::next(work, sizes));
+        send_keys(smem, params, work, keys_to);
+        for (Walk at(tiles, sizes, work.kv_head); !at.at_end(); at.advance()) {
+            send_queries(smem, params, work, at, to);
+        }
+        if (Keys::next(work, sizes)) continue;
+        const QueryWorkspace workspace(params.call.workspace, sizes);
+        work = Keys::at(TileCounter{workspace.taken, Keys::count(sizes)}.next(), sizes);
+    }
+    send_end(smem, keys_to);
 }
 
-// ---- two more beside it: one for each consumer ----
+// ---- the sender: one thread of another warp ----
 
-__device__ inline void keep_order(Smem& smem, const Params& params, KeyWork work, int consumer) {
+// Stores the gradients of each tile of keys from where the keys were.
+__device__ inline void send_gradients(Smem& smem, const Params& params) {
+    for (RingPosition<kKeyStages> at;; at.advance()) {
+        smem.keys_ring.wait_full(at);
+        const KeyWork work = smem.work[at.stage];
+        if (!work.exists()) return;
+        wait_for(smem.gradients[at.stage], at.parity, at.stage);
+#pragma unroll
+        for (int w = 0; w < kConsumers; ++w) {
+            smem.took_out[at.stage][w] = false;
+            const int first_key = work.first_key + w * kWgmmaM;
+            store_tile(params.dv, smem.v[at.stage][w], work.batch, work.kv_head, first_key, 0);
+            store_tile(params.dk, smem.k[at.stage][w], work.batch, work.kv_head, first_key, 0);
+        }
+        ptx::wait_stores_read();
+        smem.keys_ring.release(at);
+    }
+}
+
+// ---- one more thread for each consumer, if they add to dQ in order ----
+
+__device__ inline void keep_order(Smem& smem, const Params& params, int consumer) {
     const Sizes& sizes = params.call.sizes;
     const QueryWorkspace workspace(params.call.workspace, sizes);
-    const Tiles tiles(sizes, work.first_key);
-    keep_order(smem.order[consumer], workspace, consumer, work.batch, work.first_key / kBlockN,
-               Walk(tiles, sizes, work.kv_head));
+    RingPosition<kStages> to;
+    for (RingPosition<kKeyStages> keys_at;; keys_at.advance()) {
+        smem.keys_ring.wait_full(keys_at);
+        const KeyWork work = smem.work[keys_at.stage];
+        smem.keys_ring.release(keys_at);
+        if (!work.exists()) return;
+        const Tiles tiles(sizes, work.first_key);
+        keep_order(smem.order[consumer], to, workspace, consumer, work.batch,
+                   work.first_key / kBlockN, Walk(tiles, sizes, work.kv_head));
+    }
 }
 
 // ---- the consumers: a warpgroup for 64 keys ----
@@ -160,22 +218,24 @@ struct Consumer {
     const Params& params;
     const int warpgroup;
     const Turns turns;
-    KeyWork work;
     KeySoftmax<kBlockM> softmax;
-    RingPosition<1> keys_at;
+    RingPosition<kKeyStages> keys_at;
     RingPosition<kStages> at;
     float* tile_before;  // the sums of dQ of the tile before, of which dS lies a stage before
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
         : smem(smem), params(params), warpgroup(warpgroup), turns(warpgroup) {}
 
-    // Takes up a tile of keys.
-    __device__ void begin(KeyWork next) {
-        work = next;
-        softmax = KeySoftmax<kBlockM>(params.call.sizes, work.first_key + warpgroup * kWgmmaM,
-                                      params.call.softmax_scale);
+    // Takes up the next tile of keys, if there is one.
+    __device__ bool receive() {
+        smem.keys_ring.wait_full(keys_at);
+        const int first_key = work().first_key + warpgroup * kWgmmaM;
+        softmax = KeySoftmax<kBlockM>(params.call.sizes, first_key, params.call.softmax_scale);
         tile_before = nullptr;
+        return work().exists();
     }
+
+    __device__ const KeyWork& work() const { return smem.work[keys_at.stage]; }
 
     // The first of the 16 rows that a warp has of its warpgroup's 64.
     __device__ static int warp_row() { return threadIdx.x % kWarpgroup / 32 * 16; }
@@ -183,12 +243,14 @@ struct Consumer {
     // Issues S^T = K Q^T.
     __device__ void issue_scores(Scores& s) {
         smem.ring.wait_full(at);
-        issue_product_nt<kHead, kBlockM>(s, smem.k[warpgroup], smem.q[at.stage]);
+        issue_product_nt<kHead, kBlockM>(s, smem.k[keys_at.stage][warpgroup],
+                                         smem.queries[at.stage].q);
     }
 
     // Issues dP^T = V dO^T.
     __device__ void issue_weight_gradients(Scores& dp) {
-        issue_product_nt<kValue, kBlockM>(dp, smem.v[warpgroup], smem.dout[at.stage]);
+        issue_product_nt<kValue, kBlockM>(dp, smem.v[keys_at.stage][warpgroup],
+                                          smem.queries[at.stage].dout);
     }
 
     __device__ void exponentiate(Scores& s, const Walk& walk) {
@@ -210,12 +272,12 @@ struct Consumer {
 
     // Issues dV += P^T dO.
     __device__ void issue_value_gradients(WgmmaSums<kValue>& dv, const Weights& p) {
-        issue_product_pn<kBlockM, kValue>(dv, p, smem.dout[at.stage]);
+        issue_product_pn<kBlockM, kValue>(dv, p, smem.queries[at.stage].dout);
     }
 
     // Issues dK += dS^T Q.
     __device__ void issue_key_gradients(WgmmaSums<kHead>& dk, const Weights& ds) {
-        issue_product_pn<kBlockM, kHead>(dk, ds, smem.q[at.stage]);
+        issue_product_pn<kBlockM, kHead>(dk, ds, smem.queries[at.stage].q);
     }
 
     // Shows dS^T to the other warpgroup.
@@ -227,16 +289,17 @@ struct Consumer {
     }
 
     // Issues this warpgroup's part of dQ^T = K^T dS^T, of all keys, for the tile before. At the
-    // first tile that is a product of K with what lies there, K and V, and is not used: a branch
+    // first tile that is a product of K with what is there, the queries, and is not used: a branch
     // around it would make all products wait for each other.
     __device__ void issue_query_gradients(QueryPart& dq) {
         using Shared = ScoreRows[kConsumers];
-        static_assert(sizeof(Shared) <= sizeof(smem.k) + sizeof(smem.v), "there is not as much");
+        static_assert(sizeof(Shared) <= sizeof(Queries), "there is not as much");
         const RingPosition<kStages> from = before(at);
         const bool is_there = tile_before != nullptr;
         if (is_there) smem.ds_ring.wait_full(from);
-        const Shared& ds = is_there ? smem.ds[from.stage] : reinterpret_cast<Shared&>(smem.k);
-        issue_product_tn<Sums::kCols>(dq, smem.k, kPanels > 1 ? warpgroup : 0, ds,
+        const Shared& ds =
+            is_there ? smem.ds[from.stage] : reinterpret_cast<Shared&>(smem.queries[at.stage]);
+        issue_product_tn<Sums::kCols>(dq, smem.k[keys_at.stage], kPanels > 1 ? warpgroup : 0, ds,
                                       kPanels > 1 ? 0 : warpgroup);
     }
 
@@ -245,7 +308,7 @@ struct Consumer {
         const RingPosition<kStages> from = before(at);
         release(smem.ds_ring, from);
         if (kOrdered) smem.order[warpgroup].wait_full(from);
-        Sums::add(tile_before, warpgroup, dq, Keys::sets_sums(work));
+        Sums::add(tile_before, warpgroup, dq, Keys::sets_sums(work()));
         if (kOrdered) release(smem.order[warpgroup], from);
     }
 
@@ -254,23 +317,31 @@ struct Consumer {
         release(smem.ring, at);
         at.advance();
         const QueryWorkspace workspace(params.call.workspace, params.call.sizes);
-        tile_before = workspace.sums_of(work.batch, walk.head, walk.tile);
+        tile_before = workspace.sums_of(work().batch, walk.head, walk.tile);
     }
 
-    // Stores the gradients of this warpgroup's keys through the shared memory that had the keys.
-    __device__ void store(WgmmaSums<kHead>& dk, WgmmaSums<kValue>& dv, bool took_keys) {
-        if (smem.took_out[warpgroup]) {
-            const int first_key = work.first_key + warpgroup * kWgmmaM;
-            add_nonfinite<kValue, kBlockM, kBlockN>(dv, params.call, work, first_key, 0);
-        }
+    // Adds NaN and infinity in dO to the gradients of this warpgroup's values.
+    __device__ void add_taken_out(WgmmaSums<kValue>& dv) const {
+        if (!smem.took_out[keys_at.stage][warpgroup]) return;
+        const int first_key = work().first_key + warpgroup * kWgmmaM;
+        add_nonfinite<kValue, kBlockM, kBlockN>(dv, params.call, work(), first_key, 0);
+    }
+
+    // Writes the gradients of this warpgroup's values where those were.
+    __device__ void write_value_gradients(const WgmmaSums<kValue>& dv) {
+        write_rounded<kValue>(smem.v[keys_at.stage][warpgroup], dv);
+    }
+
+    // Writes those of its keys where they were, once the other warpgroup is done with them too.
+    __device__ void write_key_gradients(WgmmaSums<kHead>& dk) {
+        const float scale = params.call.softmax_scale;
+#pragma unroll
+        for (int i = 0; i < kHead / 2; ++i) dk[i] *= scale;
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kKeysDone);
-        store<kValue>(params.dv, smem.v[warpgroup], dv, 1);
-        store<kHead>(params.dk, smem.k[warpgroup], dk, params.call.softmax_scale);
-        if (threadIdx.x % kWarpgroup == 0) {
-            ptx::wait_stores_read();
-            if (took_keys) smem.keys_ring.release(keys_at);
-        }
-        if (took_keys) keys_at.advance();
+        write_rounded<kHead>(smem.k[keys_at.stage][warpgroup], dk);
+        ptx::proxy_fence();
+        ptx::barrier_arrive(smem.gradients[keys_at.stage]);
+        keys_at.advance();
     }
 
   private:
@@ -281,36 +352,26 @@ struct Consumer {
         const int barrier = kFirstOfWarpgroup + warpgroup;
         const bool found = softmax.finds_nonfinite(s, smem.rows[at.stage]);
         if (!ptx::named_barrier_or<kWarpgroup>(barrier, found)) return;
-        clear_nonfinite<kWarpgroup>(smem.k[warpgroup]);
-        clear_nonfinite<kWarpgroup>(smem.q[at.stage]);
-        clear_nonfinite<kWarpgroup>(smem.dout[at.stage]);
+        clear_nonfinite<kWarpgroup>(smem.k[keys_at.stage][warpgroup]);
+        clear_nonfinite<kWarpgroup>(smem.queries[at.stage].q);
+        clear_nonfinite<kWarpgroup>(smem.queries[at.stage].dout);
+        if (threadIdx.x % kWarpgroup == 0) smem.took_out[keys_at.stage][warpgroup] = true;
         ptx::proxy_fence();
         ptx::named_barrier_sync<kWarpgroup>(barrier);
-        smem.took_out[warpgroup] = true;
     }
 
     template <int Dims, class Rows>
-    __device__ void store(const TensorMap& map, Rows& rows, WgmmaSums<Dims>& sums, float scale) {
-#pragma unroll
-        for (int i = 0; i < Dims / 2; ++i) sums[i] *= scale;
+    __device__ static void write_rounded(Rows& rows, const WgmmaSums<Dims>& sums) {
         WgmmaOperand<Dims> rounded;
         round_to_operand<Dims>(rounded, sums);
         write_rows<Dims>(rows, rounded, warp_row());
-        ptx::proxy_fence();
-        ptx::named_barrier_sync<kWarpgroup>(kFirstOfWarpgroup + warpgroup);
-        if (threadIdx.x % kWarpgroup == 0) {
-            store_tile(map, rows, work.batch, work.kv_head, work.first_key + warpgroup * kWgmmaM,
-                       0);
-        }
     }
 };
 
-// Sums up the gradients of a warpgroup's keys over all tiles of queries, of which there is one at
-// least.
+// Sums up the gradients of a warpgroup's keys over all tiles of queries. dQ of the last is left.
 __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSums<kValue>& dv,
                               Walk walk) {
     const Turns& turns = consumer.turns;
-    consumer.smem.keys_ring.wait_full(consumer.keys_at);
     for (; !walk.at_end(); walk.advance()) {
         Scores s, dp;
         QueryPart dq;
@@ -344,24 +405,29 @@ __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSum
         hold_all(dv);
         consumer.finish(walk);
     }
-    QueryPart dq;
-    consumer.issue_query_gradients(dq);
-    wait_product<0>(dq);
-    consumer.add_query_gradients(dq);
 }
 
-__device__ inline void consume(Smem& smem, const Params& params, KeyWork work, int warpgroup) {
+__device__ inline void consume(Smem& smem, const Params& params, int warpgroup) {
     const Sizes& sizes = params.call.sizes;
     Consumer consumer(smem, params, warpgroup);
-    do {
+    while (consumer.receive()) {
         WgmmaSums<kHead> dk = {};
         WgmmaSums<kValue> dv = {};
-        const Tiles tiles(sizes, work.first_key);
-        const Walk walk(tiles, sizes, work.kv_head);
-        consumer.begin(work);
-        if (!walk.at_end()) attend(consumer, dk, dv, walk);
-        consumer.store(dk, dv, !walk.at_end());
-    } while (Keys::next(work, sizes));
+        const Tiles tiles(sizes, consumer.work().first_key);
+        const Walk walk(tiles, sizes, consumer.work().kv_head);
+        if (walk.at_end()) {
+            consumer.write_value_gradients(dv);
+        } else {
+            attend(consumer, dk, dv, walk);
+            consumer.add_taken_out(dv);
+            QueryPart dq;
+            consumer.issue_query_gradients(dq);
+            consumer.write_value_gradients(dv);
+            wait_product<0>(dq);
+            consumer.add_query_gradients(dq);
+        }
+        consumer.write_key_gradients(dk);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -371,27 +437,32 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         constexpr int kWarps = kConsumers * kWarpgroup / 32;
         smem.ring.init(kWarps);
         init_shared_ring(smem.ds_ring, kConsumers * kWarpgroup, kWarps);
-        smem.keys_ring.init(kConsumers);
+        smem.keys_ring.init(1 + (kOrdered ? kConsumers : 0));
+        for (ptx::Barrier& written : smem.gradients) {
+            ptx::barrier_init(written, kConsumers * kWarpgroup);
+        }
         for (Ring<kStages>& order : smem.order) order.init(kWarpgroup / 32);
-        for (bool& took_out : smem.took_out) took_out = false;
+        for (auto& stage : smem.took_out)
+            for (bool& took_out : stage) took_out = false;
         ptx::barrier_init_fence();
     }
     __syncthreads();
 
-    const KeyWork work = Keys::first(params.call.sizes);
     // A shuffle tells the compiler that all lanes of a warp have the same.
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
     if (warpgroup == 0) {
         ptx::registers_decrease<kProducerRegisters>();
         const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
         if (warp == 0) {
-            if (threadIdx.x == 0) produce(smem, params, work);
-        } else if (kOrdered && warp <= kConsumers) {
-            if (threadIdx.x % 32 == 0) keep_order(smem, params, work, warp - 1);
+            if (threadIdx.x == 0) produce(smem, params);
+        } else if (warp == 1) {
+            if (threadIdx.x % 32 == 0) send_gradients(smem, params);
+        } else if (kOrdered) {
+            if (threadIdx.x % 32 == 0) keep_order(smem, params, warp - 2);
         }
     } else {
         ptx::registers_increase<kConsumerRegisters>();
-        consume(smem, params, work, warpgroup - 1);
+        consume(smem, params, warpgroup - 1);
     }
 }
 

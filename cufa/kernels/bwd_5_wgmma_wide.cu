@@ -112,7 +112,8 @@ __device__ inline void keep_order(Smem& smem, const Params& params, KeyWork work
     const Sizes& sizes = params.call.sizes;
     const QueryWorkspace workspace(params.call.workspace, sizes);
     const Tiles tiles(sizes, work.first_key);
-    keep_order(smem.order[consumer], workspace, consumer, work.batch, work.first_key / kBlockN,
+    RingPosition<kStages> to;
+    keep_order(smem.order[consumer], to, workspace, consumer, work.batch, work.first_key / kBlockN,
                Walk(tiles, sizes, work.kv_head));
 }
 

@@ -4,37 +4,47 @@
 
 #include "mask.cuh"
 #include "online_softmax.cuh"
+#include "schedule.cuh"
 #include "tensor.cuh"
 #include "wgmma_tiles.cuh"
 
 constexpr int kConsumers = 2;  // warpgroups of a block that compute
 
-// A tile of keys of one KV head.
+// A tile of keys of one KV head; batch -1: there is none left.
 struct KeyWork {
     int batch, kv_head, first_key;
+
+    __device__ bool exists() const { return batch >= 0; }
+    __device__ static KeyWork none() { return {-1, 0, 0}; }
 };
 
-// The tiles of keys that a block works on: one or, if WholeHead, all of one head. The sums of dQ
-// are then its own, and its first tile, which every query that sees any key sees, sets them; so
-// does the block of a head's first tile if blocks add in order.
+// The tiles of keys that a block takes at a time: one or, if WholeHead, all of one head. The sums
+// of dQ are then its own, and its first tile, which every query that sees any key sees, sets them;
+// so does the block of a head's first tile if blocks add in order.
 template <int BlockN, bool WholeHead, bool Causal, int SectionBytes, int OrderedHeads>
 struct KeyTiles {
     // Heads come in sections. Within a section the first keys come first: under a causal mask most
     // queries see those, and long work that starts late would leave the GPU waiting for it; and
     // blocks that add in order wait for none that begin later.
-    __device__ static KeyWork first(const Sizes& sizes) {
-        const int tiles = WholeHead ? 1 : ceil_div(sizes.seqlen_k, BlockN);
-        const int heads = sizes.batch * sizes.kv_heads;
+    __device__ static KeyWork at(unsigned int index, const Sizes& sizes) {
+        if (index >= count(sizes)) return KeyWork::none();
+        const int tiles = tiles_of_head(sizes), heads = sizes.batch * sizes.kv_heads;
         const int section_heads = OrderedHeads > 0 ? ordered_heads(heads) : cached_heads(sizes);
 
-        const int first_head = blockIdx.x / (section_heads * tiles) * section_heads;
+        const int first_head = index / (section_heads * tiles) * section_heads;
         const int in_section = min(section_heads, heads - first_head);
-        const int place = blockIdx.x - first_head * tiles;
+        const int place = index - first_head * tiles;
         const int head = first_head + place % in_section;
         return {head / sizes.kv_heads, head % sizes.kv_heads, place / in_section * BlockN};
     }
 
-    // Goes on to the next tile, if there is one.
+    __device__ static KeyWork first(const Sizes& sizes) { return at(blockIdx.x, sizes); }
+    // How many times something can be taken.
+    __device__ static unsigned int count(const Sizes& sizes) {
+        return sizes.batch * sizes.kv_heads * tiles_of_head(sizes);
+    }
+
+    // Goes on to the next tile, if there is one that was taken with this.
     __device__ static bool next(KeyWork& work, const Sizes& sizes) {
         return WholeHead && (work.first_key += BlockN) < sizes.seqlen_k;
     }
@@ -43,15 +53,16 @@ struct KeyTiles {
     }
 
   private:
+    __device__ static int tiles_of_head(const Sizes& sizes) {
+        return WholeHead ? 1 : ceil_div(sizes.seqlen_k, BlockN);
+    }
     // Under a causal mask, as many as the L2 cache holds queries and sums of.
     __device__ static int cached_heads(const Sizes& sizes) {
-        const int heads = sizes.batch * sizes.kv_heads;
-        const int group = sizes.heads / sizes.kv_heads;
         constexpr int kRowBytes = (kHeadDim + kValueDim) * static_cast<int>(sizeof(scalar_t)) +
                                   kHeadDim * static_cast<int>(sizeof(float));
-        const long long head_bytes = static_cast<long long>(sizes.seqlen_q) * group * kRowBytes + 1;
-        const long long fitting = Causal ? SectionBytes / head_bytes : 1;
-        return fitting < 1 ? 1 : fitting > heads ? heads : fitting;
+        const int head_rows = max(1, sizes.heads / sizes.kv_heads * sizes.seqlen_q);
+        const int fitting = Causal ? SectionBytes / kRowBytes / head_rows : 1;
+        return min(max(fitting, 1), sizes.batch * sizes.kv_heads);
     }
     // In sections of one size, since the fewer heads there are, the more blocks stand in line.
     __device__ static int ordered_heads(int heads) {
@@ -146,12 +157,14 @@ struct QuerySums {
 };
 
 // The workspace: dQ's sums tile by tile, then the rows' statistics and, if blocks add in order, how
-// many have added each warpgroup's part of a tile.
-template <int BlockM, class Sums>
+// many have added each warpgroup's part of a tile; if they stay for many tiles of keys, how many of
+// those were taken.
+template <int BlockM, class Sums, bool Ordered = false>
 struct Workspace {
     float* sums;
     RowStatistics<BlockM>* rows;
     unsigned int (*added)[kConsumers];
+    unsigned int* taken;
     int heads, tiles;  // tiles of one head
 
     __device__ Workspace(void* memory, const Sizes& sizes)
@@ -160,13 +173,15 @@ struct Workspace {
           tiles(ceil_div(sizes.seqlen_q, BlockM)) {
         rows = reinterpret_cast<RowStatistics<BlockM>*>(sums_of(sizes.batch, 0, 0));
         added = reinterpret_cast<unsigned int (*)[kConsumers]>(&rows_of(sizes.batch, 0, 0));
+        taken = added[Ordered ? tile_at(sizes.batch, 0, 0) : 0];
     }
 
-    __device__ long long tile_at(int batch, int head, int tile) const {
-        return (static_cast<long long>(batch) * heads + head) * tiles + tile;
+    // A grid has a block for each tile, so an int counts them.
+    __device__ int tile_at(int batch, int head, int tile) const {
+        return (batch * heads + head) * tiles + tile;
     }
     __device__ float* sums_of(int batch, int head, int tile) const {
-        return sums + tile_at(batch, head, tile) * Sums::kTile;
+        return sums + static_cast<long long>(tile_at(batch, head, tile)) * Sums::kTile;
     }
     __device__ RowStatistics<BlockM>& rows_of(int batch, int head, int tile) const {
         return rows[tile_at(batch, head, tile)];
@@ -410,9 +425,9 @@ __device__ inline RingPosition<Stages> before(RingPosition<Stages> at) {
 // which then waits for no memory: a stage is full once it may add its part of a tile, and empty
 // once it has.
 template <int Stages, class Workspace, class Walk>
-__device__ inline void keep_order(Ring<Stages>& order, const Workspace& workspace, int warpgroup,
-                                  int batch, unsigned int turn, Walk at) {
-    RingPosition<Stages> to;
+__device__ inline void keep_order(Ring<Stages>& order, RingPosition<Stages>& to,
+                                  const Workspace& workspace, int warpgroup, int batch,
+                                  unsigned int turn, Walk at) {
     for (; !at.at_end(); at.advance()) {
         unsigned int* added = &workspace.added_to(batch, at.head, at.tile)[warpgroup];
         const Watchdog watchdog;

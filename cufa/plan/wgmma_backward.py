@@ -1,7 +1,7 @@
 """Plans for the Hopper backward: a block is a warpgroup that copies and two that compute.
 
-Up to head dim 128 each of the two has 64 keys of the block's 128; over that they share 64 keys and part the
-head dims.
+Up to head dim 128 each of the two has 64 keys of the block's 128, and blocks stay for many such tiles of
+keys; over that they share 64 keys and part the head dims.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ HELPER_THREADS = 256
 # Rows of the tile that they round are that much longer, against bank conflicts.
 ROW_PADDING_BYTES = 16
 SUM_BYTES = 4
+# Tiles of keys that a block holds if it stays for many, and what says which each is: batch, head, first key.
+KEY_STAGES = 2
+KEY_WORK_BYTES = 12
 # What the copying warpgroup keeps, and what its giving up the rest leaves a thread of the others.
 PRODUCER_REGISTERS = 24
 AT_START = REGISTERS_PER_SM // THREADS // REGISTER_STEP * REGISTER_STEP
@@ -93,7 +96,8 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     """`bwd_4_wgmma`: a block for each tile of queries, for one or more of keys, for each of queries."""
     dim = max(problem.head_dim, problem.value_dim)
     best = next(candidate for limit, candidate in TILES.items() if dim <= limit)
-    return _plan(problem, device, tiles, best, _cost, round_up(_head_cols(problem, best), PANEL_COLS))
+    padded_dim = round_up(_head_cols(problem, best), PANEL_COLS)
+    return _plan(problem, device, tiles, best, _cost, padded_dim, counts=True)
 
 
 def _head_cols(problem: Problem, tiles: Tiles) -> int:
@@ -104,7 +108,7 @@ def _head_cols(problem: Problem, tiles: Tiles) -> int:
 
 def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`bwd_5_wgmma_wide`: as `bwd_4_wgmma`."""
-    return _plan(problem, device, tiles, WIDE_TILES, _wide_cost, _parted(problem.head_dim))
+    return _plan(problem, device, tiles, WIDE_TILES, _wide_cost, _parted(problem.head_dim), counts=False)
 
 
 def _plan(
@@ -114,6 +118,8 @@ def _plan(
     best: Tiles,
     cost_of: Callable[[Problem, Tiles], Cost],
     padded_dim: int,
+    *,
+    counts: bool,
 ) -> Part:
     chosen = choose(problem, device, overrides, (best,), lambda tiles: cost_of(problem, tiles))
     sizes = chosen.tiles
@@ -122,10 +128,15 @@ def _plan(
     query_blocks = problem.batch * problem.heads * query_tiles
     key_tiles = ceil_div(problem.seqlen_k, sizes.block_n)
     whole_heads = _takes_whole_heads(problem, device, key_tiles)
-    key_blocks = problem.batch * problem.kv_heads * (min(1, key_tiles) if whole_heads else key_tiles)
+    ordered = problem.features.deterministic and not whole_heads
+    to_take = problem.batch * problem.kv_heads * (min(1, key_tiles) if whole_heads else key_tiles)
+    # Blocks that add in order are one for each tile, as they were measured.
+    stay = counts and not ordered
+    key_blocks = min(to_take, device.sm_count) if stay else to_take
+    counters = counts * min(1, query_blocks + to_take)
     round_smem_bytes = sizes.block_m * (padded_dim * problem.itemsize + ROW_PADDING_BYTES)
     launches = (
-        Launch("row_sums", query_blocks, HELPER_THREADS),
+        Launch("row_sums", max(query_blocks, counters), HELPER_THREADS),  # it also sets the counter to 0
         Launch("key_tiles", key_blocks, THREADS, chosen.cost.smem_bytes),
         Launch("round_queries", query_blocks, HELPER_THREADS, round_smem_bytes),
     )
@@ -133,7 +144,6 @@ def _plan(
     rows = {q: sizes.block_m, k: WGMMA_M, v: WGMMA_M, dout: sizes.block_m, dk: WGMMA_M, dv: WGMMA_M}
     boxes = tuple(TensorBox(tensor, count, PANEL_COLS) for tensor, count in rows.items())
     params_bytes = round_up(len(boxes) * TENSOR_MAP_BYTES + BACKWARD_PARAMS_BYTES, TENSOR_MAP_ALIGNMENT)
-    ordered = problem.features.deterministic and not whole_heads
     return Part(
         tiles=asdict(sizes),
         macros=(
@@ -155,17 +165,19 @@ def _plan(
             Scratch("dQ sums", (problem.batch, problem.heads, query_tiles, padded_dim, sizes.block_m)),
             Scratch("LSE and D", (problem.batch, problem.heads, query_tiles, 2, sizes.block_m)),
             *((Scratch("blocks added", (problem.batch, problem.heads, query_tiles, CONSUMERS)),) * ordered),
+            *((Scratch("tiles of keys taken", (counters,)),) * counts),
         ),
-        reasons=(*chosen.reasons, *_how(whole_heads, ordered)),
+        reasons=(*chosen.reasons, *_how(whole_heads, ordered, stay)),
         boxes=boxes,
     )
 
 
-def _how(whole_heads: bool, ordered: bool) -> tuple[str, ...]:
+def _how(whole_heads: bool, ordered: bool, stay: bool) -> tuple[str, ...]:
+    stays = ", and stays for others" if stay else ""
     if whole_heads:
-        return ("a block works on all keys of a head: its sums of dQ are its own",)
+        return (f"a block works on all keys of a head{stays}: its sums of dQ are its own",)
     order = "deterministic: blocks add to dQ in the order of their keys, each tile of queries by itself"
-    return ("a block works on one tile of keys", *((order,) if ordered else ()))
+    return (f"a block works on one tile of keys{stays}", *((order,) if ordered else ()))
 
 
 def _check_tiles(problem: Problem, tiles: Tiles, best: Tiles, registers: int) -> None:
@@ -203,12 +215,12 @@ def _cost(problem: Problem, tiles: Tiles) -> Cost:
     m, n = tiles.block_m, tiles.block_n
     head_cols = _head_cols(problem, tiles)
     smem_bytes = (
-        panel_tile_bytes(n, head_cols)  # K
-        + panel_tile_bytes(n, problem.value_dim)  # V
+        KEY_STAGES * (panel_tile_bytes(n, head_cols) + panel_tile_bytes(n, problem.value_dim))  # K, V
         + tiles.stages * (panel_tile_bytes(m, head_cols) + panel_tile_bytes(m, problem.value_dim))
         + tiles.stages * panel_tile_bytes(n, m)  # dS
         + tiles.stages * 2 * m * SUM_BYTES  # LSE and D
-        + BARRIER_BYTES * ((4 + 2 * CONSUMERS) * tiles.stages + 2)
+        + KEY_STAGES * KEY_WORK_BYTES
+        + BARRIER_BYTES * ((4 + 2 * CONSUMERS) * tiles.stages + 3 * KEY_STAGES)
         + BARRIER_BYTES  # whether anything was taken out
     )
     head, value = round_up(head_cols, WGMMA_K), round_up(problem.value_dim, WGMMA_K)

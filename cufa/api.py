@@ -18,6 +18,7 @@ from cufa.launch import FeatureValues
 from cufa.plan import Plan, make_plan, make_probabilities_plan
 from cufa.problem import (
     DTYPES,
+    FLOAT8,
     PLAIN,
     Direction,
     Options,
@@ -55,6 +56,9 @@ def attention(
     mask: Any = None,
     alibi_slopes: Any = None,
     sink: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     dropout_p: float = 0.0,
     seed: int = 0,
     offset: int = 0,
@@ -88,7 +92,8 @@ def attention(
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64; head_dim 1 to 512
-            (256 if gradients are wanted).
+            (256 if gradients are wanted). Or float8_e4m3fn (ml_dtypes), of which there are no gradients; on
+            a GPU that takes one of sm_90 and head dims to 256.
         k: (batch, seqlen_k, kv_heads, head_dim), as q; heads must be a multiple of kv_heads, and query
             head h reads KV head h // (heads // kv_heads).
         v: (batch, seqlen_k, kv_heads, value_dim), as q; value_dim 1 to 512.
@@ -104,6 +109,10 @@ def attention(
         alibi_slopes: (heads,) or (batch, heads), float32 (float64 for float64 arrays).
         sink: (heads,) float32 (float64 for float64 arrays): one more logit in the softmax of every row of
             a head, with no value; it is not scaled.
+        q_descale: (batch, kv_heads) float32, for float8_e4m3fn arrays only: what q is to be multiplied with,
+            for the query heads that read a KV head; None for 1.
+        k_descale: the same for k.
+        v_descale: the same for v.
         dropout_p: which part of the probabilities is set to 0 at random, 0 <= dropout_p < 1; the others
             grow by 1 / (1 - dropout_p). The LSE knows nothing of it.
         seed: of dropout's random numbers, 64 bits (Philox4x32-10).
@@ -122,7 +131,8 @@ def attention(
             q's dtype, as they were multiplied with v: with dropout, those that are dropped are 0 and the
             others have grown. They take the memory that attention does without; a log says how much. Not of
             packed sequences.
-        out: where to write the output, of its shape and dtype; must not overlap an input.
+        out: where to write the output, of its shape and dtype; must not overlap an input. For
+            float8_e4m3fn arrays it may be float16.
         lse: where to write the LSE, which is then returned too.
         workspace: memory for the kernel, `cufa.plan(...).workspace_bytes` of it, contiguous, on the GPU.
         kernel: a rung of the ladder (`cufa kernels` lists them) instead of the fastest.
@@ -131,10 +141,10 @@ def attention(
         backend: "cuda" or "numpy"; None is the GPU if the arrays are on one or there is one.
 
     Returns:
-        (batch, seqlen_q, heads, value_dim) in the layout asked for, of the dtype and kind of q. With
-        return_lse, a pair of that and the LSE: (batch, heads, seqlen_q), of packed sequences
-        (heads, tokens), natural logarithm, float32 (float64 for float64 arrays). With return_attn_probs,
-        these two and the probabilities.
+        (batch, seqlen_q, heads, value_dim) in the layout asked for, of the dtype and kind of q (for
+        float8_e4m3fn of bfloat16). With return_lse, a pair of that and the LSE: (batch, heads, seqlen_q), of
+        packed sequences (heads, tokens), natural logarithm, float32 (float64 for float64 arrays). With
+        return_attn_probs, these two and the probabilities.
 
     Raises:
         TypeError: no array, kinds or dtypes mixed, or a dtype that is not supported.
@@ -152,6 +162,9 @@ def attention(
         mask=mask,
         alibi_slopes=alibi_slopes,
         sink=sink,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         seqused_k=seqused_k,
@@ -173,6 +186,8 @@ def attention(
         call.allocate()
         tensors = call.in_bshd("q", "k", "v", "out")
         q, k, v, output = tensors
+        if call.problem.dtype == FLOAT8:
+            q, k, v = _descaled(call, q=q, k=k, v=v)
         cpu.attention(q, k, v, output, call.tensors.get("lse"), **_cpu_options(call, scale, values))
     result = call.give_back("out", out)
     if return_attn_probs:
@@ -392,7 +407,8 @@ def plan(
         tiles: as in `attention`.
         arch: what to plan for; on a machine without a GPU it must be given, or CUFA_ARCH set.
         side: the other arrays of `attention` and `attention_backward` by their names: bias, mask,
-            alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, seqused_k, dlse; described as q is.
+            alibi_slopes, sink, q_descale, k_descale, v_descale, cu_seqlens_q, cu_seqlens_k, seqused_k, dlse;
+            described as q is.
 
     Returns:
         The Plan; `print` shows it.
@@ -401,7 +417,7 @@ def plan(
         TypeError, ValueError: as `attention`.
         GPUUnavailableError: no GPU, and no arch.
     """
-    unknown = side.keys() - {*_FEATURE_ARRAYS, "dlse"}
+    unknown = side.keys() - {*_FEATURE_ARRAYS, *_DESCALES, "dlse"}
     if unknown:
         raise TypeError(f"plan() got an unexpected argument {', '.join(sorted(unknown))}")
     direction: Direction = "backward" if backward else "forward"
@@ -507,6 +523,7 @@ _TENSORS: dict[Direction, tuple[str, ...]] = {
 }
 _FEATURE_ARRAYS = ("bias", "mask", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 _GRADIENT_ARRAYS = ("dlse", "dbias", "dsink")
+_DESCALES = ("q_descale", "k_descale", "v_descale")
 
 _NO_VALUES = FeatureValues()
 
@@ -530,6 +547,14 @@ def _cpu_options(call: _Call, softmax_scale: float, values: FeatureValues) -> di
         **asdict(values),
         **side,
     }
+
+
+def _descaled(call: _Call, **tensors: Any) -> list[Any]:
+    """Arrays of 8 bits in float32, multiplied with what the call has for each of them."""
+    return [
+        cpu.descaled(array, call.tensors.get(f"{name}_descale"), call.problem.kv_heads)
+        for name, array in tensors.items()
+    ]
 
 
 def _known_of(direction: Direction, tensors: Mapping[str, Any], options: Options) -> _Known:
@@ -557,13 +582,16 @@ def _known(
     storage: dict[str, Storage] = {"out": (out, None), "dout": (out, None)}
     storage |= {f"d{name}": (shapes[name], None) for name in ("q", "k", "v")}
     storage |= {name: (shape, strides) for name, shape, strides, _ in tensors}
+    itemsizes = tuple(
+        problem.output.itemsize if name == "out" else problem.itemsize for name in _TENSORS[direction]
+    )
     return _Known(
         problem,
-        layout_of(tuple(storage[name] for name in _TENSORS[direction]), problem.itemsize, axes),
+        layout_of(tuple(storage[name] for name in _TENSORS[direction]), itemsizes, axes),
         axes,
-        (out, DTYPES[problem.dtype]),
+        (out, problem.output),
         (lse_shape(problem), problem.accumulator),
-        tuple(name for name in shapes if name in ("lse", *_FEATURE_ARRAYS, *_GRADIENT_ARRAYS)),
+        tuple(name for name in shapes if name in ("lse", *_FEATURE_ARRAYS, *_DESCALES, *_GRADIENT_ARRAYS)),
     )
 
 
@@ -608,10 +636,10 @@ def _run_on_gpu(
     """Launch the kernels for the tensors of these names, in the order of the parameter struct."""
     problem, tensors = call.problem, call.tensors
     align_bytes = layout.alignment([tensors[name].data.ptr for name in names if name in tensors])
-    if align_bytes < problem.itemsize:
+    if align_bytes < problem.output.itemsize:
         raise ValueError(
             f"an array of {', '.join(names)} has an address or a stride that is a multiple of "
-            f"{align_bytes} bytes only; {problem.dtype} needs {problem.itemsize}"
+            f"{align_bytes} bytes only; {problem.output} needs {problem.output.itemsize}"
         )
     run = _executable(
         call.known,
@@ -627,7 +655,7 @@ def _run_on_gpu(
     call.allocate()
     copied = [names[place] for place in layout.scattered]
     copied += [name for name in call.known.side if not _is_read_as_it_lies(name, tensors[name])]
-    copies = {name: sys.modules["cupy"].ascontiguousarray(tensors[name]) for name in copied}
+    copies = {name: arrays.contiguous(tensors[name]) for name in copied}
     placed = tensors | copies if copies else tensors
     run(
         layout.fields([placed[name].data.ptr for name in names]),

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cufa import device
+from cufa.problem import FLOAT8, INPUT_DTYPES
 
 # DLPack's device types (dlpack.h): memory that the CPU can read, and memory of a CUDA GPU.
 _DLPACK_CPU = 1
@@ -189,7 +190,8 @@ def _cupy_ndarray() -> type:
 
 def _import(array: Any, name: str) -> tuple[Any, Callable[[Any], Any]]:
     """An array of another library as NumPy's or CuPy's, without a copy, and the way back."""
-    export = _namespace(array, name).from_dlpack
+    namespace = _namespace(array, name)
+    export = namespace.from_dlpack
     device_type, _ = array.__dlpack_device__()
     if device_type == _DLPACK_CUDA:
         device.current()  # says what is missing
@@ -201,11 +203,18 @@ def _import(array: Any, name: str) -> tuple[Any, Callable[[Any], Any]]:
             f"{name} is on a device of DLPack type {int(device_type)}; it may be on the CPU or a CUDA GPU"
         )
     try:
+        if _is_float8(array):  # neither reader knows DLPack's code for it
+            return reader(array.view(namespace.uint8)).view(INPUT_DTYPES[FLOAT8]), export
         return reader(array), export
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(
             f"{name} is a {kind_of(array)} that cannot be read through DLPack: {error}"
         ) from error
+
+
+def _is_float8(array: Any) -> bool:
+    """Whether another library's array is of 8-bit floats; dtypes are spelt as NumPy's, behind a name."""
+    return str(getattr(array, "dtype", "")).rpartition(".")[2] == FLOAT8
 
 
 def _namespace(array: Any, name: str) -> Any:
@@ -224,7 +233,22 @@ def _namespace(array: Any, name: str) -> Any:
 def _to_other_side(array: Any) -> Any:
     import cupy
 
-    return cupy.asarray(array) if isinstance(array, np.ndarray) else array.get()
+    bytes_or_array = as_bytes(array)
+    moved = cupy.asarray(bytes_or_array) if isinstance(array, np.ndarray) else bytes_or_array.get()
+    return moved if bytes_or_array is array else moved.view(array.dtype)
+
+
+def as_bytes(array: Any) -> Any:
+    """An array of float8_e4m3fn as uint8, any other as it is.
+
+    CuPy views memory as that dtype and does nothing else with it.
+    """
+    return array.view(np.uint8) if array.dtype == INPUT_DTYPES[FLOAT8] else array
+
+
+def contiguous(array: Any) -> Any:
+    """A contiguous copy of a CuPy array."""
+    return sys.modules["cupy"].ascontiguousarray(as_bytes(array)).view(array.dtype)
 
 
 def kind_of(array: Any) -> str:

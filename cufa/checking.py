@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cufa import reference
-from cufa.problem import DTYPES, accumulator_dtype, four_axes
+from cufa.problem import INPUT_DTYPES, accumulator_dtype, four_axes
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -344,7 +344,7 @@ class Rounded:
     """
 
     def __init__(self, dtype_name: str, precision: str = "ieee") -> None:
-        self.dtype = DTYPES[dtype_name]
+        self.dtype = INPUT_DTYPES[dtype_name]
         self.sums = accumulator_dtype(dtype_name)
         self.tf32 = precision == "tf32"
         self.error = 2.0**-TF32_MANTISSA_BITS / 2 if self.tf32 else _half_epsilon(self.dtype)

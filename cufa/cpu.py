@@ -60,7 +60,7 @@ def attention(
         k: (batch, seqlen_k, kv_heads, head_dim), like q; query head h reads KV head
             h // (heads // kv_heads).
         v: (batch, seqlen_k, kv_heads, head_dim_v), like q.
-        out: written, (batch, seqlen_q, heads, head_dim_v), like q; 0 where a row sees no key.
+        out: written, (batch, seqlen_q, heads, head_dim_v), any of these dtypes; 0 where a row sees no key.
         lse: written unless None, (batch, heads, seqlen_q), float32, for float64 arrays float64;
             natural logarithm, where a row sees no key the sink, or -inf.
         options: the fields of `cufa.score_rules.Rules`.
@@ -97,6 +97,21 @@ def attention(
     threads = _threads(sequences, q.shape[-2])
     for _ in _in_threads(attend, _shares(sequences, rules, q, k, v, threads), threads):
         pass
+
+
+def descaled(x: Array, descale: Array | None, kv_heads: int) -> Array:
+    """An array of 8 bits in float32, as `attention` takes it.
+
+    Args:
+        x: (batch, seqlen, heads, dim), or (tokens, heads, dim).
+        descale: (batch, kv_heads), what it is multiplied with; None for 1.
+        kv_heads: what heads is a multiple of.
+    """
+    x = x.astype(np.float32)
+    if descale is None:
+        return x
+    x *= np.repeat(descale, x.shape[-2] // max(1, kv_heads), axis=1)[:, None, :, None]
+    return x
 
 
 @np.errstate(all="ignore")

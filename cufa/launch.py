@@ -34,9 +34,9 @@ from cufa.tensor_maps import Encoder
 # The structs of params.cuh: tensors, LSE, workspace, softmax_scale, sizes and step.
 _FORWARD = struct.Struct("=" + 4 * "4q" + "2q" + "d" + "6i")
 _BACKWARD = struct.Struct("=" + 8 * "4q" + "2q" + "d" + "6i")
-# Bias, mask, ALiBi slopes and their batch stride, sink, three arrays of lengths, softcap, kept_scale, seed,
-# offset, dropped_below, the window.
-_FEATURES = struct.Struct("=4q4q" + "2q" + "q" + "3q" + "2d" + "Q" + "2I" + "2i")
+# Bias, mask, ALiBi slopes and their batch stride, sink, three arrays of lengths, three of descales, softcap,
+# kept_scale, seed, offset, dropped_below, the window.
+_FEATURES = struct.Struct("=4q4q" + "2q" + "q" + "3q" + "3q" + "2d" + "Q" + "2I" + "2i")
 # dLSE, dsink, dbias and its lengths.
 _GRADIENTS = struct.Struct("=2q" + "4q4i")
 # Addresses of x and y, their row strides, rows and columns.
@@ -135,6 +135,7 @@ def pack_features(problem: Problem, side: Mapping[str, Any], values: FeatureValu
         address("alibi_slopes"),
         problem.heads if slopes is not None and slopes.ndim == 2 else 0,
         *(address(name) for name in ("sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")),
+        *(address(name) for name in ("q_descale", "k_descale", "v_descale")),
         values.softcap,
         1 / (1 - values.dropout_p),
         values.seed,

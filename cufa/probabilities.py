@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cufa import cpu
-from cufa.problem import DTYPES, Problem, Shape, check_layout
+from cufa.problem import DTYPES, FLOAT8, Problem, Shape, check_layout
 from cufa.score_rules import HeadRules, Rules
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -23,8 +23,12 @@ _log = logging.getLogger("cufa")
 def shape(problem: Problem) -> Shape:
     """(batch, heads, seqlen_q, seqlen_k); a log says what memory that is.
 
-    Raises ValueError for packed sequences, whose probabilities make no array.
+    Raises ValueError for packed sequences, whose probabilities make no array, and for arrays of 8 bits.
     """
+    if problem.dtype == FLOAT8:
+        raise ValueError(
+            f"return_attn_probs is True, and the arrays are {FLOAT8}, which is too coarse for them"
+        )
     if problem.features.packed:
         raise ValueError(
             "return_attn_probs is True, and cu_seqlens_q is given; the probabilities of packed sequences "

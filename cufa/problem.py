@@ -30,7 +30,12 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float64": np.dtype(np.float64),
 }
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Q, K and V may be of 8 bits too; nothing else is.
+FLOAT8 = "float8_e4m3fn"
+INPUT_DTYPES: dict[str, np.dtype[Any]] = {**DTYPES, FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn)}
+_DTYPE_NAMES = {dtype: name for name, dtype in INPUT_DTYPES.items()}
+# What the output of such inputs may be, the first one if nobody says.
+FLOAT8_OUTPUTS = ("bfloat16", "float16")
 
 # How float32 products may be computed: as exactly as float32 sums of them are, or from operands that are
 # rounded to tf32, of which 10 bits are the mantissa's.
@@ -44,11 +49,11 @@ _AXES = {
 }
 
 
-def dtype_name(dtype: Any, argument: str) -> str:
-    """One of `DTYPES`' names; TypeError, naming the argument, for any other dtype."""
+def dtype_name(dtype: Any, argument: str, allowed: Mapping[str, Any] = DTYPES) -> str:
+    """One of `allowed`'s names; TypeError, naming the argument, for any other dtype."""
     name = _DTYPE_NAMES.get(dtype)
-    if name is None:
-        raise TypeError(f"{argument} has dtype {dtype}; it may be {_one_of(DTYPES)}")
+    if name is None or name not in allowed:
+        raise TypeError(f"{argument} has dtype {dtype}; it may be {_one_of(allowed)}")
     return name
 
 
@@ -71,7 +76,7 @@ class Features:
     bias's dtype; of a mask in `mask_bits`, eight keys are one byte. `packed` stands for cu_seqlens;
     `gradients` are the inputs beyond q, k and v whose gradients are wanted, of "bias" and "sink". With
     `tf32`, tensor cores may round float32 operands to tf32; a kernel that does not is right as well, so this
-    is none of the `names`.
+    is none of the `names`; nor is `descale`, which belongs to 8-bit inputs.
     """
 
     window: tuple[int | None, int | None] = (None, None)
@@ -82,6 +87,7 @@ class Features:
     mask_bits: bool = False
     alibi: bool = False
     sink: bool = False
+    descale: bool = False
     dropout: bool = False
     packed: bool = False
     seqused_k: bool = False
@@ -119,6 +125,7 @@ class Problem:
 
     In packed sequences `seqlen_q` and `seqlen_k` are those of all sequences together. A causal mask with
     nothing else about it is `causal`; any other range of keys is a window of the features.
+    `out_dtype` is that of O where it is neither `dtype` nor, for 8-bit inputs, bfloat16.
     `align_bytes` is a power of two that every address and every stride is a multiple of, in bytes; the
     kernels load that much at once. `ascending` says that no stride is negative, as the copy engine needs it.
     """
@@ -136,11 +143,18 @@ class Problem:
     align_bytes: int = MAX_ALIGN_BYTES
     features: Features = PLAIN
     ascending: bool = True
+    out_dtype: str | None = None
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element of Q, K, V and O."""
-        return DTYPES[self.dtype].itemsize
+        """Bytes of one element of Q, K and V."""
+        return INPUT_DTYPES[self.dtype].itemsize
+
+    @property
+    def output(self) -> np.dtype[Any]:
+        """The dtype of O."""
+        default = FLOAT8_OUTPUTS[0] if self.dtype == FLOAT8 else self.dtype
+        return DTYPES[self.out_dtype or default]
 
     @property
     def accumulator(self) -> np.dtype[Any]:
@@ -325,9 +339,11 @@ def _tensors(
             raise ValueError(f"{name} has shape {shapes[name]}; no axis may exceed {MAX_EXTENT}")
     q, k, v = shapes["q"], shapes["k"], shapes["v"]
 
-    dtype = dtype_name(dtypes["q"], "q")
+    dtype = dtype_name(dtypes["q"], "q", INPUT_DTYPES)
+    if dtype == FLOAT8 and direction == "backward":
+        raise TypeError(f"q has dtype {dtype}, of which there are no gradients; it may be {_one_of(DTYPES)}")
     for name in ("k", "v"):
-        if dtype_name(dtypes[name], name) != dtype:
+        if dtype_name(dtypes[name], name, INPUT_DTYPES) != dtype:
             raise TypeError(f"{name} has dtype {dtypes[name]} and q {dtypes['q']}; they must be the same")
 
     heads, kv_heads = q[heads_axis], k[heads_axis]
@@ -359,7 +375,14 @@ def _tensors(
         kv_heads=kv_heads,
         head_dim=q[-1],
         value_dim=v[-1],
+        out_dtype=_float8_output(dtypes) if dtype == FLOAT8 else None,
     )
+
+
+def _float8_output(dtypes: Mapping[str, Any]) -> str | None:
+    """The dtype of O for inputs of 8 bits: that of `out`, if it is given."""
+    allowed = {name: DTYPES[name] for name in FLOAT8_OUTPUTS}
+    return dtype_name(dtypes["out"], "out", allowed) if "out" in dtypes else None
 
 
 def _packed_batch(shapes: Mapping[str, Shape]) -> int:
@@ -399,6 +422,11 @@ def _features(
     for name in ("bias", "mask"):
         if name in shapes:
             _check_score_array(name, problem, shapes[name], dtypes[name], "cu_seqlens_q" in shapes)
+    for name in sorted(shapes.keys() & _DESCALES):
+        if problem.dtype != FLOAT8:
+            raise ValueError(f"{name} is given, which is for {FLOAT8}, and the arrays are {problem.dtype}")
+        if "cu_seqlens_q" in shapes:
+            raise ValueError(f"{name} is given, and cu_seqlens_q is; packed sequences have no descales")
     if options.precision == "tf32" and problem.dtype != "float32":
         raise ValueError(f"precision is 'tf32', which is for float32, and the arrays are {problem.dtype}")
     for name in options.gradients:
@@ -413,6 +441,7 @@ def _features(
         mask_bits="mask" in shapes and dtypes["mask"] == np.uint8,
         alibi="alibi_slopes" in shapes,
         sink="sink" in shapes,
+        descale=bool(shapes.keys() & _DESCALES),
         dropout=options.dropout,
         packed="cu_seqlens_q" in shapes,
         seqused_k="seqused_k" in shapes,
@@ -423,7 +452,8 @@ def _features(
     )
 
 
-_FEATURE_ARRAYS = frozenset(
+_DESCALES = frozenset(("q_descale", "k_descale", "v_descale"))
+_FEATURE_ARRAYS = _DESCALES | frozenset(
     ("bias", "mask", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "dlse")
 )
 
@@ -441,6 +471,7 @@ def _side_arrays(problem: Problem, shapes: Mapping[str, Shape]) -> dict[str, tup
     expected: dict[str, tuple[Shape, np.dtype[Any]]] = {
         "alibi_slopes": (slopes, sums),
         "sink": ((heads,), sums),
+        **dict.fromkeys(_DESCALES, ((batch, problem.kv_heads), sums)),
         "cu_seqlens_q": ((batch + 1,), int32),
         "cu_seqlens_k": ((batch + 1,), int32),
         "seqused_k": ((batch,), int32),
@@ -502,7 +533,7 @@ def check_fits(problem: Problem, shapes: Mapping[str, Shape], dtypes: Mapping[st
 
     Raises ValueError or TypeError if one does not fit.
     """
-    output = output_shape(problem, layout), DTYPES[problem.dtype]
+    output = output_shape(problem, layout), problem.output
     lse = lse_shape(problem), problem.accumulator
     expected = {"out": output, "dout": output, "lse": lse, "dlse": lse}
     for name in ("q", "k", "v", "bias", "sink"):

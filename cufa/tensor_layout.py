@@ -45,20 +45,21 @@ class Layout(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def layout_of(tensors: tuple[Storage, ...], itemsize: int, axes: Axes) -> Layout:
-    """The layout of tensors of one dtype, of which an element has `itemsize` bytes."""
+def layout_of(tensors: tuple[Storage, ...], itemsize: int | tuple[int, ...], axes: Axes) -> Layout:
+    """The layout of tensors of which an element has `itemsize` bytes, the same in all or one for each."""
+    itemsizes = itemsize if isinstance(itemsize, tuple) else (itemsize,) * len(tensors)
     scattered = tuple(
         number
         for number, (shape, strides) in enumerate(tensors)
-        if strides is not None and shape[-1] > 1 and strides[-1] != itemsize
+        if strides is not None and shape[-1] > 1 and strides[-1] != itemsizes[number]
     )
     places: list[int] = []
     in_bytes: list[int] = []
     for number, (shape, strides) in enumerate(tensors):
         if strides is None or number in scattered:
-            strides = _contiguous(shape, itemsize)
+            strides = _contiguous(shape, itemsizes[number])
         walked = [0 if axis is None or shape[axis] < 2 else strides[axis] for axis in axes]
-        places += (0, *(stride // itemsize for stride in walked))
+        places += (0, *(stride // itemsizes[number] for stride in walked))
         in_bytes += walked
     align_bytes = alignment(functools.reduce(operator.or_, in_bytes))
     return Layout(tuple(places), align_bytes, min(in_bytes) >= 0, scattered)

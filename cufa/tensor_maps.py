@@ -11,8 +11,10 @@ from typing import Any
 
 from cufa.plan.record import TensorBox
 from cufa.plan.sizes import TENSOR_MAP_BYTES
-from cufa.problem import Problem
+from cufa.problem import FLOAT8, INPUT_DTYPES, Problem
 
+# The output's place among the tensors of a call.
+_OUTPUT = 3
 # Calls that an encoder remembers, and tensors for each of their maps.
 _REMEMBERED = 256
 
@@ -63,14 +65,17 @@ def _encode(
     from cuda.bindings import driver
 
     integer = driver.cuuint64_t
-    strides = [stride * problem.itemsize for stride in (row_stride, head_stride, batch_stride)]
+    name = problem.output.name if box.tensor == _OUTPUT else problem.dtype
+    itemsize = INPUT_DTYPES[name].itemsize
+    strides = [stride * itemsize for stride in (row_stride, head_stride, batch_stride)]
     dtype = driver.CUtensorMapDataType
     types = {
+        FLOAT8: dtype.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         "float16": dtype.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         "bfloat16": dtype.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
     }
     status, tensor_map = driver.cuTensorMapEncodeTiled(
-        types[problem.dtype],
+        types[name],
         4,
         address,
         [integer(extent) for extent in (dim, rows, heads, batch)],

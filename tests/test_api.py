@@ -426,14 +426,15 @@ def test_a_plan_of_what_is_no_array(rng: np.random.Generator, argument: str, giv
 def test_dtypes_that_are_not_supported(dtype: str) -> None:
     x = np.ones((1, 3, 2, 8)).astype(dtype)
     lse = np.zeros((1, 2, 3), np.float32)
-    one_of = "it may be float16, bfloat16, float32 or float64$"
-    for argument, call in (
-        ("q", lambda: cufa.attention(x, x, x)),
-        ("q", lambda: cufa.attention_backward(x, x, x, x, x, lse)),
-        ("q", lambda: cufa.plan(x, x, x, arch="sm_80")),
-        ("x", lambda: cufa.softmax(x)),
+    of_tensors = "it may be float16, bfloat16, float32, float64 or float8_e4m3fn"
+    of_softmax = "it may be float16, bfloat16, float32 or float64"
+    for argument, one_of, call in (
+        ("q", of_tensors, lambda: cufa.attention(x, x, x)),
+        ("q", of_tensors, lambda: cufa.attention_backward(x, x, x, x, x, lse)),
+        ("q", of_tensors, lambda: cufa.plan(x, x, x, arch="sm_80")),
+        ("x", of_softmax, lambda: cufa.softmax(x)),
     ):
-        with pytest.raises(TypeError, match=f"^{argument} has dtype {x.dtype}; {one_of}"):
+        with pytest.raises(TypeError, match=f"^{argument} has dtype {x.dtype}; {one_of}$"):
             call()
 
 

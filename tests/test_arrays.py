@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from tolerance import DTYPES, assert_attention, assert_gradients, random_problem
@@ -102,6 +103,9 @@ class CudaArray:
     def get(self) -> Any:
         return self.values.copy()
 
+    def view(self, dtype: Any) -> "CudaArray":
+        return CudaArray(self.values.view(dtype))
+
     def __setitem__(self, index: Any, value: "CudaArray") -> None:
         self.values[index] = value.values
 
@@ -143,6 +147,46 @@ def cupy(monkeypatch: pytest.MonkeyPatch, h200_properties: dict[str, Any]) -> An
 
 def some_array() -> Any:
     return np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+
+
+class Float8Array(DLPackArray):
+    """Of a dtype that DLPack's readers do not know; seen as bytes, it is of one that they know."""
+
+    dtype = "tinylib.float8_e4m3fn"
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise BufferError("float8_e4m3fn")
+
+    def view(self, dtype: Any) -> Any:
+        return self.values.view(dtype)
+
+    def __array_namespace__(self) -> Any:
+        return SimpleNamespace(from_dlpack=StandardArray, uint8=np.uint8)
+
+
+def test_8_bit_arrays_of_other_libraries_are_read_as_bytes() -> None:
+    values = some_array().astype(ml_dtypes.float8_e4m3fn)
+    adopted = adopt({"q": Float8Array(values)}, None)
+    assert adopted.arrays["q"].dtype == ml_dtypes.float8_e4m3fn
+    assert np.shares_memory(adopted.arrays["q"], values)
+    assert isinstance(adopted.give_back(some_array()), StandardArray)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "numpy"])
+def test_8_bit_arrays_cross_over_as_bytes(cupy: Any, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """CuPy does nothing with their dtype but view memory as it."""
+
+    def asarray(array: Any) -> CudaArray:
+        if array.dtype == ml_dtypes.float8_e4m3fn:
+            raise ValueError("Unsupported dtype float8_e4m3fn")
+        return CudaArray(np.array(array))
+
+    monkeypatch.setattr(cupy, "asarray", asarray)
+    values = some_array()[:, ::2].astype(ml_dtypes.float8_e4m3fn)
+    given = values if backend == "cuda" else CudaArray(values)
+    moved = adopt({"q": given}, backend).arrays["q"]
+    assert moved.dtype == values.dtype
+    np.testing.assert_array_equal(moved.values if backend == "cuda" else moved, values)
 
 
 # --- NumPy ----------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ PROBE = {
     "TRANSPOSED_A": False,
     "TRANSPOSED_B": False,
     "BFLOAT16": False,
+    "E4M3": False,
     "A_BYTES": 1024,
     "B_BYTES": 1024,
     "SMEM_BYTES": 65536,
@@ -463,10 +464,10 @@ PLANTED = {
         "hold_all(o);",
         r"a product with no wgmma.fence after the last group\n    ptx_sm90a.cuh:\d+: ptx::Wgmma::multiply\n",
     ),
-    "operand that is not swizzled": (
+    "operand that is swizzled otherwise": (
         "wgmma_tiles.cuh",
         "kSwizzle128 = 1ull << 62;",
-        "kSwizzle128 = 0;",
+        "kSwizzle128 = 2ull << 62;",
         r"an operand without the 128-byte swizzle\n",
     ),
     "operand between two eights of rows": (
@@ -488,9 +489,9 @@ PLANTED = {
         r"threads wait for others that do not come\n(?s:.*)threads 1-127, 130 returned",
     ),
     "barrier of another number of threads": (
-        "fwd_6_wgmma.cu",
-        "if (kConsumers > 1) ptx::named_barrier_arrive<2 * kWarpgroup>(kFirstTurn + next);",
-        "if (kConsumers > 1) ptx::named_barrier_arrive<3 * kWarpgroup>(kFirstTurn + next);",
+        "wgmma_softmax.cuh",
+        "if (Warpgroups > 1) ptx::named_barrier_arrive<2 * kWarpgroup>(FirstBarrier + next);",
+        "if (Warpgroups > 1) ptx::named_barrier_arrive<3 * kWarpgroup>(FirstBarrier + next);",
         r"barrier \d of 256 threads, at which others arrived as one of 384\n",
     ),
     "counter that is not put back": (

@@ -20,11 +20,14 @@ from tolerance import (
 
 import cufa
 from cufa import reference
-from cufa.kernels import KERNELS
+from cufa.kernels import KERNELS as ALL_KERNELS
 from cufa.launch import Executable
+from cufa.problem import FLOAT8
 
 pytestmark = pytest.mark.gpu
 
+# Those of 8 bits have a rule of their own, and tests (tests/test_gpu_fp8.py).
+KERNELS = {name: kernel for name, kernel in ALL_KERNELS.items() if FLOAT8 not in kernel.dtypes}
 FORWARD = [name for name, kernel in KERNELS.items() if kernel.direction == "forward"]
 BACKWARD = [name for name, kernel in KERNELS.items() if kernel.direction == "backward"]
 

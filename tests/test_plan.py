@@ -88,6 +88,12 @@ KERNELS_ON_GPUS = [(kernel, arch) for kernel in KERNELS for arch in ARCHS if sup
 KERNELS_IN_DTYPES = [(kernel, dtype) for kernel in KERNELS for dtype in KERNELS[kernel].dtypes]
 
 
+def dtype_for(kernel: str, wanted: str) -> str:
+    """A dtype that a kernel supports, the one that is wanted if it can be."""
+    dtypes = KERNELS[kernel].dtypes
+    return wanted if wanted in dtypes else dtypes[0]
+
+
 def plan_of(kernel: str, arch: str = "sm_90a", tiles: dict[str, Any] | None = None, **options: Any) -> Plan:
     return make_plan(problem_for(kernel, **options), Device.of(arch), kernel, tiles)
 
@@ -230,6 +236,11 @@ def blocks_by_brute_force(plan: Plan) -> dict[str, int]:
             "grad_queries": elements(*rows, head_dims),
             "grad_keys": elements(*key_rows, head_dims),
         }
+    if plan.kernel == "fwd_7_fp8":
+        query_tiles = tiles_of((batch, heads), queries, tiles["block_m"])
+        # Without values to turn, one block still begins the count of tiles.
+        value_tiles = tiles_of((batch, kv_heads), keys, tiles["block_n"])
+        return {"turn_values": max(1, value_tiles) if query_tiles else 0, "fwd_7_fp8": query_tiles}
     if problem.direction == "forward":
         return {plan.kernel: tiles_of((batch, heads), queries, tiles["block_m"])}
     if plan.kernel in HOPPER_BACKWARD_KEYS:
@@ -298,6 +309,8 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
         "fwd_2_online_softmax": {"P": matrix},
         "fwd_3_flash_v1": {"O": (*rows, 40), "l": rows, "m": rows},
         "fwd_4_flash_v2": {},
+        # Tiles of 128 keys by 48 dims, four of which are one of the accumulator's.
+        "fwd_7_fp8": {"values": (2 * 2 * 4, 128 * 48 // 4), "nan": (2 * 2 * 4,), "counter": (1,)},
         "bwd_1_naive": {"P": matrix, "dS": matrix},
         "bwd_2_flash_v2": {"LSE and D": (*rows, 2), "dQ sums": (*rows, 24)},
         # Whole tiles of queries, and head dims that the warps can part.
@@ -315,7 +328,7 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_workspace_grows_as_the_registry_says(kernel: str) -> None:
-    count = 4 if kernel in HOPPER_COUNT else 0
+    count = 4 if kernel in HOPPER_COUNT or kernel == "fwd_7_fp8" else 0
     small, large = (plan_of(kernel, seqlen_q=n, seqlen_k=n).workspace_bytes - count for n in (512, 1024))
     grows = {"none": 0, "O(N)": 2, "O(N^2)": 4}[KERNELS[kernel].memory]
     assert large == grows * small
@@ -336,7 +349,8 @@ def test_a_forward_without_keys_still_writes_its_zeros(kernel: str) -> None:
     plan = plan_of(kernel, seqlen_k=0)
     writes_out = {"fwd_1_naive": "output", "fwd_2_online_softmax": "output"}.get(kernel, kernel)
     writes_lse = "softmax" if kernel in NAIVE else kernel
-    assert {writes_out, writes_lse} == {launch.entry for launch in plan.launches}
+    begins_the_count = {"turn_values"} if kernel == "fwd_7_fp8" else set()
+    assert {writes_out, writes_lse} | begins_the_count == {launch.entry for launch in plan.launches}
     assert plan_of(kernel, seqlen_q=0).launches == ()
 
 
@@ -508,10 +522,11 @@ def undefined_macros(source: str) -> set[str]:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_macros_are_what_the_kernel_asks_for(kernel: str) -> None:
     dims = {"head_dim": dim_for(kernel, 40), "value_dim": dim_for(kernel, 72)}
-    plan = plan_of(kernel, dtype="bfloat16", causal=True, **dims)
+    dtype = dtype_for(kernel, "bfloat16")
+    plan = plan_of(kernel, dtype=dtype, causal=True, **dims)
     macros = macros_of(plan)
     assert set(macros) == undefined_macros(plan.source)
-    common = {"SCALAR": "bfloat16", "CAUSAL": True, "ALIGN_BYTES": 16}
+    common = {"SCALAR": dtype, "CAUSAL": True, "ALIGN_BYTES": 16}
     common |= {name.upper(): dim for name, dim in dims.items()}
     assert {name: macros[name] for name in common} == common
     blocks = {launch.entry: launch.block for launch in plan.launches}
@@ -522,7 +537,8 @@ def test_macros_are_what_the_kernel_asks_for(kernel: str) -> None:
         assert blocks == {"row_sums": helper, "key_tiles": 3 * 128, "round_queries": helper}
     else:
         own = {}
-        assert set(blocks.values()) == {macros["THREADS"]}
+        turns = {"turn_values": macros["TURN_THREADS"]} if kernel == "fwd_7_fp8" else {}
+        assert blocks == dict.fromkeys(blocks, macros["THREADS"]) | turns
     from_macros = {name: macros[name.upper()] for name in plan.tiles if name not in own}
     assert from_macros | own == plan.tiles
     assert plan.variant.macros == plan.macros
@@ -544,7 +560,8 @@ def test_as_many_blocks_as_the_launch_bounds_promise_fit_an_sm(kernel: str, arch
 
 @pytest.mark.parametrize(("kernel", "arch"), KERNELS_ON_GPUS)
 def test_a_printed_plan_says_what_and_why(kernel: str, arch: str) -> None:
-    plan = plan_of(kernel, arch, dtype="float16", head_dim=dim_for(kernel, 96), causal=True)
+    dtype = dtype_for(kernel, "float16")
+    plan = plan_of(kernel, arch, dtype=dtype, head_dim=dim_for(kernel, 96), causal=True)
     device, lines = plan.device, str(plan).splitlines()
     assert lines[0] == f"{kernel} on {device.name} ({arch})"
     assert lines[1] == f"  problem    {plan.problem}, 16-byte loads"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from cufa.device import Device
-from cufa.problem import DTYPES, MAX_HEAD_DIM, Direction, Problem
+from cufa.problem import DTYPES, FLOAT8, MAX_HEAD_DIM, Direction, Problem
 
 # From which compute capability on tensor cores take a type by mma.sync; for float64, which have them in more
 # than name.
@@ -179,6 +179,16 @@ _LADDER = (
         paper="Shah et al. 2024, Algorithm 2",
         memory="none",
         features=frozenset(("window", "softcap", "sink", "cu_seqlens", "seqused_k")),
+    ),
+    HopperKernel(
+        name="fwd_7_fp8",
+        direction="forward",
+        entries=("turn_values", "fwd_7_fp8"),
+        idea="Hopper: operands of 8 bits, values turned by a launch before",
+        paper="Shah et al. 2024, section 3.3",
+        memory="O(N)",
+        dtypes=(FLOAT8,),
+        features=frozenset(("window", "softcap", "sink", "seqused_k")),
     ),
     Kernel(
         name="bwd_1_naive",

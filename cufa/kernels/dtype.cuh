@@ -1,4 +1,4 @@
-// The four element types, the two types that sums are kept in, and the way between them.
+// The element types, the two types that sums are kept in, and the way between them.
 #pragma once
 
 #include "ptx_common.cuh"
@@ -8,6 +8,10 @@ struct float16 {
 };
 struct bfloat16 {
     unsigned short bits;
+};
+// Bits as the OCP's E4M3: no infinity, and NaN has all bits of exponent and mantissa set.
+struct float8_e4m3fn {
+    unsigned char bits;
 };
 using float32 = float;
 using float64 = double;
@@ -50,6 +54,9 @@ constexpr unsigned int kExponentBits<bfloat16> = 0x7f80;
 template <class T>
 __device__ inline bool is_finite(T x) {
     return (x.bits & kExponentBits<T>) != kExponentBits<T>;
+}
+__device__ inline bool is_finite(float8_e4m3fn x) {
+    return (x.bits & 0x7f) != 0x7f;
 }
 // NaN and infinity are the values that differ from themselves by more than nothing.
 __device__ inline bool is_finite(float32 x) {

@@ -134,13 +134,6 @@ __device__ inline void produce(Smem& smem, const Params& params) {
     send_queries(smem, params, q_at, WorkTile::none());
 }
 
-// A warp is done with a stage: it has read it, or its part of a product has.
-template <int Stages>
-__device__ inline void release(Ring<Stages>& ring, RingPosition<Stages>& at) {
-    if (threadIdx.x % 32 == 0) ring.release(at);
-    at.advance();
-}
-
 // ---- the inspectors: the warps beside the producer ----
 
 // Says of every tile of values that a mask cuts through whether there is NaN or infinity in it,
@@ -184,22 +177,7 @@ enum NamedBarrier {
     kAllConsumers = kFirstStore + kConsumers
 };
 
-// Warpgroups issue their products in turn. While one waits for its turn, or for its products, the
-// other's softmax runs.
-struct Turns {
-    int warpgroup;
-
-    __device__ explicit Turns(int warpgroup) : warpgroup(warpgroup) {
-        if (warpgroup == kConsumers - 1) pass();
-    }
-    __device__ void wait() const {
-        if (kConsumers > 1) ptx::named_barrier_sync<2 * kWarpgroup>(kFirstTurn + warpgroup);
-    }
-    __device__ void pass() const {
-        const int next = warpgroup == kConsumers - 1 ? 0 : warpgroup + 1;
-        if (kConsumers > 1) ptx::named_barrier_arrive<2 * kWarpgroup>(kFirstTurn + next);
-    }
-};
+using Turns = TurnsOf<kConsumers, kFirstTurn>;
 
 struct Consumer {
     Smem& smem;

@@ -29,10 +29,12 @@ struct Features {
     ScoreTensor mask;          // bytes, not 0 where a row sees a key; or bits, lowest first
     const void* alibi_slopes;  // (batch, heads) of acc_t
     long long alibi_batch_stride;
-    const void* sink;            // (heads) of acc_t
-    const int* cu_seqlens_q;     // (batch + 1): where each sequence begins, and the last ends
-    const int* cu_seqlens_k;     // (batch + 1)
-    const int* seqused_k;        // (batch)
+    const void* sink;         // (heads) of acc_t
+    const int* cu_seqlens_q;  // (batch + 1): where each sequence begins, and the last ends
+    const int* cu_seqlens_k;  // (batch + 1)
+    const int* seqused_k;     // (batch)
+    // (batch, kv_heads) of float32, what 8-bit Q, K and V are multiplied with; null: 1
+    const void *q_descale, *k_descale, *v_descale;
     double softcap;              // the bound of the scores
     double kept_scale;           // 1 / (1 - dropout_p)
     unsigned long long seed;     // of the random numbers that dropout draws

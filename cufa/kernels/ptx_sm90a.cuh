@@ -21,6 +21,18 @@ __device__ inline unsigned int multiply_add_pairs(unsigned int a, unsigned int b
     return sum;
 }
 
+// Four floats rounded to e4m3, the first one low. What is beyond its largest finite becomes that.
+__device__ inline unsigned int pack_e4m3(float a, float b, float c, float d) {
+    unsigned int bytes;
+    asm("{\n.reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};\n}"
+        : "=r"(bytes)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+    return bytes;
+}
+
 // Makes what this warpgroup's threads wrote to registers visible to the products that follow.
 __device__ inline void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -65,6 +77,11 @@ __device__ inline void registers_increase() {
 // with its depth, the 16, as the slower axis.
 template <int N, bool Bfloat16>
 struct Wgmma;
+
+// The same for 64x32 a and 32xN b in e4m3, neither of them transposed. Registers of `a` are (row g,
+// columns 4t to 4t + 3), (g + 8, same), (g, columns 4t + 16 to 4t + 19), (g + 8, same).
+template <int N>
+struct WgmmaE4m3;
 
 // The instruction names every register of d, so each N has a text of its own: the lists of
 // registers are put together from eights.
@@ -131,7 +148,38 @@ struct Wgmma;
                          : "memory");                                                            \
         }                                                                                        \
     };
-#define WGMMA(N, ...) WGMMA_OF(false, "f16", N, __VA_ARGS__) WGMMA_OF(true, "bf16", N, __VA_ARGS__)
+
+#define WGMMA_OF_E4M3(N, SUMS, P0, P1, P2, P3, P4, P5, P6)                                      \
+    template <>                                                                                 \
+    struct WgmmaE4m3<N> {                                                                       \
+        template <bool TransposedA, bool TransposedB, bool Add>                                 \
+        __device__ static void multiply(float (&d)[N / 2], unsigned long long a,                \
+                                        unsigned long long b) {                                 \
+            static_assert(!TransposedA && !TransposedB, "bytes are not transposed");            \
+            asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " P2                             \
+                         ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N                           \
+                         "k32.f32.e4m3.e4m3 {" WGMMA_D##SUMS "}, " P0 ", " P1 ", add, 1, 1;\n}" \
+                         : WGMMA_OUT##SUMS                                                      \
+                         : "l"(a), "l"(b), "n"(Add)                                             \
+                         : "memory");                                                           \
+        }                                                                                       \
+        template <bool TransposedB, bool Add>                                                   \
+        __device__ static void multiply(float (&d)[N / 2], const unsigned int (&a)[4],          \
+                                        unsigned long long b) {                                 \
+            static_assert(!TransposedB, "bytes are not transposed");                            \
+            asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, " P5                             \
+                         ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N                           \
+                         "k32.f32.e4m3.e4m3 {" WGMMA_D##SUMS "}, {" P0 ", " P1 ", " P2 ", " P3  \
+                                                             "}, " P4 ", add, 1, 1;\n}"         \
+                         : WGMMA_OUT##SUMS                                                      \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(Add)         \
+                         : "memory");                                                           \
+        }                                                                                       \
+    };
+#define WGMMA(N, ...)                      \
+    WGMMA_OF(false, "f16", N, __VA_ARGS__) \
+    WGMMA_OF(true, "bf16", N, __VA_ARGS__) \
+    WGMMA_OF_E4M3(N, __VA_ARGS__)
 
 WGMMA(16, 8, "%8", "%9", "%10", "%11", "%12", "%13", "%14")
 WGMMA(32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
@@ -152,6 +200,7 @@ WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
 
 #undef WGMMA
 #undef WGMMA_OF
+#undef WGMMA_OF_E4M3
 #undef WGMMA_OUT
 #undef WGMMA_D8
 #undef WGMMA_OUT8

@@ -1,5 +1,6 @@
-// What a warpgroup of the Hopper forwards does to a tile of scores between its two products, in the
-// registers where the first product left it: soft cap, mask, online softmax.
+// What the warpgroups of the Hopper forwards share: their turns, and what each does to a tile of
+// scores between its two products, in the registers where the first product left it: soft cap,
+// mask, online softmax.
 #pragma once
 
 #include "online_softmax.cuh"
@@ -8,8 +9,11 @@
 
 // A maximum is raised only when scores pass it by more than this, in log 2. Until then
 // probabilities reach up to 2^8, which float32 sums and 16-bit weights hold as precisely as those
-// up to 1.
+// up to 1; it is the last power of 2 that 8-bit weights hold.
 constexpr float kSlack = 8;
+// How far below the largest score a maximum is set. Weights of 8 bits lose precision below 2^-6:
+// with most of the slack used up, those that count are far above it.
+constexpr float kHeadroom = sizeof(scalar_t) == 1 ? 6 : 0;
 
 // The tiles of keys that a tile of queries looks at: from end - 1 down to begin. Those from
 // whole_begin to whole_end are seen by all of its rows.
@@ -30,6 +34,31 @@ struct KeyTileRange {
     __device__ bool none() const { return begin == end; }
     __device__ bool is_whole(int tile) const { return whole_begin <= tile && tile < whole_end; }
 };
+
+// Warpgroups issue their products in turn. While one waits for its turn, or for its products, the
+// other's softmax runs. Theirs are the named barriers from FirstBarrier on.
+template <int Warpgroups, int FirstBarrier>
+struct TurnsOf {
+    int warpgroup;
+
+    __device__ explicit TurnsOf(int warpgroup) : warpgroup(warpgroup) {
+        if (warpgroup == Warpgroups - 1) pass();
+    }
+    __device__ void wait() const {
+        if (Warpgroups > 1) ptx::named_barrier_sync<2 * kWarpgroup>(FirstBarrier + warpgroup);
+    }
+    __device__ void pass() const {
+        const int next = warpgroup == Warpgroups - 1 ? 0 : warpgroup + 1;
+        if (Warpgroups > 1) ptx::named_barrier_arrive<2 * kWarpgroup>(FirstBarrier + next);
+    }
+};
+
+// A warp is done with a stage: it has read it, or its part of a product has.
+template <int Stages>
+__device__ inline void release(Ring<Stages>& ring, RingPosition<Stages>& at) {
+    if (threadIdx.x % 32 == 0) ring.release(at);
+    at.advance();
+}
 
 // What turns a product of a query and a key into a score in units of log 2.
 struct Scale {
@@ -88,7 +117,7 @@ struct RowPair {
     __device__ void begin(float (&s)[Count], Scale scale) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            rows[half].max = lanes_max<4>(largest_of(s, half, scale));
+            rows[half].max = lanes_max<4>(largest_of(s, half, scale)) - kHeadroom;
         }
         exponentiate(s, scale);
     }
@@ -101,7 +130,8 @@ struct RowPair {
         if (__builtin_expect(raised, false)) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                shrink[half] = rows[half].raise_max(lanes_max<4>(largest_of(s, half, scale)));
+                const float largest = lanes_max<4>(largest_of(s, half, scale));
+                shrink[half] = rows[half].raise_max(largest - kHeadroom);
             }
         }
         exponentiate(s, scale);

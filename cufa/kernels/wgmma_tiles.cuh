@@ -1,5 +1,5 @@
-// Tiles of 16-bit elements in shared memory as the copy engine writes them and wgmma reads them,
-// and the products of a warpgroup.
+// Tiles of 16-bit and 8-bit elements in shared memory as the copy engine writes them and wgmma
+// reads them, and the products of a warpgroup.
 #pragma once
 
 #include "config.cuh"
@@ -8,36 +8,42 @@
 #include "ptx_sm90a.cuh"
 
 constexpr int kWarpgroup = 128;
-// The shape of one wgmma: 64 rows, and a depth of 16.
-constexpr int kWgmmaM = 64, kWgmmaK = 16;
-// A tile lies in panels of 64 columns, 128 bytes a row. Eight rows of a panel are one swizzled
-// unit: the 16-byte chunk c of row r lies at c ^ r.
-constexpr int kPanelCols = 64;
+// The shape of one wgmma: 64 rows, and a depth of 32 bytes.
+constexpr int kWgmmaM = 64;
+template <class T>
+constexpr int kWgmmaDepth = 32 / sizeof(T);
+constexpr int kWgmmaK = kWgmmaDepth<scalar_t>;
+// A tile lies in panels, 128 bytes a row. Eight rows of a panel are one swizzled unit: the 16-byte
+// chunk c of row r lies at c ^ r.
 constexpr int kPanelRowBytes = 128;
+constexpr int kPanelCols = kPanelRowBytes / sizeof(scalar_t);
 constexpr int kSwizzleRows = 8;
 constexpr int kSwizzleBytes = kSwizzleRows * kPanelRowBytes;
-constexpr int kChunkCols = 8;
+constexpr int kChunkBytes = 16;
+constexpr int kChunkCols = kChunkBytes / sizeof(scalar_t);
 
 // What a thread has of a 64 x Cols accumulator: columns 8i + 2t and 8i + 2t + 1 of row g in [4i]
 // and [4i + 1], of row g + 8 in [4i + 2] and [4i + 3], where g = lane / 4 and t = lane % 4.
 template <int Cols>
 using WgmmaSums = float[Cols / 2];
-// The same, rounded and in pairs: the left operand of the next product, four words for each depth
-// of 16.
-template <int Cols>
-using WgmmaOperand = unsigned int[Cols / kWgmmaK][4];
+// The same, rounded: the left operand of the next product, four words for each wgmma.
+template <int Cols, class T = scalar_t>
+using WgmmaOperand = unsigned int[Cols / kWgmmaDepth<T>][4];
 
 // A Rows x Cols tile; columns are padded to whole panels.
-template <int Rows, int Cols>
+template <int Rows, int Cols, class T = scalar_t>
 struct PanelTile {
     static_assert(Rows % kSwizzleRows == 0, "a panel is made of eights of rows");
+    using Element = T;
     static constexpr int kRows = Rows;
+    static constexpr int kPanelCols = kPanelRowBytes / sizeof(T);
+    static constexpr int kChunkCols = kChunkBytes / sizeof(T);
     static constexpr int kPanels = ceil_div(Cols, kPanelCols);
     static constexpr int kBytes = kPanels * Rows * kPanelRowBytes;
 
-    alignas(kSwizzleBytes) scalar_t data[kPanels][Rows][kPanelCols];
+    alignas(kSwizzleBytes) T data[kPanels][Rows][kPanelCols];
 
-    __device__ scalar_t* at(int row, int col) {
+    __device__ T* at(int row, int col) {
         const int chunk = col % kPanelCols / kChunkCols ^ row % kSwizzleRows;
         return &data[col / kPanelCols][row][chunk * kChunkCols + col % kChunkCols];
     }
@@ -49,7 +55,8 @@ __device__ inline void copy_tile(Tile& tile, const TensorMap& map, ptx::Barrier&
                                  int head, int first_row) {
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanels; ++panel) {
-        ptx::copy_box(tile.data[panel], map, barrier, panel * kPanelCols, first_row, head, batch);
+        ptx::copy_box(tile.data[panel], map, barrier, panel * Tile::kPanelCols, first_row, head,
+                      batch);
     }
 }
 
@@ -59,7 +66,7 @@ __device__ inline void store_tile(const TensorMap& map, const Tile& tile, int ba
                                   int first_row, int first_col) {
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanels; ++panel) {
-        ptx::store_box(map, tile.data[panel], first_col + panel * kPanelCols, first_row, head,
+        ptx::store_box(map, tile.data[panel], first_col + panel * Tile::kPanelCols, first_row, head,
                        batch);
     }
     ptx::commit_stores();
@@ -89,8 +96,8 @@ __device__ inline unsigned int depth_in_columns(const Tile& tile) {
 template <class Tile>
 __device__ constexpr unsigned int columns_step(int col) {
     const int panel_bytes = Tile::kRows * kPanelRowBytes;
-    const int col_bytes = col % kPanelCols * static_cast<int>(sizeof(scalar_t));
-    return (col / kPanelCols * panel_bytes + col_bytes) / kOperandUnit;
+    const int col_bytes = col % Tile::kPanelCols * int(sizeof(typename Tile::Element));
+    return (col / Tile::kPanelCols * panel_bytes + col_bytes) / kOperandUnit;
 }
 
 // The depth runs along the rows, as in the V of O = P V.
@@ -108,11 +115,22 @@ __device__ inline void hold_all(float (&values)[Count]) {
     for (int i = 0; i < Count; ++i) ptx::hold(values[i]);
 }
 
+template <int Cols, class T>
+struct WgmmaOfType {
+    using type = ptx::Wgmma<Cols, is_bfloat16<T>>;
+};
+template <int Cols>
+struct WgmmaOfType<Cols, float8_e4m3fn> {
+    using type = ptx::WgmmaE4m3<Cols>;
+};
+template <int Cols, class T>
+using WgmmaOf = typename WgmmaOfType<Cols, T>::type;
+
 // Issues s = a b^T over Depth columns, as in S = Q K^T. It is done when the group that it becomes
 // is.
 template <int Depth, int Cols, class A, class B>
 __device__ inline void issue_product_nt(WgmmaSums<Cols>& s, const A& a, const B& b) {
-    using Product = ptx::Wgmma<Cols, is_bfloat16<scalar_t>>;
+    using Product = WgmmaOf<Cols, scalar_t>;
     unsigned int a0 = depth_in_columns(a);
     const unsigned int b0 = depth_in_columns(b);
     ptx::hold(a0);  // or each step's sum would be kept in a register from tile to tile
@@ -153,29 +171,35 @@ __device__ inline void wait_product(float (&values)[Count]) {
     hold_all(values);
 }
 
-// Two sums rounded to scalar_t, `low` first in memory.
+// Two sums rounded to T, `low` first in memory.
+template <class T = scalar_t>
 __device__ inline unsigned int round_pair(float low, float high) {
-    return is_bfloat16<scalar_t> ? ptx::pack_bf16(low, high) : ptx::pack_f16(low, high);
+    return is_bfloat16<T> ? ptx::pack_bf16(low, high) : ptx::pack_f16(low, high);
 }
 
-// Sums, rounded, as the left operand of the next product.
-template <int Cols>
-__device__ inline void round_to_operand(WgmmaOperand<Cols>& operand, const WgmmaSums<Cols>& sums) {
+// Sums, rounded to T, as the left operand of the next product.
+template <int Cols, class T = scalar_t>
+__device__ inline void round_to_operand(WgmmaOperand<Cols, T>& operand,
+                                        const WgmmaSums<Cols>& sums) {
 #pragma unroll
-    for (int i = 0; i < Cols / kWgmmaK * 4; ++i) {
-        operand[i / 4][i % 4] = round_pair(sums[2 * i], sums[2 * i + 1]);
+    for (int i = 0; i < Cols / kWgmmaDepth<T> * 4; ++i) {
+        operand[i / 4][i % 4] = round_pair<T>(sums[2 * i], sums[2 * i + 1]);
     }
 }
 
 // Writes a warp's 16 rows of a tile, from first_row on, where the copy engine and wgmma look for
 // them.
 template <int Cols, class Tile>
-__device__ inline void write_rows(Tile& tile, const WgmmaOperand<Cols>& values, int first_row) {
+__device__ inline void write_rows(Tile& tile,
+                                  const WgmmaOperand<Cols, typename Tile::Element>& values,
+                                  int first_row) {
+    using Element = typename Tile::Element;
+    static_assert(sizeof(Element) == 2, "stmatrix stores 16-bit elements");
     unsigned int lane = threadIdx.x % 32;
     ptx::hold(lane);  // or each address would be kept in a register from tile to tile
 #pragma unroll
-    for (int i = 0; i < Cols / kWgmmaK; ++i) {
-        const int col = i * kWgmmaK + lane / 16 * kChunkCols;
+    for (int i = 0; i < Cols / kWgmmaDepth<Element>; ++i) {
+        const int col = i * kWgmmaDepth<Element> + lane / 16 * Tile::kChunkCols;
         ptx::stmatrix_x4(tile.at(first_row + lane % 16, col), values[i]);
     }
 }

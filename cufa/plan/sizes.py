@@ -6,8 +6,8 @@ from cufa.plan.record import Macro
 from cufa.problem import Features, Problem
 
 # The structs of params.cuh, whose fields cufa/launch.py packs.
-FORWARD_PARAMS_BYTES = 328
-BACKWARD_PARAMS_BYTES = 520
+FORWARD_PARAMS_BYTES = 352
+BACKWARD_PARAMS_BYTES = 544
 SOFTMAX_PARAMS_BYTES = 48
 MERGE_PARAMS_BYTES = 136
 # A map of a tensor for the copy engine; a struct that holds maps is aligned as they are.

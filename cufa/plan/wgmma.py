@@ -172,9 +172,9 @@ def _macros(problem: Problem, device: Device, chosen: Choice[Tiles], maps: int) 
     )
 
 
-def panel_tile_bytes(rows: int, cols: int) -> int:
+def panel_tile_bytes(rows: int, cols: int, itemsize: int = 2) -> int:
     """The size of wgmma_tiles.cuh's PanelTile."""
-    return ceil_div(cols, PANEL_COLS) * rows * PANEL_ROW_BYTES
+    return ceil_div(cols * itemsize, PANEL_ROW_BYTES) * rows * PANEL_ROW_BYTES
 
 
 def _forward_cost(problem: Problem, tiles: Tiles) -> Cost:

@@ -26,7 +26,6 @@ from cufa.plan import Plan, make_plan, make_probabilities_plan
 from cufa.plan.sizes import TENSOR_MAP_BYTES
 from cufa.plan.standard import merge_launch, softmax_launch
 from cufa.problem import (
-    DTYPES,
     Direction,
     Options,
     check_fits,
@@ -65,6 +64,7 @@ def attention(
     softmax_scale: float | None = None,
     values: FeatureValues = NO_VALUES,
     precision: str = "ieee",
+    out_dtype: npt.DTypeLike = None,
     kernel: str | None = None,
     tiles: Tiles | None = None,
     device: Device = DEVICE,
@@ -75,14 +75,17 @@ def attention(
     """`cufa.attention` with return_lse for arrays (batch, seqlen, heads, head_dim), by a kernel in `folder`.
 
     `side` are bias, mask and so on, by their names; `values` the numbers that go with features.
+    `out_dtype` is that of an output which is given.
 
     Raises EmulatorError if the kernel does what it must not.
     """
     arrays = {"q": q, "k": k, "v": v, **side}
+    if out_dtype is not None:
+        arrays["out"] = np.empty((*q.shape[:-1], v.shape[-1]), out_dtype)
     options = Options(causal, window, values.softcap > 0, values.dropout_p > 0, precision=precision)
     plan = _plan("forward", arrays, options, kernel, tiles, device)
     problem = plan.problem
-    arrays["out"] = np.empty(output_shape(problem, "bshd"), DTYPES[problem.dtype])
+    arrays.setdefault("out", np.empty(output_shape(problem, "bshd"), problem.output))
     arrays["lse"] = np.empty(lse_shape(problem), problem.accumulator)
     tensors = ("q", "k", "v", "out")
     done = _run(plan, arrays, tensors, {"out", "lse"}, softmax_scale, values, checked, folder)

@@ -4,7 +4,17 @@
 
 constexpr int kRows = BOX_ROWS, kColumns = PRODUCT_COLUMNS;
 constexpr bool kTransposedA = TRANSPOSED_A, kTransposedB = TRANSPOSED_B, kBfloat16 = BFLOAT16;
-constexpr int kWarpgroup = 128, kDepth = 64, kStep = 16, kLine = 32;
+constexpr int kWarpgroup = 128, kSteps = 4, kLine = 32;
+
+template <bool E4m3>
+struct ProductOf {
+    using type = ptx::Wgmma<kColumns, kBfloat16>;
+};
+template <>
+struct ProductOf<true> {
+    using type = ptx::WgmmaE4m3<kColumns>;
+};
+using Product = ProductOf<E4M3>::type;
 
 __device__ inline void wait_for(ptx::Barrier& barrier, unsigned int parity) {
     while (!ptx::barrier_try_wait(barrier, parity)) {
@@ -57,9 +67,10 @@ extern "C" __global__ void boxes(const __grid_constant__ Boxes params) {
 
 struct Products {
     const uint4 *a, *b;             // as they shall lie in shared memory
-    const unsigned int* fragments;  // of a, (depth, thread, register)
+    const unsigned int* fragments;  // of a, (step, thread, register)
     float *shared, *registers;      // 1 + a b with a from there, (thread, register)
-    // Descriptions of a and b at address 0, and what is added to them for the next 16 of the depth.
+    // Descriptions of a and b at address 0, and what is added to them for the next 32 bytes of the
+    // depth.
     unsigned long long a_description, b_description, a_step, b_step;
 };
 
@@ -76,29 +87,28 @@ extern "C" __global__ void products(const __grid_constant__ Products params) {
     ptx::proxy_fence();
     __syncthreads();
 
-    using Product = ptx::Wgmma<kColumns, kBfloat16>;
     const auto a = params.a_description + (ptx::shared_address(smem.a) >> 4);
     const auto b = params.b_description + (ptx::shared_address(smem.b) >> 4);
     float shared[kColumns / 2], registers[kColumns / 2];
-    unsigned int fragments[kDepth / kStep][4];
+    unsigned int fragments[kSteps][4];
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) shared[i] = registers[i] = 1;
 #pragma unroll
-    for (int k = 0; k < kDepth / kStep; ++k)
+    for (int k = 0; k < kSteps; ++k)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             fragments[k][i] = params.fragments[(k * kWarpgroup + thread) * 4 + i];
         }
     ptx::wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < kDepth / kStep; ++k) {
+    for (int k = 0; k < kSteps; ++k) {
         Product::multiply<kTransposedA, kTransposedB, true>(shared, a + k * params.a_step,
                                                             b + k * params.b_step);
     }
     ptx::wgmma_commit();
     ptx::wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < kDepth / kStep; ++k) {
+    for (int k = 0; k < kSteps; ++k) {
         Product::multiply<kTransposedB, true>(registers, fragments[k], b + k * params.b_step);
     }
     ptx::wgmma_commit();
@@ -113,6 +123,20 @@ extern "C" __global__ void products(const __grid_constant__ Products params) {
     for (int i = 0; i < kColumns / 2; ++i) {
         ptx::hold(registers[i]);
         params.registers[thread * kColumns / 2 + i] = registers[i];
+    }
+}
+
+struct Packed {
+    const float* values;
+    unsigned int* packed;
+    int words;
+};
+
+// Fours of floats in e4m3.
+extern "C" __global__ void packed(const __grid_constant__ Packed params) {
+    for (int i = threadIdx.x; i < params.words; i += blockDim.x) {
+        const float* const x = params.values + 4 * i;
+        params.packed[i] = ptx::pack_e4m3(x[0], x[1], x[2], x[3]);
     }
 }
 

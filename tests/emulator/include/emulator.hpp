@@ -89,6 +89,7 @@ struct Product {
     const unsigned* a_registers;  // null: `a` describes shared memory
     unsigned long long a, b;
     bool a_transposed, b_transposed, add;
+    int element_bytes;  // of a and b
     float (*to_float)(unsigned short);
     unsigned a_values[4];
 };

@@ -18,24 +18,30 @@ namespace emulator {
 namespace {
 
 constexpr int kWarpRows = 16, kMaxColumns = 256;
+// wgmma's kinds of swizzle that kernels use.
+enum Swizzle { kNoSwizzle = 0, kSwizzle128 = 1 };
 
 // An operand in shared memory, as a description says (PTX ISA, "Matrix Descriptor Format" of wgmma
-// and "Strides"). Its rows, or columns where it is B, run along `across`; 16 elements along the
-// depth.
+// and "Strides"). Its rows, or columns where it is B, run along `across`; 32 bytes of elements
+// along the depth.
 class Operand {
   public:
-    Operand(std::uint64_t description, bool transposed, int across)
+    Operand(std::uint64_t description, bool transposed, int across, int element_bytes)
         : start_(field(description, 0) * 16),
           panel_stride_(field(description, 16) * 16),
           eights_stride_(field(description, 32) * 16),
           base_offset_(description >> 49 & 7),
           swizzle_(description >> 62),
           transposed_(transposed),
-          across_(across) {}
+          across_(across),
+          element_bytes_(element_bytes) {}
 
     std::string error(std::size_t shared_bytes) const {
-        if (swizzle_ != 1) return "an operand without the 128-byte swizzle";
-        if (start_ / kSwizzleRowBytes % kSwizzleRows != base_offset_) {
+        if (swizzle_ != kSwizzle128 && (swizzle_ != kNoSwizzle || transposed_)) {
+            return "an operand without the 128-byte swizzle";
+        }
+        if (transposed_ && element_bytes_ == 1) return "an operand of bytes that is transposed";
+        if (swizzle_ == kSwizzle128 && start_ / kSwizzleRowBytes % kSwizzleRows != base_offset_) {
             return "an operand that begins " + std::to_string(start_ % kSwizzleBytes) +
                    " bytes past a multiple of " + std::to_string(kSwizzleBytes);
         }
@@ -50,10 +56,10 @@ class Operand {
 
     // The 16-byte pieces that it consists of.
     std::vector<std::uint32_t> chunks() const {
-        constexpr int kElements = kChunkBytes / sizeof(std::uint16_t);
+        const int elements = static_cast<int>(kChunkBytes) / element_bytes_;
         std::vector<std::uint32_t> all;
-        for (int i = 0; i < across_; i += transposed_ ? kElements : 1) {
-            for (int k = 0; k < kProductDepth; k += transposed_ ? 1 : kElements) {
+        for (int i = 0; i < across_; i += transposed_ ? elements : 1) {
+            for (int k = 0; k < kDepthBytes / element_bytes_; k += transposed_ ? 1 : elements) {
                 all.push_back(offset(i, k));
             }
         }
@@ -61,8 +67,8 @@ class Operand {
     }
 
     std::uint16_t at(int i, int k) const {
-        std::uint16_t bits;
-        std::memcpy(&bits, bytes + offset(i, k), sizeof bits);
+        std::uint16_t bits = 0;
+        std::memcpy(&bits, bytes + offset(i, k), element_bytes_);
         return bits;
     }
 
@@ -72,23 +78,28 @@ class Operand {
     }
 
     std::size_t offset(int i, int k) const {
-        constexpr int kPanel = kSwizzleRowBytes / sizeof(std::uint16_t), kEight = kSwizzleRows;
-        const int slow = transposed_ ? k : i, fast = transposed_ ? i : k;
-        return swizzled(start_ + fast / kPanel * panel_stride_ + slow / kEight * eights_stride_ +
-                        slow % kEight * kSwizzleRowBytes + fast % kPanel * sizeof(std::uint16_t));
+        const std::size_t slow = transposed_ ? k : i;
+        const std::size_t fast = (transposed_ ? i : k) * element_bytes_;
+        // What lies together: eight rows of a panel of 128 bytes, or of 16 without a swizzle.
+        const std::size_t row_bytes = swizzle_ == kSwizzle128 ? kSwizzleRowBytes : kChunkBytes;
+        const std::size_t place = start_ + fast / row_bytes * panel_stride_ +
+                                  slow / kSwizzleRows * eights_stride_ +
+                                  slow % kSwizzleRows * row_bytes + fast % row_bytes;
+        return swizzle_ == kSwizzle128 ? swizzled(place) : place;
     }
 
     std::size_t start_, panel_stride_, eights_stride_, base_offset_;
     unsigned swizzle_;
     bool transposed_;
-    int across_;
+    int across_, element_bytes_;
 };
 
 Operand a_of(const Product& product) {
-    return {product.a, product.a_transposed, kProductRows};
+    return {product.a, product.a_transposed, kProductRows, product.element_bytes};
 }
 Operand b_of(const Product& product) {
-    return {product.b, product.b_transposed, static_cast<int>(product.columns)};
+    return {product.b, product.b_transposed, static_cast<int>(product.columns),
+            product.element_bytes};
 }
 
 // Calls use(lane, register, row, column) for each register of a warp's fragment of d.
@@ -101,12 +112,15 @@ void each_accumulator(unsigned columns, Use use) {
     }
 }
 
-// The same for each element of a warp's fragment of a; two are in a register, the first one low.
+// The same for each element of a warp's fragment of a; `in_register` are in each, the first one
+// low.
 template <class Use>
-void each_of_a(Use use) {
+void each_of_a(int in_register, Use use) {
     for (int lane = 0; lane < 32; ++lane) {
-        for (int i = 0; i < 8; ++i) {
-            use(lane, i, lane / 4 + i / 2 % 2 * 8, lane % 4 * 2 + i % 2 + i / 4 * 8);
+        for (int i = 0; i < 4 * in_register; ++i) {
+            const int part = i / in_register;
+            use(lane, i, lane / 4 + part % 2 * 8,
+                (lane % 4 + part / 2 * 4) * in_register + i % in_register);
         }
     }
 }
@@ -114,7 +128,7 @@ void each_of_a(Use use) {
 bool same_product(const Product& a, const Product& b) {
     return a.columns == b.columns && !a.a_registers == !b.a_registers && a.a == b.a && a.b == b.b &&
            a.a_transposed == b.a_transposed && a.b_transposed == b.b_transposed && a.add == b.add &&
-           a.to_float == b.to_float;
+           a.element_bytes == b.element_bytes && a.to_float == b.to_float;
 }
 
 std::uintptr_t number(const void* address) {
@@ -178,7 +192,8 @@ std::string Products::finish(Products* const (&lanes)[32], unsigned warp_in_grou
     std::size_t done = 0;
     for (; done < pending.size() && pending[done].group <= group; ++done) {
         const Product& product = pending[done].product;
-        float a[kWarpRows][kProductDepth], b[kProductDepth][kMaxColumns];
+        const int depth = kDepthBytes / product.element_bytes;
+        float a[kWarpRows][kDepthBytes], b[kDepthBytes][kMaxColumns];
         float d[kWarpRows][kMaxColumns] = {};
         float* values[32];
         for (int lane = 0; lane < 32; ++lane) {
@@ -190,20 +205,21 @@ std::string Products::finish(Products* const (&lanes)[32], unsigned warp_in_grou
             }
         }
         if (product.a_registers) {
-            each_of_a([&](int lane, int i, int row, int k) {
-                const unsigned pair = lanes[lane]->pending_[done].product.a_values[i / 2];
-                a[row][k] = product.to_float(pair >> i % 2 * 16 & 0xffffu);
+            const int in_register = 4 / product.element_bytes, bits = 8 * product.element_bytes;
+            each_of_a(in_register, [&](int lane, int i, int row, int k) {
+                const unsigned word = lanes[lane]->pending_[done].product.a_values[i / in_register];
+                a[row][k] = product.to_float(word >> i % in_register * bits & ((1u << bits) - 1));
             });
         } else {
             const Operand operand = a_of(product);
             for (int row = 0; row < kWarpRows; ++row) {
-                for (int k = 0; k < kProductDepth; ++k) {
+                for (int k = 0; k < depth; ++k) {
                     a[row][k] = product.to_float(operand.at(warp_in_group * kWarpRows + row, k));
                 }
             }
         }
         const Operand operand = b_of(product);
-        for (int k = 0; k < kProductDepth; ++k) {
+        for (int k = 0; k < depth; ++k) {
             for (unsigned col = 0; col < product.columns; ++col) {
                 b[k][col] = product.to_float(operand.at(col, k));
             }
@@ -214,7 +230,7 @@ std::string Products::finish(Products* const (&lanes)[32], unsigned warp_in_grou
             });
         }
         for (int row = 0; row < kWarpRows; ++row) {
-            for (int k = 0; k < kProductDepth; ++k) {
+            for (int k = 0; k < depth; ++k) {
                 for (unsigned col = 0; col < product.columns; ++col) {
                     d[row][col] += a[row][k] * b[k][col];
                 }

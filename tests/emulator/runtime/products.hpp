@@ -12,7 +12,7 @@
 namespace emulator {
 
 constexpr unsigned kWarpgroup = 128;
-constexpr int kProductRows = 64, kProductDepth = 16;
+constexpr int kProductRows = 64, kDepthBytes = 32;
 
 struct PendingProduct {
     Product product;

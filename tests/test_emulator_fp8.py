@@ -1,0 +1,176 @@
+"""The Hopper forward of 8-bit operands on the emulator: its twins alone, and whole calls.
+
+The tests of twins also run on a GPU of sm_90 with `pytest -m gpu`: there, it is they that are tested.
+"""
+
+import hashlib
+import struct
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from emulator import calls
+from feature_cases import draw_case, hide_nan, pairwise
+from float8 import assert_float8, random_descales
+from test_emulator_hopper import CHUNK_BYTES, SWIZZLE_ROWS, WARPGROUP, folder, launch, swizzled
+from tolerance import random_problem
+
+from cufa.problem import FLOAT8
+
+__all__ = ["folder", "launch"]  # fixtures
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+DEPTH, STEP = 128, 32
+
+
+def fragments(matrix):
+    """The registers of A, (depth / 32, thread, byte): PTX ISA, "Register Fragments" of wgmma."""
+    thread, byte = np.arange(WARPGROUP)[:, None], np.arange(16)
+    row = thread // 32 * 16 + thread % 32 // 4 + byte // 4 % 2 * 8
+    column = thread % 4 * 4 + byte % 4 + byte // 8 * 16
+    return np.stack([matrix[row, k + column] for k in range(0, DEPTH, STEP)])
+
+
+def units(matrix):
+    """A matrix (across, depth) where nothing is swizzled; its description at 0, the step of 32 in depth.
+
+    Chunks of eight rows lie together, then those of the next eight, then those of the next depth.
+    """
+    across = len(matrix)
+    chunks = matrix.reshape(across, DEPTH // CHUNK_BYTES, CHUNK_BYTES).swapaxes(0, 1)
+    depth_stride, eights_stride = across * CHUNK_BYTES, SWIZZLE_ROWS * CHUNK_BYTES
+    step = STEP // CHUNK_BYTES * depth_stride
+    return np.ascontiguousarray(chunks), eights_stride // 16 << 32 | depth_stride // 16 << 16, step // 16
+
+
+def panel(matrix):
+    """The same with the 128-byte swizzle."""
+    return swizzled(matrix), 1 << 62 | SWIZZLE_ROWS * DEPTH // 16 << 32, STEP // 16
+
+
+@pytest.mark.parametrize("lying", [units, panel])
+@pytest.mark.parametrize("columns", [16, 128, 256])
+def test_products(launch, rng, columns, lying):
+    a, b = (rng.standard_normal((across, DEPTH)).astype(E4M3) for across in (64, columns))
+    (a_memory, a_description, a_step), (b_memory, b_description, b_step) = panel(a), lying(b)
+    arrays = {
+        "a": a_memory,
+        "b": b_memory,
+        "fragments": fragments(a),
+        "shared": np.zeros((WARPGROUP, columns // 2), np.float32),
+        "registers": np.zeros((WARPGROUP, columns // 2), np.float32),
+    }
+    numbers = struct.pack("4Q", a_description, b_description, a_step, b_step)
+    fields = ["a", "b", "fragments", "shared", "registers", numbers]
+    sizes = {"A_BYTES": a_memory.nbytes, "B_BYTES": b_memory.nbytes}
+    launch("products", WARPGROUP, fields, arrays, PRODUCT_COLUMNS=columns, E4M3=True, **sizes)
+    thread, register = np.arange(WARPGROUP)[:, None], np.arange(columns // 2)
+    row = thread // 32 * 16 + thread % 32 // 4 + register // 2 % 2 * 8
+    column = register // 4 * 8 + thread % 4 * 2 + register % 2
+    left, right = a.astype(np.float64), b.astype(np.float64).T
+    exact, magnitude = left @ right + 1, np.abs(left) @ np.abs(right) + 1
+    for result in (arrays["shared"], arrays["registers"]):
+        # Hopper keeps fewer bits of a sum of such products than float32 has.
+        assert (np.abs(result - exact[row, column]) <= 2**-10 * magnitude[row, column]).all()
+
+
+def test_packing(launch, rng):
+    codes = np.arange(127, dtype=np.uint8).view(E4M3).astype(np.float32)
+    halfway = (codes[1:] + codes[:-1]) / 2
+    values = np.concatenate(
+        [codes, halfway, np.nextafter(halfway, 0), np.nextafter(halfway, 500), [449, 1e30]]
+    )
+    values = np.concatenate([values, -values, rng.standard_normal(2000), [np.inf, -np.inf, np.nan]])
+    values = np.resize(values, len(values) // 4 * 4 + 4).astype(np.float32)
+    arrays = {"values": values, "packed": np.zeros(len(values), np.uint8)}
+    launch("packed", 64, ["values", "packed", len(values) // 4], arrays)
+    nearest = np.clip(values, -448, 448).astype(E4M3)  # clip leaves NaN as it is
+    np.testing.assert_array_equal(arrays["packed"] & 0x7F == 0x7F, np.isnan(values))
+    seen = ~np.isnan(values)
+    np.testing.assert_array_equal(arrays["packed"][seen], nearest.view(np.uint8)[seen])
+
+
+# ---- whole calls ----
+
+KERNEL = "fwd_7_fp8"
+# So few SMs that a persistent block takes several tiles.
+DEVICE = replace(calls.DEVICE, sm_count=3)
+FEATURES = ("causal", "window", "softcap", "sink", "seqused_k")
+SETS = [*(frozenset((name,)) for name in FEATURES), *pairwise(FEATURES)]
+
+
+def run(problem, descales=None, device=DEVICE, **options):
+    """Out and LSE, held to the rule; `options` are `calls.attention`'s."""
+    out, lse = calls.attention(
+        problem.q, problem.k, problem.v, kernel=KERNEL, device=device, **(descales or {}), **options
+    )
+    rules = {name: value for name, value in options.items() if name in ("causal", "window")}
+    assert_float8(out, lse, problem, descales, **rules)
+    return out, lse
+
+
+def draw(rng, seqlen_q, seqlen_k, dims=(64, 64), **shape):
+    shape = {"heads": 2, "kv_heads": 1, **shape}
+    return random_problem(
+        rng, FLOAT8, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=dims[0], head_dim_v=dims[1], **shape
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 80), (80, 256)])
+def test_lengths(rng, dims, causal):
+    for lengths in [(1, 65), (130, 129), (300, 100), (250, 310)]:
+        problem = draw(rng, *lengths, dims=dims)
+        run(problem, random_descales(rng, 1, 1), causal=causal)
+
+
+def test_groups_batches_and_strides(rng):
+    problem = draw(rng, 100, 150, batch=2, heads=6, kv_heads=2, layout="packed")
+    run(problem, random_descales(rng, 2, 2))
+
+
+def test_empty_problems(rng):
+    for batch, seqlen_q, seqlen_k in [(0, 5, 5), (2, 0, 5), (2, 5, 0)]:
+        run(draw(rng, seqlen_q, seqlen_k, batch=batch))
+
+
+def test_output_in_float16(rng):
+    problem = draw(rng, 70, 80)
+    out, _ = run(problem, out_dtype=np.float16)
+    assert out.dtype == np.float16
+
+
+def test_nan_reaches_those_who_see_it(rng):
+    problem = draw(rng, 200, 210)
+    problem.k[:, 100], problem.v[:, 100, 0, 3] = np.nan, np.nan  # seen from row 90 on
+    problem.v[:, 180, 0, 5] = np.nan  # seen from row 170 on
+    out, _ = run(problem, causal=True)
+    assert np.isfinite(out[:, :90]).all()
+
+
+def test_weights_that_are_almost_nothing(rng):
+    """A score far above the others: what is left of theirs must not be lost, and none overflows."""
+    problem = draw(rng, 64, 2048, heads=1)
+    problem.k[:, 0] = problem.q[:, 0] * 4
+    run(problem)
+    problem.k[:] = problem.k[:, ::-1].copy()  # the maximum is raised at the last tile
+    run(problem)
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["clean", "NaN in the unseen"])
+@pytest.mark.parametrize("features", SETS, ids=lambda features: "+".join(sorted(features)))
+def test_features(request, features, hidden):
+    seed = int(hashlib.sha256(request.node.name.encode()).hexdigest()[:16], 16)
+    rng = np.random.default_rng(seed)
+    seqlen_q, seqlen_k = (int(length) for length in rng.integers(1, 280, 2))
+    dims = {"head_dim": 128, "head_dim_v": 48} if hidden else {"head_dim": 64}
+    case = draw_case(rng, FLOAT8, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **dims)
+    if hidden:
+        hide_nan(case)
+    problem = case.problem
+    with np.errstate(invalid="ignore"):
+        out, lse = calls.attention(
+            problem.q, problem.k, problem.v, kernel=KERNEL, device=DEVICE, **case.emulator_forward
+        )
+        assert_float8(out, lse, problem, **case.forward)

@@ -1,0 +1,168 @@
+"""The Hopper forward of 8-bit operands: plans, what the compiler makes of it, arguments, the CPU path.
+
+None of it needs a GPU.
+"""
+
+import itertools
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+from float8 import assert_float8, random_descales
+from tolerance import random_problem
+
+import cufa
+from cufa import jit
+from cufa.device import Device
+from cufa.kernels import KERNELS, best_kernel
+from cufa.plan import make_plan
+from cufa.problem import FLOAT8, Features, Problem
+
+H200 = Device.of("sm_90a")
+NAME = "fwd_7_fp8"
+SHORT, LONG = 512, 8192
+
+
+def problem(head_dim=128, value_dim=None, causal=False, seqlen=LONG, out_dtype=None, **features):
+    dims = head_dim, value_dim or head_dim
+    return Problem(
+        "forward",
+        FLOAT8,
+        *(2, seqlen, seqlen, 4, 2, *dims),
+        causal,
+        features=Features(**features),
+        out_dtype=out_dtype,
+    )
+
+
+def compiled(call):
+    return jit.build(make_plan(call, H200).variant)
+
+
+@pytest.mark.parametrize("seqlen", [SHORT, LONG])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_no_spill_and_no_product_in_series(head_dim, causal, seqlen):
+    assert compiled(problem(head_dim, causal=causal, seqlen=seqlen)).warnings == ()
+
+
+@pytest.mark.parametrize(
+    "features",
+    [{"window": (100, None)}, {"softcap": True}, {"sink": True}, {"seqused_k": True}, {"descale": True}],
+    ids=lambda features: "".join(features),
+)
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_features_spill_nothing(head_dim, features):
+    assert compiled(problem(head_dim, **features)).warnings == ()
+
+
+@pytest.mark.parametrize("dims", [(16, 16), (48, 200), (96, 80), (7, 255)])
+def test_any_head_dims_compile(dims):
+    assert not [line for line in compiled(problem(*dims, out_dtype="float16")).warnings if "C75" in line]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_products_are_issued_together(head_dim):
+    """Within a run of products there is no wait, which the compiler would put in if it had doubts."""
+    call = problem(head_dim)
+    try:
+        code = jit.sass(compiled(call))
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    marks = re.findall(r"QGMMA|WARPGROUP\.DEPBAR|MUFU\.EX2", code)
+    runs = [(mark, len(list(run))) for mark, run in itertools.groupby(marks)]
+    products = [length for mark, length in runs if mark == "QGMMA"]
+    block_n = make_plan(call, H200).tiles["block_n"]
+    assert max(products) == head_dim // 32 + block_n // 32
+    assert min(products) >= min(head_dim, block_n) // 32
+
+
+def test_who_takes_it():
+    assert best_kernel(problem(), H200) is KERNELS[NAME]
+    with pytest.raises(ValueError, match="fwd_7_fp8 needs sm_90a"):
+        best_kernel(problem(), Device.of("sm_100a"))
+    with pytest.raises(ValueError, match="fwd_7_fp8 does not support dropout_p"):
+        best_kernel(problem(dropout=True), H200)
+    with pytest.raises(ValueError, match="block_n must be a multiple of 32"):
+        make_plan(problem(), H200, tiles={"block_n": 48})
+
+
+def test_registers_are_those_of_the_block():
+    for head_dim, seqlen in itertools.product((64, 128, 192, 256), (SHORT, LONG)):
+        plan = make_plan(problem(head_dim, seqlen=seqlen), H200)
+        macros, block = dict(plan.macros), plan.launches[-1].block
+        consumers = plan.tiles["block_m"] // 64
+        taken = consumers * macros["CONSUMER_REGISTERS"] + macros["PRODUCER_REGISTERS"]
+        assert taken == H200.registers_per_sm // block // 8 * 8 * (consumers + 1)
+
+
+# ---- on the CPU ----
+
+
+@pytest.fixture
+def arrays(rng):
+    return random_problem(
+        rng, FLOAT8, batch=2, seqlen_q=50, seqlen_k=60, heads=4, kv_heads=2, head_dim=32, head_dim_v=16
+    )
+
+
+def test_attention_on_the_cpu(rng, arrays):
+    descales = random_descales(rng, 2, 2)
+    options = {"causal": True, "softcap": 2.0}
+    out, lse = cufa.attention(
+        arrays.q, arrays.k, arrays.v, return_lse=True, backend="numpy", **descales, **options
+    )
+    assert (out.dtype, out.shape) == (ml_dtypes.bfloat16, (2, 50, 4, 16))
+    assert_float8(out, lse, arrays, descales, **options)
+
+
+def test_layout_and_output(rng, arrays):
+    descales = random_descales(rng, 2, 2)
+    q, k, v = (x.swapaxes(1, 2) for x in (arrays.q, arrays.k, arrays.v))
+    out = np.empty((2, 4, 50, 16), np.float16)
+    _, lse = cufa.attention(
+        q, k, v, layout="bhsd", out=out, return_lse=True, backend="numpy", v_descale=descales["v_descale"]
+    )
+    assert_float8(out.swapaxes(1, 2), lse, arrays, {"v_descale": descales["v_descale"]})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"out": np.empty((2, 50, 4, 16), np.float32)},
+            TypeError,
+            "out has dtype float32; it may be bfloat16",
+        ),
+        ({"q_descale": np.ones((2, 4), np.float32)}, ValueError, r"q_descale has shape \(2, 4\)"),
+        ({"k_descale": np.ones((2, 2))}, TypeError, "k_descale has dtype float64; it must be float32"),
+        ({"return_attn_probs": True}, ValueError, "return_attn_probs is True"),
+    ],
+)
+def test_what_is_refused(arrays, arguments, error, message):
+    with pytest.raises(error, match=message):
+        cufa.attention(arrays.q, arrays.k, arrays.v, backend="numpy", **arguments)
+
+
+def test_there_are_no_gradients(arrays):
+    with pytest.raises(TypeError, match="of which there are no gradients"):
+        cufa.attention_backward(
+            *(arrays.dout, arrays.q, arrays.k, arrays.v, arrays.dout, np.zeros((2, 4, 50), np.float32)),
+            backend="numpy",
+        )
+
+
+def test_descales_are_for_8_bits(arrays):
+    wide = [x.astype(np.float16) for x in (arrays.q, arrays.k, arrays.v)]
+    with pytest.raises(ValueError, match="v_descale is given, which is for float8_e4m3fn"):
+        cufa.attention(*wide, v_descale=np.ones((2, 2), np.float32), backend="numpy")
+
+
+def test_packed_sequences_have_no_descales(arrays):
+    q, k, v = (x[0] for x in (arrays.q, arrays.k, arrays.v))
+    ends = {"cu_seqlens_q": np.array([0, 50], np.int32), "cu_seqlens_k": np.array([0, 60], np.int32)}
+    out = cufa.attention(q, k, v, **ends, backend="numpy")
+    assert out.shape == (50, 4, 16)
+    with pytest.raises(ValueError, match="packed sequences have no descales"):
+        cufa.attention(q, k, v, **ends, q_descale=np.ones((1, 2), np.float32), backend="numpy")

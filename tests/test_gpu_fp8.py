@@ -1,0 +1,135 @@
+"""The forward of 8-bit operands on a GPU; `pytest -m gpu` runs it."""
+
+import hashlib
+
+import ml_dtypes
+import numpy as np
+import pytest
+from feature_cases import draw_case, hide_nan, pairwise
+from float8 import assert_float8, random_descales
+from tolerance import random_problem
+
+import cufa
+from cufa import device
+from cufa.problem import FLOAT8
+
+pytestmark = pytest.mark.gpu
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+FEATURES = ("causal", "window", "softcap", "sink", "seqused_k")
+
+
+@pytest.fixture
+def cupy():
+    cupy = pytest.importorskip("cupy")
+    if device.current().arch.capability != (9, 0):
+        pytest.skip("no GPU of sm_90")
+    return cupy
+
+
+def on_gpu(cupy, array):
+    """CuPy makes no array of 8-bit floats, but sees memory as one."""
+    if array.dtype != E4M3:
+        return cupy.asarray(array)
+    return cupy.asarray(array.view(np.uint8)).view(E4M3)
+
+
+def draw(rng, seqlen_q, seqlen_k, dims=(64, 64), **shape):
+    shape = {"batch": 2, "heads": 4, "kv_heads": 2, **shape}
+    return random_problem(
+        rng, FLOAT8, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=dims[0], head_dim_v=dims[1], **shape
+    )
+
+
+def run(cupy, problem, descales=None, out=None, **options):
+    """Out and LSE, held to the rule."""
+    tensors = [on_gpu(cupy, array) for array in (problem.q, problem.k, problem.v)]
+    on_device = {name: cupy.asarray(array) for name, array in (descales or {}).items()}
+    out, lse = cufa.attention(*tensors, return_lse=True, out=out, **on_device, **options)
+    assert_float8(out.get(), lse.get(), problem, descales, **options)
+    return out, lse
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 48), (192, 176), (256, 256)])
+def test_lengths(cupy, rng, dims, causal):
+    for lengths in [(1, 65), (130, 129), (300, 100), (1000, 1100)]:
+        run(cupy, draw(rng, *lengths, dims=dims), random_descales(rng, 2, 2), causal=causal)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_long_sequences(cupy, rng, head_dim):
+    problem = draw(rng, 4200, 4200, dims=(head_dim, head_dim), batch=1, heads=2, kv_heads=1)
+    run(cupy, problem, causal=True)
+
+
+def test_output_in_float16(cupy, rng):
+    problem = draw(rng, 70, 80)
+    out, _ = run(cupy, problem, out=cupy.empty(problem.q.shape, np.float16))
+    assert out.dtype == np.float16
+
+
+def test_strides_and_numpy(cupy, rng):
+    problem = draw(rng, 100, 150)
+    descales = random_descales(rng, 2, 2)
+    expected, _ = run(cupy, problem, descales)
+    # The last axis of these is not contiguous: they are copied.
+    scattered = [
+        on_gpu(cupy, np.ascontiguousarray(x.swapaxes(1, 3))).swapaxes(1, 3)
+        for x in (problem.q, problem.k, problem.v)
+    ]
+    on_device = {name: cupy.asarray(array) for name, array in descales.items()}
+    bits = expected.view(np.uint16)
+    assert (cufa.attention(*scattered, **on_device).view(np.uint16) == bits).all()
+    host = cufa.attention(problem.q, problem.k, problem.v, backend="cuda", **descales)
+    np.testing.assert_array_equal(host.view(np.uint16), bits.get())
+
+
+def test_torch_tensors(cupy, rng):
+    torch = pytest.importorskip("torch")
+    problem = draw(rng, 100, 150)
+    tensors = [
+        torch.from_numpy(x.view(np.uint8)).cuda().view(torch.float8_e4m3fn)
+        for x in (problem.q, problem.k, problem.v)
+    ]
+    out = cufa.attention(*tensors)
+    expected, _ = run(cupy, problem)
+    assert out.dtype == torch.bfloat16
+    np.testing.assert_array_equal(out.view(torch.int16).cpu().numpy(), expected.view(np.int16).get())
+
+
+def test_nan_reaches_those_who_see_it(cupy, rng):
+    problem = draw(rng, 500, 510)
+    problem.k[:, 100], problem.v[:, 100, 0, 3] = np.nan, np.nan  # seen from row 90 on
+    problem.v[:, 380, 0, 5] = np.nan
+    out, _ = run(cupy, problem, causal=True)
+    assert np.isfinite(out[:, :90].get().astype(np.float32)).all()
+
+
+def test_the_same_bits_in_every_run(cupy, rng):
+    tensors = [on_gpu(cupy, rng.standard_normal((2, 2100, 8, 128)).astype(E4M3)) for _ in range(3)]
+    first = cufa.attention(*tensors, causal=True).view(np.uint16)
+    for _ in range(200):
+        assert (cufa.attention(*tensors, causal=True).view(np.uint16) == first).all()
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["clean", "NaN in the unseen"])
+@pytest.mark.parametrize(
+    "features",
+    [*(frozenset((name,)) for name in FEATURES), *pairwise(FEATURES)],
+    ids=lambda on: "+".join(sorted(on)),
+)
+def test_features(cupy, request, features, hidden):
+    seed = int(hashlib.sha256(request.node.name.encode()).hexdigest()[:16], 16)
+    rng = np.random.default_rng(seed)
+    seqlen_q, seqlen_k = (int(length) for length in rng.integers(1, 700, 2))
+    dims = {"head_dim": 128, "head_dim_v": 48} if hidden else {"head_dim": 64}
+    case = draw_case(rng, FLOAT8, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **dims)
+    if hidden:
+        hide_nan(case)
+    problem = case.problem
+    tensors = [on_gpu(cupy, array) for array in (problem.q, problem.k, problem.v)]
+    side = {name: cupy.asarray(array) for name, array in case.arrays.items()}
+    out, lse = cufa.attention(*tensors, return_lse=True, **case.numbers, **side)
+    with np.errstate(invalid="ignore"):
+        assert_float8(out.get(), lse.get(), problem, **case.forward)

@@ -61,9 +61,12 @@ struct KeySmem {
     MmaTile<kBlockN, kValue> v;
     MmaTile<kBlockM, kHead> q[kStages];
     MmaTile<kBlockM, kValue> dout[kStages];
-    MmaTile<kBlockN, kBlockM> ds;                   // dS^T
-    MmaTile<kSplit == 1 ? 1 : kBlockN, kBlockM> p;  // P^T, if it must be shared
+    MmaTile<kBlockN, kBlockM> weights[kSplit > 1 && !kEarlyCopies ? 2 : 1];
     alignas(16) RowStats rows[kStages][kBlockM];
+
+    __device__ auto& ds() { return weights[0]; }  // dS^T
+    // P^T, if it is shared: where there is one stage, until dS^T takes its place.
+    __device__ auto& p() { return weights[sizeof(weights) / sizeof(weights[0]) - 1]; }
 };
 
 struct QuerySmem {
@@ -201,7 +204,6 @@ struct QueryPlace {
     int first_row = threadIdx.x / 32 % kQueryRows * kQueryTiles * kMmaM;
     int first_col = threadIdx.x / 32 / kQueryRows * kQueryCols;
 };
-using QueryFragments = Accumulators<kQueryTiles, kQueryCols>;
 
 // One of a lane's scores: element e of a half of fragment (m, n).
 struct Element {
@@ -383,6 +385,18 @@ __device__ inline void clear_nonfinite(Tile& tile) {
     }
 }
 
+// Whether one of a lane's scores is NaN or infinite.
+__device__ inline bool has_nonfinite(const Scores& scores) {
+    acc_t zero = 0;
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < kColumns / kMmaN; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) zero += scores[m][n][e] * 0;
+    return !(zero == 0);
+}
+
 // The gradients of a warp's keys, in its part of the head dims.
 struct KeyGradients {
     Accumulators<kTiles, kHeadPart> dk;
@@ -396,6 +410,7 @@ struct KeyGradients {
         Scores s = {}, dp = {};
         product_of(s, smem.k, smem.q[stage], place);
         product_of(dp, smem.v, smem.dout[stage], place);
+        const bool nonfinite = kCutTiles && masked && (has_nonfinite(s) || has_nonfinite(dp));
         const auto stats_of = [&](Element at) { return smem.rows[stage][place.col(at.n) + at.e]; };
         const auto add_to_bias = [&](int query, int key, acc_t gradient) {
             if constexpr (kBiasGradient) head.bias.add(query, key, gradient);
@@ -405,10 +420,23 @@ struct KeyGradients {
         } else {
             differentiate<false>(s, dp, tile, seen, stats_of, add_to_bias);
         }
-        const bool found = kCutTiles && masked && __syncthreads_or(finds_any(smem, stage));
+        const bool found = kCutTiles && masked && __syncthreads_or(nonfinite);
         if (found) take_out(smem, stage);
         multiply(s, dp, smem, stage, head, place, first_query, end);
         if (found) put_back(smem, head, tile, first_query);
+    }
+
+    __device__ void write(KeySmem& smem, const BackwardParams& params, const KeyTile& own) {
+        const Place place;
+        scale<kTiles, kHeadPart>(dk, params.softmax_scale);
+        store_tile<kTiles, kHeadPart>(smem.k, dk, place.first_row, place.part * kHeadPart);
+        store_tile<kTiles, kValuePart>(smem.v, dv, place.first_row, place.part * kValuePart);
+        __syncthreads();
+        const auto to_dk = own.sequence.keys<scalar_t>(params.dk, own.kv_head);
+        const auto to_dv = own.sequence.keys<scalar_t>(params.dv, own.kv_head);
+        const int end = end_of_keys(params, own.sequence);
+        write_tile<THREADS, kHeadDim>(smem.k, to_dk, own.first_key, end);
+        write_tile<THREADS, kValueDim>(smem.v, to_dv, own.first_key, end);
     }
 
   private:
@@ -416,10 +444,6 @@ struct KeyGradients {
     // it does not see; but 0 * NaN is NaN, and a product over the whole tile would multiply by it.
     // So it is zero in the products; those who see it have NaN from S or dP already, but for dV,
     // and are given it afterwards.
-    __device__ static bool finds_any(const KeySmem& smem, int stage) {
-        return finds_nonfinite<THREADS>(smem.q[stage]) ||
-               finds_nonfinite<THREADS>(smem.dout[stage]) || finds_nonfinite<THREADS>(smem.k);
-    }
     __device__ static void take_out(KeySmem& smem, int stage) {
         clear_nonfinite(smem.q[stage]);
         clear_nonfinite(smem.dout[stage]);
@@ -442,41 +466,62 @@ struct KeyGradients {
                              const QueryHead& head, const Place& place, int first_query, int end) {
         const int next_query = first_query + kBlockM;
         const bool copies = kEarlyCopies && next_query < end;
-        if (kSplit > 1 || !kDeterministic) store_scores(smem.ds, ds, place);
         if constexpr (kSplit == 1) {
+            if (!kDeterministic) store_scores(smem.ds(), ds, place);
             add_product_pn<kTiles, kColumns, kValuePart>(dv, p, smem.dout[stage]);
             add_product_pn<kTiles, kColumns, kHeadPart>(dk, ds, smem.q[stage]);
+            if (!kDeterministic) __syncthreads();  // dS^T is whole
         } else {
-            store_scores(smem.p, p, place);
-        }
-        if (kSplit > 1 || !kDeterministic) __syncthreads();  // dS^T and P^T are whole
-        if constexpr (kSplit > 1) {
-            add_product_nn<kTiles, kValuePart>(dv, smem.p, place.first_row, smem.dout[stage],
+            store_scores(smem.p(), p, place);
+            if (!kEarlyCopies) store_scores(smem.ds(), ds, place);
+            __syncthreads();  // P^T is whole
+            add_product_nn<kTiles, kValuePart>(dv, smem.p(), place.first_row, smem.dout[stage],
                                                place.part * kValuePart);
-            if (kEarlyCopies) __syncthreads();  // every warp is done with dO
-            if (copies) head.copy_gradients(smem, stage, next_query);
-            add_product_nn<kTiles, kHeadPart>(dk, smem.ds, place.first_row, smem.q[stage],
+            if constexpr (kEarlyCopies) {
+                __syncthreads();  // every warp is done with P^T and dO
+                if (copies) head.copy_gradients(smem, stage, next_query);
+                store_scores(smem.ds(), ds, place);
+                __syncthreads();  // dS^T is whole
+            }
+            add_product_nn<kTiles, kHeadPart>(dk, smem.ds(), place.first_row, smem.q[stage],
                                               place.part * kHeadPart);
             if (kEarlyCopies) __syncthreads();  // every warp is done with Q
             if (copies) head.copy_queries(smem, stage, next_query);
         }
-        if constexpr (!kDeterministic) {
-            const QueryPlace to;
-            QueryFragments dq = {};
-            add_product_tn<kQueryTiles, kQueryCols>(dq, smem.ds, to.first_row, smem.k,
+        if constexpr (!kDeterministic) add_to_queries(smem, head.dq, first_query);
+    }
+
+    // dQ += dS K. Where dS^T takes fewer registers than the sums, all of it is loaded, and there
+    // are sums of a few columns at a time, which are added while the next are computed.
+    __device__ static void add_to_queries(KeySmem& smem, const QuerySums& sums, int first_query) {
+        constexpr bool kInSlices = kBlockN < kQueryCols * 2;
+        constexpr int kSliceCols = kInSlices ? kMmaK : kQueryCols;
+        const QueryPlace to;
+        if constexpr (kInSlices) {
+            const LeftStrip<kQueryTiles, kBlockN> ds(smem.ds(), to.first_row);
+#pragma unroll
+            for (int col = 0; col < kQueryCols; col += kSliceCols) {
+                Accumulators<kQueryTiles, kSliceCols> dq = {};
+                ds.add_product_with<kSliceCols>(dq, smem.k, to.first_col + col);
+                add_to_queries<kSliceCols>(dq, sums, first_query + to.first_row,
+                                           to.first_col + col);
+            }
+        } else {
+            Accumulators<kQueryTiles, kSliceCols> dq = {};
+            add_product_tn<kQueryTiles, kSliceCols>(dq, smem.ds(), to.first_row, smem.k,
                                                     to.first_col);
-            add_to_queries(dq, to, head.dq, first_query);
+            add_to_queries<kSliceCols>(dq, sums, first_query + to.first_row, to.first_col);
         }
     }
 
-    __device__ static void add_to_queries(const QueryFragments& dq, const QueryPlace& to,
-                                          const QuerySums& sums, int first_query) {
+    template <int Cols>
+    __device__ static void add_to_queries(const Accumulators<kQueryTiles, Cols>& dq,
+                                          const QuerySums& sums, int row, int col) {
 #pragma unroll
         for (int m = 0; m < kQueryTiles; ++m)
 #pragma unroll
-            for (int n = 0; n < kQueryCols / kMmaN; ++n) {
-                acc_t* fragment =
-                    sums.fragment(first_query + to.first_row + m * kMmaM, to.first_col + n * kMmaN);
+            for (int n = 0; n < Cols / kMmaN; ++n) {
+                acc_t* fragment = sums.fragment(row + m * kMmaM, col + n * kMmaN);
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
                     atomicAdd(fragment + e * 32 + threadIdx.x % 32, dq[m][n][e]);
@@ -537,6 +582,14 @@ struct QueryGradients {
     }
 };
 
+// The h-th of the query heads that share the block's keys. Which keys those are is found out anew,
+// so that it takes no registers while the block works on a head.
+__device__ inline QueryHead query_head_of_block(const BackwardParams& params, int h) {
+    const KeyTile own = key_tile_of_block<kBlockN>(params, ptx::anew(blockIdx.x));
+    const int group = params.sizes.heads / params.sizes.kv_heads;
+    return QueryHead(params, own.sequence, own.kv_head * group + h);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     row_sums(const __grid_constant__ BackwardParams params) {
     const Workspace workspace(params);
@@ -573,9 +626,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     KeyGradients gradients = {};
     const QueryTiles<kBlockM> tiles(sequence.mask(params.features), first_key, kBlockN);
-    const int group = params.sizes.heads / params.sizes.kv_heads;
-    for (int h = 0; h < group; ++h) {
-        const QueryHead head(params, sequence, kv_head * group + h);
+    for (int h = 0; h < params.sizes.heads / params.sizes.kv_heads; ++h) {
+        const QueryHead head = query_head_of_block(params, h);
         walk<kEarlyCopies>(
             tiles.begin, tiles.end, [&](int stage, int row) { head.start_copy(smem, stage, row); },
             [&](int stage, int row) {
@@ -584,16 +636,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             });
     }
     ptx::wait_copies();
-
-    scale<kTiles, kHeadPart>(gradients.dk, params.softmax_scale);
     __syncthreads();  // every warp is done with K, and dK and dV can go out through its place
-    store_tile<kTiles, kHeadPart>(smem.k, gradients.dk, place.first_row, place.part * kHeadPart);
-    store_tile<kTiles, kValuePart>(smem.v, gradients.dv, place.first_row, place.part * kValuePart);
-    __syncthreads();
-    write_tile<THREADS, kHeadDim>(smem.k, sequence.keys<scalar_t>(params.dk, kv_head), first_key,
-                                  keys_end);
-    write_tile<THREADS, kValueDim>(smem.v, sequence.keys<scalar_t>(params.dv, kv_head), first_key,
-                                   keys_end);
+    gradients.write(smem, params, key_tile_of_block<kBlockN>(params, ptx::anew(blockIdx.x)));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)

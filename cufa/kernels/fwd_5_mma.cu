@@ -274,6 +274,26 @@ __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules,
     add_product_pn<kTiles, kBlockN, kDims>(out.o, s, smem.v, warp_col());
 }
 
+// Writes the block's rows of O and LSE.
+__device__ inline void write_output(Output& out, const ForwardParams& params,
+                                    const QueryTile& tile) {
+    const ScoreRules rules(params, tile.sequence, tile.head);
+    const auto o = tile.sequence.queries<scalar_t>(params.o, tile.head);
+    acc_t* lse = static_cast<acc_t*>(params.lse);
+    if (lse) lse += tile.sequence.first_row(tile.head, params.sizes);
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            OnlineSoftmax& softmax = out.softmax[m][half];
+            const acc_t factor = end_row<4>(softmax, rules);
+            const int row = tile.first_row + row_of(m, half);
+            if (row >= tile.sequence.seqlen_q) continue;
+            if (lse && threadIdx.x % 4 == 0 && warp_col() == 0) lse[row] = softmax.lse();
+            store_row<kValueDim>(o.row(row), out.o[m], half, factor, warp_col());
+        }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     fwd_5_mma(const __grid_constant__ ForwardParams params) {
     Smem& smem = shared_memory<Smem>();
@@ -300,18 +320,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     }
     ptx::wait_copies();
 
-    const auto o = sequence.queries<scalar_t>(params.o, head);
-    acc_t* lse = static_cast<acc_t*>(params.lse);
-    if (lse) lse += sequence.first_row(head, params.sizes);
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            OnlineSoftmax& softmax = out.softmax[m][half];
-            const acc_t factor = end_row<4>(softmax, rules);
-            const int row = first_row + row_of(m, half);
-            if (row >= seqlen_q) continue;
-            if (lse && threadIdx.x % 4 == 0 && warp_col() == 0) lse[row] = softmax.lse();
-            store_row<kValueDim>(o.row(row), out.o[m], half, factor, warp_col());
-        }
+    write_output(out, params, query_tile_of_block<kBlockM>(params, ptx::anew(blockIdx.x)));
 }

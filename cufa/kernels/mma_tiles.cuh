@@ -13,18 +13,24 @@ using Operands = OperandsOf<scalar_t>;
 // step has many instructions and as many registers to work on.
 constexpr int kStepsAtOnce = sizeof(scalar_t) == 2 ? 16 : kTf32 ? 4 : 1;
 
-// A Rows x Cols tile; columns are padded to sixteens. A row is an odd number of 16-byte units long,
-// so that the eight rows of a matrix that ldmatrix loads lie in different banks.
+// A Rows x Cols tile; columns are padded to sixteens. The eight rows of a matrix that ldmatrix
+// loads must lie in different banks, so units of 16 bytes are swizzled: unit u of row r is at u ^ r
+// % 8. Rows that are not 1, 2, 4, ... lines long are an odd number of units long instead; copies
+// into them are slower, since what was one line is then part of two.
 template <int Rows, int Cols>
 struct MmaTile {
     static constexpr int kRows = Rows;
     static constexpr int kCols = round_up(Cols, kMmaK);
-    static constexpr int kPitch = kCols + kMatrixCols;
+    static constexpr bool kSwizzled = kCols % kLineCols == 0 && (kCols & (kCols - 1)) == 0;
+    static constexpr int kPitch = kSwizzled ? kCols : kCols + kMatrixCols;
 
-    alignas(16) scalar_t data[Rows * kPitch];
+    alignas(kLineBytes) scalar_t data[Rows * kPitch];
 
-    __device__ scalar_t* at(int row, int col) { return data + row * kPitch + col; }
-    __device__ const scalar_t* at(int row, int col) const { return data + row * kPitch + col; }
+    __device__ static int place(int row, int col) {
+        return row * kPitch + (kSwizzled ? col ^ row % kSwizzledRows * kMatrixCols : col);
+    }
+    __device__ scalar_t* at(int row, int col) { return data + place(row, col); }
+    __device__ const scalar_t* at(int row, int col) const { return data + place(row, col); }
 };
 
 // Makes the columns that are padding zero. Copies leave them alone, so once is enough.
@@ -46,22 +52,23 @@ __device__ inline void copy_tile(Tile& tile, Matrix<const scalar_t> source, int 
                                  int end_row) {
     constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), Cols & -Cols);
     constexpr int kRowThreads = min_of(Cols / kChunk, Threads);
-    constexpr int kRowsAtOnce = Threads / kRowThreads;
+    constexpr int kRowsAtOnce = floor_power_of_two(Threads / kRowThreads);
 
     const int row = threadIdx.x / kRowThreads, first_col = threadIdx.x % kRowThreads * kChunk;
-    if (Threads % kRowThreads != 0 && row >= kRowsAtOnce) return;
+    if (Threads != kRowsAtOnce * kRowThreads && row >= kRowsAtOnce) return;
     const scalar_t* const from = source.row(first_row + row);
     const bool whole = first_row + Tile::kRows <= end_row;
+    // One round, unless a row has more chunks than there are threads.
+    for (int col = first_col; col < Cols; col += kRowThreads * kChunk) {
+        const TilePlace<Tile, scalar_t> to(tile, row, col);
 #pragma unroll
-    for (int rows = 0; rows < Tile::kRows; rows += kRowsAtOnce) {
-        if (Tile::kRows % kRowsAtOnce != 0 && row + rows >= Tile::kRows) break;
-        const bool inside = whole || first_row + row + rows < end_row;
-        // One round, unless a row has more chunks than there are threads.
-        for (int col = first_col; col < Cols; col += kRowThreads * kChunk) {
+        for (int rows = 0; rows < Tile::kRows; rows += kRowsAtOnce) {
+            if (Tile::kRows % kRowsAtOnce != 0 && row + rows >= Tile::kRows) break;
+            const bool inside = whole || first_row + row + rows < end_row;
             ptx::copy_async<kChunk * sizeof(scalar_t)>(
-                tile.at(row + rows, col), from + rows * source.row_stride + col, inside);
-            if (kRowThreads * kChunk == Cols) break;
+                to.at(rows, 0), from + rows * source.row_stride + col, inside);
         }
+        if (kRowThreads * kChunk == Cols) break;
     }
 }
 
@@ -173,6 +180,34 @@ __device__ inline void add_product_tn(Accumulators<Tiles, Cols>& o, const A& a, 
         add_columns<Tiles, Cols>(o, left, v_part, k);
     }
 }
+
+// All of a left operand a^T in registers: Tiles 16-row tiles of it from first_row on.
+template <int Tiles, int Depth>
+class LeftStrip {
+  public:
+    template <class A>
+    __device__ LeftStrip(const A& a, int first_row) {
+        static_assert(A::kRows == Depth, "all rows are loaded");
+        const Operands::LeftTN<A> a_part(a, first_row);
+#pragma unroll
+        for (int k = 0; k < Depth / kMmaK; ++k)
+#pragma unroll
+            for (int m = 0; m < Tiles; ++m) left[k][m] = a_part.at(m * kMmaM, k * kMmaK);
+    }
+
+    // o += a^T v, for Cols columns of v from first_col on.
+    template <int Cols, class V>
+    __device__ void add_product_with(Accumulators<Tiles, Cols>& o, const V& v,
+                                     int first_col) const {
+        const Operands::RightNN<V> v_part(v, first_col);
+#pragma unroll
+        for (int k = 0; k < Depth / kMmaK; ++k)
+            add_columns<Tiles, Cols>(o, left[k], v_part, k * kMmaK);
+    }
+
+  private:
+    Operands::Left left[Depth / kMmaK][Tiles];
+};
 
 // Writes accumulators, rounded, into a tile from (first_row, first_col) on.
 template <int Tiles, int Cols, class Tile>

@@ -17,6 +17,30 @@
 constexpr int kMmaM = 16, kMmaN = 8, kMmaK = 16;
 // Elements in 16 bytes: a row of the matrices that ldmatrix loads.
 constexpr int kMatrixCols = 16 / sizeof(scalar_t);
+// What shared memory gives at once is a line of 128 bytes, and where rows of a tile are swizzled,
+// what is done to eight of them is done to the next.
+constexpr int kLineBytes = 128, kLineCols = kLineBytes / sizeof(scalar_t);
+constexpr int kSwizzledRows = kLineBytes / 16;
+
+// A lane's own element of a tile, and others which lie as far from it in the tile of every lane. If
+// the tile is swizzled they are found by flipping bits, which no sum may carry into: `rows` and
+// `cols` must have no bit in common with the lane's own row, modulo eight, and column.
+template <class Tile, class Element = const scalar_t>
+class TilePlace {
+  public:
+    template <class T>
+    __device__ TilePlace(T& tile, int row, int col) : data(tile.data), own(Tile::place(row, col)) {}
+
+    __device__ Element* at(int rows, int cols) const {
+        if constexpr (!Tile::kSwizzled) return data + own + rows * Tile::kPitch + cols;
+        const int flipped = rows % kSwizzledRows * kMatrixCols ^ cols % kLineCols;
+        return data + (own ^ flipped) + rows * Tile::kPitch + cols / kLineCols * kLineCols;
+    }
+
+  private:
+    Element* data;
+    int own;
+};
 
 // What a lane has of a 16x8 accumulator: columns 2t and 2t + 1 of row g, then of row g + 8, where
 // g = lane / 4 and t = lane % 4.

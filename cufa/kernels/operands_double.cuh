@@ -18,29 +18,29 @@ template <>
 struct OperandsOf<float64> : WideOperands<float64, DoubleOperand> {
     template <class Tile>
     struct LeftNT {
-        const double* place;
+        TilePlace<Tile> place;
 
-        __device__ LeftNT(const Tile& a, int row) : place(a.at(row + g(), spread())) {}
+        __device__ LeftNT(const Tile& a, int row) : place(a, row + g(), spread()) {}
         __device__ Left at(int row, int col) const {
-            const double* const upper = place + row * Tile::kPitch + col;
-            const double* const lower = upper + 8 * Tile::kPitch;
-            return Left({upper[0], lower[0], upper[2], lower[2],  //
-                         upper[4], lower[4], upper[6], lower[6]});
+            double x[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) x[i] = *place.at(row + i % 2 * 8, col + i / 2 * 2);
+            return Left(x);
         }
     };
     template <class Tile>
     struct RightNT {
-        const double* place;
+        TilePlace<Tile> place;
 
-        __device__ RightNT(const Tile& b, int row) : place(b.at(row + g(), spread())) {}
+        __device__ RightNT(const Tile& b, int row) : place(b, row + g(), spread()) {}
         __device__ RightPair at(int row, int col) const {
             return {column(row, col), column(row + kMmaN, col)};
         }
 
       private:
         __device__ DoubleOperand<4> column(int row, int col) const {
-            const double* const x = place + row * Tile::kPitch + col;
-            return DoubleOperand<4>({x[0], x[2], x[4], x[6]});
+            return DoubleOperand<4>({*place.at(row, col), *place.at(row, col + 2),
+                                     *place.at(row, col + 4), *place.at(row, col + 6)});
         }
     };
 

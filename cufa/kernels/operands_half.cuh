@@ -25,24 +25,22 @@ struct HalfOperands {
 
     template <class Tile>
     struct LeftNT {
-        const T* place;
+        TilePlace<Tile> place;
 
         __device__ LeftNT(const Tile& a, int row)
-            : place(a.at(row + lane() % 16, lane() / 16 * kMatrixCols)) {}
-        __device__ Left at(int row, int col) const {
-            return load<Left>(place + row * Tile::kPitch + col);
-        }
+            : place(a, row + lane() % 16, lane() / 16 * kMatrixCols) {}
+        __device__ Left at(int row, int col) const { return load<Left>(place.at(row, col)); }
     };
     template <class Tile>
     using LeftNN = LeftNT<Tile>;
     template <class Tile>
     struct LeftTN {
-        const T* place;
+        TilePlace<Tile> place;
 
         __device__ LeftTN(const Tile& a, int row)
-            : place(a.at(lane() % 8 + lane() / 16 * 8, row + lane() / 8 % 2 * kMatrixCols)) {}
+            : place(a, lane() % 8 + lane() / 16 * 8, row + lane() / 8 % 2 * kMatrixCols) {}
         __device__ Left at(int row, int col) const {
-            return load_transposed<Left>(place + col * Tile::kPitch + row);
+            return load_transposed<Left>(place.at(col, row));
         }
     };
     // What a lane has of an accumulator is what it must have of a left operand, in the same order.
@@ -56,22 +54,22 @@ struct HalfOperands {
 
     template <class Tile>
     struct RightNT {
-        const T* place;
+        TilePlace<Tile> place;
 
         __device__ RightNT(const Tile& b, int row)
-            : place(b.at(row + lane() % 8 + lane() / 16 * 8, lane() / 8 % 2 * kMatrixCols)) {}
+            : place(b, row + lane() % 8 + lane() / 16 * 8, lane() / 8 % 2 * kMatrixCols) {}
         __device__ RightPair at(int row, int col) const {
-            return load<RightPair>(place + row * Tile::kPitch + col);
+            return load<RightPair>(place.at(row, col));
         }
     };
     template <class Tile>
     struct RightNN {
-        const T* place;
+        TilePlace<Tile> place;
 
         __device__ RightNN(const Tile& v, int col)
-            : place(v.at(lane() % 16, col + lane() / 16 * kMatrixCols)) {}
+            : place(v, lane() % 16, col + lane() / 16 * kMatrixCols) {}
         __device__ RightPair at(int row, int col) const {
-            return load_transposed<RightPair>(place + row * Tile::kPitch + col);
+            return load_transposed<RightPair>(place.at(row, col));
         }
     };
 

@@ -46,29 +46,28 @@ template <>
 struct OperandsOf<float32> : WideOperands<float32, SingleOperand> {
     template <class Tile>
     struct LeftNT {
-        const float* place;
+        TilePlace<Tile> place;
 
         __device__ LeftNT(const Tile& a, int row)
-            : place(a.at(row + lane() % 16, lane() / 16 * kMatrixCols)) {}
+            : place(a, row + lane() % 16, lane() / 16 * kMatrixCols) {}
         __device__ Left at(int row, int col) const {
-            const float* const from = place + row * Tile::kPitch + col;
-            const auto x = load(from), y = load(from + 8);
+            const auto x = load(place.at(row, col)), y = load(place.at(row, col + 8));
             return Left({x[0], x[1], x[2], x[3], y[0], y[1], y[2], y[3]});
         }
     };
     template <class Tile>
     struct RightNT {
-        const float* place;
+        TilePlace<Tile> place;
 
         __device__ RightNT(const Tile& b, int row)
-            : place(b.at(row + lane() % 8, lane() / 8 * kMatrixCols)) {}
+            : place(b, row + lane() % 8, lane() / 8 * kMatrixCols) {}
         __device__ RightPair at(int row, int col) const {
             return {column(row, col), column(row + kMmaN, col)};
         }
 
       private:
         __device__ SingleOperand<4> column(int row, int col) const {
-            const auto x = load(place + row * Tile::kPitch + col);
+            const auto x = load(place.at(row, col));
             return SingleOperand<4>({x[0], x[1], x[2], x[3]});
         }
     };

@@ -24,9 +24,9 @@ struct WideOperands {
 
     template <class Tile>
     struct LeftNN {
-        const T* place;
+        TilePlace<Tile> place;
 
-        __device__ LeftNN(const Tile& a, int row) : place(a.at(row + g(), 2 * t())) {}
+        __device__ LeftNN(const Tile& a, int row) : place(a, row + g(), 2 * t()) {}
         __device__ Left at(int row, int col) const {
             const Pair upper[] = {pair_at(row, col), pair_at(row, col + 8)};
             const Pair lower[] = {pair_at(row + 8, col), pair_at(row + 8, col + 8)};
@@ -36,20 +36,20 @@ struct WideOperands {
 
       private:
         __device__ Pair pair_at(int row, int col) const {
-            return *reinterpret_cast<const Pair*>(place + row * Tile::kPitch + col);
+            return *reinterpret_cast<const Pair*>(place.at(row, col));
         }
     };
     template <class Tile>
     struct LeftTN {
-        const T* place;
+        TilePlace<Tile> place;
 
-        __device__ LeftTN(const Tile& a, int row) : place(a.at(2 * t(), row + g())) {}
+        __device__ LeftTN(const Tile& a, int row) : place(a, 2 * t(), row + g()) {}
         __device__ Left at(int row, int col) const {
-            const T* const first = place + col * Tile::kPitch + row;
-            const T* const second = first + 8 * Tile::kPitch;
-            constexpr int kNext = Tile::kPitch;
-            return Left({first[0], first[8], first[kNext], first[kNext + 8],  //
-                         second[0], second[8], second[kNext], second[kNext + 8]});
+            T x[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+                x[i] = *place.at(col + i / 4 * 8 + i / 2 % 2, row + i % 2 * 8);
+            return Left(x);
         }
     };
     template <int Fragments>
@@ -62,17 +62,17 @@ struct WideOperands {
 
     template <class Tile>
     struct RightNN {
-        const T* place;
+        TilePlace<Tile> place;
 
-        __device__ RightNN(const Tile& v, int col) : place(v.at(2 * t(), col + g())) {}
+        __device__ RightNN(const Tile& v, int col) : place(v, 2 * t(), col + g()) {}
         __device__ RightPair at(int row, int col) const {
             return {column(row, col), column(row, col + kMmaN)};
         }
 
       private:
         __device__ Operand<4> column(int row, int col) const {
-            const T* const x = place + row * Tile::kPitch + col;
-            return Operand<4>({x[0], x[Tile::kPitch], x[8 * Tile::kPitch], x[9 * Tile::kPitch]});
+            return Operand<4>({*place.at(row, col), *place.at(row + 1, col),
+                               *place.at(row + 8, col), *place.at(row + 9, col)});
         }
     };
 

@@ -3,6 +3,13 @@
 
 namespace ptx {
 
+// x, which the compiler takes for another number: what follows from it is computed again where it
+// is needed, and not kept in registers in between.
+__device__ inline int anew(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 __device__ inline float float_from_half(unsigned short bits) {
     float x;
     asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));

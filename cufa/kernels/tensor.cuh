@@ -125,11 +125,11 @@ struct HeadTile {
 // Enough for two blocks on each SM of the largest GPUs.
 constexpr int kSectionTiles = 256;
 
-__device__ inline HeadTile head_tile_of_block(int heads, int tiles) {
+__device__ inline HeadTile head_tile_of_block(int block, int heads, int tiles) {
     const int section_heads = min(max(kSectionTiles / tiles, 1), heads);
-    const int first_head = static_cast<int>(blockIdx.x) / (section_heads * tiles) * section_heads;
+    const int first_head = block / (section_heads * tiles) * section_heads;
     const int in_section = min(section_heads, heads - first_head);
-    const int place = static_cast<int>(blockIdx.x) - first_head * tiles;
+    const int place = block - first_head * tiles;
     return {first_head + place % in_section, place / in_section};
 }
 
@@ -141,18 +141,17 @@ struct QueryTile {
 
 // The last queries come first: under a causal mask those see most keys.
 template <int BlockM, class Params>
-__device__ inline QueryTile query_tile_of_block(const Params& params) {
+__device__ inline QueryTile query_tile_of_block(const Params& params, int block = blockIdx.x) {
     const Sizes& sizes = params.sizes;
     if constexpr (kPacked) {
-        const int tile = row_tiles<BlockM>(sizes.batch, sizes.seqlen_q) - 1 -
-                         static_cast<int>(blockIdx.x) / sizes.heads;
-        const int head = blockIdx.x % sizes.heads;
+        const int tile = row_tiles<BlockM>(sizes.batch, sizes.seqlen_q) - 1 - block / sizes.heads;
+        const int head = block % sizes.heads;
         const auto [batch, first_row] =
             row_tile<BlockM>(tile, sizes.batch, sizes.seqlen_q, params.features.cu_seqlens_q);
         return {Sequence(params, batch), head, kv_head_of(head, sizes), first_row};
     }
     const int tiles = (sizes.seqlen_q + BlockM - 1) / BlockM;
-    const auto [index, place] = head_tile_of_block(sizes.batch * sizes.heads, tiles);
+    const auto [index, place] = head_tile_of_block(block, sizes.batch * sizes.heads, tiles);
     const int head = index % sizes.heads;
     return {Sequence(params, index / sizes.heads), head, kv_head_of(head, sizes),
             (tiles - 1 - place) * BlockM};
@@ -166,14 +165,14 @@ struct KeyTile {
 
 // The first keys come first: under a causal mask most queries see those.
 template <int BlockN>
-__device__ inline KeyTile key_tile_of_block(const BackwardParams& params) {
+__device__ inline KeyTile key_tile_of_block(const BackwardParams& params, int block = blockIdx.x) {
     const Sizes& sizes = params.sizes;
     if constexpr (kPacked) {
         const auto [batch, first_key] = row_tile<BlockN>(
-            blockIdx.x / sizes.kv_heads, sizes.batch, sizes.seqlen_k, params.features.cu_seqlens_k);
-        return {Sequence(params, batch), static_cast<int>(blockIdx.x) % sizes.kv_heads, first_key};
+            block / sizes.kv_heads, sizes.batch, sizes.seqlen_k, params.features.cu_seqlens_k);
+        return {Sequence(params, batch), block % sizes.kv_heads, first_key};
     }
     const int tiles = (sizes.seqlen_k + BlockN - 1) / BlockN;
-    const auto [index, tile] = head_tile_of_block(sizes.batch * sizes.kv_heads, tiles);
+    const auto [index, tile] = head_tile_of_block(block, sizes.batch * sizes.kv_heads, tiles);
     return {Sequence(params, index / sizes.kv_heads), index % sizes.kv_heads, tile * BlockN};
 }

@@ -26,10 +26,10 @@ from cufa.problem import Features, Problem, lse_shape
 
 # Rows of the left operand of one mma, and the depth of a step of a product.
 MMA_M, MMA_K = 16, 16
-# By how much a row of a shared tile is padded (MmaTile in mma_tiles.cuh).
+# Tiles are aligned to what shared memory gives at once, and so is the kernels' struct of them. By how much
+# a row is padded that is not a power of two of these lines (MmaTile in mma_tiles.cuh).
+LINE_BYTES = 128
 ROW_PADDING_BYTES = 16
-# The kernels' struct of shared memory is aligned as its tiles are.
-STRUCT_ALIGNMENT = 16
 # How many tiles of queries the backward may hold, and how many warps may share rows of keys.
 MAX_STAGES = 2
 MAX_SPLIT = 4
@@ -72,7 +72,10 @@ class Arithmetic:
 
     def tile_bytes(self, rows: int, cols: int) -> int:
         """The size of mma_tiles.cuh's MmaTile."""
-        return rows * (round_up(cols, MMA_K) * self.item_bytes + ROW_PADDING_BYTES)
+        row_bytes = round_up(cols, MMA_K) * self.item_bytes
+        if row_bytes % LINE_BYTES or row_bytes & (row_bytes - 1):
+            row_bytes += ROW_PADDING_BYTES
+        return round_up(rows * row_bytes, LINE_BYTES)
 
     def registers(self, sums: int) -> int:
         """Registers that so many sums take."""
@@ -418,15 +421,15 @@ def _backward_cost(problem: Problem, device: Device, tiles: BackwardTiles) -> Co
     arithmetic = arithmetic_of(problem)
     head, value = tiles.head(problem), tiles.value(problem)
     m, n = tiles.block_m, tiles.block_n
+    # With one stage P^T is where dS^T will be.
+    weights = 2 if tiles.split > 1 and tiles.stages > 1 else 1
     smem_bytes = (
         arithmetic.tile_bytes(n, head)  # K
         + arithmetic.tile_bytes(n, value)  # V
         + tiles.stages * (arithmetic.tile_bytes(m, head) + arithmetic.tile_bytes(m, value))  # Q, dO
-        + arithmetic.tile_bytes(n, m)  # dS^T
-        + arithmetic.tile_bytes(n if tiles.split > 1 else 1, m)  # P^T
+        + weights * arithmetic.tile_bytes(n, m)  # dS^T, P^T
+        + round_up(2 * tiles.stages * m * arithmetic.sum_bytes, LINE_BYTES)  # LSE and D
     )
-    # LSE and D, aligned as the whole is.
-    smem_bytes = round_up(smem_bytes, STRUCT_ALIGNMENT) + 2 * tiles.stages * m * arithmetic.sum_bytes
     keys, queries = tiles.keys, tiles.queries
     part = (head + value) // tiles.split
     query_rows, query_columns = m * tiles.query_parts // tiles.warps, head // tiles.query_parts

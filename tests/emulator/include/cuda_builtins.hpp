@@ -221,3 +221,13 @@ inline float __uint_as_float(unsigned bits) {
 inline unsigned __float_as_uint(float x) {
     return __builtin_bit_cast(unsigned, x);
 }
+inline int __double2hiint(double x) {
+    return static_cast<int>(__builtin_bit_cast(unsigned long long, x) >> 32);
+}
+inline int __double2loint(double x) {
+    return static_cast<int>(__builtin_bit_cast(unsigned long long, x));
+}
+inline double __hiloint2double(int high, int low) {
+    return __builtin_bit_cast(
+        double, static_cast<unsigned long long>(high) << 32 | static_cast<unsigned>(low));
+}

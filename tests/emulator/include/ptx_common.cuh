@@ -3,6 +3,10 @@
 
 namespace ptx {
 
+inline int anew(int x) {
+    return x;
+}
+
 inline float float_from_half(unsigned short bits) {
     const unsigned magnitude = bits & 0x7fffu, sign = (bits & 0x8000u) << 16;
     // Moved to where a float32 has its exponent and mantissa, it is 2^112 times too small, and so

@@ -27,7 +27,7 @@ struct MmaTile {
     alignas(kLineBytes) scalar_t data[Rows * kPitch];
 
     __device__ static int place(int row, int col) {
-        return row * kPitch + (kSwizzled ? col ^ row % kSwizzledRows * kMatrixCols : col);
+        return row * kPitch + (kSwizzled ? col ^ (row & (kSwizzledRows - 1)) * kMatrixCols : col);
     }
     __device__ scalar_t* at(int row, int col) { return data + place(row, col); }
     __device__ const scalar_t* at(int row, int col) const { return data + place(row, col); }

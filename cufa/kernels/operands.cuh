@@ -29,7 +29,8 @@ template <class Tile, class Element = const scalar_t>
 class TilePlace {
   public:
     template <class T>
-    __device__ TilePlace(T& tile, int row, int col) : data(tile.data), own(Tile::place(row, col)) {}
+    __device__ TilePlace(T& tile, int row, int col)
+        : data(tile.data), own(ptx::anew(Tile::place(row, col))) {}
 
     __device__ Element* at(int rows, int cols) const {
         if constexpr (!Tile::kSwizzled) return data + own + rows * Tile::kPitch + cols;

@@ -24,7 +24,8 @@ constexpr int kSwizzledRows = kLineBytes / 16;
 
 // A lane's own element of a tile, and others which lie as far from it in the tile of every lane. If
 // the tile is swizzled they are found by flipping bits, which no sum may carry into: `rows` and
-// `cols` must have no bit in common with the lane's own row, modulo eight, and column.
+// `cols` must have no bit in common with the lane's own row, modulo eight, and column. That is done
+// anew for each product: the flipped addresses would be more registers than there are.
 template <class Tile, class Element = const scalar_t>
 class TilePlace {
   public:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from cufa.api import attention
+from cufa.arrays import kind_of
 
 
 def flash_attn_func(
@@ -202,14 +203,14 @@ def scaled_dot_product_attention(
     """
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal is True and attn_mask is given; only one of them may be")
-    if not enable_gqa and _axis(query, 1) != _axis(key, 1):
-        raise ValueError(
-            f"query has {_axis(query, 1)} heads and key {_axis(key, 1)}; with enable_gqa=True they may differ"
-        )
-    keys = _axis(key, 2)
+    _, heads, seqlen_q, _ = _shape("query", query)
+    _, kv_heads, keys, _ = _shape("key", key)
+    _shape("value", value)
+    if not enable_gqa and heads != kv_heads:
+        raise ValueError(f"query has {heads} heads and key {kv_heads}; with enable_gqa=True they may differ")
     options: dict[str, Any] = {}
     if is_causal:
-        keys, options = _top_left(_axis(query, 2), _axis(key, 2), None, 0)
+        keys, options = _top_left(seqlen_q, keys, None, 0)
     if attn_mask is not None:
         options["mask" if _is_bool(attn_mask) else "bias"] = attn_mask
     return attention(
@@ -253,7 +254,7 @@ def dot_product_attention(
         query: (batch, seqlen_q, heads, head_dim).
         key: (batch, seqlen_k, kv_heads, head_dim).
         value: (batch, seqlen_k, kv_heads, head_dim).
-        bias: added to the scores, broadcastable to (batch, heads, seqlen_q, seqlen_k).
+        bias: added to the scores, broadcastable to (batch, heads, seqlen_q, seqlen_k) but for the last axis.
         mask: True to take part, broadcastable likewise.
         scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
         is_causal: top-left aligned.
@@ -270,7 +271,15 @@ def dot_product_attention(
     Raises:
         What `cufa.attention` raises.
     """
-    seqlen_q, seqlen_k = _axis(query, 1), _axis(key, 1)
+    batch, seqlen_q, _, _ = _shape("query", query)
+    _, seqlen_k, _, _ = _shape("key", key)
+    _shape("value", value)
+    lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
+    for name, array in lengths.items():
+        if array is not None and tuple(array.shape) != (batch,):
+            raise ValueError(
+                f"{name} has shape {tuple(array.shape)}; it must be (batch,), which is ({batch},)"
+            )
     left, right = _window_of(local_window_size)
     if is_causal:
         right = 0
@@ -303,12 +312,16 @@ def dot_product_attention(
     return (out, *residual) if return_residual else out
 
 
-def _axis(array: Any, axis: int) -> int:
-    """The length of an axis of an array that should have 4."""
+def _shape(name: str, array: Any) -> tuple[int, int, int, int]:
+    """That of an array that must have 4 axes; TypeError for what is no array."""
+    if not hasattr(array, "shape"):
+        raise TypeError(
+            f"{name} is a {kind_of(array)}; it may be a NumPy array, a CuPy array or any array with DLPack"
+        )
     shape = tuple(array.shape)
     if len(shape) != 4:
-        raise ValueError(f"an array has shape {shape}; it must have 4 axes")
-    return int(shape[axis])
+        raise ValueError(f"{name} has shape {shape}; it must have 4 axes")
+    return shape
 
 
 def _is_bool(array: Any) -> bool:
@@ -317,11 +330,20 @@ def _is_bool(array: Any) -> bool:
 
 
 def _window_of(local_window_size: int | tuple[int, int] | None) -> tuple[int | None, int | None]:
+    """The keys before and after; ValueError for less than none, TypeError for what is no number."""
     if local_window_size is None:
         return None, None
-    if isinstance(local_window_size, int):
-        return local_window_size, local_window_size
-    left, right = local_window_size
+    is_pair = isinstance(local_window_size, (tuple, list))
+    sides: Any = local_window_size if is_pair else (local_window_size, local_window_size)
+    wanted = f"local_window_size is {local_window_size!r}; it may be a number of keys, a pair of them or None"
+    try:
+        left, right = map(operator.index, sides)
+    except TypeError:
+        raise TypeError(wanted) from None
+    except ValueError:  # more or fewer than two
+        raise ValueError(wanted) from None
+    if min(left, right) < 0:
+        raise ValueError(f"{wanted}, each at least 0")
     return left, right
 
 

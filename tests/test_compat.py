@@ -56,7 +56,7 @@ def test_pytorchs_masks(rng):
         compat.scaled_dot_product_attention(q, k[:, :2], v[:, :2])
 
 
-WINDOWS = [None, 1, (0, 2), (2, 0), (3, 1)]
+WINDOWS = [None, 1, np.int64(1), (0, 2), (2, 0), (3, 1)]
 
 
 @pytest.mark.parametrize(
@@ -115,6 +115,47 @@ def test_flash_attns_packed_sequences(rng):
     same, same_lse = cufa.attention(q, k, v, causal=True, return_lse=True)
     close(out.reshape(same.shape), same)
     close(lse.reshape(4, 2, 6).transpose(1, 0, 2), same_lse)
+
+
+def pytorchs(q, k, v, **options):
+    turn = (0, 2, 1, 3)
+    return compat.scaled_dot_product_attention(
+        *(x.transpose(turn) if x.ndim == 4 else x for x in (q, k, v)), enable_gqa=True, **options
+    )
+
+
+@pytest.mark.parametrize("function", [pytorchs, compat.dot_product_attention])
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_an_array_without_4_axes_is_named(rng, function, name):
+    arrays = dict(zip(("query", "key", "value"), draw(rng, 6, 9), strict=True))
+    arrays[name] = arrays[name][0]
+    with pytest.raises(ValueError, match=rf"^{name} has shape \(\d, \d, 8\); it must have 4 axes"):
+        function(*arrays.values())
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_what_is_no_array_is_named(rng, name):
+    arrays = dict(zip(("query", "key", "value"), draw(rng, 6, 9), strict=True))
+    arrays[name] = arrays[name].tolist()
+    for function in (compat.scaled_dot_product_attention, compat.dot_product_attention):
+        with pytest.raises(TypeError, match=f"^{name} is a list; it may be a NumPy array"):
+            function(*arrays.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"local_window_size": -1}, ValueError, "local_window_size is -1; it may be a number of keys"),
+        ({"local_window_size": (2, -1)}, ValueError, r"local_window_size is \(2, -1\); it may be"),
+        ({"local_window_size": (1, 2, 3)}, ValueError, r"local_window_size is \(1, 2, 3\); it may be"),
+        ({"local_window_size": 1.5}, TypeError, "local_window_size is 1.5; it may be"),
+        ({"key_value_seq_lengths": np.array([3])}, ValueError, r"key_value_seq_lengths has shape \(1,\)"),
+        ({"query_seq_lengths": np.array([[3, 4]])}, ValueError, r"query_seq_lengths has shape \(1, 2\)"),
+    ],
+)
+def test_jaxs_options_that_are_impossible(rng, options, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        compat.dot_product_attention(*draw(rng, 6, 9), **options)
 
 
 @pytest.mark.gpu

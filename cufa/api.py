@@ -119,7 +119,9 @@ def attention(
         offset: which of that seed's sequences of random numbers, 32 bits; another for every call.
         cu_seqlens_q: (batch + 1,) int32, where each sequence begins and the last ends, for sequences packed
             one after the other: q is then (tokens, heads, head_dim), and likewise out; bias and mask have
-            rows and keys numbered within each sequence, and must reach as far as the longest.
+            rows and keys numbered within each sequence, and must reach as far as the longest. Tokens before
+            the first sequence and after the last are of none: nothing is written for them, so that in a new
+            output they are whatever was in its memory. On a GPU the numbers are not checked.
         cu_seqlens_k: the same for k and v, (tokens, kv_heads, ...).
         seqused_k: (batch,) int32: only so many keys of each sequence count; the last one seen is the
             diagonal's end.
@@ -423,7 +425,17 @@ def plan(
     direction: Direction = "backward" if backward else "forward"
     named = {"q": q, "k": k, "v": v} | _given(**side)
     described = {name: _Described(name, array) for name, array in named.items()}
-    options = Options(causal, window, softcap > 0, dropout_p > 0, deterministic, gradients, layout, precision)
+    values = _feature_values(softcap, dropout_p, seed=0, offset=0)
+    options = Options(
+        causal,
+        window,
+        values.softcap > 0,
+        values.dropout_p > 0,
+        deterministic,
+        gradients,
+        layout,
+        precision,
+    )
     problem = _known_of(direction, described, options).problem
     row_bytes = (problem.head_dim | problem.value_dim) * problem.itemsize
     return make_plan(replace(problem, align_bytes=alignment(row_bytes)), target(arch), kernel, tiles)
@@ -533,7 +545,7 @@ def _given(**named: Any) -> Arrays:
 
 
 def _feature_values(softcap: float, dropout_p: float, seed: int, offset: int) -> FeatureValues:
-    if not softcap and not dropout_p:
+    if softcap == 0 and dropout_p == 0:
         return _NO_VALUES
     return FeatureValues(check_softcap(softcap), *check_dropout(dropout_p, seed, offset))
 

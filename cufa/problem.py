@@ -331,10 +331,10 @@ def _tensors(
     """The Problem that q, k and v make."""
     axes = "(tokens, heads, head_dim), with cu_seqlens" if packed else _AXES[layout]
     batch_axis, seqlen_axis, heads_axis = (None, 0, 1) if packed else LAYOUTS[layout]
-    ndim = 3 if packed else 4
+    ndim, hint = (3, "") if packed else (4, "; packed sequences have 3, with cu_seqlens_q and cu_seqlens_k")
     for name in ("q", "k", "v"):
         if len(shapes[name]) != ndim:
-            raise ValueError(f"{name} has shape {shapes[name]}; it must have the {ndim} axes {axes}")
+            raise ValueError(f"{name} has shape {shapes[name]}; it must have the {ndim} axes {axes}{hint}")
         if max(shapes[name]) > MAX_EXTENT:
             raise ValueError(f"{name} has shape {shapes[name]}; no axis may exceed {MAX_EXTENT}")
     q, k, v = shapes["q"], shapes["k"], shapes["v"]
@@ -359,11 +359,12 @@ def _tensors(
         if not 1 <= shapes[name][-1] <= MAX_HEAD_DIM[direction]:
             raise ValueError(
                 f"{name} has head dim {shapes[name][-1]} (shape {shapes[name]}); "
-                f"it may be 1 to {MAX_HEAD_DIM[direction]}"
+                f"{direction}, it may be 1 to {MAX_HEAD_DIM[direction]}"
             )
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads != 0):
         raise ValueError(
             f"q has {heads} heads and k {kv_heads}; the query heads must be a multiple of the key-value heads"
+            f" (q has shape {q} and k {k}, read as {axes})"
         )
     return Problem(
         direction=direction,

@@ -635,6 +635,25 @@ def test_a_plan_takes_rows_to_be_aligned_as_well_as_they_can_be(
     assert f"{align_bytes}-byte loads" in str(plan)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"softcap": -1.0}, ValueError, "softcap is -1.0; it must be positive, or 0 for none"),
+        ({"softcap": None}, TypeError, "softcap is None; it may be a number"),
+        ({"dropout_p": 10}, ValueError, "dropout_p is 10.0; it must be at least 0 and below 1"),
+        ({"dropout_p": None}, TypeError, "dropout_p is None; it may be a number"),
+    ],
+)
+def test_numbers_are_checked_in_plans_and_calls(
+    rng: np.random.Generator, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    problem = draw(rng)
+    arrays = problem.q, problem.k, problem.v
+    for call in (lambda: cufa.attention(*arrays, **options), lambda: cufa.plan(*arrays, arch=80, **options)):
+        with pytest.raises(error, match=f"^{re.escape(message)}"):
+            call()
+
+
 def test_a_plan_reads_no_more_than_shape_and_dtype() -> None:
     class Described:
         shape = (2, 5, 3, 16)

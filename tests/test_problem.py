@@ -114,7 +114,11 @@ def test_what_is_at_a_limit_is_allowed(shapes: dict[str, Any], layout: str) -> N
 @pytest.mark.parametrize(
     ("shapes", "message"),
     [
-        ({"q": (2, 5, 6)}, "q has shape (2, 5, 6); it must have the 4 axes (batch, seqlen, heads, head_dim)"),
+        (
+            {"q": (2, 5, 6)},
+            "q has shape (2, 5, 6); it must have the 4 axes (batch, seqlen, heads, head_dim); packed "
+            "sequences have 3, with cu_seqlens_q and cu_seqlens_k",
+        ),
         ({"k": ()}, "k has shape (); it must have the 4 axes (batch, seqlen, heads, head_dim)"),
         ({"v": (1, 2, 7, 3, 4)}, "v has shape (1, 2, 7, 3, 4); it must have the 4 axes"),
         ({"q": (2, 2**31, 6, 8)}, "q has shape (2, 2147483648, 6, 8); no axis may exceed 2147483647"),
@@ -132,17 +136,18 @@ def test_what_is_at_a_limit_is_allowed(shapes: dict[str, Any], layout: str) -> N
         ),
         (
             {"q": (2, 5, 6, 513), "k": (2, 7, 3, 513)},
-            "q has head dim 513 (shape (2, 5, 6, 513)); it may be 1 to 512",
+            "q has head dim 513 (shape (2, 5, 6, 513)); forward, it may be 1 to 512",
         ),
         (
             {"q": (2, 5, 6, 0), "k": (2, 7, 3, 0)},
-            "q has head dim 0 (shape (2, 5, 6, 0)); it may be 1 to 512",
+            "q has head dim 0 (shape (2, 5, 6, 0)); forward, it may be 1 to 512",
         ),
-        ({"v": (2, 7, 3, 513)}, "v has head dim 513 (shape (2, 7, 3, 513)); it may be 1 to 512"),
-        ({"v": (2, 7, 3, 0)}, "v has head dim 0 (shape (2, 7, 3, 0)); it may be 1 to 512"),
+        ({"v": (2, 7, 3, 513)}, "v has head dim 513 (shape (2, 7, 3, 513)); forward, it may be 1 to 512"),
+        ({"v": (2, 7, 3, 0)}, "v has head dim 0 (shape (2, 7, 3, 0)); forward, it may be 1 to 512"),
         (
             {"q": (2, 5, 4, 8)},
-            "q has 4 heads and k 3; the query heads must be a multiple of the key-value heads",
+            "q has 4 heads and k 3; the query heads must be a multiple of the key-value heads (q has shape "
+            "(2, 5, 4, 8) and k (2, 7, 3, 8), read as (batch, seqlen, heads, head_dim))",
         ),
         ({"q": (2, 5, 2, 8)}, "q has 2 heads and k 3; the query heads must be a multiple"),
         (
@@ -392,7 +397,7 @@ def test_a_problem_in_words() -> None:
 def test_gradients_have_a_limit_of_their_own() -> None:
     wide = {"v": (2, 7, 3, 257)}
     assert make("forward", **wide).value_dim == 257
-    with pytest.raises(ValueError, match=r"v has head dim 257 .*; it may be 1 to 256"):
+    with pytest.raises(ValueError, match=r"v has head dim 257 .*; backward, it may be 1 to 256"):
         make("backward", **wide)
 
 

@@ -711,9 +711,9 @@ def run_python(code: str) -> str:
 def test_importing_is_quick_and_imports_nothing_heavy() -> None:
     code = """
 import sys, time
-start = time.perf_counter()
+start = time.process_time()
 import cufa
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 print(sorted({name.partition('.')[0] for name in sys.modules} & {'cupy', 'cuda', 'rich', 'click'}))
 """
     seconds = []

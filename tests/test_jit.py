@@ -373,7 +373,7 @@ def test_headers_that_include_each_other_are_read_once(variant, compiles):
 
 def test_the_compiler_is_identified_without_loading_it(monkeypatch):
     monkeypatch.setattr(jit, "_nvrtc", lambda: pytest.fail("loads NVRTC"))
-    monkeypatch.setattr(jit.metadata, "version", lambda name: f"7.1 of {name}")
+    monkeypatch.setattr(metadata, "version", lambda name: f"7.1 of {name}")
     assert "nvidia-cuda-nvrtc 7.1" in jit._compiler.__wrapped__()
 
 
@@ -381,7 +381,7 @@ def test_a_compiler_that_is_no_wheel_is_asked(monkeypatch):
     def not_found(name):
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(jit.metadata, "version", not_found)
+    monkeypatch.setattr(metadata, "version", not_found)
     assert jit._compiler.__wrapped__() == "NVRTC {}.{}".format(*jit.nvrtc_version())
 
 

@@ -40,8 +40,11 @@ def load(name: str, location: str, dtype: str | None) -> Array:
                 raise Failure(f"{option}: only an .npz file has arrays by name; this is an .npy file")
             else:
                 array = loaded
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except OSError as error:
         raise Failure(f"{option}: {error}") from error
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        reason = str(error).partition(". ")[0]  # NumPy goes on with how to unpickle it nevertheless
+        raise Failure(f"{option}: it is no .npy or .npz file of numbers ({reason})") from error
     return _as_dtype(array, dtype, option)
 
 

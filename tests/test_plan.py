@@ -747,8 +747,8 @@ def test_a_kernel_of_the_other_direction(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_an_arch_that_is_too_old(kernel: str) -> None:
     volta = replace(Device.of("sm_75"), arch=Arch(7, 0))
-    oldest = "sm_{}{}".format(*KERNELS[kernel].min_capability)
-    reason = f"{kernel} needs {oldest} or newer, and the arch is sm_70"
+    only, oldest = KERNELS[kernel].only_arch, "sm_{}{}".format(*KERNELS[kernel].min_capability)
+    reason = f"{kernel} needs {f'sm_{only}' if only else f'{oldest} or newer'}, and the arch is sm_70"
     with pytest.raises(ValueError, match=f"^kernel is '{kernel}': {reason}$"):
         make_plan(problem_for(kernel), volta, kernel)
     with pytest.raises(ValueError, match=r"^no kernel supports .* on sm_70: ") as caught:

@@ -56,11 +56,11 @@ class Kernel:
             return f"{self.name} is a {self.direction} kernel, and this is a {problem.direction} call"
         if problem.dtype not in self.dtypes:
             return f"{self.name} supports {', '.join(self.dtypes)}, and the arrays are {problem.dtype}"
+        if self.only_arch not in (None, f"{device.arch.number}{device.arch.suffix}"):
+            return f"{self.name} needs sm_{self.only_arch}, and the arch is {device.arch}"
         if device.arch.capability < self.min_capability:
             needed = "sm_{}{}".format(*self.min_capability)
             return f"{self.name} needs {needed} or newer, and the arch is {device.arch}"
-        if self.only_arch not in (None, f"{device.arch.number}{device.arch.suffix}"):
-            return f"{self.name} needs sm_{self.only_arch}, and the arch is {device.arch}"
         if problem.align_bytes < self.min_align_bytes:
             return (
                 f"{self.name} needs addresses and strides that are multiples of {self.min_align_bytes} "

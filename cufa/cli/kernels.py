@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +13,9 @@ from cufa.device import Arch
 from cufa.kernels import COMPANIONS, KERNELS, Kernel
 from cufa.problem import DTYPES
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 # What any rung supports beyond a causal mask.
 _ALL_FEATURES = frozenset[str]().union(*(kernel.features for kernel in KERNELS.values()))
 
@@ -20,36 +23,53 @@ _ALL_FEATURES = frozenset[str]().union(*(kernel.features for kernel in KERNELS.v
 @click.command("kernels")
 @json_option
 def command(as_json: bool) -> None:
-    """List the kernels: the ladder from standard attention up, and those beside it."""
+    """List the kernels: the ladder and those beside it."""
     if as_json:
         output.print_json(_documents())
         return
     console = output.stdout()
-    for direction in ("forward", "backward"):
-        columns = ("<kernel", "<idea", "<memory", "<dtypes", "<features", "<from")
-        table = output.table(columns, direction)
+    for table in (_ideas(), _support(), _companions()):
         table.columns[0].no_wrap = True
-        for kernel in KERNELS.values():
-            if kernel.direction == direction:
-                table.add_row(
-                    kernel.name,
-                    f"{kernel.idea} ({kernel.paper})",
-                    kernel.memory,
-                    "all" if kernel.dtypes == tuple(DTYPES) else ", ".join(kernel.dtypes),
-                    _features(kernel),
-                    str(Arch(*kernel.min_capability)),
-                )
-                table.add_section()
         console.print(table)
-    table = output.table(("<kernel", "<idea", "<for"), "beside the ladder")
-    table.columns[0].no_wrap = True
-    for companion in COMPANIONS.values():
-        table.add_row(companion.name, f"{companion.idea} ({companion.paper})", companion.function)
-    console.print(table)
+        console.print("")
     console.print(
         f"dtypes: all are {', '.join(DTYPES)}. memory: global, beyond inputs and outputs, for sequence "
         f"length N. features: all are causal, {', '.join(sorted(_ALL_FEATURES))}."
     )
+
+
+def _ideas() -> Table:
+    table = output.table(("<kernel", "<idea"), "the ladder")
+    for kernel in KERNELS.values():
+        table.add_row(kernel.name, f"{kernel.idea} ({kernel.paper})")
+    return table
+
+
+def _support() -> Table:
+    table = output.table(
+        ("<kernel", "<GPU", "<dtypes", "<head dims", "<features", "<memory"), "what each takes"
+    )
+    for kernel in KERNELS.values():
+        table.add_row(
+            kernel.name,
+            _first_arch(kernel) + ("" if kernel.only_arch else " on"),
+            "all" if kernel.dtypes == tuple(DTYPES) else ", ".join(kernel.dtypes),
+            f"{kernel.min_head_dim} to {kernel.max_head_dim}",
+            _features(kernel),
+            kernel.memory,
+        )
+    return table
+
+
+def _companions() -> Table:
+    table = output.table(("<kernel", "<idea", "<for"), "beside the ladder")
+    for companion in COMPANIONS.values():
+        table.add_row(companion.name, f"{companion.idea} ({companion.paper})", companion.function)
+    return table
+
+
+def _first_arch(kernel: Kernel) -> str:
+    return f"sm_{kernel.only_arch}" if kernel.only_arch else str(Arch(*kernel.min_capability))
 
 
 def _features(kernel: Kernel) -> str:
@@ -69,7 +89,7 @@ def _documents() -> list[dict[str, Any]]:
             "memory": kernel.memory,
             "dtypes": list(kernel.dtypes),
             "features": ["causal", *sorted(kernel.features)],
-            "min_arch": str(Arch(*kernel.min_capability)),
+            "min_arch": _first_arch(kernel),
             "max_head_dim": kernel.max_head_dim,
             "entries": list(kernel.entries),
             "source": kernel.source,

@@ -284,6 +284,37 @@ struct Consumer {
         if (kCutTiles && Masked) take_out_nonfinite(o, work, tile);
     }
 
+    // All tiles of keys, the first one's scores being under way. What is left to do is the output
+    // of the last.
+    __device__ RowPair attend_to_all(WgmmaSums<kDims>& o, Weights& p, Scores& s, WorkTile work) {
+        const KeyTiles keys = key_tiles_of(params.call, work);
+        int tile = keys.end - 1;
+        const auto last = [&] { return tile == keys.begin; };
+        RowPair softmax = first_weights(o, p, s, work, tile, last());
+        --tile;
+        for (; tile >= max(keys.whole_end, keys.begin); --tile)
+            attend<true>(o, softmax, p, work, tile, last());
+        for (; tile >= max(keys.whole_begin, keys.begin); --tile)
+            attend<false>(o, softmax, p, work, tile, last());
+        if constexpr (kWindow) {
+            for (; tile >= keys.begin; --tile) attend<true>(o, softmax, p, work, tile, last());
+        }
+        return softmax;
+    }
+
+    __device__ void issue_first_scores(Scores& s) {
+        turns.wait();
+        issue_scores(s);
+        turns.pass();
+    }
+
+    __device__ void finish_output(WgmmaSums<kDims>& o, const Weights& p) {
+        turns.wait();
+        issue_output(o, p);
+        turns.pass();
+        wait_output<0>(o);
+    }
+
     // Where a mask cuts through a tile, a value that is NaN or infinite must reach the rows that
     // see its key and no other; but in the product 0 * NaN is NaN. Such values are added here to
     // the outputs of the rows that see them, whatever their weight, and are zero in the product.
@@ -401,48 +432,38 @@ struct Consumer {
 
 __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) {
     Consumer consumer(smem, params, warpgroup);
-    const Turns& turns = consumer.turns;
     Scores s;
     Weights p;
 
     WorkTile work = consumer.receive();
     if (!work.exists()) return;
-    KeyTiles keys = key_tiles_of(params.call, work);
-    turns.wait();
-    consumer.issue_scores(s);
-    turns.pass();
+    consumer.issue_first_scores(s);
     for (;;) {
         WgmmaSums<kDims> o = {};
-        int tile = keys.end - 1;
-        const auto last = [&] { return tile == keys.begin; };
-        RowPair softmax = consumer.first_weights(o, p, s, work, tile, last());
-        --tile;
-        for (; tile >= max(keys.whole_end, keys.begin); --tile)
-            consumer.attend<true>(o, softmax, p, work, tile, last());
-        for (; tile >= max(keys.whole_begin, keys.begin); --tile)
-            consumer.attend<false>(o, softmax, p, work, tile, last());
-        if constexpr (kWindow) {
-            for (; tile >= keys.begin; --tile)
-                consumer.attend<true>(o, softmax, p, work, tile, last());
-        }
-
-        const WorkTile next = consumer.receive();
-        if (!next.exists()) {
-            turns.wait();
+        const RowPair softmax = consumer.attend_to_all(o, p, s, work);
+        if constexpr (kQueryStages == 1) {
+            // The next queries come while the output is on its way.
+            consumer.finish_output(o, p);
+            consumer.store(o, softmax, work);
+            work = consumer.receive();
+            if (!work.exists()) return;
+            consumer.issue_first_scores(s);
+        } else {
+            const WorkTile next = consumer.receive();
+            if (!next.exists()) {
+                consumer.finish_output(o, p);
+                return consumer.store(o, softmax, work);
+            }
+            // They are here: the first scores of the next tile at once with the last of this one's
+            // output.
+            consumer.turns.wait();
             consumer.issue_output(o, p);
-            turns.pass();
-            consumer.wait_output<0>(o);
-            return consumer.store(o, softmax, work);
+            consumer.issue_scores(s);
+            consumer.turns.pass();
+            consumer.wait_output<1>(o);
+            consumer.store(o, softmax, work);
+            work = next;
         }
-        // The first scores of the next tile at once with the last of this one's output.
-        turns.wait();
-        consumer.issue_output(o, p);
-        consumer.issue_scores(s);
-        turns.pass();
-        consumer.wait_output<1>(o);
-        consumer.store(o, softmax, work);
-        work = next;
-        keys = key_tiles_of(params.call, work);
     }
 }
 

@@ -53,8 +53,8 @@ PROBE = {
 
 @pytest.fixture
 def folder(tmp_path):
-    """The probe, beside the headers that it includes."""
-    for header in FOLDER.glob("ptx_*.cuh"):
+    """The probe, beside the headers that it includes and what they include."""
+    for header in FOLDER.glob("*.cuh"):
         shutil.copy(header, tmp_path)
     shutil.copy(HERE / "probe_hopper.cu", tmp_path)
     return tmp_path

@@ -19,6 +19,9 @@
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kStages = STAGES, kQueryStages = QUERY_STAGES, kStoreCols = STORE_COLS;
 constexpr int kConsumers = kBlockM / kWgmmaM;
+// With one stage of queries two warpgroups would wait for the next ones together; of three, one
+// computes meanwhile.
+constexpr bool kOutputFirst = kQueryStages == 1 && kConsumers <= 2;
 static_assert((kConsumers + 1) * kWarpgroup == THREADS, "one warpgroup copies, the others compute");
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr int kDepth = round_up(kHeadDim, kWgmmaK), kDims = round_up(kValueDim, kWgmmaK);
@@ -286,8 +289,8 @@ struct Consumer {
 
     // All tiles of keys, the first one's scores being under way. What is left to do is the output
     // of the last.
-    __device__ RowPair attend_to_all(WgmmaSums<kDims>& o, Weights& p, Scores& s, WorkTile work) {
-        const KeyTiles keys = key_tiles_of(params.call, work);
+    __device__ RowPair attend_to_all(WgmmaSums<kDims>& o, Weights& p, Scores& s, WorkTile work,
+                                     KeyTiles keys) {
         int tile = keys.end - 1;
         const auto last = [&] { return tile == keys.begin; };
         RowPair softmax = first_weights(o, p, s, work, tile, last());
@@ -437,16 +440,18 @@ __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) 
 
     WorkTile work = consumer.receive();
     if (!work.exists()) return;
+    KeyTiles keys = key_tiles_of(params.call, work);
     consumer.issue_first_scores(s);
     for (;;) {
         WgmmaSums<kDims> o = {};
-        const RowPair softmax = consumer.attend_to_all(o, p, s, work);
-        if constexpr (kQueryStages == 1) {
+        const RowPair softmax = consumer.attend_to_all(o, p, s, work, keys);
+        if constexpr (kOutputFirst) {
             // The next queries come while the output is on its way.
             consumer.finish_output(o, p);
             consumer.store(o, softmax, work);
             work = consumer.receive();
             if (!work.exists()) return;
+            keys = key_tiles_of(params.call, work);
             consumer.issue_first_scores(s);
         } else {
             const WorkTile next = consumer.receive();
@@ -463,6 +468,7 @@ __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) 
             consumer.wait_output<1>(o);
             consumer.store(o, softmax, work);
             work = next;
+            keys = key_tiles_of(params.call, work);
         }
     }
 }

@@ -2,7 +2,8 @@
 
 A kernel that counts leaves its counter at 0. Each call takes another counter of a ring, so that calls on
 different streams never share one: a counter comes round again only after more calls than any GPU holds in
-its queues. A call that is captured into a CUDA graph keeps its counter, since the graph may run at any time.
+its queues. A call that is captured into a CUDA graph keeps its counter, since the graph may run at any time;
+the ring gets new ones when half of it is kept.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import collections
 import functools
 import threading
+from typing import Any
 
 RING = 1 << 16
 COUNTER_BYTES = 4
-# Graphs may keep this many for good; those after them share theirs with calls that are long over by then.
-MOST_KEPT = RING // 2
+# A ring with fewer gets new ones.
+LEAST_FREE = RING // 2
 
 
 class Counters:
@@ -24,24 +26,41 @@ class Counters:
         """Allocate them, once and for all, and make them 0 before any stream can use one."""
         import cupy
 
-        size = RING * COUNTER_BYTES
-        self._memory = cupy.cuda.Memory(size)
-        cupy.cuda.runtime.memset(self._memory.ptr, 0, size)
-        cupy.cuda.runtime.deviceSynchronize()
-        first = self._memory.ptr
-        self._free = collections.deque(range(first, first + size, COUNTER_BYTES))
         self._lock = threading.Lock()
         self._current_stream = cupy.cuda.get_current_stream
         self._is_capturing = cupy.cuda.runtime.streamIsCapturing
+        self._memory: list[Any] = []
+        self._free: collections.deque[int] = collections.deque()
+        self._add_ring()
 
     def take(self) -> int:
-        """The address of a counter for a call on CuPy's current stream."""
+        """The address of a counter for a call on CuPy's current stream.
+
+        Raises RuntimeError if calls were captured without an end and none was made between captures, during
+        which nothing can be allocated.
+        """
         captured = self._is_capturing(self._current_stream().ptr)
         with self._lock:
+            if not captured and len(self._free) < LEAST_FREE:
+                self._add_ring()
+            if captured and not self._free:
+                raise RuntimeError(
+                    f"{len(self._memory) * RING:,} calls were captured into CUDA graphs, and each keeps a "
+                    "counter; call cufa.attention once outside of a capture, which makes room for more"
+                )
             address = self._free.popleft()
-            if not captured or len(self._free) < RING - MOST_KEPT:
+            if not captured:
                 self._free.append(address)
         return address
+
+    def _add_ring(self) -> None:
+        import cupy
+
+        memory = cupy.cuda.Memory(RING * COUNTER_BYTES)
+        cupy.cuda.runtime.memset(memory.ptr, 0, memory.size)
+        cupy.cuda.runtime.deviceSynchronize()
+        self._memory.append(memory)
+        self._free.extendleft(range(memory.ptr, memory.ptr + memory.size, COUNTER_BYTES))
 
 
 @functools.cache

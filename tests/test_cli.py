@@ -1064,6 +1064,18 @@ def test_all_kernels_are_those_of_the_ladder_and_those_beside_it(monkeypatch):
 
 
 @nvrtc
+def test_compile_of_8_bit_operands():
+    kernels = ("fwd_5_mma", "fwd_7_fp8", "merge")
+    rows = run_json("compile", *kernels, "--arch", "sm_90a", "--dtype", "float8_e4m3fn")
+    mma, hopper, merge = rows
+    assert [entry["name"] for entry in hopper["entries"]] == list(KERNELS["fwd_7_fp8"].entries)
+    for row in (mma, merge):
+        assert row["skipped"].endswith(
+            "supports float16, bfloat16, float32, float64, and the arrays are float8_e4m3fn"
+        )
+
+
+@nvrtc
 def test_a_compile_is_announced_once_on_stderr(monkeypatch, tmp_path):
     monkeypatch.setattr(jit, "_builds", {})
     arguments = ("compile", "fwd_1_naive", "fwd_2_online_softmax", *TINY)

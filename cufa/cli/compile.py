@@ -19,8 +19,9 @@ from cufa.jit import Variant
 from cufa.kernels import COMPANIONS, KERNELS
 from cufa.plan import Launch, make_plan, make_probabilities_plan
 from cufa.plan.standard import merge_launch, softmax_launch
-from cufa.problem import MAX_ALIGN_BYTES, Direction, Features, Problem
+from cufa.problem import DTYPES, INPUT_DTYPES, MAX_ALIGN_BYTES, Direction, Features, Problem
 
+_INPUT_DTYPE = click.Choice(list(INPUT_DTYPES))
 # The lengths of the plans and of a window; what is compiled does not depend on them.
 _SEQLEN = 4096
 _WINDOW = 256
@@ -176,7 +177,12 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="As in sm_90a,sm_80, or 'all'. [CUFA_ARCH, else this GPU's]",
 )
 @click.option(
-    "--dtype", "dtypes", type=several(DTYPE), metavar="DTYPE[,...]", default="float16", show_default=True
+    "--dtype",
+    "dtypes",
+    type=several(_INPUT_DTYPE),
+    metavar="DTYPE[,...]",
+    default="float16",
+    show_default=True,
 )
 @click.option(
     "--head-dim", "head_dims", type=several(SIZE), metavar="N[,...]", default="128", show_default=True
@@ -284,6 +290,8 @@ def _plan(request: _Request) -> _Planned:
         return _Planned(plan.variant, plan.launches, plan.tiles)
     if request.tiles:
         raise ValueError(f"tiles has {', '.join(request.tiles)}, and {name} has no tiles to choose")
+    if request.dtype not in DTYPES:
+        raise ValueError(f"{name} supports {', '.join(DTYPES)}, and the arrays are {request.dtype}")
     variant, launch = _COMPANION_LAUNCHES[name](request, device.arch)
     return _Planned(variant, (launch,), {})
 

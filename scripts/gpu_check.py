@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -82,13 +83,16 @@ def ladders() -> dict[str, Any]:
 
 
 def main() -> int:
+    # What is right is found out side by side, what is fast afterwards, alone.
+    with ThreadPoolExecutor() as pool:
+        testing, sanitizing = pool.submit(tests), pool.submit(sanitizer)
     record = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "kernels_sha256": kernels_digest(),
         "versions": versions(),
         "info": json.loads(run("-m", "cufa.cli", "info", "--json").stdout),
-        "tests": tests(),
-        "sanitizer": sanitizer(),
+        "tests": testing.result(),
+        "sanitizer": sanitizing.result(),
         "jit": json.loads(run("scripts/bench_jit.py").stdout),
         "cpu": json.loads(run("scripts/bench_cpu.py", "--json").stdout),
         "ladder": ladders(),

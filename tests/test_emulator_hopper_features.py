@@ -1,23 +1,41 @@
-"""The features of Hopper's forward on the emulator: every pair, with NaN in all that is not seen."""
+"""The features of Hopper's kernels on the emulator: every pair, with NaN in all that is not seen."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 from emulator import calls
-from feature_cases import draw_case, hide_nan, pairwise
-from tolerance import assert_attention
+from feature_cases import draw_case, feature_id, hide_nan, pairwise
+from tolerance import assert_attention, assert_gradients
+
+from cufa import reference
+from cufa.checking import judge
+from cufa.problem import accumulator_dtype
 
 pytestmark = pytest.mark.emulator
 
 FEATURES = ("causal", "window", "softcap", "sink", "packed", "seqused_k")
-SETS = [*(frozenset((name,)) for name in FEATURES), *pairwise(FEATURES)]
+BACKWARD_FEATURES = (*FEATURES, "dlse", "dsink", "deterministic")
+
+
+def sets_of(features):
+    """Each feature alone, and every pair."""
+    return list(dict.fromkeys([*(frozenset((name,)) for name in features), *pairwise(features)]))
+
+
+# By kernel and dtype, the head dims of Q and of V.
+BACKWARDS = [
+    ("bwd_4_wgmma", "float16", (64, 64)),
+    ("bwd_4_wgmma", "bfloat16", (128, 40)),
+    ("bwd_5_wgmma_wide", "float16", (192, 128)),
+    ("bwd_5_wgmma_wide", "bfloat16", (72, 256)),
+]
 # So few that each block takes several tiles.
 DEVICE = dataclasses.replace(calls.DEVICE, sm_count=3)
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["clean", "NaN in the unseen"])
-@pytest.mark.parametrize("features", SETS, ids=lambda features: "+".join(sorted(features)))
+@pytest.mark.parametrize("features", sets_of(FEATURES), ids=feature_id)
 def test_forward(rng, features, hidden):
     dtype, dims = [("float16", (64, 64)), ("bfloat16", (128, 40))][hidden]
     seqlen_q, seqlen_k = (int(length) for length in rng.integers(1, 280, 2))
@@ -37,3 +55,33 @@ def test_forward(rng, features, hidden):
             **case.emulator_forward,
         )
         assert_attention(out, lse, problem, **case.forward)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "dims", "features"),
+    [
+        (*BACKWARDS[i % len(BACKWARDS)], features)
+        for first in (0, 2)
+        for i, features in enumerate(sets_of(BACKWARD_FEATURES), first)
+    ],
+    ids=lambda value: feature_id(value) if isinstance(value, frozenset) else str(value),
+)
+def test_backward(rng, kernel, dtype, dims, features):
+    seqlen_q, seqlen_k = (int(length) for length in rng.integers(1, 280, 2))
+    case = draw_case(
+        rng, dtype, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=dims[0], head_dim_v=dims[1]
+    )
+    hide_nan(case)
+    assert_gradients(gradients_of(kernel, case), case.problem, **case.backward)
+
+
+def gradients_of(kernel, case):
+    """Those of a kernel, from the output and the LSE of the reference."""
+    problem, name = case.problem, case.problem.dtype_name
+    inputs = problem.q, problem.k, problem.v
+    with np.errstate(all="ignore"):
+        out, lse = reference.attention(*inputs, dtype=judge(name), **case.forward)
+        out, lse = out.astype(name), lse.astype(accumulator_dtype(name))
+        return calls.attention_backward(
+            problem.dout, *inputs, out, lse, kernel=kernel, device=DEVICE, **case.emulator_backward
+        )

@@ -315,9 +315,10 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
         "bwd_2_flash_v2": {"LSE and D": (*rows, 2), "dQ sums": (*rows, 24)},
         # Whole tiles of queries, and head dims that the warps can part.
         "bwd_3_mma": {"dQ sums": (4, 2 * 320, 32), "LSE and D": (*rows, 2)},
-        # Tiles of 128 queries, a panel of 64 dims; tiles of 64 queries, whole panels.
-        "bwd_4_wgmma": {"dQ sums": (2, 4, 3, 64, 128), "LSE and D": (2, 4, 3, 2, 128)},
-        "bwd_5_wgmma_wide": {"dQ sums": (2, 4, 5, 192, 64), "LSE and D": (2, 4, 5, 2, 64)},
+        # Tiles of 128 queries, a panel of 64 dims; tiles of 64 queries, whole panels. Of each row LSE and D,
+        # of each tile 16 bytes.
+        "bwd_4_wgmma": {"dQ sums": (2 * 4 * 3, 64, 128), "statistics": (2 * 4 * 3, 2 * 128 + 4)},
+        "bwd_5_wgmma_wide": {"dQ sums": (2 * 4 * 5, 192, 64), "statistics": (2 * 4 * 5, 2 * 64 + 4)},
     }
     shapes = expected.get(kernel, {}) | HOPPER_COUNT.get(kernel, {})
     assert [(part.name, part.shape) for part in plan.scratch] == list(shapes.items())

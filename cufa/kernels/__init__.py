@@ -115,6 +115,9 @@ _ALL_FEATURES = frozenset(
         *("seqused_k", "dlse", "deterministic", "dbias", "dsink"),
     )
 )
+_HOPPER_BACKWARD_FEATURES = frozenset(
+    ("window", "softcap", "sink", "cu_seqlens", "seqused_k", "dlse", "dsink", "deterministic")
+)
 
 # Of these a call launches those that it needs: query_tiles is for deterministic ones.
 _BACKWARD_ENTRIES = (
@@ -227,22 +230,22 @@ _LADDER = (
     HopperKernel(
         name="bwd_4_wgmma",
         direction="backward",
-        entries=("row_sums", "key_tiles", "round_queries"),
+        entries=("row_sums", "key_tiles", "round_queries", "sink_gradient"),
         idea="Hopper: all five products by wgmma beside each other and beside the softmax, tiles by TMA",
         paper="Shah et al. 2024, section 3",
         memory="O(N)",
         max_head_dim=128,
-        features=frozenset(("deterministic",)),
+        features=_HOPPER_BACKWARD_FEATURES,
     ),
     HopperKernel(
         name="bwd_5_wgmma_wide",
         direction="backward",
-        entries=("row_sums", "key_tiles", "round_queries"),
+        entries=("row_sums", "key_tiles", "round_queries", "sink_gradient"),
         idea="head dims over 128: warpgroups share the keys and part the dims; one has S, the other dP",
         paper="Shah et al. 2024, section 3",
         memory="O(N)",
         min_head_dim=129,
-        features=frozenset(("deterministic",)),
+        features=_HOPPER_BACKWARD_FEATURES,
     ),
 )
 

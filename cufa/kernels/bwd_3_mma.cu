@@ -742,5 +742,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS)
     sink_gradient(const __grid_constant__ BackwardParams params) {
     if constexpr (kSink)
-        write_sink_gradient<THREADS>(params, Workspace(params).stats, shared_memory<Smem>().warps);
+        write_sink_gradient<THREADS>(params, StatsInOrder{params, Workspace(params).stats},
+                                     shared_memory<Smem>().warps);
 }

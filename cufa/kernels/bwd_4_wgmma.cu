@@ -8,8 +8,8 @@
 // the other exponentiates. A block stays for many tiles of keys: while one's gradients are stored,
 // the next one's products run.
 //
-// Three launches: row_sums (the rows' statistics, and dQ's sums set to zero), key_tiles,
-// round_queries.
+// Launches: row_sums (the rows' statistics, and dQ's sums set to zero), key_tiles, round_queries;
+// sink_gradient if that is wanted.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: 128 keys of one KV head at a time; warpgroup: 64 of them
@@ -77,9 +77,9 @@ struct Smem {
     Ring<kStages> ring;
     Ring<kStages> ds_ring;
     Ring<kKeyStages> keys_ring;
-    ptx::Barrier gradients[kKeyStages];     // whether they lie where the keys were
-    Ring<kStages> order[kConsumers];        // a warpgroup's turns to add to dQ, if they are ordered
-    bool took_out[kKeyStages][kConsumers];  // whether there was NaN or infinity in masked tiles
+    ptx::Barrier gradients[kKeyStages];  // whether they lie where the keys were
+    Ring<kStages> order[kConsumers];     // a warpgroup's turns to add to dQ, if they are ordered
+    int took_out[kKeyStages];  // whether there was NaN or infinity in masked tiles of queries
 };
 
 using Scores = WgmmaSums<kBlockM>;
@@ -87,12 +87,13 @@ using Weights = WgmmaOperand<kBlockM>;
 
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     row_sums(const __grid_constant__ Params params) {
-    const Sizes& sizes = params.call.sizes;
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-        *QueryWorkspace(params.call.workspace, sizes).taken = 0;
-    }
-    if (sizes.seqlen_q == 0) return;
-    prepare_rows<kHelperThreads, kBlockM, Sums, !kWholeHead, kOrdered>(params.call);
+    if (blockIdx.x == 0 && threadIdx.x == 0) *QueryWorkspace(params.call).taken = 0;
+    if (params.call.sizes.seqlen_q == 0) return;
+    prepare_rows<kHelperThreads, kBlockM, Sums, !Keys::kSetsSums, kOrdered>(params.call);
+}
+
+__device__ inline Tiles query_tiles_of(const BackwardParams& call, const KeyWork& work) {
+    return Tiles(work.mask(call), work.first_key);
 }
 
 // ---- the producer: one thread ----
@@ -105,9 +106,9 @@ __device__ inline void send_keys(Smem& smem, const Params& params, KeyWork work,
     ptx::Barrier& full = smem.keys_ring.announce(to, kBytes);
 #pragma unroll
     for (int w = 0; w < kConsumers; ++w) {
-        const int first_key = work.first_key + w * kWgmmaM;
-        copy_tile(smem.k[to.stage][w], params.k, full, work.batch, work.kv_head, first_key);
-        copy_tile(smem.v[to.stage][w], params.v, full, work.batch, work.kv_head, first_key);
+        const int first_key = work.sequence(params.call).first_k + work.first_key + w * kWgmmaM;
+        copy_tile(smem.k[to.stage][w], params.k, full, work.map_batch(), work.kv_head, first_key);
+        copy_tile(smem.v[to.stage][w], params.v, full, work.map_batch(), work.kv_head, first_key);
     }
     to.advance();
 }
@@ -121,16 +122,17 @@ __device__ inline void send_end(Smem& smem, RingPosition<kKeyStages> to) {
 
 __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork work, const Walk& at,
                                     RingPosition<kStages>& to) {
-    const QueryWorkspace workspace(params.call.workspace, params.call.sizes);
-    const int first_row = at.tile * kBlockM;
+    const Sequence sequence = work.sequence(params.call);
+    const QueryWorkspace workspace(params.call);
+    const int first_row = sequence.first_q + at.tile * kBlockM;
     Queries& queries = smem.queries[to.stage];
     smem.ring.wait_empty(to);
     ptx::Barrier& full =
         smem.ring.announce(to, QueryRows::kBytes + OutRows::kBytes + sizeof(Statistics));
-    copy_tile(queries.q, params.q, full, work.batch, at.head, first_row);
-    ptx::copy_bytes(&smem.rows[to.stage], &workspace.rows_of(work.batch, at.head, at.tile),
+    copy_tile(queries.q, params.q, full, work.map_batch(), at.head, first_row);
+    ptx::copy_bytes(&smem.rows[to.stage], &workspace.rows_of(sequence, at.head, at.tile),
                     sizeof(Statistics), full);
-    copy_tile(queries.dout, params.dout, full, work.batch, at.head, first_row);
+    copy_tile(queries.dout, params.dout, full, work.map_batch(), at.head, first_row);
     to.advance();
 }
 
@@ -140,20 +142,22 @@ __device__ inline void produce(Smem& smem, const Params& params) {
     const Sizes& sizes = params.call.sizes;
     RingPosition<kKeyStages> keys_to;
     RingPosition<kStages> to;
-    for (KeyWork work = Keys::first(sizes); work.exists();) {
-        const Tiles tiles(sizes, work.first_key);
-        send_keys(smem, params, work, keys_to);
-        for (Walk at(tiles, sizes, work.kv_head); !at.at_end(); at.advance()) {
-            send_queries(smem, params, work, at, to);
+    for (KeyWork work = Keys::first(params.call); work.exists();) {
+        if (work.has_keys(params.call)) {
+            const Tiles tiles = query_tiles_of(params.call, work);
+            send_keys(smem, params, work, keys_to);
+            for (Walk at(tiles, sizes, work.kv_head); !at.at_end(); at.advance()) {
+                send_queries(smem, params, work, at, to);
+            }
+            if (Keys::next(work, sizes)) continue;
         }
-        if (Keys::next(work, sizes)) continue;
-        const QueryWorkspace workspace(params.call.workspace, sizes);
-        work = Keys::at(TileCounter{workspace.taken, Keys::count(sizes)}.next(), sizes);
+        const TileCounter counter{QueryWorkspace(params.call).taken, Keys::count(sizes)};
+        work = Keys::at(counter.next(), params.call);
     }
     send_end(smem, keys_to);
 }
 
-// ---- the sender: one thread of another warp ----
+// ---- the sender: another warp ----
 
 // Stores the gradients of each tile of keys from where the keys were.
 __device__ inline void send_gradients(Smem& smem, const Params& params) {
@@ -164,11 +168,14 @@ __device__ inline void send_gradients(Smem& smem, const Params& params) {
         wait_for(smem.gradients[at.stage], at.parity, at.stage);
 #pragma unroll
         for (int w = 0; w < kConsumers; ++w) {
-            smem.took_out[at.stage][w] = false;
-            const int first_key = work.first_key + w * kWgmmaM;
-            store_tile(params.dv, smem.v[at.stage][w], work.batch, work.kv_head, first_key, 0);
-            store_tile(params.dk, smem.k[at.stage][w], work.batch, work.kv_head, first_key, 0);
+            send_out<kValueDim, 32>(params.dv, params.call.dv, smem.v[at.stage][w], params.call,
+                                    work, w * kWgmmaM, 0);
+            send_out<kHeadDim, 32>(params.dk, params.call.dk, smem.k[at.stage][w], params.call,
+                                   work, w * kWgmmaM, 0);
         }
+        __syncwarp();
+        if (threadIdx.x % 32 != 0) continue;
+        smem.took_out[at.stage] = false;
         ptx::wait_stores_read();
         smem.keys_ring.release(at);
     }
@@ -177,24 +184,23 @@ __device__ inline void send_gradients(Smem& smem, const Params& params) {
 // ---- one more thread for each consumer, if they add to dQ in order ----
 
 __device__ inline void keep_order(Smem& smem, const Params& params, int consumer) {
-    const Sizes& sizes = params.call.sizes;
-    const QueryWorkspace workspace(params.call.workspace, sizes);
+    const QueryWorkspace workspace(params.call);
     RingPosition<kStages> to;
     for (RingPosition<kKeyStages> keys_at;; keys_at.advance()) {
         smem.keys_ring.wait_full(keys_at);
         const KeyWork work = smem.work[keys_at.stage];
         smem.keys_ring.release(keys_at);
         if (!work.exists()) return;
-        const Tiles tiles(sizes, work.first_key);
-        keep_order(smem.order[consumer], to, workspace, consumer, work.batch,
-                   work.first_key / kBlockN, Walk(tiles, sizes, work.kv_head));
+        const Tiles tiles = query_tiles_of(params.call, work);
+        keep_order<kBlockM, kBlockN>(smem.order[consumer], to, workspace, consumer, params.call,
+                                     work, Walk(tiles, params.call.sizes, work.kv_head));
     }
 }
 
 // ---- the consumers: a warpgroup for 64 keys ----
 
 // Barriers of parts of the block; __syncthreads has number 0.
-enum NamedBarrier { kKeysDone = 1, kFirstTurn, kFirstOfWarpgroup = kFirstTurn + kConsumers };
+enum NamedBarrier { kAllConsumers = 1, kFirstTurn };
 
 // Warpgroups take turns from a tile's first product to its weights, so that the tensor cores serve
 // one while the other waits for its dQ.
@@ -230,7 +236,7 @@ struct Consumer {
     __device__ bool receive() {
         smem.keys_ring.wait_full(keys_at);
         const int first_key = work().first_key + warpgroup * kWgmmaM;
-        softmax = KeySoftmax<kBlockM>(params.call.sizes, first_key, params.call.softmax_scale);
+        softmax = KeySoftmax<kBlockM>(params.call, work().mask(params.call), first_key);
         tile_before = nullptr;
         return work().exists();
     }
@@ -239,6 +245,26 @@ struct Consumer {
 
     // The first of the 16 rows that a warp has of its warpgroup's 64.
     __device__ static int warp_row() { return threadIdx.x % kWarpgroup / 32 * 16; }
+
+    // Where a mask cuts through a tile, NaN or infinity in a row or a key must not reach those that
+    // it does not see; but 0 * NaN is NaN, and a product over the whole tile would multiply by it.
+    // So it is taken out of the operands. Keys need not keep it.
+    __device__ void clean_keys(const Tiles& tiles) {
+        if (!tiles.any_masked()) return;
+        take_out_nonfinite<kWarpgroup>(smem.k[keys_at.stage][warpgroup],
+                                       smem.v[keys_at.stage][warpgroup], threadIdx.x % kWarpgroup);
+        ptx::proxy_fence();
+        ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
+    }
+
+    // Queries need not keep it either, since D is NaN; values get theirs from dO in the end.
+    __device__ void clean_queries() {
+        smem.ring.wait_full(at);
+        if (!smem.rows[at.stage].nonfinite) return;
+        Queries& queries = smem.queries[at.stage];
+        take_out_nonfinite<kConsumers * kWarpgroup>(queries.q, queries.dout,
+                                                    smem.took_out[keys_at.stage], kAllConsumers);
+    }
 
     // Issues S^T = K Q^T.
     __device__ void issue_scores(Scores& s) {
@@ -255,18 +281,19 @@ struct Consumer {
 
     __device__ void exponentiate(Scores& s, const Walk& walk) {
         if (walk.masked()) {
-            take_out_nonfinite(s);
+            if constexpr (kSoftcap) softmax.bound(s);
             softmax.exponentiate<true>(s, smem.rows[at.stage], walk.tile);
         } else {
+            if constexpr (kSoftcap) softmax.bound(s);
             softmax.exponentiate<false>(s, smem.rows[at.stage], walk.tile);
         }
     }
 
     __device__ void differentiate(Scores& dp, const Scores& p, const Walk& walk) const {
         if (walk.masked()) {
-            softmax.differentiate<true>(dp, p, smem.rows[at.stage], walk.tile);
+            softmax.differentiate<true, kSoftcap>(dp, p, smem.rows[at.stage], walk.tile);
         } else {
-            softmax.differentiate<false>(dp, p, smem.rows[at.stage], walk.tile);
+            softmax.differentiate<false, kSoftcap>(dp, p, smem.rows[at.stage], walk.tile);
         }
     }
 
@@ -316,15 +343,15 @@ struct Consumer {
     __device__ void finish(const Walk& walk) {
         release(smem.ring, at);
         at.advance();
-        const QueryWorkspace workspace(params.call.workspace, params.call.sizes);
-        tile_before = workspace.sums_of(work().batch, walk.head, walk.tile);
+        const QueryWorkspace workspace(params.call);
+        tile_before = workspace.sums_of(work().sequence(params.call), walk.head, walk.tile);
     }
 
     // Adds NaN and infinity in dO to the gradients of this warpgroup's values.
-    __device__ void add_taken_out(WgmmaSums<kValue>& dv) const {
-        if (!smem.took_out[keys_at.stage][warpgroup]) return;
-        const int first_key = work().first_key + warpgroup * kWgmmaM;
-        add_nonfinite<kValue, kBlockM, kBlockN>(dv, params.call, work(), first_key, 0);
+    __device__ void add_taken_out(WgmmaSums<kValue>& dv, const Tiles& tiles) const {
+        if (!smem.took_out[keys_at.stage]) return;
+        add_nonfinite<kValue>(dv, params.call, work().sequence(params.call), work().kv_head, tiles,
+                              softmax, 0);
     }
 
     // Writes the gradients of this warpgroup's values where those were.
@@ -337,7 +364,7 @@ struct Consumer {
         const float scale = params.call.softmax_scale;
 #pragma unroll
         for (int i = 0; i < kHead / 2; ++i) dk[i] *= scale;
-        ptx::named_barrier_sync<kConsumers * kWarpgroup>(kKeysDone);
+        ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
         write_rounded<kHead>(smem.k[keys_at.stage][warpgroup], dk);
         ptx::proxy_fence();
         ptx::barrier_arrive(smem.gradients[keys_at.stage]);
@@ -345,21 +372,6 @@ struct Consumer {
     }
 
   private:
-    // Where a mask cuts through a tile, NaN or infinity in a row or a key must not reach those that
-    // it does not see; but 0 * NaN is NaN, and a product over the whole tile would multiply by it.
-    // Keys and queries with it need not keep it: the rows that see them have an LSE that is NaN.
-    __device__ void take_out_nonfinite(const Scores& s) {
-        const int barrier = kFirstOfWarpgroup + warpgroup;
-        const bool found = softmax.finds_nonfinite(s, smem.rows[at.stage]);
-        if (!ptx::named_barrier_or<kWarpgroup>(barrier, found)) return;
-        clear_nonfinite<kWarpgroup>(smem.k[keys_at.stage][warpgroup]);
-        clear_nonfinite<kWarpgroup>(smem.queries[at.stage].q);
-        clear_nonfinite<kWarpgroup>(smem.queries[at.stage].dout);
-        if (threadIdx.x % kWarpgroup == 0) smem.took_out[keys_at.stage][warpgroup] = true;
-        ptx::proxy_fence();
-        ptx::named_barrier_sync<kWarpgroup>(barrier);
-    }
-
     template <int Dims, class Rows>
     __device__ static void write_rounded(Rows& rows, const WgmmaSums<Dims>& sums) {
         WgmmaOperand<Dims> rounded;
@@ -376,6 +388,7 @@ __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSum
         Scores s, dp;
         QueryPart dq;
         Weights p, ds;
+        if (walk.masked()) consumer.clean_queries();
         turns.wait();
         consumer.issue_scores(s);
         consumer.issue_weight_gradients(dp);
@@ -413,13 +426,14 @@ __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) 
     while (consumer.receive()) {
         WgmmaSums<kHead> dk = {};
         WgmmaSums<kValue> dv = {};
-        const Tiles tiles(sizes, consumer.work().first_key);
+        const Tiles tiles = query_tiles_of(params.call, consumer.work());
         const Walk walk(tiles, sizes, consumer.work().kv_head);
         if (walk.at_end()) {
             consumer.write_value_gradients(dv);
         } else {
+            consumer.clean_keys(tiles);
             attend(consumer, dk, dv, walk);
-            consumer.add_taken_out(dv);
+            consumer.add_taken_out(dv, tiles);
             QueryPart dq;
             consumer.issue_query_gradients(dq);
             consumer.write_value_gradients(dv);
@@ -442,8 +456,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             ptx::barrier_init(written, kConsumers * kWarpgroup);
         }
         for (Ring<kStages>& order : smem.order) order.init(kWarpgroup / 32);
-        for (auto& stage : smem.took_out)
-            for (bool& took_out : stage) took_out = false;
+        for (int& took_out : smem.took_out) took_out = false;
         ptx::barrier_init_fence();
     }
     __syncthreads();
@@ -456,7 +469,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         if (warp == 0) {
             if (threadIdx.x == 0) produce(smem, params);
         } else if (warp == 1) {
-            if (threadIdx.x % 32 == 0) send_gradients(smem, params);
+            send_gradients(smem, params);
         } else if (kOrdered) {
             if (threadIdx.x % 32 == 0) keep_order(smem, params, warp - 2);
         }
@@ -469,4 +482,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     round_queries(const __grid_constant__ Params params) {
     round_tile<kHelperThreads, kBlockM, kPanels, Sums>(params.call);
+}
+
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+    sink_gradient(const __grid_constant__ Params params) {
+    if constexpr (kSink) sum_up_sink<kHelperThreads, kBlockM, Sums>(params.call);
 }

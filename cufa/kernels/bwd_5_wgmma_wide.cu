@@ -6,7 +6,7 @@
 // dS^T each computes a part of the head dims. dK and dQ lag one tile behind: they keep the tensor
 // cores busy during the softmax.
 //
-// Three launches: row_sums, key_tiles, round_queries, as in bwd_4_wgmma.
+// Launches: those of bwd_4_wgmma.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: 64 keys of one KV head; warpgroup: whole panels of the head dims of dK, dV and dQ
@@ -56,7 +56,7 @@ struct Smem {
     Ring<kStages> q_ring, dout_ring, p_ring, ds_ring;
     Ring<1> keys_ring;
     Ring<kStages> order[kConsumers];  // a warpgroup's turns to add to dQ, if they are ordered
-    bool took_out;                    // whether there was NaN or infinity in masked tiles
+    int took_out;  // whether there was NaN or infinity in masked tiles of queries
 };
 
 using Scores = WgmmaSums<kBlockM>;
@@ -65,7 +65,11 @@ using QueryPart = WgmmaSums<kBlockM>;  // 64 dims of dQ^T
 
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     row_sums(const __grid_constant__ Params params) {
-    prepare_rows<kHelperThreads, kBlockM, Sums, !kWholeHead, kOrdered>(params.call);
+    prepare_rows<kHelperThreads, kBlockM, Sums, !Keys::kSetsSums, kOrdered>(params.call);
+}
+
+__device__ inline Tiles query_tiles_of(const BackwardParams& call, const KeyWork& work) {
+    return Tiles(work.mask(call), work.first_key);
 }
 
 // ---- the producer: one thread ----
@@ -74,23 +78,25 @@ __device__ inline void send_keys(Smem& smem, const Params& params, KeyWork work,
                                  RingPosition<1>& to) {
     smem.keys_ring.wait_empty(to);
     ptx::Barrier& full = smem.keys_ring.announce(to, KeyRows::kBytes + ValueRows::kBytes);
-    copy_tile(smem.k, params.k, full, work.batch, work.kv_head, work.first_key);
-    copy_tile(smem.v, params.v, full, work.batch, work.kv_head, work.first_key);
+    const int first_key = work.sequence(params.call).first_k + work.first_key;
+    copy_tile(smem.k, params.k, full, work.map_batch(), work.kv_head, first_key);
+    copy_tile(smem.v, params.v, full, work.map_batch(), work.kv_head, first_key);
     to.advance();
 }
 
 __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork work, const Walk& at,
                                     RingPosition<kStages>& to) {
-    const QueryWorkspace workspace(params.call.workspace, params.call.sizes);
-    const int first_row = at.tile * kBlockM;
+    const Sequence sequence = work.sequence(params.call);
+    const QueryWorkspace workspace(params.call);
+    const int first_row = sequence.first_q + at.tile * kBlockM;
     smem.q_ring.wait_empty(to);
     ptx::Barrier& q_full = smem.q_ring.announce(to, QueryRows::kBytes + sizeof(Statistics));
-    copy_tile(smem.q[to.stage], params.q, q_full, work.batch, at.head, first_row);
-    ptx::copy_bytes(&smem.rows[to.stage], &workspace.rows_of(work.batch, at.head, at.tile),
+    copy_tile(smem.q[to.stage], params.q, q_full, work.map_batch(), at.head, first_row);
+    ptx::copy_bytes(&smem.rows[to.stage], &workspace.rows_of(sequence, at.head, at.tile),
                     sizeof(Statistics), q_full);
     smem.dout_ring.wait_empty(to);
     ptx::Barrier& dout_full = smem.dout_ring.announce(to, OutRows::kBytes);
-    copy_tile(smem.dout[to.stage], params.dout, dout_full, work.batch, at.head, first_row);
+    copy_tile(smem.dout[to.stage], params.dout, dout_full, work.map_batch(), at.head, first_row);
     to.advance();
 }
 
@@ -99,7 +105,7 @@ __device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
     RingPosition<1> keys_to;
     RingPosition<kStages> to;
     do {
-        const Tiles tiles(sizes, work.first_key);
+        const Tiles tiles = query_tiles_of(params.call, work);
         Walk at(tiles, sizes, work.kv_head);
         if (!at.at_end()) send_keys(smem, params, work, keys_to);
         for (; !at.at_end(); at.advance()) send_queries(smem, params, work, at, to);
@@ -109,18 +115,16 @@ __device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
 // ---- two more beside it: one for each consumer ----
 
 __device__ inline void keep_order(Smem& smem, const Params& params, KeyWork work, int consumer) {
-    const Sizes& sizes = params.call.sizes;
-    const QueryWorkspace workspace(params.call.workspace, sizes);
-    const Tiles tiles(sizes, work.first_key);
+    const Tiles tiles = query_tiles_of(params.call, work);
     RingPosition<kStages> to;
-    keep_order(smem.order[consumer], to, workspace, consumer, work.batch, work.first_key / kBlockN,
-               Walk(tiles, sizes, work.kv_head));
+    keep_order<kBlockM, kBlockN>(smem.order[consumer], to, QueryWorkspace(params.call), consumer,
+                                 params.call, work, Walk(tiles, params.call.sizes, work.kv_head));
 }
 
 // ---- the consumers: a warpgroup for a part of the head dims ----
 
 // Barriers of parts of the block; __syncthreads has number 0.
-enum NamedBarrier { kKeysDone = 1, kFirstOfWarpgroup };
+enum NamedBarrier { kAllConsumers = 1, kFirstOfWarpgroup };
 // The warpgroup that computes P, and the one that computes dS.
 enum Role { kWeights, kWeightGradients };
 
@@ -170,11 +174,34 @@ struct Consumer {
     // Takes up a tile of keys.
     __device__ void begin(KeyWork next) {
         work = next;
-        softmax = KeySoftmax<kBlockM>(params.call.sizes, work.first_key, params.call.softmax_scale);
+        softmax = KeySoftmax<kBlockM>(params.call, work.mask(params.call), work.first_key);
     }
 
     // The first of the 16 rows that a warp has of its warpgroup's 64.
     __device__ static int warp_row() { return threadIdx.x % kWarpgroup / 32 * 16; }
+
+    // Waits for the keys.
+    //
+    // Where a mask cuts through a tile, NaN or infinity in a row or a key must not reach those that
+    // it does not see; but 0 * NaN is NaN, and a product over the whole tile would multiply by it.
+    // So it is taken out of the operands. Keys need not keep it.
+    __device__ void receive_keys(const Tiles& tiles) {
+        smem.keys_ring.wait_full(keys_at);
+        if (!tiles.any_masked()) return;
+        take_out_nonfinite<kConsumers * kWarpgroup>(smem.k, smem.v, threadIdx.x - kWarpgroup);
+        ptx::proxy_fence();
+        ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
+    }
+
+    // Takes it out of a tile of queries. These need not keep it, since D is NaN; values get theirs
+    // from dO in the end.
+    __device__ void clean_queries() {
+        smem.q_ring.wait_full(at);
+        smem.dout_ring.wait_full(at);
+        if (!smem.rows[at.stage].nonfinite) return;
+        take_out_nonfinite<kConsumers * kWarpgroup>(smem.q[at.stage], smem.dout[at.stage],
+                                                    smem.took_out, kAllConsumers);
+    }
 
     // Issues S^T = K Q^T or dP^T = V dO^T.
     __device__ void issue_scores(Scores& s) {
@@ -190,9 +217,10 @@ struct Consumer {
     // Computes P^T and shares it.
     __device__ void share_weights(Scores& s, const Walk& walk) {
         if (walk.masked()) {
-            take_out_nonfinite(s);
+            bound(s);
             softmax.template exponentiate<true>(s, smem.rows[at.stage], walk.tile);
         } else {
+            bound(s);
             softmax.template exponentiate<false>(s, smem.rows[at.stage], walk.tile);
         }
         share(smem.p, smem.p_ring, s);
@@ -206,6 +234,7 @@ struct Consumer {
         } else {
             differentiate<false>(dp, walk.tile);
         }
+        if constexpr (kSoftcap) softmax.apply_slopes(dp, smem.ds[at.stage], warp_row());
         share(smem.ds, smem.ds_ring, dp);
     }
 
@@ -241,8 +270,8 @@ struct Consumer {
 
     // Goes on to the next tile.
     __device__ void advance(Walk& walk) {
-        const QueryWorkspace workspace(params.call.workspace, params.call.sizes);
-        tile_before = workspace.sums_of(work.batch, walk.head, walk.tile);
+        const QueryWorkspace workspace(params.call);
+        tile_before = workspace.sums_of(work.sequence(params.call), walk.head, walk.tile);
         at.advance();
         walk.advance();
     }
@@ -250,13 +279,15 @@ struct Consumer {
     // Stores the gradients of the keys in this warpgroup's part of the head dims through the shared
     // memory that had the keys.
     __device__ void store(KeyGradients& dk, ValueGradients& dv, bool took_keys) {
-        ptx::named_barrier_sync<kConsumers * kWarpgroup>(kKeysDone);
+        ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
         if (smem.took_out) {
-            add_nonfinite<kValueCols, kBlockM, kBlockN>(dv, params.call, work, work.first_key,
-                                                        kValuePart.first_col());
+            const Tiles tiles = query_tiles_of(params.call, work);
+            add_nonfinite<kValueCols>(dv, params.call, work.sequence(params.call), work.kv_head,
+                                      tiles, softmax, kValuePart.first_col());
         }
-        store<kValueCols>(params.dv, smem.v, kValuePart, dv, 1);
-        store<kKeyCols>(params.dk, smem.k, kKeyPart, dk, params.call.softmax_scale);
+        const BackwardParams& call = params.call;
+        store<kValueCols, kValueDim>(params.dv, call.dv, smem.v, kValuePart, dv, 1);
+        store<kKeyCols, kHeadDim>(params.dk, call.dk, smem.k, kKeyPart, dk, call.softmax_scale);
         if (threadIdx.x % kWarpgroup == 0) {
             ptx::wait_stores_read();
             if (took_keys) smem.keys_ring.release(keys_at);
@@ -265,25 +296,16 @@ struct Consumer {
     }
 
   private:
-    // Where a mask cuts through a tile, NaN or infinity in a row or a key must not reach those that
-    // it does not see; but 0 * NaN is NaN, and a product over the whole tile would multiply by it.
-    // Keys and queries with it need not keep it: the rows that see them have an LSE that is NaN.
-    __device__ void take_out_nonfinite(const Scores& s) {
-        constexpr int kBarrier = kFirstOfWarpgroup + kRole;
-        const bool found = softmax.finds_nonfinite(s, smem.rows[at.stage]);
-        if (!ptx::named_barrier_or<kWarpgroup>(kBarrier, found)) return;
-        smem.dout_ring.wait_full(at);
-        clear_nonfinite<kWarpgroup>(smem.k);
-        clear_nonfinite<kWarpgroup>(smem.q[at.stage]);
-        clear_nonfinite<kWarpgroup>(smem.dout[at.stage]);
-        ptx::proxy_fence();
-        ptx::named_barrier_sync<kWarpgroup>(kBarrier);
-        smem.took_out = true;
+    // Bounds the scores. Where dS will be shared there are the slopes until then.
+    __device__ void bound(Scores& s) {
+        if constexpr (!kSoftcap) return;
+        smem.ds_ring.wait_empty(at);
+        softmax.bound(s, smem.ds[at.stage], warp_row());
     }
 
-    template <int Dims, class Rows>
-    __device__ void store(const TensorMap& map, Rows& tile, PanelRange part, WgmmaSums<Dims>& sums,
-                          float scale) {
+    template <int Dims, int TensorDims, class Rows>
+    __device__ void store(const TensorMap& map, const Tensor& tensor, Rows& tile, PanelRange part,
+                          WgmmaSums<Dims>& sums, float scale) {
 #pragma unroll
         for (int i = 0; i < Dims / 2; ++i) sums[i] *= scale;
         WgmmaOperand<Dims> rounded;
@@ -292,9 +314,7 @@ struct Consumer {
         write_rows<Dims>(rows, rounded, warp_row());
         ptx::proxy_fence();
         ptx::named_barrier_sync<kWarpgroup>(kFirstOfWarpgroup + kRole);
-        if (threadIdx.x % kWarpgroup == 0) {
-            store_tile(map, rows, work.batch, work.kv_head, work.first_key, part.first_col());
-        }
+        send_out<TensorDims, kWarpgroup>(map, tensor, rows, params.call, work, 0, part.first_col());
     }
 
     template <bool Masked>
@@ -303,7 +323,7 @@ struct Consumer {
         Scores p;
         read_rows<kBlockM>(rounded, smem.p[at.stage], warp_row());
         widen_operand<kBlockM>(p, rounded);
-        softmax.template differentiate<Masked>(dp, p, smem.rows[at.stage], tile);
+        softmax.template differentiate<Masked, false>(dp, p, smem.rows[at.stage], tile);
     }
 
     __device__ void share(ScoreRows (&to)[kStages], Ring<kStages>& ring, const Scores& values) {
@@ -324,6 +344,7 @@ __device__ inline void attend(Consumer<kRole>& consumer, typename Consumer<kRole
     Smem& smem = consumer.smem;
     Scores s;
     QueryPart dq;
+    if (walk.masked()) consumer.clean_queries();
     consumer.issue_scores(s);
     if (First) {
         wait_product<0>(s);
@@ -379,12 +400,12 @@ __device__ inline void consume(Smem& smem, const Params& params, KeyWork work) {
     do {
         typename Consumer<kRole>::KeyGradients dk = {};
         typename Consumer<kRole>::ValueGradients dv = {};
-        const Tiles tiles(sizes, work.first_key);
+        const Tiles tiles = query_tiles_of(params.call, work);
         Walk walk(tiles, sizes, work.kv_head);
         const bool any = !walk.at_end();
         consumer.begin(work);
         if (any) {
-            smem.keys_ring.wait_full(consumer.keys_at);
+            consumer.receive_keys(tiles);
             attend<true>(consumer, dk, dv, walk);
             for (consumer.advance(walk); !walk.at_end(); consumer.advance(walk)) {
                 attend<false>(consumer, dk, dv, walk);
@@ -397,6 +418,8 @@ __device__ inline void consume(Smem& smem, const Params& params, KeyWork work) {
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     key_tiles(const __grid_constant__ Params params) {
+    const KeyWork work = Keys::first(params.call);
+    if (!work.has_keys(params.call)) return;
     Smem& smem = shared_memory<Smem>();
     if (threadIdx.x == 0) {
         constexpr int kWarps = kConsumers * kWarpgroup / 32;
@@ -411,7 +434,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     __syncthreads();
 
-    const KeyWork work = Keys::first(params.call.sizes);
     // A shuffle tells the compiler that all lanes of a warp have the same.
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
     if (warpgroup == 0) {
@@ -434,4 +456,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     round_queries(const __grid_constant__ Params params) {
     round_tile<kHelperThreads, kBlockM, KeyRows::kPanels, Sums>(params.call);
+}
+
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+    sink_gradient(const __grid_constant__ Params params) {
+    if constexpr (kSink) sum_up_sink<kHelperThreads, kBlockM, Sums>(params.call);
 }

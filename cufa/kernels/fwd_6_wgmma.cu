@@ -394,29 +394,12 @@ struct Consumer {
         const int row = work.first_row + warpgroup * kWgmmaM;
         if (kPacked && row + kWgmmaM > sequence.seqlen_q) {
             // The copy engine would write beyond the sequence.
-            write_rows_of_sequence(rows, sequence, work.head, row, first_col);
+            write_first_rows<kValueDim, kWarpgroup>(
+                sequence.queries<scalar_t>(params.call.o, work.head), rows, sequence.seqlen_q - row,
+                row, first_col, threadIdx.x % kWarpgroup);
         } else if (leader) {
             store_tile(params.o, rows, kPacked ? 0 : work.batch, work.head, sequence.first_q + row,
                        first_col);
-        }
-    }
-
-    // The part of a sequence's last rows that `rows` holds, from first_row and first_col on.
-    __device__ void write_rows_of_sequence(StoredRows& rows, const Sequence& sequence, int head,
-                                           int first_row, int first_col) const {
-        using Chunk = Pack<scalar_t, kChunkCols>;
-        constexpr int kRowChunks = kStoreCols / kChunkCols;
-        const auto o = sequence.queries<scalar_t>(params.call.o, head);
-        const int count = sequence.seqlen_q - first_row;
-        for (int i = threadIdx.x % kWarpgroup; i < count * kRowChunks; i += kWarpgroup) {
-            const int row = i / kRowChunks, col = i % kRowChunks * kChunkCols;
-            if (first_col + col >= kValueDim) continue;
-            const Chunk chunk = *reinterpret_cast<const Chunk*>(rows.at(row, col));
-#pragma unroll
-            for (int e = 0; e < kChunkCols; ++e) {
-                if (first_col + col + e < kValueDim)
-                    o.row(first_row + row)[first_col + col + e] = chunk[e];
-            }
         }
     }
 

@@ -25,11 +25,3 @@ struct QueryTiles {
         return kMaskBits != 0 || first_row < whole_begin || whole_end - first_row < BlockM;
     }
 };
-
-// Keys have gradients from the sequence's first to this one, whether they are used or not.
-__device__ inline int end_of_keys(const BackwardParams& params, const Sequence& sequence) {
-    if constexpr (!kUsedKeys) return sequence.seqlen_k;
-    if constexpr (!kPacked) return params.sizes.seqlen_k;
-    const int* cu_seqlens = params.features.cu_seqlens_k + sequence.batch;
-    return cu_seqlens[1] - cu_seqlens[0];
-}

@@ -10,18 +10,22 @@
 struct VariedLengths {
     int first_q, first_k, seqlen_q, seqlen_k;
 
+    VariedLengths() = default;
     __device__ explicit VariedLengths(const Sequence& sequence)
         : first_q(sequence.first_q),
           first_k(sequence.first_k),
           seqlen_q(sequence.seqlen_q),
           seqlen_k(sequence.seqlen_k) {}
-    __device__ Sequence sequence(const ForwardParams&, int batch) const {
+    template <class Params>
+    __device__ Sequence sequence(const Params&, int batch) const {
         return {batch, first_q, first_k, seqlen_q, seqlen_k};
     }
 };
 struct EqualLengths {
+    EqualLengths() = default;
     __device__ explicit EqualLengths(const Sequence&) {}
-    __device__ Sequence sequence(const ForwardParams& call, int batch) const {
+    template <class Params>
+    __device__ Sequence sequence(const Params& call, int batch) const {
         return Sequence(call, batch);
     }
 };

@@ -176,3 +176,11 @@ __device__ inline KeyTile key_tile_of_block(const BackwardParams& params, int bl
     const auto [index, tile] = head_tile_of_block(block, sizes.batch * sizes.kv_heads, tiles);
     return {Sequence(params, index / sizes.kv_heads), index % sizes.kv_heads, tile * BlockN};
 }
+
+// Keys have gradients from the sequence's first to this one, whether they are used or not.
+__device__ inline int end_of_keys(const BackwardParams& params, const Sequence& sequence) {
+    if constexpr (!kUsedKeys) return sequence.seqlen_k;
+    if constexpr (!kPacked) return params.sizes.seqlen_k;
+    const int* cu_seqlens = params.features.cu_seqlens_k + sequence.batch;
+    return cu_seqlens[1] - cu_seqlens[0];
+}

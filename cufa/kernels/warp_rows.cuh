@@ -61,6 +61,16 @@ struct alignas(2 * sizeof(acc_t)) RowStats {
     acc_t lse_log2, d;
 };
 
+// Finds those of a row in an array laid out as the LSE.
+struct StatsInOrder {
+    const BackwardParams& params;
+    const RowStats* stats;
+
+    __device__ RowStats operator()(const Sequence& sequence, int head, int row) const {
+        return stats[sequence.first_row(head, params.sizes) + row];
+    }
+};
+
 // Those of every row, by the warp of that number.
 template <int Threads>
 __device__ inline void write_row_stats(const BackwardParams& params, RowStats* stats) {

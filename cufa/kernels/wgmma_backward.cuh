@@ -2,32 +2,61 @@
 // take in, and where the sums of dQ and the rows' statistics lie.
 #pragma once
 
+#include "key_softmax.cuh"
 #include "mask.cuh"
-#include "online_softmax.cuh"
 #include "schedule.cuh"
+#include "sink_gradient.cuh"
 #include "tensor.cuh"
 #include "wgmma_tiles.cuh"
 
 constexpr int kConsumers = 2;  // warpgroups of a block that compute
 
 // A tile of keys of one KV head; batch -1: there is none left.
-struct KeyWork {
+struct KeyWork : Lengths {
     int batch, kv_head, first_key;
 
+    KeyWork() = default;
+    __device__ KeyWork(const Sequence& sequence, int kv_head, int first_key)
+        : Lengths(sequence), batch(sequence.batch), kv_head(kv_head), first_key(first_key) {}
+
     __device__ bool exists() const { return batch >= 0; }
-    __device__ static KeyWork none() { return {-1, 0, 0}; }
+    __device__ static KeyWork none() { return {Sequence(-1, 0, 0, 0, 0), 0, 0}; }
+
+    __device__ Sequence sequence(const BackwardParams& call) const {
+        return Lengths::sequence(call, batch);
+    }
+    __device__ Mask mask(const BackwardParams& call) const {
+        return sequence(call).mask(call.features);
+    }
+    // Of packed sequences more tiles are taken than there are.
+    __device__ bool has_keys(const BackwardParams& call) const {
+        return !kPacked || first_key < end_of_keys(call, sequence(call));
+    }
+    // Where the copy engine finds the tile: packed sequences are one batch.
+    __device__ int map_batch() const { return kPacked ? 0 : batch; }
 };
 
+// Whether the queries that see any key all see the first.
+constexpr bool kAllSeeFirstKey = !kWindow;
+
 // The tiles of keys that a block takes at a time: one or, if WholeHead, all of one head. The sums
-// of dQ are then its own, and its first tile, which every query that sees any key sees, sets them;
-// so does the block of a head's first tile if blocks add in order.
+// of dQ are then its own, and its first tile sets them if every query that sees any key sees it; so
+// does the block of a head's first tile if blocks add in order.
 template <int BlockN, bool WholeHead, bool Causal, int SectionBytes, int OrderedHeads>
 struct KeyTiles {
+    static constexpr bool kSetsSums = kAllSeeFirstKey && (WholeHead || OrderedHeads > 0);
+
     // Heads come in sections. Within a section the first keys come first: under a causal mask most
     // queries see those, and long work that starts late would leave the GPU waiting for it; and
     // blocks that add in order wait for none that begin later.
-    __device__ static KeyWork at(unsigned int index, const Sizes& sizes) {
+    __device__ static KeyWork at(unsigned int index, const BackwardParams& call) {
+        const Sizes& sizes = call.sizes;
         if (index >= count(sizes)) return KeyWork::none();
+        if constexpr (kPacked) {
+            const auto [batch, first_key] = row_tile<BlockN>(
+                index / sizes.kv_heads, sizes.batch, sizes.seqlen_k, call.features.cu_seqlens_k);
+            return {Sequence(call, batch), static_cast<int>(index % sizes.kv_heads), first_key};
+        }
         const int tiles = tiles_of_head(sizes), heads = sizes.batch * sizes.kv_heads;
         const int section_heads = OrderedHeads > 0 ? ordered_heads(heads) : cached_heads(sizes);
 
@@ -35,12 +64,14 @@ struct KeyTiles {
         const int in_section = min(section_heads, heads - first_head);
         const int place = index - first_head * tiles;
         const int head = first_head + place % in_section;
-        return {head / sizes.kv_heads, head % sizes.kv_heads, place / in_section * BlockN};
+        return {Sequence(call, head / sizes.kv_heads), head % sizes.kv_heads,
+                place / in_section * BlockN};
     }
 
-    __device__ static KeyWork first(const Sizes& sizes) { return at(blockIdx.x, sizes); }
+    __device__ static KeyWork first(const BackwardParams& call) { return at(blockIdx.x, call); }
     // How many times something can be taken.
     __device__ static unsigned int count(const Sizes& sizes) {
+        if (kPacked) return sizes.kv_heads * row_tiles<BlockN>(sizes.batch, sizes.seqlen_k);
         return sizes.batch * sizes.kv_heads * tiles_of_head(sizes);
     }
 
@@ -49,7 +80,7 @@ struct KeyTiles {
         return WholeHead && (work.first_key += BlockN) < sizes.seqlen_k;
     }
     __device__ static bool sets_sums(const KeyWork& work) {
-        return (WholeHead || OrderedHeads > 0) && work.first_key == 0;
+        return kSetsSums && work.first_key == 0;
     }
 
   private:
@@ -70,18 +101,27 @@ struct KeyTiles {
     }
 };
 
-// The tiles of queries of one head that see a tile of keys. Of those before `unmasked` some rows do
-// not see some keys.
+// The tiles of queries of one head that see a tile of keys. Only from whole_begin to whole_end do
+// all rows see all keys.
 template <int BlockM, int BlockN>
 struct QueryTiles {
-    int begin, unmasked, end;
+    int begin, whole_begin, whole_end, end;
 
-    __device__ QueryTiles(const Sizes& sizes, int first_key) {
-        const Mask mask{sizes.seqlen_q, sizes.seqlen_k};
-        const int last_key = first_key + BlockN - 1;
+    __device__ QueryTiles(const Mask& mask, int first_key) {
+        const int last_key = min(first_key + BlockN, mask.seqlen_k) - 1;
+        const bool whole = first_key + BlockN <= mask.seqlen_k;
         begin = mask.first_row(first_key) / BlockM;
-        end = ceil_div(mask.seqlen_q, BlockM);
-        unmasked = last_key < mask.seqlen_k ? ceil_div(mask.first_row(last_key), BlockM) : end;
+        end = ceil_div(mask.rows_end(last_key), BlockM);
+        if (kUsedKeys && last_key < first_key) end = begin;  // none of the keys counts
+        whole_begin = whole ? ceil_div(mask.first_row(last_key), BlockM) : end;
+        whole_end = kRowsEnd ? mask.rows_end(first_key) / BlockM : end;
+    }
+
+    __device__ bool masked(int tile) const {
+        return tile < whole_begin || (kRowsEnd && tile >= whole_end);
+    }
+    __device__ bool any_masked() const {
+        return begin < whole_begin || (kRowsEnd && whole_end < end);
     }
 };
 
@@ -101,20 +141,12 @@ struct QueryWalk {
           tile(tiles.end - 1) {}
 
     __device__ bool at_end() const { return tile < tiles.begin; }
-    __device__ bool masked() const { return tile < tiles.unmasked; }
+    __device__ bool masked() const { return tiles.masked(tile); }
     __device__ void advance() {
         if (++head < heads_end) return;
         head -= group;
         --tile;
     }
-};
-
-// What the softmax and its gradient need of each row of a tile: P = 2^(S - lse), dS = P (dP - d).
-// Rows that see no key, and those past the last one, have an lse of +inf, which makes P 0.
-template <int BlockM>
-struct RowStatistics {
-    alignas(16) float lse_log2[BlockM];
-    float d[BlockM];
 };
 
 // A tile of dQ^T as the warpgroups have it: parts of 64 dims by Cols queries, each a warpgroup's
@@ -165,76 +197,102 @@ struct Workspace {
     RowStatistics<BlockM>* rows;
     unsigned int (*added)[kConsumers];
     unsigned int* taken;
-    int heads, tiles;  // tiles of one head
+    int heads, tiles;  // tiles of one head; of packed sequences, of all of them
 
-    __device__ Workspace(void* memory, const Sizes& sizes)
-        : sums(static_cast<float*>(memory)),
-          heads(sizes.heads),
-          tiles(ceil_div(sizes.seqlen_q, BlockM)) {
-        rows = reinterpret_cast<RowStatistics<BlockM>*>(sums_of(sizes.batch, 0, 0));
-        added = reinterpret_cast<unsigned int (*)[kConsumers]>(&rows_of(sizes.batch, 0, 0));
-        taken = added[Ordered ? tile_at(sizes.batch, 0, 0) : 0];
+    __device__ explicit Workspace(const BackwardParams& call)
+        : sums(static_cast<float*>(call.workspace)),
+          heads(call.sizes.heads),
+          tiles(row_tiles<BlockM>(kPacked ? call.sizes.batch : 1, call.sizes.seqlen_q)) {
+        const int count = (kPacked ? 1 : call.sizes.batch) * heads * tiles;
+        rows = reinterpret_cast<RowStatistics<BlockM>*>(sums + static_cast<long long>(count) *
+                                                                   Sums::kTile);
+        added = reinterpret_cast<unsigned int (*)[kConsumers]>(rows + count);
+        taken = added[Ordered ? count : 0];
     }
 
-    // A grid has a block for each tile, so an int counts them.
-    __device__ int tile_at(int batch, int head, int tile) const {
-        return (batch * heads + head) * tiles + tile;
+    // Where a tile of a sequence lies; row_tile is the other way round. A grid has a block for each
+    // tile, so an int counts them.
+    __device__ int place_of(const Sequence& sequence, int head, int tile) const {
+        if constexpr (kPacked) {
+            return head * tiles + sequence.first_q / BlockM + sequence.batch + tile;
+        }
+        return (sequence.batch * heads + head) * tiles + tile;
     }
-    __device__ float* sums_of(int batch, int head, int tile) const {
-        return sums + static_cast<long long>(tile_at(batch, head, tile)) * Sums::kTile;
+    __device__ float* sums_of(const Sequence& sequence, int head, int tile) const {
+        return sums + static_cast<long long>(place_of(sequence, head, tile)) * Sums::kTile;
     }
-    __device__ RowStatistics<BlockM>& rows_of(int batch, int head, int tile) const {
-        return rows[tile_at(batch, head, tile)];
+    __device__ RowStatistics<BlockM>& rows_of(const Sequence& sequence, int head, int tile) const {
+        return rows[place_of(sequence, head, tile)];
     }
-    __device__ unsigned int (&added_to(int batch, int head, int tile) const)[kConsumers] {
-        return added[tile_at(batch, head, tile)];
+    __device__ unsigned int (&added_to(const Sequence& sequence, int head, int tile)
+                                 const)[kConsumers] {
+        return added[place_of(sequence, head, tile)];
     }
 };
 
 // The tile of queries of a block of the kernels before and after the main one. Those go through the
 // tiles backwards: what one kernel used last, the next finds in the L2 cache.
-template <class Workspace>
+template <int BlockM, class Sums>
 struct QueryBlock {
-    Workspace workspace;
-    int batch, head, tile;
+    Workspace<BlockM, Sums> workspace;
+    Sequence sequence;
+    int head, tile;
 
-    __device__ explicit QueryBlock(const BackwardParams& call)
-        : workspace(call.workspace, call.sizes) {
+    __device__ static QueryBlock own(const BackwardParams& call) {
+        const Workspace<BlockM, Sums> workspace(call);
         const int index = gridDim.x - 1 - blockIdx.x;
-        batch = index / workspace.tiles / call.sizes.heads;
-        head = index / workspace.tiles % call.sizes.heads;
-        tile = index % workspace.tiles;
+        const int matrix = index / workspace.tiles, tile = index % workspace.tiles;
+        if constexpr (kPacked) {
+            const auto [batch, first_row] = row_tile<BlockM>(
+                tile, call.sizes.batch, call.sizes.seqlen_q, call.features.cu_seqlens_q);
+            return {workspace, Sequence(call, batch), matrix, first_row / BlockM};
+        }
+        const int heads = call.sizes.heads;
+        return {workspace, Sequence(call, matrix / heads), matrix % heads, tile};
     }
-    __device__ float* sums() const { return workspace.sums_of(batch, head, tile); }
+    // Of packed sequences the grid has more tiles than queries.
+    __device__ bool exists() const { return !kPacked || tile * BlockM < sequence.seqlen_q; }
+    __device__ float* sums() const { return workspace.sums_of(sequence, head, tile); }
 };
 
-// Computes a tile's rows' statistics and, if blocks share in its sums, sets those to zero or, if
-// they add in order and the first sets them, how many have.
-template <int Threads, int BlockM, class Sums, bool Shared, bool Ordered>
+// Whether NaN or infinity in a row of Q makes its output NaN, and so D, if it sees any key and the
+// LSE says so.
+constexpr bool kQueryShowsInOutput = !kSoftcap && !kSink;
+
+// Computes a tile's rows' statistics, sets its sums to Zero if blocks are to add to them, and how
+// many have, if they do so in order.
+template <int Threads, int BlockM, class Sums, bool Zero, bool Ordered>
 __device__ inline void prepare_rows(const BackwardParams& call) {
-    const QueryBlock<Workspace<BlockM, Sums>> at(call);
+    const auto at = QueryBlock<BlockM, Sums>::own(call);
+    if (!at.exists()) return;
     auto* fours = reinterpret_cast<Pack<float, 4>*>(at.sums());
 #pragma unroll
-    for (int i = threadIdx.x; Shared && !Ordered && i < Sums::kTile / 4; i += Threads) {
-        fours[i] = {};
-    }
+    for (int i = threadIdx.x; Zero && i < Sums::kTile / 4; i += Threads) fours[i] = {};
     if (Ordered && threadIdx.x < kConsumers) {
-        at.workspace.added_to(at.batch, at.head, at.tile)[threadIdx.x] = 0;
+        at.workspace.added_to(at.sequence, at.head, at.tile)[threadIdx.x] = 0;
     }
 
     // As many lanes share a row as have an element of it each time.
     constexpr int kChunk = min_of(16 / sizeof(scalar_t), kValueDim & -kValueDim);
     constexpr int kLanes = kValueDim > 16 * kChunk ? 32 : kValueDim > 8 * kChunk ? 16 : 8;
     using Chunk = Pack<scalar_t, kChunk>;
-    const auto o = matrix_of<const scalar_t>(call.o, at.batch, at.head);
-    const auto dout = matrix_of<const scalar_t>(call.dout, at.batch, at.head);
-    const float* lse =
-        static_cast<const float*>(call.lse) + first_row_of(at.batch, at.head, call.sizes);
-    RowStatistics<BlockM>& statistics = at.workspace.rows_of(at.batch, at.head, at.tile);
+    const Sequence& sequence = at.sequence;
+    const auto o = sequence.queries<const scalar_t>(call.o, at.head);
+    const auto dout = sequence.queries<const scalar_t>(call.dout, at.head);
+    const long long first_row = sequence.first_row(at.head, call.sizes);
+    const float* lse = static_cast<const float*>(call.lse) + first_row;
+    const float* dlse = call.dlse ? static_cast<const float*>(call.dlse) + first_row : nullptr;
+    const auto q = sequence.queries<const scalar_t>(call.q, at.head);
+    // The copy engine brings rows of the next sequence, too.
+    const int rows_end = kPacked ? call.sizes.seqlen_q - sequence.first_q : sequence.seqlen_q;
+    RowStatistics<BlockM>& statistics = at.workspace.rows_of(sequence, at.head, at.tile);
+    float not_zero = 0;  // a sum of all elements times 0
 #pragma unroll
     for (int i = threadIdx.x / kLanes; i < BlockM; i += Threads / kLanes) {
         const int row = at.tile * BlockM + i;
-        const bool inside = row < call.sizes.seqlen_q;
+        const bool inside = row < rows_end;
+        const bool counts = row < sequence.seqlen_q;
+        const float log = counts ? lse[row] : negative_infinity();
         float sum = 0;
         for (int col = threadIdx.x % kLanes * kChunk; inside && col < kValueDim;
              col += kLanes * kChunk) {
@@ -243,14 +301,20 @@ __device__ inline void prepare_rows(const BackwardParams& call) {
 #pragma unroll
             for (int e = 0; e < kChunk; ++e) sum += to_acc(a[e]) * to_acc(b[e]);
         }
+        not_zero += sum * 0;
+        if (inside && (!kQueryShowsInOutput || log == negative_infinity())) {
+            for (int col = threadIdx.x % kLanes; col < kHeadDim; col += kLanes)
+                not_zero += to_acc(q.row(row)[col]) * 0;
+        }
         sum = lanes_sum<kLanes>(sum);
         if (threadIdx.x % kLanes == 0) {
-            const float log = inside ? lse[row] : negative_infinity();
             statistics.lse_log2[i] =
                 log == negative_infinity() ? -log : log * static_cast<float>(kLog2E);
-            statistics.d[i] = sum;
+            statistics.d[i] = dlse && counts ? sum - dlse[row] : sum;
         }
     }
+    const bool nonfinite = __syncthreads_or(not_zero != 0);
+    if (threadIdx.x == 0) statistics.nonfinite = nonfinite;
 }
 
 // A tile of dQ, rounded; rows are a vector longer than they are, against bank conflicts.
@@ -265,7 +329,8 @@ template <int Threads, int BlockM, int Panels, class Sums>
 __device__ inline void round_tile(const BackwardParams& call) {
     constexpr int kVector = RoundedTile<BlockM, Panels>::kVector;
     auto& rounded = shared_memory<RoundedTile<BlockM, Panels>, ROUND_SMEM_BYTES>().rows;
-    const QueryBlock<Workspace<BlockM, Sums>> at(call);
+    const auto at = QueryBlock<BlockM, Sums>::own(call);
+    if (!at.exists()) return;
     const float scale = call.softmax_scale;
     const auto* fours = reinterpret_cast<const Pack<float, 4>*>(at.sums());
 #pragma unroll
@@ -282,119 +347,65 @@ __device__ inline void round_tile(const BackwardParams& call) {
     constexpr int kStored = min_of(kVector, kHeadDim & -kHeadDim);
     constexpr int kRowStores = kHeadDim / kStored;
     using Stored = Pack<scalar_t, kStored>;
-    const auto dq = matrix_of<scalar_t>(call.dq, at.batch, at.head);
+    const auto dq = at.sequence.template queries<scalar_t>(call.dq, at.head);
     const int first_row = at.tile * BlockM;
-    const int rows = min(BlockM, call.sizes.seqlen_q - first_row);
-    const Mask mask{call.sizes.seqlen_q, call.sizes.seqlen_k};
+    const int rows = min(BlockM, at.sequence.seqlen_q - first_row);
+    const Mask mask = at.sequence.mask(call.features);
     for (int i = threadIdx.x; i < rows * kRowStores; i += Threads) {
         const int row = i / kRowStores, col = i % kRowStores * kStored;
-        const bool sees_any = mask.keys_end(first_row + row) > 0;
+        const bool sees_any = mask.keys_end(first_row + row) > mask.first_key(first_row + row);
         *reinterpret_cast<Stored*>(dq.row(first_row + row) + col) =
             sees_any ? *reinterpret_cast<const Stored*>(&rounded[row][col]) : Stored{};
     }
 }
 
-// The softmax and its gradient in the registers of a warpgroup that has S^T and dP^T of 64 keys.
-template <int BlockM>
-struct KeySoftmax {
-    float scale_log2;
-    int first_row[2];  // of a thread's two keys: the first row that sees them
-    int query;         // the first of the two that a thread has of each eight of a tile
+// Computes the gradient of a head's sink from the rows' statistics.
+template <int Threads, int BlockM, class Sums>
+__device__ inline void sum_up_sink(const BackwardParams& call) {
+    const Workspace<BlockM, Sums> workspace(call);
+    write_sink_gradient<Threads>(
+        call,
+        [&](const Sequence& sequence, int head, int row) -> RowStats {
+            const auto& statistics = workspace.rows_of(sequence, head, row / BlockM);
+            return {statistics.lse_log2[row % BlockM], statistics.d[row % BlockM]};
+        },
+        shared_memory<WarpSums<Threads>, SINK_SMEM_BYTES>());
+}
 
-    KeySoftmax() = default;
-    __device__ KeySoftmax(const Sizes& sizes, int first_key, double softmax_scale)
-        : scale_log2(softmax_scale * kLog2E), query(threadIdx.x % 4 * 2) {
-        const Mask mask{sizes.seqlen_q, sizes.seqlen_k};
+// Takes NaN and infinity out of a tile of keys: 0 times it would reach the queries that do not see
+// those. The ones that do get it from the values, which become NaN; nothing but dP is computed from
+// these. `thread` is one of Threads that do it together, each a part of a row.
+template <int Threads, class KeyRows, class ValueRows>
+__device__ inline void take_out_nonfinite(KeyRows& k, ValueRows& v, int thread) {
+    constexpr int kParts = Threads / KeyRows::kRows;
+    constexpr int kCols = KeyRows::kPanels * kPanelCols;
+    const int row = thread % KeyRows::kRows, part = thread / KeyRows::kRows;
+    NonfiniteSearch search;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = threadIdx.x % kWarpgroup / 32 * 16 + half * 8 + threadIdx.x % 32 / 4;
-            const int key = first_key + row;
-            first_row[half] = key < mask.seqlen_k ? mask.first_row(key) : mask.seqlen_q + BlockM;
-        }
+    for (int col = part * kChunkCols; col < kCols; col += kParts * kChunkCols) {
+        search.look_at(k.at(row, col));
     }
-
-    // Whether there is NaN or infinity among the operands of S or, which shows in D, in a row of
-    // dO. Times 0, everything else is 0.
-    __device__ bool finds_nonfinite(const WgmmaSums<BlockM>& s,
-                                    const RowStatistics<BlockM>& rows) const {
-        float sum = 0;
-#pragma unroll
-        for (int i = 0; i < BlockM / 2; ++i) sum += s[i] * 0;
-#pragma unroll
-        for (int i = 0; i < BlockM / 8; ++i) {
-            const auto d = pair_at(rows.d, i);
-            sum += d[0] * 0 + d[1] * 0;
-        }
-        return sum != 0;
-    }
-
-    // S^T becomes P^T = 2^(S^T - LSE).
-    template <bool Masked>
-    __device__ void exponentiate(WgmmaSums<BlockM>& s, const RowStatistics<BlockM>& rows,
-                                 int tile) const {
-#pragma unroll
-        for (int i = 0; i < BlockM / 8; ++i) {
-            const auto shift = pair_at(rows.lse_log2, i);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                float& x = s[4 * i + e];
-                x = exp2_of(x * scale_log2 - shift[e % 2]);
-                if (Masked && !sees(i, e, tile)) x = 0;
-            }
-        }
-    }
-
-    // dP^T becomes dS^T = P^T o (dP^T - D).
-    template <bool Masked>
-    __device__ void differentiate(WgmmaSums<BlockM>& dp, const WgmmaSums<BlockM>& p,
-                                  const RowStatistics<BlockM>& rows, int tile) const {
-#pragma unroll
-        for (int i = 0; i < BlockM / 8; ++i) {
-            const auto sum = pair_at(rows.d, i);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                float& x = dp[4 * i + e];
-                x = p[4 * i + e] * (x - sum[e % 2]);
-                if (Masked && !sees(i, e, tile)) x = 0;
-            }
-        }
-    }
-
-  private:
-    __device__ Pack<float, 2> pair_at(const float (&values)[BlockM], int i) const {
-        return *reinterpret_cast<const Pack<float, 2>*>(values + i * 8 + query);
-    }
-    // Whether element 4i + e of a thread's scores is of a row that sees its key.
-    __device__ bool sees(int i, int e, int tile) const {
-        return i * 8 + e % 2 >= first_row[e / 2] - tile * BlockM - query;
-    }
-};
-
-// Adds NaN and infinity in dO to the gradients of the values that those rows see, for a warpgroup's
-// 64 keys and the rows that do not see all of the block's: 0 times it must not reach the other
-// keys, so it was taken out of the products' operands. It is looked for anew, since nothing need be
-// remembered.
-template <int Cols, int BlockM, int BlockN>
-__device__ inline void add_nonfinite(WgmmaSums<Cols>& dv, const BackwardParams& call, KeyWork work,
-                                     int first_key, int first_col) {
-    const QueryTiles<BlockM, BlockN> tiles(call.sizes, work.first_key);
-    const KeySoftmax<BlockM> softmax(call.sizes, first_key, call.softmax_scale);
-    const int group = call.sizes.heads / call.sizes.kv_heads;
-    const int end_row = min(tiles.unmasked * BlockM, call.sizes.seqlen_q);
+    if (!search.found()) return;
 #pragma unroll 1
-    for (int head = work.kv_head * group; head < (work.kv_head + 1) * group; ++head) {
-        const auto dout = matrix_of<const scalar_t>(call.dout, work.batch, head);
-#pragma unroll 1
-        for (int row = tiles.begin * BlockM; row < end_row; ++row) {
-#pragma unroll
-            for (int i = 0; i < Cols / 2; ++i) {
-                const int col = first_col + i / 4 * 8 + softmax.query + i % 2;
-                if (row < softmax.first_row[i / 2 % 2] || col >= kValueDim) continue;
-                const scalar_t value = dout.row(row)[col];
-                if (!is_finite(value)) dv[i] += to_acc(value);
-            }
-        }
+    for (int i = 0; i < kCols / kParts; ++i) {
+        scalar_t& value =
+            *k.at(row, (i / kChunkCols * kParts + part) * kChunkCols + i % kChunkCols);
+        if (!is_finite(value)) value = scalar_t{};
     }
+    *v.at(row, part) = from_acc<scalar_t>(negative_infinity() * 0);
+}
+
+// The same for a tile of queries and dO, once nobody works with them; all consumers do it, and one
+// of them notes it.
+template <int Threads, class QueryRows, class OutRows>
+__device__ inline void take_out_nonfinite(QueryRows& q, OutRows& dout, int& took_out, int barrier) {
+    const int thread = threadIdx.x - kWarpgroup;
+    ptx::named_barrier_sync<Threads>(barrier);
+    clear_nonfinite<Threads>(q, thread);
+    clear_nonfinite<Threads>(dout, thread);
+    if (thread == 0) took_out = true;
+    ptx::proxy_fence();
+    ptx::named_barrier_sync<Threads>(barrier);
 }
 
 // A ring that the consumers themselves fill, each of `writers` threads a part.
@@ -424,12 +435,16 @@ __device__ inline RingPosition<Stages> before(RingPosition<Stages> at) {
 // their keys, so that a call has the same bits every time. One thread beside the warpgroup does it,
 // which then waits for no memory: a stage is full once it may add its part of a tile, and empty
 // once it has.
-template <int Stages, class Workspace, class Walk>
+template <int BlockM, int BlockN, int Stages, class Workspace, class Walk>
 __device__ inline void keep_order(Ring<Stages>& order, RingPosition<Stages>& to,
-                                  const Workspace& workspace, int warpgroup, int batch,
-                                  unsigned int turn, Walk at) {
+                                  const Workspace& workspace, int warpgroup,
+                                  const BackwardParams& call, const KeyWork& work, Walk at) {
+    const Sequence sequence = work.sequence(call);
+    const Mask mask = work.mask(call);
     for (; !at.at_end(); at.advance()) {
-        unsigned int* added = &workspace.added_to(batch, at.head, at.tile)[warpgroup];
+        const int first_tile = mask.first_key(at.tile * BlockM) / BlockN;
+        const unsigned int turn = work.first_key / BlockN - first_tile;
+        unsigned int* added = &workspace.added_to(sequence, at.head, at.tile)[warpgroup];
         const Watchdog watchdog;
         while (ptx::load_acquire(added) != turn) {
             watchdog.check("turn", turn, added, Caller::here());
@@ -492,24 +507,20 @@ __device__ inline void issue_product_nn(WgmmaSums<Cols>& o, const A& a, const B&
     ptx::wgmma_commit();
 }
 
-// Reads a warp's 16 rows of a tile, from first_row on, as write_rows wrote them.
-template <int Cols, class Tile>
-__device__ inline void read_rows(WgmmaOperand<Cols>& values, Tile& tile, int first_row) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < Cols / kWgmmaK; ++i) {
-        const int col = i * kWgmmaK + lane / 16 * kChunkCols;
-        ptx::ldmatrix_x4(values[i], tile.at(first_row + lane % 16, col));
-    }
-}
-
-// What round_to_operand rounded.
-template <int Cols>
-__device__ inline void widen_operand(WgmmaSums<Cols>& sums, const WgmmaOperand<Cols>& operand) {
-#pragma unroll
-    for (int i = 0; i < Cols / kWgmmaK * 4; ++i) {
-        const unsigned int pair = operand[i / 4][i % 4];
-        sums[2 * i] = to_acc(scalar_t{static_cast<unsigned short>(pair)});
-        sums[2 * i + 1] = to_acc(scalar_t{static_cast<unsigned short>(pair >> 16)});
+// Sends out a tile of gradients by Threads threads: those of a tile of keys from the key'th on and
+// of head dims from first_col on.
+template <int TensorDims, int Threads, class Tile>
+__device__ inline void send_out(const TensorMap& map, const Tensor& tensor, Tile& rows,
+                                const BackwardParams& call, const KeyWork& work, int key,
+                                int first_col) {
+    const Sequence sequence = work.sequence(call);
+    const int first_key = work.first_key + key, thread = threadIdx.x % Threads;
+    const int count = kPacked ? end_of_keys(call, sequence) - first_key : Tile::kRows;
+    if (count < Tile::kRows) {  // the copy engine would write beyond the sequence
+        write_first_rows<TensorDims, Threads>(sequence.keys<scalar_t>(tensor, work.kv_head), rows,
+                                              count, first_key, first_col, thread);
+    } else if (thread == 0) {
+        store_tile(map, rows, work.map_batch(), work.kv_head, sequence.first_k + first_key,
+                   first_col);
     }
 }

@@ -6,6 +6,7 @@
 #include "memory.cuh"
 #include "pipeline.cuh"
 #include "ptx_sm90a.cuh"
+#include "tensor.cuh"
 
 constexpr int kWarpgroup = 128;
 // The shape of one wgmma: 64 rows, and a depth of 32 bytes.
@@ -187,46 +188,101 @@ __device__ inline void round_to_operand(WgmmaOperand<Cols, T>& operand,
     }
 }
 
-// Writes a warp's 16 rows of a tile, from first_row on, where the copy engine and wgmma look for
-// them.
+// What round_to_operand rounded.
+template <int Cols, class T = scalar_t>
+__device__ inline void widen_operand(WgmmaSums<Cols>& sums, const WgmmaOperand<Cols, T>& operand) {
+#pragma unroll
+    for (int i = 0; i < Cols / kWgmmaDepth<T> * 4; ++i) {
+        const unsigned int pair = operand[i / 4][i % 4];
+        sums[2 * i] = to_acc(T{static_cast<unsigned short>(pair)});
+        sums[2 * i + 1] = to_acc(T{static_cast<unsigned short>(pair >> 16)});
+    }
+}
+
+// Writes a warp's 16 rows of a tile, from first_row and first_col on, where the copy engine and
+// wgmma look for them.
 template <int Cols, class Tile>
 __device__ inline void write_rows(Tile& tile,
                                   const WgmmaOperand<Cols, typename Tile::Element>& values,
-                                  int first_row) {
+                                  int first_row, int first_col = 0) {
     using Element = typename Tile::Element;
     static_assert(sizeof(Element) == 2, "stmatrix stores 16-bit elements");
     unsigned int lane = threadIdx.x % 32;
     ptx::hold(lane);  // or each address would be kept in a register from tile to tile
 #pragma unroll
     for (int i = 0; i < Cols / kWgmmaDepth<Element>; ++i) {
-        const int col = i * kWgmmaDepth<Element> + lane / 16 * Tile::kChunkCols;
+        const int col = first_col + i * kWgmmaDepth<Element> + lane / 16 * Tile::kChunkCols;
         ptx::stmatrix_x4(tile.at(first_row + lane % 16, col), values[i]);
     }
 }
 
-// Whether `thread`, of Threads that look together, finds NaN or infinity in a tile. Times 0,
-// everything else is 0.
-template <int Threads, class Tile>
-__device__ inline bool finds_nonfinite(const Tile& tile, int thread) {
-    using Pairs = Pack<unsigned int, 4>;
-    constexpr int kPairs = Tile::kBytes / static_cast<int>(sizeof(Pairs));
-    constexpr unsigned int kMagnitudes = 0x7fff7fff;
-    const Pairs* const chunks = reinterpret_cast<const Pairs*>(tile.data);
-    Pairs sums = {};
-#pragma unroll 2
-    for (int i = thread; i < kPairs; i += Threads) {
-        const Pairs pairs = chunks[i];
+// Reads what write_rows wrote.
+template <int Cols, class Tile>
+__device__ inline void read_rows(WgmmaOperand<Cols>& values, Tile& tile, int first_row,
+                                 int first_col = 0) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < Cols / kWgmmaK; ++i) {
+        const int col = first_col + i * kWgmmaK + lane / 16 * kChunkCols;
+        ptx::ldmatrix_x4(values[i], tile.at(first_row + lane % 16, col));
+    }
+}
+
+// Writes the first `count` rows of a tile to a head's rows from first_row on, and to those of its
+// Dims columns from first_col on; `thread` is one of Threads that do it together, where the copy
+// engine would write more rows.
+template <int Dims, int Threads, class Tile>
+__device__ inline void write_first_rows(Matrix<scalar_t> to, Tile& tile, int count, int first_row,
+                                        int first_col, int thread) {
+    using Chunk = Pack<scalar_t, kChunkCols>;
+    constexpr int kRowChunks = Tile::kPanels * kPanelCols / kChunkCols;
+    for (int i = thread; i < count * kRowChunks; i += Threads) {
+        const int row = i / kRowChunks, col = i % kRowChunks * kChunkCols;
+        if (first_col + col >= Dims) continue;
+        const Chunk chunk = *reinterpret_cast<const Chunk*>(tile.at(row, col));
+#pragma unroll
+        for (int e = 0; e < kChunkCols; ++e) {
+            if (first_col + col + e < Dims) to.row(first_row + row)[first_col + col + e] = chunk[e];
+        }
+    }
+}
+
+// Looks for NaN and infinity among 16-bit elements. Times 0, everything else is 0.
+class NonfiniteSearch {
+  public:
+    __device__ void look_at(const void* chunk) {
+        const Pairs pairs = *static_cast<const Pairs*>(chunk);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             sums[e] = ptx::multiply_add_pairs<is_bfloat16<scalar_t>>(pairs[e], 0, sums[e]);
         }
     }
-    return ((sums[0] | sums[1] | sums[2] | sums[3]) & kMagnitudes) != 0;
+    __device__ bool found() const {
+        constexpr unsigned int kMagnitudes = 0x7fff7fff;
+        return ((sums[0] | sums[1] | sums[2] | sums[3]) & kMagnitudes) != 0;
+    }
+
+  private:
+    using Pairs = Pack<unsigned int, 4>;
+    static_assert(sizeof(Pairs) == kChunkCols * sizeof(scalar_t), "it looks at whole chunks");
+    Pairs sums = {};
+};
+
+// Whether `thread`, of Threads that look together, finds NaN or infinity in a tile.
+template <int Threads, class Tile>
+__device__ inline bool finds_nonfinite(const Tile& tile, int thread) {
+    const scalar_t* const values = &tile.data[0][0][0];
+    NonfiniteSearch search;
+#pragma unroll 2
+    for (int i = thread; i < Tile::kBytes / kOperandUnit; i += Threads) {
+        search.look_at(values + i * kChunkCols);
+    }
+    return search.found();
 }
 
 // Makes NaN and infinity in a tile zero; `thread` is one of Threads that do it together.
 template <int Threads, class Tile>
-__device__ inline void clear_nonfinite(Tile& tile, int thread = threadIdx.x % Threads) {
+__device__ inline void clear_nonfinite(Tile& tile, int thread) {
     scalar_t* const values = &tile.data[0][0][0];
 #pragma unroll 1
     for (int i = thread; i < Tile::kBytes / int(sizeof(scalar_t)); i += Threads) {

@@ -31,12 +31,17 @@ def bias_and_sink_launches(problem: Problem, threads: int, warps: int) -> tuple[
     """The entries that end the gradients of bias and sink, if they are wanted."""
     bias = problem.features.bias
     elements = prod(bias) if bias is not None and _bias_gradient(problem) else 0
-    heads = problem.heads if "sink" in problem.features.gradients else 0
     return (
         Launch("bias_gradient", ceil_div(elements, threads), threads),
-        # Each warp's sum.
-        Launch("sink_gradient", heads, threads, warps * problem.accumulator.itemsize),
+        sink_launch(problem, threads, warps),
     )
+
+
+def sink_launch(problem: Problem, threads: int, warps: int) -> Launch:
+    """The entry that computes the gradient of the sinks, without blocks if that is not wanted."""
+    heads = problem.heads if "sink" in problem.features.gradients else 0
+    # Each warp's sum.
+    return Launch("sink_gradient", heads, threads, warps * problem.accumulator.itemsize)
 
 
 def row_blocks(problem: Problem, rows: int, warps: int) -> int:

@@ -104,7 +104,8 @@ def _register_steps(registers: int) -> int:
     return registers // REGISTER_STEP * REGISTER_STEP
 
 
-def _lengths_vary(problem: Problem) -> bool:
+def lengths_vary(problem: Problem) -> bool:
+    """Whether each sequence's lengths must be looked up."""
     return problem.features.packed or problem.features.seqused_k
 
 
@@ -117,7 +118,7 @@ def _best_tiles(problem: Problem) -> Tiles:
     dim, rows = max(problem.head_dim, problem.value_dim), problem.seqlen_q
     cut = problem.causal or problem.features.window != (None, None)
     # The more warpgroups, the fewer registers for the producer, which has to look up such lengths.
-    varied = _lengths_vary(problem)
+    varied = lengths_vary(problem)
     if dim <= 64:
         if cut or varied:
             return Tiles(128, 128, 3, 2, 64) if varied or rows < 4096 else Tiles(192, 128, 2, 2, 64)
@@ -179,7 +180,7 @@ def panel_tile_bytes(rows: int, cols: int, itemsize: int = 2) -> int:
 
 def _forward_cost(problem: Problem, tiles: Tiles) -> Cost:
     queries = tiles.query_stages * tiles.consumers
-    varied = _lengths_vary(problem)
+    varied = lengths_vary(problem)
     smem_bytes = (
         tiles.query_stages * panel_tile_bytes(tiles.block_m, problem.head_dim)  # Q
         + panel_tile_bytes(tiles.block_m, tiles.store_cols)  # O

@@ -10,18 +10,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 from cufa.device import REGISTERS_PER_SM, Device
-from cufa.plan.choice import Cost, choose
+from cufa.plan.choice import Cost, choose, query_tiles, row_tiles
+from cufa.plan.gradients import sink_launch
 from cufa.plan.record import Launch, Part, Scratch, TensorBox
 from cufa.plan.sizes import (
     BACKWARD_PARAMS_BYTES,
     TENSOR_MAP_ALIGNMENT,
     TENSOR_MAP_BYTES,
+    VECTOR_BYTES,
     ceil_div,
     common_macros,
     round_up,
 )
 from cufa.plan.wgmma import (
     BARRIER_BYTES,
+    LENGTHS_BYTES,
     MAX_CONSUMER_REGISTERS,
     MAX_WGMMA_N,
     PANEL_COLS,
@@ -31,6 +34,7 @@ from cufa.plan.wgmma import (
     WARPGROUP,
     WGMMA_K,
     WGMMA_M,
+    lengths_vary,
     panel_tile_bytes,
 )
 from cufa.problem import Problem
@@ -124,21 +128,24 @@ def _plan(
     chosen = choose(problem, device, overrides, (best,), lambda tiles: cost_of(problem, tiles))
     sizes = chosen.tiles
     _check_tiles(problem, sizes, best, chosen.cost.registers)
-    query_tiles = ceil_div(problem.seqlen_q, sizes.block_m)
-    query_blocks = problem.batch * problem.heads * query_tiles
-    key_tiles = ceil_div(problem.seqlen_k, sizes.block_n)
-    whole_heads = _takes_whole_heads(problem, device, key_tiles)
+    query_blocks = query_tiles(problem, sizes)
+    whole_heads = _takes_whole_heads(problem, device, ceil_div(problem.seqlen_k, sizes.block_n))
     ordered = problem.features.deterministic and not whole_heads
-    to_take = problem.batch * problem.kv_heads * (min(1, key_tiles) if whole_heads else key_tiles)
+    if whole_heads:
+        to_take = problem.batch * problem.kv_heads * min(1, problem.seqlen_k)
+    else:
+        to_take = problem.kv_heads * row_tiles(problem, problem.seqlen_k, sizes.block_n)
     # Blocks that add in order are one for each tile, as they were measured.
     stay = counts and not ordered
     key_blocks = min(to_take, device.sm_count) if stay else to_take
     counters = counts * min(1, query_blocks + to_take)
     round_smem_bytes = sizes.block_m * (padded_dim * problem.itemsize + ROW_PADDING_BYTES)
+    sink = sink_launch(problem, HELPER_THREADS, HELPER_THREADS // device.warp_size)
     launches = (
         Launch("row_sums", max(query_blocks, counters), HELPER_THREADS),  # it also sets the counter to 0
         Launch("key_tiles", key_blocks, THREADS, chosen.cost.smem_bytes),
         Launch("round_queries", query_blocks, HELPER_THREADS, round_smem_bytes),
+        sink,
     )
     q, k, v, _, dout, _, dk, dv = range(8)
     rows = {q: sizes.block_m, k: WGMMA_M, v: WGMMA_M, dout: sizes.block_m, dk: WGMMA_M, dv: WGMMA_M}
@@ -158,13 +165,14 @@ def _plan(
             ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),
             ("SMEM_BYTES", chosen.cost.smem_bytes),
             ("ROUND_SMEM_BYTES", round_smem_bytes),
+            ("SINK_SMEM_BYTES", sink.smem_bytes),
             ("PARAMS_BYTES", params_bytes),
         ),
         launches=tuple(launch for launch in launches if launch.grid > 0),
         scratch=(
-            Scratch("dQ sums", (problem.batch, problem.heads, query_tiles, padded_dim, sizes.block_m)),
-            Scratch("LSE and D", (problem.batch, problem.heads, query_tiles, 2, sizes.block_m)),
-            *((Scratch("blocks added", (problem.batch, problem.heads, query_tiles, CONSUMERS)),) * ordered),
+            Scratch("dQ sums", (query_blocks, padded_dim, sizes.block_m)),
+            Scratch("statistics", (query_blocks, _statistics_bytes(sizes) // SUM_BYTES)),
+            *((Scratch("blocks added", (query_blocks, CONSUMERS)),) * ordered),
             *((Scratch("tiles of keys taken", (counters,)),) * counts),
         ),
         reasons=(*chosen.reasons, *_how(whole_heads, ordered, stay)),
@@ -192,12 +200,14 @@ def _check_tiles(problem: Problem, tiles: Tiles, best: Tiles, registers: int) ->
 
 
 def _takes_whole_heads(problem: Problem, device: Device, key_tiles: int) -> bool:
-    """Whether a block works on all keys of a KV head.
+    """Whether a block works on all keys of a KV head, of sequences of one length.
 
     It then needs no sums that are zero at first, and loads the head's queries for one tile of keys after the
     other: that is faster if the L2 cache has them all and no SM is left idle.
     """
     heads = problem.batch * problem.kv_heads
+    if problem.features.packed:
+        return False
     if key_tiles <= 1 or heads == 0:
         return True
     fills = heads >= FILLED * device.sm_count * ceil_div(heads, device.sm_count)
@@ -211,6 +221,11 @@ def _parted(dims: int) -> int:
     return max(round_up(dims, PANEL_COLS), CONSUMERS * PANEL_COLS)
 
 
+def _statistics_bytes(tiles: Tiles) -> int:
+    """The size of key_softmax.cuh's RowStatistics: LSE and D, and whether all is finite."""
+    return 2 * tiles.block_m * SUM_BYTES + VECTOR_BYTES
+
+
 def _cost(problem: Problem, tiles: Tiles) -> Cost:
     m, n = tiles.block_m, tiles.block_n
     head_cols = _head_cols(problem, tiles)
@@ -218,8 +233,8 @@ def _cost(problem: Problem, tiles: Tiles) -> Cost:
         KEY_STAGES * (panel_tile_bytes(n, head_cols) + panel_tile_bytes(n, problem.value_dim))  # K, V
         + tiles.stages * (panel_tile_bytes(m, head_cols) + panel_tile_bytes(m, problem.value_dim))
         + tiles.stages * panel_tile_bytes(n, m)  # dS
-        + tiles.stages * 2 * m * SUM_BYTES  # LSE and D
-        + KEY_STAGES * KEY_WORK_BYTES
+        + tiles.stages * _statistics_bytes(tiles)
+        + KEY_STAGES * (KEY_WORK_BYTES + LENGTHS_BYTES * lengths_vary(problem))
         + BARRIER_BYTES * ((4 + 2 * CONSUMERS) * tiles.stages + 3 * KEY_STAGES)
         + BARRIER_BYTES  # whether anything was taken out
     )
@@ -238,7 +253,7 @@ def _wide_cost(problem: Problem, tiles: Tiles) -> Cost:
         + panel_tile_bytes(n, value)  # V
         + tiles.stages * (panel_tile_bytes(m, head) + panel_tile_bytes(m, value))  # Q, dO
         + tiles.stages * 2 * panel_tile_bytes(n, m)  # P, dS
-        + tiles.stages * 2 * m * SUM_BYTES  # LSE and D
+        + tiles.stages * _statistics_bytes(tiles)
         + BARRIER_BYTES * ((8 + 2 * CONSUMERS) * tiles.stages + 2)
         + BARRIER_BYTES  # whether anything was taken out
     )

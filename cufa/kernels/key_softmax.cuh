@@ -1,0 +1,169 @@
+// The softmax and its gradient in the registers of a warpgroup that has S^T and dP^T of 64 keys.
+#pragma once
+
+#include "mask.cuh"
+#include "online_softmax.cuh"
+#include "tensor.cuh"
+#include "wgmma_tiles.cuh"
+
+// Whether the rows that see a key may end before those that a tile has in memory. Beyond the last
+// row of all, the copy engine fills in zeros.
+constexpr bool kRowsEnd = kWindow || kPacked;
+
+// What the softmax and its gradient need of each row of a tile: P = 2^(S - lse), dS = P (dP - d).
+// Rows that see no key, and those past the last one, have an lse of +inf, which makes P 0.
+template <int BlockM>
+struct RowStatistics {
+    alignas(16) float lse_log2[BlockM];
+    float d[BlockM];
+    alignas(16) bool nonfinite;  // whether there is NaN or infinity in the rows of Q or dO
+};
+
+// The softmax and its gradient in the registers of a warpgroup that has S^T and dP^T of 64 keys.
+template <int BlockM>
+struct KeySoftmax {
+    float scale_log2;  // turns products, or bounded scores, into units of log 2
+    float bound_scale, softcap;
+    int first_row[2], rows_end[2];  // which rows see a thread's two keys
+    int query;  // the first of the two that a thread has of each eight of a tile
+
+    KeySoftmax() = default;
+    __device__ KeySoftmax(const BackwardParams& call, const Mask& mask, int first_key)
+        : scale_log2(kSoftcap ? kLog2E : call.softmax_scale * kLog2E), query(threadIdx.x % 4 * 2) {
+        if constexpr (kSoftcap) {
+            softcap = call.features.softcap;
+            bound_scale = call.softmax_scale / call.features.softcap;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = threadIdx.x % kWarpgroup / 32 * 16 + half * 8 + threadIdx.x % 32 / 4;
+            const int key = first_key + row;
+            first_row[half] = key < mask.seqlen_k ? mask.first_row(key) : mask.seqlen_q + BlockM;
+            if constexpr (kRowsEnd) rows_end[half] = mask.rows_end(key);
+        }
+    }
+
+    // Products become scores, softly bounded.
+    __device__ void bound(WgmmaSums<BlockM>& s) const {
+#pragma unroll
+        for (int i = 0; i < BlockM / 2; ++i) s[i] = softcap * tanh_of(s[i] * bound_scale);
+    }
+    // And by how much a score changes with the product times the scale is written to a warp's rows
+    // of `slopes`.
+    template <class Tile>
+    __device__ void bound(WgmmaSums<BlockM>& s, Tile& slopes, int warp_row) const {
+#pragma unroll
+        for (int col = 0; col < BlockM; col += kWgmmaK) {
+            WgmmaSums<kWgmmaK> part;
+#pragma unroll
+            for (int i = 0; i < kWgmmaK / 2; ++i) {
+                float& score = s[col / 2 + i];
+                const float tanh = tanh_of(score * bound_scale);
+                score = softcap * tanh;
+                part[i] = slope(tanh);
+            }
+            WgmmaOperand<kWgmmaK> rounded;
+            round_to_operand<kWgmmaK>(rounded, part);
+            write_rows<kWgmmaK>(slopes, rounded, warp_row, col);
+        }
+    }
+
+    // The gradient of the scores becomes that of the products times the scale, by the slopes that
+    // `bound` wrote, in whose place others may then be written.
+    template <class Tile>
+    __device__ static void apply_slopes(WgmmaSums<BlockM>& ds, Tile& slopes, int warp_row) {
+        __syncwarp();
+#pragma unroll
+        for (int col = 0; col < BlockM; col += kWgmmaK) {
+            WgmmaOperand<kWgmmaK> rounded;
+            WgmmaSums<kWgmmaK> part;
+            read_rows<kWgmmaK>(rounded, slopes, warp_row, col);
+            widen_operand<kWgmmaK>(part, rounded);
+#pragma unroll
+            for (int i = 0; i < kWgmmaK / 2; ++i) ds[col / 2 + i] *= part[i];
+        }
+        __syncwarp();
+    }
+
+    // S^T becomes P^T = 2^(S^T - LSE).
+    template <bool Masked>
+    __device__ void exponentiate(WgmmaSums<BlockM>& s, const RowStatistics<BlockM>& rows,
+                                 int tile) const {
+#pragma unroll
+        for (int i = 0; i < BlockM / 8; ++i) {
+            const auto shift = pair_at(rows.lse_log2, i);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                float& x = s[4 * i + e];
+                x = exp2_of(x * scale_log2 - shift[e % 2]);
+                if (Masked && !sees(i, e, tile)) x = 0;
+            }
+        }
+    }
+
+    // dP^T becomes dS^T = P^T o (dP^T - D). With Slopes it is the gradient not of bounded scores
+    // but of the products times the scale; P^T must then not have been rounded.
+    template <bool Masked, bool Slopes>
+    __device__ void differentiate(WgmmaSums<BlockM>& dp, const WgmmaSums<BlockM>& p,
+                                  const RowStatistics<BlockM>& rows, int tile) const {
+#pragma unroll
+        for (int i = 0; i < BlockM / 8; ++i) {
+            const auto sum = pair_at(rows.d, i), lse = pair_at(rows.lse_log2, i);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                float& x = dp[4 * i + e];
+                x = p[4 * i + e] * (x - sum[e % 2]);
+                if constexpr (kSoftcap && Slopes) x *= slope_at(p[4 * i + e], lse[e % 2]);
+                if (Masked && !sees(i, e, tile)) x = 0;
+            }
+        }
+    }
+
+    // Whether a row sees one of the thread's two keys.
+    __device__ bool sees(int row, int half) const {
+        return row >= first_row[half] && (!kRowsEnd || row < rows_end[half]);
+    }
+
+  private:
+    // 1 - tanh^2, or 0 where the tanh is not known.
+    __device__ static float slope(float tanh) { return fmaxf(1 - tanh * tanh, 0); }
+    // The same for a score that became P: it was log2 P + LSE.
+    __device__ float slope_at(float p, float lse_log2) const {
+        return slope((log2_of(p) + lse_log2) * (float(kLn2) / softcap));
+    }
+    __device__ Pack<float, 2> pair_at(const float (&values)[BlockM], int i) const {
+        return *reinterpret_cast<const Pack<float, 2>*>(values + i * 8 + query);
+    }
+    // Whether element 4i + e of a thread's scores is of a row that sees its key.
+    __device__ bool sees(int i, int e, int tile) const {
+        const int row = i * 8 + e % 2, first = tile * BlockM + query;
+        return row >= first_row[e / 2] - first && (!kRowsEnd || row < rows_end[e / 2] - first);
+    }
+};
+
+// Adds NaN and infinity in dO to the gradients of the values that those rows see, for a warpgroup's
+// 64 keys and the tiles of rows that do not all see all of the block's: 0 times it must not reach
+// the other keys, so it was taken out of the products' operands. It is looked for anew, since
+// nothing need be remembered.
+template <int Cols, int BlockM, class Tiles>
+__device__ inline void add_nonfinite(WgmmaSums<Cols>& dv, const BackwardParams& call,
+                                     const Sequence& sequence, int kv_head, const Tiles& tiles,
+                                     const KeySoftmax<BlockM>& softmax, int first_col) {
+    const int group = call.sizes.heads / call.sizes.kv_heads;
+#pragma unroll 1
+    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+        const auto dout = sequence.queries<const scalar_t>(call.dout, head);
+        const int end_row = min(tiles.end * BlockM, sequence.seqlen_q);
+#pragma unroll 1
+        for (int row = tiles.begin * BlockM; row < end_row; ++row) {
+            if (!tiles.masked(row / BlockM)) continue;
+#pragma unroll
+            for (int i = 0; i < Cols / 2; ++i) {
+                const int col = first_col + i / 4 * 8 + softmax.query + i % 2;
+                if (!softmax.sees(row, i / 2 % 2) || col >= kValueDim) continue;
+                const scalar_t value = dout.row(row)[col];
+                if (!is_finite(value)) dv[i] += to_acc(value);
+            }
+        }
+    }
+}

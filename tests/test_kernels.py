@@ -29,6 +29,8 @@ VARIANTS = [
     ("float16", 1, 7, False, 2),
     ("bfloat16", 255, 131, True, 2),
     ("float16", 250, 256, False, 4),
+    ("float8_e4m3fn", 128, 128, True, 16),
+    ("float8_e4m3fn", 80, 144, False, 16),
 ]
 
 

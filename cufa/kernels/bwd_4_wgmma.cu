@@ -79,7 +79,6 @@ struct Smem {
     Ring<kKeyStages> keys_ring;
     ptx::Barrier gradients[kKeyStages];  // whether they lie where the keys were
     Ring<kStages> order[kConsumers];     // a warpgroup's turns to add to dQ, if they are ordered
-    int took_out[kKeyStages];  // whether there was NaN or infinity in masked tiles of queries
 };
 
 using Scores = WgmmaSums<kBlockM>;
@@ -152,7 +151,9 @@ __device__ inline void produce(Smem& smem, const Params& params) {
             if (Keys::next(work, sizes)) continue;
         }
         const TileCounter counter{QueryWorkspace(params.call).taken, Keys::count(sizes)};
-        work = Keys::at(counter.next(), params.call);
+        // A shuffle tells the compiler that it is uniform, and so what is computed from it: copies
+        // would take turns with each of their operands otherwise.
+        work = Keys::at(__shfl_sync(1u, counter.next(), 0), params.call);
     }
     send_end(smem, keys_to);
 }
@@ -175,7 +176,6 @@ __device__ inline void send_gradients(Smem& smem, const Params& params) {
         }
         __syncwarp();
         if (threadIdx.x % 32 != 0) continue;
-        smem.took_out[at.stage] = false;
         ptx::wait_stores_read();
         smem.keys_ring.release(at);
     }
@@ -228,6 +228,7 @@ struct Consumer {
     RingPosition<kKeyStages> keys_at;
     RingPosition<kStages> at;
     float* tile_before;  // the sums of dQ of the tile before, of which dS lies a stage before
+    bool took_out;       // whether there was NaN or infinity in masked tiles of queries
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
         : smem(smem), params(params), warpgroup(warpgroup), turns(warpgroup) {}
@@ -238,6 +239,7 @@ struct Consumer {
         const int first_key = work().first_key + warpgroup * kWgmmaM;
         softmax = KeySoftmax<kBlockM>(params.call, work().mask(params.call), first_key);
         tile_before = nullptr;
+        took_out = false;
         return work().exists();
     }
 
@@ -251,8 +253,8 @@ struct Consumer {
     // So it is taken out of the operands. Keys need not keep it.
     __device__ void clean_keys(const Tiles& tiles) {
         if (!tiles.any_masked()) return;
-        take_out_nonfinite<kWarpgroup>(smem.k[keys_at.stage][warpgroup],
-                                       smem.v[keys_at.stage][warpgroup], threadIdx.x % kWarpgroup);
+        take_out_of_keys<kWarpgroup>(smem.k[keys_at.stage][warpgroup],
+                                     smem.v[keys_at.stage][warpgroup], threadIdx.x % kWarpgroup);
         ptx::proxy_fence();
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
     }
@@ -260,10 +262,10 @@ struct Consumer {
     // Queries need not keep it either, since D is NaN; values get theirs from dO in the end.
     __device__ void clean_queries() {
         smem.ring.wait_full(at);
-        if (!smem.rows[at.stage].nonfinite) return;
+        if (!__any_sync(0xffffffffu, smem.rows[at.stage].nonfinite)) return;
         Queries& queries = smem.queries[at.stage];
-        take_out_nonfinite<kConsumers * kWarpgroup>(queries.q, queries.dout,
-                                                    smem.took_out[keys_at.stage], kAllConsumers);
+        take_out_of_queries<kConsumers * kWarpgroup>(queries.q, queries.dout, kAllConsumers);
+        took_out = true;
     }
 
     // Issues S^T = K Q^T.
@@ -349,7 +351,7 @@ struct Consumer {
 
     // Adds NaN and infinity in dO to the gradients of this warpgroup's values.
     __device__ void add_taken_out(WgmmaSums<kValue>& dv, const Tiles& tiles) const {
-        if (!smem.took_out[keys_at.stage]) return;
+        if (!took_out) return;
         add_nonfinite<kValue>(dv, params.call, work().sequence(params.call), work().kv_head, tiles,
                               softmax, 0);
     }
@@ -456,7 +458,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             ptx::barrier_init(written, kConsumers * kWarpgroup);
         }
         for (Ring<kStages>& order : smem.order) order.init(kWarpgroup / 32);
-        for (int& took_out : smem.took_out) took_out = false;
         ptx::barrier_init_fence();
     }
     __syncthreads();

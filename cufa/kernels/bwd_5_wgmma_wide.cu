@@ -56,7 +56,6 @@ struct Smem {
     Ring<kStages> q_ring, dout_ring, p_ring, ds_ring;
     Ring<1> keys_ring;
     Ring<kStages> order[kConsumers];  // a warpgroup's turns to add to dQ, if they are ordered
-    int took_out;  // whether there was NaN or infinity in masked tiles of queries
 };
 
 using Scores = WgmmaSums<kBlockM>;
@@ -168,12 +167,14 @@ struct Consumer {
     RingPosition<1> keys_at;
     RingPosition<kStages> at;
     float* tile_before;  // the sums of dQ of the tile before
+    bool took_out;       // whether there was NaN or infinity in masked tiles of queries
 
     __device__ Consumer(Smem& smem, const Params& params) : smem(smem), params(params) {}
 
     // Takes up a tile of keys.
     __device__ void begin(KeyWork next) {
         work = next;
+        took_out = false;
         softmax = KeySoftmax<kBlockM>(params.call, work.mask(params.call), work.first_key);
     }
 
@@ -188,7 +189,7 @@ struct Consumer {
     __device__ void receive_keys(const Tiles& tiles) {
         smem.keys_ring.wait_full(keys_at);
         if (!tiles.any_masked()) return;
-        take_out_nonfinite<kConsumers * kWarpgroup>(smem.k, smem.v, threadIdx.x - kWarpgroup);
+        take_out_of_keys<kConsumers * kWarpgroup>(smem.k, smem.v, threadIdx.x - kWarpgroup);
         ptx::proxy_fence();
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
     }
@@ -198,9 +199,10 @@ struct Consumer {
     __device__ void clean_queries() {
         smem.q_ring.wait_full(at);
         smem.dout_ring.wait_full(at);
-        if (!smem.rows[at.stage].nonfinite) return;
-        take_out_nonfinite<kConsumers * kWarpgroup>(smem.q[at.stage], smem.dout[at.stage],
-                                                    smem.took_out, kAllConsumers);
+        if (!__any_sync(0xffffffffu, smem.rows[at.stage].nonfinite)) return;
+        take_out_of_queries<kConsumers * kWarpgroup>(smem.q[at.stage], smem.dout[at.stage],
+                                                     kAllConsumers);
+        took_out = true;
     }
 
     // Issues S^T = K Q^T or dP^T = V dO^T.
@@ -280,7 +282,7 @@ struct Consumer {
     // memory that had the keys.
     __device__ void store(KeyGradients& dk, ValueGradients& dv, bool took_keys) {
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
-        if (smem.took_out) {
+        if (took_out) {
             const Tiles tiles = query_tiles_of(params.call, work);
             add_nonfinite<kValueCols>(dv, params.call, work.sequence(params.call), work.kv_head,
                                       tiles, softmax, kValuePart.first_col());
@@ -429,7 +431,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         init_shared_ring(smem.ds_ring, kWarpgroup, kWarps);
         smem.keys_ring.init(kConsumers);
         for (Ring<kStages>& order : smem.order) order.init(kWarpgroup / 32);
-        smem.took_out = false;
         ptx::barrier_init_fence();
     }
     __syncthreads();

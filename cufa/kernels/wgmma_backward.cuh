@@ -376,7 +376,7 @@ __device__ inline void sum_up_sink(const BackwardParams& call) {
 // those. The ones that do get it from the values, which become NaN; nothing but dP is computed from
 // these. `thread` is one of Threads that do it together, each a part of a row.
 template <int Threads, class KeyRows, class ValueRows>
-__device__ inline void take_out_nonfinite(KeyRows& k, ValueRows& v, int thread) {
+__device__ inline void take_out_of_keys(KeyRows& k, ValueRows& v, int thread) {
     constexpr int kParts = Threads / KeyRows::kRows;
     constexpr int kCols = KeyRows::kPanels * kPanelCols;
     const int row = thread % KeyRows::kRows, part = thread / KeyRows::kRows;
@@ -395,15 +395,15 @@ __device__ inline void take_out_nonfinite(KeyRows& k, ValueRows& v, int thread) 
     *v.at(row, part) = from_acc<scalar_t>(negative_infinity() * 0);
 }
 
-// The same for a tile of queries and dO, once nobody works with them; all consumers do it, and one
-// of them notes it.
+// The same for a tile of queries and dO, once nobody works with them; all consumers do it. No
+// thread takes a branch of its own here, for the sake of the loop around it: its addresses and
+// descriptions would no longer be uniform.
 template <int Threads, class QueryRows, class OutRows>
-__device__ inline void take_out_nonfinite(QueryRows& q, OutRows& dout, int& took_out, int barrier) {
+__device__ inline void take_out_of_queries(QueryRows& q, OutRows& dout, int barrier) {
     const int thread = threadIdx.x - kWarpgroup;
     ptx::named_barrier_sync<Threads>(barrier);
     clear_nonfinite<Threads>(q, thread);
     clear_nonfinite<Threads>(dout, thread);
-    if (thread == 0) took_out = true;
     ptx::proxy_fence();
     ptx::named_barrier_sync<Threads>(barrier);
 }

@@ -283,9 +283,11 @@ __device__ inline bool finds_nonfinite(const Tile& tile, int thread) {
 // Makes NaN and infinity in a tile zero; `thread` is one of Threads that do it together.
 template <int Threads, class Tile>
 __device__ inline void clear_nonfinite(Tile& tile, int thread) {
-    scalar_t* const values = &tile.data[0][0][0];
+    constexpr int kCount = Tile::kBytes / int(sizeof(scalar_t));
+    static_assert(kCount % Threads == 0, "some threads would leave the loop before others");
+    scalar_t* const values = &tile.data[0][0][0] + thread;
 #pragma unroll 1
-    for (int i = thread; i < Tile::kBytes / int(sizeof(scalar_t)); i += Threads) {
+    for (int i = 0; i < kCount; i += Threads) {
         if (!is_finite(values[i])) values[i] = scalar_t{};
     }
 }

@@ -236,7 +236,6 @@ def _cost(problem: Problem, tiles: Tiles) -> Cost:
         + tiles.stages * _statistics_bytes(tiles)
         + KEY_STAGES * (KEY_WORK_BYTES + LENGTHS_BYTES * lengths_vary(problem))
         + BARRIER_BYTES * ((4 + 2 * CONSUMERS) * tiles.stages + 3 * KEY_STAGES)
-        + BARRIER_BYTES  # whether anything was taken out
     )
     head, value = round_up(head_cols, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
     # S and dP, dK and dV.
@@ -255,7 +254,6 @@ def _wide_cost(problem: Problem, tiles: Tiles) -> Cost:
         + tiles.stages * 2 * panel_tile_bytes(n, m)  # P, dS
         + tiles.stages * _statistics_bytes(tiles)
         + BARRIER_BYTES * ((8 + 2 * CONSUMERS) * tiles.stages + 2)
-        + BARRIER_BYTES  # whether anything was taken out
     )
     # S or dP; dK and dV, of one of which the warpgroup has the smaller part; a panel of dQ.
     panels = ceil_div(head // PANEL_COLS + value // PANEL_COLS, CONSUMERS)

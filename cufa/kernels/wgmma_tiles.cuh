@@ -280,14 +280,15 @@ __device__ inline bool finds_nonfinite(const Tile& tile, int thread) {
     return search.found();
 }
 
-// Makes NaN and infinity in a tile zero; `thread` is one of Threads that do it together.
+// Makes NaN and infinity in a tile zero; `thread` is one of Threads that do it together. All leave
+// the loop together, so that what is uniform around it stays so.
 template <int Threads, class Tile>
 __device__ inline void clear_nonfinite(Tile& tile, int thread) {
     constexpr int kCount = Tile::kBytes / int(sizeof(scalar_t));
-    static_assert(kCount % Threads == 0, "some threads would leave the loop before others");
     scalar_t* const values = &tile.data[0][0][0] + thread;
 #pragma unroll 1
     for (int i = 0; i < kCount; i += Threads) {
-        if (!is_finite(values[i])) values[i] = scalar_t{};
+        const bool inside = kCount % Threads == 0 || i + thread < kCount;
+        if (inside && !is_finite(values[i])) values[i] = scalar_t{};
     }
 }

@@ -6,14 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from cufa.device import Device
-from cufa.plan.choice import Cost, choose, query_tiles
-from cufa.plan.record import MAX_GRID, Launch, Macro, Part, Scratch, TensorBox
+from cufa.plan.choice import Cost
+from cufa.plan.record import Launch, Part, Scratch, TensorBox
 from cufa.plan.sizes import (
-    FORWARD_PARAMS_BYTES,
-    TENSOR_MAP_ALIGNMENT,
-    TENSOR_MAP_BYTES,
     ceil_div,
-    common_macros,
     round_up,
 )
 from cufa.plan.wgmma import (
@@ -21,11 +17,12 @@ from cufa.plan.wgmma import (
     LENGTHS_BYTES,
     OVERHEAD_REGISTERS,
     PANEL_ROW_BYTES,
-    SECTION_OF_L2,
     SWIZZLE_BYTES,
     WGMMA_M,
     WORK_TILE_BYTES,
     Tiles,
+    choose_persistent,
+    forward_macros,
     panel_tile_bytes,
 )
 from cufa.problem import Problem
@@ -46,8 +43,6 @@ class Fp8Tiles(Tiles):
         if self.block_n % WGMMA_DEPTH:
             return f"block_n must be a multiple of {WGMMA_DEPTH}"
         return super().misfit()
-
-    __str__ = Tiles.__str__
 
 
 def _best_tiles(problem: Problem) -> Fp8Tiles:
@@ -70,18 +65,8 @@ def _best_tiles(problem: Problem) -> Fp8Tiles:
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_7_fp8`: a launch that turns the values, and one with a block for each SM."""
-    best = (_best_tiles(problem),)
-    chosen = choose(problem, device, tiles, best, lambda candidate: _cost(problem, candidate))
+    chosen, grid = choose_persistent(problem, device, tiles, _best_tiles(problem), _cost)
     sizes = chosen.tiles
-    if chosen.cost.registers > sizes.consumer_registers:
-        raise ValueError(
-            f"tiles {sizes}: a thread needs about {chosen.cost.registers} registers, and there are "
-            f"{sizes.consumer_registers} with {sizes.consumers} warpgroups that compute"
-        )
-    count = query_tiles(problem, sizes)
-    if count + device.sm_count > MAX_GRID:
-        raise ValueError(f"tiles {sizes}: {count} of them are more than a launch can count, {MAX_GRID}")
-    grid = min(count, device.sm_count)
     key_tiles = ceil_div(problem.seqlen_k, sizes.block_n)
     turned = problem.batch * problem.kv_heads * key_tiles
     tile_bytes = _value_tile_bytes(problem, sizes)
@@ -91,33 +76,22 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     )
     tile_sums = tile_bytes // problem.accumulator.itemsize  # what workspaces are counted in
     scratch = Scratch("values", (turned, tile_sums)), Scratch("nan", (turned,)), Scratch("counter", (1,))
+    boxes = (
+        TensorBox(0, WGMMA_M, PANEL_ROW_BYTES // problem.itemsize),
+        TensorBox(1, sizes.block_n, PANEL_ROW_BYTES // problem.itemsize),
+        TensorBox(3, WGMMA_M, PANEL_ROW_BYTES // problem.output.itemsize),
+    )
     return Part(
         tiles=asdict(sizes),
-        macros=_macros(problem, device, sizes, chosen.cost),
+        macros=(
+            *forward_macros(problem, device, chosen, len(boxes)),
+            ("OUT_SCALAR", problem.output.name),
+            ("TURN_THREADS", TURN_THREADS),
+        ),
         launches=launches if grid else (),
         scratch=scratch if grid else (),
         reasons=chosen.reasons,
-        boxes=(
-            TensorBox(0, WGMMA_M, PANEL_ROW_BYTES // problem.itemsize),
-            TensorBox(1, sizes.block_n, PANEL_ROW_BYTES // problem.itemsize),
-            TensorBox(3, WGMMA_M, PANEL_ROW_BYTES // problem.output.itemsize),
-        ),
-    )
-
-
-def _macros(problem: Problem, device: Device, tiles: Fp8Tiles, cost: Cost) -> tuple[Macro, ...]:
-    params_bytes = 3 * TENSOR_MAP_BYTES + FORWARD_PARAMS_BYTES
-    return (
-        *common_macros(problem),
-        ("OUT_SCALAR", problem.output.name),
-        *((name.upper(), size) for name, size in asdict(tiles).items()),
-        ("THREADS", tiles.threads),
-        ("TURN_THREADS", TURN_THREADS),
-        ("PRODUCER_REGISTERS", tiles.producer_registers),
-        ("CONSUMER_REGISTERS", tiles.consumer_registers),
-        ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),
-        ("SMEM_BYTES", cost.smem_bytes),
-        ("PARAMS_BYTES", round_up(params_bytes, TENSOR_MAP_ALIGNMENT)),
+        boxes=boxes,
     )
 
 

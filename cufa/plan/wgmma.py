@@ -6,8 +6,9 @@ itself and stays for many tiles, so that a grid has no more blocks than the GPU 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 from cufa.device import REGISTERS_PER_SM, Device
 from cufa.plan.choice import Choice, Cost, choose, query_tiles
@@ -100,6 +101,9 @@ class Tiles:
         )
 
 
+T = TypeVar("T", bound=Tiles)
+
+
 def _register_steps(registers: int) -> int:
     return registers // REGISTER_STEP * REGISTER_STEP
 
@@ -132,18 +136,8 @@ def _best_tiles(problem: Problem) -> Tiles:
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_6_wgmma`: one launch, a block for each SM."""
-    best = (_best_tiles(problem),)
-    chosen = choose(problem, device, tiles, best, lambda candidate: _forward_cost(problem, candidate))
+    chosen, grid = choose_persistent(problem, device, tiles, _best_tiles(problem), _forward_cost)
     sizes = chosen.tiles
-    if chosen.cost.registers > sizes.consumer_registers:
-        raise ValueError(
-            f"tiles {sizes}: a thread needs about {chosen.cost.registers} registers, and there are "
-            f"{sizes.consumer_registers} with {sizes.consumers} warpgroups that compute"
-        )
-    count = query_tiles(problem, sizes)
-    if count + device.sm_count > MAX_GRID:
-        raise ValueError(f"tiles {sizes}: {count} of them are more than a launch can count, {MAX_GRID}")
-    grid = min(count, device.sm_count)
     launch = Launch("fwd_6_wgmma", grid, sizes.threads, chosen.cost.smem_bytes)
     boxes = (
         TensorBox(0, WGMMA_M, PANEL_COLS),
@@ -153,14 +147,39 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     )
     return Part(
         tiles=asdict(sizes),
-        macros=_macros(problem, device, chosen, len(boxes)),
+        macros=forward_macros(problem, device, chosen, len(boxes)),
         launches=(launch,) if grid else (),
         reasons=chosen.reasons,
         boxes=boxes,
     )
 
 
-def _macros(problem: Problem, device: Device, chosen: Choice[Tiles], maps: int) -> tuple[Macro, ...]:
+def choose_persistent(
+    problem: Problem,
+    device: Device,
+    overrides: Mapping[str, int],
+    best: T,
+    cost_of: Callable[[Problem, T], Cost],
+) -> tuple[Choice[T], int]:
+    """The tiles that are best or asked for, and the blocks that share the tiles of queries: one for an SM.
+
+    Raises ValueError if a thread would need more registers than it has, or there are too many tiles to count.
+    """
+    chosen = choose(problem, device, overrides, (best,), lambda tiles: cost_of(problem, tiles))
+    sizes = chosen.tiles
+    if chosen.cost.registers > sizes.consumer_registers:
+        raise ValueError(
+            f"tiles {sizes}: a thread needs about {chosen.cost.registers} registers, and there are "
+            f"{sizes.consumer_registers} with {sizes.consumers} warpgroups that compute"
+        )
+    count = query_tiles(problem, sizes)
+    if count + device.sm_count > MAX_GRID:
+        raise ValueError(f"tiles {sizes}: {count} of them are more than a launch can count, {MAX_GRID}")
+    return chosen, min(count, device.sm_count)
+
+
+def forward_macros(problem: Problem, device: Device, chosen: Choice[T], maps: int) -> tuple[Macro, ...]:
+    """What the Hopper forwards are compiled with; `maps` is how many tensor maps they are passed."""
     return (
         *common_macros(problem),
         *((name.upper(), size) for name, size in asdict(chosen.tiles).items()),

@@ -23,6 +23,7 @@ from cufa.cli.options import (
     count_option,
     feature_options,
     json_option,
+    refuse_without_backward,
     several,
     tile_option,
 )
@@ -145,6 +146,8 @@ def command(
     on_gpu = use_gpu(backend)
     defaults = _ON_GPU if on_gpu else _ON_CPU
     rungs = _rungs(direction, kernels, dict(tile) or None, arch)
+    if all(way == "forward" for way, _ in rungs):
+        refuse_without_backward(f"--direction {direction}" if direction else "--kernel", features)
     problems = _problems(seqlens, defaults, sizes, features)
     rng = np.random.default_rng(seed)
 

@@ -24,6 +24,7 @@ from cufa.cli.options import (
     count_option,
     feature_options,
     json_option,
+    refuse_without_backward,
 )
 from cufa.cli.workload import (
     DIRECTIONS,
@@ -135,6 +136,10 @@ def command(
 
     Exits with 1 if a result is further from float64 than it may be.
     """
+    if features.causal and no_causal:
+        raise output.Failure("--causal and --no-causal: only one of them may be given")
+    if direction == "forward":
+        refuse_without_backward("--direction forward", features)
     chosen = _PRESETS[preset]
     problem = _problem(chosen, sizes)
     features = replace(features, causal=(features.causal or chosen.causal) and not no_causal)

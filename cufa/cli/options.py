@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from cufa.arrays import BACKENDS
+from cufa.cli import output
 from cufa.kernels import KERNELS
 from cufa.problem import DTYPES, LAYOUTS, PRECISIONS, check_window
 
@@ -124,6 +125,17 @@ def arguments(features: FeatureOptions) -> list[str]:
         elif value is not True:
             line.append(str(value))
     return line
+
+
+def refuse_without_backward(left_out_by: str, features: FeatureOptions, **others: object) -> None:
+    """Failure if an option is given that only the gradients have, which `left_out_by` leaves out.
+
+    `others` are such options of one command, by their names; False, None and () are not given.
+    """
+    asked = {"dlse": features.dlse, "deterministic": features.deterministic, **others}
+    given = [f"--{name.replace('_', '-')}" for name, value in asked.items() if value]
+    if given:
+        raise output.Failure(f"{', '.join(given)}: only gradients have that, which {left_out_by} leaves out")
 
 
 def key_window(text: str) -> Window:

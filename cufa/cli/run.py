@@ -22,6 +22,7 @@ from cufa.cli.options import (
     count_option,
     feature_options,
     json_option,
+    refuse_without_backward,
     tile_option,
 )
 from cufa.cli.workload import (
@@ -133,6 +134,14 @@ def command(
         files.check_destination(destination)
     rng = np.random.default_rng(seed)
     locations = {name: given.pop(name) for name in ("q", "k", "v", "dout")}
+    if not backward:
+        refuse_without_backward(
+            "--no-backward",
+            features,
+            dout=locations["dout"],
+            backward_kernel=backward_kernel,
+            backward_tile=backward_tile,
+        )
     from_files = _from_files(locations, features, dtype)
     if "q" in from_files:
         problem = _problem_of(from_files, given, features, layout)

@@ -263,11 +263,11 @@ def kernel_named(name: str) -> Kernel:
 def best_kernel(problem: Problem, device: Device) -> Kernel:
     """The last rung that supports the problem and suits it; the ladder is ordered by speed.
 
-    Raises ValueError, with each rung's reason, if none does.
+    Raises ValueError if none does, with the reason of each rung that takes the dtype.
     """
     reasons = []
     for kernel in reversed(_LADDER):
-        if kernel.direction != problem.direction:
+        if kernel.direction != problem.direction or problem.dtype not in kernel.dtypes:
             continue
         reason = kernel.unsupported(problem, device) or kernel.unsuited(problem, device)
         if reason is None:

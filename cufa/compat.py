@@ -11,13 +11,21 @@ from __future__ import annotations
 
 import functools
 import operator
+import re
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from cufa.api import attention
 from cufa.arrays import kind_of
+
+# What another library calls cufa's arguments, where it has other names.
+_FLASH_ATTN = {"window": "window_size"}
+_TENSORS = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
+_PYTORCH = {**_TENSORS, "mask": "attn_mask", "bias": "attn_mask"}
+_JAX = {**_TENSORS, "window": "local_window_size"}
 
 
 def flash_attn_func(
@@ -64,7 +72,8 @@ def flash_attn_func(
     Raises:
         What `cufa.attention` raises.
     """
-    return attention(
+    return _attention(
+        _FLASH_ATTN,
         q,
         k,
         v,
@@ -133,7 +142,8 @@ def flash_attn_varlen_func(
     Raises:
         What `cufa.attention` raises.
     """
-    return attention(
+    return _attention(
+        _FLASH_ATTN,
         q,
         k,
         v,
@@ -203,6 +213,7 @@ def scaled_dot_product_attention(
     """
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal is True and attn_mask is given; only one of them may be")
+    _check_arrays(query=query, key=key, value=value, attn_mask=attn_mask)
     _, heads, seqlen_q, _ = _shape("query", query)
     _, kv_heads, keys, _ = _shape("key", key)
     _shape("value", value)
@@ -213,7 +224,8 @@ def scaled_dot_product_attention(
         keys, options = _top_left(seqlen_q, keys, None, 0)
     if attn_mask is not None:
         options["mask" if _is_bool(attn_mask) else "bias"] = attn_mask
-    return attention(
+    return _attention(
+        _PYTORCH,
         query,
         key[:, :, :keys],
         value[:, :, :keys],
@@ -271,10 +283,11 @@ def dot_product_attention(
     Raises:
         What `cufa.attention` raises.
     """
+    lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
+    _check_arrays(query=query, key=key, value=value, bias=bias, mask=mask, **lengths)
     batch, seqlen_q, _, _ = _shape("query", query)
     _, seqlen_k, _, _ = _shape("key", key)
     _shape("value", value)
-    lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
     for name, array in lengths.items():
         if array is not None and tuple(array.shape) != (batch,):
             raise ValueError(
@@ -296,7 +309,8 @@ def dot_product_attention(
         masks.append(near if right is None else near & (places <= right))
     if masks:
         options["mask"] = functools.reduce(operator.and_, masks)
-    result = attention(
+    result = _attention(
+        _JAX,
         query,
         key[:, :keys],
         value[:, :keys],
@@ -312,12 +326,28 @@ def dot_product_attention(
     return (out, *residual) if return_residual else out
 
 
+def _attention(names: Mapping[str, str], q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """`cufa.attention`, whose errors call arguments what the caller calls them."""
+    try:
+        return attention(q, k, v, **options)
+    except (TypeError, ValueError) as error:
+        words = r"\b(" + "|".join(names) + r")\b"
+        error.args = (re.sub(words, lambda word: names[word[0]], str(error)),)
+        raise
+
+
+def _check_arrays(**named: Any) -> None:
+    """TypeError for what is no array; None is what is not given."""
+    for name, array in named.items():
+        if array is not None and not (hasattr(array, "shape") and hasattr(array, "dtype")):
+            raise TypeError(
+                f"{name} is a {kind_of(array)}; "
+                "it may be a NumPy array, a CuPy array or any array with DLPack"
+            )
+
+
 def _shape(name: str, array: Any) -> tuple[int, int, int, int]:
-    """That of an array that must have 4 axes; TypeError for what is no array."""
-    if not hasattr(array, "shape"):
-        raise TypeError(
-            f"{name} is a {kind_of(array)}; it may be a NumPy array, a CuPy array or any array with DLPack"
-        )
+    """That of an array that must have 4 axes."""
     shape = tuple(array.shape)
     if len(shape) != 4:
         raise ValueError(f"{name} has shape {shape}; it must have 4 axes")

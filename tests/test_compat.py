@@ -142,6 +142,42 @@ def test_what_is_no_array_is_named(rng, name):
             function(*arrays.values())
 
 
+def test_side_arrays_that_are_none_are_named(rng):
+    q, k, v = draw(rng, 6, 9)
+    for name in ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths"):
+        with pytest.raises(TypeError, match=f"^{name} is a list; it may be a NumPy array"):
+            compat.dot_product_attention(q, k, v, **{name: [1, 2]})
+    with pytest.raises(TypeError, match=r"^attn_mask is a list; it may be a NumPy array"):
+        pytorchs(q, k, v, attn_mask=[1, 2])
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "message"),
+    [
+        (compat.flash_attn_func, {"window_size": (2, -3)}, r"window_size is \(2, -3\); it may be None or"),
+        (compat.flash_attn_func, {"softmax_scale": np.inf}, "softmax_scale is inf; it must be finite"),
+        (pytorchs, {"attn_mask": np.ones((6, 8), bool)}, r"attn_mask has shape \(6, 8\); it must be"),
+        (pytorchs, {"attn_mask": np.ones((6, 8))}, r"attn_mask has shape \(6, 8\); it must be"),
+        (pytorchs, {"scale": np.nan}, "scale is nan; it must be finite"),
+        (compat.dot_product_attention, {"scale": np.nan}, "scale is nan; it must be finite"),
+        (compat.dot_product_attention, {"mask": np.ones((6, 8), bool)}, r"mask has shape \(6, 8\); it must"),
+        (compat.dot_product_attention, {"bias": np.ones((6, 8))}, r"bias has shape \(6, 8\); it must be"),
+    ],
+)
+def test_errors_name_arguments_as_the_caller_does(rng, function, options, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        function(*draw(rng, 6, 9), **options)
+
+
+@pytest.mark.parametrize("function", [pytorchs, compat.dot_product_attention])
+def test_errors_name_tensors_as_the_caller_does(rng, function):
+    q, k, v = draw(rng, 6, 9)
+    with pytest.raises(ValueError, match=r"^key has shape \(.*\) and query \(.*\); the head dim"):
+        function(q, k[..., :5], v)
+    with pytest.raises(TypeError, match=r"^value has dtype float64 and query float32; they must be the same"):
+        function(q, k, v.astype(np.float64))
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -401,8 +401,8 @@ def plan(
         window: as in `attention`.
         softcap: as in `attention`.
         dropout_p: as in `attention`.
-        deterministic: as in `attention_backward`.
-        gradients: of "bias" and "sink" those whose gradients are wanted too.
+        deterministic: as in `attention_backward`; with `backward` only.
+        gradients: of "bias" and "sink" those whose gradients are wanted too; with `backward` only.
         precision: as in `attention`.
         layout: as in `attention`.
         kernel: as in `attention`.
@@ -416,12 +416,17 @@ def plan(
         The Plan; `print` shows it.
 
     Raises:
-        TypeError, ValueError: as `attention`.
+        TypeError, ValueError: as `attention`; or an option of gradients without `backward`.
         GPUUnavailableError: no GPU, and no arch.
     """
     unknown = side.keys() - {*_FEATURE_ARRAYS, *_DESCALES, "dlse"}
     if unknown:
         raise TypeError(f"plan() got an unexpected argument {', '.join(sorted(unknown))}")
+    if not backward:
+        asked = {"deterministic": deterministic, "gradients": gradients, "dlse": "dlse" in side}
+        given = ", ".join(name for name, value in asked.items() if value)
+        if given:
+            raise ValueError(f"{given}: only gradients have that, and they are planned with backward=True")
     direction: Direction = "backward" if backward else "forward"
     named = {"q": q, "k": k, "v": v} | _given(**side)
     described = {name: _Described(name, array) for name, array in named.items()}

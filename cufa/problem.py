@@ -430,6 +430,8 @@ def _features(
             raise ValueError(f"{name} is given, and cu_seqlens_q is; packed sequences have no descales")
     if options.precision == "tf32" and problem.dtype != "float32":
         raise ValueError(f"precision is 'tf32', which is for float32, and the arrays are {problem.dtype}")
+    if not set(options.gradients) <= _GRADIENTS:
+        raise ValueError(f"gradients is {options.gradients!r}; it may have 'bias' and 'sink'")
     for name in options.gradients:
         if name not in shapes:
             raise ValueError(f"the gradient of {name} is asked for, and there is no {name}")
@@ -453,6 +455,8 @@ def _features(
     )
 
 
+# Those beyond q, k and v.
+_GRADIENTS = frozenset(("bias", "sink"))
 _DESCALES = frozenset(("q_descale", "k_descale", "v_descale"))
 _FEATURE_ARRAYS = _DESCALES | frozenset(
     ("bias", "mask", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "dlse")

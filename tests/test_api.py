@@ -613,6 +613,26 @@ def test_a_plan_takes_the_options_of_a_call(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"deterministic": True}, ValueError, "deterministic: only gradients have that"),
+        ({"gradients": ("bias",)}, ValueError, "gradients: only gradients have that"),
+        ({"dlse": np.zeros((2, 4, 9), np.float32)}, ValueError, "dlse: only gradients have that"),
+        ({"backward": True, "gradients": ("mask",)}, ValueError, r"gradients is \('mask',\); it may have"),
+        ({"backward": True, "gradients": "bias"}, ValueError, "gradients is 'bias'; it may have"),
+        ({"kernel": ["fwd_1_naive"]}, ValueError, r"kernel is \['fwd_1_naive'\]; it may be fwd_1_naive, "),
+        ({"tiles": [64]}, TypeError, r"tiles is \[64\]; it may be a mapping, as in \{'block_m': 64\}"),
+    ],
+)
+def test_a_plan_refuses_options_that_no_call_has(
+    rng: np.random.Generator, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    problem = draw(rng)
+    with pytest.raises(error, match=f"^{message}"):
+        cufa.plan(problem.q, problem.k, problem.v, arch="sm_90a", **options)
+
+
+@pytest.mark.parametrize(
     ("dtype", "head_dim", "value_dim", "align_bytes"),
     [
         ("float16", 64, 64, 16),

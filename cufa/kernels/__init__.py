@@ -254,7 +254,7 @@ KERNELS: Mapping[str, Kernel] = MappingProxyType({kernel.name: kernel for kernel
 
 def kernel_named(name: str) -> Kernel:
     """The registry's row of that name; ValueError if there is none."""
-    kernel = KERNELS.get(name)
+    kernel = KERNELS.get(name) if isinstance(name, str) else None
     if kernel is None:
         raise ValueError(f"kernel is {name!r}; it may be {', '.join(KERNELS)}")
     return kernel

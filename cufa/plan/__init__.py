@@ -53,8 +53,10 @@ def make_plan(
     overrides any of that kernel's `block_m`, `block_n`, `threads` and `lanes`.
 
     Raises ValueError if the kernel does not support the problem or the device, or if the tiles do not
-    fit; the message has the arithmetic.
+    fit; the message has the arithmetic. Raises TypeError for tiles that are no mapping to integers.
     """
+    if tiles is not None and not isinstance(tiles, Mapping):
+        raise TypeError(f"tiles is {tiles!r}; it may be a mapping, as in {{'block_m': 64}}")
     row = _choose(problem, device, kernel)
     part = _PLANNERS[row.name](problem, device, tiles or {})
     if kernel is None:

@@ -225,6 +225,9 @@ struct Consumer {
     const int warpgroup;
     const Turns turns;
     KeySoftmax<kBlockM> softmax;
+    // What each tile of queries asks of the keys' work: read once, since shared memory is slow.
+    int first_place;
+    bool sets_sums;
     RingPosition<kKeyStages> keys_at;
     RingPosition<kStages> at;
     float* tile_before;  // the sums of dQ of the tile before, of which dS lies a stage before
@@ -238,6 +241,8 @@ struct Consumer {
         smem.keys_ring.wait_full(keys_at);
         const int first_key = work().first_key + warpgroup * kWgmmaM;
         softmax = KeySoftmax<kBlockM>(params.call, work().mask(params.call), first_key);
+        first_place = QueryWorkspace(params.call).first_place_of(work().sequence(params.call));
+        sets_sums = Keys::sets_sums(work());
         tile_before = nullptr;
         took_out = false;
         return work().exists();
@@ -337,7 +342,7 @@ struct Consumer {
         const RingPosition<kStages> from = before(at);
         release(smem.ds_ring, from);
         if (kOrdered) smem.order[warpgroup].wait_full(from);
-        Sums::add(tile_before, warpgroup, dq, Keys::sets_sums(work()));
+        Sums::add(tile_before, warpgroup, dq, sets_sums);
         if (kOrdered) release(smem.order[warpgroup], from);
     }
 
@@ -346,7 +351,7 @@ struct Consumer {
         release(smem.ring, at);
         at.advance();
         const QueryWorkspace workspace(params.call);
-        tile_before = workspace.sums_of(work().sequence(params.call), walk.head, walk.tile);
+        tile_before = workspace.sums_at(workspace.place_from(first_place, walk.head, walk.tile));
     }
 
     // Adds NaN and infinity in dO to the gradients of this warpgroup's values.

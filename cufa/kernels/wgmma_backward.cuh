@@ -213,13 +213,21 @@ struct Workspace {
     // Where a tile of a sequence lies; row_tile is the other way round. A grid has a block for each
     // tile, so an int counts them.
     __device__ int place_of(const Sequence& sequence, int head, int tile) const {
-        if constexpr (kPacked) {
-            return head * tiles + sequence.first_q / BlockM + sequence.batch + tile;
-        }
-        return (sequence.batch * heads + head) * tiles + tile;
+        return place_from(first_place_of(sequence), head, tile);
+    }
+    // The same from where the sequence's first tile lies, which need not be worked out each time.
+    __device__ int place_from(int first_place, int head, int tile) const {
+        return first_place + head * tiles + tile;
+    }
+    __device__ int first_place_of(const Sequence& sequence) const {
+        if constexpr (kPacked) return sequence.first_q / BlockM + sequence.batch;
+        return sequence.batch * heads * tiles;
     }
     __device__ float* sums_of(const Sequence& sequence, int head, int tile) const {
-        return sums + static_cast<long long>(place_of(sequence, head, tile)) * Sums::kTile;
+        return sums_at(place_of(sequence, head, tile));
+    }
+    __device__ float* sums_at(int place) const {
+        return sums + static_cast<long long>(place) * Sums::kTile;
     }
     __device__ RowStatistics<BlockM>& rows_of(const Sequence& sequence, int head, int tile) const {
         return rows[place_of(sequence, head, tile)];

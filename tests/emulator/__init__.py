@@ -8,7 +8,7 @@ of a block as fibers. What works beside them, the copy engine and wgmma, does so
 checked flavour, every access to memory is looked at (g++'s instrumentation for sanitizers, with other
 functions behind it), and what is wrong with a kernel raises `EmulatorError`.
 
-Environment: CUFA_EMULATOR_OPTIONS holds further options for g++ (as in "-O0" for a debugger), CXX another
+Environment: CUFA_EMULATOR_OPTIONS holds further options for g++ (as in "-O0 -g" for a debugger), CXX another
 compiler, CUFA_EMULATOR_CACHE another folder for what is compiled.
 """
 
@@ -42,18 +42,22 @@ _COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-omit-frame-pointe
 _RUNTIME_OPTIONS = (*_COMMON, "-O3", "-U_FORTIFY_SOURCE", "-pthread", f"-I{_INCLUDE}")
 _KERNEL_OPTIONS = (
     *_COMMON,
-    "-g",
+    "-g1",  # lines and what is inlined, for reports
     "-fno-optimize-sibling-calls",
     "-ffp-contract=off",
     "-ftrivial-auto-var-init=pattern",
     "-Wno-unknown-pragmas",
     "-fsanitize-coverage=trace-pc",
 )
+# Compiling takes several times as long as the run of a small problem, so neither flavour is optimised much.
+# What is inlined makes reports longer: of an earlier access they know one place, and what that is inlined in.
 _CHECKED = (
-    "-O1",
+    "-Og",
+    "-finline-functions-called-once",
+    "-finline-small-functions",
     "-fsanitize=thread,alignment,bounds,signed-integer-overflow,integer-divide-by-zero,shift",
 )
-_FAST = ("-O2",)
+_FAST = ("-O1",)
 
 # A block that takes so many steps, pieces of code without a jump, does so for ever: it is half a minute.
 _MAX_STEPS = 1 << 32

@@ -7,7 +7,7 @@
 namespace ptx {
 
 template <int Bytes>
-inline void copy_async(void* to, const void* from, bool inside) {
+__forceinline__ void copy_async(void* to, const void* from, bool inside) {
     if constexpr (Bytes == 2) {
         *static_cast<unsigned short*>(to) = inside ? *static_cast<const unsigned short*>(from) : 0;
     } else {

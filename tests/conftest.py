@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from emulator import available
 
-from cufa import device
+from cufa import device, jit
 
 
 def pytest_collection_modifyitems(items):
@@ -21,6 +21,22 @@ def pytest_collection_modifyitems(items):
     if emulated and os.environ.get("CI") != "true" and not available():
         for item in emulated:
             item.add_marker(pytest.mark.skip(reason="no C++ compiler to run kernels on the CPU"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    """Say with a failure which NVRTC there is: what it spills and warns of differs between its versions."""
+    report = yield
+    if report.failed:
+        report.sections.append(("NVRTC", _nvrtc_version()))
+    return report
+
+
+def _nvrtc_version() -> str:
+    try:
+        return "version {}.{}".format(*jit.nvrtc_version())
+    except jit.NVRTCMissingError as error:
+        return str(error)
 
 
 @pytest.fixture

@@ -49,7 +49,8 @@ def flash_attn_func(
     What differs: `seed` and `offset` choose the random numbers of dropout, where flash-attn takes them from
     torch's generator; `deterministic` is about gradients and has no part in the forward;
     `return_attn_probs` returns (out, lse, probabilities), the probabilities as `cufa.attention` defines
-    them, where flash-attn returns their signs too. Head dims and dtypes are cufa's.
+    them, where flash-attn returns their signs too; the LSE of a row that sees no key is -inf, flash-attn's
+    is inf. Head dims and dtypes are cufa's.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim).
@@ -186,8 +187,8 @@ def scaled_dot_product_attention(
         1 0 0 0 0         1 1 1 1 0
         1 1 0 0 0         1 1 1 1 1
 
-    What differs: arrays must have 4 axes; a row that sees no key has output 0, where PyTorch has NaN;
-    `seed`, `offset` and `return_lse` are cufa's.
+    A row that sees no key has output 0, as PyTorch's has since version 2.5. What differs: arrays must have
+    4 axes; `seed`, `offset` and `return_lse` are cufa's.
 
     Args:
         query: (batch, heads, seqlen_q, head_dim).
@@ -259,8 +260,8 @@ def dot_product_attention(
     The layout is (batch, seqlen, heads, head_dim), and the causal mask and the window are JAX's, aligned to
     the top-left corner: query i stands at key i, whatever the lengths are.
 
-    What differs: arrays must have 4 axes; a row that sees no key has output 0; the residual, the LSE, has
-    cufa's shape; `implementation` is not looked at.
+    What differs: arrays must have 4 axes; a row that sees no key has output 0, where JAX without cuDNN has
+    the mean of the values; the residual, the LSE, has cufa's shape; `implementation` is not looked at.
 
     Args:
         query: (batch, seqlen_q, heads, head_dim).

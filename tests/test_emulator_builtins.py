@@ -219,7 +219,7 @@ def test_every_wrapper_of_ptx_has_a_twin(header):
     # What only wrappers call is theirs alone.
     private = {"shared_address"}
     wrapper = re.compile(r"^__device__ inline .*?(\w+)\(", re.MULTILINE)
-    twin = re.compile(r"^inline .*?(\w+)\(", re.MULTILINE)
+    twin = re.compile(r"^(?:inline|__forceinline__) .*?(\w+)\(", re.MULTILINE)
     wrappers = wrapper.findall((emulator.KERNELS / header).read_text())
     assert wrappers
     assert set(wrappers) - private <= set(twin.findall((INCLUDE / header).read_text()))

@@ -70,21 +70,6 @@ __device__ inline void named_barrier_arrive(int id) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(Threads) : "memory");
 }
 
-// Arrives, waits, and says whether `value` was true for any of the threads.
-template <int Threads>
-__device__ inline bool named_barrier_or(int id, bool value) {
-    unsigned int any;
-    asm volatile(
-        "{\n.reg .pred p, q;\n"
-        "setp.ne.u32 p, %3, 0;\n"
-        "barrier.cta.red.or.pred q, %1, %2, p;\n"
-        "selp.u32 %0, 1, 0, q;\n}"
-        : "=r"(any)
-        : "r"(id), "n"(Threads), "r"(static_cast<unsigned int>(value))
-        : "memory");
-    return any != 0;
-}
-
 // Brings a tensor's description into the cache that copies read it from.
 __device__ inline void prefetch_tensor_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");

@@ -142,7 +142,7 @@ extern "C" __global__ void packed(const __grid_constant__ Packed params) {
 
 struct Barriers {
     const int* values;  // of 96 threads
-    int *any, *handed, *sums;
+    int *exchanged, *handed, *sums;
     const unsigned int* matrices;  // (lane, register)
     unsigned int* stored;          // 8 x 4 matrices, row by row
     unsigned int *counter, *counted;
@@ -154,9 +154,17 @@ struct Barriers {
 
 struct BarriersSmem {
     alignas(16) unsigned int matrices[4][8][4];
-    int handed[32], sent;
+    int exchanged[96], handed[32], sent;
     ptx::Barrier full, empty;
 };
+
+__device__ inline void meet_in(int warp) {
+    if (warp < 2) {
+        ptx::named_barrier_sync<64>(1);
+    } else {
+        ptx::named_barrier_sync<32>(2);
+    }
+}
 
 extern "C" __global__ void barriers(const __grid_constant__ Barriers params) {
     BarriersSmem& smem = shared_memory<BarriersSmem>();
@@ -169,13 +177,12 @@ extern "C" __global__ void barriers(const __grid_constant__ Barriers params) {
     }
     __syncthreads();
 
-    // Votes of two warps, twice in a row; the third has its own.
-    if (warp < 2) {
-        params.any[thread] = ptx::named_barrier_or<64>(1, value == 7);
-        params.any[96 + thread] = ptx::named_barrier_or<64>(1, value < 0);
-    } else {
-        params.any[thread] = ptx::named_barrier_or<32>(2, value == 7);
-        params.any[96 + thread] = ptx::named_barrier_or<32>(2, value < 0);
+    // Two warps exchange values at a barrier, over and over; the third warp has one of its own.
+    for (int round = 0; round < 2; ++round) {
+        smem.exchanged[thread] = value + round;
+        meet_in(warp);
+        params.exchanged[96 * round + thread] = smem.exchanged[thread ^ (warp < 2 ? 63 : 31)];
+        meet_in(warp);
     }
 
     // The first warp hands over and goes on.

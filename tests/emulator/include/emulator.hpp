@@ -54,10 +54,9 @@ void barrier_init_fence();
 void barrier_arrive(const void* barrier, unsigned announced_bytes);
 void barrier_wait(const void* barrier, unsigned parity, const char* file, int line);
 
-// Barrier `id` of a part of the block: arrives, and waits too or goes on. Who waits learns how many
-// said aye.
-unsigned named_barrier(const char* operation, unsigned id, unsigned threads, bool waits, bool aye,
-                       const char* file, int line);
+// Barrier `id` of a part of the block: arrives, and waits too or goes on.
+void named_barrier(const char* operation, unsigned id, unsigned threads, bool waits,
+                   const char* file, int line);
 
 // What the calling thread knows to be written, wgmma and the copy engine see from now on.
 void proxy_fence();

@@ -41,15 +41,11 @@ inline bool barrier_try_wait(Barrier& barrier, unsigned int parity, EMULATOR_HER
 
 template <int Threads>
 inline void named_barrier_sync(int id, EMULATOR_HERE) {
-    emulator::named_barrier("bar.sync", id, Threads, true, false, file, line);
+    emulator::named_barrier("bar.sync", id, Threads, true, file, line);
 }
 template <int Threads>
 inline void named_barrier_arrive(int id, EMULATOR_HERE) {
-    emulator::named_barrier("bar.arrive", id, Threads, false, false, file, line);
-}
-template <int Threads>
-inline bool named_barrier_or(int id, bool value, EMULATOR_HERE) {
-    return emulator::named_barrier("barrier.red.or", id, Threads, true, value, file, line) > 0;
+    emulator::named_barrier("bar.arrive", id, Threads, false, file, line);
 }
 
 inline void prefetch_tensor_map(const TensorMap&) {}

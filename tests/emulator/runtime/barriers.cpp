@@ -76,7 +76,7 @@ void Block::wait_phase(const void* at, unsigned parity, const char* file, int li
     meet(meeting);
 }
 
-void Block::arrive_named(const Meeting& meeting, unsigned threads, bool waits, bool aye) {
+void Block::arrive_named(const Meeting& meeting, unsigned threads, bool waits) {
     const std::string name = "barrier " + std::to_string(meeting.named);
     if (meeting.named >= kNamedBarriers) fail("there is no " + name);
     if (threads % 32 != 0 || threads > threads_.size()) {
@@ -89,22 +89,17 @@ void Block::arrive_named(const Meeting& meeting, unsigned threads, bool waits, b
              " threads, at which others arrived as one of " + std::to_string(barrier.threads));
     }
     barrier.arriving.join(running_->past);
-    barrier.ayes += aye;
     tick(*running_);
     if (++barrier.arrived < threads) {
         if (waits) meet(meeting);
         return;
     }
     const NamedBarrier ended = std::exchange(barrier, {});
-    const auto tell = [&](Thread& thread, const Meeting& waiting) {
-        *static_cast<unsigned*>(waiting.out) = ended.ayes;
-        thread.resume_with(ended.arriving);
-    };
     for (Thread& thread : threads_) {
         if (!thread.waits_in(Meeting::Of::kNamedBarrier)) continue;
-        if (thread.meeting.named == meeting.named) tell(thread, thread.meeting);
+        if (thread.meeting.named == meeting.named) thread.resume_with(ended.arriving);
     }
-    if (waits) tell(*running_, meeting);
+    if (waits) running_->resume_with(ended.arriving);
 }
 
 }  // namespace emulator

@@ -38,7 +38,7 @@ struct SharedBarrier {
 // A numbered barrier of a part of a block, in hardware.
 struct NamedBarrier {
     unsigned threads = 0;  // as who arrived first said
-    unsigned arrived = 0, ayes = 0;
+    unsigned arrived = 0;
     Past arriving{};
 };
 constexpr unsigned kNamedBarriers = 16;

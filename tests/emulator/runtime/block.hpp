@@ -124,7 +124,7 @@ class Block {
     void arrive(const void* at, unsigned announced_bytes, const void* return_to);
     void wait_phase(const void* at, unsigned parity, const char* file, int line,
                     const void* return_to);
-    void arrive_named(const Meeting& meeting, unsigned threads, bool waits, bool aye);
+    void arrive_named(const Meeting& meeting, unsigned threads, bool waits);
 
     void copy_box(void* to, const void* map, const void* barrier, const int (&at)[kBoxAxes],
                   const void* return_to);

@@ -113,13 +113,11 @@ void barrier_wait(const void* barrier, unsigned parity, const char* file, int li
     Block::current().wait_phase(barrier, parity, file, line, __builtin_return_address(0));
 }
 
-unsigned named_barrier(const char* operation, unsigned id, unsigned threads, bool waits, bool aye,
-                       const char* file, int line) {
-    unsigned ayes = 0;
-    Meeting meeting{Meeting::Of::kNamedBarrier, operation, file, line, nullptr, &ayes};
+void named_barrier(const char* operation, unsigned id, unsigned threads, bool waits,
+                   const char* file, int line) {
+    Meeting meeting{Meeting::Of::kNamedBarrier, operation, file, line};
     meeting.named = id;
-    Block::current().arrive_named(meeting, threads, waits, aye);
-    return ayes;
+    Block::current().arrive_named(meeting, threads, waits);
 }
 
 void proxy_fence() {

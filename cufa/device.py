@@ -255,8 +255,8 @@ def current() -> Device:
     """The GPU that CuPy's current device is. Raises GPUUnavailableError if there is none to use."""
     if not gpu_present():
         raise GPUUnavailableError(
-            "no GPU: the NVIDIA driver is not installed or shows this process none; to plan or "
-            "compile for one that is not here, pass arch= (as in arch='sm_90a') or set CUFA_ARCH"
+            "no GPU: the NVIDIA driver is not installed or shows this process none; to plan or compile "
+            "for one that is not here, name its arch (arch='sm_90a', --arch sm_90a) or set CUFA_ARCH"
         )
     try:
         import cupy

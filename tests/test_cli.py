@@ -349,6 +349,9 @@ def test_explain_prints_the_plan_for_an_arch_and_runs_nothing(monkeypatch):
         (("--out", "result.txt"), "must end with .npy or .npz"),
         (("--out", "nowhere/result.npy"), "there is no folder nowhere"),
         (("--k", "k.npy"), "--q, --v must be given, too"),
+        (("--explain", "--arch", "sm_80", "--out", "out.npy"), "--explain runs nothing"),
+        (("--seed", "-1"), "-1 is not in the range"),
+        (("--dropout-seed", "7"), "give --dropout, too"),
     ],
 )
 def test_run_refuses_what_makes_no_sense(arguments, message):
@@ -897,6 +900,9 @@ def test_bench_says_that_a_plot_needs_matplotlib(monkeypatch, tmp_path):
         (("--seqlens", "16", "--head-dim", "300"), "head dim 300"),
         (("--seqlens", "16", "--kernel", "fwd_1_naive"), "it needs a GPU"),
         (("--backend", "cuda"), "no GPU"),
+        (("--tokens", 64, "--batch", 2), "--batch is instead of --tokens; give one of them"),
+        (("--hidden", 64, "--heads", 2), "--heads is instead of --hidden; give one of them"),
+        (("--seed", -1), "-1 is not in the range"),
     ],
 )
 def test_bench_refuses_what_makes_no_sense(arguments, message):

@@ -24,6 +24,7 @@ from cufa.cli.options import (
     feature_options,
     json_option,
     refuse_without_backward,
+    seed_option,
     several,
     tile_option,
 )
@@ -116,7 +117,7 @@ class _Point:
 @click.option("--arch", help="What to compile for, as in compute_80. [this GPU's]")
 @backend_option
 @count_option("--repeats", "Timed calls of each. [about a second]", least=1)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the random arrays.")
+@seed_option
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot (matplotlib).")
 @json_option
 def command(
@@ -143,6 +144,9 @@ def command(
     """
     if plot is not None:
         _check_plot(plot)
+    for size, instead in (("tokens", "batch"), ("hidden", "heads")):
+        if sizes[size] is not None and sizes[instead] is not None:
+            raise output.Failure(f"--{instead} is instead of --{size}; give one of them")
     on_gpu = use_gpu(backend)
     defaults = _ON_GPU if on_gpu else _ON_CPU
     rungs = _rungs(direction, kernels, dict(tile) or None, arch)

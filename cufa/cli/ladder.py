@@ -25,6 +25,7 @@ from cufa.cli.options import (
     feature_options,
     json_option,
     refuse_without_backward,
+    seed_option,
 )
 from cufa.cli.workload import (
     DIRECTIONS,
@@ -115,7 +116,7 @@ class _Row:
 @click.option("--direction", type=click.Choice((*DIRECTIONS, "both")), default="both", show_default=True)
 @count_option("--cpu-threads", "Threads of the CPU's row. [the preset's, else one a core]", least=1)
 @backend_option
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the random arrays.")
+@seed_option
 @json_option
 def command(
     preset: str,

@@ -64,6 +64,18 @@ def precision_option(command: Command) -> Command:
     )(command)
 
 
+def seed_option(command: Command) -> Command:
+    """--seed."""
+    return click.option(
+        "--seed",
+        type=click.IntRange(min=0),
+        metavar="N",
+        default=0,
+        show_default=True,
+        help="Of random arrays.",
+    )(command)
+
+
 def backend_option(command: Command) -> Command:
     """--backend."""
     return click.option(
@@ -215,7 +227,10 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
             asked = {
                 field.name: given.pop(field.name) for field in fields(FeatureOptions) if field.name in given
             }
-            return command(features=FeatureOptions(**asked), **given)
+            features = FeatureOptions(**asked)
+            if features.dropout_seed and not features.dropout:
+                raise output.Failure("--dropout-seed is of what --dropout drops; give --dropout, too")
+            return command(features=features, **given)
 
         for option in reversed(options):
             bundled = option(bundled)

@@ -23,6 +23,7 @@ from cufa.cli.options import (
     feature_options,
     json_option,
     refuse_without_backward,
+    seed_option,
     tile_option,
 )
 from cufa.cli.workload import (
@@ -87,7 +88,7 @@ class _Step:
 @count_option("--head-dim", "Head dim of queries and keys, 1 to 512; with gradients to 256. [64]")
 @count_option("--value-dim", "Head dim of values, likewise. [--head-dim]")
 @click.option("--dtype", type=DTYPE, help="Of generated arrays; files are converted. [float32]")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of generated arrays.")
+@seed_option
 @feature_options(files=True)
 @click.option("--softmax-scale", type=float, help="Factor on Q K^T. [1 / sqrt(head dim)]")
 @click.option("--layout", type=LAYOUT, default="bshd", show_default=True, help="Order of the axes.")
@@ -131,6 +132,8 @@ def command(
     Exits with 1 if a result is further from float64 than it may be, with 2 if the call is refused.
     """
     if destination is not None:
+        if explain:
+            raise output.Failure("--out: there are no results to write, since --explain runs nothing")
         files.check_destination(destination)
     rng = np.random.default_rng(seed)
     locations = {name: given.pop(name) for name in ("q", "k", "v", "dout")}

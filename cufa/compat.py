@@ -268,7 +268,7 @@ def dot_product_attention(
         key: (batch, seqlen_k, kv_heads, head_dim).
         value: (batch, seqlen_k, kv_heads, head_dim).
         bias: added to the scores, broadcastable to (batch, heads, seqlen_q, seqlen_k) but for the last axis.
-        mask: True to take part, broadcastable likewise.
+        mask: bool, True to take part, broadcastable likewise.
         scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
         is_causal: top-left aligned.
         query_seq_lengths: (batch,) integers; outputs of later queries are 0.
@@ -286,6 +286,8 @@ def dot_product_attention(
     """
     lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
     _check_arrays(query=query, key=key, value=value, bias=bias, mask=mask, **lengths)
+    if mask is not None and not _is_bool(mask):
+        raise TypeError(f"mask has dtype {mask.dtype}; it must be bool")
     batch, seqlen_q, _, _ = _shape("query", query)
     _, seqlen_k, _, _ = _shape("key", key)
     _shape("value", value)

@@ -185,6 +185,7 @@ def test_errors_name_tensors_as_the_caller_does(rng, function):
         ({"local_window_size": (2, -1)}, ValueError, r"local_window_size is \(2, -1\); it may be"),
         ({"local_window_size": (1, 2, 3)}, ValueError, r"local_window_size is \(1, 2, 3\); it may be"),
         ({"local_window_size": 1.5}, TypeError, "local_window_size is 1.5; it may be"),
+        ({"mask": np.ones((6, 9), np.uint8)}, TypeError, "mask has dtype uint8; it must be bool"),
         ({"key_value_seq_lengths": np.array([3])}, ValueError, r"key_value_seq_lengths has shape \(1,\)"),
         ({"query_seq_lengths": np.array([[3, 4]])}, ValueError, r"query_seq_lengths has shape \(1, 2\)"),
     ],

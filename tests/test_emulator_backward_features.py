@@ -1,21 +1,9 @@
 """Features of the backward kernels, on the emulator: every pair of them, and where they have edges."""
 
+import feature_cases as cases
 import numpy as np
 import pytest
 from emulator import calls
-from feature_cases import (
-    ALONE,
-    LENGTHS,
-    PACKED_LENGTHS,
-    SIZES,
-    WINDOW_EDGES,
-    draw_case,
-    feature_id,
-    hide_nan,
-    packed_case,
-    pairwise,
-    widen_score_arrays,
-)
 from tolerance import DTYPES, assert_gradients
 
 from cufa import reference
@@ -42,7 +30,7 @@ ONE_DTYPE = BY_DTYPE[::2]
 ALL_SETS = [
     (*BY_DTYPE[first + i % 2], features)
     for first in (0, 2)
-    for i, features in enumerate((*ALONE, *pairwise()))
+    for i, features in enumerate((*cases.ALONE, *cases.pairwise()))
 ]
 EVERYTHING = (
     *("window", "softcap", "bias", "mask", "alibi_slopes", "sink", "dropout", "packed"),
@@ -52,7 +40,7 @@ EVERYTHING = (
 
 def check(kernel, case, **options):
     """Run a case and hold it to the rule; what no row sees is NaN."""
-    hide_nan(case)
+    cases.hide_nan(case)
     gradients = run(kernel, case, **options)
     assert_gradients(gradients, case.problem, **case.backward)
     return gradients
@@ -72,18 +60,20 @@ def run(kernel, case, **options):
 @pytest.mark.parametrize(
     ("kernel", "dtype", "features"),
     ALL_SETS,
-    ids=lambda value: feature_id(value) if isinstance(value, frozenset) else value,
+    ids=lambda value: cases.feature_id(value) if isinstance(value, frozenset) else value,
 )
 def test_features(rng, kernel, dtype, features):
-    for seqlen_q, seqlen_k in LENGTHS:
-        check(kernel, draw_case(rng, dtype, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **SIZES))
+    for seqlen_q, seqlen_k in cases.LENGTHS:
+        check(
+            kernel, cases.draw_case(rng, dtype, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **cases.SIZES)
+        )
 
 
-@pytest.mark.parametrize("window", WINDOW_EDGES)
+@pytest.mark.parametrize("window", cases.WINDOW_EDGES)
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_window_edges(rng, kernel, dtype, window):
     for deterministic, (seqlen_q, seqlen_k) in enumerate([(70, 70), (33, 80), (80, 33)]):
-        case = draw_case(rng, dtype, (), seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=1, **SIZES)
+        case = cases.draw_case(rng, dtype, (), seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=1, **cases.SIZES)
         case.numbers["window"] = window
         check(kernel, case, deterministic=deterministic == 1)
 
@@ -91,8 +81,8 @@ def test_window_edges(rng, kernel, dtype, window):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_lengths_of_packed_sequences(rng, kernel, dtype, deterministic):
-    for before, rows, keys in PACKED_LENGTHS:
-        case = packed_case(rng, dtype, before, rows, keys, **SIZES)
+    for before, rows, keys in cases.PACKED_LENGTHS:
+        case = cases.packed_case(rng, dtype, before, rows, keys, **cases.SIZES)
         dq, dk, dv = check(kernel, case, deterministic=deterministic)
         for gradient, cu_seqlens in zip((dq, dk, dv), (rows, keys, keys), strict=True):
             first, last = before, before + sum(cu_seqlens)
@@ -105,9 +95,9 @@ def test_lengths_of_packed_sequences(rng, kernel, dtype, deterministic):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_gradients_of_keys_that_do_not_count_are_zero(rng, kernel, dtype, packed):
-    case = draw_case(rng, dtype, ["seqused_k"], seqlen_q=30, seqlen_k=70, batch=3, **SIZES)
+    case = cases.draw_case(rng, dtype, ["seqused_k"], seqlen_q=30, seqlen_k=70, batch=3, **cases.SIZES)
     if packed:
-        case = packed_case(rng, dtype, 5, [30, 20, 40], [70, 70, 70], **SIZES)
+        case = cases.packed_case(rng, dtype, 5, [30, 20, 40], [70, 70, 70], **cases.SIZES)
     case.arrays["seqused_k"] = np.array([0, 20, 33], np.int32)
     _, *gradients = check(kernel, case)
     for gradient in gradients:
@@ -122,7 +112,7 @@ def test_gradients_of_keys_that_do_not_count_are_zero(rng, kernel, dtype, packed
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_broadcasts_of_the_bias(rng, kernel, dtype, deterministic, shape):
     for features in (["causal"], ["packed"]):
-        case = draw_case(rng, dtype, [*features, "dbias"], seqlen_q=30, seqlen_k=21, **SIZES)
+        case = cases.draw_case(rng, dtype, [*features, "dbias"], seqlen_q=30, seqlen_k=21, **cases.SIZES)
         case.arrays["bias"] = rng.standard_normal((*shape, 21)).astype(dtype)
         *_, dbias = check(kernel, case, deterministic=deterministic)
         if features == ["causal"] and shape[2] > 1:
@@ -133,7 +123,7 @@ def test_broadcasts_of_the_bias(rng, kernel, dtype, deterministic, shape):
 @pytest.mark.parametrize("bias_dtype", DTYPES)
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_dtypes_of_the_bias(rng, kernel, dtype, bias_dtype):
-    case = draw_case(rng, dtype, ["causal", "dbias"], seqlen_q=21, seqlen_k=37, **SIZES)
+    case = cases.draw_case(rng, dtype, ["causal", "dbias"], seqlen_q=21, seqlen_k=37, **cases.SIZES)
     case.arrays["bias"] = rng.standard_normal((2, 21, 37)).astype(bias_dtype)
     *_, dbias = check(kernel, case)
     assert dbias.dtype == bias_dtype
@@ -142,7 +132,7 @@ def test_dtypes_of_the_bias(rng, kernel, dtype, bias_dtype):
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_a_bias_without_queries_has_gradient_zero(rng, kernel, dtype):
     for deterministic in (False, True):
-        case = draw_case(rng, dtype, ["dbias", "dsink"], seqlen_q=0, seqlen_k=9, **SIZES)
+        case = cases.draw_case(rng, dtype, ["dbias", "dsink"], seqlen_q=0, seqlen_k=9, **cases.SIZES)
         case.arrays["bias"] = np.ones((1, 9), dtype)
         *_, dbias, dsink = check(kernel, case, deterministic=deterministic)
         assert not dbias.any()
@@ -152,14 +142,14 @@ def test_a_bias_without_queries_has_gradient_zero(rng, kernel, dtype):
 @pytest.mark.parametrize("sink", [-200.0, 12.0])
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_sinks_far_from_the_scores(rng, kernel, dtype, sink):
-    case = draw_case(rng, dtype, ["causal", "dlse", "dsink"], seqlen_q=30, seqlen_k=20, **SIZES)
+    case = cases.draw_case(rng, dtype, ["causal", "dlse", "dsink"], seqlen_q=30, seqlen_k=20, **cases.SIZES)
     case.arrays["sink"][:] = sink, 1
     check(kernel, case)
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_a_sink_that_is_no_score_has_gradient_zero(rng, kernel, dtype):
-    case = draw_case(rng, dtype, ["causal", "dlse", "dsink"], seqlen_q=30, seqlen_k=20, **SIZES)
+    case = cases.draw_case(rng, dtype, ["causal", "dlse", "dsink"], seqlen_q=30, seqlen_k=20, **cases.SIZES)
     case.arrays["sink"][:] = -np.inf
     case.problem.dout[:, :10] = np.nan  # rows that see no key
     *gradients, dsink = run(kernel, case)
@@ -170,7 +160,7 @@ def test_a_sink_that_is_no_score_has_gradient_zero(rng, kernel, dtype):
 @pytest.mark.parametrize("features", [(), ("causal", "dbias"), EVERYTHING])
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_deterministic_calls_give_the_same_bits(rng, kernel, dtype, features):
-    case = draw_case(rng, dtype, [*features, "deterministic"], seqlen_q=70, seqlen_k=90, **SIZES)
+    case = cases.draw_case(rng, dtype, [*features, "deterministic"], seqlen_q=70, seqlen_k=90, **cases.SIZES)
     first, second = (check(kernel, case, checked=checked) for checked in (True, False))
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -182,7 +172,7 @@ def test_deterministic_calls_give_the_same_bits(rng, kernel, dtype, features):
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_nan_shows_where_it_is_seen(rng, kernel, dtype, features, name, bad):
     for deterministic in (False, True):
-        case = draw_case(rng, dtype, [features], seqlen_q=50, seqlen_k=50, batch=1, **SIZES)
+        case = cases.draw_case(rng, dtype, [features], seqlen_q=50, seqlen_k=50, batch=1, **cases.SIZES)
         if features == "window":
             case.numbers["window"] = (12, 4)
         else:
@@ -196,7 +186,7 @@ def test_nan_shows_where_it_is_seen(rng, kernel, dtype, features, name, bad):
 @pytest.mark.parametrize("features", [("dropout",), ("softcap", "dbias"), EVERYTHING])
 def test_warps_that_share_rows(rng, features):
     for deterministic in (False, True):
-        case = draw_case(rng, "float16", features, seqlen_q=70, seqlen_k=90, **SIZES)
+        case = cases.draw_case(rng, "float16", features, seqlen_q=70, seqlen_k=90, **cases.SIZES)
         check("bwd_3_mma", case, tiles=SHARED_ROWS, deterministic=deterministic)
 
 
@@ -204,14 +194,14 @@ def test_warps_that_share_rows(rng, features):
 @pytest.mark.parametrize("features", [(), ("mask_bits", "causal"), EVERYTHING])
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_the_tiles_that_the_plan_chooses(rng, kernel, dtype, features, deterministic):
-    case = draw_case(rng, dtype, features, seqlen_q=150, seqlen_k=170, batch=1, **SIZES)
+    case = cases.draw_case(rng, dtype, features, seqlen_q=150, seqlen_k=170, batch=1, **cases.SIZES)
     check(kernel, case, tiles=None, checked=False, deterministic=deterministic)
 
 
 def test_strides_of_bias_and_mask(rng):
     """Rows and heads of a larger array."""
-    case = draw_case(rng, "float16", ["dbias", "mask"], seqlen_q=33, seqlen_k=40, **SIZES)
-    widen_score_arrays(rng, case)
+    case = cases.draw_case(rng, "float16", ["dbias", "mask"], seqlen_q=33, seqlen_k=40, **cases.SIZES)
+    cases.widen_score_arrays(rng, case)
     for kernel in TILES:
         gradients = run(kernel, case)
         assert_gradients(gradients, case.problem, **case.backward)

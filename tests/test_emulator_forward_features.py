@@ -1,22 +1,9 @@
 """Features of the forward kernels, on the emulator: every pair of them, and where they have edges."""
 
+import feature_cases as cases
 import numpy as np
 import pytest
 from emulator import calls
-from feature_cases import (
-    ALONE,
-    FORWARD_FEATURES,
-    LENGTHS,
-    PACKED_LENGTHS,
-    SIZES,
-    WINDOW_EDGES,
-    draw_case,
-    feature_id,
-    hide_nan,
-    packed_case,
-    pairwise,
-    widen_score_arrays,
-)
 from tolerance import DTYPES, assert_attention
 
 from cufa.launch import FeatureValues
@@ -38,14 +25,19 @@ ONE_DTYPE = BY_DTYPE[::2]
 
 # Features alone would take as long again, so one dtype of each kernel has them.
 ALL_SETS = [
-    *((*at, features) for at in ONE_DTYPE for features in ALONE if features <= set(FORWARD_FEATURES)),
-    *((*at, features) for at in BY_DTYPE for features in pairwise(FORWARD_FEATURES)),
+    *(
+        (*at, features)
+        for at in ONE_DTYPE
+        for features in cases.ALONE
+        if features <= set(cases.FORWARD_FEATURES)
+    ),
+    *((*at, features) for at in BY_DTYPE for features in cases.pairwise(cases.FORWARD_FEATURES)),
 ]
 
 
 def check(kernel, case, tiles=None, **options):
     """Run a case and hold it to the rule; what no row sees is NaN."""
-    hide_nan(case)
+    cases.hide_nan(case)
     return run(kernel, case.problem, case.forward, case.emulator_forward, tiles=tiles, **options)
 
 
@@ -61,33 +53,35 @@ def run(kernel, problem, rules, arguments, tiles=None, **options):
 @pytest.mark.parametrize(
     ("kernel", "dtype", "features"),
     ALL_SETS,
-    ids=lambda value: feature_id(value) if isinstance(value, frozenset) else value,
+    ids=lambda value: cases.feature_id(value) if isinstance(value, frozenset) else value,
 )
 def test_features(rng, kernel, dtype, features):
-    for seqlen_q, seqlen_k in LENGTHS:
-        check(kernel, draw_case(rng, dtype, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **SIZES))
+    for seqlen_q, seqlen_k in cases.LENGTHS:
+        check(
+            kernel, cases.draw_case(rng, dtype, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **cases.SIZES)
+        )
 
 
-@pytest.mark.parametrize("window", WINDOW_EDGES)
+@pytest.mark.parametrize("window", cases.WINDOW_EDGES)
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_window_edges(rng, kernel, dtype, window):
     for seqlen_q, seqlen_k in [(70, 70), (33, 80), (80, 33)]:
-        case = draw_case(rng, dtype, (), seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=1, **SIZES)
+        case = cases.draw_case(rng, dtype, (), seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=1, **cases.SIZES)
         case.numbers["window"] = window
         check(kernel, case)
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_lengths_of_packed_sequences(rng, kernel, dtype):
-    for before, rows, keys in PACKED_LENGTHS:
-        check(kernel, packed_case(rng, dtype, before, rows, keys, **SIZES))
+    for before, rows, keys in cases.PACKED_LENGTHS:
+        check(kernel, cases.packed_case(rng, dtype, before, rows, keys, **cases.SIZES))
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, -2.0])
 @pytest.mark.parametrize("features", [(), ("causal",), ("bias", "causal")])
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_scales_that_are_not_positive(rng, kernel, dtype, features, scale):
-    case = draw_case(rng, dtype, features, seqlen_q=39, seqlen_k=53, **SIZES)
+    case = cases.draw_case(rng, dtype, features, seqlen_q=39, seqlen_k=53, **cases.SIZES)
     case.numbers["softmax_scale"] = scale
     check(kernel, case)
 
@@ -95,7 +89,7 @@ def test_scales_that_are_not_positive(rng, kernel, dtype, features, scale):
 @pytest.mark.parametrize("bias_dtype", DTYPES)
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_dtypes_of_the_bias(rng, kernel, dtype, bias_dtype):
-    case = draw_case(rng, dtype, ["causal"], seqlen_q=21, seqlen_k=37, **SIZES)
+    case = cases.draw_case(rng, dtype, ["causal"], seqlen_q=21, seqlen_k=37, **cases.SIZES)
     case.arrays["bias"] = rng.standard_normal((2, 21, 37)).astype(bias_dtype)
     check(kernel, case)
 
@@ -103,7 +97,7 @@ def test_dtypes_of_the_bias(rng, kernel, dtype, bias_dtype):
 @pytest.mark.parametrize("sink", [-np.inf, -200.0, 12.0, 200.0])
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_sinks_far_from_the_scores(rng, kernel, dtype, sink):
-    case = draw_case(rng, dtype, ["causal", "sink"], seqlen_q=30, seqlen_k=20, **SIZES)
+    case = cases.draw_case(rng, dtype, ["causal", "sink"], seqlen_q=30, seqlen_k=20, **cases.SIZES)
     case.arrays["sink"][:] = sink, 1
     out, lse = check(kernel, case)
     assert (out[:, :10] == 0).all()
@@ -114,7 +108,7 @@ def test_sinks_far_from_the_scores(rng, kernel, dtype, sink):
 @pytest.mark.parametrize("features", ["window", "mask"])
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_nan_shows_where_it_is_seen(rng, kernel, dtype, features, bad):
-    case = draw_case(rng, dtype, [features], seqlen_q=50, seqlen_k=50, batch=1, **SIZES)
+    case = cases.draw_case(rng, dtype, [features], seqlen_q=50, seqlen_k=50, batch=1, **cases.SIZES)
     if features == "window":
         case.numbers["window"] = (12, 4)
     else:
@@ -127,15 +121,15 @@ def test_nan_shows_where_it_is_seen(rng, kernel, dtype, features, bad):
 
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_dropout_does_not_depend_on_the_tiles(rng, kernel, dtype):
-    case = draw_case(rng, dtype, ["dropout"], seqlen_q=37, seqlen_k=70, **SIZES)
+    case = cases.draw_case(rng, dtype, ["dropout"], seqlen_q=37, seqlen_k=70, **cases.SIZES)
     check(kernel, case, tiles=TILES[kernel] | {"block_n": 64})
 
 
-@pytest.mark.parametrize("features", [("mask",), ("mask_bits", "causal"), tuple(FORWARD_FEATURES)])
+@pytest.mark.parametrize("features", [("mask",), ("mask_bits", "causal"), tuple(cases.FORWARD_FEATURES)])
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_the_tiles_that_the_plan_chooses(rng, kernel, dtype, features):
-    case = draw_case(rng, dtype, features, seqlen_q=150, seqlen_k=170, batch=1, **SIZES)
-    hide_nan(case)
+    case = cases.draw_case(rng, dtype, features, seqlen_q=150, seqlen_k=170, batch=1, **cases.SIZES)
+    cases.hide_nan(case)
     out, lse = calls.attention(
         case.problem.q,
         case.problem.k,
@@ -151,8 +145,8 @@ def test_the_tiles_that_the_plan_chooses(rng, kernel, dtype, features):
 @pytest.mark.parametrize(("kernel", "dtype"), BY_DTYPE)
 def test_wide_head_dims(rng, kernel, dtype, dims):
     sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": dims[0], "head_dim_v": dims[1]}
-    case = draw_case(rng, dtype, ["window", "sink", "dropout"], seqlen_q=70, seqlen_k=85, **sizes)
-    hide_nan(case)
+    case = cases.draw_case(rng, dtype, ["window", "sink", "dropout"], seqlen_q=70, seqlen_k=85, **sizes)
+    cases.hide_nan(case)
     with np.errstate(invalid="ignore"):
         inputs = case.problem.q, case.problem.k, case.problem.v
         out, lse = calls.attention(*inputs, kernel=kernel, **case.emulator_forward)
@@ -163,22 +157,24 @@ def test_warps_that_share_rows(rng):
     """Also where the part of the last one has padding, and where NaN is taken out of V."""
     sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "head_dim": 40}
     for value_dim in (8, 40, 72):
-        case = draw_case(rng, "float16", ["causal"], seqlen_q=50, seqlen_k=50, **sizes, head_dim_v=value_dim)
+        case = cases.draw_case(
+            rng, "float16", ["causal"], seqlen_q=50, seqlen_k=50, **sizes, head_dim_v=value_dim
+        )
         case.problem.v[:, 30] = np.nan
         check("fwd_5_mma", case, tiles={"block_m": 32, "block_n": 16, "threads": 128, "split": 2})
 
 
 def test_strides_of_bias_and_mask(rng):
     """Rows and heads of a larger array."""
-    case = draw_case(rng, "float16", ["bias", "mask"], seqlen_q=33, seqlen_k=40, **SIZES)
-    widen_score_arrays(rng, case)
+    case = cases.draw_case(rng, "float16", ["bias", "mask"], seqlen_q=33, seqlen_k=40, **cases.SIZES)
+    cases.widen_score_arrays(rng, case)
     for kernel in TILES:
         run(kernel, case.problem, case.forward, case.emulator_forward)
 
 
 def test_values_of_other_features_are_not_read(rng):
     """A kernel without dropout does not care what the numbers of dropout are."""
-    case = draw_case(rng, "float16", ["causal"], seqlen_q=20, seqlen_k=20, **SIZES)
+    case = cases.draw_case(rng, "float16", ["causal"], seqlen_q=20, seqlen_k=20, **cases.SIZES)
     inputs = case.problem.q, case.problem.k, case.problem.v
     for kernel, tiles in TILES.items():
         options = {"causal": True, "kernel": kernel, "tiles": tiles}

@@ -13,7 +13,16 @@ import pytest
 from emulator import calls
 from feature_cases import draw_case, hide_nan, pairwise
 from float8 import assert_float8, random_descales
-from test_emulator_hopper import CHUNK_BYTES, SWIZZLE_ROWS, WARPGROUP, folder, launch, swizzled
+from test_emulator_hopper import (
+    CHUNK_BYTES,
+    SWIZZLE_ROWS,
+    WARPGROUP,
+    assert_products,
+    folder,
+    launch,
+    product_results,
+    swizzled,
+)
 from tolerance import random_problem
 
 from cufa.problem import FLOAT8
@@ -58,21 +67,14 @@ def test_products(launch, rng, columns, lying):
         "a": a_memory,
         "b": b_memory,
         "fragments": fragments(a),
-        "shared": np.zeros((WARPGROUP, columns // 2), np.float32),
-        "registers": np.zeros((WARPGROUP, columns // 2), np.float32),
+        **product_results(columns),
     }
     numbers = struct.pack("4Q", a_description, b_description, a_step, b_step)
     fields = ["a", "b", "fragments", "shared", "registers", numbers]
     sizes = {"A_BYTES": a_memory.nbytes, "B_BYTES": b_memory.nbytes}
     launch("products", WARPGROUP, fields, arrays, PRODUCT_COLUMNS=columns, E4M3=True, **sizes)
-    thread, register = np.arange(WARPGROUP)[:, None], np.arange(columns // 2)
-    row = thread // 32 * 16 + thread % 32 // 4 + register // 2 % 2 * 8
-    column = register // 4 * 8 + thread % 4 * 2 + register % 2
-    left, right = a.astype(np.float64), b.astype(np.float64).T
-    exact, magnitude = left @ right + 1, np.abs(left) @ np.abs(right) + 1
-    for result in (arrays["shared"], arrays["registers"]):
-        # Hopper keeps fewer bits of a sum of such products than float32 has.
-        assert (np.abs(result - exact[row, column]) <= 2**-10 * magnitude[row, column]).all()
+    # Hopper keeps fewer bits of a sum of such products than float32 has.
+    assert_products(arrays, a, b, error=2**-10)
 
 
 def test_packing(launch, rng):

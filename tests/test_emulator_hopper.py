@@ -221,6 +221,23 @@ def fragments(matrix):
     return np.stack([matrix[row, k + column] for k in range(0, DEPTH, STEP)])
 
 
+def product_results(columns):
+    """What a product is written to: with A from shared memory, and from registers."""
+    return {name: np.zeros((WARPGROUP, columns // 2), np.float32) for name in ("shared", "registers")}
+
+
+def assert_products(arrays, a, b, error):
+    """Each is 1 + a b^T, but for an error relative to what is summed."""
+    # "Matrix fragments of D": eights of columns, of which a thread has two in each of two rows.
+    thread, register = np.arange(WARPGROUP)[:, None], np.arange(len(b) // 2)
+    row = thread // 32 * 16 + thread % 32 // 4 + register // 2 % 2 * 8
+    column = register // 4 * 8 + thread % 4 * 2 + register % 2
+    left, right = a.astype(np.float64), b.astype(np.float64).T
+    exact, magnitude = left @ right + 1, np.abs(left) @ np.abs(right) + 1
+    for result in (arrays["shared"], arrays["registers"]):
+        assert (np.abs(result - exact[row, column]) <= error * magnitude[row, column]).all()
+
+
 @pytest.mark.parametrize(
     ("columns", "transposed_a", "transposed_b", "gap", "dtype"),
     [
@@ -243,8 +260,7 @@ def test_products(launch, rng, columns, transposed_a, transposed_b, gap, dtype):
         "a": a_memory,
         "b": b_memory,
         "fragments": np.ascontiguousarray(fragments(a)),
-        "shared": np.zeros((WARPGROUP, columns // 2), np.float32),
-        "registers": np.zeros((WARPGROUP, columns // 2), np.float32),
+        **product_results(columns),
     }
     numbers = struct.pack("4Q", a_description, b_description, a_step, b_step)
     launch(
@@ -260,14 +276,7 @@ def test_products(launch, rng, columns, transposed_a, transposed_b, gap, dtype):
         B_BYTES=b_memory.nbytes,
         SMEM_BYTES=-(-a_memory.nbytes // 1024) * 1024 + -(-b_memory.nbytes // 1024) * 1024,
     )
-    # "Matrix fragments of D": eights of columns, of which a thread has two in each of two rows.
-    thread, register = np.arange(WARPGROUP)[:, None], np.arange(columns // 2)
-    row = thread // 32 * 16 + thread % 32 // 4 + register // 2 % 2 * 8
-    column = register // 4 * 8 + thread % 4 * 2 + register % 2
-    left, right = a.astype(np.float64), b.astype(np.float64).T
-    exact, magnitude = left @ right + 1, np.abs(left) @ np.abs(right) + 1
-    for result in (arrays["shared"], arrays["registers"]):
-        assert (np.abs(result - exact[row, column]) <= 1e-5 * magnitude[row, column]).all()
+    assert_products(arrays, a, b, error=1e-5)
 
 
 def multiplied_and_added(a, b, c, dtype):

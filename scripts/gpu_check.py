@@ -83,6 +83,10 @@ def ladders() -> dict[str, Any]:
 
 
 def main() -> int:
+    info = json.loads(run("-m", "cufa.cli", "info", "--json").stdout)
+    if info["gpu"] is None:
+        print(f"nothing to check: {info['missing']['gpu']}", file=sys.stderr)
+        return 2
     # What is right is found out side by side, what is fast afterwards, alone.
     with ThreadPoolExecutor() as pool:
         testing, sanitizing = pool.submit(tests), pool.submit(sanitizer)
@@ -90,7 +94,7 @@ def main() -> int:
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "kernels_sha256": kernels_digest(),
         "versions": versions(),
-        "info": json.loads(run("-m", "cufa.cli", "info", "--json").stdout),
+        "info": info,
         "tests": testing.result(),
         "sanitizer": sanitizing.result(),
         "jit": json.loads(run("scripts/bench_jit.py").stdout),

@@ -1,6 +1,6 @@
 """Random calls with features, for the tests of every path: NumPy, emulated kernels and a GPU.
 
-A test should take its sets of features from `ALONE` and `pairwise`, and its calls from `draw_case`.
+A test should take its sets of features from `sets_of` or `pairwise`, and its calls from `draw_case`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -48,9 +48,6 @@ PACKED_LENGTHS = [
     )
 ]
 
-# Each feature without any other.
-ALONE = [frozenset((name,)) for name in BACKWARD_FEATURES]
-
 
 def pairwise(features: Sequence[str] = BACKWARD_FEATURES) -> list[frozenset[str]]:
     """Few sets in which any two features are found together, one without the other, and neither.
@@ -71,6 +68,11 @@ def pairwise(features: Sequence[str] = BACKWARD_FEATURES) -> list[frozenset[str]
         missing -= found[best]
         sets.append(frozenset(name for name, on in candidates[best].items() if on))
     return sets
+
+
+def sets_of(features: Sequence[str] = BACKWARD_FEATURES) -> list[frozenset[str]]:
+    """Each feature without any other, and the sets of `pairwise`."""
+    return list(dict.fromkeys([*(frozenset((name,)) for name in features), *pairwise(features)]))
 
 
 def feature_id(features: frozenset[str]) -> str:

@@ -5,13 +5,13 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from feature_cases import ALONE, Case, draw_case, feature_id, pairwise
+from feature_cases import Case, draw_case, feature_id, sets_of
 from tolerance import DTYPES, Array
 
 import cufa
 from cufa.cli import check
 
-SETS = [*ALONE, *pairwise()]
+SETS = sets_of()
 
 
 def solved(features: frozenset[str], dtype: str) -> tuple[Case, dict[str, Array]]:

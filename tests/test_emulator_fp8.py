@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulator import calls
-from feature_cases import draw_case, hide_nan, pairwise
+from feature_cases import draw_case, feature_id, hide_nan, sets_of
 from float8 import assert_float8, random_descales
 from test_emulator_hopper import (
     CHUNK_BYTES,
@@ -99,7 +99,7 @@ KERNEL = "fwd_7_fp8"
 # So few SMs that a persistent block takes several tiles.
 DEVICE = replace(calls.DEVICE, sm_count=3)
 FEATURES = ("causal", "window", "softcap", "sink", "seqused_k")
-SETS = [*(frozenset((name,)) for name in FEATURES), *pairwise(FEATURES)]
+SETS = sets_of(FEATURES)
 
 
 def run(problem, descales=None, device=DEVICE, **options):
@@ -161,7 +161,7 @@ def test_weights_that_are_almost_nothing(rng):
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["clean", "NaN in the unseen"])
-@pytest.mark.parametrize("features", SETS, ids=lambda features: "+".join(sorted(features)))
+@pytest.mark.parametrize("features", SETS, ids=feature_id)
 def test_features(request, features, hidden):
     seed = int(hashlib.sha256(request.node.name.encode()).hexdigest()[:16], 16)
     rng = np.random.default_rng(seed)

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from emulator import calls
-from feature_cases import draw_case, feature_id, hide_nan, pairwise
+from feature_cases import draw_case, feature_id, hide_nan, sets_of
 from tolerance import assert_attention, assert_gradients
 
 from cufa import reference
@@ -16,11 +16,6 @@ pytestmark = pytest.mark.emulator
 
 FEATURES = ("causal", "window", "softcap", "sink", "packed", "seqused_k")
 BACKWARD_FEATURES = (*FEATURES, "dlse", "dsink", "deterministic")
-
-
-def sets_of(features):
-    """Each feature alone, and every pair."""
-    return list(dict.fromkeys([*(frozenset((name,)) for name in features), *pairwise(features)]))
 
 
 # By kernel and dtype, the head dims of Q and of V.

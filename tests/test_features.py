@@ -7,14 +7,14 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from feature_cases import ALONE, Case, draw_case, feature_id, hide_nan, pairwise
+from feature_cases import Case, draw_case, feature_id, hide_nan, pairwise, sets_of
 from tolerance import DTYPES, LAYOUTS, Array, assert_attention, assert_gradients, poisoned, random_problem
 
 import cufa
 from cufa import cpu, reference
 from cufa.score_rules import Rules
 
-SETS = [*ALONE, *pairwise()]
+SETS = sets_of()
 LENGTHS = [(19, 23), (23, 19), (1, 40), (40, 1), (0, 5), (5, 0), (0, 0)]
 
 

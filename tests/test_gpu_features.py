@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from feature_cases import ALONE, FORWARD_FEATURES, draw_case, pairwise
+from feature_cases import FORWARD_FEATURES, draw_case, sets_of
 from tolerance import assert_attention, assert_gradients
 
 import cufa
@@ -12,8 +12,8 @@ from cufa.problem import FLOAT8
 
 pytestmark = pytest.mark.gpu
 
-SETS = list(dict.fromkeys([*ALONE, *pairwise()]))
-FORWARD_SETS = list(dict.fromkeys([*ALONE, *pairwise(FORWARD_FEATURES)]))
+SETS = sets_of()
+FORWARD_SETS = sets_of(FORWARD_FEATURES)
 # Those kernels that are the fastest for float32 or float64 on some GPU; others are tested in 16 bits.
 WIDE = ("fwd_4_flash_v2", "bwd_2_flash_v2")
 # (seqlen_q, seqlen_k, head_dim, head_dim_v): more than a tile of each, and nothing divides one.

@@ -5,7 +5,7 @@ import hashlib
 import ml_dtypes
 import numpy as np
 import pytest
-from feature_cases import draw_case, hide_nan, pairwise
+from feature_cases import draw_case, hide_nan, sets_of
 from float8 import assert_float8, random_descales
 from tolerance import random_problem
 
@@ -116,7 +116,7 @@ def test_the_same_bits_in_every_run(cupy, rng):
 @pytest.mark.parametrize("hidden", [False, True], ids=["clean", "NaN in the unseen"])
 @pytest.mark.parametrize(
     "features",
-    [*(frozenset((name,)) for name in FEATURES), *pairwise(FEATURES)],
+    sets_of(FEATURES),
     ids=lambda on: "+".join(sorted(on)),
 )
 def test_features(cupy, request, features, hidden):

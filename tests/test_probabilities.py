@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from emulator import calls
-from feature_cases import ALONE, FORWARD_FEATURES, draw_case, feature_id, hide_nan, pairwise
+from feature_cases import FORWARD_FEATURES, draw_case, feature_id, hide_nan, sets_of
 from tolerance import DTYPES
 
 import cufa
@@ -14,7 +14,7 @@ from cufa import cpu, reference
 from cufa.checking import judge
 
 FEATURES = tuple(name for name in FORWARD_FEATURES if name != "packed")
-SETS = [*(one for one in ALONE if one <= set(FEATURES)), *pairwise(FEATURES)]
+SETS = sets_of(FEATURES)
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1e-2, "float32": 1e-5, "float64": 1e-13}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from feature_cases import ALONE, Case, draw_case, feature_id, hide_nan, pairwise
+from feature_cases import Case, draw_case, feature_id, hide_nan, sets_of
 from tolerance import (
     DTYPES,
     Array,
@@ -164,7 +164,7 @@ def small_case(features: frozenset[str], seed: int, **options: Any) -> Case:
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("features", [*ALONE, *pairwise()], ids=feature_id)
+@pytest.mark.parametrize("features", sets_of(), ids=feature_id)
 def test_attention_with_features_is_the_loop(features: frozenset[str], seed: int) -> None:
     case = small_case(features, seed, heads=4, kv_heads=2, seqlen_q=7, seqlen_k=9)
     problem = case.problem
@@ -174,7 +174,7 @@ def test_attention_with_features_is_the_loop(features: frozenset[str], seed: int
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("features", [*ALONE, *pairwise()], ids=feature_id)
+@pytest.mark.parametrize("features", sets_of(), ids=feature_id)
 def test_gradients_with_features_are_finite_differences(features: frozenset[str]) -> None:
     case = small_case(features, 3)
     problem = case.problem
@@ -197,7 +197,7 @@ def test_gradients_with_features_are_finite_differences(features: frozenset[str]
         np.testing.assert_allclose(gradient, expected, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("features", [*ALONE, *pairwise()], ids=feature_id)
+@pytest.mark.parametrize("features", sets_of(), ids=feature_id)
 def test_no_result_depends_on_what_is_not_seen(features: frozenset[str]) -> None:
     case = small_case(features, 4, seqlen_q=11, seqlen_k=9)
     problem = case.problem
@@ -348,7 +348,7 @@ def test_the_error_rule_passes_standard_attention_and_fails_what_is_worse(dtype_
 
 
 @pytest.mark.parametrize("dtype_name", DTYPES)
-@pytest.mark.parametrize("features", [*ALONE, *pairwise()], ids=feature_id)
+@pytest.mark.parametrize("features", sets_of(), ids=feature_id)
 def test_the_error_rule_passes_standard_attention_with_features(
     features: frozenset[str], dtype_name: str
 ) -> None:

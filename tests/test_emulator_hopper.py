@@ -666,13 +666,13 @@ BACKWARDS = [(kernel, dims) for kernel, dims in BACKWARDS if KERNELS[kernel].dir
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("kernel", "dims"), BACKWARDS)
 def test_deterministic_gradients(rng, kernel, dims, causal):
-    for lengths in [(200, 310), (300, 270)]:
-        problem = draw(rng, "bfloat16", *lengths, dims=dims, batch=1, heads=4, kv_heads=2)
-        options = {"tiles": None, "device": SMALL_DEVICE, "deterministic": True}
-        checked = run(kernel, problem, causal, **options)
-        again = run(kernel, problem, causal, **options, checked=False)
-        for first, second in zip(checked, again, strict=True):
-            np.testing.assert_array_equal(first, second)
+    lengths = (300, 270) if causal else (200, 310)  # rows that see no key, and keys beyond a tile
+    problem = draw(rng, "bfloat16", *lengths, dims=dims, batch=1, heads=4, kv_heads=2)
+    options = {"tiles": None, "device": SMALL_DEVICE, "deterministic": True}
+    checked = run(kernel, problem, causal, **options)
+    again = run(kernel, problem, causal, **options, checked=False)
+    for first, second in zip(checked, again, strict=True):
+        np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,8 @@ def _compile(request: _Request) -> _Compiled:
     try:
         planned = _plan(request)
     except ValueError as error:
-        return _Compiled(request, skipped=str(error))
+        # The reason names the kernel itself.
+        return _Compiled(request, skipped=str(error).removeprefix(f"kernel is {request.kernel!r}: "))
     try:
         build = jit.build(planned.variant)
     except CompileError as error:

@@ -423,7 +423,8 @@ def plan(
     if unknown:
         raise TypeError(f"plan() got an unexpected argument {', '.join(sorted(unknown))}")
     if not backward:
-        asked = {"deterministic": deterministic, "gradients": gradients, "dlse": "dlse" in side}
+        has_dlse = side.get("dlse") is not None
+        asked = {"deterministic": deterministic, "gradients": gradients, "dlse": has_dlse}
         given = ", ".join(name for name, value in asked.items() if value)
         if given:
             raise ValueError(f"{given}: only gradients have that, and they are planned with backward=True")

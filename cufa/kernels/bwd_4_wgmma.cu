@@ -30,10 +30,9 @@ constexpr bool kWholeHead = WHOLE_HEAD;
 constexpr int kOrderedHeads = ORDERED_HEADS;
 constexpr bool kOrdered = kOrderedHeads > 0;
 // With short tiles of queries a thread has registers for P as operand beside S and dP: dV's product
-// then need not wait for dP. And warpgroups that do not take turns fall into step, both at their
-// softmax.
+// then need not wait for dP.
 constexpr bool kShortTiles = kBlockM <= kPanelCols;
-constexpr bool kValuesEarly = kShortTiles, kTakeTurns = kShortTiles;
+constexpr bool kValuesEarly = kShortTiles;
 // Each warpgroup has a panel of dims of dQ if tiles of queries are short, and so there are two.
 constexpr int kHeadCols = kShortTiles && kHeadDim <= kPanelCols ? 2 * kPanelCols : kHeadDim;
 constexpr int kHead = round_up(kHeadCols, kWgmmaK), kValue = round_up(kValueDim, kWgmmaK);
@@ -203,7 +202,7 @@ __device__ inline void keep_order(Smem& smem, const Params& params, int consumer
 enum NamedBarrier { kAllConsumers = 1, kFirstTurn };
 
 // Warpgroups take turns from a tile's first product to its weights, so that the tensor cores serve
-// one while the other waits for its dQ.
+// one while the other waits for its dQ. Without, they would fall into step, both at their softmax.
 struct Turns {
     int warpgroup;
 
@@ -211,11 +210,11 @@ struct Turns {
         if (warpgroup == kConsumers - 1) pass();
     }
     __device__ void wait() const {
-        if (kTakeTurns) ptx::named_barrier_sync<2 * kWarpgroup>(kFirstTurn + warpgroup);
+        ptx::named_barrier_sync<2 * kWarpgroup>(kFirstTurn + warpgroup);
     }
     __device__ void pass() const {
         const int next = kConsumers - 1 - warpgroup;
-        if (kTakeTurns) ptx::named_barrier_arrive<2 * kWarpgroup>(kFirstTurn + next);
+        ptx::named_barrier_arrive<2 * kWarpgroup>(kFirstTurn + next);
     }
 };
 
@@ -273,17 +272,25 @@ struct Consumer {
         took_out = true;
     }
 
-    // Issues S^T = K Q^T.
-    __device__ void issue_scores(Scores& s) {
+    // Takes up a tile of queries: lets the products begin with its rows' statistics.
+    __device__ void begin(Scores& s, Scores& dp) {
         smem.ring.wait_full(at);
-        issue_product_nt<kHead, kBlockM>(s, smem.k[keys_at.stage][warpgroup],
-                                         smem.queries[at.stage].q);
+        softmax.begin_scores(s, smem.rows[at.stage]);
+        softmax.begin_gradients(dp, smem.rows[at.stage]);
+        if (kScoresBeginWithLse) hold_all(s);
+        hold_all(dp);
     }
 
-    // Issues dP^T = V dO^T.
+    // Issues S^T = K Q^T - LSE.
+    __device__ void issue_scores(Scores& s) {
+        issue_product_nt<kHead, kBlockM, kScoresBeginWithLse>(s, smem.k[keys_at.stage][warpgroup],
+                                                              smem.queries[at.stage].q);
+    }
+
+    // Issues dP^T = V dO^T - D.
     __device__ void issue_weight_gradients(Scores& dp) {
-        issue_product_nt<kValue, kBlockM>(dp, smem.v[keys_at.stage][warpgroup],
-                                          smem.queries[at.stage].dout);
+        issue_product_nt<kValue, kBlockM, true>(dp, smem.v[keys_at.stage][warpgroup],
+                                                smem.queries[at.stage].dout);
     }
 
     __device__ void exponentiate(Scores& s, const Walk& walk) {
@@ -396,6 +403,7 @@ __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSum
         QueryPart dq;
         Weights p, ds;
         if (walk.masked()) consumer.clean_queries();
+        consumer.begin(s, dp);
         turns.wait();
         consumer.issue_scores(s);
         consumer.issue_weight_gradients(dp);
@@ -415,8 +423,8 @@ __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSum
             round_to_operand<kBlockM>(p, s);
             consumer.issue_value_gradients(dv, p);
         }
-        consumer.issue_query_gradients(dq);
         consumer.share(ds);
+        consumer.issue_query_gradients(dq);
         consumer.issue_key_gradients(dk, ds);
 
         wait_product<1>(dq);

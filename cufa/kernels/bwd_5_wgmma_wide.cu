@@ -205,14 +205,16 @@ struct Consumer {
         took_out = true;
     }
 
-    // Issues S^T = K Q^T or dP^T = V dO^T.
+    // Issues S^T = K Q^T - LSE or dP^T = V dO^T - D. The rows' statistics come with Q.
     __device__ void issue_scores(Scores& s) {
+        smem.q_ring.wait_full(at);
         if (kRole == kWeights) {
-            smem.q_ring.wait_full(at);
-            issue_product_nt<kHead, kBlockM>(s, smem.k, smem.q[at.stage]);
+            softmax.begin_scores(s, smem.rows[at.stage]);
+            issue_product_nt<kHead, kBlockM, kScoresBeginWithLse>(s, smem.k, smem.q[at.stage]);
         } else {
+            softmax.begin_gradients(s, smem.rows[at.stage]);
             smem.dout_ring.wait_full(at);
-            issue_product_nt<kValue, kBlockM>(s, smem.v, smem.dout[at.stage]);
+            issue_product_nt<kValue, kBlockM, true>(s, smem.v, smem.dout[at.stage]);
         }
     }
 
@@ -230,7 +232,6 @@ struct Consumer {
 
     // Computes dS^T and shares it.
     __device__ void share_gradients(Scores& dp, const Walk& walk) {
-        smem.q_ring.wait_full(at);
         if (walk.masked()) {
             differentiate<true>(dp, walk.tile);
         } else {

@@ -10,12 +10,29 @@
 // row of all, the copy engine fills in zeros.
 constexpr bool kRowsEnd = kWindow || kPacked;
 
-// What the softmax and its gradient need of each row of a tile: P = 2^(S - lse), dS = P (dP - d).
-// Rows that see no key, and those past the last one, have an lse of +inf, which makes P 0.
+// Whether S begins with -LSE. Under a soft cap that comes in only after the cap.
+constexpr bool kScoresBeginWithLse = !kSoftcap;
+
+// The scale of scores, but never so small that an LSE in units of products, LSE / scale, would not
+// be finite: a smaller one leaves all scores at 0 as well.
+__device__ inline float scale_of_scores(const BackwardParams& call) {
+    constexpr float kSmallest = 1e-30f;
+    return fabsf(call.softmax_scale) < kSmallest ? kSmallest : call.softmax_scale;
+}
+// What turns an LSE into the units in which it is kept: those of products or, under a soft cap, of
+// log 2.
+__device__ inline float unit_of_lse(const BackwardParams& call) {
+    return kScoresBeginWithLse ? 1 / scale_of_scores(call) : static_cast<float>(kLog2E);
+}
+
+// What the softmax and its gradient need of each row of a tile: P = 2^(S - LSE), dS = P o (dP - D).
+// The products S and dP begin with it, which costs no addition afterwards and no wait for shared
+// memory between products. Rows that see no key, and those past the last one, begin with what makes
+// P 0.
 template <int BlockM>
 struct RowStatistics {
-    alignas(16) float lse_log2[BlockM];
-    float d[BlockM];
+    alignas(16) float minus_lse[BlockM];
+    float minus_d[BlockM];
     alignas(16) bool nonfinite;  // whether there is NaN or infinity in the rows of Q or dO
 };
 
@@ -29,7 +46,8 @@ struct KeySoftmax {
 
     KeySoftmax() = default;
     __device__ KeySoftmax(const BackwardParams& call, const Mask& mask, int first_key)
-        : scale_log2(kSoftcap ? kLog2E : call.softmax_scale * kLog2E), query(threadIdx.x % 4 * 2) {
+        : scale_log2(kSoftcap ? kLog2E : scale_of_scores(call) * kLog2E),
+          query(threadIdx.x % 4 * 2) {
         if constexpr (kSoftcap) {
             softcap = call.features.softcap;
             bound_scale = call.softmax_scale / call.features.softcap;
@@ -41,6 +59,16 @@ struct KeySoftmax {
             first_row[half] = key < mask.seqlen_k ? mask.first_row(key) : mask.seqlen_q + BlockM;
             if constexpr (kRowsEnd) rows_end[half] = mask.rows_end(key);
         }
+    }
+
+    // Lets S^T and dP^T begin with what will be subtracted from them. They must be held before a
+    // product is issued, or some would be read only then, and the product waited for.
+    __device__ void begin_scores(WgmmaSums<BlockM>& s, const RowStatistics<BlockM>& rows) const {
+        if constexpr (kScoresBeginWithLse) begin(s, rows.minus_lse);
+    }
+    __device__ void begin_gradients(WgmmaSums<BlockM>& dp,
+                                    const RowStatistics<BlockM>& rows) const {
+        begin(dp, rows.minus_d);
     }
 
     // Products become scores, softly bounded.
@@ -91,29 +119,31 @@ struct KeySoftmax {
                                  int tile) const {
 #pragma unroll
         for (int i = 0; i < BlockM / 8; ++i) {
-            const auto shift = pair_at(rows.lse_log2, i);
+            Pack<float, 2> shift = {};
+            if constexpr (!kScoresBeginWithLse) shift = pair_at(rows.minus_lse, i);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 float& x = s[4 * i + e];
-                x = exp2_of(x * scale_log2 - shift[e % 2]);
+                x = exp2_of(x * scale_log2 + shift[e % 2]);
                 if (Masked && !sees(i, e, tile)) x = 0;
             }
         }
     }
 
-    // dP^T becomes dS^T = P^T o (dP^T - D). With Slopes it is the gradient not of bounded scores
-    // but of the products times the scale; P^T must then not have been rounded.
+    // dP^T - D becomes dS^T = P^T o (dP^T - D). With Slopes it is the gradient not of bounded
+    // scores but of the products times the scale; P^T must then not have been rounded.
     template <bool Masked, bool Slopes>
     __device__ void differentiate(WgmmaSums<BlockM>& dp, const WgmmaSums<BlockM>& p,
                                   const RowStatistics<BlockM>& rows, int tile) const {
 #pragma unroll
         for (int i = 0; i < BlockM / 8; ++i) {
-            const auto sum = pair_at(rows.d, i), lse = pair_at(rows.lse_log2, i);
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 float& x = dp[4 * i + e];
-                x = p[4 * i + e] * (x - sum[e % 2]);
-                if constexpr (kSoftcap && Slopes) x *= slope_at(p[4 * i + e], lse[e % 2]);
+                x *= p[4 * i + e];
+                if constexpr (kSoftcap && Slopes) {
+                    x *= slope_at(p[4 * i + e], pair_at(rows.minus_lse, i)[e % 2]);
+                }
                 if (Masked && !sees(i, e, tile)) x = 0;
             }
         }
@@ -128,8 +158,16 @@ struct KeySoftmax {
     // 1 - tanh^2, or 0 where the tanh is not known.
     __device__ static float slope(float tanh) { return fmaxf(1 - tanh * tanh, 0); }
     // The same for a score that became P: it was log2 P + LSE.
-    __device__ float slope_at(float p, float lse_log2) const {
-        return slope((log2_of(p) + lse_log2) * (float(kLn2) / softcap));
+    __device__ float slope_at(float p, float minus_lse) const {
+        return slope((log2_of(p) - minus_lse) * (float(kLn2) / softcap));
+    }
+    __device__ void begin(WgmmaSums<BlockM>& sums, const float (&values)[BlockM]) const {
+#pragma unroll
+        for (int i = 0; i < BlockM / 8; ++i) {
+            const auto pair = pair_at(values, i);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sums[4 * i + e] = pair[e % 2];
+        }
     }
     __device__ Pack<float, 2> pair_at(const float (&values)[BlockM], int i) const {
         return *reinterpret_cast<const Pack<float, 2>*>(values + i * 8 + query);

@@ -127,9 +127,9 @@ struct WgmmaOfType<Cols, float8_e4m3fn> {
 template <int Cols, class T>
 using WgmmaOf = typename WgmmaOfType<Cols, T>::type;
 
-// Issues s = a b^T over Depth columns, as in S = Q K^T. It is done when the group that it becomes
-// is.
-template <int Depth, int Cols, class A, class B>
+// Issues s = a b^T over Depth columns, as in S = Q K^T, or s += a b^T if Add. It is done when the
+// group that it becomes is.
+template <int Depth, int Cols, bool Add = false, class A, class B>
 __device__ inline void issue_product_nt(WgmmaSums<Cols>& s, const A& a, const B& b) {
     using Product = WgmmaOf<Cols, scalar_t>;
     unsigned int a0 = depth_in_columns(a);
@@ -141,7 +141,7 @@ __device__ inline void issue_product_nt(WgmmaSums<Cols>& s, const A& a, const B&
     for (int k = 0; k < Depth; k += kWgmmaK) {
         const unsigned long long a_k = description(a0 + columns_step<A>(k));
         const unsigned long long b_k = description(b0 + columns_step<B>(k));
-        if (k == 0) {
+        if (k == 0 && !Add) {
             Product::template multiply<false, false, false>(s, a_k, b_k);
         } else {
             Product::template multiply<false, false, true>(s, a_k, b_k);

@@ -4,6 +4,9 @@ The truth is `cufa.reference`, in float64 (for float64 results in numpy.longdoub
 standard attention computed in the same dtype gets wrong: a result may be `OUTPUT_FACTOR` times as far
 off, a gradient `GRADIENT_FACTOR` times, and `ROUNDINGS` roundings more.
 
+8-bit inputs count as what their descales make of them, and there is no standard attention in 8 bits to
+compare with: a result may be off by `ROUNDINGS` roundings alone.
+
 float32 with precision="tf32" is held to standard attention in tf32: every matrix, the inputs among them, is
 rounded to the 10 bits of mantissa that tensor cores take, and sums are float32.
 """
@@ -21,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cufa import reference
-from cufa.problem import INPUT_DTYPES, accumulator_dtype, four_axes
+from cufa.cpu import descaled
+from cufa.problem import FLOAT8, INPUT_DTYPES, accumulator_dtype, four_axes
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -32,6 +36,8 @@ GRADIENT_FACTOR = 3
 # Errors evenly spread up to one rounding deviate by 1 / sqrt(3) of it: three are more than five deviations,
 # which one in a million elements would pass.
 ROUNDINGS = 3
+# Hopper keeps this much of a sum of 8-bit products, relative to its largest term; the LSE shows it.
+FLOAT8_SUM_ERROR = 2.0**-12
 
 
 @dataclass(frozen=True)
@@ -176,9 +182,10 @@ def compare_results(
     """Hold results to the rule: those of out, lse, dq, dk, dv, dbias and dsink that are there.
 
     Of packed sequences only tokens that are in one count. Shapes and rules are those of
-    `cufa.reference.attention_backward`.
+    `cufa.reference.attention_backward`; q, k and v of 8 bits may have descales among the rules.
     """
-    dtype_name, inputs = str(q.dtype), (q, k, v)
+    dtype_name = str(q.dtype)
+    inputs, rules = as_multiplied(q, k, v, rules)
     rules_of_gradients = {"dlse": dlse, **rules}
     rules_of_gradients |= {f"return_{what}": what in results for what in ("dbias", "dsink")}
     rounding = rounding_of_sums(dtype_name, *inputs, dout, precision=precision, **rules_of_gradients)
@@ -188,8 +195,11 @@ def compare_results(
         names: tuple[str, ...] = ("out", "lse")
         truth: tuple[Array, ...] = reference.attention(*inputs, dtype=judge(dtype_name), **rules)
         exact |= zip(names, truth, strict=True)
-        baseline: tuple[Array, ...] = standard_attention(dtype_name, *inputs, precision=precision, **rules)
+        baseline: tuple[Array, ...] = truth
+        if dtype_name != FLOAT8:
+            baseline = standard_attention(dtype_name, *inputs, precision=precision, **rules)
         standard |= zip(names, baseline, strict=True)
+        rounding["lse"] += rounding_of_lse(dtype_name, exact["lse"])
     if results.keys() - {"out", "lse"}:
         inputs_and_dout, names = (dout, *inputs), gradient_names(rules_of_gradients)
         truth = reference.attention_backward(*inputs_and_dout, dtype=judge(dtype_name), **rules_of_gradients)
@@ -210,6 +220,25 @@ def compare_results(
         )
         for what, actual in results.items()
     ]
+
+
+def as_multiplied(
+    q: Array, k: Array, v: Array, rules: Mapping[str, Any]
+) -> tuple[tuple[Array, Array, Array], dict[str, Any]]:
+    """Q, K and V, those of 8 bits in float32 and times their descales, and the other rules."""
+    others = dict(rules)
+    descales = [others.pop(f"{name}_descale", None) for name in "qkv"]
+    if str(q.dtype) != FLOAT8:
+        return (q, k, v), others
+    kv_heads = k.shape[-2]
+    q, k, v = (descaled(x, by, kv_heads) for x, by in zip((q, k, v), descales, strict=True))
+    return (q, k, v), others
+
+
+def rounding_of_lse(dtype_name: str, lse: Array) -> float:
+    """What tensor cores add to the rounding of an LSE whose scores are sums of 8-bit products."""
+    largest = np.abs(lse).max(where=np.isfinite(lse), initial=1)
+    return FLOAT8_SUM_ERROR * float(largest) if dtype_name == FLOAT8 else 0.0
 
 
 def factor(what: str) -> float:

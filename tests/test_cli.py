@@ -20,7 +20,7 @@ from cufa.cli.options import FeatureOptions, feature_options
 from cufa.cli.options import arguments as arguments_of
 from cufa.device import Device
 from cufa.kernels import COMPANIONS, KERNELS
-from cufa.problem import DTYPES, Problem
+from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES, Problem
 from cufa.timing import time_cpu
 
 WIDTH = 80
@@ -232,6 +232,33 @@ def test_run_without_backward():
     assert [result["name"] for result in document["check"]["results"]] == ["out", "lse"]
 
 
+@pytest.mark.parametrize("scores", [2**22, 2000])
+@pytest.mark.parametrize("descale", [(), ("--descale",)])
+def test_8_bit_floats_have_no_gradients(monkeypatch, descale, scores):
+    monkeypatch.setattr(check, "MAX_SCORES", scores)
+    eight_bits = ("--dtype", FLOAT8, *descale)
+    document = run_json("run", *SMALL, *eight_bits)
+    assert [step["direction"] for step in document["steps"]] == ["forward"]
+    assert document["steps"][0]["problem"]["features"]["descale"] == bool(descale)
+    assert [result["name"] for result in document["check"]["results"]] == ["out", "lse"]
+    assert document["check"]["ok"]
+    assert document["check"]["coverage"].startswith("every element" if scores > 2000 else "a random sample")
+    (point,) = run_json("bench", *eight_bits, "--seqlens", 32, "--batch", 1, "--repeats", 1)["points"]
+    assert (point["direction"], point["dtype"]) == ("forward", FLOAT8)
+    (row,) = run_json("ladder", *SMALL, *eight_bits, "--cpu-threads", 1)["rows"]
+    assert row["check"]["ok"]
+    assert "no gradients" in refused("run", *SMALL, *eight_bits, "--backward")
+
+
+@pytest.mark.parametrize("scores", [2**22, 2000])
+@pytest.mark.parametrize(("index", "result"), [(0, "out"), (1, "lse")])
+def test_8_bit_floats_that_are_wrong_are_found(monkeypatch, index, result, scores):
+    monkeypatch.setattr(check, "MAX_SCORES", scores)
+    corrupt(monkeypatch, "attention", index, lambda x: x + np.asarray(1, x.dtype))
+    document = run_json("run", *SMALL, "--dtype", FLOAT8, code=1)
+    assert [each["name"] for each in document["check"]["results"] if not each["ok"]] == [result]
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -254,6 +281,9 @@ def test_options_of_gradients_are_refused_without_them(options):
         (("bench", "--direction", "forward"), "--direction forward"),
         (("bench", "--kernel", "fwd_4_flash_v2"), "--kernel"),
         (("ladder", "--direction", "forward"), "--direction forward"),
+        (("bench", "--dtype", FLOAT8), FLOAT8),
+        (("ladder", "--dtype", FLOAT8), FLOAT8),
+        (("run", "--dtype", FLOAT8), FLOAT8),
     ],
 )
 def test_what_times_no_gradients_refuses_their_options(arguments, left_out_by):
@@ -534,7 +564,7 @@ def test_features_that_make_no_sense_are_refused(arguments, message):
     "features",
     [
         FeatureOptions(),
-        FeatureOptions(window=(3, None), softcap=2.5, alibi=True, deterministic=True),
+        FeatureOptions(window=(3, None), softcap=2.5, alibi=True, deterministic=True, descale=True),
         FeatureOptions(
             causal=True, sink=True, dropout=0.25, dropout_seed=7, bias="random", mask="random-bits"
         ),
@@ -591,18 +621,18 @@ def test_an_npz_is_read_by_the_arguments_name_or_by_a_key(qkv, tmp_path):
         assert np.array_equal(np.load(tmp_path / "out.npy"), exact)
 
 
-def test_bfloat16_goes_in_and_out_as_numpy_stores_it(qkv, tmp_path):
-    bfloat16 = DTYPES["bfloat16"]
-    stored = [array.astype(bfloat16) for array in qkv]
+@pytest.mark.parametrize(("dtype", "opaque"), [("bfloat16", "V2"), (FLOAT8, "V1")])
+def test_what_numpy_has_no_name_for_goes_in_and_out_as_it_stores_it(qkv, tmp_path, dtype, opaque):
+    stored = [array.astype(INPUT_DTYPES[dtype]) for array in qkv]
     options = []
     for name, array in zip("qkv", stored, strict=True):
         np.save(tmp_path / f"{name}.npy", array)
         options += [f"--{name}", tmp_path / f"{name}.npy"]
-    assert np.load(tmp_path / "q.npy").dtype == np.dtype("V2")
-    assert "add --dtype bfloat16" in refused("run", *options)
-    assert "add --dtype bfloat16" in refused("run", *options, "--dtype", "float16")
-    run("run", *options, "--dtype", "bfloat16", "--out", tmp_path / "out.npy")
-    out = np.load(tmp_path / "out.npy").view(bfloat16)
+    assert np.load(tmp_path / "q.npy").dtype == np.dtype(opaque)
+    assert f"add --dtype {dtype}" in refused("run", *options)
+    assert f"add --dtype {dtype}" in refused("run", *options, "--dtype", "float16")
+    run("run", *options, "--dtype", dtype, "--out", tmp_path / "out.npy")
+    out = np.load(tmp_path / "out.npy").view(DTYPES["bfloat16"])
     assert np.array_equal(out, cufa.attention(*stored, backend="numpy"))
 
 

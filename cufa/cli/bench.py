@@ -14,7 +14,7 @@ import numpy as np
 import cufa
 from cufa.cli import output
 from cufa.cli.options import (
-    DTYPE,
+    INPUT_DTYPE,
     KERNEL,
     LAYOUT,
     SIZE,
@@ -33,6 +33,7 @@ from cufa.cli.workload import (
     Rung,
     Workload,
     bytes_moved,
+    has_gradients,
     make_arrays,
     packed,
     place,
@@ -97,13 +98,13 @@ class _Point:
 @count_option("--kv-heads", "Key-value heads. [--heads]")
 @count_option("--head-dim", "Head dim of queries and keys. [128; CPU 64]")
 @count_option("--value-dim", "Head dim of values. [--head-dim]")
-@click.option("--dtype", type=DTYPE, help="[bfloat16; CPU float32]")
+@click.option("--dtype", type=INPUT_DTYPE, help="[bfloat16; CPU float32]")
 @feature_options()
 @click.option("--layout", type=LAYOUT, default="bshd", show_default=True, help="Order of the axes.")
 @click.option(
     "--direction",
     type=click.Choice((*DIRECTIONS, "both")),
-    help="[those of the kernels, else both]",
+    help="[those of the kernels, else those that the dtype has]",
 )
 @click.option(
     "--kernel",
@@ -149,10 +150,13 @@ def command(
             raise output.Failure(f"--{instead} is instead of --{size}; give one of them")
     on_gpu = use_gpu(backend)
     defaults = _ON_GPU if on_gpu else _ON_CPU
+    problems = _problems(seqlens, defaults, sizes, features)
+    left_out_by = f"--direction {direction}" if direction else "--kernel"
+    if direction is None and not kernels and not has_gradients(problems[0]):
+        direction, left_out_by = "forward", problems[0].dtype
     rungs = _rungs(direction, kernels, dict(tile) or None, arch)
     if all(way == "forward" for way, _ in rungs):
-        refuse_without_backward(f"--direction {direction}" if direction else "--kernel", features)
-    problems = _problems(seqlens, defaults, sizes, features)
+        refuse_without_backward(left_out_by, features)
     rng = np.random.default_rng(seed)
 
     points: list[_Point] = []

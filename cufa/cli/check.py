@@ -22,15 +22,17 @@ import numpy.typing as npt
 from cufa.checking import (
     Comparison,
     Rounded,
+    as_multiplied,
     compare,
     compare_results,
     factor,
     finite,
     judge,
+    rounding_of_lse,
     squared_roundings,
     with_finite_bias,
 )
-from cufa.problem import Direction, check_layout, dtype_name, four_axes
+from cufa.problem import FLOAT8, INPUT_DTYPES, Direction, check_layout, dtype_name, four_axes
 from cufa.reference import Head, Rules, Sequence, exactly
 
 Array = npt.NDArray[Any]
@@ -111,7 +113,7 @@ def check(
     """Check those of out, lse, dq, dk, dv, dbias and dsink that are in `results`.
 
     Args:
-        inputs: NumPy arrays q, k, v and dout, in the layout, and dlse if there is one.
+        inputs: NumPy arrays q, k and v, dout if there are gradients, in the layout, and dlse if there is one.
         results: what `attention` and `attention_backward` made of them.
         layout: as it was for these calls.
         rng: picks the sample.
@@ -120,6 +122,7 @@ def check(
     """
     if rules.get("cu_seqlens_q") is None:
         inputs, results = _bshd(inputs, layout), _bshd(results, layout)
+    inputs = {"dout": np.broadcast_to(np.float32(0), results["out"].shape), **inputs}
     sample = _Sample(inputs, results, rules, precision, rng)
     if sample.scores <= sample.budget:
         q, k, v, dout = (inputs[name] for name in ("q", "k", "v", "dout"))
@@ -178,16 +181,18 @@ class _Sample:
         precision: str,
         rng: np.random.Generator,
     ) -> None:
-        self._inputs = inputs
+        q, k, v = (inputs[name] for name in ("q", "k", "v"))
+        self._dtype = dtype_name(q.dtype, "q", INPUT_DTYPES)
+        (q, k, v), rules = as_multiplied(q, k, v, rules)
+        self._inputs = {**inputs, "q": q, "k": k, "v": v}
         self._results = dict(results)
         if "dbias" in results:
             self._results["dbias"] = results["dbias"].reshape(four_axes(results["dbias"].shape))
         self._rng = rng
-        self._dtype = dtype_name(inputs["q"].dtype, "q")
         self._rounded = Rounded(self._dtype, precision)
         self._rules, self._finite_rules = Rules(**rules), Rules(**with_finite_bias(rules))
-        self._sequences = self._rules.sequences(inputs["q"], inputs["k"])
-        self._heads, self._kv_heads = inputs["q"].shape[-2], inputs["k"].shape[-2]
+        self._sequences = self._rules.sequences(q, k)
+        self._heads, self._kv_heads = q.shape[-2], k.shape[-2]
 
     @property
     def scores(self) -> int:
@@ -302,7 +307,9 @@ class _Sample:
         for sequence, h in heads:
             of_head = sequence, h, rows, keys
             exact = compute(self._matrices(*of_head, judge(self._dtype)), exactly)
-            standard = compute(self._rounded_matrices(*of_head), self._rounded)
+            standard = exact
+            if self._dtype != FLOAT8:
+                standard = compute(self._rounded_matrices(*of_head), self._rounded)
             squares = _squares(self._finite_matrices(*of_head, np.float64), self._rounded)
             for name in places:
                 terms = (fit(of_head[name]) for of_head in (exact, standard, squares))
@@ -312,6 +319,8 @@ class _Sample:
     def _part(self, name: str, place: Any, exact: Any, standard: Any, squares: Any) -> _Part:
         actual = np.asarray(self._results[name][place])
         rounding = math.sqrt(np.max(squares, initial=0))
+        if name == "lse":
+            rounding += rounding_of_lse(self._dtype, np.asarray(exact))
         return _Part(actual, np.asarray(exact), np.asarray(standard).astype(actual.dtype), rounding)
 
     def _head(

@@ -13,15 +13,23 @@ import click
 
 from cufa import CompileError, NVRTCMissingError, jit
 from cufa.cli import output
-from cufa.cli.options import DTYPE, SIZE, count_option, json_option, precision_option, several, tile_option
+from cufa.cli.options import (
+    DTYPE,
+    INPUT_DTYPE,
+    SIZE,
+    count_option,
+    json_option,
+    precision_option,
+    several,
+    tile_option,
+)
 from cufa.device import KNOWN, Arch, Device, target
 from cufa.jit import Variant
 from cufa.kernels import COMPANIONS, KERNELS
 from cufa.plan import Launch, make_plan, make_probabilities_plan
 from cufa.plan.standard import merge_launch, softmax_launch
-from cufa.problem import DTYPES, INPUT_DTYPES, MAX_ALIGN_BYTES, Direction, Features, Problem
+from cufa.problem import DTYPES, MAX_ALIGN_BYTES, Direction, Features, Problem
 
-_INPUT_DTYPE = click.Choice(list(INPUT_DTYPES))
 # The lengths of the plans and of a window; what is compiled does not depend on them.
 _SEQLEN = 4096
 _WINDOW = 256
@@ -179,7 +187,7 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--dtype",
     "dtypes",
-    type=several(_INPUT_DTYPE),
+    type=several(INPUT_DTYPE),
     metavar="DTYPE[,...]",
     default="float16",
     show_default=True,

@@ -10,21 +10,21 @@ from typing import Any
 import numpy as np
 
 from cufa.cli.output import Failure
-from cufa.problem import DTYPES
+from cufa.problem import FLOAT8, INPUT_DTYPES
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 SUFFIXES = (".npy", ".npz")
 
-# How NumPy's format stores bfloat16, whose name it does not know.
-_STORED_BFLOAT16 = np.dtype("V2")
+# How NumPy's format stores dtypes whose names it does not know.
+_STORED = {np.dtype("V2"): ("bfloat16", "two opaque bytes"), np.dtype("V1"): (FLOAT8, "an opaque byte")}
 
 
 def load(name: str, location: str, dtype: str | None) -> Array:
     """The array `name` from FILE or FILE:KEY.
 
     In an .npz file it is the one of that key, by default `name`. With `dtype`, what has another float
-    dtype is converted, and what NumPy stored as two opaque bytes is read as the bfloat16 it is.
+    dtype is converted, and what NumPy stored as opaque bytes is read as the bfloat16 or float8 it is.
 
     Raises Failure if there is no such file or array, or it could only be read by pickle.
     """
@@ -83,13 +83,14 @@ def _member(archive: Any, key: str, option: str) -> Array:
 
 
 def _as_dtype(array: Array, dtype: str | None, option: str) -> Array:
-    if array.dtype == _STORED_BFLOAT16:
-        if dtype != "bfloat16":
+    if array.dtype in _STORED:
+        stored, as_bytes = _STORED[array.dtype]
+        if dtype != stored:
             raise Failure(
-                f"{option}: it holds two opaque bytes for each element, as NumPy stores bfloat16; "
-                "if that is what they are, add --dtype bfloat16"
+                f"{option}: it holds {as_bytes} for each element, as NumPy stores {stored}; "
+                f"if that is what they are, add --dtype {stored}"
             )
-        return array.view(DTYPES["bfloat16"])
+        return array.view(INPUT_DTYPES[stored])
     if dtype is not None and np.issubdtype(array.dtype, np.floating):
-        return array.astype(DTYPES[dtype], copy=False)
+        return array.astype(INPUT_DTYPES[dtype], copy=False)
     return array

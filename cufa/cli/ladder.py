@@ -17,7 +17,7 @@ import cufa
 from cufa import device
 from cufa.cli import check, output
 from cufa.cli.options import (
-    DTYPE,
+    INPUT_DTYPE,
     FeatureOptions,
     arguments,
     backend_option,
@@ -31,6 +31,7 @@ from cufa.cli.workload import (
     DIRECTIONS,
     Rung,
     Workload,
+    has_gradients,
     make_arrays,
     place,
     release_gpu_memory,
@@ -110,10 +111,10 @@ class _Row:
 @count_option("--heads", "Query heads.", least=1)
 @count_option("--kv-heads", "Key-value heads; --heads is a multiple.", least=1)
 @count_option("--head-dim", "Head dim, 1 to 512; with gradients to 256.", least=1)
-@click.option("--dtype", type=DTYPE, help="Of the arrays.")
+@click.option("--dtype", type=INPUT_DTYPE, help="Of the arrays.")
 @feature_options(packed=False)
 @click.option("--no-causal", is_flag=True, help="Where the preset is causal.")
-@click.option("--direction", type=click.Choice((*DIRECTIONS, "both")), default="both", show_default=True)
+@click.option("--direction", type=click.Choice((*DIRECTIONS, "both")), help="[those that the dtype has]")
 @count_option("--cpu-threads", "Threads of the CPU's row. [the preset's, else one a core]", least=1)
 @backend_option
 @seed_option
@@ -122,7 +123,7 @@ def command(
     preset: str,
     features: FeatureOptions,
     no_causal: bool,
-    direction: str,
+    direction: str | None,
     cpu_threads: int | None,
     backend: str | None,
     seed: int,
@@ -139,12 +140,15 @@ def command(
     """
     if features.causal and no_causal:
         raise output.Failure("--causal and --no-causal: only one of them may be given")
-    if direction == "forward":
-        refuse_without_backward("--direction forward", features)
     chosen = _PRESETS[preset]
     problem = _problem(chosen, sizes)
+    if direction == "forward":
+        refuse_without_backward("--direction forward", features)
+    elif direction is None and not has_gradients(problem):
+        refuse_without_backward(problem.dtype, features)
+        direction = "forward"
     features = replace(features, causal=(features.causal or chosen.causal) and not no_causal)
-    asked = [way for way in DIRECTIONS if direction in (way, "both")]
+    asked = [way for way in DIRECTIONS if direction in (way, "both", None)]
     on_gpu = use_gpu(backend)
     rng = np.random.default_rng(seed)
     threads = [cpu_threads or chosen.cpu_threads or cpu_cores()]

@@ -12,13 +12,14 @@ import click
 from cufa.arrays import BACKENDS
 from cufa.cli import output
 from cufa.kernels import KERNELS
-from cufa.problem import DTYPES, LAYOUTS, PRECISIONS, check_window
+from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES, LAYOUTS, PRECISIONS, check_window
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Window = tuple[int | None, int | None]
 
 SIZE = click.IntRange(min=1)
 DTYPE = click.Choice(list(DTYPES))
+INPUT_DTYPE = click.Choice(list(INPUT_DTYPES))
 LAYOUT = click.Choice(list(LAYOUTS))
 KERNEL = click.Choice(list(KERNELS))
 
@@ -121,6 +122,7 @@ class FeatureOptions:
     varlen: tuple[tuple[int, int], ...] | None = None
     seqused_k: tuple[int, ...] | None = None
     deterministic: bool = False
+    descale: bool = False
     precision: str = "ieee"
 
 
@@ -203,6 +205,7 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
         ),
         click.option("--dropout-seed", type=int, default=0, metavar="N", help="Of what is dropped. [0]"),
         click.option("--deterministic", is_flag=True, help="Gradients with the same bits in every run."),
+        click.option("--descale", is_flag=True, help=f"Random descales, for --dtype {FLOAT8}."),
         precision_option,
     ]
     if packed:

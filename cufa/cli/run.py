@@ -12,7 +12,7 @@ import numpy as np
 import cufa
 from cufa.cli import check, files, output
 from cufa.cli.options import (
-    DTYPE,
+    INPUT_DTYPE,
     KERNEL,
     LAYOUT,
     RANDOM,
@@ -31,6 +31,7 @@ from cufa.cli.workload import (
     Rung,
     Workload,
     cu_seqlens,
+    has_gradients,
     make_arrays,
     packed,
     place,
@@ -87,7 +88,7 @@ class _Step:
 @count_option("--kv-heads", "Key-value heads; --heads is a multiple. [--heads]")
 @count_option("--head-dim", "Head dim of queries and keys, 1 to 512; with gradients to 256. [64]")
 @count_option("--value-dim", "Head dim of values, likewise. [--head-dim]")
-@click.option("--dtype", type=DTYPE, help="Of generated arrays; files are converted. [float32]")
+@click.option("--dtype", type=INPUT_DTYPE, help="Of generated arrays; files are converted. [float32]")
 @seed_option
 @feature_options(files=True)
 @click.option("--softmax-scale", type=float, help="Factor on Q K^T. [1 / sqrt(head dim)]")
@@ -100,7 +101,9 @@ class _Step:
 @tile_option("--backward-tile", "backward kernel")
 @click.option("--arch", help="What to compile for, as in compute_80. [this GPU's]")
 @backend_option
-@click.option("--backward/--no-backward", default=True, help="Compute the gradients, too. [yes]")
+@click.option(
+    "--backward/--no-backward", default=None, help="Compute the gradients, too. [if the dtype has them]"
+)
 @click.option("--check/--no-check", "checked", default=True, help="Compare with float64. [yes]")
 @click.option("--explain", is_flag=True, help="Print the plan of the call and its reasons; run nothing.")
 @json_option
@@ -116,7 +119,7 @@ def command(
     backward_tile: tuple[tuple[str, int], ...],
     arch: str | None,
     backend: str | None,
-    backward: bool,
+    backward: bool | None,
     checked: bool,
     explain: bool,
     destination: Path | None,
@@ -137,19 +140,22 @@ def command(
         files.check_destination(destination)
     rng = np.random.default_rng(seed)
     locations = {name: given.pop(name) for name in ("q", "k", "v", "dout")}
-    if not backward:
-        refuse_without_backward(
-            "--no-backward",
-            features,
-            dout=locations["dout"],
-            backward_kernel=backward_kernel,
-            backward_tile=backward_tile,
-        )
+    of_gradients = {
+        "backward_kernel": backward_kernel,
+        "backward_tile": backward_tile,
+        "dout": locations["dout"],
+    }
+    if backward is False:
+        refuse_without_backward("--no-backward", features, **of_gradients)
     from_files = _from_files(locations, features, dtype)
     if "q" in from_files:
         problem = _problem_of(from_files, given, features, layout)
     else:
         problem = _generated(given, dtype or DEFAULT_DTYPE, features)
+    if backward is None:
+        backward = has_gradients(problem)
+        if not backward:
+            refuse_without_backward(problem.dtype, features, **of_gradients)
     rungs: dict[Direction, Rung] = {"forward": Rung(kernel, dict(tile) or None, arch)}
     if backward:
         rungs["backward"] = Rung(backward_kernel, dict(backward_tile) or None, arch)

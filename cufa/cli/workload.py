@@ -19,6 +19,8 @@ from cufa.cli.options import RANDOM_BITS, FeatureOptions
 from cufa.cli.output import library_errors
 from cufa.problem import (
     DTYPES,
+    FLOAT8,
+    INPUT_DTYPES,
     Direction,
     Features,
     Options,
@@ -36,6 +38,7 @@ Arrays = dict[str, Any]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 PLAIN = FeatureOptions()
 _TENSORS = ("q", "k", "v", "dout")
+_DESCALES = ("q_descale", "k_descale", "v_descale")
 # Which part of the keys a random mask leaves for a row to see.
 _MASK_DENSITY = 0.8
 
@@ -201,6 +204,11 @@ def packed(problem: Problem, features: FeatureOptions) -> Problem:
     )
 
 
+def has_gradients(problem: Problem) -> bool:
+    """Whether there is a backward for its dtype."""
+    return problem.dtype != FLOAT8
+
+
 def shapes_of(problem: Problem, layout: str) -> dict[str, Shape]:
     """The shapes of q, k, v and dout in a layout."""
     batch, row, head = check_layout(layout)
@@ -254,9 +262,13 @@ def _described(problem: Problem, features: FeatureOptions, layout: str) -> Array
     def zeros(dtype: Any, *shape: int) -> Any:
         return np.broadcast_to(np.zeros((), dtype), shape)
 
-    dtype, heads = DTYPES[problem.dtype], problem.heads
+    dtype, heads = INPUT_DTYPES[problem.dtype], problem.heads
     rows, keys = problem.seqlen_q, problem.seqlen_k
     described = {name: zeros(dtype, *shape) for name, shape in shapes_of(problem, layout).items()}
+    if not has_gradients(problem):
+        del described["dout"]
+    if features.descale:
+        described |= dict.fromkeys(_DESCALES, zeros(np.float32, problem.batch, problem.kv_heads))
     if features.varlen is not None:
         rows, keys = (max(side) for side in zip(*features.varlen, strict=True))
         described |= cu_seqlens(features)
@@ -286,6 +298,8 @@ def _draw(name: str, described: Any, rng: np.random.Generator) -> Any:
         return _seen(rng, shape)
     if name in (*_TENSORS, "bias", "sink", "dlse"):
         return normal(rng, shape, dtype)
+    if name in _DESCALES:
+        return rng.uniform(0.5, 2, shape).astype(dtype)
     return described
 
 
@@ -318,7 +332,7 @@ def to_gpu(host: Arrays) -> Arrays:
     import cupy
 
     with library_errors():
-        return {name: cupy.asarray(array) for name, array in host.items()}
+        return {name: cupy.asarray(arrays.as_bytes(array)).view(array.dtype) for name, array in host.items()}
 
 
 def to_host(arrays: Arrays) -> Arrays:
@@ -341,6 +355,7 @@ def bytes_moved(problem: Problem) -> int:
     # The forward writes out where dout is counted; the backward reads out, too, and writes gradients.
     times = 2 if problem.direction == "backward" else 1
     moved = times * tensors * problem.itemsize + math.prod(lse_shape(problem)) * problem.accumulator.itemsize
+    moved += math.prod(output_shape(problem, "bshd")) * (problem.output.itemsize - problem.itemsize)
     if features.bias is not None and features.bias_dtype is not None:
         times = 2 if "bias" in features.gradients else 1
         moved += times * math.prod(features.bias) * DTYPES[features.bias_dtype].itemsize

@@ -75,11 +75,14 @@ def sanitizer() -> dict[str, Any]:
     return {"ok": done.returncode == 0, "tools": done.stdout.splitlines()}
 
 
-def ladders() -> dict[str, Any]:
-    return {
-        name: json.loads(run("-m", "cufa.cli", "ladder", "--preset", name, "--json").stdout)
-        for name in LADDERS
-    }
+def ladder(name: str) -> Any:
+    return json.loads(run("-m", "cufa.cli", "ladder", "--preset", name, "--json").stdout)
+
+
+def write(record: dict[str, Any]) -> None:
+    """Write what has been measured so far: a run that is stopped has not been for nothing."""
+    RECORD.parent.mkdir(parents=True, exist_ok=True)
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def main() -> int:
@@ -90,19 +93,21 @@ def main() -> int:
     # What is right is found out side by side, what is fast afterwards, alone.
     with ThreadPoolExecutor() as pool:
         testing, sanitizing = pool.submit(tests), pool.submit(sanitizer)
-    record = {
+    record: dict[str, Any] = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "kernels_sha256": kernels_digest(),
         "versions": versions(),
         "info": info,
         "tests": testing.result(),
         "sanitizer": sanitizing.result(),
-        "jit": json.loads(run("scripts/bench_jit.py").stdout),
-        "cpu": json.loads(run("scripts/bench_cpu.py", "--json").stdout),
-        "ladder": ladders(),
     }
-    RECORD.parent.mkdir(parents=True, exist_ok=True)
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    write(record)
+    record["jit"] = json.loads(run("scripts/bench_jit.py").stdout)
+    record["cpu"] = json.loads(run("scripts/bench_cpu.py", "--json").stdout)
+    record["ladder"] = {}
+    for name in LADDERS:
+        record["ladder"][name] = ladder(name)
+        write(record)
     print(f"written to {RECORD}")
     return 0 if record["tests"]["ok"] and record["sanitizer"]["ok"] is not False else 1
 

@@ -102,6 +102,21 @@ class HopperKernel(Kernel):
     ascending_only: bool = True
 
 
+@dataclass(frozen=True)
+class SplitKernel(Kernel):
+    """A rung for few queries, whose rows are those of all heads that share a KV head."""
+
+    max_rows: int = 64
+
+    def unsuited(self, problem: Problem, device: Device) -> str | None:
+        """As `Kernel.unsuited`: not for more rows than a block has, for which keys would be read again."""
+        sequences = max(1, problem.batch) if problem.features.packed else 1
+        rows = -(-problem.seqlen_q // sequences) * problem.heads // max(1, problem.kv_heads)
+        if rows > self.max_rows:
+            return f"{self.name} is for up to {self.max_rows} queries that share keys, and this has {rows}"
+        return super().unsuited(problem, device)
+
+
 def _has_tensor_cores(dtype: str, device: Device) -> bool:
     if dtype == "float64":
         return device.arch.capability in _FLOAT64_TENSOR_CORES
@@ -192,6 +207,18 @@ _LADDER = (
         memory="O(N)",
         dtypes=(FLOAT8,),
         features=frozenset(("window", "softcap", "sink", "seqused_k")),
+    ),
+    SplitKernel(
+        name="fwd_8_split_kv",
+        direction="forward",
+        entries=("fwd_8_split_kv", "merge_splits"),
+        idea="few queries: heads that share keys in one tile, keys split among blocks, parts merged",
+        paper="Dao et al. 2023",
+        memory="O(N)",
+        dtypes=("float16", "bfloat16"),
+        min_capability=(8, 0),
+        tensor_cores=True,
+        features=frozenset(("window", "softcap", "alibi_slopes", "sink", "cu_seqlens", "seqused_k")),
     ),
     Kernel(
         name="bwd_1_naive",

@@ -34,27 +34,30 @@ struct MmaTile {
 };
 
 // Makes the columns that are padding zero. Copies leave them alone, so once is enough.
+//
+// Here and below, those who take part are the first Threads threads of the block; or others, if
+// each says which of them it is.
 template <int Threads, int Cols, class Tile>
-__device__ inline void clear_padding(Tile& tile) {
+__device__ inline void clear_padding(Tile& tile, unsigned int thread = threadIdx.x) {
     constexpr int kPadding = Tile::kCols - Cols;
     if constexpr (kPadding > 0) {
-        for (int i = threadIdx.x; i < Tile::kRows * kPadding; i += Threads) {
+        for (int i = thread; i < Tile::kRows * kPadding; i += Threads) {
             *tile.at(i / kPadding, Cols + i % kPadding) = scalar_t{};
         }
     }
 }
 
 // Starts the copy of rows [first_row, first_row + Rows) and Cols columns into a tile; rows from
-// end_row on become zeros. The whole block takes part: a thread keeps to one column of chunks, so
-// that what it adds to its addresses from row to row is the same for all.
+// end_row on become zeros. A thread keeps to one column of chunks, so that what it adds to its
+// addresses from row to row is the same for all.
 template <int Threads, int Cols, class Tile>
 __device__ inline void copy_tile(Tile& tile, Matrix<const scalar_t> source, int first_row,
-                                 int end_row) {
+                                 int end_row, unsigned int thread = threadIdx.x) {
     constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), Cols & -Cols);
     constexpr int kRowThreads = min_of(Cols / kChunk, Threads);
     constexpr int kRowsAtOnce = floor_power_of_two(Threads / kRowThreads);
 
-    const int row = threadIdx.x / kRowThreads, first_col = threadIdx.x % kRowThreads * kChunk;
+    const int row = thread / kRowThreads, first_col = thread % kRowThreads * kChunk;
     if (Threads != kRowsAtOnce * kRowThreads && row >= kRowsAtOnce) return;
     const scalar_t* const from = source.row(first_row + row);
     const bool whole = first_row + Tile::kRows <= end_row;
@@ -74,11 +77,11 @@ __device__ inline void copy_tile(Tile& tile, Matrix<const scalar_t> source, int 
 
 // Whether this thread, of all that look together, finds NaN or infinity in a tile.
 template <int Threads, class Tile>
-__device__ inline bool finds_nonfinite(const Tile& tile) {
+__device__ inline bool finds_nonfinite(const Tile& tile, unsigned int thread = threadIdx.x) {
     constexpr int kRowChunks = Tile::kCols / kMatrixCols;
     unsigned int found = 0;
 #pragma unroll 1  // it runs for few tiles, and registers are what the others lack
-    for (int i = threadIdx.x; i < Tile::kRows * kRowChunks; i += Threads) {
+    for (int i = thread; i < Tile::kRows * kRowChunks; i += Threads) {
         const scalar_t* chunk = tile.at(i / kRowChunks, i % kRowChunks * kMatrixCols);
         if constexpr (sizeof(scalar_t) == 2) {
             using Pairs = Pack<unsigned int, kMatrixCols / 2>;

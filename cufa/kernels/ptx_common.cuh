@@ -1,4 +1,4 @@
-// Inline PTX that every arch from sm_75 on has: conversions and fast functions.
+// Inline PTX that every arch from sm_75 on has: barriers, conversions and fast functions.
 #pragma once
 
 namespace ptx {
@@ -8,6 +8,16 @@ namespace ptx {
 __device__ inline int anew(int x) {
     asm volatile("" : "+r"(x));
     return x;
+}
+
+// Barrier `id` of Threads threads of the block: arrives and waits, or only arrives.
+template <int Threads>
+__device__ inline void named_barrier_sync(int id) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(Threads) : "memory");
+}
+template <int Threads>
+__device__ inline void named_barrier_arrive(int id) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(Threads) : "memory");
 }
 
 __device__ inline float float_from_half(unsigned short bits) {

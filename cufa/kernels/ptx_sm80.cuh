@@ -38,6 +38,21 @@ __device__ inline void wait_copies() {
 #endif
 }
 
+// Makes a group of the copies that this thread has started since the group before.
+__device__ inline void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until the copies of this thread are in shared memory but those of its last Groups groups.
+template <int Groups>
+__device__ inline void wait_copies_but() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(Groups) : "memory");
+#endif
+}
+
 // d += a b for 16x16 a and 16x8 b, in float32. With g = lane / 4 and t = lane % 4, a lane has
 //   of a: (row g, columns 2t, 2t+1), (g+8, same), (g, columns 2t+8, 2t+9), (g+8, same)
 //   of b: (rows 2t, 2t+1, column g), (rows 2t+8, 2t+9, column g)

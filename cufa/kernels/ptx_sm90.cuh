@@ -60,16 +60,6 @@ __device__ inline bool barrier_try_wait(Barrier& barrier, unsigned int parity) {
     return ended != 0;
 }
 
-// Barrier `id` of Threads threads of the block: arrives and waits, or only arrives.
-template <int Threads>
-__device__ inline void named_barrier_sync(int id) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(Threads) : "memory");
-}
-template <int Threads>
-__device__ inline void named_barrier_arrive(int id) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(Threads) : "memory");
-}
-
 // Brings a tensor's description into the cache that copies read it from.
 __device__ inline void prefetch_tensor_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");

@@ -98,20 +98,23 @@ __device__ inline int row_tiles(int batch, int seqlen) {
 
 // Tile number `tile`. In packed sequences, sequence b has the tiles from cu_seqlens[b] / Rows + b
 // on: as many as it needs or a few more, whose first row is past its end. So nobody has to know how
-// long each sequence is to count the tiles or to find one.
+// long each sequence is to count the tiles or to find one. Each token may have several rows, which
+// `seqlen` counts.
 template <int Rows>
-__device__ inline RowTile row_tile(int tile, int batch, int seqlen, const int* cu_seqlens) {
+__device__ inline RowTile row_tile(int tile, int batch, int seqlen, const int* cu_seqlens,
+                                   int rows_of_token = 1) {
     if constexpr (!kPacked) {
         const int tiles = (seqlen + Rows - 1) / Rows;
         return {tile / tiles, tile % tiles * Rows};
     }
-    tile += cu_seqlens[0] / Rows;  // rows before the first sequence have no tiles
+    tile += cu_seqlens[0] * rows_of_token / Rows;  // rows before the first sequence have no tiles
     int sequence = 0;
     for (int end = batch; end - sequence > 1;) {
         const int middle = (sequence + end) / 2;
-        (cu_seqlens[middle] / Rows + middle <= tile ? sequence : end) = middle;
+        const int first_tile = cu_seqlens[middle] * rows_of_token / Rows + middle;
+        (first_tile <= tile ? sequence : end) = middle;
     }
-    return {sequence, (tile - cu_seqlens[sequence] / Rows - sequence) * Rows};
+    return {sequence, (tile - cu_seqlens[sequence] * rows_of_token / Rows - sequence) * Rows};
 }
 
 // Which tile of which head a block has, heads being counted over the whole batch. Heads come in

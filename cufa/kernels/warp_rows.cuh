@@ -1,5 +1,4 @@
-// Work on whole rows before and after the backward's main kernel: a warp for each row of each query
-// head.
+// Work on whole rows before and after a main kernel: a warp for each row of each query head.
 #pragma once
 
 #include "memory.cuh"
@@ -30,7 +29,8 @@ struct WarpRow {
           row(index % sizes.seqlen_q) {}
 
     // Packed arrays may have rows before the first sequence and after the last.
-    __device__ bool is_of_a_sequence(const BackwardParams& params) const {
+    template <class Params>
+    __device__ bool is_of_a_sequence(const Params& params) const {
         if constexpr (!kPacked) return true;
         const int* cu_seqlens = params.features.cu_seqlens_q;
         return row >= cu_seqlens[0] && row < cu_seqlens[params.sizes.batch];

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from cufa.device import Device
 from cufa.kernels import Kernel, best_kernel, kernel_named, passed_over
-from cufa.plan import fp8, mma, standard, tiled, wgmma, wgmma_backward
+from cufa.plan import fp8, mma, split_kv, standard, tiled, wgmma, wgmma_backward
 from cufa.plan.record import Launch, Macro, Part, Plan, Scratch, TensorBox
 from cufa.problem import Problem
 
@@ -33,6 +33,7 @@ _PLANNERS: dict[str, Callable[[Problem, Device, Mapping[str, int]], Part]] = {
     "fwd_5_mma": mma.forward,
     "fwd_6_wgmma": wgmma.forward,
     "fwd_7_fp8": fp8.forward,
+    "fwd_8_split_kv": split_kv.forward,
     "bwd_1_naive": standard.backward,
     "bwd_2_flash_v2": tiled.flash_v2_backward,
     "bwd_3_mma": mma.backward,

@@ -42,8 +42,10 @@ void write_shared(void* address, unsigned bytes);
 // A copy of `valid` bytes and zeros after them into shared memory. Until the calling thread waits
 // for it the destination holds NaN, and touching it is a race.
 void copy_async(void* to, const void* from, unsigned bytes, unsigned valid);
-// Waits for all copies of the calling thread.
-void wait_copies();
+// Ends a group: the calling thread's copies that are in none yet.
+void commit_copies();
+// Waits for the calling thread's copies but those of its last groups.
+void wait_copies(unsigned pending_groups);
 
 // The offset of an address in shared memory.
 unsigned shared_address(const void* address);

@@ -7,6 +7,15 @@ inline int anew(int x) {
     return x;
 }
 
+template <int Threads>
+inline void named_barrier_sync(int id, EMULATOR_HERE) {
+    emulator::named_barrier("bar.sync", id, Threads, true, file, line);
+}
+template <int Threads>
+inline void named_barrier_arrive(int id, EMULATOR_HERE) {
+    emulator::named_barrier("bar.arrive", id, Threads, false, file, line);
+}
+
 inline float float_from_half(unsigned short bits) {
     const unsigned magnitude = bits & 0x7fffu, sign = (bits & 0x8000u) << 16;
     // Moved to where a float32 has its exponent and mantissa, it is 2^112 times too small, and so

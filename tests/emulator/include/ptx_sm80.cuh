@@ -17,7 +17,17 @@ __forceinline__ void copy_async(void* to, const void* from, bool inside) {
 }
 
 inline void wait_copies() {
-    emulator::wait_copies();
+    emulator::commit_copies();
+    emulator::wait_copies(0);
+}
+
+inline void commit_copies() {
+    emulator::commit_copies();
+}
+
+template <int Groups>
+inline void wait_copies_but() {
+    emulator::wait_copies(Groups);
 }
 
 namespace twin {

@@ -39,15 +39,6 @@ inline bool barrier_try_wait(Barrier& barrier, unsigned int parity, EMULATOR_HER
     return true;
 }
 
-template <int Threads>
-inline void named_barrier_sync(int id, EMULATOR_HERE) {
-    emulator::named_barrier("bar.sync", id, Threads, true, file, line);
-}
-template <int Threads>
-inline void named_barrier_arrive(int id, EMULATOR_HERE) {
-    emulator::named_barrier("bar.arrive", id, Threads, false, file, line);
-}
-
 inline void prefetch_tensor_map(const TensorMap&) {}
 
 inline void copy_box(void* to, const TensorMap& map, Barrier& barrier, int x0, int x1, int x2,

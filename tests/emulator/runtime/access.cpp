@@ -1,4 +1,5 @@
 // What a kernel may do to memory and what not.
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 
@@ -145,11 +146,20 @@ void Block::start_copy(const Copy& copy, const void* return_to) {
     check_shared(Access::Kind::kCopy, copy.to, copy.bytes, return_to);
     std::memset(copy.to, 0xff, copy.bytes);
     running_->copies.push_back(copy);
+    running_->copies.back().group = running_->copy_groups;
 }
 
-void Block::wait_copies(const void* return_to) {
+void Block::commit_copies() {
+    ++running_->copy_groups;
+}
+
+void Block::wait_copies(unsigned pending_groups, const void* return_to) {
     const Access now = access_now(Access::Kind::kWrite, return_to);
-    for (const Copy& copy : running_->copies) {
+    std::vector<Copy>& copies = running_->copies;
+    const auto pending = std::find_if(copies.begin(), copies.end(), [&](const Copy& copy) {
+        return copy.group + pending_groups >= running_->copy_groups;
+    });
+    for (const Copy& copy : std::vector<Copy>(copies.begin(), pending)) {
         std::memcpy(copy.to, copy.from, copy.valid);
         std::memset(copy.to + copy.valid, 0, copy.bytes - copy.valid);
         shared_.each_history(number(copy.to), copy.bytes, [&](History& history) {
@@ -157,7 +167,7 @@ void Block::wait_copies(const void* return_to) {
             return false;
         });
     }
-    running_->copies.clear();
+    copies.erase(copies.begin(), pending);
 }
 
 void Block::fence_proxy() {

@@ -93,6 +93,7 @@ void Block::begin(unsigned index) {
         thread.past.clear();
         tick(thread);
         thread.copies.clear();
+        thread.copy_groups = 0;
         thread.products = {};
         thread.stores = {};
         thread.polled = nullptr;

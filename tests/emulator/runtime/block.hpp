@@ -61,6 +61,7 @@ struct Copy {
     unsigned char* to;
     const unsigned char* from;
     unsigned bytes, valid;
+    unsigned group = 0;  // how many its thread had committed before
 };
 
 struct Thread {
@@ -81,7 +82,8 @@ struct Thread {
     State state = State::kReady;
     Meeting meeting{};
     Past past;
-    std::vector<Copy> copies;
+    std::vector<Copy> copies;  // the oldest first
+    unsigned copy_groups = 0;
     Products products;
     BulkStores stores;
     // What it acquired last: to see it again means to wait.
@@ -115,7 +117,8 @@ class Block {
     void check_shared(Access::Kind kind, const void* address, std::size_t size,
                       const void* return_to);
     void start_copy(const Copy& copy, const void* return_to);
-    void wait_copies(const void* return_to);
+    void commit_copies();
+    void wait_copies(unsigned pending_groups, const void* return_to);
     void fence_proxy();
     [[noreturn]] void fail(const std::string& message, const std::string& details = "");
 

@@ -89,8 +89,12 @@ void copy_async(void* to, const void* from, unsigned bytes, unsigned valid) {
     Block::current().start_copy(copy, __builtin_return_address(0));
 }
 
-void wait_copies() {
-    Block::current().wait_copies(__builtin_return_address(0));
+void commit_copies() {
+    Block::current().commit_copies();
+}
+
+void wait_copies(unsigned pending_groups) {
+    Block::current().wait_copies(pending_groups, __builtin_return_address(0));
 }
 
 unsigned shared_address(const void* address) {

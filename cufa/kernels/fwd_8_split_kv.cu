@@ -1,0 +1,374 @@
+// fwd_8_split_kv: few queries and many keys, as in decoding (flash-decoding: Dao et al. 2023).
+//
+// Change from fwd_5_mma: what takes time is to read K and V, so they are read once, by all SMs. The
+// rows of a tile are the queries of all heads that share a KV head. The keys are parted: among
+// blocks, so that there are enough of them, and among the teams of a block, a warp for each 16
+// rows, each of which has a ring of tiles of its own and waits for nobody else. What the teams
+// found is merged in shared memory, and what the blocks found by a second launch.
+//
+// Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
+//          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim)
+// Owns     block: BLOCK_M rows of one KV head and a part of its keys; team: each kTeams-th tile of
+//          BLOCK_N of those keys; warp: 16 rows
+// Shared   Q tile; STAGES tiles of K and of V for each team, where later its part is
+// Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
+//          there is a sink. With SPLIT_KEYS, parts of rows into the workspace, which merge_splits
+//          makes that of.
+#include "key_tiles.cuh"
+#include "mma_tiles.cuh"
+#include "row_parts.cuh"
+#include "score_rules.cuh"
+#include "warp_rows.cuh"
+
+constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES;
+constexpr bool kSplitKeys = SPLIT_KEYS;  // several blocks part the keys of a tile
+constexpr int kMergeThreads = MERGE_THREADS;
+constexpr int kWarps = THREADS / 32, kTeamWarps = kBlockM / kMmaM, kTeams = kWarps / kTeamWarps;
+constexpr int kTeamThreads = kTeamWarps * 32;
+static_assert(kTeamWarps * kMmaM == kBlockM, "a warp must own 16 rows");
+static_assert(kTeams * kTeamWarps == kWarps, "BLOCK_M / 16 must divide the warps");
+static_assert(kBlockN % kMmaK == 0, "BLOCK_N must be a multiple of 16");
+static_assert(kStages > 1, "a tile is copied while another one is worked on");
+static_assert(sizeof(ForwardParams) == PARAMS_BYTES, "the host passes a different struct");
+
+struct Stage {
+    MmaTile<kBlockN, kHeadDim> k;
+    MmaTile<kBlockN, kValueDim> v;
+};
+
+struct Smem {
+    MmaTile<kBlockM, kHeadDim> q;
+    union {
+        Stage stages[kTeams][kStages];
+        RowPart parts[kTeams][kBlockM];
+    };
+};
+
+struct MergeSmem {
+    RowPart parts[kMergeThreads / 32];
+};
+
+using Scores = Accumulators<1, kBlockN>;
+
+// Who a thread is.
+__device__ inline int team() {
+    return threadIdx.x / kTeamThreads;
+}
+__device__ inline int team_thread() {
+    return threadIdx.x % kTeamThreads;
+}
+__device__ inline void sync_team() {
+    constexpr int kFirstTeam = 1;  // barrier 0 is the block's
+    if constexpr (kTeamWarps == 1) {
+        __syncwarp();
+    } else {
+        ptx::named_barrier_sync<kTeamThreads>(kFirstTeam + team());
+    }
+}
+// The warp's first row of the block's tile, and a lane's in each half of its fragments.
+__device__ inline int warp_row() {
+    return team_thread() / 32 * kMmaM;
+}
+__device__ inline int row_of(int half) {
+    return warp_row() + half * 8 + threadIdx.x % 32 / 4;
+}
+// The first of the two columns that a lane has of fragment `n`.
+__device__ inline int col_of(int n) {
+    return n * kMmaN + threadIdx.x % 4 * 2;
+}
+
+// How many query heads share a KV head.
+__device__ inline int group_of(const Sizes& sizes) {
+    return sizes.heads / sizes.kv_heads;
+}
+
+// How many blocks part the keys of a tile of rows. Both launches have the same grid.
+__device__ inline int splits_of(const Sizes& sizes) {
+    const int tiles = row_tiles<kBlockM>(sizes.batch, sizes.seqlen_q * group_of(sizes));
+    return gridDim.x / (tiles * sizes.kv_heads);
+}
+
+// What a block works on: rows of a KV head from first_row on, a query's heads being neighbours.
+struct Work {
+    Sequence sequence;
+    int kv_head, group, first_row, split;
+
+    __device__ int rows() const { return sequence.seqlen_q * group; }
+    __device__ int query(int row) const { return (first_row + row) / group; }
+    __device__ int head(int row) const { return kv_head * group + (first_row + row) % group; }
+};
+
+__device__ inline Work work_of_block(const ForwardParams& params) {
+    const Sizes& sizes = params.sizes;
+    const int group = group_of(sizes), splits = splits_of(sizes);
+    const int head_splits = blockIdx.x / sizes.kv_heads;
+    const auto [batch, first_row] =
+        row_tile<kBlockM>(head_splits / splits, sizes.batch, sizes.seqlen_q * group,
+                          params.features.cu_seqlens_q, group);
+    return {Sequence(params, batch), static_cast<int>(blockIdx.x % sizes.kv_heads), group,
+            first_row, head_splits % splits};
+}
+
+// The block's tiles of keys: those that its rows see, parted as evenly as whole tiles can be.
+struct SplitTiles {
+    int begin, end;
+
+    __device__ SplitTiles(const KeyTiles<kBlockN>& keys, int split, int splits) {
+        const long long tiles = ceil_div(max(keys.end - keys.begin, 0), kBlockN);
+        begin = keys.begin / kBlockN + static_cast<int>(tiles * split / splits);
+        end = keys.begin / kBlockN + static_cast<int>(tiles * (split + 1) / splits);
+    }
+};
+
+// Starts the copy of the block's rows of Q; rows past the last become zeros.
+__device__ inline void copy_queries(Smem& smem, const ForwardParams& params, const Work& work) {
+    constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), kHeadDim & -kHeadDim);
+    constexpr int kRowChunks = kHeadDim / kChunk;
+#pragma unroll 1  // it is short, and comes once
+    for (int i = threadIdx.x; i < kBlockM * kRowChunks; i += THREADS) {
+        const int row = i / kRowChunks, col = i % kRowChunks * kChunk;
+        const auto q = work.sequence.queries<const scalar_t>(params.q, work.head(row));
+        const bool inside = work.first_row + row < work.rows();
+        ptx::copy_async<kChunk * sizeof(scalar_t)>(smem.q.at(row, col),
+                                                   q.row(work.query(row)) + col, inside);
+    }
+}
+
+// Where a team gets its tiles of K and V.
+struct Source {
+    Matrix<const scalar_t> k, v;
+    int end_key;
+
+    // Starts the copy of a tile, if it is before `end_tile`; in any case it is one more group.
+    __device__ void copy(Stage& stage, int tile, int end_tile) const {
+        if (tile < end_tile) {
+            copy_tile<kTeamThreads, kHeadDim>(stage.k, k, tile * kBlockN, end_key, team_thread());
+            copy_tile<kTeamThreads, kValueDim>(stage.v, v, tile * kBlockN, end_key, team_thread());
+        }
+        ptx::commit_copies();
+    }
+};
+
+// What a lane has rows of in each half of its fragments: the queries, and the rules of the heads.
+struct LaneRows {
+    int query[2];
+    ScoreRules rules[2];
+
+    __device__ LaneRows(const ForwardParams& params, const Work& work)
+        : query{work.query(row_of(0)), work.query(row_of(1))},
+          rules{{params, work.sequence, work.head(row_of(0))},
+                {params, work.sequence, work.head(row_of(1))}} {}
+};
+
+// Makes scores of products; those of keys that a row does not see become -inf.
+__device__ inline void apply(Scores& s, const LaneRows& rows, int first_key, bool masked) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int n = 0; n < kBlockN / kMmaN; ++n)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int query = rows.query[half], key = first_key + col_of(n) + e;
+                acc_t& score = s[0][n][2 * half + e];
+                const bool seen = !masked || rows.rules[half].sees(query, key);
+                score = seen ? rows.rules[half].score(score, query, key) : negative_infinity();
+            }
+}
+
+// What a warp has found out about its rows from the keys that it has seen.
+struct Findings {
+    OnlineSoftmax softmax[2];
+    Accumulators<1, kPartCols> o;
+
+    // Takes in one tile of scores and turns them into P.
+    __device__ void exponentiate(Scores& s) {
+        acc_t largest[2];
+        bool raised = false;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            largest[half] = largest_of(s[0], half);
+            raised |= largest[half] > softmax[half].max;
+        }
+        if (__any_sync(0xffffffffu, raised)) raise(largest);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int n = 0; n < kBlockN / kMmaN; ++n)
+#pragma unroll
+                for (int e = 2 * half; e < 2 * half + 2; ++e) {
+                    s[0][n][e] = softmax[half].weight(s[0][n][e]);
+                }
+    }
+
+    // Leaves them where parts of rows are merged.
+    __device__ void store(RowPart* parts) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            RowPart& part = parts[row_of(half)];
+            softmax[half].total<4>();
+            if (threadIdx.x % 4 == 0) part.softmax = softmax[half];
+#pragma unroll
+            for (int n = 0; n < kPartCols / kMmaN; ++n) {
+                *reinterpret_cast<Pack<acc_t, 2>*>(part.sums + col_of(n)) = {o[0][n][2 * half],
+                                                                             o[0][n][2 * half + 1]};
+            }
+        }
+    }
+
+  private:
+    __device__ static acc_t largest_of(const Fragment (&row)[kBlockN / kMmaN], int half) {
+        acc_t largest = negative_infinity();
+#pragma unroll
+        for (int n = 0; n < kBlockN / kMmaN; ++n) {
+            largest = max(largest, max(row[n][2 * half], row[n][2 * half + 1]));
+        }
+        return lanes_max<4>(largest);
+    }
+
+    __device__ void raise(const acc_t (&largest)[2]) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const acc_t shrink = softmax[half].raise_max(largest[half]);
+#pragma unroll
+            for (int n = 0; n < kPartCols / kMmaN; ++n) {
+                o[0][n][2 * half] *= shrink;
+                o[0][n][2 * half + 1] *= shrink;
+            }
+        }
+    }
+};
+
+// Where a mask cuts through a tile, a value that is NaN or infinite must reach the rows that see
+// its key and no other; but in the product 0 * NaN is NaN. Such values are added here to the
+// outputs of the rows that see them, whatever their weight, and are zero in the product.
+__device__ inline void take_out_nonfinite(Findings& found, Stage& stage, const LaneRows& rows,
+                                          int first_key) {
+    // Each warp looks at all values, so that all of a team go the same way.
+    const unsigned int lane = threadIdx.x % 32;
+    if (!__any_sync(0xffffffffu, finds_nonfinite<32>(stage.v, lane))) return;
+
+#pragma unroll 1
+    for (int key = 0; key < kBlockN; ++key)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (!rows.rules[half].sees(rows.query[half], first_key + key)) continue;
+#pragma unroll
+            for (int n = 0; n < kPartCols / kMmaN; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const scalar_t value = *stage.v.at(key, col_of(n) + e);
+                    if (!is_finite(value)) found.o[0][n][2 * half + e] += to_acc(value);
+                }
+        }
+    sync_team();  // every warp has seen them
+    for (int i = team_thread(); i < kBlockN * kPartCols; i += kTeamThreads) {
+        scalar_t& value = *stage.v.at(i / kPartCols, i % kPartCols);
+        if (!is_finite(value)) value = scalar_t{};
+    }
+    sync_team();
+}
+
+// One tile of keys, which is there.
+__device__ inline void attend(Findings& found, const Smem& smem, Stage& stage, const LaneRows& rows,
+                              const KeyTiles<kBlockN>& keys, int first_key) {
+    const bool masked = keys.masked(first_key);
+    Scores s = {};
+    add_product_nt<1, kBlockN>(s, smem.q, warp_row(), stage.k);
+    apply(s, rows, first_key, masked);
+    found.exponentiate(s);
+    if (kCutTiles && masked) take_out_nonfinite(found, stage, rows, first_key);
+    add_product_pn<1, kBlockN, kPartCols>(found.o, s, stage.v);
+}
+
+// Ends a row that is merged, and writes it: a warp's work.
+__device__ inline void write_row(MergedRow& row, const ForwardParams& params,
+                                 const Sequence& sequence, int head, int query) {
+    const acc_t factor = end_row<1>(row.softmax, ScoreRules(params, sequence, head));
+    row.write(sequence.queries<scalar_t>(params.o, head).row(query), factor);
+    acc_t* lse = static_cast<acc_t*>(params.lse);
+    if (lse && threadIdx.x % 32 == 0) {
+        lse[sequence.first_row(head, params.sizes) + query] = row.softmax.lse();
+    }
+}
+
+// The parts of a row that the blocks found lie one after the other, rows as in the LSE.
+__device__ inline RowPart* parts_of(const ForwardParams& params, long long row, int splits) {
+    return static_cast<RowPart*>(params.workspace) + row * splits;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    fwd_8_split_kv(const __grid_constant__ ForwardParams params) {
+    Smem& smem = shared_memory<Smem>();
+    const Work work = work_of_block(params);
+    if (kPacked && work.first_row >= work.rows()) return;  // it is none of the sequence's tiles
+
+    const LaneRows rows(params, work);
+    const int last_row = min(kBlockM, work.rows() - work.first_row) - 1;
+    const KeyTiles<kBlockN> keys(rows.rules[0].mask, work.query(0),
+                                 work.query(last_row) - work.query(0) + 1);
+    const int splits = splits_of(params.sizes);
+    const SplitTiles tiles(keys, work.split, splits);
+    const Source source{work.sequence.keys<const scalar_t>(params.k, work.kv_head),
+                        work.sequence.keys<const scalar_t>(params.v, work.kv_head), keys.end};
+    Stage* const stages = smem.stages[team()];
+
+    clear_padding<THREADS, kHeadDim>(smem.q);
+    copy_queries(smem, params, work);
+    ptx::commit_copies();
+    int tile = tiles.begin + team(), ahead = tile;
+#pragma unroll
+    for (int stage = 0; stage < kStages; ++stage) {
+        clear_padding<kTeamThreads, kHeadDim>(stages[stage].k, team_thread());
+        clear_padding<kTeamThreads, kValueDim>(stages[stage].v, team_thread());
+        if (stage == kStages - 1) continue;  // the loop begins with its copy
+        source.copy(stages[stage], ahead, tiles.end);
+        ahead += kTeams;
+    }
+    ptx::wait_copies_but<kStages - 1>();
+    __syncthreads();  // Q is there
+
+    Findings found = {};
+    for (int stage = 0; tile < tiles.end; tile += kTeams, ahead += kTeams) {
+        ptx::wait_copies_but<kStages - 2>();
+        sync_team();  // the tile is there, and every warp is done with the one before
+        source.copy(stages[stage == 0 ? kStages - 1 : stage - 1], ahead, tiles.end);
+        attend(found, smem, stages[stage], rows, keys, tile * kBlockN);
+        stage = stage == kStages - 1 ? 0 : stage + 1;
+    }
+    __syncthreads();  // nobody reads tiles any more
+    found.store(smem.parts[team()]);
+    __syncthreads();
+
+    for (int row = threadIdx.x / 32; row <= last_row; row += kWarps) {
+        MergedRow merged(&smem.parts[0][row], kTeams, kBlockM);
+        const int query = work.query(row), head = work.head(row);
+        if constexpr (kSplitKeys) {
+            const long long index = work.sequence.first_row(head, params.sizes) + query;
+            merged.store(parts_of(params, index, splits)[work.split]);
+        } else {
+            write_row(merged, params, work.sequence, head, query);
+        }
+    }
+}
+
+// A block for each row, or several one after the other: its warps merge some of the parts each, and
+// one of them what those found.
+extern "C" __global__ void __launch_bounds__(kMergeThreads)
+    merge_splits(const __grid_constant__ ForwardParams params) {
+    constexpr int kMergeWarps = kMergeThreads / 32;
+    auto& parts = shared_memory<MergeSmem, MERGE_SMEM_BYTES>().parts;
+    const int warp = threadIdx.x / 32, splits = splits_of(params.sizes);
+    for (long long index = blockIdx.x; index < rows_of_heads(params.sizes); index += gridDim.x) {
+        const WarpRow at(params.sizes, index);
+        if (!at.is_of_a_sequence(params)) continue;
+        const Sequence all(at.batch, 0, 0, params.sizes.seqlen_q, params.sizes.seqlen_k);
+        const RowPart* const found = parts_of(params, index, splits) + warp;
+        MergedRow(found, ceil_div(splits - warp, kMergeWarps), kMergeWarps).store(parts[warp]);
+        __syncthreads();
+        if (warp == 0) {
+            MergedRow merged(parts, kMergeWarps, 1);
+            write_row(merged, params, all, at.head, at.row);
+        }
+        __syncthreads();  // the next row's parts may overwrite these
+    }
+}

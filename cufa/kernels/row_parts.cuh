@@ -1,0 +1,70 @@
+// Parts of rows of the output, each from keys of its own, and how a warp merges them.
+//
+// A part is what FlashAttention has of a row before it is done: the softmax's maximum and sum, and
+// the values' sum in that scale. Merging is exact (Milakov and Gimelshein 2018, section 3.1).
+#pragma once
+
+#include "mma_tiles.cuh"
+#include "online_softmax.cuh"
+
+constexpr int kPartCols = round_up(kValueDim, kMmaK);
+
+struct alignas(16) RowPart {
+    acc_t sums[kPartCols];
+    OnlineSoftmax softmax;
+};
+
+// A warp's, of which each lane has some columns.
+struct MergedRow {
+    static constexpr int kChunk = 4, kWarpCols = 32 * kChunk;
+    using Chunk = Pack<acc_t, kChunk>;
+
+    OnlineSoftmax softmax;
+    Chunk sums[ceil_div(kPartCols, kWarpCols)] = {};
+
+    // Merges `count` parts, each `step` after the one before.
+    __device__ MergedRow(const RowPart* parts, int count, int step) {
+#pragma unroll 8  // so many are read at once
+        for (int i = 0; i < count; ++i) add(parts[static_cast<long long>(i) * step]);
+    }
+
+    // Makes it a part of a larger row.
+    __device__ void store(RowPart& part) const {
+        if (threadIdx.x % 32 == 0) part.softmax = softmax;
+        for_each_chunk(
+            [&](int i, int col) { *reinterpret_cast<Chunk*>(part.sums + col) = sums[i]; });
+    }
+
+    // Writes it to the output, scaled and rounded.
+    __device__ void write(scalar_t* row, acc_t factor) const {
+        for_each_chunk([&](int i, int col) {
+            Pack<scalar_t, kChunk> values;
+#pragma unroll
+            for (int e = 0; e < kChunk; ++e) values[e] = from_acc<scalar_t>(sums[i][e] * factor);
+            write_columns<kValueDim>(row, values, col);
+        });
+    }
+
+  private:
+    __device__ void add(const RowPart& part) {
+        const OnlineSoftmax other = part.softmax;
+        const acc_t shrink = softmax.raise_max(other.max);
+        const acc_t weight = exp2_of(other.max - softmax.shift());
+        softmax.sum += other.sum * weight;
+        for_each_chunk([&](int i, int col) {
+            const Chunk more = *reinterpret_cast<const Chunk*>(part.sums + col);
+#pragma unroll
+            for (int e = 0; e < kChunk; ++e) sums[i][e] = sums[i][e] * shrink + more[e] * weight;
+        });
+    }
+
+    // The lane's columns.
+    template <class Function>
+    __device__ static void for_each_chunk(const Function& function) {
+#pragma unroll
+        for (int i = 0; i < ceil_div(kPartCols, kWarpCols); ++i) {
+            const int col = i * kWarpCols + threadIdx.x % 32 * kChunk;
+            if (col < kPartCols) function(i, col);
+        }
+    }
+};

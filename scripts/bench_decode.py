@@ -1,0 +1,147 @@
+#!/usr/bin/env python3
+"""Times few queries with many keys, as in decoding, and writes benchmarks/decode.json.
+
+Beside cufa are PyTorch's cuDNN and FlashAttention-2, which get the same inputs, and those of cufa's kernels
+and tiles that are asked for. What counts is the median over rounds in which all take turns, with the L2 cache
+written over in between; and how much of K and V is read in that time.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from datetime import datetime, timezone
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import bench_peers
+import click
+import cupy
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import cufa
+from cufa.kernels import KERNELS
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "decode.json"))
+# What is written between calls: far more than an L2 cache, and for longer than the host needs for a call.
+FLUSH_BYTES = 1 << 30
+PEERS = {"flash-attention-2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+# Batch, query heads, KV heads, keys, head dim; queries are few.
+SHAPES = (
+    *((1, heads, heads, keys, 128) for heads, keys in ((8, 1024), (32, 8192), (128, 65536))),
+    *((1, 32, 8, keys, 128) for keys in (1024, 4096, 8192, 16384, 32768, 65536, 131072)),
+    *((batch, 32, 8, 8192, 128) for batch in (2, 4, 8, 16, 32, 64)),
+    *((batch, 32, 32, 2048, 128) for batch in (4, 16, 64)),
+    *((batch, 64, 8, 4096, 128) for batch in (1, 8, 64)),
+    *((1, 8, 1, keys, 128) for keys in (4096, 131072)),
+    *((batch, 32, 8, keys, 64) for batch, keys in ((1, 8192), (1, 131072), (16, 8192), (64, 1024))),
+    *((batch, 16, 4, keys, 256) for batch, keys in ((1, 8192), (1, 131072), (16, 8192), (64, 1024))),
+)
+# A wrong result differs by as much as values do; a right one in bfloat16's last places.
+MAX_ERROR = 0.03
+
+Shape = tuple[int, int, int, int, int]
+Call = Callable[[], Any]
+
+
+class TilesType(click.ParamType):
+    """Sizes as in block_n=32,stages=3."""
+
+    name = "name=size,..."
+
+    def convert(self, value: Any, *_: Any) -> dict[str, int]:
+        """The sizes by their names."""
+        return {name: int(size) for name, size in (each.split("=") for each in value.split(","))}
+
+
+def calls_of(
+    shape: Shape, queries: int, kernels: tuple[str, ...], tiles: tuple[dict[str, int], ...]
+) -> dict[str, Call]:
+    """A call of each library, of cufa's kernels by their names and of those tiles."""
+    batch, heads, kv_heads, keys, dim = shape
+    q = torch.randn((batch, queries, heads, dim), dtype=torch.bfloat16, device="cuda")
+    k, v = (torch.randn((batch, keys, kv_heads, dim), dtype=q.dtype, device="cuda") for _ in range(2))
+    attend = partial(cufa.attention, *map(cupy.from_dlpack, (q, k, v)))
+    calls: dict[str, Call] = {"cufa": attend}
+    for kernel in kernels:
+        calls[kernel] = partial(attend, kernel=kernel)
+    for sizes in tiles:
+        name = " ".join(f"{name}={size}" for name, size in sizes.items())
+        calls[name] = partial(attend, kernel="fwd_8_split_kv", tiles=sizes)
+    for name, backend in PEERS.items():
+
+        def attend_peer(backend: SDPBackend = backend) -> torch.Tensor:
+            with sdpa_kernel(backend):
+                transposed = (x.transpose(1, 2) for x in (q, k, v))
+                return scaled_dot_product_attention(*transposed, enable_gqa=heads != kv_heads).transpose(1, 2)
+
+        calls[name] = attend_peer
+    return calls
+
+
+def check(calls: dict[str, Call]) -> None:
+    """That all compute the same; those that cannot are left out."""
+    expected = torch.from_dlpack(calls["cufa"]()).float()
+    for name, call in tuple(calls.items()):
+        try:
+            result = call()
+        except (RuntimeError, ValueError) as error:
+            print(f"{name} is left out: {str(error).splitlines()[0]}", flush=True)
+            del calls[name]
+            continue
+        error = (torch.from_dlpack(result).float() - expected).abs().max() / expected.abs().max()
+        assert error < MAX_ERROR, f"cufa and {name} differ by {error:.3f} of the largest value"
+
+
+@click.command(help=__doc__)
+@click.option("--queries", type=int, multiple=True, default=(1,), show_default=True)
+@click.option("--shape", "shapes", type=(int, int, int, int, int), multiple=True, default=SHAPES)
+@click.option("--kernel", "kernels", type=click.Choice(list(KERNELS)), multiple=True)
+@click.option("--tiles", "tiles", type=TilesType(), multiple=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
+def main(
+    queries: tuple[int, ...],
+    shapes: tuple[Shape, ...],
+    kernels: tuple[str, ...],
+    tiles: tuple[dict[str, int], ...],
+    rounds: int,
+) -> None:
+    # One stream for all, so that events of one library see the work of the other.
+    stream = cupy.cuda.Stream(non_blocking=True)
+    flush = cupy.empty(FLUSH_BYTES, cupy.uint8)
+    points = []
+    with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
+        for count, shape in product(queries, shapes):
+            batch, heads, kv_heads, keys, dim = shape
+            calls = calls_of(shape, count, kernels, tiles)
+            check(calls)
+            seconds = bench_peers.times_of(calls, rounds, flush)
+            described = {
+                "batch": batch,
+                "heads": heads,
+                "kv_heads": kv_heads,
+                "seqlen_q": count,
+                "seqlen_k": keys,
+            }
+            read = 2 * batch * kv_heads * keys * dim * 2
+            points.append(described | {"head_dim": dim, "bytes": read, "seconds": seconds})
+            told = ", ".join(f"{name} {time * 1e6:.1f} us" for name, time in seconds.items())
+            print(f"{count} x {shape}: {told}; cufa {read / seconds['cufa'] / 1e12:.2f} TB/s", flush=True)
+    record = {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        **bench_peers.machine(),
+        "cufa": cufa.__version__,
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "points": points,
+    }
+    RECORD.parent.mkdir(parents=True, exist_ok=True)
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

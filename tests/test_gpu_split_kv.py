@@ -1,0 +1,125 @@
+"""Split keys on a GPU: as many parts as a plan chooses and others, of few queries and many keys."""
+
+import numpy as np
+import pytest
+from feature_cases import draw_case, hide_nan
+from test_gpu import cupy
+from test_gpu_features import on_gpu, results_of, tensors, written
+from tolerance import assert_attention
+
+import cufa
+
+__all__ = ["cupy"]  # a fixture
+
+pytestmark = pytest.mark.gpu
+
+KERNEL = "fwd_8_split_kv"
+# (seqlen_q, seqlen_k, heads, kv_heads, head_dim, head_dim_v)
+SHAPES = [
+    (1, 5000, 8, 2, 128, 128),
+    (1, 1, 4, 4, 64, 64),
+    (1, 3001, 3, 3, 128, 80),
+    (5, 2100, 16, 2, 64, 64),
+    (7, 1500, 8, 1, 256, 256),
+    (40, 999, 6, 3, 40, 72),
+    (3, 2000, 64, 2, 192, 128),
+]
+FEATURES = [
+    (),
+    ("causal",),
+    ("window", "sink"),
+    ("softcap", "alibi_slopes"),
+    ("seqused_k", "causal"),
+    ("packed", "seqused_k", "causal", "sink"),
+    ("packed", "window", "softcap"),
+]
+
+
+def draw(rng, shape, features, dtype="float16"):
+    seqlen_q, seqlen_k, heads, kv_heads, head_dim, head_dim_v = shape
+    case = draw_case(
+        *(rng, dtype, features),
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+    )
+    hide_nan(case)
+    return case
+
+
+def check(cupy, case, **options):
+    q, k, v, _ = tensors(cupy, case)
+    out, lse = (cupy.full(shape, np.nan, kind) for shape, kind in results_of(case))
+    cufa.attention(q, k, v, **on_gpu(cupy, case.forward), out=out, lse=lse, **options)
+    with np.errstate(invalid="ignore"):
+        assert_attention(*written(case, out, lse), case.problem, **case.forward)
+
+
+@pytest.mark.parametrize("features", FEATURES, ids="+".join)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_few_queries(cupy, rng, shape, features):
+    dtype = ("float16", "bfloat16")[SHAPES.index(shape) % 2]
+    for splits in ({}, {"splits": 1}, {"splits": 5}):
+        check(cupy, draw(rng, shape, features, dtype), kernel=KERNEL, tiles=splits)
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        {"block_m": 16, "block_n": 64, "threads": 64, "stages": 2},
+        {"block_m": 32, "block_n": 16, "threads": 256, "stages": 4},
+        {"block_m": 64, "block_n": 32, "threads": 256, "stages": 3, "splits": 200},
+    ],
+    ids=str,
+)
+def test_tiles(cupy, rng, tiles):
+    case = draw(rng, (9, 3000, 12, 2, 64, 128), ("causal", "window"))
+    check(cupy, case, kernel=KERNEL, tiles=tiles)
+
+
+def test_what_is_chosen_for_decoding(cupy, rng):
+    """One query of each sequence, with caches that are filled to different lengths."""
+    case = draw(rng, (1, 4000, 32, 8, 128, 128), ("causal",), "bfloat16")
+    case.arrays["seqused_k"] = np.array([3999, 17], np.int32)
+    hide_nan(case)
+    q, k, v, _ = tensors(cupy, case)
+    assert cufa.plan(q, k, v, causal=True).kernel == KERNEL
+    check(cupy, case)
+
+
+def test_workspace_and_graph(cupy, rng):
+    case, other = (draw(rng, SHAPES[0], ("causal",)) for _ in range(2))
+    q, k, v, _ = tensors(cupy, case)
+    options = {"causal": True, "kernel": KERNEL, "tiles": {"splits": 7}}
+    needed = cufa.plan(q, k, v, **options).workspace_bytes
+    workspace = cupy.full(needed, 0xFF, np.uint8)
+    out, lse = (cupy.full(shape, np.nan, kind) for shape, kind in results_of(case))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with pytest.raises(ValueError, match="workspace has"):
+        cufa.attention(q, k, v, workspace=workspace[:-1], **options)
+
+    def call():
+        cufa.attention(q, k, v, out=out, lse=lse, workspace=workspace, **options)
+
+    with stream:
+        call()  # compiled and loaded before the capture
+        stream.synchronize()
+        stream.begin_capture()
+        call()
+        graph = stream.end_capture()
+        for target, source in zip((q, k, v), tensors(cupy, other), strict=False):
+            target[...] = source
+        graph.launch()
+        stream.synchronize()
+    assert_attention(out.get(), lse.get(), other.problem, causal=True)
+
+
+def test_the_same_bits(cupy, rng):
+    case = draw(rng, SHAPES[0], ())
+    q, k, v, _ = tensors(cupy, case)
+    first = cufa.attention(q, k, v, kernel=KERNEL)
+    for _ in range(100):
+        assert (cufa.attention(q, k, v, kernel=KERNEL).view(np.uint16) == first.view(np.uint16)).all()

@@ -22,6 +22,7 @@ README = ROOT / "README.md"
 RECORD = ROOT / "benchmarks" / "gpu_check.json"
 PEERS_RECORD = ROOT / "benchmarks" / "peers.json"
 TRAINING_RECORD = ROOT / "benchmarks" / "training.json"
+DECODE_RECORD = ROOT / "benchmarks" / "decode.json"
 
 Row = dict[str, Any]
 
@@ -31,6 +32,9 @@ BACKWARD_ONLY = frozenset(("dlse", "deterministic", "dbias", "dsink"))
 # What bench_peers.py calls it, and whom it compares rungs with that are not the fastest on a Hopper.
 DETERMINISTIC = "cufa, deterministic"
 PEER_OF_RUNGS = "flash-attention-2"
+
+# In the place of figures that nobody has taken yet.
+NO_RECORD = "Not measured yet."
 
 # Of a rung that is younger than the record.
 NOT_MEASURED: Row = dict.fromkeys(
@@ -111,17 +115,24 @@ def choice(_: Row) -> str:
     lines = []
     for kernel in [*reversed(of("forward")), *reversed(of("backward"))]:
         of_direction = every if kernel.direction == "backward" else every - BACKWARD_ONLY
-        gpu = "with tensor cores" if kernel.tensor_cores else "any"
         lines.append(
             (
                 rung_link(kernel.name),
-                f"sm_{kernel.only_arch}" if kernel.only_arch else gpu,
+                gpus_of(kernel),
                 "all" if kernel.dtypes == tuple(DTYPES) else ", ".join(kernel.dtypes),
                 f"{kernel.min_head_dim} to {kernel.max_head_dim}",
                 features_of(kernel.features, of_direction),
             )
         )
     return table(("rung", "GPU", "dtypes", "head dims", "features"), lines)
+
+
+def gpus_of(kernel: Kernel) -> str:
+    if kernel.only_arch:
+        return f"sm_{kernel.only_arch}"
+    if kernel.min_capability > min(each.min_capability for each in KERNELS.values()):
+        return "from sm_{}{} on".format(*kernel.min_capability)
+    return "with tensor cores" if kernel.tensor_cores else "any"
 
 
 def features_of(supported: frozenset[str], every: frozenset[str]) -> str:
@@ -284,6 +295,42 @@ def helpers_share(seconds: dict[str, float]) -> float:
     return 1 - seconds["key_tiles"] / sum(seconds.values())
 
 
+def decode(record: Row) -> str:
+    """How long one query takes with many keys, beside other libraries."""
+    points = record["points"]
+    peers = [name for name in points[0]["seconds"] if name != "cufa"]
+    lines = []
+    for point in points:
+        heads = f"{point['heads']}/{point['kv_heads']}"
+        seconds = point["seconds"]
+        lines.append(
+            (
+                f"{point['batch']} x {point['seqlen_k']:,}, {heads} heads of {point['head_dim']}",
+                duration(seconds["cufa"]),
+                f"{point['bytes'] / seconds['cufa'] / 1e12:.2f}",
+                *(times_as_fast(point, name) for name in peers),
+            )
+        )
+    header = ("batch x keys", "time", "TB/s", *(f"x {name}" for name in peers))
+    means = " and ".join(f"{mean_speedup(name, points):.2f} times as fast as {name}" for name in peers)
+    caption = (
+        f"One query for each head, in bfloat16; TB/s of K and V. In the mean, cufa is {means}. On an "
+        f"{record['gpu']}, driver {record['driver']}, PyTorch {record['torch']}, cuDNN {record['cudnn']}, "
+        f"{record['date']}, by `scripts/bench_decode.py` ([benchmarks/decode.json](benchmarks/decode.json))."
+    )
+    return f"{table(header, lines)}\n\n{caption}"
+
+
+def mean_speedup(name: str, points: Sequence[Row]) -> float:
+    both = [point["seconds"] for point in points if name in point["seconds"]]
+    return statistics.geometric_mean(seconds[name] / seconds["cufa"] for seconds in both)
+
+
+def times_as_fast(point: Row, name: str) -> str:
+    seconds = point["seconds"]
+    return f"{seconds[name] / seconds['cufa']:.2f}" if name in seconds else "-"
+
+
 def training(record: Row) -> str:
     """Whether 16 bits train as well as float32."""
     ours, standard = record["summary"]["cufa"], record["summary"]["standard"]
@@ -305,6 +352,7 @@ SECTIONS = {
     "choice": (choice, RECORD),
     "measured": (measured, RECORD),
     "peers": (peers, PEERS_RECORD),
+    "decode": (decode, DECODE_RECORD),
     "training": (training, TRAINING_RECORD),
 }
 
@@ -312,7 +360,7 @@ SECTIONS = {
 def filled(readme: str) -> str:
     for name, (section, record) in SECTIONS.items():
         pattern = rf"(<!-- figures: {name} -->\n).*?(<!-- end -->)"
-        text = section(json.loads(record.read_text()))
+        text = section(json.loads(record.read_text())) if record.exists() else NO_RECORD
         readme, count = re.subn(
             pattern, lambda match, text=text: f"{match[1]}{text}\n{match[2]}", readme, flags=re.DOTALL
         )

@@ -157,7 +157,7 @@ def test_kernels_lists_the_registry():
     for row in listed[: len(KERNELS)]:
         assert set(row["features"]) == {"causal", *KERNELS[row["name"]].features}
     assert {row["function"] for row in listed[len(KERNELS) :]} >= {"cufa.softmax", "cufa.merge"}
-    assert {row["min_arch"] for row in listed[: len(KERNELS)]} == {"sm_75", "sm_90a"}
+    assert {row["min_arch"] for row in listed[: len(KERNELS)]} == {"sm_75", "sm_80", "sm_90a"}
     table = run("kernels").stdout
     assert all(name in table for name in (*KERNELS, *COMPANIONS))
 

@@ -43,6 +43,9 @@ HOPPER_BACKWARD_KEYS = {"bwd_4_wgmma": 128, "bwd_5_wgmma_wide": 64}
 # What the workspace of those has, whatever the lengths, whose blocks stay for many tiles.
 HOPPER_COUNT = {"bwd_4_wgmma": {"tiles of keys taken": (1,)}}
 
+# Without parts to merge there is no workspace.
+TWO_SPLITS = {"fwd_8_split_kv": {"splits": 2}}
+
 
 def dim_for(kernel: str, dim: int) -> int:
     """The dim, for a kernel that takes any; else as far beyond the narrowest that the kernel takes."""
@@ -241,6 +244,11 @@ def blocks_by_brute_force(plan: Plan) -> dict[str, int]:
         # Without values to turn, one block still begins the count of tiles.
         value_tiles = tiles_of((batch, kv_heads), keys, tiles["block_n"])
         return {"turn_values": max(1, value_tiles) if query_tiles else 0, "fwd_7_fp8": query_tiles}
+    if plan.kernel == "fwd_8_split_kv":
+        # Rows are those of all heads that share a KV head.
+        shared = range(problem.seqlen_q * problem.heads // problem.kv_heads)
+        blocks = tiles_of((batch, kv_heads), shared, tiles["block_m"]) * tiles["splits"]
+        return {"fwd_8_split_kv": blocks} | ({"merge_splits": blocks} if tiles["splits"] > 1 else {})
     if problem.direction == "forward":
         return {plan.kernel: tiles_of((batch, heads), queries, tiles["block_m"])}
     if plan.kernel in HOPPER_BACKWARD_KEYS:
@@ -301,7 +309,8 @@ def test_flash_v1_takes_a_step_for_each_block_of_keys(seqlen_k: int) -> None:
 
 @pytest.mark.parametrize(("kernel", "dtype"), KERNELS_IN_DTYPES)
 def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
-    plan = plan_of(kernel, dtype=dtype, head_dim=dim_for(kernel, 24), value_dim=dim_for(kernel, 40))
+    dims = {"head_dim": dim_for(kernel, 24), "value_dim": dim_for(kernel, 40)}
+    plan = plan_of(kernel, tiles=TWO_SPLITS.get(kernel), dtype=dtype, **dims)
     rows = (2, 4, 300)
     matrix = (*rows, 400)
     expected: dict[str, dict[str, tuple[int, ...]]] = {
@@ -311,6 +320,8 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
         "fwd_4_flash_v2": {},
         # Tiles of 128 keys by 48 dims, four of which are one of the accumulator's.
         "fwd_7_fp8": {"values": (2 * 2 * 4, 128 * 48 // 4), "nan": (2 * 2 * 4,), "counter": (1,)},
+        # For each part of the keys 40 sums in whole sixteens, and the softmax's two in as much as four.
+        "fwd_8_split_kv": {"parts of rows": (*rows, 2, 48 + 4)},
         "bwd_1_naive": {"P": matrix, "dS": matrix},
         "bwd_2_flash_v2": {"LSE and D": (*rows, 2), "dQ sums": (*rows, 24)},
         # Whole tiles of queries, and head dims that the warps can part.
@@ -330,7 +341,10 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_workspace_grows_as_the_registry_says(kernel: str) -> None:
     count = 4 if kernel in HOPPER_COUNT or kernel == "fwd_7_fp8" else 0
-    small, large = (plan_of(kernel, seqlen_q=n, seqlen_k=n).workspace_bytes - count for n in (512, 1024))
+    small, large = (
+        plan_of(kernel, tiles=TWO_SPLITS.get(kernel), seqlen_q=n, seqlen_k=n).workspace_bytes - count
+        for n in (512, 1024)
+    )
     grows = {"none": 0, "O(N)": 2, "O(N^2)": 4}[KERNELS[kernel].memory]
     assert large == grows * small
     assert bool(small) == bool(grows)
@@ -537,9 +551,11 @@ def test_macros_are_what_the_kernel_asks_for(kernel: str) -> None:
         helper = macros["HELPER_THREADS"]
         assert blocks == {"row_sums": helper, "key_tiles": 3 * 128, "round_queries": helper}
     else:
-        own = {}
-        turns = {"turn_values": macros["TURN_THREADS"]} if kernel == "fwd_7_fp8" else {}
-        assert blocks == dict.fromkeys(blocks, macros["THREADS"]) | turns
+        # In how many parts the keys are, the grid says.
+        own = {"splits": plan.tiles["splits"]} if kernel == "fwd_8_split_kv" else {}
+        helpers = {"turn_values": "TURN_THREADS", "merge_splits": "MERGE_THREADS"}
+        expected = {entry: macros[helpers.get(entry, "THREADS")] for entry in blocks}
+        assert blocks == expected
     from_macros = {name: macros[name.upper()] for name in plan.tiles if name not in own}
     assert from_macros | own == plan.tiles
     assert plan.variant.macros == plan.macros

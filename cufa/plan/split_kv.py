@@ -18,7 +18,11 @@ from cufa.problem import MAX_EXTENT, Problem, lse_shape
 
 # Rows that a block may have; K and V are read again for more.
 MAX_BLOCK_M = 64
-MAX_STAGES = 4
+MIN_STAGES, MAX_STAGES = 2, 4
+# Each has a barrier, of which there are 16.
+MAX_TEAMS = 8
+# Keys of as many bytes or more come in smaller tiles.
+WIDE_KEY_BYTES = 512
 # What was fastest on an H200.
 THREADS, BLOCKS_PER_SM = 128, 2
 # Blocks of the second launch, which merges.
@@ -56,10 +60,12 @@ class Tiles:
         """None if the kernel can be compiled for these tiles, else the reason."""
         if self.block_m % MMA_M or self.threads // 32 % (self.block_m // MMA_M):
             return f"block_m must be {MMA_M} rows for each warp of a team, and teams must part the warps"
+        if self.teams > MAX_TEAMS:
+            return f"a block has up to {MAX_TEAMS} teams, and this would have {self.teams}"
         if self.block_n % MMA_K:
             return f"block_n must be a multiple of {MMA_K}"
-        if not 2 <= self.stages <= MAX_STAGES:
-            return f"stages may be 2 to {MAX_STAGES}"
+        if not MIN_STAGES <= self.stages <= MAX_STAGES:
+            return f"stages may be {MIN_STAGES} to {MAX_STAGES}"
         return None
 
     def __str__(self) -> str:
@@ -134,19 +140,29 @@ def _visible_keys(problem: Problem) -> int:
 
 
 def _best_tiles(problem: Problem, device: Device) -> Tiles:
+    """The largest that fit, and as many stages as leave room for the blocks that an SM should have."""
     rows = rows_of_sequence(problem)
     block_m = next((m for m in (16, 32) if m >= rows), MAX_BLOCK_M)
     # A warp starts the copies of as many bytes whatever the team is.
-    block_n = block_m if _key_bytes(problem) >= 512 else 2 * block_m
-    every = [Tiles(block_m, block_n, THREADS, stages) for stages in range(2, MAX_STAGES + 1)]
+    most_keys = block_m if _key_bytes(problem) >= WIDE_KEY_BYTES else 2 * block_m
+    sizes = [
+        (block_n, threads)
+        for threads in (THREADS, THREADS // 2)
+        for block_n in (most_keys, most_keys // 2, most_keys // 4)
+        if block_n >= MMA_K and threads // 32 * MMA_M >= block_m
+    ]
 
     def blocks(tiles: Tiles) -> int:
         return device.blocks_resident(tiles.threads, 0, _cost(problem, tiles).smem_bytes)
 
-    # As many stages as leave room for the blocks that an SM should have, if so many fit at all.
-    wanted = min(BLOCKS_PER_SM, max(1, blocks(every[0])))
+    smallest = [Tiles(block_m, *size, MIN_STAGES) for size in sizes]
+    tiles = next(filter(blocks, smallest), smallest[-1])
+    enough = min(BLOCKS_PER_SM, blocks(tiles))
+    stages = range(MIN_STAGES + 1, MAX_STAGES + 1)
     return max(
-        (tiles for tiles in every if blocks(tiles) >= wanted), key=lambda t: t.stages, default=every[0]
+        (more for more in (replace(tiles, stages=count) for count in stages) if blocks(more) >= enough > 0),
+        key=lambda more: more.stages,
+        default=tiles,
     )
 
 

@@ -1,0 +1,80 @@
+"""Split keys on the emulator: several parts, few and many tiles, and rows of heads that share keys."""
+
+import numpy as np
+import pytest
+from emulator import EmulatorError, calls
+from feature_cases import SIZES, draw_case, hide_nan
+from test_emulator import planted
+from tolerance import assert_attention
+
+pytestmark = pytest.mark.emulator
+
+KERNEL = "fwd_8_split_kv"
+# Warps that each have tiles of their own, and warps that share them.
+OWN_TILES = {"block_m": 16, "block_n": 16, "threads": 64, "stages": 3, "splits": 2}
+SHARED_TILES = {"block_m": 32, "block_n": 16, "threads": 128, "stages": 2, "splits": 1}
+HEADS = {**SIZES, "heads": 6, "kv_heads": 2}
+ALL_MASKS = ("causal", "window", "sink", "packed", "seqused_k")
+
+
+def check(case, tiles, **options):
+    """Run a case and hold it to the rule; what no row sees is NaN."""
+    hide_nan(case)
+    problem = case.problem
+    with np.errstate(invalid="ignore"):
+        out, lse = calls.attention(
+            *(problem.q, problem.k, problem.v),
+            kernel=KERNEL,
+            tiles=tiles,
+            **case.emulator_forward,
+            **options,
+        )
+        assert_attention(out, lse, problem, **case.forward)
+    return out
+
+
+@pytest.mark.parametrize("splits", [2, 3, 9])
+def test_masks_and_lengths(rng, splits):
+    for lengths in [(1, 200), (7, 53), (53, 7), (40, 1), (0, 5), (5, 0)]:
+        case = draw_case(rng, "float16", ALL_MASKS, seqlen_q=lengths[0], seqlen_k=lengths[1], **HEADS)
+        check(case, OWN_TILES | {"splits": splits})
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_nan_shows_where_it_is_seen(rng, bad):
+    case = draw_case(rng, "float16", ALL_MASKS, seqlen_q=30, seqlen_k=80, **HEADS)
+    case.numbers["window"] = (12, 4)
+    for name, length in (("q", 30), ("k", 80)):
+        case.arrays[f"cu_seqlens_{name}"][:] = case.arrays[f"cu_seqlens_{name}"][0] + [0, 0, length]
+    case.arrays["seqused_k"][:] = 80
+    case.problem.v[case.arrays["cu_seqlens_k"][0] + 60] = bad
+    out = check(case, OWN_TILES)
+    assert not np.isfinite(out).all()
+    assert np.isfinite(out).any()
+
+
+def test_scores_of_heads_that_share_a_tile(rng):
+    for lengths in [(1, 150), (9, 70), (70, 9)]:
+        features = "causal", "softcap", "alibi_slopes", "sink"
+        case = draw_case(rng, "bfloat16", features, seqlen_q=lengths[0], seqlen_k=lengths[1], **HEADS)
+        case.numbers["softmax_scale"] = -0.4
+        check(case, SHARED_TILES)
+
+
+def test_odd_dims(rng):
+    """Which are copied element by element, also where rows have more of them than there are threads."""
+    sizes = {"heads": 3, "kv_heads": 1, "head_dim": 33, "head_dim_v": 135}
+    check(draw_case(rng, "float16", ("window",), seqlen_q=5, seqlen_k=65, **sizes), SHARED_TILES)
+
+
+def test_the_tiles_that_the_plan_chooses(rng):
+    sizes = {"batch": 3, "heads": 16, "kv_heads": 2, "head_dim": 128, "head_dim_v": 64}
+    case = draw_case(rng, "bfloat16", ("seqused_k",), seqlen_q=1, seqlen_k=700, **sizes)
+    check(case, None, checked=False)
+
+
+def test_a_tile_that_is_not_waited_for(rng, tmp_path):
+    wrong = planted(tmp_path, f"{KERNEL}.cu", "wait_copies_but<kStages - 2>", "wait_copies_but<kStages - 1>")
+    case = draw_case(rng, "float16", (), seqlen_q=1, seqlen_k=200, **HEADS)
+    with pytest.raises(EmulatorError, match="shared memory"):
+        check(case, OWN_TILES, folder=wrong)

@@ -138,12 +138,12 @@ def cufa_calls(
     return calls
 
 
-def times_of(calls: dict[str, Call], rounds: int, flush: Any) -> dict[str, float]:
-    """Seconds of each call, the median over rounds in which all take turns."""
+def times_of(calls: dict[str, Call], rounds: int, flush: Callable[[int], object]) -> dict[str, float]:
+    """Seconds of each call, the median over rounds in which all take turns, each after a flush of L2."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for round_ in range(rounds + 1):  # the first compiles and warms up
         for name, call in calls.items():
-            flush.fill(round_)
+            flush(round_)
             start, stop = cupy.cuda.Event(), cupy.cuda.Event()
             start.record()
             call()
@@ -211,7 +211,7 @@ def main(
             shape = (TOKENS // seqlen, seqlen, HIDDEN // head_dim, head_dim)
             calls = calls_of(dtype, shape, causal, kernels, peers)
             for direction, of_direction in calls.items():
-                measured = times_of(of_direction, rounds, flush)
+                measured = times_of(of_direction, rounds, flush.fill)
                 work = WORK[direction] * flops
                 tflops = {name: work / seconds / 1e12 for name, seconds in measured.items()}
                 points.append(described | {"direction": direction, "tflops": tflops})

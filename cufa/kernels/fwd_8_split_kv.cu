@@ -18,7 +18,6 @@
 #include "mma_tiles.cuh"
 #include "row_parts.cuh"
 #include "score_rules.cuh"
-#include "warp_rows.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES;
 constexpr bool kSplitKeys = SPLIT_KEYS;  // several blocks part the keys of a tile
@@ -351,24 +350,46 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     }
 }
 
-// A block for each row, or several one after the other: its warps merge some of the parts each, and
-// one of them what those found.
+// The rows of all query heads, as the LSE has them. Memory for parts of 2^31 rows nobody has.
+__device__ inline int rows_of_heads(const Sizes& sizes) {
+    return (kPacked ? 1 : sizes.batch) * sizes.heads * sizes.seqlen_q;
+}
+
+// Writes one of them, from its last parts. Packed arrays may have rows before the first sequence
+// and after the last.
+__device__ inline void write_merged(const RowPart* parts, int count, const ForwardParams& params,
+                                    int row) {
+    const Sizes& sizes = params.sizes;
+    const int query = row % sizes.seqlen_q, head = row / sizes.seqlen_q % sizes.heads;
+    if constexpr (kPacked) {
+        const int* const cu_seqlens = params.features.cu_seqlens_q;
+        if (query < cu_seqlens[0] || query >= cu_seqlens[sizes.batch]) return;
+    }
+    const int batch = row / sizes.seqlen_q / sizes.heads;
+    MergedRow merged(parts, count, 1);
+    write_row(merged, params, Sequence(batch, 0, 0, sizes.seqlen_q, sizes.seqlen_k), head, query);
+}
+
+// As many warps share a row as are needed for each to read its parts at once; one of them merges
+// what those found.
 extern "C" __global__ void __launch_bounds__(kMergeThreads)
     merge_splits(const __grid_constant__ ForwardParams params) {
     constexpr int kMergeWarps = kMergeThreads / 32;
     auto& parts = shared_memory<MergeSmem, MERGE_SMEM_BYTES>().parts;
-    const int warp = threadIdx.x / 32, splits = splits_of(params.sizes);
-    for (long long index = blockIdx.x; index < rows_of_heads(params.sizes); index += gridDim.x) {
-        const WarpRow at(params.sizes, index);
-        if (!at.is_of_a_sequence(params)) continue;
-        const Sequence all(at.batch, 0, 0, params.sizes.seqlen_q, params.sizes.seqlen_k);
-        const RowPart* const found = parts_of(params, index, splits) + warp;
-        MergedRow(found, ceil_div(splits - warp, kMergeWarps), kMergeWarps).store(parts[warp]);
-        __syncthreads();
-        if (warp == 0) {
-            MergedRow merged(parts, kMergeWarps, 1);
-            write_row(merged, params, all, at.head, at.row);
+    const int splits = splits_of(params.sizes);
+    int sharing = 1;
+    while (sharing < kMergeWarps && sharing * MergedRow::kPartsAtOnce < splits) sharing *= 2;
+    const int warp = threadIdx.x / 32, share = warp % sharing;
+    const long long at_once = kMergeWarps / sharing;
+    const int rows = rows_of_heads(params.sizes);
+    for (long long first = blockIdx.x * at_once; first < rows; first += gridDim.x * at_once) {
+        const int row = static_cast<int>(first) + warp / sharing;
+        if (row < rows) {
+            const RowPart* const found = parts_of(params, row, splits) + share;
+            MergedRow(found, ceil_div(splits - share, sharing), sharing).store(parts[warp]);
         }
-        __syncthreads();  // the next row's parts may overwrite these
+        __syncthreads();
+        if (row < rows && share == 0) write_merged(&parts[warp], sharing, params, row);
+        __syncthreads();  // the next rows' parts may overwrite these
     }
 }

@@ -17,6 +17,7 @@ struct alignas(16) RowPart {
 // A warp's, of which each lane has some columns.
 struct MergedRow {
     static constexpr int kChunk = 4, kWarpCols = 32 * kChunk;
+    static constexpr int kPartsAtOnce = 8;
     using Chunk = Pack<acc_t, kChunk>;
 
     OnlineSoftmax softmax;
@@ -24,7 +25,7 @@ struct MergedRow {
 
     // Merges `count` parts, each `step` after the one before.
     __device__ MergedRow(const RowPart* parts, int count, int step) {
-#pragma unroll 8  // so many are read at once
+#pragma unroll(kPartsAtOnce)
         for (int i = 0; i < count; ++i) add(parts[static_cast<long long>(i) * step]);
     }
 

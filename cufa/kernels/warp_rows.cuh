@@ -1,4 +1,5 @@
-// Work on whole rows before and after a main kernel: a warp for each row of each query head.
+// Work on whole rows before and after the backward's main kernel: a warp for each row of each query
+// head.
 #pragma once
 
 #include "memory.cuh"
@@ -29,8 +30,7 @@ struct WarpRow {
           row(index % sizes.seqlen_q) {}
 
     // Packed arrays may have rows before the first sequence and after the last.
-    template <class Params>
-    __device__ bool is_of_a_sequence(const Params& params) const {
+    __device__ bool is_of_a_sequence(const BackwardParams& params) const {
         if constexpr (!kPacked) return true;
         const int* cu_seqlens = params.features.cu_seqlens_q;
         return row >= cu_seqlens[0] && row < cu_seqlens[params.sizes.batch];

@@ -1,7 +1,7 @@
-"""Plans for `fwd_8_split_kv`: into how many parts the keys are split, so that all SMs read them.
+"""Plans for `fwd_8_split_kv`: into how many parts the keys are split.
 
-What takes time is to read K and V: blocks that run at once share the GPU's bandwidth, and each of them adds
-the time until its first tiles are there.
+What takes time is to read K and V. Few blocks cannot use all of the GPU's bandwidth; each wave of them adds
+the time until its first tiles are there, and parts must be merged.
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ THREADS, BLOCKS_PER_SM = 128, 2
 MERGE_THREADS = 256
 # The part of a row that a block leaves: its sums in float32, and two more in as much as is read at once.
 PART_ALIGNMENT = 16
-# Bytes of K and V that a block could read in the time until its first ones come, and in that of the second
-# launch.
-START_BYTES = 32 * 1024
-MERGE_BYTES = 64 * 1024
-MAX_SPLITS = 256
+# What else takes time, in the bytes that an SM's share of the bandwidth brings in it: until a block's first
+# tiles are there; the second launch, and each part that it merges; and that blocks do not read evenly, in
+# parts of what one of them reads. Measured on an H200, as is how many blocks for an SM use all bandwidth.
+START_BYTES = 72 * 1024
+MERGE_BYTES = 96 * 1024
+MERGED_PART_BYTES = 2 * 1024
+UNEVENNESS = 0.1
+BLOCKS_FOR_BANDWIDTH = 0.5
+MAX_SPLITS = 128
 # Registers of a thread beside sums and scores: operands, addresses, the softmax's state.
 OVERHEAD_REGISTERS = 70
 
@@ -167,14 +171,18 @@ def _best_tiles(problem: Problem, device: Device) -> Tiles:
 
 
 def _best_splits(problem: Problem, chosen: Choice[Tiles], row_blocks: int, device: Device) -> int:
-    """What takes the least time if all blocks that run at once read as fast as each other."""
+    """What takes the least time, reckoned in bytes of an SM's share of the bandwidth."""
     at_once = device.sm_count * chosen.blocks_per_sm
-    bytes_of_keys = _visible_keys(problem) * _key_bytes(problem)
+    bytes_of_row_block = _visible_keys(problem) * _key_bytes(problem)
     rounds = ceil_div(_visible_keys(problem), chosen.tiles.block_n * chosen.tiles.teams)
 
     def time(splits: int) -> float:
         waves = ceil_div(row_blocks * splits, at_once)
-        return waves * (bytes_of_keys / splits + START_BYTES) + (MERGE_BYTES if splits > 1 else 0)
+        of_block = waves * bytes_of_row_block / splits
+        of_sm = row_blocks * bytes_of_row_block / device.sm_count
+        read = max(of_sm, of_block * BLOCKS_FOR_BANDWIDTH) + of_block * UNEVENNESS
+        merge = MERGE_BYTES + splits * MERGED_PART_BYTES if splits > 1 else 0
+        return waves * START_BYTES + read + merge
 
     return min(range(1, max(1, min(rounds, MAX_SPLITS)) + 1), key=time)
 

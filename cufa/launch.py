@@ -11,7 +11,7 @@ import functools
 import itertools
 import operator
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -61,6 +61,8 @@ WORKSPACE_ALIGNMENT = 16
 # Above this much dynamic shared memory a kernel must ask for it (CUDA C++ Programming Guide, "Shared
 # Memory" of each compute capability).
 _DEFAULT_SMEM_BYTES = 48 * 1024
+# Streams for which a launch remembers what it tells the driver.
+_REMEMBERED_STREAMS = 64
 
 
 class LaunchError(RuntimeError):
@@ -265,6 +267,7 @@ class _Kernel:
         self._launch = launch
         self._extents = (launch.grid, 1, 1, launch.block, 1, 1, launch.smem_bytes)
         self._driver = cupy.cuda.driver
+        self._launch_overlapping = _overlapping(self._function.ptr, launch) if launch.overlaps else None
         self._current_stream = cupy.cuda.get_current_stream
 
     def __call__(self, params: bytes) -> None:
@@ -273,16 +276,53 @@ class _Kernel:
         # own call of a function makes that array from objects, which takes half as long again.
         pointers = ctypes.c_char_p(params)
         stream = self._current_stream().ptr
+        if self._launch_overlapping is not None:
+            status = self._launch_overlapping(stream, ctypes.addressof(pointers))
+            if status:
+                raise LaunchError(self._refused(status.name))
+            return
         try:
             self._driver.launchKernel(
                 self._function.ptr, *self._extents, stream, ctypes.addressof(pointers), 0
             )
         except self._driver.CUDADriverError as error:
-            launch = self._launch
-            raise LaunchError(
-                f"{launch.entry} could not be launched with {launch.grid} blocks of {launch.block} threads "
-                f"and {launch.smem_bytes} bytes of shared memory: {error}"
-            ) from error
+            raise LaunchError(self._refused(error)) from error
+
+    def _refused(self, reason: object) -> str:
+        launch = self._launch
+        return (
+            f"{launch.entry} could not be launched with {launch.grid} blocks of {launch.block} threads "
+            f"and {launch.smem_bytes} bytes of shared memory: {reason}"
+        )
+
+
+def _overlapping(function: int, launch: Launch) -> Callable[[int, int], Any]:
+    """The driver's launch of a function that begins while the launch before it ends.
+
+    It takes a stream and the address of an array of pointers to parameters, and returns the driver's status.
+    """
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    handle = driver.CUfunction(function)
+
+    # Nothing in it changes but the stream: calls from several threads can share it.
+    @functools.lru_cache(maxsize=_REMEMBERED_STREAMS)
+    def config_for(stream: int) -> Any:
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = launch.block, 1, 1
+        config.sharedMemBytes = launch.smem_bytes
+        config.hStream = stream
+        config.attrs, config.numAttrs = [attribute], 1
+        return config
+
+    def start(stream: int, pointers: int) -> Any:
+        return driver.cuLaunchKernelEx(config_for(stream), handle, pointers, 0)[0]
+
+    return start
 
 
 @functools.lru_cache(maxsize=4096)

@@ -16,11 +16,13 @@
 //          makes that of.
 #include "key_tiles.cuh"
 #include "mma_tiles.cuh"
+#include "ptx_sm90.cuh"
 #include "row_parts.cuh"
 #include "score_rules.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES;
-constexpr bool kSplitKeys = SPLIT_KEYS;  // several blocks part the keys of a tile
+constexpr bool kSplitKeys = SPLIT_KEYS;          // several blocks part the keys of a tile
+constexpr bool kMergeOverlaps = MERGE_OVERLAPS;  // the second launch begins early
 constexpr int kMergeThreads = MERGE_THREADS;
 constexpr int kWarps = THREADS / 32, kTeamWarps = kBlockM / kMmaM, kTeams = kWarps / kTeamWarps;
 constexpr int kTeamThreads = kTeamWarps * 32;
@@ -297,6 +299,7 @@ __device__ inline RowPart* parts_of(const ForwardParams& params, long long row, 
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     fwd_8_split_kv(const __grid_constant__ ForwardParams params) {
+    if constexpr (kMergeOverlaps) ptx::let_next_launch_begin();
     Smem& smem = shared_memory<Smem>();
     const Work work = work_of_block(params);
     if (kPacked && work.first_row >= work.rows()) return;  // it is none of the sequence's tiles
@@ -382,6 +385,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
     const int warp = threadIdx.x / 32, share = warp % sharing;
     const long long at_once = kMergeWarps / sharing;
     const int rows = rows_of_heads(params.sizes);
+    if constexpr (kMergeOverlaps) ptx::wait_for_launch_before();
     for (long long first = blockIdx.x * at_once; first < rows; first += gridDim.x * at_once) {
         const int row = static_cast<int>(first) + warp / sharing;
         if (row < rows) {

@@ -136,6 +136,17 @@ __device__ inline void add_to_global(float* to, const float (&sums)[4]) {
                  : "memory");
 }
 
+// A launch that overlaps the one before begins when each of that one's blocks has called
+// let_next_launch_begin or is done. From wait_for_launch_before on that launch is over: it may read
+// what was written there, and write what was read. All blocks must wait, or the launch after it
+// could begin while the one before is not over.
+__device__ inline void let_next_launch_begin() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+__device__ inline void wait_for_launch_before() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // Between blocks: what comes before an addition comes before what follows a load that sees it.
 __device__ inline unsigned int load_acquire(const unsigned int* address) {
     unsigned int value;

@@ -19,13 +19,20 @@ MAX_GRID = 2**31 - 1
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of an entry of the kernel's file, or `steps` of them in a row, numbered for the kernel."""
+    """One launch of an entry of the kernel's file, or `steps` of them in a row, numbered for the kernel.
+
+    One that `overlaps` begins while the launch before it ends. The first of a plan never does: what ran on
+    the stream before the call may use the same workspace, and what it read or wrote. The others may, if all
+    their blocks wait for the launch before (`ptx::wait_for_launch_before`) ahead of what depends on it. That
+    one has then waited for its own predecessor, so when a launch has ended all of the plan's before it have.
+    """
 
     entry: str
     grid: int
     block: int
     smem_bytes: int = 0
     steps: int = 1
+    overlaps: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a grid that no GPU takes."""
@@ -110,6 +117,7 @@ class Plan:
                 f"  launch     {launch.entry}: grid {launch.grid}{steps}, "
                 f"block {launch.block} ({launch.block // device.warp_size} warps), shared memory "
                 f"{launch.smem_bytes:,} of {device.smem_per_block:,} bytes"
+                f"{', overlaps the one before' if launch.overlaps else ''}"
             )
         if not self.launches:
             lines.append("  launch     none: there is nothing to compute")

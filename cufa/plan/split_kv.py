@@ -25,6 +25,8 @@ MAX_TEAMS = 8
 WIDE_KEY_BYTES = 512
 # What was fastest on an H200.
 THREADS, BLOCKS_PER_SM = 128, 2
+# From which compute capability on one launch may begin while the one before ends.
+FIRST_OVERLAPPING = (9, 0)
 # Blocks of the second launch, which merges.
 MERGE_THREADS = 256
 # The part of a row that a block leaves: its sums in float32, and two more in as much as is read at once.
@@ -97,7 +99,8 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     grid = row_blocks * sizes.splits
     launches = [Launch("fwd_8_split_kv", grid, sizes.threads, chosen.cost.smem_bytes)]
     if split:
-        launches.append(Launch("merge_splits", grid, MERGE_THREADS, merge_bytes))
+        overlaps = _merge_overlaps(device)
+        launches.append(Launch("merge_splits", grid, MERGE_THREADS, merge_bytes, overlaps=overlaps))
     parts = (*lse_shape(problem), sizes.splits, part_bytes // problem.accumulator.itemsize)
     how = (
         f"keys in {sizes.splits} parts each, so that {row_blocks} tiles of rows are {grid} blocks"
@@ -106,7 +109,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     )
     return Part(
         tiles=asdict(sizes),
-        macros=_macros(problem, chosen, merge_bytes),
+        macros=_macros(problem, chosen, merge_bytes, device),
         launches=tuple(launches) if grid else (),
         scratch=(Scratch("parts of rows", parts),) if grid and split else (),
         reasons=(*chosen.reasons, f"{how}, for {device.sm_count} SMs"),
@@ -187,13 +190,18 @@ def _best_splits(problem: Problem, chosen: Choice[Tiles], row_blocks: int, devic
     return min(range(1, max(1, min(rounds, MAX_SPLITS)) + 1), key=time)
 
 
+def _merge_overlaps(device: Device) -> bool:
+    """Whether the second launch may begin while the first one ends."""
+    return device.arch.capability >= FIRST_OVERLAPPING
+
+
 def _part_bytes(problem: Problem) -> int:
     """The size of row_parts.cuh's RowPart."""
     sums = round_up(problem.value_dim, MMA_K) * problem.accumulator.itemsize
     return round_up(sums + 2 * problem.accumulator.itemsize, PART_ALIGNMENT)
 
 
-def _macros(problem: Problem, chosen: Choice[Tiles], merge_bytes: int) -> tuple[Macro, ...]:
+def _macros(problem: Problem, chosen: Choice[Tiles], merge_bytes: int, device: Device) -> tuple[Macro, ...]:
     sizes = asdict(chosen.tiles)
     splits = sizes.pop("splits")  # how many is for the grid to say
     return (
@@ -201,6 +209,7 @@ def _macros(problem: Problem, chosen: Choice[Tiles], merge_bytes: int) -> tuple[
         *((name.upper(), size) for name, size in sizes.items()),
         ("SPLIT_KEYS", splits > 1),
         ("BLOCKS_PER_SM", chosen.blocks_per_sm),
+        ("MERGE_OVERLAPS", splits > 1 and _merge_overlaps(device)),
         ("MERGE_THREADS", MERGE_THREADS),
         ("MERGE_SMEM_BYTES", merge_bytes),
         ("SMEM_BYTES", chosen.cost.smem_bytes),

@@ -66,6 +66,10 @@ inline void wait_stores() {
     emulator::wait_stores();
 }
 
+// Launches come one after the other here.
+inline void let_next_launch_begin() {}
+inline void wait_for_launch_before() {}
+
 inline unsigned int load_acquire(const unsigned int* address, EMULATOR_HERE) {
     return emulator::load_acquire(address, file, line);
 }

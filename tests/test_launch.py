@@ -34,6 +34,7 @@ class Machine:
         self.memory = []
         self.functions = []
         self.launched = []
+        self.overlapping = []
 
     def allocate(self, size):
         """Memory as CuPy's pool has it, with NaN in it."""
@@ -79,6 +80,15 @@ class Machine:
         module.launch(entry, grid, block, smem_bytes, params, buffers)
         self.launched.append(entry)
 
+    def launch_with(self, config, function, pointers, extra):
+        """What `cuLaunchKernelEx` is asked for."""
+        grid, block = config.gridDimX, config.blockDimX
+        self.launch_kernel(int(function), grid, 1, 1, block, 1, 1, config.sharedMemBytes, 0, pointers, extra)
+        (attribute,) = config.attrs
+        assert attribute.value.programmaticStreamSerializationAllowed
+        self.overlapping.append(self.launched[-1])
+        return (driver.CUresult.CUDA_SUCCESS,)
+
 
 def host(array):
     """The memory of an array, as NumPy's."""
@@ -118,6 +128,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(cupy, "ascontiguousarray", machine.contiguous)
     asked = types.SimpleNamespace(launchKernel=machine.launch_kernel, CUDADriverError=RuntimeError)
     monkeypatch.setattr(cupy.cuda, "driver", asked)
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", machine.launch_with)
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
     monkeypatch.setattr(
         counters, "of_device", lambda _: types.SimpleNamespace(take=lambda: counter.ctypes.data)
@@ -229,6 +240,21 @@ def test_a_call_that_comes_again_and_one_at_other_addresses(machine, rng):
         out, lse = cufa.attention(q, k, v, return_lse=True)
         assert_attention(host(out), host(lse), problems[number])
     assert len({id(module) for module, _, _ in machine.functions}) == 1
+
+
+def test_parts_of_keys_are_merged_by_a_launch_that_overlaps(machine, rng, monkeypatch):
+    problem = random_problem(rng, "float16", seqlen_q=1, seqlen_k=500, heads=8, kv_heads=2)
+    q, k, v, _ = map(machine.array, vars(problem).values())
+    options = {"kernel": "fwd_8_split_kv", "tiles": {"splits": 3}, "return_lse": True}
+    out, lse = cufa.attention(q, k, v, **options)
+    assert_attention(host(out), host(lse), problem, causal=False)
+    assert machine.launched == ["fwd_8_split_kv", "merge_splits"]
+    assert machine.overlapping == ["merge_splits"]
+
+    refused = driver.CUresult.CUDA_ERROR_INVALID_VALUE
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", lambda *_: (refused,))
+    with pytest.raises(launch.LaunchError, match=r"merge_splits .* 256 threads .*CUDA_ERROR_INVALID_VALUE"):
+        cufa.attention(q, k, v, **options)
 
 
 def test_a_refusal_comes_before_any_allocation(machine, rng):

@@ -296,6 +296,8 @@ def test_grids_cover_everything_once(kernel: str, lengths: tuple[int, int]) -> N
         }
         in_order = [entry for entry in KERNELS[kernel].entries if expected.get(entry)]
         assert [launch.entry for launch in plan.launches] == in_order
+        # What ran before a call has ended when its first launch begins.
+        assert not any(launch.overlaps for launch in plan.launches[:1])
 
 
 @pytest.mark.parametrize("seqlen_k", [0, 1, 31, 32, 33, 400])
@@ -589,6 +591,7 @@ def test_a_printed_plan_says_what_and_why(kernel: str, arch: str) -> None:
         f"{launch.entry}: grid {launch.grid}{f' x {launch.steps} steps' if launch.steps > 1 else ''}, "
         f"block {launch.block} ({launch.block // 32} warps), "
         f"shared memory {launch.smem_bytes:,} of {device.smem_per_block:,} bytes"
+        f"{', overlaps the one before' if launch.overlaps else ''}"
         for launch in plan.launches
     ]
     (workspace,) = (text for label, text in printed if label == "workspace")

@@ -1,0 +1,103 @@
+"""Plans of the kernel for few queries: who gets it, how many parts its keys have, what it compiles to."""
+
+from dataclasses import replace
+
+import pytest
+
+from cufa import jit
+from cufa.device import Device
+from cufa.plan import make_plan
+from cufa.problem import Features, Problem
+
+KERNEL = "fwd_8_split_kv"
+H200 = Device.of("sm_90a")
+DECODING = Problem("forward", "bfloat16", 1, 1, 8192, 32, 8, 128, 128)
+
+
+def plan_of(problem, arch="sm_90a", **tiles):
+    return make_plan(problem, Device.of(arch), KERNEL, tiles)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120a"])
+def test_few_queries_get_it(arch):
+    device = Device.of(arch)
+    assert make_plan(DECODING, device).kernel == KERNEL
+    many = replace(DECODING, seqlen_q=8192)
+    plan = make_plan(many, device)
+    assert plan.kernel != KERNEL
+    assert any(f"{KERNEL} is for up to " in reason for reason in plan.reasons)
+
+
+def test_packed_sequences_count_as_if_they_were_equally_long():
+    packed = replace(DECODING, batch=64, seqlen_q=64, seqlen_k=64 * 8192, features=Features(packed=True))
+    assert make_plan(packed, H200).kernel == KERNEL
+    assert make_plan(replace(packed, batch=1), H200).kernel != KERNEL
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"dtype": "float32"}, {"features": Features(dropout=True)}, {"head_dim": 264, "value_dim": 264}],
+    ids=str,
+)
+def test_what_it_does_not_support_goes_elsewhere(other):
+    assert make_plan(replace(DECODING, **other), H200).kernel != KERNEL
+
+
+@pytest.mark.parametrize("seqlen_k", [4096, 8192, 65536, 524288])
+@pytest.mark.parametrize("kv_heads", [1, 8, 32])
+def test_keys_are_split_among_as_many_blocks_as_use_the_bandwidth(kv_heads, seqlen_k):
+    plan = plan_of(replace(DECODING, kv_heads=kv_heads, seqlen_k=seqlen_k))
+    split, merge = plan.launches
+    assert split.grid == merge.grid == kv_heads * plan.tiles["splits"]
+    assert split.grid >= min(H200.sm_count // 2, kv_heads * seqlen_k // 256)
+    assert f"keys in {plan.tiles['splits']} parts each" in str(plan)
+    parts = 32 * plan.tiles["splits"]
+    assert plan.workspace_bytes == parts * (128 + 4) * 4
+
+
+@pytest.mark.parametrize("sizes", [{"seqlen_k": 40}, {"batch": 64}, {"seqlen_k": 0}], ids=str)
+def test_keys_that_are_few_or_of_many_sequences_stay_in_one_part(sizes):
+    plan = plan_of(replace(DECODING, **sizes))
+    assert [launch.entry for launch in plan.launches] == [KERNEL]
+    assert plan.workspace_bytes == 0
+    assert "keys in one part" in str(plan)
+
+
+def test_a_window_counts_as_the_keys_in_it():
+    windowed = replace(DECODING, features=Features(window=(63, 0)))
+    assert plan_of(windowed).tiles["splits"] == plan_of(replace(DECODING, seqlen_k=64)).tiles["splits"]
+
+
+def test_how_many_parts_there_are_is_not_compiled():
+    a, b, one = (plan_of(DECODING, splits=splits) for splits in (2, 30, 1))
+    assert a.variant == b.variant != one.variant
+
+
+@pytest.mark.parametrize(
+    ("tiles", "message"),
+    [
+        ({"block_m": 48}, "block_m must be"),
+        ({"block_n": 24}, "block_n must be a multiple of 16"),
+        ({"stages": 1}, "stages may be 2 to 4"),
+        ({"threads": 512}, "a block has up to 8 teams, and this would have 16"),
+        ({"splits": 0}, "sizes must be positive"),
+    ],
+    ids=str,
+)
+def test_tiles_that_the_kernel_has_no_way_to_take(tiles, message):
+    with pytest.raises(ValueError, match=message):
+        plan_of(DECODING, **tiles)
+
+
+def test_more_rows_than_can_be_counted_are_refused():
+    with pytest.raises(ValueError, match="rows of queries, more than"):
+        plan_of(replace(DECODING, seqlen_q=2**30))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_it_does_not_spill(arch, head_dim):
+    features = Features(softcap=True, alibi=True, sink=True)
+    problem = replace(DECODING, head_dim=head_dim, value_dim=head_dim, causal=True, features=features)
+    for splits in (1, 2):
+        assert jit.build(plan_of(problem, arch, splits=splits).variant).warnings == ()

@@ -74,7 +74,8 @@ def test_the_tiles_that_the_plan_chooses(rng):
 
 
 def test_a_tile_that_is_not_waited_for(rng, tmp_path):
-    wrong = planted(tmp_path, f"{KERNEL}.cu", "wait_copies_but<kStages - 2>", "wait_copies_but<kStages - 1>")
+    right, wrong = (f"wait_copies_but<kStages - {groups}>(); sync_team();" for groups in (2, 1))
+    folder = planted(tmp_path, f"{KERNEL}.cu", right, wrong)
     case = draw_case(rng, "float16", (), seqlen_q=1, seqlen_k=200, **HEADS)
     with pytest.raises(EmulatorError, match="shared memory"):
-        check(case, OWN_TILES, folder=wrong)
+        check(case, OWN_TILES, folder=folder)

@@ -140,13 +140,11 @@ struct Source {
     Matrix<const scalar_t> k, v;
     int end_key;
 
-    // Starts the copy of a tile, if it is before `end_tile`; in any case it is one more group.
+    // Starts the copy of a tile, if it is before `end_tile`.
     __device__ void copy(Stage& stage, int tile, int end_tile) const {
-        if (tile < end_tile) {
-            copy_tile<kTeamThreads, kHeadDim>(stage.k, k, tile * kBlockN, end_key, team_thread());
-            copy_tile<kTeamThreads, kValueDim>(stage.v, v, tile * kBlockN, end_key, team_thread());
-        }
-        ptx::commit_copies();
+        if (tile >= end_tile) return;
+        copy_tile<kTeamThreads, kHeadDim>(stage.k, k, tile * kBlockN, end_key, team_thread());
+        copy_tile<kTeamThreads, kValueDim>(stage.v, v, tile * kBlockN, end_key, team_thread());
     }
 };
 
@@ -315,8 +313,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     Stage* const stages = smem.stages[team()];
 
     clear_padding<THREADS, kHeadDim>(smem.q);
-    copy_queries(smem, params, work);
-    ptx::commit_copies();
     int tile = tiles.begin + team(), ahead = tile;
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
@@ -324,9 +320,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         clear_padding<kTeamThreads, kValueDim>(stages[stage].v, team_thread());
         if (stage == kStages - 1) continue;  // the loop begins with its copy
         source.copy(stages[stage], ahead, tiles.end);
+        if (stage == 0) copy_queries(smem, params, work);
+        ptx::commit_copies();
         ahead += kTeams;
     }
-    ptx::wait_copies_but<kStages - 1>();
+    ptx::wait_copies_but<kStages - 2>();
     __syncthreads();  // Q is there
 
     Findings found = {};
@@ -334,6 +332,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         ptx::wait_copies_but<kStages - 2>();
         sync_team();  // the tile is there, and every warp is done with the one before
         source.copy(stages[stage == 0 ? kStages - 1 : stage - 1], ahead, tiles.end);
+        ptx::commit_copies();  // a group for each tile, even if it is none
         attend(found, smem, stages[stage], rows, keys, tile * kBlockN);
         stage = stage == kStages - 1 ? 0 : stage + 1;
     }

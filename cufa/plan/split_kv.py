@@ -32,13 +32,14 @@ MERGE_THREADS = 256
 # The part of a row that a block leaves: its sums in float32, and two more in as much as is read at once.
 PART_ALIGNMENT = 16
 # What else takes time, in the bytes that an SM's share of the bandwidth brings in it: until a block's first
-# tiles are there; the second launch, and each part that it merges; and that blocks do not read evenly, in
-# parts of what one of them reads. Measured on an H200, as is how many blocks for an SM use all bandwidth.
+# tiles are there; the second launch, and each part that it merges. How many blocks for an SM use all of the
+# bandwidth, and which part of the time counts that some SMs have more blocks than others have. All of it as
+# measured on an H200.
 START_BYTES = 72 * 1024
 MERGE_BYTES = 96 * 1024
-MERGED_PART_BYTES = 2 * 1024
-UNEVENNESS = 0.1
-BLOCKS_FOR_BANDWIDTH = 0.5
+MERGED_PART_BYTES = 1024
+BLOCKS_FOR_BANDWIDTH = 0.56
+UNEVENNESS = 0.15
 MAX_SPLITS = 128
 # Registers of a thread beside sums and scores: operands, addresses, the softmax's state.
 OVERHEAD_REGISTERS = 70
@@ -180,10 +181,14 @@ def _best_splits(problem: Problem, chosen: Choice[Tiles], row_blocks: int, devic
     rounds = ceil_div(_visible_keys(problem), chosen.tiles.block_n * chosen.tiles.teams)
 
     def time(splits: int) -> float:
-        waves = ceil_div(row_blocks * splits, at_once)
-        of_block = waves * bytes_of_row_block / splits
+        blocks = row_blocks * splits
+        waves = ceil_div(blocks, at_once)
         of_sm = row_blocks * bytes_of_row_block / device.sm_count
-        read = max(of_sm, of_block * BLOCKS_FOR_BANDWIDTH) + of_block * UNEVENNESS
+        busiest = ceil_div(blocks, device.sm_count) * device.sm_count / max(1, blocks)
+        read = max(
+            of_sm * (1 + UNEVENNESS * (busiest - 1)),
+            waves * bytes_of_row_block / splits * BLOCKS_FOR_BANDWIDTH,
+        )
         merge = MERGE_BYTES + splits * MERGED_PART_BYTES if splits > 1 else 0
         return waves * START_BYTES + read + merge
 

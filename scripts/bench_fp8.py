@@ -75,7 +75,7 @@ def main(head_dims: tuple[int, ...], seqlens: tuple[int, ...], rounds: int) -> N
             }
             out = torch.from_dlpack(calls[FLOAT8]())
             error = relative_error(out[0, :, 0], exact(*(x[0, :, 0] for x in rounded), causal))
-            seconds = times_of(calls, rounds, flush)
+            seconds = times_of(calls, rounds, flush.fill)
             flops = 4 * TOKENS * HIDDEN * seqlen / (2 if causal else 1)
             tflops = {name: flops / time / 1e12 for name, time in seconds.items()}
             described = {"head_dim": head_dim, "causal": causal, "seqlen": seqlen}

@@ -184,6 +184,26 @@ def test_blocks_add_in_order_if_that_is_asked_for_and_they_share_in_sums(head_di
         assert ("in the order of their keys" in str(plan)) == ordered
 
 
+@pytest.mark.parametrize(
+    ("call", "ordered"),
+    [
+        (problem(128, causal=True, seqlen=512), True),
+        (problem(256, causal=True, seqlen=512), True),
+        (problem(64, causal=True, seqlen=512), False),
+        (problem(128, seqlen=512), False),
+        (problem(256, causal=True, seqlen=513), False),
+        (replace(problem(128, causal=True, seqlen=512), features=Features(softcap=True)), False),
+        (replace(problem(128, causal=True, seqlen=512), seqlen_q=400), False),
+    ],
+)
+def test_few_blocks_add_in_order_though_they_need_not(call, ordered):
+    plan = plan_of(call)
+    assert bool(dict(plan.macros)["ORDERED_HEADS"]) == ordered
+    assert ("few blocks share dQ: blocks add to dQ in the order of their keys" in str(plan)) == ordered
+    # It is the variant of deterministic calls.
+    assert (plan.variant == plan_of(deterministic(call)).variant) == (ordered or takes_whole_heads(plan))
+
+
 def test_sums_of_dq_are_padded_to_panels_and_tiles():
     plan = plan_of(problem(80, seqlen=100))
     sums, statistics, _ = plan.scratch

@@ -37,7 +37,7 @@ from cufa.plan.wgmma import (
     lengths_vary,
     panel_tile_bytes,
 )
-from cufa.problem import Problem
+from cufa.problem import PLAIN, Problem
 
 CONSUMERS = 2
 THREADS = (CONSUMERS + 1) * WARPGROUP
@@ -62,6 +62,8 @@ FILLED = 0.9
 # Blocks of one head that run at the same time if they add to its sums in order: with more of them the last
 # waits long for its first turn, with fewer each tile of queries is loaded more often.
 BLOCKS_IN_LINE = 4
+# Up to so many keys, under a causal mask, blocks add in order though they need not.
+FEW_KEYS = 512
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ def _plan(
     _check_tiles(problem, sizes, best, chosen.cost.registers)
     query_blocks = query_tiles(problem, sizes)
     whole_heads = _takes_whole_heads(problem, device, ceil_div(problem.seqlen_k, sizes.block_n))
-    ordered = problem.features.deterministic and not whole_heads
+    ordered = not whole_heads and (problem.features.deterministic or _few_add(problem))
     if whole_heads:
         to_take = problem.batch * problem.kv_heads * min(1, problem.seqlen_k)
     else:
@@ -175,16 +177,17 @@ def _plan(
             *((Scratch("blocks added", (query_blocks, CONSUMERS)),) * ordered),
             *((Scratch("tiles of keys taken", (counters,)),) * counts),
         ),
-        reasons=(*chosen.reasons, *_how(whole_heads, ordered, stay)),
+        reasons=(*chosen.reasons, *_how(problem, whole_heads, ordered, stay)),
         boxes=boxes,
     )
 
 
-def _how(whole_heads: bool, ordered: bool, stay: bool) -> tuple[str, ...]:
+def _how(problem: Problem, whole_heads: bool, ordered: bool, stay: bool) -> tuple[str, ...]:
     stays = ", and stays for others" if stay else ""
     if whole_heads:
         return (f"a block works on all keys of a head{stays}: its sums of dQ are its own",)
-    order = "deterministic: blocks add to dQ in the order of their keys, each tile of queries by itself"
+    why = "deterministic" if problem.features.deterministic else "few blocks share dQ"
+    order = f"{why}: blocks add to dQ in the order of their keys, each tile of queries by itself"
     return (f"a block works on one tile of keys{stays}", *((order,) if ordered else ()))
 
 
@@ -214,6 +217,16 @@ def _takes_whole_heads(problem: Problem, device: Device, key_tiles: int) -> bool
     row_bytes = (problem.head_dim + problem.value_dim) * problem.itemsize + problem.head_dim * SUM_BYTES
     head_bytes = problem.heads // problem.kv_heads * problem.seqlen_q * row_bytes
     return fills and device.sm_count * head_bytes <= SECTION_OF_L2 * device.l2_bytes
+
+
+def _few_add(problem: Problem) -> bool:
+    """Whether so few blocks add to a tile of dQ that it is faster if they do so in order.
+
+    The first then sets the sums, so that they need not be zero before, and with few blocks waits are short.
+    """
+    if problem.features != PLAIN or not problem.causal:
+        return False
+    return problem.head_dim > PANEL_COLS and problem.seqlen_q == problem.seqlen_k <= FEW_KEYS
 
 
 def _parted(dims: int) -> int:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.emulator
 
 KERNELS = ("fwd_5_mma", "bwd_3_mma")
 ARITHMETIC = (("float32", "ieee"), ("float32", "tf32"), ("float64", "ieee"))
-SPLIT = {"block_m": 32, "block_n": 32, "threads": 128, "stages": 1, "split": 2}
+SPLIT = {"block_m": 32, "block_n": 16, "threads": 64, "stages": 1, "split": 2}
 TILES = {
     "fwd_5_mma": (
         {"block_m": 32, "block_n": 16, "threads": 64},

@@ -129,6 +129,14 @@ struct QuerySums {
     }
 };
 
+// As copy_tile. Which rows and columns are a thread's, it works out anew for each copy, and needs
+// no registers for them in between.
+template <int Cols, class Tile>
+__device__ inline void copy_rows(Tile& tile, Matrix<const scalar_t> source, int first_row,
+                                 int end_row) {
+    copy_tile<THREADS, Cols>(tile, source, first_row, end_row, ptx::anew(threadIdx.x));
+}
+
 // A query head of a sequence, as the loop over tiles of queries reads it.
 struct QueryHead {
     ScoreRules rules;
@@ -151,12 +159,12 @@ struct QueryHead {
         copy_gradients(smem, stage, first_row);
     }
     __device__ void copy_queries(KeySmem& smem, int stage, int first_row) const {
-        copy_tile<THREADS, kHeadDim>(smem.q[stage], q, first_row, rules.mask.seqlen_q);
+        copy_rows<kHeadDim>(smem.q[stage], q, first_row, rules.mask.seqlen_q);
     }
     // dO, and what else is not needed any more once P and dS are there.
     __device__ void copy_gradients(KeySmem& smem, int stage, int first_row) const {
         const int seqlen_q = rules.mask.seqlen_q;
-        copy_tile<THREADS, kValueDim>(smem.dout[stage], dout, first_row, seqlen_q);
+        copy_rows<kValueDim>(smem.dout[stage], dout, first_row, seqlen_q);
 #pragma unroll
         for (int rows = 0; rows < kBlockM; rows += THREADS) {
             const int i = rows + threadIdx.x, row = first_row + i;
@@ -458,7 +466,7 @@ struct KeyGradients {
         add_nonfinite<kValueDim, kValuePart>(dv, head.dout, first_query, end, part * kValuePart,
                                              tile);
         __syncthreads();  // every warp is done with K
-        copy_tile<THREADS, kHeadDim>(smem.k, head.k, tile.first_row, head.rules.mask.seqlen_k);
+        copy_rows<kHeadDim>(smem.k, head.k, tile.first_row, head.rules.mask.seqlen_k);
     }
 
     // dV += P^T dO, dK += dS^T Q and dQ += dS K.
@@ -619,10 +627,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         clear_padding<THREADS, kHeadDim>(smem.q[stage]);
         clear_padding<THREADS, kValueDim>(smem.dout[stage]);
     }
-    copy_tile<THREADS, kHeadDim>(smem.k, sequence.keys<const scalar_t>(params.k, kv_head),
-                                 first_key, sequence.seqlen_k);
-    copy_tile<THREADS, kValueDim>(smem.v, sequence.keys<const scalar_t>(params.v, kv_head),
-                                  first_key, sequence.seqlen_k);
+    copy_rows<kHeadDim>(smem.k, sequence.keys<const scalar_t>(params.k, kv_head), first_key,
+                        sequence.seqlen_k);
+    copy_rows<kValueDim>(smem.v, sequence.keys<const scalar_t>(params.v, kv_head), first_key,
+                         sequence.seqlen_k);
 
     KeyGradients gradients = {};
     const QueryTiles<kBlockM> tiles(sequence.mask(params.features), first_key, kBlockN);
@@ -657,8 +665,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             clear_padding<THREADS, kValueDim>(smem.v[stage]);
         }
         const QueryHead queries(params, sequence, own.head);
-        copy_tile<THREADS, kHeadDim>(smem.q, queries.q, first_row, seqlen_q);
-        copy_tile<THREADS, kValueDim>(smem.dout, queries.dout, first_row, seqlen_q);
+        copy_rows<kHeadDim>(smem.q, queries.q, first_row, seqlen_q);
+        copy_rows<kValueDim>(smem.dout, queries.dout, first_row, seqlen_q);
 
         QueryGradients gradients = {};
         gradients.load_stats(queries, place, first_row);
@@ -668,8 +676,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         walk<false>(
             tiles.begin, tiles.end,
             [&](int stage, int key) {
-                copy_tile<THREADS, kHeadDim>(smem.k[stage], k, key, tiles.end);
-                copy_tile<THREADS, kValueDim>(smem.v[stage], v, key, tiles.end);
+                copy_rows<kHeadDim>(smem.k[stage], k, key, tiles.end);
+                copy_rows<kValueDim>(smem.v[stage], v, key, tiles.end);
             },
             [&](int stage, int key) {
                 gradients.attend(smem, stage, queries.rules, place, first_row, key,

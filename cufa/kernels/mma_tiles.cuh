@@ -50,9 +50,9 @@ __device__ inline void clear_padding(Tile& tile, unsigned int thread = threadIdx
 // Starts the copy of rows [first_row, first_row + Rows) and Cols columns into a tile; rows from
 // end_row on become zeros. A thread keeps to one column of chunks, so that what it adds to its
 // addresses from row to row is the same for all.
-template <int Threads, int Cols, class Tile>
+template <int Threads, int Cols, class Tile, class Index = unsigned int>
 __device__ inline void copy_tile(Tile& tile, Matrix<const scalar_t> source, int first_row,
-                                 int end_row, unsigned int thread = threadIdx.x) {
+                                 int end_row, Index thread = threadIdx.x) {
     constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), Cols & -Cols);
     constexpr int kRowThreads = min_of(Cols / kChunk, Threads);
     constexpr int kRowsAtOnce = floor_power_of_two(Threads / kRowThreads);

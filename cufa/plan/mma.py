@@ -290,6 +290,7 @@ BACKWARD_TILES = {
         BackwardTiles(64, 64, 256, 1, 2),
         BackwardTiles(32, 64, 256, 2, 2),
         BackwardTiles(32, 32, 128, 1, 2),
+        BackwardTiles(32, 16, 64, 1, 2),
         BackwardTiles(16, 32, 64, 1, 1),
     ),
     4: (
@@ -299,6 +300,7 @@ BACKWARD_TILES = {
         BackwardTiles(32, 64, 256, 1, 2),
         BackwardTiles(32, 32, 128, 1, 2),
         BackwardTiles(32, 32, 64, 1, 1),
+        BackwardTiles(32, 16, 64, 1, 2),
         BackwardTiles(16, 32, 64, 1, 1),
         BackwardTiles(16, 16, 32, 1, 1),
     ),

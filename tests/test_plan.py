@@ -527,7 +527,7 @@ def undefined_macros(source: str) -> set[str]:
         names |= set(
             re.findall(
                 r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b|\b(?:SCALAR|CAUSAL|THREADS|LANES|STAGES|SPLIT)\b"
-                r"|\b(?:WINDOW|SOFTCAP|BIAS|ALIBI|SINK|DROPOUT|PACKED|TF32|DETERMINISTIC)\b",
+                r"|\b(?:WINDOW|SOFTCAP|BIAS|ALIBI|SINK|DROPOUT|PACKED|TF32|DETERMINISTIC|ORDERED)\b",
                 text,
             )
         )

@@ -169,18 +169,20 @@ def test_whole_heads_must_fill_the_gpu_and_fit_in_its_l2_cache():
     assert takes_whole_heads(plan_of(problem(64, batch=1, seqlen=128)))
 
 
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_blocks_add_in_order_if_that_is_asked_for_and_they_share_in_sums(head_dim):
-    for call, ordered, counters in [
-        (problem(head_dim), False, 0),
-        (deterministic(problem(head_dim)), True, 1),
+    for call, ordered in [
+        (problem(head_dim), False),
+        (deterministic(problem(head_dim)), True),
         # One tile of keys.
-        (deterministic(problem(head_dim, seqlen=64)), False, 0),
+        (deterministic(problem(head_dim, seqlen=64)), False),
     ]:
         plan = plan_of(call)
         assert plan.kernel in (NARROW, WIDE)
-        assert bool(dict(plan.macros)["ORDERED_HEADS"]) == ordered
-        assert sum(part.name == "blocks added" for part in plan.scratch) == counters
+        assert dict(plan.macros)["ORDERED"] == ordered
+        query_tiles = 2 * 4 * 4096 // plan.tiles["block_m"]
+        added = [part.shape for part in plan.scratch if part.name == "blocks added"]
+        assert added == [(query_tiles, 2)] * ordered
         assert ("in the order of their keys" in str(plan)) == ordered
 
 
@@ -198,7 +200,7 @@ def test_blocks_add_in_order_if_that_is_asked_for_and_they_share_in_sums(head_di
 )
 def test_few_blocks_add_in_order_though_they_need_not(call, ordered):
     plan = plan_of(call)
-    assert bool(dict(plan.macros)["ORDERED_HEADS"]) == ordered
+    assert dict(plan.macros)["ORDERED"] == ordered
     assert ("few blocks share dQ: blocks add to dQ in the order of their keys" in str(plan)) == ordered
     # It is the variant of deterministic calls.
     assert (plan.variant == plan_of(deterministic(call)).variant) == (ordered or takes_whole_heads(plan))

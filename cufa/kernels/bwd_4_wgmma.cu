@@ -26,9 +26,7 @@ constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kHelperThreads = HELPER_THREADS;
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr bool kWholeHead = WHOLE_HEAD;
-// Of how many heads blocks run together that add to dQ in order; 0 if they add as they come.
-constexpr int kOrderedHeads = ORDERED_HEADS;
-constexpr bool kOrdered = kOrderedHeads > 0;
+constexpr bool kOrdered = ORDERED;  // whether blocks add to dQ in the order of their keys
 // With short tiles of queries a thread has registers for P as operand beside S and dP: dV's product
 // then need not wait for dP.
 constexpr bool kShortTiles = kBlockM <= kPanelCols;
@@ -48,7 +46,7 @@ using ValueRows = PanelTile<kWgmmaM, kValueDim>;
 using QueryRows = PanelTile<kBlockM, kHeadCols>;
 using OutRows = PanelTile<kBlockM, kValueDim>;
 using ScoreRows = PanelTile<kWgmmaM, kBlockM>;
-using Keys = KeyTiles<kBlockN, kWholeHead, kCausal, SECTION_BYTES, kOrderedHeads>;
+using Keys = KeyTiles<kBlockN, kWholeHead, kCausal, kOrdered>;
 using Tiles = QueryTiles<kBlockM, kBlockN>;
 using Walk = QueryWalk<Tiles>;
 using Statistics = RowStatistics<kBlockM>;

@@ -20,9 +20,7 @@ constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kHelperThreads = HELPER_THREADS;
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr bool kWholeHead = WHOLE_HEAD;
-// Of how many heads blocks run together that add to dQ in order; 0 if they add as they come.
-constexpr int kOrderedHeads = ORDERED_HEADS;
-constexpr bool kOrdered = kOrderedHeads > 0;
+constexpr bool kOrdered = ORDERED;  // whether blocks add to dQ in the order of their keys
 constexpr int kHead = round_up(kHeadDim, kWgmmaK), kValue = round_up(kValueDim, kWgmmaK);
 // Panels of the head dims, of which each warpgroup has one at least.
 constexpr int kHeadPanels = kHeadDim > kPanelCols ? ceil_div(kHeadDim, kPanelCols) : kConsumers;
@@ -39,7 +37,7 @@ using ValueRows = PanelTile<kBlockN, kValuePanels * kPanelCols>;
 using QueryRows = PanelTile<kBlockM, kHeadPanels * kPanelCols>;
 using OutRows = PanelTile<kBlockM, kValuePanels * kPanelCols>;
 using ScoreRows = PanelTile<kBlockN, kBlockM>;
-using Keys = KeyTiles<kBlockN, kWholeHead, kCausal, SECTION_BYTES, kOrderedHeads>;
+using Keys = KeyTiles<kBlockN, kWholeHead, kCausal, kOrdered>;
 using Tiles = QueryTiles<kBlockM, kBlockN>;
 using Walk = QueryWalk<Tiles>;
 using Statistics = RowStatistics<kBlockM>;
@@ -111,13 +109,32 @@ __device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
     } while (Keys::next(work, sizes));
 }
 
-// ---- two more beside it: one for each consumer ----
+// ---- three more beside it, if blocks add to dQ in order ----
 
-__device__ inline void keep_order(Smem& smem, const Params& params, KeyWork work, int consumer) {
+// Waits for the turns of both consumers.
+__device__ inline void take_turns(Smem& smem, const Params& params, KeyWork work) {
     const Tiles tiles = query_tiles_of(params.call, work);
+    const QueryWorkspace workspace(params.call);
     RingPosition<kStages> to;
-    keep_order<kBlockM, kBlockN>(smem.order[consumer], to, QueryWorkspace(params.call), consumer,
-                                 params.call, work, Walk(tiles, params.call.sizes, work.kv_head));
+    for (Walk at(tiles, params.call.sizes, work.kv_head); !at.at_end(); at.advance()) {
+        for (int consumer = 0; consumer < kConsumers; ++consumer) {
+            smem.order[consumer].wait_empty(to);
+            wait_for_turn<kBlockM, kBlockN>(workspace, consumer, params.call, work, at);
+            ptx::barrier_arrive(smem.order[consumer].full[to.stage]);
+        }
+        to.advance();
+    }
+}
+
+// Passes on the turns of one. That takes until all others can see its sums, about half the time
+// that a tile takes; so nothing else waits for it.
+__device__ inline void pass_turns(Smem& smem, const Params& params, KeyWork work, int consumer) {
+    const Tiles tiles = query_tiles_of(params.call, work);
+    const QueryWorkspace workspace(params.call);
+    RingPosition<kStages> to;
+    for (Walk at(tiles, params.call.sizes, work.kv_head); !at.at_end(); at.advance()) {
+        pass_turn(smem.order[consumer], to, workspace, consumer, params.call, work, at);
+    }
 }
 
 // ---- the consumers: a warpgroup for a part of the head dims ----
@@ -166,14 +183,17 @@ struct Consumer {
     KeySoftmax<kBlockM> softmax;
     RingPosition<1> keys_at;
     RingPosition<kStages> at;
-    float* tile_before;  // the sums of dQ of the tile before
-    bool took_out;       // whether there was NaN or infinity in masked tiles of queries
+    RingPosition<kStages> turn;  // the next to add to dQ, if blocks do so in order
+    float* tile_before;          // the sums of dQ of the tile before
+    float* late_tile;            // those of the one before that, which lack their last panel
+    bool took_out;               // whether there was NaN or infinity in masked tiles of queries
 
     __device__ Consumer(Smem& smem, const Params& params) : smem(smem), params(params) {}
 
     // Takes up a tile of keys.
     __device__ void begin(KeyWork next) {
         work = next;
+        tile_before = nullptr;
         took_out = false;
         softmax = KeySoftmax<kBlockM>(params.call, work.mask(params.call), work.first_key);
     }
@@ -264,16 +284,20 @@ struct Consumer {
                                   reinterpret_cast<ScoreRows(&)[1]>(smem.ds[before(at).stage]), 0);
     }
 
-    __device__ void add_query_gradients(const QueryPart& dq, int panel) const {
-        const RingPosition<kStages> from = before(at);
-        if (kOrdered && panel == 0) smem.order[kRole].wait_full(from);
-        Sums::add(tile_before, kQueryPart.begin + panel, dq, Keys::sets_sums(work));
-        if (kOrdered && panel == kQueryPart.count - 1) release(smem.order[kRole], from);
+    // Adds a panel to the sums of dQ of the tile before.
+    __device__ void add_query_gradients(const QueryPart& dq, int panel) {
+        add_panel(tile_before, panel, dq);
+    }
+    // Adds the last panel of the tile before that, if it is still to be added.
+    __device__ void add_late(const QueryPart& dq) {
+        constexpr int kLast = kQueryPart.count - 1;
+        if (kLast > 0 && late_tile != nullptr) add_panel(late_tile, kLast, dq);
     }
 
     // Goes on to the next tile.
     __device__ void advance(Walk& walk) {
         const QueryWorkspace workspace(params.call);
+        late_tile = tile_before;
         tile_before = workspace.sums_of(work.sequence(params.call), walk.head, walk.tile);
         at.advance();
         walk.advance();
@@ -299,6 +323,15 @@ struct Consumer {
     }
 
   private:
+    __device__ void add_panel(float* tile, int panel, const QueryPart& dq) {
+        if (kOrdered && panel == 0) smem.order[kRole].wait_full(turn);
+        Sums::add(tile, kQueryPart.begin + panel, dq, Keys::sets_sums(work));
+        if (kOrdered && panel == kQueryPart.count - 1) {
+            release(smem.order[kRole], turn);
+            turn.advance();
+        }
+    }
+
     // Bounds the scores. Where dS will be shared there are the slopes until then.
     __device__ void bound(Scores& s) {
         if constexpr (!kSoftcap) return;
@@ -340,18 +373,21 @@ struct Consumer {
 };
 
 // Takes in one tile of queries, and of the tile before, unless this is the First, what lags behind.
+// Panels of dQ are added while products run: the first beside dV's, the last beside the next
+// scores'.
 template <bool First, Role kRole>
 __device__ inline void attend(Consumer<kRole>& consumer, typename Consumer<kRole>::KeyGradients& dk,
-                              typename Consumer<kRole>::ValueGradients& dv, const Walk& walk) {
+                              typename Consumer<kRole>::ValueGradients& dv, QueryPart& dq,
+                              const Walk& walk) {
     constexpr int kQueryPanels = Consumer<kRole>::kQueryPart.count;
     Smem& smem = consumer.smem;
     Scores s;
-    QueryPart dq;
     if (walk.masked()) consumer.clean_queries();
     consumer.issue_scores(s);
     if (First) {
         wait_product<0>(s);
     } else {
+        consumer.add_late(dq);
         consumer.issue_key_gradients(dk);
         consumer.issue_query_gradients(dq, 0);
         wait_product<2>(s);
@@ -361,32 +397,31 @@ __device__ inline void attend(Consumer<kRole>& consumer, typename Consumer<kRole
         wait_product<0>(dq);
         hold_all(dk);
         release(smem.q_ring, before(consumer.at));
-        consumer.add_query_gradients(dq, 0);
-        for (int panel = 1; panel < kQueryPanels; ++panel) {
-            consumer.issue_query_gradients(dq, panel);
-        }
     }
     consumer.issue_value_gradients(dv);
     if (kRole == kWeightGradients) consumer.share_gradients(s, walk);
     if (!First) {
-        wait_product<1>(dq);
-        release(smem.ds_ring, before(consumer.at));
-        if (kQueryPanels > 1) consumer.add_query_gradients(dq, kQueryPanels - 1);
+        consumer.add_query_gradients(dq, 0);
+        if (kQueryPanels > 1) consumer.issue_query_gradients(dq, 1);
     }
     wait_product<0>(dv);
+    if (!First) {
+        hold_all(dq);
+        release(smem.ds_ring, before(consumer.at));
+    }
     release(smem.p_ring, consumer.at);
     release(smem.dout_ring, consumer.at);
 }
 
 // What lags behind of the last tile.
 template <Role kRole>
-__device__ inline void finish(Consumer<kRole>& consumer,
-                              typename Consumer<kRole>::KeyGradients& dk) {
+__device__ inline void finish(Consumer<kRole>& consumer, typename Consumer<kRole>::KeyGradients& dk,
+                              QueryPart& dq) {
     Smem& smem = consumer.smem;
     consumer.issue_key_gradients(dk);
+    consumer.add_late(dq);
 #pragma unroll
     for (int panel = 0; panel < Consumer<kRole>::kQueryPart.count; ++panel) {
-        QueryPart dq;
         consumer.issue_query_gradients(dq, panel);
         wait_product<0>(dq);
         hold_all(dk);
@@ -409,11 +444,12 @@ __device__ inline void consume(Smem& smem, const Params& params, KeyWork work) {
         consumer.begin(work);
         if (any) {
             consumer.receive_keys(tiles);
-            attend<true>(consumer, dk, dv, walk);
+            QueryPart dq;
+            attend<true>(consumer, dk, dv, dq, walk);
             for (consumer.advance(walk); !walk.at_end(); consumer.advance(walk)) {
-                attend<false>(consumer, dk, dv, walk);
+                attend<false>(consumer, dk, dv, dq, walk);
             }
-            finish(consumer, dk);
+            finish(consumer, dk, dq);
         }
         consumer.store(dk, dv, any);
     } while (Keys::next(work, sizes));
@@ -443,8 +479,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
         if (warp == 0) {
             if (threadIdx.x == 0) produce(smem, params, work);
-        } else if (kOrdered && warp <= kConsumers) {
-            if (threadIdx.x % 32 == 0) keep_order(smem, params, work, warp - 1);
+        } else if (kOrdered && threadIdx.x % 32 == 0) {
+            if (warp <= kConsumers) {
+                pass_turns(smem, params, work, warp - 1);
+            } else {
+                take_turns(smem, params, work);
+            }
         }
     } else if (warpgroup == 1) {
         ptx::registers_increase<kConsumerRegisters>();

@@ -10,6 +10,9 @@
 #include "wgmma_tiles.cuh"
 
 constexpr int kConsumers = 2;  // warpgroups of a block that compute
+// Of how many heads blocks run together (plan/wgmma_backward.py).
+constexpr int kSectionBytes = SECTION_BYTES, kSectionBlocks = SECTION_BLOCKS;
+constexpr int kLeastOrderedHeads = LEAST_ORDERED_HEADS, kMostOrderedHeads = MOST_ORDERED_HEADS;
 
 // A tile of keys of one KV head; batch -1: there is none left.
 struct KeyWork : Lengths {
@@ -42,9 +45,9 @@ constexpr bool kAllSeeFirstKey = !kWindow;
 // The tiles of keys that a block takes at a time: one or, if WholeHead, all of one head. The sums
 // of dQ are then its own, and its first tile sets them if every query that sees any key sees it; so
 // does the block of a head's first tile if blocks add in order.
-template <int BlockN, bool WholeHead, bool Causal, int SectionBytes, int OrderedHeads>
+template <int BlockN, bool WholeHead, bool Causal, bool Ordered>
 struct KeyTiles {
-    static constexpr bool kSetsSums = kAllSeeFirstKey && (WholeHead || OrderedHeads > 0);
+    static constexpr bool kSetsSums = kAllSeeFirstKey && (WholeHead || Ordered);
 
     // Heads come in sections. Within a section the first keys come first: under a causal mask most
     // queries see those, and long work that starts late would leave the GPU waiting for it; and
@@ -58,10 +61,10 @@ struct KeyTiles {
             return {Sequence(call, batch), static_cast<int>(index % sizes.kv_heads), first_key};
         }
         const int tiles = tiles_of_head(sizes), heads = sizes.batch * sizes.kv_heads;
-        const int section_heads = OrderedHeads > 0 ? ordered_heads(heads) : cached_heads(sizes);
+        const int of_section = section_heads(sizes);
 
-        const int first_head = index / (section_heads * tiles) * section_heads;
-        const int in_section = min(section_heads, heads - first_head);
+        const int first_head = index / (of_section * tiles) * of_section;
+        const int in_section = min(of_section, heads - first_head);
         const int place = index - first_head * tiles;
         const int head = first_head + place % in_section;
         return {Sequence(call, head / sizes.kv_heads), head % sizes.kv_heads,
@@ -87,17 +90,31 @@ struct KeyTiles {
     __device__ static int tiles_of_head(const Sizes& sizes) {
         return WholeHead ? 1 : ceil_div(sizes.seqlen_k, BlockN);
     }
-    // Under a causal mask, as many as the L2 cache holds queries and sums of.
+    // Blocks of one length that add as they come walk in step through the queries of a head: one
+    // head after the other. Under a causal mask lengths differ, and blocks that add in order begin
+    // one after the other: both leave SMs idle at the end of a section of too few heads. Of too
+    // many, the L2 cache does not hold what they work on.
+    __device__ static int section_heads(const Sizes& sizes) {
+        const int enough = ceil_div(kSectionBlocks, max(1, tiles_of_head(sizes)));
+        if (Ordered && Causal) {
+            return even(sizes, min(max(enough, kLeastOrderedHeads), kMostOrderedHeads));
+        }
+        if (Ordered) return even(sizes, enough);
+        if (!Causal) return 1;
+        return sizes.heads > sizes.kv_heads ? even(sizes, enough) : cached_heads(sizes);
+    }
+    // At most so many, in sections of one size.
+    __device__ static int even(const Sizes& sizes, int most) {
+        const int heads = sizes.batch * sizes.kv_heads;
+        return ceil_div(heads, ceil_div(heads, most));
+    }
+    // As many as the L2 cache holds queries and sums of.
     __device__ static int cached_heads(const Sizes& sizes) {
         constexpr int kRowBytes = (kHeadDim + kValueDim) * static_cast<int>(sizeof(scalar_t)) +
                                   kHeadDim * static_cast<int>(sizeof(float));
         const int head_rows = max(1, sizes.heads / sizes.kv_heads * sizes.seqlen_q);
-        const int fitting = Causal ? SectionBytes / kRowBytes / head_rows : 1;
+        const int fitting = kSectionBytes / kRowBytes / head_rows;
         return min(max(fitting, 1), sizes.batch * sizes.kv_heads);
-    }
-    // In sections of one size, since the fewer heads there are, the more blocks stand in line.
-    __device__ static int ordered_heads(int heads) {
-        return ceil_div(heads, ceil_div(heads, max(OrderedHeads, 1)));
     }
 };
 
@@ -439,6 +456,31 @@ __device__ inline RingPosition<Stages> before(RingPosition<Stages> at) {
     return {at.stage - 1, at.parity};
 }
 
+// Waits until all blocks that come before have added a warpgroup's part to a tile's sums.
+template <int BlockM, int BlockN, class Workspace, class Walk>
+__device__ inline void wait_for_turn(const Workspace& workspace, int warpgroup,
+                                     const BackwardParams& call, const KeyWork& work,
+                                     const Walk& at) {
+    const int first_tile = work.mask(call).first_key(at.tile * BlockM) / BlockN;
+    const unsigned int turn = work.first_key / BlockN - first_tile;
+    const unsigned int* added =
+        &workspace.added_to(work.sequence(call), at.head, at.tile)[warpgroup];
+    const Watchdog watchdog;
+    while (ptx::load_acquire(added) != turn) {
+        watchdog.check("turn", turn, added, Caller::here());
+    }
+}
+
+// Waits until a warpgroup has added its part, and lets the next block do so.
+template <int Stages, class Workspace, class Walk>
+__device__ inline void pass_turn(Ring<Stages>& order, RingPosition<Stages>& to,
+                                 const Workspace& workspace, int warpgroup,
+                                 const BackwardParams& call, const KeyWork& work, const Walk& at) {
+    wait_for(order.empty[to.stage], to.parity, to.stage);
+    ptx::add_release(&workspace.added_to(work.sequence(call), at.head, at.tile)[warpgroup], 1);
+    to.advance();
+}
+
 // Keeps a warpgroup's place among the blocks that add to the same sums, which do so in the order of
 // their keys, so that a call has the same bits every time. One thread beside the warpgroup does it,
 // which then waits for no memory: a stage is full once it may add its part of a tile, and empty
@@ -447,20 +489,10 @@ template <int BlockM, int BlockN, int Stages, class Workspace, class Walk>
 __device__ inline void keep_order(Ring<Stages>& order, RingPosition<Stages>& to,
                                   const Workspace& workspace, int warpgroup,
                                   const BackwardParams& call, const KeyWork& work, Walk at) {
-    const Sequence sequence = work.sequence(call);
-    const Mask mask = work.mask(call);
     for (; !at.at_end(); at.advance()) {
-        const int first_tile = mask.first_key(at.tile * BlockM) / BlockN;
-        const unsigned int turn = work.first_key / BlockN - first_tile;
-        unsigned int* added = &workspace.added_to(sequence, at.head, at.tile)[warpgroup];
-        const Watchdog watchdog;
-        while (ptx::load_acquire(added) != turn) {
-            watchdog.check("turn", turn, added, Caller::here());
-        }
+        wait_for_turn<BlockM, BlockN>(workspace, warpgroup, call, work, at);
         ptx::barrier_arrive(order.full[to.stage]);
-        wait_for(order.empty[to.stage], to.parity, to.stage);
-        ptx::add_release(added, 1);
-        to.advance();
+        pass_turn(order, to, workspace, warpgroup, call, work, at);
     }
 }
 

@@ -59,9 +59,11 @@ CONSUMER_REGISTERS = min(
 OVERHEAD_REGISTERS = 40
 # Part of the SMs' time that blocks which work on whole heads must fill.
 FILLED = 0.9
-# Blocks of one head that run at the same time if they add to its sums in order: with more of them the last
-# waits long for its first turn, with fewer each tile of queries is loaded more often.
-BLOCKS_IN_LINE = 4
+# Blocks for each SM in a section of heads whose blocks are of many lengths, or add in order.
+SECTION_ROUNDS = 2
+# Of blocks that do so under a causal mask, how many of one head may run at the same time: with more of them
+# short ones wait long for their turns, with fewer each tile of queries is loaded more often.
+LEAST_IN_LINE, MOST_IN_LINE, WIDE_MOST_IN_LINE = 4, 4, 16
 # Up to so many keys, under a causal mask, blocks add in order though they need not.
 FEW_KEYS = 512
 
@@ -132,6 +134,7 @@ def _plan(
     _check_tiles(problem, sizes, best, chosen.cost.registers)
     query_blocks = query_tiles(problem, sizes)
     whole_heads = _takes_whole_heads(problem, device, ceil_div(problem.seqlen_k, sizes.block_n))
+    most_in_line = MOST_IN_LINE if counts else WIDE_MOST_IN_LINE
     ordered = not whole_heads and (problem.features.deterministic or _few_add(problem))
     if whole_heads:
         to_take = problem.batch * problem.kv_heads * min(1, problem.seqlen_k)
@@ -160,11 +163,14 @@ def _plan(
             ("BLOCK_M", sizes.block_m),
             ("STAGES", sizes.stages),
             ("WHOLE_HEAD", whole_heads),
-            ("ORDERED_HEADS", ceil_div(device.sm_count, BLOCKS_IN_LINE) if ordered else 0),
+            ("ORDERED", ordered),
             ("HELPER_THREADS", HELPER_THREADS),
             ("PRODUCER_REGISTERS", PRODUCER_REGISTERS),
             ("CONSUMER_REGISTERS", CONSUMER_REGISTERS),
             ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),
+            ("SECTION_BLOCKS", device.sm_count * SECTION_ROUNDS),
+            ("LEAST_ORDERED_HEADS", ceil_div(device.sm_count, most_in_line)),
+            ("MOST_ORDERED_HEADS", ceil_div(device.sm_count, LEAST_IN_LINE)),
             ("SMEM_BYTES", chosen.cost.smem_bytes),
             ("ROUND_SMEM_BYTES", round_smem_bytes),
             ("SINK_SMEM_BYTES", sink.smem_bytes),

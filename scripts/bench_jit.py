@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+# NVRTC has a cache of its own, which would answer for what the tests compiled.
+os.environ["CUDA_CACHE_DISABLE"] = "1"
 
 import numpy as np
 

@@ -77,6 +77,7 @@ def ladder(record: Row) -> str:
     """The ladder itself, and how each rung does on the course's problem."""
     measured = record["ladder"]["course"]
     rows = {row["name"]: row for row in measured["rows"]}
+    dtype = measured["problem"]["dtype"]
     lines = []
     for name, kernel in KERNELS.items():
         row = rows.get(name, NOT_MEASURED)
@@ -85,7 +86,8 @@ def ladder(record: Row) -> str:
                 rung_link(name),
                 kernel.idea,
                 kernel.paper,
-                duration(row["seconds"]) or "not measured",
+                duration(row["seconds"])
+                or ("not measured" if dtype in kernel.dtypes else f"not for {dtype}"),
                 three_digits(row["tflops"]),
                 three_digits(row["speedup_over_rung_before"]) or "-",
                 three_digits(row["speedup_over_cpu"]),

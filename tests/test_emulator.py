@@ -64,18 +64,19 @@ def draw(rng, dtype, seqlen_q, seqlen_k, *, dims=(20, 33), **options):
 
 def run(kernel, problem, causal, **options):
     """The results of a forward or backward kernel, held to the rule of all kernels."""
-    options = {"causal": causal, "kernel": kernel, "tiles": TILES.get(kernel), **options}
+    rules = {"causal": causal, "softmax_scale": options.pop("softmax_scale", None)}
+    options = {"kernel": kernel, "tiles": TILES.get(kernel), **rules, **options}
     q, k, v, dout = problem.q, problem.k, problem.v, problem.dout
     with np.errstate(invalid="ignore"):
         if ALL_KERNELS[kernel].direction == "forward":
             out, lse = calls.attention(q, k, v, **options)
-            assert_attention(out, lse, problem, causal=causal)
+            assert_attention(out, lse, problem, **rules)
             return out, lse
-        exact_out, exact_lse = reference.attention(q, k, v, causal=causal, dtype=judge(q.dtype.name))
+        exact_out, exact_lse = reference.attention(q, k, v, dtype=judge(q.dtype.name), **rules)
         accumulator = np.float64 if q.dtype == np.float64 else np.float32
         out, lse = exact_out.astype(q.dtype), exact_lse.astype(accumulator)
         gradients = calls.attention_backward(dout, q, k, v, out, lse, **options)
-        assert_gradients(gradients, problem, causal=causal)
+        assert_gradients(gradients, problem, **rules)
         return gradients
 
 

@@ -631,6 +631,14 @@ def test_tiles(rng, block_m, block_n, stages):
     run(FORWARD, draw(rng, "float16", 400, 330, dims=(64, 64)), True, tiles=tiles, device=SMALL_DEVICE)
 
 
+# No score at all, one that is too small for LSE / scale to be finite, the other way round, and large ones.
+@pytest.mark.parametrize("scale", [0.0, 1e-38, -0.2, 3.0])
+@pytest.mark.parametrize(("kernel", "dims"), EASY)
+def test_scales(rng, kernel, dims, scale):
+    problem = draw(rng, "float16", 130, 140, dims=dims, batch=1, heads=2, kv_heads=1)
+    run(kernel, problem, True, softmax_scale=scale, tiles=None, device=SMALL_DEVICE)
+
+
 @pytest.mark.parametrize(("kernel", "dims"), EASY)
 def test_empty_problems(rng, kernel, dims):
     for batch, seqlen_q, seqlen_k in [(0, 5, 5), (2, 0, 5), (2, 5, 0)]:

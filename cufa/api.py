@@ -15,7 +15,7 @@ import numpy as np
 from cufa import arrays, cpu, launch, probabilities
 from cufa.device import Arch, target
 from cufa.launch import FeatureValues
-from cufa.plan import Plan, make_plan, make_probabilities_plan
+from cufa.plan import Plan, check_tiles, make_plan, make_probabilities_plan
 from cufa.problem import (
     DTYPES,
     FLOAT8,
@@ -652,6 +652,8 @@ def _run_on_gpu(
     rung: _Rung,
 ) -> None:
     """Launch the kernels for the tensors of these names, in the order of the parameter struct."""
+    if rung.tiles is not None:
+        check_tiles(rung.tiles)
     problem, tensors = call.problem, call.tensors
     align_bytes = layout.alignment([tensors[name].data.ptr for name in names if name in tensors])
     if align_bytes < problem.output.itemsize:

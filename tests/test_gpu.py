@@ -499,6 +499,12 @@ def test_tile_overrides_compute_the_same(cupy, rng):
         check_forward(problem, True, kernel="fwd_5_mma", tiles=tiles)
 
 
+def test_tiles_that_are_no_mapping_are_refused(cupy, rng):
+    q, k, v, _ = on_gpu(draw(rng, "float32", SHAPES[0]))
+    with pytest.raises(TypeError, match=r"^tiles is \[64\]; it may be a mapping, as in "):
+        cufa.attention(q, k, v, kernel="fwd_4_flash_v2", tiles=[64])
+
+
 def test_stored_layouts_reach_the_gpu_as_they_are(cupy, rng):
     values = rng.standard_normal((2, 5, 3, 4)).astype(np.float32)
     for storage in LAYOUTS:

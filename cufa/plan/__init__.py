@@ -56,8 +56,8 @@ def make_plan(
     Raises ValueError if the kernel does not support the problem or the device, or if the tiles do not
     fit; the message has the arithmetic. Raises TypeError for tiles that are no mapping to integers.
     """
-    if tiles is not None and not isinstance(tiles, Mapping):
-        raise TypeError(f"tiles is {tiles!r}; it may be a mapping, as in {{'block_m': 64}}")
+    if tiles is not None:
+        check_tiles(tiles)
     row = _choose(problem, device, kernel)
     part = _PLANNERS[row.name](problem, device, tiles or {})
     if kernel is None:
@@ -66,6 +66,12 @@ def make_plan(
     else:
         why = (f"{row.name}: asked for", *part.reasons)
     return _plan(row.name, problem, device, part, why)
+
+
+def check_tiles(tiles: object) -> None:
+    """Raises TypeError for overrides of tile sizes that are no mapping."""
+    if not isinstance(tiles, Mapping):
+        raise TypeError(f"tiles is {tiles!r}; it may be a mapping, as in {{'block_m': 64}}")
 
 
 def make_probabilities_plan(problem: Problem, device: Device) -> Plan:

@@ -21,6 +21,7 @@ __all__ = [
     "Plan",
     "Scratch",
     "TensorBox",
+    "check_tiles",
     "make_plan",
     "make_probabilities_plan",
 ]

@@ -14,7 +14,7 @@
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
 #include "key_tiles.cuh"
-#include "mma_tiles.cuh"
+#include "mma_softmax.cuh"
 #include "score_rules.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
@@ -176,7 +176,10 @@ struct Output {
                 largest[m][half] = largest_of(s[m], half) * scale_log2;
                 raised |= largest[m][half] > softmax[m][half].max + kSlack;
             }
-        if (__any_sync(0xffffffffu, raised)) raise(largest);
+        if (__any_sync(0xffffffffu, raised)) {
+#pragma unroll
+            for (int m = 0; m < kTiles; ++m) raise_maxima(softmax[m], o[m], largest[m]);
+        }
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
@@ -191,30 +194,6 @@ struct Output {
                         sum += s[m][n][e];
                     }
                 softmax[m][half].sum += sum;
-            }
-    }
-
-  private:
-    __device__ static acc_t largest_of(const Fragment (&row)[kBlockN / kMmaN], int half) {
-        acc_t largest = negative_infinity();
-#pragma unroll
-        for (int n = 0; n < kBlockN / kMmaN; ++n) {
-            largest = max(largest, max(row[n][2 * half], row[n][2 * half + 1]));
-        }
-        return lanes_max<4>(largest);
-    }
-
-    __device__ void raise(const acc_t (&largest)[kTiles][2]) {
-#pragma unroll
-        for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const acc_t shrink = softmax[m][half].raise_max(largest[m][half]);
-#pragma unroll
-                for (int n = 0; n < kDims / kMmaN; ++n) {
-                    o[m][n][2 * half] *= shrink;
-                    o[m][n][2 * half + 1] *= shrink;
-                }
             }
     }
 };

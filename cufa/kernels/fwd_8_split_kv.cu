@@ -15,7 +15,7 @@
 //          there is a sink. With SPLIT_KEYS, parts of rows into the workspace, which merge_splits
 //          makes that of.
 #include "key_tiles.cuh"
-#include "mma_tiles.cuh"
+#include "mma_softmax.cuh"
 #include "ptx_sm90.cuh"
 #include "row_parts.cuh"
 #include "score_rules.cuh"
@@ -188,7 +188,7 @@ struct Findings {
             largest[half] = largest_of(s[0], half);
             raised |= largest[half] > softmax[half].max;
         }
-        if (__any_sync(0xffffffffu, raised)) raise(largest);
+        if (__any_sync(0xffffffffu, raised)) raise_maxima(softmax, o[0], largest);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -210,28 +210,6 @@ struct Findings {
             for (int n = 0; n < kPartCols / kMmaN; ++n) {
                 *reinterpret_cast<Pack<acc_t, 2>*>(part.sums + col_of(n)) = {o[0][n][2 * half],
                                                                              o[0][n][2 * half + 1]};
-            }
-        }
-    }
-
-  private:
-    __device__ static acc_t largest_of(const Fragment (&row)[kBlockN / kMmaN], int half) {
-        acc_t largest = negative_infinity();
-#pragma unroll
-        for (int n = 0; n < kBlockN / kMmaN; ++n) {
-            largest = max(largest, max(row[n][2 * half], row[n][2 * half + 1]));
-        }
-        return lanes_max<4>(largest);
-    }
-
-    __device__ void raise(const acc_t (&largest)[2]) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const acc_t shrink = softmax[half].raise_max(largest[half]);
-#pragma unroll
-            for (int n = 0; n < kPartCols / kMmaN; ++n) {
-                o[0][n][2 * half] *= shrink;
-                o[0][n][2 * half + 1] *= shrink;
             }
         }
     }

@@ -156,9 +156,7 @@ def attention(
         LaunchError, CompileError: the driver or NVRTC refused the kernel.
     """
     values = _feature_values(softcap, dropout_p, seed, offset)
-    options = Options(
-        causal, window, values.softcap > 0, values.dropout_p > 0, layout=layout, precision=precision
-    )
+    options = _options(causal, window, values, layout, precision)
     inputs = {"q": q, "k": k, "v": v} | _given(
         bias=bias,
         mask=mask,
@@ -294,15 +292,8 @@ def attention_backward(
         gradients["bias"] = dbias
     if return_dsink or dsink is not None:
         gradients["sink"] = dsink
-    options = Options(
-        causal,
-        window,
-        values.softcap > 0,
-        values.dropout_p > 0,
-        deterministic,
-        tuple(gradients)[3:],
-        layout,
-        precision,
+    options = _options(
+        causal, window, values, layout, precision, deterministic, gradients=tuple(gradients)[3:]
     )
     inputs = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse} | _given(
         dlse=dlse,
@@ -432,16 +423,7 @@ def plan(
     named = {"q": q, "k": k, "v": v} | _given(**side)
     described = {name: _Described(name, array) for name, array in named.items()}
     values = _feature_values(softcap, dropout_p, seed=0, offset=0)
-    options = Options(
-        causal,
-        window,
-        values.softcap > 0,
-        values.dropout_p > 0,
-        deterministic,
-        gradients,
-        layout,
-        precision,
-    )
+    options = _options(causal, window, values, layout, precision, deterministic, gradients)
     problem = _known_of(direction, described, options).problem
     row_bytes = (problem.head_dim | problem.value_dim) * problem.itemsize
     return make_plan(replace(problem, align_bytes=alignment(row_bytes)), target(arch), kernel, tiles)
@@ -554,6 +536,28 @@ def _feature_values(softcap: float, dropout_p: float, seed: int, offset: int) ->
     if softcap == 0 and dropout_p == 0:
         return _NO_VALUES
     return FeatureValues(check_softcap(softcap), *check_dropout(dropout_p, seed, offset))
+
+
+def _options(
+    causal: bool,
+    window: Window,
+    values: FeatureValues,
+    layout: str,
+    precision: str,
+    deterministic: bool = False,
+    gradients: tuple[str, ...] = (),
+) -> Options:
+    """What a kernel is planned for, beyond the arrays: of values only whether there are any."""
+    return Options(
+        causal,
+        window,
+        values.softcap > 0,
+        values.dropout_p > 0,
+        deterministic,
+        gradients,
+        layout,
+        precision,
+    )
 
 
 def _cpu_options(call: _Call, softmax_scale: float, values: FeatureValues) -> dict[str, Any]:

@@ -7,10 +7,8 @@ L2 cache is filled with other data; that is read, not written, as what is writte
 in the time of the next call.
 """
 
-import json
 import os
 from collections.abc import Callable
-from datetime import datetime, timezone
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -132,16 +130,7 @@ def main(
             points.append(described | {"head_dim": dim, "bytes": read, "seconds": seconds})
             told = ", ".join(f"{name} {time * 1e6:.1f} us" for name, time in seconds.items())
             print(f"{count} x {shape}: {told}; cufa {read / seconds['cufa'] / 1e12:.2f} TB/s", flush=True)
-    record = {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        **bench_peers.machine(),
-        "cufa": cufa.__version__,
-        "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
-        "points": points,
-    }
-    RECORD.parent.mkdir(parents=True, exist_ok=True)
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    bench_peers.write_record(RECORD, {"points": points})
 
 
 if __name__ == "__main__":

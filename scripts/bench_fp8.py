@@ -6,9 +6,7 @@ arrays were rounded from. The error is that of one head's output from float64 at
 arrays, root mean square, over the root mean square of that output.
 """
 
-import json
 import os
-from datetime import datetime, timezone
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,7 +17,7 @@ import cupy
 import ml_dtypes
 import numpy as np
 import torch
-from bench_peers import FLUSH_BYTES, HIDDEN, ROOT, TOKENS, machine, times_of
+from bench_peers import FLUSH_BYTES, HIDDEN, ROOT, TOKENS, times_of, write_record
 from rich.console import Console
 from rich.progress import track
 
@@ -81,15 +79,7 @@ def main(head_dims: tuple[int, ...], seqlens: tuple[int, ...], rounds: int) -> N
             described = {"head_dim": head_dim, "causal": causal, "seqlen": seqlen}
             points.append(described | {"tflops": tflops, "error": error})
             print(points[-1], flush=True)
-    record = {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        **machine(),
-        "cufa": cufa.__version__,
-        "cupy": cupy.__version__,
-        "points": points,
-    }
-    RECORD.parent.mkdir(parents=True, exist_ok=True)
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(RECORD, {"points": points})
 
 
 if __name__ == "__main__":

@@ -220,6 +220,12 @@ def main(
             cupy.get_default_memory_pool().free_all_blocks()
             torch.cuda.empty_cache()
         host_us = host_times()
+    flash_attn_4 = {FLASH_ATTN_4: version_of(FLASH_ATTN_4)}
+    write_record(RECORD, flash_attn_4 | {"points": points, "parts": parts, "host_us": host_us})
+
+
+def write_record(path: Path, measured: dict[str, Any]) -> None:
+    """Write what was measured, and when, on what machine and with which versions."""
     record = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         **machine(),
@@ -227,13 +233,10 @@ def main(
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
         "cupy": cupy.__version__,
-        FLASH_ATTN_4: version_of(FLASH_ATTN_4),
-        "points": points,
-        "parts": parts,
-        "host_us": host_us,
+        **measured,
     }
-    RECORD.parent.mkdir(parents=True, exist_ok=True)
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def machine() -> dict[str, Any]:

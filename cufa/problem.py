@@ -162,6 +162,16 @@ class Problem:
         return accumulator_dtype(self.dtype)
 
     @property
+    def group(self) -> int:
+        """Query heads that share a KV head; 0 if there are no heads."""
+        return self.heads // max(1, self.kv_heads)
+
+    @property
+    def packed_sequences(self) -> int:
+        """How many sequences `seqlen_q` and `seqlen_k` are those of together: 1 unless they are packed."""
+        return max(1, self.batch) if self.features.packed else 1
+
+    @property
     def visible_scores(self) -> int:
         """How many (query, key) pairs of one head are in the range of a causal mask or a window.
 
@@ -170,9 +180,7 @@ class Problem:
         left, right = self.features.window
         if self.causal:
             right = 0
-        rows, keys = self.seqlen_q, self.seqlen_k
-        if self.features.packed:
-            rows, keys = (size // max(1, self.batch) for size in (rows, keys))
+        rows, keys = (size // self.packed_sequences for size in (self.seqlen_q, self.seqlen_k))
         end = rows + keys if right is None else keys - rows + right
         begin = -rows if left is None else keys - rows - left - 1
         return max(0, _pairs_up_to(rows, keys, end) - _pairs_up_to(rows, keys, begin))

@@ -112,9 +112,8 @@ class SplitKernel(Kernel):
 
     def unsuited(self, problem: Problem, device: Device) -> str | None:
         """As `Kernel.unsuited`: not where it would hardly read keys less often than once for each head."""
-        sequences = max(1, problem.batch) if problem.features.packed else 1
+        sequences, group = problem.packed_sequences, problem.group
         queries, keys = (-(-length // sequences) for length in (problem.seqlen_q, problem.seqlen_k))
-        group = problem.heads // max(1, problem.kv_heads)
         tiles, of_heads = -(-queries * group // _SPLIT_ROWS), group * -(-queries // _HEAD_ROWS)
         few = queries * group <= _FEW_ROWS and keys >= _MANY_KEYS
         if not few and 2 * tiles > of_heads:

@@ -84,7 +84,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
 
     Raises ValueError if there are more rows than can be counted.
     """
-    rows = rows_of_kv_head(problem)
+    rows = _rows_of_kv_head(problem)
     if rows > MAX_EXTENT:
         raise ValueError(f"a KV head has {rows:,} rows of queries, more than {MAX_EXTENT:,}")
     best = _best_tiles(problem, device)
@@ -117,19 +117,18 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     )
 
 
-def rows_of_kv_head(problem: Problem) -> int:
+def _rows_of_kv_head(problem: Problem) -> int:
     """The queries of all heads that share a KV head, of all sequences together if they are packed."""
-    return problem.seqlen_q * (problem.heads // max(1, problem.kv_heads))
+    return problem.seqlen_q * problem.group
 
 
-def rows_of_sequence(problem: Problem) -> int:
+def _rows_of_sequence(problem: Problem) -> int:
     """The same of one sequence; of packed ones, as if all were equally long."""
-    sequences = max(1, problem.batch) if problem.features.packed else 1
-    return ceil_div(rows_of_kv_head(problem), sequences)
+    return ceil_div(_rows_of_kv_head(problem), problem.packed_sequences)
 
 
 def _row_blocks(problem: Problem, block_m: int) -> int:
-    return problem.kv_heads * row_tiles(problem, rows_of_kv_head(problem), block_m)
+    return problem.kv_heads * row_tiles(problem, _rows_of_kv_head(problem), block_m)
 
 
 def _key_bytes(problem: Problem) -> int:
@@ -139,8 +138,8 @@ def _key_bytes(problem: Problem) -> int:
 
 def _visible_keys(problem: Problem) -> int:
     """How many keys a tile of rows sees, of packed sequences as if all were equally long."""
-    sequences = max(1, problem.batch) if problem.features.packed else 1
-    keys, queries = problem.seqlen_k // sequences, ceil_div(problem.seqlen_q, sequences)
+    keys = problem.seqlen_k // problem.packed_sequences
+    queries = ceil_div(problem.seqlen_q, problem.packed_sequences)
     left, right = problem.features.window
     if left is None:
         return keys
@@ -149,7 +148,7 @@ def _visible_keys(problem: Problem) -> int:
 
 def _best_tiles(problem: Problem, device: Device) -> Tiles:
     """The largest that fit, and as many stages as leave room for the blocks that an SM should have."""
-    rows = rows_of_sequence(problem)
+    rows = _rows_of_sequence(problem)
     block_m = next((m for m in (16, 32) if m >= rows), MAX_BLOCK_M)
     # A warp starts the copies of as many bytes whatever the team is.
     most_keys = block_m if _key_bytes(problem) >= WIDE_KEY_BYTES else 2 * block_m

@@ -221,7 +221,7 @@ def _takes_whole_heads(problem: Problem, device: Device, key_tiles: int) -> bool
         return True
     fills = heads >= FILLED * device.sm_count * ceil_div(heads, device.sm_count)
     row_bytes = (problem.head_dim + problem.value_dim) * problem.itemsize + problem.head_dim * SUM_BYTES
-    head_bytes = problem.heads // problem.kv_heads * problem.seqlen_q * row_bytes
+    head_bytes = problem.group * problem.seqlen_q * row_bytes
     return fills and device.sm_count * head_bytes <= SECTION_OF_L2 * device.l2_bytes
 
 

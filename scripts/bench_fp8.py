@@ -12,12 +12,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import bench_peers
 import click
 import cupy
 import ml_dtypes
 import numpy as np
 import torch
-from bench_peers import FLUSH_BYTES, HIDDEN, ROOT, TOKENS, times_of, write_record
+from bench_peers import FLUSH_BYTES, HIDDEN, ROOT, TOKENS
 from rich.console import Console
 from rich.progress import track
 
@@ -73,13 +74,13 @@ def main(head_dims: tuple[int, ...], seqlens: tuple[int, ...], rounds: int) -> N
             }
             out = torch.from_dlpack(calls[FLOAT8]())
             error = relative_error(out[0, :, 0], exact(*(x[0, :, 0] for x in rounded), causal))
-            seconds = times_of(calls, rounds, flush.fill)
+            seconds = bench_peers.times_of(calls, rounds, flush.fill)
             flops = 4 * TOKENS * HIDDEN * seqlen / (2 if causal else 1)
             tflops = {name: flops / time / 1e12 for name, time in seconds.items()}
             described = {"head_dim": head_dim, "causal": causal, "seqlen": seqlen}
             points.append(described | {"tflops": tflops, "error": error})
             print(points[-1], flush=True)
-    write_record(RECORD, {"points": points})
+    bench_peers.write_record(RECORD, {"points": points})
 
 
 if __name__ == "__main__":

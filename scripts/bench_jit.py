@@ -26,7 +26,7 @@ os.environ["CUDA_CACHE_DISABLE"] = "1"
 import numpy as np
 
 import cufa
-from cufa import device, jit
+from cufa import arrays, device, jit
 from cufa.device import Device
 from cufa.kernels import KERNELS
 from cufa.plan import make_plan
@@ -38,7 +38,7 @@ CALLS = 200
 
 def compile_seconds() -> dict[str, float]:
     """Seconds for each kernel, of the slowest of its variants."""
-    target = device.target(for_compile_only=True) if device.gpu_present() else Device.of("sm_90a")
+    target = device.target(for_compile_only=True) if arrays.gpu_usable() else Device.of("sm_90a")
     problems = [
         (name, problem)
         for name, kernel in KERNELS.items()
@@ -123,7 +123,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["CUFA_CACHE_DIR"] = folder
         report: dict[str, object] = {"nvrtc": list(jit.nvrtc_version()), "compile_seconds": compile_seconds()}
-        if device.gpu_present():
+        if arrays.gpu_usable():
             report["cold_cache"] = in_new_process("first_call")
             warm = [in_new_process("first_call") for _ in range(5)]
             report["warm_cache"] = min(warm, key=lambda times: times["first_ms"])

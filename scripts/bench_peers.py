@@ -26,13 +26,17 @@ from pathlib import Path
 from typing import Any
 
 import click
-import cupy
-import torch
 from rich.console import Console
 from rich.progress import track
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
-from torch.profiler import ProfilerActivity, profile
+
+try:
+    import cupy
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+    from torch.profiler import ProfilerActivity, profile
+except ImportError as error:
+    sys.exit(f"{Path(sys.argv[0]).name} needs CuPy, PyTorch and a GPU: {error}")
 
 import cufa
 from cufa import device

@@ -15,7 +15,7 @@ from cufa import kernels
 from cufa.device import KNOWN, Arch, Device
 from cufa.kernels import KERNELS
 from cufa.plan import Launch, Plan, make_plan, tiled
-from cufa.plan.record import MAX_GRID
+from cufa.plan.record import MAX_GRID, counted
 from cufa.plan.sizes import ceil_div, round_up, shared_matrix_bytes
 from cufa.plan.standard import softmax_launch
 from cufa.plan.tiled import Tiles
@@ -564,6 +564,10 @@ def test_macros_are_what_the_kernel_asks_for(kernel: str) -> None:
     assert plan.variant.source == f"{kernel}.cu"
 
 
+def test_one_and_more_are_counted() -> None:
+    assert [counted(number, "warp") for number in (1, 2, 11)] == ["1 warp", "2 warps", "11 warps"]
+
+
 @pytest.mark.parametrize("kernel", ["fwd_4_flash_v2", "bwd_2_flash_v2"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_as_many_blocks_as_the_launch_bounds_promise_fit_an_sm(kernel: str, arch: str) -> None:
@@ -574,7 +578,7 @@ def test_as_many_blocks_as_the_launch_bounds_promise_fit_an_sm(kernel: str, arch
         assert isinstance(blocks, int)
         launch = max(plan.launches, key=lambda launch: launch.smem_bytes)
         assert 1 <= blocks <= device.blocks_resident(launch.block, 0, launch.smem_bytes)
-        assert f"{blocks} blocks an SM" in str(plan)
+        assert f"{counted(blocks, 'block')} an SM" in str(plan)
 
 
 @pytest.mark.parametrize(("kernel", "arch"), KERNELS_ON_GPUS)
@@ -589,7 +593,7 @@ def test_a_printed_plan_says_what_and_why(kernel: str, arch: str) -> None:
     assert [text for label, text in printed if label == "tiles"] == ([tiles] if plan.tiles else [])
     assert [text for label, text in printed if label == "launch"] == [
         f"{launch.entry}: grid {launch.grid}{f' x {launch.steps} steps' if launch.steps > 1 else ''}, "
-        f"block {launch.block} ({launch.block // 32} warps), "
+        f"block {launch.block} ({counted(launch.block // 32, 'warp')}), "
         f"shared memory {launch.smem_bytes:,} of {device.smem_per_block:,} bytes"
         f"{', overlaps the one before' if launch.overlaps else ''}"
         for launch in plan.launches

@@ -40,6 +40,7 @@ from cufa.cli.workload import (
     use_gpu,
 )
 from cufa.kernels import KERNELS, Kernel
+from cufa.plan.record import counted
 from cufa.problem import Direction, Problem
 from cufa.timing import cpu_cores
 
@@ -221,11 +222,11 @@ def _cpu_rows(
     verdict = workload.check(host, results, rng)
     rows = []
     for count in threads:
-        step(f"CPU, {count} threads")
+        step(f"CPU, {counted(count, 'thread')}")
         for way, seconds in _cpu_seconds(sliced, features, asked, count).items():
             rows.append(
                 _Row(
-                    name=f"CPU, {count} thread{'s' if count > 1 else ''}",
+                    name=f"CPU, {counted(count, 'thread')}",
                     direction=way,
                     seconds=seconds * pieces / measured,
                     tflops=workload.flops(way) / seconds / 1e12,

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from cufa.device import MAX_THREADS_PER_BLOCK, Device
+from cufa.plan.record import counted
 from cufa.plan.sizes import ceil_div
 from cufa.problem import Problem
 
@@ -93,8 +94,8 @@ def choose(
         raise ValueError(_does_not_fit(tiles, cost, device))
     blocks = _blocks_per_sm(tiles, cost, device)
     fit = (
-        f"{blocks} blocks an SM: {cost.smem_bytes:,} bytes of shared memory of {device.smem_per_sm:,}, "
-        f"about {cost.registers} registers a thread of {device.registers_per_thread}"
+        f"{counted(blocks, 'block')} an SM: {cost.smem_bytes:,} bytes of shared memory of "
+        f"{device.smem_per_sm:,}, about {cost.registers} registers a thread of {device.registers_per_thread}"
     )
     return Choice(tiles, cost, blocks, (f"tiles {tiles}: {how}", fit))
 

@@ -17,6 +17,11 @@ Macro = tuple[str, str | int | bool]
 MAX_GRID = 2**31 - 1
 
 
+def counted(number: int, noun: str) -> str:
+    """As in 1 warp, 2 warps."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launch of an entry of the kernel's file, or `steps` of them in a row, numbered for the kernel.
@@ -115,7 +120,7 @@ class Plan:
             steps = f" x {launch.steps} steps" if launch.steps > 1 else ""
             lines.append(
                 f"  launch     {launch.entry}: grid {launch.grid}{steps}, "
-                f"block {launch.block} ({launch.block // device.warp_size} warps), shared memory "
+                f"block {launch.block} ({counted(launch.block // device.warp_size, 'warp')}), shared memory "
                 f"{launch.smem_bytes:,} of {device.smem_per_block:,} bytes"
                 f"{', overlaps the one before' if launch.overlaps else ''}"
             )

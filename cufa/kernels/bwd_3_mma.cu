@@ -22,16 +22,13 @@
 //          bias's gradient, if that is wanted
 // Writes   dQ, dK, dV
 #include "bias_gradient.cuh"
-#include "mma_tiles.cuh"
+#include "mma_nonfinite.cuh"
+#include "mma_query_sums.cuh"
+#include "mma_score_tiles.cuh"
 #include "query_tiles.cuh"
 #include "sink_gradient.cuh"
-#include "warp_rows.cuh"
 
-constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES, kSplit = SPLIT;
-constexpr int kWarps = THREADS / 32;
-// A block owns kBlockN rows of scores and walks over tiles of kBlockM columns.
-constexpr int kTiles = kBlockN / (kWarps / kSplit * kMmaM);
-constexpr int kColumns = kBlockM / kSplit;  // of those of a tile that a warp computes
+constexpr int kStages = STAGES;
 // How the warps share dQ: rows of queries first, then columns. Where all operands come from shared
 // memory, which is then what there is least of, two 16-row tiles a warp load less for each product.
 constexpr int kQueryRows =
@@ -47,14 +44,9 @@ constexpr int kQueryCols = kHead / kQueryParts;
 // Where there is room for one tile of queries, and no product takes it from registers, the next one
 // is copied as soon as the last product that needs a part of this one is done.
 constexpr bool kEarlyCopies = kStages == 1 && kSplit > 1;
-static_assert(kTiles * (kWarps / kSplit) * kMmaM == kBlockN,
-              "a warp must own whole 16-row tiles of keys");
-static_assert(kColumns % kMmaK == 0, "a warp must own whole fragments of queries");
 static_assert(kQueryRows * kQueryTiles * kMmaM == kBlockM,
               "the warps must share out the rows of dQ");
 static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a different struct");
-
-using Scores = Accumulators<kTiles, kColumns>;
 
 struct KeySmem {
     MmaTile<kBlockN, kHead> k;
@@ -83,6 +75,8 @@ union Smem {
     WarpSums<THREADS> warps;
 };
 
+using DqSums = QuerySums<kBlockM, kHead>;
+
 // The workspace's parts, each for all heads.
 struct Workspace {
     acc_t* dq;
@@ -91,41 +85,9 @@ struct Workspace {
 
     __device__ explicit Workspace(const BackwardParams& params) {
         dq = static_cast<acc_t*>(params.workspace);
-        acc_t* const end = dq + (kDeterministic ? 0 : padded_rows(params.sizes) * kHead);
+        acc_t* const end = dq + (kDeterministic ? 0 : DqSums::rows(params.sizes) * kHead);
         stats = reinterpret_cast<RowStats*>(end);
         bias = reinterpret_cast<acc_t*>(stats + rows_of_heads(params.sizes));
-    }
-
-    // Sums of dQ are whole tiles of queries.
-    __device__ static long long padded_rows(const Sizes& sizes) {
-        return static_cast<long long>(sizes.heads) *
-               row_tiles<kBlockM>(sizes.batch, sizes.seqlen_q) * kBlockM;
-    }
-};
-
-// The sums of dQ of one head of a sequence. They are kept as the warps have them: 16x8 fragments of
-// 4 x 32 values, so that an addition by a warp is 128 bytes in a row.
-struct QuerySums {
-    static constexpr int kFragment = kMmaM * kMmaN;
-    acc_t* sums;
-
-    __device__ QuerySums(const BackwardParams& params, const Sequence& sequence, int head) {
-        const Sizes& sizes = params.sizes;
-        const long long tile =
-            static_cast<long long>(head) * row_tiles<kBlockM>(sizes.batch, sizes.seqlen_q) +
-            first_tile(sequence, sizes);
-        sums = Workspace(params).dq + tile * (kBlockM * kHead);
-    }
-
-    // Which of a head's tiles is the first of a sequence; row_tile is the other way round.
-    __device__ static int first_tile(const Sequence& sequence, const Sizes& sizes) {
-        if constexpr (kPacked) return sequence.first_q / kBlockM + sequence.batch;
-        return sequence.batch * ceil_div(sizes.seqlen_q, kBlockM);
-    }
-
-    // The fragment of 16 rows and 8 columns that begins at (row, col).
-    __device__ acc_t* fragment(int row, int col) const {
-        return sums + static_cast<long long>(row) * kHead + col / kMmaN * kFragment;
     }
 };
 
@@ -142,7 +104,7 @@ struct QueryHead {
     ScoreRules rules;
     Matrix<const scalar_t> q, dout, k;
     const RowStats* stats;
-    QuerySums dq;
+    DqSums dq;
     BiasSums bias;
 
     __device__ QueryHead(const BackwardParams& params, const Sequence& sequence, int head)
@@ -151,7 +113,7 @@ struct QueryHead {
           dout(sequence.queries<const scalar_t>(params.dout, head)),
           k(sequence.keys<const scalar_t>(params.k, kv_head_of(head, params.sizes))),
           stats(Workspace(params).stats + sequence.first_row(head, params.sizes)),
-          dq(params, sequence, head),
+          dq(Workspace(params).dq, params.sizes, sequence, head),
           bias(params, sequence, head, Workspace(params).bias) {}
 
     __device__ void start_copy(KeySmem& smem, int stage, int first_row) const {
@@ -194,216 +156,11 @@ __device__ inline void walk(int begin, int end, const StartCopy& start_copy, con
     }
 }
 
-// A warp's place: its rows of what the block owns, and which part of columns and head dims is its
-// own.
-struct Place {
-    int first_row = threadIdx.x / 32 / kSplit * kTiles * kMmaM;
-    int part = threadIdx.x / 32 % kSplit;
-    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-
-    // The row of a lane's half (0: row g, 1: row g + 8) of its fragments m.
-    __device__ int row(int m, int half) const { return first_row + m * kMmaM + half * 8 + g; }
-    // The first of the two columns that a lane has of fragment n.
-    __device__ int col(int n) const { return part * kColumns + n * kMmaN + 2 * t; }
-};
-
 // The part of a tile of dQ that a warp computes.
 struct QueryPlace {
     int first_row = threadIdx.x / 32 % kQueryRows * kQueryTiles * kMmaM;
     int first_col = threadIdx.x / 32 / kQueryRows * kQueryCols;
 };
-
-// One of a lane's scores: element e of a half of fragment (m, n).
-struct Element {
-    int m, n, half, e;
-};
-
-// Which scores a tile has: those of the block's own rows from first_row on and of the columns from
-// first_col on, the rows being keys, as in key_tiles, or queries.
-template <bool RowsAreKeys>
-struct TileOfScores {
-    const ScoreRules& rules;
-    const Place& place;
-    int first_row, first_col;
-
-    __device__ int row(Element at) const { return first_row + place.row(at.m, at.half); }
-    __device__ int col(Element at) const { return first_col + place.col(at.n) + at.e; }
-    __device__ int query(Element at) const { return RowsAreKeys ? col(at) : row(at); }
-    __device__ int key(Element at) const { return RowsAreKeys ? row(at) : col(at); }
-
-    __device__ bool sees(Element at) const { return rules.sees(query(at), key(at)); }
-
-    // Which scores of fragment (m, n) dropout keeps: bit 2 * half + e. Two neighbouring rows, which
-    // share their random words, are those of lanes four apart: each of the two lanes draws for both
-    // rows, in one of its halves.
-    __device__ unsigned int kept(int m, int n) const {
-        const int parity = place.g % 2;
-        const Element first = {m, n, parity, 0};
-        const unsigned int drawn = rules.kept(query(first), key(first));
-        const unsigned int neighbours = __shfl_xor_sync(0xffffffffu, drawn, 4);
-        unsigned int kept = 0;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const unsigned int words = half == parity ? drawn : neighbours;
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int word = RowsAreKeys ? 2 * e + parity : 2 * parity + e;
-                kept |= (words >> word & 1) << (2 * half + e);
-            }
-        }
-        return kept;
-    }
-};
-using KeyRows = TileOfScores<true>;
-using QueryRows = TileOfScores<false>;
-
-// Which of a lane's scores are of rows and keys that see each other. A mask in memory is read
-// before the products, so that one wait is for all of it, and kept as a bit for each score.
-template <class Tile>
-class SeenScores {
-  public:
-    __device__ explicit SeenScores(const Tile& tile) : tile(tile) {
-        if constexpr (kMaskBits != 0) {
-#pragma unroll
-            for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-                for (int n = 0; n < kColumns / kMmaN; ++n)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        const unsigned int seen = tile.sees({m, n, e / 2, e % 2});
-                        unsigned int& word = bits[m][n / kWordFragments];
-                        word = (n % kWordFragments + e == 0 ? 0 : word) |
-                               seen << (n % kWordFragments * 4 + e);
-                    }
-        }
-    }
-
-    __device__ bool at(Element at) const {
-        if constexpr (kMaskBits == 0) return tile.sees(at);
-        const int bit = at.n % kWordFragments * 4 + 2 * at.half + at.e;
-        return bits[at.m][at.n / kWordFragments] >> bit & 1;
-    }
-
-  private:
-    static constexpr int kWordFragments = 8;  // of four scores
-    const Tile& tile;
-    unsigned int bits[kTiles][ceil_div(kColumns / kMmaN, kWordFragments)];
-};
-
-// P in place of S and the products' gradient in place of dP. Where a row does not see a key both
-// are set, not computed, to zero: an LSE of -inf or a NaN in the key must not show.
-template <bool Masked, class Tile, class StatsOf, class AddToBias>
-__device__ inline void differentiate(Scores& s, Scores& dp, const Tile& tile,
-                                     const SeenScores<Tile>& seen, const StatsOf& stats_of,
-                                     const AddToBias& add_to_bias) {
-#pragma unroll
-    for (int n = 0; n < kColumns / kMmaN; ++n)
-#pragma unroll
-        for (int m = 0; m < kTiles; ++m) {
-            const unsigned int kept = kDropout ? tile.kept(m, n) : 0;
-#pragma unroll
-            for (int e = 0; e < 2; ++e)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const Element at = {m, n, half, e};
-                    const int query = tile.query(at), key = tile.key(at), i = 2 * half + e;
-                    const bool is_seen = !Masked || seen.at(at);
-                    ScoreGradient gradient;
-                    // Only a bias must not be read where nothing is seen.
-                    if (is_seen || !kBias) {
-                        gradient = score_gradient(tile.rules, s[m][n][i], dp[m][n][i], query, key,
-                                                  stats_of(at), kept >> i & 1);
-                    }
-                    if (!is_seen) gradient = {};
-                    if (is_seen) add_to_bias(query, key, gradient.score);
-                    s[m][n][i] = gradient.p;
-                    dp[m][n][i] = gradient.product;
-                }
-        }
-}
-
-// A warp's rows by its columns.
-template <class Rows, class Columns>
-__device__ inline void product_of(Scores& s, const Rows& rows, const Columns& columns,
-                                  const Place& place) {
-    add_product_nt<kTiles, kColumns>(s, rows, place.first_row, columns, place.part * kColumns);
-}
-
-template <class Tile>
-__device__ inline void store_scores(Tile& tile, const Scores& scores, const Place& place) {
-    store_tile<kTiles, kColumns>(tile, scores, place.first_row, place.part * kColumns);
-}
-
-// o += w v as add_product_nn computes it, but one multiply-add at a time and only where row and key
-// see each other.
-template <int Tiles, int Cols, class Tile, class Weight>
-__device__ inline void add_seen(Accumulators<Tiles, Cols>& o, const Tile& v, int first_row,
-                                int first_col, const Weight& weight) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    for (int k = 0; k < Tile::kRows; ++k)
-#pragma unroll
-        for (int m = 0; m < Tiles; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const scalar_t* w = weight(first_row + m * kMmaM + half * 8 + g, k);
-                if (w == nullptr) continue;
-#pragma unroll
-                for (int n = 0; n < Cols / kMmaN; ++n)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const scalar_t value = *v.at(k, first_col + n * kMmaN + 2 * t + e);
-                        o[m][n][2 * half + e] += to_acc(*w) * to_acc(value);
-                    }
-            }
-}
-
-// Adds what is NaN or infinite in columns from first_col on of queries [first_query, end) to the
-// sums of those rows of keys that see them, whatever their weight.
-template <int Dims, int Cols>
-__device__ inline void add_nonfinite(Accumulators<kTiles, Cols>& sums,
-                                     Matrix<const scalar_t> queries, int first_query, int end,
-                                     int first_col, const KeyRows& tile) {
-#pragma unroll 1
-    for (int query = first_query; query < end; ++query)
-#pragma unroll
-        for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int key = tile.row({m, 0, half, 0});
-                if (!tile.rules.sees(query, key)) continue;
-#pragma unroll
-                for (int n = 0; n < Cols / kMmaN; ++n)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const int col = first_col + n * kMmaN + 2 * tile.place.t + e;
-                        if (col >= Dims) continue;
-                        const acc_t value = to_acc(queries.row(query)[col]);
-                        if (value * 0 != 0) sums[m][n][2 * half + e] += value;
-                    }
-            }
-}
-
-// Makes NaN and infinity in a tile zero. The whole block takes part.
-template <class Tile>
-__device__ inline void clear_nonfinite(Tile& tile) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < Tile::kRows * Tile::kCols; i += THREADS) {
-        scalar_t& value = *tile.at(i / Tile::kCols, i % Tile::kCols);
-        if (to_acc(value) * 0 != 0) value = from_acc<scalar_t>(0);
-    }
-}
-
-// Whether one of a lane's scores is NaN or infinite.
-__device__ inline bool has_nonfinite(const Scores& scores) {
-    acc_t zero = 0;
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-        for (int n = 0; n < kColumns / kMmaN; ++n)
-#pragma unroll
-            for (int e = 0; e < 4; ++e) zero += scores[m][n][e] * 0;
-    return !(zero == 0);
-}
 
 // The gradients of a warp's keys, in its part of the head dims.
 struct KeyGradients {
@@ -418,7 +175,9 @@ struct KeyGradients {
         Scores s = {}, dp = {};
         product_of(s, smem.k, smem.q[stage], place);
         product_of(dp, smem.v, smem.dout[stage], place);
-        const bool nonfinite = kCutTiles && masked && (has_nonfinite(s) || has_nonfinite(dp));
+        const bool nonfinite =
+            kCutTiles && masked &&
+            (has_nonfinite<kTiles, kColumns>(s) || has_nonfinite<kTiles, kColumns>(dp));
         const auto stats_of = [&](Element at) { return smem.rows[stage][place.col(at.n) + at.e]; };
         const auto add_to_bias = [&](int query, int key, acc_t gradient) {
             if constexpr (kBiasGradient) head.bias.add(query, key, gradient);
@@ -448,23 +207,22 @@ struct KeyGradients {
     }
 
   private:
-    // Where a mask cuts through a tile, NaN or infinity in a row or a key must not reach those that
-    // it does not see; but 0 * NaN is NaN, and a product over the whole tile would multiply by it.
-    // So it is zero in the products; those who see it have NaN from S or dP already, but for dV,
-    // and are given it afterwards.
+    // What is NaN or infinite is zero in the products; those who see it have NaN from S or dP
+    // already, but for dV, and are given it afterwards.
     __device__ static void take_out(KeySmem& smem, int stage) {
-        clear_nonfinite(smem.q[stage]);
-        clear_nonfinite(smem.dout[stage]);
-        clear_nonfinite(smem.k);
+        clear_nonfinite<THREADS>(smem.q[stage]);
+        clear_nonfinite<THREADS>(smem.dout[stage]);
+        clear_nonfinite<THREADS>(smem.k);
         __syncthreads();
     }
     __device__ void put_back(KeySmem& smem, const QueryHead& head, const KeyRows& tile,
                              int first_query) {
         const int end = min(first_query + kBlockM, head.rules.mask.seqlen_q);
         const int part = tile.place.part;
-        add_nonfinite<kHeadDim, kHeadPart>(dk, head.q, first_query, end, part * kHeadPart, tile);
-        add_nonfinite<kValueDim, kValuePart>(dv, head.dout, first_query, end, part * kValuePart,
-                                             tile);
+        add_nonfinite<kHeadDim, kTiles, kHeadPart>(dk, head.q, first_query, end, part * kHeadPart,
+                                                   tile);
+        add_nonfinite<kValueDim, kTiles, kValuePart>(dv, head.dout, first_query, end,
+                                                     part * kValuePart, tile);
         __syncthreads();  // every warp is done with K
         copy_rows<kHeadDim>(smem.k, head.k, tile.first_row, head.rules.mask.seqlen_k);
     }
@@ -501,7 +259,7 @@ struct KeyGradients {
 
     // dQ += dS K. Where dS^T takes fewer registers than the sums, all of it is loaded, and there
     // are sums of a few columns at a time, which are added while the next are computed.
-    __device__ static void add_to_queries(KeySmem& smem, const QuerySums& sums, int first_query) {
+    __device__ static void add_to_queries(KeySmem& smem, const DqSums& sums, int first_query) {
         constexpr bool kInSlices = kBlockN < kQueryCols * 2;
         constexpr int kSliceCols = kInSlices ? kMmaK : kQueryCols;
         const QueryPlace to;
@@ -511,29 +269,15 @@ struct KeyGradients {
             for (int col = 0; col < kQueryCols; col += kSliceCols) {
                 Accumulators<kQueryTiles, kSliceCols> dq = {};
                 ds.add_product_with<kSliceCols>(dq, smem.k, to.first_col + col);
-                add_to_queries<kSliceCols>(dq, sums, first_query + to.first_row,
-                                           to.first_col + col);
+                sums.add<kQueryTiles, kSliceCols>(dq, first_query + to.first_row,
+                                                  to.first_col + col);
             }
         } else {
             Accumulators<kQueryTiles, kSliceCols> dq = {};
             add_product_tn<kQueryTiles, kSliceCols>(dq, smem.ds(), to.first_row, smem.k,
                                                     to.first_col);
-            add_to_queries<kSliceCols>(dq, sums, first_query + to.first_row, to.first_col);
+            sums.add<kQueryTiles, kSliceCols>(dq, first_query + to.first_row, to.first_col);
         }
-    }
-
-    template <int Cols>
-    __device__ static void add_to_queries(const Accumulators<kQueryTiles, Cols>& dq,
-                                          const QuerySums& sums, int row, int col) {
-#pragma unroll
-        for (int m = 0; m < kQueryTiles; ++m)
-#pragma unroll
-            for (int n = 0; n < Cols / kMmaN; ++n) {
-                acc_t* fragment = sums.fragment(row + m * kMmaM, col + n * kMmaN);
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    atomicAdd(fragment + e * 32 + threadIdx.x % 32, dq[m][n][e]);
-            }
     }
 };
 
@@ -603,10 +347,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Workspace workspace(params);
     write_row_stats<THREADS>(params, workspace.stats);
     const long long row = warp_of_grid<THREADS>();
-    if (!kDeterministic && row < Workspace::padded_rows(params.sizes)) {
-        using Vector = Pack<acc_t, kVec>;
-        auto* dq = reinterpret_cast<Vector*>(workspace.dq + row * kHead);
-        for (int i = threadIdx.x % 32; i < kHead / kVec; i += 32) dq[i] = {};
+    if (!kDeterministic && row < DqSums::rows(params.sizes)) {
+        DqSums::clear_row(workspace.dq, row);
     }
     if constexpr (kBiasGradient) clear_bias_sums<THREADS>(params, workspace.bias);
 }
@@ -706,38 +448,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int strips = row_tiles<kMmaM>(sizes.batch, sizes.seqlen_q);
         const long long index = warp_of_grid<THREADS>();
         if (index >= static_cast<long long>(sizes.heads) * strips) return;
-        const int head = index / strips, lane = threadIdx.x % 32;
+        const int head = index / strips;
         const auto [batch, first_row] = row_tile<kMmaM>(index % strips, sizes.batch, sizes.seqlen_q,
                                                         params.features.cu_seqlens_q);
         const Sequence sequence(params, batch);
-        const QuerySums dq_sums(params, sequence, head);
+        const DqSums sums(Workspace(params).dq, sizes, sequence, head);
         if (first_row >= sequence.seqlen_q) return;  // it is none of the sequence's
-        const auto dq = sequence.queries<scalar_t>(params.dq, head);
-        const acc_t scale = params.softmax_scale;
-        // A lane takes eight columns of a row: of a fragment, the pairs that four lanes had.
-        constexpr int kFragments = ceil_div(kHeadDim, kMmaN);
-        const int g = lane % 8;
-#pragma unroll 4
-        for (int i = lane / 8; i < 2 * kFragments; i += 4) {
-            const int half = i / kFragments, col = i % kFragments * kMmaN;
-            const acc_t* sums = dq_sums.fragment(first_row, col) + half * 2 * 32 + g * 4;
-            acc_t pairs[2][4];  // the even columns, then the odd ones
-#pragma unroll
-            for (int e = 0; e < 8; e += kVec) {
-                using Part = Pack<acc_t, kVec>;
-                const Part part = *reinterpret_cast<const Part*>(sums + e / 4 * 32 + e % 4);
-#pragma unroll
-                for (int v = 0; v < kVec; ++v) pairs[e / 4][e % 4 + v] = part[v];
-            }
-            const int row = first_row + half * 8 + g;
-            if (row >= sequence.seqlen_q) continue;
-            Pack<scalar_t, kMmaN> values;
-#pragma unroll
-            for (int e = 0; e < kMmaN; ++e) {
-                values[e] = from_acc<scalar_t>(pairs[e % 2][e / 2] * scale);
-            }
-            write_columns<kHeadDim>(dq.row(row), values, col);
-        }
+        sums.round_rows<kHeadDim>(sequence.queries<scalar_t>(params.dq, head), first_row,
+                                  sequence.seqlen_q, params.softmax_scale);
     }
 }
 

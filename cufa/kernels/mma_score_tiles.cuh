@@ -1,0 +1,152 @@
+// The backward's tile of scores: what a warp has of it, which scores those are, and what it makes
+// of them.
+#pragma once
+
+#include "mma_tiles.cuh"
+#include "score_gradients.cuh"
+
+constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kSplit = SPLIT;
+constexpr int kWarps = THREADS / 32;
+// A block owns kBlockN rows of scores and walks over tiles of kBlockM columns. kSplit warps share
+// rows, and part the columns.
+constexpr int kTiles = kBlockN / (kWarps / kSplit * kMmaM);
+constexpr int kColumns = kBlockM / kSplit;
+static_assert(kTiles * (kWarps / kSplit) * kMmaM == kBlockN,
+              "a warp must own whole 16-row tiles of keys");
+static_assert(kColumns % kMmaK == 0, "a warp must own whole fragments of queries");
+
+using Scores = Accumulators<kTiles, kColumns>;
+
+// A warp's place: its rows of what the block owns, and which part of columns and head dims is its
+// own.
+struct Place {
+    int first_row = threadIdx.x / 32 / kSplit * kTiles * kMmaM;
+    int part = threadIdx.x / 32 % kSplit;
+    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+
+    // The row of a lane's half (0: row g, 1: row g + 8) of its fragments m.
+    __device__ int row(int m, int half) const { return first_row + m * kMmaM + half * 8 + g; }
+    // The first of the two columns that a lane has of fragment n.
+    __device__ int col(int n) const { return part * kColumns + n * kMmaN + 2 * t; }
+};
+
+// One of a lane's scores: element e of a half of fragment (m, n).
+struct Element {
+    int m, n, half, e;
+};
+
+// Which scores a tile has: those of the block's own rows from first_row on and of the columns from
+// first_col on, the rows being keys, as in key_tiles, or queries.
+template <bool RowsAreKeys>
+struct TileOfScores {
+    const ScoreRules& rules;
+    const Place& place;
+    int first_row, first_col;
+
+    __device__ int row(Element at) const { return first_row + place.row(at.m, at.half); }
+    __device__ int col(Element at) const { return first_col + place.col(at.n) + at.e; }
+    __device__ int query(Element at) const { return RowsAreKeys ? col(at) : row(at); }
+    __device__ int key(Element at) const { return RowsAreKeys ? row(at) : col(at); }
+
+    __device__ bool sees(Element at) const { return rules.sees(query(at), key(at)); }
+
+    // Which scores of fragment (m, n) dropout keeps: bit 2 * half + e. Two neighbouring rows, which
+    // share their random words, are those of lanes four apart: each of the two lanes draws for both
+    // rows, in one of its halves.
+    __device__ unsigned int kept(int m, int n) const {
+        const int parity = place.g % 2;
+        const Element first = {m, n, parity, 0};
+        const unsigned int drawn = rules.kept(query(first), key(first));
+        const unsigned int neighbours = __shfl_xor_sync(0xffffffffu, drawn, 4);
+        unsigned int kept = 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const unsigned int words = half == parity ? drawn : neighbours;
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int word = RowsAreKeys ? 2 * e + parity : 2 * parity + e;
+                kept |= (words >> word & 1) << (2 * half + e);
+            }
+        }
+        return kept;
+    }
+};
+using KeyRows = TileOfScores<true>;
+using QueryRows = TileOfScores<false>;
+
+// Which of a lane's scores are of rows and keys that see each other. A mask in memory is read
+// before the products, so that one wait is for all of it, and kept as a bit for each score.
+template <class Tile>
+class SeenScores {
+  public:
+    __device__ explicit SeenScores(const Tile& tile) : tile(tile) {
+        if constexpr (kMaskBits != 0) {
+#pragma unroll
+            for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+                for (int n = 0; n < kColumns / kMmaN; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        const unsigned int seen = tile.sees({m, n, e / 2, e % 2});
+                        unsigned int& word = bits[m][n / kWordFragments];
+                        word = (n % kWordFragments + e == 0 ? 0 : word) |
+                               seen << (n % kWordFragments * 4 + e);
+                    }
+        }
+    }
+
+    __device__ bool at(Element at) const {
+        if constexpr (kMaskBits == 0) return tile.sees(at);
+        const int bit = at.n % kWordFragments * 4 + 2 * at.half + at.e;
+        return bits[at.m][at.n / kWordFragments] >> bit & 1;
+    }
+
+  private:
+    static constexpr int kWordFragments = 8;  // of four scores
+    const Tile& tile;
+    unsigned int bits[kTiles][ceil_div(kColumns / kMmaN, kWordFragments)];
+};
+
+// P in place of S and the products' gradient in place of dP. Where a row does not see a key both
+// are set, not computed, to zero: an LSE of -inf or a NaN in the key must not show.
+template <bool Masked, class Tile, class StatsOf, class AddToBias>
+__device__ inline void differentiate(Scores& s, Scores& dp, const Tile& tile,
+                                     const SeenScores<Tile>& seen, const StatsOf& stats_of,
+                                     const AddToBias& add_to_bias) {
+#pragma unroll
+    for (int n = 0; n < kColumns / kMmaN; ++n)
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) {
+            const unsigned int kept = kDropout ? tile.kept(m, n) : 0;
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    const Element at = {m, n, half, e};
+                    const int query = tile.query(at), key = tile.key(at), i = 2 * half + e;
+                    const bool is_seen = !Masked || seen.at(at);
+                    ScoreGradient gradient;
+                    // Only a bias must not be read where nothing is seen.
+                    if (is_seen || !kBias) {
+                        gradient = score_gradient(tile.rules, s[m][n][i], dp[m][n][i], query, key,
+                                                  stats_of(at), kept >> i & 1);
+                    }
+                    if (!is_seen) gradient = {};
+                    if (is_seen) add_to_bias(query, key, gradient.score);
+                    s[m][n][i] = gradient.p;
+                    dp[m][n][i] = gradient.product;
+                }
+        }
+}
+
+// A warp's rows by its columns.
+template <class Rows, class Columns>
+__device__ inline void product_of(Scores& s, const Rows& rows, const Columns& columns,
+                                  const Place& place) {
+    add_product_nt<kTiles, kColumns>(s, rows, place.first_row, columns, place.part * kColumns);
+}
+
+template <class Tile>
+__device__ inline void store_scores(Tile& tile, const Scores& scores, const Place& place) {
+    store_tile<kTiles, kColumns>(tile, scores, place.first_row, place.part * kColumns);
+}

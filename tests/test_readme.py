@@ -19,3 +19,9 @@ def test_links_lead_somewhere():
     assert links
     for link in links:
         assert (ROOT / link).exists(), link
+
+
+def test_the_guide_to_the_kernels_names_each_header_once():
+    guide = ROOT / "cufa" / "kernels" / "README.md"
+    named = re.findall(r"`(\w+\.cuh)`", guide.read_text().split("Where to touch what")[0])
+    assert sorted(named) == sorted(path.name for path in guide.parent.glob("*.cuh"))

@@ -5,9 +5,10 @@
 // dS = P o (dP - rowsum(P o dP)) in place of dP, dQ = scale dS K and dK = scale dS^T Q.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V; dK and dV are summed over the query
-// heads of a group Owns     a thread has one element of the result; grad_scores: a block has one
-// row Global   workspace: P, then dP and dS, each (batch, heads, seqlen_q, seqlen_k) Writes   dQ,
-// dK, dV; zero for rows that see no key and keys that no row sees
+//          heads of a group
+// Owns     a thread has one element of the result; grad_scores: a block has one row
+// Global   workspace: P, then dP and dS, each (batch, heads, seqlen_q, seqlen_k)
+// Writes   dQ, dK, dV; zero for rows that see no key and keys that no row sees
 #include "memory.cuh"
 #include "standard.cuh"
 

@@ -4,10 +4,11 @@
 // Change from fwd_1_naive: maximum and sum of a row are found in one pass, the sum being rescaled
 // whenever the maximum rises; one of three reads of S is gone. Everything else is the same.
 //
-// Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
-// value_dim) Owns     scores, output: a thread has one element of the result; softmax: a block has
-// one row Global   workspace: S, then P in its place, (batch, heads, seqlen_q, seqlen_k) Writes O;
-// LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key
+// Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
+//          V (batch, seqlen_k, kv_heads, value_dim)
+// Owns     scores, output: a thread has one element of the result; softmax: a block has one row
+// Global   workspace: S, then P in its place, (batch, heads, seqlen_q, seqlen_k)
+// Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key
 #include "memory.cuh"
 #include "softmax_rows.cuh"
 #include "standard.cuh"

@@ -5,11 +5,13 @@
 // launches O, l and m live in global memory, O normalised each time, as in the paper's lines 12
 // and 13. Scores are in units of log 2, which changes m and nothing else.
 //
-// Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
-// value_dim) Owns     block: BLOCK_M queries of one head; thread: kRows rows x kKeys keys of S, the
-// same rows of O Shared   Q tile, K tile, V tile, P tile Global   workspace: O (batch, heads,
-// seqlen_q, value_dim), then l and m (batch, heads, seqlen_q) Writes   O and LSE in the last
-// launch; LSE is natural log, -inf for a row that sees no key
+// Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
+//          V (batch, seqlen_k, kv_heads, value_dim)
+// Owns     block: BLOCK_M queries of one head; thread: kRows rows x kKeys keys of S, the same rows
+//          of O
+// Shared   Q tile, K tile, V tile, P tile
+// Global   workspace: O (batch, heads, seqlen_q, value_dim), then l and m (batch, heads, seqlen_q)
+// Writes   O and LSE in the last launch; LSE is natural log, -inf for a row that sees no key
 #include "online_softmax.cuh"
 #include "scores.cuh"
 

@@ -7,8 +7,8 @@
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim)
-// Owns     block: BLOCK_M queries of one head; warp: whole rows of them; thread: TM rows x TN keys
-//          of S, the same rows of O
+// Owns     block: BLOCK_M queries of one head; warp: whole rows of them; thread: kRows rows x kKeys
+//          keys of S, the same rows of O
 // Shared   Q tile, K tile, V tile, P tile
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink

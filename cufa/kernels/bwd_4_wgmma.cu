@@ -6,27 +6,31 @@
 // both warpgroups' parts meet in dQ^T = K^T dS^T, which is added to sums in global memory. A
 // warpgroup does so one tile later, so that neither waits for the other and one multiplies while
 // the other exponentiates. A block stays for many tiles of keys: while one's gradients are stored,
-// the next one's products run.
+// the next one's products run. Where there are many tiles of queries, the copy engine adds dQ's
+// parts to the sums: warpgroups that add themselves stand in line for it.
 //
 // Launches: row_sums (the rows' statistics, and dQ's sums set to zero), key_tiles, round_queries;
 // sink_gradient if that is wanted.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: 128 keys of one KV head at a time; warpgroup: 64 of them
-// Shared   rings of two K and V tiles, which become dK and dV; of STAGES Q and dO tiles with the
-//          rows' statistics; of dS^T tiles
+// Shared   rings of KEY_STAGES K and V tiles, which become dK and dV; of STAGES Q and dO tiles with
+//          the rows' statistics; of dS^T tiles; parts of dQ on their way out
 // Global   workspace: sums of dQ, statistics, counts (wgmma_backward.cuh)
 // Writes   dQ, dK, dV
 #include "wgmma_backward.cuh"
 
 constexpr int kBlockM = BLOCK_M, kStages = STAGES;
-constexpr int kKeyStages = 2;
+constexpr int kKeyStages = KEY_STAGES;
 constexpr int kBlockN = kConsumers * kWgmmaM;
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kHelperThreads = HELPER_THREADS;
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr bool kWholeHead = WHOLE_HEAD;
 constexpr bool kOrdered = ORDERED;  // whether blocks add to dQ in the order of their keys
+// Whether the copy engine adds to dQ, or else the warpgroups themselves.
+constexpr bool kCopiesSums = COPIES_SUMS;
+static_assert(!(kCopiesSums && kOrdered), "nobody would know when they are added");
 // With short tiles of queries a thread has registers for P as operand beside S and dP: dV's product
 // then need not wait for dP.
 constexpr bool kShortTiles = kBlockM <= kPanelCols;
@@ -45,7 +49,9 @@ using KeyRows = PanelTile<kWgmmaM, kHeadCols>;
 using ValueRows = PanelTile<kWgmmaM, kValueDim>;
 using QueryRows = PanelTile<kBlockM, kHeadCols>;
 using OutRows = PanelTile<kBlockM, kValueDim>;
-using ScoreRows = PanelTile<kWgmmaM, kBlockM>;
+constexpr bool kWholePanels = kBlockM % kPanelCols == 0;
+using ScoreRows = PanelTile<kWgmmaM, kBlockM, scalar_t,
+                            kWholePanels ? kPanelRowBytes : kNarrowRowBytes>;
 using Keys = KeyTiles<kBlockN, kWholeHead, kCausal, kOrdered>;
 using Tiles = QueryTiles<kBlockM, kBlockN>;
 using Walk = QueryWalk<Tiles>;
@@ -64,6 +70,11 @@ struct Queries {
     OutRows dout;
 };
 
+// A warpgroup's part of a tile of dQ^T, from where the copy engine adds it to the sums.
+struct Outbox {
+    alignas(kChunkBytes) float sums[kCopiesSums ? Sums::kPart : 4];
+};
+
 struct Smem {
     KeyRows k[kKeyStages][kConsumers];
     ValueRows v[kKeyStages][kConsumers];
@@ -76,6 +87,8 @@ struct Smem {
     Ring<kKeyStages> keys_ring;
     ptx::Barrier gradients[kKeyStages];  // whether they lie where the keys were
     Ring<kStages> order[kConsumers];     // a warpgroup's turns to add to dQ, if they are ordered
+    Ring<1> outbox_rings[kConsumers];
+    Outbox outboxes[kConsumers];
 };
 
 using Scores = WgmmaSums<kBlockM>;
@@ -194,6 +207,33 @@ __device__ inline void keep_order(Smem& smem, const Params& params, int consumer
     }
 }
 
+// ---- or, if the copy engine adds to dQ ----
+
+// Sends out what a warpgroup puts into its outbox: its part of dQ of each tile of queries.
+__device__ inline void send_sums(Smem& smem, const Params& params, int consumer) {
+    const QueryWorkspace workspace(params.call);
+    const Outbox& outbox = smem.outboxes[consumer];
+    Ring<1>& ring = smem.outbox_rings[consumer];
+    RingPosition<1> from;
+    for (RingPosition<kKeyStages> keys_at;; keys_at.advance()) {
+        smem.keys_ring.wait_full(keys_at);
+        const KeyWork work = smem.work[keys_at.stage];
+        smem.keys_ring.release(keys_at);
+        if (!work.exists()) return;
+        const Sequence sequence = work.sequence(params.call);
+        const Tiles tiles = query_tiles_of(params.call, work);
+        for (Walk at(tiles, params.call.sizes, work.kv_head); !at.at_end(); at.advance()) {
+            float* sums = workspace.sums_of(sequence, at.head, at.tile) + consumer * Sums::kPart;
+            ring.wait_full(from);
+            ptx::add_to_global(sums, outbox.sums, sizeof(outbox.sums));
+            ptx::commit_stores();
+            ptx::wait_stores_read();
+            ring.release(from);
+            from.advance();
+        }
+    }
+}
+
 // ---- the consumers: a warpgroup for 64 keys ----
 
 // Barriers of parts of the block; __syncthreads has number 0.
@@ -227,6 +267,7 @@ struct Consumer {
     bool sets_sums;
     RingPosition<kKeyStages> keys_at;
     RingPosition<kStages> at;
+    RingPosition<1> outbox_to;
     float* tile_before;  // the sums of dQ of the tile before, of which dS lies a stage before
     bool took_out;       // whether there was NaN or infinity in masked tiles of queries
 
@@ -346,6 +387,7 @@ struct Consumer {
         if (tile_before == nullptr) return;
         const RingPosition<kStages> from = before(at);
         release(smem.ds_ring, from);
+        if constexpr (kCopiesSums) return post(dq);
         if (kOrdered) smem.order[warpgroup].wait_full(from);
         Sums::add(tile_before, warpgroup, dq, sets_sums);
         if (kOrdered) release(smem.order[warpgroup], from);
@@ -384,6 +426,14 @@ struct Consumer {
     }
 
   private:
+    __device__ void post(const QueryPart& dq) {
+        smem.outbox_rings[warpgroup].wait_empty(outbox_to);
+        Sums::write(smem.outboxes[warpgroup].sums, dq);
+        ptx::proxy_fence();
+        ptx::barrier_arrive(smem.outbox_rings[warpgroup].full[0]);
+        outbox_to.advance();
+    }
+
     template <int Dims, class Rows>
     __device__ static void write_rounded(Rows& rows, const WgmmaSums<Dims>& sums) {
         WgmmaOperand<Dims> rounded;
@@ -464,11 +514,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         constexpr int kWarps = kConsumers * kWarpgroup / 32;
         smem.ring.init(kWarps);
         init_shared_ring(smem.ds_ring, kConsumers * kWarpgroup, kWarps);
-        smem.keys_ring.init(1 + (kOrdered ? kConsumers : 0));
+        smem.keys_ring.init(1 + (kOrdered || kCopiesSums ? kConsumers : 0));
         for (ptx::Barrier& written : smem.gradients) {
             ptx::barrier_init(written, kConsumers * kWarpgroup);
         }
         for (Ring<kStages>& order : smem.order) order.init(kWarpgroup / 32);
+        for (Ring<1>& ring : smem.outbox_rings) init_shared_ring(ring, kWarpgroup, 1);
         ptx::barrier_init_fence();
     }
     __syncthreads();
@@ -482,8 +533,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             if (threadIdx.x == 0) produce(smem, params);
         } else if (warp == 1) {
             send_gradients(smem, params);
-        } else if (kOrdered) {
-            if (threadIdx.x % 32 == 0) keep_order(smem, params, warp - 2);
+        } else if (threadIdx.x % 32 == 0) {
+            if (kCopiesSums) send_sums(smem, params, warp - 2);
+            if (kOrdered) keep_order(smem, params, warp - 2);
         }
     } else {
         ptx::registers_increase<kConsumerRegisters>();

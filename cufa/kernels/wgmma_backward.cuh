@@ -193,15 +193,27 @@ struct QuerySums {
         float* fours = tile + part * kPart + threadIdx.x % kWarpgroup * 4;
 #pragma unroll
         for (int i = 0; i < kCols / 8; ++i) {
-            const Pack<float, 4> four{sums[4 * i], sums[4 * i + 1], sums[4 * i + 2],
-                                      sums[4 * i + 3]};
             float* to = fours + i * kWarpgroup * 4;
             if (set) {
-                *reinterpret_cast<Pack<float, 4>*>(to) = four;
+                *reinterpret_cast<Pack<float, 4>*>(to) = four_of(sums, i);
             } else {
-                ptx::add_to_global(to, four.v);
+                ptx::add_to_global(to, four_of(sums, i).v);
             }
         }
+    }
+
+    // Writes it as it lies there.
+    __device__ static void write(float* part, const WgmmaSums<kCols>& sums) {
+        unsigned int thread = threadIdx.x % kWarpgroup;
+        ptx::hold(thread);  // or the address would be kept in a register from tile to tile
+        auto* fours = reinterpret_cast<Pack<float, 4>*>(part) + thread;
+#pragma unroll
+        for (int i = 0; i < kCols / 8; ++i) fours[i * kWarpgroup] = four_of(sums, i);
+    }
+
+  private:
+    __device__ static Pack<float, 4> four_of(const WgmmaSums<kCols>& sums, int i) {
+        return {sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
     }
 };
 
@@ -499,7 +511,7 @@ __device__ inline void keep_order(Ring<Stages>& order, RingPosition<Stages>& to,
 // wgmma's description of one panel of columns, with the depth along the rows.
 template <class Tile>
 __device__ inline unsigned int panel_depth_in_rows(const Tile& tile, int panel) {
-    return operand_at(tile.data[panel], Tile::kRows * kPanelRowBytes);
+    return operand_at(tile.data[panel], Tile::kPanelBytes);
 }
 
 // Issues s = a^T b for a panel of a's columns and Cols of b's, from a panel on; the depth runs
@@ -518,7 +530,8 @@ __device__ inline void issue_product_tn(WgmmaSums<Cols>& s, const A (&a)[Tiles],
 #pragma unroll
         for (int k = 0; k < A::kRows; k += kWgmmaK) {
             const unsigned long long a_k = description(a0 + rows_step(k));
-            const unsigned long long b_k = description(b0 + rows_step(k));
+            const unsigned long long b_k =
+                description<B::kRowBytes>(b0 + rows_step<B::kRowBytes>(k));
             if (tile == 0 && k == 0) {
                 Product::template multiply<true, true, false>(s, a_k, b_k);
             } else {

@@ -15,9 +15,11 @@ template <class T>
 constexpr int kWgmmaDepth = 32 / sizeof(T);
 constexpr int kWgmmaK = kWgmmaDepth<scalar_t>;
 // A tile lies in panels, 128 bytes a row. Eight rows of a panel are one swizzled unit: the 16-byte
-// chunk c of row r lies at c ^ r.
+// chunk c of row r lies at c ^ r. Columns that are no whole panels can lie in panels of 32 bytes a
+// row, in which it lies at c ^ r / 4; the copy engine knows nothing of those.
 constexpr int kPanelRowBytes = 128;
 constexpr int kPanelCols = kPanelRowBytes / sizeof(scalar_t);
+constexpr int kNarrowRowBytes = 32;
 constexpr int kSwizzleRows = 8;
 constexpr int kSwizzleBytes = kSwizzleRows * kPanelRowBytes;
 constexpr int kChunkBytes = 16;
@@ -32,20 +34,24 @@ template <int Cols, class T = scalar_t>
 using WgmmaOperand = unsigned int[Cols / kWgmmaDepth<T>][4];
 
 // A Rows x Cols tile; columns are padded to whole panels.
-template <int Rows, int Cols, class T = scalar_t>
+template <int Rows, int Cols, class T = scalar_t, int RowBytes = kPanelRowBytes>
 struct PanelTile {
     static_assert(Rows % kSwizzleRows == 0, "a panel is made of eights of rows");
     using Element = T;
     static constexpr int kRows = Rows;
-    static constexpr int kPanelCols = kPanelRowBytes / sizeof(T);
+    static constexpr int kRowBytes = RowBytes;
+    static constexpr int kPanelCols = RowBytes / sizeof(T);
     static constexpr int kChunkCols = kChunkBytes / sizeof(T);
     static constexpr int kPanels = ceil_div(Cols, kPanelCols);
-    static constexpr int kBytes = kPanels * Rows * kPanelRowBytes;
+    static constexpr int kPanelBytes = Rows * RowBytes;
+    static constexpr int kBytes = kPanels * kPanelBytes;
 
     alignas(kSwizzleBytes) T data[kPanels][Rows][kPanelCols];
 
     __device__ T* at(int row, int col) {
-        const int chunk = col % kPanelCols / kChunkCols ^ row % kSwizzleRows;
+        constexpr int kRowsOfPattern = kPanelRowBytes / RowBytes;
+        const int chunk =
+            col % kPanelCols / kChunkCols ^ row / kRowsOfPattern % (RowBytes / kChunkBytes);
         return &data[col / kPanelCols][row][chunk * kChunkCols + col % kChunkCols];
     }
 };
@@ -82,10 +88,12 @@ constexpr int kOperandUnit = 16;
 __device__ inline unsigned int operand_at(const void* address, int panel_stride) {
     return panel_stride / kOperandUnit << 16 | ptx::shared_address(address) / kOperandUnit;
 }
+template <int RowBytes = kPanelRowBytes>
 __device__ constexpr unsigned long long description(unsigned int operand) {
-    constexpr unsigned long long kSwizzle128 = 1ull << 62;
-    constexpr unsigned long long kRows = kSwizzleBytes / kOperandUnit;
-    return kSwizzle128 | kRows << 32 | operand;
+    static_assert(RowBytes == kPanelRowBytes || RowBytes == kNarrowRowBytes, "as panels are");
+    constexpr unsigned long long kSwizzle = RowBytes == kPanelRowBytes ? 1 : 3;
+    constexpr unsigned long long kRows = kSwizzleRows * RowBytes / kOperandUnit;
+    return kSwizzle << 62 | kRows << 32 | operand;
 }
 
 // The depth runs along the columns, as in both operands of S = Q K^T: the operand whose depth
@@ -104,10 +112,11 @@ __device__ constexpr unsigned int columns_step(int col) {
 // The depth runs along the rows, as in the V of O = P V.
 template <class Tile>
 __device__ inline unsigned int depth_in_rows(const Tile& tile) {
-    return operand_at(tile.data, Tile::kRows * kPanelRowBytes);
+    return operand_at(tile.data, Tile::kPanelBytes);
 }
+template <int RowBytes = kPanelRowBytes>
 __device__ constexpr unsigned int rows_step(int row) {
-    return row * kPanelRowBytes / kOperandUnit;
+    return row * RowBytes / kOperandUnit;
 }
 
 template <int Count>

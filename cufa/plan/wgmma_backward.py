@@ -1,7 +1,8 @@
 """Plans for the Hopper backward: a block is a warpgroup that copies and two that compute.
 
 Up to head dim 128 each of the two has 64 keys of the block's 128, and blocks stay for many such tiles of
-keys; over that they share 64 keys and part the head dims.
+keys; over that they share 64 keys and part the head dims. Where many queries see a key, those go through in
+longer tiles, which leave room for one tile of keys, and the copy engine adds to dQ.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ HELPER_THREADS = 256
 # Rows of the tile that they round are that much longer, against bank conflicts.
 ROW_PADDING_BYTES = 16
 SUM_BYTES = 4
-# Tiles of keys that a block holds if it stays for many, and what says which each is: batch, head, first key.
-KEY_STAGES = 2
+# Tiles of keys that a block holds if it stays for many and they fit, and what says which each is: batch, head,
+# first key.
+MOST_KEY_STAGES = 2
 KEY_WORK_BYTES = 12
 # What the copying warpgroup keeps, and what its giving up the rest leaves a thread of the others.
 PRODUCER_REGISTERS = 24
@@ -56,7 +58,7 @@ CONSUMER_REGISTERS = min(
     AT_START + (AT_START - PRODUCER_REGISTERS) // CONSUMERS // REGISTER_STEP * REGISTER_STEP,
 )
 # Registers of a consumer beside accumulators: addresses, descriptions, where it is.
-OVERHEAD_REGISTERS = 40
+OVERHEAD_REGISTERS = 32
 # Part of the SMs' time that blocks which work on whole heads must fill.
 FILLED = 0.9
 # Blocks for each SM in a section of heads whose blocks are of many lengths, or add in order.
@@ -97,15 +99,41 @@ class Tiles:
 
 # What is best for head dims up to each.
 TILES = {64: Tiles(128, CONSUMERS * WGMMA_M, 2), 128: Tiles(64, CONSUMERS * WGMMA_M, 2)}
+# The same over head dim 64 where at least so many queries see a key on average: blocks seldom go on to other
+# keys, so that it matters little that they wait for those.
+LONG_TILES, MANY_QUERIES = Tiles(80, CONSUMERS * WGMMA_M, 2), 1500
 WIDE_TILES = Tiles(64, WGMMA_M, 2)
 
 
 def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`bwd_4_wgmma`: a block for each tile of queries, for one or more of keys, for each of queries."""
     dim = max(problem.head_dim, problem.value_dim)
-    best = next(candidate for limit, candidate in TILES.items() if dim <= limit)
-    padded_dim = round_up(_head_cols(problem, best), PANEL_COLS)
-    return _plan(problem, device, tiles, best, _cost, padded_dim, counts=True)
+    short = next(tiles for limit, tiles in TILES.items() if dim <= limit)
+    best = LONG_TILES if _has_long_tiles(problem) else short
+    alone = _takes_whole_heads(problem, device, best.block_n)
+
+    def copies(tiles: Tiles) -> bool:
+        return _are_long(problem, tiles) and not alone and not _adds_in_order(problem)
+
+    def key_stages(tiles: Tiles) -> int:
+        smem_bytes = _cost(problem, tiles, MOST_KEY_STAGES, copies(tiles)).smem_bytes
+        return MOST_KEY_STAGES if device.blocks_resident(THREADS, 0, smem_bytes) else 1
+
+    return _plan(
+        problem,
+        device,
+        tiles,
+        best,
+        lambda tiles: _cost(problem, tiles, key_stages(tiles), copies(tiles)),
+        round_up(_head_cols(problem, best), PANEL_COLS),
+        lambda tiles: (("KEY_STAGES", key_stages(tiles)), ("COPIES_SUMS", copies(tiles))),
+        counts=True,
+    )
+
+
+def _are_long(problem: Problem, tiles: Tiles) -> bool:
+    """Whether tiles of queries are too long for two tiles of keys and sums that warpgroups add themselves."""
+    return problem.head_dim > PANEL_COLS and tiles.block_m > PANEL_COLS
 
 
 def _head_cols(problem: Problem, tiles: Tiles) -> int:
@@ -116,7 +144,16 @@ def _head_cols(problem: Problem, tiles: Tiles) -> int:
 
 def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`bwd_5_wgmma_wide`: as `bwd_4_wgmma`."""
-    return _plan(problem, device, tiles, WIDE_TILES, _wide_cost, _parted(problem.head_dim), counts=False)
+    return _plan(
+        problem,
+        device,
+        tiles,
+        WIDE_TILES,
+        lambda tiles: _wide_cost(problem, tiles),
+        _parted(problem.head_dim),
+        lambda _: (),
+        counts=False,
+    )
 
 
 def _plan(
@@ -124,18 +161,19 @@ def _plan(
     device: Device,
     overrides: Mapping[str, int],
     best: Tiles,
-    cost_of: Callable[[Problem, Tiles], Cost],
+    cost_of: Callable[[Tiles], Cost],
     padded_dim: int,
+    own_macros: Callable[[Tiles], tuple[tuple[str, int], ...]],
     *,
     counts: bool,
 ) -> Part:
-    chosen = choose(problem, device, overrides, (best,), lambda tiles: cost_of(problem, tiles))
+    chosen = choose(problem, device, overrides, (best,), cost_of)
     sizes = chosen.tiles
     _check_tiles(problem, sizes, best, chosen.cost.registers)
     query_blocks = query_tiles(problem, sizes)
-    whole_heads = _takes_whole_heads(problem, device, ceil_div(problem.seqlen_k, sizes.block_n))
+    whole_heads = _takes_whole_heads(problem, device, sizes.block_n)
     most_in_line = MOST_IN_LINE if counts else WIDE_MOST_IN_LINE
-    ordered = not whole_heads and (problem.features.deterministic or _few_add(problem))
+    ordered = not whole_heads and _adds_in_order(problem)
     if whole_heads:
         to_take = problem.batch * problem.kv_heads * min(1, problem.seqlen_k)
     else:
@@ -162,6 +200,7 @@ def _plan(
             *common_macros(problem),
             ("BLOCK_M", sizes.block_m),
             ("STAGES", sizes.stages),
+            *own_macros(sizes),
             ("WHOLE_HEAD", whole_heads),
             ("ORDERED", ordered),
             ("HELPER_THREADS", HELPER_THREADS),
@@ -200,7 +239,7 @@ def _how(problem: Problem, whole_heads: bool, ordered: bool, stay: bool) -> tupl
 def _check_tiles(problem: Problem, tiles: Tiles, best: Tiles, registers: int) -> None:
     if tiles.block_n != best.block_n:
         raise ValueError(f"tiles {tiles}: block_n must be {best.block_n}, {WGMMA_M} for a warpgroup's rows")
-    if best.block_m > PANEL_COLS and tiles.block_m != best.block_m:
+    if problem.head_dim <= PANEL_COLS < best.block_m != tiles.block_m:
         raise ValueError(f"tiles {tiles}: block_m must be {best.block_m}, {PANEL_COLS} for a warpgroup's dQ")
     if registers > CONSUMER_REGISTERS:
         raise ValueError(
@@ -208,7 +247,7 @@ def _check_tiles(problem: Problem, tiles: Tiles, best: Tiles, registers: int) ->
         )
 
 
-def _takes_whole_heads(problem: Problem, device: Device, key_tiles: int) -> bool:
+def _takes_whole_heads(problem: Problem, device: Device, block_n: int) -> bool:
     """Whether a block works on all keys of a KV head, of sequences of one length.
 
     It then needs no sums that are zero at first, and loads the head's queries for one tile of keys after the
@@ -217,12 +256,17 @@ def _takes_whole_heads(problem: Problem, device: Device, key_tiles: int) -> bool
     heads = problem.batch * problem.kv_heads
     if problem.features.packed:
         return False
-    if key_tiles <= 1 or heads == 0:
+    if problem.seqlen_k <= block_n or heads == 0:
         return True
     fills = heads >= FILLED * device.sm_count * ceil_div(heads, device.sm_count)
     row_bytes = (problem.head_dim + problem.value_dim) * problem.itemsize + problem.head_dim * SUM_BYTES
     head_bytes = problem.group * problem.seqlen_q * row_bytes
     return fills and device.sm_count * head_bytes <= SECTION_OF_L2 * device.l2_bytes
+
+
+def _adds_in_order(problem: Problem) -> bool:
+    """Whether blocks that share in sums of dQ add to them in the order of their keys."""
+    return problem.features.deterministic or _few_add(problem)
 
 
 def _few_add(problem: Problem) -> bool:
@@ -235,6 +279,17 @@ def _few_add(problem: Problem) -> bool:
     return problem.head_dim > PANEL_COLS and problem.seqlen_q == problem.seqlen_k <= FEW_KEYS
 
 
+def _has_long_tiles(problem: Problem) -> bool:
+    """Whether there are long tiles of queries, as many of all heads that share a key see it on average.
+
+    A soft cap needs registers that there are not beside those.
+    """
+    if problem.head_dim <= PANEL_COLS or problem.features.softcap:
+        return False
+    keys = problem.seqlen_k // problem.packed_sequences
+    return problem.group * problem.visible_scores >= MANY_QUERIES * max(1, keys)
+
+
 def _parted(dims: int) -> int:
     """Head dims, padded so that each warpgroup has whole panels of them, and one at least."""
     return max(round_up(dims, PANEL_COLS), CONSUMERS * PANEL_COLS)
@@ -245,16 +300,17 @@ def _statistics_bytes(tiles: Tiles) -> int:
     return 2 * tiles.block_m * SUM_BYTES + VECTOR_BYTES
 
 
-def _cost(problem: Problem, tiles: Tiles) -> Cost:
+def _cost(problem: Problem, tiles: Tiles, key_stages: int, copies: bool) -> Cost:
     m, n = tiles.block_m, tiles.block_n
     head_cols = _head_cols(problem, tiles)
     smem_bytes = (
-        KEY_STAGES * (panel_tile_bytes(n, head_cols) + panel_tile_bytes(n, problem.value_dim))  # K, V
+        key_stages * (panel_tile_bytes(n, head_cols) + panel_tile_bytes(n, problem.value_dim))  # K, V
         + tiles.stages * (panel_tile_bytes(m, head_cols) + panel_tile_bytes(m, problem.value_dim))
-        + tiles.stages * panel_tile_bytes(n, m)  # dS
+        + tiles.stages * n * m * problem.itemsize  # dS
+        + (m * round_up(head_cols, PANEL_COLS) * SUM_BYTES if copies else CONSUMERS * VECTOR_BYTES)  # dQ
         + tiles.stages * _statistics_bytes(tiles)
-        + KEY_STAGES * (KEY_WORK_BYTES + LENGTHS_BYTES * lengths_vary(problem))
-        + BARRIER_BYTES * ((4 + 2 * CONSUMERS) * tiles.stages + 3 * KEY_STAGES)
+        + key_stages * (KEY_WORK_BYTES + LENGTHS_BYTES * lengths_vary(problem))
+        + BARRIER_BYTES * ((4 + 2 * CONSUMERS) * tiles.stages + 3 * key_stages + 2 * CONSUMERS)
     )
     head, value = round_up(head_cols, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
     # S and dP, dK and dV.

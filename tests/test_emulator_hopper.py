@@ -631,6 +631,33 @@ def test_tiles(rng, block_m, block_n, stages):
     run(FORWARD, draw(rng, "float16", 400, 330, dims=(64, 64)), True, tiles=tiles, device=SMALL_DEVICE)
 
 
+# The backward's for many queries that see a key, whose dQ the copy engine adds.
+LONG_TILES = {"block_m": 80}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", [(128, 128), (72, 40)])
+def test_long_tiles_of_queries(rng, dims, causal):
+    dtype = "float16" if causal else "bfloat16"
+    for lengths in LENGTHS:
+        problem = draw(rng, dtype, *lengths, dims=dims, batch=1, heads=2, kv_heads=1)
+        run("bwd_4_wgmma", problem, causal, tiles=LONG_TILES, device=SMALL_DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("ptx::wait_stores_read();\n            ring.release(from);", "ring.release(from);"),
+        ("smem.outbox_rings[warpgroup].wait_empty(outbox_to);", ""),
+    ],
+)
+def test_an_outbox_that_is_written_before_it_is_sent(rng, tmp_path, right, wrong):
+    folder = planted(tmp_path, "bwd_4_wgmma.cu", right, wrong)
+    problem = draw(rng, "float16", 250, 310, dims=(128, 128), batch=1, heads=1, kv_heads=1)
+    with pytest.raises(EmulatorError, match="race: .* of shared memory"):
+        run("bwd_4_wgmma", problem, False, tiles=LONG_TILES, device=SMALL_DEVICE, folder=folder)
+
+
 # No score at all, one that is too small for LSE / scale to be finite, the other way round, and large ones.
 @pytest.mark.parametrize("scale", [0.0, 1e-38, -0.2, 3.0])
 @pytest.mark.parametrize(("kernel", "dims"), EASY)
@@ -672,11 +699,14 @@ BACKWARDS = [(kernel, dims) for kernel, dims in BACKWARDS if KERNELS[kernel].dir
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("kernel", "dims"), BACKWARDS)
-def test_deterministic_gradients(rng, kernel, dims, causal):
+@pytest.mark.parametrize(
+    ("kernel", "dims", "tiles"),
+    [*((*pair, None) for pair in BACKWARDS), ("bwd_4_wgmma", (128, 128), LONG_TILES)],
+)
+def test_deterministic_gradients(rng, kernel, dims, tiles, causal):
     lengths = (300, 270) if causal else (200, 310)  # rows that see no key, and keys beyond a tile
     problem = draw(rng, "bfloat16", *lengths, dims=dims, batch=1, heads=4, kv_heads=2)
-    options = {"tiles": None, "device": SMALL_DEVICE, "deterministic": True}
+    options = {"tiles": tiles, "device": SMALL_DEVICE, "deterministic": True}
     checked = run(kernel, problem, causal, **options)
     again = run(kernel, problem, causal, **options, checked=False)
     for first, second in zip(checked, again, strict=True):

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kWarpRows = 16, kMaxColumns = 256;
 // wgmma's kinds of swizzle that kernels use.
-enum Swizzle { kNoSwizzle = 0, kSwizzle128 = 1 };
+enum Swizzle { kNoSwizzle = 0, kSwizzle128 = 1, kSwizzle32 = 3 };
 
 // An operand in shared memory, as a description says (PTX ISA, "Matrix Descriptor Format" of wgmma
 // and "Strides"). Its rows, or columns where it is B, run along `across`; 32 bytes of elements
@@ -37,11 +37,12 @@ class Operand {
           element_bytes_(element_bytes) {}
 
     std::string error(std::size_t shared_bytes) const {
-        if (swizzle_ != kSwizzle128 && (swizzle_ != kNoSwizzle || transposed_)) {
+        const bool swizzled = swizzle_ == kSwizzle128 || swizzle_ == kSwizzle32;
+        if (!swizzled && (swizzle_ != kNoSwizzle || transposed_)) {
             return "an operand without the 128-byte swizzle";
         }
         if (transposed_ && element_bytes_ == 1) return "an operand of bytes that is transposed";
-        if (swizzle_ == kSwizzle128 && start_ / kSwizzleRowBytes % kSwizzleRows != base_offset_) {
+        if (swizzled && start_ / kSwizzleRowBytes % (row_bytes() / kChunkBytes) != base_offset_) {
             return "an operand that begins " + std::to_string(start_ % kSwizzleBytes) +
                    " bytes past a multiple of " + std::to_string(kSwizzleBytes);
         }
@@ -80,12 +81,19 @@ class Operand {
     std::size_t offset(int i, int k) const {
         const std::size_t slow = transposed_ ? k : i;
         const std::size_t fast = (transposed_ ? i : k) * element_bytes_;
-        // What lies together: eight rows of a panel of 128 bytes, or of 16 without a swizzle.
-        const std::size_t row_bytes = swizzle_ == kSwizzle128 ? kSwizzleRowBytes : kChunkBytes;
-        const std::size_t place = start_ + fast / row_bytes * panel_stride_ +
+        // What lies together: eight rows of a panel.
+        const std::size_t width = row_bytes();
+        const std::size_t place = start_ + fast / width * panel_stride_ +
                                   slow / kSwizzleRows * eights_stride_ +
-                                  slow % kSwizzleRows * row_bytes + fast % row_bytes;
-        return swizzle_ == kSwizzle128 ? swizzled(place) : place;
+                                  slow % kSwizzleRows * width + fast % width;
+        return swizzled(place, width);
+    }
+
+    // Of a panel's rows, which without a swizzle are a chunk wide.
+    std::size_t row_bytes() const {
+        return swizzle_ == kSwizzle128  ? kSwizzleRowBytes
+               : swizzle_ == kSwizzle32 ? 2 * kChunkBytes
+                                        : kChunkBytes;
     }
 
     std::size_t start_, panel_stride_, eights_stride_, base_offset_;

@@ -519,7 +519,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             ptx::barrier_init(written, kConsumers * kWarpgroup);
         }
         for (Ring<kStages>& order : smem.order) order.init(kWarpgroup / 32);
-        for (Ring<1>& ring : smem.outbox_rings) init_shared_ring(ring, kWarpgroup, 1);
+        for (Ring<1>& ring : smem.outbox_rings) {
+            if (kCopiesSums) init_shared_ring(ring, kWarpgroup, 1);
+        }
         ptx::barrier_init_fence();
     }
     __syncthreads();

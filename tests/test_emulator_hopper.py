@@ -146,10 +146,11 @@ def encode(tensor, address, rows, columns):
     return b"".join(int(word).to_bytes(8, "little") for word in tensor_map.opaque)
 
 
-def swizzled(rows):
-    """Rows of 64 elements as they lie in shared memory: the chunk c of row r at c ^ r % 8."""
-    chunks = rows.reshape(len(rows), ROW_BYTES // CHUNK_BYTES, -1)
-    place = np.arange(chunks.shape[1]) ^ np.arange(len(rows))[:, None] % SWIZZLE_ROWS
+def swizzled(rows, row_bytes=ROW_BYTES):
+    """Rows as they lie in shared memory: chunk c of row r at c ^ r % 8, of 32 bytes at c ^ r / 4 % 2."""
+    count = row_bytes // CHUNK_BYTES
+    chunks = rows.reshape(len(rows), count, -1)
+    place = np.arange(count) ^ np.arange(len(rows))[:, None] // (ROW_BYTES // row_bytes) % count
     lying = np.empty_like(chunks)
     np.put_along_axis(lying, place[:, :, None], chunks, axis=1)
     return lying.reshape(rows.shape)
@@ -196,21 +197,23 @@ def test_boxes_and_lines(launch, rng, x, y):
     np.testing.assert_array_equal(arrays["to"], expected)
 
 
-def operand(matrix, transposed, gap):
+def operand(matrix, transposed, gap, row_bytes=ROW_BYTES):
     """A matrix (across, depth) in shared memory, its description at address 0, and the step of 16 in depth.
 
-    With the depth along the rows in memory, panels of 64 lie one after the other; else eights of rows do.
-    Between these there are `gap` times 1024 bytes of NaN.
+    With the depth along the rows in memory, panels of `row_bytes` a row lie one after the other; else eights
+    of rows do. Between these there are `gap` times eight rows of NaN.
     """
     rows = matrix.T if transposed else matrix
-    lying = swizzled(np.concatenate(np.split(rows, range(PANEL, rows.shape[1], PANEL), axis=1)))
-    pieces = lying.reshape(-1, DEPTH if transposed else SWIZZLE_ROWS, PANEL)
-    nan = np.full((len(pieces), gap * SWIZZLE_ROWS, PANEL), np.nan, matrix.dtype)
+    width = row_bytes // matrix.itemsize
+    lying = swizzled(np.concatenate(np.split(rows, range(width, rows.shape[1], width), axis=1)), row_bytes)
+    pieces = lying.reshape(-1, DEPTH if transposed else SWIZZLE_ROWS, width)
+    nan = np.full((len(pieces), gap * SWIZZLE_ROWS, width), np.nan, matrix.dtype)
     memory = np.concatenate([pieces, nan], axis=1)
     stride = memory[0].nbytes
-    panels, eights = (stride, SWIZZLE_ROWS * ROW_BYTES) if transposed else (0, stride)
-    step = STEP * ROW_BYTES if transposed else STEP * matrix.itemsize
-    return memory.ravel(), 1 << 62 | eights // 16 << 32 | panels // 16 << 16, step // 16
+    panels, eights = (stride, SWIZZLE_ROWS * row_bytes) if transposed else (0, stride)
+    step = STEP * row_bytes if transposed else STEP * matrix.itemsize
+    kind = {128: 1, 32: 3}[row_bytes]
+    return memory.ravel(), kind << 62 | eights // 16 << 32 | panels // 16 << 16, step // 16
 
 
 def fragments(matrix):
@@ -239,23 +242,26 @@ def assert_products(arrays, a, b, error):
 
 
 @pytest.mark.parametrize(
-    ("columns", "transposed_a", "transposed_b", "gap", "dtype"),
+    ("columns", "transposed_a", "transposed_b", "gap", "dtype", "b_row_bytes"),
     [
-        (16, False, False, 0, "float16"),
-        (80, True, False, 0, "bfloat16"),
-        (128, False, True, 0, "bfloat16"),
-        (128, False, False, 1, "float16"),
-        (192, True, True, 1, "float16"),
-        (256, False, True, 0, "float16"),
+        (16, False, False, 0, "float16", 128),
+        (80, True, False, 0, "bfloat16", 128),
+        (128, False, True, 0, "bfloat16", 128),
+        (128, False, False, 1, "float16", 128),
+        (192, True, True, 1, "float16", 128),
+        (256, False, True, 0, "float16", 128),
+        (80, True, True, 0, "bfloat16", 32),
+        (48, False, True, 1, "float16", 32),
     ],
 )
-def test_products(launch, rng, columns, transposed_a, transposed_b, gap, dtype):
+def test_products(launch, rng, columns, transposed_a, transposed_b, gap, dtype, b_row_bytes):
     dtype = np.dtype(dtype if dtype == "float16" else ml_dtypes.bfloat16)
     a, b = (rng.standard_normal((across, DEPTH)).astype(dtype) for across in (64, columns))
-    padded = np.zeros((-(-columns // PANEL) * PANEL if transposed_b else columns, DEPTH), dtype)
+    width = b_row_bytes // dtype.itemsize
+    padded = np.zeros((-(-columns // width) * width if transposed_b else columns, DEPTH), dtype)
     padded[:columns] = b
     a_memory, a_description, a_step = operand(a, transposed_a, gap)
-    b_memory, b_description, b_step = operand(padded, transposed_b, gap)
+    b_memory, b_description, b_step = operand(padded, transposed_b, gap, b_row_bytes)
     arrays = {
         "a": a_memory,
         "b": b_memory,
@@ -475,9 +481,9 @@ PLANTED = {
     ),
     "operand that is swizzled otherwise": (
         "wgmma_tiles.cuh",
-        "kSwizzle128 = 1ull << 62;",
-        "kSwizzle128 = 2ull << 62;",
-        r"an operand without the 128-byte swizzle\n",
+        "RowBytes == kPanelRowBytes ? 1 : 3;",
+        "RowBytes == kPanelRowBytes ? 2 : 3;",
+        r"an operand with a swizzle that no kernel uses\n",
     ),
     "operand between two eights of rows": (
         "wgmma_tiles.cuh",
@@ -654,7 +660,7 @@ def test_long_tiles_of_queries(rng, dims, causal):
 def test_an_outbox_that_is_written_before_it_is_sent(rng, tmp_path, right, wrong):
     folder = planted(tmp_path, "bwd_4_wgmma.cu", right, wrong)
     problem = draw(rng, "float16", 250, 310, dims=(128, 128), batch=1, heads=1, kv_heads=1)
-    with pytest.raises(EmulatorError, match="race: .* of shared memory"):
+    with pytest.raises(EmulatorError, match=r"race: .* of shared memory"):
         run("bwd_4_wgmma", problem, False, tiles=LONG_TILES, device=SMALL_DEVICE, folder=folder)
 
 

@@ -50,8 +50,8 @@ using ValueRows = PanelTile<kWgmmaM, kValueDim>;
 using QueryRows = PanelTile<kBlockM, kHeadCols>;
 using OutRows = PanelTile<kBlockM, kValueDim>;
 constexpr bool kWholePanels = kBlockM % kPanelCols == 0;
-using ScoreRows = PanelTile<kWgmmaM, kBlockM, scalar_t,
-                            kWholePanels ? kPanelRowBytes : kNarrowRowBytes>;
+using ScoreRows =
+    PanelTile<kWgmmaM, kBlockM, scalar_t, kWholePanels ? kPanelRowBytes : kNarrowRowBytes>;
 using Keys = KeyTiles<kBlockN, kWholeHead, kCausal, kOrdered>;
 using Tiles = QueryTiles<kBlockM, kBlockN>;
 using Walk = QueryWalk<Tiles>;

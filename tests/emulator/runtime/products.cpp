@@ -39,7 +39,7 @@ class Operand {
     std::string error(std::size_t shared_bytes) const {
         const bool swizzled = swizzle_ == kSwizzle128 || swizzle_ == kSwizzle32;
         if (!swizzled && (swizzle_ != kNoSwizzle || transposed_)) {
-            return "an operand without the 128-byte swizzle";
+            return "an operand with a swizzle that no kernel uses";
         }
         if (transposed_ && element_bytes_ == 1) return "an operand of bytes that is transposed";
         if (swizzled && start_ / kSwizzleRowBytes % (row_bytes() / kChunkBytes) != base_offset_) {

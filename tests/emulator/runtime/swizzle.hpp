@@ -1,5 +1,5 @@
-// The 128-byte swizzle, in which the copy engine writes tiles and wgmma reads them, and narrower ones
-// that wgmma reads too.
+// The 128-byte swizzle, in which the copy engine writes tiles and wgmma reads them, and narrower
+// ones that wgmma reads too.
 #pragma once
 
 #include <cstddef>

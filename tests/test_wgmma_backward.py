@@ -45,9 +45,15 @@ BATCHES_AND_LENGTHS = [(66, 256), (2, 4096)]
 SPILLED = {(64, True, 66): ("key_tiles: 8 bytes spill stores, 12 bytes spill loads",)}
 
 
-@pytest.mark.parametrize(("batch", "seqlen"), BATCHES_AND_LENGTHS)
+# Beside those at head dim 128, where queries go through in long tiles: short ones.
+SHORT = (128, 2, 512)
+
+
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "batch", "seqlen"),
+    [*((dim, *each) for dim in (64, 128, 192, 256) for each in BATCHES_AND_LENGTHS), SHORT],
+)
 def test_no_spill_and_no_product_in_series(head_dim, causal, batch, seqlen):
     build = jit.build(plan_of(problem(head_dim, causal=causal, batch=batch, seqlen=seqlen)).variant)
     assert build.warnings in ((), SPILLED.get((head_dim, causal, batch)))
@@ -80,9 +86,12 @@ def test_packed_sequences_have_tiles_of_their_own():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_no_spill_if_blocks_add_in_order(head_dim, causal):
-    build = jit.build(plan_of(deterministic(problem(head_dim, causal=causal))).variant)
+@pytest.mark.parametrize(
+    ("head_dim", "batch", "seqlen"), [*((dim, 2, 4096) for dim in (64, 128, 192, 256)), SHORT]
+)
+def test_no_spill_if_blocks_add_in_order(head_dim, batch, seqlen, causal):
+    call = problem(head_dim, causal=causal, batch=batch, seqlen=seqlen)
+    build = jit.build(plan_of(deterministic(call)).variant)
     assert build.warnings == ()
 
 
@@ -226,6 +235,7 @@ def test_where_many_queries_see_a_key_their_tiles_are_long(call, long):
     macros = dict(plan.macros)
     assert (plan.tiles["block_m"] == 80) == long
     assert (macros["KEY_STAGES"], macros["COPIES_SUMS"]) == ((1, True) if long else (2, False))
+    assert ("the copy engine adds to dQ" in str(plan)) == long
     assert dict(plan_of(deterministic(call)).macros)["COPIES_SUMS"] is False
 
 

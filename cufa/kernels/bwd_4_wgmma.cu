@@ -6,8 +6,8 @@
 // both warpgroups' parts meet in dQ^T = K^T dS^T, which is added to sums in global memory. A
 // warpgroup does so one tile later, so that neither waits for the other and one multiplies while
 // the other exponentiates. A block stays for many tiles of keys: while one's gradients are stored,
-// the next one's products run. Where there are many tiles of queries, the copy engine adds dQ's
-// parts to the sums: warpgroups that add themselves stand in line for it.
+// the next one's products run. Where many queries see a key, the copy engine adds dQ to the sums:
+// a warpgroup that does so itself waits until memory takes what it adds.
 //
 // Launches: row_sums (the rows' statistics, and dQ's sums set to zero), key_tiles, round_queries;
 // sink_gradient if that is wanted.
@@ -27,9 +27,8 @@ constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kHelperThreads = HELPER_THREADS;
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr bool kWholeHead = WHOLE_HEAD;
-constexpr bool kOrdered = ORDERED;  // whether blocks add to dQ in the order of their keys
-// Whether the copy engine adds to dQ, or else the warpgroups themselves.
-constexpr bool kCopiesSums = COPIES_SUMS;
+constexpr bool kOrdered = ORDERED;         // whether blocks add to dQ in the order of their keys
+constexpr bool kCopiesSums = COPIES_SUMS;  // whether the copy engine adds to dQ
 static_assert(!(kCopiesSums && kOrdered), "nobody would know when they are added");
 // With short tiles of queries a thread has registers for P as operand beside S and dP: dV's product
 // then need not wait for dP.
@@ -37,6 +36,8 @@ constexpr bool kShortTiles = kBlockM <= kPanelCols;
 constexpr bool kValuesEarly = kShortTiles;
 // Each warpgroup has a panel of dims of dQ if tiles of queries are short, and so there are two.
 constexpr int kHeadCols = kShortTiles && kHeadDim <= kPanelCols ? 2 * kPanelCols : kHeadDim;
+// A row of dS^T in a panel: narrow if queries would leave a part of a panel empty.
+constexpr int kScoreRowBytes = kBlockM % kPanelCols == 0 ? kPanelRowBytes : kNarrowRowBytes;
 constexpr int kHead = round_up(kHeadCols, kWgmmaK), kValue = round_up(kValueDim, kWgmmaK);
 
 struct Params {
@@ -49,9 +50,7 @@ using KeyRows = PanelTile<kWgmmaM, kHeadCols>;
 using ValueRows = PanelTile<kWgmmaM, kValueDim>;
 using QueryRows = PanelTile<kBlockM, kHeadCols>;
 using OutRows = PanelTile<kBlockM, kValueDim>;
-constexpr bool kWholePanels = kBlockM % kPanelCols == 0;
-using ScoreRows =
-    PanelTile<kWgmmaM, kBlockM, scalar_t, kWholePanels ? kPanelRowBytes : kNarrowRowBytes>;
+using ScoreRows = PanelTile<kWgmmaM, kBlockM, scalar_t, kScoreRowBytes>;
 using Keys = KeyTiles<kBlockN, kWholeHead, kCausal, kOrdered>;
 using Tiles = QueryTiles<kBlockM, kBlockN>;
 using Walk = QueryWalk<Tiles>;
@@ -426,6 +425,7 @@ struct Consumer {
     }
 
   private:
+    // Puts a part of dQ into the outbox.
     __device__ void post(const QueryPart& dq) {
         smem.outbox_rings[warpgroup].wait_empty(outbox_to);
         Sums::write(smem.outboxes[warpgroup].sums, dq);
@@ -519,8 +519,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             ptx::barrier_init(written, kConsumers * kWarpgroup);
         }
         for (Ring<kStages>& order : smem.order) order.init(kWarpgroup / 32);
-        for (Ring<1>& ring : smem.outbox_rings) {
-            if (kCopiesSums) init_shared_ring(ring, kWarpgroup, 1);
+        if (kCopiesSums) {
+            for (Ring<1>& ring : smem.outbox_rings) init_shared_ring(ring, kWarpgroup, 1);
         }
         ptx::barrier_init_fence();
     }

@@ -8,7 +8,7 @@ longer tiles, which leave room for one tile of keys, and the copy engine adds to
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from cufa.device import REGISTERS_PER_SM, Device
 from cufa.plan.choice import Cost, choose, query_tiles, row_tiles
@@ -46,8 +46,8 @@ HELPER_THREADS = 256
 # Rows of the tile that they round are that much longer, against bank conflicts.
 ROW_PADDING_BYTES = 16
 SUM_BYTES = 4
-# Tiles of keys that a block holds if it stays for many and they fit, and what says which each is: batch, head,
-# first key.
+# Tiles of keys that a block holds if it stays for many, and if they fit; and what says which each is: batch,
+# head, first key.
 MOST_KEY_STAGES = 2
 KEY_WORK_BYTES = 12
 # What the copying warpgroup keeps, and what its giving up the rest leaves a thread of the others.
@@ -119,7 +119,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
         smem_bytes = _cost(problem, tiles, MOST_KEY_STAGES, copies(tiles)).smem_bytes
         return MOST_KEY_STAGES if device.blocks_resident(THREADS, 0, smem_bytes) else 1
 
-    return _plan(
+    part = _plan(
         problem,
         device,
         tiles,
@@ -129,10 +129,12 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
         lambda tiles: (("KEY_STAGES", key_stages(tiles)), ("COPIES_SUMS", copies(tiles))),
         counts=True,
     )
+    by_copies = ("tiles of queries are long: the copy engine adds to dQ",) * copies(Tiles(**part.tiles))
+    return replace(part, reasons=(*part.reasons, *by_copies))
 
 
 def _are_long(problem: Problem, tiles: Tiles) -> bool:
-    """Whether tiles of queries are too long for two tiles of keys and sums that warpgroups add themselves."""
+    """Whether a tile has more sums of dQ than a warpgroup adds to without a long wait."""
     return problem.head_dim > PANEL_COLS and tiles.block_m > PANEL_COLS
 
 

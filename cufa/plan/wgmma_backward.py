@@ -99,8 +99,8 @@ class Tiles:
 
 # What is best for head dims up to each.
 TILES = {64: Tiles(128, CONSUMERS * WGMMA_M, 2), 128: Tiles(64, CONSUMERS * WGMMA_M, 2)}
-# The same over head dim 64 where at least so many queries see a key on average: blocks seldom go on to other
-# keys, so that it matters little that they wait for those.
+# The same over head dim 64 where at least so many queries of a head see a key on average: blocks seldom go on
+# to other keys, so that it matters little that they wait for those.
 LONG_TILES, MANY_QUERIES = Tiles(80, CONSUMERS * WGMMA_M, 2), 1500
 WIDE_TILES = Tiles(64, WGMMA_M, 2)
 
@@ -282,14 +282,14 @@ def _few_add(problem: Problem) -> bool:
 
 
 def _has_long_tiles(problem: Problem) -> bool:
-    """Whether there are long tiles of queries, as many of all heads that share a key see it on average.
+    """Whether tiles of queries are long: many of a head must see a key, or a part of a tile would cost more.
 
     A soft cap needs registers that there are not beside those.
     """
     if problem.head_dim <= PANEL_COLS or problem.features.softcap:
         return False
     keys = problem.seqlen_k // problem.packed_sequences
-    return problem.group * problem.visible_scores >= MANY_QUERIES * max(1, keys)
+    return problem.visible_scores >= MANY_QUERIES * max(1, keys)
 
 
 def _parted(dims: int) -> int:

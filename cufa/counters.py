@@ -27,19 +27,18 @@ class Counters:
         import cupy
 
         self._lock = threading.Lock()
-        self._current_stream = cupy.cuda.get_current_stream
         self._is_capturing = cupy.cuda.runtime.streamIsCapturing
         self._memory: list[Any] = []
         self._free: collections.deque[int] = collections.deque()
         self._add_ring()
 
-    def take(self) -> int:
-        """The address of a counter for a call on CuPy's current stream.
+    def take(self, stream: int) -> int:
+        """The address of a counter for a call on that stream.
 
         Raises RuntimeError if calls were captured without an end and none was made between captures, during
         which nothing can be allocated.
         """
-        captured = self._is_capturing(self._current_stream().ptr)
+        captured = self._is_capturing(stream)
         with self._lock:
             if not captured and len(self._free) < LEAST_FREE:
                 self._add_ring()

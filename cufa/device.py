@@ -11,8 +11,9 @@ import ctypes
 import functools
 import os
 import re
-import sys
 from dataclasses import dataclass, replace
+
+from cufa import driver
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -244,11 +245,11 @@ KNOWN: dict[tuple[int, int], Device] = {
 def gpu_present() -> bool:
     """Whether the NVIDIA driver is installed and shows this process a GPU. Does not import CuPy."""
     try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        library = driver.library()
     except OSError:
         return False
     count = ctypes.c_int()
-    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+    return library.cuInit(0) == 0 and library.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
 def current() -> Device:

@@ -11,12 +11,12 @@ import functools
 import itertools
 import operator
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from cufa import arrays, counters, jit
+from cufa import arrays, counters, driver, jit
 from cufa.device import Arch, target
 from cufa.jit import Variant
 from cufa.philox import dropped_below
@@ -169,6 +169,7 @@ class Executable:
         import cupy
 
         self.plan = plan
+        self._current_stream = cupy.cuda.get_current_stream
         self._allocate = functools.partial(cupy.cuda.alloc, plan.workspace_bytes)
         self._params_bytes = int(dict(plan.macros)["PARAMS_BYTES"])  # maps align the struct, and so its end
         self._encoder = Encoder(plan.problem, plan.boxes) if plan.boxes else None
@@ -198,6 +199,7 @@ class Executable:
         small or not aligned.
         """
         plan = self.plan
+        stream = self._current_stream().ptr
         address = 0
         if workspace is not None:
             _check_workspace(workspace, plan.workspace_bytes)
@@ -206,13 +208,13 @@ class Executable:
             memory = self._allocate()  # CuPy's again, for this stream, when all is launched
             address = memory.ptr
         if self._counters is not None:
-            address = self._counters.take()
+            address = self._counters.take(stream)
         maps = self._encoder(tensors) if self._encoder is not None else b""
         for step, kernels in self._launches:
             params = pack_attention(plan.problem, tensors, lse, address, softmax_scale, features, step)
             params = (maps + params).ljust(self._params_bytes, b"\0")
             for kernel in kernels:
-                kernel(params)
+                kernel(params, stream)
 
 
 def _check_workspace(workspace: Any, needed: int) -> None:
@@ -230,7 +232,8 @@ def softmax(x: Any, y: Any, dtype: str, passes: int, arch: Arch | str | int | No
     rows, cols = x.shape
     kernel = _loaded(softmax_launch(dtype, passes, rows, target(arch).arch), _current_device())
     x_row_stride, y_row_stride = (array.strides[0] // array.itemsize for array in (x, y))
-    kernel(pack_softmax(x.data.ptr, y.data.ptr, x_row_stride, y_row_stride, rows, cols))
+    params = pack_softmax(x.data.ptr, y.data.ptr, x_row_stride, y_row_stride, rows, cols)
+    kernel(params, _current_stream())
 
 
 def merge(
@@ -244,7 +247,7 @@ def merge(
 ) -> None:
     """Launch `merge` for (batch, heads, seqlen) rows on the current stream; see `pack_merge`."""
     compiled = merge_launch(dtype, value_dim, prod(sizes), align_bytes, target(arch).arch)
-    _loaded(compiled, _current_device())(pack_merge(tensors, lses, *sizes))
+    _loaded(compiled, _current_device())(pack_merge(tensors, lses, *sizes), _current_stream())
 
 
 def _current_device() -> int:
@@ -252,6 +255,13 @@ def _current_device() -> int:
 
     device: int = cupy.cuda.runtime.getDevice()
     return device
+
+
+def _current_stream() -> int:
+    import cupy
+
+    stream: int = cupy.cuda.get_current_stream().ptr
+    return stream
 
 
 class _Kernel:
@@ -266,63 +276,29 @@ class _Kernel:
         self._function = kernel.kernel
         self._launch = launch
         self._extents = (launch.grid, 1, 1, launch.block, 1, 1, launch.smem_bytes)
-        self._driver = cupy.cuda.driver
-        self._launch_overlapping = _overlapping(self._function.ptr, launch) if launch.overlaps else None
-        self._current_stream = cupy.cuda.get_current_stream
+        self._launch_kernel = cupy.cuda.driver.launchKernel
+        self._refusals = (cupy.cuda.driver.CUDADriverError, driver.DriverError)
+        overlapping = functools.partial(
+            driver.overlapping_launch, launch.grid, launch.block, launch.smem_bytes
+        )
+        self._overlapping = functools.lru_cache(_REMEMBERED_STREAMS)(overlapping) if launch.overlaps else None
 
-    def __call__(self, params: bytes) -> None:
-        """Launch on the current stream, with the struct that these are the bytes of."""
+    def __call__(self, params: bytes, stream: int) -> None:
+        """Launch on that stream, with the struct that these are the bytes of."""
         # The driver wants the address of an array of pointers to parameters, of which there is one. CuPy's
         # own call of a function makes that array from objects, which takes half as long again.
         pointers = ctypes.c_char_p(params)
-        stream = self._current_stream().ptr
-        if self._launch_overlapping is not None:
-            status = self._launch_overlapping(stream, ctypes.addressof(pointers))
-            if status:
-                raise LaunchError(self._refused(status.name))
-            return
         try:
-            self._driver.launchKernel(
-                self._function.ptr, *self._extents, stream, ctypes.addressof(pointers), 0
-            )
-        except self._driver.CUDADriverError as error:
-            raise LaunchError(self._refused(error)) from error
-
-    def _refused(self, reason: object) -> str:
-        launch = self._launch
-        return (
-            f"{launch.entry} could not be launched with {launch.grid} blocks of {launch.block} threads "
-            f"and {launch.smem_bytes} bytes of shared memory: {reason}"
-        )
-
-
-def _overlapping(function: int, launch: Launch) -> Callable[[int, int], Any]:
-    """The driver's launch of a function that begins while the launch before it ends.
-
-    It takes a stream and the address of an array of pointers to parameters, and returns the driver's status.
-    """
-    from cuda.bindings import driver
-
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
-    handle = driver.CUfunction(function)
-
-    # Nothing in it changes but the stream: calls from several threads can share it.
-    @functools.lru_cache(maxsize=_REMEMBERED_STREAMS)
-    def config_for(stream: int) -> Any:
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = launch.block, 1, 1
-        config.sharedMemBytes = launch.smem_bytes
-        config.hStream = stream
-        config.attrs, config.numAttrs = [attribute], 1
-        return config
-
-    def start(stream: int, pointers: int) -> Any:
-        return driver.cuLaunchKernelEx(config_for(stream), handle, pointers, 0)[0]
-
-    return start
+            if self._overlapping is not None:
+                driver.launch(self._overlapping(stream), self._function.ptr, pointers)
+            else:
+                self._launch_kernel(self._function.ptr, *self._extents, stream, ctypes.addressof(pointers), 0)
+        except self._refusals as error:
+            launch = self._launch
+            raise LaunchError(
+                f"{launch.entry} could not be launched with {launch.grid} blocks of {launch.block} threads "
+                f"and {launch.smem_bytes} bytes of shared memory: {error}"
+            ) from error
 
 
 @functools.lru_cache(maxsize=4096)

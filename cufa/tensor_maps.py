@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
+from cufa import driver
+from cufa.driver import TENSOR_MAP_BYTES, TensorMapType
 from cufa.plan.record import TensorBox
-from cufa.plan.sizes import TENSOR_MAP_BYTES
 from cufa.problem import FLOAT8, INPUT_DTYPES, Problem
 
 # The output's place among the tensors of a call.
 _OUTPUT = 3
+_TYPES = {
+    FLOAT8: TensorMapType.UINT8,
+    "float16": TensorMapType.FLOAT16,
+    "bfloat16": TensorMapType.BFLOAT16,
+}
 # Calls that an encoder remembers, and tensors for each of their maps.
 _REMEMBERED = 256
 
@@ -62,38 +67,15 @@ def _encode(
     batch = problem.batch
     if problem.features.packed:  # the rows of all sequences are one batch
         batch, batch_stride = 1, rows * row_stride
-    from cuda.bindings import driver
-
-    integer = driver.cuuint64_t
     name = problem.output.name if box.tensor == _OUTPUT else problem.dtype
     itemsize = INPUT_DTYPES[name].itemsize
     strides = [stride * itemsize for stride in (row_stride, head_stride, batch_stride)]
-    dtype = driver.CUtensorMapDataType
-    types = {
-        FLOAT8: dtype.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-        "float16": dtype.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        "bfloat16": dtype.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-    }
-    status, tensor_map = driver.cuTensorMapEncodeTiled(
-        types[name],
-        4,
-        address,
-        [integer(extent) for extent in (dim, rows, heads, batch)],
-        [integer(stride) for stride in strides],
-        [driver.cuuint32_t(extent) for extent in (box.cols, box.rows, 1, 1)],
-        [driver.cuuint32_t(1)] * 4,
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    if status != driver.CUresult.CUDA_SUCCESS:
+    try:
+        return driver.encode_tensor_map(
+            _TYPES[name], address, (dim, rows, heads, batch), strides, (box.cols, box.rows, 1, 1)
+        )
+    except driver.DriverError as error:
         raise ValueError(
             f"the copy engine does not take a tensor at {address:#x} with {rows} rows of {heads} heads of "
-            f"{dim} elements and strides {strides} bytes: {status.name}"
-        )
-    return _bytes_of(tensor_map)
-
-
-def _bytes_of(tensor_map: Any) -> bytes:
-    return b"".join(int(word).to_bytes(8, "little") for word in tensor_map.opaque)
+            f"{dim} elements and strides {strides} bytes: {error}"
+        ) from error

@@ -16,7 +16,6 @@ def gpu(monkeypatch):
     gpu = types.SimpleNamespace(capturing=False, zeroed=[])
     cuda = types.SimpleNamespace(
         Memory=lambda size: types.SimpleNamespace(ptr=next(addresses), size=size),
-        get_current_stream=lambda: types.SimpleNamespace(ptr=0),
         runtime=types.SimpleNamespace(
             memset=lambda address, value, size: gpu.zeroed.append((address, value, size)),
             deviceSynchronize=lambda: None,
@@ -29,9 +28,9 @@ def gpu(monkeypatch):
 
 def test_counters_come_round(gpu):
     counters = Counters()
-    first = [counters.take() for _ in range(RING)]
+    first = [counters.take(0) for _ in range(RING)]
     assert len(set(first)) == RING
-    assert [counters.take() for _ in range(RING)] == first
+    assert [counters.take(0) for _ in range(RING)] == first
     ((start, value, size),) = gpu.zeroed
     assert value == 0
     assert set(first) == set(range(start, start + size, COUNTER_BYTES))
@@ -42,9 +41,9 @@ def test_graphs_keep_theirs_and_others_never_get_them(gpu):
     kept = set()
     for _ in range(3):  # more in all than a ring has
         gpu.capturing = True
-        kept.update(counters.take() for _ in range(RING - LEAST_FREE + 1))
+        kept.update(counters.take(0) for _ in range(RING - LEAST_FREE + 1))
         gpu.capturing = False
-        assert kept.isdisjoint(counters.take() for _ in range(2 * RING))
+        assert kept.isdisjoint(counters.take(0) for _ in range(2 * RING))
     assert len(kept) == 3 * (RING - LEAST_FREE + 1)
     assert len(gpu.zeroed) > 1
 
@@ -52,10 +51,10 @@ def test_graphs_keep_theirs_and_others_never_get_them(gpu):
 def test_captures_without_an_end_are_refused_until_something_is_called(gpu):
     counters = Counters()
     gpu.capturing = True
-    assert len({counters.take() for _ in range(RING)}) == RING
+    assert len({counters.take(0) for _ in range(RING)}) == RING
     with pytest.raises(RuntimeError, match=r"65,536 calls were captured .* call cufa.attention once outside"):
-        counters.take()
+        counters.take(0)
     gpu.capturing = False
-    counters.take()
+    counters.take(0)
     gpu.capturing = True
-    counters.take()
+    counters.take(0)

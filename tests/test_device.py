@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from cufa import device
+from cufa import device, driver
 from cufa.device import KIB, KNOWN, Arch, Device, GPUUnavailableError
 
 
@@ -281,16 +281,16 @@ def test_gpu_present_asks_the_driver(monkeypatch, init, count, present):
         reference._obj.value = count
         return 0
 
-    driver = SimpleNamespace(cuInit=lambda flags: init, cuDeviceGetCount=get_count)
-    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: driver)
+    library = SimpleNamespace(cuInit=lambda flags: init, cuDeviceGetCount=get_count)
+    monkeypatch.setattr(driver, "library", lambda: library)
     assert device.gpu_present.__wrapped__() is present
 
 
 def test_gpu_present_without_a_driver(monkeypatch):
-    def fail(name):
-        raise OSError(name)
+    def fail():
+        raise OSError("libcuda.so.1")
 
-    monkeypatch.setattr(device.ctypes, "CDLL", fail)
+    monkeypatch.setattr(driver, "library", fail)
     assert device.gpu_present.__wrapped__() is False
 
 

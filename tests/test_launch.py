@@ -15,13 +15,12 @@ from feature_cases import draw_case
 from tolerance import assert_attention, assert_gradients, random_problem
 
 import cufa
-from cufa import api, arrays, counters, device, jit, launch
-from cufa.plan.sizes import TENSOR_MAP_BYTES
+from cufa import api, arrays, counters, device, driver, jit, launch
+from cufa.driver import TENSOR_MAP_BYTES, DriverError
 
 pytestmark = pytest.mark.emulator
 
 cupy = pytest.importorskip("cupy")
-driver = pytest.importorskip("cuda.bindings.driver")
 
 # So few SMs that a persistent block takes several tiles.
 DEVICE = replace(calls.DEVICE, sm_count=3)
@@ -80,14 +79,11 @@ class Machine:
         module.launch(entry, grid, block, smem_bytes, params, buffers)
         self.launched.append(entry)
 
-    def launch_with(self, config, function, pointers, extra):
+    def launch_with(self, config, function, pointers):
         """What `cuLaunchKernelEx` is asked for."""
-        grid, block = config.gridDimX, config.blockDimX
-        self.launch_kernel(int(function), grid, 1, 1, block, 1, 1, config.sharedMemBytes, 0, pointers, extra)
-        (attribute,) = config.attrs
-        assert attribute.value.programmaticStreamSerializationAllowed
+        sizes = (*config.grid, *config.block, config.smem_bytes, config.stream)
+        self.launch_kernel(function, *sizes, ctypes.addressof(pointers), 0)
         self.overlapping.append(self.launched[-1])
-        return (driver.CUresult.CUDA_SUCCESS,)
 
 
 def host(array):
@@ -97,20 +93,20 @@ def host(array):
     return np.ndarray(array.shape, array.dtype, memory, array.data.ptr - first, array.strides)
 
 
-def encode(_type, _rank, address, extents, strides, box, *_):
+def encode(_type, address, extents, strides, box):
     """What `cuTensorMapEncodeTiled` is asked for, as the emulator has it."""
-    dim, rows, heads, batch = map(int, extents)
-    row_stride, head_stride, batch_stride = map(int, strides)
+    dim, rows, heads, batch = extents
+    row_stride, head_stride, batch_stride = strides
     where = np.ndarray(
         (batch, rows, heads, dim),
         np.float16,
         (ctypes.c_char * 2**40).from_address(address),
         strides=(batch_stride, row_stride, head_stride, 2),
     )
-    cols, box_rows, *_ = map(int, box)
-    words = np.frombuffer(calls.tensor_map(where, box_rows, cols), np.uint64)
-    assert words.nbytes == TENSOR_MAP_BYTES
-    return driver.CUresult.CUDA_SUCCESS, types.SimpleNamespace(opaque=words.tolist())
+    cols, box_rows, *_ = box
+    tensor_map = bytes(calls.tensor_map(where, box_rows, cols))
+    assert len(tensor_map) == TENSOR_MAP_BYTES
+    return tensor_map
 
 
 @pytest.fixture
@@ -128,10 +124,10 @@ def machine(monkeypatch):
     monkeypatch.setattr(cupy, "ascontiguousarray", machine.contiguous)
     asked = types.SimpleNamespace(launchKernel=machine.launch_kernel, CUDADriverError=RuntimeError)
     monkeypatch.setattr(cupy.cuda, "driver", asked)
-    monkeypatch.setattr(driver, "cuLaunchKernelEx", machine.launch_with)
-    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode)
+    monkeypatch.setattr(driver, "launch", machine.launch_with)
+    monkeypatch.setattr(driver, "encode_tensor_map", encode)
     monkeypatch.setattr(
-        counters, "of_device", lambda _: types.SimpleNamespace(take=lambda: counter.ctypes.data)
+        counters, "of_device", lambda _: types.SimpleNamespace(take=lambda stream: counter.ctypes.data)
     )
     monkeypatch.setattr(jit, "build", lambda variant: variant)
     monkeypatch.setattr(jit, "load", machine.load)
@@ -251,8 +247,10 @@ def test_parts_of_keys_are_merged_by_a_launch_that_overlaps(machine, rng, monkey
     assert machine.launched == ["fwd_8_split_kv", "merge_splits"]
     assert machine.overlapping == ["merge_splits"]
 
-    refused = driver.CUresult.CUDA_ERROR_INVALID_VALUE
-    monkeypatch.setattr(driver, "cuLaunchKernelEx", lambda *_: (refused,))
+    def refuse(*_):
+        raise DriverError("CUDA_ERROR_INVALID_VALUE")
+
+    monkeypatch.setattr(driver, "launch", refuse)
     with pytest.raises(launch.LaunchError, match=r"merge_splits .* 256 threads .*CUDA_ERROR_INVALID_VALUE"):
         cufa.attention(q, k, v, **options)
 

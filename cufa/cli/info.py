@@ -6,7 +6,6 @@ import ctypes
 import os
 import platform
 import re
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import click
 import numpy as np
 
 import cufa
-from cufa import cache, device, jit
+from cufa import cache, device, driver, jit
 from cufa.cli import output
 from cufa.cli.options import json_option
 from cufa.timing import cpu_cores
@@ -92,9 +91,8 @@ def _driver_cuda() -> str | None:
     """The CUDA version that the driver can run, as in "13.0"."""
     if not device.gpu_present():
         return None
-    driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     version = ctypes.c_int()
-    driver.cuDriverGetVersion(ctypes.byref(version))
+    driver.library().cuDriverGetVersion(ctypes.byref(version))
     return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 

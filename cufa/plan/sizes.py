@@ -10,9 +10,6 @@ FORWARD_PARAMS_BYTES = 352
 BACKWARD_PARAMS_BYTES = 544
 SOFTMAX_PARAMS_BYTES = 48
 MERGE_PARAMS_BYTES = 136
-# A map of a tensor for the copy engine; a struct that holds maps is aligned as they are.
-TENSOR_MAP_BYTES = 128
-TENSOR_MAP_ALIGNMENT = 64
 
 # One shared-memory access of a thread.
 VECTOR_BYTES = 16

@@ -11,12 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from cufa.device import REGISTERS_PER_SM, Device
+from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
 from cufa.plan.choice import Choice, Cost, choose, query_tiles
 from cufa.plan.record import MAX_GRID, Launch, Macro, Part, TensorBox
 from cufa.plan.sizes import (
     FORWARD_PARAMS_BYTES,
-    TENSOR_MAP_ALIGNMENT,
-    TENSOR_MAP_BYTES,
     ceil_div,
     common_macros,
     round_up,

@@ -11,13 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from cufa.device import REGISTERS_PER_SM, Device
+from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
 from cufa.plan.choice import Cost, choose, query_tiles, row_tiles
 from cufa.plan.gradients import sink_launch
 from cufa.plan.record import Launch, Part, Scratch, TensorBox
 from cufa.plan.sizes import (
     BACKWARD_PARAMS_BYTES,
-    TENSOR_MAP_ALIGNMENT,
-    TENSOR_MAP_BYTES,
     VECTOR_BYTES,
     ceil_div,
     common_macros,

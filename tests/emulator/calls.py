@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from cufa.counters import COUNTER_BYTES
 from cufa.device import Device
+from cufa.driver import TENSOR_MAP_BYTES
 from cufa.launch import FeatureValues, pack_attention, pack_features, pack_merge, pack_softmax
 from cufa.plan import Plan, make_plan, make_probabilities_plan
-from cufa.plan.sizes import TENSOR_MAP_BYTES
 from cufa.plan.standard import merge_launch, softmax_launch
 from cufa.problem import (
     Direction,

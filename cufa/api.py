@@ -35,7 +35,7 @@ from cufa.problem import (
     make_problem,
     output_shape,
 )
-from cufa.tensor_layout import Axes, Layout, Storage, alignment, layout_of
+from cufa.tensor_layout import Axes, Layout, Storage, alignment, is_contiguous, layout_of
 
 Tiles = Mapping[str, int]
 Window = tuple[int | None, int | None] | None
@@ -448,7 +448,8 @@ class _Known:
     """What follows from options, shapes, strides and dtypes; calls that are alike have the same one.
 
     `layout` is that of the tensors; `axes` are where they have batch, seqlen and heads; `out` and `lse` are
-    the shapes and dtypes of those, and `side` the names of those arrays that are no tensors.
+    the shapes and dtypes of those. `copied` are the arrays beside the tensors that kernels cannot read as
+    they lie.
     """
 
     problem: Problem
@@ -456,7 +457,7 @@ class _Known:
     axes: Axes
     out: tuple[Shape, np.dtype[Any]]
     lse: tuple[Shape, np.dtype[Any]]
-    side: tuple[str, ...]
+    copied: tuple[str, ...]
 
 
 class _Call:
@@ -524,6 +525,7 @@ _TENSORS: dict[Direction, tuple[str, ...]] = {
 _FEATURE_ARRAYS = ("bias", "mask", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
 _GRADIENT_ARRAYS = ("dlse", "dbias", "dsink")
 _DESCALES = ("q_descale", "k_descale", "v_descale")
+_BESIDE_TENSORS = frozenset(("lse", *_FEATURE_ARRAYS, *_DESCALES, *_GRADIENT_ARRAYS))
 
 _NO_VALUES = FeatureValues()
 
@@ -613,7 +615,11 @@ def _known(
         axes,
         (out, problem.output),
         (lse_shape(problem), problem.accumulator),
-        tuple(name for name in shapes if name in ("lse", *_FEATURE_ARRAYS, *_DESCALES, *_GRADIENT_ARRAYS)),
+        tuple(
+            name
+            for name, shape, strides, dtype in tensors
+            if name in _BESIDE_TENSORS and not _is_read_as_it_lies(name, shape, strides, dtype.itemsize)
+        ),
     )
 
 
@@ -659,15 +665,9 @@ def _run_on_gpu(
     if rung.tiles is not None:
         check_tiles(rung.tiles)
     problem, tensors = call.problem, call.tensors
-    align_bytes = layout.alignment([tensors[name].data.ptr for name in names if name in tensors])
-    if align_bytes < problem.output.itemsize:
-        raise ValueError(
-            f"an array of {', '.join(names)} has an address or a stride that is a multiple of "
-            f"{align_bytes} bytes only; {problem.output} needs {problem.output.itemsize}"
-        )
     run = _executable(
         call.known,
-        align_bytes,
+        layout.alignment([tensors[name].data.ptr for name in names if name in tensors]),
         layout.ascending,
         rung.kernel,
         tuple(rung.tiles.items()) if rung.tiles else None,
@@ -677,8 +677,7 @@ def _run_on_gpu(
         rung.attn_probs,
     )
     call.allocate()
-    copied = [names[place] for place in layout.scattered]
-    copied += [name for name in call.known.side if not _is_read_as_it_lies(name, tensors[name])]
+    copied = (*[names[place] for place in layout.scattered], *call.known.copied)
     copies = {name: arrays.contiguous(tensors[name]) for name in copied}
     placed = tensors | copies if copies else tensors
     run(
@@ -688,15 +687,16 @@ def _run_on_gpu(
         launch.pack_features(problem, placed, values) if problem.features is not PLAIN else b"",
         workspace,
     )
-    for name in call.written & copies.keys():
-        tensors[name][...] = copies[name]
+    for name, copy in copies.items():
+        if name in call.written:
+            tensors[name][...] = copy
 
 
-def _is_read_as_it_lies(name: str, array: Any) -> bool:
+def _is_read_as_it_lies(name: str, shape: Shape, strides: Shape | None, itemsize: int) -> bool:
     """Whether the kernels take an array without a copy; rows of a bias or a mask may lie apart."""
-    if array.flags.c_contiguous:
+    if strides is None or is_contiguous(shape, strides, itemsize):
         return True
-    return name in ("bias", "mask") and (array.shape[-1] == 1 or array.strides[-1] == array.itemsize)
+    return name in ("bias", "mask") and (shape[-1] == 1 or strides[-1] == itemsize)
 
 
 def _write_probabilities(
@@ -720,7 +720,13 @@ def _write_probabilities(
 @functools.lru_cache(maxsize=4096)
 def _executable(known: _Known, align_bytes: int, ascending: bool, *how: Any) -> launch.Executable:
     """What runs calls that are alike; `how` are those arguments of `_loaded` that follow the problem."""
-    return _loaded(replace(known.problem, align_bytes=align_bytes, ascending=ascending), *how)
+    problem = known.problem
+    if align_bytes < problem.output.itemsize:
+        raise ValueError(
+            f"an array of {', '.join(_TENSORS[problem.direction])} has an address or a stride that is a "
+            f"multiple of {align_bytes} bytes only; {problem.output} needs {problem.output.itemsize}"
+        )
+    return _loaded(replace(problem, align_bytes=align_bytes, ascending=ascending), *how)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -71,6 +71,14 @@ def alignment(bits: int) -> int:
     return bits & -bits
 
 
+def is_contiguous(shape: Shape, strides: Shape, itemsize: int) -> bool:
+    """Whether elements lie one after the other, the last axis fastest."""
+    if 0 in shape:
+        return True
+    packed = _contiguous(shape, itemsize)
+    return all(size == 1 or stride == step for size, stride, step in zip(shape, strides, packed, strict=True))
+
+
 def _contiguous(shape: Shape, itemsize: int) -> Shape:
     """The strides of a contiguous array."""
     *strides, _ = itertools.accumulate(reversed(shape), operator.mul, initial=itemsize)

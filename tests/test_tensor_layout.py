@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cufa.problem import LAYOUTS
-from cufa.tensor_layout import layout_of
+from cufa.tensor_layout import is_contiguous, layout_of
 
 PACKED = (None, 0, 1)
 
@@ -79,3 +79,9 @@ def test_tensors_whose_last_axis_is_not_contiguous_are_copied():
 def test_addresses_count_for_the_alignment():
     layout = layout_of(described(VIEWS["contiguous"]), 2, LAYOUTS["bshd"])
     assert [layout.alignment([512, 512 + offset]) for offset in (0, 32, 8, 6, 1)] == [16, 16, 8, 2, 1]
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_contiguous_is_what_numpy_calls_so(name):
+    for view in (VIEWS[name], VIEWS[name].T, VIEWS[name][:0], VIEWS[name][..., 0], VIEWS[name][0, 0, 0]):
+        assert is_contiguous(view.shape, view.strides, view.itemsize) == view.flags.c_contiguous

@@ -10,7 +10,7 @@ from cufa.problem import Problem
 
 # With all of a thread's registers in use, ptxas spills words that stay the same from tile to tile: they are
 # loaded once a tile, which takes a hundred times as long. More than so many bytes are sums.
-FEW_BYTES = 128
+FEW_BYTES = {"fwd_5_mma": 16, "bwd_3_mma": 128}
 # (arch, kernel, dtype, head_dim), of those under a causal mask, which takes most registers: where spills were
 # seen, or where shared memory leaves the plan least choice.
 TIGHT = [
@@ -34,4 +34,4 @@ TIGHT = [
 def test_no_sums_are_spilled(arch, kernel, dtype, head_dim):
     problem = Problem(KERNELS[kernel].direction, dtype, 2, 4096, 4096, 8, 8, head_dim, head_dim, causal=True)
     build = jit.build(make_plan(problem, Device.of(arch), kernel).variant)
-    assert max(used.spill_stores for used in build.resources.values()) <= FEW_BYTES
+    assert max(used.spill_stores for used in build.resources.values()) <= FEW_BYTES[kernel]

@@ -249,8 +249,15 @@ __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules,
         copy_tile<THREADS, kHeadDim>(smem.k, k, first_key + kBlockN, tiles.end);
     out.exponentiate(s, scale_log2(rules));
     if constexpr (kDropout) drop(rules, s, first_row, first_key);
-    if (kCutTiles && masked) take_out_nonfinite(out, smem, rules, first_row, first_key);
-    add_product_pn<kTiles, kBlockN, kDims>(out.o, s, smem.v, warp_col());
+    if constexpr (kCutTiles && sizeof(scalar_t) == 2) {
+        // Rounded, P takes half the registers, and who looks for NaN needs some.
+        const LeftStrip<kTiles, kBlockN> p(s);
+        if (masked) take_out_nonfinite(out, smem, rules, first_row, first_key);
+        p.template add_product_with<kDims>(out.o, smem.v, warp_col());
+    } else {
+        if (kCutTiles && masked) take_out_nonfinite(out, smem, rules, first_row, first_key);
+        add_product_pn<kTiles, kBlockN, kDims>(out.o, s, smem.v, warp_col());
+    }
 }
 
 // Writes the block's rows of O and LSE.

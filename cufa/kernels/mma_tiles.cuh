@@ -184,10 +184,17 @@ __device__ inline void add_product_tn(Accumulators<Tiles, Cols>& o, const A& a, 
     }
 }
 
-// All of a left operand a^T in registers: Tiles 16-row tiles of it from first_row on.
+// All of a left operand in registers: Tiles 16-row tiles of a^T from first_row on, or what was in
+// accumulators.
 template <int Tiles, int Depth>
 class LeftStrip {
   public:
+    __device__ explicit LeftStrip(const Accumulators<Tiles, Depth>& p) {
+#pragma unroll
+        for (int k = 0; k < Depth / kMmaK; ++k)
+#pragma unroll
+            for (int m = 0; m < Tiles; ++m) left[k][m] = Operands::left_pn(p[m], k * kMmaK);
+    }
     template <class A>
     __device__ LeftStrip(const A& a, int first_row) {
         static_assert(A::kRows == Depth, "all rows are loaded");
@@ -198,7 +205,7 @@ class LeftStrip {
             for (int m = 0; m < Tiles; ++m) left[k][m] = a_part.at(m * kMmaM, k * kMmaK);
     }
 
-    // o += a^T v, for Cols columns of v from first_col on.
+    // What the operand times Cols columns of v, from first_col on, adds to o.
     template <int Cols, class V>
     __device__ void add_product_with(Accumulators<Tiles, Cols>& o, const V& v,
                                      int first_col) const {

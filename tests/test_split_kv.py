@@ -31,7 +31,30 @@ def test_few_queries_get_it(arch):
 def test_packed_sequences_count_as_if_they_were_equally_long():
     packed = replace(DECODING, batch=64, seqlen_q=64, seqlen_k=64 * 8192, features=Features(packed=True))
     assert make_plan(packed, H200).kernel == KERNEL
-    assert make_plan(replace(packed, batch=1), H200).kernel != KERNEL
+    assert make_plan(replace(packed, batch=1, seqlen_q=64 * 64), H200).kernel != KERNEL
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "kv_heads", "queries", "keys", "split"),
+    [
+        (1, 8, 8, 64, 16384, True),
+        (4, 8, 8, 128, 16384, True),
+        (1, 32, 8, 128, 16384, True),
+        (1, 1, 1, 4096, 4096, True),
+        (1, 8, 8, 64, 512, False),
+        (4, 32, 32, 64, 16384, False),
+        (4, 32, 8, 64, 16384, False),
+        (2, 16, 16, 4096, 4096, False),
+    ],
+)
+def test_few_heads_get_it_where_sms_would_be_idle(batch, heads, kv_heads, queries, keys, split):
+    problem = replace(
+        DECODING, batch=batch, heads=heads, kv_heads=kv_heads, seqlen_q=queries, seqlen_k=keys, causal=True
+    )
+    plan = make_plan(problem, H200)
+    assert (plan.kernel == KERNEL) == split
+    assert split or any(f"{heads // kv_heads} heads share {keys:,} keys" in reason for reason in plan.reasons)
+    assert make_plan(problem, replace(H200, sm_count=4)).kernel != KERNEL
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,9 @@ _MAX_FLOAT64_DIM = 256
 # keys the former is faster although there is but one of either. Measured on an H200.
 _SPLIT_ROWS, _HEAD_ROWS = 64, 128
 _FEW_ROWS, _MANY_KEYS = 32, 256
+# For how many head dims, of keys and values together, a key takes as long in the former as in the latter; by
+# how much it takes longer at most; and as many keys as in the latter take as long as merging. Likewise.
+_EVEN_DIMS, _SLOWEST_SPLIT, _MERGE_KEYS = 192, 2.0, 600
 # Where three products of tf32 take less time than one of float32 on CUDA cores.
 _FAST_TF32 = frozenset(((8, 0), (8, 7), (9, 0), (10, 0), (10, 3)))
 
@@ -116,10 +119,16 @@ class SplitKernel(Kernel):
         queries, keys = (-(-length // sequences) for length in (problem.seqlen_q, problem.seqlen_k))
         tiles, of_heads = -(-queries * group // _SPLIT_ROWS), group * -(-queries // _HEAD_ROWS)
         few = queries * group <= _FEW_ROWS and keys >= _MANY_KEYS
-        if not few and 2 * tiles > of_heads:
+        heads = problem.batch * problem.kv_heads
+        seen = problem.visible_scores / max(1, queries)
+        slower = min(_SLOWEST_SPLIT, (problem.head_dim + problem.value_dim) / _EVEN_DIMS)
+        waves = -(-heads * of_heads // device.sm_count)
+        idle = slower * heads * tiles / device.sm_count * seen + _MERGE_KEYS < waves * seen
+        if not few and 2 * tiles > of_heads and not idle:
             return (
-                f"{self.name} is for few queries with many keys, or of many heads that share them, and here "
-                f"{group} heads share {keys:,} keys for {queries:,} queries"
+                f"{self.name} is for few queries with many keys, or of many heads that share them, or for so "
+                f"few heads that SMs would be idle, and here {group} heads share {keys:,} keys for "
+                f"{queries:,} queries, {heads:,} times"
             )
         return super().unsuited(problem, device)
 

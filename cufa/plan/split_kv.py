@@ -33,13 +33,14 @@ MERGE_THREADS = 256
 PART_ALIGNMENT = 16
 # What else takes time, in the bytes that an SM's share of the bandwidth brings in it: until a block's first
 # tiles are there; the second launch, and each part that it merges. How many blocks for an SM use all of the
-# bandwidth, and which part of the time counts that some SMs have more blocks than others have. All of it as
-# measured on an H200.
+# bandwidth, and which part of the time counts that some SMs have more blocks than others have. For how many
+# rows an SM's products take as long as its keys. All of it as measured on an H200.
 START_BYTES = 72 * 1024
 MERGE_BYTES = 96 * 1024
 MERGED_PART_BYTES = 1024
 BLOCKS_FOR_BANDWIDTH = 0.56
 UNEVENNESS = 0.15
+ROWS_FOR_BANDWIDTH = 48
 MAX_SPLITS = 128
 # Registers of a thread beside sums and scores: operands, addresses, the softmax's state.
 OVERHEAD_REGISTERS = 70
@@ -183,13 +184,13 @@ def _best_splits(problem: Problem, chosen: Choice[Tiles], row_blocks: int, devic
         blocks = row_blocks * splits
         waves = ceil_div(blocks, at_once)
         of_sm = row_blocks * bytes_of_row_block / device.sm_count
-        busiest = ceil_div(blocks, device.sm_count) * device.sm_count / max(1, blocks)
-        read = max(
-            of_sm * (1 + UNEVENNESS * (busiest - 1)),
-            waves * bytes_of_row_block / splits * BLOCKS_FOR_BANDWIDTH,
-        )
+        of_block = bytes_of_row_block / splits
+        on_busiest = ceil_div(blocks, device.sm_count)
+        uneven = on_busiest * device.sm_count / max(1, blocks) - 1
+        read = max(of_sm * (1 + UNEVENNESS * uneven), waves * of_block * BLOCKS_FOR_BANDWIDTH)
+        multiply = on_busiest * of_block * chosen.tiles.block_m / ROWS_FOR_BANDWIDTH
         merge = MERGE_BYTES + splits * MERGED_PART_BYTES if splits > 1 else 0
-        return waves * START_BYTES + read + merge
+        return waves * START_BYTES + max(read, multiply) + merge
 
     return min(range(1, max(1, min(rounds, MAX_SPLITS)) + 1), key=time)
 

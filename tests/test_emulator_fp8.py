@@ -10,9 +10,10 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from emulator import calls
+from emulator import EmulatorError, calls
 from feature_cases import draw_case, feature_id, hide_nan, sets_of
 from float8 import assert_float8, random_descales
+from test_emulator import planted
 from test_emulator_hopper import (
     CHUNK_BYTES,
     SWIZZLE_ROWS,
@@ -98,7 +99,7 @@ def test_packing(launch, rng):
 KERNEL = "fwd_7_fp8"
 # So few SMs that a persistent block takes several tiles.
 DEVICE = replace(calls.DEVICE, sm_count=3)
-FEATURES = ("causal", "window", "softcap", "sink", "seqused_k")
+FEATURES = ("causal", "window", "softcap", "sink", "seqused_k", "packed")
 SETS = sets_of(FEATURES)
 
 
@@ -158,6 +159,35 @@ def test_weights_that_are_almost_nothing(rng):
     run(problem)
     problem.k[:] = problem.k[:, ::-1].copy()  # the maximum is raised at the last tile
     run(problem)
+
+
+# What is wrong in a copy of the kernel, and what is said about it.
+PLANTED = {
+    "values turned before a product has read the last": (
+        "smem.turned_ring.wait_empty(at);",
+        "",
+        r"one arrival too many at the barrier|race: writes 16 bytes of shared memory",
+    ),
+    "values turned before they are there": (
+        "smem.v_ring.wait_full(at);",
+        "",
+        r"one arrival too many at the barrier|race: reads 16 bytes of shared memory",
+    ),
+    "turned values of which wgmma is not told": (
+        "ptx::proxy_fence(); __syncwarp(); if (threadIdx.x % 32 == 0) { smem.v_nan",
+        "__syncwarp(); if (threadIdx.x % 32 == 0) { smem.v_nan",
+        r"which thread \d+ writes with no proxy fence between\n(?s:.*)issue_product_pv",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+def test_a_planted_mistake_is_seen(rng, tmp_path, what):
+    right, wrong, message = PLANTED[what]
+    problem = draw(rng, 100, 400, heads=1)
+    tiles = {"block_m": 128, "block_n": 64, "stages": 2, "query_stages": 1, "store_cols": 64}
+    with pytest.raises(EmulatorError, match=message):
+        run(problem, folder=planted(tmp_path, "fwd_7_fp8.cu", right, wrong), tiles=tiles)
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["clean", "NaN in the unseen"])

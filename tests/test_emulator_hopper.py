@@ -353,7 +353,7 @@ BARRIER = r"the barrier at byte \d+ of shared memory, whose phase 0, of parity 0
 # What is wrong in a copy of a kernel's file, and what is said about it.
 PLANTED = {
     "fewer bytes announced than copied": (
-        "fwd_6_wgmma.cu",
+        "wgmma_forward.cuh",
         "ring.announce(at, Tile::kBytes);",
         "ring.announce(at, Tile::kBytes / 2);",
         r"threads wait for others that do not come\n(?s:.*)"
@@ -361,19 +361,19 @@ PLANTED = {
         r"lacks 0 of 1 arrivals and has 4096 bytes that nobody announced\n",
     ),
     "more bytes announced than copied": (
-        "fwd_6_wgmma.cu",
+        "wgmma_forward.cuh",
         "ring.announce(at, Tile::kBytes);",
         "ring.announce(at, 2 * Tile::kBytes);",
         rf"{BARRIER}lacks 0 of 1 arrivals and 8192 bytes\n    ptx_sm90.cuh:\d+: ptx::barrier_try_wait\n",
     ),
     "bytes announced for one of two boxes": (
-        "fwd_6_wgmma.cu",
+        "wgmma_forward.cuh",
         "copy_tile(tiles[at.stage], map, full, kPacked ? 0 : work.batch, work.kv_head, first_key);",
         "for (int i = 0; i < 2; ++i) copy_tile(tiles[i], map, full, work.batch, work.kv_head, 0);",
         r"(brings bytes for a phase that has ended without them|a copy of thread 0 is under way)",
     ),
     "a box stored before its tensor": (
-        "fwd_6_wgmma.cu",
+        "wgmma_forward.cuh",
         "store_tile(params.o, rows, kPacked ? 0 : work.batch, work.head, sequence.first_q + row,",
         "store_tile(params.o, rows, kPacked ? 0 : work.batch, work.head, sequence.first_q + row - 1,",
         r"stores a box that begins before its tensor",
@@ -397,7 +397,7 @@ PLANTED = {
         r"(one arrival too many at the barrier at byte \d+|race: starts a copy to \d+ bytes)",
     ),
     "keys released before their product is done": (
-        "fwd_6_wgmma.cu",
+        "wgmma_forward.cuh",
         "wait_product<Pending>(s); release(smem.k_ring, k_at);",
         "release(smem.k_ring, k_at); wait_product<Pending>(s);",
         rf"race: starts a copy to 8192 {BYTES}, which a product of the warpgroup of thread \d+ reads with no "
@@ -411,7 +411,7 @@ PLANTED = {
         rf"race: starts a copy to 8192 {BYTES}, which a product of the warpgroup of thread \d+ reads",
     ),
     "keys never released": (
-        "fwd_6_wgmma.cu",
+        "wgmma_forward.cuh",
         "wait_product<Pending>(s); release(smem.k_ring, k_at);",
         "wait_product<Pending>(s);",
         rf"thread 0 in mbarrier.try_wait for a phase of parity 0 of {BARRIER}lacks 8 of 8 arrivals\n",
@@ -429,7 +429,7 @@ PLANTED = {
         rf"race: changes atomically 8 {BYTES}, which thread 0 writes with no barrier between\n",
     ),
     "missing proxy fence": (
-        "fwd_6_wgmma.cu",
+        "wgmma_forward.cuh",
         "ptx::proxy_fence(); ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup); const Sequence",
         "ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup); const Sequence",
         rf"race: reads 16 {BYTES}, which thread 128 writes with no proxy fence between\n"
@@ -437,25 +437,25 @@ PLANTED = {
         r"the other access:\n    ptx_sm90.cuh:\d+: ptx::stmatrix_x4",
     ),
     "missing barrier before a store": (
-        "fwd_6_wgmma.cu",
+        "wgmma_forward.cuh",
         "ptx::proxy_fence(); ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup); const Sequence",
         "ptx::proxy_fence(); const Sequence",
         rf"race: reads 16 {BYTES}, which thread \d+ writes with no barrier between\n",
     ),
     "missing wait for a store": (
-        "fwd_6_wgmma.cu",
+        "wgmma_forward.cuh",
         "if (leader) ptx::wait_stores_read();",
         "",
         rf"race: writes 16 {BYTES}, which a store of thread \d+ reads with no wait for it between\n",
     ),
     "store that outlives its thread": (
         "fwd_6_wgmma.cu",
-        "consume(smem, params, warpgroup - 1); ptx::wait_stores_read();",
-        "consume(smem, params, warpgroup - 1);",
+        "Consumer(smem, params, warpgroup - 1).consume(); ptx::wait_stores_read();",
+        "Consumer(smem, params, warpgroup - 1).consume();",
         r"thread 128: returns before its stores have read shared memory",
     ),
     "scores read in flight": (
-        "fwd_6_wgmma.cu",
+        "wgmma_forward.cuh",
         "wait_scores<1>(s, last);",
         "wait_scores<2>(s, last);",
         r"reads 4 bytes of registers that a product works with\n    wgmma_softmax.cuh:\d+: ",
@@ -467,10 +467,11 @@ PLANTED = {
         r"(reads|writes) 4 bytes of registers that a product works with\n    ",
     ),
     "weights written in flight": (
-        "fwd_6_wgmma.cu",
-        "wait_output<0>(o); if (__builtin_expect(raised, false)) rescale(o, shrink); "
-        "round_to_operand<kBlockN>(p, s);",
-        "round_to_operand<kBlockN>(p, s); wait_output<0>(o); if (raised) rescale(o, shrink);",
+        "wgmma_forward.cuh",
+        "self().template wait_output<0>(o, work, tile + 1); "
+        "if (__builtin_expect(raised, false)) rescale(o, shrink); self().round(p, s);",
+        "self().round(p, s); self().template wait_output<0>(o, work, tile + 1); "
+        "if (raised) rescale(o, shrink);",
         r"writes 4 bytes of registers that a product works with\n    wgmma_tiles.cuh:\d+: ",
     ),
     "missing fence before a product": (
@@ -499,8 +500,8 @@ PLANTED = {
     ),
     "thread of a warpgroup that is missing": (
         "fwd_6_wgmma.cu",
-        "consume(smem, params, warpgroup - 1);",
-        "if (threadIdx.x != 130) consume(smem, params, warpgroup - 1);",
+        "Consumer(smem, params, warpgroup - 1).consume();",
+        "if (threadIdx.x != 130) Consumer(smem, params, warpgroup - 1).consume();",
         r"threads wait for others that do not come\n(?s:.*)threads 1-127, 130 returned",
     ),
     "barrier of another number of threads": (

@@ -16,7 +16,7 @@ from cufa.problem import FLOAT8
 pytestmark = pytest.mark.gpu
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-FEATURES = ("causal", "window", "softcap", "sink", "seqused_k")
+FEATURES = ("causal", "window", "softcap", "sink", "seqused_k", "packed")
 
 
 @pytest.fixture

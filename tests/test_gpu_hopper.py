@@ -412,7 +412,7 @@ def assert_last_gradients(gradients, tail):
 
 NEVER_RELEASED = ("pipeline.cuh", "ptx::barrier_arrive(empty[at.stage]);", "")
 TOO_MANY_BYTES = (
-    "fwd_6_wgmma.cu",
+    "wgmma_forward.cuh",
     "ring.announce(at, Tile::kBytes);",
     "ring.announce(at, 2 * Tile::kBytes);",
 )

@@ -239,11 +239,6 @@ def blocks_by_brute_force(plan: Plan) -> dict[str, int]:
             "grad_queries": elements(*rows, head_dims),
             "grad_keys": elements(*key_rows, head_dims),
         }
-    if plan.kernel == "fwd_7_fp8":
-        query_tiles = tiles_of((batch, heads), queries, tiles["block_m"])
-        # Without values to turn, one block still begins the count of tiles.
-        value_tiles = tiles_of((batch, kv_heads), keys, tiles["block_n"])
-        return {"turn_values": max(1, value_tiles) if query_tiles else 0, "fwd_7_fp8": query_tiles}
     if plan.kernel == "fwd_8_split_kv":
         # Rows are those of all heads that share a KV head.
         shared = range(problem.seqlen_q * problem.heads // problem.kv_heads)
@@ -320,8 +315,6 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
         "fwd_2_online_softmax": {"P": matrix},
         "fwd_3_flash_v1": {"O": (*rows, 40), "l": rows, "m": rows},
         "fwd_4_flash_v2": {},
-        # Tiles of 128 keys by 48 dims, four of which are one of the accumulator's.
-        "fwd_7_fp8": {"values": (2 * 2 * 4, 128 * 48 // 4), "nan": (2 * 2 * 4,), "counter": (1,)},
         # For each part of the keys 40 sums in whole sixteens, and the softmax's two in as much as four.
         "fwd_8_split_kv": {"parts of rows": (*rows, 2, 48 + 4)},
         "bwd_1_naive": {"P": matrix, "dS": matrix},
@@ -342,7 +335,7 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_workspace_grows_as_the_registry_says(kernel: str) -> None:
-    count = 4 if kernel in HOPPER_COUNT or kernel == "fwd_7_fp8" else 0
+    count = 4 if kernel in HOPPER_COUNT else 0
     small, large = (
         plan_of(kernel, tiles=TWO_SPLITS.get(kernel), seqlen_q=n, seqlen_k=n).workspace_bytes - count
         for n in (512, 1024)
@@ -366,8 +359,7 @@ def test_a_forward_without_keys_still_writes_its_zeros(kernel: str) -> None:
     plan = plan_of(kernel, seqlen_k=0)
     writes_out = {"fwd_1_naive": "output", "fwd_2_online_softmax": "output"}.get(kernel, kernel)
     writes_lse = "softmax" if kernel in NAIVE else kernel
-    begins_the_count = {"turn_values"} if kernel == "fwd_7_fp8" else set()
-    assert {writes_out, writes_lse} | begins_the_count == {launch.entry for launch in plan.launches}
+    assert {writes_out, writes_lse} == {launch.entry for launch in plan.launches}
     assert plan_of(kernel, seqlen_q=0).launches == ()
 
 
@@ -555,7 +547,7 @@ def test_macros_are_what_the_kernel_asks_for(kernel: str) -> None:
     else:
         # In how many parts the keys are, the grid says.
         own = {"splits": plan.tiles["splits"]} if kernel == "fwd_8_split_kv" else {}
-        helpers = {"turn_values": "TURN_THREADS", "merge_splits": "MERGE_THREADS"}
+        helpers = {"merge_splits": "MERGE_THREADS"}
         expected = {entry: macros[helpers.get(entry, "THREADS")] for entry in blocks}
         assert blocks == expected
     from_macros = {name: macros[name.upper()] for name in plan.tiles if name not in own}

@@ -217,12 +217,12 @@ _LADDER = (
     HopperKernel(
         name="fwd_7_fp8",
         direction="forward",
-        entries=("turn_values", "fwd_7_fp8"),
-        idea="Hopper: operands of 8 bits, values turned by a launch before",
+        entries=("fwd_7_fp8",),
+        idea="Hopper: operands of 8 bits, values turned on their way to the product",
         paper="Shah et al. 2024, section 3.3",
-        memory="O(N)",
+        memory="none",
         dtypes=(FLOAT8,),
-        features=frozenset(("window", "softcap", "sink", "seqused_k")),
+        features=frozenset(("window", "softcap", "sink", "cu_seqlens", "seqused_k")),
     ),
     SplitKernel(
         name="fwd_8_split_kv",

@@ -2,7 +2,6 @@
 // rows of bytes alone, and the depth of O = P V are the keys.
 #pragma once
 
-#include "shared.cuh"
 #include "wgmma_tiles.cuh"
 
 // Keys in a chunk of 16 bytes.
@@ -15,7 +14,7 @@ template <int Keys, int Dims>
 struct ValueTile {
     static constexpr int kUnitRows = 8;
     static_assert(Dims % kUnitRows == 0 && Keys % kWgmmaK == 0, "a tile is made of whole units");
-    static constexpr int kBytes = Keys * Dims;
+    static constexpr int kDims = Dims;
 
     alignas(kChunkBytes) scalar_t data[Keys / kChunkKeys][Dims][kChunkKeys];
 };
@@ -27,20 +26,20 @@ __device__ constexpr int key_at(int byte) {
     return byte / 4 * 2 + byte % 4 / 2 * 8 + byte % 2;
 }
 
-// Issues o += p v.
-template <int Keys, int Dims>
+// Issues o += p v, of the first Dims of the tile's.
+template <int Keys, int Dims, int TileDims>
 __device__ inline void issue_product_pv(WgmmaSums<Dims>& o, const WgmmaOperand<Keys>& p,
-                                        const ValueTile<Keys, Dims>& v) {
+                                        const ValueTile<Keys, TileDims>& v) {
     using Product = WgmmaOf<Dims, scalar_t>;
     constexpr unsigned long long kUnitStride =
-        ValueTile<Keys, Dims>::kUnitRows * kChunkBytes / kOperandUnit;
+        ValueTile<Keys, TileDims>::kUnitRows * kChunkBytes / kOperandUnit;
     // Next to each other in the depth are chunks of the same dim.
-    const unsigned int v0 = operand_at(v.data, Dims * kChunkBytes);
+    const unsigned int v0 = operand_at(v.data, TileDims * kChunkBytes);
     hold_all(o);
     ptx::wgmma_fence();
 #pragma unroll
     for (int key = 0; key < Keys; key += kWgmmaK) {
-        const unsigned int step = key / kChunkKeys * Dims * kChunkBytes / kOperandUnit;
+        const unsigned int step = key / kChunkKeys * TileDims * kChunkBytes / kOperandUnit;
         Product::template multiply<false, true>(o, p[key / kWgmmaK], kUnitStride << 32 | v0 + step);
     }
     ptx::wgmma_commit();
@@ -62,54 +61,89 @@ __device__ inline unsigned int nan_bits(unsigned int four) {
     return (four & 0x7f7f7f7fu) + 0x01010101u & 0x80808080u;
 }
 
-// Turns keys [first_key, first_key + Keys) of a head's values into a tile; zero from end_key on.
-// NaN, of which 0 times is not 0, becomes zero too. Returns whether there was any. All Threads of a
-// block take part.
-template <int Threads, int Keys, int Dims>
-__device__ inline bool turn(ValueTile<Keys, Dims>& to, Matrix<const scalar_t> from, int first_key,
-                            int end_key) {
-    // As wide as the caller's alignment allows, but no piece may straddle the last column.
-    constexpr int kPiece = min_of(kAlignBytes, kValueDim & -kValueDim);
-    using Piece = Pack<scalar_t, kPiece>;
-    struct Rows {
-        alignas(kChunkBytes) scalar_t data[Keys][Dims];
-    };
-    Rows& rows = shared_memory<Rows, Keys * Dims>();
-    constexpr int kRowPieces = Dims / kPiece, kPieces = Keys * kRowPieces;
-    constexpr int kOfThread = ceil_div(kPieces, Threads);
-    Piece pieces[kOfThread] = {};
-#pragma unroll
-    for (int i = 0; i < kOfThread; ++i) {
-        const int place = threadIdx.x + i * Threads;
-        const int key = place / kRowPieces, dim = place % kRowPieces * kPiece;
-        if (place < kPieces && first_key + key < end_key && dim < kValueDim) {
-            pieces[i] = *reinterpret_cast<const Piece*>(from.row(first_key + key) + dim);
-        }
+// How a warp goes through tiles of values to turn them, the part of it that is one of Warps: in
+// steps of 16 keys and 32 dims. ldmatrix, for which two dims are an element, gives a lane two keys
+// next to each other of two dims, and of the keys 8 later: as two words of two chunks. stmatrix
+// then puts chunks together.
+template <int Warps, int Keys, int Dims>
+class Turner {
+  public:
+    __device__ explicit Turner(unsigned int warp) : warp(warp) {
+        const unsigned int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
+        // Of the chunks of even dims and of odd ones, half change places, so that the eight that
+        // are stored at once lie in different banks.
+        swapped = lane >= 16;
+        dim = matrix / 2 * kChunkBytes + 2 * row + (row / 4 ^ matrix % 2);
     }
-#pragma unroll
-    for (int i = 0; i < kOfThread; ++i) {
-        const int place = threadIdx.x + i * Threads;
-        const int key = place / kRowPieces, dim = place % kRowPieces * kPiece;
-        if (place < kPieces) *reinterpret_cast<Piece*>(&rows.data[key][dim]) = pieces[i];
-    }
-    __syncthreads();
 
-    unsigned int found = 0;
-    for (int i = threadIdx.x; i < Keys / kChunkKeys * Dims; i += Threads) {
-        const int chunk = i / Dims, dim = i % Dims;
-        Pack<unsigned int, kChunkBytes / 4> words = {};
+    // Turns this warp's part. NaN, of which 0 times is not 0, becomes zero. Returns whether there
+    // was any.
+    template <class Rows>
+    __device__ bool turn(ValueTile<Keys, Dims>& to, Rows& from) const {
+        const unsigned int lane = threadIdx.x % 32;
+        unsigned int nan = 0;
+#pragma unroll 1  // registers are what such a warp lacks
+        for (unsigned int round = warp; round < kRounds; round += Warps) {
+            unsigned int pairs[kSteps][4];
 #pragma unroll
-        for (int byte = 0; byte < kChunkBytes; ++byte) {
-            const unsigned int bits = rows.data[chunk * kChunkKeys + key_at(byte)][dim].bits;
-            words[byte / 4] |= bits << byte % 4 * 8;
-        }
+            for (unsigned int step = 0; step < kSteps; ++step) {
+                if (!exists(round, step)) continue;
+                ptx::ldmatrix_x4_trans(pairs[step],
+                                       from.at(chunk_of(round) * kChunkKeys + lane % 16,
+                                               first_dim(round, step) + lane / 16 * kChunkBytes));
+            }
 #pragma unroll
-        for (int word = 0; word < kChunkBytes / 4; ++word) {
-            const unsigned int nan = nan_bits(words[word]);
-            words[word] &= ~((nan >> 7) * 0xffu);
-            found |= nan;
+            for (unsigned int step = 0; step < kSteps; ++step) {
+                if (!exists(round, step)) continue;
+                unsigned int words[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const unsigned int* const two = &pairs[step][i / 2 * 2];
+                    words[i] =
+                        __byte_perm(two[0], two[1], (i % 2 != 0) != swapped ? 0x7531 : 0x6420);
+                    nan |= nan_bits(words[i]);
+                }
+                ptx::stmatrix_x4(to.data[chunk_of(round)][first_dim(round, step) + dim], words);
+            }
         }
-        *reinterpret_cast<Pack<unsigned int, kChunkBytes / 4>*>(to.data[chunk][dim]) = words;
+        const bool found = __any_sync(0xffffffffu, nan != 0);
+        __syncwarp();  // a vote says nothing of what was written
+        if (__builtin_expect(found, false)) clear_nan(to);
+        return found;
     }
-    return __syncthreads_or(found != 0);
-}
+
+  private:
+    static constexpr unsigned int kStepDims = 2 * kChunkBytes;
+    static_assert(Dims % kStepDims == 0, "a tile is made of whole steps");
+    // Two steps are under way at once.
+    static constexpr unsigned int kSteps = 2;
+    static constexpr unsigned int kRowRounds = ceil_div(Dims, kSteps* kStepDims);
+    static constexpr unsigned int kRounds = Keys / kChunkKeys * kRowRounds;
+
+    __device__ static unsigned int chunk_of(unsigned int round) { return round / kRowRounds; }
+    __device__ static unsigned int first_dim(unsigned int round, unsigned int step) {
+        return (round % kRowRounds * kSteps + step) * kStepDims;
+    }
+    __device__ static bool exists(unsigned int round, unsigned int step) {
+        return Dims % (kSteps * kStepDims) == 0 || first_dim(round, step) < Dims;
+    }
+
+    __device__ void clear_nan(ValueTile<Keys, Dims>& to) const {
+        using Words = Pack<unsigned int, kChunkBytes / 4>;
+#pragma unroll 1
+        for (unsigned int round = warp; round < kRounds; round += Warps)
+#pragma unroll 1
+            for (unsigned int step = 0; step < kSteps; ++step) {
+                if (!exists(round, step)) continue;
+                auto& chunk = to.data[chunk_of(round)][first_dim(round, step) + dim];
+                Words& words = *reinterpret_cast<Words*>(chunk);
+#pragma unroll
+                for (unsigned int i = 0; i < kChunkBytes / 4; ++i)
+                    words[i] &= ~((nan_bits(words[i]) >> 7) * 0xffu);
+            }
+    }
+
+    unsigned int warp;
+    unsigned int dim;  // of those of a step, the one whose chunk this lane says the place of
+    bool swapped;
+};

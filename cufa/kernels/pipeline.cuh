@@ -29,15 +29,15 @@ struct RingPosition {
     }
 };
 
-// The barriers of a ring of tiles: one thread fills a stage, `readers` threads say that they are
-// done with it.
+// The barriers of a ring of tiles: `writers` threads say that a stage is full, mostly the one that
+// has it copied, and `readers` threads that they are done with it.
 template <int Stages>
 struct Ring {
     ptx::Barrier full[Stages], empty[Stages];
 
-    __device__ void init(int readers) {
+    __device__ void init(int readers, int writers = 1) {
         for (int stage = 0; stage < Stages; ++stage) {
-            ptx::barrier_init(full[stage], 1);
+            ptx::barrier_init(full[stage], writers);
             ptx::barrier_init(empty[stage], readers);
         }
     }

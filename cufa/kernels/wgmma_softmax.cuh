@@ -116,9 +116,8 @@ struct RowPair {
     template <int Count>
     __device__ void begin(float (&s)[Count], Scale scale) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            rows[half].max = lanes_max<4>(largest_of(s, half, scale)) - kHeadroom;
-        }
+        for (int half = 0; half < 2; ++half)
+            rows[half].max = first_largest(s, half, scale) - kHeadroom;
         exponentiate(s, scale);
     }
 
@@ -157,27 +156,52 @@ struct RowPair {
     }
 
     // Whether one of this thread's products in a row may pass the maximum by more than the slack.
-    // Floats compare like integers unless both are negative, and three integers are compared at
-    // once.
     template <int Count>
     __device__ bool exceeds(const float (&s)[Count], int half, Scale scale) const {
         const float limit = (rows[half].max + kSlack) * scale.inverse;
+        return !(limit >= 0) | (largest_bits(s, half) > __float_as_int(limit));
+    }
+
+    // The bits of the largest of this thread's products in a row; of a negative one if all are.
+    // Floats compare like integers unless both are negative, and three integers are compared at
+    // once.
+    template <int Count>
+    __device__ static int largest_bits(const float (&s)[Count], int half) {
         int largest = __float_as_int(s[2 * half]);
 #pragma unroll
         for (int i = 2 * half; i < Count; i += 4) {
             largest = max(max(largest, __float_as_int(s[i])), __float_as_int(s[i + 1]));
         }
-        return !(limit >= 0) | (largest > __float_as_int(limit));
+        return largest;
     }
 
+    // The largest score of a row's first tile, most often by its bits. Where a mask may leave a row
+    // few keys, that would be tried in vain.
+    template <int Count>
+    __device__ static float first_largest(const float (&s)[Count], int half, Scale scale) {
+        if constexpr (!kRangeMask) {
+            const float product = lanes_max<4>(__int_as_float(largest_bits(s, half)));
+            const bool found = scale.factor > 0 && product >= 0;
+            if (__builtin_expect(__all_sync(0xffffffffu, found), true))
+                return product * scale.factor;
+        }
+        return lanes_max<4>(largest_of(s, half, scale));
+    }
+
+    // By a vote, so that the sign of the factor is not asked for with each product.
     template <int Count>
     __device__ static float largest_of(const float (&s)[Count], int half, Scale scale) {
-        const bool mirrored = scale.factor < 0;
         float largest = negative_infinity();
+        if (__builtin_expect(__any_sync(0xffffffffu, scale.factor < 0), false)) {
 #pragma unroll
-        for (int i = 2 * half; i < Count; i += 4) {
-            largest = fmaxf(largest, mirrored ? -s[i] : s[i]);
-            largest = fmaxf(largest, mirrored ? -s[i + 1] : s[i + 1]);
+            for (int i = 2 * half; i < Count; i += 4) {
+                largest = fmaxf(largest, fmaxf(-s[i], -s[i + 1]));
+            }
+        } else {
+#pragma unroll
+            for (int i = 2 * half; i < Count; i += 4) {
+                largest = fmaxf(largest, fmaxf(s[i], s[i + 1]));
+            }
         }
         return largest * fabsf(scale.factor);
     }

@@ -241,16 +241,16 @@ __device__ inline void read_rows(WgmmaOperand<Cols>& values, Tile& tile, int fir
 // Dims columns from first_col on; `thread` is one of Threads that do it together, where the copy
 // engine would write more rows.
 template <int Dims, int Threads, class Tile>
-__device__ inline void write_first_rows(Matrix<scalar_t> to, Tile& tile, int count, int first_row,
-                                        int first_col, int thread) {
-    using Chunk = Pack<scalar_t, kChunkCols>;
-    constexpr int kRowChunks = Tile::kPanels * kPanelCols / kChunkCols;
+__device__ inline void write_first_rows(Matrix<typename Tile::Element> to, Tile& tile, int count,
+                                        int first_row, int first_col, int thread) {
+    using Chunk = Pack<typename Tile::Element, Tile::kChunkCols>;
+    constexpr int kRowChunks = Tile::kPanels * Tile::kPanelCols / Tile::kChunkCols;
     for (int i = thread; i < count * kRowChunks; i += Threads) {
-        const int row = i / kRowChunks, col = i % kRowChunks * kChunkCols;
+        const int row = i / kRowChunks, col = i % kRowChunks * Tile::kChunkCols;
         if (first_col + col >= Dims) continue;
         const Chunk chunk = *reinterpret_cast<const Chunk*>(tile.at(row, col));
 #pragma unroll
-        for (int e = 0; e < kChunkCols; ++e) {
+        for (int e = 0; e < Tile::kChunkCols; ++e) {
             if (first_col + col + e < Dims) to.row(first_row + row)[first_col + col + e] = chunk[e];
         }
     }

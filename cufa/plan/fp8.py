@@ -1,4 +1,4 @@
-"""Plans for the Hopper forward of 8-bit operands: `wgmma`'s block, and a launch before that turns values."""
+"""Plans for the Hopper forward of 8-bit operands: `wgmma`'s block, of which three warps turn values."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from dataclasses import asdict, dataclass
 
 from cufa.device import Device
 from cufa.plan.choice import Cost
-from cufa.plan.record import Launch, Part, Scratch, TensorBox
-from cufa.plan.sizes import (
-    ceil_div,
-    round_up,
-)
+from cufa.plan.record import Launch, Part, TensorBox
+from cufa.plan.sizes import round_up
 from cufa.plan.wgmma import (
     BARRIER_BYTES,
     LENGTHS_BYTES,
@@ -23,15 +20,16 @@ from cufa.plan.wgmma import (
     Tiles,
     choose_persistent,
     forward_macros,
+    lengths_vary,
     panel_tile_bytes,
 )
 from cufa.problem import Problem
 
 # The depth of one wgmma of bytes, and the columns that its sums come in where they are stored in 16 bits.
 WGMMA_DEPTH, STORED_COLS = 32, 16
-# The threads of a block that turns a tile of values.
-TURN_THREADS = 256
-FLAG_BYTES = 4
+# A warp turns 32 columns of values at once; three do, and each says of every tile what it found.
+TURNED_COLS = 32
+FLAGS_BYTES = 12
 
 
 @dataclass(frozen=True)
@@ -55,30 +53,23 @@ def _best_tiles(problem: Problem) -> Fp8Tiles:
         return Fp8Tiles(192, 128, 2, 2, 64)
     if dim <= 128:
         # What features add to a thread's registers is more than three warpgroups have left.
-        few_registers = bool({"window", "softcap", "seqused_k"} & set(problem.features.names))
+        few_registers = bool({"window", "softcap", "cu_seqlens", "seqused_k"} & set(problem.features.names))
         short = rows < 4096
         return Fp8Tiles(128, 128, 3, 2, 128) if few_registers or short else Fp8Tiles(192, 96, 3, 1, 64)
     if dim <= 192:
         return Fp8Tiles(128, 128, 2, 1, 64)
-    return Fp8Tiles(128, 64, 3, 2, 128) if rows < 2048 else Fp8Tiles(128, 96, 2, 1, 128)
+    return Fp8Tiles(128, 64, 2, 2, 128) if rows < 2048 else Fp8Tiles(128, 96, 2, 1, 128)
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
-    """`fwd_7_fp8`: a launch that turns the values, and one with a block for each SM."""
+    """`fwd_7_fp8`: one launch, a block for each SM."""
     chosen, grid = choose_persistent(problem, device, tiles, _best_tiles(problem), _cost)
     sizes = chosen.tiles
-    key_tiles = ceil_div(problem.seqlen_k, sizes.block_n)
-    turned = problem.batch * problem.kv_heads * key_tiles
-    tile_bytes = _value_tile_bytes(problem, sizes)
-    launches = (
-        Launch("turn_values", max(turned, 1), TURN_THREADS, tile_bytes),
-        Launch("fwd_7_fp8", grid, sizes.threads, chosen.cost.smem_bytes),
-    )
-    tile_sums = tile_bytes // problem.accumulator.itemsize  # what workspaces are counted in
-    scratch = Scratch("values", (turned, tile_sums)), Scratch("nan", (turned,)), Scratch("counter", (1,))
+    launch = Launch("fwd_7_fp8", grid, sizes.threads, chosen.cost.smem_bytes)
     boxes = (
         TensorBox(0, WGMMA_M, PANEL_ROW_BYTES // problem.itemsize),
         TensorBox(1, sizes.block_n, PANEL_ROW_BYTES // problem.itemsize),
+        TensorBox(2, sizes.block_n, PANEL_ROW_BYTES // problem.itemsize),
         TensorBox(3, WGMMA_M, PANEL_ROW_BYTES // problem.output.itemsize),
     )
     return Part(
@@ -86,18 +77,11 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
         macros=(
             *forward_macros(problem, device, chosen, len(boxes)),
             ("OUT_SCALAR", problem.output.name),
-            ("TURN_THREADS", TURN_THREADS),
         ),
-        launches=launches if grid else (),
-        scratch=scratch if grid else (),
+        launches=(launch,) if grid else (),
         reasons=chosen.reasons,
         boxes=boxes,
     )
-
-
-def _value_tile_bytes(problem: Problem, tiles: Fp8Tiles) -> int:
-    """The size of fp8_values.cuh's ValueTile."""
-    return tiles.block_n * round_up(problem.value_dim, STORED_COLS)
 
 
 def _cost(problem: Problem, tiles: Fp8Tiles) -> Cost:
@@ -106,10 +90,11 @@ def _cost(problem: Problem, tiles: Fp8Tiles) -> Cost:
         tiles.stages * panel_tile_bytes(tiles.block_n, problem.head_dim, problem.itemsize)  # K
         + tiles.query_stages * panel_tile_bytes(tiles.block_m, problem.head_dim, problem.itemsize)  # Q
         + panel_tile_bytes(tiles.block_m, tiles.store_cols, problem.output.itemsize)  # O
-        + tiles.stages * _value_tile_bytes(problem, tiles)  # V
-        + BARRIER_BYTES * 2 * (2 * tiles.stages + queries)
-        + (WORK_TILE_BYTES + LENGTHS_BYTES * problem.features.seqused_k) * queries
-        + FLAG_BYTES * tiles.stages
+        + tiles.stages * panel_tile_bytes(tiles.block_n, problem.value_dim, problem.itemsize)  # V
+        + tiles.stages * tiles.block_n * round_up(problem.value_dim, TURNED_COLS)  # V turned
+        + BARRIER_BYTES * 2 * (3 * tiles.stages + queries)
+        + (WORK_TILE_BYTES + LENGTHS_BYTES * lengths_vary(problem)) * queries
+        + FLAGS_BYTES * tiles.stages
     )
     depth, dims = round_up(problem.head_dim, WGMMA_DEPTH), round_up(problem.value_dim, STORED_COLS)
     # S and O in float32, and P in fours.

@@ -212,6 +212,15 @@ inline double max(double a, double b) {
 inline float __int_as_float(int bits) {
     return __builtin_bit_cast(float, bits);
 }
+// Bytes of two words, each chosen by four bits of the selector (CUDA's "Integer Intrinsics"); the
+// fourth, which asks for a sign, is not in use.
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+    const unsigned long long bytes = static_cast<unsigned long long>(high) << 32 | low;
+    unsigned chosen = 0;
+    for (int i = 0; i < 4; ++i)
+        chosen |= static_cast<unsigned>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return chosen;
+}
 inline int __float_as_int(float x) {
     return __builtin_bit_cast(int, x);
 }

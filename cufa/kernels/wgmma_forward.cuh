@@ -1,0 +1,377 @@
+// What the Hopper forwards share: the thread that copies, and the warpgroups that compute. While
+// the tensor cores work on the next scores and the last output, a warpgroup exponentiates the
+// scores that it has; and warpgroups take turns, so that the products of one run during the softmax
+// of the other. A block stays for many tiles.
+//
+// What is in shared memory is the kernel's: `Smem` with tiles k, v, q and out, rings k_ring, v_ring
+// and q_ring, and the tiles of work that the queries are of; `Params` with tensor maps q, k, v and
+// o and the call.
+#pragma once
+
+#include "schedule.cuh"
+#include "wgmma_softmax.cuh"
+
+constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
+constexpr int kStages = STAGES, kQueryStages = QUERY_STAGES, kStoreCols = STORE_COLS;
+constexpr int kConsumers = kBlockM / kWgmmaM;
+// With one stage of queries two warpgroups would wait for the next ones together; of three, one
+// computes meanwhile.
+constexpr bool kOutputFirst = kQueryStages == 1 && kConsumers <= 2;
+static_assert((kConsumers + 1) * kWarpgroup == THREADS, "one warpgroup copies, the others compute");
+constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
+constexpr int kDepth = round_up(kHeadDim, kWgmmaK);
+
+using QueryRows = PanelTile<kWgmmaM, kHeadDim>;
+using KeyRows = PanelTile<kBlockN, kHeadDim>;
+using ValueRows = PanelTile<kBlockN, kValueDim>;
+
+using Order = TileOrder<kBlockM, SECTION_BYTES>;
+using KeyTiles = KeyTileRange<kBlockM, kBlockN>;
+using Scores = WgmmaSums<kBlockN>;
+using Weights = WgmmaOperand<kBlockN>;
+
+__device__ inline KeyTiles key_tiles_of(const ForwardParams& call, const WorkTile& work) {
+    return KeyTiles(work.sequence(call).mask(call.features), work.first_row);
+}
+
+// ---- the producer: one thread ----
+
+template <class Smem, class Params>
+__device__ inline void send_queries(Smem& smem, const Params& params,
+                                    RingPosition<kQueryStages>& at, WorkTile work) {
+#pragma unroll 1  // registers are what a producer lacks
+    for (int w = 0; w < kConsumers; ++w) {
+        smem.q_ring[w].wait_empty(at);
+        smem.work[w][at.stage] = work;
+        ptx::Barrier& full = smem.q_ring[w].announce(at, work.exists() ? QueryRows::kBytes : 0);
+        if (work.exists()) {
+            copy_tile(smem.q[w][at.stage], params.q, full, kPacked ? 0 : work.batch, work.head,
+                      work.sequence(params.call).first_q + work.first_row + w * kWgmmaM);
+        }
+    }
+    at.advance();
+}
+
+template <class Tile>
+__device__ inline void send_tile(Tile (&tiles)[kStages], Ring<kStages>& ring,
+                                 RingPosition<kStages> at, const TensorMap& map, WorkTile work,
+                                 int first_key) {
+    ring.wait_empty(at);
+    ptx::Barrier& full = ring.announce(at, Tile::kBytes);
+    copy_tile(tiles[at.stage], map, full, kPacked ? 0 : work.batch, work.kv_head, first_key);
+}
+
+// A block asks for its next tile of queries when this many tiles of keys are left of the one that
+// it has: the answer takes a while, but whoever asks early gets long work that others would be done
+// with sooner.
+constexpr int kAskAhead = 4;
+
+template <class Smem, class Params>
+__device__ inline void produce(Smem& smem, const Params& params) {
+    const Order order(params.call);
+    const TileCounter counter{static_cast<unsigned int*>(params.call.workspace),
+                              order.heads * order.tiles};
+    RingPosition<kQueryStages> q_at;
+    RingPosition<kStages> at;  // a tile of keys and its values have the same place
+
+    // A shuffle tells the compiler that the index is uniform, and so what is computed from it:
+    // copies would take turns with each of their operands otherwise.
+    const auto next = [&] { return __shfl_sync(1u, counter.next(), 0); };
+
+    unsigned int index = blockIdx.x;
+    for (;;) {
+        const WorkTile work = order.at(index);
+        if (!work.exists()) break;
+        const Sequence sequence = work.sequence(params.call);
+        if (kPacked && work.first_row >= sequence.seqlen_q) {
+            index = next();
+            continue;
+        }
+        const KeyTiles keys = key_tiles_of(params.call, work);
+        const int first_key = sequence.first_k;
+        int tile = keys.end - 1;
+        if (!keys.none())
+            send_tile(smem.k, smem.k_ring, at, params.k, work, first_key + tile * kBlockN);
+        send_queries(smem, params, q_at, work);
+        // Keys are needed a tile ahead of values.
+        const auto send_down_to = [&](int begin) {
+            for (; tile >= begin; --tile) {
+                RingPosition<kStages> after = at;
+                after.advance();
+                const int key = first_key + tile * kBlockN;
+                if (tile > keys.begin)
+                    send_tile(smem.k, smem.k_ring, after, params.k, work, key - kBlockN);
+                send_tile(smem.v, smem.v_ring, at, params.v, work, key);
+                at = after;
+            }
+        };
+        send_down_to(keys.begin + kAskAhead);
+        index = next();
+        send_down_to(keys.begin);
+    }
+    send_queries(smem, params, q_at, WorkTile::none());
+}
+
+// ---- the consumers: a warpgroup for 64 rows ----
+
+// Barriers of parts of the block; __syncthreads has number 0.
+enum NamedBarrier {
+    kFirstTurn = 1,
+    kFirstStore = kFirstTurn + kConsumers,
+    kAllConsumers = kFirstStore + kConsumers
+};
+
+using Turns = TurnsOf<kConsumers, kFirstTurn>;
+
+// A warpgroup that computes. Dims are the columns of its sums of O. What each kernel does in its
+// own way is in `Self`, which is derived from this one:
+//   begin(work)                        takes up a tile of queries
+//   scale(), softmax_scale()           what turns products into scores, in log 2 and not
+//   output_scale()                     what sums of weighted values are multiplied with
+//   issue_output(o, p)                 issues the product that adds a tile's part to the output
+//   wait_output<Pending>(o, work, tile)  waits for the part of that tile of keys
+//   round(p, s)                        makes an operand of the weights
+//   take_out_nonfinite(o, work, tile)  before the part of a tile that a mask cuts through
+template <class Self, class Smem, class Params, int Dims>
+struct ForwardConsumer {
+    using Output = WgmmaSums<Dims>;
+
+    Smem& smem;
+    const Params& params;
+    const int warpgroup;
+    const Turns turns;
+    RingPosition<kQueryStages> q_at;
+    RingPosition<kStages> k_at, v_at;
+
+    __device__ ForwardConsumer(Smem& smem, const Params& params, int warpgroup)
+        : smem(smem), params(params), warpgroup(warpgroup), turns(warpgroup) {}
+
+    __device__ Self& self() { return static_cast<Self&>(*this); }
+
+    // All tiles of queries that the block takes.
+    __device__ void consume() {
+        Scores s;
+        Weights p;
+
+        WorkTile work = receive();
+        if (!work.exists()) return;
+        KeyTiles keys = key_tiles_of(params.call, work);
+        issue_first_scores(s);
+        for (;;) {
+            self().begin(work);
+            Output o = {};
+            const RowPair softmax = attend_to_all(o, p, s, work, keys);
+            if constexpr (kOutputFirst) {
+                // The next queries come while the output is on its way.
+                finish_output(o, p, work, keys.begin);
+                store(o, softmax, work);
+                work = receive();
+                if (!work.exists()) return;
+                keys = key_tiles_of(params.call, work);
+                issue_first_scores(s);
+            } else {
+                const WorkTile next = receive();
+                if (!next.exists()) {
+                    finish_output(o, p, work, keys.begin);
+                    return store(o, softmax, work);
+                }
+                // They are here: the first scores of the next tile at once with the last of this
+                // one's output.
+                turns.wait();
+                self().issue_output(o, p);
+                issue_scores(s);
+                turns.pass();
+                self().template wait_output<1>(o, work, keys.begin);
+                store(o, softmax, work);
+                work = next;
+                keys = key_tiles_of(params.call, work);
+            }
+        }
+    }
+
+    // All tiles of keys, the first one's scores being under way. What is left to do is the output
+    // of the last.
+    __device__ RowPair attend_to_all(Output& o, Weights& p, Scores& s, const WorkTile& work,
+                                     KeyTiles keys) {
+        // It is the same in all lanes, which the compiler cannot see, and would have addresses in
+        // the loops below in lanes' registers.
+        if (kQueryStages > 1) q_at.stage = __shfl_sync(0xffffffffu, q_at.stage, 0);
+        int tile = keys.end - 1;
+        const auto last = [&] { return tile == keys.begin; };
+        RowPair softmax = first_weights(o, p, s, work, tile, last());
+        --tile;
+        for (; tile >= max(keys.whole_end, keys.begin); --tile)
+            attend<true>(o, softmax, p, work, tile, last());
+        for (; tile >= max(keys.whole_begin, keys.begin); --tile)
+            attend<false>(o, softmax, p, work, tile, last());
+        if constexpr (kWindow) {
+            for (; tile >= keys.begin; --tile) attend<true>(o, softmax, p, work, tile, last());
+        }
+        q_at.advance();
+        return softmax;
+    }
+
+    // The weights of the first tile of keys that a tile of queries looks at.
+    __device__ RowPair first_weights(Output& o, Weights& p, Scores& s, const WorkTile& work,
+                                     int tile, bool last) {
+        RowPair softmax;
+        wait_scores<0>(s, last);
+        mask_scores(s, work, tile);
+        softmax.begin(s, self().scale());
+        self().round(p, s);
+        self().take_out_nonfinite(o, work, tile);
+        return softmax;
+    }
+
+    // The scores of a tile of keys at once with the output of the tile before; then the weights of
+    // this tile.
+    template <bool Masked>
+    __device__ void attend(Output& o, RowPair& softmax, Weights& p, const WorkTile& work, int tile,
+                           bool last) {
+        Scores s;
+        float shrink[2];
+        turns.wait();
+        issue_scores(s);
+        self().issue_output(o, p);
+        turns.pass();
+
+        wait_scores<1>(s, last);
+        if (Masked) mask_scores(s, work, tile);
+        const bool raised = softmax.proceed(s, self().scale(), shrink);
+
+        self().template wait_output<0>(o, work, tile + 1);
+        if (__builtin_expect(raised, false)) rescale(o, shrink);
+        self().round(p, s);
+        if (Masked) self().take_out_nonfinite(o, work, tile);
+    }
+
+    // Waits for the queries of the next tile of which any row sees a key. Those of the others have
+    // output 0.
+    __device__ WorkTile receive() {
+        for (;;) {
+            smem.q_ring[warpgroup].wait_full(q_at);
+            const WorkTile work = smem.work[warpgroup][q_at.stage];
+            __syncwarp();
+            // By a vote, after which the compiler knows that all leave the loop together.
+            const bool found = !work.exists() || !key_tiles_of(params.call, work).none();
+            if (__all_sync(0xffffffffu, found)) return work;
+            release(smem.q_ring[warpgroup], q_at);
+            store(Output{}, RowPair{}, work);
+        }
+    }
+
+    // Issues the product for the scores of one tile of keys.
+    __device__ void issue_scores(Scores& s) {
+        smem.k_ring.wait_full(k_at);
+        issue_product_nt<kDepth, kBlockN>(s, smem.q[warpgroup][q_at.stage], smem.k[k_at.stage]);
+    }
+
+    __device__ void issue_first_scores(Scores& s) {
+        turns.wait();
+        issue_scores(s);
+        turns.pass();
+    }
+
+    // The queries are done with once the last tile's scores are there. `q_at` stays until all of
+    // the tiles are: were it to change under a condition, the compiler would take it for different
+    // in each lane.
+    template <int Pending>
+    __device__ void wait_scores(Scores& s, bool last) {
+        wait_product<Pending>(s);
+        release(smem.k_ring, k_at);
+        if (last && threadIdx.x % 32 == 0) smem.q_ring[warpgroup].release(q_at);
+        if constexpr (kSoftcap) bound(s, self().softmax_scale(), params.call.features.softcap);
+    }
+
+    __device__ void mask_scores(Scores& s, const WorkTile& work, int tile) {
+        apply_mask(s, mask_of(work), row_of(work, 0), tile * kBlockN, self().scale().masked());
+    }
+
+    __device__ void finish_output(Output& o, const Weights& p, const WorkTile& work, int tile) {
+        turns.wait();
+        self().issue_output(o, p);
+        turns.pass();
+        self().template wait_output<0>(o, work, tile);
+    }
+
+    // The row of Q and O that a thread's half (0: row g, 1: row g + 8) of its fragments belongs to.
+    __device__ int row_of(const WorkTile& work, int half) const {
+        unsigned int thread = threadIdx.x;
+        ptx::hold(thread);  // or each sum would be kept in a register from tile to tile
+        return work.first_row + thread / 32 * 16 - kWarpgroup / 2 + half * 8 + thread % 32 / 4;
+    }
+
+    __device__ Mask mask_of(const WorkTile& work) const {
+        return work.sequence(params.call).mask(params.call.features);
+    }
+
+    // Divides the output by the sums of the weights, and sends it out.
+    __device__ void store(const Output& sums, RowPair softmax, const WorkTile& work) {
+        float scale[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            OnlineSoftmax& row = softmax.rows[half];
+            row.total<4>();
+            scale[half] = self().output_scale();
+            if constexpr (kSink) scale[half] *= row.add(sink_log2(work.head));
+            scale[half] *= row.sum == 0 ? 0 : ptx::reciprocal_fast(row.sum);
+        }
+        using Element = typename Smem::StoredRows::Element;
+#pragma unroll
+        for (int col = 0; col < Dims; col += kStoreCols) {
+            constexpr int kCols = min_of(kStoreCols, Dims);
+            WgmmaSums<kCols> part = {};
+#pragma unroll
+            for (int i = 0; i < kCols / 2 && col / 2 + i < Dims / 2; ++i) {
+                part[i] = sums[col / 2 + i] * scale[i / 2 % 2];
+            }
+            WgmmaOperand<kCols, Element> rounded;
+            round_to_operand<kCols, Element>(rounded, part);
+            send_out<kCols>(rounded, work, col);
+        }
+        store_lse(softmax, work);  // last: the fence before a copy waits for what was written
+    }
+
+    // The head's sink is one more score of each of its rows.
+    __device__ float sink_log2(int head) const {
+        return static_cast<const float*>(params.call.features.sink)[head] * float(kLog2E);
+    }
+
+    // Sends out some columns of the output through the warpgroup's part of shared memory, once
+    // those before have left it.
+    template <int Cols>
+    __device__ void send_out(const WgmmaOperand<Cols, typename Smem::StoredRows::Element>& values,
+                             const WorkTile& work, int first_col) {
+        const bool leader = threadIdx.x % kWarpgroup == 0;
+        auto& rows = smem.out[warpgroup];
+        if (leader) ptx::wait_stores_read();
+        ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup);
+        write_rows<Cols>(rows, values, threadIdx.x % kWarpgroup / 32 * 16);
+        ptx::proxy_fence();
+        ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup);
+        const Sequence sequence = work.sequence(params.call);
+        const int row = work.first_row + warpgroup * kWgmmaM;
+        if (kPacked && row + kWgmmaM > sequence.seqlen_q) {
+            // The copy engine would write beyond the sequence.
+            using Element = typename Smem::StoredRows::Element;
+            write_first_rows<kValueDim, kWarpgroup>(
+                sequence.queries<Element>(params.call.o, work.head), rows, sequence.seqlen_q - row,
+                row, first_col, threadIdx.x % kWarpgroup);
+        } else if (leader) {
+            store_tile(params.o, rows, kPacked ? 0 : work.batch, work.head, sequence.first_q + row,
+                       first_col);
+        }
+    }
+
+    __device__ void store_lse(const RowPair& softmax, const WorkTile& work) const {
+        float* lse = static_cast<float*>(params.call.lse);
+        if (!lse || threadIdx.x % 4 != 0) return;
+        const Sequence sequence = work.sequence(params.call);
+        lse += sequence.first_row(work.head, params.call.sizes);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = row_of(work, half);
+            if (row < sequence.seqlen_q) lse[row] = softmax.rows[half].lse();
+        }
+    }
+};

@@ -161,19 +161,22 @@ def test_weights_that_are_almost_nothing(rng):
     run(problem)
 
 
-# What is wrong in a copy of the kernel, and what is said about it.
+# What is wrong in a copy of which file, and what is said about it.
 PLANTED = {
     "values turned before a product has read the last": (
+        "fwd_7_fp8.cu",
         "smem.turned_ring.wait_empty(at);",
         "",
         r"one arrival too many at the barrier|race: writes 16 bytes of shared memory",
     ),
     "values turned before they are there": (
+        "wgmma_forward.cuh",
         "smem.v_ring.wait_full(at);",
         "",
         r"one arrival too many at the barrier|race: reads 16 bytes of shared memory",
     ),
     "turned values of which wgmma is not told": (
+        "fwd_7_fp8.cu",
         "ptx::proxy_fence(); __syncwarp(); if (threadIdx.x % 32 == 0) { smem.v_nan",
         "__syncwarp(); if (threadIdx.x % 32 == 0) { smem.v_nan",
         r"which thread \d+ writes with no proxy fence between\n(?s:.*)issue_product_pv",
@@ -183,11 +186,11 @@ PLANTED = {
 
 @pytest.mark.parametrize("what", PLANTED)
 def test_a_planted_mistake_is_seen(rng, tmp_path, what):
-    right, wrong, message = PLANTED[what]
+    file, right, wrong, message = PLANTED[what]
     problem = draw(rng, 100, 400, heads=1)
     tiles = {"block_m": 128, "block_n": 64, "stages": 2, "query_stages": 1, "store_cols": 64}
     with pytest.raises(EmulatorError, match=message):
-        run(problem, folder=planted(tmp_path, "fwd_7_fp8.cu", right, wrong), tiles=tiles)
+        run(problem, folder=planted(tmp_path, file, right, wrong), tiles=tiles)
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["clean", "NaN in the unseen"])

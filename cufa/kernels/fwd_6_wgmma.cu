@@ -45,36 +45,22 @@ struct Smem {
 
 // ---- the inspectors: the warps beside the producer ----
 
-// Says of every tile of values that a mask cuts through whether there is NaN or infinity in it,
-// while the consumers still work on its scores.
-__device__ inline void inspect(Smem& smem, const Params& params, int inspector) {
+// Says of every tile of values that a mask cuts through whether there is NaN or infinity in it.
+__device__ inline void inspect_values(Smem& smem, const Params& params, int inspector) {
+    constexpr int kLookers = (kInspectors == 0 ? 1 : kInspectors) * 32;
     const int lane = threadIdx.x % 32;
-    RingPosition<kQueryStages> q_at;
-    RingPosition<kStages> v_at;
-    for (;;) {
-        smem.q_ring[0].wait_full(q_at);
-        const WorkTile work = smem.work[0][q_at.stage];
-        __syncwarp();
-        release(smem.q_ring[0], q_at);
-        if (!work.exists()) return;
-
-        const KeyTiles keys = key_tiles_of(params.call, work);
-        for (int tile = keys.end - 1; tile >= keys.begin; --tile) {
-            smem.v_ring.wait_full(v_at);
-            bool found = false;
-            if (!keys.is_whole(tile)) {
-                constexpr int kLookers = kInspectors == 0 ? 32 : kInspectors * 32;
-                found = finds_nonfinite<kLookers>(smem.v[v_at.stage], inspector * 32 + lane);
-            }
-            found = __any_sync(0xffffffffu, found);
-            __syncwarp();  // a vote says nothing of what was read
-            if (lane == 0) {
-                smem.v_nonfinite[v_at.stage][inspector] = found;
-                ptx::barrier_arrive(smem.v_inspected[v_at.stage]);
-            }
-            release(smem.v_ring, v_at);
+    follow_values(smem, params, [&](const KeyTiles& keys, int tile, RingPosition<kStages> at) {
+        bool found = false;
+        if (!keys.is_whole(tile))
+            found = finds_nonfinite<kLookers>(smem.v[at.stage], inspector * 32 + lane);
+        found = __any_sync(0xffffffffu, found);
+        __syncwarp();  // a vote says nothing of what was read
+        if (lane == 0) {
+            smem.v_nonfinite[at.stage][inspector] = found;
+            ptx::barrier_arrive(smem.v_inspected[at.stage]);
+            smem.v_ring.release(at);
         }
-    }
+    });
 }
 
 // ---- the consumers ----
@@ -160,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         ptx::registers_decrease<kProducerRegisters>();
         const int inspector = static_cast<int>(threadIdx.x) / 32 - 1;
         if (threadIdx.x == 0) produce(smem, params);
-        if (inspector >= 0 && inspector < kInspectors) inspect(smem, params, inspector);
+        if (inspector >= 0 && inspector < kInspectors) inspect_values(smem, params, inspector);
     } else {
         ptx::registers_increase<kConsumerRegisters>();
         Consumer(smem, params, warpgroup - 1).consume();

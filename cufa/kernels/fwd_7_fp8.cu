@@ -44,33 +44,19 @@ struct Smem {
 
 // ---- the turners: the warps beside the producer ----
 
-// Turns each tile of values, while the consumers still work on its scores.
 __device__ inline void turn_values(Smem& smem, const Params& params, int turner) {
-    RingPosition<kQueryStages> q_at;
-    RingPosition<kStages> at;  // of values before and after they are turned
     const Turner<kTurners, kBlockN, TurnedValues::kDims> warp(turner);
-    for (;;) {
-        smem.q_ring[0].wait_full(q_at);
-        const WorkTile work = smem.work[0][q_at.stage];
+    follow_values(smem, params, [&](const KeyTiles&, int, RingPosition<kStages> at) {
+        smem.turned_ring.wait_empty(at);
+        const bool found = warp.turn(smem.turned[at.stage], smem.v[at.stage]);
+        ptx::proxy_fence();
         __syncwarp();
-        release(smem.q_ring[0], q_at);
-        if (!work.exists()) return;
-
-        const KeyTiles keys = key_tiles_of(params.call, work);
-        for (int tile = keys.end - 1; tile >= keys.begin; --tile) {
-            smem.v_ring.wait_full(at);
-            smem.turned_ring.wait_empty(at);
-            const bool found = warp.turn(smem.turned[at.stage], smem.v[at.stage]);
-            ptx::proxy_fence();
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) {
-                smem.v_nan[at.stage][turner] = found;
-                smem.v_ring.release(at);
-                ptx::barrier_arrive(smem.turned_ring.full[at.stage]);
-            }
-            at.advance();
+        if (threadIdx.x % 32 == 0) {
+            smem.v_nan[at.stage][turner] = found;
+            smem.v_ring.release(at);
+            ptx::barrier_arrive(smem.turned_ring.full[at.stage]);
         }
-    }
+    });
 }
 
 // ---- the consumers ----

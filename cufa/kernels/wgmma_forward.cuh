@@ -1,7 +1,6 @@
-// What the Hopper forwards share: the thread that copies, and the warpgroups that compute. While
-// the tensor cores work on the next scores and the last output, a warpgroup exponentiates the
-// scores that it has; and warpgroups take turns, so that the products of one run during the softmax
-// of the other. A block stays for many tiles.
+// What the Hopper forwards share: the thread that copies, the order in which the warps beside it
+// see tiles of values, and the warpgroups that compute. How they work beside each other is told in
+// fwd_6_wgmma.cu.
 //
 // What is in shared memory is the kernel's: `Smem` with tiles k, v, q and out, rings k_ring, v_ring
 // and q_ring, and the tiles of work that the queries are of; `Params` with tensor maps q, k, v and
@@ -110,6 +109,30 @@ __device__ inline void produce(Smem& smem, const Params& params) {
         send_down_to(keys.begin);
     }
     send_queries(smem, params, q_at, WorkTile::none());
+}
+
+// ---- the helpers: the warps beside the producer ----
+
+// Has each tile of values handled that is copied, in the order of copying, while the consumers
+// still work on its scores.
+template <class Smem, class Params, class Handle>
+__device__ inline void follow_values(Smem& smem, const Params& params, Handle handle) {
+    RingPosition<kQueryStages> q_at;
+    RingPosition<kStages> at;
+    for (;;) {
+        smem.q_ring[0].wait_full(q_at);
+        const WorkTile work = smem.work[0][q_at.stage];
+        __syncwarp();
+        release(smem.q_ring[0], q_at);
+        if (!work.exists()) return;
+
+        const KeyTiles keys = key_tiles_of(params.call, work);
+        for (int tile = keys.end - 1; tile >= keys.begin; --tile) {
+            smem.v_ring.wait_full(at);
+            handle(keys, tile, at);
+            at.advance();
+        }
+    }
 }
 
 // ---- the consumers: a warpgroup for 64 rows ----

@@ -56,15 +56,26 @@ __device__ inline void round_to_weights(WgmmaOperand<Keys>& p, const WgmmaSums<K
     }
 }
 
-// NaN in one of four elements sets that one's highest bit.
+// Of four elements those that are NaN: their highest bits.
 __device__ inline unsigned int nan_bits(unsigned int four) {
     return (four & 0x7f7f7f7fu) + 0x01010101u & 0x80808080u;
 }
 
+// Looks for NaN. One more in its place turns the sign of what has all other bits set; what then is
+// carried to the next element's place does not matter.
+class NanSearch {
+  public:
+    __device__ void look_at(unsigned int four) { turned |= four + 0x01010101u ^ four; }
+    __device__ bool found() const { return (turned & 0x80808080u) != 0; }
+
+  private:
+    unsigned int turned = 0;
+};
+
 // How a warp goes through tiles of values to turn them, the part of it that is one of Warps: in
-// steps of 16 keys and 32 dims. ldmatrix, for which two dims are an element, gives a lane two keys
-// next to each other of two dims, and of the keys 8 later: as two words of two chunks. stmatrix
-// then puts chunks together.
+// steps of 16 keys and 32 dims, those of a panel's row together. ldmatrix, for which two dims are
+// an element, gives a lane two keys next to each other of two dims, and of the keys 8 later: as two
+// words of two chunks. stmatrix then puts chunks together.
 template <int Warps, int Keys, int Dims>
 class Turner {
   public:
@@ -80,17 +91,22 @@ class Turner {
     // was any.
     template <class Rows>
     __device__ bool turn(ValueTile<Keys, Dims>& to, Rows& from) const {
-        const unsigned int lane = threadIdx.x % 32;
-        unsigned int nan = 0;
+        static_assert(Rows::kPanelCols == kRoundDims || Rows::kPanels == 1,
+                      "a round is what one panel has");
+        const unsigned int even = swapped ? kOddBytes : kEvenBytes;
+        const unsigned int odd = swapped ? kEvenBytes : kOddBytes;
+        const unsigned int lane = threadIdx.x % 32, row = lane % 16, chunk_in_step = lane / 16;
+        NanSearch nan;
 #pragma unroll 1  // registers are what such a warp lacks
         for (unsigned int round = warp; round < kRounds; round += Warps) {
+            const auto& panel = from.data[panel_of(round)];
+            const auto& rows = panel[keys_of(round) * kChunkKeys + row];
             unsigned int pairs[kSteps][4];
 #pragma unroll
             for (unsigned int step = 0; step < kSteps; ++step) {
                 if (!exists(round, step)) continue;
-                ptx::ldmatrix_x4_trans(pairs[step],
-                                       from.at(chunk_of(round) * kChunkKeys + lane % 16,
-                                               first_dim(round, step) + lane / 16 * kChunkBytes));
+                const unsigned int chunk = 2 * step + chunk_in_step ^ row % kSwizzleRows;
+                ptx::ldmatrix_x4_trans(pairs[step], &rows[chunk * kChunkBytes]);
             }
 #pragma unroll
             for (unsigned int step = 0; step < kSteps; ++step) {
@@ -99,14 +115,13 @@ class Turner {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                     const unsigned int* const two = &pairs[step][i / 2 * 2];
-                    words[i] =
-                        __byte_perm(two[0], two[1], (i % 2 != 0) != swapped ? 0x7531 : 0x6420);
-                    nan |= nan_bits(words[i]);
+                    words[i] = __byte_perm(two[0], two[1], i % 2 == 0 ? even : odd);
+                    nan.look_at(words[i]);
                 }
-                ptx::stmatrix_x4(to.data[chunk_of(round)][first_dim(round, step) + dim], words);
+                ptx::stmatrix_x4(to.data[keys_of(round)][first_dim(round, step) + dim], words);
             }
         }
-        const bool found = __any_sync(0xffffffffu, nan != 0);
+        const bool found = __any_sync(0xffffffffu, nan.found());
         __syncwarp();  // a vote says nothing of what was written
         if (__builtin_expect(found, false)) clear_nan(to);
         return found;
@@ -115,17 +130,21 @@ class Turner {
   private:
     static constexpr unsigned int kStepDims = 2 * kChunkBytes;
     static_assert(Dims % kStepDims == 0, "a tile is made of whole steps");
-    // Two steps are under way at once.
-    static constexpr unsigned int kSteps = 2;
-    static constexpr unsigned int kRowRounds = ceil_div(Dims, kSteps* kStepDims);
-    static constexpr unsigned int kRounds = Keys / kChunkKeys * kRowRounds;
+    // A round is a panel's part of 16 keys.
+    static constexpr unsigned int kRoundDims = min_of(Dims, kPanelCols);
+    static constexpr unsigned int kSteps = kRoundDims / kStepDims;
+    static constexpr unsigned int kPanels = ceil_div(Dims, kRoundDims);
+    static constexpr unsigned int kRounds = Keys / kChunkKeys * kPanels;
+    // Which bytes of two words are those of the even dim, and of the odd one.
+    static constexpr unsigned int kEvenBytes = 0x6420, kOddBytes = 0x7531;
 
-    __device__ static unsigned int chunk_of(unsigned int round) { return round / kRowRounds; }
+    __device__ static unsigned int keys_of(unsigned int round) { return round / kPanels; }
+    __device__ static unsigned int panel_of(unsigned int round) { return round % kPanels; }
     __device__ static unsigned int first_dim(unsigned int round, unsigned int step) {
-        return (round % kRowRounds * kSteps + step) * kStepDims;
+        return panel_of(round) * kRoundDims + step * kStepDims;
     }
     __device__ static bool exists(unsigned int round, unsigned int step) {
-        return Dims % (kSteps * kStepDims) == 0 || first_dim(round, step) < Dims;
+        return Dims % kRoundDims == 0 || first_dim(round, step) < Dims;
     }
 
     __device__ void clear_nan(ValueTile<Keys, Dims>& to) const {
@@ -135,7 +154,7 @@ class Turner {
 #pragma unroll 1
             for (unsigned int step = 0; step < kSteps; ++step) {
                 if (!exists(round, step)) continue;
-                auto& chunk = to.data[chunk_of(round)][first_dim(round, step) + dim];
+                auto& chunk = to.data[keys_of(round)][first_dim(round, step) + dim];
                 Words& words = *reinterpret_cast<Words*>(chunk);
 #pragma unroll
                 for (unsigned int i = 0; i < kChunkBytes / 4; ++i)

@@ -177,8 +177,8 @@ PLANTED = {
     ),
     "turned values of which wgmma is not told": (
         "fwd_7_fp8.cu",
-        "ptx::proxy_fence(); __syncwarp(); if (threadIdx.x % 32 == 0) { smem.v_nan",
-        "__syncwarp(); if (threadIdx.x % 32 == 0) { smem.v_nan",
+        "ptx::proxy_fence(); __syncwarp(); if (thread % 32 == 0) { smem.v_nan",
+        "__syncwarp(); if (thread % 32 == 0) { smem.v_nan",
         r"which thread \d+ writes with no proxy fence between\n(?s:.*)issue_product_pv",
     ),
 }

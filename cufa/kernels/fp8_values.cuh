@@ -72,20 +72,14 @@ class NanSearch {
     unsigned int turned = 0;
 };
 
-// How a warp goes through tiles of values to turn them, the part of it that is one of Warps: in
-// steps of 16 keys and 32 dims, those of a panel's row together. ldmatrix, for which two dims are
+// How one of Warps goes through its part of a tile of values to turn it: in steps of 16 keys and 32
+// dims, AtOnce of them together. ldmatrix, for which two dims are
 // an element, gives a lane two keys next to each other of two dims, and of the keys 8 later: as two
 // words of two chunks. stmatrix then puts chunks together.
-template <int Warps, int Keys, int Dims>
+template <int Warps, int AtOnce, int Keys, int Dims>
 class Turner {
   public:
-    __device__ explicit Turner(unsigned int warp) : warp(warp) {
-        const unsigned int lane = threadIdx.x % 32, matrix = lane / 8, row = lane % 8;
-        // Of the chunks of even dims and of odd ones, half change places, so that the eight that
-        // are stored at once lie in different banks.
-        swapped = lane >= 16;
-        dim = matrix / 2 * kChunkBytes + 2 * row + (row / 4 ^ matrix % 2);
-    }
+    __device__ explicit Turner(unsigned int thread) : warp(thread / 32), lane(thread % 32) {}
 
     // Turns this warp's part. NaN, of which 0 times is not 0, becomes zero. Returns whether there
     // was any.
@@ -93,32 +87,38 @@ class Turner {
     __device__ bool turn(ValueTile<Keys, Dims>& to, Rows& from) const {
         static_assert(Rows::kPanelCols == kRoundDims || Rows::kPanels == 1,
                       "a round is what one panel has");
-        const unsigned int even = swapped ? kOddBytes : kEvenBytes;
-        const unsigned int odd = swapped ? kEvenBytes : kOddBytes;
-        const unsigned int lane = threadIdx.x % 32, row = lane % 16, chunk_in_step = lane / 16;
+        const unsigned int row = lane % 16, dim = dim_of(lane);
+        const unsigned int even = swaps(lane) ? kOddBytes : kEvenBytes;
+        const unsigned int odd = swaps(lane) ? kEvenBytes : kOddBytes;
         NanSearch nan;
 #pragma unroll 1  // registers are what such a warp lacks
         for (unsigned int round = warp; round < kRounds; round += Warps) {
-            const auto& panel = from.data[panel_of(round)];
-            const auto& rows = panel[keys_of(round) * kChunkKeys + row];
-            unsigned int pairs[kSteps][4];
+            const scalar_t* const panel = &from.data[panel_of(round)][0][0];
+            const unsigned int chunk = lane / 16 ^ row % kSwizzleRows;
+            const unsigned int place =
+                (keys_of(round) * kChunkKeys + row) * kPanelRowBytes + chunk * kChunkBytes;
 #pragma unroll
-            for (unsigned int step = 0; step < kSteps; ++step) {
-                if (!exists(round, step)) continue;
-                const unsigned int chunk = 2 * step + chunk_in_step ^ row % kSwizzleRows;
-                ptx::ldmatrix_x4_trans(pairs[step], &rows[chunk * kChunkBytes]);
-            }
+            for (unsigned int first = 0; first < kSteps; first += AtOnce) {
+                unsigned int pairs[AtOnce][4];
 #pragma unroll
-            for (unsigned int step = 0; step < kSteps; ++step) {
-                if (!exists(round, step)) continue;
-                unsigned int words[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const unsigned int* const two = &pairs[step][i / 2 * 2];
-                    words[i] = __byte_perm(two[0], two[1], i % 2 == 0 ? even : odd);
-                    nan.look_at(words[i]);
+                for (unsigned int i = 0; i < AtOnce; ++i) {
+                    const unsigned int step = first + i;
+                    if (!exists(round, step)) continue;
+                    ptx::ldmatrix_x4_trans(pairs[i], panel + (place ^ step * kStepDims));
                 }
-                ptx::stmatrix_x4(to.data[keys_of(round)][first_dim(round, step) + dim], words);
+#pragma unroll
+                for (unsigned int i = 0; i < AtOnce; ++i) {
+                    const unsigned int step = first + i;
+                    if (!exists(round, step)) continue;
+                    unsigned int words[4];
+#pragma unroll
+                    for (int w = 0; w < 4; ++w) {
+                        const unsigned int* const two = &pairs[i][w / 2 * 2];
+                        words[w] = __byte_perm(two[0], two[1], w % 2 == 0 ? even : odd);
+                        nan.look_at(words[w]);
+                    }
+                    ptx::stmatrix_x4(to.data[keys_of(round)][first_dim(round, step) + dim], words);
+                }
             }
         }
         const bool found = __any_sync(0xffffffffu, nan.found());
@@ -138,13 +138,22 @@ class Turner {
     // Which bytes of two words are those of the even dim, and of the odd one.
     static constexpr unsigned int kEvenBytes = 0x6420, kOddBytes = 0x7531;
 
+    // Of the dims of a step, the one whose chunk a lane says the place of. Of the chunks of even
+    // dims and of odd ones, half change places, so that the eight that are stored at once lie in
+    // different banks.
+    __device__ static unsigned int dim_of(unsigned int lane) {
+        const unsigned int matrix = lane / 8, row = lane % 8;
+        return matrix / 2 * kChunkBytes + 2 * row + (row / 4 ^ matrix % 2);
+    }
+    __device__ static bool swaps(unsigned int lane) { return lane >= 16; }
+
     __device__ static unsigned int keys_of(unsigned int round) { return round / kPanels; }
     __device__ static unsigned int panel_of(unsigned int round) { return round % kPanels; }
     __device__ static unsigned int first_dim(unsigned int round, unsigned int step) {
         return panel_of(round) * kRoundDims + step * kStepDims;
     }
     __device__ static bool exists(unsigned int round, unsigned int step) {
-        return Dims % kRoundDims == 0 || first_dim(round, step) < Dims;
+        return step < kSteps && (Dims % kRoundDims == 0 || first_dim(round, step) < Dims);
     }
 
     __device__ void clear_nan(ValueTile<Keys, Dims>& to) const {
@@ -154,7 +163,8 @@ class Turner {
 #pragma unroll 1
             for (unsigned int step = 0; step < kSteps; ++step) {
                 if (!exists(round, step)) continue;
-                auto& chunk = to.data[keys_of(round)][first_dim(round, step) + dim];
+                const unsigned int dim = first_dim(round, step) + dim_of(lane);
+                auto& chunk = to.data[keys_of(round)][dim];
                 Words& words = *reinterpret_cast<Words*>(chunk);
 #pragma unroll
                 for (unsigned int i = 0; i < kChunkBytes / 4; ++i)
@@ -162,7 +172,5 @@ class Turner {
             }
     }
 
-    unsigned int warp;
-    unsigned int dim;  // of those of a step, the one whose chunk this lane says the place of
-    bool swapped;
+    unsigned int warp, lane;
 };

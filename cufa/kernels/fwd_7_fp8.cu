@@ -19,6 +19,7 @@ using out_t = OUT_SCALAR;
 // Sums of O come in sixteens of columns, as they leave it in 16 bits.
 constexpr int kDims = round_up(kValueDim, kWgmmaDepth<out_t>);
 constexpr int kTurners = kWarpgroup / 32 - 1;  // the warps beside the producer
+constexpr int kTurnedAtOnce = kProducerRegisters < 40 ? 1 : 2;
 
 struct Params {
     TensorMap q, k, v, o;
@@ -44,15 +45,17 @@ struct Smem {
 
 // ---- the turners: the warps beside the producer ----
 
-__device__ inline void turn_values(Smem& smem, const Params& params, int turner) {
-    const Turner<kTurners, kBlockN, TurnedValues::kDims> warp(turner);
+__device__ inline void turn_values(Smem& smem, const Params& params) {
     follow_values(smem, params, [&](const KeyTiles&, int, RingPosition<kStages> at) {
+        unsigned int thread = threadIdx.x - 32;
+        ptx::hold(thread);  // or what follows from it would be kept in registers from tile to tile
         smem.turned_ring.wait_empty(at);
-        const bool found = warp.turn(smem.turned[at.stage], smem.v[at.stage]);
+        const Turner<kTurners, kTurnedAtOnce, kBlockN, TurnedValues::kDims> turner(thread);
+        const bool found = turner.turn(smem.turned[at.stage], smem.v[at.stage]);
         ptx::proxy_fence();
         __syncwarp();
-        if (threadIdx.x % 32 == 0) {
-            smem.v_nan[at.stage][turner] = found;
+        if (thread % 32 == 0) {
+            smem.v_nan[at.stage][thread / 32] = found;
             smem.v_ring.release(at);
             ptx::barrier_arrive(smem.turned_ring.full[at.stage]);
         }
@@ -156,9 +159,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
     if (warpgroup == 0) {
         ptx::registers_decrease<kProducerRegisters>();
-        const int warp = static_cast<int>(threadIdx.x) / 32;
         if (threadIdx.x == 0) produce(smem, params);
-        if (warp > 0) turn_values(smem, params, warp - 1);
+        if (threadIdx.x >= 32) turn_values(smem, params);
     } else {
         ptx::registers_increase<kConsumerRegisters>();
         Consumer(smem, params, warpgroup - 1).consume();

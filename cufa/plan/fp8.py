@@ -49,16 +49,17 @@ def _best_tiles(problem: Problem) -> Fp8Tiles:
     Three warpgroups hide each other's softmax best; where rows are few, larger tiles than they need lie idle.
     """
     dim, rows = max(problem.head_dim, problem.value_dim), problem.seqlen_q
+    cut = problem.causal or problem.features.window != (None, None)
+    # What features add to a thread's registers is more than three or four warpgroups have left.
+    few_registers = bool({"window", "softcap", "cu_seqlens", "seqused_k"} & set(problem.features.names))
     if dim <= 64:
-        return Fp8Tiles(192, 128, 2, 2, 64)
+        if rows >= 2048:
+            return Fp8Tiles(192, 128, 2, 2, 64)
+        return Fp8Tiles(128, 128, 3, 2, 64) if cut or few_registers else Fp8Tiles(256, 64, 3, 2, 64)
     if dim <= 128:
-        # What features add to a thread's registers is more than three warpgroups have left.
-        few_registers = bool({"window", "softcap", "cu_seqlens", "seqused_k"} & set(problem.features.names))
-        short = rows < 4096
+        short = rows < (4096 if cut else 2048)
         return Fp8Tiles(128, 128, 3, 2, 128) if few_registers or short else Fp8Tiles(192, 96, 3, 1, 64)
-    if dim <= 192:
-        return Fp8Tiles(128, 128, 2, 1, 64)
-    return Fp8Tiles(128, 64, 2, 2, 128) if rows < 2048 else Fp8Tiles(128, 96, 2, 1, 128)
+    return Fp8Tiles(128, 128, 2, 1, 64) if dim <= 192 else Fp8Tiles(128, 96, 2, 1, 128)
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:

@@ -127,9 +127,9 @@ __device__ inline void follow_values(Smem& smem, const Params& params, Handle ha
         if (!work.exists()) return;
 
         const KeyTiles keys = key_tiles_of(params.call, work);
-        for (int tile = keys.end - 1; tile >= keys.begin; --tile) {
+        for (int left = keys.end - keys.begin; left > 0; --left) {
             smem.v_ring.wait_full(at);
-            handle(keys, tile, at);
+            handle(keys, keys.begin + left - 1, at);
             at.advance();
         }
     }

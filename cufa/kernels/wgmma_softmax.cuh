@@ -62,12 +62,14 @@ __device__ inline void release(Ring<Stages>& ring, RingPosition<Stages>& at) {
 
 // What turns a product of a query and a key into a score in units of log 2.
 struct Scale {
-    float factor;  // never 0, by which -inf would become NaN
+    float factor;   // never 0, by which -inf would become NaN
+    float inverse;  // NaN if the largest score is the smallest product
 
     __device__ explicit Scale(double softmax_scale)
         : factor(kSoftcap             ? kLog2E
                  : softmax_scale == 0 ? kTiny
-                                      : softmax_scale * kLog2E) {}
+                                      : softmax_scale * kLog2E),
+          inverse(factor > 0 ? 1 / factor : __int_as_float(0x7fffffff)) {}
 
     // The product whose score is -inf.
     __device__ float masked() const {
@@ -106,77 +108,61 @@ __device__ inline void apply_mask(float (&s)[Count], const Mask& mask, int row, 
     }
 }
 
-// The softmax of a thread's two rows. Products become exponents, their scores less the row's
-// maximum, and then weights, all in the same registers.
+// The softmax of a thread's two rows.
 struct RowPair {
     OnlineSoftmax rows[2];
 
     // Takes in the first tile of products and turns them into weights.
     template <int Count>
     __device__ void begin(float (&s)[Count], Scale scale) {
-        float shrink[2];
-        subtract_maxima(s, scale);
-        raise_maxima(s, shrink);
-        exponentiate(s);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            rows[half].max = first_largest(s, half, scale) - kHeadroom;
+        exponentiate(s, scale);
     }
 
     // Takes in one tile of products and turns them into weights. Returns whether maxima were
     // raised, so that O must shrink by `shrink`.
     template <int Count>
     __device__ bool proceed(float (&s)[Count], Scale scale, float (&shrink)[2]) {
-        subtract_maxima(s, scale);
-        const bool raised = __any_sync(0xffffffffu, exceeds(s, 0) | exceeds(s, 1));
-        if (__builtin_expect(raised, false)) raise_maxima(s, shrink);
-        exponentiate(s);
+        const bool raised = __any_sync(0xffffffffu, exceeds(s, 0, scale) | exceeds(s, 1, scale));
+        if (__builtin_expect(raised, false)) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float largest = lanes_max<4>(largest_of(s, half, scale));
+                shrink[half] = rows[half].raise_max(largest - kHeadroom);
+            }
+        }
+        exponentiate(s, scale);
         return raised;
     }
 
   private:
     template <int Count>
-    __device__ void subtract_maxima(float (&s)[Count], Scale scale) const {
-#pragma unroll
-        for (int i = 0; i < Count; ++i) s[i] = s[i] * scale.factor - rows[i / 2 % 2].shift();
-    }
-
-    // To those of the exponents; `shrink` is for what was summed under the old ones.
-    template <int Count>
-    __device__ void raise_maxima(float (&s)[Count], float (&shrink)[2]) {
+    __device__ void exponentiate(float (&s)[Count], Scale scale) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float before = rows[half].shift();
-            shrink[half] = rows[half].raise_max(before + row_largest(s, half) - kHeadroom);
-            const float risen = rows[half].shift() - before;
-#pragma unroll
-            for (int i = 2 * half; i < Count; i += 4)
-#pragma unroll
-                for (int e = i; e < i + 2; ++e) s[e] -= risen;
-        }
-    }
-
-    template <int Count>
-    __device__ void exponentiate(float (&s)[Count]) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+            const float shift = rows[half].shift();
             float sum = 0;
 #pragma unroll
             for (int i = 2 * half; i < Count; i += 4)
 #pragma unroll
                 for (int e = i; e < i + 2; ++e) {
-                    s[e] = exp2_of(s[e]);
+                    s[e] = exp2_of(s[e] * scale.factor - shift);
                     sum += s[e];
                 }
             rows[half].sum += sum;
         }
     }
 
-    // Whether one of this thread's scores in a row passes the maximum by more than the slack.
+    // Whether one of this thread's products in a row may pass the maximum by more than the slack.
     template <int Count>
-    __device__ bool exceeds(const float (&s)[Count], int half) const {
-        return rows[half].max == negative_infinity() |
-               largest_bits(s, half) > __float_as_int(kSlack);
+    __device__ bool exceeds(const float (&s)[Count], int half, Scale scale) const {
+        const float limit = (rows[half].max + kSlack) * scale.inverse;
+        return !(limit >= 0) | (largest_bits(s, half) > __float_as_int(limit));
     }
 
-    // The bits of the largest of this thread's exponents in a row; of a negative one if all are.
+    // The bits of the largest of this thread's products in a row; of a negative one if all are.
     // Floats compare like integers unless both are negative, and three integers are compared at
     // once.
     template <int Count>
@@ -189,18 +175,35 @@ struct RowPair {
         return largest;
     }
 
-    // The largest exponent of a row, most often by its bits. Where a mask may leave a row few keys,
-    // that would be tried in vain.
+    // The largest score of a row's first tile, most often by its bits. Where a mask may leave a row
+    // few keys, that would be tried in vain.
     template <int Count>
-    __device__ static float row_largest(const float (&s)[Count], int half) {
+    __device__ static float first_largest(const float (&s)[Count], int half, Scale scale) {
         if constexpr (!kRangeMask) {
-            const float largest = lanes_max<4>(__int_as_float(largest_bits(s, half)));
-            if (__builtin_expect(__all_sync(0xffffffffu, largest >= 0), true)) return largest;
+            const float product = lanes_max<4>(__int_as_float(largest_bits(s, half)));
+            const bool found = scale.factor > 0 && product >= 0;
+            if (__builtin_expect(__all_sync(0xffffffffu, found), true))
+                return product * scale.factor;
         }
+        return lanes_max<4>(largest_of(s, half, scale));
+    }
+
+    // By a vote, so that the sign of the factor is not asked for with each product.
+    template <int Count>
+    __device__ static float largest_of(const float (&s)[Count], int half, Scale scale) {
         float largest = negative_infinity();
+        if (__builtin_expect(__any_sync(0xffffffffu, scale.factor < 0), false)) {
 #pragma unroll
-        for (int i = 2 * half; i < Count; i += 4) largest = fmaxf(largest, fmaxf(s[i], s[i + 1]));
-        return lanes_max<4>(largest);
+            for (int i = 2 * half; i < Count; i += 4) {
+                largest = fmaxf(largest, fmaxf(-s[i], -s[i + 1]));
+            }
+        } else {
+#pragma unroll
+            for (int i = 2 * half; i < Count; i += 4) {
+                largest = fmaxf(largest, fmaxf(s[i], s[i + 1]));
+            }
+        }
+        return largest * fabsf(scale.factor);
     }
 };
 

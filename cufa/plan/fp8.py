@@ -53,13 +53,15 @@ def _best_tiles(problem: Problem) -> Fp8Tiles:
     # What features add to a thread's registers is more than three or four warpgroups have left.
     few_registers = bool({"window", "softcap", "cu_seqlens", "seqused_k"} & set(problem.features.names))
     if dim <= 64:
-        if rows >= 2048:
+        if few_registers or rows >= 2048:
             return Fp8Tiles(192, 128, 2, 2, 64)
-        return Fp8Tiles(128, 128, 3, 2, 64) if cut or few_registers else Fp8Tiles(256, 64, 3, 2, 64)
+        return Fp8Tiles(128, 128, 3, 2, 64) if cut and rows < 1024 else Fp8Tiles(256, 64, 3, 2, 64)
     if dim <= 128:
         short = rows < (4096 if cut else 2048)
         return Fp8Tiles(128, 128, 3, 2, 128) if few_registers or short else Fp8Tiles(192, 96, 3, 1, 64)
-    return Fp8Tiles(128, 128, 2, 1, 64) if dim <= 192 else Fp8Tiles(128, 96, 2, 1, 128)
+    if dim <= 192:
+        return Fp8Tiles(128, 128, 2, 1, 64)
+    return Fp8Tiles(128, 64, 3, 1, 128) if rows < 1024 else Fp8Tiles(128, 96, 2, 1, 128)
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:

@@ -21,6 +21,7 @@ from cufa.problem import DTYPES  # noqa: E402
 README = ROOT / "README.md"
 RECORD = ROOT / "benchmarks" / "gpu_check.json"
 PEERS_RECORD = ROOT / "benchmarks" / "peers.json"
+FP8_RECORD = ROOT / "benchmarks" / "fp8.json"
 TRAINING_RECORD = ROOT / "benchmarks" / "training.json"
 DECODE_RECORD = ROOT / "benchmarks" / "decode.json"
 
@@ -333,6 +334,32 @@ def times_as_fast(point: Row, name: str) -> str:
     return f"{seconds[name] / seconds['cufa']:.2f}" if name in seconds else "-"
 
 
+def fp8(record: Row) -> str:
+    """How much faster 8 bits are than 16, and what they cost."""
+    points = record["points"]
+    lengths = sorted({point["seqlen"] for point in points})
+    lines = []
+    for head_dim, causal in dict.fromkeys((point["head_dim"], point["causal"]) for point in points):
+        of_line = [point for point in points if (point["head_dim"], point["causal"]) == (head_dim, causal)]
+        speeds = {point["seqlen"]: point["tflops"] for point in of_line}
+        lines.append(
+            (
+                f"head dim {head_dim}{', causal' if causal else ''}",
+                three_digits(max(tflops["float8_e4m3fn"] for tflops in speeds.values())),
+                *(f"{speeds[n]['float8_e4m3fn'] / speeds[n]['bfloat16']:.2f}" for n in lengths),
+            )
+        )
+    errors = [point["error"] for point in points]
+    header = ("float8_e4m3fn", "best TFLOP/s", *(f"x bfloat16 at {length:,}" for length in lengths))
+    caption = (
+        f"The problems are those of the section before. The output is {min(errors):.1%} to {max(errors):.1%} "
+        f"off (root mean square) from float64 on the same 8-bit arrays. On an {record['gpu']}, driver "
+        f"{record['driver']}, {record['date']}, by `scripts/bench_fp8.py` "
+        "([benchmarks/fp8.json](benchmarks/fp8.json))."
+    )
+    return f"{table(header, lines)}\n\n{caption}"
+
+
 def training(record: Row) -> str:
     """Whether 16 bits train as well as float32."""
     ours, standard = record["summary"]["cufa"], record["summary"]["standard"]
@@ -354,6 +381,7 @@ SECTIONS = {
     "choice": (choice, RECORD),
     "measured": (measured, RECORD),
     "peers": (peers, PEERS_RECORD),
+    "fp8": (fp8, FP8_RECORD),
     "decode": (decode, DECODE_RECORD),
     "training": (training, TRAINING_RECORD),
 }

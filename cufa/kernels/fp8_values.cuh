@@ -73,9 +73,9 @@ class NanSearch {
 };
 
 // How one of Warps goes through its part of a tile of values to turn it: in steps of 16 keys and 32
-// dims, AtOnce of them together. ldmatrix, for which two dims are
-// an element, gives a lane two keys next to each other of two dims, and of the keys 8 later: as two
-// words of two chunks. stmatrix then puts chunks together.
+// dims, AtOnce of them together. ldmatrix, for which two dims are an element, gives a lane two keys
+// next to each other of two dims, and of the keys 8 later: as two words of two chunks. stmatrix
+// then puts chunks together.
 template <int Warps, int AtOnce, int Keys, int Dims>
 class Turner {
   public:

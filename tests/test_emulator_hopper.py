@@ -531,7 +531,7 @@ def test_a_planted_mistake_is_seen(rng, tmp_path, what):
 
 
 def test_a_wrong_stride_between_panels_gives_wrong_numbers(rng, tmp_path):
-    right = "return operand_at(tile.data, Tile::kRows * kPanelRowBytes);"
+    right = "return operand_at(tile.data, Tile::kPanelBytes);"
     folder = planted(tmp_path, "wgmma_tiles.cuh", right, "return operand_at(tile.data, 0);")
     with pytest.raises(AssertionError, match="should be"):
         run(FORWARD, draw(rng, "float16", 70, 70, dims=(128, 128), batch=1), False, folder=folder)

@@ -34,6 +34,8 @@ struct Smem {
 };
 
 using Scores = Accumulators<kTiles, kBlockN>;
+// Steps of Q K^T that are unrolled: for float64, too, there are registers for some here.
+constexpr int kScoreSteps = sizeof(scalar_t) == 8 ? 8 : kStepsAtOnce;
 
 // A maximum is raised only when scores pass it by more than this, in log 2. Until then
 // probabilities reach up to 2^8, which float32 sums and 16-bit weights hold as precisely as those
@@ -240,7 +242,7 @@ __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules,
     copy_tile<THREADS, kValueDim>(smem.v, v, first_key, tiles.end);
     const SeenScores seen(rules, first_row, first_key);
     Scores s = {};
-    add_product_nt<kTiles, kBlockN>(s, smem.q, warp_row(), smem.k);
+    add_product_nt<kTiles, kBlockN, kScoreSteps>(s, smem.q, warp_row(), smem.k);
     apply(rules, s, seen, first_row, first_key, masked);
 
     ptx::wait_copies();

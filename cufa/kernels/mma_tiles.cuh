@@ -100,12 +100,12 @@ __device__ inline bool finds_nonfinite(const Tile& tile, unsigned int thread = t
 
 // s += a b^T, as in S = Q K^T: a warp multiplies Tiles 16-row tiles of `a` from first_row on by
 // Cols rows of `b` from b_first_row on.
-template <int Tiles, int Cols, class A, class B>
+template <int Tiles, int Cols, int StepsAtOnce = kStepsAtOnce, class A, class B>
 __device__ inline void add_product_nt(Accumulators<Tiles, Cols>& s, const A& a, int first_row,
                                       const B& b, int b_first_row = 0) {
     const Operands::LeftNT<A> a_part(a, first_row);
     const Operands::RightNT<B> b_part(b, b_first_row);
-#pragma unroll(kStepsAtOnce)
+#pragma unroll(StepsAtOnce)
     for (int k = 0; k < A::kCols; k += kMmaK) {
         Operands::Left left[Tiles];
 #pragma unroll

@@ -319,6 +319,7 @@ def test_barriers_and_small_things(launch, rng, dtype):
         "sums": np.zeros(32, np.int32),
         "matrices": matrices,
         "stored": np.zeros((4, 8, 8), np.uint16),
+        "transposed": np.zeros((8, 8), np.uint16),
         "counter": np.zeros(1, np.uint32),
         "counted": np.zeros(96, np.uint32),
         "pairs": pairs,
@@ -332,6 +333,7 @@ def test_barriers_and_small_things(launch, rng, dtype):
     np.testing.assert_array_equal(arrays["handed"], values[:32][::-1])
     assert (arrays["sums"] == values.sum()).all()
     np.testing.assert_array_equal(arrays["stored"], matrices.swapaxes(0, 1).reshape(4, 8, 8))
+    np.testing.assert_array_equal(arrays["transposed"], arrays["stored"][0].T)
     np.testing.assert_array_equal(np.sort(arrays["counted"]), np.sort(np.arange(96) % 41))
     assert arrays["counter"][0] == 96 % 41
     np.testing.assert_array_equal(arrays["total"], [96, 192, 288, values.sum()])
@@ -699,7 +701,7 @@ def test_the_flavours_compute_the_same(rng, kernel, dims):
         np.testing.assert_array_equal(a, b)
 
 
-# ---- blocks that add to dQ in order ----
+# ---- blocks that share in the sums of dQ ----
 
 BACKWARDS = cases((64, 64), (128, 40), (192, 128), (256, 256))
 BACKWARDS = [(kernel, dims) for kernel, dims in BACKWARDS if KERNELS[kernel].direction == "backward"]
@@ -720,16 +722,31 @@ def test_deterministic_gradients(rng, kernel, dims, tiles, causal):
         np.testing.assert_array_equal(first, second)
 
 
+# One that would have to write sums of dQ to memory to make them zero.
+NO_CACHE = replace(SMALL_DEVICE, l2_bytes=0)
+
+
+# Lengths and mask at which blocks of 128 keys add as they come, after the first, and in order, the last one
+# rounding; of 64 keys always after the first.
+@pytest.mark.parametrize(("lengths", "causal"), [((70, 600), False), ((70, 400), False), ((420, 400), True)])
+@pytest.mark.parametrize(("kernel", "dims"), BACKWARDS)
+def test_ways_of_adding(rng, kernel, dims, lengths, causal):
+    problem = draw(rng, "float16", *lengths, dims=dims, batch=1, heads=2, kv_heads=1)
+    run(kernel, problem, causal, tiles=None, device=NO_CACHE)
+
+
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("ptx::load_acquire(added) != turn", "false"),
-        ("wait_for(order.empty[to.stage], to.parity, to.stage);", ""),
+        ("ptx::load_acquire(&added[warpgroup]) < turn", "false"),
+        ("wait_for(order.added[to.stage], to.parity, to.stage);", ""),
     ],
 )
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("kernel", "dims"), [BACKWARDS[0], BACKWARDS[-1]])
-def test_blocks_that_do_not_wait_for_their_turn(rng, tmp_path, kernel, dims, right, wrong):
+def test_blocks_that_do_not_wait_for_their_turn(rng, tmp_path, kernel, dims, deterministic, right, wrong):
     folder = planted(tmp_path, "wgmma_backward.cuh", right, wrong)
-    problem = draw(rng, "float16", 60, 310, dims=dims, batch=1, heads=1, kv_heads=1)
+    problem = draw(rng, "float16", 60, 500, dims=dims, batch=1, heads=1, kv_heads=1)
+    options = {"tiles": None, "device": NO_CACHE, "deterministic": deterministic}
     with pytest.raises(EmulatorError, match=r"race: .* of workspace|threads wait for others"):
-        run(kernel, problem, False, tiles=None, device=SMALL_DEVICE, deterministic=True, folder=folder)
+        run(kernel, problem, False, **options, folder=folder)

@@ -95,7 +95,7 @@ class Step:
         arguments = self.q, self.k, self.v
         cufa.attention(*arguments, out=self.out, lse=self.lse, kernel=FORWARD, **self.options)
 
-    def backward(self, workspace=None):
+    def backward(self, workspace=None, **options):
         gradients = {"dq": self.dq, "dk": self.dk, "dv": self.dv}
         for result in gradients.values():
             poison(result)
@@ -105,6 +105,7 @@ class Step:
             workspace=workspace,
             kernel=self.backward_kernel,
             **self.options,
+            **options,
         )
 
     def remember(self):
@@ -245,6 +246,54 @@ def test_graphs_side_by_side_and_beside_calls(cupy):
     assert sum(int(step.wrong) for step in (*captured, called)) == 0
 
 
+# Keeps SMs busy until it is told to stop, or for ten seconds. A block has so much shared memory that no other
+# of its kind, and none that works on keys, fits beside it.
+HOLD = r"""
+extern "C" __global__ void hold(const volatile int* stop) {
+    long long begin, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+    do {
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    } while (!*stop && now - begin < 10000000000ll);
+}
+"""
+HELD_BYTES = 200 << 10
+FREE_SMS = 3
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_few_blocks_at_a_time(cupy, deterministic):
+    """Blocks wait for others that add to the same sums; never for one that has not begun."""
+    steps = [
+        Step(cupy, 1, 1000, 32, 32, head_dim, causal=causal)
+        for head_dim, causal in itertools.product(HEAD_DIMS, (False, True))
+    ]
+    for step in steps:
+        step.forward()
+        step.backward(deterministic=deterministic)
+        step.remember()
+        step.count_wrong()  # a kernel's first call may have to wait for all others
+    hold = cupy.RawKernel(HOLD, "hold")
+    hold.max_dynamic_shared_size_bytes = HELD_BYTES
+    stop = np.frombuffer(cupy.cuda.alloc_pinned_memory(4), np.int32, 1)
+    stop[0] = 0
+    cupy.cuda.Device().synchronize()
+    held, free = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    with held:
+        blocks = device.current().sm_count - FREE_SMS
+        hold((blocks,), (32,), (stop.ctypes.data,), shared_mem=HELD_BYTES)
+    with free:
+        for step in steps:
+            step.backward(deterministic=deterministic)
+            step.count_wrong()
+        free.synchronize()
+    still_held = not held.done
+    stop[0] = 1
+    held.synchronize()
+    assert still_held
+    assert sum(int(step.wrong) for step in steps) == 0
+
+
 # ---- numbers of tiles ----
 
 # Rows, and tiles of keys: rings of stages are passed not even once, once and often.
@@ -252,9 +301,10 @@ ROWS_AND_KEY_TILES = [(130, 1), (130, 2), (300, 3), (300, 9), (8200, 3), (900, 1
 
 
 def copies_to_fill(problem, block_m):
-    """How many sequences like this keep each SM busy with several tiles."""
+    """How many sequences like this fill each SM several times, and the L2 cache with sums of dQ."""
     tiles = -(-problem.q.shape[1] // block_m) * problem.q.shape[2]
-    return -(-4 * device.current().sm_count // tiles)
+    sums_bytes = problem.q.size * np.dtype(np.float32).itemsize
+    return max(-(-4 * device.current().sm_count // tiles), -(-device.current().l2_bytes // sums_bytes))
 
 
 def repeated(cupy, array, count):

@@ -29,8 +29,19 @@ def deterministic(call):
     return replace(call, features=Features(deterministic=True))
 
 
+def adding(plan):
+    return dict(plan.macros)["ADDING"]
+
+
 def takes_whole_heads(plan):
-    return bool(dict(plan.macros)["WHOLE_HEAD"])
+    return adding(plan) == "kAlone"
+
+
+def rounds(plan):
+    """Whether the last block to add to a tile of dQ rounds it, so that no launch does."""
+    assert ("the last of them rounds dQ" in str(plan)) == dict(plan.macros)["ROUNDS"]
+    assert any(launch.entry == "round_queries" for launch in plan.launches) != dict(plan.macros)["ROUNDS"]
+    return dict(plan.macros)["ROUNDS"]
 
 
 def launch_of(plan, entry):
@@ -87,12 +98,13 @@ def test_packed_sequences_have_tiles_of_their_own():
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
-    ("head_dim", "batch", "seqlen"), [*((dim, 2, 4096) for dim in (64, 128, 192, 256)), SHORT]
+    ("head_dim", "batch", "seqlen"),
+    [*((dim, batch, seqlen) for dim in (64, 128, 192, 256) for batch, seqlen in [(2, 4096), (80, 512)])],
 )
-def test_no_spill_if_blocks_add_in_order(head_dim, batch, seqlen, causal):
+def test_no_spill_if_blocks_take_turns(head_dim, batch, seqlen, causal):
     call = problem(head_dim, causal=causal, batch=batch, seqlen=seqlen)
-    build = jit.build(plan_of(deterministic(call)).variant)
-    assert build.warnings == ()
+    for plan in (plan_of(call), plan_of(deterministic(call))):
+        assert jit.build(plan.variant).warnings == ()
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 8), (40, 200), (96, 80), (192, 128), (7, 255)])
@@ -160,11 +172,11 @@ def test_a_block_has_a_tile_of_keys_or_a_whole_head():
     assert "all keys of a head" in str(many)
 
 
-def test_blocks_stay_unless_they_add_in_order_or_hold_one_tile_of_keys():
+def test_blocks_stay_unless_they_hold_one_tile_of_keys():
     for call, blocks in [
         (problem(128), 2 * 2 * 4096 // 128),
         (problem(128, batch=8), H200.sm_count),
-        (deterministic(problem(128, batch=8)), 8 * 2 * 4096 // 128),
+        (deterministic(problem(128, batch=8)), H200.sm_count),
         (problem(256, batch=8), 8 * 2 * 4096 // 64),
     ]:
         plan = plan_of(call)
@@ -178,41 +190,80 @@ def test_whole_heads_must_fill_the_gpu_and_fit_in_its_l2_cache():
     assert takes_whole_heads(plan_of(problem(64, batch=1, seqlen=128)))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_blocks_add_in_order_if_that_is_asked_for_and_they_share_in_sums(head_dim):
-    for call, ordered in [
-        (problem(head_dim), False),
-        (deterministic(problem(head_dim)), True),
-        # One tile of keys.
-        (deterministic(problem(head_dim, seqlen=64)), False),
-    ]:
-        plan = plan_of(call)
-        assert plan.kernel in (NARROW, WIDE)
-        assert dict(plan.macros)["ORDERED"] == ordered
-        query_tiles = 2 * 4 * -(-4096 // plan.tiles["block_m"])
-        added = [part.shape for part in plan.scratch if part.name == "blocks added"]
-        assert added == [(query_tiles, 2)] * ordered
-        assert ("in the order of their keys" in str(plan)) == ordered
+WINDOW = Features(window=(100, 20))
 
 
 @pytest.mark.parametrize(
-    ("call", "ordered"),
+    ("call", "expected"),
     [
-        (problem(128, causal=True, seqlen=512), True),
-        (problem(256, causal=True, seqlen=512), True),
-        (problem(64, causal=True, seqlen=512), False),
-        (problem(128, seqlen=512), False),
-        (problem(256, causal=True, seqlen=513), False),
-        (replace(problem(128, causal=True, seqlen=512), features=Features(softcap=True)), False),
-        (replace(problem(128, causal=True, seqlen=512), seqlen_q=400), False),
+        (problem(64, batch=80), "kAsTheyCome"),
+        (problem(128, batch=80), "kAsTheyCome"),
+        # Few tiles of keys, without a mask and under one.
+        (problem(128, seqlen=512, batch=80), "kAfterFirst"),
+        (problem(128, seqlen=513, batch=80), "kAsTheyCome"),
+        (problem(64, causal=True, seqlen=2048, batch=80), "kAfterFirst"),
+        (problem(64, causal=True, seqlen=2049, batch=80), "kAsTheyCome"),
+        (problem(192, batch=80), "kAfterFirst"),
+        (problem(256, causal=True, batch=80), "kAfterFirst"),
+        # The L2 cache holds the sums.
+        (problem(128, seqlen=512), "kAsTheyCome"),
+        (problem(256, seqlen=512), "kAsTheyCome"),
+        # Long tiles.
+        (replace(problem(128, seqlen=512, batch=80), seqlen_q=2048), "kAsTheyCome"),
+        # Not all queries see the first keys.
+        (replace(problem(128, seqlen=512, batch=80), features=WINDOW), "kAsTheyCome"),
+        (replace(problem(256, batch=80), features=WINDOW), "kAsTheyCome"),
+        # One tile of keys.
+        (problem(128, seqlen=64), "kAlone"),
+        (problem(256, seqlen=64), "kAlone"),
     ],
 )
-def test_few_blocks_add_in_order_though_they_need_not(call, ordered):
+def test_how_the_sums_of_dq_come_about(call, expected):
     plan = plan_of(call)
-    assert dict(plan.macros)["ORDERED"] == ordered
-    assert ("few blocks share dQ: blocks add to dQ in the order of their keys" in str(plan)) == ordered
+    assert adding(plan) == expected
+    turns = expected in ("kAfterFirst", "kInOrder")
+    query_tiles = call.batch * call.heads * -(-call.seqlen_q // plan.tiles["block_m"])
+    added = [part.shape for part in plan.scratch if part.name == "blocks added"]
+    assert added == [(query_tiles, 2)] * turns
+    assert ("after that of the first keys" in str(plan)) == (expected == "kAfterFirst")
+    assert adding(plan_of(deterministic(replace(call, features=Features())))) in ("kAlone", "kInOrder")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_deterministic_blocks_add_in_order(head_dim):
+    plan = plan_of(deterministic(problem(head_dim)))
+    assert adding(plan) == "kInOrder"
+    assert "deterministic: blocks add to dQ in the order of their keys" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("call", "in_order"),
+    [
+        (problem(128, causal=True, seqlen=1024), True),
+        (problem(128, causal=True, seqlen=1025), False),
+        (problem(96, causal=True, seqlen=512), True),
+        (problem(128, seqlen=512), False),
+        (problem(64, causal=True, seqlen=512), False),
+        (problem(256, causal=True, seqlen=512), False),
+        # Queries are the last of as many as there are keys, of which they see most.
+        (replace(problem(128, causal=True, seqlen=512), seqlen_q=400), False),
+        (replace(problem(128, causal=True, seqlen=512), seqlen_q=4096), True),
+    ],
+)
+def test_few_blocks_add_in_order_though_they_need_not_and_round(call, in_order):
+    plan = plan_of(call)
+    assert (adding(plan) == "kInOrder") == in_order
+    assert ("few blocks share dQ: blocks add to dQ in the order of their keys" in str(plan)) == in_order
+    assert rounds(plan) == in_order
     # It is the variant of deterministic calls.
-    assert (plan.variant == plan_of(deterministic(call)).variant) == (ordered or takes_whole_heads(plan))
+    assert (plan.variant == plan_of(deterministic(call)).variant) == in_order
+
+
+@pytest.mark.parametrize(("head_dim", "rounded"), [(64, False), (96, True), (128, True), (256, False)])
+def test_a_block_that_has_a_head_to_itself_rounds_dq(head_dim, rounded):
+    plan = plan_of(problem(head_dim, batch=66, seqlen=64))
+    assert takes_whole_heads(plan)
+    assert rounds(plan) == rounded
 
 
 @pytest.mark.parametrize(
@@ -240,14 +291,14 @@ def test_where_many_queries_see_a_key_their_tiles_are_long(call, long):
 
 def test_sums_of_dq_are_padded_to_panels_and_tiles():
     plan = plan_of(problem(80, seqlen=100))
-    sums, statistics, _ = plan.scratch
+    sums, statistics, *_ = plan.scratch
     assert sums.shape == (2 * 4 * 2, 128, 64)
     assert statistics.shape == (2 * 4 * 2, 2 * 64 + 4)
 
 
 @pytest.mark.parametrize(("head_dim", "padded"), [(40, 128), (129, 192), (192, 192), (193, 256)])
 def test_wide_sums_of_dq_are_padded_to_panels_and_one_at_least_for_each_warpgroup(head_dim, padded):
-    sums, _ = plan_of(problem(head_dim, 200, seqlen=100)).scratch
+    sums, *_ = plan_of(problem(head_dim, 200, seqlen=100)).scratch
     assert sums.shape == (2 * 4 * 2, padded, 64)
 
 

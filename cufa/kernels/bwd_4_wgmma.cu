@@ -9,8 +9,9 @@
 // the next one's products run. Where many queries see a key, the copy engine adds dQ to the sums:
 // a warpgroup that does so itself waits until memory takes what it adds.
 //
-// Launches: row_sums (the rows' statistics, and dQ's sums set to zero), key_tiles, round_queries;
-// sink_gradient if that is wanted.
+// Launches: row_sums (the rows' statistics, and dQ's sums set to zero unless the first block to add
+// does so), key_tiles, round_queries (unless the last block does that); sink_gradient if that is
+// wanted. Each begins while the one before ends.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: 128 keys of one KV head at a time; warpgroup: 64 of them
@@ -26,10 +27,8 @@ constexpr int kBlockN = kConsumers * kWgmmaM;
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kHelperThreads = HELPER_THREADS;
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
-constexpr bool kWholeHead = WHOLE_HEAD;
-constexpr bool kOrdered = ORDERED;         // whether blocks add to dQ in the order of their keys
 constexpr bool kCopiesSums = COPIES_SUMS;  // whether the copy engine adds to dQ
-static_assert(!(kCopiesSums && kOrdered), "nobody would know when they are added");
+static_assert(!kCopiesSums || kAdding == kAsTheyCome, "nobody would know when they are added");
 // With short tiles of queries a thread has registers for P as operand beside S and dP: dV's product
 // then need not wait for dP.
 constexpr bool kShortTiles = kBlockM <= kPanelCols;
@@ -51,7 +50,7 @@ using ValueRows = PanelTile<kWgmmaM, kValueDim>;
 using QueryRows = PanelTile<kBlockM, kHeadCols>;
 using OutRows = PanelTile<kBlockM, kValueDim>;
 using ScoreRows = PanelTile<kWgmmaM, kBlockM, scalar_t, kScoreRowBytes>;
-using Keys = KeyTiles<kBlockN, kWholeHead, kCausal, kOrdered>;
+using Keys = KeyTiles<kBlockN>;
 using Tiles = QueryTiles<kBlockM, kBlockN>;
 using Walk = QueryWalk<Tiles>;
 using Statistics = RowStatistics<kBlockM>;
@@ -62,7 +61,7 @@ static_assert(kPanels <= kConsumers, "a warpgroup has one panel of dQ");
 using Sums = QuerySums<kBlockM, kPanels, kConsumers / kPanels>;
 static_assert(kPanels > 1 || Sums::kCols == kPanelCols, "a warpgroup has one panel of dS");
 using QueryPart = WgmmaSums<Sums::kCols>;
-using QueryWorkspace = Workspace<kBlockM, Sums, kOrdered>;
+using QueryWorkspace = Workspace<kBlockM, Sums>;
 
 struct Queries {
     QueryRows q;
@@ -85,7 +84,7 @@ struct Smem {
     Ring<kStages> ds_ring;
     Ring<kKeyStages> keys_ring;
     ptx::Barrier gradients[kKeyStages];  // whether they lie where the keys were
-    Ring<kStages> order[kConsumers];     // a warpgroup's turns to add to dQ, if they are ordered
+    OrderRing<kStages> order[kConsumers];
     Ring<1> outbox_rings[kConsumers];
     Outbox outboxes[kConsumers];
 };
@@ -95,9 +94,10 @@ using Weights = WgmmaOperand<kBlockM>;
 
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     row_sums(const __grid_constant__ Params params) {
+    ptx::let_next_launch_begin();
     if (blockIdx.x == 0 && threadIdx.x == 0) *QueryWorkspace(params.call).taken = 0;
     if (params.call.sizes.seqlen_q == 0) return;
-    prepare_rows<kHelperThreads, kBlockM, Sums, !Keys::kSetsSums, kOrdered>(params.call);
+    prepare_rows<kHelperThreads, kBlockM, Sums>(params.call);
 }
 
 __device__ inline Tiles query_tiles_of(const BackwardParams& call, const KeyWork& work) {
@@ -145,12 +145,21 @@ __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork wo
 }
 
 // Takes keys until there are none left: each time when the queries of those before are on their
-// way and no earlier, so that it is the block that is done first that takes the next.
+// way and no earlier, so that it is the block that is done first that takes the next. Blocks that
+// wait for others count even their first: who takes some then does so after those that it will wait
+// for, whichever blocks have an SM.
 __device__ inline void produce(Smem& smem, const Params& params) {
     const Sizes& sizes = params.call.sizes;
+    const auto take = [&] {
+        const TileCounter counter{QueryWorkspace(params.call).taken, Keys::count(sizes)};
+        const unsigned int index = kTurns ? counter.any() : counter.next();
+        // A shuffle tells the compiler that it is uniform, and so what is computed from it: copies
+        // would take turns with each of their operands otherwise.
+        return Keys::at(__shfl_sync(1u, index, 0), params.call);
+    };
     RingPosition<kKeyStages> keys_to;
     RingPosition<kStages> to;
-    for (KeyWork work = Keys::first(params.call); work.exists();) {
+    for (KeyWork work = kTurns ? take() : Keys::first(params.call); work.exists();) {
         if (work.has_keys(params.call)) {
             const Tiles tiles = query_tiles_of(params.call, work);
             send_keys(smem, params, work, keys_to);
@@ -159,25 +168,47 @@ __device__ inline void produce(Smem& smem, const Params& params) {
             }
             if (Keys::next(work, sizes)) continue;
         }
-        const TileCounter counter{QueryWorkspace(params.call).taken, Keys::count(sizes)};
-        // A shuffle tells the compiler that it is uniform, and so what is computed from it: copies
-        // would take turns with each of their operands otherwise.
-        work = Keys::at(__shfl_sync(1u, counter.next(), 0), params.call);
+        work = take();
     }
     send_end(smem, keys_to);
 }
 
-// ---- the sender: another warp ----
+// ---- another thread, if blocks take turns to add to dQ ----
 
-// Stores the gradients of each tile of keys from where the keys were.
-__device__ inline void send_gradients(Smem& smem, const Params& params) {
+// Waits for the consumers' turns.
+__device__ inline void take_turns(Smem& smem, const Params& params) {
+    RingPosition<kStages> to;
+    for (RingPosition<kKeyStages> keys_at;; keys_at.advance()) {
+        smem.keys_ring.wait_full(keys_at);
+        const KeyWork work = smem.work[keys_at.stage];
+        smem.keys_ring.release(keys_at);
+        if (!work.exists()) return;
+        const Tiles tiles = query_tiles_of(params.call, work);
+        take_turns<kBlockM, kBlockN>(smem.order, to, QueryWorkspace(params.call), params.call, work,
+                                     Walk(tiles, params.call.sizes, work.kv_head));
+    }
+}
+
+// ---- the sender: another warp or, if blocks take turns, one for each consumer ----
+
+// Stores the gradients of each tile of keys from where the keys were, those of Count consumers from
+// the first on; before, it passes on that one's turns.
+template <int Count>
+__device__ inline void send_gradients(Smem& smem, const Params& params, int first) {
+    RingPosition<kStages> turn;
     for (RingPosition<kKeyStages> at;; at.advance()) {
         smem.keys_ring.wait_full(at);
-        const KeyWork work = smem.work[at.stage];
+        const KeyWork& work = smem.work[at.stage];
         if (!work.exists()) return;
+        if (kTurns && threadIdx.x % 32 == 0) {
+            const Tiles tiles = query_tiles_of(params.call, work);
+            pass_turns(smem.order[first], turn, QueryWorkspace(params.call), first, params.call,
+                       work, Walk(tiles, params.call.sizes, work.kv_head));
+        }
+        __syncwarp();
         wait_for(smem.gradients[at.stage], at.parity, at.stage);
 #pragma unroll
-        for (int w = 0; w < kConsumers; ++w) {
+        for (int w = first; w < first + Count; ++w) {
             send_out<kValueDim, 32>(params.dv, params.call.dv, smem.v[at.stage][w], params.call,
                                     work, w * kWgmmaM, 0);
             send_out<kHeadDim, 32>(params.dk, params.call.dk, smem.k[at.stage][w], params.call,
@@ -190,23 +221,7 @@ __device__ inline void send_gradients(Smem& smem, const Params& params) {
     }
 }
 
-// ---- one more thread for each consumer, if they add to dQ in order ----
-
-__device__ inline void keep_order(Smem& smem, const Params& params, int consumer) {
-    const QueryWorkspace workspace(params.call);
-    RingPosition<kStages> to;
-    for (RingPosition<kKeyStages> keys_at;; keys_at.advance()) {
-        smem.keys_ring.wait_full(keys_at);
-        const KeyWork work = smem.work[keys_at.stage];
-        smem.keys_ring.release(keys_at);
-        if (!work.exists()) return;
-        const Tiles tiles = query_tiles_of(params.call, work);
-        keep_order<kBlockM, kBlockN>(smem.order[consumer], to, workspace, consumer, params.call,
-                                     work, Walk(tiles, params.call.sizes, work.kv_head));
-    }
-}
-
-// ---- or, if the copy engine adds to dQ ----
+// ---- one more thread for each consumer, if the copy engine adds to dQ ----
 
 // Sends out what a warpgroup puts into its outbox: its part of dQ of each tile of queries.
 __device__ inline void send_sums(Smem& smem, const Params& params, int consumer) {
@@ -268,6 +283,7 @@ struct Consumer {
     RingPosition<kStages> at;
     RingPosition<1> outbox_to;
     float* tile_before;  // the sums of dQ of the tile before, of which dS lies a stage before
+    bool last_before;    // whether these are the last keys that it sees
     bool took_out;       // whether there was NaN or infinity in masked tiles of queries
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
@@ -382,14 +398,19 @@ struct Consumer {
                                       kPanels > 1 ? 0 : warpgroup);
     }
 
-    __device__ void add_query_gradients(const QueryPart& dq) {
+    // Adds this warpgroup's part of dQ of the tile before to its sums, or those to it.
+    __device__ void add_query_gradients(QueryPart& dq) {
         if (tile_before == nullptr) return;
         const RingPosition<kStages> from = before(at);
         release(smem.ds_ring, from);
         if constexpr (kCopiesSums) return post(dq);
-        if (kOrdered) smem.order[warpgroup].wait_full(from);
-        Sums::add(tile_before, warpgroup, dq, sets_sums);
-        if (kOrdered) release(smem.order[warpgroup], from);
+        if (kTurns) smem.order[warpgroup].wait_full(from);
+        if (kRounds && last_before) {
+            round_query_gradients(dq);
+        } else {
+            Sums::add(tile_before, warpgroup, dq, sets_sums);
+        }
+        if (kTurns) arrive_by_warp(smem.order[warpgroup].added[from.stage]);
     }
 
     // Ends with a tile of queries.
@@ -398,6 +419,7 @@ struct Consumer {
         at.advance();
         const QueryWorkspace workspace(params.call);
         tile_before = workspace.sums_at(workspace.place_from(first_place, walk.head, walk.tile));
+        last_before = walk.tiles.last_of(walk.tile);
     }
 
     // Adds NaN and infinity in dO to the gradients of this warpgroup's values.
@@ -425,6 +447,17 @@ struct Consumer {
     }
 
   private:
+    __device__ void round_query_gradients(QueryPart& dq) {
+        const QueryWorkspace workspace(params.call);
+        const auto [head, tile] = workspace.tile_of(tile_before, first_place);
+        const Sequence sequence = work().sequence(params.call);
+        const int first_row = tile * kBlockM;
+        auto rows = sequence.queries<scalar_t>(params.call.dq, head);
+        rows.data = rows.row(first_row);
+        Sums::round(tile_before, warpgroup, dq, sets_sums, rows, sequence.seqlen_q - first_row,
+                    params.call.softmax_scale);
+    }
+
     // Puts a part of dQ into the outbox.
     __device__ void post(const QueryPart& dq) {
         smem.outbox_rings[warpgroup].wait_empty(outbox_to);
@@ -514,17 +547,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         constexpr int kWarps = kConsumers * kWarpgroup / 32;
         smem.ring.init(kWarps);
         init_shared_ring(smem.ds_ring, kConsumers * kWarpgroup, kWarps);
-        smem.keys_ring.init(1 + (kOrdered || kCopiesSums ? kConsumers : 0));
+        smem.keys_ring.init(kTurns || kCopiesSums ? kConsumers + 1 : 1);
         for (ptx::Barrier& written : smem.gradients) {
             ptx::barrier_init(written, kConsumers * kWarpgroup);
         }
-        for (Ring<kStages>& order : smem.order) order.init(kWarpgroup / 32);
+        if (kTurns) {
+            for (OrderRing<kStages>& order : smem.order) order.init();
+        }
         if (kCopiesSums) {
             for (Ring<1>& ring : smem.outbox_rings) init_shared_ring(ring, kWarpgroup, 1);
         }
         ptx::barrier_init_fence();
     }
     __syncthreads();
+    ptx::let_next_launch_begin();
+    ptx::wait_for_launch_before();
 
     // A shuffle tells the compiler that all lanes of a warp have the same.
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
@@ -533,11 +570,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
         if (warp == 0) {
             if (threadIdx.x == 0) produce(smem, params);
+        } else if (kTurns) {
+            if (warp <= kConsumers) {
+                send_gradients<1>(smem, params, warp - 1);
+            } else if (threadIdx.x % 32 == 0) {
+                take_turns(smem, params);
+            }
         } else if (warp == 1) {
-            send_gradients(smem, params);
-        } else if (threadIdx.x % 32 == 0) {
-            if (kCopiesSums) send_sums(smem, params, warp - 2);
-            if (kOrdered) keep_order(smem, params, warp - 2);
+            send_gradients<kConsumers>(smem, params, 0);
+        } else if (kCopiesSums && threadIdx.x % 32 == 0) {
+            send_sums(smem, params, warp - 2);
         }
     } else {
         ptx::registers_increase<kConsumerRegisters>();
@@ -547,6 +589,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     round_queries(const __grid_constant__ Params params) {
+    ptx::wait_for_launch_before();
     round_tile<kHelperThreads, kBlockM, kPanels, Sums>(params.call);
 }
 

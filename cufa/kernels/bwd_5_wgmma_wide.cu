@@ -19,8 +19,6 @@ constexpr int kBlockM = BLOCK_M, kBlockN = kWgmmaM, kStages = STAGES;
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kHelperThreads = HELPER_THREADS;
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
-constexpr bool kWholeHead = WHOLE_HEAD;
-constexpr bool kOrdered = ORDERED;  // whether blocks add to dQ in the order of their keys
 constexpr int kHead = round_up(kHeadDim, kWgmmaK), kValue = round_up(kValueDim, kWgmmaK);
 // Panels of the head dims, of which each warpgroup has one at least.
 constexpr int kHeadPanels = kHeadDim > kPanelCols ? ceil_div(kHeadDim, kPanelCols) : kConsumers;
@@ -37,7 +35,7 @@ using ValueRows = PanelTile<kBlockN, kValuePanels * kPanelCols>;
 using QueryRows = PanelTile<kBlockM, kHeadPanels * kPanelCols>;
 using OutRows = PanelTile<kBlockM, kValuePanels * kPanelCols>;
 using ScoreRows = PanelTile<kBlockN, kBlockM>;
-using Keys = KeyTiles<kBlockN, kWholeHead, kCausal, kOrdered>;
+using Keys = KeyTiles<kBlockN>;
 using Tiles = QueryTiles<kBlockM, kBlockN>;
 using Walk = QueryWalk<Tiles>;
 using Statistics = RowStatistics<kBlockM>;
@@ -53,7 +51,7 @@ struct Smem {
     Statistics rows[kStages];
     Ring<kStages> q_ring, dout_ring, p_ring, ds_ring;
     Ring<1> keys_ring;
-    Ring<kStages> order[kConsumers];  // a warpgroup's turns to add to dQ, if they are ordered
+    OrderRing<kStages> order[kConsumers];
 };
 
 using Scores = WgmmaSums<kBlockM>;
@@ -62,7 +60,8 @@ using QueryPart = WgmmaSums<kBlockM>;  // 64 dims of dQ^T
 
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     row_sums(const __grid_constant__ Params params) {
-    prepare_rows<kHelperThreads, kBlockM, Sums, !Keys::kSetsSums, kOrdered>(params.call);
+    ptx::let_next_launch_begin();
+    prepare_rows<kHelperThreads, kBlockM, Sums>(params.call);
 }
 
 __device__ inline Tiles query_tiles_of(const BackwardParams& call, const KeyWork& work) {
@@ -109,32 +108,20 @@ __device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
     } while (Keys::next(work, sizes));
 }
 
-// ---- three more beside it, if blocks add to dQ in order ----
+// ---- three more beside it, if blocks take turns to add to dQ ----
 
-// Waits for the turns of both consumers.
 __device__ inline void take_turns(Smem& smem, const Params& params, KeyWork work) {
     const Tiles tiles = query_tiles_of(params.call, work);
-    const QueryWorkspace workspace(params.call);
     RingPosition<kStages> to;
-    for (Walk at(tiles, params.call.sizes, work.kv_head); !at.at_end(); at.advance()) {
-        for (int consumer = 0; consumer < kConsumers; ++consumer) {
-            smem.order[consumer].wait_empty(to);
-            wait_for_turn<kBlockM, kBlockN>(workspace, consumer, params.call, work, at);
-            ptx::barrier_arrive(smem.order[consumer].full[to.stage]);
-        }
-        to.advance();
-    }
+    take_turns<kBlockM, kBlockN>(smem.order, to, QueryWorkspace(params.call), params.call, work,
+                                 Walk(tiles, params.call.sizes, work.kv_head));
 }
 
-// Passes on the turns of one. That takes until all others can see its sums, about half the time
-// that a tile takes; so nothing else waits for it.
 __device__ inline void pass_turns(Smem& smem, const Params& params, KeyWork work, int consumer) {
     const Tiles tiles = query_tiles_of(params.call, work);
-    const QueryWorkspace workspace(params.call);
     RingPosition<kStages> to;
-    for (Walk at(tiles, params.call.sizes, work.kv_head); !at.at_end(); at.advance()) {
-        pass_turn(smem.order[consumer], to, workspace, consumer, params.call, work, at);
-    }
+    pass_turns(smem.order[consumer], to, QueryWorkspace(params.call), consumer, params.call, work,
+               Walk(tiles, params.call.sizes, work.kv_head));
 }
 
 // ---- the consumers: a warpgroup for a part of the head dims ----
@@ -324,10 +311,10 @@ struct Consumer {
 
   private:
     __device__ void add_panel(float* tile, int panel, const QueryPart& dq) {
-        if (kOrdered && panel == 0) smem.order[kRole].wait_full(turn);
+        if (kTurns && panel == 0) smem.order[kRole].wait_full(turn);
         Sums::add(tile, kQueryPart.begin + panel, dq, Keys::sets_sums(work));
-        if (kOrdered && panel == kQueryPart.count - 1) {
-            release(smem.order[kRole], turn);
+        if (kTurns && panel == kQueryPart.count - 1) {
+            arrive_by_warp(smem.order[kRole].added[turn.stage]);
             turn.advance();
         }
     }
@@ -467,10 +454,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         init_shared_ring(smem.p_ring, kWarpgroup, kWarps);
         init_shared_ring(smem.ds_ring, kWarpgroup, kWarps);
         smem.keys_ring.init(kConsumers);
-        for (Ring<kStages>& order : smem.order) order.init(kWarpgroup / 32);
+        if (kTurns) {
+            for (OrderRing<kStages>& order : smem.order) order.init();
+        }
         ptx::barrier_init_fence();
     }
     __syncthreads();
+    ptx::let_next_launch_begin();
+    ptx::wait_for_launch_before();
 
     // A shuffle tells the compiler that all lanes of a warp have the same.
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
@@ -479,7 +470,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
         if (warp == 0) {
             if (threadIdx.x == 0) produce(smem, params, work);
-        } else if (kOrdered && threadIdx.x % 32 == 0) {
+        } else if (kTurns && threadIdx.x % 32 == 0) {
             if (warp <= kConsumers) {
                 pass_turns(smem, params, work, warp - 1);
             } else {
@@ -497,6 +488,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     round_queries(const __grid_constant__ Params params) {
+    ptx::wait_for_launch_before();
     round_tile<kHelperThreads, kBlockM, KeyRows::kPanels, Sums>(params.call);
 }
 

@@ -111,6 +111,14 @@ __device__ inline void stmatrix_x4(void* row, const unsigned int (&matrices)[4])
                  : "memory");
 }
 
+// Turns an 8x8 matrix of 16-bit elements over, of which a lane has columns 2t and 2t + 1 of row g,
+// where g = lane / 4 and t = lane % 4.
+__device__ inline unsigned int transpose_matrix(unsigned int pair) {
+    unsigned int transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+    return transposed;
+}
+
 // Starts the copy of contiguous bytes, a multiple of 16 and aligned so, into shared memory.
 __device__ inline void copy_bytes(void* to, const void* from, int bytes, Barrier& barrier) {
     asm volatile(

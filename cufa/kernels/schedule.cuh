@@ -115,10 +115,11 @@ struct TileOrder {
 
 // Hands out the indices of tiles: each block's own first, then those that `taken` counts. It is
 // taken from exactly as often as there are tiles, and the last time puts it back to 0 for the next
-// launch.
+// launch. Or all of them by the count, of which each block then takes one too many.
 struct TileCounter {
     unsigned int* taken;
     unsigned int tiles;
 
     __device__ int next() const { return gridDim.x + atomicInc(taken, tiles - 1); }
+    __device__ int any() const { return atomicAdd(taken, 1u); }
 };

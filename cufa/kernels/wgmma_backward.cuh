@@ -14,6 +14,22 @@ constexpr int kConsumers = 2;  // warpgroups of a block that compute
 constexpr int kSectionBytes = SECTION_BYTES, kSectionBlocks = SECTION_BLOCKS;
 constexpr int kLeastOrderedHeads = LEAST_ORDERED_HEADS, kMostOrderedHeads = MOST_ORDERED_HEADS;
 
+// How the sums of dQ come about: a block that works on all keys of a head adds to them alone; of
+// others each adds as it comes, to sums that are zero at first, or after the first, or all do so in
+// the order of their keys.
+enum Adding { kAlone, kAsTheyCome, kAfterFirst, kInOrder };
+constexpr Adding kAdding = ADDING;
+// Whether the last to add rounds the sums, so that no other launch need do so.
+constexpr bool kRounds = ROUNDS;
+static_assert(!kRounds || kAdding == kAlone || kAdding == kInOrder,
+              "nobody would know that it is the last");
+// Whether the first sets the sums, so that they need not be zero: if all queries that see any key
+// see the first.
+constexpr bool kFirstSets = kAdding != kAsTheyCome && !kWindow;
+static_assert(kFirstSets || kAdding != kAfterFirst, "the sums are nobody's to set");
+// Whether blocks wait for others.
+constexpr bool kTurns = kAdding == kAfterFirst || kAdding == kInOrder;
+
 // A tile of keys of one KV head; batch -1: there is none left.
 struct KeyWork : Lengths {
     int batch, kv_head, first_key;
@@ -39,19 +55,12 @@ struct KeyWork : Lengths {
     __device__ int map_batch() const { return kPacked ? 0 : batch; }
 };
 
-// Whether the queries that see any key all see the first.
-constexpr bool kAllSeeFirstKey = !kWindow;
-
-// The tiles of keys that a block takes at a time: one or, if WholeHead, all of one head. The sums
-// of dQ are then its own, and its first tile sets them if every query that sees any key sees it; so
-// does the block of a head's first tile if blocks add in order.
-template <int BlockN, bool WholeHead, bool Causal, bool Ordered>
+// The tiles of keys that a block takes at a time: one or, if it is alone, all of one head.
+template <int BlockN>
 struct KeyTiles {
-    static constexpr bool kSetsSums = kAllSeeFirstKey && (WholeHead || Ordered);
-
     // Heads come in sections. Within a section the first keys come first: under a causal mask most
     // queries see those, and long work that starts late would leave the GPU waiting for it; and
-    // blocks that add in order wait for none that begin later.
+    // blocks that take turns wait for none that begin later.
     __device__ static KeyWork at(unsigned int index, const BackwardParams& call) {
         const Sizes& sizes = call.sizes;
         if (index >= count(sizes)) return KeyWork::none();
@@ -80,27 +89,27 @@ struct KeyTiles {
 
     // Goes on to the next tile, if there is one that was taken with this.
     __device__ static bool next(KeyWork& work, const Sizes& sizes) {
-        return WholeHead && (work.first_key += BlockN) < sizes.seqlen_k;
+        return kAdding == kAlone && (work.first_key += BlockN) < sizes.seqlen_k;
     }
     __device__ static bool sets_sums(const KeyWork& work) {
-        return kSetsSums && work.first_key == 0;
+        return kFirstSets && work.first_key == 0;
     }
 
   private:
     __device__ static int tiles_of_head(const Sizes& sizes) {
-        return WholeHead ? 1 : ceil_div(sizes.seqlen_k, BlockN);
+        return kAdding == kAlone ? 1 : ceil_div(sizes.seqlen_k, BlockN);
     }
-    // Blocks of one length that add as they come walk in step through the queries of a head: one
-    // head after the other. Under a causal mask lengths differ, and blocks that add in order begin
-    // one after the other: both leave SMs idle at the end of a section of too few heads. Of too
-    // many, the L2 cache does not hold what they work on.
+    // Blocks of one length walk in step through the queries of a head: one head after the other.
+    // Under a causal mask lengths differ, and blocks that add in order begin one after the other:
+    // both leave SMs idle at the end of a section of too few heads. Of too many, the L2 cache does
+    // not hold what they work on.
     __device__ static int section_heads(const Sizes& sizes) {
         const int enough = ceil_div(kSectionBlocks, max(1, tiles_of_head(sizes)));
-        if (Ordered && Causal) {
+        if (kAdding == kInOrder && kCausal) {
             return even(sizes, min(max(enough, kLeastOrderedHeads), kMostOrderedHeads));
         }
-        if (Ordered) return even(sizes, enough);
-        if (!Causal) return 1;
+        if (kAdding == kInOrder) return even(sizes, enough);
+        if (!kCausal) return 1;
         return sizes.heads > sizes.kv_heads ? even(sizes, enough) : cached_heads(sizes);
     }
     // At most so many, in sections of one size.
@@ -119,10 +128,10 @@ struct KeyTiles {
 };
 
 // The tiles of queries of one head that see a tile of keys. Only from whole_begin to whole_end do
-// all rows see all keys.
+// all rows see all keys; up to last_end they see no keys of a later tile.
 template <int BlockM, int BlockN>
 struct QueryTiles {
-    int begin, whole_begin, whole_end, end;
+    int begin, whole_begin, whole_end, end, last_end;
 
     __device__ QueryTiles(const Mask& mask, int first_key) {
         const int last_key = min(first_key + BlockN, mask.seqlen_k) - 1;
@@ -132,6 +141,8 @@ struct QueryTiles {
         if (kUsedKeys && last_key < first_key) end = begin;  // none of the keys counts
         whole_begin = whole ? ceil_div(mask.first_row(last_key), BlockM) : end;
         whole_end = kRowsEnd ? mask.rows_end(first_key) / BlockM : end;
+        const int next_key = first_key + BlockN;
+        last_end = next_key < mask.seqlen_k ? mask.first_row(next_key) / BlockM : end;
     }
 
     __device__ bool masked(int tile) const {
@@ -140,6 +151,8 @@ struct QueryTiles {
     __device__ bool any_masked() const {
         return begin < whole_begin || (kRowsEnd && whole_end < end);
     }
+    // Whether no later tile of keys adds to this tile's dQ.
+    __device__ bool last_of(int tile) const { return tile < last_end; }
 };
 
 // Where in the tiles of queries of a group of heads a warp is. The last tiles come first, of all
@@ -190,7 +203,7 @@ struct QuerySums {
 
     // Adds a warpgroup's part to the sums in global memory, or sets them.
     __device__ static void add(float* tile, int part, const WgmmaSums<kCols>& sums, bool set) {
-        float* fours = tile + part * kPart + threadIdx.x % kWarpgroup * 4;
+        float* fours = own_fours(tile, part);
 #pragma unroll
         for (int i = 0; i < kCols / 8; ++i) {
             float* to = fours + i * kWarpgroup * 4;
@@ -211,16 +224,53 @@ struct QuerySums {
         for (int i = 0; i < kCols / 8; ++i) fours[i * kWarpgroup] = four_of(sums, i);
     }
 
+    // Writes a warpgroup's part of dQ's first rows, rounded: what it has and, unless that is all,
+    // the sums in global memory.
+    __device__ static void round(float* tile, int part, WgmmaSums<kCols>& sums, bool is_all,
+                                 const Matrix<scalar_t>& dq, int rows, float scale) {
+        const float* fours = own_fours(tile, part);
+#pragma unroll
+        for (int i = 0; i < kCols / 8; ++i) {
+            if (is_all) break;
+            const auto four = *reinterpret_cast<const Pack<float, 4>*>(fours + i * kWarpgroup * 4);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sums[4 * i + e] += four[e];
+        }
+        const int first_four = part * (kPart / 4) + threadIdx.x % kWarpgroup / 32 * 32;
+        const int row = query(first_four) + threadIdx.x % 32 / 4;
+        const int col = dim(first_four) + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < kCols / 4; ++i) {
+            // Eight dims of eight queries become eight queries of eight dims.
+            const unsigned int pair =
+                ptx::transpose_matrix(round_pair(sums[2 * i] * scale, sums[2 * i + 1] * scale));
+            write_pair(dq, row + i / 2 * 8, col + i % 2 * 8, rows, pair);
+        }
+    }
+
   private:
     __device__ static Pack<float, 4> four_of(const WgmmaSums<kCols>& sums, int i) {
         return {sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
     }
+    __device__ static float* own_fours(float* tile, int part) {
+        return tile + part * kPart + threadIdx.x % kWarpgroup * 4;
+    }
+    __device__ static void write_pair(const Matrix<scalar_t>& dq, int row, int col, int rows,
+                                      unsigned int pair) {
+        if (row >= rows || col >= kHeadDim) return;
+        scalar_t* to = dq.row(row) + col;
+        if (kHeadDim % 2 == 0 || col + 1 < kHeadDim) {
+            *reinterpret_cast<unsigned int*>(to) = pair;
+        } else {
+            *reinterpret_cast<unsigned short*>(to) = static_cast<unsigned short>(pair);
+        }
+    }
 };
 
-// The workspace: dQ's sums tile by tile, then the rows' statistics and, if blocks add in order, how
+// The workspace: dQ's sums tile by tile, then the rows' statistics and, if blocks take turns, how
 // many have added each warpgroup's part of a tile; if they stay for many tiles of keys, how many of
 // those were taken.
-template <int BlockM, class Sums, bool Ordered = false>
+template <int BlockM, class Sums>
 struct Workspace {
     float* sums;
     RowStatistics<BlockM>* rows;
@@ -236,7 +286,7 @@ struct Workspace {
         rows = reinterpret_cast<RowStatistics<BlockM>*>(sums + static_cast<long long>(count) *
                                                                    Sums::kTile);
         added = reinterpret_cast<unsigned int (*)[kConsumers]>(rows + count);
-        taken = added[Ordered ? count : 0];
+        taken = added[kTurns ? count : 0];
     }
 
     // Where a tile of a sequence lies; row_tile is the other way round. A grid has a block for each
@@ -257,6 +307,11 @@ struct Workspace {
     }
     __device__ float* sums_at(int place) const {
         return sums + static_cast<long long>(place) * Sums::kTile;
+    }
+    // Which tile of a sequence it is that has these sums.
+    __device__ HeadTile tile_of(const float* tile_sums, int first_place) const {
+        const int place = static_cast<int>((tile_sums - sums) / Sums::kTile) - first_place;
+        return {place / tiles, place % tiles};
     }
     __device__ RowStatistics<BlockM>& rows_of(const Sequence& sequence, int head, int tile) const {
         return rows[place_of(sequence, head, tile)];
@@ -296,18 +351,33 @@ struct QueryBlock {
 // LSE says so.
 constexpr bool kQueryShowsInOutput = !kSoftcap && !kSink;
 
-// Computes a tile's rows' statistics, sets its sums to Zero if blocks are to add to them, and how
-// many have, if they do so in order.
-template <int Threads, int BlockM, class Sums, bool Zero, bool Ordered>
+// Makes dQ zero in the rows of a tile that see no key.
+template <int Threads, int BlockM>
+__device__ inline void clear_unseeing_rows(const BackwardParams& call, const Sequence& sequence,
+                                           int head, int tile) {
+    const auto dq = sequence.queries<scalar_t>(call.dq, head);
+    const Mask mask = sequence.mask(call.features);
+    const int end = min((tile + 1) * BlockM, sequence.seqlen_q);
+    for (int row = tile * BlockM + threadIdx.x / 32; row < end; row += Threads / 32) {
+        if (mask.keys_end(row) > mask.first_key(row)) continue;
+        for (int col = threadIdx.x % 32; col < kHeadDim; col += 32) dq.row(row)[col] = scalar_t{};
+    }
+}
+
+// Computes a tile's rows' statistics, and prepares what blocks will add to and count. Where the
+// last of them rounds dQ, rows that none of them may work on are made zero.
+template <int Threads, int BlockM, class Sums>
 __device__ inline void prepare_rows(const BackwardParams& call) {
     const auto at = QueryBlock<BlockM, Sums>::own(call);
     if (!at.exists()) return;
     auto* fours = reinterpret_cast<Pack<float, 4>*>(at.sums());
 #pragma unroll
-    for (int i = threadIdx.x; Zero && i < Sums::kTile / 4; i += Threads) fours[i] = {};
-    if (Ordered && threadIdx.x < kConsumers) {
+    for (int i = threadIdx.x; !kFirstSets && i < Sums::kTile / 4; i += Threads) fours[i] = {};
+    if (kTurns && threadIdx.x < kConsumers) {
         at.workspace.added_to(at.sequence, at.head, at.tile)[threadIdx.x] = 0;
     }
+
+    if (kRounds) clear_unseeing_rows<Threads, BlockM>(call, at.sequence, at.head, at.tile);
 
     // As many lanes share a row as have an element of it each time.
     constexpr int kChunk = min_of(16 / sizeof(scalar_t), kValueDim & -kValueDim);
@@ -454,11 +524,16 @@ __device__ inline void init_shared_ring(Ring<Stages>& ring, int writers, int rea
     }
 }
 
+// Arrives once for a warp, when all of its lanes are there.
+__device__ inline void arrive_by_warp(ptx::Barrier& barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
+}
+
 // A warp is done with a stage once its part of a product is, and what its lanes read.
 template <int Stages>
 __device__ inline void release(Ring<Stages>& ring, RingPosition<Stages> at) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ring.release(at);
+    arrive_by_warp(ring.empty[at.stage]);
 }
 
 // The position that one advance leads from.
@@ -468,43 +543,62 @@ __device__ inline RingPosition<Stages> before(RingPosition<Stages> at) {
     return {at.stage - 1, at.parity};
 }
 
-// Waits until all blocks that come before have added a warpgroup's part to a tile's sums.
-template <int BlockM, int BlockN, class Workspace, class Walk>
-__device__ inline void wait_for_turn(const Workspace& workspace, int warpgroup,
-                                     const BackwardParams& call, const KeyWork& work,
-                                     const Walk& at) {
-    const int first_tile = work.mask(call).first_key(at.tile * BlockM) / BlockN;
-    const unsigned int turn = work.first_key / BlockN - first_tile;
-    const unsigned int* added =
-        &workspace.added_to(work.sequence(call), at.head, at.tile)[warpgroup];
-    const Watchdog watchdog;
-    while (ptx::load_acquire(added) != turn) {
-        watchdog.check("turn", turn, added, Caller::here());
+// Blocks that add to the same sums may take turns: in the order of their keys, so that a call has
+// the same bits every time and one knows that it is the last, or just the first before all others.
+// Threads beside the warpgroups wait for their turns and pass them on: the warpgroups then wait for
+// no memory. To pass one on takes until all others can see the sums, about half the time that a
+// tile takes; so another thread does that than waits for the next.
+//
+// A warpgroup's turns. A stage is full once it may add its part of a tile and added once it has; it
+// is empty once the thread that passes the turn on has seen that.
+template <int Stages>
+struct OrderRing : Ring<Stages> {
+    ptx::Barrier added[Stages];
+
+    __device__ void init() {
+        Ring<Stages>::init(1);
+        for (ptx::Barrier& barrier : added) ptx::barrier_init(barrier, kWarpgroup / 32);
+    }
+};
+
+// Waits for the turns of all warpgroups: until those blocks have added their parts that come
+// before.
+template <int BlockM, int BlockN, int Stages, class Workspace, class Walk>
+__device__ inline void take_turns(OrderRing<Stages> (&order)[kConsumers], RingPosition<Stages>& to,
+                                  const Workspace& workspace, const BackwardParams& call,
+                                  const KeyWork& work, Walk at) {
+    const int first_place = workspace.first_place_of(work.sequence(call));
+    for (; !at.at_end(); at.advance()) {
+        const int first_tile = work.mask(call).first_key(at.tile * BlockM) / BlockN;
+        const unsigned int place = work.first_key / BlockN - first_tile;
+        const unsigned int turn = kAdding == kInOrder ? place : min(place, 1u);
+        const auto& added = workspace.added[workspace.place_from(first_place, at.head, at.tile)];
+        for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {
+            order[warpgroup].wait_empty(to);
+            const Watchdog watchdog;
+            while (turn > 0 && ptx::load_acquire(&added[warpgroup]) < turn) {
+                watchdog.check("turn", turn, &added[warpgroup], Caller::here());
+            }
+            ptx::barrier_arrive(order[warpgroup].full[to.stage]);
+        }
+        to.advance();
     }
 }
 
-// Waits until a warpgroup has added its part, and lets the next block do so.
+// Passes on those of one.
 template <int Stages, class Workspace, class Walk>
-__device__ inline void pass_turn(Ring<Stages>& order, RingPosition<Stages>& to,
-                                 const Workspace& workspace, int warpgroup,
-                                 const BackwardParams& call, const KeyWork& work, const Walk& at) {
-    wait_for(order.empty[to.stage], to.parity, to.stage);
-    ptx::add_release(&workspace.added_to(work.sequence(call), at.head, at.tile)[warpgroup], 1);
-    to.advance();
-}
-
-// Keeps a warpgroup's place among the blocks that add to the same sums, which do so in the order of
-// their keys, so that a call has the same bits every time. One thread beside the warpgroup does it,
-// which then waits for no memory: a stage is full once it may add its part of a tile, and empty
-// once it has.
-template <int BlockM, int BlockN, int Stages, class Workspace, class Walk>
-__device__ inline void keep_order(Ring<Stages>& order, RingPosition<Stages>& to,
+__device__ inline void pass_turns(OrderRing<Stages>& order, RingPosition<Stages>& to,
                                   const Workspace& workspace, int warpgroup,
                                   const BackwardParams& call, const KeyWork& work, Walk at) {
+    const int first_place = workspace.first_place_of(work.sequence(call));
     for (; !at.at_end(); at.advance()) {
-        wait_for_turn<BlockM, BlockN>(workspace, warpgroup, call, work, at);
-        ptx::barrier_arrive(order.full[to.stage]);
-        pass_turn(order, to, workspace, warpgroup, call, work, at);
+        const int place = workspace.place_from(first_place, at.head, at.tile);
+        wait_for(order.added[to.stage], to.parity, to.stage);
+        order.release(to);
+        if (kAdding == kInOrder || work.first_key == 0) {
+            ptx::add_release(&workspace.added[place][warpgroup], 1);
+        }
+        to.advance();
     }
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from enum import Enum
 
 from cufa.device import REGISTERS_PER_SM, Device
 from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
@@ -37,7 +38,7 @@ from cufa.plan.wgmma import (
     lengths_vary,
     panel_tile_bytes,
 )
-from cufa.problem import PLAIN, Problem
+from cufa.problem import Problem
 
 CONSUMERS = 2
 THREADS = (CONSUMERS + 1) * WARPGROUP
@@ -60,13 +61,30 @@ CONSUMER_REGISTERS = min(
 OVERHEAD_REGISTERS = 32
 # Part of the SMs' time that blocks which work on whole heads must fill.
 FILLED = 0.9
+# Up to so many tiles of keys of a head, under a causal mask, blocks add in order and the last rounds dQ.
+MOST_IN_ORDER = 8
+# Up to so many, under such a mask and without, they add after the first.
+CAUSAL_MOST_AFTER_FIRST, MOST_AFTER_FIRST = 16, 4
 # Blocks for each SM in a section of heads whose blocks are of many lengths, or add in order.
 SECTION_ROUNDS = 2
 # Of blocks that do so under a causal mask, how many of one head may run at the same time: with more of them
 # short ones wait long for their turns, with fewer each tile of queries is loaded more often.
 LEAST_IN_LINE, MOST_IN_LINE, WIDE_MOST_IN_LINE = 4, 4, 16
-# Up to so many keys, under a causal mask, blocks add in order though they need not.
-FEW_KEYS = 512
+
+
+class Adding(Enum):
+    """How the sums of dQ come about; the values are the kernels' names for it.
+
+    A block has all keys of a head and adds alone. Or each adds as it comes, to sums that are zero before. Or
+    the first sets them and the others add after it, as they come or in the order of their keys. That spares
+    passes over the sums, which take as long however many blocks add to them. What it costs are waits of each
+    that adds, the longer the more of them begin with the same queries, as all do without a mask.
+    """
+
+    ALONE = "kAlone"
+    AS_THEY_COME = "kAsTheyCome"
+    AFTER_FIRST = "kAfterFirst"
+    IN_ORDER = "kInOrder"
 
 
 @dataclass(frozen=True)
@@ -109,10 +127,10 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     dim = max(problem.head_dim, problem.value_dim)
     short = next(tiles for limit, tiles in TILES.items() if dim <= limit)
     best = LONG_TILES if _has_long_tiles(problem) else short
-    alone = _takes_whole_heads(problem, device, best.block_n)
+    adding = _adding(problem, device, best)
 
     def copies(tiles: Tiles) -> bool:
-        return _are_long(problem, tiles) and not alone and not _adds_in_order(problem)
+        return _are_long(problem, tiles) and adding is Adding.AS_THEY_COME
 
     def key_stages(tiles: Tiles) -> int:
         smem_bytes = _cost(problem, tiles, MOST_KEY_STAGES, copies(tiles)).smem_bytes
@@ -123,6 +141,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
         device,
         tiles,
         best,
+        adding,
         lambda tiles: _cost(problem, tiles, key_stages(tiles), copies(tiles)),
         round_up(_head_cols(problem, best), PANEL_COLS),
         lambda tiles: (("KEY_STAGES", key_stages(tiles)), ("COPIES_SUMS", copies(tiles))),
@@ -150,6 +169,7 @@ def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
         device,
         tiles,
         WIDE_TILES,
+        _adding(problem, device, WIDE_TILES),
         lambda tiles: _wide_cost(problem, tiles),
         _parted(problem.head_dim),
         lambda _: (),
@@ -162,6 +182,7 @@ def _plan(
     device: Device,
     overrides: Mapping[str, int],
     best: Tiles,
+    adding: Adding,
     cost_of: Callable[[Tiles], Cost],
     padded_dim: int,
     own_macros: Callable[[Tiles], tuple[tuple[str, int], ...]],
@@ -172,23 +193,27 @@ def _plan(
     sizes = chosen.tiles
     _check_tiles(problem, sizes, best, chosen.cost.registers)
     query_blocks = query_tiles(problem, sizes)
-    whole_heads = _takes_whole_heads(problem, device, sizes.block_n)
-    most_in_line = MOST_IN_LINE if counts else WIDE_MOST_IN_LINE
-    ordered = not whole_heads and _adds_in_order(problem)
-    if whole_heads:
+    # Tiles of more queries leave a thread no registers for that.
+    rounds = counts and sizes.block_m <= PANEL_COLS and (adding is Adding.ALONE or _few_add(problem, best))
+    turns = adding in (Adding.AFTER_FIRST, Adding.IN_ORDER)
+    if adding is Adding.ALONE:
         to_take = problem.batch * problem.kv_heads * min(1, problem.seqlen_k)
     else:
         to_take = problem.kv_heads * row_tiles(problem, problem.seqlen_k, sizes.block_n)
-    # Blocks that add in order are one for each tile, as they were measured.
-    stay = counts and not ordered
-    key_blocks = min(to_take, device.sm_count) if stay else to_take
+    key_blocks = min(to_take, device.sm_count) if counts else to_take
     counters = counts * min(1, query_blocks + to_take)
+    most_in_line = MOST_IN_LINE if counts else WIDE_MOST_IN_LINE
     round_smem_bytes = sizes.block_m * (padded_dim * problem.itemsize + ROW_PADDING_BYTES)
     sink = sink_launch(problem, HELPER_THREADS, HELPER_THREADS // device.warp_size)
+    row_blocks = max(query_blocks, counters)  # they also set the counter to 0
+    overlaps = row_blocks > 0
     launches = (
-        Launch("row_sums", max(query_blocks, counters), HELPER_THREADS),  # it also sets the counter to 0
-        Launch("key_tiles", key_blocks, THREADS, chosen.cost.smem_bytes),
-        Launch("round_queries", query_blocks, HELPER_THREADS, round_smem_bytes),
+        Launch("row_sums", row_blocks, HELPER_THREADS),
+        Launch("key_tiles", key_blocks, THREADS, chosen.cost.smem_bytes, overlaps=overlaps),
+        Launch(
+            *("round_queries", (not rounds) * query_blocks, HELPER_THREADS, round_smem_bytes),
+            overlaps=overlaps,
+        ),
         sink,
     )
     q, k, v, _, dout, _, dk, dv = range(8)
@@ -202,8 +227,8 @@ def _plan(
             ("BLOCK_M", sizes.block_m),
             ("STAGES", sizes.stages),
             *own_macros(sizes),
-            ("WHOLE_HEAD", whole_heads),
-            ("ORDERED", ordered),
+            ("ADDING", adding.value),
+            ("ROUNDS", rounds),
             ("HELPER_THREADS", HELPER_THREADS),
             ("PRODUCER_REGISTERS", PRODUCER_REGISTERS),
             ("CONSUMER_REGISTERS", CONSUMER_REGISTERS),
@@ -220,21 +245,27 @@ def _plan(
         scratch=(
             Scratch("dQ sums", (query_blocks, padded_dim, sizes.block_m)),
             Scratch("statistics", (query_blocks, _statistics_bytes(sizes) // SUM_BYTES)),
-            *((Scratch("blocks added", (query_blocks, CONSUMERS)),) * ordered),
+            *((Scratch("blocks added", (query_blocks, CONSUMERS)),) * turns),
             *((Scratch("tiles of keys taken", (counters,)),) * counts),
         ),
-        reasons=(*chosen.reasons, *_how(problem, whole_heads, ordered, stay)),
+        reasons=(*chosen.reasons, *_how(problem, adding, rounds, stay=counts)),
         boxes=boxes,
     )
 
 
-def _how(problem: Problem, whole_heads: bool, ordered: bool, stay: bool) -> tuple[str, ...]:
+def _how(problem: Problem, adding: Adding, rounds: bool, *, stay: bool) -> tuple[str, ...]:
     stays = ", and stays for others" if stay else ""
-    if whole_heads:
-        return (f"a block works on all keys of a head{stays}: its sums of dQ are its own",)
-    why = "deterministic" if problem.features.deterministic else "few blocks share dQ"
-    order = f"{why}: blocks add to dQ in the order of their keys, each tile of queries by itself"
-    return (f"a block works on one tile of keys{stays}", *((order,) if ordered else ()))
+    works = f"a block works on one tile of keys{stays}"
+    rounded = ("the last of them rounds dQ",) * rounds
+    if adding is Adding.ALONE:
+        return (f"a block works on all keys of a head{stays}: its sums of dQ are its own", *rounded)
+    if adding is Adding.IN_ORDER:
+        why = "deterministic" if problem.features.deterministic else "few blocks share dQ"
+        order = f"{why}: blocks add to dQ in the order of their keys, each tile of queries by itself"
+        return (works, order, *rounded)
+    if adding is Adding.AFTER_FIRST:
+        return (works, "blocks add to dQ as they come, after that of the first keys")
+    return (works,)
 
 
 def _check_tiles(problem: Problem, tiles: Tiles, best: Tiles, registers: int) -> None:
@@ -265,19 +296,28 @@ def _takes_whole_heads(problem: Problem, device: Device, block_n: int) -> bool:
     return fills and device.sm_count * head_bytes <= SECTION_OF_L2 * device.l2_bytes
 
 
-def _adds_in_order(problem: Problem) -> bool:
-    """Whether blocks that share in sums of dQ add to them in the order of their keys."""
-    return problem.features.deterministic or _few_add(problem)
+def _adding(problem: Problem, device: Device, best: Tiles) -> Adding:
+    if _takes_whole_heads(problem, device, best.block_n):
+        return Adding.ALONE
+    if problem.features.deterministic or _few_add(problem, best):
+        return Adding.IN_ORDER
+    # A query of a window may see keys, but not the first; of long tiles the copy engine adds the sums, and
+    # nobody knows when; and sums that the L2 cache holds are soon zero.
+    windowed = problem.features.window != (None, None)
+    sums = problem.batch * problem.seqlen_q // problem.packed_sequences * problem.heads * problem.head_dim
+    if windowed or best is LONG_TILES or sums * SUM_BYTES <= SECTION_OF_L2 * device.l2_bytes:
+        return Adding.AS_THEY_COME
+    # Over head dim 128 products run beside the addition, so that a wait costs little.
+    most = CAUSAL_MOST_AFTER_FIRST if problem.causal else MOST_AFTER_FIRST
+    few = problem.seqlen_k <= most * best.block_n
+    return Adding.AFTER_FIRST if best is WIDE_TILES or few else Adding.AS_THEY_COME
 
 
-def _few_add(problem: Problem) -> bool:
-    """Whether so few blocks add to a tile of dQ that it is faster if they do so in order.
-
-    The first then sets the sums, so that they need not be zero before, and with few blocks waits are short.
-    """
-    if problem.features != PLAIN or not problem.causal:
-        return False
-    return problem.head_dim > PANEL_COLS and problem.seqlen_q == problem.seqlen_k <= FEW_KEYS
+def _few_add(problem: Problem, best: Tiles) -> bool:
+    """Whether it is faster that blocks add in order and the last rounds dQ."""
+    short = best.block_m <= PANEL_COLS and best is not WIDE_TILES
+    few = problem.causal and problem.seqlen_k <= MOST_IN_ORDER * best.block_n
+    return short and few and problem.seqlen_q >= problem.seqlen_k
 
 
 def _has_long_tiles(problem: Problem) -> bool:
@@ -311,7 +351,7 @@ def _cost(problem: Problem, tiles: Tiles, key_stages: int, copies: bool) -> Cost
         + (m * round_up(head_cols, PANEL_COLS) * SUM_BYTES if copies else CONSUMERS * VECTOR_BYTES)  # dQ
         + tiles.stages * _statistics_bytes(tiles)
         + key_stages * (KEY_WORK_BYTES + LENGTHS_BYTES * lengths_vary(problem))
-        + BARRIER_BYTES * ((4 + 2 * CONSUMERS) * tiles.stages + 3 * key_stages + 2 * CONSUMERS)
+        + BARRIER_BYTES * ((4 + 3 * CONSUMERS) * tiles.stages + 3 * key_stages + 2 * CONSUMERS)
     )
     head, value = round_up(head_cols, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
     # S and dP, dK and dV.
@@ -329,7 +369,7 @@ def _wide_cost(problem: Problem, tiles: Tiles) -> Cost:
         + tiles.stages * (panel_tile_bytes(m, head) + panel_tile_bytes(m, value))  # Q, dO
         + tiles.stages * 2 * panel_tile_bytes(n, m)  # P, dS
         + tiles.stages * _statistics_bytes(tiles)
-        + BARRIER_BYTES * ((8 + 2 * CONSUMERS) * tiles.stages + 2)
+        + BARRIER_BYTES * ((8 + 3 * CONSUMERS) * tiles.stages + 2)
     )
     # S or dP; dK and dV, of one of which the warpgroup has the smaller part; a panel of dQ.
     panels = ceil_div(head // PANEL_COLS + value // PANEL_COLS, CONSUMERS)

@@ -145,6 +145,7 @@ struct Barriers {
     int *exchanged, *handed, *sums;
     const unsigned int* matrices;  // (lane, register)
     unsigned int* stored;          // 8 x 4 matrices, row by row
+    unsigned int* transposed;      // of each lane its part of the first, turned over
     unsigned int *counter, *counted;
     const unsigned int* pairs;  // a, b, c
     unsigned int* fused;
@@ -218,6 +219,7 @@ extern "C" __global__ void barriers(const __grid_constant__ Barriers params) {
         __syncwarp();
         for (int i = lane; i < 128; i += 32)
             params.stored[i] = smem.matrices[i / 32][i / 4 % 8][i % 4];
+        params.transposed[lane] = ptx::transpose_matrix(matrices[0]);
     }
     params.counted[thread] = atomicInc(params.counter, 40);
     for (int i = thread; i < params.pair_count; i += 96) {

@@ -107,6 +107,28 @@ inline void stmatrix_x4(void* row, const unsigned int (&matrices)[4], EMULATOR_H
     emulator::sync_warp("stmatrix", ~0u, &mine, nullptr, twin::store_matrices, file, line);
 }
 
+namespace twin {
+
+EMULATOR_UNCHECKED inline void transpose(const void* const* in, void* const* out, unsigned) {
+    for (int lane = 0; lane < 32; ++lane) {
+        auto& to = *static_cast<unsigned*>(out[lane]);
+        to = 0;
+        for (int e = 0; e < 2; ++e) {
+            const int row = lane % 4 * 2 + e, col = lane / 4;
+            const unsigned pair = *static_cast<const unsigned*>(in[row * 4 + col / 2]);
+            to |= (pair >> col % 2 * 16 & 0xffffu) << 16 * e;
+        }
+    }
+}
+
+}  // namespace twin
+
+inline unsigned int transpose_matrix(unsigned int pair, EMULATOR_HERE) {
+    unsigned int transposed;
+    emulator::sync_warp("movmatrix", ~0u, &pair, &transposed, twin::transpose, file, line);
+    return transposed;
+}
+
 inline void copy_bytes(void* to, const void* from, int bytes, Barrier& barrier) {
     emulator::copy_bytes(to, from, bytes, &barrier);
 }

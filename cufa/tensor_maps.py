@@ -15,11 +15,7 @@ from cufa.problem import FLOAT8, INPUT_DTYPES, Problem
 
 # The output's place among the tensors of a call.
 _OUTPUT = 3
-_TYPES = {
-    FLOAT8: TensorMapType.UINT8,
-    "float16": TensorMapType.FLOAT16,
-    "bfloat16": TensorMapType.BFLOAT16,
-}
+_TYPES: dict[str, TensorMapType] = {FLOAT8: "UINT8", "float16": "FLOAT16", "bfloat16": "BFLOAT16"}
 # Calls that an encoder remembers, and tensors for each of their maps.
 _REMEMBERED = 256
 

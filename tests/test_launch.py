@@ -81,7 +81,7 @@ class Machine:
 
     def launch_with(self, config, function, pointers):
         """What `cuLaunchKernelEx` is asked for."""
-        sizes = (*config.grid, *config.block, config.smem_bytes, config.stream)
+        sizes = (config.gridDimX, 1, 1, config.blockDimX, 1, 1, config.sharedMemBytes, int(config.hStream))
         self.launch_kernel(function, *sizes, ctypes.addressof(pointers), 0)
         self.overlapping.append(self.launched[-1])
 

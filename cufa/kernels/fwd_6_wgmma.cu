@@ -66,6 +66,7 @@ __device__ inline void inspect_values(Smem& smem, const Params& params, int insp
 // ---- the consumers ----
 
 struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
+    static constexpr bool kLongTurns = false;
     const Scale call_scale;
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)

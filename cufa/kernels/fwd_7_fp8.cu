@@ -84,6 +84,9 @@ struct HeadScales {
 };
 
 struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
+    // Products take less time than exponentials, of which those of two warpgroups would fall
+    // together.
+    static constexpr bool kLongTurns = true;
     HeadScales scales{};  // of the tile that is worked on
 
     using ForwardConsumer::ForwardConsumer;

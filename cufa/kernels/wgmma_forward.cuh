@@ -148,6 +148,8 @@ using Turns = TurnsOf<kConsumers, kFirstTurn>;
 
 // A warpgroup that computes. Dims are the columns of its sums of O. What each kernel does in its
 // own way is in `Self`, which is derived from this one:
+//   kLongTurns                         whether a turn ends with the exponentials' beginning, not
+//                                      with the products'
 //   begin(work)                        takes up a tile of queries
 //   scale(), softmax_scale()           what turns products into scores, in log 2 and not
 //   output_scale()                     what sums of weighted values are multiplied with
@@ -241,6 +243,7 @@ struct ForwardConsumer {
         wait_scores<0>(s, last);
         mask_scores(s, work, tile);
         softmax.begin(s, self().scale());
+        softmax.weigh(s, self().scale());
         self().round(p, s);
         self().take_out_nonfinite(o, work, tile);
         return softmax;
@@ -256,11 +259,13 @@ struct ForwardConsumer {
         turns.wait();
         issue_scores(s);
         self().issue_output(o, p);
-        turns.pass();
+        if (!Self::kLongTurns) turns.pass();
 
         wait_scores<1>(s, last);
         if (Masked) mask_scores(s, work, tile);
-        const bool raised = softmax.proceed(s, self().scale(), shrink);
+        const bool raised = softmax.raise(s, self().scale(), shrink);
+        if (Self::kLongTurns) turns.pass();
+        softmax.weigh(s, self().scale());
 
         self().template wait_output<0>(o, work, tile + 1);
         if (__builtin_expect(raised, false)) rescale(o, shrink);

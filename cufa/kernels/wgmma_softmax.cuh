@@ -112,19 +112,18 @@ __device__ inline void apply_mask(float (&s)[Count], const Mask& mask, int row, 
 struct RowPair {
     OnlineSoftmax rows[2];
 
-    // Takes in the first tile of products and turns them into weights.
+    // Sets the maxima by the first tile of products.
     template <int Count>
-    __device__ void begin(float (&s)[Count], Scale scale) {
+    __device__ void begin(const float (&s)[Count], Scale scale) {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             rows[half].max = first_largest(s, half, scale) - kHeadroom;
-        exponentiate(s, scale);
     }
 
-    // Takes in one tile of products and turns them into weights. Returns whether maxima were
-    // raised, so that O must shrink by `shrink`.
+    // Raises the maxima if a tile of products passes one. Returns whether it did, so that O must
+    // shrink by `shrink`.
     template <int Count>
-    __device__ bool proceed(float (&s)[Count], Scale scale, float (&shrink)[2]) {
+    __device__ bool raise(const float (&s)[Count], Scale scale, float (&shrink)[2]) {
         const bool raised = __any_sync(0xffffffffu, exceeds(s, 0, scale) | exceeds(s, 1, scale));
         if (__builtin_expect(raised, false)) {
 #pragma unroll
@@ -133,13 +132,12 @@ struct RowPair {
                 shrink[half] = rows[half].raise_max(largest - kHeadroom);
             }
         }
-        exponentiate(s, scale);
         return raised;
     }
 
-  private:
+    // Turns a tile of products into weights.
     template <int Count>
-    __device__ void exponentiate(float (&s)[Count], Scale scale) {
+    __device__ void weigh(float (&s)[Count], Scale scale) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float shift = rows[half].shift();
@@ -155,6 +153,7 @@ struct RowPair {
         }
     }
 
+  private:
     // Whether one of this thread's products in a row may pass the maximum by more than the slack.
     template <int Count>
     __device__ bool exceeds(const float (&s)[Count], int half, Scale scale) const {
@@ -207,7 +206,7 @@ struct RowPair {
     }
 };
 
-// Multiplies what was summed under old maxima with the factors that RowPair::proceed found.
+// Multiplies what was summed under old maxima with the factors that RowPair::raise found.
 template <int Count>
 __device__ inline void rescale(float (&o)[Count], const float (&shrink)[2]) {
 #pragma unroll

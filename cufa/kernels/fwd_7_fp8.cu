@@ -85,8 +85,8 @@ struct HeadScales {
 
 struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
     // Products take less time than exponentials, of which those of two warpgroups would fall
-    // together.
-    static constexpr bool kLongTurns = true;
+    // together. With four they do in any case.
+    static constexpr bool kLongTurns = kConsumers < 4;
     HeadScales scales{};  // of the tile that is worked on
 
     using ForwardConsumer::ForwardConsumer;

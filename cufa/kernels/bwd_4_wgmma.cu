@@ -6,8 +6,9 @@
 // both warpgroups' parts meet in dQ^T = K^T dS^T, which is added to sums in global memory. A
 // warpgroup does so one tile later, so that neither waits for the other and one multiplies while
 // the other exponentiates. A block stays for many tiles of keys: while one's gradients are stored,
-// the next one's products run. Where many queries see a key, the copy engine adds dQ to the sums:
-// a warpgroup that does so itself waits until memory takes what it adds.
+// the next one's products run. Where many queries see a key, a warpgroup puts all gradients into an
+// outbox, from which the copy engine adds dQ to the sums: who does so itself waits until memory
+// takes what it adds.
 //
 // Launches: row_sums (the rows' statistics, and dQ's sums set to zero unless the first block to add
 // does so), key_tiles, round_queries (unless the last block does that); sink_gradient if that is
@@ -15,8 +16,8 @@
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: 128 keys of one KV head at a time; warpgroup: 64 of them
-// Shared   rings of KEY_STAGES K and V tiles, which become dK and dV; of STAGES Q and dO tiles with
-//          the rows' statistics; of dS^T tiles; parts of dQ on their way out
+// Shared   rings of KEY_STAGES K and V tiles, which become dK and dV unless there are outboxes; of
+//          STAGES Q and dO tiles with the rows' statistics; of dS^T tiles
 // Global   workspace: sums of dQ, statistics, counts (wgmma_backward.cuh)
 // Writes   dQ, dK, dV
 #include "wgmma_backward.cuh"
@@ -27,8 +28,10 @@ constexpr int kBlockN = kConsumers * kWgmmaM;
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kHelperThreads = HELPER_THREADS;
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
-constexpr bool kCopiesSums = COPIES_SUMS;  // whether the copy engine adds to dQ
-static_assert(!kCopiesSums || kAdding == kAsTheyCome, "nobody would know when they are added");
+// Whether gradients leave through an outbox of each warpgroup; otherwise warpgroups add to dQ
+// themselves, and dK and dV leave from where the keys were.
+constexpr bool kOutboxes = OUTBOXES;
+static_assert(!kOutboxes || kAdding == kAsTheyCome, "nobody would know when they are added");
 // With short tiles of queries a thread has registers for P as operand beside S and dP: dV's product
 // then need not wait for dP.
 constexpr bool kShortTiles = kBlockM <= kPanelCols;
@@ -68,9 +71,22 @@ struct Queries {
     OutRows dout;
 };
 
-// A warpgroup's part of a tile of dQ^T, from where the copy engine adds it to the sums.
+// What a warpgroup sends out by the copy engine: its part of a tile of dQ^T, or the gradients of
+// its keys or values. None of them is larger than the first.
 struct Outbox {
-    alignas(kChunkBytes) float sums[kCopiesSums ? Sums::kPart : 4];
+    alignas(kOutboxes ? kSwizzleBytes : sizeof(float)) float sums[kOutboxes ? Sums::kPart : 1];
+
+    __device__ float* queries() { return sums; }
+    __device__ KeyRows& keys() { return reinterpret_cast<KeyRows&>(sums); }
+    __device__ ValueRows& values() { return reinterpret_cast<ValueRows&>(sums); }
+};
+static_assert(!kOutboxes || sizeof(Outbox) >= KeyRows::kBytes);
+static_assert(!kOutboxes || sizeof(Outbox) >= ValueRows::kBytes);
+// And where to: dQ is added to sums, the others are those of some work.
+struct Label {
+    enum Content { kNothing, kQueries, kValues, kKeys } content;
+    float* sums;
+    KeyWork work;
 };
 
 struct Smem {
@@ -86,6 +102,7 @@ struct Smem {
     ptx::Barrier gradients[kKeyStages];  // whether they lie where the keys were
     OrderRing<kStages> order[kConsumers];
     Ring<1> outbox_rings[kConsumers];
+    Label labels[kConsumers];
     Outbox outboxes[kConsumers];
 };
 
@@ -221,30 +238,30 @@ __device__ inline void send_gradients(Smem& smem, const Params& params, int firs
     }
 }
 
-// ---- one more thread for each consumer, if the copy engine adds to dQ ----
+// ---- or a warp for each that sends what is in its outbox to where its label says ----
 
-// Sends out what a warpgroup puts into its outbox: its part of dQ of each tile of queries.
-__device__ inline void send_sums(Smem& smem, const Params& params, int consumer) {
-    const QueryWorkspace workspace(params.call);
-    const Outbox& outbox = smem.outboxes[consumer];
+__device__ inline void send(Smem& smem, const Params& params, int consumer) {
+    const int key = consumer * kWgmmaM;
+    Outbox& outbox = smem.outboxes[consumer];
+    const Label& label = smem.labels[consumer];
     Ring<1>& ring = smem.outbox_rings[consumer];
-    RingPosition<1> from;
-    for (RingPosition<kKeyStages> keys_at;; keys_at.advance()) {
-        smem.keys_ring.wait_full(keys_at);
-        const KeyWork work = smem.work[keys_at.stage];
-        smem.keys_ring.release(keys_at);
-        if (!work.exists()) return;
-        const Sequence sequence = work.sequence(params.call);
-        const Tiles tiles = query_tiles_of(params.call, work);
-        for (Walk at(tiles, params.call.sizes, work.kv_head); !at.at_end(); at.advance()) {
-            float* sums = workspace.sums_of(sequence, at.head, at.tile) + consumer * Sums::kPart;
-            ring.wait_full(from);
-            ptx::add_to_global(sums, outbox.sums, sizeof(outbox.sums));
+    for (RingPosition<1> from;; from.advance()) {
+        ring.wait_full(from);
+        if (label.content == Label::kNothing) return;
+        if (label.content == Label::kValues) {
+            send_out<kValueDim, 32>(params.dv, params.call.dv, outbox.values(), params.call,
+                                    label.work, key, 0);
+        } else if (label.content == Label::kKeys) {
+            send_out<kHeadDim, 32>(params.dk, params.call.dk, outbox.keys(), params.call,
+                                   label.work, key, 0);
+        } else if (threadIdx.x % 32 == 0) {
+            ptx::add_to_global(label.sums, outbox.queries(), Sums::kPart * sizeof(float));
             ptx::commit_stores();
-            ptx::wait_stores_read();
-            ring.release(from);
-            from.advance();
         }
+        __syncwarp();
+        if (threadIdx.x % 32 != 0) continue;
+        ptx::wait_stores_read();
+        ring.release(from);
     }
 }
 
@@ -403,7 +420,11 @@ struct Consumer {
         if (tile_before == nullptr) return;
         const RingPosition<kStages> from = before(at);
         release(smem.ds_ring, from);
-        if constexpr (kCopiesSums) return post(dq);
+        if constexpr (kOutboxes) {
+            wait_for_outbox();
+            Sums::write(smem.outboxes[warpgroup].queries(), dq);
+            return post({Label::kQueries, tile_before + warpgroup * Sums::kPart, {}});
+        }
         if (kTurns) smem.order[warpgroup].wait_full(from);
         if (kRounds && last_before) {
             round_query_gradients(dq);
@@ -429,21 +450,42 @@ struct Consumer {
                               softmax, 0);
     }
 
-    // Writes the gradients of this warpgroup's values where those were.
-    __device__ void write_value_gradients(const WgmmaSums<kValue>& dv) {
-        write_rounded<kValue>(smem.v[keys_at.stage][warpgroup], dv);
+    // Hands out the gradients of this warpgroup's values.
+    __device__ void hand_out_values(const WgmmaSums<kValue>& dv) {
+        if constexpr (kOutboxes) {
+            wait_for_outbox();
+            write_rounded<kValue>(smem.outboxes[warpgroup].values(), dv);
+            post({Label::kValues, nullptr, work()});
+        } else {
+            write_rounded<kValue>(smem.v[keys_at.stage][warpgroup], dv);
+        }
     }
 
-    // Writes those of its keys where they were, once the other warpgroup is done with them too.
-    __device__ void write_key_gradients(WgmmaSums<kHead>& dk) {
+    // Hands out those of its keys: where these were once the other warpgroup is done with them too.
+    __device__ void hand_out_keys(WgmmaSums<kHead>& dk) {
         const float scale = params.call.softmax_scale;
 #pragma unroll
         for (int i = 0; i < kHead / 2; ++i) dk[i] *= scale;
-        ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
-        write_rounded<kHead>(smem.k[keys_at.stage][warpgroup], dk);
-        ptx::proxy_fence();
-        ptx::barrier_arrive(smem.gradients[keys_at.stage]);
+        if constexpr (kOutboxes) {
+            const KeyWork done = work();
+            release(smem.keys_ring, keys_at);
+            wait_for_outbox();
+            write_rounded<kHead>(smem.outboxes[warpgroup].keys(), dk);
+            post({Label::kKeys, nullptr, done});
+        } else {
+            ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
+            write_rounded<kHead>(smem.k[keys_at.stage][warpgroup], dk);
+            ptx::proxy_fence();
+            ptx::barrier_arrive(smem.gradients[keys_at.stage]);
+        }
         keys_at.advance();
+    }
+
+    // Says that there is nothing left.
+    __device__ void leave() {
+        if constexpr (!kOutboxes) return;
+        wait_for_outbox();
+        post({Label::kNothing, nullptr, {}});
     }
 
   private:
@@ -458,10 +500,11 @@ struct Consumer {
                     params.call.softmax_scale);
     }
 
-    // Puts a part of dQ into the outbox.
-    __device__ void post(const QueryPart& dq) {
-        smem.outbox_rings[warpgroup].wait_empty(outbox_to);
-        Sums::write(smem.outboxes[warpgroup].sums, dq);
+    __device__ void wait_for_outbox() { smem.outbox_rings[warpgroup].wait_empty(outbox_to); }
+
+    // Closes the outbox.
+    __device__ void post(const Label& label) {
+        if (threadIdx.x % kWarpgroup == 0) smem.labels[warpgroup] = label;
         ptx::proxy_fence();
         ptx::barrier_arrive(smem.outbox_rings[warpgroup].full[0]);
         outbox_to.advance();
@@ -525,19 +568,20 @@ __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) 
         const Tiles tiles = query_tiles_of(params.call, consumer.work());
         const Walk walk(tiles, sizes, consumer.work().kv_head);
         if (walk.at_end()) {
-            consumer.write_value_gradients(dv);
+            consumer.hand_out_values(dv);
         } else {
             consumer.clean_keys(tiles);
             attend(consumer, dk, dv, walk);
             consumer.add_taken_out(dv, tiles);
             QueryPart dq;
             consumer.issue_query_gradients(dq);
-            consumer.write_value_gradients(dv);
+            consumer.hand_out_values(dv);
             wait_product<0>(dq);
             consumer.add_query_gradients(dq);
         }
-        consumer.write_key_gradients(dk);
+        consumer.hand_out_keys(dk);
     }
+    consumer.leave();
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -547,14 +591,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         constexpr int kWarps = kConsumers * kWarpgroup / 32;
         smem.ring.init(kWarps);
         init_shared_ring(smem.ds_ring, kConsumers * kWarpgroup, kWarps);
-        smem.keys_ring.init(kTurns || kCopiesSums ? kConsumers + 1 : 1);
+        smem.keys_ring.init(kOutboxes ? kWarps : kTurns ? kConsumers + 1 : 1);
         for (ptx::Barrier& written : smem.gradients) {
             ptx::barrier_init(written, kConsumers * kWarpgroup);
         }
         if (kTurns) {
             for (OrderRing<kStages>& order : smem.order) order.init();
         }
-        if (kCopiesSums) {
+        if (kOutboxes) {
             for (Ring<1>& ring : smem.outbox_rings) init_shared_ring(ring, kWarpgroup, 1);
         }
         ptx::barrier_init_fence();
@@ -570,6 +614,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
         if (warp == 0) {
             if (threadIdx.x == 0) produce(smem, params);
+        } else if (kOutboxes) {
+            if (warp <= kConsumers) send(smem, params, warp - 1);
         } else if (kTurns) {
             if (warp <= kConsumers) {
                 send_gradients<1>(smem, params, warp - 1);
@@ -578,8 +624,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             }
         } else if (warp == 1) {
             send_gradients<kConsumers>(smem, params, 0);
-        } else if (kCopiesSums && threadIdx.x % 32 == 0) {
-            send_sums(smem, params, warp - 2);
         }
     } else {
         ptx::registers_increase<kConsumerRegisters>();

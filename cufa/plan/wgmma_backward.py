@@ -50,6 +50,7 @@ SUM_BYTES = 4
 # head, first key.
 MOST_KEY_STAGES = 2
 KEY_WORK_BYTES = 12
+LABEL_BYTES = 32
 # What the copying warpgroup keeps, and what its giving up the rest leaves a thread of the others.
 PRODUCER_REGISTERS = 24
 AT_START = REGISTERS_PER_SM // THREADS // REGISTER_STEP * REGISTER_STEP
@@ -129,11 +130,11 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     best = LONG_TILES if _has_long_tiles(problem) else short
     adding = _adding(problem, device, best)
 
-    def copies(tiles: Tiles) -> bool:
+    def outboxes(tiles: Tiles) -> bool:
         return _are_long(problem, tiles) and adding is Adding.AS_THEY_COME
 
     def key_stages(tiles: Tiles) -> int:
-        smem_bytes = _cost(problem, tiles, MOST_KEY_STAGES, copies(tiles)).smem_bytes
+        smem_bytes = _cost(problem, tiles, MOST_KEY_STAGES, outboxes(tiles)).smem_bytes
         return MOST_KEY_STAGES if device.blocks_resident(THREADS, 0, smem_bytes) else 1
 
     part = _plan(
@@ -142,12 +143,12 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
         tiles,
         best,
         adding,
-        lambda tiles: _cost(problem, tiles, key_stages(tiles), copies(tiles)),
+        lambda tiles: _cost(problem, tiles, key_stages(tiles), outboxes(tiles)),
         round_up(_head_cols(problem, best), PANEL_COLS),
-        lambda tiles: (("KEY_STAGES", key_stages(tiles)), ("COPIES_SUMS", copies(tiles))),
+        lambda tiles: (("KEY_STAGES", key_stages(tiles)), ("OUTBOXES", outboxes(tiles))),
         counts=True,
     )
-    by_copies = ("tiles of queries are long: the copy engine adds to dQ",) * copies(Tiles(**part.tiles))
+    by_copies = ("tiles of queries are long: the copy engine adds to dQ",) * outboxes(Tiles(**part.tiles))
     return replace(part, reasons=(*part.reasons, *by_copies))
 
 
@@ -341,14 +342,15 @@ def _statistics_bytes(tiles: Tiles) -> int:
     return 2 * tiles.block_m * SUM_BYTES + VECTOR_BYTES
 
 
-def _cost(problem: Problem, tiles: Tiles, key_stages: int, copies: bool) -> Cost:
+def _cost(problem: Problem, tiles: Tiles, key_stages: int, outboxes: bool) -> Cost:
     m, n = tiles.block_m, tiles.block_n
     head_cols = _head_cols(problem, tiles)
+    outbox_bytes = m * round_up(head_cols, PANEL_COLS) // CONSUMERS * SUM_BYTES if outboxes else SUM_BYTES
     smem_bytes = (
         key_stages * (panel_tile_bytes(n, head_cols) + panel_tile_bytes(n, problem.value_dim))  # K, V
         + tiles.stages * (panel_tile_bytes(m, head_cols) + panel_tile_bytes(m, problem.value_dim))
         + tiles.stages * n * m * problem.itemsize  # dS
-        + (m * round_up(head_cols, PANEL_COLS) * SUM_BYTES if copies else CONSUMERS * VECTOR_BYTES)  # dQ
+        + CONSUMERS * (outbox_bytes + LABEL_BYTES + LENGTHS_BYTES * lengths_vary(problem))
         + tiles.stages * _statistics_bytes(tiles)
         + key_stages * (KEY_WORK_BYTES + LENGTHS_BYTES * lengths_vary(problem))
         + BARRIER_BYTES * ((4 + 3 * CONSUMERS) * tiles.stages + 3 * key_stages + 2 * CONSUMERS)

@@ -284,9 +284,9 @@ def test_where_many_queries_see_a_key_their_tiles_are_long(call, long):
     plan = plan_of(call)
     macros = dict(plan.macros)
     assert (plan.tiles["block_m"] == 80) == long
-    assert (macros["KEY_STAGES"], macros["OUTBOXES"]) == ((1, True) if long else (2, False))
+    assert (macros["KEY_STAGES"], macros["HAS_OUTBOXES"]) == ((1, True) if long else (2, False))
     assert ("the copy engine adds to dQ" in str(plan)) == long
-    assert dict(plan_of(deterministic(call)).macros)["OUTBOXES"] is False
+    assert dict(plan_of(deterministic(call)).macros)["HAS_OUTBOXES"] is False
 
 
 def test_sums_of_dq_are_padded_to_panels_and_tiles():

@@ -30,7 +30,7 @@ constexpr int kHelperThreads = HELPER_THREADS;
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 // Whether gradients leave through an outbox of each warpgroup; otherwise warpgroups add to dQ
 // themselves, and dK and dV leave from where the keys were.
-constexpr bool kOutboxes = OUTBOXES;
+constexpr bool kOutboxes = HAS_OUTBOXES;
 static_assert(!kOutboxes || kAdding == kAsTheyCome, "nobody would know when they are added");
 // With short tiles of queries a thread has registers for P as operand beside S and dP: dV's product
 // then need not wait for dP.

@@ -145,7 +145,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
         adding,
         lambda tiles: _cost(problem, tiles, key_stages(tiles), outboxes(tiles)),
         round_up(_head_cols(problem, best), PANEL_COLS),
-        lambda tiles: (("KEY_STAGES", key_stages(tiles)), ("OUTBOXES", outboxes(tiles))),
+        lambda tiles: (("KEY_STAGES", key_stages(tiles)), ("HAS_OUTBOXES", outboxes(tiles))),
         counts=True,
     )
     by_copies = ("tiles of queries are long: the copy engine adds to dQ",) * outboxes(Tiles(**part.tiles))

@@ -159,7 +159,11 @@ def times_of(calls: dict[str, Call], rounds: int, flush: Callable[[int], object]
 
 
 def parts_of(call: Call) -> dict[str, float]:
-    """Seconds of each of cufa's kernels that a call launches, the median over some calls."""
+    """Seconds of each of cufa's kernels that a call launches, the median over some calls.
+
+    One may be launched while the one before still runs and wait for it, so that together they are longer than
+    the call.
+    """
     entries = {entry for kernel in KERNELS.values() for entry in kernel.entries}
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(PROFILED_CALLS):

@@ -21,9 +21,11 @@ from cufa.problem import DTYPES  # noqa: E402
 README = ROOT / "README.md"
 RECORD = ROOT / "benchmarks" / "gpu_check.json"
 PEERS_RECORD = ROOT / "benchmarks" / "peers.json"
+HALF_RECORD = ROOT / "benchmarks" / "peers_float16.json"
 FP8_RECORD = ROOT / "benchmarks" / "fp8.json"
 TRAINING_RECORD = ROOT / "benchmarks" / "training.json"
 DECODE_RECORD = ROOT / "benchmarks" / "decode.json"
+INSTALL_RECORD = ROOT / "benchmarks" / "install.json"
 
 Row = dict[str, Any]
 
@@ -33,6 +35,9 @@ BACKWARD_ONLY = frozenset(("dlse", "deterministic", "dbias", "dsink"))
 # What bench_peers.py calls it, and whom it compares rungs with that are not the fastest on a Hopper.
 DETERMINISTIC = "cufa, deterministic"
 PEER_OF_RUNGS = "flash-attention-2"
+
+# Of the problems in bench_peers.py.
+TOKENS, HIDDEN = 16_384, 2_048
 
 # In the place of figures that nobody has taken yet.
 NO_RECORD = "Not measured yet."
@@ -282,20 +287,47 @@ def beside_peers(record: Row) -> Iterator[str]:
             yield f"- {name}: {mean_ratio(name, PEER_OF_RUNGS, points)} of the speed of {PEER_OF_RUNGS}"
     shares: dict[int, list[float]] = {}
     for part in record.get("parts", ()):
-        shares.setdefault(part["seqlen"], []).append(helpers_share(part["seconds"]))
+        shares.setdefault(part["seqlen"], []).append(share_beside_products(part, points))
     if shares:
+        # At longer ones it is less than times differ by from one call to the next.
         told = (
             f"{min(shares[seqlen]):.0%} to {max(shares[seqlen]):.0%} at length {seqlen:,}"
-            for seqlen in (min(shares), max(shares))
+            for seqlen in (512, 4096)
         )
-        yield f"- of a backward's time, the kernels beside the one of the products take {', '.join(told)}"
+        yield f"- of a backward's time, what the kernel of the products leaves is {', '.join(told)}"
     for direction, times in record.get("host_us", {}).items():
         told = (f"{time:.0f} us ({name})" for name, time in times.items())
         yield f"- a call keeps the host busy ({direction}, bfloat16) for {', '.join(told)}"
 
 
-def helpers_share(seconds: dict[str, float]) -> float:
-    return 1 - seconds["key_tiles"] / sum(seconds.values())
+def share_beside_products(part: Row, points: Sequence[Row]) -> float:
+    """Of the time of a backward call. Its kernels overlap, so that their times say more than they take."""
+    problem = ("dtype", "head_dim", "causal", "seqlen")
+    backward = next(
+        point
+        for point in points
+        if point["direction"] == "backward" and all(point[key] == part[key] for key in problem)
+    )
+    flops = 2.5 * 4 * TOKENS * HIDDEN * part["seqlen"] / (2 if part["causal"] else 1)
+    return 1 - part["seconds"]["key_tiles"] / (flops / backward["tflops"]["cufa"] / 1e12)
+
+
+def half(record: Row) -> str:
+    """The same in float16, in a sentence for each direction."""
+    lengths = ", ".join(f"{seqlen:,}" for seqlen in sorted({point["seqlen"] for point in record["points"]}))
+    told = []
+    for direction in dict.fromkeys(point["direction"] for point in record["points"]):
+        points = [point for point in record["points"] if point["direction"] == direction]
+        worst = min(points, key=over_best_peer)
+        told.append(
+            f"{direction} {statistics.geometric_mean(map(over_best_peer, points)):.2f} "
+            f"(worst {over_best_peer(worst):.2f}, head dim {worst['head_dim']} at {worst['seqlen']:,})"
+        )
+    peers = " and ".join(peers_in(record["points"][0]))
+    return (
+        f"In float16, over the faster of {peers}, at lengths {lengths}: {', '.join(told)}; means of "
+        f"{len(points)} cells ([benchmarks/peers_float16.json](benchmarks/peers_float16.json))."
+    )
 
 
 def decode(record: Row) -> str:
@@ -376,11 +408,33 @@ def training(record: Row) -> str:
     )
 
 
+def install(record: Row) -> str:
+    """What an installation takes of time and room, beside those of other libraries."""
+    installations = record["installations"]
+    lines = [
+        (
+            name,
+            f"{measured['seconds']:.0f} s",
+            f"{measured['bytes'] / 1e9:.2g} GB",
+            str(len(measured["packages"])),
+        )
+        for name, measured in installations.items()
+    ]
+    caption = (
+        f"Into an empty environment of Python {record['python']}, on {record['cores']} cores and one "
+        f"network, {record['date']}, by `scripts/bench_install.py` "
+        "([benchmarks/install.json](benchmarks/install.json))."
+    )
+    return f"{table(('pip install', 'time', 'on the disk', 'packages'), lines)}\n\n{caption}"
+
+
 SECTIONS = {
+    "install": (install, INSTALL_RECORD),
     "ladder": (ladder, RECORD),
     "choice": (choice, RECORD),
     "measured": (measured, RECORD),
     "peers": (peers, PEERS_RECORD),
+    "half": (half, HALF_RECORD),
     "fp8": (fp8, FP8_RECORD),
     "decode": (decode, DECODE_RECORD),
     "training": (training, TRAINING_RECORD),

@@ -745,7 +745,7 @@ def test_ways_of_adding(rng, kernel, dims, lengths, causal):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("kernel", "dims"), [BACKWARDS[0], BACKWARDS[-1]])
 def test_blocks_that_do_not_wait_for_their_turn(rng, tmp_path, kernel, dims, deterministic, right, wrong):
-    folder = planted(tmp_path, "wgmma_backward.cuh", right, wrong)
+    folder = planted(tmp_path, "wgmma_turns.cuh", right, wrong)
     problem = draw(rng, "float16", 60, 500, dims=dims, batch=1, heads=1, kv_heads=1)
     options = {"tiles": None, "device": NO_CACHE, "deterministic": deterministic}
     with pytest.raises(EmulatorError, match=r"race: .* of workspace|threads wait for others"):

@@ -18,7 +18,7 @@
 // Owns     block: 128 keys of one KV head at a time; warpgroup: 64 of them
 // Shared   rings of KEY_STAGES K and V tiles, which become dK and dV unless there are outboxes; of
 //          STAGES Q and dO tiles with the rows' statistics; of dS^T tiles
-// Global   workspace: sums of dQ, statistics, counts (wgmma_backward.cuh)
+// Global   workspace: sums of dQ, statistics, counts (wgmma_query_sums.cuh)
 // Writes   dQ, dK, dV
 #include "wgmma_backward.cuh"
 

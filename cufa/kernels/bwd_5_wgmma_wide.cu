@@ -11,7 +11,7 @@
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: 64 keys of one KV head; warpgroup: whole panels of the head dims of dK, dV and dQ
 // Shared   K, V; rings of STAGES Q tiles with the rows' statistics, dO tiles, P^T and dS^T
-// Global   workspace: sums of dQ, then statistics (wgmma_backward.cuh)
+// Global   workspace: sums of dQ, then statistics (wgmma_query_sums.cuh)
 // Writes   dQ, dK, dV
 #include "wgmma_backward.cuh"
 

@@ -1,0 +1,307 @@
+// The workspace of the Hopper backward: the sums of dQ and the statistics of rows, and the launches
+// before and after the products' that prepare them and round them.
+#pragma once
+
+#include "key_softmax.cuh"
+#include "sink_gradient.cuh"
+#include "wgmma_key_work.cuh"
+
+// A tile of dQ^T as the warpgroups have it: parts of 64 dims by Cols queries, each a warpgroup's
+// accumulators, of which a thread's fours lie together. Parts are panels of dims, or, if there is
+// but one panel, eights of queries.
+template <int BlockM, int Panels, int QueryParts>
+struct QuerySums {
+    static constexpr int kCols = BlockM / QueryParts;
+    static constexpr int kPart = kPanelCols * kCols;
+    static constexpr int kParts = Panels * QueryParts;
+    static constexpr int kTile = kPart * kParts;
+    static_assert(Panels == 1 || QueryParts == 1, "either dims are parted or queries");
+
+    // The query and the dim of the first of the fours with this index. The second is of the next
+    // query, the other two are eight dims further on.
+    __device__ static int query(int four) {
+        const int part = Panels == 1 ? four / (kPart / 4) : 0;
+        return part * kCols + four / kWarpgroup % (kCols / 8) * 8 + four % 4 * 2;
+    }
+    __device__ static int dim(int four) {
+        const int part = Panels == 1 ? 0 : four / (kPart / 4);
+        return part * kPanelCols + four % kWarpgroup / 32 * 16 + four % 32 / 4;
+    }
+
+    // Adds a warpgroup's part to the sums in global memory, or sets them.
+    __device__ static void add(float* tile, int part, const WgmmaSums<kCols>& sums, bool set) {
+        float* fours = own_fours(tile, part);
+#pragma unroll
+        for (int i = 0; i < kCols / 8; ++i) {
+            float* to = fours + i * kWarpgroup * 4;
+            if (set) {
+                *reinterpret_cast<Pack<float, 4>*>(to) = four_of(sums, i);
+            } else {
+                ptx::add_to_global(to, four_of(sums, i).v);
+            }
+        }
+    }
+
+    // Writes it as it lies there.
+    __device__ static void write(float* part, const WgmmaSums<kCols>& sums) {
+        unsigned int thread = threadIdx.x % kWarpgroup;
+        ptx::hold(thread);  // or the address would be kept in a register from tile to tile
+        auto* fours = reinterpret_cast<Pack<float, 4>*>(part) + thread;
+#pragma unroll
+        for (int i = 0; i < kCols / 8; ++i) fours[i * kWarpgroup] = four_of(sums, i);
+    }
+
+    // Writes a warpgroup's part of dQ's first rows, rounded: what it has and, unless that is all,
+    // the sums in global memory.
+    __device__ static void round(float* tile, int part, WgmmaSums<kCols>& sums, bool is_all,
+                                 const Matrix<scalar_t>& dq, int rows, float scale) {
+        const float* fours = own_fours(tile, part);
+#pragma unroll
+        for (int i = 0; i < kCols / 8; ++i) {
+            if (is_all) break;
+            const auto four = *reinterpret_cast<const Pack<float, 4>*>(fours + i * kWarpgroup * 4);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sums[4 * i + e] += four[e];
+        }
+        const int first_four = part * (kPart / 4) + threadIdx.x % kWarpgroup / 32 * 32;
+        const int row = query(first_four) + threadIdx.x % 32 / 4;
+        const int col = dim(first_four) + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < kCols / 4; ++i) {
+            // Eight dims of eight queries become eight queries of eight dims.
+            const unsigned int pair =
+                ptx::transpose_matrix(round_pair(sums[2 * i] * scale, sums[2 * i + 1] * scale));
+            write_pair(dq, row + i / 2 * 8, col + i % 2 * 8, rows, pair);
+        }
+    }
+
+  private:
+    __device__ static Pack<float, 4> four_of(const WgmmaSums<kCols>& sums, int i) {
+        return {sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
+    }
+    __device__ static float* own_fours(float* tile, int part) {
+        return tile + part * kPart + threadIdx.x % kWarpgroup * 4;
+    }
+    __device__ static void write_pair(const Matrix<scalar_t>& dq, int row, int col, int rows,
+                                      unsigned int pair) {
+        if (row >= rows || col >= kHeadDim) return;
+        scalar_t* to = dq.row(row) + col;
+        if (kHeadDim % 2 == 0 || col + 1 < kHeadDim) {
+            *reinterpret_cast<unsigned int*>(to) = pair;
+        } else {
+            *reinterpret_cast<unsigned short*>(to) = static_cast<unsigned short>(pair);
+        }
+    }
+};
+
+// The workspace: dQ's sums tile by tile, then the rows' statistics and, if blocks take turns, how
+// many have added each warpgroup's part of a tile; if they stay for many tiles of keys, how many of
+// those were taken.
+template <int BlockM, class Sums>
+struct Workspace {
+    float* sums;
+    RowStatistics<BlockM>* rows;
+    unsigned int (*added)[kConsumers];
+    unsigned int* taken;
+    int heads, tiles;  // tiles of one head; of packed sequences, of all of them
+
+    __device__ explicit Workspace(const BackwardParams& call)
+        : sums(static_cast<float*>(call.workspace)),
+          heads(call.sizes.heads),
+          tiles(row_tiles<BlockM>(kPacked ? call.sizes.batch : 1, call.sizes.seqlen_q)) {
+        const int count = (kPacked ? 1 : call.sizes.batch) * heads * tiles;
+        rows = reinterpret_cast<RowStatistics<BlockM>*>(sums + static_cast<long long>(count) *
+                                                                   Sums::kTile);
+        added = reinterpret_cast<unsigned int (*)[kConsumers]>(rows + count);
+        taken = added[kTurns ? count : 0];
+    }
+
+    // Where a tile of a sequence lies; row_tile is the other way round. A grid has a block for each
+    // tile, so an int counts them.
+    __device__ int place_of(const Sequence& sequence, int head, int tile) const {
+        return place_from(first_place_of(sequence), head, tile);
+    }
+    // The same from where the sequence's first tile lies, which need not be worked out each time.
+    __device__ int place_from(int first_place, int head, int tile) const {
+        return first_place + head * tiles + tile;
+    }
+    __device__ int first_place_of(const Sequence& sequence) const {
+        if constexpr (kPacked) return sequence.first_q / BlockM + sequence.batch;
+        return sequence.batch * heads * tiles;
+    }
+    __device__ float* sums_of(const Sequence& sequence, int head, int tile) const {
+        return sums_at(place_of(sequence, head, tile));
+    }
+    __device__ float* sums_at(int place) const {
+        return sums + static_cast<long long>(place) * Sums::kTile;
+    }
+    // Which tile of a sequence it is that has these sums.
+    __device__ HeadTile tile_of(const float* tile_sums, int first_place) const {
+        const int place = static_cast<int>((tile_sums - sums) / Sums::kTile) - first_place;
+        return {place / tiles, place % tiles};
+    }
+    __device__ RowStatistics<BlockM>& rows_of(const Sequence& sequence, int head, int tile) const {
+        return rows[place_of(sequence, head, tile)];
+    }
+    __device__ unsigned int (&added_to(const Sequence& sequence, int head, int tile)
+                                 const)[kConsumers] {
+        return added[place_of(sequence, head, tile)];
+    }
+};
+
+// The tile of queries of a block of the kernels before and after the main one. Those go through the
+// tiles backwards: what one kernel used last, the next finds in the L2 cache.
+template <int BlockM, class Sums>
+struct QueryBlock {
+    Workspace<BlockM, Sums> workspace;
+    Sequence sequence;
+    int head, tile;
+
+    __device__ static QueryBlock own(const BackwardParams& call) {
+        const Workspace<BlockM, Sums> workspace(call);
+        const int index = gridDim.x - 1 - blockIdx.x;
+        const int matrix = index / workspace.tiles, tile = index % workspace.tiles;
+        if constexpr (kPacked) {
+            const auto [batch, first_row] = row_tile<BlockM>(
+                tile, call.sizes.batch, call.sizes.seqlen_q, call.features.cu_seqlens_q);
+            return {workspace, Sequence(call, batch), matrix, first_row / BlockM};
+        }
+        const int heads = call.sizes.heads;
+        return {workspace, Sequence(call, matrix / heads), matrix % heads, tile};
+    }
+    // Of packed sequences the grid has more tiles than queries.
+    __device__ bool exists() const { return !kPacked || tile * BlockM < sequence.seqlen_q; }
+    __device__ float* sums() const { return workspace.sums_of(sequence, head, tile); }
+};
+
+// Whether NaN or infinity in a row of Q makes its output NaN, and so D, if it sees any key and the
+// LSE says so.
+constexpr bool kQueryShowsInOutput = !kSoftcap && !kSink;
+
+// Makes dQ zero in the rows of a tile that see no key.
+template <int Threads, int BlockM>
+__device__ inline void clear_unseeing_rows(const BackwardParams& call, const Sequence& sequence,
+                                           int head, int tile) {
+    const auto dq = sequence.queries<scalar_t>(call.dq, head);
+    const Mask mask = sequence.mask(call.features);
+    const int end = min((tile + 1) * BlockM, sequence.seqlen_q);
+    for (int row = tile * BlockM + threadIdx.x / 32; row < end; row += Threads / 32) {
+        if (mask.keys_end(row) > mask.first_key(row)) continue;
+        for (int col = threadIdx.x % 32; col < kHeadDim; col += 32) dq.row(row)[col] = scalar_t{};
+    }
+}
+
+// Computes a tile's rows' statistics, and prepares what blocks will add to and count. Where the
+// last of them rounds dQ, rows that none of them may work on are made zero.
+template <int Threads, int BlockM, class Sums>
+__device__ inline void prepare_rows(const BackwardParams& call) {
+    const auto at = QueryBlock<BlockM, Sums>::own(call);
+    if (!at.exists()) return;
+    auto* fours = reinterpret_cast<Pack<float, 4>*>(at.sums());
+#pragma unroll
+    for (int i = threadIdx.x; !kFirstSets && i < Sums::kTile / 4; i += Threads) fours[i] = {};
+    if (kTurns && threadIdx.x < kConsumers) {
+        at.workspace.added_to(at.sequence, at.head, at.tile)[threadIdx.x] = 0;
+    }
+
+    if (kRounds) clear_unseeing_rows<Threads, BlockM>(call, at.sequence, at.head, at.tile);
+
+    // As many lanes share a row as have an element of it each time.
+    constexpr int kChunk = min_of(16 / sizeof(scalar_t), kValueDim & -kValueDim);
+    constexpr int kLanes = kValueDim > 16 * kChunk ? 32 : kValueDim > 8 * kChunk ? 16 : 8;
+    using Chunk = Pack<scalar_t, kChunk>;
+    const Sequence& sequence = at.sequence;
+    const auto o = sequence.queries<const scalar_t>(call.o, at.head);
+    const auto dout = sequence.queries<const scalar_t>(call.dout, at.head);
+    const long long first_row = sequence.first_row(at.head, call.sizes);
+    const float* lse = static_cast<const float*>(call.lse) + first_row;
+    const float* dlse = call.dlse ? static_cast<const float*>(call.dlse) + first_row : nullptr;
+    const auto q = sequence.queries<const scalar_t>(call.q, at.head);
+    // The copy engine brings rows of the next sequence, too.
+    const int rows_end = kPacked ? call.sizes.seqlen_q - sequence.first_q : sequence.seqlen_q;
+    RowStatistics<BlockM>& statistics = at.workspace.rows_of(sequence, at.head, at.tile);
+    float not_zero = 0;  // a sum of all elements times 0
+#pragma unroll
+    for (int i = threadIdx.x / kLanes; i < BlockM; i += Threads / kLanes) {
+        const int row = at.tile * BlockM + i;
+        const bool inside = row < rows_end;
+        const bool counts = row < sequence.seqlen_q;
+        const float log = counts ? lse[row] : negative_infinity();
+        float sum = 0;
+        for (int col = threadIdx.x % kLanes * kChunk; inside && col < kValueDim;
+             col += kLanes * kChunk) {
+            const Chunk a = *reinterpret_cast<const Chunk*>(o.row(row) + col);
+            const Chunk b = *reinterpret_cast<const Chunk*>(dout.row(row) + col);
+#pragma unroll
+            for (int e = 0; e < kChunk; ++e) sum += to_acc(a[e]) * to_acc(b[e]);
+        }
+        not_zero += sum * 0;
+        if (inside && (!kQueryShowsInOutput || log == negative_infinity())) {
+            for (int col = threadIdx.x % kLanes; col < kHeadDim; col += kLanes)
+                not_zero += to_acc(q.row(row)[col]) * 0;
+        }
+        sum = lanes_sum<kLanes>(sum);
+        if (threadIdx.x % kLanes == 0) {
+            statistics.minus_lse[i] = (log == negative_infinity() ? log : -log) * unit_of_lse(call);
+            statistics.minus_d[i] = dlse && counts ? dlse[row] - sum : -sum;
+        }
+    }
+    const bool nonfinite = __syncthreads_or(not_zero != 0);
+    if (threadIdx.x == 0) statistics.nonfinite = nonfinite;
+}
+
+// A tile of dQ, rounded; rows are a vector longer than they are, against bank conflicts.
+template <int BlockM, int Panels>
+struct RoundedTile {
+    static constexpr int kVector = 16 / sizeof(scalar_t);
+    alignas(16) scalar_t rows[BlockM][Panels * kPanelCols + kVector];
+};
+
+// Rounds a tile of dQ. Rows that see no key have sums that nobody set.
+template <int Threads, int BlockM, int Panels, class Sums>
+__device__ inline void round_tile(const BackwardParams& call) {
+    constexpr int kVector = RoundedTile<BlockM, Panels>::kVector;
+    auto& rounded = shared_memory<RoundedTile<BlockM, Panels>, ROUND_SMEM_BYTES>().rows;
+    const auto at = QueryBlock<BlockM, Sums>::own(call);
+    if (!at.exists()) return;
+    const float scale = call.softmax_scale;
+    const auto* fours = reinterpret_cast<const Pack<float, 4>*>(at.sums());
+#pragma unroll
+    for (int i = threadIdx.x; i < Sums::kTile / 4; i += Threads) {
+        const auto four = fours[i];
+        const int query = Sums::query(i), dim = Sums::dim(i);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            rounded[query + e % 2][dim + e / 2 * 8] = from_acc<scalar_t>(four[e] * scale);
+        }
+    }
+    __syncthreads();
+
+    constexpr int kStored = min_of(kVector, kHeadDim & -kHeadDim);
+    constexpr int kRowStores = kHeadDim / kStored;
+    using Stored = Pack<scalar_t, kStored>;
+    const auto dq = at.sequence.template queries<scalar_t>(call.dq, at.head);
+    const int first_row = at.tile * BlockM;
+    const int rows = min(BlockM, at.sequence.seqlen_q - first_row);
+    const Mask mask = at.sequence.mask(call.features);
+    for (int i = threadIdx.x; i < rows * kRowStores; i += Threads) {
+        const int row = i / kRowStores, col = i % kRowStores * kStored;
+        const bool sees_any = mask.keys_end(first_row + row) > mask.first_key(first_row + row);
+        *reinterpret_cast<Stored*>(dq.row(first_row + row) + col) =
+            sees_any ? *reinterpret_cast<const Stored*>(&rounded[row][col]) : Stored{};
+    }
+}
+
+// Computes the gradient of a head's sink from the rows' statistics.
+template <int Threads, int BlockM, class Sums>
+__device__ inline void sum_up_sink(const BackwardParams& call) {
+    const Workspace<BlockM, Sums> workspace(call);
+    write_sink_gradient<Threads>(
+        call,
+        [&](const Sequence& sequence, int head, int row) -> RowStats {
+            const auto& statistics = workspace.rows_of(sequence, head, row / BlockM);
+            const float minus_lse = statistics.minus_lse[row % BlockM] / unit_of_lse(call);
+            return {-minus_lse * static_cast<float>(kLog2E), -statistics.minus_d[row % BlockM]};
+        },
+        shared_memory<WarpSums<Threads>, SINK_SMEM_BYTES>());
+}

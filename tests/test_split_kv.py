@@ -53,7 +53,8 @@ def test_few_heads_get_it_where_sms_would_be_idle(batch, heads, kv_heads, querie
     )
     plan = make_plan(problem, H200)
     assert (plan.kernel == KERNEL) == split
-    assert split or any(f"{heads // kv_heads} heads share {keys:,} keys" in reason for reason in plan.reasons)
+    why = f"a KV head has {keys:,} keys and {queries * heads // kv_heads:,} rows of queries"
+    assert split or any(why in reason for reason in plan.reasons)
     assert make_plan(problem, replace(H200, sm_count=4)).kernel != KERNEL
 
 

@@ -127,8 +127,8 @@ class SplitKernel(Kernel):
         if not few and 2 * tiles > of_heads and not idle:
             return (
                 f"{self.name} is for few queries with many keys, or of many heads that share them, or for so "
-                f"few heads that SMs would be idle, and here {group} heads share {keys:,} keys for "
-                f"{queries:,} queries, {heads:,} times"
+                f"few heads that SMs would be idle, and here a KV head has {keys:,} keys and "
+                f"{queries * group:,} rows of queries, and there are {heads:,} of them"
             )
         return super().unsuited(problem, device)
 

@@ -85,7 +85,10 @@ def choose(
     no_spills = [tiles for tiles in fitting if cost_of(tiles).registers <= device.registers_per_thread]
     prices = {tiles: _price(problem, tiles, cost_of(tiles), device) for tiles in no_spills or fitting}
     tiles = min(prices, key=lambda tiles: prices[tiles])
-    how = f"the cheapest of {len(prices)} that fit, a multiply-add at {prices[tiles]:.2f} times its bare cost"
+    how = "those that were the fastest for such a problem"
+    if len(candidates) > 1:
+        cost_of_one = f"a multiply-add at {prices[tiles]:.2f} times its bare cost"
+        how = f"the cheapest of {len(prices)} that fit, {cost_of_one}"
     if overrides:
         tiles = _override(tiles, overrides)
         how = f"{', '.join(overrides)} asked for"

@@ -590,7 +590,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) {
         constexpr int kWarps = kConsumers * kWarpgroup / 32;
         smem.ring.init(kWarps);
-        init_shared_ring(smem.ds_ring, kConsumers * kWarpgroup, kWarps);
+        smem.ds_ring.init(kWarps, kConsumers * kWarpgroup);
         smem.keys_ring.init(kOutboxes ? kWarps : kTurns ? kConsumers + 1 : 1);
         for (ptx::Barrier& written : smem.gradients) {
             ptx::barrier_init(written, kConsumers * kWarpgroup);
@@ -599,7 +599,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             for (OrderRing<kStages>& order : smem.order) order.init();
         }
         if (kOutboxes) {
-            for (Ring<1>& ring : smem.outbox_rings) init_shared_ring(ring, kWarpgroup, 1);
+            for (Ring<1>& ring : smem.outbox_rings) ring.init(1, kWarpgroup);
         }
         ptx::barrier_init_fence();
     }

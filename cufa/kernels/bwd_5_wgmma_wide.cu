@@ -451,8 +451,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         constexpr int kWarps = kConsumers * kWarpgroup / 32;
         smem.q_ring.init(kWarps);
         smem.dout_ring.init(kWarps);
-        init_shared_ring(smem.p_ring, kWarpgroup, kWarps);
-        init_shared_ring(smem.ds_ring, kWarpgroup, kWarps);
+        smem.p_ring.init(kWarps, kWarpgroup);
+        smem.ds_ring.init(kWarps, kWarpgroup);
         smem.keys_ring.init(kConsumers);
         if (kTurns) {
             for (OrderRing<kStages>& order : smem.order) order.init();

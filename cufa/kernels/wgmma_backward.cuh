@@ -41,15 +41,6 @@ __device__ inline void take_out_of_queries(QueryRows& q, OutRows& dout, int barr
     ptx::named_barrier_sync<Threads>(barrier);
 }
 
-// A ring that the consumers themselves fill, each of `writers` threads a part.
-template <int Stages>
-__device__ inline void init_shared_ring(Ring<Stages>& ring, int writers, int readers) {
-    for (int stage = 0; stage < Stages; ++stage) {
-        ptx::barrier_init(ring.full[stage], writers);
-        ptx::barrier_init(ring.empty[stage], readers);
-    }
-}
-
 // Arrives once for a warp, when all of its lanes are there.
 __device__ inline void arrive_by_warp(ptx::Barrier& barrier) {
     __syncwarp();

@@ -289,10 +289,11 @@ def beside_peers(record: Row) -> Iterator[str]:
     for part in record.get("parts", ()):
         shares.setdefault(part["seqlen"], []).append(share_beside_products(part, points))
     if shares:
-        # At longer ones it is less than times differ by from one call to the next.
+        # At longer ones than 4,096 it is less than times differ by from one call to the next.
+        short = [seqlen for seqlen in shares if seqlen <= 4096] or [min(shares)]
         told = (
             f"{min(shares[seqlen]):.0%} to {max(shares[seqlen]):.0%} at length {seqlen:,}"
-            for seqlen in (512, 4096)
+            for seqlen in sorted({min(short), max(short)})
         )
         yield f"- of a backward's time, what the kernel of the products leaves is {', '.join(told)}"
     for direction, times in record.get("host_us", {}).items():

@@ -376,6 +376,11 @@ def _threads(sequences: list[Sequence], heads: int) -> int:
     scores = heads * sum(sequence.seqlen_q * sequence.seqlen_k for sequence in sequences)
     if scores < PARALLEL_SCORES:
         return 1
+    return cores()
+
+
+def cores() -> int:
+    """How many of the CPU's cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

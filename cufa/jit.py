@@ -368,8 +368,8 @@ def _nvrtc() -> ModuleType:
     except (ImportError, RuntimeError) as error:  # the binding, or the library that it loads
         raise NVRTCMissingError(
             "cufa compiles its kernels with NVRTC, which is not installed: pip install "
-            "'cufa[cuda13]' or 'cufa[cuda12]'; to compile without a GPU, 'cuda-bindings==13.*' and "
-            f"'nvidia-cuda-nvrtc==13.*' are enough ({error})"
+            "'cufa[cuda13]', or 'cufa[cuda12]' for an NVIDIA driver older than 580, or 'cufa[compile]' to "
+            f"compile without a GPU ({error})"
         ) from error
     module: ModuleType = nvrtc
     return module

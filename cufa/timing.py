@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -31,13 +30,6 @@ class Timing:
     best: float
     worst: float
     repeats: int
-
-
-def cpu_cores() -> int:
-    """How many CPU cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def time_gpu(function: Callable[[], T], *, repeats: int | None = None) -> tuple[T, Timing]:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -127,11 +128,14 @@ def test_info_without_gpu_cupy_and_nvrtc_says_what_to_install(monkeypatch):
         raise cufa.NVRTCMissingError("no NVRTC")
 
     monkeypatch.setattr(jit, "nvrtc_version", missing)
+    monkeypatch.setattr(device, "gpu_present", lambda: False)
     monkeypatch.setitem(sys.modules, "cupy", None)
     facts = run_json("info")
     assert (facts["gpu"], facts["cupy"], facts["nvrtc"]) == (None, None, None)
     assert facts["missing"].keys() == {"gpu", "cupy", "nvrtc"}
-    assert "not installed: pip install 'cufa[cuda13]'" in run("info").stdout
+    shown = run("info").stdout
+    assert re.search(r"CuPy +not installed: pip install 'cufa\[cuda13\]'", shown)
+    assert re.search(r"NVRTC +not installed: pip install 'cufa\[compile\]'", shown)
 
 
 def test_info_shows_a_gpu_and_its_limits(monkeypatch):

@@ -564,7 +564,7 @@ def test_a_missing_library_says_what_to_install(variant, monkeypatch):
         raise RuntimeError("Failure finding libnvrtc.so.13")
 
     monkeypatch.setattr(nvrtc, "nvrtcVersion", not_found)
-    with pytest.raises(jit.NVRTCMissingError, match=r"nvidia-cuda-nvrtc==13.*libnvrtc\.so\.13"):
+    with pytest.raises(jit.NVRTCMissingError, match=r"'cufa\[compile\]'.*libnvrtc\.so\.13"):
         jit.build(variant)
 
 

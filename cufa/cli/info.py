@@ -14,12 +14,12 @@ import click
 import numpy as np
 
 import cufa
-from cufa import cache, device, driver, jit
+from cufa import cache, cpu, device, driver, jit
 from cufa.cli import output
 from cufa.cli.options import json_option
-from cufa.timing import cpu_cores
 
 _INSTALL = "pip install 'cufa[cuda13]', or 'cufa[cuda12]' for an NVIDIA driver older than 580"
+_INSTALL_COMPILER = "pip install 'cufa[compile]', to compile kernels without a GPU"
 _DRIVER_VERSION_FILE = Path("/proc/driver/nvidia/version")  # Linux only
 _VARIABLES = ("CUFA_ARCH", "CUFA_CACHE_DIR", "CUFA_DEBUG", "CUFA_NVRTC_OPTIONS")
 
@@ -43,7 +43,7 @@ def _facts() -> dict[str, Any]:
         "cufa": cufa.__version__,
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "cpu_cores": cpu_cores(),
+        "cpu_cores": cpu.cores(),
         "gpu": _gpu(missing),
         "driver": _driver(),
         "driver_cuda": _driver_cuda(),
@@ -64,7 +64,7 @@ def _facts() -> dict[str, Any]:
         facts["nvrtc"] = "{}.{}".format(*jit.nvrtc_version())
         facts["nvrtc_archs"] = [f"sm_{number}" for number in jit.supported_archs()]
     except cufa.NVRTCMissingError:
-        missing["nvrtc"] = _INSTALL
+        missing["nvrtc"] = _INSTALL if device.gpu_present() else _INSTALL_COMPILER
     return facts
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import cufa
-from cufa import arrays, device
+from cufa import arrays, cpu, device
 from cufa.cli import check
 from cufa.cli.options import RANDOM_BITS, FeatureOptions
 from cufa.cli.output import library_errors
@@ -31,7 +31,7 @@ from cufa.problem import (
     make_problem,
     output_shape,
 )
-from cufa.timing import Timing, cpu_cores, time_cpu, time_gpu
+from cufa.timing import Timing, time_cpu, time_gpu
 
 Arrays = dict[str, Any]
 
@@ -187,7 +187,7 @@ def place(on_gpu: bool) -> str:
     if on_gpu:
         gpu = device.current()
         return f"{gpu.name} ({gpu.arch})"
-    return f"CPU ({platform.machine()}, {cpu_cores()} cores, NumPy {np.__version__})"
+    return f"CPU ({platform.machine()}, {cpu.cores()} cores, NumPy {np.__version__})"
 
 
 def packed(problem: Problem, features: FeatureOptions) -> Problem:

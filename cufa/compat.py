@@ -23,6 +23,7 @@ from cufa.arrays import kind_of
 
 # What another library calls cufa's arguments, where it has other names.
 _FLASH_ATTN = {"window": "window_size"}
+_FLASH_ATTN_CACHE = {**_FLASH_ATTN, "k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens"}
 _TENSORS = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
 _PYTORCH = {**_TENSORS, "mask": "attn_mask", "bias": "attn_mask"}
 _JAX = {**_TENSORS, "window": "local_window_size"}
@@ -160,6 +161,85 @@ def flash_attn_varlen_func(
         seed=seed,
         offset=offset,
         return_lse=return_attn_probs,
+    )
+
+
+def flash_attn_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = None,
+    v: Any = None,
+    *,
+    cache_seqlens: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """flash-attn's function of that name (flash-attn 2.8), for decoding with a cache of keys and values.
+
+    `k` and `v` are written to the cache, behind what it holds, and then seen like the rest of it.
+
+    What differs: what comes after `v` is given by name; there is no rotary embedding, no padding on the left
+    (`cache_leftpad`), no `cache_batch_idx` (give a slice of the cache) and no paged cache (`block_table`);
+    `num_splits` is not looked at, as the plan chooses it; the LSE of a row that sees no key is -inf.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim).
+        k_cache: (batch, seqlen_cache, kv_heads, head_dim); of a kind that can be written to if k is given.
+        v_cache: (batch, seqlen_cache, kv_heads, head_dim).
+        k: (batch, seqlen_new, kv_heads, head_dim), what is to be written to the cache; None for nothing.
+        v: the same for v_cache; given if k is.
+        cache_seqlens: how many keys the cache holds, without those of k: a number, or (batch,) int32; None
+            for all that it has room for. On a GPU the numbers of an array are not checked: there must be
+            room for k.
+        softmax_scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
+        causal: the last query stands at the last key that the cache holds, with those of k.
+        window_size: (left, right), -1 for no limit.
+        softcap: 0 for none.
+        alibi_slopes: (heads,) or (batch, heads), float32.
+        num_splits: not looked at.
+        return_softmax_lse: whether to return the LSE too.
+
+    Returns:
+        out (batch, seqlen_q, heads, head_dim); with return_softmax_lse a pair of that and the LSE,
+        (batch, heads, seqlen_q).
+
+    Raises:
+        TypeError: what `cufa.attention` raises, or a cache of a kind that cannot be written to.
+        ValueError: k without v or without cache_seqlens, shapes that do not fit the cache, a number of keys
+            that it has no room for, or what `cufa.attention` raises.
+    """
+    _check_arrays(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    _, room, _, _ = _shape("k_cache", k_cache)
+    _shape("v_cache", v_cache)
+    held = cache_seqlens
+    if isinstance(held, (int, np.integer)):
+        held = int(held)
+        if not 0 <= held <= room:
+            raise ValueError(f"cache_seqlens is {held}; k_cache has room for 0 to {room}")
+    else:
+        _check_arrays(cache_seqlens=held)
+    if k is not None or v is not None:
+        held = _append(k_cache, v_cache, k, v, held)
+    if isinstance(held, int):
+        k_cache, v_cache, held = k_cache[:, :held], v_cache[:, :held], None
+    return _attention(
+        _FLASH_ATTN_CACHE,
+        q,
+        k_cache,
+        v_cache,
+        seqused_k=held,
+        causal=causal,
+        window=window_size,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        return_lse=return_softmax_lse,
     )
 
 
@@ -305,10 +385,10 @@ def dot_product_attention(
     masks = [] if mask is None else [mask[..., :keys]]
     xp = _namespace(query)
     if key_value_seq_lengths is not None:
-        masks.append(xp.arange(keys)[None, None, None, :] < key_value_seq_lengths[:, None, None, None])
+        masks.append(_arange(keys, query)[None, None, None, :] < key_value_seq_lengths[:, None, None, None])
     if "window" not in options and (left, right) != (None, None):
-        places = xp.arange(keys)[None, :] - xp.arange(seqlen_q)[:, None]
-        near = xp.ones(places.shape, dtype=bool) if left is None else places >= -left
+        places = _arange(keys, query)[None, :] - _arange(seqlen_q, query)[:, None]
+        near = places >= (-seqlen_q if left is None else -left)
         masks.append(near if right is None else near & (places <= right))
     if masks:
         options["mask"] = functools.reduce(operator.and_, masks)
@@ -324,9 +404,40 @@ def dot_product_attention(
     if query_seq_lengths is None:
         return result
     out, *residual = result if return_residual else (result,)
-    inside = xp.arange(seqlen_q)[None, :, None, None] < query_seq_lengths[:, None, None, None]
+    inside = _arange(seqlen_q, query)[None, :, None, None] < query_seq_lengths[:, None, None, None]
     out = xp.where(inside, out, xp.zeros_like(out))
     return (out, *residual) if return_residual else out
+
+
+def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any) -> Any:
+    """Write k and v to the caches, behind the `held` keys of each sequence; returns how many those are then.
+
+    Raises ValueError for what is missing, does not fit or has no room, TypeError for another dtype.
+    """
+    given = {"k": k, "v": v, "cache_seqlens": held}
+    missing = [name for name, what in given.items() if what is None]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} must be given, too, to write to the cache")
+    batch, room, _, _ = k_cache.shape
+    _, count, _, _ = _shape("k", k)
+    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        wanted = (batch, count, *cache.shape[2:])
+        if tuple(new.shape) != wanted:
+            raise ValueError(f"{name} has shape {tuple(new.shape)}; for {name}_cache it must be {wanted}")
+        if new.dtype != cache.dtype:
+            raise TypeError(f"{name} has dtype {new.dtype}; as {name}_cache it must be {cache.dtype}")
+    if not isinstance(held, int) and tuple(held.shape) != (batch,):
+        raise ValueError(f"cache_seqlens has shape {tuple(held.shape)}; it must be ({batch},)")
+    lengths = np.atleast_1d(held) if isinstance(held, (int, np.ndarray)) else np.empty(0)
+    if np.any((lengths < 0) | (lengths + count > room)):
+        raise ValueError(f"cache_seqlens is {held} and k has {count} keys; k_cache has room for {room}")
+    if isinstance(held, int):
+        place: Any = np.s_[:, held : held + count]
+    else:
+        place = _arange(batch, held)[:, None], held[:, None] + _arange(count, held)
+    k_cache[place] = k
+    v_cache[place] = v
+    return held + count
 
 
 def _attention(names: Mapping[str, str], q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -403,4 +514,12 @@ def _namespace(array: Any) -> Any:
     """The library of an array, which has NumPy's functions."""
     if hasattr(array, "__array_namespace__"):
         return array.__array_namespace__()
-    return sys.modules["cupy"] if type(array).__module__.startswith("cupy") else np
+    return sys.modules[type(array).__module__.partition(".")[0]]
+
+
+def _arange(stop: int, beside: Any) -> Any:
+    """The numbers from 0 to stop - 1, in an array of that one's library on its device."""
+    xp = _namespace(beside)
+    if xp.__name__ in ("numpy", "cupy"):
+        return xp.arange(stop)
+    return xp.arange(stop, device=beside.device)

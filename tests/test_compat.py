@@ -117,6 +117,104 @@ def test_flash_attns_packed_sequences(rng):
     close(lse.reshape(4, 2, 6).transpose(1, 0, 2), same_lse)
 
 
+CACHE_OPTIONS = [{}, {"causal": True}, {"window_size": (3, 0), "softcap": 5.0}]
+
+
+def attention_of_each(q, k_cache, v_cache, held, causal=False, window_size=(-1, -1), softcap=0.0):
+    """The output and the LSE over the first `held` keys of each sequence, in a call of its own."""
+    results = [
+        cufa.attention(
+            *(q[[b]], k_cache[[b], :count], v_cache[[b], :count]),
+            causal=causal,
+            window=window_size,
+            softcap=softcap,
+            return_lse=True,
+        )
+        for b, count in enumerate(held)
+    ]
+    return [np.concatenate(parts) for parts in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("options", CACHE_OPTIONS)
+@pytest.mark.parametrize("held", [5, np.int64(0), np.array([0, 7], np.int32), np.array([9, 3], np.int32)])
+def test_flash_attns_cache_is_read_as_far_as_it_is_filled(rng, options, held):
+    q, k_cache, v_cache = draw(rng, 3, 9)
+    k_cache[1, 7:] = np.nan  # keys that this sequence never holds
+    if np.max(held) < 9:
+        v_cache[:, np.max(held) :] = np.nan
+    before = k_cache.copy(), v_cache.copy()
+    out, lse = compat.flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=held, return_softmax_lse=True, **options
+    )
+    exact, exact_lse = attention_of_each(q, k_cache, v_cache, np.broadcast_to(held, 2), **options)
+    close(out, exact)
+    close(lse, exact_lse)
+    np.testing.assert_array_equal(k_cache, before[0])
+    np.testing.assert_array_equal(v_cache, before[1])
+
+
+def test_flash_attns_cache_is_whole_if_no_length_is_given(rng):
+    q, k_cache, v_cache = draw(rng, 3, 9)
+    out = compat.flash_attn_with_kvcache(q, k_cache, v_cache, softmax_scale=0.3)
+    np.testing.assert_array_equal(out, cufa.attention(q, k_cache, v_cache, softmax_scale=0.3))
+
+
+@pytest.mark.parametrize("options", CACHE_OPTIONS)
+@pytest.mark.parametrize("held", [4, np.array([0, 6], np.int32)])
+def test_flash_attns_cache_takes_new_keys_behind_those_it_holds(rng, options, held):
+    q, k_cache, v_cache = draw(rng, 3, 9)
+    _, k, v = draw(rng, 3, 3)
+    expected_caches = k_cache.copy(), v_cache.copy()
+    for b, count in enumerate(np.broadcast_to(held, 2)):
+        for cache, new in zip(expected_caches, (k, v), strict=True):
+            cache[b, count : count + 3] = new[b]
+    out = compat.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=held, **options)
+    np.testing.assert_array_equal(k_cache, expected_caches[0])
+    np.testing.assert_array_equal(v_cache, expected_caches[1])
+    exact, _ = attention_of_each(q, *expected_caches, np.broadcast_to(held, 2) + 3, **options)
+    close(out, exact)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"v": None}, ValueError, "v must be given, too"),
+        ({"k": None, "cache_seqlens": None}, ValueError, "k, cache_seqlens must be given, too"),
+        ({"cache_seqlens": 8}, ValueError, "cache_seqlens is 8 and k has 2 keys; k_cache has room for 9"),
+        ({"cache_seqlens": np.array([1, 8], np.int32)}, ValueError, r"cache_seqlens is \[1 8\] and k has 2"),
+        ({"cache_seqlens": np.array([1, -1], np.int32)}, ValueError, r"cache_seqlens is \[ 1 -1\] and k"),
+        ({"cache_seqlens": 10}, ValueError, "cache_seqlens is 10; k_cache has room for 0 to 9"),
+        ({"cache_seqlens": -1}, ValueError, "cache_seqlens is -1; k_cache has room for 0 to 9"),
+        ({"cache_seqlens": [1, 2]}, TypeError, "cache_seqlens is a list; it may be a NumPy array"),
+        ({"cache_seqlens": np.array([1], np.int32)}, ValueError, r"cache_seqlens has shape \(1,\); it must"),
+        ({"k": np.zeros((2, 2, 3, 8), np.float32)}, ValueError, r"k has shape \(2, 2, 3, 8\); for k_cache"),
+        ({"v": np.zeros((2, 3, 2, 8), np.float32)}, ValueError, r"v has shape \(2, 3, 2, 8\); for v_cache"),
+        ({"k": np.zeros((2, 2, 2, 8))}, TypeError, "k has dtype float64; as k_cache it must be float32"),
+    ],
+)
+def test_what_flash_attns_cache_cannot_take_is_not_written(rng, change, error, message):
+    q, k_cache, v_cache = draw(rng, 3, 9)
+    _, k, v = draw(rng, 3, 2)
+    before = k_cache.copy(), v_cache.copy()
+    arguments = {"k": k, "v": v, "cache_seqlens": 3, **change}
+    with pytest.raises(error, match=f"^{message}"):
+        compat.flash_attn_with_kvcache(q, k_cache, v_cache, **arguments)
+    np.testing.assert_array_equal(k_cache, before[0])
+    np.testing.assert_array_equal(v_cache, before[1])
+
+
+def test_errors_name_flash_attns_cache(rng):
+    q, k_cache, v_cache = draw(rng, 3, 9)
+    with pytest.raises(
+        ValueError, match=r"^v_cache has shape .* and k_cache .*; the seqlen must be the same"
+    ):
+        compat.flash_attn_with_kvcache(q, k_cache, v_cache[:, :8])
+    with pytest.raises(TypeError, match=r"^cache_seqlens has dtype int64; it must be int32"):
+        compat.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=np.array([3, 4]))
+    with pytest.raises(ValueError, match=r"^cache_seqlens has shape \(3,\); it must be \(2,\)"):
+        compat.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=np.zeros(3, np.int32))
+
+
 def pytorchs(q, k, v, **options):
     turn = (0, 2, 1, 3)
     return compat.scaled_dot_product_attention(
@@ -193,6 +291,39 @@ def test_errors_name_tensors_as_the_caller_does(rng, function):
 def test_jaxs_options_that_are_impossible(rng, options, error, message):
     with pytest.raises(error, match=f"^{message}"):
         compat.dot_product_attention(*draw(rng, 6, 9), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+@pytest.mark.parametrize("held", [4, np.array([0, 6], np.int32)])
+def test_flash_attns_cache_on_a_gpu(rng, library, held):
+    xp = pytest.importorskip(library)
+
+    def on_gpu(x):
+        return xp.asarray(x) if library == "cupy" else xp.from_numpy(x).cuda()
+
+    host = [*draw(rng, 3, 9), *draw(rng, 3, 3)[1:]]
+    arrays = [on_gpu(x) for x in host]
+    out = compat.flash_attn_with_kvcache(
+        *arrays, cache_seqlens=held if isinstance(held, int) else on_gpu(held), causal=True
+    )
+    expected_out = compat.flash_attn_with_kvcache(*host, cache_seqlens=held, causal=True)
+    for actual, exact in zip((out, *arrays[1:3]), (expected_out, *host[1:3]), strict=True):
+        close(actual.get() if library == "cupy" else actual.cpu().numpy(), exact)
+
+
+@pytest.mark.gpu
+def test_jaxs_options_with_torchs_arrays_on_a_gpu(rng):
+    torch = pytest.importorskip("torch")
+    host = draw(rng, 6, 9)
+    lengths = {"query_seq_lengths": np.array([6, 3], np.int32)}
+    lengths["key_value_seq_lengths"] = np.array([4, 9], np.int32)
+    options = {"is_causal": True, "local_window_size": (2, 0)}
+    exact = compat.dot_product_attention(*host, **lengths, **options)
+    on_gpu = [torch.from_numpy(x).cuda() for x in host]
+    lengths_on_gpu = {name: torch.from_numpy(x).cuda() for name, x in lengths.items()}
+    out = compat.dot_product_attention(*on_gpu, **lengths_on_gpu, **options)
+    close(out.cpu().numpy(), exact)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from cufa.kernels import COMPANIONS, KERNELS
+
 ROOT = Path(__file__).resolve().parent.parent
+GUIDE = ROOT / "cufa" / "kernels" / "README.md"
 
 
 def test_figures_are_those_of_the_records():
@@ -14,14 +19,37 @@ def test_figures_are_those_of_the_records():
     assert done.returncode == 0, done.stderr
 
 
-def test_links_lead_somewhere():
-    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text())
-    assert links
-    for link in links:
-        assert (ROOT / link).exists(), link
+@pytest.mark.parametrize("page", [ROOT / "README.md", GUIDE])
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\(([^)#]+)\)", page.read_text())
+    files = [link for link in links if not link.startswith("https://")]
+    assert files
+    for link in files:
+        assert (page.parent / link).exists(), link
 
 
 def test_the_guide_to_the_kernels_names_each_header_once():
-    guide = ROOT / "cufa" / "kernels" / "README.md"
-    named = re.findall(r"`(\w+\.cuh)`", guide.read_text().split("Where to touch what")[0])
-    assert sorted(named) == sorted(path.name for path in guide.parent.glob("*.cuh"))
+    headers = GUIDE.read_text().split("## What is where")[1].split("##")[0]
+    named = re.findall(r"`(\w+\.cuh)`", headers)
+    assert sorted(named) == sorted(path.name for path in GUIDE.parent.glob("*.cuh"))
+
+
+def test_the_guide_to_the_kernels_has_the_ladder_in_order():
+    rungs = re.findall(r"^\| `(\w+)` \| .* \| (.*) \|$", GUIDE.read_text().split("##")[0], re.MULTILINE)
+    assert [name for name, _ in rungs] == list(KERNELS)
+    for name, headers in rungs:
+        for header in re.findall(r"`(\w+\.cuh)`", headers):
+            assert header in included(f"{name}.cu"), f"{header} is not among those of {name}"
+
+
+def included(source: str) -> set[str]:
+    """The headers that a source includes, directly or not."""
+    found = set(re.findall(r'^#include "(.*)"$', (GUIDE.parent / source).read_text(), re.MULTILINE))
+    return found.union(*map(included, found))
+
+
+def test_the_guide_to_the_kernels_lists_the_papers_of_the_ladder():
+    papers = GUIDE.read_text().split("## Papers")[1]
+    for kernel in (*KERNELS.values(), *COMPANIONS.values()):
+        cited, _, _ = kernel.paper.partition(",")
+        assert f"| {cited} |" in papers, kernel.name

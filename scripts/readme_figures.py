@@ -260,6 +260,26 @@ def peers(record: Row) -> str:
     return "\n\n".join((table(header, lines), caption, "\n".join(beside_peers(record)))).rstrip()
 
 
+def headline(record: Row) -> str:
+    """What all cells come to, in a sentence."""
+    points = record["points"]
+    forward, backward = (
+        [point for point in points if point["direction"] == direction]
+        for direction in ("forward", "backward")
+    )
+    over_best = [statistics.geometric_mean(map(over_best_peer, cells)) for cells in (forward, backward)]
+    over_one = [mean_ratio("cufa", PEER_OF_RUNGS, cells) for cells in (forward, backward)]
+    *others, last = peers_in(points[0])
+    lengths = sorted({point["seqlen"] for point in points})
+    dtypes = " and ".join(dict.fromkeys(point["dtype"] for point in points))
+    return (
+        f"On an {record['gpu']} in {dtypes}, the forward is {over_best[0]:.2f} and the backward "
+        f"{over_best[1]:.2f} times as fast as the fastest of {', '.join(others)} and {last} at each length "
+        f"from {lengths[0]} to {lengths[-1]:,}, in the mean; beside {PEER_OF_RUNGS} alone, {over_one[0]} and "
+        f"{over_one[1]} times ([what was measured](#beside-other-libraries))."
+    )
+
+
 def peers_in(point: Row) -> list[str]:
     return [name for name in point["tflops"] if not name.startswith("cufa") and name not in KERNELS]
 
@@ -430,6 +450,7 @@ def install(record: Row) -> str:
 
 
 SECTIONS = {
+    "headline": (headline, PEERS_RECORD),
     "install": (install, INSTALL_RECORD),
     "ladder": (ladder, RECORD),
     "choice": (choice, RECORD),

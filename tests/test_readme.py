@@ -19,7 +19,7 @@ def test_figures_are_those_of_the_records():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", GUIDE])
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", GUIDE])
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#]+)\)", page.read_text())
     files = [link for link in links if not link.startswith("https://")]

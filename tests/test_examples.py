@@ -1,0 +1,27 @@
+"""The examples run, and say that they are right."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def differences(example, capsys):
+    """The figures that an example prints."""
+    runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+    return [float(figure) for figure in re.findall(r"\d\.\de[-+]\d\d", capsys.readouterr().out)]
+
+
+def test_decoding_is_attention_over_all_tokens(capsys):
+    (difference,) = differences("decode.py", capsys)
+    assert 0 < difference < 1e-5
+
+
+def test_gradients_are_pytorchs(capsys):
+    pytest.importorskip("torch")
+    found = differences("pytorch.py", capsys)
+    assert len(found) == len(("out", "dq", "dk", "dv"))
+    assert all(0 < difference < 0.02 for difference in found)

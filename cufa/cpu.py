@@ -25,6 +25,7 @@ import threadpoolctl
 
 from cufa.problem import four_axes
 from cufa.reference import masked_matmul
+from cufa.rounding import ceil_div
 from cufa.score_rules import BiasPlace, HeadRules, Rules, Sequence
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -363,7 +364,7 @@ def _shares(
     """
     heads, kv_heads = q.shape[-2], k.shape[-2]
     size = heads // max(1, kv_heads)
-    parts = -(-threads // max(1, len(sequences) * kv_heads))
+    parts = ceil_div(threads, max(1, len(sequences) * kv_heads))
     for sequence, kv_head in itertools.product(sequences, range(kv_heads)):
         group = _Group(sequence, kv_head, k, v, _compute_dtype(q))
         queries = [rules.of_head(sequence, kv_head * size + h, heads) for h in range(size)]

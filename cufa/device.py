@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass, replace
 
 from cufa import driver
+from cufa.rounding import ceil_div, round_up
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -170,21 +171,17 @@ class Device:
             or smem_bytes > self.smem_per_block
         ):
             return 0
-        warps = -(-threads // self.warp_size)
+        warps = ceil_div(threads, self.warp_size)
         limits = [self.blocks_per_sm, self.threads_per_sm // self.warp_size // warps]
         if registers:
-            registers_per_warp = _round_up(registers * self.warp_size, REGISTER_UNIT)
+            registers_per_warp = round_up(registers * self.warp_size, REGISTER_UNIT)
             warps_per_partition = self.registers_per_sm // PARTITIONS_PER_SM // registers_per_warp
             limits.append(PARTITIONS_PER_SM * warps_per_partition // warps)
         smem_unit = 128 if self.arch.capability >= (8, 0) else 256
-        smem = _round_up(smem_bytes + self.smem_reserved_per_block, smem_unit)
+        smem = round_up(smem_bytes + self.smem_reserved_per_block, smem_unit)
         if smem:
             limits.append(self.smem_per_sm // smem)
         return min(limits)
-
-
-def _round_up(value: int, unit: int) -> int:
-    return -(-value // unit) * unit
 
 
 def _native(major: int, minor: int) -> Arch:

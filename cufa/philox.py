@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from cufa.rounding import ceil_div
+
 Array: TypeAlias = npt.NDArray[Any]
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -52,8 +54,8 @@ def kept(dropout_p: float, seed: int, offset: int, matrix: int, rows: slice, key
         rows: from where to where in the sequence.
         keys: likewise.
     """
-    i = np.arange(rows.start // 2, -(-rows.stop // 2))[:, None]
-    j = np.arange(keys.start // 2, -(-keys.stop // 2))
+    i = np.arange(rows.start // 2, ceil_div(rows.stop, 2))[:, None]
+    j = np.arange(keys.start // 2, ceil_div(keys.stop, 2))
     quads = np.stack(philox((j, i, matrix, offset), seed)) >= dropped_below(dropout_p)
     of_pairs = quads.reshape(2, 2, len(i), len(j))  # (row % 2, key % 2, row // 2, key // 2)
     kept: Array = of_pairs.transpose(2, 0, 3, 1).reshape(2 * len(i), 2 * len(j))

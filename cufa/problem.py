@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from cufa.rounding import ceil_div
+
 Direction = Literal["forward", "backward"]
 Shape = tuple[int, ...]
 
@@ -505,7 +507,7 @@ def _check_score_array(name: str, problem: Problem, shape: Shape, dtype: Any, pa
     if name == "bias":
         dtype_name(dtype, name)
     elif dtype == np.uint8:
-        keys, key_axis = -(-keys // 8), "seqlen_k in bytes of 8 bits"
+        keys, key_axis = ceil_div(keys, 8), "seqlen_k in bytes of 8 bits"
     elif dtype != np.bool_:
         raise TypeError(f"mask has dtype {dtype}; it may be bool, or uint8 for bits")
     wanted = f"(batch or 1, heads or 1, seqlen_q or 1, {key_axis})"

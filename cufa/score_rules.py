@@ -22,6 +22,7 @@ import numpy.typing as npt
 from cufa import philox
 from cufa.problem import check_window, four_axes
 from cufa.reference import ScoreOptions
+from cufa.rounding import ceil_div
 
 Array: TypeAlias = npt.NDArray[Any]
 # Where a tile's sums belong in the gradient of the bias: batch, head, first row and the one after the last.
@@ -273,6 +274,6 @@ def _mask_tile(mask: Array, columns: slice) -> Array:
     if mask.dtype != np.uint8:
         return mask[:, columns]
     first = columns.start // 8
-    in_bytes = mask[:, first : -(-columns.stop // 8)]
+    in_bytes = mask[:, first : ceil_div(columns.stop, 8)]
     bits = np.unpackbits(in_bytes, axis=1, bitorder="little").astype(bool)
     return bits[:, columns.start - 8 * first : columns.stop - 8 * first]

@@ -31,6 +31,7 @@ from cufa.problem import (
     make_problem,
     output_shape,
 )
+from cufa.rounding import ceil_div
 from cufa.timing import Timing, time_cpu, time_gpu
 
 Arrays = dict[str, Any]
@@ -277,7 +278,7 @@ def _described(problem: Problem, features: FeatureOptions, layout: str) -> Array
     if features.bias is not None:
         described["bias"] = zeros(dtype, 1, heads, rows, keys)
     if features.mask == RANDOM_BITS:
-        described["mask"] = zeros(np.uint8, 1, heads, rows, -(-keys // 8))
+        described["mask"] = zeros(np.uint8, 1, heads, rows, ceil_div(keys, 8))
     elif features.mask is not None:
         described["mask"] = zeros(np.bool_, 1, heads, rows, keys)
     if features.alibi:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from cufa.device import Device
 from cufa.problem import DTYPES, FLOAT8, MAX_HEAD_DIM, Direction, Problem
+from cufa.rounding import ceil_div
 
 # From which compute capability on tensor cores take a type by mma.sync; for float64, which have them in more
 # than name.
@@ -116,13 +117,13 @@ class SplitKernel(Kernel):
     def unsuited(self, problem: Problem, device: Device) -> str | None:
         """As `Kernel.unsuited`: not where it would hardly read keys less often than once for each head."""
         sequences, group = problem.packed_sequences, problem.group
-        queries, keys = (-(-length // sequences) for length in (problem.seqlen_q, problem.seqlen_k))
-        tiles, of_heads = -(-queries * group // _SPLIT_ROWS), group * -(-queries // _HEAD_ROWS)
+        queries, keys = (ceil_div(length, sequences) for length in (problem.seqlen_q, problem.seqlen_k))
+        tiles, of_heads = ceil_div(queries * group, _SPLIT_ROWS), group * ceil_div(queries, _HEAD_ROWS)
         few = queries * group <= _FEW_ROWS and keys >= _MANY_KEYS
         heads = problem.batch * problem.kv_heads
         seen = problem.visible_scores / max(1, queries)
         slower = min(_SLOWEST_SPLIT, (problem.head_dim + problem.value_dim) / _EVEN_DIMS)
-        waves = -(-heads * of_heads // device.sm_count)
+        waves = ceil_div(heads * of_heads, device.sm_count)
         idle = slower * heads * tiles / device.sm_count * seen + _MERGE_KEYS < waves * seen
         if not few and 2 * tiles > of_heads and not idle:
             return (

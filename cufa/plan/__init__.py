@@ -52,7 +52,7 @@ def make_plan(
     """The Plan for a problem on a device.
 
     `kernel` names a rung of the ladder instead of the fastest that supports the problem; `tiles`
-    overrides any of that kernel's `block_m`, `block_n`, `threads` and `lanes`.
+    overrides any of that kernel's tile sizes, by the names that a printed plan has for them.
 
     Raises ValueError if the kernel does not support the problem or the device, or if the tiles do not
     fit; the message has the arithmetic. Raises TypeError for tiles that are no mapping to integers.

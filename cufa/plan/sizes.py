@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from cufa.plan.record import Macro
 from cufa.problem import Features, Problem
+from cufa.rounding import ceil_div as ceil_div
+from cufa.rounding import round_up as round_up
 
 # The structs of params.cuh, whose fields cufa/launch.py packs.
 FORWARD_PARAMS_BYTES = 352
@@ -13,16 +15,6 @@ MERGE_PARAMS_BYTES = 136
 
 # One shared-memory access of a thread.
 VECTOR_BYTES = 16
-
-
-def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
-
-
-def round_up(a: int, b: int) -> int:
-    """The smallest multiple of b that is at least a."""
-    return ceil_div(a, b) * b
 
 
 def common_macros(problem: Problem) -> tuple[Macro, ...]:

@@ -23,7 +23,6 @@ from tolerance import Problem, assert_attention, assert_gradients, random_proble
 
 import cufa
 from cufa import checking, device, reference
-from cufa.kernels import KERNELS
 
 __all__ = ["cupy"]  # a fixture
 
@@ -41,7 +40,8 @@ def _needs_hopper(cupy):
 
 
 def backward_for(head_dim):
-    return next(name for name in BACKWARD if head_dim <= KERNELS[name].max_head_dim)
+    """The kernel for values of as many head dims as keys have."""
+    return BACKWARD[head_dim > 128]
 
 
 def bits(array):

@@ -130,10 +130,16 @@ def test_products_are_issued_together(head_dim):
 
 @pytest.mark.parametrize(
     ("head_dim", "value_dim", "name"),
-    [(64, 64, NARROW), (128, 40, NARROW), (129, 64, WIDE), (64, 192, WIDE), (256, 256, WIDE)],
+    [
+        *[(64, 64, NARROW), (128, 40, NARROW), (129, 64, NARROW), (192, 128, NARROW)],
+        *[(64, 192, WIDE), (192, 129, WIDE), (193, 128, WIDE), (256, 256, WIDE)],
+    ],
 )
-def test_the_wider_head_dim_chooses_the_kernel(head_dim, value_dim, name):
-    assert best_kernel(problem(head_dim, value_dim), H200).name == name
+def test_head_dims_choose_the_kernel(head_dim, value_dim, name):
+    call = problem(head_dim, value_dim)
+    assert best_kernel(call, H200).name == name
+    capped = best_kernel(replace(call, features=Features(softcap=True)), H200).name
+    assert capped == (name if head_dim <= 128 else WIDE)
 
 
 @pytest.mark.parametrize(
@@ -152,8 +158,12 @@ def test_what_is_not_supported_has_a_reason(name, call, device, reason):
 
 
 def test_head_dims_have_their_kernel():
-    assert "supports head dims to 128, and this is 256" in KERNELS[NARROW].unsupported(problem(256), H200)
+    assert "supports head dims to 192, and this is 256" in KERNELS[NARROW].unsupported(problem(256), H200)
+    assert "and these are 192 and 136" in KERNELS[NARROW].unsupported(problem(192, 136), H200)
     assert "supports head dims from 129, and this is 128" in KERNELS[WIDE].unsupported(problem(128), H200)
+    assert KERNELS[WIDE].unsupported(problem(192, 128), H200) is None
+    assert "half as many keys at a time" in KERNELS[WIDE].unsuited(problem(192, 128), H200)
+    assert KERNELS[WIDE].unsuited(problem(192), H200) is None
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (128, 128), (80, 128), (256, 256), (96, 256)])
@@ -314,10 +324,11 @@ def test_nothing_is_launched_for_nothing(batch, seqlen):
         (128, {"block_n": 64}, "block_n must be 128, 64 for a warpgroup's rows"),
         (64, {"block_m": 64}, "block_m must be 128, 64 for a warpgroup's dQ"),
         (128, {"block_m": 96, "stages": 1}, "a thread needs about 256 registers, and there are 240"),
+        (192, {"block_m": 48}, "block_m must be a multiple of 32, 16 for half a warpgroup's dQ"),
         (256, {"stages": 3}, "bytes of shared memory"),
         (64, {"threads": 128}, "tiles has threads"),
     ],
 )
 def test_tiles_that_do_not_fit_are_refused(head_dim, tiles, reason):
     with pytest.raises(ValueError, match=reason):
-        plan_of(problem(head_dim), **tiles)
+        plan_of(problem(head_dim, min(head_dim, 128) if head_dim < 256 else 256), **tiles)

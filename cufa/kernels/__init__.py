@@ -23,6 +23,9 @@ _FEW_ROWS, _MANY_KEYS = 32, 256
 # For how many head dims, of keys and values together, a key takes as long in the former as in the latter; by
 # how much it takes longer at most; and as many keys as in the latter take as long as merging. Likewise.
 _EVEN_DIMS, _SLOWEST_SPLIT, _MERGE_KEYS = 192, 2.0, 600
+# Over so many head dims of values, dK and dV of 64 keys do not fit a warpgroup's registers; of keys, S and
+# dP no longer do beside them.
+_EVEN_HEAD_DIM = 128
 # Where three products of tf32 take less time than one of float32 on CUDA cores.
 _FAST_TF32 = frozenset(((8, 0), (8, 7), (9, 0), (10, 0), (10, 3)))
 
@@ -108,6 +111,34 @@ class HopperKernel(Kernel):
     only_arch: str | None = "90a"
     min_align_bytes: int = 16
     ascending_only: bool = True
+
+
+@dataclass(frozen=True)
+class HopperBackward(HopperKernel):
+    """One whose warpgroups have keys of their own: dK and dV of those must fit their registers."""
+
+    def unsupported(self, problem: Problem, device: Device) -> str | None:
+        """As `Kernel.unsupported`."""
+        reason = super().unsupported(problem, device)
+        if reason is not None or problem.head_dim <= _EVEN_HEAD_DIM >= problem.value_dim:
+            return reason
+        if problem.value_dim > _EVEN_HEAD_DIM or problem.features.softcap:
+            return (
+                f"{self.name} supports head dims over {_EVEN_HEAD_DIM} of keys alone and without softcap, "
+                f"and these are {problem.head_dim} and {problem.value_dim}"
+            )
+        return None
+
+
+@dataclass(frozen=True)
+class WideHopperBackward(HopperKernel):
+    """One whose warpgroups share keys, half as many."""
+
+    def unsuited(self, problem: Problem, device: Device) -> str | None:
+        """As `Kernel.unsuited`: not where a warpgroup can have keys of its own."""
+        if kernel_named("bwd_4_wgmma").unsupported(problem, device) is None:
+            return f"{self.name} works on half as many keys at a time as bwd_4_wgmma"
+        return None
 
 
 @dataclass(frozen=True)
@@ -271,17 +302,17 @@ _LADDER = (
         tensor_cores=True,
         features=_ALL_FEATURES,
     ),
-    HopperKernel(
+    HopperBackward(
         name="bwd_4_wgmma",
         direction="backward",
         entries=("row_sums", "key_tiles", "round_queries", "sink_gradient"),
         idea="Hopper: all five products by wgmma beside each other and beside the softmax, tiles by TMA",
         paper="Shah et al. 2024, section 3",
         memory="O(N)",
-        max_head_dim=128,
+        max_head_dim=192,
         features=_HOPPER_BACKWARD_FEATURES,
     ),
-    HopperKernel(
+    WideHopperBackward(
         name="bwd_5_wgmma_wide",
         direction="backward",
         entries=("row_sums", "key_tiles", "round_queries", "sink_gradient"),

@@ -36,6 +36,8 @@ static_assert(!kOutboxes || kAdding == kAsTheyCome, "nobody would know when they
 // then need not wait for dP.
 constexpr bool kShortTiles = kBlockM <= kPanelCols;
 constexpr bool kValuesEarly = kShortTiles;
+// Beside dK of more head dims it has none for S and dP at the same time.
+constexpr bool kScoresTogether = kHeadDim <= kConsumers * kPanelCols;
 // Each warpgroup has a panel of dims of dQ if tiles of queries are short, and so there are two.
 constexpr int kHeadCols = kShortTiles && kHeadDim <= kPanelCols ? 2 * kPanelCols : kHeadDim;
 // A row of dS^T in a panel: narrow if queries would leave a part of a panel empty.
@@ -58,13 +60,17 @@ using Tiles = QueryTiles<kBlockM, kBlockN>;
 using Walk = QueryWalk<Tiles>;
 using Statistics = RowStatistics<kBlockM>;
 
-// The warpgroups part a tile of dQ^T: its two panels of dims or, if there is but one, its queries.
+// The warpgroups part a tile of dQ^T: each has a panel of dims, if there are as many, and half the
+// queries of the odd one.
 constexpr int kPanels = KeyRows::kPanels;
-static_assert(kPanels <= kConsumers, "a warpgroup has one panel of dQ");
-using Sums = QuerySums<kBlockM, kPanels, kConsumers / kPanels>;
-static_assert(kPanels > 1 || Sums::kCols == kPanelCols, "a warpgroup has one panel of dS");
-using QueryPart = WgmmaSums<Sums::kCols>;
+constexpr bool kWholePanel = kPanels >= kConsumers, kHalfPanel = kPanels % kConsumers != 0;
+static_assert(kPanels / kConsumers == kWholePanel, "a warpgroup has at most one panel of dQ");
+using Sums = QuerySums<kBlockM, kPanels, kHalfPanel>;
 using QueryWorkspace = Workspace<kBlockM, Sums>;
+struct QueryPart {
+    WgmmaSums<kBlockM> panel;
+    WgmmaSums<kBlockM / 2> half;
+};
 
 struct Queries {
     QueryRows q;
@@ -74,7 +80,7 @@ struct Queries {
 // What a warpgroup sends out by the copy engine: its part of a tile of dQ^T, or the gradients of
 // its keys or values. None of them is larger than the first.
 struct Outbox {
-    alignas(kOutboxes ? kSwizzleBytes : sizeof(float)) float sums[kOutboxes ? Sums::kPart : 1];
+    alignas(kOutboxes ? kSwizzleBytes : sizeof(float)) float sums[kOutboxes ? Sums::kPanel : 1];
 
     __device__ float* queries() { return sums; }
     __device__ KeyRows& keys() { return reinterpret_cast<KeyRows&>(sums); }
@@ -255,7 +261,7 @@ __device__ inline void send(Smem& smem, const Params& params, int consumer) {
             send_out<kHeadDim, 32>(params.dk, params.call.dk, outbox.keys(), params.call,
                                    label.work, key, 0);
         } else if (threadIdx.x % 32 == 0) {
-            ptx::add_to_global(label.sums, outbox.queries(), Sums::kPart * sizeof(float));
+            ptx::add_to_global(label.sums, outbox.queries(), Sums::kPanel * sizeof(float));
             ptx::commit_stores();
         }
         __syncwarp();
@@ -268,7 +274,7 @@ __device__ inline void send(Smem& smem, const Params& params, int consumer) {
 // ---- the consumers: a warpgroup for 64 keys ----
 
 // Barriers of parts of the block; __syncthreads has number 0.
-enum NamedBarrier { kAllConsumers = 1, kFirstTurn };
+enum NamedBarrier { kAllConsumers = 1, kFirstTurn, kFirstOfWarpgroup = kFirstTurn + kConsumers };
 
 // Warpgroups take turns from a tile's first product to its weights, so that the tensor cores serve
 // one while the other waits for its dQ. Without, they would fall into step, both at their softmax.
@@ -351,6 +357,16 @@ struct Consumer {
         if (kScoresBeginWithLse) hold_all(s);
         hold_all(dp);
     }
+    // The same for one product after the other.
+    __device__ void begin_scores(Scores& s) {
+        smem.ring.wait_full(at);
+        softmax.begin_scores(s, smem.rows[at.stage]);
+        if (kScoresBeginWithLse) hold_all(s);
+    }
+    __device__ void begin_weight_gradients(Scores& dp) {
+        softmax.begin_gradients(dp, smem.rows[at.stage]);
+        hold_all(dp);
+    }
 
     // Issues S^T = K Q^T - LSE.
     __device__ void issue_scores(Scores& s) {
@@ -381,6 +397,14 @@ struct Consumer {
             softmax.differentiate<false, kSoftcap>(dp, p, smem.rows[at.stage], walk.tile);
         }
     }
+    // The same by P as it was rounded.
+    __device__ void differentiate(Scores& dp, const Weights& p, const Walk& walk) const {
+        if (walk.masked()) {
+            softmax.differentiate<true>(dp, p, walk.tile);
+        } else {
+            softmax.differentiate<false>(dp, p, walk.tile);
+        }
+    }
 
     // Issues dV += P^T dO.
     __device__ void issue_value_gradients(WgmmaSums<kValue>& dv, const Weights& p) {
@@ -390,6 +414,13 @@ struct Consumer {
     // Issues dK += dS^T Q.
     __device__ void issue_key_gradients(WgmmaSums<kHead>& dk, const Weights& ds) {
         issue_product_pn<kBlockM, kHead>(dk, ds, smem.queries[at.stage].q);
+    }
+
+    // The same with dS^T where it was shared. Nobody but this warpgroup needs to be done with that.
+    __device__ void issue_key_gradients(WgmmaSums<kHead>& dk) {
+        ptx::named_barrier_sync<kWarpgroup>(kFirstOfWarpgroup + warpgroup);
+        const auto& ds = smem.ds[at.stage][warpgroup];
+        issue_product_nn<kBlockM, kHead>(dk, ds, smem.queries[at.stage].q);
     }
 
     // Shows dS^T to the other warpgroup.
@@ -411,8 +442,11 @@ struct Consumer {
         if (is_there) smem.ds_ring.wait_full(from);
         const Shared& ds =
             is_there ? smem.ds[from.stage] : reinterpret_cast<Shared&>(smem.queries[at.stage]);
-        issue_product_tn<Sums::kCols>(dq, smem.k[keys_at.stage], kPanels > 1 ? warpgroup : 0, ds,
-                                      kPanels > 1 ? 0 : warpgroup);
+        const auto& k = smem.k[keys_at.stage];
+        if constexpr (kWholePanel) issue_product_tn<kBlockM>(dq.panel, k, warpgroup, ds, 0);
+        if constexpr (kHalfPanel) {
+            issue_product_tn<kBlockM / 2>(dq.half, k, kPanels - 1, ds, warpgroup * (kBlockM / 2));
+        }
     }
 
     // Adds this warpgroup's part of dQ of the tile before to its sums, or those to it.
@@ -422,14 +456,18 @@ struct Consumer {
         release(smem.ds_ring, from);
         if constexpr (kOutboxes) {
             wait_for_outbox();
-            Sums::write(smem.outboxes[warpgroup].queries(), dq);
-            return post({Label::kQueries, tile_before + warpgroup * Sums::kPart, {}});
+            Sums::write(smem.outboxes[warpgroup].queries(), dq.panel);
+            return post({Label::kQueries, Sums::panel_of(tile_before, warpgroup), {}});
         }
         if (kTurns) smem.order[warpgroup].wait_full(from);
+        float* const panel = Sums::panel_of(tile_before, warpgroup);
+        float* const half = Sums::half_of(tile_before, warpgroup);
         if (kRounds && last_before) {
-            round_query_gradients(dq);
+            if constexpr (kWholePanel) round_query_gradients(dq.panel, panel);
+            if constexpr (kHalfPanel) round_query_gradients(dq.half, half);
         } else {
-            Sums::add(tile_before, warpgroup, dq, sets_sums);
+            if constexpr (kWholePanel) Sums::add(panel, dq.panel, sets_sums);
+            if constexpr (kHalfPanel) Sums::add(half, dq.half, sets_sums);
         }
         if (kTurns) arrive_by_warp(smem.order[warpgroup].added[from.stage]);
     }
@@ -489,14 +527,15 @@ struct Consumer {
     }
 
   private:
-    __device__ void round_query_gradients(QueryPart& dq) {
+    template <int Count>
+    __device__ void round_query_gradients(float (&dq)[Count], float* part) {
         const QueryWorkspace workspace(params.call);
         const auto [head, tile] = workspace.tile_of(tile_before, first_place);
         const Sequence sequence = work().sequence(params.call);
         const int first_row = tile * kBlockM;
         auto rows = sequence.queries<scalar_t>(params.call.dq, head);
         rows.data = rows.row(first_row);
-        Sums::round(tile_before, warpgroup, dq, sets_sums, rows, sequence.seqlen_q - first_row,
+        Sums::round(tile_before, part, dq, sets_sums, rows, sequence.seqlen_q - first_row,
                     params.call.softmax_scale);
     }
 
@@ -517,6 +556,13 @@ struct Consumer {
         write_rows<Dims>(rows, rounded, warp_row());
     }
 };
+
+// Waits for a part of dQ^T.
+template <int Pending>
+__device__ inline void wait_part(QueryPart& dq) {
+    if constexpr (kWholePanel) wait_product<Pending>(dq.panel);
+    if constexpr (kHalfPanel) wait_product<Pending>(dq.half);
+}
 
 // Sums up the gradients of a warpgroup's keys over all tiles of queries. dQ of the last is left.
 __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSums<kValue>& dv,
@@ -551,10 +597,50 @@ __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSum
         consumer.issue_query_gradients(dq);
         consumer.issue_key_gradients(dk, ds);
 
-        wait_product<1>(dq);
+        wait_part<1>(dq);
         consumer.add_query_gradients(dq);
         wait_product<0>(dk);
         hold_all(dv);
+        consumer.finish(walk);
+    }
+}
+
+// The same with registers for S or for dP: P is rounded before dP's product begins, and once dS^T
+// is shared it is read from there.
+__device__ inline void attend_in_turn(Consumer& consumer, WgmmaSums<kHead>& dk,
+                                      WgmmaSums<kValue>& dv, Walk walk) {
+    const Turns& turns = consumer.turns;
+    for (; !walk.at_end(); walk.advance()) {
+        Weights p, kept, ds;
+        Scores s;
+        if (walk.masked()) consumer.clean_queries();
+        consumer.begin_scores(s);
+        turns.wait();
+        consumer.issue_scores(s);
+
+        wait_product<0>(s);
+        consumer.exponentiate(s, walk);
+        round_to_operand<kBlockM>(p, s);
+        copy_operand<kBlockM>(kept, p);
+
+        Scores dp;
+        consumer.begin_weight_gradients(dp);
+        consumer.issue_weight_gradients(dp);
+        consumer.issue_value_gradients(dv, p);
+        turns.pass();
+
+        wait_product<1>(dp);
+        consumer.differentiate(dp, kept, walk);
+        round_to_operand<kBlockM>(ds, dp);
+        consumer.share(ds);
+        wait_product<0>(dv);
+
+        QueryPart dq;
+        consumer.issue_query_gradients(dq);
+        consumer.issue_key_gradients(dk);
+        wait_part<1>(dq);
+        consumer.add_query_gradients(dq);
+        wait_product<0>(dk);
         consumer.finish(walk);
     }
 }
@@ -571,12 +657,13 @@ __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) 
             consumer.hand_out_values(dv);
         } else {
             consumer.clean_keys(tiles);
-            attend(consumer, dk, dv, walk);
+            kScoresTogether ? attend(consumer, dk, dv, walk)
+                            : attend_in_turn(consumer, dk, dv, walk);
             consumer.add_taken_out(dv, tiles);
             QueryPart dq;
             consumer.issue_query_gradients(dq);
             consumer.hand_out_values(dv);
-            wait_product<0>(dq);
+            wait_part<0>(dq);
             consumer.add_query_gradients(dq);
         }
         consumer.hand_out_keys(dk);

@@ -39,7 +39,7 @@ using Keys = KeyTiles<kBlockN>;
 using Tiles = QueryTiles<kBlockM, kBlockN>;
 using Walk = QueryWalk<Tiles>;
 using Statistics = RowStatistics<kBlockM>;
-using Sums = QuerySums<kBlockM, kHeadPanels, 1>;
+using Sums = QuerySums<kBlockM, kHeadPanels, false>;
 using QueryWorkspace = Workspace<kBlockM, Sums>;
 
 struct Smem {
@@ -312,7 +312,7 @@ struct Consumer {
   private:
     __device__ void add_panel(float* tile, int panel, const QueryPart& dq) {
         if (kTurns && panel == 0) smem.order[kRole].wait_full(turn);
-        Sums::add(tile, kQueryPart.begin + panel, dq, Keys::sets_sums(work));
+        Sums::add(Sums::panel_of(tile, kQueryPart.begin + panel), dq, Keys::sets_sums(work));
         if (kTurns && panel == kQueryPart.count - 1) {
             arrive_by_warp(smem.order[kRole].added[turn.stage]);
             turn.advance();

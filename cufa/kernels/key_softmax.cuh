@@ -149,6 +149,23 @@ struct KeySoftmax {
         }
     }
 
+    // The same from P^T rounded.
+    template <bool Masked>
+    __device__ void differentiate(WgmmaSums<BlockM>& dp, const WgmmaOperand<BlockM>& p,
+                                  int tile) const {
+#pragma unroll
+        for (int i = 0; i < BlockM / 4; ++i) {
+            unsigned int pair = p[i / 4][i % 4];
+            ptx::hold(pair);  // or all would be widened before dP is there
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float& x = dp[2 * i + e];
+                x *= to_acc(scalar_t{static_cast<unsigned short>(pair >> 16 * e)});
+                if (Masked && !sees(i / 2, i % 2 * 2 + e, tile)) x = 0;
+            }
+        }
+    }
+
     // Whether a row sees one of the thread's two keys.
     __device__ bool sees(int row, int half) const {
         return row >= first_row[half] && (!kRowsEnd || row < rows_end[half]);

@@ -66,18 +66,19 @@ __device__ inline unsigned int panel_depth_in_rows(const Tile& tile, int panel) 
     return operand_at(tile.data[panel], Tile::kPanelBytes);
 }
 
-// Issues s = a^T b for a panel of a's columns and Cols of b's, from a panel on; the depth runs
+// Issues s = a^T b for a panel of a's columns and Cols of b's, from b_col on; the depth runs
 // along the rows of all Tiles tiles, as in dQ^T = K^T dS^T.
 template <int Cols, int Tiles, class A, class B>
 __device__ inline void issue_product_tn(WgmmaSums<Cols>& s, const A (&a)[Tiles], int a_panel,
-                                        const B (&b)[Tiles], int b_panel) {
+                                        const B (&b)[Tiles], int b_col) {
     using Product = ptx::Wgmma<Cols, is_bfloat16<scalar_t>>;
     hold_all(s);
     ptx::wgmma_fence();
 #pragma unroll
     for (int tile = 0; tile < Tiles; ++tile) {
         unsigned int a0 = panel_depth_in_rows(a[tile], a_panel);
-        const unsigned int b0 = panel_depth_in_rows(b[tile], b_panel);
+        const unsigned int b0 = panel_depth_in_rows(b[tile], b_col / B::kPanelCols) +
+                                columns_step<B>(b_col % B::kPanelCols);
         ptx::hold(a0);  // or each step's sum would be kept in a register from tile to tile
 #pragma unroll
         for (int k = 0; k < A::kRows; k += kWgmmaK) {

@@ -6,33 +6,38 @@
 #include "sink_gradient.cuh"
 #include "wgmma_key_work.cuh"
 
-// A tile of dQ^T as the warpgroups have it: parts of 64 dims by Cols queries, each a warpgroup's
-// accumulators, of which a thread's fours lie together. Parts are panels of dims, or, if there is
-// but one panel, eights of queries.
-template <int BlockM, int Panels, int QueryParts>
+// A tile of dQ^T as the warpgroups have it: panels of 64 dims by BlockM queries or, of the last one
+// if it is Halved, by as many eights of them as are half. Each such part is a warpgroup's
+// accumulators, of which a thread's fours lie together.
+template <int BlockM, int Panels, bool Halved>
 struct QuerySums {
-    static constexpr int kCols = BlockM / QueryParts;
-    static constexpr int kPart = kPanelCols * kCols;
-    static constexpr int kParts = Panels * QueryParts;
-    static constexpr int kTile = kPart * kParts;
-    static_assert(Panels == 1 || QueryParts == 1, "either dims are parted or queries");
+    static constexpr int kPanel = kPanelCols * BlockM;
+    static constexpr int kTile = Panels * kPanel;
+
+    // Where a part of a tile begins.
+    __device__ static float* panel_of(float* tile, int panel) { return tile + panel * kPanel; }
+    __device__ static float* half_of(float* tile, int half) {
+        return panel_of(tile, Panels - 1) + half * (kPanel / 2);
+    }
 
     // The query and the dim of the first of the fours with this index. The second is of the next
     // query, the other two are eight dims further on.
     __device__ static int query(int four) {
-        const int part = Panels == 1 ? four / (kPart / 4) : 0;
-        return part * kCols + four / kWarpgroup % (kCols / 8) * 8 + four % 4 * 2;
+        const bool in_half = Halved && four >= (Panels - 1) * (kPanel / 4);
+        const int cols = in_half ? BlockM / 2 : BlockM;
+        const int half = in_half ? four % (kPanel / 4) / (kPanel / 8) : 0;
+        return half * cols + four / kWarpgroup % (cols / 8) * 8 + four % 4 * 2;
     }
     __device__ static int dim(int four) {
-        const int part = Panels == 1 ? 0 : four / (kPart / 4);
-        return part * kPanelCols + four % kWarpgroup / 32 * 16 + four % 32 / 4;
+        return four / (kPanel / 4) * kPanelCols + four % kWarpgroup / 32 * 16 + four % 32 / 4;
     }
 
-    // Adds a warpgroup's part to the sums in global memory, or sets them.
-    __device__ static void add(float* tile, int part, const WgmmaSums<kCols>& sums, bool set) {
-        float* fours = own_fours(tile, part);
+    // Adds a warpgroup's sums to a part in global memory, or sets it.
+    template <int Count>
+    __device__ static void add(float* part, const float (&sums)[Count], bool set) {
+        float* fours = own_fours(part);
 #pragma unroll
-        for (int i = 0; i < kCols / 8; ++i) {
+        for (int i = 0; i < Count / 4; ++i) {
             float* to = fours + i * kWarpgroup * 4;
             if (set) {
                 *reinterpret_cast<Pack<float, 4>*>(to) = four_of(sums, i);
@@ -43,31 +48,33 @@ struct QuerySums {
     }
 
     // Writes it as it lies there.
-    __device__ static void write(float* part, const WgmmaSums<kCols>& sums) {
+    template <int Count>
+    __device__ static void write(float* part, const float (&sums)[Count]) {
         unsigned int thread = threadIdx.x % kWarpgroup;
         ptx::hold(thread);  // or the address would be kept in a register from tile to tile
         auto* fours = reinterpret_cast<Pack<float, 4>*>(part) + thread;
 #pragma unroll
-        for (int i = 0; i < kCols / 8; ++i) fours[i * kWarpgroup] = four_of(sums, i);
+        for (int i = 0; i < Count / 4; ++i) fours[i * kWarpgroup] = four_of(sums, i);
     }
 
-    // Writes a warpgroup's part of dQ's first rows, rounded: what it has and, unless that is all,
-    // the sums in global memory.
-    __device__ static void round(float* tile, int part, WgmmaSums<kCols>& sums, bool is_all,
+    // Writes a part of dQ's first rows, rounded: what a warpgroup has and, unless that is all, the
+    // sums in global memory.
+    template <int Count>
+    __device__ static void round(float* tile, float* part, float (&sums)[Count], bool is_all,
                                  const Matrix<scalar_t>& dq, int rows, float scale) {
-        const float* fours = own_fours(tile, part);
+        const float* fours = own_fours(part);
 #pragma unroll
-        for (int i = 0; i < kCols / 8; ++i) {
+        for (int i = 0; i < Count / 4; ++i) {
             if (is_all) break;
             const auto four = *reinterpret_cast<const Pack<float, 4>*>(fours + i * kWarpgroup * 4);
 #pragma unroll
             for (int e = 0; e < 4; ++e) sums[4 * i + e] += four[e];
         }
-        const int first_four = part * (kPart / 4) + threadIdx.x % kWarpgroup / 32 * 32;
+        const int first_four = (part - tile) / 4 + threadIdx.x % kWarpgroup / 32 * 32;
         const int row = query(first_four) + threadIdx.x % 32 / 4;
         const int col = dim(first_four) + threadIdx.x % 4 * 2;
 #pragma unroll
-        for (int i = 0; i < kCols / 4; ++i) {
+        for (int i = 0; i < Count / 2; ++i) {
             // Eight dims of eight queries become eight queries of eight dims.
             const unsigned int pair =
                 ptx::transpose_matrix(round_pair(sums[2 * i] * scale, sums[2 * i + 1] * scale));
@@ -76,12 +83,11 @@ struct QuerySums {
     }
 
   private:
-    __device__ static Pack<float, 4> four_of(const WgmmaSums<kCols>& sums, int i) {
+    template <int Count>
+    __device__ static Pack<float, 4> four_of(const float (&sums)[Count], int i) {
         return {sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
     }
-    __device__ static float* own_fours(float* tile, int part) {
-        return tile + part * kPart + threadIdx.x % kWarpgroup * 4;
-    }
+    __device__ static float* own_fours(float* part) { return part + threadIdx.x % kWarpgroup * 4; }
     __device__ static void write_pair(const Matrix<scalar_t>& dq, int row, int col, int rows,
                                       unsigned int pair) {
         if (row >= rows || col >= kHeadDim) return;

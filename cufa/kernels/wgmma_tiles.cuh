@@ -197,6 +197,17 @@ __device__ inline void round_to_operand(WgmmaOperand<Cols, T>& operand,
     }
 }
 
+// The same in other registers: those that a product works with must not even be read.
+template <int Cols, class T = scalar_t>
+__device__ inline void copy_operand(WgmmaOperand<Cols, T>& copy,
+                                    const WgmmaOperand<Cols, T>& operand) {
+#pragma unroll
+    for (int i = 0; i < Cols / kWgmmaDepth<T> * 4; ++i) {
+        copy[i / 4][i % 4] = operand[i / 4][i % 4];
+        ptx::hold(copy[i / 4][i % 4]);
+    }
+}
+
 // What round_to_operand rounded.
 template <int Cols, class T = scalar_t>
 __device__ inline void widen_operand(WgmmaSums<Cols>& sums, const WgmmaOperand<Cols, T>& operand) {

@@ -116,7 +116,9 @@ class Tiles:
 
 
 # What is best for head dims up to each.
-TILES = {64: Tiles(128, CONSUMERS * WGMMA_M, 2), 128: Tiles(64, CONSUMERS * WGMMA_M, 2)}
+TILES = {64: Tiles(128, CONSUMERS * WGMMA_M, 2), 192: Tiles(64, CONSUMERS * WGMMA_M, 2)}
+# Up to so many of keys a thread has registers for S beside dP.
+MOST_DIMS_TOGETHER = CONSUMERS * PANEL_COLS
 # The same over head dim 64 where at least so many queries of a head see a key on average: blocks seldom go on
 # to other keys, so that it matters little that they wait for those.
 LONG_TILES, MANY_QUERIES = Tiles(80, CONSUMERS * WGMMA_M, 2), 1500
@@ -274,6 +276,8 @@ def _check_tiles(problem: Problem, tiles: Tiles, best: Tiles, registers: int) ->
         raise ValueError(f"tiles {tiles}: block_n must be {best.block_n}, {WGMMA_M} for a warpgroup's rows")
     if problem.head_dim <= PANEL_COLS < best.block_m != tiles.block_m:
         raise ValueError(f"tiles {tiles}: block_m must be {best.block_m}, {PANEL_COLS} for a warpgroup's dQ")
+    if best.block_n == CONSUMERS * WGMMA_M and problem.head_dim > MOST_DIMS_TOGETHER and tiles.block_m % 32:
+        raise ValueError(f"tiles {tiles}: block_m must be a multiple of 32, 16 for half a warpgroup's dQ")
     if registers > CONSUMER_REGISTERS:
         raise ValueError(
             f"tiles {tiles}: a thread needs about {registers} registers, and there are {CONSUMER_REGISTERS}"
@@ -326,7 +330,7 @@ def _has_long_tiles(problem: Problem) -> bool:
 
     A soft cap needs registers that there are not beside those.
     """
-    if problem.head_dim <= PANEL_COLS or problem.features.softcap:
+    if not PANEL_COLS < problem.head_dim <= MOST_DIMS_TOGETHER or problem.features.softcap:
         return False
     keys = problem.seqlen_k // problem.packed_sequences
     return problem.visible_scores >= MANY_QUERIES * max(1, keys)
@@ -356,8 +360,9 @@ def _cost(problem: Problem, tiles: Tiles, key_stages: int, outboxes: bool) -> Co
         + BARRIER_BYTES * ((4 + 3 * CONSUMERS) * tiles.stages + 3 * key_stages + 2 * CONSUMERS)
     )
     head, value = round_up(head_cols, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
-    # S and dP, dK and dV.
-    registers = m + (head + value) // 2 + OVERHEAD_REGISTERS
+    # S and dP, or dP and P rounded; dK and dV.
+    scores = m if problem.head_dim <= MOST_DIMS_TOGETHER else m // 2 + m // 4
+    registers = scores + (head + value) // 2 + OVERHEAD_REGISTERS
     work = m * n * (3 * head + 2 * value) / tiles.threads
     return Cost(round_up(smem_bytes, SWIZZLE_BYTES), registers, work)
 

@@ -1,4 +1,4 @@
-// bwd_5_wgmma_wide: the Hopper backward for head dims over 128.
+// bwd_5_wgmma_wide: the Hopper backward for values of more than 128 head dims.
 //
 // Change from bwd_4_wgmma: dK and dV of 64 keys are too wide for one warpgroup's registers. So both
 // warpgroups work on the same 64 keys. One computes S^T and from it P^T, the other dP^T and, with

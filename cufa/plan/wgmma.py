@@ -130,7 +130,9 @@ def _best_tiles(problem: Problem) -> Tiles:
         if cut or varied:
             return Tiles(128, 128, 2, 2, 128) if varied or rows < 8192 else Tiles(192, 80, 3, 1, 64)
         return Tiles(192, 64, 4, 1, 128) if rows < 2048 else Tiles(192, 80, 3, 1, 64)
-    return Tiles(128, 96, 2, 1, 64) if dim <= 192 else Tiles(128, 64, 2, 1, 128)
+    if dim <= 192:
+        return Tiles(128, 128 if problem.value_dim <= 128 else 96, 2, 1, 64)
+    return Tiles(128, 64, 2, 1, 128)
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:

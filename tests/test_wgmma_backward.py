@@ -61,6 +61,15 @@ SHORT = (128, 2, 512)
 
 
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("batch", "seqlen"), BATCHES_AND_LENGTHS)
+def test_no_spill_where_keys_have_more_head_dims_than_values(causal, batch, seqlen):
+    call = problem(192, 128, causal=causal, batch=batch, seqlen=seqlen)
+    for plan in (plan_of(call), plan_of(deterministic(call))):
+        assert plan.kernel == NARROW
+        assert jit.build(plan.variant).warnings == ()
+
+
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("head_dim", "batch", "seqlen"),
     [*((dim, *each) for dim in (64, 128, 192, 256) for each in BATCHES_AND_LENGTHS), SHORT],
@@ -80,11 +89,12 @@ def test_no_spill_and_no_product_in_series(head_dim, causal, batch, seqlen):
     ],
     ids=lambda features: "+".join(features.names),
 )
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_no_spill_with_features(head_dim, features):
-    build = jit.build(plan_of(replace(problem(head_dim), features=features)).variant)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_no_spill_with_features(head_dim, value_dim, features):
+    plan = plan_of(replace(problem(head_dim, value_dim), features=features))
+    build = jit.build(plan.variant)
     # Those that copy have few registers for where a sequence lies.
-    few = features.packed and head_dim <= 128
+    few = features.packed and plan.kernel == NARROW
     assert all(few and "bytes spill" in line for line in build.warnings)
 
 
@@ -114,10 +124,10 @@ def test_any_head_dims_compile(dtype, head_dim, value_dim):
     assert not [line for line in build.warnings if "C75" in line]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_products_are_issued_together(head_dim):
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_products_are_issued_together(head_dim, value_dim):
     """Between the parts of a product there is no wait, which the compiler would put in if it had doubts."""
-    plan = plan_of(problem(head_dim))
+    plan = plan_of(problem(head_dim, value_dim))
     try:
         code = jit.sass(jit.build(plan.variant))
     except RuntimeError as error:

@@ -6,13 +6,14 @@ import functools
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from cufa import arrays, cpu, launch, probabilities
+from cufa.arrays import Described
 from cufa.device import Arch, target
 from cufa.launch import FeatureValues
 from cufa.plan import Plan, check_tiles, make_plan, make_probabilities_plan
@@ -35,7 +36,16 @@ from cufa.problem import (
     make_problem,
     output_shape,
 )
-from cufa.tensor_layout import Axes, Layout, Storage, alignment, is_contiguous, layout_of
+from cufa.tensor_layout import (
+    Axes,
+    Layout,
+    Region,
+    Storage,
+    alignment,
+    contiguous_strides,
+    is_contiguous,
+    layout_of,
+)
 
 Tiles = Mapping[str, int]
 Window = tuple[int | None, int | None] | None
@@ -156,30 +166,31 @@ def attention(
         LaunchError, CompileError: the driver or NVRTC refused the kernel.
     """
     values = _feature_values(softcap, dropout_p, seed, offset)
-    options = _options(causal, window, values, layout, precision)
-    inputs = {"q": q, "k": k, "v": v} | _given(
-        bias=bias,
-        mask=mask,
-        alibi_slopes=alibi_slopes,
-        sink=sink,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_k=seqused_k,
-    )
-    outputs = _given(out=out, lse=lse)
-    call = _Call("forward", inputs, outputs, options, backend)
+    asked = _asked(causal, window, values, layout, precision)
+    optional = {
+        "bias": bias,
+        "mask": mask,
+        "alibi_slopes": alibi_slopes,
+        "sink": sink,
+        "q_descale": q_descale,
+        "k_descale": k_descale,
+        "v_descale": v_descale,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "seqused_k": seqused_k,
+        "out": out,
+        "lse": lse,
+    }
+    call = _Call("forward", {"q": q, "k": k, "v": v} | _given(optional), asked, backend)
     scale = check_scale(softmax_scale, call.problem.head_dim)
-    call.need("out", *call.known.out)
+    call.results["out"] = call.known.out
     if return_lse or return_attn_probs or lse is not None:
-        call.need("lse", *call.known.lse)
+        call.results["lse"] = call.known.lse
     if return_attn_probs:
-        call.need("probs", probabilities.shape(call.problem), DTYPES[call.problem.dtype])
+        call.results["probs"] = probabilities.shape(call.problem), DTYPES[call.problem.dtype]
 
-    rung = _Rung(kernel, tiles, arch)
     if call.on_gpu:
+        rung = _rung(kernel, tiles, arch)
         _run_on_gpu(call, _TENSORS["forward"], call.known.layout, scale, values, workspace, rung)
     else:
         _refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch, workspace=workspace)
@@ -292,27 +303,30 @@ def attention_backward(
         gradients["bias"] = dbias
     if return_dsink or dsink is not None:
         gradients["sink"] = dsink
-    options = _options(
-        causal, window, values, layout, precision, deterministic, gradients=tuple(gradients)[3:]
-    )
-    inputs = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse} | _given(
-        dlse=dlse,
-        bias=bias,
-        mask=mask,
-        alibi_slopes=alibi_slopes,
-        sink=sink,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_k=seqused_k,
-    )
-    outputs = _given(**{f"d{name}": array for name, array in gradients.items()})
-    call = _Call("backward", inputs, outputs, options, backend)
+    asked = _asked(causal, window, values, layout, precision, deterministic, tuple(gradients)[3:])
+    required = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
+    optional = {
+        "dlse": dlse,
+        "bias": bias,
+        "mask": mask,
+        "alibi_slopes": alibi_slopes,
+        "sink": sink,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "seqused_k": seqused_k,
+        "dq": dq,
+        "dk": dk,
+        "dv": dv,
+        "dbias": dbias,
+        "dsink": dsink,
+    }
+    call = _Call("backward", required | _given(optional), asked, backend)
     scale = check_scale(softmax_scale, call.problem.head_dim)
     for name in gradients:
-        call.need(f"d{name}", call.tensors[name].shape, call.tensors[name].dtype)
+        call.results[f"d{name}"] = call.tensors[name].shape, call.tensors[name].dtype
 
     if call.on_gpu:
-        rung = _Rung(kernel, tiles, arch)
+        rung = _rung(kernel, tiles, arch)
         _run_on_gpu(call, _TENSORS["backward"], call.known.layout, scale, values, workspace, rung)
     else:
         _refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch, workspace=workspace)
@@ -415,44 +429,45 @@ def plan(
         raise TypeError(f"plan() got an unexpected argument {', '.join(sorted(unknown))}")
     if not backward:
         has_dlse = side.get("dlse") is not None
-        asked = {"deterministic": deterministic, "gradients": gradients, "dlse": has_dlse}
-        given = ", ".join(name for name, value in asked.items() if value)
+        refused = {"deterministic": deterministic, "gradients": gradients, "dlse": has_dlse}
+        given = ", ".join(name for name, value in refused.items() if value)
         if given:
             raise ValueError(f"{given}: only gradients have that, and they are planned with backward=True")
     direction: Direction = "backward" if backward else "forward"
-    named = {"q": q, "k": k, "v": v} | _given(**side)
-    described = {name: _Described(name, array) for name, array in named.items()}
+    named = {"q": q, "k": k, "v": v} | _given(side)
+    described = tuple(_described(name, array) for name, array in named.items())
     values = _feature_values(softcap, dropout_p, seed=0, offset=0)
-    options = _options(causal, window, values, layout, precision, deterministic, gradients)
-    problem = _known_of(direction, described, options).problem
+    asked = _asked(causal, window, values, layout, precision, deterministic, gradients)
+    problem = _known_of(direction, described, asked).problem
     row_bytes = (problem.head_dim | problem.value_dim) * problem.itemsize
     return make_plan(replace(problem, align_bytes=alignment(row_bytes)), target(arch), kernel, tiles)
 
 
-class _Described:
-    """The shape and the NumPy dtype of something that need be no more of an array than that."""
-
-    def __init__(self, name: str, array: Any) -> None:
-        if not (hasattr(array, "shape") and hasattr(array, "dtype")):
-            raise TypeError(f"{name} is a {arrays.kind_of(array)}; it must have a shape and a dtype")
-        self.shape = tuple(array.shape)
-        self.strides = None
-        self.dtype = array.dtype
-        if not isinstance(self.dtype, np.dtype):
-            # A library with dtypes of its own spells them as NumPy does, behind its own name.
-            self.dtype = np.dtype(str(self.dtype).rpartition(".")[2])
+def _described(name: str, array: Any) -> Described:
+    """Something with a shape and a dtype, which need be no more of an array than that, as if contiguous."""
+    if not (hasattr(array, "shape") and hasattr(array, "dtype")):
+        raise TypeError(f"{name} is a {arrays.kind_of(array)}; it must have a shape and a dtype")
+    dtype = array.dtype
+    if not isinstance(dtype, np.dtype):
+        # A library with dtypes of its own spells them as NumPy does, behind its own name.
+        dtype = np.dtype(str(dtype).rpartition(".")[2])
+    shape = tuple(array.shape)
+    return name, shape, contiguous_strides(shape, dtype.itemsize), dtype
 
 
 @dataclass(frozen=True, eq=False)
 class _Known:
     """What follows from options, shapes, strides and dtypes; calls that are alike have the same one.
 
-    `layout` is that of the tensors; `axes` are where they have batch, seqlen and heads; `out` and `lse` are
-    the shapes and dtypes of those. `copied` are the arrays beside the tensors that kernels cannot read as
-    they lie.
+    `outputs` are the names of those arrays that are to be written into. `layout` is that of the tensors;
+    `axes` are where they have batch, seqlen and heads; `out` and `lse` are the shapes and dtypes of those.
+    `copied` are the arrays that kernels cannot read as they lie.
     """
 
     problem: Problem
+    options: Options
+    arrays: tuple[Described, ...]
+    outputs: tuple[str, ...]
     layout: Layout
     axes: Axes
     out: tuple[Shape, np.dtype[Any]]
@@ -461,40 +476,38 @@ class _Known:
 
 
 class _Call:
-    """The arrays of one call where it is computed, and the problem that they make."""
+    """The arrays of one call where it is computed, and the problem that they make.
 
-    def __init__(
-        self,
-        direction: Direction,
-        inputs: Arrays,
-        outputs: Arrays,
-        options: Options,
-        backend: str | None,
-    ) -> None:
-        """Check all that is given; `outputs` are the arrays to write into, among them."""
-        adopted = arrays.adopt({**inputs, **outputs} if outputs else inputs, backend)
+    `results` are the shapes and dtypes of what is written, to arrays that are given or to new ones.
+    """
+
+    def __init__(self, direction: Direction, named: Arrays, asked: _Asked, backend: str | None) -> None:
+        """Check all that is given; the arrays to write into are the last ones."""
+        adopted = arrays.adopt(named, backend)
         self.tensors = adopted.arrays
         self.on_gpu = adopted.on_gpu
-        self.options = options
-        self.written: set[str] = set()
-        self._new: dict[str, tuple[Shape, np.dtype[Any]]] = {}
+        self.results: dict[str, tuple[Shape, np.dtype[Any]]] = {}
         self._give_back = adopted.give_back
-        self.known = _known_of(direction, self.tensors, options)
-        self.problem = self.known.problem
-        if outputs:
-            _check_outputs(adopted.sources, tuple(inputs), tuple(outputs))
-
-    def need(self, name: str, shape: Shape, dtype: Any) -> None:
-        """Ask for an output to write to, the one given or a new one."""
-        self.written.add(name)
-        if name not in self.tensors:
-            self._new[name] = shape, dtype
+        self.addresses = adopted.addresses
+        self.known = known = _known_of(direction, adopted.described, asked)
+        self.problem = known.problem
+        if known.outputs:
+            _check_writeable(adopted.sources, known.outputs)
+            _check_apart(known, tuple(adopted.addresses.values()))
+        if adopted.moved:
+            described, self.addresses = arrays.describe(self.tensors)
+            self.known = _known_of(direction, described, asked)
 
     def allocate(self) -> None:
-        """Have those outputs that are new."""
-        for name, (shape, dtype) in self._new.items():
-            self.tensors[name] = _empty(shape, dtype, self.on_gpu)
-        self._new.clear()
+        """Have arrays for the results that are given none."""
+        for name, (shape, dtype) in self.results.items():
+            if name not in self.tensors:
+                self.add(name, _empty(shape, dtype, self.on_gpu))
+
+    def add(self, name: str, array: Any) -> None:
+        """Have an array that was not given."""
+        self.tensors[name] = array
+        self.addresses[name] = arrays.address(array)
 
     def give_back(self, name: str, given: Any) -> Any:
         """A result for the caller: his own array if he gave one."""
@@ -508,13 +521,16 @@ class _Call:
         return [self.tensors[name].transpose(axes) for name in names]
 
 
-class _Rung(NamedTuple):
-    """Which kernel to run, where a caller wants another than the plan's; or `attn_probs` instead."""
+# Which kernel to run where a caller wants another than the plan's, with what tiles, what to compile for; and
+# whether it is `attn_probs` instead.
+_Rung = tuple[str | None, tuple[tuple[str, int], ...], ArchLike | None, bool]
 
-    kernel: str | None
-    tiles: Tiles | None
-    arch: ArchLike | None
-    attn_probs: bool = False
+
+def _rung(kernel: str | None, tiles: Tiles | None, arch: ArchLike | None) -> _Rung:
+    if tiles is None:
+        return kernel, (), arch, False
+    check_tiles(tiles)
+    return kernel, tuple(tiles.items()), arch, False
 
 
 # The arguments that are tensors, in the order of the parameter structs, and the arrays beside them.
@@ -523,14 +539,21 @@ _TENSORS: dict[Direction, tuple[str, ...]] = {
     "backward": ("q", "k", "v", "out", "dout", "dq", "dk", "dv"),
 }
 _FEATURE_ARRAYS = ("bias", "mask", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+# The arguments that are written to, if they are given.
+_RESULTS: dict[Direction, tuple[str, ...]] = {
+    "forward": ("out", "lse"),
+    "backward": ("dq", "dk", "dv", "dbias", "dsink"),
+}
 _GRADIENT_ARRAYS = ("dlse", "dbias", "dsink")
 _DESCALES = ("q_descale", "k_descale", "v_descale")
 _BESIDE_TENSORS = frozenset(("lse", *_FEATURE_ARRAYS, *_DESCALES, *_GRADIENT_ARRAYS))
 
 _NO_VALUES = FeatureValues()
+# The fields of `Options`, which only a call that has not come before makes one of.
+_Asked = tuple[bool, Window, bool, bool, bool, tuple[str, ...], str, str]
 
 
-def _given(**named: Any) -> Arrays:
+def _given(named: Arrays) -> Arrays:
     return {name: array for name, array in named.items() if array is not None}
 
 
@@ -540,7 +563,7 @@ def _feature_values(softcap: float, dropout_p: float, seed: int, offset: int) ->
     return FeatureValues(check_softcap(softcap), *check_dropout(dropout_p, seed, offset))
 
 
-def _options(
+def _asked(
     causal: bool,
     window: Window,
     values: FeatureValues,
@@ -548,9 +571,9 @@ def _options(
     precision: str,
     deterministic: bool = False,
     gradients: tuple[str, ...] = (),
-) -> Options:
+) -> _Asked:
     """What a kernel is planned for, beyond the arrays: of values only whether there are any."""
-    return Options(
+    return (
         causal,
         window,
         values.softcap > 0,
@@ -565,8 +588,8 @@ def _options(
 def _cpu_options(call: _Call, softmax_scale: float, values: FeatureValues) -> dict[str, Any]:
     side = {name: call.tensors[name] for name in _FEATURE_ARRAYS if name in call.tensors}
     return {
-        "causal": bool(call.options.causal),
-        "window": call.options.window,
+        "causal": bool(call.known.options.causal),
+        "window": call.known.options.window,
         "softmax_scale": softmax_scale,
         **asdict(values),
         **side,
@@ -581,21 +604,20 @@ def _descaled(call: _Call, **tensors: Any) -> list[Any]:
     ]
 
 
-def _known_of(direction: Direction, tensors: Mapping[str, Any], options: Options) -> _Known:
-    described = tuple([(name, array.shape, array.strides, array.dtype) for name, array in tensors.items()])
+def _known_of(direction: Direction, tensors: tuple[Described, ...], asked: _Asked) -> _Known:
     try:
-        return _known(direction, described, options)
+        return _known(direction, tensors, asked)
     except TypeError:  # what an option without a hash raises, too
+        options = Options(*asked)
         check_options(options)
         if not isinstance(options.window, list):
             raise
-    return _known(direction, described, options._replace(window=tuple(options.window)))
+    return _known(direction, tensors, options._replace(window=tuple(options.window)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _known(
-    direction: Direction, tensors: tuple[tuple[str, Shape, Shape | None, Any], ...], options: Options
-) -> _Known:
+def _known(direction: Direction, tensors: tuple[Described, ...], asked: _Asked) -> _Known:
+    options = Options(*asked)
     shapes = {name: shape for name, shape, _, _ in tensors}
     dtypes = {name: dtype for name, _, _, dtype in tensors}
     problem = make_problem(direction, shapes, dtypes, options)
@@ -609,17 +631,23 @@ def _known(
     itemsizes = tuple(
         problem.output.itemsize if name == "out" else problem.itemsize for name in _TENSORS[direction]
     )
+    names = _TENSORS[direction]
+    layout = layout_of(tuple(storage[name] for name in names), itemsizes, axes)
+    beside = (
+        name
+        for name, shape, strides, dtype in tensors
+        if name in _BESIDE_TENSORS and not _is_read_as_it_lies(name, shape, strides, dtype.itemsize)
+    )
     return _Known(
-        problem,
-        layout_of(tuple(storage[name] for name in _TENSORS[direction]), itemsizes, axes),
-        axes,
-        (out, problem.output),
-        (lse_shape(problem), problem.accumulator),
-        tuple(
-            name
-            for name, shape, strides, dtype in tensors
-            if name in _BESIDE_TENSORS and not _is_read_as_it_lies(name, shape, strides, dtype.itemsize)
-        ),
+        problem=problem,
+        options=options,
+        arrays=tensors,
+        outputs=tuple(name for name in _RESULTS[direction] if name in shapes),
+        layout=layout,
+        axes=axes,
+        out=(out, problem.output),
+        lse=(lse_shape(problem), problem.accumulator),
+        copied=(*[names[place] for place in layout.scattered], *beside),
     )
 
 
@@ -627,23 +655,35 @@ def _empty(shape: Shape, dtype: np.dtype[Any], on_gpu: bool) -> Any:
     return (sys.modules["cupy"] if on_gpu else np).empty(shape, dtype)
 
 
-def _check_outputs(sources: Arrays, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
-    spans = {name: arrays.span(source) for name, source in sources.items()}
-    for i, name in enumerate(outputs):
-        output = sources[name]
-        first, end = spans[name]
-        if not getattr(output.flags, "writeable", True):  # CuPy's arrays always are
+def _check_writeable(named: Arrays, outputs: tuple[str, ...]) -> None:
+    for name in outputs:
+        output = named[name]
+        if isinstance(output, np.ndarray) and not output.flags.writeable:
             raise ValueError(f"{name} is read-only; it must be writeable")
-        if arrays.overlaps_itself(output):
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_apart(known: _Known, addresses: tuple[int, ...]) -> None:
+    """Check that outputs at these addresses share no memory with themselves or with other arrays."""
+    regions = {
+        name: Region(address, shape, strides, dtype.itemsize)
+        for address, (name, shape, strides, dtype) in zip(addresses, known.arrays, strict=True)
+    }
+    spans = {name: region.span for name, region in regions.items()}
+    checked = [name for name in regions if name not in known.outputs]
+    for name in known.outputs:
+        output = regions[name]
+        if output.overlaps_itself:
             raise ValueError(
                 f"{name} has strides {output.strides} for shape {output.shape}, so that elements share "
                 "memory; each must have its own"
             )
-        for other in (*inputs, *outputs[:i]):
+        first, end = spans[name]
+        for other in checked:
             other_first, other_end = spans[other]
-            apart = end <= other_first or other_end <= first
-            if not apart and arrays.overlap(output, sources[other]):
+            if first < other_end and other_first < end and output.overlaps(regions[other]):
                 raise ValueError(f"{name} overlaps {other} in memory; it must not")
+        checked.append(name)
 
 
 def _refuse_gpu_options(**options: Any) -> None:
@@ -662,39 +702,31 @@ def _run_on_gpu(
     rung: _Rung,
 ) -> None:
     """Launch the kernels for the tensors of these names, in the order of the parameter struct."""
-    if rung.tiles is not None:
-        check_tiles(rung.tiles)
-    problem, tensors = call.problem, call.tensors
-    run = _executable(
-        call.known,
-        layout.alignment([tensors[name].data.ptr for name in names if name in tensors]),
-        layout.ascending,
-        rung.kernel,
-        tuple(rung.tiles.items()) if rung.tiles else None,
-        rung.arch,
-        os.environ.get("CUFA_ARCH"),
-        sys.modules["cupy"].cuda.runtime.getDevice(),
-        rung.attn_probs,
-    )
+    known, tensors, addresses = call.known, call.tensors, call.addresses
+    given = [addresses[name] for name in names if name in addresses]
+    device_id = sys.modules["cupy"].cuda.runtime.getDevice()
+    environment_arch = os.environ.get("CUFA_ARCH")
+    align_bytes = layout.alignment(given)
+    run, pack = _executable(known, layout, align_bytes, rung, environment_arch, device_id)
     call.allocate()
-    copied = (*[names[place] for place in layout.scattered], *call.known.copied)
-    copies = {name: arrays.contiguous(tensors[name]) for name in copied}
-    placed = tensors | copies if copies else tensors
+    if known.copied:
+        copies = {name: arrays.contiguous(tensors[name]) for name in known.copied}
+        tensors, addresses = tensors | copies, addresses | arrays.describe(copies)[1]
     run(
-        layout.fields([placed[name].data.ptr for name in names]),
-        placed["lse"].data.ptr if "lse" in placed else 0,
+        pack(*[addresses[name] for name in names]),
+        addresses.get("lse", 0),
         softmax_scale,
-        launch.pack_features(problem, placed, values) if problem.features is not PLAIN else b"",
+        launch.pack_features(known.problem, tensors, values) if known.problem.features is not PLAIN else b"",
         workspace,
     )
-    for name, copy in copies.items():
-        if name in call.written:
-            tensors[name][...] = copy
+    for name in known.copied:
+        if name in call.results:
+            call.tensors[name][...] = tensors[name]
 
 
-def _is_read_as_it_lies(name: str, shape: Shape, strides: Shape | None, itemsize: int) -> bool:
+def _is_read_as_it_lies(name: str, shape: Shape, strides: Shape, itemsize: int) -> bool:
     """Whether the kernels take an array without a copy; rows of a bias or a mask may lie apart."""
-    if strides is None or is_contiguous(shape, strides, itemsize):
+    if is_contiguous(shape, strides, itemsize):
         return True
     return name in ("bias", "mask") and (shape[-1] == 1 or strides[-1] == itemsize)
 
@@ -704,12 +736,12 @@ def _write_probabilities(
 ) -> None:
     """Write those of a forward call whose LSE is there."""
     if call.on_gpu:
-        in_layout = probabilities.axes(call.options.layout)
-        call.tensors["attn_probs"] = call.tensors["probs"].transpose(in_layout)
+        in_layout = probabilities.axes(call.known.options.layout)
+        call.add("attn_probs", call.tensors["probs"].transpose(in_layout))
         names = ("q", "k", "v", "attn_probs")
         storage = tuple((call.tensors[name].shape, call.tensors[name].strides) for name in names)
         layout = layout_of(storage, call.problem.itemsize, call.known.axes)
-        rung = _Rung(None, None, arch, attn_probs=True)
+        rung = (None, (), arch, True)
         _run_on_gpu(call, names, layout, softmax_scale, values, None, rung)
     else:
         q, k = call.in_bshd("q", "k")
@@ -718,29 +750,31 @@ def _write_probabilities(
 
 
 @functools.lru_cache(maxsize=4096)
-def _executable(known: _Known, align_bytes: int, ascending: bool, *how: Any) -> launch.Executable:
-    """What runs calls that are alike; `how` are those arguments of `_loaded` that follow the problem."""
+def _executable(
+    known: _Known,
+    layout: Layout,
+    align_bytes: int,
+    rung: _Rung,
+    environment_arch: str | None,
+    device_id: int,
+) -> tuple[launch.Executable, Callable[..., bytes]]:
+    """What runs calls that are alike, and what packs their tensors."""
     problem = known.problem
     if align_bytes < problem.output.itemsize:
         raise ValueError(
             f"an array of {', '.join(_TENSORS[problem.direction])} has an address or a stride that is a "
             f"multiple of {align_bytes} bytes only; {problem.output} needs {problem.output.itemsize}"
         )
-    return _loaded(replace(problem, align_bytes=align_bytes, ascending=ascending), *how)
+    placed = replace(problem, align_bytes=align_bytes, ascending=layout.ascending)
+    executable = _loaded(placed, rung, environment_arch, device_id)
+    return executable, executable.packer(layout)
 
 
 @functools.lru_cache(maxsize=4096)
-def _loaded(
-    problem: Problem,
-    kernel: str | None,
-    tiles: tuple[tuple[str, int], ...] | None,
-    arch: ArchLike | None,
-    environment_arch: str | None,
-    device_id: int,
-    attn_probs: bool,
-) -> launch.Executable:
+def _loaded(problem: Problem, rung: _Rung, environment_arch: str | None, device_id: int) -> launch.Executable:
     """The same one for calls whose layouts differ in strides alone."""
+    kernel, tiles, arch, attn_probs = rung
     device = target(arch)
     if attn_probs:
         return launch.Executable(make_probabilities_plan(problem, device))
-    return launch.Executable(make_plan(problem, device, kernel, dict(tiles or ())))
+    return launch.Executable(make_plan(problem, device, kernel, dict(tiles)))

@@ -16,13 +16,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cufa import device
-from cufa.problem import FLOAT8, INPUT_DTYPES
+from cufa.problem import FLOAT8, INPUT_DTYPES, Shape
 
 # DLPack's device types (dlpack.h): memory that the CPU can read, and memory of a CUDA GPU.
 _DLPACK_CPU = 1
 _DLPACK_CUDA = 2
 
 BACKENDS = ("numpy", "cuda")
+
+# An array's name as an argument, its shape, its strides in bytes and its dtype.
+Described = tuple[str, Shape, Shape, Any]
 
 _log = logging.getLogger("cufa")
 
@@ -31,13 +34,16 @@ class Adopted(NamedTuple):
     """The arrays of one call where they will be computed on.
 
     `arrays` are CuPy's if `on_gpu`, else NumPy's, by argument name. `sources` are the caller's own memory:
-    the same arrays, unless those had to be copied from the other side.
+    the same arrays, unless those had to be copied from the other side. `described` and `addresses` are
+    `describe`'s of the sources.
     """
 
     arrays: dict[str, Any]
     sources: dict[str, Any]
     on_gpu: bool
     export: Callable[[Any], Any]
+    described: tuple[Described, ...]
+    addresses: dict[str, int]
 
     @property
     def moved(self) -> bool:
@@ -69,9 +75,8 @@ def adopt(named: Mapping[str, Any], backend: str | None) -> Adopted:
     kinds = set(map(type, named.values()))
     cupy_ndarray = _cupy_ndarray()
     if len(kinds) == 1 and cupy_ndarray in kinds and backend != "numpy":
-        _check_current_device(named)
         arrays = dict(named)
-        return Adopted(arrays, arrays, on_gpu=True, export=_unchanged)
+        return Adopted(arrays, arrays, True, _unchanged, *_describe_on_current_gpu(arrays))
     if not all(issubclass(kind, np.ndarray) for kind in kinds):
         _check_same_kind(named)
 
@@ -88,15 +93,14 @@ def adopt(named: Mapping[str, Any], backend: str | None) -> Adopted:
         export = imported[next(iter(imported))][1]
         _check_same_side(arrays)
     are_on_gpu = isinstance(next(iter(arrays.values())), _cupy_ndarray())
-    if are_on_gpu:
-        _check_current_device(arrays)
+    places = _describe_on_current_gpu(arrays) if are_on_gpu else describe(arrays)
     wants_gpu = backend == "cuda" or (backend is None and (are_on_gpu or gpu_usable()))
     if wants_gpu == are_on_gpu:
-        return Adopted(arrays, arrays, on_gpu=are_on_gpu, export=export)
+        return Adopted(arrays, arrays, are_on_gpu, export, *places)
     if wants_gpu:
         device.current()  # says what is missing
     moved = {name: _to_other_side(array) for name, array in arrays.items()}
-    return Adopted(moved, arrays, on_gpu=wants_gpu, export=export)
+    return Adopted(moved, arrays, wants_gpu, export, *places)
 
 
 @functools.cache
@@ -112,80 +116,46 @@ def gpu_usable() -> bool:
     return True
 
 
-def overlap(a: Any, b: Any) -> bool:
-    """Whether two arrays of one side share an element's memory."""
-    a_low, a_high = span(a)
-    b_low, b_high = span(b)
-    if a_high <= b_low or b_high <= a_low:
-        return False
-    return np.shares_memory(_shadow(a), _shadow(b))  # exact: they may be interleaved
-
-
-def span(array: Any) -> tuple[int, int]:
-    """The addresses from the array's first byte to past its last; nothing if it is empty."""
-    before, after = _extent(array.shape, array.strides, array.itemsize)
-    first = address(array)
-    return first + before, first + after
-
-
-@functools.lru_cache(maxsize=1024)
-def _extent(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
-    """How far an array reaches before and after the address of its first element."""
-    if 0 in shape:
-        return 0, 0
-    reaches = [stride * (size - 1) for stride, size in zip(strides, shape, strict=True)]
-    return sum(min(reach, 0) for reach in reaches), sum(max(reach, 0) for reach in reaches) + itemsize
-
-
-def overlaps_itself(a: Any) -> bool:
-    """Whether two elements of an array may have one address, as in a broadcast view."""
-    return _strides_overlap(a.shape, a.strides, a.itemsize)
-
-
-@functools.lru_cache(maxsize=1024)
-def _strides_overlap(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    if 0 in shape:
-        return False
-    reached = itemsize
-    for stride, size in sorted(
-        (abs(stride), size) for stride, size in zip(strides, shape, strict=True) if size > 1
-    ):
-        if stride < reached:
-            return True
-        reached += stride * (size - 1)
-    return False
-
-
 def address(array: Any) -> int:
     """Where the first element of a NumPy or CuPy array is."""
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
 
-class _Shadow:
-    """An array's extent without its data, so that NumPy can reason about addresses on a GPU."""
-
-    def __init__(self, array: Any) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (address(array), True),
-            "shape": array.shape,
-            "strides": array.strides,
-            "typestr": f"|V{array.itemsize}",
-        }
+def describe(arrays: Mapping[str, Any]) -> tuple[tuple[Described, ...], dict[str, int]]:
+    """How NumPy's or CuPy's arrays lie, and their addresses by name."""
+    described = tuple([(name, array.shape, array.strides, array.dtype) for name, array in arrays.items()])
+    return described, {name: address(array) for name, array in arrays.items()}
 
 
-def _shadow(array: Any) -> np.ndarray[Any, Any]:
-    return np.asarray(_Shadow(array))
+def _describe_on_current_gpu(arrays: Mapping[str, Any]) -> tuple[tuple[Described, ...], dict[str, int]]:
+    """As `describe`, of CuPy's arrays; all in one go, since every call does it."""
+    current = sys.modules["cupy"].cuda.runtime.getDevice()
+    described = []
+    addresses = {}
+    for name, array in arrays.items():
+        memory = array.data
+        if memory.device_id != current:
+            raise ValueError(
+                f"{name} is on GPU {memory.device_id} and the current one is {current}; all arrays "
+                f"must be on the current GPU (with cupy.cuda.Device({memory.device_id}): ...)"
+            )
+        described.append((name, array.shape, array.strides, array.dtype))
+        addresses[name] = memory.ptr
+    return tuple(described), addresses
 
 
 def _unchanged(array: Any) -> Any:
     return array
 
 
+class _NoArray:
+    """What nothing is of."""
+
+
 def _cupy_ndarray() -> type:
-    """CuPy's array type; if nobody has imported CuPy no array is of it, and any other type will do."""
+    """CuPy's array type; if nobody has imported CuPy no array is of it."""
     cupy = sys.modules.get("cupy")
-    return cupy.ndarray if cupy is not None and hasattr(cupy, "ndarray") else _Shadow
+    return cupy.ndarray if cupy is not None and hasattr(cupy, "ndarray") else _NoArray
 
 
 def _import(array: Any, name: str) -> tuple[Any, Callable[[Any], Any]]:
@@ -281,14 +251,4 @@ def _check_same_side(arrays: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name} is on {places[isinstance(array, np.ndarray)]} and {first_name} on "
                 f"{places[isinstance(first, np.ndarray)]}; all arrays must be on one device"
-            )
-
-
-def _check_current_device(arrays: Mapping[str, Any]) -> None:
-    current = sys.modules["cupy"].cuda.runtime.getDevice()
-    for name, array in arrays.items():
-        if array.data.device_id != current:
-            raise ValueError(
-                f"{name} is on GPU {array.data.device_id} and the current one is {current}; all arrays "
-                f"must be on the current GPU (with cupy.cuda.Device({array.data.device_id}): ...)"
             )

@@ -11,13 +11,14 @@ import functools
 import itertools
 import operator
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from cufa import arrays, counters, driver, jit
 from cufa.device import Arch, target
+from cufa.driver import TENSOR_MAP_BYTES
 from cufa.jit import Variant
 from cufa.philox import dropped_below
 from cufa.plan import Launch, Plan
@@ -29,11 +30,13 @@ from cufa.plan.sizes import (
 )
 from cufa.plan.standard import merge_launch, softmax_launch
 from cufa.problem import Problem, four_axes
+from cufa.tensor_layout import Layout
 from cufa.tensor_maps import Encoder
 
-# The structs of params.cuh: tensors, LSE, workspace, softmax_scale, sizes and step.
-_FORWARD = struct.Struct("=" + 4 * "4q" + "2q" + "d" + "6i")
-_BACKWARD = struct.Struct("=" + 8 * "4q" + "2q" + "d" + "6i")
+# The structs of params.cuh begin with the tensors; LSE, workspace and softmax_scale; sizes and step.
+_TENSORS = {"forward": struct.Struct("=" + 4 * "4q"), "backward": struct.Struct("=" + 8 * "4q")}
+_CALL = struct.Struct("=2qd")
+_SIZES = struct.Struct("=6i")
 # Bias, mask, ALiBi slopes and their batch stride, sink, three arrays of lengths, three of descales, softcap,
 # kept_scale, seed, offset, dropped_below, the window.
 _FEATURES = struct.Struct("=4q4q" + "2q" + "q" + "3q" + "3q" + "2d" + "Q" + "2I" + "2i")
@@ -41,8 +44,7 @@ _FEATURES = struct.Struct("=4q4q" + "2q" + "q" + "3q" + "3q" + "2d" + "Q" + "2I"
 _GRADIENTS = struct.Struct("=2q" + "4q4i")
 # Addresses of x and y, their row strides, rows and columns.
 _SOFTMAX = struct.Struct("=2q2qqi4x")
-assert _FORWARD.size + _FEATURES.size == FORWARD_PARAMS_BYTES
-assert _BACKWARD.size + _FEATURES.size + _GRADIENTS.size == BACKWARD_PARAMS_BYTES
+_PARAMS_BYTES = {"forward": FORWARD_PARAMS_BYTES, "backward": BACKWARD_PARAMS_BYTES}
 # Three tensors, three LSEs, batch, heads, seqlen.
 _MERGE = struct.Struct("=" + 3 * "4q" + "3q" + "3i4x")
 assert _SOFTMAX.size == SOFTMAX_PARAMS_BYTES
@@ -53,6 +55,9 @@ _NO_FEATURES = {
     "forward": bytes(_FEATURES.size),
     "backward": bytes(_FEATURES.size + _GRADIENTS.size),
 }
+for _direction, _params_bytes in _PARAMS_BYTES.items():
+    _sizes = (_TENSORS[_direction].size, _CALL.size, _SIZES.size, len(_NO_FEATURES[_direction]))
+    assert sum(_sizes) == _params_bytes
 # How far a window reaches that has no end on one side.
 _UNLIMITED = 2**31 - 1
 
@@ -63,6 +68,8 @@ WORKSPACE_ALIGNMENT = 16
 _DEFAULT_SMEM_BYTES = 48 * 1024
 # Streams for which a launch remembers what it tells the driver.
 _REMEMBERED_STREAMS = 64
+# Calls for which tensors that lie alike remain packed.
+_REMEMBERED_CALLS = 1024
 
 
 class LaunchError(RuntimeError):
@@ -83,20 +90,20 @@ def pack_attention(
     `tensors` has four numbers for each: its address, then batch, row and head stride in elements. `lse`
     and `workspace` are addresses, 0 for none; `features` are `pack_features`', or nothing for none.
     """
-    layout = _FORWARD if problem.direction == "forward" else _BACKWARD
-    fixed = layout.pack(
-        *tensors,
-        lse,
-        workspace,
-        softmax_scale,
-        problem.batch,
-        problem.heads,
-        problem.kv_heads,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        step,
+    return b"".join(
+        (
+            _TENSORS[problem.direction].pack(*tensors),
+            _CALL.pack(lse, workspace, softmax_scale),
+            _pack_sizes(problem, step),
+            features or _NO_FEATURES[problem.direction],
+        )
     )
-    return fixed + (features or _NO_FEATURES[problem.direction])
+
+
+def _pack_sizes(problem: Problem, step: int) -> bytes:
+    return _SIZES.pack(
+        problem.batch, problem.heads, problem.kv_heads, problem.seqlen_q, problem.seqlen_k, step
+    )
 
 
 @dataclass(frozen=True)
@@ -170,9 +177,12 @@ class Executable:
 
         self.plan = plan
         self._current_stream = cupy.cuda.get_current_stream
-        self._allocate = functools.partial(cupy.cuda.alloc, plan.workspace_bytes)
-        self._params_bytes = int(dict(plan.macros)["PARAMS_BYTES"])  # maps align the struct, and so its end
-        self._encoder = Encoder(plan.problem, plan.boxes) if plan.boxes else None
+        needed = plan.workspace_bytes
+        self._allocate = functools.partial(cupy.cuda.alloc, needed) if needed else None
+        self._no_features = _NO_FEATURES[plan.problem.direction]
+        packed = len(plan.boxes) * TENSOR_MAP_BYTES + _PARAMS_BYTES[plan.problem.direction]
+        self._padding = bytes(int(dict(plan.macros)["PARAMS_BYTES"]) - packed)  # maps align the struct's end
+        self._encoder = Encoder(plan.problem, plan.boxes)
         # Allocated now: a call may be captured, when nothing can be.
         counted = bool(plan.boxes) and not plan.scratch
         self._counters = counters.of_device(cupy.cuda.runtime.getDevice()) if counted else None
@@ -181,38 +191,51 @@ class Executable:
             (_Kernel(module, launch), step) for launch in plan.launches for step in range(launch.steps)
         ]
         self._launches = [
-            (step, [kernel for kernel, _ in same])
+            (_pack_sizes(plan.problem, step), [kernel for kernel, _ in same])
             for step, same in itertools.groupby(launches, key=operator.itemgetter(1))
         ]
 
+    def packer(self, layout: Layout) -> Callable[..., bytes]:
+        """What packs tensors that lie so, from their addresses: their maps, then the struct's beginning.
+
+        It remembers the tensors of many calls, for which it is then a matter of looking them up.
+        """
+        fields_of = _TENSORS[self.plan.problem.direction]
+
+        @functools.lru_cache(_REMEMBERED_CALLS)
+        def pack(*addresses: int) -> bytes:
+            fields = layout.fields(addresses)
+            return self._encoder(fields) + fields_of.pack(*fields)
+
+        return pack
+
     def __call__(
         self,
-        tensors: Sequence[int],
+        tensors: bytes,
         lse: int,
         softmax_scale: float,
         features: bytes = b"",
         workspace: Any = None,
     ) -> None:
-        """Launch on the current stream; the arguments are `pack_attention`'s.
+        """Launch on the current stream, with `packer`'s tensors and else `pack_attention`'s arguments.
 
         `workspace` is a CuPy array to use instead of memory from CuPy's pool. Raises ValueError if it is too
         small or not aligned.
         """
-        plan = self.plan
         stream = self._current_stream().ptr
         address = 0
         if workspace is not None:
-            _check_workspace(workspace, plan.workspace_bytes)
+            _check_workspace(workspace, self.plan.workspace_bytes)
             address = workspace.data.ptr
-        elif plan.workspace_bytes:
+        elif self._allocate is not None:
             memory = self._allocate()  # CuPy's again, for this stream, when all is launched
             address = memory.ptr
         if self._counters is not None:
             address = self._counters.take(stream)
-        maps = self._encoder(tensors) if self._encoder is not None else b""
-        for step, kernels in self._launches:
-            params = pack_attention(plan.problem, tensors, lse, address, softmax_scale, features, step)
-            params = (maps + params).ljust(self._params_bytes, b"\0")
+        call = tensors + _CALL.pack(lse, address, softmax_scale)
+        rest = (features or self._no_features) + self._padding
+        for sizes, kernels in self._launches:
+            params = call + sizes + rest
             for kernel in kernels:
                 kernel(params, stream)
 
@@ -275,8 +298,8 @@ class _Kernel:
             kernel.max_dynamic_shared_size_bytes = launch.smem_bytes
         self._function = kernel.kernel
         self._launch = launch
-        self._extents = (launch.grid, 1, 1, launch.block, 1, 1, launch.smem_bytes)
-        self._launch_kernel = cupy.cuda.driver.launchKernel
+        extents = (launch.grid, 1, 1, launch.block, 1, 1, launch.smem_bytes)
+        self._launch_alone = functools.partial(cupy.cuda.driver.launchKernel, self._function.ptr, *extents)
         self._refusals = (cupy.cuda.driver.CUDADriverError, driver.DriverError)
         overlapping = functools.partial(
             driver.overlapping_launch, launch.grid, launch.block, launch.smem_bytes
@@ -292,7 +315,7 @@ class _Kernel:
             if self._overlapping is not None:
                 driver.launch(self._overlapping(stream), self._function.ptr, pointers)
             else:
-                self._launch_kernel(self._function.ptr, *self._extents, stream, ctypes.addressof(pointers), 0)
+                self._launch_alone(stream, ctypes.addressof(pointers), 0)
         except self._refusals as error:
             launch = self._launch
             raise LaunchError(

@@ -8,8 +8,11 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from cufa.problem import MAX_ALIGN_BYTES, Shape
 
@@ -19,8 +22,9 @@ Axes = tuple[int | None, int, int]
 Storage = tuple[Shape, Shape | None]
 
 
-class Layout(NamedTuple):
-    """That of some tensors.
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """That of some tensors; `layout_of` has the same one for those that lie alike.
 
     `places` are four numbers for each, as the parameter structs have them: 0 for its address, then its batch,
     row and head stride in elements, 0 along an axis that it has only one place of. `align_bytes` divides all
@@ -33,9 +37,12 @@ class Layout(NamedTuple):
     ascending: bool
     scattered: tuple[int, ...]
 
-    def alignment(self, addresses: Sequence[int]) -> int:
+    def alignment(self, addresses: Iterable[int]) -> int:
         """The largest power of two up to `MAX_ALIGN_BYTES` that divides strides and addresses."""
-        return alignment(functools.reduce(operator.or_, addresses, self.align_bytes))
+        bits = self.align_bytes
+        for address in addresses:
+            bits |= address
+        return bits & -bits
 
     def fields(self, addresses: Sequence[int]) -> list[int]:
         """The four numbers of each tensor, for tensors at these addresses."""
@@ -57,7 +64,7 @@ def layout_of(tensors: tuple[Storage, ...], itemsize: int | tuple[int, ...], axe
     in_bytes: list[int] = []
     for number, (shape, strides) in enumerate(tensors):
         if strides is None or number in scattered:
-            strides = _contiguous(shape, itemsizes[number])
+            strides = contiguous_strides(shape, itemsizes[number])
         walked = [0 if axis is None or shape[axis] < 2 else strides[axis] for axis in axes]
         places += (0, *(stride // itemsizes[number] for stride in walked))
         in_bytes += walked
@@ -75,11 +82,58 @@ def is_contiguous(shape: Shape, strides: Shape, itemsize: int) -> bool:
     """Whether elements lie one after the other, the last axis fastest."""
     if 0 in shape:
         return True
-    packed = _contiguous(shape, itemsize)
+    packed = contiguous_strides(shape, itemsize)
     return all(size == 1 or stride == step for size, stride, step in zip(shape, strides, packed, strict=True))
 
 
-def _contiguous(shape: Shape, itemsize: int) -> Shape:
+class Region(NamedTuple):
+    """The memory that an array takes; `address` is that of its first element, strides are in bytes."""
+
+    address: int
+    shape: Shape
+    strides: Shape
+    itemsize: int
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The addresses from the first byte to past the last; nothing if it is empty."""
+        if 0 in self.shape:
+            return self.address, self.address
+        reaches = [stride * (size - 1) for stride, size in zip(self.strides, self.shape, strict=True)]
+        first = self.address + sum(min(reach, 0) for reach in reaches)
+        return first, self.address + sum(max(reach, 0) for reach in reaches) + self.itemsize
+
+    @property
+    def overlaps_itself(self) -> bool:
+        """Whether two elements may have one address, as in a broadcast view."""
+        if 0 in self.shape:
+            return False
+        reached = self.itemsize
+        for stride, size in sorted(
+            (abs(stride), size) for stride, size in zip(self.strides, self.shape, strict=True) if size > 1
+        ):
+            if stride < reached:
+                return True
+            reached += stride * (size - 1)
+        return False
+
+    def overlaps(self, other: Region) -> bool:
+        """Whether an element of one and an element of the other share memory."""
+        return bool(np.shares_memory(np.asarray(self), np.asarray(other)))  # exact: they may be interleaved
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """The extent without the data, so that NumPy can reason about addresses on a GPU."""
+        return {
+            "version": 3,
+            "data": (self.address, True),
+            "shape": self.shape,
+            "strides": self.strides,
+            "typestr": f"|V{self.itemsize}",
+        }
+
+
+def contiguous_strides(shape: Shape, itemsize: int) -> Shape:
     """The strides of a contiguous array."""
     *strides, _ = itertools.accumulate(reversed(shape), operator.mul, initial=itemsize)
     return tuple(reversed(strides))

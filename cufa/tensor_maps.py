@@ -16,33 +16,24 @@ from cufa.problem import FLOAT8, INPUT_DTYPES, Problem
 # The output's place among the tensors of a call.
 _OUTPUT = 3
 _TYPES: dict[str, TensorMapType] = {FLOAT8: "UINT8", "float16": "FLOAT16", "bfloat16": "BFLOAT16"}
-# Calls that an encoder remembers, and tensors for each of their maps.
+# Tensors that an encoder remembers for each of the maps.
 _REMEMBERED = 256
 
 
 class Encoder:
-    """Encodes the maps that a plan's kernel asks for.
-
-    It remembers each of them, and those of a whole call, which a call that comes again finds at once.
-    """
+    """Encodes the maps that a plan's kernel asks for, and remembers each of them."""
 
     def __init__(self, problem: Problem, boxes: Sequence[TensorBox]) -> None:
         """Fix what all calls have in common; what changes are addresses and strides."""
         remember = functools.lru_cache(maxsize=_REMEMBERED)
-        encoders = [
+        self._encoders = [
             (remember(functools.partial(_encode, problem, box)), slice(4 * box.tensor, 4 * box.tensor + 4))
             for box in boxes
         ]
 
-        @remember
-        def encode_all(*tensors: int) -> bytes:
-            return b"".join([encode(*tensors[place]) for encode, place in encoders])
-
-        self._encode_all = encode_all
-
     def __call__(self, tensors: Sequence[int]) -> bytes:
         """The maps one after the other; `tensors` are `pack_attention`'s."""
-        return self._encode_all(*tensors)
+        return b"".join([encode(*tensors[place]) for encode, place in self._encoders])
 
 
 def _encode(

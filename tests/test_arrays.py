@@ -4,9 +4,7 @@ Other libraries are stood for by a small one of DLPack arrays, and CuPy by a mod
 the CPU's memory.
 """
 
-import itertools
 import logging
-import math
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -15,11 +13,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from tolerance import DTYPES, assert_attention, assert_gradients, random_problem
+from tolerance import assert_attention, assert_gradients, random_problem
 
 import cufa
 from cufa import arrays, device
-from cufa.arrays import Adopted, adopt, overlap, overlaps_itself
+from cufa.arrays import Adopted, adopt
 from cufa.device import GPUUnavailableError
 
 DLPACK_CPU, DLPACK_CUDA, DLPACK_ROCM = 1, 2, 10
@@ -114,16 +112,6 @@ class CudaArray:
 
     def __dlpack__(self, **options: Any) -> Any:
         return self.values.__dlpack__(**options)
-
-
-class Elsewhere:
-    """What stands behind a CuPy array of more memory than there is here."""
-
-    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
-        self.ctypes = SimpleNamespace(data=address)
-        self.flags = SimpleNamespace(c_contiguous=False)
-        self.shape, self.strides, self.dtype = shape, strides, np.dtype(np.float16)
-        self.size, self.itemsize = math.prod(shape), self.dtype.itemsize
 
 
 @pytest.fixture
@@ -503,110 +491,6 @@ def test_an_out_that_travels_may_not_overlap_either(cupy: Any) -> None:
     q, k = (np.ones((1, 4, 2, 8), np.float32) for _ in range(2))
     with pytest.raises(ValueError, match=r"^out overlaps k in memory; it must not$"):
         cufa.attention(q, k, q, out=k)
-
-
-# --- shared memory --------------------------------------------------------------------------------
-
-
-def random_view(rng: np.random.Generator, memory: Any) -> Any:
-    """A view of any shape, strides and dtype, its strides no multiples of anything in particular."""
-    while True:
-        dtype = rng.choice(["u1", "f2", "f4", "f8"])
-        shape = tuple(int(n) for n in rng.choice([0, 1, 2, 3, 4], rng.integers(0, 5), p=[0.02, *4 * [0.245]]))
-        strides = tuple(int(s) for s in rng.integers(-16, 17, len(shape)) * rng.choice([1, 2, 4]))
-        offset = int(rng.integers(0, memory.size))
-        try:
-            return np.ndarray(shape, dtype, memory, offset, strides)
-        except ValueError:  # it would reach beyond the memory
-            continue
-
-
-def bytes_of_elements(view: Any) -> list[set[int]]:
-    """The addresses of each element's bytes."""
-    start = view.ctypes.data
-    offsets = (
-        sum(i * stride for i, stride in zip(index, view.strides, strict=True))
-        for index in itertools.product(*map(range, view.shape))
-    )
-    return [set(range(start + offset, start + offset + view.itemsize)) for offset in offsets]
-
-
-def test_overlap_by_brute_force() -> None:
-    rng = np.random.default_rng(1)
-    memory = np.zeros(128, np.uint8)
-    seen = {True: 0, False: 0}
-    for _ in range(4000):
-        a, b = random_view(rng, memory), random_view(rng, memory)
-        expected = bool(set().union(*bytes_of_elements(a)) & set().union(*bytes_of_elements(b)))
-        assert overlap(a, b) == overlap(b, a) == expected, (a.shape, a.strides, b.shape, b.strides)
-        seen[expected] += 1
-    assert min(seen.values()) > 500
-
-
-def test_overlaps_itself_by_brute_force() -> None:
-    """It may err, but only towards refusing, and never for a view that slicing can make."""
-    rng = np.random.default_rng(2)
-    memory = np.zeros(128, np.uint8)
-    seen = {True: 0, False: 0}
-    for _ in range(4000):
-        a = random_view(rng, memory)
-        elements = bytes_of_elements(a)
-        shared = sum(map(len, elements)) > len(set().union(*elements))
-        assert overlaps_itself(a) or not shared, (a.shape, a.strides)
-        seen[shared] += 1
-    assert min(seen.values()) > 500
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_slices_of_an_array_do_not_overlap_themselves(dtype: str) -> None:
-    rng = np.random.default_rng(3)
-    for _ in range(300):
-        shape = rng.integers(0, 5, 4)
-        array = np.zeros(shape, dtype).transpose(rng.permutation(4))
-        steps = rng.choice([-3, -2, -1, 1, 2, 3], 4)
-        view = array[tuple(slice(None, None, int(step)) for step in steps)]
-        assert not overlaps_itself(view), (view.shape, view.strides)
-
-
-def test_broadcast_and_sliding_views_overlap_themselves() -> None:
-    array = np.zeros((3, 4), np.float32)
-    assert overlaps_itself(np.broadcast_to(array, (2, 3, 4)))
-    assert overlaps_itself(np.broadcast_to(array[:, :1], (3, 4)))
-    assert overlaps_itself(np.lib.stride_tricks.sliding_window_view(array[0], 2))
-    assert not overlaps_itself(np.broadcast_to(array, (1, 3, 4)))
-
-
-def test_views_without_elements_overlap_nothing() -> None:
-    array = np.zeros((3, 4), np.float32)
-    for empty in (array[:0], array[1:1, 1:], array[:, 2:2]):
-        assert not overlap(array, empty)
-        assert not overlap(empty, array)
-        assert not overlap(empty, empty)
-    assert not overlaps_itself(np.broadcast_to(np.zeros((0, 1), np.float32), (0, 5)))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_interleaved_heads_do_not_overlap(dtype: str) -> None:
-    packed = np.zeros((2, 5, 3, 4, 8), dtype)
-    q, k, v = (packed[:, :, i] for i in range(3))
-    assert not overlap(q, k)
-    assert not overlap(k, v)
-    assert overlap(q, packed)
-    assert overlap(packed[:, :, :2], k)
-    assert overlap(q, q)
-
-
-def test_overlap_of_large_arrays_is_found_at_once() -> None:
-    """The question is NP-hard in general; for the strides that arrays have it must not show."""
-    _, seqlen, heads, head_dim = shape = (2**10, 2**20, 2**7, 2**7)
-    row = 3 * heads * head_dim * 2
-    by_row = (seqlen * row, row, head_dim * 2, 2)  # a row is its heads of q, then of k, then of v
-    by_head = (seqlen * row, row, 3 * head_dim * 2, 2)  # a head is its q, its k and its v
-    for strides, next_one in ((by_row, heads * head_dim * 2), (by_head, head_dim * 2)):
-        q, k = (CudaArray(Elsewhere(2**46 + offset, shape, strides)) for offset in (0, next_one))
-        assert not overlap(q, k)
-        assert overlap(q, q)
-        assert not overlaps_itself(q)
 
 
 # --- libraries that are installed -----------------------------------------------------------------

@@ -17,6 +17,7 @@ from tolerance import assert_attention, assert_gradients, random_problem
 import cufa
 from cufa import api, arrays, counters, device, driver, jit, launch
 from cufa.driver import TENSOR_MAP_BYTES, DriverError
+from cufa.tensor_layout import Region
 
 pytestmark = pytest.mark.emulator
 
@@ -52,7 +53,7 @@ class Machine:
 
     def array(self, host):
         """As `cupy.asarray`, with the strides that the array has and what lies between its rows."""
-        first, end = arrays.span(host)
+        first, end = span(host)
         pointer = self.allocate(end - first)
         self.memory[-1][:] = np.frombuffer(ctypes.string_at(first, end - first), np.uint8)
         return cupy.ndarray(host.shape, host.dtype, pointer + (arrays.address(host) - first), host.strides)
@@ -86,9 +87,13 @@ class Machine:
         self.overlapping.append(self.launched[-1])
 
 
+def span(array):
+    return Region(arrays.address(array), array.shape, array.strides, array.itemsize).span
+
+
 def host(array):
     """The memory of an array, as NumPy's."""
-    first, end = arrays.span(array)
+    first, end = span(array)
     memory = (ctypes.c_char * (end - first)).from_address(first)
     return np.ndarray(array.shape, array.dtype, memory, array.data.ptr - first, array.strides)
 

@@ -4,9 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
+from tolerance import DTYPES
 
 from cufa.problem import LAYOUTS
-from cufa.tensor_layout import is_contiguous, layout_of
+from cufa.tensor_layout import Region, is_contiguous, layout_of
 
 PACKED = (None, 0, 1)
 
@@ -85,3 +86,119 @@ def test_addresses_count_for_the_alignment():
 def test_contiguous_is_what_numpy_calls_so(name):
     for view in (VIEWS[name], VIEWS[name].T, VIEWS[name][:0], VIEWS[name][..., 0], VIEWS[name][0, 0, 0]):
         assert is_contiguous(view.shape, view.strides, view.itemsize) == view.flags.c_contiguous
+
+
+def random_view(rng, memory):
+    """A view of any shape, strides and dtype, its strides no multiples of anything in particular."""
+    while True:
+        dtype = rng.choice(["u1", "f2", "f4", "f8"])
+        shape = tuple(int(n) for n in rng.choice([0, 1, 2, 3, 4], rng.integers(0, 5), p=[0.02, *4 * [0.245]]))
+        strides = tuple(int(s) for s in rng.integers(-16, 17, len(shape)) * rng.choice([1, 2, 4]))
+        offset = int(rng.integers(0, memory.size))
+        try:
+            return np.ndarray(shape, dtype, memory, offset, strides)
+        except ValueError:  # it would reach beyond the memory
+            continue
+
+
+def region(view):
+    return Region(view.ctypes.data, view.shape, view.strides, view.itemsize)
+
+
+def bytes_of_elements(view):
+    """The addresses of each element's bytes."""
+    start = view.ctypes.data
+    offsets = (
+        sum(i * stride for i, stride in zip(index, view.strides, strict=True))
+        for index in itertools.product(*map(range, view.shape))
+    )
+    return [set(range(start + offset, start + offset + view.itemsize)) for offset in offsets]
+
+
+def test_span_by_brute_force():
+    rng = np.random.default_rng(4)
+    memory = np.zeros(128, np.uint8)
+    for _ in range(1000):
+        view = random_view(rng, memory)
+        reached = set().union(*bytes_of_elements(view))
+        start = view.ctypes.data
+        assert region(view).span == ((min(reached), max(reached) + 1) if reached else (start, start))
+
+
+def test_overlap_by_brute_force():
+    rng = np.random.default_rng(1)
+    memory = np.zeros(128, np.uint8)
+    seen = {True: 0, False: 0}
+    for _ in range(4000):
+        a, b = random_view(rng, memory), random_view(rng, memory)
+        expected = bool(set().union(*bytes_of_elements(a)) & set().union(*bytes_of_elements(b)))
+        first, second = region(a), region(b)
+        assert first.overlaps(second) == second.overlaps(first) == expected, (first, second)
+        seen[expected] += 1
+    assert min(seen.values()) > 500
+
+
+def test_overlaps_itself_by_brute_force():
+    """It may err, but only towards refusing, and never for a view that slicing can make."""
+    rng = np.random.default_rng(2)
+    memory = np.zeros(128, np.uint8)
+    seen = {True: 0, False: 0}
+    for _ in range(4000):
+        a = random_view(rng, memory)
+        elements = bytes_of_elements(a)
+        shared = sum(map(len, elements)) > len(set().union(*elements))
+        assert region(a).overlaps_itself or not shared, (a.shape, a.strides)
+        seen[shared] += 1
+    assert min(seen.values()) > 500
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_slices_of_an_array_do_not_overlap_themselves(dtype):
+    rng = np.random.default_rng(3)
+    for _ in range(300):
+        shape = rng.integers(0, 5, 4)
+        array = np.zeros(shape, dtype).transpose(rng.permutation(4))
+        steps = rng.choice([-3, -2, -1, 1, 2, 3], 4)
+        view = array[tuple(slice(None, None, int(step)) for step in steps)]
+        assert not region(view).overlaps_itself, (view.shape, view.strides)
+
+
+def test_broadcast_and_sliding_views_overlap_themselves():
+    array = np.zeros((3, 4), np.float32)
+    assert region(np.broadcast_to(array, (2, 3, 4))).overlaps_itself
+    assert region(np.broadcast_to(array[:, :1], (3, 4))).overlaps_itself
+    assert region(np.lib.stride_tricks.sliding_window_view(array[0], 2)).overlaps_itself
+    assert not region(np.broadcast_to(array, (1, 3, 4))).overlaps_itself
+
+
+def test_views_without_elements_overlap_nothing():
+    array = np.zeros((3, 4), np.float32)
+    for empty in (array[:0], array[1:1, 1:], array[:, 2:2]):
+        assert not region(array).overlaps(region(empty))
+        assert not region(empty).overlaps(region(array))
+        assert not region(empty).overlaps(region(empty))
+    assert not region(np.broadcast_to(np.zeros((0, 1), np.float32), (0, 5))).overlaps_itself
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_interleaved_heads_do_not_overlap(dtype):
+    packed = np.zeros((2, 5, 3, 4, 8), dtype)
+    q, k, v = (packed[:, :, i] for i in range(3))
+    assert not region(q).overlaps(region(k))
+    assert not region(k).overlaps(region(v))
+    assert region(q).overlaps(region(packed))
+    assert region(packed[:, :, :2]).overlaps(region(k))
+    assert region(q).overlaps(region(q))
+
+
+def test_overlap_of_large_arrays_is_found_at_once():
+    """The question is NP-hard in general; for the strides that arrays have it must not show."""
+    _, seqlen, heads, head_dim = shape = (2**10, 2**20, 2**7, 2**7)
+    row = 3 * heads * head_dim * 2
+    by_row = (seqlen * row, row, head_dim * 2, 2)  # a row is its heads of q, then of k, then of v
+    by_head = (seqlen * row, row, 3 * head_dim * 2, 2)  # a head is its q, its k and its v
+    for strides, next_one in ((by_row, heads * head_dim * 2), (by_head, head_dim * 2)):
+        q, k = (Region(2**46 + offset, shape, strides, 2) for offset in (0, next_one))
+        assert not q.overlaps(k)
+        assert q.overlaps(q)
+        assert not q.overlaps_itself

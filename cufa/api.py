@@ -652,7 +652,8 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: _Asked) 
 
 
 def _empty(shape: Shape, dtype: np.dtype[Any], on_gpu: bool) -> Any:
-    return (sys.modules["cupy"] if on_gpu else np).empty(shape, dtype)
+    # What `empty` of both calls in the end, and faster.
+    return (sys.modules["cupy"] if on_gpu else np).ndarray(shape, dtype)
 
 
 def _check_writeable(named: Arrays, outputs: tuple[str, ...]) -> None:

@@ -47,10 +47,6 @@ class Machine:
         unowned = cupy.cuda.UnownedMemory(memory.ctypes.data, memory.nbytes, memory, device_id=0)
         return cupy.cuda.MemoryPointer(unowned, 0)
 
-    def empty(self, shape, dtype=float):
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        return cupy.ndarray(shape, dtype, self.allocate(size))
-
     def array(self, host):
         """As `cupy.asarray`, with the strides that the array has and what lies between its rows."""
         first, end = span(host)
@@ -59,7 +55,7 @@ class Machine:
         return cupy.ndarray(host.shape, host.dtype, pointer + (arrays.address(host) - first), host.strides)
 
     def contiguous(self, array):
-        copy = self.empty(array.shape, array.dtype)
+        copy = cupy.ndarray(array.shape, array.dtype)
         host(copy)[...] = host(array)
         return copy
 
@@ -125,7 +121,6 @@ def machine(monkeypatch):
     monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: 0)
     monkeypatch.setattr(cupy.cuda, "get_current_stream", lambda: types.SimpleNamespace(ptr=0))
     monkeypatch.setattr(cupy.cuda, "alloc", machine.allocate)
-    monkeypatch.setattr(cupy, "empty", machine.empty)
     monkeypatch.setattr(cupy, "ascontiguousarray", machine.contiguous)
     asked = types.SimpleNamespace(launchKernel=machine.launch_kernel, CUDADriverError=RuntimeError)
     monkeypatch.setattr(cupy.cuda, "driver", asked)
@@ -138,7 +133,8 @@ def machine(monkeypatch):
     monkeypatch.setattr(jit, "load", machine.load)
     for cached in (api._executable, api._loaded, launch._loaded):
         cached.cache_clear()
-    yield machine
+    with cupy.cuda.using_allocator(machine.allocate):
+        yield machine
     for cached in (api._executable, api._loaded, launch._loaded):
         cached.cache_clear()
     assert counter[0] == 0

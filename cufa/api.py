@@ -713,13 +713,11 @@ def _run_on_gpu(
     if known.copied:
         copies = {name: arrays.contiguous(tensors[name]) for name in known.copied}
         tensors, addresses = tensors | copies, addresses | arrays.describe(copies)[1]
-    run(
-        pack(*[addresses[name] for name in names]),
-        addresses.get("lse", 0),
-        softmax_scale,
-        launch.pack_features(known.problem, tensors, values) if known.problem.features is not PLAIN else b"",
-        workspace,
-    )
+    features = b""
+    if known.problem.features is not PLAIN:
+        features = launch.pack_features(known.problem, tensors, addresses, values)
+    packed = pack(*[addresses[name] for name in names])
+    run(packed, addresses.get("lse", 0), softmax_scale, features, workspace)
     for name in known.copied:
         if name in call.results:
             call.tensors[name][...] = tensors[name]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from cufa import arrays, counters, driver, jit
+from cufa import counters, driver, jit
 from cufa.device import Arch, target
 from cufa.driver import TENSOR_MAP_BYTES
 from cufa.jit import Variant
@@ -116,46 +116,56 @@ class FeatureValues:
     offset: int = 0
 
 
-def pack_features(problem: Problem, side: Mapping[str, Any], values: FeatureValues) -> bytes:
+def pack_features(
+    problem: Problem, side: Mapping[str, Any], addresses: Mapping[str, int], values: FeatureValues
+) -> bytes:
     """The fields of the structs that features have to themselves.
 
     `side` are the arrays beyond the tensors, NumPy's or CuPy's, by their names as arguments and contiguous
-    along the last axis; those that are missing are null.
+    along the last axis, and `addresses` where they are; those that are missing are null.
     """
-
-    def address(name: str) -> int:
-        return arrays.address(side[name]) if name in side else 0
-
-    def score_tensor(name: str) -> tuple[int, ...]:
-        if name not in side:
-            return 0, 0, 0, 0
-        array = side[name]
-        shape, strides = four_axes(array.shape), (0,) * (4 - array.ndim) + array.strides
-        return address(name), *(
-            0 if size == 1 else stride // array.itemsize
-            for size, stride in zip(shape[:3], strides[:3], strict=True)
-        )
-
+    at = addresses.get
     slopes = side.get("alibi_slopes")
-    window = (_UNLIMITED if reach is None else reach for reach in problem.features.window)
+    left, right = problem.features.window
     packed = _FEATURES.pack(
-        *score_tensor("bias"),
-        *score_tensor("mask"),
-        address("alibi_slopes"),
+        at("bias", 0),
+        *_score_strides(side.get("bias")),
+        at("mask", 0),
+        *_score_strides(side.get("mask")),
+        at("alibi_slopes", 0),
         problem.heads if slopes is not None and slopes.ndim == 2 else 0,
-        *(address(name) for name in ("sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")),
-        *(address(name) for name in ("q_descale", "k_descale", "v_descale")),
+        at("sink", 0),
+        at("cu_seqlens_q", 0),
+        at("cu_seqlens_k", 0),
+        at("seqused_k", 0),
+        at("q_descale", 0),
+        at("k_descale", 0),
+        at("v_descale", 0),
         values.softcap,
         1 / (1 - values.dropout_p),
         values.seed,
         values.offset,
         dropped_below(values.dropout_p),
-        *window,
+        _UNLIMITED if left is None else left,
+        _UNLIMITED if right is None else right,
     )
     if problem.direction == "forward":
         return packed
-    lengths = problem.features.bias if "dbias" in side and problem.features.bias else (0, 0, 0, 0)
-    return packed + _GRADIENTS.pack(address("dlse"), address("dsink"), *score_tensor("dbias"), *lengths)
+    dbias = side.get("dbias")
+    lengths = problem.features.bias if dbias is not None and problem.features.bias else (0, 0, 0, 0)
+    fields = at("dlse", 0), at("dsink", 0), at("dbias", 0), *_score_strides(dbias), *lengths
+    return packed + _GRADIENTS.pack(*fields)
+
+
+def _score_strides(array: Any) -> tuple[int, ...]:
+    """Batch, head and row stride, in elements, of an array that is broadcast to the scores; or of none."""
+    if array is None:
+        return 0, 0, 0
+    shape, strides = four_axes(array.shape), (0,) * (4 - array.ndim) + array.strides
+    return tuple(
+        0 if size == 1 else stride // array.itemsize
+        for size, stride in zip(shape[:3], strides[:3], strict=True)
+    )
 
 
 def pack_softmax(x: int, y: int, x_row_stride: int, y_row_stride: int, rows: int, cols: int) -> bytes:

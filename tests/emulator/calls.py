@@ -249,7 +249,8 @@ def _run(
     fields = [field for name in tensors for field in _fields(placed[name])]
     lse, scale = placed["lse"].ctypes.data, check_scale(softmax_scale, problem.head_dim)
     side = {name: array for name, array in placed.items() if name not in tensors}
-    features = pack_features(problem, side, values)
+    addresses = {name: array.ctypes.data for name, array in side.items()}
+    features = pack_features(problem, side, addresses, values)
     module = Module(plan.source, plan.macros, checked, folder)
     for launch in plan.launches:
         for step in range(launch.steps):

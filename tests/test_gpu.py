@@ -23,6 +23,7 @@ from cufa import reference
 from cufa.kernels import KERNELS as ALL_KERNELS
 from cufa.launch import Executable
 from cufa.problem import FLOAT8
+from cufa.tensor_layout import layout_of
 
 pytestmark = pytest.mark.gpu
 
@@ -448,8 +449,12 @@ def test_a_launch_that_fails_raises(cupy, rng):
     plan = cufa.plan(q, k, v)
     too_many = tuple(dataclasses.replace(launch, block=2048) for launch in plan.launches)
     run = Executable(dataclasses.replace(plan, launches=too_many))
+    tensors = (q, k, v, q)
+    batch, seqlen, heads = 0, 1, 2
+    layout = layout_of(tuple((x.shape, x.strides) for x in tensors), q.itemsize, (batch, seqlen, heads))
+    pack = run.packer(layout)
     with pytest.raises(cufa.LaunchError, match="2048 threads"):
-        run([field for x in (q, k, v, q) for field in (x.data.ptr, 1, 1, 1)], 0, 1.0)
+        run(pack(*(x.data.ptr for x in tensors)), 0, 1.0)
 
 
 def test_arch_override_through_the_driver(cupy, rng, monkeypatch):

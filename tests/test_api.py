@@ -335,6 +335,18 @@ def test_an_out_that_overlaps_an_input(rng: np.random.Generator, argument: str) 
 # --- refusals -------------------------------------------------------------------------------------
 
 
+def test_an_out_is_looked_at_wherever_it_is(rng: np.random.Generator) -> None:
+    """Of arrays that lie alike, some overlap and some do not."""
+    memory = rng.standard_normal((5, 1, 7, 2, 8)).astype(np.float32)
+    q, k, v, out = memory[:4]
+    for _ in range(2):
+        cufa.attention(q, k, v, out=out, backend="numpy")
+        cufa.attention(q, k, v, out=memory[4], backend="numpy")
+        for name, overlapped in (("q", q), ("k", k), ("v", v)):
+            with pytest.raises(ValueError, match=f"^out overlaps {name} in memory; it must not$"):
+                cufa.attention(q, k, v, out=overlapped, backend="numpy")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -117,6 +117,26 @@ def test_flash_attns_packed_sequences(rng):
     close(lse.reshape(4, 2, 6).transpose(1, 0, 2), same_lse)
 
 
+def packed(q, k, v, **options):
+    """flash_attn_varlen_func for a batch of sequences that are equally long."""
+    ends = [np.arange(len(x) + 1, dtype=np.int32) * x.shape[1] for x in (q, k)]
+    out = compat.flash_attn_varlen_func(*(x.reshape(-1, *x.shape[2:]) for x in (q, k, v)), *ends, **options)
+    return out.reshape(*q.shape[:3], v.shape[3])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dropout_p": 0.3}, {"dropout_p": 0.3, "seed": 5}, {"dropout_p": 0.3, "offset": 7}]
+)
+def test_what_is_not_asked_for_is_off_and_dropout_is_ours(rng, options):
+    q, k, v = draw(rng, 6, 9, kv_heads=4)
+    exact = cufa.attention(q, k, v, **options)
+    for function in (compat.flash_attn_func, packed, pytorchs):
+        out = function(q, k, v, **options)
+        close(out if out.shape == exact.shape else turned(out)[0], exact)
+    if not options:
+        close(compat.dot_product_attention(q, k, v), exact)
+
+
 CACHE_OPTIONS = [{}, {"causal": True}, {"window_size": (3, 0), "softcap": 5.0}]
 
 

@@ -134,11 +134,14 @@ def key_values() -> Table:
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Any]:
     """A progress bar on stderr if that is a terminal; yields what takes the name of the next step."""
+    console = stderr()
+    if not console.is_terminal:
+        yield lambda _: None
+        return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = stderr()
     columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=total)
         begun = 0
 

@@ -58,10 +58,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Workspace(params).ds[index] = dp;
 }
 
-struct Scratch {
-    acc_t warps[THREADS / 32];
-};
-
 extern "C" __global__ void __launch_bounds__(THREADS)
     grad_scores(const __grid_constant__ BackwardParams params) {
     const int cols = params.sizes.seqlen_k;
@@ -70,12 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     acc_t sum = 0;
     for (int j = threadIdx.x; j < cols; j += THREADS) sum += p[j] * ds[j];
-    auto& scratch = shared_memory<Scratch>();
-    sum = lanes_sum<32>(sum);
-    if (threadIdx.x % 32 == 0) scratch.warps[threadIdx.x / 32] = sum;
-    __syncthreads();
-    sum = 0;
-    for (int w = 0; w < THREADS / 32; ++w) sum += scratch.warps[w];
+    sum = block_sum<THREADS>(sum, shared_memory<WarpSums<THREADS>>());
 
     const int keys = mask_of(params.sizes).keys_end(blockIdx.x % params.sizes.seqlen_q);
     for (int j = threadIdx.x; j < keys; j += THREADS) ds[j] = p[j] * (ds[j] - sum);

@@ -121,10 +121,10 @@ struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
         const auto v = sequence.keys<const scalar_t>(params.call.v, work.kv_head);
         const Mask mask = mask_of(work);
         const int row = row_of(work, 0);
-        for (int i = 0; i < kBlockN; ++i)
+        for (int in_tile = 0; in_tile < kBlockN; ++in_tile)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int key = tile * kBlockN + i;
+                const int key = tile * kBlockN + in_tile;
                 if (!mask.in_range(row + 8 * half, key)) continue;
 #pragma unroll
                 for (int i = 2 * half; i < kDims / 2; i += 4)

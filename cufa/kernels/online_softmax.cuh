@@ -80,6 +80,20 @@ __device__ inline acc_t lanes_sum(acc_t x) {
     return x;
 }
 
+// The sum over all threads of a block, in each of them.
+template <int Threads>
+using WarpSums = acc_t[Threads / 32];
+
+template <int Threads>
+__device__ inline acc_t block_sum(acc_t x, WarpSums<Threads>& warps) {
+    x = lanes_sum<32>(x);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = 0;
+    for (int w = 0; w < Threads / 32; ++w) x += warps[w];
+    return x;
+}
+
 struct OnlineSoftmax {
     acc_t max = negative_infinity();  // of the scores seen so far
     acc_t sum = 0;  // of 2^(score - max) over them; per thread until total() is called

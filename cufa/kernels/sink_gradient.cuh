@@ -4,20 +4,6 @@
 
 #include "warp_rows.cuh"
 
-template <int Threads>
-using WarpSums = acc_t[Threads / 32];
-
-// The sum over all threads of a block, in thread 0.
-template <int Threads>
-__device__ inline acc_t block_sum(acc_t x, WarpSums<Threads>& warps) {
-    x = lanes_sum<32>(x);
-    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
-    __syncthreads();
-    x = 0;
-    for (int w = 0; w < Threads / 32; ++w) x += warps[w];
-    return x;
-}
-
 // A block for each head. `stats_of` finds the RowStats of a sequence, a head and a row.
 template <int Threads, class StatsOf>
 __device__ inline void write_sink_gradient(const BackwardParams& params, const StatsOf& stats_of,

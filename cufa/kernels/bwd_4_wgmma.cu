@@ -8,8 +8,8 @@
 // the other exponentiates. A block stays for many tiles of keys: while one's gradients are stored,
 // the next one's products run. Where many queries see a key, a warpgroup puts all gradients into an
 // outbox, from which the copy engine adds dQ to the sums: who does so itself waits until memory
-// takes what it adds. Over head dim 128, with values of up to that, dK leaves registers for S or for
-// dP, but not for both.
+// takes what it adds. Over head dim 128, with values of up to that, dK leaves registers for S or
+// for dP, but not for both.
 //
 // Launches: row_sums (the rows' statistics, and dQ's sums set to zero unless the first block to add
 // does so), key_tiles, round_queries (unless the last block does that); sink_gradient if that is

@@ -412,7 +412,8 @@ def plan(
         layout: as in `attention`.
         kernel: as in `attention`.
         tiles: as in `attention`.
-        arch: what to plan for; on a machine without a GPU it must be given, or CUFA_ARCH set.
+        arch: what to plan for, be it here or not; on a machine without a GPU it must be given, or CUFA_ARCH
+            set.
         side: the other arrays of `attention` and `attention_backward` by their names: bias, mask,
             alibi_slopes, sink, q_descale, k_descale, v_descale, cu_seqlens_q, cu_seqlens_k, seqused_k, dlse;
             described as q is.
@@ -440,7 +441,8 @@ def plan(
     asked = _asked(causal, window, values, layout, precision, deterministic, gradients)
     problem = _known_of(direction, described, asked).problem
     row_bytes = (problem.head_dim | problem.value_dim) * problem.itemsize
-    return make_plan(replace(problem, align_bytes=alignment(row_bytes)), target(arch), kernel, tiles)
+    device = target(arch, for_plan_only=True)
+    return make_plan(replace(problem, align_bytes=alignment(row_bytes)), device, kernel, tiles)
 
 
 def _described(name: str, array: Any) -> Described:

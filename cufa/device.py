@@ -293,11 +293,14 @@ def _read_gpu(device_id: int) -> Device:
     )
 
 
-def target(arch: Arch | str | int | None = None, *, for_compile_only: bool = False) -> Device:
+def target(
+    arch: Arch | str | int | None = None, *, for_compile_only: bool = False, for_plan_only: bool = False
+) -> Device:
     """The device to plan and compile for: `arch`, else the variable CUFA_ARCH, else the GPU's own.
 
     Where there is a GPU, another arch keeps that GPU's limits and must run on it, so that what is
-    compiled can be launched; `for_compile_only` takes any known arch, with the table's limits.
+    compiled can be launched; `for_plan_only` takes any other known arch too, with the table's limits, and
+    `for_compile_only` has those for each.
 
     Raises ValueError for an arch that is not one, that this GPU cannot run or whose limits are not
     known, and GPUUnavailableError if neither an arch nor a GPU is there.
@@ -313,6 +316,8 @@ def target(arch: Arch | str | int | None = None, *, for_compile_only: bool = Fal
         return Device.of(wanted)
     gpu = current()
     reason = wanted.runs_on(gpu.arch.capability)
-    if reason is not None:
-        raise ValueError(f"{name} is {str(wanted)!r}, which cannot run here: {reason} ({gpu.name})")
-    return replace(gpu, arch=wanted)
+    if reason is None:
+        return replace(gpu, arch=wanted)
+    if for_plan_only:
+        return Device.of(wanted)
+    raise ValueError(f"{name} is {str(wanted)!r}, which cannot run here: {reason} ({gpu.name})")

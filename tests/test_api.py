@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -724,6 +725,15 @@ def test_the_arch_of_a_plan_may_be_in_the_environment(
     with pytest.raises(ValueError, match=r"^arch is 'sm_62', whose limits are not known"):
         cufa.plan(q, k, v, arch="sm_62")
     check(problem)  # the variable does not keep a call from the CPU
+
+
+def test_a_plan_may_be_for_a_gpu_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "gpu_present", lambda: True)
+    monkeypatch.setattr(device, "current", lambda: replace(KNOWN[9, 0], name="the one here"))
+    q = np.zeros((2, 1000, 8, 64), np.float32)
+    assert cufa.plan(q, q, q).device.name == "the one here"
+    assert cufa.plan(q, q, q, arch="compute_80").device.name == "the one here"
+    assert cufa.plan(q, q, q, arch="sm_86").device == KNOWN[8, 6]
 
 
 # --- the package ----------------------------------------------------------------------------------

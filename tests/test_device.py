@@ -333,6 +333,15 @@ def test_target_for_compiling_takes_any_known_arch(fake_gpus):
     assert device.target("sm_100a", for_compile_only=True) == KNOWN[10, 0]
 
 
+def test_target_for_planning_takes_what_the_gpu_cannot_run_from_the_table(fake_gpus):
+    gpu = device.current()
+    assert device.target("sm_86", for_plan_only=True) == KNOWN[8, 6]
+    assert device.target("compute_80", for_plan_only=True) == replace(gpu, arch=Arch.parse("compute_80"))
+    assert device.target(for_plan_only=True) is gpu
+    with pytest.raises(ValueError, match="whose limits are not known"):
+        device.target("sm_42", for_plan_only=True)
+
+
 def test_target_names_the_variable_it_cannot_read(no_gpu, monkeypatch):
     monkeypatch.setenv("CUFA_ARCH", "ampere")
     with pytest.raises(ValueError, match=r"^CUFA_ARCH is 'ampere'"):

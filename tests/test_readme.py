@@ -1,12 +1,15 @@
 """The README's figures are those of the records in benchmarks/."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
+from cufa import cli
 from cufa.kernels import COMPANIONS, KERNELS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +29,29 @@ def test_links_lead_somewhere(page):
     assert files
     for link in files:
         assert (page.parent / link).exists(), link
+
+
+def blocks(language: str) -> list[str]:
+    """The README's blocks of code in a language."""
+    fenced = re.split(r"^```", (ROOT / "README.md").read_text(), flags=re.MULTILINE)[1::2]
+    parts = (block.partition("\n") for block in fenced)
+    return [code for name, _, code in parts if name == language]
+
+
+def test_the_code_runs_in_numpy(capsys):
+    (code,) = blocks("python")
+    assert code.startswith("import cupy as cp")
+    exec(code.replace("import cupy as cp", "import numpy as cp", 1), {})
+    assert capsys.readouterr().out.startswith("fwd_4_flash_v2 on GeForce RTX 3090 (sm_86)")
+
+
+def test_the_commands_have_these_options():
+    lines = [line.strip() for block in blocks("") for line in re.split(r"[\n;]", block)]
+    commands = [shlex.split(line, comments=True)[1:] for line in lines if line.startswith("cufa ")]
+    assert len(commands) > 10
+    for name, *arguments in commands:
+        command = cli.main.get_command(click.Context(cli.main), name)
+        command.make_context(name, arguments)
 
 
 def test_the_guide_to_the_kernels_names_each_header_once():

@@ -33,10 +33,9 @@ from cufa.problem import Problem, four_axes
 from cufa.tensor_layout import Layout
 from cufa.tensor_maps import Encoder
 
-# The structs of params.cuh begin with the tensors; LSE, workspace and softmax_scale; sizes and step.
+# The structs of params.cuh begin with the tensors; then LSE, workspace, softmax_scale, sizes and step.
 _TENSORS = {"forward": struct.Struct("=" + 4 * "4q"), "backward": struct.Struct("=" + 8 * "4q")}
-_CALL = struct.Struct("=2qd")
-_SIZES = struct.Struct("=6i")
+_CALL = struct.Struct("=2q" + "d" + "6i")
 # Bias, mask, ALiBi slopes and their batch stride, sink, three arrays of lengths, three of descales, softcap,
 # kept_scale, seed, offset, dropped_below, the window.
 _FEATURES = struct.Struct("=4q4q" + "2q" + "q" + "3q" + "3q" + "2d" + "Q" + "2I" + "2i")
@@ -44,7 +43,6 @@ _FEATURES = struct.Struct("=4q4q" + "2q" + "q" + "3q" + "3q" + "2d" + "Q" + "2I"
 _GRADIENTS = struct.Struct("=2q" + "4q4i")
 # Addresses of x and y, their row strides, rows and columns.
 _SOFTMAX = struct.Struct("=2q2qqi4x")
-_PARAMS_BYTES = {"forward": FORWARD_PARAMS_BYTES, "backward": BACKWARD_PARAMS_BYTES}
 # Three tensors, three LSEs, batch, heads, seqlen.
 _MERGE = struct.Struct("=" + 3 * "4q" + "3q" + "3i4x")
 assert _SOFTMAX.size == SOFTMAX_PARAMS_BYTES
@@ -55,9 +53,11 @@ _NO_FEATURES = {
     "forward": bytes(_FEATURES.size),
     "backward": bytes(_FEATURES.size + _GRADIENTS.size),
 }
-for _direction, _params_bytes in _PARAMS_BYTES.items():
-    _sizes = (_TENSORS[_direction].size, _CALL.size, _SIZES.size, len(_NO_FEATURES[_direction]))
-    assert sum(_sizes) == _params_bytes
+_PARAMS_BYTES = {"forward": FORWARD_PARAMS_BYTES, "backward": BACKWARD_PARAMS_BYTES}
+assert all(
+    _TENSORS[direction].size + _CALL.size + len(_NO_FEATURES[direction]) == size
+    for direction, size in _PARAMS_BYTES.items()
+)
 # How far a window reaches that has no end on one side.
 _UNLIMITED = 2**31 - 1
 
@@ -69,40 +69,33 @@ _DEFAULT_SMEM_BYTES = 48 * 1024
 # Streams for which a launch remembers what it tells the driver.
 _REMEMBERED_STREAMS = 64
 # Calls for which tensors that lie alike remain packed.
-_REMEMBERED_CALLS = 1024
+_REMEMBERED_CALLS = 256
 
 
 class LaunchError(RuntimeError):
     """The driver refused a kernel; the message has the launch and the driver's reason."""
 
 
-def pack_attention(
-    problem: Problem,
-    tensors: Sequence[int],
-    lse: int,
-    workspace: int,
-    softmax_scale: float,
-    features: bytes = b"",
-    step: int = 0,
-) -> bytes:
-    """ForwardParams for q, k, v, o or BackwardParams for q, k, v, o, dout, dq, dk, dv.
+def pack_tensors(problem: Problem, tensors: Sequence[int]) -> bytes:
+    """What ForwardParams and BackwardParams begin with: q, k, v, o and, backward, dout, dq, dk, dv.
 
-    `tensors` has four numbers for each: its address, then batch, row and head stride in elements. `lse`
-    and `workspace` are addresses, 0 for none; `features` are `pack_features`', or nothing for none.
+    `tensors` has four numbers for each: its address, then batch, row and head stride in elements.
     """
-    return b"".join(
-        (
-            _TENSORS[problem.direction].pack(*tensors),
-            _CALL.pack(lse, workspace, softmax_scale),
-            _pack_sizes(problem, step),
-            features or _NO_FEATURES[problem.direction],
-        )
-    )
+    return _TENSORS[problem.direction].pack(*tensors)
 
 
-def _pack_sizes(problem: Problem, step: int) -> bytes:
-    return _SIZES.pack(
-        problem.batch, problem.heads, problem.kv_heads, problem.seqlen_q, problem.seqlen_k, step
+def pack_call(problem: Problem, lse: int, workspace: int, softmax_scale: float, step: int = 0) -> bytes:
+    """What follows the tensors; `lse` and `workspace` are addresses, 0 for none."""
+    return _CALL.pack(
+        lse,
+        workspace,
+        softmax_scale,
+        problem.batch,
+        problem.heads,
+        problem.kv_heads,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        step,
     )
 
 
@@ -119,7 +112,7 @@ class FeatureValues:
 def pack_features(
     problem: Problem, side: Mapping[str, Any], addresses: Mapping[str, int], values: FeatureValues
 ) -> bytes:
-    """The fields of the structs that features have to themselves.
+    """What ends the structs: the fields that features have to themselves.
 
     `side` are the arrays beyond the tensors, NumPy's or CuPy's, by their names as arguments and contiguous
     along the last axis, and `addresses` where they are; those that are missing are null.
@@ -174,7 +167,7 @@ def pack_softmax(x: int, y: int, x_row_stride: int, y_row_stride: int, rows: int
 
 
 def pack_merge(tensors: Sequence[int], lses: Sequence[int], batch: int, heads: int, seqlen: int) -> bytes:
-    """MergeParams: out_a, out_b and out as `pack_attention` has tensors, then the addresses of their LSEs."""
+    """MergeParams: out_a, out_b and out as `pack_tensors` has them, then the addresses of their LSEs."""
     return _MERGE.pack(*tensors, *lses, batch, heads, seqlen)
 
 
@@ -200,22 +193,19 @@ class Executable:
         launches = [
             (_Kernel(module, launch), step) for launch in plan.launches for step in range(launch.steps)
         ]
-        self._launches = [
-            (_pack_sizes(plan.problem, step), [kernel for kernel, _ in same])
-            for step, same in itertools.groupby(launches, key=operator.itemgetter(1))
-        ]
+        by_step = itertools.groupby(launches, key=operator.itemgetter(1))
+        self._launches = [(step, [kernel for kernel, _ in same]) for step, same in by_step]
 
     def packer(self, layout: Layout) -> Callable[..., bytes]:
         """What packs tensors that lie so, from their addresses: their maps, then the struct's beginning.
 
         It remembers the tensors of many calls, for which it is then a matter of looking them up.
         """
-        fields_of = _TENSORS[self.plan.problem.direction]
 
         @functools.lru_cache(_REMEMBERED_CALLS)
         def pack(*addresses: int) -> bytes:
             fields = layout.fields(addresses)
-            return self._encoder(fields) + fields_of.pack(*fields)
+            return self._encoder(fields) + pack_tensors(self.plan.problem, fields)
 
         return pack
 
@@ -227,10 +217,11 @@ class Executable:
         features: bytes = b"",
         workspace: Any = None,
     ) -> None:
-        """Launch on the current stream, with `packer`'s tensors and else `pack_attention`'s arguments.
+        """Launch on the current stream.
 
-        `workspace` is a CuPy array to use instead of memory from CuPy's pool. Raises ValueError if it is too
-        small or not aligned.
+        `tensors` are from `packer`, `lse` is an address or 0 for none, `features` are `pack_features`', or
+        nothing for none. `workspace` is a CuPy array to use instead of memory from CuPy's pool. Raises
+        ValueError if it is too small or not aligned.
         """
         stream = self._current_stream().ptr
         address = 0
@@ -242,10 +233,9 @@ class Executable:
             address = memory.ptr
         if self._counters is not None:
             address = self._counters.take(stream)
-        call = tensors + _CALL.pack(lse, address, softmax_scale)
         rest = (features or self._no_features) + self._padding
-        for sizes, kernels in self._launches:
-            params = call + sizes + rest
+        for step, kernels in self._launches:
+            params = tensors + pack_call(self.plan.problem, lse, address, softmax_scale, step) + rest
             for kernel in kernels:
                 kernel(params, stream)
 

@@ -32,7 +32,7 @@ class Encoder:
         ]
 
     def __call__(self, tensors: Sequence[int]) -> bytes:
-        """The maps one after the other; `tensors` are `pack_attention`'s."""
+        """The maps one after the other; `tensors` are `pack_tensors`'."""
         return b"".join([encode(*tensors[place]) for encode, place in self._encoders])
 
 

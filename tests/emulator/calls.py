@@ -22,7 +22,14 @@ import numpy.typing as npt
 from cufa.counters import COUNTER_BYTES
 from cufa.device import Device
 from cufa.driver import TENSOR_MAP_BYTES
-from cufa.launch import FeatureValues, pack_attention, pack_features, pack_merge, pack_softmax
+from cufa.launch import (
+    FeatureValues,
+    pack_call,
+    pack_features,
+    pack_merge,
+    pack_softmax,
+    pack_tensors,
+)
 from cufa.plan import Plan, make_plan, make_probabilities_plan
 from cufa.plan.standard import merge_launch, softmax_launch
 from cufa.problem import (
@@ -254,7 +261,8 @@ def _run(
     module = Module(plan.source, plan.macros, checked, folder)
     for launch in plan.launches:
         for step in range(launch.steps):
-            params = maps + pack_attention(problem, fields, lse, workspace.ctypes.data, scale, features, step)
+            call = pack_call(problem, lse, workspace.ctypes.data, scale, step)
+            params = maps + pack_tensors(problem, fields) + call + features
             params = params.ljust(int(dict(plan.macros)["PARAMS_BYTES"]), b"\0")
             buffers = {**placed, "workspace": workspace}
             module.launch(launch.entry, launch.grid, launch.block, launch.smem_bytes, params, buffers)

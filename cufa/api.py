@@ -183,11 +183,11 @@ def attention(
     }
     call = _Call("forward", {"q": q, "k": k, "v": v} | _given(optional), asked, backend)
     scale = check_scale(softmax_scale, call.problem.head_dim)
-    call.results["out"] = call.known.out
+    call.want("out")
     if return_lse or return_attn_probs or lse is not None:
-        call.results["lse"] = call.known.lse
+        call.want("lse")
     if return_attn_probs:
-        call.results["probs"] = probabilities.shape(call.problem), DTYPES[call.problem.dtype]
+        call.wanted["probs"] = probabilities.shape(call.problem), DTYPES[call.problem.dtype]
 
     if call.on_gpu:
         rung = _rung(kernel, tiles, arch)
@@ -298,12 +298,15 @@ def attention_backward(
         What `attention` raises.
     """
     values = _feature_values(softcap, dropout_p, seed, offset)
-    gradients = {"q": dq, "k": dk, "v": dv}
+    gradients = {"dq": dq, "dk": dk, "dv": dv}
+    of_features: tuple[str, ...] = ()
     if return_dbias or dbias is not None:
-        gradients["bias"] = dbias
+        gradients["dbias"] = dbias
+        of_features += ("bias",)
     if return_dsink or dsink is not None:
-        gradients["sink"] = dsink
-    asked = _asked(causal, window, values, layout, precision, deterministic, tuple(gradients)[3:])
+        gradients["dsink"] = dsink
+        of_features += ("sink",)
+    asked = _asked(causal, window, values, layout, precision, deterministic, of_features)
     required = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
     optional = {
         "dlse": dlse,
@@ -314,16 +317,12 @@ def attention_backward(
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
         "seqused_k": seqused_k,
-        "dq": dq,
-        "dk": dk,
-        "dv": dv,
-        "dbias": dbias,
-        "dsink": dsink,
+        **gradients,
     }
     call = _Call("backward", required | _given(optional), asked, backend)
     scale = check_scale(softmax_scale, call.problem.head_dim)
     for name in gradients:
-        call.results[f"d{name}"] = call.tensors[name].shape, call.tensors[name].dtype
+        call.want(name)
 
     if call.on_gpu:
         rung = _rung(kernel, tiles, arch)
@@ -336,7 +335,7 @@ def attention_backward(
         optional = {name: call.tensors[name] for name in _GRADIENT_ARRAYS if name in call.tensors}
         cpu_options = _cpu_options(call, scale, values) | optional
         cpu.attention_backward(*(*tensors, call.tensors["lse"], *written), **cpu_options)
-    return tuple(call.give_back(f"d{name}", given) for name, given in gradients.items())
+    return tuple([call.give_back(name, given) for name, given in gradients.items()])
 
 
 def softmax(x: Any, *, passes: int = 2, arch: ArchLike | None = None, backend: str | None = None) -> Any:
@@ -462,8 +461,8 @@ class _Known:
     """What follows from options, shapes, strides and dtypes; calls that are alike have the same one.
 
     `outputs` are the names of those arrays that are to be written into. `layout` is that of the tensors;
-    `axes` are where they have batch, seqlen and heads; `out` and `lse` are the shapes and dtypes of those.
-    `copied` are the arrays that kernels cannot read as they lie.
+    `axes` are where they have batch, seqlen and heads. `results` are the shapes and dtypes of what can be
+    written. `copied` are the arrays that kernels cannot read as they lie.
     """
 
     problem: Problem
@@ -472,15 +471,14 @@ class _Known:
     outputs: tuple[str, ...]
     layout: Layout
     axes: Axes
-    out: tuple[Shape, np.dtype[Any]]
-    lse: tuple[Shape, np.dtype[Any]]
+    results: Mapping[str, tuple[Shape, np.dtype[Any]]]
     copied: tuple[str, ...]
 
 
 class _Call:
     """The arrays of one call where it is computed, and the problem that they make.
 
-    `results` are the shapes and dtypes of what is written, to arrays that are given or to new ones.
+    `wanted` are the shapes and dtypes of what is to be written, to arrays that are given or to new ones.
     """
 
     def __init__(self, direction: Direction, named: Arrays, asked: _Asked, backend: str | None) -> None:
@@ -488,7 +486,7 @@ class _Call:
         adopted = arrays.adopt(named, backend)
         self.tensors = adopted.arrays
         self.on_gpu = adopted.on_gpu
-        self.results: dict[str, tuple[Shape, np.dtype[Any]]] = {}
+        self.wanted: dict[str, tuple[Shape, np.dtype[Any]]] = {}
         self._give_back = adopted.give_back
         self.addresses = adopted.addresses
         self.known = known = _known_of(direction, adopted.described, asked)
@@ -500,9 +498,13 @@ class _Call:
             described, self.addresses = arrays.describe(self.tensors)
             self.known = _known_of(direction, described, asked)
 
+    def want(self, name: str) -> None:
+        """Ask for a result."""
+        self.wanted[name] = self.known.results[name]
+
     def allocate(self) -> None:
         """Have arrays for the results that are given none."""
-        for name, (shape, dtype) in self.results.items():
+        for name, (shape, dtype) in self.wanted.items():
             if name not in self.tensors:
                 self.add(name, _empty(shape, dtype, self.on_gpu))
 
@@ -541,11 +543,6 @@ _TENSORS: dict[Direction, tuple[str, ...]] = {
     "backward": ("q", "k", "v", "out", "dout", "dq", "dk", "dv"),
 }
 _FEATURE_ARRAYS = ("bias", "mask", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
-# The arguments that are written to, if they are given.
-_RESULTS: dict[Direction, tuple[str, ...]] = {
-    "forward": ("out", "lse"),
-    "backward": ("dq", "dk", "dv", "dbias", "dsink"),
-}
 _GRADIENT_ARRAYS = ("dlse", "dbias", "dsink")
 _DESCALES = ("q_descale", "k_descale", "v_descale")
 _BESIDE_TENSORS = frozenset(("lse", *_FEATURE_ARRAYS, *_DESCALES, *_GRADIENT_ARRAYS))
@@ -633,6 +630,11 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: _Asked) 
     itemsizes = tuple(
         problem.output.itemsize if name == "out" else problem.itemsize for name in _TENSORS[direction]
     )
+    if direction == "forward":
+        results = {"out": (out, problem.output), "lse": (lse_shape(problem), problem.accumulator)}
+    else:
+        differentiated = [name for name in ("q", "k", "v", "bias", "sink") if name in shapes]
+        results = {f"d{name}": (shapes[name], dtypes[name]) for name in differentiated}
     names = _TENSORS[direction]
     layout = layout_of(tuple(storage[name] for name in names), itemsizes, axes)
     beside = (
@@ -644,11 +646,10 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: _Asked) 
         problem=problem,
         options=options,
         arrays=tensors,
-        outputs=tuple(name for name in _RESULTS[direction] if name in shapes),
+        outputs=tuple(name for name in results if name in shapes),
         layout=layout,
         axes=axes,
-        out=(out, problem.output),
-        lse=(lse_shape(problem), problem.accumulator),
+        results=results,
         copied=(*[names[place] for place in layout.scattered], *beside),
     )
 
@@ -721,7 +722,7 @@ def _run_on_gpu(
     packed = pack(*[addresses[name] for name in names])
     run(packed, addresses.get("lse", 0), softmax_scale, features, workspace)
     for name in known.copied:
-        if name in call.results:
+        if name in call.wanted:
             call.tensors[name][...] = tensors[name]
 
 

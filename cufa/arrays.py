@@ -7,10 +7,11 @@ host and GPU does so here and nowhere else.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,7 +163,8 @@ def _import(array: Any, name: str) -> tuple[Any, Callable[[Any], Any]]:
     """An array of another library as NumPy's or CuPy's, without a copy, and the way back."""
     namespace = _namespace(array, name)
     export = namespace.from_dlpack
-    device_type, _ = array.__dlpack_device__()
+    with _read_errors(array, name):
+        device_type, _ = array.__dlpack_device__()
     if device_type == _DLPACK_CUDA:
         device.current()  # says what is missing
         reader = sys.modules["cupy"].from_dlpack
@@ -172,10 +174,17 @@ def _import(array: Any, name: str) -> tuple[Any, Callable[[Any], Any]]:
         raise TypeError(
             f"{name} is on a device of DLPack type {int(device_type)}; it may be on the CPU or a CUDA GPU"
         )
-    try:
+    with _read_errors(array, name):
         if _is_float8(array):  # neither reader knows DLPack's code for it
             return reader(array.view(namespace.uint8)).view(INPUT_DTYPES[FLOAT8]), export
         return reader(array), export
+
+
+@contextlib.contextmanager
+def _read_errors(array: Any, name: str) -> Iterator[None]:
+    """TypeError, naming the array, for what a library raises whose array cannot be read."""
+    try:
+        yield
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise TypeError(
             f"{name} is a {kind_of(array)} that cannot be read through DLPack: {error}"

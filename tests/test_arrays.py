@@ -514,6 +514,15 @@ def test_torch_on_the_cpu(dtype: str) -> None:
     assert torch.equal(result, out)
 
 
+def test_an_array_whose_device_dlpack_does_not_know_is_named() -> None:
+    class Abstract(StandardArray):
+        def __dlpack_device__(self) -> tuple[int, int]:
+            raise ValueError("Unknown device type meta for Dlpack")
+
+    with pytest.raises(TypeError, match=r"^k is a .*Abstract that cannot be read through DLPack: Unknown"):
+        adopt({"k": Abstract(some_array())}, None)
+
+
 def test_torch_tensors_that_cannot_be_read_are_named() -> None:
     torch = pytest.importorskip("torch")
     q = torch.zeros(1, 4, 2, 8)
@@ -525,7 +534,8 @@ def test_torch_tensors_that_cannot_be_read_are_named() -> None:
 def test_jax_on_the_cpu() -> None:
     jax = pytest.importorskip("jax")
     problem = random_problem(np.random.default_rng(5), "float32", seqlen_q=17, seqlen_k=23, head_dim=8)
-    q, k, v = map(jax.numpy.asarray, (problem.q, problem.k, problem.v))
+    (cpu, *_) = jax.devices("cpu")  # where it has a GPU, too
+    q, k, v = (jax.device_put(array, cpu) for array in (problem.q, problem.k, problem.v))
     out, lse = cufa.attention(q, k, v, return_lse=True)
     assert isinstance(out, jax.Array)
     assert_attention(np.asarray(out), np.asarray(lse), problem, causal=False)

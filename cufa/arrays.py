@@ -23,6 +23,10 @@ from cufa.problem import FLOAT8, INPUT_DTYPES, Shape
 _DLPACK_CPU = 1
 _DLPACK_CUDA = 2
 
+# The dtypes that those who read and write DLPack do not know; they see the bits, as integers.
+_UNKNOWN_TO_CUPY = {FLOAT8: "uint8"}
+_UNKNOWN_TO_NUMPY = {FLOAT8: "uint8", "bfloat16": "int16"}
+
 BACKENDS = ("numpy", "cuda")
 
 # An array's name as an argument, its shape, its strides in bytes and its dtype.
@@ -162,22 +166,37 @@ def _cupy_ndarray() -> type:
 def _import(array: Any, name: str) -> tuple[Any, Callable[[Any], Any]]:
     """An array of another library as NumPy's or CuPy's, without a copy, and the way back."""
     namespace = _namespace(array, name)
-    export = namespace.from_dlpack
+    if getattr(array, "requires_grad", False):  # its bits would be read without a word
+        raise TypeError(
+            f"{name} is a {kind_of(array)} that requires a gradient, of which cufa keeps no record; "
+            f"give {name}.detach()"
+        )
     with _read_errors(array, name):
         device_type, _ = array.__dlpack_device__()
     if device_type == _DLPACK_CUDA:
         device.current()  # says what is missing
-        reader = sys.modules["cupy"].from_dlpack
+        reader, unknown = sys.modules["cupy"].from_dlpack, _UNKNOWN_TO_CUPY
     elif device_type == _DLPACK_CPU:
-        reader = np.from_dlpack
+        reader, unknown = np.from_dlpack, _UNKNOWN_TO_NUMPY
     else:
         raise TypeError(
             f"{name} is on a device of DLPack type {int(device_type)}; it may be on the CPU or a CUDA GPU"
         )
+    # Dtypes are spelt as NumPy's, behind a library's name.
+    dtype = str(getattr(array, "dtype", "")).rpartition(".")[2]
     with _read_errors(array, name):
-        if _is_float8(array):  # neither reader knows DLPack's code for it
-            return reader(array.view(namespace.uint8)).view(INPUT_DTYPES[FLOAT8]), export
-        return reader(array), export
+        if dtype in unknown:
+            bits = array.view(getattr(namespace, unknown[dtype]))
+            return reader(bits).view(INPUT_DTYPES[dtype]), functools.partial(_export, namespace)
+        return reader(array), functools.partial(_export, namespace)
+
+
+def _export(namespace: Any, result: Any) -> Any:
+    """A result as an array of that library."""
+    bits = _UNKNOWN_TO_NUMPY.get(result.dtype.name) if isinstance(result, np.ndarray) else None
+    if bits is None:
+        return namespace.from_dlpack(result)
+    return namespace.from_dlpack(result.view(bits)).view(getattr(namespace, result.dtype.name))
 
 
 @contextlib.contextmanager
@@ -189,11 +208,6 @@ def _read_errors(array: Any, name: str) -> Iterator[None]:
         raise TypeError(
             f"{name} is a {kind_of(array)} that cannot be read through DLPack: {error}"
         ) from error
-
-
-def _is_float8(array: Any) -> bool:
-    """Whether another library's array is of 8-bit floats; dtypes are spelt as NumPy's, behind a name."""
-    return str(getattr(array, "dtype", "")).rpartition(".")[2] == FLOAT8
 
 
 def _namespace(array: Any, name: str) -> Any:

@@ -16,9 +16,10 @@ import pytest
 from tolerance import assert_attention, assert_gradients, random_problem
 
 import cufa
-from cufa import arrays, device
+from cufa import arrays, device, reference
 from cufa.arrays import Adopted, adopt
 from cufa.device import GPUUnavailableError
+from cufa.problem import DTYPES
 
 DLPACK_CPU, DLPACK_CUDA, DLPACK_ROCM = 1, 2, 10
 INSTALL_CUPY = r"there is a GPU, but no CuPy to use it with: pip install 'cufa\[cuda13\]'"
@@ -150,6 +151,44 @@ class Float8Array(DLPackArray):
 
     def __array_namespace__(self) -> Any:
         return SimpleNamespace(from_dlpack=StandardArray, uint8=np.uint8)
+
+
+class BFloat16Array(DLPackArray):
+    """The same of 16 bits; as NumPy's arrays of that dtype, which do not write DLPack either."""
+
+    dtype = "tinylib.bfloat16"
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise BufferError("bfloat16")
+
+    def view(self, dtype: Any) -> Any:
+        return self.values.view(dtype)
+
+    def __array_namespace__(self) -> Any:
+        def from_dlpack(array: Any) -> Any:
+            return SimpleNamespace(view=lambda dtype: BFloat16Array(np.from_dlpack(array).view(dtype)))
+
+        return SimpleNamespace(from_dlpack=from_dlpack, int16=np.int16, bfloat16=DTYPES["bfloat16"])
+
+
+def test_bfloat16_of_other_libraries_is_read_and_written_as_bits() -> None:
+    values = some_array().astype(DTYPES["bfloat16"])
+    adopted = adopt({"q": BFloat16Array(values)}, None)
+    assert adopted.arrays["q"].dtype == values.dtype
+    assert np.shares_memory(adopted.arrays["q"], values)
+    result = values + values
+    given_back = adopted.give_back(result)
+    assert type(given_back) is BFloat16Array
+    np.testing.assert_array_equal(given_back.values, result)
+
+
+def test_an_array_that_requires_a_gradient_is_named() -> None:
+    q = StandardArray(some_array())
+    q.requires_grad = True  # type: ignore[attr-defined]
+    with pytest.raises(
+        TypeError, match=r"^q is a .*StandardArray that requires a gradient, .*q\.detach\(\)$"
+    ):
+        adopt({"q": q}, None)
 
 
 def test_8_bit_arrays_of_other_libraries_are_read_as_bytes() -> None:
@@ -526,9 +565,22 @@ def test_an_array_whose_device_dlpack_does_not_know_is_named() -> None:
 def test_torch_tensors_that_cannot_be_read_are_named() -> None:
     torch = pytest.importorskip("torch")
     q = torch.zeros(1, 4, 2, 8)
-    for unreadable in (q.clone().requires_grad_(), q.bfloat16(), q.to("meta")):
+    for unreadable in (q.clone().requires_grad_(), q.bfloat16().requires_grad_(), q.to("meta")):
         with pytest.raises((TypeError, ValueError), match=r"^q .*torch\.Tensor"):
             cufa.attention(unreadable, unreadable, unreadable)
+
+
+def test_bfloat16_of_torch_on_the_cpu() -> None:
+    torch = pytest.importorskip("torch")
+    problem = random_problem(np.random.default_rng(6), "float32", seqlen_q=17, seqlen_k=23, head_dim=8)
+    q, k, v = (torch.from_numpy(array).bfloat16() for array in (problem.q, problem.k, problem.v))
+    result = torch.zeros_like(q)
+    out = cufa.attention(q, k, v)
+    assert cufa.attention(q, k, v, out=result) is result
+    assert out.dtype == result.dtype == torch.bfloat16
+    exact = cufa.attention(q.float(), k.float(), v.float())
+    assert (out - exact).abs().max() < 0.02
+    assert torch.equal(out, result)
 
 
 def test_jax_on_the_cpu() -> None:
@@ -541,6 +593,11 @@ def test_jax_on_the_cpu() -> None:
     assert_attention(np.asarray(out), np.asarray(lse), problem, causal=False)
     with pytest.raises(ValueError, match=r"^out is read-only"):
         cufa.attention(q, k, v, out=out)
+    half = [array.astype("bfloat16") for array in (q, k, v)]
+    out = cufa.attention(*half)
+    assert out.dtype == "bfloat16"
+    exact, _ = reference.attention(*(np.asarray(array.astype("float32")) for array in half))
+    np.testing.assert_allclose(np.asarray(out.astype("float32")), exact, atol=0.02)
 
 
 def test_adopted_is_a_record() -> None:

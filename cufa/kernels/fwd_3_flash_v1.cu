@@ -31,7 +31,18 @@ struct Smem {
     SharedMatrix<kBlockM, kBlockN> p;
 };
 
-// O, l and m between launches.
+// Which block of keys this launch is for.
+struct KeyBlock {
+    int first_key;
+    bool is_first, is_last;
+
+    __device__ explicit KeyBlock(const Sizes& sizes)
+        : first_key(sizes.step * kBlockN),
+          is_first(sizes.step == 0),
+          is_last(first_key + kBlockN >= sizes.seqlen_k) {}
+};
+
+// O, l and m of a head between launches.
 struct State {
     acc_t *o, *l, *m;
 
@@ -45,50 +56,77 @@ struct State {
     }
 };
 
+// l and m of a thread's rows.
+struct Statistics {
+    OnlineSoftmax softmax[kRows];
+    acc_t old_sum[kRows];  // l of the keys before these, in units of the new maximum
+
+    // Takes in a tile of scores, which become P, on top of what launches before found.
+    __device__ void exponentiate(ScoreTile<kRows, kKeys>& scores, const State& state,
+                                 const KeyBlock& keys, const Grid& grid, int first_row,
+                                 int seqlen_q) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            const int row = first_row + grid.row(i);
+            const bool resumes = row < seqlen_q && !keys.is_first;
+            if (resumes) softmax[i].max = state.m[row];
+            old_sum[i] = resumes ? state.l[row] : 0;
+            old_sum[i] *= softmax[i].raise_max(lanes_max<Grid::kX>(max_of(scores[i])));
+#pragma unroll
+            for (int j = 0; j < kKeys; ++j) scores[i][j] = softmax[i].weight(scores[i][j]);
+            softmax[i].total<Grid::kX>();
+            softmax[i].sum += old_sum[i];
+        }
+    }
+
+    // Row i's part of O, which is P V, becomes O (line 12): what it was, weighted with the old sum,
+    // and P V, over the new sum.
+    __device__ void join_output(Vec (&o)[kGroups], int i, acc_t* old_o, const KeyBlock& keys,
+                                const Grid& grid) const {
+        const acc_t normalizer = softmax[i].normalizer();
+#pragma unroll
+        for (int c = 0; c < kGroups; ++c)
+#pragma unroll
+            for (int e = 0; e < kVec; ++e) {
+                const int col = grid.dim(c) + e;
+                if (col >= kValueDim) continue;
+                if (!keys.is_first) o[c][e] += old_sum[i] * old_o[col];
+                o[c][e] *= normalizer;
+                if (!keys.is_last) old_o[col] = o[c][e];
+            }
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     fwd_3_flash_v1(const __grid_constant__ ForwardParams params) {
     const Sizes& sizes = params.sizes;
     const Mask mask{sizes.seqlen_q, sizes.seqlen_k};
     const auto [sequence, head, kv_head, first_row] = query_tile_of_block<kBlockM>(params);
     const int batch = sequence.batch;
-    const int first_key = sizes.step * kBlockN;
-    const bool first_launch = sizes.step == 0;
-    const bool last_launch = first_key + kBlockN >= sizes.seqlen_k;
+    const KeyBlock keys(sizes);
 
     // A tile that sees none of these keys has nothing to do, unless it must begin or end its rows.
     const int last_row = min(first_row + kBlockM, sizes.seqlen_q) - 1;
-    if (first_key >= mask.keys_end(last_row) && !first_launch && !last_launch) return;
+    if (keys.first_key >= mask.keys_end(last_row) && !keys.is_first && !keys.is_last) return;
 
     Smem& smem = shared_memory<Smem>();
     const Grid grid;
     load_tile<THREADS, kHeadDim>(smem.q, matrix_of<const scalar_t>(params.q, batch, head),
                                  first_row, sizes.seqlen_q);
     load_tile<THREADS, kHeadDim>(smem.k, matrix_of<const scalar_t>(params.k, batch, kv_head),
-                                 first_key, sizes.seqlen_k);
+                                 keys.first_key, sizes.seqlen_k);
     load_tile<THREADS, kValueDim>(smem.v, matrix_of<const scalar_t>(params.v, batch, kv_head),
-                                  first_key, sizes.seqlen_k);
+                                  keys.first_key, sizes.seqlen_k);
     __syncthreads();
 
     ScoreTile<kRows, kKeys> scores;
     product_nt<kHeadDim>(scores, smem.q, smem.k, grid);
     scale_and_mask<true>(scores, acc_t(params.softmax_scale * kLog2E), grid, mask, first_row,
-                         first_key);
+                         keys.first_key);
 
     const State state(params, batch, head);
-    OnlineSoftmax softmax[kRows];
-    acc_t old_sum[kRows];
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-        const int row = first_row + grid.row(i);
-        const bool resumes = row < sizes.seqlen_q && !first_launch;
-        if (resumes) softmax[i].max = state.m[row];
-        old_sum[i] = resumes ? state.l[row] : 0;
-        old_sum[i] *= softmax[i].raise_max(lanes_max<Grid::kX>(max_of(scores[i])));
-#pragma unroll
-        for (int j = 0; j < kKeys; ++j) scores[i][j] = softmax[i].weight(scores[i][j]);
-        softmax[i].total<Grid::kX>();
-        softmax[i].sum += old_sum[i];
-    }
+    Statistics statistics;
+    statistics.exponentiate(scores, state, keys, grid, first_row, sizes.seqlen_q);
 
     // A row of P is written and read by lanes of one warp only.
     store_scores(smem.p, scores, grid);
@@ -103,24 +141,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int i = 0; i < kRows; ++i) {
         const int row = first_row + grid.row(i);
         if (row >= sizes.seqlen_q) continue;
-        acc_t* const old_o = state.o + static_cast<long long>(row) * kValueDim;
-        const acc_t normalizer = softmax[i].normalizer();
-#pragma unroll
-        for (int c = 0; c < kGroups; ++c)
-#pragma unroll
-            for (int e = 0; e < kVec; ++e) {
-                const int col = grid.dim(c) + e;
-                if (col >= kValueDim) continue;
-                if (!first_launch) o[i][c][e] += old_sum[i] * old_o[col];
-                o[i][c][e] *= normalizer;
-                if (!last_launch) old_o[col] = o[i][c][e];
-            }
-        if (last_launch) {
+        statistics.join_output(o[i], i, state.o + static_cast<long long>(row) * kValueDim, keys,
+                               grid);
+        if (keys.is_last) {
             store_row<kValueDim>(out.row(row), o[i], 1, grid);
-            if (lse && grid.x == 0) lse[row] = softmax[i].lse();
+            if (lse && grid.x == 0) lse[row] = statistics.softmax[i].lse();
         } else if (grid.x == 0) {
-            state.l[row] = softmax[i].sum;
-            state.m[row] = softmax[i].max;
+            state.l[row] = statistics.softmax[i].sum;
+            state.m[row] = statistics.softmax[i].max;
         }
     }
 }

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,7 +22,9 @@ from cufa.problem import (
     FLOAT8,
     PLAIN,
     Direction,
+    LayoutName,
     Options,
+    Precision,
     Problem,
     Shape,
     check_dropout,
@@ -75,8 +77,8 @@ def attention(
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     seqused_k: Any = None,
-    precision: str = "ieee",
-    layout: str = "bshd",
+    precision: Precision = "ieee",
+    layout: LayoutName = "bshd",
     return_lse: bool = False,
     return_attn_probs: bool = False,
     out: Any = None,
@@ -85,7 +87,7 @@ def attention(
     kernel: str | None = None,
     tiles: Tiles | None = None,
     arch: ArchLike | None = None,
-    backend: str | None = None,
+    backend: arrays.Backend | None = None,
 ) -> Any:
     """Exact attention, softmax(softmax_scale * Q K^T) V, never holding a seqlen_q x seqlen_k matrix.
 
@@ -230,11 +232,11 @@ def attention_backward(
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     seqused_k: Any = None,
-    precision: str = "ieee",
+    precision: Precision = "ieee",
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsink: bool = False,
-    layout: str = "bshd",
+    layout: LayoutName = "bshd",
     dq: Any = None,
     dk: Any = None,
     dv: Any = None,
@@ -244,7 +246,7 @@ def attention_backward(
     kernel: str | None = None,
     tiles: Tiles | None = None,
     arch: ArchLike | None = None,
-    backend: str | None = None,
+    backend: arrays.Backend | None = None,
 ) -> tuple[Any, ...]:
     """The gradients of `attention` in q, k and v, and in the bias and the sink if they are asked for.
 
@@ -338,7 +340,13 @@ def attention_backward(
     return tuple([call.give_back(name, given) for name, given in gradients.items()])
 
 
-def softmax(x: Any, *, passes: int = 2, arch: ArchLike | None = None, backend: str | None = None) -> Any:
+def softmax(
+    x: Any,
+    *,
+    passes: Literal[2, 3] = 2,
+    arch: ArchLike | None = None,
+    backend: arrays.Backend | None = None,
+) -> Any:
     """Softmax over the last axis, the part of standard attention between its two products.
 
     Args:
@@ -386,8 +394,8 @@ def plan(
     dropout_p: float = 0.0,
     deterministic: bool = False,
     gradients: tuple[str, ...] = (),
-    precision: str = "ieee",
-    layout: str = "bshd",
+    precision: Precision = "ieee",
+    layout: LayoutName = "bshd",
     kernel: str | None = None,
     tiles: Tiles | None = None,
     arch: ArchLike | None = None,

@@ -12,7 +12,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,8 @@ _DLPACK_CUDA = 2
 _UNKNOWN_TO_CUPY = {FLOAT8: "uint8"}
 _UNKNOWN_TO_NUMPY = {FLOAT8: "uint8", "bfloat16": "int16"}
 
-BACKENDS = ("numpy", "cuda")
+Backend = Literal["numpy", "cuda"]
+BACKENDS: tuple[Backend, ...] = ("numpy", "cuda")
 
 # An array's name as an argument, its shape, its strides in bytes and its dtype.
 Described = tuple[str, Shape, Shape, Any]

@@ -11,6 +11,7 @@ from cufa import arrays, launch
 from cufa.device import Arch
 from cufa.problem import (
     DTYPES,
+    LayoutName,
     Shape,
     accumulator_dtype,
     check_layout,
@@ -25,9 +26,9 @@ def merge(
     out_b: Any,
     lse_b: Any,
     *,
-    layout: str = "bshd",
+    layout: LayoutName = "bshd",
     arch: Arch | str | int | None = None,
-    backend: str | None = None,
+    backend: arrays.Backend | None = None,
 ) -> tuple[Any, Any]:
     """What attention over the keys of a and of b together gives, from what each gives alone.
 

@@ -41,9 +41,11 @@ FLOAT8_OUTPUTS = ("bfloat16", "float16")
 
 # How float32 products may be computed: as exactly as float32 sums of them are, or from operands that are
 # rounded to tf32, of which 10 bits are the mantissa's.
-PRECISIONS = ("ieee", "tf32")
+Precision = Literal["ieee", "tf32"]
+PRECISIONS: tuple[Precision, ...] = ("ieee", "tf32")
 
 # Where a layout has batch, seqlen and heads; head_dim is last in each.
+LayoutName = Literal["bshd", "bhsd"]
 LAYOUTS: dict[str, tuple[int, int, int]] = {"bshd": (0, 1, 2), "bhsd": (0, 2, 1)}
 _AXES = {
     "bshd": "(batch, seqlen, heads, head_dim)",

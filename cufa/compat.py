@@ -91,6 +91,43 @@ def flash_attn_func(
     )
 
 
+def flash_attn_qkvpacked_func(qkv: Any, *options: Any, **named_options: Any) -> Any:
+    """flash-attn's function of that name (flash-attn 2.8): q, k and v in one array, read where they lie.
+
+    Args:
+        qkv: (batch, seqlen, 3, heads, head_dim).
+        options: those of `flash_attn_func` that follow v, in its order.
+        named_options: the same by their names.
+
+    Returns:
+        What `flash_attn_func` returns.
+
+    Raises:
+        ValueError: qkv of another shape, or what `cufa.attention` raises.
+        TypeError: what `cufa.attention` raises.
+    """
+    return flash_attn_func(*_unpacked("qkv", qkv, 3), *options, **named_options)
+
+
+def flash_attn_kvpacked_func(q: Any, kv: Any, *options: Any, **named_options: Any) -> Any:
+    """flash-attn's function of that name (flash-attn 2.8): k and v in one array, read where they lie.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim).
+        kv: (batch, seqlen_k, 2, kv_heads, head_dim).
+        options: those of `flash_attn_func` that follow v, in its order.
+        named_options: the same by their names.
+
+    Returns:
+        What `flash_attn_func` returns.
+
+    Raises:
+        ValueError: kv of another shape, or what `cufa.attention` raises.
+        TypeError: what `cufa.attention` raises.
+    """
+    return flash_attn_func(q, *_unpacked("kv", kv, 2), *options, **named_options)
+
+
 def flash_attn_varlen_func(
     q: Any,
     k: Any,
@@ -407,6 +444,15 @@ def dot_product_attention(
     inside = _arange(seqlen_q, query)[None, :, None, None] < query_seq_lengths[:, None, None, None]
     out = xp.where(inside, out, xp.zeros_like(out))
     return (out, *residual) if return_residual else out
+
+
+def _unpacked(name: str, packed: Any, count: int) -> list[Any]:
+    """The arrays in one that has them along its axis 2; ValueError if it does not have so many."""
+    _check_arrays(**{name: packed})
+    shape = tuple(packed.shape)
+    if len(shape) != 5 or shape[2] != count:
+        raise ValueError(f"{name} has shape {shape}; it must be (batch, seqlen, {count}, heads, head_dim)")
+    return [packed[:, :, i] for i in range(count)]
 
 
 def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any) -> Any:

@@ -117,6 +117,29 @@ def test_flash_attns_packed_sequences(rng):
     close(lse.reshape(4, 2, 6).transpose(1, 0, 2), same_lse)
 
 
+def test_flash_attns_arrays_in_one(rng):
+    q, k, v = draw(rng, 6, 6, kv_heads=4)
+    options = {"causal": True, "window_size": (3, -1), "softcap": 5.0}
+    exact = compat.flash_attn_func(q, k, v, 0.0, 0.3, **options)
+    qkv, kv = np.stack([q, k, v], axis=2), np.stack([k, v], axis=2)
+    close(compat.flash_attn_qkvpacked_func(qkv, 0.0, 0.3, **options), exact)
+    close(compat.flash_attn_kvpacked_func(q, kv, 0.0, 0.3, **options), exact)
+    close(compat.flash_attn_kvpacked_func(q, kv[:, :, :, :2]), cufa.attention(q, k[:, :, :2], v[:, :, :2]))
+
+
+def test_what_flash_attn_would_not_take_apart_is_named(rng):
+    q, k, v = draw(rng, 6, 6, kv_heads=4)
+    kv = np.stack([k, v], axis=2)
+    with pytest.raises(
+        ValueError, match=r"^qkv has shape \(2, 6, 2, 4, 8\); it must be \(batch, seqlen, 3, "
+    ):
+        compat.flash_attn_qkvpacked_func(kv)
+    with pytest.raises(ValueError, match=r"^kv has shape \(2, 6, 4, 8\); it must be \(batch, seqlen, 2, "):
+        compat.flash_attn_kvpacked_func(q, k)
+    with pytest.raises(TypeError, match=r"^kv is a list; it may be a NumPy array"):
+        compat.flash_attn_kvpacked_func(q, kv.tolist())
+
+
 def packed(q, k, v, **options):
     """flash_attn_varlen_func for a batch of sequences that are equally long."""
     ends = [np.arange(len(x) + 1, dtype=np.int32) * x.shape[1] for x in (q, k)]

@@ -79,6 +79,10 @@ __device__ inline Matrix<T> matrix_of(const Tensor& tensor, int batch, int head)
 __device__ inline long long first_row_of(int batch, int head, const Sizes& sizes) {
     return (static_cast<long long>(batch) * sizes.heads + head) * sizes.seqlen_q;
 }
+// How many rows all heads have.
+__device__ inline long long all_rows(const Sizes& sizes) {
+    return first_row_of(sizes.batch, 0, sizes);
+}
 
 // Query heads share a KV head in groups of heads / kv_heads.
 __device__ inline int kv_head_of(int head, const Sizes& sizes) {

@@ -346,6 +346,15 @@ def test_run_can_be_told_not_to_check(monkeypatch):
     assert run_json("run", *SMALL, "--no-check")["check"] is None
 
 
+def test_a_kernel_may_be_named_by_its_number():
+    plans = run_json(
+        "run", "--explain", "--arch", "sm_90a", "--kernel", "fwd_4", "--backward-kernel", "bwd_2"
+    )
+    assert [plan["kernel"] for plan in plans.values()] == ["fwd_4_flash_v2", "bwd_2_flash_v2"]
+    assert "'fwd' is not one of" in run("run", "--kernel", "fwd", code=2).stderr
+    assert "'fwd_' is not one of" in run("compile", "fwd_", "--arch", "sm_80", code=2).stderr
+
+
 def test_explain_prints_the_plan_for_an_arch_and_runs_nothing(monkeypatch):
     monkeypatch.setattr(cufa, "attention", None)
     shown = run("run", *SMALL, "--explain", "--arch", "sm_90a").stdout

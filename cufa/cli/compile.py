@@ -17,6 +17,7 @@ from cufa.cli.options import (
     DTYPE,
     INPUT_DTYPE,
     SIZE,
+    KernelName,
     count_option,
     json_option,
     precision_option,
@@ -175,7 +176,7 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command("compile")
-@click.argument("kernels", metavar="[KERNEL]...", type=click.Choice(_NAMES), nargs=-1)
+@click.argument("kernels", metavar="[KERNEL]...", type=KernelName(_NAMES), nargs=-1)
 @click.option("--all", "all_kernels", is_flag=True, help="All kernels of the registry.")
 @click.option(
     "--arch",

@@ -17,11 +17,21 @@ from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES, LAYOUTS, PRECISIONS, chec
 Command = TypeVar("Command", bound=Callable[..., Any])
 Window = tuple[int | None, int | None]
 
+
+class KernelName(click.Choice[str]):
+    """A kernel's name, or as much of it as leaves no other: fwd_4 for fwd_4_flash_v2."""
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The whole name; click's error if it is none."""
+        meant = [name for name in self.choices if name.startswith(f"{value}_")]
+        return super().convert(meant[0] if len(meant) == 1 else value, param, ctx)
+
+
 SIZE = click.IntRange(min=1)
 DTYPE = click.Choice(list(DTYPES))
 INPUT_DTYPE = click.Choice(list(INPUT_DTYPES))
 LAYOUT = click.Choice(list(LAYOUTS))
-KERNEL = click.Choice(list(KERNELS))
+KERNEL = KernelName(list(KERNELS))
 
 
 def several(of: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:

@@ -93,7 +93,9 @@ class _Step:
 @feature_options(files=True)
 @click.option("--softmax-scale", type=float, help="Factor on Q K^T. [1 / sqrt(head dim)]")
 @click.option("--layout", type=LAYOUT, default="bshd", show_default=True, help="Order of the axes.")
-@click.option("--kernel", type=KERNEL, metavar="KERNEL", help="As `cufa kernels` lists them. [the fastest]")
+@click.option(
+    "--kernel", type=KERNEL, metavar="KERNEL", help="As `cufa kernels` lists them, or fwd_4. [the fastest]"
+)
 @click.option(
     "--backward-kernel", type=KERNEL, metavar="KERNEL", help="Likewise, for the gradients. [the fastest]"
 )

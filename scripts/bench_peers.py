@@ -3,12 +3,13 @@
 
 Peers are what PyTorch brings: FlashAttention-2, cuDNN and, for float32, memory-efficient attention; and, if
 it is installed, flash-attn-4 (flash_attn.cute). `cufa` is the kernel that it chooses; others of its kernels
-stand beside it under their own names. Each problem has 16,384 tokens and 2,048 hidden; all libraries get the
+take its place if they are asked for. Each problem has 16,384 tokens and 2,048 hidden; all libraries get the
 same inputs, normal random ones. A step is the forward and the backward after it, as training has them. A
 round times one call of each with the L2 cache written over in between; what counts is the median over the
 rounds. TFLOP/s count 4 B H S^2 D forward, half of it if causal, and 2.5 times as much backward.
 
-Beside that: the time of each kernel that a backward launches, and how long a call keeps the host busy.
+Beside that, unless others of cufa's kernels are asked for: the time of each kernel that a backward launches,
+and how long a call keeps the host busy.
 """
 
 import json
@@ -107,24 +108,43 @@ def calls_of(
     kernels: Collection[str],
     peers: Collection[str],
 ) -> dict[str, dict[str, Call]]:
-    """For each part of a training step, a call of each library and of each kernel of cufa's asked for."""
+    """For each part of a training step, a call of each library; of cufa, of each kernel that is asked for."""
     q, k, v, dout = (torch.randn(shape, dtype=getattr(torch, dtype), device="cuda") for _ in range(4))
-    calls = cufa_calls(*(cupy.from_dlpack(x) for x in (q, k, v, dout)), causal, kernels)
-    out = torch.from_dlpack(calls["forward"]["cufa"]()[0])
+    arrays = [cupy.from_dlpack(x) for x in (q, k, v, dout)]
+    calls = kernel_calls(*arrays, causal, kernels) if kernels else cufa_calls(*arrays, causal)
+    outs = {name: torch.from_dlpack(attend()[0]) for name, attend in calls.get("forward", {}).items()}
     for name, attend, arguments in peers_of(dtype, (q, k, v), causal, peers):
         differentiate = partial(torch.autograd.grad, inputs=arguments, grad_outputs=dout)
         result = attend()
-        error = (out - result).abs().max().item()
-        assert error < 0.05, f"cufa and {name} differ by {error}"
-        calls["forward"][name] = attend
-        calls["backward"][name] = partial(differentiate, result, retain_graph=True)
-        calls["step"][name] = lambda attend=attend, differentiate=differentiate: differentiate(attend())
+        for other, out in outs.items():
+            error = (out - result).abs().max().item()
+            assert error < 0.05, f"{other} and {name} differ by {error}"
+        of_peer: dict[str, Call] = {
+            "forward": attend,
+            "backward": partial(differentiate, result, retain_graph=True),
+            "step": lambda attend=attend, differentiate=differentiate: differentiate(attend()),
+        }
+        for direction, of_direction in calls.items():
+            of_direction[name] = of_peer[direction]
     return calls
 
 
-def cufa_calls(
+def kernel_calls(
     q: Any, k: Any, v: Any, dout: Any, causal: bool, kernels: Collection[str]
 ) -> dict[str, dict[str, Call]]:
+    """A call of each kernel in its direction."""
+    attend = partial(cufa.attention, q, k, v, causal=causal, return_lse=True)
+    differentiate = partial(cufa.attention_backward, dout, q, k, v, *attend(), causal=causal)
+    calls: dict[str, dict[str, Call]] = {}
+    for name in kernels:
+        direction = KERNELS[name].direction
+        call = attend if direction == "forward" else differentiate
+        calls.setdefault(direction, {})[name] = partial(call, kernel=name)
+    return calls
+
+
+def cufa_calls(q: Any, k: Any, v: Any, dout: Any, causal: bool) -> dict[str, dict[str, Call]]:
+    """Calls of what cufa chooses."""
     attend = partial(cufa.attention, q, k, v, causal=causal, return_lse=True)
     differentiate = partial(cufa.attention_backward, dout, q, k, v, causal=causal)
     results = attend()
@@ -136,9 +156,6 @@ def cufa_calls(
         },
         "step": {"cufa": lambda: differentiate(*attend())},
     }
-    for name in kernels:
-        direction = KERNELS[name].direction
-        calls[direction][name] = partial(calls[direction]["cufa"], kernel=name)
     return calls
 
 
@@ -224,10 +241,11 @@ def main(
                 tflops = {name: work / seconds / 1e12 for name, seconds in measured.items()}
                 points.append(described | {"direction": direction, "tflops": tflops})
                 print(points[-1], flush=True)
-            parts.append(described | {"seconds": parts_of(calls["backward"]["cufa"])})
+            if not kernels:
+                parts.append(described | {"seconds": parts_of(calls["backward"]["cufa"])})
             cupy.get_default_memory_pool().free_all_blocks()
             torch.cuda.empty_cache()
-        host_us = host_times()
+        host_us = {} if kernels else host_times()
     flash_attn_4 = {FLASH_ATTN_4: version_of(FLASH_ATTN_4)}
     write_record(RECORD, flash_attn_4 | {"points": points, "parts": parts, "host_us": host_us})
 

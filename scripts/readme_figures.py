@@ -9,6 +9,7 @@ import re
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ README = ROOT / "README.md"
 RECORD = ROOT / "benchmarks" / "gpu_check.json"
 PEERS_RECORD = ROOT / "benchmarks" / "peers.json"
 HALF_RECORD = ROOT / "benchmarks" / "peers_float16.json"
+RUNGS_RECORD = ROOT / "benchmarks" / "peers_mma.json"
 FP8_RECORD = ROOT / "benchmarks" / "fp8.json"
 TRAINING_RECORD = ROOT / "benchmarks" / "training.json"
 DECODE_RECORD = ROOT / "benchmarks" / "decode.json"
@@ -298,13 +300,11 @@ def mean_ratio(name: str, other: str, points: Sequence[Row]) -> str:
 
 
 def beside_peers(record: Row) -> Iterator[str]:
-    """What else the record has, an item each: other kernels, determinism, the backward's parts, the host."""
+    """What else the record has, an item each: determinism, the backward's parts, the host."""
     points = record["points"]
     for name in dict.fromkeys(name for point in points for name in point["tflops"]):
         if name == DETERMINISTIC:
             yield f"- {name}: {mean_ratio(name, 'cufa', points)} of the speed of cufa"
-        elif name in KERNELS:
-            yield f"- {name}: {mean_ratio(name, PEER_OF_RUNGS, points)} of the speed of {PEER_OF_RUNGS}"
     shares: dict[int, list[float]] = {}
     for part in record.get("parts", ()):
         shares.setdefault(part["seqlen"], []).append(share_beside_products(part, points))
@@ -349,6 +349,32 @@ def half(record: Row) -> str:
         f"In float16, over the faster of {peers}, at lengths {lengths}: {', '.join(told)}; means of "
         f"{len(points)} cells ([benchmarks/peers_float16.json](benchmarks/peers_float16.json))."
     )
+
+
+def rungs(record: Row) -> str:
+    """The kernels for every GPU beside the peer that multiplies as they do, in a sentence for each."""
+    points = record["points"]
+    told = []
+    for kernel, dtype in product(
+        ("fwd_5_mma", "bwd_3_mma"), dict.fromkeys(point["dtype"] for point in points)
+    ):
+        cells = [point for point in points if point["dtype"] == dtype and kernel in point["tflops"]]
+        told.append(f"{rung_link(kernel)} in {dtype} {beside(kernel, PEER_OF_RUNGS, cells)}")
+    return (
+        f"With `mma.sync`, on which {PEER_OF_RUNGS} is too, over its speed: {', '.join(told)}; means of "
+        f"{len(cells)} cells each, the worst in brackets ([benchmarks/peers_mma.json]"
+        "(benchmarks/peers_mma.json))."
+    )
+
+
+def beside(name: str, other: str, points: Sequence[Row]) -> str:
+    """The mean of the ratio of two speeds, and where it is least."""
+    ratios = [point["tflops"][name] / point["tflops"][other] for point in points]
+    least = min(ratios)
+    worst = points[ratios.index(least)]
+    causal = ", causal" if worst["causal"] else ""
+    mean = statistics.geometric_mean(ratios)
+    return f"{mean:.2f} ({least:.2f}, head dim {worst['head_dim']}{causal} at {worst['seqlen']:,})"
 
 
 def decode(record: Row) -> str:
@@ -457,6 +483,7 @@ SECTIONS = {
     "measured": (measured, RECORD),
     "peers": (peers, PEERS_RECORD),
     "half": (half, HALF_RECORD),
+    "rungs": (rungs, RUNGS_RECORD),
     "fp8": (fp8, FP8_RECORD),
     "decode": (decode, DECODE_RECORD),
     "training": (training, TRAINING_RECORD),

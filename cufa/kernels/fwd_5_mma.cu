@@ -13,6 +13,7 @@
 // Shared   Q tile, K tile, V tile
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
+#include "exp2_table.cuh"
 #include "key_tiles.cuh"
 #include "mma_softmax.cuh"
 #include "score_rules.cuh"
@@ -27,7 +28,7 @@ static_assert(kTiles * (kRowWarps * kMmaM) == kBlockM, "a warp must own whole 16
 static_assert(kBlockN % kMmaK == 0, "BLOCK_N must be a multiple of 16");
 static_assert(sizeof(ForwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
-struct Smem {
+struct Smem : Exp2Table<acc_t> {
     MmaTile<kBlockM, kHeadDim> q;
     MmaTile<kBlockN, kHeadDim> k;
     MmaTile<kBlockN, kDims * kSplit> v;
@@ -168,17 +169,20 @@ struct Output {
     Accumulators<kTiles, kDims> o;
 
     // Takes in one tile of scores and turns them into P.
-    __device__ void exponentiate(Scores& s, acc_t scale_log2) {
-        acc_t largest[kTiles][2];
+    __device__ void exponentiate(Scores& s, acc_t scale_log2, const Exp2Table<acc_t>& exp2) {
         bool raised = false;
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                largest[m][half] = largest_of(s[m], half) * scale_log2;
-                raised |= largest[m][half] > softmax[m][half].max + kSlack;
-            }
+            for (int half = 0; half < 2; ++half)
+                raised |= may_pass(s[m], half, scale_log2, softmax[m][half].max + kSlack);
         if (__any_sync(0xffffffffu, raised)) {
+            acc_t largest[kTiles][2];
+#pragma unroll
+            for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    largest[m][half] = largest_of(s[m], half) * scale_log2;
 #pragma unroll
             for (int m = 0; m < kTiles; ++m) raise_maxima(softmax[m], o[m], largest[m]);
         }
@@ -192,7 +196,7 @@ struct Output {
                 for (int n = 0; n < kBlockN / kMmaN; ++n)
 #pragma unroll
                     for (int e = 2 * half; e < 2 * half + 2; ++e) {
-                        s[m][n][e] = exp2_of(s[m][n][e] * scale_log2 - shift);
+                        s[m][n][e] = exp2.power(s[m][n][e] * scale_log2 - shift);
                         sum += s[m][n][e];
                     }
                 softmax[m][half].sum += sum;
@@ -249,7 +253,7 @@ __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules,
     __syncthreads();  // V is there, and every warp is done with this K
     if (first_key + kBlockN < tiles.end)
         copy_tile<THREADS, kHeadDim>(smem.k, k, first_key + kBlockN, tiles.end);
-    out.exponentiate(s, scale_log2(rules));
+    out.exponentiate(s, scale_log2(rules), smem);
     if constexpr (kDropout) drop(rules, s, first_row, first_key);
     if constexpr (kCutTiles && sizeof(scalar_t) == 2) {
         // Rounded, P takes half the registers, and who looks for NaN needs some.
@@ -299,6 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     clear_padding<THREADS, kValueDim>(smem.v);
     copy_tile<THREADS, kHeadDim>(smem.q, q, first_row, seqlen_q);
     take_sign(smem, rules);
+    smem.init();
     const KeyTiles<kBlockN> tiles(rules.mask, first_row, kBlockM);
     copy_tile<THREADS, kHeadDim>(smem.k, k, tiles.begin, tiles.end);
 

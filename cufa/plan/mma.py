@@ -59,7 +59,8 @@ class Arithmetic:
 
     Bytes of an element and of a sum; clocks of a product, in those of 16-bit types; and instructions beside
     the products, in the time of a float32 addition: for each element that a lane loads as an operand, and for
-    each score. The overheads are registers beside the sums: operands, addresses, the softmax's state.
+    each score. The overheads are registers beside the sums: operands, addresses, the softmax's state. The
+    forward may have a table of powers of 2 in shared memory.
     """
 
     item_bytes: int
@@ -69,6 +70,7 @@ class Arithmetic:
     backward_overhead: int
     instructions_per_operand: float = 0
     instructions_per_score: float = 0
+    exp2_table_bytes: int = 0
 
     def tile_bytes(self, rows: int, cols: int) -> int:
         """The size of mma_tiles.cuh's MmaTile."""
@@ -110,6 +112,7 @@ DOUBLE = Arithmetic(
     forward_overhead=94,
     backward_overhead=62,
     instructions_per_score=32,
+    exp2_table_bytes=LINE_BYTES,
 )
 
 
@@ -394,7 +397,8 @@ def _forward_cost(problem: Problem, device: Device, tiles: Tiles) -> Cost:
     arithmetic = arithmetic_of(problem)
     depth, columns = round_up(problem.head_dim, MMA_K), tiles.columns(problem)
     smem_bytes = (
-        arithmetic.tile_bytes(tiles.block_m, problem.head_dim)  # Q
+        arithmetic.exp2_table_bytes
+        + arithmetic.tile_bytes(tiles.block_m, problem.head_dim)  # Q
         + arithmetic.tile_bytes(tiles.block_n, problem.head_dim)  # K
         + arithmetic.tile_bytes(tiles.block_n, columns * tiles.split)  # V
     )

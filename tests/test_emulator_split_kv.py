@@ -13,6 +13,8 @@ KERNEL = "fwd_8_split_kv"
 # Warps that each have tiles of their own, and warps that share them.
 OWN_TILES = {"block_m": 16, "block_n": 16, "threads": 64, "stages": 3, "splits": 2}
 SHARED_TILES = {"block_m": 32, "block_n": 16, "threads": 128, "stages": 2, "splits": 1}
+# Warps with two 16-row tiles each.
+WIDE_TILES = {"block_m": 128, "block_n": 16, "threads": 128, "stages": 2, "splits": 2}
 HEADS = {**SIZES, "heads": 6, "kv_heads": 2}
 ALL_MASKS = ("causal", "window", "sink", "packed", "seqused_k")
 
@@ -48,9 +50,10 @@ def test_nan_shows_where_it_is_seen(rng, bad):
         case.arrays[f"cu_seqlens_{name}"][:] = case.arrays[f"cu_seqlens_{name}"][0] + [0, 0, length]
     case.arrays["seqused_k"][:] = 80
     case.problem.v[case.arrays["cu_seqlens_k"][0] + 60] = bad
-    out = check(case, OWN_TILES)
-    assert not np.isfinite(out).all()
-    assert np.isfinite(out).any()
+    for tiles in (OWN_TILES, WIDE_TILES):
+        out = check(case, tiles)
+        assert not np.isfinite(out).all()
+        assert np.isfinite(out).any()
 
 
 def test_scores_of_heads_that_share_a_tile(rng):
@@ -59,6 +62,16 @@ def test_scores_of_heads_that_share_a_tile(rng):
         case = draw_case(rng, "bfloat16", features, seqlen_q=lengths[0], seqlen_k=lengths[1], **HEADS)
         case.numbers["softmax_scale"] = -0.4
         check(case, SHARED_TILES)
+
+
+def test_warps_with_two_tiles_of_rows(rng):
+    for lengths in [(53, 7), (90, 40)]:
+        case = draw_case(rng, "float16", ALL_MASKS, seqlen_q=lengths[0], seqlen_k=lengths[1], **HEADS)
+        check(case, WIDE_TILES)
+    case = draw_case(
+        rng, "bfloat16", ("causal", "softcap", "alibi_slopes"), seqlen_q=70, seqlen_k=29, **HEADS
+    )
+    check(case, WIDE_TILES | {"threads": 256})
 
 
 def test_odd_dims(rng):

@@ -74,6 +74,7 @@ def test_few_queries(cupy, rng, shape, offset):
         {"block_m": 16, "block_n": 64, "threads": 64, "stages": 2},
         {"block_m": 32, "block_n": 16, "threads": 256, "stages": 4},
         {"block_m": 64, "block_n": 32, "threads": 256, "stages": 3, "splits": 200},
+        {"block_m": 128, "block_n": 32, "threads": 256, "stages": 2, "splits": 3},
     ],
     ids=str,
 )

@@ -41,9 +41,10 @@ def test_packed_sequences_count_as_if_they_were_equally_long():
         (4, 8, 8, 128, 16384, True),
         (1, 32, 8, 128, 16384, True),
         (1, 1, 1, 4096, 4096, True),
+        (1, 32, 32, 256, 16384, True),
         (1, 8, 8, 64, 512, False),
         (4, 32, 32, 64, 16384, False),
-        (4, 32, 8, 64, 16384, False),
+        (4, 32, 8, 96, 16384, False),
         (2, 16, 16, 4096, 4096, False),
     ],
 )
@@ -65,6 +66,26 @@ def test_few_heads_get_it_where_sms_would_be_idle(batch, heads, kv_heads, querie
 )
 def test_what_it_does_not_support_goes_elsewhere(other):
     assert make_plan(replace(DECODING, **other), H200).kernel != KERNEL
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "head_dim", "rows"),
+    [
+        (2, 65536, 128, 16),
+        (16, 65536, 128, 64),
+        (32, 65536, 128, 128),
+        (32, 2048, 128, 64),
+        (32, 65536, 256, 64),
+    ],
+)
+def test_rows_of_a_tile(queries, keys, head_dim, rows):
+    """More only where they are used, registers suffice and there are keys enough to make up for the start."""
+    problem = replace(
+        DECODING, batch=1, seqlen_q=queries, seqlen_k=keys, head_dim=head_dim, value_dim=head_dim
+    )
+    plan = plan_of(problem)
+    assert plan.tiles["block_m"] == rows
+    assert jit.build(plan.variant).warnings == ()
 
 
 @pytest.mark.parametrize("seqlen_k", [4096, 8192, 65536, 524288])

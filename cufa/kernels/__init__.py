@@ -23,6 +23,9 @@ _FEW_ROWS, _MANY_KEYS = 32, 256
 # For how many head dims, of keys and values together, a key takes as long in the former as in the latter; by
 # how much it takes longer at most; and as many keys as in the latter take as long as merging. Likewise.
 _EVEN_DIMS, _SLOWEST_SPLIT, _MERGE_KEYS = 192, 2.0, 600
+# Up to how many value dims tiles of more rows have twice as many, what part of the time a key then takes, and
+# how long it takes at least.
+_WIDE_VALUE_DIM, _WIDE_PART, _FASTEST_WIDE = 144, 0.7, 0.66
 # Over so many head dims of values, dK and dV of 64 keys do not fit a warpgroup's registers; of keys, S and
 # dP no longer do beside them.
 _EVEN_HEAD_DIM = 128
@@ -154,6 +157,8 @@ class SplitKernel(Kernel):
         heads = problem.batch * problem.kv_heads
         seen = problem.visible_scores / max(1, queries)
         slower = min(_SLOWEST_SPLIT, (problem.head_dim + problem.value_dim) / _EVEN_DIMS)
+        if queries * group > _SPLIT_ROWS and problem.value_dim <= _WIDE_VALUE_DIM:
+            slower = max(_FASTEST_WIDE, _WIDE_PART * slower)
         waves = ceil_div(heads * of_heads, device.sm_count)
         idle = slower * heads * tiles / device.sm_count * seen + _MERGE_KEYS < waves * seen
         if not few and 2 * tiles > of_heads and not idle:

@@ -24,10 +24,12 @@ constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES;
 constexpr bool kSplitKeys = SPLIT_KEYS;          // several blocks part the keys of a tile
 constexpr bool kMergeOverlaps = MERGE_OVERLAPS;  // the second launch begins early
 constexpr int kMergeThreads = MERGE_THREADS;
-constexpr int kWarps = THREADS / 32, kTeamWarps = kBlockM / kMmaM, kTeams = kWarps / kTeamWarps;
-constexpr int kTeamThreads = kTeamWarps * 32;
-static_assert(kTeamWarps * kMmaM == kBlockM, "a warp must own 16 rows");
-static_assert(kTeams * kTeamWarps == kWarps, "BLOCK_M / 16 must divide the warps");
+// 16-row tiles of a warp: with two, what it loads of keys and values serves twice as many rows.
+constexpr int kTiles = WARP_ROWS / kMmaM;
+constexpr int kWarps = THREADS / 32, kTeamWarps = kBlockM / (kTiles * kMmaM);
+constexpr int kTeamThreads = kTeamWarps * 32, kTeams = kWarps / kTeamWarps;
+static_assert(kTeamWarps * kTiles * kMmaM == kBlockM, "a warp must own whole 16-row tiles");
+static_assert(kTeams * kTeamWarps == kWarps, "the warps of a team must divide the block's");
 static_assert(kBlockN % kMmaK == 0, "BLOCK_N must be a multiple of 16");
 static_assert(kStages > 1, "a tile is copied while another one is worked on");
 static_assert(sizeof(ForwardParams) == PARAMS_BYTES, "the host passes a different struct");
@@ -49,7 +51,7 @@ struct MergeSmem {
     RowPart parts[kMergeThreads / 32];
 };
 
-using Scores = Accumulators<1, kBlockN>;
+using Scores = Accumulators<kTiles, kBlockN>;
 
 // Who a thread is.
 __device__ inline int team() {
@@ -66,12 +68,12 @@ __device__ inline void sync_team() {
         ptx::named_barrier_sync<kTeamThreads>(kFirstTeam + team());
     }
 }
-// The warp's first row of the block's tile, and a lane's in each half of its fragments.
+// The warp's first row of the block's tile, and a lane's in each half of its fragments `m`.
 __device__ inline int warp_row() {
-    return team_thread() / 32 * kMmaM;
+    return team_thread() / 32 * kTiles * kMmaM;
 }
-__device__ inline int row_of(int half) {
-    return warp_row() + half * 8 + threadIdx.x % 32 / 4;
+__device__ inline int row_of(int m, int half) {
+    return warp_row() + m * kMmaM + half * 8 + threadIdx.x % 32 / 4;
 }
 // The first of the two columns that a lane has of fragment `n`.
 __device__ inline int col_of(int n) {
@@ -148,77 +150,101 @@ struct Source {
     }
 };
 
-// What a lane has rows of in each half of its fragments: the queries, and the rules of the heads.
+// What a lane has rows of in each half of its fragments `m`: the queries, and the rules of the
+// heads.
 struct LaneRows {
     int query[2];
     ScoreRules rules[2];
 
-    __device__ LaneRows(const ForwardParams& params, const Work& work)
-        : query{work.query(row_of(0)), work.query(row_of(1))},
-          rules{{params, work.sequence, work.head(row_of(0))},
-                {params, work.sequence, work.head(row_of(1))}} {}
+    __device__ LaneRows(const ForwardParams& params, const Work& work, int m)
+        : query{work.query(row_of(m, 0)), work.query(row_of(m, 1))},
+          rules{{params, work.sequence, work.head(row_of(m, 0))},
+                {params, work.sequence, work.head(row_of(m, 1))}} {}
+};
+// Those of a warp: of its first 16-row tile and of its last, which may be the same.
+struct WarpRows {
+    static_assert(kTiles <= 2, "a warp has one 16-row tile or two");
+    LaneRows first, last;
+
+    __device__ WarpRows(const ForwardParams& params, const Work& work)
+        : first(params, work, 0), last(params, work, kTiles - 1) {}
+    __device__ const LaneRows& operator[](int m) const { return m == 0 ? first : last; }
 };
 
 // Makes scores of products; those of keys that a row does not see become -inf.
-__device__ inline void apply(Scores& s, const LaneRows& rows, int first_key, bool masked) {
+__device__ inline void apply(Scores& s, const WarpRows& rows, int first_key, bool masked) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int m = 0; m < kTiles; ++m)
 #pragma unroll
-        for (int n = 0; n < kBlockN / kMmaN; ++n)
+        for (int half = 0; half < 2; ++half) {
+            const ScoreRules& rules = rows[m].rules[half];
+            const int query = rows[m].query[half];
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int query = rows.query[half], key = first_key + col_of(n) + e;
-                acc_t& score = s[0][n][2 * half + e];
-                const bool seen = !masked || rows.rules[half].sees(query, key);
-                score = seen ? rows.rules[half].score(score, query, key) : negative_infinity();
-            }
+            for (int n = 0; n < kBlockN / kMmaN; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int key = first_key + col_of(n) + e;
+                    acc_t& score = s[m][n][2 * half + e];
+                    const bool seen = !masked || rules.sees(query, key);
+                    score = seen ? rules.score(score, query, key) : negative_infinity();
+                }
+        }
 }
 
 // What a warp has found out about its rows from the keys that it has seen.
 struct Findings {
-    OnlineSoftmax softmax[2];
-    Accumulators<1, kPartCols> o;
+    OnlineSoftmax softmax[kTiles][2];
+    Accumulators<kTiles, kPartCols> o;
 
     // Takes in one tile of scores and turns them into P.
     __device__ void exponentiate(Scores& s) {
-        acc_t largest[2];
+        acc_t largest[kTiles][2];
         bool raised = false;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            largest[half] = largest_of(s[0], half);
-            raised |= largest[half] > softmax[half].max;
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                largest[m][half] = largest_of(s[m], half);
+                raised |= largest[m][half] > softmax[m][half].max;
+            }
+        if (__any_sync(0xffffffffu, raised)) {
+#pragma unroll
+            for (int m = 0; m < kTiles; ++m) raise_maxima(softmax[m], o[m], largest[m]);
         }
-        if (__any_sync(0xffffffffu, raised)) raise_maxima(softmax, o[0], largest);
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
+        for (int m = 0; m < kTiles; ++m)
 #pragma unroll
-            for (int n = 0; n < kBlockN / kMmaN; ++n)
+            for (int half = 0; half < 2; ++half)
 #pragma unroll
-                for (int e = 2 * half; e < 2 * half + 2; ++e) {
-                    s[0][n][e] = softmax[half].weight(s[0][n][e]);
-                }
+                for (int n = 0; n < kBlockN / kMmaN; ++n)
+#pragma unroll
+                    for (int e = 2 * half; e < 2 * half + 2; ++e) {
+                        s[m][n][e] = softmax[m][half].weight(s[m][n][e]);
+                    }
     }
 
     // Leaves them where parts of rows are merged.
     __device__ void store(RowPart* parts) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            RowPart& part = parts[row_of(half)];
-            softmax[half].total<4>();
-            if (threadIdx.x % 4 == 0) part.softmax = softmax[half];
+        for (int m = 0; m < kTiles; ++m)
 #pragma unroll
-            for (int n = 0; n < kPartCols / kMmaN; ++n) {
-                *reinterpret_cast<Pack<acc_t, 2>*>(part.sums + col_of(n)) = {o[0][n][2 * half],
-                                                                             o[0][n][2 * half + 1]};
+            for (int half = 0; half < 2; ++half) {
+                RowPart& part = parts[row_of(m, half)];
+                softmax[m][half].total<4>();
+                if (threadIdx.x % 4 == 0) part.softmax = softmax[m][half];
+#pragma unroll
+                for (int n = 0; n < kPartCols / kMmaN; ++n) {
+                    *reinterpret_cast<Pack<acc_t, 2>*>(part.sums + col_of(n)) = {
+                        o[m][n][2 * half], o[m][n][2 * half + 1]};
+                }
             }
-        }
     }
 };
 
 // Where a mask cuts through a tile, a value that is NaN or infinite must reach the rows that see
 // its key and no other; but in the product 0 * NaN is NaN. Such values are added here to the
 // outputs of the rows that see them, whatever their weight, and are zero in the product.
-__device__ inline void take_out_nonfinite(Findings& found, Stage& stage, const LaneRows& rows,
+__device__ inline void take_out_nonfinite(Findings& found, Stage& stage, const WarpRows& rows,
                                           int first_key) {
     // Each warp looks at all values, so that all of a team go the same way.
     const unsigned int lane = threadIdx.x % 32;
@@ -227,16 +253,18 @@ __device__ inline void take_out_nonfinite(Findings& found, Stage& stage, const L
 #pragma unroll 1
     for (int key = 0; key < kBlockN; ++key)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            if (!rows.rules[half].sees(rows.query[half], first_key + key)) continue;
+        for (int m = 0; m < kTiles; ++m)
 #pragma unroll
-            for (int n = 0; n < kPartCols / kMmaN; ++n)
+            for (int half = 0; half < 2; ++half) {
+                if (!rows[m].rules[half].sees(rows[m].query[half], first_key + key)) continue;
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const scalar_t value = *stage.v.at(key, col_of(n) + e);
-                    if (!is_finite(value)) found.o[0][n][2 * half + e] += to_acc(value);
-                }
-        }
+                for (int n = 0; n < kPartCols / kMmaN; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const scalar_t value = *stage.v.at(key, col_of(n) + e);
+                        if (!is_finite(value)) found.o[m][n][2 * half + e] += to_acc(value);
+                    }
+            }
     sync_team();  // every warp has seen them
     for (int i = team_thread(); i < kBlockN * kPartCols; i += kTeamThreads) {
         scalar_t& value = *stage.v.at(i / kPartCols, i % kPartCols);
@@ -246,15 +274,15 @@ __device__ inline void take_out_nonfinite(Findings& found, Stage& stage, const L
 }
 
 // One tile of keys, which is there.
-__device__ inline void attend(Findings& found, const Smem& smem, Stage& stage, const LaneRows& rows,
+__device__ inline void attend(Findings& found, const Smem& smem, Stage& stage, const WarpRows& rows,
                               const KeyTiles<kBlockN>& keys, int first_key) {
     const bool masked = keys.masked(first_key);
     Scores s = {};
-    add_product_nt<1, kBlockN>(s, smem.q, warp_row(), stage.k);
+    add_product_nt<kTiles, kBlockN>(s, smem.q, warp_row(), stage.k);
     apply(s, rows, first_key, masked);
     found.exponentiate(s);
     if (kCutTiles && masked) take_out_nonfinite(found, stage, rows, first_key);
-    add_product_pn<1, kBlockN, kPartCols>(found.o, s, stage.v);
+    add_product_pn<kTiles, kBlockN, kPartCols>(found.o, s, stage.v);
 }
 
 // Ends a row that is merged, and writes it: a warp's work.
@@ -280,9 +308,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const Work work = work_of_block(params);
     if (kPacked && work.first_row >= work.rows()) return;  // it is none of the sequence's tiles
 
-    const LaneRows rows(params, work);
+    const WarpRows rows(params, work);
     const int last_row = min(kBlockM, work.rows() - work.first_row) - 1;
-    const KeyTiles<kBlockN> keys(rows.rules[0].mask, work.query(0),
+    const KeyTiles<kBlockN> keys(rows[0].rules[0].mask, work.query(0),
                                  work.query(last_row) - work.query(0) + 1);
     const int splits = splits_of(params.sizes);
     const SplitTiles tiles(keys, work.split, splits);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from math import prod
 
 from cufa.device import Device
 from cufa.plan.choice import Choice, Cost, choose, row_tiles
@@ -16,8 +17,9 @@ from cufa.plan.record import Launch, Macro, Part, Scratch
 from cufa.plan.sizes import FORWARD_PARAMS_BYTES, ceil_div, common_macros, round_up
 from cufa.problem import MAX_EXTENT, Problem, lse_shape
 
-# Rows that a block may have; K and V are read again for more.
-MAX_BLOCK_M = 64
+# Rows that a block may have; K and V are read again for more. Of more than the first of these each warp has
+# twice as many, so that what it loads of K and V serves both its 16-row tiles.
+BLOCK_M, MAX_BLOCK_M = 64, 128
 MIN_STAGES, MAX_STAGES = 2, 4
 # Each has a barrier, of which there are 16.
 MAX_TEAMS = 8
@@ -32,16 +34,21 @@ MERGE_THREADS = 256
 # The part of a row that a block leaves: its sums in float32, and two more in as much as is read at once.
 PART_ALIGNMENT = 16
 # What else takes time, in the bytes that an SM's share of the bandwidth brings in it: until a block's first
-# tiles are there; the second launch, and each part that it merges. How many blocks for an SM use all of the
-# bandwidth, and which part of the time counts that some SMs have more blocks than others have. For how many
-# rows an SM's products take as long as its keys. All of it as measured on an H200.
-START_BYTES = 72 * 1024
+# tiles are there, by the rows of a warp; the second launch; and each part of a row that it merges, at least,
+# or else as many times that part's bytes. How many blocks for an SM use all of the bandwidth, and which part
+# of the time counts that some SMs have more blocks than others have. For how many rows an SM's products take
+# as long as its keys, by the rows of a warp; and how much longer those of a block take that has the SM to
+# itself than half of those of two. All of it as measured on an H200.
+START_BYTES = {MMA_M: 72 * 1024, 2 * MMA_M: 320 * 1024}
 MERGE_BYTES = 96 * 1024
 MERGED_PART_BYTES = 1024
+PASSES_OVER_PARTS = 4
 BLOCKS_FOR_BANDWIDTH = 0.56
 UNEVENNESS = 0.15
-ROWS_FOR_BANDWIDTH = 48
+ROWS_FOR_BANDWIDTH = {MMA_M: 48, 2 * MMA_M: 67}
+LONE_BLOCK_COST = 1.3
 MAX_SPLITS = 128
+MAX_REGISTERS = 255
 # Registers of a thread beside sums and scores: operands, addresses, the softmax's state.
 OVERHEAD_REGISTERS = 70
 
@@ -50,7 +57,8 @@ OVERHEAD_REGISTERS = 70
 class Tiles:
     """The sizes that the kernel is compiled for; `splits` are the parts that the keys are split into.
 
-    A team is a warp for each 16 rows of `block_m`; it has tiles of `block_n` keys, `stages` of them.
+    A team is a warp for each 16 rows of `block_m`, or for each 32 of many; it has tiles of `block_n` keys,
+    `stages` of them.
     """
 
     block_m: int
@@ -60,14 +68,20 @@ class Tiles:
     splits: int = 1
 
     @property
+    def warp_rows(self) -> int:
+        """Rows that a warp owns."""
+        return MMA_M if self.block_m <= BLOCK_M else 2 * MMA_M
+
+    @property
     def teams(self) -> int:
         """Teams of a block."""
-        return self.threads // 32 * MMA_M // self.block_m
+        return self.threads // 32 * self.warp_rows // self.block_m
 
     def misfit(self) -> str | None:
         """None if the kernel can be compiled for these tiles, else the reason."""
-        if self.block_m % MMA_M or self.threads // 32 % (self.block_m // MMA_M):
-            return f"block_m must be {MMA_M} rows for each warp of a team, and teams must part the warps"
+        rows = self.warp_rows
+        if self.block_m % rows or self.threads // 32 % (self.block_m // rows):
+            return f"block_m must be {rows} rows for each warp of a team, and teams must part the warps"
         if self.teams > MAX_TEAMS:
             return f"a block has up to {MAX_TEAMS} teams, and this would have {self.teams}"
         if self.block_n % MMA_K:
@@ -88,13 +102,13 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     rows = _rows_of_kv_head(problem)
     if rows > MAX_EXTENT:
         raise ValueError(f"a KV head has {rows:,} rows of queries, more than {MAX_EXTENT:,}")
-    best = _best_tiles(problem, device)
+    best = min(_candidates(problem, device), key=lambda tiles: _least_time(problem, tiles, device)[0])
     chosen = choose(problem, device, tiles, (best,), lambda tiles: _cost(problem, tiles))
-    row_blocks = _row_blocks(problem, chosen.tiles.block_m)
     if "splits" not in tiles:
-        splits = _best_splits(problem, chosen, row_blocks, device)
+        _, splits = _least_time(problem, chosen.tiles, device)
         chosen = replace(chosen, tiles=replace(chosen.tiles, splits=splits))
     sizes = chosen.tiles
+    row_blocks = _row_blocks(problem, sizes.block_m)
     split = sizes.splits > 1
     part_bytes = _part_bytes(problem)
     merge_bytes = MERGE_THREADS // 32 * part_bytes
@@ -147,24 +161,33 @@ def _visible_keys(problem: Problem) -> int:
     return min(keys, left + queries + (keys if right is None else right))
 
 
-def _best_tiles(problem: Problem, device: Device) -> Tiles:
-    """The largest that fit, and as many stages as leave room for the blocks that an SM should have."""
+def _candidates(problem: Problem, device: Device) -> list[Tiles]:
+    """Tiles for all rows, or if those are many for as many as warps may have of either kind."""
     rows = _rows_of_sequence(problem)
-    block_m = next((m for m in (16, 32) if m >= rows), MAX_BLOCK_M)
+    few = next((m for m in (16, 32) if m >= rows), BLOCK_M)
+    wide = _best_tiles(problem, device, MAX_BLOCK_M) if rows > BLOCK_M else None
+    fits = wide is not None and _cost(problem, wide).registers <= MAX_REGISTERS
+    return [_best_tiles(problem, device, few), *((wide,) if wide and fits else ())]
+
+
+def _best_tiles(problem: Problem, device: Device, block_m: int) -> Tiles:
+    """The largest that fit, and as many stages as leave room for the blocks that an SM should have."""
     # A warp starts the copies of as many bytes whatever the team is.
-    most_keys = block_m if _key_bytes(problem) >= WIDE_KEY_BYTES else 2 * block_m
-    sizes = [
-        (block_n, threads)
+    most_keys = min(block_m, BLOCK_M) * (1 if _key_bytes(problem) >= WIDE_KEY_BYTES else 2)
+    smallest = [
+        tiles
         for threads in (THREADS, THREADS // 2)
         for block_n in (most_keys, most_keys // 2, most_keys // 4)
-        if block_n >= MMA_K and threads // 32 * MMA_M >= block_m
+        if (tiles := Tiles(block_m, block_n, threads, MIN_STAGES)).misfit() is None and tiles.teams
     ]
 
     def blocks(tiles: Tiles) -> int:
         return device.blocks_resident(tiles.threads, 0, _cost(problem, tiles).smem_bytes)
 
-    smallest = [Tiles(block_m, *size, MIN_STAGES) for size in sizes]
-    tiles = next(filter(blocks, smallest), smallest[-1])
+    def fits(tiles: Tiles) -> bool:
+        return blocks(tiles) > 0 and _cost(problem, tiles).registers <= MAX_REGISTERS
+
+    tiles = next(filter(fits, smallest), next(filter(blocks, smallest), smallest[-1]))
     enough = min(BLOCKS_PER_SM, blocks(tiles))
     stages = range(MIN_STAGES + 1, MAX_STAGES + 1)
     return max(
@@ -174,25 +197,30 @@ def _best_tiles(problem: Problem, device: Device) -> Tiles:
     )
 
 
-def _best_splits(problem: Problem, chosen: Choice[Tiles], row_blocks: int, device: Device) -> int:
-    """What takes the least time, reckoned in bytes of an SM's share of the bandwidth."""
-    at_once = device.sm_count * chosen.blocks_per_sm
+def _least_time(problem: Problem, tiles: Tiles, device: Device) -> tuple[float, int]:
+    """The least time, in bytes of an SM's share of the bandwidth, and in how many parts the keys take it."""
+    cost, row_blocks = _cost(problem, tiles), _row_blocks(problem, tiles.block_m)
+    blocks_per_sm = max(1, device.blocks_resident(tiles.threads, cost.registers, cost.smem_bytes))
     bytes_of_row_block = _visible_keys(problem) * _key_bytes(problem)
-    rounds = ceil_div(_visible_keys(problem), chosen.tiles.block_n * chosen.tiles.teams)
+    parts_of_sm = prod(lse_shape(problem)) * _part_bytes(problem) / device.sm_count
+    part_bytes = max(MERGED_PART_BYTES, PASSES_OVER_PARTS * parts_of_sm)
 
     def time(splits: int) -> float:
         blocks = row_blocks * splits
-        waves = ceil_div(blocks, at_once)
+        waves = ceil_div(blocks, device.sm_count * blocks_per_sm)
         of_sm = row_blocks * bytes_of_row_block / device.sm_count
         of_block = bytes_of_row_block / splits
         on_busiest = ceil_div(blocks, device.sm_count)
         uneven = on_busiest * device.sm_count / max(1, blocks) - 1
         read = max(of_sm * (1 + UNEVENNESS * uneven), waves * of_block * BLOCKS_FOR_BANDWIDTH)
-        multiply = on_busiest * of_block * chosen.tiles.block_m / ROWS_FOR_BANDWIDTH
-        merge = MERGE_BYTES + splits * MERGED_PART_BYTES if splits > 1 else 0
-        return waves * START_BYTES + max(read, multiply) + merge
+        lone = on_busiest % 2 if blocks_per_sm > 1 else 0
+        block_times = on_busiest + (LONE_BLOCK_COST - 1) * lone
+        multiply = block_times * of_block * tiles.block_m / ROWS_FOR_BANDWIDTH[tiles.warp_rows]
+        merge = MERGE_BYTES + splits * part_bytes if splits > 1 else 0
+        return waves * START_BYTES[tiles.warp_rows] + max(read, multiply) + merge
 
-    return min(range(1, max(1, min(rounds, MAX_SPLITS)) + 1), key=time)
+    rounds = ceil_div(_visible_keys(problem), tiles.block_n * tiles.teams)
+    return min((time(splits), splits) for splits in range(1, max(1, min(rounds, MAX_SPLITS)) + 1))
 
 
 def _merge_overlaps(device: Device) -> bool:
@@ -212,6 +240,7 @@ def _macros(problem: Problem, chosen: Choice[Tiles], merge_bytes: int, device: D
     return (
         *common_macros(problem),
         *((name.upper(), size) for name, size in sizes.items()),
+        ("WARP_ROWS", chosen.tiles.warp_rows),
         ("SPLIT_KEYS", splits > 1),
         ("BLOCKS_PER_SM", chosen.blocks_per_sm),
         ("MERGE_OVERLAPS", splits > 1 and _merge_overlaps(device)),
@@ -231,6 +260,6 @@ def _cost(problem: Problem, tiles: Tiles) -> Cost:
         LINE_BYTES,
     )
     depth, columns = round_up(problem.head_dim, MMA_K), round_up(problem.value_dim, MMA_K)
-    sums = (tiles.block_n + columns) * MMA_M // 32
+    sums = (tiles.block_n + columns) * tiles.warp_rows // 32
     work = tiles.block_m * tiles.block_n * (depth + columns) / tiles.threads
     return Cost(smem_bytes, HALF.registers(sums) + OVERHEAD_REGISTERS, work)

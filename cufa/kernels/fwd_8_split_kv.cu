@@ -2,14 +2,14 @@
 //
 // Change from fwd_5_mma: what takes time is to read K and V, so they are read once, by all SMs. The
 // rows of a tile are the queries of all heads that share a KV head. The keys are parted: among
-// blocks, so that there are enough of them, and among the teams of a block, a warp for each 16
-// rows, each of which has a ring of tiles of its own and waits for nobody else. What the teams
+// blocks, so that there are enough of them, and among the teams of a block, a warp for each 16 or
+// 32 rows, each of which has a ring of tiles of its own and waits for nobody else. What the teams
 // found is merged in shared memory, and what the blocks found by a second launch.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim)
 // Owns     block: BLOCK_M rows of one KV head and a part of its keys; team: each kTeams-th tile of
-//          BLOCK_N of those keys; warp: 16 rows
+//          BLOCK_N of those keys; warp: WARP_ROWS rows
 // Shared   Q tile; STAGES tiles of K and of V for each team, where later its part is
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink. With SPLIT_KEYS, parts of rows into the workspace, which merge_splits

@@ -263,8 +263,8 @@ def flash_attn_with_kvcache(
         _check_arrays(cache_seqlens=held)
     if k is not None or v is not None:
         held = _append(k_cache, v_cache, k, v, held)
-    if isinstance(held, int):
-        k_cache, v_cache, held = k_cache[:, :held], v_cache[:, :held], None
+    if isinstance(held, int):  # as an array, on whose numbers no plan depends
+        held = _full(len(k_cache), held, q)
     return _attention(
         _FLASH_ATTN_CACHE,
         q,
@@ -565,7 +565,15 @@ def _namespace(array: Any) -> Any:
 
 def _arange(stop: int, beside: Any) -> Any:
     """The numbers from 0 to stop - 1, in an array of that one's library on its device."""
+    return _namespace(beside).arange(stop, **_device_of(beside))
+
+
+def _full(count: int, value: int, beside: Any) -> Any:
+    """A number that often, as int32, likewise."""
     xp = _namespace(beside)
-    if xp.__name__ in ("numpy", "cupy"):
-        return xp.arange(stop)
-    return xp.arange(stop, device=beside.device)
+    return xp.full((count,), value, dtype=xp.int32, **_device_of(beside))
+
+
+def _device_of(array: Any) -> dict[str, Any]:
+    """What other libraries than NumPy and CuPy want to be told to make an array beside that one."""
+    return {} if _namespace(array).__name__ in ("numpy", "cupy") else {"device": array.device}

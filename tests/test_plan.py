@@ -16,10 +16,11 @@ from cufa.device import KNOWN, Arch, Device
 from cufa.kernels import KERNELS
 from cufa.plan import Launch, Plan, make_plan, tiled
 from cufa.plan.record import MAX_GRID, counted
-from cufa.plan.sizes import ceil_div, round_up, shared_matrix_bytes
+from cufa.plan.sizes import shared_matrix_bytes
 from cufa.plan.standard import softmax_launch
 from cufa.plan.tiled import Tiles
 from cufa.problem import Direction, Features, Problem
+from cufa.rounding import ceil_div, round_up
 
 ARCHS = [str(device.arch) for device in KNOWN.values()]
 NAIVE = ["fwd_1_naive", "fwd_2_online_softmax", "bwd_1_naive"]

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from cufa.device import MAX_THREADS_PER_BLOCK, Device
 from cufa.plan.record import counted
-from cufa.plan.sizes import ceil_div
 from cufa.problem import Problem
+from cufa.rounding import ceil_div
 
 # With fewer warps than this on an SM, two for each of its schedulers, nobody works while one waits.
 ENOUGH_WARPS = 8

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from cufa.device import Device
 from cufa.plan.choice import Cost
 from cufa.plan.record import Launch, Part, TensorBox
-from cufa.plan.sizes import round_up
 from cufa.plan.wgmma import (
     BARRIER_BYTES,
     LENGTHS_BYTES,
@@ -24,6 +23,7 @@ from cufa.plan.wgmma import (
     panel_tile_bytes,
 )
 from cufa.problem import Problem
+from cufa.rounding import round_up
 
 # The depth of one wgmma of bytes, and the columns that its sums come in where they are stored in 16 bits.
 WGMMA_DEPTH, STORED_COLS = 32, 16

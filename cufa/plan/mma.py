@@ -15,14 +15,9 @@ from cufa.device import Device
 from cufa.plan.choice import Choice, Cost, choose, query_tiles, row_tiles
 from cufa.plan.gradients import bias_and_sink_launches, bias_sums, gradient_macros, row_blocks
 from cufa.plan.record import Launch, Macro, Part, Scratch
-from cufa.plan.sizes import (
-    BACKWARD_PARAMS_BYTES,
-    FORWARD_PARAMS_BYTES,
-    ceil_div,
-    common_macros,
-    round_up,
-)
+from cufa.plan.sizes import BACKWARD_PARAMS_BYTES, FORWARD_PARAMS_BYTES, common_macros
 from cufa.problem import Features, Problem, lse_shape
+from cufa.rounding import ceil_div, round_up
 
 # Rows of the left operand of one mma, and the depth of a step of a product.
 MMA_M, MMA_K = 16, 16

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from cufa.plan.record import Macro
 from cufa.problem import Features, Problem
-from cufa.rounding import ceil_div as ceil_div
-from cufa.rounding import round_up as round_up
+from cufa.rounding import ceil_div
 
 # The structs of params.cuh, whose fields cufa/launch.py packs.
 FORWARD_PARAMS_BYTES = 352

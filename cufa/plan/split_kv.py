@@ -14,8 +14,9 @@ from cufa.device import Device
 from cufa.plan.choice import Choice, Cost, choose, row_tiles
 from cufa.plan.mma import HALF, LINE_BYTES, MMA_K, MMA_M
 from cufa.plan.record import Launch, Macro, Part, Scratch
-from cufa.plan.sizes import FORWARD_PARAMS_BYTES, ceil_div, common_macros, round_up
+from cufa.plan.sizes import FORWARD_PARAMS_BYTES, common_macros
 from cufa.problem import MAX_EXTENT, Problem, lse_shape
+from cufa.rounding import ceil_div, round_up
 
 # Rows that a block may have; K and V are read again for more. Of more than the first of these each warp has
 # twice as many, so that what it loads of K and V serves both its 16-row tiles.

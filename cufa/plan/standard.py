@@ -12,11 +12,11 @@ from cufa.plan.sizes import (
     FORWARD_PARAMS_BYTES,
     MERGE_PARAMS_BYTES,
     SOFTMAX_PARAMS_BYTES,
-    ceil_div,
     common_macros,
     feature_macros,
 )
 from cufa.problem import DTYPES, PLAIN, Problem, accumulator_dtype
+from cufa.rounding import ceil_div
 
 # Enough warps to hide the latency of loads that are not tiled, and a divisor of every SM's threads.
 THREADS = 256

@@ -22,12 +22,11 @@ from cufa.plan.sizes import (
     BACKWARD_PARAMS_BYTES,
     FORWARD_PARAMS_BYTES,
     VECTOR_BYTES,
-    ceil_div,
     common_macros,
-    round_up,
     shared_matrix_bytes,
 )
 from cufa.problem import Problem, lse_shape
+from cufa.rounding import ceil_div, round_up
 
 # What a thread's 16-byte read of shared memory costs, in multiply-adds of float32. With it the model
 # predicts the times of 140 combinations of tiles, head dims and dtypes on an H200 within 15 % in four

@@ -14,13 +14,9 @@ from cufa.device import REGISTERS_PER_SM, Device
 from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
 from cufa.plan.choice import Choice, Cost, choose, query_tiles
 from cufa.plan.record import MAX_GRID, Launch, Macro, Part, TensorBox
-from cufa.plan.sizes import (
-    FORWARD_PARAMS_BYTES,
-    ceil_div,
-    common_macros,
-    round_up,
-)
+from cufa.plan.sizes import FORWARD_PARAMS_BYTES, common_macros
 from cufa.problem import Problem
+from cufa.rounding import ceil_div, round_up
 
 WARPGROUP = 128
 # Rows of one wgmma, its depth, and the most columns that it has.

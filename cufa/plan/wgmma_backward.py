@@ -16,13 +16,7 @@ from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
 from cufa.plan.choice import Cost, choose, query_tiles, row_tiles
 from cufa.plan.gradients import sink_launch
 from cufa.plan.record import Launch, Part, Scratch, TensorBox
-from cufa.plan.sizes import (
-    BACKWARD_PARAMS_BYTES,
-    VECTOR_BYTES,
-    ceil_div,
-    common_macros,
-    round_up,
-)
+from cufa.plan.sizes import BACKWARD_PARAMS_BYTES, VECTOR_BYTES, common_macros
 from cufa.plan.wgmma import (
     BARRIER_BYTES,
     LENGTHS_BYTES,
@@ -39,6 +33,7 @@ from cufa.plan.wgmma import (
     panel_tile_bytes,
 )
 from cufa.problem import Problem
+from cufa.rounding import ceil_div, round_up
 
 CONSUMERS = 2
 THREADS = (CONSUMERS + 1) * WARPGROUP

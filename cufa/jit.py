@@ -146,13 +146,13 @@ def build(variant: Variant) -> Build:
     NVRTC compiles for, NVRTCMissingError if NVRTC is not installed, and FileNotFoundError if the
     source or a header is not there.
     """
-    sources = _read_sources(variant)
+    texts = _read_sources(variant)
     options = _options(variant)
-    key = _key(variant.arch, sources, options)
+    key = _key(variant.arch, texts, options)
     with _build_locks.setdefault(key, threading.Lock()):
         built = _recall(key)
         if built is None:
-            built = _compile(variant, sources, options, key)
+            built = _compile(variant, texts, options, key)
         _builds[key] = replace(built, cached=True)
         return built
 
@@ -204,34 +204,16 @@ def supported_archs() -> tuple[int, ...]:
     return tuple(sorted(_checked(_nvrtc().nvrtcGetSupportedArchs())))
 
 
-@dataclass(frozen=True)
-class _Source:
-    """A source or a header: its text, what identifies that, and the headers that it includes itself."""
-
-    text: str
-    digest: str
-    includes: tuple[str, ...]
-
-
-def _read_sources(variant: Variant) -> dict[str, _Source]:
-    """The source, first, and every header that it includes, directly or not."""
-    sources: dict[str, _Source] = {}
+def _read_sources(variant: Variant) -> dict[str, str]:
+    """The text of the source, first, and of every header that it includes, directly or not."""
+    texts: dict[str, str] = {}
     pending = [variant.source]
     while pending:
         name = pending.pop()
-        if name not in sources:
-            path = variant.root / name
-            status = path.stat()
-            sources[name] = _read_source(path, status.st_mtime_ns, status.st_size)
-            pending += sources[name].includes
-    return sources
-
-
-@functools.lru_cache(maxsize=1024)
-def _read_source(path: Path, changed: int, size: int) -> _Source:
-    """A file as it is since it was changed; it is read again when it is changed again."""
-    text = path.read_text(encoding="utf-8")
-    return _Source(text, hashlib.sha256(text.encode()).hexdigest(), tuple(_INCLUDE.findall(text)))
+        if name not in texts:
+            texts[name] = (variant.root / name).read_text(encoding="utf-8")
+            pending += _INCLUDE.findall(texts[name])
+    return texts
 
 
 def _options(variant: Variant) -> tuple[str, ...]:
@@ -244,9 +226,8 @@ def _options(variant: Variant) -> tuple[str, ...]:
         raise ValueError(f"CUFA_NVRTC_OPTIONS is {extra!r}: {error}") from error
 
 
-def _key(arch: Arch, sources: Mapping[str, _Source], options: tuple[str, ...]) -> str:
-    digests = sorted((name, source.digest) for name, source in sources.items())
-    parts = [cache.FORMAT_VERSION, _compiler(), str(arch), options, digests]
+def _key(arch: Arch, texts: Mapping[str, str], options: tuple[str, ...]) -> str:
+    parts = [cache.FORMAT_VERSION, _compiler(), str(arch), options, sorted(texts.items())]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -288,12 +269,12 @@ def _recall(key: str) -> Build | None:
     )
 
 
-def _compile(variant: Variant, sources: Mapping[str, _Source], options: tuple[str, ...], key: str) -> Build:
+def _compile(variant: Variant, texts: Mapping[str, str], options: tuple[str, ...], key: str) -> Build:
     arch = _compilable(variant.arch)
     _log.info("compiling %s for %s", variant.source, arch)
     _log.debug("its macros: %s", " ".join(variant.definitions))
     start = time.perf_counter()
-    binary, log = _run_nvrtc(replace(variant, arch=arch), sources, options)
+    binary, log = _run_nvrtc(replace(variant, arch=arch), texts, options)
     seconds = time.perf_counter() - start
     resources = _parse_resources(log)
     meta = {
@@ -321,21 +302,19 @@ def _compilable(arch: Arch) -> Arch:
     return Arch.parse(f"compute_{older[-1]}")
 
 
-def _run_nvrtc(
-    variant: Variant, sources: Mapping[str, _Source], options: tuple[str, ...]
-) -> tuple[bytes, str]:
+def _run_nvrtc(variant: Variant, texts: Mapping[str, str], options: tuple[str, ...]) -> tuple[bytes, str]:
     """The machine code or PTX of `variant`, and NVRTC's log."""
     nvrtc = _nvrtc()
     arguments = [f"-arch={variant.arch}", *options]
     if not variant.arch.virtual:
         arguments.append("--ptxas-options=-v")
-    headers = [name for name in sources if name != variant.source]
+    headers = [name for name in texts if name != variant.source]
     program = _checked(
         nvrtc.nvrtcCreateProgram(
-            sources[variant.source].text.encode(),
+            texts[variant.source].encode(),
             variant.source.encode(),
             len(headers),
-            [sources[name].text.encode() for name in headers],
+            [texts[name].encode() for name in headers],
             [name.encode() for name in headers],
         )
     )

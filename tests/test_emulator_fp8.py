@@ -15,7 +15,9 @@ from feature_cases import draw_case, feature_id, hide_nan, sets_of
 from float8 import assert_float8, random_descales
 from test_emulator import planted
 from test_emulator_hopper import (
+    BEYOND_FLOATS,
     CHUNK_BYTES,
+    LARGE,
     SWIZZLE_ROWS,
     WARPGROUP,
     assert_products,
@@ -23,6 +25,7 @@ from test_emulator_hopper import (
     launch,
     product_results,
     swizzled,
+    with_leaps,
 )
 from tolerance import random_problem
 
@@ -131,6 +134,12 @@ def test_lengths(rng, dims, causal):
 def test_groups_batches_and_strides(rng):
     problem = draw(rng, 100, 150, batch=2, heads=6, kv_heads=2, layout="packed")
     run(problem, random_descales(rng, 2, 2))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("factor", [LARGE, BEYOND_FLOATS])
+def test_scores_that_leap(rng, causal, factor):
+    run(with_leaps(draw(rng, 200, 400), factor), causal=causal)
 
 
 def test_empty_problems(rng):

@@ -675,6 +675,38 @@ def test_scales(rng, kernel, dims, scale):
     run(kernel, problem, True, softmax_scale=scale, tiles=None, device=SMALL_DEVICE)
 
 
+def with_leaps(problem, factor):
+    """Some keys of a later tile, which are earlier ones, have scores that are larger by that factor."""
+    for key in (30, 77):
+        problem.k[:, key] = (problem.k[:, key].astype(np.float32) * factor).astype(problem.k.dtype)
+    return problem
+
+
+# Weights under the maxima before are large, and shrink; or beyond floats, and their scores are computed anew.
+LARGE, BEYOND_FLOATS = 12, 60
+
+
+@pytest.mark.parametrize("factor", [LARGE, BEYOND_FLOATS])
+@pytest.mark.parametrize(("causal", "scale"), [(False, None), (True, None), (False, -0.125)])
+def test_scores_that_leap(rng, causal, scale, factor):
+    problem = with_leaps(draw(rng, "bfloat16", 200, 400, dims=(64, 64), heads=2, kv_heads=1), factor)
+    run(FORWARD, problem, causal, softmax_scale=scale, device=SMALL_DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("file", "right", "factor"),
+    [
+        ("wgmma_softmax.cuh", "rescale(s, shrink);", LARGE),
+        ("wgmma_softmax.cuh", "sums[half] *= shrink[half];", LARGE),
+        ("wgmma_forward.cuh", "compute_scores(s, work, tile);", BEYOND_FLOATS),
+    ],
+)
+def test_weights_that_are_left_too_large(rng, tmp_path, file, right, factor):
+    problem = with_leaps(draw(rng, "bfloat16", 200, 400, dims=(64, 64), heads=2, kv_heads=1), factor)
+    with pytest.raises(AssertionError):
+        run(FORWARD, problem, False, device=SMALL_DEVICE, folder=planted(tmp_path, file, right, ""))
+
+
 @pytest.mark.parametrize(("kernel", "dims"), EASY)
 def test_empty_problems(rng, kernel, dims):
     for batch, seqlen_q, seqlen_k in [(0, 5, 5), (2, 0, 5), (2, 5, 0)]:

@@ -63,6 +63,15 @@ def test_long_sequences(cupy, rng, head_dim):
     run(cupy, problem, causal=True)
 
 
+@pytest.mark.parametrize("factor", [12, 60])
+def test_scores_that_leap(cupy, rng, factor):
+    """Beyond what weights under the maximum before can be, and beyond floats."""
+    problem = draw(rng, 500, 900, dims=(128, 128))
+    for key in (30, 300):
+        problem.k[:, key] = (problem.k[:, key].astype(np.float32) * factor).astype(E4M3)
+    run(cupy, problem)
+
+
 def test_output_in_float16(cupy, rng):
     problem = draw(rng, 70, 80)
     out, _ = run(cupy, problem, out=cupy.empty(problem.q.shape, np.float16))

@@ -38,6 +38,14 @@ __device__ inline float to_acc(float16 x) {
 __device__ inline float to_acc(bfloat16 x) {
     return ptx::float_from_bfloat16(x.bits);
 }
+__device__ inline float to_acc(float8_e4m3fn x) {
+    const unsigned int magnitude = x.bits & 0x7f;
+    if (magnitude == 0x7f) return __int_as_float(0x7fffffff);
+    // The exponent's four bits, moved to where a float has its lowest ones, lack 127 - 7.
+    constexpr float kLacking = 0x1p120f;
+    const float value = __int_as_float(magnitude << 20) * kLacking;
+    return x.bits & 0x80 ? -value : value;
+}
 __device__ inline float to_acc(float32 x) {
     return x;
 }

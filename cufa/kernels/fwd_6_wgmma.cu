@@ -4,7 +4,9 @@
 // that do nothing but compute, by wgmma, which reads its operands from shared memory and runs
 // beside what issued it. While the tensor cores work on the next scores and the last output, a
 // warpgroup exponentiates the scores that it has; and warpgroups take turns, so that the products
-// of one run during the softmax of the other. A block stays for many tiles.
+// of one run during the softmax of the other. A block stays for many tiles. Scores become weights
+// under the maximum of the first tile's; that larger ones came is seen afterwards, from the sum of
+// the weights, which then shrink: no time is spent on looking for the largest.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
 //          value_dim)
@@ -67,6 +69,8 @@ __device__ inline void inspect_values(Smem& smem, const Params& params, int insp
 
 struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
     static constexpr bool kLongTurns = false;
+    // Those features leave no registers for it.
+    static constexpr bool kRaisesLate = !kWindow && !kSoftcap;
     const Scale call_scale;
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)

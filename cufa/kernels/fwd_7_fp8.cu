@@ -87,6 +87,9 @@ struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
     // Products take less time than exponentials, of which those of two warpgroups would fall
     // together. With four they do in any case.
     static constexpr bool kLongTurns = kConsumers < 4;
+    // Nor do large tiles of three warpgroups leave registers for it.
+    static constexpr bool kRaisesLate =
+        !kWindow && !kSoftcap && (kConsumers < 3 || kBlockN < 2 * kWgmmaM);
     HeadScales scales{};  // of the tile that is worked on
 
     using ForwardConsumer::ForwardConsumer;

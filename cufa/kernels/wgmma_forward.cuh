@@ -150,6 +150,8 @@ using Turns = TurnsOf<kConsumers, kFirstTurn>;
 // own way is in `Self`, which is derived from this one:
 //   kLongTurns                         whether a turn ends with the exponentials' beginning, not
 //                                      with the products'
+//   kRaisesLate                        whether maxima are raised once weights are too large; else
+//                                      it is looked for larger scores before there are weights
 //   begin(work)                        takes up a tile of queries
 //   scale(), softmax_scale()           what turns products into scores, in log 2 and not
 //   output_scale()                     what sums of weighted values are multiplied with
@@ -225,8 +227,10 @@ struct ForwardConsumer {
         const auto last = [&] { return tile == keys.begin; };
         RowPair softmax = first_weights(o, p, s, work, tile, last());
         --tile;
-        for (; tile >= max(keys.whole_end, keys.begin); --tile)
-            attend<true>(o, softmax, p, work, tile, last());
+        if constexpr (kRangeMask) {  // or it is just the first that may be cut
+            for (; tile >= max(keys.whole_end, keys.begin); --tile)
+                attend<true>(o, softmax, p, work, tile, last());
+        }
         for (; tile >= max(keys.whole_begin, keys.begin); --tile)
             attend<false>(o, softmax, p, work, tile, last());
         if constexpr (kWindow) {
@@ -240,10 +244,17 @@ struct ForwardConsumer {
     __device__ RowPair first_weights(Output& o, Weights& p, Scores& s, const WorkTile& work,
                                      int tile, bool last) {
         RowPair softmax;
+        float sums[2];
         wait_scores<0>(s, last);
         mask_scores(s, work, tile);
         softmax.begin(s, self().scale());
-        softmax.weigh(s, self().scale());
+        // Rows past the end see no key, but others of their warp should not wait for them.
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            if (row_of(work, half) >= work.sequence(params.call).seqlen_q)
+                softmax.rows[half].max = 0;
+        softmax.weigh(s, self().scale(), sums);
+        softmax.add(sums);
         self().round(p, s);
         self().take_out_nonfinite(o, work, tile);
         return softmax;
@@ -255,22 +266,39 @@ struct ForwardConsumer {
     __device__ void attend(Output& o, RowPair& softmax, Weights& p, const WorkTile& work, int tile,
                            bool last) {
         Scores s;
-        float shrink[2];
+        float sums[2], shrink[2];
         turns.wait();
         issue_scores(s);
         self().issue_output(o, p);
         if (!Self::kLongTurns) turns.pass();
 
         wait_scores<1>(s, last);
+        constexpr bool kLate = !Masked && Self::kRaisesLate;
+        bool raised = false;
         if (Masked) mask_scores(s, work, tile);
-        const bool raised = softmax.raise(s, self().scale(), shrink);
+        if (!kLate) raised = softmax.raise(s, self().scale(), shrink);
         if (Self::kLongTurns) turns.pass();
-        softmax.weigh(s, self().scale());
+        softmax.weigh(s, self().scale(), sums);
 
         self().template wait_output<0>(o, work, tile + 1);
+        if (kLate && __builtin_expect(softmax.any_too_large(sums), false)) {
+            raise_late(s, softmax, sums, shrink, work, tile);
+            raised = true;
+        }
         if (__builtin_expect(raised, false)) rescale(o, shrink);
+        softmax.add(sums);
         self().round(p, s);
         if (Masked) self().take_out_nonfinite(o, work, tile);
+    }
+
+    // Raises the maxima once weights have turned out too large.
+    __device__ void raise_late(Scores& s, RowPair& softmax, float (&sums)[2], float (&shrink)[2],
+                               const WorkTile& work, int tile) {
+        if (softmax.shrink_weights(s, sums, shrink)) return;
+        compute_scores(s, work, tile);
+        shrink[0] = shrink[1] = 1;
+        softmax.raise(s, self().scale(), shrink);
+        softmax.weigh(s, self().scale(), sums);
     }
 
     // Waits for the queries of the next tile of which any row sees a key. Those of the others have
@@ -309,6 +337,28 @@ struct ForwardConsumer {
         release(smem.k_ring, k_at);
         if (last && threadIdx.x % 32 == 0) smem.q_ring[warpgroup].release(q_at);
         if constexpr (kSoftcap) bound(s, self().softmax_scale(), params.call.features.softcap);
+    }
+
+    // Computes the products of a tile of keys once more, from what is in memory: slowly, for what
+    // hardly ever happens.
+    __device__ void compute_scores(Scores& s, const WorkTile& work, int tile) {
+        const Sequence sequence = work.sequence(params.call);
+        const auto q = sequence.queries<const scalar_t>(params.call.q, work.head);
+        const auto k = sequence.keys<const scalar_t>(params.call.k, work.kv_head);
+        const int first_row = row_of(work, 0), end = sequence.seqlen_q - 1;
+        const int first_key = tile * kBlockN + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; ++i) {
+            unsigned int row = min(first_row + i / 2 % 2 * 8, end);
+            ptx::hold(row);  // or those of all products would be worked out before
+            const scalar_t* const a = q.row(row);
+            unsigned int key = first_key + i / 4 * 8 + i % 2;
+            ptx::hold(key);
+            const scalar_t* const b = k.row(key);
+            s[i] = 0;
+#pragma unroll 1
+            for (int dim = 0; dim < kHeadDim; ++dim) s[i] += to_acc(a[dim]) * to_acc(b[dim]);
+        }
     }
 
     __device__ void mask_scores(Scores& s, const WorkTile& work, int tile) {

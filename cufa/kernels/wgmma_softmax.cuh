@@ -7,16 +7,24 @@
 #include "tensor.cuh"
 #include "wgmma_tiles.cuh"
 
-// A maximum is raised only when scores pass it by more than this, in log 2. Until then
-// probabilities reach up to 2^8, which float32 sums and 16-bit weights hold as precisely as those
-// up to 1; it is the last power of 2 that 8-bit weights hold.
+// Where it is looked for larger scores before there are weights, a maximum is raised only when they
+// pass it by more than this, in log 2. Until then probabilities reach up to 2^8, which float32 sums
+// and 16-bit weights hold as precisely as those up to 1; it is the last power of 2 that 8-bit
+// weights hold.
 constexpr float kSlack = 8;
 // How far below the largest score a maximum is set. Weights of 8 bits lose precision below 2^-6:
-// with most of the slack used up, those that count are far above it.
-constexpr float kHeadroom = sizeof(scalar_t) == 1 ? 6 : 0;
+// those that count should be far above it. But the sum of a thread's weights in a row, of 32 at
+// most, should stay below the next constant even if all scores are the same.
+constexpr float kHeadroom = sizeof(scalar_t) == 1 ? 3 : 0;
+// Where it is not, what they may sum up to before maxima are raised: then operands hold each of
+// them.
+constexpr float kLargestSum = sizeof(scalar_t) == 1 ? 448 : 32768;
+// From here on weights may have been infinite, and cannot be shrunk.
+constexpr float kAlmostInfinity = 0x1p126f;
 
 // The tiles of keys that a tile of queries looks at: from end - 1 down to begin. Those from
-// whole_begin to whole_end are seen by all of its rows.
+// whole_begin to whole_end are seen by all of its rows. Under a mask, each of those sees a key of a
+// later tile, too: rows have a maximum when the first whole tile comes.
 template <int BlockM, int BlockN>
 struct KeyTileRange {
     int begin = 0, end, whole_begin = 0, whole_end;
@@ -24,7 +32,7 @@ struct KeyTileRange {
     __device__ KeyTileRange(const Mask& mask, int first_row) {
         const int last_row = min(first_row + BlockM, mask.seqlen_q) - 1;
         end = ceil_div(mask.keys_end(last_row), BlockN);
-        whole_end = mask.keys_end(first_row) / BlockN;
+        whole_end = max(mask.keys_end(first_row) - kRangeMask, 0) / BlockN;
         if constexpr (kWindow) {
             begin = min(mask.first_key(first_row) / BlockN, end);
             whole_begin = ceil_div(mask.first_key(last_row), BlockN);
@@ -108,6 +116,13 @@ __device__ inline void apply_mask(float (&s)[Count], const Mask& mask, int row, 
     }
 }
 
+// Multiplies what was summed under old maxima with the factors that RowPair::raise found.
+template <int Count>
+__device__ inline void rescale(float (&o)[Count], const float (&shrink)[2]) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) o[i] *= shrink[i / 2 % 2];
+}
+
 // The softmax of a thread's two rows.
 struct RowPair {
     OnlineSoftmax rows[2];
@@ -135,25 +150,69 @@ struct RowPair {
         return raised;
     }
 
-    // Turns a tile of products into weights.
+    // Turns a tile of products into weights under the maxima that there are, and sums up a thread's
+    // in each row.
     template <int Count>
-    __device__ void weigh(float (&s)[Count], Scale scale) {
+    __device__ void weigh(float (&s)[Count], Scale scale, float (&sums)[2]) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float shift = rows[half].shift();
-            float sum = 0;
+            sums[half] = 0;
 #pragma unroll
             for (int i = 2 * half; i < Count; i += 4)
 #pragma unroll
                 for (int e = i; e < i + 2; ++e) {
                     s[e] = exp2_of(s[e] * scale.factor - shift);
-                    sum += s[e];
+                    sums[half] += s[e];
                 }
-            rows[half].sum += sum;
         }
     }
 
+    // Whether some of a warp's weights are too large: their sums tell, which are needed anyway, so
+    // that nobody need look for the largest score before.
+    __device__ bool any_too_large(const float (&sums)[2]) const {
+        const bool all_fit = sums[0] <= kLargestSum & sums[1] <= kLargestSum & have_maxima();
+        return __any_sync(0xffffffffu, !all_fit);
+    }
+
+    // Raises the maxima then, and shrinks the weights and their sums. Returns false if it cannot,
+    // as some are beyond floats.
+    template <int Count>
+    __device__ bool shrink_weights(float (&s)[Count], float (&sums)[2], float (&shrink)[2]) {
+        float largest[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) largest[half] = lanes_max<4>(largest_weight(s, half));
+        const bool known = fmaxf(largest[0], largest[1]) < kAlmostInfinity & have_maxima();
+        if (!__all_sync(0xffffffffu, known)) return false;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            OnlineSoftmax& row = rows[half];
+            shrink[half] = row.raise_max(row.max + log2_of(largest[half]) - kHeadroom);
+            sums[half] *= shrink[half];
+        }
+        rescale(s, shrink);
+        return true;
+    }
+
+    __device__ void add(const float (&sums)[2]) {
+        rows[0].sum += sums[0];
+        rows[1].sum += sums[1];
+    }
+
   private:
+    __device__ bool have_maxima() const {
+        return rows[0].max > negative_infinity() & rows[1].max > negative_infinity();
+    }
+
+    // The largest of this thread's weights in a row.
+    template <int Count>
+    __device__ static float largest_weight(const float (&s)[Count], int half) {
+        float largest = 0;
+#pragma unroll
+        for (int i = 2 * half; i < Count; i += 4) largest = fmaxf(largest, fmaxf(s[i], s[i + 1]));
+        return largest;
+    }
+
     // Whether one of this thread's products in a row may pass the maximum by more than the slack.
     template <int Count>
     __device__ bool exceeds(const float (&s)[Count], int half, Scale scale) const {
@@ -205,10 +264,3 @@ struct RowPair {
         return largest * fabsf(scale.factor);
     }
 };
-
-// Multiplies what was summed under old maxima with the factors that RowPair::raise found.
-template <int Count>
-__device__ inline void rescale(float (&o)[Count], const float (&shrink)[2]) {
-#pragma unroll
-    for (int i = 0; i < Count; ++i) o[i] *= shrink[i / 2 % 2];
-}

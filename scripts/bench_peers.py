@@ -6,7 +6,8 @@ it is installed, flash-attn-4 (flash_attn.cute). `cufa` is the kernel that it ch
 take its place if they are asked for. Each problem has 16,384 tokens and 2,048 hidden; all libraries get the
 same inputs, normal random ones. A step is the forward and the backward after it, as training has them. A
 round times one call of each with the L2 cache written over in between; what counts is the median over the
-rounds. TFLOP/s count 4 B H S^2 D forward, half of it if causal, and 2.5 times as much backward.
+rounds. TFLOP/s count two products forward and five backward, 4 B H S^2 D and 10 B H S^2 D if values have no
+head dim of their own, and half of that if causal.
 
 Beside that, unless others of cufa's kernels are asked for: the time of each kernel that a backward launches,
 and how long a call keeps the host busy.
@@ -59,8 +60,8 @@ PEERS = {
 }
 FLASH_ATTN_4 = "flash-attn-4"
 DETERMINISTIC = "cufa, deterministic"
-# Work in units of the forward's: two products, five, and all seven.
-WORK = {"forward": 1, "backward": 2.5, "step": 3.5}
+# How many products have the head dim of queries and keys, and how many that of values.
+PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "step": (4, 3)}
 PEER_NAMES = (*dict.fromkeys(name for peers in PEERS.values() for name in peers), FLASH_ATTN_4)
 
 Call = Callable[[], Any]
@@ -104,12 +105,14 @@ def peers_of(
 def calls_of(
     dtype: str,
     shape: tuple[int, int, int, int],
+    value_dim: int,
     causal: bool,
     kernels: Collection[str],
     peers: Collection[str],
 ) -> dict[str, dict[str, Call]]:
     """For each part of a training step, a call of each library; of cufa, of each kernel that is asked for."""
-    q, k, v, dout = (torch.randn(shape, dtype=getattr(torch, dtype), device="cuda") for _ in range(4))
+    shapes = shape, shape, (*shape[:3], value_dim), (*shape[:3], value_dim)
+    q, k, v, dout = (torch.randn(each, dtype=getattr(torch, dtype), device="cuda") for each in shapes)
     arrays = [cupy.from_dlpack(x) for x in (q, k, v, dout)]
     calls = kernel_calls(*arrays, causal, kernels) if kernels else cufa_calls(*arrays, causal)
     outs = {name: torch.from_dlpack(attend()[0]) for name, attend in calls.get("forward", {}).items()}
@@ -196,7 +199,7 @@ def parts_of(call: Call) -> dict[str, float]:
 def host_times() -> dict[str, dict[str, float]]:
     """Microseconds that a call in bfloat16 keeps the host busy, the GPU left to work."""
     measured: dict[str, dict[str, float]] = {}
-    for direction, calls in calls_of("bfloat16", HOST_SHAPE, False, (), PEER_NAMES).items():
+    for direction, calls in calls_of("bfloat16", HOST_SHAPE, HOST_SHAPE[-1], False, (), PEER_NAMES).items():
         rounds: dict[str, list[float]] = {name: [] for name in calls}
         for _, (name, call) in product(range(HOST_ROUNDS), calls.items()):
             start = time.perf_counter()
@@ -211,6 +214,7 @@ def host_times() -> dict[str, dict[str, float]]:
 @click.command(help=__doc__)
 @click.option("--dtype", "dtypes", type=click.Choice(list(PEERS)), multiple=True, default=("bfloat16",))
 @click.option("--head-dim", "head_dims", type=int, multiple=True, default=(64, 128, 256))
+@click.option("--value-dim", type=int, help="Of values, if it is another.")
 @click.option("--seqlen", "seqlens", type=int, multiple=True, default=(512, 1024, 2048, 4096, 8192, 16384))
 @click.option("--kernel", "kernels", type=click.Choice(list(KERNELS)), multiple=True)
 @click.option("--peer", "peers", type=click.Choice(PEER_NAMES), multiple=True, default=PEER_NAMES)
@@ -218,6 +222,7 @@ def host_times() -> dict[str, dict[str, float]]:
 def main(
     dtypes: tuple[str, ...],
     head_dims: tuple[int, ...],
+    value_dim: int | None,
     seqlens: tuple[int, ...],
     kernels: tuple[str, ...],
     peers: tuple[str, ...],
@@ -232,12 +237,15 @@ def main(
         for problem in track(problems, console=Console(stderr=True), transient=True):
             dtype, head_dim, seqlen, causal = problem
             described = {"dtype": dtype, "head_dim": head_dim, "causal": causal, "seqlen": seqlen}
-            flops = 4 * TOKENS * HIDDEN * seqlen / (2 if causal else 1)
-            shape = (TOKENS // seqlen, seqlen, HIDDEN // head_dim, head_dim)
-            calls = calls_of(dtype, shape, causal, kernels, peers)
+            described |= {"value_dim": value_dim} if value_dim else {}
+            dims = head_dim, value_dim or head_dim
+            heads = HIDDEN // dims[1]
+            shape = (TOKENS // seqlen, seqlen, heads, head_dim)
+            calls = calls_of(dtype, shape, dims[1], causal, kernels, peers)
             for direction, of_direction in calls.items():
                 measured = times_of(of_direction, rounds, flush.fill)
-                work = WORK[direction] * flops
+                depth = sum(count * dim for count, dim in zip(PRODUCTS[direction], dims, strict=True))
+                work = 2 * TOKENS * heads * seqlen * depth / (2 if causal else 1)
                 tflops = {name: work / seconds / 1e12 for name, seconds in measured.items()}
                 points.append(described | {"direction": direction, "tflops": tflops})
                 print(points[-1], flush=True)

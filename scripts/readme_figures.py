@@ -24,6 +24,7 @@ RECORD = ROOT / "benchmarks" / "gpu_check.json"
 PEERS_RECORD = ROOT / "benchmarks" / "peers.json"
 HALF_RECORD = ROOT / "benchmarks" / "peers_float16.json"
 RUNGS_RECORD = ROOT / "benchmarks" / "peers_mma.json"
+UNEVEN_RECORD = ROOT / "benchmarks" / "peers_192_128.json"
 FP8_RECORD = ROOT / "benchmarks" / "fp8.json"
 TRAINING_RECORD = ROOT / "benchmarks" / "training.json"
 DECODE_RECORD = ROOT / "benchmarks" / "decode.json"
@@ -351,6 +352,23 @@ def half(record: Row) -> str:
     )
 
 
+def uneven(record: Row) -> str:
+    """Keys of more head dims than values have, in a sentence."""
+    points = record["points"]
+    first = points[0]
+    (peer,) = peers_in(first)
+    told = []
+    for direction in dict.fromkeys(point["direction"] for point in points):
+        cells = [point for point in points if point["direction"] == direction]
+        best = max(point["tflops"]["cufa"] for point in cells)
+        told.append(f"{direction} {beside('cufa', peer, cells)}, up to {three_digits(best)} TFLOP/s")
+    return (
+        f"With {first['head_dim']} head dims of queries and keys and {first['value_dim']} of values, in "
+        f"{first['dtype']}, over {peer}: {'; '.join(told)}; means of {len(cells)} cells, the worst in "
+        "brackets ([benchmarks/peers_192_128.json](benchmarks/peers_192_128.json))."
+    )
+
+
 def rungs(record: Row) -> str:
     """The kernels for every GPU beside the peer that multiplies as they do, in a sentence for each."""
     points = record["points"]
@@ -483,6 +501,7 @@ SECTIONS = {
     "measured": (measured, RECORD),
     "peers": (peers, PEERS_RECORD),
     "half": (half, HALF_RECORD),
+    "uneven": (uneven, UNEVEN_RECORD),
     "rungs": (rungs, RUNGS_RECORD),
     "fp8": (fp8, FP8_RECORD),
     "decode": (decode, DECODE_RECORD),

@@ -667,6 +667,14 @@ def test_an_outbox_that_is_written_before_it_is_sent(rng, tmp_path, right, wrong
         run("bwd_4_wgmma", problem, False, tiles=LONG_TILES, device=SMALL_DEVICE, folder=folder)
 
 
+def test_a_product_that_begins_before_its_operand_is_there(rng, tmp_path):
+    wait = "if (kOutApart) wait_for(smem.dout_full[at.stage], at.parity, at.stage);"
+    folder = planted(tmp_path, "bwd_4_wgmma.cu", wait, "")
+    problem = draw(rng, "float16", 130, 129, dims=(128, 128), batch=1, heads=1, kv_heads=1)
+    with pytest.raises(EmulatorError, match=r"race: .* of shared memory"):
+        run("bwd_4_wgmma", problem, False, tiles=None, device=SMALL_DEVICE, folder=folder)
+
+
 # No score at all, one that is too small for LSE / scale to be finite, the other way round, and large ones.
 @pytest.mark.parametrize("scale", [0.0, 1e-38, -0.2, 3.0])
 @pytest.mark.parametrize(("kernel", "dims"), EASY)

@@ -39,6 +39,8 @@ constexpr bool kShortTiles = kBlockM <= kPanelCols;
 constexpr bool kValuesEarly = kShortTiles;
 // Beside dK of more head dims it has none for S and dP at the same time.
 constexpr bool kScoresTogether = kHeadDim <= kConsumers * kPanelCols;
+// Whether dO has barriers of its own, so that S begins once Q is there. Otherwise it is no faster.
+constexpr bool kOutApart = kShortTiles && kScoresTogether;
 // Each warpgroup has a panel of dims of dQ if tiles of queries are short, and so there are two.
 constexpr int kHeadCols = kShortTiles && kHeadDim <= kPanelCols ? 2 * kPanelCols : kHeadDim;
 // A row of dS^T in a panel: narrow if queries would leave a part of a panel empty.
@@ -110,6 +112,7 @@ struct Smem {
     OrderRing<kStages> order[kConsumers];
     Ring<1> outbox_rings[kConsumers];
     Label labels[kConsumers];
+    ptx::Barrier dout_full[kStages];
     Outbox outboxes[kConsumers];
 };
 
@@ -159,12 +162,14 @@ __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork wo
     const int first_row = sequence.first_q + at.tile * kBlockM;
     Queries& queries = smem.queries[to.stage];
     smem.ring.wait_empty(to);
-    ptx::Barrier& full =
-        smem.ring.announce(to, QueryRows::kBytes + OutRows::kBytes + sizeof(Statistics));
+    ptx::Barrier& full = smem.ring.announce(
+        to, QueryRows::kBytes + sizeof(Statistics) + !kOutApart * OutRows::kBytes);
+    ptx::Barrier& dout_full = kOutApart ? smem.dout_full[to.stage] : full;
+    if (kOutApart) ptx::barrier_arrive_expecting(dout_full, OutRows::kBytes);
     copy_tile(queries.q, params.q, full, work.map_batch(), at.head, first_row);
     ptx::copy_bytes(&smem.rows[to.stage], &workspace.rows_of(sequence, at.head, at.tile),
                     sizeof(Statistics), full);
-    copy_tile(queries.dout, params.dout, full, work.map_batch(), at.head, first_row);
+    copy_tile(queries.dout, params.dout, dout_full, work.map_batch(), at.head, first_row);
     to.advance();
 }
 
@@ -344,6 +349,7 @@ struct Consumer {
     // Queries need not keep it either, since D is NaN; values get theirs from dO in the end.
     __device__ void clean_queries() {
         smem.ring.wait_full(at);
+        wait_for_dout();
         if (!__any_sync(0xffffffffu, smem.rows[at.stage].nonfinite)) return;
         Queries& queries = smem.queries[at.stage];
         take_out_of_queries<kConsumers * kWarpgroup>(queries.q, queries.dout, kAllConsumers);
@@ -377,6 +383,7 @@ struct Consumer {
 
     // Issues dP^T = V dO^T - D.
     __device__ void issue_weight_gradients(Scores& dp) {
+        wait_for_dout();
         issue_product_nt<kValue, kBlockM, true>(dp, smem.v[keys_at.stage][warpgroup],
                                                 smem.queries[at.stage].dout);
     }
@@ -540,6 +547,10 @@ struct Consumer {
                     params.call.softmax_scale);
     }
 
+    __device__ void wait_for_dout() {
+        if (kOutApart) wait_for(smem.dout_full[at.stage], at.parity, at.stage);
+    }
+
     __device__ void wait_for_outbox() { smem.outbox_rings[warpgroup].wait_empty(outbox_to); }
 
     // Closes the outbox.
@@ -678,6 +689,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) {
         constexpr int kWarps = kConsumers * kWarpgroup / 32;
         smem.ring.init(kWarps);
+        if (kOutApart) {
+            for (ptx::Barrier& full : smem.dout_full) ptx::barrier_init(full, 1);
+        }
         smem.ds_ring.init(kWarps, kConsumers * kWarpgroup);
         smem.keys_ring.init(kOutboxes ? kWarps : kTurns ? kConsumers + 1 : 1);
         for (ptx::Barrier& written : smem.gradients) {

@@ -29,8 +29,19 @@ __device__ inline float unit_of_lse(const BackwardParams& call) {
 // The products S and dP begin with it, which costs no addition afterwards and no wait for shared
 // memory between products. Rows that see no key, and those past the last one, begin with what makes
 // P 0.
+//
+// Those that a thread has of kEights eights of rows lie together, so that it loads them at once. In
+// long tiles, and where a thread has but one of S and dP, that is slower.
 template <int BlockM>
 struct RowStatistics {
+    static constexpr int kEights = BlockM <= kPanelCols && kHeadDim <= 2 * kPanelCols ? 2 : 1;
+
+    __device__ static int place(int row) {
+        if constexpr (kEights == 1) return row;
+        const int eight = row / 8, of_thread = row % 8 / 2 * kEights + eight % kEights;
+        return eight / kEights * kEights * 8 + of_thread * 2 + row % 2;
+    }
+
     alignas(16) float minus_lse[BlockM];
     float minus_d[BlockM];
     alignas(16) bool nonfinite;  // whether there is NaN or infinity in the rows of Q or dO
@@ -172,6 +183,8 @@ struct KeySoftmax {
     }
 
   private:
+    static constexpr int kEights = RowStatistics<BlockM>::kEights;
+
     // 1 - tanh^2, or 0 where the tanh is not known.
     __device__ static float slope(float tanh) { return fmaxf(1 - tanh * tanh, 0); }
     // The same for a score that became P: it was log2 P + LSE.
@@ -179,15 +192,18 @@ struct KeySoftmax {
         return slope((log2_of(p) - minus_lse) * (float(kLn2) / softcap));
     }
     __device__ void begin(WgmmaSums<BlockM>& sums, const float (&values)[BlockM]) const {
+        constexpr int kRows = 2 * kEights;  // of a thread, that lie together
 #pragma unroll
-        for (int i = 0; i < BlockM / 8; ++i) {
-            const auto pair = pair_at(values, i);
+        for (int i = 0; i < BlockM / 8 / kEights; ++i) {
+            const auto* const own = values + i * kEights * 8 + query * kEights;
+            const auto rows = *reinterpret_cast<const Pack<float, kRows>*>(own);
 #pragma unroll
-            for (int e = 0; e < 4; ++e) sums[4 * i + e] = pair[e % 2];
+            for (int e = 0; e < 2 * kRows; ++e) sums[2 * kRows * i + e] = rows[e / 4 * 2 + e % 2];
         }
     }
     __device__ Pack<float, 2> pair_at(const float (&values)[BlockM], int i) const {
-        return *reinterpret_cast<const Pack<float, 2>*>(values + i * 8 + query);
+        const float* const own = values + i / kEights * kEights * 8 + query * kEights;
+        return *reinterpret_cast<const Pack<float, 2>*>(own + i % kEights * 2);
     }
     // Whether element 4i + e of a thread's scores is of a row that sees its key.
     __device__ bool sees(int i, int e, int tile) const {

@@ -248,8 +248,10 @@ __device__ inline void prepare_rows(const BackwardParams& call) {
         }
         sum = lanes_sum<kLanes>(sum);
         if (threadIdx.x % kLanes == 0) {
-            statistics.minus_lse[i] = (log == negative_infinity() ? log : -log) * unit_of_lse(call);
-            statistics.minus_d[i] = dlse && counts ? dlse[row] - sum : -sum;
+            const int place = statistics.place(i);
+            statistics.minus_lse[place] =
+                (log == negative_infinity() ? log : -log) * unit_of_lse(call);
+            statistics.minus_d[place] = dlse && counts ? dlse[row] - sum : -sum;
         }
     }
     const bool nonfinite = __syncthreads_or(not_zero != 0);
@@ -306,8 +308,9 @@ __device__ inline void sum_up_sink(const BackwardParams& call) {
         call,
         [&](const Sequence& sequence, int head, int row) -> RowStats {
             const auto& statistics = workspace.rows_of(sequence, head, row / BlockM);
-            const float minus_lse = statistics.minus_lse[row % BlockM] / unit_of_lse(call);
-            return {-minus_lse * static_cast<float>(kLog2E), -statistics.minus_d[row % BlockM]};
+            const int place = statistics.place(row % BlockM);
+            const float minus_lse = statistics.minus_lse[place] / unit_of_lse(call);
+            return {-minus_lse * static_cast<float>(kLog2E), -statistics.minus_d[place]};
         },
         shared_memory<WarpSums<Threads>, SINK_SMEM_BYTES>());
 }

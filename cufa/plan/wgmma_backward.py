@@ -352,7 +352,7 @@ def _cost(problem: Problem, tiles: Tiles, key_stages: int, outboxes: bool) -> Co
         + CONSUMERS * (outbox_bytes + LABEL_BYTES + LENGTHS_BYTES * lengths_vary(problem))
         + tiles.stages * _statistics_bytes(tiles)
         + key_stages * (KEY_WORK_BYTES + LENGTHS_BYTES * lengths_vary(problem))
-        + BARRIER_BYTES * ((4 + 3 * CONSUMERS) * tiles.stages + 3 * key_stages + 2 * CONSUMERS)
+        + BARRIER_BYTES * ((5 + 3 * CONSUMERS) * tiles.stages + 3 * key_stages + 2 * CONSUMERS)
     )
     head, value = round_up(head_cols, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
     # S and dP, or dP and P rounded; dK and dV.

@@ -85,7 +85,13 @@ def write(record: dict[str, Any]) -> None:
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def main() -> int:
+def record_of_these_kernels() -> dict[str, Any]:
+    """What was measured before, if it was the same kernels."""
+    record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return record if record.get("kernels_sha256") == kernels_digest() else {}
+
+
+def main(only_tests: bool) -> int:
     info = json.loads(run("-m", "cufa.cli", "info", "--json").stdout)
     if info["gpu"] is None:
         print(f"nothing to check: {info['missing']['gpu']}", file=sys.stderr)
@@ -93,7 +99,7 @@ def main() -> int:
     # What is right is found out side by side, what is fast afterwards, alone.
     with ThreadPoolExecutor() as pool:
         testing, sanitizing = pool.submit(tests), pool.submit(sanitizer)
-    record: dict[str, Any] = {
+    record = (record_of_these_kernels() if only_tests else {}) | {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "kernels_sha256": kernels_digest(),
         "versions": versions(),
@@ -102,15 +108,20 @@ def main() -> int:
         "sanitizer": sanitizing.result(),
     }
     write(record)
+    if not only_tests:
+        measure(record)
+    print(f"written to {RECORD}")
+    return 0 if record["tests"]["ok"] and record["sanitizer"]["ok"] is not False else 1
+
+
+def measure(record: dict[str, Any]) -> None:
     record["jit"] = json.loads(run("scripts/bench_jit.py").stdout)
     record["cpu"] = json.loads(run("scripts/bench_cpu.py", "--json").stdout)
     record["ladder"] = {}
     for name in LADDERS:
         record["ladder"][name] = ladder(name)
         write(record)
-    print(f"written to {RECORD}")
-    return 0 if record["tests"]["ok"] and record["sanitizer"]["ok"] is not False else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(only_tests="--only-tests" in sys.argv[1:]))

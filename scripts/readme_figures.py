@@ -131,7 +131,7 @@ def choice(_: Row) -> str:
                 rung_link(kernel.name),
                 gpus_of(kernel),
                 "all" if kernel.dtypes == tuple(DTYPES) else ", ".join(kernel.dtypes),
-                f"{kernel.min_head_dim} to {kernel.max_head_dim}",
+                kernel.head_dims,
                 features_of(kernel.features, of_direction),
             )
         )

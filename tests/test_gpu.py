@@ -119,7 +119,7 @@ def dims_for(kernel, *dims):
     row = KERNELS[kernel]
     if max(dims) < row.min_head_dim:
         dims = [dim + row.min_head_dim - 1 for dim in dims]
-    return tuple(min(dim, row.max_head_dim) for dim in dims)
+    return tuple(map(min, dims, (row.max_head_dim, row.max_value_dim)))
 
 
 def widest(kernel):

@@ -169,7 +169,9 @@ def test_what_is_not_supported_has_a_reason(name, call, device, reason):
 
 def test_head_dims_have_their_kernel():
     assert "supports head dims to 192, and this is 256" in KERNELS[NARROW].unsupported(problem(256), H200)
-    assert "and these are 192 and 136" in KERNELS[NARROW].unsupported(problem(192, 136), H200)
+    assert "values to 128, and this is 136" in KERNELS[NARROW].unsupported(problem(192, 136), H200)
+    capped = replace(problem(192, 128), features=Features(softcap=True))
+    assert "to 128 with softcap, and this is 192" in KERNELS[NARROW].unsupported(capped, H200)
     assert "supports head dims from 129, and this is 128" in KERNELS[WIDE].unsupported(problem(128), H200)
     assert KERNELS[WIDE].unsupported(problem(192, 128), H200) is None
     assert "half as many keys at a time" in KERNELS[WIDE].unsuited(problem(192, 128), H200)

@@ -54,7 +54,7 @@ def _support() -> Table:
             kernel.name,
             _first_arch(kernel) + ("" if kernel.only_arch else " on"),
             "all" if kernel.dtypes == tuple(DTYPES) else ", ".join(kernel.dtypes),
-            f"{kernel.min_head_dim} to {kernel.max_head_dim}",
+            kernel.head_dims,
             _features(kernel),
             kernel.memory,
         )
@@ -91,6 +91,7 @@ def _documents() -> list[dict[str, Any]]:
             "features": ["causal", *sorted(kernel.features)],
             "min_arch": _first_arch(kernel),
             "max_head_dim": kernel.max_head_dim,
+            "max_value_dim": min(kernel.max_value_dim, kernel.max_head_dim),
             "entries": list(kernel.entries),
             "source": kernel.source,
         }

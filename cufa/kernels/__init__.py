@@ -26,9 +26,6 @@ _EVEN_DIMS, _SLOWEST_SPLIT, _MERGE_KEYS = 192, 2.0, 600
 # Up to how many value dims tiles of more rows have twice as many, what part of the time a key then takes, and
 # how long it takes at least.
 _WIDE_VALUE_DIM, _WIDE_PART, _FASTEST_WIDE = 144, 0.7, 0.66
-# Over so many head dims of values, dK and dV of 64 keys do not fit a warpgroup's registers; of keys, S and
-# dP no longer do beside them.
-_EVEN_HEAD_DIM = 128
 # Where three products of tf32 take less time than one of float32 on CUDA cores.
 _FAST_TF32 = frozenset(((8, 0), (8, 7), (9, 0), (10, 0), (10, 3)))
 
@@ -54,6 +51,7 @@ class Kernel:
     tensor_cores: bool = False
     min_head_dim: int = 1
     max_head_dim: int = MAX_HEAD_DIM["backward"]
+    max_value_dim: int = MAX_HEAD_DIM["forward"]
     features: frozenset[str] = frozenset()
     only_arch: str | None = None
     min_align_bytes: int = 1
@@ -63,6 +61,12 @@ class Kernel:
     def source(self) -> str:
         """Its file in this folder."""
         return f"{self.name}.cu"
+
+    @property
+    def head_dims(self) -> str:
+        """Those that it supports, in words."""
+        of_values = f", of values to {self.max_value_dim}" * (self.max_value_dim < self.max_head_dim)
+        return f"{self.min_head_dim} to {self.max_head_dim}{of_values}"
 
     def unsupported(self, problem: Problem, device: Device) -> str | None:
         """None if the kernel can solve the problem on this device, else the reason."""
@@ -92,6 +96,9 @@ class Kernel:
             return f"{self.name} supports head dims to {limit}, and this is {dim}"
         if dim < self.min_head_dim:
             return f"{self.name} supports head dims from {self.min_head_dim}, and this is {dim}"
+        if problem.value_dim > self.max_value_dim:
+            most = f"head dims of values to {self.max_value_dim}"
+            return f"{self.name} supports {most}, and this is {problem.value_dim}"
         missing = [name for name in problem.features.names if name not in self.features]
         if missing:
             return f"{self.name} does not support {', '.join(missing)}"
@@ -118,19 +125,19 @@ class HopperKernel(Kernel):
 
 @dataclass(frozen=True)
 class HopperBackward(HopperKernel):
-    """One whose warpgroups have keys of their own: dK and dV of those must fit their registers."""
+    """One whose warpgroups have keys of their own: dK and dV of those must fit their registers.
+
+    Beside dK of more head dims than values may have, there is no room for both S and dP.
+    """
 
     def unsupported(self, problem: Problem, device: Device) -> str | None:
         """As `Kernel.unsupported`."""
-        reason = super().unsupported(problem, device)
-        if reason is not None or problem.head_dim <= _EVEN_HEAD_DIM >= problem.value_dim:
-            return reason
-        if problem.value_dim > _EVEN_HEAD_DIM or problem.features.softcap:
+        if problem.head_dim > self.max_value_dim and problem.features.softcap:
             return (
-                f"{self.name} supports head dims over {_EVEN_HEAD_DIM} of keys alone and without softcap, "
-                f"and these are {problem.head_dim} and {problem.value_dim}"
+                f"{self.name} supports head dims to {self.max_value_dim} with softcap, and this is "
+                f"{problem.head_dim}"
             )
-        return None
+        return super().unsupported(problem, device)
 
 
 @dataclass(frozen=True)
@@ -315,6 +322,7 @@ _LADDER = (
         paper="Shah et al. 2024, section 3",
         memory="O(N)",
         max_head_dim=192,
+        max_value_dim=128,
         features=_HOPPER_BACKWARD_FEATURES,
     ),
     WideHopperBackward(

@@ -357,14 +357,6 @@ struct Consumer {
     }
 
     // Takes up a tile of queries: lets the products begin with its rows' statistics.
-    __device__ void begin(Scores& s, Scores& dp) {
-        smem.ring.wait_full(at);
-        softmax.begin_scores(s, smem.rows[at.stage]);
-        softmax.begin_gradients(dp, smem.rows[at.stage]);
-        if (kScoresBeginWithLse) hold_all(s);
-        hold_all(dp);
-    }
-    // The same for one product after the other.
     __device__ void begin_scores(Scores& s) {
         smem.ring.wait_full(at);
         softmax.begin_scores(s, smem.rows[at.stage]);
@@ -585,7 +577,8 @@ __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSum
         QueryPart dq;
         Weights p, ds;
         if (walk.masked()) consumer.clean_queries();
-        consumer.begin(s, dp);
+        consumer.begin_scores(s);
+        consumer.begin_weight_gradients(dp);
         turns.wait();
         consumer.issue_scores(s);
         consumer.issue_weight_gradients(dp);

@@ -33,7 +33,7 @@ from cufa.device import KNOWN, Arch
 from cufa.kernels import KERNELS, best_kernel
 
 FUNCTIONS = [cufa.attention, cufa.attention_backward, cufa.merge, cufa.softmax, cufa.plan]
-IMPORT_SECONDS = 0.3
+MOST_IMPORTS_OF_NUMPY = 2.5
 
 
 @pytest.fixture(autouse=True)
@@ -757,18 +757,23 @@ def test_importing_is_quick_and_imports_nothing_heavy() -> None:
     code = """
 import sys, time
 start = time.process_time()
+import numpy
+between = time.process_time()
 import cufa
-print(time.process_time() - start)
+print((time.process_time() - between) / (between - start))
 print(sorted({name.partition('.')[0] for name in sys.modules} & {'cupy', 'cuda', 'rich', 'click'}))
 """
-    seconds = []
+    ratios = []
     for _ in range(5):
-        elapsed, heavy = run_python(code).splitlines()
+        ratio, heavy = run_python(code).splitlines()
         assert heavy == "[]"
-        seconds.append(float(elapsed))
-        if seconds[-1] < IMPORT_SECONDS:
+        ratios.append(float(ratio))
+        if ratios[-1] < MOST_IMPORTS_OF_NUMPY:
             return
-    pytest.fail(f"importing cufa took {min(seconds):.2f} s at best; it may take {IMPORT_SECONDS} s")
+    pytest.fail(
+        f"importing cufa took {min(ratios):.1f} times as long as importing NumPy at best; it may take "
+        f"{MOST_IMPORTS_OF_NUMPY} times"
+    )
 
 
 def test_the_cpu_path_does_not_import_cupy() -> None:

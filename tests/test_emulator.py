@@ -199,9 +199,9 @@ PLANTED = {
     ),
     "shuffle by some lanes of a warp": (
         "bwd_1_naive",
-        "bwd_1_naive.cu",
-        "sum = lanes_sum<32>(sum);",
-        "if (threadIdx.x % 32 < 20) sum = lanes_sum<32>(sum);",
+        "online_softmax.cuh",
+        "x = lanes_sum<32>(x);",
+        "if (threadIdx.x % 32 < 20) x = lanes_sum<32>(x);",
         r"threads 0-19, 32-51, .* in __shfl_xor_sync of lanes 0xffffffff\n    online_softmax.cuh:\d+: lanes_",
     ),
     "shared memory that is left out": (

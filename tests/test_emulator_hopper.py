@@ -470,10 +470,8 @@ PLANTED = {
     ),
     "weights written in flight": (
         "wgmma_forward.cuh",
-        "self().template wait_output<0>(o, work, tile + 1); "
-        "if (__builtin_expect(raised, false)) rescale(o, shrink); self().round(p, s);",
-        "self().round(p, s); self().template wait_output<0>(o, work, tile + 1); "
-        "if (raised) rescale(o, shrink);",
+        "self().template wait_output<0>(o, work, tile + 1); if (kLate",
+        "self().round(p, s); self().template wait_output<0>(o, work, tile + 1); if (kLate",
         r"writes 4 bytes of registers that a product works with\n    wgmma_tiles.cuh:\d+: ",
     ),
     "missing fence before a product": (

@@ -22,7 +22,7 @@ struct Workspace {
         : p(static_cast<acc_t*>(params.workspace)), ds(p + elements(params.sizes)) {}
 
     __device__ static long long elements(const Sizes& sizes) {
-        return all_rows(sizes) * sizes.seqlen_k;
+        return rows_of_heads(sizes) * sizes.seqlen_k;
     }
 };
 
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     grad_queries(const __grid_constant__ BackwardParams params) {
     const Sizes& sizes = params.sizes;
     const long long index = thread_index();
-    if (index >= all_rows(sizes) * kHeadDim) return;
+    if (index >= rows_of_heads(sizes) * kHeadDim) return;
     const Element at(index, sizes.heads, sizes.seqlen_q, kHeadDim);
     const auto k = matrix_of<const scalar_t>(params.k, at.batch, kv_head_of(at.head, sizes));
     const acc_t* ds = Workspace(params).ds + at.matrix_row * sizes.seqlen_k;

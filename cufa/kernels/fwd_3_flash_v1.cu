@@ -48,7 +48,7 @@ struct State {
 
     __device__ State(const ForwardParams& params, int batch, int head) {
         const Sizes& sizes = params.sizes;
-        const long long rows = all_rows(sizes);
+        const long long rows = rows_of_heads(sizes);
         const long long row = first_row_of(batch, head, sizes);
         o = static_cast<acc_t*>(params.workspace) + row * kValueDim;
         l = static_cast<acc_t*>(params.workspace) + rows * kValueDim + row;

@@ -358,13 +358,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     }
 }
 
-// The rows of all query heads, as the LSE has them. Memory for parts of 2^31 rows nobody has.
-__device__ inline int rows_of_heads(const Sizes& sizes) {
-    return (kPacked ? 1 : sizes.batch) * sizes.heads * sizes.seqlen_q;
-}
-
-// Writes one of them, from its last parts. Packed arrays may have rows before the first sequence
-// and after the last.
+// Writes one row of a query head, from its last parts. Packed arrays may have rows before the first
+// sequence and after the last.
 __device__ inline void write_merged(const RowPart* parts, int count, const ForwardParams& params,
                                     int row) {
     const Sizes& sizes = params.sizes;
@@ -389,7 +384,8 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads)
     while (sharing < kMergeWarps && sharing * MergedRow::kPartsAtOnce < splits) sharing *= 2;
     const int warp = threadIdx.x / 32, share = warp % sharing;
     const long long at_once = kMergeWarps / sharing;
-    const int rows = rows_of_heads(params.sizes);
+    // Memory for parts of 2^31 rows nobody has.
+    const int rows = rows_of_heads<int>(params.sizes);
     if constexpr (kMergeOverlaps) ptx::wait_for_launch_before();
     for (long long first = blockIdx.x * at_once; first < rows; first += gridDim.x * at_once) {
         const int row = static_cast<int>(first) + warp / sharing;

@@ -41,7 +41,7 @@ __device__ inline acc_t dot_rows(Matrix<const scalar_t> a, int a_row, Matrix<con
 __device__ inline void scores_element(const ForwardParams& params, acc_t* scores) {
     const Sizes& sizes = params.sizes;
     const long long index = thread_index();
-    if (index >= all_rows(sizes) * sizes.seqlen_k) return;
+    if (index >= rows_of_heads(sizes) * sizes.seqlen_k) return;
     const Element at(index, sizes.heads, sizes.seqlen_q, sizes.seqlen_k);
     if (at.col >= mask_of(sizes).keys_end(at.row)) {
         scores[index] = negative_infinity();
@@ -56,7 +56,7 @@ __device__ inline void scores_element(const ForwardParams& params, acc_t* scores
 __device__ inline void output_element(const ForwardParams& params, const acc_t* probabilities) {
     const Sizes& sizes = params.sizes;
     const long long index = thread_index();
-    if (index >= all_rows(sizes) * kValueDim) return;
+    if (index >= rows_of_heads(sizes) * kValueDim) return;
     const Element at(index, sizes.heads, sizes.seqlen_q, kValueDim);
     const auto v = matrix_of<const scalar_t>(params.v, at.batch, kv_head_of(at.head, sizes));
     const acc_t* p = probabilities + at.matrix_row * sizes.seqlen_k;

@@ -79,9 +79,11 @@ __device__ inline Matrix<T> matrix_of(const Tensor& tensor, int batch, int head)
 __device__ inline long long first_row_of(int batch, int head, const Sizes& sizes) {
     return (static_cast<long long>(batch) * sizes.heads + head) * sizes.seqlen_q;
 }
-// How many rows all heads have.
-__device__ inline long long all_rows(const Sizes& sizes) {
-    return first_row_of(sizes.batch, 0, sizes);
+
+// How many rows all query heads have, as the LSE and D have them.
+template <class Count = long long>
+__device__ inline Count rows_of_heads(const Sizes& sizes) {
+    return static_cast<Count>(kPacked ? 1 : sizes.batch) * sizes.heads * sizes.seqlen_q;
 }
 
 // Query heads share a KV head in groups of heads / kv_heads.

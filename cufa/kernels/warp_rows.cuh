@@ -12,15 +12,8 @@ __device__ inline long long warp_of_grid() {
     return static_cast<long long>(blockIdx.x) * (Threads / 32) + threadIdx.x / 32;
 }
 
-// How many rows all query heads have, as the LSE and D have them.
-__device__ inline long long rows_of_heads(const Sizes& sizes) {
-    const long long heads =
-        kPacked ? sizes.heads : static_cast<long long>(sizes.batch) * sizes.heads;
-    return heads * sizes.seqlen_q;
-}
-
-// One of them, by its number. Packed sequences have batch 0, and rows that count on through all of
-// them, as in the tensors.
+// One row of a query head, by its number among all of them. Packed sequences have batch 0, and rows
+// that count on through all of them, as in the tensors.
 struct WarpRow {
     int batch, head, row, lane = threadIdx.x % 32;
 

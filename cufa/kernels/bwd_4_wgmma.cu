@@ -37,8 +37,7 @@ static_assert(!kOutboxes || kAdding == kAsTheyCome, "nobody would know when they
 // then need not wait for dP.
 constexpr bool kShortTiles = kBlockM <= kPanelCols;
 constexpr bool kValuesEarly = kShortTiles;
-// Beside dK of more head dims it has none for S and dP at the same time.
-constexpr bool kScoresTogether = kHeadDim <= kConsumers * kPanelCols;
+static_assert(kScoresTogether || !kSoftcap, "a soft cap's slopes need P before it is rounded");
 // Whether dO has barriers of its own, so that S begins once Q is there. Otherwise it is no faster.
 constexpr bool kOutApart = kShortTiles && kScoresTogether;
 // Each warpgroup has a panel of dims of dQ if tiles of queries are short, and so there are two.
@@ -390,19 +389,13 @@ struct Consumer {
         }
     }
 
-    __device__ void differentiate(Scores& dp, const Scores& p, const Walk& walk) const {
+    // P is as it was computed, or rounded.
+    template <class P>
+    __device__ void differentiate(Scores& dp, const P& p, const Walk& walk) const {
         if (walk.masked()) {
-            softmax.differentiate<true, kSoftcap>(dp, p, smem.rows[at.stage], walk.tile);
+            softmax.template differentiate<true, kSoftcap>(dp, p, smem.rows[at.stage], walk.tile);
         } else {
-            softmax.differentiate<false, kSoftcap>(dp, p, smem.rows[at.stage], walk.tile);
-        }
-    }
-    // The same by P as it was rounded.
-    __device__ void differentiate(Scores& dp, const Weights& p, const Walk& walk) const {
-        if (walk.masked()) {
-            softmax.differentiate<true>(dp, p, walk.tile);
-        } else {
-            softmax.differentiate<false>(dp, p, walk.tile);
+            softmax.template differentiate<false, kSoftcap>(dp, p, smem.rows[at.stage], walk.tile);
         }
     }
 

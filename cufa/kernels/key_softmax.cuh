@@ -10,6 +10,9 @@
 // row of all, the copy engine fills in zeros.
 constexpr bool kRowsEnd = kWindow || kPacked;
 
+// Whether a thread has registers for S and dP of a tile at the same time.
+constexpr bool kScoresTogether = SCORES_TOGETHER;
+
 // Whether S begins with -LSE. Under a soft cap that comes in only after the cap.
 constexpr bool kScoresBeginWithLse = !kSoftcap;
 
@@ -34,7 +37,7 @@ __device__ inline float unit_of_lse(const BackwardParams& call) {
 // long tiles, and where a thread has but one of S and dP, that is slower.
 template <int BlockM>
 struct RowStatistics {
-    static constexpr int kEights = BlockM <= kPanelCols && kHeadDim <= 2 * kPanelCols ? 2 : 1;
+    static constexpr int kEights = BlockM <= kPanelCols && kScoresTogether ? 2 : 1;
 
     __device__ static int place(int row) {
         if constexpr (kEights == 1) return row;
@@ -141,37 +144,20 @@ struct KeySoftmax {
         }
     }
 
-    // dP^T - D becomes dS^T = P^T o (dP^T - D). With Slopes it is the gradient not of bounded
-    // scores but of the products times the scale; P^T must then not have been rounded.
-    template <bool Masked, bool Slopes>
-    __device__ void differentiate(WgmmaSums<BlockM>& dp, const WgmmaSums<BlockM>& p,
+    // dP^T - D becomes dS^T = P^T o (dP^T - D), by P^T as it was computed or rounded. With Slopes
+    // it is the gradient not of bounded scores but of the products times the scale; P^T must then
+    // not have been rounded.
+    template <bool Masked, bool Slopes, class P>
+    __device__ void differentiate(WgmmaSums<BlockM>& dp, const P& p,
                                   const RowStatistics<BlockM>& rows, int tile) const {
 #pragma unroll
-        for (int i = 0; i < BlockM / 8; ++i) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                float& x = dp[4 * i + e];
-                x *= p[4 * i + e];
-                if constexpr (kSoftcap && Slopes) {
-                    x *= slope_at(p[4 * i + e], pair_at(rows.minus_lse, i)[e % 2]);
-                }
-                if (Masked && !sees(i, e, tile)) x = 0;
-            }
-        }
-    }
-
-    // The same from P^T rounded.
-    template <bool Masked>
-    __device__ void differentiate(WgmmaSums<BlockM>& dp, const WgmmaOperand<BlockM>& p,
-                                  int tile) const {
-#pragma unroll
         for (int i = 0; i < BlockM / 4; ++i) {
-            unsigned int pair = p[i / 4][i % 4];
-            ptx::hold(pair);  // or all would be widened before dP is there
+            const Pack<float, 2> weights = pair_of(p, i);
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 float& x = dp[2 * i + e];
-                x *= to_acc(scalar_t{static_cast<unsigned short>(pair >> 16 * e)});
+                x *= weights[e];
+                if constexpr (Slopes) x *= slope_at(weights[e], pair_at(rows.minus_lse, i / 2)[e]);
                 if (Masked && !sees(i / 2, i % 2 * 2 + e, tile)) x = 0;
             }
         }
@@ -184,6 +170,17 @@ struct KeySoftmax {
 
   private:
     static constexpr int kEights = RowStatistics<BlockM>::kEights;
+
+    // Elements 2i and 2i + 1 of a thread's weights.
+    __device__ static Pack<float, 2> pair_of(const WgmmaSums<BlockM>& p, int i) {
+        return {p[2 * i], p[2 * i + 1]};
+    }
+    __device__ static Pack<float, 2> pair_of(const WgmmaOperand<BlockM>& p, int i) {
+        unsigned int pair = p[i / 4][i % 4];
+        ptx::hold(pair);  // or all would be widened before dP is there
+        return {to_acc(scalar_t{static_cast<unsigned short>(pair)}),
+                to_acc(scalar_t{static_cast<unsigned short>(pair >> 16)})};
+    }
 
     // 1 - tanh^2, or 0 where the tanh is not known.
     __device__ static float slope(float tanh) { return fmaxf(1 - tanh * tanh, 0); }

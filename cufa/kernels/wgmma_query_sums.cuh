@@ -159,6 +159,8 @@ struct Workspace {
 // tiles backwards: what one kernel used last, the next finds in the L2 cache.
 template <int BlockM, class Sums>
 struct QueryBlock {
+    static constexpr int kTileSums = Sums::kTile;
+
     Workspace<BlockM, Sums> workspace;
     Sequence sequence;
     int head, tile;
@@ -185,37 +187,58 @@ struct QueryBlock {
 constexpr bool kQueryShowsInOutput = !kSoftcap && !kSink;
 
 // Makes dQ zero in the rows of a tile that see no key.
-template <int Threads, int BlockM>
-__device__ inline void clear_unseeing_rows(const BackwardParams& call, const Sequence& sequence,
-                                           int head, int tile) {
-    const auto dq = sequence.queries<scalar_t>(call.dq, head);
+template <int Threads, int BlockM, class Block>
+__device__ inline void clear_unseeing_rows(const BackwardParams& call, const Block& at) {
+    const Sequence& sequence = at.sequence;
+    const auto dq = sequence.queries<scalar_t>(call.dq, at.head);
     const Mask mask = sequence.mask(call.features);
-    const int end = min((tile + 1) * BlockM, sequence.seqlen_q);
-    for (int row = tile * BlockM + threadIdx.x / 32; row < end; row += Threads / 32) {
+    const int end = min((at.tile + 1) * BlockM, sequence.seqlen_q);
+    for (int row = at.tile * BlockM + threadIdx.x / 32; row < end; row += Threads / 32) {
         if (mask.keys_end(row) > mask.first_key(row)) continue;
         for (int col = threadIdx.x % 32; col < kHeadDim; col += 32) dq.row(row)[col] = scalar_t{};
     }
 }
 
-// Computes a tile's rows' statistics, and prepares what blocks will add to and count. Where the
-// last of them rounds dQ, rows that none of them may work on are made zero.
-template <int Threads, int BlockM, class Sums>
-__device__ inline void prepare_rows(const BackwardParams& call) {
-    const auto at = QueryBlock<BlockM, Sums>::own(call);
-    if (!at.exists()) return;
+// Sets to zero what blocks will add to and count with.
+template <int Threads, class Block>
+__device__ inline void clear_sums(const Block& at) {
     auto* fours = reinterpret_cast<Pack<float, 4>*>(at.sums());
 #pragma unroll
-    for (int i = threadIdx.x; !kFirstSets && i < Sums::kTile / 4; i += Threads) fours[i] = {};
+    for (int i = threadIdx.x; !kFirstSets && i < Block::kTileSums / 4; i += Threads) fours[i] = {};
     if (kTurns && threadIdx.x < kConsumers) {
         at.workspace.added_to(at.sequence, at.head, at.tile)[threadIdx.x] = 0;
     }
+}
 
-    if (kRounds) clear_unseeing_rows<Threads, BlockM>(call, at.sequence, at.head, at.tile);
+// As many lanes share a row as have a chunk of O and of dO each time.
+constexpr int kRowChunk = min_of(16 / sizeof(scalar_t), kValueDim & -kValueDim);
+constexpr int kRowLanes = kValueDim > 16 * kRowChunk ? 32 : kValueDim > 8 * kRowChunk ? 16 : 8;
 
-    // As many lanes share a row as have an element of it each time.
-    constexpr int kChunk = min_of(16 / sizeof(scalar_t), kValueDim & -kValueDim);
-    constexpr int kLanes = kValueDim > 16 * kChunk ? 32 : kValueDim > 8 * kChunk ? 16 : 8;
-    using Chunk = Pack<scalar_t, kChunk>;
+// A lane's part of the product of a row of O and one of dO; 0 outside of these.
+__device__ inline float part_of_product(const Matrix<const scalar_t>& o,
+                                        const Matrix<const scalar_t>& dout, int row, bool inside) {
+    using Chunk = Pack<scalar_t, kRowChunk>;
+    float sum = 0;
+    for (int col = threadIdx.x % kRowLanes * kRowChunk; inside && col < kValueDim;
+         col += kRowLanes * kRowChunk) {
+        const Chunk a = *reinterpret_cast<const Chunk*>(o.row(row) + col);
+        const Chunk b = *reinterpret_cast<const Chunk*>(dout.row(row) + col);
+#pragma unroll
+        for (int e = 0; e < kRowChunk; ++e) sum += to_acc(a[e]) * to_acc(b[e]);
+    }
+    return sum;
+}
+
+// Makes `zero` NaN if there is NaN or infinity in a lane's part of a row of Q.
+__device__ inline void look_for_nonfinite(float& zero, const Matrix<const scalar_t>& q, int row) {
+    for (int col = threadIdx.x % kRowLanes; col < kHeadDim; col += kRowLanes) {
+        zero += to_acc(q.row(row)[col]) * 0;
+    }
+}
+
+// Computes the statistics of a tile's rows.
+template <int Threads, int BlockM, class Block>
+__device__ inline void write_statistics(const BackwardParams& call, const Block& at) {
     const Sequence& sequence = at.sequence;
     const auto o = sequence.queries<const scalar_t>(call.o, at.head);
     const auto dout = sequence.queries<const scalar_t>(call.dout, at.head);
@@ -226,36 +249,39 @@ __device__ inline void prepare_rows(const BackwardParams& call) {
     // The copy engine brings rows of the next sequence, too.
     const int rows_end = kPacked ? call.sizes.seqlen_q - sequence.first_q : sequence.seqlen_q;
     RowStatistics<BlockM>& statistics = at.workspace.rows_of(sequence, at.head, at.tile);
-    float not_zero = 0;  // a sum of all elements times 0
+    float zero = 0;  // or NaN
 #pragma unroll
-    for (int i = threadIdx.x / kLanes; i < BlockM; i += Threads / kLanes) {
+    for (int i = threadIdx.x / kRowLanes; i < BlockM; i += Threads / kRowLanes) {
         const int row = at.tile * BlockM + i;
         const bool inside = row < rows_end;
         const bool counts = row < sequence.seqlen_q;
         const float log = counts ? lse[row] : negative_infinity();
-        float sum = 0;
-        for (int col = threadIdx.x % kLanes * kChunk; inside && col < kValueDim;
-             col += kLanes * kChunk) {
-            const Chunk a = *reinterpret_cast<const Chunk*>(o.row(row) + col);
-            const Chunk b = *reinterpret_cast<const Chunk*>(dout.row(row) + col);
-#pragma unroll
-            for (int e = 0; e < kChunk; ++e) sum += to_acc(a[e]) * to_acc(b[e]);
-        }
-        not_zero += sum * 0;
+        const float part = part_of_product(o, dout, row, inside);
+        zero += part * 0;
         if (inside && (!kQueryShowsInOutput || log == negative_infinity())) {
-            for (int col = threadIdx.x % kLanes; col < kHeadDim; col += kLanes)
-                not_zero += to_acc(q.row(row)[col]) * 0;
+            look_for_nonfinite(zero, q, row);
         }
-        sum = lanes_sum<kLanes>(sum);
-        if (threadIdx.x % kLanes == 0) {
+        const float sum = lanes_sum<kRowLanes>(part);
+        if (threadIdx.x % kRowLanes == 0) {
             const int place = statistics.place(i);
             statistics.minus_lse[place] =
                 (log == negative_infinity() ? log : -log) * unit_of_lse(call);
             statistics.minus_d[place] = dlse && counts ? dlse[row] - sum : -sum;
         }
     }
-    const bool nonfinite = __syncthreads_or(not_zero != 0);
+    const bool nonfinite = __syncthreads_or(zero != 0);
     if (threadIdx.x == 0) statistics.nonfinite = nonfinite;
+}
+
+// Prepares a tile of queries for the products' launch. Where the last block that adds to dQ rounds
+// it, rows that none may work on are made zero.
+template <int Threads, int BlockM, class Sums>
+__device__ inline void prepare_rows(const BackwardParams& call) {
+    const auto at = QueryBlock<BlockM, Sums>::own(call);
+    if (!at.exists()) return;
+    clear_sums<Threads>(at);
+    if (kRounds) clear_unseeing_rows<Threads, BlockM>(call, at);
+    write_statistics<Threads, BlockM>(call, at);
 }
 
 // A tile of dQ, rounded; rows are a vector longer than they are, against bank conflicts.

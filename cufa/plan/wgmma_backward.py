@@ -55,6 +55,8 @@ CONSUMER_REGISTERS = min(
 )
 # Registers of a consumer beside accumulators: addresses, descriptions, where it is.
 OVERHEAD_REGISTERS = 32
+# Up to so many head dims a thread has registers for S and dP at the same time, beside dK and dV.
+MOST_DIMS_TOGETHER = 128
 # Part of the SMs' time that blocks which work on whole heads must fill.
 FILLED = 0.9
 # Up to so many tiles of keys of a head, under a causal mask, blocks add in order and the last rounds dQ.
@@ -112,8 +114,6 @@ class Tiles:
 
 # What is best for head dims up to each.
 TILES = {64: Tiles(128, CONSUMERS * WGMMA_M, 2), 192: Tiles(64, CONSUMERS * WGMMA_M, 2)}
-# Up to so many of keys a thread has registers for S beside dP.
-MOST_DIMS_TOGETHER = CONSUMERS * PANEL_COLS
 # The same over head dim 64 where at least so many queries of a head see a key on average: blocks seldom go on
 # to other keys, so that it matters little that they wait for those.
 LONG_TILES, MANY_QUERIES = Tiles(80, CONSUMERS * WGMMA_M, 2), 1500
@@ -142,7 +142,11 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
         adding,
         lambda tiles: _cost(problem, tiles, key_stages(tiles), outboxes(tiles)),
         round_up(_head_cols(problem, best), PANEL_COLS),
-        lambda tiles: (("KEY_STAGES", key_stages(tiles)), ("HAS_OUTBOXES", outboxes(tiles))),
+        lambda tiles: (
+            ("KEY_STAGES", key_stages(tiles)),
+            ("HAS_OUTBOXES", outboxes(tiles)),
+            ("SCORES_TOGETHER", _scores_together(problem)),
+        ),
         counts=True,
     )
     by_copies = ("tiles of queries are long: the copy engine adds to dQ",) * outboxes(Tiles(**part.tiles))
@@ -170,7 +174,7 @@ def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
         _adding(problem, device, WIDE_TILES),
         lambda tiles: _wide_cost(problem, tiles),
         _parted(problem.head_dim),
-        lambda _: (),
+        lambda _: (("SCORES_TOGETHER", False),),  # a warpgroup has S, the other dP
         counts=False,
     )
 
@@ -271,7 +275,8 @@ def _check_tiles(problem: Problem, tiles: Tiles, best: Tiles, registers: int) ->
         raise ValueError(f"tiles {tiles}: block_n must be {best.block_n}, {WGMMA_M} for a warpgroup's rows")
     if problem.head_dim <= PANEL_COLS < best.block_m != tiles.block_m:
         raise ValueError(f"tiles {tiles}: block_m must be {best.block_m}, {PANEL_COLS} for a warpgroup's dQ")
-    if best.block_n == CONSUMERS * WGMMA_M and problem.head_dim > MOST_DIMS_TOGETHER and tiles.block_m % 32:
+    panels = ceil_div(_head_cols(problem, tiles), PANEL_COLS)
+    if best.block_n == CONSUMERS * WGMMA_M and panels % CONSUMERS and tiles.block_m % (2 * WGMMA_K):
         raise ValueError(f"tiles {tiles}: block_m must be a multiple of 32, 16 for half a warpgroup's dQ")
     if registers > CONSUMER_REGISTERS:
         raise ValueError(
@@ -325,10 +330,15 @@ def _has_long_tiles(problem: Problem) -> bool:
 
     A soft cap needs registers that there are not beside those.
     """
-    if not PANEL_COLS < problem.head_dim <= MOST_DIMS_TOGETHER or problem.features.softcap:
+    if problem.head_dim <= PANEL_COLS or not _scores_together(problem) or problem.features.softcap:
         return False
     keys = problem.seqlen_k // problem.packed_sequences
     return problem.visible_scores >= MANY_QUERIES * max(1, keys)
+
+
+def _scores_together(problem: Problem) -> bool:
+    """Whether a thread has registers for S and dP at the same time (key_softmax.cuh)."""
+    return problem.head_dim <= MOST_DIMS_TOGETHER
 
 
 def _parted(dims: int) -> int:
@@ -356,7 +366,7 @@ def _cost(problem: Problem, tiles: Tiles, key_stages: int, outboxes: bool) -> Co
     )
     head, value = round_up(head_cols, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
     # S and dP, or dP and P rounded; dK and dV.
-    scores = m if problem.head_dim <= MOST_DIMS_TOGETHER else m // 2 + m // 4
+    scores = m if _scores_together(problem) else m // 2 + m // 4
     registers = scores + (head + value) // 2 + OVERHEAD_REGISTERS
     work = m * n * (3 * head + 2 * value) / tiles.threads
     return Cost(round_up(smem_bytes, SWIZZLE_BYTES), registers, work)

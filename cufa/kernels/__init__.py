@@ -132,12 +132,13 @@ class HopperBackward(HopperKernel):
 
     def unsupported(self, problem: Problem, device: Device) -> str | None:
         """As `Kernel.unsupported`."""
-        if problem.head_dim > self.max_value_dim and problem.features.softcap:
+        reason = super().unsupported(problem, device)
+        if reason is None and problem.head_dim > self.max_value_dim and problem.features.softcap:
             return (
                 f"{self.name} supports head dims to {self.max_value_dim} with softcap, and this is "
                 f"{problem.head_dim}"
             )
-        return super().unsupported(problem, device)
+        return reason
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from cufa.tensor_layout import (
     Region,
     Storage,
     alignment,
+    check_apart,
     contiguous_strides,
     is_contiguous,
     layout_of,
@@ -500,7 +501,7 @@ class _Call:
         self.known = known = _known_of(direction, adopted.described, asked)
         self.problem = known.problem
         if known.outputs:
-            _check_writeable(adopted.sources, known.outputs)
+            arrays.check_writeable(adopted.sources, known.outputs)
             _check_apart(known, tuple(adopted.addresses.values()))
         if adopted.moved:
             described, self.addresses = arrays.describe(self.tensors)
@@ -667,13 +668,6 @@ def _empty(shape: Shape, dtype: np.dtype[Any], on_gpu: bool) -> Any:
     return (sys.modules["cupy"] if on_gpu else np).ndarray(shape, dtype)
 
 
-def _check_writeable(named: Arrays, outputs: tuple[str, ...]) -> None:
-    for name in outputs:
-        output = named[name]
-        if isinstance(output, np.ndarray) and not output.flags.writeable:
-            raise ValueError(f"{name} is read-only; it must be writeable")
-
-
 @functools.lru_cache(maxsize=4096)
 def _check_apart(known: _Known, addresses: tuple[int, ...]) -> None:
     """Check that outputs at these addresses share no memory with themselves or with other arrays."""
@@ -681,21 +675,7 @@ def _check_apart(known: _Known, addresses: tuple[int, ...]) -> None:
         name: Region(address, shape, strides, dtype.itemsize)
         for address, (name, shape, strides, dtype) in zip(addresses, known.arrays, strict=True)
     }
-    spans = {name: region.span for name, region in regions.items()}
-    checked = [name for name in regions if name not in known.outputs]
-    for name in known.outputs:
-        output = regions[name]
-        if output.overlaps_itself:
-            raise ValueError(
-                f"{name} has strides {output.strides} for shape {output.shape}, so that elements share "
-                "memory; each must have its own"
-            )
-        first, end = spans[name]
-        for other in checked:
-            other_first, other_end = spans[other]
-            if first < other_end and other_first < end and output.overlaps(regions[other]):
-                raise ValueError(f"{name} overlaps {other} in memory; it must not")
-        checked.append(name)
+    check_apart(regions, known.outputs)
 
 
 def _refuse_gpu_options(**options: Any) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -131,6 +131,14 @@ def describe(arrays: Mapping[str, Any]) -> tuple[tuple[Described, ...], dict[str
     """How NumPy's or CuPy's arrays lie, and their addresses by name."""
     described = tuple([(name, array.shape, array.strides, array.dtype) for name, array in arrays.items()])
     return described, {name: address(array) for name, array in arrays.items()}
+
+
+def check_writeable(arrays: Mapping[str, Any], outputs: Iterable[str]) -> None:
+    """ValueError, naming it, for an array of `outputs` that is read-only."""
+    for name in outputs:
+        output = arrays[name]
+        if isinstance(output, np.ndarray) and not output.flags.writeable:
+            raise ValueError(f"{name} is read-only; it must be writeable")
 
 
 def _describe_on_current_gpu(arrays: Mapping[str, Any]) -> tuple[tuple[Described, ...], dict[str, int]]:

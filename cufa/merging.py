@@ -17,7 +17,10 @@ from cufa.problem import (
     check_layout,
     dtype_name,
 )
-from cufa.tensor_layout import Axes, layout_of
+from cufa.tensor_layout import Axes, Region, check_apart, layout_of
+
+# The inputs that an output may be: each element of those is read before the one in its place is written.
+_IN_PLACE = {"out": ("out_a", "out_b"), "lse": ("lse_a", "lse_b")}
 
 
 def merge(
@@ -26,6 +29,8 @@ def merge(
     out_b: Any,
     lse_b: Any,
     *,
+    out: Any = None,
+    lse: Any = None,
     layout: LayoutName = "bshd",
     arch: Arch | str | int | None = None,
     backend: arrays.Backend | None = None,
@@ -41,6 +46,10 @@ def merge(
         lse_a: its LSE, (batch, heads, seqlen) or (heads, tokens), as `attention` returns it.
         out_b: as out_a; likewise lse_b.
         lse_b: as above.
+        out: where to write the output, of its shape and dtype. It may be out_a or out_b, so that parts are
+            merged in place; nothing else that is given may overlap it.
+        lse: the same for the LSE, with lse_a and lse_b. If both are given nothing is allocated on a GPU,
+            unless an array's last axis is not contiguous or an LSE is not.
         layout: "bshd" as above, or "bhsd".
         arch: what to compile for instead of this GPU's own.
         backend: "cuda", "numpy" or None, as in `attention`.
@@ -50,25 +59,35 @@ def merge(
 
     Raises:
         TypeError: no arrays, kinds or dtypes mixed, or a dtype that is not supported.
-        ValueError: shapes that don't go together.
+        ValueError: shapes that don't go together, an output that is read-only or overlaps another array.
     """
     given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    adopted = arrays.adopt(given, backend)
-    parts = adopted.arrays
-    dtype = dtype_name(parts["out_a"].dtype, "out_a")
-    axes = _axes(parts["out_a"].shape, layout)
-    _check(parts, dtype, axes)
+    outputs = {name: array for name, array in (("out", out), ("lse", lse)) if array is not None}
+    adopted = arrays.adopt(given | outputs, backend)
+    named = adopted.arrays
+    dtype = dtype_name(named["out_a"].dtype, "out_a")
+    axes = _axes(named["out_a"].shape, layout)
+    _check(named, dtype, axes)
+    if outputs:
+        arrays.check_writeable(adopted.sources, outputs)
+        regions = {
+            name: Region(adopted.addresses[name], shape, strides, element.itemsize)
+            for name, shape, strides, element in adopted.described
+        }
+        check_apart(regions, outputs, _IN_PLACE)
 
-    xp: Any = sys.modules["cupy"] if adopted.on_gpu else np
-    out = xp.empty(parts["out_a"].shape, DTYPES[dtype])
-    lse = xp.empty(parts["lse_a"].shape, accumulator_dtype(dtype))
+    empty = sys.modules["cupy"].empty if adopted.on_gpu else np.empty
+    for name in _IN_PLACE:
+        if name not in named:
+            part = named[f"{name}_a"]
+            named[name] = empty(part.shape, part.dtype)
     if adopted.on_gpu:
-        _merge_on_gpu(parts, out, lse, dtype, axes, arch)
+        _merge_on_gpu(named, dtype, axes, arch)
     elif arch is not None:
         raise ValueError(f"arch is {arch!r}, but this call computes on the CPU; it needs a GPU")
     else:
-        _merge_on_cpu(parts, out, lse, axes)
-    return adopted.give_back(out), adopted.give_back(lse)
+        _merge_on_cpu(named, axes)
+    return adopted.give_back(named["out"], out, "out"), adopted.give_back(named["lse"], lse, "lse")
 
 
 def _axes(shape: Shape, layout: str) -> Axes:
@@ -83,40 +102,32 @@ def _axes(shape: Shape, layout: str) -> Axes:
     )
 
 
-def _check(parts: dict[str, Any], dtype: str, axes: Axes) -> None:
-    shape = parts["out_a"].shape
+def _check(named: dict[str, Any], dtype: str, axes: Axes) -> None:
+    shape = named["out_a"].shape
     batch, seqlen, heads = axes
     lse_shape = (
         (shape[heads], shape[seqlen]) if batch is None else (shape[batch], shape[heads], shape[seqlen])
     )
-    wanted = {
-        "out_b": (shape, DTYPES[dtype]),
-        "lse_a": (lse_shape, accumulator_dtype(dtype)),
-        "lse_b": (lse_shape, accumulator_dtype(dtype)),
-    }
-    for name, (wanted_shape, wanted_dtype) in wanted.items():
-        if parts[name].shape != wanted_shape:
-            raise ValueError(f"{name} has shape {parts[name].shape}; it must be {wanted_shape}")
-        if parts[name].dtype != wanted_dtype:
-            raise TypeError(f"{name} has dtype {parts[name].dtype}; it must be {wanted_dtype}")
+    for name, array in named.items():
+        wanted_shape, wanted_dtype = shape, DTYPES[dtype]
+        if name.startswith("lse"):
+            wanted_shape, wanted_dtype = lse_shape, accumulator_dtype(dtype)
+        if array.shape != wanted_shape:
+            raise ValueError(f"{name} has shape {array.shape}; it must be {wanted_shape}")
+        if array.dtype != wanted_dtype:
+            raise TypeError(f"{name} has dtype {array.dtype}; it must be {wanted_dtype}")
 
 
-def _merge_on_gpu(
-    parts: dict[str, Any],
-    out: Any,
-    lse: Any,
-    dtype: str,
-    axes: Axes,
-    arch: Arch | str | int | None,
-) -> None:
+def _merge_on_gpu(named: dict[str, Any], dtype: str, axes: Axes, arch: Arch | str | int | None) -> None:
+    out, lse = named["out"], named["lse"]
     if out.size == 0 and lse.size == 0:
         return
     contiguous = sys.modules["cupy"].ascontiguousarray
-    tensors = [parts["out_a"], parts["out_b"], out]
+    tensors = [named["out_a"], named["out_b"], out]
     layout = layout_of(tuple((tensor.shape, tensor.strides) for tensor in tensors), out.itemsize, axes)
     for place in layout.scattered:
         tensors[place] = contiguous(tensors[place])
-    lses = [contiguous(parts["lse_a"]), contiguous(parts["lse_b"]), lse]
+    lses = [contiguous(named["lse_a"]), contiguous(named["lse_b"]), contiguous(lse)]
     addresses = [tensor.data.ptr for tensor in tensors]
     batch, seqlen, heads = axes
     sizes = (1 if batch is None else out.shape[batch], out.shape[heads], out.shape[seqlen])
@@ -129,17 +140,21 @@ def _merge_on_gpu(
         layout.alignment(addresses),
         arch,
     )
+    for given, written in ((out, tensors[-1]), (lse, lses[-1])):
+        if written is not given:
+            given[...] = written
 
 
 @np.errstate(all="ignore")
-def _merge_on_cpu(parts: dict[str, Any], out: Any, lse: Any, axes: Axes) -> None:
+def _merge_on_cpu(named: dict[str, Any], axes: Axes) -> None:
     batch, seqlen, heads = axes
     order = (heads, seqlen, 2) if batch is None else (batch, heads, seqlen, 3)
-    lse[...] = np.logaddexp(parts["lse_a"], parts["lse_b"])
-    merged = np.zeros([out.shape[axis] for axis in order], lse.dtype)
-    for name in ("a", "b"):
-        part_lse = parts[f"lse_{name}"]
+    lse = np.logaddexp(named["lse_a"], named["lse_b"])
+    out = np.zeros([named["out"].shape[axis] for axis in order], lse.dtype)
+    for part in ("a", "b"):
+        part_lse = named[f"lse_{part}"]
         seen = ~np.isneginf(part_lse)
         weight = np.exp(np.subtract(part_lse, lse, where=seen, out=np.zeros_like(lse)))
-        merged += np.where(seen[..., None], weight[..., None] * parts[f"out_{name}"].transpose(order), 0)
-    out.transpose(order)[...] = merged
+        out += np.where(seen[..., None], weight[..., None] * named[f"out_{part}"].transpose(order), 0)
+    named["out"].transpose(order)[...] = out
+    named["lse"][...] = lse

@@ -8,8 +8,9 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,6 +132,36 @@ class Region(NamedTuple):
             "strides": self.strides,
             "typestr": f"|V{self.itemsize}",
         }
+
+
+def check_apart(
+    regions: Mapping[str, Region],
+    outputs: Collection[str],
+    in_place: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> None:
+    """Check that outputs share no memory with themselves or with other arrays, all by their names.
+
+    `in_place` are, for an output, the inputs that it may be itself.
+
+    Raises ValueError otherwise.
+    """
+    spans = {name: region.span for name, region in regions.items()}
+    checked = [name for name in regions if name not in outputs]
+    for name in outputs:
+        output = regions[name]
+        if output.overlaps_itself:
+            raise ValueError(
+                f"{name} has strides {output.strides} for shape {output.shape}, so that elements share "
+                "memory; each must have its own"
+            )
+        first, end = spans[name]
+        for other in checked:
+            if other in in_place.get(name, ()) and output == regions[other]:
+                continue
+            other_first, other_end = spans[other]
+            if first < other_end and other_first < end and output.overlaps(regions[other]):
+                raise ValueError(f"{name} overlaps {other} in memory; it must not")
+        checked.append(name)
 
 
 def contiguous_strides(shape: Shape, itemsize: int) -> Shape:

@@ -1,5 +1,7 @@
 """Partial results made one: on the CPU, in the emulator, and, where there is one, on a GPU."""
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -53,7 +55,10 @@ def test_in_the_emulator(rng, dtype):
     for shape in (SHAPE, (1, 5, 2, 33)):
         given, whole, whole_lse = parts(rng, dtype, (shape[0], max(shape[1], 9), *shape[2:]))
         with np.errstate(invalid="ignore"):
-            assert_merged(*calls.merge(*given), whole, whole_lse)
+            out, lse = calls.merge(*given)
+            assert_merged(out, lse, whole, whole_lse)
+            for merged, again in zip((out, lse), calls.merge(*given, in_place=True), strict=True):
+                np.testing.assert_array_equal(merged, again)
 
 
 @pytest.mark.gpu
@@ -86,6 +91,80 @@ def test_packed_and_bhsd_are_the_same_numbers(rng):
     packed, packed_lse = cufa.merge(out_a[1], lse_a[1], out_b[1], lse_b[1], backend="numpy")
     np.testing.assert_array_equal(packed, out[1])
     np.testing.assert_array_equal(packed_lse, lse[1])
+
+
+def scattered(xp, array):
+    """Room for the same, of which every other element along the last axis is something else's."""
+    return xp.zeros((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)[..., ::2]
+
+
+# Where results may be written to, by the array module and a's output and LSE.
+GIVEN = {
+    "new arrays": lambda xp, out, lse: (xp.full_like(out, 7), xp.full_like(lse, 7)),
+    "in place of a": lambda xp, out, lse: (out, lse),
+    "scattered": lambda xp, out, lse: (scattered(xp, out), scattered(xp, lse)),
+}
+
+
+def check_given(xp, where, given):
+    given = [xp.asarray(x) for x in given]
+    wanted = cufa.merge(*given)
+    out, lse = GIVEN[where](xp, *given[:2])
+    merged, merged_lse = cufa.merge(*given, out=out, lse=lse)
+    assert merged is out
+    assert merged_lse is lse
+    xp.testing.assert_array_equal(out, wanted[0])
+    xp.testing.assert_array_equal(lse, wanted[1])
+
+
+@pytest.mark.parametrize("where", GIVEN)
+def test_outputs_that_are_given(rng, where):
+    check_given(np, where, parts(rng, "float32")[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", GIVEN)
+def test_outputs_that_are_given_on_a_gpu(rng, where):
+    import cupy
+
+    check_given(cupy, where, parts(rng, "float16")[0])
+
+
+@pytest.mark.gpu
+def test_nothing_is_allocated_on_a_gpu_for_outputs_that_are_given(rng):
+    import cupy
+
+    def refuse(size):
+        raise AssertionError(f"{size} bytes are allocated")
+
+    given = [cupy.asarray(x) for x in parts(rng, "float16")[0]]
+    cufa.merge(*given)  # compiles
+    with cupy.cuda.using_allocator(refuse):
+        cufa.merge(*given, out=given[0], lse=given[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "output", "says"),
+    [
+        ("out", lambda out, lse: out[:, ::-1], "out overlaps out_a in memory; it must not"),
+        ("out", lambda out, lse: out[:, 1:], "out has shape (2, 12, 3, 24); it must be (2, 13, 3, 24)"),
+        (
+            "out",
+            lambda out, lse: np.broadcast_to(out[:1], out.shape),
+            "out is read-only; it must be writeable",
+        ),
+        ("lse", lambda out, lse: lse[:, ::-1], "lse overlaps lse_a in memory; it must not"),
+        (
+            "lse",
+            lambda out, lse: out.reshape(-1)[: lse.size].reshape(lse.shape),
+            "lse overlaps out_a in memory",
+        ),
+    ],
+)
+def test_outputs_that_cannot_be_written(rng, name, output, says):
+    given, _, _ = parts(rng, "float32")
+    with pytest.raises(ValueError, match=re.escape(says)):
+        cufa.merge(*given, **{name: output(*given[:2])}, backend="numpy")
 
 
 @pytest.mark.parametrize(

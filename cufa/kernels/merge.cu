@@ -6,7 +6,7 @@
 //
 // Shapes   out_a, out_b, out (batch, seqlen, heads, value_dim); LSE (batch, heads, seqlen)
 // Owns     warp: one row of one head
-// Writes   out and LSE
+// Writes   out and LSE, which may be those of a part
 #include "memory.cuh"
 #include "online_softmax.cuh"
 #include "tensor.cuh"
@@ -34,6 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     const acc_t lse_a = static_cast<const acc_t*>(params.lse_a)[index];
     const acc_t lse_b = static_cast<const acc_t*>(params.lse_b)[index];
+    __syncwarp();  // one of them may be where the merged LSE is written
     const acc_t largest = lse_a > lse_b ? lse_a : lse_b;
     acc_t a = weight(lse_a, largest), b = weight(lse_b, largest);
     const acc_t sum = a + b;

@@ -189,23 +189,29 @@ def softmax(x: Array, passes: int, checked: bool = True) -> Array:
 
 
 def merge(
-    out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, checked: bool = True
+    out_a: Array, lse_a: Array, out_b: Array, lse_b: Array, in_place: bool = False, checked: bool = True
 ) -> tuple[Array, Array]:
-    """`cufa.merge` of arrays (batch, seqlen, heads, value_dim)."""
+    """`cufa.merge` of arrays (batch, seqlen, heads, value_dim), to new ones or in place of a's."""
     batch, seqlen, heads, value_dim = out_a.shape
     align_bytes = math.gcd(
         _MAX_ALIGN_BYTES, value_dim * out_a.itemsize, *out_a.strides[:3], *out_b.strides[:3]
     )
-    arrays = {"out_a": out_a, "out_b": out_b, "out": np.empty(out_a.shape, out_a.dtype)}
-    arrays |= {"lse_a": lse_a, "lse_b": lse_b, "lse": np.empty(lse_a.shape, lse_a.dtype)}
+    arrays = {"out_a": out_a, "out_b": out_b, "lse_a": lse_a, "lse_b": lse_b}
+    if not in_place:
+        arrays |= {"out": np.empty(out_a.shape, out_a.dtype), "lse": np.empty(lse_a.shape, lse_a.dtype)}
     placed = {
         name: _placed(
             array, align_bytes if name.startswith("out") else array.itemsize, name in ("out", "lse")
         )
         for name, array in arrays.items()
     }
-    tensors = [field for name in ("out_a", "out_b", "out") for field in _fields(placed[name])]
-    lses = [placed[name].ctypes.data for name in ("lse_a", "lse_b", "lse")]
+    if in_place:
+        for name in ("out", "lse"):
+            placed[name] = placed.pop(f"{name}_a")
+            placed[name].flags.writeable = True
+    first = "" if in_place else "_a"
+    tensors = [field for name in (f"out{first}", "out_b", "out") for field in _fields(placed[name])]
+    lses = [placed[name].ctypes.data for name in (f"lse{first}", "lse_b", "lse")]
     rows = batch * heads * seqlen
     variant, launch = merge_launch(out_a.dtype.name, value_dim, rows, align_bytes, DEVICE.arch)
     params = pack_merge(tensors, lses, batch, heads, seqlen)

@@ -112,9 +112,10 @@ def main(
     # One stream for all, so that events of one library see the work of the other.
     stream = cupy.cuda.Stream(non_blocking=True)
     other = cupy.zeros(FLUSH_BYTES // 4, cupy.float32)
-    points = []
+    points: list[dict[str, Any]] = []
+    problems = list(product(queries, shapes))
     with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
-        for count, shape in product(queries, shapes):
+        for count, shape in problems:
             batch, heads, kv_heads, keys, dim = shape
             calls = calls_of(shape, count, kernels, tiles)
             check(calls)
@@ -130,7 +131,7 @@ def main(
             points.append(described | {"head_dim": dim, "bytes": read, "seconds": seconds})
             told = ", ".join(f"{name} {time * 1e6:.1f} us" for name, time in seconds.items())
             print(f"{count} x {shape}: {told}; cufa {read / seconds['cufa'] / 1e12:.2f} TB/s", flush=True)
-    bench_peers.write_record(RECORD, {"points": points})
+            bench_peers.write_record(RECORD, len(points), len(problems), {"points": points})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ import cupy
 import ml_dtypes
 import numpy as np
 import torch
-from bench_peers import FLUSH_BYTES, HIDDEN, ROOT, TOKENS
+from bench_peers import FLUSH_BYTES, ROOT
+from peer_problems import shape_of, work_of
 from rich.console import Console
 from rich.progress import track
 
@@ -61,11 +62,11 @@ def relative_error(actual: torch.Tensor, truth: torch.Tensor) -> float:
 def main(head_dims: tuple[int, ...], seqlens: tuple[int, ...], rounds: int) -> None:
     stream = cupy.cuda.Stream(non_blocking=True)
     flush = cupy.empty(FLUSH_BYTES, cupy.uint8)
-    points = []
+    points: list[dict[str, Any]] = []
     with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
         problems = list(product(head_dims, seqlens, (False, True)))
         for head_dim, seqlen, causal in track(problems, console=Console(stderr=True), transient=True):
-            shape = (TOKENS // seqlen, seqlen, HIDDEN // head_dim, head_dim)
+            shape = shape_of(seqlen, head_dim)
             drawn = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
             rounded = [x.to(torch.float8_e4m3fn) for x in drawn]
             calls = {
@@ -75,12 +76,12 @@ def main(head_dims: tuple[int, ...], seqlens: tuple[int, ...], rounds: int) -> N
             out = torch.from_dlpack(calls[FLOAT8]())
             error = relative_error(out[0, :, 0], exact(*(x[0, :, 0] for x in rounded), causal))
             seconds = bench_peers.times_of(calls, rounds, flush.fill)
-            flops = 4 * TOKENS * HIDDEN * seqlen / (2 if causal else 1)
-            tflops = {name: flops / time / 1e12 for name, time in seconds.items()}
+            work = work_of("forward", seqlen, causal, head_dim)
+            tflops = {name: work / time / 1e12 for name, time in seconds.items()}
             described = {"head_dim": head_dim, "causal": causal, "seqlen": seqlen}
             points.append(described | {"tflops": tflops, "error": error})
             print(points[-1], flush=True)
-    bench_peers.write_record(RECORD, {"points": points})
+            bench_peers.write_record(RECORD, len(points), len(problems), {"points": points})
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ Beside that, unless others of cufa's kernels are asked for: the time of each ker
 and how long a call keeps the host busy.
 """
 
+import functools
 import json
 import os
 import statistics
@@ -21,32 +22,32 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from datetime import datetime, timezone
-from functools import partial
 from importlib import metadata
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import click
+from peer_problems import DETERMINISTIC, shape_of, work_of
 from rich.console import Console
 from rich.progress import track
-
-try:
-    import cupy
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
-    from torch.profiler import ProfilerActivity, profile
-except ImportError as error:
-    sys.exit(f"{Path(sys.argv[0]).name} needs CuPy, PyTorch and a GPU: {error}")
 
 import cufa
 from cufa import device
 from cufa.kernels import KERNELS
 
+try:
+    device.current()
+    import cupy
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+    from torch.profiler import ProfilerActivity, profile
+except (ImportError, cufa.GPUUnavailableError) as error:
+    sys.exit(f"{Path(sys.argv[0]).name} needs a GPU, CuPy and PyTorch: {error}")
+
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "peers.json"))
-TOKENS, HIDDEN = 16_384, 2_048
 # What is written between calls: far more than an L2 cache, and for longer than any library's host needs for a
 # call, so that it is the GPU that is timed.
 FLUSH_BYTES = 1 << 32
@@ -59,9 +60,6 @@ PEERS = {
     "bfloat16": {"flash-attention-2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION},
 }
 FLASH_ATTN_4 = "flash-attn-4"
-DETERMINISTIC = "cufa, deterministic"
-# How many products have the head dim of queries and keys, and how many that of values.
-PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "step": (4, 3)}
 PEER_NAMES = (*dict.fromkeys(name for peers in PEERS.values() for name in peers), FLASH_ATTN_4)
 
 Call = Callable[[], Any]
@@ -117,14 +115,14 @@ def calls_of(
     calls = kernel_calls(*arrays, causal, kernels) if kernels else cufa_calls(*arrays, causal)
     outs = {name: torch.from_dlpack(attend()[0]) for name, attend in calls.get("forward", {}).items()}
     for name, attend, arguments in peers_of(dtype, (q, k, v), causal, peers):
-        differentiate = partial(torch.autograd.grad, inputs=arguments, grad_outputs=dout)
+        differentiate = functools.partial(torch.autograd.grad, inputs=arguments, grad_outputs=dout)
         result = attend()
         for other, out in outs.items():
             error = (out - result).abs().max().item()
             assert error < 0.05, f"{other} and {name} differ by {error}"
         of_peer: dict[str, Call] = {
             "forward": attend,
-            "backward": partial(differentiate, result, retain_graph=True),
+            "backward": functools.partial(differentiate, result, retain_graph=True),
             "step": lambda attend=attend, differentiate=differentiate: differentiate(attend()),
         }
         for direction, of_direction in calls.items():
@@ -136,26 +134,26 @@ def kernel_calls(
     q: Any, k: Any, v: Any, dout: Any, causal: bool, kernels: Collection[str]
 ) -> dict[str, dict[str, Call]]:
     """A call of each kernel in its direction."""
-    attend = partial(cufa.attention, q, k, v, causal=causal, return_lse=True)
-    differentiate = partial(cufa.attention_backward, dout, q, k, v, *attend(), causal=causal)
+    attend = functools.partial(cufa.attention, q, k, v, causal=causal, return_lse=True)
+    differentiate = functools.partial(cufa.attention_backward, dout, q, k, v, *attend(), causal=causal)
     calls: dict[str, dict[str, Call]] = {}
     for name in kernels:
         direction = KERNELS[name].direction
         call = attend if direction == "forward" else differentiate
-        calls.setdefault(direction, {})[name] = partial(call, kernel=name)
+        calls.setdefault(direction, {})[name] = functools.partial(call, kernel=name)
     return calls
 
 
 def cufa_calls(q: Any, k: Any, v: Any, dout: Any, causal: bool) -> dict[str, dict[str, Call]]:
     """Calls of what cufa chooses."""
-    attend = partial(cufa.attention, q, k, v, causal=causal, return_lse=True)
-    differentiate = partial(cufa.attention_backward, dout, q, k, v, causal=causal)
+    attend = functools.partial(cufa.attention, q, k, v, causal=causal, return_lse=True)
+    differentiate = functools.partial(cufa.attention_backward, dout, q, k, v, causal=causal)
     results = attend()
     calls: dict[str, dict[str, Call]] = {
         "forward": {"cufa": attend},
         "backward": {
-            "cufa": partial(differentiate, *results),
-            DETERMINISTIC: partial(differentiate, *results, deterministic=True),
+            "cufa": functools.partial(differentiate, *results),
+            DETERMINISTIC: functools.partial(differentiate, *results, deterministic=True),
         },
         "step": {"cufa": lambda: differentiate(*attend())},
     }
@@ -232,34 +230,34 @@ def main(
     stream = cupy.cuda.Stream(non_blocking=True)
     flush = cupy.empty(FLUSH_BYTES, cupy.uint8)
     problems = list(product(dtypes, head_dims, seqlens, (False, True)))
-    points, parts = [], []
+    measured: dict[str, Any] = {FLASH_ATTN_4: version_of(FLASH_ATTN_4), "points": [], "parts": []}
     with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
-        for problem in track(problems, console=Console(stderr=True), transient=True):
+        for done, problem in enumerate(track(problems, console=Console(stderr=True), transient=True), 1):
             dtype, head_dim, seqlen, causal = problem
             described = {"dtype": dtype, "head_dim": head_dim, "causal": causal, "seqlen": seqlen}
             described |= {"value_dim": value_dim} if value_dim else {}
-            dims = head_dim, value_dim or head_dim
-            heads = HIDDEN // dims[1]
-            shape = (TOKENS // seqlen, seqlen, heads, head_dim)
-            calls = calls_of(dtype, shape, dims[1], causal, kernels, peers)
+            shape = shape_of(seqlen, head_dim, value_dim)
+            calls = calls_of(dtype, shape, value_dim or head_dim, causal, kernels, peers)
             for direction, of_direction in calls.items():
-                measured = times_of(of_direction, rounds, flush.fill)
-                depth = sum(count * dim for count, dim in zip(PRODUCTS[direction], dims, strict=True))
-                work = 2 * TOKENS * heads * seqlen * depth / (2 if causal else 1)
-                tflops = {name: work / seconds / 1e12 for name, seconds in measured.items()}
-                points.append(described | {"direction": direction, "tflops": tflops})
-                print(points[-1], flush=True)
+                work = work_of(direction, seqlen, causal, head_dim, value_dim)
+                seconds = times_of(of_direction, rounds, flush.fill)
+                tflops = {name: work / each / 1e12 for name, each in seconds.items()}
+                measured["points"].append(described | {"direction": direction, "tflops": tflops})
+                print(measured["points"][-1], flush=True)
             if not kernels:
-                parts.append(described | {"seconds": parts_of(calls["backward"]["cufa"])})
+                measured["parts"].append(described | {"seconds": parts_of(calls["backward"]["cufa"])})
+            write_record(RECORD, done, len(problems), measured)
             cupy.get_default_memory_pool().free_all_blocks()
             torch.cuda.empty_cache()
-        host_us = {} if kernels else host_times()
-    flash_attn_4 = {FLASH_ATTN_4: version_of(FLASH_ATTN_4)}
-    write_record(RECORD, flash_attn_4 | {"points": points, "parts": parts, "host_us": host_us})
+        if not kernels:
+            write_record(RECORD, len(problems), len(problems), measured | {"host_us": host_times()})
 
 
-def write_record(path: Path, measured: dict[str, Any]) -> None:
-    """Write what was measured, and when, on what machine and with which versions."""
+def write_record(path: Path, done: int, problems: int, measured: dict[str, Any]) -> None:
+    """Write what was measured, and when, on what machine and with which versions.
+
+    It is written after each problem, so that a run that was stopped leaves those that were done.
+    """
     record = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         **machine(),
@@ -267,12 +265,15 @@ def write_record(path: Path, measured: dict[str, Any]) -> None:
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
         "cupy": cupy.__version__,
+        "problems": problems,
+        "problems_done": done,
         **measured,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
 
 
+@functools.cache
 def machine() -> dict[str, Any]:
     command = [sys.executable, "-m", "cufa.cli", "info", "--json"]
     info = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)

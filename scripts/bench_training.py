@@ -85,6 +85,10 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, float]:
 @click.option("--steps", type=click.IntRange(min=LAST_STEPS), default=REFERENCE.steps, show_default=True)
 @click.option("--seeds", type=click.IntRange(min=2), default=3, show_default=True)
 def main(dtype: str, steps: int, seeds: int) -> None:
+    try:
+        gpu = cufa.device.current().name
+    except cufa.GPUUnavailableError as error:
+        raise click.ClickException(str(error)) from error
     text = source_code()
     reference = replace(REFERENCE, steps=steps)
     ours = replace(reference, dtype=dtype, attention="cufa")
@@ -95,7 +99,7 @@ def main(dtype: str, steps: int, seeds: int) -> None:
             print(options.attention, options.dtype, runs[options.attention][-1], flush=True)
     record = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "gpu": cufa.device.current().name,
+        "gpu": gpu,
         "characters": len(text),
         "options": asdict(ours),
         "kernels": kernels_of(ours),

@@ -8,10 +8,12 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+from peer_problems import DETERMINISTIC, HIDDEN, TOKENS, work_of
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -35,12 +37,8 @@ Row = dict[str, Any]
 # Features that a forward call cannot ask for.
 BACKWARD_ONLY = frozenset(("dlse", "deterministic", "dbias", "dsink"))
 
-# What bench_peers.py calls it, and whom it compares rungs with that are not the fastest on a Hopper.
-DETERMINISTIC = "cufa, deterministic"
+# Whom bench_peers.py compares rungs with that are not the fastest on a Hopper.
 PEER_OF_RUNGS = "flash-attention-2"
-
-# Of the problems in bench_peers.py.
-TOKENS, HIDDEN = 16_384, 2_048
 
 # In the place of figures that nobody has taken yet.
 NO_RECORD = "Not measured yet."
@@ -256,7 +254,8 @@ def peers(record: Row) -> str:
     caption = (
         f"Geometric means, at lengths {lengths[0]} to {lengths[-1]:,}, of cufa's speed over that of each "
         "peer and over that of whichever is the fastest at a length, and the worst length beside that one. A "
-        f"step is forward and backward together. 16,384 tokens and 2,048 hidden, on an {record['gpu']}, "
+        f"step is forward and backward together. {TOKENS:,} tokens and {HIDDEN:,} hidden, on an "
+        f"{record['gpu']}, "
         f"driver {record['driver']}, {told}, {record['date']}, by `scripts/bench_peers.py` "
         "([benchmarks/peers.json](benchmarks/peers.json))."
     )
@@ -330,8 +329,8 @@ def share_beside_products(part: Row, points: Sequence[Row]) -> float:
         for point in points
         if point["direction"] == "backward" and all(point[key] == part[key] for key in problem)
     )
-    flops = 2.5 * 4 * TOKENS * HIDDEN * part["seqlen"] / (2 if part["causal"] else 1)
-    return 1 - part["seconds"]["key_tiles"] / (flops / backward["tflops"]["cufa"] / 1e12)
+    work = work_of("backward", part["seqlen"], part["causal"], part["head_dim"], part.get("value_dim"))
+    return 1 - part["seconds"]["key_tiles"] / (work / backward["tflops"]["cufa"] / 1e12)
 
 
 def half(record: Row) -> str:
@@ -509,10 +508,17 @@ SECTIONS = {
 }
 
 
+def text_of(section: Callable[[Row], str], record: Row) -> str:
+    """A section, which ends with how far its record came if that was not to the end."""
+    done, problems = record.get("problems_done"), record.get("problems")
+    stopped = "" if done == problems else f"\n\nThat run was stopped after {done} of {problems} problems."
+    return section(record) + stopped
+
+
 def filled(readme: str) -> str:
     for name, (section, record) in SECTIONS.items():
         pattern = rf"(<!-- figures: {name} -->\n).*?(<!-- end -->)"
-        text = section(json.loads(record.read_text())) if record.exists() else NO_RECORD
+        text = text_of(section, json.loads(record.read_text())) if record.exists() else NO_RECORD
         readme, count = re.subn(
             pattern, lambda match, text=text: f"{match[1]}{text}\n{match[2]}", readme, flags=re.DOTALL
         )

@@ -98,13 +98,13 @@ class _Point:
 @count_option("--kv-heads", "Key-value heads. [--heads]")
 @count_option("--head-dim", "Head dim of queries and keys. [128; CPU 64]")
 @count_option("--value-dim", "Head dim of values. [--head-dim]")
-@click.option("--dtype", type=INPUT_DTYPE, help="[bfloat16; CPU float32]")
+@click.option("--dtype", type=INPUT_DTYPE, help="Dtype of the arrays. [bfloat16; CPU float32]")
 @feature_options()
 @click.option("--layout", type=LAYOUT, default="bshd", show_default=True, help="Order of the axes.")
 @click.option(
     "--direction",
     type=click.Choice((*DIRECTIONS, "both")),
-    help="[those of the kernels, else those that the dtype has]",
+    help="What to time. [those of the kernels, else those that the dtype has]",
 )
 @click.option(
     "--kernel",
@@ -112,10 +112,10 @@ class _Point:
     type=KERNEL,
     metavar="KERNEL",
     multiple=True,
-    help="May be repeated, to compare. [the fastest]",
+    help="Kernel to time; may be repeated, to compare. [the fastest]",
 )
 @tile_option("--tile", "kernels")
-@click.option("--arch", help="What to compile for, as in compute_80. [this GPU's]")
+@click.option("--arch", metavar="ARCH", help="What to compile for, as in compute_80. [this GPU's]")
 @backend_option
 @count_option("--repeats", "Timed calls of each. [about a second]", least=1)
 @seed_option

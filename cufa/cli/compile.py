@@ -38,11 +38,11 @@ _ALL_ARCHS = ("all",)
 _NAMES = (*KERNELS, *COMPANIONS)
 # Those features that are on or off, and nothing else.
 _SWITCHES = {
-    "softcap": "Those with a softcap.",
-    "alibi": "Those with ALiBi.",
-    "sink": "Those with a sink.",
-    "dropout": "Those with dropout.",
-    "seqused_k": "Those with keys that do not count.",
+    "softcap": "With a softcap.",
+    "alibi": "With ALiBi.",
+    "sink": "With a sink.",
+    "dropout": "With dropout.",
+    "seqused_k": "With keys that do not count.",
     "deterministic": "Backward: with the same bits in every run.",
 }
 
@@ -156,13 +156,13 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(features=features, **given)
 
     options = [
-        click.option("--causal", is_flag=True, help="The masked variants."),
-        click.option("--window", is_flag=True, help="The variants with a window of keys."),
-        click.option("--bias", type=DTYPE, help="Those with a bias of this dtype."),
-        click.option("--mask", type=click.Choice(["bool", "bits"]), help="Those with a mask."),
-        click.option("--varlen", is_flag=True, help="Those for packed sequences."),
+        click.option("--causal", is_flag=True, help="With a causal mask."),
+        click.option("--window", is_flag=True, help="With a window of keys."),
+        click.option("--bias", type=DTYPE, help="With a bias of this dtype."),
+        click.option("--mask", type=click.Choice(["bool", "bits"]), help="With a mask."),
+        click.option("--varlen", is_flag=True, help="For packed sequences."),
         click.option("--dbias", is_flag=True, help="Backward: with the gradient of the bias."),
-        click.option("--broadcast-bias", is_flag=True, help="And the bias one row for all queries."),
+        click.option("--broadcast-bias", is_flag=True, help="With a bias that is one row for all queries."),
         click.option("--dsink", is_flag=True, help="Backward: with the gradient of the sink."),
         precision_option,
     ]
@@ -177,13 +177,13 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command("compile")
 @click.argument("kernels", metavar="[KERNEL]...", type=KernelName(_NAMES), nargs=-1)
-@click.option("--all", "all_kernels", is_flag=True, help="All kernels of the registry.")
+@click.option("--all", "all_kernels", is_flag=True, help="Compile every kernel.")
 @click.option(
     "--arch",
     "archs",
     type=several(str),
     metavar="ARCH[,...]",
-    help="As in sm_90a,sm_80, or 'all'. [CUFA_ARCH, else this GPU's]",
+    help="Architectures, as in sm_90a,sm_80, or 'all'. [CUFA_ARCH, else this GPU's]",
 )
 @click.option(
     "--dtype",
@@ -192,14 +192,21 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
     metavar="DTYPE[,...]",
     default="float16",
     show_default=True,
+    help="Dtypes of the arrays.",
 )
 @click.option(
-    "--head-dim", "head_dims", type=several(SIZE), metavar="N[,...]", default="128", show_default=True
+    "--head-dim",
+    "head_dims",
+    type=several(SIZE),
+    metavar="N[,...]",
+    default="128",
+    show_default=True,
+    help="Head dims of queries and keys.",
 )
 @count_option("--value-dim", "Head dim of values. [--head-dim]", least=1)
 @_variant_options
 @tile_option("--tile", "kernels")
-@click.option("--emit", type=click.Choice(["ptx", "cubin", "sass"]), help="The code of one variant.")
+@click.option("--emit", type=click.Choice(["ptx", "cubin", "sass"]), help="Show the code of one variant.")
 @click.option(
     "--output",
     "destination",

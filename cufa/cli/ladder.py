@@ -106,15 +106,17 @@ class _Row:
 @click.option(
     "--preset", type=click.Choice(list(_PRESETS)), default="small", show_default=True, help="The problem."
 )
-@count_option("--batch", "Instead of the preset's, as all sizes.", least=1)
+@count_option("--batch", "Batch size; this and other sizes are the preset's if not given.", least=1)
 @count_option("--seqlen", "Length of queries and of keys.", least=1)
 @count_option("--heads", "Query heads.", least=1)
 @count_option("--kv-heads", "Key-value heads; --heads is a multiple.", least=1)
 @count_option("--head-dim", "Head dim, 1 to 512; with gradients to 256.", least=1)
-@click.option("--dtype", type=INPUT_DTYPE, help="Of the arrays.")
+@click.option("--dtype", type=INPUT_DTYPE, help="Dtype of the arrays.")
 @feature_options(packed=False)
-@click.option("--no-causal", is_flag=True, help="Where the preset is causal.")
-@click.option("--direction", type=click.Choice((*DIRECTIONS, "both")), help="[those that the dtype has]")
+@click.option("--no-causal", is_flag=True, help="No causal mask where the preset has one.")
+@click.option(
+    "--direction", type=click.Choice((*DIRECTIONS, "both")), help="What to run. [those that the dtype has]"
+)
 @count_option("--cpu-threads", "Threads of the CPU's row. [the preset's, else one a core]", least=1)
 @backend_option
 @seed_option

@@ -71,7 +71,7 @@ def precision_option(command: Command) -> Command:
         type=click.Choice(PRECISIONS),
         default=PRECISIONS[0],
         show_default=True,
-        help="Of float32 products.",
+        help="How exact float32 products are; tf32 is faster.",
     )(command)
 
 
@@ -83,7 +83,7 @@ def seed_option(command: Command) -> Command:
         metavar="N",
         default=0,
         show_default=True,
-        help="Of random arrays.",
+        help="Seed of the random arrays.",
     )(command)
 
 
@@ -200,10 +200,10 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
             type=click.FloatRange(min=0),
             default=0.0,
             metavar="X",
-            help="Bound of the scores. [none]",
+            help="Soft bound of the scores. [none]",
         ),
         *(_score_array_files() if files else _score_arrays()),
-        click.option("--alibi", is_flag=True, help="The slopes of ALiBi's paper."),
+        click.option("--alibi", is_flag=True, help="ALiBi, with the slopes of its paper."),
         click.option("--sink", is_flag=True, help="A random sink, and its gradient."),
         click.option("--dlse", is_flag=True, help="Backward: a random gradient of the LSE, too."),
         click.option(
@@ -213,7 +213,7 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
             metavar="P",
             help="Part of the probabilities that is dropped. [0]",
         ),
-        click.option("--dropout-seed", type=int, default=0, metavar="N", help="Of what is dropped. [0]"),
+        click.option("--dropout-seed", type=int, default=0, metavar="N", help="Seed of what is dropped. [0]"),
         click.option("--deterministic", is_flag=True, help="Gradients with the same bits in every run."),
         click.option("--descale", is_flag=True, help=f"Random descales, for --dtype {FLOAT8}."),
         precision_option,
@@ -224,7 +224,7 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
                 "--varlen",
                 type=several(sequence_lengths),
                 metavar="N[:M][,...]",
-                help="Packed sequences of N queries and M keys (else N).",
+                help="Packed sequences of N queries and M keys (or N).",
             ),
             click.option(
                 "--seqused-k",
@@ -242,7 +242,9 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
             }
             features = FeatureOptions(**asked)
             if features.dropout_seed and not features.dropout:
-                raise output.Failure("--dropout-seed is of what --dropout drops; give --dropout, too")
+                raise output.Failure(
+                    "--dropout-seed is the seed of what --dropout drops; give --dropout, too"
+                )
             return command(features=features, **given)
 
         for option in reversed(options):

@@ -80,7 +80,7 @@ class _Step:
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write the results: .npy for the output alone; .npz for all of them.",
 )
-@count_option("--batch", "Of the generated problem, as all sizes. [2]")
+@count_option("--batch", "Batch size of the generated problem. [2]")
 @count_option("--seqlen", "Length of queries and of keys. [512]")
 @count_option("--seqlen-q", "Length of queries. [--seqlen]")
 @count_option("--seqlen-k", "Length of keys. [--seqlen]")
@@ -88,20 +88,23 @@ class _Step:
 @count_option("--kv-heads", "Key-value heads; --heads is a multiple. [--heads]")
 @count_option("--head-dim", "Head dim of queries and keys, 1 to 512; with gradients to 256. [64]")
 @count_option("--value-dim", "Head dim of values, likewise. [--head-dim]")
-@click.option("--dtype", type=INPUT_DTYPE, help="Of generated arrays; files are converted. [float32]")
+@click.option("--dtype", type=INPUT_DTYPE, help="Dtype of generated arrays; files are converted. [float32]")
 @seed_option
 @feature_options(files=True)
 @click.option("--softmax-scale", type=float, help="Factor on Q K^T. [1 / sqrt(head dim)]")
 @click.option("--layout", type=LAYOUT, default="bshd", show_default=True, help="Order of the axes.")
 @click.option(
-    "--kernel", type=KERNEL, metavar="KERNEL", help="As `cufa kernels` lists them, or fwd_4. [the fastest]"
+    "--kernel",
+    type=KERNEL,
+    metavar="KERNEL",
+    help="One that `cufa kernels` lists, also in short: fwd_4. [the fastest]",
 )
 @click.option(
     "--backward-kernel", type=KERNEL, metavar="KERNEL", help="Likewise, for the gradients. [the fastest]"
 )
 @tile_option("--tile", "forward kernel")
 @tile_option("--backward-tile", "backward kernel")
-@click.option("--arch", help="What to compile for, as in compute_80. [this GPU's]")
+@click.option("--arch", metavar="ARCH", help="What to compile for, as in compute_80. [this GPU's]")
 @backend_option
 @click.option(
     "--backward/--no-backward", default=None, help="Compute the gradients, too. [if the dtype has them]"

@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""Writes the README's tables from the records in benchmarks/; no figure there is typed by hand.
+"""Writes the figures of README.md and benchmarks/README.md from the records in benchmarks/.
 
-usage: scripts/readme_figures.py [--check]      --check: write nothing, exit with 1 if the README differs
+No figure there is typed by hand.
+
+usage: scripts/readme_figures.py [--check]      --check: write nothing, exit with 1 if a page differs
 """
 
 import json
+import os
 import re
 import statistics
 import sys
@@ -22,6 +25,7 @@ from cufa.kernels import KERNELS, Kernel  # noqa: E402 - from this checkout, ins
 from cufa.problem import DTYPES  # noqa: E402
 
 README = ROOT / "README.md"
+BENCHMARKS = ROOT / "benchmarks" / "README.md"
 RECORD = ROOT / "benchmarks" / "gpu_check.json"
 PEERS_RECORD = ROOT / "benchmarks" / "peers.json"
 HALF_RECORD = ROOT / "benchmarks" / "peers_float16.json"
@@ -76,8 +80,9 @@ def size(count: int | None) -> str:
     return "none" if count == 0 else scaled(count, (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)))
 
 
-def rung_link(name: str) -> str:
-    return f"[{name}](cufa/kernels/{name}.cu)"
+def rung_link(name: str, page: Path = README) -> str:
+    kernels = os.path.relpath(ROOT / "cufa" / "kernels", page.parent)
+    return f"[{name}]({kernels}/{name}.cu)"
 
 
 def ladder(record: Row) -> str:
@@ -163,7 +168,7 @@ def measured(record: Row) -> str:
     gpu = record["ladder"]["course"]["device"]
     lines = [
         f"On an {gpu}, driver {info['driver']}, {versions}, {record['date']}, by "
-        "`scripts/gpu_check`, which wrote [benchmarks/gpu_check.json](benchmarks/gpu_check.json):",
+        "`scripts/gpu_check`, which wrote [gpu_check.json](gpu_check.json):",
         "",
         f"- {tests['passed']} GPU tests passed, {tests.get('failed', 0)} failed; "
         + "; ".join(line.split(" =")[0] for line in record["sanitizer"].get("tools", ())),
@@ -257,7 +262,7 @@ def peers(record: Row) -> str:
         f"step is forward and backward together. {TOKENS:,} tokens and {HIDDEN:,} hidden, on an "
         f"{record['gpu']}, "
         f"driver {record['driver']}, {told}, {record['date']}, by `scripts/bench_peers.py` "
-        "([benchmarks/peers.json](benchmarks/peers.json))."
+        "([peers.json](peers.json))."
     )
     return "\n\n".join((table(header, lines), caption, "\n".join(beside_peers(record)))).rstrip()
 
@@ -278,7 +283,7 @@ def headline(record: Row) -> str:
         f"On an {record['gpu']} in {dtypes}, the forward is {over_best[0]:.2f} and the backward "
         f"{over_best[1]:.2f} times as fast as the fastest of {', '.join(others)} and {last} at each length "
         f"from {lengths[0]} to {lengths[-1]:,}, in the mean; beside {PEER_OF_RUNGS} alone, {over_one[0]} and "
-        f"{over_one[1]} times ([what was measured](#beside-other-libraries))."
+        f"{over_one[1]} times ([what was measured](benchmarks/README.md#beside-other-libraries))."
     )
 
 
@@ -347,7 +352,7 @@ def half(record: Row) -> str:
     peers = " and ".join(peers_in(record["points"][0]))
     return (
         f"In float16, over the faster of {peers}, at lengths {lengths}: {', '.join(told)}; means of "
-        f"{len(points)} cells ([benchmarks/peers_float16.json](benchmarks/peers_float16.json))."
+        f"{len(points)} cells ([peers_float16.json](peers_float16.json))."
     )
 
 
@@ -364,7 +369,7 @@ def uneven(record: Row) -> str:
     return (
         f"With {first['head_dim']} head dims of queries and keys and {first['value_dim']} of values, in "
         f"{first['dtype']}, over {peer}: {'; '.join(told)}; means of {len(cells)} cells, the worst in "
-        "brackets ([benchmarks/peers_192_128.json](benchmarks/peers_192_128.json))."
+        "brackets ([peers_192_128.json](peers_192_128.json))."
     )
 
 
@@ -376,11 +381,10 @@ def rungs(record: Row) -> str:
         ("fwd_5_mma", "bwd_3_mma"), dict.fromkeys(point["dtype"] for point in points)
     ):
         cells = [point for point in points if point["dtype"] == dtype and kernel in point["tflops"]]
-        told.append(f"{rung_link(kernel)} in {dtype} {beside(kernel, PEER_OF_RUNGS, cells)}")
+        told.append(f"{rung_link(kernel, BENCHMARKS)} in {dtype} {beside(kernel, PEER_OF_RUNGS, cells)}")
     return (
         f"With `mma.sync`, on which {PEER_OF_RUNGS} is too, over its speed: {', '.join(told)}; means of "
-        f"{len(cells)} cells each, the worst in brackets ([benchmarks/peers_mma.json]"
-        "(benchmarks/peers_mma.json))."
+        f"{len(cells)} cells each, the worst in brackets ([peers_mma.json](peers_mma.json))."
     )
 
 
@@ -415,7 +419,7 @@ def decode(record: Row) -> str:
     caption = (
         f"One query for each head, in bfloat16; TB/s of K and V. In the mean, cufa is {means}. On an "
         f"{record['gpu']}, driver {record['driver']}, PyTorch {record['torch']}, cuDNN {record['cudnn']}, "
-        f"{record['date']}, by `scripts/bench_decode.py` ([benchmarks/decode.json](benchmarks/decode.json))."
+        f"{record['date']}, by `scripts/bench_decode.py` ([decode.json](decode.json))."
     )
     return f"{table(header, lines)}\n\n{caption}"
 
@@ -451,7 +455,7 @@ def fp8(record: Row) -> str:
         f"The problems are those of the section before. The output is {min(errors):.1%} to {max(errors):.1%} "
         f"off (root mean square) from float64 on the same 8-bit arrays. On an {record['gpu']}, driver "
         f"{record['driver']}, {record['date']}, by `scripts/bench_fp8.py` "
-        "([benchmarks/fp8.json](benchmarks/fp8.json))."
+        "([fp8.json](fp8.json))."
     )
     return f"{table(header, lines)}\n\n{caption}"
 
@@ -492,48 +496,96 @@ def install(record: Row) -> str:
     return f"{table(('pip install', 'time', 'on the disk', 'packages'), lines)}\n\n{caption}"
 
 
-SECTIONS = {
-    "headline": (headline, PEERS_RECORD),
-    "install": (install, INSTALL_RECORD),
-    "ladder": (ladder, RECORD),
-    "choice": (choice, RECORD),
-    "measured": (measured, RECORD),
-    "peers": (peers, PEERS_RECORD),
-    "half": (half, HALF_RECORD),
-    "uneven": (uneven, UNEVEN_RECORD),
-    "rungs": (rungs, RUNGS_RECORD),
-    "fp8": (fp8, FP8_RECORD),
-    "decode": (decode, DECODE_RECORD),
-    "training": (training, TRAINING_RECORD),
+def summary(peers: Row, fp8: Row, decode: Row, rungs: Row, check: Row) -> str:
+    """What the other page says, in a few lines."""
+    best = {
+        direction: max(p["tflops"]["cufa"] for p in peers["points"] if p["direction"] == direction)
+        for direction in ("forward", "backward")
+    }
+    wide = [point for point in fp8["points"] if point["head_dim"] > 64]
+    over_16_bits = [point["tflops"]["float8_e4m3fn"] / point["tflops"]["bfloat16"] for point in wide]
+    fastest = max(point["tflops"]["float8_e4m3fn"] for point in wide)
+    error = max(point["error"] for point in fp8["points"])
+    points = decode["points"]
+    keys = [point["seqlen_k"] for point in points]
+    others = [name for name in points[0]["seconds"] if name != "cufa"]
+    decoding = " and ".join(f"{mean_speedup(name, points):.2f} times as fast as {name}" for name in others)
+    by_mma = " and ".join(
+        f"{kernel} {mean_ratio(kernel, PEER_OF_RUNGS, rungs['points'])}"
+        for kernel in ("fwd_5_mma", "bwd_3_mma")
+    )
+    slowest = max(check["jit"]["compile_seconds"].values())
+    host = check["jit"]["host_us"]["attention"]
+    lines = (
+        f"On an {peers['gpu']} in bfloat16 up to {best['forward']:.0f} TFLOP/s forward and "
+        f"{best['backward']:.0f} backward.",
+        f"In float8_e4m3fn the forward is {min(over_16_bits):.2f} to {max(over_16_bits):.2f} times as fast "
+        f"as in bfloat16 at head dims 128 and 256, up to {fastest:.0f} TFLOP/s, and its output at most "
+        f"{error:.1%} off (root mean square).",
+        f"With one query and {min(keys):,} to {max(keys):,} keys, as in decoding, it is {decoding}, in the "
+        "mean.",
+        f"By `mma.sync`, which all GPUs since Turing have, {by_mma} times as fast as {PEER_OF_RUNGS}, in the "
+        "mean.",
+        f"A kernel compiles once, in at most {slowest:.1f} s; a call keeps the host busy for {host:.0f} us.",
+    )
+    return "\n".join(f"- {line}" for line in lines)
+
+
+# Of each page the sections of figures, each from a record or some.
+PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
+    README: {
+        "headline": (headline, (PEERS_RECORD,)),
+        "install": (install, (INSTALL_RECORD,)),
+        "ladder": (ladder, (RECORD,)),
+        "choice": (choice, (RECORD,)),
+        "summary": (summary, (PEERS_RECORD, FP8_RECORD, DECODE_RECORD, RUNGS_RECORD, RECORD)),
+        "training": (training, (TRAINING_RECORD,)),
+    },
+    BENCHMARKS: {
+        "measured": (measured, (RECORD,)),
+        "peers": (peers, (PEERS_RECORD,)),
+        "half": (half, (HALF_RECORD,)),
+        "uneven": (uneven, (UNEVEN_RECORD,)),
+        "rungs": (rungs, (RUNGS_RECORD,)),
+        "fp8": (fp8, (FP8_RECORD,)),
+        "decode": (decode, (DECODE_RECORD,)),
+    },
 }
 
 
-def text_of(section: Callable[[Row], str], record: Row) -> str:
-    """A section, which ends with how far its record came if that was not to the end."""
-    done, problems = record.get("problems_done"), record.get("problems")
-    stopped = "" if done == problems else f"\n\nThat run was stopped after {done} of {problems} problems."
-    return section(record) + stopped
+def text_of(section: Callable[..., str], records: Sequence[Path]) -> str:
+    """A section, which ends with how far a record came if that was not to the end."""
+    if not all(record.exists() for record in records):
+        return NO_RECORD
+    read = [json.loads(record.read_text()) for record in records]
+    text = section(*read)
+    for path, record in zip(records, read, strict=True):
+        done, problems = record.get("problems_done"), record.get("problems")
+        if done != problems:
+            text += f"\n\nThe run of {path.name} was stopped after {done} of {problems} problems."
+    return text
 
 
-def filled(readme: str) -> str:
-    for name, (section, record) in SECTIONS.items():
+def filled(page: Path) -> str:
+    written = page.read_text()
+    for name, (section, records) in PAGES[page].items():
         pattern = rf"(<!-- figures: {name} -->\n).*?(<!-- end -->)"
-        text = text_of(section, json.loads(record.read_text())) if record.exists() else NO_RECORD
-        readme, count = re.subn(
-            pattern, lambda match, text=text: f"{match[1]}{text}\n{match[2]}", readme, flags=re.DOTALL
+        text = text_of(section, records)
+        written, count = re.subn(
+            pattern, lambda match, text=text: f"{match[1]}{text}\n{match[2]}", written, flags=re.DOTALL
         )
-        assert count == 1, f"the README must have one section of figures called {name}"
-    return readme
+        assert count == 1, f"{page} must have one section of figures called {name}"
+    return written
 
 
 def main() -> int:
-    before = README.read_text()
-    after = filled(before)
+    differ = [page for page in PAGES if filled(page) != page.read_text()]
     if sys.argv[1:] == ["--check"]:
-        if after != before:
-            print("README.md differs from benchmarks/; run scripts/readme_figures.py", file=sys.stderr)
-        return int(after != before)
-    README.write_text(after)
+        for page in differ:
+            print(f"{page} differs from benchmarks/; run scripts/readme_figures.py", file=sys.stderr)
+        return int(bool(differ))
+    for page in differ:
+        page.write_text(filled(page))
     return 0
 
 

@@ -1,5 +1,6 @@
 """The command line's check of calls with features: all of their results, and a sample of them."""
 
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -55,8 +56,11 @@ def test_what_is_right_passes(features: frozenset[str], dtype: str) -> None:
         assert [each.what for each in verdict.comparisons] == list(results)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("features", SETS, ids=feature_id)
+@pytest.mark.parametrize(
+    ("features", "dtype"),
+    list(zip(SETS, itertools.cycle(DTYPES), strict=False)),
+    ids=lambda value: feature_id(value) if isinstance(value, frozenset) else value,
+)
 def test_a_sample_finds_what_is_wrong(features: frozenset[str], dtype: str) -> None:
     case, results = solved(features, dtype)
     for name, result in results.items():

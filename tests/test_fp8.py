@@ -60,11 +60,15 @@ def test_no_spill_and_no_product_in_series(head_dim, causal, seqlen):
 
 
 @pytest.mark.parametrize(
-    "features",
-    [{"window": (100, None)}, {"softcap": True}, {"sink": True}, {"seqused_k": True}, {"descale": True}],
-    ids=lambda features: "".join(features),
+    ("head_dim", "features"),
+    [
+        (128, {"window": (100, None)}),
+        (256, {"softcap": True}),
+        (128, {"sink": True}),
+        (256, {"seqused_k": True}),
+    ],
+    ids=lambda value: "".join(value) if isinstance(value, dict) else str(value),
 )
-@pytest.mark.parametrize("head_dim", [128, 256])
 def test_features_spill_nothing(head_dim, features):
     assert_no_spill_and_no_product_in_series(problem(head_dim, **features))
 

@@ -96,14 +96,14 @@ def test_softmax_compiles(dtype, passes):
 
 
 FASTEST = [
-    *itertools.product(["fwd_4_flash_v2", "bwd_2_flash_v2"], ["float32"], [32, 64, 128]),
-    *itertools.product(["fwd_5_mma"], ["float16", "bfloat16"], [32, 128, 256]),
-    *itertools.product(["fwd_5_mma"], ["float64"], [64, 128, 256]),
+    *itertools.product(["fwd_4_flash_v2", "bwd_2_flash_v2"], ["float32"], [32, 64, 128], [True]),
+    *itertools.product(["fwd_5_mma"], ["float16"], [32, 128, 256], [False]),
+    *itertools.product(["fwd_5_mma"], ["bfloat16"], [32, 128, 256], [True]),
+    *itertools.product(["fwd_5_mma"], ["float64"], [64, 128, 256], [False, True]),
 ]
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("name", "dtype", "head_dim"), FASTEST)
+@pytest.mark.parametrize(("name", "dtype", "head_dim", "causal"), FASTEST)
 def test_the_fastest_rungs_do_not_spill_on_an_h200(name, dtype, head_dim, causal):
     variant = problem(KERNELS[name].direction, dtype, head_dim, head_dim, causal, 16)
     build = jit.build(make_plan(variant, Device.of("sm_90a"), name).variant)

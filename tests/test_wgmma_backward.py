@@ -79,17 +79,21 @@ def test_no_spill_and_no_product_in_series(head_dim, causal, batch, seqlen):
     assert build.warnings in ((), SPILLED.get((head_dim, causal, batch)))
 
 
+# Of each head dim two of the features, and of each feature two head dims.
 @pytest.mark.parametrize(
-    "features",
+    ("head_dim", "value_dim", "features"),
     [
-        Features(window=(100, 20)),
-        Features(softcap=True),
-        Features(packed=True, seqused_k=True),
-        Features(sink=True, gradients=("sink",)),
+        (64, 64, Features(window=(100, 20))),
+        (64, 64, Features(packed=True, seqused_k=True)),
+        (128, 128, Features(softcap=True)),
+        (128, 128, Features(sink=True, gradients=("sink",))),
+        (192, 128, Features(window=(100, 20))),
+        (192, 128, Features(sink=True, gradients=("sink",))),
+        (256, 256, Features(softcap=True)),
+        (256, 256, Features(packed=True, seqused_k=True)),
     ],
-    ids=lambda features: "+".join(features.names),
+    ids=lambda value: "+".join(value.names) if isinstance(value, Features) else str(value),
 )
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_no_spill_with_features(head_dim, value_dim, features):
     plan = plan_of(replace(problem(head_dim, value_dim), features=features))
     build = jit.build(plan.variant)
@@ -117,8 +121,16 @@ def test_no_spill_if_blocks_take_turns(head_dim, batch, seqlen, causal):
         assert jit.build(plan.variant).warnings == ()
 
 
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(8, 8), (40, 200), (96, 80), (192, 128), (7, 255)])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "value_dim"),
+    [
+        ("float16", 8, 8),
+        ("bfloat16", 40, 200),
+        ("float16", 96, 80),
+        ("bfloat16", 192, 128),
+        ("float16", 7, 255),
+    ],
+)
 def test_any_head_dims_compile(dtype, head_dim, value_dim):
     build = jit.build(plan_of(problem(head_dim, value_dim, True, dtype=dtype)).variant)
     assert not [line for line in build.warnings if "C75" in line]

@@ -89,7 +89,7 @@ def attention(
     arrays = {"q": q, "k": k, "v": v, **side}
     if out_dtype is not None:
         arrays["out"] = np.empty((*q.shape[:-1], v.shape[-1]), out_dtype)
-    options = Options(causal, window, values.softcap > 0, values.dropout_p > 0, precision=precision)
+    options = _options(causal, window, values, precision=precision)
     plan = _plan("forward", arrays, options, kernel, tiles, device)
     problem = plan.problem
     arrays.setdefault("out", np.empty(output_shape(problem, "bshd"), problem.output))
@@ -114,7 +114,7 @@ def attn_probs(
 ) -> Array:
     """What `cufa.attention` with return_attn_probs has third, from the LSE that it has second."""
     arrays = {"q": q, "k": k, "v": v, **side}
-    options = Options(causal, window, values.softcap > 0, values.dropout_p > 0)
+    options = _options(causal, window, values)
     problem = _plan("forward", arrays, options, None, None).problem
     plan = make_probabilities_plan(problem, DEVICE)
     in_layout = (problem.batch, problem.seqlen_q, problem.heads, problem.seqlen_k)
@@ -153,14 +153,8 @@ def attention_backward(
     Raises EmulatorError if the kernel does what it must not.
     """
     arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, **side}
-    options = Options(
-        causal,
-        window,
-        values.softcap > 0,
-        values.dropout_p > 0,
-        deterministic,
-        gradients,
-        precision=precision,
+    options = _options(
+        causal, window, values, deterministic=deterministic, gradients=gradients, precision=precision
     )
     plan = _plan("backward", arrays, options, kernel, tiles, device)
     outputs = [f"d{name}" for name in ("q", "k", "v", *gradients)]
@@ -218,6 +212,12 @@ def merge(
     module = Module(variant.source, variant.macros, checked)
     module.launch(launch.entry, launch.grid, launch.block, launch.smem_bytes, params, placed)
     return placed["out"], placed["lse"]
+
+
+def _options(
+    causal: bool, window: tuple[int | None, int | None] | None, values: FeatureValues, **others: Any
+) -> Options:
+    return Options(causal, window, values.softcap > 0, values.dropout_p > 0, **others)
 
 
 def _plan(

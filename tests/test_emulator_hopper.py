@@ -647,8 +647,7 @@ def test_tiles(rng, block_m, block_n, stages):
 LONG_TILES = {"block_m": 80}
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dims", [(128, 128), (72, 40)])
+@pytest.mark.parametrize(("dims", "causal"), [((128, 128), False), ((72, 40), True)])
 def test_long_tiles_of_queries(rng, dims, causal):
     dtype = "float16" if causal else "bfloat16"
     for lengths in LENGTHS:

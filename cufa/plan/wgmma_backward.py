@@ -15,7 +15,7 @@ from cufa.device import REGISTERS_PER_SM, Device
 from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
 from cufa.plan.choice import Cost, choose, query_tiles, row_tiles
 from cufa.plan.gradients import sink_launch
-from cufa.plan.record import Launch, Part, Scratch, TensorBox
+from cufa.plan.record import Launch, Macro, Part, Scratch, TensorBox
 from cufa.plan.sizes import BACKWARD_PARAMS_BYTES, VECTOR_BYTES, common_macros
 from cufa.plan.wgmma import (
     BARRIER_BYTES,
@@ -120,6 +120,22 @@ LONG_TILES, MANY_QUERIES = Tiles(80, CONSUMERS * WGMMA_M, 2), 1500
 WIDE_TILES = Tiles(64, WGMMA_M, 2)
 
 
+@dataclass(frozen=True)
+class _Kind:
+    """What the two kernels differ in, for one call.
+
+    `best` are the tiles that are the fastest, `padded_dim` is the head dim of dQ's sums; a block `stays` for
+    many tiles of keys or has one.
+    """
+
+    best: Tiles
+    adding: Adding
+    padded_dim: int
+    stays: bool
+    cost_of: Callable[[Tiles], Cost]
+    own_macros: Callable[[Tiles], tuple[Macro, ...]]
+
+
 def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`bwd_4_wgmma`: a block for each tile of queries, for one or more of keys, for each of queries."""
     dim = max(problem.head_dim, problem.value_dim)
@@ -134,23 +150,114 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
         smem_bytes = _cost(problem, tiles, MOST_KEY_STAGES, outboxes(tiles)).smem_bytes
         return MOST_KEY_STAGES if device.blocks_resident(THREADS, 0, smem_bytes) else 1
 
-    part = _plan(
-        problem,
-        device,
-        tiles,
-        best,
-        adding,
-        lambda tiles: _cost(problem, tiles, key_stages(tiles), outboxes(tiles)),
-        round_up(_head_cols(problem, best), PANEL_COLS),
-        lambda tiles: (
+    kind = _Kind(
+        best=best,
+        adding=adding,
+        padded_dim=round_up(_head_cols(problem, best), PANEL_COLS),
+        stays=True,
+        cost_of=lambda tiles: _cost(problem, tiles, key_stages(tiles), outboxes(tiles)),
+        own_macros=lambda tiles: (
             ("KEY_STAGES", key_stages(tiles)),
             ("HAS_OUTBOXES", outboxes(tiles)),
             ("SCORES_TOGETHER", _scores_together(problem)),
         ),
-        counts=True,
     )
+    part = _plan(problem, device, tiles, kind)
     by_copies = ("tiles of queries are long: the copy engine adds to dQ",) * outboxes(Tiles(**part.tiles))
     return replace(part, reasons=(*part.reasons, *by_copies))
+
+
+def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+    """`bwd_5_wgmma_wide`: as `bwd_4_wgmma`."""
+    kind = _Kind(
+        best=WIDE_TILES,
+        adding=_adding(problem, device, WIDE_TILES),
+        padded_dim=_parted(problem.head_dim),
+        stays=False,
+        cost_of=lambda tiles: _wide_cost(problem, tiles),
+        own_macros=lambda _: (("SCORES_TOGETHER", False),),  # a warpgroup has S, the other dP
+    )
+    return _plan(problem, device, tiles, kind)
+
+
+def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: _Kind) -> Part:
+    chosen = choose(problem, device, overrides, (kind.best,), kind.cost_of)
+    tiles, smem_bytes = chosen.tiles, chosen.cost.smem_bytes
+    _check_tiles(problem, tiles, kind.best, chosen.cost.registers)
+    query_blocks = query_tiles(problem, tiles)
+    # Tiles of more queries leave a thread no registers for that.
+    may_round = kind.stays and tiles.block_m <= PANEL_COLS
+    rounds = may_round and (kind.adding is Adding.ALONE or _few_add(problem, kind.best))
+    round_smem_bytes = tiles.block_m * (kind.padded_dim * problem.itemsize + ROW_PADDING_BYTES)
+    sink = sink_launch(problem, HELPER_THREADS, HELPER_THREADS // device.warp_size)
+
+    to_take = _tiles_of_keys(problem, kind.adding, tiles)
+    key_blocks = min(to_take, device.sm_count) if kind.stays else to_take
+    counters = kind.stays * min(1, query_blocks + to_take)
+    row_blocks = max(query_blocks, counters)  # they also set the counter to 0
+    round_blocks = (not rounds) * query_blocks
+    overlaps = row_blocks > 0
+    launches = (
+        Launch("row_sums", row_blocks, HELPER_THREADS),
+        Launch("key_tiles", key_blocks, THREADS, smem_bytes, overlaps=overlaps),
+        Launch("round_queries", round_blocks, HELPER_THREADS, round_smem_bytes, overlaps=overlaps),
+        sink,
+    )
+    turns = kind.adding in (Adding.AFTER_FIRST, Adding.IN_ORDER)
+    boxes = _boxes(tiles)
+    params_bytes = round_up(len(boxes) * TENSOR_MAP_BYTES + BACKWARD_PARAMS_BYTES, TENSOR_MAP_ALIGNMENT)
+    return Part(
+        tiles=asdict(tiles),
+        macros=(
+            *common_macros(problem),
+            ("BLOCK_M", tiles.block_m),
+            ("STAGES", tiles.stages),
+            *kind.own_macros(tiles),
+            ("ADDING", kind.adding.value),
+            ("ROUNDS", rounds),
+            ("HELPER_THREADS", HELPER_THREADS),
+            ("PRODUCER_REGISTERS", PRODUCER_REGISTERS),
+            ("CONSUMER_REGISTERS", CONSUMER_REGISTERS),
+            *_section_macros(device, kind.stays),
+            ("SMEM_BYTES", smem_bytes),
+            ("ROUND_SMEM_BYTES", round_smem_bytes),
+            ("SINK_SMEM_BYTES", sink.smem_bytes),
+            ("PARAMS_BYTES", params_bytes),
+        ),
+        launches=tuple(launch for launch in launches if launch.grid > 0),
+        scratch=(
+            Scratch("dQ sums", (query_blocks, kind.padded_dim, tiles.block_m)),
+            Scratch("statistics", (query_blocks, _statistics_bytes(tiles) // SUM_BYTES)),
+            *((Scratch("blocks added", (query_blocks, CONSUMERS)),) * turns),
+            *((Scratch("tiles of keys taken", (counters,)),) * kind.stays),
+        ),
+        reasons=(*chosen.reasons, *_how(problem, kind.adding, rounds, stay=kind.stays)),
+        boxes=boxes,
+    )
+
+
+def _tiles_of_keys(problem: Problem, adding: Adding, tiles: Tiles) -> int:
+    """How many tiles of keys, or whole heads, blocks take."""
+    if adding is Adding.ALONE:
+        return problem.batch * problem.kv_heads * min(1, problem.seqlen_k)
+    return problem.kv_heads * row_tiles(problem, problem.seqlen_k, tiles.block_n)
+
+
+def _boxes(tiles: Tiles) -> tuple[TensorBox, ...]:
+    q, k, v, _, dout, _, dk, dv = range(8)
+    rows = {q: tiles.block_m, k: WGMMA_M, v: WGMMA_M, dout: tiles.block_m, dk: WGMMA_M, dv: WGMMA_M}
+    return tuple(TensorBox(tensor, count, PANEL_COLS) for tensor, count in rows.items())
+
+
+def _section_macros(device: Device, stays: bool) -> tuple[Macro, ...]:
+    """Of how many heads blocks run together."""
+    most_in_line = MOST_IN_LINE if stays else WIDE_MOST_IN_LINE
+    return (
+        ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),
+        ("SECTION_BLOCKS", device.sm_count * SECTION_ROUNDS),
+        ("LEAST_ORDERED_HEADS", ceil_div(device.sm_count, most_in_line)),
+        ("MOST_ORDERED_HEADS", ceil_div(device.sm_count, LEAST_IN_LINE)),
+    )
 
 
 def _are_long(problem: Problem, tiles: Tiles) -> bool:
@@ -162,97 +269,6 @@ def _head_cols(problem: Problem, tiles: Tiles) -> int:
     """Columns of the tiles of Q and K: two panels at least if tiles of queries are short."""
     short = tiles.block_m <= PANEL_COLS and problem.head_dim <= PANEL_COLS
     return 2 * PANEL_COLS if short else problem.head_dim
-
-
-def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
-    """`bwd_5_wgmma_wide`: as `bwd_4_wgmma`."""
-    return _plan(
-        problem,
-        device,
-        tiles,
-        WIDE_TILES,
-        _adding(problem, device, WIDE_TILES),
-        lambda tiles: _wide_cost(problem, tiles),
-        _parted(problem.head_dim),
-        lambda _: (("SCORES_TOGETHER", False),),  # a warpgroup has S, the other dP
-        counts=False,
-    )
-
-
-def _plan(
-    problem: Problem,
-    device: Device,
-    overrides: Mapping[str, int],
-    best: Tiles,
-    adding: Adding,
-    cost_of: Callable[[Tiles], Cost],
-    padded_dim: int,
-    own_macros: Callable[[Tiles], tuple[tuple[str, int], ...]],
-    *,
-    counts: bool,
-) -> Part:
-    chosen = choose(problem, device, overrides, (best,), cost_of)
-    sizes = chosen.tiles
-    _check_tiles(problem, sizes, best, chosen.cost.registers)
-    query_blocks = query_tiles(problem, sizes)
-    # Tiles of more queries leave a thread no registers for that.
-    rounds = counts and sizes.block_m <= PANEL_COLS and (adding is Adding.ALONE or _few_add(problem, best))
-    turns = adding in (Adding.AFTER_FIRST, Adding.IN_ORDER)
-    if adding is Adding.ALONE:
-        to_take = problem.batch * problem.kv_heads * min(1, problem.seqlen_k)
-    else:
-        to_take = problem.kv_heads * row_tiles(problem, problem.seqlen_k, sizes.block_n)
-    key_blocks = min(to_take, device.sm_count) if counts else to_take
-    counters = counts * min(1, query_blocks + to_take)
-    most_in_line = MOST_IN_LINE if counts else WIDE_MOST_IN_LINE
-    round_smem_bytes = sizes.block_m * (padded_dim * problem.itemsize + ROW_PADDING_BYTES)
-    sink = sink_launch(problem, HELPER_THREADS, HELPER_THREADS // device.warp_size)
-    row_blocks = max(query_blocks, counters)  # they also set the counter to 0
-    overlaps = row_blocks > 0
-    launches = (
-        Launch("row_sums", row_blocks, HELPER_THREADS),
-        Launch("key_tiles", key_blocks, THREADS, chosen.cost.smem_bytes, overlaps=overlaps),
-        Launch(
-            *("round_queries", (not rounds) * query_blocks, HELPER_THREADS, round_smem_bytes),
-            overlaps=overlaps,
-        ),
-        sink,
-    )
-    q, k, v, _, dout, _, dk, dv = range(8)
-    rows = {q: sizes.block_m, k: WGMMA_M, v: WGMMA_M, dout: sizes.block_m, dk: WGMMA_M, dv: WGMMA_M}
-    boxes = tuple(TensorBox(tensor, count, PANEL_COLS) for tensor, count in rows.items())
-    params_bytes = round_up(len(boxes) * TENSOR_MAP_BYTES + BACKWARD_PARAMS_BYTES, TENSOR_MAP_ALIGNMENT)
-    return Part(
-        tiles=asdict(sizes),
-        macros=(
-            *common_macros(problem),
-            ("BLOCK_M", sizes.block_m),
-            ("STAGES", sizes.stages),
-            *own_macros(sizes),
-            ("ADDING", adding.value),
-            ("ROUNDS", rounds),
-            ("HELPER_THREADS", HELPER_THREADS),
-            ("PRODUCER_REGISTERS", PRODUCER_REGISTERS),
-            ("CONSUMER_REGISTERS", CONSUMER_REGISTERS),
-            ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),
-            ("SECTION_BLOCKS", device.sm_count * SECTION_ROUNDS),
-            ("LEAST_ORDERED_HEADS", ceil_div(device.sm_count, most_in_line)),
-            ("MOST_ORDERED_HEADS", ceil_div(device.sm_count, LEAST_IN_LINE)),
-            ("SMEM_BYTES", chosen.cost.smem_bytes),
-            ("ROUND_SMEM_BYTES", round_smem_bytes),
-            ("SINK_SMEM_BYTES", sink.smem_bytes),
-            ("PARAMS_BYTES", params_bytes),
-        ),
-        launches=tuple(launch for launch in launches if launch.grid > 0),
-        scratch=(
-            Scratch("dQ sums", (query_blocks, padded_dim, sizes.block_m)),
-            Scratch("statistics", (query_blocks, _statistics_bytes(sizes) // SUM_BYTES)),
-            *((Scratch("blocks added", (query_blocks, CONSUMERS)),) * turns),
-            *((Scratch("tiles of keys taken", (counters,)),) * counts),
-        ),
-        reasons=(*chosen.reasons, *_how(problem, adding, rounds, stay=counts)),
-        boxes=boxes,
-    )
 
 
 def _how(problem: Problem, adding: Adding, rounds: bool, *, stay: bool) -> tuple[str, ...]:

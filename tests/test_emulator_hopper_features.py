@@ -18,6 +18,8 @@ FEATURES = ("causal", "window", "softcap", "sink", "packed", "seqused_k")
 BACKWARD_FEATURES = (*FEATURES, "dlse", "dsink", "deterministic")
 
 
+HIDDEN = {False: "clean", True: "NaN in the unseen"}
+
 # By kernel and dtype, the head dims of Q and of V.
 BACKWARDS = [
     ("bwd_4_wgmma", "float16", (64, 64)),
@@ -44,10 +46,9 @@ DEVICE = dataclasses.replace(calls.DEVICE, sm_count=3)
         for i, features in enumerate(sets_of(FEATURES))
         for hidden in ([False, True] if len(features) > 1 else [i % 2 == 1])
     ],
-    ids=lambda value: feature_id(value) if isinstance(value, frozenset) else "hidden" * value or "clean",
+    ids=lambda value: feature_id(value) if isinstance(value, frozenset) else HIDDEN[value],
 )
 def test_forward(rng, features, hidden):
-    """With or without NaN in what is not seen."""
     dtype, dims = [("float16", (64, 64)), ("bfloat16", (128, 40))][hidden]
     seqlen_q, seqlen_k = (int(length) for length in rng.integers(1, 280, 2))
     case = draw_case(

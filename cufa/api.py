@@ -21,6 +21,7 @@ from cufa.problem import (
     DTYPES,
     FLOAT8,
     PLAIN,
+    Axes,
     Direction,
     LayoutName,
     Options,
@@ -37,9 +38,9 @@ from cufa.problem import (
     lse_shape,
     make_problem,
     output_shape,
+    tensor_axes,
 )
 from cufa.tensor_layout import (
-    Axes,
     Layout,
     Region,
     Storage,
@@ -78,6 +79,7 @@ def attention(
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     seqused_k: Any = None,
+    block_table: Any = None,
     precision: Precision = "ieee",
     layout: LayoutName = "bshd",
     return_lse: bool = False,
@@ -138,9 +140,16 @@ def attention(
         cu_seqlens_k: the same for k and v, (tokens, kv_heads, ...).
         seqused_k: (batch,) int32: only so many keys of each sequence count; the last one seen is the
             diagonal's end.
+        block_table: (batch, pages) int32, for keys and values that lie in pages (Kwon et al. 2023): k is then
+            (pages, page_size, kv_heads, head_dim), v likewise, and key i of sequence b is row i % page_size
+            of page block_table[b, i // page_size]. Which pages are a sequence's, and in what order, does not
+            matter, nor does the page size. Entries past the `seqused_k` keys of a sequence are not read, nor
+            are rows past them. With cu_seqlens_q, but not with cu_seqlens_k. There are no gradients. On a GPU
+            the numbers are not checked.
         precision: of float32 products: "ieee" for the error of float32, or "tf32", which is faster: tensor
             cores round their operands to 10 bits of mantissa. On the CPU there is no difference.
-        layout: "bshd" as above, or "bhsd" for (batch, heads, seqlen, head_dim).
+        layout: "bshd" as above, or "bhsd" for (batch, heads, seqlen, head_dim); pages are then
+            (pages, kv_heads, page_size, head_dim).
         return_lse: also return the log-sum-exp of the scores, which the backward needs.
         return_attn_probs: also return the LSE and the probabilities, (batch, heads, seqlen_q, seqlen_k) of
             q's dtype, as they were multiplied with v: with dropout, those that are dropped are 0 and the
@@ -181,6 +190,7 @@ def attention(
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
         "seqused_k": seqused_k,
+        "block_table": block_table,
         "out": out,
         "lse": lse,
     }
@@ -423,8 +433,8 @@ def plan(
         arch: what to plan for, be it here or not; on a machine without a GPU it must be given, or CUFA_ARCH
             set.
         side: the other arrays of `attention` and `attention_backward` by their names: bias, mask,
-            alibi_slopes, sink, q_descale, k_descale, v_descale, cu_seqlens_q, cu_seqlens_k, seqused_k, dlse;
-            described as q is.
+            alibi_slopes, sink, q_descale, k_descale, v_descale, cu_seqlens_q, cu_seqlens_k, seqused_k,
+            block_table, dlse; described as q is.
 
     Returns:
         The Plan; `print` shows it.
@@ -527,11 +537,10 @@ class _Call:
         return self._give_back(self.tensors[name], given, name)
 
     def in_bshd(self, *names: str) -> list[Any]:
-        """The tensors as (batch, seqlen, heads, dim); packed ones as they are."""
-        if self.problem.features.packed:
-            return [self.tensors[name] for name in names]
-        axes = (*self.known.axes, 3)
-        return [self.tensors[name].transpose(axes) for name in names]
+        """The tensors as (batch, seqlen, heads, dim); packed ones, which have no batch, as they are."""
+        axes = (*check_layout(self.known.options.layout), 3)
+        tensors = [self.tensors[name] for name in names]
+        return [tensor.transpose(axes) if tensor.ndim == len(axes) else tensor for tensor in tensors]
 
 
 # Which kernel to run where a caller wants another than the plan's, with what tiles, what to compile for; and
@@ -551,7 +560,11 @@ _TENSORS: dict[Direction, tuple[str, ...]] = {
     "forward": ("q", "k", "v", "out"),
     "backward": ("q", "k", "v", "out", "dout", "dq", "dk", "dv"),
 }
-_FEATURE_ARRAYS = ("bias", "mask", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k")
+_KEY_TENSORS = frozenset(("k", "v", "dk", "dv"))
+_FEATURE_ARRAYS = (
+    *("bias", "mask", "alibi_slopes", "sink"),
+    *("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"),
+)
 _GRADIENT_ARRAYS = ("dlse", "dbias", "dsink")
 _DESCALES = ("q_descale", "k_descale", "v_descale")
 _BESIDE_TENSORS = frozenset(("lse", *_FEATURE_ARRAYS, *_DESCALES, *_GRADIENT_ARRAYS))
@@ -631,7 +644,9 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: _Asked) 
     problem = make_problem(direction, shapes, dtypes, options)
     check_fits(problem, shapes, dtypes, options.layout)
     out = output_shape(problem, options.layout)
-    axes: Axes = (None, 0, 1) if problem.features.packed else check_layout(options.layout)
+    features = problem.features
+    axes = tensor_axes(options.layout, features.packed)
+    key_axes = tensor_axes(options.layout, features.packed and not features.page_size)
     # What is not given is or will be contiguous.
     storage: dict[str, Storage] = {"out": (out, None), "dout": (out, None)}
     storage |= {f"d{name}": (shapes[name], None) for name in ("q", "k", "v")}
@@ -645,7 +660,8 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: _Asked) 
         differentiated = [name for name in ("q", "k", "v", "bias", "sink") if name in shapes]
         results = {f"d{name}": (shapes[name], dtypes[name]) for name in differentiated}
     names = _TENSORS[direction]
-    layout = layout_of(tuple(storage[name] for name in names), itemsizes, axes)
+    axes_of = tuple(key_axes if name in _KEY_TENSORS else axes for name in names)
+    layout = layout_of(tuple(storage[name] for name in names), itemsizes, axes_of)
     beside = (
         name
         for name, shape, strides, dtype in tensors
@@ -715,10 +731,10 @@ def _run_on_gpu(
 
 
 def _is_read_as_it_lies(name: str, shape: Shape, strides: Shape, itemsize: int) -> bool:
-    """Whether the kernels take an array without a copy; rows of a bias or a mask may lie apart."""
+    """Whether the kernels take an array without a copy; rows of some may lie apart."""
     if is_contiguous(shape, strides, itemsize):
         return True
-    return name in ("bias", "mask") and (shape[-1] == 1 or strides[-1] == itemsize)
+    return name in ("bias", "mask", "block_table") and (shape[-1] == 1 or strides[-1] == itemsize)
 
 
 def _write_probabilities(

@@ -54,7 +54,7 @@ def attention(
     """Write attention and its log-sum-exp (FlashAttention-2, Dao 2023, algorithm 1).
 
     What is not seen contributes nothing, even if it is NaN or Inf. Of packed sequences the arrays have no
-    batch axis.
+    batch axis; with a block table k and v are (pages, page_size, kv_heads, dim).
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64.
@@ -67,8 +67,8 @@ def attention(
         options: the fields of `cufa.score_rules.Rules`.
 
     Raises:
-        ValueError: cu_seqlens or seqused_k that are no such thing, or a bias or a mask that is too short
-            for a sequence.
+        ValueError: cu_seqlens, seqused_k or a block table that are no such thing, or a bias or a mask that is
+            too short for a sequence.
     """
     dtype = _compute_dtype(q)
     rules = Rules(**options)
@@ -322,11 +322,11 @@ class _Group:
 
     @functools.cached_property
     def K(self) -> Array:
-        return np.ascontiguousarray(self.sequence.used_keys(self.k)[:, self.kv_head], self.dtype)
+        return np.ascontiguousarray(self.sequence.used_keys(self.k[..., self.kv_head, :]), self.dtype)
 
     @functools.cached_property
     def V(self) -> Array:
-        return np.ascontiguousarray(self.sequence.used_keys(self.v)[:, self.kv_head], self.dtype)
+        return np.ascontiguousarray(self.sequence.used_keys(self.v[..., self.kv_head, :]), self.dtype)
 
 
 @dataclass(frozen=True)

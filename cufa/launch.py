@@ -41,6 +41,8 @@ _CALL = struct.Struct("=2q" + "d" + "6i")
 _FEATURES = struct.Struct("=4q4q" + "2q" + "q" + "3q" + "3q" + "2d" + "Q" + "2I" + "2i")
 # dLSE, dsink, dbias and its lengths.
 _GRADIENTS = struct.Struct("=2q" + "4q4i")
+# The block table, how many pages of a sequence it has, its batch stride.
+_PAGES = struct.Struct("=q2i")
 # Addresses of x and y, their row strides, rows and columns.
 _SOFTMAX = struct.Struct("=2q2qqi4x")
 # Three tensors, three LSEs, batch, heads, seqlen.
@@ -50,7 +52,7 @@ assert _MERGE.size == MERGE_PARAMS_BYTES
 
 # What follows in the structs when a call asks for nothing of it.
 _NO_FEATURES = {
-    "forward": bytes(_FEATURES.size),
+    "forward": bytes(_FEATURES.size + _PAGES.size),
     "backward": bytes(_FEATURES.size + _GRADIENTS.size),
 }
 _PARAMS_BYTES = {"forward": FORWARD_PARAMS_BYTES, "backward": BACKWARD_PARAMS_BYTES}
@@ -143,11 +145,19 @@ def pack_features(
         _UNLIMITED if right is None else right,
     )
     if problem.direction == "forward":
-        return packed
+        return packed + _pack_pages(side.get("block_table"), at("block_table", 0))
     dbias = side.get("dbias")
     lengths = problem.features.bias if dbias is not None and problem.features.bias else (0, 0, 0, 0)
     fields = at("dlse", 0), at("dsink", 0), at("dbias", 0), *_score_strides(dbias), *lengths
     return packed + _GRADIENTS.pack(*fields)
+
+
+def _pack_pages(table: Any, address: int) -> bytes:
+    """Pages; of no table if it is None."""
+    if table is None:
+        return bytes(_PAGES.size)
+    batch_stride = table.strides[0] // table.itemsize
+    return _PAGES.pack(address, table.shape[1], batch_stride)
 
 
 def _score_strides(array: Any) -> tuple[int, ...]:

@@ -11,13 +11,14 @@ from cufa import arrays, launch
 from cufa.device import Arch
 from cufa.problem import (
     DTYPES,
+    Axes,
     LayoutName,
     Shape,
     accumulator_dtype,
     check_layout,
     dtype_name,
 )
-from cufa.tensor_layout import Axes, Region, check_apart, layout_of
+from cufa.tensor_layout import Region, check_apart, layout_of
 
 # The inputs that an output may be: each element of those is read before the one in its place is written.
 _IN_PLACE = {"out": ("out_a", "out_b"), "lse": ("lse_a", "lse_b")}

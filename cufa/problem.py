@@ -51,6 +51,13 @@ _AXES = {
     "bshd": "(batch, seqlen, heads, head_dim)",
     "bhsd": "(batch, heads, seqlen, head_dim)",
 }
+_PAGE_AXES = {
+    "bshd": "(pages, page_size, kv_heads, head_dim)",
+    "bhsd": "(pages, kv_heads, page_size, head_dim)",
+}
+# Where a tensor has batch, seqlen and heads; packed sequences have no batch.
+Axes = tuple[int | None, int, int]
+_PACKED_AXES: Axes = (None, 0, 1)
 
 
 def dtype_name(dtype: Any, argument: str, allowed: Mapping[str, Any] = DTYPES) -> str:
@@ -78,9 +85,10 @@ class Features:
     `window` is how many keys before and after the diagonal a query sees, None for all of them; `bias` and
     `mask` are the shapes of those arrays, with 1 along axes that are broadcast, and `bias_dtype` is the
     bias's dtype; of a mask in `mask_bits`, eight keys are one byte. `packed` stands for cu_seqlens;
-    `gradients` are the inputs beyond q, k and v whose gradients are wanted, of "bias" and "sink". With
-    `tf32`, tensor cores may round float32 operands to tf32; a kernel that does not is right as well, so this
-    is none of the `names`; nor is `descale`, which belongs to 8-bit inputs.
+    `page_size` is how many keys a page has, 0 without a block table; `gradients` are the inputs beyond q, k
+    and v whose gradients are wanted, of "bias" and "sink". With `tf32`, tensor cores may round float32
+    operands to tf32; a kernel that does not is right as well, so this is none of the `names`; nor is
+    `descale`, which belongs to 8-bit inputs.
     """
 
     window: tuple[int | None, int | None] = (None, None)
@@ -94,6 +102,7 @@ class Features:
     descale: bool = False
     dropout: bool = False
     packed: bool = False
+    page_size: int = 0
     seqused_k: bool = False
     dlse: bool = False
     deterministic: bool = False
@@ -112,6 +121,7 @@ class Features:
             "sink": self.sink,
             "dropout_p": self.dropout,
             "cu_seqlens": self.packed,
+            "block_table": self.page_size > 0,
             "seqused_k": self.seqused_k,
             "dlse": self.dlse,
             "deterministic": self.deterministic,
@@ -127,7 +137,8 @@ PLAIN = Features()
 class Problem:
     """One attention call.
 
-    In packed sequences `seqlen_q` and `seqlen_k` are those of all sequences together. A causal mask with
+    In packed sequences `seqlen_q` and `seqlen_k` are those of all sequences together. Of keys in pages,
+    `seqlen_k` is how many the block table has room for. A causal mask with
     nothing else about it is `causal`; any other range of keys is a window of the features.
     `out_dtype` is that of O where it is neither `dtype` nor, for 8-bit inputs, bfloat16.
     `align_bytes` is a power of two that every address and every stride is a multiple of, in bytes; the
@@ -330,6 +341,8 @@ def make_problem(
     """
     check_options(options)
     packed = "cu_seqlens_q" in shapes or "cu_seqlens_k" in shapes
+    if "block_table" in shapes:
+        _check_paging(direction, shapes)
     if packed and options.layout != "bshd":
         raise ValueError(f"layout is {options.layout!r}, and packed sequences have none but 'bshd'")
     problem = _tensors(direction, shapes, dtypes, options.layout, packed)
@@ -341,14 +354,18 @@ def _tensors(
     direction: Direction, shapes: Mapping[str, Shape], dtypes: Mapping[str, Any], layout: str, packed: bool
 ) -> Problem:
     """The Problem that q, k and v make."""
-    axes = "(tokens, heads, head_dim), with cu_seqlens" if packed else _AXES[layout]
-    batch_axis, seqlen_axis, heads_axis = (None, 0, 1) if packed else LAYOUTS[layout]
-    ndim, hint = (3, "") if packed else (4, "; packed sequences have 3, with cu_seqlens_q and cu_seqlens_k")
-    for name in ("q", "k", "v"):
-        if len(shapes[name]) != ndim:
-            raise ValueError(f"{name} has shape {shapes[name]}; it must have the {ndim} axes {axes}{hint}")
-        if max(shapes[name]) > MAX_EXTENT:
-            raise ValueError(f"{name} has shape {shapes[name]}; no axis may exceed {MAX_EXTENT}")
+    paged = "block_table" in shapes
+    batch_axis, seqlen_axis, heads_axis = tensor_axes(layout, packed)
+    page_axis, key_axis, kv_heads_axis = tensor_axes(layout, packed and not paged)
+    axes, hint = _AXES[layout], "; packed sequences have 3, with cu_seqlens_q and cu_seqlens_k"
+    if packed:
+        axes, hint = "(tokens, heads, head_dim), with cu_seqlens", ""
+    _check_axes("q", shapes["q"], 3 if packed else 4, f"{axes}{hint}")
+    for name in ("k", "v"):
+        if paged:
+            _check_axes(name, shapes[name], 4, f"{_PAGE_AXES[layout]}, with block_table")
+        else:
+            _check_axes(name, shapes[name], 3 if packed else 4, f"{axes}{hint}")
     q, k, v = shapes["q"], shapes["k"], shapes["v"]
 
     dtype = dtype_name(dtypes["q"], "q", INPUT_DTYPES)
@@ -358,11 +375,14 @@ def _tensors(
         if dtype_name(dtypes[name], name, INPUT_DTYPES) != dtype:
             raise TypeError(f"{name} has dtype {dtypes[name]} and q {dtypes['q']}; they must be the same")
 
-    heads, kv_heads = q[heads_axis], k[heads_axis]
+    heads, kv_heads = q[heads_axis], k[kv_heads_axis]
     for name in ("k", "v"):
-        if batch_axis is not None and shapes[name][batch_axis] != q[batch_axis]:
+        if not paged and batch_axis is not None and shapes[name][batch_axis] != q[batch_axis]:
             raise ValueError(f"{name} has shape {shapes[name]} and q {q}; the batch must be the same")
-    for axis, word in ((seqlen_axis, "seqlen"), (heads_axis, "number of heads")):
+    words = [(key_axis, "page size" if paged else "seqlen"), (kv_heads_axis, "number of heads")]
+    if paged and page_axis is not None:
+        words.insert(0, (page_axis, "number of pages"))
+    for axis, word in words:
         if v[axis] != k[axis]:
             raise ValueError(f"v has shape {v} and k {k}; the {word} must be the same")
     if k[-1] != q[-1]:
@@ -378,18 +398,60 @@ def _tensors(
             f"q has {heads} heads and k {kv_heads}; the query heads must be a multiple of the key-value heads"
             f" (q has shape {q} and k {k}, read as {axes})"
         )
+    batch = _packed_batch(shapes) if batch_axis is None else q[batch_axis]
     return Problem(
         direction=direction,
         dtype=dtype,
-        batch=_packed_batch(shapes) if batch_axis is None else q[batch_axis],
+        batch=batch,
         seqlen_q=q[seqlen_axis],
-        seqlen_k=k[seqlen_axis],
+        seqlen_k=_room_in_pages(shapes, k[key_axis], batch if packed else 1) if paged else k[key_axis],
         heads=heads,
         kv_heads=kv_heads,
         head_dim=q[-1],
         value_dim=v[-1],
         out_dtype=_float8_output(dtypes) if dtype == FLOAT8 else None,
     )
+
+
+def tensor_axes(layout: str, packed: bool) -> Axes:
+    """Where a tensor has batch, seqlen and heads; pages of keys are a batch of them."""
+    return _PACKED_AXES if packed else check_layout(layout)
+
+
+def _check_axes(name: str, shape: Shape, ndim: int, axes: str) -> None:
+    if len(shape) != ndim:
+        raise ValueError(f"{name} has shape {shape}; it must have the {ndim} axes {axes}")
+    if max(shape) > MAX_EXTENT:
+        raise ValueError(f"{name} has shape {shape}; no axis may exceed {MAX_EXTENT}")
+
+
+def _check_paging(direction: Direction, shapes: Mapping[str, Shape]) -> None:
+    """Check that nothing is asked for that there is not with a block table."""
+    if direction == "backward":
+        raise ValueError("block_table is given; keys in pages have no gradients")
+    if "cu_seqlens_k" in shapes:
+        raise ValueError(
+            "block_table is given, and cu_seqlens_k is; with pages, seqused_k says how many keys each "
+            "sequence has"
+        )
+    if len(shapes["block_table"]) != 2:
+        raise ValueError(
+            f"block_table has shape {shapes['block_table']}; it must be (batch, pages of a sequence)"
+        )
+
+
+def _room_in_pages(shapes: Mapping[str, Shape], page_size: int, sequences: int) -> int:
+    """How many keys the pages of that many sequences have room for."""
+    table = shapes["block_table"]
+    if page_size == 0:
+        raise ValueError(f"k has shape {shapes['k']}; a page must have at least one key")
+    room = sequences * table[1] * page_size
+    if room > MAX_EXTENT:
+        raise ValueError(
+            f"block_table has shape {table}, of pages of {page_size} keys: room for {room:,} keys, and there "
+            f"may be {MAX_EXTENT:,}"
+        )
+    return room
 
 
 def _float8_output(dtypes: Mapping[str, Any]) -> str | None:
@@ -399,7 +461,9 @@ def _float8_output(dtypes: Mapping[str, Any]) -> str | None:
 
 
 def _packed_batch(shapes: Mapping[str, Shape]) -> int:
-    """How many sequences cu_seqlens_q and cu_seqlens_k have."""
+    """How many sequences cu_seqlens_q and cu_seqlens_k have; keys in pages have only the former."""
+    if "block_table" in shapes:
+        shapes = {"cu_seqlens_k": shapes["cu_seqlens_q"], **shapes}
     for name, other in (("cu_seqlens_q", "cu_seqlens_k"), ("cu_seqlens_k", "cu_seqlens_q")):
         if name not in shapes:
             raise ValueError(f"{other} is given and {name} is not; packed sequences need both")
@@ -438,8 +502,9 @@ def _features(
     for name in sorted(shapes.keys() & _DESCALES):
         if problem.dtype != FLOAT8:
             raise ValueError(f"{name} is given, which is for {FLOAT8}, and the arrays are {problem.dtype}")
-        if "cu_seqlens_q" in shapes:
-            raise ValueError(f"{name} is given, and cu_seqlens_q is; packed sequences have no descales")
+        for other, where in (("cu_seqlens_q", "packed sequences"), ("block_table", "pages")):
+            if other in shapes:
+                raise ValueError(f"{name} is given, and {other} is; {where} have no descales")
     if options.precision == "tf32" and problem.dtype != "float32":
         raise ValueError(f"precision is 'tf32', which is for float32, and the arrays are {problem.dtype}")
     if not set(options.gradients) <= _GRADIENTS:
@@ -459,6 +524,7 @@ def _features(
         descale=bool(shapes.keys() & _DESCALES),
         dropout=options.dropout,
         packed="cu_seqlens_q" in shapes,
+        page_size=shapes["k"][check_layout(options.layout)[1]] if "block_table" in shapes else 0,
         seqused_k="seqused_k" in shapes,
         dlse="dlse" in shapes,
         deterministic=bool(options.deterministic),
@@ -471,7 +537,10 @@ def _features(
 _GRADIENTS = frozenset(("bias", "sink"))
 _DESCALES = frozenset(("q_descale", "k_descale", "v_descale"))
 _FEATURE_ARRAYS = _DESCALES | frozenset(
-    ("bias", "mask", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "dlse")
+    (
+        *("bias", "mask", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"),
+        "dlse",
+    )
 )
 
 
@@ -492,6 +561,7 @@ def _side_arrays(problem: Problem, shapes: Mapping[str, Shape]) -> dict[str, tup
         "cu_seqlens_q": ((batch + 1,), int32),
         "cu_seqlens_k": ((batch + 1,), int32),
         "seqused_k": ((batch,), int32),
+        "block_table": ((batch, *shapes.get("block_table", ())[1:]), int32),
     }
     return {name: what for name, what in expected.items() if name in shapes}
 

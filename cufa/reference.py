@@ -146,6 +146,7 @@ class ScoreOptions:
     cu_seqlens_q: Array | None = None
     cu_seqlens_k: Array | None = None
     seqused_k: Array | None = None
+    block_table: Array | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,11 +180,11 @@ class Rules(ScoreOptions):
         i, j = np.ogrid[rows, keys]
         # How far a key is beyond the one where the row stands: the last row stands at the last key.
         distance = j - (i + sequence.seqlen_k - sequence.seqlen_q)
-        of_queries, of_keys = _moved(rows, sequence.first_q), _moved(keys, sequence.first_k)
+        of_queries = _moved(rows, sequence.first_q)
         return Head(
             number=h,
             queries=(*sequence.batch, of_queries, h),
-            keys=(*sequence.batch, of_keys, h // group),
+            keys=(*self._place_of_keys(sequence, keys, k.shape[1]), h // group),
             lse=(*sequence.batch, h, of_queries),
             bias=_place_of_scores(self.bias, b, h, rows, keys),
             scale=1 / math.sqrt(head_dim) if self.softmax_scale is None else self.softmax_scale,
@@ -196,20 +197,27 @@ class Rules(ScoreOptions):
 
     def sequences(self, q: Array, k: Array) -> list[Sequence]:
         """The batch."""
-        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
-            sequences = [Sequence(b, (b,), 0, 0, q.shape[1], k.shape[1]) for b in range(q.shape[0])]
-        else:
-            pieces = (itertools.pairwise(map(int, ends)) for ends in (self.cu_seqlens_q, self.cu_seqlens_k))
-            sequences = [
-                Sequence(b, (), first_q, first_k, end_q - first_q, end_k - first_k)
-                for b, ((first_q, end_q), (first_k, end_k)) in enumerate(zip(*pieces, strict=True))
-            ]
+        packed = self.cu_seqlens_q is not None
+        queries = _pieces(self.cu_seqlens_q) or [(0, q.shape[1])] * len(q)
+        room = k.shape[1] if self.block_table is None else self.block_table.shape[1] * k.shape[1]
+        keys = _pieces(self.cu_seqlens_k) or [(0, room)] * len(queries)
+        sequences = [
+            Sequence(b, () if packed else (b,), first_q, first_k, end_q - first_q, end_k - first_k)
+            for b, ((first_q, end_q), (first_k, end_k)) in enumerate(zip(queries, keys, strict=True))
+        ]
         if self.seqused_k is None:
             return sequences
         return [
             replace(sequence, seqlen_k=min(sequence.seqlen_k, int(used)))
             for sequence, used in zip(sequences, self.seqused_k, strict=True)
         ]
+
+    def _place_of_keys(self, sequence: Sequence, keys: slice, page_size: int) -> tuple[Any, ...]:
+        """Where k and v have these keys of a sequence; the second axis of pages is their keys."""
+        if self.block_table is None:
+            return *sequence.batch, _moved(keys, sequence.first_k)
+        numbers = np.arange(keys.start, keys.stop)
+        return self.block_table[sequence.number, numbers // page_size], numbers % page_size
 
     def _visible(self, b: int, h: int, rows: slice, keys: slice, distance: Array) -> Array:
         """(rows, keys) of bool: may query i see key j."""
@@ -268,7 +276,7 @@ class Head:
 
     number: int
     queries: tuple[int | slice, ...]
-    keys: tuple[int | slice, ...]
+    keys: tuple[Any, ...]
     lse: tuple[int | slice, ...]
     bias: tuple[int | slice, ...]
     scale: float
@@ -383,6 +391,11 @@ def _place_of_scores(
     """Where a bias or a mask, with four axes, has these scores; one row may stand for all."""
     batch, heads, of_rows, _ = four_axes(() if array is None else array.shape)
     return b if batch > 1 else 0, h if heads > 1 else 0, rows if of_rows > 1 else slice(0, 1), keys
+
+
+def _pieces(cu_seqlens: Array | None) -> list[tuple[int, int]]:
+    """Where each of the packed sequences begins and ends; none if there are no such sequences."""
+    return [] if cu_seqlens is None else list(itertools.pairwise(map(int, cu_seqlens)))
 
 
 def _moved(piece: slice, by: int) -> slice:

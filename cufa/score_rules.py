@@ -38,11 +38,11 @@ class Rules(ScoreOptions):
     def sequences(self, q: Array, k: Array) -> list[Sequence]:
         """Every sequence of the batch.
 
-        Raises ValueError if cu_seqlens or seqused_k are no such thing, or if the bias or the mask is too
-        short for a sequence.
+        Raises ValueError if cu_seqlens, seqused_k or the block table are no such thing, or if the bias or
+        the mask is too short for a sequence.
         """
         sequences = [
-            Sequence(number, *place, self._used(number, place[2]))
+            Sequence(number, *place, used := self._used(number, place[2]), self._pages(number, used, k))
             for number, place in enumerate(self._places(q, k))
         ]
         for name, array in (("bias", self.bias), ("mask", self.mask)):
@@ -74,9 +74,12 @@ class Rules(ScoreOptions):
 
     def _places(self, q: Array, k: Array) -> list[tuple[tuple[int, ...], slice, slice]]:
         """Batch index, rows and keys of every sequence."""
-        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
-            return [((b,), slice(0, q.shape[1]), slice(0, k.shape[1])) for b in range(q.shape[0])]
+        room = k.shape[1] if self.block_table is None else self.block_table.shape[1] * k.shape[1]
+        if self.cu_seqlens_q is None:
+            return [((b,), slice(0, q.shape[1]), slice(0, room)) for b in range(q.shape[0])]
         rows = _pieces("cu_seqlens_q", self.cu_seqlens_q, "q", len(q))
+        if self.cu_seqlens_k is None:
+            return [((), piece, slice(0, room)) for piece in rows]
         keys = _pieces("cu_seqlens_k", self.cu_seqlens_k, "k", len(k))
         return [((), *pieces) for pieces in zip(rows, keys, strict=True)]
 
@@ -90,6 +93,15 @@ class Rules(ScoreOptions):
             raise ValueError(f"seqused_k has {used} for sequence {number}; it must be at least 0")
         return min(length, used)
 
+    def _pages(self, number: int, used: int, k: Array) -> Array | None:
+        """The pages that have a sequence's keys, as many as count; None if keys do not lie in pages."""
+        if self.block_table is None:
+            return None
+        pages: Array = self.block_table[number, : ceil_div(used, k.shape[1])]
+        for page in pages[(pages < 0) | (pages >= len(k))][:1]:
+            raise ValueError(f"block_table has page {page} for sequence {number}, and k has {len(k)} pages")
+        return pages
+
 
 @dataclass(frozen=True)
 class Sequence:
@@ -100,6 +112,7 @@ class Sequence:
     rows: slice
     keys: slice
     seqlen_k: int  # of the keys, so many count
+    pages: Array | None = None  # the numbers of those where they lie, if they do
 
     @property
     def seqlen_q(self) -> int:
@@ -111,7 +124,10 @@ class Sequence:
         return self._part(x, self.rows)
 
     def used_keys(self, x: Array) -> Array:
-        """Its part of k, v or their gradients: (seqlen_k, kv_heads, dim)."""
+        """Its part of k, v or their gradients: (seqlen_k, kv_heads, dim), or of one of their heads."""
+        if self.pages is not None:
+            in_pages: Array = x[self.pages]
+            return in_pages.reshape(-1, *x.shape[2:])[: self.seqlen_k]
         return self._part(x, slice(self.keys.start, self.keys.start + self.seqlen_k))
 
     def unused_keys(self, x: Array) -> Array:

@@ -15,10 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cufa.problem import MAX_ALIGN_BYTES, Shape
+from cufa.problem import MAX_ALIGN_BYTES, Axes, Shape
 
-# Where a tensor has batch, seqlen and heads; packed sequences have no batch.
-Axes = tuple[int | None, int, int]
 # The shape of a tensor, and its strides in bytes; None for those of a contiguous one.
 Storage = tuple[Shape, Shape | None]
 
@@ -53,9 +51,15 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=4096)
-def layout_of(tensors: tuple[Storage, ...], itemsize: int | tuple[int, ...], axes: Axes) -> Layout:
-    """The layout of tensors of which an element has `itemsize` bytes, the same in all or one for each."""
+def layout_of(
+    tensors: tuple[Storage, ...], itemsize: int | tuple[int, ...], axes: Axes | tuple[Axes, ...]
+) -> Layout:
+    """The layout of tensors of which an element has `itemsize` bytes.
+
+    That and the axes where a tensor has batch, seqlen and heads are the same in all, or one for each.
+    """
     itemsizes = itemsize if isinstance(itemsize, tuple) else (itemsize,) * len(tensors)
+    axes_of = axes if isinstance(axes[-1], tuple) else (axes,) * len(tensors)
     scattered = tuple(
         number
         for number, (shape, strides) in enumerate(tensors)
@@ -66,7 +70,7 @@ def layout_of(tensors: tuple[Storage, ...], itemsize: int | tuple[int, ...], axe
     for number, (shape, strides) in enumerate(tensors):
         if strides is None or number in scattered:
             strides = contiguous_strides(shape, itemsizes[number])
-        walked = [0 if axis is None or shape[axis] < 2 else strides[axis] for axis in axes]
+        walked = [0 if axis is None or shape[axis] < 2 else strides[axis] for axis in axes_of[number]]
         places += (0, *(stride // itemsizes[number] for stride in walked))
         in_bytes += walked
     align_bytes = alignment(functools.reduce(operator.or_, in_bytes))

@@ -4,7 +4,7 @@ A test should take its sets of features from `sets_of` or `pairwise`, and its ca
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
@@ -14,6 +14,7 @@ from tolerance import Array, Problem, random_problem
 from cufa.launch import FeatureValues
 from cufa.problem import accumulator_dtype, four_axes
 from cufa.reference import Rules
+from cufa.rounding import ceil_div
 
 FORWARD_FEATURES = (
     "causal",
@@ -173,6 +174,40 @@ def draw_case(
         tuple(name for name in ("bias", "sink") if f"d{name}" in on),
         "deterministic" in on,
     )
+
+
+def in_pages(rng: np.random.Generator, case: Case, page_size: int) -> Case:
+    """The case with its keys and values in pages, in any order and among others that are nobody's.
+
+    Entries of the block table past a sequence's keys are no pages at all.
+    """
+    problem, arrays = case.problem, dict(case.arrays)
+    sequences = Rules(**case.forward).sequences(problem.q, problem.k)
+    used = [sequence.seqlen_k for sequence in sequences]
+    pages = 1 + max((ceil_div(keys, page_size) for keys in used), default=0)
+    count = len(used) * pages + 3
+    table = rng.permutation(count)[: len(used) * pages].reshape(len(used), pages).astype(np.int32)
+    placed = []
+    for x in (problem.k, problem.v):
+        in_order = np.full((len(used), pages * page_size, *x.shape[-2:]), np.nan, x.dtype)
+        for sequence, keys in zip(sequences, in_order, strict=True):
+            keys[: sequence.seqlen_k] = x[(*sequence.batch, slice(sequence.first_k, None))][
+                : sequence.seqlen_k
+            ]
+        moved = np.full((count, page_size, *x.shape[-2:]), np.nan, x.dtype)
+        moved[table] = in_order.reshape(len(used), pages, page_size, *x.shape[-2:])
+        placed.append(moved)
+    for entries, keys in zip(table, used, strict=True):
+        entries[ceil_div(keys, page_size) :] = rng.choice([-1, count, 2**31 - 1])
+    for name, keys_of_element in (("bias", 1), ("mask", 8 if "mask" in arrays and arrays["mask"].dtype == np.uint8 else 1)):
+        if name in arrays:
+            keys = ceil_div(pages * page_size, keys_of_element)
+            missing = max(0, keys - arrays[name].shape[-1])
+            front = [(0, 0)] * (arrays[name].ndim - 1)
+            arrays[name] = np.pad(arrays[name], [*front, (0, missing)])[..., :keys]
+    arrays.pop("cu_seqlens_k", None)
+    arrays |= {"block_table": table, "seqused_k": np.array(used, np.int32)}
+    return replace(case, problem=Problem(problem.q, *placed, problem.dout), arrays=arrays)
 
 
 def packed_case(

@@ -191,6 +191,7 @@ _ALL_FEATURES = frozenset(
         *("seqused_k", "dlse", "deterministic", "dbias", "dsink"),
     )
 )
+_FORWARD_FEATURES = _ALL_FEATURES | {"block_table"}
 _HOPPER_BACKWARD_FEATURES = frozenset(
     ("window", "softcap", "sink", "cu_seqlens", "seqused_k", "dlse", "dsink", "deterministic")
 )
@@ -237,7 +238,7 @@ _LADDER = (
         paper="Dao 2023, Algorithm 1",
         memory="none",
         max_head_dim=MAX_HEAD_DIM["forward"],
-        features=_ALL_FEATURES,
+        features=_FORWARD_FEATURES,
     ),
     Kernel(
         name="fwd_5_mma",
@@ -248,7 +249,7 @@ _LADDER = (
         memory="none",
         max_head_dim=MAX_HEAD_DIM["forward"],
         tensor_cores=True,
-        features=_ALL_FEATURES,
+        features=_FORWARD_FEATURES,
     ),
     HopperKernel(
         name="fwd_6_wgmma",
@@ -279,7 +280,9 @@ _LADDER = (
         dtypes=("float16", "bfloat16"),
         min_capability=(8, 0),
         tensor_cores=True,
-        features=frozenset(("window", "softcap", "alibi_slopes", "sink", "cu_seqlens", "seqused_k")),
+        features=frozenset(
+            ("window", "softcap", "alibi_slopes", "sink", "cu_seqlens", "seqused_k", "block_table")
+        ),
     ),
     Kernel(
         name="bwd_1_naive",

@@ -10,7 +10,7 @@
 #endif
 #if !defined(CAUSAL) || !defined(WINDOW) || !defined(SOFTCAP) || !defined(BIAS) ||   \
     !defined(MASK_BITS) || !defined(ALIBI) || !defined(SINK) || !defined(DROPOUT) || \
-    !defined(PACKED) || !defined(USED_KEYS) || !defined(TF32_PRODUCTS)
+    !defined(PACKED) || !defined(USED_KEYS) || !defined(PAGE_SIZE) || !defined(TF32_PRODUCTS)
 #error "the host must define every feature"
 #endif
 
@@ -32,6 +32,8 @@ constexpr bool kSink = SINK;           // every row's softmax counts one more sc
 constexpr bool kDropout = DROPOUT;     // probabilities are dropped at random
 constexpr bool kPacked = PACKED;       // sequences of many lengths lie one after the other
 constexpr bool kUsedKeys = USED_KEYS;  // each sequence says how many of its keys count
+constexpr bool kPaged = PAGE_SIZE > 0;  // keys and values lie in pages, which a table lists
+constexpr int kPageSize = kPaged ? PAGE_SIZE : 1;  // keys of a page
 constexpr bool kTf32 = TF32_PRODUCTS;  // tensor cores may round float32 operands to tf32
 
 template <class A, class B>

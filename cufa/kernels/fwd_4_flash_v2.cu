@@ -53,8 +53,9 @@ struct Accumulator {
 
 template <bool Masked>
 __device__ inline void attend(Accumulator& acc, Smem& smem, const ScoreRules& rules,
-                              Matrix<const scalar_t> k, Matrix<const scalar_t> v, const Grid& grid,
-                              int first_row, int first_key) {
+                              const KeyMatrix<const scalar_t>& k,
+                              const KeyMatrix<const scalar_t>& v, const Grid& grid, int first_row,
+                              int first_key) {
     __syncthreads();  // every warp is done with the previous K and V
     load_tile<THREADS, kHeadDim>(smem.k, k, first_key, rules.mask.seqlen_k);
     load_tile<THREADS, kValueDim>(smem.v, v, first_key, rules.mask.seqlen_k);

@@ -14,6 +14,7 @@
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
 #include "exp2_table.cuh"
+#include "key_pages.cuh"
 #include "key_tiles.cuh"
 #include "mma_softmax.cuh"
 #include "score_rules.cuh"
@@ -234,16 +235,18 @@ __device__ inline void take_out_nonfinite(Output& out, Smem& smem, const ScoreRu
     __syncthreads();
 }
 
-// One tile of keys. K is on its way when this begins, and the next K when it ends. Whether the tile
-// is masked is decided as it runs: a second copy of this code for tiles that are not would cost
-// registers.
+// One tile of keys. K is on its way when this begins, and the next K when it ends; `pages` are
+// those of the one, and then of the other, found while products run. Whether the tile is masked is
+// decided as it runs: a second copy of this code for tiles that are not would cost registers.
 __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules,
-                              Matrix<const scalar_t> k, Matrix<const scalar_t> v,
+                              const KeyMatrix<const scalar_t>& k,
+                              const KeyMatrix<const scalar_t>& v, TilePages<kBlockN>& pages,
                               const KeyTiles<kBlockN>& tiles, int first_row, int first_key) {
     const bool masked = tiles.masked(first_key);
     ptx::wait_copies();
     __syncthreads();  // K is there, and every warp is done with the V before
-    copy_tile<THREADS, kValueDim>(smem.v, v, first_key, tiles.end);
+    copy_keys<THREADS, kValueDim>(smem.v, v, pages, first_key, tiles.end);
+    pages = {k, first_key + kBlockN, tiles.end};
     const SeenScores seen(rules, first_row, first_key);
     Scores s = {};
     add_product_nt<kTiles, kBlockN, kScoreSteps>(s, smem.q, warp_row(), smem.k);
@@ -252,7 +255,7 @@ __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules,
     ptx::wait_copies();
     __syncthreads();  // V is there, and every warp is done with this K
     if (first_key + kBlockN < tiles.end)
-        copy_tile<THREADS, kHeadDim>(smem.k, k, first_key + kBlockN, tiles.end);
+        copy_keys<THREADS, kHeadDim>(smem.k, k, pages, first_key + kBlockN, tiles.end);
     out.exponentiate(s, scale_log2(rules), smem);
     if constexpr (kDropout) drop(rules, s, first_row, first_key);
     if constexpr (kCutTiles && sizeof(scalar_t) == 2) {
@@ -305,11 +308,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     take_sign(smem, rules);
     smem.init();
     const KeyTiles<kBlockN> tiles(rules.mask, first_row, kBlockM);
-    copy_tile<THREADS, kHeadDim>(smem.k, k, tiles.begin, tiles.end);
+    TilePages<kBlockN> pages(k, tiles.begin, tiles.end);
+    copy_keys<THREADS, kHeadDim>(smem.k, k, pages, tiles.begin, tiles.end);
 
     Output out = {};
     for (int key = tiles.begin; key < tiles.end; key += kBlockN) {
-        attend(out, smem, rules, k, v, tiles, first_row, key);
+        attend(out, smem, rules, k, v, pages, tiles, first_row, key);
     }
     ptx::wait_copies();
 

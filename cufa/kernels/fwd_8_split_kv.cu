@@ -14,6 +14,7 @@
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink. With SPLIT_KEYS, parts of rows into the workspace, which merge_splits
 //          makes that of.
+#include "key_pages.cuh"
 #include "key_tiles.cuh"
 #include "mma_softmax.cuh"
 #include "ptx_sm90.cuh"
@@ -139,14 +140,27 @@ __device__ inline void copy_queries(Smem& smem, const ForwardParams& params, con
 
 // Where a team gets its tiles of K and V.
 struct Source {
-    Matrix<const scalar_t> k, v;
+    KeyMatrix<const scalar_t> k, v;
     int end_key;
 
+    __device__ TilePages<kBlockN> pages_of(int tile) const { return {k, tile * kBlockN, end_key}; }
+    // Those of the team's first tiles, all looked up at once.
+    __device__ void look_up(TilePages<kBlockN> (&pages)[kStages], int first_tile) const {
+        if constexpr (kPaged) {
+#pragma unroll
+            for (int stage = 0; stage < kStages; ++stage)
+                pages[stage] = pages_of(first_tile + stage * kTeams);
+        }
+    }
+
     // Starts the copy of a tile, if it is before `end_tile`.
-    __device__ void copy(Stage& stage, int tile, int end_tile) const {
+    __device__ void copy(Stage& stage, int tile, int end_tile,
+                         const TilePages<kBlockN>& pages) const {
         if (tile >= end_tile) return;
-        copy_tile<kTeamThreads, kHeadDim>(stage.k, k, tile * kBlockN, end_key, team_thread());
-        copy_tile<kTeamThreads, kValueDim>(stage.v, v, tile * kBlockN, end_key, team_thread());
+        copy_keys<kTeamThreads, kHeadDim>(stage.k, k, pages, tile * kBlockN, end_key,
+                                          team_thread());
+        copy_keys<kTeamThreads, kValueDim>(stage.v, v, pages, tile * kBlockN, end_key,
+                                           team_thread());
     }
 };
 
@@ -320,12 +334,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     clear_padding<THREADS, kHeadDim>(smem.q);
     int tile = tiles.begin + team(), ahead = tile;
+    TilePages<kBlockN> pages[kStages];
+    source.look_up(pages, tile);
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
         clear_padding<kTeamThreads, kHeadDim>(stages[stage].k, team_thread());
         clear_padding<kTeamThreads, kValueDim>(stages[stage].v, team_thread());
         if (stage == kStages - 1) continue;  // the loop begins with its copy
-        source.copy(stages[stage], ahead, tiles.end);
+        source.copy(stages[stage], ahead, tiles.end, pages[stage]);
         if (stage == 0) copy_queries(smem, params, work);
         ptx::commit_copies();
         ahead += kTeams;
@@ -334,11 +350,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     __syncthreads();  // Q is there
 
     Findings found = {};
+    TilePages<kBlockN> pages_ahead = pages[kStages - 1];
     for (int stage = 0; tile < tiles.end; tile += kTeams, ahead += kTeams) {
         ptx::wait_copies_but<kStages - 2>();
         sync_team();  // the tile is there, and every warp is done with the one before
-        source.copy(stages[stage == 0 ? kStages - 1 : stage - 1], ahead, tiles.end);
+        source.copy(stages[stage == 0 ? kStages - 1 : stage - 1], ahead, tiles.end, pages_ahead);
         ptx::commit_copies();  // a group for each tile, even if it is none
+        pages_ahead = source.pages_of(ahead + kTeams);
         attend(found, smem, stages[stage], rows, keys, tile * kBlockN);
         stage = stage == kStages - 1 ? 0 : stage + 1;
     }

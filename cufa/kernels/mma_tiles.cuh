@@ -47,15 +47,23 @@ __device__ inline void clear_padding(Tile& tile, unsigned int thread = threadIdx
     }
 }
 
+// How Threads threads part the copy of rows of Cols columns.
+template <int Threads, int Cols>
+struct RowCopies {
+    static constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), Cols & -Cols);
+    static constexpr int kRowThreads = min_of(Cols / kChunk, Threads);
+    static constexpr int kRowsAtOnce = floor_power_of_two(Threads / kRowThreads);
+};
+
 // Starts the copy of rows [first_row, first_row + Rows) and Cols columns into a tile; rows from
 // end_row on become zeros. A thread keeps to one column of chunks, so that what it adds to its
 // addresses from row to row is the same for all.
 template <int Threads, int Cols, class Tile, class Index = unsigned int>
 __device__ inline void copy_tile(Tile& tile, Matrix<const scalar_t> source, int first_row,
                                  int end_row, Index thread = threadIdx.x) {
-    constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), Cols & -Cols);
-    constexpr int kRowThreads = min_of(Cols / kChunk, Threads);
-    constexpr int kRowsAtOnce = floor_power_of_two(Threads / kRowThreads);
+    using Copies = RowCopies<Threads, Cols>;
+    constexpr int kChunk = Copies::kChunk, kRowThreads = Copies::kRowThreads;
+    constexpr int kRowsAtOnce = Copies::kRowsAtOnce;
 
     const int row = thread / kRowThreads, first_col = thread % kRowThreads * kChunk;
     if (Threads != kRowsAtOnce * kRowThreads && row >= kRowsAtOnce) return;

@@ -43,13 +43,21 @@ struct Features {
     int window_left, window_right;
 };
 
+// Where keys and values lie in pages: the numbers of those pages.
+struct Pages {
+    const int* table;  // (batch, of_sequence), the last axis contiguous
+    int of_sequence;   // how many a sequence may have
+    int batch_stride;
+};
+
 struct ForwardParams {
-    Tensor q, k, v, o;
-    void* lse;        // (batch, heads, seqlen_q) of acc_t, natural logarithm; null: not wanted
-    void* workspace;  // its parts are named in the kernel that uses it
+    Tensor q, k, v, o;  // where keys lie in pages, the batch stride of k and v is a page's
+    void* lse;          // (batch, heads, seqlen_q) of acc_t, natural logarithm; null: not wanted
+    void* workspace;    // its parts are named in the kernel that uses it
     double softmax_scale;
     Sizes sizes;
     Features features;
+    Pages pages;
 };
 
 // The gradient of the bias: contiguous, of the bias's shape, in which axes that were broadcast

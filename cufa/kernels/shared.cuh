@@ -27,11 +27,11 @@ struct SharedMatrix {
     }
 };
 
-// Rows [first_row, first_row + Rows) of a global matrix with Cols columns, converted to acc_t; zero
-// outside rows [0, end_row) and in the padding columns. The whole block takes part.
-template <int Threads, int Cols, class Tile>
-__device__ inline void load_tile(Tile& tile, Matrix<const scalar_t> source, int first_row,
-                                 int end_row) {
+// Rows [first_row, first_row + Rows) of a global matrix, or of one in pages, with Cols columns,
+// converted to acc_t; zero outside rows [0, end_row) and in the padding columns. The whole block
+// takes part.
+template <int Threads, int Cols, class Tile, class Source>
+__device__ inline void load_tile(Tile& tile, const Source& source, int first_row, int end_row) {
     // As wide as the caller's alignment allows, but no chunk may straddle the last column.
     constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), Cols & -Cols);
     constexpr int kRowChunks = Tile::kCols / kChunk;

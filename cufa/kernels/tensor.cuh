@@ -14,11 +14,37 @@ struct Matrix {
     __device__ T* row(int r) const { return data + r * row_stride; }
 };
 
+// Keys, or values, of one head of a sequence that lie in pages: those of page p are the rows of
+// page table[p].
+template <class T>
+struct PagedMatrix {
+    T* data;
+    long long page_stride, row_stride;
+    const int* table;
+
+    __device__ Matrix<T> page(int number) const {
+        return {data + number * page_stride, row_stride};
+    }
+    __device__ T* row(int r) const { return page(table[r / kPageSize]).row(r % kPageSize); }
+};
+
+template <class T, bool Paged>
+struct KeyMatrixOf {
+    using type = Matrix<T>;
+};
+template <class T>
+struct KeyMatrixOf<T, true> {
+    using type = PagedMatrix<T>;
+};
+template <class T>
+using KeyMatrix = typename KeyMatrixOf<T, kPaged>::type;
+
 // One of a batch: its lengths, and where its rows begin in arrays that have no batch axis.
 struct Sequence {
     int batch;
     int first_q = 0, first_k = 0;
     int seqlen_q, seqlen_k;
+    const int* pages = nullptr;  // the numbers of those where its keys lie
 
     // As it was found before, of rows first_q and first_k on.
     __device__ Sequence(int batch, int first_q, int first_k, int seqlen_q, int seqlen_k)
@@ -34,9 +60,13 @@ struct Sequence {
         const Features& features = params.features;
         if constexpr (kPacked) {
             first_q = features.cu_seqlens_q[batch];
-            first_k = features.cu_seqlens_k[batch];
+            if constexpr (!kPaged) first_k = features.cu_seqlens_k[batch];
             seqlen_q = features.cu_seqlens_q[batch + 1] - first_q;
-            seqlen_k = features.cu_seqlens_k[batch + 1] - first_k;
+            if constexpr (!kPaged) seqlen_k = features.cu_seqlens_k[batch + 1] - first_k;
+        }
+        if constexpr (kPaged) {
+            pages = params.pages.table + static_cast<long long>(batch) * params.pages.batch_stride;
+            seqlen_k = params.pages.of_sequence * kPageSize;
         }
         if constexpr (kUsedKeys) seqlen_k = min(seqlen_k, features.seqused_k[batch]);
     }
@@ -50,8 +80,13 @@ struct Sequence {
         return rows_from<T>(tensor, head, first_q);
     }
     template <class T>
-    __device__ Matrix<T> keys(const Tensor& tensor, int kv_head) const {
-        return rows_from<T>(tensor, kv_head, first_k);
+    __device__ KeyMatrix<T> keys(const Tensor& tensor, int kv_head) const {
+        if constexpr (kPaged) {
+            return {static_cast<T*>(tensor.data) + kv_head * tensor.head_stride,
+                    tensor.batch_stride, tensor.row_stride, pages};
+        } else {
+            return rows_from<T>(tensor, kv_head, first_k);
+        }
     }
 
     // Where a head's rows begin in LSE and its like: (batch, heads, seqlen_q), or (heads, rows of

@@ -7,7 +7,7 @@ from cufa.problem import Features, Problem
 from cufa.rounding import ceil_div
 
 # The structs of params.cuh, whose fields cufa/launch.py packs.
-FORWARD_PARAMS_BYTES = 352
+FORWARD_PARAMS_BYTES = 368
 BACKWARD_PARAMS_BYTES = 544
 SOFTMAX_PARAMS_BYTES = 48
 MERGE_PARAMS_BYTES = 136
@@ -40,6 +40,7 @@ def feature_macros(features: Features) -> tuple[Macro, ...]:
         ("DROPOUT", features.dropout),
         ("PACKED", features.packed),
         ("USED_KEYS", features.seqused_k),
+        ("PAGE_SIZE", features.page_size),
         ("TF32_PRODUCTS", features.tf32),
     )
 

@@ -1,0 +1,47 @@
+"""Keys and values in pages on the emulator: by the kernels that look up tiles ahead, and by one that does not."""
+
+import numpy as np
+import pytest
+from emulator import EmulatorError, calls
+from feature_cases import draw_case, hide_nan, in_pages
+from test_emulator import planted
+from tolerance import assert_attention
+
+pytestmark = pytest.mark.emulator
+
+SPLIT_TILES = {"block_m": 16, "block_n": 16, "threads": 64, "stages": 3, "splits": 2}
+TEAM_TILES = {"block_m": 64, "block_n": 64, "threads": 128, "stages": 2, "splits": 1}
+MMA_TILES = {"block_m": 32, "block_n": 16, "threads": 64}
+CORE_TILES = {"block_m": 16, "block_n": 16, "threads": 64, "lanes": 8}
+SIZES = {"heads": 6, "kv_heads": 2, "head_dim": 24, "head_dim_v": 40}
+MASKS = ("causal", "window", "sink", "packed", "seqused_k")
+
+
+def check(case, kernel, tiles, **options):
+    """Run a case and hold it to the rule; what no row sees is NaN, and so are pages that are nobody's."""
+    hide_nan(case)
+    problem = case.problem
+    with np.errstate(invalid="ignore"):
+        out, lse = calls.attention(
+            *(problem.q, problem.k, problem.v), kernel=kernel, tiles=tiles, **case.emulator_forward, **options
+        )
+        assert_attention(out, lse, problem, **case.forward)
+
+
+# A page for several tiles, several for a tile, neither, more than a warp has lanes for each.
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "tiles", "page_size"),
+    [
+        ("fwd_8_split_kv", "float16", SPLIT_TILES, 32),
+        ("fwd_8_split_kv", "float16", SPLIT_TILES, 7),
+        ("fwd_8_split_kv", "bfloat16", TEAM_TILES, 1),
+        ("fwd_5_mma", "bfloat16", MMA_TILES, 16),
+        ("fwd_5_mma", "float32", MMA_TILES, 3),
+        ("fwd_4_flash_v2", "float32", CORE_TILES, 5),
+    ],
+)
+def test_masks_and_lengths(rng, kernel, dtype, tiles, page_size):
+    for seqlen_q, seqlen_k in [(7, 150), (53, 7), (1, 0)]:
+        case = draw_case(rng, dtype, MASKS, seqlen_q=seqlen_q, seqlen_k=seqlen_k, batch=3, **SIZES)
+        case.arrays["seqused_k"][:] = 0, 1, seqlen_k
+        check(in_pages(rng, case, page_size), kernel, tiles)

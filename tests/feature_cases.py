@@ -199,7 +199,10 @@ def in_pages(rng: np.random.Generator, case: Case, page_size: int) -> Case:
         placed.append(moved)
     for entries, keys in zip(table, used, strict=True):
         entries[ceil_div(keys, page_size) :] = rng.choice([-1, count, 2**31 - 1])
-    for name, keys_of_element in (("bias", 1), ("mask", 8 if "mask" in arrays and arrays["mask"].dtype == np.uint8 else 1)):
+    for name, keys_of_element in (
+        ("bias", 1),
+        ("mask", 8 if "mask" in arrays and arrays["mask"].dtype == np.uint8 else 1),
+    ):
         if name in arrays:
             keys = ceil_div(pages * page_size, keys_of_element)
             missing = max(0, keys - arrays[name].shape[-1])

@@ -1,10 +1,9 @@
-"""Keys and values in pages on the emulator: by the kernels that look up tiles ahead, and by one that does not."""
+"""Keys and values in pages on the emulator: by kernels that look up tiles ahead, and by one that does not."""
 
 import numpy as np
 import pytest
-from emulator import EmulatorError, calls
+from emulator import calls
 from feature_cases import draw_case, hide_nan, in_pages
-from test_emulator import planted
 from tolerance import assert_attention
 
 pytestmark = pytest.mark.emulator

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from cufa import driver
 from cufa.driver import TENSOR_MAP_BYTES, TensorMapType
 from cufa.plan.record import TensorBox
-from cufa.problem import FLOAT8, INPUT_DTYPES, Problem
+from cufa.problem import FLOAT8, INPUT_DTYPES, MAX_EXTENT, Problem
 
 # The output's place among the tensors of a call.
 _OUTPUT = 3
+# Those of K and V.
+_KEYS = (1, 2)
 _TYPES: dict[str, TensorMapType] = {FLOAT8: "UINT8", "float16": "FLOAT16", "bfloat16": "BFLOAT16"}
 # Tensors that an encoder remembers for each of the maps.
 _REMEMBERED = 256
@@ -49,10 +51,12 @@ def _encode(
         (problem.seqlen_k, problem.kv_heads, problem.head_dim),
         (problem.seqlen_k, problem.kv_heads, problem.value_dim),
     )[box.tensor]
-    if problem.batch * rows * heads == 0:
+    if problem.batch * rows * heads == 0 or address == 0:
         return bytes(TENSOR_MAP_BYTES)  # the kernel copies nothing
     batch = problem.batch
-    if problem.features.packed:  # the rows of all sequences are one batch
+    if box.tensor in _KEYS and problem.features.page_size:  # how many pages there are nobody says
+        batch, rows = MAX_EXTENT, problem.features.page_size
+    elif problem.features.packed:  # the rows of all sequences are one batch
         batch, batch_stride = 1, rows * row_stride
     name = problem.output.name if box.tensor == _OUTPUT else problem.dtype
     itemsize = INPUT_DTYPES[name].itemsize

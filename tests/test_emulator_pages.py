@@ -36,6 +36,8 @@ def check(case, kernel, tiles, **options):
         ("fwd_8_split_kv", "bfloat16", TEAM_TILES, 1),
         ("fwd_5_mma", "bfloat16", MMA_TILES, 16),
         ("fwd_5_mma", "float32", MMA_TILES, 3),
+        ("fwd_6_wgmma", "float16", None, 24),
+        ("fwd_6_wgmma", "bfloat16", None, 256),
         ("fwd_4_flash_v2", "float32", CORE_TILES, 5),
     ],
 )

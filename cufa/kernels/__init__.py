@@ -26,6 +26,8 @@ _EVEN_DIMS, _SLOWEST_SPLIT, _MERGE_KEYS = 192, 2.0, 600
 # Up to how many value dims tiles of more rows have twice as many, what part of the time a key then takes, and
 # how long it takes at least.
 _WIDE_VALUE_DIM, _WIDE_PART, _FASTEST_WIDE = 144, 0.7, 0.66
+# Rows that a copy of Hopper's engine brings at least: what is swizzled together.
+_BOX_KEYS = 8
 # Where three products of tf32 take less time than one of float32 on CUDA cores.
 _FAST_TF32 = frozenset(((8, 0), (8, 7), (9, 0), (10, 0), (10, 3)))
 
@@ -121,6 +123,13 @@ class HopperKernel(Kernel):
     only_arch: str | None = "90a"
     min_align_bytes: int = 16
     ascending_only: bool = True
+
+    def unsupported(self, problem: Problem, device: Device) -> str | None:
+        """As `Kernel.unsupported`."""
+        page_size = problem.features.page_size
+        if page_size % _BOX_KEYS:
+            return f"{self.name} copies {_BOX_KEYS} keys at once, and a page has {page_size}"
+        return super().unsupported(problem, device)
 
 
 @dataclass(frozen=True)
@@ -258,7 +267,7 @@ _LADDER = (
         idea="Hopper: warps that copy and warpgroups that multiply (TMA, wgmma), products beside softmax",
         paper="Shah et al. 2024, Algorithm 2",
         memory="none",
-        features=frozenset(("window", "softcap", "sink", "cu_seqlens", "seqused_k")),
+        features=frozenset(("window", "softcap", "sink", "cu_seqlens", "seqused_k", "block_table")),
     ),
     HopperKernel(
         name="fwd_7_fp8",

@@ -17,8 +17,10 @@ struct VariedLengths {
           seqlen_q(sequence.seqlen_q),
           seqlen_k(sequence.seqlen_k) {}
     template <class Params>
-    __device__ Sequence sequence(const Params&, int batch) const {
-        return {batch, first_q, first_k, seqlen_q, seqlen_k};
+    __device__ Sequence sequence(const Params& call, int batch) const {
+        Sequence sequence(batch, first_q, first_k, seqlen_q, seqlen_k);
+        if constexpr (kPaged) sequence.pages = pages_of_sequence(call, batch);
+        return sequence;
     }
 };
 struct EqualLengths {

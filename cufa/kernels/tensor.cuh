@@ -39,6 +39,12 @@ struct KeyMatrixOf<T, true> {
 template <class T>
 using KeyMatrix = typename KeyMatrixOf<T, kPaged>::type;
 
+// The numbers of the pages where the keys of a sequence lie.
+template <class Params>
+__device__ inline const int* pages_of_sequence(const Params& params, int batch) {
+    return params.pages.table + static_cast<long long>(batch) * params.pages.batch_stride;
+}
+
 // One of a batch: its lengths, and where its rows begin in arrays that have no batch axis.
 struct Sequence {
     int batch;
@@ -65,7 +71,7 @@ struct Sequence {
             if constexpr (!kPaged) seqlen_k = features.cu_seqlens_k[batch + 1] - first_k;
         }
         if constexpr (kPaged) {
-            pages = params.pages.table + static_cast<long long>(batch) * params.pages.batch_stride;
+            pages = pages_of_sequence(params, batch);
             seqlen_k = params.pages.of_sequence * kPageSize;
         }
         if constexpr (kUsedKeys) seqlen_k = min(seqlen_k, features.seqused_k[batch]);

@@ -19,6 +19,10 @@ constexpr bool kOutputFirst = kQueryStages == 1 && kConsumers <= 2;
 static_assert((kConsumers + 1) * kWarpgroup == THREADS, "one warpgroup copies, the others compute");
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr int kDepth = round_up(kHeadDim, kWgmmaK);
+// Keys that one copy brings: a tile, or as many of it as are in one page.
+constexpr int kBoxKeys = BOX_KEYS;
+static_assert(kBlockN % kBoxKeys == 0, "a tile must be whole boxes");
+static_assert(!kPaged || kPageSize % kBoxKeys == 0, "a page must be whole boxes");
 
 using QueryRows = PanelTile<kWgmmaM, kHeadDim>;
 using KeyRows = PanelTile<kBlockN, kHeadDim>;
@@ -51,13 +55,31 @@ __device__ inline void send_queries(Smem& smem, const Params& params,
     at.advance();
 }
 
+// Starts the copy of a tile of keys, or values, from first_key on. A box of pages that the sequence
+// does not have is past the end of the tensor, where all is zero.
+template <class Tile>
+__device__ inline void copy_keys(Tile& tile, const TensorMap& map, ptx::Barrier& full,
+                                 const WorkTile& work, const Sequence& sequence, int first_key) {
+    if constexpr (kPaged) {
+        constexpr int kNoPage = -1;
+#pragma unroll 1  // registers are what a producer lacks
+        for (int row = 0; row < kBlockN; row += kBoxKeys) {
+            const int key = first_key + row;
+            const int page = key < sequence.seqlen_k ? sequence.pages[key / kPageSize] : kNoPage;
+            copy_tile(tile, map, full, page, work.kv_head, key % kPageSize, row);
+        }
+    } else {
+        copy_tile(tile, map, full, kPacked ? 0 : work.batch, work.kv_head, first_key);
+    }
+}
+
 template <class Tile>
 __device__ inline void send_tile(Tile (&tiles)[kStages], Ring<kStages>& ring,
                                  RingPosition<kStages> at, const TensorMap& map, WorkTile work,
-                                 int first_key) {
+                                 const Sequence& sequence, int first_key) {
     ring.wait_empty(at);
     ptx::Barrier& full = ring.announce(at, Tile::kBytes);
-    copy_tile(tiles[at.stage], map, full, kPacked ? 0 : work.batch, work.kv_head, first_key);
+    copy_keys(tiles[at.stage], map, full, work, sequence, first_key);
 }
 
 // A block asks for its next tile of queries when this many tiles of keys are left of the one that
@@ -89,8 +111,10 @@ __device__ inline void produce(Smem& smem, const Params& params) {
         const KeyTiles keys = key_tiles_of(params.call, work);
         const int first_key = sequence.first_k;
         int tile = keys.end - 1;
-        if (!keys.none())
-            send_tile(smem.k, smem.k_ring, at, params.k, work, first_key + tile * kBlockN);
+        if (!keys.none()) {
+            const int key = first_key + tile * kBlockN;
+            send_tile(smem.k, smem.k_ring, at, params.k, work, sequence, key);
+        }
         send_queries(smem, params, q_at, work);
         // Keys are needed a tile ahead of values.
         const auto send_down_to = [&](int begin) {
@@ -98,9 +122,10 @@ __device__ inline void produce(Smem& smem, const Params& params) {
                 RingPosition<kStages> after = at;
                 after.advance();
                 const int key = first_key + tile * kBlockN;
-                if (tile > keys.begin)
-                    send_tile(smem.k, smem.k_ring, after, params.k, work, key - kBlockN);
-                send_tile(smem.v, smem.v_ring, at, params.v, work, key);
+                if (tile > keys.begin) {
+                    send_tile(smem.k, smem.k_ring, after, params.k, work, sequence, key - kBlockN);
+                }
+                send_tile(smem.v, smem.v_ring, at, params.v, work, sequence, key);
                 at = after;
             }
         };

@@ -56,14 +56,15 @@ struct PanelTile {
     }
 };
 
-// Starts the copy of one head's rows from first_row on, and of all columns.
+// Starts the copy of one head's rows from first_row on, and of all columns, to the tile's rows from
+// to_row on: of as many rows as a box of the map has.
 template <class Tile>
 __device__ inline void copy_tile(Tile& tile, const TensorMap& map, ptx::Barrier& barrier, int batch,
-                                 int head, int first_row) {
+                                 int head, int first_row, int to_row = 0) {
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanels; ++panel) {
-        ptx::copy_box(tile.data[panel], map, barrier, panel * Tile::kPanelCols, first_row, head,
-                      batch);
+        ptx::copy_box(tile.data[panel][to_row], map, barrier, panel * Tile::kPanelCols, first_row,
+                      head, batch);
     }
 }
 

@@ -17,6 +17,7 @@ from cufa.plan.wgmma import (
     WGMMA_M,
     WORK_TILE_BYTES,
     Tiles,
+    box_keys,
     choose_persistent,
     forward_macros,
     lengths_vary,
@@ -51,7 +52,9 @@ def _best_tiles(problem: Problem) -> Fp8Tiles:
     dim, rows = max(problem.head_dim, problem.value_dim), problem.seqlen_q
     cut = problem.causal or problem.features.window != (None, None)
     # What features add to a thread's registers is more than three or four warpgroups have left.
-    few_registers = bool({"window", "softcap", "cu_seqlens", "seqused_k"} & set(problem.features.names))
+    few_registers = bool(
+        {"window", "softcap", "cu_seqlens", "seqused_k", "block_table"} & set(problem.features.names)
+    )
     if dim <= 64:
         if few_registers or rows >= 2048:
             return Fp8Tiles(192, 128, 2, 2, 64)
@@ -71,8 +74,8 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     launch = Launch("fwd_7_fp8", grid, sizes.threads, chosen.cost.smem_bytes)
     boxes = (
         TensorBox(0, WGMMA_M, PANEL_ROW_BYTES // problem.itemsize),
-        TensorBox(1, sizes.block_n, PANEL_ROW_BYTES // problem.itemsize),
-        TensorBox(2, sizes.block_n, PANEL_ROW_BYTES // problem.itemsize),
+        TensorBox(1, box_keys(problem, sizes), PANEL_ROW_BYTES // problem.itemsize),
+        TensorBox(2, box_keys(problem, sizes), PANEL_ROW_BYTES // problem.itemsize),
         TensorBox(3, WGMMA_M, PANEL_ROW_BYTES // problem.output.itemsize),
     )
     return Part(

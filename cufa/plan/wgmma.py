@@ -6,6 +6,7 @@ itself and stays for many tiles, so that a grid has no more blocks than the GPU 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TypeVar
@@ -116,8 +117,8 @@ def _best_tiles(problem: Problem) -> Tiles:
     """
     dim, rows = max(problem.head_dim, problem.value_dim), problem.seqlen_q
     cut = problem.causal or problem.features.window != (None, None)
-    # The more warpgroups, the fewer registers for the producer, which has to look up such lengths.
-    varied = lengths_vary(problem)
+    # The more warpgroups, the fewer registers for the producer, which has to look up such lengths, and pages.
+    varied = lengths_vary(problem) or problem.features.page_size > 0
     if dim <= 64:
         if cut or varied:
             return Tiles(128, 128, 3, 2, 64) if varied or rows < 4096 else Tiles(192, 128, 2, 2, 64)
@@ -138,8 +139,8 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     launch = Launch("fwd_6_wgmma", grid, sizes.threads, chosen.cost.smem_bytes)
     boxes = (
         TensorBox(0, WGMMA_M, PANEL_COLS),
-        TensorBox(1, sizes.block_n, PANEL_COLS),
-        TensorBox(2, sizes.block_n, PANEL_COLS),
+        TensorBox(1, box_keys(problem, sizes), PANEL_COLS),
+        TensorBox(2, box_keys(problem, sizes), PANEL_COLS),
         TensorBox(3, WGMMA_M, PANEL_COLS),
     )
     return Part(
@@ -149,6 +150,11 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
         reasons=chosen.reasons,
         boxes=boxes,
     )
+
+
+def box_keys(problem: Problem, tiles: Tiles) -> int:
+    """Keys that one copy brings: a tile, or as many of it as are in one page wherever it begins."""
+    return math.gcd(tiles.block_n, problem.features.page_size)
 
 
 def choose_persistent(
@@ -181,6 +187,7 @@ def forward_macros(problem: Problem, device: Device, chosen: Choice[T], maps: in
         *common_macros(problem),
         *((name.upper(), size) for name, size in asdict(chosen.tiles).items()),
         ("THREADS", chosen.tiles.threads),
+        ("BOX_KEYS", box_keys(problem, chosen.tiles)),
         ("PRODUCER_REGISTERS", chosen.tiles.producer_registers),
         ("CONSUMER_REGISTERS", chosen.tiles.consumer_registers),
         ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),

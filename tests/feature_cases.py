@@ -181,36 +181,38 @@ def in_pages(rng: np.random.Generator, case: Case, page_size: int) -> Case:
 
     Entries of the block table past a sequence's keys are no pages at all.
     """
-    problem, arrays = case.problem, dict(case.arrays)
+    problem = case.problem
     sequences = Rules(**case.forward).sequences(problem.q, problem.k)
     used = [sequence.seqlen_k for sequence in sequences]
     pages = 1 + max((ceil_div(keys, page_size) for keys in used), default=0)
     count = len(used) * pages + 3
     table = rng.permutation(count)[: len(used) * pages].reshape(len(used), pages).astype(np.int32)
-    placed = []
-    for x in (problem.k, problem.v):
-        in_order = np.full((len(used), pages * page_size, *x.shape[-2:]), np.nan, x.dtype)
-        for sequence, keys in zip(sequences, in_order, strict=True):
-            keys[: sequence.seqlen_k] = x[(*sequence.batch, slice(sequence.first_k, None))][
-                : sequence.seqlen_k
-            ]
+
+    def placed(x: Array) -> Array:
         moved = np.full((count, page_size, *x.shape[-2:]), np.nan, x.dtype)
-        moved[table] = in_order.reshape(len(used), pages, page_size, *x.shape[-2:])
-        placed.append(moved)
+        for sequence, entries in zip(sequences, table, strict=True):
+            keys = np.arange(sequence.seqlen_k)
+            in_pages = entries[keys // page_size], keys % page_size
+            moved[in_pages] = x[(*sequence.batch, keys + sequence.first_k)]
+        return moved
+
+    paged = Problem(problem.q, placed(problem.k), placed(problem.v), problem.dout)
     for entries, keys in zip(table, used, strict=True):
         entries[ceil_div(keys, page_size) :] = rng.choice([-1, count, 2**31 - 1])
-    for name, keys_of_element in (
-        ("bias", 1),
-        ("mask", 8 if "mask" in arrays and arrays["mask"].dtype == np.uint8 else 1),
-    ):
-        if name in arrays:
-            keys = ceil_div(pages * page_size, keys_of_element)
-            missing = max(0, keys - arrays[name].shape[-1])
-            front = [(0, 0)] * (arrays[name].ndim - 1)
-            arrays[name] = np.pad(arrays[name], [*front, (0, missing)])[..., :keys]
-    arrays.pop("cu_seqlens_k", None)
+    arrays = {name: array for name, array in case.arrays.items() if name != "cu_seqlens_k"}
+    for name in arrays.keys() & {"bias", "mask"}:
+        arrays[name] = _for_keys(arrays[name], pages * page_size)
     arrays |= {"block_table": table, "seqused_k": np.array(used, np.int32)}
-    return replace(case, problem=Problem(problem.q, *placed, problem.dout), arrays=arrays)
+    return replace(case, problem=paged, arrays=arrays)
+
+
+def _for_keys(array: Array, keys: int) -> Array:
+    """A bias or a mask for so many keys: those that are more are 0, and others are left out."""
+    elements = ceil_div(keys, 8) if array.dtype == np.uint8 else keys
+    result = np.zeros((*array.shape[:-1], elements), array.dtype)
+    both = min(elements, array.shape[-1])
+    result[..., :both] = array[..., :both]
+    return result
 
 
 def packed_case(

@@ -14,7 +14,7 @@ import operator
 import re
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -144,6 +144,7 @@ def flash_attn_varlen_func(
     alibi_slopes: Any = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    block_table: Any = None,
     *,
     seqused_k: Any = None,
     seed: int = 0,
@@ -152,15 +153,16 @@ def flash_attn_varlen_func(
     """flash-attn's function of that name (flash-attn 2.8), for packed sequences.
 
     What differs, beside what differs in `flash_attn_func`: `max_seqlen_q` and `max_seqlen_k` are not
-    needed and not looked at; there is no `block_table`; with `return_attn_probs` the result is (out, lse),
-    since probabilities of sequences of many lengths make no array.
+    needed and not looked at; with `return_attn_probs` the result is (out, lse), since probabilities of
+    sequences of many lengths make no array.
 
     Args:
         q: (tokens, heads, head_dim).
-        k: (tokens, kv_heads, head_dim).
-        v: (tokens, kv_heads, head_dim).
+        k: (tokens, kv_heads, head_dim); with a block table (pages, page_size, kv_heads, head_dim).
+        v: the same for the values.
         cu_seqlens_q: (batch + 1,) int32, where each sequence of q begins, and the last ends.
-        cu_seqlens_k: (batch + 1,) int32, the same for k and v.
+        cu_seqlens_k: (batch + 1,) int32, the same for k and v; with a block table the differences are how
+            many keys each sequence has.
         max_seqlen_q: not looked at.
         max_seqlen_k: not looked at.
         dropout_p: as in `flash_attn_func`; likewise the options below.
@@ -171,6 +173,7 @@ def flash_attn_varlen_func(
         alibi_slopes: as in `flash_attn_func`.
         deterministic: as in `flash_attn_func`.
         return_attn_probs: whether to return the LSE too, (heads, tokens).
+        block_table: (batch, pages) int32, the pages of each sequence, as of `cufa.attention`.
         seqused_k: (batch,) int32, how many keys of each sequence count.
         seed: as in `flash_attn_func`.
         offset: as in `flash_attn_func`.
@@ -181,6 +184,11 @@ def flash_attn_varlen_func(
     Raises:
         What `cufa.attention` raises.
     """
+    if block_table is not None:
+        _check_arrays(cu_seqlens_k=cu_seqlens_k)
+        if seqused_k is None and cu_seqlens_k is not None:
+            seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+        cu_seqlens_k = None
     return _attention(
         _FLASH_ATTN,
         q,
@@ -189,6 +197,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         seqused_k=seqused_k,
+        block_table=block_table,
         causal=causal,
         window=window_size,
         softmax_scale=softmax_scale,
@@ -209,6 +218,7 @@ def flash_attn_with_kvcache(
     v: Any = None,
     *,
     cache_seqlens: Any = None,
+    block_table: Any = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int | None, int | None] = (-1, -1),
@@ -222,18 +232,21 @@ def flash_attn_with_kvcache(
     `k` and `v` are written to the cache, behind what it holds, and then seen like the rest of it.
 
     What differs: what comes after `v` is given by name; there is no rotary embedding, no padding on the left
-    (`cache_leftpad`), no `cache_batch_idx` (give a slice of the cache) and no paged cache (`block_table`);
-    `num_splits` is not looked at, as the plan chooses it; the LSE of a row that sees no key is -inf.
+    (`cache_leftpad`) and no `cache_batch_idx` (give a slice of the cache); `num_splits` is not looked at, as
+    the plan chooses it; the LSE of a row that sees no key is -inf. Pages may be of any size.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim).
-        k_cache: (batch, seqlen_cache, kv_heads, head_dim); of a kind that can be written to if k is given.
-        v_cache: (batch, seqlen_cache, kv_heads, head_dim).
+        k_cache: (batch, seqlen_cache, kv_heads, head_dim), with a block table (pages, page_size, kv_heads,
+            head_dim); of a kind that can be written to if k is given.
+        v_cache: the same for the values.
         k: (batch, seqlen_new, kv_heads, head_dim), what is to be written to the cache; None for nothing.
         v: the same for v_cache; given if k is.
         cache_seqlens: how many keys the cache holds, without those of k: a number, or (batch,) int32; None
             for all that it has room for. On a GPU the numbers of an array are not checked: there must be
             room for k.
+        block_table: (batch, pages) int32, the pages of each sequence, as of `cufa.attention`; those that k is
+            written to must be there.
         softmax_scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
         causal: the last query stands at the last key that the cache holds, with those of k.
         window_size: (left, right), -1 for no limit.
@@ -254,6 +267,13 @@ def flash_attn_with_kvcache(
     _check_arrays(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     _, room, _, _ = _shape("k_cache", k_cache)
     _shape("v_cache", v_cache)
+    batch = len(k_cache)
+    if block_table is not None:
+        _check_arrays(block_table=block_table)
+        if len(block_table.shape) != 2:
+            raise ValueError(f"block_table has shape {tuple(block_table.shape)}; it must be (batch, pages)")
+        batch, pages = block_table.shape
+        room *= pages
     held = cache_seqlens
     if isinstance(held, (int, np.integer)):
         held = int(held)
@@ -262,15 +282,16 @@ def flash_attn_with_kvcache(
     else:
         _check_arrays(cache_seqlens=held)
     if k is not None or v is not None:
-        held = _append(k_cache, v_cache, k, v, held)
+        held = _append(k_cache, v_cache, k, v, held, _Cache(batch, room, block_table))
     if isinstance(held, int):  # as an array, on whose numbers no plan depends
-        held = _full(len(k_cache), held, q)
+        held = _full(batch, held, q)
     return _attention(
         _FLASH_ATTN_CACHE,
         q,
         k_cache,
         v_cache,
         seqused_k=held,
+        block_table=block_table,
         causal=causal,
         window=window_size,
         softmax_scale=softmax_scale,
@@ -455,7 +476,15 @@ def _unpacked(name: str, packed: Any, count: int) -> list[Any]:
     return [packed[:, :, i] for i in range(count)]
 
 
-def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any) -> Any:
+class _Cache(NamedTuple):
+    """Of how many sequences a cache has keys, for how many each has room, and in which pages if in any."""
+
+    batch: int
+    room: int
+    block_table: Any
+
+
+def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache) -> Any:
     """Write k and v to the caches, behind the `held` keys of each sequence; returns how many those are then.
 
     Raises ValueError for what is missing, does not fit or has no room, TypeError for another dtype.
@@ -464,23 +493,28 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any) -> Any:
     missing = [name for name, what in given.items() if what is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} must be given, too, to write to the cache")
-    batch, room, _, _ = k_cache.shape
+    batch, room, block_table = cache
     _, count, _, _ = _shape("k", k)
-    for name, new, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        wanted = (batch, count, *cache.shape[2:])
+    for name, new, of in (("k", k, k_cache), ("v", v, v_cache)):
+        wanted = (batch, count, *of.shape[2:])
         if tuple(new.shape) != wanted:
             raise ValueError(f"{name} has shape {tuple(new.shape)}; for {name}_cache it must be {wanted}")
-        if new.dtype != cache.dtype:
-            raise TypeError(f"{name} has dtype {new.dtype}; as {name}_cache it must be {cache.dtype}")
+        if new.dtype != of.dtype:
+            raise TypeError(f"{name} has dtype {new.dtype}; as {name}_cache it must be {of.dtype}")
     if not isinstance(held, int) and tuple(held.shape) != (batch,):
         raise ValueError(f"cache_seqlens has shape {tuple(held.shape)}; it must be ({batch},)")
     lengths = np.atleast_1d(held) if isinstance(held, (int, np.ndarray)) else np.empty(0)
     if np.any((lengths < 0) | (lengths + count > room)):
         raise ValueError(f"cache_seqlens is {held} and k has {count} keys; k_cache has room for {room}")
-    if isinstance(held, int):
+    if isinstance(held, int) and block_table is None:
         place: Any = np.s_[:, held : held + count]
     else:
-        place = _arange(batch, held)[:, None], held[:, None] + _arange(count, held)
+        first = held if isinstance(held, int) else held[:, None]
+        sequence, key = _arange(batch, k_cache)[:, None], first + _arange(count, k_cache)[None]
+        place = sequence, key
+        if block_table is not None:
+            page_size = k_cache.shape[1]
+            place = block_table[sequence, key // page_size], key % page_size
     k_cache[place] = k
     v_cache[place] = v
     return held + count

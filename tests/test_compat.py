@@ -246,6 +246,49 @@ def test_what_flash_attns_cache_cannot_take_is_not_written(rng, change, error, m
     np.testing.assert_array_equal(v_cache, before[1])
 
 
+def pages_of(rng, page_size, *caches):
+    """Caches of two sequences in pages in any order, and the table that lists them."""
+    pages = -(-caches[0].shape[1] // page_size)
+    table = rng.permutation(2 * pages).reshape(2, pages).astype(np.int32)
+    placed = []
+    for cache in caches:
+        room = np.zeros((2, pages * page_size, *cache.shape[2:]), cache.dtype)
+        room[:, : cache.shape[1]] = cache
+        placed.append(np.empty((2 * pages, page_size, *cache.shape[2:]), cache.dtype))
+        placed[-1][table] = room.reshape(2, pages, page_size, *cache.shape[2:])
+    return table, *placed
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("held", [4, np.array([0, 6], np.int32)])
+def test_flash_attns_cache_in_pages(rng, held, page_size):
+    q, k_cache, v_cache = draw(rng, 3, 9)
+    _, k, v = draw(rng, 3, 3)
+    table, *paged = pages_of(rng, page_size, k_cache, v_cache)
+    options = {"cache_seqlens": held, "causal": True, "return_softmax_lse": True}
+    expected = compat.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **options)
+    results = compat.flash_attn_with_kvcache(q, *paged, k, v, block_table=table, **options)
+    for actual, exact in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(actual, exact)
+    for pages, cache in zip(paged, (k_cache, v_cache), strict=True):
+        np.testing.assert_array_equal(pages[table].reshape(2, -1, *cache.shape[2:])[:, :9], cache)
+
+
+def test_flash_attns_packed_queries_with_pages(rng):
+    q, k, v = draw(rng, 6, 9)
+    table, *paged = pages_of(rng, 4, k, v)
+    ends, key_ends = np.array([0, 1, 9], np.int32), np.array([0, 7, 11], np.int32)
+    tokens = q.reshape(-1, *q.shape[2:])[:9]
+    options = {"causal": True, "return_attn_probs": True}
+    out, lse = compat.flash_attn_varlen_func(tokens, *paged, ends, key_ends, block_table=table, **options)
+    for b, (begin, end) in enumerate([(0, 1), (1, 9)]):
+        keys = slice(0, key_ends[b + 1] - key_ends[b])
+        of_one = (x[None] for x in (tokens[begin:end], k[b, keys], v[b, keys]))
+        exact, exact_lse = cufa.attention(*of_one, causal=True, return_lse=True)
+        close(out[begin:end], exact[0])
+        close(lse[:, begin:end], exact_lse[0])
+
+
 def test_errors_name_flash_attns_cache(rng):
     q, k_cache, v_cache = draw(rng, 3, 9)
     with pytest.raises(
@@ -256,6 +299,12 @@ def test_errors_name_flash_attns_cache(rng):
         compat.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=np.array([3, 4]))
     with pytest.raises(ValueError, match=r"^cache_seqlens has shape \(3,\); it must be \(2,\)"):
         compat.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=np.zeros(3, np.int32))
+    with pytest.raises(ValueError, match=r"^block_table has shape \(3,\); it must be \(batch, pages\)"):
+        compat.flash_attn_with_kvcache(q, k_cache, v_cache, block_table=np.zeros(3, np.int32))
+    with pytest.raises(ValueError, match=r"^cache_seqlens is 19; k_cache has room for 0 to 18"):
+        compat.flash_attn_with_kvcache(
+            q, k_cache, v_cache, cache_seqlens=19, block_table=np.zeros((2, 2), np.int32)
+        )
 
 
 def pytorchs(q, k, v, **options):

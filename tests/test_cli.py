@@ -459,6 +459,42 @@ def test_run_of_packed_sequences():
     assert "--seqlen: the sizes are those of --varlen" in refused("run", *sizes, "--seqlen", 30)
 
 
+@pytest.mark.parametrize(
+    ("options", "names", "seqlen_k"),
+    [
+        (("--causal", "--bias", "random", "--layout", "bhsd"), ["bias", "block_table"], 49),
+        (("--mask", "random-bits", "--seqused-k", "40,7"), ["mask", "block_table", "seqused_k"], 49),
+    ],
+    ids=str,
+)
+def test_run_of_keys_in_pages(monkeypatch, options, names, seqlen_k):
+    for scores in (2**22, 200):  # every element, and a sample
+        monkeypatch.setattr(check, "MAX_SCORES", scores)
+        document = run_json("run", *HEADS, "--page-size", 7, *options)
+        (step,) = document["steps"]
+        assert step["features"] == names
+        assert step["problem"]["seqlen_k"] == seqlen_k
+        assert document["check"]["ok"]
+
+
+def test_packed_sequences_with_keys_in_pages():
+    sizes = ("--varlen", "30,0,17:40", "--heads", 4, "--kv-heads", 2, "--head-dim", 8, "--page-size", 16)
+    document = run_json("run", *sizes, "--causal")
+    assert document["steps"][0]["features"] == ["cu_seqlens", "block_table", "seqused_k"]
+    assert document["check"]["ok"]
+    (point,) = run_json("bench", *sizes, "--repeats", 1)["points"]
+    assert point["direction"] == "forward"
+
+
+def test_keys_in_pages_have_no_gradients_and_come_from_no_file(tmp_path):
+    asked = ("run", *HEADS, "--page-size", 7)
+    assert "only gradients have that, which --page-size leaves out" in refused(*asked, "--dlse")
+    assert "keys in pages have no gradients" in refused(*asked, "--backward")
+    np.save(tmp_path / "x.npy", draw(0, 2, 3, 2, 8))
+    files = [word for name in "qkv" for word in (f"--{name}", tmp_path / "x.npy")]
+    assert "--page-size is of generated arrays" in refused("run", *files, "--page-size", 7)
+
+
 def test_what_is_drawn_for_features_leaves_the_tensors_as_they_were(tmp_path):
     outputs = {}
     for name, options in {
@@ -567,6 +603,7 @@ def test_what_no_kernel_supports_is_refused_with_the_reason_of_each_that_takes_t
         (("--varlen", "30", "--layout", "bhsd"), "packed sequences have none but 'bshd'"),
         (("--seqused-k", "3"), "seqused_k has shape (1,)"),
         (("--seqused-k", "3,x"), "'x' is not a valid integer"),
+        (("--page-size", "-1"), "-1 is not in the range"),
     ],
 )
 def test_features_that_make_no_sense_are_refused(arguments, message):
@@ -1098,12 +1135,13 @@ def test_compile_takes_the_product_of_what_is_named():
 @nvrtc
 def test_compile_of_variants_with_features():
     options = ("--causal", "--window", "--softcap", "--bias", "float32", "--mask", "bits", "--varlen")
+    options += ("--page-size", "5")
     (built,) = run_json("compile", "fwd_4_flash_v2", *TINY, *options)
     assert built["causal"]
-    assert built["features"] == ["window", "softcap", "bias", "mask", "cu_seqlens"]
+    assert built["features"] == ["window", "softcap", "bias", "mask", "cu_seqlens", "block_table"]
     assert built["entries"][0]["registers"] > 0
     table = run("compile", "fwd_4_flash_v2", *TINY, *options).stdout
-    title = "sm_80, float16, head dim 16, causal, window, softcap, bias, mask, cu_seqlens"
+    title = "sm_80, float16, head dim 16, causal, window, softcap, bias, mask, cu_seqlens, block_table"
     assert " ".join(table.split()).startswith(title)
     (plain,) = run_json("compile", "fwd_4_flash_v2", *TINY)
     assert plain["path"] != built["path"]

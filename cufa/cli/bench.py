@@ -33,7 +33,6 @@ from cufa.cli.workload import (
     Rung,
     Workload,
     bytes_moved,
-    has_gradients,
     make_arrays,
     packed,
     place,
@@ -41,6 +40,7 @@ from cufa.cli.workload import (
     to_gpu,
     to_host,
     use_gpu,
+    without_gradients,
 )
 from cufa.kernels import KERNELS
 from cufa.problem import Direction, Problem
@@ -152,8 +152,9 @@ def command(
     defaults = _ON_GPU if on_gpu else _ON_CPU
     problems = _problems(seqlens, defaults, sizes, features)
     left_out_by = f"--direction {direction}" if direction else "--kernel"
-    if direction is None and not kernels and not has_gradients(problems[0]):
-        direction, left_out_by = "forward", problems[0].dtype
+    reason = without_gradients(problems[0])
+    if direction is None and not kernels and reason is not None:
+        direction, left_out_by = "forward", reason
     rungs = _rungs(direction, kernels, dict(tile) or None, arch)
     if all(way == "forward" for way, _ in rungs):
         refuse_without_backward(left_out_by, features)
@@ -211,7 +212,8 @@ def _problems(
 ) -> list[Problem]:
     """One for each length, or the one of packed sequences."""
     if features.varlen is None:
-        return [_problem(seqlen, defaults, sizes) for seqlen in seqlens or defaults.seqlens]
+        lengths = seqlens or defaults.seqlens
+        return [packed(_problem(seqlen, defaults, sizes), features) for seqlen in lengths]
     refused = ["--seqlens"] if seqlens else []
     refused += [f"--{name}" for name in ("tokens", "batch") if sizes[name] is not None]
     if refused:

@@ -31,13 +31,13 @@ from cufa.cli.workload import (
     DIRECTIONS,
     Rung,
     Workload,
-    has_gradients,
     make_arrays,
     place,
     release_gpu_memory,
     to_gpu,
     to_host,
     use_gpu,
+    without_gradients,
 )
 from cufa.kernels import KERNELS, Kernel
 from cufa.plan.record import counted
@@ -146,7 +146,7 @@ def command(
     problem = _problem(chosen, sizes)
     if direction == "forward":
         refuse_without_backward("--direction forward", features)
-    elif direction is None and not has_gradients(problem):
+    elif direction is None and without_gradients(problem):
         refuse_without_backward(problem.dtype, features)
         direction = "forward"
     features = replace(features, causal=(features.causal or chosen.causal) and not no_causal)

@@ -116,7 +116,7 @@ class FeatureOptions:
     """What the options ask for beyond plain attention; the fields are their names.
 
     `bias` is a file or `RANDOM`, `mask` also `RANDOM_BITS`; `varlen` has queries and keys of each packed
-    sequence, `seqused_k` the keys of each that count.
+    sequence, `seqused_k` the keys of each that count; `page_size` is how many keys a page has, 0 for none.
     """
 
     causal: bool = False
@@ -131,6 +131,7 @@ class FeatureOptions:
     dropout_seed: int = 0
     varlen: tuple[tuple[int, int], ...] | None = None
     seqused_k: tuple[int, ...] | None = None
+    page_size: int = 0
     deterministic: bool = False
     descale: bool = False
     precision: str = "ieee"
@@ -185,7 +186,7 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
 
     Args:
         files: the bias and the mask may be files.
-        packed: there are options for packed sequences.
+        packed: there are options for packed sequences and for keys in pages.
     """
     options = [
         click.option("--causal", is_flag=True, help="Mask keys after the query, aligned bottom-right."),
@@ -231,6 +232,13 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
                 type=several(click.IntRange(min=0)),
                 metavar="N[,...]",
                 help="How many keys of each batch or sequence count. [all]",
+            ),
+            click.option(
+                "--page-size",
+                type=click.IntRange(min=0),
+                default=0,
+                metavar="N",
+                help="Forward: keys in shuffled pages of N, as many as fill pages. [0: no pages]",
             ),
         ]
 

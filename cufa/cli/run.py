@@ -31,13 +31,13 @@ from cufa.cli.workload import (
     Rung,
     Workload,
     cu_seqlens,
-    has_gradients,
     make_arrays,
     packed,
     place,
     to_gpu,
     to_host,
     use_gpu,
+    without_gradients,
 )
 from cufa.plan import Plan
 from cufa.problem import Direction, Problem
@@ -158,9 +158,10 @@ def command(
     else:
         problem = _generated(given, dtype or DEFAULT_DTYPE, features)
     if backward is None:
-        backward = has_gradients(problem)
-        if not backward:
-            refuse_without_backward(problem.dtype, features, **of_gradients)
+        left_out_by = without_gradients(problem)
+        backward = left_out_by is None
+        if left_out_by is not None:
+            refuse_without_backward(left_out_by, features, **of_gradients)
     rungs: dict[Direction, Rung] = {"forward": Rung(kernel, dict(tile) or None, arch)}
     if backward:
         rungs["backward"] = Rung(backward_kernel, dict(backward_tile) or None, arch)
@@ -210,6 +211,8 @@ def _problem_of(
     refused = [f"--{name.replace('_', '-')}" for name, size in sizes.items() if size is not None]
     if refused:
         raise output.Failure(f"{', '.join(refused)}: the sizes are those of the files")
+    if features.page_size:
+        raise output.Failure("--page-size is of generated arrays, and these are from files")
     arrays = {**from_files, **cu_seqlens(features)}
     return Workload(arrays, False, features, layout=layout).problem("forward")
 

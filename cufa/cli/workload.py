@@ -31,7 +31,7 @@ from cufa.problem import (
     make_problem,
     output_shape,
 )
-from cufa.rounding import ceil_div
+from cufa.rounding import ceil_div, round_up
 from cufa.timing import Timing, time_cpu, time_gpu
 
 Arrays = dict[str, Any]
@@ -192,41 +192,59 @@ def place(on_gpu: bool) -> str:
 
 
 def packed(problem: Problem, features: FeatureOptions) -> Problem:
-    """The problem with the sizes of the packed sequences, if that is what is asked for."""
-    if features.varlen is None:
-        return problem
-    queries, keys = (sum(side) for side in zip(*features.varlen, strict=True))
-    return replace(
-        problem,
-        batch=len(features.varlen),
-        seqlen_q=queries,
-        seqlen_k=keys,
-        features=Features(packed=True),
-    )
+    """The problem with the sizes of the packed sequences and of whole pages, if that is what is asked for."""
+    longest = problem.seqlen_k
+    if features.varlen is not None:
+        sides = tuple(zip(*features.varlen, strict=True))
+        queries, keys = (sum(side) for side in sides)
+        longest = max(sides[1])
+        problem = replace(
+            problem,
+            batch=len(features.varlen),
+            seqlen_q=queries,
+            seqlen_k=keys,
+            features=Features(packed=True),
+        )
+    if features.page_size:
+        room = round_up(longest, features.page_size) * problem.packed_sequences
+        in_pages = replace(problem.features, page_size=features.page_size)
+        problem = replace(problem, seqlen_k=room, features=in_pages)
+    return problem
 
 
-def has_gradients(problem: Problem) -> bool:
-    """Whether there is a backward for its dtype."""
-    return problem.dtype != FLOAT8
+def without_gradients(problem: Problem) -> str | None:
+    """What of the problem leaves out the backward; None if nothing does."""
+    if problem.features.page_size:
+        return "--page-size"
+    return problem.dtype if problem.dtype == FLOAT8 else None
 
 
 def shapes_of(problem: Problem, layout: str) -> dict[str, Shape]:
-    """The shapes of q, k, v and dout in a layout."""
+    """The shapes of q, k, v and dout in a layout; of pages there are as many as the keys of all fill."""
     batch, row, head = check_layout(layout)
+    page_size = problem.features.page_size
+    keys = problem.batch, problem.seqlen_k
+    if page_size:
+        keys = _pages_of_sequence(problem) * problem.batch, page_size
 
-    def shape(seqlen: int, heads: int, dim: int) -> Shape:
-        if problem.features.packed:
-            return seqlen, heads, dim
+    def shape(sequences: int, seqlen: int, heads: int, dim: int) -> Shape:
         extents = [0, 0, 0, dim]
-        extents[batch], extents[row], extents[head] = problem.batch, seqlen, heads
+        extents[batch], extents[row], extents[head] = sequences, seqlen, heads
         return tuple(extents)
 
-    return {
-        "q": shape(problem.seqlen_q, problem.heads, problem.head_dim),
-        "k": shape(problem.seqlen_k, problem.kv_heads, problem.head_dim),
-        "v": shape(problem.seqlen_k, problem.kv_heads, problem.value_dim),
-        "dout": output_shape(problem, layout),
+    shapes = {
+        "q": shape(problem.batch, problem.seqlen_q, problem.heads, problem.head_dim),
+        "k": shape(*keys, problem.kv_heads, problem.head_dim),
+        "v": shape(*keys, problem.kv_heads, problem.value_dim),
     }
+    if problem.features.packed:
+        without_batch = ("q",) if page_size else ("q", "k", "v")
+        shapes |= {name: shapes[name][1:] for name in without_batch}
+    return shapes | {"dout": output_shape(problem, layout)}
+
+
+def _pages_of_sequence(problem: Problem) -> int:
+    return problem.seqlen_k // problem.packed_sequences // problem.features.page_size
 
 
 def make_arrays(
@@ -266,15 +284,19 @@ def _described(problem: Problem, features: FeatureOptions, layout: str) -> Array
     dtype, heads = INPUT_DTYPES[problem.dtype], problem.heads
     rows, keys = problem.seqlen_q, problem.seqlen_k
     described = {name: zeros(dtype, *shape) for name, shape in shapes_of(problem, layout).items()}
-    if not has_gradients(problem):
+    if without_gradients(problem):
         del described["dout"]
     if features.descale:
         described |= dict.fromkeys(_DESCALES, zeros(np.float32, problem.batch, problem.kv_heads))
     if features.varlen is not None:
         rows, keys = (max(side) for side in zip(*features.varlen, strict=True))
         described |= cu_seqlens(features)
+    if features.page_size:
+        described["block_table"] = zeros(np.int32, problem.batch, _pages_of_sequence(problem))
     if features.seqused_k is not None:
         described["seqused_k"] = np.array(features.seqused_k, np.int32)
+    elif features.page_size and features.varlen is not None:
+        described["seqused_k"] = np.array([keys for _, keys in features.varlen], np.int32)
     if features.bias is not None:
         described["bias"] = zeros(dtype, 1, heads, rows, keys)
     if features.mask == RANDOM_BITS:
@@ -299,6 +321,8 @@ def _draw(name: str, described: Any, rng: np.random.Generator) -> Any:
         return _seen(rng, shape)
     if name in (*_TENSORS, "bias", "sink", "dlse"):
         return normal(rng, shape, dtype)
+    if name == "block_table":
+        return rng.permutation(described.size).reshape(shape).astype(dtype)
     if name in _DESCALES:
         return rng.uniform(0.5, 2, shape).astype(dtype)
     return described
@@ -315,10 +339,14 @@ def alibi_slopes(heads: int) -> Any:
 
 
 def cu_seqlens(features: FeatureOptions) -> Arrays:
-    """Where the packed sequences begin that are asked for, and the last ends; nothing if none are."""
+    """Where the packed sequences begin that are asked for, and the last ends; nothing if none are.
+
+    Those of the keys only if they do not lie in pages.
+    """
     if features.varlen is None:
         return {}
-    sides = zip(("cu_seqlens_q", "cu_seqlens_k"), zip(*features.varlen, strict=True), strict=True)
+    names = ("cu_seqlens_q",) if features.page_size else ("cu_seqlens_q", "cu_seqlens_k")
+    sides = zip(names, zip(*features.varlen, strict=True), strict=False)
     return {name: np.cumsum([0, *lengths], dtype=np.int32) for name, lengths in sides}
 
 

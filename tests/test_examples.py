@@ -20,6 +20,12 @@ def test_decoding_is_attention_over_all_tokens(capsys):
     assert 0 < difference < 1e-5
 
 
+def test_a_cache_in_pages_is_attention_over_all_tokens(capsys):
+    found = differences("pages.py", capsys)
+    assert len(found) == 3
+    assert all(0 < difference < 1e-5 for difference in found)
+
+
 def test_gradients_are_pytorchs(capsys):
     pytest.importorskip("torch")
     found = differences("pytorch.py", capsys)

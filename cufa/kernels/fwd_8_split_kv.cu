@@ -145,11 +145,11 @@ struct Source {
 
     __device__ TilePages<kBlockN> pages_of(int tile) const { return {k, tile * kBlockN, end_key}; }
     // Those of the team's first tiles, all looked up at once.
-    __device__ void look_up(TilePages<kBlockN> (&pages)[kStages], int first_tile) const {
+    template <int Tiles>
+    __device__ void look_up(TilePages<kBlockN> (&pages)[Tiles], int first_tile) const {
         if constexpr (kPaged) {
 #pragma unroll
-            for (int stage = 0; stage < kStages; ++stage)
-                pages[stage] = pages_of(first_tile + stage * kTeams);
+            for (int i = 0; i < Tiles; ++i) pages[i] = pages_of(first_tile + i * kTeams);
         }
     }
 
@@ -334,7 +334,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     clear_padding<THREADS, kHeadDim>(smem.q);
     int tile = tiles.begin + team(), ahead = tile;
-    TilePages<kBlockN> pages[kStages];
+    // Where memory is busy it answers after more than a round.
+    TilePages<kBlockN> pages[kStages + 1];
     source.look_up(pages, tile);
 #pragma unroll
     for (int stage = 0; stage < kStages; ++stage) {
@@ -350,13 +351,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     __syncthreads();  // Q is there
 
     Findings found = {};
-    TilePages<kBlockN> pages_ahead = pages[kStages - 1];
+    TilePages<kBlockN> pages_ahead = pages[kStages - 1], pages_after = pages[kStages];
     for (int stage = 0; tile < tiles.end; tile += kTeams, ahead += kTeams) {
         ptx::wait_copies_but<kStages - 2>();
         sync_team();  // the tile is there, and every warp is done with the one before
         source.copy(stages[stage == 0 ? kStages - 1 : stage - 1], ahead, tiles.end, pages_ahead);
         ptx::commit_copies();  // a group for each tile, even if it is none
-        pages_ahead = source.pages_of(ahead + kTeams);
+        pages_ahead = pages_after;
+        pages_after = source.pages_of(ahead + 2 * kTeams);
         attend(found, smem, stages[stage], rows, keys, tile * kBlockN);
         stage = stage == kStages - 1 ? 0 : stage + 1;
     }

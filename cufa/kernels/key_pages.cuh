@@ -11,47 +11,47 @@ struct TilePages {
     __device__ TilePages(const Matrix<const scalar_t>&, int, int) {}
 };
 
-// All lanes of a warp look up together: each has one of the numbers, or a few, and tells the
-// others.
+// All lanes of a warp look up together: each has all numbers if they are few, or else one or some
+// of them, and tells the others.
 template <int Keys>
 class TilePages<Keys, true> {
   public:
-    static constexpr bool kOnePage = kPageSize % Keys == 0;
+    // Whether a tile is whole pages or in one; tiles begin at multiples of their size.
+    static constexpr bool kWhole = kPageSize % Keys == 0 || Keys % kPageSize == 0;
+    static constexpr int kPages = kPageSize % Keys == 0   ? 1
+                                  : Keys % kPageSize == 0 ? Keys / kPageSize
+                                                          : (Keys - 2) / kPageSize + 2;
 
     TilePages() = default;
     // Of keys [first_key, end_key), of which a tile begins with the first.
     __device__ TilePages(const PagedMatrix<const scalar_t>& source, int first_key, int end_key) {
-        const int lane = kOnePage ? 0 : threadIdx.x % 32;
         const int first = first_key / kPageSize, end = ceil_div(end_key, kPageSize);
 #pragma unroll
-        for (int i = 0; i < kLookups; ++i) {
-            const int page = first + i * 32 + lane;
+        for (int i = 0; i < kNumbers; ++i) {
+            const int page = first + (kShared ? i * 32 + threadIdx.x % 32 : i);
             numbers[i] = page < end ? source.table[page] : 0;
         }
     }
 
-    // The number of the only page.
-    __device__ int number() const { return numbers[0]; }
-
     // The number of the tile's page `page`.
     __device__ int number(int page) const {
-        int number = 0;
+        int number = numbers[0];
+        if constexpr (kShared) number = __shfl_sync(0xffffffffu, number, page % 32);
 #pragma unroll
-        for (int i = 0; i < kLookups; ++i) {
-            const int found = __shfl_sync(0xffffffffu, numbers[i], page % 32);
-            if (page / 32 == i) number = found;
+        for (int i = 1; i < kNumbers; ++i) {
+            int other = numbers[i];
+            if constexpr (kShared) other = __shfl_sync(0xffffffffu, other, page % 32);
+            if ((kShared ? page / 32 : page) == i) number = other;
         }
         return number;
     }
 
   private:
-    // Tiles begin at multiples of their size; a page may end after the first key.
-    static constexpr int kPages = kOnePage                ? 1
-                                  : Keys % kPageSize == 0 ? Keys / kPageSize
-                                                          : (Keys - 2) / kPageSize + 2;
-    static constexpr int kLookups = ceil_div(kPages, 32);
+    static constexpr int kMostOfLane = 4;
+    static constexpr bool kShared = kPages > kMostOfLane;
+    static constexpr int kNumbers = kShared ? ceil_div(kPages, 32) : kPages;
 
-    int numbers[kLookups];
+    int numbers[kNumbers];
 };
 
 // Starts the copy of keys from first_key on into a tile, as `copy_tile` does; those from end_key on
@@ -63,24 +63,41 @@ __device__ inline void copy_keys(Tile& tile, const Matrix<const scalar_t>& sourc
     copy_tile<Threads, Cols>(tile, source, first_key, end_key, thread);
 }
 
+// All numbers are told before the first copy: what lanes tell waits for copies that were begun.
 template <int Threads, int Cols, class Tile, class Index = unsigned int>
 __device__ inline void copy_keys(Tile& tile, const PagedMatrix<const scalar_t>& source,
                                  const TilePages<Tile::kRows>& pages, int first_key, int end_key,
                                  Index thread = threadIdx.x) {
-    const int in_page = first_key % kPageSize;
-    if constexpr (TilePages<Tile::kRows>::kOnePage) {
-        copy_tile<Threads, Cols>(tile, source.page(pages.number()), in_page,
-                                 end_key - first_key + in_page, thread);
+    using Copies = RowCopies<Threads, Cols>;
+    using Pages = TilePages<Tile::kRows>;
+    const int in_page = Tile::kRows % kPageSize == 0 ? 0 : first_key % kPageSize;
+    if constexpr (Pages::kWhole && min_of(kPageSize, Tile::kRows) % Copies::kRowsAtOnce == 0) {
+        constexpr int kRows = min_of(kPageSize, Tile::kRows);
+        int numbers[Pages::kPages];
+#pragma unroll
+        for (int page = 0; page < Pages::kPages; ++page) numbers[page] = pages.number(page);
+#pragma unroll
+        for (int page = 0; page < Pages::kPages; ++page) {
+            copy_rows<Threads, Cols, kRows>(tile, page * kRows, source.page(numbers[page]), in_page,
+                                            end_key - first_key + in_page - page * kRows, thread);
+        }
     } else {
-        using Copies = RowCopies<Threads, Cols>;
         const int thread_row = thread / Copies::kRowThreads;
         const int first_col = thread % Copies::kRowThreads * Copies::kChunk;
+        constexpr int kRounds = ceil_div(Tile::kRows, Copies::kRowsAtOnce);
+        int numbers[kRounds];
 #pragma unroll
-        for (int rows = 0; rows < Tile::kRows; rows += Copies::kRowsAtOnce) {
-            const int row = thread_row + rows, place = in_page + row;
-            const int number = pages.number(place / kPageSize);
-            if (thread_row >= Copies::kRowsAtOnce || row >= Tile::kRows) continue;
-            const scalar_t* const from = source.page(number).row(place % kPageSize);
+        for (int round = 0; round < kRounds; ++round) {
+            const int row = thread_row + round * Copies::kRowsAtOnce;
+            numbers[round] = pages.number((in_page + row) / kPageSize);
+        }
+        if (thread_row >= Copies::kRowsAtOnce) return;
+#pragma unroll
+        for (int round = 0; round < kRounds; ++round) {
+            const int row = thread_row + round * Copies::kRowsAtOnce;
+            if (row >= Tile::kRows) break;
+            const scalar_t* const from =
+                source.page(numbers[round]).row((in_page + row) % kPageSize);
             for (int col = first_col; col < Cols; col += Copies::kRowThreads * Copies::kChunk) {
                 ptx::copy_async<Copies::kChunk * sizeof(scalar_t)>(tile.at(row, col), from + col,
                                                                    first_key + row < end_key);

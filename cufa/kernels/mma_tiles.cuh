@@ -55,12 +55,12 @@ struct RowCopies {
     static constexpr int kRowsAtOnce = floor_power_of_two(Threads / kRowThreads);
 };
 
-// Starts the copy of rows [first_row, first_row + Rows) and Cols columns into a tile; rows from
-// end_row on become zeros. A thread keeps to one column of chunks, so that what it adds to its
-// addresses from row to row is the same for all.
-template <int Threads, int Cols, class Tile, class Index = unsigned int>
-__device__ inline void copy_tile(Tile& tile, Matrix<const scalar_t> source, int first_row,
-                                 int end_row, Index thread = threadIdx.x) {
+// Starts the copy of rows [first_row, first_row + Rows) and Cols columns to a tile's rows from
+// to_row on; rows from end_row on become zeros. A thread keeps to one column of chunks, so that
+// what it adds to its addresses from row to row is the same for all.
+template <int Threads, int Cols, int Rows, class Tile, class Index>
+__device__ inline void copy_rows(Tile& tile, int to_row, Matrix<const scalar_t> source,
+                                 int first_row, int end_row, Index thread) {
     using Copies = RowCopies<Threads, Cols>;
     constexpr int kChunk = Copies::kChunk, kRowThreads = Copies::kRowThreads;
     constexpr int kRowsAtOnce = Copies::kRowsAtOnce;
@@ -68,19 +68,26 @@ __device__ inline void copy_tile(Tile& tile, Matrix<const scalar_t> source, int 
     const int row = thread / kRowThreads, first_col = thread % kRowThreads * kChunk;
     if (Threads != kRowsAtOnce * kRowThreads && row >= kRowsAtOnce) return;
     const scalar_t* const from = source.row(first_row + row);
-    const bool whole = first_row + Tile::kRows <= end_row;
+    const bool whole = first_row + Rows <= end_row;
     // One round, unless a row has more chunks than there are threads.
     for (int col = first_col; col < Cols; col += kRowThreads * kChunk) {
         const TilePlace<Tile, scalar_t> to(tile, row, col);
 #pragma unroll
-        for (int rows = 0; rows < Tile::kRows; rows += kRowsAtOnce) {
-            if (Tile::kRows % kRowsAtOnce != 0 && row + rows >= Tile::kRows) break;
+        for (int rows = 0; rows < Rows; rows += kRowsAtOnce) {
+            if (Rows % kRowsAtOnce != 0 && row + rows >= Rows) break;
             const bool inside = whole || first_row + row + rows < end_row;
             ptx::copy_async<kChunk * sizeof(scalar_t)>(
-                to.at(rows, 0), from + rows * source.row_stride + col, inside);
+                to.at(to_row + rows, 0), from + rows * source.row_stride + col, inside);
         }
         if (kRowThreads * kChunk == Cols) break;
     }
+}
+
+// The same for all rows of a tile.
+template <int Threads, int Cols, class Tile, class Index = unsigned int>
+__device__ inline void copy_tile(Tile& tile, Matrix<const scalar_t> source, int first_row,
+                                 int end_row, Index thread = threadIdx.x) {
+    copy_rows<Threads, Cols, Tile::kRows>(tile, 0, source, first_row, end_row, thread);
 }
 
 // Whether this thread, of all that look together, finds NaN or infinity in a tile.

@@ -55,18 +55,32 @@ __device__ inline void send_queries(Smem& smem, const Params& params,
     at.advance();
 }
 
-// Starts the copy of a tile of keys, or values, from first_key on. A box of pages that the sequence
-// does not have is past the end of the tensor, where all is zero.
+// The pages of a tile's boxes, for keys that lie in such. Of keys that the sequence does not have
+// it is one that is past the end of the tensor, where all is zero.
+struct BoxPages {
+    int numbers[kPaged ? kBlockN / kBoxKeys : 1];
+
+    __device__ BoxPages(const Sequence& sequence, int first_key) {
+        if constexpr (!kPaged) return;
+        constexpr int kNoPage = -1;
+#pragma unroll
+        for (int box = 0; box < kBlockN / kBoxKeys; ++box) {
+            const int key = first_key + box * kBoxKeys;
+            numbers[box] = key < sequence.seqlen_k ? sequence.pages[key / kPageSize] : kNoPage;
+        }
+    }
+};
+
+// Starts the copy of a tile of keys, or values, from first_key on.
 template <class Tile>
 __device__ inline void copy_keys(Tile& tile, const TensorMap& map, ptx::Barrier& full,
-                                 const WorkTile& work, const Sequence& sequence, int first_key) {
+                                 const WorkTile& work, const BoxPages& pages, int first_key) {
     if constexpr (kPaged) {
-        constexpr int kNoPage = -1;
-#pragma unroll 1  // registers are what a producer lacks
-        for (int row = 0; row < kBlockN; row += kBoxKeys) {
-            const int key = first_key + row;
-            const int page = key < sequence.seqlen_k ? sequence.pages[key / kPageSize] : kNoPage;
-            copy_tile(tile, map, full, page, work.kv_head, key % kPageSize, row);
+#pragma unroll
+        for (int box = 0; box < kBlockN / kBoxKeys; ++box) {
+            const int row = box * kBoxKeys;
+            copy_tile(tile, map, full, pages.numbers[box], work.kv_head,
+                      (first_key + row) % kPageSize, row);
         }
     } else {
         copy_tile(tile, map, full, kPacked ? 0 : work.batch, work.kv_head, first_key);
@@ -77,9 +91,10 @@ template <class Tile>
 __device__ inline void send_tile(Tile (&tiles)[kStages], Ring<kStages>& ring,
                                  RingPosition<kStages> at, const TensorMap& map, WorkTile work,
                                  const Sequence& sequence, int first_key) {
+    const BoxPages pages(sequence, first_key);  // before there is room for the tile
     ring.wait_empty(at);
     ptx::Barrier& full = ring.announce(at, Tile::kBytes);
-    copy_keys(tiles[at.stage], map, full, work, sequence, first_key);
+    copy_keys(tiles[at.stage], map, full, work, pages, first_key);
 }
 
 // A block asks for its next tile of queries when this many tiles of keys are left of the one that

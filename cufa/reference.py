@@ -198,9 +198,9 @@ class Rules(ScoreOptions):
     def sequences(self, q: Array, k: Array) -> list[Sequence]:
         """The batch."""
         packed = self.cu_seqlens_q is not None
-        queries = _pieces(self.cu_seqlens_q) or [(0, q.shape[1])] * len(q)
+        queries = _pieces(self.cu_seqlens_q, len(q), q.shape[1])
         room = k.shape[1] if self.block_table is None else self.block_table.shape[1] * k.shape[1]
-        keys = _pieces(self.cu_seqlens_k) or [(0, room)] * len(queries)
+        keys = _pieces(self.cu_seqlens_k, len(queries), room)
         sequences = [
             Sequence(b, () if packed else (b,), first_q, first_k, end_q - first_q, end_k - first_k)
             for b, ((first_q, end_q), (first_k, end_k)) in enumerate(zip(queries, keys, strict=True))
@@ -393,9 +393,11 @@ def _place_of_scores(
     return b if batch > 1 else 0, h if heads > 1 else 0, rows if of_rows > 1 else slice(0, 1), keys
 
 
-def _pieces(cu_seqlens: Array | None) -> list[tuple[int, int]]:
-    """Where each of the packed sequences begins and ends; none if there are no such sequences."""
-    return [] if cu_seqlens is None else list(itertools.pairwise(map(int, cu_seqlens)))
+def _pieces(cu_seqlens: Array | None, batch: int, length: int) -> list[tuple[int, int]]:
+    """Where each sequence begins and ends: packed ones one after the other, others at 0 and at the length."""
+    if cu_seqlens is None:
+        return [(0, length)] * batch
+    return list(itertools.pairwise(map(int, cu_seqlens)))
 
 
 def _moved(piece: slice, by: int) -> slice:

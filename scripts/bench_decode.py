@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Times few queries with many keys, as in decoding, and writes benchmarks/decode.json.
 
-Beside cufa are PyTorch's cuDNN and FlashAttention-2, which get the same inputs, and those of cufa's kernels
-and tiles that are asked for. What counts is the median over rounds in which all take turns. In between, the
-L2 cache is filled with other data; that is read, not written, as what is written would have to go to memory
-in the time of the next call.
+Beside cufa are PyTorch's cuDNN and FlashAttention-2, which get the same inputs, cufa with its keys in
+shuffled pages, and those of its kernels and tiles that are asked for. What counts is the median over rounds
+in which all take turns. In between, the L2 cache is filled with other data; that is read, not written, as
+what is written would have to go to memory in the time of the next call.
 """
 
 import os
@@ -28,6 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "decode.json"))
 # What is read between calls: far more than an L2 cache, and for longer than the host needs for a call.
 FLUSH_BYTES = 1 << 30
+# Keys of the pages in which cufa gets them, too.
+PAGE_SIZES = (16, 64)
 PEERS = {"flash-attention-2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 # Batch, query heads, KV heads, keys, head dim; queries are few.
 SHAPES = (
@@ -71,6 +73,13 @@ def calls_of(
     for sizes in tiles:
         name = " ".join(f"{name}={size}" for name, size in sizes.items())
         calls[name] = partial(attend, kernel="fwd_8_split_kv", tiles=sizes)
+    for page_size in PAGE_SIZES:
+        table = torch.randperm(batch * keys // page_size, device="cuda").reshape(batch, -1)
+        paged = (in_pages(x, table, page_size) for x in (k, v))
+        arrays = map(cupy.from_dlpack, (q, *paged))
+        calls[f"in pages of {page_size}"] = partial(
+            cufa.attention, *arrays, block_table=cupy.from_dlpack(table.to(torch.int32))
+        )
     for name, backend in PEERS.items():
 
         def attend_peer(backend: SDPBackend = backend) -> torch.Tensor:
@@ -80,6 +89,13 @@ def calls_of(
 
         calls[name] = attend_peer
     return calls
+
+
+def in_pages(x: torch.Tensor, table: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Keys or values, (batch, keys, heads, dim), in those pages: (pages, page_size, heads, dim)."""
+    pages = torch.empty((table.numel(), page_size, *x.shape[2:]), dtype=x.dtype, device=x.device)
+    pages[table] = x.reshape(*table.shape, page_size, *x.shape[2:])
+    return pages
 
 
 def check(calls: dict[str, Call]) -> None:

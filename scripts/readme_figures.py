@@ -38,8 +38,11 @@ INSTALL_RECORD = ROOT / "benchmarks" / "install.json"
 
 Row = dict[str, Any]
 
-# Features that a forward call cannot ask for.
-BACKWARD_ONLY = frozenset(("dlse", "deterministic", "dbias", "dsink"))
+# Features that a call of the other direction cannot ask for.
+ONLY_IN = {
+    "forward": frozenset(("block_table",)),
+    "backward": frozenset(("dlse", "deterministic", "dbias", "dsink")),
+}
 
 # Whom bench_peers.py compares rungs with that are not the fastest on a Hopper.
 PEER_OF_RUNGS = "flash-attention-2"
@@ -128,7 +131,8 @@ def choice(_: Row) -> str:
 
     lines = []
     for kernel in [*reversed(of("forward")), *reversed(of("backward"))]:
-        of_direction = every if kernel.direction == "backward" else every - BACKWARD_ONLY
+        of_others = (names for direction, names in ONLY_IN.items() if direction != kernel.direction)
+        of_direction = every.difference(*of_others)
         lines.append(
             (
                 rung_link(kernel.name),
@@ -401,7 +405,7 @@ def beside(name: str, other: str, points: Sequence[Row]) -> str:
 def decode(record: Row) -> str:
     """How long one query takes with many keys, beside other libraries."""
     points = record["points"]
-    peers = [name for name in points[0]["seconds"] if name != "cufa"]
+    peers, in_pages = others_of(points, "peers"), others_of(points, "pages")
     lines = []
     for point in points:
         heads = f"{point['heads']}/{point['kv_heads']}"
@@ -411,17 +415,25 @@ def decode(record: Row) -> str:
                 f"{point['batch']} x {point['seqlen_k']:,}, {heads} heads of {point['head_dim']}",
                 duration(seconds["cufa"]),
                 f"{point['bytes'] / seconds['cufa'] / 1e12:.2f}",
-                *(times_as_fast(point, name) for name in peers),
+                *(times_as_fast(point, name) for name in (*peers, *in_pages)),
             )
         )
-    header = ("batch x keys", "time", "TB/s", *(f"x {name}" for name in peers))
+    header = ("batch x keys", "time", "TB/s", *(f"x {name}" for name in peers), *in_pages)
     means = " and ".join(f"{mean_speedup(name, points):.2f} times as fast as {name}" for name in peers)
+    slower = ", ".join(f"{mean_speedup(name, points):.2f} times as long {name}" for name in in_pages)
+    paged = f" A call takes {slower}, which are shuffled." if in_pages else ""
     caption = (
-        f"One query for each head, in bfloat16; TB/s of K and V. In the mean, cufa is {means}. On an "
+        f"One query for each head, in bfloat16; TB/s of K and V. In the mean, cufa is {means}.{paged} On an "
         f"{record['gpu']}, driver {record['driver']}, PyTorch {record['torch']}, cuDNN {record['cudnn']}, "
         f"{record['date']}, by `scripts/bench_decode.py` ([decode.json](decode.json))."
     )
     return f"{table(header, lines)}\n\n{caption}"
+
+
+def others_of(points: Sequence[Row], kind: str) -> list[str]:
+    """What is timed beside cufa with its keys in one piece: peers, or cufa with keys in pages."""
+    names = [name for name in points[0]["seconds"] if name != "cufa"]
+    return [name for name in names if name.startswith("in pages") == (kind == "pages")]
 
 
 def mean_speedup(name: str, points: Sequence[Row]) -> float:
@@ -508,7 +520,7 @@ def summary(peers: Row, fp8: Row, decode: Row, rungs: Row, check: Row) -> str:
     error = max(point["error"] for point in fp8["points"])
     points = decode["points"]
     keys = [point["seqlen_k"] for point in points]
-    others = [name for name in points[0]["seconds"] if name != "cufa"]
+    others = others_of(points, "peers")
     decoding = " and ".join(f"{mean_speedup(name, points):.2f} times as fast as {name}" for name in others)
     by_mma = " and ".join(
         f"{kernel} {mean_ratio(kernel, PEER_OF_RUNGS, rungs['points'])}"

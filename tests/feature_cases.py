@@ -28,11 +28,14 @@ FORWARD_FEATURES = (
     "dropout",
     "packed",
     "seqused_k",
+    "block_table",
 )
-# dbias and dsink ask for the gradients of the bias and of the sink.
-BACKWARD_FEATURES = (*FORWARD_FEATURES, "dlse", "dbias", "dsink", "deterministic")
+# dbias and dsink ask for the gradients of the bias and of the sink. Keys in pages have none.
+BACKWARD_FEATURES = (*FORWARD_FEATURES[:-1], "dlse", "dbias", "dsink", "deterministic")
 _IMPLIED = {"dbias": "bias", "dsink": "sink", "mask_bits": "mask"}
 
+# A key, tiles of them and several, and neither.
+PAGE_SIZES = (1, 7, 16, 32, 48)
 # For the emulator: several of its small tiles of either length, one row or key, and none.
 LENGTHS = [(39, 53), (53, 39), (1, 40), (40, 1), (0, 5), (5, 0)]
 SIZES = {"heads": 2, "kv_heads": 1, "head_dim": 24, "head_dim_v": 40}
@@ -137,7 +140,7 @@ def draw_case(
     """A random problem with these features; `options` are those of `tolerance.random_problem`.
 
     Packed sequences have random lengths up to `seqlen_q` and `seqlen_k`, and the tensors have tokens
-    before and after them that belong to none.
+    before and after them that belong to none. Pages have a random size.
     """
     on = set(features)
     on |= {_IMPLIED[name] for name in on & _IMPLIED.keys()}
@@ -166,7 +169,7 @@ def draw_case(
         arrays["sink"] = rng.standard_normal(heads).astype(sums)
     if "seqused_k" in on:
         arrays["seqused_k"] = rng.integers(0, seqlen_k + 1, batch).astype(np.int32)
-    return Case(
+    case = Case(
         problem,
         numbers,
         arrays,
@@ -174,6 +177,7 @@ def draw_case(
         tuple(name for name in ("bias", "sink") if f"d{name}" in on),
         "deterministic" in on,
     )
+    return in_pages(rng, case, int(rng.choice(PAGE_SIZES))) if "block_table" in on else case
 
 
 def in_pages(rng: np.random.Generator, case: Case, page_size: int) -> Case:

@@ -35,10 +35,25 @@ def exact(case):
     """What attention gives for values that are the unit matrix."""
     problem = case.problem
     batch, seqlen_k, kv_heads, _ = problem.k.shape
-    units = np.broadcast_to(np.eye(seqlen_k)[:, None], (batch, seqlen_k, kv_heads, seqlen_k))
+    if "block_table" in case.arrays:
+        units = units_in_pages(problem.k, case.arrays["block_table"])
+    else:
+        units = np.broadcast_to(np.eye(seqlen_k)[:, None], (batch, seqlen_k, kv_heads, seqlen_k))
     dtype = judge(problem.dtype_name)
     out, lse = reference.attention(problem.q, problem.k, units, **case.forward, dtype=dtype)
     return out.transpose(0, 2, 1, 3), lse
+
+
+def units_in_pages(k, table):
+    """The unit matrix of each sequence, in the pages that are there."""
+    count, page_size, kv_heads, _ = k.shape
+    room = table.shape[1] * page_size
+    units = np.zeros((count, page_size, kv_heads, room))
+    in_pages = np.eye(room).reshape(-1, page_size, 1, room)
+    for entries in table:
+        there = (entries >= 0) & (entries < count)
+        units[entries[there]] = in_pages[there]
+    return units
 
 
 def assert_probabilities(actual, case):

@@ -58,6 +58,8 @@ def test_the_axes_of_a_layout():
     assert layout_of(described(bshd), 2, LAYOUTS["bshd"]).places == (0, 120, 24, 8)
     assert layout_of(described(bhsd), 2, LAYOUTS["bhsd"]).places == (0, 120, 8, 40)
     assert layout_of(described(bshd[0]), 2, PACKED).places == (0, 0, 24, 8)
+    both = layout_of(described(bshd[0], bshd), 2, (PACKED, LAYOUTS["bshd"]))
+    assert both.places == (0, 0, 24, 8, 0, 120, 24, 8)
 
 
 def test_tensors_that_are_not_there_yet_are_contiguous():

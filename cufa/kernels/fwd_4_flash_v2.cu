@@ -6,7 +6,8 @@
 // the scale.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
-//          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim)
+//          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
+//          V in pages: (pages, page_size, kv_heads, dim)
 // Owns     block: BLOCK_M queries of one head; warp: whole rows of them; thread: kRows rows x kKeys
 //          keys of S, the same rows of O
 // Shared   Q tile, K tile, V tile, P tile

@@ -7,7 +7,8 @@
 // a maximum has grown by more than what float32 sums can hold anyway.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
-//          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim)
+//          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
+//          V in pages: (pages, page_size, kv_heads, dim)
 // Owns     block: BLOCK_M queries of one head; warp: kTiles 16-row tiles of them, of which SPLIT
 //          warps share the scores and part the output's columns
 // Shared   Q tile, K tile, V tile

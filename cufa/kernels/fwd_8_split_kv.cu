@@ -7,7 +7,8 @@
 // found is merged in shared memory, and what the blocks found by a second launch.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
-//          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim)
+//          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
+//          V in pages: (pages, page_size, kv_heads, dim)
 // Owns     block: BLOCK_M rows of one KV head and a part of its keys; team: each kTeams-th tile of
 //          BLOCK_N of those keys; warp: WARP_ROWS rows
 // Shared   Q tile; STAGES tiles of K and of V for each team, where later its part is

@@ -34,8 +34,9 @@ FORWARD_FEATURES = (
 BACKWARD_FEATURES = (*FORWARD_FEATURES[:-1], "dlse", "dbias", "dsink", "deterministic")
 _IMPLIED = {"dbias": "bias", "dsink": "sink", "mask_bits": "mask"}
 
-# A key, tiles of them and several, and neither.
+# A key, tiles of them and several, and neither; and those that Hopper's kernels take.
 PAGE_SIZES = (1, 7, 16, 32, 48)
+HOPPER_PAGE_SIZES = (16, 48, 128)
 # For the emulator: several of its small tiles of either length, one row or key, and none.
 LENGTHS = [(39, 53), (53, 39), (1, 40), (40, 1), (0, 5), (5, 0)]
 SIZES = {"heads": 2, "kv_heads": 1, "head_dim": 24, "head_dim_v": 40}
@@ -135,12 +136,13 @@ def draw_case(
     batch: int = 2,
     heads: int = 4,
     kv_heads: int = 2,
+    page_sizes: Sequence[int] = PAGE_SIZES,
     **options: Any,
 ) -> Case:
     """A random problem with these features; `options` are those of `tolerance.random_problem`.
 
     Packed sequences have random lengths up to `seqlen_q` and `seqlen_k`, and the tensors have tokens
-    before and after them that belong to none. Pages have a random size.
+    before and after them that belong to none. Pages have one of the sizes.
     """
     on = set(features)
     on |= {_IMPLIED[name] for name in on & _IMPLIED.keys()}
@@ -177,7 +179,7 @@ def draw_case(
         tuple(name for name in ("bias", "sink") if f"d{name}" in on),
         "deterministic" in on,
     )
-    return in_pages(rng, case, int(rng.choice(PAGE_SIZES))) if "block_table" in on else case
+    return in_pages(rng, case, int(rng.choice(page_sizes))) if "block_table" in on else case
 
 
 def in_pages(rng: np.random.Generator, case: Case, page_size: int) -> Case:

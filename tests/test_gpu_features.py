@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from feature_cases import FORWARD_FEATURES, draw_case, sets_of
+from feature_cases import FORWARD_FEATURES, HOPPER_PAGE_SIZES, PAGE_SIZES, draw_case, sets_of
 from tolerance import assert_attention, assert_gradients
 
 import cufa
@@ -62,12 +62,14 @@ def draw(rng, kernel, dtype, features):
     if kernel == UNEVEN_KERNEL and "softcap" not in features:
         shapes = [*shapes, UNEVEN_SHAPE, UNEVEN_SHAPE]  # twice, or few sets of features would meet it
     seqlen_q, seqlen_k, head_dim, head_dim_v = shapes[rng.integers(len(shapes))]
+    page_sizes = PAGE_SIZES if KERNELS[kernel].only_arch is None else HOPPER_PAGE_SIZES
     return draw_case(
         *(rng, dtype, features),
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
+        page_sizes=page_sizes,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -64,7 +64,7 @@ def dtype_name(dtype: Any, argument: str, allowed: Mapping[str, Any] = DTYPES) -
     """One of `allowed`'s names; TypeError, naming the argument, for any other dtype."""
     name = _DTYPE_NAMES.get(dtype)
     if name is None or name not in allowed:
-        raise TypeError(f"{argument} has dtype {dtype}; it may be {_one_of(allowed)}")
+        raise TypeError(f"{argument} has dtype {dtype}; it may be {one_of(allowed)}")
     return name
 
 
@@ -73,9 +73,10 @@ def accumulator_dtype(dtype: str) -> np.dtype[Any]:
     return DTYPES["float64" if dtype == "float64" else "float32"]
 
 
-def _one_of(names: Mapping[str, Any]) -> str:
+def one_of(names: Iterable[str]) -> str:
+    """As in: a, b or c."""
     *most, last = names
-    return f"{', '.join(most)} or {last}"
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ def check_options(options: Options) -> None:
 def check_layout(layout: str) -> tuple[int, int, int]:
     """The axes (batch, seqlen, heads) of a layout; ValueError for one that is not known."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; it may be {_one_of(LAYOUTS)}")
+        raise ValueError(f"layout is {layout!r}; it may be {one_of(LAYOUTS)}")
     return LAYOUTS[layout]
 
 
@@ -370,7 +371,7 @@ def _tensors(
 
     dtype = dtype_name(dtypes["q"], "q", INPUT_DTYPES)
     if dtype == FLOAT8 and direction == "backward":
-        raise TypeError(f"q has dtype {dtype}, of which there are no gradients; it may be {_one_of(DTYPES)}")
+        raise TypeError(f"q has dtype {dtype}, of which there are no gradients; it may be {one_of(DTYPES)}")
     for name in ("k", "v"):
         if dtype_name(dtypes[name], name, INPUT_DTYPES) != dtype:
             raise TypeError(f"{name} has dtype {dtypes[name]} and q {dtypes['q']}; they must be the same")

@@ -29,7 +29,7 @@ from cufa.jit import Variant
 from cufa.kernels import COMPANIONS, KERNELS
 from cufa.plan import Launch, make_plan, make_probabilities_plan
 from cufa.plan.standard import merge_launch, softmax_launch
-from cufa.problem import DTYPES, MAX_ALIGN_BYTES, Direction, Features, Problem
+from cufa.problem import DTYPES, MAX_ALIGN_BYTES, Direction, Features, Problem, one_of
 
 # The lengths of the plans and of a window; what is compiled does not depend on them.
 _SEQLEN = 4096
@@ -317,7 +317,7 @@ def _plan(request: _Request) -> _Planned:
     if request.tiles:
         raise ValueError(f"tiles has {', '.join(request.tiles)}, and {name} has no tiles to choose")
     if request.dtype not in DTYPES:
-        raise ValueError(f"{name} supports {', '.join(DTYPES)}, and the arrays are {request.dtype}")
+        raise ValueError(f"{name} supports {one_of(DTYPES)}, and the arrays are {request.dtype}")
     variant, launch = _COMPANION_LAUNCHES[name](request, device.arch)
     return _Planned(variant, (launch,), {})
 
@@ -367,7 +367,7 @@ def _emit(compiled: _Compiled, what: str, destination: Path | None) -> None:
     try:
         destination.write_bytes(code)
     except OSError as error:
-        raise output.Failure(f"--output {destination}: {error}") from error
+        raise output.Failure(f"--output {destination}: {error.strerror or error}") from error
 
 
 def _document(compiled: _Compiled) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def load(name: str, location: str, dtype: str | None) -> Array:
             else:
                 array = loaded
     except OSError as error:
-        raise Failure(f"{option}: {error}") from error
+        raise Failure(f"{option}: {error.strerror or error}") from error
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
         reason = str(error).partition(". ")[0]  # NumPy goes on with how to unpickle it nevertheless
         raise Failure(f"{option}: it is no .npy or .npz file of numbers ({reason})") from error
@@ -64,7 +64,7 @@ def save(path: Path, results: Mapping[str, Array]) -> None:
         else:
             np.savez(path, allow_pickle=False, **results)
     except OSError as error:
-        raise Failure(f"--out {path}: {error}") from error
+        raise Failure(f"--out {path}: {error.strerror or error}") from error
 
 
 def _split(location: str) -> tuple[str, str | None]:

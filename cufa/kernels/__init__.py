@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from cufa.device import Device
-from cufa.problem import DTYPES, FLOAT8, MAX_HEAD_DIM, Direction, Problem
+from cufa.problem import DTYPES, FLOAT8, MAX_HEAD_DIM, Direction, Problem, one_of
 from cufa.rounding import ceil_div
 
 # From which compute capability on tensor cores take a type by mma.sync; for float64, which have them in more
@@ -75,7 +75,7 @@ class Kernel:
         if problem.direction != self.direction:
             return f"{self.name} is a {self.direction} kernel, and this is a {problem.direction} call"
         if problem.dtype not in self.dtypes:
-            return f"{self.name} supports {', '.join(self.dtypes)}, and the arrays are {problem.dtype}"
+            return f"{self.name} supports {one_of(self.dtypes)}, and the arrays are {problem.dtype}"
         if self.only_arch not in (None, f"{device.arch.number}{device.arch.suffix}"):
             return f"{self.name} needs sm_{self.only_arch}, and the arch is {device.arch}"
         if device.arch.capability < self.min_capability:

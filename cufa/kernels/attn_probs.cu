@@ -10,8 +10,9 @@
 #include "key_tiles.cuh"
 #include "scores.cuh"
 
+constexpr int kThreads = THREADS, kBlocksPerSm = BLOCKS_PER_SM;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
-using Grid = ThreadGrid<THREADS, LANES>;
+using Grid = ThreadGrid<kThreads, LANES>;
 constexpr int kRows = kBlockM / Grid::kY;  // of S, per thread
 constexpr int kKeys = kBlockN / Grid::kX;  // of S, per thread
 static_assert(kRows * Grid::kY == kBlockM, "BLOCK_M must be a multiple of THREADS / LANES");
@@ -55,7 +56,7 @@ __device__ inline void store(Matrix<scalar_t> to, const Probabilities& p, acc_t 
         }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     attn_probs(const __grid_constant__ ForwardParams params) {
     Smem& smem = shared_memory<Smem>();
     const Grid grid;
@@ -65,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const auto q = sequence.queries<const scalar_t>(params.q, head);
     const auto k = sequence.keys<const scalar_t>(params.k, kv_head);
     const auto out = sequence.queries<scalar_t>(params.o, head);
-    load_tile<THREADS, kHeadDim>(smem.q, q, first_row, sequence.seqlen_q);
+    load_tile<kThreads, kHeadDim>(smem.q, q, first_row, sequence.seqlen_q);
 
     acc_t shift[kRows];
     const acc_t* lse = static_cast<const acc_t*>(params.lse);
@@ -76,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         Probabilities p = {};
         if (key >= tiles.begin && key < tiles.end) {
             __syncthreads();  // every warp is done with the previous K
-            load_tile<THREADS, kHeadDim>(smem.k, k, key, tiles.end);
+            load_tile<kThreads, kHeadDim>(smem.k, k, key, tiles.end);
             __syncthreads();
             product_nt<kHeadDim>(p, smem.q, smem.k, grid);
             apply<true>(rules, p, grid, first_row, key);

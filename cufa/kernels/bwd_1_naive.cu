@@ -12,6 +12,7 @@
 #include "memory.cuh"
 #include "standard.cuh"
 
+constexpr int kThreads = THREADS;
 static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
 // P and dS, which has the place of dP.
@@ -26,7 +27,7 @@ struct Workspace {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     probabilities(const __grid_constant__ BackwardParams params) {
     const Sizes& sizes = params.sizes;
     const long long index = thread_index();
@@ -43,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Workspace(params).p[index] = p;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     grad_probabilities(const __grid_constant__ BackwardParams params) {
     const Sizes& sizes = params.sizes;
     const long long index = thread_index();
@@ -58,21 +59,21 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Workspace(params).ds[index] = dp;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     grad_scores(const __grid_constant__ BackwardParams params) {
     const int cols = params.sizes.seqlen_k;
     const acc_t* p = Workspace(params).p + static_cast<long long>(blockIdx.x) * cols;
     acc_t* ds = Workspace(params).ds + static_cast<long long>(blockIdx.x) * cols;
 
     acc_t sum = 0;
-    for (int j = threadIdx.x; j < cols; j += THREADS) sum += p[j] * ds[j];
-    sum = block_sum<THREADS>(sum, shared_memory<WarpSums<THREADS>>());
+    for (int j = threadIdx.x; j < cols; j += kThreads) sum += p[j] * ds[j];
+    sum = block_sum<kThreads>(sum, shared_memory<WarpSums<kThreads>>());
 
     const int keys = mask_of(params.sizes).keys_end(blockIdx.x % params.sizes.seqlen_q);
-    for (int j = threadIdx.x; j < keys; j += THREADS) ds[j] = p[j] * (ds[j] - sum);
+    for (int j = threadIdx.x; j < keys; j += kThreads) ds[j] = p[j] * (ds[j] - sum);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     grad_queries(const __grid_constant__ BackwardParams params) {
     const Sizes& sizes = params.sizes;
     const long long index = thread_index();
@@ -111,13 +112,13 @@ __device__ inline void key_gradient(const Sizes& sizes, const acc_t* weights, co
         from_acc<scalar_t>(scale * sum);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     grad_keys(const __grid_constant__ BackwardParams params) {
     key_gradient<kHeadDim>(params.sizes, Workspace(params).ds, params.q, params.dk,
                            params.softmax_scale);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     grad_values(const __grid_constant__ BackwardParams params) {
     key_gradient<kValueDim>(params.sizes, Workspace(params).p, params.dout, params.dv, 1);
 }

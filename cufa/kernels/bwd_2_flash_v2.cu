@@ -23,8 +23,9 @@
 #include "sink_gradient.cuh"
 #include "warp_rows.cuh"
 
+constexpr int kThreads = THREADS, kBlocksPerSm = BLOCKS_PER_SM;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
-using Grid = ThreadGrid<THREADS, LANES>;
+using Grid = ThreadGrid<kThreads, LANES>;
 constexpr int kRows = kBlockM / Grid::kY;
 constexpr int kKeys = kBlockN / Grid::kX;
 constexpr int kTileKeys = kBlockN / Grid::kY;
@@ -45,7 +46,7 @@ struct Tiles {
 
 union Smem {
     Tiles tiles;
-    WarpSums<THREADS> warps;
+    WarpSums<kThreads> warps;
 };
 
 // The workspace's parts, each for all heads. The first is what must be aligned.
@@ -86,9 +87,9 @@ struct QueryHead {
 
 __device__ inline void load_queries(Tiles& smem, const QueryHead& head, int first_row) {
     const int seqlen_q = head.rules.mask.seqlen_q;
-    load_tile<THREADS, kHeadDim>(smem.q, head.q, first_row, seqlen_q);
-    load_tile<THREADS, kValueDim>(smem.dout, head.dout, first_row, seqlen_q);
-    for (int i = threadIdx.x; i < kBlockM; i += THREADS) {
+    load_tile<kThreads, kHeadDim>(smem.q, head.q, first_row, seqlen_q);
+    load_tile<kThreads, kValueDim>(smem.dout, head.dout, first_row, seqlen_q);
+    for (int i = threadIdx.x; i < kBlockM; i += kThreads) {
         const bool inside = first_row + i < seqlen_q;
         smem.rows[i] = inside ? head.stats[first_row + i] : RowStats{};
     }
@@ -96,8 +97,8 @@ __device__ inline void load_queries(Tiles& smem, const QueryHead& head, int firs
 
 __device__ inline void load_keys(Tiles& smem, Matrix<const scalar_t> k, Matrix<const scalar_t> v,
                                  int first_key, int seqlen_k) {
-    load_tile<THREADS, kHeadDim>(smem.k, k, first_key, seqlen_k);
-    load_tile<THREADS, kValueDim>(smem.v, v, first_key, seqlen_k);
+    load_tile<kThreads, kHeadDim>(smem.k, k, first_key, seqlen_k);
+    load_tile<kThreads, kValueDim>(smem.v, v, first_key, seqlen_k);
 }
 
 // P and dS of a thread.
@@ -199,19 +200,19 @@ struct QueryGradients {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     row_sums(const __grid_constant__ BackwardParams params) {
     const Workspace workspace(params);
-    write_row_stats<THREADS>(params, workspace.stats);
-    const long long row = warp_of_grid<THREADS>();
+    write_row_stats<kThreads>(params, workspace.stats);
+    const long long row = warp_of_grid<kThreads>();
     if (!kDeterministic && row < rows_of_heads(params.sizes)) {
         for (int col = threadIdx.x % 32; col < kHeadDim; col += 32)
             workspace.dq[row * kHeadDim + col] = 0;
     }
-    if constexpr (kBiasGradient) clear_bias_sums<THREADS>(params, workspace.bias);
+    if constexpr (kBiasGradient) clear_bias_sums<kThreads>(params, workspace.bias);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     key_tiles(const __grid_constant__ BackwardParams params) {
     Tiles& smem = shared_memory<Smem>().tiles;
     const Grid grid;
@@ -246,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     query_tiles(const __grid_constant__ BackwardParams params) {
     if constexpr (kDeterministic) {
         Tiles& smem = shared_memory<Smem>().tiles;
@@ -278,10 +279,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     round_queries(const __grid_constant__ BackwardParams params) {
     if constexpr (!kDeterministic) {
-        const long long index = warp_of_grid<THREADS>();
+        const long long index = warp_of_grid<kThreads>();
         if (index >= rows_of_heads(params.sizes)) return;
         const WarpRow at(params.sizes, index);
         if (!at.is_of_a_sequence(params)) return;
@@ -292,15 +293,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     bias_gradient(const __grid_constant__ BackwardParams params) {
     if constexpr (kBiasGradient)
-        write_bias_gradient<bias_t, THREADS>(params, Workspace(params).bias);
+        write_bias_gradient<bias_t, kThreads>(params, Workspace(params).bias);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     sink_gradient(const __grid_constant__ BackwardParams params) {
     if constexpr (kSink)
-        write_sink_gradient<THREADS>(params, StatsInOrder{params, Workspace(params).stats},
-                                     shared_memory<Smem>().warps);
+        write_sink_gradient<kThreads>(params, StatsInOrder{params, Workspace(params).stats},
+                                      shared_memory<Smem>().warps);
 }

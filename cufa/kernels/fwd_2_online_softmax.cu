@@ -13,24 +13,25 @@
 #include "softmax_rows.cuh"
 #include "standard.cuh"
 
+constexpr int kThreads = THREADS;
 static_assert(sizeof(ForwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     scores(const __grid_constant__ ForwardParams params) {
     scores_element(params, static_cast<acc_t*>(params.workspace));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     softmax(const __grid_constant__ ForwardParams params) {
     const int cols = params.sizes.seqlen_k;
     acc_t* row = static_cast<acc_t*>(params.workspace) + static_cast<long long>(blockIdx.x) * cols;
     const OnlineSoftmax statistics =
-        softmax_two_passes(row, row, cols, shared_memory<RowScratch<THREADS>>());
+        softmax_two_passes(row, row, cols, shared_memory<RowScratch<kThreads>>());
     if (params.lse && threadIdx.x == 0)
         static_cast<acc_t*>(params.lse)[blockIdx.x] = statistics.lse();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     output(const __grid_constant__ ForwardParams params) {
     output_element(params, static_cast<const acc_t*>(params.workspace));
 }

@@ -15,8 +15,9 @@
 #include "online_softmax.cuh"
 #include "scores.cuh"
 
+constexpr int kThreads = THREADS;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
-using Grid = ThreadGrid<THREADS, LANES>;
+using Grid = ThreadGrid<kThreads, LANES>;
 constexpr int kRows = kBlockM / Grid::kY;
 constexpr int kKeys = kBlockN / Grid::kX;
 constexpr int kGroups = Grid::groups(kValueDim);
@@ -97,7 +98,7 @@ struct Statistics {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     fwd_3_flash_v1(const __grid_constant__ ForwardParams params) {
     const Sizes& sizes = params.sizes;
     const Mask mask{sizes.seqlen_q, sizes.seqlen_k};
@@ -111,12 +112,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     Smem& smem = shared_memory<Smem>();
     const Grid grid;
-    load_tile<THREADS, kHeadDim>(smem.q, matrix_of<const scalar_t>(params.q, batch, head),
-                                 first_row, sizes.seqlen_q);
-    load_tile<THREADS, kHeadDim>(smem.k, matrix_of<const scalar_t>(params.k, batch, kv_head),
-                                 keys.first_key, sizes.seqlen_k);
-    load_tile<THREADS, kValueDim>(smem.v, matrix_of<const scalar_t>(params.v, batch, kv_head),
+    load_tile<kThreads, kHeadDim>(smem.q, matrix_of<const scalar_t>(params.q, batch, head),
+                                  first_row, sizes.seqlen_q);
+    load_tile<kThreads, kHeadDim>(smem.k, matrix_of<const scalar_t>(params.k, batch, kv_head),
                                   keys.first_key, sizes.seqlen_k);
+    load_tile<kThreads, kValueDim>(smem.v, matrix_of<const scalar_t>(params.v, batch, kv_head),
+                                   keys.first_key, sizes.seqlen_k);
     __syncthreads();
 
     ScoreTile<kRows, kKeys> scores;

@@ -16,8 +16,9 @@
 #include "key_tiles.cuh"
 #include "scores.cuh"
 
+constexpr int kThreads = THREADS, kBlocksPerSm = BLOCKS_PER_SM;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
-using Grid = ThreadGrid<THREADS, LANES>;
+using Grid = ThreadGrid<kThreads, LANES>;
 constexpr int kRows = kBlockM / Grid::kY;  // of S and O, per thread
 constexpr int kKeys = kBlockN / Grid::kX;  // of S, per thread
 constexpr int kGroups = Grid::groups(kValueDim);
@@ -58,8 +59,8 @@ __device__ inline void attend(Accumulator& acc, Smem& smem, const ScoreRules& ru
                               const KeyMatrix<const scalar_t>& v, const Grid& grid, int first_row,
                               int first_key) {
     __syncthreads();  // every warp is done with the previous K and V
-    load_tile<THREADS, kHeadDim>(smem.k, k, first_key, rules.mask.seqlen_k);
-    load_tile<THREADS, kValueDim>(smem.v, v, first_key, rules.mask.seqlen_k);
+    load_tile<kThreads, kHeadDim>(smem.k, k, first_key, rules.mask.seqlen_k);
+    load_tile<kThreads, kValueDim>(smem.v, v, first_key, rules.mask.seqlen_k);
     __syncthreads();
 
     ScoreTile<kRows, kKeys> scores;
@@ -74,7 +75,7 @@ __device__ inline void attend(Accumulator& acc, Smem& smem, const ScoreRules& ru
     product_nn<Masked>(acc.o, smem.p, smem.v, grid);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     fwd_4_flash_v2(const __grid_constant__ ForwardParams params) {
     Smem& smem = shared_memory<Smem>();
     const Grid grid;
@@ -87,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const auto q = sequence.queries<const scalar_t>(params.q, head);
     const auto k = sequence.keys<const scalar_t>(params.k, kv_head);
     const auto v = sequence.keys<const scalar_t>(params.v, kv_head);
-    load_tile<THREADS, kHeadDim>(smem.q, q, first_row, seqlen_q);
+    load_tile<kThreads, kHeadDim>(smem.q, q, first_row, seqlen_q);
 
     Accumulator acc = {};
     for (int key = tiles.begin; key < tiles.end; key += kBlockN) {

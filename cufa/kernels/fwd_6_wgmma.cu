@@ -17,6 +17,7 @@
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key
 #include "wgmma_forward.cuh"
 
+constexpr int kThreads = THREADS;
 constexpr int kDims = round_up(kValueDim, kWgmmaK);
 
 struct Params {
@@ -126,7 +127,7 @@ struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     fwd_6_wgmma(const __grid_constant__ Params params) {
     Smem& smem = shared_memory<Smem>();
     if (threadIdx.x == 0) {

@@ -11,6 +11,7 @@
 #include "online_softmax.cuh"
 #include "tensor.cuh"
 
+constexpr int kThreads = THREADS;
 static_assert(sizeof(MergeParams) == PARAMS_BYTES, "the host passes a different struct");
 
 constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), kValueDim & -kValueDim);
@@ -25,9 +26,9 @@ __device__ inline acc_t product(acc_t weight, scalar_t value) {
     return weight == 0 ? acc_t(0) : weight * to_acc(value);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     merge(const __grid_constant__ MergeParams params) {
-    const long long index = static_cast<long long>(blockIdx.x) * (THREADS / 32) + threadIdx.x / 32;
+    const long long index = static_cast<long long>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
     const int row = index % params.seqlen, head = index / params.seqlen % params.heads;
     const int batch = index / params.seqlen / params.heads;
     if (batch >= params.batch) return;

@@ -7,12 +7,13 @@
 #include "params.cuh"
 #include "softmax_rows.cuh"
 
+constexpr int kThreads = THREADS;
 static_assert(sizeof(SoftmaxParams) == PARAMS_BYTES, "the host passes a different struct");
 static_assert(PASSES == 2 || PASSES == 3, "a softmax takes two passes or three");
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     softmax(const __grid_constant__ SoftmaxParams params) {
-    auto& scratch = shared_memory<RowScratch<THREADS>>();
+    auto& scratch = shared_memory<RowScratch<kThreads>>();
     for (long long row = blockIdx.x; row < params.rows; row += gridDim.x) {
         const scalar_t* x = static_cast<const scalar_t*>(params.x) + row * params.x_row_stride;
         scalar_t* y = static_cast<scalar_t*>(params.y) + row * params.y_row_stride;

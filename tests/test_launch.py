@@ -55,6 +55,9 @@ class Machine:
         return cupy.ndarray(host.shape, host.dtype, pointer + (arrays.address(host) - first), host.strides)
 
     def contiguous(self, array):
+        """As `cupy.ascontiguousarray`."""
+        if array.flags.c_contiguous:
+            return array
         copy = cupy.ndarray(array.shape, array.dtype)
         host(copy)[...] = host(array)
         return copy

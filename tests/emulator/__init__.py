@@ -56,6 +56,7 @@ _CHECKED = (
     "-finline-functions-called-once",
     "-finline-small-functions",
     "-fsanitize=thread,alignment,bounds,signed-integer-overflow,integer-divide-by-zero,shift",
+    "-fno-sanitize-recover=all",  # what follows a report is not compiled
 )
 _FAST = ("-O1",)
 

@@ -56,7 +56,8 @@ struct TypeMismatch {
     const TypeDescriptor& type;
     unsigned char log2_alignment, access;
 };
-void __ubsan_handle_type_mismatch_v1(TypeMismatch* data, std::uintptr_t address) {
+[[noreturn]] void __ubsan_handle_type_mismatch_v1_abort(TypeMismatch* data,
+                                                        std::uintptr_t address) {
     const auto alignment = std::uintptr_t(1) << data->log2_alignment;
     Block::current().fail("misaligned address of " + std::string(data->type.name) + ": " +
                           std::to_string(address % alignment) + " bytes past a multiple of " +
@@ -66,13 +67,13 @@ struct OutOfBounds {
     SourceLocation location;
     const TypeDescriptor &array, &index;
 };
-void __ubsan_handle_out_of_bounds(OutOfBounds* data, std::uintptr_t index) {
+[[noreturn]] void __ubsan_handle_out_of_bounds_abort(OutOfBounds* data, std::uintptr_t index) {
     Block::current().fail("index " + std::to_string(static_cast<std::intptr_t>(index)) +
                           " out of bounds for " + data->array.name);
 }
-#define DEFINE_HANDLER(name, message)   \
-    void __ubsan_handle_##name() {      \
-        Block::current().fail(message); \
+#define DEFINE_HANDLER(name, message)                   \
+    [[noreturn]] void __ubsan_handle_##name##_abort() { \
+        Block::current().fail(message);                 \
     }
 DEFINE_HANDLER(add_overflow, "integer overflow in an addition")
 DEFINE_HANDLER(sub_overflow, "integer overflow in a subtraction")

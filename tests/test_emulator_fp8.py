@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulator import EmulatorError, calls
-from feature_cases import draw_case, feature_id, hide_nan, sets_of
+from feature_cases import HOPPER_PAGE_SIZES, draw_case, feature_id, hide_nan, sets_of
 from float8 import assert_float8, random_descales
 from test_emulator import planted
 from test_emulator_hopper import (
@@ -102,7 +102,7 @@ def test_packing(launch, rng):
 KERNEL = "fwd_7_fp8"
 # So few SMs that a persistent block takes several tiles.
 DEVICE = replace(calls.DEVICE, sm_count=3)
-FEATURES = ("causal", "window", "softcap", "sink", "seqused_k", "packed")
+FEATURES = ("causal", "window", "softcap", "sink", "seqused_k", "packed", "block_table")
 SETS = sets_of(FEATURES)
 HIDDEN = {False: "clean", True: "NaN in the unseen"}
 
@@ -218,7 +218,8 @@ def test_features(request, features, hidden):
     rng = np.random.default_rng(seed)
     seqlen_q, seqlen_k = (int(length) for length in rng.integers(1, 280, 2))
     dims = {"head_dim": 128, "head_dim_v": 48} if hidden else {"head_dim": 64}
-    case = draw_case(rng, FLOAT8, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **dims)
+    lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    case = draw_case(rng, FLOAT8, features, page_sizes=HOPPER_PAGE_SIZES, **lengths, **dims)
     if hidden:
         hide_nan(case)
     problem = case.problem

@@ -5,7 +5,7 @@ import hashlib
 import ml_dtypes
 import numpy as np
 import pytest
-from feature_cases import draw_case, hide_nan, sets_of
+from feature_cases import HOPPER_PAGE_SIZES, draw_case, hide_nan, sets_of
 from float8 import assert_float8, random_descales
 from tolerance import random_problem
 
@@ -16,7 +16,7 @@ from cufa.problem import FLOAT8
 pytestmark = pytest.mark.gpu
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
-FEATURES = ("causal", "window", "softcap", "sink", "seqused_k", "packed")
+FEATURES = ("causal", "window", "softcap", "sink", "seqused_k", "packed", "block_table")
 
 
 @pytest.fixture
@@ -133,7 +133,8 @@ def test_features(cupy, request, features, hidden):
     rng = np.random.default_rng(seed)
     seqlen_q, seqlen_k = (int(length) for length in rng.integers(1, 700, 2))
     dims = {"head_dim": 128, "head_dim_v": 48} if hidden else {"head_dim": 64}
-    case = draw_case(rng, FLOAT8, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **dims)
+    lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    case = draw_case(rng, FLOAT8, features, page_sizes=HOPPER_PAGE_SIZES, **lengths, **dims)
     if hidden:
         hide_nan(case)
     problem = case.problem

@@ -277,7 +277,7 @@ _LADDER = (
         paper="Shah et al. 2024, section 3.3",
         memory="none",
         dtypes=(FLOAT8,),
-        features=frozenset(("window", "softcap", "sink", "cu_seqlens", "seqused_k")),
+        features=frozenset(("window", "softcap", "sink", "cu_seqlens", "seqused_k", "block_table")),
     ),
     SplitKernel(
         name="fwd_8_split_kv",

@@ -182,3 +182,15 @@ def test_packed_sequences_have_no_descales(arrays):
     assert out.shape == (50, 4, 16)
     with pytest.raises(ValueError, match="packed sequences have no descales"):
         cufa.attention(q, k, v, **ends, q_descale=np.ones((1, 2), np.float32), backend="numpy")
+
+
+def test_keys_in_pages_have_no_descales(arrays):
+    pages = [x.reshape(12, 10, *x.shape[2:]) for x in (arrays.k, arrays.v)]
+    table = np.arange(12, dtype=np.int32).reshape(2, 6)
+    out = cufa.attention(arrays.q, *pages, block_table=table, backend="numpy")
+    expected = cufa.attention(arrays.q, arrays.k, arrays.v, backend="numpy")
+    np.testing.assert_array_equal(out, expected)
+    with pytest.raises(ValueError, match="pages have no descales"):
+        cufa.attention(
+            arrays.q, *pages, block_table=table, k_descale=np.ones((2, 2), np.float32), backend="numpy"
+        )

@@ -144,8 +144,8 @@ def attention(
             (pages, page_size, kv_heads, head_dim), v likewise, and key i of sequence b is row i % page_size
             of page block_table[b, i // page_size]. Which pages are a sequence's, and in what order, does not
             matter, nor does the page size. Entries past the `seqused_k` keys of a sequence are not read, nor
-            are rows past them. With cu_seqlens_q, but not with cu_seqlens_k. There are no gradients. On a GPU
-            the numbers are not checked.
+            are rows past them. With cu_seqlens_q, but not with cu_seqlens_k or descales. There are no
+            gradients. On a GPU the numbers are not checked.
         precision: of float32 products: "ieee" for the error of float32, or "tf32", which is faster: tensor
             cores round their operands to 10 bits of mantissa. On the CPU there is no difference.
         layout: "bshd" as above, or "bhsd" for (batch, heads, seqlen, head_dim); pages are then

@@ -41,9 +41,9 @@ constexpr int kHead = round_up(kHeadDim, kMmaK*(kSplit > kQueryParts ? kSplit : 
 constexpr int kValue = round_up(kValueDim, kMmaK* kSplit);
 constexpr int kHeadPart = kHead / kSplit, kValuePart = kValue / kSplit;
 constexpr int kQueryCols = kHead / kQueryParts;
-// Where there is room for one tile of queries, and no product takes it from registers, the next one
-// is copied as soon as the last product that needs a part of this one is done.
-constexpr bool kEarlyCopies = kStages == 1 && kSplit > 1;
+// Where there is room for one tile of queries, the next one is copied as soon as the last product
+// that needs a part of this one is done, if a barrier says when.
+constexpr bool kEarlyCopies = kStages == 1 && (kSplit > 1 || !kDeterministic);
 static_assert(kQueryRows * kQueryTiles * kMmaM == kBlockM,
               "the warps must share out the rows of dQ");
 static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a different struct");
@@ -236,7 +236,8 @@ struct KeyGradients {
             if (!kDeterministic) store_scores(smem.ds(), ds, place);
             add_product_pn<kTiles, kColumns, kValuePart>(dv, p, smem.dout[stage]);
             add_product_pn<kTiles, kColumns, kHeadPart>(dk, ds, smem.q[stage]);
-            if (!kDeterministic) __syncthreads();  // dS^T is whole
+            if (!kDeterministic) __syncthreads();  // dS^T is whole, every warp is done with Q, dO
+            if (copies) head.start_copy(smem, stage, next_query);
         } else {
             store_scores(smem.p(), p, place);
             if (!kEarlyCopies) store_scores(smem.ds(), ds, place);

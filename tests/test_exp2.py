@@ -14,7 +14,7 @@ from cufa.plan.sizes import common_macros
 from cufa.problem import Problem
 
 SOURCE = "probe_exp2.cu"
-TABLE_BYTES = 128
+TABLE_BYTES = 2048
 # Its last bits are not zero, as those of NumPy's are.
 NAN_WITH_PAYLOAD = np.uint64(0x7FF8_0000_0000_07A2).view(np.float64)
 

@@ -18,6 +18,7 @@
 //          head_dim), unless deterministic; sums of the bias's gradient, if that is wanted
 // Writes   dQ, dK, dV
 #include "bias_gradient.cuh"
+#include "exp2_table.cuh"
 #include "query_tiles.cuh"
 #include "scores.cuh"
 #include "sink_gradient.cuh"
@@ -122,7 +123,8 @@ struct ScoreGradients {
                 ScoreGradient gradient;
                 if (!Masked || rules.sees(row, key)) {
                     const bool kept = !kDropout || keeps(rules, row, key);
-                    gradient = score_gradient(rules, p[i][j], ds[i][j], row, key, stats, kept);
+                    gradient =
+                        score_gradient(Exp2(), rules, p[i][j], ds[i][j], row, key, stats, kept);
                     add_to_bias(row, key, gradient.score);
                 }
                 p[i][j] = gradient.p;

@@ -48,7 +48,7 @@ static_assert(kQueryRows * kQueryTiles * kMmaM == kBlockM,
               "the warps must share out the rows of dQ");
 static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
-struct KeySmem {
+struct KeySmem : Exp2Table<acc_t> {
     MmaTile<kBlockN, kHead> k;
     MmaTile<kBlockN, kValue> v;
     MmaTile<kBlockM, kHead> q[kStages];
@@ -61,7 +61,7 @@ struct KeySmem {
     __device__ auto& p() { return weights[sizeof(weights) / sizeof(weights[0]) - 1]; }
 };
 
-struct QuerySmem {
+struct QuerySmem : Exp2Table<acc_t> {
     MmaTile<kBlockN, kHead> q;
     MmaTile<kBlockN, kValue> dout;
     MmaTile<kBlockM, kHead> k[kStages];
@@ -170,7 +170,7 @@ struct KeyGradients {
     // Takes in one tile of queries of those before `end`.
     __device__ void attend(KeySmem& smem, int stage, const QueryHead& head, const Place& place,
                            int first_query, int end, int first_key, bool masked) {
-        const KeyRows tile{head.rules, place, first_key, first_query};
+        const KeyRows tile{smem, head.rules, place, first_key, first_query};
         const SeenScores<KeyRows> seen(tile);
         Scores s = {}, dp = {};
         product_of(s, smem.k, smem.q[stage], place);
@@ -301,7 +301,7 @@ struct QueryGradients {
     // Takes in one tile of keys: dQ += dS K.
     __device__ void attend(QuerySmem& smem, int stage, const ScoreRules& rules, const Place& place,
                            int first_query, int first_key, bool masked) {
-        const QueryRows tile{rules, place, first_query, first_key};
+        const QueryRows tile{smem, rules, place, first_query, first_key};
         const SeenScores<QueryRows> seen(tile);
         Scores s = {}, dp = {};
         product_of(s, smem.q, smem.k[stage], place);
@@ -374,6 +374,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                         sequence.seqlen_k);
     copy_rows<kValueDim>(smem.v, sequence.keys<const scalar_t>(params.v, kv_head), first_key,
                          sequence.seqlen_k);
+    smem.init();
 
     KeyGradients gradients = {};
     const QueryTiles<kBlockM> tiles(sequence.mask(params.features), first_key, kBlockN);
@@ -410,6 +411,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         const QueryHead queries(params, sequence, own.head);
         copy_rows<kHeadDim>(smem.q, queries.q, first_row, seqlen_q);
         copy_rows<kValueDim>(smem.dout, queries.dout, first_row, seqlen_q);
+        smem.init();
 
         QueryGradients gradients = {};
         gradients.load_stats(queries, place, first_row);

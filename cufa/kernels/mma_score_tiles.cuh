@@ -2,6 +2,7 @@
 // of them.
 #pragma once
 
+#include "exp2_table.cuh"
 #include "mma_tiles.cuh"
 #include "score_gradients.cuh"
 
@@ -39,6 +40,7 @@ struct Element {
 // first_col on, the rows being keys, as in key_tiles, or queries.
 template <bool RowsAreKeys>
 struct TileOfScores {
+    const Exp2Table<acc_t>& exp2;
     const ScoreRules& rules;
     const Place& place;
     int first_row, first_col;
@@ -128,8 +130,8 @@ __device__ inline void differentiate(Scores& s, Scores& dp, const Tile& tile,
                     ScoreGradient gradient;
                     // Only a bias must not be read where nothing is seen.
                     if (is_seen || !kBias) {
-                        gradient = score_gradient(tile.rules, s[m][n][i], dp[m][n][i], query, key,
-                                                  stats_of(at), kept >> i & 1);
+                        gradient = score_gradient(tile.exp2, tile.rules, s[m][n][i], dp[m][n][i],
+                                                  query, key, stats_of(at), kept >> i & 1);
                     }
                     if (!is_seen) gradient = {};
                     if (is_seen) add_to_bias(query, key, gradient.score);

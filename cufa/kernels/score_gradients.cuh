@@ -24,10 +24,12 @@ struct ScoreGradient {
 };
 
 // From the products Q K^T and dO V^T of a row and a key that it sees. `kept` is whether dropout
-// keeps their probability.
-__device__ inline ScoreGradient score_gradient(const ScoreRules& rules, acc_t product, acc_t dp,
-                                               int row, int key, RowStats stats, bool kept) {
-    const acc_t p = exp2_of(rules.score(product, row, key) - stats.lse_log2);
+// keeps their probability, and `exp2` computes powers of 2.
+template <class Exp2>
+__device__ inline ScoreGradient score_gradient(const Exp2& exp2, const ScoreRules& rules,
+                                               acc_t product, acc_t dp, int row, int key,
+                                               RowStats stats, bool kept) {
+    const acc_t p = exp2.power(rules.score(product, row, key) - stats.lse_log2);
     const acc_t scale = !kDropout ? acc_t(1) : kept ? rules.kept_scale() : acc_t(0);
     ScoreGradient gradient;
     gradient.p = p * scale;

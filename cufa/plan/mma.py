@@ -54,8 +54,9 @@ class Arithmetic:
 
     Bytes of an element and of a sum; clocks of a product, in those of 16-bit types; and instructions beside
     the products, in the time of a float32 addition: for each element that a lane loads as an operand, and for
-    each score. The overheads are registers beside the sums: operands, addresses, the softmax's state. The
-    forward may have a table of powers of 2 in shared memory.
+    each score. The overheads are registers beside the sums: operands, addresses, the softmax's state. There
+    may be a table of powers of 2 in shared memory. Whether the forward's copies cost nothing, since the
+    products beside them take much longer.
     """
 
     item_bytes: int
@@ -66,6 +67,7 @@ class Arithmetic:
     instructions_per_operand: float = 0
     instructions_per_score: float = 0
     exp2_table_bytes: int = 0
+    hides_copies: bool = False
 
     def tile_bytes(self, rows: int, cols: int) -> int:
         """The size of mma_tiles.cuh's MmaTile."""
@@ -107,7 +109,8 @@ DOUBLE = Arithmetic(
     forward_overhead=94,
     backward_overhead=62,
     instructions_per_score=32,
-    exp2_table_bytes=LINE_BYTES,
+    exp2_table_bytes=256 * 8,
+    hides_copies=True,
 )
 
 
@@ -259,7 +262,8 @@ FORWARD_TILES = {
         Tiles(16, 16, 32),
     ),
     4: _WIDE_FORWARD_TILES,
-    8: _WIDE_FORWARD_TILES,
+    # At the same price the first is taken: two small blocks do not wait at each other's barriers.
+    8: (Tiles(64, 64, 128), *_WIDE_FORWARD_TILES),
 }
 
 # With more bytes of sums in a row of the output than this, a warp has hardly registers for whole rows.
@@ -397,13 +401,14 @@ def _forward_cost(problem: Problem, device: Device, tiles: Tiles) -> Cost:
         + arithmetic.tile_bytes(tiles.block_n, problem.head_dim)  # K
         + arithmetic.tile_bytes(tiles.block_n, columns * tiles.split)  # V
     )
+    copied = tiles.block_n * (problem.head_dim + problem.value_dim) * arithmetic.item_bytes
     work = _Work(
         multiply_adds=tiles.rows * tiles.block_n * (depth + columns),
         # Those of Q are read anew for every tile of keys.
         loaded=tiles.rows * depth + tiles.block_n * (depth + columns),
         scores=tiles.rows * tiles.block_n,
         instructions_per_score=FORWARD_INSTRUCTIONS_PER_SCORE,
-        l2_bytes=tiles.block_n * (problem.head_dim + problem.value_dim) * arithmetic.item_bytes / tiles.warps,
+        l2_bytes=0 if arithmetic.hides_copies else copied / tiles.warps,
     )
     scores, outputs = (tiles.rows * size // device.warp_size for size in (tiles.block_n, columns))
     registers = arithmetic.registers(scores + outputs) + arithmetic.forward_overhead
@@ -425,7 +430,8 @@ def _backward_cost(problem: Problem, device: Device, tiles: BackwardTiles) -> Co
     # With one stage P^T is where dS^T will be.
     weights = 2 if tiles.split > 1 and tiles.stages > 1 else 1
     smem_bytes = (
-        arithmetic.tile_bytes(n, head)  # K
+        arithmetic.exp2_table_bytes
+        + arithmetic.tile_bytes(n, head)  # K
         + arithmetic.tile_bytes(n, value)  # V
         + tiles.stages * (arithmetic.tile_bytes(m, head) + arithmetic.tile_bytes(m, value))  # Q, dO
         + weights * arithmetic.tile_bytes(n, m)  # dS^T, P^T

@@ -17,6 +17,7 @@ TILES = {
     "bwd_2_flash_v2": {"block_m": 16, "block_n": 16, "threads": 64, "lanes": 8},
     "bwd_3_mma": {"block_m": 16, "block_n": 32, "threads": 64, "stages": 2, "split": 1},
 }
+ONE_STAGE = {"block_m": 16, "block_n": 32, "threads": 64, "stages": 1, "split": 1}
 SHARED_ROWS = {"block_m": 32, "block_n": 32, "threads": 128, "stages": 1, "split": 2}
 BY_DTYPE = [
     ("bwd_2_flash_v2", "float32"),
@@ -179,6 +180,15 @@ def test_nan_shows_where_it_is_seen(rng, kernel, dtype, features, name, bad):
         gradients = check(kernel, case, deterministic=deterministic)
         assert not all(np.isfinite(gradient).all() for gradient in gradients)
         assert all(np.isfinite(gradient).any() for gradient in gradients)
+
+
+def test_queries_in_one_stage(rng):
+    """The next ones come while dQ is multiplied, also where NaN has been taken out of this tile."""
+    case = cases.draw_case(rng, "float16", ("causal",), seqlen_q=70, seqlen_k=90, **cases.SIZES)
+    check("bwd_3_mma", case, tiles=ONE_STAGE)
+    case.problem.q[:, 30] = np.nan
+    case.problem.dout[:, 41] = np.inf
+    check("bwd_3_mma", case, tiles=ONE_STAGE)
 
 
 @pytest.mark.parametrize("features", [("dropout",), ("softcap", "dbias"), EVERYTHING])

@@ -81,9 +81,9 @@ class Turner {
   public:
     __device__ explicit Turner(unsigned int thread) : warp(thread / 32), lane(thread % 32) {}
 
-    // Turns this warp's part. NaN, of which 0 times is not 0, becomes zero. Returns whether there
-    // was any.
-    template <class Rows>
+    // Turns this warp's part. If Search, NaN, of which 0 times is not 0, becomes zero; returns
+    // whether there was any.
+    template <bool Search, class Rows>
     __device__ bool turn(ValueTile<Keys, Dims>& to, Rows& from) const {
         static_assert(Rows::kPanelCols == kRoundDims || Rows::kPanels == 1,
                       "a round is what one panel has");
@@ -115,12 +115,13 @@ class Turner {
                     for (int w = 0; w < 4; ++w) {
                         const unsigned int* const two = &pairs[i][w / 2 * 2];
                         words[w] = __byte_perm(two[0], two[1], w % 2 == 0 ? even : odd);
-                        nan.look_at(words[w]);
+                        if (Search) nan.look_at(words[w]);
                     }
                     ptx::stmatrix_x4(to.data[keys_of(round)][first_dim(round, step) + dim], words);
                 }
             }
         }
+        if (!Search) return false;
         const bool found = __any_sync(0xffffffffu, nan.found());
         __syncwarp();  // a vote says nothing of what was written
         if (__builtin_expect(found, false)) clear_nan(to);

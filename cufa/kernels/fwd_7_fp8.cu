@@ -19,7 +19,7 @@ using out_t = OUT_SCALAR;
 // Sums of O come in sixteens of columns, as they leave it in 16 bits.
 constexpr int kDims = round_up(kValueDim, kWgmmaDepth<out_t>);
 constexpr int kTurners = kWarpgroup / 32 - 1;  // the warps beside the producer
-constexpr int kTurnedAtOnce = kProducerRegisters < 40 ? 1 : 2;
+constexpr int kTurnedAtOnce = kProducerRegisters < 40 ? 1 : 4;
 
 struct Params {
     TensorMap q, k, v, o;
@@ -46,12 +46,16 @@ struct Smem {
 // ---- the turners: the warps beside the producer ----
 
 __device__ inline void turn_values(Smem& smem, const Params& params) {
-    follow_values(smem, params, [&](const KeyTiles&, int, RingPosition<kStages> at) {
+    follow_values(smem, params, [&](const KeyTiles& keys, int tile, RingPosition<kStages> at) {
         unsigned int thread = threadIdx.x - 32;
         ptx::hold(thread);  // or what follows from it would be kept in registers from tile to tile
         smem.turned_ring.wait_empty(at);
         const Turner<kTurners, kTurnedAtOnce, kBlockN, TurnedValues::kDims> turner(thread);
-        const bool found = turner.turn(smem.turned[at.stage], smem.v[at.stage]);
+        // Rows that all see a tile have its NaN by the product.
+        auto& turned = smem.turned[at.stage];
+        auto& values = smem.v[at.stage];
+        const bool found = keys.is_whole(tile) ? turner.template turn<false>(turned, values)
+                                               : turner.template turn<true>(turned, values);
         ptx::proxy_fence();
         __syncwarp();
         if (thread % 32 == 0) {

@@ -31,11 +31,18 @@ WGMMA_DEPTH, STORED_COLS = 32, 16
 # A warp turns 32 columns of values at once; three do, and each says of every tile what it found.
 TURNED_COLS = 32
 FLAGS_BYTES = 12
+# Leaves those three warps what turning four times as many at once takes, where two warpgroups compute.
+MAX_CONSUMER_REGISTERS = 224
 
 
 @dataclass(frozen=True)
 class Fp8Tiles(Tiles):
     """The sizes that the kernel is compiled for."""
+
+    @property
+    def consumer_registers(self) -> int:
+        """What a consumer's thread can have once the producer has given up what it does not need."""
+        return min(super().consumer_registers, MAX_CONSUMER_REGISTERS)
 
     def misfit(self) -> str | None:
         """None if the kernel can be compiled for these tiles, else the reason."""
@@ -60,7 +67,7 @@ def _best_tiles(problem: Problem) -> Fp8Tiles:
             return Fp8Tiles(192, 128, 2, 2, 64)
         return Fp8Tiles(128, 128, 3, 2, 64) if cut and rows < 1024 else Fp8Tiles(256, 64, 3, 2, 64)
     if dim <= 128:
-        short = rows < (4096 if cut else 2048)
+        short = rows < (8192 if cut else 2048)
         return Fp8Tiles(128, 128, 3, 2, 128) if few_registers or short else Fp8Tiles(192, 96, 3, 1, 64)
     if dim <= 192:
         return Fp8Tiles(128, 128, 2, 1, 64)

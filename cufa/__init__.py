@@ -7,6 +7,7 @@ from cufa.launch import LaunchError
 from cufa.merging import merge
 from cufa.plan import Plan
 from cufa.problem import Problem
+from cufa.score_mod import MaskMod, ScoreMod
 
 __version__ = "0.1.0"
 
@@ -16,9 +17,11 @@ __all__ = [
     "Device",
     "GPUUnavailableError",
     "LaunchError",
+    "MaskMod",
     "NVRTCMissingError",
     "Plan",
     "Problem",
+    "ScoreMod",
     "attention",
     "attention_backward",
     "merge",

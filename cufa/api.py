@@ -40,6 +40,7 @@ from cufa.problem import (
     output_shape,
     tensor_axes,
 )
+from cufa.score_mod import Mods, Written, mods_of
 from cufa.tensor_layout import (
     Layout,
     Region,
@@ -70,6 +71,8 @@ def attention(
     mask: Any = None,
     alibi_slopes: Any = None,
     sink: Any = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
     q_descale: Any = None,
     k_descale: Any = None,
     v_descale: Any = None,
@@ -102,8 +105,18 @@ def attention(
     is not contiguous is copied. On a GPU the work is on CuPy's current stream, and nothing waits for it.
 
     A score is s = softmax_scale * q k; then s = softcap * tanh(s / softcap), if there is a softcap; then
-    the bias and -slope * |distance from the diagonal| are added. The diagonal ends in the bottom-right
-    corner: query i stands at key i + seqlen_k - seqlen_q.
+    the bias and -slope * |distance from the diagonal| are added; then it is what `score_mod` makes of it. The
+    diagonal ends in the bottom-right corner: query i stands at key i + seqlen_k - seqlen_q.
+
+    `score_mod` and `mask_mod` are functions of one's own, as FlexAttention has them (Dong et al. 2024). They
+    compute with numbers, by Python's operators and NumPy's functions; np.where stands for if. On the CPU they
+    are called with arrays, to be broadcast; for a GPU they are called once with symbols, and what they
+    compute, and its derivative, is compiled into the kernel. A function that reads arrays is given them as
+    `cufa.ScoreMod(function, *arrays)` and `cufa.MaskMod(function, *arrays)`, and reads an element at a time,
+    as in table[h, q_idx - kv_idx]. On a GPU nobody checks that an index lies in the array, and one from its
+    end does not. What else such a function takes from around it is a constant of the kernel, which another
+    value compiles anew. One of these objects is traced once, a function by itself in every call, which takes
+    the host a fraction of a millisecond.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64; head_dim 1 to 512
@@ -124,6 +137,12 @@ def attention(
         alibi_slopes: (heads,) or (batch, heads), float32 (float64 for float64 arrays).
         sink: (heads,) float32 (float64 for float64 arrays): one more logit in the softmax of every row of
             a head, with no value; it is not scaled.
+        score_mod: f(score, b, h, q_idx, kv_idx), or a `cufa.ScoreMod` of it and arrays: returns the new score
+            of a float; of sequence b's and query head h's integers q_idx and kv_idx, which count queries
+            and keys from the sequence's own first ones, wherever the diagonal is. Integers have 32 bits
+            unless they are of an array of 64; floats are float32 (float64 for float64 arrays).
+        mask_mod: g(b, h, q_idx, kv_idx), or a `cufa.MaskMod`: returns True for a key that the query sees, if
+            no other mask hides it. On a GPU the mma kernels leave out what no query of a tile sees.
         q_descale: (batch, kv_heads) float32, for float8_e4m3fn arrays only: what q is to be multiplied with,
             for the query heads that read a KV head; None for 1.
         k_descale: the same for k.
@@ -171,14 +190,16 @@ def attention(
         return_attn_probs, these two and the probabilities.
 
     Raises:
-        TypeError: no array, kinds or dtypes mixed, or a dtype that is not supported.
+        TypeError: no array, kinds or dtypes mixed, or a dtype that is not supported; a function that cannot
+            be traced.
         ValueError: shapes that don't go together, an `out` that does not fit or overlaps an input, an
             option with an impossible value, a kernel that cannot run here, arrays on another GPU.
         GPUUnavailableError: "cuda" without a GPU or CuPy; the message says what to install.
         LaunchError, CompileError: the driver or NVRTC refused the kernel.
     """
     values = _feature_values(softcap, dropout_p, seed, offset)
-    asked = _asked(causal, window, values, layout, precision)
+    mods = mods_of(score_mod, mask_mod)
+    asked = _asked(causal, window, values, layout, precision, mods)
     optional = {
         "bias": bias,
         "mask": mask,
@@ -191,6 +212,7 @@ def attention(
         "cu_seqlens_k": cu_seqlens_k,
         "seqused_k": seqused_k,
         "block_table": block_table,
+        **mods.arrays,
         "out": out,
         "lse": lse,
     }
@@ -212,10 +234,10 @@ def attention(
         q, k, v, output = tensors
         if call.problem.dtype == FLOAT8:
             q, k, v = _descaled(call, q=q, k=k, v=v)
-        cpu.attention(q, k, v, output, call.tensors.get("lse"), **_cpu_options(call, scale, values))
+        cpu.attention(q, k, v, output, call.tensors.get("lse"), **_cpu_options(call, scale, values, mods))
     result = call.give_back("out", out)
     if return_attn_probs:
-        _write_probabilities(call, scale, values, arch)
+        _write_probabilities(call, scale, values, mods, arch)
         return result, call.give_back("lse", lse), call.give_back("probs", None)
     return (result, call.give_back("lse", lse)) if return_lse or lse is not None else result
 
@@ -237,6 +259,8 @@ def attention_backward(
     mask: Any = None,
     alibi_slopes: Any = None,
     sink: Any = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
     offset: int = 0,
@@ -280,6 +304,8 @@ def attention_backward(
         mask: as in the forward call.
         alibi_slopes: as in the forward call.
         sink: as in the forward call.
+        score_mod: as in the forward call; arrays that it reads have no gradient here.
+        mask_mod: as in the forward call.
         dropout_p: as in the forward call.
         seed: as in the forward call: the same probabilities are dropped.
         offset: as in the forward call.
@@ -319,7 +345,8 @@ def attention_backward(
     if return_dsink or dsink is not None:
         gradients["dsink"] = dsink
         of_features += ("sink",)
-    asked = _asked(causal, window, values, layout, precision, deterministic, of_features)
+    mods = mods_of(score_mod, mask_mod)
+    asked = _asked(causal, window, values, layout, precision, mods, deterministic, of_features)
     required = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
     optional = {
         "dlse": dlse,
@@ -330,6 +357,7 @@ def attention_backward(
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
         "seqused_k": seqused_k,
+        **mods.arrays,
         **gradients,
     }
     call = _Call("backward", required | _given(optional), asked, backend)
@@ -346,7 +374,7 @@ def attention_backward(
         tensors = call.in_bshd("dout", "q", "k", "v", "out")
         written = call.in_bshd("dq", "dk", "dv")
         optional = {name: call.tensors[name] for name in _GRADIENT_ARRAYS if name in call.tensors}
-        cpu_options = _cpu_options(call, scale, values) | optional
+        cpu_options = _cpu_options(call, scale, values, mods) | optional
         cpu.attention_backward(*(*tensors, call.tensors["lse"], *written), **cpu_options)
     return tuple([call.give_back(name, given) for name, given in gradients.items()])
 
@@ -402,6 +430,8 @@ def plan(
     causal: bool = False,
     window: Window = None,
     softcap: float = 0.0,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
     dropout_p: float = 0.0,
     deterministic: bool = False,
     gradients: tuple[str, ...] = (),
@@ -423,6 +453,8 @@ def plan(
         causal: as in `attention`; likewise the options below.
         window: as in `attention`.
         softcap: as in `attention`.
+        score_mod: as in `attention`; likewise mask_mod.
+        mask_mod: as above.
         dropout_p: as in `attention`.
         deterministic: as in `attention_backward`; with `backward` only.
         gradients: of "bias" and "sink" those whose gradients are wanted too; with `backward` only.
@@ -453,10 +485,11 @@ def plan(
         if given:
             raise ValueError(f"{given}: only gradients have that, and they are planned with backward=True")
     direction: Direction = "backward" if backward else "forward"
-    named = {"q": q, "k": k, "v": v} | _given(side)
+    mods = mods_of(score_mod, mask_mod)
+    named = {"q": q, "k": k, "v": v} | _given(side) | mods.arrays
     described = tuple(_described(name, array) for name, array in named.items())
     values = _feature_values(softcap, dropout_p, seed=0, offset=0)
-    asked = _asked(causal, window, values, layout, precision, deterministic, gradients)
+    asked = _asked(causal, window, values, layout, precision, mods, deterministic, gradients)
     problem = _known_of(direction, described, asked).problem
     row_bytes = (problem.head_dim | problem.value_dim) * problem.itemsize
     device = target(arch, for_plan_only=True)
@@ -571,7 +604,7 @@ _BESIDE_TENSORS = frozenset(("lse", *_FEATURE_ARRAYS, *_DESCALES, *_GRADIENT_ARR
 
 _NO_VALUES = FeatureValues()
 # The fields of `Options`, which only a call that has not come before makes one of.
-_Asked = tuple[bool, Window, bool, bool, bool, tuple[str, ...], str, str]
+_Asked = tuple[bool, Window, bool, bool, bool, tuple[str, ...], str, str, Written | None, Written | None]
 
 
 def _given(named: Arrays) -> Arrays:
@@ -590,6 +623,7 @@ def _asked(
     values: FeatureValues,
     layout: str,
     precision: str,
+    mods: Mods,
     deterministic: bool = False,
     gradients: tuple[str, ...] = (),
 ) -> _Asked:
@@ -603,10 +637,12 @@ def _asked(
         gradients,
         layout,
         precision,
+        None if mods.score_mod is None else mods.score_mod.written,
+        None if mods.mask_mod is None else mods.mask_mod.written,
     )
 
 
-def _cpu_options(call: _Call, softmax_scale: float, values: FeatureValues) -> dict[str, Any]:
+def _cpu_options(call: _Call, softmax_scale: float, values: FeatureValues, mods: Mods) -> dict[str, Any]:
     side = {name: call.tensors[name] for name in _FEATURE_ARRAYS if name in call.tensors}
     return {
         "causal": bool(call.known.options.causal),
@@ -614,6 +650,7 @@ def _cpu_options(call: _Call, softmax_scale: float, values: FeatureValues) -> di
         "softmax_scale": softmax_scale,
         **asdict(values),
         **side,
+        **mods.with_arrays(call.tensors)._asdict(),
     }
 
 
@@ -738,7 +775,7 @@ def _is_read_as_it_lies(name: str, shape: Shape, strides: Shape, itemsize: int) 
 
 
 def _write_probabilities(
-    call: _Call, softmax_scale: float, values: FeatureValues, arch: ArchLike | None
+    call: _Call, softmax_scale: float, values: FeatureValues, mods: Mods, arch: ArchLike | None
 ) -> None:
     """Write those of a forward call whose LSE is there."""
     if call.on_gpu:
@@ -751,7 +788,7 @@ def _write_probabilities(
         _run_on_gpu(call, names, layout, softmax_scale, values, None, rung)
     else:
         q, k = call.in_bshd("q", "k")
-        options = _cpu_options(call, softmax_scale, values)
+        options = _cpu_options(call, softmax_scale, values, mods)
         probabilities.write(q, k, call.tensors["lse"], call.tensors["probs"], **options)
 
 

@@ -341,18 +341,19 @@ def squared_roundings(
         A matrix for each of out, dq, dk and dv, for "lse" what S - LSE moves by, for "dbias" and "dsink" what
         each score and each row adds to them.
     """
-    S, slope = head.scores(Q, K)
+    S, slopes = head.scores(Q, K)
     lse, dlse = lse[:, None], dlse[:, None]
     size_lse, size_S = (np.where(np.isneginf(x), 0, np.abs(x)) for x in (lse, S))
     size_product = abs(head.scale) * np.sqrt(Q**2 @ K.T**2)
     exponent2 = (_half_epsilon(rounded.sums) * (size_S + size_product + size_lse)) ** 2
     exponent2 += 2 * (rounded.input_error * size_product) ** 2
+    exponent2 *= np.maximum(1, slopes.modified**2)
     P2 = head.probabilities(S, lse) ** 2 * (rounded.error**2 + exponent2)
     weights2 = P2 * head.kept**2
     D2 = (dO**2 * O**2).sum(axis=1, keepdims=True) + dlse**2
-    dS2 = P2 * (head.kept**2 * (dO**2 @ V.T**2) + D2)
+    dS2 = P2 * (head.kept**2 * (dO**2 @ V.T**2) + D2) * slopes.modified**2
     # The slope is 1 - tanh^2, and tanh is rounded.
-    dproduct2 = head.scale**2 * dS2 * (slope**2 + (2 * (1 - slope)) ** 2)
+    dproduct2 = head.scale**2 * dS2 * (slopes.capped**2 + (2 * (1 - slopes.capped)) ** 2)
     sink2 = (_half_epsilon(rounded.sums) * (np.abs(head.sink) + size_lse)) ** 2
     sink2 = head.sink_probability(lse) ** 2 * (rounded.error**2 + sink2)
     return {

@@ -85,6 +85,7 @@ def attention(
                 S = scratch.product("S", Q, K[columns].T)
                 head.cap(S)
                 head.add(S, rows, columns)
+                head.modify(S, rows, columns)
                 _fill_masked(S, -np.inf, visible)
                 P, m, l, rescale = _online_step(S, m, l)
                 _drop(P, head.kept(rows, columns))
@@ -183,6 +184,8 @@ def attention_backward(
                 head.cap(S)
                 slope = head.slope(S)
                 head.add(S, rows, columns)
+                modified_slope = head.modified_slope(S, rows, columns)
+                head.modify(S, rows, columns)
                 P = _exp_shifted(S, L)
                 _fill_masked(P, 0, visible)
                 kept = head.kept(rows, columns)
@@ -190,6 +193,8 @@ def attention_backward(
                 _drop(dP, kept)
                 dP -= D
                 dS = np.multiply(P, dP, out=dP)
+                if modified_slope is not None:
+                    dS *= modified_slope
                 _fill_masked(dS, 0, visible)
                 if dbias is not None:
                     head.add_bias_gradient(dS, rows, columns, sums.dbias)

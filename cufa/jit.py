@@ -72,13 +72,15 @@ class Variant:
     """One specialisation of a kernel: `source` is a file in the folder `root`.
 
     `macros` are defined for it in this order; a bool is passed as 1 or 0. NVRTC's built-in header sees
-    them too, so a name must be none that it uses (`T` and `x` among them).
+    them too, so a name must be none that it uses (`T` and `x` among them). `headers` are the names and texts
+    of those that take the place of files in `root`.
     """
 
     source: str
     macros: tuple[tuple[str, str | int | bool], ...]
     arch: Arch
     root: Path = KERNELS
+    headers: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         """One line for logs and messages."""
@@ -207,11 +209,12 @@ def supported_archs() -> tuple[int, ...]:
 def _read_sources(variant: Variant) -> dict[str, str]:
     """The text of the source, first, and of every header that it includes, directly or not."""
     texts: dict[str, str] = {}
+    written = dict(variant.headers)
     pending = [variant.source]
     while pending:
         name = pending.pop()
         if name not in texts:
-            texts[name] = (variant.root / name).read_text(encoding="utf-8")
+            texts[name] = written.get(name) or (variant.root / name).read_text(encoding="utf-8")
             pending += _INCLUDE.findall(texts[name])
     return texts
 

@@ -27,9 +27,10 @@ from cufa.plan.sizes import (
     FORWARD_PARAMS_BYTES,
     MERGE_PARAMS_BYTES,
     SOFTMAX_PARAMS_BYTES,
+    params_bytes,
 )
 from cufa.plan.standard import merge_launch, softmax_launch
-from cufa.problem import Problem, four_axes
+from cufa.problem import MAX_EXTENT, Problem, four_axes
 from cufa.tensor_layout import Layout
 from cufa.tensor_maps import Encoder
 
@@ -39,6 +40,8 @@ _CALL = struct.Struct("=2q" + "d" + "6i")
 # Bias, mask, ALiBi slopes and their batch stride, sink, three arrays of lengths, three of descales, softcap,
 # kept_scale, seed, offset, dropped_below, the window.
 _FEATURES = struct.Struct("=4q4q" + "2q" + "q" + "3q" + "3q" + "2d" + "Q" + "2I" + "2i")
+# Addresses and strides of what functions of the caller's read, with which the features begin.
+_INT64 = struct.Struct("=q")
 # dLSE, dsink, dbias and its lengths.
 _GRADIENTS = struct.Struct("=2q" + "4q4i")
 # The block table, how many pages of a sequence it has, its batch stride.
@@ -55,10 +58,9 @@ _NO_FEATURES = {
     "forward": bytes(_FEATURES.size + _PAGES.size),
     "backward": bytes(_FEATURES.size + _GRADIENTS.size),
 }
-_PARAMS_BYTES = {"forward": FORWARD_PARAMS_BYTES, "backward": BACKWARD_PARAMS_BYTES}
 assert all(
     _TENSORS[direction].size + _CALL.size + len(_NO_FEATURES[direction]) == size
-    for direction, size in _PARAMS_BYTES.items()
+    for direction, size in (("forward", FORWARD_PARAMS_BYTES), ("backward", BACKWARD_PARAMS_BYTES))
 )
 # How far a window reaches that has no end on one side.
 _UNLIMITED = 2**31 - 1
@@ -122,7 +124,7 @@ def pack_features(
     at = addresses.get
     slopes = side.get("alibi_slopes")
     left, right = problem.features.window
-    packed = _FEATURES.pack(
+    packed = _pack_mod_arrays(problem, side, addresses) + _FEATURES.pack(
         at("bias", 0),
         *_score_strides(side.get("bias")),
         at("mask", 0),
@@ -160,6 +162,22 @@ def _pack_pages(table: Any, address: int) -> bytes:
     return _PAGES.pack(address, table.shape[1], batch_stride)
 
 
+def _pack_mod_arrays(problem: Problem, side: Mapping[str, Any], addresses: Mapping[str, int]) -> bytes:
+    """The arrays that score_mod and mask_mod read: address, then strides in elements.
+
+    Raises ValueError for one that reaches too far.
+    """
+    packed = b""
+    for name in problem.features.mod_arrays:
+        array = side[name]
+        strides = [stride // array.itemsize for stride in array.strides]
+        reach = sum(abs(stride) * (size - 1) for stride, size in zip(strides, array.shape, strict=True))
+        if reach > MAX_EXTENT:
+            raise ValueError(f"{name} reaches over {reach + 1} elements; it may over {MAX_EXTENT}")
+        packed += b"".join(map(_INT64.pack, (addresses[name], *strides)))
+    return packed
+
+
 def _score_strides(array: Any) -> tuple[int, ...]:
     """Batch, head and row stride, in elements, of an array that is broadcast to the scores; or of none."""
     if array is None:
@@ -193,7 +211,7 @@ class Executable:
         needed = plan.workspace_bytes
         self._allocate = functools.partial(cupy.cuda.alloc, needed) if needed else None
         self._no_features = _NO_FEATURES[plan.problem.direction]
-        packed = len(plan.boxes) * TENSOR_MAP_BYTES + _PARAMS_BYTES[plan.problem.direction]
+        packed = len(plan.boxes) * TENSOR_MAP_BYTES + params_bytes(plan.problem)
         self._padding = bytes(int(dict(plan.macros)["PARAMS_BYTES"]) - packed)  # maps align the struct's end
         self._encoder = Encoder(plan.problem, plan.boxes)
         # Allocated now: a call may be captured, when nothing can be.

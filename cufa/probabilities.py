@@ -77,6 +77,7 @@ def _tile(head: HeadRules, S: Array, lse: Array, rows: slice, columns: slice, vi
     """P of a tile of Q K^T."""
     head.cap(S)
     head.add(S, rows, columns)
+    head.modify(S, rows, columns)
     if visible is not None:
         np.copyto(S, -np.inf, where=~visible)
     P: Array = np.exp(S - np.where(np.isneginf(lse), 0, lse))  # without an LSE all scores are -inf, too

@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from cufa.rounding import ceil_div
+from cufa.score_mod import Written
 
 Direction = Literal["forward", "backward"]
 Shape = tuple[int, ...]
@@ -109,6 +110,19 @@ class Features:
     deterministic: bool = False
     gradients: tuple[str, ...] = ()
     tf32: bool = False
+    score_mod: Written | None = None
+    mask_mod: Written | None = None
+
+    @property
+    def mod_arrays(self) -> tuple[str, ...]:
+        """The arrays that `score_mod` and `mask_mod` read, by their names in a call."""
+        written = (mod for mod in (self.score_mod, self.mask_mod) if mod is not None)
+        return tuple(name for mod in written for name, _, _ in mod.arrays)
+
+    @property
+    def mod_array_bytes(self) -> int:
+        """What those take in the kernel's parameters."""
+        return sum(mod.array_bytes for mod in (self.score_mod, self.mask_mod) if mod is not None)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -120,6 +134,8 @@ class Features:
             "mask": self.mask is not None,
             "alibi_slopes": self.alibi,
             "sink": self.sink,
+            "score_mod": self.score_mod is not None,
+            "mask_mod": self.mask_mod is not None,
             "dropout_p": self.dropout,
             "cu_seqlens": self.packed,
             "block_table": self.page_size > 0,
@@ -236,7 +252,8 @@ def _pairs_up_to(rows: int, keys: int, offset: int) -> int:
 class Options(NamedTuple):
     """Those options of a call that are no arrays, as far as they say what kind of problem it is.
 
-    `softcap` and `dropout` are whether there is one; the other fields are the arguments of that name.
+    `softcap` and `dropout` are whether there is one, `score_mod` and `mask_mod` what kernels are compiled
+    with; the other fields are the arguments of that name.
     """
 
     causal: bool = False
@@ -247,6 +264,8 @@ class Options(NamedTuple):
     gradients: tuple[str, ...] = ()
     layout: str = "bshd"
     precision: str = "ieee"
+    score_mod: Written | None = None
+    mask_mod: Written | None = None
 
 
 def check_options(options: Options) -> None:
@@ -531,6 +550,8 @@ def _features(
         deterministic=bool(options.deterministic),
         gradients=options.gradients,
         tf32=options.precision == "tf32",
+        score_mod=options.score_mod,
+        mask_mod=options.mask_mod,
     )
 
 

@@ -14,13 +14,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from cufa import philox
 from cufa.problem import check_window, four_axes
+from cufa.score_mod import MaskMod, ScoreMod, place_of
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -107,11 +108,11 @@ def attention_backward(
     dsink = np.zeros(q.shape[-2], dtype)
     for head in asked.heads(q, k):
         Q, K, V, dO = q[head.queries], k[head.keys], v[head.keys], dout[head.queries]
-        S, slope = head.scores(Q, K, rounded)
+        S, slopes = head.scores(Q, K, rounded)
         P, lse = head.softmax(S, rounded)
         dP = head.probability_gradients(dO, V, rounded)
         D = (P * dP).sum(axis=1) - (0 if dlse is None else dlse[head.lse].astype(dtype))
-        dQ, dK, dV, dS = head.gradients(Q, K, dO, P, dP, D, slope, rounded)
+        dQ, dK, dV, dS = head.gradients(Q, K, dO, P, dP, D, slopes, rounded)
         dq[head.queries] = dQ
         dk[head.keys] += dK
         dv[head.keys] += dV
@@ -147,6 +148,8 @@ class ScoreOptions:
     cu_seqlens_k: Array | None = None
     seqused_k: Array | None = None
     block_table: Array | None = None
+    score_mod: ScoreMod | None = None
+    mask_mod: MaskMod | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +193,8 @@ class Rules(ScoreOptions):
             scale=1 / math.sqrt(head_dim) if self.softmax_scale is None else self.softmax_scale,
             softcap=self.softcap,
             added=self._added(b, h, rows, keys, distance, dtype),
+            score_mod=self.score_mod,
+            place=place_of(b, h, rows, keys),
             visible=self._visible(b, h, rows, keys, distance),
             kept=self._kept(b * heads + h, rows, keys, dtype),
             sink=-math.inf if self.sink is None else self.sink[h],
@@ -232,6 +237,8 @@ class Rules(ScoreOptions):
         if self.mask is not None:
             first, second, rows_of_mask, _ = _place_of_scores(self.mask, b, h, rows, keys)
             visible &= unpacked(_with_four_axes(self.mask)[first, second, rows_of_mask])[:, keys]
+        if self.mask_mod is not None:
+            visible &= np.asarray(self.mask_mod(*place_of(b, h, rows, keys)), bool)
         return visible
 
     def _added(
@@ -266,6 +273,15 @@ class Sequence:
     seqlen_k: int
 
 
+class Slopes(NamedTuple):
+    """By how much a score changes: `capped` with the product of Q and K times the scale until something is
+    added to it, `modified` from there on, by the caller's function.
+    """
+
+    capped: Array
+    modified: Array
+
+
 @dataclass(frozen=True)
 class Head:
     """One head of one sequence, or some of its rows and keys: where they are, and the rules for them.
@@ -282,17 +298,23 @@ class Head:
     scale: float
     softcap: float
     added: Array
+    score_mod: ScoreMod | None
+    place: tuple[Array, Array, Array, Array]
     visible: Array
     kept: Array
     sink: Any
 
-    def scores(self, Q: Array, K: Array, rounded: Callable[[Array], Array] = exactly) -> tuple[Array, Array]:
-        """S, and by how much it changes with the product of Q and K times the scale."""
+    def scores(self, Q: Array, K: Array, rounded: Callable[[Array], Array] = exactly) -> tuple[Array, Slopes]:
+        """S, and by how much it changes with what it is made of."""
         S, slope = rounded(self.scale * (Q @ K.T)), np.ones(self.visible.shape, Q.dtype)
         if self.softcap:
             tanh = rounded(np.tanh(S / self.softcap))
             S, slope = rounded(self.softcap * tanh), 1 - tanh**2
-        return np.where(self.visible, rounded(S + self.added), -np.inf), slope
+        S, modified_slope = rounded(S + self.added), np.ones_like(S)
+        if self.score_mod is not None:
+            modified_slope[...] = self.score_mod.slope_at(S, *self.place)
+            S = rounded(np.broadcast_to(self.score_mod(S, *self.place), S.shape).astype(S.dtype))
+        return np.where(self.visible, S, -np.inf), Slopes(slope, modified_slope)
 
     def softmax(self, S: Array, rounded: Callable[[Array], Array] = exactly) -> tuple[Array, Array]:
         """P and the LSE."""
@@ -322,15 +344,15 @@ class Head:
         P: Array,
         dP: Array,
         D: Array,
-        slope: Array,
+        slopes: Slopes,
         rounded: Callable[[Array], Array] = exactly,
     ) -> tuple[Array, Array, Array, Array]:
-        """What this adds to dQ, dK and dV, and dS, the gradient of what the softmax is taken of.
+        """What this adds to dQ, dK and dV, and dS, the gradient of what is added to scores.
 
         D is (rows,): the sum of P * dP over all that a row sees, less the gradient of its LSE.
         """
-        dS = rounded(self.only_visible(P * (dP - D[:, None])))
-        dproduct = rounded(self.only_visible(dS * slope))
+        dS = rounded(self.only_visible(P * (dP - D[:, None]) * slopes.modified))
+        dproduct = rounded(self.only_visible(dS * slopes.capped))
         dQ = self.scale * masked_matmul(dproduct, K, self.visible)
         dK = self.scale * masked_matmul(dproduct.T, Q, self.visible.T)
         dV = masked_matmul(rounded(P * self.kept).T, dO, self.visible.T)

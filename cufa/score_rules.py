@@ -1,5 +1,5 @@
 """What a call asks for between Q K^T and the softmax, and between the softmax and V, for the CPU path:
-soft cap, bias, ALiBi, masks, dropout, and which rows of the arrays are a sequence.
+soft cap, bias, ALiBi, functions of the caller's, masks, dropout, and which rows of the arrays are a sequence.
 
 All of it is asked for tile by tile; matrices are (rows, keys) of one head, numbered from the sequence's
 own first. Sums are kept in the dtype of the scores.
@@ -23,6 +23,7 @@ from cufa import philox
 from cufa.problem import check_window, four_axes
 from cufa.reference import ScoreOptions
 from cufa.rounding import ceil_div
+from cufa.score_mod import MaskMod, ScoreMod, place_of
 
 Array: TypeAlias = npt.NDArray[Any]
 # Where a tile's sums belong in the gradient of the bias: batch, head, first row and the one after the last.
@@ -57,6 +58,7 @@ class Rules(ScoreOptions):
             slopes = slopes[sequence.number]
         left, right = check_window(self.window)
         return HeadRules(
+            sequence=sequence.number,
             number=head,
             rows=sequence.seqlen_q,
             keys=sequence.seqlen_k,
@@ -70,6 +72,8 @@ class Rules(ScoreOptions):
             sink=-math.inf if self.sink is None else self.sink[head],
             dropout_p=self.dropout_p,
             dropout=(self.seed, self.offset, sequence.number * heads + head),
+            score_mod=self.score_mod,
+            mask_mod=self.mask_mod,
         )
 
     def _places(self, q: Array, k: Array) -> list[tuple[tuple[int, ...], slice, slice]]:
@@ -147,6 +151,7 @@ class Sequence:
 class HeadRules:
     """Of one head of one sequence."""
 
+    sequence: int
     number: int
     rows: int
     keys: int
@@ -160,6 +165,8 @@ class HeadRules:
     sink: Any  # -inf if there is none
     dropout_p: float
     dropout: tuple[int, int, int]  # seed, offset and the number of this head among those of all sequences
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
 
     def visible_tiles(self, rows: slice, tile: int) -> Iterator[tuple[slice, Array | None]]:
         """The tiles of keys that some of the rows see, each with which of them see what unless all do."""
@@ -169,7 +176,7 @@ class HeadRules:
         for start in range(begin, end, tile):
             columns = slice(start, min(start + tile, end))
             visible = self._visible(rows, columns)
-            if self.mask is None or visible is None:
+            if (self.mask is None and self.mask_mod is None) or visible is None:
                 yield columns, visible
             elif visible.any():
                 yield columns, None if visible.all() else visible
@@ -195,6 +202,17 @@ class HeadRules:
         if self.alibi_slope is not None:
             diagonal, keys = self._places(rows, columns)
             S -= self.alibi_slope * np.abs(keys - diagonal).astype(S.dtype)
+
+    def modified_slope(self, S: Array, rows: slice, columns: slice) -> Array | None:
+        """By how much scores change with what `modify` makes them of; None if by as much."""
+        if self.score_mod is None:
+            return None
+        return np.asarray(self.score_mod.slope_at(S, *self._place(rows, columns)), S.dtype)
+
+    def modify(self, S: Array, rows: slice, columns: slice) -> None:
+        """Apply the caller's function to the scores."""
+        if self.score_mod is not None:
+            S[...] = self.score_mod(S, *self._place(rows, columns))
 
     def kept(self, rows: slice, columns: slice) -> Array | None:
         """Which probabilities dropout keeps, (rows, columns) of bool; None for all."""
@@ -228,7 +246,14 @@ class HeadRules:
         if self.mask is not None:
             mask = _mask_tile(_rows_of(self.mask, rows), columns)
             parts.append(np.broadcast_to(mask, (rows.stop - rows.start, mask.shape[1])))
+        if self.mask_mod is not None:
+            seen = np.asarray(self.mask_mod(*self._place(rows, columns)), bool)
+            parts.append(np.broadcast_to(seen, (rows.stop - rows.start, columns.stop - columns.start)))
         return functools.reduce(np.logical_and, parts) if parts else None
+
+    def _place(self, rows: slice, columns: slice) -> tuple[Array, Array, Array, Array]:
+        """What the caller's functions are given of a tile."""
+        return place_of(self.sequence, self.number, rows, columns)
 
     def _places(self, rows: slice, columns: slice) -> tuple[Array, Array]:
         """The keys at which rows stand, (rows, 1), and those of a tile."""

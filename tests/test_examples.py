@@ -26,6 +26,11 @@ def test_a_cache_in_pages_is_attention_over_all_tokens(capsys):
     assert all(0 < difference < 1e-5 for difference in found)
 
 
+def test_functions_of_ones_own_are_what_numpy_computes(capsys):
+    (difference,) = differences("score_mod.py", capsys)
+    assert 0 < difference < 1e-5
+
+
 def test_gradients_are_pytorchs(capsys):
     pytest.importorskip("torch")
     found = differences("pytorch.py", capsys)

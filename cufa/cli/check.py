@@ -365,22 +365,22 @@ class _Sample:
 @np.errstate(all="ignore")
 def _row_results(of: _Matrices, rounded: Callable[[Array], Array]) -> dict[str, Array]:
     """Those of rows, of which these are all keys."""
-    S, slope = of.head.scores(of.Q, of.K, rounded)
+    S, slopes = of.head.scores(of.Q, of.K, rounded)
     P, lse = of.head.softmax(S, rounded)
     dP = of.head.probability_gradients(of.dO, of.V, rounded)
     D = (P * dP).sum(axis=1) - of.dlse
-    dQ, *_ = of.head.gradients(of.Q, of.K, of.dO, P, dP, D, slope, rounded)
+    dQ, *_ = of.head.gradients(of.Q, of.K, of.dO, P, dP, D, slopes, rounded)
     return {"out": of.head.output(P, of.V, rounded), "lse": lse, "dq": dQ}
 
 
 @np.errstate(all="ignore")
 def _score_results(of: _Matrices, rounded: Callable[[Array], Array]) -> dict[str, Array]:
     """What rows add to gradients that are sums over rows (FlashAttention-2, algorithm 2, lines 11 to 16)."""
-    S, slope = of.head.scores(of.Q, of.K, rounded)
+    S, slopes = of.head.scores(of.Q, of.K, rounded)
     P = rounded(of.head.probabilities(S, of.lse[:, None]))
     dP = of.head.probability_gradients(of.dO, of.V, rounded)
     D = (of.dO * of.O).sum(axis=1) - of.dlse
-    _, dK, dV, dS = of.head.gradients(of.Q, of.K, of.dO, P, dP, D, slope, rounded)
+    _, dK, dV, dS = of.head.gradients(of.Q, of.K, of.dO, P, dP, D, slopes, rounded)
     return {"dk": dK, "dv": dV, "dbias": dS, "dsink": -of.head.sink_probability(of.lse) * D}
 
 

@@ -197,7 +197,7 @@ def _has_tensor_cores(dtype: str, device: Device) -> bool:
 _ALL_FEATURES = frozenset(
     (
         *("window", "softcap", "bias", "mask", "alibi_slopes", "sink", "dropout_p", "cu_seqlens"),
-        *("seqused_k", "dlse", "deterministic", "dbias", "dsink"),
+        *("seqused_k", "dlse", "deterministic", "dbias", "dsink", "score_mod", "mask_mod"),
     )
 )
 _FORWARD_FEATURES = _ALL_FEATURES | {"block_table"}
@@ -252,7 +252,7 @@ _LADDER = (
     Kernel(
         name="fwd_5_mma",
         direction="forward",
-        entries=("fwd_5_mma",),
+        entries=("seen_tiles", "fwd_5_mma"),
         idea="tensor cores (mma.sync): S, P and O in fragments, asynchronous copies",
         paper="Dao 2023, Algorithm 1",
         memory="none",
@@ -267,7 +267,9 @@ _LADDER = (
         idea="Hopper: warps that copy and warpgroups that multiply (TMA, wgmma), products beside softmax",
         paper="Shah et al. 2024, Algorithm 2",
         memory="none",
-        features=frozenset(("window", "softcap", "sink", "cu_seqlens", "seqused_k", "block_table")),
+        features=frozenset(
+            ("window", "softcap", "sink", "cu_seqlens", "seqused_k", "block_table", "score_mod")
+        ),
     ),
     HopperKernel(
         name="fwd_7_fp8",
@@ -320,7 +322,7 @@ _LADDER = (
     Kernel(
         name="bwd_3_mma",
         direction="backward",
-        entries=_BACKWARD_ENTRIES,
+        entries=("seen_tiles", *_BACKWARD_ENTRIES),
         idea="tensor cores: S and dP transposed, so that P and dS stay in registers",
         paper="Dao 2023, Algorithm 2",
         memory="O(N)",

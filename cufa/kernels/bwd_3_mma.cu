@@ -18,7 +18,8 @@
 // Shared   K, V, STAGES Q and dO tiles with LSE and D, dS^T and, if SPLIT, P^T; or Q, dO, STAGES K
 //          and V tiles and dS
 // Global   workspace: sums of dQ in fragments (heads, tiles of queries, BLOCK_M, head_dim rounded
-//          up), unless deterministic; LSE and D (batch, heads, seqlen_q, 2); sums of the
+//          up), unless deterministic; LSE and D (batch, heads, seqlen_q, 2); with a
+//          mask_mod, which tiles of scores it shows; sums of the
 //          bias's gradient, if that is wanted
 // Writes   dQ, dK, dV
 #include "bias_gradient.cuh"
@@ -26,6 +27,7 @@
 #include "mma_query_sums.cuh"
 #include "mma_score_tiles.cuh"
 #include "query_tiles.cuh"
+#include "seen_tiles.cuh"
 #include "sink_gradient.cuh"
 
 constexpr int kStages = STAGES;
@@ -76,18 +78,33 @@ union Smem {
 };
 
 using DqSums = QuerySums<kBlockM, kHead>;
+// For blocks that own keys, and for those that own queries.
+using SeenOfKeys = SeenTiles<kBlockM, kBlockN>;
+using SeenOfQueries = SeenTiles<kBlockN, kBlockM>;
 
 // The workspace's parts, each for all heads.
 struct Workspace {
     acc_t* dq;
     RowStats* stats;
     acc_t* bias;
+    SeenPart* seen;
 
     __device__ explicit Workspace(const BackwardParams& params) {
         dq = static_cast<acc_t*>(params.workspace);
         acc_t* const end = dq + (kDeterministic ? 0 : DqSums::rows(params.sizes) * kHead);
         stats = reinterpret_cast<RowStats*>(end);
         bias = reinterpret_cast<acc_t*>(stats + rows_of_heads(params.sizes));
+        seen = reinterpret_cast<SeenPart*>(bias);
+        constexpr int kParts = sizeof(acc_t) / sizeof(SeenPart);
+        bias += (seen_tiles(params.sizes) + kParts - 1) / kParts;
+    }
+
+    __device__ SeenPart* seen_of_queries(const Sizes& sizes) const {
+        return seen + SeenOfKeys::count(sizes);
+    }
+    // How many there are for either kind of blocks.
+    __device__ static long long seen_tiles(const Sizes& sizes) {
+        return SeenOfKeys::count(sizes) + (kDeterministic ? SeenOfQueries::count(sizes) : 0);
     }
 };
 
@@ -106,6 +123,7 @@ struct QueryHead {
     const RowStats* stats;
     DqSums dq;
     BiasSums bias;
+    SeenOfKeys seen;
 
     __device__ QueryHead(const BackwardParams& params, const Sequence& sequence, int head)
         : rules(params, sequence, head),
@@ -114,7 +132,8 @@ struct QueryHead {
           k(sequence.keys<const scalar_t>(params.k, kv_head_of(head, params.sizes))),
           stats(Workspace(params).stats + sequence.first_row(head, params.sizes)),
           dq(Workspace(params).dq, params.sizes, sequence, head),
-          bias(params, sequence, head, Workspace(params).bias) {}
+          bias(params, sequence, head, Workspace(params).bias),
+          seen(Workspace(params).seen, params, sequence, head) {}
 
     __device__ void start_copy(KeySmem& smem, int stage, int first_row) const {
         copy_queries(smem, stage, first_row);
@@ -137,12 +156,16 @@ struct QueryHead {
     }
 };
 
-// Walks over tiles of kBlockM rows from `begin` to `end`, the copy of one under way while the one
-// before is attended to. With EarlyCopies `attend` starts the next copy itself.
-template <bool EarlyCopies, class StartCopy, class Attend>
-__device__ inline void walk(int begin, int end, const StartCopy& start_copy, const Attend& attend) {
-    int stage = 0;
-    for (int row = begin; row < end; row += kBlockM) {
+// Walks over tiles of kBlockM rows from `begin` to `end`, with a mask_mod those that next_seen
+// finds, the copy of one under way while the one before is attended to. With EarlyCopies `attend`
+// starts the next copy itself.
+template <bool EarlyCopies, class NextSeen, class StartCopy, class Attend>
+__device__ inline void walk(int begin, int end, const NextSeen& next_seen,
+                            const StartCopy& start_copy, const Attend& attend) {
+    int stage = 0, step = kBlockM;
+    if constexpr (kMaskMod) begin = next_seen(begin);
+    for (int row = begin; row < end; row += step) {
+        if constexpr (kMaskMod) step = next_seen(row + kBlockM) - row;
         if (row == begin || (kStages == 1 && !EarlyCopies)) {
             __syncthreads();  // every warp is done with the tile before
             start_copy(stage, row);
@@ -150,8 +173,8 @@ __device__ inline void walk(int begin, int end, const StartCopy& start_copy, con
         ptx::wait_copies();
         __syncthreads();  // the tile is there, and every warp is done with the stage before and
                           // with dS
-        if (kStages > 1 && row + kBlockM < end) start_copy((stage + 1) % kStages, row + kBlockM);
-        attend(stage, row);
+        if (kStages > 1 && row + step < end) start_copy((stage + 1) % kStages, row + step);
+        attend(stage, row, step);
         stage = (stage + 1) % kStages;
     }
 }
@@ -167,11 +190,11 @@ struct KeyGradients {
     Accumulators<kTiles, kHeadPart> dk;
     Accumulators<kTiles, kValuePart> dv;
 
-    // Takes in one tile of queries of those before `end`.
+    // Takes in one tile of queries of those before `end`; the next is `step` queries further on.
     __device__ void attend(KeySmem& smem, int stage, const QueryHead& head, const Place& place,
-                           int first_query, int end, int first_key, bool masked) {
+                           int first_query, int step, int end, int first_key, bool masked) {
         const KeyRows tile{smem, head.rules, place, first_key, first_query};
-        const SeenScores<KeyRows> seen(tile);
+        const SeenScores<KeyRows> seen(tile, masked);
         Scores s = {}, dp = {};
         product_of(s, smem.k, smem.q[stage], place);
         product_of(dp, smem.v, smem.dout[stage], place);
@@ -189,7 +212,7 @@ struct KeyGradients {
         }
         const bool found = kCutTiles && masked && __syncthreads_or(nonfinite);
         if (found) take_out(smem, stage);
-        multiply(s, dp, smem, stage, head, place, first_query, end);
+        multiply(s, dp, smem, stage, head, place, first_query, step, end);
         if (found) put_back(smem, head, tile, first_query);
     }
 
@@ -229,8 +252,9 @@ struct KeyGradients {
 
     // dV += P^T dO, dK += dS^T Q and dQ += dS K.
     __device__ void multiply(const Scores& p, const Scores& ds, KeySmem& smem, int stage,
-                             const QueryHead& head, const Place& place, int first_query, int end) {
-        const int next_query = first_query + kBlockM;
+                             const QueryHead& head, const Place& place, int first_query, int step,
+                             int end) {
+        const int next_query = first_query + step;
         const bool copies = kEarlyCopies && next_query < end;
         if constexpr (kSplit == 1) {
             if (!kDeterministic) store_scores(smem.ds(), ds, place);
@@ -302,7 +326,7 @@ struct QueryGradients {
     __device__ void attend(QuerySmem& smem, int stage, const ScoreRules& rules, const Place& place,
                            int first_query, int first_key, bool masked) {
         const QueryRows tile{smem, rules, place, first_query, first_key};
-        const SeenScores<QueryRows> seen(tile);
+        const SeenScores<QueryRows> seen(tile, masked);
         Scores s = {}, dp = {};
         product_of(s, smem.q, smem.k[stage], place);
         product_of(dp, smem.dout, smem.v[stage], place);
@@ -354,6 +378,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if constexpr (kBiasGradient) clear_bias_sums<THREADS>(params, workspace.bias);
 }
 
+extern "C" __global__ void __launch_bounds__(THREADS)
+    seen_tiles(const __grid_constant__ BackwardParams params) {
+    if constexpr (kMaskMod) {
+        const Workspace workspace(params);
+        const long long tile = warp_of_grid<THREADS>();
+        const long long of_keys = SeenOfKeys::count(params.sizes);
+        if (tile < of_keys) {
+            SeenOfKeys::find(workspace.seen, params, tile);
+        } else if (tile < Workspace::seen_tiles(params.sizes)) {
+            SeenOfQueries::find(workspace.seen_of_queries(params.sizes), params, tile - of_keys);
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     key_tiles(const __grid_constant__ BackwardParams params) {
     KeySmem& smem = shared_memory<Smem>().keys;
@@ -381,10 +419,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     for (int h = 0; h < params.sizes.heads / params.sizes.kv_heads; ++h) {
         const QueryHead head = query_head_of_block(params, h);
         walk<kEarlyCopies>(
-            tiles.begin, tiles.end, [&](int stage, int row) { head.start_copy(smem, stage, row); },
-            [&](int stage, int row) {
-                gradients.attend(smem, stage, head, place, row, tiles.end, first_key,
-                                 tiles.masked(row));
+            tiles.begin, tiles.end,
+            [&](int row) { return head.seen.next_row(row, tiles.end, first_key); },
+            [&](int stage, int row) { head.start_copy(smem, stage, row); },
+            [&](int stage, int row, int step) {
+                gradients.attend(smem, stage, head, place, row, step, tiles.end, first_key,
+                                 tiles.masked(row, head.seen.cuts(row, first_key)));
             });
     }
     ptx::wait_copies();
@@ -416,17 +456,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         QueryGradients gradients = {};
         gradients.load_stats(queries, place, first_row);
         const KeyTiles<kBlockM> tiles(queries.rules.mask, first_row, kBlockN);
+        const SeenOfQueries seen(Workspace(params).seen_of_queries(params.sizes), params, sequence,
+                                 own.head);
         const auto k = sequence.keys<const scalar_t>(params.k, own.kv_head);
         const auto v = sequence.keys<const scalar_t>(params.v, own.kv_head);
         walk<false>(
             tiles.begin, tiles.end,
+            [&](int key) { return seen.next_key(first_row, key, tiles.end); },
             [&](int stage, int key) {
                 copy_rows<kHeadDim>(smem.k[stage], k, key, tiles.end);
                 copy_rows<kValueDim>(smem.v[stage], v, key, tiles.end);
             },
-            [&](int stage, int key) {
+            [&](int stage, int key, int) {
                 gradients.attend(smem, stage, queries.rules, place, first_row, key,
-                                 tiles.masked(key));
+                                 tiles.masked(key, seen.cuts(first_row, key)));
             });
         ptx::wait_copies();
 

@@ -8,9 +8,10 @@
 #if !defined(SCALAR) || !defined(HEAD_DIM) || !defined(VALUE_DIM) || !defined(ALIGN_BYTES)
 #error "the host must define SCALAR, HEAD_DIM, VALUE_DIM and ALIGN_BYTES"
 #endif
-#if !defined(CAUSAL) || !defined(WINDOW) || !defined(SOFTCAP) || !defined(BIAS) ||   \
-    !defined(MASK_BITS) || !defined(ALIBI) || !defined(SINK) || !defined(DROPOUT) || \
-    !defined(PACKED) || !defined(USED_KEYS) || !defined(PAGE_SIZE) || !defined(TF32_PRODUCTS)
+#if !defined(CAUSAL) || !defined(WINDOW) || !defined(SOFTCAP) || !defined(BIAS) ||           \
+    !defined(MASK_BITS) || !defined(ALIBI) || !defined(SINK) || !defined(DROPOUT) ||         \
+    !defined(PACKED) || !defined(USED_KEYS) || !defined(PAGE_SIZE) || !defined(SCORE_MOD) || \
+    !defined(MASK_MOD) || !defined(TF32_PRODUCTS)
 #error "the host must define every feature"
 #endif
 
@@ -35,6 +36,8 @@ constexpr bool kUsedKeys = USED_KEYS;  // each sequence says how many of its key
 constexpr bool kPaged = PAGE_SIZE > 0;  // keys and values lie in pages, which a table lists
 constexpr int kPageSize = kPaged ? PAGE_SIZE : 1;  // keys of a page
 constexpr bool kTf32 = TF32_PRODUCTS;  // tensor cores may round float32 operands to tf32
+constexpr bool kScoreMod = SCORE_MOD;  // scores go through a function of the caller's
+constexpr bool kMaskMod = MASK_MOD;    // a function of the caller's says who sees what
 
 template <class A, class B>
 constexpr bool is_same = false;
@@ -42,6 +45,8 @@ template <class A>
 constexpr bool is_same<A, A> = true;
 constexpr bool kBias = !is_same<bias_t, void>;
 // Whether a score is more than a product times the scale.
-constexpr bool kShapedScores = kSoftcap || kBias || kAlibi;
+constexpr bool kShapedScores = kSoftcap || kBias || kAlibi || kScoreMod;
+// Whether a key may be seen or not whatever its neighbours are.
+constexpr bool kKeyMask = kMaskBits != 0 || kMaskMod;
 // Whether rows may see some keys and not others.
 constexpr bool kRangeMask = kCausal || kWindow;

@@ -12,13 +12,14 @@
 // Owns     block: BLOCK_M queries of one head; warp: kTiles 16-row tiles of them, of which SPLIT
 //          warps share the scores and part the output's columns
 // Shared   Q tile, K tile, V tile
+// Global   workspace: with a mask_mod, which tiles of scores it shows
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
 #include "exp2_table.cuh"
 #include "key_pages.cuh"
 #include "key_tiles.cuh"
 #include "mma_softmax.cuh"
-#include "score_rules.cuh"
+#include "seen_tiles.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kSplit = SPLIT;  // warps that share rows and part the output's columns
@@ -37,6 +38,7 @@ struct Smem : Exp2Table<acc_t> {
 };
 
 using Scores = Accumulators<kTiles, kBlockN>;
+using Seen = SeenTiles<kBlockM, kBlockN>;
 // Steps of Q K^T that are unrolled: for float64, too, there are registers for some here.
 constexpr int kScoreSteps = sizeof(scalar_t) == 8 ? 8 : kStepsAtOnce;
 
@@ -85,22 +87,23 @@ __device__ inline void take_sign(Smem& smem, const ScoreRules& rules) {
     }
 }
 
-// Which of a lane's scores are of keys that their rows see. A mask in memory is read as a whole, so
-// that one wait is for all of it, and kept as a bit for each score.
+// Which of a lane's scores are of keys that their rows see. A mask is read as a whole, so that one
+// wait is for all of it, and kept as a bit for each score.
 class SeenScores {
   public:
-    __device__ SeenScores(const ScoreRules& rules, int first_row, int first_key)
+    __device__ SeenScores(const ScoreRules& rules, int first_row, int first_key, bool masked)
         : rules(rules), first_row(first_row), first_key(first_key) {
-        if constexpr (kMaskBits != 0) read();
+        if (kMaskMod && !masked) return;
+        if constexpr (kKeyMask) read();
     }
 
     __device__ bool at(int m, int half, int n, int e) const {
-        if constexpr (kMaskBits != 0) return bits[m][half] >> (2 * n + e) & 1;
+        if constexpr (kKeyMask) return bits[m][half] >> (2 * n + e) & 1;
         return rules.sees(first_row + row_of(m, half), first_key + col_of(n) + e);
     }
 
   private:
-    static_assert(kMaskBits == 0 || kBlockN / kMmaN * 2 <= 32, "a word has bits for 128 keys");
+    static_assert(!kKeyMask || kBlockN / kMmaN * 2 <= 32, "a word has bits for 128 keys");
 
     __device__ void read() {
 #pragma unroll
@@ -136,9 +139,11 @@ __device__ inline void apply(const ScoreRules& rules, Scores& s, const SeenScore
                 for (int e = 0; e < 2; ++e) {
                     const int row = first_row + row_of(m, half), key = first_key + col_of(n) + e;
                     acc_t& score = s[m][n][2 * half + e];
-                    if (masked && !seen.at(m, half, n, e)) {
+                    const bool hidden = masked && !seen.at(m, half, n, e);
+                    if constexpr (kScoreMod) score = rules.score(score, row, key);
+                    if (hidden) {
                         score = negative_infinity();
-                    } else if constexpr (kShapedScores) {
+                    } else if constexpr (kShapedScores && !kScoreMod) {
                         score = rules.score(score, row, key);
                     }
                 }
@@ -236,27 +241,29 @@ __device__ inline void take_out_nonfinite(Output& out, Smem& smem, const ScoreRu
     __syncthreads();
 }
 
-// One tile of keys. K is on its way when this begins, and the next K when it ends; `pages` are
-// those of the one, and then of the other, found while products run. Whether the tile is masked is
-// decided as it runs: a second copy of this code for tiles that are not would cost registers.
+// One tile of keys, the next of which is `step` keys further on. K is on its way when this begins,
+// and the next K when it ends; `pages` are those of the one, and then of the other, found while
+// products run. Whether the tile is masked is decided as it runs: a second copy of this code for
+// tiles that are not would cost registers.
 __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules,
                               const KeyMatrix<const scalar_t>& k,
                               const KeyMatrix<const scalar_t>& v, TilePages<kBlockN>& pages,
-                              const KeyTiles<kBlockN>& tiles, int first_row, int first_key) {
-    const bool masked = tiles.masked(first_key);
+                              const KeyTiles<kBlockN>& tiles, int first_row, int first_key,
+                              int step, bool cut) {
+    const bool masked = tiles.masked(first_key, cut);
     ptx::wait_copies();
     __syncthreads();  // K is there, and every warp is done with the V before
     copy_keys<THREADS, kValueDim>(smem.v, v, pages, first_key, tiles.end);
-    pages = {k, first_key + kBlockN, tiles.end};
-    const SeenScores seen(rules, first_row, first_key);
+    pages = {k, first_key + step, tiles.end};
+    const SeenScores seen(rules, first_row, first_key, masked);
     Scores s = {};
     add_product_nt<kTiles, kBlockN, kScoreSteps>(s, smem.q, warp_row(), smem.k);
     apply(rules, s, seen, first_row, first_key, masked);
 
     ptx::wait_copies();
     __syncthreads();  // V is there, and every warp is done with this K
-    if (first_key + kBlockN < tiles.end)
-        copy_keys<THREADS, kHeadDim>(smem.k, k, pages, first_key + kBlockN, tiles.end);
+    if (first_key + step < tiles.end)
+        copy_keys<THREADS, kHeadDim>(smem.k, k, pages, first_key + step, tiles.end);
     out.exponentiate(s, scale_log2(rules), smem);
     if constexpr (kDropout) drop(rules, s, first_row, first_key);
     if constexpr (kCutTiles && sizeof(scalar_t) == 2) {
@@ -290,6 +297,13 @@ __device__ inline void write_output(Output& out, const ForwardParams& params,
         }
 }
 
+extern "C" __global__ void __launch_bounds__(THREADS)
+    seen_tiles(const __grid_constant__ ForwardParams params) {
+    const long long tile = warp_of_grid<THREADS>();
+    if (kMaskMod && tile < Seen::count(params.sizes))
+        Seen::find(static_cast<SeenPart*>(params.workspace), params, tile);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     fwd_5_mma(const __grid_constant__ ForwardParams params) {
     Smem& smem = shared_memory<Smem>();
@@ -309,12 +323,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     take_sign(smem, rules);
     smem.init();
     const KeyTiles<kBlockN> tiles(rules.mask, first_row, kBlockM);
-    TilePages<kBlockN> pages(k, tiles.begin, tiles.end);
-    copy_keys<THREADS, kHeadDim>(smem.k, k, pages, tiles.begin, tiles.end);
+    const Seen seen(static_cast<SeenPart*>(params.workspace), params, sequence, head);
+    int begin = tiles.begin, step = kBlockN;
+    if constexpr (kMaskMod) begin = seen.next_key(first_row, begin, tiles.end);
+    TilePages<kBlockN> pages(k, begin, tiles.end);
+    copy_keys<THREADS, kHeadDim>(smem.k, k, pages, begin, tiles.end);
 
     Output out = {};
-    for (int key = tiles.begin; key < tiles.end; key += kBlockN) {
-        attend(out, smem, rules, k, v, pages, tiles, first_row, key);
+    for (int key = begin; key < tiles.end; key += step) {
+        if constexpr (kMaskMod) step = seen.next_key(first_row, key + kBlockN, tiles.end) - key;
+        attend(out, smem, rules, k, v, pages, tiles, first_row, key, step,
+               seen.cuts(first_row, key));
     }
     ptx::wait_copies();
 

@@ -71,7 +71,7 @@ __device__ inline void inspect_values(Smem& smem, const Params& params, int insp
 struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
     static constexpr bool kLongTurns = false;
     // Those features leave no registers for it.
-    static constexpr bool kRaisesLate = !kWindow && !kSoftcap;
+    static constexpr bool kRaisesLate = !kWindow && !kSoftcap && !kScoreMod;
     const Scale call_scale;
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)

@@ -4,7 +4,7 @@
 #include "mask.cuh"
 
 // Whether rows of one tile may see some keys of a tile and not others.
-constexpr bool kCutTiles = kRangeMask || kMaskBits != 0;
+constexpr bool kCutTiles = kRangeMask || kKeyMask;
 
 template <int BlockN>
 struct KeyTiles {
@@ -20,9 +20,9 @@ struct KeyTiles {
         whole_begin = mask.first_key(last_row);
     }
 
-    // Whether some row does not see all keys of the tile that begins with first_key.
-    __device__ bool masked(int first_key) const {
-        return kMaskBits != 0 || whole_end - first_key < BlockN ||
-               (kWindow && first_key < whole_begin);
+    // Whether some row does not see all keys of the tile that begins with first_key, which is so if
+    // a mask may cut through it.
+    __device__ bool masked(int first_key, bool cut = kKeyMask) const {
+        return cut || whole_end - first_key < BlockN || (kWindow && first_key < whole_begin);
     }
 };

@@ -81,8 +81,9 @@ using QueryRows = TileOfScores<false>;
 template <class Tile>
 class SeenScores {
   public:
-    __device__ explicit SeenScores(const Tile& tile) : tile(tile) {
-        if constexpr (kMaskBits != 0) {
+    __device__ SeenScores(const Tile& tile, bool masked) : tile(tile) {
+        if (kMaskMod && !masked) return;
+        if constexpr (kKeyMask) {
 #pragma unroll
             for (int m = 0; m < kTiles; ++m)
 #pragma unroll
@@ -98,7 +99,7 @@ class SeenScores {
     }
 
     __device__ bool at(Element at) const {
-        if constexpr (kMaskBits == 0) return tile.sees(at);
+        if constexpr (!kKeyMask) return tile.sees(at);
         const int bit = at.n % kWordFragments * 4 + 2 * at.half + at.e;
         return bits[at.m][at.n / kWordFragments] >> bit & 1;
     }
@@ -129,7 +130,7 @@ __device__ inline void differentiate(Scores& s, Scores& dp, const Tile& tile,
                     const bool is_seen = !Masked || seen.at(at);
                     ScoreGradient gradient;
                     // Only a bias must not be read where nothing is seen.
-                    if (is_seen || !kBias) {
+                    if (is_seen || !kBias || kScoreMod) {
                         gradient = score_gradient(tile.exp2, tile.rules, s[m][n][i], dp[m][n][i],
                                                   query, key, stats_of(at), kept >> i & 1);
                     }

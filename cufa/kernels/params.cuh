@@ -3,6 +3,8 @@
 // swapped.
 #pragma once
 
+#include "score_mod.cuh"
+
 // A (batch, seqlen, heads, dim) array: strides in elements, the last axis contiguous. Packed
 // sequences have no batch axis: its stride is 0.
 struct Tensor {
@@ -23,8 +25,9 @@ struct Sizes {
     int step;                // which launch this is of a kernel that is launched several times
 };
 
-// What some calls ask for; config.cuh says which of it counts.
-struct Features {
+// What some calls ask for; config.cuh says which of it counts. It begins with the arrays that the
+// caller's functions read; where there are none, with nothing.
+struct Features : ModArrays {
     ScoreTensor bias;
     ScoreTensor mask;          // bytes, not 0 where a row sees a key; or bits, lowest first
     const void* alibi_slopes;  // (batch, heads) of acc_t

@@ -20,8 +20,9 @@ struct QueryTiles {
         whole_end = mask.rows_end(first_key);
     }
 
-    // Whether some key of the tile is not seen by all BlockM rows from first_row on.
-    __device__ bool masked(int first_row) const {
-        return kMaskBits != 0 || first_row < whole_begin || whole_end - first_row < BlockM;
+    // Whether some key of the tile is not seen by all BlockM rows from first_row on, which is so if
+    // a mask may cut through it.
+    __device__ bool masked(int first_row, bool cut = kKeyMask) const {
+        return cut || first_row < whole_begin || whole_end - first_row < BlockM;
     }
 };

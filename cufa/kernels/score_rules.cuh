@@ -1,5 +1,6 @@
 // What a call may ask for between Q K^T and the softmax, and between the softmax and V, element by
-// element: soft cap, bias, ALiBi, masks, dropout. Every kernel that supports them asks here.
+// element: soft cap, bias, ALiBi, functions of one's own, masks, dropout. Every kernel that
+// supports them asks here.
 #pragma once
 
 #include "online_softmax.cuh"
@@ -10,7 +11,7 @@
 struct ScoreRules {
     Mask mask;
     const Features& features;
-    int head;
+    int batch, head;
     acc_t scale;
     acc_t alibi_slope;
     Matrix<const bias_t> bias;
@@ -21,6 +22,7 @@ struct ScoreRules {
     __device__ ScoreRules(const Params& params, const Sequence& sequence, int head)
         : mask(sequence.mask(params.features)),
           features(params.features),
+          batch(sequence.batch),
           head(head),
           scale(static_cast<acc_t>(params.softmax_scale)),
           matrix(static_cast<unsigned int>(sequence.batch * params.sizes.heads + head)) {
@@ -37,9 +39,12 @@ struct ScoreRules {
     // sequence.
     __device__ acc_t score(acc_t product, int row, int key) const {
         if constexpr (!kShapedScores) return product * (scale * acc_t(kLog2E));
-        acc_t score = product * scale;
-        if constexpr (kSoftcap) score = softcap() * tanh_of(score / softcap());
-        return (score + added(row, key)) * acc_t(kLog2E);
+        if constexpr (kScoreMod) {
+            const acc_t score = unmodified(product, row, inside_key(key));
+            return modified_score(features, score, batch, head, inside(row), inside_key(key)) *
+                   acc_t(kLog2E);
+        }
+        return unmodified(product, row, key) * acc_t(kLog2E);
     }
 
     // The score, in units of log 2, that every row has besides those of its keys.
@@ -54,8 +59,19 @@ struct ScoreRules {
         return 1 - capped * capped;
     }
 
+    // By how much the score changes with what the caller's function makes it of.
+    __device__ acc_t modified_slope_at(acc_t product, int row, int key) const {
+        const acc_t score = unmodified(product, row, inside_key(key));
+        return modified_slope(features, score, batch, head, inside(row), inside_key(key));
+    }
+
+    // Whether the caller's function shows the key to the row.
+    __device__ bool shows(int row, int key) const {
+        return mod_sees(features, batch, head, inside(row), inside_key(key));
+    }
     // Whether the row sees the key. Both may lie past the ends.
     __device__ bool sees(int row, int key) const {
+        if (kMaskMod && !shows(row, key)) return false;
         if (!mask.in_range(row, key)) return false;
         if constexpr (kMaskBits == 8) return seen_keys.row(row)[key] != 0;
         if constexpr (kMaskBits == 1) return seen_keys.row(row)[key / 8] >> key % 8 & 1;
@@ -64,6 +80,9 @@ struct ScoreRules {
     // The same for a key with an even number, in bit 0, and for the next, in bit 1.
     __device__ unsigned int sees_two(int row, int key) const {
         unsigned int seen = mask.in_range(row, key) | mask.in_range(row, key + 1) << 1;
+        if constexpr (kMaskMod) {
+            seen &= shows(row, key) | shows(row, key + 1) << 1;
+        }
         if (kMaskBits == 1 && seen) seen &= seen_keys.row(row)[key / 8] >> key % 8;
         if constexpr (kMaskBits == 8) {
             if (seen & 1) seen ^= seen_keys.row(row)[key] == 0;
@@ -105,10 +124,21 @@ struct ScoreRules {
 
     __device__ acc_t softcap() const { return static_cast<acc_t>(features.softcap); }
 
+    // Tiles have rows and keys past the sequence's end, whose scores nobody reads: they are given
+    // the place of the last one. That is cheaper than not to read what is there: what several
+    // scores need is read once.
+    __device__ int inside(int row) const { return min(row, mask.seqlen_q - 1); }
+    __device__ int inside_key(int key) const { return min(key, mask.seqlen_k - 1); }
+
+    // The score before the caller's function.
+    __device__ acc_t unmodified(acc_t product, int row, int key) const {
+        acc_t score = product * scale;
+        if constexpr (kSoftcap) score = softcap() * tanh_of(score / softcap());
+        return score + added(row, key);
+    }
     __device__ acc_t added(int row, int key) const {
         acc_t sum = 0;
-        // The last tile has rows past the sequence's end, whose scores nobody reads.
-        if constexpr (kBias) sum += element(bias, min(row, mask.seqlen_q - 1), key);
+        if constexpr (kBias) sum += element(bias, inside(row), key);
         if constexpr (kAlibi) {
             const long long distance = mask.diagonal(row) - key;
             sum -= alibi_slope * static_cast<acc_t>(distance < 0 ? -distance : distance);

@@ -286,6 +286,7 @@ struct ForwardConsumer {
         RowPair softmax;
         float sums[2];
         wait_scores<0>(s, last);
+        if constexpr (kScoreMod) modify_scores(s, work, tile);
         mask_scores(s, work, tile);
         softmax.begin(s, self().scale());
         // Rows past the end see no key, but others of their warp should not wait for them.
@@ -313,6 +314,7 @@ struct ForwardConsumer {
         if (!Self::kLongTurns) turns.pass();
 
         wait_scores<1>(s, last);
+        if constexpr (kScoreMod) modify_scores(s, work, tile);
         constexpr bool kLate = !Masked && Self::kRaisesLate;
         bool raised = false;
         if (Masked) mask_scores(s, work, tile);
@@ -399,6 +401,14 @@ struct ForwardConsumer {
 #pragma unroll 1
             for (int dim = 0; dim < kHeadDim; ++dim) s[i] += to_acc(a[dim]) * to_acc(b[dim]);
         }
+    }
+
+    __device__ void modify_scores(Scores& s, const WorkTile& work, int tile) {
+        const float scale = kSoftcap ? 1 : self().softmax_scale();
+#pragma unroll
+        for (float& score : s) score *= scale;
+        modify(s, params.call.features, mask_of(work), work.batch, work.head, row_of(work, 0),
+               tile * kBlockN);
     }
 
     __device__ void mask_scores(Scores& s, const WorkTile& work, int tile) {

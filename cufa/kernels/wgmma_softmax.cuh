@@ -74,9 +74,9 @@ struct Scale {
     float inverse;  // NaN if the largest score is the smallest product
 
     __device__ explicit Scale(double softmax_scale)
-        : factor(kSoftcap             ? kLog2E
-                 : softmax_scale == 0 ? kTiny
-                                      : softmax_scale * kLog2E),
+        : factor(kSoftcap || kScoreMod ? kLog2E
+                 : softmax_scale == 0  ? kTiny
+                                       : softmax_scale * kLog2E),
           inverse(factor > 0 ? 1 / factor : __int_as_float(0x7fffffff)) {}
 
     // The product whose score is -inf.
@@ -94,6 +94,19 @@ __device__ inline void bound(float (&s)[Count], float softmax_scale, float softc
     const float inner = softmax_scale / softcap;
 #pragma unroll
     for (int i = 0; i < Count; ++i) s[i] = softcap * tanh_of(s[i] * inner);
+}
+
+// Applies the caller's function to scores of a head's rows `row` and row + 8. Past the ends, where
+// nobody reads scores, it is given the places of the last row and key.
+template <int Count>
+__device__ inline void modify(float (&s)[Count], const Features& features, const Mask& mask,
+                              int batch, int head, int row, int first_key) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+        const int q_idx = min(row + i / 2 % 2 * 8, mask.seqlen_q - 1);
+        const int key = first_key + threadIdx.x % 4 * 2 + i / 4 * 8 + i % 2;
+        s[i] = modified_score(features, s[i], batch, head, q_idx, min(key, mask.seqlen_k - 1));
+    }
 }
 
 // Makes the scores of keys that a row does not see `masked`; `row` is the first of this thread's

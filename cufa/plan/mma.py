@@ -15,7 +15,7 @@ from cufa.device import Device
 from cufa.plan.choice import Choice, Cost, choose, query_tiles, row_tiles
 from cufa.plan.gradients import bias_and_sink_launches, bias_sums, gradient_macros, row_blocks
 from cufa.plan.record import Launch, Macro, Part, Scratch
-from cufa.plan.sizes import BACKWARD_PARAMS_BYTES, FORWARD_PARAMS_BYTES, common_macros
+from cufa.plan.sizes import common_macros, params_bytes
 from cufa.problem import Features, Problem, lse_shape
 from cufa.rounding import ceil_div, round_up
 
@@ -268,6 +268,8 @@ FORWARD_TILES = {
 
 # With more bytes of sums in a row of the output than this, a warp has hardly registers for whole rows.
 WIDE_ROW_BYTES = 1024
+# What a tile takes of which it is known what a mask_mod shows: seen_tiles.cuh's SeenPart.
+SEEN_PART_BYTES = 2
 # block_m, block_n, threads, split
 WIDE_FORWARD_TILES = (
     Tiles(64, 64, 256, 2),
@@ -325,12 +327,17 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     row_bytes = max(problem.head_dim, problem.value_dim) * arithmetic_of(problem).sum_bytes
     candidates = WIDE_FORWARD_TILES if row_bytes > WIDE_ROW_BYTES else FORWARD_TILES[problem.itemsize]
     chosen = choose(problem, device, tiles, candidates, lambda tiles: _forward_cost(problem, device, tiles))
-    grid = query_tiles(problem, chosen.tiles)
-    launch = Launch("fwd_5_mma", grid, chosen.tiles.threads, chosen.cost.smem_bytes)
+    sizes = chosen.tiles
+    seen = _seen_tiles(problem, sizes.block_m, sizes.block_n)
+    launches = (
+        Launch("seen_tiles", ceil_div(seen, sizes.warps), sizes.threads),
+        Launch("fwd_5_mma", query_tiles(problem, sizes), sizes.threads, chosen.cost.smem_bytes),
+    )
     return Part(
-        tiles=asdict(chosen.tiles),
-        macros=_macros(problem, chosen, FORWARD_PARAMS_BYTES),
-        launches=(launch,) if grid else (),
+        tiles=asdict(sizes),
+        macros=_macros(problem, chosen),
+        launches=tuple(launch for launch in launches if launch.grid > 0),
+        scratch=_seen_scratch(problem, seen),
         reasons=chosen.reasons,
     )
 
@@ -352,7 +359,11 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     query_blocks = problem.heads * row_tiles(problem, problem.seqlen_q, sizes.block_n)
     strips = problem.heads * row_tiles(problem, problem.seqlen_q, MMA_M)
     deterministic = problem.features.deterministic
+    seen = _seen_tiles(problem, sizes.block_m, sizes.block_n)
+    if deterministic:
+        seen += _seen_tiles(problem, sizes.block_n, sizes.block_m)
     launches = (
+        Launch("seen_tiles", ceil_div(seen, sizes.warps), sizes.threads),
         Launch("row_sums", row_blocks(problem, prod(padded_rows), sizes.warps), sizes.threads),
         Launch("key_tiles", key_blocks, sizes.threads, smem_bytes),
         Launch("query_tiles", query_blocks, sizes.threads, smem_bytes)
@@ -362,15 +373,30 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     )
     return Part(
         tiles=asdict(sizes),
-        macros=(*_macros(problem, chosen, BACKWARD_PARAMS_BYTES), *gradient_macros(problem)),
+        macros=(*_macros(problem, chosen), *gradient_macros(problem)),
         launches=tuple(launch for launch in launches if launch.grid > 0),
         scratch=(
             *(() if deterministic else (Scratch("dQ sums", (*padded_rows, sizes.head(problem))),)),
             Scratch("LSE and D", (*rows, 2)),
+            *_seen_scratch(problem, seen),
             *bias_sums(problem),
         ),
         reasons=chosen.reasons,
     )
+
+
+def _seen_tiles(problem: Problem, rows: int, keys: int) -> int:
+    """Of how many tiles of scores it is found out what a mask_mod shows of them: seen_tiles.cuh's count."""
+    mask_mod = problem.features.mask_mod
+    if mask_mod is None:
+        return 0
+    of_heads = problem.heads if mask_mod.of_heads else 1
+    return of_heads * row_tiles(problem, problem.seqlen_q, rows) * ceil_div(problem.seqlen_k, keys)
+
+
+def _seen_scratch(problem: Problem, tiles: int) -> tuple[Scratch, ...]:
+    elements = ceil_div(tiles * SEEN_PART_BYTES, problem.accumulator.itemsize)
+    return (Scratch("seen tiles", (elements,)),) if tiles else ()
 
 
 def _padded_rows(problem: Problem, block_m: int) -> tuple[int, int]:
@@ -380,15 +406,13 @@ def _padded_rows(problem: Problem, block_m: int) -> tuple[int, int]:
     return problem.heads, problem.batch * round_up(problem.seqlen_q, block_m)
 
 
-def _macros(
-    problem: Problem, chosen: Choice[Tiles] | Choice[BackwardTiles], params_bytes: int
-) -> tuple[Macro, ...]:
+def _macros(problem: Problem, chosen: Choice[Tiles] | Choice[BackwardTiles]) -> tuple[Macro, ...]:
     return (
         *common_macros(problem),
         *((name.upper(), size) for name, size in asdict(chosen.tiles).items()),
         ("BLOCKS_PER_SM", chosen.blocks_per_sm),
         ("SMEM_BYTES", chosen.cost.smem_bytes),
-        ("PARAMS_BYTES", params_bytes),
+        ("PARAMS_BYTES", params_bytes(problem)),
     )
 
 
@@ -420,7 +444,8 @@ def _forward_cost(problem: Problem, device: Device, tiles: Tiles) -> Cost:
 def _works_on_scores(features: Features) -> bool:
     """Whether features do something with every score, as against a window, which cuts few tiles."""
     has_arrays = features.bias is not None or features.mask is not None
-    return has_arrays or features.softcap or features.alibi or features.dropout
+    has_functions = features.score_mod is not None or features.mask_mod is not None
+    return has_arrays or has_functions or features.softcap or features.alibi or features.dropout
 
 
 def _backward_cost(problem: Problem, device: Device, tiles: BackwardTiles) -> Cost:

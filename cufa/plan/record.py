@@ -10,6 +10,7 @@ from math import prod
 from cufa.device import Device
 from cufa.jit import Variant
 from cufa.problem import Problem
+from cufa.score_mod import HEADER, header
 
 Macro = tuple[str, str | int | bool]
 
@@ -100,7 +101,15 @@ class Plan:
     @cached_property
     def variant(self) -> Variant:
         """What the JIT compiles."""
-        return Variant(self.source, self.macros, self.device.arch)
+        return Variant(self.source, self.macros, self.device.arch, headers=self.headers)
+
+    @cached_property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """Name and text of the header that says what the call's own functions are, if it has some."""
+        features = self.problem.features
+        if features.score_mod is None and features.mask_mod is None:
+            return ()
+        return ((HEADER, header(features.score_mod, features.mask_mod)),)
 
     @cached_property
     def workspace_bytes(self) -> int:

@@ -12,6 +12,13 @@ BACKWARD_PARAMS_BYTES = 544
 SOFTMAX_PARAMS_BYTES = 48
 MERGE_PARAMS_BYTES = 136
 
+
+def params_bytes(problem: Problem) -> int:
+    """The size of ForwardParams or BackwardParams, with the arrays that functions of the caller's read."""
+    plain = FORWARD_PARAMS_BYTES if problem.direction == "forward" else BACKWARD_PARAMS_BYTES
+    return plain + problem.features.mod_array_bytes
+
+
 # One shared-memory access of a thread.
 VECTOR_BYTES = 16
 
@@ -42,6 +49,8 @@ def feature_macros(features: Features) -> tuple[Macro, ...]:
         ("USED_KEYS", features.seqused_k),
         ("PAGE_SIZE", features.page_size),
         ("TF32_PRODUCTS", features.tf32),
+        ("SCORE_MOD", features.score_mod is not None),
+        ("MASK_MOD", features.mask_mod is not None),
     )
 
 

@@ -19,10 +19,9 @@ from cufa.plan.choice import Choice, Cost, choose, query_tiles, row_tiles
 from cufa.plan.gradients import bias_and_sink_launches, bias_sums, gradient_macros, row_blocks
 from cufa.plan.record import Launch, Macro, Part, Scratch
 from cufa.plan.sizes import (
-    BACKWARD_PARAMS_BYTES,
-    FORWARD_PARAMS_BYTES,
     VECTOR_BYTES,
     common_macros,
+    params_bytes,
     shared_matrix_bytes,
 )
 from cufa.problem import Problem, lse_shape
@@ -131,7 +130,7 @@ def flash_v1(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     launch = Launch("fwd_3_flash_v1", grid, chosen.tiles.threads, chosen.cost.smem_bytes, steps)
     return Part(
         tiles=asdict(chosen.tiles),
-        macros=_macros(problem, chosen, FORWARD_PARAMS_BYTES),
+        macros=_macros(problem, chosen),
         launches=(launch,) if grid else (),
         scratch=(Scratch("O", (*rows, problem.value_dim)), Scratch("l", rows), Scratch("m", rows)),
         reasons=(*chosen.reasons, f"one launch for each of {steps} blocks of keys"),
@@ -158,7 +157,7 @@ def _one_launch(entry: str, problem: Problem, chosen: Choice[Tiles]) -> Part:
     return Part(
         tiles=asdict(chosen.tiles),
         macros=(
-            *_macros(problem, chosen, FORWARD_PARAMS_BYTES),
+            *_macros(problem, chosen),
             ("BLOCKS_PER_SM", chosen.blocks_per_sm),
         ),
         launches=(launch,) if grid else (),
@@ -188,7 +187,7 @@ def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]
     return Part(
         tiles=asdict(chosen.tiles),
         macros=(
-            *_macros(problem, chosen, BACKWARD_PARAMS_BYTES),
+            *_macros(problem, chosen),
             ("BLOCKS_PER_SM", chosen.blocks_per_sm),
             *gradient_macros(problem),
         ),
@@ -202,12 +201,12 @@ def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]
     )
 
 
-def _macros(problem: Problem, chosen: Choice[T], params_bytes: int) -> tuple[Macro, ...]:
+def _macros(problem: Problem, chosen: Choice[T]) -> tuple[Macro, ...]:
     return (
         *common_macros(problem),
         *((name.upper(), size) for name, size in asdict(chosen.tiles).items()),
         ("SMEM_BYTES", chosen.cost.smem_bytes),
-        ("PARAMS_BYTES", params_bytes),
+        ("PARAMS_BYTES", params_bytes(problem)),
     )
 
 

@@ -15,7 +15,7 @@ from cufa.device import REGISTERS_PER_SM, Device
 from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
 from cufa.plan.choice import Choice, Cost, choose, query_tiles
 from cufa.plan.record import MAX_GRID, Launch, Macro, Part, TensorBox
-from cufa.plan.sizes import FORWARD_PARAMS_BYTES, common_macros
+from cufa.plan.sizes import common_macros, params_bytes
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 
@@ -192,7 +192,7 @@ def forward_macros(problem: Problem, device: Device, chosen: Choice[T], maps: in
         ("CONSUMER_REGISTERS", chosen.tiles.consumer_registers),
         ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),
         ("SMEM_BYTES", chosen.cost.smem_bytes),
-        ("PARAMS_BYTES", round_up(maps * TENSOR_MAP_BYTES + FORWARD_PARAMS_BYTES, TENSOR_MAP_ALIGNMENT)),
+        ("PARAMS_BYTES", round_up(maps * TENSOR_MAP_BYTES + params_bytes(problem), TENSOR_MAP_ALIGNMENT)),
     )
 
 

@@ -24,7 +24,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +107,9 @@ def available() -> bool:
 class Module:
     """One variant of a kernel's file, compiled and loaded.
 
-    `source` is a file in `folder`; `macros` are defined for it as NVRTC would. `checked` is the flavour:
-    with it every access to memory is looked at; without it only waiting for ever is found, and it runs four
-    to ten times as fast.
+    `source` is a file in `folder`; `macros` are defined for it as NVRTC would, and `headers`, names and
+    texts, take the place of files there. `checked` is the flavour: with it every access to memory is looked
+    at; without it only waiting for ever is found, and it runs four to ten times as fast.
 
     Raises RuntimeError if the compiler refuses the file.
     """
@@ -120,10 +120,11 @@ class Module:
         macros: Iterable[tuple[str, str | int | bool]] | Mapping[str, str | int | bool],
         checked: bool = True,
         folder: Path = KERNELS,
+        headers: Sequence[tuple[str, str]] = (),
     ) -> None:
         self.checked = checked
         macros = dict(macros)
-        self.path = _build(source, macros, checked, folder)
+        self.path = _build(source, macros, checked, folder, headers)
         self._smem_bytes = int(macros["SMEM_BYTES"])
         self._library = ctypes.CDLL(str(self.path))
         self._library.emulator_launch.restype = ctypes.c_char_p
@@ -248,7 +249,13 @@ def _runtime() -> list[Path]:
     ]
 
 
-def _build(source: str, macros: Mapping[str, str | int | bool], checked: bool, folder: Path) -> Path:
+def _build(
+    source: str,
+    macros: Mapping[str, str | int | bool],
+    checked: bool,
+    folder: Path,
+    headers: Sequence[tuple[str, str]],
+) -> Path:
     runtime = _runtime()
     options = (
         *_KERNEL_OPTIONS,
@@ -264,6 +271,9 @@ def _build(source: str, macros: Mapping[str, str | int | bool], checked: bool, f
         twins = list(_INCLUDE.glob("ptx_*.cuh"))
         for file in {file.name: file for file in (*folder.glob("*.cu*"), *twins)}.values():
             (made.parent / file.name).symlink_to(file.resolve())
+        for name, text in headers:
+            (made.parent / name).unlink()
+            (made.parent / name).write_text(text, encoding="utf-8")
         origins = {made.parent: folder, **{made.parent / twin.name: twin for twin in twins}}
         maps = [f"-ffile-prefix-map={here}={origin.resolve()}" for here, origin in origins.items()]
         main, compiled = made.with_suffix(".cpp"), made.with_suffix(".o")
@@ -272,7 +282,7 @@ def _build(source: str, macros: Mapping[str, str | int | bool], checked: bool, f
         _run(_compiler(), *options, *maps, "-include", _BUILTINS, "-c", main, "-o", compiled)
         _run(_compiler(), "-shared", "-pthread", compiled, *runtime, "-o", made)
 
-    inputs = source, options, _texts(folder.glob("*.cu*")), _texts(_INCLUDE.iterdir()), runtime
+    inputs = source, options, headers, _texts(folder.glob("*.cu*")), _texts(_INCLUDE.iterdir()), runtime
     return _cached(f"{Path(source).stem}.so", inputs, compile_to)
 
 

@@ -41,6 +41,7 @@ from cufa.problem import (
     make_problem,
     output_shape,
 )
+from cufa.score_mod import MaskMod, Mods, ScoreMod
 
 from . import KERNELS, EmulatorError, Module, extent
 
@@ -70,6 +71,8 @@ def attention(
     window: tuple[int | None, int | None] | None = None,
     softmax_scale: float | None = None,
     values: FeatureValues = NO_VALUES,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     precision: str = "ieee",
     out_dtype: npt.DTypeLike = None,
     kernel: str | None = None,
@@ -86,10 +89,11 @@ def attention(
 
     Raises EmulatorError if the kernel does what it must not.
     """
-    arrays = {"q": q, "k": k, "v": v, **side}
+    mods = Mods(score_mod, mask_mod)
+    arrays = {"q": q, "k": k, "v": v, **side, **mods.arrays}
     if out_dtype is not None:
         arrays["out"] = np.empty((*q.shape[:-1], v.shape[-1]), out_dtype)
-    options = _options(causal, window, values, precision=precision)
+    options = _options(causal, window, values, precision=precision, **mods.written)
     plan = _plan("forward", arrays, options, kernel, tiles, device)
     problem = plan.problem
     arrays.setdefault("out", np.empty(output_shape(problem, "bshd"), problem.output))
@@ -109,12 +113,15 @@ def attn_probs(
     window: tuple[int | None, int | None] | None = None,
     softmax_scale: float | None = None,
     values: FeatureValues = NO_VALUES,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     checked: bool = True,
     **side: Array,
 ) -> Array:
     """What `cufa.attention` with return_attn_probs has third, from the LSE that it has second."""
-    arrays = {"q": q, "k": k, "v": v, **side}
-    options = _options(causal, window, values)
+    mods = Mods(score_mod, mask_mod)
+    arrays = {"q": q, "k": k, "v": v, **side, **mods.arrays}
+    options = _options(causal, window, values, **mods.written)
     problem = _plan("forward", arrays, options, None, None).problem
     plan = make_probabilities_plan(problem, DEVICE)
     in_layout = (problem.batch, problem.seqlen_q, problem.heads, problem.seqlen_k)
@@ -136,6 +143,8 @@ def attention_backward(
     window: tuple[int | None, int | None] | None = None,
     softmax_scale: float | None = None,
     values: FeatureValues = NO_VALUES,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     precision: str = "ieee",
     deterministic: bool = False,
     gradients: tuple[str, ...] = (),
@@ -152,9 +161,16 @@ def attention_backward(
 
     Raises EmulatorError if the kernel does what it must not.
     """
-    arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, **side}
+    mods = Mods(score_mod, mask_mod)
+    arrays = {"q": q, "k": k, "v": v, "out": out, "dout": dout, **side, **mods.arrays}
     options = _options(
-        causal, window, values, deterministic=deterministic, gradients=gradients, precision=precision
+        causal,
+        window,
+        values,
+        deterministic=deterministic,
+        gradients=gradients,
+        precision=precision,
+        **mods.written,
     )
     plan = _plan("backward", arrays, options, kernel, tiles, device)
     outputs = [f"d{name}" for name in ("q", "k", "v", *gradients)]
@@ -264,7 +280,7 @@ def _run(
     side = {name: array for name, array in placed.items() if name not in tensors}
     addresses = {name: array.ctypes.data for name, array in side.items()}
     features = pack_features(problem, side, addresses, values)
-    module = Module(plan.source, plan.macros, checked, folder)
+    module = Module(plan.source, plan.macros, checked, folder, plan.headers)
     for launch in plan.launches:
         for step in range(launch.steps):
             call = pack_call(problem, lse, workspace.ctypes.data, scale, step)

@@ -156,9 +156,9 @@ inline void __trap() {
 extern "C" {
 int printf(const char* format, ...);
 float exp2f(float), expf(float), log2f(float), logf(float), sqrtf(float), fabsf(float),
-    tanhf(float);
+    tanhf(float), log1pf(float), sinf(float), cosf(float), floorf(float), powf(float, float);
 double exp2(double), exp(double), log2(double), log(double), sqrt(double), fabs(double),
-    tanh(double);
+    tanh(double), log1p(double), sin(double), cos(double), floor(double), pow(double, double);
 float fmaf(float, float, float), fmaxf(float, float), fminf(float, float);
 double fma(double, double, double), fmax(double, double), fmin(double, double);
 }
@@ -176,6 +176,11 @@ inline float log(float x) {
 }
 inline float sqrt(float x) {
     return sqrtf(x);
+}
+
+// The place of the lowest bit that is set, from 1 on; 0 if none is.
+inline int __ffs(int bits) {
+    return __builtin_ffs(bits);
 }
 
 inline int min(int a, int b) {

@@ -1,0 +1,558 @@
+"""Expressions of traced functions: what a Python function computes, found by calling it with symbols.
+
+    score, kv_idx = symbol("score", "float"), symbol("kv_idx", "int32")
+    expression = np.tanh(score) - 0.5 * kv_idx
+
+Python's operators and NumPy's ufuncs on an `Expression` make larger ones. `derivative` differentiates one,
+`evaluate` computes its value with NumPy, and `write` says it in CUDA C++.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+# What a value is. Numbers of the kind "float" are of the type that scores are computed in.
+Kind = Literal["bool", "int32", "int64", "float"]
+Kinds = tuple[Kind, ...]
+_RANK: dict[Kind, int] = {"bool": 0, "int32": 1, "int64": 2, "float": 3}
+_CPP_TYPES: dict[Kind, str] = {"bool": "bool", "int32": "int", "int64": "int64", "float": "acc_t"}
+
+# Constant powers up to this are products, which integers have too and which are exact.
+_MOST_PRODUCTS = 8
+
+Derivatives: TypeAlias = "Sequence[Expression | None]"
+
+
+def kind_of_dtype(dtype: np.dtype[Any]) -> Kind:
+    """What numbers of a dtype are; TypeError for those that are none of it."""
+    if dtype == np.bool_:
+        return "bool"
+    if dtype.kind in "iu" and dtype != np.uint64:
+        return "int64" if dtype.itemsize == 8 or dtype == np.uint32 else "int32"
+    if dtype.kind == "f" or dtype.name == "bfloat16":
+        return "float"
+    raise TypeError(f"a dtype is {dtype}; it may be bool, an integer but uint64, or a float")
+
+
+@dataclass(frozen=True, eq=False)
+class Expression:
+    """An operation on operands, or one of what has none: "symbol" and "constant".
+
+    `value` is the symbol's name, the constant, the kind that "cast" makes, or the array's name of "element",
+    whose operands are indices.
+    """
+
+    operation: str
+    kind: Kind
+    operands: tuple[Expression, ...] = ()
+    value: Any = None
+
+    __hash__ = object.__hash__
+
+    def __add__(self, other: Any) -> Expression:
+        return apply("add", self, other)
+
+    def __radd__(self, other: Any) -> Expression:
+        return apply("add", other, self)
+
+    def __sub__(self, other: Any) -> Expression:
+        return apply("subtract", self, other)
+
+    def __rsub__(self, other: Any) -> Expression:
+        return apply("subtract", other, self)
+
+    def __mul__(self, other: Any) -> Expression:
+        return apply("multiply", self, other)
+
+    def __rmul__(self, other: Any) -> Expression:
+        return apply("multiply", other, self)
+
+    def __truediv__(self, other: Any) -> Expression:
+        return apply("divide", self, other)
+
+    def __rtruediv__(self, other: Any) -> Expression:
+        return apply("divide", other, self)
+
+    def __floordiv__(self, other: Any) -> Expression:
+        return apply("floor_divide", self, other)
+
+    def __rfloordiv__(self, other: Any) -> Expression:
+        return apply("floor_divide", other, self)
+
+    def __mod__(self, other: Any) -> Expression:
+        return apply("remainder", self, other)
+
+    def __rmod__(self, other: Any) -> Expression:
+        return apply("remainder", other, self)
+
+    def __pow__(self, other: Any) -> Expression:
+        return apply("power", self, other)
+
+    def __rpow__(self, other: Any) -> Expression:
+        return apply("power", other, self)
+
+    def __and__(self, other: Any) -> Expression:
+        return apply("bitwise_and", self, other)
+
+    def __rand__(self, other: Any) -> Expression:
+        return apply("bitwise_and", other, self)
+
+    def __or__(self, other: Any) -> Expression:
+        return apply("bitwise_or", self, other)
+
+    def __ror__(self, other: Any) -> Expression:
+        return apply("bitwise_or", other, self)
+
+    def __xor__(self, other: Any) -> Expression:
+        return apply("bitwise_xor", self, other)
+
+    def __rxor__(self, other: Any) -> Expression:
+        return apply("bitwise_xor", other, self)
+
+    def __lshift__(self, other: Any) -> Expression:
+        return apply("left_shift", self, other)
+
+    def __rlshift__(self, other: Any) -> Expression:
+        return apply("left_shift", other, self)
+
+    def __rshift__(self, other: Any) -> Expression:
+        return apply("right_shift", self, other)
+
+    def __rrshift__(self, other: Any) -> Expression:
+        return apply("right_shift", other, self)
+
+    def __neg__(self) -> Expression:
+        return apply("negative", self)
+
+    def __pos__(self) -> Expression:
+        return self
+
+    def __abs__(self) -> Expression:
+        return apply("absolute", self)
+
+    def __invert__(self) -> Expression:
+        return apply("invert", self)
+
+    def __lt__(self, other: Any) -> Expression:
+        return apply("less", self, other)
+
+    def __le__(self, other: Any) -> Expression:
+        return apply("less_equal", self, other)
+
+    def __gt__(self, other: Any) -> Expression:
+        return apply("greater", self, other)
+
+    def __ge__(self, other: Any) -> Expression:
+        return apply("greater_equal", self, other)
+
+    def __eq__(self, other: Any) -> Expression:  # type: ignore[override]
+        return apply("equal", self, other)
+
+    def __ne__(self, other: Any) -> Expression:  # type: ignore[override]
+        return apply("not_equal", self, other)
+
+    def astype(self, dtype: Any) -> Expression:
+        """The value as another kind; of a float, what is before the point."""
+        return _cast(self, kind_of_dtype(np.dtype(dtype)))
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Expression:
+        """NumPy asks this of its ufuncs' arguments."""
+        name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
+        if options:
+            raise TypeError(f"np.{name} was given {', '.join(options)}, which a traced function cannot have")
+        return apply(name, *inputs)
+
+    def __array_function__(
+        self, function: Any, _: Any, inputs: tuple[Any, ...], options: Mapping[str, Any]
+    ) -> Expression:
+        """NumPy asks this of its other functions' arguments."""
+        if function is np.where and len(inputs) == 3 and not options:
+            return apply("where", *inputs)
+        if function is np.clip and len(inputs) == 3 and not options:
+            value, least, most = inputs
+            return apply("minimum", apply("maximum", value, least), most)
+        raise TypeError(_unknown(function.__name__))
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            "the truth of a traced value is asked for, by if, and, or, not, min(), max() or a chained "
+            "comparison; use np.where(condition, a, b), & | ~, np.minimum, np.maximum, (a <= b) & (b <= c)"
+        )
+
+    def __float__(self) -> float:
+        raise TypeError(
+            "a traced value is made a number, by float() or a function of the math module; use NumPy's "
+            "functions, as in np.tanh(score), and .astype(np.float32)"
+        )
+
+    def __int__(self) -> int:
+        raise TypeError("a traced value is made a number, by int(); use np.floor or .astype(np.int32)")
+
+    def __index__(self) -> int:
+        raise TypeError(
+            "a traced value is an index of what is no argument of the function; give the array to it, as in "
+            "cufa.ScoreMod(function, table), and read table[q_idx, kv_idx] there"
+        )
+
+    def __iter__(self) -> Any:
+        raise TypeError("a traced value is one number; it cannot be iterated over")
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError(
+            "a traced value is made an array, or indexes one; use NumPy's ufuncs and np.where, and give the "
+            "function an array that it reads, as in cufa.ScoreMod(function, table)"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class TracedArray:
+    """An array that a traced function reads, element by element."""
+
+    name: str
+    kind: Kind
+    ndim: int
+
+    def __getitem__(self, indices: Any) -> Expression:
+        indices = indices if isinstance(indices, tuple) else (indices,)
+        if len(indices) != self.ndim:
+            raise TypeError(
+                f"{self.name} has {self.ndim} axes and is read with {len(indices)} indices; it needs one for "
+                "each axis"
+            )
+        of_axes = tuple(lifted(index) for index in indices)
+        for index in of_axes:
+            if index.kind not in ("int32", "int64"):
+                raise TypeError(f"{self.name} is read at a {index.kind}; indices must be integers")
+        return Expression("element", self.kind, of_axes, self.name)
+
+
+def symbol(name: str, kind: Kind) -> Expression:
+    """An argument of a traced function."""
+    return Expression("symbol", kind, (), name)
+
+
+def lifted(value: Any) -> Expression:
+    """A number as an expression; TypeError for what is neither."""
+    if isinstance(value, Expression):
+        return value
+    if isinstance(value, TracedArray):
+        raise TypeError(f"{value.name} is computed with as a whole; read an element, as in slopes[h]")
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
+        value = value.item()
+    if isinstance(value, bool):
+        return Expression("constant", "bool", (), value)
+    if isinstance(value, int):
+        if abs(value) >= 2**63:
+            raise TypeError(f"{value} is too large for an integer of 64 bits")
+        return Expression("constant", "int32" if abs(value) < 2**31 else "int64", (), value)
+    if isinstance(value, float):
+        return Expression("constant", "float", (), value)
+    if hasattr(value, "shape"):
+        raise TypeError(
+            "an array is no argument of the function; give it to it, as in cufa.ScoreMod(function, slopes), "
+            "and read an element of it there"
+        )
+    raise TypeError(f"a traced value is combined with {value!r}; it may be with numbers")
+
+
+def apply(name: str, *operands: Any) -> Expression:
+    """A NumPy function of that name of expressions and numbers.
+
+    Raises TypeError if there is none, or if its operands are of the wrong kind.
+    """
+    name = _SYNONYMS.get(name, name)
+    arguments = [lifted(value) for value in operands]
+    if name in _COMPOSED:
+        return _COMPOSED[name](*arguments)
+    if name == "power":
+        product = _as_product(*arguments)
+        if product is not None:
+            return product
+    if name == "divide" and arguments[1].operation == "constant" and arguments[1].value:
+        return apply("multiply", arguments[0], 1 / arguments[1].value)
+    if name not in _OPERATIONS:
+        raise TypeError(_unknown(name))
+    wanted, kind = _OPERATIONS[name].signature(name, tuple(argument.kind for argument in arguments))
+    return Expression(name, kind, tuple(map(_cast, arguments, wanted)))
+
+
+def in_order(*roots: Expression) -> list[Expression]:
+    """All that expressions are made of, each once and after its operands."""
+    done: dict[int, Expression] = {}
+    pending = list(reversed(roots))
+    while pending:
+        node = pending[-1]
+        missing = [operand for operand in node.operands if id(operand) not in done]
+        if missing:
+            pending += reversed(missing)
+        else:
+            done[id(node)] = pending.pop()
+    return list(done.values())
+
+
+def derivative(expression: Expression, variable: str) -> Expression | None:
+    """By how much it changes with the symbol of that name; None if it does not."""
+    known: dict[int, Expression | None] = {}
+    for node in in_order(expression):
+        operands = [known[id(operand)] for operand in node.operands]
+        if node.operation == "symbol" and node.value == variable:
+            known[id(node)] = lifted(1.0)
+        elif all(slope is None for slope in operands) or node.operation in ("cast", "element"):
+            known[id(node)] = None  # what is cast is made an integer or a bool
+        else:
+            known[id(node)] = _OPERATIONS[node.operation].slope(node, operands)
+    return known[id(expression)]
+
+
+def evaluate(expression: Expression, values: Mapping[str, Any]) -> Any:
+    """Its value by NumPy, which broadcasts; `values` are those of symbols and the arrays, by name."""
+    known: dict[int, Any] = {}
+    for node in in_order(expression):
+        operands = [known[id(operand)] for operand in node.operands]
+        if node.operation == "symbol":
+            known[id(node)] = values[node.value]
+        elif node.operation == "constant":
+            known[id(node)] = node.value
+        elif node.operation == "element":
+            known[id(node)] = values[node.value][tuple(operands)]
+        elif node.operation == "cast":
+            known[id(node)] = _as_kind(operands[0], node.kind)
+        else:
+            known[id(node)] = _OPERATIONS[node.operation].compute(*operands)
+    return known[id(expression)]
+
+
+def write(expression: Expression) -> str:
+    """The body of a CUDA C++ function that returns its value.
+
+    Symbols are its arguments, and so is `arrays`, whose fields have the names of the arrays.
+    """
+    names: dict[int, str] = {}
+    known: dict[str, str] = {}
+    lines = []
+    for node in in_order(expression):
+        if node.operation == "symbol":
+            names[id(node)] = node.value
+            continue
+        if node.operation == "constant":
+            names[id(node)] = _literal(node.value, node.kind)
+            continue
+        text = _code(node, [names[id(operand)] for operand in node.operands])
+        if text not in known:
+            known[text] = f"t{len(known)}"
+            lines.append(f"    const {_CPP_TYPES[node.kind]} {known[text]} = {text};\n")
+        names[id(node)] = known[text]
+    return f"{''.join(lines)}    return {names[id(expression)]};\n"
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """What NumPy and C++ call it, what it is of which kinds, and how it is differentiated.
+
+    `signature` has, for the kinds of operands, those that they are made and that of the result. `slope` makes
+    the derivative of a node from those of its operands, some of which are not None.
+    """
+
+    compute: Callable[..., Any]
+    code: str
+    signature: Callable[[str, Kinds], tuple[Kinds, Kind]]
+    slope: Callable[[Expression, Derivatives], Expression | None]
+
+
+def _common(kinds: Kinds) -> Kind:
+    return max(kinds, key=_RANK.__getitem__)
+
+
+def _arithmetic(name: str, kinds: Kinds) -> tuple[Kinds, Kind]:
+    kind = _common(kinds)
+    if kind == "bool":
+        raise TypeError(f"np.{name} is of bools alone; use & | ~ or np.where for those")
+    return (kind,) * len(kinds), kind
+
+
+def _comparison(_: str, kinds: Kinds) -> tuple[Kinds, Kind]:
+    return (_common(kinds),) * len(kinds), "bool"
+
+
+def _real(_: str, kinds: Kinds) -> tuple[Kinds, Kind]:
+    return tuple("float" for _ in kinds), "float"
+
+
+def _logical(_: str, kinds: Kinds) -> tuple[Kinds, Kind]:
+    return tuple("bool" for _ in kinds), "bool"
+
+
+def _bitwise(name: str, kinds: Kinds) -> tuple[Kinds, Kind]:
+    kind = _common(kinds)
+    if kind == "float" or (kind == "bool" and "shift" in name):
+        raise TypeError(f"np.{name} is of {' and '.join(kinds)}; it may be of integers")
+    return (kind,) * len(kinds), kind
+
+
+def _selection(_: str, kinds: Kinds) -> tuple[Kinds, Kind]:
+    kind = _common(kinds[1:])
+    return ("bool", kind, kind), kind
+
+
+def _constant(_: Expression, __: Derivatives) -> None:
+    """Of what changes in steps, or not at all."""
+
+
+def _by_partials(partials: Callable[..., Sequence[Any]]) -> Callable[[Expression, Derivatives], Expression]:
+    """The chain rule: partials(*operands, result) are the derivatives in each operand."""
+
+    def slope(node: Expression, slopes: Derivatives) -> Expression:
+        factors = partials(*node.operands, node)
+        terms = [_times(lifted(f), s) for f, s in zip(factors, slopes, strict=True) if s is not None]
+        return functools.reduce(operator.add, terms)
+
+    return slope
+
+
+def _times(factor: Expression, slope: Expression) -> Expression:
+    if slope.operation == "constant" and slope.value == 1:
+        return factor
+    return slope if factor.operation == "constant" and factor.value == 1 else factor * slope
+
+
+def _slope_of_choice(choose: Callable[..., Expression]) -> Callable[[Expression, Derivatives], Expression]:
+    """Of an operation whose value is one of its last two operands: the first if choose(*operands)."""
+
+    def slope(node: Expression, slopes: Derivatives) -> Expression:
+        first, second = (lifted(0.0) if s is None else s for s in slopes[-2:])
+        return apply("where", choose(*node.operands), first, second)
+
+    return slope
+
+
+_NO_SLOPE: Callable[[Expression, Derivatives], Expression | None] = _constant
+
+_OPERATIONS: Mapping[str, _Operation] = {
+    "add": _Operation(np.add, "{} + {}", _arithmetic, _by_partials(lambda a, b, y: (1.0, 1.0))),
+    "subtract": _Operation(np.subtract, "{} - {}", _arithmetic, _by_partials(lambda a, b, y: (1.0, -1.0))),
+    "multiply": _Operation(np.multiply, "{} * {}", _arithmetic, _by_partials(lambda a, b, y: (b, a))),
+    "divide": _Operation(np.divide, "{} / {}", _real, _by_partials(lambda a, b, y: (1 / b, -y / b))),
+    "floor_divide": _Operation(np.floor_divide, "floor_divide({}, {})", _arithmetic, _NO_SLOPE),
+    "remainder": _Operation(
+        np.remainder,
+        "remainder_of({}, {})",
+        _arithmetic,
+        _by_partials(lambda a, b, y: (1.0, -apply("floor_divide", a, b))),
+    ),
+    "power": _Operation(
+        np.power,
+        "power({}, {})",
+        _real,
+        _by_partials(lambda a, b, y: (b * apply("power", a, b - 1.0), y * apply("log", a))),
+    ),
+    "negative": _Operation(np.negative, "-{}", _arithmetic, _by_partials(lambda x, y: (-1.0,))),
+    "absolute": _Operation(
+        np.absolute,
+        "absolute({})",
+        _arithmetic,
+        _by_partials(lambda x, y: (apply("where", x < 0.0, -1.0, 1.0),)),
+    ),
+    "exp": _Operation(np.exp, "exp_of({})", _real, _by_partials(lambda x, y: (y,))),
+    "exp2": _Operation(np.exp2, "exp2_of({})", _real, _by_partials(lambda x, y: (y * math.log(2),))),
+    "log": _Operation(np.log, "log_of({})", _real, _by_partials(lambda x, y: (1 / x,))),
+    "log2": _Operation(np.log2, "log2_of({})", _real, _by_partials(lambda x, y: (1 / (x * math.log(2)),))),
+    "log1p": _Operation(np.log1p, "log1p_of({})", _real, _by_partials(lambda x, y: (1 / (1 + x),))),
+    "sqrt": _Operation(np.sqrt, "sqrt_of({})", _real, _by_partials(lambda x, y: (0.5 / y,))),
+    "tanh": _Operation(np.tanh, "tanh_of({})", _real, _by_partials(lambda x, y: (1 - y * y,))),
+    "sin": _Operation(np.sin, "sin_of({})", _real, _by_partials(lambda x, y: (apply("cos", x),))),
+    "cos": _Operation(np.cos, "cos_of({})", _real, _by_partials(lambda x, y: (-apply("sin", x),))),
+    "floor": _Operation(np.floor, "floor_of({})", _real, _NO_SLOPE),
+    "minimum": _Operation(np.minimum, "minimum({}, {})", _arithmetic, _slope_of_choice(lambda a, b: a <= b)),
+    "maximum": _Operation(np.maximum, "maximum({}, {})", _arithmetic, _slope_of_choice(lambda a, b: a >= b)),
+    "where": _Operation(
+        np.where, "{} ? {} : {}", _selection, _slope_of_choice(lambda condition, a, b: condition)
+    ),
+    "less": _Operation(np.less, "{} < {}", _comparison, _NO_SLOPE),
+    "less_equal": _Operation(np.less_equal, "{} <= {}", _comparison, _NO_SLOPE),
+    "greater": _Operation(np.greater, "{} > {}", _comparison, _NO_SLOPE),
+    "greater_equal": _Operation(np.greater_equal, "{} >= {}", _comparison, _NO_SLOPE),
+    "equal": _Operation(np.equal, "{} == {}", _comparison, _NO_SLOPE),
+    "not_equal": _Operation(np.not_equal, "{} != {}", _comparison, _NO_SLOPE),
+    "logical_and": _Operation(np.logical_and, "{} && {}", _logical, _NO_SLOPE),
+    "logical_or": _Operation(np.logical_or, "{} || {}", _logical, _NO_SLOPE),
+    "logical_not": _Operation(np.logical_not, "!{}", _logical, _NO_SLOPE),
+    "bitwise_and": _Operation(np.bitwise_and, "{} & {}", _bitwise, _NO_SLOPE),
+    "bitwise_or": _Operation(np.bitwise_or, "{} | {}", _bitwise, _NO_SLOPE),
+    "bitwise_xor": _Operation(np.bitwise_xor, "{} ^ {}", _bitwise, _NO_SLOPE),
+    "invert": _Operation(np.invert, "inverted({})", _bitwise, _NO_SLOPE),
+    "left_shift": _Operation(np.left_shift, "{} << {}", _bitwise, _NO_SLOPE),
+    "right_shift": _Operation(np.right_shift, "{} >> {}", _bitwise, _NO_SLOPE),
+}
+_SYNONYMS = {"true_divide": "divide", "mod": "remainder", "fabs": "absolute", "abs": "absolute"}
+# Those that are made of the others.
+_COMPOSED: Mapping[str, Callable[..., Expression]] = {
+    "positive": lambda x: x,
+    "square": lambda x: x * x,
+    "sign": lambda x: apply("where", x > 0, 1.0, apply("where", x < 0, -1.0, 0.0)),
+    "ceil": lambda x: -apply("floor", -x),
+    "expm1": lambda x: apply("exp", x) - 1.0,
+    "logical_xor": lambda a, b: _cast(a, "bool") != _cast(b, "bool"),
+    "isnan": lambda x: x != x,
+}
+
+
+def _unknown(name: str) -> str:
+    known = ", ".join(sorted({*_OPERATIONS, *_COMPOSED, *_SYNONYMS, "clip"}))
+    return f"np.{name} cannot be traced; what can is {known}"
+
+
+def _as_product(base: Expression, exponent: Expression) -> Expression | None:
+    """A constant whole power as products, None for another."""
+    if exponent.operation == "constant":
+        number = float(exponent.value)
+        if number.is_integer() and 1 <= number <= _MOST_PRODUCTS:
+            return functools.reduce(operator.mul, [base] * int(number))
+    if _RANK[_common((base.kind, exponent.kind))] < _RANK["float"]:
+        raise TypeError(
+            f"a power of integers is constant and from 1 to {_MOST_PRODUCTS}; use 1.0 * x for one of floats"
+        )
+    return None
+
+
+def _cast(value: Expression, kind: Kind) -> Expression:
+    if value.kind == kind:
+        return value
+    if value.operation == "constant" and kind in ("int64", "float"):
+        return Expression("constant", kind, (), float(value.value) if kind == "float" else int(value.value))
+    return Expression("cast", kind, (value,), kind)
+
+
+def _as_kind(value: Any, kind: Kind) -> Any:
+    """As C++ casts it; floats are NumPy's to choose."""
+    if kind == "float":
+        return value * 1.0
+    return np.asarray(value).astype(kind)
+
+
+def _literal(value: float, kind: Kind) -> str:
+    if kind == "bool":
+        return "true" if value else "false"
+    if kind != "float":
+        return f"({value}{'LL' if kind == 'int64' else ''})"
+    if math.isnan(value):
+        return "not_a_number()"
+    if math.isinf(value):
+        return "(-negative_infinity())" if value > 0 else "negative_infinity()"
+    return f"acc_t({value.hex()})"
+
+
+def _code(node: Expression, operands: Iterable[str]) -> str:
+    """What C++ has on the right side of its assignment."""
+    if node.operation == "cast":
+        return f"{_CPP_TYPES[node.kind]}({', '.join(operands)})"
+    if node.operation == "element":
+        at = f"arrays.{node.value}.at({', '.join(operands)})"
+        return f"{_CPP_TYPES[node.kind]}({f'to_acc({at})' if node.kind == 'float' else at})"
+    return _OPERATIONS[node.operation].code.format(*operands)

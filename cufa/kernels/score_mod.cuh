@@ -1,0 +1,24 @@
+// What a call's own functions make of scores: nothing here, where there are none. For a call that
+// has some, cufa/score_mod.py writes a header of this name, which the compiler is given instead.
+#pragma once
+
+#include "traced.cuh"
+
+// The arrays that the functions read.
+struct ModArrays {};
+
+// The new score, in its own units.
+__device__ inline acc_t modified_score(const ModArrays&, acc_t score, int, int, int, int) {
+    return score;
+}
+
+// By how much it changes with the score.
+__device__ inline acc_t modified_slope(const ModArrays&, acc_t, int, int, int, int) {
+    return 1;
+}
+
+// Whether a query sees a key, and whether that may be different in each head.
+constexpr bool kMaskModOfHead = false;
+__device__ inline bool mod_sees(const ModArrays&, int, int, int, int) {
+    return true;
+}

@@ -1,0 +1,98 @@
+// What a call's mask_mod shows of each tile of scores: nothing, some or all of it. That is found
+// out by a launch of its own, for all heads at once if it is the same for them. Kernels then leave
+// out tiles of which nothing is seen, and look at single scores only where the function cuts
+// through a tile.
+#pragma once
+
+#include "score_rules.cuh"
+#include "warp_rows.cuh"
+
+enum SeenPart : unsigned short { kNone, kSome, kAll };
+
+// Of a head, by tiles of Rows queries and Keys keys.
+template <int Rows, int Keys>
+class SeenTiles {
+  public:
+    // `all` are those of all heads.
+    template <class Params>
+    __device__ SeenTiles(SeenPart* all, const Params& params, const Sequence& sequence, int head)
+        : keys(ceil_div(params.sizes.seqlen_k, Keys)) {
+        const Sizes& sizes = params.sizes;
+        const int first_tile = kPacked ? sequence.first_q / Rows + sequence.batch
+                                       : sequence.batch * ceil_div(sizes.seqlen_q, Rows);
+        const long long of_head = kMaskModOfHead ? head : 0;
+        parts = all + (of_head * row_tiles<Rows>(sizes.batch, sizes.seqlen_q) + first_tile) * keys;
+    }
+
+    // How many there are of all heads.
+    __device__ static long long count(const Sizes& sizes) {
+        if constexpr (!kMaskMod) return 0;
+        const long long of_heads = kMaskModOfHead ? sizes.heads : 1;
+        return of_heads * row_tiles<Rows>(sizes.batch, sizes.seqlen_q) *
+               ceil_div(sizes.seqlen_k, Keys);
+    }
+
+    // Whether the tile of these rows and keys must be looked at score by score.
+    __device__ bool cuts(int row, int key) const {
+        return kMaskBits != 0 || (kMaskMod && part(row, key) != kAll);
+    }
+
+    // Where the first tile from `key` on begins of which some of a tile of rows is seen, or `end`.
+    __device__ int next_key(int row, int key, int end) const {
+        return next<Keys>(key, end, [&](int at) { return part(row, at); });
+    }
+    // The same with rows and keys exchanged.
+    __device__ int next_row(int row, int end, int key) const {
+        return next<Rows>(row, end, [&](int at) { return part(at, key); });
+    }
+
+    // Finds out about one of all heads' tiles: a warp's work.
+    template <class Params>
+    __device__ static void find(SeenPart* all, const Params& params, long long index) {
+        const Sizes& sizes = params.sizes;
+        const int key_tiles = ceil_div(sizes.seqlen_k, Keys);
+        const int tiles = row_tiles<Rows>(sizes.batch, sizes.seqlen_q);
+        const int first_key = index % key_tiles * Keys, head = index / key_tiles / tiles;
+        const auto [batch, first_row] = row_tile<Rows>(
+            index / key_tiles % tiles, sizes.batch, sizes.seqlen_q, params.features.cu_seqlens_q);
+        const Sequence sequence(params, batch);
+        if (first_row >= sequence.seqlen_q || first_key >= sequence.seqlen_k) return;
+
+        // Places past the ends stand for the last ones, and add nothing.
+        const ScoreRules rules(params, sequence, head);
+        bool some = false, all_of_them = true;
+        for (int key = first_key + threadIdx.x % 32; key < first_key + Keys; key += 32)
+#pragma unroll 8
+            for (int row = first_row; row < first_row + Rows; ++row) {
+                const bool shown = rules.shows(row, key);
+                some |= shown;
+                all_of_them &= shown;
+            }
+        some = __any_sync(0xffffffffu, some);
+        all_of_them = __all_sync(0xffffffffu, all_of_them);
+        if (threadIdx.x % 32 == 0) {
+            SeenTiles(all, params, sequence, head).part(first_row, first_key) = all_of_them ? kAll
+                                                                                : some      ? kSome
+                                                                                            : kNone;
+        }
+    }
+
+  private:
+    SeenPart* parts;
+    int keys;
+
+    __device__ SeenPart& part(int row, int key) const {
+        return parts[static_cast<long long>(row / Rows) * keys + key / Keys];
+    }
+
+    // The lanes of a warp look at 32 tiles at once.
+    template <int Size, class PartAt>
+    __device__ static int next(int first, int end, const PartAt& part_at) {
+        for (; first < end; first += 32 * Size) {
+            const int at = first + threadIdx.x % 32 * Size;
+            const unsigned int seen = __ballot_sync(0xffffffffu, at < end && part_at(at) != kNone);
+            if (seen != 0) return first + (__ffs(seen) - 1) * Size;
+        }
+        return end;
+    }
+};

@@ -1,0 +1,113 @@
+"""Functions of one's own on scores, on the emulator: one that does much, in all kernels that take them."""
+
+import feature_cases as cases
+import numpy as np
+import pytest
+from emulator import calls
+from test_emulator_backward_features import TILES as BACKWARD_TILES
+from test_emulator_forward_features import TILES
+from test_emulator_hopper_features import DEVICE as FEW_SMS
+from tolerance import assert_attention, assert_gradients
+
+from cufa import reference
+from cufa.score_mod import MaskMod, ScoreMod
+
+pytestmark = pytest.mark.emulator
+
+# Without a mask to multiply with, sums are not all of the same sign.
+FEATURES = frozenset(("causal", "packed", "bias", "dbias"))
+LENGTHS = {"seqlen_q": 39, "seqlen_k": 53}
+ALL_LENGTHS = [dict(zip(LENGTHS, lengths, strict=True)) for lengths in cases.LENGTHS]
+
+
+def shape_score(score, b, h, q_idx, kv_idx, table, halves):
+    """A relative bias by a table of strides, a bound, and what changes with every place.
+
+    One query has no score that is finite.
+    """
+    distance = np.clip(q_idx - kv_idx, -4, 4)
+    score = 2 * np.tanh(score / 2) + table[h % 2, distance + 4] * halves[kv_idx // 2]
+    score = np.where((kv_idx + b) % 5 == 3, np.exp(-np.abs(score)) - 1, np.maximum(score, -1.5) ** 2)
+    score = score + (q_idx & 3) / 8 - np.sqrt(1.0 + kv_idx // 7)
+    return np.where(q_idx == 9, -np.inf, score)
+
+
+def see(b, h, q_idx, kv_idx, document):
+    return (document[b, q_idx] == document[b, kv_idx]) | ((kv_idx < 2) & ~(h == 1))
+
+
+@pytest.fixture
+def mods(rng):
+    table = rng.standard_normal((9, 2)).T
+    halves = rng.standard_normal(60).astype(np.float16)[::-2]
+    document = rng.integers(0, 3, (2, 60))
+    return {
+        "score_mod": ScoreMod(shape_score, table, halves),
+        "mask_mod": MaskMod(see, np.sort(document, axis=1)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [("fwd_4_flash_v2", "float64"), ("fwd_5_mma", "float16"), ("fwd_5_mma", "float32")],
+)
+def test_forward(rng, mods, kernel, dtype):
+    for lengths in ALL_LENGTHS:
+        case = cases.draw_case(rng, dtype, FEATURES, **lengths, **cases.SIZES)
+        case.numbers.update(mods)
+        cases.hide_nan(case)
+        inputs = case.problem.q, case.problem.k, case.problem.v
+        with np.errstate(invalid="ignore"):
+            out, lse = calls.attention(*inputs, kernel=kernel, tiles=TILES[kernel], **case.emulator_forward)
+            assert_attention(out, lse, case.problem, **case.forward)
+
+
+@pytest.mark.parametrize("features", [("window", "softcap"), ("packed", "causal"), ("seqused_k", "sink")])
+def test_hopper_forward(rng, mods, features):
+    case = cases.draw_case(rng, "bfloat16", features, seqlen_q=150, seqlen_k=203, head_dim=64, head_dim_v=40)
+    case.numbers["score_mod"] = ScoreMod(shape_score, mods["score_mod"].arrays[0], rng.standard_normal(110))
+    cases.hide_nan(case)
+    inputs = case.problem.q, case.problem.k, case.problem.v
+    out, lse = calls.attention(*inputs, kernel="fwd_6_wgmma", device=FEW_SMS, **case.emulator_forward)
+    with np.errstate(invalid="ignore"):
+        assert_attention(out, lse, case.problem, **case.forward)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("kernel", "dtype"), [("bwd_2_flash_v2", "float32"), ("bwd_3_mma", "float16")])
+def test_backward(rng, mods, kernel, dtype, deterministic):
+    features = FEATURES | ({"deterministic"} if deterministic else set())
+    for lengths in ALL_LENGTHS:
+        case = cases.draw_case(rng, dtype, features, **lengths, **cases.SIZES)
+        case.numbers.update(mods)
+        cases.hide_nan(case)
+        inputs = case.problem.q, case.problem.k, case.problem.v
+        with np.errstate(invalid="ignore"):
+            out, lse = (
+                x.astype(kind)
+                for x, kind in zip(
+                    reference.attention(*inputs, **case.forward), (dtype, np.float32), strict=True
+                )
+            )
+            gradients = calls.attention_backward(
+                case.problem.dout,
+                *inputs,
+                out,
+                lse,
+                kernel=kernel,
+                tiles=BACKWARD_TILES[kernel],
+                **case.emulator_backward,
+            )
+            assert_gradients(gradients, case.problem, **case.backward)
+
+
+@np.errstate(all="ignore")
+def test_probabilities(rng, mods):
+    case = cases.draw_case(rng, "float32", (), **LENGTHS, **cases.SIZES)
+    q, k, v = case.problem.q, case.problem.k, case.problem.v
+    _, lse = reference.attention(q, k, v, **mods)
+    probs = calls.attn_probs(q, k, v, lse.astype(np.float32), **mods)
+    for head in reference.Rules(**mods).heads(q, k):
+        scores, _ = head.scores(q[head.queries].astype(np.float64), k[head.keys].astype(np.float64))
+        expected = head.softmax(scores)[0]
+        np.testing.assert_allclose(probs[head.lse], expected, atol=1e-5)

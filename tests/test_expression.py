@@ -1,0 +1,176 @@
+"""Traced expressions: they compute what the function computes, and their derivatives are its."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cufa.expression import TracedArray, apply, derivative, evaluate, lifted, symbol, write
+
+SYMBOLS = {"score": "float", "i": "int32", "j": "int32"}
+TABLE = np.random.default_rng(7).standard_normal((5, 6))
+BITS = np.array([3, 1, 4, 1, 5])
+
+# As Python and NumPy have them; all are smooth but for some places, and none grows much.
+NUMBERS: dict[str, Any] = {
+    "add": lambda a, b: a + b,
+    "subtract": lambda a, b: a - b,
+    "multiply": lambda a, b: a * b * 0.5,
+    "divide": lambda a, b: a / (2 + b * b),
+    "power": lambda a, b: a**3 / (1 + a**2) - (1.5 + np.sin(a)) ** np.tanh(b),
+    "remainder": lambda a, b: a % 1.75 + 2 // (1 + b**2),
+    "exponentials": lambda a, b: np.exp(-(a**2)) + np.exp2(-np.square(b)) + 0.1 * np.expm1(np.tanh(b)),
+    "logarithms": lambda a, b: np.log(2 + a**2) * np.log2(2 + b**2) + np.log1p(abs(b)),
+    "waves": lambda a, b: np.sin(a) * np.cos(b) + np.tanh(a + b),
+    "roots": lambda a, b: np.sqrt(1 + a * a) - 1 / (3 + b**2),
+    "choices": lambda a, b: np.minimum(a, b) + np.maximum(np.clip(a, -0.7, 0.7), 0.5 * b),
+    "where": lambda a, b: np.where((a < b) | ~(a > -1) & (b != 0), -a, abs(b)),
+    "steps": lambda a, b: np.floor(a) + np.ceil(b) - np.sign(a) + np.logical_xor(a > 0, b > 0) * 2.0,
+}
+LEAVES: dict[str, Any] = {
+    "score": lambda score, i, j, table, bits: score,
+    "distance": lambda score, i, j, table, bits: abs(i - j) * 0.25,
+    "integers": lambda score, i, j, table, bits: (i // 2 * 3 + j % 3 - (i ^ j & 5) + (1 << i) - (j >> 1)) / 8,
+    "negative": lambda score, i, j, table, bits: -((i - j) // 2) + (i - j) % 3 + (i - 7) ** 2 % 4,
+    "table": lambda score, i, j, table, bits: table[i, j],
+    "bits": lambda score, i, j, table, bits: np.where(bits[i] >> j & 1 == 1, 0.5, np.float64(-0.25)),
+    "kinds": lambda score, i, j, table, bits: (i == j) * score + score.astype(np.int32) + np.isnan(score),
+    "number": lambda score, i, j, table, bits: np.float64(0.75),
+}
+
+trees = st.recursive(
+    st.sampled_from(sorted(LEAVES)),
+    lambda inner: st.tuples(st.sampled_from(sorted(NUMBERS)), inner, inner),
+    max_leaves=6,
+)
+
+
+def function_of(tree):
+    """What a tree says, as a function of the symbols and the arrays."""
+
+    def function(*arguments):
+        def value(node):
+            if isinstance(node, str):
+                return LEAVES[node](*arguments)
+            name, first, second = node
+            return NUMBERS[name](value(first), value(second))
+
+        return value(tree)
+
+    return function
+
+
+def traced(function):
+    symbols = [symbol(name, kind) for name, kind in SYMBOLS.items()]
+    arrays = TracedArray("table", "float", 2), TracedArray("bits", "int64", 1)
+    return lifted(function(*symbols, *arrays))
+
+
+def values(scores):
+    """For every pair of places, with scores (n, 1, 1)."""
+    i, j = np.ogrid[0:5, 0:6]
+    return scores[:, None, None], i.astype(np.int32), j.astype(np.int32)
+
+
+def evaluated(expression, score, i, j):
+    return evaluate(expression, {"score": score, "i": i, "j": j, "table": TABLE, "bits": BITS})
+
+
+@settings(max_examples=200, deadline=None)
+@given(trees)
+def test_it_computes_what_the_function_does(tree):
+    function = function_of(tree)
+    places = values(np.array([-2.3, -1.0, -0.4, 0.0, 0.3, 1.0, 2.6]))
+    expected = function(*places, TABLE, BITS)
+    np.testing.assert_allclose(evaluated(traced(function), *places), expected, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(trees)
+def test_derivative_is_that_of_finite_differences(tree):
+    function = function_of(tree)
+    score, i, j = values(np.linspace(-2.5, 2.5, 41) + 0.00317)
+    slope = derivative(traced(function), "score")
+    exact = 0.0 if slope is None else evaluated(slope, score, i, j)
+    exact = np.broadcast_to(exact, np.broadcast_shapes(score.shape, i.shape, j.shape))
+    found = []
+    for step in (1e-4, 0.5e-4):
+        ends = (np.asarray(function(score + s, i, j, TABLE, BITS)) for s in (step, -step))
+        upper, lower = ends
+        found.append(np.broadcast_to((upper - lower) / (2 * step), exact.shape))
+    # Beside a kink or a step the two differ.
+    smooth = np.abs(found[0] - found[1]) < 1e-4
+    assert smooth.mean() > 0.5
+    np.testing.assert_allclose(exact[smooth], found[1][smooth], rtol=1e-3, atol=1e-3)
+
+
+def test_derivative_of_what_is_chosen_is_not_that_of_what_is_not():
+    score = symbol("score", "float")
+    expression = np.where(score > 0, np.sqrt(score), -math.inf)
+    slope = derivative(expression, "score")
+    with np.errstate(all="ignore"):
+        np.testing.assert_array_equal(evaluate(slope, {"score": np.array([-1.0, 0.25])}), [0, 1])
+
+
+def test_what_comes_twice_is_written_once():
+    score = symbol("score", "float")
+    text = write(np.tanh(score + 1) * np.tanh(1.0 + score) + np.tanh(score + 1))
+    assert text.count("tanh_of") == 2
+    assert text.splitlines()[-1].strip().startswith("return t")
+
+
+def test_numbers_keep_all_their_bits():
+    text = write(symbol("score", "float") * 0.1 + math.inf - math.nan)
+    assert (0.1).hex() in text
+    assert "(-negative_infinity())" in text
+    assert "not_a_number()" in text
+
+
+def test_integers_of_64_bits():
+    i, table = symbol("i", "int32"), TracedArray("table", "int64", 1)
+    assert (i + 1).kind == "int32"
+    assert (i + table[i]).kind == "int64"
+    assert (i + 2**40).kind == "int64"
+    assert "1099511627776LL" in write(i + 2**40)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x, i, t: 1 if x > 0 else 2, r"np\.where\(condition, a, b\)"),
+        (lambda x, i, t: 0 < x < 1, r"& \| ~"),
+        (lambda x, i, t: max(x, 0), r"np\.maximum"),
+        (lambda x, i, t: math.tanh(x), r"np\.tanh\(score\)"),
+        (lambda x, i, t: int(x), r"\.astype\(np\.int32\)"),
+        (lambda x, i, t: [1.0, 2.0][i], r"cufa\.ScoreMod\(function, table\)"),
+        (lambda x, i, t: TABLE[i, i], r"cufa\.ScoreMod\(function, table\)"),
+        (lambda x, i, t: x + BITS, r"cufa\.ScoreMod\(function, slopes\)"),
+        (lambda x, i, t: x * t, r"an element, as in slopes\[h\]"),
+        (lambda x, i, t: t[i], "2 axes and is read with 1"),
+        (lambda x, i, t: t[x, i], "at a float; indices must be integers"),
+        (lambda x, i, t: np.arctan(x), r"np\.arctan cannot be traced; what can is abs"),
+        (lambda x, i, t: np.sum(x), r"np\.sum cannot be traced"),
+        (lambda x, i, t: np.add.reduce(x), r"np\.add\.reduce cannot be traced"),
+        (lambda x, i, t: np.add(x, 1, where=True), "was given where"),
+        (lambda x, i, t: np.asarray(x), "made an array"),
+        (lambda x, i, t: list(x), "iterated over"),
+        (lambda x, i, t: (i > 0) + (i < 9), r"np\.add is of bools alone"),
+        (lambda x, i, t: x & 1, "it may be of integers"),
+        (lambda x, i, t: i**i, "power of integers is constant"),
+        (lambda x, i, t: x + "1", "it may be with numbers"),
+        (lambda x, i, t: i + 2**63, "too large for an integer of 64 bits"),
+        (lambda x, i, t: x.astype(np.complex64), "it may be bool"),
+    ],
+)
+def test_what_cannot_be_traced(function, message):
+    with pytest.raises(TypeError, match=message):
+        function(symbol("x", "float"), symbol("i", "int32"), TracedArray("t", "float", 2))
+
+
+def test_numpys_scalars_are_numbers():
+    x = symbol("x", "float")
+    assert write(np.float32(0.5) * x) == write(0.5 * x)
+    assert write(apply("multiply", np.int64(3), x)) == write(3 * x)

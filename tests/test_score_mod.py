@@ -1,0 +1,186 @@
+"""Functions of one's own on scores, on the CPU: results, what is built in, errors, and plans."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from feature_cases import BACKWARD_FEATURES, draw_case, feature_id, pairwise
+from test_emulator_score_mod import see, shape_score
+from test_features import check, small_tiles  # noqa: F401 - a fixture
+from tolerance import DTYPES
+
+import cufa
+from cufa.kernels import KERNELS
+from cufa.score_mod import MaskMod, ScoreMod, header, mods_of
+
+
+def random_mods(rng: np.random.Generator) -> dict[str, Any]:
+    table = rng.standard_normal((9, 2)).T
+    halves = rng.standard_normal(60).astype(np.float16)[::-2]
+    document = np.sort(rng.integers(0, 3, (2, 60)), axis=1)
+    return {"score_mod": ScoreMod(shape_score, table, halves), "mask_mod": MaskMod(see, document)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("features", [frozenset[str](), *pairwise(BACKWARD_FEATURES)], ids=feature_id)
+def test_with_other_features(rng: np.random.Generator, features: frozenset[str], dtype: str) -> None:
+    case = draw_case(rng, dtype, features, seqlen_q=19, seqlen_k=33, head_dim=13, head_dim_v=6)
+    case.numbers.update(random_mods(rng))
+    check(case)
+
+
+@pytest.fixture
+def arrays(rng: np.random.Generator) -> list[Any]:
+    return [rng.standard_normal((2, n, 4, 16)) for n in (30, 40, 40, 30)]
+
+
+def both_directions(arrays: list[Any], **options: Any) -> list[Any]:
+    q, k, v, dout = arrays
+    out, lse = cufa.attention(q, k, v, **options, return_lse=True, backend="numpy")
+    gradients = cufa.attention_backward(dout, q, k, v, out, lse, **options, backend="numpy")
+    return [out, lse, *gradients]
+
+
+@pytest.mark.parametrize(
+    ("own", "built_in"),
+    [
+        ({"score_mod": lambda s, *_: 2 * np.tanh(s / 2)}, {"softcap": 2.0}),
+        ({"score_mod": lambda s, b, h, i, j: s - 0.25 * abs(i + 10 - j)}, {"alibi_slopes": np.full(4, 0.25)}),
+        ({"mask_mod": lambda b, h, i, j: j <= i + 10}, {"causal": True}),
+        ({"mask_mod": lambda b, h, i, j: (j <= i + 12) & (j >= i + 3)}, {"window": (7, 2)}),
+        ({"score_mod": lambda s, b, h, i, j: np.where(j <= i + 10, s, -np.inf)}, {"causal": True}),
+    ],
+)
+def test_as_the_feature_that_is_built_in(arrays: list[Any], own: Any, built_in: Any) -> None:
+    for mine, theirs in zip(both_directions(arrays, **own), both_directions(arrays, **built_in), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_gradient_is_that_of_finite_differences(arrays: list[Any], rng: np.random.Generator) -> None:
+    q, k, v, dout = arrays
+    mods = random_mods(rng)
+    _, _, dq, dk, _ = both_directions(arrays, **mods)
+    for position, gradient in ((0, dq), (1, dk)):
+        direction = rng.standard_normal(gradient.shape)
+        ends = []
+        for step in (1e-6, -1e-6):
+            moved = [q, k, v]
+            moved[position] = moved[position] + step * direction
+            ends.append((cufa.attention(*moved, **mods, backend="numpy") * dout).sum())
+        np.testing.assert_allclose((gradient * direction).sum(), (ends[0] - ends[1]) / 2e-6, rtol=1e-5)
+
+
+def test_places_count_from_the_sequences_first(arrays: list[Any]) -> None:
+    q, k, v, _ = arrays
+    mods = {"score_mod": lambda s, b, h, i, j: s + b - 0.1 * h * i + 0.03 * (b + 1) * j}
+    expected = cufa.attention(q, k, v, **mods, backend="numpy")
+    packed = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    ends = {f"cu_seqlens_{name}": np.array([0, n, 2 * n], np.int32) for name, n in (("q", 30), ("k", 40))}
+    out = cufa.attention(*packed, **ends, **mods, backend="numpy")
+    np.testing.assert_allclose(out.reshape(expected.shape), expected, rtol=1e-12)
+
+
+def test_a_scoremod_is_traced_once(arrays: list[Any]) -> None:
+    calls = []
+
+    def function(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        calls.append(type(score))
+        return score
+
+    mod = ScoreMod(function)
+    for _ in range(3):
+        cufa.attention(*arrays[:3], score_mod=mod, backend="numpy")
+    assert len([kind for kind in calls if kind is not np.ndarray]) == 1
+
+
+def test_constants_are_part_of_the_kernel_and_arrays_are_not() -> None:
+    texts = [ScoreMod(lambda s, *_, factor=factor: s * factor).written for factor in (1.5, 2.5, 1.5)]
+    assert texts[0] != texts[1]
+    assert texts[0] == texts[2]
+    slopes = [np.zeros(4, np.float32), np.ones(8, np.float32)[::2]]
+    with_arrays = [ScoreMod(lambda s, b, h, i, j, x: s * x[h], x).written for x in slopes]
+    assert with_arrays[0] == with_arrays[1]
+
+
+def test_header_says_what_functions_compute() -> None:
+    mod = ScoreMod(lambda s, b, h, i, j, x: s * x[h, j], np.zeros((4, 5), np.float16))
+    text = header(mod.written, None)
+    assert "ArrayOf<float16, 2> score_mod_0;" in text
+    assert "return true;" in text
+    assert text.count("(const ModArrays& arrays, acc_t score, int b, int h, int q_idx, int kv_idx)") == 2
+
+
+def test_plan_says_that_there_is_one() -> None:
+    q = np.empty((2, 300, 4, 64), np.float16)
+    plan = cufa.plan(q, q, q, score_mod=lambda s, *_: s, mask_mod=lambda *_: True, arch="sm_90a")
+    assert "with score_mod, mask_mod" in str(plan)
+    assert any("does not support score_mod, mask_mod" in reason for reason in plan.reasons)
+    assert dict(plan.headers).keys() == {"score_mod.cuh"}
+    assert cufa.plan(q, q, q, arch="sm_90a").headers == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"score_mod": 3}, TypeError, "function is 3"),
+        ({"score_mod": MaskMod(lambda *_: True)}, TypeError, "score_mod is a MaskMod; it may be a ScoreMod"),
+        ({"mask_mod": lambda b, h, i, j: 0.5 * i}, TypeError, "mask_mod returns a float"),
+        ({"score_mod": lambda s, *_: s if s > 0 else 0}, TypeError, "score_mod cannot be traced: .*np.where"),
+        ({"score_mod": lambda s: s}, TypeError, "score_mod cannot be traced: .*positional argument"),
+        ({"score_mod": lambda s, *_: None}, TypeError, "combined with None"),
+    ],
+)
+@pytest.mark.parametrize("backward", [False, True])
+def test_errors(arrays: list[Any], options: Any, error: Any, message: str, backward: bool) -> None:
+    q, k, v, dout = arrays
+    lse = np.zeros((2, 4, 30))
+    arguments = (dout, q, k, v, dout, lse) if backward else (q, k, v)
+    call: Any = cufa.attention_backward if backward else cufa.attention
+    with pytest.raises(error, match=message):
+        call(*arguments, **options, backend="numpy")
+
+
+@pytest.mark.parametrize(
+    ("array", "error", "message"),
+    [
+        ([1.0], TypeError, "array 0 of score_mod is"),
+        (np.float64(3), ValueError, "array 0 of score_mod has no axis"),
+        (np.zeros(3, np.complex64), TypeError, "array 0 of score_mod has dtype complex64; it may be"),
+        (np.zeros(3, np.uint64), TypeError, "array 0 of score_mod has dtype uint64; it may be"),
+    ],
+)
+def test_arrays_that_it_cannot_read(array: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        ScoreMod(lambda s, b, h, i, j, x: s + x[h], array)
+
+
+def test_rungs_that_have_no_features_refuse_it() -> None:
+    q = np.empty((2, 300, 4, 64), np.float16)
+    for name in ("fwd_1_naive", "fwd_3_flash_v1"):
+        assert not {"score_mod", "mask_mod"} & KERNELS[name].features
+        with pytest.raises(ValueError, match=f"{name} does not support score_mod"):
+            cufa.plan(q, q, q, score_mod=lambda s, *_: s, kernel=name, arch="sm_90a")
+
+
+def test_a_call_without_one_has_the_same_record_as_before() -> None:
+    assert mods_of(None, None) is mods_of(None, None)
+
+
+@pytest.mark.parametrize(
+    ("function", "of_heads"), [(lambda b, h, i, j: i > j, 1), (lambda b, h, i, j: h > i, 4)]
+)
+def test_what_a_mask_mod_shows_is_found_for_all_heads_unless_it_asks_for_the_head(
+    function: Any, of_heads: int
+) -> None:
+    q = np.empty((2, 300, 4, 64), np.float16)
+    plan = cufa.plan(
+        q, q, q, mask_mod=function, kernel="fwd_5_mma", tiles={"block_m": 64, "block_n": 64}, arch="sm_90a"
+    )
+    tiles = of_heads * 2 * 5 * 5
+    assert [launch.entry for launch in plan.launches] == ["seen_tiles", "fwd_5_mma"]
+    assert plan.launches[0].grid == -(-tiles // (plan.launches[0].block // 32))
+    assert plan.workspace_bytes == tiles * 2
+    backward = cufa.plan(q, q, q, backward=True, mask_mod=function, kernel="bwd_3_mma", arch="sm_90a")
+    without = cufa.plan(q, q, q, backward=True, kernel="bwd_3_mma", arch="sm_90a")
+    assert backward.launches[0].entry == "seen_tiles"
+    assert "seen_tiles" not in [launch.entry for launch in without.launches]

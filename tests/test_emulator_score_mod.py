@@ -62,6 +62,19 @@ def test_forward(rng, mods, kernel, dtype):
             assert_attention(out, lse, case.problem, **case.forward)
 
 
+@pytest.mark.parametrize("kernel", ["fwd_5_mma", "fwd_6_wgmma"])
+def test_keys_in_pages(rng, mods, kernel):
+    """A place is a key's in its sequence, wherever its page is."""
+    sizes = {**LENGTHS, **cases.SIZES}
+    case = cases.draw_case(rng, "float16", ("block_table", "causal"), **sizes)
+    case.numbers.update(mods if kernel == "fwd_5_mma" else {"score_mod": mods["score_mod"]})
+    inputs = case.problem.q, case.problem.k, case.problem.v
+    tiles = TILES.get(kernel)
+    out, lse = calls.attention(*inputs, kernel=kernel, tiles=tiles, device=FEW_SMS, **case.emulator_forward)
+    with np.errstate(invalid="ignore"):
+        assert_attention(out, lse, case.problem, **case.forward)
+
+
 @pytest.mark.parametrize("features", [("window", "softcap"), ("packed", "causal"), ("seqused_k", "sink")])
 def test_hopper_forward(rng, mods, features):
     case = cases.draw_case(rng, "bfloat16", features, seqlen_q=150, seqlen_k=203, head_dim=64, head_dim_v=40)

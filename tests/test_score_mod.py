@@ -7,7 +7,7 @@ import pytest
 from feature_cases import BACKWARD_FEATURES, draw_case, feature_id, pairwise
 from test_emulator_score_mod import see, shape_score
 from test_features import check, small_tiles  # noqa: F401 - a fixture
-from tolerance import DTYPES
+from tolerance import DTYPES, assert_attention
 
 import cufa
 from cufa.kernels import KERNELS
@@ -184,3 +184,11 @@ def test_what_a_mask_mod_shows_is_found_for_all_heads_unless_it_asks_for_the_hea
     without = cufa.plan(q, q, q, backward=True, kernel="bwd_3_mma", arch="sm_90a")
     assert backward.launches[0].entry == "seen_tiles"
     assert "seen_tiles" not in [launch.entry for launch in without.launches]
+
+
+def test_keys_in_pages(rng: np.random.Generator) -> None:
+    case = draw_case(rng, "float32", ("block_table", "causal"), seqlen_q=19, seqlen_k=33, head_dim=13)
+    case.numbers.update(random_mods(rng))
+    inputs = case.problem.q, case.problem.k, case.problem.v
+    out, lse = cufa.attention(*inputs, **case.forward, return_lse=True, backend="numpy")
+    assert_attention(out, lse, case.problem, **case.forward)

@@ -43,6 +43,9 @@ constexpr int kHead = round_up(kHeadDim, kMmaK*(kSplit > kQueryParts ? kSplit : 
 constexpr int kValue = round_up(kValueDim, kMmaK* kSplit);
 constexpr int kHeadPart = kHead / kSplit, kValuePart = kValue / kSplit;
 constexpr int kQueryCols = kHead / kQueryParts;
+// Steps of dQ that are unrolled. While a warp has whole rows of dK and dV there are no registers
+// for operands loaded far ahead: ptxas would spill others.
+constexpr int kQuerySteps = kSplit == 1 ? min_of(kStepsAtOnce, 4) : kStepsAtOnce;
 // Where there is room for one tile of queries, the next one is copied as soon as the last product
 // that needs a part of this one is done, if a barrier says when.
 constexpr bool kEarlyCopies = kStages == 1 && (kSplit > 1 || !kDeterministic);
@@ -210,9 +213,11 @@ struct KeyGradients {
         } else {
             differentiate<false>(s, dp, tile, seen, stats_of, add_to_bias);
         }
+        const auto& p = weights_of(s);
+        const auto& ds = weights_of(dp);
         const bool found = kCutTiles && masked && __syncthreads_or(nonfinite);
         if (found) take_out(smem, stage);
-        multiply(s, dp, smem, stage, head, place, first_query, step, end);
+        multiply(p, ds, smem, stage, head, place, first_query, step, end);
         if (found) put_back(smem, head, tile, first_query);
     }
 
@@ -251,7 +256,8 @@ struct KeyGradients {
     }
 
     // dV += P^T dO, dK += dS^T Q and dQ += dS K.
-    __device__ void multiply(const Scores& p, const Scores& ds, KeySmem& smem, int stage,
+    template <class Weights>
+    __device__ void multiply(const Weights& p, const Weights& ds, KeySmem& smem, int stage,
                              const QueryHead& head, const Place& place, int first_query, int step,
                              int end) {
         const int next_query = first_query + step;
@@ -299,8 +305,8 @@ struct KeyGradients {
             }
         } else {
             Accumulators<kQueryTiles, kSliceCols> dq = {};
-            add_product_tn<kQueryTiles, kSliceCols>(dq, smem.ds(), to.first_row, smem.k,
-                                                    to.first_col);
+            add_product_tn<kQueryTiles, kSliceCols, kQuerySteps>(dq, smem.ds(), to.first_row,
+                                                                 smem.k, to.first_col);
             sums.add<kQueryTiles, kSliceCols>(dq, first_query + to.first_row, to.first_col);
         }
     }

@@ -149,7 +149,17 @@ __device__ inline void product_of(Scores& s, const Rows& rows, const Columns& co
     add_product_nt<kTiles, kColumns>(s, rows, place.first_row, columns, place.part * kColumns);
 }
 
-template <class Tile>
-__device__ inline void store_scores(Tile& tile, const Scores& scores, const Place& place) {
+// P or dS as products take it. Where they take it from registers, and rounded it is in half as
+// many, it is rounded at once: who looks for NaN before the products needs some.
+__device__ inline decltype(auto) weights_of(const Scores& scores) {
+    if constexpr (kSplit == 1 && sizeof(scalar_t) == 2) {
+        return LeftStrip<kTiles, kColumns>(scores);
+    } else {
+        return (scores);
+    }
+}
+
+template <class Tile, class Values>
+__device__ inline void store_scores(Tile& tile, const Values& scores, const Place& place) {
     store_tile<kTiles, kColumns>(tile, scores, place.first_row, place.part * kColumns);
 }

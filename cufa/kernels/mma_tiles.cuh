@@ -185,12 +185,12 @@ __device__ inline void add_product_nn(Accumulators<Tiles, Cols>& o, const A& a, 
 }
 
 // o += a^T v, as in dQ = dS K from dS^T: Tiles 16-row tiles of a^T from first_row on.
-template <int Tiles, int Cols, class A, class V>
+template <int Tiles, int Cols, int StepsAtOnce = kStepsAtOnce, class A, class V>
 __device__ inline void add_product_tn(Accumulators<Tiles, Cols>& o, const A& a, int first_row,
                                       const V& v, int first_col) {
     const Operands::LeftTN<A> a_part(a, first_row);
     const Operands::RightNN<V> v_part(v, first_col);
-#pragma unroll(kStepsAtOnce)
+#pragma unroll(StepsAtOnce)
     for (int k = 0; k < V::kRows; k += kMmaK) {
         Operands::Left left[Tiles];
 #pragma unroll
@@ -230,14 +230,37 @@ class LeftStrip {
             add_columns<Tiles, Cols>(o, left[k], v_part, k * kMmaK);
     }
 
+    // What was in fragment (m, n) of accumulators, in a half of it.
+    template <class Half = Operands>
+    __device__ typename Half::Pair pair(int m, int n, int half) const {
+        return Half::pair_of(left[n / 2][m], n % 2, half);
+    }
+
   private:
     Operands::Left left[Depth / kMmaK][Tiles];
 };
 
+template <int Tiles, int Depth, int Cols, class V>
+__device__ inline void add_product_pn(Accumulators<Tiles, Cols>& o,
+                                      const LeftStrip<Tiles, Depth>& p, const V& v) {
+    p.template add_product_with<Cols>(o, v, 0);
+}
+
+// What a lane has of fragment (m, n) of accumulators, in a half of it.
+template <int Tiles, int Cols>
+__device__ inline Operands::Pair rounded_pair(const Accumulators<Tiles, Cols>& values, int m, int n,
+                                              int half) {
+    return Operands::pair(values[m][n][2 * half], values[m][n][2 * half + 1]);
+}
+template <int Tiles, int Cols>
+__device__ inline Operands::Pair rounded_pair(const LeftStrip<Tiles, Cols>& values, int m, int n,
+                                              int half) {
+    return values.pair(m, n, half);
+}
+
 // Writes accumulators, rounded, into a tile from (first_row, first_col) on.
-template <int Tiles, int Cols, class Tile>
-__device__ inline void store_tile(Tile& tile, const Accumulators<Tiles, Cols>& values,
-                                  int first_row, int first_col) {
+template <int Tiles, int Cols, class Values, class Tile>
+__device__ inline void store_tile(Tile& tile, const Values& values, int first_row, int first_col) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int m = 0; m < Tiles; ++m)
@@ -248,7 +271,7 @@ __device__ inline void store_tile(Tile& tile, const Accumulators<Tiles, Cols>& v
                 scalar_t* to =
                     tile.at(first_row + m * kMmaM + half * 8 + g, first_col + n * kMmaN + 2 * t);
                 *reinterpret_cast<Operands::Pair*>(to) =
-                    Operands::pair(values[m][n][2 * half], values[m][n][2 * half + 1]);
+                    rounded_pair<Tiles, Cols>(values, m, n, half);
             }
 }
 

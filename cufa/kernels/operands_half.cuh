@@ -52,6 +52,11 @@ struct HalfOperands {
                 pair(right[2], right[3])};
     }
 
+    // Row g (half 0) or g + 8 of the left or the right one of the two accumulators in it.
+    __device__ static Pair pair_of(const Left& pn, bool right, int half) {
+        return pn.words[2 * right + half];
+    }
+
     template <class Tile>
     struct RightNT {
         TilePlace<Tile> place;

@@ -29,6 +29,7 @@ BENCHMARKS = ROOT / "benchmarks" / "README.md"
 RECORD = ROOT / "benchmarks" / "gpu_check.json"
 PEERS_RECORD = ROOT / "benchmarks" / "peers.json"
 HALF_RECORD = ROOT / "benchmarks" / "peers_float16.json"
+SINGLE_RECORD = ROOT / "benchmarks" / "peers_float32.json"
 RUNGS_RECORD = ROOT / "benchmarks" / "peers_mma.json"
 UNEVEN_RECORD = ROOT / "benchmarks" / "peers_192_128.json"
 FP8_RECORD = ROOT / "benchmarks" / "fp8.json"
@@ -342,8 +343,10 @@ def share_beside_products(part: Row, points: Sequence[Row]) -> float:
     return 1 - part["seconds"]["key_tiles"] / (work / backward["tflops"]["cufa"] / 1e12)
 
 
-def half(record: Row) -> str:
-    """The same in float16, in a sentence for each direction."""
+def other_dtype(record: Row) -> str:
+    """The same in another dtype, which is all that the record has."""
+    dtype, names = record["points"][0]["dtype"], peers_in(record["points"][0])
+    peers = "PyTorch's memory-efficient attention" if names == ["efficient"] else " and ".join(names)
     lengths = ", ".join(f"{seqlen:,}" for seqlen in sorted({point["seqlen"] for point in record["points"]}))
     told = []
     for direction in dict.fromkeys(point["direction"] for point in record["points"]):
@@ -353,10 +356,9 @@ def half(record: Row) -> str:
             f"{direction} {statistics.geometric_mean(map(over_best_peer, points)):.2f} "
             f"(worst {over_best_peer(worst):.2f}, head dim {worst['head_dim']} at {worst['seqlen']:,})"
         )
-    peers = " and ".join(peers_in(record["points"][0]))
     return (
-        f"In float16, over the faster of {peers}, at lengths {lengths}: {', '.join(told)}; means of "
-        f"{len(points)} cells ([peers_float16.json](peers_float16.json))."
+        f"In {dtype}, over {'the faster of ' * (len(names) > 1)}{peers}, at lengths {lengths}: "
+        f"{', '.join(told)}; means of {len(points)} cells ([peers_{dtype}.json](peers_{dtype}.json))."
     )
 
 
@@ -556,7 +558,8 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
     BENCHMARKS: {
         "measured": (measured, (RECORD,)),
         "peers": (peers, (PEERS_RECORD,)),
-        "half": (half, (HALF_RECORD,)),
+        "half": (other_dtype, (HALF_RECORD,)),
+        "single": (other_dtype, (SINGLE_RECORD,)),
         "uneven": (uneven, (UNEVEN_RECORD,)),
         "rungs": (rungs, (RUNGS_RECORD,)),
         "fp8": (fp8, (FP8_RECORD,)),

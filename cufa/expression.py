@@ -232,6 +232,9 @@ class TracedArray:
                 raise TypeError(f"{self.name} is read at a {index.kind}; indices must be integers")
         return Expression("element", self.kind, of_axes, self.name)
 
+    def __iter__(self) -> Any:
+        raise TypeError(f"{self.name} is iterated over; read an element, as in slopes[h]")
+
 
 def symbol(name: str, kind: Kind) -> Expression:
     """An argument of a traced function."""
@@ -276,7 +279,10 @@ def apply(name: str, *operands: Any) -> Expression:
         if product is not None:
             return product
     if name == "divide" and arguments[1].operation == "constant" and arguments[1].value:
-        return apply("multiply", arguments[0], 1 / arguments[1].value)
+        # Places are divided exactly: 49 * (1 / 49) is below 1, and what np.floor makes of it is 0.
+        of_score = any(node.operation == "symbol" and node.kind == "float" for node in in_order(arguments[0]))
+        if of_score:
+            return apply("multiply", arguments[0], 1 / arguments[1].value)
     if name not in _OPERATIONS:
         raise TypeError(_unknown(name))
     wanted, kind = _OPERATIONS[name].signature(name, tuple(argument.kind for argument in arguments))
@@ -312,7 +318,12 @@ def derivative(expression: Expression, variable: str) -> Expression | None:
 
 
 def evaluate(expression: Expression, values: Mapping[str, Any]) -> Any:
-    """Its value by NumPy, which broadcasts; `values` are those of symbols and the arrays, by name."""
+    """Its value by NumPy, which broadcasts; `values` are those of symbols and the arrays, by name.
+
+    Elements are computed with as what they are in C++: integers of 8 bits in 32, floats in the score's dtype.
+    """
+    score = values.get("score")
+    of_floats = None if score is None else np.asarray(score).dtype
     known: dict[int, Any] = {}
     for node in in_order(expression):
         operands = [known[id(operand)] for operand in node.operands]
@@ -321,7 +332,7 @@ def evaluate(expression: Expression, values: Mapping[str, Any]) -> Any:
         elif node.operation == "constant":
             known[id(node)] = node.value
         elif node.operation == "element":
-            known[id(node)] = values[node.value][tuple(operands)]
+            known[id(node)] = _widened(values[node.value][tuple(operands)], node.kind, of_floats)
         elif node.operation == "cast":
             known[id(node)] = _as_kind(operands[0], node.kind)
         else:
@@ -513,6 +524,7 @@ def _as_product(base: Expression, exponent: Expression) -> Expression | None:
     if exponent.operation == "constant":
         number = float(exponent.value)
         if number.is_integer() and 1 <= number <= _MOST_PRODUCTS:
+            base = _cast(base, _common((base.kind, exponent.kind)))
             return functools.reduce(operator.mul, [base] * int(number))
     if _RANK[_common((base.kind, exponent.kind))] < _RANK["float"]:
         raise TypeError(
@@ -534,6 +546,15 @@ def _as_kind(value: Any, kind: Kind) -> Any:
     if kind == "float":
         return value * 1.0
     return np.asarray(value).astype(kind)
+
+
+def _widened(element: Any, kind: Kind, of_floats: np.dtype[Any] | None) -> Any:
+    """Elements of an array as values of that kind; floats by default of 32 bits at least."""
+    if kind != "float":
+        return element.astype(kind, copy=False)
+    if of_floats is None:
+        of_floats = np.dtype(np.float32) if element.dtype.itemsize < 4 else element.dtype
+    return element.astype(of_floats, copy=False)
 
 
 def _literal(value: float, kind: Kind) -> str:

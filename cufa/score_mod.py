@@ -1,8 +1,8 @@
 """Functions of one's own on scores, as FlexAttention has them (Dong et al. 2024): `score_mod`, `mask_mod`.
 
 A function is called once with symbols (cufa/expression.py), and what it computes is written as the header
-score_mod.cuh, which kernels are compiled with; its derivative is found from the same symbols. On the CPU it
-is called with arrays.
+score_mod.cuh, which kernels are compiled with; its derivative is found from the same symbols. On the CPU
+NumPy computes the same expressions, so that numbers have the same kinds and widths.
 """
 
 from __future__ import annotations
@@ -146,12 +146,16 @@ class _Mod:
         ]
         try:
             return lifted(self.function(*symbols, *arrays))
-        except TypeError as error:
+        except (TypeError, AttributeError) as error:
             raise TypeError(f"{self.name} cannot be traced: {error}") from error
 
     def __call__(self, *symbols: Any) -> Any:
-        """What the function makes of these values of its symbols."""
-        return self.function(*symbols, *self.arrays)
+        """What the function makes of these values of its symbols, arrays that are broadcast."""
+        return self._evaluated(self.expression, symbols)
+
+    def _evaluated(self, expression: Expression, symbols: tuple[Any, ...]) -> Any:
+        arrays = {_field(name): array for name, array in self.named_arrays.items()}
+        return evaluate(expression, dict(zip(self.symbols, symbols, strict=True)) | arrays)
 
     def with_arrays(self: M, named: Mapping[str, Any]) -> M:
         """The same with those arrays that have its arrays' names in a call."""
@@ -192,8 +196,7 @@ class ScoreMod(_Mod):
 
     def slope_at(self, *symbols: Any) -> Any:
         """The slope where the symbols have these values, arrays that are broadcast."""
-        arrays = {_field(name): array for name, array in self.named_arrays.items()}
-        return evaluate(self.slope, dict(zip(self.symbols, symbols, strict=True)) | arrays)
+        return self._evaluated(self.slope, symbols)
 
     def _functions(self) -> str:
         return "\n".join(

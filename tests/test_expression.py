@@ -129,6 +129,23 @@ def test_numbers_keep_all_their_bits():
     assert "not_a_number()" in text
 
 
+def test_quotient_of_a_place_is_exact():
+    i, score = symbol("i", "int32"), symbol("score", "float")
+    n = np.arange(1, 1000, dtype=np.int32)
+    for divisor in (41, 49, 1000):
+        blocks = evaluate(np.floor(i / divisor), {"i": n})
+        np.testing.assert_array_equal(blocks, n // divisor)
+        assert "/" in write(i / divisor)
+    assert "/" not in write(score / 41)
+
+
+def test_power_of_an_integer_with_a_float_is_a_float():
+    i = symbol("i", "int32")
+    assert (i**2).kind == "int32"
+    assert (i**2.0).kind == "float"
+    assert evaluate(i**2.0, {"i": np.array([100000], np.int32)}) == 1e10
+
+
 def test_integers_of_64_bits():
     i, table = symbol("i", "int32"), TracedArray("table", "int64", 1)
     assert (i + 1).kind == "int32"
@@ -149,6 +166,7 @@ def test_integers_of_64_bits():
         (lambda x, i, t: TABLE[i, i], r"cufa\.ScoreMod\(function, table\)"),
         (lambda x, i, t: x + BITS, r"cufa\.ScoreMod\(function, slopes\)"),
         (lambda x, i, t: x * t, r"an element, as in slopes\[h\]"),
+        (lambda x, i, t: sum(t), "t is iterated over"),
         (lambda x, i, t: t[i], "2 axes and is read with 1"),
         (lambda x, i, t: t[x, i], "at a float; indices must be integers"),
         (lambda x, i, t: np.arctan(x), r"np\.arctan cannot be traced; what can is abs"),

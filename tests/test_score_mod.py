@@ -80,6 +80,33 @@ def test_places_count_from_the_sequences_first(arrays: list[Any]) -> None:
     np.testing.assert_allclose(out.reshape(expected.shape), expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "function"),
+    [
+        ("uint8", lambda s, b, h, i, j, x: s + 0.01 * (x[i] - x[j])),
+        ("int8", lambda s, b, h, i, j, x: s + 0.01 * (1000 * x[j])),
+        ("uint32", lambda s, b, h, i, j, x: s + 0.01 * (x[i] - x[j])),
+        ("int16", lambda s, b, h, i, j, x: s + 1e-12 * (x[j] + 2**40)),
+        ("float16", lambda s, b, h, i, j, x: s + 1e-4 * (x[j] * 1e4)),
+        ("float32", lambda s, b, h, i, j, x: s * (0.1 * x[j])),
+    ],
+)
+@pytest.mark.parametrize("as_mask", [False, True])
+def test_elements_are_as_wide_as_they_are_computed_with(
+    arrays: list[Any], dtype: str, function: Any, as_mask: bool
+) -> None:
+    results = []
+    for wide in (dtype, "float64" if "float" in dtype else "int64"):
+        table = np.arange(40).astype(wide)
+        if as_mask:
+            mods: Any = {"mask_mod": MaskMod(lambda b, h, i, j, x: function(0, b, h, i, j, x) > 0.05, table)}
+        else:
+            mods = {"score_mod": ScoreMod(function, table)}
+        results.append(both_directions(arrays, **mods))
+    for narrow, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(narrow, expected, rtol=1e-10, atol=1e-12)
+
+
 def test_a_scoremod_is_traced_once(arrays: list[Any]) -> None:
     calls = []
 
@@ -128,6 +155,7 @@ def test_plan_says_that_there_is_one() -> None:
         ({"score_mod": lambda s, *_: s if s > 0 else 0}, TypeError, "score_mod cannot be traced: .*np.where"),
         ({"score_mod": lambda s: s}, TypeError, "score_mod cannot be traced: .*positional argument"),
         ({"score_mod": lambda s, *_: None}, TypeError, "combined with None"),
+        ({"score_mod": lambda s, *_: s.clip(0, 1)}, TypeError, "score_mod cannot be traced: .*'clip'"),
     ],
 )
 @pytest.mark.parametrize("backward", [False, True])

@@ -140,7 +140,7 @@ def attention(
         score_mod: f(score, b, h, q_idx, kv_idx), or a `cufa.ScoreMod` of it and arrays: returns the new score
             of a float; of sequence b's and query head h's integers q_idx and kv_idx, which count queries
             and keys from the sequence's own first ones, wherever the diagonal is. Integers have 32 bits
-            unless they are of an array of 64; floats are float32 (float64 for float64 arrays).
+            unless they are of an array of int64 or uint32; floats are float32 (float64 for float64 arrays).
         mask_mod: g(b, h, q_idx, kv_idx), or a `cufa.MaskMod`: returns True for a key that the query sees, if
             no other mask hides it. On a GPU the mma kernels leave out what no query of a tile sees.
         q_descale: (batch, kv_heads) float32, for float8_e4m3fn arrays only: what q is to be multiplied with,

@@ -178,6 +178,8 @@ class Expression:
         if function is np.clip and len(inputs) == 3 and not options:
             value, least, most = inputs
             return apply("minimum", apply("maximum", value, least), most)
+        if function is np.clip:
+            raise TypeError("np.clip is traced as np.clip(value, least, most)")
         raise TypeError(_unknown(function.__name__))
 
     def __bool__(self) -> bool:
@@ -506,12 +508,16 @@ _SYNONYMS = {"true_divide": "divide", "mod": "remainder", "fabs": "absolute", "a
 _COMPOSED: Mapping[str, Callable[..., Expression]] = {
     "positive": lambda x: x,
     "square": lambda x: x * x,
-    "sign": lambda x: apply("where", x > 0, 1.0, apply("where", x < 0, -1.0, 0.0)),
+    "sign": lambda x: _sign(x, *((1.0, -1.0, 0.0) if x.kind == "float" else (1, -1, 0))),
     "ceil": lambda x: -apply("floor", -x),
     "expm1": lambda x: apply("exp", x) - 1.0,
     "logical_xor": lambda a, b: _cast(a, "bool") != _cast(b, "bool"),
     "isnan": lambda x: x != x,
 }
+
+
+def _sign(x: Expression, above: float, below: float, zero: float) -> Expression:
+    return apply("where", x > 0, above, apply("where", x < 0, below, zero))
 
 
 def _unknown(name: str) -> str:

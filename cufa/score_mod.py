@@ -109,7 +109,7 @@ class _Mod:
 
     def __init__(self, function: Callable[..., Any], *arrays: Any) -> None:
         if not callable(function):
-            raise TypeError(f"function is {function!r}; it must be a function")
+            raise TypeError(f"{self.name}'s function is {function!r}; it must be a function")
         self.function = function
         self.arrays = arrays
         for number, array in enumerate(arrays):
@@ -178,7 +178,9 @@ class ScoreMod(_Mod):
     Args:
         function: called with (score, b, h, q_idx, kv_idx, *arrays), returns the new score.
         arrays: what it reads, element by element: NumPy's, CuPy's or any with DLPack, of the kind of q, with
-            one axis at least; bool, integers of up to 64 bits but not uint64, or floats.
+            one axis at least; bool, integers of up to 64 bits but not uint64, or floats. On a GPU indices are
+            not checked, and negative ones do not count from the end; elements are read for keys that masks
+            hide, too.
 
     Raises:
         TypeError: no function, or no array.

@@ -146,6 +146,13 @@ def test_power_of_an_integer_with_a_float_is_a_float():
     assert evaluate(i**2.0, {"i": np.array([100000], np.int32)}) == 1e10
 
 
+def test_sign_of_an_integer_is_an_integer():
+    i, table = symbol("i", "int32"), TracedArray("table", "float", 1)
+    values = {"i": np.arange(-2, 3, dtype=np.int32), "table": np.arange(3.0)}
+    np.testing.assert_array_equal(evaluate(table[np.sign(i) + 1], values), [0, 0, 1, 2, 2])
+    assert np.sign(0.5 * i).kind == "float"
+
+
 def test_integers_of_64_bits():
     i, table = symbol("i", "int32"), TracedArray("table", "int64", 1)
     assert (i + 1).kind == "int32"
@@ -170,6 +177,7 @@ def test_integers_of_64_bits():
         (lambda x, i, t: t[i], "2 axes and is read with 1"),
         (lambda x, i, t: t[x, i], "at a float; indices must be integers"),
         (lambda x, i, t: np.arctan(x), r"np\.arctan cannot be traced; what can is abs"),
+        (lambda x, i, t: np.clip(x, a_min=0, a_max=1), r"traced as np\.clip\(value, least, most\)"),
         (lambda x, i, t: np.sum(x), r"np\.sum cannot be traced"),
         (lambda x, i, t: np.add.reduce(x), r"np\.add\.reduce cannot be traced"),
         (lambda x, i, t: np.add(x, 1, where=True), "was given where"),

@@ -149,7 +149,7 @@ def test_plan_says_that_there_is_one() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"score_mod": 3}, TypeError, "function is 3"),
+        ({"score_mod": 3}, TypeError, "score_mod's function is 3"),
         ({"score_mod": MaskMod(lambda *_: True)}, TypeError, "score_mod is a MaskMod; it may be a ScoreMod"),
         ({"mask_mod": lambda b, h, i, j: 0.5 * i}, TypeError, "mask_mod returns a float"),
         ({"score_mod": lambda s, *_: s if s > 0 else 0}, TypeError, "score_mod cannot be traced: .*np.where"),

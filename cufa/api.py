@@ -109,9 +109,9 @@ def attention(
     diagonal ends in the bottom-right corner: query i stands at key i + seqlen_k - seqlen_q.
 
     `score_mod` and `mask_mod` are functions of one's own, as FlexAttention has them (Dong et al. 2024). They
-    compute with numbers, by Python's operators and NumPy's functions; np.where stands for if. On the CPU they
-    are called with arrays, to be broadcast; for a GPU they are called once with symbols, and what they
-    compute, and its derivative, is compiled into the kernel. A function that reads arrays is given them as
+    compute with numbers, by Python's operators and NumPy's functions; np.where stands for if. They are called
+    with symbols; what they compute, and its derivative, is compiled into the kernel, and on the CPU NumPy
+    computes it. A function that reads arrays is given them as
     `cufa.ScoreMod(function, *arrays)` and `cufa.MaskMod(function, *arrays)`, and reads an element at a time,
     as in table[h, q_idx - kv_idx]. On a GPU nobody checks that an index lies in the array, and one from its
     end does not. What else such a function takes from around it is a constant of the kernel, which another
@@ -637,8 +637,7 @@ def _asked(
         gradients,
         layout,
         precision,
-        None if mods.score_mod is None else mods.score_mod.written,
-        None if mods.mask_mod is None else mods.mask_mod.written,
+        *mods.written,
     )
 
 

@@ -28,6 +28,7 @@ _CPP_TYPES: dict[Kind, str] = {"bool": "bool", "int32": "int", "int64": "int64",
 _MOST_PRODUCTS = 8
 
 Derivatives: TypeAlias = "Sequence[Expression | None]"
+_Binary: TypeAlias = "Callable[[Expression, Any], Expression]"
 
 
 def kind_of_dtype(dtype: np.dtype[Any]) -> Kind:
@@ -39,6 +40,11 @@ def kind_of_dtype(dtype: np.dtype[Any]) -> Kind:
     if dtype.kind == "f" or dtype.name == "bfloat16":
         return "float"
     raise TypeError(f"a dtype is {dtype}; it may be bool, an integer but uint64, or a float")
+
+
+def _operator(name: str) -> tuple[_Binary, _Binary]:
+    """A binary operator of expressions, and the one that is asked if only what is on the right is one."""
+    return lambda left, right: apply(name, left, right), lambda right, left: apply(name, left, right)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,77 +62,26 @@ class Expression:
 
     __hash__ = object.__hash__
 
-    def __add__(self, other: Any) -> Expression:
-        return apply("add", self, other)
+    __add__, __radd__ = _operator("add")
+    __sub__, __rsub__ = _operator("subtract")
+    __mul__, __rmul__ = _operator("multiply")
+    __truediv__, __rtruediv__ = _operator("divide")
+    __floordiv__, __rfloordiv__ = _operator("floor_divide")
+    __mod__, __rmod__ = _operator("remainder")
+    __pow__, __rpow__ = _operator("power")
+    __and__, __rand__ = _operator("bitwise_and")
+    __or__, __ror__ = _operator("bitwise_or")
+    __xor__, __rxor__ = _operator("bitwise_xor")
+    __lshift__, __rlshift__ = _operator("left_shift")
+    __rshift__, __rrshift__ = _operator("right_shift")
+    __lt__, __gt__ = _operator("less")
+    __le__, __ge__ = _operator("less_equal")
 
-    def __radd__(self, other: Any) -> Expression:
-        return apply("add", other, self)
+    def __eq__(self, other: Any) -> Expression:  # type: ignore[override]
+        return apply("equal", self, other)
 
-    def __sub__(self, other: Any) -> Expression:
-        return apply("subtract", self, other)
-
-    def __rsub__(self, other: Any) -> Expression:
-        return apply("subtract", other, self)
-
-    def __mul__(self, other: Any) -> Expression:
-        return apply("multiply", self, other)
-
-    def __rmul__(self, other: Any) -> Expression:
-        return apply("multiply", other, self)
-
-    def __truediv__(self, other: Any) -> Expression:
-        return apply("divide", self, other)
-
-    def __rtruediv__(self, other: Any) -> Expression:
-        return apply("divide", other, self)
-
-    def __floordiv__(self, other: Any) -> Expression:
-        return apply("floor_divide", self, other)
-
-    def __rfloordiv__(self, other: Any) -> Expression:
-        return apply("floor_divide", other, self)
-
-    def __mod__(self, other: Any) -> Expression:
-        return apply("remainder", self, other)
-
-    def __rmod__(self, other: Any) -> Expression:
-        return apply("remainder", other, self)
-
-    def __pow__(self, other: Any) -> Expression:
-        return apply("power", self, other)
-
-    def __rpow__(self, other: Any) -> Expression:
-        return apply("power", other, self)
-
-    def __and__(self, other: Any) -> Expression:
-        return apply("bitwise_and", self, other)
-
-    def __rand__(self, other: Any) -> Expression:
-        return apply("bitwise_and", other, self)
-
-    def __or__(self, other: Any) -> Expression:
-        return apply("bitwise_or", self, other)
-
-    def __ror__(self, other: Any) -> Expression:
-        return apply("bitwise_or", other, self)
-
-    def __xor__(self, other: Any) -> Expression:
-        return apply("bitwise_xor", self, other)
-
-    def __rxor__(self, other: Any) -> Expression:
-        return apply("bitwise_xor", other, self)
-
-    def __lshift__(self, other: Any) -> Expression:
-        return apply("left_shift", self, other)
-
-    def __rlshift__(self, other: Any) -> Expression:
-        return apply("left_shift", other, self)
-
-    def __rshift__(self, other: Any) -> Expression:
-        return apply("right_shift", self, other)
-
-    def __rrshift__(self, other: Any) -> Expression:
-        return apply("right_shift", other, self)
+    def __ne__(self, other: Any) -> Expression:  # type: ignore[override]
+        return apply("not_equal", self, other)
 
     def __neg__(self) -> Expression:
         return apply("negative", self)
@@ -139,24 +94,6 @@ class Expression:
 
     def __invert__(self) -> Expression:
         return apply("invert", self)
-
-    def __lt__(self, other: Any) -> Expression:
-        return apply("less", self, other)
-
-    def __le__(self, other: Any) -> Expression:
-        return apply("less_equal", self, other)
-
-    def __gt__(self, other: Any) -> Expression:
-        return apply("greater", self, other)
-
-    def __ge__(self, other: Any) -> Expression:
-        return apply("greater_equal", self, other)
-
-    def __eq__(self, other: Any) -> Expression:  # type: ignore[override]
-        return apply("equal", self, other)
-
-    def __ne__(self, other: Any) -> Expression:  # type: ignore[override]
-        return apply("not_equal", self, other)
 
     def astype(self, dtype: Any) -> Expression:
         """The value as another kind; of a float, what is before the point."""
@@ -320,14 +257,20 @@ def derivative(expression: Expression, variable: str) -> Expression | None:
 
 
 def evaluate(expression: Expression, values: Mapping[str, Any]) -> Any:
-    """Its value by NumPy, which broadcasts; `values` are those of symbols and the arrays, by name.
+    """As `evaluate_all`, of one."""
+    return evaluate_all((expression,), values)[0]
 
-    Elements are computed with as what they are in C++: integers of 8 bits in 32, floats in the score's dtype.
+
+def evaluate_all(expressions: Sequence[Expression], values: Mapping[str, Any]) -> list[Any]:
+    """Their values by NumPy, which broadcasts; `values` are those of symbols and the arrays, by name.
+
+    What they have in common is computed once. Elements are computed with as what they are in C++: integers of
+    8 bits in 32, floats in the score's dtype.
     """
     score = values.get("score")
     of_floats = None if score is None else np.asarray(score).dtype
     known: dict[int, Any] = {}
-    for node in in_order(expression):
+    for node in in_order(*expressions):
         operands = [known[id(operand)] for operand in node.operands]
         if node.operation == "symbol":
             known[id(node)] = values[node.value]
@@ -339,7 +282,7 @@ def evaluate(expression: Expression, values: Mapping[str, Any]) -> Any:
             known[id(node)] = _as_kind(operands[0], node.kind)
         else:
             known[id(node)] = _OPERATIONS[node.operation].compute(*operands)
-    return known[id(expression)]
+    return [known[id(expression)] for expression in expressions]
 
 
 def write(expression: Expression) -> str:

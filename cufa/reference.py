@@ -312,8 +312,8 @@ class Head:
             S, slope = rounded(self.softcap * tanh), 1 - tanh**2
         S, modified_slope = rounded(S + self.added), np.ones_like(S)
         if self.score_mod is not None:
-            modified_slope[...] = self.score_mod.slope_at(S, *self.place)
-            S = rounded(np.broadcast_to(self.score_mod(S, *self.place), S.shape).astype(S.dtype))
+            modified, modified_slope[...] = self.score_mod.with_slope(S, *self.place)
+            S = rounded(np.broadcast_to(modified, S.shape).astype(S.dtype))
         return np.where(self.visible, S, -np.inf), Slopes(slope, modified_slope)
 
     def softmax(self, S: Array, rounded: Callable[[Array], Array] = exactly) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -20,7 +20,7 @@ from cufa.expression import (
     Kind,
     TracedArray,
     derivative,
-    evaluate,
+    evaluate_all,
     in_order,
     kind_of_dtype,
     lifted,
@@ -151,11 +151,11 @@ class _Mod:
 
     def __call__(self, *symbols: Any) -> Any:
         """What the function makes of these values of its symbols, arrays that are broadcast."""
-        return self._evaluated(self.expression, symbols)
+        return self._evaluated((self.expression,), symbols)[0]
 
-    def _evaluated(self, expression: Expression, symbols: tuple[Any, ...]) -> Any:
+    def _evaluated(self, expressions: Sequence[Expression], symbols: tuple[Any, ...]) -> list[Any]:
         arrays = {_field(name): array for name, array in self.named_arrays.items()}
-        return evaluate(expression, dict(zip(self.symbols, symbols, strict=True)) | arrays)
+        return evaluate_all(expressions, dict(zip(self.symbols, symbols, strict=True)) | arrays)
 
     def with_arrays(self: M, named: Mapping[str, Any]) -> M:
         """The same with those arrays that have its arrays' names in a call."""
@@ -196,9 +196,10 @@ class ScoreMod(_Mod):
         slope = derivative(self.expression, "score")
         return lifted(0.0) if slope is None else slope
 
-    def slope_at(self, *symbols: Any) -> Any:
-        """The slope where the symbols have these values, arrays that are broadcast."""
-        return self._evaluated(self.slope, symbols)
+    def with_slope(self, *symbols: Any) -> tuple[Any, Any]:
+        """What the function makes of these values of its symbols, and the slope there."""
+        score, slope = self._evaluated((self.expression, self.slope), symbols)
+        return score, slope
 
     def _functions(self) -> str:
         return "\n".join(
@@ -245,9 +246,10 @@ class Mods(NamedTuple):
         return {name: x for mod in self if mod is not None for name, x in mod.named_arrays.items()}
 
     @property
-    def written(self) -> dict[str, Written | None]:
-        """What kernels are compiled with for each, by the names of arguments."""
-        return {name: None if mod is None else mod.written for name, mod in self._asdict().items()}
+    def written(self) -> tuple[Written | None, Written | None]:
+        """What kernels are compiled with for each."""
+        score_mod, mask_mod = self
+        return score_mod.written if score_mod else None, mask_mod.written if mask_mod else None
 
     def with_arrays(self, named: Mapping[str, Any]) -> Mods:
         """The same with other arrays, by name."""

@@ -203,16 +203,18 @@ class HeadRules:
             diagonal, keys = self._places(rows, columns)
             S -= self.alibi_slope * np.abs(keys - diagonal).astype(S.dtype)
 
-    def modified_slope(self, S: Array, rows: slice, columns: slice) -> Array | None:
-        """By how much scores change with what `modify` makes them of; None if by as much."""
-        if self.score_mod is None:
-            return None
-        return np.asarray(self.score_mod.slope_at(S, *self._place(rows, columns)), S.dtype)
-
     def modify(self, S: Array, rows: slice, columns: slice) -> None:
         """Apply the caller's function to the scores."""
         if self.score_mod is not None:
             S[...] = self.score_mod(S, *self._place(rows, columns))
+
+    def modify_with_slope(self, S: Array, rows: slice, columns: slice) -> Array | None:
+        """The same; returns by how much the scores change with what they were, None if by as much."""
+        if self.score_mod is None:
+            return None
+        modified, slope = self.score_mod.with_slope(S, *self._place(rows, columns))
+        S[...] = modified
+        return np.asarray(slope, S.dtype)
 
     def kept(self, rows: slice, columns: slice) -> Array | None:
         """Which probabilities dropout keeps, (rows, columns) of bool; None for all."""

@@ -59,9 +59,11 @@ def json_option(command: Command) -> Command:
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")(command)
 
 
-def count_option(name: str, help_text: str, least: int = 0) -> Callable[[Command], Command]:
+def count_option(
+    name: str, help_text: str, least: int = 0, default: int | None = None
+) -> Callable[[Command], Command]:
     """An option that takes a whole number."""
-    return click.option(name, type=click.IntRange(min=least), metavar="N", help=help_text)
+    return click.option(name, type=click.IntRange(min=least), default=default, metavar="N", help=help_text)
 
 
 def precision_option(command: Command) -> Command:
@@ -233,12 +235,10 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
                 metavar="N[,...]",
                 help="How many keys of each batch or sequence count. [all]",
             ),
-            click.option(
+            count_option(
                 "--page-size",
-                type=click.IntRange(min=0),
+                "Forward: keys in shuffled pages of N, as many as fill pages. [0: no pages]",
                 default=0,
-                metavar="N",
-                help="Forward: keys in shuffled pages of N, as many as fill pages. [0: no pages]",
             ),
         ]
 

@@ -93,7 +93,7 @@ def attention(
     arrays = {"q": q, "k": k, "v": v, **side, **mods.arrays}
     if out_dtype is not None:
         arrays["out"] = np.empty((*q.shape[:-1], v.shape[-1]), out_dtype)
-    options = _options(causal, window, values, precision=precision, **mods.written)
+    options = _options(causal, window, values, mods, precision=precision)
     plan = _plan("forward", arrays, options, kernel, tiles, device)
     problem = plan.problem
     arrays.setdefault("out", np.empty(output_shape(problem, "bshd"), problem.output))
@@ -121,7 +121,7 @@ def attn_probs(
     """What `cufa.attention` with return_attn_probs has third, from the LSE that it has second."""
     mods = Mods(score_mod, mask_mod)
     arrays = {"q": q, "k": k, "v": v, **side, **mods.arrays}
-    options = _options(causal, window, values, **mods.written)
+    options = _options(causal, window, values, mods)
     problem = _plan("forward", arrays, options, None, None).problem
     plan = make_probabilities_plan(problem, DEVICE)
     in_layout = (problem.batch, problem.seqlen_q, problem.heads, problem.seqlen_k)
@@ -167,10 +167,10 @@ def attention_backward(
         causal,
         window,
         values,
+        mods,
         deterministic=deterministic,
         gradients=gradients,
         precision=precision,
-        **mods.written,
     )
     plan = _plan("backward", arrays, options, kernel, tiles, device)
     outputs = [f"d{name}" for name in ("q", "k", "v", *gradients)]
@@ -231,9 +231,17 @@ def merge(
 
 
 def _options(
-    causal: bool, window: tuple[int | None, int | None] | None, values: FeatureValues, **others: Any
+    causal: bool,
+    window: tuple[int | None, int | None] | None,
+    values: FeatureValues,
+    mods: Mods,
+    **others: Any,
 ) -> Options:
-    return Options(causal, window, values.softcap > 0, values.dropout_p > 0, **others)
+    score_mod, mask_mod = mods.written
+    drops = values.dropout_p > 0
+    return Options(
+        causal, window, values.softcap > 0, drops, score_mod=score_mod, mask_mod=mask_mod, **others
+    )
 
 
 def _plan(

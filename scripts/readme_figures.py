@@ -12,7 +12,7 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ UNEVEN_RECORD = ROOT / "benchmarks" / "peers_192_128.json"
 FP8_RECORD = ROOT / "benchmarks" / "fp8.json"
 TRAINING_RECORD = ROOT / "benchmarks" / "training.json"
 DECODE_RECORD = ROOT / "benchmarks" / "decode.json"
+FLEX_RECORD = ROOT / "benchmarks" / "flex.json"
 INSTALL_RECORD = ROOT / "benchmarks" / "install.json"
 
 Row = dict[str, Any]
@@ -47,6 +48,9 @@ ONLY_IN = {
 
 # Whom bench_peers.py compares rungs with that are not the fastest on a Hopper.
 PEER_OF_RUNGS = "flash-attention-2"
+
+# Beside which bench_flex.py times functions of one's own.
+FLEX = "FlexAttention"
 
 # In the place of figures that nobody has taken yet.
 NO_RECORD = "Not measured yet."
@@ -474,6 +478,42 @@ def fp8(record: Row) -> str:
     return f"{table(header, lines)}\n\n{caption}"
 
 
+def flex(record: Row) -> str:
+    """How fast functions of one's own are beside those of another library, case by case."""
+    points = record["points"]
+    directions = tuple(dict.fromkeys(point["direction"] for point in points))
+    seconds = {(p["case"], p["head_dim"], p["direction"]): p["seconds"] for p in points}
+    lines = []
+    for case, head_dim in dict.fromkeys((point["case"], point["head_dim"]) for point in points):
+        of_line = [seconds[case, head_dim, direction] for direction in directions]
+        cells = ((duration(each["cufa"]), f"{each[FLEX] / each['cufa']:.2f}") for each in of_line)
+        lines.append((f"{case}, head dim {head_dim}", *chain.from_iterable(cells)))
+    small = {f"{p['case']}, head dim {p['head_dim']}": p["kernel_options"] for p in points}
+    told = "".join(
+        f" Its own tiles want more shared memory than there is in {case}, where it is given "
+        f"{' '.join(f'{name}={value}' for name, value in options.items())}."
+        for case, options in small.items()
+        if options
+    )
+    header = ("", *chain.from_iterable((direction, f"x {FLEX}") for direction in directions))
+    caption = (
+        f"{record['batch']} x {record['seqlen']:,} tokens, {record['heads']} heads, in {record['dtype']}. In "
+        f"the mean, cufa is {times_of_flex(points)}.{told} On an {record['gpu']}, driver {record['driver']}, "
+        f"PyTorch {record['torch']}, {record['date']}, by `scripts/bench_flex.py` ([flex.json](flex.json))."
+    )
+    return f"{table(header, lines)}\n\n{caption}"
+
+
+def times_of_flex(points: Sequence[Row]) -> str:
+    """The mean of how many times as fast each direction is."""
+    told = (
+        f"{mean_speedup(FLEX, [point for point in points if point['direction'] == direction]):.2f} times as "
+        f"fast {direction}"
+        for direction in dict.fromkeys(point["direction"] for point in points)
+    )
+    return " and ".join(told)
+
+
 def training(record: Row) -> str:
     """Whether 16 bits train as well as float32."""
     ours, standard = record["summary"]["cufa"], record["summary"]["standard"]
@@ -510,7 +550,7 @@ def install(record: Row) -> str:
     return f"{table(('pip install', 'time', 'on the disk', 'packages'), lines)}\n\n{caption}"
 
 
-def summary(peers: Row, fp8: Row, decode: Row, rungs: Row, check: Row) -> str:
+def summary(peers: Row, fp8: Row, decode: Row, rungs: Row, flex: Row, check: Row) -> str:
     """What the other page says, in a few lines."""
     best = {
         direction: max(p["tflops"]["cufa"] for p in peers["points"] if p["direction"] == direction)
@@ -540,6 +580,8 @@ def summary(peers: Row, fp8: Row, decode: Row, rungs: Row, check: Row) -> str:
         "mean.",
         f"By `mma.sync`, which all GPUs since Turing have, {by_mma} times as fast as {PEER_OF_RUNGS}, in the "
         "mean.",
+        f"With functions of one's own on scores it is {times_of_flex(flex['points'])} as {FLEX}, in the "
+        "mean.",
         f"A kernel compiles once, in at most {slowest:.1f} s; a call keeps the host busy for {host:.0f} us.",
     )
     return "\n".join(f"- {line}" for line in lines)
@@ -552,7 +594,7 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
         "install": (install, (INSTALL_RECORD,)),
         "ladder": (ladder, (RECORD,)),
         "choice": (choice, (RECORD,)),
-        "summary": (summary, (PEERS_RECORD, FP8_RECORD, DECODE_RECORD, RUNGS_RECORD, RECORD)),
+        "summary": (summary, (PEERS_RECORD, FP8_RECORD, DECODE_RECORD, RUNGS_RECORD, FLEX_RECORD, RECORD)),
         "training": (training, (TRAINING_RECORD,)),
     },
     BENCHMARKS: {
@@ -564,6 +606,7 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
         "rungs": (rungs, (RUNGS_RECORD,)),
         "fp8": (fp8, (FP8_RECORD,)),
         "decode": (decode, (DECODE_RECORD,)),
+        "flex": (flex, (FLEX_RECORD,)),
     },
 }
 

@@ -1,0 +1,187 @@
+#!/usr/bin/env python3
+"""Times functions of one's own on scores beside PyTorch's FlexAttention, and writes benchmarks/flex.json.
+
+FlexAttention is compiled by torch.compile, and its block mask is made beforehand; neither counts. What cufa
+finds out about a mask_mod is part of each of its calls. Both get the same inputs and functions. The way of
+timing is that of scripts/bench_peers.py.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import bench_peers
+import click
+import cupy
+import numpy as np
+import torch
+from bench_peers import FLUSH_BYTES, ROOT
+from rich.console import Console
+from rich.progress import track
+from torch._inductor.exc import InductorError
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import cufa
+
+RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "flex.json"))
+PEER = "FlexAttention"
+BATCH, SEQLEN, HEADS = 4, 4096, 16
+DOCUMENTS, WINDOW, CAP = 8, 512, 20.0
+# What FlexAttention is given where its own choice wants more shared memory than there is.
+SMALL_TILES = {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2}
+# A wrong result differs by as much as values do; a right one in the last places of 16 bits.
+MAX_ERROR = 0.03
+
+Function = Callable[..., Any]
+Tensors = tuple[torch.Tensor, ...]
+Call = Callable[[], Any]
+
+
+def alibi(score: Any, _: Any, h: Any, q_idx: Any, kv_idx: Any, slopes: Any) -> Any:
+    return score - slopes[h] * abs(q_idx - kv_idx)
+
+
+def relative_bias(score: Any, _: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any) -> Any:
+    return score + table[h, q_idx - kv_idx + (SEQLEN - 1)]
+
+
+def softcap(score: Any, *_: Any) -> Any:
+    tanh = torch.tanh if isinstance(score, torch.Tensor) else np.tanh
+    return CAP * tanh(score / CAP)
+
+
+def causal(_: Any, __: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return kv_idx <= q_idx
+
+
+def window(_: Any, __: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (kv_idx <= q_idx) & (q_idx - kv_idx < WINDOW)
+
+
+def same_document(b: Any, _: Any, q_idx: Any, kv_idx: Any, document: Any) -> Any:
+    return document[b, q_idx] == document[b, kv_idx]
+
+
+# The functions of each case by the names of arguments.
+CASES: dict[str, dict[str, Function]] = {
+    "ALiBi": {"score_mod": alibi},
+    "relative bias": {"score_mod": relative_bias},
+    "soft cap, causal": {"score_mod": softcap, "mask_mod": causal},
+    f"window of {WINDOW}": {"mask_mod": window},
+    f"{DOCUMENTS} documents": {"mask_mod": same_document},
+}
+CUFA_MODS: dict[str, Any] = {"score_mod": cufa.ScoreMod, "mask_mod": cufa.MaskMod}
+
+
+def arrays_of(function: Function) -> Tensors:
+    """What a function reads."""
+    if function is alibi:
+        return (2 ** -torch.arange(0.5, 8.5, 8 / HEADS, device="cuda"),)
+    if function is relative_bias:
+        return (torch.randn(HEADS, 2 * SEQLEN - 1, device="cuda"),)
+    if function is same_document:
+        drawn = torch.randint(DOCUMENTS, (BATCH, SEQLEN), dtype=torch.int32, device="cuda")
+        return (drawn.sort(dim=1).values,)
+    return ()
+
+
+def with_arrays(name: str, function: Function, tensors: Tensors) -> Function:
+    """A function as FlexAttention wants it, which counts its arguments."""
+    if name == "score_mod":
+        return lambda score, b, h, q_idx, kv_idx: function(score, b, h, q_idx, kv_idx, *tensors)
+    return lambda b, h, q_idx, kv_idx: function(b, h, q_idx, kv_idx, *tensors)
+
+
+def cufa_calls(inputs: Tensors, mods: dict[str, tuple[Function, Tensors]]) -> dict[str, Call]:
+    """Forward and backward."""
+    q, k, v, dout = map(cupy.from_dlpack, inputs)
+    options = {
+        name: CUFA_MODS[name](function, *map(cupy.from_dlpack, tensors))
+        for name, (function, tensors) in mods.items()
+    }
+    attend = functools.partial(cufa.attention, q, k, v, **options, return_lse=True)
+    out, lse = attend()
+    return {
+        "forward": attend,
+        "backward": functools.partial(cufa.attention_backward, dout, q, k, v, out, lse, **options),
+    }
+
+
+def flex_calls(
+    inputs: Tensors, mods: dict[str, tuple[Function, Tensors]]
+) -> tuple[dict[str, Call], dict[str, int]]:
+    """Forward and backward, and what options of its kernels they need."""
+    functions = {name: with_arrays(name, *of_name) for name, of_name in mods.items()}
+    mask_mod = functions.pop("mask_mod", None)
+    if mask_mod is not None:
+        batch = BATCH if mods["mask_mod"][1] else None
+        functions["block_mask"] = create_block_mask(mask_mod, batch, None, SEQLEN, SEQLEN)
+    try:
+        return compiled_calls(inputs, functions), {}
+    except InductorError as error:
+        print(f"{PEER} by its own choice: {str(error).splitlines()[0]}", flush=True)
+        return compiled_calls(inputs, functions | {"kernel_options": SMALL_TILES}), SMALL_TILES
+
+
+def compiled_calls(inputs: Tensors, options: dict[str, Any]) -> dict[str, Call]:
+    torch.compiler.reset()
+    compiled = torch.compile(flex_attention, dynamic=False)
+    *operands, dout = inputs
+    arguments = [x.detach().requires_grad_() for x in operands]
+
+    def attend() -> torch.Tensor:
+        return compiled(*(x.transpose(1, 2) for x in arguments), **options).transpose(1, 2)
+
+    differentiate = functools.partial(
+        torch.autograd.grad, attend(), arguments, grad_outputs=dout, retain_graph=True
+    )
+    differentiate()
+    return {"forward": attend, "backward": differentiate}
+
+
+def check(calls: dict[str, dict[str, Call]]) -> None:
+    """That both compute the same."""
+    for direction in calls["cufa"]:
+        ours, theirs = (calls[name][direction]() for name in ("cufa", PEER))
+        if direction == "forward":
+            ours, theirs = ours[:1], [theirs]
+        for actual, expected in zip(map(torch.from_dlpack, ours), theirs, strict=True):
+            error = (actual.float() - expected.float()).abs().max() / expected.abs().max()
+            assert error < MAX_ERROR, f"{direction}: they differ by {error:.3f} of the largest value"
+
+
+@click.command(help=__doc__)
+@click.option("--dtype", type=click.Choice(("float16", "bfloat16")), default="bfloat16", show_default=True)
+@click.option("--case", "cases", type=click.Choice(tuple(CASES)), multiple=True, default=tuple(CASES))
+@click.option("--head-dim", "head_dims", type=int, multiple=True, default=(64, 128), show_default=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
+def main(dtype: str, cases: tuple[str, ...], head_dims: tuple[int, ...], rounds: int) -> None:
+    torch.manual_seed(0)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    flush = cupy.empty(FLUSH_BYTES, cupy.uint8)
+    shape = {"batch": BATCH, "seqlen": SEQLEN, "heads": HEADS, "dtype": dtype}
+    points: list[dict[str, Any]] = []
+    problems = list(product(cases, head_dims))
+    with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
+        tracked = track(problems, console=Console(stderr=True), transient=True)
+        for done, (case, head_dim) in enumerate(tracked, 1):
+            size = BATCH, SEQLEN, HEADS, head_dim
+            inputs = tuple(torch.randn(size, dtype=getattr(torch, dtype), device="cuda") for _ in range(4))
+            mods = {name: (function, arrays_of(function)) for name, function in CASES[case].items()}
+            theirs, kernel_options = flex_calls(inputs, mods)
+            calls = {"cufa": cufa_calls(inputs, mods), PEER: theirs}
+            check(calls)
+            for direction in theirs:
+                of_direction = {name: by_direction[direction] for name, by_direction in calls.items()}
+                seconds = bench_peers.times_of(of_direction, rounds, flush.fill)
+                described = {"case": case, "head_dim": head_dim, "direction": direction}
+                points.append(described | {"seconds": seconds, "kernel_options": kernel_options})
+                print(points[-1], flush=True)
+            bench_peers.write_record(RECORD, done, len(problems), shape | {"points": points})
+
+
+if __name__ == "__main__":
+    main()

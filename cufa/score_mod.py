@@ -202,9 +202,13 @@ class ScoreMod(_Mod):
         return score, slope
 
     def _functions(self) -> str:
+        adds = self.slope.operation == "constant" and self.slope.value == 1
+        functions = (("modified_score", self.expression), ("modified_slope", self.slope))
         return "\n".join(
-            _function("acc_t", name, "acc_t score, ", expression)
-            for name, expression in (("modified_score", self.expression), ("modified_slope", self.slope))
+            (
+                f"constexpr bool kScoreModSlopes = {'false' if adds else 'true'};\n",
+                *(_function("acc_t", name, "acc_t score, ", expression) for name, expression in functions),
+            )
         )
 
 

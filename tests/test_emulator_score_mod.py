@@ -7,6 +7,7 @@ from emulator import calls
 from test_emulator_backward_features import TILES as BACKWARD_TILES
 from test_emulator_forward_features import TILES
 from test_emulator_hopper_features import DEVICE as FEW_SMS
+from test_emulator_hopper_features import gradients_of
 from tolerance import assert_attention, assert_gradients
 
 from cufa import reference
@@ -84,6 +85,33 @@ def test_hopper_forward(rng, mods, features):
     out, lse = calls.attention(*inputs, kernel="fwd_6_wgmma", device=FEW_SMS, **case.emulator_forward)
     with np.errstate(invalid="ignore"):
         assert_attention(out, lse, case.problem, **case.forward)
+
+
+def add_relative(score, b, h, q_idx, kv_idx, table):
+    return score + table[h % 2, np.clip(q_idx - kv_idx, -4, 4) + 4]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "features", "head_dim", "head_dim_v", "function"),
+    [
+        ("bwd_4_wgmma", ("window", "softcap"), 64, 40, "shape"),
+        ("bwd_4_wgmma", ("packed", "causal", "deterministic"), 192, 72, "shape"),
+        ("bwd_4_wgmma", ("seqused_k", "sink"), 128, 128, "add"),
+        ("bwd_5_wgmma_wide", ("packed", "causal"), 72, 136, "shape"),
+    ],
+)
+def test_hopper_backward(rng, mods, kernel, features, head_dim, head_dim_v, function):
+    sizes = {"seqlen_q": 150, "seqlen_k": 203, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    case = cases.draw_case(rng, "bfloat16", features, **sizes)
+    table = mods["score_mod"].arrays[0]
+    case.numbers["score_mod"] = (
+        ScoreMod(shape_score, table, rng.standard_normal(110))
+        if function == "shape"
+        else ScoreMod(add_relative, table)
+    )
+    cases.hide_nan(case)
+    with np.errstate(invalid="ignore"):
+        assert_gradients(gradients_of(kernel, case), case.problem, **case.backward)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

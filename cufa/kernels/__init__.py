@@ -202,7 +202,10 @@ _ALL_FEATURES = frozenset(
 )
 _FORWARD_FEATURES = _ALL_FEATURES | {"block_table"}
 _HOPPER_BACKWARD_FEATURES = frozenset(
-    ("window", "softcap", "sink", "cu_seqlens", "seqused_k", "dlse", "dsink", "deterministic")
+    (
+        *("window", "softcap", "sink", "cu_seqlens", "seqused_k", "dlse", "dsink", "deterministic"),
+        "score_mod",
+    )
 )
 
 # Of these a call launches those that it needs: query_tiles is for deterministic ones.

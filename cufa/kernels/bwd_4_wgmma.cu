@@ -37,7 +37,10 @@ static_assert(!kOutboxes || kAdding == kAsTheyCome, "nobody would know when they
 // then need not wait for dP.
 constexpr bool kShortTiles = kBlockM <= kPanelCols;
 constexpr bool kValuesEarly = kShortTiles;
-static_assert(kScoresTogether || !kSoftcap, "a soft cap's slopes need P before it is rounded");
+// Whether slopes wait for dS^T where that will be shared. Those of a soft cap alone follow from P.
+constexpr bool kSlopesWait = kSlopes && kScoreMod;
+constexpr bool kSlopesFromWeights = kSlopes && !kScoreMod;
+static_assert(kScoresTogether || !kSlopesFromWeights, "that needs P before it is rounded");
 // Whether dO has barriers of its own, so that S begins once Q is there. Otherwise it is no faster.
 constexpr bool kOutApart = kShortTiles && kScoresTogether;
 // Each warpgroup has a panel of dims of dQ if tiles of queries are short, and so there are two.
@@ -380,11 +383,12 @@ struct Consumer {
     }
 
     __device__ void exponentiate(Scores& s, const Walk& walk) {
+        if (kSlopesWait) smem.ds_ring.wait_empty(at);
         if (walk.masked()) {
-            if constexpr (kSoftcap) softmax.bound(s);
+            shape<true>(s, walk);
             softmax.exponentiate<true>(s, smem.rows[at.stage], walk.tile);
         } else {
-            if constexpr (kSoftcap) softmax.bound(s);
+            shape<false>(s, walk);
             softmax.exponentiate<false>(s, smem.rows[at.stage], walk.tile);
         }
     }
@@ -392,11 +396,14 @@ struct Consumer {
     // P is as it was computed, or rounded.
     template <class P>
     __device__ void differentiate(Scores& dp, const P& p, const Walk& walk) const {
+        const Statistics& rows = smem.rows[at.stage];
         if (walk.masked()) {
-            softmax.template differentiate<true, kSoftcap>(dp, p, smem.rows[at.stage], walk.tile);
+            softmax.template differentiate<true, kSlopesFromWeights>(dp, p, rows, walk.tile);
         } else {
-            softmax.template differentiate<false, kSoftcap>(dp, p, smem.rows[at.stage], walk.tile);
+            softmax.template differentiate<false, kSlopesFromWeights>(dp, p, rows, walk.tile);
         }
+        if constexpr (kSlopesWait)
+            softmax.apply_slopes(dp, smem.ds[at.stage][warpgroup], warp_row());
     }
 
     // Issues dV += P^T dO.
@@ -520,6 +527,20 @@ struct Consumer {
     }
 
   private:
+    // Makes products scores, if those are more.
+    template <bool Masked>
+    __device__ void shape(Scores& s, const Walk& walk) {
+        const TilePlace place = {params.call.features, work().batch, walk.head,
+                                 walk.tile * kBlockM};
+        if constexpr (kSlopesWait) {
+            softmax.shape<Masked>(s, smem.ds[at.stage][warpgroup], warp_row(), place);
+        } else if constexpr (kScoreMod) {
+            softmax.shape<Masked>(s, place);
+        } else if constexpr (kSoftcap) {
+            softmax.bound(s);
+        }
+    }
+
     template <int Count>
     __device__ void round_query_gradients(float (&dq)[Count], float* part) {
         const QueryWorkspace workspace(params.call);

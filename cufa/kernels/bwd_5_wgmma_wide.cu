@@ -228,10 +228,10 @@ struct Consumer {
     // Computes P^T and shares it.
     __device__ void share_weights(Scores& s, const Walk& walk) {
         if (walk.masked()) {
-            bound(s);
+            shape<true>(s, walk);
             softmax.template exponentiate<true>(s, smem.rows[at.stage], walk.tile);
         } else {
-            bound(s);
+            shape<false>(s, walk);
             softmax.template exponentiate<false>(s, smem.rows[at.stage], walk.tile);
         }
         share(smem.p, smem.p_ring, s);
@@ -244,7 +244,7 @@ struct Consumer {
         } else {
             differentiate<false>(dp, walk.tile);
         }
-        if constexpr (kSoftcap) softmax.apply_slopes(dp, smem.ds[at.stage], warp_row());
+        if constexpr (kSlopes) softmax.apply_slopes(dp, smem.ds[at.stage], warp_row());
         share(smem.ds, smem.ds_ring, dp);
     }
 
@@ -319,11 +319,17 @@ struct Consumer {
         }
     }
 
-    // Bounds the scores. Where dS will be shared there are the slopes until then.
-    __device__ void bound(Scores& s) {
-        if constexpr (!kSoftcap) return;
-        smem.ds_ring.wait_empty(at);
-        softmax.bound(s, smem.ds[at.stage], warp_row());
+    // Makes products scores, if those are more. Where dS will be shared there are slopes until
+    // then.
+    template <bool Masked>
+    __device__ void shape(Scores& s, const Walk& walk) {
+        const TilePlace place = {params.call.features, work.batch, walk.head, walk.tile * kBlockM};
+        if constexpr (kSlopes) {
+            smem.ds_ring.wait_empty(at);
+            softmax.template shape<Masked>(s, smem.ds[at.stage], warp_row(), place);
+        } else if constexpr (kScoreMod) {
+            softmax.template shape<Masked>(s, place);
+        }
     }
 
     template <int Dims, int TensorDims, class Rows>

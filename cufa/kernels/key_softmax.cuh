@@ -7,14 +7,17 @@
 #include "wgmma_tiles.cuh"
 
 // Whether the rows that see a key may end before those that a tile has in memory. Beyond the last
-// row of all, the copy engine fills in zeros.
-constexpr bool kRowsEnd = kWindow || kPacked;
+// row of all, the copy engine fills in zeros, of which the caller's function may make anything.
+constexpr bool kRowsEnd = kWindow || kPacked || kScoreMod;
 
 // Whether a thread has registers for S and dP of a tile at the same time.
 constexpr bool kScoresTogether = SCORES_TOGETHER;
 
-// Whether S begins with -LSE. Under a soft cap that comes in only after the cap.
-constexpr bool kScoresBeginWithLse = !kSoftcap;
+// Whether a score may change otherwise than the product times the scale: there is a slope then.
+constexpr bool kSlopes = kSoftcap || (kScoreMod && kScoreModSlopes);
+
+// Whether S begins with -LSE. Where scores are more than products, that comes in only after them.
+constexpr bool kScoresBeginWithLse = !kShapedScores;
 
 // The scale of scores, but never so small that an LSE in units of products, LSE / scale, would not
 // be finite: a smaller one leaves all scores at 0 as well.
@@ -22,8 +25,8 @@ __device__ inline float scale_of_scores(const BackwardParams& call) {
     constexpr float kSmallest = 1e-30f;
     return fabsf(call.softmax_scale) < kSmallest ? kSmallest : call.softmax_scale;
 }
-// What turns an LSE into the units in which it is kept: those of products or, under a soft cap, of
-// log 2.
+// What turns an LSE into the units in which it is kept: those of products or, where scores are
+// more than those, of log 2.
 __device__ inline float unit_of_lse(const BackwardParams& call) {
     return kScoresBeginWithLse ? 1 / scale_of_scores(call) : static_cast<float>(kLog2E);
 }
@@ -50,28 +53,41 @@ struct RowStatistics {
     alignas(16) bool nonfinite;  // whether there is NaN or infinity in the rows of Q or dO
 };
 
+// What the caller's function is told of a tile of queries.
+struct TilePlace {
+    const Features& features;
+    int batch, head, first_row;
+};
+
+// What a product becomes, and by how much that changes with the product times the scale.
+struct ShapedScore {
+    float score, slope;
+};
+
 // The softmax and its gradient in the registers of a warpgroup that has S^T and dP^T of 64 keys.
 template <int BlockM>
 struct KeySoftmax {
-    float scale_log2;  // turns products, or bounded scores, into units of log 2
-    float bound_scale, softcap;
+    float scale_log2;  // turns products, or what scores they became, into units of log 2
+    float product_scale, softcap;
+    int key[2], last_row;           // a thread's two keys, or the last one; the last row of all
     int first_row[2], rows_end[2];  // which rows see a thread's two keys
     int query;  // the first of the two that a thread has of each eight of a tile
 
     KeySoftmax() = default;
     __device__ KeySoftmax(const BackwardParams& call, const Mask& mask, int first_key)
-        : scale_log2(kSoftcap ? kLog2E : scale_of_scores(call) * kLog2E),
+        : scale_log2(kShapedScores ? kLog2E : scale_of_scores(call) * kLog2E),
           query(threadIdx.x % 4 * 2) {
-        if constexpr (kSoftcap) {
-            softcap = call.features.softcap;
-            bound_scale = call.softmax_scale / call.features.softcap;
-        }
+        if constexpr (kSoftcap) softcap = call.features.softcap;
+        if constexpr (kShapedScores) product_scale = call.softmax_scale;
+        if constexpr (kSoftcap) product_scale = call.softmax_scale / call.features.softcap;
+        last_row = mask.seqlen_q - 1;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = threadIdx.x % kWarpgroup / 32 * 16 + half * 8 + threadIdx.x % 32 / 4;
             const int key = first_key + row;
             first_row[half] = key < mask.seqlen_k ? mask.first_row(key) : mask.seqlen_q + BlockM;
             if constexpr (kRowsEnd) rows_end[half] = mask.rows_end(key);
+            this->key[half] = min(key, mask.seqlen_k - 1);
         }
     }
 
@@ -88,21 +104,27 @@ struct KeySoftmax {
     // Products become scores, softly bounded.
     __device__ void bound(WgmmaSums<BlockM>& s) const {
 #pragma unroll
-        for (int i = 0; i < BlockM / 2; ++i) s[i] = softcap * tanh_of(s[i] * bound_scale);
+        for (int i = 0; i < BlockM / 2; ++i) s[i] = softcap * tanh_of(s[i] * product_scale);
     }
-    // And by how much a score changes with the product times the scale is written to a warp's rows
-    // of `slopes`.
-    template <class Tile>
-    __device__ void bound(WgmmaSums<BlockM>& s, Tile& slopes, int warp_row) const {
+
+    // Products become scores, bounded and what the caller's function makes of them.
+    template <bool Masked>
+    __device__ void shape(WgmmaSums<BlockM>& s, const TilePlace& place) const {
+#pragma unroll
+        for (int i = 0; i < BlockM / 2; ++i) s[i] = shaped_score<Masked>(s[i], i, place).score;
+    }
+    // And their slopes are written to a warp's rows of `slopes`.
+    template <bool Masked, class Tile>
+    __device__ void shape(WgmmaSums<BlockM>& s, Tile& slopes, int warp_row,
+                          const TilePlace& place) const {
 #pragma unroll
         for (int col = 0; col < BlockM; col += kWgmmaK) {
             WgmmaSums<kWgmmaK> part;
 #pragma unroll
             for (int i = 0; i < kWgmmaK / 2; ++i) {
-                float& score = s[col / 2 + i];
-                const float tanh = tanh_of(score * bound_scale);
-                score = softcap * tanh;
-                part[i] = slope(tanh);
+                const ShapedScore shaped = shaped_score<Masked>(s[col / 2 + i], col / 2 + i, place);
+                s[col / 2 + i] = shaped.score;
+                part[i] = shaped.slope;
             }
             WgmmaOperand<kWgmmaK> rounded;
             round_to_operand<kWgmmaK>(rounded, part);
@@ -111,7 +133,7 @@ struct KeySoftmax {
     }
 
     // The gradient of the scores becomes that of the products times the scale, by the slopes that
-    // `bound` wrote, in whose place others may then be written.
+    // `shape` wrote, in whose place others may then be written.
     template <class Tile>
     __device__ static void apply_slopes(WgmmaSums<BlockM>& ds, Tile& slopes, int warp_row) {
         __syncwarp();
@@ -188,6 +210,25 @@ struct KeySoftmax {
     __device__ float slope_at(float p, float minus_lse) const {
         return slope((log2_of(p) - minus_lse) * (float(kLn2) / softcap));
     }
+    // What becomes of element i of a thread's products. Of a row or key that is not seen it has no
+    // slope, whatever a function would make of it.
+    template <bool Masked>
+    __device__ ShapedScore shaped_score(float product, int i, const TilePlace& place) const {
+        ShapedScore shaped = {product * product_scale, 1};
+        if constexpr (kSoftcap) {
+            const float tanh = tanh_of(shaped.score);
+            shaped = {softcap * tanh, slope(tanh)};
+        }
+        if constexpr (kScoreMod) {
+            const auto& [features, batch, head, first_row] = place;
+            const int row = first_row + query + i / 4 * 8 + i % 2, key = this->key[i % 4 / 2];
+            const int q_idx = Masked ? min(row, last_row) : row;
+            shaped.slope *= modified_slope(features, shaped.score, batch, head, q_idx, key);
+            shaped.score = modified_score(features, shaped.score, batch, head, q_idx, key);
+            if (Masked && !sees(i, place)) shaped.slope = 0;
+        }
+        return shaped;
+    }
     __device__ void begin(WgmmaSums<BlockM>& sums, const float (&values)[BlockM]) const {
         constexpr int kRows = 2 * kEights;  // of a thread, that lie together
 #pragma unroll
@@ -201,6 +242,10 @@ struct KeySoftmax {
     __device__ Pack<float, 2> pair_at(const float (&values)[BlockM], int i) const {
         const float* const own = values + i / kEights * kEights * 8 + query * kEights;
         return *reinterpret_cast<const Pack<float, 2>*>(own + i % kEights * 2);
+    }
+    // Whether element i of a thread's scores is of a row that sees its key.
+    __device__ bool sees(int i, const TilePlace& place) const {
+        return sees(place.first_row + query + i / 4 * 8 + i % 2, i % 4 / 2);
     }
     // Whether element 4i + e of a thread's scores is of a row that sees its key.
     __device__ bool sees(int i, int e, int tile) const {

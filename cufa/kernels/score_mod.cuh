@@ -12,7 +12,8 @@ __device__ inline acc_t modified_score(const ModArrays&, acc_t score, int, int, 
     return score;
 }
 
-// By how much it changes with the score.
+// By how much it changes with the score, and whether that is ever anything but 1.
+constexpr bool kScoreModSlopes = false;
 __device__ inline acc_t modified_slope(const ModArrays&, acc_t, int, int, int, int) {
     return 1;
 }

@@ -16,7 +16,7 @@ from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
 from cufa.plan.choice import Cost, choose, query_tiles, row_tiles
 from cufa.plan.gradients import sink_launch
 from cufa.plan.record import Launch, Macro, Part, Scratch, TensorBox
-from cufa.plan.sizes import BACKWARD_PARAMS_BYTES, VECTOR_BYTES, common_macros
+from cufa.plan.sizes import VECTOR_BYTES, common_macros, params_bytes
 from cufa.plan.wgmma import (
     BARRIER_BYTES,
     LENGTHS_BYTES,
@@ -205,7 +205,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
     )
     turns = kind.adding in (Adding.AFTER_FIRST, Adding.IN_ORDER)
     boxes = _boxes(tiles)
-    params_bytes = round_up(len(boxes) * TENSOR_MAP_BYTES + BACKWARD_PARAMS_BYTES, TENSOR_MAP_ALIGNMENT)
+    passed_bytes = len(boxes) * TENSOR_MAP_BYTES + params_bytes(problem)
     return Part(
         tiles=asdict(tiles),
         macros=(
@@ -222,7 +222,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
             ("SMEM_BYTES", smem_bytes),
             ("ROUND_SMEM_BYTES", round_smem_bytes),
             ("SINK_SMEM_BYTES", sink.smem_bytes),
-            ("PARAMS_BYTES", params_bytes),
+            ("PARAMS_BYTES", round_up(passed_bytes, TENSOR_MAP_ALIGNMENT)),
         ),
         launches=tuple(launch for launch in launches if launch.grid > 0),
         scratch=(
@@ -344,9 +344,10 @@ def _few_add(problem: Problem, best: Tiles) -> bool:
 def _has_long_tiles(problem: Problem) -> bool:
     """Whether tiles of queries are long: many of a head must see a key, or a part of a tile would cost more.
 
-    A soft cap needs registers that there are not beside those.
+    A soft cap or a score_mod needs registers that there are not beside those.
     """
-    if problem.head_dim <= PANEL_COLS or not _scores_together(problem) or problem.features.softcap:
+    shaped = problem.features.softcap or problem.features.score_mod is not None
+    if problem.head_dim <= PANEL_COLS or not _scores_together(problem) or shaped:
         return False
     keys = problem.seqlen_k // problem.packed_sequences
     return problem.visible_scores >= MANY_QUERIES * max(1, keys)

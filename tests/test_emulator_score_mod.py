@@ -68,7 +68,7 @@ def test_keys_in_pages(rng, mods, kernel):
     """A place is a key's in its sequence, wherever its page is."""
     sizes = {**LENGTHS, **cases.SIZES}
     case = cases.draw_case(rng, "float16", ("block_table", "causal"), **sizes)
-    case.numbers.update(mods if kernel == "fwd_5_mma" else {"score_mod": mods["score_mod"]})
+    case.numbers.update(mods)
     inputs = case.problem.q, case.problem.k, case.problem.v
     tiles = TILES.get(kernel)
     out, lse = calls.attention(*inputs, kernel=kernel, tiles=tiles, device=FEW_SMS, **case.emulator_forward)
@@ -76,13 +76,34 @@ def test_keys_in_pages(rng, mods, kernel):
         assert_attention(out, lse, case.problem, **case.forward)
 
 
-@pytest.mark.parametrize("features", [("window", "softcap"), ("packed", "causal"), ("seqused_k", "sink")])
-def test_hopper_forward(rng, mods, features):
-    case = cases.draw_case(rng, "bfloat16", features, seqlen_q=150, seqlen_k=203, head_dim=64, head_dim_v=40)
-    case.numbers["score_mod"] = ScoreMod(shape_score, mods["score_mod"].arrays[0], rng.standard_normal(110))
+def see_documents(b, h, q_idx, kv_idx, document):
+    """Whole tiles of 16 keys that are seen and that are not; and a query that sees nothing."""
+    same = document[b, q_idx // 64] == document[b, kv_idx // 16]
+    return (same | ((kv_idx % 32 < 3) & (kv_idx < q_idx) & (h == 1))) & (q_idx != 7)
+
+
+@pytest.mark.parametrize(
+    ("features", "functions"),
+    [
+        (("window", "softcap"), ("score_mod",)),
+        (("packed", "causal"), ("score_mod", "mask_mod")),
+        (("seqused_k", "sink"), ("mask_mod",)),
+    ],
+)
+def test_hopper_forward(rng, mods, features, functions):
+    sizes = {"seqlen_q": 150, "seqlen_k": 203, "head_dim": 64, "head_dim_v": 40}
+    case = cases.draw_case(rng, "bfloat16", features, **sizes)
+    own = {
+        "score_mod": ScoreMod(shape_score, mods["score_mod"].arrays[0], rng.standard_normal(110)),
+        "mask_mod": MaskMod(see_documents, rng.integers(0, 3, (2, 16))),
+    }
+    case.numbers.update((name, own[name]) for name in functions)
     cases.hide_nan(case)
     inputs = case.problem.q, case.problem.k, case.problem.v
-    out, lse = calls.attention(*inputs, kernel="fwd_6_wgmma", device=FEW_SMS, **case.emulator_forward)
+    tiles = {"block_n": 16} if "mask_mod" in functions else None
+    out, lse = calls.attention(
+        *inputs, kernel="fwd_6_wgmma", tiles=tiles, device=FEW_SMS, **case.emulator_forward
+    )
     with np.errstate(invalid="ignore"):
         assert_attention(out, lse, case.problem, **case.forward)
 

@@ -11,8 +11,9 @@ import cufa
 
 pytestmark = pytest.mark.gpu
 
-# Of a forward and a backward; the first of Hopper's takes no mask_mod.
-HOPPER = ("fwd_6_wgmma", "bwd_3_mma", "bfloat16")
+# Of a forward and a backward; that of Hopper takes no mask_mod.
+HOPPER = ("fwd_6_wgmma", "bwd_4_wgmma", "bfloat16")
+HOPPER_MASK = ("fwd_6_wgmma", "bwd_3_mma", "bfloat16")
 KERNELS = [
     ("fwd_4_flash_v2", "bwd_2_flash_v2", "float32"),
     ("fwd_5_mma", "bwd_3_mma", "float16"),
@@ -95,10 +96,32 @@ def test_one_that_does_much(cupy, rng, forward, backward, dtype, features):
 
 
 @pytest.mark.parametrize("features", [("packed", "causal"), ("window", "sink"), ("softcap", "seqused_k")])
-def test_on_hopper(cupy, rng, features):
-    case = cases.draw_case(rng, "bfloat16", features, **SIZES)
+@pytest.mark.parametrize(
+    ("backward", "dims"),
+    [
+        ("bwd_4_wgmma", (64, 72)),
+        ("bwd_4_wgmma", (128, 128)),
+        ("bwd_4_wgmma", (192, 128)),
+        ("bwd_5_wgmma_wide", (256, 200)),
+    ],
+)
+def test_on_hopper(cupy, rng, backward, dims, features):
+    if dims[0] == 192 and "softcap" in features:
+        pytest.skip("the kernel takes no softcap with such head dims")
+    lengths = {"seqlen_q": 203, "seqlen_k": 330}
+    case = cases.draw_case(rng, "bfloat16", features, **lengths, head_dim=dims[0], head_dim_v=dims[1])
     mods = {"score_mod": cufa.ScoreMod(shape_score, rng.standard_normal((2, 9)), rng.standard_normal(200))}
-    check(cupy, case, mods, *HOPPER[:2])
+    check(cupy, case, mods, HOPPER[0], backward)
+
+
+@pytest.mark.parametrize("features", [("packed", "causal"), ("window", "sink"), ("softcap", "seqused_k")])
+@pytest.mark.parametrize("dims", [(64, 72), (128, 128), (256, 256)])
+def test_mask_on_hopper(cupy, rng, dims, features):
+    """Of many tiles, most of which are hidden."""
+    lengths = {"seqlen_q": 1000, "seqlen_k": 2100}
+    case = cases.draw_case(rng, "bfloat16", features, **lengths, head_dim=dims[0], head_dim_v=dims[1])
+    document = np.sort(rng.integers(0, 12, (2, 2100)), axis=1)
+    check(cupy, case, {"mask_mod": cufa.MaskMod(see, document)}, *HOPPER_MASK[:2])
 
 
 @pytest.mark.parametrize(("forward", "backward", "dtype"), [*KERNELS, HOPPER])
@@ -109,7 +132,7 @@ def test_relative_bias(cupy, rng, forward, backward, dtype):
 
 
 @pytest.mark.parametrize("function", [same_document, prefix_lm])
-@pytest.mark.parametrize(("forward", "backward", "dtype"), KERNELS)
+@pytest.mark.parametrize(("forward", "backward", "dtype"), [*KERNELS, HOPPER_MASK])
 def test_masks_by_tables(cupy, rng, forward, backward, dtype, function):
     case = cases.draw_case(rng, dtype, (), **SIZES)
     table = np.sort(rng.integers(0, 5, (2, 330)), axis=1) if function is same_document else np.array([7, 250])

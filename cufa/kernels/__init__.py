@@ -266,12 +266,15 @@ _LADDER = (
     HopperKernel(
         name="fwd_6_wgmma",
         direction="forward",
-        entries=("fwd_6_wgmma",),
+        entries=("seen_tiles", "fwd_6_wgmma"),
         idea="Hopper: warps that copy and warpgroups that multiply (TMA, wgmma), products beside softmax",
         paper="Shah et al. 2024, Algorithm 2",
         memory="none",
         features=frozenset(
-            ("window", "softcap", "sink", "cu_seqlens", "seqused_k", "block_table", "score_mod")
+            (
+                *("window", "softcap", "sink", "cu_seqlens", "seqused_k", "block_table"),
+                *("score_mod", "mask_mod"),
+            )
         ),
     ),
     HopperKernel(

@@ -10,6 +10,9 @@
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
 //          value_dim)
+// Launches: with a mask_mod seen_tiles, which finds out what it shows of each tile of scores, so
+// that tiles of which that is nothing are left out; fwd_6_wgmma.
+//
 // Owns     block: tile after tile of BLOCK_M queries of one head; warpgroup: 64 of its rows
 // Shared   rings of STAGES K and V tiles; for each warpgroup a ring of QUERY_STAGES Q tiles, and
 //          STORE_COLS columns of O on their way out
@@ -28,7 +31,7 @@ static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struc
 
 // Whether a tile of keys may have some that count for none or not for all of the rows, and yet be
 // in memory: beyond the last key of all, the copy engine fills in zeros.
-constexpr bool kCutTiles = kRangeMask || kPacked || kUsedKeys;
+constexpr bool kCutTiles = kRangeMask || kPacked || kUsedKeys || kMaskMod;
 // Warps beside the producer that look for NaN and infinity in those tiles.
 constexpr int kInspectors = kCutTiles ? kWarpgroup / 32 - 1 : 0;
 
@@ -39,7 +42,7 @@ struct Smem {
     ValueRows v[kStages];
     QueryRows q[kConsumers][kQueryStages];
     StoredRows out[kConsumers];
-    Ring<kStages> k_ring, v_ring;
+    TileRing k_ring, v_ring;
     Ring<kQueryStages> q_ring[kConsumers];
     ptx::Barrier v_inspected[kStages];
     WorkTile work[kConsumers][kQueryStages];             // which tile the queries are of
@@ -52,10 +55,9 @@ struct Smem {
 __device__ inline void inspect_values(Smem& smem, const Params& params, int inspector) {
     constexpr int kLookers = (kInspectors == 0 ? 1 : kInspectors) * 32;
     const int lane = threadIdx.x % 32;
-    follow_values(smem, params, [&](const KeyTiles& keys, int tile, RingPosition<kStages> at) {
+    follow_values(smem, params, [&](bool cut, RingPosition<kStages> at) {
         bool found = false;
-        if (!keys.is_whole(tile))
-            found = finds_nonfinite<kLookers>(smem.v[at.stage], inspector * 32 + lane);
+        if (cut) found = finds_nonfinite<kLookers>(smem.v[at.stage], inspector * 32 + lane);
         found = __any_sync(0xffffffffu, found);
         __syncwarp();  // a vote says nothing of what was read
         if (lane == 0) {
@@ -71,7 +73,7 @@ __device__ inline void inspect_values(Smem& smem, const Params& params, int insp
 struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
     static constexpr bool kLongTurns = false;
     // Those features leave no registers for it.
-    static constexpr bool kRaisesLate = !kWindow && !kSoftcap && !kScoreMod;
+    static constexpr bool kRaisesLate = !kWindow && !kSoftcap && !kScoreMod && !kMaskMod;
     const Scale call_scale;
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
@@ -107,11 +109,10 @@ struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
         if (!found) return;
 
         ValueRows& v = smem.v[v_at.stage];
-        const Mask mask = mask_of(work);
         for (int key = 0; key < kBlockN; ++key)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                if (!mask.in_range(row_of(work, half), tile * kBlockN + key)) continue;
+                if (!sees(work, row_of(work, half), tile * kBlockN + key)) continue;
 #pragma unroll
                 for (int i = 2 * half; i < kDims / 2; i += 4)
 #pragma unroll
@@ -126,6 +127,16 @@ struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
     }
 };
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    seen_tiles(const __grid_constant__ Params params) {
+    if constexpr (kMaskMod) {
+        if (blockIdx.x == 0 && threadIdx.x == 0) *tiles_taken(params.call) = 0;
+        const long long tile = warp_of_grid<kThreads>();
+        if (tile < Seen::count(params.call.sizes))
+            Seen::find(seen_parts(params.call), params.call, tile);
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     fwd_6_wgmma(const __grid_constant__ Params params) {

@@ -37,7 +37,8 @@ struct Smem {
     QueryRows q[kConsumers][kQueryStages];
     StoredRows out[kConsumers];
     TurnedValues turned[kStages];
-    Ring<kStages> k_ring, v_ring, turned_ring;
+    TileRing k_ring, v_ring;
+    Ring<kStages> turned_ring;
     Ring<kQueryStages> q_ring[kConsumers];
     WorkTile work[kConsumers][kQueryStages];  // which tile the queries are of
     unsigned int v_nan[kStages][kTurners];    // whether a turner found NaN in the values
@@ -46,7 +47,7 @@ struct Smem {
 // ---- the turners: the warps beside the producer ----
 
 __device__ inline void turn_values(Smem& smem, const Params& params) {
-    follow_values(smem, params, [&](const KeyTiles& keys, int tile, RingPosition<kStages> at) {
+    follow_values(smem, params, [&](bool cut, RingPosition<kStages> at) {
         unsigned int thread = threadIdx.x - 32;
         ptx::hold(thread);  // or what follows from it would be kept in registers from tile to tile
         smem.turned_ring.wait_empty(at);
@@ -54,8 +55,8 @@ __device__ inline void turn_values(Smem& smem, const Params& params) {
         // Rows that all see a tile have its NaN by the product.
         auto& turned = smem.turned[at.stage];
         auto& values = smem.v[at.stage];
-        const bool found = keys.is_whole(tile) ? turner.template turn<false>(turned, values)
-                                               : turner.template turn<true>(turned, values);
+        const bool found = cut ? turner.template turn<true>(turned, values)
+                               : turner.template turn<false>(turned, values);
         ptx::proxy_fence();
         __syncwarp();
         if (thread % 32 == 0) {

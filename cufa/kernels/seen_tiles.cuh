@@ -46,6 +46,20 @@ class SeenTiles {
         return next<Rows>(row, end, [&](int at) { return part(at, key); });
     }
 
+    // Where the last tile begins, from `key` down to `begin`, of which some of a tile of rows is
+    // seen; before `begin` if there is none. For a thread that is alone.
+    __device__ int last_key(int row, int key, int begin) const {
+        constexpr int kAtOnce = 8;  // loads, of which each would take as long as all
+        for (; key >= begin; key -= kAtOnce * Keys) {
+            unsigned int seen = 0;
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i)
+                seen |= (part(row, max(key - i * Keys, begin)) != kNone) << i;
+            if (seen != 0) return key - (__ffs(seen) - 1) * Keys;
+        }
+        return begin - Keys;
+    }
+
     // Finds out about one of all heads' tiles: a warp's work.
     template <class Params>
     __device__ static void find(SeenPart* all, const Params& params, long long index) {

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "schedule.cuh"
+#include "seen_tiles.cuh"
 #include "wgmma_softmax.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
@@ -36,6 +37,77 @@ using Weights = WgmmaOperand<kBlockN>;
 __device__ inline KeyTiles key_tiles_of(const ForwardParams& call, const WorkTile& work) {
     return KeyTiles(work.sequence(call).mask(call.features), work.first_row);
 }
+
+// ---- which tiles of keys there are, if a mask_mod hides some ----
+
+// The parts of tiles that it shows. In the workspace they come after the count of tiles taken.
+using Seen = SeenTiles<kBlockM, kBlockN>;
+__device__ inline unsigned int* tiles_taken(const ForwardParams& call) {
+    return static_cast<unsigned int*>(call.workspace);
+}
+__device__ inline SeenPart* seen_parts(const ForwardParams& call) {
+    return reinterpret_cast<SeenPart*>(tiles_taken(call) + 1);
+}
+
+// A tile of keys in a ring: whether a mask may cut through it, and whether it is the last that its
+// queries look at. The producer, which alone looks for them, says so to the others.
+struct SeenTile {
+    int tile;
+    bool cut, last;
+};
+template <bool Labelled>
+struct TileLabels {
+    __device__ void label(RingPosition<kStages>, SeenTile) {}
+    __device__ SeenTile label_at(RingPosition<kStages>) const { return {}; }
+};
+template <>
+struct TileLabels<true> {
+    SeenTile labels[kStages];
+
+    __device__ void label(RingPosition<kStages> at, SeenTile tile) { labels[at.stage] = tile; }
+    // By shuffles, after which the compiler knows that all lanes of a warp have the same.
+    __device__ SeenTile label_at(RingPosition<kStages> at) const {
+        const SeenTile own = labels[at.stage];
+        __syncwarp();  // all have read it, which a shuffle does not say
+        return {__shfl_sync(0xffffffffu, own.tile, 0), __any_sync(0xffffffffu, own.cut) != 0,
+                __any_sync(0xffffffffu, own.last) != 0};
+    }
+};
+struct TileRing : Ring<kStages>, TileLabels<kMaskMod> {};
+
+// Walks over the tiles of keys of which some is shown to a tile of queries, from the last one down.
+// Queries that are shown nothing of their range look at its last tile.
+struct SeenWalk {
+    KeyTiles keys;
+    Seen seen;
+    int first_row, tile, next;
+
+    __device__ SeenWalk(const ForwardParams& call, const WorkTile& work, const KeyTiles& keys)
+        : keys(keys),
+          seen(seen_parts(call), call, work.sequence(call), work.head),
+          first_row(work.first_row),
+          tile(seen_from(keys.end - 1)) {
+        if (at_end()) tile = keys.end - 1;
+        next = seen_from(tile - 1);
+    }
+
+    __device__ bool at_end() const { return tile < keys.begin; }
+    __device__ bool at_last() const { return next < keys.begin; }
+    __device__ void advance() {
+        tile = next;
+        next = seen_from(tile - 1);
+    }
+    __device__ SeenTile label() const {
+        const bool cut = !keys.is_whole(tile) || seen.cuts(first_row, tile * kBlockN);
+        return {tile, cut, at_last()};
+    }
+
+  private:
+    // The first from `tile` down, or one before all.
+    __device__ int seen_from(int tile) const {
+        return seen.last_key(first_row, tile * kBlockN, keys.begin * kBlockN) / kBlockN;
+    }
+};
 
 // ---- the producer: one thread ----
 
@@ -88,13 +160,44 @@ __device__ inline void copy_keys(Tile& tile, const TensorMap& map, ptx::Barrier&
 }
 
 template <class Tile>
-__device__ inline void send_tile(Tile (&tiles)[kStages], Ring<kStages>& ring,
-                                 RingPosition<kStages> at, const TensorMap& map, WorkTile work,
-                                 const Sequence& sequence, int first_key) {
+__device__ inline void send_tile(Tile (&tiles)[kStages], TileRing& ring, RingPosition<kStages> at,
+                                 const TensorMap& map, WorkTile work, const Sequence& sequence,
+                                 int first_key, SeenTile label = {}) {
     const BoxPages pages(sequence, first_key);  // before there is room for the tile
     ring.wait_empty(at);
+    ring.label(at, label);
     ptx::Barrier& full = ring.announce(at, Tile::kBytes);
     copy_keys(tiles[at.stage], map, full, work, pages, first_key);
+}
+
+// Sends a tile of queries and what a mask_mod shows it of its keys. Calls `ask` when the values of
+// the last are still to be sent.
+template <class Smem, class Params, class Ask>
+__device__ inline void send_seen(Smem& smem, const Params& params, RingPosition<kQueryStages>& q_at,
+                                 RingPosition<kStages>& at, const WorkTile& work,
+                                 const KeyTiles& keys, Ask ask) {
+    const Sequence sequence = work.sequence(params.call);
+    const auto key_of = [&](const SeenWalk& walk) {
+        return sequence.first_k + walk.tile * kBlockN;
+    };
+    SeenWalk walk(params.call, work, keys);
+    send_tile(smem.k, smem.k_ring, at, params.k, work, sequence, key_of(walk), walk.label());
+    send_queries(smem, params, q_at, work);
+    while (!walk.at_end()) {
+        RingPosition<kStages> after = at;
+        after.advance();
+        SeenWalk next = walk;
+        next.advance();
+        if (walk.at_last()) {
+            ask();
+        } else {
+            send_tile(smem.k, smem.k_ring, after, params.k, work, sequence, key_of(next),
+                      next.label());
+        }
+        send_tile(smem.v, smem.v_ring, at, params.v, work, sequence, key_of(walk), walk.label());
+        at = after;
+        walk = next;
+    }
 }
 
 // A block asks for its next tile of queries when this many tiles of keys are left of the one that
@@ -124,6 +227,10 @@ __device__ inline void produce(Smem& smem, const Params& params) {
             continue;
         }
         const KeyTiles keys = key_tiles_of(params.call, work);
+        if (kMaskMod && !keys.none()) {
+            send_seen(smem, params, q_at, at, work, keys, [&] { index = next(); });
+            continue;
+        }
         const int first_key = sequence.first_k;
         int tile = keys.end - 1;
         if (!keys.none()) {
@@ -167,10 +274,19 @@ __device__ inline void follow_values(Smem& smem, const Params& params, Handle ha
         if (!work.exists()) return;
 
         const KeyTiles keys = key_tiles_of(params.call, work);
-        for (int left = keys.end - keys.begin; left > 0; --left) {
-            smem.v_ring.wait_full(at);
-            handle(keys, keys.begin + left - 1, at);
-            at.advance();
+        if constexpr (kMaskMod) {
+            for (bool last = keys.none(); !last; at.advance()) {
+                smem.v_ring.wait_full(at);
+                const SeenTile seen = smem.v_ring.label_at(at);
+                handle(seen.cut, at);
+                last = seen.last;
+            }
+        } else {
+            for (int left = keys.end - keys.begin; left > 0; --left) {
+                smem.v_ring.wait_full(at);
+                handle(!keys.is_whole(keys.begin + left - 1), at);
+                at.advance();
+            }
         }
     }
 }
@@ -263,6 +379,7 @@ struct ForwardConsumer {
         // It is the same in all lanes, which the compiler cannot see, and would have addresses in
         // the loops below in lanes' registers.
         if (kQueryStages > 1) q_at.stage = __shfl_sync(0xffffffffu, q_at.stage, 0);
+        if constexpr (kMaskMod) return attend_to_seen(o, p, s, work);
         int tile = keys.end - 1;
         const auto last = [&] { return tile == keys.begin; };
         RowPair softmax = first_weights(o, p, s, work, tile, last());
@@ -280,14 +397,26 @@ struct ForwardConsumer {
         return softmax;
     }
 
+    // The same of those tiles that the producer names, since a mask_mod hides others.
+    __device__ RowPair attend_to_seen(Output& o, Weights& p, Scores& s, const WorkTile& work) {
+        SeenTile seen = receive_keys();
+        RowPair softmax = first_weights(o, p, s, work, seen.tile, seen.last, seen.cut);
+        while (!seen.last) {
+            seen = receive_keys();
+            attend<true>(o, softmax, p, work, seen.tile, seen.last, seen.cut);
+        }
+        q_at.advance();
+        return softmax;
+    }
+
     // The weights of the first tile of keys that a tile of queries looks at.
     __device__ RowPair first_weights(Output& o, Weights& p, Scores& s, const WorkTile& work,
-                                     int tile, bool last) {
+                                     int tile, bool last, bool cut = true) {
         RowPair softmax;
         float sums[2];
         wait_scores<0>(s, last);
         if constexpr (kScoreMod) modify_scores(s, work, tile);
-        mask_scores(s, work, tile);
+        if (cut) mask_scores(s, work, tile);
         softmax.begin(s, self().scale());
         // Rows past the end see no key, but others of their warp should not wait for them.
 #pragma unroll
@@ -297,15 +426,15 @@ struct ForwardConsumer {
         softmax.weigh(s, self().scale(), sums);
         softmax.add(sums);
         self().round(p, s);
-        self().take_out_nonfinite(o, work, tile);
+        if (cut) self().take_out_nonfinite(o, work, tile);
         return softmax;
     }
 
     // The scores of a tile of keys at once with the output of the tile before; then the weights of
-    // this tile.
+    // this tile, which is Masked if a mask may cut through it, and does so if it is `cut`.
     template <bool Masked>
     __device__ void attend(Output& o, RowPair& softmax, Weights& p, const WorkTile& work, int tile,
-                           bool last) {
+                           bool last, bool cut = Masked) {
         Scores s;
         float sums[2], shrink[2];
         turns.wait();
@@ -317,7 +446,7 @@ struct ForwardConsumer {
         if constexpr (kScoreMod) modify_scores(s, work, tile);
         constexpr bool kLate = !Masked && Self::kRaisesLate;
         bool raised = false;
-        if (Masked) mask_scores(s, work, tile);
+        if (Masked && cut) mask_scores(s, work, tile);
         if (!kLate) raised = softmax.raise(s, self().scale(), shrink);
         if (Self::kLongTurns) turns.pass();
         softmax.weigh(s, self().scale(), sums);
@@ -330,7 +459,7 @@ struct ForwardConsumer {
         if (__builtin_expect(raised, false)) rescale(o, shrink);
         softmax.add(sums);
         self().round(p, s);
-        if (Masked) self().take_out_nonfinite(o, work, tile);
+        if (Masked && cut) self().take_out_nonfinite(o, work, tile);
     }
 
     // Raises the maxima once weights have turned out too large.
@@ -356,6 +485,12 @@ struct ForwardConsumer {
             release(smem.q_ring[warpgroup], q_at);
             store(Output{}, RowPair{}, work);
         }
+    }
+
+    // Waits for the next tile of keys, and for its name.
+    __device__ SeenTile receive_keys() {
+        smem.k_ring.wait_full(k_at);
+        return smem.k_ring.label_at(k_at);
     }
 
     // Issues the product for the scores of one tile of keys.
@@ -412,7 +547,12 @@ struct ForwardConsumer {
     }
 
     __device__ void mask_scores(Scores& s, const WorkTile& work, int tile) {
-        apply_mask(s, mask_of(work), row_of(work, 0), tile * kBlockN, self().scale().masked());
+        const float masked = self().scale().masked();
+        apply_mask(s, mask_of(work), row_of(work, 0), tile * kBlockN, masked);
+        if constexpr (kMaskMod) {
+            hide(s, params.call.features, mask_of(work), work.batch, work.head, row_of(work, 0),
+                 tile * kBlockN, masked);
+        }
     }
 
     __device__ void finish_output(Output& o, const Weights& p, const WorkTile& work, int tile) {
@@ -431,6 +571,11 @@ struct ForwardConsumer {
 
     __device__ Mask mask_of(const WorkTile& work) const {
         return work.sequence(params.call).mask(params.call.features);
+    }
+    __device__ bool sees(const WorkTile& work, int row, int key) const {
+        const Mask mask = mask_of(work);
+        return mask.in_range(row, key) &&
+               mod_sees(params.call.features, work.batch, work.head, row, key);
     }
 
     // Divides the output by the sums of the weights, and sends it out.

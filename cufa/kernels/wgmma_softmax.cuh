@@ -129,6 +129,18 @@ __device__ inline void apply_mask(float (&s)[Count], const Mask& mask, int row, 
     }
 }
 
+// Makes the scores `masked` that the caller's function does not show; otherwise as `modify`.
+template <int Count>
+__device__ inline void hide(float (&s)[Count], const Features& features, const Mask& mask,
+                            int batch, int head, int row, int first_key, float masked) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+        const int q_idx = min(row + i / 2 % 2 * 8, mask.seqlen_q - 1);
+        const int key = first_key + threadIdx.x % 4 * 2 + i / 4 * 8 + i % 2;
+        if (!mod_sees(features, batch, head, q_idx, min(key, mask.seqlen_k - 1))) s[i] = masked;
+    }
+}
+
 // Multiplies what was summed under old maxima with the factors that RowPair::raise found.
 template <int Count>
 __device__ inline void rescale(float (&o)[Count], const float (&shrink)[2]) {

@@ -15,6 +15,7 @@ from cufa.device import Device
 from cufa.plan.choice import Choice, Cost, choose, query_tiles, row_tiles
 from cufa.plan.gradients import bias_and_sink_launches, bias_sums, gradient_macros, row_blocks
 from cufa.plan.record import Launch, Macro, Part, Scratch
+from cufa.plan.seen import seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
 from cufa.problem import Features, Problem, lse_shape
 from cufa.rounding import ceil_div, round_up
@@ -268,8 +269,6 @@ FORWARD_TILES = {
 
 # With more bytes of sums in a row of the output than this, a warp has hardly registers for whole rows.
 WIDE_ROW_BYTES = 1024
-# What a tile takes of which it is known what a mask_mod shows: seen_tiles.cuh's SeenPart.
-SEEN_PART_BYTES = 2
 # block_m, block_n, threads, split
 WIDE_FORWARD_TILES = (
     Tiles(64, 64, 256, 2),
@@ -328,7 +327,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     candidates = WIDE_FORWARD_TILES if row_bytes > WIDE_ROW_BYTES else FORWARD_TILES[problem.itemsize]
     chosen = choose(problem, device, tiles, candidates, lambda tiles: _forward_cost(problem, device, tiles))
     sizes = chosen.tiles
-    seen = _seen_tiles(problem, sizes.block_m, sizes.block_n)
+    seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
     launches = (
         Launch("seen_tiles", ceil_div(seen, sizes.warps), sizes.threads),
         Launch("fwd_5_mma", query_tiles(problem, sizes), sizes.threads, chosen.cost.smem_bytes),
@@ -337,7 +336,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
         tiles=asdict(sizes),
         macros=_macros(problem, chosen),
         launches=tuple(launch for launch in launches if launch.grid > 0),
-        scratch=_seen_scratch(problem, seen),
+        scratch=seen_scratch(problem, seen),
         reasons=chosen.reasons,
     )
 
@@ -359,9 +358,9 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     query_blocks = problem.heads * row_tiles(problem, problem.seqlen_q, sizes.block_n)
     strips = problem.heads * row_tiles(problem, problem.seqlen_q, MMA_M)
     deterministic = problem.features.deterministic
-    seen = _seen_tiles(problem, sizes.block_m, sizes.block_n)
+    seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
     if deterministic:
-        seen += _seen_tiles(problem, sizes.block_n, sizes.block_m)
+        seen += seen_tiles(problem, sizes.block_n, sizes.block_m)
     launches = (
         Launch("seen_tiles", ceil_div(seen, sizes.warps), sizes.threads),
         Launch("row_sums", row_blocks(problem, prod(padded_rows), sizes.warps), sizes.threads),
@@ -378,25 +377,11 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
         scratch=(
             *(() if deterministic else (Scratch("dQ sums", (*padded_rows, sizes.head(problem))),)),
             Scratch("LSE and D", (*rows, 2)),
-            *_seen_scratch(problem, seen),
+            *seen_scratch(problem, seen),
             *bias_sums(problem),
         ),
         reasons=chosen.reasons,
     )
-
-
-def _seen_tiles(problem: Problem, rows: int, keys: int) -> int:
-    """Of how many tiles of scores it is found out what a mask_mod shows of them: seen_tiles.cuh's count."""
-    mask_mod = problem.features.mask_mod
-    if mask_mod is None:
-        return 0
-    of_heads = problem.heads if mask_mod.of_heads else 1
-    return of_heads * row_tiles(problem, problem.seqlen_q, rows) * ceil_div(problem.seqlen_k, keys)
-
-
-def _seen_scratch(problem: Problem, tiles: int) -> tuple[Scratch, ...]:
-    elements = ceil_div(tiles * SEEN_PART_BYTES, problem.accumulator.itemsize)
-    return (Scratch("seen tiles", (elements,)),) if tiles else ()
 
 
 def _padded_rows(problem: Problem, block_m: int) -> tuple[int, int]:

@@ -14,7 +14,8 @@ from typing import TypeVar
 from cufa.device import REGISTERS_PER_SM, Device
 from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
 from cufa.plan.choice import Choice, Cost, choose, query_tiles
-from cufa.plan.record import MAX_GRID, Launch, Macro, Part, TensorBox
+from cufa.plan.record import MAX_GRID, Launch, Macro, Part, Scratch, TensorBox
+from cufa.plan.seen import seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
@@ -29,6 +30,8 @@ BARRIER_BYTES = 8
 WORK_TILE_BYTES, LENGTHS_BYTES = 16, 16
 # What four warps found in a tile of V.
 FINDINGS_BYTES = 16
+# What the producer says of a tile of keys, and of values, where it leaves some out.
+SEEN_TILE_BYTES = 8
 # setmaxnreg counts in eights; what a warpgroup that copies needs, and the most that a thread can have.
 REGISTER_STEP = 8
 MIN_PRODUCER_REGISTERS = 32
@@ -117,8 +120,9 @@ def _best_tiles(problem: Problem) -> Tiles:
     """
     dim, rows = max(problem.head_dim, problem.value_dim), problem.seqlen_q
     cut = problem.causal or problem.features.window != (None, None)
-    # The more warpgroups, the fewer registers for the producer, which has to look up such lengths, and pages.
-    varied = lengths_vary(problem) or problem.features.page_size > 0
+    # The more warpgroups, the fewer registers for the producer, which has to look up such lengths,
+    # pages and what is seen.
+    varied = lengths_vary(problem) or problem.features.page_size > 0 or problem.features.mask_mod is not None
     if dim <= 64:
         if cut or varied:
             return Tiles(128, 128, 3, 2, 64) if varied or rows < 4096 else Tiles(192, 128, 2, 2, 64)
@@ -133,10 +137,16 @@ def _best_tiles(problem: Problem) -> Tiles:
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
-    """`fwd_6_wgmma`: one launch, a block for each SM."""
+    """`fwd_6_wgmma`: a block for each SM, after a launch that looks at what a mask_mod shows."""
     chosen, grid = choose_persistent(problem, device, tiles, _best_tiles(problem), _forward_cost)
     sizes = chosen.tiles
-    launch = Launch("fwd_6_wgmma", grid, sizes.threads, chosen.cost.smem_bytes)
+    launches = [Launch("fwd_6_wgmma", grid, sizes.threads, chosen.cost.smem_bytes)]
+    scratch: tuple[Scratch, ...] = ()
+    if problem.features.mask_mod is not None:
+        seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
+        blocks = ceil_div(seen, sizes.threads // device.warp_size)
+        launches.insert(0, Launch("seen_tiles", max(1, blocks), sizes.threads))  # it counts from 0
+        scratch = (Scratch("tiles taken", (1,)), *seen_scratch(problem, seen))
     boxes = (
         TensorBox(0, WGMMA_M, PANEL_COLS),
         TensorBox(1, box_keys(problem, sizes), PANEL_COLS),
@@ -146,7 +156,8 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     return Part(
         tiles=asdict(sizes),
         macros=forward_macros(problem, device, chosen, len(boxes)),
-        launches=(launch,) if grid else (),
+        launches=tuple(launches) if grid else (),
+        scratch=scratch,
         reasons=chosen.reasons,
         boxes=boxes,
     )
@@ -212,6 +223,7 @@ def _forward_cost(problem: Problem, tiles: Tiles) -> Cost:
         + BARRIER_BYTES * (2 * (2 * tiles.stages + queries) + tiles.stages)
         + (WORK_TILE_BYTES + LENGTHS_BYTES * varied) * queries
         + FINDINGS_BYTES * tiles.stages
+        + 2 * SEEN_TILE_BYTES * tiles.stages * (problem.features.mask_mod is not None)
     )
     depth, dims = round_up(problem.head_dim, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
     # S and O in float32, and P in pairs.

@@ -109,10 +109,11 @@ struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
         if (!found) return;
 
         ValueRows& v = smem.v[v_at.stage];
+        const Mask mask = mask_of(work);
         for (int key = 0; key < kBlockN; ++key)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                if (!sees(work, row_of(work, half), tile * kBlockN + key)) continue;
+                if (!sees(mask, work, row_of(work, half), tile * kBlockN + key)) continue;
 #pragma unroll
                 for (int i = 2 * half; i < kDims / 2; i += 4)
 #pragma unroll

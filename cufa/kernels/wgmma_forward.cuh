@@ -572,8 +572,7 @@ struct ForwardConsumer {
     __device__ Mask mask_of(const WorkTile& work) const {
         return work.sequence(params.call).mask(params.call.features);
     }
-    __device__ bool sees(const WorkTile& work, int row, int key) const {
-        const Mask mask = mask_of(work);
+    __device__ bool sees(const Mask& mask, const WorkTile& work, int row, int key) const {
         return mask.in_range(row, key) &&
                mod_sees(params.call.features, work.batch, work.head, row, key);
     }

@@ -31,9 +31,9 @@ static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struc
 
 // Whether a tile of keys may have some that count for none or not for all of the rows, and yet be
 // in memory: beyond the last key of all, the copy engine fills in zeros.
-constexpr bool kCutTiles = kRangeMask || kPacked || kUsedKeys || kMaskMod;
+constexpr bool kCutKeys = kRangeMask || kPacked || kUsedKeys || kMaskMod;
 // Warps beside the producer that look for NaN and infinity in those tiles.
-constexpr int kInspectors = kCutTiles ? kWarpgroup / 32 - 1 : 0;
+constexpr int kInspectors = kCutKeys ? kWarpgroup / 32 - 1 : 0;
 
 struct Smem {
     using StoredRows = PanelTile<kWgmmaM, kStoreCols>;
@@ -101,7 +101,7 @@ struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
     // see its key and no other; but in the product 0 * NaN is NaN. Such values are added here to
     // the outputs of the rows that see them, whatever their weight, and are zero in the product.
     __device__ void take_out_nonfinite(Output& o, const WorkTile& work, int tile) {
-        if (!kCutTiles) return;
+        if (!kCutKeys) return;
         wait_for(smem.v_inspected[v_at.stage], v_at.parity, v_at.stage);
         unsigned int found = 0;
 #pragma unroll

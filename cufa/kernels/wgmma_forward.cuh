@@ -30,12 +30,12 @@ using KeyRows = PanelTile<kBlockN, kHeadDim>;
 using ValueRows = PanelTile<kBlockN, kValueDim>;
 
 using Order = TileOrder<kBlockM, SECTION_BYTES>;
-using KeyTiles = KeyTileRange<kBlockM, kBlockN>;
+using KeyRange = KeyTileRange<kBlockM, kBlockN>;
 using Scores = WgmmaSums<kBlockN>;
 using Weights = WgmmaOperand<kBlockN>;
 
-__device__ inline KeyTiles key_tiles_of(const ForwardParams& call, const WorkTile& work) {
-    return KeyTiles(work.sequence(call).mask(call.features), work.first_row);
+__device__ inline KeyRange key_tiles_of(const ForwardParams& call, const WorkTile& work) {
+    return KeyRange(work.sequence(call).mask(call.features), work.first_row);
 }
 
 // ---- which tiles of keys there are, if a mask_mod hides some ----
@@ -78,11 +78,11 @@ struct TileRing : Ring<kStages>, TileLabels<kMaskMod> {};
 // Walks over the tiles of keys of which some is shown to a tile of queries, from the last one down.
 // Queries that are shown nothing of their range look at its last tile.
 struct SeenWalk {
-    KeyTiles keys;
+    KeyRange keys;
     Seen seen;
     int first_row, tile, next;
 
-    __device__ SeenWalk(const ForwardParams& call, const WorkTile& work, const KeyTiles& keys)
+    __device__ SeenWalk(const ForwardParams& call, const WorkTile& work, const KeyRange& keys)
         : keys(keys),
           seen(seen_parts(call), call, work.sequence(call), work.head),
           first_row(work.first_row),
@@ -175,7 +175,7 @@ __device__ inline void send_tile(Tile (&tiles)[kStages], TileRing& ring, RingPos
 template <class Smem, class Params, class Ask>
 __device__ inline void send_seen(Smem& smem, const Params& params, RingPosition<kQueryStages>& q_at,
                                  RingPosition<kStages>& at, const WorkTile& work,
-                                 const KeyTiles& keys, Ask ask) {
+                                 const KeyRange& keys, Ask ask) {
     const Sequence sequence = work.sequence(params.call);
     const auto key_of = [&](const SeenWalk& walk) {
         return sequence.first_k + walk.tile * kBlockN;
@@ -226,7 +226,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
             index = next();
             continue;
         }
-        const KeyTiles keys = key_tiles_of(params.call, work);
+        const KeyRange keys = key_tiles_of(params.call, work);
         if (kMaskMod && !keys.none()) {
             send_seen(smem, params, q_at, at, work, keys, [&] { index = next(); });
             continue;
@@ -273,7 +273,7 @@ __device__ inline void follow_values(Smem& smem, const Params& params, Handle ha
         release(smem.q_ring[0], q_at);
         if (!work.exists()) return;
 
-        const KeyTiles keys = key_tiles_of(params.call, work);
+        const KeyRange keys = key_tiles_of(params.call, work);
         if constexpr (kMaskMod) {
             for (bool last = keys.none(); !last; at.advance()) {
                 smem.v_ring.wait_full(at);
@@ -338,7 +338,7 @@ struct ForwardConsumer {
 
         WorkTile work = receive();
         if (!work.exists()) return;
-        KeyTiles keys = key_tiles_of(params.call, work);
+        KeyRange keys = key_tiles_of(params.call, work);
         issue_first_scores(s);
         for (;;) {
             self().begin(work);
@@ -375,7 +375,7 @@ struct ForwardConsumer {
     // All tiles of keys, the first one's scores being under way. What is left to do is the output
     // of the last.
     __device__ RowPair attend_to_all(Output& o, Weights& p, Scores& s, const WorkTile& work,
-                                     KeyTiles keys) {
+                                     KeyRange keys) {
         // It is the same in all lanes, which the compiler cannot see, and would have addresses in
         // the loops below in lanes' registers.
         if (kQueryStages > 1) q_at.stage = __shfl_sync(0xffffffffu, q_at.stage, 0);

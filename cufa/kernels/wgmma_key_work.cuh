@@ -55,7 +55,7 @@ struct KeyWork : Lengths {
 
 // The tiles of keys that a block takes at a time: one or, if it is alone, all of one head.
 template <int BlockN>
-struct KeyTiles {
+struct KeyOrder {
     // Heads come in sections. Within a section the first keys come first: under a causal mask most
     // queries see those, and long work that starts late would leave the GPU waiting for it; and
     // blocks that take turns wait for none that begin later.

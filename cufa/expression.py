@@ -27,6 +27,9 @@ _CPP_TYPES: dict[Kind, str] = {"bool": "bool", "int32": "int", "int64": "int64",
 # Constant powers up to this are products, which integers have too and which are exact.
 _MOST_PRODUCTS = 8
 
+# Constants of scores are divided by as factors, if they are not larger than this, or smaller than 1 over it.
+_LARGEST_FACTOR = 2.0**126
+
 Derivatives: TypeAlias = "Sequence[Expression | None]"
 _Binary: TypeAlias = "Callable[[Expression, Any], Expression]"
 
@@ -217,7 +220,7 @@ def apply(name: str, *operands: Any) -> Expression:
         product = _as_product(*arguments)
         if product is not None:
             return product
-    if name == "divide" and arguments[1].operation == "constant" and arguments[1].value:
+    if name == "divide" and _has_reciprocal(arguments[1]):
         # Places are divided exactly: 49 * (1 / 49) is below 1, and what np.floor makes of it is 0.
         of_score = any(node.operation == "symbol" and node.kind == "float" for node in in_order(arguments[0]))
         if of_score:
@@ -277,7 +280,7 @@ def evaluate_all(expressions: Sequence[Expression], values: Mapping[str, Any]) -
         elif node.operation == "constant":
             known[id(node)] = node.value
         elif node.operation == "element":
-            known[id(node)] = _widened(values[node.value][tuple(operands)], node.kind, of_floats)
+            known[id(node)] = _widened(_element(values, node.value, operands), node.kind, of_floats)
         elif node.operation == "cast":
             known[id(node)] = _as_kind(operands[0], node.kind)
         else:
@@ -417,6 +420,7 @@ _OPERATIONS: Mapping[str, _Operation] = {
     ),
     "exp": _Operation(np.exp, "exp_of({})", _real, _by_partials(lambda x, y: (y,))),
     "exp2": _Operation(np.exp2, "exp2_of({})", _real, _by_partials(lambda x, y: (y * math.log(2),))),
+    "expm1": _Operation(np.expm1, "expm1_of({})", _real, _by_partials(lambda x, y: (apply("exp", x),))),
     "log": _Operation(np.log, "log_of({})", _real, _by_partials(lambda x, y: (1 / x,))),
     "log2": _Operation(np.log2, "log2_of({})", _real, _by_partials(lambda x, y: (1 / (x * math.log(2)),))),
     "log1p": _Operation(np.log1p, "log1p_of({})", _real, _by_partials(lambda x, y: (1 / (1 + x),))),
@@ -443,24 +447,34 @@ _OPERATIONS: Mapping[str, _Operation] = {
     "bitwise_or": _Operation(np.bitwise_or, "{} | {}", _bitwise, _NO_SLOPE),
     "bitwise_xor": _Operation(np.bitwise_xor, "{} ^ {}", _bitwise, _NO_SLOPE),
     "invert": _Operation(np.invert, "inverted({})", _bitwise, _NO_SLOPE),
-    "left_shift": _Operation(np.left_shift, "{} << {}", _bitwise, _NO_SLOPE),
-    "right_shift": _Operation(np.right_shift, "{} >> {}", _bitwise, _NO_SLOPE),
+    "left_shift": _Operation(np.left_shift, "shifted_left({}, {})", _bitwise, _NO_SLOPE),
+    "right_shift": _Operation(np.right_shift, "shifted_right({}, {})", _bitwise, _NO_SLOPE),
 }
 _SYNONYMS = {"true_divide": "divide", "mod": "remainder", "fabs": "absolute", "abs": "absolute"}
 # Those that are made of the others.
 _COMPOSED: Mapping[str, Callable[..., Expression]] = {
     "positive": lambda x: x,
     "square": lambda x: x * x,
-    "sign": lambda x: _sign(x, *((1.0, -1.0, 0.0) if x.kind == "float" else (1, -1, 0))),
+    "sign": lambda x: _sign(x),
     "ceil": lambda x: -apply("floor", -x),
-    "expm1": lambda x: apply("exp", x) - 1.0,
     "logical_xor": lambda a, b: _cast(a, "bool") != _cast(b, "bool"),
     "isnan": lambda x: x != x,
 }
 
 
-def _sign(x: Expression, above: float, below: float, zero: float) -> Expression:
-    return apply("where", x > 0, above, apply("where", x < 0, below, zero))
+def _sign(x: Expression) -> Expression:
+    """Of NaN it is NaN."""
+    if x.kind != "float":
+        return apply("where", x > 0, 1, apply("where", x < 0, -1, 0))
+    neither = apply("where", x == 0.0, 0.0, math.nan)
+    return apply("where", x > 0.0, 1.0, apply("where", x < 0.0, -1.0, neither))
+
+
+def _has_reciprocal(divisor: Expression) -> bool:
+    """Whether it is a constant whose reciprocal a float32 has with all bits; inf times 0 is no quotient."""
+    if divisor.operation != "constant":
+        return False
+    return bool(1 / _LARGEST_FACTOR <= abs(divisor.value) <= _LARGEST_FACTOR)
 
 
 def _unknown(name: str) -> str:
@@ -495,6 +509,14 @@ def _as_kind(value: Any, kind: Kind) -> Any:
     if kind == "float":
         return value * 1.0
     return np.asarray(value).astype(kind)
+
+
+def _element(values: Mapping[str, Any], name: str, indices: Sequence[Any]) -> Any:
+    """Raises IndexError, which names the array, for indices that are not in it."""
+    try:
+        return values[name][tuple(indices)]
+    except IndexError as error:
+        raise IndexError(f"{name} is read where it has no element: {error}") from error
 
 
 def _widened(element: Any, kind: Kind, of_floats: np.dtype[Any] | None) -> Any:

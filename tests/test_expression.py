@@ -153,6 +153,16 @@ def test_sign_of_an_integer_is_an_integer():
     assert np.sign(0.5 * i).kind == "float"
 
 
+def test_an_index_that_is_none_names_the_array():
+    table = TracedArray("score_mod_0", "float", 1)
+    element = table[symbol("kv_idx", "int32")]
+    values = {"kv_idx": np.arange(6), "score_mod_0": np.zeros(5)}
+    with pytest.raises(
+        IndexError, match="score_mod_0 is read where it has no element: index 5 is out of bounds"
+    ):
+        evaluate(element, values)
+
+
 def test_integers_of_64_bits():
     i, table = symbol("i", "int32"), TracedArray("table", "int64", 1)
     assert (i + 1).kind == "int32"

@@ -35,6 +35,12 @@ __device__ inline float exp_of(float x) {
 __device__ inline double exp_of(double x) {
     return exp(x);
 }
+__device__ inline float expm1_of(float x) {
+    return expm1f(x);
+}
+__device__ inline double expm1_of(double x) {
+    return expm1(x);
+}
 __device__ inline float log_of(float x) {
     return logf(x);
 }
@@ -92,20 +98,58 @@ __device__ inline T absolute(T x) {
     return x < 0 ? -x : x;
 }
 
+// What is left of a by whole multiples of b, with a's sign. NumPy has answers where C has none: by
+// 0 nothing is left of integers.
+template <class T>
+__device__ inline T rest_of(T a, T b) {
+    return b == 0 || b == -1 ? 0 : a % b;
+}
+__device__ inline float rest_of(float a, float b) {
+    return fmodf(a, b);
+}
+__device__ inline double rest_of(double a, double b) {
+    return fmod(a, b);
+}
+template <class T>
+__device__ inline bool is_across(T rest, T b) {
+    return rest != 0 && (rest < 0) != (b < 0);
+}
+
 // Quotients are rounded down, so that remainders have the divisor's sign.
 template <class T>
-__device__ inline T floor_divide(T a, T b) {
-    return a / b - (a % b != 0 && (a < 0) != (b < 0));
+__device__ inline T remainder_of(T a, T b) {
+    const T rest = rest_of(a, b);
+    return is_across(rest, b) ? rest + b : rest;
 }
+// Of integers 0 by 0; the least one has no negative but itself.
+template <class T>
+__device__ inline T floor_divide(T a, T b) {
+    if (b == 0) return 0;
+    if (b == -1) return static_cast<T>(0ull - static_cast<unsigned long long>(a));
+    return a / b - is_across(a % b, b);
+}
+// Without the rest, which is exact, a quotient is whole but for rounding.
 __device__ inline float floor_divide(float a, float b) {
-    return floorf(a / b);
+    const float rest = rest_of(a, b);
+    return b == 0 ? a / b : rintf((a - rest) / b - is_across(rest, b));
 }
 __device__ inline double floor_divide(double a, double b) {
-    return floor(a / b);
+    const double rest = rest_of(a, b);
+    return b == 0 ? a / b : rint((a - rest) / b - is_across(rest, b));
+}
+
+// By more bits than there are, and by fewer than none, all of them go.
+template <class T>
+__device__ inline bool has_bit(T number) {
+    return number >= 0 && number < static_cast<T>(8 * sizeof(T));
 }
 template <class T>
-__device__ inline T remainder_of(T a, T b) {
-    return a - b * floor_divide(a, b);
+__device__ inline T shifted_left(T x, T by) {
+    return has_bit(by) ? static_cast<T>(static_cast<unsigned long long>(x) << by) : 0;
+}
+template <class T>
+__device__ inline T shifted_right(T x, T by) {
+    return has_bit(by) ? x >> by : x < 0 ? -1 : 0;
 }
 
 template <class T>

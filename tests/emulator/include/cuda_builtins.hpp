@@ -156,9 +156,11 @@ inline void __trap() {
 extern "C" {
 int printf(const char* format, ...);
 float exp2f(float), expf(float), log2f(float), logf(float), sqrtf(float), fabsf(float),
-    tanhf(float), log1pf(float), sinf(float), cosf(float), floorf(float), powf(float, float);
+    tanhf(float), expm1f(float), log1pf(float), sinf(float), cosf(float), floorf(float),
+    rintf(float), powf(float, float), fmodf(float, float);
 double exp2(double), exp(double), log2(double), log(double), sqrt(double), fabs(double),
-    tanh(double), log1p(double), sin(double), cos(double), floor(double), pow(double, double);
+    tanh(double), expm1(double), log1p(double), sin(double), cos(double), floor(double),
+    rint(double), pow(double, double), fmod(double, double);
 float fmaf(float, float, float), fmaxf(float, float), fminf(float, float);
 double fma(double, double, double), fmax(double, double), fmin(double, double);
 }

@@ -1,0 +1,104 @@
+"""What traced functions compute in kernels where NumPy's answer is not what C makes of it."""
+
+import itertools
+import shutil
+import struct
+from pathlib import Path
+
+import emulator
+import numpy as np
+import pytest
+
+from cufa import jit
+from cufa.device import target
+from cufa.expression import evaluate, lifted, symbol, write
+from cufa.plan.sizes import common_macros
+from cufa.problem import Problem
+
+SOURCE, HEADER, SMEM_BYTES = "probe_traced.cu", "traced_functions.cuh", 16
+SYMBOLS = {"x": "float", "y": "float", "i": "int32", "j": "int32"}
+FLOATS = (0.0, -0.0, 1.0, -1.0, 0.3, -2.5, 7.0, 1e-20, -1e-20, 3e-6, 88.0, -1e30, np.inf, -np.inf, np.nan)
+INTEGERS = (0, 1, -1, 2, 3, -7, 31, 32, 33, 63, 100, -(2**31), 2**31 - 1)
+
+# They compute the same bits, but for those that end with a value of a library.
+EXACT = {
+    "float floor_divide": lambda x, y, i, j: x // y,
+    "float remainder": lambda x, y, i, j: x % y,
+    "floor_divide": lambda x, y, i, j: i // j,
+    "remainder": lambda x, y, i, j: i % j,
+    "left_shift": lambda x, y, i, j: i << j,
+    "right_shift": lambda x, y, i, j: i >> j,
+    "floor_divide of 64 bits": lambda x, y, i, j: (i.astype(np.int64) << 32) // j,
+    "remainder of 64 bits": lambda x, y, i, j: (i.astype(np.int64) << 32) % j,
+    "shifts of 64 bits": lambda x, y, i, j: (i.astype(np.int64) << j) >> i,
+    "sign": lambda x, y, i, j: np.sign(x) + 2 * np.sign(y),
+    "by a tiny constant": lambda x, y, i, j: x / 1e-39 + y / 1e-300,
+    "by a huge constant": lambda x, y, i, j: x / 1e38 - y / 1e300,
+}
+ROUNDED = {
+    "expm1": lambda x, y, i, j: np.expm1(x),
+    "log1p": lambda x, y, i, j: np.log1p(x),
+}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("emulator", "gpu")])
+def compute(request, tmp_path):
+    """Results of all functions, (functions, values), of arrays x, y, i and j."""
+    for header in emulator.KERNELS.glob("*.cuh"):
+        shutil.copy(header, tmp_path)
+    shutil.copy(Path(emulator.__file__).parent / SOURCE, tmp_path)
+    (tmp_path / HEADER).write_text(header_of([*EXACT.values(), *ROUNDED.values()]))
+    problem = Problem("forward", "float32", 1, 1, 1, 1, 1, 16, 16, False)
+    macros = (*common_macros(problem), ("SMEM_BYTES", SMEM_BYTES))
+    run = on_gpu if request.param == "gpu" else on_emulator
+    return lambda *arguments: run(tmp_path, macros, arguments, len(EXACT) + len(ROUNDED))
+
+
+def traced(function):
+    return lifted(function(*(symbol(name, kind) for name, kind in SYMBOLS.items())))
+
+
+def header_of(functions):
+    arguments = "acc_t x, acc_t y, int i, int j"
+    parts = ['#pragma once\n#include "traced.cuh"\n']
+    for number, function in enumerate(functions):
+        parts.append(f"__device__ inline acc_t value_{number}({arguments}) {{\n{write(traced(function))}}}\n")
+    calls = "".join(f"    results[{n} * count] = value_{n}(x, y, i, j);\n" for n in range(len(functions)))
+    parts.append(
+        f"__device__ inline void write_values({arguments}, acc_t* results, int count) {{\n{calls}}}\n"
+    )
+    return "\n".join(parts)
+
+
+def on_emulator(folder, macros, arguments, functions):
+    results = np.full((functions, arguments[0].size), 7, np.float32)
+    params = struct.pack("=5qi4x", *(array.ctypes.data for array in (*arguments, results)), results.shape[1])
+    buffers = {**dict(zip(SYMBOLS, arguments, strict=True)), "results": results}
+    emulator.Module(SOURCE, dict(macros), folder=folder).launch("traced", 2, 64, 0, params, buffers)
+    return results
+
+
+def on_gpu(folder, macros, arguments, functions):
+    cupy = pytest.importorskip("cupy")
+    placed = [cupy.asarray(array) for array in arguments]
+    results = cupy.full((functions, arguments[0].size), 7, np.float32)
+    params = struct.pack("=5qi4x", *(array.data.ptr for array in (*placed, results)), results.shape[1])
+    kernel = jit.load(jit.build(jit.Variant(SOURCE, macros, target(None).arch, folder))).get_function(
+        "traced"
+    )
+    kernel((2,), (64,), (np.frombuffer(params, np.dtype((np.void, len(params)))),))
+    return results.get()
+
+
+@np.errstate(all="ignore")
+def test_kernels_have_numpys_answers(compute):
+    floats = np.array(list(itertools.product(FLOATS, repeat=2)), np.float32)
+    integers = np.array(list(itertools.product(INTEGERS, repeat=2)), np.int32)
+    count = max(len(floats), len(integers))
+    arguments = [np.resize(column, count) for column in (*floats.T, *integers.T)]
+    results = iter(compute(*arguments))
+    values = dict(zip(SYMBOLS, arguments, strict=True))
+    for rtol, functions in ((0, EXACT), (1e-6, ROUNDED)):
+        for name, function in functions.items():
+            expected = np.asarray(evaluate(traced(function), values)).astype(np.float32)
+            np.testing.assert_allclose(next(results), expected, rtol, err_msg=name)

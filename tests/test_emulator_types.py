@@ -58,6 +58,13 @@ def test_lengths_and_dims(rng, kernel, dtype, precision, which, dims, causal):
         run(kernel, problem, precision=precision, causal=causal, tiles=TILES[kernel][which])
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_warps_with_half_a_step_of_queries(rng, deterministic):
+    problem = draw(rng, "float64", 50, 37, (24, 40))
+    tiles = {"block_m": 32, "block_n": 16, "threads": 128, "stages": 1, "split": 4}
+    run("bwd_3_mma", problem, causal=True, tiles=tiles, deterministic=deterministic)
+
+
 @pytest.mark.parametrize(("dtype", "precision"), ARITHMETIC)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_tiles_that_the_plan_chooses(rng, kernel, dtype, precision):

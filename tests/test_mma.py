@@ -22,6 +22,7 @@ TIGHT = [
     ("sm_87", "bwd_3_mma", "float16", 256, 32),
     ("sm_89", "fwd_5_mma", "float16", 128, 0),
     ("sm_90a", "bwd_3_mma", "float16", 64, 0),
+    ("sm_90a", "bwd_3_mma", "float64", 256, 72),
     ("sm_100a", "fwd_5_mma", "float16", 64, 0),
     ("sm_100a", "bwd_3_mma", "bfloat16", 64, 16),
     ("sm_103a", "fwd_5_mma", "float16", 128, 4),
@@ -35,3 +36,16 @@ def test_no_sums_are_spilled(arch, kernel, dtype, head_dim, most_bytes):
     problem = Problem(KERNELS[kernel].direction, dtype, 2, 4096, 4096, 8, 8, head_dim, head_dim, causal=True)
     build = jit.build(make_plan(problem, Device.of(arch), kernel).variant)
     assert max(used.spill_stores for used in build.resources.values()) <= most_bytes
+
+
+def test_half_a_step_of_queries_is_for_float64_only():
+    tiles = {"block_m": 32, "block_n": 16, "threads": 128, "stages": 1, "split": 4}
+    for dtype in ("float64", "float32", "float16"):
+        problem = Problem("backward", dtype, 2, 4096, 4096, 8, 8, 64, 64)
+        if dtype == "float64":
+            assert make_plan(problem, Device.of("sm_90a"), "bwd_3_mma", tiles).tiles == tiles
+        else:
+            with pytest.raises(
+                ValueError, match="block_m must be a multiple of split \\* 16 but for float64"
+            ):
+                make_plan(problem, Device.of("sm_90a"), "bwd_3_mma", tiles)

@@ -14,7 +14,12 @@ constexpr int kTiles = kBlockN / (kWarps / kSplit * kMmaM);
 constexpr int kColumns = kBlockM / kSplit;
 static_assert(kTiles * (kWarps / kSplit) * kMmaM == kBlockN,
               "a warp must own whole 16-row tiles of keys");
-static_assert(kColumns % kMmaK == 0, "a warp must own whole fragments of queries");
+static_assert(kColumns % (sizeof(scalar_t) == 8 ? kMmaN : kMmaK) == 0,
+              "a warp must own whole fragments of queries");
+
+// Steps of S^T and dP^T that are unrolled. If a warp has a lone fragment, a step is one mma: it
+// takes many to hide how long their operands are on their way.
+constexpr int kScoreSteps = kColumns < kMmaK ? 16 : kStepsAtOnce;
 
 using Scores = Accumulators<kTiles, kColumns>;
 
@@ -146,7 +151,8 @@ __device__ inline void differentiate(Scores& s, Scores& dp, const Tile& tile,
 template <class Rows, class Columns>
 __device__ inline void product_of(Scores& s, const Rows& rows, const Columns& columns,
                                   const Place& place) {
-    add_product_nt<kTiles, kColumns>(s, rows, place.first_row, columns, place.part * kColumns);
+    add_product_nt<kTiles, kColumns, kScoreSteps>(s, rows, place.first_row, columns,
+                                                  place.part * kColumns);
 }
 
 // P or dS as products take it. Where they take it from registers, and rounded it is in half as

@@ -126,13 +126,18 @@ __device__ inline void add_product_nt(Accumulators<Tiles, Cols>& s, const A& a, 
 #pragma unroll
         for (int m = 0; m < Tiles; ++m) left[m] = a_part.at(m * kMmaM, k);
 #pragma unroll
-        for (int n = 0; n < Cols; n += 2 * kMmaN) {
+        for (int n = 0; n < Cols / kMmaK * kMmaK; n += 2 * kMmaN) {
             const Operands::RightPair right = b_part.at(n, k);
 #pragma unroll
             for (int m = 0; m < Tiles; ++m) {
                 Fragment* const sums = &s[m][n / kMmaN];
                 Operands::multiply_add(sums[0], sums[1], left[m], right);
             }
+        }
+        if constexpr (Cols % kMmaK != 0) {
+#pragma unroll
+            for (int m = 0; m < Tiles; ++m)
+                b_part.multiply_half(s[m][Cols / kMmaN - 1], left[m], Cols - kMmaN, k);
         }
     }
 }
@@ -199,8 +204,8 @@ __device__ inline void add_product_tn(Accumulators<Tiles, Cols>& o, const A& a, 
     }
 }
 
-// All of a left operand in registers: Tiles 16-row tiles of a^T from first_row on, or what was in
-// accumulators.
+// All of a left operand in registers, if it is whole steps deep: Tiles 16-row tiles of a^T from
+// first_row on, or what was in accumulators.
 template <int Tiles, int Depth>
 class LeftStrip {
   public:
@@ -237,7 +242,7 @@ class LeftStrip {
     }
 
   private:
-    Operands::Left left[Depth / kMmaK][Tiles];
+    Operands::Left left[ceil_div(Depth, kMmaK)][Tiles];
 };
 
 template <int Tiles, int Depth, int Cols, class V>

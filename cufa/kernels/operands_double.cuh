@@ -36,6 +36,10 @@ struct OperandsOf<float64> : WideOperands<float64, DoubleOperand> {
         __device__ RightPair at(int row, int col) const {
             return {column(row, col), column(row + kMmaN, col)};
         }
+        // multiply_add with the first half of a pair.
+        __device__ void multiply_half(double (&sums)[4], const Left& a, int row, int col) const {
+            ptx::mma_m16n8k16_f64(sums, a.x, column(row, col).x);
+        }
 
       private:
         __device__ DoubleOperand<4> column(int row, int col) const {

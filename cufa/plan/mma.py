@@ -20,8 +20,8 @@ from cufa.plan.sizes import common_macros, params_bytes
 from cufa.problem import Features, Problem, lse_shape
 from cufa.rounding import ceil_div, round_up
 
-# Rows of the left operand of one mma, and the depth of a step of a product.
-MMA_M, MMA_K = 16, 16
+# Rows of the left operand of one mma, columns of its right one, and the depth of a step of a product.
+MMA_M, MMA_N, MMA_K = 16, 8, 16
 # Tiles are aligned to what shared memory gives at once, and so is the kernels' struct of them. By how much
 # a row is padded that is not a power of two of these lines (MmaTile in mma_tiles.cuh).
 LINE_BYTES = 128
@@ -221,8 +221,8 @@ class BackwardTiles:
             return f"stages may be 1 to {MAX_STAGES} and split 1 to {MAX_SPLIT}"
         if self.warps % self.split or self.block_n % (self.warps // self.split * MMA_M):
             return f"block_n must be {MMA_M} keys for each of threads / 32 / split warps, or a multiple"
-        if self.block_m % (self.split * MMA_K):
-            return f"block_m must be a multiple of split * {MMA_K}"
+        if self.block_m % MMA_K or self.block_m % (self.split * MMA_N):
+            return f"block_m must be a multiple of {MMA_K} and of split * {MMA_N}"
         rows = self.query_rows
         if max(rows, self.warps) % min(rows, self.warps):
             return f"of the {rows} parts of rows of dQ and the {self.warps} warps one must divide the other"
@@ -312,6 +312,7 @@ BACKWARD_TILES = {
         BackwardTiles(64, 64, 256, 1, 2),
         BackwardTiles(32, 64, 256, 1, 2),
         BackwardTiles(16, 64, 128, 1, 1),
+        BackwardTiles(32, 16, 128, 1, 4),
         BackwardTiles(32, 48, 192, 1, 2),
         BackwardTiles(32, 32, 128, 1, 2),
         BackwardTiles(32, 32, 64, 1, 1),
@@ -351,6 +352,8 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
         problem, device, tiles, candidates, lambda candidate: _backward_cost(problem, device, candidate)
     )
     sizes, smem_bytes = chosen.tiles, chosen.cost.smem_bytes
+    if sizes.queries % MMA_K and problem.dtype != "float64":
+        raise ValueError(f"tiles {sizes}: block_m must be a multiple of split * {MMA_K} but for float64")
     rows = lse_shape(problem)
     padded_rows = _padded_rows(problem, sizes.block_m)
     key_blocks = problem.kv_heads * row_tiles(problem, problem.seqlen_k, sizes.block_n)

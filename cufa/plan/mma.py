@@ -312,7 +312,6 @@ BACKWARD_TILES = {
         BackwardTiles(64, 64, 256, 1, 2),
         BackwardTiles(32, 64, 256, 1, 2),
         BackwardTiles(16, 64, 128, 1, 1),
-        BackwardTiles(32, 16, 128, 1, 4),
         BackwardTiles(32, 48, 192, 1, 2),
         BackwardTiles(32, 32, 128, 1, 2),
         BackwardTiles(32, 32, 64, 1, 1),
@@ -320,6 +319,10 @@ BACKWARD_TILES = {
         BackwardTiles(16, 16, 32, 1, 1),
     ),
 }
+
+# With more bytes of sums of dK and dV for a key than this, two warps that share rows have too many.
+WIDE_KEY_BYTES = 2816
+WIDE_BACKWARD_TILES = (BackwardTiles(32, 16, 128, 1, 4),)
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
@@ -348,6 +351,9 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     If deterministic, a block for each tile of queries instead of that warp.
     """
     candidates = BACKWARD_TILES[problem.itemsize]
+    key_bytes = (problem.head_dim + problem.value_dim) * arithmetic_of(problem).sum_bytes
+    if key_bytes > WIDE_KEY_BYTES:
+        candidates = (*WIDE_BACKWARD_TILES, *candidates)
     chosen = choose(
         problem, device, tiles, candidates, lambda candidate: _backward_cost(problem, device, candidate)
     )

@@ -181,8 +181,8 @@ PLANTED = {
     ),
     "values turned before they are there": (
         "wgmma_forward.cuh",
-        "smem.v_ring.wait_full(at);",
-        "",
+        "smem.v_ring.wait_full(at); handle(!keys",
+        "handle(!keys",
         r"one arrival too many at the barrier|race: reads 16 bytes of shared memory",
     ),
     "turned values of which wgmma is not told": (

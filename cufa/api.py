@@ -133,7 +133,9 @@ def attention(
         bias: added to the scores: (batch or 1, heads or 1, seqlen_q or 1, seqlen_k), without the first
             axes that are 1 if you like; any of the dtypes.
         mask: which keys a query sees, True to see it: shaped as bias; bool, or uint8 with eight keys in a
-            byte as from numpy.packbits(mask, axis=-1, bitorder="little").
+            byte as from numpy.packbits(mask, axis=-1, bitorder="little"). On a GPU the mma kernels read it
+            once beforehand and leave out tiles of which no query sees a key, so time follows what is seen;
+            they are fastest if its rows are multiples of 16 bytes.
         alibi_slopes: (heads,) or (batch, heads), float32 (float64 for float64 arrays).
         sink: (heads,) float32 (float64 for float64 arrays): one more logit in the softmax of every row of
             a head, with no value; it is not scaled.

@@ -54,12 +54,13 @@ class Written:
     """A traced function in CUDA C++: the arrays it reads, by the names of a call, and its functions.
 
     Each array has its number of axes and the type of its elements. `of_heads` is whether it may be different
-    in each head.
+    in each head, `of_batches` in each sequence of the batch.
     """
 
     arrays: tuple[tuple[str, int, str], ...]
     functions: str
     of_heads: bool
+    of_batches: bool
 
     @property
     def array_bytes(self) -> int:
@@ -75,14 +76,18 @@ def header(score_mod: Written | None, mask_mod: Written | None) -> str:
         for of_function in written
         for name, ndim, element in of_function.arrays
     ]
-    of_heads = "true" if written[1].of_heads else "false"
     parts = (
         '#pragma once\n\n#include "traced.cuh"\n',
         f"struct ModArrays {{\n{''.join(fields)}}};\n",
-        f"constexpr bool kMaskModOfHead = {of_heads};\n",
+        f"constexpr bool kMaskModOfHead = {_cpp(written[1].of_heads)};\n",
+        f"constexpr bool kMaskModOfBatch = {_cpp(written[1].of_batches)};\n",
         *(of_function.functions for of_function in written),
     )
     return "\n".join(parts)
+
+
+def _cpp(value: bool) -> str:
+    return "true" if value else "false"
 
 
 def _field(name: str) -> str:
@@ -133,8 +138,8 @@ class _Mod:
             (name, len(array.shape), _ELEMENT_TYPES[_dtype_of(array).name])
             for name, array in self.named_arrays.items()
         ]
-        of_heads = any(node.operation == "symbol" and node.value == "h" for node in in_order(self.expression))
-        return Written(tuple(arrays), self._functions(), of_heads)
+        asked = {node.value for node in in_order(self.expression) if node.operation == "symbol"}
+        return Written(tuple(arrays), self._functions(), "h" in asked, "b" in asked)
 
     @functools.cached_property
     def expression(self) -> Expression:

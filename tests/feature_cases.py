@@ -296,6 +296,23 @@ def _mask(rng: np.random.Generator, scores: tuple[int, int, int, int], in_bits: 
     return np.packbits(np.concatenate([mask, beyond], axis=-1), axis=-1, bitorder="little")
 
 
+def mask_by_tiles(
+    rng: np.random.Generator, shape: tuple[int, int, int, int], tile: tuple[int, int]
+) -> tuple[Array, Array]:
+    """A mask of which each tile shows nothing, some keys or all of them, and which of it: 0, 1 or 2.
+
+    Some are one key of one row, or all but that.
+    """
+    *front, rows, keys = shape
+    parts = rng.integers(0, 3, (*front, ceil_div(rows, tile[0]), ceil_div(keys, tile[1])))
+    mask = (parts == 2).repeat(tile[0], axis=2)[:, :, :rows].repeat(tile[1], axis=3)[..., :keys]
+    for *head, i, j in np.argwhere(parts == 1):
+        of_tile = mask[(*head, slice(i * tile[0], (i + 1) * tile[0]), slice(j * tile[1], (j + 1) * tile[1]))]
+        of_tile[...] = rng.integers(2)
+        of_tile[tuple(rng.integers(of_tile.shape))] ^= True
+    return mask, parts
+
+
 def hide_nan(case: Case) -> None:
     """Write NaN to all that no result may depend on: what no row sees, rows that see nothing, other tokens.
 

@@ -182,6 +182,14 @@ def test_nan_shows_where_it_is_seen(rng, kernel, dtype, features, name, bad):
         assert all(np.isfinite(gradient).any() for gradient in gradients)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tiles_that_a_mask_hides(rng, deterministic):
+    for of_batch, of_heads, rows in [(2, 2, 70), (1, 1, 70), (2, 1, 1)]:
+        case = cases.draw_case(rng, "float16", ("causal",), seqlen_q=70, seqlen_k=90, **cases.SIZES)
+        case.arrays["mask"], _ = cases.mask_by_tiles(rng, (of_batch, of_heads, rows, 90), (32, 32))
+        check("bwd_3_mma", case, deterministic=deterministic)
+
+
 def test_queries_in_one_stage(rng):
     """The next ones come while dQ is multiplied, also where NaN has been taken out of this tile."""
     case = cases.draw_case(rng, "float16", ("causal",), seqlen_q=70, seqlen_k=90, **cases.SIZES)

@@ -115,6 +115,23 @@ def test_nan_shows_where_it_is_seen(rng, kernel, dtype, features, bad):
     assert np.isfinite(out).any()
 
 
+@pytest.mark.parametrize("in_bits", [False, True], ids=["bytes", "bits"])
+def test_what_a_mask_shows_of_tiles(rng, monkeypatch, in_bits):
+    """It is found as often as the mask is another, and read 16 bytes at once or byte by byte."""
+    tiles = {"block_m": 32, "block_n": 32, "threads": 64}
+    workspaces = []
+    make = calls._workspace
+    monkeypatch.setattr(calls, "_workspace", lambda plan: workspaces.append(make(plan)) or workspaces[-1])
+    for of_batch, of_heads, rows, keys in [(2, 2, 70, 128), (1, 1, 70, 128), (2, 1, 70, 104), (1, 2, 1, 128)]:
+        case = cases.draw_case(rng, "float16", (), seqlen_q=70, seqlen_k=keys, **cases.SIZES)
+        mask, parts = cases.mask_by_tiles(rng, (of_batch, of_heads, rows, keys), (32, 32))
+        case.arrays["mask"] = np.packbits(mask, axis=-1, bitorder="little") if in_bits else mask
+        check("fwd_5_mma", case, tiles=tiles)
+        by_head = parts.repeat(3 // parts.shape[2], axis=2).swapaxes(0, 1)
+        np.testing.assert_array_equal(workspaces[-1].view(np.uint16)[: by_head.size], by_head.ravel())
+        assert workspaces[-1].nbytes < by_head.size * 2 + 4
+
+
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_dropout_does_not_depend_on_the_tiles(rng, kernel, dtype):
     case = cases.draw_case(rng, dtype, ["dropout"], seqlen_q=37, seqlen_k=70, **cases.SIZES)

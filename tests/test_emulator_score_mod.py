@@ -163,6 +163,22 @@ def test_backward(rng, mods, kernel, dtype, deterministic):
             assert_gradients(gradients, case.problem, **case.backward)
 
 
+def test_beside_a_mask(rng, mods):
+    """What either hides is hidden, in whole tiles and in parts of them."""
+    for lengths in ALL_LENGTHS:
+        case = cases.draw_case(rng, "float16", (), **lengths, **cases.SIZES)
+        shape = (2, 1, lengths["seqlen_q"], lengths["seqlen_k"])
+        case.arrays["mask"], _ = cases.mask_by_tiles(rng, shape, (32, 16))
+        case.numbers["mask_mod"] = mods["mask_mod"]
+        cases.hide_nan(case)
+        inputs = case.problem.q, case.problem.k, case.problem.v
+        out, lse = calls.attention(
+            *inputs, kernel="fwd_5_mma", tiles=TILES["fwd_5_mma"], **case.emulator_forward
+        )
+        with np.errstate(invalid="ignore"):
+            assert_attention(out, lse, case.problem, **case.forward)
+
+
 @np.errstate(all="ignore")
 def test_probabilities(rng, mods):
     case = cases.draw_case(rng, "float32", (), **LENGTHS, **cases.SIZES)

@@ -2,7 +2,15 @@
 
 import numpy as np
 import pytest
-from feature_cases import FORWARD_FEATURES, HOPPER_PAGE_SIZES, PAGE_SIZES, draw_case, sets_of
+from feature_cases import (
+    FORWARD_FEATURES,
+    HOPPER_PAGE_SIZES,
+    PAGE_SIZES,
+    draw_case,
+    hide_nan,
+    mask_by_tiles,
+    sets_of,
+)
 from tolerance import assert_attention, assert_gradients
 
 import cufa
@@ -110,6 +118,31 @@ def test_backward(cupy, rng, kernel, dtype, features):
     assert_gradients(tuple(x.get() for x in gradients), case.problem, **case.backward)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("in_bits", [False, True], ids=["bytes", "bits"])
+def test_masks_that_hide_tiles(cupy, rng, in_bits, deterministic):
+    """Read 16 bytes at once and byte by byte, with NaN in all that they hide."""
+    for of_batch, of_heads, rows, keys in [
+        (2, 4, 300, 512),
+        (1, 1, 300, 333),
+        (2, 1, 1, 512),
+        (1, 4, 300, 344),
+    ]:
+        case = draw_case(rng, "float16", (), seqlen_q=300, seqlen_k=keys, head_dim=64, head_dim_v=64)
+        mask, _ = mask_by_tiles(rng, (of_batch, of_heads, rows, keys), (128, 128))
+        case.arrays["mask"] = np.packbits(mask, axis=-1, bitorder="little") if in_bits else mask
+        hide_nan(case)
+        q, k, v, dout = tensors(cupy, case)
+        forward, backward = on_gpu(cupy, case.forward), on_gpu(cupy, case.backward)
+        out, lse = cufa.attention(q, k, v, **forward, return_lse=True)
+        gradients = cufa.attention_backward(
+            dout, q, k, v, out, lse, **backward, deterministic=deterministic, kernel="bwd_3_mma"
+        )
+        with np.errstate(invalid="ignore"):
+            assert_attention(out.get(), lse.get(), case.problem, **case.forward)
+            assert_gradients(tuple(x.get() for x in gradients), case.problem, **case.backward)
+
+
 def results_of(case):
     """Shape and dtype of out and lse."""
     problem = case.problem
@@ -185,15 +218,14 @@ def test_dropout_drops_what_it_should_and_does_not_depend_on_tiles(cupy, rng):
 
 
 def test_given_arrays_are_written_and_nothing_is_allocated(cupy, rng):
-    case = draw_case(
-        rng, "bfloat16", {"causal", "dbias", "dsink"}, seqlen_q=130, seqlen_k=130, head_dim=64, head_dim_v=64
-    )
+    features = {"causal", "mask", "dbias", "dsink"}
+    case = draw_case(rng, "bfloat16", features, seqlen_q=130, seqlen_k=130, head_dim=64, head_dim_v=64)
     q, k, v, dout = tensors(cupy, case)
     forward, backward = on_gpu(cupy, case.forward), on_gpu(cupy, case.backward)
     out, lse = (cupy.full(shape, np.nan, kind) for shape, kind in results_of(case))
     shaped_as = {"dq": q, "dk": k, "dv": v, "dbias": forward["bias"], "dsink": forward["sink"]}
     gradients = {name: cupy.full_like(x, np.nan) for name, x in shaped_as.items()}
-    side = {name: forward[name] for name in ("bias", "sink")}
+    side = {name: forward[name] for name in ("bias", "sink", "mask")}
     plans = [
         cufa.plan(q, k, v, causal=True, **side),
         cufa.plan(q, k, v, backward=True, causal=True, gradients=("bias", "sink"), **side),
@@ -225,9 +257,11 @@ def test_given_arrays_are_written_and_nothing_is_allocated(cupy, rng):
         cufa.attention_backward(dout, q, k, v, out, lse, **backward, workspace=cupy.empty(16, np.uint8))
 
 
-def test_a_window_takes_time_as_its_area(cupy, rng):
+def test_time_follows_what_is_seen(cupy, rng):
     """A hundredth of the scores in less than a fifth of the time, whatever else the GPU does."""
     q, k, v = (cupy.asarray(rng.standard_normal((1, 16384, 8, 64)).astype(np.float16)) for _ in range(3))
+    document = cupy.arange(16384) // 160
+    blocks = cupy.packbits(document[:, None] == document, bitorder="little").reshape(16384, -1)
 
     def seconds(**options):
         cufa.attention(q, k, v, **options)
@@ -240,3 +274,4 @@ def test_a_window_takes_time_as_its_area(cupy, rng):
         return cupy.cuda.get_elapsed_time(start, stop)
 
     assert seconds(window=(80, 80)) < 0.2 * seconds()
+    assert seconds(mask=blocks) < 0.2 * seconds(mask=cupy.full_like(blocks, 0xFF))

@@ -1,7 +1,9 @@
 """fwd_5_mma and bwd_3_mma on GPUs that need not be here: what the plan's tiles take of registers."""
 
+import numpy as np
 import pytest
 
+import cufa
 from cufa import jit
 from cufa.device import Device
 from cufa.kernels import KERNELS
@@ -49,3 +51,20 @@ def test_half_a_step_of_queries_is_for_float64_only():
                 ValueError, match="block_m must be a multiple of split \\* 16 but for float64"
             ):
                 make_plan(problem, Device.of("sm_90a"), "bwd_3_mma", tiles)
+
+
+@pytest.mark.parametrize(
+    ("front", "options", "matrices"),
+    [((1, 1), {}, 1), ((2, 1), {}, 2), ((1, 4), {}, 4), ((2, 4), {}, 8), ((), {"seqused_k": 2}, 2)],
+)
+def test_what_a_mask_shows_is_found_as_often_as_it_is_another(front, options, matrices):
+    """In whole tiles; where sequences have keys of their own number, of each."""
+    q = np.empty((2, 300, 4, 64), np.float16)
+    arrays = {name: np.zeros(size, np.int32) for name, size in options.items()}
+    for mask in (np.empty((*front, 300, 300), bool), np.empty((*front, 1, 38), np.uint8)):
+        tiles = {"block_m": 64, "block_n": 64}
+        plan = cufa.plan(q, q, q, mask=mask, **arrays, kernel="fwd_5_mma", tiles=tiles, arch="sm_90a")
+        assert [launch.entry for launch in plan.launches] == ["seen_tiles", "fwd_5_mma"]
+        assert plan.workspace_bytes == -(-matrices * 5 * 5 * 2 // 4) * 4
+    backward = cufa.plan(q, q, q, mask=mask, **arrays, backward=True, kernel="bwd_3_mma", arch="sm_90a")
+    assert backward.launches[0].entry == "seen_tiles"

@@ -195,19 +195,25 @@ def test_a_call_without_one_has_the_same_record_as_before() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "of_heads"), [(lambda b, h, i, j: i > j, 1), (lambda b, h, i, j: h > i, 4)]
+    ("function", "times"),
+    [
+        (lambda b, h, i, j: i > j, 1),
+        (lambda b, h, i, j: h > i, 4),
+        (lambda b, h, i, j: b > i, 2),
+        (lambda b, h, i, j: b > h, 8),
+    ],
 )
-def test_what_a_mask_mod_shows_is_found_for_all_heads_unless_it_asks_for_the_head(
-    function: Any, of_heads: int
+def test_what_a_mask_mod_shows_is_found_once_for_the_heads_and_sequences_that_it_does_not_ask_for(
+    function: Any, times: int
 ) -> None:
     q = np.empty((2, 300, 4, 64), np.float16)
     plan = cufa.plan(
         q, q, q, mask_mod=function, kernel="fwd_5_mma", tiles={"block_m": 64, "block_n": 64}, arch="sm_90a"
     )
-    tiles = of_heads * 2 * 5 * 5
+    tiles = times * 5 * 5
     assert [launch.entry for launch in plan.launches] == ["seen_tiles", "fwd_5_mma"]
     assert plan.launches[0].grid == -(-tiles // (plan.launches[0].block // 32))
-    assert plan.workspace_bytes == tiles * 2
+    assert plan.workspace_bytes == -(-tiles * 2 // 4) * 4
     backward = cufa.plan(q, q, q, backward=True, mask_mod=function, kernel="bwd_3_mma", arch="sm_90a")
     without = cufa.plan(q, q, q, backward=True, kernel="bwd_3_mma", arch="sm_90a")
     assert backward.launches[0].entry == "seen_tiles"

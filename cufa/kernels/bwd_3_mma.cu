@@ -19,8 +19,8 @@
 //          and V tiles and dS
 // Global   workspace: sums of dQ in fragments (heads, tiles of queries, BLOCK_M, head_dim rounded
 //          up), unless deterministic; LSE and D (batch, heads, seqlen_q, 2); with a
-//          mask_mod, which tiles of scores it shows; sums of the
-//          bias's gradient, if that is wanted
+//          mask or a mask_mod, which tiles of scores it shows; sums of the bias's gradient, if that
+//          is wanted
 // Writes   dQ, dK, dV
 #include "bias_gradient.cuh"
 #include "mma_nonfinite.cuh"
@@ -99,15 +99,15 @@ struct Workspace {
         bias = reinterpret_cast<acc_t*>(stats + rows_of_heads(params.sizes));
         seen = reinterpret_cast<SeenPart*>(bias);
         constexpr int kParts = sizeof(acc_t) / sizeof(SeenPart);
-        bias += (seen_tiles(params.sizes) + kParts - 1) / kParts;
+        bias += (seen_tiles(params) + kParts - 1) / kParts;
     }
 
-    __device__ SeenPart* seen_of_queries(const Sizes& sizes) const {
-        return seen + SeenOfKeys::count(sizes);
+    __device__ SeenPart* seen_of_queries(const BackwardParams& params) const {
+        return seen + SeenOfKeys::count(params);
     }
     // How many there are for either kind of blocks.
-    __device__ static long long seen_tiles(const Sizes& sizes) {
-        return SeenOfKeys::count(sizes) + (kDeterministic ? SeenOfQueries::count(sizes) : 0);
+    __device__ static long long seen_tiles(const BackwardParams& params) {
+        return SeenOfKeys::count(params) + (kDeterministic ? SeenOfQueries::count(params) : 0);
     }
 };
 
@@ -159,16 +159,16 @@ struct QueryHead {
     }
 };
 
-// Walks over tiles of kBlockM rows from `begin` to `end`, with a mask_mod those that next_seen
+// Walks over tiles of kBlockM rows from `begin` to `end`, with a mask those that next_seen
 // finds, the copy of one under way while the one before is attended to. With EarlyCopies `attend`
 // starts the next copy itself.
 template <bool EarlyCopies, class NextSeen, class StartCopy, class Attend>
 __device__ inline void walk(int begin, int end, const NextSeen& next_seen,
                             const StartCopy& start_copy, const Attend& attend) {
     int stage = 0, step = kBlockM;
-    if constexpr (kMaskMod) begin = next_seen(begin);
+    if constexpr (kKeyMask) begin = next_seen(begin);
     for (int row = begin; row < end; row += step) {
-        if constexpr (kMaskMod) step = next_seen(row + kBlockM) - row;
+        if constexpr (kKeyMask) step = next_seen(row + kBlockM) - row;
         if (row == begin || (kStages == 1 && !EarlyCopies)) {
             __syncthreads();  // every warp is done with the tile before
             start_copy(stage, row);
@@ -386,14 +386,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     seen_tiles(const __grid_constant__ BackwardParams params) {
-    if constexpr (kMaskMod) {
+    if constexpr (kKeyMask) {
         const Workspace workspace(params);
         const long long tile = warp_of_grid<THREADS>();
-        const long long of_keys = SeenOfKeys::count(params.sizes);
+        const long long of_keys = SeenOfKeys::count(params);
         if (tile < of_keys) {
             SeenOfKeys::find(workspace.seen, params, tile);
-        } else if (tile < Workspace::seen_tiles(params.sizes)) {
-            SeenOfQueries::find(workspace.seen_of_queries(params.sizes), params, tile - of_keys);
+        } else if (tile < Workspace::seen_tiles(params)) {
+            SeenOfQueries::find(workspace.seen_of_queries(params), params, tile - of_keys);
         }
     }
 }
@@ -462,7 +462,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         QueryGradients gradients = {};
         gradients.load_stats(queries, place, first_row);
         const KeyTiles<kBlockM> tiles(queries.rules.mask, first_row, kBlockN);
-        const SeenOfQueries seen(Workspace(params).seen_of_queries(params.sizes), params, sequence,
+        const SeenOfQueries seen(Workspace(params).seen_of_queries(params), params, sequence,
                                  own.head);
         const auto k = sequence.keys<const scalar_t>(params.k, own.kv_head);
         const auto v = sequence.keys<const scalar_t>(params.v, own.kv_head);

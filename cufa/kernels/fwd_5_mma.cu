@@ -12,12 +12,13 @@
 // Owns     block: BLOCK_M queries of one head; warp: kTiles 16-row tiles of them, of which SPLIT
 //          warps share the scores and part the output's columns
 // Shared   Q tile, K tile, V tile
-// Global   workspace: with a mask_mod, which tiles of scores it shows
+// Global   workspace: with a mask or a mask_mod, which tiles of scores it shows
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
 #include "exp2_table.cuh"
 #include "key_pages.cuh"
 #include "key_tiles.cuh"
+#include "mma_mask.cuh"
 #include "mma_softmax.cuh"
 #include "seen_tiles.cuh"
 
@@ -93,8 +94,12 @@ class SeenScores {
   public:
     __device__ SeenScores(const ScoreRules& rules, int first_row, int first_key, bool masked)
         : rules(rules), first_row(first_row), first_key(first_key) {
-        if (kMaskMod && !masked) return;
-        if constexpr (kKeyMask) read();
+        if (!kKeyMask || !masked) return;
+        if (kMaskAlone && lies_in_sixteens(rules, first_key, kBlockN)) {
+            read_mask();
+        } else {
+            ask();
+        }
     }
 
     __device__ bool at(int m, int half, int n, int e) const {
@@ -105,7 +110,26 @@ class SeenScores {
   private:
     static_assert(!kKeyMask || kBlockN / kMmaN * 2 <= 32, "a word has bits for 128 keys");
 
-    __device__ void read() {
+    __device__ void read_mask() {
+        MaskOfQuery<kBlockN> rows[kTiles][2];
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                rows[m][half].load(rules, first_row + row_of(m, half), first_key);
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = first_row + row_of(m, half);
+                bits[m][half] = 0;
+                rows[m][half].look(rules.mask, row, first_key, [&](int n, unsigned int seen) {
+                    bits[m][half] |= seen << 2 * n;
+                });
+            }
+    }
+
+    __device__ void ask() {
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
@@ -300,7 +324,7 @@ __device__ inline void write_output(Output& out, const ForwardParams& params,
 extern "C" __global__ void __launch_bounds__(THREADS)
     seen_tiles(const __grid_constant__ ForwardParams params) {
     const long long tile = warp_of_grid<THREADS>();
-    if (kMaskMod && tile < Seen::count(params.sizes))
+    if (kKeyMask && tile < Seen::count(params))
         Seen::find(static_cast<SeenPart*>(params.workspace), params, tile);
 }
 
@@ -325,13 +349,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const KeyTiles<kBlockN> tiles(rules.mask, first_row, kBlockM);
     const Seen seen(static_cast<SeenPart*>(params.workspace), params, sequence, head);
     int begin = tiles.begin, step = kBlockN;
-    if constexpr (kMaskMod) begin = seen.next_key(first_row, begin, tiles.end);
+    if constexpr (kKeyMask) begin = seen.next_key(first_row, begin, tiles.end);
     TilePages<kBlockN> pages(k, begin, tiles.end);
     copy_keys<THREADS, kHeadDim>(smem.k, k, pages, begin, tiles.end);
 
     Output out = {};
     for (int key = begin; key < tiles.end; key += step) {
-        if constexpr (kMaskMod) step = seen.next_key(first_row, key + kBlockN, tiles.end) - key;
+        if constexpr (kKeyMask) step = seen.next_key(first_row, key + kBlockN, tiles.end) - key;
         attend(out, smem, rules, k, v, pages, tiles, first_row, key, step,
                seen.cuts(first_row, key));
     }

@@ -134,8 +134,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if constexpr (kMaskMod) {
         if (blockIdx.x == 0 && threadIdx.x == 0) *tiles_taken(params.call) = 0;
         const long long tile = warp_of_grid<kThreads>();
-        if (tile < Seen::count(params.call.sizes))
-            Seen::find(seen_parts(params.call), params.call, tile);
+        if (tile < Seen::count(params.call)) Seen::find(seen_parts(params.call), params.call, tile);
     }
 }
 

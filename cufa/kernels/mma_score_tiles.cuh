@@ -3,7 +3,7 @@
 #pragma once
 
 #include "exp2_table.cuh"
-#include "mma_tiles.cuh"
+#include "mma_mask.cuh"
 #include "score_gradients.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kSplit = SPLIT;
@@ -45,6 +45,8 @@ struct Element {
 // first_col on, the rows being keys, as in key_tiles, or queries.
 template <bool RowsAreKeys>
 struct TileOfScores {
+    static constexpr bool kRowsAreKeys = RowsAreKeys;
+    static constexpr int kKeys = RowsAreKeys ? kBlockN : kBlockM;
     const Exp2Table<acc_t>& exp2;
     const ScoreRules& rules;
     const Place& place;
@@ -54,6 +56,8 @@ struct TileOfScores {
     __device__ int col(Element at) const { return first_col + place.col(at.n) + at.e; }
     __device__ int query(Element at) const { return RowsAreKeys ? col(at) : row(at); }
     __device__ int key(Element at) const { return RowsAreKeys ? row(at) : col(at); }
+
+    __device__ int first_key() const { return RowsAreKeys ? first_row : first_col; }
 
     __device__ bool sees(Element at) const { return rules.sees(query(at), key(at)); }
 
@@ -87,19 +91,15 @@ template <class Tile>
 class SeenScores {
   public:
     __device__ SeenScores(const Tile& tile, bool masked) : tile(tile) {
-        if (kMaskMod && !masked) return;
-        if constexpr (kKeyMask) {
-#pragma unroll
-            for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-                for (int n = 0; n < kColumns / kMmaN; ++n)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        const unsigned int seen = tile.sees({m, n, e / 2, e % 2});
-                        unsigned int& word = bits[m][n / kWordFragments];
-                        word = (n % kWordFragments + e == 0 ? 0 : word) |
-                               seen << (n % kWordFragments * 4 + e);
-                    }
+        if (!kKeyMask || !masked) return;
+        if (kInSixteens && lies_in_sixteens(tile.rules, tile.first_key(), Tile::kKeys)) {
+            if constexpr (Tile::kRowsAreKeys) {
+                read_mask_of_keys();
+            } else {
+                read_mask_of_queries();
+            }
+        } else {
+            ask();
         }
     }
 
@@ -111,8 +111,59 @@ class SeenScores {
 
   private:
     static constexpr int kWordFragments = 8;  // of four scores
+    // Whether the warp's keys begin at a multiple of 16, whichever part of the columns it has.
+    static constexpr bool kInSixteens = kMaskAlone && (Tile::kRowsAreKeys || kColumns % 16 == 0);
     const Tile& tile;
     unsigned int bits[kTiles][ceil_div(kColumns / kMmaN, kWordFragments)];
+
+    // Adds some of the four bits of fragment (m, n), which are 0 before the first of them.
+    __device__ void add(int m, int n, unsigned int some, bool first) {
+        unsigned int& word = bits[m][n / kWordFragments];
+        word = (first && n % kWordFragments == 0 ? 0 : word) | some << n % kWordFragments * 4;
+    }
+
+    // The first of the warp's rows of fragments m, and the first of its columns.
+    __device__ int row_of(int m) const { return tile.first_row + tile.place.first_row + m * kMmaM; }
+    __device__ int first_col() const { return tile.first_col + tile.place.part * kColumns; }
+
+    __device__ void read_mask_of_keys() {
+        MaskOfKeys<kColumns> masks[kTiles];
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) masks[m].load(tile.rules, first_col(), row_of(m));
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+            masks[m].look(tile.rules.mask, first_col(), row_of(m),
+                          [&](int n, int e, unsigned int seen) { add(m, n, seen << e, e == 0); });
+    }
+
+    __device__ void read_mask_of_queries() {
+        MaskOfQuery<kColumns> masks[kTiles][2];
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                masks[m][half].load(tile.rules, row_of(m) + half * 8 + tile.place.g, first_col());
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int query = row_of(m) + half * 8 + tile.place.g;
+                masks[m][half].look(tile.rules.mask, query, first_col(),
+                                    [&](int n, unsigned int seen) {
+                                        add(m, n, (seen & 3) << 2 * half, half == 0);
+                                        add(m, n + 1, (seen >> 2) << 2 * half, false);
+                                    });
+            }
+    }
+
+    __device__ void ask() {
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < kColumns / kMmaN; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) add(m, n, tile.sees({m, n, e / 2, e % 2}) << e, e == 0);
+    }
 };
 
 // P in place of S and the products' gradient in place of dP. Where a row does not see a key both

@@ -18,8 +18,8 @@ __device__ inline acc_t modified_slope(const ModArrays&, acc_t, int, int, int, i
     return 1;
 }
 
-// Whether a query sees a key, and whether that may be different in each head.
-constexpr bool kMaskModOfHead = false;
+// Whether a query sees a key, and whether that may be different in each head and in each sequence.
+constexpr bool kMaskModOfHead = false, kMaskModOfBatch = false;
 __device__ inline bool mod_sees(const ModArrays&, int, int, int, int) {
     return true;
 }

@@ -1,13 +1,12 @@
-// What a call's mask_mod shows of each tile of scores: nothing, some or all of it. That is found
-// out by a launch of its own, for all heads at once if it is the same for them. Kernels then leave
-// out tiles of which nothing is seen, and look at single scores only where the function cuts
-// through a tile.
+// What a call's mask or mask_mod shows of each tile of scores: nothing, some or all of it. That is
+// found out by a launch of its own, for all heads and sequences at once if it is the same for them.
+// Kernels then leave out tiles of which nothing is seen, and look at single scores only where the
+// mask cuts through a tile.
 #pragma once
 
-#include "score_rules.cuh"
+#include "key_tiles.cuh"
+#include "mask_tiles.cuh"
 #include "warp_rows.cuh"
-
-enum SeenPart : unsigned short { kNone, kSome, kAll };
 
 // Of a head, by tiles of Rows queries and Keys keys.
 template <int Rows, int Keys>
@@ -17,25 +16,26 @@ class SeenTiles {
     template <class Params>
     __device__ SeenTiles(SeenPart* all, const Params& params, const Sequence& sequence, int head)
         : keys(ceil_div(params.sizes.seqlen_k, Keys)) {
-        const Sizes& sizes = params.sizes;
-        const int first_tile = kPacked ? sequence.first_q / Rows + sequence.batch
-                                       : sequence.batch * ceil_div(sizes.seqlen_q, Rows);
-        const long long of_head = kMaskModOfHead ? head : 0;
-        parts = all + (of_head * row_tiles<Rows>(sizes.batch, sizes.seqlen_q) + first_tile) * keys;
+        const int batch = differ_by_batch(params) ? sequence.batch : 0;
+        const int seqlen_q = params.sizes.seqlen_q;
+        const int first_tile =
+            kPacked ? sequence.first_q / Rows + sequence.batch : batch * ceil_div(seqlen_q, Rows);
+        const long long of_head = differ_by_head(params) ? head : 0;
+        parts = all + (of_head * row_tiles<Rows>(batches(params), seqlen_q) + first_tile) * keys;
     }
 
     // How many there are of all heads.
-    __device__ static long long count(const Sizes& sizes) {
-        if constexpr (!kMaskMod) return 0;
-        const long long of_heads = kMaskModOfHead ? sizes.heads : 1;
-        return of_heads * row_tiles<Rows>(sizes.batch, sizes.seqlen_q) *
+    template <class Params>
+    __device__ static long long count(const Params& params) {
+        if constexpr (!kKeyMask) return 0;
+        const Sizes& sizes = params.sizes;
+        const long long of_heads = differ_by_head(params) ? sizes.heads : 1;
+        return of_heads * row_tiles<Rows>(batches(params), sizes.seqlen_q) *
                ceil_div(sizes.seqlen_k, Keys);
     }
 
     // Whether the tile of these rows and keys must be looked at score by score.
-    __device__ bool cuts(int row, int key) const {
-        return kMaskBits != 0 || (kMaskMod && part(row, key) != kAll);
-    }
+    __device__ bool cuts(int row, int key) const { return kKeyMask && part(row, key) != kAll; }
 
     // Where the first tile from `key` on begins of which some of a tile of rows is seen, or `end`.
     __device__ int next_key(int row, int key, int end) const {
@@ -65,35 +65,46 @@ class SeenTiles {
     __device__ static void find(SeenPart* all, const Params& params, long long index) {
         const Sizes& sizes = params.sizes;
         const int key_tiles = ceil_div(sizes.seqlen_k, Keys);
-        const int tiles = row_tiles<Rows>(sizes.batch, sizes.seqlen_q);
+        const int tiles = row_tiles<Rows>(batches(params), sizes.seqlen_q);
         const int first_key = index % key_tiles * Keys, head = index / key_tiles / tiles;
-        const auto [batch, first_row] = row_tile<Rows>(
-            index / key_tiles % tiles, sizes.batch, sizes.seqlen_q, params.features.cu_seqlens_q);
+        const auto [batch, first_row] =
+            row_tile<Rows>(index / key_tiles % tiles, batches(params), sizes.seqlen_q,
+                           params.features.cu_seqlens_q);
         const Sequence sequence(params, batch);
-        if (first_row >= sequence.seqlen_q || first_key >= sequence.seqlen_k) return;
-
-        // Places past the ends stand for the last ones, and add nothing.
+        if (first_row >= sequence.seqlen_q) return;
         const ScoreRules rules(params, sequence, head);
-        bool some = false, all_of_them = true;
-        for (int key = first_key + threadIdx.x % 32; key < first_key + Keys; key += 32)
-#pragma unroll 8
-            for (int row = first_row; row < first_row + Rows; ++row) {
-                const bool shown = rules.shows(row, key);
-                some |= shown;
-                all_of_them &= shown;
-            }
-        some = __any_sync(0xffffffffu, some);
-        all_of_them = __all_sync(0xffffffffu, all_of_them);
-        if (threadIdx.x % 32 == 0) {
-            SeenTiles(all, params, sequence, head).part(first_row, first_key) = all_of_them ? kAll
-                                                                                : some      ? kSome
-                                                                                            : kNone;
+        const KeyTiles<Keys> range(rules.mask, first_row, Rows);
+        if (first_key < range.begin || first_key >= range.end) return;  // nobody asks
+
+        SeenPart part = kAll;
+        if constexpr (kMaskMod) part = part_of_function<Rows, Keys>(rules, first_row, first_key);
+        if constexpr (kMaskBits != 0) {
+            const SeenPart of_mask = part_of_mask<Rows, Keys>(rules, first_row, first_key);
+            if (of_mask < part) part = of_mask;
         }
+        if (threadIdx.x % 32 == 0)
+            SeenTiles(all, params, sequence, head).part(first_row, first_key) = part;
     }
 
   private:
     SeenPart* parts;
     int keys;
+
+    // Whether a head's tiles, or a batch's, may be others than those of the first, which stand for
+    // all if not.
+    template <class Params>
+    __device__ static bool differ_by_head(const Params& params) {
+        return kMaskModOfHead || (kMaskBits != 0 && params.features.mask.head_stride != 0);
+    }
+    template <class Params>
+    __device__ static bool differ_by_batch(const Params& params) {
+        constexpr bool kDiffer = kMaskModOfBatch || kPacked || kUsedKeys;
+        return kDiffer || (kMaskBits != 0 && params.features.mask.batch_stride != 0);
+    }
+    template <class Params>
+    __device__ static int batches(const Params& params) {
+        return differ_by_batch(params) ? params.sizes.batch : 1;
+    }
 
     __device__ SeenPart& part(int row, int key) const {
         return parts[static_cast<long long>(row / Rows) * keys + key / Keys];

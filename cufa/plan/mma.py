@@ -17,7 +17,7 @@ from cufa.plan.gradients import bias_and_sink_launches, bias_sums, gradient_macr
 from cufa.plan.record import Launch, Macro, Part, Scratch
 from cufa.plan.seen import seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
-from cufa.problem import Features, Problem, lse_shape
+from cufa.problem import Problem, lse_shape
 from cufa.rounding import ceil_div, round_up
 
 # Rows of the left operand of one mma, columns of its right one, and the depth of a step of a product.
@@ -430,14 +430,18 @@ def _forward_cost(problem: Problem, device: Device, tiles: Tiles) -> Cost:
     )
     scores, outputs = (tiles.rows * size // device.warp_size for size in (tiles.block_n, columns))
     registers = arithmetic.registers(scores + outputs) + arithmetic.forward_overhead
-    if _works_on_scores(problem.features):
+    if _works_on_scores(problem):
         registers += round(FEATURE_REGISTERS_PER_SCORE * arithmetic.registers(scores))
     return Cost(smem_bytes, registers, work.in_multiply_adds(arithmetic, device))
 
 
-def _works_on_scores(features: Features) -> bool:
-    """Whether features do something with every score, as against a window, which cuts few tiles."""
-    has_arrays = features.bias is not None or features.mask is not None
+def _works_on_scores(problem: Problem) -> bool:
+    """Whether features do something with every score, as against a window, which cuts few tiles.
+
+    With 16 bits there are registers for what a mask shows: the same tiles are the fastest with one.
+    """
+    features = problem.features
+    has_arrays = features.bias is not None or (features.mask is not None and problem.itemsize > 2)
     has_functions = features.score_mod is not None or features.mask_mod is not None
     return has_arrays or has_functions or features.softcap or features.alibi or features.dropout
 

@@ -1,23 +1,32 @@
-"""What a call's mask_mod shows of tiles of scores: the launch that finds it out, and what that writes."""
+"""What a call's masks show of tiles of scores: the launch that finds it out, and what that writes."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from cufa.plan.choice import row_tiles
 from cufa.plan.record import Scratch
 from cufa.problem import Problem
 from cufa.rounding import ceil_div
 
-# What a tile takes of which it is known what a mask_mod shows: seen_tiles.cuh's SeenPart.
+# What a tile takes of which it is known what a mask shows: mask_tiles.cuh's SeenPart.
 SEEN_PART_BYTES = 2
 
 
 def seen_tiles(problem: Problem, rows: int, keys: int) -> int:
-    """Of how many tiles of scores it is found out what a mask_mod shows of them: seen_tiles.cuh's count."""
-    mask_mod = problem.features.mask_mod
-    if mask_mod is None:
+    """Of how many tiles of scores it is found out what masks show of them: seen_tiles.cuh's count."""
+    features = problem.features
+    if features.mask is None and features.mask_mod is None:
         return 0
-    of_heads = problem.heads if mask_mod.of_heads else 1
-    return of_heads * row_tiles(problem, problem.seqlen_q, rows) * ceil_div(problem.seqlen_k, keys)
+    mask_batch, mask_heads, _, _ = features.mask or (1, 1, 1, 1)
+    function = features.mask_mod
+    of_heads = mask_heads > 1 or (function is not None and function.of_heads)
+    # Where packed sequences and used keys end is each one's own.
+    own_ends = features.packed or features.seqused_k
+    of_batches = mask_batch > 1 or (function is not None and function.of_batches) or own_ends
+    counted = problem if of_batches else replace(problem, batch=min(problem.batch, 1))
+    row_count = row_tiles(counted, problem.seqlen_q, rows)
+    return (problem.heads if of_heads else 1) * row_count * ceil_div(problem.seqlen_k, keys)
 
 
 def seen_scratch(problem: Problem, tiles: int) -> tuple[Scratch, ...]:

@@ -277,10 +277,10 @@ def _run(
 ) -> dict[str, Array]:
     """The arrays after a plan ran on them; `tensors` are those of the parameter struct, in its order."""
     problem = plan.problem
-    placed = {
-        name: _placed(array, problem.align_bytes if name in tensors else array.itemsize, name in outputs)
-        for name, array in arrays.items()
-    }
+    alignments = {name: problem.align_bytes if name in tensors else x.itemsize for name, x in arrays.items()}
+    if "mask" in arrays:  # kernels look at the address to see how much of it they can read at once
+        alignments["mask"] = math.gcd(_MAX_ALIGN_BYTES, arrays["mask"].ctypes.data)
+    placed = {name: _placed(array, alignments[name], name in outputs) for name, array in arrays.items()}
     workspace = _workspace(plan)
     maps = b"".join(tensor_map(placed[tensors[box.tensor]], box.rows, box.cols) for box in plan.boxes)
     fields = [field for name in tensors for field in _fields(placed[name])]

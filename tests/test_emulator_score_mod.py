@@ -76,9 +76,9 @@ def test_keys_in_pages(rng, mods, kernel):
         assert_attention(out, lse, case.problem, **case.forward)
 
 
-def see_documents(b, h, q_idx, kv_idx, document):
-    """Whole tiles of 16 keys that are seen and that are not; and a query that sees nothing."""
-    same = document[b, q_idx // 64] == document[b, kv_idx // 16]
+def see_documents(b, h, q_idx, kv_idx, of_queries, of_keys):
+    """Tiles of which all is seen, some or nothing; and a query that sees nothing."""
+    same = of_queries[b, q_idx // 64] == of_keys[b, kv_idx // 16]
     return (same | ((kv_idx % 32 < 3) & (kv_idx < q_idx) & (h == 1))) & (q_idx != 7)
 
 
@@ -95,7 +95,7 @@ def test_hopper_forward(rng, mods, features, functions):
     case = cases.draw_case(rng, "bfloat16", features, **sizes)
     own = {
         "score_mod": ScoreMod(shape_score, mods["score_mod"].arrays[0], rng.standard_normal(110)),
-        "mask_mod": MaskMod(see_documents, rng.integers(0, 3, (2, 16))),
+        "mask_mod": MaskMod(see_documents, *rng.integers(0, 3, (2, 2, 16))),
     }
     case.numbers.update((name, own[name]) for name in functions)
     cases.hide_nan(case)
@@ -113,23 +113,27 @@ def add_relative(score, b, h, q_idx, kv_idx, table):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "features", "head_dim", "head_dim_v", "function"),
+    ("kernel", "features", "head_dim", "head_dim_v", "functions"),
     [
-        ("bwd_4_wgmma", ("window", "softcap"), 64, 40, "shape"),
-        ("bwd_4_wgmma", ("packed", "causal", "deterministic"), 192, 72, "shape"),
-        ("bwd_4_wgmma", ("seqused_k", "sink"), 128, 128, "add"),
-        ("bwd_5_wgmma_wide", ("packed", "causal"), 72, 136, "shape"),
+        ("bwd_4_wgmma", ("window", "softcap"), 64, 40, ("shape_score",)),
+        ("bwd_4_wgmma", ("packed", "causal", "deterministic"), 192, 72, ("shape_score",)),
+        ("bwd_4_wgmma", ("seqused_k", "sink"), 128, 128, ("add_relative", "see_documents")),
+        ("bwd_4_wgmma", ("packed", "causal"), 72, 128, ("shape_score", "see_documents")),
+        ("bwd_5_wgmma_wide", ("packed", "causal"), 72, 136, ("shape_score",)),
     ],
 )
-def test_hopper_backward(rng, mods, kernel, features, head_dim, head_dim_v, function):
+def test_hopper_backward(rng, mods, kernel, features, head_dim, head_dim_v, functions):
     sizes = {"seqlen_q": 150, "seqlen_k": 203, "head_dim": head_dim, "head_dim_v": head_dim_v}
     case = cases.draw_case(rng, "bfloat16", features, **sizes)
     table = mods["score_mod"].arrays[0]
-    case.numbers["score_mod"] = (
-        ScoreMod(shape_score, table, rng.standard_normal(110))
-        if function == "shape"
-        else ScoreMod(add_relative, table)
-    )
+    score_mods = {
+        "shape_score": ScoreMod(shape_score, table, rng.standard_normal(110)),
+        "add_relative": ScoreMod(add_relative, table),
+    }
+    case.numbers["score_mod"] = score_mods[functions[0]]
+    if "see_documents" in functions:
+        of_keys = np.repeat([[0, 1], [3, 2]], 8, axis=1)  # the block has 128 of them
+        case.numbers["mask_mod"] = MaskMod(see_documents, np.array([[0, 1, 0], [2, 2, 1]]), of_keys)
     cases.hide_nan(case)
     with np.errstate(invalid="ignore"):
         assert_gradients(gradients_of(kernel, case), case.problem, **case.backward)

@@ -142,6 +142,8 @@ class HopperBackward(HopperKernel):
     def unsupported(self, problem: Problem, device: Device) -> str | None:
         """As `Kernel.unsupported`."""
         reason = super().unsupported(problem, device)
+        if reason is None and problem.features.mask_mod and problem.features.deterministic:
+            return f"{self.name} does not support deterministic with mask_mod"
         if reason is None and problem.head_dim > self.max_value_dim and problem.features.softcap:
             return (
                 f"{self.name} supports head dims to {self.max_value_dim} with softcap, and this is "
@@ -338,13 +340,13 @@ _LADDER = (
     HopperBackward(
         name="bwd_4_wgmma",
         direction="backward",
-        entries=("row_sums", "key_tiles", "round_queries", "sink_gradient"),
+        entries=("seen_tiles", "row_sums", "key_tiles", "round_queries", "sink_gradient"),
         idea="Hopper: all five products by wgmma beside each other and beside the softmax, tiles by TMA",
         paper="Shah et al. 2024, section 3",
         memory="O(N)",
         max_head_dim=192,
         max_value_dim=128,
-        features=_HOPPER_BACKWARD_FEATURES,
+        features=_HOPPER_BACKWARD_FEATURES | {"mask_mod"},
     ),
     WideHopperBackward(
         name="bwd_5_wgmma_wide",

@@ -11,9 +11,10 @@
 // takes what it adds. Over head dim 128, with values of up to that, dK leaves registers for S or
 // for dP, but not for both.
 //
-// Launches: row_sums (the rows' statistics, and dQ's sums set to zero unless the first block to add
-// does so), key_tiles, round_queries (unless the last block does that); sink_gradient if that is
-// wanted. Each begins while the one before ends.
+// Launches: with a mask_mod seen_tiles, which finds out what it shows of each tile of scores, so
+// that tiles of which that is nothing are left out; row_sums (the rows' statistics, and dQ's sums
+// set to zero unless the first block to add does so), key_tiles, round_queries (unless the last
+// block does that); sink_gradient if that is wanted. Each begins while the one before ends.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: 128 keys of one KV head at a time; warpgroup: 64 of them
@@ -21,6 +22,8 @@
 //          STAGES Q and dO tiles with the rows' statistics; of dS^T tiles
 // Global   workspace: sums of dQ, statistics, counts (wgmma_query_sums.cuh)
 // Writes   dQ, dK, dV
+#include "labelled_ring.cuh"
+#include "seen_tiles.cuh"
 #include "wgmma_backward.cuh"
 
 constexpr int kBlockM = BLOCK_M, kStages = STAGES;
@@ -62,7 +65,7 @@ using OutRows = PanelTile<kBlockM, kValueDim>;
 using ScoreRows = PanelTile<kWgmmaM, kBlockM, scalar_t, kScoreRowBytes>;
 using Keys = KeyOrder<kBlockN>;
 using Tiles = QueryTiles<kBlockM, kBlockN>;
-using Walk = QueryWalk<Tiles>;
+using RangeWalk = QueryWalk<Tiles>;
 using Statistics = RowStatistics<kBlockM>;
 
 // The warpgroups part a tile of dQ^T: each has a panel of dims, if there are as many, and half the
@@ -107,7 +110,7 @@ struct Smem {
     ScoreRows ds[kStages][kConsumers];
     Statistics rows[kStages];
     KeyWork work[kKeyStages];
-    Ring<kStages> ring;
+    LabelledRing<kStages> ring;
     Ring<kStages> ds_ring;
     Ring<kKeyStages> keys_ring;
     ptx::Barrier gradients[kKeyStages];  // whether they lie where the keys were
@@ -121,6 +124,19 @@ struct Smem {
 using Scores = WgmmaSums<kBlockM>;
 using Weights = WgmmaOperand<kBlockM>;
 
+// The parts of tiles that a mask_mod shows. In the workspace they come after all else.
+using Seen = SeenTiles<kBlockM, kBlockN>;
+__device__ inline SeenPart* seen_parts(const BackwardParams& call) {
+    return reinterpret_cast<SeenPart*>(QueryWorkspace(call).taken + 1);
+}
+
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+    seen_tiles(const __grid_constant__ Params params) {
+    const long long tile = warp_of_grid<kHelperThreads>();
+    if (kMaskMod && tile < Seen::count(params.call.sizes))
+        Seen::find(seen_parts(params.call), params.call, tile);
+}
+
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     row_sums(const __grid_constant__ Params params) {
     ptx::let_next_launch_begin();
@@ -132,6 +148,87 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
 __device__ inline Tiles query_tiles_of(const BackwardParams& call, const KeyWork& work) {
     return Tiles(work.mask(call), work.first_key);
 }
+
+// ---- which tiles of queries there are, if a mask_mod hides some ----
+
+// Where in those tiles of queries of which some see some of the keys the producer is, head by head.
+// If there are none it is one that sees nothing.
+struct SeenWalk {
+    const BackwardParams& call;
+    const KeyWork& work;
+    const Tiles& tiles;
+    int heads_end, head, tile, next_head, next_tile;
+
+    __device__ SeenWalk(const BackwardParams& call, const KeyWork& work, const Tiles& tiles)
+        : call(call), work(work), tiles(tiles) {
+        const int group = call.sizes.heads / call.sizes.kv_heads;
+        heads_end = (work.kv_head + 1) * group;
+        next_head = heads_end - group;
+        next_tile = tiles.end;
+        find_next();
+        if (next_head == heads_end) {
+            next_head = heads_end - 1;
+            next_tile = tiles.end - 1;
+        }
+        advance();
+    }
+
+    __device__ bool at_end() const { return head == heads_end; }
+    __device__ void advance() {
+        head = next_head;
+        tile = next_tile;
+        if (!at_end()) find_next();
+    }
+    __device__ TileLabel label() const {
+        const bool cut = tiles.masked(tile) || seen_of(head).cuts(tile * kBlockM, work.first_key);
+        return {head, tile, cut, next_head == heads_end};
+    }
+
+  private:
+    __device__ Seen seen_of(int head) const {
+        return {seen_parts(call), call, work.sequence(call), head};
+    }
+    __device__ void find_next() {
+        for (; next_head < heads_end; ++next_head, next_tile = tiles.end) {
+            next_tile = seen_of(next_head).last_row((next_tile - 1) * kBlockM,
+                                                    tiles.begin * kBlockM, work.first_key) /
+                        kBlockM;
+            if (next_tile >= tiles.begin) return;
+        }
+    }
+};
+
+// Where in them the others are, by what it says of the tiles that it sends.
+struct LabelledWalk {
+    Smem& smem;
+    const RingPosition<kStages>& at;  // of the tile
+    const Tiles& tiles;
+    int head, tile;
+    bool cut, last, ended;
+
+    __device__ LabelledWalk(Smem& smem, const RingPosition<kStages>& at, const Tiles& tiles)
+        : smem(smem), at(at), tiles(tiles), ended(tiles.begin >= tiles.end) {
+        if (!ended) receive();
+    }
+
+    __device__ bool at_end() const { return ended; }
+    __device__ bool masked() const { return cut; }
+    // Once `at` is that of the next.
+    __device__ void advance() {
+        ended = last;
+        if (!ended) receive();
+    }
+
+  private:
+    __device__ void receive() {
+        smem.ring.wait_full(at);
+        const TileLabel label = smem.ring.label_at(at);
+        head = label.head;
+        tile = label.tile;
+        cut = label.cut;
+        last = label.last;
+    }
+};
 
 // ---- the producer: one thread ----
 
@@ -157,6 +254,7 @@ __device__ inline void send_end(Smem& smem, RingPosition<kKeyStages> to) {
     smem.keys_ring.announce(to, 0);
 }
 
+template <class Walk>
 __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork work, const Walk& at,
                                     RingPosition<kStages>& to) {
     const Sequence sequence = work.sequence(params.call);
@@ -164,6 +262,7 @@ __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork wo
     const int first_row = sequence.first_q + at.tile * kBlockM;
     Queries& queries = smem.queries[to.stage];
     smem.ring.wait_empty(to);
+    if constexpr (kMaskMod) smem.ring.label(to, at.label());
     ptx::Barrier& full = smem.ring.announce(
         to, QueryRows::kBytes + sizeof(Statistics) + !kOutApart * OutRows::kBytes);
     ptx::Barrier& dout_full = kOutApart ? smem.dout_full[to.stage] : full;
@@ -173,6 +272,14 @@ __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork wo
                     sizeof(Statistics), full);
     copy_tile(queries.dout, params.dout, dout_full, work.map_batch(), at.head, first_row);
     to.advance();
+}
+
+// Those that a mask_mod shows some of the keys.
+__device__ inline void send_seen(Smem& smem, const Params& params, const KeyWork& work,
+                                 const Tiles& tiles, RingPosition<kStages>& to) {
+    for (SeenWalk at(params.call, work, tiles); !at.at_end(); at.advance()) {
+        send_queries(smem, params, work, at, to);
+    }
 }
 
 // Takes keys until there are none left: each time when the queries of those before are on their
@@ -194,8 +301,12 @@ __device__ inline void produce(Smem& smem, const Params& params) {
         if (work.has_keys(params.call)) {
             const Tiles tiles = query_tiles_of(params.call, work);
             send_keys(smem, params, work, keys_to);
-            for (Walk at(tiles, sizes, work.kv_head); !at.at_end(); at.advance()) {
-                send_queries(smem, params, work, at, to);
+            if constexpr (kMaskMod) {
+                if (tiles.begin < tiles.end) send_seen(smem, params, work, tiles, to);
+            } else {
+                for (RangeWalk at(tiles, sizes, work.kv_head); !at.at_end(); at.advance()) {
+                    send_queries(smem, params, work, at, to);
+                }
             }
             if (Keys::next(work, sizes)) continue;
         }
@@ -216,7 +327,7 @@ __device__ inline void take_turns(Smem& smem, const Params& params) {
         if (!work.exists()) return;
         const Tiles tiles = query_tiles_of(params.call, work);
         take_turns<kBlockM, kBlockN>(smem.order, to, QueryWorkspace(params.call), params.call, work,
-                                     Walk(tiles, params.call.sizes, work.kv_head));
+                                     RangeWalk(tiles, params.call.sizes, work.kv_head));
     }
 }
 
@@ -234,7 +345,7 @@ __device__ inline void send_gradients(Smem& smem, const Params& params, int firs
         if (kTurns && threadIdx.x % 32 == 0) {
             const Tiles tiles = query_tiles_of(params.call, work);
             pass_turns(smem.order[first], turn, QueryWorkspace(params.call), first, params.call,
-                       work, Walk(tiles, params.call.sizes, work.kv_head));
+                       work, RangeWalk(tiles, params.call.sizes, work.kv_head));
         }
         __syncwarp();
         wait_for(smem.gradients[at.stage], at.parity, at.stage);
@@ -358,6 +469,13 @@ struct Consumer {
         took_out = true;
     }
 
+    // Prepares for a tile that a mask cuts through.
+    template <class Walk>
+    __device__ void begin_masked(const Walk& walk) {
+        clean_queries();
+        if constexpr (kMaskMod) softmax.find_seen(place_of(walk));
+    }
+
     // Takes up a tile of queries: lets the products begin with its rows' statistics.
     __device__ void begin_scores(Scores& s) {
         smem.ring.wait_full(at);
@@ -382,6 +500,7 @@ struct Consumer {
                                                 smem.queries[at.stage].dout);
     }
 
+    template <class Walk>
     __device__ void exponentiate(Scores& s, const Walk& walk) {
         if (kSlopesWait) smem.ds_ring.wait_empty(at);
         if (walk.masked()) {
@@ -394,7 +513,7 @@ struct Consumer {
     }
 
     // P is as it was computed, or rounded.
-    template <class P>
+    template <class P, class Walk>
     __device__ void differentiate(Scores& dp, const P& p, const Walk& walk) const {
         const Statistics& rows = smem.rows[at.stage];
         if (walk.masked()) {
@@ -473,6 +592,7 @@ struct Consumer {
     }
 
     // Ends with a tile of queries.
+    template <class Walk>
     __device__ void finish(const Walk& walk) {
         release(smem.ring, at);
         at.advance();
@@ -527,11 +647,15 @@ struct Consumer {
     }
 
   private:
+    template <class Walk>
+    __device__ TilePlace place_of(const Walk& walk) const {
+        return {params.call.features, work().batch, walk.head, walk.tile * kBlockM};
+    }
+
     // Makes products scores, if those are more.
-    template <bool Masked>
+    template <bool Masked, class Walk>
     __device__ void shape(Scores& s, const Walk& walk) {
-        const TilePlace place = {params.call.features, work().batch, walk.head,
-                                 walk.tile * kBlockM};
+        const TilePlace place = place_of(walk);
         if constexpr (kSlopesWait) {
             softmax.shape<Masked>(s, smem.ds[at.stage][warpgroup], warp_row(), place);
         } else if constexpr (kScoreMod) {
@@ -583,6 +707,7 @@ __device__ inline void wait_part(QueryPart& dq) {
 }
 
 // Sums up the gradients of a warpgroup's keys over all tiles of queries. dQ of the last is left.
+template <class Walk>
 __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSums<kValue>& dv,
                               Walk walk) {
     const Turns& turns = consumer.turns;
@@ -590,7 +715,7 @@ __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSum
         Scores s, dp;
         QueryPart dq;
         Weights p, ds;
-        if (walk.masked()) consumer.clean_queries();
+        if (walk.masked()) consumer.begin_masked(walk);
         consumer.begin_scores(s);
         consumer.begin_weight_gradients(dp);
         turns.wait();
@@ -626,13 +751,14 @@ __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSum
 
 // The same with registers for S or for dP: P is rounded before dP's product begins, and once dS^T
 // is shared it is read from there.
+template <class Walk>
 __device__ inline void attend_in_turn(Consumer& consumer, WgmmaSums<kHead>& dk,
                                       WgmmaSums<kValue>& dv, Walk walk) {
     const Turns& turns = consumer.turns;
     for (; !walk.at_end(); walk.advance()) {
         Weights p, kept, ds;
         Scores s;
-        if (walk.masked()) consumer.clean_queries();
+        if (walk.masked()) consumer.begin_masked(walk);
         consumer.begin_scores(s);
         turns.wait();
         consumer.issue_scores(s);
@@ -664,14 +790,22 @@ __device__ inline void attend_in_turn(Consumer& consumer, WgmmaSums<kHead>& dk,
     }
 }
 
+// Where in its tiles of queries a consumer is.
+__device__ inline auto walk_of(const Consumer& consumer, const Tiles& tiles) {
+    if constexpr (kMaskMod) {
+        return LabelledWalk(consumer.smem, consumer.at, tiles);
+    } else {
+        return RangeWalk(tiles, consumer.params.call.sizes, consumer.work().kv_head);
+    }
+}
+
 __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) {
-    const Sizes& sizes = params.call.sizes;
     Consumer consumer(smem, params, warpgroup);
     while (consumer.receive()) {
         WgmmaSums<kHead> dk = {};
         WgmmaSums<kValue> dv = {};
         const Tiles tiles = query_tiles_of(params.call, consumer.work());
-        const Walk walk(tiles, sizes, consumer.work().kv_head);
+        const auto walk = walk_of(consumer, tiles);
         if (walk.at_end()) {
             consumer.hand_out_values(dv);
         } else {

@@ -72,6 +72,7 @@ struct KeySoftmax {
     int key[2], last_row;           // a thread's two keys, or the last one; the last row of all
     int first_row[2], rows_end[2];  // which rows see a thread's two keys
     int query;  // the first of the two that a thread has of each eight of a tile
+    unsigned int seen[kMaskMod ? ceil_div(BlockM, 64) : 1];  // scores of a tile, a bit for each
 
     KeySoftmax() = default;
     __device__ KeySoftmax(const BackwardParams& call, const Mask& mask, int first_key)
@@ -99,6 +100,17 @@ struct KeySoftmax {
     __device__ void begin_gradients(WgmmaSums<BlockM>& dp,
                                     const RowStatistics<BlockM>& rows) const {
         begin(dp, rows.minus_d);
+    }
+
+    // Finds out which scores of a tile are seen, if the caller's function is asked for that.
+    __device__ void find_seen(const TilePlace& place) {
+        if constexpr (!kMaskMod) return;
+        for (unsigned int& word : seen) word = 0;
+#pragma unroll
+        for (int i = 0; i < BlockM / 2; ++i) {
+            const int row = place.first_row + query + i / 4 * 8 + i % 2;
+            seen[i / 32] |= sees(place, row, i % 4 / 2) << i % 32;
+        }
     }
 
     // Products become scores, softly bounded.
@@ -185,12 +197,17 @@ struct KeySoftmax {
         }
     }
 
-    // Whether a row sees one of the thread's two keys.
+    // Whether a row sees one of the thread's two keys, which the caller's function may hide.
+    __device__ bool sees(const TilePlace& place, int row, int half) const {
+        return sees(row, half) &&
+               mod_sees(place.features, place.batch, place.head, min(row, last_row), key[half]);
+    }
+
+  private:
     __device__ bool sees(int row, int half) const {
         return row >= first_row[half] && (!kRowsEnd || row < rows_end[half]);
     }
 
-  private:
     static constexpr int kEights = RowStatistics<BlockM>::kEights;
 
     // Elements 2i and 2i + 1 of a thread's weights.
@@ -245,10 +262,12 @@ struct KeySoftmax {
     }
     // Whether element i of a thread's scores is of a row that sees its key.
     __device__ bool sees(int i, const TilePlace& place) const {
+        if constexpr (kMaskMod) return seen[i / 32] >> i % 32 & 1;
         return sees(place.first_row + query + i / 4 * 8 + i % 2, i % 4 / 2);
     }
     // Whether element 4i + e of a thread's scores is of a row that sees its key.
     __device__ bool sees(int i, int e, int tile) const {
+        if constexpr (kMaskMod) return seen[i / 8] >> (i * 4 + e) % 32 & 1;
         const int row = i * 8 + e % 2, first = tile * BlockM + query;
         return row >= first_row[e / 2] - first && (!kRowsEnd || row < rows_end[e / 2] - first);
     }
@@ -267,13 +286,14 @@ __device__ inline void add_nonfinite(WgmmaSums<Cols>& dv, const BackwardParams& 
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
         const auto dout = sequence.queries<const scalar_t>(call.dout, head);
         const int end_row = min(tiles.end * BlockM, sequence.seqlen_q);
+        const TilePlace place = {call.features, sequence.batch, head, 0};
 #pragma unroll 1
         for (int row = tiles.begin * BlockM; row < end_row; ++row) {
-            if (!tiles.masked(row / BlockM)) continue;
+            if (!kMaskMod && !tiles.masked(row / BlockM)) continue;
 #pragma unroll
             for (int i = 0; i < Cols / 2; ++i) {
                 const int col = first_col + i / 4 * 8 + softmax.query + i % 2;
-                if (!softmax.sees(row, i / 2 % 2) || col >= kValueDim) continue;
+                if (!softmax.sees(place, row, i / 2 % 2) || col >= kValueDim) continue;
                 const scalar_t value = dout.row(row)[col];
                 if (!is_finite(value)) dv[i] += to_acc(value);
             }

@@ -49,15 +49,11 @@ class SeenTiles {
     // Where the last tile begins, from `key` down to `begin`, of which some of a tile of rows is
     // seen; before `begin` if there is none. For a thread that is alone.
     __device__ int last_key(int row, int key, int begin) const {
-        constexpr int kAtOnce = 8;  // loads, of which each would take as long as all
-        for (; key >= begin; key -= kAtOnce * Keys) {
-            unsigned int seen = 0;
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i)
-                seen |= (part(row, max(key - i * Keys, begin)) != kNone) << i;
-            if (seen != 0) return key - (__ffs(seen) - 1) * Keys;
-        }
-        return begin - Keys;
+        return last<Keys>(key, begin, [&](int at) { return part(row, at); });
+    }
+    // The same with rows and keys exchanged.
+    __device__ int last_row(int row, int begin, int key) const {
+        return last<Rows>(row, begin, [&](int at) { return part(at, key); });
     }
 
     // Finds out about one of all heads' tiles: a warp's work.
@@ -119,5 +115,19 @@ class SeenTiles {
             if (seen != 0) return first + (__ffs(seen) - 1) * Size;
         }
         return end;
+    }
+
+    // Loads several at once, since each by itself would take as long.
+    template <int Size, class PartAt>
+    __device__ static int last(int at, int begin, const PartAt& part_at) {
+        constexpr int kAtOnce = 8;
+        for (; at >= begin; at -= kAtOnce * Size) {
+            unsigned int seen = 0;
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i)
+                seen |= (part_at(max(at - i * Size, begin)) != kNone) << i;
+            if (seen != 0) return at - (__ffs(seen) - 1) * Size;
+        }
+        return begin - Size;
     }
 };

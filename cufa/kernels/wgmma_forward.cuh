@@ -7,6 +7,7 @@
 // o and the call.
 #pragma once
 
+#include "labelled_ring.cuh"
 #include "schedule.cuh"
 #include "seen_tiles.cuh"
 #include "wgmma_softmax.cuh"
@@ -49,42 +50,19 @@ __device__ inline SeenPart* seen_parts(const ForwardParams& call) {
     return reinterpret_cast<SeenPart*>(tiles_taken(call) + 1);
 }
 
-// A tile of keys in a ring: whether a mask may cut through it, and whether it is the last that its
-// queries look at. The producer, which alone looks for them, says so to the others.
-struct SeenTile {
-    int tile;
-    bool cut, last;
-};
-template <bool Labelled>
-struct TileLabels {
-    __device__ void label(RingPosition<kStages>, SeenTile) {}
-    __device__ SeenTile label_at(RingPosition<kStages>) const { return {}; }
-};
-template <>
-struct TileLabels<true> {
-    SeenTile labels[kStages];
-
-    __device__ void label(RingPosition<kStages> at, SeenTile tile) { labels[at.stage] = tile; }
-    // By shuffles, after which the compiler knows that all lanes of a warp have the same.
-    __device__ SeenTile label_at(RingPosition<kStages> at) const {
-        const SeenTile own = labels[at.stage];
-        __syncwarp();  // all have read it, which a shuffle does not say
-        return {__shfl_sync(0xffffffffu, own.tile, 0), __any_sync(0xffffffffu, own.cut) != 0,
-                __any_sync(0xffffffffu, own.last) != 0};
-    }
-};
-struct TileRing : Ring<kStages>, TileLabels<kMaskMod> {};
+using TileRing = LabelledRing<kStages>;
 
 // Walks over the tiles of keys of which some is shown to a tile of queries, from the last one down.
 // Queries that are shown nothing of their range look at its last tile.
 struct SeenWalk {
     KeyRange keys;
     Seen seen;
-    int first_row, tile, next;
+    int head, first_row, tile, next;
 
     __device__ SeenWalk(const ForwardParams& call, const WorkTile& work, const KeyRange& keys)
         : keys(keys),
           seen(seen_parts(call), call, work.sequence(call), work.head),
+          head(work.head),
           first_row(work.first_row),
           tile(seen_from(keys.end - 1)) {
         if (at_end()) tile = keys.end - 1;
@@ -97,9 +75,9 @@ struct SeenWalk {
         tile = next;
         next = seen_from(tile - 1);
     }
-    __device__ SeenTile label() const {
+    __device__ TileLabel label() const {
         const bool cut = !keys.is_whole(tile) || seen.cuts(first_row, tile * kBlockN);
-        return {tile, cut, at_last()};
+        return {head, tile, cut, at_last()};
     }
 
   private:
@@ -162,7 +140,7 @@ __device__ inline void copy_keys(Tile& tile, const TensorMap& map, ptx::Barrier&
 template <class Tile>
 __device__ inline void send_tile(Tile (&tiles)[kStages], TileRing& ring, RingPosition<kStages> at,
                                  const TensorMap& map, WorkTile work, const Sequence& sequence,
-                                 int first_key, SeenTile label = {}) {
+                                 int first_key, TileLabel label = {}) {
     const BoxPages pages(sequence, first_key);  // before there is room for the tile
     ring.wait_empty(at);
     ring.label(at, label);
@@ -277,7 +255,7 @@ __device__ inline void follow_values(Smem& smem, const Params& params, Handle ha
         if constexpr (kMaskMod) {
             for (bool last = keys.none(); !last; at.advance()) {
                 smem.v_ring.wait_full(at);
-                const SeenTile seen = smem.v_ring.label_at(at);
+                const TileLabel seen = smem.v_ring.label_at(at);
                 handle(seen.cut, at);
                 last = seen.last;
             }
@@ -399,7 +377,7 @@ struct ForwardConsumer {
 
     // The same of those tiles that the producer names, since a mask_mod hides others.
     __device__ RowPair attend_to_seen(Output& o, Weights& p, Scores& s, const WorkTile& work) {
-        SeenTile seen = receive_keys();
+        TileLabel seen = receive_keys();
         RowPair softmax = first_weights(o, p, s, work, seen.tile, seen.last, seen.cut);
         while (!seen.last) {
             seen = receive_keys();
@@ -488,7 +466,7 @@ struct ForwardConsumer {
     }
 
     // Waits for the next tile of keys, and for its name.
-    __device__ SeenTile receive_keys() {
+    __device__ TileLabel receive_keys() {
         smem.k_ring.wait_full(k_at);
         return smem.k_ring.label_at(k_at);
     }

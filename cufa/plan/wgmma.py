@@ -31,7 +31,7 @@ WORK_TILE_BYTES, LENGTHS_BYTES = 16, 16
 # What four warps found in a tile of V.
 FINDINGS_BYTES = 16
 # What the producer says of a tile of keys, and of values, where it leaves some out.
-SEEN_TILE_BYTES = 8
+TILE_LABEL_BYTES = 12
 # setmaxnreg counts in eights; what a warpgroup that copies needs, and the most that a thread can have.
 REGISTER_STEP = 8
 MIN_PRODUCER_REGISTERS = 32
@@ -223,7 +223,7 @@ def _forward_cost(problem: Problem, tiles: Tiles) -> Cost:
         + BARRIER_BYTES * (2 * (2 * tiles.stages + queries) + tiles.stages)
         + (WORK_TILE_BYTES + LENGTHS_BYTES * varied) * queries
         + FINDINGS_BYTES * tiles.stages
-        + 2 * SEEN_TILE_BYTES * tiles.stages * (problem.features.mask_mod is not None)
+        + 2 * TILE_LABEL_BYTES * tiles.stages * (problem.features.mask_mod is not None)
     )
     depth, dims = round_up(problem.head_dim, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
     # S and O in float32, and P in pairs.

@@ -16,6 +16,7 @@ from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
 from cufa.plan.choice import Cost, choose, query_tiles, row_tiles
 from cufa.plan.gradients import sink_launch
 from cufa.plan.record import Launch, Macro, Part, Scratch, TensorBox
+from cufa.plan.seen import seen_scratch, seen_tiles
 from cufa.plan.sizes import VECTOR_BYTES, common_macros, params_bytes
 from cufa.plan.wgmma import (
     BARRIER_BYTES,
@@ -26,6 +27,7 @@ from cufa.plan.wgmma import (
     REGISTER_STEP,
     SECTION_OF_L2,
     SWIZZLE_BYTES,
+    TILE_LABEL_BYTES,
     WARPGROUP,
     WGMMA_K,
     WGMMA_M,
@@ -197,7 +199,9 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
     row_blocks = max(query_blocks, counters)  # they also set the counter to 0
     round_blocks = (not rounds) * query_blocks
     overlaps = row_blocks > 0
+    seen = seen_tiles(problem, tiles.block_m, tiles.block_n)
     launches = (
+        Launch("seen_tiles", ceil_div(seen, HELPER_THREADS // device.warp_size), HELPER_THREADS),
         Launch("row_sums", row_blocks, HELPER_THREADS),
         Launch("key_tiles", key_blocks, THREADS, smem_bytes, overlaps=overlaps),
         Launch("round_queries", round_blocks, HELPER_THREADS, round_smem_bytes, overlaps=overlaps),
@@ -230,6 +234,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
             Scratch("statistics", (query_blocks, _statistics_bytes(tiles) // SUM_BYTES)),
             *((Scratch("blocks added", (query_blocks, CONSUMERS)),) * turns),
             *((Scratch("tiles of keys taken", (counters,)),) * kind.stays),
+            *seen_scratch(problem, seen),
         ),
         reasons=(*chosen.reasons, *_how(problem, kind.adding, rounds, stay=kind.stays)),
         boxes=boxes,
@@ -318,6 +323,8 @@ def _takes_whole_heads(problem: Problem, device: Device, block_n: int) -> bool:
 
 
 def _adding(problem: Problem, device: Device, best: Tiles) -> Adding:
+    if problem.features.mask_mod is not None:  # nobody knows which blocks leave out a tile of queries
+        return Adding.AS_THEY_COME
     if _takes_whole_heads(problem, device, best.block_n):
         return Adding.ALONE
     if problem.features.deterministic or _few_add(problem, best):
@@ -338,16 +345,17 @@ def _few_add(problem: Problem, best: Tiles) -> bool:
     """Whether it is faster that blocks add in order and the last rounds dQ."""
     short = best.block_m <= PANEL_COLS and best is not WIDE_TILES
     few = problem.causal and problem.seqlen_k <= MOST_IN_ORDER * best.block_n
-    return short and few and problem.seqlen_q >= problem.seqlen_k
+    return short and few and problem.seqlen_q >= problem.seqlen_k and problem.features.mask_mod is None
 
 
 def _has_long_tiles(problem: Problem) -> bool:
     """Whether tiles of queries are long: many of a head must see a key, or a part of a tile would cost more.
 
-    A soft cap or a score_mod needs registers that there are not beside those.
+    A soft cap and functions of the caller's need registers that there are not beside those.
     """
-    shaped = problem.features.softcap or problem.features.score_mod is not None
-    if problem.head_dim <= PANEL_COLS or not _scores_together(problem) or shaped:
+    features = problem.features
+    asks = features.softcap or features.score_mod is not None or features.mask_mod is not None
+    if problem.head_dim <= PANEL_COLS or not _scores_together(problem) or asks:
         return False
     keys = problem.seqlen_k // problem.packed_sequences
     return problem.visible_scores >= MANY_QUERIES * max(1, keys)
@@ -380,6 +388,7 @@ def _cost(problem: Problem, tiles: Tiles, key_stages: int, outboxes: bool) -> Co
         + tiles.stages * _statistics_bytes(tiles)
         + key_stages * (KEY_WORK_BYTES + LENGTHS_BYTES * lengths_vary(problem))
         + BARRIER_BYTES * ((5 + 3 * CONSUMERS) * tiles.stages + 3 * key_stages + 2 * CONSUMERS)
+        + tiles.stages * TILE_LABEL_BYTES * (problem.features.mask_mod is not None)
     )
     head, value = round_up(head_cols, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
     # S and dP, or dP and P rounded; dK and dV.

@@ -11,9 +11,8 @@ import cufa
 
 pytestmark = pytest.mark.gpu
 
-# Of a forward and a backward; that of Hopper takes no mask_mod.
+# Of a forward and a backward.
 HOPPER = ("fwd_6_wgmma", "bwd_4_wgmma", "bfloat16")
-HOPPER_MASK = ("fwd_6_wgmma", "bwd_3_mma", "bfloat16")
 KERNELS = [
     ("fwd_4_flash_v2", "bwd_2_flash_v2", "float32"),
     ("fwd_5_mma", "bwd_3_mma", "float16"),
@@ -115,13 +114,23 @@ def test_on_hopper(cupy, rng, backward, dims, features):
 
 
 @pytest.mark.parametrize("features", [("packed", "causal"), ("window", "sink"), ("softcap", "seqused_k")])
-@pytest.mark.parametrize("dims", [(64, 72), (128, 128), (256, 256)])
-def test_mask_on_hopper(cupy, rng, dims, features):
+@pytest.mark.parametrize(
+    ("backward", "dims"),
+    [
+        ("bwd_4_wgmma", (64, 72)),
+        ("bwd_4_wgmma", (128, 128)),
+        ("bwd_4_wgmma", (192, 128)),
+        ("bwd_3_mma", (256, 256)),
+    ],
+)
+def test_mask_on_hopper(cupy, rng, backward, dims, features):
     """Of many tiles, most of which are hidden."""
+    if dims[0] == 192 and "softcap" in features:
+        pytest.skip("the kernel takes no softcap with such head dims")
     lengths = {"seqlen_q": 1000, "seqlen_k": 2100}
     case = cases.draw_case(rng, "bfloat16", features, **lengths, head_dim=dims[0], head_dim_v=dims[1])
     document = np.sort(rng.integers(0, 12, (2, 2100)), axis=1)
-    check(cupy, case, {"mask_mod": cufa.MaskMod(see, document)}, *HOPPER_MASK[:2])
+    check(cupy, case, {"mask_mod": cufa.MaskMod(see, document)}, HOPPER[0], backward)
 
 
 @pytest.mark.parametrize(("forward", "backward", "dtype"), [*KERNELS, HOPPER])
@@ -132,7 +141,7 @@ def test_relative_bias(cupy, rng, forward, backward, dtype):
 
 
 @pytest.mark.parametrize("function", [same_document, prefix_lm])
-@pytest.mark.parametrize(("forward", "backward", "dtype"), [*KERNELS, HOPPER_MASK])
+@pytest.mark.parametrize(("forward", "backward", "dtype"), [*KERNELS, HOPPER])
 def test_masks_by_tables(cupy, rng, forward, backward, dtype, function):
     case = cases.draw_case(rng, dtype, (), **SIZES)
     table = np.sort(rng.integers(0, 5, (2, 330)), axis=1) if function is same_document else np.array([7, 250])
@@ -140,7 +149,7 @@ def test_masks_by_tables(cupy, rng, forward, backward, dtype, function):
 
 
 @pytest.mark.parametrize("feature", ["alibi_slopes", "softcap", "window"])
-@pytest.mark.parametrize(("forward", "backward", "dtype"), KERNELS)
+@pytest.mark.parametrize(("forward", "backward", "dtype"), [*KERNELS, HOPPER])
 def test_as_the_feature_that_is_built_in(cupy, rng, forward, backward, dtype, feature):
     case = cases.draw_case(rng, dtype, (), **SIZES)
     sums = np.float64 if dtype == "float64" else np.float32

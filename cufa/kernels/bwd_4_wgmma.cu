@@ -133,7 +133,7 @@ __device__ inline SeenPart* seen_parts(const BackwardParams& call) {
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     seen_tiles(const __grid_constant__ Params params) {
     const long long tile = warp_of_grid<kHelperThreads>();
-    if (kMaskMod && tile < Seen::count(params.call.sizes))
+    if (kMaskMod && tile < Seen::count(params.call))
         Seen::find(seen_parts(params.call), params.call, tile);
 }
 

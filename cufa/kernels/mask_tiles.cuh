@@ -64,10 +64,14 @@ __device__ inline SeenPart part_of_mask(const ScoreRules& rules, int first_row, 
 template <int Rows, int Keys>
 __device__ inline SeenPart part_of_function(const ScoreRules& rules, int first_row, int first_key) {
     bool some = false, all = true;
-    for (int key = first_key + threadIdx.x % 32; key < first_key + Keys; key += 32)
-#pragma unroll 8
-        for (int row = first_row; row < first_row + Rows; ++row) {
-            const bool shown = rules.shows(row, key);
+    // What depends on a row serves for all keys of a lane, which are the same for all rows.
+#pragma unroll 4
+    for (int row = first_row; row < first_row + Rows; ++row)
+#pragma unroll
+        for (int key = 0; key < Keys; key += 32) {
+            const int in_tile = key + threadIdx.x % 32;
+            if (Keys % 32 != 0 && in_tile >= Keys) continue;
+            const bool shown = rules.shows(row, first_key + in_tile);
             some |= shown;
             all &= shown;
         }

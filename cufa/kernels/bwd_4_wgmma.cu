@@ -22,9 +22,8 @@
 //          STAGES Q and dO tiles with the rows' statistics; of dS^T tiles
 // Global   workspace: sums of dQ, statistics, counts (wgmma_query_sums.cuh)
 // Writes   dQ, dK, dV
-#include "labelled_ring.cuh"
-#include "seen_tiles.cuh"
 #include "wgmma_backward.cuh"
+#include "wgmma_seen_queries.cuh"
 
 constexpr int kBlockM = BLOCK_M, kStages = STAGES;
 constexpr int kKeyStages = KEY_STAGES;
@@ -126,6 +125,8 @@ using Weights = WgmmaOperand<kBlockM>;
 
 // The parts of tiles that a mask_mod shows. In the workspace they come after all else.
 using Seen = SeenTiles<kBlockM, kBlockN>;
+using SeenWalk = SeenQueryWalk<Seen, Tiles, kBlockM>;
+using LabelledWalk = LabelledQueryWalk<Tiles, kStages>;
 __device__ inline SeenPart* seen_parts(const BackwardParams& call) {
     return reinterpret_cast<SeenPart*>(QueryWorkspace(call).taken + 1);
 }
@@ -148,87 +149,6 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
 __device__ inline Tiles query_tiles_of(const BackwardParams& call, const KeyWork& work) {
     return Tiles(work.mask(call), work.first_key);
 }
-
-// ---- which tiles of queries there are, if a mask_mod hides some ----
-
-// Where in those tiles of queries of which some see some of the keys the producer is, head by head.
-// If there are none it is one that sees nothing.
-struct SeenWalk {
-    const BackwardParams& call;
-    const KeyWork& work;
-    const Tiles& tiles;
-    int heads_end, head, tile, next_head, next_tile;
-
-    __device__ SeenWalk(const BackwardParams& call, const KeyWork& work, const Tiles& tiles)
-        : call(call), work(work), tiles(tiles) {
-        const int group = call.sizes.heads / call.sizes.kv_heads;
-        heads_end = (work.kv_head + 1) * group;
-        next_head = heads_end - group;
-        next_tile = tiles.end;
-        find_next();
-        if (next_head == heads_end) {
-            next_head = heads_end - 1;
-            next_tile = tiles.end - 1;
-        }
-        advance();
-    }
-
-    __device__ bool at_end() const { return head == heads_end; }
-    __device__ void advance() {
-        head = next_head;
-        tile = next_tile;
-        if (!at_end()) find_next();
-    }
-    __device__ TileLabel label() const {
-        const bool cut = tiles.masked(tile) || seen_of(head).cuts(tile * kBlockM, work.first_key);
-        return {head, tile, cut, next_head == heads_end};
-    }
-
-  private:
-    __device__ Seen seen_of(int head) const {
-        return {seen_parts(call), call, work.sequence(call), head};
-    }
-    __device__ void find_next() {
-        for (; next_head < heads_end; ++next_head, next_tile = tiles.end) {
-            next_tile = seen_of(next_head).last_row((next_tile - 1) * kBlockM,
-                                                    tiles.begin * kBlockM, work.first_key) /
-                        kBlockM;
-            if (next_tile >= tiles.begin) return;
-        }
-    }
-};
-
-// Where in them the others are, by what it says of the tiles that it sends.
-struct LabelledWalk {
-    Smem& smem;
-    const RingPosition<kStages>& at;  // of the tile
-    const Tiles& tiles;
-    int head, tile;
-    bool cut, last, ended;
-
-    __device__ LabelledWalk(Smem& smem, const RingPosition<kStages>& at, const Tiles& tiles)
-        : smem(smem), at(at), tiles(tiles), ended(tiles.begin >= tiles.end) {
-        if (!ended) receive();
-    }
-
-    __device__ bool at_end() const { return ended; }
-    __device__ bool masked() const { return cut; }
-    // Once `at` is that of the next.
-    __device__ void advance() {
-        ended = last;
-        if (!ended) receive();
-    }
-
-  private:
-    __device__ void receive() {
-        smem.ring.wait_full(at);
-        const TileLabel label = smem.ring.label_at(at);
-        head = label.head;
-        tile = label.tile;
-        cut = label.cut;
-        last = label.last;
-    }
-};
 
 // ---- the producer: one thread ----
 
@@ -277,7 +197,8 @@ __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork wo
 // Those that a mask_mod shows some of the keys.
 __device__ inline void send_seen(Smem& smem, const Params& params, const KeyWork& work,
                                  const Tiles& tiles, RingPosition<kStages>& to) {
-    for (SeenWalk at(params.call, work, tiles); !at.at_end(); at.advance()) {
+    for (SeenWalk at(params.call, seen_parts(params.call), work, tiles); !at.at_end();
+         at.advance()) {
         send_queries(smem, params, work, at, to);
     }
 }
@@ -793,7 +714,7 @@ __device__ inline void attend_in_turn(Consumer& consumer, WgmmaSums<kHead>& dk,
 // Where in its tiles of queries a consumer is.
 __device__ inline auto walk_of(const Consumer& consumer, const Tiles& tiles) {
     if constexpr (kMaskMod) {
-        return LabelledWalk(consumer.smem, consumer.at, tiles);
+        return LabelledWalk(consumer.smem.ring, consumer.at, tiles);
     } else {
         return RangeWalk(tiles, consumer.params.call.sizes, consumer.work().kv_head);
     }

@@ -24,7 +24,7 @@ TIGHT = [
     ("sm_87", "bwd_3_mma", "float16", 256, 32),
     ("sm_89", "fwd_5_mma", "float16", 128, 0),
     ("sm_90a", "bwd_3_mma", "float16", 64, 0),
-    ("sm_90a", "bwd_3_mma", "float64", 256, 72),
+    ("sm_90a", "bwd_3_mma", "float64", 256, 100),
     ("sm_100a", "fwd_5_mma", "float16", 64, 0),
     ("sm_100a", "bwd_3_mma", "bfloat16", 64, 16),
     ("sm_103a", "fwd_5_mma", "float16", 128, 4),

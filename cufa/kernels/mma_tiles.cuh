@@ -12,6 +12,8 @@ using Operands = OperandsOf<scalar_t>;
 // Steps of a product that are unrolled where they need not be: all for 16-bit types, few where one
 // step has many instructions and as many registers to work on.
 constexpr int kStepsAtOnce = sizeof(scalar_t) == 2 ? 16 : kTf32 ? 4 : 1;
+// The same where both operands come from shared memory by rows.
+constexpr int kRowStepsAtOnce = sizeof(scalar_t) == 8 ? 2 : kStepsAtOnce;
 
 // A Rows x Cols tile; columns are padded to sixteens. The eight rows of a matrix that ldmatrix
 // loads must lie in different banks, so units of 16 bytes are swizzled: unit u of row r is at u ^ r
@@ -180,7 +182,7 @@ __device__ inline void add_product_nn(Accumulators<Tiles, Cols>& o, const A& a, 
                                       const V& v, int first_col) {
     const Operands::LeftNN<A> a_part(a, first_row);
     const Operands::RightNN<V> v_part(v, first_col);
-#pragma unroll(kStepsAtOnce)
+#pragma unroll(kRowStepsAtOnce)
     for (int k = 0; k < V::kRows; k += kMmaK) {
         Operands::Left left[Tiles];
 #pragma unroll

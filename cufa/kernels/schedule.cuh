@@ -64,20 +64,23 @@ struct WorkTile : Lengths {
 // blocks, no more than have their keys and values in the L2 cache at once. Under a causal mask the
 // last queries of a section's heads come first: those see most keys, and long work that starts late
 // would leave the GPU waiting for it. It is they that read keys and values from memory, so that
-// larger sections would have memory busy at first and idle later. Sections are powers of two, as
-// numbers of heads mostly are: a small one at the end would start its long work late.
+// larger sections would have memory busy at first and idle later. Heads that are left over, as of
+// 12 where a section has 8, belong to the last section: of their own they would start long work
+// late.
 template <int BlockM, int SectionBytes>
 struct TileOrder {
     const ForwardParams& call;
     unsigned int tiles;  // of one head; of packed sequences, of all of them
     unsigned int heads;  // of all batches; of packed sequences, of one of them
     unsigned int section_heads;
+    unsigned int sections;
 
     __device__ explicit TileOrder(const ForwardParams& call) : call(call) {
         const Sizes& sizes = call.sizes;
         tiles = row_tiles<BlockM>(kPacked ? sizes.batch : 1, sizes.seqlen_q);
         heads = kPacked ? sizes.heads : sizes.batch * sizes.heads;
         section_heads = group();
+        sections = heads / section_heads;
         if (!kRangeMask) return;
         constexpr int kRowBytes = (kHeadDim + kValueDim) * int(sizeof(scalar_t));
         const unsigned int cached = SectionBytes / kRowBytes / max(1, sizes.seqlen_k) * group();
@@ -85,13 +88,15 @@ struct TileOrder {
                (section_heads < kLeastHeads || section_heads * tiles < gridDim.x)) {
             section_heads *= 2;
         }
+        sections = max(heads / section_heads, 1u);
     }
 
     __device__ WorkTile at(unsigned int index) const {
         if (index >= heads * tiles) return WorkTile::none();
-        const unsigned int section = index / (section_heads * tiles);
+        const unsigned int section = min(index / (section_heads * tiles), sections - 1);
         const unsigned int first_head = section * section_heads;
-        const unsigned int in_section = min(section_heads, heads - first_head);
+        const unsigned int in_section =
+            section == sections - 1 ? heads - first_head : section_heads;
         const unsigned int place = index - first_head * tiles;
         const int tile = kRangeMask ? tiles - 1 - place / in_section : place / in_section;
         const unsigned int head = first_head + place % in_section;

@@ -193,7 +193,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
 
     // A shuffle tells the compiler that the index is uniform, and so what is computed from it:
     // copies would take turns with each of their operands otherwise.
-    const auto next = [&] { return __shfl_sync(1u, counter.next(), 0); };
+    const auto uniform = [](int index) { return __shfl_sync(1u, index, 0); };
 
     unsigned int index = blockIdx.x;
     for (;;) {
@@ -201,7 +201,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
         if (!work.exists()) break;
         const Sequence sequence = work.sequence(params.call);
         if (kPacked && work.first_row >= sequence.seqlen_q) {
-            index = next();
+            index = uniform(counter.next());
             continue;
         }
         const KeyRange keys = key_tiles_of(params.call, work);
@@ -230,8 +230,9 @@ __device__ inline void produce(Smem& smem, const Params& params) {
             }
         };
         send_down_to(keys.begin + kAskAhead);
-        index = next();
+        const int asked = counter.next();  // the answer comes while the others are sent
         send_down_to(keys.begin);
+        index = uniform(asked);
     }
     send_queries(smem, params, q_at, WorkTile::none());
 }

@@ -20,12 +20,14 @@ _MAX_FLOAT64_DIM = 256
 # keys the former is faster although there is but one of either. Measured on an H200.
 _SPLIT_ROWS, _HEAD_ROWS = 64, 128
 _FEW_ROWS, _MANY_KEYS = 32, 256
-# For how many head dims, of keys and values together, a key takes as long in the former as in the latter; by
-# how much it takes longer at most; and as many keys as in the latter take as long as merging. Likewise.
-_EVEN_DIMS, _SLOWEST_SPLIT, _MERGE_KEYS = 192, 2.0, 600
-# Up to how many value dims tiles of more rows have twice as many, what part of the time a key then takes, and
-# how long it takes at least.
-_WIDE_VALUE_DIM, _WIDE_PART, _FASTEST_WIDE = 144, 0.7, 0.66
+# How long a key takes in the former, as a multiple of the latter: without head dims, and for each of keys and
+# values; at most; and as many keys as in the latter take as long as merging. Likewise.
+_SPLIT_TIME, _SPLIT_DIM_TIME, _SLOWEST_SPLIT, _MERGE_KEYS = 0.7, 1 / 320, 2.0, 1200
+# Up to how many value dims tiles of more rows have twice as many, and what part of the time a key then takes.
+_WIDE_VALUE_DIM, _WIDE_PART = 144, 0.9
+# Of how many short sequences' heads an SM must have to work on, and up to how many head dims, for blocks that
+# are small to be faster than one that is large. Likewise.
+_MANY_HEADS, _SHORT_HEAD_DIM = 8, 128
 # Keys that a copy of Hopper's engine brings at least: fewer, and fwd_5_mma is faster. Measured on an H200.
 _BOX_KEYS = 16
 # Where three products of tf32 take less time than one of float32 on CUDA cores.
@@ -39,7 +41,8 @@ class Kernel:
     `entries` are the `extern "C"` functions of its file in the order in which they are launched.
     `memory` is what it needs in global memory beyond its inputs and outputs, in the sequence length N.
     `tensor_cores` says that they make its products, by mma.sync. `features` are the names of those that it
-    supports (`cufa.problem.Features.names`).
+    supports (`cufa.problem.Features.names`). Up to `short` queries and keys in a sequence the mma rungs are
+    faster, if there are many such sequences.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Kernel:
     only_arch: str | None = None
     min_align_bytes: int = 1
     ascending_only: bool = False
+    short: tuple[int, int] = (0, 0)
 
     @property
     def source(self) -> str:
@@ -111,7 +115,26 @@ class Kernel:
         exact = problem.dtype == "float32" and not problem.features.tf32
         if self.tensor_cores and exact and device.arch.capability not in _FAST_TF32:
             return f"{self.name} takes three products of tf32 for one of float32, too many on {device.arch}"
+        if self._has_short(problem, device):
+            queries, keys = self.short
+            return (
+                f"{self.name} takes longer than rungs of mma.sync for many sequences of at most {queries} "
+                f"queries and {keys} keys"
+            )
         return None
+
+    def _has_short(self, problem: Problem, device: Device) -> bool:
+        """Whether the problem is of many short sequences."""
+        queries, keys = (
+            ceil_div(length, problem.packed_sequences) for length in (problem.seqlen_q, problem.seqlen_k)
+        )
+        most_queries, most_keys = self.short
+        return (
+            queries <= most_queries
+            and keys <= most_keys
+            and problem.batch * problem.heads >= _MANY_HEADS * device.sm_count
+            and max(problem.head_dim, problem.value_dim) <= _SHORT_HEAD_DIM
+        )
 
 
 @dataclass(frozen=True)
@@ -175,9 +198,9 @@ class SplitKernel(Kernel):
         few = queries * group <= _FEW_ROWS and keys >= _MANY_KEYS
         heads = problem.batch * problem.kv_heads
         seen = problem.visible_scores / max(1, queries)
-        slower = min(_SLOWEST_SPLIT, (problem.head_dim + problem.value_dim) / _EVEN_DIMS)
+        slower = min(_SLOWEST_SPLIT, _SPLIT_TIME + _SPLIT_DIM_TIME * (problem.head_dim + problem.value_dim))
         if queries * group > _SPLIT_ROWS and problem.value_dim <= _WIDE_VALUE_DIM:
-            slower = max(_FASTEST_WIDE, _WIDE_PART * slower)
+            slower *= _WIDE_PART
         waves = ceil_div(heads * of_heads, device.sm_count)
         idle = slower * heads * tiles / device.sm_count * seen + _MERGE_KEYS < waves * seen
         if not few and 2 * tiles > of_heads and not idle:
@@ -187,6 +210,9 @@ class SplitKernel(Kernel):
                 f"{queries * group:,} rows of queries, and there are {heads:,} of them"
             )
         return super().unsuited(problem, device)
+
+    def _has_short(self, problem: Problem, device: Device) -> bool:
+        return problem.group == 1 and super()._has_short(problem, device)
 
 
 def _has_tensor_cores(dtype: str, device: Device) -> bool:
@@ -278,6 +304,7 @@ _LADDER = (
                 *("score_mod", "mask_mod"),
             )
         ),
+        short=(64, 512),
     ),
     HopperKernel(
         name="fwd_7_fp8",
@@ -302,6 +329,7 @@ _LADDER = (
         features=frozenset(
             ("window", "softcap", "alibi_slopes", "sink", "cu_seqlens", "seqused_k", "block_table")
         ),
+        short=(64, 512),
     ),
     Kernel(
         name="bwd_1_naive",
@@ -346,6 +374,7 @@ _LADDER = (
         memory="O(N)",
         max_head_dim=192,
         max_value_dim=128,
+        short=(32, 32),
         features=_HOPPER_BACKWARD_FEATURES | {"mask_mod"},
     ),
     WideHopperBackward(

@@ -206,7 +206,9 @@ __device__ inline void produce(Smem& smem, const Params& params) {
         }
         const KeyRange keys = key_tiles_of(params.call, work);
         if (kMaskMod && !keys.none()) {
-            send_seen(smem, params, q_at, at, work, keys, [&] { index = next(); });
+            int asked;
+            send_seen(smem, params, q_at, at, work, keys, [&] { asked = counter.next(); });
+            index = uniform(asked);
             continue;
         }
         const int first_key = sequence.first_k;

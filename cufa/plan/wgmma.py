@@ -100,6 +100,30 @@ class Tiles:
         )
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How long a tile of queries takes on an SM of an H200: nanoseconds, of each score and beside those."""
+
+    of_score: float
+    of_tile: float
+
+
+# Those to choose from where nothing is masked, for head dims up to each.
+PACES = {
+    64: {
+        Tiles(192, 128, 2, 1, 64): Pace(0.0605, 1900),
+        Tiles(256, 64, 4, 2, 64): Pace(0.0706, 1300),
+        Tiles(128, 128, 3, 2, 64): Pace(0.0715, 1300),
+        Tiles(128, 64, 4, 2, 64): Pace(0.0790, 1130),
+    },
+    128: {
+        Tiles(192, 80, 3, 1, 64): Pace(0.0770, 3000),
+        Tiles(192, 64, 4, 1, 128): Pace(0.0779, 2500),
+        Tiles(128, 128, 2, 2, 128): Pace(0.0892, 3100),
+        Tiles(128, 64, 4, 2, 128): Pace(0.0915, 2400),
+    },
+}
+
 T = TypeVar("T", bound=Tiles)
 
 
@@ -112,33 +136,44 @@ def lengths_vary(problem: Problem) -> bool:
     return problem.features.packed or problem.features.seqused_k
 
 
-def _best_tiles(problem: Problem) -> Tiles:
-    """The tiles that were fastest on an H200.
-
-    Three warpgroups hide each other's softmax best, but a tile of two wastes less where a causal mask cuts
-    through it; which counts for more is a matter of length.
-    """
-    dim, rows = max(problem.head_dim, problem.value_dim), problem.seqlen_q
+def _best_tiles(problem: Problem, device: Device) -> Tiles:
+    """The tiles that were fastest on an H200."""
+    dim = max(problem.head_dim, problem.value_dim)
     cut = problem.causal or problem.features.window != (None, None)
     # The more warpgroups, the fewer registers for the producer, which has to look up such lengths,
     # pages and what is seen.
     varied = lengths_vary(problem) or problem.features.page_size > 0 or problem.features.mask_mod is not None
-    if dim <= 64:
-        if cut or varied:
-            return Tiles(128, 128, 3, 2, 64) if varied or rows < 4096 else Tiles(192, 128, 2, 2, 64)
-        return Tiles(256, 64, 4, 2, 64) if rows < 2048 else Tiles(192, 128, 2, 2, 64)
-    if dim <= 128:
-        if cut or varied:
-            return Tiles(128, 128, 2, 2, 128) if varied or rows < 8192 else Tiles(192, 80, 3, 1, 64)
-        return Tiles(192, 64, 4, 1, 128) if rows < 2048 else Tiles(192, 80, 3, 1, 64)
-    if dim <= 192:
+    if dim > 192:
+        return Tiles(128, 64, 2, 1, 128)
+    if dim > 128:
         return Tiles(128, 128 if problem.value_dim <= 128 else 96, 2, 1, 64)
-    return Tiles(128, 64, 2, 1, 128)
+    if not cut and not varied:
+        return _fastest(problem, device, PACES[64 if dim <= 64 else 128])
+    if dim > 64:
+        return Tiles(128, 128, 2, 2, 128)
+    # Where a mask cuts through tiles, small ones waste less. A function of the caller's needs registers, too.
+    large = problem.seqlen_q >= 2048 and not varied and problem.features.score_mod is None
+    return Tiles(256, 64, 4, 1, 64) if large else Tiles(128, 128, 3, 2, 64)
+
+
+def _fastest(problem: Problem, device: Device, paces: Mapping[Tiles, Pace]) -> Tiles:
+    """Those with which all SMs are done first.
+
+    Blocks take tiles until none are left, so that some have one more than others. Three warpgroups hide each
+    other's softmax best, but that more may be a large one, or have few rows of a head.
+    """
+
+    def time(tiles: Tiles) -> float:
+        rounds = ceil_div(query_tiles(problem, tiles), device.sm_count)
+        scores = tiles.block_m * round_up(problem.seqlen_k, tiles.block_n)
+        return rounds * (scores * paces[tiles].of_score + paces[tiles].of_tile)
+
+    return min(paces, key=time)
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_6_wgmma`: a block for each SM, after a launch that looks at what a mask_mod shows."""
-    chosen, grid = choose_persistent(problem, device, tiles, _best_tiles(problem), _forward_cost)
+    chosen, grid = choose_persistent(problem, device, tiles, _best_tiles(problem, device), _forward_cost)
     sizes = chosen.tiles
     launches = [Launch("fwd_6_wgmma", grid, sizes.threads, chosen.cost.smem_bytes)]
     scratch: tuple[Scratch, ...] = ()

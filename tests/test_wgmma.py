@@ -119,3 +119,38 @@ def test_more_tiles_than_a_counter_holds_are_refused():
 
 def test_nothing_to_compute_is_no_launch():
     assert plan_of(replace(problem(), seqlen_q=0)).launches == ()
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "seqlen", "head_dim", "block_m"),
+    [
+        (512, 12, 128, 64, 128),  # one tile of a head, half of which larger ones would leave empty
+        (64, 12, 197, 64, 256),
+        (1, 8, 4096, 64, 256),  # a round for 132 SMs, where smaller ones take two
+        (4, 32, 4096, 64, 192),
+        (64, 16, 256, 128, 128),
+        (1, 8, 4096, 128, 128),
+        (4, 16, 4096, 128, 192),
+    ],
+)
+def test_tiles_are_those_with_which_all_sms_are_done_first(batch, heads, seqlen, head_dim, block_m):
+    call = replace(problem(head_dim, seqlen=seqlen), batch=batch, heads=heads, kv_heads=heads)
+    assert plan_of(call).tiles["block_m"] == block_m
+
+
+@pytest.mark.parametrize(
+    ("batch", "queries", "keys", "kernel"),
+    [
+        (1024, 64, 64, "fwd_5_mma"),
+        (1024, 16, 512, "fwd_5_mma"),
+        (1024, 128, 128, NAME),
+        (1024, 16, 513, "fwd_8_split_kv"),
+        (4, 64, 64, NAME),  # a few are done at once
+    ],
+)
+def test_many_short_sequences_go_to_small_blocks(batch, queries, keys, kernel):
+    call = replace(problem(64), batch=batch, seqlen_q=queries, seqlen_k=keys, kv_heads=4)
+    plan = make_plan(call, H200)
+    assert plan.kernel == kernel
+    many = f"{NAME} takes longer than rungs of mma.sync for many sequences of at most 64 queries"
+    assert any(many in reason for reason in plan.reasons) == (kernel == "fwd_5_mma")

@@ -356,3 +356,11 @@ def test_nothing_is_launched_for_nothing(batch, seqlen):
 def test_tiles_that_do_not_fit_are_refused(head_dim, tiles, reason):
     with pytest.raises(ValueError, match=reason):
         plan_of(problem(head_dim, min(head_dim, 128) if head_dim < 256 else 256), **tiles)
+
+
+@pytest.mark.parametrize(
+    ("batch", "seqlen", "kernel"), [(1024, 32, "bwd_3_mma"), (1024, 33, NARROW), (4, 32, NARROW)]
+)
+def test_many_short_sequences_go_to_small_blocks(batch, seqlen, kernel):
+    call = problem(64, batch=batch, seqlen=seqlen)
+    assert best_kernel(call, H200).name == kernel

@@ -202,7 +202,8 @@ class SplitKernel(Kernel):
         if queries * group > _SPLIT_ROWS and problem.value_dim <= _WIDE_VALUE_DIM:
             slower *= _WIDE_PART
         waves = ceil_div(heads * of_heads, device.sm_count)
-        idle = slower * heads * tiles / device.sm_count * seen + _MERGE_KEYS < waves * seen
+        longest = keys if problem.causal else seen  # a block's, whose last query sees most
+        idle = slower * heads * tiles / device.sm_count * seen + _MERGE_KEYS < max(waves * seen, longest)
         if not few and 2 * tiles > of_heads and not idle:
             return (
                 f"{self.name} is for few queries with many keys, or of many heads that share them, or for so "

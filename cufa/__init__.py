@@ -7,6 +7,7 @@ from cufa.launch import LaunchError
 from cufa.merging import merge
 from cufa.plan import Plan
 from cufa.problem import Problem
+from cufa.rotary import rotary
 from cufa.score_mod import MaskMod, ScoreMod
 
 __version__ = "0.1.0"
@@ -26,5 +27,6 @@ __all__ = [
     "attention_backward",
     "merge",
     "plan",
+    "rotary",
     "softmax",
 ]

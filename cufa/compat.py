@@ -20,6 +20,7 @@ import numpy as np
 
 from cufa.api import attention
 from cufa.arrays import kind_of
+from cufa.rotary import rotary
 
 # What another library calls cufa's arguments, where it has other names.
 _FLASH_ATTN = {"window": "window_size"}
@@ -217,23 +218,30 @@ def flash_attn_with_kvcache(
     k: Any = None,
     v: Any = None,
     *,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
     cache_seqlens: Any = None,
+    cache_batch_idx: Any = None,
     block_table: Any = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int | None, int | None] = (-1, -1),
     softcap: float = 0.0,
+    rotary_interleaved: bool = True,
     alibi_slopes: Any = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
     """flash-attn's function of that name (flash-attn 2.8), for decoding with a cache of keys and values.
 
-    `k` and `v` are written to the cache, behind what it holds, and then seen like the rest of it.
+    `k` and `v` are written to the cache, behind what it holds, and then seen like the rest of it. With
+    `rotary_cos` and `rotary_sin` q and k are turned first (`cufa.rotary`): a key by its place in the cache; a
+    query by that of the key at which it stands if the mask is causal or a window, else by how many keys the
+    cache holds.
 
-    What differs: what comes after `v` is given by name; there is no rotary embedding, no padding on the left
-    (`cache_leftpad`) and no `cache_batch_idx` (give a slice of the cache); `num_splits` is not looked at, as
-    the plan chooses it; the LSE of a row that sees no key is -inf. Pages may be of any size.
+    What differs: what comes after `v` is given by name; there is no padding on the left (`cache_leftpad`);
+    `num_splits` is not looked at, as the plan chooses it; the LSE of a row that sees no key is -inf. Pages
+    may be of any size.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim).
@@ -242,15 +250,20 @@ def flash_attn_with_kvcache(
         v_cache: the same for the values.
         k: (batch, seqlen_new, kv_heads, head_dim), what is to be written to the cache; None for nothing.
         v: the same for v_cache; given if k is.
+        rotary_cos: (places, rotary_dim / 2), of q's dtype or float32; places for all keys. Only with k.
+        rotary_sin: the same; given if rotary_cos is.
         cache_seqlens: how many keys the cache holds, without those of k: a number, or (batch,) int32; None
             for all that it has room for. On a GPU the numbers of an array are not checked: there must be
             room for k.
+        cache_batch_idx: (batch,) int32, which of the cache each sequence has; None for one after the other.
+            Not with a block table. No two may have the same if k is given.
         block_table: (batch, pages) int32, the pages of each sequence, as of `cufa.attention`; those that k is
             written to must be there.
         softmax_scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
         causal: the last query stands at the last key that the cache holds, with those of k.
         window_size: (left, right), -1 for no limit.
         softcap: 0 for none.
+        rotary_interleaved: whether pairs are columns 2 i and 2 i + 1, not i and i + rotary_dim / 2.
         alibi_slopes: (heads,) or (batch, heads), float32.
         num_splits: not looked at.
         return_softmax_lse: whether to return the LSE too.
@@ -261,13 +274,21 @@ def flash_attn_with_kvcache(
 
     Raises:
         TypeError: what `cufa.attention` raises, or a cache of a kind that cannot be written to.
-        ValueError: k without v or without cache_seqlens, shapes that do not fit the cache, a number of keys
-            that it has no room for, or what `cufa.attention` raises.
+        ValueError: k without v or without cache_seqlens, rotary_cos without rotary_sin or k, shapes that do
+            not fit the cache, a number of keys that it has no room for, or what `cufa.attention` and
+            `cufa.rotary` raise.
     """
     _check_arrays(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     _, room, _, _ = _shape("k_cache", k_cache)
     _shape("v_cache", v_cache)
     batch = len(k_cache)
+    if cache_batch_idx is not None:
+        if block_table is not None:
+            raise ValueError("cache_batch_idx is given, and block_table is, which says where all keys are")
+        _check_arrays(cache_batch_idx=cache_batch_idx)
+        if len(cache_batch_idx.shape) != 1:
+            raise ValueError(f"cache_batch_idx has shape {tuple(cache_batch_idx.shape)}; it must be (batch,)")
+        block_table = cache_batch_idx[:, None]  # what the cache has of a sequence is a page
     if block_table is not None:
         _check_arrays(block_table=block_table)
         if len(block_table.shape) != 2:
@@ -281,6 +302,9 @@ def flash_attn_with_kvcache(
             raise ValueError(f"cache_seqlens is {held}; k_cache has room for 0 to {room}")
     else:
         _check_arrays(cache_seqlens=held)
+    if rotary_cos is not None or rotary_sin is not None:
+        in_turn = causal or any(side not in (None, -1) for side in window_size)
+        q, k = _turn(q, k, rotary_cos, rotary_sin, held, in_turn, rotary_interleaved)
     if k is not None or v is not None:
         held = _append(k_cache, v_cache, k, v, held, _Cache(batch, room, block_table))
     if isinstance(held, int):  # as an array, on whose numbers no plan depends
@@ -484,6 +508,30 @@ class _Cache(NamedTuple):
     block_table: Any
 
 
+def _turn(q: Any, k: Any, cos: Any, sin: Any, held: Any, in_turn: bool, interleaved: bool) -> tuple[Any, Any]:
+    """q and k as `rotary` turns them behind `held` keys; the queries each by its own place if `in_turn`.
+
+    Raises ValueError for what is missing or does not fit, as `rotary` does, and TypeError.
+    """
+    given = {"rotary_cos": cos, "rotary_sin": sin, "k": k, "cache_seqlens": held}
+    missing = [name for name, what in given.items() if what is None]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} must be given, too, to turn queries and keys")
+    batch, queries, _, _ = _shape("q", q)
+    if not isinstance(held, int) and tuple(held.shape) != (batch,):
+        raise ValueError(f"cache_seqlens has shape {tuple(held.shape)}; it must be ({batch},)")
+    first = held if isinstance(held, int) else held[:, None]
+
+    def turned(name: str, x: Any, count: int) -> Any:
+        try:
+            return rotary(x, cos, sin, positions=first + _arange(count, x)[None], interleaved=interleaved)
+        except (TypeError, ValueError) as error:
+            names = {"x": name, "cos": "rotary_cos", "sin": "rotary_sin", "positions": "cache_seqlens"}
+            raise _renamed(error, names) from None
+
+    return turned("q", q, queries if in_turn else 1), turned("k", k, _shape("k", k)[1])
+
+
 def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache) -> Any:
     """Write k and v to the caches, behind the `held` keys of each sequence; returns how many those are then.
 
@@ -525,9 +573,14 @@ def _attention(names: Mapping[str, str], q: Any, k: Any, v: Any, **options: Any)
     try:
         return attention(q, k, v, **options)
     except (TypeError, ValueError) as error:
-        words = r"\b(" + "|".join(names) + r")\b"
-        error.args = (re.sub(words, lambda word: names[word[0]], str(error)),)
-        raise
+        raise _renamed(error, names) from None
+
+
+def _renamed(error: Exception, names: Mapping[str, str]) -> Exception:
+    """The error, in whose message arguments have other names."""
+    words = r"\b(" + "|".join(names) + r")\b"
+    error.args = (re.sub(words, lambda word: names[word[0]], str(error)),)
+    return error
 
 
 def _check_arrays(**named: Any) -> None:

@@ -26,10 +26,11 @@ from cufa.plan.sizes import (
     BACKWARD_PARAMS_BYTES,
     FORWARD_PARAMS_BYTES,
     MERGE_PARAMS_BYTES,
+    ROTARY_PARAMS_BYTES,
     SOFTMAX_PARAMS_BYTES,
     params_bytes,
 )
-from cufa.plan.standard import merge_launch, softmax_launch
+from cufa.plan.standard import Rotation, merge_launch, rotary_launch, softmax_launch
 from cufa.problem import MAX_EXTENT, Problem, four_axes
 from cufa.tensor_layout import Layout
 from cufa.tensor_maps import Encoder
@@ -50,8 +51,11 @@ _PAGES = struct.Struct("=q2i")
 _SOFTMAX = struct.Struct("=2q2qqi4x")
 # Three tensors, three LSEs, batch, heads, seqlen.
 _MERGE = struct.Struct("=" + 3 * "4q" + "3q" + "3i4x")
+# Two tensors, cos and sin, positions and their strides, batch, heads, seqlen, places.
+_ROTARY = struct.Struct("=" + 2 * "4q" + "2q" + "3q" + "4i")
 assert _SOFTMAX.size == SOFTMAX_PARAMS_BYTES
 assert _MERGE.size == MERGE_PARAMS_BYTES
+assert _ROTARY.size == ROTARY_PARAMS_BYTES
 
 # What follows in the structs when a call asks for nothing of it.
 _NO_FEATURES = {
@@ -199,6 +203,19 @@ def pack_merge(tensors: Sequence[int], lses: Sequence[int], batch: int, heads: i
     return _MERGE.pack(*tensors, *lses, batch, heads, seqlen)
 
 
+def pack_rotary(
+    tensors: Sequence[int],
+    tables: Sequence[int],
+    positions: tuple[int, int, int],
+    sizes: tuple[int, int, int],
+    places: int,
+) -> bytes:
+    """RotaryParams: x and y as `pack_tensors` has them, the addresses of cos and sin, the positions' address
+    and strides in elements, (batch, heads, seqlen), the rows of cos.
+    """
+    return _ROTARY.pack(*tensors, *tables, *positions, *sizes, places)
+
+
 class Executable:
     """A Plan whose kernels are on the current GPU."""
 
@@ -299,6 +316,21 @@ def merge(
     """Launch `merge` for (batch, heads, seqlen) rows on the current stream; see `pack_merge`."""
     compiled = merge_launch(dtype, value_dim, prod(sizes), align_bytes, target(arch).arch)
     _loaded(compiled, _current_device())(pack_merge(tensors, lses, *sizes), _current_stream())
+
+
+def rotary(
+    rotation: Rotation,
+    tensors: Sequence[int],
+    tables: Sequence[int],
+    positions: tuple[int, int, int],
+    sizes: tuple[int, int, int],
+    places: int,
+    arch: Arch | str | int | None = None,
+) -> None:
+    """Launch `rotary` for (batch, heads, seqlen) rows on the current stream; see `pack_rotary`."""
+    compiled = rotary_launch(rotation, prod(sizes), target(arch).arch)
+    params = pack_rotary(tensors, tables, positions, sizes, places)
+    _loaded(compiled, _current_device())(params, _current_stream())
 
 
 def _current_device() -> int:

@@ -32,7 +32,14 @@ from cufa.checking import Array, judge
 from cufa.device import KNOWN, Arch
 from cufa.kernels import KERNELS, best_kernel
 
-FUNCTIONS = [cufa.attention, cufa.attention_backward, cufa.merge, cufa.softmax, cufa.plan]
+FUNCTIONS = [
+    cufa.attention,
+    cufa.attention_backward,
+    cufa.merge,
+    cufa.rotary,
+    cufa.softmax,
+    cufa.plan,
+]
 MOST_IMPORTS_OF_NUMPY = 2.5
 
 

@@ -274,6 +274,88 @@ def test_flash_attns_cache_in_pages(rng, held, page_size):
         np.testing.assert_array_equal(pages[table].reshape(2, -1, *cache.shape[2:])[:, :9], cache)
 
 
+def angles_of(rng, places=14, pairs=3):
+    angles = rng.uniform(-np.pi, np.pi, (places, pairs)).astype(np.float32)
+    return np.cos(angles), np.sin(angles)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("in_turn", [{"causal": True}, {"window_size": (2, -1)}, {}], ids=str)
+@pytest.mark.parametrize("held", [4, np.array([0, 6], np.int32)])
+def test_flash_attns_cache_with_rotary_embedding(rng, held, in_turn, interleaved):
+    q, k_cache, v_cache = draw(rng, 3, 9)
+    _, k, v = draw(rng, 3, 3)
+    cos, sin = angles_of(rng)
+    turned = []
+    for x, one_by_one in ((q, bool(in_turn)), (k, True)):
+        turned.append(np.empty_like(x))
+        for b, first in enumerate(np.broadcast_to(held, 2)):
+            for i in range(3):
+                rows = slice(*(np.array([0, 1]) + first + i * one_by_one))
+                token = x[b : b + 1, i : i + 1]
+                turned[-1][b, i] = cufa.rotary(token, cos[rows], sin[rows], interleaved=interleaved)[0, 0]
+    caches = k_cache.copy(), v_cache.copy()
+    options = {"cache_seqlens": held, **in_turn}
+    exact = compat.flash_attn_with_kvcache(turned[0], *caches, turned[1], v, **options)
+    rotary = {"rotary_cos": cos, "rotary_sin": sin}
+    if not interleaved:
+        rotary["rotary_interleaved"] = False
+    out = compat.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **options, **rotary)
+    close(out, exact)
+    close(k_cache, caches[0])
+    np.testing.assert_array_equal(v_cache, caches[1])
+
+
+def test_flash_attns_cache_of_more_sequences(rng):
+    """Those that are asked for, in that order."""
+    q, _, _ = draw(rng, 3, 9)
+    k_cache, v_cache = (np.concatenate([x, draw(rng, 3, 9)[1]]) for x in draw(rng, 3, 9)[1:])
+    _, k, v = draw(rng, 3, 3)
+    chosen, held = np.array([3, 1], np.int32), np.array([2, 5], np.int32)
+    caches = k_cache[chosen], v_cache[chosen]
+    exact = compat.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=held, causal=True)
+    before = k_cache.copy()
+    out = compat.flash_attn_with_kvcache(
+        q, k_cache, v_cache, k, v, cache_seqlens=held, cache_batch_idx=chosen, causal=True
+    )
+    np.testing.assert_array_equal(out, exact)
+    np.testing.assert_array_equal(k_cache[chosen], caches[0])
+    np.testing.assert_array_equal(k_cache[[0, 2]], before[[0, 2]])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"rotary_sin": None}, ValueError, "rotary_sin must be given, too, to turn"),
+        ({"k": None, "v": None}, ValueError, "k must be given, too, to turn"),
+        (
+            {"rotary_cos": np.ones((14, 2), np.float32)},
+            ValueError,
+            r"rotary_sin has shape \(14, 3\); it must",
+        ),
+        ({"cache_seqlens": 12}, ValueError, "cache_seqlens is 12; k_cache has room for 0 to 9"),
+        (
+            {"rotary_cos": np.ones((5, 3), np.float32), "rotary_sin": np.ones((5, 3), np.float32)},
+            ValueError,
+            "cache_seqlens are from 4 to 6; rotary_cos has 5 places",
+        ),
+        ({"cache_batch_idx": np.zeros((2, 1), np.int32)}, ValueError, r"cache_batch_idx has shape \(2, 1\)"),
+        (
+            {"cache_batch_idx": np.zeros(2, np.int32), "block_table": np.zeros((2, 1), np.int32)},
+            ValueError,
+            "cache_batch_idx is given, and block_table is",
+        ),
+    ],
+)
+def test_what_does_not_go_with_flash_attns_cache(rng, change, error, message):
+    q, k_cache, v_cache = draw(rng, 3, 9)
+    _, k, v = draw(rng, 3, 3)
+    cos, sin = angles_of(rng)
+    given = {"k": k, "v": v, "rotary_cos": cos, "rotary_sin": sin, "cache_seqlens": 4}
+    with pytest.raises(error, match=f"^{message}"):
+        compat.flash_attn_with_kvcache(q, k_cache, v_cache, **(given | change))
+
+
 def test_flash_attns_packed_queries_with_pages(rng):
     q, k, v = draw(rng, 6, 9)
     table, *paged = pages_of(rng, 4, k, v)
@@ -396,10 +478,14 @@ def test_flash_attns_cache_on_a_gpu(rng, library, held):
 
     host = [*draw(rng, 3, 9), *draw(rng, 3, 3)[1:]]
     arrays = [on_gpu(x) for x in host]
+    angles = dict(zip(("rotary_cos", "rotary_sin"), angles_of(rng), strict=True))
     out = compat.flash_attn_with_kvcache(
-        *arrays, cache_seqlens=held if isinstance(held, int) else on_gpu(held), causal=True
+        *arrays,
+        cache_seqlens=held if isinstance(held, int) else on_gpu(held),
+        causal=True,
+        **{name: on_gpu(x) for name, x in angles.items()},
     )
-    expected_out = compat.flash_attn_with_kvcache(*host, cache_seqlens=held, causal=True)
+    expected_out = compat.flash_attn_with_kvcache(*host, cache_seqlens=held, causal=True, **angles)
     for actual, exact in zip((out, *arrays[1:3]), (expected_out, *host[1:3]), strict=True):
         close(actual.get() if library == "cupy" else actual.cpu().numpy(), exact)
 

@@ -28,8 +28,8 @@ from cufa.device import KNOWN, Arch, Device, target
 from cufa.jit import Variant
 from cufa.kernels import COMPANIONS, KERNELS
 from cufa.plan import Launch, make_plan, make_probabilities_plan
-from cufa.plan.standard import merge_launch, softmax_launch
-from cufa.problem import DTYPES, MAX_ALIGN_BYTES, Direction, Features, Problem, one_of
+from cufa.plan.standard import Rotation, merge_launch, rotary_launch, softmax_launch
+from cufa.problem import DTYPES, MAX_ALIGN_BYTES, Direction, Features, Problem, accumulator_dtype, one_of
 
 # The lengths of the plans and of a window; what is compiled does not depend on them.
 _SEQLEN = 4096
@@ -321,8 +321,18 @@ _COMPANION_LAUNCHES: dict[str, Callable[[_Request, Arch], tuple[Variant, Launch]
     "merge": lambda request, arch: merge_launch(
         request.dtype, request.value_dim, _SEQLEN, MAX_ALIGN_BYTES, arch
     ),
+    "rotary": lambda request, arch: rotary_launch(_rotation(request), _SEQLEN, arch),
     "attn_probs": lambda request, _: _probabilities_launch(request),
 }
+
+
+def _rotation(request: _Request) -> Rotation:
+    """Of all columns, or all but the last of an odd number."""
+    rotary_dim = request.head_dim // 2 * 2
+    if rotary_dim == 0:
+        raise ValueError("rotary turns pairs of columns, and head_dim is 1")
+    table = accumulator_dtype(request.dtype).name
+    return Rotation(request.dtype, request.head_dim, rotary_dim, table, "int32", False, MAX_ALIGN_BYTES)
 
 
 def _probabilities_launch(request: _Request) -> tuple[Variant, Launch]:

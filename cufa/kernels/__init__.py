@@ -452,6 +452,12 @@ COMPANIONS: Mapping[str, Companion] = MappingProxyType(
                 paper="Milakov and Gimelshein 2018, section 3.1",
             ),
             Companion(
+                name="rotary",
+                function="cufa.rotary",
+                idea="pairs of columns turned by a token's angles, a thread for some of a row",
+                paper="Su et al. 2021, eq. 34",
+            ),
+            Companion(
                 name="attn_probs",
                 function="cufa.attention(..., return_attn_probs=True)",
                 idea="the probabilities from Q, K and the LSE, tile by tile",

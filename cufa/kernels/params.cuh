@@ -96,6 +96,14 @@ struct MergeParams {
     int batch, heads, seqlen;
 };
 
+struct RotaryParams {
+    Tensor x, y;
+    const void *cos, *sin;  // (places, rotary_dim / 2), contiguous
+    const void* positions;  // null: a token's own number in its sequence
+    long long positions_batch_stride, positions_stride;
+    int batch, heads, seqlen, places;
+};
+
 #ifndef PARAMS_BYTES
 #error "the host must define PARAMS_BYTES, the size of the struct it will pass"
 #endif

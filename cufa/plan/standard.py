@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from cufa.device import Arch, Device
 from cufa.jit import Variant
@@ -11,6 +13,7 @@ from cufa.plan.sizes import (
     BACKWARD_PARAMS_BYTES,
     FORWARD_PARAMS_BYTES,
     MERGE_PARAMS_BYTES,
+    ROTARY_PARAMS_BYTES,
     SOFTMAX_PARAMS_BYTES,
     common_macros,
     feature_macros,
@@ -118,6 +121,40 @@ def merge_launch(
         ("PARAMS_BYTES", MERGE_PARAMS_BYTES),
     )
     return Variant("merge.cu", macros, arch), Launch("merge", ceil_div(rows, WARPS), THREADS)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """What `rotary` is compiled for: the dtypes of x, of cos and of positions, and how x lies."""
+
+    dtype: str
+    head_dim: int
+    rotary_dim: int
+    table_dtype: str
+    position_dtype: str
+    interleaved: bool
+    align_bytes: int
+
+    @property
+    def together(self) -> int:
+        """Pairs that a thread turns, or columns that it copies."""
+        itemsize = DTYPES[self.dtype].itemsize
+        return math.gcd(self.align_bytes // itemsize, self.rotary_dim // 2, self.head_dim)
+
+
+def rotary_launch(rotation: Rotation, rows: int, arch: Arch) -> tuple[Variant, Launch]:
+    """`rotary`: a thread for so many pairs of a row, or columns that stay, as are read at once."""
+    macros: tuple[Macro, ...] = (
+        *_macros_without_attention(rotation.dtype, rotation.head_dim, rotation.align_bytes),
+        ("ROTARY_DIM", rotation.rotary_dim),
+        ("TABLE_SCALAR", rotation.table_dtype),
+        ("POSITION", {"int32": "int", "int64": "long long"}[rotation.position_dtype]),
+        ("INTERLEAVED", rotation.interleaved),
+        ("SMEM_BYTES", 0),
+        ("PARAMS_BYTES", ROTARY_PARAMS_BYTES),
+    )
+    threads = rows * (rotation.head_dim - rotation.rotary_dim // 2) // rotation.together
+    return Variant("rotary.cu", macros, arch), Launch("rotary", ceil_div(threads, THREADS), THREADS)
 
 
 def _macros_without_attention(dtype: str, value_dim: int, align_bytes: int) -> tuple[Macro, ...]:

@@ -27,11 +27,12 @@ from cufa.launch import (
     pack_call,
     pack_features,
     pack_merge,
+    pack_rotary,
     pack_softmax,
     pack_tensors,
 )
 from cufa.plan import Plan, make_plan, make_probabilities_plan
-from cufa.plan.standard import merge_launch, softmax_launch
+from cufa.plan.standard import Rotation, merge_launch, rotary_launch, softmax_launch
 from cufa.problem import (
     Direction,
     Options,
@@ -41,6 +42,7 @@ from cufa.problem import (
     make_problem,
     output_shape,
 )
+from cufa.rotary import position_strides
 from cufa.score_mod import MaskMod, Mods, ScoreMod
 
 from . import KERNELS, EmulatorError, Module, extent
@@ -228,6 +230,52 @@ def merge(
     module = Module(variant.source, variant.macros, checked)
     module.launch(launch.entry, launch.grid, launch.block, launch.smem_bytes, params, placed)
     return placed["out"], placed["lse"]
+
+
+def rotary(
+    x: Array,
+    cos: Array,
+    sin: Array,
+    positions: Array | None = None,
+    interleaved: bool = False,
+    in_place: bool = False,
+    checked: bool = True,
+) -> Array:
+    """`cufa.rotary` of an array (batch, seqlen, heads, head_dim), to a new one or in place."""
+    batch, seqlen, heads, head_dim = x.shape
+    align_bytes = math.gcd(_MAX_ALIGN_BYTES, head_dim * x.itemsize, *x.strides[:3])
+    arrays = {"x": x, "cos": cos, "sin": sin} | ({} if positions is None else {"positions": positions})
+    if not in_place:
+        arrays["out"] = np.empty(x.shape, x.dtype)
+    placed = {
+        name: _placed(
+            array,
+            align_bytes if name in ("x", "out") else array.itemsize,
+            name == ("x" if in_place else "out"),
+        )
+        for name, array in arrays.items()
+    }
+    y = placed["x" if in_place else "out"]
+    if in_place:
+        y[...] = x
+    position_dtype = "int32" if positions is None else positions.dtype.name
+    places, pairs = cos.shape
+    rotation = Rotation(
+        x.dtype.name, head_dim, 2 * pairs, cos.dtype.name, position_dtype, interleaved, align_bytes
+    )
+    variant, launch = rotary_launch(rotation, batch * heads * seqlen, DEVICE.arch)
+    params = pack_rotary(
+        [*_fields(placed["x"]), *_fields(y)],
+        [placed["cos"].ctypes.data, placed["sin"].ctypes.data],
+        (placed["positions"].ctypes.data, *position_strides(placed["positions"]))
+        if positions is not None
+        else (0, 0, 0),
+        (batch, heads, seqlen),
+        places,
+    )
+    module = Module(variant.source, variant.macros, checked)
+    module.launch(launch.entry, launch.grid, launch.block, launch.smem_bytes, params, placed)
+    return y
 
 
 def _options(

@@ -1,0 +1,218 @@
+"""Rotary position embedding: queries and keys turned by angles that grow with their positions."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from cufa import arrays, launch
+from cufa.device import Arch
+from cufa.plan.standard import Rotation
+from cufa.problem import (
+    DTYPES,
+    Axes,
+    LayoutName,
+    Shape,
+    accumulator_dtype,
+    check_layout,
+    dtype_name,
+)
+from cufa.tensor_layout import Region, check_apart, layout_of
+
+POSITION_DTYPES = ("int32", "int64")
+# Each pair is read before it is written.
+_IN_PLACE = {"out": ("x",)}
+
+
+def rotary(
+    x: Any,
+    cos: Any,
+    sin: Any,
+    *,
+    positions: Any = None,
+    interleaved: bool = False,
+    out: Any = None,
+    layout: LayoutName = "bshd",
+    arch: Arch | str | int | None = None,
+    backend: arrays.Backend | None = None,
+) -> Any:
+    """Rotary position embedding of queries or keys (RoPE; Su et al. 2021, eq. 34).
+
+    The pair (a, b) of columns of a token at position p becomes (a c - b s, a s + b c), where c and s are row
+    p of cos and sin in the pair's column. Columns beyond the pairs stay as they are. The gradient of x is the
+    same of the output's with -sin.
+
+    Args:
+        x: (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) of packed sequences.
+        cos: (places, rotary_dim / 2), of x's dtype or of that in which sums of it are kept (float32, for
+            float64 arrays float64); rotary_dim is at most head_dim.
+        sin: as cos.
+        positions: the tokens' rows of cos and sin, (batch, seqlen) or, packed, (tokens,), where an axis may
+            have length 1; int32 or int64. None: 0, 1, 2 and so on in each sequence. On a GPU the numbers are
+            not checked: a token at a place that cos does not have becomes NaN.
+        interleaved: pairs are columns 2 i and 2 i + 1, else i and i + rotary_dim / 2.
+        out: where to write the output, of x's shape and dtype; it may be x.
+        layout: "bshd" as above, or "bhsd".
+        arch: what to compile for instead of this GPU's own.
+        backend: "cuda", "numpy" or None, as in `attention`.
+
+    Returns:
+        out, of x's shape, dtype and kind.
+
+    Raises:
+        TypeError: no arrays, kinds or dtypes mixed, or a dtype that is not supported.
+        ValueError: shapes that don't go together, positions on a CPU that cos does not have, packed sequences
+            without positions, an output that is read-only or overlaps another array.
+    """
+    given = {"x": x, "cos": cos, "sin": sin} | ({} if positions is None else {"positions": positions})
+    outputs = {} if out is None else {"out": out}
+    adopted = arrays.adopt(given | outputs, backend)
+    named = dict(adopted.arrays)
+    dtype = dtype_name(named["x"].dtype, "x")
+    axes = _axes(named["x"].shape, layout)
+    _check(named, dtype, axes)
+    if outputs:
+        arrays.check_writeable(adopted.sources, outputs)
+        regions = {
+            name: Region(adopted.addresses[name], shape, strides, element.itemsize)
+            for name, shape, strides, element in adopted.described
+        }
+        check_apart(regions, outputs, _IN_PLACE)
+    else:
+        empty = sys.modules["cupy"].empty if adopted.on_gpu else np.empty
+        named["out"] = empty(named["x"].shape, named["x"].dtype)
+    if adopted.on_gpu:
+        _turn_on_gpu(named, dtype, axes, interleaved, arch)
+    elif arch is not None:
+        raise ValueError(f"arch is {arch!r}, but this call computes on the CPU; it needs a GPU")
+    else:
+        _turn_on_cpu(named, axes, interleaved)
+    return adopted.give_back(named["out"], out)
+
+
+def _axes(shape: Shape, layout: str) -> Axes:
+    """The axes (batch, seqlen, heads) of x; packed sequences have no batch."""
+    batch, seqlen, heads = check_layout(layout)
+    if len(shape) == 4:
+        return batch, seqlen, heads
+    if len(shape) == 3 and layout == "bshd":
+        return None, 0, 1
+    raise ValueError(
+        f"x has shape {shape}; it must have 4 axes, or 3 if sequences are packed (in layout 'bshd')"
+    )
+
+
+def _check(named: dict[str, Any], dtype: str, axes: Axes) -> None:
+    x, cos, sin = named["x"], named["cos"], named["sin"]
+    dim = x.shape[-1]
+    if cos.ndim != 2 or not 0 < 2 * cos.shape[1] <= dim:
+        raise ValueError(
+            f"cos has shape {cos.shape}; it must be (places, rotary_dim / 2), with rotary_dim from 2 to {dim}"
+        )
+    if sin.shape != cos.shape:
+        raise ValueError(f"sin has shape {sin.shape}; it must be {cos.shape}, as cos has")
+    if cos.dtype not in (DTYPES[dtype], accumulator_dtype(dtype)):
+        wanted = " or ".join(dict.fromkeys((dtype, accumulator_dtype(dtype).name)))
+        raise TypeError(f"cos has dtype {cos.dtype}; for {dtype} it must be {wanted}")
+    if sin.dtype != cos.dtype:
+        raise TypeError(f"sin has dtype {sin.dtype}; it must be {cos.dtype}, as cos is")
+    if "out" in named:
+        if named["out"].shape != x.shape:
+            raise ValueError(f"out has shape {named['out'].shape}; it must be {x.shape}")
+        if named["out"].dtype != x.dtype:
+            raise TypeError(f"out has dtype {named['out'].dtype}; it must be {x.dtype}")
+    _check_positions(named, axes)
+
+
+def _check_positions(named: dict[str, Any], axes: Axes) -> None:
+    x, positions = named["x"], named.get("positions")
+    batch, seqlen, _ = axes
+    tokens: Shape = (x.shape[seqlen],) if batch is None else (x.shape[batch], x.shape[seqlen])
+    if positions is None:
+        if batch is None:
+            raise ValueError("positions must be given for packed sequences: where each begins is not said")
+        if tokens[1] > len(named["cos"]):
+            raise ValueError(f"cos has {len(named['cos'])} places, and x has {tokens[1]} tokens a sequence")
+        return
+    if positions.dtype not in POSITION_DTYPES:
+        raise TypeError(f"positions has dtype {positions.dtype}; it may be {' or '.join(POSITION_DTYPES)}")
+    fits = all(size in (1, wanted) for size, wanted in zip(positions.shape, tokens, strict=False))
+    if positions.ndim != len(tokens) or not fits:
+        raise ValueError(
+            f"positions has shape {positions.shape}; it must be {tokens}, or have 1 along an axis"
+        )
+
+
+def _turn_on_gpu(
+    named: dict[str, Any], dtype: str, axes: Axes, interleaved: bool, arch: Arch | str | int | None
+) -> None:
+    x, out = named["x"], named["out"]
+    if out.size == 0:
+        return
+    contiguous = sys.modules["cupy"].ascontiguousarray
+    tensors = [x, out]
+    layout = layout_of(tuple((tensor.shape, tensor.strides) for tensor in tensors), out.itemsize, axes)
+    for place in layout.scattered:
+        tensors[place] = contiguous(tensors[place])
+    addresses = [tensor.data.ptr for tensor in tensors]
+    tables = [contiguous(named[name]) for name in ("cos", "sin")]
+    positions = named.get("positions")
+    batch, seqlen, heads = axes
+    places, pairs = tables[0].shape
+    rotation = Rotation(
+        dtype=dtype,
+        head_dim=x.shape[-1],
+        rotary_dim=2 * pairs,
+        table_dtype=tables[0].dtype.name,
+        position_dtype=POSITION_DTYPES[0] if positions is None else positions.dtype.name,
+        interleaved=interleaved,
+        align_bytes=layout.alignment(addresses),
+    )
+    launch.rotary(
+        rotation,
+        layout.fields(addresses),
+        [table.data.ptr for table in tables],
+        (0, 0, 0) if positions is None else (positions.data.ptr, *position_strides(positions)),
+        (1 if batch is None else x.shape[batch], x.shape[heads], x.shape[seqlen]),
+        places,
+        arch,
+    )
+    if tensors[-1] is not out:
+        out[...] = tensors[-1]
+
+
+def position_strides(positions: Any) -> tuple[int, int]:
+    """From sequence to sequence and from token to token, in elements; 0 along an axis of length 1."""
+    strides = [
+        0 if size == 1 else stride // positions.itemsize
+        for size, stride in zip(positions.shape, positions.strides, strict=True)
+    ]
+    return (0, strides[0]) if positions.ndim == 1 else (strides[0], strides[1])
+
+
+@np.errstate(all="ignore")
+def _turn_on_cpu(named: dict[str, Any], axes: Axes, interleaved: bool) -> None:
+    batch, seqlen, heads = axes
+    order = (seqlen, heads, 2) if batch is None else (batch, seqlen, heads, 3)
+    x, out = (named[name].transpose(order) for name in ("x", "out"))
+    places, pairs = named["cos"].shape
+    positions = named.get("positions")
+    if positions is None:
+        positions = np.arange(x.shape[1])[None]
+    if x.size and positions.size and not 0 <= positions.min() <= positions.max() < places:
+        raise ValueError(
+            f"positions are from {positions.min()} to {positions.max()}; cos has {places} places"
+        )
+    dtype = accumulator_dtype(x.dtype.name)
+    cos, sin = (named[name][positions][..., None, :].astype(dtype) for name in ("cos", "sin"))
+    first, second = (
+        (np.s_[..., 0 : 2 * pairs : 2], np.s_[..., 1 : 2 * pairs : 2])
+        if interleaved
+        else (np.s_[..., :pairs], np.s_[..., pairs : 2 * pairs])
+    )
+    a, b = x[first].astype(dtype), x[second].astype(dtype)
+    out[first], out[second] = a * cos - b * sin, a * sin + b * cos
+    if out is not x:
+        out[..., 2 * pairs :] = x[..., 2 * pairs :]

@@ -71,7 +71,7 @@ __device__ inline void inspect_values(Smem& smem, const Params& params, int insp
 // ---- the consumers ----
 
 struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
-    static constexpr bool kLongTurns = false;
+    static constexpr bool kLongTurns = false, kRoundsFirst = false;
     // Those features leave no registers for it.
     static constexpr bool kRaisesLate = !kWindow && !kSoftcap && !kScoreMod && !kMaskMod;
     const Scale call_scale;

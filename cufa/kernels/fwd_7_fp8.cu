@@ -95,6 +95,9 @@ struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
     // Nor do large tiles of three warpgroups leave registers for it.
     static constexpr bool kRaisesLate =
         !kWindow && !kSoftcap && (kConsumers < 3 || kBlockN < 2 * kWgmmaM);
+    // Nor do those for weights in both forms; nor do wide heads where lengths have to be looked up.
+    static constexpr bool kRoundsFirst =
+        kConsumers < 3 && (kDims <= 128 || !(kPacked || kUsedKeys || kPaged));
     HeadScales scales{};  // of the tile that is worked on
 
     using ForwardConsumer::ForwardConsumer;
@@ -104,20 +107,43 @@ struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
     __device__ float softmax_scale() const { return scales.scores; }
     __device__ float output_scale() const { return scales.output; }
 
+    // Without a mask, it is but the last keys' tile that may be cut.
+    __device__ void mask_first(Scores& s, const WorkTile& work, int tile) {
+        const int keys_end = work.sequence(params.call).seqlen_k;
+        constexpr bool kAlways = kRangeMask || kConsumers > 3;  // four have no registers to ask
+        if (kAlways || (tile + 1) * kBlockN > keys_end) mask_scores(s, work, tile);
+    }
+
     __device__ void issue_output(Output& o, const Weights& p) {
         smem.turned_ring.wait_full(v_at);
         issue_product_pv<kBlockN, kDims>(o, p, smem.turned[v_at.stage]);
     }
 
-    // The output has the part of `tile` now.
-    template <int Pending>
-    __device__ void wait_output(Output& o, const WorkTile& work, int tile) {
+    // Whether a turner found NaN in the tile of values. In the product it is zero.
+    __device__ bool found_nan() const {
         unsigned int nan = 0;
 #pragma unroll
         for (const unsigned int found : smem.v_nan[v_at.stage]) nan |= found;
+        return nan != 0;
+    }
+
+    // Waits for the product with a tile of values. Returns whether there is NaN to be added.
+    template <int Pending>
+    __device__ bool wait_values(Output& o) {
+        const bool nan = found_nan();
+        wait_product<Pending>(o);
+        __syncwarp();  // all of the warp have read it
+        release(smem.turned_ring, v_at);
+        return nan;
+    }
+
+    // The output has the part of `tile` now.
+    template <int Pending>
+    __device__ void wait_output(Output& o, const WorkTile& work, int tile) {
+        const bool nan = found_nan();
         wait_product<Pending>(o);
         // By a vote, after which the compiler knows that all take the same way.
-        if (__builtin_expect(__any_sync(0xffffffffu, nan != 0), false)) add_nan(o, work, tile);
+        if (__builtin_expect(__any_sync(0xffffffffu, nan), false)) add_nan(o, work, tile);
         __syncwarp();  // all of the warp have read it
         release(smem.turned_ring, v_at);
     }

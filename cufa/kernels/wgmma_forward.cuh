@@ -180,8 +180,9 @@ __device__ inline void send_seen(Smem& smem, const Params& params, RingPosition<
 
 // A block asks for its next tile of queries when this many tiles of keys are left of the one that
 // it has: the answer takes a while, but whoever asks early gets long work that others would be done
-// with sooner.
-constexpr int kAskAhead = 4;
+// with sooner. In 8 bits, where a few hundred keys are but four tiles, the first of these should be
+// on their way before the answer is waited for.
+constexpr int kAskAhead = sizeof(scalar_t) == 1 ? 2 : 4;
 
 template <class Smem, class Params>
 __device__ inline void produce(Smem& smem, const Params& params) {
@@ -296,6 +297,8 @@ using Turns = TurnsOf<kConsumers, kFirstTurn>;
 //   wait_output<Pending>(o, work, tile)  waits for the part of that tile of keys
 //   round(p, s)                        makes an operand of the weights
 //   take_out_nonfinite(o, work, tile)  before the part of a tile that a mask cuts through
+//   kRoundsFirst                       whether weights are rounded before it is known that maxima
+//                                      need not be raised
 template <class Self, class Smem, class Params, int Dims>
 struct ForwardConsumer {
     using Output = WgmmaSums<Dims>;
@@ -397,7 +400,7 @@ struct ForwardConsumer {
         float sums[2];
         wait_scores<0>(s, last);
         if constexpr (kScoreMod) modify_scores(s, work, tile);
-        if (cut) mask_scores(s, work, tile);
+        if (cut) self().mask_first(s, work, tile);
         softmax.begin(s, self().scale());
         // Rows past the end see no key, but others of their warp should not wait for them.
 #pragma unroll
@@ -432,14 +435,30 @@ struct ForwardConsumer {
         if (Self::kLongTurns) turns.pass();
         softmax.weigh(s, self().scale(), sums);
 
-        self().template wait_output<0>(o, work, tile + 1);
-        if (kLate && __builtin_expect(softmax.any_too_large(sums), false)) {
-            raise_late(s, softmax, sums, shrink, work, tile);
-            raised = true;
+        if constexpr (Self::kRoundsFirst) {
+            // One branch for all that is rare, after all that is not: without one between, the
+            // compiler has weights rounded while others are still exponentiated.
+            const bool nan = self().template wait_values<0>(o);
+            self().round(p, s);
+            const bool rare = nan || (kLate && !softmax.fit(sums));
+            if (__builtin_expect(__any_sync(0xffffffffu, rare), false)) {
+                if (__any_sync(0xffffffffu, nan)) self().add_nan(o, work, tile + 1);
+                if (kLate && softmax.any_too_large(sums)) {
+                    raise_late(s, softmax, sums, shrink, work, tile);
+                    self().round(p, s);
+                    raised = true;
+                }
+            }
+        } else {
+            self().template wait_output<0>(o, work, tile + 1);
+            if (kLate && __builtin_expect(softmax.any_too_large(sums), false)) {
+                raise_late(s, softmax, sums, shrink, work, tile);
+                raised = true;
+            }
         }
         if (__builtin_expect(raised, false)) rescale(o, shrink);
         softmax.add(sums);
-        self().round(p, s);
+        if (!Self::kRoundsFirst) self().round(p, s);
         if (Masked && cut) self().take_out_nonfinite(o, work, tile);
     }
 
@@ -534,6 +553,11 @@ struct ForwardConsumer {
             hide(s, params.call.features, mask_of(work), work.batch, work.head, row_of(work, 0),
                  tile * kBlockN, masked);
         }
+    }
+
+    // The same of the first tile.
+    __device__ void mask_first(Scores& s, const WorkTile& work, int tile) {
+        mask_scores(s, work, tile);
     }
 
     __device__ void finish_output(Output& o, const Weights& p, const WorkTile& work, int tile) {

@@ -196,8 +196,11 @@ struct RowPair {
     // Whether some of a warp's weights are too large: their sums tell, which are needed anyway, so
     // that nobody need look for the largest score before.
     __device__ bool any_too_large(const float (&sums)[2]) const {
-        const bool all_fit = sums[0] <= kLargestSum & sums[1] <= kLargestSum & have_maxima();
-        return __any_sync(0xffffffffu, !all_fit);
+        return __any_sync(0xffffffffu, !fit(sums));
+    }
+    // Whether this thread's are not.
+    __device__ bool fit(const float (&sums)[2]) const {
+        return sums[0] <= kLargestSum & sums[1] <= kLargestSum & have_maxima();
     }
 
     // Raises the maxima then, and shrinks the weights and their sums. Returns false if it cannot,

@@ -40,8 +40,17 @@ struct Smem : Exp2Table<acc_t> {
 
 using Scores = Accumulators<kTiles, kBlockN>;
 using Seen = SeenTiles<kBlockM, kBlockN>;
+// Whether the accumulators leave so few registers that ptxas, which loads operands ahead of all
+// steps that are unrolled, spills others. Where a mask cuts tiles P is rounded early, and it does
+// not.
+constexpr int kSumRegisters = sizeof(Fragment) / 4 * kTiles * (kBlockN + kDims) / kMmaN;
+constexpr bool kFewRegisters = sizeof(scalar_t) == 2 && !kCutTiles && kSumRegisters >= 192;
 // Steps of Q K^T that are unrolled: for float64, too, there are registers for some here.
-constexpr int kScoreSteps = sizeof(scalar_t) == 8 ? 8 : kStepsAtOnce;
+constexpr int kHeadSteps = decltype(Smem::q)::kCols / kMmaK;
+constexpr int kFewSteps = ptx::kBlackwell ? ceil_div(kHeadSteps, 2) : 4;
+constexpr int kScoreSteps = sizeof(scalar_t) == 8 ? 8 : kFewRegisters ? kFewSteps : kStepsAtOnce;
+// Whether a step of a product takes so long that nothing of the next need be loaded beside it.
+constexpr bool kLongSteps = sizeof(scalar_t) == 4 && !kTf32;
 
 // A maximum is raised only when scores pass it by more than this, in log 2. Until then
 // probabilities reach up to 2^8, which float32 sums and 16-bit weights hold as precisely as those
@@ -72,7 +81,10 @@ __device__ inline int col_of(int n) {
 __device__ inline acc_t scale_log2(const ScoreRules& rules) {
     if constexpr (kShapedScores) return 1;
     constexpr acc_t kLeastScale = 0x1p-126;
-    const acc_t scale = rules.scale * acc_t(kLog2E);
+    acc_t scale = rules.scale;
+    // For each tile, so that it takes no register in between.
+    if constexpr (sizeof(acc_t) == sizeof(float)) scale = ptx::anew_float(scale);
+    scale *= acc_t(kLog2E);
     return max(scale < 0 ? -scale : scale, kLeastScale);
 }
 
@@ -104,6 +116,8 @@ class SeenScores {
 
     __device__ bool at(int m, int half, int n, int e) const {
         if constexpr (kKeyMask) return bits[m][half] >> (2 * n + e) & 1;
+        // Rows past the end may see any key: they are not written.
+        if constexpr (!kCutTiles) return first_key + col_of(n) + e < rules.mask.seqlen_k;
         return rules.sees(first_row + row_of(m, half), first_key + col_of(n) + e);
     }
 
@@ -265,6 +279,16 @@ __device__ inline void take_out_nonfinite(Output& out, Smem& smem, const ScoreRu
     __syncthreads();
 }
 
+// This thread, as copies take it. Where registers are few, what follows from its number is worked
+// out for each copy.
+__device__ inline auto copying_thread() {
+    if constexpr (kLongSteps || (sizeof(scalar_t) == 2 && !kCutTiles)) {
+        return ptx::anew(threadIdx.x);
+    } else {
+        return threadIdx.x;
+    }
+}
+
 // One tile of keys, the next of which is `step` keys further on. K is on its way when this begins,
 // and the next K when it ends; `pages` are those of the one, and then of the other, found while
 // products run. Whether the tile is masked is decided as it runs: a second copy of this code for
@@ -277,7 +301,7 @@ __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules,
     const bool masked = tiles.masked(first_key, cut);
     ptx::wait_copies();
     __syncthreads();  // K is there, and every warp is done with the V before
-    copy_keys<THREADS, kValueDim>(smem.v, v, pages, first_key, tiles.end);
+    copy_keys<THREADS, kValueDim>(smem.v, v, pages, first_key, tiles.end, copying_thread());
     pages = {k, first_key + step, tiles.end};
     const SeenScores seen(rules, first_row, first_key, masked);
     Scores s = {};
@@ -287,7 +311,8 @@ __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules,
     ptx::wait_copies();
     __syncthreads();  // V is there, and every warp is done with this K
     if (first_key + step < tiles.end)
-        copy_keys<THREADS, kHeadDim>(smem.k, k, pages, first_key + step, tiles.end);
+        copy_keys<THREADS, kHeadDim>(smem.k, k, pages, first_key + step, tiles.end,
+                                     copying_thread());
     out.exponentiate(s, scale_log2(rules), smem);
     if constexpr (kDropout) drop(rules, s, first_row, first_key);
     if constexpr (kCutTiles && sizeof(scalar_t) == 2) {
@@ -297,7 +322,10 @@ __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules,
         p.template add_product_with<kDims>(out.o, smem.v, warp_col());
     } else {
         if (kCutTiles && masked) take_out_nonfinite(out, smem, rules, first_row, first_key);
-        add_product_pn<kTiles, kBlockN, kDims>(out.o, s, smem.v, warp_col());
+        // Keys past the end are left out, which also keeps ptxas from splitting the operands of
+        // all steps ahead.
+        const int keys = kLongSteps ? tiles.end - first_key : kBlockN;
+        add_product_pn<kTiles, kBlockN, kDims>(out.o, s, smem.v, warp_col(), keys);
     }
 }
 

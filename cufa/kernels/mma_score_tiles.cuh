@@ -7,7 +7,7 @@
 #include "score_gradients.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kSplit = SPLIT;
-constexpr int kWarps = THREADS / 32;
+constexpr int kWarps = THREADS / 32, kBlocksPerSm = BLOCKS_PER_SM;
 // A block owns kBlockN rows of scores and walks over tiles of kBlockM columns. kSplit warps share
 // rows, and part the columns.
 constexpr int kTiles = kBlockN / (kWarps / kSplit * kMmaM);
@@ -20,6 +20,9 @@ static_assert(kColumns % (sizeof(scalar_t) == 8 ? kMmaN : kMmaK) == 0,
 // Steps of S^T and dP^T that are unrolled. If a warp has a lone fragment, a step is one mma: it
 // takes many to hide how long their operands are on their way.
 constexpr int kScoreSteps = kColumns < kMmaK ? 16 : kStepsAtOnce;
+
+// Steps of S^T and dP^T that are unrolled. With three blocks an SM a thread has 168 registers.
+constexpr int kScoreSteps = kTf32 && kBlocksPerSm >= 3 ? 2 : kStepsAtOnce;
 
 using Scores = Accumulators<kTiles, kColumns>;
 

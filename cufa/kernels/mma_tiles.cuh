@@ -160,14 +160,16 @@ __device__ inline void add_columns(Accumulators<Tiles, Cols>& o,
     }
 }
 
-// o += p v, as in O += P V, where p is an accumulator: Cols columns of v from first_col on.
+// o += p v, as in O += P V, where p is an accumulator: Cols columns of v from first_col on. Steps
+// that begin beyond `depth` are left out.
 template <int Tiles, int Depth, int Cols, class V>
 __device__ inline void add_product_pn(Accumulators<Tiles, Cols>& o,
                                       const Accumulators<Tiles, Depth>& p, const V& v,
-                                      int first_col = 0) {
+                                      int first_col = 0, int depth = Depth) {
     const Operands::RightNN<V> v_part(v, first_col);
 #pragma unroll
     for (int k = 0; k < Depth; k += kMmaK) {
+        if (k >= depth) continue;
         Operands::Left left[Tiles];
 #pragma unroll
         for (int m = 0; m < Tiles; ++m) left[m] = Operands::left_pn(p[m], k);

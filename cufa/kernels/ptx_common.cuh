@@ -9,6 +9,17 @@ __device__ inline int anew(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
+__device__ inline float anew_float(float x) {
+    asm volatile("" : "+f"(x));
+    return x;
+}
+
+// Whether this is for Blackwell's ptxas, which loads operands further ahead than the others.
+#if __CUDA_ARCH__ >= 1000
+constexpr bool kBlackwell = true;
+#else
+constexpr bool kBlackwell = false;
+#endif
 
 // Barrier `id` of Threads threads of the block: arrives and waits, or only arrives.
 template <int Threads>

@@ -6,6 +6,11 @@ namespace ptx {
 inline int anew(int x) {
     return x;
 }
+inline float anew_float(float x) {
+    return x;
+}
+
+constexpr bool kBlackwell = false;
 
 template <int Threads>
 inline void named_barrier_sync(int id, EMULATOR_HERE) {

@@ -45,7 +45,7 @@ constexpr int kHeadPart = kHead / kSplit, kValuePart = kValue / kSplit;
 constexpr int kQueryCols = kHead / kQueryParts;
 // Steps of dQ that are unrolled. While a warp has whole rows of dK and dV there are no registers
 // for operands loaded far ahead: ptxas would spill others.
-constexpr int kQuerySteps = kSplit == 1 ? min_of(kScoreSteps, 4) : kStepsAtOnce;
+constexpr int kQuerySteps = kSplit == 1 ? min_of(kSteps, 4) : kStepsAtOnce;
 // Where there is room for one tile of queries, the next one is copied as soon as the last product
 // that needs a part of this one is done, if a barrier says when.
 constexpr bool kEarlyCopies = kStages == 1 && (kSplit > 1 || !kDeterministic);
@@ -293,8 +293,9 @@ struct KeyGradients {
     __device__ static void add_to_queries(KeySmem& smem, const DqSums& sums, int first_query) {
         constexpr bool kInSlices = kBlockN < kQueryCols * 2;
         constexpr int kSliceCols = kInSlices ? kMmaK : kQueryCols;
-        // All of dS^T leaves registers for one slice, or else ptxas spills; float64 spills anyway.
-        constexpr int kSlicesAtOnce = sizeof(scalar_t) == 8 ? kQueryCols / kSliceCols : 1;
+        // Wide heads leave registers for one slice at a time; float64 spills anyway.
+        constexpr bool kOneSlice = sizeof(scalar_t) != 8 && kHead > 128;
+        constexpr int kSlicesAtOnce = kOneSlice ? 1 : kQueryCols / kSliceCols;
         const QueryPlace to;
         if constexpr (kInSlices) {
             const LeftStrip<kQueryTiles, kBlockN> ds(smem.ds(), to.first_row);

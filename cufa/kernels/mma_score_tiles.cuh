@@ -17,12 +17,11 @@ static_assert(kTiles * (kWarps / kSplit) * kMmaM == kBlockN,
 static_assert(kColumns % (sizeof(scalar_t) == 8 ? kMmaN : kMmaK) == 0,
               "a warp must own whole fragments of queries");
 
-// Steps of S^T and dP^T that are unrolled. If a warp has a lone fragment, a step is one mma: it
-// takes many to hide how long their operands are on their way.
-constexpr int kScoreSteps = kColumns < kMmaK ? 16 : kStepsAtOnce;
-
-// Steps of S^T and dP^T that are unrolled. With three blocks an SM a thread has 168 registers.
-constexpr int kScoreSteps = kTf32 && kBlocksPerSm >= 3 ? 2 : kStepsAtOnce;
+// Steps of products that are unrolled. With three blocks an SM a thread has 168 registers.
+constexpr int kSteps = kTf32 && kBlocksPerSm >= 3 ? 2 : kStepsAtOnce;
+// Those of S^T and dP^T. If a warp has a lone fragment, a step is one mma: it takes many to hide
+// how long their operands are on their way.
+constexpr int kScoreSteps = kColumns < kMmaK ? 16 : kSteps;
 
 using Scores = Accumulators<kTiles, kColumns>;
 

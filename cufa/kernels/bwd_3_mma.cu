@@ -293,11 +293,12 @@ struct KeyGradients {
     __device__ static void add_to_queries(KeySmem& smem, const DqSums& sums, int first_query) {
         constexpr bool kInSlices = kBlockN < kQueryCols * 2;
         constexpr int kSliceCols = kInSlices ? kMmaK : kQueryCols;
-        // Wide heads leave registers for one slice at a time; float64 spills anyway.
-        constexpr bool kOneSlice = sizeof(scalar_t) != 8 && kHead > 128;
-        constexpr int kSlicesAtOnce = kOneSlice ? 1 : kQueryCols / kSliceCols;
         const QueryPlace to;
         if constexpr (kInSlices) {
+            // Beside wide heads and all of dS^T there are registers for one slice at a time, unless
+            // a slice is one step; float64 spills anyway.
+            constexpr bool kOneSlice = sizeof(scalar_t) != 8 && kHead > 128 && kBlockN > kMmaK;
+            constexpr int kSlicesAtOnce = kOneSlice ? 1 : kQueryCols / kSliceCols;
             const LeftStrip<kQueryTiles, kBlockN> ds(smem.ds(), to.first_row);
 #pragma unroll(kSlicesAtOnce)
             for (int col = 0; col < kQueryCols; col += kSliceCols) {

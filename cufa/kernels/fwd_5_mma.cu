@@ -49,8 +49,12 @@ constexpr bool kFewRegisters = sizeof(scalar_t) == 2 && !kCutTiles && kSumRegist
 constexpr int kHeadSteps = decltype(Smem::q)::kCols / kMmaK;
 constexpr int kFewSteps = ptx::kBlackwell ? ceil_div(kHeadSteps, 2) : 4;
 constexpr int kScoreSteps = sizeof(scalar_t) == 8 ? 8 : kFewRegisters ? kFewSteps : kStepsAtOnce;
-// Whether a step of a product takes so long that nothing of the next need be loaded beside it.
-constexpr bool kLongSteps = sizeof(scalar_t) == 4 && !kTf32;
+// Whether a step of a product takes so long that nothing of the next need be loaded beside it. If
+// it has twice as many sums, Blackwell's ptxas would spill those.
+constexpr bool kLongSteps =
+    sizeof(scalar_t) == 4 && !kTf32 && !(ptx::kBlackwell && kTiles * kDims > 128);
+// Whether what takes few instructions is worked out for each tile, and no register in between.
+constexpr bool kWorkedOutAnew = kLongSteps || (sizeof(scalar_t) == 2 && !kCutTiles);
 
 // A maximum is raised only when scores pass it by more than this, in log 2. Until then
 // probabilities reach up to 2^8, which float32 sums and 16-bit weights hold as precisely as those
@@ -82,8 +86,7 @@ __device__ inline acc_t scale_log2(const ScoreRules& rules) {
     if constexpr (kShapedScores) return 1;
     constexpr acc_t kLeastScale = 0x1p-126;
     acc_t scale = rules.scale;
-    // For each tile, so that it takes no register in between.
-    if constexpr (sizeof(acc_t) == sizeof(float)) scale = ptx::anew_float(scale);
+    if constexpr (kWorkedOutAnew) scale = ptx::anew_float(scale);
     scale *= acc_t(kLog2E);
     return max(scale < 0 ? -scale : scale, kLeastScale);
 }
@@ -117,7 +120,8 @@ class SeenScores {
     __device__ bool at(int m, int half, int n, int e) const {
         if constexpr (kKeyMask) return bits[m][half] >> (2 * n + e) & 1;
         // Rows past the end may see any key: they are not written.
-        if constexpr (!kCutTiles) return first_key + col_of(n) + e < rules.mask.seqlen_k;
+        if constexpr (kWorkedOutAnew && !kCutTiles)
+            return first_key + col_of(n) + e < rules.mask.seqlen_k;
         return rules.sees(first_row + row_of(m, half), first_key + col_of(n) + e);
     }
 
@@ -279,10 +283,9 @@ __device__ inline void take_out_nonfinite(Output& out, Smem& smem, const ScoreRu
     __syncthreads();
 }
 
-// This thread, as copies take it. Where registers are few, what follows from its number is worked
-// out for each copy.
+// This thread, as copies take it.
 __device__ inline auto copying_thread() {
-    if constexpr (kLongSteps || (sizeof(scalar_t) == 2 && !kCutTiles)) {
+    if constexpr (kWorkedOutAnew) {
         return ptx::anew(threadIdx.x);
     } else {
         return threadIdx.x;

@@ -36,7 +36,7 @@ _IMPLIED = {"dbias": "bias", "dsink": "sink", "mask_bits": "mask"}
 
 # A key, tiles of them and several, and neither; and those that Hopper's kernels take.
 PAGE_SIZES = (1, 7, 16, 32, 48)
-HOPPER_PAGE_SIZES = (16, 48, 128)
+HOPPER_PAGE_SIZES = (8, 16, 48, 128)
 # For the emulator: several of its small tiles of either length, one row or key, and none.
 LENGTHS = [(39, 53), (53, 39), (1, 40), (40, 1), (0, 5), (5, 0)]
 SIZES = {"heads": 2, "kv_heads": 1, "head_dim": 24, "head_dim_v": 40}

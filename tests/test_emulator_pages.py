@@ -38,6 +38,7 @@ def check(case, kernel, tiles, **options):
         ("fwd_8_split_kv", "float16", SPLIT_TILES | {"block_n": 64}, 8),
         ("fwd_5_mma", "bfloat16", MMA_TILES, 16),
         ("fwd_5_mma", "float32", MMA_TILES, 3),
+        ("fwd_6_wgmma", "float16", None, 8),
         ("fwd_6_wgmma", "float16", None, 48),
         ("fwd_6_wgmma", "bfloat16", None, 256),
         ("fwd_4_flash_v2", "float32", CORE_TILES, 5),

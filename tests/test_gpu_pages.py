@@ -39,6 +39,7 @@ def test_page_sizes(cupy, rng, lengths, page_size):
     ("kernel", "dtype", "dims", "page_size"),
     [
         ("fwd_8_split_kv", "float16", (64, 64), 16),
+        ("fwd_6_wgmma", "float16", (64, 64), 8),
         ("fwd_6_wgmma", "float16", (64, 64), 16),
         ("fwd_6_wgmma", "bfloat16", (128, 72), 48),
         ("fwd_6_wgmma", "bfloat16", (256, 256), 128),

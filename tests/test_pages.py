@@ -99,6 +99,7 @@ def test_layouts_and_probabilities(rng: np.random.Generator) -> None:
     [
         ("sm_90a", 1, 16, "fwd_8_split_kv"),
         ("sm_90a", 2048, 16, "fwd_6_wgmma"),
+        ("sm_90a", 2048, 8, "fwd_6_wgmma"),
         ("sm_90a", 2048, 20, "fwd_5_mma"),
         ("sm_80", 2048, 16, "fwd_5_mma"),
         ("sm_75", 2048, 16, "fwd_4_flash_v2"),
@@ -116,7 +117,7 @@ def test_plans_say_why_pages_are_not_for_a_kernel() -> None:
         *("forward", "bfloat16", 4, 2048, 4096, 32, 8, 128, 128), features=Features(page_size=20)
     )
     plan = make_plan(problem, Device.of("sm_90a"))
-    assert "fwd_6_wgmma copies 16 keys at once, and a page has 20" in plan.reasons
+    assert "fwd_6_wgmma copies 8 keys at once, and a page has 20" in plan.reasons
     with pytest.raises(ValueError, match="fwd_3_flash_v1 does not support block_table"):
         make_plan(problem, Device.of("sm_90a"), "fwd_3_flash_v1")
 

@@ -28,8 +28,8 @@ _WIDE_VALUE_DIM, _WIDE_PART = 144, 0.9
 # Of how many short sequences' heads an SM must have to work on, and up to how many head dims, for blocks that
 # are small to be faster than one that is large. Likewise.
 _MANY_HEADS, _SHORT_HEAD_DIM = 8, 128
-# Keys that a copy of Hopper's engine brings at least: fewer, and fwd_5_mma is faster. Measured on an H200.
-_BOX_KEYS = 16
+# Keys that a copy of Hopper's engine brings at least: copies must begin where a swizzled unit does.
+_BOX_KEYS = 8
 # Where three products of tf32 take less time than one of float32 on CUDA cores.
 _FAST_TF32 = frozenset(((8, 0), (8, 7), (9, 0), (10, 0), (10, 3)))
 

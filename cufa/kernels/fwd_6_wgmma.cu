@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warpgroup == 0) {
         ptx::registers_decrease<kProducerRegisters>();
         const int inspector = static_cast<int>(threadIdx.x) / 32 - 1;
-        if (threadIdx.x == 0) produce(smem, params);
+        if (threadIdx.x < kProducers) produce(smem, params);
         if (inspector >= 0 && inspector < kInspectors) inspect_values(smem, params, inspector);
     } else {
         ptx::registers_increase<kConsumerRegisters>();

@@ -196,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
     if (warpgroup == 0) {
         ptx::registers_decrease<kProducerRegisters>();
-        if (threadIdx.x == 0) produce(smem, params);
+        if (threadIdx.x < kProducers) produce(smem, params);
         if (threadIdx.x >= 32) turn_values(smem, params);
     } else {
         ptx::registers_increase<kConsumerRegisters>();

@@ -18,6 +18,15 @@ __device__ inline long long nanoseconds() {
     return now;
 }
 
+// True in one lane of a warp, the same each time. All must ask. Of what is under this condition the
+// compiler knows that one thread does it, so that it need not take turns for what is uniform.
+__device__ inline bool elect_lane() {
+    unsigned int elected;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(elected));
+    return elected != 0;
+}
+
 // A barrier in shared memory. Its phases are numbered from 0; each ends when as many threads as
 // `init` said have arrived and all bytes that they announced are there.
 using Barrier = unsigned long long;

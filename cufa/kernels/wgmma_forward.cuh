@@ -10,6 +10,7 @@
 #include "labelled_ring.cuh"
 #include "schedule.cuh"
 #include "seen_tiles.cuh"
+#include "wgmma_pages.cuh"
 #include "wgmma_softmax.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
@@ -32,6 +33,7 @@ using ValueRows = PanelTile<kBlockN, kValueDim>;
 
 using Order = TileOrder<kBlockM, SECTION_BYTES>;
 using KeyRange = KeyTileRange<kBlockM, kBlockN>;
+using KeyPages = TilePages<kBlockN>;
 using Scores = WgmmaSums<kBlockN>;
 using Weights = WgmmaOperand<kBlockN>;
 
@@ -87,7 +89,14 @@ struct SeenWalk {
     }
 };
 
-// ---- the producer: one thread ----
+// ---- the producer: one thread, or a warp that looks pages up ----
+
+constexpr int kProducers = kPaged ? 32 : 1;
+
+// True in the one thread of the producer that starts copies.
+__device__ inline bool starts_copies() {
+    return !kPaged || ptx::elect_lane();
+}
 
 template <class Smem, class Params>
 __device__ inline void send_queries(Smem& smem, const Params& params,
@@ -95,6 +104,7 @@ __device__ inline void send_queries(Smem& smem, const Params& params,
 #pragma unroll 1  // registers are what a producer lacks
     for (int w = 0; w < kConsumers; ++w) {
         smem.q_ring[w].wait_empty(at);
+        if (!starts_copies()) continue;
         smem.work[w][at.stage] = work;
         ptx::Barrier& full = smem.q_ring[w].announce(at, work.exists() ? QueryRows::kBytes : 0);
         if (work.exists()) {
@@ -105,47 +115,29 @@ __device__ inline void send_queries(Smem& smem, const Params& params,
     at.advance();
 }
 
-// The pages of a tile's boxes, for keys that lie in such. Of keys that the sequence does not have
-// it is one that is past the end of the tensor, where all is zero.
-struct BoxPages {
-    int numbers[kPaged ? kBlockN / kBoxKeys : 1];
-
-    __device__ BoxPages(const Sequence& sequence, int first_key) {
-        if constexpr (!kPaged) return;
-        constexpr int kNoPage = -1;
-#pragma unroll
-        for (int box = 0; box < kBlockN / kBoxKeys; ++box) {
-            const int key = first_key + box * kBoxKeys;
-            numbers[box] = key < sequence.seqlen_k ? sequence.pages[key / kPageSize] : kNoPage;
-        }
-    }
-};
-
-// Starts the copy of a tile of keys, or values, from first_key on.
-template <class Tile>
-__device__ inline void copy_keys(Tile& tile, const TensorMap& map, ptx::Barrier& full,
-                                 const WorkTile& work, const BoxPages& pages, int first_key) {
-    if constexpr (kPaged) {
-#pragma unroll
-        for (int box = 0; box < kBlockN / kBoxKeys; ++box) {
-            const int row = box * kBoxKeys;
-            copy_tile(tile, map, full, pages.numbers[box], work.kv_head,
-                      (first_key + row) % kPageSize, row);
-        }
-    } else {
-        copy_tile(tile, map, full, kPacked ? 0 : work.batch, work.kv_head, first_key);
-    }
+// The pages of the keys of a tile from first_key on: looked up before there is room for it, and
+// used once more for its values.
+__device__ inline KeyPages pages_from(const ForwardParams& call, const WorkTile& work,
+                                      const Sequence& sequence, int first_key) {
+    return {sequence.keys<const scalar_t>(call.k, work.kv_head), first_key, sequence.seqlen_k};
 }
 
+// Has a tile of keys, or values, copied: those from first_key on.
 template <class Tile>
 __device__ inline void send_tile(Tile (&tiles)[kStages], TileRing& ring, RingPosition<kStages> at,
                                  const TensorMap& map, WorkTile work, const Sequence& sequence,
-                                 int first_key, TileLabel label = {}) {
-    const BoxPages pages(sequence, first_key);  // before there is room for the tile
+                                 const KeyPages& pages, int first_key, TileLabel label = {}) {
     ring.wait_empty(at);
-    ring.label(at, label);
-    ptx::Barrier& full = ring.announce(at, Tile::kBytes);
-    copy_keys(tiles[at.stage], map, full, work, pages, first_key);
+    if constexpr (kPaged) {
+        const BoxPages<kBoxKeys, kBlockN> boxes(pages, first_key, sequence.seqlen_k);
+        if (!starts_copies()) return;
+        ring.label(at, label);
+        boxes.copy(tiles[at.stage], map, ring.announce(at, Tile::kBytes), work.kv_head);
+    } else {
+        ring.label(at, label);
+        ptx::Barrier& full = ring.announce(at, Tile::kBytes);
+        copy_tile(tiles[at.stage], map, full, kPacked ? 0 : work.batch, work.kv_head, first_key);
+    }
 }
 
 // Sends a tile of queries and what a mask_mod shows it of its keys. Calls `ask` when the values of
@@ -159,22 +151,27 @@ __device__ inline void send_seen(Smem& smem, const Params& params, RingPosition<
         return sequence.first_k + walk.tile * kBlockN;
     };
     SeenWalk walk(params.call, work, keys);
-    send_tile(smem.k, smem.k_ring, at, params.k, work, sequence, key_of(walk), walk.label());
+    KeyPages pages = pages_from(params.call, work, sequence, key_of(walk));
+    send_tile(smem.k, smem.k_ring, at, params.k, work, sequence, pages, key_of(walk), walk.label());
     send_queries(smem, params, q_at, work);
     while (!walk.at_end()) {
         RingPosition<kStages> after = at;
         after.advance();
         SeenWalk next = walk;
         next.advance();
+        KeyPages pages_after;
         if (walk.at_last()) {
             ask();
         } else {
-            send_tile(smem.k, smem.k_ring, after, params.k, work, sequence, key_of(next),
-                      next.label());
+            pages_after = pages_from(params.call, work, sequence, key_of(next));
+            send_tile(smem.k, smem.k_ring, after, params.k, work, sequence, pages_after,
+                      key_of(next), next.label());
         }
-        send_tile(smem.v, smem.v_ring, at, params.v, work, sequence, key_of(walk), walk.label());
+        send_tile(smem.v, smem.v_ring, at, params.v, work, sequence, pages, key_of(walk),
+                  walk.label());
         at = after;
         walk = next;
+        pages = pages_after;
     }
 }
 
@@ -194,7 +191,8 @@ __device__ inline void produce(Smem& smem, const Params& params) {
 
     // A shuffle tells the compiler that the index is uniform, and so what is computed from it:
     // copies would take turns with each of their operands otherwise.
-    const auto uniform = [](int index) { return __shfl_sync(1u, index, 0); };
+    const auto uniform = [](int index) { return __shfl_sync(kPaged ? 0xffffffffu : 1u, index, 0); };
+    const auto ask = [&] { return !kPaged || threadIdx.x == 0 ? counter.next() : 0; };
 
     unsigned int index = blockIdx.x;
     for (;;) {
@@ -202,21 +200,23 @@ __device__ inline void produce(Smem& smem, const Params& params) {
         if (!work.exists()) break;
         const Sequence sequence = work.sequence(params.call);
         if (kPacked && work.first_row >= sequence.seqlen_q) {
-            index = uniform(counter.next());
+            index = uniform(ask());
             continue;
         }
         const KeyRange keys = key_tiles_of(params.call, work);
         if (kMaskMod && !keys.none()) {
             int asked;
-            send_seen(smem, params, q_at, at, work, keys, [&] { asked = counter.next(); });
+            send_seen(smem, params, q_at, at, work, keys, [&] { asked = ask(); });
             index = uniform(asked);
             continue;
         }
         const int first_key = sequence.first_k;
         int tile = keys.end - 1;
+        KeyPages pages;
         if (!keys.none()) {
             const int key = first_key + tile * kBlockN;
-            send_tile(smem.k, smem.k_ring, at, params.k, work, sequence, key);
+            pages = pages_from(params.call, work, sequence, key);
+            send_tile(smem.k, smem.k_ring, at, params.k, work, sequence, pages, key);
         }
         send_queries(smem, params, q_at, work);
         // Keys are needed a tile ahead of values.
@@ -224,16 +224,20 @@ __device__ inline void produce(Smem& smem, const Params& params) {
             for (; tile >= begin; --tile) {
                 RingPosition<kStages> after = at;
                 after.advance();
+                KeyPages pages_after;
                 const int key = first_key + tile * kBlockN;
                 if (tile > keys.begin) {
-                    send_tile(smem.k, smem.k_ring, after, params.k, work, sequence, key - kBlockN);
+                    pages_after = pages_from(params.call, work, sequence, key - kBlockN);
+                    send_tile(smem.k, smem.k_ring, after, params.k, work, sequence, pages_after,
+                              key - kBlockN);
                 }
-                send_tile(smem.v, smem.v_ring, at, params.v, work, sequence, key);
+                send_tile(smem.v, smem.v_ring, at, params.v, work, sequence, pages, key);
                 at = after;
+                pages = pages_after;
             }
         };
         send_down_to(keys.begin + kAskAhead);
-        const int asked = counter.next();  // the answer comes while the others are sent
+        const int asked = ask();  // the answer comes while the others are sent
         send_down_to(keys.begin);
         index = uniform(asked);
     }

@@ -48,6 +48,9 @@ BLOCKS_FOR_BANDWIDTH = 0.56
 UNEVENNESS = 0.15
 ROWS_FOR_BANDWIDTH = {MMA_M: 48, 2 * MMA_M: 67}
 LONE_BLOCK_COST = 1.3
+# How much longer few bytes of a key take if a tile's lie in several pages. Twice as many warps hide that, and
+# the time until a block's first tiles are there is twice as long.
+SEVERAL_PAGES = 1.06
 MAX_SPLITS = 128
 MAX_REGISTERS = 255
 # Registers of a thread beside sums and scores: operands, addresses, the softmax's state.
@@ -168,16 +171,28 @@ def _candidates(problem: Problem, device: Device) -> list[Tiles]:
     few = next((m for m in (16, 32) if m >= rows), BLOCK_M)
     wide = _best_tiles(problem, device, MAX_BLOCK_M) if rows > BLOCK_M else None
     fits = wide is not None and _cost(problem, wide).registers <= MAX_REGISTERS
-    return [_best_tiles(problem, device, few), *((wide,) if wide and fits else ())]
+    best = _best_tiles(problem, device, few)
+    more_warps = _in_several_pages(problem, best)
+    return [
+        best,
+        *((_best_tiles(problem, device, few, 2 * THREADS),) if more_warps else ()),
+        *((wide,) if wide and fits else ()),
+    ]
 
 
-def _best_tiles(problem: Problem, device: Device, block_m: int) -> Tiles:
+def _in_several_pages(problem: Problem, tiles: Tiles) -> bool:
+    """Whether a tile's keys are, and so few bytes that it takes time."""
+    page_size = problem.features.page_size
+    return page_size > 0 and page_size % tiles.block_n > 0 and _key_bytes(problem) < WIDE_KEY_BYTES
+
+
+def _best_tiles(problem: Problem, device: Device, block_m: int, most_threads: int = THREADS) -> Tiles:
     """The largest that fit, and as many stages as leave room for the blocks that an SM should have."""
     # A warp starts the copies of as many bytes whatever the team is.
     most_keys = min(block_m, BLOCK_M) * (1 if _key_bytes(problem) >= WIDE_KEY_BYTES else 2)
     smallest = [
         tiles
-        for threads in (THREADS, THREADS // 2)
+        for threads in (most_threads, most_threads // 2)
         for block_n in (most_keys, most_keys // 2, most_keys // 4)
         if (tiles := Tiles(block_m, block_n, threads, MIN_STAGES)).misfit() is None and tiles.teams
     ]
@@ -203,6 +218,10 @@ def _least_time(problem: Problem, tiles: Tiles, device: Device) -> tuple[float, 
     cost, row_blocks = _cost(problem, tiles), _row_blocks(problem, tiles.block_m)
     blocks_per_sm = max(1, device.blocks_resident(tiles.threads, cost.registers, cost.smem_bytes))
     bytes_of_row_block = _visible_keys(problem) * _key_bytes(problem)
+    more_warps = tiles.threads > THREADS
+    if not more_warps and _in_several_pages(problem, tiles):
+        bytes_of_row_block = round(SEVERAL_PAGES * bytes_of_row_block)
+    start = START_BYTES[tiles.warp_rows] * (2 if more_warps else 1)
     parts_of_sm = prod(lse_shape(problem)) * _part_bytes(problem) / device.sm_count
     part_bytes = max(MERGED_PART_BYTES, PASSES_OVER_PARTS * parts_of_sm)
 
@@ -218,7 +237,7 @@ def _least_time(problem: Problem, tiles: Tiles, device: Device) -> tuple[float, 
         block_times = on_busiest + (LONE_BLOCK_COST - 1) * lone
         multiply = block_times * of_block * tiles.block_m / ROWS_FOR_BANDWIDTH[tiles.warp_rows]
         merge = MERGE_BYTES + splits * part_bytes if splits > 1 else 0
-        return waves * START_BYTES[tiles.warp_rows] + max(read, multiply) + merge
+        return waves * start + max(read, multiply) + merge
 
     rounds = ceil_div(_visible_keys(problem), tiles.block_n * tiles.teams)
     return min((time(splits), splits) for splits in range(1, max(1, min(rounds, MAX_SPLITS)) + 1))

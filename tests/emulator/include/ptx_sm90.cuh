@@ -15,6 +15,11 @@ inline long long nanoseconds() {
     return 0;
 }
 
+inline bool elect_lane(EMULATOR_HERE) {
+    emulator::sync_warp("elect", ~0u, nullptr, nullptr, nullptr, file, line);
+    return emulator::lane() == 0;
+}
+
 using Barrier = unsigned long long;
 
 inline void barrier_init(Barrier& barrier, int arrivals) {

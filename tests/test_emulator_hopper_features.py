@@ -89,6 +89,23 @@ def test_backward(rng, kernel, dtype, dims, features):
     assert_gradients(gradients_of(kernel, case, tiles=tiles), case.problem, **case.backward)
 
 
+# The heads that share keys in parts: where dQ is added from registers, by copies, and by two warpgroups for a
+# part of the dims each; sequences packed, with unused keys, and of one length.
+PARTED = [
+    ("bwd_4_wgmma", (64, 40), {"parts": 4}, {"packed", "seqused_k", "causal", "dlse"}),
+    ("bwd_4_wgmma", (72, 128), {"parts": 2, "block_m": 80}, {"seqused_k", "dsink"}),
+    ("bwd_5_wgmma_wide", (72, 136), {"parts": 2}, {"packed", "window", "deterministic"}),
+]
+
+
+@pytest.mark.parametrize(("kernel", "dims", "tiles", "features"), PARTED)
+def test_heads_in_parts(rng, kernel, dims, tiles, features):
+    lengths = {"seqlen_q": 150, "seqlen_k": 200, "heads": 4, "kv_heads": 1}
+    case = draw_case(rng, "bfloat16", features, **lengths, head_dim=dims[0], head_dim_v=dims[1])
+    hide_nan(case)
+    assert_gradients(gradients_of(kernel, case, tiles=tiles), case.problem, **case.backward)
+
+
 def gradients_of(kernel, case, **options):
     """Those of a kernel, from the output and the LSE of the reference."""
     problem, name = case.problem, case.problem.dtype_name

@@ -294,6 +294,37 @@ def test_few_blocks_at_a_time(cupy, deterministic):
     assert sum(int(step.wrong) for step in steps) == 0
 
 
+# ---- query heads that share keys, in parts ----
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("head_dim", "parts"), [(64, 4), (128, 8), (256, 2)])
+def test_heads_in_parts(cupy, head_dim, parts, causal):
+    """Whatever the parts are, the gradients are right; of a deterministic call they are the same bits."""
+    problem = random_problem(
+        np.random.default_rng(parts),
+        "bfloat16",
+        seqlen_q=300,
+        seqlen_k=450,
+        heads=8,
+        kv_heads=1,
+        head_dim=head_dim,
+    )
+    q, k, v, dout = on_gpu(problem)
+    out, lse = cufa.attention(q, k, v, causal=causal, return_lse=True)
+    backward = partial(
+        cufa.attention_backward, dout, q, k, v, out, lse, causal=causal, kernel=backward_for(head_dim)
+    )
+    chosen = cufa.plan(q, k, v, causal=causal, backward=True, kernel=backward_for(head_dim))
+    assert chosen.tiles["parts"] > 1
+    for tiles in (None, {"parts": parts}):
+        gradients = backward(tiles=tiles)
+        assert_gradients(tuple(x.get() for x in gradients), problem, causal=causal)
+        first, second = (backward(tiles=tiles, deterministic=True) for _ in range(2))
+        for once, again in zip(first, second, strict=True):
+            assert (bits(once) == bits(again)).all()
+
+
 # ---- numbers of tiles ----
 
 # Rows, and tiles of keys: rings of stages are passed not even once, once and often.

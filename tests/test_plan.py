@@ -50,8 +50,8 @@ def rounds_dq(plan: Plan) -> bool:
     return bool(macros_of(plan)["ROUNDS"])
 
 
-# Without parts to merge there is no workspace.
-TWO_SPLITS = {"fwd_8_split_kv": {"splits": 2}}
+# Keys or heads that are in parts, for which there is a workspace.
+IN_PARTS = {"fwd_8_split_kv": {"splits": 2}, **{kernel: {"parts": 2} for kernel in HOPPER_BACKWARD_KEYS}}
 
 
 def dim_for(kernel: str, dim: int) -> int:
@@ -256,13 +256,17 @@ def blocks_by_brute_force(plan: Plan) -> dict[str, int]:
     if plan.kernel in HOPPER_BACKWARD_KEYS:
         # Whole heads are for more of them than there are SMs (tests/test_wgmma_backward.py).
         query_tiles = tiles_of((batch, heads), queries, tiles["block_m"])
-        key_tiles = tiles_of((batch, kv_heads), keys, HOPPER_BACKWARD_KEYS[plan.kernel])
+        parts = range(tiles["parts"])
+        key_tiles = tiles_of((batch, kv_heads, parts), keys, HOPPER_BACKWARD_KEYS[plan.kernel])
+        key_rows = len(list(itertools.product(batch, kv_heads, keys)))
         if plan.kernel in HOPPER_COUNT:
             # row_sums also sets the count of the tiles that were taken to zero.
             grids = {"row_sums": max(query_tiles, min(key_tiles, 1))}
             grids["key_tiles"] = min(key_tiles, plan.device.sm_count)
         else:
             grids = {"row_sums": query_tiles, "key_tiles": key_tiles}
+        # A warp adds up the parts of a row, eight to a block.
+        grids["round_keys"] = -(-key_rows // 8) * (len(parts) > 1)
         return {**grids, "round_queries": query_tiles * (not rounds_dq(plan))}
     warps = tiles["threads"] // 32
 
@@ -314,7 +318,7 @@ def test_flash_v1_takes_a_step_for_each_block_of_keys(seqlen_k: int) -> None:
 @pytest.mark.parametrize(("kernel", "dtype"), KERNELS_IN_DTYPES)
 def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
     dims = {"head_dim": dim_for(kernel, 24), "value_dim": dim_for(kernel, 40)}
-    plan = plan_of(kernel, tiles=TWO_SPLITS.get(kernel), dtype=dtype, **dims)
+    plan = plan_of(kernel, tiles=IN_PARTS.get(kernel), dtype=dtype, **dims)
     rows = (2, 4, 300)
     matrix = (*rows, 400)
     expected: dict[str, dict[str, tuple[int, ...]]] = {
@@ -333,7 +337,10 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
         "bwd_4_wgmma": {"dQ sums": (2 * 4 * 3, 64, 128), "statistics": (2 * 4 * 3, 2 * 128 + 4)},
         "bwd_5_wgmma_wide": {"dQ sums": (2 * 4 * 5, 192, 64), "statistics": (2 * 4 * 5, 2 * 64 + 4)},
     }
-    shapes = expected.get(kernel, {}) | HOPPER_COUNT.get(kernel, {})
+    shapes = expected.get(kernel, {})
+    if kernel in HOPPER_BACKWARD_KEYS:
+        shapes["parts of dK and dV"] = (2 * 400, 2, 2, sum(dims.values()))
+    shapes |= HOPPER_COUNT.get(kernel, {})
     assert [(part.name, part.shape) for part in plan.scratch] == list(shapes.items())
     dtype_of_sums = np.float64 if dtype == "float64" else np.float32
     parts = [np.broadcast_to(dtype_of_sums(0), shape) for shape in shapes.values()]
@@ -344,7 +351,7 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
 def test_the_workspace_grows_as_the_registry_says(kernel: str) -> None:
     count = 4 if kernel in HOPPER_COUNT else 0
     small, large = (
-        plan_of(kernel, tiles=TWO_SPLITS.get(kernel), seqlen_q=n, seqlen_k=n).workspace_bytes - count
+        plan_of(kernel, tiles=IN_PARTS.get(kernel), seqlen_q=n, seqlen_k=n).workspace_bytes - count
         for n in (1024, 2048)
     )
     grows = {"none": 0, "O(N)": 2, "O(N^2)": 4}[KERNELS[kernel].memory]
@@ -525,7 +532,7 @@ def undefined_macros(source: str) -> set[str]:
         text = re.sub(r'"[^"\n]*"', "", text)
         names |= set(
             re.findall(
-                r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b|\b(?:SCALAR|CAUSAL|THREADS|LANES|STAGES|SPLIT)\b"
+                r"\b[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+\b|\b(?:SCALAR|CAUSAL|THREADS|LANES|STAGES|SPLIT|PARTS)\b"
                 r"|\b(?:WINDOW|SOFTCAP|BIAS|ALIBI|SINK|DROPOUT|PACKED|TF32|DETERMINISTIC|ADDING|ROUNDS)\b",
                 text,
             )
@@ -539,7 +546,7 @@ def undefined_macros(source: str) -> set[str]:
 def test_macros_are_what_the_kernel_asks_for(kernel: str) -> None:
     dims = {"head_dim": dim_for(kernel, 40), "value_dim": dim_for(kernel, 72)}
     dtype = dtype_for(kernel, "bfloat16")
-    plan = plan_of(kernel, dtype=dtype, causal=True, **dims)
+    plan = plan_of(kernel, dtype=dtype, causal=True, tiles=IN_PARTS.get(kernel), **dims)
     macros = macros_of(plan)
     assert set(macros) == undefined_macros(plan.source)
     common = {"SCALAR": dtype, "CAUSAL": True, "ALIGN_BYTES": 16}
@@ -550,7 +557,8 @@ def test_macros_are_what_the_kernel_asks_for(kernel: str) -> None:
         # The number of its warpgroups, and with it that of the keys, is the kernel's own.
         own = {"block_n": HOPPER_BACKWARD_KEYS[kernel]}
         helper = macros["HELPER_THREADS"]
-        assert blocks == {"row_sums": helper, "key_tiles": 3 * 128, "round_queries": helper}
+        small = dict.fromkeys(("row_sums", "round_keys", "round_queries"), helper)
+        assert blocks == {"key_tiles": 3 * 128, **small}
     else:
         # In how many parts the keys are, the grid says.
         own = {"splits": plan.tiles["splits"]} if kernel == "fwd_8_split_kv" else {}

@@ -49,7 +49,7 @@ def launch_of(plan, entry):
 
 
 # So many KV heads, and so short, that a block works on all keys of one; and so few that it does not.
-BATCHES_AND_LENGTHS = [(66, 256), (2, 4096)]
+BATCHES_AND_LENGTHS = [(66, 256), (4, 4096)]
 
 
 # Some words for each tile of keys, where registers are shortest; by head dim, causal and batch.
@@ -58,6 +58,52 @@ SPILLED = {(64, True, 66): ("key_tiles: 8 bytes spill stores, 12 bytes spill loa
 
 # Beside those at head dim 128, where queries go through in long tiles: short ones.
 SHORT = (128, 2, 512)
+
+
+def shared_by(heads, kv_heads, *, head_dim=128, causal=True, batch=1, seqlen=8192, **features):
+    """A call in which so many query heads share so many KV heads."""
+    call = problem(head_dim, causal=causal, batch=batch, seqlen=seqlen)
+    return replace(call, heads=heads, kv_heads=kv_heads, features=Features(**features))
+
+
+@pytest.mark.parametrize(
+    ("call", "parts"),
+    [
+        (shared_by(32, 1), 8),
+        (shared_by(32, 8), 1),
+        (shared_by(8, 1), 4),
+        (shared_by(1, 1), 1),
+        (shared_by(7, 1), 7),
+        (shared_by(32, 1, batch=4, packed=True), 4),
+        (shared_by(8, 1, causal=False), 2),
+        (shared_by(8, 1, causal=False, head_dim=256), 1),
+        (shared_by(8, 1, head_dim=256), 4),
+        (shared_by(8, 4, seqlen=64), 1),
+        (shared_by(32, 1, window=(100, 0)), 2),
+    ],
+    ids=str,
+)
+def test_heads_are_in_parts_where_tiles_of_keys_are_few(call, parts):
+    plan = plan_of(call)
+    assert plan.tiles["parts"] == dict(plan.macros)["PARTS"] == parts
+    assert ("to fill the SMs" in str(plan)) == (parts > 1)
+    assert any(launch.entry == "round_keys" for launch in plan.launches) == (parts > 1)
+
+
+def test_parts_are_of_whole_heads():
+    message = r"^tiles 80x128, stages 2, parts 3: parts must divide the 8 query heads that share a KV head$"
+    with pytest.raises(ValueError, match=message):
+        plan_of(shared_by(8, 1), parts=3)
+    assert plan_of(shared_by(8, 1), parts=8).tiles["parts"] == 8
+
+
+@pytest.mark.parametrize(
+    "call", [shared_by(8, 1, head_dim=64), shared_by(8, 1), shared_by(8, 1, head_dim=256)], ids=str
+)
+def test_no_spill_if_heads_are_in_parts(call):
+    plan = plan_of(call)
+    assert plan.tiles["parts"] > 1
+    assert jit.build(plan.variant).warnings == ()
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -242,6 +242,7 @@ _BACKWARD_ENTRIES = (
     *("row_sums", "key_tiles", "query_tiles", "round_queries"),
     *("bias_gradient", "sink_gradient"),
 )
+_HOPPER_BACKWARD_ENTRIES = ("row_sums", "key_tiles", "round_keys", "round_queries", "sink_gradient")
 
 _LADDER = (
     Kernel(
@@ -369,7 +370,7 @@ _LADDER = (
     HopperBackward(
         name="bwd_4_wgmma",
         direction="backward",
-        entries=("seen_tiles", "row_sums", "key_tiles", "round_queries", "sink_gradient"),
+        entries=("seen_tiles", *_HOPPER_BACKWARD_ENTRIES),
         idea="Hopper: all five products by wgmma beside each other and beside the softmax, tiles by TMA",
         paper="Shah et al. 2024, section 3",
         memory="O(N)",
@@ -381,7 +382,7 @@ _LADDER = (
     WideHopperBackward(
         name="bwd_5_wgmma_wide",
         direction="backward",
-        entries=("row_sums", "key_tiles", "round_queries", "sink_gradient"),
+        entries=_HOPPER_BACKWARD_ENTRIES,
         idea="values over head dim 128: warpgroups share the keys and part the dims; one has S, the other dP",
         paper="Shah et al. 2024, section 3",
         memory="O(N)",

@@ -13,14 +13,16 @@
 //
 // Launches: with a mask_mod seen_tiles, which finds out what it shows of each tile of scores, so
 // that tiles of which that is nothing are left out; row_sums (the rows' statistics, and dQ's sums
-// set to zero unless the first block to add does so), key_tiles, round_queries (unless the last
-// block does that); sink_gradient if that is wanted. Each begins while the one before ends.
+// set to zero unless the first block to add does so), key_tiles, round_keys (if blocks have parts
+// of the heads), round_queries (unless the last block does that); sink_gradient if that is wanted.
+// Each begins while the one before ends.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
-// Owns     block: 128 keys of one KV head at a time; warpgroup: 64 of them
+// Owns     block: 128 keys of one KV head at a time, for all query heads that share them or a part
+//          of those; warpgroup: 64 of them
 // Shared   rings of KEY_STAGES K and V tiles, which become dK and dV unless there are outboxes; of
 //          STAGES Q and dO tiles with the rows' statistics; of dS^T tiles
-// Global   workspace: sums of dQ, statistics, counts (wgmma_query_sums.cuh)
+// Global   workspace: sums of dQ, statistics, parts of dK and dV, counts (wgmma_query_sums.cuh)
 // Writes   dQ, dK, dV
 #include "wgmma_backward.cuh"
 #include "wgmma_seen_queries.cuh"
@@ -161,8 +163,8 @@ __device__ inline void send_keys(Smem& smem, const Params& params, KeyWork work,
 #pragma unroll
     for (int w = 0; w < kConsumers; ++w) {
         const int first_key = work.sequence(params.call).first_k + work.first_key + w * kWgmmaM;
-        copy_tile(smem.k[to.stage][w], params.k, full, work.map_batch(), work.kv_head, first_key);
-        copy_tile(smem.v[to.stage][w], params.v, full, work.map_batch(), work.kv_head, first_key);
+        copy_tile(smem.k[to.stage][w], params.k, full, work.map_batch(), work.kv_head(), first_key);
+        copy_tile(smem.v[to.stage][w], params.v, full, work.map_batch(), work.kv_head(), first_key);
     }
     to.advance();
 }
@@ -225,7 +227,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
             if constexpr (kMaskMod) {
                 if (tiles.begin < tiles.end) send_seen(smem, params, work, tiles, to);
             } else {
-                for (RangeWalk at(tiles, sizes, work.kv_head); !at.at_end(); at.advance()) {
+                for (RangeWalk at(tiles, sizes, work.part); !at.at_end(); at.advance()) {
                     send_queries(smem, params, work, at, to);
                 }
             }
@@ -248,14 +250,14 @@ __device__ inline void take_turns(Smem& smem, const Params& params) {
         if (!work.exists()) return;
         const Tiles tiles = query_tiles_of(params.call, work);
         take_turns<kBlockM, kBlockN>(smem.order, to, QueryWorkspace(params.call), params.call, work,
-                                     RangeWalk(tiles, params.call.sizes, work.kv_head));
+                                     RangeWalk(tiles, params.call.sizes, work.part));
     }
 }
 
 // ---- the sender: another warp or, if blocks take turns, one for each consumer ----
 
 // Stores the gradients of each tile of keys from where the keys were, those of Count consumers from
-// the first on; before, it passes on that one's turns.
+// the first on, unless these wrote their parts; before, it passes on the first one's turns.
 template <int Count>
 __device__ inline void send_gradients(Smem& smem, const Params& params, int first) {
     RingPosition<kStages> turn;
@@ -266,12 +268,12 @@ __device__ inline void send_gradients(Smem& smem, const Params& params, int firs
         if (kTurns && threadIdx.x % 32 == 0) {
             const Tiles tiles = query_tiles_of(params.call, work);
             pass_turns(smem.order[first], turn, QueryWorkspace(params.call), first, params.call,
-                       work, RangeWalk(tiles, params.call.sizes, work.kv_head));
+                       work, RangeWalk(tiles, params.call.sizes, work.part));
         }
         __syncwarp();
         wait_for(smem.gradients[at.stage], at.parity, at.stage);
 #pragma unroll
-        for (int w = first; w < first + Count; ++w) {
+        for (int w = first; kParts == 1 && w < first + Count; ++w) {
             send_out<kValueDim, 32>(params.dv, params.call.dv, smem.v[at.stage][w], params.call,
                                     work, w * kWgmmaM, 0);
             send_out<kHeadDim, 32>(params.dk, params.call.dk, smem.k[at.stage][w], params.call,
@@ -525,13 +527,15 @@ struct Consumer {
     // Adds NaN and infinity in dO to the gradients of this warpgroup's values.
     __device__ void add_taken_out(WgmmaSums<kValue>& dv, const Tiles& tiles) const {
         if (!took_out) return;
-        add_nonfinite<kValue>(dv, params.call, work().sequence(params.call), work().kv_head, tiles,
-                              softmax, 0);
+        add_nonfinite<kValue>(dv, params.call, work().sequence(params.call),
+                              work().heads(params.call.sizes), tiles, softmax, 0);
     }
 
     // Hands out the gradients of this warpgroup's values.
     __device__ void hand_out_values(const WgmmaSums<kValue>& dv) {
-        if constexpr (kOutboxes) {
+        if constexpr (kParts > 1) {
+            key_sums().write_values<kValue>(params.call, work(), warpgroup * kWgmmaM, 0, dv);
+        } else if constexpr (kOutboxes) {
             wait_for_outbox();
             write_rounded<kValue>(smem.outboxes[warpgroup].values(), dv);
             post({Label::kValues, nullptr, work()});
@@ -542,12 +546,15 @@ struct Consumer {
 
     // Hands out those of its keys: where these were once the other warpgroup is done with them too.
     __device__ void hand_out_keys(WgmmaSums<kHead>& dk) {
-        const float scale = params.call.softmax_scale;
+        const float scale = kParts > 1 ? 1 : params.call.softmax_scale;  // parts are scaled later
 #pragma unroll
         for (int i = 0; i < kHead / 2; ++i) dk[i] *= scale;
-        if constexpr (kOutboxes) {
+        if constexpr (kParts > 1) {
+            key_sums().write_keys<kHead>(params.call, work(), warpgroup * kWgmmaM, 0, dk);
+            give_up_keys();
+        } else if constexpr (kOutboxes) {
             const KeyWork done = work();
-            release(smem.keys_ring, keys_at);
+            give_up_keys();
             wait_for_outbox();
             write_rounded<kHead>(smem.outboxes[warpgroup].keys(), dk);
             post({Label::kKeys, nullptr, done});
@@ -555,7 +562,7 @@ struct Consumer {
             ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
             write_rounded<kHead>(smem.k[keys_at.stage][warpgroup], dk);
             ptx::proxy_fence();
-            ptx::barrier_arrive(smem.gradients[keys_at.stage]);
+            give_up_keys();
         }
         keys_at.advance();
     }
@@ -596,6 +603,17 @@ struct Consumer {
         rows.data = rows.row(first_row);
         Sums::round(tile_before, part, dq, sets_sums, rows, sequence.seqlen_q - first_row,
                     params.call.softmax_scale);
+    }
+
+    __device__ KeySums key_sums() const { return QueryWorkspace(params.call).key_sums; }
+
+    // Says that this thread is done with the keys, and that gradients lie there if they do.
+    __device__ void give_up_keys() {
+        if constexpr (kOutboxes) {
+            release(smem.keys_ring, keys_at);
+        } else {
+            ptx::barrier_arrive(smem.gradients[keys_at.stage]);
+        }
     }
 
     __device__ void wait_for_dout() {
@@ -716,7 +734,7 @@ __device__ inline auto walk_of(const Consumer& consumer, const Tiles& tiles) {
     if constexpr (kMaskMod) {
         return LabelledWalk(consumer.smem.ring, consumer.at, tiles);
     } else {
-        return RangeWalk(tiles, consumer.params.call.sizes, consumer.work().kv_head);
+        return RangeWalk(tiles, consumer.params.call.sizes, consumer.work().part);
     }
 }
 
@@ -792,6 +810,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     } else {
         ptx::registers_increase<kConsumerRegisters>();
         consume(smem, params, warpgroup - 1);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+    round_keys(const __grid_constant__ Params params) {
+    ptx::let_next_launch_begin();
+    ptx::wait_for_launch_before();
+    if constexpr (kParts > 1) {
+        add_parts<kHelperThreads>(params.call, QueryWorkspace(params.call).key_sums);
     }
 }
 

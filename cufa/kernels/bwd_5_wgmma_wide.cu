@@ -9,9 +9,10 @@
 // Launches: those of bwd_4_wgmma.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
-// Owns     block: 64 keys of one KV head; warpgroup: whole panels of the head dims of dK, dV and dQ
+// Owns     block: 64 keys of one KV head, for all query heads that share them or a part of those;
+//          warpgroup: whole panels of the head dims of dK, dV and dQ
 // Shared   K, V; rings of STAGES Q tiles with the rows' statistics, dO tiles, P^T and dS^T
-// Global   workspace: sums of dQ, then statistics (wgmma_query_sums.cuh)
+// Global   workspace: sums of dQ, statistics, parts of dK and dV (wgmma_query_sums.cuh)
 // Writes   dQ, dK, dV
 #include "wgmma_backward.cuh"
 
@@ -75,8 +76,8 @@ __device__ inline void send_keys(Smem& smem, const Params& params, KeyWork work,
     smem.keys_ring.wait_empty(to);
     ptx::Barrier& full = smem.keys_ring.announce(to, KeyRows::kBytes + ValueRows::kBytes);
     const int first_key = work.sequence(params.call).first_k + work.first_key;
-    copy_tile(smem.k, params.k, full, work.map_batch(), work.kv_head, first_key);
-    copy_tile(smem.v, params.v, full, work.map_batch(), work.kv_head, first_key);
+    copy_tile(smem.k, params.k, full, work.map_batch(), work.kv_head(), first_key);
+    copy_tile(smem.v, params.v, full, work.map_batch(), work.kv_head(), first_key);
     to.advance();
 }
 
@@ -102,7 +103,7 @@ __device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
     RingPosition<kStages> to;
     do {
         const Tiles tiles = query_tiles_of(params.call, work);
-        Walk at(tiles, sizes, work.kv_head);
+        Walk at(tiles, sizes, work.part);
         if (!at.at_end()) send_keys(smem, params, work, keys_to);
         for (; !at.at_end(); at.advance()) send_queries(smem, params, work, at, to);
     } while (Keys::next(work, sizes));
@@ -114,14 +115,14 @@ __device__ inline void take_turns(Smem& smem, const Params& params, KeyWork work
     const Tiles tiles = query_tiles_of(params.call, work);
     RingPosition<kStages> to;
     take_turns<kBlockM, kBlockN>(smem.order, to, QueryWorkspace(params.call), params.call, work,
-                                 Walk(tiles, params.call.sizes, work.kv_head));
+                                 Walk(tiles, params.call.sizes, work.part));
 }
 
 __device__ inline void pass_turns(Smem& smem, const Params& params, KeyWork work, int consumer) {
     const Tiles tiles = query_tiles_of(params.call, work);
     RingPosition<kStages> to;
     pass_turns(smem.order[consumer], to, QueryWorkspace(params.call), consumer, params.call, work,
-               Walk(tiles, params.call.sizes, work.kv_head));
+               Walk(tiles, params.call.sizes, work.part));
 }
 
 // ---- the consumers: a warpgroup for a part of the head dims ----
@@ -296,12 +297,19 @@ struct Consumer {
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
         if (took_out) {
             const Tiles tiles = query_tiles_of(params.call, work);
-            add_nonfinite<kValueCols>(dv, params.call, work.sequence(params.call), work.kv_head,
-                                      tiles, softmax, kValuePart.first_col());
+            add_nonfinite<kValueCols>(dv, params.call, work.sequence(params.call),
+                                      work.heads(params.call.sizes), tiles, softmax,
+                                      kValuePart.first_col());
         }
         const BackwardParams& call = params.call;
-        store<kValueCols, kValueDim>(params.dv, call.dv, smem.v, kValuePart, dv, 1);
-        store<kKeyCols, kHeadDim>(params.dk, call.dk, smem.k, kKeyPart, dk, call.softmax_scale);
+        if constexpr (kParts > 1) {
+            const KeySums key_sums = QueryWorkspace(call).key_sums;
+            key_sums.write_values<kValueCols>(call, work, 0, kValuePart.first_col(), dv);
+            key_sums.write_keys<kKeyCols>(call, work, 0, kKeyPart.first_col(), dk);
+        } else {
+            store<kValueCols, kValueDim>(params.dv, call.dv, smem.v, kValuePart, dv, 1);
+            store<kKeyCols, kHeadDim>(params.dk, call.dk, smem.k, kKeyPart, dk, call.softmax_scale);
+        }
         if (threadIdx.x % kWarpgroup == 0) {
             ptx::wait_stores_read();
             if (took_keys) smem.keys_ring.release(keys_at);
@@ -432,7 +440,7 @@ __device__ inline void consume(Smem& smem, const Params& params, KeyWork work) {
         typename Consumer<kRole>::KeyGradients dk = {};
         typename Consumer<kRole>::ValueGradients dv = {};
         const Tiles tiles = query_tiles_of(params.call, work);
-        Walk walk(tiles, sizes, work.kv_head);
+        Walk walk(tiles, sizes, work.part);
         const bool any = !walk.at_end();
         consumer.begin(work);
         if (any) {
@@ -489,6 +497,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     } else {
         ptx::registers_increase<kConsumerRegisters>();
         consume<kWeightGradients>(smem, params, work);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+    round_keys(const __grid_constant__ Params params) {
+    ptx::let_next_launch_begin();
+    ptx::wait_for_launch_before();
+    if constexpr (kParts > 1) {
+        add_parts<kHelperThreads>(params.call, QueryWorkspace(params.call).key_sums);
     }
 }
 

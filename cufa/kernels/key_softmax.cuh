@@ -273,17 +273,21 @@ struct KeySoftmax {
     }
 };
 
+// Query heads of those that share keys.
+struct HeadRange {
+    int begin, end;
+};
+
 // Adds NaN and infinity in dO to the gradients of the values that those rows see, for a warpgroup's
 // 64 keys and the tiles of rows that do not all see all of the block's: 0 times it must not reach
 // the other keys, so it was taken out of the products' operands. It is looked for anew, since
 // nothing need be remembered.
 template <int Cols, int BlockM, class Tiles>
 __device__ inline void add_nonfinite(WgmmaSums<Cols>& dv, const BackwardParams& call,
-                                     const Sequence& sequence, int kv_head, const Tiles& tiles,
+                                     const Sequence& sequence, HeadRange heads, const Tiles& tiles,
                                      const KeySoftmax<BlockM>& softmax, int first_col) {
-    const int group = call.sizes.heads / call.sizes.kv_heads;
 #pragma unroll 1
-    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+    for (int head = heads.begin; head < heads.end; ++head) {
         const auto dout = sequence.queries<const scalar_t>(call.dout, head);
         const int end_row = min(tiles.end * BlockM, sequence.seqlen_q);
         const TilePlace place = {call.features, sequence.batch, head, 0};

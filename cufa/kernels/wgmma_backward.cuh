@@ -123,10 +123,10 @@ __device__ inline void send_out(const TensorMap& map, const Tensor& tensor, Tile
     const int first_key = work.first_key + key, thread = threadIdx.x % Threads;
     const int count = kPacked ? end_of_keys(call, sequence) - first_key : Tile::kRows;
     if (count < Tile::kRows) {  // the copy engine would write beyond the sequence
-        write_first_rows<TensorDims, Threads>(sequence.keys<scalar_t>(tensor, work.kv_head), rows,
+        write_first_rows<TensorDims, Threads>(sequence.keys<scalar_t>(tensor, work.kv_head()), rows,
                                               count, first_key, first_col, thread);
     } else if (thread == 0) {
-        store_tile(map, rows, work.map_batch(), work.kv_head, sequence.first_k + first_key,
+        store_tile(map, rows, work.map_batch(), work.kv_head(), sequence.first_k + first_key,
                    first_col);
     }
 }

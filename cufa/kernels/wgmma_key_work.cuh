@@ -1,13 +1,17 @@
-// What a block of the Hopper backward works on: which tiles of keys it takes, in which order, which
-// tiles of queries those take in, and how its dQ joins that of others.
+// What a block of the Hopper backward works on: which tiles of keys and which of the query heads
+// that share them it takes, in which order, which tiles of queries those take in, and how its dQ
+// joins that of others.
 #pragma once
 
+#include "key_softmax.cuh"
 #include "mask.cuh"
 #include "schedule.cuh"
 #include "tensor.cuh"
 #include "wgmma_tiles.cuh"
 
 constexpr int kConsumers = 2;  // warpgroups of a block that compute
+// Into how many parts the query heads of a KV head come, of which a block has one.
+constexpr int kParts = PARTS;
 // Of how many heads blocks run together (plan/wgmma_backward.py).
 constexpr int kSectionBytes = SECTION_BYTES, kSectionBlocks = SECTION_BLOCKS;
 constexpr int kLeastOrderedHeads = LEAST_ORDERED_HEADS, kMostOrderedHeads = MOST_ORDERED_HEADS;
@@ -30,17 +34,28 @@ static_assert(!kMaskMod || kAdding == kAsTheyCome,
 // Whether blocks wait for others.
 constexpr bool kTurns = kAdding == kAfterFirst || kAdding == kInOrder;
 
-// A tile of keys of one KV head; batch -1: there is none left.
+// Parts of the query heads, those of all KV heads together.
+__device__ inline int parts_of_heads(const Sizes& sizes) {
+    return sizes.kv_heads * kParts;
+}
+
+// A tile of keys and the part of the query heads for which a block works on it; batch -1: there is
+// none left.
 struct KeyWork : Lengths {
-    int batch, kv_head, first_key;
+    int batch, part, first_key;
 
     KeyWork() = default;
-    __device__ KeyWork(const Sequence& sequence, int kv_head, int first_key)
-        : Lengths(sequence), batch(sequence.batch), kv_head(kv_head), first_key(first_key) {}
+    __device__ KeyWork(const Sequence& sequence, int part, int first_key)
+        : Lengths(sequence), batch(sequence.batch), part(part), first_key(first_key) {}
 
     __device__ bool exists() const { return batch >= 0; }
     __device__ static KeyWork none() { return {Sequence(-1, 0, 0, 0, 0), 0, 0}; }
 
+    __device__ int kv_head() const { return part / kParts; }
+    __device__ HeadRange heads(const Sizes& sizes) const {
+        const int heads = sizes.heads / parts_of_heads(sizes);
+        return {part * heads, (part + 1) * heads};
+    }
     __device__ Sequence sequence(const BackwardParams& call) const {
         return Lengths::sequence(call, batch);
     }
@@ -58,33 +73,36 @@ struct KeyWork : Lengths {
 // The tiles of keys that a block takes at a time: one or, if it is alone, all of one head.
 template <int BlockN>
 struct KeyOrder {
-    // Heads come in sections. Within a section the first keys come first: under a causal mask most
-    // queries see those, and long work that starts late would leave the GPU waiting for it; and
-    // blocks that take turns wait for none that begin later.
+    // Heads, that is parts of them, come in sections. Within a section the first keys come first:
+    // under a causal mask most queries see those, and long work that starts late would leave the
+    // GPU waiting for it; and blocks that take turns wait for none that begin later.
     __device__ static KeyWork at(unsigned int index, const BackwardParams& call) {
         const Sizes& sizes = call.sizes;
         if (index >= count(sizes)) return KeyWork::none();
         if constexpr (kPacked) {
+            const int parts = parts_of_heads(sizes);
             const auto [batch, first_key] = row_tile<BlockN>(
-                index / sizes.kv_heads, sizes.batch, sizes.seqlen_k, call.features.cu_seqlens_k);
-            return {Sequence(call, batch), static_cast<int>(index % sizes.kv_heads), first_key};
+                index / parts, sizes.batch, sizes.seqlen_k, call.features.cu_seqlens_k);
+            return {Sequence(call, batch), static_cast<int>(index % parts), first_key};
         }
-        const int tiles = tiles_of_head(sizes), heads = sizes.batch * sizes.kv_heads;
+        const int tiles = tiles_of_head(sizes), heads = sizes.batch * parts_of_heads(sizes);
         const int of_section = section_heads(sizes);
 
         const int first_head = index / (of_section * tiles) * of_section;
         const int in_section = min(of_section, heads - first_head);
         const int place = index - first_head * tiles;
         const int head = first_head + place % in_section;
-        return {Sequence(call, head / sizes.kv_heads), head % sizes.kv_heads,
-                place / in_section * BlockN};
+        const int parts = parts_of_heads(sizes);
+        return {Sequence(call, head / parts), head % parts, place / in_section * BlockN};
     }
 
     __device__ static KeyWork first(const BackwardParams& call) { return at(blockIdx.x, call); }
     // How many times something can be taken.
     __device__ static unsigned int count(const Sizes& sizes) {
-        if (kPacked) return sizes.kv_heads * row_tiles<BlockN>(sizes.batch, sizes.seqlen_k);
-        return sizes.batch * sizes.kv_heads * tiles_of_head(sizes);
+        if (kPacked) {
+            return parts_of_heads(sizes) * row_tiles<BlockN>(sizes.batch, sizes.seqlen_k);
+        }
+        return sizes.batch * parts_of_heads(sizes) * tiles_of_head(sizes);
     }
 
     // Goes on to the next tile, if there is one that was taken with this.
@@ -114,16 +132,16 @@ struct KeyOrder {
     }
     // At most so many, in sections of one size.
     __device__ static int even(const Sizes& sizes, int most) {
-        const int heads = sizes.batch * sizes.kv_heads;
+        const int heads = sizes.batch * parts_of_heads(sizes);
         return ceil_div(heads, ceil_div(heads, most));
     }
     // As many as the L2 cache holds queries and sums of.
     __device__ static int cached_heads(const Sizes& sizes) {
         constexpr int kRowBytes = (kHeadDim + kValueDim) * static_cast<int>(sizeof(scalar_t)) +
                                   kHeadDim * static_cast<int>(sizeof(float));
-        const int head_rows = max(1, sizes.heads / sizes.kv_heads * sizes.seqlen_q);
+        const int head_rows = max(1, sizes.heads / parts_of_heads(sizes) * sizes.seqlen_q);
         const int fitting = kSectionBytes / kRowBytes / head_rows;
-        return min(max(fitting, 1), sizes.batch * sizes.kv_heads);
+        return min(max(fitting, 1), sizes.batch * parts_of_heads(sizes));
     }
 };
 
@@ -155,26 +173,26 @@ struct QueryTiles {
     __device__ bool last_of(int tile) const { return tile < last_end; }
 };
 
-// Where in the tiles of queries of a group of heads a warp is. The last tiles come first, of all
+// Where in the tiles of queries of a part of the heads a warp is. The last tiles come first, of all
 // heads: blocks that begin together then work on the same queries, which the L2 cache has, and add
 // to them in the same order, whatever their mask.
 template <class Tiles>
 struct QueryWalk {
     const Tiles& tiles;
-    int group, head, heads_end, tile;
+    int heads, head, heads_end, tile;
 
-    __device__ QueryWalk(const Tiles& tiles, const Sizes& sizes, int kv_head)
+    __device__ QueryWalk(const Tiles& tiles, const Sizes& sizes, int part)
         : tiles(tiles),
-          group(sizes.heads / sizes.kv_heads),
-          head(group * kv_head),
-          heads_end(head + group),
+          heads(sizes.heads / parts_of_heads(sizes)),
+          head(heads * part),
+          heads_end(head + heads),
           tile(tiles.end - 1) {}
 
     __device__ bool at_end() const { return tile < tiles.begin; }
     __device__ bool masked() const { return tiles.masked(tile); }
     __device__ void advance() {
         if (++head < heads_end) return;
-        head -= group;
+        head -= heads;
         --tile;
     }
 };

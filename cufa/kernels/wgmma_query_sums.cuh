@@ -4,7 +4,7 @@
 
 #include "key_softmax.cuh"
 #include "sink_gradient.cuh"
-#include "wgmma_key_work.cuh"
+#include "wgmma_key_sums.cuh"
 
 // A tile of dQ^T as the warpgroups have it: panels of 64 dims by BlockM queries or, of the last one
 // if it is Halved, by as many eights of them as are half. Each such part is a warpgroup's
@@ -100,13 +100,14 @@ struct QuerySums {
     }
 };
 
-// The workspace: dQ's sums tile by tile, then the rows' statistics and, if blocks take turns, how
-// many have added each warpgroup's part of a tile; if they stay for many tiles of keys, how many of
-// those were taken.
+// The workspace: dQ's sums tile by tile, then the rows' statistics, sums of dK and dV if blocks
+// have parts of the heads and, if they take turns, how many have added each warpgroup's part of a
+// tile; if they stay for many tiles of keys, how many of those were taken.
 template <int BlockM, class Sums>
 struct Workspace {
     float* sums;
     RowStatistics<BlockM>* rows;
+    KeySums key_sums;
     unsigned int (*added)[kConsumers];
     unsigned int* taken;
     int heads, tiles;  // tiles of one head; of packed sequences, of all of them
@@ -118,7 +119,9 @@ struct Workspace {
         const int count = (kPacked ? 1 : call.sizes.batch) * heads * tiles;
         rows = reinterpret_cast<RowStatistics<BlockM>*>(sums + static_cast<long long>(count) *
                                                                    Sums::kTile);
-        added = reinterpret_cast<unsigned int (*)[kConsumers]>(rows + count);
+        key_sums = {reinterpret_cast<float*>(rows + count), call.sizes};
+        added = reinterpret_cast<unsigned int (*)[kConsumers]>(key_sums.data +
+                                                               KeySums::count(call.sizes));
         taken = added[kTurns ? count : 0];
     }
 

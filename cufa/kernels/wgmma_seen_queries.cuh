@@ -19,9 +19,9 @@ struct SeenQueryWalk {
     __device__ SeenQueryWalk(const BackwardParams& call, SeenPart* parts, const KeyWork& work,
                              const Tiles& tiles)
         : call(call), parts(parts), work(work), tiles(tiles) {
-        const int group = call.sizes.heads / call.sizes.kv_heads;
-        heads_end = (work.kv_head + 1) * group;
-        next_head = heads_end - group;
+        const HeadRange heads = work.heads(call.sizes);
+        heads_end = heads.end;
+        next_head = heads.begin;
         next_tile = tiles.end;
         find_next();
         if (next_head == heads_end) {

@@ -2,7 +2,8 @@
 
 Up to head dim 128 each of the two has 64 keys of the block's 128, and blocks stay for many such tiles of
 keys; over that they share 64 keys and part the head dims. Where many queries see a key, those go through in
-longer tiles, which leave room for one tile of keys, and the copy engine adds to dQ.
+longer tiles, which leave room for one tile of keys, and the copy engine adds to dQ. Where tiles of keys are
+too few for the SMs, a block works for a part of the query heads that share its keys.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
+from math import ceil, prod
 
 from cufa.device import REGISTERS_PER_SM, Device
 from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
@@ -47,6 +49,8 @@ SUM_BYTES = 4
 # head, first key.
 MOST_KEY_STAGES = 2
 KEY_WORK_BYTES = 12
+# Columns of the gradients of a part of the heads come in eights.
+KEY_SUMS_STEP = 8
 LABEL_BYTES = 32
 # What the copying warpgroup keeps, and what its giving up the rest leaves a thread of the others.
 PRODUCER_REGISTERS = 24
@@ -61,6 +65,10 @@ OVERHEAD_REGISTERS = 32
 MOST_DIMS_TOGETHER = 128
 # Part of the SMs' time that blocks which work on whole heads must fill.
 FILLED = 0.9
+# To write the gradients of a part of the heads in float32 and to read them again takes a block as long as so
+# many rows of queries: 16 bytes for each key and dim at 36 GB/s an SM, against 10 operations for each score
+# and dim at 5 TFLOP/s.
+PART_ROWS = 400
 # Up to so many tiles of keys of a head, under a causal mask, blocks add in order and the last rounds dQ.
 MOST_IN_ORDER = 8
 # Up to so many, under such a mask and without, they add after the first.
@@ -92,12 +100,13 @@ class Tiles:
     """The sizes that the kernels are compiled for.
 
     `block_n` is what the kernel makes of it and cannot be chosen; `stages` are how many tiles of Q, and of
-    dO, a block holds.
+    dO, a block holds; `parts` are those into which the query heads of a KV head are divided among blocks.
     """
 
     block_m: int
     block_n: int
     stages: int
+    parts: int = 1
 
     @property
     def threads(self) -> int:
@@ -111,7 +120,8 @@ class Tiles:
         return None
 
     def __str__(self) -> str:
-        return f"{self.block_m}x{self.block_n}, stages {self.stages}"
+        parts = f", parts {self.parts}" if self.parts > 1 else ""
+        return f"{self.block_m}x{self.block_n}, stages {self.stages}{parts}"
 
 
 # What is best for head dims up to each.
@@ -126,12 +136,12 @@ WIDE_TILES = Tiles(64, WGMMA_M, 2)
 class _Kind:
     """What the two kernels differ in, for one call.
 
-    `best` are the tiles that are the fastest, `padded_dim` is the head dim of dQ's sums; a block `stays` for
-    many tiles of keys or has one.
+    `best` are the tiles that are the fastest, of all heads in one part, `padded_dim` is the head dim of dQ's
+    sums; a block `stays` for many tiles of keys or has one.
     """
 
     best: Tiles
-    adding: Adding
+    adding_of: Callable[[Tiles], Adding]
     padded_dim: int
     stays: bool
     cost_of: Callable[[Tiles], Cost]
@@ -143,10 +153,12 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     dim = max(problem.head_dim, problem.value_dim)
     short = next(tiles for limit, tiles in TILES.items() if dim <= limit)
     best = LONG_TILES if _has_long_tiles(problem) else short
-    adding = _adding(problem, device, best)
+
+    def adding_of(tiles: Tiles) -> Adding:
+        return _adding(problem, device, best, tiles.parts)
 
     def outboxes(tiles: Tiles) -> bool:
-        return _are_long(problem, tiles) and adding is Adding.AS_THEY_COME
+        return _are_long(problem, tiles) and adding_of(tiles) is Adding.AS_THEY_COME
 
     def key_stages(tiles: Tiles) -> int:
         smem_bytes = _cost(problem, tiles, MOST_KEY_STAGES, outboxes(tiles)).smem_bytes
@@ -154,7 +166,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
 
     kind = _Kind(
         best=best,
-        adding=adding,
+        adding_of=adding_of,
         padded_dim=round_up(_head_cols(problem, best), PANEL_COLS),
         stays=True,
         cost_of=lambda tiles: _cost(problem, tiles, key_stages(tiles), outboxes(tiles)),
@@ -173,7 +185,7 @@ def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
     """`bwd_5_wgmma_wide`: as `bwd_4_wgmma`."""
     kind = _Kind(
         best=WIDE_TILES,
-        adding=_adding(problem, device, WIDE_TILES),
+        adding_of=lambda tiles: _adding(problem, device, WIDE_TILES, tiles.parts),
         padded_dim=_parted(problem.head_dim),
         stays=False,
         cost_of=lambda tiles: _wide_cost(problem, tiles),
@@ -183,31 +195,41 @@ def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
 
 
 def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: _Kind) -> Part:
-    chosen = choose(problem, device, overrides, (kind.best,), kind.cost_of)
+    best = replace(kind.best, parts=_parts(problem, device, kind.best.block_n))
+    chosen = choose(problem, device, overrides, (best,), kind.cost_of)
     tiles, smem_bytes = chosen.tiles, chosen.cost.smem_bytes
+    adding = kind.adding_of(tiles)
     _check_tiles(problem, tiles, kind.best, chosen.cost.registers)
     query_blocks = query_tiles(problem, tiles)
     # Tiles of more queries leave a thread no registers for that.
     may_round = kind.stays and tiles.block_m <= PANEL_COLS
-    rounds = may_round and (kind.adding is Adding.ALONE or _few_add(problem, kind.best))
+    rounds = may_round and (adding is Adding.ALONE or _few_add(problem, kind.best))
     round_smem_bytes = tiles.block_m * (kind.padded_dim * problem.itemsize + ROW_PADDING_BYTES)
     sink = sink_launch(problem, HELPER_THREADS, HELPER_THREADS // device.warp_size)
 
-    to_take = _tiles_of_keys(problem, kind.adding, tiles)
+    to_take = _tiles_of_keys(problem, adding, tiles)
     key_blocks = min(to_take, device.sm_count) if kind.stays else to_take
     counters = kind.stays * min(1, query_blocks + to_take)
     row_blocks = max(query_blocks, counters)  # they also set the counter to 0
     round_blocks = (not rounds) * query_blocks
+    key_sums = _key_sums(problem, tiles.parts)
+    key_rows = sum(prod(part.shape[:2]) for part in key_sums)
     overlaps = row_blocks > 0
     seen = seen_tiles(problem, tiles.block_m, tiles.block_n)
     launches = (
         Launch("seen_tiles", ceil_div(seen, HELPER_THREADS // device.warp_size), HELPER_THREADS),
         Launch("row_sums", row_blocks, HELPER_THREADS),
         Launch("key_tiles", key_blocks, THREADS, smem_bytes, overlaps=overlaps),
+        Launch(
+            "round_keys",
+            ceil_div(key_rows, HELPER_THREADS // device.warp_size),
+            HELPER_THREADS,
+            overlaps=True,
+        ),
         Launch("round_queries", round_blocks, HELPER_THREADS, round_smem_bytes, overlaps=overlaps),
         sink,
     )
-    turns = kind.adding in (Adding.AFTER_FIRST, Adding.IN_ORDER)
+    turns = adding in (Adding.AFTER_FIRST, Adding.IN_ORDER)
     boxes = _boxes(tiles)
     passed_bytes = len(boxes) * TENSOR_MAP_BYTES + params_bytes(problem)
     return Part(
@@ -216,8 +238,9 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
             *common_macros(problem),
             ("BLOCK_M", tiles.block_m),
             ("STAGES", tiles.stages),
+            ("PARTS", tiles.parts),
             *kind.own_macros(tiles),
-            ("ADDING", kind.adding.value),
+            ("ADDING", adding.value),
             ("ROUNDS", rounds),
             ("HELPER_THREADS", HELPER_THREADS),
             ("PRODUCER_REGISTERS", PRODUCER_REGISTERS),
@@ -232,20 +255,72 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
         scratch=(
             Scratch("dQ sums", (query_blocks, kind.padded_dim, tiles.block_m)),
             Scratch("statistics", (query_blocks, _statistics_bytes(tiles) // SUM_BYTES)),
+            *key_sums,
             *((Scratch("blocks added", (query_blocks, CONSUMERS)),) * turns),
             *((Scratch("tiles of keys taken", (counters,)),) * kind.stays),
             *seen_scratch(problem, seen),
         ),
-        reasons=(*chosen.reasons, *_how(problem, kind.adding, rounds, stay=kind.stays)),
+        reasons=(*chosen.reasons, *_how(problem, adding, rounds, stay=kind.stays), *_why_parts(tiles)),
         boxes=boxes,
     )
 
 
 def _tiles_of_keys(problem: Problem, adding: Adding, tiles: Tiles) -> int:
     """How many tiles of keys, or whole heads, blocks take."""
+    heads = problem.kv_heads * tiles.parts
     if adding is Adding.ALONE:
-        return problem.batch * problem.kv_heads * min(1, problem.seqlen_k)
-    return problem.kv_heads * row_tiles(problem, problem.seqlen_k, tiles.block_n)
+        return problem.batch * heads * min(1, problem.seqlen_k)
+    return heads * row_tiles(problem, problem.seqlen_k, tiles.block_n)
+
+
+def _parts(problem: Problem, device: Device, block_n: int) -> int:
+    """Into how many parts to divide the query heads of a KV head, for a call to take the least time.
+
+    With more of them more SMs work, and more gradients of keys are written and added up in float32. What a
+    mask_mod leaves to do is not known: then there is one.
+    """
+    if problem.features.mask_mod is not None:
+        return 1
+    blocks = problem.kv_heads * row_tiles(problem, problem.seqlen_k, block_n)
+    scores = problem.group * problem.visible_scores * problem.packed_sequences
+    if not blocks * scores or _filled(problem, device, blocks) >= FILLED:
+        return 1
+    rows_of_key = scores / problem.seqlen_k
+
+    def time(parts: int) -> float:
+        rows = rows_of_key + parts * PART_ROWS * (parts > 1)
+        return rows / _filled(problem, device, blocks * parts)
+
+    return min((parts for parts in range(1, problem.group + 1) if problem.group % parts == 0), key=time)
+
+
+def _filled(problem: Problem, device: Device, blocks: int) -> float:
+    """The part of the SMs' time that so many blocks fill, each with a tile of keys.
+
+    Under a causal mask they are of many lengths, the longest first: with enough of them, the others end when
+    that does.
+    """
+    rounds = blocks / device.sm_count
+    if not problem.causal or problem.features.window != (None, None):
+        return rounds / ceil(rounds)
+    rows, keys = (size / problem.packed_sequences for size in (problem.seqlen_q, problem.seqlen_k))
+    mean_of_longest = problem.visible_scores / (min(rows, keys) * keys)
+    return min(1, rounds * mean_of_longest)
+
+
+def _key_sums(problem: Problem, parts: int) -> tuple[Scratch, ...]:
+    """The gradients of keys and values by parts of the heads: wgmma_key_sums.cuh's KeySums."""
+    if parts == 1:
+        return ()
+    sequences = 1 if problem.features.packed else problem.batch
+    cols = sum(round_up(dim, KEY_SUMS_STEP) for dim in (problem.head_dim, problem.value_dim))
+    return (Scratch("parts of dK and dV", (sequences * problem.seqlen_k, problem.kv_heads, parts, cols)),)
+
+
+def _why_parts(tiles: Tiles) -> tuple[str, ...]:
+    if tiles.parts == 1:
+        return ()
+    return (f"the query heads of a KV head are in {tiles.parts} parts, a block for each, to fill the SMs",)
 
 
 def _boxes(tiles: Tiles) -> tuple[TensorBox, ...]:
@@ -292,6 +367,10 @@ def _how(problem: Problem, adding: Adding, rounds: bool, *, stay: bool) -> tuple
 
 
 def _check_tiles(problem: Problem, tiles: Tiles, best: Tiles, registers: int) -> None:
+    if problem.group % tiles.parts:
+        raise ValueError(
+            f"tiles {tiles}: parts must divide the {problem.group} query heads that share a KV head"
+        )
     if tiles.block_n != best.block_n:
         raise ValueError(f"tiles {tiles}: block_n must be {best.block_n}, {WGMMA_M} for a warpgroup's rows")
     if problem.head_dim <= PANEL_COLS < best.block_m != tiles.block_m:
@@ -305,27 +384,27 @@ def _check_tiles(problem: Problem, tiles: Tiles, best: Tiles, registers: int) ->
         )
 
 
-def _takes_whole_heads(problem: Problem, device: Device, block_n: int) -> bool:
-    """Whether a block works on all keys of a KV head, of sequences of one length.
+def _takes_whole_heads(problem: Problem, device: Device, block_n: int, parts: int) -> bool:
+    """Whether a block works on all keys of a KV head, of sequences of one length, for a part of the heads.
 
     It then needs no sums that are zero at first, and loads the head's queries for one tile of keys after the
     other: that is faster if the L2 cache has them all and no SM is left idle.
     """
-    heads = problem.batch * problem.kv_heads
+    heads = problem.batch * problem.kv_heads * parts
     if problem.features.packed:
         return False
     if problem.seqlen_k <= block_n or heads == 0:
         return True
     fills = heads >= FILLED * device.sm_count * ceil_div(heads, device.sm_count)
     row_bytes = (problem.head_dim + problem.value_dim) * problem.itemsize + problem.head_dim * SUM_BYTES
-    head_bytes = problem.group * problem.seqlen_q * row_bytes
+    head_bytes = problem.group // parts * problem.seqlen_q * row_bytes
     return fills and device.sm_count * head_bytes <= SECTION_OF_L2 * device.l2_bytes
 
 
-def _adding(problem: Problem, device: Device, best: Tiles) -> Adding:
+def _adding(problem: Problem, device: Device, best: Tiles, parts: int) -> Adding:
     if problem.features.mask_mod is not None:  # nobody knows which blocks leave out a tile of queries
         return Adding.AS_THEY_COME
-    if _takes_whole_heads(problem, device, best.block_n):
+    if _takes_whole_heads(problem, device, best.block_n, parts):
         return Adding.ALONE
     if problem.features.deterministic or _few_add(problem, best):
         return Adding.IN_ORDER

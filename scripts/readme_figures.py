@@ -31,6 +31,7 @@ PEERS_RECORD = ROOT / "benchmarks" / "peers.json"
 HALF_RECORD = ROOT / "benchmarks" / "peers_float16.json"
 SINGLE_RECORD = ROOT / "benchmarks" / "peers_float32.json"
 RUNGS_RECORD = ROOT / "benchmarks" / "peers_mma.json"
+HALF_RUNGS_RECORD = ROOT / "benchmarks" / "peers_mma_float16.json"
 UNEVEN_RECORD = ROOT / "benchmarks" / "peers_192_128.json"
 FP8_RECORD = ROOT / "benchmarks" / "fp8.json"
 TRAINING_RECORD = ROOT / "benchmarks" / "training.json"
@@ -383,9 +384,9 @@ def uneven(record: Row) -> str:
     )
 
 
-def rungs(record: Row) -> str:
+def rungs(record: Row, half: Row) -> str:
     """The kernels for every GPU beside the peer that multiplies as they do, in a sentence for each."""
-    points = record["points"]
+    points = record["points"] + half["points"]
     told = []
     for kernel, dtype in product(
         ("fwd_5_mma", "bwd_3_mma"), dict.fromkeys(point["dtype"] for point in points)
@@ -394,7 +395,8 @@ def rungs(record: Row) -> str:
         told.append(f"{rung_link(kernel, BENCHMARKS)} in {dtype} {beside(kernel, PEER_OF_RUNGS, cells)}")
     return (
         f"With `mma.sync`, on which {PEER_OF_RUNGS} is too, over its speed: {', '.join(told)}; means of "
-        f"{len(cells)} cells each, the worst in brackets ([peers_mma.json](peers_mma.json))."
+        f"{len(cells)} cells each, the worst in brackets ([peers_mma.json](peers_mma.json), "
+        "[peers_mma_float16.json](peers_mma_float16.json))."
     )
 
 
@@ -490,7 +492,7 @@ def flex(record: Row) -> str:
         lines.append((f"{case}, head dim {head_dim}", *chain.from_iterable(cells)))
     small = {f"{p['case']}, head dim {p['head_dim']}": p["kernel_options"] for p in points}
     told = "".join(
-        f" Its own tiles want more shared memory than there is in {case}, where it is given "
+        f" FlexAttention's own tiles want more shared memory than there is in {case}, where it is given "
         f"{' '.join(f'{name}={value}' for name, value in options.items())}."
         for case, options in small.items()
         if options
@@ -603,7 +605,7 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
         "half": (other_dtype, (HALF_RECORD,)),
         "single": (other_dtype, (SINGLE_RECORD,)),
         "uneven": (uneven, (UNEVEN_RECORD,)),
-        "rungs": (rungs, (RUNGS_RECORD,)),
+        "rungs": (rungs, (RUNGS_RECORD, HALF_RUNGS_RECORD)),
         "fp8": (fp8, (FP8_RECORD,)),
         "decode": (decode, (DECODE_RECORD,)),
         "flex": (flex, (FLEX_RECORD,)),

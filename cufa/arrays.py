@@ -11,13 +11,14 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from cufa import device
 from cufa.problem import FLOAT8, INPUT_DTYPES, Shape
+from cufa.tensor_layout import Region, check_apart
 
 # DLPack's device types (dlpack.h): memory that the CPU can read, and memory of a CUDA GPU.
 _DLPACK_CPU = 1
@@ -139,6 +140,20 @@ def check_writeable(arrays: Mapping[str, Any], outputs: Iterable[str]) -> None:
         output = arrays[name]
         if isinstance(output, np.ndarray) and not output.flags.writeable:
             raise ValueError(f"{name} is read-only; it must be writeable")
+
+
+def check_outputs(adopted: Adopted, outputs: Collection[str], in_place: Mapping[str, Sequence[str]]) -> None:
+    """Check that those of a call's arrays can be written, and overlap no other but those of `in_place`.
+
+    Raises ValueError, as `check_writeable` and `check_apart`.
+    """
+    if outputs:
+        check_writeable(adopted.sources, outputs)
+        regions = {
+            name: Region(adopted.addresses[name], shape, strides, dtype.itemsize)
+            for name, shape, strides, dtype in adopted.described
+        }
+        check_apart(regions, outputs, in_place)
 
 
 def _describe_on_current_gpu(arrays: Mapping[str, Any]) -> tuple[tuple[Described, ...], dict[str, int]]:

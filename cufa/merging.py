@@ -13,12 +13,11 @@ from cufa.problem import (
     DTYPES,
     Axes,
     LayoutName,
-    Shape,
     accumulator_dtype,
-    check_layout,
+    axes_of,
     dtype_name,
 )
-from cufa.tensor_layout import Region, check_apart, layout_of
+from cufa.tensor_layout import layout_of
 
 # The inputs that an output may be: each element of those is read before the one in its place is written.
 _IN_PLACE = {"out": ("out_a", "out_b"), "lse": ("lse_a", "lse_b")}
@@ -67,15 +66,9 @@ def merge(
     adopted = arrays.adopt(given | outputs, backend)
     named = adopted.arrays
     dtype = dtype_name(named["out_a"].dtype, "out_a")
-    axes = _axes(named["out_a"].shape, layout)
+    axes = axes_of("out_a", named["out_a"].shape, layout)
     _check(named, dtype, axes)
-    if outputs:
-        arrays.check_writeable(adopted.sources, outputs)
-        regions = {
-            name: Region(adopted.addresses[name], shape, strides, element.itemsize)
-            for name, shape, strides, element in adopted.described
-        }
-        check_apart(regions, outputs, _IN_PLACE)
+    arrays.check_outputs(adopted, outputs, _IN_PLACE)
 
     empty = sys.modules["cupy"].empty if adopted.on_gpu else np.empty
     for name in _IN_PLACE:
@@ -89,18 +82,6 @@ def merge(
     else:
         _merge_on_cpu(named, axes)
     return adopted.give_back(named["out"], out, "out"), adopted.give_back(named["lse"], lse, "lse")
-
-
-def _axes(shape: Shape, layout: str) -> Axes:
-    """The axes (batch, seqlen, heads) of an output; packed ones have no batch."""
-    batch, seqlen, heads = check_layout(layout)
-    if len(shape) == 4:
-        return batch, seqlen, heads
-    if len(shape) == 3 and layout == "bshd":
-        return None, 0, 1
-    raise ValueError(
-        f"out_a has shape {shape}; it must have 4 axes, or 3 if sequences are packed (in layout 'bshd')"
-    )
 
 
 def _check(named: dict[str, Any], dtype: str, axes: Axes) -> None:

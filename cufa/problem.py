@@ -438,6 +438,19 @@ def tensor_axes(layout: str, packed: bool) -> Axes:
     return _PACKED_AXES if packed else check_layout(layout)
 
 
+def axes_of(name: str, shape: Shape, layout: str) -> Axes:
+    """Those of one tensor alone, whose number of axes says whether it is of packed sequences.
+
+    Raises ValueError if it has another number, or is packed and has another layout than they have.
+    """
+    if len(shape) == 4 or (len(shape) == 3 and layout == "bshd"):
+        return tensor_axes(layout, packed=len(shape) == 3)
+    check_layout(layout)
+    raise ValueError(
+        f"{name} has shape {shape}; it must have 4 axes, or 3 if sequences are packed (in layout 'bshd')"
+    )
+
+
 def _check_axes(name: str, shape: Shape, ndim: int, axes: str) -> None:
     if len(shape) != ndim:
         raise ValueError(f"{name} has shape {shape}; it must have the {ndim} axes {axes}")

@@ -16,10 +16,10 @@ from cufa.problem import (
     LayoutName,
     Shape,
     accumulator_dtype,
-    check_layout,
+    axes_of,
     dtype_name,
 )
-from cufa.tensor_layout import Region, check_apart, layout_of
+from cufa.tensor_layout import layout_of
 
 POSITION_DTYPES = ("int32", "int64")
 # Each pair is read before it is written.
@@ -71,16 +71,10 @@ def rotary(
     adopted = arrays.adopt(given | outputs, backend)
     named = dict(adopted.arrays)
     dtype = dtype_name(named["x"].dtype, "x")
-    axes = _axes(named["x"].shape, layout)
+    axes = axes_of("x", named["x"].shape, layout)
     _check(named, dtype, axes)
-    if outputs:
-        arrays.check_writeable(adopted.sources, outputs)
-        regions = {
-            name: Region(adopted.addresses[name], shape, strides, element.itemsize)
-            for name, shape, strides, element in adopted.described
-        }
-        check_apart(regions, outputs, _IN_PLACE)
-    else:
+    arrays.check_outputs(adopted, outputs, _IN_PLACE)
+    if out is None:
         empty = sys.modules["cupy"].empty if adopted.on_gpu else np.empty
         named["out"] = empty(named["x"].shape, named["x"].dtype)
     if adopted.on_gpu:
@@ -90,18 +84,6 @@ def rotary(
     else:
         _turn_on_cpu(named, axes, interleaved)
     return adopted.give_back(named["out"], out)
-
-
-def _axes(shape: Shape, layout: str) -> Axes:
-    """The axes (batch, seqlen, heads) of x; packed sequences have no batch."""
-    batch, seqlen, heads = check_layout(layout)
-    if len(shape) == 4:
-        return batch, seqlen, heads
-    if len(shape) == 3 and layout == "bshd":
-        return None, 0, 1
-    raise ValueError(
-        f"x has shape {shape}; it must have 4 axes, or 3 if sequences are packed (in layout 'bshd')"
-    )
 
 
 def _check(named: dict[str, Any], dtype: str, axes: Axes) -> None:

@@ -159,7 +159,7 @@ def _fastest(problem: Problem, device: Device, paces: Mapping[Tiles, Pace]) -> T
     """Those with which all SMs are done first.
 
     Blocks take tiles until none are left, so that some have one more than others. Three warpgroups hide each
-    other's softmax best, but that more may be a large one, or have few rows of a head.
+    other's softmax best, but the one more is then a large tile, and the last of a head may have few rows.
     """
 
     def time(tiles: Tiles) -> float:

@@ -508,6 +508,12 @@ class _Cache(NamedTuple):
     block_table: Any
 
 
+def _check_held(held: Any, batch: int) -> None:
+    """ValueError unless how many keys a cache holds is a number, or one for each sequence."""
+    if not isinstance(held, int) and tuple(held.shape) != (batch,):
+        raise ValueError(f"cache_seqlens has shape {tuple(held.shape)}; it must be ({batch},)")
+
+
 def _turn(q: Any, k: Any, cos: Any, sin: Any, held: Any, in_turn: bool, interleaved: bool) -> tuple[Any, Any]:
     """q and k as `rotary` turns them behind `held` keys; the queries each by its own place if `in_turn`.
 
@@ -518,8 +524,7 @@ def _turn(q: Any, k: Any, cos: Any, sin: Any, held: Any, in_turn: bool, interlea
     if missing:
         raise ValueError(f"{', '.join(missing)} must be given, too, to turn queries and keys")
     batch, queries, _, _ = _shape("q", q)
-    if not isinstance(held, int) and tuple(held.shape) != (batch,):
-        raise ValueError(f"cache_seqlens has shape {tuple(held.shape)}; it must be ({batch},)")
+    _check_held(held, batch)
     first = held if isinstance(held, int) else held[:, None]
 
     def turned(name: str, x: Any, count: int) -> Any:
@@ -549,8 +554,7 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache
             raise ValueError(f"{name} has shape {tuple(new.shape)}; for {name}_cache it must be {wanted}")
         if new.dtype != of.dtype:
             raise TypeError(f"{name} has dtype {new.dtype}; as {name}_cache it must be {of.dtype}")
-    if not isinstance(held, int) and tuple(held.shape) != (batch,):
-        raise ValueError(f"cache_seqlens has shape {tuple(held.shape)}; it must be ({batch},)")
+    _check_held(held, batch)
     lengths = np.atleast_1d(held) if isinstance(held, (int, np.ndarray)) else np.empty(0)
     if np.any((lengths < 0) | (lengths + count > room)):
         raise ValueError(f"cache_seqlens is {held} and k has {count} keys; k_cache has room for {room}")

@@ -360,7 +360,7 @@ def _selection(_: str, kinds: Kinds) -> tuple[Kinds, Kind]:
     return ("bool", kind, kind), kind
 
 
-def _constant(_: Expression, __: Derivatives) -> None:
+def _no_slope(_: Expression, __: Derivatives) -> None:
     """Of what changes in steps, or not at all."""
 
 
@@ -391,14 +391,12 @@ def _slope_of_choice(choose: Callable[..., Expression]) -> Callable[[Expression,
     return slope
 
 
-_NO_SLOPE: Callable[[Expression, Derivatives], Expression | None] = _constant
-
 _OPERATIONS: Mapping[str, _Operation] = {
     "add": _Operation(np.add, "{} + {}", _arithmetic, _by_partials(lambda a, b, y: (1.0, 1.0))),
     "subtract": _Operation(np.subtract, "{} - {}", _arithmetic, _by_partials(lambda a, b, y: (1.0, -1.0))),
     "multiply": _Operation(np.multiply, "{} * {}", _arithmetic, _by_partials(lambda a, b, y: (b, a))),
     "divide": _Operation(np.divide, "{} / {}", _real, _by_partials(lambda a, b, y: (1 / b, -y / b))),
-    "floor_divide": _Operation(np.floor_divide, "floor_divide({}, {})", _arithmetic, _NO_SLOPE),
+    "floor_divide": _Operation(np.floor_divide, "floor_divide({}, {})", _arithmetic, _no_slope),
     "remainder": _Operation(
         np.remainder,
         "remainder_of({}, {})",
@@ -428,37 +426,27 @@ _OPERATIONS: Mapping[str, _Operation] = {
     "tanh": _Operation(np.tanh, "tanh_of({})", _real, _by_partials(lambda x, y: (1 - y * y,))),
     "sin": _Operation(np.sin, "sin_of({})", _real, _by_partials(lambda x, y: (apply("cos", x),))),
     "cos": _Operation(np.cos, "cos_of({})", _real, _by_partials(lambda x, y: (-apply("sin", x),))),
-    "floor": _Operation(np.floor, "floor_of({})", _real, _NO_SLOPE),
+    "floor": _Operation(np.floor, "floor_of({})", _real, _no_slope),
     "minimum": _Operation(np.minimum, "minimum({}, {})", _arithmetic, _slope_of_choice(lambda a, b: a <= b)),
     "maximum": _Operation(np.maximum, "maximum({}, {})", _arithmetic, _slope_of_choice(lambda a, b: a >= b)),
     "where": _Operation(
         np.where, "{} ? {} : {}", _selection, _slope_of_choice(lambda condition, a, b: condition)
     ),
-    "less": _Operation(np.less, "{} < {}", _comparison, _NO_SLOPE),
-    "less_equal": _Operation(np.less_equal, "{} <= {}", _comparison, _NO_SLOPE),
-    "greater": _Operation(np.greater, "{} > {}", _comparison, _NO_SLOPE),
-    "greater_equal": _Operation(np.greater_equal, "{} >= {}", _comparison, _NO_SLOPE),
-    "equal": _Operation(np.equal, "{} == {}", _comparison, _NO_SLOPE),
-    "not_equal": _Operation(np.not_equal, "{} != {}", _comparison, _NO_SLOPE),
-    "logical_and": _Operation(np.logical_and, "{} && {}", _logical, _NO_SLOPE),
-    "logical_or": _Operation(np.logical_or, "{} || {}", _logical, _NO_SLOPE),
-    "logical_not": _Operation(np.logical_not, "!{}", _logical, _NO_SLOPE),
-    "bitwise_and": _Operation(np.bitwise_and, "{} & {}", _bitwise, _NO_SLOPE),
-    "bitwise_or": _Operation(np.bitwise_or, "{} | {}", _bitwise, _NO_SLOPE),
-    "bitwise_xor": _Operation(np.bitwise_xor, "{} ^ {}", _bitwise, _NO_SLOPE),
-    "invert": _Operation(np.invert, "inverted({})", _bitwise, _NO_SLOPE),
-    "left_shift": _Operation(np.left_shift, "shifted_left({}, {})", _bitwise, _NO_SLOPE),
-    "right_shift": _Operation(np.right_shift, "shifted_right({}, {})", _bitwise, _NO_SLOPE),
-}
-_SYNONYMS = {"true_divide": "divide", "mod": "remainder", "fabs": "absolute", "abs": "absolute"}
-# Those that are made of the others.
-_COMPOSED: Mapping[str, Callable[..., Expression]] = {
-    "positive": lambda x: x,
-    "square": lambda x: x * x,
-    "sign": lambda x: _sign(x),
-    "ceil": lambda x: -apply("floor", -x),
-    "logical_xor": lambda a, b: _cast(a, "bool") != _cast(b, "bool"),
-    "isnan": lambda x: x != x,
+    "less": _Operation(np.less, "{} < {}", _comparison, _no_slope),
+    "less_equal": _Operation(np.less_equal, "{} <= {}", _comparison, _no_slope),
+    "greater": _Operation(np.greater, "{} > {}", _comparison, _no_slope),
+    "greater_equal": _Operation(np.greater_equal, "{} >= {}", _comparison, _no_slope),
+    "equal": _Operation(np.equal, "{} == {}", _comparison, _no_slope),
+    "not_equal": _Operation(np.not_equal, "{} != {}", _comparison, _no_slope),
+    "logical_and": _Operation(np.logical_and, "{} && {}", _logical, _no_slope),
+    "logical_or": _Operation(np.logical_or, "{} || {}", _logical, _no_slope),
+    "logical_not": _Operation(np.logical_not, "!{}", _logical, _no_slope),
+    "bitwise_and": _Operation(np.bitwise_and, "{} & {}", _bitwise, _no_slope),
+    "bitwise_or": _Operation(np.bitwise_or, "{} | {}", _bitwise, _no_slope),
+    "bitwise_xor": _Operation(np.bitwise_xor, "{} ^ {}", _bitwise, _no_slope),
+    "invert": _Operation(np.invert, "inverted({})", _bitwise, _no_slope),
+    "left_shift": _Operation(np.left_shift, "shifted_left({}, {})", _bitwise, _no_slope),
+    "right_shift": _Operation(np.right_shift, "shifted_right({}, {})", _bitwise, _no_slope),
 }
 
 
@@ -468,6 +456,18 @@ def _sign(x: Expression) -> Expression:
         return apply("where", x > 0, 1, apply("where", x < 0, -1, 0))
     neither = apply("where", x == 0.0, 0.0, math.nan)
     return apply("where", x > 0.0, 1.0, apply("where", x < 0.0, -1.0, neither))
+
+
+_SYNONYMS = {"true_divide": "divide", "mod": "remainder", "fabs": "absolute", "abs": "absolute"}
+# Those that are made of the others.
+_COMPOSED: Mapping[str, Callable[..., Expression]] = {
+    "positive": lambda x: x,
+    "square": lambda x: x * x,
+    "sign": _sign,
+    "ceil": lambda x: -apply("floor", -x),
+    "logical_xor": lambda a, b: _cast(a, "bool") != _cast(b, "bool"),
+    "isnan": lambda x: x != x,
+}
 
 
 def _has_reciprocal(divisor: Expression) -> bool:

@@ -94,41 +94,32 @@ def test_one_that_does_much(cupy, rng, forward, backward, dtype, features):
     check(cupy, case, mods, forward, backward)
 
 
-@pytest.mark.parametrize("features", [("packed", "causal"), ("window", "sink"), ("softcap", "seqused_k")])
-@pytest.mark.parametrize(
-    ("backward", "dims"),
-    [
-        ("bwd_4_wgmma", (64, 72)),
-        ("bwd_4_wgmma", (128, 128)),
-        ("bwd_4_wgmma", (192, 128)),
-        ("bwd_5_wgmma_wide", (256, 200)),
-    ],
-)
-def test_on_hopper(cupy, rng, backward, dims, features):
-    if dims[0] == 192 and "softcap" in features:
-        pytest.skip("the kernel takes no softcap with such head dims")
-    lengths = {"seqlen_q": 203, "seqlen_k": 330}
-    case = cases.draw_case(rng, "bfloat16", features, **lengths, head_dim=dims[0], head_dim_v=dims[1])
+OF_HOPPER = [("bwd_4_wgmma", (64, 72)), ("bwd_4_wgmma", (128, 128)), ("bwd_4_wgmma", (192, 128))]
+
+
+@pytest.fixture(params=[("packed", "causal"), ("window", "sink"), ("softcap", "seqused_k")], ids="+".join)
+def draw_on_hopper(request, rng):
+    def draw(dims, **lengths):
+        if dims[0] == 192 and "softcap" in request.param:
+            pytest.skip("the kernel takes no softcap with such head dims")
+        return cases.draw_case(
+            rng, "bfloat16", request.param, **lengths, head_dim=dims[0], head_dim_v=dims[1]
+        )
+
+    return draw
+
+
+@pytest.mark.parametrize(("backward", "dims"), [*OF_HOPPER, ("bwd_5_wgmma_wide", (256, 200))])
+def test_on_hopper(cupy, rng, backward, dims, draw_on_hopper):
+    case = draw_on_hopper(dims, seqlen_q=203, seqlen_k=330)
     mods = {"score_mod": cufa.ScoreMod(shape_score, rng.standard_normal((2, 9)), rng.standard_normal(200))}
     check(cupy, case, mods, HOPPER[0], backward)
 
 
-@pytest.mark.parametrize("features", [("packed", "causal"), ("window", "sink"), ("softcap", "seqused_k")])
-@pytest.mark.parametrize(
-    ("backward", "dims"),
-    [
-        ("bwd_4_wgmma", (64, 72)),
-        ("bwd_4_wgmma", (128, 128)),
-        ("bwd_4_wgmma", (192, 128)),
-        ("bwd_3_mma", (256, 256)),
-    ],
-)
-def test_mask_on_hopper(cupy, rng, backward, dims, features):
+@pytest.mark.parametrize(("backward", "dims"), [*OF_HOPPER, ("bwd_3_mma", (256, 256))])
+def test_mask_on_hopper(cupy, rng, backward, dims, draw_on_hopper):
     """Of many tiles, most of which are hidden."""
-    if dims[0] == 192 and "softcap" in features:
-        pytest.skip("the kernel takes no softcap with such head dims")
-    lengths = {"seqlen_q": 1000, "seqlen_k": 2100}
-    case = cases.draw_case(rng, "bfloat16", features, **lengths, head_dim=dims[0], head_dim_v=dims[1])
+    case = draw_on_hopper(dims, seqlen_q=1000, seqlen_k=2100)
     document = np.sort(rng.integers(0, 12, (2, 2100)), axis=1)
     check(cupy, case, {"mask_mod": cufa.MaskMod(see, document)}, HOPPER[0], backward)
 

@@ -125,9 +125,7 @@ class Kernel:
 
     def _has_short(self, problem: Problem, device: Device) -> bool:
         """Whether the problem is of many short sequences."""
-        queries, keys = (
-            ceil_div(length, problem.packed_sequences) for length in (problem.seqlen_q, problem.seqlen_k)
-        )
+        queries, keys = _lengths(problem)
         most_queries, most_keys = self.short
         return (
             queries <= most_queries
@@ -192,8 +190,8 @@ class SplitKernel(Kernel):
 
     def unsuited(self, problem: Problem, device: Device) -> str | None:
         """As `Kernel.unsuited`: not where it would hardly read keys less often than once for each head."""
-        sequences, group = problem.packed_sequences, problem.group
-        queries, keys = (ceil_div(length, sequences) for length in (problem.seqlen_q, problem.seqlen_k))
+        group = problem.group
+        queries, keys = _lengths(problem)
         tiles, of_heads = ceil_div(queries * group, _SPLIT_ROWS), group * ceil_div(queries, _HEAD_ROWS)
         few = queries * group <= _FEW_ROWS and keys >= _MANY_KEYS
         heads = problem.batch * problem.kv_heads
@@ -214,6 +212,12 @@ class SplitKernel(Kernel):
 
     def _has_short(self, problem: Problem, device: Device) -> bool:
         return problem.group == 1 and super()._has_short(problem, device)
+
+
+def _lengths(problem: Problem) -> tuple[int, int]:
+    """How many queries and keys a sequence has; of packed ones, as if all were equally long."""
+    sequences = problem.packed_sequences
+    return ceil_div(problem.seqlen_q, sequences), ceil_div(problem.seqlen_k, sequences)
 
 
 def _has_tensor_cores(dtype: str, device: Device) -> bool:

@@ -656,14 +656,14 @@ def test_long_tiles_of_queries(rng, dims, causal):
 
 
 @pytest.mark.parametrize(
-    ("right", "wrong"),
+    ("file", "right", "wrong"),
     [
-        ("ptx::wait_stores_read();\n            ring.release(from);", "ring.release(from);"),
-        ("smem.outbox_rings[warpgroup].wait_empty(outbox_to);", ""),
+        ("bwd_4_copies.cuh", "ptx::wait_stores_read(); ring.release(from);", "ring.release(from);"),
+        ("bwd_4_consumer.cuh", "smem.outbox_rings[warpgroup].wait_empty(outbox_to);", ""),
     ],
 )
-def test_an_outbox_that_is_written_before_it_is_sent(rng, tmp_path, right, wrong):
-    folder = planted(tmp_path, "bwd_4_wgmma.cu", right, wrong)
+def test_an_outbox_that_is_written_before_it_is_sent(rng, tmp_path, file, right, wrong):
+    folder = planted(tmp_path, file, right, wrong)
     problem = draw(rng, "float16", 250, 310, dims=(128, 128), batch=1, heads=1, kv_heads=1)
     with pytest.raises(EmulatorError, match=r"race: .* of shared memory"):
         run("bwd_4_wgmma", problem, False, tiles=LONG_TILES, device=SMALL_DEVICE, folder=folder)
@@ -671,7 +671,7 @@ def test_an_outbox_that_is_written_before_it_is_sent(rng, tmp_path, right, wrong
 
 def test_a_product_that_begins_before_its_operand_is_there(rng, tmp_path):
     wait = "if (kOutApart) wait_for(smem.dout_full[at.stage], at.parity, at.stage);"
-    folder = planted(tmp_path, "bwd_4_wgmma.cu", wait, "")
+    folder = planted(tmp_path, "bwd_4_consumer.cuh", wait, "")
     problem = draw(rng, "float16", 130, 129, dims=(128, 128), batch=1, heads=1, kv_heads=1)
     with pytest.raises(EmulatorError, match=r"race: .* of shared memory"):
         run("bwd_4_wgmma", problem, False, tiles=None, device=SMALL_DEVICE, folder=folder)

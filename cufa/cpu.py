@@ -9,11 +9,13 @@ shapes and dtypes fit each other is the caller's promise.
 # The papers write matrices in capitals (S, P, O, dP, dS) and a row's sum l, and so does this file.
 # ruff: noqa: E741, N802, N803, N806, N815
 
+import contextlib
 import contextvars
 import functools
 import itertools
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -395,12 +397,40 @@ def _blas() -> threadpoolctl.ThreadpoolController:
     return threadpoolctl.ThreadpoolController().select(user_api="blas")
 
 
+class _OneBlasThread:
+    """While anyone is in it BLAS has one thread, then again as many as before the first came.
+
+    How many it has is the process's, and calls in several threads need not end in the order of their
+    beginnings.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._limit = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._calls == 0:
+                self._limit.enter_context(_blas().limit(limits=1))
+            self._calls += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._calls -= 1
+            if self._calls == 0:
+                self._limit.close()
+
+
+_one_blas_thread = _OneBlasThread()
+
+
 def _in_threads(work: Callable[[_Share], T], shares: Iterator[_Share], threads: int) -> Iterator[T]:
     """work(share) for every share, in order."""
     if threads == 1:
         yield from map(work, shares)
         return
-    with _blas().limit(limits=1), ThreadPoolExecutor(threads) as pool:
+    with _one_blas_thread, ThreadPoolExecutor(threads) as pool:
         # NumPy's error state is a context variable, which a thread does not inherit.
         contexts = contextvars.copy_context()
         yield from pool.map(lambda share: contexts.copy().run(work, share), shares)

@@ -7,6 +7,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import threadpoolctl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerance import (
@@ -350,6 +351,22 @@ def assert_softmax(out: Array, x: Array) -> None:
 def test_softmax(dtype_name: str, passes: int, shape: tuple[int, ...]) -> None:
     x = (4 * np.random.default_rng(15).standard_normal(shape)).astype(dtype_name)
     assert_softmax(softmax(x, passes), x)
+
+
+def test_calls_that_overlap_leave_blas_with_as_many_threads_as_it_had() -> None:
+    def blas_threads() -> list[int]:
+        libraries = threadpoolctl.threadpool_info()
+        return [library["num_threads"] for library in libraries if library["user_api"] == "blas"]
+
+    with threadpoolctl.threadpool_limits(2, "blas"):
+        before = blas_threads()
+        calls = [cpu._in_threads(lambda share: share, iter(range(2)), threads=2) for _ in range(2)]
+        for call in calls:
+            next(call)
+            assert set(blas_threads()) == {1}
+        for call in calls:
+            list(call)
+        assert blas_threads() == before
 
 
 @pytest.mark.parametrize("passes", [2, 3])

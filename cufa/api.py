@@ -179,7 +179,8 @@ def attention(
         out: where to write the output, of its shape and dtype; must not overlap an input. For
             float8_e4m3fn arrays it may be float16.
         lse: where to write the LSE, which is then returned too.
-        workspace: memory for the kernel, `cufa.plan(...).workspace_bytes` of it, contiguous, on the GPU.
+        workspace: memory for the kernel, `cufa.plan(...).workspace_bytes` of it: an array of CuPy's or with
+            DLPack, contiguous, on the GPU.
         kernel: a rung of the ladder (`cufa kernels` lists them) instead of the fastest.
         tiles: overrides of that kernel's tile sizes, as in {"block_m": 64}.
         arch: what to compile for instead of this GPU's own, as in "compute_80"; also CUFA_ARCH.
@@ -750,6 +751,8 @@ def _run_on_gpu(
     """Launch the kernels for the tensors of these names, in the order of the parameter struct."""
     known, tensors, addresses = call.known, call.tensors, call.addresses
     given = [addresses[name] for name in names if name in addresses]
+    if workspace is not None:
+        workspace = arrays.on_current_gpu(workspace, "workspace")
     device_id = sys.modules["cupy"].cuda.runtime.getDevice()
     environment_arch = os.environ.get("CUFA_ARCH")
     align_bytes = layout.alignment(given)

@@ -156,6 +156,20 @@ def check_outputs(adopted: Adopted, outputs: Collection[str], in_place: Mapping[
         check_apart(regions, outputs, in_place)
 
 
+def on_current_gpu(array: Any, name: str) -> Any:
+    """An array in that GPU's memory as CuPy's, without a copy.
+
+    Raises TypeError for what is no array or in the CPU's memory, ValueError for an array on another GPU.
+    """
+    if not isinstance(array, _cupy_ndarray()):
+        _check_same_kind({name: array})
+        array, _ = _import(array, name)
+        if isinstance(array, np.ndarray):
+            raise TypeError(f"{name} is in the CPU's memory; it must be in the GPU's")
+    _describe_on_current_gpu({name: array})
+    return array
+
+
 def _describe_on_current_gpu(arrays: Mapping[str, Any]) -> tuple[tuple[Described, ...], dict[str, int]]:
     """As `describe`, of CuPy's arrays; all in one go, since every call does it."""
     current = sys.modules["cupy"].cuda.runtime.getDevice()

@@ -17,7 +17,7 @@ from tolerance import assert_attention, assert_gradients, random_problem
 
 import cufa
 from cufa import arrays, device, reference
-from cufa.arrays import Adopted, adopt
+from cufa.arrays import Adopted, adopt, on_current_gpu
 from cufa.device import GPUUnavailableError
 from cufa.problem import DTYPES
 
@@ -503,6 +503,21 @@ def test_arrays_on_another_gpu_are_refused(cupy: Any, backend: str | None) -> No
     named = {"q": CudaArray(some_array()), "k": CudaArray(some_array(), device_id=3)}
     with pytest.raises(ValueError, match=r"^k is on GPU 3 and the current one is 0; .*cupy.cuda.Device\(3\)"):
         adopt(named, backend)
+
+
+def test_memory_on_the_gpu_may_be_any_librarys(cupy: Any) -> None:
+    given = CudaArray(some_array())
+    assert on_current_gpu(given, "workspace") is given
+    values = some_array()
+    assert on_current_gpu(StandardArray(values, DLPACK_CUDA), "workspace").data.ptr == values.ctypes.data
+    for array, kind, message in (
+        (some_array(), TypeError, "^workspace is in the CPU's memory; it must be in the GPU's$"),
+        (StandardArray(some_array()), TypeError, "^workspace is in the CPU's memory"),
+        (1 << 20, TypeError, "^workspace is a int; it may be a NumPy array, a CuPy array or any array with"),
+        (CudaArray(some_array(), device_id=3), ValueError, "^workspace is on GPU 3 and the current one is 0"),
+    ):
+        with pytest.raises(kind, match=message):
+            on_current_gpu(array, "workspace")
 
 
 def read_only(out: Any) -> Any:

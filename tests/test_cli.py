@@ -936,6 +936,17 @@ def test_bench_says_where_memory_does_not_suffice(monkeypatch):
     assert "out of memory" in run(*arguments).stdout
 
 
+def test_what_is_drawn_and_checked_may_take_more_memory_than_there_is(monkeypatch):
+    def too_much(*_, **__):
+        raise MemoryError("Unable to allocate 23.8 GiB")
+
+    for place in ("workload.normal", "check.check"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"cufa.cli.{place}", too_much)
+            result = run("run", "--seqlen", 8, code=1)
+        assert result.stderr.strip() == "error: out of memory: Unable to allocate 23.8 GiB"
+
+
 @pytest.mark.parametrize(
     ("direction", "kernels", "expected"),
     [

@@ -48,19 +48,27 @@ class OutOfMemory(Wrong):
 
 
 @contextlib.contextmanager
+def memory_errors() -> Iterator[None]:
+    """Say that memory does not suffice without a traceback."""
+    try:
+        yield
+    except MemoryError as error:
+        raise OutOfMemory(f"out of memory: {error}") from error
+
+
+@contextlib.contextmanager
 def library_errors() -> Iterator[None]:
     """Turn the errors that a call of the library documents into a message without a traceback.
 
     What goes in here is calls of the library alone, so that a mistake in the command's own code shows.
     """
     try:
-        yield
+        with memory_errors():
+            yield
     except (ValueError, TypeError, GPUUnavailableError, NVRTCMissingError) as error:
         raise Failure(str(error)) from error
     except (CompileError, LaunchError) as error:
         raise Wrong(str(error)) from error
-    except MemoryError as error:
-        raise OutOfMemory(f"out of memory: {error}") from error
 
 
 def stdout() -> Console:

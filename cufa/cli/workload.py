@@ -16,7 +16,7 @@ import cufa
 from cufa import arrays, cpu, device
 from cufa.cli import check
 from cufa.cli.options import RANDOM_BITS, FeatureOptions
-from cufa.cli.output import library_errors
+from cufa.cli.output import library_errors, memory_errors
 from cufa.problem import (
     DTYPES,
     FLOAT8,
@@ -104,7 +104,8 @@ class Workload:
         """Results against float64; all arrays are NumPy's, and `host` has those that are computed with."""
         on_host = replace(self, arrays=host)
         inputs = {name: host[name] for name in (*_TENSORS, "dlse") if name in host}
-        return check.check(inputs, results, layout=self.layout, rng=rng, **on_host.rules())
+        with memory_errors():
+            return check.check(inputs, results, layout=self.layout, rng=rng, **on_host.rules())
 
     def plan(self, direction: Direction, rung: Rung) -> cufa.Plan:
         """The Plan that the call uses on a GPU."""
@@ -272,7 +273,10 @@ def make_arrays(
     Workload(described, False, features, layout=layout).problem("forward")
     if rng is None:
         return described
-    return {name: array if name in given else _draw(name, array, rng) for name, array in described.items()}
+    with memory_errors():
+        return {
+            name: array if name in given else _draw(name, array, rng) for name, array in described.items()
+        }
 
 
 def _described(problem: Problem, features: FeatureOptions, layout: str) -> Arrays:

@@ -98,7 +98,7 @@ __device__ inline void key_gradient(const Sizes& sizes, const acc_t* weights, co
     const long long keys = static_cast<long long>(sizes.batch) * sizes.kv_heads * sizes.seqlen_k;
     if (index >= keys * Dims) return;
     const Element at(index, sizes.kv_heads, sizes.seqlen_k, Dims);
-    const int group = sizes.heads / sizes.kv_heads;
+    const int group = group_of(sizes);
 
     acc_t sum = 0;
     for (int head = at.head * group; head < (at.head + 1) * group; ++head) {

@@ -225,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     load_keys(smem, sequence.keys<const scalar_t>(params.k, kv_head),
               sequence.keys<const scalar_t>(params.v, kv_head), first_key, sequence.seqlen_k);
     KeyGradients gradients = {};
-    const int group = params.sizes.heads / params.sizes.kv_heads;
+    const int group = group_of(params.sizes);
     for (int h = 0; h < group; ++h) {
         const QueryHead head(params, sequence, kv_head * group + h);
         const QueryTiles<kBlockM> tiles(head.rules.mask, first_key, kBlockN);

@@ -373,8 +373,7 @@ struct QueryGradients {
 // so that it takes no registers while the block works on a head.
 __device__ inline QueryHead query_head_of_block(const BackwardParams& params, int h) {
     const KeyTile own = key_tile_of_block<kBlockN>(params, ptx::anew(blockIdx.x));
-    const int group = params.sizes.heads / params.sizes.kv_heads;
-    return QueryHead(params, own.sequence, own.kv_head * group + h);
+    return QueryHead(params, own.sequence, own.kv_head * group_of(params.sizes) + h);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -426,7 +425,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     KeyGradients gradients = {};
     const QueryTiles<kBlockM> tiles(sequence.mask(params.features), first_key, kBlockN);
-    for (int h = 0; h < params.sizes.heads / params.sizes.kv_heads; ++h) {
+    for (int h = 0; h < group_of(params.sizes); ++h) {
         const QueryHead head = query_head_of_block(params, h);
         walk<kEarlyCopies>(
             tiles.begin, tiles.end,

@@ -82,11 +82,6 @@ __device__ inline int col_of(int n) {
     return n * kMmaN + threadIdx.x % 4 * 2;
 }
 
-// How many query heads share a KV head.
-__device__ inline int group_of(const Sizes& sizes) {
-    return sizes.heads / sizes.kv_heads;
-}
-
 // How many blocks part the keys of a tile of rows. Both launches have the same grid.
 __device__ inline int splits_of(const Sizes& sizes) {
     const int tiles = row_tiles<kBlockM>(sizes.batch, sizes.seqlen_q * group_of(sizes));

@@ -14,7 +14,7 @@ class QuerySums {
     __device__ QuerySums(acc_t* all, const Sizes& sizes, const Sequence& sequence, int head) {
         const long long tile =
             static_cast<long long>(head) * row_tiles<BlockM>(sizes.batch, sizes.seqlen_q) +
-            first_tile(sequence, sizes);
+            first_row_tile<BlockM>(sequence.batch, sequence.first_q, sizes.seqlen_q);
         sums = all + tile * (BlockM * Cols);
     }
 
@@ -76,12 +76,6 @@ class QuerySums {
   private:
     static constexpr int kFragment = kMmaM * kMmaN;
     acc_t* sums;
-
-    // Which of a head's tiles is the first of a sequence; row_tile is the other way round.
-    __device__ static int first_tile(const Sequence& sequence, const Sizes& sizes) {
-        if constexpr (kPacked) return sequence.first_q / BlockM + sequence.batch;
-        return sequence.batch * ceil_div(sizes.seqlen_q, BlockM);
-    }
 
     // The fragment of 16 rows and 8 columns that begins at (row, col).
     __device__ acc_t* fragment(int row, int col) const {

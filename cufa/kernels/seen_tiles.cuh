@@ -18,8 +18,7 @@ class SeenTiles {
         : keys(ceil_div(params.sizes.seqlen_k, Keys)) {
         const int batch = differ_by_batch(params) ? sequence.batch : 0;
         const int seqlen_q = params.sizes.seqlen_q;
-        const int first_tile =
-            kPacked ? sequence.first_q / Rows + sequence.batch : batch * ceil_div(seqlen_q, Rows);
+        const int first_tile = first_row_tile<Rows>(batch, sequence.first_q, seqlen_q);
         const long long of_head = differ_by_head(params) ? head : 0;
         parts = all + (of_head * row_tiles<Rows>(batches(params), seqlen_q) + first_tile) * keys;
     }

@@ -4,6 +4,7 @@
 
 #include "config.cuh"
 #include "mask.cuh"
+#include "memory.cuh"
 #include "params.cuh"
 
 template <class T>
@@ -127,9 +128,12 @@ __device__ inline Count rows_of_heads(const Sizes& sizes) {
     return static_cast<Count>(kPacked ? 1 : sizes.batch) * sizes.heads * sizes.seqlen_q;
 }
 
-// Query heads share a KV head in groups of heads / kv_heads.
+// How many query heads share a KV head.
+__device__ inline int group_of(const Sizes& sizes) {
+    return sizes.heads / sizes.kv_heads;
+}
 __device__ inline int kv_head_of(int head, const Sizes& sizes) {
-    return head / (sizes.heads / sizes.kv_heads);
+    return head / group_of(sizes);
 }
 
 // A tile of rows of one sequence: a block owns one of each head.
@@ -140,7 +144,13 @@ struct RowTile {
 // How many tiles of Rows rows there are of all sequences.
 template <int Rows>
 __device__ inline int row_tiles(int batch, int seqlen) {
-    return kPacked ? seqlen / Rows + batch : batch * ((seqlen + Rows - 1) / Rows);
+    return kPacked ? seqlen / Rows + batch : batch * ceil_div(seqlen, Rows);
+}
+
+// The first tile of a sequence, whose rows begin at first_row if they are packed.
+template <int Rows>
+__device__ inline int first_row_tile(int sequence, int first_row, int seqlen) {
+    return kPacked ? first_row / Rows + sequence : sequence * ceil_div(seqlen, Rows);
 }
 
 // Tile number `tile`. In packed sequences, sequence b has the tiles from cu_seqlens[b] / Rows + b
@@ -151,7 +161,7 @@ template <int Rows>
 __device__ inline RowTile row_tile(int tile, int batch, int seqlen, const int* cu_seqlens,
                                    int rows_of_token = 1) {
     if constexpr (!kPacked) {
-        const int tiles = (seqlen + Rows - 1) / Rows;
+        const int tiles = ceil_div(seqlen, Rows);
         return {tile / tiles, tile % tiles * Rows};
     }
     tile += cu_seqlens[0] * rows_of_token / Rows;  // rows before the first sequence have no tiles
@@ -200,7 +210,7 @@ __device__ inline QueryTile query_tile_of_block(const Params& params, int block 
             row_tile<BlockM>(tile, sizes.batch, sizes.seqlen_q, params.features.cu_seqlens_q);
         return {Sequence(params, batch), head, kv_head_of(head, sizes), first_row};
     }
-    const int tiles = (sizes.seqlen_q + BlockM - 1) / BlockM;
+    const int tiles = ceil_div(sizes.seqlen_q, BlockM);
     const auto [index, place] = head_tile_of_block(block, sizes.batch * sizes.heads, tiles);
     const int head = index % sizes.heads;
     return {Sequence(params, index / sizes.heads), head, kv_head_of(head, sizes),
@@ -222,7 +232,7 @@ __device__ inline KeyTile key_tile_of_block(const BackwardParams& params, int bl
             block / sizes.kv_heads, sizes.batch, sizes.seqlen_k, params.features.cu_seqlens_k);
         return {Sequence(params, batch), block % sizes.kv_heads, first_key};
     }
-    const int tiles = (sizes.seqlen_k + BlockN - 1) / BlockN;
+    const int tiles = ceil_div(sizes.seqlen_k, BlockN);
     const auto [index, tile] = head_tile_of_block(block, sizes.batch * sizes.kv_heads, tiles);
     return {Sequence(params, index / sizes.kv_heads), index % sizes.kv_heads, tile * BlockN};
 }

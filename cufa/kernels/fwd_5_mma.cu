@@ -70,13 +70,9 @@ __device__ inline int warp_col() {
     return kSplit == 1 ? 0 : threadIdx.x / 32 / kRowWarps * kDims;
 }
 
-// Which row of the block's tile a lane's half (0: row g, 1: row g + 8) of its fragments `m` is.
+// Which row of the block's tile a lane's half of its fragments `m` is.
 __device__ inline int row_of(int m, int half) {
-    return warp_row() + m * kMmaM + half * 8 + threadIdx.x % 32 / 4;
-}
-// The first of the two columns that a lane has of fragment `n`.
-__device__ inline int col_of(int n) {
-    return n * kMmaN + threadIdx.x % 4 * 2;
+    return fragment_row(warp_row(), m, half);
 }
 
 // What products are multiplied with before exp2, unless they are made scores of log 2 one by one.
@@ -121,8 +117,8 @@ class SeenScores {
         if constexpr (kKeyMask) return bits[m][half] >> (2 * n + e) & 1;
         // Rows past the end may see any key: they are not written.
         if constexpr (kWorkedOutAnew && !kCutTiles)
-            return first_key + col_of(n) + e < rules.mask.seqlen_k;
-        return rules.sees(first_row + row_of(m, half), first_key + col_of(n) + e);
+            return fragment_col(first_key, n) + e < rules.mask.seqlen_k;
+        return rules.sees(first_row + row_of(m, half), fragment_col(first_key, n) + e);
     }
 
   private:
@@ -155,7 +151,7 @@ class SeenScores {
                 bits[m][half] = 0;
 #pragma unroll
                 for (int n = 0; n < kBlockN / kMmaN; ++n) {
-                    const int row = first_row + row_of(m, half), key = first_key + col_of(n);
+                    const int row = first_row + row_of(m, half), key = fragment_col(first_key, n);
                     bits[m][half] |= rules.sees_two(row, key) << 2 * n;
                 }
             }
@@ -179,7 +175,8 @@ __device__ inline void apply(const ScoreRules& rules, Scores& s, const SeenScore
             for (int n = 0; n < kBlockN / kMmaN; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const int row = first_row + row_of(m, half), key = first_key + col_of(n) + e;
+                    const int row = first_row + row_of(m, half),
+                              key = fragment_col(first_key, n) + e;
                     acc_t& score = s[m][n][2 * half + e];
                     const bool hidden = masked && !seen.at(m, half, n, e);
                     if constexpr (kScoreMod) score = rules.score(score, row, key);
@@ -200,7 +197,7 @@ __device__ inline void drop(const ScoreRules& rules, Scores& p, int first_row, i
 #pragma unroll
         for (int n = 0; n < kBlockN / kMmaN; ++n) {
             const unsigned int drawn =
-                rules.kept(first_row + row_of(m, parity), first_key + col_of(n));
+                rules.kept(first_row + row_of(m, parity), fragment_col(first_key, n));
             const unsigned int neighbours = __shfl_xor_sync(0xffffffffu, drawn, 4);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
@@ -270,7 +267,7 @@ __device__ inline void take_out_nonfinite(Output& out, Smem& smem, const ScoreRu
                 for (int n = 0; n < kDims / kMmaN; ++n)
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        const scalar_t value = *smem.v.at(key, warp_col() + col_of(n) + e);
+                        const scalar_t value = *smem.v.at(key, fragment_col(warp_col(), n) + e);
                         if (!is_finite(value)) out.o[m][n][2 * half + e] += to_acc(value);
                     }
             }

@@ -75,11 +75,7 @@ __device__ inline int warp_row() {
     return team_thread() / 32 * kTiles * kMmaM;
 }
 __device__ inline int row_of(int m, int half) {
-    return warp_row() + m * kMmaM + half * 8 + threadIdx.x % 32 / 4;
-}
-// The first of the two columns that a lane has of fragment `n`.
-__device__ inline int col_of(int n) {
-    return n * kMmaN + threadIdx.x % 4 * 2;
+    return fragment_row(warp_row(), m, half);
 }
 
 // How many blocks part the keys of a tile of rows. Both launches have the same grid.
@@ -193,7 +189,7 @@ __device__ inline void apply(Scores& s, const WarpRows& rows, int first_key, boo
             for (int n = 0; n < kBlockN / kMmaN; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const int key = first_key + col_of(n) + e;
+                    const int key = fragment_col(first_key, n) + e;
                     acc_t& score = s[m][n][2 * half + e];
                     const bool seen = !masked || rules.sees(query, key);
                     score = seen ? rules.score(score, query, key) : negative_infinity();
@@ -244,7 +240,7 @@ struct Findings {
                 if (threadIdx.x % 4 == 0) part.softmax = softmax[m][half];
 #pragma unroll
                 for (int n = 0; n < kPartCols / kMmaN; ++n) {
-                    *reinterpret_cast<Pack<acc_t, 2>*>(part.sums + col_of(n)) = {
+                    *reinterpret_cast<Pack<acc_t, 2>*>(part.sums + fragment_col(0, n)) = {
                         o[m][n][2 * half], o[m][n][2 * half + 1]};
                 }
             }
@@ -271,7 +267,7 @@ __device__ inline void take_out_nonfinite(Findings& found, Stage& stage, const W
                 for (int n = 0; n < kPartCols / kMmaN; ++n)
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        const scalar_t value = *stage.v.at(key, col_of(n) + e);
+                        const scalar_t value = *stage.v.at(key, fragment_col(0, n) + e);
                         if (!is_finite(value)) found.o[m][n][2 * half + e] += to_acc(value);
                     }
             }

@@ -45,7 +45,7 @@ __device__ inline void add_nonfinite(Accumulators<Tiles, Cols>& sums,
                 for (int n = 0; n < Cols / kMmaN; ++n)
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        const int col = first_col + n * kMmaN + 2 * tile.place.t + e;
+                        const int col = fragment_col(first_col, n) + e;
                         if (col >= Dims) continue;
                         const acc_t value = to_acc(queries.row(query)[col]);
                         if (value * 0 != 0) sums[m][n][2 * half + e] += value;
@@ -58,19 +58,18 @@ __device__ inline void add_nonfinite(Accumulators<Tiles, Cols>& sums,
 template <int Tiles, int Cols, class Tile, class Weight>
 __device__ inline void add_seen(Accumulators<Tiles, Cols>& o, const Tile& v, int first_row,
                                 int first_col, const Weight& weight) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     for (int k = 0; k < Tile::kRows; ++k)
 #pragma unroll
         for (int m = 0; m < Tiles; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const scalar_t* w = weight(first_row + m * kMmaM + half * 8 + g, k);
+                const scalar_t* w = weight(fragment_row(first_row, m, half), k);
                 if (w == nullptr) continue;
 #pragma unroll
                 for (int n = 0; n < Cols / kMmaN; ++n)
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        const scalar_t value = *v.at(k, first_col + n * kMmaN + 2 * t + e);
+                        const scalar_t value = *v.at(k, fragment_col(first_col, n) + e);
                         o[m][n][2 * half + e] += to_acc(*w) * to_acc(value);
                     }
             }

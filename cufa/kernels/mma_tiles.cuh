@@ -270,7 +270,6 @@ __device__ inline Operands::Pair rounded_pair(const LeftStrip<Tiles, Cols>& valu
 // Writes accumulators, rounded, into a tile from (first_row, first_col) on.
 template <int Tiles, int Cols, class Values, class Tile>
 __device__ inline void store_tile(Tile& tile, const Values& values, int first_row, int first_col) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int m = 0; m < Tiles; ++m)
 #pragma unroll
@@ -278,7 +277,7 @@ __device__ inline void store_tile(Tile& tile, const Values& values, int first_ro
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 scalar_t* to =
-                    tile.at(first_row + m * kMmaM + half * 8 + g, first_col + n * kMmaN + 2 * t);
+                    tile.at(fragment_row(first_row, m, half), fragment_col(first_col, n));
                 *reinterpret_cast<Operands::Pair*>(to) =
                     rounded_pair<Tiles, Cols>(values, m, n, half);
             }
@@ -289,10 +288,9 @@ __device__ inline void store_tile(Tile& tile, const Values& values, int first_ro
 template <int Dims, int Fragments>
 __device__ inline void store_row(scalar_t* row, const Fragment (&values)[Fragments], int half,
                                  acc_t scale, int first_col = 0) {
-    const int t = threadIdx.x % 4;
 #pragma unroll
     for (int n = 0; n < Fragments; ++n) {
-        const int col = first_col + n * kMmaN + 2 * t;
+        const int col = fragment_col(first_col, n);
         const acc_t low = values[n][2 * half] * scale, high = values[n][2 * half + 1] * scale;
         if constexpr (Dims % 2 == 0 && kAlignBytes >= 2 * sizeof(scalar_t)) {
             if (col < Dims) {

@@ -52,5 +52,14 @@ using Fragment = FragmentOf<scalar_t>;
 template <int Tiles, int Cols>
 using Accumulators = Fragment[Tiles][Cols / kMmaN];
 
+// Of accumulators for rows and columns from the first on, the row that a lane's half (0: row g, 1:
+// row g + 8) of fragments `m` is of, and the first of the two columns that it has of fragment `n`.
+__device__ inline int fragment_row(int first_row, int m, int half) {
+    return first_row + m * kMmaM + half * 8 + threadIdx.x % 32 / 4;
+}
+__device__ inline int fragment_col(int first_col, int n) {
+    return first_col + n * kMmaN + threadIdx.x % 4 * 2;
+}
+
 template <class T>
 struct OperandsOf;

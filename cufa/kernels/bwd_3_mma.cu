@@ -182,6 +182,11 @@ __device__ inline void walk(int begin, int end, const NextSeen& next_seen,
     }
 }
 
+// A tile of queries in shared memory, of those before `end`; the next is `step` further on.
+struct QueriesAt {
+    int stage, first, step, end;
+};
+
 // The part of a tile of dQ that a warp computes.
 struct QueryPlace {
     int first_row = threadIdx.x / 32 % kQueryRows * kQueryTiles * kMmaM;
@@ -193,18 +198,20 @@ struct KeyGradients {
     Accumulators<kTiles, kHeadPart> dk;
     Accumulators<kTiles, kValuePart> dv;
 
-    // Takes in one tile of queries of those before `end`; the next is `step` queries further on.
-    __device__ void attend(KeySmem& smem, int stage, const QueryHead& head, const Place& place,
-                           int first_query, int step, int end, int first_key, bool masked) {
-        const KeyRows tile{smem, head.rules, place, first_key, first_query};
+    // Takes in one tile of queries.
+    __device__ void attend(KeySmem& smem, const QueryHead& head, const Place& place,
+                           const QueriesAt& at, int first_key, bool masked) {
+        const KeyRows tile{smem, head.rules, place, first_key, at.first};
         const SeenScores<KeyRows> seen(tile, masked);
         Scores s = {}, dp = {};
-        product_of(s, smem.k, smem.q[stage], place);
-        product_of(dp, smem.v, smem.dout[stage], place);
+        product_of(s, smem.k, smem.q[at.stage], place);
+        product_of(dp, smem.v, smem.dout[at.stage], place);
         const bool nonfinite =
             kCutTiles && masked &&
             (has_nonfinite<kTiles, kColumns>(s) || has_nonfinite<kTiles, kColumns>(dp));
-        const auto stats_of = [&](Element at) { return smem.rows[stage][place.col(at.n) + at.e]; };
+        const auto stats_of = [&](Element score) {
+            return smem.rows[at.stage][place.col(score.n) + score.e];
+        };
         const auto add_to_bias = [&](int query, int key, acc_t gradient) {
             if constexpr (kBiasGradient) head.bias.add(query, key, gradient);
         };
@@ -216,9 +223,9 @@ struct KeyGradients {
         const auto& p = weights_of(s);
         const auto& ds = weights_of(dp);
         const bool found = kCutTiles && masked && __syncthreads_or(nonfinite);
-        if (found) take_out(smem, stage);
-        multiply(p, ds, smem, stage, head, place, first_query, step, end);
-        if (found) put_back(smem, head, tile, first_query);
+        if (found) take_out(smem, at.stage);
+        multiply(p, ds, smem, head, place, at);
+        if (found) put_back(smem, head, tile, at.first);
     }
 
     __device__ void write(KeySmem& smem, const BackwardParams& params, const KeyTile& own) {
@@ -257,17 +264,16 @@ struct KeyGradients {
 
     // dV += P^T dO, dK += dS^T Q and dQ += dS K.
     template <class Weights>
-    __device__ void multiply(const Weights& p, const Weights& ds, KeySmem& smem, int stage,
-                             const QueryHead& head, const Place& place, int first_query, int step,
-                             int end) {
-        const int next_query = first_query + step;
-        const bool copies = kEarlyCopies && next_query < end;
+    __device__ void multiply(const Weights& p, const Weights& ds, KeySmem& smem,
+                             const QueryHead& head, const Place& place, const QueriesAt& at) {
+        const int stage = at.stage, next = at.first + at.step;
+        const bool copies = kEarlyCopies && next < at.end;
         if constexpr (kSplit == 1) {
             if (!kDeterministic) store_scores(smem.ds(), ds, place);
             add_product_pn<kTiles, kColumns, kValuePart>(dv, p, smem.dout[stage]);
             add_product_pn<kTiles, kColumns, kHeadPart>(dk, ds, smem.q[stage]);
             if (!kDeterministic) __syncthreads();  // dS^T is whole, every warp is done with Q, dO
-            if (copies) head.start_copy(smem, stage, next_query);
+            if (copies) head.start_copy(smem, stage, next);
         } else {
             store_scores(smem.p(), p, place);
             if (!kEarlyCopies) store_scores(smem.ds(), ds, place);
@@ -276,16 +282,16 @@ struct KeyGradients {
                                                place.part * kValuePart);
             if constexpr (kEarlyCopies) {
                 __syncthreads();  // every warp is done with P^T and dO
-                if (copies) head.copy_gradients(smem, stage, next_query);
+                if (copies) head.copy_gradients(smem, stage, next);
                 store_scores(smem.ds(), ds, place);
                 __syncthreads();  // dS^T is whole
             }
             add_product_nn<kTiles, kHeadPart>(dk, smem.ds(), place.first_row, smem.q[stage],
                                               place.part * kHeadPart);
             if (kEarlyCopies) __syncthreads();  // every warp is done with Q
-            if (copies) head.copy_queries(smem, stage, next_query);
+            if (copies) head.copy_queries(smem, stage, next);
         }
-        if constexpr (!kDeterministic) add_to_queries(smem, head.dq, first_query);
+        if constexpr (!kDeterministic) add_to_queries(smem, head.dq, at.first);
     }
 
     // dQ += dS K. Where dS^T takes fewer registers than the sums, all of it is loaded, and there
@@ -432,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
             [&](int row) { return head.seen.next_row(row, tiles.end, first_key); },
             [&](int stage, int row) { head.start_copy(smem, stage, row); },
             [&](int stage, int row, int step) {
-                gradients.attend(smem, stage, head, place, row, step, tiles.end, first_key,
+                gradients.attend(smem, head, place, {stage, row, step, tiles.end}, first_key,
                                  tiles.masked(row, head.seen.cuts(row, first_key)));
             });
     }

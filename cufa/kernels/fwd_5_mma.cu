@@ -289,20 +289,36 @@ __device__ inline auto copying_thread() {
     }
 }
 
+// Where the keys and values of a head lie, and which of them the block's rows see.
+struct Source {
+    KeyMatrix<const scalar_t> k, v;
+    KeyTiles<kBlockN> tiles;
+    TilePages<kBlockN> pages;  // of the next tile to be copied
+
+    // `thread` is this one, as copies take it.
+    template <class Thread>
+    __device__ void copy_k(Smem& smem, int first_key, Thread thread) const {
+        copy_keys<THREADS, kHeadDim>(smem.k, k, pages, first_key, tiles.end, thread);
+    }
+    template <class Thread>
+    __device__ void copy_v(Smem& smem, int first_key, Thread thread) const {
+        copy_keys<THREADS, kValueDim>(smem.v, v, pages, first_key, tiles.end, thread);
+    }
+    __device__ void look_up_pages(int first_key) { pages = {k, first_key, tiles.end}; }
+};
+
 // One tile of keys, the next of which is `step` keys further on. K is on its way when this begins,
-// and the next K when it ends; `pages` are those of the one, and then of the other, found while
-// products run. Whether the tile is masked is decided as it runs: a second copy of this code for
-// tiles that are not would cost registers.
-__device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules,
-                              const KeyMatrix<const scalar_t>& k,
-                              const KeyMatrix<const scalar_t>& v, TilePages<kBlockN>& pages,
-                              const KeyTiles<kBlockN>& tiles, int first_row, int first_key,
-                              int step, bool cut) {
-    const bool masked = tiles.masked(first_key, cut);
+// and the next K when it ends, whose pages are looked up while products run. Whether the tile is
+// masked is decided as it runs: a second copy of this code for tiles that are not would cost
+// registers.
+__device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules, Source& source,
+                              int first_row, int first_key, int step, bool cut) {
+    const int keys_end = source.tiles.end;
+    const bool masked = source.tiles.masked(first_key, cut);
     ptx::wait_copies();
     __syncthreads();  // K is there, and every warp is done with the V before
-    copy_keys<THREADS, kValueDim>(smem.v, v, pages, first_key, tiles.end, copying_thread());
-    pages = {k, first_key + step, tiles.end};
+    source.copy_v(smem, first_key, copying_thread());
+    source.look_up_pages(first_key + step);
     const SeenScores seen(rules, first_row, first_key, masked);
     Scores s = {};
     add_product_nt<kTiles, kBlockN, kScoreSteps>(s, smem.q, warp_row(), smem.k);
@@ -310,9 +326,7 @@ __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules,
 
     ptx::wait_copies();
     __syncthreads();  // V is there, and every warp is done with this K
-    if (first_key + step < tiles.end)
-        copy_keys<THREADS, kHeadDim>(smem.k, k, pages, first_key + step, tiles.end,
-                                     copying_thread());
+    if (first_key + step < keys_end) source.copy_k(smem, first_key + step, copying_thread());
     out.exponentiate(s, scale_log2(rules), smem);
     if constexpr (kDropout) drop(rules, s, first_row, first_key);
     if constexpr (kCutTiles && sizeof(scalar_t) == 2) {
@@ -324,7 +338,7 @@ __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules,
         if (kCutTiles && masked) take_out_nonfinite(out, smem, rules, first_row, first_key);
         // Keys past the end are left out, which also keeps ptxas from splitting the operands of
         // all steps ahead.
-        const int keys = kLongSteps ? tiles.end - first_key : kBlockN;
+        const int keys = kLongSteps ? keys_end - first_key : kBlockN;
         add_product_pn<kTiles, kBlockN, kDims>(out.o, s, smem.v, warp_col(), keys);
     }
 }
@@ -374,18 +388,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     copy_tile<THREADS, kHeadDim>(smem.q, q, first_row, seqlen_q);
     take_sign(smem, rules);
     smem.init();
-    const KeyTiles<kBlockN> tiles(rules.mask, first_row, kBlockM);
+    Source source{k, v, KeyTiles<kBlockN>(rules.mask, first_row, kBlockM)};
+    const int keys_end = source.tiles.end;
     const Seen seen(static_cast<SeenPart*>(params.workspace), params, sequence, head);
-    int begin = tiles.begin, step = kBlockN;
-    if constexpr (kKeyMask) begin = seen.next_key(first_row, begin, tiles.end);
-    TilePages<kBlockN> pages(k, begin, tiles.end);
-    copy_keys<THREADS, kHeadDim>(smem.k, k, pages, begin, tiles.end);
+    int begin = source.tiles.begin, step = kBlockN;
+    if constexpr (kKeyMask) begin = seen.next_key(first_row, begin, keys_end);
+    source.look_up_pages(begin);
+    source.copy_k(smem, begin, threadIdx.x);
 
     Output out = {};
-    for (int key = begin; key < tiles.end; key += step) {
-        if constexpr (kKeyMask) step = seen.next_key(first_row, key + kBlockN, tiles.end) - key;
-        attend(out, smem, rules, k, v, pages, tiles, first_row, key, step,
-               seen.cuts(first_row, key));
+    for (int key = begin; key < keys_end; key += step) {
+        if constexpr (kKeyMask) step = seen.next_key(first_row, key + kBlockN, keys_end) - key;
+        attend(out, smem, rules, source, first_row, key, step, seen.cuts(first_row, key));
     }
     ptx::wait_copies();
 

@@ -274,6 +274,7 @@ def attention_backward(
     deterministic: bool = False,
     return_dbias: bool = False,
     return_dsink: bool = False,
+    return_dscore_mod: bool = False,
     layout: LayoutName = "bshd",
     dq: Any = None,
     dk: Any = None,
@@ -286,7 +287,7 @@ def attention_backward(
     arch: ArchLike | None = None,
     backend: arrays.Backend | None = None,
 ) -> tuple[Any, ...]:
-    """The gradients of `attention` in q, k and v, and in the bias and the sink if they are asked for.
+    """The gradients of `attention` in q, k and v, and in bias, sink and a score_mod's arrays if asked for.
 
     Computed as in FlashAttention-2 (Dao 2023, Algorithm 2): the probabilities are recomputed from q, k
     and lse, never held as a whole. Rows that see no key, and keys that no row sees, have gradient 0.
@@ -307,7 +308,7 @@ def attention_backward(
         mask: as in the forward call.
         alibi_slopes: as in the forward call.
         sink: as in the forward call.
-        score_mod: as in the forward call; arrays that it reads have no gradient here.
+        score_mod: as in the forward call.
         mask_mod: as in the forward call.
         dropout_p: as in the forward call.
         seed: as in the forward call: the same probabilities are dropped.
@@ -319,6 +320,8 @@ def attention_backward(
         deterministic: the same bits in every run; on a GPU that takes longer.
         return_dbias: also return the gradient of the bias.
         return_dsink: also return the gradient of the sink.
+        return_dscore_mod: also return the gradients of the arrays that score_mod, a `cufa.ScoreMod`, reads.
+            On a GPU scores add to them in no order, so that there are none with `deterministic`.
         layout: as in the forward call.
         dq: where to write the gradient of q, of its shape and dtype; must not overlap an input.
         dk: the same for k.
@@ -334,7 +337,9 @@ def attention_backward(
     Returns:
         (dq, dk, dv), each of the shape, dtype and kind of q, k, v; dk and dv are summed over the query
         heads that share a KV head. Then dbias if it is asked for, of bias's shape and dtype, summed over
-        the axes that were broadcast; then dsink, likewise, summed over batch and rows.
+        the axes that were broadcast; then dsink, likewise, summed over batch and rows. Then, with
+        return_dscore_mod, a tuple with a gradient for each array of the ScoreMod, of its shape and dtype and
+        summed over the scores that read an element; None for arrays of integers and bools.
 
     Raises:
         What `attention` raises.
@@ -349,6 +354,10 @@ def attention_backward(
         gradients["dsink"] = dsink
         of_features += ("sink",)
     mods = mods_of(score_mod, mask_mod)
+    of_arrays: tuple[str | None, ...] = ()
+    if return_dscore_mod:
+        of_features += ("score_mod",)
+        of_arrays = mods.array_gradients
     asked = _asked(causal, window, values, layout, precision, mods, deterministic, of_features)
     required = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
     optional = {
@@ -365,7 +374,7 @@ def attention_backward(
     }
     call = _Call("backward", required | _given(optional), asked, backend)
     scale = check_scale(softmax_scale, call.problem.head_dim)
-    for name in gradients:
+    for name in (*gradients, *filter(None, of_arrays)):
         call.want(name)
 
     if call.on_gpu:
@@ -378,8 +387,14 @@ def attention_backward(
         written = call.in_bshd("dq", "dk", "dv")
         optional = {name: call.tensors[name] for name in _GRADIENT_ARRAYS if name in call.tensors}
         cpu_options = _cpu_options(call, scale, values, mods) | optional
-        cpu.attention_backward(*(*tensors, call.tensors["lse"], *written), **cpu_options)
-    return tuple([call.give_back(name, given) for name, given in gradients.items()])
+        dscore_mod = {name[1:]: call.tensors[name] for name in filter(None, of_arrays)}
+        cpu.attention_backward(
+            *(*tensors, call.tensors["lse"], *written), dscore_mod=dscore_mod, **cpu_options
+        )
+    results = tuple([call.give_back(name, given) for name, given in gradients.items()])
+    if not return_dscore_mod:
+        return results
+    return *results, tuple([name and call.give_back(name, None) for name in of_arrays])
 
 
 def softmax(
@@ -460,7 +475,8 @@ def plan(
         mask_mod: as above.
         dropout_p: as in `attention`.
         deterministic: as in `attention_backward`; with `backward` only.
-        gradients: of "bias" and "sink" those whose gradients are wanted too; with `backward` only.
+        gradients: of "bias", "sink" and "score_mod", which stands for the arrays that it reads, those whose
+            gradients are wanted too; with `backward` only.
         precision: as in `attention`.
         layout: as in `attention`.
         kernel: as in `attention`.
@@ -640,7 +656,7 @@ def _asked(
         gradients,
         layout,
         precision,
-        *mods.written,
+        *mods.written(with_gradients="score_mod" in gradients),
     )
 
 
@@ -696,7 +712,8 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: _Asked) 
     if direction == "forward":
         results = {"out": (out, problem.output), "lse": (lse_shape(problem), problem.accumulator)}
     else:
-        differentiated = [name for name in ("q", "k", "v", "bias", "sink") if name in shapes]
+        of_features = (*("bias", "sink"), *features.differentiated_arrays)
+        differentiated = [name for name in ("q", "k", "v", *of_features) if name in shapes]
         results = {f"d{name}": (shapes[name], dtypes[name]) for name in differentiated}
     names = _TENSORS[direction]
     axes_of = tuple(key_axes if name in _KEY_TENSORS else axes for name in names)

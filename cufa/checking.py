@@ -26,6 +26,7 @@ import numpy.typing as npt
 from cufa import reference
 from cufa.cpu import descaled
 from cufa.problem import FLOAT8, INPUT_DTYPES, accumulator_dtype, four_axes
+from cufa.score_mod import ElementSlope
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -165,6 +166,7 @@ def standard_attention_backward(
         dtypes["dbias"] = rules["bias"].dtype
     if "dsink" in results:
         dtypes["dsink"] = rounded.sums
+    dtypes |= {f"d{name}": x.dtype for name, x in _differentiable(rules).items()}
     return tuple(result.astype(dtypes[what]) for what, result in results.items())
 
 
@@ -179,7 +181,7 @@ def compare_results(
     dlse: Array | None = None,
     **rules: Any,
 ) -> list[Comparison]:
-    """Hold results to the rule: those of out, lse, dq, dk, dv, dbias and dsink that are there.
+    """Hold results to the rule: those of out, lse, dq, dk, dv, dbias, dsink and dscore_mod[i] that are there.
 
     Of packed sequences only tokens that are in one count. Shapes and rules are those of
     `cufa.reference.attention_backward`; q, k and v of 8 bits may have descales among the rules.
@@ -188,6 +190,7 @@ def compare_results(
     inputs, rules = as_multiplied(q, k, v, rules)
     rules_of_gradients = {"dlse": dlse, **rules}
     rules_of_gradients |= {f"return_{what}": what in results for what in ("dbias", "dsink")}
+    rules_of_gradients["return_dscore_mod"] = any(what.startswith("dscore_mod") for what in results)
     rounding = rounding_of_sums(dtype_name, *inputs, dout, precision=precision, **rules_of_gradients)
     exact: dict[str, Array] = {}
     standard: dict[str, Array] = {}
@@ -249,7 +252,14 @@ def factor(what: str) -> float:
 def gradient_names(rules: Mapping[str, Any]) -> tuple[str, ...]:
     """What `attention_backward` returns when it is called with these arguments."""
     asked = (what for what in ("dbias", "dsink") if rules.get(f"return_{what}"))
-    return "dq", "dk", "dv", *asked
+    of_arrays = _differentiable(rules) if rules.get("return_dscore_mod") else ()
+    return "dq", "dk", "dv", *asked, *(f"d{name}" for name in of_arrays)
+
+
+def _differentiable(rules: Mapping[str, Any]) -> dict[str, Array]:
+    """The arrays of a score_mod that have gradients, by their names in a call."""
+    score_mod = rules.get("score_mod")
+    return {} if score_mod is None else score_mod.differentiable
 
 
 def _tokens(what: str, rules: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -274,6 +284,7 @@ def rounding_of_sums(
     dlse: Array | None = None,
     return_dbias: bool = False,
     return_dsink: bool = False,
+    return_dscore_mod: bool = False,
     **rules: Any,
 ) -> dict[str, float]:
     """How far rounding alone moves each result of any algorithm, however well it goes about it.
@@ -282,7 +293,7 @@ def rounding_of_sums(
     are those of `cufa.reference.attention_backward`.
 
     Returns:
-        A figure for each of out, lse, dq, dk and dv, and for dbias and dsink if they are asked for.
+        A figure for each of out, lse, dq, dk and dv, and for dbias, dsink and dscore_mod[i] if asked for.
     """
     q, k, v, dout = (x.astype(np.float64) for x in finite(q, k, v, dout))
     rules = with_finite_bias(rules)
@@ -293,9 +304,12 @@ def rounding_of_sums(
         squares["dbias"] = np.zeros(four_axes(rules["bias"].shape))
     if return_dsink:
         squares["dsink"] = np.zeros(q.shape[-2])
+    if return_dscore_mod:
+        squares |= {f"d{name}": np.zeros(x.shape) for name, x in _differentiable(rules).items()}
     for head in reference.Rules(**rules).heads(q, k):
         Q, K, V, dO = q[head.queries], k[head.keys], v[head.keys], dout[head.queries]
-        P, lse = head.softmax(head.scores(Q, K)[0])
+        S, slopes = head.scores(Q, K)
+        P, lse = head.softmax(S)
         dL = np.zeros_like(lse) if dlse is None else dlse[head.lse].astype(np.float64)
         of_head = squared_roundings(rounded, head, Q, K, V, head.output(P, V), dO, lse, dL)
         squares["lse"] = np.maximum(squares["lse"], of_head["lse"].max(initial=0))
@@ -307,6 +321,10 @@ def rounding_of_sums(
             head.add_as_broadcast(of_head["dbias"], squares["dbias"])
         if return_dsink:
             squares["dsink"][head.number] += of_head["dsink"].sum()
+        for name, slope, indices in slopes.elements if return_dscore_mod else ():
+            ElementSlope(name, slope**2, indices).add_to(
+                squares[f"d{name}"], of_head["dscore_mod"], head.visible
+            )
     return {what: math.sqrt(square.max(initial=0)) for what, square in squares.items()}
 
 
@@ -339,7 +357,7 @@ def squared_roundings(
 
     Returns:
         A matrix for each of out, dq, dk and dv, for "lse" what S - LSE moves by, for "dbias" and "dsink" what
-        each score and each row adds to them.
+        each score and each row adds to them, and for "dscore_mod" what the gradient of a new score moves by.
     """
     S, slopes = head.scores(Q, K)
     lse, dlse = lse[:, None], dlse[:, None]
@@ -351,7 +369,8 @@ def squared_roundings(
     P2 = head.probabilities(S, lse) ** 2 * (rounded.error**2 + exponent2)
     weights2 = P2 * head.kept**2
     D2 = (dO**2 * O**2).sum(axis=1, keepdims=True) + dlse**2
-    dS2 = P2 * (head.kept**2 * (dO**2 @ V.T**2) + D2) * slopes.modified**2
+    dmodified2 = P2 * (head.kept**2 * (dO**2 @ V.T**2) + D2)
+    dS2 = dmodified2 * slopes.modified**2
     # The slope is 1 - tanh^2, and tanh is rounded.
     dproduct2 = head.scale**2 * dS2 * (slopes.capped**2 + (2 * (1 - slopes.capped)) ** 2)
     sink2 = (_half_epsilon(rounded.sums) * (np.abs(head.sink) + size_lse)) ** 2
@@ -364,6 +383,7 @@ def squared_roundings(
         "dv": weights2.T @ dO**2,
         "dbias": dS2,
         "dsink": sink2 * D2,
+        "dscore_mod": dmodified2,
     }
 
 

@@ -16,9 +16,10 @@ import itertools
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -40,6 +41,8 @@ Q_TILE = 256
 KV_TILE = 512
 # With fewer scores than this the work is done before other threads have begun.
 PARALLEL_SCORES = 2**20
+# The gradients of arrays, where none are wanted.
+_NO_ARRAYS: Mapping[str, Array] = MappingProxyType({})
 
 T = TypeVar("T")
 
@@ -133,6 +136,7 @@ def attention_backward(
     dlse: Array | None = None,
     dbias: Array | None = None,
     dsink: Array | None = None,
+    dscore_mod: Mapping[str, Array] = _NO_ARRAYS,
     **options: Any,
 ) -> None:
     """Write the gradients, recomputing P from Q, K and LSE (FlashAttention-2, algorithm 2).
@@ -155,6 +159,8 @@ def attention_backward(
         dlse: (batch, heads, seqlen_q), the gradient of lse; None for 0.
         dbias: written unless None, shaped like the bias; summed over what it is broadcast to.
         dsink: written unless None, (heads,).
+        dscore_mod: written, shaped like those arrays that score_mod reads, by their names in a call; summed
+            over the scores that read an element.
         options: as in `attention`.
 
     Raises:
@@ -167,7 +173,8 @@ def attention_backward(
     def gradients(share: _Share) -> _Sums:
         scratch = _Scratch(dtype)
         sequence, K, V = share.group.sequence, share.group.K, share.group.V
-        sums = _Sums(share.group, np.zeros_like(K), np.zeros_like(V), np.zeros(heads, dtype), {})
+        of_arrays = {name: np.zeros(x.shape, dtype) for name, x in dscore_mod.items()}
+        sums = _Sums(share.group, np.zeros_like(K), np.zeros_like(V), np.zeros(heads, dtype), {}, of_arrays)
         for head, rows in share.tiles:
             h = head.number
             Q = np.multiply(sequence.queries(q)[rows, h], scale, dtype=dtype, order="C")
@@ -186,7 +193,7 @@ def attention_backward(
                 head.cap(S)
                 slope = head.slope(S)
                 head.add(S, rows, columns)
-                modified_slope = head.modify_with_slope(S, rows, columns)
+                modified = head.modify_with_slopes(S, rows, columns, of_elements=bool(dscore_mod))
                 P = _exp_shifted(S, L)
                 _fill_masked(P, 0, visible)
                 kept = head.kept(rows, columns)
@@ -194,8 +201,10 @@ def attention_backward(
                 _drop(dP, kept)
                 dP -= D
                 dS = np.multiply(P, dP, out=dP)
-                if modified_slope is not None:
-                    dS *= modified_slope
+                if modified is not None:
+                    for element in modified.elements:
+                        element.add_to(sums.dscore_mod[element.name], dS, visible)
+                    dS *= np.asarray(modified.slope, dtype)
                 _fill_masked(dS, 0, visible)
                 if dbias is not None:
                     head.add_bias_gradient(dS, rows, columns, sums.dbias)
@@ -215,6 +224,7 @@ def attention_backward(
     results = _in_threads(gradients, _shares(sequences, rules, q, k, v, threads), threads)
     dbias_sums = np.zeros(four_axes(() if dbias is None else dbias.shape), dtype)
     dsink_sums = np.zeros(heads, dtype)
+    array_sums = {name: np.zeros(x.shape, dtype) for name, x in dscore_mod.items()}
     for group, parts in itertools.groupby(results, key=lambda sums: sums.group):
         total = functools.reduce(_Sums.add, parts)
         for gradient, of_keys in ((dk, total.dK), (dv, total.dV)):
@@ -223,10 +233,14 @@ def attention_backward(
         for (b, h, start, stop), of_scores in total.dbias.items():
             dbias_sums[b, h, start:stop, : of_scores.shape[1]] += of_scores
         dsink_sums += total.dsink
+        for name, sums in array_sums.items():
+            sums += total.dscore_mod[name]
     if dbias is not None:
         dbias[...] = dbias_sums.reshape(dbias.shape)
     if dsink is not None:
         dsink[...] = dsink_sums
+    for name, sums in array_sums.items():
+        dscore_mod[name][...] = sums
 
 
 @np.errstate(all="ignore")
@@ -352,9 +366,12 @@ class _Sums:
     dV: Array
     dsink: Array
     dbias: dict[BiasPlace, Array]
+    dscore_mod: dict[str, Array]
 
     def add(self, other: "_Sums") -> "_Sums":
-        for mine, its in ((self.dK, other.dK), (self.dV, other.dV), (self.dsink, other.dsink)):
+        pairs = [(self.dK, other.dK), (self.dV, other.dV), (self.dsink, other.dsink)]
+        pairs += [(sums, other.dscore_mod[name]) for name, sums in self.dscore_mod.items()]
+        for mine, its in pairs:
             mine += its
         for place, sums in other.dbias.items():
             self.dbias[place] = self.dbias[place] + sums if place in self.dbias else sums

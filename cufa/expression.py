@@ -247,10 +247,28 @@ def in_order(*roots: Expression) -> list[Expression]:
 
 def derivative(expression: Expression, variable: str) -> Expression | None:
     """By how much it changes with the symbol of that name; None if it does not."""
+    symbols = [node for node in in_order(expression) if node.operation == "symbol" and node.value == variable]
+    return _derivative(expression, symbols)
+
+
+def element_derivatives(expression: Expression) -> list[tuple[Expression, Expression]]:
+    """The elements of arrays of floats that it changes with, each once, and by how much with each."""
+    code = _Lines()
+    code.name_of(expression)
+    alike: dict[str, list[Expression]] = {}
+    for node in in_order(expression):
+        if node.operation == "element" and node.kind == "float":
+            alike.setdefault(code.name_of(node), []).append(node)
+    slopes = [(nodes[0], _derivative(expression, nodes)) for nodes in alike.values()]
+    return [(element, slope) for element, slope in slopes if slope is not None]
+
+
+def _derivative(expression: Expression, variables: Sequence[Expression]) -> Expression | None:
+    """By how much it changes with all of these nodes, which are the same number."""
     known: dict[int, Expression | None] = {}
     for node in in_order(expression):
         operands = [known[id(operand)] for operand in node.operands]
-        if node.operation == "symbol" and node.value == variable:
+        if any(node is variable for variable in variables):
             known[id(node)] = lifted(1.0)
         elif all(slope is None for slope in operands) or node.operation in ("cast", "element"):
             known[id(node)] = None  # what is cast is made an integer or a bool
@@ -293,22 +311,51 @@ def write(expression: Expression) -> str:
 
     Symbols are its arguments, and so is `arrays`, whose fields have the names of the arrays.
     """
-    names: dict[int, str] = {}
-    known: dict[str, str] = {}
-    lines = []
-    for node in in_order(expression):
+    code = _Lines()
+    result = code.name_of(expression)
+    return f"{''.join(code.lines)}    return {result};\n"
+
+
+def write_slopes(slopes: Sequence[tuple[Expression, Expression]]) -> str:
+    """The body of one that writes `element_derivatives` to the array `slopes`.
+
+    `arrays` has a gradient of each array, with a d before its name.
+    """
+    code = _Lines()
+    stores = []
+    for number, (element, slope) in enumerate(slopes):
+        indices = ", ".join(map(code.name_of, element.operands))
+        place = f"arrays.d{element.value}.place({indices})"
+        stores.append(f"    slopes[{number}] = {{{place}, {code.name_of(slope)}}};\n")
+    return "".join((*code.lines, *stores))
+
+
+class _Lines:
+    """C++ that computes expressions, in lines each of which names what none before has computed."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._names: dict[int, str] = {}
+        self._known: dict[str, str] = {}
+
+    def name_of(self, expression: Expression) -> str:
+        """What its value is called; there may be new lines."""
+        for node in in_order(expression):
+            if id(node) not in self._names:
+                self._names[id(node)] = self._name(node)
+        return self._names[id(expression)]
+
+    def _name(self, node: Expression) -> str:
+        """That of one whose operands have theirs."""
         if node.operation == "symbol":
-            names[id(node)] = node.value
-            continue
+            return str(node.value)
         if node.operation == "constant":
-            names[id(node)] = _literal(node.value, node.kind)
-            continue
-        text = _code(node, [names[id(operand)] for operand in node.operands])
-        if text not in known:
-            known[text] = f"t{len(known)}"
-            lines.append(f"    const {_CPP_TYPES[node.kind]} {known[text]} = {text};\n")
-        names[id(node)] = known[text]
-    return f"{''.join(lines)}    return {names[id(expression)]};\n"
+            return _literal(node.value, node.kind)
+        text = _code(node, [self._names[id(operand)] for operand in node.operands])
+        if text not in self._known:
+            self._known[text] = f"t{len(self._known)}"
+            self.lines.append(f"    const {_CPP_TYPES[node.kind]} {self._known[text]} = {text};\n")
+        return self._known[text]
 
 
 @dataclass(frozen=True)

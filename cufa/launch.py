@@ -167,9 +167,10 @@ def _pack_pages(table: Any, address: int) -> bytes:
 
 
 def _pack_mod_arrays(problem: Problem, side: Mapping[str, Any], addresses: Mapping[str, int]) -> bytes:
-    """The arrays that score_mod and mask_mod read: address, then strides in elements.
+    """The arrays that score_mod and mask_mod read: address, then strides in elements; then the gradients.
 
-    Raises ValueError for one that reaches too far.
+    Of those address, which of the sums are its first, and lengths. Raises ValueError for an array that
+    reaches too far.
     """
     packed = b""
     for name in problem.features.mod_arrays:
@@ -179,6 +180,11 @@ def _pack_mod_arrays(problem: Problem, side: Mapping[str, Any], addresses: Mappi
         if reach > MAX_EXTENT:
             raise ValueError(f"{name} reaches over {reach + 1} elements; it may over {MAX_EXTENT}")
         packed += b"".join(map(_INT64.pack, (addresses[name], *strides)))
+    first = 0
+    for name in problem.features.differentiated_arrays:
+        shape = side[name].shape
+        packed += b"".join(map(_INT64.pack, (addresses[f"d{name}"], first, *shape)))
+        first += prod(shape)
     return packed
 
 

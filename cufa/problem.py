@@ -88,7 +88,8 @@ class Features:
     `mask` are the shapes of those arrays, with 1 along axes that are broadcast, and `bias_dtype` is the
     bias's dtype; of a mask in `mask_bits`, eight keys are one byte. `packed` stands for cu_seqlens;
     `page_size` is how many keys a page has, 0 without a block table; `gradients` are the inputs beyond q, k
-    and v whose gradients are wanted, of "bias" and "sink". With `tf32`, tensor cores may round float32
+    and v whose gradients are wanted, of "bias", "sink" and "score_mod", which stands for the arrays of floats
+    that it reads, whose elements are `array_sums` together. With `tf32`, tensor cores may round float32
     operands to tf32; a kernel that does not is right as well, so this is none of the `names`; nor is
     `descale`, which belongs to 8-bit inputs.
     """
@@ -109,6 +110,7 @@ class Features:
     dlse: bool = False
     deterministic: bool = False
     gradients: tuple[str, ...] = ()
+    array_sums: int = 0
     tf32: bool = False
     score_mod: Written | None = None
     mask_mod: Written | None = None
@@ -118,6 +120,11 @@ class Features:
         """The arrays that `score_mod` and `mask_mod` read, by their names in a call."""
         written = (mod for mod in (self.score_mod, self.mask_mod) if mod is not None)
         return tuple(name for mod in written for name, _, _ in mod.arrays)
+
+    @property
+    def differentiated_arrays(self) -> tuple[str, ...]:
+        """Those of them whose gradients are wanted."""
+        return self.score_mod.differentiated_names if self.score_mod is not None else ()
 
     @property
     def mod_array_bytes(self) -> int:
@@ -541,10 +548,18 @@ def _features(
     if options.precision == "tf32" and problem.dtype != "float32":
         raise ValueError(f"precision is 'tf32', which is for float32, and the arrays are {problem.dtype}")
     if not set(options.gradients) <= _GRADIENTS:
-        raise ValueError(f"gradients is {options.gradients!r}; it may have 'bias' and 'sink'")
+        raise ValueError(f"gradients is {options.gradients!r}; it may have 'bias', 'sink' and 'score_mod'")
     for name in options.gradients:
-        if name not in shapes:
+        if name not in shapes and not (name == "score_mod" and options.score_mod):
             raise ValueError(f"the gradient of {name} is asked for, and there is no {name}")
+    differentiated = options.score_mod.differentiated_names if options.score_mod else ()
+    if "score_mod" in options.gradients and not differentiated:
+        raise ValueError("the gradient of score_mod is asked for, and it reads no array of floats")
+    array_sums = sum(math.prod(shapes[name]) for name in differentiated)
+    if array_sums > MAX_EXTENT:
+        raise ValueError(
+            f"score_mod's arrays have {array_sums:,} elements; with gradients, they may {MAX_EXTENT:,}"
+        )
     return Features(
         window=window,
         softcap=options.softcap,
@@ -562,6 +577,7 @@ def _features(
         dlse="dlse" in shapes,
         deterministic=bool(options.deterministic),
         gradients=options.gradients,
+        array_sums=array_sums,
         tf32=options.precision == "tf32",
         score_mod=options.score_mod,
         mask_mod=options.mask_mod,
@@ -569,7 +585,7 @@ def _features(
 
 
 # Those beyond q, k and v.
-_GRADIENTS = frozenset(("bias", "sink"))
+_GRADIENTS = frozenset(("bias", "sink", "score_mod"))
 _DESCALES = frozenset(("q_descale", "k_descale", "v_descale"))
 _FEATURE_ARRAYS = _DESCALES | frozenset(
     (

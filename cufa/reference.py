@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from cufa import philox
 from cufa.problem import check_window, four_axes
-from cufa.score_mod import MaskMod, ScoreMod, place_of
+from cufa.score_mod import ElementSlope, MaskMod, ScoreMod, place_of
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -82,6 +82,7 @@ def attention_backward(
     dlse: Array | None = None,
     return_dbias: bool = False,
     return_dsink: bool = False,
+    return_dscore_mod: bool = False,
     dtype: npt.DTypeLike = np.float64,
     rounded: Callable[[Array], Array] = exactly,
     **rules: Any,
@@ -94,7 +95,8 @@ def attention_backward(
     Returns:
         dq, dk and dv, shaped like q, k and v; dk and dv are summed over the query heads that share
         a KV head. With return_dbias then dbias, with return_dsink dsink, shaped like bias and sink and
-        summed over what those are broadcast to. What is not seen contributes nothing; a row that sees no
+        summed over what those are broadcast to; with return_dscore_mod those of the arrays of floats that
+        score_mod reads, one after the other. What is not seen contributes nothing; a row that sees no
         key has gradient 0.
 
     Raises:
@@ -106,6 +108,7 @@ def attention_backward(
     bias_shape = asked.bias.shape if return_dbias and asked.bias is not None else ()
     dbias = np.zeros(four_axes(bias_shape), dtype)
     dsink = np.zeros(q.shape[-2], dtype)
+    dscore_mod = {name: np.zeros(x.shape, dtype) for name, x in asked.differentiable.items()}
     for head in asked.heads(q, k):
         Q, K, V, dO = q[head.queries], k[head.keys], v[head.keys], dout[head.queries]
         S, slopes = head.scores(Q, K, rounded)
@@ -119,11 +122,15 @@ def attention_backward(
         if return_dbias:
             head.add_as_broadcast(dS, dbias)
         dsink[head.number] -= (head.sink_probability(lse) * D).sum()
+        for element in slopes.elements:
+            element.add_to(dscore_mod[element.name], rounded(P * (dP - D[:, None])), head.visible)
     results = [dq, dk, dv]
     if return_dbias:
         results.append(dbias.reshape(bias_shape))
     if return_dsink:
         results.append(dsink)
+    if return_dscore_mod:
+        results += dscore_mod.values()
     return tuple(results)
 
 
@@ -150,6 +157,11 @@ class ScoreOptions:
     block_table: Array | None = None
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
+
+    @property
+    def differentiable(self) -> dict[str, Array]:
+        """The arrays of score_mod that have gradients, by their names in a call."""
+        return {} if self.score_mod is None else self.score_mod.differentiable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,11 +287,12 @@ class Sequence:
 
 class Slopes(NamedTuple):
     """By how much a score changes: `capped` with the product of Q and K times the scale until something is
-    added to it, `modified` from there on, by the caller's function.
+    added to it, `modified` from there on, by the caller's function, and with the `elements` that it reads.
     """
 
     capped: Array
     modified: Array
+    elements: list[ElementSlope]
 
 
 @dataclass(frozen=True)
@@ -311,10 +324,11 @@ class Head:
             tanh = rounded(np.tanh(S / self.softcap))
             S, slope = rounded(self.softcap * tanh), 1 - tanh**2
         S, modified_slope = rounded(S + self.added), np.ones_like(S)
+        elements: list[ElementSlope] = []
         if self.score_mod is not None:
-            modified, modified_slope[...] = self.score_mod.with_slope(S, *self.place)
+            modified, modified_slope[...], elements = self.score_mod.with_slopes(S, *self.place)
             S = rounded(np.broadcast_to(modified, S.shape).astype(S.dtype))
-        return np.where(self.visible, S, -np.inf), Slopes(slope, modified_slope)
+        return np.where(self.visible, S, -np.inf), Slopes(slope, modified_slope, elements)
 
     def softmax(self, S: Array, rounded: Callable[[Array], Array] = exactly) -> tuple[Array, Array]:
         """P and the LSE."""

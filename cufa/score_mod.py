@@ -9,30 +9,37 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from cufa.expression import (
     Expression,
     Kind,
     TracedArray,
     derivative,
+    element_derivatives,
     evaluate_all,
     in_order,
     kind_of_dtype,
     lifted,
     symbol,
     write,
+    write_slopes,
 )
+
+_Array: TypeAlias = npt.NDArray[Any]
 
 # The header that is written.
 HEADER = "score_mod.cuh"
-POINTER_BYTES = STRIDE_BYTES = 8
+FIELD_BYTES = 8  # of an address, a stride, a length
 
 _PLACE: Mapping[str, Kind] = {"b": "int32", "h": "int32", "q_idx": "int32", "kv_idx": "int32"}
+_PLACE_ARGUMENTS = ", ".join(f"int {name}" for name in _PLACE)
 _ELEMENT_TYPES = {
     "bool": "unsigned char",
     "int8": "signed char",
@@ -54,18 +61,30 @@ class Written:
     """A traced function in CUDA C++: the arrays it reads, by the names of a call, and its functions.
 
     Each array has its number of axes and the type of its elements. `of_heads` is whether it may be different
-    in each head, `of_batches` in each sequence of the batch.
+    in each head, `of_batches` in each sequence of the batch. `differentiated` are those arrays whose
+    gradients are wanted, `elements` how many of their elements a score reads, and `element_slopes` is the
+    body of a function that says by how much it changes with each.
     """
 
     arrays: tuple[tuple[str, int, str], ...]
     functions: str
     of_heads: bool
     of_batches: bool
+    differentiated: tuple[tuple[str, int, str], ...] = ()
+    elements: int = 0
+    element_slopes: str = ""
+
+    @property
+    def differentiated_names(self) -> tuple[str, ...]:
+        """By their names in a call."""
+        return tuple(name for name, _, _ in self.differentiated)
 
     @property
     def array_bytes(self) -> int:
-        """Of addresses and strides in the kernel's parameters."""
-        return sum(POINTER_BYTES + ndim * STRIDE_BYTES for _, ndim, _ in self.arrays)
+        """In the kernel's parameters: address and strides, and of gradients two numbers and lengths."""
+        of_arrays = sum(1 + ndim for _, ndim, _ in self.arrays)
+        of_gradients = sum(2 + ndim for _, ndim, _ in self.differentiated)
+        return FIELD_BYTES * (of_arrays + of_gradients)
 
 
 def header(score_mod: Written | None, mask_mod: Written | None) -> str:
@@ -76,14 +95,35 @@ def header(score_mod: Written | None, mask_mod: Written | None) -> str:
         for of_function in written
         for name, ndim, element in of_function.arrays
     ]
+    differentiated = written[0].differentiated
+    fields += [
+        f"    GradientOf<{element}, {ndim}> d{_field(name)};\n" for name, ndim, element in differentiated
+    ]
     parts = (
         '#pragma once\n\n#include "traced.cuh"\n',
         f"struct ModArrays {{\n{''.join(fields)}}};\n",
         f"constexpr bool kMaskModOfHead = {_cpp(written[1].of_heads)};\n",
         f"constexpr bool kMaskModOfBatch = {_cpp(written[1].of_batches)};\n",
         *(of_function.functions for of_function in written),
+        _of_gradients(written[0]),
     )
     return "\n".join(parts)
+
+
+def _of_gradients(score_mod: Written) -> str:
+    """What the gradients of its arrays ask for."""
+    fields = [f"arrays.d{_field(name)}" for name, _, _ in score_mod.differentiated]
+    count = " + ".join(f"{field}.count()" for field in fields) or "0"
+    writes = "".join(f"    {field}.write(sums, place);\n" for field in fields)
+    return (
+        f"constexpr bool kArrayGradients = {_cpp(bool(fields))};\n"
+        f"constexpr int kElements = {score_mod.elements};\n\n"
+        "__device__ inline void element_slopes(const ModArrays& arrays, acc_t score, "
+        f"{_PLACE_ARGUMENTS}, ElementSlope* slopes) {{\n{score_mod.element_slopes}}}\n\n"
+        f"__device__ inline int array_sums(const ModArrays& arrays) {{\n    return {count};\n}}\n\n"
+        "__device__ inline void write_array_gradients(const ModArrays& arrays, const acc_t* sums, "
+        f"int place) {{\n{writes}}}\n"
+    )
 
 
 def _cpp(value: bool) -> str:
@@ -96,9 +136,8 @@ def _field(name: str) -> str:
 
 
 def _function(result: str, name: str, arguments: str, expression: Expression) -> str:
-    place = ", ".join(f"int {name}" for name in _PLACE)
     return (
-        f"__device__ inline {result} {name}(const ModArrays& arrays, {arguments}{place}) {{\n"
+        f"__device__ inline {result} {name}(const ModArrays& arrays, {arguments}{_PLACE_ARGUMENTS}) {{\n"
         f"{write(expression)}}}\n"
     )
 
@@ -172,6 +211,35 @@ class _Mod:
         raise NotImplementedError
 
 
+class ElementSlope(NamedTuple):
+    """By how much scores change with the elements of an array that they read, and those elements' indices."""
+
+    name: str
+    slope: Any
+    indices: tuple[Any, ...]
+
+    def add_to(self, sums: _Array, gradient: _Array, visible: _Array | None) -> None:
+        """Add to those of the array what scores with this gradient, (rows, keys), have for the elements.
+
+        Those that are not visible, if some are not, have nothing.
+        """
+        of_scores = gradient * self.slope
+        if visible is not None:
+            np.copyto(of_scores, 0, where=~visible)
+        indices = np.broadcast_arrays(*self.indices)
+        places = np.atleast_2d(np.ravel_multi_index(indices, sums.shape, mode="wrap"))
+        shared = tuple(axis for axis, size in enumerate(places.shape) if size == 1)
+        np.add.at(sums.reshape(-1), places, of_scores.sum(axis=shared, keepdims=True))
+
+
+class WithSlopes(NamedTuple):
+    """New scores, by how much they change with the old ones, and with the elements of arrays."""
+
+    score: Any
+    slope: Any
+    elements: list[ElementSlope]
+
+
 class ScoreMod(_Mod):
     """A function that makes new scores of scores, and the arrays that it reads.
 
@@ -201,10 +269,42 @@ class ScoreMod(_Mod):
         slope = derivative(self.expression, "score")
         return lifted(0.0) if slope is None else slope
 
-    def with_slope(self, *symbols: Any) -> tuple[Any, Any]:
-        """What the function makes of these values of its symbols, and the slope there."""
-        score, slope = self._evaluated((self.expression, self.slope), symbols)
-        return score, slope
+    @functools.cached_property
+    def element_slopes(self) -> list[tuple[Expression, Expression]]:
+        """Elements of arrays of floats that are read, and by how much the new score changes with each."""
+        return element_derivatives(self.expression)
+
+    @property
+    def differentiable(self) -> dict[str, Any]:
+        """The arrays that have gradients, by their names in a call: those of floats."""
+        arrays = self.named_arrays.items()
+        return {name: array for name, array in arrays if kind_of_dtype(_dtype_of(array)) == "float"}
+
+    @functools.cached_property
+    def written_with_gradients(self) -> Written:
+        """What a backward is compiled with that computes those."""
+        differentiated = tuple(array for array in self.written.arrays if array[0] in self.differentiable)
+        slopes = self.element_slopes
+        return replace(
+            self.written,
+            differentiated=differentiated,
+            elements=len(slopes),
+            element_slopes=write_slopes(slopes),
+        )
+
+    def with_slopes(self, *symbols: Any, of_elements: bool = True) -> WithSlopes:
+        """What the function makes of these values of its symbols, and the slopes there."""
+        elements = self.element_slopes if of_elements else []
+        wanted = [part for element, slope in elements for part in (slope, *element.operands)]
+        score, slope, *parts = self._evaluated((self.expression, self.slope, *wanted), symbols)
+        names, values = {_field(name): name for name in self.named_arrays}, iter(parts)
+        of_arrays = [
+            ElementSlope(
+                names[element.value], next(values), tuple(itertools.islice(values, len(element.operands)))
+            )
+            for element, _ in elements
+        ]
+        return WithSlopes(score, slope, of_arrays)
 
     def _functions(self) -> str:
         adds = self.slope.operation == "constant" and self.slope.value == 1
@@ -255,10 +355,20 @@ class Mods(NamedTuple):
         return {name: x for mod in self if mod is not None for name, x in mod.named_arrays.items()}
 
     @property
-    def written(self) -> tuple[Written | None, Written | None]:
-        """What kernels are compiled with for each."""
+    def array_gradients(self) -> tuple[str | None, ...]:
+        """Of each array of the score_mod the gradient's name in a call, None if it has none."""
+        if self.score_mod is None:
+            return ()
+        differentiable = self.score_mod.differentiable
+        return tuple(f"d{name}" if name in differentiable else None for name in self.score_mod.named_arrays)
+
+    def written(self, with_gradients: bool) -> tuple[Written | None, Written | None]:
+        """What kernels are compiled with for each, and for gradients of the score_mod's arrays if wanted."""
         score_mod, mask_mod = self
-        return score_mod.written if score_mod else None, mask_mod.written if mask_mod else None
+        of_scores = None
+        if score_mod is not None:
+            of_scores = score_mod.written_with_gradients if with_gradients else score_mod.written
+        return of_scores, mask_mod.written if mask_mod else None
 
     def with_arrays(self, named: Mapping[str, Any]) -> Mods:
         """The same with other arrays, by name."""

@@ -23,7 +23,7 @@ from cufa import philox
 from cufa.problem import check_window, four_axes
 from cufa.reference import ScoreOptions
 from cufa.rounding import ceil_div
-from cufa.score_mod import MaskMod, ScoreMod, place_of
+from cufa.score_mod import MaskMod, ScoreMod, WithSlopes, place_of
 
 Array: TypeAlias = npt.NDArray[Any]
 # Where a tile's sums belong in the gradient of the bias: batch, head, first row and the one after the last.
@@ -208,13 +208,18 @@ class HeadRules:
         if self.score_mod is not None:
             S[...] = self.score_mod(S, *self._place(rows, columns))
 
-    def modify_with_slope(self, S: Array, rows: slice, columns: slice) -> Array | None:
-        """The same; returns by how much the scores change with what they were, None if by as much."""
+    def modify_with_slopes(
+        self, S: Array, rows: slice, columns: slice, of_elements: bool
+    ) -> WithSlopes | None:
+        """The same; returns by how much they change with what they were and, if wanted, with what it reads.
+
+        None if there is no such function.
+        """
         if self.score_mod is None:
             return None
-        modified, slope = self.score_mod.with_slope(S, *self._place(rows, columns))
-        S[...] = modified
-        return np.asarray(slope, S.dtype)
+        modified = self.score_mod.with_slopes(S, *self._place(rows, columns), of_elements=of_elements)
+        S[...] = modified.score
+        return modified
 
     def kept(self, rows: slice, columns: slice) -> Array | None:
         """Which probabilities dropout keeps, (rows, columns) of bool; None for all."""

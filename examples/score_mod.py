@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Functions of one's own on scores: a relative bias that is bounded, within documents that lie in a row.
+"""Functions of one's own on scores: a relative bias that is learnt and bounded, within documents in a row.
 
 usage: examples/score_mod.py    on the GPU if there is one, else in NumPy
 """
@@ -43,14 +43,26 @@ def main():
     table = rng.standard_normal((HEADS, 2 * FARTHEST + 1), np.float32)
     document = np.sort(rng.integers(0, 5, (BATCH, TOKENS)), axis=1)
 
-    out = cufa.attention(
-        *(xp.asarray(x) for x in (q, k, v)),
-        score_mod=cufa.ScoreMod(relative_bias, xp.asarray(table)),
-        mask_mod=cufa.MaskMod(within_document, xp.asarray(document)),
-    )
-
+    inputs = [xp.asarray(x) for x in (q, k, v)]
+    mods = {
+        "score_mod": cufa.ScoreMod(relative_bias, xp.asarray(table)),
+        "mask_mod": cufa.MaskMod(within_document, xp.asarray(document)),
+    }
+    out, lse = cufa.attention(*inputs, **mods, return_lse=True)
     expected = xp.asarray(with_matrices(q, k, v, table, document))
     print(f"{TOKENS} tokens differ by at most {float(abs(out - expected).max()):.1e} from all scores at once")
+
+    dout = rng.standard_normal(v.shape, np.float32)
+    *_, (dtable,) = cufa.attention_backward(
+        xp.asarray(dout), *inputs, out, lse, **mods, return_dscore_mod=True
+    )
+    step = 1e-4 * rng.standard_normal(table.shape)
+    ends = (
+        with_matrices(*(x.astype(np.float64) for x in (q, k, v)), table + s, document) for s in (step, -step)
+    )
+    change = np.sum(dout * np.subtract(*ends)) / 2
+    difference = abs(float((dtable * xp.asarray(step)).sum()) / change - 1)
+    print(f"the table's gradient tells how the output changes with it but for {difference:.1e} of that")
 
 
 if __name__ == "__main__":

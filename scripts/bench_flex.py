@@ -7,6 +7,7 @@ timing is that of scripts/bench_peers.py.
 """
 
 import functools
+import itertools
 import os
 from collections.abc import Callable
 from itertools import product
@@ -65,10 +66,13 @@ def same_document(b: Any, _: Any, q_idx: Any, kv_idx: Any, document: Any) -> Any
     return document[b, q_idx] == document[b, kv_idx]
 
 
+# Of this one, what the function reads has a gradient, too.
+LEARNT = "relative bias, learnt"
 # The functions of each case by the names of arguments.
 CASES: dict[str, dict[str, Function]] = {
     "ALiBi": {"score_mod": alibi},
     "relative bias": {"score_mod": relative_bias},
+    LEARNT: {"score_mod": relative_bias},
     "soft cap, causal": {"score_mod": softcap, "mask_mod": causal},
     f"window of {WINDOW}": {"mask_mod": window},
     f"{DOCUMENTS} documents": {"mask_mod": same_document},
@@ -88,6 +92,11 @@ def arrays_of(function: Function) -> Tensors:
     return ()
 
 
+def learnt_of(mods: dict[str, tuple[Function, Tensors]]) -> list[torch.Tensor]:
+    """Those tensors that functions read and that want gradients."""
+    return [tensor for _, tensors in mods.values() for tensor in tensors if tensor.requires_grad]
+
+
 def with_arrays(name: str, function: Function, tensors: Tensors) -> Function:
     """A function as FlexAttention wants it, which counts its arguments."""
     if name == "score_mod":
@@ -99,15 +108,14 @@ def cufa_calls(inputs: Tensors, mods: dict[str, tuple[Function, Tensors]]) -> di
     """Forward and backward."""
     q, k, v, dout = map(cupy.from_dlpack, inputs)
     options = {
-        name: CUFA_MODS[name](function, *map(cupy.from_dlpack, tensors))
+        name: CUFA_MODS[name](function, *(cupy.from_dlpack(tensor.detach()) for tensor in tensors))
         for name, (function, tensors) in mods.items()
     }
     attend = functools.partial(cufa.attention, q, k, v, **options, return_lse=True)
     out, lse = attend()
-    return {
-        "forward": attend,
-        "backward": functools.partial(cufa.attention_backward, dout, q, k, v, out, lse, **options),
-    }
+    asked = {"return_dscore_mod": bool(learnt_of(mods))}
+    differentiate = functools.partial(cufa.attention_backward, dout, q, k, v, out, lse, **options, **asked)
+    return {"forward": attend, "backward": differentiate}
 
 
 def flex_calls(
@@ -119,14 +127,15 @@ def flex_calls(
     if mask_mod is not None:
         batch = BATCH if mods["mask_mod"][1] else None
         functions["block_mask"] = create_block_mask(mask_mod, batch, None, SEQLEN, SEQLEN)
+    learnt = learnt_of(mods)
     try:
-        return compiled_calls(inputs, functions), {}
+        return compiled_calls(inputs, functions, learnt), {}
     except InductorError as error:
         print(f"{PEER} by its own choice: {str(error).splitlines()[0]}", flush=True)
-        return compiled_calls(inputs, functions | {"kernel_options": SMALL_TILES}), SMALL_TILES
+        return compiled_calls(inputs, functions | {"kernel_options": SMALL_TILES}, learnt), SMALL_TILES
 
 
-def compiled_calls(inputs: Tensors, options: dict[str, Any]) -> dict[str, Call]:
+def compiled_calls(inputs: Tensors, options: dict[str, Any], learnt: list[torch.Tensor]) -> dict[str, Call]:
     torch.compiler.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
     *operands, dout = inputs
@@ -136,7 +145,7 @@ def compiled_calls(inputs: Tensors, options: dict[str, Any]) -> dict[str, Call]:
         return compiled(*(x.transpose(1, 2) for x in arguments), **options).transpose(1, 2)
 
     differentiate = functools.partial(
-        torch.autograd.grad, attend(), arguments, grad_outputs=dout, retain_graph=True
+        torch.autograd.grad, attend(), arguments + learnt, grad_outputs=dout, retain_graph=True
     )
     differentiate()
     return {"forward": attend, "backward": differentiate}
@@ -148,6 +157,8 @@ def check(calls: dict[str, dict[str, Call]]) -> None:
         ours, theirs = (calls[name][direction]() for name in ("cufa", PEER))
         if direction == "forward":
             ours, theirs = ours[:1], [theirs]
+        else:
+            ours = [*ours[:3], *itertools.chain(*ours[3:])]
         for actual, expected in zip(map(torch.from_dlpack, ours), theirs, strict=True):
             error = (actual.float() - expected.float()).abs().max() / expected.abs().max()
             assert error < MAX_ERROR, f"{direction}: they differ by {error:.3f} of the largest value"
@@ -171,6 +182,8 @@ def main(dtype: str, cases: tuple[str, ...], head_dims: tuple[int, ...], rounds:
             size = BATCH, SEQLEN, HEADS, head_dim
             inputs = tuple(torch.randn(size, dtype=getattr(torch, dtype), device="cuda") for _ in range(4))
             mods = {name: (function, arrays_of(function)) for name, function in CASES[case].items()}
+            for tensor in mods["score_mod"][1] if case == LEARNT else ():
+                tensor.requires_grad_()
             theirs, kernel_options = flex_calls(inputs, mods)
             calls = {"cufa": cufa_calls(inputs, mods), PEER: theirs}
             check(calls)

@@ -44,7 +44,7 @@ Row = dict[str, Any]
 # Features that a call of the other direction cannot ask for.
 ONLY_IN = {
     "forward": frozenset(("block_table",)),
-    "backward": frozenset(("dlse", "deterministic", "dbias", "dsink")),
+    "backward": frozenset(("dlse", "deterministic", "dbias", "dsink", "dscore_mod")),
 }
 
 # Whom bench_peers.py compares rungs with that are not the fastest on a Hopper.

@@ -296,6 +296,14 @@ def _mask(rng: np.random.Generator, scores: tuple[int, int, int, int], in_bits: 
     return np.packbits(np.concatenate([mask, beyond], axis=-1), axis=-1, bitorder="little")
 
 
+def one_by_one(gradients: tuple[Any, ...]) -> list[Any]:
+    """What `cufa.attention_backward` returns, and what it has of a score_mod's arrays one by one too."""
+    *of_inputs, last = gradients
+    return (
+        [*of_inputs, *(x for x in last if x is not None)] if isinstance(last, tuple) else [*of_inputs, last]
+    )
+
+
 def mask_by_tiles(
     rng: np.random.Generator, shape: tuple[int, int, int, int], tile: tuple[int, int]
 ) -> tuple[Array, Array]:

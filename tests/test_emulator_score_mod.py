@@ -1,5 +1,7 @@
 """Functions of one's own on scores, on the emulator: one that does much, in all kernels that take them."""
 
+from dataclasses import replace
+
 import feature_cases as cases
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from test_emulator_hopper_features import gradients_of
 from tolerance import assert_attention, assert_gradients
 
 from cufa import reference
+from cufa.problem import accumulator_dtype
 from cufa.score_mod import MaskMod, ScoreMod
 
 pytestmark = pytest.mark.emulator
@@ -31,6 +34,21 @@ def shape_score(score, b, h, q_idx, kv_idx, table, halves):
     score = np.where((kv_idx + b) % 5 == 3, np.exp(-np.abs(score)) - 1, np.maximum(score, -1.5) ** 2)
     score = score + (q_idx & 3) / 8 - np.sqrt(1.0 + kv_idx // 7)
     return np.where(q_idx == 9, -np.inf, score)
+
+
+def learn(score, b, h, q_idx, kv_idx, table, halves, temperatures, counts):
+    """What is read of arrays by distance, by key and by head, one element twice; one query has but -inf."""
+    distance = np.clip(q_idx - kv_idx, -4, 4) + 4 + counts[kv_idx]
+    score = 2 * np.tanh(np.maximum(score, -9.0) * temperatures[h])
+    score = score + table[h % 2, distance] * halves[kv_idx // 2] + 0.1 * table[h % 2, distance] ** 2
+    return np.where(q_idx == 9, -np.inf, score)
+
+
+def learnt(rng, tokens):
+    """For up to so many tokens; of several strides and dtypes, one of which has no gradient."""
+    table, temperatures = rng.standard_normal((9, 2)).T, rng.standard_normal(4).astype(np.float32)
+    halves = rng.standard_normal(2 * tokens).astype(np.float16)[::-2]
+    return ScoreMod(learn, table, halves, temperatures, np.zeros(tokens, np.int32))
 
 
 def see(b, h, q_idx, kv_idx, document):
@@ -139,6 +157,24 @@ def test_hopper_backward(rng, mods, kernel, features, head_dim, head_dim_v, func
         assert_gradients(gradients_of(kernel, case), case.problem, **case.backward)
 
 
+def check_backward(case, kernel):
+    inputs = case.problem.q, case.problem.k, case.problem.v
+    kinds = case.problem.q.dtype, accumulator_dtype(case.problem.dtype_name)
+    with np.errstate(invalid="ignore"):
+        results = reference.attention(*inputs, **case.forward)
+        out, lse = (x.astype(kind) for x, kind in zip(results, kinds, strict=True))
+        gradients = calls.attention_backward(
+            case.problem.dout,
+            *inputs,
+            out,
+            lse,
+            kernel=kernel,
+            tiles=BACKWARD_TILES[kernel],
+            **case.emulator_backward,
+        )
+        assert_gradients(gradients, case.problem, **case.backward)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("kernel", "dtype"), [("bwd_2_flash_v2", "float32"), ("bwd_3_mma", "float16")])
 def test_backward(rng, mods, kernel, dtype, deterministic):
@@ -147,24 +183,16 @@ def test_backward(rng, mods, kernel, dtype, deterministic):
         case = cases.draw_case(rng, dtype, features, **lengths, **cases.SIZES)
         case.numbers.update(mods)
         cases.hide_nan(case)
-        inputs = case.problem.q, case.problem.k, case.problem.v
-        with np.errstate(invalid="ignore"):
-            out, lse = (
-                x.astype(kind)
-                for x, kind in zip(
-                    reference.attention(*inputs, **case.forward), (dtype, np.float32), strict=True
-                )
-            )
-            gradients = calls.attention_backward(
-                case.problem.dout,
-                *inputs,
-                out,
-                lse,
-                kernel=kernel,
-                tiles=BACKWARD_TILES[kernel],
-                **case.emulator_backward,
-            )
-            assert_gradients(gradients, case.problem, **case.backward)
+        check_backward(case, kernel)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), [("bwd_2_flash_v2", "float64"), ("bwd_3_mma", "float16")])
+def test_gradients_of_arrays(rng, mods, kernel, dtype):
+    for lengths in ALL_LENGTHS:
+        case = cases.draw_case(rng, dtype, FEATURES, **lengths, **cases.SIZES)
+        case.numbers.update(score_mod=learnt(rng, 60), mask_mod=mods["mask_mod"])
+        cases.hide_nan(case)
+        check_backward(replace(case, gradients=(*case.gradients, "score_mod")), kernel)
 
 
 def test_beside_a_mask(rng, mods):

@@ -7,7 +7,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from feature_cases import Case, draw_case, feature_id, hide_nan, pairwise, sets_of
+from feature_cases import Case, draw_case, feature_id, hide_nan, one_by_one, pairwise, sets_of
 from tolerance import DTYPES, LAYOUTS, Array, assert_attention, assert_gradients, poisoned, random_problem
 
 import cufa
@@ -50,7 +50,7 @@ def attend(case: Case, **options: Any) -> tuple[Array, ...]:
         backend="numpy",
         **options,
     )
-    return out, lse, *gradients
+    return out, lse, *one_by_one(gradients)
 
 
 def in_sequences(case: Case, results: tuple[Array, ...]) -> list[Array]:

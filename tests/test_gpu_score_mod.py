@@ -1,9 +1,11 @@
 """Functions of one's own on scores, on a GPU: by every kernel that takes them, beside what is built in."""
 
+from dataclasses import replace
+
 import feature_cases as cases
 import numpy as np
 import pytest
-from test_emulator_score_mod import see, shape_score
+from test_emulator_score_mod import learnt, see, shape_score
 from test_gpu_features import on_gpu, skip_unless_it_runs_here, tensors
 from tolerance import assert_attention, assert_gradients
 
@@ -68,7 +70,7 @@ def run(cupy, case, mods, forward, backward):
     gradients = cufa.attention_backward(
         dout, q, k, v, out, lse, **of_backward, deterministic=case.deterministic, kernel=backward
     )
-    return [x.get() for x in (out, lse, *gradients)]
+    return [x.get() for x in (out, lse, *cases.one_by_one(gradients))]
 
 
 def check(cupy, case, mods, forward, backward):
@@ -137,6 +139,14 @@ def test_masks_by_tables(cupy, rng, forward, backward, dtype, function):
     case = cases.draw_case(rng, dtype, (), **SIZES)
     table = np.sort(rng.integers(0, 5, (2, 330)), axis=1) if function is same_document else np.array([7, 250])
     check(cupy, case, {"mask_mod": cufa.MaskMod(function, table)}, forward, backward)
+
+
+@pytest.mark.parametrize("features", [("packed", "dbias"), ("causal", "dropout"), ("softcap", "sink")])
+@pytest.mark.parametrize(("forward", "backward", "dtype"), KERNELS)
+def test_gradients_of_arrays(cupy, rng, forward, backward, dtype, features):
+    case = cases.draw_case(rng, dtype, features, **SIZES)
+    case = replace(case, gradients=(*case.gradients, "score_mod"))
+    check(cupy, case, {"score_mod": learnt(rng, 400)}, forward, backward)
 
 
 @pytest.mark.parametrize("feature", ["alibi_slopes", "softcap", "window"])

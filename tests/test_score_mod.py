@@ -1,11 +1,12 @@
 """Functions of one's own on scores, on the CPU: results, what is built in, errors, and plans."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from feature_cases import BACKWARD_FEATURES, draw_case, feature_id, pairwise
-from test_emulator_score_mod import see, shape_score
+from test_emulator_score_mod import learnt, see, shape_score
 from test_features import check, small_tiles  # noqa: F401 - a fixture
 from tolerance import DTYPES, assert_attention
 
@@ -68,6 +69,41 @@ def test_gradient_is_that_of_finite_differences(arrays: list[Any], rng: np.rando
             moved[position] = moved[position] + step * direction
             ends.append((cufa.attention(*moved, **mods, backend="numpy") * dout).sum())
         np.testing.assert_allclose((gradient * direction).sum(), (ends[0] - ends[1]) / 2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("features", [frozenset[str](), *pairwise(BACKWARD_FEATURES)], ids=feature_id)
+def test_gradients_of_arrays_with_other_features(
+    rng: np.random.Generator, features: frozenset[str], dtype: str
+) -> None:
+    case = draw_case(rng, dtype, features, seqlen_q=19, seqlen_k=33, head_dim=13, head_dim_v=6)
+    case.numbers["score_mod"] = learnt(rng, 60)
+    check(replace(case, gradients=(*case.gradients, "score_mod")))
+
+
+def test_gradients_of_arrays_are_those_of_finite_differences(
+    arrays: list[Any], rng: np.random.Generator
+) -> None:
+    *inputs, dout = arrays
+    of_call: dict[str, Any] = {"causal": True, "softcap": 2.0, "dropout_p": 0.2, "backend": "numpy"}
+    mod = learnt(rng, 40)
+    out, lse = cufa.attention(*inputs, score_mod=mod, **of_call, return_lse=True)
+    *_, gradients = cufa.attention_backward(
+        dout, *inputs, out, lse, score_mod=mod, **of_call, return_dscore_mod=True
+    )
+    *differentiable, counts = mod.arrays
+    assert gradients[-1] is None
+    for number, (array, gradient) in enumerate(zip(differentiable, gradients[:-1], strict=True)):
+        assert (gradient.shape, gradient.dtype) == (array.shape, array.dtype)
+        direction = rng.standard_normal(array.shape)
+        ends = []
+        for step in (1e-5, -1e-5):
+            moved = [x.astype(np.float64) for x in differentiable]
+            moved[number] += step * direction
+            moved_mod = ScoreMod(mod.function, *moved, counts)
+            ends.append((cufa.attention(*inputs, score_mod=moved_mod, **of_call) * dout).sum())
+        expected = (ends[0] - ends[1]) / 2e-5
+        np.testing.assert_allclose((gradient * direction).sum(), expected, rtol=1e-3)
 
 
 def test_places_count_from_the_sequences_first(arrays: list[Any]) -> None:
@@ -187,6 +223,56 @@ def test_errors(arrays: list[Any], options: Any, error: Any, message: str, backw
     call: Any = cufa.attention_backward if backward else cufa.attention
     with pytest.raises(error, match=message):
         call(*arguments, **options, backend="numpy")
+
+
+def add_slope(score: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any) -> Any:
+    return score + slopes[h] * (j - i)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "the gradient of score_mod is asked for, and there is no score_mod"),
+        ({"score_mod": lambda s, *_: s}, "score_mod is asked for, and it reads no array of floats"),
+        ({"score_mod": ScoreMod(add_slope, np.arange(4))}, "and it reads no array of floats"),
+        (
+            {"score_mod": ScoreMod(add_slope, np.broadcast_to(np.float32(0), 2**31))},
+            "score_mod's arrays have 2,147,483,648 elements; with gradients, they may 2,147,483,647",
+        ),
+    ],
+)
+def test_gradients_of_arrays_that_there_are_not(arrays: list[Any], options: Any, message: str) -> None:
+    q, k, v, dout = arrays
+    with pytest.raises(ValueError, match=message):
+        cufa.attention_backward(
+            dout, q, k, v, dout, np.zeros((2, 4, 30)), **options, return_dscore_mod=True, backend="numpy"
+        )
+
+
+def test_an_array_that_is_not_differentiated_has_gradient_0(arrays: list[Any]) -> None:
+    q, k, v, dout = arrays
+    mod = ScoreMod(lambda s, b, h, i, j, x, y: np.where(x[h] > 0, s, s - 1), np.ones(4), np.ones((2, 3)))
+    out, lse = cufa.attention(q, k, v, score_mod=mod, return_lse=True, backend="numpy")
+    *_, gradients = cufa.attention_backward(
+        dout, q, k, v, out, lse, score_mod=mod, return_dscore_mod=True, deterministic=True, backend="numpy"
+    )
+    for array, gradient in zip(mod.arrays, gradients, strict=True):
+        np.testing.assert_array_equal(gradient, np.zeros_like(array))
+
+
+def test_plan_of_gradients_of_arrays() -> None:
+    q = np.empty((2, 300, 4, 64), np.float16)
+    mod = ScoreMod(add_slope, np.zeros(4, np.float32))
+    options: dict[str, Any] = {"backward": True, "score_mod": mod, "arch": "sm_90a"}
+    plan = cufa.plan(q, q, q, **options, gradients=("score_mod",))
+    assert plan.kernel == "bwd_3_mma"
+    assert "bwd_4_wgmma does not support dscore_mod" in plan.reasons
+    assert plan.launches[-1].entry == "array_gradients"
+    assert (plan.scratch[-1].name, plan.scratch[-1].shape) == ("dscore_mod sums", (4,))
+    without = cufa.plan(q, q, q, **options, kernel="bwd_3_mma")
+    assert "array_gradients" not in [launch.entry for launch in without.launches]
+    with pytest.raises(ValueError, match=r"bwd_3_mma adds up dscore_mod in no order, and .* deterministic"):
+        cufa.plan(q, q, q, **options, gradients=("score_mod",), deterministic=True)
 
 
 @pytest.mark.parametrize(

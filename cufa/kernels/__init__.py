@@ -108,6 +108,8 @@ class Kernel:
         missing = [name for name in problem.features.names if name not in self.features]
         if missing:
             return f"{self.name} does not support {', '.join(missing)}"
+        if problem.features.array_sums and problem.features.deterministic:
+            return f"{self.name} adds up dscore_mod in no order, and does not support deterministic with it"
         return None
 
     def unsuited(self, problem: Problem, device: Device) -> str | None:
@@ -230,7 +232,7 @@ def _has_tensor_cores(dtype: str, device: Device) -> bool:
 _ALL_FEATURES = frozenset(
     (
         *("window", "softcap", "bias", "mask", "alibi_slopes", "sink", "dropout_p", "cu_seqlens"),
-        *("seqused_k", "dlse", "deterministic", "dbias", "dsink", "score_mod", "mask_mod"),
+        *("seqused_k", "dlse", "deterministic", "dbias", "dsink", "score_mod", "mask_mod", "dscore_mod"),
     )
 )
 _FORWARD_FEATURES = _ALL_FEATURES | {"block_table"}
@@ -244,7 +246,7 @@ _HOPPER_BACKWARD_FEATURES = frozenset(
 # Of these a call launches those that it needs: query_tiles is for deterministic ones.
 _BACKWARD_ENTRIES = (
     *("row_sums", "key_tiles", "query_tiles", "round_queries"),
-    *("bias_gradient", "sink_gradient"),
+    *("bias_gradient", "array_gradients", "sink_gradient"),
 )
 _HOPPER_BACKWARD_ENTRIES = ("row_sums", "key_tiles", "round_keys", "round_queries", "sink_gradient")
 

@@ -41,12 +41,8 @@ __device__ inline long long elements_of(const BiasGradient& bias) {
 // Makes all sums zero: some scores are seen by nobody. The whole grid takes part.
 template <int Threads>
 __device__ inline void clear_bias_sums(const BackwardParams& params, acc_t* sums) {
-    const long long count =
-        kOwnBiasSums ? rows_of_heads(params.sizes) * params.dbias.keys : elements_of(params.dbias);
-    const long long stride = static_cast<long long>(gridDim.x) * Threads;
-    for (long long i = static_cast<long long>(blockIdx.x) * Threads + threadIdx.x; i < count;
-         i += stride)
-        sums[i] = 0;
+    clear_sums<Threads>(sums, kOwnBiasSums ? rows_of_heads(params.sizes) * params.dbias.keys
+                                           : elements_of(params.dbias));
 }
 
 // The axis of the scores along which an element of the bias stands for [begin, end).

@@ -7,16 +7,18 @@
 // Where every run must give the same bits, blocks that own queries compute dQ instead.
 //
 // Launches: row_sums (LSE and D, and the sums in the workspace set to zero), key_tiles,
-// round_queries or, if deterministic, query_tiles; bias_gradient and sink_gradient if those are
-// wanted.
+// round_queries or, if deterministic, query_tiles; bias_gradient, array_gradients and
+// sink_gradient if those are wanted.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: BLOCK_N keys of one KV head, or BLOCK_M queries of one head;
 //          thread: kRows rows x kKeys keys of S and dP, kTileKeys keys x kGroups columns of dK, dV
 // Shared   K, V, Q and dO tiles, P and dS tiles, LSE and D of the query tile
 // Global   workspace: LSE and D (batch, heads, seqlen_q, 2); sums of dQ (batch, heads, seqlen_q,
-//          head_dim), unless deterministic; sums of the bias's gradient, if that is wanted
+//          head_dim), unless deterministic; sums of the gradients of score_mod's arrays and of the
+//          bias's, if those are wanted
 // Writes   dQ, dK, dV
+#include "array_gradients.cuh"
 #include "bias_gradient.cuh"
 #include "exp2_table.cuh"
 #include "query_tiles.cuh"
@@ -53,13 +55,14 @@ union Smem {
 // The workspace's parts, each for all heads. The first is what must be aligned.
 struct Workspace {
     RowStats* stats;
-    acc_t *dq, *bias;
+    acc_t *dq, *arrays, *bias;
 
     __device__ explicit Workspace(const BackwardParams& params) {
         const long long rows = rows_of_heads(params.sizes);
         stats = static_cast<RowStats*>(params.workspace);
         dq = reinterpret_cast<acc_t*>(stats + rows);
-        bias = dq + (kDeterministic ? 0 : rows * kHeadDim);
+        arrays = dq + (kDeterministic ? 0 : rows * kHeadDim);
+        bias = arrays + array_sums(params.features);
     }
 };
 
@@ -69,6 +72,7 @@ struct QueryHead {
     Matrix<const scalar_t> q, dout;
     const RowStats* stats;
     Matrix<acc_t> dq_sums;
+    acc_t* arrays;
     BiasSums bias;
 
     __device__ QueryHead(const BackwardParams& params, const Sequence& sequence, int head)
@@ -83,6 +87,7 @@ struct QueryHead {
           dout(sequence.queries<const scalar_t>(params.dout, head)),
           stats(workspace.stats + first_row),
           dq_sums{workspace.dq + first_row * kHeadDim, kHeadDim},
+          arrays(workspace.arrays),
           bias(params, sequence, head, workspace.bias) {}
 };
 
@@ -107,10 +112,10 @@ struct ScoreGradients {
     ScoreTile<kRows, kKeys> p, ds;
 
     // Where a row does not see a key both are set, not computed, to zero: an LSE of -inf or a NaN
-    // in the key must not show.
-    template <bool Masked, class AddToBias>
+    // in the key must not show. What else has a gradient `add_up` sees to, score by score.
+    template <bool Masked, class AddUp>
     __device__ void recompute(const Tiles& smem, const ScoreRules& rules, const Grid& grid,
-                              int first_row, int first_key, const AddToBias& add_to_bias) {
+                              int first_row, int first_key, const AddUp& add_up) {
         product_nt<kHeadDim>(p, smem.q, smem.k, grid);
         product_nt<kValueDim>(ds, smem.dout, smem.v, grid);
 #pragma unroll
@@ -125,7 +130,7 @@ struct ScoreGradients {
                     const bool kept = !kDropout || keeps(rules, row, key);
                     gradient =
                         score_gradient(Exp2(), rules, p[i][j], ds[i][j], row, key, stats, kept);
-                    add_to_bias(row, key, gradient.score);
+                    add_up(row, key, p[i][j], gradient);
                 }
                 p[i][j] = gradient.p;
                 ds[i][j] = gradient.product;
@@ -138,6 +143,7 @@ struct ScoreGradients {
 struct KeyGradients {
     OutputTile<kTileKeys, kHeadGroups> dk;
     OutputTile<kTileKeys, kValueGroups> dv;
+    PendingSums<1> of_arrays;
 
     // Takes in one tile of queries.
     template <bool Masked>
@@ -147,10 +153,12 @@ struct KeyGradients {
         load_queries(smem, head, first_row);
         __syncthreads();
         ScoreGradients scores;
-        scores.recompute<Masked>(smem, head.rules, grid, first_row, first_key,
-                                 [&](int row, int key, acc_t gradient) {
-                                     if constexpr (kBiasGradient) head.bias.add(row, key, gradient);
-                                 });
+        const auto add_up = [&](int row, int key, acc_t product, const ScoreGradient& gradient) {
+            if constexpr (kBiasGradient) head.bias.add(row, key, gradient.score);
+            if constexpr (kArrayGradients)
+                of_arrays.add(head.arrays, 0, head.rules, product, row, key, gradient.modified);
+        };
+        scores.recompute<Masked>(smem, head.rules, grid, first_row, first_key, add_up);
         store_scores(smem.p, scores.p, grid);
         store_scores(smem.ds, scores.ds, grid);
         __syncthreads();
@@ -194,7 +202,8 @@ struct QueryGradients {
         load_keys(smem, k, v, first_key, rules.mask.seqlen_k);
         __syncthreads();
         ScoreGradients scores;
-        scores.recompute<Masked>(smem, rules, grid, first_row, first_key, [](int, int, acc_t) {});
+        const auto nothing_else = [](int, int, acc_t, const ScoreGradient&) {};
+        scores.recompute<Masked>(smem, rules, grid, first_row, first_key, nothing_else);
         // A row of dS is written and read by lanes of one warp only.
         store_scores(smem.ds, scores.ds, grid);
         __syncwarp();
@@ -212,6 +221,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
             workspace.dq[row * kHeadDim + col] = 0;
     }
     if constexpr (kBiasGradient) clear_bias_sums<kThreads>(params, workspace.bias);
+    if constexpr (kArrayGradients)
+        clear_sums<kThreads>(workspace.arrays, array_sums(params.features));
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
@@ -238,6 +249,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         }
     }
 
+    if constexpr (kArrayGradients) gradients.of_arrays.flush(Workspace(params).arrays);
     const auto dk = sequence.keys<scalar_t>(params.dk, kv_head);
     const auto dv = sequence.keys<scalar_t>(params.dv, kv_head);
 #pragma unroll
@@ -299,6 +311,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     bias_gradient(const __grid_constant__ BackwardParams params) {
     if constexpr (kBiasGradient)
         write_bias_gradient<bias_t, kThreads>(params, Workspace(params).bias);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    array_gradients(const __grid_constant__ BackwardParams params) {
+    if constexpr (kArrayGradients) round_array_sums<kThreads>(params, Workspace(params).arrays);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)

@@ -9,8 +9,8 @@
 // with the parts of keys and queries exchanged.
 //
 // Launches: row_sums (LSE and D, and the sums in the workspace set to zero), key_tiles,
-// round_queries or, if deterministic, query_tiles; bias_gradient and sink_gradient if those are
-// wanted.
+// round_queries or, if deterministic, query_tiles; bias_gradient, array_gradients and
+// sink_gradient if those are wanted.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: BLOCK_N keys of one KV head, or as many queries of one head; warp: kTiles 16-row
@@ -19,9 +19,10 @@
 //          and V tiles and dS
 // Global   workspace: sums of dQ in fragments (heads, tiles of queries, BLOCK_M, head_dim rounded
 //          up), unless deterministic; LSE and D (batch, heads, seqlen_q, 2); with a
-//          mask or a mask_mod, which tiles of scores it shows; sums of the bias's gradient, if that
-//          is wanted
+//          mask or a mask_mod, which tiles of scores it shows; sums of the gradients of score_mod's
+//          arrays and of the bias's, if those are wanted
 // Writes   dQ, dK, dV
+#include "array_gradients.cuh"
 #include "bias_gradient.cuh"
 #include "mma_nonfinite.cuh"
 #include "mma_query_sums.cuh"
@@ -89,17 +90,18 @@ using SeenOfQueries = SeenTiles<kBlockN, kBlockM>;
 struct Workspace {
     acc_t* dq;
     RowStats* stats;
-    acc_t* bias;
+    acc_t *arrays, *bias;
     SeenPart* seen;
 
     __device__ explicit Workspace(const BackwardParams& params) {
         dq = static_cast<acc_t*>(params.workspace);
         acc_t* const end = dq + (kDeterministic ? 0 : DqSums::rows(params.sizes) * kHead);
         stats = reinterpret_cast<RowStats*>(end);
-        bias = reinterpret_cast<acc_t*>(stats + rows_of_heads(params.sizes));
-        seen = reinterpret_cast<SeenPart*>(bias);
+        arrays = reinterpret_cast<acc_t*>(stats + rows_of_heads(params.sizes));
+        seen = reinterpret_cast<SeenPart*>(arrays);
         constexpr int kParts = sizeof(acc_t) / sizeof(SeenPart);
-        bias += (seen_tiles(params) + kParts - 1) / kParts;
+        arrays += (seen_tiles(params) + kParts - 1) / kParts;
+        bias = arrays + array_sums(params.features);
     }
 
     __device__ SeenPart* seen_of_queries(const BackwardParams& params) const {
@@ -125,6 +127,7 @@ struct QueryHead {
     Matrix<const scalar_t> q, dout, k;
     const RowStats* stats;
     DqSums dq;
+    acc_t* arrays;
     BiasSums bias;
     SeenOfKeys seen;
 
@@ -135,6 +138,7 @@ struct QueryHead {
           k(sequence.keys<const scalar_t>(params.k, kv_head_of(head, params.sizes))),
           stats(Workspace(params).stats + sequence.first_row(head, params.sizes)),
           dq(Workspace(params).dq, params.sizes, sequence, head),
+          arrays(Workspace(params).arrays),
           bias(params, sequence, head, Workspace(params).bias),
           seen(Workspace(params).seen, params, sequence, head) {}
 
@@ -197,6 +201,7 @@ struct QueryPlace {
 struct KeyGradients {
     Accumulators<kTiles, kHeadPart> dk;
     Accumulators<kTiles, kValuePart> dv;
+    PendingSums<2 * kTiles> of_arrays;  // for each key
 
     // Takes in one tile of queries.
     __device__ void attend(KeySmem& smem, const QueryHead& head, const Place& place,
@@ -212,13 +217,17 @@ struct KeyGradients {
         const auto stats_of = [&](Element score) {
             return smem.rows[at.stage][place.col(score.n) + score.e];
         };
-        const auto add_to_bias = [&](int query, int key, acc_t gradient) {
-            if constexpr (kBiasGradient) head.bias.add(query, key, gradient);
+        const auto add_up = [&](Element score, acc_t product, const ScoreGradient& gradient) {
+            const int query = tile.query(score), key = tile.key(score);
+            if constexpr (kBiasGradient) head.bias.add(query, key, gradient.score);
+            if constexpr (kArrayGradients)
+                of_arrays.add(head.arrays, 2 * score.m + score.half, head.rules, product, query,
+                              key, gradient.modified);
         };
         if (masked) {
-            differentiate<true>(s, dp, tile, seen, stats_of, add_to_bias);
+            differentiate<true>(s, dp, tile, seen, stats_of, add_up);
         } else {
-            differentiate<false>(s, dp, tile, seen, stats_of, add_to_bias);
+            differentiate<false>(s, dp, tile, seen, stats_of, add_up);
         }
         const auto& p = weights_of(s);
         const auto& ds = weights_of(dp);
@@ -347,11 +356,11 @@ struct QueryGradients {
         product_of(s, smem.q, smem.k[stage], place);
         product_of(dp, smem.dout, smem.v[stage], place);
         const auto stats_of = [&](Element at) { return stats[at.m][at.half]; };
-        const auto no_bias = [](int, int, acc_t) {};
+        const auto nothing_else = [](Element, acc_t, const ScoreGradient&) {};
         if (masked) {
-            differentiate<true>(s, dp, tile, seen, stats_of, no_bias);
+            differentiate<true>(s, dp, tile, seen, stats_of, nothing_else);
         } else {
-            differentiate<false>(s, dp, tile, seen, stats_of, no_bias);
+            differentiate<false>(s, dp, tile, seen, stats_of, nothing_else);
         }
         const bool cut =
             kCutTiles && masked && __syncthreads_or(finds_nonfinite<THREADS>(smem.k[stage]));
@@ -391,6 +400,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         DqSums::clear_row(workspace.dq, row);
     }
     if constexpr (kBiasGradient) clear_bias_sums<THREADS>(params, workspace.bias);
+    if constexpr (kArrayGradients)
+        clear_sums<THREADS>(workspace.arrays, array_sums(params.features));
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -442,6 +453,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
                                  tiles.masked(row, head.seen.cuts(row, first_key)));
             });
     }
+    if constexpr (kArrayGradients) gradients.of_arrays.flush(Workspace(params).arrays);
     ptx::wait_copies();
     __syncthreads();  // every warp is done with K, and dK and dV can go out through its place
     gradients.write(smem, params, key_tile_of_block<kBlockN>(params, ptx::anew(blockIdx.x)));
@@ -524,6 +536,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     bias_gradient(const __grid_constant__ BackwardParams params) {
     if constexpr (kBiasGradient)
         write_bias_gradient<bias_t, THREADS>(params, Workspace(params).bias);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    array_gradients(const __grid_constant__ BackwardParams params) {
+    if constexpr (kArrayGradients) round_array_sums<THREADS>(params, Workspace(params).arrays);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -169,11 +169,12 @@ class SeenScores {
 };
 
 // P in place of S and the products' gradient in place of dP. Where a row does not see a key both
-// are set, not computed, to zero: an LSE of -inf or a NaN in the key must not show.
-template <bool Masked, class Tile, class StatsOf, class AddToBias>
+// are set, not computed, to zero: an LSE of -inf or a NaN in the key must not show. What else has
+// a gradient `add_up` sees to, score by score.
+template <bool Masked, class Tile, class StatsOf, class AddUp>
 __device__ inline void differentiate(Scores& s, Scores& dp, const Tile& tile,
                                      const SeenScores<Tile>& seen, const StatsOf& stats_of,
-                                     const AddToBias& add_to_bias) {
+                                     const AddUp& add_up) {
 #pragma unroll
     for (int n = 0; n < kColumns / kMmaN; ++n)
 #pragma unroll
@@ -193,7 +194,7 @@ __device__ inline void differentiate(Scores& s, Scores& dp, const Tile& tile,
                                                   query, key, stats_of(at), kept >> i & 1);
                     }
                     if (!is_seen) gradient = {};
-                    if (is_seen) add_to_bias(query, key, gradient.score);
+                    if (is_seen) add_up(at, s[m][n][i], gradient);
                     s[m][n][i] = gradient.p;
                     dp[m][n][i] = gradient.product;
                 }

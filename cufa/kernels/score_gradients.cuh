@@ -18,9 +18,10 @@ __device__ inline bool keeps(const ScoreRules& rules, int row, int key) {
 }
 
 struct ScoreGradient {
-    acc_t p = 0;        // the probability, as dropout left it: dV is the sum of p dO
-    acc_t score = 0;    // dS: what is added to a score has this gradient, be it modified or not
-    acc_t product = 0;  // the gradient of the product times the scale, from which dQ and dK are
+    acc_t p = 0;         // the probability, as dropout left it: dV is the sum of p dO
+    acc_t modified = 0;  // the gradient of what the caller's function made of the score
+    acc_t score = 0;     // dS: what is added to a score before that has this gradient
+    acc_t product = 0;   // the gradient of the product times the scale, from which dQ and dK are
 };
 
 // From the products Q K^T and dO V^T of a row and a key that it sees. `kept` is whether dropout
@@ -33,7 +34,7 @@ __device__ inline ScoreGradient score_gradient(const Exp2& exp2, const ScoreRule
     const acc_t scale = !kDropout ? acc_t(1) : kept ? rules.kept_scale() : acc_t(0);
     ScoreGradient gradient;
     gradient.p = p * scale;
-    gradient.score = p * (dp * scale - stats.d);
+    gradient.modified = gradient.score = p * (dp * scale - stats.d);
     if constexpr (kScoreMod) gradient.score *= rules.modified_slope_at(product, row, key);
     gradient.product = gradient.score * rules.slope(product);
     return gradient;

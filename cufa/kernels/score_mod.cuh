@@ -23,3 +23,14 @@ constexpr bool kMaskModOfHead = false, kMaskModOfBatch = false;
 __device__ inline bool mod_sees(const ModArrays&, int, int, int, int) {
     return true;
 }
+
+// Whether the arrays' gradients are wanted, and how many of their elements a score reads. How many
+// elements they have, by how much the new score changes with those that it reads, and the gradient
+// of one from its sum.
+constexpr bool kArrayGradients = false;
+constexpr int kElements = 0;
+__device__ inline int array_sums(const ModArrays&) {
+    return 0;
+}
+__device__ inline void element_slopes(const ModArrays&, acc_t, int, int, int, int, ElementSlope*) {}
+__device__ inline void write_array_gradients(const ModArrays&, const acc_t*, int) {}

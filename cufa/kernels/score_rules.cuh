@@ -65,6 +65,12 @@ struct ScoreRules {
         return modified_slope(features, score, batch, head, inside(row), inside_key(key));
     }
 
+    // By how much it changes with those elements of arrays that the function reads.
+    __device__ void element_slopes_at(acc_t product, int row, int key, ElementSlope* slopes) const {
+        const acc_t score = unmodified(product, row, inside_key(key));
+        element_slopes(features, score, batch, head, inside(row), inside_key(key), slopes);
+    }
+
     // Whether the caller's function shows the key to the row.
     __device__ bool shows(int row, int key) const {
         return mod_sees(features, batch, head, inside(row), inside_key(key));

@@ -25,6 +25,46 @@ struct ArrayOf {
     }
 };
 
+// The gradient of such an array, contiguous; of the sums in the workspace those from `first` on are
+// its elements'.
+template <class T, int Axes>
+struct GradientOf {
+    T* data;
+    long long first;
+    long long lengths[Axes];
+
+    __device__ int count() const {
+        int count = 1;
+#pragma unroll
+        for (int axis = 0; axis < Axes; ++axis) count *= static_cast<int>(lengths[axis]);
+        return count;
+    }
+
+    // Which sum is an element's.
+    template <class... Indices>
+    __device__ int place(Indices... indices) const {
+        const int of_axes[Axes] = {static_cast<int>(indices)...};
+        int place = 0;
+#pragma unroll
+        for (int axis = 0; axis < Axes; ++axis)
+            place = place * static_cast<int>(lengths[axis]) + of_axes[axis];
+        return static_cast<int>(first) + place;
+    }
+
+    // Rounds the sum of that place, if it is one of this array.
+    __device__ void write(const acc_t* sums, int place) const {
+        const int element = place - static_cast<int>(first);
+        if (element < 0 || element >= count()) return;
+        data[element] = from_acc<T>(static_cast<accumulator_t<T>>(sums[place]));
+    }
+};
+
+// By how much a score changes with an element of an array, and which sum is that element's.
+struct ElementSlope {
+    int place;
+    acc_t slope;
+};
+
 __device__ inline acc_t not_a_number() {
     return __int_as_float(0x7fffffff);
 }

@@ -12,6 +12,15 @@ __device__ inline long long warp_of_grid() {
     return static_cast<long long>(blockIdx.x) * (Threads / 32) + threadIdx.x / 32;
 }
 
+// Makes sums zero. The whole grid takes part.
+template <int Threads>
+__device__ inline void clear_sums(acc_t* sums, long long count) {
+    const long long stride = static_cast<long long>(gridDim.x) * Threads;
+    for (long long i = static_cast<long long>(blockIdx.x) * Threads + threadIdx.x; i < count;
+         i += stride)
+        sums[i] = 0;
+}
+
 // One row of a query head, by its number among all of them. Packed sequences have batch 0, and rows
 // that count on through all of them, as in the tensors.
 struct WarpRow {

@@ -1,4 +1,4 @@
-"""What both tiled backwards plan alike: the gradients of bias and sink, and whether sums may be atomic."""
+"""What both tiled backwards plan alike: gradients beyond dQ, dK and dV, and whether sums may be atomic."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ def gradient_macros(problem: Problem) -> tuple[Macro, ...]:
     )
 
 
-def bias_sums(problem: Problem) -> tuple[Scratch, ...]:
-    """The last part of the workspace, as bias_gradient.cuh lays it out."""
-    bias = problem.features.bias
-    if bias is None or not _bias_gradient(problem):
-        return ()
-    shape = (*lse_shape(problem), bias[3]) if _own_bias_sums(problem) else bias
-    return (Scratch("dbias sums", shape),)
+def gradient_sums(problem: Problem) -> tuple[Scratch, ...]:
+    """The last parts of the workspace, as array_gradients.cuh and bias_gradient.cuh lay them out."""
+    features = problem.features
+    arrays = (Scratch("dscore_mod sums", (features.array_sums,)),) if features.array_sums else ()
+    if features.bias is None or not _bias_gradient(problem):
+        return arrays
+    shape = (*lse_shape(problem), features.bias[3]) if _own_bias_sums(problem) else features.bias
+    return (*arrays, Scratch("dbias sums", shape))
 
 
-def bias_and_sink_launches(problem: Problem, threads: int, warps: int) -> tuple[Launch, ...]:
-    """The entries that end the gradients of bias and sink, if they are wanted."""
+def gradient_launches(problem: Problem, threads: int, warps: int) -> tuple[Launch, ...]:
+    """The entries that end the gradients of bias, score_mod's arrays and sink, if they are wanted."""
     bias = problem.features.bias
     elements = prod(bias) if bias is not None and _bias_gradient(problem) else 0
     return (
         Launch("bias_gradient", ceil_div(elements, threads), threads),
+        Launch("array_gradients", ceil_div(problem.features.array_sums, threads), threads),
         sink_launch(problem, threads, warps),
     )
 
@@ -45,8 +47,9 @@ def sink_launch(problem: Problem, threads: int, warps: int) -> Launch:
 
 
 def row_blocks(problem: Problem, rows: int, warps: int) -> int:
-    """Blocks of row_sums: a warp for each of the rows, and one block at least to clear the bias's sums."""
-    return max(ceil_div(rows, warps), 1 if _bias_gradient(problem) else 0)
+    """Blocks of row_sums: a warp for each of the rows, and one block at least to clear other sums."""
+    clears = _bias_gradient(problem) or problem.features.array_sums
+    return max(ceil_div(rows, warps), 1 if clears else 0)
 
 
 def _bias_gradient(problem: Problem) -> bool:

@@ -13,7 +13,7 @@ from math import prod
 
 from cufa.device import Device
 from cufa.plan.choice import Choice, Cost, choose, query_tiles, row_tiles
-from cufa.plan.gradients import bias_and_sink_launches, bias_sums, gradient_macros, row_blocks
+from cufa.plan.gradients import gradient_launches, gradient_macros, gradient_sums, row_blocks
 from cufa.plan.record import Launch, Macro, Part, Scratch
 from cufa.plan.seen import seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
@@ -377,7 +377,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
         Launch("query_tiles", query_blocks, sizes.threads, smem_bytes)
         if deterministic
         else Launch("round_queries", ceil_div(strips, sizes.warps), sizes.threads),
-        *bias_and_sink_launches(problem, sizes.threads, sizes.warps),
+        *gradient_launches(problem, sizes.threads, sizes.warps),
     )
     return Part(
         tiles=asdict(sizes),
@@ -387,7 +387,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
             *(() if deterministic else (Scratch("dQ sums", (*padded_rows, sizes.head(problem))),)),
             Scratch("LSE and D", (*rows, 2)),
             *seen_scratch(problem, seen),
-            *bias_sums(problem),
+            *gradient_sums(problem),
         ),
         reasons=chosen.reasons,
     )

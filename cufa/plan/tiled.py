@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from cufa.device import Device
 from cufa.plan.choice import Choice, Cost, choose, query_tiles, row_tiles
-from cufa.plan.gradients import bias_and_sink_launches, bias_sums, gradient_macros, row_blocks
+from cufa.plan.gradients import gradient_launches, gradient_macros, gradient_sums, row_blocks
 from cufa.plan.record import Launch, Macro, Part, Scratch
 from cufa.plan.sizes import (
     VECTOR_BYTES,
@@ -182,7 +182,7 @@ def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]
         Launch("query_tiles", query_tiles(problem, chosen.tiles), threads, smem_bytes)
         if deterministic
         else Launch("round_queries", ceil_div(prod(rows), warps), threads),
-        *bias_and_sink_launches(problem, threads, warps),
+        *gradient_launches(problem, threads, warps),
     )
     return Part(
         tiles=asdict(chosen.tiles),
@@ -195,7 +195,7 @@ def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]
         scratch=(
             Scratch("LSE and D", (*rows, 2)),
             *(() if deterministic else (Scratch("dQ sums", (*rows, problem.head_dim)),)),
-            *bias_sums(problem),
+            *gradient_sums(problem),
         ),
         reasons=chosen.reasons,
     )

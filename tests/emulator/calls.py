@@ -159,7 +159,8 @@ def attention_backward(
 ) -> tuple[Array, ...]:
     """`cufa.attention_backward` for arrays (batch, seqlen, heads, head_dim), by a kernel in `folder`.
 
-    `gradients` are of "bias" and "sink" those whose gradients are wanted after dq, dk and dv.
+    `gradients` are of "bias", "sink" and "score_mod" those whose gradients are wanted after dq, dk and dv; of
+    the last there is one for each array of floats.
 
     Raises EmulatorError if the kernel does what it must not.
     """
@@ -175,7 +176,8 @@ def attention_backward(
         precision=precision,
     )
     plan = _plan("backward", arrays, options, kernel, tiles, device)
-    outputs = [f"d{name}" for name in ("q", "k", "v", *gradients)]
+    of_arrays = plan.problem.features.differentiated_arrays
+    outputs = [f"d{name}" for name in ("q", "k", "v", *gradients, *of_arrays) if name != "score_mod"]
     for name in outputs:
         arrays[name] = np.empty(arrays[name[1:]].shape, arrays[name[1:]].dtype)
     arrays["lse"] = lse
@@ -285,7 +287,7 @@ def _options(
     mods: Mods,
     **others: Any,
 ) -> Options:
-    score_mod, mask_mod = mods.written
+    score_mod, mask_mod = mods.written("score_mod" in others.get("gradients", ()))
     drops = values.dropout_p > 0
     return Options(
         causal, window, values.softcap > 0, drops, score_mod=score_mod, mask_mod=mask_mod, **others

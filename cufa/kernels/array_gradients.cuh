@@ -1,0 +1,57 @@
+// The gradients of the arrays that a score_mod reads: a score adds its own times the slope in an
+// element to that element's sum in the workspace, and an entry of its own rounds the sums.
+//
+// Millions of scores may read one element, and additions to one address come one after the other.
+// So a lane keeps what it has for an element until it comes to a score that reads another.
+#pragma once
+
+#include "score_gradients.cuh"
+#include "warp_rows.cuh"
+
+// What a lane has yet to add to the sum of one element.
+struct PendingSum {
+    int place = 0;  // of that sum among all
+    acc_t sum = 0;
+
+    __device__ void add(acc_t* sums, int element, acc_t gradient) {
+        if (element != place) {
+            flush(sums);
+            *this = {element};
+        }
+        sum += gradient;
+    }
+
+    __device__ void flush(acc_t* sums) const {
+        if (sum != 0) atomicAdd(sums + place, sum);
+    }
+};
+
+// Those of a lane, for `Kinds` of scores each of which is likely to read the same elements.
+template <int Kinds>
+struct PendingSums {
+    PendingSum of[Kinds][kElements > 0 ? kElements : 1];
+
+    // `gradient` is that of the new score which score_mod made of a product.
+    __device__ void add(acc_t* sums, int kind, const ScoreRules& rules, acc_t product, int row,
+                        int key, acc_t gradient) {
+        ElementSlope slopes[kElements > 0 ? kElements : 1];
+        rules.element_slopes_at(product, row, key, slopes);
+#pragma unroll
+        for (int i = 0; i < kElements; ++i)
+            of[kind][i].add(sums, slopes[i].place, gradient * slopes[i].slope);
+    }
+
+    __device__ void flush(acc_t* sums) const {
+#pragma unroll
+        for (int kind = 0; kind < Kinds; ++kind)
+#pragma unroll
+            for (int i = 0; i < kElements; ++i) of[kind][i].flush(sums);
+    }
+};
+
+// A thread for each element of all arrays.
+template <int Threads>
+__device__ inline void round_array_sums(const BackwardParams& params, const acc_t* sums) {
+    const int place = blockIdx.x * Threads + threadIdx.x;
+    if (place < array_sums(params.features)) write_array_gradients(params.features, sums, place);
+}

@@ -297,7 +297,8 @@ def _check_same_kind(named: Mapping[str, Any]) -> None:
             )
     (first_name, first), *others = named.items()
     for name, array in others:
-        if type(array) is not type(first):
+        # One may be of a subclass, as torch's Parameter is.
+        if not (isinstance(array, type(first)) or isinstance(first, type(array))):
             raise TypeError(
                 f"{name} is a {kind_of(array)} and {first_name} a {kind_of(first)}; "
                 "all arrays must be of one kind"

@@ -191,6 +191,17 @@ def test_an_array_that_requires_a_gradient_is_named() -> None:
         adopt({"q": q}, None)
 
 
+def test_an_array_may_be_of_a_subclass_of_the_others_kind() -> None:
+    class Parameter(StandardArray):
+        pass
+
+    q, k = Parameter(some_array()), StandardArray(some_array())
+    for named in ({"q": q, "k": k}, {"q": k, "k": q}):
+        adopted = adopt(named, None)
+        assert all(np.shares_memory(adopted.arrays[name], named[name].values) for name in named)
+        assert type(adopted.give_back(some_array())) is StandardArray
+
+
 def test_8_bit_arrays_of_other_libraries_are_read_as_bytes() -> None:
     values = some_array().astype(ml_dtypes.float8_e4m3fn)
     adopted = adopt({"q": Float8Array(values)}, None)
@@ -330,9 +341,9 @@ def test_kinds_may_not_be_mixed(backend: str | None, library: Any) -> None:
 
 
 def test_two_other_libraries_may_not_be_mixed() -> None:
-    named = {"q": StandardArray(some_array()), "k": DLPackArray(some_array())}
+    named = {"q": StandardArray(some_array()), "k": FirstDLPackArray(some_array())}
     with pytest.raises(
-        TypeError, match=r"^k is a test_arrays.DLPackArray and q a test_arrays.StandardArray; "
+        TypeError, match=r"^k is a test_arrays.FirstDLPackArray and q a test_arrays.StandardArray; "
     ):
         adopt(named, None)
 

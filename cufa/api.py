@@ -1,61 +1,46 @@
-"""The functions that users call, read top to bottom: arrays -> Problem -> Plan -> kernels, or the CPU."""
+"""The functions that users call, read top to bottom: arrays -> Problem -> Plan -> kernels, or the CPU.
+
+How one call goes that way is in `cufa.call`.
+"""
 
 from __future__ import annotations
 
-import functools
 import math
-import os
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 
 from cufa import arrays, cpu, launch, probabilities
+from cufa.arguments import check_dropout, check_scale, check_softcap
 from cufa.arrays import Described
-from cufa.device import Arch, target
-from cufa.launch import FeatureValues
-from cufa.plan import Plan, check_tiles, make_plan, make_probabilities_plan
-from cufa.problem import (
-    DTYPES,
-    FLOAT8,
-    PLAIN,
-    Axes,
-    Direction,
-    LayoutName,
-    Options,
-    Precision,
-    Problem,
-    Shape,
-    check_dropout,
-    check_fits,
-    check_layout,
-    check_options,
-    check_scale,
-    check_softcap,
-    dtype_name,
-    lse_shape,
-    make_problem,
-    output_shape,
-    tensor_axes,
+from cufa.call import (
+    DESCALES,
+    FEATURE_ARRAYS,
+    GRADIENT_ARRAYS,
+    TENSORS,
+    ArchLike,
+    Arrays,
+    Asked,
+    Call,
+    Tiles,
+    Window,
+    cpu_options,
+    descaled,
+    empty,
+    known_of,
+    run_on_gpu,
+    rung_of,
+    write_probabilities,
 )
-from cufa.score_mod import Mods, Written, mods_of
-from cufa.tensor_layout import (
-    Layout,
-    Region,
-    Storage,
-    alignment,
-    check_apart,
-    contiguous_strides,
-    is_contiguous,
-    layout_of,
-)
-
-Tiles = Mapping[str, int]
-Window = tuple[int | None, int | None] | None
-ArchLike = Arch | str | int
-Arrays = dict[str, Any]
+from cufa.device import target
+from cufa.params import FeatureValues
+from cufa.plan import Plan, make_plan
+from cufa.problem import DTYPES, FLOAT8, Direction, LayoutName, Precision, dtype_name
+from cufa.score_mod import Mods, mods_of
+from cufa.tensor_layout import alignment, contiguous_strides
 
 
 def attention(
@@ -219,7 +204,7 @@ def attention(
         "out": out,
         "lse": lse,
     }
-    call = _Call("forward", {"q": q, "k": k, "v": v} | _given(optional), asked, backend)
+    call = Call("forward", {"q": q, "k": k, "v": v} | _given(optional), asked, backend)
     scale = check_scale(softmax_scale, call.problem.head_dim)
     call.want("out")
     if return_lse or return_attn_probs or lse is not None:
@@ -228,19 +213,19 @@ def attention(
         call.wanted["probs"] = probabilities.shape(call.problem), DTYPES[call.problem.dtype]
 
     if call.on_gpu:
-        rung = _rung(kernel, tiles, arch)
-        _run_on_gpu(call, _TENSORS["forward"], call.known.layout, scale, values, workspace, rung)
+        rung = rung_of(kernel, tiles, arch)
+        run_on_gpu(call, TENSORS["forward"], call.known.layout, scale, values, workspace, rung)
     else:
         _refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch, workspace=workspace)
         call.allocate()
         tensors = call.in_bshd("q", "k", "v", "out")
         q, k, v, output = tensors
         if call.problem.dtype == FLOAT8:
-            q, k, v = _descaled(call, q=q, k=k, v=v)
-        cpu.attention(q, k, v, output, call.tensors.get("lse"), **_cpu_options(call, scale, values, mods))
+            q, k, v = descaled(call, q=q, k=k, v=v)
+        cpu.attention(q, k, v, output, call.tensors.get("lse"), **cpu_options(call, scale, values, mods))
     result = call.give_back("out", out)
     if return_attn_probs:
-        _write_probabilities(call, scale, values, mods, arch)
+        write_probabilities(call, scale, values, mods, arch)
         return result, call.give_back("lse", lse), call.give_back("probs", None)
     return (result, call.give_back("lse", lse)) if return_lse or lse is not None else result
 
@@ -372,25 +357,23 @@ def attention_backward(
         **mods.arrays,
         **gradients,
     }
-    call = _Call("backward", required | _given(optional), asked, backend)
+    call = Call("backward", required | _given(optional), asked, backend)
     scale = check_scale(softmax_scale, call.problem.head_dim)
     for name in (*gradients, *filter(None, of_arrays)):
         call.want(name)
 
     if call.on_gpu:
-        rung = _rung(kernel, tiles, arch)
-        _run_on_gpu(call, _TENSORS["backward"], call.known.layout, scale, values, workspace, rung)
+        rung = rung_of(kernel, tiles, arch)
+        run_on_gpu(call, TENSORS["backward"], call.known.layout, scale, values, workspace, rung)
     else:
         _refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch, workspace=workspace)
         call.allocate()
         tensors = call.in_bshd("dout", "q", "k", "v", "out")
         written = call.in_bshd("dq", "dk", "dv")
-        optional = {name: call.tensors[name] for name in _GRADIENT_ARRAYS if name in call.tensors}
-        cpu_options = _cpu_options(call, scale, values, mods) | optional
+        optional = {name: call.tensors[name] for name in GRADIENT_ARRAYS if name in call.tensors}
+        side = cpu_options(call, scale, values, mods) | optional
         dscore_mod = {name[1:]: call.tensors[name] for name in filter(None, of_arrays)}
-        cpu.attention_backward(
-            *(*tensors, call.tensors["lse"], *written), dscore_mod=dscore_mod, **cpu_options
-        )
+        cpu.attention_backward(*(*tensors, call.tensors["lse"], *written), dscore_mod=dscore_mod, **side)
     results = tuple([call.give_back(name, given) for name, given in gradients.items()])
     if not return_dscore_mod:
         return results
@@ -427,7 +410,7 @@ def softmax(
     dtype = dtype_name(source.dtype, "x")
     if source.ndim == 0:
         raise ValueError("x has shape (); it must have at least one axis")
-    result = _empty(source.shape, DTYPES[dtype], adopted.on_gpu)
+    result = empty(source.shape, DTYPES[dtype], adopted.on_gpu)
     if adopted.on_gpu:
         if result.size:
             rows = (math.prod(source.shape[:-1]), source.shape[-1])
@@ -494,7 +477,7 @@ def plan(
         TypeError, ValueError: as `attention`; or an option of gradients without `backward`.
         GPUUnavailableError: no GPU, and no arch.
     """
-    unknown = side.keys() - {*_FEATURE_ARRAYS, *_DESCALES, "dlse"}
+    unknown = side.keys() - {*FEATURE_ARRAYS, *DESCALES, "dlse"}
     if unknown:
         raise TypeError(f"plan() got an unexpected argument {', '.join(sorted(unknown))}")
     if not backward:
@@ -509,7 +492,7 @@ def plan(
     described = tuple(_described(name, array) for name, array in named.items())
     values = _feature_values(softcap, dropout_p, seed=0, offset=0)
     asked = _asked(causal, window, values, layout, precision, mods, deterministic, gradients)
-    problem = _known_of(direction, described, asked).problem
+    problem = known_of(direction, described, asked).problem
     row_bytes = (problem.head_dim | problem.value_dim) * problem.itemsize
     device = target(arch, for_plan_only=True)
     return make_plan(replace(problem, align_bytes=alignment(row_bytes)), device, kernel, tiles)
@@ -527,103 +510,7 @@ def _described(name: str, array: Any) -> Described:
     return name, shape, contiguous_strides(shape, dtype.itemsize), dtype
 
 
-@dataclass(frozen=True, eq=False)
-class _Known:
-    """What follows from options, shapes, strides and dtypes; calls that are alike have the same one.
-
-    `outputs` are the names of those arrays that are to be written into. `layout` is that of the tensors;
-    `axes` are where they have batch, seqlen and heads. `results` are the shapes and dtypes of what can be
-    written. `copied` are the arrays that kernels cannot read as they lie.
-    """
-
-    problem: Problem
-    options: Options
-    arrays: tuple[Described, ...]
-    outputs: tuple[str, ...]
-    layout: Layout
-    axes: Axes
-    results: Mapping[str, tuple[Shape, np.dtype[Any]]]
-    copied: tuple[str, ...]
-
-
-class _Call:
-    """The arrays of one call where it is computed, and the problem that they make.
-
-    `wanted` are the shapes and dtypes of what is to be written, to arrays that are given or to new ones.
-    """
-
-    def __init__(self, direction: Direction, named: Arrays, asked: _Asked, backend: str | None) -> None:
-        """Check all that is given; the arrays to write into are the last ones."""
-        adopted = arrays.adopt(named, backend)
-        self.tensors = adopted.arrays
-        self.on_gpu = adopted.on_gpu
-        self.wanted: dict[str, tuple[Shape, np.dtype[Any]]] = {}
-        self._give_back = adopted.give_back
-        self.addresses = adopted.addresses
-        self.known = known = _known_of(direction, adopted.described, asked)
-        self.problem = known.problem
-        if known.outputs:
-            arrays.check_writeable(adopted.sources, known.outputs)
-            _check_apart(known, tuple(adopted.addresses.values()))
-        if adopted.moved:
-            described, self.addresses = arrays.describe(self.tensors)
-            self.known = _known_of(direction, described, asked)
-
-    def want(self, name: str) -> None:
-        """Ask for a result."""
-        self.wanted[name] = self.known.results[name]
-
-    def allocate(self) -> None:
-        """Have arrays for the results that are given none."""
-        for name, (shape, dtype) in self.wanted.items():
-            if name not in self.tensors:
-                self.add(name, _empty(shape, dtype, self.on_gpu))
-
-    def add(self, name: str, array: Any) -> None:
-        """Have an array that was not given."""
-        self.tensors[name] = array
-        self.addresses[name] = arrays.address(array)
-
-    def give_back(self, name: str, given: Any) -> Any:
-        """A result for the caller: his own array if he gave one."""
-        return self._give_back(self.tensors[name], given, name)
-
-    def in_bshd(self, *names: str) -> list[Any]:
-        """The tensors as (batch, seqlen, heads, dim); packed ones, which have no batch, as they are."""
-        axes = (*check_layout(self.known.options.layout), 3)
-        tensors = [self.tensors[name] for name in names]
-        return [tensor.transpose(axes) if tensor.ndim == len(axes) else tensor for tensor in tensors]
-
-
-# Which kernel to run where a caller wants another than the plan's, with what tiles, what to compile for; and
-# whether it is `attn_probs` instead.
-_Rung = tuple[str | None, tuple[tuple[str, int], ...], ArchLike | None, bool]
-
-
-def _rung(kernel: str | None, tiles: Tiles | None, arch: ArchLike | None) -> _Rung:
-    if tiles is None:
-        return kernel, (), arch, False
-    check_tiles(tiles)
-    return kernel, tuple(tiles.items()), arch, False
-
-
-# The arguments that are tensors, in the order of the parameter structs, and the arrays beside them.
-_TENSORS: dict[Direction, tuple[str, ...]] = {
-    "forward": ("q", "k", "v", "out"),
-    "backward": ("q", "k", "v", "out", "dout", "dq", "dk", "dv"),
-}
-_KEY_TENSORS = frozenset(("k", "v", "dk", "dv"))
-_FEATURE_ARRAYS = (
-    *("bias", "mask", "alibi_slopes", "sink"),
-    *("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"),
-)
-_GRADIENT_ARRAYS = ("dlse", "dbias", "dsink")
-_DESCALES = ("q_descale", "k_descale", "v_descale")
-_BESIDE_TENSORS = frozenset(("lse", *_FEATURE_ARRAYS, *_DESCALES, *_GRADIENT_ARRAYS))
-
 _NO_VALUES = FeatureValues()
-# The fields of `Options`, which only a call that has not come before makes one of.
-_Asked = tuple[bool, Window, bool, bool, bool, tuple[str, ...], str, str, Written | None, Written | None]
 
 
 def _given(named: Arrays) -> Arrays:
@@ -645,7 +532,7 @@ def _asked(
     mods: Mods,
     deterministic: bool = False,
     gradients: tuple[str, ...] = (),
-) -> _Asked:
+) -> Asked:
     """What a kernel is planned for, beyond the arrays: of values only whether there are any."""
     return (
         causal,
@@ -660,185 +547,7 @@ def _asked(
     )
 
 
-def _cpu_options(call: _Call, softmax_scale: float, values: FeatureValues, mods: Mods) -> dict[str, Any]:
-    side = {name: call.tensors[name] for name in _FEATURE_ARRAYS if name in call.tensors}
-    return {
-        "causal": bool(call.known.options.causal),
-        "window": call.known.options.window,
-        "softmax_scale": softmax_scale,
-        **asdict(values),
-        **side,
-        **mods.with_arrays(call.tensors)._asdict(),
-    }
-
-
-def _descaled(call: _Call, **tensors: Any) -> list[Any]:
-    """Arrays of 8 bits in float32, multiplied with what the call has for each of them."""
-    return [
-        cpu.descaled(array, call.tensors.get(f"{name}_descale"), call.problem.kv_heads)
-        for name, array in tensors.items()
-    ]
-
-
-def _known_of(direction: Direction, tensors: tuple[Described, ...], asked: _Asked) -> _Known:
-    try:
-        return _known(direction, tensors, asked)
-    except TypeError:  # what an option without a hash raises, too
-        options = Options(*asked)
-        check_options(options)
-        if not isinstance(options.window, list):
-            raise
-    return _known(direction, tensors, options._replace(window=tuple(options.window)))
-
-
-@functools.lru_cache(maxsize=4096)
-def _known(direction: Direction, tensors: tuple[Described, ...], asked: _Asked) -> _Known:
-    options = Options(*asked)
-    shapes = {name: shape for name, shape, _, _ in tensors}
-    dtypes = {name: dtype for name, _, _, dtype in tensors}
-    problem = make_problem(direction, shapes, dtypes, options)
-    check_fits(problem, shapes, dtypes, options.layout)
-    out = output_shape(problem, options.layout)
-    features = problem.features
-    axes = tensor_axes(options.layout, features.packed)
-    key_axes = tensor_axes(options.layout, features.packed and not features.page_size)
-    # What is not given is or will be contiguous.
-    storage: dict[str, Storage] = {"out": (out, None), "dout": (out, None)}
-    storage |= {f"d{name}": (shapes[name], None) for name in ("q", "k", "v")}
-    storage |= {name: (shape, strides) for name, shape, strides, _ in tensors}
-    itemsizes = tuple(
-        problem.output.itemsize if name == "out" else problem.itemsize for name in _TENSORS[direction]
-    )
-    if direction == "forward":
-        results = {"out": (out, problem.output), "lse": (lse_shape(problem), problem.accumulator)}
-    else:
-        of_features = (*("bias", "sink"), *features.differentiated_arrays)
-        differentiated = [name for name in ("q", "k", "v", *of_features) if name in shapes]
-        results = {f"d{name}": (shapes[name], dtypes[name]) for name in differentiated}
-    names = _TENSORS[direction]
-    axes_of = tuple(key_axes if name in _KEY_TENSORS else axes for name in names)
-    layout = layout_of(tuple(storage[name] for name in names), itemsizes, axes_of)
-    beside = (
-        name
-        for name, shape, strides, dtype in tensors
-        if name in _BESIDE_TENSORS and not _is_read_as_it_lies(name, shape, strides, dtype.itemsize)
-    )
-    return _Known(
-        problem=problem,
-        options=options,
-        arrays=tensors,
-        outputs=tuple(name for name in results if name in shapes),
-        layout=layout,
-        axes=axes,
-        results=results,
-        copied=(*[names[place] for place in layout.scattered], *beside),
-    )
-
-
-def _empty(shape: Shape, dtype: np.dtype[Any], on_gpu: bool) -> Any:
-    # What `empty` of both calls in the end, and faster.
-    return (sys.modules["cupy"] if on_gpu else np).ndarray(shape, dtype)
-
-
-@functools.lru_cache(maxsize=4096)
-def _check_apart(known: _Known, addresses: tuple[int, ...]) -> None:
-    """Check that outputs at these addresses share no memory with themselves or with other arrays."""
-    regions = {
-        name: Region(address, shape, strides, dtype.itemsize)
-        for address, (name, shape, strides, dtype) in zip(addresses, known.arrays, strict=True)
-    }
-    check_apart(regions, known.outputs)
-
-
 def _refuse_gpu_options(**options: Any) -> None:
     for name, value in options.items():
         if value is not None:
             raise ValueError(f"{name} is {value!r}, but this call computes on the CPU; it needs a GPU")
-
-
-def _run_on_gpu(
-    call: _Call,
-    names: tuple[str, ...],
-    layout: Layout,
-    softmax_scale: float,
-    values: FeatureValues,
-    workspace: Any,
-    rung: _Rung,
-) -> None:
-    """Launch the kernels for the tensors of these names, in the order of the parameter struct."""
-    known, tensors, addresses = call.known, call.tensors, call.addresses
-    given = [addresses[name] for name in names if name in addresses]
-    if workspace is not None:
-        workspace = arrays.on_current_gpu(workspace, "workspace")
-    device_id = sys.modules["cupy"].cuda.runtime.getDevice()
-    environment_arch = os.environ.get("CUFA_ARCH")
-    align_bytes = layout.alignment(given)
-    run, pack = _executable(known, layout, align_bytes, rung, environment_arch, device_id)
-    call.allocate()
-    if known.copied:
-        copies = {name: arrays.contiguous(tensors[name]) for name in known.copied}
-        tensors, addresses = tensors | copies, addresses | arrays.describe(copies)[1]
-    features = b""
-    if known.problem.features is not PLAIN:
-        features = launch.pack_features(known.problem, tensors, addresses, values)
-    packed = pack(*[addresses[name] for name in names])
-    run(packed, addresses.get("lse", 0), softmax_scale, features, workspace)
-    for name in known.copied:
-        if name in call.wanted:
-            call.tensors[name][...] = tensors[name]
-
-
-def _is_read_as_it_lies(name: str, shape: Shape, strides: Shape, itemsize: int) -> bool:
-    """Whether the kernels take an array without a copy; rows of some may lie apart."""
-    if is_contiguous(shape, strides, itemsize):
-        return True
-    return name in ("bias", "mask", "block_table") and (shape[-1] == 1 or strides[-1] == itemsize)
-
-
-def _write_probabilities(
-    call: _Call, softmax_scale: float, values: FeatureValues, mods: Mods, arch: ArchLike | None
-) -> None:
-    """Write those of a forward call whose LSE is there."""
-    if call.on_gpu:
-        in_layout = probabilities.axes(call.known.options.layout)
-        call.add("attn_probs", call.tensors["probs"].transpose(in_layout))
-        names = ("q", "k", "v", "attn_probs")
-        storage = tuple((call.tensors[name].shape, call.tensors[name].strides) for name in names)
-        layout = layout_of(storage, call.problem.itemsize, call.known.axes)
-        rung = (None, (), arch, True)
-        _run_on_gpu(call, names, layout, softmax_scale, values, None, rung)
-    else:
-        q, k = call.in_bshd("q", "k")
-        options = _cpu_options(call, softmax_scale, values, mods)
-        probabilities.write(q, k, call.tensors["lse"], call.tensors["probs"], **options)
-
-
-@functools.lru_cache(maxsize=4096)
-def _executable(
-    known: _Known,
-    layout: Layout,
-    align_bytes: int,
-    rung: _Rung,
-    environment_arch: str | None,
-    device_id: int,
-) -> tuple[launch.Executable, Callable[..., bytes]]:
-    """What runs calls that are alike, and what packs their tensors."""
-    problem = known.problem
-    if align_bytes < problem.output.itemsize:
-        raise ValueError(
-            f"an array of {', '.join(_TENSORS[problem.direction])} has an address or a stride that is a "
-            f"multiple of {align_bytes} bytes only; {problem.output} needs {problem.output.itemsize}"
-        )
-    placed = replace(problem, align_bytes=align_bytes, ascending=layout.ascending)
-    executable = _loaded(placed, rung, environment_arch, device_id)
-    return executable, executable.packer(layout)
-
-
-@functools.lru_cache(maxsize=4096)
-def _loaded(problem: Problem, rung: _Rung, environment_arch: str | None, device_id: int) -> launch.Executable:
-    """The same one for calls whose layouts differ in strides alone."""
-    kernel, tiles, arch, attn_probs = rung
-    device = target(arch)
-    if attn_probs:
-        return launch.Executable(make_probabilities_plan(problem, device))
-    return launch.Executable(make_plan(problem, device, kernel, dict(tiles)))

@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cufa import philox
-from cufa.problem import check_window, four_axes
+from cufa.arguments import check_window
+from cufa.problem import four_axes
 from cufa.score_mod import ElementSlope, MaskMod, ScoreMod, place_of
 
 Array: TypeAlias = npt.NDArray[Any]

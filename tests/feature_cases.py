@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from tolerance import Array, Problem, random_problem
 
-from cufa.launch import FeatureValues
+from cufa.params import FeatureValues
 from cufa.problem import accumulator_dtype, four_axes
 from cufa.reference import Rules
 from cufa.rounding import ceil_div

@@ -6,7 +6,7 @@ import pytest
 from emulator import calls
 from tolerance import DTYPES, assert_attention
 
-from cufa.launch import FeatureValues
+from cufa.params import FeatureValues
 
 pytestmark = pytest.mark.emulator
 

@@ -18,9 +18,9 @@ from emulator import EmulatorError, Module, calls
 from test_emulator import draw, planted, run
 
 from cufa import jit
+from cufa.arguments import Options, make_problem
 from cufa.device import target
 from cufa.kernels import KERNELS
-from cufa.problem import Options, make_problem
 
 pytestmark = pytest.mark.emulator
 

@@ -15,7 +15,7 @@ from feature_cases import draw_case
 from tolerance import assert_attention, assert_gradients, random_problem
 
 import cufa
-from cufa import api, arrays, counters, device, driver, jit, launch
+from cufa import arrays, call, counters, device, driver, jit, launch
 from cufa.driver import TENSOR_MAP_BYTES, DriverError
 from cufa.tensor_layout import Region
 
@@ -134,11 +134,11 @@ def machine(monkeypatch):
     )
     monkeypatch.setattr(jit, "build", lambda variant: variant)
     monkeypatch.setattr(jit, "load", machine.load)
-    for cached in (api._executable, api._loaded, launch._loaded):
+    for cached in (call._executable, call._loaded, launch._loaded):
         cached.cache_clear()
     with cupy.cuda.using_allocator(machine.allocate):
         yield machine
-    for cached in (api._executable, api._loaded, launch._loaded):
+    for cached in (call._executable, call._loaded, launch._loaded):
         cached.cache_clear()
     assert counter[0] == 0
 

@@ -14,21 +14,18 @@ import pytest
 from tolerance import DTYPES
 
 from cufa import problem as problem_module
+from cufa.arguments import Options, check_fits, check_scale, make_problem
 from cufa.problem import (
     LAYOUTS,
     MAX_EXTENT,
     MAX_HEAD_DIM,
     Direction,
-    Options,
     Problem,
     Shape,
     accumulator_dtype,
-    check_fits,
     check_layout,
-    check_scale,
     dtype_name,
     lse_shape,
-    make_problem,
     output_shape,
 )
 
@@ -328,7 +325,8 @@ def test_results_of_another_dtype(dtype: str, name: str, given: str, expected: s
 def test_what_is_refused_first_does_not_depend_on_chance() -> None:
     """Not on the order of a set of strings, which differs from process to process."""
     code = f"""
-from cufa.problem import Features, Problem, check_fits
+from cufa.arguments import check_fits
+from cufa.problem import Features, Problem
 try:
     check_fits({make()!r}, dict.fromkeys(("lse", "dout", "out"), (1,)), {{}}, "bshd")
 except ValueError as error:

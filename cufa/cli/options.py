@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 
 import click
 
+from cufa.arguments import check_window
 from cufa.arrays import BACKENDS
 from cufa.cli import output
 from cufa.kernels import KERNELS
-from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES, LAYOUTS, PRECISIONS, check_window
+from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES, LAYOUTS, PRECISIONS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Window = tuple[int | None, int | None]

@@ -14,6 +14,7 @@ import numpy as np
 
 import cufa
 from cufa import arrays, cpu, device
+from cufa.arguments import Options, make_problem
 from cufa.cli import check
 from cufa.cli.options import RANDOM_BITS, FeatureOptions
 from cufa.cli.output import library_errors, memory_errors
@@ -23,12 +24,10 @@ from cufa.problem import (
     INPUT_DTYPES,
     Direction,
     Features,
-    Options,
     Problem,
     Shape,
     check_layout,
     lse_shape,
-    make_problem,
     output_shape,
 )
 from cufa.rounding import ceil_div, round_up

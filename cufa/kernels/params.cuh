@@ -1,4 +1,4 @@
-// What the host passes, by value, in one struct. cufa/launch.py holds the same fields in the same
+// What the host passes, by value, in one struct. cufa/params.py holds the same fields in the same
 // order; a size that differs is a compile error, and a test echoes every field back to see none
 // swapped.
 #pragma once

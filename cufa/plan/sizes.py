@@ -6,7 +6,7 @@ from cufa.plan.record import Macro
 from cufa.problem import Features, Problem
 from cufa.rounding import ceil_div
 
-# The structs of params.cuh, whose fields cufa/launch.py packs.
+# The structs of params.cuh, whose fields cufa/params.py packs.
 FORWARD_PARAMS_BYTES = 368
 BACKWARD_PARAMS_BYTES = 544
 SOFTMAX_PARAMS_BYTES = 48

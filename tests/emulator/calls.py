@@ -19,10 +19,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from cufa.arguments import Options, check_fits, check_scale, make_problem
 from cufa.counters import COUNTER_BYTES
 from cufa.device import Device
 from cufa.driver import TENSOR_MAP_BYTES
-from cufa.launch import (
+from cufa.params import (
     FeatureValues,
     pack_call,
     pack_features,
@@ -33,15 +34,7 @@ from cufa.launch import (
 )
 from cufa.plan import Plan, make_plan, make_probabilities_plan
 from cufa.plan.standard import Rotation, merge_launch, rotary_launch, softmax_launch
-from cufa.problem import (
-    Direction,
-    Options,
-    check_fits,
-    check_scale,
-    lse_shape,
-    make_problem,
-    output_shape,
-)
+from cufa.problem import Direction, lse_shape, output_shape
 from cufa.rotary import position_strides
 from cufa.score_mod import MaskMod, Mods, ScoreMod
 

@@ -1,0 +1,422 @@
+"""From the shapes, dtypes and options of a call to its Problem.
+
+All that is wrong with them is raised here, before anything is allocated, naming the argument, what it is and
+what it may be.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cufa.problem import (
+    DTYPES,
+    FLOAT8,
+    FLOAT8_OUTPUTS,
+    INPUT_DTYPES,
+    MAX_EXTENT,
+    MAX_HEAD_DIM,
+    PLAIN,
+    PRECISIONS,
+    Direction,
+    Features,
+    Problem,
+    Shape,
+    check_layout,
+    dtype_name,
+    four_axes,
+    lse_shape,
+    one_of,
+    output_shape,
+    tensor_axes,
+)
+from cufa.rounding import ceil_div
+from cufa.score_mod import Written
+
+# What else a call may have gradients of, and its arrays beyond q, k and v.
+_GRADIENTS = frozenset(("bias", "sink", "score_mod"))
+_DESCALES = frozenset(("q_descale", "k_descale", "v_descale"))
+_FEATURE_ARRAYS = _DESCALES | frozenset(
+    (
+        *("bias", "mask", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"),
+        "dlse",
+    )
+)
+
+_AXES = {
+    "bshd": "(batch, seqlen, heads, head_dim)",
+    "bhsd": "(batch, heads, seqlen, head_dim)",
+}
+_PAGE_AXES = {
+    "bshd": "(pages, page_size, kv_heads, head_dim)",
+    "bhsd": "(pages, kv_heads, page_size, head_dim)",
+}
+
+
+class Options(NamedTuple):
+    """Those options of a call that are no arrays, as far as they say what kind of problem it is.
+
+    `softcap` and `dropout` are whether there is one, `score_mod` and `mask_mod` what kernels are compiled
+    with; the other fields are the arguments of that name.
+    """
+
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    softcap: bool = False
+    dropout: bool = False
+    deterministic: bool = False
+    gradients: tuple[str, ...] = ()
+    layout: str = "bshd"
+    precision: str = "ieee"
+    score_mod: Written | None = None
+    mask_mod: Written | None = None
+
+
+def check_options(options: Options) -> None:
+    """Check those options; TypeError or ValueError with what they may be."""
+    if not isinstance(options.causal, (bool, np.bool_, int)):
+        raise TypeError(f"causal is {options.causal!r}; it may be True or False")
+    if not isinstance(options.deterministic, (bool, np.bool_, int)):
+        raise TypeError(f"deterministic is {options.deterministic!r}; it may be True or False")
+    if options.precision not in PRECISIONS:
+        raise ValueError(f"precision is {options.precision!r}; it may be {' or '.join(PRECISIONS)}")
+    check_layout(options.layout)
+    check_window(options.window)
+
+
+def check_window(window: object) -> tuple[int | None, int | None]:
+    """How many keys before and after the diagonal are seen; None, and -1, are all of them."""
+    if window is None:
+        return None, None
+    wanted = f"window is {window!r}; it may be None or a pair (left, right) of numbers of keys"
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(wanted)
+    sides: list[int | None] = []
+    for side in window:
+        if side is not None:
+            try:
+                side = operator.index(side)
+            except TypeError:
+                raise TypeError(f"{wanted}, None or -1 for all") from None
+            if not -1 <= side <= MAX_EXTENT:
+                raise ValueError(f"{wanted}, 0 to {MAX_EXTENT}, None or -1 for all")
+        sides.append(None if side == -1 else side)
+    return sides[0], sides[1]
+
+
+def check_softcap(softcap: float) -> float:
+    """The bound of the scores, 0 for none; ValueError if it is negative or not finite."""
+    softcap = _finite("softcap", softcap)
+    if softcap < 0:
+        raise ValueError(f"softcap is {softcap}; it must be positive, or 0 for none")
+    return softcap
+
+
+def check_dropout(dropout_p: float, seed: int, offset: int) -> tuple[float, int, int]:
+    """Dropout's arguments; ValueError or TypeError if one is impossible."""
+    dropout_p = _finite("dropout_p", dropout_p)
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p is {dropout_p}; it must be at least 0 and below 1")
+    numbers = []
+    for name, value, bits in (("seed", seed, 64), ("offset", offset, 32)):
+        try:
+            number = operator.index(value)
+        except TypeError:
+            raise TypeError(f"{name} is {value!r}; it must be an integer") from None
+        if not 0 <= number < 2**bits:
+            raise ValueError(f"{name} is {number}; it must be at least 0 and below 2**{bits}")
+        numbers.append(number)
+    return dropout_p, numbers[0], numbers[1]
+
+
+def check_scale(softmax_scale: float | None, head_dim: int) -> float:
+    """The scale of the scores, 1 / sqrt(head_dim) if None; ValueError if it is not finite."""
+    if softmax_scale is None:
+        return 1 / math.sqrt(head_dim)
+    return _finite("softmax_scale", softmax_scale, " or None")
+
+
+def _finite(name: str, value: float, or_else: str = "") -> float:
+    try:
+        finite = math.isfinite(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}; it may be a number{or_else}") from None
+    except OverflowError:
+        finite = False
+    if not finite:
+        raise ValueError(f"{name} is {value}; it must be finite")
+    return float(value)
+
+
+def make_problem(
+    direction: Direction, shapes: Mapping[str, Shape], dtypes: Mapping[str, Any], options: Options
+) -> Problem:
+    """The Problem of arrays with these shapes and dtypes, given by the names of the arguments.
+
+    Raises ValueError for shapes that don't go together and TypeError for dtypes that don't, naming the
+    argument, what it is and what it may be.
+    """
+    check_options(options)
+    packed = "cu_seqlens_q" in shapes or "cu_seqlens_k" in shapes
+    if "block_table" in shapes:
+        _check_paging(direction, shapes)
+    if packed and options.layout != "bshd":
+        raise ValueError(f"layout is {options.layout!r}, and packed sequences have none but 'bshd'")
+    problem = _tensors(direction, shapes, dtypes, options.layout, packed)
+    features = _features(problem, shapes, dtypes, options)
+    return replace(problem, causal=_range(options)[0], features=features)
+
+
+def _tensors(
+    direction: Direction, shapes: Mapping[str, Shape], dtypes: Mapping[str, Any], layout: str, packed: bool
+) -> Problem:
+    """The Problem that q, k and v make."""
+    paged = "block_table" in shapes
+    batch_axis, seqlen_axis, heads_axis = tensor_axes(layout, packed)
+    page_axis, key_axis, kv_heads_axis = tensor_axes(layout, packed and not paged)
+    axes, hint = _AXES[layout], "; packed sequences have 3, with cu_seqlens_q and cu_seqlens_k"
+    if packed:
+        axes, hint = "(tokens, heads, head_dim), with cu_seqlens", ""
+    _check_axes("q", shapes["q"], 3 if packed else 4, f"{axes}{hint}")
+    for name in ("k", "v"):
+        if paged:
+            _check_axes(name, shapes[name], 4, f"{_PAGE_AXES[layout]}, with block_table")
+        else:
+            _check_axes(name, shapes[name], 3 if packed else 4, f"{axes}{hint}")
+    q, k, v = shapes["q"], shapes["k"], shapes["v"]
+
+    dtype = dtype_name(dtypes["q"], "q", INPUT_DTYPES)
+    if dtype == FLOAT8 and direction == "backward":
+        raise TypeError(f"q has dtype {dtype}, of which there are no gradients; it may be {one_of(DTYPES)}")
+    for name in ("k", "v"):
+        if dtype_name(dtypes[name], name, INPUT_DTYPES) != dtype:
+            raise TypeError(f"{name} has dtype {dtypes[name]} and q {dtypes['q']}; they must be the same")
+
+    heads, kv_heads = q[heads_axis], k[kv_heads_axis]
+    for name in ("k", "v"):
+        if not paged and batch_axis is not None and shapes[name][batch_axis] != q[batch_axis]:
+            raise ValueError(f"{name} has shape {shapes[name]} and q {q}; the batch must be the same")
+    words = [(key_axis, "page size" if paged else "seqlen"), (kv_heads_axis, "number of heads")]
+    if paged and page_axis is not None:
+        words.insert(0, (page_axis, "number of pages"))
+    for axis, word in words:
+        if v[axis] != k[axis]:
+            raise ValueError(f"v has shape {v} and k {k}; the {word} must be the same")
+    if k[-1] != q[-1]:
+        raise ValueError(f"k has shape {k} and q {q}; the head dim (last axis) must be the same")
+    for name in ("q", "v"):
+        if not 1 <= shapes[name][-1] <= MAX_HEAD_DIM[direction]:
+            raise ValueError(
+                f"{name} has head dim {shapes[name][-1]} (shape {shapes[name]}); "
+                f"{direction}, it may be 1 to {MAX_HEAD_DIM[direction]}"
+            )
+    if heads != kv_heads and (kv_heads == 0 or heads % kv_heads != 0):
+        raise ValueError(
+            f"q has {heads} heads and k {kv_heads}; the query heads must be a multiple of the key-value heads"
+            f" (q has shape {q} and k {k}, read as {axes})"
+        )
+    batch = _packed_batch(shapes) if batch_axis is None else q[batch_axis]
+    return Problem(
+        direction=direction,
+        dtype=dtype,
+        batch=batch,
+        seqlen_q=q[seqlen_axis],
+        seqlen_k=_room_in_pages(shapes, k[key_axis], batch if packed else 1) if paged else k[key_axis],
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=q[-1],
+        value_dim=v[-1],
+        out_dtype=_float8_output(dtypes) if dtype == FLOAT8 else None,
+    )
+
+
+def _check_axes(name: str, shape: Shape, ndim: int, axes: str) -> None:
+    if len(shape) != ndim:
+        raise ValueError(f"{name} has shape {shape}; it must have the {ndim} axes {axes}")
+    if max(shape) > MAX_EXTENT:
+        raise ValueError(f"{name} has shape {shape}; no axis may exceed {MAX_EXTENT}")
+
+
+def _check_paging(direction: Direction, shapes: Mapping[str, Shape]) -> None:
+    """Check that nothing is asked for that there is not with a block table."""
+    if direction == "backward":
+        raise ValueError("block_table is given; keys in pages have no gradients")
+    if "cu_seqlens_k" in shapes:
+        raise ValueError(
+            "block_table is given, and cu_seqlens_k is; with pages, seqused_k says how many keys each "
+            "sequence has"
+        )
+    if len(shapes["block_table"]) != 2:
+        raise ValueError(
+            f"block_table has shape {shapes['block_table']}; it must be (batch, pages of a sequence)"
+        )
+
+
+def _room_in_pages(shapes: Mapping[str, Shape], page_size: int, sequences: int) -> int:
+    """How many keys the pages of that many sequences have room for."""
+    table = shapes["block_table"]
+    if page_size == 0:
+        raise ValueError(f"k has shape {shapes['k']}; a page must have at least one key")
+    room = sequences * table[1] * page_size
+    if room > MAX_EXTENT:
+        raise ValueError(
+            f"block_table has shape {table}, of pages of {page_size} keys: room for {room:,} keys, and there "
+            f"may be {MAX_EXTENT:,}"
+        )
+    return room
+
+
+def _float8_output(dtypes: Mapping[str, Any]) -> str | None:
+    """The dtype of O for inputs of 8 bits: that of `out`, if it is given."""
+    allowed = {name: DTYPES[name] for name in FLOAT8_OUTPUTS}
+    return dtype_name(dtypes["out"], "out", allowed) if "out" in dtypes else None
+
+
+def _packed_batch(shapes: Mapping[str, Shape]) -> int:
+    """How many sequences cu_seqlens_q and cu_seqlens_k have; keys in pages have only the former."""
+    if "block_table" in shapes:
+        shapes = {"cu_seqlens_k": shapes["cu_seqlens_q"], **shapes}
+    for name, other in (("cu_seqlens_q", "cu_seqlens_k"), ("cu_seqlens_k", "cu_seqlens_q")):
+        if name not in shapes:
+            raise ValueError(f"{other} is given and {name} is not; packed sequences need both")
+        if len(shapes[name]) != 1 or shapes[name][0] == 0:
+            raise ValueError(f"{name} has shape {shapes[name]}; it must be (batch + 1,)")
+    if shapes["cu_seqlens_q"] != shapes["cu_seqlens_k"]:
+        raise ValueError(
+            f"cu_seqlens_q has shape {shapes['cu_seqlens_q']} and cu_seqlens_k {shapes['cu_seqlens_k']}; "
+            "both must be (batch + 1,)"
+        )
+    return shapes["cu_seqlens_q"][0] - 1
+
+
+def _range(options: Options) -> tuple[bool, tuple[int | None, int | None]]:
+    """Problem.causal and Features.window: each range of keys in one way only."""
+    left, right = check_window(options.window)
+    if options.causal:
+        right = 0
+    if (left, right) == (None, 0):
+        return True, (None, None)
+    return False, (left, right)
+
+
+def _features(
+    problem: Problem, shapes: Mapping[str, Shape], dtypes: Mapping[str, Any], options: Options
+) -> Features:
+    _, window = _range(options)
+    plain = options._replace(causal=False, window=None, layout="bshd") == Options()
+    if plain and window == (None, None) and not shapes.keys() & _FEATURE_ARRAYS:
+        return PLAIN
+    for name, (shape, dtype) in _side_arrays(problem, shapes).items():
+        _check_array(name, shapes[name], dtypes[name], shape, dtype)
+    for name in ("bias", "mask"):
+        if name in shapes:
+            _check_score_array(name, problem, shapes[name], dtypes[name], "cu_seqlens_q" in shapes)
+    for name in sorted(shapes.keys() & _DESCALES):
+        if problem.dtype != FLOAT8:
+            raise ValueError(f"{name} is given, which is for {FLOAT8}, and the arrays are {problem.dtype}")
+        for other, where in (("cu_seqlens_q", "packed sequences"), ("block_table", "pages")):
+            if other in shapes:
+                raise ValueError(f"{name} is given, and {other} is; {where} have no descales")
+    if options.precision == "tf32" and problem.dtype != "float32":
+        raise ValueError(f"precision is 'tf32', which is for float32, and the arrays are {problem.dtype}")
+    if not set(options.gradients) <= _GRADIENTS:
+        raise ValueError(f"gradients is {options.gradients!r}; it may have 'bias', 'sink' and 'score_mod'")
+    for name in options.gradients:
+        if name not in shapes and not (name == "score_mod" and options.score_mod):
+            raise ValueError(f"the gradient of {name} is asked for, and there is no {name}")
+    differentiated = options.score_mod.differentiated_names if options.score_mod else ()
+    if "score_mod" in options.gradients and not differentiated:
+        raise ValueError("the gradient of score_mod is asked for, and it reads no array of floats")
+    array_sums = sum(math.prod(shapes[name]) for name in differentiated)
+    if array_sums > MAX_EXTENT:
+        raise ValueError(
+            f"score_mod's arrays have {array_sums:,} elements; with gradients, they may {MAX_EXTENT:,}"
+        )
+    return Features(
+        window=window,
+        softcap=options.softcap,
+        bias=four_axes(shapes["bias"]) if "bias" in shapes else None,
+        bias_dtype=dtype_name(dtypes["bias"], "bias") if "bias" in shapes else None,
+        mask=four_axes(shapes["mask"]) if "mask" in shapes else None,
+        mask_bits="mask" in shapes and dtypes["mask"] == np.uint8,
+        alibi="alibi_slopes" in shapes,
+        sink="sink" in shapes,
+        descale=bool(shapes.keys() & _DESCALES),
+        dropout=options.dropout,
+        packed="cu_seqlens_q" in shapes,
+        page_size=shapes["k"][check_layout(options.layout)[1]] if "block_table" in shapes else 0,
+        seqused_k="seqused_k" in shapes,
+        dlse="dlse" in shapes,
+        deterministic=bool(options.deterministic),
+        gradients=options.gradients,
+        array_sums=array_sums,
+        tf32=options.precision == "tf32",
+        score_mod=options.score_mod,
+        mask_mod=options.mask_mod,
+    )
+
+
+def _side_arrays(problem: Problem, shapes: Mapping[str, Shape]) -> dict[str, tuple[Shape, np.dtype[Any]]]:
+    """What those small arrays must be that are there."""
+    batch, heads, sums = problem.batch, problem.heads, problem.accumulator
+    int32 = np.dtype(np.int32)
+    slopes = (batch, heads) if len(shapes.get("alibi_slopes", ())) == 2 else (heads,)
+    expected: dict[str, tuple[Shape, np.dtype[Any]]] = {
+        "alibi_slopes": (slopes, sums),
+        "sink": ((heads,), sums),
+        **dict.fromkeys(_DESCALES, ((batch, problem.kv_heads), sums)),
+        "cu_seqlens_q": ((batch + 1,), int32),
+        "cu_seqlens_k": ((batch + 1,), int32),
+        "seqused_k": ((batch,), int32),
+        "block_table": ((batch, *shapes.get("block_table", ())[1:]), int32),
+    }
+    return {name: what for name, what in expected.items() if name in shapes}
+
+
+def _check_array(name: str, shape: Shape, dtype: Any, wanted: Shape, wanted_dtype: Any) -> None:
+    if shape != wanted:
+        raise ValueError(f"{name} has shape {shape}; it must be {wanted}")
+    if dtype != wanted_dtype:
+        raise TypeError(f"{name} has dtype {dtype}; it must be {wanted_dtype}")
+
+
+def _check_score_array(name: str, problem: Problem, shape: Shape, dtype: Any, packed: bool) -> None:
+    """Check the bias or the mask: what is broadcast to the scores."""
+    keys, key_axis = problem.seqlen_k, "seqlen_k"
+    if name == "bias":
+        dtype_name(dtype, name)
+    elif dtype == np.uint8:
+        keys, key_axis = ceil_div(keys, 8), "seqlen_k in bytes of 8 bits"
+    elif dtype != np.bool_:
+        raise TypeError(f"mask has dtype {dtype}; it may be bool, or uint8 for bits")
+    wanted = f"(batch or 1, heads or 1, seqlen_q or 1, {key_axis})"
+    if not 1 <= len(shape) <= 4:
+        raise ValueError(f"{name} has shape {shape}; it must have 1 to 4 axes, the last of {wanted}")
+    lengths = (problem.batch, problem.heads, problem.seqlen_q, keys)
+    # How long packed sequences are is known on the GPU only.
+    known = (0, 1) if packed else (0, 1, 2, 3)
+    for axis in known:
+        size = four_axes(shape)[axis]
+        if size != lengths[axis] and (size != 1 or axis == 3):
+            raise ValueError(f"{name} has shape {shape}; it must be {wanted}, which is {lengths} here")
+
+
+def check_fits(problem: Problem, shapes: Mapping[str, Shape], dtypes: Mapping[str, Any], layout: str) -> None:
+    """Check those that are there of the arrays whose shapes follow from the problem's.
+
+    Raises ValueError or TypeError if one does not fit.
+    """
+    output = output_shape(problem, layout), problem.output
+    lse = lse_shape(problem), problem.accumulator
+    expected = {"out": output, "dout": output, "lse": lse, "dlse": lse}
+    for name in ("q", "k", "v", "bias", "sink"):
+        if name in shapes:
+            expected[f"d{name}"] = shapes[name], dtypes[name]
+    for name, (shape, dtype) in expected.items():
+        if name in shapes:
+            _check_array(name, shapes[name], dtypes.get(name), shape, dtype)

@@ -1,0 +1,190 @@
+"""The parameter structs of the kernels, packed: the same fields in the same order as params.cuh has them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from cufa.philox import dropped_below
+from cufa.plan.sizes import (
+    BACKWARD_PARAMS_BYTES,
+    FORWARD_PARAMS_BYTES,
+    MERGE_PARAMS_BYTES,
+    ROTARY_PARAMS_BYTES,
+    SOFTMAX_PARAMS_BYTES,
+)
+from cufa.problem import MAX_EXTENT, Problem, four_axes
+
+# The structs of params.cuh begin with the tensors; then LSE, workspace, softmax_scale, sizes and step.
+_TENSORS = {"forward": struct.Struct("=" + 4 * "4q"), "backward": struct.Struct("=" + 8 * "4q")}
+_CALL = struct.Struct("=2q" + "d" + "6i")
+# Bias, mask, ALiBi slopes and their batch stride, sink, three arrays of lengths, three of descales, softcap,
+# kept_scale, seed, offset, dropped_below, the window.
+_FEATURES = struct.Struct("=4q4q" + "2q" + "q" + "3q" + "3q" + "2d" + "Q" + "2I" + "2i")
+# Addresses and strides of what functions of the caller's read, with which the features begin.
+_INT64 = struct.Struct("=q")
+# dLSE, dsink, dbias and its lengths.
+_GRADIENTS = struct.Struct("=2q" + "4q4i")
+# The block table, how many pages of a sequence it has, its batch stride.
+_PAGES = struct.Struct("=q2i")
+# Addresses of x and y, their row strides, rows and columns.
+_SOFTMAX = struct.Struct("=2q2qqi4x")
+# Three tensors, three LSEs, batch, heads, seqlen.
+_MERGE = struct.Struct("=" + 3 * "4q" + "3q" + "3i4x")
+# Two tensors, cos and sin, positions and their strides, batch, heads, seqlen, places.
+_ROTARY = struct.Struct("=" + 2 * "4q" + "2q" + "3q" + "4i")
+assert _SOFTMAX.size == SOFTMAX_PARAMS_BYTES
+assert _MERGE.size == MERGE_PARAMS_BYTES
+assert _ROTARY.size == ROTARY_PARAMS_BYTES
+# What follows in the structs when a call asks for nothing of it.
+NO_FEATURES = {
+    "forward": bytes(_FEATURES.size + _PAGES.size),
+    "backward": bytes(_FEATURES.size + _GRADIENTS.size),
+}
+assert all(
+    _TENSORS[direction].size + _CALL.size + len(NO_FEATURES[direction]) == size
+    for direction, size in (("forward", FORWARD_PARAMS_BYTES), ("backward", BACKWARD_PARAMS_BYTES))
+)
+# How far a window reaches that has no end on one side.
+_UNLIMITED = 2**31 - 1
+
+
+def pack_tensors(problem: Problem, tensors: Sequence[int]) -> bytes:
+    """What ForwardParams and BackwardParams begin with: q, k, v, o and, backward, dout, dq, dk, dv.
+
+    `tensors` has four numbers for each: its address, then batch, row and head stride in elements.
+    """
+    return _TENSORS[problem.direction].pack(*tensors)
+
+
+def pack_call(problem: Problem, lse: int, workspace: int, softmax_scale: float, step: int = 0) -> bytes:
+    """What follows the tensors; `lse` and `workspace` are addresses, 0 for none."""
+    return _CALL.pack(
+        lse,
+        workspace,
+        softmax_scale,
+        problem.batch,
+        problem.heads,
+        problem.kv_heads,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        step,
+    )
+
+
+@dataclass(frozen=True)
+class FeatureValues:
+    """The numbers that go with features, as in `cufa.attention`."""
+
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    seed: int = 0
+    offset: int = 0
+
+
+def pack_features(
+    problem: Problem, side: Mapping[str, Any], addresses: Mapping[str, int], values: FeatureValues
+) -> bytes:
+    """What ends the structs: the fields that features have to themselves.
+
+    `side` are the arrays beyond the tensors, NumPy's or CuPy's, by their names as arguments and contiguous
+    along the last axis, and `addresses` where they are; those that are missing are null.
+    """
+    at = addresses.get
+    slopes = side.get("alibi_slopes")
+    left, right = problem.features.window
+    packed = _pack_mod_arrays(problem, side, addresses) + _FEATURES.pack(
+        at("bias", 0),
+        *_score_strides(side.get("bias")),
+        at("mask", 0),
+        *_score_strides(side.get("mask")),
+        at("alibi_slopes", 0),
+        problem.heads if slopes is not None and slopes.ndim == 2 else 0,
+        at("sink", 0),
+        at("cu_seqlens_q", 0),
+        at("cu_seqlens_k", 0),
+        at("seqused_k", 0),
+        at("q_descale", 0),
+        at("k_descale", 0),
+        at("v_descale", 0),
+        values.softcap,
+        1 / (1 - values.dropout_p),
+        values.seed,
+        values.offset,
+        dropped_below(values.dropout_p),
+        _UNLIMITED if left is None else left,
+        _UNLIMITED if right is None else right,
+    )
+    if problem.direction == "forward":
+        return packed + _pack_pages(side.get("block_table"), at("block_table", 0))
+    dbias = side.get("dbias")
+    lengths = problem.features.bias if dbias is not None and problem.features.bias else (0, 0, 0, 0)
+    fields = at("dlse", 0), at("dsink", 0), at("dbias", 0), *_score_strides(dbias), *lengths
+    return packed + _GRADIENTS.pack(*fields)
+
+
+def _pack_pages(table: Any, address: int) -> bytes:
+    """Pages; of no table if it is None."""
+    if table is None:
+        return bytes(_PAGES.size)
+    batch_stride = table.strides[0] // table.itemsize
+    return _PAGES.pack(address, table.shape[1], batch_stride)
+
+
+def _pack_mod_arrays(problem: Problem, side: Mapping[str, Any], addresses: Mapping[str, int]) -> bytes:
+    """The arrays that score_mod and mask_mod read: address, then strides in elements; then the gradients.
+
+    Of those address, which of the sums are its first, and lengths. Raises ValueError for an array that
+    reaches too far.
+    """
+    packed = b""
+    for name in problem.features.mod_arrays:
+        array = side[name]
+        strides = [stride // array.itemsize for stride in array.strides]
+        reach = sum(abs(stride) * (size - 1) for stride, size in zip(strides, array.shape, strict=True))
+        if reach > MAX_EXTENT:
+            raise ValueError(f"{name} reaches over {reach + 1} elements; it may over {MAX_EXTENT}")
+        packed += b"".join(map(_INT64.pack, (addresses[name], *strides)))
+    first = 0
+    for name in problem.features.differentiated_arrays:
+        shape = side[name].shape
+        packed += b"".join(map(_INT64.pack, (addresses[f"d{name}"], first, *shape)))
+        first += prod(shape)
+    return packed
+
+
+def _score_strides(array: Any) -> tuple[int, ...]:
+    """Batch, head and row stride, in elements, of an array that is broadcast to the scores; or of none."""
+    if array is None:
+        return 0, 0, 0
+    shape, strides = four_axes(array.shape), (0,) * (4 - array.ndim) + array.strides
+    return tuple(
+        0 if size == 1 else stride // array.itemsize
+        for size, stride in zip(shape[:3], strides[:3], strict=True)
+    )
+
+
+def pack_softmax(x: int, y: int, x_row_stride: int, y_row_stride: int, rows: int, cols: int) -> bytes:
+    """SoftmaxParams; strides in elements."""
+    return _SOFTMAX.pack(x, y, x_row_stride, y_row_stride, rows, cols)
+
+
+def pack_merge(tensors: Sequence[int], lses: Sequence[int], batch: int, heads: int, seqlen: int) -> bytes:
+    """MergeParams: out_a, out_b and out as `pack_tensors` has them, then the addresses of their LSEs."""
+    return _MERGE.pack(*tensors, *lses, batch, heads, seqlen)
+
+
+def pack_rotary(
+    tensors: Sequence[int],
+    tables: Sequence[int],
+    positions: tuple[int, int, int],
+    sizes: tuple[int, int, int],
+    places: int,
+) -> bytes:
+    """RotaryParams: x and y as `pack_tensors` has them, the addresses of cos and sin, the positions' address
+    and strides in elements, (batch, heads, seqlen), the rows of cos.
+    """
+    return _ROTARY.pack(*tensors, *tables, *positions, *sizes, places)

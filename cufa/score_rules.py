@@ -218,7 +218,8 @@ class HeadRules:
         """
         if self.score_mod is None:
             return None
-        modified = self.score_mod.with_slopes(S, *self._place(rows, columns), of_elements=of_elements)
+        before = S.copy()  # which a slope may be
+        modified = self.score_mod.with_slopes(before, *self._place(rows, columns), of_elements=of_elements)
         S[...] = modified.score
         return modified
 

@@ -106,6 +106,16 @@ def test_gradients_of_arrays_are_those_of_finite_differences(
         np.testing.assert_allclose((gradient * direction).sum(), expected, rtol=1e-3)
 
 
+def test_gradient_of_temperatures_is_that_of_what_they_multiply(arrays: list[Any]) -> None:
+    """The slope in a temperature is the score itself, as it was before."""
+    q, k, v, dout = arrays
+    temperatures = np.array([0.5, 1.0, 2.0, -1.0])
+    options = {"score_mod": ScoreMod(lambda s, b, h, i, j, t: s * t[h], temperatures), "backend": "numpy"}
+    out, lse = cufa.attention(q, k, v, **options, return_lse=True)
+    dq, *_, (gradient,) = cufa.attention_backward(dout, q, k, v, out, lse, **options, return_dscore_mod=True)
+    np.testing.assert_allclose(gradient, (dq * q).sum(axis=(0, 1, 3)) / temperatures, rtol=1e-10)
+
+
 def test_places_count_from_the_sequences_first(arrays: list[Any]) -> None:
     q, k, v, _ = arrays
     mods = {"score_mod": lambda s, b, h, i, j: s + b - 0.1 * h * i + 0.03 * (b + 1) * j}

@@ -132,7 +132,9 @@ class Sequence:
         """Its part of k, v or their gradients: (seqlen_k, kv_heads, dim), or of one of their heads."""
         if self.pages is not None:
             in_pages: Array = x[self.pages]
-            return in_pages.reshape(-1, *x.shape[2:])[: self.seqlen_k]
+            count = len(in_pages) * in_pages.shape[1]  # reshape finds no -1 where there are no heads
+            keys: Array = in_pages.reshape(count, *x.shape[2:])[: self.seqlen_k]
+            return keys
         return self._part(x, slice(self.keys.start, self.keys.start + self.seqlen_k))
 
     def unused_keys(self, x: Array) -> Array:

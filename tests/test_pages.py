@@ -94,6 +94,13 @@ def test_layouts_and_probabilities(rng: np.random.Generator) -> None:
 # --- plans ----------------------------------------------------------------------------------------
 
 
+def test_no_heads() -> None:
+    q, k = np.zeros((1, 3, 0, 8)), np.zeros((4, 2, 0, 8))
+    table = np.array([[2, 0]], np.int32)
+    _, _, probabilities = cufa.attention(q, k, k, block_table=table, return_attn_probs=True, backend="numpy")
+    assert probabilities.shape == (1, 0, 3, 4)
+
+
 @pytest.mark.parametrize(
     ("arch", "seqlen_q", "page_size", "kernel"),
     [

@@ -45,7 +45,7 @@ class Rules(ScoreOptions):
         """
         sequences = [
             Sequence(number, *place, used := self._used(number, place[2]), self._pages(number, used, k))
-            for number, place in enumerate(self._places(q, k))
+            for number, place in enumerate(self._sequence_places(q, k))
         ]
         for name, array in (("bias", self.bias), ("mask", self.mask)):
             if array is not None:
@@ -67,7 +67,7 @@ class Rules(ScoreOptions):
             right=0 if self.causal else right,
             softcap=self.softcap,
             bias=_of_head(self.bias, sequence.number, head),
-            bias_place=_place(self.bias, sequence.number, head),
+            bias_place=_matrix_place(self.bias, sequence.number, head),
             mask=_of_head(self.mask, sequence.number, head),
             alibi_slope=None if slopes is None else slopes[head],
             sink=-math.inf if self.sink is None else self.sink[head],
@@ -77,7 +77,7 @@ class Rules(ScoreOptions):
             mask_mod=self.mask_mod,
         )
 
-    def _places(self, q: Array, k: Array) -> list[tuple[tuple[int, ...], slice, slice]]:
+    def _sequence_places(self, q: Array, k: Array) -> list[tuple[tuple[int, ...], slice, slice]]:
         """Batch index, rows and keys of every sequence."""
         room = k.shape[1] if self.block_table is None else self.block_table.shape[1] * k.shape[1]
         if self.cu_seqlens_q is None:
@@ -209,7 +209,7 @@ class HeadRules:
     def modify(self, S: Array, rows: slice, columns: slice) -> None:
         """Apply the caller's function to the scores."""
         if self.score_mod is not None:
-            S[...] = self.score_mod(S, *self._place(rows, columns))
+            S[...] = self.score_mod(S, *self._mod_arguments(rows, columns))
 
     def modify_with_slopes(
         self, S: Array, rows: slice, columns: slice, of_elements: bool
@@ -221,7 +221,9 @@ class HeadRules:
         if self.score_mod is None:
             return None
         before = S.copy()  # which a slope may be
-        modified = self.score_mod.with_slopes(before, *self._place(rows, columns), of_elements=of_elements)
+        modified = self.score_mod.with_slopes(
+            before, *self._mod_arguments(rows, columns), of_elements=of_elements
+        )
         S[...] = modified.score
         return modified
 
@@ -258,11 +260,11 @@ class HeadRules:
             mask = _mask_tile(_rows_of(self.mask, rows), columns)
             parts.append(np.broadcast_to(mask, (rows.stop - rows.start, mask.shape[1])))
         if self.mask_mod is not None:
-            seen = np.asarray(self.mask_mod(*self._place(rows, columns)), bool)
+            seen = np.asarray(self.mask_mod(*self._mod_arguments(rows, columns)), bool)
             parts.append(np.broadcast_to(seen, (rows.stop - rows.start, columns.stop - columns.start)))
         return functools.reduce(np.logical_and, parts) if parts else None
 
-    def _place(self, rows: slice, columns: slice) -> tuple[Array, Array, Array, Array]:
+    def _mod_arguments(self, rows: slice, columns: slice) -> tuple[Array, Array, Array, Array]:
         """What the caller's functions are given of a tile."""
         return place_of(self.sequence, self.number, rows, columns)
 
@@ -303,7 +305,7 @@ def _check_reach(name: str, array: Array, sequences: list[Sequence]) -> None:
             )
 
 
-def _place(array: Array | None, batch: int, head: int) -> tuple[int, int]:
+def _matrix_place(array: Array | None, batch: int, head: int) -> tuple[int, int]:
     """Which of the bias's or the mask's matrices is a head's."""
     batch_size, heads, _, _ = four_axes(() if array is None else array.shape)
     return batch if batch_size > 1 else 0, head if heads > 1 else 0
@@ -312,7 +314,7 @@ def _place(array: Array | None, batch: int, head: int) -> tuple[int, int]:
 def _of_head(array: Array | None, batch: int, head: int) -> Array | None:
     if array is None:
         return None
-    matrix: Array = array.reshape(four_axes(array.shape))[_place(array, batch, head)]
+    matrix: Array = array.reshape(four_axes(array.shape))[_matrix_place(array, batch, head)]
     return matrix
 
 

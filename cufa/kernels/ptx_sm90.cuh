@@ -1,5 +1,5 @@
-// Inline PTX from sm_90 on: barriers in shared memory that count arrivals and bytes, copies of
-// boxes of a tensor (TMA) that arrive on them, and barriers of parts of a block.
+// Inline PTX from sm_90 on: barriers in shared memory that count arrivals and bytes; copies, stores
+// and additions by the copy engine (TMA); and what launches and blocks that overlap wait for.
 #pragma once
 
 #include "ptx_sm80.cuh"

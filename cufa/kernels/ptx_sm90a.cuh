@@ -1,4 +1,5 @@
-// Inline PTX that sm_90a alone has: warpgroup products (wgmma) and the registers that they take.
+// Inline PTX that sm_90a alone has, warpgroup products (wgmma) and the registers that they take,
+// and what nothing but their kernels needs.
 //
 // A warpgroup is four warps in a row, the first one's index a multiple of four; all of it executes
 // what stands here together.

@@ -74,9 +74,8 @@ void store_box(const void* map, const void* from, const int (&at)[4]);
 // The same for contiguous floats, which are added to what is there.
 void add_floats(float* to, const float* from, unsigned bytes);
 void commit_stores();
-// They have read shared memory; they are done.
+// They have read shared memory.
 void wait_stores_read();
-void wait_stores();
 
 // Between blocks: what comes before an addition comes before what follows a load that sees it. A
 // thread that loads the same value again waits until any block has added something.

@@ -67,10 +67,6 @@ inline void wait_stores_read() {
     emulator::wait_stores_read();
 }
 
-inline void wait_stores() {
-    emulator::wait_stores();
-}
-
 // Launches come one after the other here.
 inline void let_next_launch_begin() {}
 inline void wait_for_launch_before() {}

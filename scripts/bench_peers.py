@@ -78,6 +78,7 @@ def peers_of(
 ) -> list[tuple[str, Call, list[torch.Tensor]]]:
     """The name of each peer, a call of it, and what it can be differentiated by; layout as cufa's."""
     arguments = [x.detach().requires_grad_() for x in tensors]
+    grouped = arguments[0].shape[2] != arguments[1].shape[2]
     peers: list[tuple[str, Call, list[torch.Tensor]]] = []
     for name, backend in PEERS[dtype].items():
         if name not in chosen:
@@ -86,7 +87,8 @@ def peers_of(
         def attend(backend: SDPBackend = backend) -> torch.Tensor:
             with sdpa_kernel(backend):
                 transposed = (x.transpose(1, 2) for x in arguments)
-                return scaled_dot_product_attention(*transposed, is_causal=causal).transpose(1, 2)
+                out = scaled_dot_product_attention(*transposed, is_causal=causal, enable_gqa=grouped)
+                return out.transpose(1, 2)
 
         peers.append((name, attend, arguments))
     if FLASH_ATTN_4 in chosen and dtype != "float32" and version_of(FLASH_ATTN_4):

@@ -37,6 +37,7 @@ FP8_RECORD = ROOT / "benchmarks" / "fp8.json"
 TRAINING_RECORD = ROOT / "benchmarks" / "training.json"
 DECODE_RECORD = ROOT / "benchmarks" / "decode.json"
 FLEX_RECORD = ROOT / "benchmarks" / "flex.json"
+SHAPES_RECORD = ROOT / "benchmarks" / "shapes.json"
 INSTALL_RECORD = ROOT / "benchmarks" / "install.json"
 
 Row = dict[str, Any]
@@ -516,6 +517,56 @@ def times_of_flex(points: Sequence[Row]) -> str:
     return " and ".join(told)
 
 
+def shapes(record: Row) -> str:
+    """How fast shapes beside the grid are, shape by shape."""
+    points = record["points"]
+    directions = tuple(dict.fromkeys(point["direction"] for point in points))
+    peers = list(dict.fromkeys(name for point in points for name in point["seconds"] if name != "cufa"))
+    of_shape: dict[tuple[str, str], list[Row]] = {}
+    for point in points:
+        of_shape.setdefault((point["group"], shape_told(point)), []).append(point)
+    lines = []
+    for (group, told), of_directions in of_shape.items():
+        cells = (
+            (duration(point["seconds"]["cufa"]), *(times_as_fast(point, name) for name in peers))
+            for point in of_directions
+        )
+        lines.append((group, told, *chain.from_iterable(cells)))
+    header = (
+        "",
+        "batch x length, heads",
+        *chain.from_iterable((direction, *(f"x {name}" for name in peers)) for direction in directions),
+    )
+    caption = (
+        f"In {record['dtype']}. Over the faster of {' and '.join(peers)}, in the mean: "
+        f"{'; '.join(over_fastest(direction, points) for direction in directions)}. On an {record['gpu']}, "
+        f"driver {record['driver']}, PyTorch {record['torch']}, cuDNN {record['cudnn']}, {record['date']}, "
+        "by `scripts/bench_shapes.py` ([shapes.json](shapes.json))."
+    )
+    return f"{table(header, lines)}\n\n{caption}"
+
+
+def shape_told(point: Row) -> str:
+    keys = f" x {point['seqlen_k']:,} keys" if point["seqlen_k"] != point["seqlen_q"] else ""
+    causal = ", causal" if point["causal"] else ""
+    return (
+        f"{point['batch']:,} x {point['seqlen_q']:,}{keys}, {point['heads']}/{point['kv_heads']} of "
+        f"{point['head_dim']}{causal}"
+    )
+
+
+def over_fastest(direction: str, points: Sequence[Row]) -> str:
+    """The mean of one direction beside the faster peer of each shape, and the worst shape."""
+    ratios = {}
+    for point in points:
+        others = [seconds for name, seconds in point["seconds"].items() if name != "cufa"]
+        if point["direction"] == direction and others:
+            ratios[shape_told(point)] = min(others) / point["seconds"]["cufa"]
+    worst = min(ratios, key=lambda told: ratios[told])
+    mean = statistics.geometric_mean(ratios.values())
+    return f"{direction} {mean:.2f} (worst {ratios[worst]:.2f}, {worst})"
+
+
 def training(record: Row) -> str:
     """Whether 16 bits train as well as float32."""
     ours, standard = record["summary"]["cufa"], record["summary"]["standard"]
@@ -609,6 +660,7 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
         "fp8": (fp8, (FP8_RECORD,)),
         "decode": (decode, (DECODE_RECORD,)),
         "flex": (flex, (FLEX_RECORD,)),
+        "shapes": (shapes, (SHAPES_RECORD,)),
     },
 }
 

@@ -1,0 +1,170 @@
+#!/usr/bin/env python3
+"""Times shapes that the grid of scripts/bench_peers.py leaves out, and writes benchmarks/shapes.json.
+
+Odd head dims and lengths, few KV heads, few heads, other queries than keys, many short sequences: where a
+library is at its best in a table, it may fall off a cliff beside it. The peers are PyTorch's cuDNN and
+FlashAttention-2; one that refuses a shape is left out there. The way of timing is that of bench_peers.py.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import bench_peers
+import click
+import cupy
+import torch
+from bench_peers import FLUSH_BYTES, ROOT
+from rich.console import Console
+from rich.progress import track
+
+RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "shapes.json"))
+DTYPE = "bfloat16"
+PEERS = ("cudnn", "flash-attention-2")
+# A wrong result differs by as much as values do; a right one in the last places of 16 bits.
+MAX_ERROR = 0.03
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+
+
+def shape(
+    batch: int,
+    seqlen: int,
+    heads: int,
+    head_dim: int,
+    *,
+    keys: int | None = None,
+    kv_heads: int | None = None,
+    causal: bool = False,
+) -> Shape:
+    return Shape(batch, seqlen, keys or seqlen, heads, kv_heads or heads, head_dim, causal)
+
+
+GROUPS: dict[str, tuple[Shape, ...]] = {
+    "head dims": tuple(
+        shape(4, 4096, 16, head_dim, causal=causal)
+        for head_dim in (32, 40, 72, 80, 96, 112, 160, 192, 224)
+        for causal in (False, True)
+    ),
+    "lengths that no tile divides": (
+        *(shape(4, seqlen, 16, 128, causal=True) for seqlen in (1000, 1023, 4095)),
+        *(shape(4, seqlen, 16, 64) for seqlen in (1000, 1023, 4095)),
+        shape(64, 197, 12, 64),
+        shape(32, 577, 16, 64),
+        shape(128, 77, 12, 64, causal=True),
+    ),
+    "few KV heads": (
+        *(shape(1, 8192, 32, 128, kv_heads=kv_heads, causal=True) for kv_heads in (8, 1)),
+        *(shape(4, 2048, 32, 64, kv_heads=kv_heads, causal=True) for kv_heads in (8, 1)),
+        shape(2, 4096, 16, 128, kv_heads=2),
+        shape(1, 4096, 28, 128, kv_heads=4, causal=True),
+        shape(1, 1024, 32, 128, kv_heads=8, causal=True),
+        shape(1, 8192, 8, 256, kv_heads=1, causal=True),
+    ),
+    "few heads": (
+        shape(1, 2048, 32, 128, causal=True),
+        shape(1, 2048, 20, 128, causal=True),
+        shape(1, 1024, 8, 128, causal=True),
+        shape(1, 512, 16, 128, causal=True),
+        shape(1, 4096, 8, 64),
+        shape(1, 4096, 8, 128),
+        shape(1, 16384, 2, 128, causal=True),
+    ),
+    "other queries than keys": (
+        shape(8, 4096, 10, 64, keys=77),
+        shape(8, 77, 10, 64, keys=4096),
+        shape(4, 256, 16, 128, keys=8192),
+        shape(2, 1024, 20, 64, keys=256),
+        shape(1, 256, 32, 128, keys=65536),
+    ),
+    "many short sequences": (
+        shape(512, 128, 12, 64),
+        shape(1024, 64, 12, 64),
+        shape(2048, 32, 8, 64),
+        shape(4096, 16, 8, 32),
+    ),
+}
+
+Call = Callable[[], Any]
+
+
+def calls_of(shape: Shape) -> dict[str, dict[str, Call]]:
+    """The forward and the backward of each library that takes the shape."""
+    shape_q = shape.batch, shape.seqlen_q, shape.heads, shape.head_dim
+    shape_k = shape.batch, shape.seqlen_k, shape.kv_heads, shape.head_dim
+    q, k, v, dout = (
+        torch.randn(each, dtype=getattr(torch, DTYPE), device="cuda")
+        for each in (shape_q, shape_k, shape_k, shape_q)
+    )
+    arrays = map(cupy.from_dlpack, (q, k, v, dout))
+    ours = bench_peers.cufa_calls(*arrays, shape.causal)
+    calls = {"cufa": {direction: ours[direction]["cufa"] for direction in ("forward", "backward")}}
+    for name, attend, arguments in bench_peers.peers_of(DTYPE, (q, k, v), shape.causal, PEERS):
+        try:
+            differentiate = functools.partial(
+                torch.autograd.grad, attend(), arguments, grad_outputs=dout, retain_graph=True
+            )
+            differentiate()
+        except RuntimeError as error:
+            print(f"{name} is left out of {shape}: {str(error).splitlines()[0]}", flush=True)
+            continue
+        calls[name] = {"forward": attend, "backward": differentiate}
+    return calls
+
+
+def results_of(calls: dict[str, Call]) -> Iterator[torch.Tensor]:
+    """O, dQ, dK and dV."""
+    for direction, call in calls.items():
+        result = call()
+        arrays = result if isinstance(result, tuple) else (result,)
+        for array in arrays[:1] if direction == "forward" else arrays:
+            yield torch.from_dlpack(array).float()
+
+
+def check(calls: dict[str, dict[str, Call]]) -> None:
+    """That all compute the same."""
+    for name in set(calls) - {"cufa"}:
+        for actual, expected in zip(results_of(calls["cufa"]), results_of(calls[name]), strict=True):
+            error = (actual - expected).abs().max() / expected.abs().max()
+            assert error < MAX_ERROR, f"cufa and {name} differ by {error:.3f} of the largest value"
+
+
+@click.command(help=__doc__)
+@click.option("--group", "groups", type=click.Choice(list(GROUPS)), multiple=True, default=list(GROUPS))
+@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
+def main(groups: tuple[str, ...], rounds: int) -> None:
+    torch.manual_seed(0)
+    # One stream for all, so that events of one library see the work of the other.
+    stream = cupy.cuda.Stream(non_blocking=True)
+    flush = cupy.empty(FLUSH_BYTES, cupy.uint8)
+    points: list[dict[str, Any]] = []
+    problems = [(group, shape) for group in groups for shape in GROUPS[group]]
+    with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
+        tracked = track(problems, console=Console(stderr=True), transient=True)
+        for done, (group, shape) in enumerate(tracked, 1):
+            calls = calls_of(shape)
+            check(calls)
+            for direction in calls["cufa"]:
+                of_direction = {name: by_direction[direction] for name, by_direction in calls.items()}
+                seconds = bench_peers.times_of(of_direction, rounds, flush.fill)
+                points.append({"group": group, **asdict(shape), "direction": direction, "seconds": seconds})
+                print(points[-1], flush=True)
+            bench_peers.write_record(RECORD, done, len(problems), {"dtype": DTYPE, "points": points})
+            cupy.get_default_memory_pool().free_all_blocks()
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -130,7 +130,7 @@ def results_of(calls: dict[str, Call]) -> Iterator[torch.Tensor]:
         result = call()
         arrays = result if isinstance(result, tuple) else (result,)
         for array in arrays[:1] if direction == "forward" else arrays:
-            yield torch.from_dlpack(array).float()
+            yield (array if isinstance(array, torch.Tensor) else torch.from_dlpack(array)).float()
 
 
 def check(calls: dict[str, dict[str, Call]]) -> None:

@@ -521,7 +521,7 @@ def shapes(record: Row) -> str:
     """How fast shapes beside the grid are, shape by shape."""
     points = record["points"]
     directions = tuple(dict.fromkeys(point["direction"] for point in points))
-    peers = list(dict.fromkeys(name for point in points for name in point["seconds"] if name != "cufa"))
+    peers = peers_of(points)
     of_shape: dict[tuple[str, str], list[Row]] = {}
     for point in points:
         of_shape.setdefault((point["group"], shape_told(point)), []).append(point)
@@ -555,16 +555,29 @@ def shape_told(point: Row) -> str:
     )
 
 
-def over_fastest(direction: str, points: Sequence[Row]) -> str:
-    """The mean of one direction beside the faster peer of each shape, and the worst shape."""
+def peers_of(points: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(name for point in points for name in point["seconds"] if name != "cufa"))
+
+
+def ratios_over_fastest(direction: str, points: Sequence[Row]) -> dict[str, float]:
+    """How many times as fast as the fastest peer each shape is that a peer takes."""
     ratios = {}
     for point in points:
         others = [seconds for name, seconds in point["seconds"].items() if name != "cufa"]
         if point["direction"] == direction and others:
             ratios[shape_told(point)] = min(others) / point["seconds"]["cufa"]
+    return ratios
+
+
+def mean_over_fastest(direction: str, points: Sequence[Row]) -> float:
+    return statistics.geometric_mean(ratios_over_fastest(direction, points).values())
+
+
+def over_fastest(direction: str, points: Sequence[Row]) -> str:
+    """The mean of one direction beside the faster peer of each shape, and the worst shape."""
+    ratios = ratios_over_fastest(direction, points)
     worst = min(ratios, key=lambda told: ratios[told])
-    mean = statistics.geometric_mean(ratios.values())
-    return f"{direction} {mean:.2f} (worst {ratios[worst]:.2f}, {worst})"
+    return f"{direction} {mean_over_fastest(direction, points):.2f} (worst {ratios[worst]:.2f}, {worst})"
 
 
 def training(record: Row) -> str:
@@ -603,7 +616,7 @@ def install(record: Row) -> str:
     return f"{table(('pip install', 'time', 'on the disk', 'packages'), lines)}\n\n{caption}"
 
 
-def summary(peers: Row, fp8: Row, decode: Row, rungs: Row, flex: Row, check: Row) -> str:
+def summary(peers: Row, shapes: Row, fp8: Row, decode: Row, rungs: Row, flex: Row, check: Row) -> str:
     """What the other page says, in a few lines."""
     best = {
         direction: max(p["tflops"]["cufa"] for p in peers["points"] if p["direction"] == direction)
@@ -626,6 +639,10 @@ def summary(peers: Row, fp8: Row, decode: Row, rungs: Row, flex: Row, check: Row
     lines = (
         f"On an {peers['gpu']} in bfloat16 up to {best['forward']:.0f} TFLOP/s forward and "
         f"{best['backward']:.0f} backward.",
+        f"At {shapes['problems_done']} other shapes, of odd head dims and lengths, few KV heads, few heads, "
+        f"many short sequences, it is {mean_over_fastest('forward', shapes['points']):.2f} times as fast as "
+        f"the faster of {' and '.join(peers_of(shapes['points']))} forward and "
+        f"{mean_over_fastest('backward', shapes['points']):.2f} times backward, in the mean.",
         f"In float8_e4m3fn the forward is {min(over_16_bits):.2f} to {max(over_16_bits):.2f} times as fast "
         f"as in bfloat16 at head dims 128 and 256, up to {fastest:.0f} TFLOP/s, and its output at most "
         f"{error:.1%} off (root mean square).",
@@ -647,7 +664,10 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
         "install": (install, (INSTALL_RECORD,)),
         "ladder": (ladder, (RECORD,)),
         "choice": (choice, (RECORD,)),
-        "summary": (summary, (PEERS_RECORD, FP8_RECORD, DECODE_RECORD, RUNGS_RECORD, FLEX_RECORD, RECORD)),
+        "summary": (
+            summary,
+            (PEERS_RECORD, SHAPES_RECORD, FP8_RECORD, DECODE_RECORD, RUNGS_RECORD, FLEX_RECORD, RECORD),
+        ),
         "training": (training, (TRAINING_RECORD,)),
     },
     BENCHMARKS: {

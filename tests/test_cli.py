@@ -936,6 +936,12 @@ def test_bench_says_where_memory_does_not_suffice(monkeypatch):
     assert "out of memory" in run(*arguments).stdout
 
 
+def test_a_message_in_a_file_or_a_pipe_has_no_lines_but_its_own(tmp_path):
+    missing = tmp_path / ("a name with " + 20 * "many words ") / "bias.npy"
+    result = run("run", "--bias", missing, code=2)
+    assert result.stderr == f"error: --bias {missing}: No such file or directory\n"
+
+
 def test_what_is_drawn_and_checked_may_take_more_memory_than_there_is(monkeypatch):
     def too_much(*_, **__):
         raise MemoryError("Unable to allocate 23.8 GiB")

@@ -87,8 +87,8 @@ def stderr() -> Console:
 
 
 def say(message: str, style: str = "") -> None:
-    """Print a message on stderr."""
-    stderr().print(message, style=style)
+    """Print a message on stderr; where that is no terminal, each of its lines as one, however long."""
+    stderr().print(message, style=style, soft_wrap=not stderr().is_terminal)
 
 
 def print_json(document: Any) -> None:
@@ -206,14 +206,10 @@ def log_to_stderr(verbose: bool) -> Iterator[None]:
 
 class _StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        important = record.levelno >= logging.WARNING
-        # What is said by the way takes one line, however long a variant's macros are.
-        stderr().print(
-            record.getMessage(),
-            style="yellow" if important else "dim",
-            no_wrap=not important,
-            overflow="fold" if important else "ellipsis",
-        )
+        if record.levelno >= logging.WARNING:
+            say(record.getMessage(), "yellow")
+        else:  # one line, however long a variant's macros are
+            stderr().print(record.getMessage(), style="dim", no_wrap=True, overflow="ellipsis")
 
 
 class _FirstOfEachKind(logging.Filter):

@@ -6,7 +6,8 @@
 // K. Where dK and dV are too wide for a warp's registers (SPLIT 2), two warps share the rows of
 // keys: each computes half of the queries' columns of S^T and dP^T and owns half of the head dims
 // of dK and dV. Blocks that own queries, where every run must give the same bits, do all of this
-// with the parts of keys and queries exchanged.
+// with the parts of keys and queries exchanged. Where there are barriers to wait at for parts of a
+// block's work (HANDOVER), warps hand Q, dO and dS on, and none waits for the slowest.
 //
 // Launches: row_sums (LSE and D, and the sums in the workspace set to zero), key_tiles,
 // round_queries or, if deterministic, query_tiles; bias_gradient, array_gradients and
@@ -24,6 +25,7 @@
 // Writes   dQ, dK, dV
 #include "array_gradients.cuh"
 #include "bias_gradient.cuh"
+#include "handover.cuh"
 #include "mma_nonfinite.cuh"
 #include "mma_query_sums.cuh"
 #include "mma_score_tiles.cuh"
@@ -54,7 +56,29 @@ static_assert(kQueryRows * kQueryTiles * kMmaM == kBlockM,
               "the warps must share out the rows of dQ");
 static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
-struct KeySmem : Exp2Table<acc_t> {
+constexpr bool kHandsOver = HANDOVER;
+static_assert(!kHandsOver || (kSplit == 1 && kStages == 2 && !kDeterministic),
+              "warps hand on two tiles of queries, and dS where they do not share rows");
+
+// Q with dO, and dS, as the warps hand them on, if they do.
+template <bool Used>
+struct QueryHandovers {
+    Handover queries[kStages], gradients;
+
+    __device__ void init() {
+        if (threadIdx.x > 0) return;
+        for (Handover& stage : queries) stage.init(THREADS, kWarps);
+        gradients.init(kWarps, kWarps);
+    }
+};
+template <>
+struct QueryHandovers<false> {
+    static constexpr NoHandover queries[kStages]{}, gradients{};
+
+    __device__ void init() {}
+};
+
+struct KeySmem : Powers, QueryHandovers<kHandsOver> {
     MmaTile<kBlockN, kHead> k;
     MmaTile<kBlockN, kValue> v;
     MmaTile<kBlockM, kHead> q[kStages];
@@ -62,12 +86,16 @@ struct KeySmem : Exp2Table<acc_t> {
     MmaTile<kBlockN, kBlockM> weights[kSplit > 1 && !kEarlyCopies ? 2 : 1];
     alignas(16) RowStats rows[kStages][kBlockM];
 
+    __device__ void init() {
+        Powers::init();
+        QueryHandovers<kHandsOver>::init();
+    }
     __device__ auto& ds() { return weights[0]; }  // dS^T
     // P^T, if it is shared: where there is one stage, until dS^T takes its place.
     __device__ auto& p() { return weights[sizeof(weights) / sizeof(weights[0]) - 1]; }
 };
 
-struct QuerySmem : Exp2Table<acc_t> {
+struct QuerySmem : Powers {
     MmaTile<kBlockN, kHead> q;
     MmaTile<kBlockN, kValue> dout;
     MmaTile<kBlockM, kHead> k[kStages];
@@ -145,6 +173,13 @@ struct QueryHead {
     __device__ void start_copy(KeySmem& smem, int stage, int first_row) const {
         copy_queries(smem, stage, first_row);
         copy_gradients(smem, stage, first_row);
+    }
+    // The tile of that number, once all are done with the one before it in its place.
+    __device__ void hand_on(KeySmem& smem, int number, int first_row) const {
+        const int stage = number % kStages;
+        smem.queries[stage].wait_free(number / kStages);
+        start_copy(smem, stage, first_row);
+        smem.queries[stage].announce_copies();
     }
     __device__ void copy_queries(KeySmem& smem, int stage, int first_row) const {
         copy_rows<kHeadDim>(smem.q[stage], q, first_row, rules.mask.seqlen_q);
@@ -269,6 +304,25 @@ struct KeyGradients {
                                                      part * kValuePart, tile);
         __syncthreads();  // every warp is done with K
         copy_rows<kHeadDim>(smem.k, head.k, tile.first_row, head.rules.mask.seqlen_k);
+    }
+
+    // dV += P^T dO, dK += dS^T Q and dQ += dS K, where warps hand Q, dO and dS on: of the tile of
+    // that number, in whose place the one that is `step` queries further on is copied.
+    __device__ void multiply_in_turn(const Scores& p, const Scores& ds, KeySmem& smem,
+                                     const QueryHead& head, const Place& place, int first_query,
+                                     int step, int end, int number) {
+        const int stage = number % kStages;
+        smem.gradients.wait_free(number);
+        store_scores(smem.ds(), ds, place);
+        smem.gradients.announce();
+        add_product_pn<kTiles, kColumns, kValuePart>(dv, p, smem.dout[stage]);
+        add_product_pn<kTiles, kColumns, kHeadPart>(dk, ds, smem.q[stage]);
+        smem.queries[stage].release();
+
+        smem.gradients.wait_whole(number);
+        add_to_queries(smem, head.dq, first_query);
+        smem.gradients.release();
+        if (first_query + step < end) head.hand_on(smem, number + kStages, first_query + step);
     }
 
     // dV += P^T dO, dK += dS^T Q and dQ += dS K.

@@ -12,19 +12,37 @@ struct Exp2 {
 };
 
 // For types that have an instruction for it: no table.
-template <class T>
+template <class T, int RootBits>
 struct Exp2Table : Exp2 {
     __device__ void init() {}
 };
 
-// For float64: 8 additions and multiplications where exp2_of takes 14. x is a multiple of 1/256,
-// whose power is looked up, and a rest for which few coefficients will do. The exponent of power i
-// is too small by i / 256: adding all parts of x, and not just whole ones, makes it right.
+// The coefficients c of 2^r = 1 + r (c[0] + r (c[1] + ...)), by interpolation at Chebyshev's
+// points: for |r| <= 1/256 and 1/2048, within 0x1.4p-53 and 0x1.3p-53 of itself.
+template <int RootBits>
+struct Exp2Coefficients;
 template <>
-struct Exp2Table<double> {
-    static constexpr int kRootBits = 8, kRoots = 1 << kRootBits;
-    static constexpr int kPart = 20 - kRootBits;  // the bit of a number's upper half for 1 / 256
-    alignas(128) double roots[kRoots];            // 2^(i / 256), its exponent less i / 256
+struct Exp2Coefficients<7> {
+    static constexpr int kCount = 4;
+    static constexpr double kOf[kCount] = {0x1.62e42fefa3892p-1, 0x1.ebfbdff82c4edp-3,
+                                           0x1.c6b0985c8a1bcp-5, 0x1.3b2abc07c93d0p-7};
+};
+template <>
+struct Exp2Coefficients<10> {
+    static constexpr int kCount = 3;
+    static constexpr double kOf[kCount] = {0x1.62e42fefa39efp-1, 0x1.ebfbe033445b4p-3,
+                                           0x1.c6b08d910ecbdp-5};
+};
+
+// For float64: 8 additions and multiplications, or 7, where exp2_of takes 14. x is a multiple of
+// 1 / kRoots, whose power is looked up, and a rest for which few coefficients will do. The exponent
+// of power i is too small by i / kRoots: adding all parts of x, and not just whole ones, makes it
+// right.
+template <int RootBits>
+struct Exp2Table<double, RootBits> {
+    static constexpr int kRoots = 1 << RootBits;
+    static constexpr int kPart = 20 - RootBits;  // the bit of a number's upper half for 1 / kRoots
+    alignas(128) double roots[kRoots];           // 2^(i / kRoots), its exponent less i / kRoots
 
     // By the whole block, which must meet at a barrier before powers are asked for.
     __device__ void init() {
@@ -36,17 +54,13 @@ struct Exp2Table<double> {
 
     // 2^x within 2 ulp for x up to 1021; 0 below -1021.
     __device__ double power(double x) const {
-        // The coefficients c of 2^r = 1 + r (c[0] + r (c[1] + ...)) for |r| <= 1/512, by
-        // interpolation at Chebyshev's points: within 2^-57 of itself.
-        constexpr double kCoefficients[] = {0x1.62e42fefa39d9p-1, 0x1.ebfbdff82c585p-3,
-                                            0x1.c6b0902b5a0abp-5, 0x1.3b2ab83eadfb0p-7};
-        constexpr int kLast = sizeof(kCoefficients) / sizeof(double) - 1;
+        using Coefficients = Exp2Coefficients<RootBits>;
         constexpr double kRounds = 0x1.8p52 / kRoots;  // with it a sum ends with whole parts
         const double shifted = x + kRounds;
         const double r = x - (shifted - kRounds);
-        double sum = kCoefficients[kLast];
+        double sum = Coefficients::kOf[Coefficients::kCount - 1];
 #pragma unroll
-        for (int i = kLast - 1; i >= 0; --i) sum = sum * r + kCoefficients[i];
+        for (int i = Coefficients::kCount - 2; i >= 0; --i) sum = sum * r + Coefficients::kOf[i];
 
         const unsigned int parts = __double2loint(shifted);
         const double root = roots[parts % kRoots];

@@ -6,6 +6,11 @@
 // and V come by cp.async during the product before the one that needs them. O is rescaled only when
 // a maximum has grown by more than what float32 sums can hold anyway.
 //
+// float64 has one pipe for products and for all other sums: there Q is multiplied with the scale
+// beforehand, and products begin with minus the maxima. Where there are barriers to wait at for
+// parts of a block's work (HANDOVER), its warps hand K and V on instead of meeting: one may be at
+// its softmax while others multiply.
+//
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
 //          V in pages: (pages, page_size, kv_heads, dim)
@@ -16,6 +21,7 @@
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
 #include "exp2_table.cuh"
+#include "handover.cuh"
 #include "key_pages.cuh"
 #include "key_tiles.cuh"
 #include "mma_mask.cuh"
@@ -32,10 +38,36 @@ static_assert(kTiles * (kRowWarps * kMmaM) == kBlockM, "a warp must own whole 16
 static_assert(kBlockN % kMmaK == 0, "BLOCK_N must be a multiple of 16");
 static_assert(sizeof(ForwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
-struct Smem : Exp2Table<acc_t> {
+constexpr bool kHandsOver = HANDOVER;
+constexpr int kRootBits = 10;
+
+// K and V as the warps hand them on, if they do.
+template <bool Used>
+struct KeyHandovers {
+    Handover keys, values;
+
+    __device__ void init() {
+        if (threadIdx.x > 0) return;
+        keys.init(THREADS, THREADS / 32);
+        values.init(THREADS, THREADS / 32);
+    }
+};
+template <>
+struct KeyHandovers<false> {
+    static constexpr NoHandover keys{}, values{};
+
+    __device__ void init() {}
+};
+
+struct Smem : Exp2Table<acc_t, kRootBits>, KeyHandovers<kHandsOver> {
     MmaTile<kBlockM, kHeadDim> q;
     MmaTile<kBlockN, kHeadDim> k;
     MmaTile<kBlockN, kDims * kSplit> v;
+
+    __device__ void init() {
+        Exp2Table<acc_t, kRootBits>::init();
+        KeyHandovers<kHandsOver>::init();
+    }
 };
 
 using Scores = Accumulators<kTiles, kBlockN>;
@@ -56,6 +88,9 @@ constexpr bool kLongSteps =
 // Whether what takes few instructions is worked out for each tile, and no register in between.
 constexpr bool kWorkedOutAnew = kLongSteps || (sizeof(scalar_t) == 2 && !kCutTiles);
 
+// Whether products are scores of log 2 less their row's maximum.
+constexpr bool kFolded = sizeof(acc_t) == 8 && !kShapedScores;
+
 // A maximum is raised only when scores pass it by more than this, in log 2. Until then
 // probabilities reach up to 2^8, which float32 sums and 16-bit weights hold as precisely as those
 // up to 1.
@@ -75,11 +110,11 @@ __device__ inline int row_of(int m, int half) {
     return fragment_row(warp_row(), m, half);
 }
 
-// What products are multiplied with before exp2, unless they are made scores of log 2 one by one.
+// What products are multiplied with before exp2, unless they are scores of log 2 already.
 // It is positive, so that the largest score is that of the largest product and -inf stays the
 // least: Q takes the sign, and instead of 0 it is a number that makes 0 of every product.
 __device__ inline acc_t scale_log2(const ScoreRules& rules) {
-    if constexpr (kShapedScores) return 1;
+    if constexpr (kShapedScores || kFolded) return 1;
     constexpr acc_t kLeastScale = 0x1p-126;
     acc_t scale = rules.scale;
     if constexpr (kWorkedOutAnew) scale = ptx::anew_float(scale);
@@ -87,15 +122,16 @@ __device__ inline acc_t scale_log2(const ScoreRules& rules) {
     return max(scale < 0 ? -scale : scale, kLeastScale);
 }
 
-// Gives Q the sign of the scale.
-__device__ inline void take_sign(Smem& smem, const ScoreRules& rules) {
-    if (kShapedScores || rules.scale >= 0) return;
+// Gives Q the sign of the scale, or all of it.
+__device__ inline void take_scale(Smem& smem, const ScoreRules& rules) {
+    if (kShapedScores || (!kFolded && rules.scale >= 0)) return;
     ptx::wait_copies();
     __syncthreads();
-#pragma unroll 1  // few calls come here
+#pragma unroll 1  // few calls come here, or it is little beside the rest
     for (int i = threadIdx.x; i < kBlockM * kHeadDim; i += THREADS) {
         scalar_t& value = *smem.q.at(i / kHeadDim, i % kHeadDim);
-        value = from_acc<scalar_t>(-to_acc(value));
+        const acc_t x = to_acc(value);
+        value = from_acc<scalar_t>(kFolded ? x * (rules.scale * acc_t(kLog2E)) : -x);
     }
 }
 
@@ -214,14 +250,26 @@ struct Output {
     OnlineSoftmax softmax[kTiles][2];
     Accumulators<kTiles, kDims> o;
 
+    // What products begin with.
+    __device__ void begin(Scores& s) const {
+        if constexpr (!kFolded) return;
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < kBlockN / kMmaN; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) s[m][n][e] = -softmax[m][e / 2].shift();
+    }
+
     // Takes in one tile of scores and turns them into P.
-    __device__ void exponentiate(Scores& s, acc_t scale_log2, const Exp2Table<acc_t>& exp2) {
+    __device__ void exponentiate(Scores& s, acc_t scale_log2,
+                                 const Exp2Table<acc_t, kRootBits>& exp2) {
         bool raised = false;
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                raised |= may_pass(s[m], half, scale_log2, softmax[m][half].max + kSlack);
+                raised |= may_pass(s[m], half, scale_log2, limit(softmax[m][half]));
         if (__any_sync(0xffffffffu, raised)) {
             acc_t largest[kTiles][2];
 #pragma unroll
@@ -230,13 +278,19 @@ struct Output {
                 for (int half = 0; half < 2; ++half)
                     largest[m][half] = largest_of(s[m], half) * scale_log2;
 #pragma unroll
-            for (int m = 0; m < kTiles; ++m) raise_maxima(softmax[m], o[m], largest[m]);
+            for (int m = 0; m < kTiles; ++m) {
+                if constexpr (kFolded) {
+                    raise_folded(m, s[m], largest[m]);
+                } else {
+                    raise_maxima(softmax[m], o[m], largest[m]);
+                }
+            }
         }
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const acc_t shift = softmax[m][half].shift();
+                const acc_t shift = kFolded ? acc_t(0) : softmax[m][half].shift();
                 acc_t sum = 0;
 #pragma unroll
                 for (int n = 0; n < kBlockN / kMmaN; ++n)
@@ -247,6 +301,25 @@ struct Output {
                     }
                 softmax[m][half].sum += sum;
             }
+    }
+
+  private:
+    // What a score may not pass before the maximum is raised.
+    __device__ static acc_t limit(const OnlineSoftmax& row) {
+        if constexpr (!kFolded) return row.max + kSlack;
+        return row.max == negative_infinity() ? row.max : kSlack;
+    }
+
+    // Raises maxima where scores, and the largest of them, are less those there were.
+    __device__ void raise_folded(int m, Fragment (&s)[kBlockN / kMmaN], acc_t (&largest)[2]) {
+        const acc_t before[] = {softmax[m][0].shift(), softmax[m][1].shift()};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) largest[half] += before[half];
+        raise_maxima(softmax[m], o[m], largest);
+#pragma unroll
+        for (int n = 0; n < kBlockN / kMmaN; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) s[n][e] -= softmax[m][e / 2].shift() - before[e / 2];
     }
 };
 
@@ -307,6 +380,24 @@ struct Source {
     __device__ void look_up_pages(int first_key) { pages = {k, first_key, tiles.end}; }
 };
 
+// Turns what is left of scores into weights, and adds the values so weighted.
+__device__ inline void weigh_values(Output& out, Scores& p, Smem& smem, const ScoreRules& rules,
+                                    int first_row, int first_key, int keys_end, bool masked) {
+    if constexpr (kDropout) drop(rules, p, first_row, first_key);
+    if constexpr (kCutTiles && sizeof(scalar_t) == 2) {
+        // Rounded, P takes half the registers, and who looks for NaN needs some.
+        const LeftStrip<kTiles, kBlockN> rounded(p);
+        if (masked) take_out_nonfinite(out, smem, rules, first_row, first_key);
+        rounded.template add_product_with<kDims>(out.o, smem.v, warp_col());
+    } else {
+        if (kCutTiles && masked) take_out_nonfinite(out, smem, rules, first_row, first_key);
+        // Keys past the end are left out, which also keeps ptxas from splitting the operands of
+        // all steps ahead.
+        const int keys = kLongSteps ? keys_end - first_key : kBlockN;
+        add_product_pn<kTiles, kBlockN, kDims>(out.o, p, smem.v, warp_col(), keys);
+    }
+}
+
 // One tile of keys, the next of which is `step` keys further on. K is on its way when this begins,
 // and the next K when it ends, whose pages are looked up while products run. Whether the tile is
 // masked is decided as it runs: a second copy of this code for tiles that are not would cost
@@ -321,6 +412,7 @@ __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules, 
     source.look_up_pages(first_key + step);
     const SeenScores seen(rules, first_row, first_key, masked);
     Scores s = {};
+    out.begin(s);
     add_product_nt<kTiles, kBlockN, kScoreSteps>(s, smem.q, warp_row(), smem.k);
     apply(rules, s, seen, first_row, first_key, masked);
 
@@ -328,19 +420,42 @@ __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules, 
     __syncthreads();  // V is there, and every warp is done with this K
     if (first_key + step < keys_end) source.copy_k(smem, first_key + step, copying_thread());
     out.exponentiate(s, scale_log2(rules), smem);
-    if constexpr (kDropout) drop(rules, s, first_row, first_key);
-    if constexpr (kCutTiles && sizeof(scalar_t) == 2) {
-        // Rounded, P takes half the registers, and who looks for NaN needs some.
-        const LeftStrip<kTiles, kBlockN> p(s);
-        if (masked) take_out_nonfinite(out, smem, rules, first_row, first_key);
-        p.template add_product_with<kDims>(out.o, smem.v, warp_col());
-    } else {
-        if (kCutTiles && masked) take_out_nonfinite(out, smem, rules, first_row, first_key);
-        // Keys past the end are left out, which also keeps ptxas from splitting the operands of
-        // all steps ahead.
-        const int keys = kLongSteps ? keys_end - first_key : kBlockN;
-        add_product_pn<kTiles, kBlockN, kDims>(out.o, s, smem.v, warp_col(), keys);
+    weigh_values(out, s, smem, rules, first_row, first_key, keys_end, masked);
+}
+
+// The same where warps hand K and V on: of the tile of that number. V is on its way when it is likely
+// that the others are done with the V before, and the next K when they are with this one.
+__device__ inline void attend_in_turn(Output& out, Smem& smem, const ScoreRules& rules,
+                                      Source& source, int first_row, int first_key, int step,
+                                      bool cut, int number) {
+    constexpr int kHalf = decltype(smem.q)::kCols / kMmaK / 2 * kMmaK;
+    const int next_key = first_key + step, keys_end = source.tiles.end;
+    const bool masked = source.tiles.masked(first_key, cut);
+    const SeenScores seen(rules, first_row, first_key, masked);
+    Scores s = {};
+    out.begin(s);
+    smem.keys.wait_whole(number);
+    add_product_nt<kTiles, kBlockN, kScoreSteps>(s, smem.q, warp_row(), smem.k, 0, 0, kHalf);
+
+    smem.values.wait_free(number);
+    source.copy_v(smem, first_key, copying_thread());
+    smem.values.announce_copies();
+    source.look_up_pages(next_key);
+
+    add_product_nt<kTiles, kBlockN, kScoreSteps>(s, smem.q, warp_row(), smem.k, 0, kHalf);
+    smem.keys.release();
+    apply(rules, s, seen, first_row, first_key, masked);
+    out.exponentiate(s, scale_log2(rules), smem);
+
+    if (next_key < keys_end) {
+        smem.keys.wait_free(number + 1);
+        source.copy_k(smem, next_key, copying_thread());
+        smem.keys.announce_copies();
     }
+
+    smem.values.wait_whole(number);
+    weigh_values(out, s, smem, rules, first_row, first_key, keys_end, masked);
+    smem.values.release();
 }
 
 // Writes the block's rows of O and LSE.
@@ -386,7 +501,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     clear_padding<THREADS, kHeadDim>(smem.k);
     clear_padding<THREADS, kValueDim>(smem.v);
     copy_tile<THREADS, kHeadDim>(smem.q, q, first_row, seqlen_q);
-    take_sign(smem, rules);
+    take_scale(smem, rules);
     smem.init();
     Source source{k, v, KeyTiles<kBlockN>(rules.mask, first_row, kBlockM)};
     const int keys_end = source.tiles.end;
@@ -395,11 +510,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if constexpr (kKeyMask) begin = seen.next_key(first_row, begin, keys_end);
     source.look_up_pages(begin);
     source.copy_k(smem, begin, threadIdx.x);
+    if constexpr (kHandsOver) {
+        __syncthreads();  // the barriers are set up
+        smem.keys.announce_copies();
+    }
 
     Output out = {};
+    int number = 0;
     for (int key = begin; key < keys_end; key += step) {
         if constexpr (kKeyMask) step = seen.next_key(first_row, key + kBlockN, keys_end) - key;
-        attend(out, smem, rules, source, first_row, key, step, seen.cuts(first_row, key));
+        const bool cut = seen.cuts(first_row, key);
+        if constexpr (kHandsOver) {
+            attend_in_turn(out, smem, rules, source, first_row, key, step, cut, number++);
+        } else {
+            attend(out, smem, rules, source, first_row, key, step, cut);
+        }
     }
     ptx::wait_copies();
 

@@ -24,6 +24,8 @@ constexpr int kSteps = kTf32 && kBlocksPerSm >= 3 ? 2 : kStepsAtOnce;
 constexpr int kScoreSteps = kColumns < kMmaK ? 16 : kSteps;
 
 using Scores = Accumulators<kTiles, kColumns>;
+// Smaller than the forward's: there is less room.
+using Powers = Exp2Table<acc_t, 7>;
 
 // A warp's place: its rows of what the block owns, and which part of columns and head dims is its
 // own.
@@ -49,7 +51,7 @@ template <bool RowsAreKeys>
 struct TileOfScores {
     static constexpr bool kRowsAreKeys = RowsAreKeys;
     static constexpr int kKeys = RowsAreKeys ? kBlockN : kBlockM;
-    const Exp2Table<acc_t>& exp2;
+    const Powers& exp2;
     const ScoreRules& rules;
     const Place& place;
     int first_row, first_col;

@@ -116,14 +116,15 @@ __device__ inline bool finds_nonfinite(const Tile& tile, unsigned int thread = t
 }
 
 // s += a b^T, as in S = Q K^T: a warp multiplies Tiles 16-row tiles of `a` from first_row on by
-// Cols rows of `b` from b_first_row on.
+// Cols rows of `b` from b_first_row on, or of both those columns that are said.
 template <int Tiles, int Cols, int StepsAtOnce = kStepsAtOnce, class A, class B>
 __device__ inline void add_product_nt(Accumulators<Tiles, Cols>& s, const A& a, int first_row,
-                                      const B& b, int b_first_row = 0) {
+                                      const B& b, int b_first_row = 0, int begin = 0,
+                                      int end = A::kCols) {
     const Operands::LeftNT<A> a_part(a, first_row);
     const Operands::RightNT<B> b_part(b, b_first_row);
 #pragma unroll(StepsAtOnce)
-    for (int k = 0; k < A::kCols; k += kMmaK) {
+    for (int k = begin; k < end; k += kMmaK) {
         Operands::Left left[Tiles];
 #pragma unroll
         for (int m = 0; m < Tiles; ++m) left[m] = a_part.at(m * kMmaM, k);

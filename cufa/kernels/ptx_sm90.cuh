@@ -48,6 +48,13 @@ __device__ inline void barrier_arrive(Barrier& barrier) {
         : "memory");
 }
 
+// Arrives as soon as all copies are there that this thread has started with copy_async.
+__device__ inline void barrier_arrive_after_copies(Barrier& barrier) {
+    asm volatile(
+        "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier))
+        : "memory");
+}
+
 // Arrives, and announces bytes that copies will bring.
 __device__ inline void barrier_arrive_expecting(Barrier& barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(

@@ -44,6 +44,8 @@ ISSUED_PER_CLOCK = 4
 FORWARD_INSTRUCTIONS_PER_SCORE = 6
 BACKWARD_INSTRUCTIONS_PER_SCORE = 10
 REGISTER_BYTES = 4
+# From which compute capability on warps can wait for parts of a block's work (mbarrier.try_wait).
+FIRST_HANDING_OVER = (9, 0)
 # Registers that features take which work on each score, for each score of a lane: without them ptxas was
 # seen to spill hundreds of bytes.
 FEATURE_REGISTERS_PER_SCORE = 0.5
@@ -56,7 +58,7 @@ class Arithmetic:
     Bytes of an element and of a sum; clocks of a product, in those of 16-bit types; and instructions beside
     the products, in the time of a float32 addition: for each element that a lane loads as an operand, and for
     each score. The overheads are registers beside the sums: operands, addresses, the softmax's state. There
-    may be a table of powers of 2 in shared memory. Whether the forward's copies cost nothing, since the
+    may be tables of powers of 2 in shared memory. Whether the forward's copies cost nothing, since the
     products beside them take much longer.
     """
 
@@ -67,7 +69,8 @@ class Arithmetic:
     backward_overhead: int
     instructions_per_operand: float = 0
     instructions_per_score: float = 0
-    exp2_table_bytes: int = 0
+    forward_table_bytes: int = 0
+    backward_table_bytes: int = 0
     hides_copies: bool = False
 
     def tile_bytes(self, rows: int, cols: int) -> int:
@@ -110,7 +113,8 @@ DOUBLE = Arithmetic(
     forward_overhead=94,
     backward_overhead=62,
     instructions_per_score=32,
-    exp2_table_bytes=256 * 8,
+    forward_table_bytes=1024 * 8,
+    backward_table_bytes=128 * 8,
     hides_copies=True,
 )
 
@@ -122,6 +126,15 @@ def arithmetic_of(problem: Problem) -> Arithmetic:
     if problem.dtype == "float32":
         return TF32 if problem.features.tf32 else SINGLE
     return HALF
+
+
+def hands_over_keys(problem: Problem, device: Device) -> bool:
+    """Whether the forward's warps hand K and V on (handover.cuh) instead of meeting at barriers.
+
+    The products of float64 take so long that a warp alone, at its softmax, leaves others all of the tensor
+    cores.
+    """
+    return problem.dtype == "float64" and device.arch.capability >= FIRST_HANDING_OVER
 
 
 @dataclass(frozen=True)
@@ -325,6 +338,19 @@ WIDE_KEY_BYTES = 2816
 WIDE_BACKWARD_TILES = (BackwardTiles(32, 16, 128, 1, 4),)
 
 
+# Two tiles of queries, which warps hand on instead of meeting; where they can, the first choice.
+HANDED_ON_TILES = BackwardTiles(32, 128, 256, 2, 1)
+
+
+def hands_over_queries(problem: Problem, device: Device, tiles: BackwardTiles) -> bool:
+    """Whether the backward's warps hand Q, dO and dS on: as in the forward, if there are two tiles of them.
+
+    Warps that share rows exchange P and dS, and blocks that own queries have no dS to exchange: these meet.
+    """
+    apart = tiles.split == 1 and tiles.stages == MAX_STAGES and not problem.features.deterministic
+    return apart and hands_over_keys(problem, device)
+
+
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_5_mma`: one launch, a block for each tile of queries."""
     row_bytes = max(problem.head_dim, problem.value_dim) * arithmetic_of(problem).sum_bytes
@@ -338,7 +364,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     )
     return Part(
         tiles=asdict(sizes),
-        macros=_macros(problem, chosen),
+        macros=(*_macros(problem, chosen), ("HANDOVER", int(hands_over_keys(problem, device)))),
         launches=tuple(launch for launch in launches if launch.grid > 0),
         scratch=seen_scratch(problem, seen),
         reasons=chosen.reasons,
@@ -351,6 +377,8 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     If deterministic, a block for each tile of queries instead of that warp.
     """
     candidates = BACKWARD_TILES[problem.itemsize]
+    if hands_over_queries(problem, device, HANDED_ON_TILES):
+        candidates = (HANDED_ON_TILES, *candidates)
     key_bytes = (problem.head_dim + problem.value_dim) * arithmetic_of(problem).sum_bytes
     if key_bytes > WIDE_KEY_BYTES:
         candidates = (*WIDE_BACKWARD_TILES, *candidates)
@@ -381,7 +409,11 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     )
     return Part(
         tiles=asdict(sizes),
-        macros=(*_macros(problem, chosen), *gradient_macros(problem)),
+        macros=(
+            *_macros(problem, chosen),
+            *gradient_macros(problem),
+            ("HANDOVER", int(hands_over_queries(problem, device, sizes))),
+        ),
         launches=tuple(launch for launch in launches if launch.grid > 0),
         scratch=(
             *(() if deterministic else (Scratch("dQ sums", (*padded_rows, sizes.head(problem))),)),
@@ -414,7 +446,8 @@ def _forward_cost(problem: Problem, device: Device, tiles: Tiles) -> Cost:
     arithmetic = arithmetic_of(problem)
     depth, columns = round_up(problem.head_dim, MMA_K), tiles.columns(problem)
     smem_bytes = (
-        arithmetic.exp2_table_bytes
+        arithmetic.forward_table_bytes
+        + (LINE_BYTES if hands_over_keys(problem, device) else 0)
         + arithmetic.tile_bytes(tiles.block_m, problem.head_dim)  # Q
         + arithmetic.tile_bytes(tiles.block_n, problem.head_dim)  # K
         + arithmetic.tile_bytes(tiles.block_n, columns * tiles.split)  # V
@@ -453,7 +486,8 @@ def _backward_cost(problem: Problem, device: Device, tiles: BackwardTiles) -> Co
     # With one stage P^T is where dS^T will be.
     weights = 2 if tiles.split > 1 and tiles.stages > 1 else 1
     smem_bytes = (
-        arithmetic.exp2_table_bytes
+        arithmetic.backward_table_bytes
+        + (LINE_BYTES if hands_over_queries(problem, device, tiles) else 0)
         + arithmetic.tile_bytes(n, head)  # K
         + arithmetic.tile_bytes(n, value)  # V
         + tiles.stages * (arithmetic.tile_bytes(m, head) + arithmetic.tile_bytes(m, value))  # Q, dO

@@ -34,6 +34,12 @@ inline void barrier_arrive(Barrier& barrier) {
     emulator::barrier_arrive(&barrier, 0);
 }
 
+// The copies are there at once: who reads them without a wait at the barrier races all the same.
+inline void barrier_arrive_after_copies(Barrier& barrier) {
+    wait_copies();
+    emulator::barrier_arrive(&barrier, 0);
+}
+
 inline void barrier_arrive_expecting(Barrier& barrier, int bytes) {
     emulator::barrier_arrive(&barrier, bytes);
 }

@@ -14,7 +14,7 @@ from cufa.plan.sizes import common_macros
 from cufa.problem import Problem
 
 SOURCE = "probe_exp2.cu"
-TABLE_BYTES = 2048
+ROOT_BITS = {"fwd_5_mma": 10, "bwd_3_mma": 7}
 # Its last bits are not zero, as those of NumPy's are.
 NAN_WITH_PAYLOAD = np.uint64(0x7FF8_0000_0000_07A2).view(np.float64)
 
@@ -28,24 +28,30 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.fixture(params=ROOT_BITS.values(), ids=ROOT_BITS)
+def root_bits(request):
+    return request.param
+
+
 @pytest.fixture(params=[pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("emulator", "gpu")])
-def powers(request, folder):
+def powers(request, folder, root_bits):
     """2^x of an array, by a table and without one."""
     problem = Problem("forward", "float64", 1, 1, 1, 1, 1, 16, 16, False)
-    macros = (*common_macros(problem), ("SMEM_BYTES", TABLE_BYTES))
+    table_bytes = 8 << root_bits
+    macros = (*common_macros(problem), ("SMEM_BYTES", table_bytes), ("ROOT_BITS", root_bits))
     compute = on_gpu if request.param == "gpu" else on_emulator
-    return lambda x: compute(folder, macros, x)
+    return lambda x: compute(folder, macros, table_bytes, x)
 
 
-def on_emulator(folder, macros, x):
+def on_emulator(folder, macros, table_bytes, x):
     results = np.full((2, x.size), 7.0)
     params = struct.pack("=qqqi4x", *(array.ctypes.data for array in (x, *results)), x.size)
     module = emulator.Module(SOURCE, dict(macros), folder=folder)
-    module.launch("powers", 2, 64, TABLE_BYTES, params, {"x": x, "results": results})
+    module.launch("powers", 2, 64, table_bytes, params, {"x": x, "results": results})
     return results
 
 
-def on_gpu(folder, macros, x):
+def on_gpu(folder, macros, table_bytes, x):
     cupy = pytest.importorskip("cupy")
     x, results = cupy.asarray(x), cupy.full((2, x.size), 7.0)
     params = struct.pack("=qqqi4x", *(array.data.ptr for array in (x, *results)), x.size)
@@ -53,7 +59,7 @@ def on_gpu(folder, macros, x):
         "powers"
     )
     by_value = np.frombuffer(params, np.dtype((np.void, len(params))))
-    kernel((2,), (64,), (by_value,), shared_mem=TABLE_BYTES)
+    kernel((2,), (64,), (by_value,), shared_mem=table_bytes)
     return results.get()
 
 

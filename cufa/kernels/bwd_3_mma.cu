@@ -221,9 +221,27 @@ __device__ inline void walk(int begin, int end, const NextSeen& next_seen,
     }
 }
 
-// A tile of queries in shared memory, of those before `end`; the next is `step` further on.
+// The same where tiles are handed on: two are there or on their way, and attending to one starts the
+// copy of the next but one. `number` counts the tiles of all heads.
+template <class NextSeen, class HandOn, class Attend>
+__device__ inline void walk_in_turn(int begin, int end, int& number, const NextSeen& next_seen,
+                                    const HandOn& hand_on, const Attend& attend) {
+    const auto seen_from = [&](int row) { return kKeyMask ? next_seen(row) : row; };
+    int row = seen_from(begin), next = seen_from(row + kBlockM);
+    if (row < end) hand_on(number, row);
+    if (next < end) hand_on(number + 1, next);
+    while (row < end) {
+        const int next_but_one = seen_from(next + kBlockM);
+        attend(number++, row, next_but_one - row);
+        row = next;
+        next = next_but_one;
+    }
+}
+
+// A tile of queries in shared memory, of those before `end`; the next to be copied is `step` further
+// on. `number` counts tiles where they are handed on.
 struct QueriesAt {
-    int stage, first, step, end;
+    int stage, first, step, end, number;
 };
 
 // The part of a tile of dQ that a warp computes.
@@ -244,6 +262,7 @@ struct KeyGradients {
         const KeyRows tile{smem, head.rules, place, first_key, at.first};
         const SeenScores<KeyRows> seen(tile, masked);
         Scores s = {}, dp = {};
+        if constexpr (kHandsOver) smem.queries[at.stage].wait_whole(at.number / kStages);
         product_of(s, smem.k, smem.q[at.stage], place);
         product_of(dp, smem.v, smem.dout[at.stage], place);
         const bool nonfinite =
@@ -268,7 +287,11 @@ struct KeyGradients {
         const auto& ds = weights_of(dp);
         const bool found = kCutTiles && masked && __syncthreads_or(nonfinite);
         if (found) take_out(smem, at.stage);
-        multiply(p, ds, smem, head, place, at);
+        if constexpr (kHandsOver) {
+            multiply_in_turn(s, dp, smem, head, place, at);
+        } else {
+            multiply(p, ds, smem, head, place, at);
+        }
         if (found) put_back(smem, head, tile, at.first);
     }
 
@@ -304,25 +327,28 @@ struct KeyGradients {
                                                      part * kValuePart, tile);
         __syncthreads();  // every warp is done with K
         copy_rows<kHeadDim>(smem.k, head.k, tile.first_row, head.rules.mask.seqlen_k);
+        if constexpr (kHandsOver) {
+            ptx::wait_copies();
+            __syncthreads();  // K is there again
+        }
     }
 
-    // dV += P^T dO, dK += dS^T Q and dQ += dS K, where warps hand Q, dO and dS on: of the tile of
-    // that number, in whose place the one that is `step` queries further on is copied.
+    // dV += P^T dO, dK += dS^T Q and dQ += dS K, where warps hand Q, dO and dS on.
     __device__ void multiply_in_turn(const Scores& p, const Scores& ds, KeySmem& smem,
-                                     const QueryHead& head, const Place& place, int first_query,
-                                     int step, int end, int number) {
-        const int stage = number % kStages;
-        smem.gradients.wait_free(number);
+                                     const QueryHead& head, const Place& place,
+                                     const QueriesAt& at) {
+        smem.gradients.wait_free(at.number);
         store_scores(smem.ds(), ds, place);
         smem.gradients.announce();
-        add_product_pn<kTiles, kColumns, kValuePart>(dv, p, smem.dout[stage]);
-        add_product_pn<kTiles, kColumns, kHeadPart>(dk, ds, smem.q[stage]);
-        smem.queries[stage].release();
+        add_product_pn<kTiles, kColumns, kValuePart>(dv, p, smem.dout[at.stage]);
+        add_product_pn<kTiles, kColumns, kHeadPart>(dk, ds, smem.q[at.stage]);
+        smem.queries[at.stage].release();
 
-        smem.gradients.wait_whole(number);
-        add_to_queries(smem, head.dq, first_query);
+        smem.gradients.wait_whole(at.number);
+        add_to_queries(smem, head.dq, at.first);
         smem.gradients.release();
-        if (first_query + step < end) head.hand_on(smem, number + kStages, first_query + step);
+        const int next = at.first + at.step;
+        if (next < at.end) head.hand_on(smem, at.number + kStages, next);
     }
 
     // dV += P^T dO, dK += dS^T Q and dQ += dS K.
@@ -496,16 +522,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 
     KeyGradients gradients = {};
     const QueryTiles<kBlockM> tiles(sequence.mask(params.features), first_key, kBlockN);
+    if constexpr (kHandsOver) __syncthreads();  // the barriers are set up, and the powers there
+    int number = 0;
     for (int h = 0; h < group_of(params.sizes); ++h) {
         const QueryHead head = query_head_of_block(params, h);
-        walk<kEarlyCopies>(
-            tiles.begin, tiles.end,
-            [&](int row) { return head.seen.next_row(row, tiles.end, first_key); },
-            [&](int stage, int row) { head.start_copy(smem, stage, row); },
-            [&](int stage, int row, int step) {
-                gradients.attend(smem, head, place, {stage, row, step, tiles.end}, first_key,
-                                 tiles.masked(row, head.seen.cuts(row, first_key)));
-            });
+        const auto next_seen = [&](int row) {
+            return head.seen.next_row(row, tiles.end, first_key);
+        };
+        const auto attend = [&](const QueriesAt& at) {
+            gradients.attend(smem, head, place, at, first_key,
+                             tiles.masked(at.first, head.seen.cuts(at.first, first_key)));
+        };
+        if constexpr (kHandsOver) {
+            walk_in_turn(
+                tiles.begin, tiles.end, number, next_seen,
+                [&](int number, int row) { head.hand_on(smem, number, row); },
+                [&](int number, int row, int step) {
+                    attend({number % kStages, row, step, tiles.end, number});
+                });
+        } else {
+            walk<kEarlyCopies>(
+                tiles.begin, tiles.end, next_seen,
+                [&](int stage, int row) { head.start_copy(smem, stage, row); },
+                [&](int stage, int row, int step) { attend({stage, row, step, tiles.end}); });
+        }
     }
     if constexpr (kArrayGradients) gradients.of_arrays.flush(Workspace(params).arrays);
     ptx::wait_copies();

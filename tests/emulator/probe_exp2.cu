@@ -9,7 +9,7 @@ struct Powers {
 };
 
 extern "C" __global__ void powers(const __grid_constant__ Powers params) {
-    auto& table = shared_memory<Exp2Table<double>>();
+    auto& table = shared_memory<Exp2Table<double, ROOT_BITS>>();
     table.init();
     __syncthreads();
     const int first = blockIdx.x * blockDim.x + threadIdx.x, step = gridDim.x * blockDim.x;

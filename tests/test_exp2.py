@@ -63,12 +63,14 @@ def on_gpu(folder, macros, table_bytes, x):
     return results.get()
 
 
-def test_within_two_units_of_the_last_place(powers, rng):
+def test_within_three_units_of_the_last_place(powers, rng):
     x = np.concatenate(
         [rng.uniform(-1020.9, 1020.9, 5000), rng.uniform(-2, 2, 5000), np.arange(-1020.0, 1021)]
     )
     exact = np.exp2(x.astype(np.longdouble))
-    assert np.all(np.abs(powers(x) - exact) < 2 * np.spacing(exact.astype(np.float64)))
+    by_table, without = np.abs(powers(x) - exact) / np.spacing(exact.astype(np.float64))
+    assert by_table.max() < 3
+    assert without.max() < 2
 
 
 def test_what_vanishes_and_what_is_no_number(powers):

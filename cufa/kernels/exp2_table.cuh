@@ -52,10 +52,18 @@ struct Exp2Table<double, RootBits> {
         }
     }
 
-    // 2^x within 2 ulp for x up to 1021; 0 below -1021.
+    // 2^x within 3 ulp for x up to 1021; 0 below -1021.
     __device__ double power(double x) const {
         using Coefficients = Exp2Coefficients<RootBits>;
         constexpr double kRounds = 0x1.8p52 / kRoots;  // with it a sum ends with whole parts
+
+        // Upper halves of -1021 and of -infinity: those of all that vanishes lie in between. It is
+        // given that of -1023 + 2^-11, the exponent of whose power is 0: the number 0.
+        constexpr unsigned int kVanishing = 0xc08fe800, kNegativeInfinity = 0xfff00000;
+        constexpr int kVanished = 0xc08ff7ff;
+        const unsigned int upper = __double2hiint(x);
+        if (upper - kVanishing <= kNegativeInfinity - kVanishing)
+            x = __hiloint2double(kVanished, __double2loint(x));
         const double shifted = x + kRounds;
         const double r = x - (shifted - kRounds);
         double sum = Coefficients::kOf[Coefficients::kCount - 1];
@@ -66,11 +74,6 @@ struct Exp2Table<double, RootBits> {
         const double root = roots[parts % kRoots];
         const double scale =
             __hiloint2double(__double2hiint(root) + (parts << kPart), __double2loint(root));
-        const double power = scale * (sum * r) + scale;
-
-        // Upper halves of -1021 and of -infinity: those of all that vanishes lie in between.
-        constexpr unsigned int kVanishing = 0xc08fe800, kNegativeInfinity = 0xfff00000;
-        const unsigned int upper = __double2hiint(x);
-        return upper - kVanishing <= kNegativeInfinity - kVanishing ? 0 : power;
+        return scale * (sum * r) + scale;
     }
 };

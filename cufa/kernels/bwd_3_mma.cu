@@ -221,8 +221,8 @@ __device__ inline void walk(int begin, int end, const NextSeen& next_seen,
     }
 }
 
-// The same where tiles are handed on: two are there or on their way, and attending to one starts the
-// copy of the next but one. `number` counts the tiles of all heads.
+// The same where tiles are handed on: two are there or on their way, and attending to one starts
+// the copy of the next but one. `number` counts the tiles of all heads.
 template <class NextSeen, class HandOn, class Attend>
 __device__ inline void walk_in_turn(int begin, int end, int& number, const NextSeen& next_seen,
                                     const HandOn& hand_on, const Attend& attend) {
@@ -238,8 +238,8 @@ __device__ inline void walk_in_turn(int begin, int end, int& number, const NextS
     }
 }
 
-// A tile of queries in shared memory, of those before `end`; the next to be copied is `step` further
-// on. `number` counts tiles where they are handed on.
+// A tile of queries in shared memory, of those before `end`; the next to be copied is `step`
+// further on. `number` counts tiles where they are handed on.
 struct QueriesAt {
     int stage, first, step, end, number;
 };

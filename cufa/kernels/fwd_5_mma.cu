@@ -252,13 +252,13 @@ struct Output {
 
     // What products begin with.
     __device__ void begin(Scores& s) const {
-        if constexpr (!kFolded) return;
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
 #pragma unroll
             for (int n = 0; n < kBlockN / kMmaN; ++n)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) s[m][n][e] = -softmax[m][e / 2].shift();
+                for (int e = 0; e < 4; ++e)
+                    s[m][n][e] = kFolded ? -softmax[m][e / 2].shift() : acc_t(0);
     }
 
     // Takes in one tile of scores and turns them into P.
@@ -411,7 +411,7 @@ __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules, 
     source.copy_v(smem, first_key, copying_thread());
     source.look_up_pages(first_key + step);
     const SeenScores seen(rules, first_row, first_key, masked);
-    Scores s = {};
+    Scores s;
     out.begin(s);
     add_product_nt<kTiles, kBlockN, kScoreSteps>(s, smem.q, warp_row(), smem.k);
     apply(rules, s, seen, first_row, first_key, masked);
@@ -423,8 +423,8 @@ __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules, 
     weigh_values(out, s, smem, rules, first_row, first_key, keys_end, masked);
 }
 
-// The same where warps hand K and V on: of the tile of that number. V is on its way when it is likely
-// that the others are done with the V before, and the next K when they are with this one.
+// The same where warps hand K and V on: of the tile of that number. V is on its way when it is
+// likely that the others are done with the V before, and the next K when they are with this one.
 __device__ inline void attend_in_turn(Output& out, Smem& smem, const ScoreRules& rules,
                                       Source& source, int first_row, int first_key, int step,
                                       bool cut, int number) {
@@ -432,7 +432,7 @@ __device__ inline void attend_in_turn(Output& out, Smem& smem, const ScoreRules&
     const int next_key = first_key + step, keys_end = source.tiles.end;
     const bool masked = source.tiles.masked(first_key, cut);
     const SeenScores seen(rules, first_row, first_key, masked);
-    Scores s = {};
+    Scores s;
     out.begin(s);
     smem.keys.wait_whole(number);
     add_product_nt<kTiles, kBlockN, kScoreSteps>(s, smem.q, warp_row(), smem.k, 0, 0, kHalf);

@@ -7,7 +7,7 @@
 // keys: each computes half of the queries' columns of S^T and dP^T and owns half of the head dims
 // of dK and dV. Blocks that own queries, where every run must give the same bits, do all of this
 // with the parts of keys and queries exchanged. Where there are barriers to wait at for parts of a
-// block's work (HANDOVER), warps hand Q, dO and dS on, and none waits for the slowest.
+// block's work (HANDS_OVER), warps hand Q, dO and dS on, and none waits for the slowest.
 //
 // Launches: row_sums (LSE and D, and the sums in the workspace set to zero), key_tiles,
 // round_queries or, if deterministic, query_tiles; bias_gradient, array_gradients and
@@ -56,7 +56,7 @@ static_assert(kQueryRows * kQueryTiles * kMmaM == kBlockM,
               "the warps must share out the rows of dQ");
 static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
-constexpr bool kHandsOver = HANDOVER;
+constexpr bool kHandsOver = HANDS_OVER;
 static_assert(!kHandsOver || (kSplit == 1 && kStages == 2 && !kDeterministic),
               "warps hand on two tiles of queries, and dS where they do not share rows");
 

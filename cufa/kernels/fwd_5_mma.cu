@@ -8,7 +8,7 @@
 //
 // float64 has one pipe for products and for all other sums: there Q is multiplied with the scale
 // beforehand, and products begin with minus the maxima. Where there are barriers to wait at for
-// parts of a block's work (HANDOVER), its warps hand K and V on instead of meeting: one may be at
+// parts of a block's work (HANDS_OVER), its warps hand K and V on instead of meeting: one may be at
 // its softmax while others multiply.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
@@ -38,7 +38,7 @@ static_assert(kTiles * (kRowWarps * kMmaM) == kBlockM, "a warp must own whole 16
 static_assert(kBlockN % kMmaK == 0, "BLOCK_N must be a multiple of 16");
 static_assert(sizeof(ForwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
-constexpr bool kHandsOver = HANDOVER;
+constexpr bool kHandsOver = HANDS_OVER;
 constexpr int kRootBits = 10;
 
 // K and V as the warps hand them on, if they do.

@@ -364,7 +364,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     )
     return Part(
         tiles=asdict(sizes),
-        macros=(*_macros(problem, chosen), ("HANDOVER", int(hands_over_keys(problem, device)))),
+        macros=(*_macros(problem, chosen), ("HANDS_OVER", int(hands_over_keys(problem, device)))),
         launches=tuple(launch for launch in launches if launch.grid > 0),
         scratch=seen_scratch(problem, seen),
         reasons=chosen.reasons,
@@ -412,7 +412,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
         macros=(
             *_macros(problem, chosen),
             *gradient_macros(problem),
-            ("HANDOVER", int(hands_over_queries(problem, device, sizes))),
+            ("HANDS_OVER", int(hands_over_queries(problem, device, sizes))),
         ),
         launches=tuple(launch for launch in launches if launch.grid > 0),
         scratch=(

@@ -180,7 +180,7 @@ PLANTED = {
         r"one arrival too many at the barrier|race: writes 16 bytes of shared memory",
     ),
     "values turned before they are there": (
-        "wgmma_forward.cuh",
+        "wgmma_forward_copies.cuh",
         "smem.v_ring.wait_full(at); handle(!keys",
         "handle(!keys",
         r"one arrival too many at the barrier|race: reads 16 bytes of shared memory",

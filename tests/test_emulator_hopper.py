@@ -355,7 +355,7 @@ BARRIER = r"the barrier at byte \d+ of shared memory, whose phase 0, of parity 0
 # What is wrong in a copy of a kernel's file, and what is said about it.
 PLANTED = {
     "fewer bytes announced than copied": (
-        "wgmma_forward.cuh",
+        "wgmma_forward_copies.cuh",
         "ring.announce(at, Tile::kBytes);",
         "ring.announce(at, Tile::kBytes / 2);",
         r"threads wait for others that do not come\n(?s:.*)"
@@ -363,13 +363,13 @@ PLANTED = {
         r"lacks 0 of 1 arrivals and has 4096 bytes that nobody announced\n",
     ),
     "more bytes announced than copied": (
-        "wgmma_forward.cuh",
+        "wgmma_forward_copies.cuh",
         "ring.announce(at, Tile::kBytes);",
         "ring.announce(at, 2 * Tile::kBytes);",
         rf"{BARRIER}lacks 0 of 1 arrivals and 8192 bytes\n    ptx_sm90.cuh:\d+: ptx::barrier_try_wait\n",
     ),
     "bytes announced for one of two boxes": (
-        "wgmma_forward.cuh",
+        "wgmma_forward_copies.cuh",
         "copy_tile(tiles[at.stage], map, full, kPacked ? 0 : work.batch, work.kv_head, first_key);",
         "for (int i = 0; i < 2; ++i) copy_tile(tiles[i], map, full, work.batch, work.kv_head, 0);",
         r"(brings bytes for a phase that has ended without them|a copy of thread 0 is under way)",
@@ -400,8 +400,8 @@ PLANTED = {
     ),
     "keys released before their product is done": (
         "wgmma_forward.cuh",
-        "wait_product<Pending>(s); release(smem.k_ring, k_at);",
-        "release(smem.k_ring, k_at); wait_product<Pending>(s);",
+        "wait_product<Pending>(s); release_and_advance(smem.k_ring, k_at);",
+        "release_and_advance(smem.k_ring, k_at); wait_product<Pending>(s);",
         rf"race: starts a copy to 8192 {BYTES}, which a product of the warpgroup of thread \d+ reads with no "
         r"wait for it between\n    ptx_sm90.cuh:\d+: ptx::copy_box\n(?s:.*)"
         r"the other access:\n    ptx_sm90a.cuh:\d+: ptx::Wgmma::multiply\n",
@@ -414,7 +414,7 @@ PLANTED = {
     ),
     "keys never released": (
         "wgmma_forward.cuh",
-        "wait_product<Pending>(s); release(smem.k_ring, k_at);",
+        "wait_product<Pending>(s); release_and_advance(smem.k_ring, k_at);",
         "wait_product<Pending>(s);",
         rf"thread 0 in mbarrier.try_wait for a phase of parity 0 of {BARRIER}lacks 8 of 8 arrivals\n",
     ),
@@ -505,9 +505,9 @@ PLANTED = {
         r"threads wait for others that do not come\n(?s:.*)threads 1-127, 130 returned",
     ),
     "barrier of another number of threads": (
-        "wgmma_softmax.cuh",
-        "if (Warpgroups > 1) ptx::named_barrier_arrive<2 * kWarpgroup>(FirstBarrier + next);",
-        "if (Warpgroups > 1) ptx::named_barrier_arrive<3 * kWarpgroup>(FirstBarrier + next);",
+        "wgmma_forward.cuh",
+        "if (kConsumers > 1) ptx::named_barrier_arrive<2 * kWarpgroup>(kFirstTurn + next);",
+        "if (kConsumers > 1) ptx::named_barrier_arrive<3 * kWarpgroup>(kFirstTurn + next);",
         r"barrier \d of 256 threads, at which others arrived as one of 384\n",
     ),
     "counter that is not put back": (

@@ -18,7 +18,7 @@
 //          STORE_COLS columns of O on their way out
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key
-#include "wgmma_forward.cuh"
+#include "wgmma_forward_copies.cuh"
 
 constexpr int kThreads = THREADS;
 constexpr int kDims = round_up(kValueDim, kWgmmaK);
@@ -92,7 +92,7 @@ struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
     template <int Pending>
     __device__ void wait_output(Output& o, const WorkTile&, int) {
         wait_product<Pending>(o);
-        release(smem.v_ring, v_at);
+        release_and_advance(smem.v_ring, v_at);
     }
 
     __device__ void round(Weights& p, const Scores& s) const { round_to_operand<kBlockN>(p, s); }

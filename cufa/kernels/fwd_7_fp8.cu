@@ -13,7 +13,7 @@
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key
 #include "fp8_values.cuh"
-#include "wgmma_forward.cuh"
+#include "wgmma_forward_copies.cuh"
 
 using out_t = OUT_SCALAR;
 // Sums of O come in sixteens of columns, as they leave it in 16 bits.
@@ -133,7 +133,7 @@ struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
         const bool nan = found_nan();
         wait_product<Pending>(o);
         __syncwarp();  // all of the warp have read it
-        release(smem.turned_ring, v_at);
+        release_and_advance(smem.turned_ring, v_at);
         return nan;
     }
 
@@ -145,7 +145,7 @@ struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
         // By a vote, after which the compiler knows that all take the same way.
         if (__builtin_expect(__any_sync(0xffffffffu, nan), false)) add_nan(o, work, tile);
         __syncwarp();  // all of the warp have read it
-        release(smem.turned_ring, v_at);
+        release_and_advance(smem.turned_ring, v_at);
     }
 
     // A value that is NaN must reach the rows that see its key, whatever their weight, and no

@@ -1,6 +1,5 @@
-// What the warpgroups of the Hopper forwards share: their turns, and what each does to a tile of
-// scores between its two products, in the registers where the first product left it: soft cap,
-// mask, online softmax.
+// What a warpgroup of the Hopper forwards does to a tile of scores between its two products, in the
+// registers where the first product left it: soft cap, mask, online softmax.
 #pragma once
 
 #include "online_softmax.cuh"
@@ -42,31 +41,6 @@ struct KeyTileRange {
     __device__ bool none() const { return begin == end; }
     __device__ bool is_whole(int tile) const { return whole_begin <= tile && tile < whole_end; }
 };
-
-// Warpgroups issue their products in turn. While one waits for its turn, or for its products, the
-// other's softmax runs. Theirs are the named barriers from FirstBarrier on.
-template <int Warpgroups, int FirstBarrier>
-struct TurnsOf {
-    int warpgroup;
-
-    __device__ explicit TurnsOf(int warpgroup) : warpgroup(warpgroup) {
-        if (warpgroup == Warpgroups - 1) pass();
-    }
-    __device__ void wait() const {
-        if (Warpgroups > 1) ptx::named_barrier_sync<2 * kWarpgroup>(FirstBarrier + warpgroup);
-    }
-    __device__ void pass() const {
-        const int next = warpgroup == Warpgroups - 1 ? 0 : warpgroup + 1;
-        if (Warpgroups > 1) ptx::named_barrier_arrive<2 * kWarpgroup>(FirstBarrier + next);
-    }
-};
-
-// A warp is done with a stage: it has read it, or its part of a product has.
-template <int Stages>
-__device__ inline void release(Ring<Stages>& ring, RingPosition<Stages>& at) {
-    if (threadIdx.x % 32 == 0) ring.release(at);
-    at.advance();
-}
 
 // What turns a product of a query and a key into a score in units of log 2.
 struct Scale {

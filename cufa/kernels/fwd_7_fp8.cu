@@ -19,6 +19,7 @@ using out_t = OUT_SCALAR;
 // Sums of O come in sixteens of columns, as they leave it in 16 bits.
 constexpr int kDims = round_up(kValueDim, kWgmmaDepth<out_t>);
 constexpr int kTurners = kWarpgroup / 32 - 1;  // the warps beside the producer
+// Steps of theirs whose words are on their way together: as many as they have registers for.
 constexpr int kTurnedAtOnce = kProducerRegisters < 40 ? 1 : 4;
 
 struct Params {

@@ -708,7 +708,7 @@ def test_scores_that_leap(rng, causal, scale, factor):
     [
         ("wgmma_softmax.cuh", "rescale(s, shrink);", LARGE),
         ("wgmma_softmax.cuh", "sums[half] *= shrink[half];", LARGE),
-        ("wgmma_forward.cuh", "compute_scores(s, work, tile);", BEYOND_FLOATS),
+        ("wgmma_forward.cuh", "compute_products(s, work, tile);", BEYOND_FLOATS),
     ],
 )
 def test_weights_that_are_left_too_large(rng, tmp_path, file, right, factor):

@@ -14,7 +14,8 @@ from cufa.problem import accumulator_dtype
 
 pytestmark = pytest.mark.emulator
 
-FEATURES = ("causal", "window", "softcap", "sink", "packed", "seqused_k")
+FEATURES = ("causal", "window", "softcap", "alibi_slopes", "sink", "packed", "seqused_k")
+FORWARD_FEATURES = (*FEATURES, "bias")
 BACKWARD_FEATURES = (*FEATURES, "dlse", "dsink", "deterministic")
 
 
@@ -43,7 +44,7 @@ DEVICE = dataclasses.replace(calls.DEVICE, sm_count=3)
     ("features", "hidden"),
     [
         (features, hidden)
-        for i, features in enumerate(sets_of(FEATURES))
+        for i, features in enumerate(sets_of(FORWARD_FEATURES))
         for hidden in ([False, True] if len(features) > 1 else [i % 2 == 1])
     ],
     ids=lambda value: feature_id(value) if isinstance(value, frozenset) else HIDDEN[value],
@@ -76,6 +77,11 @@ def test_forward(rng, features, hidden):
         for first in (0, 2)
         for i, features in enumerate(sets_of(BACKWARD_FEATURES), first)
         if first == 0 or len(features) > 1
+    ]
+    + [
+        (*BACKWARDS[0], frozenset(("bias", "softcap"))),
+        (*BACKWARDS[1], frozenset(("bias", "causal", "packed"))),
+        (*BACKWARDS[3], frozenset(("bias", "alibi_slopes"))),
     ],
     ids=lambda value: feature_id(value) if isinstance(value, frozenset) else str(value),
 )

@@ -378,6 +378,25 @@ def test_numbers_of_tiles(cupy, head_dim, tiles, rows, key_tiles, causal):
         assert_gradients(tuple(x[:1].get() for x in (dq, dk, dv)), problem, causal=causal)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [(600, 1000), (1000, 600)])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_slopes_of_alibi(cupy, head_dim, lengths, causal):
+    """From those that change little to those by which a key weighs half of the next, and of either sign."""
+    slopes = np.array([1e-4, 0.01, 0.7, 1, 0, -1e-3, -0.05, -0.7], np.float32)
+    rng = np.random.default_rng(head_dim)
+    seqlen_q, seqlen_k = lengths
+    shape = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads": len(slopes), "kv_heads": 4}
+    problem = random_problem(rng, "bfloat16", batch=1, head_dim=head_dim, **shape)
+    q, k, v, dout = on_gpu(problem)
+    options = {"causal": causal, "alibi_slopes": cupy.asarray(slopes)}
+    out, lse = cufa.attention(q, k, v, return_lse=True, kernel=FORWARD, **options)
+    gradients = cufa.attention_backward(dout, q, k, v, out, lse, kernel=backward_for(head_dim), **options)
+    rules = {"causal": causal, "alibi_slopes": slopes}
+    assert_attention(out.get(), lse.get(), problem, **rules)
+    assert_gradients(tuple(x.get() for x in gradients), problem, **rules)
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_windows_that_see_nothing(cupy, head_dim):
     """The window of all but the last 130 of 900 rows ends before the first key."""

@@ -10,7 +10,7 @@ from cufa import jit
 from cufa.device import Device
 from cufa.kernels import KERNELS, best_kernel
 from cufa.plan import make_plan
-from cufa.problem import Problem
+from cufa.problem import Features, Problem
 
 H200 = Device.of("sm_90a")
 NAME = "fwd_6_wgmma"
@@ -34,6 +34,26 @@ def plan_of(call, **tiles):
 def test_no_spill_and_no_product_in_series(head_dim, causal, seqlen):
     build = jit.build(plan_of(problem(head_dim, causal=causal, seqlen=seqlen)).variant)
     assert build.warnings == ()
+
+
+def biased(dtype):
+    return Features(bias=(1, 4, 4096, 4096), bias_dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "features"),
+    [
+        (64, False, Features(alibi=True)),
+        (128, True, Features(alibi=True)),
+        (64, True, biased("bfloat16")),
+        (128, False, biased("float32")),
+        (256, False, biased("bfloat16")),
+    ],
+)
+def test_no_spill_with_what_is_added_to_scores(head_dim, causal, features):
+    call = replace(problem(head_dim, causal=causal), features=features)
+    assert best_kernel(call, H200).name == NAME
+    assert jit.build(plan_of(call).variant).warnings == ()
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,8 @@ def test_no_spill_and_no_product_in_series(head_dim, causal, batch, seqlen):
         (128, 128, Features(sink=True, gradients=("sink",))),
         (192, 128, Features(window=(100, 20))),
         (192, 128, Features(sink=True, gradients=("sink",))),
+        (64, 64, Features(alibi=True)),
+        (128, 128, Features(alibi=True)),
         (256, 256, Features(softcap=True)),
         (256, 256, Features(packed=True, seqused_k=True)),
     ],
@@ -230,10 +232,26 @@ def test_head_dims_have_their_kernel():
     assert "values to 128, and this is 136" in KERNELS[NARROW].unsupported(problem(192, 136), H200)
     capped = replace(problem(192, 128), features=Features(softcap=True))
     assert "to 128 with softcap, and this is 192" in KERNELS[NARROW].unsupported(capped, H200)
+    biased = replace(capped, features=Features(bias=(1, 1, 1, 1), bias_dtype="bfloat16"))
+    assert "to 128 with bias, and this is 192" in KERNELS[NARROW].unsupported(biased, H200)
+    assert best_kernel(biased, H200).name == WIDE
     assert "supports head dims from 129, and this is 128" in KERNELS[WIDE].unsupported(problem(128), H200)
     assert KERNELS[WIDE].unsupported(problem(192, 128), H200) is None
     assert "half as many keys at a time" in KERNELS[WIDE].unsuited(problem(192, 128), H200)
     assert KERNELS[WIDE].unsuited(problem(192), H200) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernel"), [("bfloat16", NARROW), ("float16", NARROW), ("float32", "bwd_3_mma")]
+)
+def test_a_bias_in_32_bits_is_left_to_others(dtype, kernel):
+    call = replace(problem(), features=Features(bias=(1, 1, 1, 1), bias_dtype=dtype))
+    assert KERNELS[NARROW].unsupported(call, H200) is None
+    assert best_kernel(call, H200).name == kernel
+    assert (
+        best_kernel(replace(call, features=replace(call.features, gradients=("bias",))), H200).name
+        == "bwd_3_mma"
+    )
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (128, 128), (80, 128), (256, 256), (96, 256)])

@@ -159,7 +159,7 @@ class HopperKernel(Kernel):
 class HopperBackward(HopperKernel):
     """One whose warpgroups have keys of their own: dK and dV of those must fit their registers.
 
-    Beside dK of more head dims than values may have, there is no room for both S and dP.
+    Beside dK of more head dims than values may have, there is no room for both S and dP, nor for a bias.
     """
 
     def unsupported(self, problem: Problem, device: Device) -> str | None:
@@ -167,12 +167,19 @@ class HopperBackward(HopperKernel):
         reason = super().unsupported(problem, device)
         if reason is None and problem.features.mask_mod and problem.features.deterministic:
             return f"{self.name} does not support deterministic with mask_mod"
-        if reason is None and problem.head_dim > self.max_value_dim and problem.features.softcap:
+        asks = " and ".join(name for name in ("softcap", "bias") if name in problem.features.names)
+        if reason is None and problem.head_dim > self.max_value_dim and asks:
             return (
-                f"{self.name} supports head dims to {self.max_value_dim} with softcap, and this is "
+                f"{self.name} supports head dims to {self.max_value_dim} with {asks}, and this is "
                 f"{problem.head_dim}"
             )
         return reason
+
+    def unsuited(self, problem: Problem, device: Device) -> str | None:
+        """As `Kernel.unsuited`: nor where a bias in 32 bits is most of what there is to wait for."""
+        if problem.features.bias_dtype == "float32":
+            return f"{self.name} takes longer than rungs of mma.sync with a bias in float32"
+        return super().unsuited(problem, device)
 
 
 @dataclass(frozen=True)
@@ -238,8 +245,8 @@ _ALL_FEATURES = frozenset(
 _FORWARD_FEATURES = _ALL_FEATURES | {"block_table"}
 _HOPPER_BACKWARD_FEATURES = frozenset(
     (
-        *("window", "softcap", "sink", "cu_seqlens", "seqused_k", "dlse", "dsink", "deterministic"),
-        "score_mod",
+        *("window", "softcap", "bias", "alibi_slopes", "sink", "cu_seqlens", "seqused_k"),
+        *("dlse", "dsink", "deterministic", "score_mod"),
     )
 )
 
@@ -308,8 +315,8 @@ _LADDER = (
         memory="none",
         features=frozenset(
             (
-                *("window", "softcap", "sink", "cu_seqlens", "seqused_k", "block_table"),
-                *("score_mod", "mask_mod"),
+                *("window", "softcap", "bias", "alibi_slopes", "sink", "cu_seqlens", "seqused_k"),
+                *("block_table", "score_mod", "mask_mod"),
             )
         ),
         short=(64, 512),

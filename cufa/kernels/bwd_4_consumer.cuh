@@ -5,8 +5,8 @@
 #include "bwd_4_block.cuh"
 
 // Whether slopes wait for dS^T where that will be shared. Those of a soft cap alone follow from P.
-constexpr bool kSlopesWait = kSlopes && kScoreMod;
-constexpr bool kSlopesFromWeights = kSlopes && !kScoreMod;
+constexpr bool kSlopesWait = kSlopes && (kScoreMod || kAlibi || kBias);
+constexpr bool kSlopesFromWeights = kSlopes && !kSlopesWait;
 static_assert(kScoresTogether || !kSlopesFromWeights, "that needs P before it is rounded");
 
 using Scores = WgmmaSums<kBlockM>;
@@ -97,7 +97,9 @@ struct Consumer {
     }
 
     // Takes up a tile of queries: lets the products begin with its rows' statistics.
-    __device__ void begin_scores(Scores& s) {
+    template <class Walk>
+    __device__ void begin_scores(Scores& s, const Walk& walk) {
+        softmax.find_line(place_of(walk));
         smem.ring.wait_full(at);
         softmax.begin_scores(s, smem.rows[at.stage]);
         if (kScoresBeginWithLse) hold_all(s);
@@ -283,7 +285,7 @@ struct Consumer {
         const TilePlace place = place_of(walk);
         if constexpr (kSlopesWait) {
             softmax.shape<Masked>(s, smem.ds[at.stage][warpgroup], warp_row(), place);
-        } else if constexpr (kScoreMod) {
+        } else if constexpr (kScoreMod || kBias) {
             softmax.shape<Masked>(s, place);
         } else if constexpr (kSoftcap) {
             softmax.bound(s);

@@ -44,7 +44,7 @@ __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSum
         QueryPart dq;
         Weights p, ds;
         if (walk.masked()) consumer.begin_masked(walk);
-        consumer.begin_scores(s);
+        consumer.begin_scores(s, walk);
         consumer.begin_weight_gradients(dp);
         turns.wait();
         consumer.issue_scores(s);
@@ -87,7 +87,7 @@ __device__ inline void attend_in_turn(Consumer& consumer, WgmmaSums<kHead>& dk,
         Weights p, kept, ds;
         Scores s;
         if (walk.masked()) consumer.begin_masked(walk);
-        consumer.begin_scores(s);
+        consumer.begin_scores(s, walk);
         turns.wait();
         consumer.issue_scores(s);
 

@@ -214,7 +214,8 @@ struct Consumer {
     }
 
     // Issues S^T = K Q^T - LSE or dP^T = V dO^T - D. The rows' statistics come with Q.
-    __device__ void issue_scores(Scores& s) {
+    __device__ void issue_scores(Scores& s, const Walk& walk) {
+        if (kRole == kWeights) softmax.find_line(place_of(walk));
         smem.q_ring.wait_full(at);
         if (kRole == kWeights) {
             softmax.begin_scores(s, smem.rows[at.stage]);
@@ -327,15 +328,19 @@ struct Consumer {
         }
     }
 
+    __device__ TilePlace place_of(const Walk& walk) const {
+        return {params.call.features, work.batch, walk.head, walk.tile * kBlockM};
+    }
+
     // Makes products scores, if those are more. Where dS will be shared there are slopes until
     // then.
     template <bool Masked>
     __device__ void shape(Scores& s, const Walk& walk) {
-        const TilePlace place = {params.call.features, work.batch, walk.head, walk.tile * kBlockM};
+        const TilePlace place = place_of(walk);
         if constexpr (kSlopes) {
             smem.ds_ring.wait_empty(at);
             softmax.template shape<Masked>(s, smem.ds[at.stage], warp_row(), place);
-        } else if constexpr (kScoreMod) {
+        } else if constexpr (kScoreMod || kBias) {
             softmax.template shape<Masked>(s, place);
         }
     }
@@ -384,7 +389,7 @@ __device__ inline void attend(Consumer<kRole>& consumer, typename Consumer<kRole
     Smem& smem = consumer.smem;
     Scores s;
     if (walk.masked()) consumer.clean_queries();
-    consumer.issue_scores(s);
+    consumer.issue_scores(s, walk);
     if (First) {
         wait_product<0>(s);
     } else {

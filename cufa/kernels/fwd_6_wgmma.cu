@@ -72,8 +72,10 @@ __device__ inline void inspect_values(Smem& smem, const Params& params, int insp
 
 struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
     static constexpr bool kLongTurns = false, kRoundsFirst = false;
-    // Those features leave no registers for it.
-    static constexpr bool kRaisesLate = !kWindow && !kSoftcap && !kScoreMod && !kMaskMod;
+    // Those features leave no registers for it. By ALiBi, scores rise from tile to tile up to the
+    // diagonal, unless that is where tiles begin, and a bias may do so anywhere.
+    static constexpr bool kRaisesLate =
+        !kWindow && !kSoftcap && !kBias && !kScoreMod && !kMaskMod && (kCausal || !kAlibi);
     const Scale call_scale;
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)

@@ -1,7 +1,7 @@
 // The softmax and its gradient in the registers of a warpgroup that has S^T and dP^T of 64 keys.
 #pragma once
 
-#include "mask.cuh"
+#include "alibi_line.cuh"
 #include "online_softmax.cuh"
 #include "tensor.cuh"
 #include "wgmma_tiles.cuh"
@@ -16,8 +16,11 @@ constexpr bool kScoresTogether = SCORES_TOGETHER;
 // Whether a score may change otherwise than the product times the scale: there is a slope then.
 constexpr bool kSlopes = kSoftcap || (kScoreMod && kScoreModSlopes);
 
-// Whether S begins with -LSE. Where scores are more than products, that comes in only after them.
-constexpr bool kScoresBeginWithLse = !kShapedScores;
+// Whether S begins with -LSE. Where scores are more than products and ALiBi's line, that comes in
+// only after them.
+constexpr bool kScoresBeginWithLse = !kSoftcap && !kBias && !kScoreMod;
+// Whether that line comes in with the LSE, a part of it, and the rest with the exponential.
+constexpr bool kAlibiLine = kAlibi && kScoresBeginWithLse;
 
 // The scale of scores, but never so small that an LSE in units of products, LSE / scale, would not
 // be finite: a smaller one leaves all scores at 0 as well.
@@ -59,6 +62,15 @@ struct TilePlace {
     int batch, head, first_row;
 };
 
+// A template, which is not compiled where it is not called: a bias_t that is void has no elements.
+template <class T>
+__device__ inline float bias_element(const ScoreTensor& bias, int batch, int head, int row,
+                                     int key) {
+    const T* const matrix =
+        static_cast<const T*>(bias.data) + batch * bias.batch_stride + head * bias.head_stride;
+    return to_acc(matrix[row * bias.row_stride + key]);
+}
+
 // What a product becomes, and by how much that changes with the product times the scale.
 struct ShapedScore {
     float score, slope;
@@ -70,16 +82,18 @@ struct KeySoftmax {
     float scale_log2;  // turns products, or what scores they became, into units of log 2
     float product_scale, softcap;
     int key[2], last_row;           // a thread's two keys, or the last one; the last row of all
+    int row_of_key;                 // the row that stands at the first of them
     int first_row[2], rows_end[2];  // which rows see a thread's two keys
     int query;  // the first of the two that a thread has of each eight of a tile
     unsigned int seen[kMaskMod ? ceil_div(BlockM, 64) : 1];  // scores of a tile, a bit for each
+    AlibiLine line;                                          // of a tile, in units of products
 
     KeySoftmax() = default;
     __device__ KeySoftmax(const BackwardParams& call, const Mask& mask, int first_key)
-        : scale_log2(kShapedScores ? kLog2E : scale_of_scores(call) * kLog2E),
+        : scale_log2(kScoresBeginWithLse ? scale_of_scores(call) * kLog2E : kLog2E),
           query(threadIdx.x % 4 * 2) {
         if constexpr (kSoftcap) softcap = call.features.softcap;
-        if constexpr (kShapedScores) product_scale = call.softmax_scale;
+        if constexpr (!kScoresBeginWithLse) product_scale = call.softmax_scale;
         if constexpr (kSoftcap) product_scale = call.softmax_scale / call.features.softcap;
         last_row = mask.seqlen_q - 1;
 #pragma unroll
@@ -89,17 +103,28 @@ struct KeySoftmax {
             first_row[half] = key < mask.seqlen_k ? mask.first_row(key) : mask.seqlen_q + BlockM;
             if constexpr (kRowsEnd) rows_end[half] = mask.rows_end(key);
             this->key[half] = min(key, mask.seqlen_k - 1);
+            if (kAlibi && half == 0) row_of_key = mask.row_at(key);
         }
+    }
+
+    // Finds the line of a tile, if there is one.
+    __device__ void find_line(const TilePlace& place) {
+        if constexpr (!kAlibiLine) return;
+        constexpr int kLastQuery = BlockM - 7;
+        const float slope = alibi_slope_of(place.features, place.batch, place.head) *
+                            (float(kLog2E) * ptx::reciprocal_fast(scale_log2));
+        const int distance = place.first_row + query - row_of_key;
+        line = AlibiLine(slope, distance - 8, distance + kLastQuery);
     }
 
     // Lets S^T and dP^T begin with what will be subtracted from them. They must be held before a
     // product is issued, or some would be read only then, and the product waited for.
     __device__ void begin_scores(WgmmaSums<BlockM>& s, const RowStatistics<BlockM>& rows) const {
-        if constexpr (kScoresBeginWithLse) begin(s, rows.minus_lse);
+        if constexpr (kScoresBeginWithLse) begin<kAlibiLine>(s, rows.minus_lse);
     }
     __device__ void begin_gradients(WgmmaSums<BlockM>& dp,
                                     const RowStatistics<BlockM>& rows) const {
-        begin(dp, rows.minus_d);
+        begin<false>(dp, rows.minus_d);
     }
 
     // Finds out which scores of a tile are seen, if the caller's function is asked for that.
@@ -165,6 +190,14 @@ struct KeySoftmax {
     template <bool Masked>
     __device__ void exponentiate(WgmmaSums<BlockM>& s, const RowStatistics<BlockM>& rows,
                                  int tile) const {
+        const int distance = tile * BlockM + query - row_of_key;
+        if (kAlibiLine && line.bent) bend(s, distance);
+        float lowered[2] = {};  // by how much the line lowers all scores of a key
+        if constexpr (kAlibiLine) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                lowered[half] = line.step * (distance - 8 * half) * scale_log2;
+        }
 #pragma unroll
         for (int i = 0; i < BlockM / 8; ++i) {
             Pack<float, 2> shift = {};
@@ -172,7 +205,7 @@ struct KeySoftmax {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
                 float& x = s[4 * i + e];
-                x = exp2_of(x * scale_log2 + shift[e % 2]);
+                x = exp2_of(x * scale_log2 + (shift[e % 2] - lowered[e / 2]));
                 if (Masked && !sees(i, e, tile)) x = 0;
             }
         }
@@ -210,6 +243,14 @@ struct KeySoftmax {
 
     static constexpr int kEights = RowStatistics<BlockM>::kEights;
 
+    // Bends the line where it passes the diagonal.
+    __device__ void bend(WgmmaSums<BlockM>& s, int distance) const {
+        const float distances[] = {float(distance), float(distance - 8)};
+#pragma unroll
+        for (int i = 0; i < BlockM / 2; ++i)
+            line.bend(s[i], distances[i / 2 % 2] + (i / 4 * 8 + i % 2));
+    }
+
     // Elements 2i and 2i + 1 of a thread's weights.
     __device__ static Pack<float, 2> pair_of(const WgmmaSums<BlockM>& p, int i) {
         return {p[2 * i], p[2 * i + 1]};
@@ -236,6 +277,8 @@ struct KeySoftmax {
             const float tanh = tanh_of(shaped.score);
             shaped = {softcap * tanh, slope(tanh)};
         }
+        if constexpr (kBias) shaped.score += bias(i, place);
+        if constexpr (kAlibi) shaped.score -= alibi(i, place);
         if constexpr (kScoreMod) {
             const auto& [features, batch, head, first_row] = place;
             const int row = first_row + query + i / 4 * 8 + i % 2, key = this->key[i % 4 / 2];
@@ -246,12 +289,31 @@ struct KeySoftmax {
         }
         return shaped;
     }
+    // The bias of element i of a thread's scores; past the last row that one's, which is as good.
+    __device__ float bias(int i, const TilePlace& place) const {
+        const int row = min(place.first_row + query + i / 4 * 8 + i % 2, last_row);
+        return bias_element<bias_t>(place.features.bias, place.batch, place.head, row,
+                                    key[i % 4 / 2]);
+    }
+    // What ALiBi takes from element i of a thread's scores.
+    __device__ float alibi(int i, const TilePlace& place) const {
+        const int distance = place.first_row + query + i / 4 * 8 + i % 2 - row_of_key;
+        const float slope = alibi_slope_of(place.features, place.batch, place.head);
+        return slope * fabsf(distance - i % 4 / 2 * 8);
+    }
+    // Lets sums begin with a value for each row, and where the line is a part of it.
+    template <bool WithLine>
     __device__ void begin(WgmmaSums<BlockM>& sums, const float (&values)[BlockM]) const {
         constexpr int kRows = 2 * kEights;  // of a thread, that lie together
 #pragma unroll
         for (int i = 0; i < BlockM / 8 / kEights; ++i) {
             const auto* const own = values + i * kEights * 8 + query * kEights;
-            const auto rows = *reinterpret_cast<const Pack<float, kRows>*>(own);
+            auto rows = *reinterpret_cast<const Pack<float, kRows>*>(own);
+            if constexpr (WithLine) {
+#pragma unroll
+                for (int e = 0; e < kRows; ++e)
+                    rows[e] -= line.step * ((i * kEights + e / 2) * 8 + e % 2);
+            }
 #pragma unroll
             for (int e = 0; e < 2 * kRows; ++e) sums[2 * kRows * i + e] = rows[e / 4 * 2 + e % 2];
         }

@@ -7,6 +7,7 @@
 // o and the call.
 #pragma once
 
+#include "bias_pairs.cuh"
 #include "labelled_ring.cuh"
 #include "schedule.cuh"
 #include "seen_tiles.cuh"
@@ -36,6 +37,7 @@ using KeyRange = KeyTileRange<kBlockM, kBlockN>;
 using KeyPages = TilePages<kBlockN>;
 using Scores = WgmmaSums<kBlockN>;
 using Weights = WgmmaOperand<kBlockN>;
+using Bias = BiasPairs<bias_t, kBlockN / 2>;
 
 __device__ inline KeyRange key_tiles_of(const ForwardParams& call, const WorkTile& work) {
     return KeyRange(work.sequence(call).mask(call.features), work.first_row);
@@ -112,6 +114,8 @@ struct ForwardConsumer {
     const Turns turns;
     RingPosition<kQueryStages> q_at;
     RingPosition<kStages> k_at, v_at;
+    float alibi_slope;  // of the head that is worked on, in units of products
+    float lowered;      // by how much ALiBi lowers all of this thread's in a tile, likewise
 
     __device__ ForwardConsumer(Smem& smem, const Params& params, int warpgroup)
         : smem(smem), params(params), warpgroup(warpgroup), turns(warpgroup) {}
@@ -129,6 +133,7 @@ struct ForwardConsumer {
         issue_first_scores(s);
         for (;;) {
             self().begin(work);
+            if constexpr (kAlibi) take_slope(work);
             Output o = {};
             const RowPair softmax = attend_to_all(o, p, s, work, keys);
             if constexpr (kOutputFirst) {
@@ -201,16 +206,18 @@ struct ForwardConsumer {
                                      int tile, bool last, bool cut = true) {
         RowPair softmax;
         float sums[2];
+        Bias bias;
+        if constexpr (kBias) load_bias(bias, work, tile);
         wait_scores<0>(s, last);
-        if constexpr (kScoreMod) modify_scores(s, work, tile);
+        shape_scores(s, bias, work, tile);
         if (cut) self().mask_first(s, work, tile);
-        softmax.begin(s, self().scale());
+        softmax.begin(s, tile_scale());
         // Rows past the end see no key, but others of their warp should not wait for them.
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             if (row_of(work, half) >= work.sequence(params.call).seqlen_q)
                 softmax.rows[half].max = 0;
-        softmax.weigh(s, self().scale(), sums);
+        softmax.weigh(s, tile_scale(), sums);
         softmax.add(sums);
         self().round(p, s);
         if (cut) self().take_out_nonfinite(o, work, tile);
@@ -224,19 +231,21 @@ struct ForwardConsumer {
                            bool last, bool cut = Masked) {
         Scores s;
         float sums[2], shrink[2];
+        Bias bias;
+        if constexpr (kBias) load_bias(bias, work, tile);
         turns.wait();
         issue_scores(s);
         self().issue_output(o, p);
         if (!Self::kLongTurns) turns.pass();
 
         wait_scores<1>(s, last);
-        if constexpr (kScoreMod) modify_scores(s, work, tile);
+        shape_scores(s, bias, work, tile);
         constexpr bool kLate = !Masked && Self::kRaisesLate;
         bool raised = false;
         if (Masked && cut) mask_scores(s, work, tile);
-        if (!kLate) raised = softmax.raise(s, self().scale(), shrink);
+        if (!kLate) raised = softmax.raise(s, tile_scale(), shrink);
         if (Self::kLongTurns) turns.pass();
-        softmax.weigh(s, self().scale(), sums);
+        softmax.weigh(s, tile_scale(), sums);
 
         if constexpr (Self::kRoundsFirst) {
             // One branch for all that is rare, after all that is not: without one between, the
@@ -269,10 +278,11 @@ struct ForwardConsumer {
     __device__ void raise_late(Scores& s, RowPair& softmax, float (&sums)[2], float (&shrink)[2],
                                const WorkTile& work, int tile) {
         if (softmax.shrink_weights(s, sums, shrink)) return;
-        compute_scores(s, work, tile);
+        compute_products(s, work, tile);
+        shape_scores(s, Bias(), work, tile);
         shrink[0] = shrink[1] = 1;
-        softmax.raise(s, self().scale(), shrink);
-        softmax.weigh(s, self().scale(), sums);
+        softmax.raise(s, tile_scale(), shrink);
+        softmax.weigh(s, tile_scale(), sums);
     }
 
     // Waits for the queries of the next tile of which any row sees a key. Those of the others have
@@ -321,7 +331,7 @@ struct ForwardConsumer {
 
     // Computes the products of a tile of keys once more, from what is in memory: slowly, for what
     // hardly ever happens.
-    __device__ void compute_scores(Scores& s, const WorkTile& work, int tile) {
+    __device__ void compute_products(Scores& s, const WorkTile& work, int tile) {
         const Sequence sequence = work.sequence(params.call);
         const auto q = sequence.queries<const scalar_t>(params.call.q, work.head);
         const auto k = sequence.keys<const scalar_t>(params.call.k, work.kv_head);
@@ -341,12 +351,47 @@ struct ForwardConsumer {
         }
     }
 
-    __device__ void modify_scores(Scores& s, const WorkTile& work, int tile) {
-        const float scale = kSoftcap ? 1 : self().softmax_scale();
+    __device__ void take_slope(const WorkTile& work) {
+        const float slope = alibi_slope_of(params.call.features, work.batch, work.head);
+        alibi_slope = slope * unit_of(self().scale());
+    }
+    // The product whose score is 1, not in units of log 2.
+    __device__ static float unit_of(Scale scale) {
+        return float(kLog2E) * ptx::reciprocal_fast(scale.factor);
+    }
+
+    __device__ void load_bias(Bias& bias, const WorkTile& work, int tile) const {
+        bias.load(params.call.features, mask_of(work), work.batch, work.head, row_of(work, 0),
+                  first_key_of_thread(tile));
+    }
+
+    // Adds to products what makes more of them, by the caller's function, too.
+    __device__ void shape_scores(Scores& s, const Bias& bias, const WorkTile& work, int tile) {
+        if constexpr (kScoreMod && !kSoftcap) {
 #pragma unroll
-        for (float& score : s) score *= scale;
-        modify(s, params.call.features, mask_of(work), work.batch, work.head, row_of(work, 0),
-               tile * kBlockN);
+            for (float& score : s) score *= self().softmax_scale();
+        }
+        if constexpr (kBias) bias.add_to(s, unit_of(self().scale()));
+        if constexpr (kAlibi) {
+            const int diagonal = mask_of(work).diagonal(row_of(work, 0));
+            lowered = add_alibi(s, alibi_slope, diagonal - first_key_of_thread(tile));
+        }
+        if constexpr (kScoreMod) {
+            if constexpr (kAlibi) {  // the function is given scores as they are
+#pragma unroll
+                for (float& score : s) score -= lowered;
+                lowered = 0;
+            }
+            modify(s, params.call.features, mask_of(work), work.batch, work.head, row_of(work, 0),
+                   tile * kBlockN);
+        }
+    }
+
+    // What turns those of the tile that is worked on into scores.
+    __device__ Scale tile_scale() {
+        Scale scale = self().scale();
+        if constexpr (kAlibi) scale.lowered = lowered * scale.factor;
+        return scale;
     }
 
     __device__ void mask_scores(Scores& s, const WorkTile& work, int tile) {
@@ -375,6 +420,11 @@ struct ForwardConsumer {
         unsigned int thread = threadIdx.x;
         ptx::hold(thread);  // or each sum would be kept in a register from tile to tile
         return work.first_row + thread / 32 * 16 - kWarpgroup / 2 + half * 8 + thread % 32 / 4;
+    }
+
+    // The first of the two keys that a thread has of each eight of a tile.
+    __device__ static int first_key_of_thread(int tile) {
+        return tile * kBlockN + threadIdx.x % 4 * 2;
     }
 
     __device__ Mask mask_of(const WorkTile& work) const {

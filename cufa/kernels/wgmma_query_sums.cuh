@@ -187,7 +187,7 @@ struct QueryBlock {
 
 // Whether NaN or infinity in a row of Q makes its output NaN, and so D, if it sees any key and the
 // LSE says so.
-constexpr bool kQueryShowsInOutput = !kShapedScores && !kSink;
+constexpr bool kQueryShowsInOutput = kScoresBeginWithLse && !kSink;
 
 // Makes dQ zero in the rows of a tile that see no key.
 template <int Threads, int BlockM, class Block>

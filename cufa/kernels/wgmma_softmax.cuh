@@ -2,6 +2,7 @@
 // registers where the first product left it: soft cap, mask, online softmax.
 #pragma once
 
+#include "alibi_line.cuh"
 #include "online_softmax.cuh"
 #include "tensor.cuh"
 #include "wgmma_tiles.cuh"
@@ -44,18 +45,32 @@ struct KeyTileRange {
 
 // What turns a product of a query and a key into a score in units of log 2.
 struct Scale {
-    float factor;   // never 0, by which -inf would become NaN
-    float inverse;  // NaN if the largest score is the smallest product
+    float factor;       // never 0, by which -inf would become NaN
+    float inverse;      // NaN if the largest score is the smallest product
+    float lowered = 0;  // by how much all scores are lowered that this thread has
 
     __device__ explicit Scale(double softmax_scale)
         : factor(kSoftcap || kScoreMod ? kLog2E
                  : softmax_scale == 0  ? kTiny
                                        : softmax_scale * kLog2E),
-          inverse(factor > 0 ? 1 / factor : __int_as_float(0x7fffffff)) {}
+          inverse(factor > 0 ? 1 / factor : __int_as_float(0x7fffffff)) {
+        // By a factor that is as good as 0 what is added to scores cannot be divided.
+        if ((kAlibi || kBias) && fabsf(factor) < kTiny) factor = kTiny, inverse = 1 / kTiny;
+    }
 
     // The product whose score is -inf.
     __device__ float masked() const {
         return factor < 0 ? -negative_infinity() : negative_infinity();
+    }
+
+    // What a score is once it is lowered, and what it was before.
+    __device__ float lower(float score) const {
+        if constexpr (kAlibi) return score - lowered;
+        return score;
+    }
+    __device__ float before_lowering(float score) const {
+        if constexpr (kAlibi) return score + lowered;
+        return score;
     }
 
   private:
@@ -68,6 +83,21 @@ __device__ inline void bound(float (&s)[Count], float softmax_scale, float softc
     const float inner = softmax_scale / softcap;
 #pragma unroll
     for (int i = 0; i < Count; ++i) s[i] = softcap * tanh_of(s[i] * inner);
+}
+
+// Adds ALiBi to a tile of products: `slope` is in units of those, and `distance` that of a thread's
+// first row and key. Returns what is the same for all of the thread's, and is still to be taken.
+template <int Count>
+__device__ inline float add_alibi(float (&s)[Count], float slope, int distance) {
+    constexpr int kFarthest = 2 * Count - 7;  // the last key from the first
+    const AlibiLine line(slope, distance - kFarthest, distance + 8);
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+        const int nearer = i / 4 * 8 + i % 2 - i / 2 % 2 * 8;  // than the first row and key
+        if (line.bent) line.bend(s[i], distance - nearer);
+        s[i] = fmaf(line.step, nearer, s[i]);
+    }
+    return line.step * distance;
 }
 
 // Applies the caller's function to scores of a head's rows `row` and row + 8. Past the ends, where
@@ -155,7 +185,7 @@ struct RowPair {
     __device__ void weigh(float (&s)[Count], Scale scale, float (&sums)[2]) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float shift = rows[half].shift();
+            const float shift = scale.before_lowering(rows[half].shift());
             sums[half] = 0;
 #pragma unroll
             for (int i = 2 * half; i < Count; i += 4)
@@ -218,7 +248,7 @@ struct RowPair {
     // Whether one of this thread's products in a row may pass the maximum by more than the slack.
     template <int Count>
     __device__ bool exceeds(const float (&s)[Count], int half, Scale scale) const {
-        const float limit = (rows[half].max + kSlack) * scale.inverse;
+        const float limit = (scale.before_lowering(rows[half].max) + kSlack) * scale.inverse;
         return !(limit >= 0) | (largest_bits(s, half) > __float_as_int(limit));
     }
 
@@ -239,7 +269,7 @@ struct RowPair {
     // few keys, that would be tried in vain.
     template <int Count>
     __device__ static float first_largest(const float (&s)[Count], int half, Scale scale) {
-        if constexpr (!kRangeMask) {
+        if constexpr (!kRangeMask && !kAlibi) {
             const float product = lanes_max<4>(__int_as_float(largest_bits(s, half)));
             const bool found = scale.factor > 0 && product >= 0;
             if (__builtin_expect(__all_sync(0xffffffffu, found), true))
@@ -263,6 +293,6 @@ struct RowPair {
                 largest = fmaxf(largest, fmaxf(s[i], s[i + 1]));
             }
         }
-        return largest * fabsf(scale.factor);
+        return scale.lower(largest * fabsf(scale.factor));
     }
 };

@@ -38,6 +38,8 @@ MIN_PRODUCER_REGISTERS = 32
 MAX_CONSUMER_REGISTERS = 240
 # Registers of a consumer beside accumulators and weights: addresses, descriptions, the softmax's state.
 OVERHEAD_REGISTERS = 30
+# Of so many warpgroups that compute, threads have no registers to spare.
+MANY_CONSUMERS = 4
 # Part of the L2 cache that the keys and values of heads worked on at the same time may fill.
 SECTION_OF_L2 = 3 / 4
 
@@ -138,20 +140,29 @@ def lengths_vary(problem: Problem) -> bool:
 def _best_tiles(problem: Problem, device: Device) -> Tiles:
     """The tiles that were fastest on an H200."""
     dim = max(problem.head_dim, problem.value_dim)
-    cut = problem.causal or problem.features.window != (None, None)
+    features = problem.features
+    cut = problem.causal or features.window != (None, None)
     # The more warpgroups, the fewer registers for the producer, which has to look up such lengths,
-    # pages and what is seen.
-    varied = lengths_vary(problem) or problem.features.page_size > 0 or problem.features.mask_mod is not None
+    # pages and what is seen, and for the bias of a tile of scores.
+    looks_up = lengths_vary(problem) or features.page_size > 0 or features.mask_mod is not None
+    varied = looks_up or features.bias is not None
     if dim > 192:
         return Tiles(128, 64, 2, 1, 128)
+    if dim > 64 and features.bias_dtype == "float32":  # a bias of that takes a register for each score
+        return Tiles(128, 64, 2, 1, 64) if dim > 128 else Tiles(128, 64, 4, 2, 128)
     if dim > 128:
         return Tiles(128, 128 if problem.value_dim <= 128 else 96, 2, 1, 64)
     if not cut and not varied:
-        return _fastest(problem, device, PACES[64 if dim <= 64 else 128])
+        paces = PACES[64 if dim <= 64 else 128]
+        if features.alibi:  # of which some need more registers than four warpgroups leave
+            paces = {tiles: pace for tiles, pace in paces.items() if tiles.consumers < MANY_CONSUMERS}
+        return _fastest(problem, device, paces)
     if dim > 64:
         return Tiles(128, 128, 2, 2, 128)
-    # Where a mask cuts through tiles, small ones waste less. A function of the caller's needs registers, too.
-    large = problem.seqlen_q >= 2048 and not varied and problem.features.score_mod is None
+    # Where a mask cuts through tiles, small ones waste less. A function of the caller's needs registers, too,
+    # and so do a soft cap and ALiBi together.
+    asks = features.score_mod is not None or (features.softcap and features.alibi)
+    large = problem.seqlen_q >= 2048 and not varied and not asks
     return Tiles(256, 64, 4, 1, 64) if large else Tiles(128, 128, 3, 2, 64)
 
 

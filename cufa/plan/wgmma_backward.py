@@ -430,10 +430,11 @@ def _few_add(problem: Problem, best: Tiles) -> bool:
 def _has_long_tiles(problem: Problem) -> bool:
     """Whether tiles of queries are long: many of a head must see a key, or a part of a tile would cost more.
 
-    A soft cap and functions of the caller's need registers that there are not beside those.
+    A soft cap, a bias and functions of the caller's need registers that there are not beside those.
     """
     features = problem.features
-    asks = features.softcap or features.score_mod is not None or features.mask_mod is not None
+    mods = features.score_mod is not None or features.mask_mod is not None
+    asks = features.softcap or features.bias is not None or mods
     if problem.head_dim <= PANEL_COLS or not _scores_together(problem) or asks:
         return False
     keys = problem.seqlen_k // problem.packed_sequences

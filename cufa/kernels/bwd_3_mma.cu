@@ -151,6 +151,7 @@ __device__ inline void copy_rows(Tile& tile, Matrix<const scalar_t> source, int 
 
 // A query head of a sequence, as the loop over tiles of queries reads it.
 struct QueryHead {
+    const BackwardParams& params;
     ScoreRules rules;
     Matrix<const scalar_t> q, dout, k;
     const RowStats* stats;
@@ -160,7 +161,8 @@ struct QueryHead {
     SeenOfKeys seen;
 
     __device__ QueryHead(const BackwardParams& params, const Sequence& sequence, int head)
-        : rules(params, sequence, head),
+        : params(params),
+          rules(params, sequence, head),
           q(sequence.queries<const scalar_t>(params.q, head)),
           dout(sequence.queries<const scalar_t>(params.dout, head)),
           k(sequence.keys<const scalar_t>(params.k, kv_head_of(head, params.sizes))),
@@ -292,7 +294,12 @@ struct KeyGradients {
         } else {
             multiply(p, ds, smem, head, place, at);
         }
-        if (found) put_back(smem, head, tile, at.first);
+        if (!found) return;
+        if constexpr (kHandsOver) {
+            put_back_anew(smem, head, tile, at.first);
+        } else {
+            put_back(smem, head, tile, at.first);
+        }
     }
 
     __device__ void write(KeySmem& smem, const BackwardParams& params, const KeyTile& own) {
@@ -327,10 +334,20 @@ struct KeyGradients {
                                                      part * kValuePart, tile);
         __syncthreads();  // every warp is done with K
         copy_rows<kHeadDim>(smem.k, head.k, tile.first_row, head.rules.mask.seqlen_k);
-        if constexpr (kHandsOver) {
-            ptx::wait_copies();
-            __syncthreads();  // K is there again
-        }
+    }
+    // The same where tiles are handed on. All that it needs it works out anew: it runs for few
+    // tiles, and what is kept for it would be registers that the others lack.
+    __device__ void put_back_anew(KeySmem& smem, const QueryHead& head, const KeyRows& tile,
+                                  int first_query) {
+        const Sequence sequence(head.params, ptx::anew(head.rules.batch));
+        const QueryHead again(head.params, sequence, ptx::anew(head.rules.head));
+        Place place;
+        place.first_row = ptx::anew(place.first_row);
+        place.part = ptx::anew(place.part);
+        put_back(smem, again, {tile.exp2, again.rules, place, tile.first_row, tile.first_col},
+                 first_query);
+        ptx::wait_copies();
+        __syncthreads();  // K is there again
     }
 
     // dV += P^T dO, dK += dS^T Q and dQ += dS K, where warps hand Q, dO and dS on.

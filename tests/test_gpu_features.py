@@ -26,7 +26,7 @@ FORWARD_SETS = sets_of(FORWARD_FEATURES)
 WIDE = ("fwd_4_flash_v2", "bwd_2_flash_v2")
 # (seqlen_q, seqlen_k, head_dim, head_dim_v): more than a tile of each, and nothing divides one.
 SHAPES = [(203, 330, 64, 64), (333, 201, 128, 72), (65, 700, 40, 128), (300, 300, 96, 96)]
-# For one that takes more head dims of keys than of values, but not with a soft cap.
+# For one that takes more head dims of keys than of values, but not with a soft cap or a bias.
 UNEVEN_KERNEL, UNEVEN_SHAPE = "bwd_4_wgmma", (217, 345, 192, 128)
 # For those kernels that take no others.
 WIDE_SHAPES = [(203, 330, 192, 128), (333, 201, 72, 256), (65, 700, 136, 136), (300, 300, 256, 256)]
@@ -67,7 +67,7 @@ def skip_unless_it_runs_here(kernel):
 
 def draw(rng, kernel, dtype, features):
     shapes = WIDE_SHAPES if KERNELS[kernel].min_head_dim > 1 else SHAPES
-    if kernel == UNEVEN_KERNEL and "softcap" not in features:
+    if kernel == UNEVEN_KERNEL and not features & {"softcap", "bias"}:
         shapes = [*shapes, UNEVEN_SHAPE, UNEVEN_SHAPE]  # twice, or few sets of features would meet it
     seqlen_q, seqlen_k, head_dim, head_dim_v = shapes[rng.integers(len(shapes))]
     page_sizes = PAGE_SIZES if KERNELS[kernel].only_arch is None else HOPPER_PAGE_SIZES

@@ -91,12 +91,14 @@ template <int Count>
 __device__ inline float add_alibi(float (&s)[Count], float slope, int distance) {
     constexpr int kFarthest = 2 * Count - 7;  // the last key from the first
     const AlibiLine line(slope, distance - kFarthest, distance + 8);
+    const auto nearer = [](int i) { return i / 4 * 8 + i % 2 - i / 2 % 2 * 8; };  // than the first
+    if (line.bent) {  // one branch for all: few tiles are
+        const float farthest = distance;
 #pragma unroll
-    for (int i = 0; i < Count; ++i) {
-        const int nearer = i / 4 * 8 + i % 2 - i / 2 % 2 * 8;  // than the first row and key
-        if (line.bent) line.bend(s[i], distance - nearer);
-        s[i] = fmaf(line.step, nearer, s[i]);
+        for (int i = 0; i < Count; ++i) line.bend(s[i], farthest - nearer(i));
     }
+#pragma unroll
+    for (int i = 0; i < Count; ++i) s[i] = fmaf(line.step, nearer(i), s[i]);
     return line.step * distance;
 }
 

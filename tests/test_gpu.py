@@ -430,12 +430,13 @@ def test_row_strides_beyond_2_to_the_31(cupy, rng):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_softmax(cupy, rng, dtype, passes):
     for shape in ((7,), (3, 1000), (2, 5, 33), (4, 0), (0, 4), (3, 10_001)):
-        x = (4 * rng.standard_normal(shape)).astype(dtype)
-        y = cufa.softmax(cupy.asarray(x), passes=passes).get()
-        exact = reference.softmax(x, dtype=judge(dtype))
-        assert y.dtype == x.dtype
-        tolerance = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-6, "float64": 1e-14}[dtype]
-        np.testing.assert_allclose(y.astype(exact.dtype), exact, rtol=tolerance, atol=tolerance * 1e-3)
+        for mean in (0, 1000):
+            x = (mean + 4 * rng.standard_normal(shape)).astype(dtype)
+            y = cufa.softmax(cupy.asarray(x), passes=passes).get()
+            exact = reference.softmax(x, dtype=judge(dtype))
+            assert y.dtype == x.dtype
+            tolerance = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-6, "float64": 1e-14}[dtype]
+            np.testing.assert_allclose(y.astype(exact.dtype), exact, rtol=tolerance, atol=tolerance * 1e-3)
     masked = cupy.full((2, 40), -np.inf, np.float32)
     assert not cufa.softmax(masked, passes=passes).get().any()
     every_other = cupy.asarray(rng.standard_normal((6, 80)).astype(np.float32))[::2]

@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     softmax(const __grid_constant__ ForwardParams params) {
     const int cols = params.sizes.seqlen_k;
     acc_t* row = static_cast<acc_t*>(params.workspace) + static_cast<long long>(blockIdx.x) * cols;
-    const OnlineSoftmax statistics =
+    const RowSoftmax statistics =
         softmax_two_passes(row, row, cols, shared_memory<RowScratch<kThreads>>());
     if (params.lse && threadIdx.x == 0)
         static_cast<acc_t*>(params.lse)[blockIdx.x] = statistics.lse();

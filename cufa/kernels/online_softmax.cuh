@@ -125,12 +125,6 @@ struct OnlineSoftmax {
         return shrink;
     }
 
-    // Takes in what another thread has summed over other scores of the same row.
-    __device__ void merge(const OnlineSoftmax& other) {
-        raise_max(other.max);
-        sum += other.sum * exp2_of(other.max - shift());
-    }
-
     // Ends the row: from here on sum is that of all the Lanes threads which share it.
     template <int Lanes>
     __device__ void total() {

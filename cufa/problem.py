@@ -116,6 +116,11 @@ class Features:
         return self.score_mod.differentiated_names if self.score_mod is not None else ()
 
     @property
+    def element_slopes_ask_score(self) -> bool:
+        """Whether their gradients take more than a score's gradient and its place."""
+        return self.score_mod is not None and self.score_mod.slopes_ask_score
+
+    @property
     def mod_array_bytes(self) -> int:
         """What those take in the kernel's parameters."""
         return sum(mod.array_bytes for mod in (self.score_mod, self.mask_mod) if mod is not None)

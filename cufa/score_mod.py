@@ -63,7 +63,7 @@ class Written:
     Each array has its number of axes and the type of its elements. `of_heads` is whether it may be different
     in each head, `of_batches` in each sequence of the batch. `differentiated` are those arrays whose
     gradients are wanted, `elements` how many of their elements a score reads, and `element_slopes` is the
-    body of a function that says by how much it changes with each.
+    body of a function that says by how much it changes with each; `slopes_ask_score` if that depends on it.
     """
 
     arrays: tuple[tuple[str, int, str], ...]
@@ -73,6 +73,7 @@ class Written:
     differentiated: tuple[tuple[str, int, str], ...] = ()
     elements: int = 0
     element_slopes: str = ""
+    slopes_ask_score: bool = False
 
     @property
     def differentiated_names(self) -> tuple[str, ...]:
@@ -135,6 +136,11 @@ def _field(name: str) -> str:
     return name.replace("[", "_").rstrip("]")
 
 
+def _asked(*expressions: Expression) -> set[str]:
+    """The symbols that they are made of."""
+    return {node.value for node in in_order(*expressions) if node.operation == "symbol"}
+
+
 def _function(result: str, name: str, arguments: str, expression: Expression) -> str:
     return (
         f"__device__ inline {result} {name}(const ModArrays& arrays, {arguments}{_PLACE_ARGUMENTS}) {{\n"
@@ -177,7 +183,7 @@ class _Mod:
             (name, len(array.shape), _ELEMENT_TYPES[_dtype_of(array).name])
             for name, array in self.named_arrays.items()
         ]
-        asked = {node.value for node in in_order(self.expression) if node.operation == "symbol"}
+        asked = _asked(self.expression)
         return Written(tuple(arrays), self._functions(), "h" in asked, "b" in asked)
 
     @functools.cached_property
@@ -290,6 +296,7 @@ class ScoreMod(_Mod):
             differentiated=differentiated,
             elements=len(slopes),
             element_slopes=write_slopes(slopes),
+            slopes_ask_score="score" in _asked(*(slope for _, slope in slopes)),
         )
 
     def with_slopes(self, *symbols: Any, of_elements: bool = True) -> WithSlopes:

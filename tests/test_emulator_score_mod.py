@@ -130,6 +130,11 @@ def add_relative(score, b, h, q_idx, kv_idx, table):
     return score + table[h % 2, np.clip(q_idx - kv_idx, -4, 4) + 4]
 
 
+def add_learnt(score, b, h, q_idx, kv_idx, table, halves):
+    """What may be learnt of it depends on no score."""
+    return 2 * np.tanh(score / 2) + table[h % 2, np.clip(q_idx - kv_idx, -4, 4) + 4] * halves[kv_idx // 2]
+
+
 @pytest.mark.parametrize(
     ("kernel", "features", "head_dim", "head_dim_v", "functions"),
     [
@@ -137,6 +142,8 @@ def add_relative(score, b, h, q_idx, kv_idx, table):
         ("bwd_4_wgmma", ("packed", "causal", "deterministic"), 192, 72, ("shape_score",)),
         ("bwd_4_wgmma", ("seqused_k", "sink"), 128, 128, ("add_relative", "see_documents")),
         ("bwd_4_wgmma", ("packed", "causal"), 72, 128, ("shape_score", "see_documents")),
+        ("bwd_4_wgmma", ("packed", "causal", "softcap"), 64, 64, ("add_learnt",)),
+        ("bwd_4_wgmma", ("seqused_k", "window"), 192, 40, ("add_learnt", "see_documents")),
         ("bwd_5_wgmma_wide", ("packed", "causal"), 72, 136, ("shape_score",)),
     ],
 )
@@ -147,11 +154,14 @@ def test_hopper_backward(rng, mods, kernel, features, head_dim, head_dim_v, func
     score_mods = {
         "shape_score": ScoreMod(shape_score, table, rng.standard_normal(110)),
         "add_relative": ScoreMod(add_relative, table),
+        "add_learnt": ScoreMod(add_learnt, table, rng.standard_normal(110).astype(np.float16)),
     }
     case.numbers["score_mod"] = score_mods[functions[0]]
     if "see_documents" in functions:
         of_keys = np.repeat([[0, 1], [3, 2]], 8, axis=1)  # the block has 128 of them
         case.numbers["mask_mod"] = MaskMod(see_documents, np.array([[0, 1, 0], [2, 2, 1]]), of_keys)
+    if "add_learnt" in functions:
+        case = replace(case, gradients=(*case.gradients, "score_mod"))
     cases.hide_nan(case)
     with np.errstate(invalid="ignore"):
         assert_gradients(gradients_of(kernel, case), case.problem, **case.backward)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import feature_cases as cases
 import numpy as np
 import pytest
-from test_emulator_score_mod import learnt, see, shape_score
+from test_emulator_score_mod import add_learnt, learnt, see, shape_score
 from test_gpu_features import on_gpu, skip_unless_it_runs_here, tensors
 from tolerance import assert_attention, assert_gradients
 
@@ -115,6 +115,18 @@ def draw_on_hopper(request, rng):
 def test_on_hopper(cupy, rng, backward, dims, draw_on_hopper):
     case = draw_on_hopper(dims, seqlen_q=203, seqlen_k=330)
     mods = {"score_mod": cufa.ScoreMod(shape_score, rng.standard_normal((2, 9)), rng.standard_normal(200))}
+    check(cupy, case, mods, HOPPER[0], backward)
+
+
+@pytest.mark.parametrize(("backward", "dims"), OF_HOPPER)
+def test_gradients_of_arrays_on_hopper(cupy, rng, backward, dims, draw_on_hopper):
+    case = draw_on_hopper(dims, seqlen_q=203, seqlen_k=330)
+    case = replace(case, gradients=(*case.gradients, "score_mod"))
+    arrays = rng.standard_normal((9, 2)).T, rng.standard_normal(200).astype(np.float16)
+    mods = {
+        "score_mod": cufa.ScoreMod(add_learnt, *arrays),
+        "mask_mod": cufa.MaskMod(see, np.sort(rng.integers(0, 3, (2, 400)), axis=1)),
+    }
     check(cupy, case, mods, HOPPER[0], backward)
 
 

@@ -167,6 +167,8 @@ class HopperBackward(HopperKernel):
         reason = super().unsupported(problem, device)
         if reason is None and problem.features.mask_mod and problem.features.deterministic:
             return f"{self.name} does not support deterministic with mask_mod"
+        if reason is None and problem.features.element_slopes_ask_score:
+            return f"{self.name} does not support dscore_mod where slopes of elements depend on the score"
         asks = " and ".join(name for name in ("softcap", "bias") if name in problem.features.names)
         if reason is None and problem.head_dim > self.max_value_dim and asks:
             return (
@@ -383,14 +385,14 @@ _LADDER = (
     HopperBackward(
         name="bwd_4_wgmma",
         direction="backward",
-        entries=("seen_tiles", *_HOPPER_BACKWARD_ENTRIES),
+        entries=("seen_tiles", *_HOPPER_BACKWARD_ENTRIES[:-1], "array_gradients", "sink_gradient"),
         idea="Hopper: all five products by wgmma beside each other and beside the softmax, tiles by TMA",
         paper="Shah et al. 2024, section 3",
         memory="O(N)",
         max_head_dim=192,
         max_value_dim=128,
         short=(32, 32),
-        features=_HOPPER_BACKWARD_FEATURES | {"mask_mod"},
+        features=_HOPPER_BACKWARD_FEATURES | {"mask_mod", "dscore_mod"},
     ),
     WideHopperBackward(
         name="bwd_5_wgmma_wide",

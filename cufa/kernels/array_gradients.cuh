@@ -5,8 +5,10 @@
 // So a lane keeps what it has for an element until it comes to a score that reads another.
 #pragma once
 
-#include "score_gradients.cuh"
 #include "warp_rows.cuh"
+
+// By how much a score changes with each of the elements that it reads.
+using ElementSlopes = ElementSlope[kElements > 0 ? kElements : 1];
 
 // What a lane has yet to add to the sum of one element.
 struct PendingSum {
@@ -31,11 +33,8 @@ template <int Kinds>
 struct PendingSums {
     PendingSum of[Kinds][kElements > 0 ? kElements : 1];
 
-    // `gradient` is that of the new score which score_mod made of a product.
-    __device__ void add(acc_t* sums, int kind, const ScoreRules& rules, acc_t product, int row,
-                        int key, acc_t gradient) {
-        ElementSlope slopes[kElements > 0 ? kElements : 1];
-        rules.element_slopes_at(product, row, key, slopes);
+    // `gradient` is that of the new score which score_mod made.
+    __device__ void add(acc_t* sums, int kind, const ElementSlopes& slopes, acc_t gradient) {
 #pragma unroll
         for (int i = 0; i < kElements; ++i)
             of[kind][i].add(sums, slopes[i].place, gradient * slopes[i].slope);

@@ -155,8 +155,11 @@ struct KeyGradients {
         ScoreGradients scores;
         const auto add_up = [&](int row, int key, acc_t product, const ScoreGradient& gradient) {
             if constexpr (kBiasGradient) head.bias.add(row, key, gradient.score);
-            if constexpr (kArrayGradients)
-                of_arrays.add(head.arrays, 0, head.rules, product, row, key, gradient.modified);
+            if constexpr (kArrayGradients) {
+                ElementSlopes slopes;
+                head.rules.element_slopes_at(product, row, key, slopes);
+                of_arrays.add(head.arrays, 0, slopes, gradient.modified);
+            }
         };
         scores.recompute<Masked>(smem, head.rules, grid, first_row, first_key, add_up);
         store_scores(smem.p, scores.p, grid);

@@ -276,9 +276,11 @@ struct KeyGradients {
         const auto add_up = [&](Element score, acc_t product, const ScoreGradient& gradient) {
             const int query = tile.query(score), key = tile.key(score);
             if constexpr (kBiasGradient) head.bias.add(query, key, gradient.score);
-            if constexpr (kArrayGradients)
-                of_arrays.add(head.arrays, 2 * score.m + score.half, head.rules, product, query,
-                              key, gradient.modified);
+            if constexpr (kArrayGradients) {
+                ElementSlopes slopes;
+                head.rules.element_slopes_at(product, query, key, slopes);
+                of_arrays.add(head.arrays, 2 * score.m + score.half, slopes, gradient.modified);
+            }
         };
         if (masked) {
             differentiate<true>(s, dp, tile, seen, stats_of, add_up);

@@ -117,6 +117,10 @@ using LabelledWalk = LabelledQueryWalk<Tiles, kStages>;
 __device__ inline SeenPart* seen_parts(const BackwardParams& call) {
     return reinterpret_cast<SeenPart*>(QueryWorkspace(call).taken + 1);
 }
+__device__ inline float* sums_of_arrays(const BackwardParams& call) {
+    constexpr int kParts = sizeof(float) / sizeof(SeenPart);
+    return reinterpret_cast<float*>(seen_parts(call)) + (Seen::count(call) + kParts - 1) / kParts;
+}
 
 __device__ inline Tiles query_tiles_of(const BackwardParams& call, const KeyWork& work) {
     return Tiles(work.mask(call), work.first_key);

@@ -44,9 +44,10 @@ struct Consumer {
     RingPosition<kKeyStages> keys_at;
     RingPosition<kStages> at;
     RingPosition<1> outbox_to;
-    float* tile_before;  // the sums of dQ of the tile before, of which dS lies a stage before
-    bool last_before;    // whether these are the last keys that it sees
-    bool took_out;       // whether there was NaN or infinity in masked tiles of queries
+    float* tile_before;        // the sums of dQ of the tile before, of which dS lies a stage before
+    bool last_before;          // whether these are the last keys that it sees
+    bool took_out;             // whether there was NaN or infinity in masked tiles of queries
+    PendingSums<2> of_arrays;  // for each of a thread's keys
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
         : smem(smem), params(params), warpgroup(warpgroup), turns(warpgroup) {}
@@ -136,13 +137,14 @@ struct Consumer {
 
     // P is as it was computed, or rounded.
     template <class P, class Walk>
-    __device__ void differentiate(Scores& dp, const P& p, const Walk& walk) const {
+    __device__ void differentiate(Scores& dp, const P& p, const Walk& walk) {
         const Statistics& rows = smem.rows[at.stage];
         if (walk.masked()) {
             softmax.template differentiate<true, kSlopesFromWeights>(dp, p, rows, walk.tile);
         } else {
             softmax.template differentiate<false, kSlopesFromWeights>(dp, p, rows, walk.tile);
         }
+        if constexpr (kArrayGradients) add_to_arrays(dp, walk);
         if constexpr (kSlopesWait)
             softmax.apply_slopes(dp, smem.ds[at.stage][warpgroup], warp_row());
     }
@@ -268,6 +270,7 @@ struct Consumer {
 
     // Says that there is nothing left.
     __device__ void leave() {
+        if constexpr (kArrayGradients) of_arrays.flush(sums_of_arrays(params.call));
         if constexpr (!kOutboxes) return;
         wait_for_outbox();
         post({Label::kNothing, nullptr, {}});
@@ -277,6 +280,16 @@ struct Consumer {
     template <class Walk>
     __device__ TilePlace place_of(const Walk& walk) const {
         return {params.call.features, work().batch, walk.head, walk.tile * kBlockM};
+    }
+
+    template <class Walk>
+    __device__ void add_to_arrays(const Scores& ds, const Walk& walk) {
+        float* const sums = sums_of_arrays(params.call);
+        if (walk.masked()) {
+            softmax.template add_to_arrays<true>(of_arrays, sums, ds, place_of(walk));
+        } else {
+            softmax.template add_to_arrays<false>(of_arrays, sums, ds, place_of(walk));
+        }
     }
 
     // Makes products scores, if those are more.

@@ -163,6 +163,8 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
     row_sums(const __grid_constant__ Params params) {
     ptx::let_next_launch_begin();
     if (blockIdx.x == 0 && threadIdx.x == 0) *QueryWorkspace(params.call).taken = 0;
+    if constexpr (kArrayGradients)
+        clear_sums<kHelperThreads>(sums_of_arrays(params.call), array_sums(params.call.features));
     if (params.call.sizes.seqlen_q == 0) return;
     prepare_rows<kHelperThreads, kBlockM, Sums>(params.call);
 }
@@ -212,6 +214,12 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
     round_queries(const __grid_constant__ Params params) {
     ptx::wait_for_launch_before();
     round_tile<kHelperThreads, kBlockM, kPanels, Sums>(params.call);
+}
+
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+    array_gradients(const __grid_constant__ Params params) {
+    if constexpr (kArrayGradients)
+        round_array_sums<kHelperThreads>(params.call, sums_of_arrays(params.call));
 }
 
 extern "C" __global__ void __launch_bounds__(kHelperThreads)

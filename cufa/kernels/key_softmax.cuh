@@ -2,6 +2,7 @@
 #pragma once
 
 #include "alibi_line.cuh"
+#include "array_gradients.cuh"
 #include "online_softmax.cuh"
 #include "tensor.cuh"
 #include "wgmma_tiles.cuh"
@@ -227,6 +228,21 @@ struct KeySoftmax {
                 if constexpr (Slopes) x *= slope_at(weights[e], pair_at(rows.minus_lse, i / 2)[e]);
                 if (Masked && !sees(i / 2, i % 2 * 2 + e, tile)) x = 0;
             }
+        }
+    }
+
+    // Adds to the gradients of arrays what a tile's scores have for those elements that they read,
+    // whose slopes must be the same for all scores.
+    template <bool Masked>
+    __device__ void add_to_arrays(PendingSums<2>& of_keys, float* sums, const WgmmaSums<BlockM>& ds,
+                                  const TilePlace& place) const {
+#pragma unroll
+        for (int i = 0; i < BlockM / 2; ++i) {
+            if (Masked && !sees(i, place)) continue;
+            const int half = i % 4 / 2, row = place.first_row + query + i / 4 * 8 + i % 2;
+            ElementSlopes slopes;
+            element_slopes(place.features, 0, place.batch, place.head, row, key[half], slopes);
+            of_keys.add(sums, half, slopes, ds[i]);
         }
     }
 

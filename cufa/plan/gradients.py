@@ -20,8 +20,7 @@ def gradient_macros(problem: Problem) -> tuple[Macro, ...]:
 
 def gradient_sums(problem: Problem) -> tuple[Scratch, ...]:
     """The last parts of the workspace, as array_gradients.cuh and bias_gradient.cuh lay them out."""
-    features = problem.features
-    arrays = (Scratch("dscore_mod sums", (features.array_sums,)),) if features.array_sums else ()
+    features, arrays = problem.features, array_sums(problem)
     if features.bias is None or not _bias_gradient(problem):
         return arrays
     shape = (*lse_shape(problem), features.bias[3]) if _own_bias_sums(problem) else features.bias
@@ -34,9 +33,20 @@ def gradient_launches(problem: Problem, threads: int, warps: int) -> tuple[Launc
     elements = prod(bias) if bias is not None and _bias_gradient(problem) else 0
     return (
         Launch("bias_gradient", ceil_div(elements, threads), threads),
-        Launch("array_gradients", ceil_div(problem.features.array_sums, threads), threads),
+        array_launch(problem, threads),
         sink_launch(problem, threads, warps),
     )
+
+
+def array_sums(problem: Problem) -> tuple[Scratch, ...]:
+    """A part of the workspace for the gradients of score_mod's arrays, if they are wanted."""
+    elements = problem.features.array_sums
+    return (Scratch("dscore_mod sums", (elements,)),) if elements else ()
+
+
+def array_launch(problem: Problem, threads: int) -> Launch:
+    """The entry that rounds them, without blocks if they are not wanted."""
+    return Launch("array_gradients", ceil_div(problem.features.array_sums, threads), threads)
 
 
 def sink_launch(problem: Problem, threads: int, warps: int) -> Launch:

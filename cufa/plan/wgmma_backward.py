@@ -16,7 +16,7 @@ from math import ceil, prod
 from cufa.device import REGISTERS_PER_SM, Device
 from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
 from cufa.plan.choice import Cost, choose, query_tiles, row_tiles
-from cufa.plan.gradients import sink_launch
+from cufa.plan.gradients import array_launch, array_sums, sink_launch
 from cufa.plan.record import Launch, Macro, Part, Scratch, TensorBox
 from cufa.plan.seen import seen_scratch, seen_tiles
 from cufa.plan.sizes import VECTOR_BYTES, common_macros, params_bytes
@@ -210,7 +210,8 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
     to_take = _tiles_of_keys(problem, adding, tiles)
     key_blocks = min(to_take, device.sm_count) if kind.stays else to_take
     counters = kind.stays * min(1, query_blocks + to_take)
-    row_blocks = max(query_blocks, counters)  # they also set the counter to 0
+    # They also set the counter to 0, and sums of arrays.
+    row_blocks = max(query_blocks, counters, min(1, problem.features.array_sums))
     round_blocks = (not rounds) * query_blocks
     key_sums = _key_sums(problem, tiles.parts)
     key_rows = sum(prod(part.shape[:2]) for part in key_sums)
@@ -227,6 +228,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
             overlaps=True,
         ),
         Launch("round_queries", round_blocks, HELPER_THREADS, round_smem_bytes, overlaps=overlaps),
+        array_launch(problem, HELPER_THREADS),
         sink,
     )
     turns = adding in (Adding.AFTER_FIRST, Adding.IN_ORDER)
@@ -259,6 +261,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
             *((Scratch("blocks added", (query_blocks, CONSUMERS)),) * turns),
             *((Scratch("tiles of keys taken", (counters,)),) * kind.stays),
             *seen_scratch(problem, seen),
+            *array_sums(problem),
         ),
         reasons=(*chosen.reasons, *_how(problem, adding, rounds, stay=kind.stays), *_why_parts(tiles)),
         boxes=boxes,

@@ -270,19 +270,23 @@ def test_an_array_that_is_not_differentiated_has_gradient_0(arrays: list[Any]) -
         np.testing.assert_array_equal(gradient, np.zeros_like(array))
 
 
-def test_plan_of_gradients_of_arrays() -> None:
+def scale(score: Any, b: Any, h: Any, i: Any, j: Any, factors: Any) -> Any:
+    return score * factors[h]
+
+
+@pytest.mark.parametrize(("function", "kernel"), [(add_slope, "bwd_4_wgmma"), (scale, "bwd_3_mma")])
+def test_plan_of_gradients_of_arrays(function: Any, kernel: str) -> None:
     q = np.empty((2, 300, 4, 64), np.float16)
-    mod = ScoreMod(add_slope, np.zeros(4, np.float32))
-    options: dict[str, Any] = {"backward": True, "score_mod": mod, "arch": "sm_90a"}
-    plan = cufa.plan(q, q, q, **options, gradients=("score_mod",))
-    assert plan.kernel == "bwd_3_mma"
-    assert "bwd_4_wgmma does not support dscore_mod" in plan.reasons
+    options: dict[str, Any] = {"backward": True, "score_mod": ScoreMod(function, np.zeros(4, np.float32))}
+    plan = cufa.plan(q, q, q, **options, gradients=("score_mod",), arch="sm_90a")
+    refused = "bwd_4_wgmma does not support dscore_mod where slopes of elements depend on the score"
+    assert (plan.kernel, refused in plan.reasons) == (kernel, kernel == "bwd_3_mma")
     assert plan.launches[-1].entry == "array_gradients"
     assert (plan.scratch[-1].name, plan.scratch[-1].shape) == ("dscore_mod sums", (4,))
-    without = cufa.plan(q, q, q, **options, kernel="bwd_3_mma")
+    without = cufa.plan(q, q, q, **options, kernel=kernel, arch="sm_90a")
     assert "array_gradients" not in [launch.entry for launch in without.launches]
-    with pytest.raises(ValueError, match=r"bwd_3_mma adds up dscore_mod in no order, and .* deterministic"):
-        cufa.plan(q, q, q, **options, gradients=("score_mod",), deterministic=True)
+    with pytest.raises(ValueError, match=rf"{kernel} adds up dscore_mod in no order, .* deterministic"):
+        cufa.plan(q, q, q, **options, gradients=("score_mod",), deterministic=True, arch="sm_90a")
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,9 @@ class Written:
 
     Each array has its number of axes and the type of its elements. `of_heads` is whether it may be different
     in each head, `of_batches` in each sequence of the batch. `differentiated` are those arrays whose
-    gradients are wanted, `elements` how many of their elements a score reads, and `element_slopes` is the
-    body of a function that says by how much it changes with each; `slopes_ask_score` if that depends on it.
+    gradients are wanted, `elements` how many of their elements a score reads, `changing_with_query` which of
+    these are others for another query. `element_slopes` is the body of a function that says by how much a
+    score changes with each; `slopes_ask_score` if that depends on it.
     """
 
     arrays: tuple[tuple[str, int, str], ...]
@@ -72,6 +73,7 @@ class Written:
     of_batches: bool
     differentiated: tuple[tuple[str, int, str], ...] = ()
     elements: int = 0
+    changing_with_query: tuple[int, ...] = ()
     element_slopes: str = ""
     slopes_ask_score: bool = False
 
@@ -115,10 +117,12 @@ def _of_gradients(score_mod: Written) -> str:
     """What the gradients of its arrays ask for."""
     fields = [f"arrays.d{_field(name)}" for name, _, _ in score_mod.differentiated]
     count = " + ".join(f"{field}.count()" for field in fields) or "0"
+    changing = " || ".join(f"element == {number}" for number in score_mod.changing_with_query) or "false"
     writes = "".join(f"    {field}.write(sums, place);\n" for field in fields)
     return (
         f"constexpr bool kArrayGradients = {_cpp(bool(fields))};\n"
         f"constexpr int kElements = {score_mod.elements};\n\n"
+        f"__device__ constexpr bool changes_with_query(int element) {{\n    return {changing};\n}}\n\n"
         "__device__ inline void element_slopes(const ModArrays& arrays, acc_t score, "
         f"{_PLACE_ARGUMENTS}, ElementSlope* slopes) {{\n{score_mod.element_slopes}}}\n\n"
         f"__device__ inline int array_sums(const ModArrays& arrays) {{\n    return {count};\n}}\n\n"
@@ -295,6 +299,9 @@ class ScoreMod(_Mod):
             self.written,
             differentiated=differentiated,
             elements=len(slopes),
+            changing_with_query=tuple(
+                number for number, (element, _) in enumerate(slopes) if "q_idx" in _asked(*element.operands)
+            ),
             element_slopes=write_slopes(slopes),
             slopes_ask_score="score" in _asked(*(slope for _, slope in slopes)),
         )

@@ -2,7 +2,11 @@
 // element to that element's sum in the workspace, and an entry of its own rounds the sums.
 //
 // Millions of scores may read one element, and additions to one address come one after the other.
-// So a lane keeps what it has for an element until it comes to a score that reads another.
+// So a lane keeps what it has for an element until it comes to a score that reads another. On
+// tensor cores it has pairs of neighbouring queries, of two keys eight apart. For elements that
+// change with the query, as those of a relative bias do along diagonals, it keeps a sum for either
+// of the pair, and goes to the second key first: on the diagonal the first one follows, eight
+// queries on. For others it keeps one for each key.
 #pragma once
 
 #include "warp_rows.cuh"
@@ -28,23 +32,27 @@ struct PendingSum {
     }
 };
 
-// Those of a lane, for `Kinds` of scores each of which is likely to read the same elements.
-template <int Kinds>
+// Those of a lane, so many for each element that scores read.
+template <int Count>
 struct PendingSums {
-    PendingSum of[Kinds][kElements > 0 ? kElements : 1];
+    PendingSum of[Count][kElements > 0 ? kElements : 1];
 
-    // `gradient` is that of the new score which score_mod made.
-    __device__ void add(acc_t* sums, int kind, const ElementSlopes& slopes, acc_t gradient) {
+    // `gradient` is that of the new score which score_mod made. `of_query` and `of_key` are which
+    // of the sums are for elements that change with the query, and which for others.
+    __device__ void add(acc_t* sums, int of_query, int of_key, const ElementSlopes& slopes,
+                        acc_t gradient) {
 #pragma unroll
-        for (int i = 0; i < kElements; ++i)
-            of[kind][i].add(sums, slopes[i].place, gradient * slopes[i].slope);
+        for (int i = 0; i < kElements; ++i) {
+            PendingSum& own = of[changes_with_query(i) ? of_query : of_key][i];
+            own.add(sums, slopes[i].place, gradient * slopes[i].slope);
+        }
     }
 
     __device__ void flush(acc_t* sums) const {
 #pragma unroll
-        for (int kind = 0; kind < Kinds; ++kind)
+        for (int own = 0; own < Count; ++own)
 #pragma unroll
-            for (int i = 0; i < kElements; ++i) of[kind][i].flush(sums);
+            for (int i = 0; i < kElements; ++i) of[own][i].flush(sums);
     }
 };
 

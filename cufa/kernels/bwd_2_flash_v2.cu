@@ -158,7 +158,7 @@ struct KeyGradients {
             if constexpr (kArrayGradients) {
                 ElementSlopes slopes;
                 head.rules.element_slopes_at(product, row, key, slopes);
-                of_arrays.add(head.arrays, 0, slopes, gradient.modified);
+                of_arrays.add(head.arrays, 0, 0, slopes, gradient.modified);
             }
         };
         scores.recompute<Masked>(smem, head.rules, grid, first_row, first_key, add_up);

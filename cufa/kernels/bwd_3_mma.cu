@@ -256,7 +256,7 @@ struct QueryPlace {
 struct KeyGradients {
     Accumulators<kTiles, kHeadPart> dk;
     Accumulators<kTiles, kValuePart> dv;
-    PendingSums<2 * kTiles> of_arrays;  // for each key
+    PendingSums<2 * kTiles> of_arrays;
 
     // Takes in one tile of queries.
     __device__ void attend(KeySmem& smem, const QueryHead& head, const Place& place,
@@ -279,7 +279,8 @@ struct KeyGradients {
             if constexpr (kArrayGradients) {
                 ElementSlopes slopes;
                 head.rules.element_slopes_at(product, query, key, slopes);
-                of_arrays.add(head.arrays, 2 * score.m + score.half, slopes, gradient.modified);
+                of_arrays.add(head.arrays, 2 * score.m + score.e, 2 * score.m + score.half, slopes,
+                              gradient.modified);
             }
         };
         if (masked) {

@@ -44,10 +44,10 @@ struct Consumer {
     RingPosition<kKeyStages> keys_at;
     RingPosition<kStages> at;
     RingPosition<1> outbox_to;
-    float* tile_before;        // the sums of dQ of the tile before, of which dS lies a stage before
-    bool last_before;          // whether these are the last keys that it sees
-    bool took_out;             // whether there was NaN or infinity in masked tiles of queries
-    PendingSums<2> of_arrays;  // for each of a thread's keys
+    float* tile_before;  // the sums of dQ of the tile before, of which dS lies a stage before
+    bool last_before;    // whether these are the last keys that it sees
+    bool took_out;       // whether there was NaN or infinity in masked tiles of queries
+    PendingSums<2> of_arrays;
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
         : smem(smem), params(params), warpgroup(warpgroup), turns(warpgroup) {}

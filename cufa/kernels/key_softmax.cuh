@@ -234,15 +234,16 @@ struct KeySoftmax {
     // Adds to the gradients of arrays what a tile's scores have for those elements that they read,
     // whose slopes must be the same for all scores.
     template <bool Masked>
-    __device__ void add_to_arrays(PendingSums<2>& of_keys, float* sums, const WgmmaSums<BlockM>& ds,
-                                  const TilePlace& place) const {
+    __device__ void add_to_arrays(PendingSums<2>& of_arrays, float* sums,
+                                  const WgmmaSums<BlockM>& ds, const TilePlace& place) const {
 #pragma unroll
-        for (int i = 0; i < BlockM / 2; ++i) {
+        for (int at = 0; at < BlockM / 2; ++at) {
+            const int e = at / 2 % 2, half = 1 - at % 2, i = at / 4 * 4 + 2 * half + e;
             if (Masked && !sees(i, place)) continue;
-            const int half = i % 4 / 2, row = place.first_row + query + i / 4 * 8 + i % 2;
             ElementSlopes slopes;
-            element_slopes(place.features, 0, place.batch, place.head, row, key[half], slopes);
-            of_keys.add(sums, half, slopes, ds[i]);
+            element_slopes(place.features, 0, place.batch, place.head,
+                           place.first_row + query + at / 4 * 8 + e, key[half], slopes);
+            of_arrays.add(sums, e, half, slopes, ds[i]);
         }
     }
 

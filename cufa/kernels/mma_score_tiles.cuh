@@ -186,8 +186,9 @@ __device__ inline void differentiate(Scores& s, Scores& dp, const Tile& tile,
             for (int e = 0; e < 2; ++e)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    const Element at = {m, n, half, e};
-                    const int query = tile.query(at), key = tile.key(at), i = 2 * half + e;
+                    // The second half goes first where that is less work (array_gradients.cuh).
+                    const Element at = {m, n, kArrayGradients ? 1 - half : half, e};
+                    const int query = tile.query(at), key = tile.key(at), i = 2 * at.half + e;
                     const bool is_seen = !Masked || seen.at(at);
                     ScoreGradient gradient;
                     // Only a bias must not be read where nothing is seen.

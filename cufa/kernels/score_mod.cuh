@@ -24,11 +24,14 @@ __device__ inline bool mod_sees(const ModArrays&, int, int, int, int) {
     return true;
 }
 
-// Whether the arrays' gradients are wanted, and how many of their elements a score reads. How many
-// elements they have, by how much the new score changes with those that it reads, and the gradient
-// of one from its sum.
+// Whether the arrays' gradients are wanted, how many of their elements a score reads, and whether
+// which one it is changes with the query. How many elements they have, by how much the new score
+// changes with those that it reads, and the gradient of one from its sum.
 constexpr bool kArrayGradients = false;
 constexpr int kElements = 0;
+__device__ constexpr bool changes_with_query(int) {
+    return false;
+}
 __device__ inline int array_sums(const ModArrays&) {
     return 0;
 }

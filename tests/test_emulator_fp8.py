@@ -203,6 +203,14 @@ def test_a_planted_mistake_is_seen(rng, tmp_path, what):
         run(problem, folder=planted(tmp_path, file, right, wrong), tiles=tiles)
 
 
+def test_rows_that_see_few_keys_at_first_need_not_raise_their_maxima(rng, tmp_path):
+    """In this copy of the kernel the output is NaN where maxima are raised."""
+    raising = "if (softmax.shrink_weights(s, sums, shrink)) return;"
+    spoiling = "shrink[0] = shrink[1] = __int_as_float(0x7fffffff); return;"
+    folder = planted(tmp_path, "wgmma_forward.cuh", raising, spoiling)
+    run(draw(rng, 300, 300), causal=True, folder=folder)
+
+
 # Features that are alone with one variant of the kernel, in turn, sets of them with two: compiling takes most
 # of the time.
 @pytest.mark.parametrize(

@@ -212,11 +212,17 @@ struct ForwardConsumer {
         shape_scores(s, bias, work, tile);
         if (cut) self().mask_first(s, work, tile);
         softmax.begin(s, tile_scale());
-        // Rows past the end see no key, but others of their warp should not wait for them.
+        // Of three warpgroups two work on while one raises its maxima.
+        constexpr bool kLooksAhead = kHeadroom > 0 && kConsumers <= 2;
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            if (row_of(work, half) >= work.sequence(params.call).seqlen_q)
-                softmax.rows[half].max = 0;
+        for (int half = 0; half < 2; ++half) {
+            const int row = row_of(work, half);
+            float& max = softmax.rows[half].max;
+            if (kLooksAhead && !last && mask_of(work).keys_end(row) < tile * kBlockN + kFewKeys)
+                max += kHeadroom + kAboveFewKeys;
+            // Rows past the end see no key, but others of their warp should not wait for them.
+            if (row >= work.sequence(params.call).seqlen_q) max = 0;
+        }
         softmax.weigh(s, tile_scale(), sums);
         softmax.add(sums);
         self().round(p, s);

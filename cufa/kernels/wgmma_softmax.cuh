@@ -19,6 +19,10 @@ constexpr float kHeadroom = sizeof(scalar_t) == 1 ? 3 : 0;
 // Where it is not, what they may sum up to before maxima are raised: then operands hold each of
 // them.
 constexpr float kLargestSum = sizeof(scalar_t) == 1 ? 448 : 32768;
+// A row that sees fewer keys of its first tile is likely to see larger scores in the next, for
+// which its maximum would have to be raised. It is set this far above the largest score then.
+constexpr int kFewKeys = 32;
+constexpr float kAboveFewKeys = 2;
 // From here on weights may have been infinite, and cannot be shrunk.
 constexpr float kAlmostInfinity = 0x1p126f;
 

@@ -30,7 +30,8 @@ import cufa
 from cufa import arrays, device, reference
 from cufa.checking import Array, judge
 from cufa.device import KNOWN, Arch
-from cufa.kernels import KERNELS, best_kernel
+from cufa.kernels import KERNELS
+from cufa.plan import best_kernel
 
 FUNCTIONS = [
     cufa.attention,

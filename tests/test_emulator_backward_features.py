@@ -206,6 +206,20 @@ def test_warps_that_share_rows(rng, features):
         check("bwd_3_mma", case, tiles=SHARED_ROWS, deterministic=deterministic)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "tiles", "features"),
+    [
+        ("bfloat16", SHARED_ROWS, {"packed", "seqused_k", "causal", "dbias"}),
+        ("float64", TILES["bwd_3_mma"], {"mask", "seqused_k", "sink"}),
+    ],
+)
+def test_heads_that_share_keys_in_parts(rng, dtype, tiles, features):
+    lengths = {"seqlen_q": 40, "seqlen_k": 90, "heads": 4, "kv_heads": 1, "head_dim": 24, "head_dim_v": 13}
+    case = cases.draw_case(rng, dtype, features, **lengths)
+    for deterministic in (False, True):
+        check("bwd_3_mma", case, tiles={**tiles, "parts": 2}, deterministic=deterministic)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("features", [(), ("mask_bits", "causal"), EVERYTHING])
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)

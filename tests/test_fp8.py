@@ -15,8 +15,8 @@ from tolerance import random_problem
 import cufa
 from cufa import jit
 from cufa.device import Device
-from cufa.kernels import KERNELS, best_kernel
-from cufa.plan import make_plan
+from cufa.kernels import KERNELS
+from cufa.plan import best_kernel, make_plan
 from cufa.problem import FLOAT8, Features, Problem
 
 H200 = Device.of("sm_90a")

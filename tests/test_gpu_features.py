@@ -143,6 +143,26 @@ def test_masks_that_hide_tiles(cupy, rng, in_bits, deterministic):
             assert_gradients(tuple(x.get() for x in gradients), case.problem, **case.backward)
 
 
+@pytest.mark.parametrize("features", [("causal", "packed", "seqused_k"), ("mask", "dbias", "dropout")])
+@pytest.mark.parametrize(
+    ("dtype", "parts"), [("float16", 4), ("bfloat16", 2), ("float32", 8), ("float64", 4)], ids=str
+)
+def test_heads_that_share_keys_in_parts(cupy, rng, dtype, parts, features):
+    """Also where rows of the gradients are aligned to one element only."""
+    for dims in ((128, 128), (40, 33)):
+        sizes = {"heads": 8, "kv_heads": 1, "head_dim": dims[0], "head_dim_v": dims[1]}
+        case = draw_case(rng, dtype, set(features), seqlen_q=300, seqlen_k=450, **sizes)
+        hide_nan(case)
+        q, k, v, dout = tensors(cupy, case)
+        forward, backward = on_gpu(cupy, case.forward), on_gpu(cupy, case.backward)
+        out, lse = cufa.attention(q, k, v, **forward, return_lse=True)
+        for deterministic in (False, True):
+            options = {"deterministic": deterministic, "kernel": "bwd_3_mma", "tiles": {"parts": parts}}
+            gradients = cufa.attention_backward(dout, q, k, v, out, lse, **backward, **options)
+            with np.errstate(invalid="ignore"):
+                assert_gradients(tuple(x.get() for x in gradients), case.problem, **case.backward)
+
+
 def results_of(case):
     """Shape and dtype of out and lse."""
     problem = case.problem

@@ -8,8 +8,8 @@ import pytest
 
 from cufa import jit
 from cufa.device import KNOWN, Device
-from cufa.kernels import KERNELS, best_kernel, kernel_named
-from cufa.plan import make_plan
+from cufa.kernels import KERNELS, kernel_named
+from cufa.plan import best_kernel, make_plan
 from cufa.plan.sizes import SOFTMAX_PARAMS_BYTES
 from cufa.plan.standard import softmax_launch
 from cufa.problem import DTYPES, Problem

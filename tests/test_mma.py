@@ -50,7 +50,8 @@ def test_half_a_step_of_queries_is_for_float64_only():
     for dtype in ("float64", "float32", "float16"):
         problem = Problem("backward", dtype, 2, 4096, 4096, 8, 8, 64, 64)
         if dtype == "float64":
-            assert make_plan(problem, Device.of("sm_90a"), "bwd_3_mma", tiles).tiles == tiles
+            plan = make_plan(problem, Device.of("sm_90a"), "bwd_3_mma", tiles)
+            assert plan.tiles == {**tiles, "parts": 1}
         else:
             with pytest.raises(
                 ValueError, match="block_m must be a multiple of split \\* 16 but for float64"
@@ -73,3 +74,24 @@ def test_what_a_mask_shows_is_found_as_often_as_it_is_another(front, options, ma
         assert plan.workspace_bytes == -(-matrices * 5 * 5 * 2 // 4) * 4
     backward = cufa.plan(q, q, q, mask=mask, **arrays, backward=True, kernel="bwd_3_mma", arch="sm_90a")
     assert backward.launches[0].entry == "seen_tiles"
+
+
+@pytest.mark.parametrize(
+    ("arch", "heads", "kv_heads", "causal", "parts"),
+    [
+        ("sm_80", 32, 1, True, 4),
+        ("sm_80", 32, 8, False, 1),
+        ("sm_120a", 8, 1, False, 8),
+        ("sm_90a", 8, 8, True, 1),
+    ],
+)
+def test_heads_that_share_keys_are_in_parts_where_tiles_are_few(arch, heads, kv_heads, causal, parts):
+    problem = Problem("backward", "float16", 1, 8192, 8192, heads, kv_heads, 128, 128, causal)
+    plan = make_plan(problem, Device.of(arch), "bwd_3_mma")
+    assert plan.tiles["parts"] == parts
+    assert ("to fill the SMs" in str(plan)) == (parts > 1)
+    grids = {launch.entry: launch.grid for launch in plan.launches}
+    assert grids["key_tiles"] == parts * kv_heads * 8192 // plan.tiles["block_n"]
+    assert ("round_keys" in grids) == (parts > 1)
+    with pytest.raises(ValueError, match="parts must divide"):
+        make_plan(problem, Device.of(arch), "bwd_3_mma", {"parts": 3})

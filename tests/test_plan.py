@@ -16,6 +16,7 @@ from cufa.device import KNOWN, Arch, Device
 from cufa.kernels import KERNELS
 from cufa.plan import Launch, Plan, make_plan, tiled
 from cufa.plan.record import MAX_GRID, counted
+from cufa.plan.rungs import PRICES
 from cufa.plan.sizes import shared_matrix_bytes
 from cufa.plan.standard import softmax_launch
 from cufa.plan.tiled import Tiles
@@ -279,9 +280,12 @@ def blocks_by_brute_force(plan: Plan) -> dict[str, int]:
         # The sums of dQ are whole tiles of queries; a warp rounds sixteen rows.
         summed = range(-(-problem.seqlen_q // tiles["block_m"]) * tiles["block_m"])
         rounded = range(-(-problem.seqlen_q // 16))
+    parts = range(tiles.get("parts", 1))
+    adding_parts = {"round_keys": warps_for(batch, kv_heads, keys)} if len(parts) > 1 else {}
     return {
         "row_sums": warps_for(batch, heads, summed),
-        "key_tiles": tiles_of((batch, kv_heads), keys, tiles["block_n"]),
+        "key_tiles": tiles_of((batch, kv_heads, parts), keys, tiles["block_n"]),
+        **adding_parts,
         "round_queries": warps_for(batch, heads, rounded),
     }
 
@@ -331,7 +335,11 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
         "bwd_1_naive": {"P": matrix, "dS": matrix},
         "bwd_2_flash_v2": {"LSE and D": (*rows, 2), "dQ sums": (*rows, 24)},
         # Whole tiles of queries, and head dims that the warps can part.
-        "bwd_3_mma": {"dQ sums": (4, 2 * 320, 32), "LSE and D": (*rows, 2)},
+        "bwd_3_mma": {
+            "dQ sums": (4, 2 * 320, 32),
+            "parts of dK and dV": (2 * 400, 2, 2, 24 + 40),
+            "LSE and D": (*rows, 2),
+        },
         # Tiles of 128 queries, a panel of 64 dims; tiles of 64 queries, whole panels. Of each row LSE and D,
         # of each tile 16 bytes.
         "bwd_4_wgmma": {"dQ sums": (2 * 4 * 3, 64, 128), "statistics": (2 * 4 * 3, 2 * 128 + 4)},
@@ -467,15 +475,20 @@ def test_an_empty_mapping_of_tiles_is_none() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_the_last_rung_is_taken_if_none_is_asked_for(arch: str, direction: Direction, dtype: str) -> None:
+def test_the_cheapest_or_last_rung_is_taken(arch: str, direction: Direction, dtype: str) -> None:
     device = Device.of(arch)
     problem = replace(problem_for("fwd_1_naive", dtype), direction=direction)
     fits = [row for row in KERNELS.values() if not row.unsupported(problem, device)]
     last = [row.name for row in fits if not row.unsuited(problem, device)][-1]
-    chosen, asked = make_plan(problem, device), make_plan(problem, device, last)
-    assert chosen.kernel == last
-    assert chosen.reasons[0] == f"{last}: the last rung that supports this call"
-    assert asked.reasons[0] == f"{last}: asked for"
+    chosen = make_plan(problem, device)
+    asked = make_plan(problem, device, chosen.kernel)
+    prices = {row.name: PRICES[row.name](problem, device) for row in fits if row.name in PRICES}
+    if len(prices) > 1:
+        assert chosen.kernel == min(prices, key=lambda name: prices[name])
+        assert "us on an H200, the cheapest" in chosen.reasons[0]
+    else:
+        assert chosen.reasons[0] == f"{last}: the last rung that supports this call"
+    assert asked.reasons[0] == f"{chosen.kernel}: asked for"
     assert chosen.launches == asked.launches
 
 

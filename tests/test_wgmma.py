@@ -8,8 +8,8 @@ import pytest
 
 from cufa import jit
 from cufa.device import Device
-from cufa.kernels import KERNELS, best_kernel
-from cufa.plan import make_plan
+from cufa.kernels import KERNELS
+from cufa.plan import best_kernel, make_plan
 from cufa.problem import Features, Problem
 
 H200 = Device.of("sm_90a")
@@ -164,13 +164,12 @@ def test_tiles_are_those_with_which_all_sms_are_done_first(batch, heads, seqlen,
         (1024, 64, 64, "fwd_5_mma"),
         (1024, 16, 512, "fwd_5_mma"),
         (1024, 128, 128, NAME),
-        (1024, 16, 513, "fwd_8_split_kv"),
-        (4, 64, 64, NAME),  # a few are done at once
+        (1024, 128, 1024, NAME),
+        (2, 16, 8192, "fwd_8_split_kv"),
     ],
 )
 def test_many_short_sequences_go_to_small_blocks(batch, queries, keys, kernel):
     call = replace(problem(64), batch=batch, seqlen_q=queries, seqlen_k=keys, kv_heads=4)
     plan = make_plan(call, H200)
     assert plan.kernel == kernel
-    many = f"{NAME} takes longer than rungs of mma.sync for many sequences of at most 64 queries"
-    assert any(many in reason for reason in plan.reasons) == (kernel == "fwd_5_mma")
+    assert plan.reasons[0].startswith(f"{kernel}: about ")

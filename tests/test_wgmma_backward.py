@@ -8,8 +8,8 @@ import pytest
 
 from cufa import jit
 from cufa.device import Device
-from cufa.kernels import KERNELS, best_kernel
-from cufa.plan import make_plan
+from cufa.kernels import KERNELS
+from cufa.plan import best_kernel, make_plan
 from cufa.problem import Features, Problem
 
 H200 = Device.of("sm_90a")

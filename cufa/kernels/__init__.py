@@ -16,18 +16,10 @@ _FIRST_TENSOR_CORES = {"float16": (7, 5), "bfloat16": (8, 0), "float32": (8, 0)}
 _FLOAT64_TENSOR_CORES = frozenset(((8, 0), (9, 0), (10, 0)))
 # Larger tiles of float64 would not fit into shared memory.
 _MAX_FLOAT64_DIM = 256
-# Rows of a tile of queries of all heads that share keys, and of one head's; and for how few rows at how many
-# keys the former is faster although there is but one of either. Measured on an H200.
-_SPLIT_ROWS, _HEAD_ROWS = 64, 128
-_FEW_ROWS, _MANY_KEYS = 32, 256
-# How long a key takes in the former, as a multiple of the latter: without head dims, and for each of keys and
-# values; at most; and as many keys as in the latter take as long as merging. Likewise.
-_SPLIT_TIME, _SPLIT_DIM_TIME, _SLOWEST_SPLIT, _MERGE_KEYS = 0.7, 1 / 320, 2.0, 1200
-# Up to how many value dims tiles of more rows have twice as many, and what part of the time a key then takes.
-_WIDE_VALUE_DIM, _WIDE_PART = 144, 0.9
-# Of how many short sequences' heads an SM must have to work on, and up to how many head dims, for blocks that
-# are small to be faster than one that is large. Likewise.
-_MANY_HEADS, _SHORT_HEAD_DIM = 8, 128
+# Up to how many queries and keys a sequence is short, how many heads of such ones an SM must have to work on,
+# and up to how many head dims, for blocks that are small to be faster backward than one that is large.
+# Measured on an H200.
+_SHORT, _MANY_HEADS, _SHORT_HEAD_DIM = 32, 8, 128
 # Keys that a copy of Hopper's engine brings at least: copies must begin where a swizzled unit does.
 _BOX_KEYS = 8
 # Where three products of tf32 take less time than one of float32 on CUDA cores.
@@ -41,8 +33,7 @@ class Kernel:
     `entries` are the `extern "C"` functions of its file in the order in which they are launched.
     `memory` is what it needs in global memory beyond its inputs and outputs, in the sequence length N.
     `tensor_cores` says that they make its products, by mma.sync. `features` are the names of those that it
-    supports (`cufa.problem.Features.names`). Up to `short` queries and keys in a sequence the mma rungs are
-    faster, if there are many such sequences.
+    supports (`cufa.problem.Features.names`).
     """
 
     name: str
@@ -61,7 +52,6 @@ class Kernel:
     only_arch: str | None = None
     min_align_bytes: int = 1
     ascending_only: bool = False
-    short: tuple[int, int] = (0, 0)
 
     @property
     def source(self) -> str:
@@ -117,24 +107,7 @@ class Kernel:
         exact = problem.dtype == "float32" and not problem.features.tf32
         if self.tensor_cores and exact and device.arch.capability not in _FAST_TF32:
             return f"{self.name} takes three products of tf32 for one of float32, too many on {device.arch}"
-        if self._has_short(problem, device):
-            queries, keys = self.short
-            return (
-                f"{self.name} takes longer than rungs of mma.sync for many sequences of at most {queries} "
-                f"queries and {keys} keys"
-            )
         return None
-
-    def _has_short(self, problem: Problem, device: Device) -> bool:
-        """Whether the problem is of many short sequences."""
-        queries, keys = _lengths(problem)
-        most_queries, most_keys = self.short
-        return (
-            queries <= most_queries
-            and keys <= most_keys
-            and problem.batch * problem.heads >= _MANY_HEADS * device.sm_count
-            and max(problem.head_dim, problem.value_dim) <= _SHORT_HEAD_DIM
-        )
 
 
 @dataclass(frozen=True)
@@ -178,9 +151,19 @@ class HopperBackward(HopperKernel):
         return reason
 
     def unsuited(self, problem: Problem, device: Device) -> str | None:
-        """As `Kernel.unsuited`: nor where a bias in 32 bits is most of what there is to wait for."""
+        """As `Kernel.unsuited`: nor with a bias in 32 bits, which is most of what there is to wait for, nor for
+        many short sequences.
+        """
         if problem.features.bias_dtype == "float32":
             return f"{self.name} takes longer than rungs of mma.sync with a bias in float32"
+        sequences = problem.packed_sequences
+        longest = ceil_div(max(problem.seqlen_q, problem.seqlen_k), sequences)
+        many = problem.batch * problem.heads >= _MANY_HEADS * device.sm_count
+        if longest <= _SHORT and many and max(problem.head_dim, problem.value_dim) <= _SHORT_HEAD_DIM:
+            return (
+                f"{self.name} takes longer than rungs of mma.sync for many sequences of at most {_SHORT} "
+                f"queries and keys"
+            )
         return super().unsuited(problem, device)
 
 
@@ -193,42 +176,6 @@ class WideHopperBackward(HopperKernel):
         if kernel_named("bwd_4_wgmma").unsupported(problem, device) is None:
             return f"{self.name} works on half as many keys at a time as bwd_4_wgmma"
         return None
-
-
-@dataclass(frozen=True)
-class SplitKernel(Kernel):
-    """A rung for few queries, whose rows are those of all heads that share a KV head."""
-
-    def unsuited(self, problem: Problem, device: Device) -> str | None:
-        """As `Kernel.unsuited`: not where it would hardly read keys less often than once for each head."""
-        group = problem.group
-        queries, keys = _lengths(problem)
-        tiles, of_heads = ceil_div(queries * group, _SPLIT_ROWS), group * ceil_div(queries, _HEAD_ROWS)
-        few = queries * group <= _FEW_ROWS and keys >= _MANY_KEYS
-        heads = problem.batch * problem.kv_heads
-        seen = problem.visible_scores / max(1, queries)
-        slower = min(_SLOWEST_SPLIT, _SPLIT_TIME + _SPLIT_DIM_TIME * (problem.head_dim + problem.value_dim))
-        if queries * group > _SPLIT_ROWS and problem.value_dim <= _WIDE_VALUE_DIM:
-            slower *= _WIDE_PART
-        waves = ceil_div(heads * of_heads, device.sm_count)
-        longest = keys if problem.causal else seen  # a block's, whose last query sees most
-        idle = slower * heads * tiles / device.sm_count * seen + _MERGE_KEYS < max(waves * seen, longest)
-        if not few and 2 * tiles > of_heads and not idle:
-            return (
-                f"{self.name} is for few queries with many keys, or of many heads that share them, or for so "
-                f"few heads that SMs would be idle, and here a KV head has {keys:,} keys and "
-                f"{queries * group:,} rows of queries, and there are {heads:,} of them"
-            )
-        return super().unsuited(problem, device)
-
-    def _has_short(self, problem: Problem, device: Device) -> bool:
-        return problem.group == 1 and super()._has_short(problem, device)
-
-
-def _lengths(problem: Problem) -> tuple[int, int]:
-    """How many queries and keys a sequence has; of packed ones, as if all were equally long."""
-    sequences = problem.packed_sequences
-    return ceil_div(problem.seqlen_q, sequences), ceil_div(problem.seqlen_k, sequences)
 
 
 def _has_tensor_cores(dtype: str, device: Device) -> bool:
@@ -321,7 +268,6 @@ _LADDER = (
                 *("block_table", "score_mod", "mask_mod"),
             )
         ),
-        short=(64, 512),
     ),
     HopperKernel(
         name="fwd_7_fp8",
@@ -333,7 +279,7 @@ _LADDER = (
         dtypes=(FLOAT8,),
         features=frozenset(("window", "softcap", "sink", "cu_seqlens", "seqused_k", "block_table")),
     ),
-    SplitKernel(
+    Kernel(
         name="fwd_8_split_kv",
         direction="forward",
         entries=("fwd_8_split_kv", "merge_splits"),
@@ -346,7 +292,6 @@ _LADDER = (
         features=frozenset(
             ("window", "softcap", "alibi_slopes", "sink", "cu_seqlens", "seqused_k", "block_table")
         ),
-        short=(64, 512),
     ),
     Kernel(
         name="bwd_1_naive",
@@ -375,7 +320,10 @@ _LADDER = (
     Kernel(
         name="bwd_3_mma",
         direction="backward",
-        entries=("seen_tiles", *_BACKWARD_ENTRIES),
+        entries=(
+            *("seen_tiles", "row_sums", "key_tiles", "round_keys", "query_tiles", "round_queries"),
+            *("bias_gradient", "array_gradients", "sink_gradient"),
+        ),
         idea="tensor cores: S and dP transposed, so that P and dS stay in registers",
         paper="Dao 2023, Algorithm 2",
         memory="O(N)",
@@ -391,7 +339,6 @@ _LADDER = (
         memory="O(N)",
         max_head_dim=192,
         max_value_dim=128,
-        short=(32, 32),
         features=_HOPPER_BACKWARD_FEATURES | {"mask_mod", "dscore_mod"},
     ),
     WideHopperBackward(
@@ -417,27 +364,28 @@ def kernel_named(name: str) -> Kernel:
     return kernel
 
 
-def best_kernel(problem: Problem, device: Device) -> Kernel:
-    """The last rung that supports the problem and suits it; the ladder is ordered by speed.
+def suited_kernels(problem: Problem, device: Device) -> tuple[Kernel, ...]:
+    """The rungs that support the problem and suit it, in the order of the ladder.
 
-    Raises ValueError if none does, with the reason of each rung that takes the dtype.
+    Raises ValueError if there are none, with the reason of each rung that takes the dtype.
     """
-    reasons = []
-    for kernel in reversed(_LADDER):
-        if kernel.direction != problem.direction or problem.dtype not in kernel.dtypes:
-            continue
-        reason = kernel.unsupported(problem, device) or kernel.unsuited(problem, device)
-        if reason is None:
-            return kernel
-        reasons.append(reason)
-    raise ValueError(f"no kernel supports {problem} on {device.arch}: " + "; ".join(reasons))
+    reasons = {
+        kernel: kernel.unsupported(problem, device) or kernel.unsuited(problem, device)
+        for kernel in _LADDER
+        if kernel.direction == problem.direction and problem.dtype in kernel.dtypes
+    }
+    suited = tuple(kernel for kernel, reason in reasons.items() if reason is None)
+    if not suited:
+        why = "; ".join(filter(None, reversed(reasons.values())))
+        raise ValueError(f"no kernel supports {problem} on {device.arch}: {why}")
+    return suited
 
 
 def passed_over(chosen: Kernel, problem: Problem, device: Device) -> tuple[str, ...]:
     """Why each later rung than the chosen one does not support the problem or does not suit it."""
     rungs = [kernel for kernel in _LADDER if kernel.direction == problem.direction]
-    faster = rungs[rungs.index(chosen) + 1 :]
-    reasons = (kernel.unsupported(problem, device) or kernel.unsuited(problem, device) for kernel in faster)
+    later = rungs[rungs.index(chosen) + 1 :]
+    reasons = (kernel.unsupported(problem, device) or kernel.unsuited(problem, device) for kernel in later)
     return tuple(filter(None, reasons))
 
 

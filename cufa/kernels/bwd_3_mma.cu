@@ -9,23 +9,25 @@
 // with the parts of keys and queries exchanged. Where there are barriers to wait at for parts of a
 // block's work (HANDS_OVER), warps hand Q, dO and dS on, and none waits for the slowest.
 //
-// Launches: row_sums (LSE and D, and the sums in the workspace set to zero), key_tiles,
-// round_queries or, if deterministic, query_tiles; bias_gradient, array_gradients and
-// sink_gradient if those are wanted.
+// Launches: row_sums (LSE and D, and the sums in the workspace set to zero), key_tiles, round_keys
+// if heads are in parts, round_queries or, if deterministic, query_tiles; bias_gradient,
+// array_gradients and sink_gradient if those are wanted.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
-// Owns     block: BLOCK_N keys of one KV head, or as many queries of one head; warp: kTiles 16-row
-//          tiles of them
+// Owns     block: BLOCK_N keys of one KV head, for one of PARTS parts of the query heads that share
+//          them, or as many queries of one head; warp: kTiles 16-row tiles of them
 // Shared   K, V, STAGES Q and dO tiles with LSE and D, dS^T and, if SPLIT, P^T; or Q, dO, STAGES K
 //          and V tiles and dS
 // Global   workspace: sums of dQ in fragments (heads, tiles of queries, BLOCK_M, head_dim rounded
-//          up), unless deterministic; LSE and D (batch, heads, seqlen_q, 2); with a
+//          up), unless deterministic; sums of dK and dV (batch, seqlen_k, kv_heads, PARTS, dims in
+//          eights), if there are parts; LSE and D (batch, heads, seqlen_q, 2); with a
 //          mask or a mask_mod, which tiles of scores it shows; sums of the gradients of score_mod's
 //          arrays and of the bias's, if those are wanted
 // Writes   dQ, dK, dV
 #include "array_gradients.cuh"
 #include "bias_gradient.cuh"
 #include "handover.cuh"
+#include "key_sums.cuh"
 #include "mma_nonfinite.cuh"
 #include "mma_query_sums.cuh"
 #include "mma_score_tiles.cuh"
@@ -117,18 +119,19 @@ using SeenOfQueries = SeenTiles<kBlockN, kBlockM>;
 // The workspace's parts, each for all heads.
 struct Workspace {
     acc_t* dq;
+    KeySums key_sums;
     RowStats* stats;
     acc_t *arrays, *bias;
     SeenPart* seen;
 
     __device__ explicit Workspace(const BackwardParams& params) {
         dq = static_cast<acc_t*>(params.workspace);
-        acc_t* const end = dq + (kDeterministic ? 0 : DqSums::rows(params.sizes) * kHead);
-        stats = reinterpret_cast<RowStats*>(end);
+        key_sums = {dq + (kDeterministic ? 0 : DqSums::rows(params.sizes) * kHead), params.sizes};
+        stats = reinterpret_cast<RowStats*>(key_sums.data + KeySums::count(params.sizes));
         arrays = reinterpret_cast<acc_t*>(stats + rows_of_heads(params.sizes));
         seen = reinterpret_cast<SeenPart*>(arrays);
-        constexpr int kParts = sizeof(acc_t) / sizeof(SeenPart);
-        arrays += (seen_tiles(params) + kParts - 1) / kParts;
+        constexpr int kTiles = sizeof(acc_t) / sizeof(SeenPart);
+        arrays += (seen_tiles(params) + kTiles - 1) / kTiles;
         bias = arrays + array_sums(params.features);
     }
 
@@ -252,6 +255,15 @@ struct QueryPlace {
     int first_col = threadIdx.x / 32 / kQueryRows * kQueryCols;
 };
 
+// The keys that a block owns, and for which part of the query heads it works, of those of all KV
+// heads. Blocks that own the same keys follow each other.
+__device__ inline KeyTile keys_of_block(const BackwardParams& params, int block = blockIdx.x) {
+    return key_tile_of_block<kBlockN>(params, block / kParts);
+}
+__device__ inline int part_of_block(const KeyTile& own) {
+    return own.kv_head * kParts + blockIdx.x % kParts;
+}
+
 // The gradients of a warp's keys, in its part of the head dims.
 struct KeyGradients {
     Accumulators<kTiles, kHeadPart> dk;
@@ -316,6 +328,25 @@ struct KeyGradients {
         const int end = end_of_keys(params, own.sequence);
         write_tile<THREADS, kHeadDim>(smem.k, to_dk, own.first_key, end);
         write_tile<THREADS, kValueDim>(smem.v, to_dv, own.first_key, end);
+    }
+
+    // Writes them to the workspace, as those of a part of the heads.
+    __device__ void write_part(const KeySums& sums, const BackwardParams& params,
+                               const KeyTile& own) const {
+        const Place place;
+        const int end = end_of_keys(params, own.sequence);
+        const int first = sums.first_row(own.sequence.batch, own.sequence.first_k);
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int key = own.first_key + place.row(m, half);
+                if (key >= end) continue;
+                acc_t* const row = sums.part_of(first, key, part_of_block(own));
+                store_sums<KeySums::kKeyCols>(row, dk[m], half, place.part * kHeadPart);
+                store_sums<KeySums::kValueCols>(row + KeySums::kKeyCols, dv[m], half,
+                                                place.part * kValuePart);
+            }
     }
 
   private:
@@ -484,11 +515,12 @@ struct QueryGradients {
     }
 };
 
-// The h-th of the query heads that share the block's keys. Which keys those are is found out anew,
-// so that it takes no registers while the block works on a head.
+// Of the block's part of the query heads that share its keys the h-th. Which keys those are is
+// found out anew, so that it takes no registers while the block works on a head.
 __device__ inline QueryHead query_head_of_block(const BackwardParams& params, int h) {
-    const KeyTile own = key_tile_of_block<kBlockN>(params, ptx::anew(blockIdx.x));
-    return QueryHead(params, own.sequence, own.kv_head * group_of(params.sizes) + h);
+    const KeyTile own = keys_of_block(params, ptx::anew(blockIdx.x));
+    const int first = part_of_block(own) * heads_of_part(params.sizes);
+    return QueryHead(params, own.sequence, first + h);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -522,7 +554,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     key_tiles(const __grid_constant__ BackwardParams params) {
     KeySmem& smem = shared_memory<Smem>().keys;
     const Place place;
-    const KeyTile own = key_tile_of_block<kBlockN>(params);
+    const KeyTile own = keys_of_block(params);
     const Sequence& sequence = own.sequence;
     const int kv_head = own.kv_head, first_key = own.first_key;
     const int keys_end = end_of_keys(params, sequence);
@@ -544,7 +576,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const QueryTiles<kBlockM> tiles(sequence.mask(params.features), first_key, kBlockN);
     if constexpr (kHandsOver) __syncthreads();  // the barriers are set up, and the powers there
     int number = 0;
-    for (int h = 0; h < group_of(params.sizes); ++h) {
+    for (int h = 0; h < heads_of_part(params.sizes); ++h) {
         const QueryHead head = query_head_of_block(params, h);
         const auto next_seen = [&](int row) {
             return head.seen.next_row(row, tiles.end, first_key);
@@ -570,7 +602,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if constexpr (kArrayGradients) gradients.of_arrays.flush(Workspace(params).arrays);
     ptx::wait_copies();
     __syncthreads();  // every warp is done with K, and dK and dV can go out through its place
-    gradients.write(smem, params, key_tile_of_block<kBlockN>(params, ptx::anew(blockIdx.x)));
+    const KeyTile done = keys_of_block(params, ptx::anew(blockIdx.x));
+    if constexpr (kParts > 1) {
+        gradients.write_part(Workspace(params).key_sums, params, done);
+    } else {
+        gradients.write(smem, params, done);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    round_keys(const __grid_constant__ BackwardParams params) {
+    if constexpr (kParts > 1) add_parts<THREADS>(params, Workspace(params).key_sums);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)

@@ -317,7 +317,7 @@ struct Consumer {
                     params.call.softmax_scale);
     }
 
-    __device__ KeySums key_sums() const { return QueryWorkspace(params.call).key_sums; }
+    __device__ WgmmaKeySums key_sums() const { return QueryWorkspace(params.call).key_sums; }
 
     // Says that this thread is done with the keys, and that gradients lie there if they do.
     __device__ void give_up_keys() {

@@ -304,7 +304,7 @@ struct Consumer {
         }
         const BackwardParams& call = params.call;
         if constexpr (kParts > 1) {
-            const KeySums key_sums = QueryWorkspace(call).key_sums;
+            const WgmmaKeySums key_sums = QueryWorkspace(call).key_sums;
             key_sums.write_values<kValueCols>(call, work, 0, kValuePart.first_col(), dv);
             key_sums.write_keys<kKeyCols>(call, work, 0, kKeyPart.first_col(), dk);
         } else {

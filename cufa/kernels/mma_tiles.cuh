@@ -2,6 +2,7 @@
 // them.
 #pragma once
 
+#include "columns.cuh"
 #include "operands_double.cuh"
 #include "operands_half.cuh"
 #include "operands_single.cuh"
@@ -304,20 +305,16 @@ __device__ inline void store_row(scalar_t* row, const Fragment (&values)[Fragmen
     }
 }
 
-// Writes neighbouring columns of a row, those before Dims of them, as many at once as the caller's
-// alignment allows.
-template <int Dims, int Count>
-__device__ inline void write_columns(scalar_t* row, const Pack<scalar_t, Count>& values,
-                                     int first_col) {
-    constexpr int kChunk = min_of(min_of(kAlignBytes / sizeof(scalar_t), Dims & -Dims), Count);
-    using Chunk = Pack<scalar_t, kChunk>;
+// The same as sums, to a row that has whole eights of columns, Dims of them.
+template <int Dims, int Fragments>
+__device__ inline void store_sums(acc_t* row, const Fragment (&values)[Fragments], int half,
+                                  int first_col) {
 #pragma unroll
-    for (int col = 0; col < Count; col += kChunk) {
-        if (first_col + col >= Dims) continue;
-        Chunk chunk;
-#pragma unroll
-        for (int e = 0; e < kChunk; ++e) chunk[e] = values[col + e];
-        *reinterpret_cast<Chunk*>(row + first_col + col) = chunk;
+    for (int n = 0; n < Fragments; ++n) {
+        const int col = first_col + n * kMmaN;
+        if (col >= Dims) continue;
+        *reinterpret_cast<Pack<acc_t, 2>*>(row + col + threadIdx.x % 4 * 2) = {
+            values[n][2 * half], values[n][2 * half + 1]};
     }
 }
 

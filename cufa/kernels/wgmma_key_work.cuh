@@ -4,14 +4,13 @@
 #pragma once
 
 #include "key_softmax.cuh"
+#include "key_sums.cuh"
 #include "mask.cuh"
 #include "schedule.cuh"
 #include "tensor.cuh"
 #include "wgmma_tiles.cuh"
 
 constexpr int kConsumers = 2;  // warpgroups of a block that compute
-// Into how many parts the query heads of a KV head come, of which a block has one.
-constexpr int kParts = PARTS;
 // Of how many heads blocks run together (plan/wgmma_backward.py).
 constexpr int kSectionBytes = SECTION_BYTES, kSectionBlocks = SECTION_BLOCKS;
 constexpr int kLeastOrderedHeads = LEAST_ORDERED_HEADS, kMostOrderedHeads = MOST_ORDERED_HEADS;
@@ -34,11 +33,6 @@ static_assert(!kMaskMod || kAdding == kAsTheyCome,
 // Whether blocks wait for others.
 constexpr bool kTurns = kAdding == kAfterFirst || kAdding == kInOrder;
 
-// Parts of the query heads, those of all KV heads together.
-__device__ inline int parts_of_heads(const Sizes& sizes) {
-    return sizes.kv_heads * kParts;
-}
-
 // A tile of keys and the part of the query heads for which a block works on it; batch -1: there is
 // none left.
 struct KeyWork : Lengths {
@@ -53,7 +47,7 @@ struct KeyWork : Lengths {
 
     __device__ int kv_head() const { return part / kParts; }
     __device__ HeadRange heads(const Sizes& sizes) const {
-        const int heads = sizes.heads / parts_of_heads(sizes);
+        const int heads = heads_of_part(sizes);
         return {part * heads, (part + 1) * heads};
     }
     __device__ Sequence sequence(const BackwardParams& call) const {
@@ -139,7 +133,7 @@ struct KeyOrder {
     __device__ static int cached_heads(const Sizes& sizes) {
         constexpr int kRowBytes = (kHeadDim + kValueDim) * static_cast<int>(sizeof(scalar_t)) +
                                   kHeadDim * static_cast<int>(sizeof(float));
-        const int head_rows = max(1, sizes.heads / parts_of_heads(sizes) * sizes.seqlen_q);
+        const int head_rows = max(1, heads_of_part(sizes) * sizes.seqlen_q);
         const int fitting = kSectionBytes / kRowBytes / head_rows;
         return min(max(fitting, 1), sizes.batch * parts_of_heads(sizes));
     }
@@ -183,7 +177,7 @@ struct QueryWalk {
 
     __device__ QueryWalk(const Tiles& tiles, const Sizes& sizes, int part)
         : tiles(tiles),
-          heads(sizes.heads / parts_of_heads(sizes)),
+          heads(heads_of_part(sizes)),
           head(heads * part),
           heads_end(head + heads),
           tile(tiles.end - 1) {}

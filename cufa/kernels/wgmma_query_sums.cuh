@@ -107,7 +107,7 @@ template <int BlockM, class Sums>
 struct Workspace {
     float* sums;
     RowStatistics<BlockM>* rows;
-    KeySums key_sums;
+    WgmmaKeySums key_sums;
     unsigned int (*added)[kConsumers];
     unsigned int* taken;
     int heads, tiles;  // tiles of one head; of packed sequences, of all of them
@@ -119,7 +119,7 @@ struct Workspace {
         const int count = (kPacked ? 1 : call.sizes.batch) * heads * tiles;
         rows = reinterpret_cast<RowStatistics<BlockM>*>(sums + static_cast<long long>(count) *
                                                                    Sums::kTile);
-        key_sums = {reinterpret_cast<float*>(rows + count), call.sizes};
+        key_sums = {{reinterpret_cast<float*>(rows + count), call.sizes}};
         added = reinterpret_cast<unsigned int (*)[kConsumers]>(key_sums.data +
                                                                KeySums::count(call.sizes));
         taken = added[kTurns ? count : 0];

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from cufa.device import Device
-from cufa.kernels import Kernel, best_kernel, kernel_named, passed_over
+from cufa.kernels import kernel_named
 from cufa.plan import fp8, mma, split_kv, standard, tiled, wgmma, wgmma_backward
 from cufa.plan.record import Launch, Macro, Part, Plan, Scratch, TensorBox
+from cufa.plan.rungs import best_kernel, best_kernel_and_why
 from cufa.problem import Problem
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Plan",
     "Scratch",
     "TensorBox",
+    "best_kernel",
     "check_tiles",
     "make_plan",
     "make_probabilities_plan",
@@ -59,14 +61,15 @@ def make_plan(
     """
     if tiles is not None:
         check_tiles(tiles)
-    row = _choose(problem, device, kernel)
-    part = _PLANNERS[row.name](problem, device, tiles or {})
     if kernel is None:
-        chosen = f"{row.name}: the last rung that supports this call"
-        why = (chosen, *passed_over(row, problem, device), *part.reasons)
+        row, why = best_kernel_and_why(problem, device)
     else:
-        why = (f"{row.name}: asked for", *part.reasons)
-    return _plan(row.name, problem, device, part, why)
+        row, why = kernel_named(kernel), (f"{kernel}: asked for",)
+        reason = row.unsupported(problem, device)
+        if reason is not None:
+            raise ValueError(f"kernel is {kernel!r}: {reason}")
+    part = _PLANNERS[row.name](problem, device, tiles or {})
+    return _plan(row.name, problem, device, part, (*why, *part.reasons))
 
 
 def check_tiles(tiles: object) -> None:
@@ -97,13 +100,3 @@ def _plan(kernel: str, problem: Problem, device: Device, part: Part, reasons: tu
         reasons=reasons,
         boxes=part.boxes,
     )
-
-
-def _choose(problem: Problem, device: Device, kernel: str | None) -> Kernel:
-    if kernel is None:
-        return best_kernel(problem, device)
-    row = kernel_named(kernel)
-    reason = row.unsupported(problem, device)
-    if reason is not None:
-        raise ValueError(f"kernel is {kernel!r}: {reason}")
-    return row

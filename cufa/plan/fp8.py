@@ -7,11 +7,13 @@ from dataclasses import asdict, dataclass
 
 from cufa.device import Device
 from cufa.plan.choice import Cost
+from cufa.plan.pace import Pace, fastest, is_cut
 from cufa.plan.record import Launch, Part, TensorBox
 from cufa.plan.wgmma import (
     BARRIER_BYTES,
     LENGTHS_BYTES,
     OVERHEAD_REGISTERS,
+    PANEL_COLS,
     PANEL_ROW_BYTES,
     SWIZZLE_BYTES,
     WGMMA_M,
@@ -51,32 +53,66 @@ class Fp8Tiles(Tiles):
         return super().misfit()
 
 
-def _best_tiles(problem: Problem) -> Fp8Tiles:
-    """The tiles that were fastest on an H200 at head dims 64, 128 and 256.
+# Those to choose from where all keys are seen, for head dims up to each.
+PACES = {
+    64: {
+        Fp8Tiles(192, 128, 2, 2, 64): Pace(0.0471, 1100),
+        Fp8Tiles(256, 64, 3, 2, 64): Pace(0.0464, 1640),
+        Fp8Tiles(128, 128, 3, 2, 64): Pace(0.0551, 1250),
+    },
+    128: {
+        Fp8Tiles(192, 96, 3, 1, 64): Pace(0.0581, 2090),
+        Fp8Tiles(128, 128, 3, 2, 128): Pace(0.0638, 1520),
+    },
+    192: {Fp8Tiles(128, 128, 2, 1, 64): Pace(0.08, 2000)},  # the only ones: their pace is a guess
+    256: {
+        Fp8Tiles(128, 64, 3, 1, 128): Pace(0.1063, 2500),
+        Fp8Tiles(128, 96, 2, 1, 128): Pace(0.0968, 2800),
+    },
+}
+# Those where a mask cuts through tiles.
+CUT_PACES = {
+    64: {
+        Fp8Tiles(192, 128, 2, 2, 64): Pace(0.0492, 1760),
+        Fp8Tiles(256, 64, 3, 2, 64): Pace(0.049, 3150),
+        Fp8Tiles(128, 128, 3, 2, 64): Pace(0.0537, 1170),
+    },
+    128: {
+        Fp8Tiles(192, 96, 3, 1, 64): Pace(0.0601, 2840),
+        Fp8Tiles(128, 128, 3, 2, 128): Pace(0.0634, 1390),
+    },
+    192: PACES[192],
+    256: {
+        Fp8Tiles(128, 64, 3, 1, 128): Pace(0.1119, 3000),
+        Fp8Tiles(128, 96, 2, 1, 128): Pace(0.1012, 3800),
+    },
+}
 
-    Three warpgroups hide each other's softmax best; where rows are few, larger tiles than they need lie idle.
-    """
-    dim, rows = max(problem.head_dim, problem.value_dim), problem.seqlen_q
-    cut = problem.causal or problem.features.window != (None, None)
-    # What features add to a thread's registers is more than three or four warpgroups have left.
-    few_registers = bool(
-        {"window", "softcap", "cu_seqlens", "seqused_k", "block_table"} & set(problem.features.names)
+
+def _best_tiles(problem: Problem, device: Device) -> Fp8Tiles:
+    """The tiles that were fastest on an H200 at head dims 64, 128 and 256."""
+    dim = max(problem.head_dim, problem.value_dim)
+    paces = next(
+        of_dim for limit, of_dim in (CUT_PACES if is_cut(problem) else PACES).items() if dim <= limit
     )
-    if dim <= 64:
-        if few_registers or rows >= 2048:
-            return Fp8Tiles(192, 128, 2, 2, 64)
-        return Fp8Tiles(128, 128, 3, 2, 64) if cut and rows < 1024 else Fp8Tiles(256, 64, 3, 2, 64)
-    if dim <= 128:
-        short = rows < (8192 if cut else 2048)
-        return Fp8Tiles(128, 128, 3, 2, 128) if few_registers or short else Fp8Tiles(192, 96, 3, 1, 64)
-    if dim <= 192:
-        return Fp8Tiles(128, 128, 2, 1, 64)
-    return Fp8Tiles(128, 64, 3, 1, 128) if rows < 1024 else Fp8Tiles(128, 96, 2, 1, 128)
+    most = _most_warpgroups(problem)
+    return fastest(problem, device, {tiles: pace for tiles, pace in paces.items() if tiles.consumers <= most})
+
+
+def _most_warpgroups(problem: Problem) -> int:
+    """How many leave each other registers for all that a call asks for beside its products."""
+    features = problem.features
+    narrow = max(problem.head_dim, problem.value_dim) <= PANEL_COLS
+    asks = features.softcap or features.window != (None, None) or lengths_vary(problem)
+    looks_up = features.page_size > 0 and problem.causal and not narrow
+    if asks or looks_up:
+        return 3 if narrow else 2
+    return 4
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_7_fp8`: one launch, a block for each SM."""
-    chosen, grid = choose_persistent(problem, device, tiles, _best_tiles(problem), _cost)
+    chosen, grid = choose_persistent(problem, device, tiles, _best_tiles(problem, device), _cost)
     sizes = chosen.tiles
     launch = Launch("fwd_7_fp8", grid, sizes.threads, chosen.cost.smem_bytes)
     boxes = (

@@ -8,12 +8,14 @@ from how fast the arch's tensor cores are beside its shared memory, which no two
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from math import prod
+from dataclasses import asdict, dataclass, replace
+from math import ceil, prod
 
 from cufa.device import Device
 from cufa.plan.choice import Choice, Cost, choose, query_tiles, row_tiles
 from cufa.plan.gradients import gradient_launches, gradient_macros, gradient_sums, row_blocks
+from cufa.plan.head_parts import best_parts, check_parts, key_sums, round_keys, why_parts
+from cufa.plan.pace import memory_time, most_keys, seen_keys
 from cufa.plan.record import Launch, Macro, Part, Scratch
 from cufa.plan.seen import seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
@@ -46,6 +48,13 @@ BACKWARD_INSTRUCTIONS_PER_SCORE = 10
 REGISTER_BYTES = 4
 # From which compute capability on warps can wait for parts of a block's work (mbarrier.try_wait).
 FIRST_HANDING_OVER = (9, 0)
+# For the forward's price, in nanoseconds of an H200: until a block's first tiles are there; how long a block
+# that is alone takes for a tile of scores, beside its clocks and for each; and what an SM has to do for each
+# clock, and for each row beside.
+START = 1500
+TILE_LATENCY, LATENCY_OF_CLOCK = 1150, 0.13
+CLOCK_TIME, ROW_TIME = 0.313, 12.5
+H200 = Device.of("sm_90a")
 # Registers that features take which work on each score, for each score of a lane: without them ptxas was
 # seen to spill hundreds of bytes.
 FEATURE_REGISTERS_PER_SCORE = 0.5
@@ -181,7 +190,8 @@ class BackwardTiles:
     """The sizes that the backward is compiled for.
 
     `stages` are how many tiles of queries it holds, one being worked on; `split` how many warps share rows
-    of keys and part their head dims.
+    of keys and part their head dims; `parts` those into which the query heads of a KV head are divided among
+    blocks.
     """
 
     block_m: int
@@ -189,6 +199,7 @@ class BackwardTiles:
     threads: int
     stages: int
     split: int
+    parts: int = 1
 
     @property
     def warps(self) -> int:
@@ -243,7 +254,8 @@ class BackwardTiles:
 
     def __str__(self) -> str:
         shape = f"{self.block_m}x{self.block_n} with {self.threads} threads"
-        return f"{shape}, stages {self.stages}, split {self.split}"
+        parts = f", parts {self.parts}" if self.parts > 1 else ""
+        return f"{shape}, stages {self.stages}, split {self.split}{parts}"
 
 
 # By the bytes of an element: block_m, block_n, threads
@@ -353,9 +365,7 @@ def hands_over_queries(problem: Problem, device: Device, tiles: BackwardTiles) -
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_5_mma`: one launch, a block for each tile of queries."""
-    row_bytes = max(problem.head_dim, problem.value_dim) * arithmetic_of(problem).sum_bytes
-    candidates = WIDE_FORWARD_TILES if row_bytes > WIDE_ROW_BYTES else FORWARD_TILES[problem.itemsize]
-    chosen = choose(problem, device, tiles, candidates, lambda tiles: _forward_cost(problem, device, tiles))
+    chosen = _choose_forward(problem, device, tiles)
     sizes = chosen.tiles
     seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
     launches = (
@@ -369,6 +379,26 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
         scratch=seen_scratch(problem, seen),
         reasons=chosen.reasons,
     )
+
+
+def _choose_forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Choice[Tiles]:
+    row_bytes = max(problem.head_dim, problem.value_dim) * arithmetic_of(problem).sum_bytes
+    candidates = WIDE_FORWARD_TILES if row_bytes > WIDE_ROW_BYTES else FORWARD_TILES[problem.itemsize]
+    return choose(problem, device, tiles, candidates, lambda tiles: _forward_cost(problem, device, tiles))
+
+
+def price(problem: Problem, device: Device) -> float:
+    """Microseconds that the forward takes, about.
+
+    What counts is how long a block takes if it is alone, all that SMs have to do, or what must be moved.
+    """
+    tiles = _choose_forward(problem, device, {}).tiles
+    tile_clocks = _forward_cost(problem, H200, tiles).work * tiles.threads / MULTIPLY_ADDS_PER_CLOCK[9, 0]
+    key_tiles, most = (ceil(of(problem, tiles) / tiles.block_n) for of in (seen_keys, most_keys))
+    of_block = most * (TILE_LATENCY + LATENCY_OF_CLOCK * tile_clocks)
+    block_work = tiles.block_m * ROW_TIME + key_tiles * tile_clocks * CLOCK_TIME
+    of_all = query_tiles(problem, tiles) * block_work / device.sm_count
+    return (START + max(of_block, of_all, memory_time(problem, device))) / 1000
 
 
 def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
@@ -385,7 +415,11 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     chosen = choose(
         problem, device, tiles, candidates, lambda candidate: _backward_cost(problem, device, candidate)
     )
+    if "parts" not in tiles:
+        parts = best_parts(problem, chosen.tiles.block_n, device.sm_count * chosen.blocks_per_sm)
+        chosen = replace(chosen, tiles=replace(chosen.tiles, parts=parts))
     sizes, smem_bytes = chosen.tiles, chosen.cost.smem_bytes
+    check_parts(problem, sizes, sizes.parts)
     if sizes.queries % MMA_K and problem.dtype != "float64":
         raise ValueError(f"tiles {sizes}: block_m must be a multiple of split * {MMA_K} but for float64")
     rows = lse_shape(problem)
@@ -401,7 +435,8 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     launches = (
         Launch("seen_tiles", ceil_div(seen, sizes.warps), sizes.threads),
         Launch("row_sums", row_blocks(problem, prod(padded_rows), sizes.warps), sizes.threads),
-        Launch("key_tiles", key_blocks, sizes.threads, smem_bytes),
+        Launch("key_tiles", key_blocks * sizes.parts, sizes.threads, smem_bytes),
+        round_keys(problem, sizes.parts, sizes.threads, sizes.warps),
         Launch("query_tiles", query_blocks, sizes.threads, smem_bytes)
         if deterministic
         else Launch("round_queries", ceil_div(strips, sizes.warps), sizes.threads),
@@ -417,11 +452,12 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
         launches=tuple(launch for launch in launches if launch.grid > 0),
         scratch=(
             *(() if deterministic else (Scratch("dQ sums", (*padded_rows, sizes.head(problem))),)),
+            *key_sums(problem, sizes.parts),
             Scratch("LSE and D", (*rows, 2)),
             *seen_scratch(problem, seen),
             *gradient_sums(problem),
         ),
-        reasons=chosen.reasons,
+        reasons=(*chosen.reasons, *why_parts(sizes.parts)),
     )
 
 

@@ -51,6 +51,10 @@ LONE_BLOCK_COST = 1.3
 # How much longer few bytes of a key take if a tile's lie in several pages. Twice as many warps hide that, and
 # the time until a block's first tiles are there is twice as long.
 SEVERAL_PAGES = 1.06
+# What the share brings in a nanosecond; and the nanoseconds that a row of a block takes beside its keys, into
+# however many parts these are split.
+BYTES_PER_NS = 36
+ROW_TIME = 60
 MAX_SPLITS = 128
 MAX_REGISTERS = 255
 # Registers of a thread beside sums and scores: operands, addresses, the softmax's state.
@@ -134,6 +138,17 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
         scratch=(Scratch("parts of rows", parts),) if grid and split else (),
         reasons=(*chosen.reasons, f"{how}, for {device.sm_count} SMs"),
     )
+
+
+def price(problem: Problem, device: Device) -> float:
+    """Microseconds that the forward takes, about."""
+
+    def time(tiles: Tiles) -> float:
+        least, _ = _least_time(problem, tiles, device)
+        rounds = ceil_div(_row_blocks(problem, tiles.block_m), device.sm_count)
+        return least / BYTES_PER_NS + rounds * tiles.block_m * ROW_TIME
+
+    return min(map(time, _candidates(problem, device))) / 1000
 
 
 def _rows_of_kv_head(problem: Problem) -> int:

@@ -14,6 +14,7 @@ from typing import TypeVar
 from cufa.device import REGISTERS_PER_SM, Device
 from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
 from cufa.plan.choice import Choice, Cost, choose, query_tiles
+from cufa.plan.pace import Pace, fastest, is_cut, memory_time, time
 from cufa.plan.record import MAX_GRID, Launch, Macro, Part, Scratch, TensorBox
 from cufa.plan.seen import seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
@@ -102,28 +103,52 @@ class Tiles:
         )
 
 
-@dataclass(frozen=True)
-class Pace:
-    """How long a tile of queries takes on an SM of an H200: nanoseconds, of each score and beside those."""
-
-    of_score: float
-    of_tile: float
-
-
-# Those to choose from where nothing is masked, for head dims up to each.
+# For head dims up to each; for the first tiles values may have up to MOST_VALUE_DIM.
+WIDE_PACES = {
+    192: {Tiles(128, 128, 2, 1, 64): Pace(0.0886, 2930), Tiles(128, 96, 2, 1, 64): Pace(0.113, 2000)},
+    256: {Tiles(128, 64, 2, 1, 128): Pace(0.1415, 1790)},
+}
+MOST_VALUE_DIM = 128
+# Those to choose from where all keys are seen.
 PACES = {
     64: {
-        Tiles(192, 128, 2, 1, 64): Pace(0.0605, 1900),
-        Tiles(256, 64, 4, 2, 64): Pace(0.0706, 1300),
-        Tiles(128, 128, 3, 2, 64): Pace(0.0715, 1300),
-        Tiles(128, 64, 4, 2, 64): Pace(0.0790, 1130),
+        Tiles(192, 128, 2, 1, 64): Pace(0.0532, 1420),
+        Tiles(256, 64, 4, 2, 64): Pace(0.0597, 1160),
+        Tiles(128, 128, 3, 2, 64): Pace(0.0611, 1230),
+        Tiles(128, 64, 4, 2, 64): Pace(0.0681, 870),
     },
     128: {
-        Tiles(192, 64, 4, 1, 128): Pace(0.0779, 2500),
-        Tiles(128, 128, 2, 2, 128): Pace(0.0892, 3100),
-        Tiles(128, 64, 4, 2, 128): Pace(0.0915, 2400),
+        Tiles(192, 64, 4, 1, 128): Pace(0.0744, 2180),
+        Tiles(128, 128, 2, 2, 128): Pace(0.0855, 2000),
+        Tiles(128, 64, 4, 2, 128): Pace(0.0846, 1710),
     },
+    192: WIDE_PACES[192],
+    256: WIDE_PACES[256],
 }
+# Those where a mask cuts through tiles.
+CUT_PACES = {
+    64: {
+        Tiles(192, 128, 2, 1, 64): Pace(0.0554, 1980),
+        Tiles(256, 64, 4, 1, 64): Pace(0.0515, 3330),
+        Tiles(128, 128, 3, 2, 64): Pace(0.0581, 870),
+    },
+    128: {Tiles(128, 128, 2, 2, 128): Pace(0.0831, 2020)},
+    192: WIDE_PACES[192],
+    256: WIDE_PACES[256],
+}
+# In how many pages a tile of keys may be for three and more warpgroups to leave the producer registers enough
+# to look them up, if all keys are seen.
+MOST_PAGES = 8
+
+# A bias in float32 takes a register for each score: those of fewer keys, up to head dim 128 and over it.
+BIASED_PACES = {
+    False: {Tiles(128, 64, 4, 2, 128): PACES[128][Tiles(128, 64, 4, 2, 128)]},
+    True: {Tiles(128, 64, 2, 1, 64): Pace(0.12, 2000)},
+}
+# What part of the time head dims take that a table's have and a call does not.
+FASTER_WITHOUT_DIMS = 0.22
+# Until the first tiles are there, in nanoseconds.
+START = 2200
 
 T = TypeVar("T", bound=Tiles)
 
@@ -137,53 +162,47 @@ def lengths_vary(problem: Problem) -> bool:
     return problem.features.packed or problem.features.seqused_k
 
 
-def _best_tiles(problem: Problem, device: Device) -> Tiles:
-    """The tiles that were fastest on an H200."""
+def _candidates(problem: Problem) -> dict[Tiles, Pace]:
+    """The tiles that may be the fastest on an H200, and how fast they are."""
     dim = max(problem.head_dim, problem.value_dim)
-    features = problem.features
-    cut = problem.causal or features.window != (None, None)
-    # The more warpgroups, the fewer registers for the producer, which has to look up such lengths,
-    # pages and what is seen, and for the bias of a tile of scores.
-    looks_up = lengths_vary(problem) or features.page_size > 0 or features.mask_mod is not None
-    varied = looks_up or features.bias is not None
-    if dim > 192:
-        return Tiles(128, 64, 2, 1, 128)
-    if dim > 64 and features.bias_dtype == "float32":  # a bias of that takes a register for each score
-        return Tiles(128, 64, 2, 1, 64) if dim > 128 else Tiles(128, 64, 4, 2, 128)
-    if dim > 128:
-        return Tiles(128, 128 if problem.value_dim <= 128 else 96, 2, 1, 64)
-    if not cut and not varied:
-        paces = PACES[64 if dim <= 64 else 128]
-        if features.alibi:  # of which some need more registers than four warpgroups leave
-            paces = {tiles: pace for tiles, pace in paces.items() if tiles.consumers < MANY_CONSUMERS}
-        return _fastest(problem, device, paces)
-    if dim > 64:
-        return Tiles(128, 128, 2, 2, 128)
-    # Where a mask cuts through tiles, small ones waste less. A function of the caller's needs registers, too,
-    # and so do a soft cap and ALiBi together.
-    asks = features.score_mod is not None or (features.softcap and features.alibi)
-    large = problem.seqlen_q >= 2048 and not varied and not asks
-    return Tiles(256, 64, 4, 1, 64) if large else Tiles(128, 128, 3, 2, 64)
+    if PANEL_COLS < dim <= 192 and problem.features.bias_dtype == "float32":
+        return BIASED_PACES[dim > 128]
+    of_dims = CUT_PACES if is_cut(problem) else PACES
+    most, paces = next((most, paces) for most, paces in of_dims.items() if dim <= most)
+    faster = 1 - FASTER_WITHOUT_DIMS * (1 - dim / most)
+    return {tiles: pace.times(faster) for tiles, pace in paces.items() if _has_registers(problem, tiles)}
 
 
-def _fastest(problem: Problem, device: Device, paces: Mapping[Tiles, Pace]) -> Tiles:
-    """Those with which all SMs are done first.
+def price(problem: Problem, device: Device) -> float:
+    """Microseconds that the forward takes, about."""
+    least = min(time(problem, device, tiles, pace) for tiles, pace in _candidates(problem).items())
+    return (START + max(least, memory_time(problem, device))) / 1000
 
-    Blocks take tiles until none are left, so that some have one more than others. Three warpgroups hide each
-    other's softmax best, but the one more is then a large tile, and the last of a head may have few rows.
+
+def _has_registers(problem: Problem, tiles: Tiles) -> bool:
+    """Whether threads have registers for all that a call asks for beside its products.
+
+    The more warpgroups, the fewer there are for the producer, which has to look up lengths, pages and what is
+    seen; for a bias, for functions of the caller's, and for ALiBi beside another of these.
     """
-
-    def time(tiles: Tiles) -> float:
-        rounds = ceil_div(query_tiles(problem, tiles), device.sm_count)
-        scores = tiles.block_m * round_up(problem.seqlen_k, tiles.block_n)
-        return rounds * (scores * paces[tiles].of_score + paces[tiles].of_tile)
-
-    return min(paces, key=time)
+    if tiles.consumers <= 2:
+        return problem.value_dim <= MOST_VALUE_DIM or tiles.block_n < 128
+    features = problem.features
+    if lengths_vary(problem) or features.mask_mod is not None or features.bias is not None:
+        return False
+    pages = ceil_div(tiles.block_n, features.page_size) if features.page_size else 1
+    if features.alibi and (features.page_size or features.softcap):
+        return False
+    if is_cut(problem):
+        narrow = tiles.block_n <= PANEL_COLS or not features.alibi
+        return pages == 1 and features.score_mod is None and narrow
+    return pages <= MOST_PAGES and not (features.alibi and tiles.consumers == MANY_CONSUMERS)
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_6_wgmma`: a block for each SM, after a launch that looks at what a mask_mod shows."""
-    chosen, grid = choose_persistent(problem, device, tiles, _best_tiles(problem, device), _forward_cost)
+    best = fastest(problem, device, _candidates(problem))
+    chosen, grid = choose_persistent(problem, device, tiles, best, _forward_cost)
     sizes = chosen.tiles
     launches = [Launch("fwd_6_wgmma", grid, sizes.threads, chosen.cost.smem_bytes)]
     scratch: tuple[Scratch, ...] = ()

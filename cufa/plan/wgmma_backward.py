@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from math import ceil, prod
 
 from cufa.device import REGISTERS_PER_SM, Device
 from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
 from cufa.plan.choice import Cost, choose, query_tiles, row_tiles
 from cufa.plan.gradients import array_launch, array_sums, sink_launch
+from cufa.plan.head_parts import FILLED, best_parts, check_parts, key_sums, round_keys, why_parts
 from cufa.plan.record import Launch, Macro, Part, Scratch, TensorBox
 from cufa.plan.seen import seen_scratch, seen_tiles
 from cufa.plan.sizes import VECTOR_BYTES, common_macros, params_bytes
@@ -49,8 +49,6 @@ SUM_BYTES = 4
 # head, first key.
 MOST_KEY_STAGES = 2
 KEY_WORK_BYTES = 12
-# Columns of the gradients of a part of the heads come in eights.
-KEY_SUMS_STEP = 8
 LABEL_BYTES = 32
 # What the copying warpgroup keeps, and what its giving up the rest leaves a thread of the others.
 PRODUCER_REGISTERS = 24
@@ -63,12 +61,6 @@ CONSUMER_REGISTERS = min(
 OVERHEAD_REGISTERS = 32
 # Up to so many head dims a thread has registers for S and dP at the same time, beside dK and dV.
 MOST_DIMS_TOGETHER = 128
-# Part of the SMs' time that blocks which work on whole heads must fill.
-FILLED = 0.9
-# To write the gradients of a part of the heads in float32 and to read them again takes a block as long as so
-# many rows of queries: 16 bytes for each key and dim at 36 GB/s an SM, against 10 operations for each score
-# and dim at 5 TFLOP/s.
-PART_ROWS = 400
 # Up to so many tiles of keys of a head, under a causal mask, blocks add in order and the last rounds dQ.
 MOST_IN_ORDER = 8
 # Up to so many, under such a mask and without, they add after the first.
@@ -195,7 +187,8 @@ def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
 
 
 def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: _Kind) -> Part:
-    best = replace(kind.best, parts=_parts(problem, device, kind.best.block_n))
+    parts = best_parts(problem, kind.best.block_n, device.sm_count)
+    best = replace(kind.best, parts=parts)
     chosen = choose(problem, device, overrides, (best,), kind.cost_of)
     tiles, smem_bytes = chosen.tiles, chosen.cost.smem_bytes
     adding = kind.adding_of(tiles)
@@ -213,20 +206,13 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
     # They also set the counter to 0, and sums of arrays.
     row_blocks = max(query_blocks, counters, min(1, problem.features.array_sums))
     round_blocks = (not rounds) * query_blocks
-    key_sums = _key_sums(problem, tiles.parts)
-    key_rows = sum(prod(part.shape[:2]) for part in key_sums)
     overlaps = row_blocks > 0
     seen = seen_tiles(problem, tiles.block_m, tiles.block_n)
     launches = (
         Launch("seen_tiles", ceil_div(seen, HELPER_THREADS // device.warp_size), HELPER_THREADS),
         Launch("row_sums", row_blocks, HELPER_THREADS),
         Launch("key_tiles", key_blocks, THREADS, smem_bytes, overlaps=overlaps),
-        Launch(
-            "round_keys",
-            ceil_div(key_rows, HELPER_THREADS // device.warp_size),
-            HELPER_THREADS,
-            overlaps=True,
-        ),
+        round_keys(problem, tiles.parts, HELPER_THREADS, HELPER_THREADS // device.warp_size, overlaps=True),
         Launch("round_queries", round_blocks, HELPER_THREADS, round_smem_bytes, overlaps=overlaps),
         array_launch(problem, HELPER_THREADS),
         sink,
@@ -257,13 +243,13 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
         scratch=(
             Scratch("dQ sums", (query_blocks, kind.padded_dim, tiles.block_m)),
             Scratch("statistics", (query_blocks, _statistics_bytes(tiles) // SUM_BYTES)),
-            *key_sums,
+            *key_sums(problem, tiles.parts),
             *((Scratch("blocks added", (query_blocks, CONSUMERS)),) * turns),
             *((Scratch("tiles of keys taken", (counters,)),) * kind.stays),
             *seen_scratch(problem, seen),
             *array_sums(problem),
         ),
-        reasons=(*chosen.reasons, *_how(problem, adding, rounds, stay=kind.stays), *_why_parts(tiles)),
+        reasons=(*chosen.reasons, *_how(problem, adding, rounds, stay=kind.stays), *why_parts(tiles.parts)),
         boxes=boxes,
     )
 
@@ -274,56 +260,6 @@ def _tiles_of_keys(problem: Problem, adding: Adding, tiles: Tiles) -> int:
     if adding is Adding.ALONE:
         return problem.batch * heads * min(1, problem.seqlen_k)
     return heads * row_tiles(problem, problem.seqlen_k, tiles.block_n)
-
-
-def _parts(problem: Problem, device: Device, block_n: int) -> int:
-    """Into how many parts to divide the query heads of a KV head, for a call to take the least time.
-
-    With more of them more SMs work, and more gradients of keys are written and added up in float32. What a
-    mask_mod leaves to do is not known: then there is one.
-    """
-    if problem.features.mask_mod is not None:
-        return 1
-    blocks = problem.kv_heads * row_tiles(problem, problem.seqlen_k, block_n)
-    scores = problem.group * problem.visible_scores * problem.packed_sequences
-    if not blocks * scores or _filled(problem, device, blocks) >= FILLED:
-        return 1
-    rows_of_key = scores / problem.seqlen_k
-
-    def time(parts: int) -> float:
-        rows = rows_of_key + parts * PART_ROWS * (parts > 1)
-        return rows / _filled(problem, device, blocks * parts)
-
-    return min((parts for parts in range(1, problem.group + 1) if problem.group % parts == 0), key=time)
-
-
-def _filled(problem: Problem, device: Device, blocks: int) -> float:
-    """The part of the SMs' time that so many blocks fill, each with a tile of keys.
-
-    Under a causal mask they are of many lengths, the longest first: with enough of them, the others end when
-    that does.
-    """
-    rounds = blocks / device.sm_count
-    if not problem.causal or problem.features.window != (None, None):
-        return rounds / ceil(rounds)
-    rows, keys = (size / problem.packed_sequences for size in (problem.seqlen_q, problem.seqlen_k))
-    mean_of_longest = problem.visible_scores / (min(rows, keys) * keys)
-    return min(1, rounds * mean_of_longest)
-
-
-def _key_sums(problem: Problem, parts: int) -> tuple[Scratch, ...]:
-    """The gradients of keys and values by parts of the heads: wgmma_key_sums.cuh's KeySums."""
-    if parts == 1:
-        return ()
-    sequences = 1 if problem.features.packed else problem.batch
-    cols = sum(round_up(dim, KEY_SUMS_STEP) for dim in (problem.head_dim, problem.value_dim))
-    return (Scratch("parts of dK and dV", (sequences * problem.seqlen_k, problem.kv_heads, parts, cols)),)
-
-
-def _why_parts(tiles: Tiles) -> tuple[str, ...]:
-    if tiles.parts == 1:
-        return ()
-    return (f"the query heads of a KV head are in {tiles.parts} parts, a block for each, to fill the SMs",)
 
 
 def _boxes(tiles: Tiles) -> tuple[TensorBox, ...]:
@@ -370,10 +306,7 @@ def _how(problem: Problem, adding: Adding, rounds: bool, *, stay: bool) -> tuple
 
 
 def _check_tiles(problem: Problem, tiles: Tiles, best: Tiles, registers: int) -> None:
-    if problem.group % tiles.parts:
-        raise ValueError(
-            f"tiles {tiles}: parts must divide the {problem.group} query heads that share a KV head"
-        )
+    check_parts(problem, tiles, tiles.parts)
     if tiles.block_n != best.block_n:
         raise ValueError(f"tiles {tiles}: block_n must be {best.block_n}, {WGMMA_M} for a warpgroup's rows")
     if problem.head_dim <= PANEL_COLS < best.block_m != tiles.block_m:

@@ -1,0 +1,85 @@
+"""Parts of the query heads that share a KV head: with blocks for each of them, more SMs work in a backward.
+
+A part's blocks leave their gradients of keys and values in the workspace, in float32, and a launch adds up
+those of all parts.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+from cufa.plan.choice import row_tiles
+from cufa.plan.record import Launch, Scratch
+from cufa.problem import Problem
+from cufa.rounding import ceil_div, round_up
+
+# Columns of the gradients of a part of the heads come in eights.
+KEY_SUMS_STEP = 8
+# Part of the time that blocks must fill for there to be no other parts.
+FILLED = 0.9
+# To write the gradients of a part of the heads in float32 and to read them again takes the GPU as long as so
+# many rows of queries of each tile of keys, and the launch as long as so many of one. Measured on an H200.
+PART_ROWS, LAUNCH_ROWS = 300, 60
+
+
+def best_parts(problem: Problem, block_n: int, at_once: int) -> int:
+    """Into how many parts to divide them for a call to take the least time, if so many blocks run at once.
+
+    With more of them more SMs work, and more gradients of keys are written and added up in float32. What a
+    mask_mod leaves to do is not known: it counts as if it hid nothing.
+    """
+    tiles = problem.kv_heads * row_tiles(problem, problem.seqlen_k, block_n)
+    if not tiles * problem.group * problem.visible_scores:
+        return 1
+    rows, keys = (size / problem.packed_sequences for size in (problem.seqlen_q, problem.seqlen_k))
+    most, mean = problem.visible_scores / keys, 1.0
+    if problem.causal and problem.features.window == (None, None):
+        # Tiles of many lengths, the longest first: with enough of them, the others end when that does.
+        most = min(rows, keys)
+        mean = min(1, problem.visible_scores / (most * keys) + block_n / (2 * keys))
+
+    def filled(parts: int) -> float:
+        """The part of the time that all blocks fill."""
+        rounds = tiles * parts / at_once
+        return min(1, rounds * mean) if mean < 1 else rounds / ceil(rounds)
+
+    def time(parts: int) -> float:
+        adding = PART_ROWS * parts + LAUNCH_ROWS * at_once / tiles if parts > 1 else 0
+        return problem.group * most * mean / filled(parts) + adding
+
+    if filled(1) >= FILLED:
+        return 1
+    return min((parts for parts in range(1, problem.group + 1) if problem.group % parts == 0), key=time)
+
+
+def check_parts(problem: Problem, tiles: object, parts: int) -> None:
+    """Raises ValueError if the heads cannot be in so many parts."""
+    if problem.group % parts:
+        raise ValueError(
+            f"tiles {tiles}: parts must divide the {problem.group} query heads that share a KV head"
+        )
+
+
+def key_sums(problem: Problem, parts: int) -> tuple[Scratch, ...]:
+    """The gradients of keys and values by parts of the heads: key_sums.cuh's KeySums."""
+    if parts == 1:
+        return ()
+    cols = sum(round_up(dim, KEY_SUMS_STEP) for dim in (problem.head_dim, problem.value_dim))
+    return (Scratch("parts of dK and dV", (_rows(problem), problem.kv_heads, parts, cols)),)
+
+
+def round_keys(problem: Problem, parts: int, threads: int, warps: int, *, overlaps: bool = False) -> Launch:
+    """The launch that adds up the parts: a warp for each row of a KV head."""
+    rows = _rows(problem) * problem.kv_heads * (parts > 1)
+    return Launch("round_keys", ceil_div(rows, warps), threads, overlaps=overlaps)
+
+
+def why_parts(parts: int) -> tuple[str, ...]:
+    """What a plan says of them."""
+    if parts == 1:
+        return ()
+    return (f"the query heads of a KV head are in {parts} parts, a block for each, to fill the SMs",)
+
+
+def _rows(problem: Problem) -> int:
+    return (1 if problem.features.packed else problem.batch) * problem.seqlen_k

@@ -1,0 +1,85 @@
+"""How long forwards take, and above all those whose blocks have an SM to themselves and stay for many tiles.
+
+Blocks take tiles until none are left, so that some have one more than others. Larger tiles hide their softmax
+better, but the one more is then a large tile, and the last of a head may have few rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from cufa.device import Device
+from cufa.plan.choice import TileSizes, query_tiles
+from cufa.problem import Problem
+from cufa.rounding import ceil_div, round_up
+
+T = TypeVar("T", bound=TileSizes)
+
+# An SM's share of what an H200 moves between its memory and its SMs.
+BYTES_PER_NS = 32.7
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long a tile of queries takes on an SM of an H200: nanoseconds, of each score and beside those."""
+
+    of_score: float
+    of_tile: float
+
+    def times(self, factor: float) -> Pace:
+        """One that takes so many times as long."""
+        return Pace(factor * self.of_score, factor * self.of_tile)
+
+
+def is_cut(problem: Problem) -> bool:
+    """Whether a causal mask or a window cuts through tiles."""
+    return problem.causal or problem.features.window != (None, None)
+
+
+def fastest(problem: Problem, device: Device, paces: Mapping[T, Pace]) -> T:
+    """The tiles with which all SMs are done first."""
+    return min(paces, key=lambda tiles: time(problem, device, tiles, paces[tiles]))
+
+
+def time(problem: Problem, device: Device, tiles: TileSizes, pace: Pace) -> float:
+    """Nanoseconds until all SMs are done."""
+    keys = seen_keys(problem, tiles)
+    count = query_tiles(problem, tiles)
+    rounds: float = ceil_div(count, device.sm_count)
+    if problem.causal and problem.features.window == (None, None) and keys > 0:
+        # Tiles of many lengths, the longest first: the others end when those do.
+        rounds = max(count / device.sm_count, most_keys(problem, tiles) / keys)
+    return rounds * (tiles.block_m * keys * pace.of_score + pace.of_tile)
+
+
+def seen_keys(problem: Problem, tiles: TileSizes) -> float:
+    """How many keys a tile of queries looks at on average, in whole tiles."""
+    keys = _keys(problem)
+    rows = problem.seqlen_q // problem.packed_sequences
+    if is_cut(problem) and rows:
+        seen = problem.visible_scores / rows + tiles.block_m / 2
+        if seen < keys:
+            return seen + tiles.block_n / 2
+    return round_up(keys, tiles.block_n)
+
+
+def most_keys(problem: Problem, tiles: TileSizes) -> float:
+    """The same of the tile that looks at most."""
+    if problem.features.window != (None, None):
+        return seen_keys(problem, tiles)
+    return round_up(_keys(problem), tiles.block_n)
+
+
+def _keys(problem: Problem) -> int:
+    """Those of one sequence."""
+    return problem.seqlen_k // problem.packed_sequences
+
+
+def memory_time(problem: Problem, device: Device) -> float:
+    """Nanoseconds that it takes at least to read Q, K and V and to write O."""
+    sequences = 1 if problem.features.packed else problem.batch
+    rows = problem.heads * problem.seqlen_q + problem.kv_heads * problem.seqlen_k
+    row_bytes = (problem.head_dim + problem.value_dim) * problem.itemsize
+    return sequences * rows * row_bytes / (BYTES_PER_NS * device.sm_count)

@@ -151,8 +151,8 @@ class HopperBackward(HopperKernel):
         return reason
 
     def unsuited(self, problem: Problem, device: Device) -> str | None:
-        """As `Kernel.unsuited`: nor with a bias in 32 bits, which is most of what there is to wait for, nor for
-        many short sequences.
+        """As `Kernel.unsuited`: nor with a bias in 32 bits, which takes most of the time, nor for many short
+        sequences.
         """
         if problem.features.bias_dtype == "float32":
             return f"{self.name} takes longer than rungs of mma.sync with a bias in float32"

@@ -68,9 +68,12 @@ def same_document(b: Any, _: Any, q_idx: Any, kv_idx: Any, document: Any) -> Any
 
 # Of this one, what the function reads has a gradient, too.
 LEARNT = "relative bias, learnt"
+# For this one cufa has an argument.
+BY_ARGUMENT = "ALiBi, by alibi_slopes"
 # The functions of each case by the names of arguments.
 CASES: dict[str, dict[str, Function]] = {
     "ALiBi": {"score_mod": alibi},
+    BY_ARGUMENT: {"score_mod": alibi},
     "relative bias": {"score_mod": relative_bias},
     LEARNT: {"score_mod": relative_bias},
     "soft cap, causal": {"score_mod": softcap, "mask_mod": causal},
@@ -104,13 +107,17 @@ def with_arrays(name: str, function: Function, tensors: Tensors) -> Function:
     return lambda b, h, q_idx, kv_idx: function(b, h, q_idx, kv_idx, *tensors)
 
 
-def cufa_calls(inputs: Tensors, mods: dict[str, tuple[Function, Tensors]]) -> dict[str, Call]:
+def cufa_options(case: str, mods: dict[str, tuple[Function, Tensors]]) -> dict[str, Any]:
+    arrays = {name: [cupy.from_dlpack(x.detach()) for x in tensors] for name, (_, tensors) in mods.items()}
+    if case == BY_ARGUMENT:
+        return {"alibi_slopes": arrays["score_mod"][0]}
+    return {name: CUFA_MODS[name](function, *arrays[name]) for name, (function, _) in mods.items()}
+
+
+def cufa_calls(case: str, inputs: Tensors, mods: dict[str, tuple[Function, Tensors]]) -> dict[str, Call]:
     """Forward and backward."""
     q, k, v, dout = map(cupy.from_dlpack, inputs)
-    options = {
-        name: CUFA_MODS[name](function, *(cupy.from_dlpack(tensor.detach()) for tensor in tensors))
-        for name, (function, tensors) in mods.items()
-    }
+    options = cufa_options(case, mods)
     attend = functools.partial(cufa.attention, q, k, v, **options, return_lse=True)
     out, lse = attend()
     asked = {"return_dscore_mod": bool(learnt_of(mods))}
@@ -185,7 +192,7 @@ def main(dtype: str, cases: tuple[str, ...], head_dims: tuple[int, ...], rounds:
             for tensor in mods["score_mod"][1] if case == LEARNT else ():
                 tensor.requires_grad_()
             theirs, kernel_options = flex_calls(inputs, mods)
-            calls = {"cufa": cufa_calls(inputs, mods), PEER: theirs}
+            calls = {"cufa": cufa_calls(case, inputs, mods), PEER: theirs}
             check(calls)
             for direction in theirs:
                 of_direction = {name: by_direction[direction] for name, by_direction in calls.items()}

@@ -4,10 +4,11 @@
 TOOLS are memcheck, racecheck, initcheck and synccheck; the first two by default. Exits with 1 if a tool
 reports an error, with 2 if compute-sanitizer is not installed.
 
-racecheck and synccheck are for kernels without barriers in memory (mbarrier) and pass over the Hopper ones
-unless --kernel names them. There one lane arrives for its warp after __syncwarp, and racecheck takes the
-others for not ordered (if every lane arrives, it reports nothing); synccheck wants each phase waited for. The
-emulator knows those barriers, copies and products (tests/test_emulator_hopper.py).
+racecheck and synccheck are for kernels without barriers in memory (mbarrier). Unless --kernel names them,
+they pass over the Hopper kernels and over float64 on tensor cores where warps hand tiles on. There one lane
+arrives for its warp after __syncwarp, and racecheck takes the others for not ordered (if every lane arrives,
+it reports nothing); synccheck wants each phase waited for. The emulator knows those barriers, copies and
+products: tests/test_emulator.py runs all rungs as on a Hopper, with its search for races.
 """
 
 import os
@@ -27,7 +28,7 @@ DEFAULT_TOOLS = TOOLS[:2]
 REPORTED = 86  # what compute-sanitizer is told to exit with, so that it is no other failure
 MISSING = 2
 # What reports what is right as an error, where barriers lie in memory.
-NOT_FOR_HOPPER = ("racecheck", "synccheck")
+NOT_FOR_BARRIERS = ("racecheck", "synccheck")
 SHOWN_LINES = 200
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -55,14 +56,11 @@ def passes(sanitizer: str, tool: str, kernels: tuple[str, ...]) -> bool:
     # The line of the source is what one wants to see of an error.
     search_path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     environment = os.environ | {"CUFA_NVRTC_OPTIONS": "-lineinfo", "PYTHONPATH": search_path}
-    kernels = kernels or tuple(
-        name
-        for name, kernel in KERNELS.items()
-        if tool not in NOT_FOR_HOPPER or not isinstance(kernel, HopperKernel)
-    )
-    named = [argument for name in kernels for argument in ("--kernel", name)]
+    chosen = [argument for name in kernels for argument in ("--kernel", name)]
+    if tool in NOT_FOR_BARRIERS and not kernels:
+        chosen.append("--no-barriers")
     run = subprocess.run(
-        [*command, sys.executable, __file__, "--problems", *named],
+        [*command, sys.executable, __file__, "--problems", *chosen],
         env=environment,
         capture_output=True,
         text=True,
@@ -98,19 +96,22 @@ def arguments_of(
     return tensors, options
 
 
-def supported(kernels: tuple[str, ...], tensors: list[Any], options: dict[str, Any]) -> Iterator[str]:
-    """Those of the kernels that can run this call here."""
+def supported(
+    kernels: tuple[str, ...], tensors: list[Any], options: dict[str, Any]
+) -> Iterator[tuple[str, bool]]:
+    """Those of the kernels that can run this call here, and whether they do it with barriers in memory."""
     import cufa
 
     for name in kernels:
+        kernel = KERNELS[name]
         try:
-            cufa.plan(*tensors, backward=KERNELS[name].direction == "backward", kernel=name, **options)
+            plan = cufa.plan(*tensors, backward=kernel.direction == "backward", kernel=name, **options)
         except ValueError:
             continue
-        yield name
+        yield name, isinstance(kernel, HopperKernel) or ("HANDS_OVER", 1) in plan.variant.macros
 
 
-def run_problems(kernels: tuple[str, ...]) -> None:
+def run_problems(kernels: tuple[str, ...], no_barriers: bool) -> None:
     """Every kernel on the problems that it supports, and the softmax."""
     import cupy
 
@@ -122,7 +123,9 @@ def run_problems(kernels: tuple[str, ...]) -> None:
         tensors, options = arguments_of(dtype, head_dim, value_dim, of_call)
         # By plain stores: of those by the copy engine initcheck does not know.
         out, lse = cufa.attention(*tensors, **options, return_lse=True, kernel="fwd_4_flash_v2")
-        for name in supported(kernels, tensors, options):
+        for name, has_barriers in supported(kernels, tensors, options):
+            if has_barriers and no_barriers:
+                continue
             ran.add(name)
             if KERNELS[name].direction == "forward":
                 cufa.attention(*tensors, **options, kernel=name, return_lse=True)
@@ -138,9 +141,10 @@ def run_problems(kernels: tuple[str, ...]) -> None:
 @click.argument("tools", type=click.Choice(TOOLS), nargs=-1)
 @click.option("--kernel", "kernels", type=click.Choice(list(KERNELS)), multiple=True)
 @click.option("--problems", is_flag=True, hidden=True)
-def main(tools: tuple[str, ...], kernels: tuple[str, ...], problems: bool) -> None:
+@click.option("--no-barriers", is_flag=True, hidden=True)
+def main(tools: tuple[str, ...], kernels: tuple[str, ...], problems: bool, no_barriers: bool) -> None:
     if problems:
-        run_problems(kernels)
+        run_problems(kernels or tuple(KERNELS), no_barriers)
         return
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:

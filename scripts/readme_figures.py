@@ -491,12 +491,15 @@ def flex(record: Row) -> str:
         of_line = [seconds[case, head_dim, direction] for direction in directions]
         cells = ((duration(each["cufa"]), f"{each[FLEX] / each['cufa']:.2f}") for each in of_line)
         lines.append((f"{case}, head dim {head_dim}", *chain.from_iterable(cells)))
-    small = {f"{p['case']}, head dim {p['head_dim']}": p["kernel_options"] for p in points}
+    small: dict[str, set[str]] = {}
+    for point in points:
+        if point["kernel_options"]:
+            options = " ".join(f"{name}={value}" for name, value in point["kernel_options"].items())
+            small.setdefault(options, set()).add(f"{point['case']}, head dim {point['head_dim']}")
     told = "".join(
-        f" FlexAttention's own tiles want more shared memory than there is in {case}, where it is given "
-        f"{' '.join(f'{name}={value}' for name, value in options.items())}."
-        for case, options in small.items()
-        if options
+        f" FlexAttention is given {options}, as its own tiles want more shared memory than there is, in "
+        f"{'; '.join(sorted(cases))}."
+        for options, cases in small.items()
     )
     header = ("", *chain.from_iterable((direction, f"x {FLEX}") for direction in directions))
     caption = (

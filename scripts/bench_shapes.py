@@ -9,7 +9,6 @@ FlashAttention-2; one that refuses a shape is left out there. The way of timing 
 import functools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,15 @@ from bench_peers import FLUSH_BYTES, ROOT
 from rich.console import Console
 from rich.progress import track
 
+from cufa.problem import Problem
+
 RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "shapes.json"))
 DTYPE = "bfloat16"
 PEERS = ("cudnn", "flash-attention-2")
 # A wrong result differs by as much as values do; a right one in the last places of 16 bits.
 MAX_ERROR = 0.03
-
-
-@dataclass(frozen=True)
-class Shape:
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    causal: bool
+# What of a problem the record says.
+RECORDED = ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads", "head_dim", "causal")
 
 
 def shape(
@@ -48,11 +40,12 @@ def shape(
     keys: int | None = None,
     kv_heads: int | None = None,
     causal: bool = False,
-) -> Shape:
-    return Shape(batch, seqlen, keys or seqlen, heads, kv_heads or heads, head_dim, causal)
+) -> Problem:
+    sizes = batch, seqlen, keys or seqlen, heads, kv_heads or heads, head_dim, head_dim
+    return Problem("forward", DTYPE, *sizes, causal)
 
 
-GROUPS: dict[str, tuple[Shape, ...]] = {
+GROUPS: dict[str, tuple[Problem, ...]] = {
     "head dims": tuple(
         shape(4, 4096, 16, head_dim, causal=causal)
         for head_dim in (32, 40, 72, 80, 96, 112, 160, 192, 224)
@@ -100,25 +93,25 @@ GROUPS: dict[str, tuple[Shape, ...]] = {
 Call = Callable[[], Any]
 
 
-def calls_of(shape: Shape) -> dict[str, dict[str, Call]]:
+def calls_of(problem: Problem) -> dict[str, dict[str, Call]]:
     """The forward and the backward of each library that takes the shape."""
-    shape_q = shape.batch, shape.seqlen_q, shape.heads, shape.head_dim
-    shape_k = shape.batch, shape.seqlen_k, shape.kv_heads, shape.head_dim
+    shape_q = problem.batch, problem.seqlen_q, problem.heads, problem.head_dim
+    shape_k = problem.batch, problem.seqlen_k, problem.kv_heads, problem.head_dim
     q, k, v, dout = (
         torch.randn(each, dtype=getattr(torch, DTYPE), device="cuda")
         for each in (shape_q, shape_k, shape_k, shape_q)
     )
     arrays = map(cupy.from_dlpack, (q, k, v, dout))
-    ours = bench_peers.cufa_calls(*arrays, shape.causal)
+    ours = bench_peers.cufa_calls(*arrays, problem.causal)
     calls = {"cufa": {direction: ours[direction]["cufa"] for direction in ("forward", "backward")}}
-    for name, attend, arguments in bench_peers.peers_of(DTYPE, (q, k, v), shape.causal, PEERS):
+    for name, attend, arguments in bench_peers.peers_of(DTYPE, (q, k, v), problem.causal, PEERS):
         try:
             differentiate = functools.partial(
                 torch.autograd.grad, attend(), arguments, grad_outputs=dout, retain_graph=True
             )
             differentiate()
         except RuntimeError as error:
-            print(f"{name} is left out of {shape}: {str(error).splitlines()[0]}", flush=True)
+            print(f"{name} is left out of {problem}: {str(error).splitlines()[0]}", flush=True)
             continue
         calls[name] = {"forward": attend, "backward": differentiate}
     return calls
@@ -150,16 +143,17 @@ def main(groups: tuple[str, ...], rounds: int) -> None:
     stream = cupy.cuda.Stream(non_blocking=True)
     flush = cupy.empty(FLUSH_BYTES, cupy.uint8)
     points: list[dict[str, Any]] = []
-    problems = [(group, shape) for group in groups for shape in GROUPS[group]]
+    problems = [(group, problem) for group in groups for problem in GROUPS[group]]
     with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
         tracked = track(problems, console=Console(stderr=True), transient=True)
-        for done, (group, shape) in enumerate(tracked, 1):
-            calls = calls_of(shape)
+        for done, (group, problem) in enumerate(tracked, 1):
+            described = {"group": group} | {name: getattr(problem, name) for name in RECORDED}
+            calls = calls_of(problem)
             check(calls)
             for direction in calls["cufa"]:
                 of_direction = {name: by_direction[direction] for name, by_direction in calls.items()}
                 seconds = bench_peers.times_of(of_direction, rounds, flush.fill)
-                points.append({"group": group, **asdict(shape), "direction": direction, "seconds": seconds})
+                points.append(described | {"direction": direction, "seconds": seconds})
                 print(points[-1], flush=True)
             bench_peers.write_record(RECORD, done, len(problems), {"dtype": DTYPE, "points": points})
             cupy.get_default_memory_pool().free_all_blocks()

@@ -34,8 +34,9 @@ class Pace:
 
 
 def is_cut(problem: Problem) -> bool:
-    """Whether a causal mask or a window cuts through tiles."""
-    return problem.causal or problem.features.window != (None, None)
+    """Whether a causal mask, a window or a mask_mod cuts through tiles."""
+    features = problem.features
+    return problem.causal or features.window != (None, None) or features.mask_mod is not None
 
 
 def fastest(problem: Problem, device: Device, paces: Mapping[T, Pace]) -> T:

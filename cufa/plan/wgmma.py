@@ -167,8 +167,7 @@ def _candidates(problem: Problem) -> dict[Tiles, Pace]:
     dim = max(problem.head_dim, problem.value_dim)
     if PANEL_COLS < dim <= 192 and problem.features.bias_dtype == "float32":
         return BIASED_PACES[dim > 128]
-    cut = is_cut(problem) or problem.features.mask_mod is not None
-    of_dims = CUT_PACES if cut else PACES
+    of_dims = CUT_PACES if is_cut(problem) else PACES
     most, paces = next((most, paces) for most, paces in of_dims.items() if dim <= most)
     faster = 1 - FASTER_WITHOUT_DIMS * (1 - dim / most)
     return {tiles: pace.times(faster) for tiles, pace in paces.items() if _has_registers(problem, tiles)}

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from cufa import arrays, cpu, launch, probabilities
-from cufa.arguments import check_dropout, check_scale, check_softcap
+from cufa.arguments import check_dropout, check_flags, check_scale, check_softcap
 from cufa.arrays import Described
 from cufa.call import (
     DESCALES,
@@ -144,8 +144,8 @@ def attention(
             the first sequence and after the last are of none: nothing is written for them, so that in a new
             output they are whatever was in its memory. On a GPU the numbers are not checked.
         cu_seqlens_k: the same for k and v, (tokens, kv_heads, ...).
-        seqused_k: (batch,) int32: only so many keys of each sequence count; the last one seen is the
-            diagonal's end.
+        seqused_k: (batch,) int32: only so many keys of each sequence count, or all that it has if they are
+            fewer; the last that counts is the diagonal's end.
         block_table: (batch, pages) int32, for keys and values that lie in pages (Kwon et al. 2023): k is then
             (pages, page_size, kv_heads, head_dim), v likewise, and key i of sequence b is row i % page_size
             of page block_table[b, i // page_size]. Which pages are a sequence's, and in what order, does not
@@ -185,6 +185,7 @@ def attention(
         GPUUnavailableError: "cuda" without a GPU or CuPy; the message says what to install.
         LaunchError, CompileError: the driver or NVRTC refused the kernel.
     """
+    check_flags(return_lse=return_lse, return_attn_probs=return_attn_probs)
     values = _feature_values(softcap, dropout_p, seed, offset)
     mods = mods_of(score_mod, mask_mod)
     asked = _asked(causal, window, values, layout, precision, mods)
@@ -329,6 +330,7 @@ def attention_backward(
     Raises:
         What `attention` raises.
     """
+    check_flags(return_dbias=return_dbias, return_dsink=return_dsink, return_dscore_mod=return_dscore_mod)
     values = _feature_values(softcap, dropout_p, seed, offset)
     gradients = {"dq": dq, "dk": dk, "dv": dv}
     of_features: tuple[str, ...] = ()
@@ -403,7 +405,7 @@ def softmax(
         TypeError: no array, or a dtype that is not supported.
         ValueError: no axis, or another number of passes.
     """
-    if passes not in (2, 3):
+    if not isinstance(passes, int) or passes not in (2, 3):
         raise ValueError(f"passes is {passes!r}; it may be 2 or 3")
     adopted = arrays.adopt({"x": x}, backend)
     source = adopted.arrays["x"]
@@ -501,7 +503,7 @@ def plan(
 def _described(name: str, array: Any) -> Described:
     """Something with a shape and a dtype, which need be no more of an array than that, as if contiguous."""
     if not (hasattr(array, "shape") and hasattr(array, "dtype")):
-        raise TypeError(f"{name} is a {arrays.kind_of(array)}; it must have a shape and a dtype")
+        raise TypeError(f"{name} is {arrays.kind_of(array)}; it must have a shape and a dtype")
     dtype = array.dtype
     if not isinstance(dtype, np.dtype):
         # A library with dtypes of its own spells them as NumPy does, behind its own name.
@@ -518,8 +520,11 @@ def _given(named: Arrays) -> Arrays:
 
 
 def _feature_values(softcap: float, dropout_p: float, seed: int, offset: int) -> FeatureValues:
-    if softcap == 0 and dropout_p == 0:
-        return _NO_VALUES
+    try:
+        if softcap == 0 and dropout_p == 0:
+            return _NO_VALUES
+    except ValueError:
+        pass  # The truth of an array, which the checks refuse by the argument's name.
     return FeatureValues(check_softcap(softcap), *check_dropout(dropout_p, seed, offset))
 
 

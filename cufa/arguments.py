@@ -27,6 +27,7 @@ from cufa.problem import (
     Features,
     Problem,
     Shape,
+    check_choice,
     check_layout,
     dtype_name,
     four_axes,
@@ -39,7 +40,7 @@ from cufa.rounding import ceil_div
 from cufa.score_mod import Written
 
 # What else a call may have gradients of, and its arrays beyond q, k and v.
-_GRADIENTS = frozenset(("bias", "sink", "score_mod"))
+_GRADIENTS = ("bias", "sink", "score_mod")
 _DESCALES = frozenset(("q_descale", "k_descale", "v_descale"))
 _FEATURE_ARRAYS = _DESCALES | frozenset(
     (
@@ -79,21 +80,27 @@ class Options(NamedTuple):
 
 def check_options(options: Options) -> None:
     """Check those options; TypeError or ValueError with what they may be."""
-    if not isinstance(options.causal, (bool, np.bool_, int)):
-        raise TypeError(f"causal is {options.causal!r}; it may be True or False")
-    if not isinstance(options.deterministic, (bool, np.bool_, int)):
-        raise TypeError(f"deterministic is {options.deterministic!r}; it may be True or False")
-    if options.precision not in PRECISIONS:
-        raise ValueError(f"precision is {options.precision!r}; it may be {' or '.join(PRECISIONS)}")
+    check_flags(causal=options.causal, deterministic=options.deterministic)
+    check_choice("precision", options.precision, PRECISIONS)
     check_layout(options.layout)
     check_window(options.window)
+    gradients: object = options.gradients
+    if not isinstance(gradients, (tuple, list)) or not all(name in _GRADIENTS for name in gradients):
+        raise ValueError(f"gradients is {gradients!r}; it may be a tuple of {one_of(map(repr, _GRADIENTS))}")
 
 
-def check_window(window: object) -> tuple[int | None, int | None]:
+def check_flags(**flags: object) -> None:
+    """Check options that are on or off; TypeError for one that is neither."""
+    for name, flag in flags.items():
+        if flag is not True and flag is not False and not isinstance(flag, (int, np.bool_)):
+            raise TypeError(f"{name} is {flag!r}; it may be True or False")
+
+
+def check_window(window: object, name: str = "window") -> tuple[int | None, int | None]:
     """How many keys before and after the diagonal are seen; None, and -1, are all of them."""
     if window is None:
         return None, None
-    wanted = f"window is {window!r}; it may be None or a pair (left, right) of numbers of keys"
+    wanted = f"{name} is {window!r}; it may be None or a pair (left, right) of numbers of keys"
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(wanted)
     sides: list[int | None] = []
@@ -324,8 +331,6 @@ def _features(
                 raise ValueError(f"{name} is given, and {other} is; {where} have no descales")
     if options.precision == "tf32" and problem.dtype != "float32":
         raise ValueError(f"precision is 'tf32', which is for float32, and the arrays are {problem.dtype}")
-    if not set(options.gradients) <= _GRADIENTS:
-        raise ValueError(f"gradients is {options.gradients!r}; it may have 'bias', 'sink' and 'score_mod'")
     for name in options.gradients:
         if name not in shapes and not (name == "score_mod" and options.score_mod):
             raise ValueError(f"the gradient of {name} is asked for, and there is no {name}")

@@ -77,7 +77,7 @@ def adopt(named: Mapping[str, Any], backend: str | None) -> Adopted:
     Raises TypeError for anything that is no array and for a mixture of kinds, ValueError for arrays on a
     GPU that is not the current one and for an unknown backend.
     """
-    if backend is not None and backend not in BACKENDS:
+    if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
         raise ValueError(f"backend is {backend!r}; it may be 'numpy', 'cuda' or None")
     kinds = set(map(type, named.values()))
     cupy_ndarray = _cupy_ndarray()
@@ -206,7 +206,7 @@ def _import(array: Any, name: str) -> tuple[Any, Callable[[Any], Any]]:
     namespace = _namespace(array, name)
     if getattr(array, "requires_grad", False):  # its bits would be read without a word
         raise TypeError(
-            f"{name} is a {kind_of(array)} that requires a gradient, of which cufa keeps no record; "
+            f"{name} is {kind_of(array)} that requires a gradient, of which cufa keeps no record; "
             f"give {name}.detach()"
         )
     with _read_errors(array, name):
@@ -243,9 +243,7 @@ def _read_errors(array: Any, name: str) -> Iterator[None]:
     try:
         yield
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise TypeError(
-            f"{name} is a {kind_of(array)} that cannot be read through DLPack: {error}"
-        ) from error
+        raise TypeError(f"{name} is {kind_of(array)} that cannot be read through DLPack: {error}") from error
 
 
 def _namespace(array: Any, name: str) -> Any:
@@ -255,9 +253,7 @@ def _namespace(array: Any, name: str) -> Any:
     else:
         namespace = sys.modules.get(type(array).__module__.partition(".")[0])
     if not hasattr(namespace, "from_dlpack"):
-        raise TypeError(
-            f"{name} is a {kind_of(array)}, whose library has no from_dlpack to hand results back"
-        )
+        raise TypeError(f"{name} is {kind_of(array)}, whose library has no from_dlpack to hand results back")
     return namespace
 
 
@@ -283,24 +279,26 @@ def contiguous(array: Any) -> Any:
 
 
 def kind_of(array: Any) -> str:
-    """The name of an object's type, for messages."""
+    """What an object is, for messages: None, a list, an int, a torch.Tensor."""
+    if array is None:
+        return "None"
     kind = type(array)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _check_same_kind(named: Mapping[str, Any]) -> None:
     for name, array in named.items():
         if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
             raise TypeError(
-                f"{name} is a {kind_of(array)}; "
-                "it may be a NumPy array, a CuPy array or any array with DLPack"
+                f"{name} is {kind_of(array)}; it may be a NumPy array, a CuPy array or any array with DLPack"
             )
     (first_name, first), *others = named.items()
     for name, array in others:
         # One may be of a subclass, as torch's Parameter is.
         if not (isinstance(array, type(first)) or isinstance(first, type(array))):
             raise TypeError(
-                f"{name} is a {kind_of(array)} and {first_name} a {kind_of(first)}; "
+                f"{name} is {kind_of(array)} and {first_name} {kind_of(first)}; "
                 "all arrays must be of one kind"
             )
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cufa import arrays, cpu, launch, probabilities
-from cufa.arguments import Options, check_fits, check_options, make_problem
+from cufa.arguments import Options, check_fits, check_options, check_window, make_problem
 from cufa.arrays import Described
 from cufa.device import Arch, target
 from cufa.params import FeatureValues, pack_features
@@ -169,11 +169,20 @@ def known_of(direction: Direction, tensors: tuple[Described, ...], asked: Asked)
     try:
         return _known(direction, tensors, asked)
     except TypeError:  # what an option without a hash raises, too
-        options = Options(*asked)
-        check_options(options)
-        if not isinstance(options.window, list):
+        if _has_hash(asked):
             raise
-    return _known(direction, tensors, options._replace(window=tuple(options.window)))
+    options = Options(*asked)
+    check_options(options)
+    window, gradients = check_window(options.window), tuple(options.gradients)
+    return _known(direction, tensors, options._replace(window=window, gradients=gradients))
+
+
+def _has_hash(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 @functools.lru_cache(maxsize=4096)

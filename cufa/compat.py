@@ -19,15 +19,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cufa.api import attention
+from cufa.arguments import check_flags, check_window
 from cufa.arrays import kind_of
 from cufa.rotary import rotary
 
 # What another library calls cufa's arguments, where it has other names.
 _FLASH_ATTN = {"window": "window_size"}
-_FLASH_ATTN_CACHE = {**_FLASH_ATTN, "k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens"}
+_FLASH_ATTN_VARLEN = {**_FLASH_ATTN, "return_lse": "return_attn_probs"}
+_FLASH_ATTN_CACHE = {
+    **_FLASH_ATTN,
+    **{"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "return_lse": "return_softmax_lse"},
+}
 _TENSORS = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
 _PYTORCH = {**_TENSORS, "mask": "attn_mask", "bias": "attn_mask"}
-_JAX = {**_TENSORS, "window": "local_window_size"}
+_JAX = {**_TENSORS, "window": "local_window_size", "return_lse": "return_residual"}
 
 
 def flash_attn_func(
@@ -191,7 +196,7 @@ def flash_attn_varlen_func(
             seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         cu_seqlens_k = None
     return _attention(
-        _FLASH_ATTN,
+        _FLASH_ATTN_VARLEN,
         q,
         k,
         v,
@@ -302,8 +307,9 @@ def flash_attn_with_kvcache(
             raise ValueError(f"cache_seqlens is {held}; k_cache has room for 0 to {room}")
     else:
         _check_arrays(cache_seqlens=held)
+    check_flags(causal=causal, rotary_interleaved=rotary_interleaved)
     if rotary_cos is not None or rotary_sin is not None:
-        in_turn = causal or any(side not in (None, -1) for side in window_size)
+        in_turn = causal or check_window(window_size, "window_size") != (None, None)
         q, k = _turn(q, k, rotary_cos, rotary_sin, held, in_turn, rotary_interleaved)
     if k is not None or v is not None:
         held = _append(k_cache, v_cache, k, v, held, _Cache(batch, room, block_table))
@@ -374,6 +380,7 @@ def scaled_dot_product_attention(
             raises.
         TypeError: what `cufa.attention` raises.
     """
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal is True and attn_mask is given; only one of them may be")
     _check_arrays(query=query, key=key, value=value, attn_mask=attn_mask)
@@ -446,6 +453,7 @@ def dot_product_attention(
     Raises:
         What `cufa.attention` raises.
     """
+    check_flags(is_causal=is_causal)
     lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
     _check_arrays(query=query, key=key, value=value, bias=bias, mask=mask, **lengths)
     if mask is not None and not _is_bool(mask):
@@ -592,8 +600,7 @@ def _check_arrays(**named: Any) -> None:
     for name, array in named.items():
         if array is not None and not (hasattr(array, "shape") and hasattr(array, "dtype")):
             raise TypeError(
-                f"{name} is a {kind_of(array)}; "
-                "it may be a NumPy array, a CuPy array or any array with DLPack"
+                f"{name} is {kind_of(array)}; it may be a NumPy array, a CuPy array or any array with DLPack"
             )
 
 

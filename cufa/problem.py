@@ -6,7 +6,7 @@ of a call's arguments, which are checked, in `cufa.arguments`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -252,9 +252,14 @@ def _pairs_up_to(rows: int, keys: int, offset: int) -> int:
 
 def check_layout(layout: str) -> tuple[int, int, int]:
     """The axes (batch, seqlen, heads) of a layout; ValueError for one that is not known."""
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}; it may be {one_of(LAYOUTS)}")
+    check_choice("layout", layout, LAYOUTS)
     return LAYOUTS[layout]
+
+
+def check_choice(argument: str, value: object, allowed: Collection[str]) -> None:
+    """Check an argument that is one of a few words; ValueError, naming it and them, for anything else."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{argument} is {value!r}; it may be {one_of(map(repr, allowed))}")
 
 
 def tensor_axes(layout: str, packed: bool) -> Axes:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cufa import arrays, launch
+from cufa.arguments import check_flags
 from cufa.device import Arch
 from cufa.plan.standard import Rotation
 from cufa.problem import (
@@ -66,6 +67,7 @@ def rotary(
         ValueError: shapes that don't go together, positions on a CPU that cos does not have, packed sequences
             without positions, an output that is read-only or overlaps another array.
     """
+    check_flags(interleaved=interleaved)
     given = {"x": x, "cos": cos, "sin": sin} | ({} if positions is None else {"positions": positions})
     outputs = {} if out is None else {"out": out}
     adopted = arrays.adopt(given | outputs, backend)

@@ -398,11 +398,20 @@ def calls(problem: Problem, **options: Any) -> Iterator[Callable[[], Any]]:
         ({"softmax_scale": [1.0]}, TypeError, "softmax_scale is [1.0]; it may be a number or None"),
         ({"softmax_scale": math.nan}, ValueError, "softmax_scale is nan; it must be finite"),
         ({"softmax_scale": -math.inf}, ValueError, "softmax_scale is -inf; it must be finite"),
-        ({"layout": "bsdh"}, ValueError, "layout is 'bsdh'; it may be bshd or bhsd"),
-        ({"layout": None}, ValueError, "layout is None; it may be bshd or bhsd"),
-        ({"layout": ["bshd"]}, (TypeError, ValueError), "layout is ['bshd']; it may be bshd or bhsd"),
-        ({"causal": np.zeros(3)}, (TypeError, ValueError), "causal is array([0., 0., 0.]); it may be"),
+        ({"softcap": np.ones(2)}, TypeError, "softcap is array([1., 1.]); it may be a number"),
+        ({"dropout_p": np.zeros(2)}, TypeError, "dropout_p is array([0., 0.]); it may be a number"),
+        ({"layout": "bsdh"}, ValueError, "layout is 'bsdh'; it may be 'bshd' or 'bhsd'"),
+        ({"layout": None}, ValueError, "layout is None; it may be 'bshd' or 'bhsd'"),
+        ({"layout": ["bshd"]}, ValueError, "layout is ['bshd']; it may be 'bshd' or 'bhsd'"),
+        ({"precision": np.ones(2)}, ValueError, "precision is array([1., 1.]); it may be 'ieee' or 'tf32'"),
+        ({"causal": np.zeros(3)}, TypeError, "causal is array([0., 0., 0.]); it may be True or False"),
+        ({"window": (1.5, 0)}, TypeError, "window is (1.5, 0); it may be None or a pair (left, right)"),
         ({"backend": "gpu"}, ValueError, "backend is 'gpu'; it may be 'numpy', 'cuda' or None"),
+        (
+            {"backend": np.ones(2)},
+            ValueError,
+            "backend is array([1., 1.]); it may be 'numpy', 'cuda' or None",
+        ),
     ],
     ids=str,
 )
@@ -412,6 +421,36 @@ def test_options_with_impossible_values(
     for call in calls(draw(rng), **options):
         with pytest.raises(error, match="^" + re.escape(message)):
             call()
+
+
+@pytest.mark.parametrize("flag", ["return_lse", "return_attn_probs"])
+def test_flags_are_true_or_false(rng: np.random.Generator, flag: str) -> None:
+    problem = draw(rng)
+    inputs = problem.q, problem.k, problem.v
+    for given in (np.zeros(2), "no", None):
+        with pytest.raises(
+            TypeError, match=rf"^{flag} is {re.escape(repr(given))}; it may be True or False$"
+        ):
+            cufa.attention(*inputs, **{flag: given})
+    cufa.attention(*inputs, **{flag: np.bool_(True)})
+
+
+@pytest.mark.parametrize("flag", ["deterministic", "return_dbias", "return_dsink", "return_dscore_mod"])
+def test_flags_of_the_backward_are_true_or_false(rng: np.random.Generator, flag: str) -> None:
+    problem = draw(rng)
+    lse = np.zeros(problem.lse_shape, np.float32)
+    with pytest.raises(TypeError, match=rf"^{flag} is 'no'; it may be True or False$"):
+        cufa.attention_backward(
+            problem.dout, problem.q, problem.k, problem.v, problem.dout, lse, **{flag: "no"}
+        )
+
+
+@pytest.mark.parametrize("window", [[3, 0], (np.int64(3), np.array(0)), np.array([3, 0]).tolist()], ids=repr)
+def test_a_window_is_a_pair_of_anything_that_counts(rng: np.random.Generator, window: Any) -> None:
+    problem = draw(rng)
+    inputs = problem.q, problem.k, problem.v
+    expected = cufa.attention(*inputs, window=(3, 0))
+    np.testing.assert_array_equal(cufa.attention(*inputs, window=window), expected)
 
 
 def test_backend_cuda_without_a_gpu(rng: np.random.Generator) -> None:
@@ -427,7 +466,7 @@ def test_what_is_no_array(rng: np.random.Generator, argument: str, given: Any) -
     problem = draw(rng)
     inputs: dict[str, Any] = {"q": problem.q, "k": problem.k, "v": problem.v} | {argument: given}
     results: dict[str, Any] = {"dout": problem.dout, "out": problem.dout, "lse": problem.q}
-    kind = f"^{argument} is a (numpy.)?{type(given).__name__}; it may be a NumPy array"
+    kind = rf"^{argument} is (None|an? (numpy\.)?{type(given).__name__}); it may be a NumPy array"
     with pytest.raises(TypeError, match=kind):
         cufa.attention(**inputs)
     with pytest.raises(TypeError, match=kind):
@@ -439,7 +478,7 @@ def test_what_is_no_array(rng: np.random.Generator, argument: str, given: Any) -
 def test_a_plan_of_what_is_no_array(rng: np.random.Generator, argument: str, given: Any) -> None:
     problem = draw(rng)
     inputs: dict[str, Any] = {"q": problem.q, "k": problem.k, "v": problem.v} | {argument: given}
-    with pytest.raises(TypeError, match=f"^{argument} is a {type(given).__name__}; it "):
+    with pytest.raises(TypeError, match=f"^{argument} is (None|a {type(given).__name__}); it "):
         cufa.plan(**inputs, arch="sm_80")
 
 
@@ -495,7 +534,7 @@ def test_shapes_that_do_not_go_together(rng: np.random.Generator) -> None:
         ("dout", lambda x: x.tolist(), TypeError, "dout is a list; it may be a NumPy array"),
         ("out", lambda x: in_bhsd(x), ValueError, "out has shape (2, 6, 19, 12); it must be (2, 19, 6, 12)"),
         ("out", lambda x: x.astype("f2"), TypeError, "out has dtype float16; it must be float32"),
-        ("out", lambda _: None, TypeError, "out is a NoneType; it may be a NumPy array"),
+        ("out", lambda _: None, TypeError, "out is None; it may be a NumPy array"),
         (
             "lse",
             lambda x: x.transpose(0, 2, 1),
@@ -503,7 +542,7 @@ def test_shapes_that_do_not_go_together(rng: np.random.Generator) -> None:
             "lse has shape (2, 19, 6); it must be (2, 6, 19)",
         ),
         ("lse", lambda x: x.astype("f8"), TypeError, "lse has dtype float64; it must be float32"),
-        ("lse", lambda _: None, TypeError, "lse is a NoneType; it may be a NumPy array"),
+        ("lse", lambda _: None, TypeError, "lse is None; it may be a NumPy array"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -581,9 +620,9 @@ def test_softmax_of_minus_infinity(passes: int) -> None:
     np.testing.assert_array_equal(result[1], np.eye(600)[555])
 
 
-@pytest.mark.parametrize("passes", [0, 1, 4, None, "2"])
+@pytest.mark.parametrize("passes", [0, 1, 4, None, "2", np.ones(2)], ids=repr)
 def test_softmax_reads_rows_two_or_three_times(passes: Any) -> None:
-    with pytest.raises(ValueError, match=f"^passes is {passes!r}; it may be 2 or 3$"):
+    with pytest.raises(ValueError, match=f"^passes is {re.escape(repr(passes))}; it may be 2 or 3$"):
         cufa.softmax(np.ones(3), passes=passes)
 
 
@@ -640,8 +679,13 @@ def test_a_plan_takes_the_options_of_a_call(rng: np.random.Generator) -> None:
         ({"deterministic": True}, ValueError, "deterministic: only gradients have that"),
         ({"gradients": ("bias",)}, ValueError, "gradients: only gradients have that"),
         ({"dlse": np.zeros((2, 4, 9), np.float32)}, ValueError, "dlse: only gradients have that"),
-        ({"backward": True, "gradients": ("mask",)}, ValueError, r"gradients is \('mask',\); it may have"),
-        ({"backward": True, "gradients": "bias"}, ValueError, "gradients is 'bias'; it may have"),
+        (
+            {"backward": True, "gradients": ("mask",)},
+            ValueError,
+            r"gradients is \('mask',\); it may be a tuple of 'bias', 'sink' or 'score_mod'",
+        ),
+        ({"backward": True, "gradients": "bias"}, ValueError, "gradients is 'bias'; it may be a tuple of"),
+        ({"backward": True, "gradients": ["bias"]}, ValueError, "the gradient of bias is asked for, and"),
         ({"kernel": ["fwd_1_naive"]}, ValueError, r"kernel is \['fwd_1_naive'\]; it may be fwd_1_naive, "),
         ({"tiles": [64]}, TypeError, r"tiles is \[64\]; it may be a mapping, as in \{'block_m': 64\}"),
     ],

@@ -255,19 +255,20 @@ def test_subclasses_of_numpys_arrays_mix_with_them() -> None:
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
-        ([[1.0]], "list"),
-        (((1.0,),), "tuple"),
-        (None, "NoneType"),
-        (1.0, "float"),
-        ("q.npy", "str"),
-        (memoryview(b"bytes"), "memoryview"),
-        (np.float32(1), "numpy.float32"),
-        (SimpleNamespace(shape=(1,), dtype=np.float32), "types.SimpleNamespace"),
+        ([[1.0]], "a list"),
+        (((1.0,),), "a tuple"),
+        (None, "None"),
+        (1.0, "a float"),
+        ("q.npy", "a str"),
+        (1, "an int"),
+        (memoryview(b"bytes"), "a memoryview"),
+        (np.float32(1), "a numpy.float32"),
+        (SimpleNamespace(shape=(1,), dtype=np.float32), "a types.SimpleNamespace"),
     ],
 )
 def test_what_is_no_array_is_refused_by_name(argument: str, value: Any, kind: str) -> None:
     named = dict.fromkeys(("q", "k", "v"), some_array()) | {argument: value}
-    expected = f"{argument} is a {kind}; it may be a NumPy array, a CuPy array or any array with DLPack"
+    expected = f"{argument} is {kind}; it may be a NumPy array, a CuPy array or any array with DLPack"
     with pytest.raises(TypeError) as caught:
         adopt(named, None)
     assert str(caught.value) == expected
@@ -524,7 +525,7 @@ def test_memory_on_the_gpu_may_be_any_librarys(cupy: Any) -> None:
     for array, kind, message in (
         (some_array(), TypeError, "^workspace is in the CPU's memory; it must be in the GPU's$"),
         (StandardArray(some_array()), TypeError, "^workspace is in the CPU's memory"),
-        (1 << 20, TypeError, "^workspace is a int; it may be a NumPy array, a CuPy array or any array with"),
+        (1 << 20, TypeError, "^workspace is an int; it may be a NumPy array, a CuPy array or any array with"),
         (CudaArray(some_array(), device_id=3), ValueError, "^workspace is on GPU 3 and the current one is 0"),
     ):
         with pytest.raises(kind, match=message):

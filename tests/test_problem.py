@@ -202,7 +202,7 @@ def test_dtype_name_names_the_argument() -> None:
 
 @pytest.mark.parametrize("layout", ["bshdd", "", "BSHD", "bsdh", None])
 def test_layouts_that_are_not_known(layout: Any) -> None:
-    expected = re.escape(f"layout is {layout!r}; it may be bshd or bhsd")
+    expected = re.escape(f"layout is {layout!r}; it may be 'bshd' or 'bhsd'")
     problem = make()
     with pytest.raises(ValueError, match=f"^{expected}$"):
         check_layout(layout)

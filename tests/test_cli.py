@@ -600,9 +600,10 @@ def test_what_no_kernel_supports_is_refused_with_the_reason_of_each_that_takes_t
         (("--dropout", "0.1", "--dropout-seed", "-1"), "seed is -1"),
         (("--varlen", "3,x"), "'x' is no length"),
         (("--varlen", "3:-1"), "'3:-1' is no length"),
+        (("--varlen", "3:,4"), "'3:' is no length"),
         (("--varlen", "30", "--layout", "bhsd"), "packed sequences have none but 'bshd'"),
         (("--seqused-k", "3"), "seqused_k has shape (1,)"),
-        (("--seqused-k", "3,x"), "'x' is not a valid integer"),
+        (("--seqused-k", "3,x"), "'x' is not a valid integer."),
         (("--page-size", "-1"), "-1 is not in the range"),
     ],
 )
@@ -999,6 +1000,8 @@ def test_bench_says_that_a_plot_needs_matplotlib(monkeypatch, tmp_path):
         (("--backend", "cuda"), "no GPU"),
         (("--tokens", 64, "--batch", 2), "--batch is instead of --tokens; give one of them"),
         (("--hidden", 64, "--heads", 2), "--heads is instead of --hidden; give one of them"),
+        (("--seqlens", "16,32", "--tokens", 31), "--tokens is 31, which is less than one sequence of 32"),
+        (("--head-dim", 16, "--hidden", 15), "--hidden is 15, which is less than one head of 16"),
         (("--seed", -1), "-1 is not in the range"),
     ],
 )

@@ -225,12 +225,17 @@ def _problem(seqlen: int, defaults: _Defaults, sizes: dict[str, Any]) -> Problem
     def size(name: str, default: int) -> int:
         return default if sizes[name] is None else int(sizes[name])
 
+    def parts(whole: str, default: int, of: int, what: str) -> int:
+        if sizes[whole] is not None and sizes[whole] < of:
+            raise output.Failure(f"--{whole} is {sizes[whole]}, which is less than one {what} of {of}")
+        return max(1, size(whole, default) // max(1, of))
+
     head_dim = size("head_dim", defaults.head_dim)
-    heads = size("heads", max(1, size("hidden", defaults.hidden) // max(1, head_dim)))
+    heads = size("heads", parts("hidden", defaults.hidden, head_dim, "head"))
     return Problem(
         direction="forward",
         dtype=sizes["dtype"] or defaults.dtype,
-        batch=size("batch", max(1, size("tokens", defaults.tokens) // seqlen)),
+        batch=size("batch", parts("tokens", defaults.tokens, seqlen, "sequence")),
         seqlen_q=seqlen,
         seqlen_k=seqlen,
         heads=heads,

@@ -28,7 +28,19 @@ class KernelName(click.Choice[str]):
         return super().convert(meant[0] if len(meant) == 1 else value, param, ctx)
 
 
-SIZE = click.IntRange(min=1)
+class Integer(click.IntRange):
+    """A whole number from a range; what is none is called "not a valid integer", without the range."""
+
+    name = "integer"
+
+
+class Real(click.FloatRange):
+    """The same of any numbers."""
+
+    name = "number"
+
+
+SIZE = Integer(min=1)
 DTYPE = click.Choice(list(DTYPES))
 INPUT_DTYPE = click.Choice(list(INPUT_DTYPES))
 LAYOUT = click.Choice(list(LAYOUTS))
@@ -64,7 +76,7 @@ def count_option(
     name: str, help_text: str, least: int = 0, default: int | None = None
 ) -> Callable[[Command], Command]:
     """An option that takes a whole number."""
-    return click.option(name, type=click.IntRange(min=least), default=default, metavar="N", help=help_text)
+    return click.option(name, type=Integer(min=least), default=default, metavar="N", help=help_text)
 
 
 def precision_option(command: Command) -> Command:
@@ -82,7 +94,7 @@ def seed_option(command: Command) -> Command:
     """--seed."""
     return click.option(
         "--seed",
-        type=click.IntRange(min=0),
+        type=Integer(min=0),
         metavar="N",
         default=0,
         show_default=True,
@@ -177,8 +189,8 @@ def key_window(text: str) -> Window:
 
 def sequence_lengths(text: str) -> tuple[int, int]:
     """The type of each part of --varlen: N queries and keys, or N:M for N queries and M keys."""
-    queries, _, keys = text.partition(":")
-    keys = keys or queries
+    queries, colon, keys = text.partition(":")
+    keys = keys if colon else queries
     if not (queries.isdecimal() and keys.isdecimal()):
         raise click.BadParameter(f"{text!r} is no length, as in 100, or in 1:100 for 1 query and 100 keys")
     return int(queries), int(keys)
@@ -201,7 +213,7 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
         ),
         click.option(
             "--softcap",
-            type=click.FloatRange(min=0),
+            type=Real(min=0),
             default=0.0,
             metavar="X",
             help="Soft bound of the scores. [none]",
@@ -212,7 +224,7 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
         click.option("--dlse", is_flag=True, help="Backward: a random gradient of the LSE, too."),
         click.option(
             "--dropout",
-            type=click.FloatRange(min=0, max=1, max_open=True),
+            type=Real(min=0, max=1, max_open=True),
             default=0.0,
             metavar="P",
             help="Part of the probabilities that is dropped. [0]",
@@ -232,7 +244,7 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
             ),
             click.option(
                 "--seqused-k",
-                type=several(click.IntRange(min=0)),
+                type=several(Integer(min=0)),
                 metavar="N[,...]",
                 help="How many keys of each batch or sequence count. [all]",
             ),

@@ -1,0 +1,179 @@
+"""The command itself, those that compute nothing, and what all share."""
+
+import json
+import logging
+import re
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner
+from command_line import SMALL, WIDTH, refused, run, run_json
+
+import cufa
+from cufa import device, jit
+from cufa.cli import COMMANDS, output
+from cufa.device import Device
+from cufa.kernels import COMPANIONS, KERNELS
+from cufa.timing import time_cpu
+
+
+def test_help_imports_neither_rich_nor_cupy_nor_matplotlib():
+    code = (
+        "import sys; from cufa.cli import main; main(['--help'], standalone_mode=False); "
+        "print(sorted({'rich', 'cupy', 'matplotlib'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert all(name in done.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_with_short_lines(name):
+    result = run(name, "--help")
+    assert "--help" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= WIDTH
+
+
+def test_an_unknown_command_is_refused():
+    assert "No such command 'fly'" in refused("fly")
+
+
+def test_the_module_runs_as_a_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "cufa.cli", "--version"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip().endswith(cufa.__version__)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("info",), ("kernels",), ("run", *SMALL), ("cache", "info")], ids=lambda each: each[0]
+)
+def test_reports_fit_80_columns(arguments):
+    result = run(*arguments)
+    assert max(map(len, result.stdout.splitlines())) <= WIDTH
+    assert result.stderr == ""
+
+
+def test_info_without_gpu_cupy_and_nvrtc_says_what_to_install(monkeypatch):
+    def missing():
+        raise cufa.NVRTCMissingError("no NVRTC")
+
+    monkeypatch.setattr(jit, "nvrtc_version", missing)
+    monkeypatch.setattr(device, "gpu_present", lambda: False)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    facts = run_json("info")
+    assert (facts["gpu"], facts["cupy"], facts["nvrtc"]) == (None, None, None)
+    assert facts["missing"].keys() == {"gpu", "cupy", "nvrtc"}
+    shown = run("info").stdout
+    assert re.search(r"CuPy +not installed: pip install 'cufa\[cuda13\]'", shown)
+    assert re.search(r"NVRTC +not installed: pip install 'cufa\[compile\]'", shown)
+
+
+def test_info_shows_a_gpu_and_its_limits(monkeypatch):
+    monkeypatch.setattr(device, "current", lambda: Device.of("sm_90a"))
+    facts = run_json("info")
+    assert facts["gpu"]["name"] == "H200"
+    assert facts["gpu"]["arch"] == "sm_90a"
+    shown = run("info").stdout
+    assert "H200, sm_90a, 132 SMs" in shown
+    assert "227 KiB a block" in shown
+
+
+def test_info_shows_the_environment(monkeypatch):
+    monkeypatch.setenv("CUFA_ARCH", "sm_80")
+    assert run_json("info")["environment"]["CUFA_ARCH"] == "sm_80"
+    assert "CUFA_ARCH" in run("info").stdout
+
+
+def test_kernels_lists_the_registry():
+    listed = run_json("kernels")
+    assert [row["name"] for row in listed] == [*KERNELS, *COMPANIONS]
+    assert all(row["idea"] and row["paper"] for row in listed)
+    for row in listed[: len(KERNELS)]:
+        assert set(row["features"]) == {"causal", *KERNELS[row["name"]].features}
+    assert {row["function"] for row in listed[len(KERNELS) :]} >= {"cufa.softmax", "cufa.merge"}
+    assert {row["min_arch"] for row in listed[: len(KERNELS)]} == {"sm_75", "sm_80", "sm_90a"}
+    table = run("kernels").stdout
+    assert all(name in table for name in (*KERNELS, *COMPANIONS))
+
+
+def test_cache_info_and_clear(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUFA_CACHE_DIR", str(tmp_path / "own"))
+    (tmp_path / "own").mkdir(mode=0o700)
+    (tmp_path / "own" / "mine.txt").write_text("not cufa's")
+    cufa.cache.store("0" * 64, b"binary", "cubin", {})
+    held = run_json("cache", "info")
+    assert held["folder"] == str(tmp_path / "own")
+    assert held["entries"] == 1
+    assert held["bytes"] > 6
+    assert "kernels   1," in run("cache", "info").stdout
+    assert run_json("cache", "clear")["files_removed"] == 2
+    assert run_json("cache", "info")["entries"] == 0
+    assert (tmp_path / "own" / "mine.txt").exists()
+    assert "removed 0 files" in run("cache", "clear").stdout
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(2.5, "2.50 s"), (0.0123, "12.3 ms"), (4.5e-5, "45.0 us"), (3e-9, "3.00 ns"), (123.4, "123 s")],
+)
+def test_seconds_in_words(value, text):
+    assert output.seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (5 * 2**30, "5.00 GiB")]
+)
+def test_sizes_in_words(value, text):
+    assert output.size(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.01234, "0.0123"), (1.234, "1.23"), (12345.6, "12,346"), (-2.5, "-2.50")],
+)
+def test_three_digits(value, text):
+    assert output.three_digits(value) == text
+
+
+def test_json_has_null_for_what_it_has_no_number_for():
+    @click.command()
+    def command():
+        output.print_json({"values": [1.5, float("nan"), (float("inf"),)]})
+
+    assert json.loads(CliRunner().invoke(command).stdout) == {"values": [1.5, None, [None]]}
+
+
+def test_a_warning_of_the_library_is_shown_whole_and_once():
+    @click.command()
+    def command():
+        with output.log_to_stderr(verbose=False):
+            for _ in range(2):
+                logging.getLogger("cufa").warning("the folder %s cannot be used", "x" * 200)
+
+    result = CliRunner().invoke(command)
+    assert result.stdout == ""
+    assert result.stderr.replace("\n", "").count("x" * 200) == 1
+
+
+def test_time_cpu_returns_the_first_result_and_the_median():
+    calls = []
+
+    def function():
+        calls.append(len(calls))
+        return calls[-1]
+
+    result, timing = time_cpu(function, repeats=5)
+    assert result == 0
+    assert len(calls) == 6
+    assert timing.repeats == 5
+    assert 0 <= timing.best <= timing.median <= timing.worst
+
+
+def test_time_cpu_does_not_repeat_what_takes_long(monkeypatch):
+    monkeypatch.setattr(cufa.timing, "LONG_SECONDS", 0.0)
+    calls = []
+    _, timing = time_cpu(lambda: calls.append(1))
+    assert len(calls) == timing.repeats == 1

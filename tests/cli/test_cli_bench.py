@@ -1,0 +1,170 @@
+"""`cufa bench`."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from command_line import WIDTH, corrupt, refused, run, run_json
+
+import cufa
+from cufa.cli import bench
+from cufa.problem import Problem
+
+
+def test_bench_prints_a_row_for_each_length_and_direction(tmp_path):
+    arguments = ("bench", "--seqlens", "16,32", "--tokens", 64, "--hidden", 32, "--head-dim", 16)
+    document = run_json(*arguments, "--repeats", 2, "--causal", "--dtype", "float16")
+    points = [(each["seqlen"], each["batch"], each["direction"]) for each in document["points"]]
+    assert points == [
+        *((16, 4, "forward"), (16, 4, "backward")),
+        *((32, 2, "forward"), (32, 2, "backward")),
+    ]
+    for each in document["points"]:
+        assert (each["heads"], each["dtype"], each["causal"], each["repeats"]) == (2, "float16", True, 2)
+        problem = Problem(
+            each["direction"], "float16", each["batch"], each["seqlen"], each["seqlen"], 2, 2, 16, 16, True
+        )
+        assert each["tflops"] == pytest.approx(problem.flops / each["seconds"] / 1e12)
+        bytes_moved = each["gigabytes_per_second"] * 1e9 * each["seconds"]
+        arrays = 4 if each["direction"] == "forward" else 8
+        assert bytes_moved == pytest.approx(arrays * 64 * 2 * 16 * 2 + 64 * 2 * 4)
+    table = run(*arguments, "--repeats", 1, "--direction", "forward")
+    assert max(map(len, table.stdout.splitlines())) <= WIDTH
+    assert table.stdout.count("forward") == 2
+    assert table.stderr == ""
+
+
+def test_bench_of_features():
+    arguments = ("bench", "--seqlens", "16,300", "--batch", 1, "--heads", 2, "--head-dim", 8, "--repeats", 1)
+    options = ("--window", "100,0", "--sink", "--bias", "random", "--mask", "random-bits", "--dropout", 0.2)
+    points = run_json(*arguments, *options)["points"]
+    assert len(points) == 4
+    for each in points:
+        names = ["window", "bias", "mask", "sink", "dropout_p"]
+        names += ["dbias", "dsink"] if each["direction"] == "backward" else []
+        assert each["features"] == names
+        length = each["seqlen"]
+        seen = sum(min(i + 1, 101) for i in range(length))
+        per_pair = 2 * 2 * 8 * (2 if each["direction"] == "forward" else 5)
+        assert each["tflops"] * 1e12 * each["seconds"] == pytest.approx(seen * per_pair)
+        scores = 2 * length * length * 4, 2 * length * -(-length // 8)
+        times = 1 if each["direction"] == "forward" else 2
+        tensors = 4 * times * length * 2 * 8 * 4 + 2 * length * 4
+        moved = each["gigabytes_per_second"] * 1e9 * each["seconds"]
+        assert moved == pytest.approx(tensors + times * scores[0] + scores[1])
+    shown = run(*arguments, *options, "--direction", "forward").stdout
+    assert "with window, bias, mask, sink, dropout_p" in " ".join(shown.split())
+    assert max(map(len, shown.splitlines())) <= WIDTH
+
+
+def test_bench_of_packed_sequences():
+    arguments = ("bench", "--varlen", "30,50:20", "--heads", 2, "--head-dim", 8, "--repeats", 1)
+    (point,) = run_json(*arguments, "--direction", "forward", "--seqused-k", "9,9")["points"]
+    assert (point["batch"], point["seqlen"]) == (2, 80)
+    assert point["features"] == ["cu_seqlens", "seqused_k"]
+    flops = 2 * 2 * 2 * 8 * (30 * 30 + 50 * 20)
+    assert point["tflops"] * 1e12 * point["seconds"] == pytest.approx(flops)
+    assert "--tokens: the sizes are those of --varlen" in refused(*arguments, "--tokens", 64)
+
+
+def test_bench_has_sizes_of_its_own(monkeypatch):
+    monkeypatch.setattr(bench, "_ON_CPU", replace(bench._ON_CPU, seqlens=(16,), tokens=32))
+    points = run_json("bench", "--repeats", 1)["points"]
+    assert [(each["seqlen"], each["batch"], each["heads"]) for each in points] == [(16, 2, 4)] * 2
+    point, *_ = run_json("bench", "--repeats", 1, "--batch", 3, "--heads", 2, "--kv-heads", 1)["points"]
+    assert (point["batch"], point["heads"], point["kv_heads"]) == (3, 2, 1)
+
+
+def test_bench_times_nothing_that_is_wrong(monkeypatch):
+    corrupt(monkeypatch, "attention_backward", 0, lambda x: x + 1)
+    result = run("bench", "--seqlens", 16, "--tokens", 16, "--repeats", 1, "--json", code=1)
+    assert result.stdout == ""
+    assert "the backward is wrong" in " ".join(result.stderr.split())
+
+
+def test_bench_says_where_memory_does_not_suffice(monkeypatch):
+    genuine = cufa.attention
+
+    def attention(q, *arrays, **options):
+        if q.shape[1] == 32:
+            raise MemoryError("32 is too much")
+        return genuine(q, *arrays, **options)
+
+    monkeypatch.setattr(cufa, "attention", attention)
+    arguments = ("bench", "--seqlens", "16,32", "--tokens", 32, "--repeats", 1, "--direction", "forward")
+    small, large = run_json(*arguments)["points"]
+    assert small["seconds"] > 0
+    assert large["seconds"] is None
+    assert "out of memory" in run(*arguments).stdout
+
+
+def test_a_message_in_a_file_or_a_pipe_has_no_lines_but_its_own(tmp_path):
+    missing = tmp_path / ("a name with " + 20 * "many words ") / "bias.npy"
+    result = run("run", "--bias", missing, code=2)
+    assert result.stderr == f"error: --bias {missing}: No such file or directory\n"
+
+
+def test_what_is_drawn_and_checked_may_take_more_memory_than_there_is(monkeypatch):
+    def too_much(*_, **__):
+        raise MemoryError("Unable to allocate 23.8 GiB")
+
+    for place in ("workload.normal", "check.check"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"cufa.cli.{place}", too_much)
+            result = run("run", "--seqlen", 8, code=1)
+        assert result.stderr.strip() == "error: out of memory: Unable to allocate 23.8 GiB"
+
+
+@pytest.mark.parametrize(
+    ("direction", "kernels", "expected"),
+    [
+        (None, (), [("forward", None), ("backward", None)]),
+        ("both", (), [("forward", None), ("backward", None)]),
+        ("backward", (), [("backward", None)]),
+        (
+            None,
+            ("fwd_4_flash_v2", "fwd_1_naive"),
+            [("forward", "fwd_4_flash_v2"), ("forward", "fwd_1_naive")],
+        ),
+        ("both", ("bwd_1_naive",), [("forward", None), ("backward", "bwd_1_naive")]),
+        (None, ("bwd_1_naive", "fwd_1_naive"), [("forward", "fwd_1_naive"), ("backward", "bwd_1_naive")]),
+        ("forward", ("bwd_1_naive",), [("forward", "bwd_1_naive")]),  # the library says what is wrong
+    ],
+)
+def test_bench_takes_the_directions_of_the_kernels(direction, kernels, expected):
+    rungs = bench._rungs(direction, kernels, None, None)
+    assert [(way, rung.kernel) for way, rung in rungs] == expected
+
+
+def test_bench_writes_a_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    arguments = ("bench", "--seqlens", "16,32", "--tokens", 32, "--repeats", 1)
+    result = run(*arguments, "--plot", tmp_path / "plot.png", "--json")
+    assert len(json.loads(result.stdout)["points"]) == 4
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert "--plot" in refused(*arguments, "--plot", tmp_path / "missing" / "plot.png")
+
+
+def test_bench_says_that_a_plot_needs_matplotlib(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'cufa[plot]'" in refused("bench", "--plot", tmp_path / "plot.png")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--seqlens", "16,x"), "'x' is not a valid integer"),
+        (("--seqlens", "0"), "0 is not in the range"),
+        (("--seqlens", ","), "give at least one value"),
+        (("--seqlens", "16", "--head-dim", "300"), "head dim 300"),
+        (("--seqlens", "16", "--kernel", "fwd_1_naive"), "it needs a GPU"),
+        (("--backend", "cuda"), "no GPU"),
+        (("--tokens", 64, "--batch", 2), "--batch is instead of --tokens; give one of them"),
+        (("--hidden", 64, "--heads", 2), "--heads is instead of --hidden; give one of them"),
+        (("--seqlens", "16,32", "--tokens", 31), "--tokens is 31, which is less than one sequence of 32"),
+        (("--head-dim", 16, "--hidden", 15), "--hidden is 15, which is less than one head of 16"),
+        (("--seed", -1), "-1 is not in the range"),
+    ],
+)
+def test_bench_refuses_what_makes_no_sense(arguments, message):
+    assert message in refused("bench", *arguments)

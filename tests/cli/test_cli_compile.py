@@ -1,0 +1,209 @@
+"""`cufa compile`."""
+
+import json
+import logging
+
+import pytest
+from command_line import WIDTH, refused, run, run_json
+
+import cufa
+from cufa import jit
+from cufa.cli import compile, output
+from cufa.device import Device
+from cufa.kernels import COMPANIONS, KERNELS
+
+TINY = ("--arch", "sm_80", "--head-dim", "16")
+nvrtc = pytest.mark.usefixtures("nvrtc")
+
+
+@pytest.fixture(name="nvrtc")
+def needs_nvrtc():
+    try:
+        jit.nvrtc_version()
+    except cufa.NVRTCMissingError as error:
+        pytest.skip(str(error))
+
+
+@nvrtc
+def test_compile_shows_what_kernels_take(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUFA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(jit, "_builds", {})
+    (built,) = run_json("compile", "fwd_1_naive", *TINY, "--dtype", "float32")
+    assert (built["arch"], built["dtype"], built["head_dim"]) == ("sm_80", "float32", 16)
+    assert built["seconds"] > 0
+    assert not built["cached"]
+    assert not built["warnings"]
+    assert [entry["name"] for entry in built["entries"]] == list(KERNELS["fwd_1_naive"].entries)
+    for entry in built["entries"]:
+        assert entry["registers"] > 0
+        assert entry["blocks_per_sm"] == Device.of("sm_80").blocks_resident(
+            entry["block"], entry["registers"], entry["smem_bytes"]
+        )
+        assert entry["occupancy"] == entry["warps_per_sm"] / 64
+    assert run_json("compile", "fwd_1_naive", *TINY, "--dtype", "float32")[0]["cached"]
+    table = run("compile", "fwd_1_naive", *TINY, "--dtype", "float32").stdout
+    assert "sm_80, float32, head dim 16" in table
+    assert max(map(len, table.splitlines())) <= WIDTH
+
+
+@nvrtc
+def test_compile_takes_the_product_of_what_is_named():
+    built = run_json(
+        *("compile", "fwd_1_naive", "fwd_2_online_softmax", "--arch", "sm_80, compute_75"),
+        *("--dtype", "float16", "--head-dim", "16"),
+    )
+    assert [(each["arch"], each["kernel"]) for each in built] == [
+        ("sm_80", "fwd_1_naive"),
+        ("sm_80", "fwd_2_online_softmax"),
+        ("compute_75", "fwd_1_naive"),
+        ("compute_75", "fwd_2_online_softmax"),
+    ]
+    assert built[2]["entries"] == []  # PTX has no registers yet
+
+
+@nvrtc
+def test_compile_of_variants_with_features():
+    options = ("--causal", "--window", "--softcap", "--bias", "float32", "--mask", "bits", "--varlen")
+    options += ("--page-size", "5")
+    (built,) = run_json("compile", "fwd_4_flash_v2", *TINY, *options)
+    assert built["causal"]
+    assert built["features"] == ["window", "softcap", "bias", "mask", "cu_seqlens", "block_table"]
+    assert built["entries"][0]["registers"] > 0
+    table = run("compile", "fwd_4_flash_v2", *TINY, *options).stdout
+    title = "sm_80, float16, head dim 16, causal, window, softcap, bias, mask, cu_seqlens, block_table"
+    assert " ".join(table.split()).startswith(title)
+    (plain,) = run_json("compile", "fwd_4_flash_v2", *TINY)
+    assert plain["path"] != built["path"]
+    assert "fwd_1_naive does not support alibi_slopes" in refused("compile", "fwd_1_naive", *TINY, "--alibi")
+    assert "give --bias, too" in refused("compile", "fwd_1_naive", *TINY, "--dbias")
+    assert "give --sink, too" in refused("compile", "fwd_1_naive", *TINY, "--dsink")
+    assert "give --dbias, too" in refused("compile", "fwd_1_naive", *TINY, "--broadcast-bias")
+    gradient = ("compile", "bwd_2_flash_v2", *TINY, "--bias", "float16", "--dbias")
+    (own_sums,), (broadcast,) = run_json(*gradient), run_json(*gradient, "--broadcast-bias")
+    assert own_sums["path"] != broadcast["path"]
+    tf32 = ("--dtype", "float32", "--precision", "tf32")
+    assert "float32 as tf32" in run("compile", "softmax", *TINY, *tf32).stdout
+    assert "is for float32" in refused("compile", "fwd_4_flash_v2", *TINY, "--precision", "tf32")
+
+
+@nvrtc
+def test_compile_of_kernels_beside_the_ladder():
+    built = run_json("compile", *COMPANIONS, *TINY, "--dtype", "bfloat16")
+    for companion in built:
+        (entry,) = companion["entries"]
+        assert entry["name"] == companion["kernel"]
+        assert entry["registers"] > 0
+    assert "has no tiles to choose" in refused("compile", "merge", *TINY, "--tile", "block_m=32")
+
+
+def test_all_kernels_are_those_of_the_ladder_and_those_beside_it(monkeypatch):
+    def build(variant):
+        raise cufa.CompileError(variant.source)
+
+    monkeypatch.setattr(compile.jit, "build", build)
+    tried = run_json("compile", "--all", *TINY, "--deterministic", code=1)
+    assert [each["kernel"] for each in tried] == [*KERNELS, *COMPANIONS]
+    for each in tried:
+        name = each["kernel"]
+        row = KERNELS.get(name)
+        lacks = row is not None and (
+            row.only_arch is not None or (row.direction == "backward" and not row.features)
+        )
+        assert bool(each["skipped"]) == lacks, name
+
+
+@nvrtc
+def test_compile_of_8_bit_operands():
+    kernels = ("fwd_5_mma", "fwd_7_fp8", "merge")
+    rows = run_json("compile", *kernels, "--arch", "sm_90a", "--dtype", "float8_e4m3fn")
+    mma, hopper, merge = rows
+    assert [entry["name"] for entry in hopper["entries"]] == list(KERNELS["fwd_7_fp8"].entries)
+    for row in (mma, merge):
+        assert row["skipped"].endswith(
+            "supports float16, bfloat16, float32 or float64, and the arrays are float8_e4m3fn"
+        )
+
+
+@nvrtc
+def test_a_compile_is_announced_once_on_stderr(monkeypatch, tmp_path):
+    monkeypatch.setattr(jit, "_builds", {})
+    arguments = ("compile", "fwd_1_naive", "fwd_2_online_softmax", *TINY)
+    for verbose, times in (((), 1), (("-v",), 2)):
+        monkeypatch.setenv("CUFA_CACHE_DIR", str(tmp_path / str(times)))
+        result = run(*verbose, *arguments, "--json")
+        assert result.stderr.count("compiling") == times
+        json.loads(result.stdout)
+        jit._builds.clear()
+    assert not any(isinstance(each, output._StderrHandler) for each in logging.getLogger("cufa").handlers)
+
+
+@nvrtc
+def test_emit_writes_code(tmp_path):
+    assert ".target sm_80" in run("compile", "fwd_1_naive", *TINY, "--emit", "ptx").stdout
+    run("compile", "fwd_1_naive", *TINY, "--emit", "cubin", "--output", tmp_path / "k.cubin")
+    assert (tmp_path / "k.cubin").read_bytes().startswith(b"\x7fELF")
+    (built,) = run_json("compile", "fwd_1_naive", *TINY, "--emit", "ptx", "--output", tmp_path / "k.ptx")
+    assert built["entries"]
+    assert ".target sm_80" in (tmp_path / "k.ptx").read_text()
+    arguments = ("compile", "fwd_1_naive", "--head-dim", 16, "--arch", "compute_80")
+    assert "has no cubin" in refused(*arguments, "--emit", "cubin", "--output", tmp_path / "x")
+    assert "no machine code" in refused(*arguments, "--emit", "sass")
+
+
+@nvrtc
+def test_emit_sass():
+    try:
+        jit._nvdisasm()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    assert "EXIT" in run("compile", "fwd_1_naive", *TINY, "--emit", "sass").stdout
+
+
+def test_compile_exits_with_1_when_a_kernel_fails(monkeypatch):
+    def build(variant):
+        raise cufa.CompileError("expected a ';'")
+
+    monkeypatch.setattr(compile.jit, "build", build)
+    result = run("compile", "fwd_1_naive", *TINY, code=1)
+    assert "FAILED" in result.stdout
+    assert "expected a ';'" in result.stderr
+    (failed,) = run_json("compile", "fwd_1_naive", *TINY, code=1)
+    assert failed["error"] == "expected a ';'"
+
+
+def test_compile_says_what_to_install(monkeypatch):
+    def build(variant):
+        raise cufa.NVRTCMissingError("pip install NVRTC")
+
+    monkeypatch.setattr(compile.jit, "build", build)
+    assert "pip install NVRTC" in refused("compile", "fwd_1_naive", *TINY)
+
+
+@nvrtc
+def test_what_a_kernel_does_not_support_is_skipped():
+    tiles = ("--tile", "block_m=32")
+    built = run_json("compile", "fwd_1_naive", "fwd_3_flash_v1", *TINY, *tiles)
+    assert "no tiles to choose" in built[0]["skipped"]
+    assert built[1]["tiles"]["block_m"] == 32
+    assert "skipped" in run("compile", "fwd_1_naive", "fwd_3_flash_v1", *TINY, *tiles).stdout
+    assert "no tiles to choose" in refused("compile", "fwd_1_naive", *TINY, *tiles)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "name kernels or give --all"),
+        (("fwd_1_naive", "--all"), "name kernels or give --all"),
+        (("fwd_1_naive",), "no GPU"),
+        (("fwd_1_naive", "--arch", "fast"), "arch is 'fast'"),
+        (("fwd_1_naive", "--arch", "sm_20"), "arch is 'sm_20'"),
+        (("fwd_1_naive", "--arch", "sm_80", "--dtype", "int8"), "'int8' is not one of"),
+        (("fwd_1_naive", "--arch", "sm_80", "--emit", "cubin"), "needs --output"),
+        (("fwd_1_naive", "--arch", "sm_80", "--emit", "ptx", "--json"), "needs --output"),
+        (("fwd_1_naive", "--arch", "sm_80", "--output", "x"), "give --emit"),
+        (("--all", "--arch", "sm_80", "--emit", "ptx"), "--emit takes one kernel"),
+        (("fwd_1_naive", "--arch", "sm_80,sm_90a", "--emit", "ptx"), "these are 2"),
+    ],
+)
+def test_compile_refuses_what_makes_no_sense(arguments, message):
+    assert message in refused("compile", *arguments)

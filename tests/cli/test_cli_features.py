@@ -1,0 +1,228 @@
+"""The options for features, on all commands that have them."""
+
+from dataclasses import replace
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from command_line import HEADS, ON_EACH, SMALL, corrupt, draw, refused, run, run_json
+
+import cufa
+from cufa import kernels
+from cufa.cli import check, workload
+from cufa.cli import run as run_command
+from cufa.cli.options import FeatureOptions, feature_options
+from cufa.cli.options import arguments as arguments_of
+from cufa.kernels import KERNELS
+from cufa.problem import Problem
+
+
+@pytest.mark.parametrize(
+    ("options", "names", "gradients"), ON_EACH, ids=lambda each: " ".join(map(str, each))
+)
+def test_run_checks_features_and_their_gradients(options, names, gradients):
+    document = run_json("run", *HEADS, *options)
+    assert document["steps"][1]["features"] == names
+    assert document["check"]["ok"]
+    assert document["check"]["coverage"] == "every element"
+    results = [result["name"] for result in document["check"]["results"]]
+    assert results == ["out", "lse", "dq", "dk", "dv", *gradients]
+
+
+@pytest.mark.parametrize("scores", [2**22, 200])
+def test_precision_is_told_and_what_is_checked_by(monkeypatch, scores):
+    monkeypatch.setattr(check, "MAX_SCORES", scores)
+    ieee, tf32 = (run_json("run", *SMALL, "--precision", precision) for precision in ("ieee", "tf32"))
+    for strict, loose in zip(ieee["check"]["results"], tf32["check"]["results"], strict=True):
+        assert loose["ok"]
+        assert 100 * strict["allowed"] < loose["allowed"] < 0.05, strict["name"]
+    assert "float32 as tf32" in run("run", *SMALL, "--precision", "tf32").stdout
+    assert "which is for float32" in refused("run", *SMALL, "--dtype", "float16", "--precision", "tf32")
+    arguments = ("bench", "--seqlens", 16, "--tokens", 16, "--repeats", 1, "--precision", "tf32")
+    assert [point["precision"] for point in run_json(*arguments)["points"]] == ["tf32", "tf32"]
+    assert "float32 as tf32" in run(*arguments).stdout
+
+
+def test_run_of_packed_sequences():
+    sizes = ("--varlen", "30,0,17:40", "--heads", 4, "--kv-heads", 2, "--head-dim", 8)
+    document = run_json("run", *sizes, "--bias", "random", "--mask", "random-bits", "--causal")
+    forward, _ = document["steps"]
+    assert (forward["problem"]["batch"], forward["problem"]["seqlen_q"]) == (3, 47)
+    assert document["check"]["ok"]
+    each = [Problem("forward", "float32", 1, *n, 4, 2, 8, 8, True).flops for n in ((30, 30), (17, 40))]
+    assert forward["tflops"] == pytest.approx(sum(each) / forward["seconds"] / 1e12)
+    assert "--seqlen: the sizes are those of --varlen" in refused("run", *sizes, "--seqlen", 30)
+
+
+@pytest.mark.parametrize(
+    ("options", "names", "seqlen_k"),
+    [
+        (("--causal", "--bias", "random", "--layout", "bhsd"), ["bias", "block_table"], 49),
+        (("--mask", "random-bits", "--seqused-k", "40,7"), ["mask", "block_table", "seqused_k"], 49),
+    ],
+    ids=str,
+)
+def test_run_of_keys_in_pages(monkeypatch, options, names, seqlen_k):
+    for scores in (2**22, 200):  # every element, and a sample
+        monkeypatch.setattr(check, "MAX_SCORES", scores)
+        document = run_json("run", *HEADS, "--page-size", 7, *options)
+        (step,) = document["steps"]
+        assert step["features"] == names
+        assert step["problem"]["seqlen_k"] == seqlen_k
+        assert document["check"]["ok"]
+
+
+def test_packed_sequences_with_keys_in_pages():
+    sizes = ("--varlen", "30,0,17:40", "--heads", 4, "--kv-heads", 2, "--head-dim", 8, "--page-size", 16)
+    document = run_json("run", *sizes, "--causal")
+    assert document["steps"][0]["features"] == ["cu_seqlens", "block_table", "seqused_k"]
+    assert document["check"]["ok"]
+    (point,) = run_json("bench", *sizes, "--repeats", 1)["points"]
+    assert point["direction"] == "forward"
+
+
+def test_keys_in_pages_have_no_gradients_and_come_from_no_file(tmp_path):
+    asked = ("run", *HEADS, "--page-size", 7)
+    assert "only gradients have that, which --page-size leaves out" in refused(*asked, "--dlse")
+    assert "keys in pages have no gradients" in refused(*asked, "--backward")
+    np.save(tmp_path / "x.npy", draw(0, 2, 3, 2, 8))
+    files = [word for name in "qkv" for word in (f"--{name}", tmp_path / "x.npy")]
+    assert "--page-size is of generated arrays" in refused("run", *files, "--page-size", 7)
+
+
+def test_what_is_drawn_for_features_leaves_the_tensors_as_they_were(tmp_path):
+    outputs = {}
+    for name, options in {
+        "plain": (),
+        "mask": ("--mask", "random", "--dropout", 0.5, "--sink"),
+        "bits": ("--mask", "random-bits", "--dropout", 0.5),
+        "no softcap": ("--softcap", 0),
+        "dropout": ("--dropout", 0.5),
+        "dropout again": ("--dropout", 0.5, "--dropout-seed", 0),
+        "other dropout": ("--dropout", 0.5, "--dropout-seed", 1),
+    }.items():
+        run("run", *SMALL, *options, "--no-check", "--no-backward", "--out", tmp_path / "out.npy")
+        outputs[name] = np.load(tmp_path / "out.npy")
+    same = {(a, b) for a in outputs for b in outputs if a < b and np.array_equal(outputs[a], outputs[b])}
+    assert same == {("no softcap", "plain"), ("dropout", "dropout again")}
+
+
+def test_run_exits_with_1_when_a_gradient_of_a_feature_is_wrong(monkeypatch):
+    corrupt(monkeypatch, "attention_backward", 3, lambda x: x + 1)
+    verdict = run_json("run", *SMALL, "--bias", "random", code=1)["check"]
+    assert [each["name"] for each in verdict["results"] if not each["ok"]] == ["dbias"]
+
+
+def test_bias_and_mask_from_files(qkv, files, tmp_path):
+    bias, mask = draw(5, 4, 1, 47), draw(6, 33, 47) > 0
+    bits = np.packbits(mask, axis=-1, bitorder="little")
+    for name, array in (("bias", bias), ("mask", mask), ("bits", bits)):
+        np.save(tmp_path / f"{name}.npy", array)
+    expected = cufa.attention(*qkv, bias=bias, mask=mask, backend="numpy")
+    for name in ("mask", "bits"):
+        given = ("--bias", tmp_path / "bias.npy", "--mask", tmp_path / f"{name}.npy")
+        run("run", *files, *given, "--out", tmp_path / "all.npz")
+        with np.load(tmp_path / "all.npz") as results:
+            assert list(results) == ["out", "lse", "dq", "dk", "dv", "dbias"]
+            assert results["dbias"].shape == bias.shape
+            assert np.array_equal(results["out"], expected)
+    np.save(tmp_path / "bias.npy", bias[..., :-1])
+    assert "bias has shape (4, 1, 46)" in refused("run", *files, "--bias", tmp_path / "bias.npy")
+    assert "No such file" in refused("run", *SMALL, "--mask", tmp_path / "none.npy")
+
+
+def test_packed_sequences_from_files(qkv, tmp_path):
+    packed = [array.reshape(-1, *array.shape[2:]) for array in qkv]
+    options = ["--varlen", "33:47,20:30"]
+    for name, array in zip("qkv", packed, strict=True):
+        np.save(tmp_path / f"{name}.npy", array)
+        options += [f"--{name}", tmp_path / f"{name}.npy"]
+    run("run", *options, "--out", tmp_path / "out.npy")
+    ends = {"cu_seqlens_q": np.array([0, 33, 53], np.int32), "cu_seqlens_k": np.array([0, 47, 77], np.int32)}
+    out = np.load(tmp_path / "out.npy")[:53]
+    assert np.array_equal(out, cufa.attention(*packed, **ends, backend="numpy")[:53])
+    assert "cu_seqlens_k ends with 95, but k has 94 tokens" in refused(
+        "run", *options, "--varlen", "33:47,20:48", "--explain", "--arch", "sm_80"
+    )
+
+
+def test_features_are_in_the_plan_and_in_the_reasons(monkeypatch):
+    call = ("run", *SMALL, "--dtype", "bfloat16", "--explain")
+    forward = run_json(*call, "--arch", "sm_75", "--softcap", 3)["forward"]
+    assert forward["kernel"] == "fwd_4_flash_v2"
+    reasons = [
+        "fwd_4_flash_v2: the last rung that supports this call",
+        "fwd_5_mma needs tensor cores for bfloat16, which sm_75 does not have",
+    ]
+    assert forward["reasons"][:2] == reasons
+    shown = run(*call, "--arch", "sm_75", "--softcap", 3).stdout
+    assert "why        fwd_5_mma needs tensor cores" in shown
+    assert "with softcap" in shown
+    asked = run_json(*call, "--arch", "sm_75", "--kernel", "fwd_1_naive")["forward"]
+    assert asked["reasons"][0] == "fwd_1_naive: asked for"
+    message = refused(*call, "--arch", "sm_80", "--kernel", "fwd_1_naive", "--softcap", 3, "--sink")
+    assert "fwd_1_naive does not support softcap, sink" in message
+
+
+def test_a_gpu_call_is_refused_before_anything_takes_memory(monkeypatch):
+    monkeypatch.setattr(run_command, "use_gpu", lambda backend: True)
+    monkeypatch.setattr(workload, "normal", None)
+    monkeypatch.setenv("CUFA_ARCH", "sm_80")
+    message = refused("run", *SMALL, "--sink", "--backward-kernel", "bwd_1_naive")
+    assert "bwd_1_naive does not support sink, dsink" in message
+
+
+def test_what_no_kernel_supports_is_refused_with_the_reason_of_each_that_takes_the_dtype(monkeypatch):
+    without = tuple(replace(kernel, features=frozenset()) for kernel in KERNELS.values())
+    monkeypatch.setattr(kernels, "_LADDER", without)
+    monkeypatch.setattr(workload, "normal", None)  # nothing is drawn
+    message = refused("run", *SMALL, "--explain", "--arch", "sm_80", "--alibi")
+    assert "no kernel supports forward float32" in message
+    for name, kernel in KERNELS.items():
+        is_asked = kernel.direction == "forward" and "float32" in kernel.dtypes
+        assert (f"{name} does not support alibi_slopes" in message) == is_asked
+        assert (name in message) == is_asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--window", "3"), "'3' is not of the form LEFT,RIGHT"),
+        (("--window", "3,x"), "'3,x' is not of the form LEFT,RIGHT"),
+        (("--window", "3,-2"), "'3,-2' is not of the form LEFT,RIGHT"),
+        (("--softcap", "-1"), "-1.0 is not in the range"),
+        (("--dropout", "1"), "1.0 is not in the range"),
+        (("--dropout", "0.1", "--dropout-seed", "-1"), "seed is -1"),
+        (("--varlen", "3,x"), "'x' is no length"),
+        (("--varlen", "3:-1"), "'3:-1' is no length"),
+        (("--varlen", "3:,4"), "'3:' is no length"),
+        (("--varlen", "30", "--layout", "bhsd"), "packed sequences have none but 'bshd'"),
+        (("--seqused-k", "3"), "seqused_k has shape (1,)"),
+        (("--seqused-k", "3,x"), "'x' is not a valid integer."),
+        (("--page-size", "-1"), "-1 is not in the range"),
+    ],
+)
+def test_features_that_make_no_sense_are_refused(arguments, message):
+    assert message in refused("run", *arguments)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        FeatureOptions(),
+        FeatureOptions(window=(3, None), softcap=2.5, alibi=True, deterministic=True, descale=True),
+        FeatureOptions(
+            causal=True, sink=True, dropout=0.25, dropout_seed=7, bias="random", mask="random-bits"
+        ),
+    ],
+)
+def test_arguments_ask_for_the_same_features(features):
+    @click.command()
+    @feature_options(packed=False)
+    def command(features):
+        asked.append(features)
+
+    asked = []
+    assert CliRunner().invoke(command, arguments_of(features)).exit_code == 0
+    assert asked == [features]

@@ -1,0 +1,61 @@
+"""The commands on a GPU."""
+
+import numpy as np
+import pytest
+from command_line import HEADS, ON_EACH, WIDTH, run, run_json
+
+from cufa import device
+from cufa.kernels import KERNELS
+from cufa.problem import DTYPES
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_run_on_the_gpu(dtype, tmp_path):
+    document = run_json("run", "--dtype", dtype, "--causal", "--kv-heads", 2, "--out", tmp_path / "all.npz")
+    assert document["backend"] == "cuda"
+    assert document["check"]["ok"]
+    for step in document["steps"]:
+        assert step["plan"]["kernel"] == step["kernel"] in KERNELS
+        assert 0 < step["seconds"] < 0.1
+    with np.load(tmp_path / "all.npz") as results:
+        assert list(results) == ["out", "lse", "dq", "dk", "dv"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(
+    "options", [options for options, _, _ in ON_EACH], ids=lambda each: " ".join(map(str, each))
+)
+def test_features_on_the_gpu(dtype, options):
+    document = run_json("run", *HEADS, *options, "--dtype", dtype)
+    assert document["backend"] == "cuda"
+    assert document["check"]["ok"]
+
+
+@pytest.mark.gpu
+def test_run_reports_the_gpu():
+    report = run("run", "--backend", "cuda").stdout
+    assert max(map(len, report.splitlines())) <= WIDTH
+    assert device.current().name in report
+
+
+@pytest.mark.gpu
+def test_bench_and_ladder_on_the_gpu():
+    rungs = [
+        kernel for kernel in KERNELS.values() if kernel.min_head_dim <= 128 and "float16" in kernel.dtypes
+    ]
+    kernels = [option for kernel in rungs for option in ("--kernel", kernel.name)]
+    points = run_json("bench", "--seqlens", "256,512", "--tokens", 1024, "--head-dim", 128, *kernels)[
+        "points"
+    ]
+    assert len(points) == 2 * len(rungs)
+    assert all(point["seconds"] > 0 for point in points)
+    document = run_json("ladder", "--batch", 1, "--seqlen", 512, "--dtype", "float16", "--cpu-threads", 1)
+    measured = [row for row in document["rows"] if row["memory_bytes"] is not None]
+    assert [row["name"] for row in measured] == [
+        *(kernel.name for kernel in rungs if kernel.direction == "forward"),
+        *(kernel.name for kernel in rungs if kernel.direction == "backward"),
+    ]
+    assert all(row["check"]["ok"] for row in measured)
+    assert all(row["speedup_over_cpu"] > 1 for row in measured)

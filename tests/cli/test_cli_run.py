@@ -1,0 +1,333 @@
+"""`cufa run`: generated problems, arrays from files and what is refused."""
+
+import os
+
+import numpy as np
+import pytest
+from command_line import SMALL, WIDTH, corrupt, draw, refused, run, run_json
+
+import cufa
+from cufa.cli import check
+from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES
+
+
+def test_run_without_arguments_passes_and_reports():
+    report = run("run").stdout
+    assert "float32, batch 2, seqlen 512 x 512, heads 4, head dim 64" in report
+    assert report.rstrip().endswith("PASS")
+    for word in ("forward", "backward", "out", "lse", "dq", "dk", "dv", "every element", "CPU"):
+        assert word in report
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_run_of_generated_problems(dtype):
+    document = run_json(
+        *("run", "--batch", 2, "--seqlen-q", 30, "--seqlen-k", 50, "--heads", 4, "--kv-heads", 2),
+        *("--head-dim", 20, "--value-dim", 12, "--causal", "--layout", "bhsd", "--dtype", dtype),
+    )
+    assert document["backend"] == "numpy"
+    assert document["check"]["ok"]
+    forward, backward = document["steps"]
+    assert (forward["direction"], backward["direction"]) == ("forward", "backward")
+    sizes = {"batch": 2, "seqlen_q": 30, "seqlen_k": 50, "heads": 4, "kv_heads": 2}
+    expected = sizes | {"head_dim": 20, "value_dim": 12, "causal": True, "dtype": dtype}
+    assert expected.items() <= backward["problem"].items()
+    assert all(step["seconds"] > 0 and step["tflops"] > 0 for step in document["steps"])
+    assert [result["name"] for result in document["check"]["results"]] == ["out", "lse", "dq", "dk", "dv"]
+
+
+@pytest.mark.parametrize("sizes", [("--batch", 0), ("--seqlen-q", 0), ("--seqlen-k", 0)])
+def test_run_of_empty_problems(sizes):
+    assert run_json("run", *SMALL, *sizes)["check"]["ok"]
+
+
+def test_run_draws_the_same_numbers_for_the_same_seed(tmp_path):
+    outputs = []
+    for number, seed in enumerate((1, 1, 2)):
+        run("run", *SMALL, "--seed", seed, "--out", tmp_path / f"{number}.npy")
+        outputs.append(np.load(tmp_path / f"{number}.npy"))
+    assert np.array_equal(outputs[0], outputs[1])
+    assert not np.array_equal(outputs[0], outputs[2])
+
+
+def test_head_dims_without_gradients_are_larger():
+    sizes = ("--batch", 1, "--seqlen", 40, "--heads", 1, "--head-dim", 300)
+    assert run_json("run", *sizes, "--no-backward")["check"]["ok"]
+    assert "head dim 300" in refused("run", *sizes)
+
+
+def test_run_without_backward():
+    document = run_json("run", *SMALL, "--no-backward")
+    assert [step["direction"] for step in document["steps"]] == ["forward"]
+    assert [result["name"] for result in document["check"]["results"]] == ["out", "lse"]
+
+
+@pytest.mark.parametrize("scores", [2**22, 2000])
+@pytest.mark.parametrize("descale", [(), ("--descale",)])
+def test_8_bit_floats_have_no_gradients(monkeypatch, descale, scores):
+    monkeypatch.setattr(check, "MAX_SCORES", scores)
+    eight_bits = ("--dtype", FLOAT8, *descale)
+    document = run_json("run", *SMALL, *eight_bits)
+    assert [step["direction"] for step in document["steps"]] == ["forward"]
+    assert document["steps"][0]["problem"]["features"]["descale"] == bool(descale)
+    assert [result["name"] for result in document["check"]["results"]] == ["out", "lse"]
+    assert document["check"]["ok"]
+    assert document["check"]["coverage"].startswith("every element" if scores > 2000 else "a random sample")
+    (point,) = run_json("bench", *eight_bits, "--seqlens", 32, "--batch", 1, "--repeats", 1)["points"]
+    assert (point["direction"], point["dtype"]) == ("forward", FLOAT8)
+    (row,) = run_json("ladder", *SMALL, *eight_bits, "--cpu-threads", 1)["rows"]
+    assert row["check"]["ok"]
+    assert "no gradients" in refused("run", *SMALL, *eight_bits, "--backward")
+
+
+@pytest.mark.parametrize("scores", [2**22, 2000])
+@pytest.mark.parametrize(("index", "result"), [(0, "out"), (1, "lse")])
+def test_8_bit_floats_that_are_wrong_are_found(monkeypatch, index, result, scores):
+    monkeypatch.setattr(check, "MAX_SCORES", scores)
+    corrupt(monkeypatch, "attention", index, lambda x: x + np.asarray(1, x.dtype))
+    document = run_json("run", *SMALL, "--dtype", FLOAT8, code=1)
+    assert [each["name"] for each in document["check"]["results"] if not each["ok"]] == [result]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--dlse",),
+        ("--deterministic",),
+        ("--dout", "dout.npy"),
+        ("--backward-kernel", "bwd_1_naive"),
+        ("--backward-tile", "block_m=64"),
+    ],
+    ids=lambda options: options[0],
+)
+def test_options_of_gradients_are_refused_without_them(options):
+    said = f"error: {options[0]}: only gradients have that, which --no-backward leaves out"
+    assert refused("run", *SMALL, "--no-backward", *options) == said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left_out_by"),
+    [
+        (("bench", "--direction", "forward"), "--direction forward"),
+        (("bench", "--kernel", "fwd_4_flash_v2"), "--kernel"),
+        (("ladder", "--direction", "forward"), "--direction forward"),
+        (("bench", "--dtype", FLOAT8), FLOAT8),
+        (("ladder", "--dtype", FLOAT8), FLOAT8),
+        (("run", "--dtype", FLOAT8), FLOAT8),
+    ],
+)
+def test_what_times_no_gradients_refuses_their_options(arguments, left_out_by):
+    message = refused(*arguments, "--dlse", "--deterministic")
+    assert message == (
+        f"error: --dlse, --deterministic: only gradients have that, which {left_out_by} leaves out"
+    )
+
+
+@pytest.mark.parametrize("change", [lambda x: x + 1e-4, lambda x: np.nan, lambda x: np.inf])
+@pytest.mark.parametrize(
+    ("function", "index", "result"),
+    [
+        ("attention", 0, "out"),
+        ("attention", 1, "lse"),
+        ("attention_backward", 0, "dq"),
+        ("attention_backward", 1, "dk"),
+        ("attention_backward", 2, "dv"),
+    ],
+)
+def test_run_exits_with_1_when_one_element_is_wrong(monkeypatch, function, index, result, change):
+    corrupt(monkeypatch, function, index, change)
+    verdict = run_json("run", *SMALL, code=1)["check"]
+    assert not verdict["ok"]
+    failed = {each["name"] for each in verdict["results"] if not each["ok"]}
+    # A wrong lse or out is also what the backward starts from.
+    assert failed == {result} or (function == "attention" and result in failed)
+
+
+def test_run_says_what_is_wrong(monkeypatch):
+    corrupt(monkeypatch, "attention_backward", 2, lambda x: x + 1)
+    result = run("run", *SMALL, code=1)
+    assert result.stdout.rstrip().endswith("FAIL")
+    assert "dv[0, 0, 0, 7] is" in result.stderr
+    assert "1 of 640 elements are too far off" in " ".join(result.stderr.split())
+
+
+def test_run_can_be_told_not_to_check(monkeypatch):
+    corrupt(monkeypatch, "attention", 0, lambda x: x + 1)
+    assert run_json("run", *SMALL, "--no-check")["check"] is None
+
+
+def test_a_kernel_may_be_named_by_its_number():
+    plans = run_json(
+        "run", "--explain", "--arch", "sm_90a", "--kernel", "fwd_4", "--backward-kernel", "bwd_2"
+    )
+    assert [plan["kernel"] for plan in plans.values()] == ["fwd_4_flash_v2", "bwd_2_flash_v2"]
+    assert "'fwd' is not one of" in run("run", "--kernel", "fwd", code=2).stderr
+    assert "'fwd_' is not one of" in run("compile", "fwd_", "--arch", "sm_80", code=2).stderr
+
+
+def test_explain_prints_the_plan_for_an_arch_and_runs_nothing(monkeypatch):
+    monkeypatch.setattr(cufa, "attention", None)
+    shown = run("run", *SMALL, "--explain", "--arch", "sm_90a").stdout
+    assert "fwd_" in shown
+    assert "bwd_" in shown
+    assert "why" in shown
+    assert max(map(len, shown.splitlines())) <= WIDTH
+    plans = run_json("run", *SMALL, "--explain", "--arch", "sm_80", "--kernel", "fwd_1_naive")
+    assert plans["forward"]["kernel"] == "fwd_1_naive"
+    assert plans["backward"]["arch"] == "sm_80"
+    assert [launch["entry"] for launch in plans["forward"]["launches"]] == ["scores", "softmax", "output"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--head-dim", 257), "head dim 257"),
+        (("--heads", 5, "--kv-heads", 2), "must be a multiple of the key-value heads"),
+        (("--softmax-scale", "inf"), "softmax_scale is inf"),
+        (("--batch", -1), "-1 is not in the range"),
+        (("--dtype", "int8"), "'int8' is not one of"),
+        (("--kernel", "fwd_9"), "'fwd_9' is not one of"),
+        (("--kernel", "fwd_1_naive"), "it needs a GPU"),
+        (("--arch", "sm_90"), "it needs a GPU"),
+        (("--tile", "block_m=64"), "it needs a GPU"),
+        (("--tile", "block_m"), "is not of the form NAME=N"),
+        (("--tile", "block_m=-4"), "is not of the form NAME=N"),
+        (("--backend", "cuda"), "no GPU"),
+        (("--backend", "torch"), "'torch' is not one of"),
+        (("--explain",), "no GPU"),
+        (("--explain", "--arch", "sm_999"), "arch is 'sm_999'"),
+        (("--explain", "--arch", "sm_80", "--kernel", "bwd_1_naive"), "is a backward kernel"),
+        (("--explain", "--arch", "sm_80", "--tile", "block_q=4"), "tiles has block_q"),
+        (("--layout", "sbhd"), "'sbhd' is not one of"),
+        (("--out", "result.txt"), "must end with .npy or .npz"),
+        (("--out", "nowhere/result.npy"), "there is no folder nowhere"),
+        (("--k", "k.npy"), "--q, --v must be given, too"),
+        (("--explain", "--arch", "sm_80", "--out", "out.npy"), "--explain runs nothing"),
+        (("--seed", "-1"), "-1 is not in the range"),
+        (("--dropout-seed", "7"), "give --dropout, too"),
+    ],
+)
+def test_run_refuses_what_makes_no_sense(arguments, message):
+    assert message in refused("run", *arguments)
+
+
+def test_files_in_and_a_file_out(qkv, files, tmp_path):
+    run("run", *files, "--causal", "--out", tmp_path / "out.npy")
+    assert np.array_equal(np.load(tmp_path / "out.npy"), cufa.attention(*qkv, causal=True, backend="numpy"))
+
+
+def test_an_npz_holds_all_results(qkv, files, tmp_path):
+    dout = draw(4, 2, 33, 4, 24)
+    np.save(tmp_path / "dout.npy", dout)
+    run("run", *files, "--dout", tmp_path / "dout.npy", "--out", tmp_path / "all.npz")
+    out, lse = cufa.attention(*qkv, return_lse=True, backend="numpy")
+    gradients = cufa.attention_backward(dout, *qkv, out, lse, backend="numpy")
+    with np.load(tmp_path / "all.npz") as results:
+        assert list(results) == ["out", "lse", "dq", "dk", "dv"]
+        for name, expected in zip(results, (out, lse, *gradients), strict=True):
+            assert np.array_equal(results[name], expected), name
+    run("run", *files, "--no-backward", "--out", tmp_path / "forward.npz")
+    with np.load(tmp_path / "forward.npz") as results:
+        assert list(results) == ["out", "lse"]
+
+
+def test_results_are_written_even_if_they_are_wrong(files, tmp_path, monkeypatch):
+    corrupt(monkeypatch, "attention", 0, lambda x: x + 1)
+    run("run", *files, "--out", tmp_path / "out.npy", code=1)
+    assert (tmp_path / "out.npy").exists()
+
+
+def test_an_npz_is_read_by_the_arguments_name_or_by_a_key(qkv, tmp_path):
+    q, k, v = qkv
+    archive = tmp_path / "in.npz"
+    np.savez(archive, q=q, k=k, v=v, other=2 * q)
+    expected = {"q": q, "other": 2 * q}
+    for key, location in (("q", archive), ("other", f"{archive}:other")):
+        run("run", "--q", location, "--k", archive, "--v", archive, "--out", tmp_path / "out.npy")
+        exact = cufa.attention(expected[key], k, v, backend="numpy")
+        assert np.array_equal(np.load(tmp_path / "out.npy"), exact)
+
+
+@pytest.mark.parametrize(("dtype", "opaque"), [("bfloat16", "V2"), (FLOAT8, "V1")])
+def test_what_numpy_has_no_name_for_goes_in_and_out_as_it_stores_it(qkv, tmp_path, dtype, opaque):
+    stored = [array.astype(INPUT_DTYPES[dtype]) for array in qkv]
+    options = []
+    for name, array in zip("qkv", stored, strict=True):
+        np.save(tmp_path / f"{name}.npy", array)
+        options += [f"--{name}", tmp_path / f"{name}.npy"]
+    assert np.load(tmp_path / "q.npy").dtype == np.dtype(opaque)
+    assert f"add --dtype {dtype}" in refused("run", *options)
+    assert f"add --dtype {dtype}" in refused("run", *options, "--dtype", "float16")
+    run("run", *options, "--dtype", dtype, "--out", tmp_path / "out.npy")
+    out = np.load(tmp_path / "out.npy").view(DTYPES["bfloat16"])
+    assert np.array_equal(out, cufa.attention(*stored, backend="numpy"))
+
+
+def test_dtype_converts_files(qkv, files, tmp_path):
+    run("run", *files, "--dtype", "float16", "--out", tmp_path / "out.npy")
+    halves = [array.astype(np.float16) for array in qkv]
+    assert np.array_equal(np.load(tmp_path / "out.npy"), cufa.attention(*halves, backend="numpy"))
+
+
+class _Exploit:
+    """What a pickle would run when it is read."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_pickled_arrays_are_refused_and_not_run(files, tmp_path):
+    trap = tmp_path / "trap"
+    loaded = np.array([_Exploit(trap)], dtype=object)
+    np.save(tmp_path / "q.npy", loaded, allow_pickle=True)
+    assert "allow_pickle=False" in refused("run", *files)
+    np.savez(tmp_path / "q.npz", q=loaded)
+    assert "allow_pickle=False" in refused("run", *files, "--q", tmp_path / "q.npz")
+    assert not trap.exists()
+
+
+def test_unreadable_files_are_refused(files, tmp_path):
+    bad = tmp_path / "bad.npy"
+    assert "No such file" in refused("run", *files, "--q", bad)
+    for content in (b"", b"no array", b"PK\x03\x04 no archive", b"\x93NUMPY\x01\x00"):
+        bad.write_bytes(content)
+        message = refused("run", *files, "--q", bad)
+        assert "it is no .npy or .npz file of numbers" in message
+        assert "unsafely" not in message
+    np.save(bad, np.zeros(3))
+    bad.write_bytes(bad.read_bytes()[:-8])
+    assert "error: --q" in refused("run", *files, "--q", bad)
+    assert "only an .npz file has arrays by name" not in refused("run", *files, "--q", tmp_path)
+
+
+def test_an_npz_without_the_array_says_what_it_has(files, tmp_path):
+    np.savez(tmp_path / "in.npz", a=np.zeros(3), b=np.zeros(3))
+    assert "no array 'q' in the file; it has a, b" in refused("run", *files, "--q", tmp_path / "in.npz")
+    assert "no array 'c'" in refused("run", *files, "--q", f"{tmp_path / 'in.npz'}:c")
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros((2, 33, 4, 16), np.int32), "q has dtype int32"),
+        (np.zeros((2, 33, 4), np.float32), "q has shape (2, 33, 4)"),
+        (np.zeros((2, 33, 3, 16), np.float32), "q has 3 heads and k 2"),
+        (np.zeros((2, 33, 4, 16), np.float64), "k has dtype float32 and q float64"),
+        (np.zeros((2, 33, 4, 16), ">f4"), "q has dtype >f4"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(files, tmp_path, array, message):
+    np.save(tmp_path / "q.npy", array)
+    assert message in refused("run", *files)
+
+
+def test_a_dout_that_does_not_fit_is_refused(files, tmp_path):
+    np.save(tmp_path / "dout.npy", np.zeros((2, 33, 4, 16), np.float32))
+    assert "dout has shape" in refused("run", *files, "--dout", tmp_path / "dout.npy")
+
+
+def test_sizes_are_refused_beside_files(files):
+    assert "--kv-heads: the sizes are those of the files" in refused("run", *files, "--kv-heads", 2)

@@ -18,13 +18,13 @@ import bench_peers
 import click
 import cupy
 import torch
+from bench_peers import ROOT
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import cufa
 from cufa.kernels import KERNELS
 
-ROOT = Path(__file__).resolve().parent.parent
 RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "decode.json"))
 # What is read between calls: far more than an L2 cache, and for longer than the host needs for a call.
 FLUSH_BYTES = 1 << 30
@@ -42,8 +42,6 @@ SHAPES = (
     *((batch, 32, 8, keys, 64) for batch, keys in ((1, 8192), (1, 131072), (16, 8192), (64, 1024))),
     *((batch, 16, 4, keys, 256) for batch, keys in ((1, 8192), (1, 131072), (16, 8192), (64, 1024))),
 )
-# A wrong result differs by as much as values do; a right one in bfloat16's last places.
-MAX_ERROR = 0.03
 
 Shape = tuple[int, int, int, int, int]
 Call = Callable[[], Any]
@@ -100,7 +98,7 @@ def in_pages(x: torch.Tensor, table: torch.Tensor, page_size: int) -> torch.Tens
 
 def check(calls: dict[str, Call]) -> None:
     """That all compute the same; those that cannot are left out."""
-    expected = torch.from_dlpack(calls["cufa"]()).float()
+    expected = calls["cufa"]()
     for name, call in tuple(calls.items()):
         try:
             result = call()
@@ -108,8 +106,7 @@ def check(calls: dict[str, Call]) -> None:
             print(f"{name} is left out: {str(error).splitlines()[0]}", flush=True)
             del calls[name]
             continue
-        error = (torch.from_dlpack(result).float() - expected).abs().max() / expected.abs().max()
-        assert error < MAX_ERROR, f"cufa and {name} differ by {error:.3f} of the largest value"
+        bench_peers.check_alike(name, result, "cufa", expected)
 
 
 @click.command(help=__doc__)

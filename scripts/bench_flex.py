@@ -7,7 +7,6 @@ timing is that of scripts/bench_peers.py.
 """
 
 import functools
-import itertools
 import os
 from collections.abc import Callable
 from itertools import product
@@ -33,8 +32,6 @@ BATCH, SEQLEN, HEADS = 4, 4096, 16
 DOCUMENTS, WINDOW, CAP = 8, 512, 20.0
 # What FlexAttention is given where its own choice wants more shared memory than there is.
 SMALL_TILES = {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2}
-# A wrong result differs by as much as values do; a right one in the last places of 16 bits.
-MAX_ERROR = 0.03
 
 Function = Callable[..., Any]
 Tensors = tuple[torch.Tensor, ...]
@@ -158,19 +155,6 @@ def compiled_calls(inputs: Tensors, options: dict[str, Any], learnt: list[torch.
     return {"forward": attend, "backward": differentiate}
 
 
-def check(calls: dict[str, dict[str, Call]]) -> None:
-    """That both compute the same."""
-    for direction in calls["cufa"]:
-        ours, theirs = (calls[name][direction]() for name in ("cufa", PEER))
-        if direction == "forward":
-            ours, theirs = ours[:1], [theirs]
-        else:
-            ours = [*ours[:3], *itertools.chain(*ours[3:])]
-        for actual, expected in zip(map(torch.from_dlpack, ours), theirs, strict=True):
-            error = (actual.float() - expected.float()).abs().max() / expected.abs().max()
-            assert error < MAX_ERROR, f"{direction}: they differ by {error:.3f} of the largest value"
-
-
 @click.command(help=__doc__)
 @click.option("--dtype", type=click.Choice(("float16", "bfloat16")), default="bfloat16", show_default=True)
 @click.option("--case", "cases", type=click.Choice(tuple(CASES)), multiple=True, default=tuple(CASES))
@@ -193,7 +177,7 @@ def main(dtype: str, cases: tuple[str, ...], head_dims: tuple[int, ...], rounds:
                 tensor.requires_grad_()
             theirs, kernel_options = flex_calls(inputs, mods)
             calls = {"cufa": cufa_calls(case, inputs, mods), PEER: theirs}
-            check(calls)
+            bench_peers.check(calls)
             for direction in theirs:
                 of_direction = {name: by_direction[direction] for name, by_direction in calls.items()}
                 seconds = bench_peers.times_of(of_direction, rounds, flush.fill)

@@ -8,7 +8,7 @@ FlashAttention-2; one that refuses a shape is left out there. The way of timing 
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,6 @@ from cufa.problem import Problem
 RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "shapes.json"))
 DTYPE = "bfloat16"
 PEERS = ("cudnn", "flash-attention-2")
-# A wrong result differs by as much as values do; a right one in the last places of 16 bits.
-MAX_ERROR = 0.03
 # What of a problem the record says.
 RECORDED = ("batch", "seqlen_q", "seqlen_k", "heads", "kv_heads", "head_dim", "causal")
 
@@ -117,23 +115,6 @@ def calls_of(problem: Problem) -> dict[str, dict[str, Call]]:
     return calls
 
 
-def results_of(calls: dict[str, Call]) -> Iterator[torch.Tensor]:
-    """O, dQ, dK and dV."""
-    for direction, call in calls.items():
-        result = call()
-        arrays = result if isinstance(result, tuple) else (result,)
-        for array in arrays[:1] if direction == "forward" else arrays:
-            yield (array if isinstance(array, torch.Tensor) else torch.from_dlpack(array)).float()
-
-
-def check(calls: dict[str, dict[str, Call]]) -> None:
-    """That all compute the same."""
-    for name in set(calls) - {"cufa"}:
-        for actual, expected in zip(results_of(calls["cufa"]), results_of(calls[name]), strict=True):
-            error = (actual - expected).abs().max() / expected.abs().max()
-            assert error < MAX_ERROR, f"cufa and {name} differ by {error:.3f} of the largest value"
-
-
 @click.command(help=__doc__)
 @click.option("--group", "groups", type=click.Choice(list(GROUPS)), multiple=True, default=list(GROUPS))
 @click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
@@ -149,7 +130,7 @@ def main(groups: tuple[str, ...], rounds: int) -> None:
         for done, (group, problem) in enumerate(tracked, 1):
             described = {"group": group} | {name: getattr(problem, name) for name in RECORDED}
             calls = calls_of(problem)
-            check(calls)
+            bench_peers.check(calls)
             for direction in calls["cufa"]:
                 of_direction = {name: by_direction[direction] for name, by_direction in calls.items()}
                 seconds = bench_peers.times_of(of_direction, rounds, flush.fill)

@@ -205,9 +205,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
     round_keys(const __grid_constant__ Params params) {
     ptx::let_next_launch_begin();
     ptx::wait_for_launch_before();
-    if constexpr (kParts > 1) {
-        add_parts<kHelperThreads>(params.call, QueryWorkspace(params.call).key_sums);
-    }
+    add_parts<kHelperThreads>(params.call, QueryWorkspace(params.call).key_sums);
 }
 
 extern "C" __global__ void __launch_bounds__(kHelperThreads)

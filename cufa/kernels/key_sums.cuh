@@ -60,10 +60,11 @@ __device__ inline void write_sums(scalar_t* row, int first, const KeySums::Chunk
     write_columns<Dims>(row, rounded, first);
 }
 
-// Adds up the parts of the gradients of keys and values, and rounds them: a warp for each row of a
-// KV head.
+// Adds up the parts of the gradients of keys and values, and rounds them, if there are parts: a
+// warp for each row of a KV head.
 template <int Threads>
 __device__ inline void add_parts(const BackwardParams& call, const KeySums& sums) {
+    if constexpr (kParts == 1) return;
     const Sizes& sizes = call.sizes;
     const long long index = static_cast<long long>(blockIdx.x) * (Threads / 32) + threadIdx.x / 32;
     const long long row = index / sizes.kv_heads;

@@ -1,0 +1,91 @@
+"""What all of these functions share: arguments as cufa's, and errors that name the caller's."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from cufa.api import attention
+from cufa.arrays import kind_of
+
+# What PyTorch and JAX call cufa's arguments.
+TENSORS = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
+
+
+def attention_as(names: Mapping[str, str], q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """`cufa.attention`, whose errors call arguments what the caller calls them."""
+    try:
+        return attention(q, k, v, **options)
+    except (TypeError, ValueError) as error:
+        raise renamed(error, names) from None
+
+
+def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
+    """The error, in whose message arguments have other names."""
+    words = r"\b(" + "|".join(names) + r")\b"
+    error.args = (re.sub(words, lambda word: names[word[0]], str(error)),)
+    return error
+
+
+def check_arrays(**named: Any) -> None:
+    """TypeError for what is no array; None is what is not given."""
+    for name, array in named.items():
+        if array is not None and not (hasattr(array, "shape") and hasattr(array, "dtype")):
+            raise TypeError(
+                f"{name} is {kind_of(array)}; it may be a NumPy array, a CuPy array or any array with DLPack"
+            )
+
+
+def shape_of(name: str, array: Any) -> tuple[int, int, int, int]:
+    """That of an array that must have 4 axes."""
+    shape = tuple(array.shape)
+    if len(shape) != 4:
+        raise ValueError(f"{name} has shape {shape}; it must have 4 axes")
+    return shape
+
+
+def is_bool(array: Any) -> bool:
+    """Also of a library that has dtypes of its own."""
+    return str(array.dtype).rpartition(".")[2] == "bool"
+
+
+def top_left(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> tuple[int, dict[str, Any]]:
+    """The range of keys around key i that query i sees, in terms of a diagonal that ends in the last corner.
+
+    Returns how many keys, from the first on, anyone sees at all, and with only those the window. There is
+    none if no query is limited, or if no window says it: where the last queries see nothing.
+    """
+    keys = seqlen_k if right is None else min(seqlen_k, seqlen_q + right)
+    shift = keys - seqlen_q  # from the one diagonal to the other
+    ends = (
+        None if left is None else left + shift,
+        None if right is None else right - shift,
+    )
+    if ends == (None, None) or any(end is not None and end < 0 for end in ends):
+        return keys, {}
+    return keys, {"window": ends}
+
+
+def namespace_of(array: Any) -> Any:
+    """The library of an array, which has NumPy's functions."""
+    if hasattr(array, "__array_namespace__"):
+        return array.__array_namespace__()
+    return sys.modules[type(array).__module__.partition(".")[0]]
+
+
+def arange(stop: int, beside: Any) -> Any:
+    """The numbers from 0 to stop - 1, in an array of that one's library on its device."""
+    return namespace_of(beside).arange(stop, **device_of(beside))
+
+
+def full(count: int, value: int, beside: Any) -> Any:
+    """A number that often, as int32, likewise."""
+    xp = namespace_of(beside)
+    return xp.full((count,), value, dtype=xp.int32, **device_of(beside))
+
+
+def device_of(array: Any) -> dict[str, Any]:
+    """What other libraries than NumPy and CuPy want to be told to make an array beside that one."""
+    return {} if namespace_of(array).__name__ in ("numpy", "cupy") else {"device": array.device}

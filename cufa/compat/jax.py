@@ -1,0 +1,129 @@
+"""JAX's function."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+from cufa.arguments import check_flags
+from cufa.compat.arguments import (
+    TENSORS,
+    arange,
+    attention_as,
+    check_arrays,
+    is_bool,
+    namespace_of,
+    shape_of,
+    top_left,
+)
+
+_JAX = {**TENSORS, "window": "local_window_size", "return_lse": "return_residual"}
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """JAX's jax.nn.dot_product_attention (jax 0.8).
+
+    The layout is (batch, seqlen, heads, head_dim), and the causal mask and the window are JAX's, aligned to
+    the top-left corner: query i stands at key i, whatever the lengths are.
+
+    What differs: arrays must have 4 axes; a row that sees no key has output 0, where JAX without cuDNN has
+    the mean of the values; the residual, the LSE, has cufa's shape; `implementation` is not looked at.
+
+    Args:
+        query: (batch, seqlen_q, heads, head_dim).
+        key: (batch, seqlen_k, kv_heads, head_dim).
+        value: (batch, seqlen_k, kv_heads, head_dim).
+        bias: added to the scores, broadcastable to (batch, heads, seqlen_q, seqlen_k) but for the last axis.
+        mask: bool, True to take part, broadcastable likewise.
+        scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
+        is_causal: top-left aligned.
+        query_seq_lengths: (batch,) integers; outputs of later queries are 0.
+        key_value_seq_lengths: (batch,) integers; later keys are not seen.
+        local_window_size: (left, right), or one number for both: how far from key i query i sees.
+        implementation: not looked at.
+        return_residual: also return the LSE, (batch, heads, seqlen_q).
+
+    Returns:
+        (batch, seqlen_q, heads, head_dim), of the dtype and kind of query; with return_residual a pair of
+        that and the LSE.
+
+    Raises:
+        What `cufa.attention` raises.
+    """
+    check_flags(is_causal=is_causal)
+    lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
+    check_arrays(query=query, key=key, value=value, bias=bias, mask=mask, **lengths)
+    if mask is not None and not is_bool(mask):
+        raise TypeError(f"mask has dtype {mask.dtype}; it must be bool")
+    batch, seqlen_q, _, _ = shape_of("query", query)
+    _, seqlen_k, _, _ = shape_of("key", key)
+    shape_of("value", value)
+    for name, array in lengths.items():
+        if array is not None and tuple(array.shape) != (batch,):
+            raise ValueError(
+                f"{name} has shape {tuple(array.shape)}; it must be (batch,), which is ({batch},)"
+            )
+    left, right = _window_of(local_window_size)
+    if is_causal:
+        right = 0
+    keys, options = top_left(seqlen_q, seqlen_k, left, right)
+    if bias is not None:
+        options["bias"] = bias[..., :keys]
+    masks = [] if mask is None else [mask[..., :keys]]
+    xp = namespace_of(query)
+    if key_value_seq_lengths is not None:
+        masks.append(arange(keys, query)[None, None, None, :] < key_value_seq_lengths[:, None, None, None])
+    if "window" not in options and (left, right) != (None, None):
+        places = arange(keys, query)[None, :] - arange(seqlen_q, query)[:, None]
+        near = places >= (-seqlen_q if left is None else -left)
+        masks.append(near if right is None else near & (places <= right))
+    if masks:
+        options["mask"] = functools.reduce(operator.and_, masks)
+    result = attention_as(
+        _JAX,
+        query,
+        key[:, :keys],
+        value[:, :keys],
+        softmax_scale=scale,
+        return_lse=return_residual,
+        **options,
+    )
+    if query_seq_lengths is None:
+        return result
+    out, *residual = result if return_residual else (result,)
+    inside = arange(seqlen_q, query)[None, :, None, None] < query_seq_lengths[:, None, None, None]
+    out = xp.where(inside, out, xp.zeros_like(out))
+    return (out, *residual) if return_residual else out
+
+
+def _window_of(local_window_size: int | tuple[int, int] | None) -> tuple[int | None, int | None]:
+    """The keys before and after; ValueError for less than none, TypeError for what is no number."""
+    if local_window_size is None:
+        return None, None
+    is_pair = isinstance(local_window_size, (tuple, list))
+    sides: Any = local_window_size if is_pair else (local_window_size, local_window_size)
+    wanted = f"local_window_size is {local_window_size!r}; it may be a number of keys, a pair of them or None"
+    try:
+        left, right = map(operator.index, sides)
+    except TypeError:
+        raise TypeError(wanted) from None
+    except ValueError:  # more or fewer than two
+        raise ValueError(wanted) from None
+    if min(left, right) < 0:
+        raise ValueError(f"{wanted}, each at least 0")
+    return left, right

@@ -1,0 +1,95 @@
+"""PyTorch's function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cufa.arguments import check_flags
+from cufa.compat.arguments import (
+    TENSORS,
+    attention_as,
+    check_arrays,
+    is_bool,
+    shape_of,
+    top_left,
+)
+
+_PYTORCH = {**TENSORS, "mask": "attn_mask", "bias": "attn_mask"}
+
+
+def scaled_dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    seed: int = 0,
+    offset: int = 0,
+    return_lse: bool = False,
+) -> Any:
+    """PyTorch's torch.nn.functional.scaled_dot_product_attention (torch 2.11).
+
+    The layout is PyTorch's, (batch, heads, seqlen, head_dim), and so is the causal mask: it is aligned to
+    the top-left corner, query i sees the keys j <= i, unlike anywhere else in cufa. With 2 queries and 5
+    keys it is
+
+        here, top-left    cufa.attention, bottom-right
+        1 0 0 0 0         1 1 1 1 0
+        1 1 0 0 0         1 1 1 1 1
+
+    A row that sees no key has output 0, as PyTorch's has since version 2.5. What differs: arrays must have
+    4 axes; `seed`, `offset` and `return_lse` are cufa's.
+
+    Args:
+        query: (batch, heads, seqlen_q, head_dim).
+        key: (batch, kv_heads, seqlen_k, head_dim).
+        value: (batch, kv_heads, seqlen_k, value_dim).
+        attn_mask: broadcastable to (batch, heads, seqlen_q, seqlen_k), but for the last axis: bool, True to
+            take part, or floats to add to the scores.
+        dropout_p: which part of the probabilities is dropped.
+        is_causal: top-left aligned; not together with attn_mask.
+        scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
+        enable_gqa: whether kv_heads may be fewer than heads.
+        seed: of dropout's random numbers.
+        offset: which sequence of them.
+        return_lse: also return the LSE, (batch, heads, seqlen_q).
+
+    Returns:
+        (batch, heads, seqlen_q, value_dim), of the dtype and kind of query.
+
+    Raises:
+        ValueError: is_causal with attn_mask, fewer kv_heads without enable_gqa, or what `cufa.attention`
+            raises.
+        TypeError: what `cufa.attention` raises.
+    """
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
+    if is_causal and attn_mask is not None:
+        raise ValueError("is_causal is True and attn_mask is given; only one of them may be")
+    check_arrays(query=query, key=key, value=value, attn_mask=attn_mask)
+    _, heads, seqlen_q, _ = shape_of("query", query)
+    _, kv_heads, keys, _ = shape_of("key", key)
+    shape_of("value", value)
+    if not enable_gqa and heads != kv_heads:
+        raise ValueError(f"query has {heads} heads and key {kv_heads}; with enable_gqa=True they may differ")
+    options: dict[str, Any] = {}
+    if is_causal:
+        keys, options = top_left(seqlen_q, keys, None, 0)
+    if attn_mask is not None:
+        options["mask" if is_bool(attn_mask) else "bias"] = attn_mask
+    return attention_as(
+        _PYTORCH,
+        query,
+        key[:, :, :keys],
+        value[:, :, :keys],
+        softmax_scale=scale,
+        dropout_p=dropout_p,
+        seed=seed,
+        offset=offset,
+        layout="bhsd",
+        return_lse=return_lse,
+        **options,
+    )

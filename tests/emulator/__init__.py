@@ -92,6 +92,7 @@ class _Buffer(ctypes.Structure):
         ("address", ctypes.c_void_p),
         ("bytes", ctypes.c_uint64),
         ("writeable", ctypes.c_int32),
+        ("element_bytes", ctypes.c_uint32),
     )
 
 
@@ -187,7 +188,7 @@ def extent(array: npt.NDArray[Any]) -> tuple[int, int]:
 
 def _region(name: str, array: npt.NDArray[Any]) -> _Buffer:
     begin, end = extent(array)
-    return _Buffer(name.encode(), begin, end - begin, array.flags.writeable)
+    return _Buffer(name.encode(), begin, end - begin, array.flags.writeable, array.itemsize)
 
 
 def _compiler() -> str:

@@ -145,6 +145,9 @@ template <class T>
 T atomicAdd(T* address, T value) {
     return emulator::atomic_add(address, value);
 }
+inline unsigned atomicMax(unsigned* address, unsigned value) {
+    return emulator::atomic_max(address, value);
+}
 inline unsigned atomicInc(unsigned* address, unsigned last) {
     return emulator::atomic_increment(address, last);
 }

@@ -29,6 +29,7 @@ unsigned atomic_add(unsigned* address, unsigned value);
 unsigned long long atomic_add(unsigned long long* address, unsigned long long value);
 float atomic_add(float* address, float value);
 double atomic_add(double* address, double value);
+unsigned atomic_max(unsigned* address, unsigned value);
 // Each element by itself.
 void atomic_add_vector(float* address, const float (&values)[4]);
 // The old value; the new one is one more, or 0 after `last`.

@@ -1,4 +1,6 @@
 // What emulator.hpp declares, for the block that is running.
+#include <algorithm>
+
 #include "block.hpp"
 #include "emulator.hpp"
 #include "memory.hpp"
@@ -14,6 +16,17 @@ void meet_in_warp(const Meeting& meeting) {
                    std::to_string(block.lane()));
     }
     block.meet(meeting);
+}
+
+// The old value; the new one is change(old). Its caller is named in reports.
+template <class Change>
+unsigned change_atomically(unsigned* address, const void* caller, const Change& change) {
+    Block::current().check(Access::Kind::kAtomic, address, sizeof *address, caller);
+    unsigned old = *address;
+    while (!__atomic_compare_exchange_n(address, &old, change(old), true, __ATOMIC_RELAXED,
+                                        __ATOMIC_RELAXED)) {
+    }
+    return old;
 }
 
 }  // namespace
@@ -64,14 +77,14 @@ void atomic_add_vector(float* address, const float (&values)[4]) {
     for (int i = 0; i < 4; ++i) add_atomically(address + i, values[i]);
 }
 
+unsigned atomic_max(unsigned* address, unsigned value) {
+    return change_atomically(address, __builtin_return_address(0),
+                             [&](unsigned old) { return std::max(old, value); });
+}
+
 unsigned atomic_increment(unsigned* address, unsigned last) {
-    Block::current().check(Access::Kind::kAtomic, address, sizeof *address,
-                           __builtin_return_address(0));
-    unsigned old = *address;
-    while (!__atomic_compare_exchange_n(address, &old, old >= last ? 0 : old + 1, true,
-                                        __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-    }
-    return old;
+    return change_atomically(address, __builtin_return_address(0),
+                             [&](unsigned old) { return old >= last ? 0 : old + 1; });
 }
 
 void read_shared(const void* address, unsigned bytes) {

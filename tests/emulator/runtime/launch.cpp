@@ -20,6 +20,7 @@ struct Buffer {
     std::uintptr_t address;
     std::uint64_t bytes;
     std::int32_t writeable;
+    std::uint32_t element_bytes;
 };
 
 // The report of the first block that fails, or "". Blocks are begun in order and those before a
@@ -81,7 +82,7 @@ extern "C" __attribute__((visibility("default"))) const char* emulator_launch(
         const Buffer& buffer = buffers[i];
         auto& region = launch.global.emplace_back(buffer.name, buffer.address, buffer.bytes,
                                                   buffer.writeable != 0);
-        if (checked && buffer.writeable) region.start_history();
+        if (checked && buffer.writeable) region.start_history(buffer.element_bytes);
     }
     static thread_local std::string report;
     report = run_blocks(launch, threads);

@@ -41,9 +41,11 @@ class Region {
         return address < begin ? begin - address : address - (begin + bytes);
     }
 
-    // From now on races are found. Nobody has read or written anything yet.
-    void start_history() {
-        histories_ = std::make_unique<History[]>((bytes + kGranule - 1) / kGranule);
+    // From now on races are found. Nobody has read or written anything yet. Threads may own
+    // neighbouring elements, of `element_bytes` at least.
+    void start_history(std::size_t element_bytes = kMostGranule) {
+        granule_ = std::min(element_bytes, kMostGranule);
+        histories_ = std::make_unique<History[]>((bytes + granule_ - 1) / granule_);
     }
 
     // Calls use(history) for each part of an access that lies inside, until one call returns true.
@@ -52,17 +54,17 @@ class Region {
         if (!histories_) return;
         while (lock_.test_and_set(std::memory_order_acquire)) {
         }
-        const std::size_t last = (address - begin + size - 1) / kGranule;
-        for (std::size_t i = (address - begin) / kGranule; i <= last; ++i) {
+        const std::size_t last = (address - begin + size - 1) / granule_;
+        for (std::size_t i = (address - begin) / granule_; i <= last; ++i) {
             if (use(histories_[i])) break;
         }
         lock_.clear(std::memory_order_release);
     }
 
   private:
-    // Bytes that share a history. Threads may own neighbouring elements, but none is smaller.
-    static constexpr std::size_t kGranule = 2;
+    static constexpr std::size_t kMostGranule = 2;  // there may be two elements in larger ones
 
+    std::size_t granule_ = kMostGranule;  // bytes that share a history
     std::unique_ptr<History[]> histories_;
     std::atomic_flag lock_ = ATOMIC_FLAG_INIT;  // blocks run on several threads at once
 };

@@ -131,7 +131,7 @@ def attention(
         mask_mod: g(b, h, q_idx, kv_idx), or a `cufa.MaskMod`: returns True for a key that the query sees, if
             no other mask hides it. On a GPU the mma kernels leave out what no query of a tile sees.
         q_descale: (batch, kv_heads) float32, for float8_e4m3fn arrays only: what q is to be multiplied with,
-            for the query heads that read a KV head; None for 1.
+            for the query heads that read a KV head; None for 1. `cufa.quantize` makes both.
         k_descale: the same for k.
         v_descale: the same for v.
         dropout_p: which part of the probabilities is set to 0 at random, 0 <= dropout_p < 1; the others

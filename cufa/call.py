@@ -159,7 +159,12 @@ def cpu_options(call: Call, softmax_scale: float, values: FeatureValues, mods: M
 def descaled(call: Call, **tensors: Any) -> list[Any]:
     """Arrays of 8 bits in float32, multiplied with what the call has for each of them."""
     return [
-        cpu.descaled(array, call.tensors.get(f"{name}_descale"), call.problem.kv_heads)
+        cpu.descaled(
+            array,
+            call.tensors.get(f"{name}_descale"),
+            call.problem.kv_heads,
+            call.tensors.get("cu_seqlens_q" if name == "q" else "cu_seqlens_k"),
+        )
         for name, array in tensors.items()
     ]
 

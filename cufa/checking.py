@@ -234,7 +234,8 @@ def as_multiplied(
     if str(q.dtype) != FLOAT8:
         return (q, k, v), others
     kv_heads = k.shape[-2]
-    q, k, v = (descaled(x, by, kv_heads) for x, by in zip((q, k, v), descales, strict=True))
+    ends = [others.get(f"cu_seqlens_{side}") for side in "qkk"]
+    q, k, v = (descaled(x, by, kv_heads, at) for x, by, at in zip((q, k, v), descales, ends, strict=True))
     return (q, k, v), others
 
 

@@ -106,18 +106,24 @@ def attention(
         pass
 
 
-def descaled(x: Array, descale: Array | None, kv_heads: int) -> Array:
+def descaled(x: Array, descale: Array | None, kv_heads: int, cu_seqlens: Array | None = None) -> Array:
     """An array of 8 bits in float32, as `attention` takes it.
 
     Args:
         x: (batch, seqlen, heads, dim), or (tokens, heads, dim).
         descale: (batch, kv_heads), what it is multiplied with; None for 1.
         kv_heads: what heads is a multiple of.
+        cu_seqlens: where packed sequences begin, and the last one ends.
     """
     x = x.astype(np.float32)
     if descale is None:
         return x
-    x *= np.repeat(descale, x.shape[-2] // max(1, kv_heads), axis=1)[:, None, :, None]
+    by_head = np.repeat(descale, x.shape[-2] // max(1, kv_heads), axis=1)[..., None]
+    if cu_seqlens is None:
+        x *= by_head[:, None]
+    else:
+        for of_sequence, (begin, end) in zip(by_head, itertools.pairwise(cu_seqlens), strict=True):
+            x[begin:end] *= of_sequence
     return x
 
 

@@ -136,6 +136,14 @@ def test_groups_batches_and_strides(rng):
     run(problem, random_descales(rng, 2, 2))
 
 
+def test_descales_of_packed_sequences(rng):
+    case = draw_case(rng, FLOAT8, {"packed", "causal"}, seqlen_q=150, seqlen_k=200, head_dim=64)
+    q, k, v = case.problem.q, case.problem.k, case.problem.v
+    descales = random_descales(rng, len(case.arrays["cu_seqlens_q"]) - 1, k.shape[1])
+    out, lse = calls.attention(q, k, v, kernel=KERNEL, device=DEVICE, **case.emulator_forward, **descales)
+    assert_float8(out, lse, case.problem, descales, **case.forward)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("factor", [LARGE, BEYOND_FLOATS])
 def test_scores_that_leap(rng, causal, factor):

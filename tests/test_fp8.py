@@ -176,13 +176,24 @@ def test_descales_are_for_8_bits(arrays):
         cufa.attention(*wide, v_descale=np.ones((2, 2), np.float32), backend="numpy")
 
 
-def test_packed_sequences_have_no_descales(arrays):
-    q, k, v = (x[0] for x in (arrays.q, arrays.k, arrays.v))
-    ends = {"cu_seqlens_q": np.array([0, 50], np.int32), "cu_seqlens_k": np.array([0, 60], np.int32)}
-    out = cufa.attention(q, k, v, **ends, backend="numpy")
-    assert out.shape == (50, 4, 16)
-    with pytest.raises(ValueError, match="packed sequences have no descales"):
-        cufa.attention(q, k, v, **ends, q_descale=np.ones((1, 2), np.float32), backend="numpy")
+def test_descales_of_packed_sequences(rng, arrays):
+    """Each sequence has its own; some tokens are in none."""
+    packed = {name: x.reshape(-1, *x.shape[2:]) for name, x in vars(arrays).items()}
+    packed = type(arrays)(**packed)
+    ends = {
+        "cu_seqlens_q": np.array([2, 2, 31, 99], np.int32),
+        "cu_seqlens_k": np.array([0, 7, 40, 120], np.int32),
+    }
+    descales = random_descales(rng, 3, 2)
+    options = {**ends, "causal": True, "return_lse": True}
+    out, lse = cufa.attention(packed.q, packed.k, packed.v, **options, **descales, backend="numpy")
+    assert_float8(out, lse, packed, descales, **ends, causal=True)
+    for number in range(1, 3):
+        of_q, of_k = (slice(*ends[name][number : number + 2]) for name in ends)
+        parts = packed.q[None, of_q], packed.k[None, of_k], packed.v[None, of_k]
+        its_own = {name: x[number : number + 1] for name, x in descales.items()}
+        alone = cufa.attention(*parts, **its_own, causal=True, backend="numpy")
+        np.testing.assert_array_equal(out[of_q], alone[0])
 
 
 def test_keys_in_pages_have_no_descales(arrays):

@@ -57,6 +57,13 @@ def test_lengths(cupy, rng, dims, causal):
         run(cupy, draw(rng, *lengths, dims=dims), random_descales(rng, 2, 2), causal=causal)
 
 
+def test_descales_of_packed_sequences(cupy, rng):
+    for causal in ({"causal"}, set()):
+        case = draw_case(rng, FLOAT8, {"packed", *causal}, seqlen_q=500, seqlen_k=600, head_dim=128)
+        descales = random_descales(rng, len(case.arrays["cu_seqlens_q"]) - 1, case.problem.k.shape[1])
+        run(cupy, case.problem, case.arrays | descales, **case.numbers)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_long_sequences(cupy, rng, head_dim):
     problem = draw(rng, 4200, 4200, dims=(head_dim, head_dim), batch=1, heads=2, kv_heads=1)

@@ -10,6 +10,7 @@ import click
 import numpy as np
 
 import cufa
+from cufa.call import DESCALES
 from cufa.cli import check, files, output
 from cufa.cli.options import (
     INPUT_DTYPE,
@@ -246,7 +247,8 @@ def _generated(sizes: dict[str, int | None], dtype: str, features: FeatureOption
 def _check_sequences(workload: Workload) -> None:
     """Failure if arrays from files are too short for the sequences, which a GPU would not notice."""
     rules = workload.rules()
-    side = {name: rules[name] for name in rules if name not in ("softmax_scale", "precision")}
+    others = ("softmax_scale", "precision", *DESCALES)
+    side = {name: rules[name] for name in rules if name not in others}
     with output.library_errors():
         Rules(softmax_scale=1.0, **side).sequences(workload.arrays["q"], workload.arrays["k"])
 

@@ -78,6 +78,8 @@ def test_8_bit_floats_have_no_gradients(monkeypatch, descale, scores):
     (row,) = run_json("ladder", *SMALL, *eight_bits, "--cpu-threads", 1)["rows"]
     assert row["check"]["ok"]
     assert "no gradients" in refused("run", *SMALL, *eight_bits, "--backward")
+    packed = ("--varlen", "40,7:30", "--heads", 4, "--kv-heads", 2, "--head-dim", 16)
+    assert run_json("run", *packed, *eight_bits)["check"]["ok"]
 
 
 @pytest.mark.parametrize("scores", [2**22, 2000])

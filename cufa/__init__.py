@@ -7,6 +7,7 @@ from cufa.launch import LaunchError
 from cufa.merging import merge
 from cufa.plan import Plan
 from cufa.problem import Problem
+from cufa.quantizing import quantize
 from cufa.rotary import rotary
 from cufa.score_mod import MaskMod, ScoreMod
 
@@ -27,6 +28,7 @@ __all__ = [
     "attention_backward",
     "merge",
     "plan",
+    "quantize",
     "rotary",
     "softmax",
 ]

@@ -231,7 +231,8 @@ def _import(array: Any, name: str) -> tuple[Any, Callable[[Any], Any]]:
 
 def _export(namespace: Any, result: Any) -> Any:
     """A result as an array of that library."""
-    bits = _UNKNOWN_TO_NUMPY.get(result.dtype.name) if isinstance(result, np.ndarray) else None
+    unknown = _UNKNOWN_TO_NUMPY if isinstance(result, np.ndarray) else _UNKNOWN_TO_CUPY
+    bits = unknown.get(result.dtype.name)
     if bits is None:
         return namespace.from_dlpack(result)
     return namespace.from_dlpack(result.view(bits)).view(getattr(namespace, result.dtype.name))

@@ -22,13 +22,21 @@ from cufa.params import (
     NO_FEATURES,
     pack_call,
     pack_merge,
+    pack_quantize,
     pack_rotary,
     pack_softmax,
     pack_tensors,
 )
 from cufa.plan import Launch, Plan
 from cufa.plan.sizes import params_bytes
-from cufa.plan.standard import Rotation, merge_launch, rotary_launch, softmax_launch
+from cufa.plan.standard import (
+    Quantization,
+    Rotation,
+    merge_launch,
+    quantize_launches,
+    rotary_launch,
+    softmax_launch,
+)
 from cufa.tensor_layout import Layout
 from cufa.tensor_maps import Encoder
 
@@ -162,6 +170,34 @@ def rotary(
     compiled = rotary_launch(rotation, prod(sizes), target(arch).arch)
     params = pack_rotary(tensors, tables, positions, sizes, places)
     _loaded(compiled, _current_device())(params, _current_stream())
+
+
+def quantize(
+    quantization: Quantization,
+    tensors: Sequence[int],
+    cu_seqlens: int,
+    descale: int,
+    measured: bool,
+    sizes: tuple[int, int, int, int],
+    arch: Arch | str | int | None = None,
+) -> None:
+    """Launch `quantize` for (batch, heads, kv_heads, seqlen) on the current stream; see `pack_quantize`.
+
+    `descale` is where descales are, or will be if they are to be `measured`.
+    """
+    import cupy
+
+    batch, heads, kv_heads, seqlen = sizes
+    variant, launches = quantize_launches(quantization, measured, batch, heads, seqlen, target(arch).arch)
+    device, stream = _current_device(), _current_stream()
+    largest = None
+    if measured:
+        needed = batch * kv_heads * ctypes.sizeof(ctypes.c_float)
+        largest = cupy.cuda.alloc(needed)
+        largest.memset_async(0, needed)
+    params = pack_quantize(tensors, cu_seqlens, largest.ptr if largest else 0, descale, sizes)
+    for compiled in launches:
+        _loaded((variant, compiled), device)(params, stream)
 
 
 def _current_device() -> int:

@@ -13,6 +13,7 @@ from cufa.plan.sizes import (
     BACKWARD_PARAMS_BYTES,
     FORWARD_PARAMS_BYTES,
     MERGE_PARAMS_BYTES,
+    QUANTIZE_PARAMS_BYTES,
     ROTARY_PARAMS_BYTES,
     SOFTMAX_PARAMS_BYTES,
 )
@@ -36,9 +37,12 @@ _SOFTMAX = struct.Struct("=2q2qqi4x")
 _MERGE = struct.Struct("=" + 3 * "4q" + "3q" + "3i4x")
 # Two tensors, cos and sin, positions and their strides, batch, heads, seqlen, places.
 _ROTARY = struct.Struct("=" + 2 * "4q" + "2q" + "3q" + "4i")
+# Two tensors, cu_seqlens, what is measured, descales, batch, heads, kv_heads, seqlen.
+_QUANTIZE = struct.Struct("=" + 2 * "4q" + "3q" + "4i")
 assert _SOFTMAX.size == SOFTMAX_PARAMS_BYTES
 assert _MERGE.size == MERGE_PARAMS_BYTES
 assert _ROTARY.size == ROTARY_PARAMS_BYTES
+assert _QUANTIZE.size == QUANTIZE_PARAMS_BYTES
 # What follows in the structs when a call asks for nothing of it.
 NO_FEATURES = {
     "forward": bytes(_FEATURES.size + _PAGES.size),
@@ -188,3 +192,16 @@ def pack_rotary(
     and strides in elements, (batch, heads, seqlen), the rows of cos.
     """
     return _ROTARY.pack(*tensors, *tables, *positions, *sizes, places)
+
+
+def pack_quantize(
+    tensors: Sequence[int],
+    cu_seqlens: int,
+    measured: int,
+    descale: int,
+    sizes: tuple[int, int, int, int],
+) -> bytes:
+    """QuantizeParams: x and y as `pack_tensors` has them, three addresses of which the first two may be 0 for
+    none, (batch, heads, kv_heads, seqlen).
+    """
+    return _QUANTIZE.pack(*tensors, cu_seqlens, measured, descale, *sizes)

@@ -82,10 +82,10 @@ class Rules(ScoreOptions):
         room = k.shape[1] if self.block_table is None else self.block_table.shape[1] * k.shape[1]
         if self.cu_seqlens_q is None:
             return [((b,), slice(0, q.shape[1]), slice(0, room)) for b in range(q.shape[0])]
-        rows = _pieces("cu_seqlens_q", self.cu_seqlens_q, "q", len(q))
+        rows = packed_pieces("cu_seqlens_q", self.cu_seqlens_q, "q", len(q))
         if self.cu_seqlens_k is None:
             return [((), piece, slice(0, room)) for piece in rows]
-        keys = _pieces("cu_seqlens_k", self.cu_seqlens_k, "k", len(k))
+        keys = packed_pieces("cu_seqlens_k", self.cu_seqlens_k, "k", len(k))
         return [((), *pieces) for pieces in zip(rows, keys, strict=True)]
 
     def _used(self, number: int, keys: slice) -> int:
@@ -278,7 +278,7 @@ class HeadRules:
         return row + self.keys - self.rows
 
 
-def _pieces(name: str, cu_seqlens: Array, of: str, tokens: int) -> list[slice]:
+def packed_pieces(name: str, cu_seqlens: Array, of: str, tokens: int) -> list[slice]:
     """Where each of the packed sequences is; ValueError if cu_seqlens is not that."""
     ends = [int(end) for end in cu_seqlens]
     if ends[0] < 0:

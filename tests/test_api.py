@@ -37,6 +37,7 @@ FUNCTIONS = [
     cufa.attention,
     cufa.attention_backward,
     cufa.merge,
+    cufa.quantize,
     cufa.rotary,
     cufa.softmax,
     cufa.plan,

@@ -32,6 +32,12 @@ def test_functions_of_ones_own_are_what_numpy_computes(capsys):
     assert 0 < of_gradient < 1e-4
 
 
+def test_8_bits_are_near_16_whatever_the_size_of_values(capsys):
+    found = differences("fp8.py", capsys)
+    assert len(found) == 2
+    assert all(0.01 < difference < 0.06 for difference in found)
+
+
 def test_gradients_are_pytorchs(capsys):
     pytest.importorskip("torch")
     found = differences("pytorch.py", capsys)

@@ -28,7 +28,14 @@ from cufa.device import KNOWN, Arch, Device, target
 from cufa.jit import Variant
 from cufa.kernels import COMPANIONS, KERNELS
 from cufa.plan import Launch, make_plan, make_probabilities_plan
-from cufa.plan.standard import Rotation, merge_launch, rotary_launch, softmax_launch
+from cufa.plan.standard import (
+    Quantization,
+    Rotation,
+    merge_launch,
+    quantize_launches,
+    rotary_launch,
+    softmax_launch,
+)
 from cufa.problem import DTYPES, MAX_ALIGN_BYTES, Direction, Features, Problem, accumulator_dtype, one_of
 
 # The lengths of the plans and of a window; what is compiled does not depend on them.
@@ -312,17 +319,22 @@ def _plan(request: _Request) -> _Planned:
         raise ValueError(f"tiles has {', '.join(request.tiles)}, and {name} has no tiles to choose")
     if request.dtype not in DTYPES:
         raise ValueError(f"{name} supports {one_of(DTYPES)}, and the arrays are {request.dtype}")
-    variant, launch = _COMPANION_LAUNCHES[name](request, device.arch)
-    return _Planned(variant, (launch,), {})
+    variant, launches = _COMPANION_LAUNCHES[name](request, device.arch)
+    return _Planned(variant, launches, {})
 
 
-_COMPANION_LAUNCHES: dict[str, Callable[[_Request, Arch], tuple[Variant, Launch]]] = {
-    "softmax": lambda request, arch: softmax_launch(request.dtype, 2, _SEQLEN, arch),
-    "merge": lambda request, arch: merge_launch(
-        request.dtype, request.value_dim, _SEQLEN, MAX_ALIGN_BYTES, arch
+def _alone(variant: Variant, launch: Launch) -> tuple[Variant, tuple[Launch, ...]]:
+    return variant, (launch,)
+
+
+_COMPANION_LAUNCHES: dict[str, Callable[[_Request, Arch], tuple[Variant, tuple[Launch, ...]]]] = {
+    "softmax": lambda request, arch: _alone(*softmax_launch(request.dtype, 2, _SEQLEN, arch)),
+    "merge": lambda request, arch: _alone(
+        *merge_launch(request.dtype, request.value_dim, _SEQLEN, MAX_ALIGN_BYTES, arch)
     ),
-    "rotary": lambda request, arch: rotary_launch(_rotation(request), _SEQLEN, arch),
-    "attn_probs": lambda request, _: _probabilities_launch(request),
+    "rotary": lambda request, arch: _alone(*rotary_launch(_rotation(request), _SEQLEN, arch)),
+    "quantize": lambda request, arch: quantize_launches(_quantization(request), True, 1, 1, _SEQLEN, arch),
+    "attn_probs": lambda request, _: _probabilities_launches(request),
 }
 
 
@@ -335,9 +347,14 @@ def _rotation(request: _Request) -> Rotation:
     return Rotation(request.dtype, request.head_dim, rotary_dim, table, "int32", False, MAX_ALIGN_BYTES)
 
 
-def _probabilities_launch(request: _Request) -> tuple[Variant, Launch]:
+def _quantization(request: _Request) -> Quantization:
+    dtype, packed = request.dtype, request.features.packed
+    return Quantization(dtype, request.head_dim, packed, False, MAX_ALIGN_BYTES, MAX_ALIGN_BYTES)
+
+
+def _probabilities_launches(request: _Request) -> tuple[Variant, tuple[Launch, ...]]:
     plan = make_probabilities_plan(request.problem("forward"), request.device)
-    return plan.variant, plan.launches[0]
+    return plan.variant, plan.launches
 
 
 def _entries(device: Device, planned: _Planned, build: jit.Build) -> Iterator[_Entry]:

@@ -422,6 +422,12 @@ COMPANIONS: Mapping[str, Companion] = MappingProxyType(
                 paper="Su et al. 2021, eq. 34",
             ),
             Companion(
+                name="quantize",
+                function="cufa.quantize",
+                idea="elements in 8 bits, in units of a descale that the heads of a group share",
+                paper="Shah et al. 2024, section 3.3",
+            ),
+            Companion(
                 name="attn_probs",
                 function="cufa.attention(..., return_attn_probs=True)",
                 idea="the probabilities from Q, K and the LSE, tile by tile",

@@ -104,6 +104,15 @@ struct RotaryParams {
     int batch, heads, seqlen, places;
 };
 
+struct QuantizeParams {
+    Tensor x, y;
+    const int* cu_seqlens;  // (batch + 1), of packed sequences alone
+    unsigned int*
+        measured;    // (batch, kv_heads), the bits of what will be descales; null: they are given
+    float* descale;  // (batch, kv_heads)
+    int batch, heads, kv_heads, seqlen;
+};
+
 #ifndef PARAMS_BYTES
 #error "the host must define PARAMS_BYTES, the size of the struct it will pass"
 #endif

@@ -64,6 +64,50 @@ __device__ inline unsigned short bfloat16_from_float(float x) {
     return bits;
 }
 
+// To the nearest e4m3, ties to even; what is beyond its largest finite becomes that.
+__device__ inline unsigned char e4m3_from_float(float x) {
+#if __CUDA_ARCH__ >= 890
+    unsigned short bits;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(0.0f), "f"(x));
+    return bits;
+#else
+    // There is no such conversion before sm_89.
+    constexpr float kLargest = 448, kSmallestNormal = 0x1p-6f;
+    constexpr int kDroppedBits = 20, kLowerBias = 127 - 7;
+    const unsigned int word = __float_as_uint(x);
+    const unsigned int sign = word >> 24 & 0x80u, magnitude = word & 0x7fffffffu;
+    const float size = __uint_as_float(magnitude);
+    if (size != size) return 0x7fu;
+    if (size >= kLargest) return sign | 0x7eu;
+    if (size < kSmallestNormal) {
+        // The last place of a float at 2^14 is that of e4m3's subnormals: adding rounds to it.
+        constexpr float kShift = 0x1p14f;
+        return sign | (__float_as_uint(size + kShift) - __float_as_uint(kShift));
+    }
+    // Adds half of the last kept place, or just less on an even tie.
+    const unsigned int even = magnitude >> kDroppedBits & 1u;
+    const unsigned int rounded = magnitude + (1u << (kDroppedBits - 1)) - 1 + even;
+    return sign | ((rounded >> kDroppedBits) - (kLowerBias << (23 - kDroppedBits)));
+#endif
+}
+
+// Four of them, the first one low.
+__device__ inline unsigned int pack_e4m3(float a, float b, float c, float d) {
+#if __CUDA_ARCH__ >= 890
+    unsigned int bytes;
+    asm("{\n.reg .b16 low, high;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+        "mov.b32 %0, {low, high};\n}"
+        : "=r"(bytes)
+        : "f"(a), "f"(b), "f"(c), "f"(d));
+    return bytes;
+#else
+    return e4m3_from_float(a) | e4m3_from_float(b) << 8 | e4m3_from_float(c) << 16 |
+           static_cast<unsigned int>(e4m3_from_float(d)) << 24;
+#endif
+}
+
 // 2^x within 2 ulp; 0 for -inf; subnormal results are flushed to 0.
 __device__ inline float exp2_fast(float x) {
     float y;

@@ -22,18 +22,6 @@ __device__ inline unsigned int multiply_add_pairs(unsigned int a, unsigned int b
     return sum;
 }
 
-// Four floats rounded to e4m3, the first one low. What is beyond its largest finite becomes that.
-__device__ inline unsigned int pack_e4m3(float a, float b, float c, float d) {
-    unsigned int bytes;
-    asm("{\n.reg .b16 low, high;\n"
-        "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
-        "mov.b32 %0, {low, high};\n}"
-        : "=r"(bytes)
-        : "f"(a), "f"(b), "f"(c), "f"(d));
-    return bytes;
-}
-
 // Makes what this warpgroup's threads wrote to registers visible to the products that follow.
 __device__ inline void wgmma_fence() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

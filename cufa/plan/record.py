@@ -16,6 +16,8 @@ Macro = tuple[str, str | int | bool]
 
 # The first axis of a grid; cufa's grids have only that one, since the others end at 65,535.
 MAX_GRID = 2**31 - 1
+# From which compute capability on one launch may begin while the one before ends.
+FIRST_OVERLAPPING = (9, 0)
 
 
 def counted(number: int, noun: str) -> str:

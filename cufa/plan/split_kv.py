@@ -13,7 +13,7 @@ from math import prod
 from cufa.device import Device
 from cufa.plan.choice import Choice, Cost, choose, row_tiles
 from cufa.plan.mma import HALF, LINE_BYTES, MMA_K, MMA_M
-from cufa.plan.record import Launch, Macro, Part, Scratch
+from cufa.plan.record import FIRST_OVERLAPPING, Launch, Macro, Part, Scratch
 from cufa.plan.sizes import FORWARD_PARAMS_BYTES, common_macros
 from cufa.problem import MAX_EXTENT, Problem, lse_shape
 from cufa.rounding import ceil_div, round_up
@@ -28,8 +28,6 @@ MAX_TEAMS = 8
 WIDE_KEY_BYTES = 512
 # What was fastest on an H200.
 THREADS, BLOCKS_PER_SM = 128, 2
-# From which compute capability on one launch may begin while the one before ends.
-FIRST_OVERLAPPING = (9, 0)
 # Blocks of the second launch, which merges.
 MERGE_THREADS = 256
 # The part of a row that a block leaves: its sums in float32, and two more in as much as is read at once.

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cufa.device import Arch, Device
 from cufa.jit import Variant
-from cufa.plan.record import MAX_GRID, Launch, Macro, Part, Scratch
+from cufa.plan.record import FIRST_OVERLAPPING, MAX_GRID, Launch, Macro, Part, Scratch
 from cufa.plan.sizes import (
     BACKWARD_PARAMS_BYTES,
     FORWARD_PARAMS_BYTES,
     MERGE_PARAMS_BYTES,
+    QUANTIZE_PARAMS_BYTES,
     ROTARY_PARAMS_BYTES,
     SOFTMAX_PARAMS_BYTES,
     common_macros,
     feature_macros,
 )
-from cufa.problem import DTYPES, PLAIN, Problem, accumulator_dtype
+from cufa.problem import DTYPES, MAX_ALIGN_BYTES, PLAIN, Features, Problem, accumulator_dtype
 from cufa.rounding import ceil_div
 
 # Enough warps to hide the latency of loads that are not tiled, and a divisor of every SM's threads.
 THREADS = 256
 WARPS = THREADS // 32
+# Loads of a thread that wait for memory together, where all that it does is read.
+_ROWS_TOGETHER = 4
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
@@ -157,7 +161,69 @@ def rotary_launch(rotation: Rotation, rows: int, arch: Arch) -> tuple[Variant, L
     return Variant("rotary.cu", macros, arch), Launch("rotary", ceil_div(threads, THREADS), THREADS)
 
 
-def _macros_without_attention(dtype: str, value_dim: int, align_bytes: int) -> tuple[Macro, ...]:
+@dataclass(frozen=True)
+class Quantization:
+    """What `quantize` is compiled for: the dtype of x, how it lies, and how its 8 bits do."""
+
+    dtype: str
+    head_dim: int
+    packed: bool
+    seqlen_contiguous: bool
+    align_bytes: int
+    out_align_bytes: int
+
+    @property
+    def chunk(self) -> int:
+        """Columns that a thread reads at once, and writes if they lie next to each other."""
+        read = self.align_bytes // DTYPES[self.dtype].itemsize
+        written = read if self.seqlen_contiguous else self.out_align_bytes
+        return math.gcd(read, written, self.head_dim)
+
+    @property
+    def rows(self) -> int:
+        """Tokens of which a thread reads so many: enough to have them on their way together, and, where 8
+        bits of tokens lie next to each other, to write as many bytes at once as it can.
+        """
+        return MAX_ALIGN_BYTES if self.seqlen_contiguous else _ROWS_TOGETHER
+
+    @property
+    def tile_rows(self) -> int:
+        """Tokens of a block, for which its threads read once, or more often if rows are long."""
+        return self.rows * max(1, THREADS * self.chunk // self.head_dim)
+
+
+@functools.lru_cache(maxsize=4096)
+def quantize_launches(
+    quantization: Quantization, measured: bool, batch: int, heads: int, seqlen: int, arch: Arch
+) -> tuple[Variant, tuple[Launch, ...]]:
+    """`quantize`: a block for each tile of a head's tokens; descales first, if they are to be measured."""
+    packed, tile_rows = quantization.packed, quantization.tile_rows
+    overlaps = arch.capability >= FIRST_OVERLAPPING
+    smem_bytes = WARPS * accumulator_dtype(quantization.dtype).itemsize
+    macros: tuple[Macro, ...] = (
+        *_macros_without_attention(
+            quantization.dtype, quantization.head_dim, quantization.align_bytes, Features(packed=packed)
+        ),
+        ("TILE_ROWS", tile_rows),
+        ("ROWS", quantization.rows),
+        ("CHUNK", quantization.chunk),
+        ("SEQLEN_CONTIGUOUS", quantization.seqlen_contiguous),
+        ("OUT_ALIGN_BYTES", quantization.out_align_bytes),
+        ("CONVERT_OVERLAPS", overlaps),
+        ("SMEM_BYTES", smem_bytes),
+        ("PARAMS_BYTES", QUANTIZE_PARAMS_BYTES),
+    )
+    # Of packed sequences as many tiles as there may be at most, however long each is.
+    tiles = seqlen // tile_rows + batch if packed else batch * ceil_div(seqlen, tile_rows)
+    launches = [Launch("convert", heads * tiles, THREADS, overlaps=measured and overlaps)]
+    if measured:
+        launches.insert(0, Launch("measure", heads * tiles, THREADS, smem_bytes))
+    return Variant("quantize.cu", macros, arch), tuple(launches)
+
+
+def _macros_without_attention(
+    dtype: str, value_dim: int, align_bytes: int, features: Features = PLAIN
+) -> tuple[Macro, ...]:
     """What config.cuh asks for, of a kernel that works on one array's rows."""
     return (
         ("SCALAR", dtype),
@@ -165,6 +231,6 @@ def _macros_without_attention(dtype: str, value_dim: int, align_bytes: int) -> t
         ("VALUE_DIM", value_dim),
         ("CAUSAL", False),
         ("ALIGN_BYTES", align_bytes),
-        *feature_macros(PLAIN),
+        *feature_macros(features),
         ("THREADS", THREADS),
     )

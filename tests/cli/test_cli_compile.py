@@ -90,9 +90,9 @@ def test_compile_of_variants_with_features():
 def test_compile_of_kernels_beside_the_ladder():
     built = run_json("compile", *COMPANIONS, *TINY, "--dtype", "bfloat16")
     for companion in built:
-        (entry,) = companion["entries"]
-        assert entry["name"] == companion["kernel"]
-        assert entry["registers"] > 0
+        entries = {"quantize": ["measure", "convert"]}.get(companion["kernel"], [companion["kernel"]])
+        assert [entry["name"] for entry in companion["entries"]] == entries
+        assert all(entry["registers"] > 0 for entry in companion["entries"])
     assert "has no tiles to choose" in refused("compile", "merge", *TINY, "--tile", "block_m=32")
 
 

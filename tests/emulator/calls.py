@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -28,12 +29,20 @@ from cufa.params import (
     pack_call,
     pack_features,
     pack_merge,
+    pack_quantize,
     pack_rotary,
     pack_softmax,
     pack_tensors,
 )
 from cufa.plan import Plan, make_plan, make_probabilities_plan
-from cufa.plan.standard import Rotation, merge_launch, rotary_launch, softmax_launch
+from cufa.plan.standard import (
+    Quantization,
+    Rotation,
+    merge_launch,
+    quantize_launches,
+    rotary_launch,
+    softmax_launch,
+)
 from cufa.problem import Direction, lse_shape, output_shape
 from cufa.rotary import position_strides
 from cufa.score_mod import MaskMod, Mods, ScoreMod
@@ -49,6 +58,7 @@ NO_VALUES = FeatureValues()
 # Around each array, so that what lies beyond its ends belongs to no other.
 _MARGIN_BYTES = 1 << 16
 _MAX_ALIGN_BYTES = 16
+_WORD_BYTES = 4
 
 # runtime/boxes.hpp's TensorDescription, in the room of a TensorMap.
 _TENSOR_MAP = struct.Struct(f"=2q 9I 4x 3q {TENSOR_MAP_BYTES - 80}x")
@@ -273,6 +283,51 @@ def rotary(
     return y
 
 
+def quantize(
+    x: Array,
+    kv_heads: int,
+    descale: Array | None = None,
+    cu_seqlens: Array | None = None,
+    seqlen_contiguous: bool = False,
+    checked: bool = True,
+) -> tuple[Array, Array]:
+    """`cufa.quantize` of an array (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim)."""
+    packed = cu_seqlens is not None
+    seqlen, heads, head_dim = x.shape[-3:]
+    batch = len(cu_seqlens) - 1 if cu_seqlens is not None else len(x)
+    out = np.empty(x.shape, ml_dtypes.float8_e4m3fn)
+    if seqlen_contiguous:
+        out = np.empty((*x.shape[:-3], head_dim, heads, seqlen), out.dtype).swapaxes(-1, -3)
+    written = out.swapaxes(-1, -3) if seqlen_contiguous else out
+    align_bytes = math.gcd(_MAX_ALIGN_BYTES, head_dim * x.itemsize, *x.strides[:-1])
+    out_align_bytes = math.gcd(_MAX_ALIGN_BYTES, *written.strides[:-1])
+    arrays = {"x": x, "out": written} | ({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens})
+    alignments = {"x": align_bytes, "out": out_align_bytes}
+    placed = {
+        name: _placed(array, alignments.get(name, array.itemsize), name == "out")
+        for name, array in arrays.items()
+    }
+    measured = _placed(np.empty((batch, kv_heads), np.uint32), 4, is_output=True)
+    measured[:] = 0
+    given = np.empty((batch, kv_heads), np.float32) if descale is None else descale
+    placed |= {"measured": measured, "descale": _placed(given, 4, is_output=descale is None)}
+    quantization = Quantization(
+        x.dtype.name, head_dim, packed, seqlen_contiguous, align_bytes, out_align_bytes
+    )
+    variant, launches = quantize_launches(quantization, descale is None, batch, heads, seqlen, DEVICE.arch)
+    params = pack_quantize(
+        [*_fields(placed["x"]), *_fields(placed["out"])],
+        placed["cu_seqlens"].ctypes.data if packed else 0,
+        measured.ctypes.data if descale is None else 0,
+        placed["descale"].ctypes.data,
+        (batch, heads, kv_heads, seqlen),
+    )
+    module = Module(variant.source, variant.macros, checked)
+    for launch in launches:
+        module.launch(launch.entry, launch.grid, launch.block, launch.smem_bytes, params, placed)
+    return placed["out"].swapaxes(-1, -3) if seqlen_contiguous else placed["out"], placed["descale"]
+
+
 def _options(
     causal: bool,
     window: tuple[int | None, int | None] | None,
@@ -340,7 +395,7 @@ def _run(
             buffers = {**placed, "workspace": workspace}
             module.launch(launch.entry, launch.grid, launch.block, launch.smem_bytes, params, buffers)
     if plan.boxes and not plan.scratch and workspace.any():
-        raise EmulatorError(f"{plan.kernel} leaves its counter at {workspace.view(np.uint32)[0]}")
+        raise EmulatorError(f"{plan.kernel} leaves its counter at {workspace[0]}")
     return placed
 
 
@@ -373,8 +428,9 @@ def tensor_map(tensor: Array, rows: int, cols: int) -> bytes:
 def _workspace(plan: Plan) -> Array:
     """Scratch, or a counter at 0 for a kernel with boxes."""
     if plan.scratch or not plan.boxes:
-        return _placed(np.empty(plan.workspace_bytes, np.uint8), _MAX_ALIGN_BYTES, is_output=True)
-    counter = _placed(np.empty(COUNTER_BYTES, np.uint8), _MAX_ALIGN_BYTES, is_output=True)
+        words = plan.workspace_bytes // _WORD_BYTES
+        return _placed(np.empty(words, np.uint32), _MAX_ALIGN_BYTES, is_output=True)
+    counter = _placed(np.empty(COUNTER_BYTES // _WORD_BYTES, np.uint32), _MAX_ALIGN_BYTES, is_output=True)
     counter[:] = 0
     return counter
 

@@ -50,43 +50,6 @@ inline unsigned int multiply_add_pairs(unsigned int a, unsigned int b, unsigned 
     return kPack(sums[0], sums[1]);
 }
 
-namespace twin {
-
-constexpr int kE4m3Bias = 7, kE4m3MantissaBits = 3;
-constexpr unsigned kE4m3Nan = 0x7f;
-
-inline float float_from_e4m3(unsigned short bits) {
-    const unsigned magnitude = bits & 0x7f, mantissa = magnitude & 7;
-    const int exponent = magnitude >> kE4m3MantissaBits;
-    float value = exponent == 0 ? mantissa : mantissa + 8;
-    value = __builtin_ldexpf(value, (exponent == 0 ? 1 : exponent) - kE4m3Bias - kE4m3MantissaBits);
-    if (magnitude == kE4m3Nan) value = __builtin_nanf("");
-    return bits & 0x80 ? -value : value;
-}
-
-// To the nearest, ties to even; the largest finite for what is beyond it.
-inline unsigned e4m3_from_float(float x) {
-    const unsigned sign = __builtin_signbit(x) ? 0x80 : 0;
-    if (x != x) return kE4m3Nan;
-    const float magnitude = fabsf(x);
-    // Codes are in the order of their values: the last one that is not above, or the next.
-    unsigned low = 0, high = kE4m3Nan;
-    while (high - low > 1) {
-        const unsigned middle = (low + high) / 2;
-        (float_from_e4m3(middle) <= magnitude ? low : high) = middle;
-    }
-    if (high == kE4m3Nan) return sign | low;
-    const float below = magnitude - float_from_e4m3(low), above = float_from_e4m3(high) - magnitude;
-    return sign | (above < below || (above == below && low % 2 == 1) ? high : low);
-}
-
-}  // namespace twin
-
-inline unsigned int pack_e4m3(float a, float b, float c, float d) {
-    return twin::e4m3_from_float(a) | twin::e4m3_from_float(b) << 8 |
-           twin::e4m3_from_float(c) << 16 | twin::e4m3_from_float(d) << 24;
-}
-
 inline void wgmma_fence() {
     emulator::wgmma_fence();
 }

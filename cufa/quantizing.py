@@ -1,0 +1,213 @@
+"""Arrays of 8-bit floats, and the descales that belong to them, for attention in 8 bits."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from cufa import arrays, launch
+from cufa.arguments import check_flags
+from cufa.device import Arch
+from cufa.plan.standard import Quantization
+from cufa.problem import (
+    FLOAT8,
+    INPUT_DTYPES,
+    MAX_ALIGN_BYTES,
+    Axes,
+    LayoutName,
+    Shape,
+    accumulator_dtype,
+    axes_of,
+    dtype_name,
+)
+from cufa.rounding import round_up
+from cufa.score_rules import packed_pieces
+from cufa.tensor_layout import layout_of
+
+_E4M3 = INPUT_DTYPES[FLOAT8]
+_LARGEST = 448.0
+# What has a reciprocal.
+_DESCALES = np.finfo(np.float32)
+
+
+def quantize(
+    x: Any,
+    *,
+    kv_heads: int | None = None,
+    descale: Any = None,
+    cu_seqlens: Any = None,
+    seqlen_contiguous: bool = False,
+    out: Any = None,
+    layout: LayoutName = "bshd",
+    arch: Arch | str | int | None = None,
+    backend: arrays.Backend | None = None,
+) -> tuple[Any, Any]:
+    """Queries, keys or values in 8 bits, and the descales with which `attention` takes them.
+
+    An element of out is x times the descale's reciprocal (in float32, of float64 arrays in float64), rounded
+    to the nearest float8_e4m3fn, ties to even. A descale is the largest magnitude of what shares it over 448,
+    the largest of 8 bits; it is 1 where all is 0. NaN stays NaN. It counts for no descale, nor does infinity,
+    which becomes 448 of them.
+
+    Args:
+        x: (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) of packed sequences; float16,
+            bfloat16, float32 or float64.
+        kv_heads: how many descales a sequence has: for queries, as many as keys have heads. None: one for
+            each head of x.
+        descale: (batch, kv_heads) float32, if they are known (static scales): x is read once, and what is
+            beyond 448 of them becomes that.
+        cu_seqlens: (batch + 1,) int32, where packed sequences begin, and the last one ends. What is in none
+            of them is not written.
+        seqlen_contiguous: whether memory has tokens next to each other, not columns, with strides of whole
+            16 bytes. The shape is the same. Of an `out` that is given its strides say it.
+        out: where to write the elements, of x's shape, float8_e4m3fn.
+        layout: "bshd" as above, or "bhsd".
+        arch: what to compile for instead of this GPU's own.
+        backend: "cuda", "numpy" or None, as in `attention`.
+
+    Returns:
+        (out, descale), of x's kind: out of its shape, and descale as above, which is the given one if there
+        is one.
+
+    Raises:
+        TypeError: no arrays, kinds or dtypes mixed, or a dtype that is not supported.
+        ValueError: shapes that don't go together, packed sequences without cu_seqlens or with
+            seqlen_contiguous, an output that is read-only or overlaps another array.
+    """
+    check_flags(seqlen_contiguous=seqlen_contiguous)
+    inputs = {"x": x, "descale": descale, "cu_seqlens": cu_seqlens}
+    given = {name: array for name, array in inputs.items() if array is not None}
+    outputs = {} if out is None else {"out": out}
+    adopted = arrays.adopt(given | outputs, backend)
+    named = dict(adopted.arrays)
+    dtype = dtype_name(named["x"].dtype, "x")
+    axes = axes_of("x", named["x"].shape, layout)
+    kv_heads = _check(named, axes, kv_heads, seqlen_contiguous)
+    arrays.check_outputs(adopted, outputs, {})
+    xp = sys.modules["cupy"] if adopted.on_gpu else np
+    if out is None:
+        named["out"] = _empty(xp, named["x"].shape, axes, seqlen_contiguous)
+    if descale is None:
+        named["descale"] = xp.empty((_sequences(named, axes), kv_heads), np.float32)
+    if adopted.on_gpu:
+        _quantize_on_gpu(named, dtype, axes, descale is None, arch)
+    elif arch is not None:
+        raise ValueError(f"arch is {arch!r}, but this call computes on the CPU; it needs a GPU")
+    else:
+        _quantize_on_cpu(named, axes, descale is None)
+    used = adopted.give_back(named["descale"]) if descale is None else descale
+    return adopted.give_back(named["out"], out), used
+
+
+def _check(named: dict[str, Any], axes: Axes, kv_heads: int | None, seqlen_contiguous: bool) -> int:
+    """How many descales a sequence has; TypeError or ValueError if something does not fit."""
+    shape = named["x"].shape
+    batch, _, heads = axes
+    if kv_heads is None:
+        kv_heads = shape[heads]
+    elif not isinstance(kv_heads, (int, np.integer)) or kv_heads < 1 or shape[heads] % kv_heads:
+        raise ValueError(f"kv_heads is {kv_heads!r}; x has {shape[heads]} heads, which must be a multiple")
+    if batch is None and "cu_seqlens" not in named:
+        raise ValueError("cu_seqlens must be given for packed sequences: where each begins is not said")
+    if batch is None and seqlen_contiguous:
+        raise ValueError("seqlen_contiguous is True, and sequences are packed; there is no kernel for it")
+    if "cu_seqlens" in named:
+        if batch is not None:
+            raise ValueError(f"cu_seqlens is given, and x has shape {shape}; packed, it has 3 axes")
+        ends = named["cu_seqlens"]
+        if ends.ndim != 1 or len(ends) == 0:
+            raise ValueError(f"cu_seqlens has shape {ends.shape}; it must be (batch + 1,)")
+    wanted: dict[str, tuple[Shape | None, np.dtype[Any]]] = {
+        "cu_seqlens": (None, np.dtype(np.int32)),
+        "descale": ((_sequences(named, axes), kv_heads), np.dtype(np.float32)),
+        "out": (shape, _E4M3),
+    }
+    for name in named.keys() & wanted.keys():
+        wanted_shape, wanted_dtype = wanted[name]
+        if wanted_shape not in (None, named[name].shape):
+            raise ValueError(f"{name} has shape {named[name].shape}; it must be {wanted_shape}")
+        if named[name].dtype != wanted_dtype:
+            raise TypeError(f"{name} has dtype {named[name].dtype}; it must be {wanted_dtype}")
+    return int(kv_heads)
+
+
+def _sequences(named: dict[str, Any], axes: Axes) -> int:
+    batch = axes[0]
+    return len(named["cu_seqlens"]) - 1 if batch is None else named["x"].shape[batch]
+
+
+def _empty(xp: Any, shape: Shape, axes: Axes, seqlen_contiguous: bool) -> Any:
+    """An array for elements; where tokens lie next to each other, they have room for whole 16 bytes."""
+    if not seqlen_contiguous:
+        return xp.empty(shape, np.uint8).view(_E4M3)
+    _, seqlen, _ = axes
+    *others, head_dim = (size for axis, size in enumerate(shape) if axis != seqlen)
+    memory = xp.empty((*others, head_dim, round_up(shape[seqlen], MAX_ALIGN_BYTES)), np.uint8)
+    return xp.moveaxis(memory.view(_E4M3)[..., : shape[seqlen]], -1, seqlen)
+
+
+def _quantize_on_gpu(
+    named: dict[str, Any], dtype: str, axes: Axes, measured: bool, arch: Arch | str | int | None
+) -> None:
+    x, out, descale = named["x"], named["out"], named["descale"]
+    if out.size == 0:
+        if measured:
+            descale.fill(1)
+        return
+    batch, seqlen, heads = axes
+    contiguous = arrays.contiguous
+    x_layout = layout_of(((x.shape, x.strides),), x.itemsize, axes)
+    if x_layout.scattered:
+        x = contiguous(x)
+    # Where tokens lie next to each other, they are the columns that the kernel is told of.
+    by_seqlen = batch is not None and out.shape[-1] > 1 and out.strides[-1] != 1 == out.strides[seqlen]
+    written = out.swapaxes(seqlen, -1) if by_seqlen else out
+    out_layout = layout_of(((written.shape, written.strides),), out.itemsize, axes)
+    if out_layout.scattered:
+        written = contiguous(out)
+    x_at, out_at = (x.data.ptr,), (written.data.ptr,)
+    quantization = Quantization(
+        dtype=dtype,
+        head_dim=x.shape[-1],
+        packed=batch is None,
+        seqlen_contiguous=by_seqlen,
+        align_bytes=x_layout.alignment(x_at),
+        out_align_bytes=out_layout.alignment(out_at),
+    )
+    descale = descale if measured else contiguous(descale)
+    cu_seqlens = contiguous(named["cu_seqlens"]) if batch is None else None
+    launch.quantize(
+        quantization,
+        [*x_layout.fields(x_at), *out_layout.fields(out_at)],
+        0 if cu_seqlens is None else cu_seqlens.data.ptr,
+        descale.data.ptr,
+        measured,
+        (len(descale), x.shape[heads], descale.shape[1], x.shape[seqlen]),
+        arch,
+    )
+    if out_layout.scattered:
+        arrays.as_bytes(out)[...] = arrays.as_bytes(written)
+
+
+@np.errstate(all="ignore")
+def _quantize_on_cpu(named: dict[str, Any], axes: Axes, measured: bool) -> None:
+    batch, seqlen, heads = axes
+    order = (seqlen, heads, 2) if batch is None else (batch, seqlen, heads, 3)
+    x, out = (named[name].transpose(order) for name in ("x", "out"))
+    kv_heads = named["descale"].shape[1]
+    pieces: Any = range(len(x))
+    if batch is None:
+        pieces = packed_pieces("cu_seqlens", named["cu_seqlens"], "x", len(x))
+    for piece, descales in zip(pieces, named["descale"], strict=True):
+        wide = x[piece].astype(accumulator_dtype(x.dtype.name))
+        tokens, all_heads, head_dim = wide.shape
+        by_descale = wide.reshape(tokens, kv_heads, all_heads // max(1, kv_heads), head_dim)
+        if measured:
+            finite = np.where(np.isfinite(by_descale), abs(by_descale), 0)
+            largest = finite.max(axis=(0, 2, 3), initial=0)
+            bounded = np.clip(largest / _LARGEST, _DESCALES.tiny, _DESCALES.max)
+            descales[...] = np.where(largest == 0, 1, bounded)
+        scaled = by_descale * (1 / descales.astype(wide.dtype))[:, None, None]
+        out[piece] = np.clip(scaled, -_LARGEST, _LARGEST).reshape(wide.shape).astype(np.float32).astype(_E4M3)

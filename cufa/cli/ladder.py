@@ -134,9 +134,13 @@ def command(
 ) -> None:
     """Run every rung on one problem, and the CPU.
 
-    For each: time, TFLOP/s, how many times as fast it is as the rung before and as the CPU, memory
-    beyond inputs and outputs, and the largest error against float64. "course" is batch 100, length 4096,
-    one head of 32, float32, compared with one CPU thread. Rungs that do not support what is asked for say so.
+    For each: time, TFLOP/s, how many times as fast it is as the rung before and as the CPU, memory beyond
+    inputs and outputs, and the largest error against float64. Rungs that do not support what is asked for
+    say so.
+
+    Presets: "small" is batch 2, length 1024, 4 heads of 64, float32; "course" batch 100, length 4096, one
+    head of 32, float32, compared with one CPU thread; "gpt2" batch 8, length 1024, 12 heads of 64, bfloat16,
+    causal; "llama" batch 1, length 8192, 32 heads of 128 with 8 KV heads, bfloat16, causal.
 
     Exits with 1 if a result is further from float64 than it may be.
     """

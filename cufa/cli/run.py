@@ -92,7 +92,7 @@ class _Step:
 @click.option("--dtype", type=INPUT_DTYPE, help="Dtype of generated arrays; files are converted. [float32]")
 @seed_option
 @feature_options(files=True)
-@click.option("--softmax-scale", type=float, help="Factor on Q K^T. [1 / sqrt(head dim)]")
+@click.option("--softmax-scale", type=float, metavar="X", help="Factor on Q K^T. [1 / sqrt(head dim)]")
 @click.option("--layout", type=LAYOUT, default="bshd", show_default=True, help="Order of the axes.")
 @click.option(
     "--kernel",

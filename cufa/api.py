@@ -36,6 +36,7 @@ from cufa.call import (
     write_probabilities,
 )
 from cufa.device import target
+from cufa.messages import kind_of, shown
 from cufa.params import FeatureValues
 from cufa.plan import Plan, make_plan
 from cufa.problem import DTYPES, FLOAT8, Direction, LayoutName, Precision, dtype_name
@@ -406,7 +407,7 @@ def softmax(
         ValueError: no axis, or another number of passes.
     """
     if not isinstance(passes, int) or passes not in (2, 3):
-        raise ValueError(f"passes is {passes!r}; it may be 2 or 3")
+        raise ValueError(f"passes is {shown(passes)}; it may be 2 or 3")
     adopted = arrays.adopt({"x": x}, backend)
     source = adopted.arrays["x"]
     dtype = dtype_name(source.dtype, "x")
@@ -503,7 +504,7 @@ def plan(
 def _described(name: str, array: Any) -> Described:
     """Something with a shape and a dtype, which need be no more of an array than that, as if contiguous."""
     if not (hasattr(array, "shape") and hasattr(array, "dtype")):
-        raise TypeError(f"{name} is {arrays.kind_of(array)}; it must have a shape and a dtype")
+        raise TypeError(f"{name} is {kind_of(array)}; it must have a shape and a dtype")
     dtype = array.dtype
     if not isinstance(dtype, np.dtype):
         # A library with dtypes of its own spells them as NumPy does, behind its own name.
@@ -555,4 +556,4 @@ def _asked(
 def _refuse_gpu_options(**options: Any) -> None:
     for name, value in options.items():
         if value is not None:
-            raise ValueError(f"{name} is {value!r}, but this call computes on the CPU; it needs a GPU")
+            raise ValueError(f"{name} is {shown(value)}, but this call computes on the CPU; it needs a GPU")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cufa.messages import shown
 from cufa.problem import (
     DTYPES,
     FLOAT8,
@@ -93,14 +94,14 @@ def check_flags(**flags: object) -> None:
     """Check options that are on or off; TypeError for one that is neither."""
     for name, flag in flags.items():
         if flag is not True and flag is not False and not isinstance(flag, (int, np.bool_)):
-            raise TypeError(f"{name} is {flag!r}; it may be True or False")
+            raise TypeError(f"{name} is {shown(flag)}; it may be True or False")
 
 
 def check_window(window: object, name: str = "window") -> tuple[int | None, int | None]:
     """How many keys before and after the diagonal are seen; None, and -1, are all of them."""
     if window is None:
         return None, None
-    wanted = f"{name} is {window!r}; it may be None or a pair (left, right) of numbers of keys"
+    wanted = f"{name} is {shown(window)}; it may be None or a pair (left, right) of numbers of keys"
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(wanted)
     sides: list[int | None] = []
@@ -134,7 +135,7 @@ def check_dropout(dropout_p: float, seed: int, offset: int) -> tuple[float, int,
         try:
             number = operator.index(value)
         except TypeError:
-            raise TypeError(f"{name} is {value!r}; it must be an integer") from None
+            raise TypeError(f"{name} is {shown(value)}; it must be an integer") from None
         if not 0 <= number < 2**bits:
             raise ValueError(f"{name} is {number}; it must be at least 0 and below 2**{bits}")
         numbers.append(number)
@@ -152,7 +153,7 @@ def _finite(name: str, value: float, or_else: str = "") -> float:
     try:
         finite = math.isfinite(value)
     except TypeError:
-        raise TypeError(f"{name} is {value!r}; it may be a number{or_else}") from None
+        raise TypeError(f"{name} is {shown(value)}; it may be a number{or_else}") from None
     except OverflowError:
         finite = False
     if not finite:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from cufa import device
+from cufa.messages import kind_of, shown
 from cufa.problem import FLOAT8, INPUT_DTYPES, Shape
 from cufa.tensor_layout import Region, check_apart
 
@@ -78,7 +79,7 @@ def adopt(named: Mapping[str, Any], backend: str | None) -> Adopted:
     GPU that is not the current one and for an unknown backend.
     """
     if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
-        raise ValueError(f"backend is {backend!r}; it may be 'numpy', 'cuda' or None")
+        raise ValueError(f"backend is {shown(backend)}; it may be 'numpy', 'cuda' or None")
     kinds = set(map(type, named.values()))
     cupy_ndarray = _cupy_ndarray()
     if len(kinds) == 1 and cupy_ndarray in kinds and backend != "numpy":
@@ -277,15 +278,6 @@ def as_bytes(array: Any) -> Any:
 def contiguous(array: Any) -> Any:
     """A contiguous copy of a CuPy array."""
     return sys.modules["cupy"].ascontiguousarray(as_bytes(array)).view(array.dtype)
-
-
-def kind_of(array: Any) -> str:
-    """What an object is, for messages: None, a list, an int, a torch.Tensor."""
-    if array is None:
-        return "None"
-    kind = type(array)
-    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _check_same_kind(named: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
+from cufa.messages import shown
 from cufa.score_mod import Written
 
 Direction = Literal["forward", "backward"]
@@ -259,7 +260,7 @@ def check_layout(layout: str) -> tuple[int, int, int]:
 def check_choice(argument: str, value: object, allowed: Collection[str]) -> None:
     """Check an argument that is one of a few words; ValueError, naming it and them, for anything else."""
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{argument} is {value!r}; it may be {one_of(map(repr, allowed))}")
+        raise ValueError(f"{argument} is {shown(value)}; it may be {one_of(map(repr, allowed))}")
 
 
 def tensor_axes(layout: str, packed: bool) -> Axes:

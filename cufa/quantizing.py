@@ -10,6 +10,7 @@ import numpy as np
 from cufa import arrays, launch
 from cufa.arguments import check_flags
 from cufa.device import Arch
+from cufa.messages import shown
 from cufa.plan.standard import Quantization
 from cufa.problem import (
     FLOAT8,
@@ -108,7 +109,9 @@ def _check(named: dict[str, Any], axes: Axes, kv_heads: int | None, seqlen_conti
     if kv_heads is None:
         kv_heads = shape[heads]
     elif not isinstance(kv_heads, (int, np.integer)) or kv_heads < 1 or shape[heads] % kv_heads:
-        raise ValueError(f"kv_heads is {kv_heads!r}; x has {shape[heads]} heads, which must be a multiple")
+        raise ValueError(
+            f"kv_heads is {shown(kv_heads)}; x has {shape[heads]} heads, which must be a multiple"
+        )
     if batch is None and "cu_seqlens" not in named:
         raise ValueError("cu_seqlens must be given for packed sequences: where each begins is not said")
     if batch is None and seqlen_contiguous:

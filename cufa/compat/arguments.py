@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cufa.api import attention
-from cufa.arrays import kind_of
+from cufa.messages import kind_of
 
 # What PyTorch and JAX call cufa's arguments.
 TENSORS = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}

@@ -17,6 +17,7 @@ from cufa.compat.arguments import (
     shape_of,
     top_left,
 )
+from cufa.messages import shown
 
 _JAX = {**TENSORS, "window": "local_window_size", "return_lse": "return_residual"}
 
@@ -117,7 +118,9 @@ def _window_of(local_window_size: int | tuple[int, int] | None) -> tuple[int | N
         return None, None
     is_pair = isinstance(local_window_size, (tuple, list))
     sides: Any = local_window_size if is_pair else (local_window_size, local_window_size)
-    wanted = f"local_window_size is {local_window_size!r}; it may be a number of keys, a pair of them or None"
+    wanted = (
+        f"local_window_size is {shown(local_window_size)}; it may be a number of keys, a pair of them or None"
+    )
     try:
         left, right = map(operator.index, sides)
     except TypeError:

@@ -1,0 +1,18 @@
+"""How errors speak of what they were given."""
+
+from __future__ import annotations
+
+
+def kind_of(value: object) -> str:
+    """What an object is: None, a list, an int, a torch.Tensor."""
+    if value is None:
+        return "None"
+    kind = type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def shown(value: object) -> str:
+    """The value of an option as it was given; of an array, which may be large and on a GPU, its shape."""
+    shape = getattr(value, "shape", ())
+    return f"{kind_of(value)} of shape {tuple(shape)}" if shape else repr(value)

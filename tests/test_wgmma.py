@@ -173,3 +173,12 @@ def test_many_short_sequences_go_to_small_blocks(batch, queries, keys, kernel):
     plan = make_plan(call, H200)
     assert plan.kernel == kernel
     assert plan.reasons[0].startswith(f"{kernel}: about ")
+
+
+@pytest.mark.parametrize(("head_dim", "block_m"), [(72, 192), (80, 128), (88, 192), (96, 128), (104, 192)])
+def test_tiles_of_rows_that_end_within_a_sector(head_dim, block_m):
+    """More queries share their keys under a mask, where there are registers for it."""
+    call = replace(problem(head_dim, causal=True), batch=4, heads=16)
+    assert plan_of(call).tiles["block_m"] == block_m
+    biased_call = replace(call, features=biased("bfloat16"))
+    assert plan_of(biased_call).tiles["block_m"] == 128

@@ -39,7 +39,9 @@ HEADER = "score_mod.cuh"
 FIELD_BYTES = 8  # of an address, a stride, a length
 
 _PLACE: Mapping[str, Kind] = {"b": "int32", "h": "int32", "q_idx": "int32", "kv_idx": "int32"}
-_PLACE_ARGUMENTS = ", ".join(f"int {name}" for name in _PLACE)
+_PLACE_ARGUMENTS = "int b, int h, SplitIndex q_idx, SplitIndex kv_idx"
+# Those that change from score to score of a tile.
+_VARYING = {"q_idx", "kv_idx"}
 _ELEMENT_TYPES = {
     "bool": "unsigned char",
     "int8": "signed char",
@@ -63,8 +65,8 @@ class Written:
     Each array has its number of axes and the type of its elements. `of_heads` is whether it may be different
     in each head, `of_batches` in each sequence of the batch. `differentiated` are those arrays whose
     gradients are wanted, `elements` how many of their elements a score reads, `changing_with_query` which of
-    these are others for another query. `element_slopes` is the body of a function that says by how much a
-    score changes with each; `slopes_ask_score` if that depends on it.
+    these are others for another query, `changing_with_key` for another key. `element_slopes` is the body of a
+    function that says by how much a score changes with each; `slopes_ask_score` if that depends on it.
     """
 
     arrays: tuple[tuple[str, int, str], ...]
@@ -78,6 +80,7 @@ class Written:
     slopes_ask_score: bool = False
 
     @property
+    changing_with_key: tuple[int, ...] = ()
     def differentiated_names(self) -> tuple[str, ...]:
         """By their names in a call."""
         return tuple(name for name, _, _ in self.differentiated)
@@ -117,12 +120,12 @@ def _of_gradients(score_mod: Written) -> str:
     """What the gradients of its arrays ask for."""
     fields = [f"arrays.d{_field(name)}" for name, _, _ in score_mod.differentiated]
     count = " + ".join(f"{field}.count()" for field in fields) or "0"
-    changing = " || ".join(f"element == {number}" for number in score_mod.changing_with_query) or "false"
+    changing = {"query": score_mod.changing_with_query, "key": score_mod.changing_with_key}
     writes = "".join(f"    {field}.write(sums, place);\n" for field in fields)
     return (
         f"constexpr bool kArrayGradients = {_cpp(bool(fields))};\n"
         f"constexpr int kElements = {score_mod.elements};\n\n"
-        f"__device__ constexpr bool changes_with_query(int element) {{\n    return {changing};\n}}\n\n"
+        f"{''.join(_changes_with(name, numbers) for name, numbers in changing.items())}"
         "__device__ inline void element_slopes(const ModArrays& arrays, acc_t score, "
         f"{_PLACE_ARGUMENTS}, ElementSlope* slopes) {{\n{score_mod.element_slopes}}}\n\n"
         f"__device__ inline int array_sums(const ModArrays& arrays) {{\n    return {count};\n}}\n\n"
@@ -133,6 +136,11 @@ def _of_gradients(score_mod: Written) -> str:
 
 def _cpp(value: bool) -> str:
     return "true" if value else "false"
+
+
+def _changes_with(name: str, numbers: tuple[int, ...]) -> str:
+    among = " || ".join(f"element == {number}" for number in numbers) or "false"
+    return f"__device__ constexpr bool changes_with_{name}(int element) {{\n    return {among};\n}}\n\n"
 
 
 def _field(name: str) -> str:
@@ -299,12 +307,15 @@ class ScoreMod(_Mod):
             self.written,
             differentiated=differentiated,
             elements=len(slopes),
-            changing_with_query=tuple(
-                number for number, (element, _) in enumerate(slopes) if "q_idx" in _asked(*element.operands)
-            ),
+            changing_with_query=self._changing_with("q_idx"),
+            changing_with_key=self._changing_with("kv_idx"),
             element_slopes=write_slopes(slopes),
             slopes_ask_score="score" in _asked(*(slope for _, slope in slopes)),
         )
+    def _changing_with(self, name: str) -> tuple[int, ...]:
+        elements = enumerate(element for element, _ in self.element_slopes)
+        return tuple(number for number, element in elements if name in names_in(*element.operands))
+
 
     def with_slopes(self, *symbols: Any, of_elements: bool = True) -> WithSlopes:
         """What the function makes of these values of its symbols, and the slopes there."""

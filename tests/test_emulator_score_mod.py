@@ -101,14 +101,20 @@ def see_documents(b, h, q_idx, kv_idx, of_queries, of_keys):
 
 
 @pytest.mark.parametrize(
-    ("features", "functions"),
+    ("features", "functions", "block_n"),
     [
-        (("window", "softcap"), ("score_mod",)),
-        (("packed", "causal"), ("score_mod", "mask_mod")),
-        (("seqused_k", "sink"), ("mask_mod",)),
+        (("window", "softcap"), ("shape_score",), 128),
+        (("packed", "causal"), ("shape_score", "see_documents"), 16),
+        (("causal",), ("shape_score", "see_documents"), 32),
+        (("seqused_k", "sink"), ("see_documents",), 16),
+        (("seqused_k", "sink"), ("see_documents",), 64),
+        (("window",), ("add_distance", "see_documents"), 128),
+        (("packed", "alibi"), ("add_distance",), 128),
+        (("bias", "softcap", "causal"), ("add_distance",), 64),
     ],
 )
-def test_hopper_forward(rng, mods, features, functions):
+def test_hopper_forward(rng, mods, features, functions, block_n):
+    """With a bit for each score where tiles are of 32, 64 or 128 keys."""
     sizes = {"seqlen_q": 150, "seqlen_k": 203, "head_dim": 64, "head_dim_v": 40}
     case = cases.draw_case(rng, "bfloat16", features, **sizes)
     own = {
@@ -130,9 +136,10 @@ def add_relative(score, b, h, q_idx, kv_idx, table):
     return score + table[h % 2, np.clip(q_idx - kv_idx, -4, 4) + 4]
 
 
-def add_learnt(score, b, h, q_idx, kv_idx, table, halves):
+def add_learnt(score, b, h, q_idx, kv_idx, table, halves, of_queries):
     """What may be learnt of it depends on no score."""
-    return 2 * np.tanh(score / 2) + table[h % 2, np.clip(q_idx - kv_idx, -4, 4) + 4] * halves[kv_idx // 2]
+    added = table[h % 2, np.clip(q_idx - kv_idx, -4, 4) + 4] * halves[kv_idx // 2]
+    return 2 * np.tanh(score / 2) + added - of_queries[q_idx] / (kv_idx + 1)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +161,9 @@ def test_hopper_backward(rng, mods, kernel, features, head_dim, head_dim_v, func
     score_mods = {
         "shape_score": ScoreMod(shape_score, table, rng.standard_normal(110)),
         "add_relative": ScoreMod(add_relative, table),
-        "add_learnt": ScoreMod(add_learnt, table, rng.standard_normal(110).astype(np.float16)),
+        "add_learnt": ScoreMod(
+            add_learnt, table, rng.standard_normal(110).astype(np.float16), rng.standard_normal(150)
+        ),
     }
     case.numbers["score_mod"] = score_mods[functions[0]]
     if "see_documents" in functions:

@@ -6,13 +6,25 @@
 // tensor cores it has pairs of neighbouring queries, of two keys eight apart. For elements that
 // change with the query, as those of a relative bias do along diagonals, it keeps a sum for either
 // of the pair, and goes to the second key first: on the diagonal the first one follows, eight
-// queries on. For others it keeps one for each key.
+// queries on. For others it keeps one for each key. Elements that change with the query alone are
+// of no use to a lane's next queries, but other lanes of a warp have the same queries: those on
+// Hopper add theirs up first.
 #pragma once
 
 #include "warp_rows.cuh"
 
 // By how much a score changes with each of the elements that it reads.
 using ElementSlopes = ElementSlope[kElements > 0 ? kElements : 1];
+
+// Whether an element is the same for all keys, and another for each query.
+__device__ constexpr bool is_of_query(int element) {
+    return changes_with_query(element) && !changes_with_key(element);
+}
+__device__ constexpr bool any_of_query() {
+    for (int i = 0; i < kElements; ++i)
+        if (is_of_query(i)) return true;
+    return false;
+}
 
 // What a lane has yet to add to the sum of one element.
 struct PendingSum {
@@ -32,8 +44,9 @@ struct PendingSum {
     }
 };
 
-// Those of a lane, so many for each element that scores read.
-template <int Count>
+// Those of a lane, so many for each element that scores read; without OfQueries not for elements
+// that change with the query alone.
+template <int Count, bool OfQueries = true>
 struct PendingSums {
     PendingSum of[Count][kElements > 0 ? kElements : 1];
 
@@ -43,6 +56,7 @@ struct PendingSums {
                         acc_t gradient) {
 #pragma unroll
         for (int i = 0; i < kElements; ++i) {
+            if (!OfQueries && is_of_query(i)) continue;
             PendingSum& own = of[changes_with_query(i) ? of_query : of_key][i];
             own.add(sums, slopes[i].place, gradient * slopes[i].slope);
         }

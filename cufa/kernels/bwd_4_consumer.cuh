@@ -47,7 +47,7 @@ struct Consumer {
     float* tile_before;  // the sums of dQ of the tile before, of which dS lies a stage before
     bool last_before;    // whether these are the last keys that it sees
     bool took_out;       // whether there was NaN or infinity in masked tiles of queries
-    PendingSums<2> of_arrays;
+    PendingSums<2, false> of_arrays;
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
         : smem(smem), params(params), warpgroup(warpgroup), turns(warpgroup) {}

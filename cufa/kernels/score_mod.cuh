@@ -25,8 +25,8 @@ __device__ inline bool mod_sees(const ModArrays&, int, int, int, int) {
 }
 
 // Whether the arrays' gradients are wanted, how many of their elements a score reads, and whether
-// which one it is changes with the query. How many elements they have, by how much the new score
-// changes with those that it reads, and the gradient of one from its sum.
+// which one it is changes with the query, or with the key. How many elements they have, by how much
+// the new score changes with those that it reads, and the gradient of one from its sum.
 constexpr bool kArrayGradients = false;
 constexpr int kElements = 0;
 __device__ constexpr bool changes_with_query(int) {
@@ -37,3 +37,6 @@ __device__ inline int array_sums(const ModArrays&) {
 }
 __device__ inline void element_slopes(const ModArrays&, acc_t, int, int, int, int, ElementSlope*) {}
 __device__ inline void write_array_gradients(const ModArrays&, const acc_t*, int) {}
+__device__ constexpr bool changes_with_key(int) {
+    return false;
+}

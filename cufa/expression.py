@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -26,6 +26,9 @@ _CPP_TYPES: dict[Kind, str] = {"bool": "bool", "int32": "int", "int64": "int64",
 
 # Constant powers up to this are products, which integers have too and which are exact.
 _MOST_PRODUCTS = 8
+
+# What is the same of integers before and after they are rounded to floats, and cheaper of floats.
+_CAST_BEFORE = ("absolute", "negative", "minimum", "maximum")
 
 # Constants of scores are divided by as factors, if they are not larger than this, or smaller than 1 over it.
 _LARGEST_FACTOR = 2.0**126
@@ -263,6 +266,39 @@ def element_derivatives(expression: Expression) -> list[tuple[Expression, Expres
     return [(element, slope) for element, slope in slopes if slope is not None]
 
 
+def added_terms(expression: Expression, name: str) -> list[Expression] | None:
+    """What is added to the symbol of that name; None if the expression is anything else than that sum."""
+    if expression.operation == "symbol":
+        return [] if expression.value == name else None
+    if expression.operation not in ("add", "subtract"):
+        return None
+    first, second = expression.operands
+    if expression.operation == "add" and name in names_in(second):
+        first, second = second, first
+    if name in names_in(second):
+        return None
+    of_first = added_terms(first, name)
+    if of_first is None:
+        return None
+    return [*of_first, second if expression.operation == "add" else -second]
+
+
+def names_in(*expressions: Expression) -> set[str]:
+    """The symbols that they are made of."""
+    return {node.value for node in in_order(*expressions) if node.operation == "symbol"}
+
+
+def times(expression: Expression, factor: Expression, varying: Set[str]) -> Expression:
+    """The product, taken first of what does not change with the symbols that vary."""
+    operands = expression.operands
+    if expression.operation == "negative":
+        return -times(operands[0], factor, varying)
+    if expression.operation == "multiply":
+        same, other = sorted(operands, key=lambda operand: bool(varying & names_in(operand)))
+        return times(same, factor, varying) * other
+    return expression * factor
+
+
 def _derivative(expression: Expression, variables: Sequence[Expression]) -> Expression | None:
     """By how much it changes with all of these nodes, which are the same number."""
     known: dict[int, Expression | None] = {}
@@ -309,7 +345,8 @@ def evaluate_all(expressions: Sequence[Expression], values: Mapping[str, Any]) -
 def write(expression: Expression) -> str:
     """The body of a CUDA C++ function that returns its value.
 
-    Symbols are its arguments, and so is `arrays`, whose fields have the names of the arrays.
+    Symbols are its arguments, integers of traced.cuh's type SplitIndex, and so is `arrays`, whose fields have
+    the names of the arrays.
     """
     code = _Lines()
     result = code.name_of(expression)
@@ -351,11 +388,18 @@ class _Lines:
             return str(node.value)
         if node.operation == "constant":
             return _literal(node.value, node.kind)
-        text = _code(node, [self._names[id(operand)] for operand in node.operands])
+        text = _code(node, [self._operand(operand, node) for operand in node.operands])
         if text not in self._known:
             self._known[text] = f"t{len(self._known)}"
-            self.lines.append(f"    const {_CPP_TYPES[node.kind]} {self._known[text]} = {text};\n")
+            cpp_type = "SplitIndex" if _is_index(node) else _CPP_TYPES[node.kind]
+            self.lines.append(f"    const {cpp_type} {self._known[text]} = {text};\n")
         return self._known[text]
+
+    def _operand(self, operand: Expression, of: Expression) -> str:
+        """What an operand is called where `of` is computed, which may take a SplitIndex as it is."""
+        name = self._names[id(operand)]
+        takes_indices = _is_index(of) or (of.operation == "cast" and of.kind == "float")
+        return f"int({name})" if _is_index(operand) and not takes_indices else name
 
 
 @dataclass(frozen=True)
@@ -543,9 +587,24 @@ def _as_product(base: Expression, exponent: Expression) -> Expression | None:
     return None
 
 
+def _is_index(node: Expression) -> bool:
+    """Whether C++ has it as a SplitIndex: a symbol of 32 bits, or a sum of such and of constants."""
+    if node.kind != "int32":
+        return False
+    if node.operation in ("add", "subtract", "negative"):
+        are_indices = [_is_index(operand) for operand in node.operands]
+        are_terms = (
+            index or x.operation == "constant" for index, x in zip(are_indices, node.operands, strict=True)
+        )
+        return any(are_indices) and all(are_terms)
+    return node.operation == "symbol"
+
+
 def _cast(value: Expression, kind: Kind) -> Expression:
     if value.kind == kind:
         return value
+    if kind == "float" and value.operation in _CAST_BEFORE:
+        return apply(value.operation, *(_cast(operand, kind) for operand in value.operands))
     if value.operation == "constant" and kind in ("int64", "float"):
         return Expression("constant", kind, (), float(value.value) if kind == "float" else int(value.value))
     return Expression("cast", kind, (value,), kind)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
@@ -21,13 +22,16 @@ from cufa.expression import (
     Expression,
     Kind,
     TracedArray,
+    added_terms,
     derivative,
     element_derivatives,
     evaluate_all,
     in_order,
     kind_of_dtype,
     lifted,
+    names_in,
     symbol,
+    times,
     write,
     write_slopes,
 )
@@ -76,11 +80,11 @@ class Written:
     differentiated: tuple[tuple[str, int, str], ...] = ()
     elements: int = 0
     changing_with_query: tuple[int, ...] = ()
+    changing_with_key: tuple[int, ...] = ()
     element_slopes: str = ""
     slopes_ask_score: bool = False
 
     @property
-    changing_with_key: tuple[int, ...] = ()
     def differentiated_names(self) -> tuple[str, ...]:
         """By their names in a call."""
         return tuple(name for name, _, _ in self.differentiated)
@@ -134,23 +138,18 @@ def _of_gradients(score_mod: Written) -> str:
     )
 
 
-def _cpp(value: bool) -> str:
-    return "true" if value else "false"
-
-
 def _changes_with(name: str, numbers: tuple[int, ...]) -> str:
     among = " || ".join(f"element == {number}" for number in numbers) or "false"
     return f"__device__ constexpr bool changes_with_{name}(int element) {{\n    return {among};\n}}\n\n"
 
 
+def _cpp(value: bool) -> str:
+    return "true" if value else "false"
+
+
 def _field(name: str) -> str:
     """The name of an array's field: score_mod_0 for score_mod[0]."""
     return name.replace("[", "_").rstrip("]")
-
-
-def _asked(*expressions: Expression) -> set[str]:
-    """The symbols that they are made of."""
-    return {node.value for node in in_order(*expressions) if node.operation == "symbol"}
 
 
 def _function(result: str, name: str, arguments: str, expression: Expression) -> str:
@@ -195,7 +194,7 @@ class _Mod:
             (name, len(array.shape), _ELEMENT_TYPES[_dtype_of(array).name])
             for name, array in self.named_arrays.items()
         ]
-        asked = _asked(self.expression)
+        asked = names_in(self.expression)
         return Written(tuple(arrays), self._functions(), "h" in asked, "b" in asked)
 
     @functools.cached_property
@@ -310,12 +309,12 @@ class ScoreMod(_Mod):
             changing_with_query=self._changing_with("q_idx"),
             changing_with_key=self._changing_with("kv_idx"),
             element_slopes=write_slopes(slopes),
-            slopes_ask_score="score" in _asked(*(slope for _, slope in slopes)),
+            slopes_ask_score="score" in names_in(*(slope for _, slope in slopes)),
         )
+
     def _changing_with(self, name: str) -> tuple[int, ...]:
         elements = enumerate(element for element, _ in self.element_slopes)
         return tuple(number for number, element in elements if name in names_in(*element.operands))
-
 
     def with_slopes(self, *symbols: Any, of_elements: bool = True) -> WithSlopes:
         """What the function makes of these values of its symbols, and the slopes there."""
@@ -332,12 +331,19 @@ class ScoreMod(_Mod):
         return WithSlopes(score, slope, of_arrays)
 
     def _functions(self) -> str:
-        adds = self.slope.operation == "constant" and self.slope.value == 1
-        functions = (("modified_score", self.expression), ("modified_slope", self.slope))
+        has_slopes = self.slope.operation != "constant" or self.slope.value != 1
+        added = added_terms(self.expression, "score")
+        looked_up = [node for node in in_order(self.expression) if node.operation == "element"]
+        looks_up = any(_VARYING & names_in(node) for node in looked_up)
+        in_units = [times(term, symbol("unit", "float"), _VARYING) for term in added or [lifted(0.0)]]
         return "\n".join(
             (
-                f"constexpr bool kScoreModSlopes = {'false' if adds else 'true'};\n",
-                *(_function("acc_t", name, "acc_t score, ", expression) for name, expression in functions),
+                f"constexpr bool kScoreModSlopes = {_cpp(has_slopes)};\n",
+                f"constexpr bool kScoreModAdds = {_cpp(added is not None and not looks_up)};\n",
+                f"constexpr bool kScoreModLooksUp = {_cpp(looks_up)};\n",
+                _function("acc_t", "modified_score", "acc_t score, ", self.expression),
+                _function("acc_t", "modified_slope", "acc_t score, ", self.slope),
+                _function("acc_t", "added_score", "acc_t unit, ", functools.reduce(operator.add, in_units)),
             )
         )
 

@@ -94,6 +94,11 @@ def test_keys_in_pages(rng, mods, kernel):
         assert_attention(out, lse, case.problem, **case.forward)
 
 
+def add_distance(score, b, h, q_idx, kv_idx, slopes):
+    """The score and what is said of places alone, without looking anything up by them."""
+    return 0.5 + (score - slopes[h] * np.abs(q_idx - kv_idx)) - np.minimum(kv_idx, 7) / 8
+
+
 def see_documents(b, h, q_idx, kv_idx, of_queries, of_keys):
     """Tiles of which all is seen, some or nothing; and a query that sees nothing."""
     same = of_queries[b, q_idx // 64] == of_keys[b, kv_idx // 16]
@@ -118,13 +123,14 @@ def test_hopper_forward(rng, mods, features, functions, block_n):
     sizes = {"seqlen_q": 150, "seqlen_k": 203, "head_dim": 64, "head_dim_v": 40}
     case = cases.draw_case(rng, "bfloat16", features, **sizes)
     own = {
-        "score_mod": ScoreMod(shape_score, mods["score_mod"].arrays[0], rng.standard_normal(110)),
-        "mask_mod": MaskMod(see_documents, *rng.integers(0, 3, (2, 2, 16))),
+        "shape_score": ScoreMod(shape_score, mods["score_mod"].arrays[0], rng.standard_normal(110)),
+        "add_distance": ScoreMod(add_distance, rng.random(4)),
+        "see_documents": MaskMod(see_documents, *rng.integers(0, 3, (2, 2, 16))),
     }
-    case.numbers.update((name, own[name]) for name in functions)
+    case.numbers.update((own[name].name, own[name]) for name in functions)
     cases.hide_nan(case)
     inputs = case.problem.q, case.problem.k, case.problem.v
-    tiles = {"block_n": 16} if "mask_mod" in functions else None
+    tiles = {"block_n": block_n}
     out, lse = calls.attention(
         *inputs, kernel="fwd_6_wgmma", tiles=tiles, device=FEW_SMS, **case.emulator_forward
     )

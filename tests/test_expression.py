@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cufa.expression import TracedArray, apply, derivative, evaluate, lifted, symbol, write
+from cufa.expression import (
+    TracedArray,
+    added_terms,
+    apply,
+    derivative,
+    evaluate,
+    in_order,
+    lifted,
+    symbol,
+    times,
+    write,
+)
 
 SYMBOLS = {"score": "float", "i": "int32", "j": "int32"}
 TABLE = np.random.default_rng(7).standard_normal((5, 6))
@@ -127,6 +138,63 @@ def test_numbers_keep_all_their_bits():
     assert (0.1).hex() in text
     assert "(-negative_infinity())" in text
     assert "not_a_number()" in text
+
+
+def test_sums_of_indices_are_written_in_two_parts():
+    """And as integers where anything else is made of them."""
+    i, j, score = symbol("i", "int32"), symbol("j", "int32"), symbol("score", "float")
+    text = write(score * abs(i - j + 3))
+    assert "const SplitIndex t0 = i - j;" in text
+    assert "const SplitIndex t1 = t0 + (3);" in text
+    assert "const acc_t t2 = acc_t(t1);" in text
+    assert "const acc_t t3 = absolute(t2);" in text
+    text = write(np.where((i - j) % 5 == 0, score, (i * j) // 2))
+    assert "const SplitIndex t0 = i - j;" in text
+    assert "remainder_of(int(t0), (5))" in text
+    assert "int(i) * int(j)" in text
+
+
+def test_integers_are_rounded_before_what_floats_do_as_well():
+    i, score = symbol("i", "int32"), symbol("score", "float")
+    numbers = np.array([-(2**24) - 1, -3, 0, 7, 2**24 + 3], np.int32)
+    for function in (lambda x: abs(x), lambda x: -x, lambda x: np.clip(x, -2, 5)):
+        expression = score * function(i)
+        expected = function(numbers).astype(np.float32)
+        actual = evaluate(expression, {"i": numbers, "score": np.ones(5, np.float32)}).astype(np.float32)
+        np.testing.assert_array_equal(actual, expected)
+        casts = [node for node in in_order(expression) if node.operation == "cast"]
+        assert [cast.operands[0].operation for cast in casts] == ["symbol"]
+
+
+def test_what_is_added_to_a_score():
+    score, i, h = symbol("score", "float"), symbol("i", "int32"), symbol("h", "float")
+    sums = {
+        score: 0,
+        score - h * i: -6,
+        1.5 + (score + i) - h: 2.5,
+        i + score: 3,
+    }
+    for expression, expected in sums.items():
+        terms = added_terms(expression, "score")
+        assert sum(evaluate(term, {"i": 3, "h": 2.0}) for term in terms) == expected
+    for other in (i - score, 2 * score, score + score, np.tanh(score) + i, lifted(1.0)):
+        assert added_terms(other, "score") is None
+
+
+def test_products_begin_with_what_stays_the_same():
+    h, i, unit = symbol("h", "float"), symbol("i", "int32"), symbol("unit", "float")
+    product = times(-(abs(i) * h), unit, {"i"})
+    assert evaluate(product, {"h": 0.5, "i": -3, "unit": 4.0}) == -6
+    assert "= h * unit;" in write(product)
+    assert evaluate(times(1.0 * i, unit, {"i"}), {"i": -3, "unit": 4.0}) == -12
+
+
+def test_terms_of_long_sums_are_found_at_once():
+    score = symbol("score", "float")
+    doubled = score
+    for _ in range(100):
+        doubled = doubled + doubled
+    assert added_terms(doubled, "score") is None
 
 
 def test_quotient_of_a_place_is_exact():

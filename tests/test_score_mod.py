@@ -180,7 +180,31 @@ def test_header_says_what_functions_compute() -> None:
     text = header(mod.written, None)
     assert "ArrayOf<float16, 2> score_mod_0;" in text
     assert "return true;" in text
-    assert text.count("(const ModArrays& arrays, acc_t score, int b, int h, int q_idx, int kv_idx)") == 2
+    arguments = "acc_t score, int b, int h, SplitIndex q_idx, SplitIndex kv_idx"
+    assert text.count(f"(const ModArrays& arrays, {arguments})") == 2
+
+
+@pytest.mark.parametrize(
+    ("function", "adds", "looks_up"),
+    [
+        (lambda s, b, h, i, j, x: s - x[h, b] * abs(i - j), True, False),
+        (lambda s, b, h, i, j, x: s + x[h, j], False, True),
+        (lambda s, b, h, i, j, x: s * x[h, b] + i, False, False),
+    ],
+)
+def test_header_says_what_a_function_adds(function, adds, looks_up) -> None:
+    text = header(ScoreMod(function, np.zeros((4, 5), np.float32)).written, None)
+    assert f"kScoreModAdds = {str(adds).lower()};" in text
+    assert f"kScoreModLooksUp = {str(looks_up).lower()};" in text
+
+
+def test_header_says_with_what_elements_change() -> None:
+    arrays = np.zeros((4, 5), np.float32), np.zeros(9, np.float32), np.zeros(5, np.float32)
+    mod = ScoreMod(lambda s, b, h, i, j, x, y, z: s + x[b, i] + y[i - j + 4] + z[j], *arrays)
+    text = header(mod.written_with_gradients, None)
+    of = {name: text.split(f"changes_with_{name}(int element)")[1].split("}")[0] for name in ("query", "key")}
+    assert "element == 0 || element == 1;" in of["query"]
+    assert "element == 1 || element == 2;" in of["key"]
 
 
 def test_plan_says_that_there_is_one() -> None:

@@ -342,7 +342,8 @@ struct KeySoftmax {
         if constexpr (kScoreMod) {
             const auto& [features, batch, head, first_row] = place;
             const int row = first_row + query + i / 4 * 8 + i % 2, key = this->key[i % 4 / 2];
-            const int q_idx = Masked ? min(row, last_row) : row;
+            SplitIndex q_idx = Masked ? min(row, last_row) : row;
+            if (!Masked && !kScoreModLooksUp) q_idx = {first_row + query, i / 4 * 8 + i % 2};
             shaped.slope *= modified_slope(features, shaped.score, batch, head, q_idx, key);
             shaped.score = modified_score(features, shaped.score, batch, head, q_idx, key);
             if (Masked && !sees(i, place)) shaped.slope = 0;

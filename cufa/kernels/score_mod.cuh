@@ -8,19 +8,29 @@
 struct ModArrays {};
 
 // The new score, in its own units.
-__device__ inline acc_t modified_score(const ModArrays&, acc_t score, int, int, int, int) {
+__device__ inline acc_t modified_score(const ModArrays&, acc_t score, int, int, SplitIndex,
+                                       SplitIndex) {
     return score;
 }
 
+// Whether it is the score and what depends on places alone, and that times a factor.
+constexpr bool kScoreModAdds = true;
+__device__ inline acc_t added_score(const ModArrays&, acc_t, int, int, SplitIndex, SplitIndex) {
+    return 0;
+}
+
+// Whether arrays are read at places that change with the query or the key.
+constexpr bool kScoreModLooksUp = false;
+
 // By how much it changes with the score, and whether that is ever anything but 1.
 constexpr bool kScoreModSlopes = false;
-__device__ inline acc_t modified_slope(const ModArrays&, acc_t, int, int, int, int) {
+__device__ inline acc_t modified_slope(const ModArrays&, acc_t, int, int, SplitIndex, SplitIndex) {
     return 1;
 }
 
 // Whether a query sees a key, and whether that may be different in each head and in each sequence.
 constexpr bool kMaskModOfHead = false, kMaskModOfBatch = false;
-__device__ inline bool mod_sees(const ModArrays&, int, int, int, int) {
+__device__ inline bool mod_sees(const ModArrays&, int, int, SplitIndex, SplitIndex) {
     return true;
 }
 
@@ -32,11 +42,12 @@ constexpr int kElements = 0;
 __device__ constexpr bool changes_with_query(int) {
     return false;
 }
-__device__ inline int array_sums(const ModArrays&) {
-    return 0;
-}
-__device__ inline void element_slopes(const ModArrays&, acc_t, int, int, int, int, ElementSlope*) {}
-__device__ inline void write_array_gradients(const ModArrays&, const acc_t*, int) {}
 __device__ constexpr bool changes_with_key(int) {
     return false;
 }
+__device__ inline int array_sums(const ModArrays&) {
+    return 0;
+}
+__device__ inline void element_slopes(const ModArrays&, acc_t, int, int, SplitIndex, SplitIndex,
+                                      ElementSlope*) {}
+__device__ inline void write_array_gradients(const ModArrays&, const acc_t*, int) {}

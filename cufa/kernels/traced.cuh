@@ -6,6 +6,29 @@
 
 using int64 = long long;
 
+// A query's or a key's place, or a sum of such, in two parts: `base` is the same for many of a
+// thread's scores, and `offset` a constant where loops are unrolled. As a float it is then one
+// addition, to a base that is converted once.
+struct SplitIndex {
+    int base, offset;
+
+    __device__ SplitIndex(int base, int offset = 0) : base(base), offset(offset) {}
+
+    __device__ explicit operator int() const { return base + offset; }
+    __device__ explicit operator acc_t() const {
+        return static_cast<acc_t>(base) + static_cast<acc_t>(offset);
+    }
+};
+__device__ inline SplitIndex operator+(SplitIndex a, SplitIndex b) {
+    return {a.base + b.base, a.offset + b.offset};
+}
+__device__ inline SplitIndex operator-(SplitIndex a, SplitIndex b) {
+    return {a.base - b.base, a.offset - b.offset};
+}
+__device__ inline SplitIndex operator-(SplitIndex a) {
+    return {-a.base, -a.offset};
+}
+
 // An array of any strides, in elements, that reaches over less than 2^31 of them. As in C, nobody
 // looks whether an index is in it.
 template <class T, int Axes>
@@ -136,6 +159,12 @@ __device__ inline T maximum(T a, T b) {
 template <class T>
 __device__ inline T absolute(T x) {
     return x < 0 ? -x : x;
+}
+__device__ inline float absolute(float x) {
+    return fabsf(x);
+}
+__device__ inline double absolute(double x) {
+    return fabs(x);
 }
 
 // What is left of a by whole multiples of b, with a's sign. NumPy has answers where C has none: by

@@ -373,7 +373,7 @@ struct ForwardConsumer {
 
     // Adds to products what makes more of them, by the caller's function, too.
     __device__ void shape_scores(Scores& s, const Bias& bias, const WorkTile& work, int tile) {
-        if constexpr (kScoreMod && !kSoftcap) {
+        if constexpr (!kProductUnits && !kSoftcap) {
 #pragma unroll
             for (float& score : s) score *= self().softmax_scale();
         }
@@ -382,14 +382,29 @@ struct ForwardConsumer {
             const int diagonal = mask_of(work).diagonal(row_of(work, 0));
             lowered = add_alibi(s, alibi_slope, diagonal - first_key_of_thread(tile));
         }
-        if constexpr (kScoreMod) {
+        if constexpr (kScoreMod) modify(s, work, tile);
+    }
+
+    // Applies the caller's function.
+    __device__ void modify(Scores& s, const WorkTile& work, int tile) {
+        const Features& features = params.call.features;
+        const int row = row_of(work, 0), key = first_key_of_thread(tile);
+        if constexpr (kScoreModAdds) {
+            const float unit = unit_of(self().scale());
+            const auto add = [&](float& score, SplitIndex q_idx, SplitIndex kv_idx) {
+                score += added_score(features, unit, work.batch, work.head, q_idx, kv_idx);
+            };
+            modify_all(s, mask_of(work), row, key, add);
+        } else {
             if constexpr (kAlibi) {  // the function is given scores as they are
 #pragma unroll
                 for (float& score : s) score -= lowered;
                 lowered = 0;
             }
-            modify(s, params.call.features, mask_of(work), work.batch, work.head, row_of(work, 0),
-                   tile * kBlockN);
+            const auto replace = [&](float& score, SplitIndex q_idx, SplitIndex kv_idx) {
+                score = modified_score(features, score, work.batch, work.head, q_idx, kv_idx);
+            };
+            modify_all(s, mask_of(work), row, key, replace);
         }
     }
 

@@ -47,6 +47,11 @@ struct KeyTileRange {
     __device__ bool is_whole(int tile) const { return whole_begin <= tile && tile < whole_end; }
 };
 
+// Whether scores stay in units of products, to which what is added to them is brought.
+constexpr bool kProductUnits = !kSoftcap && (!kScoreMod || kScoreModAdds);
+// Whether something is.
+constexpr bool kAdds = kAlibi || kBias || kScoreMod;
+
 // What turns a product of a query and a key into a score in units of log 2.
 struct Scale {
     float factor;       // never 0, by which -inf would become NaN
@@ -54,12 +59,12 @@ struct Scale {
     float lowered = 0;  // by how much all scores are lowered that this thread has
 
     __device__ explicit Scale(double softmax_scale)
-        : factor(kSoftcap || kScoreMod ? kLog2E
-                 : softmax_scale == 0  ? kTiny
-                                       : softmax_scale * kLog2E),
+        : factor(!kProductUnits       ? kLog2E
+                 : softmax_scale == 0 ? kTiny
+                                      : softmax_scale * kLog2E),
           inverse(factor > 0 ? 1 / factor : __int_as_float(0x7fffffff)) {
         // By a factor that is as good as 0 what is added to scores cannot be divided.
-        if ((kAlibi || kBias) && fabsf(factor) < kTiny) factor = kTiny, inverse = 1 / kTiny;
+        if (kAdds && fabsf(factor) < kTiny) factor = kTiny, inverse = 1 / kTiny;
     }
 
     // The product whose score is -inf.
@@ -106,16 +111,20 @@ __device__ inline float add_alibi(float (&s)[Count], float slope, int distance) 
     return line.step * distance;
 }
 
-// Applies the caller's function to scores of a head's rows `row` and row + 8. Past the ends, where
-// nobody reads scores, it is given the places of the last row and key.
-template <int Count>
-__device__ inline void modify(float (&s)[Count], const Features& features, const Mask& mask,
-                              int batch, int head, int row, int first_key) {
+// Calls modify(score, q_idx, kv_idx) for each of a thread's scores, of rows `row` and row + 8 and
+// of keys from `key` on. Past the ends, where nobody reads scores, what looks something up is given
+// the places of the last row and key.
+template <int Count, class Modify>
+__device__ inline void modify_all(float (&s)[Count], const Mask& mask, int row, int key,
+                                  const Modify& modify) {
 #pragma unroll
     for (int i = 0; i < Count; ++i) {
-        const int q_idx = min(row + i / 2 % 2 * 8, mask.seqlen_q - 1);
-        const int key = first_key + threadIdx.x % 4 * 2 + i / 4 * 8 + i % 2;
-        s[i] = modified_score(features, s[i], batch, head, q_idx, min(key, mask.seqlen_k - 1));
+        SplitIndex q_idx(row, i / 2 % 2 * 8), kv_idx(key, i / 4 * 8 + i % 2);
+        if constexpr (kScoreModLooksUp) {
+            q_idx = min(int(q_idx), mask.seqlen_q - 1);
+            kv_idx = min(int(kv_idx), mask.seqlen_k - 1);
+        }
+        modify(s[i], q_idx, kv_idx);
     }
 }
 

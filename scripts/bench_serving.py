@@ -1,0 +1,205 @@
+#!/usr/bin/env python3
+"""Times what a server of language models asks for, beside FlashInfer, and writes benchmarks/serving.json.
+
+Keys and values lie in shuffled pages of 16, and each request has a length of its own. FlashInfer is timed
+with each of its kernels for the GPU; what it plans beforehand on the host for the lengths at hand is timed by
+itself, cufa reads the lengths on the GPU. The way of timing is that of scripts/bench_decode.py.
+
+Without FlashInfer only cufa is timed. FlashInfer compiles its kernels by nvcc when they are called first.
+"""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import bench_peers
+import click
+import cupy
+import numpy as np
+import torch
+from bench_decode import FLUSH_BYTES, in_pages
+from bench_peers import ROOT
+
+import cufa
+
+RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "serving.json"))
+FLASHINFER, PACKAGE = "flashinfer", "flashinfer-python"
+DTYPE = torch.bfloat16
+HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
+# What FlashInfer's documentation asks for.
+WORKSPACE_BYTES = 128 << 20
+# A wrong result differs by as much as values do; a right one in bfloat16's last places.
+MAX_ERROR = 0.03
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Requests, each with some tokens that are new and all that its keys are then."""
+
+    name: str
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+    @property
+    def pairs(self) -> int:
+        """How many keys all queries of a head see together."""
+        return sum(n * k - n * (n - 1) // 2 for n, k in zip(self.queries, self.keys, strict=True))
+
+
+def lengths(count: int, longest: int) -> tuple[int, ...]:
+    """Lengths from a sixteenth of the longest up, all likewise far apart on a logarithmic scale, shuffled."""
+    spread = np.geomspace(longest / 16, longest, count).round().astype(int)
+    return tuple(int(each) for each in np.random.default_rng(count).permutation(spread))
+
+
+def prompts(count: int, longest: int) -> Batch:
+    new = lengths(count, longest)
+    return Batch(f"{count} prompts of up to {longest:,}", new, new)
+
+
+def chunk(new: int, before: int) -> Batch:
+    return Batch(f"a prompt's chunk of {new:,} after {before:,}", (new,), (before + new,))
+
+
+def decode(count: int, longest: int, new: int = 1) -> Batch:
+    what = "decoding" if new == 1 else f"checking {new} drafted tokens of"
+    return Batch(f"{what} {count} of up to {longest:,}", (new,) * count, lengths(count, longest))
+
+
+def mixed(new: int, count: int, longest: int) -> Batch:
+    keys = lengths(count, longest)
+    return Batch(
+        f"a chunk of {new:,} beside decoding {count} of up to {longest:,}",
+        (new,) + (1,) * count,
+        (longest, *keys),
+    )
+
+
+BATCHES = (
+    Batch("a prompt of 8,192", (8192,), (8192,)),
+    prompts(8, 4096),
+    prompts(64, 1024),
+    chunk(2048, 30_720),
+    chunk(512, 7_680),
+    mixed(1024, 63, 8192),
+    mixed(512, 255, 2048),
+    decode(32, 8192, new=4),
+    decode(1, 8192),
+    decode(16, 8192),
+    decode(64, 8192),
+    decode(256, 4096),
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arrays of a batch: queries one request after the other, pages, and where what lies."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    block_table: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def draw(cls, batch: Batch) -> "Inputs":
+        pages = max(-(-keys // PAGE_SIZE) for keys in batch.keys)
+        table = torch.randperm(len(batch.keys) * pages, device="cuda").reshape(len(batch.keys), pages)
+        cache = len(batch.keys), pages * PAGE_SIZE, KV_HEADS, HEAD_DIM
+        q = torch.randn((sum(batch.queries), HEADS, HEAD_DIM), dtype=DTYPE, device="cuda")
+        k, v = (in_pages(torch.randn(cache, dtype=DTYPE, device="cuda"), table, PAGE_SIZE) for _ in range(2))
+        starts = np.cumsum([0, *batch.queries])
+        as_integers = partial(torch.tensor, dtype=torch.int32, device="cuda")
+        return cls(q, k, v, table.to(torch.int32), as_integers(starts), as_integers(batch.keys))
+
+
+def cufa_call(batch: Batch, inputs: Inputs) -> Call:
+    """As many new tokens of each request are an array of that many, others are packed."""
+    q, k, v, block_table, starts, held = (cupy.from_dlpack(x) for x in vars(inputs).values())
+    attend = partial(cufa.attention, causal=True, block_table=block_table, seqused_k=held)
+    if len(set(batch.queries)) == 1:
+        return partial(attend, q.reshape(len(batch.queries), -1, *q.shape[1:]), k, v)
+    return partial(attend, q, k, v, cu_seqlens_q=starts)
+
+
+def flashinfer_calls(batch: Batch, inputs: Inputs) -> tuple[dict[str, Call], dict[str, float]]:
+    """A call of each of FlashInfer's kernels, and seconds that its plan took, made a second time."""
+    import flashinfer
+
+    counts = [-(-keys // PAGE_SIZE) for keys in batch.keys]
+    as_integers = partial(torch.tensor, dtype=torch.int32, device="cuda")
+    page_starts = as_integers(np.cumsum([0, *counts]))
+    pages = torch.cat([inputs.block_table[request, :count] for request, count in enumerate(counts)])
+    last = as_integers(
+        [keys - (count - 1) * PAGE_SIZE for keys, count in zip(batch.keys, counts, strict=True)]
+    )
+    heads = HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE
+
+    def planned_prefill(backend: str) -> tuple[Any, Call]:
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
+        arrays = inputs.starts, page_starts, pages, last
+        return wrapper, partial(wrapper.plan, *arrays, *heads, causal=True, q_data_type=DTYPE)
+
+    def planned_decode() -> tuple[Any, Call]:
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, use_tensor_cores=True)
+        return wrapper, partial(wrapper.plan, page_starts, pages, last, *heads, q_data_type=DTYPE)
+
+    planned = {f"{FLASHINFER}, {backend}": planned_prefill(backend) for backend in ("fa2", "fa3")}
+    if set(batch.queries) == {1}:
+        planned[f"{FLASHINFER}, decode"] = planned_decode()
+    calls, plan_seconds = {}, {}
+    for name, (wrapper, plan) in planned.items():
+        plan()
+        start = time.perf_counter()
+        plan()
+        plan_seconds[name] = time.perf_counter() - start
+        calls[name] = partial(wrapper.run, inputs.q, (inputs.k, inputs.v))
+    return calls, plan_seconds
+
+
+def check(calls: dict[str, Call]) -> None:
+    """That all compute the same."""
+    expected = torch.from_dlpack(calls["cufa"]()).reshape(-1, HEADS, HEAD_DIM).float()
+    for name in set(calls) - {"cufa"}:
+        error = (calls[name]().float() - expected).abs().max() / expected.abs().max()
+        assert error < MAX_ERROR, f"cufa and {name} differ by {error:.3f} of the largest value"
+
+
+@click.command(help=__doc__)
+@click.option("--batch", "chosen", type=click.Choice([each.name for each in BATCHES]), multiple=True)
+@click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
+def main(chosen: Sequence[str], rounds: int) -> None:
+    torch.manual_seed(0)
+    # One stream for all, so that events of one library see the work of the other.
+    stream = cupy.cuda.Stream(non_blocking=True)
+    other = cupy.zeros(FLUSH_BYTES // 4, cupy.float32)
+    version = bench_peers.version_of(PACKAGE)
+    batches = [batch for batch in BATCHES if not chosen or batch.name in chosen]
+    measured: dict[str, Any] = {FLASHINFER: version, "heads": HEADS, "kv_heads": KV_HEADS}
+    measured |= {"head_dim": HEAD_DIM, "page_size": PAGE_SIZE, "points": []}
+    with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
+        for done, batch in enumerate(batches, 1):
+            inputs = Inputs.draw(batch)
+            calls, plan_seconds = flashinfer_calls(batch, inputs) if version else ({}, {})
+            calls = {"cufa": cufa_call(batch, inputs), **calls}
+            check(calls)
+            seconds = bench_peers.times_of(calls, rounds, lambda _: other.sum())
+            described = {"batch": batch.name, "flops": 4 * batch.pairs * HEADS * HEAD_DIM}
+            described["bytes"] = 2 * sum(batch.keys) * KV_HEADS * HEAD_DIM * DTYPE.itemsize
+            measured["points"].append(described | {"seconds": seconds, "plan_seconds": plan_seconds})
+            told = ", ".join(f"{name} {each * 1e6:.1f} us" for name, each in seconds.items())
+            print(f"{batch.name}: {told}", flush=True)
+            bench_peers.write_record(RECORD, done, len(batches), measured)
+
+
+if __name__ == "__main__":
+    main()

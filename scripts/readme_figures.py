@@ -36,6 +36,7 @@ UNEVEN_RECORD = ROOT / "benchmarks" / "peers_192_128.json"
 FP8_RECORD = ROOT / "benchmarks" / "fp8.json"
 TRAINING_RECORD = ROOT / "benchmarks" / "training.json"
 DECODE_RECORD = ROOT / "benchmarks" / "decode.json"
+SERVING_RECORD = ROOT / "benchmarks" / "serving.json"
 FLEX_RECORD = ROOT / "benchmarks" / "flex.json"
 SHAPES_RECORD = ROOT / "benchmarks" / "shapes.json"
 INSTALL_RECORD = ROOT / "benchmarks" / "install.json"
@@ -439,6 +440,38 @@ def decode(record: Row) -> str:
     return f"{table(header, lines)}\n\n{caption}"
 
 
+def serving(record: Row) -> str:
+    """How long a server's batches take, beside FlashInfer's kernels."""
+    points = record["points"]
+    peers = peers_of(points)
+    lines = [
+        (
+            point["batch"],
+            duration(point["seconds"]["cufa"]),
+            three_digits(point["flops"] / point["seconds"]["cufa"] / 1e12),
+            f"{point['bytes'] / point['seconds']['cufa'] / 1e12:.2f}",
+            *(times_as_fast(point, name) for name in peers),
+        )
+        for point in points
+    ]
+    header = ("requests", "time", "TFLOP/s", "TB/s", *(f"x {name}" for name in peers))
+    fastest = [
+        min(seconds for name, seconds in point["seconds"].items() if name in peers) / point["seconds"]["cufa"]
+        for point in points
+    ]
+    plans = statistics.median(min(point["plan_seconds"].values()) for point in points)
+    caption = (
+        f"{record['heads']}/{record['kv_heads']} heads of {record['head_dim']} in bfloat16, keys in shuffled "
+        f"pages of {record['page_size']}, causal; lengths up to the longest from a sixteenth of it on; TB/s "
+        f"of K and V. Over the fastest of FlashInfer's, in the mean {statistics.geometric_mean(fastest):.2f} "
+        f"times as fast (worst {min(fastest):.2f}). What FlashInfer plans on the host for these lengths "
+        f"does not count: {duration(plans)} in the median. On an {record['gpu']}, driver {record['driver']}, "
+        f"FlashInfer {record['flashinfer']}, PyTorch {record['torch']}, {record['date']}, by "
+        "`scripts/bench_serving.py` ([serving.json](serving.json))."
+    )
+    return f"{table(header, lines)}\n\n{caption}"
+
+
 def others_of(points: Sequence[Row], kind: str) -> list[str]:
     """What is timed beside cufa with its keys in one piece: peers, or cufa with keys in pages."""
     names = [name for name in points[0]["seconds"] if name != "cufa"]
@@ -682,6 +715,7 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
         "rungs": (rungs, (RUNGS_RECORD, HALF_RUNGS_RECORD)),
         "fp8": (fp8, (FP8_RECORD,)),
         "decode": (decode, (DECODE_RECORD,)),
+        "serving": (serving, (SERVING_RECORD,)),
         "flex": (flex, (FLEX_RECORD,)),
         "shapes": (shapes, (SHAPES_RECORD,)),
     },

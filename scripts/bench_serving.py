@@ -54,7 +54,7 @@ class Batch:
 
 def lengths(count: int, longest: int) -> tuple[int, ...]:
     """Lengths from a sixteenth of the longest up, all likewise far apart on a logarithmic scale, shuffled."""
-    spread = np.geomspace(longest / 16, longest, count).round().astype(int)
+    spread = np.geomspace(longest / 16 if count > 1 else longest, longest, count).round().astype(int)
     return tuple(int(each) for each in np.random.default_rng(count).permutation(spread))
 
 

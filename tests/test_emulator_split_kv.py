@@ -42,6 +42,23 @@ def test_masks_and_lengths(rng, splits):
         check(case, OWN_TILES | {"splits": splits})
 
 
+@pytest.mark.parametrize("shares", [2, 7, 300])
+def test_keys_shared_out(rng, shares):
+    """Among fewer blocks than there are tiles, and among more than there are rounds of keys."""
+    lengths = [(1, 200), (7, 53), (40, 1), (0, 5), (5, 0)] if shares < 300 else [(1, 200)]
+    for seqlen_q, seqlen_k in lengths:
+        case = draw_case(rng, "float16", ALL_MASKS, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **HEADS)
+        check(case, OWN_TILES | {"splits": 1, "shares": shares})
+
+
+def test_shares_of_many_sequences(rng):
+    """More than a warp has lanes, some of them without keys, in tiles that warps share."""
+    sizes = {"batch": 70, "heads": 2, "kv_heads": 1}
+    case = draw_case(rng, "bfloat16", ("seqused_k",), seqlen_q=1, seqlen_k=40, **sizes)
+    case.arrays["seqused_k"][[0, 33, 69]] = 0
+    check(case, SHARED_TILES | {"shares": 50})
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_nan_shows_where_it_is_seen(rng, bad):
     case = draw_case(rng, "float16", ALL_MASKS, seqlen_q=30, seqlen_k=80, **HEADS)
@@ -50,7 +67,7 @@ def test_nan_shows_where_it_is_seen(rng, bad):
         case.arrays[f"cu_seqlens_{name}"][:] = case.arrays[f"cu_seqlens_{name}"][0] + [0, 0, length]
     case.arrays["seqused_k"][:] = 80
     case.problem.v[case.arrays["cu_seqlens_k"][0] + 60] = bad
-    for tiles in (OWN_TILES, WIDE_TILES):
+    for tiles in (OWN_TILES, WIDE_TILES, OWN_TILES | {"splits": 1, "shares": 3}):
         out = check(case, tiles)
         assert not np.isfinite(out).all()
         assert np.isfinite(out).any()

@@ -4,18 +4,21 @@
 // rows of a tile are the queries of all heads that share a KV head. The keys are parted: among
 // blocks, so that there are enough of them, and among the teams of a block, a warp for each 16 or
 // 32 rows, each of which has a ring of tiles of its own and waits for nobody else. What the teams
-// found is merged in shared memory, and what the blocks found by a second launch.
+// found is merged in shared memory, and what the blocks found by a second launch. Sequences that
+// may be of many lengths are shared out among the blocks all together (key_shares.cuh).
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
 //          V in pages: (pages, page_size, kv_heads, dim)
-// Owns     block: BLOCK_M rows of one KV head and a part of its keys; team: each kTeams-th tile of
-//          BLOCK_N of those keys; warp: WARP_ROWS rows
+// Owns     block: BLOCK_M rows of one KV head and a part of its keys, with EVEN_SHARES several
+//          such one after the other; team: each kTeams-th tile of BLOCK_N of those keys; warp:
+//          WARP_ROWS rows
 // Shared   Q tile; STAGES tiles of K and of V for each team, where later its part is
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
-//          there is a sink. With SPLIT_KEYS, parts of rows into the workspace, which merge_splits
-//          makes that of.
+//          there is a sink. Where blocks part the keys of a tile, parts of rows into the
+//          workspace, which merge_splits makes that of.
 #include "key_pages.cuh"
+#include "key_shares.cuh"
 #include "key_tiles.cuh"
 #include "mma_softmax.cuh"
 #include "ptx_sm90.cuh"
@@ -23,9 +26,12 @@
 #include "score_rules.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES;
-constexpr bool kSplitKeys = SPLIT_KEYS;          // several blocks part the keys of a tile
+constexpr bool kSplitKeys = SPLIT_KEYS;    // as many blocks part the keys of each tile
+constexpr bool kEvenShares = EVEN_SHARES;  // the keys of all tiles are shared out
+static_assert(!kSplitKeys || !kEvenShares, "blocks part the keys one way or the other");
 constexpr bool kMergeOverlaps = MERGE_OVERLAPS;  // the second launch begins early
 constexpr int kMergeThreads = MERGE_THREADS;
+constexpr int kMergeBlocks = MERGE_BLOCKS;  // of the second launch, for each share
 // 16-row tiles of a warp: with two, what it loads of keys and values serves twice as many rows.
 constexpr int kTiles = WARP_ROWS / kMmaM;
 constexpr int kWarps = THREADS / 32, kTeamWarps = kBlockM / (kTiles * kMmaM);
@@ -78,42 +84,19 @@ __device__ inline int row_of(int m, int half) {
     return fragment_row(warp_row(), m, half);
 }
 
-// How many blocks part the keys of a tile of rows. Both launches have the same grid.
-__device__ inline int splits_of(const Sizes& sizes) {
-    const int tiles = row_tiles<kBlockM>(sizes.batch, sizes.seqlen_q * group_of(sizes));
-    return gridDim.x / (tiles * sizes.kv_heads);
-}
-
 // What a block works on: rows of a KV head from first_row on, a query's heads being neighbours.
 struct Work {
     Sequence sequence;
-    int kv_head, group, first_row, split;
+    int kv_head, group, first_row;
 
-    __device__ int rows() const { return sequence.seqlen_q * group; }
+    __device__ int rows() const { return min(kBlockM, sequence.seqlen_q * group - first_row); }
     __device__ int query(int row) const { return (first_row + row) / group; }
     __device__ int head(int row) const { return kv_head * group + (first_row + row) % group; }
 };
 
-__device__ inline Work work_of_block(const ForwardParams& params) {
-    const Sizes& sizes = params.sizes;
-    const int group = group_of(sizes), splits = splits_of(sizes);
-    const int head_splits = blockIdx.x / sizes.kv_heads;
-    const auto [batch, first_row] =
-        row_tile<kBlockM>(head_splits / splits, sizes.batch, sizes.seqlen_q * group,
-                          params.features.cu_seqlens_q, group);
-    return {Sequence(params, batch), static_cast<int>(blockIdx.x % sizes.kv_heads), group,
-            first_row, head_splits % splits};
-}
-
-// The block's tiles of keys: those that its rows see, parted as evenly as whole tiles can be.
-struct SplitTiles {
+// And which tiles of the keys, from the first that any row of the sequence sees.
+struct TileRange {
     int begin, end;
-
-    __device__ SplitTiles(const KeyTiles<kBlockN>& keys, int split, int splits) {
-        const long long tiles = ceil_div(max(keys.end - keys.begin, 0), kBlockN);
-        begin = keys.begin / kBlockN + static_cast<int>(tiles * split / splits);
-        end = keys.begin / kBlockN + static_cast<int>(tiles * (split + 1) / splits);
-    }
 };
 
 // Starts the copy of the block's rows of Q; rows past the last become zeros.
@@ -124,7 +107,7 @@ __device__ inline void copy_queries(Smem& smem, const ForwardParams& params, con
     for (int i = threadIdx.x; i < kBlockM * kRowChunks; i += THREADS) {
         const int row = i / kRowChunks, col = i % kRowChunks * kChunk;
         const auto q = work.sequence.queries<const scalar_t>(params.q, work.head(row));
-        const bool inside = work.first_row + row < work.rows();
+        const bool inside = row < work.rows();
         ptx::copy_async<kChunk * sizeof(scalar_t)>(smem.q.at(row, col),
                                                    q.row(work.query(row)) + col, inside);
     }
@@ -302,24 +285,16 @@ __device__ inline void write_row(MergedRow& row, const ForwardParams& params,
     }
 }
 
-// The parts of a row that the blocks found lie one after the other, rows as in the LSE.
-__device__ inline RowPart* parts_of(const ForwardParams& params, long long row, int splits) {
-    return static_cast<RowPart*>(params.workspace) + row * splits;
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-    fwd_8_split_kv(const __grid_constant__ ForwardParams params) {
-    if constexpr (kMergeOverlaps) ptx::let_next_launch_begin();
-    Smem& smem = shared_memory<Smem>();
-    const Work work = work_of_block(params);
-    if (kPacked && work.first_row >= work.rows()) return;  // it is none of the sequence's tiles
-
+// Attends to a range of tiles; `finish(row, merged)` takes what was found of each row, a warp's
+// work.
+template <class Range, class Finish>
+__device__ inline void attend_part(Smem& smem, const ForwardParams& params, const Work& work,
+                                   const Range& range_of, const Finish& finish) {
     const WarpRows rows(params, work);
-    const int last_row = min(kBlockM, work.rows() - work.first_row) - 1;
+    const int last_row = work.rows() - 1;
     const KeyTiles<kBlockN> keys(rows[0].rules[0].mask, work.query(0),
                                  work.query(last_row) - work.query(0) + 1);
-    const int splits = splits_of(params.sizes);
-    const SplitTiles tiles(keys, work.split, splits);
+    const TileRange tiles = range_of(keys);
     const Source source{work.sequence.keys<const scalar_t>(params.k, work.kv_head),
                         work.sequence.keys<const scalar_t>(params.v, work.kv_head), keys.end};
     Stage* const stages = smem.stages[team()];
@@ -359,54 +334,192 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     __syncthreads();
 
     for (int row = threadIdx.x / 32; row <= last_row; row += kWarps) {
-        MergedRow merged(&smem.parts[0][row], kTeams, kBlockM);
+        finish(row, MergedRow(kTeams, [&](int i) -> const RowPart& { return smem.parts[i][row]; }));
+    }
+}
+
+// ---- as many blocks for each tile of rows ----
+
+// How many part its keys. Both launches have the same grid.
+__device__ inline int splits_of(const Sizes& sizes) {
+    const int tiles = row_tiles<kBlockM>(sizes.batch, sizes.seqlen_q * group_of(sizes));
+    return gridDim.x / (tiles * sizes.kv_heads);
+}
+
+// The parts of a row that the blocks found lie one after the other, rows as in the LSE.
+__device__ inline RowPart* parts_of(const ForwardParams& params, long long row, int splits) {
+    return static_cast<RowPart*>(params.workspace) + row * splits;
+}
+
+__device__ inline void attend_split(Smem& smem, const ForwardParams& params) {
+    const Sizes& sizes = params.sizes;
+    const int group = group_of(sizes), splits = splits_of(sizes);
+    const int head_splits = blockIdx.x / sizes.kv_heads, split = head_splits % splits;
+    const auto [batch, first_row] =
+        row_tile<kBlockM>(head_splits / splits, sizes.batch, sizes.seqlen_q * group,
+                          params.features.cu_seqlens_q, group);
+    const Work work{Sequence(params, batch), static_cast<int>(blockIdx.x % sizes.kv_heads), group,
+                    first_row};
+    if (kPacked && work.rows() <= 0) return;  // it is none of the sequence's tiles
+
+    // Tiles are parted as evenly as whole ones can be.
+    const auto range_of = [&](const KeyTiles<kBlockN>& keys) -> TileRange {
+        const long long tiles = ceil_div(max(keys.end - keys.begin, 0), kBlockN);
+        const int first = keys.begin / kBlockN;
+        return {first + static_cast<int>(tiles * split / splits),
+                first + static_cast<int>(tiles * (split + 1) / splits)};
+    };
+    attend_part(smem, params, work, range_of, [&](int row, MergedRow merged) {
         const int query = work.query(row), head = work.head(row);
         if constexpr (kSplitKeys) {
-            const long long index = work.sequence.first_row(head, params.sizes) + query;
-            merged.store(parts_of(params, index, splits)[work.split]);
+            const long long index = work.sequence.first_row(head, sizes) + query;
+            merged.store(parts_of(params, index, splits)[split]);
         } else {
             write_row(merged, params, work.sequence, head, query);
         }
+    });
+}
+
+// ---- a share of all tiles' keys for each block ----
+
+using Rounds = KeyRounds<kBlockM, kBlockN, kTeams>;
+
+__device__ inline Work work_at(const ForwardParams& params, const RoundPlace& place) {
+    const int row_tiles = place.of.tiles / params.sizes.kv_heads;
+    return {Sequence(params, place.batch), place.tile / row_tiles, group_of(params.sizes),
+            place.tile % row_tiles * kBlockM};
+}
+
+// What a block leaves of tiles that it has a part of: of the one that it ends or goes on with, and
+// of the one that it begins.
+struct ShareParts {
+    RowPart ends[kBlockM], begins[kBlockM];
+};
+__device__ inline ShareParts& parts_of_block(const ForwardParams& params, int block) {
+    return static_cast<ShareParts*>(params.workspace)[block];
+}
+
+__device__ inline void attend_share(Smem& smem, const ForwardParams& params) {
+    const Rounds rounds(params, gridDim.x);
+    const KeyShare share = rounds.of_block(blockIdx.x);
+    ShareParts& parts = parts_of_block(params, blockIdx.x);
+    for (int round = share.begin; round < share.end;) {
+        const RoundPlace place = rounds.at(round);
+        const Work work = work_at(params, place);
+        const int count = min(place.of.rounds - place.round, share.end - round);
+        // Rows of a tile may see less than the sequence's rows together.
+        const auto range_of = [&](const KeyTiles<kBlockN>& keys) -> TileRange {
+            const Mask mask = work.sequence.mask(params.features);
+            const KeyTiles<kBlockN> all(mask, 0, work.sequence.seqlen_q);
+            const int first = all.begin / kBlockN + place.round * kTeams;
+            return {max(first, keys.begin / kBlockN),
+                    min(first + count * kTeams, ceil_div(keys.end, kBlockN))};
+        };
+        attend_part(smem, params, work, range_of, [&](int row, MergedRow merged) {
+            if (count == place.of.rounds) {
+                write_row(merged, params, work.sequence, work.head(row), work.query(row));
+            } else {
+                merged.store((place.round == 0 ? parts.begins : parts.ends)[row]);
+            }
+        });
+        __syncthreads();  // the next part's tiles may overwrite what was found
+        round += count;
     }
 }
 
-// Writes one row of a query head, from its last parts. Packed arrays may have rows before the first
-// sequence and after the last.
-__device__ inline void write_merged(const RowPart* parts, int count, const ForwardParams& params,
-                                    int row) {
-    const Sizes& sizes = params.sizes;
-    const int query = row % sizes.seqlen_q, head = row / sizes.seqlen_q % sizes.heads;
-    if constexpr (kPacked) {
-        const int* const cu_seqlens = params.features.cu_seqlens_q;
-        if (query < cu_seqlens[0] || query >= cu_seqlens[sizes.batch]) return;
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    fwd_8_split_kv(const __grid_constant__ ForwardParams params) {
+    if constexpr (kMergeOverlaps) ptx::let_next_launch_begin();
+    Smem& smem = shared_memory<Smem>();
+    if constexpr (kEvenShares) {
+        attend_share(smem, params);
+    } else {
+        attend_split(smem, params);
     }
-    const int batch = row / sizes.seqlen_q / sizes.heads;
-    MergedRow merged(parts, count, 1);
-    write_row(merged, params, Sequence(batch, 0, 0, sizes.seqlen_q, sizes.seqlen_k), head, query);
 }
 
-// As many warps share a row as are needed for each to read its parts at once; one of them merges
-// what those found.
-extern "C" __global__ void __launch_bounds__(kMergeThreads)
-    merge_splits(const __grid_constant__ ForwardParams params) {
+// ---- the second launch: parts of rows are merged ----
+
+// Merges `count` parts of each of some rows: as many warps share a row as are needed for each to
+// read its parts at once; one of them merges what those found. `part(row, i)` is where a part is,
+// and `write(row, merged)` ends a row.
+template <class Part, class Write>
+__device__ inline void merge_rows(int first, int step, int rows, int count, const Part& part,
+                                  const Write& write) {
     constexpr int kMergeWarps = kMergeThreads / 32;
     auto& parts = shared_memory<MergeSmem, MERGE_SMEM_BYTES>().parts;
-    const int splits = splits_of(params.sizes);
     int sharing = 1;
-    while (sharing < kMergeWarps && sharing * MergedRow::kPartsAtOnce < splits) sharing *= 2;
+    while (sharing < kMergeWarps && sharing * MergedRow::kPartsAtOnce < count) sharing *= 2;
     const int warp = threadIdx.x / 32, share = warp % sharing;
-    const long long at_once = kMergeWarps / sharing;
-    // Memory for parts of 2^31 rows nobody has.
-    const int rows = rows_of_heads<int>(params.sizes);
-    if constexpr (kMergeOverlaps) ptx::wait_for_launch_before();
-    for (long long first = blockIdx.x * at_once; first < rows; first += gridDim.x * at_once) {
-        const int row = static_cast<int>(first) + warp / sharing;
+    const int at_once = kMergeWarps / sharing;
+    for (long long next = first * at_once; next < rows; next += step * at_once) {
+        const int row = static_cast<int>(next) + warp / sharing;
         if (row < rows) {
-            const RowPart* const found = parts_of(params, row, splits) + share;
-            MergedRow(found, ceil_div(splits - share, sharing), sharing).store(parts[warp]);
+            const auto part_of_share = [&](int i) -> const RowPart& {
+                return part(row, share + i * sharing);
+            };
+            MergedRow(ceil_div(count - share, sharing), part_of_share).store(parts[warp]);
         }
         __syncthreads();
-        if (row < rows && share == 0) write_merged(&parts[warp], sharing, params, row);
+        if (row < rows && share == 0) {
+            write(row,
+                  MergedRow(sharing, [&](int i) -> const RowPart& { return parts[warp + i]; }));
+        }
         __syncthreads();  // the next rows' parts may overwrite these
+    }
+}
+
+// Packed arrays may have rows before the first sequence and after the last.
+__device__ inline void merge_all(const ForwardParams& params) {
+    const Sizes& sizes = params.sizes;
+    const int splits = splits_of(sizes);
+    const auto part = [&](int row, int i) -> const RowPart& {
+        return parts_of(params, row, splits)[i];
+    };
+    if constexpr (kMergeOverlaps) ptx::wait_for_launch_before();
+    // Memory for parts of 2^31 rows nobody has.
+    merge_rows(blockIdx.x, gridDim.x, rows_of_heads<int>(sizes), splits, part,
+               [&](int row, MergedRow merged) {
+                   const int query = row % sizes.seqlen_q;
+                   const int head = row / sizes.seqlen_q % sizes.heads;
+                   if constexpr (kPacked) {
+                       const int* const cu_seqlens = params.features.cu_seqlens_q;
+                       if (query < cu_seqlens[0] || query >= cu_seqlens[sizes.batch]) return;
+                   }
+                   const int batch = row / sizes.seqlen_q / sizes.heads;
+                   write_row(merged, params, Sequence(batch, 0, 0, sizes.seqlen_q, sizes.seqlen_k),
+                             head, query);
+               });
+}
+
+// The tile that a block began and did not end.
+__device__ inline void merge_tile(const ForwardParams& params) {
+    const int blocks = gridDim.x / kMergeBlocks, block = blockIdx.x % blocks;
+    const Rounds rounds(params, blocks);
+    const KeyShare share = rounds.of_block(block);
+    if (share.begin == share.end) return;
+    const RoundPlace last = rounds.at(share.end - 1);
+    const int first_round = share.end - 1 - last.round;
+    const int end_round = first_round + last.of.rounds;
+    if (first_round < share.begin || end_round == share.end) return;
+
+    const Work work = work_at(params, last);
+    const auto part = [&](int row, int i) -> const RowPart& {
+        const ShareParts& parts = parts_of_block(params, block + i);
+        return i == 0 ? parts.begins[row] : parts.ends[row];
+    };
+    if constexpr (kMergeOverlaps) ptx::wait_for_launch_before();
+    merge_rows(blockIdx.x / blocks, kMergeBlocks, work.rows(),
+               rounds.block_of(end_round - 1) - block + 1, part, [&](int row, MergedRow merged) {
+                   write_row(merged, params, work.sequence, work.head(row), work.query(row));
+               });
+}
+
+extern "C" __global__ void __launch_bounds__(kMergeThreads)
+    merge_splits(const __grid_constant__ ForwardParams params) {
+    if constexpr (kEvenShares) {
+        merge_tile(params);
+    } else {
+        merge_all(params);
     }
 }

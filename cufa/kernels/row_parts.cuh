@@ -23,10 +23,11 @@ struct MergedRow {
     OnlineSoftmax softmax;
     Chunk sums[ceil_div(kPartCols, kWarpCols)] = {};
 
-    // Merges `count` parts, each `step` after the one before.
-    __device__ MergedRow(const RowPart* parts, int count, int step) {
+    // Merges `count` parts, of which `part(i)` is one.
+    template <class Part>
+    __device__ MergedRow(int count, const Part& part) {
 #pragma unroll(kPartsAtOnce)
-        for (int i = 0; i < count; ++i) add(parts[static_cast<long long>(i) * step]);
+        for (int i = 0; i < count; ++i) add(part(i));
     }
 
     // Makes it a part of a larger row.

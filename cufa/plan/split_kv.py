@@ -13,7 +13,7 @@ from math import prod
 from cufa.device import Device
 from cufa.plan.choice import Choice, Cost, choose, row_tiles
 from cufa.plan.mma import HALF, LINE_BYTES, MMA_K, MMA_M
-from cufa.plan.record import FIRST_OVERLAPPING, Launch, Macro, Part, Scratch
+from cufa.plan.record import FIRST_OVERLAPPING, Launch, Macro, Part, Scratch, counted
 from cufa.plan.sizes import FORWARD_PARAMS_BYTES, common_macros
 from cufa.problem import MAX_EXTENT, Problem, lse_shape
 from cufa.rounding import ceil_div, round_up
@@ -28,8 +28,9 @@ MAX_TEAMS = 8
 WIDE_KEY_BYTES = 512
 # What was fastest on an H200.
 THREADS, BLOCKS_PER_SM = 128, 2
-# Blocks of the second launch, which merges.
-MERGE_THREADS = 256
+# Of the second launch, which merges: the threads of a block, and how many blocks merge a tile whose keys were
+# shared out.
+MERGE_THREADS, MERGE_BLOCKS = 256, 4
 # The part of a row that a block leaves: its sums in float32, and two more in as much as is read at once.
 PART_ALIGNMENT = 16
 # What else takes time, in the bytes that an SM's share of the bandwidth brings in it: until a block's first
@@ -61,10 +62,11 @@ OVERHEAD_REGISTERS = 70
 
 @dataclass(frozen=True)
 class Tiles:
-    """The sizes that the kernel is compiled for; `splits` are the parts that the keys are split into.
+    """The sizes that the kernel is compiled for, and how blocks part the keys.
 
-    A team is a warp for each 16 rows of `block_m`, or for each 32 of many; it has tiles of `block_n` keys,
-    `stages` of them.
+    Each tile's keys are split into `splits` parts; or those of all tiles are shared out evenly among `shares`
+    blocks, if that is more than one. A team is a warp for each 16 rows of `block_m`, or for each 32 of many;
+    it has tiles of `block_n` keys, `stages` of them.
     """
 
     block_m: int
@@ -72,6 +74,7 @@ class Tiles:
     threads: int
     stages: int
     splits: int = 1
+    shares: int = 1
 
     @property
     def warp_rows(self) -> int:
@@ -94,6 +97,8 @@ class Tiles:
             return f"block_n must be a multiple of {MMA_K}"
         if not MIN_STAGES <= self.stages <= MAX_STAGES:
             return f"stages may be {MIN_STAGES} to {MAX_STAGES}"
+        if min(self.splits, self.shares) > 1:
+            return "keys are split into parts of each tile or shared out, not both"
         return None
 
     def __str__(self) -> str:
@@ -110,32 +115,57 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
         raise ValueError(f"a KV head has {rows:,} rows of queries, more than {MAX_EXTENT:,}")
     best = min(_candidates(problem, device), key=lambda tiles: _least_time(problem, tiles, device)[0])
     chosen = choose(problem, device, tiles, (best,), lambda tiles: _cost(problem, tiles))
-    if "splits" not in tiles:
-        _, splits = _least_time(problem, chosen.tiles, device)
-        chosen = replace(chosen, tiles=replace(chosen.tiles, splits=splits))
+    if not {"splits", "shares"} & tiles.keys():
+        chosen = replace(chosen, tiles=_parted(problem, chosen, device))
     sizes = chosen.tiles
     row_blocks = _row_blocks(problem, sizes.block_m)
-    split = sizes.splits > 1
+    shared, split = sizes.shares > 1, sizes.splits > 1
     part_bytes = _part_bytes(problem)
     merge_bytes = MERGE_THREADS // 32 * part_bytes
-    grid = row_blocks * sizes.splits
+    grid = sizes.shares if shared else row_blocks * sizes.splits
     launches = [Launch("fwd_8_split_kv", grid, sizes.threads, chosen.cost.smem_bytes)]
-    if split:
+    scratch: tuple[Scratch, ...] = ()
+    if shared or split:
+        merge_grid = grid * MERGE_BLOCKS if shared else grid
         overlaps = _merge_overlaps(device)
-        launches.append(Launch("merge_splits", grid, MERGE_THREADS, merge_bytes, overlaps=overlaps))
-    parts = (*lse_shape(problem), sizes.splits, part_bytes // problem.accumulator.itemsize)
-    how = (
-        f"keys in {sizes.splits} parts each, so that {row_blocks} tiles of rows are {grid} blocks"
-        if split
-        else f"keys in one part: {row_blocks} tiles of rows are blocks enough"
-    )
+        launches.append(Launch("merge_splits", merge_grid, MERGE_THREADS, merge_bytes, overlaps=overlaps))
+        of_blocks = (sizes.shares, 2, sizes.block_m)
+        parts = of_blocks if shared else (*lse_shape(problem), sizes.splits)
+        scratch = (Scratch("parts of rows", (*parts, part_bytes // problem.accumulator.itemsize)),)
+    if shared:
+        how = f"the keys of {counted(row_blocks, 'tile')} of rows shared out evenly among {grid} blocks"
+    elif split:
+        how = f"keys in {sizes.splits} parts each, so that {row_blocks} tiles of rows are {grid} blocks"
+    else:
+        how = f"keys in one part: {row_blocks} tiles of rows are blocks enough"
+    any_rows = row_blocks > 0
     return Part(
         tiles=asdict(sizes),
         macros=_macros(problem, chosen, merge_bytes, device),
-        launches=tuple(launches) if grid else (),
-        scratch=(Scratch("parts of rows", parts),) if grid and split else (),
+        launches=tuple(launches) if any_rows else (),
+        scratch=scratch if any_rows else (),
         reasons=(*chosen.reasons, f"{how}, for {device.sm_count} SMs"),
     )
+
+
+def _parted(problem: Problem, chosen: Choice[Tiles], device: Device) -> Tiles:
+    """The tiles with the parts of each that take the least time, or shared out if lengths may be uneven."""
+    _, splits = _least_time(problem, chosen.tiles, device)
+    if not _uneven(problem):
+        return replace(chosen.tiles, splits=splits)
+    at_once = device.sm_count * chosen.blocks_per_sm
+    return replace(chosen.tiles, shares=max(1, min(at_once, _rounds(problem, chosen.tiles))))
+
+
+def _uneven(problem: Problem) -> bool:
+    """Whether only the GPU knows how many keys each of several sequences has."""
+    return (problem.features.packed or problem.features.seqused_k) and problem.batch > 1
+
+
+def _rounds(problem: Problem, tiles: Tiles) -> int:
+    """In how many rounds, at most, blocks take in the keys of all tiles of rows."""
+    keys = problem.seqlen_k // problem.packed_sequences
+    return _row_blocks(problem, tiles.block_m) * ceil_div(keys, tiles.block_n * tiles.teams)
 
 
 def price(problem: Problem, device: Device) -> float:
@@ -269,15 +299,17 @@ def _part_bytes(problem: Problem) -> int:
 
 def _macros(problem: Problem, chosen: Choice[Tiles], merge_bytes: int, device: Device) -> tuple[Macro, ...]:
     sizes = asdict(chosen.tiles)
-    splits = sizes.pop("splits")  # how many is for the grid to say
+    splits, shares = sizes.pop("splits"), sizes.pop("shares")  # how many is for the grid to say
     return (
         *common_macros(problem),
         *((name.upper(), size) for name, size in sizes.items()),
         ("WARP_ROWS", chosen.tiles.warp_rows),
         ("SPLIT_KEYS", splits > 1),
+        ("EVEN_SHARES", shares > 1),
         ("BLOCKS_PER_SM", chosen.blocks_per_sm),
-        ("MERGE_OVERLAPS", splits > 1 and _merge_overlaps(device)),
+        ("MERGE_OVERLAPS", max(splits, shares) > 1 and _merge_overlaps(device)),
         ("MERGE_THREADS", MERGE_THREADS),
+        ("MERGE_BLOCKS", MERGE_BLOCKS),
         ("MERGE_SMEM_BYTES", merge_bytes),
         ("SMEM_BYTES", chosen.cost.smem_bytes),
         ("PARAMS_BYTES", FORWARD_PARAMS_BYTES),

@@ -1,0 +1,103 @@
+// The keys of all tiles of rows, shared out evenly among blocks, however long each sequence is.
+//
+// A round is as many keys as a block takes in at once. All rounds of all tiles stand in a line,
+// sequence after sequence, and each block has as many of them as any other: the end of a tile
+// perhaps, whole tiles, and the beginning of one more. Only the GPU knows the lengths. As products
+// of matrices are shared out in stream-K (Osama et al. 2023).
+#pragma once
+
+#include "key_tiles.cuh"
+#include "tensor.cuh"
+
+// The tiles of rows of one sequence, of all KV heads: how many there are, and the rounds of each.
+struct SequenceRounds {
+    int tiles, rounds;
+
+    __device__ int all() const { return tiles * rounds; }
+};
+
+// Where a round is: the sequence's tile of rows number `tile`, and which of that tile's it is.
+struct RoundPlace {
+    int batch, tile, round;
+    SequenceRounds of;
+};
+
+// Rounds [begin, end) of the line.
+struct KeyShare {
+    int begin, end;
+};
+
+// Whole warps call what follows, all lanes with the same arguments.
+template <int BlockM, int BlockN, int TilesOfRound>
+class KeyRounds {
+  public:
+    __device__ KeyRounds(const ForwardParams& params, int blocks) : params(params) {
+        int rounds = 0;
+        for (int batch = lane(); batch < params.sizes.batch; batch += 32) {
+            rounds += of_sequence(batch).all();
+        }
+        all = __shfl_sync(kAllLanes, sum_to_lane(rounds), 31);
+        shares = min(blocks, all);
+    }
+
+    __device__ KeyShare of_block(int block) const {
+        if (block >= shares) return {all, all};
+        return {first_of(block), first_of(block + 1)};
+    }
+
+    // Which block has a round.
+    __device__ int block_of(int round) const {
+        return static_cast<int>(((round + 1ll) * shares - 1) / all);
+    }
+
+    // Where a round is, which there must be.
+    __device__ RoundPlace at(int round) const {
+        for (int first = 0;; first += 32) {
+            const int batch = first + lane();
+            const bool exists = batch < params.sizes.batch;
+            const SequenceRounds of = exists ? of_sequence(batch) : SequenceRounds{};
+            const int end = sum_to_lane(of.all());
+            const unsigned int beyond = __ballot_sync(kAllLanes, end > round);
+            if (beyond == 0) {
+                round -= __shfl_sync(kAllLanes, end, 31);
+                continue;
+            }
+            const int source = __ffs(static_cast<int>(beyond)) - 1;
+            const SequenceRounds found{__shfl_sync(kAllLanes, of.tiles, source),
+                                       __shfl_sync(kAllLanes, of.rounds, source)};
+            round -= __shfl_sync(kAllLanes, end - of.all(), source);
+            return {first + source, round / found.rounds, round % found.rounds, found};
+        }
+    }
+
+  private:
+    static constexpr unsigned int kAllLanes = 0xffffffffu;
+
+    // A tile has a round even if it has no keys: its rows must be written.
+    __device__ SequenceRounds of_sequence(int batch) const {
+        const Sequence sequence(params, batch);
+        const int row_tiles = ceil_div(sequence.seqlen_q * group_of(params.sizes), BlockM);
+        const KeyTiles<BlockN> keys(sequence.mask(params.features), 0, sequence.seqlen_q);
+        const int rounds = ceil_div(max(keys.end - keys.begin, 0), TilesOfRound * BlockN);
+        return {row_tiles * params.sizes.kv_heads, max(rounds, 1)};
+    }
+
+    __device__ int first_of(int block) const {
+        return static_cast<int>(static_cast<long long>(all) * block / shares);
+    }
+
+    __device__ static int lane() { return threadIdx.x % 32; }
+
+    // The sum over all lanes up to this one.
+    __device__ static int sum_to_lane(int value) {
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int below = __shfl_up_sync(kAllLanes, value, distance);
+            if (lane() >= distance) value += below;
+        }
+        return value;
+    }
+
+    const ForwardParams& params;
+    int all, shares;
+};

@@ -28,6 +28,7 @@ import cufa
 
 RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "serving.json"))
 FLASHINFER, PACKAGE = "flashinfer", "flashinfer-python"
+BACKENDS = "fa2", "fa3"
 DTYPE = torch.bfloat16
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
 # What FlashInfer's documentation asks for.
@@ -129,7 +130,9 @@ def cufa_call(batch: Batch, inputs: Inputs) -> Call:
     return partial(attend, q, k, v, cu_seqlens_q=starts)
 
 
-def flashinfer_calls(batch: Batch, inputs: Inputs) -> tuple[dict[str, Call], dict[str, float]]:
+def flashinfer_calls(
+    batch: Batch, inputs: Inputs, backends: Sequence[str]
+) -> tuple[dict[str, Call], dict[str, float]]:
     """A call of each of FlashInfer's kernels, and seconds that its plan took, made a second time."""
     import flashinfer
 
@@ -153,7 +156,7 @@ def flashinfer_calls(batch: Batch, inputs: Inputs) -> tuple[dict[str, Call], dic
         wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, use_tensor_cores=True)
         return wrapper, partial(wrapper.plan, page_starts, pages, last, *heads, q_data_type=DTYPE)
 
-    planned = {f"{FLASHINFER}, {backend}": planned_prefill(backend) for backend in ("fa2", "fa3")}
+    planned = {f"{FLASHINFER}, {backend}": planned_prefill(backend) for backend in backends}
     if set(batch.queries) == {1}:
         planned[f"{FLASHINFER}, decode"] = planned_decode()
     calls, plan_seconds = {}, {}
@@ -176,8 +179,9 @@ def check(calls: dict[str, Call]) -> None:
 
 @click.command(help=__doc__)
 @click.option("--batch", "chosen", type=click.Choice([each.name for each in BATCHES]), multiple=True)
+@click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
 @click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
-def main(chosen: Sequence[str], rounds: int) -> None:
+def main(chosen: Sequence[str], backends: Sequence[str], rounds: int) -> None:
     torch.manual_seed(0)
     # One stream for all, so that events of one library see the work of the other.
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -189,7 +193,7 @@ def main(chosen: Sequence[str], rounds: int) -> None:
     with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
         for done, batch in enumerate(batches, 1):
             inputs = Inputs.draw(batch)
-            calls, plan_seconds = flashinfer_calls(batch, inputs) if version else ({}, {})
+            calls, plan_seconds = flashinfer_calls(batch, inputs, backends) if version else ({}, {})
             calls = {"cufa": cufa_call(batch, inputs), **calls}
             check(calls)
             seconds = bench_peers.times_of(calls, rounds, lambda _: other.sum())

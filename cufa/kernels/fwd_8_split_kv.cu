@@ -32,6 +32,7 @@ static_assert(!kSplitKeys || !kEvenShares, "blocks part the keys one way or the 
 constexpr bool kMergeOverlaps = MERGE_OVERLAPS;  // the second launch begins early
 constexpr int kMergeThreads = MERGE_THREADS;
 constexpr int kMergeBlocks = MERGE_BLOCKS;  // of the second launch, for each share
+constexpr int kMergeBlocksOfSm = 4;         // for more, the compiler would spill
 // 16-row tiles of a warp: with two, what it loads of keys and values serves twice as many rows.
 constexpr int kTiles = WARP_ROWS / kMmaM;
 constexpr int kWarps = THREADS / 32, kTeamWarps = kBlockM / (kTiles * kMmaM);
@@ -402,11 +403,12 @@ __device__ inline ShareParts& parts_of_block(const ForwardParams& params, int bl
 __device__ inline void attend_share(Smem& smem, const ForwardParams& params) {
     const Rounds rounds(params, gridDim.x);
     const KeyShare share = rounds.of_block(blockIdx.x);
+    if (share.begin == share.end) return;
     ShareParts& parts = parts_of_block(params, blockIdx.x);
-    for (int round = share.begin; round < share.end;) {
-        const RoundPlace place = rounds.at(round);
+    RoundPlace place = rounds.at(share.begin);
+    for (int left = share.end - share.begin;; place = rounds.next_tile(place)) {
         const Work work = work_at(params, place);
-        const int count = min(place.of.rounds - place.round, share.end - round);
+        const int count = min(place.of.rounds - place.round, left);
         // Rows of a tile may see less than the sequence's rows together.
         const auto range_of = [&](const KeyTiles<kBlockN>& keys) -> TileRange {
             const Mask mask = work.sequence.mask(params.features);
@@ -422,8 +424,9 @@ __device__ inline void attend_share(Smem& smem, const ForwardParams& params) {
                 merged.store((place.round == 0 ? parts.begins : parts.ends)[row]);
             }
         });
+        left -= count;
+        if (left == 0) return;
         __syncthreads();  // the next part's tiles may overwrite what was found
-        round += count;
     }
 }
 
@@ -441,24 +444,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 // ---- the second launch: parts of rows are merged ----
 
 // Merges `count` parts of each of some rows: as many warps share a row as are needed for each to
-// read its parts at once; one of them merges what those found. `part(row, i)` is where a part is,
-// and `write(row, merged)` ends a row.
-template <class Part, class Write>
-__device__ inline void merge_rows(int first, int step, int rows, int count, const Part& part,
-                                  const Write& write) {
+// read its parts at once; one of them merges what those found. `parts_of_row(row, first, step)` are
+// the parts from one on, and `write(row, merged)` ends a row.
+template <class Parts, class Write>
+__device__ inline void merge_rows(int first, int step, int rows, int count,
+                                  const Parts& parts_of_row, const Write& write) {
     constexpr int kMergeWarps = kMergeThreads / 32;
     auto& parts = shared_memory<MergeSmem, MERGE_SMEM_BYTES>().parts;
     int sharing = 1;
     while (sharing < kMergeWarps && sharing * MergedRow::kPartsAtOnce < count) sharing *= 2;
     const int warp = threadIdx.x / 32, share = warp % sharing;
-    const int at_once = kMergeWarps / sharing;
+    const long long at_once = kMergeWarps / sharing;
     for (long long next = first * at_once; next < rows; next += step * at_once) {
         const int row = static_cast<int>(next) + warp / sharing;
         if (row < rows) {
-            const auto part_of_share = [&](int i) -> const RowPart& {
-                return part(row, share + i * sharing);
-            };
-            MergedRow(ceil_div(count - share, sharing), part_of_share).store(parts[warp]);
+            const auto part = parts_of_row(row, share, sharing);
+            MergedRow(ceil_div(count - share, sharing), part).store(parts[warp]);
         }
         __syncthreads();
         if (row < rows && share == 0) {
@@ -473,12 +474,13 @@ __device__ inline void merge_rows(int first, int step, int rows, int count, cons
 __device__ inline void merge_all(const ForwardParams& params) {
     const Sizes& sizes = params.sizes;
     const int splits = splits_of(sizes);
-    const auto part = [&](int row, int i) -> const RowPart& {
-        return parts_of(params, row, splits)[i];
+    const auto parts_of_row = [&](int row, int first, int step) {
+        const RowPart* const parts = parts_of(params, row, splits) + first;
+        return [=](long long i) -> const RowPart& { return parts[i * step]; };
     };
     if constexpr (kMergeOverlaps) ptx::wait_for_launch_before();
     // Memory for parts of 2^31 rows nobody has.
-    merge_rows(blockIdx.x, gridDim.x, rows_of_heads<int>(sizes), splits, part,
+    merge_rows(blockIdx.x, gridDim.x, rows_of_heads<int>(sizes), splits, parts_of_row,
                [&](int row, MergedRow merged) {
                    const int query = row % sizes.seqlen_q;
                    const int head = row / sizes.seqlen_q % sizes.heads;
@@ -504,18 +506,21 @@ __device__ inline void merge_tile(const ForwardParams& params) {
     if (first_round < share.begin || end_round == share.end) return;
 
     const Work work = work_at(params, last);
-    const auto part = [&](int row, int i) -> const RowPart& {
-        const ShareParts& parts = parts_of_block(params, block + i);
-        return i == 0 ? parts.begins[row] : parts.ends[row];
+    const auto parts_of_row = [&](int row, int first, int step) {
+        return [=, blocks = &parts_of_block(params, block)](int i) -> const RowPart& {
+            const int part = first + i * step;
+            return part == 0 ? blocks->begins[row] : blocks[part].ends[row];
+        };
     };
     if constexpr (kMergeOverlaps) ptx::wait_for_launch_before();
     merge_rows(blockIdx.x / blocks, kMergeBlocks, work.rows(),
-               rounds.block_of(end_round - 1) - block + 1, part, [&](int row, MergedRow merged) {
+               rounds.block_of(end_round - 1) - block + 1, parts_of_row,
+               [&](int row, MergedRow merged) {
                    write_row(merged, params, work.sequence, work.head(row), work.query(row));
                });
 }
 
-extern "C" __global__ void __launch_bounds__(kMergeThreads)
+extern "C" __global__ void __launch_bounds__(kMergeThreads, kMergeBlocksOfSm)
     merge_splits(const __grid_constant__ ForwardParams params) {
     if constexpr (kEvenShares) {
         merge_tile(params);

@@ -33,6 +33,7 @@ class KeyRounds {
   public:
     __device__ KeyRounds(const ForwardParams& params, int blocks) : params(params) {
         int rounds = 0;
+#pragma unroll 4  // lengths come from far away
         for (int batch = lane(); batch < params.sizes.batch; batch += 32) {
             rounds += of_sequence(batch).all();
         }
@@ -68,6 +69,18 @@ class KeyRounds {
             round -= __shfl_sync(kAllLanes, end - of.all(), source);
             return {first + source, round / found.rounds, round % found.rounds, found};
         }
+    }
+
+    // The first round of the tile after that of `place`, which there must be.
+    __device__ RoundPlace next_tile(RoundPlace place) const {
+        place.round = 0;
+        ++place.tile;
+        while (place.tile == place.of.tiles) {
+            ++place.batch;
+            place.tile = 0;
+            place.of = of_sequence(place.batch);
+        }
+        return place;
     }
 
   private:

@@ -64,8 +64,8 @@ def check(cupy, case, **options):
 def test_few_queries(cupy, rng, shape, offset):
     place = SHAPES.index(shape)
     features, dtype = FEATURES[(place + 2 * offset) % len(FEATURES)], ("float16", "bfloat16")[place % 2]
-    for splits in (1, 5):
-        check(cupy, draw(rng, shape, features, dtype), kernel=KERNEL, tiles={"splits": splits})
+    for parts in ({"splits": 1}, {"splits": 5}, {"shares": 37}):
+        check(cupy, draw(rng, shape, features, dtype), kernel=KERNEL, tiles=parts)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,8 @@ def test_few_queries(cupy, rng, shape, offset):
         {"block_m": 32, "block_n": 16, "threads": 256, "stages": 4},
         {"block_m": 64, "block_n": 32, "threads": 256, "stages": 3, "splits": 200},
         {"block_m": 128, "block_n": 32, "threads": 256, "stages": 2, "splits": 3},
+        {"block_m": 16, "block_n": 16, "threads": 128, "stages": 3, "shares": 2},
+        {"block_m": 128, "block_n": 32, "threads": 256, "stages": 2, "shares": 1000},
     ],
     ids=str,
 )
@@ -99,8 +101,25 @@ def test_what_is_chosen_for_a_chunk_of_a_prompt(cupy, rng, features):
     q, k, v, _ = tensors(cupy, case)
     plan = cufa.plan(q, k, v, **on_gpu(cupy, case.forward))
     assert plan.kernel == KERNEL
-    assert plan.tiles["splits"] > 1
+    assert max(plan.tiles["splits"], plan.tiles["shares"]) > 1
     check(cupy, case)
+
+
+@pytest.mark.parametrize("batch", [3, 40])
+def test_caches_of_many_lengths(cupy, rng, batch):
+    """Shared out evenly, the same bits in every run."""
+    sizes = {"batch": batch, "heads": 8, "kv_heads": 2, "head_dim": 128, "head_dim_v": 128}
+    case = draw_case(rng, "bfloat16", ("seqused_k",), seqlen_q=2, seqlen_k=6000, **sizes)
+    case.arrays["seqused_k"] = np.geomspace(1, 6000, batch).astype(np.int32)
+    case.arrays["seqused_k"][-2] = 0
+    hide_nan(case)
+    q, k, v, _ = tensors(cupy, case)
+    forward = on_gpu(cupy, case.forward)
+    assert cufa.plan(q, k, v, **forward).tiles["shares"] > 1
+    check(cupy, case)
+    first = cufa.attention(q, k, v, **forward)
+    for _ in range(50):
+        assert (cufa.attention(q, k, v, **forward).view("u2") == first.view("u2")).all()
 
 
 def test_workspace_and_graph(cupy, rng):

@@ -107,6 +107,35 @@ def test_keys_that_are_few_or_of_many_sequences_stay_in_one_part(sizes):
     assert "keys in one part" in str(plan)
 
 
+def used(**changes):
+    return replace(DECODING, features=Features(seqused_k=True), **changes)
+
+
+@pytest.mark.parametrize("batch", [2, 16, 64])
+def test_keys_of_unknown_lengths_are_shared_out(batch):
+    plan = plan_of(used(batch=batch))
+    attend, merge = plan.launches
+    assert attend.grid == plan.tiles["shares"] == 2 * H200.sm_count
+    assert merge.grid % attend.grid == 0
+    assert f"{8 * batch} tiles of rows shared out evenly among {attend.grid} blocks" in str(plan)
+    assert plan.workspace_bytes == attend.grid * 2 * 16 * (128 + 4) * 4
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        used(),
+        used(batch=512, seqlen_k=4096),
+        used(batch=64, seqlen_k=512),
+        replace(DECODING, batch=16),
+        used(batch=16, seqlen_k=0),
+    ],
+    ids=["one sequence", "many tiles", "short", "known lengths", "no keys"],
+)
+def test_keys_are_not_shared_out_where_it_saves_less_than_it_costs(problem):
+    assert plan_of(problem).tiles["shares"] == 1
+
+
 def test_a_window_counts_as_the_keys_in_it():
     windowed = replace(DECODING, features=Features(window=(63, 0)))
     assert plan_of(windowed).tiles["splits"] == plan_of(replace(DECODING, seqlen_k=64)).tiles["splits"]
@@ -125,6 +154,7 @@ def test_how_many_parts_there_are_is_not_compiled():
         ({"stages": 1}, "stages may be 2 to 4"),
         ({"threads": 512}, "a block has up to 8 teams, and this would have 16"),
         ({"splits": 0}, "sizes must be positive"),
+        ({"splits": 2, "shares": 2}, "split into parts of each tile or shared out, not both"),
     ],
     ids=str,
 )
@@ -143,5 +173,5 @@ def test_more_rows_than_can_be_counted_are_refused():
 def test_it_does_not_spill(arch, head_dim):
     features = Features(softcap=True, alibi=True, sink=True)
     problem = replace(DECODING, head_dim=head_dim, value_dim=head_dim, causal=True, features=features)
-    for splits in (1, 2):
-        assert jit.build(plan_of(problem, arch, splits=splits).variant).warnings == ()
+    for parts in ({"splits": 1}, {"splits": 2}, {"shares": 2}):
+        assert jit.build(plan_of(problem, arch, **parts).variant).warnings == ()

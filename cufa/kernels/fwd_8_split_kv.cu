@@ -32,7 +32,7 @@ static_assert(!kSplitKeys || !kEvenShares, "blocks part the keys one way or the 
 constexpr bool kMergeOverlaps = MERGE_OVERLAPS;  // the second launch begins early
 constexpr int kMergeThreads = MERGE_THREADS;
 constexpr int kMergeBlocks = MERGE_BLOCKS;  // of the second launch, for each share
-constexpr int kMergeBlocksOfSm = 4;         // for more, the compiler would spill
+constexpr int kMergeBlocksOfSm = 3;         // for more, the compiler would spill
 // 16-row tiles of a warp: with two, what it loads of keys and values serves twice as many rows.
 constexpr int kTiles = WARP_ROWS / kMmaM;
 constexpr int kWarps = THREADS / 32, kTeamWarps = kBlockM / (kTiles * kMmaM);

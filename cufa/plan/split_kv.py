@@ -55,6 +55,10 @@ SEVERAL_PAGES = 1.06
 BYTES_PER_NS = 36
 ROW_TIME = 60
 MAX_SPLITS = 128
+# What it saves of the time that the tile with most keys takes a block, if keys are shared out evenly; and the
+# nanoseconds that it costs, for each block and for each tile that a block has keys of.
+SAVED_OF_LONGEST = 0.4
+SHARE_TIME, TILE_OF_SHARE_TIME = 5000, 2500
 MAX_REGISTERS = 255
 # Registers of a thread beside sums and scores: operands, addresses, the softmax's state.
 OVERHEAD_REGISTERS = 70
@@ -149,12 +153,15 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
 
 
 def _parted(problem: Problem, chosen: Choice[Tiles], device: Device) -> Tiles:
-    """The tiles with the parts of each that take the least time, or shared out if lengths may be uneven."""
-    _, splits = _least_time(problem, chosen.tiles, device)
-    if not _uneven(problem):
-        return replace(chosen.tiles, splits=splits)
-    at_once = device.sm_count * chosen.blocks_per_sm
-    return replace(chosen.tiles, shares=max(1, min(at_once, _rounds(problem, chosen.tiles))))
+    """The tiles with their keys split into as many parts as take the least time, or shared out evenly."""
+    tiles, at_once = chosen.tiles, device.sm_count * chosen.blocks_per_sm
+    if _uneven(problem):
+        longest = _visible_keys(problem) * _key_bytes(problem) * BLOCKS_FOR_BANDWIDTH / BYTES_PER_NS
+        tiles_of_block = _row_blocks(problem, tiles.block_m) / at_once
+        if SAVED_OF_LONGEST * longest > SHARE_TIME + TILE_OF_SHARE_TIME * tiles_of_block:
+            return replace(tiles, shares=max(1, min(at_once, _rounds(problem, tiles))))
+    _, splits = _least_time(problem, tiles, device)
+    return replace(tiles, splits=splits)
 
 
 def _uneven(problem: Problem) -> bool:

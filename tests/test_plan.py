@@ -574,7 +574,8 @@ def test_macros_are_what_the_kernel_asks_for(kernel: str) -> None:
         assert blocks == {"key_tiles": 3 * 128, **small}
     else:
         # In how many parts the keys are, the grid says.
-        own = {"splits": plan.tiles["splits"]} if kernel == "fwd_8_split_kv" else {}
+        parts = ("splits", "shares") if kernel == "fwd_8_split_kv" else ()
+        own = {name: plan.tiles[name] for name in parts}
         helpers = {"merge_splits": "MERGE_THREADS"}
         expected = {entry: macros[helpers.get(entry, "THREADS")] for entry in blocks}
         assert blocks == expected

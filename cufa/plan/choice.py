@@ -77,13 +77,16 @@ def choose(
 
     Raises ValueError, with the arithmetic, if none fits or the overrides don't.
     """
-    fitting = [tiles for tiles in candidates if _fits(tiles, cost_of(tiles), device)]
+    costs = {tiles: cost_of(tiles) for tiles in candidates}
+    fitting = {tiles: cost for tiles, cost in costs.items() if _fits(tiles, cost, device)}
     if not fitting:
         smallest = candidates[-1]
-        raise ValueError(_does_not_fit(smallest, cost_of(smallest), device))
+        raise ValueError(_does_not_fit(smallest, costs[smallest], device))
     # Spilled registers cost more than any tile gains.
-    no_spills = [tiles for tiles in fitting if cost_of(tiles).registers <= device.registers_per_thread]
-    prices = {tiles: _price(problem, tiles, cost_of(tiles), device) for tiles in no_spills or fitting}
+    no_spills = {
+        tiles: cost for tiles, cost in fitting.items() if cost.registers <= device.registers_per_thread
+    }
+    prices = {tiles: _price(problem, tiles, cost, device) for tiles, cost in (no_spills or fitting).items()}
     tiles = min(prices, key=lambda tiles: prices[tiles])
     how = "those that were the fastest for such a problem"
     if len(candidates) > 1:
@@ -92,7 +95,7 @@ def choose(
     if overrides:
         tiles = _override(tiles, overrides)
         how = f"{', '.join(overrides)} asked for"
-    cost = cost_of(tiles)
+    cost = costs.get(tiles) or cost_of(tiles)
     if not _fits(tiles, cost, device):
         raise ValueError(_does_not_fit(tiles, cost, device))
     blocks = _blocks_per_sm(tiles, cost, device)

@@ -127,6 +127,7 @@ class Module:
         macros = dict(macros)
         self.path = _build(source, macros, checked, folder, headers)
         self._smem_bytes = int(macros["SMEM_BYTES"])
+        self._blocks_per_sm = int(macros.get("BLOCKS_PER_SM", 1))
         self._library = ctypes.CDLL(str(self.path))
         self._library.emulator_launch.restype = ctypes.c_char_p
 
@@ -165,6 +166,7 @@ class Module:
             entry.encode(),
             ctypes.c_uint(grid),
             ctypes.c_uint(block),
+            ctypes.c_uint(self._blocks_per_sm),
             ctypes.c_uint64(smem_bytes),
             params,
             (_Buffer * len(regions))(*regions),

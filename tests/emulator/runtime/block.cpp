@@ -132,7 +132,8 @@ void Block::run_thread(void* thread) {
 // What a thread has if all have the same number of registers, which comes in eights.
 unsigned Block::registers_at_start() const {
     constexpr std::size_t kRegistersPerSm = 65536, kMostOfAThread = 255, kStep = 8;
-    return std::min(kRegistersPerSm / threads_.size(), kMostOfAThread) / kStep * kStep;
+    const std::size_t threads = launch_.blocks_per_sm * threads_.size();
+    return std::min(kRegistersPerSm / threads, kMostOfAThread) / kStep * kStep;
 }
 
 // From here on a thread does what it has not told anybody yet.

@@ -23,6 +23,7 @@ struct Launch {
     void (*call)(const void* params);
     const void* params;
     unsigned blocks, threads;
+    unsigned blocks_per_sm;  // that share its registers
     std::size_t shared_bytes;
     bool checked;
     std::uint64_t max_steps;  // of a block

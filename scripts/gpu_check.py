@@ -16,7 +16,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "gpu_check.json"))
-MAX_WORKERS = 14  # of 28 the memory pools leave too little for the largest tests
+WORKERS_OF_GPU = 14  # of 28 the memory pools leave too little for the largest tests
 LADDERS = ("course", "small", "gpt2", "llama")
 PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "numpy", "ml_dtypes")
 
@@ -62,7 +62,8 @@ def versions() -> dict[str, str]:
 def tests() -> dict[str, Any]:
     # Nearly all of their time is compiling and what the CPU computes to compare with, on one core each;
     # pytest-benchmark, if it is there, does not work beside others.
-    workers = str(min(MAX_WORKERS, os.cpu_count() or 1))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")  # tests/conftest.py shares them out
+    workers = str(min(WORKERS_OF_GPU * len(gpus), os.cpu_count() or 1))
     options = ("-n", workers, "-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark")
     done = run("-m", "pytest", *options, "tests", threads=1)
     counts = re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout.splitlines()[-1])

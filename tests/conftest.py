@@ -11,6 +11,15 @@ from emulator import available
 from cufa import device, jit
 
 
+def pytest_configure(config):
+    """Where CUDA_VISIBLE_DEVICES names several GPUs, each worker begins with another of them."""
+    worker, visible = getattr(config, "workerinput", None), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if worker and visible:
+        gpus = visible.split(",")
+        first = int(worker["workerid"].removeprefix("gw")) % len(gpus)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
+
+
 def pytest_collection_modifyitems(items):
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     emulated = [item for item in items if item.get_closest_marker("emulator") and item not in on_gpu]

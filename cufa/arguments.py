@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cufa.messages import shown
+from cufa.mod_header import Written
 from cufa.problem import (
     DTYPES,
     FLOAT8,
@@ -38,7 +39,6 @@ from cufa.problem import (
     tensor_axes,
 )
 from cufa.rounding import ceil_div
-from cufa.score_mod import Written
 
 # What else a call may have gradients of, and its arrays beyond q, k and v.
 _GRADIENTS = ("bias", "sink", "score_mod")

@@ -18,6 +18,7 @@ from cufa import arrays, cpu, launch, probabilities
 from cufa.arguments import Options, check_fits, check_options, check_window, make_problem
 from cufa.arrays import Described
 from cufa.device import Arch, target
+from cufa.mod_header import Written
 from cufa.params import FeatureValues, pack_features
 from cufa.plan import check_tiles, make_plan, make_probabilities_plan
 from cufa.problem import (
@@ -31,7 +32,7 @@ from cufa.problem import (
     output_shape,
     tensor_axes,
 )
-from cufa.score_mod import Mods, Written
+from cufa.score_mod import Mods
 from cufa.tensor_layout import (
     Layout,
     Region,

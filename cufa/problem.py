@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from cufa.messages import shown
-from cufa.score_mod import Written
+from cufa.mod_header import Written
 
 Direction = Literal["forward", "backward"]
 Shape = tuple[int, ...]

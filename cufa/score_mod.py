@@ -1,8 +1,8 @@
 """Functions of one's own on scores, as FlexAttention has them (Dong et al. 2024): `score_mod`, `mask_mod`.
 
-A function is called once with symbols (cufa/expression.py), and what it computes is written as the header
-score_mod.cuh, which kernels are compiled with; its derivative is found from the same symbols. On the CPU
-NumPy computes the same expressions, so that numbers have the same kinds and widths.
+A function is called once with symbols (cufa/expression.py), and what it computes is written as a header
+(cufa/mod_header.py), which kernels are compiled with; its derivative is found from the same symbols. On the
+CPU NumPy computes the same expressions, so that numbers have the same kinds and widths.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -32,18 +32,13 @@ from cufa.expression import (
     names_in,
     symbol,
     times,
-    write,
     write_slopes,
 )
+from cufa.mod_header import Written, cpp_bool, field_name, function_of, header_of
 
 _Array: TypeAlias = npt.NDArray[Any]
 
-# The header that is written.
-HEADER = "score_mod.cuh"
-FIELD_BYTES = 8  # of an address, a stride, a length
-
 _PLACE: Mapping[str, Kind] = {"b": "int32", "h": "int32", "q_idx": "int32", "kv_idx": "int32"}
-_PLACE_ARGUMENTS = "int b, int h, SplitIndex q_idx, SplitIndex kv_idx"
 # Those that change from score to score of a tile.
 _VARYING = {"q_idx", "kv_idx"}
 _ELEMENT_TYPES = {
@@ -60,103 +55,6 @@ _ELEMENT_TYPES = {
     "float32": "float32",
     "float64": "float64",
 }
-
-
-@dataclass(frozen=True)
-class Written:
-    """A traced function in CUDA C++: the arrays it reads, by the names of a call, and its functions.
-
-    Each array has its number of axes and the type of its elements. `of_heads` is whether it may be different
-    in each head, `of_batches` in each sequence of the batch. `differentiated` are those arrays whose
-    gradients are wanted, `elements` how many of their elements a score reads, `changing_with_query` which of
-    these are others for another query, `changing_with_key` for another key. `element_slopes` is the body of a
-    function that says by how much a score changes with each; `slopes_ask_score` if that depends on it.
-    """
-
-    arrays: tuple[tuple[str, int, str], ...]
-    functions: str
-    of_heads: bool
-    of_batches: bool
-    differentiated: tuple[tuple[str, int, str], ...] = ()
-    elements: int = 0
-    changing_with_query: tuple[int, ...] = ()
-    changing_with_key: tuple[int, ...] = ()
-    element_slopes: str = ""
-    slopes_ask_score: bool = False
-
-    @property
-    def differentiated_names(self) -> tuple[str, ...]:
-        """By their names in a call."""
-        return tuple(name for name, _, _ in self.differentiated)
-
-    @property
-    def array_bytes(self) -> int:
-        """In the kernel's parameters: address and strides, and of gradients two numbers and lengths."""
-        of_arrays = sum(1 + ndim for _, ndim, _ in self.arrays)
-        of_gradients = sum(2 + ndim for _, ndim, _ in self.differentiated)
-        return FIELD_BYTES * (of_arrays + of_gradients)
-
-
-def header(score_mod: Written | None, mask_mod: Written | None) -> str:
-    """The text of score_mod.cuh for a call with these functions; None stands for what it has by itself."""
-    written = score_mod or _AS_IT_IS, mask_mod or _ALL_SEEN
-    fields = [
-        f"    ArrayOf<{element}, {ndim}> {_field(name)};\n"
-        for of_function in written
-        for name, ndim, element in of_function.arrays
-    ]
-    differentiated = written[0].differentiated
-    fields += [
-        f"    GradientOf<{element}, {ndim}> d{_field(name)};\n" for name, ndim, element in differentiated
-    ]
-    parts = (
-        '#pragma once\n\n#include "traced.cuh"\n',
-        f"struct ModArrays {{\n{''.join(fields)}}};\n",
-        f"constexpr bool kMaskModOfHead = {_cpp(written[1].of_heads)};\n",
-        f"constexpr bool kMaskModOfBatch = {_cpp(written[1].of_batches)};\n",
-        *(of_function.functions for of_function in written),
-        _of_gradients(written[0]),
-    )
-    return "\n".join(parts)
-
-
-def _of_gradients(score_mod: Written) -> str:
-    """What the gradients of its arrays ask for."""
-    fields = [f"arrays.d{_field(name)}" for name, _, _ in score_mod.differentiated]
-    count = " + ".join(f"{field}.count()" for field in fields) or "0"
-    changing = {"query": score_mod.changing_with_query, "key": score_mod.changing_with_key}
-    writes = "".join(f"    {field}.write(sums, place);\n" for field in fields)
-    return (
-        f"constexpr bool kArrayGradients = {_cpp(bool(fields))};\n"
-        f"constexpr int kElements = {score_mod.elements};\n\n"
-        f"{''.join(_changes_with(name, numbers) for name, numbers in changing.items())}"
-        "__device__ inline void element_slopes(const ModArrays& arrays, acc_t score, "
-        f"{_PLACE_ARGUMENTS}, ElementSlope* slopes) {{\n{score_mod.element_slopes}}}\n\n"
-        f"__device__ inline int array_sums(const ModArrays& arrays) {{\n    return {count};\n}}\n\n"
-        "__device__ inline void write_array_gradients(const ModArrays& arrays, const acc_t* sums, "
-        f"int place) {{\n{writes}}}\n"
-    )
-
-
-def _changes_with(name: str, numbers: tuple[int, ...]) -> str:
-    among = " || ".join(f"element == {number}" for number in numbers) or "false"
-    return f"__device__ constexpr bool changes_with_{name}(int element) {{\n    return {among};\n}}\n\n"
-
-
-def _cpp(value: bool) -> str:
-    return "true" if value else "false"
-
-
-def _field(name: str) -> str:
-    """The name of an array's field: score_mod_0 for score_mod[0]."""
-    return name.replace("[", "_").rstrip("]")
-
-
-def _function(result: str, name: str, arguments: str, expression: Expression) -> str:
-    return (
-        f"__device__ inline {result} {name}(const ModArrays& arrays, {arguments}{_PLACE_ARGUMENTS}) {{\n"
-        f"{write(expression)}}}\n"
-    )
 
 
 M = TypeVar("M", bound="_Mod")
@@ -202,7 +100,7 @@ class _Mod:
         """What the function computes."""
         symbols = [symbol(name, kind) for name, kind in self.symbols.items()]
         arrays = [
-            TracedArray(_field(name), kind_of_dtype(_dtype_of(array)), len(array.shape))
+            TracedArray(field_name(name), kind_of_dtype(_dtype_of(array)), len(array.shape))
             for name, array in self.named_arrays.items()
         ]
         try:
@@ -215,7 +113,7 @@ class _Mod:
         return self._evaluated((self.expression,), symbols)[0]
 
     def _evaluated(self, expressions: Sequence[Expression], symbols: tuple[Any, ...]) -> list[Any]:
-        arrays = {_field(name): array for name, array in self.named_arrays.items()}
+        arrays = {field_name(name): array for name, array in self.named_arrays.items()}
         return evaluate_all(expressions, dict(zip(self.symbols, symbols, strict=True)) | arrays)
 
     def with_arrays(self: M, named: Mapping[str, Any]) -> M:
@@ -321,7 +219,7 @@ class ScoreMod(_Mod):
         elements = self.element_slopes if of_elements else []
         wanted = [part for element, slope in elements for part in (slope, *element.operands)]
         score, slope, *parts = self._evaluated((self.expression, self.slope, *wanted), symbols)
-        names, values = {_field(name): name for name in self.named_arrays}, iter(parts)
+        names, values = {field_name(name): name for name in self.named_arrays}, iter(parts)
         of_arrays = [
             ElementSlope(
                 names[element.value], next(values), tuple(itertools.islice(values, len(element.operands)))
@@ -338,12 +236,12 @@ class ScoreMod(_Mod):
         in_units = [times(term, symbol("unit", "float"), _VARYING) for term in added or [lifted(0.0)]]
         return "\n".join(
             (
-                f"constexpr bool kScoreModSlopes = {_cpp(has_slopes)};\n",
-                f"constexpr bool kScoreModAdds = {_cpp(added is not None and not looks_up)};\n",
-                f"constexpr bool kScoreModLooksUp = {_cpp(looks_up)};\n",
-                _function("acc_t", "modified_score", "acc_t score, ", self.expression),
-                _function("acc_t", "modified_slope", "acc_t score, ", self.slope),
-                _function("acc_t", "added_score", "acc_t unit, ", functools.reduce(operator.add, in_units)),
+                f"constexpr bool kScoreModSlopes = {cpp_bool(has_slopes)};\n",
+                f"constexpr bool kScoreModAdds = {cpp_bool(added is not None and not looks_up)};\n",
+                f"constexpr bool kScoreModLooksUp = {cpp_bool(looks_up)};\n",
+                function_of("acc_t", "modified_score", "acc_t score, ", self.expression),
+                function_of("acc_t", "modified_slope", "acc_t score, ", self.slope),
+                function_of("acc_t", "added_score", "acc_t unit, ", functools.reduce(operator.add, in_units)),
             )
         )
 
@@ -367,11 +265,16 @@ class MaskMod(_Mod):
     def _functions(self) -> str:
         if self.expression.kind == "float":
             raise TypeError("mask_mod returns a float; it must be a bool, as a comparison is")
-        return _function("bool", "mod_sees", "", self.expression)
+        return function_of("bool", "mod_sees", "", self.expression)
 
 
 _AS_IT_IS = ScoreMod(lambda score, *_: score).written
 _ALL_SEEN = MaskMod(lambda *_: True).written
+
+
+def header(score_mod: Written | None, mask_mod: Written | None) -> str:
+    """The text of score_mod.cuh for a call with these functions; None stands for what it has by itself."""
+    return header_of(score_mod or _AS_IT_IS, mask_mod or _ALL_SEEN)
 
 
 class Mods(NamedTuple):

@@ -842,6 +842,14 @@ print(sorted({name.partition('.')[0] for name in sys.modules} & {'cupy', 'cuda',
     )
 
 
+def test_every_package_is_installed() -> None:
+    root = Path(cufa.__file__).parents[1]
+    listed = re.search(r"^packages = \[(.*)\]$", (root / "pyproject.toml").read_text(), re.MULTILINE)
+    packages = [path.parent.relative_to(root).parts for path in (root / "cufa").rglob("__init__.py")]
+    assert listed is not None
+    assert re.findall(r'"([\w.]+)"', listed[1]) == sorted(map(".".join, packages))
+
+
 def test_the_cpu_path_does_not_import_cupy() -> None:
     code = """
 import sys

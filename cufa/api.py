@@ -39,9 +39,9 @@ from cufa.device import target
 from cufa.messages import kind_of, shown
 from cufa.params import FeatureValues
 from cufa.plan import Plan, make_plan
-from cufa.problem import DTYPES, FLOAT8, Direction, LayoutName, Precision, dtype_name
+from cufa.problem import DTYPES, FLOAT8, MAX_ALIGN_BYTES, Direction, LayoutName, Precision, dtype_name
 from cufa.score_mod import Mods, mods_of
-from cufa.tensor_layout import alignment, contiguous_strides
+from cufa.tensor_layout import contiguous_strides
 
 
 def attention(
@@ -110,7 +110,10 @@ def attention(
             a GPU that takes one of sm_90 and head dims to 256.
         k: (batch, seqlen_k, kv_heads, head_dim), as q; heads must be a multiple of kv_heads, and query
             head h reads KV head h // (heads // kv_heads).
-        v: (batch, seqlen_k, kv_heads, value_dim), as q; value_dim 1 to 512.
+        v: (batch, seqlen_k, kv_heads, value_dim), as q; value_dim 1 to 512. In float8_e4m3fn a GPU is fastest
+            if it lies transposed, its keys next to each other: as a view of (batch, kv_heads, value_dim,
+            seqlen_k), whose other strides are multiples of 16, of a multiple of 4 keys, neither packed nor
+            in pages.
         causal: a query sees no key after the diagonal.
         window: (left, right): how many keys before and after the diagonal a query sees; None or -1 on a
             side is all of them. With `causal` right is 0.
@@ -452,7 +455,7 @@ def plan(
         q: anything with the shape and dtype of an array; likewise k and v. Nothing else of it is read, so
             the arrays are taken to be as well aligned as their rows allow.
         k: as above.
-        v: as above.
+        v: as above; if it has strides, they say whether it lies transposed.
         backward: plan `attention_backward` instead of `attention`.
         causal: as in `attention`; likewise the options below.
         window: as in `attention`.
@@ -496,13 +499,16 @@ def plan(
     values = _feature_values(softcap, dropout_p, seed=0, offset=0)
     asked = _asked(causal, window, values, layout, precision, mods, deterministic, gradients)
     problem = known_of(direction, described, asked).problem
-    row_bytes = (problem.head_dim | problem.value_dim) * problem.itemsize
+    align_bytes = math.gcd(MAX_ALIGN_BYTES, *problem.row_bytes)
     device = target(arch, for_plan_only=True)
-    return make_plan(replace(problem, align_bytes=alignment(row_bytes)), device, kernel, tiles)
+    return make_plan(replace(problem, align_bytes=align_bytes), device, kernel, tiles)
 
 
 def _described(name: str, array: Any) -> Described:
-    """Something with a shape and a dtype, which need be no more of an array than that, as if contiguous."""
+    """Something with a shape and a dtype, which need be no more of an array than that.
+
+    It is as if contiguous unless it has strides in bytes.
+    """
     if not (hasattr(array, "shape") and hasattr(array, "dtype")):
         raise TypeError(f"{name} is {kind_of(array)}; it must have a shape and a dtype")
     dtype = array.dtype
@@ -510,7 +516,8 @@ def _described(name: str, array: Any) -> Described:
         # A library with dtypes of its own spells them as NumPy does, behind its own name.
         dtype = np.dtype(str(dtype).rpartition(".")[2])
     shape = tuple(array.shape)
-    return name, shape, contiguous_strides(shape, dtype.itemsize), dtype
+    strides = getattr(array, "strides", None) or contiguous_strides(shape, dtype.itemsize)
+    return name, shape, tuple(strides), dtype
 
 
 _NO_VALUES = FeatureValues()

@@ -40,6 +40,8 @@ from cufa.tensor_layout import (
     check_apart,
     is_contiguous,
     layout_of,
+    lies_transposed,
+    transposed,
 )
 
 Tiles = Mapping[str, int]
@@ -206,6 +208,9 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: Asked) -
     storage: dict[str, Storage] = {"out": (out, None), "dout": (out, None)}
     storage |= {f"d{name}": (shapes[name], None) for name in ("q", "k", "v")}
     storage |= {name: (shape, strides) for name, shape, strides, _ in tensors}
+    if lies_transposed(problem, storage["v"], key_axes):
+        problem = replace(problem, transposed_values=True)
+        storage["v"] = transposed(storage["v"], key_axes)
     itemsizes = tuple(
         problem.output.itemsize if name == "out" else problem.itemsize for name in TENSORS[direction]
     )

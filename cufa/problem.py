@@ -38,6 +38,9 @@ _DTYPE_NAMES = {dtype: name for name, dtype in INPUT_DTYPES.items()}
 # What the output of such inputs may be, the first one if nobody says.
 FLOAT8_OUTPUTS = ("bfloat16", "float16")
 
+# Beside a transposed V, keys are copied in fours, two of each at once.
+KEYS_TOGETHER = 4
+
 # How float32 products may be computed: as exactly as float32 sums of them are, or from operands that are
 # rounded to tf32, of which 10 bits are the mantissa's.
 Precision = Literal["ieee", "tf32"]
@@ -162,6 +165,8 @@ class Problem:
     `out_dtype` is that of O where it is neither `dtype` nor, for 8-bit inputs, bfloat16.
     `align_bytes` is a power of two that every address and every stride is a multiple of, in bytes; the
     kernels load that much at once. `ascending` says that no stride is negative, as the copy engine needs it.
+    `transposed_values` says that V lies in memory with its keys next to each other, (batch, value_dim,
+    kv_heads, seqlen_k) to the kernels.
     """
 
     direction: Direction
@@ -178,11 +183,18 @@ class Problem:
     features: Features = PLAIN
     ascending: bool = True
     out_dtype: str | None = None
+    transposed_values: bool = False
 
     @property
     def itemsize(self) -> int:
         """Bytes of one element of Q, K and V."""
         return INPUT_DTYPES[self.dtype].itemsize
+
+    @property
+    def row_bytes(self) -> tuple[int, int]:
+        """Bytes of the shortest rows of Q and K, and of V and O; a transposed V has no such rows."""
+        of_values = self.output.itemsize if self.transposed_values else self.itemsize
+        return self.head_dim * self.itemsize, self.value_dim * of_values
 
     @property
     def output(self) -> np.dtype[Any]:
@@ -237,9 +249,10 @@ class Problem:
         dims = self.head_dim if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
         features = f", with {', '.join(self.features.names)}" if self.features.names else ""
         dtype = f"{self.dtype} as tf32" if self.features.tf32 else self.dtype
+        transposed = ", values transposed" if self.transposed_values else ""
         return (
             f"{self.direction} {dtype}{' causal' if self.causal else ''}, batch {self.batch}, "
-            f"seqlen {self.seqlen_q} x {self.seqlen_k}, heads {heads}, head dim {dims}{features}"
+            f"seqlen {self.seqlen_q} x {self.seqlen_k}, heads {heads}, head dim {dims}{transposed}{features}"
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cufa.problem import MAX_ALIGN_BYTES, Axes, Shape
+from cufa.problem import FLOAT8, KEYS_TOGETHER, MAX_ALIGN_BYTES, Axes, Problem, Shape
 
 # The shape of a tensor, and its strides in bytes; None for those of a contiguous one.
 Storage = tuple[Shape, Shape | None]
@@ -81,6 +81,32 @@ def alignment(bits: int) -> int:
     """The largest power of two up to `MAX_ALIGN_BYTES` that divides all numbers whose bits these are."""
     bits |= MAX_ALIGN_BYTES
     return bits & -bits
+
+
+def lies_transposed(problem: Problem, values: Storage, axes: Axes) -> bool:
+    """Whether V has its keys next to each other, in a way that `fwd_7_fp8` reads without a copy."""
+    shape, strides = values
+    features = problem.features
+    if problem.dtype != FLOAT8 or features.packed or features.page_size or strides is None:
+        return False
+    keys_axis = axes[1]
+    if strides[keys_axis] != problem.itemsize or shape[keys_axis] % KEYS_TOGETHER or shape[-1] == 1:
+        return False
+    others = [strides[axis] for axis, size in enumerate(shape) if size > 1 and axis != keys_axis]
+    return all(stride > 0 and stride % MAX_ALIGN_BYTES == 0 for stride in others)
+
+
+def transposed(storage: Storage, axes: Axes) -> Storage:
+    """The same memory with the places of rows and columns swapped."""
+    row_axis = axes[1]
+
+    def swapped(values: Shape) -> Shape:
+        places = list(values)
+        places[row_axis], places[-1] = places[-1], places[row_axis]
+        return tuple(places)
+
+    shape, strides = storage
+    return swapped(shape), strides and swapped(strides)
 
 
 def is_contiguous(shape: Shape, strides: Shape, itemsize: int) -> bool:

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from cufa import driver
 from cufa.driver import TENSOR_MAP_BYTES, TensorMapType
 from cufa.plan.record import TensorBox
-from cufa.problem import FLOAT8, INPUT_DTYPES, MAX_EXTENT, Problem
+from cufa.problem import FLOAT8, INPUT_DTYPES, KEYS_TOGETHER, MAX_EXTENT, Problem
 
 # The output's place among the tensors of a call.
 _OUTPUT = 3
 # Those of K and V.
 _KEYS = (1, 2)
+_VALUES = 2
 _TYPES: dict[str, TensorMapType] = {FLOAT8: "UINT8", "float16": "FLOAT16", "bfloat16": "BFLOAT16"}
 # Tensors that an encoder remembers for each of the maps.
 _REMEMBERED = 256
@@ -51,7 +52,9 @@ def _encode(
         (problem.seqlen_k, problem.kv_heads, problem.head_dim),
         (problem.seqlen_k, problem.kv_heads, problem.value_dim),
     )[box.tensor]
-    if problem.batch * rows * heads == 0 or address == 0:
+    if problem.transposed_values and box.tensor == _VALUES:
+        rows, dim = dim, rows
+    if 0 in (problem.batch, rows, heads, dim) or address == 0:
         return bytes(TENSOR_MAP_BYTES)  # the kernel copies nothing
     batch = problem.batch
     if box.tensor in _KEYS and problem.features.page_size:  # how many pages there are nobody says
@@ -61,10 +64,12 @@ def _encode(
     name = problem.output.name if box.tensor == _OUTPUT else problem.dtype
     itemsize = INPUT_DTYPES[name].itemsize
     strides = [stride * itemsize for stride in (row_stride, head_stride, batch_stride)]
+    extents, brought = [dim, rows, heads, batch], [box.cols, box.rows, 1, 1]
+    if box.paired_rows:
+        extents[1:2], brought[1:2] = [KEYS_TOGETHER, rows // KEYS_TOGETHER], [2, box.rows // 2]
+        strides.insert(1, KEYS_TOGETHER * strides[0])
     try:
-        return driver.encode_tensor_map(
-            _TYPES[name], address, (dim, rows, heads, batch), strides, (box.cols, box.rows, 1, 1)
-        )
+        return driver.encode_tensor_map(_TYPES[name], address, extents, strides, brought)
     except driver.DriverError as error:
         raise ValueError(
             f"the copy engine does not take a tensor at {address:#x} with {rows} rows of {heads} heads of "

@@ -26,7 +26,7 @@ def main():
 
     q8, q_descale = quantize(q, kv_heads=KV_HEADS)
     k8, k_descale = quantize(k)
-    v8, v_descale = quantize(v)
+    v8, v_descale = quantize(v, seqlen_contiguous=True)  # as the kernel multiplies with it
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     out = attention(q8, k8, v8, **descales, causal=True).astype(np.float32)
 

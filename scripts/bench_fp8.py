@@ -2,8 +2,9 @@
 """Times the forward of 8-bit operands beside that of bfloat16 on one GPU, and writes benchmarks/fp8.json.
 
 The problems, the way of timing and TFLOP/s are those of scripts/bench_peers.py; bfloat16 gets what the 8-bit
-arrays were rounded from. The error is that of one head's output from float64 attention on the same 8-bit
-arrays, root mean square, over the root mean square of that output.
+arrays were rounded from. 8 bits are timed with V as it was drawn, and with its keys next to each other. The
+error is that of one head's output from float64 attention on the same 8-bit arrays, root
+mean square, over the root mean square of that output.
 """
 
 import os
@@ -27,6 +28,7 @@ import cufa
 
 RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "fp8.json"))
 FLOAT8 = "float8_e4m3fn"
+TRANSPOSED = f"{FLOAT8}, V transposed"
 # Rows of which the scores are computed in float64 at once.
 EXACT_ROWS = 2048
 
@@ -36,6 +38,11 @@ def read(tensor: torch.Tensor) -> Any:
     if tensor.dtype != torch.float8_e4m3fn:
         return cupy.from_dlpack(tensor)
     return cupy.from_dlpack(tensor.view(torch.uint8)).view(np.dtype(ml_dtypes.float8_e4m3fn))
+
+
+def transposed(v: torch.Tensor) -> torch.Tensor:
+    """The same values (batch, seqlen, heads, dim), their keys next to each other."""
+    return v.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
@@ -69,12 +76,18 @@ def main(head_dims: tuple[int, ...], seqlens: tuple[int, ...], rounds: int) -> N
             shape = shape_of(seqlen, head_dim)
             drawn = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(3)]
             rounded = [x.to(torch.float8_e4m3fn) for x in drawn]
+            given = {
+                FLOAT8: rounded,
+                TRANSPOSED: [*rounded[:2], transposed(rounded[2])],
+                "bfloat16": drawn,
+            }
             calls = {
                 name: partial(cufa.attention, *map(read, tensors), causal=causal)
-                for name, tensors in ((FLOAT8, rounded), ("bfloat16", drawn))
+                for name, tensors in given.items()
             }
-            out = torch.from_dlpack(calls[FLOAT8]())
-            error = relative_error(out[0, :, 0], exact(*(x[0, :, 0] for x in rounded), causal))
+            truth = exact(*(x[0, :, 0] for x in rounded), causal)
+            outs = [torch.from_dlpack(calls[name]()) for name in (FLOAT8, TRANSPOSED)]
+            error = max(relative_error(out[0, :, 0], truth) for out in outs)
             seconds = bench_peers.times_of(calls, rounds, flush.fill)
             work = work_of("forward", seqlen, causal, head_dim)
             tflops = {name: work / time / 1e12 for name, time in seconds.items()}

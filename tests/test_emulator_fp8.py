@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from emulator import EmulatorError, calls
 from feature_cases import HOPPER_PAGE_SIZES, draw_case, feature_id, hide_nan, sets_of
-from float8 import assert_float8, random_descales
+from float8 import assert_float8, random_descales, with_values_transposed
 from test_emulator import planted
 from test_emulator_hopper import (
     BEYOND_FLOATS,
@@ -30,6 +30,7 @@ from test_emulator_hopper import (
 from tolerance import random_problem
 
 from cufa.problem import FLOAT8
+from cufa.rounding import round_up
 
 __all__ = ["folder", "launch"]  # fixtures
 
@@ -131,6 +132,30 @@ def test_lengths(rng, dims, causal):
         run(problem, random_descales(rng, 1, 1), causal=causal)
 
 
+# Of values that lie transposed: panels of 96 and 128 keys, one and two of them, and dims that fill no unit.
+@pytest.mark.parametrize(
+    ("dims", "causal", "tiles"),
+    [
+        ((64, 64), True, {}),
+        ((128, 80), False, {"block_m": 128, "block_n": 96, "stages": 2}),
+        ((80, 72), True, {"block_m": 128, "block_n": 192, "stages": 2, "query_stages": 1}),
+    ],
+)
+def test_transposed_values(rng, dims, causal, tiles):
+    for lengths in [(1, 64), (130, 128), (300, 100), (250, 312)]:
+        problem = with_values_transposed(draw(rng, *lengths, dims=dims, batch=2, heads=4, kv_heads=2))
+        run(problem, random_descales(rng, 2, 2), causal=causal, tiles=tiles)
+
+
+def test_nan_in_transposed_values(rng):
+    problem = draw(rng, 200, 212)
+    problem.v[:, 100, 0, 3], problem.v[:, 180, 0, 5] = np.nan, np.nan  # seen from rows 88 and 168 on
+    problem = with_values_transposed(problem)
+    out, _ = run(problem, causal=True)
+    assert np.isfinite(out[:, :88]).all()
+    run(problem)
+
+
 def test_groups_batches_and_strides(rng):
     problem = draw(rng, 100, 150, batch=2, heads=6, kv_heads=2, layout="packed")
     run(problem, random_descales(rng, 2, 2))
@@ -182,8 +207,8 @@ def test_weights_that_are_almost_nothing(rng):
 # What is wrong in a copy of which file, and what is said about it.
 PLANTED = {
     "values turned before a product has read the last": (
-        "fwd_7_fp8.cu",
-        "smem.turned_ring.wait_empty(at);",
+        "fp8_turned_values.cuh",
+        "smem.helpers.ring.wait_empty(at);",
         "",
         r"one arrival too many at the barrier|race: writes 16 bytes of shared memory",
     ),
@@ -194,9 +219,9 @@ PLANTED = {
         r"one arrival too many at the barrier|race: reads 16 bytes of shared memory",
     ),
     "turned values of which wgmma is not told": (
-        "fwd_7_fp8.cu",
-        "ptx::proxy_fence(); __syncwarp(); if (thread % 32 == 0) { smem.v_nan",
-        "__syncwarp(); if (thread % 32 == 0) { smem.v_nan",
+        "fp8_turned_values.cuh",
+        "ptx::proxy_fence(); __syncwarp(); if (thread % 32 == 0) { smem.helpers.nan",
+        "__syncwarp(); if (thread % 32 == 0) { smem.helpers.nan",
         r"which thread \d+ writes with no proxy fence between\n(?s:.*)issue_product_pv",
     ),
 }
@@ -219,6 +244,43 @@ def test_rows_that_see_few_keys_at_first_need_not_raise_their_maxima(rng, tmp_pa
     run(draw(rng, 300, 300), causal=True, folder=folder)
 
 
+TRANSPOSED_PLANTED = {
+    "values looked at before they are there": (
+        "wgmma_forward_copies.cuh",
+        "smem.v_ring.wait_full(at); handle(!keys",
+        "handle(!keys",
+        r"race: reads \d+ bytes of shared memory",
+    ),
+    "NaN taken out before it was looked for": (
+        "wgmma_inspected_values.cuh",
+        "wait_for(smem.helpers.done[v_at.stage], v_at.parity, v_at.stage);",
+        "",
+        r"race: reads 4 bytes of shared memory|which no thread has written",
+    ),
+    "zeros of which wgmma is not told": (
+        "wgmma_inspected_values.cuh",
+        "ptx::proxy_fence(); ptx::named_barrier_sync",
+        "ptx::named_barrier_sync",
+        r"which thread \d+ writes with no proxy fence between\n(?s:.*)issue_product_pv",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TRANSPOSED_PLANTED)
+def test_a_mistake_about_transposed_values_is_seen(rng, tmp_path, what):
+    file, right, wrong, message = TRANSPOSED_PLANTED[what]
+    problem = draw(rng, 100, 400, heads=1)
+    problem.v[:, 390] = np.nan
+    tiles = {"block_m": 128, "block_n": 64, "stages": 2, "query_stages": 1, "store_cols": 64}
+    with pytest.raises(EmulatorError, match=message):
+        run(
+            with_values_transposed(problem),
+            causal=True,
+            folder=planted(tmp_path, file, right, wrong),
+            tiles=tiles,
+        )
+
+
 # Features that are alone with one variant of the kernel, in turn, sets of them with two: compiling takes most
 # of the time.
 @pytest.mark.parametrize(
@@ -231,15 +293,29 @@ def test_rows_that_see_few_keys_at_first_need_not_raise_their_maxima(rng, tmp_pa
     ids=lambda value: feature_id(value) if isinstance(value, frozenset) else HIDDEN[value],
 )
 def test_features(request, features, hidden):
+    check_features(request, features, hidden)
+
+
+@pytest.mark.parametrize(
+    "features", [{"window", "sink"}, {"softcap", "seqused_k"}, {"causal", "seqused_k"}], ids=feature_id
+)
+def test_features_with_transposed_values(request, features):
+    check_features(request, features, hidden=True, transposed=True)
+
+
+def check_features(request, features, hidden, transposed=False):
+    """Run a drawn case of these features; beside transposed values keys are a multiple of four."""
     seed = int(hashlib.sha256(request.node.name.encode()).hexdigest()[:16], 16)
     rng = np.random.default_rng(seed)
     seqlen_q, seqlen_k = (int(length) for length in rng.integers(1, 280, 2))
+    if transposed:
+        seqlen_k = round_up(seqlen_k, 4)
     dims = {"head_dim": 128, "head_dim_v": 48} if hidden else {"head_dim": 64}
     lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     case = draw_case(rng, FLOAT8, features, page_sizes=HOPPER_PAGE_SIZES, **lengths, **dims)
     if hidden:
         hide_nan(case)
-    problem = case.problem
+    problem = with_values_transposed(case.problem) if transposed else case.problem
     with np.errstate(invalid="ignore"):
         out, lse = calls.attention(
             problem.q, problem.k, problem.v, kernel=KERNEL, device=DEVICE, **case.emulator_forward

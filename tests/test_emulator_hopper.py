@@ -40,6 +40,8 @@ SMALL_DEVICE = replace(calls.DEVICE, sm_count=3)
 
 PROBE = {
     "BOX_ROWS": 24,
+    "BOX_COLUMNS": PANEL,
+    "PAIRED_ROWS": False,
     "PRODUCT_COLUMNS": 16,
     "TRANSPOSED_A": False,
     "TRANSPOSED_B": False,
@@ -64,8 +66,8 @@ def folder(tmp_path):
 def launch(request, folder):
     """Runs launch(entry, threads, fields, arrays, **macros).
 
-    The parameter struct is a list: the name of an array is its address, a triple (name, rows, columns) the
-    tensor map of a box of it, an int 4 bytes of a number, bytes themselves.
+    The parameter struct is a list: the name of an array is its address, (name, rows, columns, whether rows
+    are paired) the tensor map of a box of it, an int 4 bytes of a number, bytes themselves.
     """
     run = launch_on_gpu if request.param == "gpu" else launch_on_emulator
     return lambda *arguments, **macros: run(folder, *arguments, {**PROBE, **macros})
@@ -77,8 +79,8 @@ def pack(fields, address_of, tensor_map):
         match field:
             case str(name):
                 params += struct.pack("q", address_of(name))
-            case (name, rows, columns):
-                params += tensor_map(name, rows, columns)
+            case (name, *box):
+                params += tensor_map(name, *box)
             case int(number):
                 params += struct.pack("i", number)
             case _:
@@ -90,7 +92,7 @@ def launch_on_emulator(folder, entry, threads, fields, arrays, macros):
     params = pack(
         fields,
         lambda name: arrays[name].ctypes.data,
-        lambda name, rows, columns: calls.tensor_map(arrays[name], rows, columns),
+        lambda name, *box: calls.tensor_map(arrays[name], *box),
     )
     module = Module("probe_hopper.cu", macros, folder=folder)
     module.launch(entry, 1, threads, macros["SMEM_BYTES"], aligned(params, fields), arrays)
@@ -108,7 +110,7 @@ def launch_on_gpu(folder, entry, threads, fields, arrays, macros):
     params = pack(
         fields,
         lambda name: on_gpu[name].data.ptr,
-        lambda name, rows, columns: encode(arrays[name], on_gpu[name].data.ptr, rows, columns),
+        lambda name, *box: encode(arrays[name], on_gpu[name].data.ptr, *box),
     )
     params = aligned(params, fields)
     by_value = np.frombuffer(params, np.dtype((np.void, len(params))))
@@ -123,20 +125,24 @@ def aligned(params, fields):
     return params.ljust(-(-len(params) // alignment) * alignment, b"\0")
 
 
-def encode(tensor, address, rows, columns):
+def encode(tensor, address, rows, columns, paired_rows=False):
     """The GPU's own tensor map of what calls.tensor_map describes."""
     from cuda.bindings import driver
 
     batch, seqlen, heads, dim = tensor.shape
     strides = [tensor.strides[axis] for axis in (1, 2, 0)]
+    extents, box = [dim, seqlen, heads, batch], [columns, rows, 1, 1]
+    if paired_rows:
+        extents[1:2], box[1:2] = [4, seqlen // 4], [2, rows // 2]
+        strides.insert(1, 4 * strides[0])
     status, tensor_map = driver.cuTensorMapEncodeTiled(
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        4,
+        len(extents),
         address,
-        [driver.cuuint64_t(extent) for extent in (dim, seqlen, heads, batch)],
+        [driver.cuuint64_t(extent) for extent in extents],
         [driver.cuuint64_t(stride) for stride in strides],
-        [driver.cuuint32_t(extent) for extent in (columns, rows, 1, 1)],
-        [driver.cuuint32_t(1)] * 4,
+        [driver.cuuint32_t(extent) for extent in box],
+        [driver.cuuint32_t(1)] * len(extents),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
@@ -165,6 +171,17 @@ def part(tensor, first_row, head, batch, first_column, rows):
     return box
 
 
+def box_arrays(rng, source):
+    """Those of the entry `boxes`."""
+    return {
+        "from": source,
+        "to": np.zeros((2, 40, 2, 80), np.uint16),
+        "tile": np.zeros((PROBE["BOX_ROWS"], PANEL), np.uint16),
+        "line": np.zeros(32, np.uint16),
+        "line_from": rng.integers(0, 2**16, 32, dtype=np.uint16),
+    }
+
+
 @pytest.mark.parametrize(
     ("x", "y"),
     [
@@ -177,13 +194,7 @@ def part(tensor, first_row, head, batch, first_column, rows):
 def test_boxes_and_lines(launch, rng, x, y):
     rows = PROBE["BOX_ROWS"]
     source = rng.integers(1, 2**16, (2, 33, 3, 72), dtype=np.uint16)
-    arrays = {
-        "from": source,
-        "to": np.zeros((2, 40, 2, 80), np.uint16),
-        "tile": np.zeros((rows, PANEL), np.uint16),
-        "line": np.zeros(32, np.uint16),
-        "line_from": rng.integers(0, 2**16, 32, dtype=np.uint16),
-    }
+    arrays = box_arrays(rng, source)
     fields = [("from", rows, PANEL), ("to", rows, PANEL), "tile", "line", "line_from", *x, *y]
     launch("boxes", 128, fields, arrays)
     box = part(source, x[1], x[2], x[3], x[0], rows)
@@ -195,6 +206,33 @@ def test_boxes_and_lines(launch, rng, x, y):
             target_row = expected[y[3], y[1] + row, y[2], y[0] : y[0] + PANEL]
             target_row[:] = values[: len(target_row)]
     np.testing.assert_array_equal(arrays["to"], expected)
+
+
+@pytest.mark.parametrize("first_row", [0, 18, 22])
+def test_boxes_of_paired_rows(launch, rng, first_row):
+    """Two neighbours of every four rows, also beyond the last."""
+    rows = PROBE["BOX_ROWS"]
+    source = rng.integers(1, 2**16, (2, 52, 3, 72), dtype=np.uint16)
+    arrays = box_arrays(rng, source)
+    fields = [("from", rows, PANEL, True), ("to", rows, PANEL), "tile", "line", "line_from"]
+    launch("boxes", 128, [*fields, *(8, first_row, 2, 1), *(0, 0, 0, 0)], arrays, PAIRED_ROWS=True)
+    box = np.concatenate(
+        [part(source, first_row + 4 * pair, 2, 1, 8, 2) for pair in range(rows // 2)], dtype=np.uint16
+    )
+    np.testing.assert_array_equal(arrays["tile"], swizzled(box))
+
+
+@pytest.mark.parametrize("columns", [32, 48])
+def test_narrow_boxes(launch, rng, columns):
+    """Their rows lie as far apart as others, and what is between them does not count."""
+    rows = PROBE["BOX_ROWS"]
+    source = rng.integers(1, 2**16, (2, 33, 3, 72), dtype=np.uint16)
+    arrays = box_arrays(rng, source)
+    fields = [("from", rows, columns), ("to", rows, columns), "tile", "line", "line_from"]
+    launch("boxes", 128, [*fields, *(8, 4, 2, 1), *(0, 0, 0, 0)], arrays, BOX_COLUMNS=columns)
+    inside = swizzled(np.broadcast_to(np.arange(PANEL) < columns, (rows, PANEL)))
+    box = swizzled(part(source, 4, 2, 1, 8, rows))
+    np.testing.assert_array_equal(arrays["tile"][inside], box[inside])
 
 
 def operand(matrix, transposed, gap, row_bytes=ROW_BYTES):

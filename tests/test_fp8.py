@@ -9,7 +9,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
-from float8 import assert_float8, random_descales
+from float8 import assert_float8, random_descales, transposed, with_values_transposed
 from tolerance import random_problem
 
 import cufa
@@ -24,15 +24,17 @@ NAME = "fwd_7_fp8"
 SHORT, LONG = 512, 8192
 
 
-def problem(head_dim=128, value_dim=None, causal=False, seqlen=LONG, out_dtype=None, **features):
+def problem(head_dim=128, value_dim=None, causal=False, seqlen=LONG, **options):
+    """A call; the options are fields of `Problem`, or features."""
+    of_problem = {name: options.pop(name) for name in ("out_dtype", "transposed_values") if name in options}
     dims = head_dim, value_dim or head_dim
     return Problem(
         "forward",
         FLOAT8,
         *(2, seqlen, seqlen, 4, 2, *dims),
         causal,
-        features=Features(**features),
-        out_dtype=out_dtype,
+        features=Features(**options),
+        **of_problem,
     )
 
 
@@ -74,6 +76,21 @@ def test_features_spill_nothing(head_dim, features):
     assert_no_spill_and_no_product_in_series(problem(head_dim, **features))
 
 
+@pytest.mark.parametrize("seqlen", [SHORT, LONG])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_transposed_values_spill_nothing(head_dim, causal, seqlen):
+    build = compiled(problem(head_dim, causal=causal, seqlen=seqlen, transposed_values=True))
+    assert build.warnings == ()
+
+
+@pytest.mark.parametrize(
+    "features", [{"window": (100, None)}, {"softcap": True}, {"seqused_k": True}], ids="".join
+)
+def test_features_with_transposed_values_spill_nothing(features):
+    assert compiled(problem(transposed_values=True, **features)).warnings == ()
+
+
 @pytest.mark.parametrize("dims", [(16, 16), (48, 200), (96, 80), (7, 255)])
 def test_any_head_dims_compile(dims):
     assert not [line for line in compiled(problem(*dims, out_dtype="float16")).warnings if "C75" in line]
@@ -103,6 +120,22 @@ def test_who_takes_it():
         best_kernel(problem(dropout=True), H200)
     with pytest.raises(ValueError, match="block_n must be a multiple of 32"):
         make_plan(problem(), H200, tiles={"block_n": 48})
+    with pytest.raises(ValueError, match="fwd_7_fp8 reads transposed values neither of packed sequences"):
+        best_kernel(problem(transposed_values=True, packed=True), H200)
+    with pytest.raises(ValueError, match="block_n must be a multiple of 32, over 128 of 64"):
+        make_plan(problem(transposed_values=True), H200, tiles={"block_n": 160})
+
+
+def test_plans_know_values_that_lie_transposed(arrays):
+    v = transposed(arrays.v)
+    for plan, lies in (
+        (cufa.plan(arrays.q, arrays.k, v, arch="sm_90a"), True),
+        (cufa.plan(arrays.q, arrays.k, arrays.v, arch="sm_90a"), False),
+        (cufa.plan(*(x.swapaxes(1, 2) for x in (arrays.q, arrays.k, v)), arch="sm_90a", layout="bhsd"), True),
+    ):
+        assert plan.problem.transposed_values == lies
+        assert ("values transposed" in str(plan)) == lies
+        assert dict(plan.macros)["TRANSPOSED_VALUES"] == lies
 
 
 def test_registers_are_those_of_the_block():
@@ -132,6 +165,13 @@ def test_attention_on_the_cpu(rng, arrays):
     )
     assert (out.dtype, out.shape) == (ml_dtypes.bfloat16, (2, 50, 4, 16))
     assert_float8(out, lse, arrays, descales, **options)
+
+
+def test_transposed_values_on_the_cpu(arrays):
+    options = {"causal": True, "backend": "numpy"}
+    expected = cufa.attention(arrays.q, arrays.k, arrays.v, **options)
+    out = cufa.attention(arrays.q, arrays.k, with_values_transposed(arrays).v, **options)
+    np.testing.assert_array_equal(out, expected)
 
 
 def test_layout_and_output(rng, arrays):

@@ -5,13 +5,14 @@ import hashlib
 import ml_dtypes
 import numpy as np
 import pytest
-from feature_cases import HOPPER_PAGE_SIZES, draw_case, hide_nan, sets_of
-from float8 import assert_float8, random_descales
+from feature_cases import HOPPER_PAGE_SIZES, draw_case, feature_id, hide_nan, sets_of
+from float8 import assert_float8, random_descales, with_values_transposed
 from tolerance import random_problem
 
 import cufa
 from cufa import device
 from cufa.problem import FLOAT8
+from cufa.rounding import round_up
 
 pytestmark = pytest.mark.gpu
 
@@ -29,6 +30,9 @@ def cupy():
 
 def on_gpu(cupy, array):
     """CuPy makes no array of 8-bit floats, but sees memory as one."""
+    if array.dtype == E4M3 and array.strides[1] == 1:  # transposed values, with what is after the last key
+        rows = array.base
+        return on_gpu(cupy, rows)[..., : array.shape[1]].transpose(0, 3, 1, 2)
     if array.dtype != E4M3:
         return cupy.asarray(array)
     return cupy.asarray(array.view(np.uint8)).view(E4M3)
@@ -41,11 +45,11 @@ def draw(rng, seqlen_q, seqlen_k, dims=(64, 64), **shape):
     )
 
 
-def run(cupy, problem, descales=None, out=None, **options):
+def run(cupy, problem, descales=None, out=None, tiles=None, **options):
     """Out and LSE, held to the rule."""
     tensors = [on_gpu(cupy, array) for array in (problem.q, problem.k, problem.v)]
     on_device = {name: cupy.asarray(array) for name, array in (descales or {}).items()}
-    out, lse = cufa.attention(*tensors, return_lse=True, out=out, **on_device, **options)
+    out, lse = cufa.attention(*tensors, return_lse=True, out=out, tiles=tiles, **on_device, **options)
     assert_float8(out.get(), lse.get(), problem, descales, **options)
     return out, lse
 
@@ -62,6 +66,23 @@ def test_descales_of_packed_sequences(cupy, rng):
         case = draw_case(rng, FLOAT8, {"packed", *causal}, seqlen_q=500, seqlen_k=600, head_dim=128)
         descales = random_descales(rng, len(case.arrays["cu_seqlens_q"]) - 1, case.problem.k.shape[1])
         run(cupy, case.problem, case.arrays | descales, **case.numbers)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (80, 48), (64, 72), (192, 176), (256, 256)])
+def test_transposed_values(cupy, rng, dims, causal):
+    for lengths in [(1, 64), (130, 132), (300, 100), (1000, 1100)]:
+        problem = draw(rng, *lengths, dims=dims)
+        problem = with_values_transposed(problem)
+        assert cufa.plan(problem.q, problem.k, problem.v, causal=causal).problem.transposed_values
+        run(cupy, problem, random_descales(rng, 2, 2), causal=causal)
+
+
+@pytest.mark.parametrize("block_n", [32, 64, 96, 128, 192])
+def test_tiles_of_transposed_values(cupy, rng, block_n):
+    problem = draw(rng, 200, 1000, dims=(128, 128))
+    problem = with_values_transposed(problem)
+    run(cupy, problem, causal=True, tiles={"block_m": 128, "block_n": block_n, "stages": 2})
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -123,6 +144,15 @@ def test_nan_reaches_those_who_see_it(cupy, rng):
     run(cupy, problem)  # every row sees them, without a search
 
 
+def test_nan_in_transposed_values_reaches_those_who_see_it(cupy, rng):
+    problem = draw(rng, 500, 512, dims=(128, 128))
+    problem.v[:, 100, 0, 3], problem.v[:, 380, 0, 5] = np.nan, np.nan  # seen from rows 88 and 368 on
+    problem = with_values_transposed(problem)
+    out, _ = run(cupy, problem, causal=True)
+    assert np.isfinite(out[:, :88].get().astype(np.float32)).all()
+    run(cupy, problem)
+
+
 def test_the_same_bits_in_every_run(cupy, rng):
     tensors = [on_gpu(cupy, rng.standard_normal((2, 2100, 8, 128)).astype(E4M3)) for _ in range(3)]
     first = cufa.attention(*tensors, causal=True).view(np.uint16)
@@ -134,18 +164,30 @@ def test_the_same_bits_in_every_run(cupy, rng):
 @pytest.mark.parametrize(
     "features",
     sets_of(FEATURES),
-    ids=lambda on: "+".join(sorted(on)),
+    ids=feature_id,
 )
 def test_features(cupy, request, features, hidden):
+    check_features(cupy, request, features, hidden)
+
+
+@pytest.mark.parametrize(
+    "features", [on for on in sets_of(FEATURES) if not on & {"packed", "block_table"}], ids=feature_id
+)
+def test_features_with_transposed_values(cupy, request, features):
+    check_features(cupy, request, features, hidden=True, lie_transposed=True)
+
+
+def check_features(cupy, request, features, hidden, lie_transposed=False):
+    """Run a drawn case of these features; beside transposed values keys are a multiple of four."""
     seed = int(hashlib.sha256(request.node.name.encode()).hexdigest()[:16], 16)
     rng = np.random.default_rng(seed)
     seqlen_q, seqlen_k = (int(length) for length in rng.integers(1, 700, 2))
     dims = {"head_dim": 128, "head_dim_v": 48} if hidden else {"head_dim": 64}
-    lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    lengths = {"seqlen_q": seqlen_q, "seqlen_k": round_up(seqlen_k, 4) if lie_transposed else seqlen_k}
     case = draw_case(rng, FLOAT8, features, page_sizes=HOPPER_PAGE_SIZES, **lengths, **dims)
     if hidden:
         hide_nan(case)
-    problem = case.problem
+    problem = with_values_transposed(case.problem) if lie_transposed else case.problem
     tensors = [on_gpu(cupy, array) for array in (problem.q, problem.k, problem.v)]
     side = {name: cupy.asarray(array) for name, array in case.arrays.items()}
     out, lse = cufa.attention(*tensors, return_lse=True, **case.numbers, **side)

@@ -5,6 +5,7 @@ What a GPU's driver would be asked is answered here; all that comes before it is
 
 import ctypes
 import itertools
+import math
 import types
 from dataclasses import replace
 
@@ -12,11 +13,13 @@ import numpy as np
 import pytest
 from emulator import Module, calls
 from feature_cases import draw_case
+from float8 import assert_float8, random_descales, with_values_transposed
 from tolerance import assert_attention, assert_gradients, random_problem
 
 import cufa
 from cufa import arrays, call, counters, device, driver, jit, launch
 from cufa.driver import TENSOR_MAP_BYTES, DriverError
+from cufa.problem import FLOAT8
 from cufa.tensor_layout import Region
 
 pytestmark = pytest.mark.emulator
@@ -97,18 +100,19 @@ def host(array):
     return np.ndarray(array.shape, array.dtype, memory, array.data.ptr - first, array.strides)
 
 
-def encode(_type, address, extents, strides, box):
+def encode(dtype, address, extents, strides, box):
     """What `cuTensorMapEncodeTiled` is asked for, as the emulator has it."""
-    dim, rows, heads, batch = extents
-    row_stride, head_stride, batch_stride = strides
+    dim, *rows, heads, batch = extents
+    row_stride, *_, head_stride, batch_stride = strides
+    itemsize = 1 if dtype == "UINT8" else 2
     where = np.ndarray(
-        (batch, rows, heads, dim),
-        np.float16,
+        (batch, math.prod(rows), heads, dim),
+        f"u{itemsize}",
         (ctypes.c_char * 2**40).from_address(address),
-        strides=(batch_stride, row_stride, head_stride, 2),
+        strides=(batch_stride, row_stride, head_stride, itemsize),
     )
-    cols, box_rows, *_ = box
-    tensor_map = bytes(calls.tensor_map(where, box_rows, cols))
+    cols, *box_rows, _, _ = box
+    tensor_map = bytes(calls.tensor_map(where, math.prod(box_rows), cols, paired_rows=len(rows) == 2))
     assert len(tensor_map) == TENSOR_MAP_BYTES
     return tensor_map
 
@@ -164,6 +168,24 @@ def test_strides(machine, rng, storage):
     sizes = {"batch": 2, "seqlen_q": 70, "seqlen_k": 90, "heads": 4, "kv_heads": 2}
     kernel = "fwd_5_mma" if storage == "reversed" else "fwd_6_wgmma"
     check(machine, random_problem(rng, "float16", **sizes, layout=storage), rungs=[kernel])
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize("seqlen_k", [120, 90])
+def test_transposed_values(machine, rng, monkeypatch, layout, seqlen_k):
+    """They are read where they lie, unless there are keys that make no four."""
+    sizes = {"batch": 2, "seqlen_q": 70, "seqlen_k": seqlen_k, "heads": 4, "kv_heads": 2}
+    problem = with_values_transposed(random_problem(rng, FLOAT8, **sizes))
+    order = (0, 1, 2, 3) if layout == "bshd" else (0, 2, 1, 3)
+    q, k, v = (machine.array(x).transpose(order) for x in (problem.q, problem.k, problem.v))
+    copied = []
+    contiguous = arrays.contiguous
+    monkeypatch.setattr(arrays, "contiguous", lambda x: copied.append(x) or contiguous(x))
+    descales = random_descales(rng, 2, 2)
+    given = {name: machine.array(value) for name, value in descales.items()}
+    out, lse = cufa.attention(q, k, v, layout=layout, causal=True, return_lse=True, **given)
+    assert_float8(host(out).transpose(order), host(lse), problem, descales, causal=True)
+    assert len(copied) == (seqlen_k % 4 != 0)
 
 
 @pytest.mark.parametrize("axes", [(0,), (1,), (2,), (0, 1, 2)], ids=str)

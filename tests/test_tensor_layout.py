@@ -1,13 +1,14 @@
 """What kernels are told of where tensors lie, beside what NumPy says."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from tolerance import DTYPES
 
-from cufa.problem import LAYOUTS
-from cufa.tensor_layout import Region, is_contiguous, layout_of
+from cufa.problem import FLOAT8, LAYOUTS, Features, Problem
+from cufa.tensor_layout import Region, is_contiguous, layout_of, lies_transposed, transposed
 
 PACKED = (None, 0, 1)
 
@@ -204,3 +205,44 @@ def test_overlap_of_large_arrays_is_found_at_once():
         assert not q.overlaps(k)
         assert q.overlaps(q)
         assert not q.overlaps_itself
+
+
+def bytes_of(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("values", "lies"),
+    [
+        (bytes_of(2, 3, 8, 32).transpose(0, 3, 1, 2), True),
+        (bytes_of(2, 8, 3, 32).transpose(0, 3, 2, 1), True),
+        (bytes_of(2, 3, 8, 32)[..., :20].transpose(0, 3, 1, 2), True),
+        (bytes_of(2, 3, 8, 32)[..., :18].transpose(0, 3, 1, 2), False),  # keys that make no four
+        (bytes_of(2, 3, 8, 20).transpose(0, 3, 1, 2), False),  # strides of 20 bytes
+        (bytes_of(2, 3, 8, 32)[:, :, ::-1].transpose(0, 3, 1, 2), False),
+        (bytes_of(2, 3, 1, 32).transpose(0, 3, 1, 2), False),  # one column: rows are as good
+        (bytes_of(2, 32, 3, 8), False),
+    ],
+)
+def test_values_that_lie_transposed(values, lies):
+    batch, seqlen_k, kv_heads, value_dim = values.shape
+    problem = Problem("forward", FLOAT8, batch, 5, seqlen_k, kv_heads, kv_heads, 16, value_dim)
+    (storage,) = described(values)
+    assert lies_transposed(problem, storage, LAYOUTS["bshd"]) == lies
+    in_bhsd = values.swapaxes(1, 2)
+    assert lies_transposed(problem, *described(in_bhsd), LAYOUTS["bhsd"]) == lies
+    assert transposed(storage, LAYOUTS["bshd"]) == described(values.swapaxes(1, 3))[0]
+    assert transposed(*described(in_bhsd), LAYOUTS["bhsd"]) == described(in_bhsd.swapaxes(2, 3))[0]
+
+
+def test_of_what_no_values_are_read_transposed():
+    storage = described(bytes_of(2, 3, 8, 32).transpose(0, 3, 1, 2))[0]
+    problem = Problem("forward", FLOAT8, 2, 5, 32, 3, 3, 16, 8)
+    assert lies_transposed(problem, storage, LAYOUTS["bshd"])
+    for other in (
+        replace(problem, dtype="float16"),
+        replace(problem, features=Features(packed=True)),
+        replace(problem, features=Features(page_size=16)),
+    ):
+        assert not lies_transposed(other, storage, LAYOUTS["bshd"])
+    assert not lies_transposed(problem, (storage[0], None), LAYOUTS["bshd"])

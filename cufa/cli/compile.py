@@ -36,7 +36,16 @@ from cufa.plan.standard import (
     rotary_launch,
     softmax_launch,
 )
-from cufa.problem import DTYPES, MAX_ALIGN_BYTES, Direction, Features, Problem, accumulator_dtype, one_of
+from cufa.problem import (
+    DTYPES,
+    FLOAT8,
+    MAX_ALIGN_BYTES,
+    Direction,
+    Features,
+    Problem,
+    accumulator_dtype,
+    one_of,
+)
 
 # The lengths of the plans and of a window; what is compiled does not depend on them.
 _SEQLEN = 4096
@@ -77,6 +86,7 @@ class _Request:
     head_dim: int
     value_dim: int
     causal: bool
+    transposed_values: bool
     features: Features
     tiles: Mapping[str, int]
 
@@ -102,6 +112,7 @@ class _Request:
                 deterministic=self.features.deterministic and direction == "backward",
                 gradients=self.features.gradients if direction == "backward" else (),
             ),
+            transposed_values=self.transposed_values,
         )
 
 
@@ -169,6 +180,11 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--window", is_flag=True, help="With a window of keys."),
         click.option("--bias", type=DTYPE, help="With a bias of this dtype."),
         click.option("--mask", type=click.Choice(["bool", "bits"]), help="With a mask."),
+        click.option(
+            "--transposed-values",
+            is_flag=True,
+            help=f"For values whose keys lie next to each other, of {FLOAT8}.",
+        ),
         click.option("--varlen", is_flag=True, help="For packed sequences."),
         count_option("--page-size", "For keys in pages of N. [0: no pages]", default=0),
         click.option("--dbias", is_flag=True, help="Backward: with the gradient of the bias."),
@@ -232,6 +248,7 @@ def command(
     head_dims: tuple[int, ...],
     value_dim: int | None,
     causal: bool,
+    transposed_values: bool,
     features: Features,
     tile: tuple[tuple[str, int], ...],
     emit: str | None,
@@ -255,7 +272,10 @@ def command(
 
     devices = _devices(archs)
     requests = [
-        _Request(kernel, device, dtype, head_dim, value_dim or head_dim, causal, features, dict(tile))
+        _Request(
+            *(kernel, device, dtype, head_dim, value_dim or head_dim, causal, transposed_values, features),
+            dict(tile),
+        )
         for device, dtype, head_dim, kernel in itertools.product(
             devices, dtypes, head_dims, kernels or _NAMES
         )
@@ -311,6 +331,8 @@ def _plan(request: _Request) -> _Planned:
     name, device = request.kernel, request.device
     if request.features.tf32 and request.dtype != "float32":
         raise ValueError(f"--precision tf32 is for float32, and this is {request.dtype}")
+    if request.transposed_values and request.dtype != FLOAT8:
+        raise ValueError(f"--transposed-values is for {FLOAT8}, and this is {request.dtype}")
     if name in KERNELS:
         problem = request.problem(KERNELS[name].direction)
         plan = make_plan(problem, device, name, request.tiles)
@@ -402,6 +424,7 @@ def _document(compiled: _Compiled) -> dict[str, Any]:
         "head_dim": request.head_dim,
         "value_dim": request.value_dim,
         "causal": request.causal,
+        "transposed_values": request.transposed_values,
         "features": list(request.features.names),
         "tiles": dict(compiled.planned.tiles) if compiled.planned else None,
         "seconds": build.seconds if build else None,
@@ -462,6 +485,7 @@ def _title(request: _Request) -> str:
     dims = f"{head_dim}" if head_dim == value_dim else f"{head_dim}/{value_dim}"
     dtype = f"{request.dtype} as tf32" if request.features.tf32 else request.dtype
     parts = [str(request.device.arch), dtype, f"head dim {dims}"]
+    parts += ["values transposed"] if request.transposed_values else []
     parts += ["causal"] if request.causal else []
     return ", ".join((*parts, *request.features.names))
 

@@ -131,7 +131,8 @@ class FeatureOptions:
     """What the options ask for beyond plain attention; the fields are their names.
 
     `bias` is a file or `RANDOM`, `mask` also `RANDOM_BITS`; `varlen` has queries and keys of each packed
-    sequence, `seqused_k` the keys of each that count; `page_size` is how many keys a page has, 0 for none.
+    sequence, `seqused_k` the keys of each that count; `page_size` is how many keys a page has, 0 for none;
+    with `transposed_values` the keys of V lie next to each other.
     """
 
     causal: bool = False
@@ -149,6 +150,7 @@ class FeatureOptions:
     page_size: int = 0
     deterministic: bool = False
     descale: bool = False
+    transposed_values: bool = False
     precision: str = "ieee"
 
 
@@ -232,6 +234,11 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
         click.option("--dropout-seed", type=int, default=0, metavar="N", help="Seed of what is dropped. [0]"),
         click.option("--deterministic", is_flag=True, help="Gradients with the same bits in every run."),
         click.option("--descale", is_flag=True, help=f"Random descales, for --dtype {FLOAT8}."),
+        click.option(
+            "--transposed-values",
+            is_flag=True,
+            help=f"Values whose keys lie next to each other, for --dtype {FLOAT8}.",
+        ),
         precision_option,
     ]
     if packed:
@@ -266,6 +273,8 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
                 raise output.Failure(
                     "--dropout-seed is the seed of what --dropout drops; give --dropout, too"
                 )
+            if features.transposed_values and (features.varlen is not None or features.page_size):
+                raise output.Failure("--transposed-values are neither packed (--varlen) nor in --page-size")
             return command(features=features, **given)
 
         for option in reversed(options):

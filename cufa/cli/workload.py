@@ -273,9 +273,13 @@ def make_arrays(
     if rng is None:
         return described
     with memory_errors():
-        return {
+        drawn = {
             name: array if name in given else _draw(name, array, rng) for name, array in described.items()
         }
+        if features.transposed_values and "v" not in given:
+            described["v"][...] = drawn["v"]
+            drawn["v"] = described["v"]
+    return drawn
 
 
 def _described(problem: Problem, features: FeatureOptions, layout: str) -> Arrays:
@@ -287,6 +291,8 @@ def _described(problem: Problem, features: FeatureOptions, layout: str) -> Array
     dtype, heads = INPUT_DTYPES[problem.dtype], problem.heads
     rows, keys = problem.seqlen_q, problem.seqlen_k
     described = {name: zeros(dtype, *shape) for name, shape in shapes_of(problem, layout).items()}
+    if features.transposed_values:
+        described["v"] = _transposed(described["v"], layout)
     if without_gradients(problem):
         del described["dout"]
     if features.descale:
@@ -313,6 +319,12 @@ def _described(problem: Problem, features: FeatureOptions, layout: str) -> Array
     if features.dlse:
         described["dlse"] = zeros(problem.accumulator, *lse_shape(problem))
     return described
+
+
+def _transposed(zeros: Any, layout: str) -> Any:
+    """Zeros whose keys lie next to each other."""
+    _, keys_axis, _ = check_layout(layout)
+    return np.zeros(zeros.swapaxes(keys_axis, -1).shape, zeros.dtype).swapaxes(keys_axis, -1)
 
 
 def _draw(name: str, described: Any, rng: np.random.Generator) -> Any:
@@ -361,10 +373,17 @@ def normal(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> Any:
 
 def to_gpu(host: Arrays) -> Arrays:
     """The arrays as CuPy's."""
+    with library_errors():
+        return {name: _moved(array) for name, array in host.items()}
+
+
+def _moved(array: Any) -> Any:
+    """An array on the GPU, its axes as they were from the slowest to the fastest."""
     import cupy
 
-    with library_errors():
-        return {name: cupy.asarray(arrays.as_bytes(array)).view(array.dtype) for name, array in host.items()}
+    slowest_first = np.argsort([-stride for stride in array.strides], kind="stable")
+    moved = cupy.asarray(arrays.as_bytes(array).transpose(slowest_first))
+    return moved.transpose(np.argsort(slowest_first).tolist()).view(array.dtype)
 
 
 def to_host(arrays: Arrays) -> Arrays:

@@ -125,6 +125,8 @@ class HopperKernel(Kernel):
         page_size = problem.features.page_size
         if page_size % _BOX_KEYS:
             return f"{self.name} copies {_BOX_KEYS} keys at once, and a page has {page_size}"
+        if problem.transposed_values and (problem.features.packed or page_size):
+            return f"{self.name} reads transposed values neither of packed sequences nor in pages"
         return super().unsupported(problem, device)
 
 
@@ -273,7 +275,7 @@ _LADDER = (
         name="fwd_7_fp8",
         direction="forward",
         entries=("fwd_7_fp8",),
-        idea="Hopper: operands of 8 bits, values turned on their way to the product",
+        idea="Hopper: operands of 8 bits, values turned on their way to the product unless they lie so",
         paper="Shah et al. 2024, section 3.3",
         memory="none",
         dtypes=(FLOAT8,),

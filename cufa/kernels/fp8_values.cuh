@@ -61,6 +61,13 @@ __device__ inline unsigned int nan_bits(unsigned int four) {
     return (four & 0x7f7f7f7fu) + 0x01010101u & 0x80808080u;
 }
 
+// A chunk as words, and what makes NaN in it zero.
+using ChunkWords = Pack<unsigned int, kChunkBytes / 4>;
+__device__ inline void clear_nan(ChunkWords& words) {
+#pragma unroll
+    for (int i = 0; i < kChunkBytes / 4; ++i) words[i] &= ~((nan_bits(words[i]) >> 7) * 0xffu);
+}
+
 // Looks for NaN. One more in its place turns the sign of what has all other bits set; what then is
 // carried to the next element's place does not matter.
 class NanSearch {
@@ -158,7 +165,6 @@ class Turner {
     }
 
     __device__ void clear_nan(ValueTile<Keys, Dims>& to) const {
-        using Words = Pack<unsigned int, kChunkBytes / 4>;
 #pragma unroll 1
         for (unsigned int round = warp; round < kRounds; round += Warps)
 #pragma unroll 1
@@ -166,10 +172,7 @@ class Turner {
                 if (!exists(round, step)) continue;
                 const unsigned int dim = first_dim(round, step) + dim_of(lane);
                 auto& chunk = to.data[keys_of(round)][dim];
-                Words& words = *reinterpret_cast<Words*>(chunk);
-#pragma unroll
-                for (unsigned int i = 0; i < kChunkBytes / 4; ++i)
-                    words[i] &= ~((nan_bits(words[i]) >> 7) * 0xffu);
+                ::clear_nan(*reinterpret_cast<ChunkWords*>(chunk));
             }
     }
 

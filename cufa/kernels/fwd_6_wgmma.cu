@@ -18,7 +18,7 @@
 //          STORE_COLS columns of O on their way out
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key
-#include "wgmma_forward_copies.cuh"
+#include "wgmma_inspected_values.cuh"
 
 constexpr int kThreads = THREADS;
 constexpr int kDims = round_up(kValueDim, kWgmmaK);
@@ -29,12 +29,6 @@ struct Params {
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struct");
 
-// Whether a tile of keys may have some that count for none or not for all of the rows, and yet be
-// in memory: beyond the last key of all, the copy engine fills in zeros.
-constexpr bool kCutKeys = kRangeMask || kPacked || kUsedKeys || kMaskMod;
-// Warps beside the producer that look for NaN and infinity in those tiles.
-constexpr int kInspectors = kCutKeys ? kWarpgroup / 32 - 1 : 0;
-
 struct Smem {
     using StoredRows = PanelTile<kWgmmaM, kStoreCols>;
 
@@ -44,33 +38,13 @@ struct Smem {
     StoredRows out[kConsumers];
     TileRing k_ring, v_ring;
     Ring<kQueryStages> q_ring[kConsumers];
-    ptx::Barrier v_inspected[kStages];
-    WorkTile work[kConsumers][kQueryStages];             // which tile the queries are of
-    unsigned int v_nonfinite[kStages][kWarpgroup / 32];  // what each inspector found
+    Inspection helpers;
+    WorkTile work[kConsumers][kQueryStages];  // which tile the queries are of
 };
-
-// ---- the inspectors: the warps beside the producer ----
-
-// Says of every tile of values that a mask cuts through whether there is NaN or infinity in it.
-__device__ inline void inspect_values(Smem& smem, const Params& params, int inspector) {
-    constexpr int kLookers = (kInspectors == 0 ? 1 : kInspectors) * 32;
-    const int lane = threadIdx.x % 32;
-    follow_values(smem, params, [&](bool cut, RingPosition<kStages> at) {
-        bool found = false;
-        if (cut) found = finds_nonfinite<kLookers>(smem.v[at.stage], inspector * 32 + lane);
-        found = __any_sync(0xffffffffu, found);
-        __syncwarp();  // a vote says nothing of what was read
-        if (lane == 0) {
-            smem.v_nonfinite[at.stage][inspector] = found;
-            ptx::barrier_arrive(smem.v_inspected[at.stage]);
-            smem.v_ring.release(at);
-        }
-    });
-}
 
 // ---- the consumers ----
 
-struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
+struct Consumer : InspectedConsumer<Consumer, Smem, Params, kDims> {
     static constexpr bool kLongTurns = false, kRoundsFirst = false;
     // Those features leave no registers for it. By ALiBi, scores rise from tile to tile up to the
     // diagonal, unless that is where tiles begin, and a bias may do so anywhere.
@@ -79,7 +53,7 @@ struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
     const Scale call_scale;
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
-        : ForwardConsumer(smem, params, warpgroup), call_scale(params.call.softmax_scale) {}
+        : InspectedConsumer(smem, params, warpgroup), call_scale(params.call.softmax_scale) {}
 
     __device__ void begin(const WorkTile&) {}
     __device__ Scale scale() const { return call_scale; }
@@ -91,44 +65,7 @@ struct Consumer : ForwardConsumer<Consumer, Smem, Params, kDims> {
         issue_product_pn<kBlockN, kDims>(o, p, smem.v[v_at.stage]);
     }
 
-    template <int Pending>
-    __device__ void wait_output(Output& o, const WorkTile&, int) {
-        wait_product<Pending>(o);
-        release_and_advance(smem.v_ring, v_at);
-    }
-
     __device__ void round(Weights& p, const Scores& s) const { round_to_operand<kBlockN>(p, s); }
-
-    // Where a mask cuts through a tile, a value that is NaN or infinite must reach the rows that
-    // see its key and no other; but in the product 0 * NaN is NaN. Such values are added here to
-    // the outputs of the rows that see them, whatever their weight, and are zero in the product.
-    __device__ void take_out_nonfinite(Output& o, const WorkTile& work, int tile) {
-        if (!kCutKeys) return;
-        wait_for(smem.v_inspected[v_at.stage], v_at.parity, v_at.stage);
-        unsigned int found = 0;
-#pragma unroll
-        for (int i = 0; i < kInspectors; ++i) found |= smem.v_nonfinite[v_at.stage][i];
-        if (!found) return;
-
-        ValueRows& v = smem.v[v_at.stage];
-        const Mask mask = mask_of(work);
-        for (int key = 0; key < kBlockN; ++key)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                if (!sees(mask, work, row_of(work, half), tile * kBlockN + key)) continue;
-#pragma unroll
-                for (int i = 2 * half; i < kDims / 2; i += 4)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const scalar_t value = *v.at(key, i / 4 * 8 + threadIdx.x % 4 * 2 + e);
-                        if (!is_finite(value)) o[i + e] += to_acc(value);
-                    }
-            }
-        ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
-        clear_nonfinite<kConsumers * kWarpgroup>(v, threadIdx.x - kWarpgroup);
-        ptx::proxy_fence();
-        ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
-    }
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads)
@@ -153,8 +90,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         smem.v_ring.init(kConsumers * kWarps + kInspectors);
         for (int w = 0; w < kConsumers; ++w)
             smem.q_ring[w].init(kWarps + (w == 0 ? kInspectors : 0));
-        for (ptx::Barrier& barrier : smem.v_inspected)
-            ptx::barrier_init(barrier, kInspectors == 0 ? 1 : kInspectors);
+        smem.helpers.init();
         ptx::barrier_init_fence();
     }
     __syncthreads();

@@ -92,6 +92,16 @@ __device__ inline void copy_box(void* to, const TensorMap& map, Barrier& barrier
         : "memory");
 }
 
+// The same of a tensor with five axes.
+__device__ inline void copy_box(void* to, const TensorMap& map, Barrier& barrier, int x0, int x1,
+                                int x2, int x3, int x4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared_address(to)),
+        "l"(&map), "r"(shared_address(&barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
+        : "memory");
+}
+
 // Makes what this thread wrote to shared memory visible to the copy engine and to wgmma.
 __device__ inline void proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

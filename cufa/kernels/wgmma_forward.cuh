@@ -91,6 +91,8 @@ struct Turns {
 
 // A warpgroup that computes. Dims are the columns of its sums of O. What each kernel does in its
 // own way is in `Self`, which is derived from this one:
+//   KeyOrder                           which keys of a tile a thread's scores are of, if others
+//                                      than KeysInOrder says
 //   kLongTurns                         whether a turn ends with the exponentials' beginning, not
 //                                      with the products'
 //   kRaisesLate                        whether maxima are raised once weights are too large; else
@@ -107,6 +109,7 @@ struct Turns {
 template <class Self, class Smem, class Params, int Dims>
 struct ForwardConsumer {
     using Output = WgmmaSums<Dims>;
+    using KeyOrder = KeysInOrder;
 
     Smem& smem;
     const Params& params;
@@ -342,13 +345,13 @@ struct ForwardConsumer {
         const auto q = sequence.queries<const scalar_t>(params.call.q, work.head);
         const auto k = sequence.keys<const scalar_t>(params.call.k, work.kv_head);
         const int first_row = row_of(work, 0), end = sequence.seqlen_q - 1;
-        const int first_key = tile * kBlockN + threadIdx.x % 4 * 2;
+        const int first_key = first_key_of_thread(tile);
 #pragma unroll
         for (int i = 0; i < kBlockN / 2; ++i) {
             unsigned int row = min(first_row + i / 2 % 2 * 8, end);
             ptx::hold(row);  // or those of all products would be worked out before
             const scalar_t* const a = q.row(row);
-            unsigned int key = first_key + i / 4 * 8 + i % 2;
+            unsigned int key = first_key + Self::KeyOrder::after_first(i);
             ptx::hold(key);
             const scalar_t* const b = k.row(key);
             s[i] = 0;
@@ -417,7 +420,8 @@ struct ForwardConsumer {
 
     __device__ void mask_scores(Scores& s, const WorkTile& work, int tile) {
         const float masked = self().scale().masked();
-        apply_mask(s, mask_of(work), row_of(work, 0), tile * kBlockN, masked);
+        apply_mask<typename Self::KeyOrder>(s, mask_of(work), row_of(work, 0), tile * kBlockN,
+                                            masked);
         if constexpr (kMaskMod) {
             hide(s, params.call.features, mask_of(work), work.batch, work.head, row_of(work, 0),
                  tile * kBlockN, masked);
@@ -443,9 +447,9 @@ struct ForwardConsumer {
         return work.first_row + thread / 32 * 16 - kWarpgroup / 2 + half * 8 + thread % 32 / 4;
     }
 
-    // The first of the two keys that a thread has of each eight of a tile.
+    // The first of the keys of a tile that a thread has scores of.
     __device__ static int first_key_of_thread(int tile) {
-        return tile * kBlockN + threadIdx.x % 4 * 2;
+        return tile * kBlockN + Self::KeyOrder::first();
     }
 
     __device__ Mask mask_of(const WorkTile& work) const {

@@ -128,21 +128,28 @@ __device__ inline void modify_all(float (&s)[Count], const Mask& mask, int row, 
     }
 }
 
+// Which keys of a tile a thread's scores are of: the first of them, and how far after it that of
+// [i] is.
+struct KeysInOrder {
+    __device__ static int first() { return threadIdx.x % 4 * 2; }
+    __device__ static constexpr int after_first(int i) { return i / 4 * 8 + i % 2; }
+};
+
 // Makes the scores of keys that a row does not see `masked`; `row` is the first of this thread's
 // two, the other is 8 below it.
-template <int Count>
+template <class Keys, int Count>
 __device__ inline void apply_mask(float (&s)[Count], const Mask& mask, int row, int first_key,
                                   float masked) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int first_of_thread = first_key + threadIdx.x % 4 * 2;
+        const int first_of_thread = first_key + Keys::first();
         const int end = mask.keys_end(row + 8 * half) - first_of_thread;
         const int begin = kWindow ? mask.first_key(row + 8 * half) - first_of_thread : 0;
 #pragma unroll
         for (int i = 2 * half; i < Count; i += 4)
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-                const int key = i / 4 * 8 + e;
+                const int key = Keys::after_first(i + e);
                 if (key >= end || (kWindow && key < begin)) s[i + e] = masked;
             }
     }

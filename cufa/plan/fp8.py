@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from cufa.device import Device
 from cufa.plan.choice import Cost
@@ -11,6 +12,7 @@ from cufa.plan.pace import Pace, fastest, is_cut
 from cufa.plan.record import Launch, Part, TensorBox
 from cufa.plan.wgmma import (
     BARRIER_BYTES,
+    FINDINGS_BYTES,
     LENGTHS_BYTES,
     OVERHEAD_REGISTERS,
     PANEL_COLS,
@@ -26,7 +28,7 @@ from cufa.plan.wgmma import (
     panel_tile_bytes,
 )
 from cufa.problem import Problem
-from cufa.rounding import round_up
+from cufa.rounding import ceil_div, round_up
 
 # The depth of one wgmma of bytes, and the columns that its sums come in where they are stored in 16 bits.
 WGMMA_DEPTH, STORED_COLS = 32, 16
@@ -50,6 +52,22 @@ class Fp8Tiles(Tiles):
         """None if the kernel can be compiled for these tiles, else the reason."""
         if self.block_n % WGMMA_DEPTH:
             return f"block_n must be a multiple of {WGMMA_DEPTH}"
+        return super().misfit()
+
+
+@dataclass(frozen=True)
+class TransposedTiles(Tiles):
+    """The same where values lie transposed, and nobody turns them."""
+
+    @property
+    def value_panels(self) -> int:
+        """Panels that a tile of values lies in, a key to a column."""
+        return ceil_div(self.block_n, PANEL_ROW_BYTES)
+
+    def misfit(self) -> str | None:
+        """None if the kernel can be compiled for these tiles, else the reason."""
+        if self.block_n % (self.value_panels * WGMMA_DEPTH):
+            return f"block_n must be a multiple of {WGMMA_DEPTH}, over {PANEL_ROW_BYTES} of {2 * WGMMA_DEPTH}"
         return super().misfit()
 
 
@@ -89,14 +107,54 @@ CUT_PACES = {
 }
 
 
-def _best_tiles(problem: Problem, device: Device) -> Fp8Tiles:
+# The same of values that lie transposed.
+TRANSPOSED_PACES = {
+    64: {
+        TransposedTiles(256, 64, 4, 2, 64): Pace(0.0436, 1890),
+        TransposedTiles(192, 128, 3, 2, 64): Pace(0.0452, 1250),
+        TransposedTiles(128, 128, 4, 2, 64): Pace(0.0497, 1060),
+    },
+    128: {
+        TransposedTiles(128, 128, 3, 2, 128): Pace(0.0552, 1870),
+        TransposedTiles(128, 192, 2, 2, 128): Pace(0.0534, 2620),
+    },
+    192: {TransposedTiles(128, 128, 2, 1, 64): Pace(0.08, 2000)},  # a guess, too
+    256: {
+        TransposedTiles(128, 64, 3, 1, 128): Pace(0.0851, 3280),
+        TransposedTiles(128, 96, 3, 1, 64): Pace(0.0793, 4260),
+    },
+}
+CUT_TRANSPOSED_PACES = {
+    64: {
+        TransposedTiles(256, 64, 4, 2, 64): Pace(0.0461, 3810),
+        TransposedTiles(192, 128, 3, 2, 64): Pace(0.0472, 1990),
+        TransposedTiles(128, 128, 4, 2, 64): Pace(0.0484, 1200),
+    },
+    128: {
+        TransposedTiles(128, 128, 3, 2, 128): Pace(0.0597, 1900),
+        TransposedTiles(128, 128, 4, 2, 64): Pace(0.0587, 1990),
+    },
+    192: TRANSPOSED_PACES[192],
+    256: {
+        TransposedTiles(128, 64, 3, 1, 128): Pace(0.0938, 5670),
+        TransposedTiles(128, 96, 2, 1, 128): Pace(0.0823, 6560),
+    },
+}
+
+
+def _best_tiles(problem: Problem, device: Device) -> Tiles:
     """The tiles that were fastest on an H200 at head dims 64, 128 and 256."""
     dim = max(problem.head_dim, problem.value_dim)
-    paces = next(
-        of_dim for limit, of_dim in (CUT_PACES if is_cut(problem) else PACES).items() if dim <= limit
-    )
     most = _most_warpgroups(problem)
+    paces: Mapping[Tiles, Pace] = next(of_dim for limit, of_dim in _paces(problem).items() if dim <= limit)
     return fastest(problem, device, {tiles: pace for tiles, pace in paces.items() if tiles.consumers <= most})
+
+
+def _paces(problem: Problem) -> Mapping[int, Mapping[Any, Pace]]:
+    """The table for a problem, by the head dim that each part is for at most."""
+    if problem.transposed_values:
+        return CUT_TRANSPOSED_PACES if is_cut(problem) else TRANSPOSED_PACES
+    return CUT_PACES if is_cut(problem) else PACES
 
 
 def _most_warpgroups(problem: Problem) -> int:
@@ -117,8 +175,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     launch = Launch("fwd_7_fp8", grid, sizes.threads, chosen.cost.smem_bytes)
     boxes = (
         TensorBox(0, WGMMA_M, PANEL_ROW_BYTES // problem.itemsize),
-        TensorBox(1, box_keys(problem, sizes), PANEL_ROW_BYTES // problem.itemsize),
-        TensorBox(2, box_keys(problem, sizes), PANEL_ROW_BYTES // problem.itemsize),
+        *_key_boxes(problem, sizes),
         TensorBox(3, WGMMA_M, PANEL_ROW_BYTES // problem.output.itemsize),
     )
     return Part(
@@ -126,6 +183,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
         macros=(
             *forward_macros(problem, device, chosen, len(boxes)),
             ("OUT_SCALAR", problem.output.name),
+            ("TRANSPOSED_VALUES", problem.transposed_values),
         ),
         launches=(launch,) if grid else (),
         reasons=chosen.reasons,
@@ -133,19 +191,41 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     )
 
 
-def _cost(problem: Problem, tiles: Fp8Tiles) -> Cost:
+def _key_boxes(problem: Problem, tiles: Tiles) -> tuple[TensorBox, TensorBox]:
+    """What a copy of keys, and one of values, brings."""
+    cols = PANEL_ROW_BYTES // problem.itemsize
+    if isinstance(tiles, TransposedTiles):
+        keys = TensorBox(1, tiles.block_n // 2, cols, paired_rows=True)
+        return keys, TensorBox(2, _dims(problem), tiles.block_n // tiles.value_panels)
+    return TensorBox(1, box_keys(problem, tiles), cols), TensorBox(2, box_keys(problem, tiles), cols)
+
+
+def _dims(problem: Problem) -> int:
+    """Columns of the output that are computed."""
+    return round_up(problem.value_dim, STORED_COLS)
+
+
+def _value_bytes(problem: Problem, tiles: Tiles) -> int:
+    """What a stage of values takes, with all that belongs to it."""
+    if isinstance(tiles, TransposedTiles):
+        tile = panel_tile_bytes(_dims(problem), tiles.block_n, problem.itemsize)
+        return tile + BARRIER_BYTES * 3 + FINDINGS_BYTES
+    turned = tiles.block_n * round_up(problem.value_dim, TURNED_COLS)
+    tile = panel_tile_bytes(tiles.block_n, problem.value_dim, problem.itemsize)
+    return tile + turned + BARRIER_BYTES * 2 * 2 + FLAGS_BYTES
+
+
+def _cost(problem: Problem, tiles: Tiles) -> Cost:
     queries = tiles.query_stages * tiles.consumers
     smem_bytes = (
         tiles.stages * panel_tile_bytes(tiles.block_n, problem.head_dim, problem.itemsize)  # K
         + tiles.query_stages * panel_tile_bytes(tiles.block_m, problem.head_dim, problem.itemsize)  # Q
         + panel_tile_bytes(tiles.block_m, tiles.store_cols, problem.output.itemsize)  # O
-        + tiles.stages * panel_tile_bytes(tiles.block_n, problem.value_dim, problem.itemsize)  # V
-        + tiles.stages * tiles.block_n * round_up(problem.value_dim, TURNED_COLS)  # V turned
-        + BARRIER_BYTES * 2 * (3 * tiles.stages + queries)
+        + tiles.stages * _value_bytes(problem, tiles)
+        + BARRIER_BYTES * 2 * (tiles.stages + queries)
         + (WORK_TILE_BYTES + LENGTHS_BYTES * lengths_vary(problem)) * queries
-        + FLAGS_BYTES * tiles.stages
     )
-    depth, dims = round_up(problem.head_dim, WGMMA_DEPTH), round_up(problem.value_dim, STORED_COLS)
+    depth, dims = round_up(problem.head_dim, WGMMA_DEPTH), _dims(problem)
     # S and O in float32, and P in fours.
     registers = (tiles.block_n + dims) // 2 + tiles.block_n // 8 + OVERHEAD_REGISTERS
     work = tiles.block_m * tiles.block_n * (depth + dims) / tiles.threads

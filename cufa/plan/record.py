@@ -61,12 +61,14 @@ class Scratch:
 class TensorBox:
     """A map of a tensor that a kernel asks for: the rows and columns that one copy brings.
 
-    `tensor` is its place among the call's tensors, of which `Problem` has the extents.
+    `tensor` is its place among the call's tensors, of which `Problem` has the extents. Of a tensor in
+    `paired_rows`, a copy brings two neighbours of every four rows.
     """
 
     tensor: int
     rows: int
     cols: int
+    paired_rows: bool = False
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,18 @@ def test_compile_of_8_bit_operands():
 
 
 @nvrtc
+def test_compile_for_transposed_values():
+    asked = ("compile", "fwd_7_fp8", "--arch", "sm_90a", "--transposed-values")
+    (row,) = run_json(*asked, "--dtype", "float8_e4m3fn")
+    assert row["transposed_values"]
+    assert [entry["name"] for entry in row["entries"]] == list(KERNELS["fwd_7_fp8"].entries)
+    assert "neither of packed sequences nor in pages" in refused(
+        *asked, "--dtype", "float8_e4m3fn", "--varlen"
+    )
+    assert "--transposed-values is for float8_e4m3fn" in refused(*asked, "--dtype", "float16")
+
+
+@nvrtc
 def test_a_compile_is_announced_once_on_stderr(monkeypatch, tmp_path):
     monkeypatch.setattr(jit, "_builds", {})
     arguments = ("compile", "fwd_1_naive", "fwd_2_online_softmax", *TINY)

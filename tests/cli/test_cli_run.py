@@ -82,6 +82,15 @@ def test_8_bit_floats_have_no_gradients(monkeypatch, descale, scores):
     assert run_json("run", *packed, *eight_bits)["check"]["ok"]
 
 
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+def test_transposed_values(layout):
+    asked = ("run", *SMALL, "--dtype", FLOAT8, "--transposed-values", "--layout", layout)
+    assert run_json(*asked, "--backend", "numpy")["check"]["ok"]
+    explained = run(*asked, "--head-dim", 64, "--seqlen", 64, "--arch", "sm_90a", "--explain").stdout
+    assert "values transposed" in " ".join(explained.split())
+    assert "neither packed (--varlen)" in refused(*asked, "--page-size", 16)
+
+
 @pytest.mark.parametrize("scores", [2**22, 2000])
 @pytest.mark.parametrize(("index", "result"), [(0, "out"), (1, "lse")])
 def test_8_bit_floats_that_are_wrong_are_found(monkeypatch, index, result, scores):

@@ -43,9 +43,10 @@ from cufa.plan.standard import (
     rotary_launch,
     softmax_launch,
 )
-from cufa.problem import Direction, lse_shape, output_shape
+from cufa.problem import LAYOUTS, Direction, lse_shape, output_shape
 from cufa.rotary import position_strides
 from cufa.score_mod import MaskMod, Mods, ScoreMod
+from cufa.tensor_layout import lies_transposed
 
 from . import KERNELS, EmulatorError, Module, extent
 
@@ -60,8 +61,8 @@ _MARGIN_BYTES = 1 << 16
 _MAX_ALIGN_BYTES = 16
 _WORD_BYTES = 4
 
-# runtime/boxes.hpp's TensorDescription, in the room of a TensorMap.
-_TENSOR_MAP = struct.Struct(f"=2q 9I 4x 3q {TENSOR_MAP_BYTES - 80}x")
+# runtime/bulk.hpp's TensorDescription, in the room of a TensorMap.
+_TENSOR_MAP = struct.Struct(f"=2q 2I 5I5I 4q {TENSOR_MAP_BYTES - 96}x")
 _TENSOR_MAGIC = 0x70614D726F736E54
 _MAX_BOX = 256
 assert _TENSOR_MAP.size == TENSOR_MAP_BYTES
@@ -354,11 +355,13 @@ def _plan(
     dtypes = {name: array.dtype for name, array in arrays.items()}
     problem = make_problem(direction, shapes, dtypes, options)
     check_fits(problem, shapes, dtypes, "bshd")
+    if lies_transposed(problem, (arrays["v"].shape, arrays["v"].strides), LAYOUTS["bshd"]):
+        problem = replace(problem, transposed_values=True)
+        arrays = {**arrays, "v": arrays["v"].swapaxes(1, 3)}
     # Outputs are contiguous: their strides are multiples of a row.
     tensors = [array for name, array in arrays.items() if name in ("q", "k", "v", "out", "dout")]
     strides = [stride for array in tensors for stride in array.strides[:-1]]
-    rows = [problem.head_dim * problem.itemsize, problem.value_dim * problem.itemsize]
-    align_bytes = math.gcd(_MAX_ALIGN_BYTES, *strides, *rows)
+    align_bytes = math.gcd(_MAX_ALIGN_BYTES, *strides, *problem.row_bytes)
     placed = replace(problem, align_bytes=align_bytes, ascending=min(strides, default=0) >= 0)
     return make_plan(placed, device, kernel, tiles)
 
@@ -380,8 +383,11 @@ def _run(
         alignments["mask"] = math.gcd(_MAX_ALIGN_BYTES, arrays["mask"].ctypes.data)
     placed = {name: _placed(array, alignments[name], name in outputs) for name, array in arrays.items()}
     workspace = _workspace(plan)
-    maps = b"".join(tensor_map(placed[tensors[box.tensor]], box.rows, box.cols) for box in plan.boxes)
-    fields = [field for name in tensors for field in _fields(placed[name])]
+    lying = [placed[name] for name in tensors]
+    if problem.transposed_values:
+        lying[2] = lying[2].swapaxes(1, 3)
+    maps = b"".join(tensor_map(lying[box.tensor], box.rows, box.cols, box.paired_rows) for box in plan.boxes)
+    fields = [field for tensor in lying for field in _fields(tensor)]
     lse, scale = placed["lse"].ctypes.data, check_scale(softmax_scale, problem.head_dim)
     side = {name: array for name, array in placed.items() if name not in tensors}
     addresses = {name: array.ctypes.data for name, array in side.items()}
@@ -399,15 +405,21 @@ def _run(
     return placed
 
 
-def tensor_map(tensor: Array, rows: int, cols: int) -> bytes:
+def tensor_map(tensor: Array, rows: int, cols: int, paired_rows: bool = False) -> bytes:
     """What the emulator takes for a tensor map, of an array (batch, rows, heads, columns) of which a copy
-    brings so many rows and columns of one head. Packed sequences are one batch.
+    brings so many rows and columns of one head, with `paired_rows` two neighbours of every four. Packed
+    sequences are one batch.
     """
     if tensor.ndim == 3:
         tensor = tensor[None]
     batch, seqlen, heads, dim = tensor.shape
     batch_stride, row_stride, head_stride, _ = tensor.strides
-    extents = dim, seqlen, heads, batch
+    extents, box = [dim, seqlen, heads, batch], [cols, rows, 1, 1]
+    strides = [row_stride, head_stride, batch_stride]
+    if paired_rows:
+        extents[1:2], box[1:2] = [4, seqlen // 4], [2, rows // 2]
+        strides.insert(1, 4 * row_stride)
+    axes = len(extents)
     # The hardware's own rules (CUDA driver API, cuTensorMapEncodeTiled).
     if any(value % 16 for value in (tensor.ctypes.data, row_stride, head_stride, batch_stride)):
         raise ValueError("the copy engine takes multiples of 16 bytes alone")
@@ -417,11 +429,10 @@ def tensor_map(tensor: Array, rows: int, cols: int) -> bytes:
         _TENSOR_MAGIC,
         tensor.ctypes.data,
         tensor.itemsize,
-        *extents,
-        *(cols, rows, 1, 1),
-        row_stride,
-        head_stride,
-        batch_stride,
+        axes,
+        *(*extents, 1)[:5],
+        *(*box, 1)[:5],
+        *(*strides, 0)[:4],
     )
 
 

@@ -2,7 +2,8 @@
 // emulator and on a GPU it must be the same.
 #include "ptx_sm90a.cuh"
 
-constexpr int kRows = BOX_ROWS, kColumns = PRODUCT_COLUMNS;
+constexpr int kRows = BOX_ROWS, kBoxColumns = BOX_COLUMNS, kColumns = PRODUCT_COLUMNS;
+constexpr bool kPairedRows = PAIRED_ROWS;
 constexpr bool kTransposedA = TRANSPOSED_A, kTransposedB = TRANSPOSED_B, kBfloat16 = BFLOAT16;
 constexpr int kWarpgroup = 128, kSteps = 4, kLine = 32;
 
@@ -48,9 +49,14 @@ extern "C" __global__ void boxes(const __grid_constant__ Boxes params) {
         ptx::barrier_init(smem.full, 1);
         ptx::barrier_init_fence();
         ptx::prefetch_tensor_map(params.from);
-        ptx::barrier_arrive_expecting(smem.full, sizeof smem.tile + sizeof smem.line);
+        constexpr int kBoxBytes = kRows * kBoxColumns * sizeof(unsigned short);
+        ptx::barrier_arrive_expecting(smem.full, kBoxBytes + sizeof smem.line);
         const auto& x = params.x;
-        ptx::copy_box(smem.tile, params.from, smem.full, x[0], x[1], x[2], x[3]);
+        if (kPairedRows) {
+            ptx::copy_box(smem.tile, params.from, smem.full, x[0], x[1] % 4, x[1] / 4, x[2], x[3]);
+        } else {
+            ptx::copy_box(smem.tile, params.from, smem.full, x[0], x[1], x[2], x[3]);
+        }
         ptx::copy_bytes(smem.line, params.line_from, sizeof smem.line, smem.full);
     }
     __syncthreads();

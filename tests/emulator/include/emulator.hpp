@@ -66,12 +66,12 @@ void proxy_fence();
 
 // Starts the copy of a box of a tensor to shared memory. It is there as late as it can be: when all
 // threads wait. Until then the destination holds NaN, and touching it is a race.
-void copy_box(void* to, const void* map, const void* barrier, const int (&at)[4]);
+void copy_box(void* to, const void* map, const void* barrier, const int (&at)[5], int axes);
 // The same for contiguous bytes.
 void copy_bytes(void* to, const void* from, unsigned bytes, const void* barrier);
 // Starts the copy of a box from shared memory. It reads when it is waited for, and until then
 // writing its source is a race.
-void store_box(const void* map, const void* from, const int (&at)[4]);
+void store_box(const void* map, const void* from, const int (&at)[5], int axes);
 // The same for contiguous floats, which are added to what is there.
 void add_floats(float* to, const float* from, unsigned bytes);
 void commit_stores();

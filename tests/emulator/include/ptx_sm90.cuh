@@ -54,7 +54,11 @@ inline void prefetch_tensor_map(const TensorMap&) {}
 
 inline void copy_box(void* to, const TensorMap& map, Barrier& barrier, int x0, int x1, int x2,
                      int x3) {
-    emulator::copy_box(to, &map, &barrier, {x0, x1, x2, x3});
+    emulator::copy_box(to, &map, &barrier, {x0, x1, x2, x3}, 4);
+}
+inline void copy_box(void* to, const TensorMap& map, Barrier& barrier, int x0, int x1, int x2,
+                     int x3, int x4) {
+    emulator::copy_box(to, &map, &barrier, {x0, x1, x2, x3, x4}, 5);
 }
 
 inline void proxy_fence() {
@@ -62,7 +66,7 @@ inline void proxy_fence() {
 }
 
 inline void store_box(const TensorMap& map, const void* from, int x0, int x1, int x2, int x3) {
-    emulator::store_box(&map, from, {x0, x1, x2, x3});
+    emulator::store_box(&map, from, {x0, x1, x2, x3}, 4);
 }
 
 inline void commit_stores() {

@@ -131,10 +131,10 @@ class Block {
     void arrive_named(const Meeting& meeting, unsigned threads, bool waits);
 
     void copy_box(void* to, const void* map, const void* barrier, const int (&at)[kBoxAxes],
-                  const void* return_to);
+                  int axes, const void* return_to);
     void copy_bytes(void* to, const void* from, std::size_t bytes, const void* barrier,
                     const void* return_to);
-    void store_box(const void* map, const void* from, const int (&at)[kBoxAxes],
+    void store_box(const void* map, const void* from, const int (&at)[kBoxAxes], int axes,
                    const void* return_to);
     void add_floats(float* to, const float* from, std::size_t bytes, const void* return_to);
     void commit_stores();
@@ -183,7 +183,7 @@ class Block {
     void end_phase_if_complete(SharedBarrier& barrier);
 
     // bulk.cpp
-    Transfer box_at(const void* map, const void* shared, const int (&at)[kBoxAxes]);
+    Transfer box_at(const void* map, const void* shared, const int (&at)[kBoxAxes], int axes);
     Transfer line(const void* shared, const void* global, std::size_t bytes);
     Transfer room_for(const void* shared, std::size_t bytes, std::size_t alignment);
     void note_global(const Access& now, const Transfer& transfer);

@@ -141,16 +141,16 @@ void proxy_fence() {
     Block::current().fence_proxy();
 }
 
-void copy_box(void* to, const void* map, const void* barrier, const int (&at)[4]) {
-    Block::current().copy_box(to, map, barrier, at, __builtin_return_address(0));
+void copy_box(void* to, const void* map, const void* barrier, const int (&at)[5], int axes) {
+    Block::current().copy_box(to, map, barrier, at, axes, __builtin_return_address(0));
 }
 
 void copy_bytes(void* to, const void* from, unsigned bytes, const void* barrier) {
     Block::current().copy_bytes(to, from, bytes, barrier, __builtin_return_address(0));
 }
 
-void store_box(const void* map, const void* from, const int (&at)[4]) {
-    Block::current().store_box(map, from, at, __builtin_return_address(0));
+void store_box(const void* map, const void* from, const int (&at)[5], int axes) {
+    Block::current().store_box(map, from, at, axes, __builtin_return_address(0));
 }
 
 void add_floats(float* to, const float* from, unsigned bytes) {

@@ -35,19 +35,22 @@ BoxRow box_row(const TensorDescription& tensor, const int (&at)[kBoxAxes], std::
 }  // namespace
 
 // The tile of a box whose first element has these coordinates.
-Transfer Block::box_at(const void* map, const void* shared, const int (&at)[kBoxAxes]) {
+Transfer Block::box_at(const void* map, const void* shared, const int (&at)[kBoxAxes], int axes) {
     TensorDescription tensor;
     std::memcpy(&tensor, map, sizeof tensor);
     if (tensor.magic != kTensorMagic) fail("a tensor map that nobody encoded");
-    if (tensor.box[0] * tensor.element_bytes != kSwizzleRowBytes) {
-        fail("a box whose rows are not as long as the swizzle");
+    if (tensor.axes != static_cast<unsigned>(axes)) fail("a box with another number of axes");
+    const std::size_t row_bytes = tensor.box[0] * tensor.element_bytes;
+    if (row_bytes > kSwizzleRowBytes || row_bytes % kChunkBytes != 0) {
+        fail("a box whose rows are longer than the swizzle, or no sixteens of bytes");
     }
     if (at[0] < 0) fail("a box that begins before the first column");
-    const std::size_t rows = std::size_t(tensor.box[1]) * tensor.box[2] * tensor.box[3];
+    std::size_t rows = 1;
+    for (int axis = 1; axis < kBoxAxes; ++axis) rows *= tensor.box[axis];
     Transfer transfer = room_for(shared, rows * kSwizzleRowBytes, kSwizzleBytes);
     for (std::size_t index = 0; index < rows; ++index) {
         const BoxRow row = box_row(tensor, at, index);
-        for (std::size_t byte = 0; byte < kSwizzleRowBytes; byte += kChunkBytes) {
+        for (std::size_t byte = 0; byte < row_bytes; byte += kChunkBytes) {
             const std::size_t left = row.inside > byte ? row.inside - byte : 0;
             transfer.chunks.push_back({transfer.shared + swizzled(index * kSwizzleRowBytes + byte),
                                        reinterpret_cast<unsigned char*>(row.address + byte),
@@ -75,8 +78,8 @@ void Block::note_global(const Access& now, const Transfer& transfer) {
 }
 
 void Block::copy_box(void* to, const void* map, const void* barrier, const int (&at)[kBoxAxes],
-                     const void* return_to) {
-    start_bulk_copy(box_at(map, to, at), barrier, return_to);
+                     int axes, const void* return_to) {
+    start_bulk_copy(box_at(map, to, at, axes), barrier, return_to);
 }
 
 void Block::copy_bytes(void* to, const void* from, std::size_t bytes, const void* barrier,
@@ -140,19 +143,19 @@ bool Block::bring_copy() {
                              history.end_copy(now);
                              return false;
                          });
-    barrier.bytes -= static_cast<long long>(copy.transfer.bytes);
+    barrier.bytes -= static_cast<long long>(copy.transfer.chunks.size() * kChunkBytes);
     barrier.arriving.seen.raise(barrier.agent, now.time);
     end_phase_if_complete(barrier);
     return true;
 }
 
-void Block::store_box(const void* map, const void* from, const int (&at)[kBoxAxes],
+void Block::store_box(const void* map, const void* from, const int (&at)[kBoxAxes], int axes,
                       const void* return_to) {
     // An H200 loads such boxes, and calls it an illegal instruction to store one.
     if (std::any_of(std::begin(at), std::end(at), [](int begin) { return begin < 0; })) {
         fail("stores a box that begins before its tensor");
     }
-    start_bulk_store(box_at(map, from, at), false, return_to);
+    start_bulk_store(box_at(map, from, at, axes), false, return_to);
 }
 
 void Block::add_floats(float* to, const float* from, std::size_t bytes, const void* return_to) {

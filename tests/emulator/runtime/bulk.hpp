@@ -9,15 +9,15 @@
 
 namespace emulator {
 
-constexpr int kBoxAxes = 4;
+constexpr int kBoxAxes = 5;  // at most
 
 // What stands in a TensorMap on the emulator; calls.py packs it. The fastest axis first; strides
-// are in bytes, that of the fastest axis left out as its elements are neighbours.
+// are in bytes, that of the fastest axis left out as its elements are neighbours. Of axes that a
+// tensor lacks there is one place.
 struct TensorDescription {
     std::uint64_t magic, address;
-    std::uint32_t element_bytes;
+    std::uint32_t element_bytes, axes;
     std::uint32_t extents[kBoxAxes], box[kBoxAxes];
-    std::uint32_t padding;
     std::uint64_t strides[kBoxAxes - 1];
 };
 constexpr std::uint64_t kTensorMagic = 0x70614d726f736e54;
@@ -29,7 +29,8 @@ struct Chunk {
     std::size_t inside;
 };
 
-// A tile on its way from or to global memory.
+// A tile on its way from or to global memory, in so many bytes of shared memory; between the chunks
+// of narrow boxes there are gaps.
 struct Transfer {
     unsigned char* shared;
     std::size_t bytes;

@@ -15,6 +15,7 @@ from tolerance import DTYPES
 
 from cufa import problem as problem_module
 from cufa.arguments import Options, check_fits, check_scale, make_problem
+from cufa.messages import shown
 from cufa.problem import (
     LAYOUTS,
     MAX_EXTENT,
@@ -244,7 +245,7 @@ def test_a_scale_too_large_for_a_float_is_not_finite() -> None:
 def test_a_scale_must_be_a_number(scale: Any) -> None:
     with pytest.raises(TypeError) as caught:
         check_scale(scale, 64)
-    assert str(caught.value) == f"softmax_scale is {scale!r}; it may be a number or None"
+    assert str(caught.value) == f"softmax_scale is {shown(scale)}; it may be a number or None"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -97,6 +97,21 @@ def test_features(rng, kernel, arithmetic, features):
             assert_gradients(gradients, case.problem, precision=precision, **case.backward)
 
 
+@pytest.mark.parametrize(("value_dim", "features"), [(40, ("causal",)), (33, ("window",))])
+def test_who_copies_a_value_takes_it_out(rng, value_dim, features):
+    """Where tiles are handed on: a single NaN or infinity, wherever it is in a tile."""
+    sizes = {"batch": 80, "seqlen_q": 32, "seqlen_k": 32, "heads": 1, "kv_heads": 1, "head_dim": 8}
+    case = draw_case(rng, "float64", features, **sizes, head_dim_v=value_dim)
+    for i in range(sizes["batch"]):
+        case.problem.v[i, 16 + i % 16, 0, 7 * i % value_dim] = (np.nan, np.inf)[i // 16 % 2]
+    inputs = case.problem.q, case.problem.k, case.problem.v
+    options = {"kernel": "fwd_5_mma", "tiles": TILES["fwd_5_mma"][0]}
+    with np.errstate(invalid="ignore"):
+        results = calls.attention(*inputs, **case.emulator_forward, **options)
+        assert_attention(*results, case.problem, **case.forward)
+    assert not np.isfinite(results[0]).all(axis=(1, 2, 3)).any()
+
+
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_long_sums_do_not_drift(rng, kernel, precision):

@@ -47,16 +47,33 @@ struct KeyHandovers {
     Handover keys, values;
 
     __device__ void init() {
+        if (threadIdx.x % 32 == 0) nonfinite[threadIdx.x / 32] = 0;
         if (threadIdx.x > 0) return;
         keys.init(THREADS, THREADS / 32);
         values.init(THREADS, THREADS / 32);
     }
+    // Whether NaN or infinity has been taken out of values: said by each thread of its part before
+    // it announces it, and known of all tiles that are whole.
+    __device__ void note_nonfinite(bool found) {
+        if (__any_sync(0xffffffffu, found) && threadIdx.x % 32 == 0)
+            nonfinite[threadIdx.x / 32] = 1;
+    }
+    __device__ bool noted_nonfinite() const {
+        unsigned int noted = 0;
+        for (const unsigned int by_warp : nonfinite) noted |= by_warp;
+        return noted != 0;
+    }
+
+  private:
+    unsigned int nonfinite[THREADS / 32];
 };
 template <>
 struct KeyHandovers<false> {
     static constexpr NoHandover keys{}, values{};
 
     __device__ void init() {}
+    __device__ void note_nonfinite(bool) {}
+    __device__ bool noted_nonfinite() const { return false; }
 };
 
 struct Smem : Exp2Table<acc_t, kRootBits>, KeyHandovers<kHandsOver> {
@@ -127,7 +144,7 @@ __device__ inline void take_scale(Smem& smem, const ScoreRules& rules) {
     if (kShapedScores || (!kFolded && rules.scale >= 0)) return;
     ptx::wait_copies();
     __syncthreads();
-#pragma unroll 1  // few calls come here, or it is little beside the rest
+#pragma unroll(kFolded ? 8 : 1)  // few calls come here, or all
     for (int i = threadIdx.x; i < kBlockM * kHeadDim; i += THREADS) {
         scalar_t& value = *smem.q.at(i / kHeadDim, i % kHeadDim);
         const acc_t x = to_acc(value);
@@ -353,6 +370,31 @@ __device__ inline void take_out_nonfinite(Output& out, Smem& smem, const ScoreRu
     __syncthreads();
 }
 
+// The same where who copied a part of V made such values zero before announcing it: in the end they
+// are added, of all keys, since what comes twice, through the product of a whole tile too, is the
+// same.
+__device__ inline void add_nonfinite(Output& out, const KeyMatrix<const scalar_t>& v,
+                                     const ScoreRules& rules, int first_row) {
+    const KeyTiles<kBlockN> tiles(rules.mask, first_row, kBlockM);
+#pragma unroll 1
+    for (int key = tiles.begin; key < tiles.end; ++key)
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if (!rules.sees(first_row + row_of(m, half), key)) continue;
+#pragma unroll
+                for (int n = 0; n < kDims / kMmaN; ++n)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const int col = fragment_col(warp_col(), n) + e;
+                        if (col >= kValueDim) continue;
+                        const scalar_t value = v.row(key)[col];
+                        if (!is_finite(value)) out.o[m][n][2 * half + e] += to_acc(value);
+                    }
+            }
+}
+
 // This thread, as copies take it.
 __device__ inline auto copying_thread() {
     if constexpr (kWorkedOutAnew) {
@@ -425,6 +467,7 @@ __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules, 
 
 // The same where warps hand K and V on: of the tile of that number. V is on its way when it is
 // likely that the others are done with the V before, and the next K when they are with this one.
+// Where a mask cuts, who has copied a part of V takes NaN out of it before announcing it.
 __device__ inline void attend_in_turn(Output& out, Smem& smem, const ScoreRules& rules,
                                       Source& source, int first_row, int first_key, int step,
                                       bool cut, int number) {
@@ -439,11 +482,16 @@ __device__ inline void attend_in_turn(Output& out, Smem& smem, const ScoreRules&
 
     smem.values.wait_free(number);
     source.copy_v(smem, first_key, copying_thread());
-    smem.values.announce_copies();
+    if (!kCutTiles || !masked) smem.values.announce_copies();
     source.look_up_pages(next_key);
 
     add_product_nt<kTiles, kBlockN, kScoreSteps>(s, smem.q, warp_row(), smem.k, 0, kHalf);
     smem.keys.release();
+    if (kCutTiles && masked) {
+        ptx::wait_copies();
+        smem.note_nonfinite(clear_copied_nonfinite<THREADS, kValueDim>(smem.v));
+        smem.values.announce_copied();
+    }
     apply(rules, s, seen, first_row, first_key, masked);
     out.exponentiate(s, scale_log2(rules), smem);
 
@@ -454,14 +502,19 @@ __device__ inline void attend_in_turn(Output& out, Smem& smem, const ScoreRules&
     }
 
     smem.values.wait_whole(number);
-    weigh_values(out, s, smem, rules, first_row, first_key, keys_end, masked);
+    // Not masked: nothing is left to be taken out.
+    weigh_values(out, s, smem, rules, first_row, first_key, keys_end, false);
     smem.values.release();
 }
 
 // Writes the block's rows of O and LSE.
-__device__ inline void write_output(Output& out, const ForwardParams& params,
+__device__ inline void write_output(Output& out, const Smem& smem, const ForwardParams& params,
                                     const QueryTile& tile) {
     const ScoreRules rules(params, tile.sequence, tile.head);
+    if (kCutTiles && smem.noted_nonfinite()) {
+        const auto v = tile.sequence.keys<const scalar_t>(params.v, tile.kv_head);
+        add_nonfinite(out, v, rules, tile.first_row);
+    }
     const auto o = tile.sequence.queries<scalar_t>(params.o, tile.head);
     acc_t* lse = static_cast<acc_t*>(params.lse);
     if (lse) lse += tile.sequence.first_row(tile.head, params.sizes);
@@ -501,8 +554,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     clear_padding<THREADS, kHeadDim>(smem.k);
     clear_padding<THREADS, kValueDim>(smem.v);
     copy_tile<THREADS, kHeadDim>(smem.q, q, first_row, seqlen_q);
-    take_scale(smem, rules);
-    smem.init();
+    if constexpr (!kFolded) take_scale(smem, rules);  // later, ptxas would spill for Blackwell
     Source source{k, v, KeyTiles<kBlockN>(rules.mask, first_row, kBlockM)};
     const int keys_end = source.tiles.end;
     const Seen seen(static_cast<SeenPart*>(params.workspace), params, sequence, head);
@@ -510,6 +562,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     if constexpr (kKeyMask) begin = seen.next_key(first_row, begin, keys_end);
     source.look_up_pages(begin);
     source.copy_k(smem, begin, threadIdx.x);
+    smem.init();  // while Q and K are on their way
+    if constexpr (kFolded) take_scale(smem, rules);
     if constexpr (kHandsOver) {
         __syncthreads();  // the barriers are set up
         smem.keys.announce_copies();
@@ -528,5 +582,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     }
     ptx::wait_copies();
 
-    write_output(out, params, query_tile_of_block<kBlockM>(params, ptx::anew(blockIdx.x)));
+    write_output(out, smem, params, query_tile_of_block<kBlockM>(params, ptx::anew(blockIdx.x)));
 }

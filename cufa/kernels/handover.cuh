@@ -17,8 +17,10 @@ class Handover {
 
     // Those who fill the place. It begins free: the phase before the first counts as ended.
     __device__ void wait_free(int filling) { wait_for(free, (filling & 1) ^ 1, filling); }
-    // A thread that has started its part of the copies, and a warp that has written its part.
+    // A thread that has started its part of the copies, one whose part is there, and a warp that
+    // has written its part.
     __device__ void announce_copies() { ptx::barrier_arrive_after_copies(whole); }
+    __device__ void announce_copied() { ptx::barrier_arrive(whole); }
     __device__ void announce() { arrive_as_warp(whole); }
 
     // Those who read it.
@@ -38,6 +40,7 @@ class Handover {
 struct NoHandover {
     __device__ void wait_free(int) const {}
     __device__ void announce_copies() const {}
+    __device__ void announce_copied() const {}
     __device__ void announce() const {}
     __device__ void wait_whole(int) const {}
     __device__ void release() const {}

@@ -93,6 +93,28 @@ __device__ inline void copy_tile(Tile& tile, Matrix<const scalar_t> source, int 
     copy_rows<Threads, Cols, Tile::kRows>(tile, 0, source, first_row, end_row, thread);
 }
 
+// Makes NaN and infinity zero in what this thread has itself copied to a tile, and has waited for;
+// whether there was any.
+template <int Threads, int Cols, class Tile>
+__device__ inline bool clear_copied_nonfinite(Tile& tile) {
+    using Copies = RowCopies<Threads, Cols>;
+    const int first_row = threadIdx.x / Copies::kRowThreads;
+    const int first_col = threadIdx.x % Copies::kRowThreads * Copies::kChunk;
+    if (first_row >= Copies::kRowsAtOnce) return false;
+    bool found = false;
+    for (int col = first_col; col < Cols; col += Copies::kRowThreads * Copies::kChunk)
+#pragma unroll 4  // it runs for few tiles
+        for (int row = first_row; row < Tile::kRows; row += Copies::kRowsAtOnce)
+#pragma unroll
+            for (int e = 0; e < Copies::kChunk; ++e) {
+                scalar_t& value = *tile.at(row, col + e);
+                if (is_finite(value)) continue;
+                value = scalar_t{};
+                found = true;
+            }
+    return found;
+}
+
 // Whether this thread, of all that look together, finds NaN or infinity in a tile.
 template <int Threads, class Tile>
 __device__ inline bool finds_nonfinite(const Tile& tile, unsigned int thread = threadIdx.x) {

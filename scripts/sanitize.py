@@ -6,9 +6,10 @@ reports an error, with 2 if compute-sanitizer is not installed.
 
 racecheck and synccheck are for kernels without barriers in memory (mbarrier). Unless --kernel names them,
 they pass over the Hopper kernels and over float64 on tensor cores where warps hand tiles on. There one lane
-arrives for its warp after __syncwarp, and racecheck takes the others for not ordered (if every lane arrives,
-it reports nothing); synccheck wants each phase waited for. The emulator knows those barriers, copies and
-products: tests/test_emulator.py runs all rungs as on a Hopper, with its search for races.
+arrives for its warp after __syncwarp, and racecheck takes the others for not ordered: it says that what they
+read races with the next copy, and says nothing if every lane arrives (tried on an H200, with both). synccheck
+wants each phase waited for. The emulator knows those barriers, copies and products: tests/test_emulator.py
+runs all rungs as on a Hopper, with its search for races.
 """
 
 import os

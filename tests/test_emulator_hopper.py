@@ -675,9 +675,12 @@ def test_large_head_dims(rng, kernel, dims):
     run(kernel, draw(rng, "bfloat16", 150, 200, dims=dims, heads=2, kv_heads=1), True, device=SMALL_DEVICE)
 
 
-@pytest.mark.parametrize(("block_m", "block_n", "stages"), [(128, 64, 1), (192, 80, 3)])
-def test_tiles(rng, block_m, block_n, stages):
-    tiles = {**TILES, "block_m": block_m, "block_n": block_n, "stages": stages}
+@pytest.mark.parametrize(
+    ("block_m", "block_n", "stages", "blocks_per_sm"), [(128, 64, 1, 1), (192, 80, 3, 1), (64, 64, 2, 3)]
+)
+def test_tiles(rng, block_m, block_n, stages, blocks_per_sm):
+    sizes = {"block_m": block_m, "block_n": block_n, "stages": stages, "blocks_per_sm": blocks_per_sm}
+    tiles = {**TILES, **sizes}
     run(FORWARD, draw(rng, "float16", 400, 330, dims=(64, 64)), True, tiles=tiles, device=SMALL_DEVICE)
 
 

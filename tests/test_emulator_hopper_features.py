@@ -34,6 +34,8 @@ BACKWARDS = [
 LACKS = {BACKWARDS[-1]: {"softcap"}}
 # A kernel's tiles for some head dims, where there is more than one kind of them.
 TILES = {("bwd_4_wgmma", (72, 128)): {"block_m": 80}}
+# Larger ones than the plan has for few rows.
+LARGE_TILES = {"block_m": 128, "block_n": 64, "stages": 2, "query_stages": 1, "blocks_per_sm": 1}
 # So few that each block takes several tiles.
 DEVICE = dataclasses.replace(calls.DEVICE, sm_count=3)
 
@@ -64,6 +66,7 @@ def test_forward(rng, features, hidden):
             problem.k,
             problem.v,
             kernel="fwd_6_wgmma",
+            tiles=None if hidden else LARGE_TILES,
             device=DEVICE,
             **case.emulator_forward,
         )

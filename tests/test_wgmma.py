@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -10,6 +10,7 @@ from cufa import jit
 from cufa.device import Device
 from cufa.kernels import KERNELS
 from cufa.plan import best_kernel, make_plan
+from cufa.plan.wgmma import CUT_PACES, MOST_VALUE_DIM, PACES
 from cufa.problem import Features, Problem
 
 H200 = Device.of("sm_90a")
@@ -28,11 +29,19 @@ def plan_of(call, **tiles):
     return make_plan(call, H200, NAME, tiles)
 
 
-@pytest.mark.parametrize("seqlen", LENGTHS)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_no_spill_and_no_product_in_series(head_dim, causal, seqlen):
-    build = jit.build(plan_of(problem(head_dim, causal=causal, seqlen=seqlen)).variant)
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "tiles"),
+    [
+        (head_dim, causal, tiles)
+        for causal, paces in ((False, PACES), (True, CUT_PACES))
+        for head_dim in paces
+        for tiles in paces[head_dim]
+    ],
+    ids=str,
+)
+def test_no_spill_and_no_product_in_series(head_dim, causal, tiles):
+    value_dim = MOST_VALUE_DIM if head_dim > MOST_VALUE_DIM and tiles.block_n == 128 else head_dim
+    build = jit.build(plan_of(problem(head_dim, value_dim, causal), **asdict(tiles)).variant)
     assert build.warnings == ()
 
 
@@ -87,18 +96,33 @@ def test_products_are_issued_together(head_dim):
     assert min(products) >= min(head_dim, tiles["block_n"]) // 16
 
 
-def test_registers_are_those_of_the_block():
-    for head_dim, causal, seqlen in itertools.product((64, 128, 256), (False, True), LENGTHS):
+@pytest.mark.parametrize("seqlen", [64, *LENGTHS])
+def test_registers_are_those_of_the_block(seqlen):
+    for head_dim, causal in itertools.product((64, 128, 256), (False, True)):
         plan = plan_of(problem(head_dim, causal=causal, seqlen=seqlen))
         macros = dict(plan.macros)
         (launch,) = plan.launches
-        consumers = plan.tiles["block_m"] // 64
+        consumers, blocks = plan.tiles["block_m"] // 64, plan.tiles["blocks_per_sm"]
         taken = consumers * macros["CONSUMER_REGISTERS"] + macros["PRODUCER_REGISTERS"]
-        at_start = H200.registers_per_sm // launch.block // 8 * 8
+        at_start = H200.registers_per_sm // (blocks * launch.block) // 8 * 8
         # More than all begin with, and the consumers would wait for ever.
         assert taken == at_start * (consumers + 1)
         assert macros["CONSUMER_REGISTERS"] % 8 == macros["PRODUCER_REGISTERS"] % 8 == 0
-        assert launch.grid <= H200.sm_count
+        assert launch.grid <= blocks * H200.sm_count
+
+
+@pytest.mark.parametrize("head_dim", [72, 96, 120])
+def test_short_sequences_under_a_mask_have_no_product_in_series(head_dim):
+    call = replace(problem(head_dim, causal=True, seqlen=256), batch=16)
+    assert jit.build(plan_of(call).variant).warnings == ()
+
+
+def test_blocks_are_as_many_as_run_at_once():
+    short = replace(problem(64, seqlen=64), batch=1024)
+    small = {"block_m": 64, "block_n": 64, "stages": 2, "query_stages": 1, "blocks_per_sm": 3}
+    assert plan_of(short, **small).launches[0].grid == 3 * H200.sm_count
+    # Registers for three, shared memory for two.
+    assert plan_of(short, **small | {"stages": 4}).launches[0].grid == 2 * H200.sm_count
 
 
 @pytest.mark.parametrize(
@@ -109,6 +133,8 @@ def test_registers_are_those_of_the_block():
         ({"block_n": 272}, "up to 256"),
         ({"store_cols": 32}, "store_cols must be a multiple of 64"),
         ({"stages": 9}, "bytes of shared memory"),
+        ({"block_m": 64, "blocks_per_sm": 1}, "blocks_per_sm must be larger"),
+        ({"block_m": 64, "block_n": 64, "blocks_per_sm": 4}, r"a thread needs about \d+ registers"),
         ({"block_m": 192, "block_n": 128, "stages": 1}, r"a thread needs about \d+ registers"),
         ({"lanes": 2}, "tiles has lanes"),
     ],
@@ -161,8 +187,8 @@ def test_tiles_are_those_with_which_all_sms_are_done_first(batch, heads, seqlen,
 @pytest.mark.parametrize(
     ("batch", "queries", "keys", "kernel"),
     [
-        (1024, 64, 64, "fwd_5_mma"),
-        (1024, 16, 512, "fwd_5_mma"),
+        (1024, 64, 64, NAME),
+        (1024, 16, 64, "fwd_5_mma"),
         (1024, 128, 128, NAME),
         (1024, 128, 1024, NAME),
         (2, 16, 8192, "fwd_8_split_kv"),

@@ -20,7 +20,7 @@
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key
 #include "wgmma_inspected_values.cuh"
 
-constexpr int kThreads = THREADS;
+constexpr int kThreads = THREADS, kBlocksPerSm = BLOCKS_PER_SM;
 constexpr int kDims = round_up(kValueDim, kWgmmaK);
 
 struct Params {
@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     fwd_6_wgmma(const __grid_constant__ Params params) {
     Smem& smem = shared_memory<Smem>();
     if (threadIdx.x == 0) {

@@ -123,7 +123,7 @@ struct Consumer : Form::Consumer<Consumer, Smem, Params> {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     fwd_7_fp8(const __grid_constant__ Params params) {
     Smem& smem = shared_memory<Smem>();
     if (threadIdx.x == 0) {

@@ -1,5 +1,5 @@
-// Which tile of queries a block works on next, where there are as many blocks as SMs and each takes
-// tile after tile.
+// Which tile of queries a block works on next, where there are as many blocks as run at once and
+// each takes tile after tile.
 #pragma once
 
 #include "mask.cuh"

@@ -65,6 +65,8 @@ struct InspectedConsumer : ForwardConsumer<Self, Smem, Params, Dims> {
         unsigned int found = 0;
 #pragma unroll
         for (int i = 0; i < kInspectors; ++i) found |= smem.helpers.found[v_at.stage][i];
+        // All have read before one says that the stage is empty; of several warpgroups, turns do.
+        if (kConsumers == 1) __syncwarp();
         if (!found) return;
 
         auto& v = smem.v[v_at.stage];

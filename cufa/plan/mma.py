@@ -51,7 +51,7 @@ FIRST_HANDING_OVER = (9, 0)
 # For the forward's price, in nanoseconds of an H200: until a block's first tiles are there; how long a block
 # that is alone takes for a tile of scores, beside its clocks and for each; and what an SM has to do for each
 # clock, and for each row beside.
-START = 1500
+START = 3000
 TILE_LATENCY, LATENCY_OF_CLOCK = 1150, 0.13
 CLOCK_TIME, ROW_TIME = 0.313, 12.5
 H200 = Device.of("sm_90a")

@@ -1,13 +1,14 @@
-"""How long forwards take, and above all those whose blocks have an SM to themselves and stay for many tiles.
+"""How long forwards take, and above all those whose blocks stay for many tiles.
 
 Blocks take tiles until none are left, so that some have one more than others. Larger tiles hide their softmax
-better, but the one more is then a large tile, and the last of a head may have few rows.
+better, but the one more is then a large tile, and the last of a head may have few rows. Where an SM has
+several blocks, they hide each other's softmax.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from cufa.device import Device
@@ -23,14 +24,18 @@ BYTES_PER_NS = 32.7
 
 @dataclass(frozen=True)
 class Pace:
-    """How long a tile of queries takes on an SM of an H200: nanoseconds, of each score and beside those."""
+    """How long a tile of queries takes on an SM of an H200: nanoseconds, of each score and beside those.
+
+    `alone` is how many times as long it takes if the SM has room for several blocks and works on no other.
+    """
 
     of_score: float
     of_tile: float
+    alone: float = 1
 
     def times(self, factor: float) -> Pace:
         """One that takes so many times as long."""
-        return Pace(factor * self.of_score, factor * self.of_tile)
+        return replace(self, of_score=factor * self.of_score, of_tile=factor * self.of_tile)
 
 
 def is_cut(problem: Problem) -> bool:
@@ -49,9 +54,11 @@ def time(problem: Problem, device: Device, tiles: TileSizes, pace: Pace) -> floa
     keys = seen_keys(problem, tiles)
     count = query_tiles(problem, tiles)
     rounds: float = ceil_div(count, device.sm_count)
+    longest: float = 1
     if problem.causal and problem.features.window == (None, None) and keys > 0:
         # Tiles of many lengths, the longest first: the others end when those do.
-        rounds = max(count / device.sm_count, most_keys(problem, tiles) / keys)
+        rounds, longest = count / device.sm_count, most_keys(problem, tiles) / keys
+    rounds = max(rounds, longest * pace.alone)
     return rounds * (tiles.block_m * keys * pace.of_score + pace.of_tile)
 
 
@@ -60,9 +67,11 @@ def seen_keys(problem: Problem, tiles: TileSizes) -> float:
     keys = _keys(problem)
     rows = problem.seqlen_q // problem.packed_sequences
     if is_cut(problem) and rows:
-        seen = problem.visible_scores / rows + tiles.block_m / 2
+        # At each edge of what rows see, one sees that much more than another, and tiles half of one more.
+        edges = 2 if problem.features.window != (None, None) else 1
+        seen = problem.visible_scores / rows + edges * tiles.block_m / 2
         if seen < keys:
-            return seen + tiles.block_n / 2
+            return min(seen + edges * tiles.block_n / 2, round_up(keys, tiles.block_n))
     return round_up(keys, tiles.block_n)
 
 

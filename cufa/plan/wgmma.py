@@ -1,14 +1,15 @@
 """Plans for the Hopper kernels: products by warpgroups (wgmma), tiles by the copy engine (TMA).
 
-A block is one warpgroup that copies and one for each 64 rows of its tile that computes. It has an SM to
-itself and stays for many tiles, so that a grid has no more blocks than the GPU has SMs.
+A block is one warpgroup that copies and one for each 64 rows of its tile that computes. It stays for many
+tiles, so that a grid has no more blocks than run at once. Where sequences are long a block has an SM to
+itself; small blocks that share one hide what each does beside its products.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 from cufa.device import REGISTERS_PER_SM, Device
@@ -50,7 +51,7 @@ class Tiles:
     """The sizes that the kernel is compiled for.
 
     `stages` are how many tiles of K, and of V, a block holds, `query_stages` how many of Q; `store_cols` how
-    many columns of O it sends out at once.
+    many columns of O it sends out at once. Registers are divided among `blocks_per_sm` blocks.
     """
 
     block_m: int
@@ -58,6 +59,7 @@ class Tiles:
     stages: int
     query_stages: int
     store_cols: int
+    blocks_per_sm: int = 1
 
     @property
     def consumers(self) -> int:
@@ -72,7 +74,7 @@ class Tiles:
     @property
     def registers_at_start(self) -> int:
         """What each thread of a block begins with."""
-        return _register_steps(REGISTERS_PER_SM // self.threads)
+        return _register_steps(REGISTERS_PER_SM // (self.threads * self.blocks_per_sm))
 
     @property
     def consumer_registers(self) -> int:
@@ -94,12 +96,15 @@ class Tiles:
             return f"block_n must be a multiple of {WGMMA_K} up to {MAX_WGMMA_N}"
         if self.store_cols % PANEL_COLS:
             return f"store_cols must be a multiple of {PANEL_COLS}"
+        if self.consumer_registers < self.registers_at_start:
+            return "blocks_per_sm must be larger: threads would begin with more registers than they may have"
         return None
 
     def __str__(self) -> str:
+        blocks = f", {self.blocks_per_sm} blocks an SM" if self.blocks_per_sm > 1 else ""
         return (
             f"{self.block_m}x{self.block_n}, stages {self.stages}, query stages {self.query_stages}, "
-            f"{self.store_cols} columns stored at once"
+            f"{self.store_cols} columns stored at once{blocks}"
         )
 
 
@@ -112,15 +117,21 @@ MOST_VALUE_DIM = 128
 # Those to choose from where all keys are seen.
 PACES = {
     64: {
-        Tiles(192, 128, 2, 1, 64): Pace(0.0532, 1420),
-        Tiles(256, 64, 4, 2, 64): Pace(0.0597, 1160),
-        Tiles(128, 128, 3, 2, 64): Pace(0.0611, 1230),
-        Tiles(128, 64, 4, 2, 64): Pace(0.0681, 870),
+        Tiles(192, 128, 2, 1, 64): Pace(0.0600, 1340),
+        Tiles(256, 64, 4, 2, 64): Pace(0.0627, 1250),
+        Tiles(128, 128, 3, 2, 64): Pace(0.0701, 1300),
+        Tiles(128, 64, 4, 2, 64): Pace(0.0722, 1010),
+        Tiles(128, 48, 2, 1, 64, 2): Pace(0.0736, 640, 1.10),
+        Tiles(128, 32, 4, 1, 64, 2): Pace(0.0730, 590, 1.05),
+        Tiles(64, 80, 2, 1, 64, 3): Pace(0.0720, 430, 1.62),
+        Tiles(64, 64, 2, 1, 64, 3): Pace(0.0738, 450, 1.67),
     },
     128: {
-        Tiles(192, 64, 4, 1, 128): Pace(0.0744, 2180),
-        Tiles(128, 128, 2, 2, 128): Pace(0.0855, 2000),
-        Tiles(128, 64, 4, 2, 128): Pace(0.0846, 1710),
+        Tiles(192, 64, 4, 1, 128): Pace(0.0867, 1900),
+        Tiles(128, 128, 2, 2, 128): Pace(0.0946, 1830),
+        Tiles(128, 64, 4, 2, 128): Pace(0.0978, 1400),
+        Tiles(64, 80, 2, 1, 64, 2): Pace(0.1015, 660, 1.36),
+        Tiles(64, 64, 2, 1, 64, 2): Pace(0.1019, 710, 1.40),
     },
     192: WIDE_PACES[192],
     256: WIDE_PACES[256],
@@ -128,11 +139,16 @@ PACES = {
 # Those where a mask cuts through tiles.
 CUT_PACES = {
     64: {
-        Tiles(192, 128, 2, 1, 64): Pace(0.0554, 1980),
-        Tiles(256, 64, 4, 1, 64): Pace(0.0515, 3330),
-        Tiles(128, 128, 3, 2, 64): Pace(0.0581, 870),
+        Tiles(192, 128, 2, 1, 64): Pace(0.0751, 670),
+        Tiles(256, 64, 4, 1, 64): Pace(0.0722, 1020),
+        Tiles(128, 128, 3, 2, 64): Pace(0.0741, 840),
+        Tiles(64, 128, 2, 1, 64, 2): Pace(0.0730, 730, 1.65),
+        Tiles(64, 64, 2, 1, 64, 3): Pace(0.0787, 360, 1.83),
     },
-    128: {Tiles(128, 128, 2, 2, 128): Pace(0.0831, 2020)},
+    128: {
+        Tiles(128, 128, 2, 2, 128): Pace(0.1022, 890),
+        Tiles(64, 64, 2, 1, 64, 2): Pace(0.1090, 1000, 1.32),
+    },
     192: WIDE_PACES[192],
     256: WIDE_PACES[256],
 }
@@ -141,7 +157,9 @@ CUT_PACES = {
 # cache, by this factor longer, and those of 192, which read less, are to be chosen from, too.
 SECTOR_BYTES = 32
 ODD_ROWS = 1.35
-ODD_ROW_PACES = {128: {Tiles(192, 64, 4, 1, 128): Pace(0.085, 2180)}}
+ODD_ROW_PACES = {128: {Tiles(192, 64, 4, 1, 128): Pace(0.1045, 2180)}}
+# From which head dim on, over PANEL_COLS, small blocks have tiles that a mask cuts through.
+LEAST_WIDE_CUT_DIM = 120
 # In how many pages a tile of keys may be for three and more warpgroups to leave the producer registers enough
 # to look them up, if all keys are seen.
 MOST_PAGES = 8
@@ -195,12 +213,20 @@ def price(problem: Problem, device: Device) -> float:
 def _has_registers(problem: Problem, tiles: Tiles) -> bool:
     """Whether threads have registers for all that a call asks for beside its products.
 
-    The more warpgroups, the fewer there are for the producer, which has to look up lengths, pages and what is
-    seen; for a bias, for functions of the caller's, and for ALiBi beside another of these.
+    The more warpgroups or blocks, the fewer there are for the producer, which has to look up lengths, pages
+    and what is seen; for a bias, for functions of the caller's, and for ALiBi beside another of these.
     """
+    features = problem.features
+    if tiles.blocks_per_sm > 1:
+        functions = features.score_mod is not None or features.mask_mod is not None
+        alibi_and_more = features.alibi and (features.softcap or lengths_vary(problem))
+        if functions or features.bias is not None or features.page_size or alibi_and_more:
+            return False
+        # In loops for masks, products of few columns over 64 were seen to wait for each other.
+        dims = problem.head_dim, problem.value_dim
+        return not is_cut(problem) or max(dims) <= PANEL_COLS or min(dims) >= LEAST_WIDE_CUT_DIM
     if tiles.consumers <= 2:
         return problem.value_dim <= MOST_VALUE_DIM or tiles.block_n < 128
-    features = problem.features
     if lengths_vary(problem) or features.mask_mod is not None or features.bias is not None:
         return False
     pages = ceil_div(tiles.block_n, features.page_size) if features.page_size else 1
@@ -213,7 +239,7 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
-    """`fwd_6_wgmma`: a block for each SM, after a launch that looks at what a mask_mod shows."""
+    """`fwd_6_wgmma`: blocks that stay, after a launch that looks at what a mask_mod shows."""
     best = fastest(problem, device, _candidates(problem))
     chosen, grid = choose_persistent(problem, device, tiles, best, _forward_cost)
     sizes = chosen.tiles
@@ -252,21 +278,27 @@ def choose_persistent(
     best: T,
     cost_of: Callable[[Problem, T], Cost],
 ) -> tuple[Choice[T], int]:
-    """The tiles that are best or asked for, and the blocks that share the tiles of queries: one for an SM.
+    """The tiles that are best or asked for, and the blocks that share those of queries: all run at once.
 
     Raises ValueError if a thread would need more registers than it has, or there are too many tiles to count.
     """
-    chosen = choose(problem, device, overrides, (best,), lambda tiles: cost_of(problem, tiles))
+
+    def as_launched(tiles: T) -> Cost:
+        return replace(cost_of(problem, tiles), registers=tiles.registers_at_start)
+
+    chosen = choose(problem, device, overrides, (best,), as_launched)
     sizes = chosen.tiles
-    if chosen.cost.registers > sizes.consumer_registers:
+    needed = cost_of(problem, sizes).registers
+    if needed > sizes.consumer_registers:
         raise ValueError(
-            f"tiles {sizes}: a thread needs about {chosen.cost.registers} registers, and there are "
+            f"tiles {sizes}: a thread needs about {needed} registers, and there are "
             f"{sizes.consumer_registers} with {sizes.consumers} warpgroups that compute"
         )
     count = query_tiles(problem, sizes)
-    if count + device.sm_count > MAX_GRID:
+    blocks = device.sm_count * chosen.blocks_per_sm
+    if count + blocks > MAX_GRID:
         raise ValueError(f"tiles {sizes}: {count} of them are more than a launch can count, {MAX_GRID}")
-    return chosen, min(count, device.sm_count)
+    return chosen, min(count, blocks)
 
 
 def forward_macros(problem: Problem, device: Device, chosen: Choice[T], maps: int) -> tuple[Macro, ...]:

@@ -15,14 +15,14 @@ from cufa.problem import Problem
 # (arch, kernel, dtype, head_dim, causal, bytes): where spills were seen, or where shared memory leaves the
 # plan least choice. The bytes are the most that NVRTC 13.0 and 13.5 were seen to spill.
 TIGHT = [
-    ("sm_75", "bwd_3_mma", "float16", 256, True, 112),
+    ("sm_75", "bwd_3_mma", "float16", 256, True, 28),
     ("sm_80", "fwd_5_mma", "float16", 64, False, 0),
-    ("sm_80", "fwd_5_mma", "float16", 128, False, 0),
+    ("sm_80", "fwd_5_mma", "float16", 128, True, 0),
     ("sm_80", "bwd_3_mma", "bfloat16", 64, True, 0),
     ("sm_80", "bwd_3_mma", "float16", 256, True, 0),
     ("sm_86", "fwd_5_mma", "bfloat16", 64, True, 0),
     ("sm_86", "bwd_3_mma", "float32", 256, True, 12),
-    ("sm_87", "bwd_3_mma", "float16", 256, True, 0),
+    ("sm_87", "bwd_3_mma", "float16", 128, True, 0),
     ("sm_89", "fwd_5_mma", "float16", 128, True, 0),
     ("sm_90a", "fwd_5_mma", "float16", 64, False, 0),
     ("sm_90a", "fwd_5_mma", "float32", 64, True, 0),
@@ -31,8 +31,10 @@ TIGHT = [
     ("sm_90a", "bwd_3_mma", "float16", 256, True, 0),
     ("sm_90a", "bwd_3_mma", "float64", 256, True, 100),
     ("sm_100a", "fwd_5_mma", "float16", 64, False, 0),
-    ("sm_100a", "bwd_3_mma", "bfloat16", 64, True, 16),
-    ("sm_103a", "fwd_5_mma", "float16", 128, True, 4),
+    ("sm_100a", "bwd_3_mma", "float16", 64, False, 0),
+    ("sm_100a", "bwd_3_mma", "bfloat16", 64, True, 0),
+    ("sm_103a", "fwd_5_mma", "float16", 128, True, 0),
+    ("sm_103a", "bwd_3_mma", "float16", 128, False, 0),
     ("sm_120a", "bwd_3_mma", "float16", 256, True, 0),
     ("sm_121a", "fwd_5_mma", "bfloat16", 64, False, 0),
 ]

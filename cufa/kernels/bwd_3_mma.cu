@@ -156,7 +156,7 @@ __device__ inline void copy_rows(Tile& tile, Matrix<const scalar_t> source, int 
 struct QueryHead {
     const BackwardParams& params;
     ScoreRules rules;
-    Matrix<const scalar_t> q, dout, k;
+    Matrix<const scalar_t> q, dout;
     const RowStats* stats;
     DqSums dq;
     acc_t* arrays;
@@ -168,7 +168,6 @@ struct QueryHead {
           rules(params, sequence, head),
           q(sequence.queries<const scalar_t>(params.q, head)),
           dout(sequence.queries<const scalar_t>(params.dout, head)),
-          k(sequence.keys<const scalar_t>(params.k, kv_head_of(head, params.sizes))),
           stats(Workspace(params).stats + sequence.first_row(head, params.sizes)),
           dq(Workspace(params).dq, params.sizes, sequence, head),
           arrays(Workspace(params).arrays),
@@ -273,7 +272,9 @@ struct KeyGradients {
     // Takes in one tile of queries.
     __device__ void attend(KeySmem& smem, const QueryHead& head, const Place& place,
                            const QueriesAt& at, int first_key, bool masked) {
-        const KeyRows tile{smem, head.rules, place, first_key, at.first};
+        // Where a mask cuts tiles, the numbers of their keys are kept in no registers in between.
+        const int first_row = kCutTiles ? ptx::anew(first_key) : first_key;
+        const KeyRows tile{smem, head.rules, place, first_row, at.first};
         const SeenScores<KeyRows> seen(tile, masked);
         Scores s = {}, dp = {};
         if constexpr (kHandsOver) smem.queries[at.stage].wait_whole(at.number / kStages);
@@ -318,7 +319,7 @@ struct KeyGradients {
     }
 
     __device__ void write(KeySmem& smem, const BackwardParams& params, const KeyTile& own) {
-        const Place place;
+        const Place place(ptx::anew(threadIdx.x));  // which no registers are kept for until now
         scale<kTiles, kHeadPart>(dk, params.softmax_scale);
         store_tile<kTiles, kHeadPart>(smem.k, dk, place.first_row, place.part * kHeadPart);
         store_tile<kTiles, kValuePart>(smem.v, dv, place.first_row, place.part * kValuePart);
@@ -367,7 +368,9 @@ struct KeyGradients {
         add_nonfinite<kValueDim, kTiles, kValuePart>(dv, head.dout, first_query, end,
                                                      part * kValuePart, tile);
         __syncthreads();  // every warp is done with K
-        copy_rows<kHeadDim>(smem.k, head.k, tile.first_row, head.rules.mask.seqlen_k);
+        const KeyTile own = keys_of_block(head.params, ptx::anew(blockIdx.x));
+        const auto k = own.sequence.keys<const scalar_t>(head.params.k, own.kv_head);
+        copy_rows<kHeadDim>(smem.k, k, tile.first_row, own.sequence.seqlen_k);
     }
     // The same where tiles are handed on. All that it needs it works out anew: it runs for few
     // tiles, and what is kept for it would be registers that the others lack.

@@ -102,8 +102,10 @@ constexpr int kScoreSteps = sizeof(scalar_t) == 8 ? 8 : kFewRegisters ? kFewStep
 // it has twice as many sums, Blackwell's ptxas would spill those.
 constexpr bool kLongSteps =
     sizeof(scalar_t) == 4 && !kTf32 && !(ptx::kBlackwell && kTiles * kDims > 128);
-// Whether what takes few instructions is worked out for each tile, and no register in between.
-constexpr bool kWorkedOutAnew = kLongSteps || (sizeof(scalar_t) == 2 && !kCutTiles);
+// Whether what takes few instructions is worked out for each tile, and no register in between: the
+// scale, and the thread's part of copies, unless a mask cuts tiles, where that takes longer.
+constexpr bool kScaleAnew = kLongSteps || sizeof(scalar_t) == 2;
+constexpr bool kCopiesAnew = kLongSteps || (sizeof(scalar_t) == 2 && !kCutTiles);
 
 // Whether products are scores of log 2 less their row's maximum.
 constexpr bool kFolded = sizeof(acc_t) == 8 && !kShapedScores;
@@ -134,7 +136,7 @@ __device__ inline acc_t scale_log2(const ScoreRules& rules) {
     if constexpr (kShapedScores || kFolded) return 1;
     constexpr acc_t kLeastScale = 0x1p-126;
     acc_t scale = rules.scale;
-    if constexpr (kWorkedOutAnew) scale = ptx::anew_float(scale);
+    if constexpr (kScaleAnew) scale = ptx::anew_float(scale);
     scale *= acc_t(kLog2E);
     return max(scale < 0 ? -scale : scale, kLeastScale);
 }
@@ -152,6 +154,19 @@ __device__ inline void take_scale(Smem& smem, const ScoreRules& rules) {
     }
 }
 
+// Which of a lane's scores of a row are of keys that the row sees: a bit for each, or, if that is a
+// range, where it begins and ends, counted from the lane's first key.
+struct SeenOfRow {
+    unsigned int bits;
+    int begin = 0, end = 0;
+
+    __device__ bool at(int n, int e) const {
+        if constexpr (kKeyMask) return bits >> (2 * n + e) & 1;
+        const int key = n * kMmaN + e;
+        return key < end && (!kWindow || key >= begin);
+    }
+};
+
 // Which of a lane's scores are of keys that their rows see. A mask is read as a whole, so that one
 // wait is for all of it, and kept as a bit for each score.
 class SeenScores {
@@ -166,12 +181,16 @@ class SeenScores {
         }
     }
 
-    __device__ bool at(int m, int half, int n, int e) const {
-        if constexpr (kKeyMask) return bits[m][half] >> (2 * n + e) & 1;
+    __device__ SeenOfRow of_row(int m, int half) const {
+        if constexpr (kKeyMask) return {bits[m][half]};
         // Rows past the end may see any key: they are not written.
-        if constexpr (kWorkedOutAnew && !kCutTiles)
-            return fragment_col(first_key, n) + e < rules.mask.seqlen_k;
-        return rules.sees(first_row + row_of(m, half), fragment_col(first_key, n) + e);
+        if constexpr (!kCutTiles) {
+            const int own = ptx::anew(threadIdx.x) % 4 * 2;  // fragment_col, but in no register
+            return {0, 0, rules.mask.seqlen_k - first_key - own};
+        }
+        const int lanes_first = fragment_col(first_key, 0);
+        const int row = first_row + row_of(m, half);
+        return {0, rules.mask.first_key(row) - lanes_first, rules.mask.keys_end(row) - lanes_first};
     }
 
   private:
@@ -223,7 +242,8 @@ __device__ inline void apply(const ScoreRules& rules, Scores& s, const SeenScore
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
+        for (int half = 0; half < 2; ++half) {
+            const SeenOfRow of_row = seen.of_row(m, half);
 #pragma unroll
             for (int n = 0; n < kBlockN / kMmaN; ++n)
 #pragma unroll
@@ -231,7 +251,7 @@ __device__ inline void apply(const ScoreRules& rules, Scores& s, const SeenScore
                     const int row = first_row + row_of(m, half),
                               key = fragment_col(first_key, n) + e;
                     acc_t& score = s[m][n][2 * half + e];
-                    const bool hidden = masked && !seen.at(m, half, n, e);
+                    const bool hidden = masked && !of_row.at(n, e);
                     if constexpr (kScoreMod) score = rules.score(score, row, key);
                     if (hidden) {
                         score = negative_infinity();
@@ -239,6 +259,7 @@ __device__ inline void apply(const ScoreRules& rules, Scores& s, const SeenScore
                         score = rules.score(score, row, key);
                     }
                 }
+        }
 }
 
 // Drops probabilities at random. Two neighbouring rows, which share their random words, are those
@@ -395,10 +416,13 @@ __device__ inline void add_nonfinite(Output& out, const KeyMatrix<const scalar_t
             }
 }
 
-// This thread, as copies take it.
+// This thread, as copies take it. Without a sign it takes Blackwell's ptxas fewer registers, and
+// Hopper's more.
 __device__ inline auto copying_thread() {
-    if constexpr (kWorkedOutAnew) {
+    if constexpr (kCopiesAnew && ptx::kBlackwell) {
         return ptx::anew(threadIdx.x);
+    } else if constexpr (kCopiesAnew) {
+        return ptx::anew(static_cast<int>(threadIdx.x));
     } else {
         return threadIdx.x;
     }

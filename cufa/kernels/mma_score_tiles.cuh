@@ -30,9 +30,13 @@ using Powers = Exp2Table<acc_t, 7>;
 // A warp's place: its rows of what the block owns, and which part of columns and head dims is its
 // own.
 struct Place {
-    int first_row = threadIdx.x / 32 / kSplit * kTiles * kMmaM;
-    int part = threadIdx.x / 32 % kSplit;
-    int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    int first_row, part, g, t;
+
+    __device__ explicit Place(unsigned int thread = threadIdx.x)
+        : first_row(thread / 32 / kSplit * kTiles * kMmaM),
+          part(thread / 32 % kSplit),
+          g(thread % 32 / 4),
+          t(thread % 4) {}
 
     // The row of a lane's half (0: row g, 1: row g + 8) of its fragments m.
     __device__ int row(int m, int half) const { return first_row + m * kMmaM + half * 8 + g; }

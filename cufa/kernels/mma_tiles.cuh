@@ -75,7 +75,7 @@ __device__ inline void copy_rows(Tile& tile, int to_row, Matrix<const scalar_t> 
     // One round, unless a row has more chunks than there are threads.
     for (int col = first_col; col < Cols; col += kRowThreads * kChunk) {
         const TilePlace<Tile, scalar_t> to(tile, row, col);
-#pragma unroll
+#pragma unroll(ptx::kCopiesAtOnce)
         for (int rows = 0; rows < Rows; rows += kRowsAtOnce) {
             if (Rows % kRowsAtOnce != 0 && row + rows >= Rows) break;
             const bool inside = whole || first_row + row + rows < end_row;
@@ -291,19 +291,21 @@ __device__ inline Operands::Pair rounded_pair(const LeftStrip<Tiles, Cols>& valu
     return values.pair(m, n, half);
 }
 
-// Writes accumulators, rounded, into a tile from (first_row, first_col) on. By fragment_row and
-// fragment_col it would do the same, and spill 40 bytes on a B200.
+// Writes accumulators, rounded, into a tile from (first_row, first_col) on. Only float64 keeps the
+// addresses from tile to tile: there, finding them anew would spill more.
 template <int Tiles, int Cols, class Values, class Tile>
 __device__ inline void store_tile(Tile& tile, const Values& values, int first_row, int first_col) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const int own_row = fragment_row(first_row, 0, 0), own_col = fragment_col(first_col, 0);
+    const TilePlace<Tile, scalar_t> place(tile, own_row, own_col);
 #pragma unroll
     for (int m = 0; m < Tiles; ++m)
 #pragma unroll
         for (int n = 0; n < Cols / kMmaN; ++n)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                scalar_t* to =
-                    tile.at(first_row + m * kMmaM + half * 8 + g, first_col + n * kMmaN + 2 * t);
+                const int rows = m * kMmaM + half * 8, cols = n * kMmaN;
+                scalar_t* const to = sizeof(scalar_t) == 8 ? tile.at(own_row + rows, own_col + cols)
+                                                           : place.at(rows, cols);
                 *reinterpret_cast<Operands::Pair*>(to) =
                     rounded_pair<Tiles, Cols>(values, m, n, half);
             }

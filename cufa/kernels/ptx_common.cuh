@@ -9,6 +9,10 @@ __device__ inline int anew(int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
+__device__ inline unsigned int anew(unsigned int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
 __device__ inline float anew_float(float x) {
     asm volatile("" : "+f"(x));
     return x;

@@ -7,6 +7,14 @@
 
 namespace ptx {
 
+// How many copies are started together, at most: before sm_80 each is in registers until it is
+// there, and eight of each thread are more than an SM's part of the memory can be late with.
+#if __CUDA_ARCH__ >= 800
+constexpr int kCopiesAtOnce = 256;
+#else
+constexpr int kCopiesAtOnce = 8;
+#endif
+
 // Starts a copy of Bytes from global to shared memory; if not `inside`, `from` is not read and
 // zeros are written. Fewer than 4 bytes are beyond cp.async: those are copied at once, and before
 // sm_80 all are.

@@ -6,6 +6,7 @@
 #include "mask.cuh"
 #include "memory.cuh"
 #include "params.cuh"
+#include "ptx_common.cuh"
 
 template <class T>
 struct Matrix {
@@ -232,7 +233,8 @@ __device__ inline KeyTile key_tile_of_block(const BackwardParams& params, int bl
             block / sizes.kv_heads, sizes.batch, sizes.seqlen_k, params.features.cu_seqlens_k);
         return {Sequence(params, batch), block % sizes.kv_heads, first_key};
     }
-    const int tiles = ceil_div(sizes.seqlen_k, BlockN);
+    // Who asks again and again keeps nothing in between.
+    const int tiles = ceil_div(ptx::anew(sizes.seqlen_k), BlockN);
     const auto [index, tile] = head_tile_of_block(block, sizes.batch * sizes.kv_heads, tiles);
     return {Sequence(params, index / sizes.kv_heads), index % sizes.kv_heads, tile * BlockN};
 }

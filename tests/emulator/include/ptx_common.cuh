@@ -6,6 +6,9 @@ namespace ptx {
 inline int anew(int x) {
     return x;
 }
+inline unsigned int anew(unsigned int x) {
+    return x;
+}
 inline float anew_float(float x) {
     return x;
 }

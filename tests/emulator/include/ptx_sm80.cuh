@@ -6,6 +6,8 @@
 
 namespace ptx {
 
+constexpr int kCopiesAtOnce = 256;
+
 template <int Bytes>
 __forceinline__ void copy_async(void* to, const void* from, bool inside) {
     if constexpr (Bytes == 2) {

@@ -18,7 +18,8 @@ class Written:
     """A traced function in CUDA C++: the arrays it reads, by the names of a call, and its functions.
 
     Each array has its number of axes and the type of its elements. `of_heads` is whether it may be different
-    in each head, `of_batches` in each sequence of the batch. `differentiated` are those arrays whose
+    in each head, `of_batches` in each sequence of the batch, `looks_up` whether it reads
+    them at places that change from score to score. `differentiated` are those arrays whose
     gradients are wanted, `elements` how many of their elements a score reads, `changing_with_query` which of
     these are others for another query, `changing_with_key` for another key. `element_slopes` is the body of a
     function that says by how much a score changes with each; `slopes_ask_score` if that depends on it.
@@ -28,6 +29,7 @@ class Written:
     functions: str
     of_heads: bool
     of_batches: bool
+    looks_up: bool = False
     differentiated: tuple[tuple[str, int, str], ...] = ()
     elements: int = 0
     changing_with_query: tuple[int, ...] = ()

@@ -93,7 +93,7 @@ class _Mod:
             for name, array in self.named_arrays.items()
         ]
         asked = names_in(self.expression)
-        return Written(tuple(arrays), self._functions(), "h" in asked, "b" in asked)
+        return Written(tuple(arrays), self._functions(), "h" in asked, "b" in asked, self._looks_up)
 
     @functools.cached_property
     def expression(self) -> Expression:
@@ -121,6 +121,12 @@ class _Mod:
         other = copy.copy(self)
         other.arrays = tuple(named[name] for name in self.named_arrays)
         return other
+
+    @property
+    def _looks_up(self) -> bool:
+        """Whether arrays are read at places that change from score to score."""
+        elements = (node for node in in_order(self.expression) if node.operation == "element")
+        return any(_VARYING & names_in(element) for element in elements)
 
     def _functions(self) -> str:
         raise NotImplementedError
@@ -231,14 +237,12 @@ class ScoreMod(_Mod):
     def _functions(self) -> str:
         has_slopes = self.slope.operation != "constant" or self.slope.value != 1
         added = added_terms(self.expression, "score")
-        looked_up = [node for node in in_order(self.expression) if node.operation == "element"]
-        looks_up = any(_VARYING & names_in(node) for node in looked_up)
         in_units = [times(term, symbol("unit", "float"), _VARYING) for term in added or [lifted(0.0)]]
         return "\n".join(
             (
                 f"constexpr bool kScoreModSlopes = {cpp_bool(has_slopes)};\n",
-                f"constexpr bool kScoreModAdds = {cpp_bool(added is not None and not looks_up)};\n",
-                f"constexpr bool kScoreModLooksUp = {cpp_bool(looks_up)};\n",
+                f"constexpr bool kScoreModAdds = {cpp_bool(added is not None and not self._looks_up)};\n",
+                f"constexpr bool kScoreModLooksUp = {cpp_bool(self._looks_up)};\n",
                 function_of("acc_t", "modified_score", "acc_t score, ", self.expression),
                 function_of("acc_t", "modified_slope", "acc_t score, ", self.slope),
                 function_of("acc_t", "added_score", "acc_t unit, ", functools.reduce(operator.add, in_units)),

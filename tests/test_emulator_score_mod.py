@@ -105,6 +105,11 @@ def see_documents(b, h, q_idx, kv_idx, of_queries, of_keys):
     return (same | ((kv_idx % 32 < 3) & (kv_idx < q_idx) & (h == 1))) & (q_idx != 7)
 
 
+def see_blocks(b, h, q_idx, kv_idx, of_blocks):
+    """The same for all heads."""
+    return (q_idx // 40 + b) % 2 == of_blocks[kv_idx // 24]
+
+
 @pytest.mark.parametrize(
     ("features", "functions", "block_n"),
     [
@@ -115,17 +120,19 @@ def see_documents(b, h, q_idx, kv_idx, of_queries, of_keys):
         (("seqused_k", "sink"), ("see_documents",), 64),
         (("window",), ("add_distance", "see_documents"), 128),
         (("packed", "alibi"), ("add_distance",), 128),
+        (("packed", "causal"), ("see_blocks",), 96),
         (("bias", "softcap", "causal"), ("add_distance",), 64),
     ],
 )
 def test_hopper_forward(rng, mods, features, functions, block_n):
-    """With a bit for each score where tiles are of 32, 64 or 128 keys."""
+    """Without a bit for each score where tiles are of 16 keys."""
     sizes = {"seqlen_q": 150, "seqlen_k": 203, "head_dim": 64, "head_dim_v": 40}
     case = cases.draw_case(rng, "bfloat16", features, **sizes)
     own = {
         "shape_score": ScoreMod(shape_score, mods["score_mod"].arrays[0], rng.standard_normal(110)),
         "add_distance": ScoreMod(add_distance, rng.random(4)),
         "see_documents": MaskMod(see_documents, *rng.integers(0, 3, (2, 2, 16))),
+        "see_blocks": MaskMod(see_blocks, np.arange(20) % 2),
     }
     case.numbers.update((own[name].name, own[name]) for name in functions)
     cases.hide_nan(case)

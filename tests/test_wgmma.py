@@ -4,6 +4,7 @@ import itertools
 import re
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 
 from cufa import jit
@@ -12,9 +13,11 @@ from cufa.kernels import KERNELS
 from cufa.plan import best_kernel, make_plan
 from cufa.plan.wgmma import CUT_PACES, MOST_VALUE_DIM, PACES
 from cufa.problem import Features, Problem
+from cufa.score_mod import MaskMod
 
 H200 = Device.of("sm_90a")
 NAME = "fwd_6_wgmma"
+SEE = MaskMod(lambda b, h, q_idx, kv_idx, x: x[q_idx] != x[kv_idx], np.zeros(9, np.int32)).written
 LENGTHS = [512, 4096]
 
 
@@ -208,3 +211,20 @@ def test_tiles_of_rows_that_end_within_a_sector(head_dim, block_m):
     assert plan_of(call).tiles["block_m"] == block_m
     biased_call = replace(call, features=biased("bfloat16"))
     assert plan_of(biased_call).tiles["block_m"] == 128
+
+
+def seen_score_bytes(seqlen, mask_mod=SEE, **options):
+    """Bytes of the workspace that say which scores are seen."""
+    plan = plan_of(replace(problem(seqlen=seqlen), features=Features(mask_mod=mask_mod)), **options)
+    parts = {part.name: part for part in plan.scratch}
+    return 4 * parts["seen scores"].shape[0] if "seen scores" in parts else 0
+
+
+def test_scores_seen_are_written_where_they_take_no_more_than_the_output():
+    assert seen_score_bytes(1024) == 1024**2 / 8
+    output_row_bytes = 2 * 4 * 128 * 2  # of all heads
+    assert seen_score_bytes(8 * output_row_bytes) == (8 * output_row_bytes) ** 2 / 8
+    assert seen_score_bytes(16 * output_row_bytes) == 0
+    assert seen_score_bytes(1024, block_n=48) == 0
+    without_arrays = MaskMod(lambda b, h, q_idx, kv_idx: q_idx > kv_idx).written
+    assert seen_score_bytes(1024, without_arrays) == 0

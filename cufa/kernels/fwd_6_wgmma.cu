@@ -11,7 +11,8 @@
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
 //          value_dim)
 // Launches: with a mask_mod seen_tiles, which finds out what it shows of each tile of scores, so
-// that tiles of which that is nothing are left out; fwd_6_wgmma.
+// that tiles of which that is nothing are left out, and, where it looks something up, of each score
+// unless that takes more memory than O; fwd_6_wgmma.
 //
 // Owns     block: tile after tile of BLOCK_M queries of one head; warpgroup: 64 of its rows
 // Shared   rings of STAGES K and V tiles; for each warpgroup a ring of QUERY_STAGES Q tiles, and
@@ -22,6 +23,7 @@
 
 constexpr int kThreads = THREADS, kBlocksPerSm = BLOCKS_PER_SM;
 constexpr int kDims = round_up(kValueDim, kWgmmaK);
+constexpr int kSeenThreads = kSeenBits ? kWarpgroup : kThreads;  // of the first launch
 
 struct Params {
     TensorMap q, k, v, o;
@@ -68,12 +70,27 @@ struct Consumer : InspectedConsumer<Consumer, Smem, Params, kDims> {
     __device__ void round(Weights& p, const Scores& s) const { round_to_operand<kBlockN>(p, s); }
 };
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kSeenThreads)
     seen_tiles(const __grid_constant__ Params params) {
     if constexpr (kMaskMod) {
+        if constexpr (kSeenBits) ptx::let_next_launch_begin();
         if (blockIdx.x == 0 && threadIdx.x == 0) *tiles_taken(params.call) = 0;
-        const long long tile = warp_of_grid<kThreads>();
-        if (tile < Seen::count(params.call)) Seen::find(seen_parts(params.call), params.call, tile);
+        const long long tile = warp_of_grid<kSeenThreads>();
+        if (tile >= Seen::count(params.call)) return;
+        SeenPart* const parts = seen_parts(params.call);
+        if constexpr (kSeenBits) {
+            unsigned int* const bits = seen_bits(params.call);
+            const auto write = [&](const ScoreRules& rules, int row, int key, long long number) {
+                const KeyTiles<kBlockN> range(rules.mask, row, kBlockM);
+                const bool ends = row + kBlockM > rules.mask.seqlen_q || range.masked(key, false);
+                unsigned int* const of_tile = bits + number * kTileWords;
+                return ends ? write_seen_bits<kBlockM, kBlockN, false>(of_tile, rules, row, key)
+                            : write_seen_bits<kBlockM, kBlockN, true>(of_tile, rules, row, key);
+            };
+            Seen::find(parts, params.call, tile, write);
+        } else {
+            Seen::find(parts, params.call, tile);
+        }
     }
 }
 
@@ -94,6 +111,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         ptx::barrier_init_fence();
     }
     __syncthreads();
+    if constexpr (kSeenBits) ptx::wait_for_launch_before();
 
     // The same for a warp in the compiler's eyes too: what depends on it goes to uniform registers.
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);

@@ -116,10 +116,10 @@ struct Consumer : Form::Consumer<Consumer, Smem, Params> {
     __device__ float output_scale() const { return scales.output; }
 
     // Without a mask, it is but the last keys' tile that may be cut.
-    __device__ void mask_first(Scores& s, const WorkTile& work, int tile) {
+    __device__ void mask_first(Scores& s, const SeenScores& seen, const WorkTile& work, int tile) {
         const int keys_end = work.sequence(params.call).seqlen_k;
         constexpr bool kAlways = kRangeMask || kConsumers > 3;  // four have no registers to ask
-        if (kAlways || (tile + 1) * kBlockN > keys_end) mask_scores(s, work, tile);
+        if (kAlways || (tile + 1) * kBlockN > keys_end) mask_scores(s, seen, work, tile);
     }
 };
 

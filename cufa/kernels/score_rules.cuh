@@ -71,8 +71,10 @@ struct ScoreRules {
         element_slopes(features, score, batch, head, inside(row), inside_key(key), slopes);
     }
 
-    // Whether the caller's function shows the key to the row.
+    // Whether the caller's function shows the key to the row. With Inside neither is past an end.
+    template <bool Inside = false>
     __device__ bool shows(int row, int key) const {
+        if constexpr (Inside) return mod_sees(features, batch, head, row, key);
         return mod_sees(features, batch, head, inside(row), inside_key(key));
     }
     // Whether the row sees the key. Both may lie past the ends.

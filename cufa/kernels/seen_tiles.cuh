@@ -58,6 +58,20 @@ class SeenTiles {
     // Finds out about one of all heads' tiles: a warp's work.
     template <class Params>
     __device__ static void find(SeenPart* all, const Params& params, long long index) {
+        find(all, params, index, [](const ScoreRules& rules, int row, int key, long long) {
+            SeenPart part = kAll;
+            if constexpr (kMaskMod) part = part_of_function<Rows, Keys>(rules, row, key);
+            if constexpr (kMaskBits != 0) {
+                const SeenPart of_mask = part_of_mask<Rows, Keys>(rules, row, key);
+                if (of_mask < part) part = of_mask;
+            }
+            return part;
+        });
+    }
+    // By part_of(rules, row, key, number of the tile among those of all heads).
+    template <class Params, class PartOf>
+    __device__ static void find(SeenPart* all, const Params& params, long long index,
+                                const PartOf& part_of) {
         const Sizes& sizes = params.sizes;
         const int key_tiles = ceil_div(sizes.seqlen_k, Keys);
         const int tiles = row_tiles<Rows>(batches(params), sizes.seqlen_q);
@@ -71,14 +85,15 @@ class SeenTiles {
         const KeyTiles<Keys> range(rules.mask, first_row, Rows);
         if (first_key < range.begin || first_key >= range.end) return;  // nobody asks
 
-        SeenPart part = kAll;
-        if constexpr (kMaskMod) part = part_of_function<Rows, Keys>(rules, first_row, first_key);
-        if constexpr (kMaskBits != 0) {
-            const SeenPart of_mask = part_of_mask<Rows, Keys>(rules, first_row, first_key);
-            if (of_mask < part) part = of_mask;
-        }
-        if (threadIdx.x % 32 == 0)
-            SeenTiles(all, params, sequence, head).part(first_row, first_key) = part;
+        const SeenTiles of_head(all, params, sequence, head);
+        const long long number = of_head.number(all, first_row, first_key);
+        const SeenPart part = part_of(rules, first_row, first_key, number);
+        if (threadIdx.x % 32 == 0) all[number] = part;
+    }
+
+    // Which of all heads' tiles the one of these rows and keys is.
+    __device__ long long number(const SeenPart* all, int row, int key) const {
+        return &part(row, key) - all;
     }
 
   private:

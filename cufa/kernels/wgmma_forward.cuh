@@ -10,6 +10,7 @@
 #include "bias_pairs.cuh"
 #include "labelled_ring.cuh"
 #include "schedule.cuh"
+#include "seen_bits.cuh"
 #include "seen_tiles.cuh"
 #include "wgmma_pages.cuh"
 #include "wgmma_softmax.cuh"
@@ -45,13 +46,24 @@ __device__ inline KeyRange key_tiles_of(const ForwardParams& call, const WorkTil
 
 // ---- which tiles of keys there are, if a mask_mod hides some ----
 
-// The parts of tiles that it shows. In the workspace they come after the count of tiles taken.
+// The parts of tiles that it shows, and where kSeenBits is set a bit for each of their scores. In
+// the workspace the count of tiles taken comes first, then the parts, then the bits.
+constexpr bool kSeenBits = SEEN_BITS;
+constexpr int kSeenAlignment = 16;  // in bytes, of each of these
+constexpr int kRowWords = kBlockN / kWordKeys, kTileWords = kBlockM * kRowWords;
 using Seen = SeenTiles<kBlockM, kBlockN>;
+using SeenScores = SeenBits<kBlockN / 2>;
 __device__ inline unsigned int* tiles_taken(const ForwardParams& call) {
     return static_cast<unsigned int*>(call.workspace);
 }
 __device__ inline SeenPart* seen_parts(const ForwardParams& call) {
-    return reinterpret_cast<SeenPart*>(tiles_taken(call) + 1);
+    constexpr int kWords = kSeenAlignment / sizeof(unsigned int);
+    return reinterpret_cast<SeenPart*>(tiles_taken(call) + kWords);
+}
+__device__ inline unsigned int* seen_bits(const ForwardParams& call) {
+    constexpr int kParts = kSeenAlignment / sizeof(SeenPart);
+    const long long parts = (Seen::count(call) + kParts - 1) / kParts * kParts;
+    return reinterpret_cast<unsigned int*>(seen_parts(call) + parts);
 }
 
 using TileRing = LabelledRing<kStages>;
@@ -119,6 +131,7 @@ struct ForwardConsumer {
     RingPosition<kStages> k_at, v_at;
     float alibi_slope;  // of the head that is worked on, in units of products
     float lowered;      // by how much ALiBi lowers all of this thread's in a tile, likewise
+    const unsigned int* row_bits;  // of this thread's first row, which scores are seen
 
     __device__ ForwardConsumer(Smem& smem, const Params& params, int warpgroup)
         : smem(smem), params(params), warpgroup(warpgroup), turns(warpgroup) {}
@@ -194,6 +207,7 @@ struct ForwardConsumer {
 
     // The same of those tiles that the producer names, since a mask_mod hides others.
     __device__ RowPair attend_to_seen(Output& o, Weights& p, Scores& s, const WorkTile& work) {
+        if constexpr (kSeenBits) row_bits = bits_of_row(work);
         TileLabel seen = receive_keys();
         RowPair softmax = first_weights(o, p, s, work, seen.tile, seen.last, seen.cut);
         while (!seen.last) {
@@ -210,10 +224,12 @@ struct ForwardConsumer {
         RowPair softmax;
         float sums[2];
         Bias bias;
+        SeenScores seen;
         if constexpr (kBias) load_bias(bias, work, tile);
+        if (kSeenBits && cut) seen.load(row_bits + tile * kTileWords);
         wait_scores<0>(s, last);
         shape_scores(s, bias, work, tile);
-        if (cut) self().mask_first(s, work, tile);
+        if (cut) self().mask_first(s, seen, work, tile);
         softmax.begin(s, tile_scale());
         // Of three warpgroups two work on while one raises its maxima.
         constexpr bool kLooksAhead = kHeadroom > 0 && kConsumers <= 2;
@@ -241,7 +257,9 @@ struct ForwardConsumer {
         Scores s;
         float sums[2], shrink[2];
         Bias bias;
+        SeenScores seen;
         if constexpr (kBias) load_bias(bias, work, tile);
+        if (kSeenBits && cut) seen.load(row_bits + tile * kTileWords);
         turns.wait();
         issue_scores(s);
         self().issue_output(o, p);
@@ -251,7 +269,7 @@ struct ForwardConsumer {
         shape_scores(s, bias, work, tile);
         constexpr bool kLate = !Masked && Self::kRaisesLate;
         bool raised = false;
-        if (Masked && cut) mask_scores(s, work, tile);
+        if (Masked && cut) mask_scores(s, seen, work, tile);
         if (!kLate) raised = softmax.raise(s, tile_scale(), shrink);
         if (Self::kLongTurns) turns.pass();
         softmax.weigh(s, tile_scale(), sums);
@@ -374,6 +392,15 @@ struct ForwardConsumer {
                   first_key_of_thread(tile));
     }
 
+    // Which scores of this thread's first row are seen, from the first tile of keys on.
+    __device__ const unsigned int* bits_of_row(const WorkTile& work) const {
+        const ForwardParams& call = params.call;
+        const Seen of_head(seen_parts(call), call, work.sequence(call), work.head);
+        const long long tile = of_head.number(seen_parts(call), work.first_row, 0);
+        const int row = row_of(work, 0) - work.first_row;
+        return seen_bits(call) + tile * kTileWords + row * kRowWords;
+    }
+
     // Adds to products what makes more of them, by the caller's function, too.
     __device__ void shape_scores(Scores& s, const Bias& bias, const WorkTile& work, int tile) {
         if constexpr (!kProductUnits && !kSoftcap) {
@@ -418,8 +445,9 @@ struct ForwardConsumer {
         return scale;
     }
 
-    __device__ void mask_scores(Scores& s, const WorkTile& work, int tile) {
+    __device__ void mask_scores(Scores& s, const SeenScores& seen, const WorkTile& work, int tile) {
         const float masked = self().scale().masked();
+        if constexpr (kSeenBits) return seen.hide(s, masked);
         apply_mask<typename Self::KeyOrder>(s, mask_of(work), row_of(work, 0), tile * kBlockN,
                                             masked);
         if constexpr (kMaskMod) {
@@ -429,8 +457,8 @@ struct ForwardConsumer {
     }
 
     // The same of the first tile.
-    __device__ void mask_first(Scores& s, const WorkTile& work, int tile) {
-        mask_scores(s, work, tile);
+    __device__ void mask_first(Scores& s, const SeenScores& seen, const WorkTile& work, int tile) {
+        mask_scores(s, seen, work, tile);
     }
 
     __device__ void finish_output(Output& o, const Weights& p, const WorkTile& work, int tile) {

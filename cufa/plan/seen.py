@@ -7,7 +7,7 @@ from dataclasses import replace
 from cufa.plan.choice import row_tiles
 from cufa.plan.record import Scratch
 from cufa.problem import Problem
-from cufa.rounding import ceil_div
+from cufa.rounding import ceil_div, round_up
 
 # What a tile takes of which it is known what a mask shows: mask_tiles.cuh's SeenPart.
 SEEN_PART_BYTES = 2
@@ -29,7 +29,7 @@ def seen_tiles(problem: Problem, rows: int, keys: int) -> int:
     return (problem.heads if of_heads else 1) * row_count * ceil_div(problem.seqlen_k, keys)
 
 
-def seen_scratch(problem: Problem, tiles: int) -> tuple[Scratch, ...]:
-    """Where that is written, for so many tiles."""
-    elements = ceil_div(tiles * SEEN_PART_BYTES, problem.accumulator.itemsize)
+def seen_scratch(problem: Problem, tiles: int, alignment: int = 1) -> tuple[Scratch, ...]:
+    """Where that is written, for so many tiles, and up to where something else may begin."""
+    elements = ceil_div(round_up(tiles * SEEN_PART_BYTES, alignment), problem.accumulator.itemsize)
     return (Scratch("seen tiles", (elements,)),) if tiles else ()

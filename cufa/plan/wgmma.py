@@ -32,6 +32,8 @@ BARRIER_BYTES = 8
 WORK_TILE_BYTES, LENGTHS_BYTES = 16, 16
 # What four warps found in a tile of V.
 FINDINGS_BYTES = 16
+# Scores of which a word says whether they are seen, and how that and what is before it are aligned.
+WORD_BITS, BYTE_BITS, SEEN_ALIGNMENT = 32, 8, 16
 # What the producer says of a tile of keys, and of values, where it leaves some out.
 TILE_LABEL_BYTES = 12
 # setmaxnreg counts in eights; what a warpgroup that copies needs, and the most that a thread can have.
@@ -247,9 +249,14 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     scratch: tuple[Scratch, ...] = ()
     if problem.features.mask_mod is not None:
         seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
-        blocks = ceil_div(seen, sizes.threads // device.warp_size)
-        launches.insert(0, Launch("seen_tiles", max(1, blocks), sizes.threads))  # it counts from 0
-        scratch = (Scratch("tiles taken", (1,)), *seen_scratch(problem, seen))
+        with_bits = has_seen_bits(problem, sizes)
+        threads = WARPGROUP if with_bits else sizes.threads
+        blocks = max(1, ceil_div(seen, threads // device.warp_size))  # it counts from 0
+        launches = [Launch("seen_tiles", blocks, threads), replace(launches[0], overlaps=with_bits)]
+        taken = Scratch("tiles taken", (SEEN_ALIGNMENT // problem.accumulator.itemsize,))
+        scratch = (taken, *seen_scratch(problem, seen, SEEN_ALIGNMENT))
+        if with_bits:
+            scratch += (Scratch("seen scores", (seen * sizes.block_m * sizes.block_n // WORD_BITS,)),)
     boxes = (
         TensorBox(0, WGMMA_M, PANEL_COLS),
         TensorBox(1, box_keys(problem, sizes), PANEL_COLS),
@@ -264,6 +271,20 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
         reasons=chosen.reasons,
         boxes=boxes,
     )
+
+
+def has_seen_bits(problem: Problem, tiles: Tiles) -> bool:
+    """Whether each score that a mask_mod may show has a bit.
+
+    It is faster where arrays are read for each score, and done where all bits take no more than the output.
+    """
+    function = problem.features.mask_mod
+    if function is None or not function.looks_up or tiles.block_n % WORD_BITS:
+        return False
+    bits = seen_tiles(problem, tiles.block_m, tiles.block_n) * tiles.block_m * tiles.block_n
+    sequences = 1 if problem.features.packed else problem.batch
+    output_bytes = sequences * problem.heads * problem.seqlen_q * problem.value_dim * problem.itemsize
+    return bits <= BYTE_BITS * output_bytes
 
 
 def box_keys(problem: Problem, tiles: Tiles) -> int:
@@ -310,6 +331,7 @@ def forward_macros(problem: Problem, device: Device, chosen: Choice[T], maps: in
         ("BOX_KEYS", box_keys(problem, chosen.tiles)),
         ("PRODUCER_REGISTERS", chosen.tiles.producer_registers),
         ("CONSUMER_REGISTERS", chosen.tiles.consumer_registers),
+        ("SEEN_BITS", has_seen_bits(problem, chosen.tiles)),
         ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),
         ("SMEM_BYTES", chosen.cost.smem_bytes),
         ("PARAMS_BYTES", round_up(maps * TENSOR_MAP_BYTES + params_bytes(problem), TENSOR_MAP_ALIGNMENT)),

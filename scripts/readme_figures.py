@@ -704,8 +704,8 @@ def summary(
         f"output at most {error:.1%} off (root mean square).",
         f"With one query and {min(keys):,} to {max(keys):,} keys, as in decoding, it is {decoding}, in the "
         "mean.",
-        f"In a server's batches, with keys in pages and lengths of their own, it is {over_serving:.2f} times as "
-        "fast as the fastest of FlashInfer's kernels, in the mean.",
+        f"In a server's batches, with keys in pages and lengths of their own, it is {over_serving:.2f} times "
+        "as fast as the fastest of FlashInfer's kernels, in the mean.",
         f"By `mma.sync`, which all GPUs since Turing have, {by_mma} times as fast as {PEER_OF_RUNGS}, in the "
         "mean.",
         f"With functions of one's own on scores it is {times_of_flex(flex['points'])} as {FLEX}, in the "

@@ -95,7 +95,7 @@ struct Work {
     __device__ int head(int row) const { return kv_head * group + (first_row + row) % group; }
 };
 
-// And which tiles of the keys, from the first that any row of the sequence sees.
+// And which tiles of the sequence's keys.
 struct TileRange {
     int begin, end;
 };

@@ -122,7 +122,11 @@ def test_on_hopper(cupy, rng, backward, dims, draw_on_hopper):
 def test_gradients_of_arrays_on_hopper(cupy, rng, backward, dims, draw_on_hopper):
     case = draw_on_hopper(dims, seqlen_q=203, seqlen_k=330)
     case = replace(case, gradients=(*case.gradients, "score_mod"))
-    arrays = rng.standard_normal((9, 2)).T, rng.standard_normal(200).astype(np.float16)
+    arrays = (
+        rng.standard_normal((9, 2)).T,
+        rng.standard_normal(200).astype(np.float16),
+        rng.standard_normal(400),
+    )
     mods = {
         "score_mod": cufa.ScoreMod(add_learnt, *arrays),
         "mask_mod": cufa.MaskMod(see, np.sort(rng.integers(0, 3, (2, 400)), axis=1)),

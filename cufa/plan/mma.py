@@ -50,10 +50,10 @@ REGISTER_BYTES = 4
 FIRST_HANDING_OVER = (9, 0)
 # For the forward's price, in nanoseconds of an H200: until a block's first tiles are there; how long a block
 # that is alone takes for a tile of scores, beside its clocks and for each; and what an SM has to do for each
-# clock, and for each row beside.
+# clock, and for each row and each score beside.
 START = 3000
 TILE_LATENCY, LATENCY_OF_CLOCK = 1150, 0.13
-CLOCK_TIME, ROW_TIME = 0.313, 12.5
+CLOCK_TIME, ROW_TIME, SCORE_TIME = 0.313, 12.5, 0.012
 H200 = Device.of("sm_90a")
 # Registers that features take which work on each score, for each score of a lane: without them ptxas was
 # seen to spill hundreds of bytes.
@@ -396,7 +396,8 @@ def price(problem: Problem, device: Device) -> float:
     tile_clocks = _forward_cost(problem, H200, tiles).work * tiles.threads / MULTIPLY_ADDS_PER_CLOCK[9, 0]
     key_tiles, most = (ceil(of(problem, tiles) / tiles.block_n) for of in (seen_keys, most_keys))
     of_block = most * (TILE_LATENCY + LATENCY_OF_CLOCK * tile_clocks)
-    block_work = tiles.block_m * ROW_TIME + key_tiles * tile_clocks * CLOCK_TIME
+    tile_work = tile_clocks * CLOCK_TIME + tiles.block_m * tiles.block_n * SCORE_TIME
+    block_work = tiles.block_m * ROW_TIME + key_tiles * tile_work
     of_all = query_tiles(problem, tiles) * block_work / device.sm_count
     return (START + max(of_block, of_all, memory_time(problem, device))) / 1000
 

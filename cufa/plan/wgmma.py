@@ -119,21 +119,21 @@ MOST_VALUE_DIM = 128
 # Those to choose from where all keys are seen.
 PACES = {
     64: {
-        Tiles(192, 128, 2, 1, 64): Pace(0.0600, 1340),
-        Tiles(256, 64, 4, 2, 64): Pace(0.0627, 1250),
-        Tiles(128, 128, 3, 2, 64): Pace(0.0701, 1300),
-        Tiles(128, 64, 4, 2, 64): Pace(0.0722, 1010),
-        Tiles(128, 48, 2, 1, 64, 2): Pace(0.0736, 640, 1.10),
-        Tiles(128, 32, 4, 1, 64, 2): Pace(0.0730, 590, 1.05),
-        Tiles(64, 80, 2, 1, 64, 3): Pace(0.0720, 430, 1.62),
-        Tiles(64, 64, 2, 1, 64, 3): Pace(0.0738, 450, 1.67),
+        Tiles(192, 128, 2, 1, 64): Pace(0.0540, 1210),
+        Tiles(256, 64, 4, 2, 64): Pace(0.0564, 1120),
+        Tiles(128, 128, 3, 2, 64): Pace(0.0631, 1170),
+        Tiles(128, 64, 4, 2, 64): Pace(0.0650, 910),
+        Tiles(128, 48, 2, 1, 64, 2): Pace(0.0662, 580, 1.10),
+        Tiles(128, 32, 4, 1, 64, 2): Pace(0.0657, 530, 1.05),
+        Tiles(64, 80, 2, 1, 64, 3): Pace(0.0648, 390, 1.62),
+        Tiles(64, 64, 2, 1, 64, 3): Pace(0.0664, 410, 1.67),
     },
     128: {
-        Tiles(192, 64, 4, 1, 128): Pace(0.0867, 1900),
-        Tiles(128, 128, 2, 2, 128): Pace(0.0946, 1830),
-        Tiles(128, 64, 4, 2, 128): Pace(0.0978, 1400),
-        Tiles(64, 80, 2, 1, 64, 2): Pace(0.1015, 660, 1.36),
-        Tiles(64, 64, 2, 1, 64, 2): Pace(0.1019, 710, 1.40),
+        Tiles(192, 64, 4, 1, 128): Pace(0.0780, 1710),
+        Tiles(128, 128, 2, 2, 128): Pace(0.0851, 1650),
+        Tiles(128, 64, 4, 2, 128): Pace(0.0880, 1260),
+        Tiles(64, 80, 2, 1, 64, 2): Pace(0.0914, 590, 1.55),
+        Tiles(64, 64, 2, 1, 64, 2): Pace(0.0917, 640, 1.60),
     },
     192: WIDE_PACES[192],
     256: WIDE_PACES[256],
@@ -142,10 +142,10 @@ PACES = {
 CUT_PACES = {
     64: {
         Tiles(192, 128, 2, 1, 64): Pace(0.0751, 670),
-        Tiles(256, 64, 4, 1, 64): Pace(0.0722, 1020),
-        Tiles(128, 128, 3, 2, 64): Pace(0.0741, 840),
+        Tiles(256, 64, 4, 1, 64): Pace(0.0706, 1400),
+        Tiles(128, 128, 3, 2, 64): Pace(0.0712, 850),
         Tiles(64, 128, 2, 1, 64, 2): Pace(0.0730, 730, 1.65),
-        Tiles(64, 64, 2, 1, 64, 3): Pace(0.0787, 360, 1.83),
+        Tiles(64, 64, 2, 1, 64, 3): Pace(0.0854, 225, 1.83),
     },
     128: {
         Tiles(128, 128, 2, 2, 128): Pace(0.1022, 890),
@@ -160,8 +160,9 @@ CUT_PACES = {
 SECTOR_BYTES = 32
 ODD_ROWS = 1.35
 ODD_ROW_PACES = {128: {Tiles(192, 64, 4, 1, 128): Pace(0.1045, 2180)}}
-# From which head dim on, over PANEL_COLS, small blocks have tiles that a mask cuts through.
-LEAST_WIDE_CUT_DIM = 120
+# From which head dim on, over PANEL_COLS, there are small blocks. Those of fewer dims gain less from them
+# than from large tiles, and where a mask cuts, ptxas has their products wait for each other.
+LEAST_WIDE_DIM = 120
 # In how many pages a tile of keys may be for three and more warpgroups to leave the producer registers enough
 # to look them up, if all keys are seen.
 MOST_PAGES = 8
@@ -224,9 +225,8 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
         alibi_and_more = features.alibi and (features.softcap or lengths_vary(problem))
         if functions or features.bias is not None or features.page_size or alibi_and_more:
             return False
-        # In loops for masks, products of few columns over 64 were seen to wait for each other.
         dims = problem.head_dim, problem.value_dim
-        return not is_cut(problem) or max(dims) <= PANEL_COLS or min(dims) >= LEAST_WIDE_CUT_DIM
+        return max(dims) <= PANEL_COLS or min(dims) >= LEAST_WIDE_DIM
     if tiles.consumers <= 2:
         return problem.value_dim <= MOST_VALUE_DIM or tiles.block_n < 128
     if lengths_vary(problem) or features.mask_mod is not None or features.bias is not None:

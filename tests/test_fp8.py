@@ -55,9 +55,11 @@ def assert_no_spill_and_no_product_in_series(call):
     assert all(few and "bytes spill" in line for line in build.warnings)
 
 
-@pytest.mark.parametrize("seqlen", [SHORT, LONG])
+DIMS_AND_LENGTHS = [*((head_dim, LONG) for head_dim in (64, 128, 192, 256)), (128, SHORT), (256, SHORT)]
+
+
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize(("head_dim", "seqlen"), DIMS_AND_LENGTHS)
 def test_no_spill_and_no_product_in_series(head_dim, causal, seqlen):
     assert_no_spill_and_no_product_in_series(problem(head_dim, causal=causal, seqlen=seqlen))
 
@@ -76,9 +78,8 @@ def test_features_spill_nothing(head_dim, features):
     assert_no_spill_and_no_product_in_series(problem(head_dim, **features))
 
 
-@pytest.mark.parametrize("seqlen", [SHORT, LONG])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize(("head_dim", "seqlen"), DIMS_AND_LENGTHS)
 def test_transposed_values_spill_nothing(head_dim, causal, seqlen):
     build = compiled(problem(head_dim, causal=causal, seqlen=seqlen, transposed_values=True))
     assert build.warnings == ()

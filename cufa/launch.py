@@ -72,8 +72,8 @@ class Executable:
         self._encoder = Encoder(plan.problem, plan.boxes)
         # Allocated now: a call may be captured, when nothing can be.
         counted = bool(plan.boxes) and not plan.scratch
-        self._counters = counters.of_device(cupy.cuda.runtime.getDevice()) if counted else None
-        module = jit.load(jit.build(plan.variant))
+        self._counters = counters.of_device(_current_device()) if counted else None
+        module = _module(plan.variant, _current_device())
         launches = [
             (_Kernel(module, launch), step) for launch in plan.launches for step in range(launch.steps)
         ]
@@ -214,6 +214,15 @@ def _current_stream() -> int:
     return stream
 
 
+@functools.lru_cache(maxsize=4096)
+def _module(variant: Variant, device_id: int) -> Any:
+    """The variant on a GPU, which must be the current one.
+
+    Most new shapes are compiled as another was before: to read its sources again takes milliseconds.
+    """
+    return jit.load(jit.build(variant))
+
+
 class _Kernel:
     """One function on the GPU and how to launch it."""
 
@@ -255,4 +264,4 @@ class _Kernel:
 def _loaded(compiled: tuple[Variant, Launch], device_id: int) -> _Kernel:
     """The kernel of a variant on a GPU, which must be the current one."""
     variant, launch = compiled
-    return _Kernel(jit.load(jit.build(variant)), launch)
+    return _Kernel(_module(variant, device_id), launch)

@@ -7,7 +7,8 @@ of a call's arguments, which are checked, in `cufa.arguments`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import ml_dtypes
@@ -129,7 +130,7 @@ class Features:
         """What those take in the kernel's parameters."""
         return sum(mod.array_bytes for mod in (self.score_mod, self.mask_mod) if mod is not None)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The arguments that ask for what is on."""
         on = {
@@ -185,6 +186,11 @@ class Problem:
     out_dtype: str | None = None
     transposed_values: bool = False
 
+    @cached_property
+    def kind(self) -> Problem:
+        """One of the same kind whose sizes are all 1, to look up what does not depend on them."""
+        return replace(self, batch=1, seqlen_q=1, seqlen_k=1, heads=1, kv_heads=1)
+
     @property
     def itemsize(self) -> int:
         """Bytes of one element of Q, K and V."""
@@ -217,7 +223,7 @@ class Problem:
         """How many sequences `seqlen_q` and `seqlen_k` are those of together: 1 unless they are packed."""
         return max(1, self.batch) if self.features.packed else 1
 
-    @property
+    @cached_property
     def visible_scores(self) -> int:
         """How many (query, key) pairs of one head are in the range of a causal mask or a window.
 

@@ -138,11 +138,11 @@ def machine(monkeypatch):
     )
     monkeypatch.setattr(jit, "build", lambda variant: variant)
     monkeypatch.setattr(jit, "load", machine.load)
-    for cached in (call._executable, call._loaded, launch._loaded):
+    for cached in (call._executable, call._loaded, launch._loaded, launch._module):
         cached.cache_clear()
     with cupy.cuda.using_allocator(machine.allocate):
         yield machine
-    for cached in (call._executable, call._loaded, launch._loaded):
+    for cached in (call._executable, call._loaded, launch._loaded, launch._module):
         cached.cache_clear()
     assert counter[0] == 0
 
@@ -262,6 +262,17 @@ def test_a_call_that_comes_again_and_one_at_other_addresses(machine, rng):
         out, lse = cufa.attention(q, k, v, return_lse=True)
         assert_attention(host(out), host(lse), problems[number])
     assert len({id(module) for module, _, _ in machine.functions}) == 1
+
+
+def test_sources_are_read_once_for_lengths_that_are_compiled_alike(machine, rng, monkeypatch):
+    built = []
+    monkeypatch.setattr(jit, "build", lambda variant: built.append(variant) or variant)
+    for seqlen_k in (90, 91, 92):
+        problem = random_problem(rng, "float16", seqlen_q=70, seqlen_k=seqlen_k, heads=2)
+        q, k, v, _ = map(machine.array, vars(problem).values())
+        out, lse = cufa.attention(q, k, v, return_lse=True)
+        assert_attention(host(out), host(lse), problem)
+    assert len(built) == 1
 
 
 def test_parts_of_keys_are_merged_by_a_launch_that_overlaps(machine, rng, monkeypatch):

@@ -468,6 +468,30 @@ def test_a_plan_is_plain_facts_and_always_the_same(kernel: str) -> None:
     assert {type(leaf) for leaf in leaves(plan)} <= {str, int, bool, type(None)}
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    "features", [Features(), Features(packed=True), Features(window=(100, None))], ids=str
+)
+def test_what_is_looked_up_by_kind_does_not_depend_on_sizes(
+    features: Features, direction: Direction, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device.of("sm_90a")
+    problem = replace(problem_for("fwd_1_naive", dtype), direction=direction, features=features)
+    lengths = [(1, 3000), (200, 200), (4000, 70)]
+    sizes = [
+        {"batch": 5, "seqlen_q": rows, "seqlen_k": keys, "heads": 12, "kv_heads": 3} for rows, keys in lengths
+    ]
+
+    def decided(device: Device) -> list[Any]:
+        plans = [make_plan(replace(problem, **of_call), device) for of_call in sizes]
+        return [(plan.tiles, plan.macros, plan.launches, plan.scratch, plan.reasons) for plan in plans]
+
+    looked_up = decided(device)
+    monkeypatch.setattr(Problem, "kind", property(lambda problem: problem))
+    assert looked_up == decided(replace(device, name="another, of which nothing is remembered"))
+
+
 def test_an_empty_mapping_of_tiles_is_none() -> None:
     assert plan_of("fwd_4_flash_v2", tiles={}) == plan_of("fwd_4_flash_v2")
 

@@ -366,29 +366,22 @@ def kernel_named(name: str) -> Kernel:
     return kernel
 
 
-def suited_kernels(problem: Problem, device: Device) -> tuple[Kernel, ...]:
-    """The rungs that support the problem and suit it, in the order of the ladder.
+def verdicts(problem: Problem, device: Device) -> dict[str, str | None]:
+    """Why each rung, by name and in the ladder's order, does not support the problem or does not suit it.
 
-    Raises ValueError if there are none, with the reason of each rung that takes the dtype.
+    None for a rung that does both. Raises ValueError if none does, with the reason of each that takes the
+    dtype.
     """
-    reasons = {
-        kernel: kernel.unsupported(problem, device) or kernel.unsuited(problem, device)
-        for kernel in _LADDER
-        if kernel.direction == problem.direction and problem.dtype in kernel.dtypes
-    }
-    suited = tuple(kernel for kernel, reason in reasons.items() if reason is None)
-    if not suited:
-        why = "; ".join(filter(None, reversed(reasons.values())))
-        raise ValueError(f"no kernel supports {problem} on {device.arch}: {why}")
-    return suited
-
-
-def passed_over(chosen: Kernel, problem: Problem, device: Device) -> tuple[str, ...]:
-    """Why each later rung than the chosen one does not support the problem or does not suit it."""
     rungs = [kernel for kernel in _LADDER if kernel.direction == problem.direction]
-    later = rungs[rungs.index(chosen) + 1 :]
-    reasons = (kernel.unsupported(problem, device) or kernel.unsuited(problem, device) for kernel in later)
-    return tuple(filter(None, reasons))
+    reasons = {
+        kernel.name: kernel.unsupported(problem, device) or kernel.unsuited(problem, device)
+        for kernel in rungs
+    }
+    if None not in reasons.values():
+        of_dtype = (reasons[kernel.name] for kernel in reversed(rungs) if problem.dtype in kernel.dtypes)
+        why = "; ".join(filter(None, of_dtype))
+        raise ValueError(f"no kernel supports {problem} on {device.arch}: {why}")
+    return reasons
 
 
 @dataclass(frozen=True)

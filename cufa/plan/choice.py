@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from cufa.device import MAX_THREADS_PER_BLOCK, Device
@@ -57,53 +57,76 @@ T = TypeVar("T", bound=TileSizes)
 
 
 @dataclass(frozen=True)
-class Choice(Generic[T]):
-    """The tiles, what they take, how many blocks of them an SM holds, and why they were chosen."""
+class Candidate(Generic[T]):
+    """Some tiles, what they take, and how many blocks of them an SM holds."""
 
     tiles: T
     cost: Cost
     blocks_per_sm: int
+
+
+@dataclass(frozen=True)
+class Choice(Candidate[T]):
+    """Those that were chosen, and why."""
+
     reasons: tuple[str, ...]
 
 
-def choose(
-    problem: Problem,
-    device: Device,
-    overrides: Mapping[str, int],
-    candidates: Sequence[T],
-    cost_of: Callable[[T], Cost],
-) -> Choice[T]:
-    """The cheapest of the candidates that fit; overrides are applied to it, and must fit too.
+class Candidates(Generic[T]):
+    """Tiles to choose from for problems of one kind."""
 
-    Raises ValueError, with the arithmetic, if none fits or the overrides don't.
-    """
-    costs = {tiles: cost_of(tiles) for tiles in candidates}
-    fitting = {tiles: cost for tiles, cost in costs.items() if _fits(tiles, cost, device)}
-    if not fitting:
-        smallest = candidates[-1]
-        raise ValueError(_does_not_fit(smallest, costs[smallest], device))
-    # Spilled registers cost more than any tile gains.
-    no_spills = {
-        tiles: cost for tiles, cost in fitting.items() if cost.registers <= device.registers_per_thread
-    }
-    prices = {tiles: _price(problem, tiles, cost, device) for tiles, cost in (no_spills or fitting).items()}
-    tiles = min(prices, key=lambda tiles: prices[tiles])
-    how = "those that were the fastest for such a problem"
-    if len(candidates) > 1:
-        cost_of_one = f"a multiply-add at {prices[tiles]:.2f} times its bare cost"
-        how = f"the cheapest of {len(prices)} that fit, {cost_of_one}"
-    if overrides:
-        tiles = _override(tiles, overrides)
-        how = f"{', '.join(overrides)} asked for"
-    cost = costs.get(tiles) or cost_of(tiles)
-    if not _fits(tiles, cost, device):
-        raise ValueError(_does_not_fit(tiles, cost, device))
-    blocks = _blocks_per_sm(tiles, cost, device)
-    fit = (
-        f"{counted(blocks, 'block')} an SM: {cost.smem_bytes:,} bytes of shared memory of "
-        f"{device.smem_per_sm:,}, about {cost.registers} registers a thread of {device.registers_per_thread}"
-    )
-    return Choice(tiles, cost, blocks, (f"tiles {tiles}: {how}", fit))
+    def __init__(self, device: Device, tiles: Sequence[T], cost_of: Callable[[T], Cost]) -> None:
+        """Keep those that fit, and if there are some that spill no registers those alone.
+
+        Raises ValueError, with the arithmetic, if none fits.
+        """
+        self._device, self._cost_of = device, cost_of
+        self._are_many = len(tiles) > 1
+        costs = {candidate: cost_of(candidate) for candidate in tiles}
+        fitting = {candidate: cost for candidate, cost in costs.items() if _fits(candidate, cost, device)}
+        if not fitting:
+            smallest = tiles[-1]
+            raise ValueError(_does_not_fit(smallest, costs[smallest], device))
+        # Spilled registers cost more than any tile gains.
+        limit = device.registers_per_thread
+        no_spills = {candidate: cost for candidate, cost in fitting.items() if cost.registers <= limit}
+        self._candidates = [
+            Candidate(candidate, cost, _blocks_per_sm(candidate, cost, device))
+            for candidate, cost in (no_spills or fitting).items()
+        ]
+
+    def choose(self, problem: Problem, overrides: Mapping[str, int]) -> Choice[T]:
+        """The cheapest for a problem; overrides are applied to it, and must fit too.
+
+        Raises ValueError, with the arithmetic, if they don't.
+        """
+        device = self._device
+        prices = [_price(problem, candidate, device) for candidate in self._candidates]
+        least = min(prices)
+        best = self._candidates[prices.index(least)]
+        tiles, cost, blocks = best.tiles, best.cost, best.blocks_per_sm
+        how = "those that were the fastest for such a problem"
+        if self._are_many:
+            cost_of_one = f"a multiply-add at {least:.2f} times its bare cost"
+            how = f"the cheapest of {len(prices)} that fit, {cost_of_one}"
+        if overrides:
+            tiles = _override(tiles, overrides)
+            how = f"{', '.join(overrides)} asked for"
+            cost = self._cost_of(tiles)
+            if not _fits(tiles, cost, device):
+                raise ValueError(_does_not_fit(tiles, cost, device))
+            blocks = _blocks_per_sm(tiles, cost, device)
+        limit = device.registers_per_thread
+        fit = (
+            f"{counted(blocks, 'block')} an SM: {cost.smem_bytes:,} bytes of shared memory of "
+            f"{device.smem_per_sm:,}, about {cost.registers} registers a thread of {limit}"
+        )
+        return Choice(tiles, cost, blocks, (f"tiles {tiles}: {how}", fit))
+
+
+def sizes_of(tiles: TileSizes) -> dict[str, int]:
+    """The sizes by their names."""
+    return dict(vars(tiles))
 
 
 def query_tiles(problem: Problem, tiles: TileSizes) -> int:
@@ -119,13 +142,13 @@ def row_tiles(problem: Problem, seqlen: int, rows: int) -> int:
     return seqlen // rows + problem.batch if problem.batch and seqlen else 0
 
 
-def _price(problem: Problem, tiles: TileSizes, cost: Cost, device: Device) -> float:
+def _price(problem: Problem, candidate: Candidate[T], device: Device) -> float:
     """What a useful multiply-add costs with these tiles: 1 if nothing but it took time."""
-    sequences = max(1, problem.batch) if problem.features.packed else 1
-    rows = min(tiles.block_m, max(1, problem.seqlen_q // sequences))
-    keys = min(tiles.block_n, max(1, problem.seqlen_k // sequences))
+    tiles, cost = candidate.tiles, candidate.cost
+    rows = min(tiles.block_m, max(1, problem.seqlen_q // problem.packed_sequences))
+    keys = min(tiles.block_n, max(1, problem.seqlen_k // problem.packed_sequences))
     useful = rows * keys * problem.product_dims / tiles.threads
-    warps = _blocks_per_sm(tiles, cost, device) * tiles.threads / device.warp_size
+    warps = candidate.blocks_per_sm * tiles.threads / device.warp_size
     hidden = THROUGHPUT_WITHOUT_WARPS + (1 - THROUGHPUT_WITHOUT_WARPS) * min(1, warps / ENOUGH_WARPS)
     return cost.work / (useful * hidden)
 
@@ -160,7 +183,7 @@ def _integer(name: str, size: object) -> int:
 
 
 def _threads_misfit(tiles: TileSizes) -> str | None:
-    if min(asdict(tiles).values()) < 1:
+    if min(sizes_of(tiles).values()) < 1:
         return "sizes must be positive"
     if tiles.threads % 32 or tiles.threads > MAX_THREADS_PER_BLOCK:
         return f"threads must be a multiple of 32 up to {MAX_THREADS_PER_BLOCK}"

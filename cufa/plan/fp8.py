@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from cufa.device import Device
-from cufa.plan.choice import Cost
+from cufa.plan.choice import Cost, sizes_of
 from cufa.plan.pace import Pace, fastest, is_cut
 from cufa.plan.record import Launch, Part, TensorBox
 from cufa.plan.wgmma import (
@@ -147,7 +147,10 @@ def _best_tiles(problem: Problem, device: Device) -> Tiles:
     dim = max(problem.head_dim, problem.value_dim)
     most = _most_warpgroups(problem)
     paces: Mapping[Tiles, Pace] = next(of_dim for limit, of_dim in _paces(problem).items() if dim <= limit)
-    return fastest(problem, device, {tiles: pace for tiles, pace in paces.items() if tiles.consumers <= most})
+    best, _ = fastest(
+        problem, device, {tiles: pace for tiles, pace in paces.items() if tiles.consumers <= most}
+    )
+    return best
 
 
 def _paces(problem: Problem) -> Mapping[int, Mapping[Any, Pace]]:
@@ -179,7 +182,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
         TensorBox(3, WGMMA_M, PANEL_ROW_BYTES // problem.output.itemsize),
     )
     return Part(
-        tiles=asdict(sizes),
+        tiles=sizes_of(sizes),
         macros=(
             *forward_macros(problem, device, chosen, len(boxes)),
             ("OUT_SCALAR", problem.output.name),

@@ -7,12 +7,13 @@ from how fast the arch's tensor cores are beside its shared memory, which no two
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from cufa.device import Device
-from cufa.plan.choice import Choice, Cost, choose, query_tiles, row_tiles
+from cufa.plan.choice import Candidates, Choice, Cost, query_tiles, row_tiles, sizes_of
 from cufa.plan.gradients import gradient_launches, gradient_macros, gradient_sums, row_blocks
 from cufa.plan.head_parts import best_parts, check_parts, key_sums, round_keys, why_parts
 from cufa.plan.pace import memory_time, most_keys, seen_keys
@@ -365,7 +366,7 @@ def hands_over_queries(problem: Problem, device: Device, tiles: BackwardTiles) -
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_5_mma`: one launch, a block for each tile of queries."""
-    chosen = _choose_forward(problem, device, tiles)
+    chosen = _forward_candidates(problem.kind, device).choose(problem, tiles)
     sizes = chosen.tiles
     seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
     launches = (
@@ -373,7 +374,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
         Launch("fwd_5_mma", query_tiles(problem, sizes), sizes.threads, chosen.cost.smem_bytes),
     )
     return Part(
-        tiles=asdict(sizes),
+        tiles=sizes_of(sizes),
         macros=(*_macros(problem, chosen), ("HANDS_OVER", int(hands_over_keys(problem, device)))),
         launches=tuple(launch for launch in launches if launch.grid > 0),
         scratch=seen_scratch(problem, seen),
@@ -381,10 +382,11 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     )
 
 
-def _choose_forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Choice[Tiles]:
-    row_bytes = max(problem.head_dim, problem.value_dim) * arithmetic_of(problem).sum_bytes
-    candidates = WIDE_FORWARD_TILES if row_bytes > WIDE_ROW_BYTES else FORWARD_TILES[problem.itemsize]
-    return choose(problem, device, tiles, candidates, lambda tiles: _forward_cost(problem, device, tiles))
+@functools.lru_cache
+def _forward_candidates(kind: Problem, device: Device) -> Candidates[Tiles]:
+    row_bytes = max(kind.head_dim, kind.value_dim) * arithmetic_of(kind).sum_bytes
+    tiles = WIDE_FORWARD_TILES if row_bytes > WIDE_ROW_BYTES else FORWARD_TILES[kind.itemsize]
+    return Candidates(device, tiles, functools.partial(_forward_cost, kind, device))
 
 
 def price(problem: Problem, device: Device) -> float:
@@ -392,8 +394,8 @@ def price(problem: Problem, device: Device) -> float:
 
     What counts is how long a block takes if it is alone, all that SMs have to do, or what must be moved.
     """
-    tiles = _choose_forward(problem, device, {}).tiles
-    tile_clocks = _forward_cost(problem, H200, tiles).work * tiles.threads / MULTIPLY_ADDS_PER_CLOCK[9, 0]
+    tiles = _forward_candidates(problem.kind, device).choose(problem, {}).tiles
+    tile_clocks = _tile_clocks(problem.kind, tiles)
     key_tiles, most = (ceil(of(problem, tiles) / tiles.block_n) for of in (seen_keys, most_keys))
     of_block = most * (TILE_LATENCY + LATENCY_OF_CLOCK * tile_clocks)
     tile_work = tile_clocks * CLOCK_TIME + tiles.block_m * tiles.block_n * SCORE_TIME
@@ -402,20 +404,18 @@ def price(problem: Problem, device: Device) -> float:
     return (START + max(of_block, of_all, memory_time(problem, device))) / 1000
 
 
+@functools.lru_cache
+def _tile_clocks(kind: Problem, tiles: Tiles) -> float:
+    """What a tile of scores takes an SM of an H200."""
+    return _forward_cost(kind, H200, tiles).work * tiles.threads / MULTIPLY_ADDS_PER_CLOCK[9, 0]
+
+
 def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`bwd_3_mma`: a warp for each row, a block for each tile of keys, a warp for 16 rows.
 
     If deterministic, a block for each tile of queries instead of that warp.
     """
-    candidates = BACKWARD_TILES[problem.itemsize]
-    if hands_over_queries(problem, device, HANDED_ON_TILES):
-        candidates = (HANDED_ON_TILES, *candidates)
-    key_bytes = (problem.head_dim + problem.value_dim) * arithmetic_of(problem).sum_bytes
-    if key_bytes > WIDE_KEY_BYTES:
-        candidates = (*WIDE_BACKWARD_TILES, *candidates)
-    chosen = choose(
-        problem, device, tiles, candidates, lambda candidate: _backward_cost(problem, device, candidate)
-    )
+    chosen = _backward_candidates(problem.kind, device).choose(problem, tiles)
     if "parts" not in tiles:
         parts = best_parts(problem, chosen.tiles.block_n, device.sm_count * chosen.blocks_per_sm)
         chosen = replace(chosen, tiles=replace(chosen.tiles, parts=parts))
@@ -444,7 +444,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
         *gradient_launches(problem, sizes.threads, sizes.warps),
     )
     return Part(
-        tiles=asdict(sizes),
+        tiles=sizes_of(sizes),
         macros=(
             *_macros(problem, chosen),
             *gradient_macros(problem),
@@ -462,6 +462,17 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     )
 
 
+@functools.lru_cache
+def _backward_candidates(kind: Problem, device: Device) -> Candidates[BackwardTiles]:
+    tiles = BACKWARD_TILES[kind.itemsize]
+    if hands_over_queries(kind, device, HANDED_ON_TILES):
+        tiles = (HANDED_ON_TILES, *tiles)
+    key_bytes = (kind.head_dim + kind.value_dim) * arithmetic_of(kind).sum_bytes
+    if key_bytes > WIDE_KEY_BYTES:
+        tiles = (*WIDE_BACKWARD_TILES, *tiles)
+    return Candidates(device, tiles, functools.partial(_backward_cost, kind, device))
+
+
 def _padded_rows(problem: Problem, block_m: int) -> tuple[int, int]:
     """Heads, and the rows of each in whole tiles: tensor.cuh's row_tiles."""
     if problem.features.packed:
@@ -472,7 +483,7 @@ def _padded_rows(problem: Problem, block_m: int) -> tuple[int, int]:
 def _macros(problem: Problem, chosen: Choice[Tiles] | Choice[BackwardTiles]) -> tuple[Macro, ...]:
     return (
         *common_macros(problem),
-        *((name.upper(), size) for name, size in asdict(chosen.tiles).items()),
+        *((name.upper(), size) for name, size in sizes_of(chosen.tiles).items()),
         ("BLOCKS_PER_SM", chosen.blocks_per_sm),
         ("SMEM_BYTES", chosen.cost.smem_bytes),
         ("PARAMS_BYTES", params_bytes(problem)),

@@ -7,6 +7,7 @@ several blocks, they hide each other's softmax.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -44,9 +45,10 @@ def is_cut(problem: Problem) -> bool:
     return problem.causal or features.window != (None, None) or features.mask_mod is not None
 
 
-def fastest(problem: Problem, device: Device, paces: Mapping[T, Pace]) -> T:
-    """The tiles with which all SMs are done first."""
-    return min(paces, key=lambda tiles: time(problem, device, tiles, paces[tiles]))
+def fastest(problem: Problem, device: Device, paces: Mapping[T, Pace]) -> tuple[T, float]:
+    """The tiles with which all SMs are done first, and when that is."""
+    times = {tiles: time(problem, device, tiles, pace) for tiles, pace in paces.items()}
+    return min(times.items(), key=operator.itemgetter(1))
 
 
 def time(problem: Problem, device: Device, tiles: TileSizes, pace: Pace) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from cufa.device import Device
-from cufa.kernels import Kernel, passed_over, suited_kernels
+from cufa.kernels import Kernel, kernel_named, verdicts
 from cufa.plan import mma, split_kv, wgmma
 from cufa.problem import Problem
 
@@ -23,23 +23,20 @@ def best_kernel(problem: Problem, device: Device) -> Kernel:
 
     Raises ValueError if none supports it, with the reason of each rung that takes the dtype.
     """
-    return _best_and_prices(problem, device)[0]
+    return best_kernel_and_why(problem, device)[0]
 
 
 def best_kernel_and_why(problem: Problem, device: Device) -> tuple[Kernel, tuple[str, ...]]:
-    """The same, with a sentence about it and about each that was passed over."""
-    best, prices = _best_and_prices(problem, device)
-    how = "the last rung that supports this call"
-    if len(prices) > 1:
-        of_others = [f"{name} {price:.0f}" for name, price in prices.items() if name != best.name]
-        how = f"about {prices[best.name]:.0f} us on an H200, the cheapest: {', '.join(of_others)}"
-    return best, (f"{best.name}: {how}", *passed_over(best, problem, device))
-
-
-def _best_and_prices(problem: Problem, device: Device) -> tuple[Kernel, dict[str, float]]:
-    suited = suited_kernels(problem, device)
-    prices: dict[str, float] = {}
-    if suited[-1].name in PRICES:
-        prices = {row.name: PRICES[row.name](problem, device) for row in suited if row.name in PRICES}
-    best = min(prices, key=lambda name: prices[name], default=suited[-1].name)
-    return next(row for row in suited if row.name == best), prices
+    """The same, with a sentence about it and about each later one that was passed over."""
+    reasons = verdicts(problem, device)
+    suited = [name for name, reason in reasons.items() if reason is None]
+    best, how = suited[-1], "the last rung that supports this call"
+    if best in PRICES:
+        prices = {name: PRICES[name](problem, device) for name in suited if name in PRICES}
+        best = min(prices, key=lambda name: prices[name])
+        if len(prices) > 1:
+            of_others = [f"{name} {price:.0f}" for name, price in prices.items() if name != best]
+            how = f"about {prices[best]:.0f} us on an H200, the cheapest: {', '.join(of_others)}"
+    names = list(reasons)
+    passed_over = (reasons[name] for name in names[names.index(best) + 1 :])
+    return kernel_named(best), (f"{best}: {how}", *filter(None, passed_over))

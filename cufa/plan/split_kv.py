@@ -6,12 +6,13 @@ the time until its first tiles are there, and parts must be merged.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import prod
 
 from cufa.device import Device
-from cufa.plan.choice import Choice, Cost, choose, row_tiles
+from cufa.plan.choice import Candidates, Choice, Cost, row_tiles, sizes_of
 from cufa.plan.mma import HALF, LINE_BYTES, MMA_K, MMA_M
 from cufa.plan.record import FIRST_OVERLAPPING, Launch, Macro, Part, Scratch, counted
 from cufa.plan.sizes import FORWARD_PARAMS_BYTES, common_macros
@@ -118,7 +119,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     if rows > MAX_EXTENT:
         raise ValueError(f"a KV head has {rows:,} rows of queries, more than {MAX_EXTENT:,}")
     best = min(_candidates(problem, device), key=lambda tiles: _least_time(problem, tiles, device)[0])
-    chosen = choose(problem, device, tiles, (best,), lambda tiles: _cost(problem, tiles))
+    chosen = Candidates(device, (best,), functools.partial(_cost, problem)).choose(problem, tiles)
     if not {"splits", "shares"} & tiles.keys():
         chosen = replace(chosen, tiles=_parted(problem, chosen, device))
     sizes = chosen.tiles
@@ -144,7 +145,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
         how = f"keys in one part: {row_blocks} tiles of rows are blocks enough"
     any_rows = row_blocks > 0
     return Part(
-        tiles=asdict(sizes),
+        tiles=sizes_of(sizes),
         macros=_macros(problem, chosen, merge_bytes, device),
         launches=tuple(launches) if any_rows else (),
         scratch=scratch if any_rows else (),
@@ -217,15 +218,15 @@ def _visible_keys(problem: Problem) -> int:
 
 def _candidates(problem: Problem, device: Device) -> list[Tiles]:
     """Tiles for all rows, or if those are many for as many as warps may have of either kind."""
-    rows = _rows_of_sequence(problem)
+    rows, kind = _rows_of_sequence(problem), problem.kind
     few = next((m for m in (16, 32) if m >= rows), BLOCK_M)
-    wide = _best_tiles(problem, device, MAX_BLOCK_M) if rows > BLOCK_M else None
-    fits = wide is not None and _cost(problem, wide).registers <= MAX_REGISTERS
-    best = _best_tiles(problem, device, few)
+    wide = _best_tiles(kind, device, MAX_BLOCK_M) if rows > BLOCK_M else None
+    fits = wide is not None and _cost(kind, wide).registers <= MAX_REGISTERS
+    best = _best_tiles(kind, device, few)
     more_warps = _in_several_pages(problem, best)
     return [
         best,
-        *((_best_tiles(problem, device, few, 2 * THREADS),) if more_warps else ()),
+        *((_best_tiles(kind, device, few, 2 * THREADS),) if more_warps else ()),
         *((wide,) if wide and fits else ()),
     ]
 
@@ -236,10 +237,11 @@ def _in_several_pages(problem: Problem, tiles: Tiles) -> bool:
     return page_size > 0 and page_size % tiles.block_n > 0 and _key_bytes(problem) < WIDE_KEY_BYTES
 
 
-def _best_tiles(problem: Problem, device: Device, block_m: int, most_threads: int = THREADS) -> Tiles:
+@functools.lru_cache
+def _best_tiles(kind: Problem, device: Device, block_m: int, most_threads: int = THREADS) -> Tiles:
     """The largest that fit, and as many stages as leave room for the blocks that an SM should have."""
     # A warp starts the copies of as many bytes whatever the team is.
-    most_keys = min(block_m, BLOCK_M) * (1 if _key_bytes(problem) >= WIDE_KEY_BYTES else 2)
+    most_keys = min(block_m, BLOCK_M) * (1 if _key_bytes(kind) >= WIDE_KEY_BYTES else 2)
     smallest = [
         tiles
         for threads in (most_threads, most_threads // 2)
@@ -248,10 +250,10 @@ def _best_tiles(problem: Problem, device: Device, block_m: int, most_threads: in
     ]
 
     def blocks(tiles: Tiles) -> int:
-        return device.blocks_resident(tiles.threads, 0, _cost(problem, tiles).smem_bytes)
+        return device.blocks_resident(tiles.threads, 0, _cost(kind, tiles).smem_bytes)
 
     def fits(tiles: Tiles) -> bool:
-        return blocks(tiles) > 0 and _cost(problem, tiles).registers <= MAX_REGISTERS
+        return blocks(tiles) > 0 and _cost(kind, tiles).registers <= MAX_REGISTERS
 
     tiles = next(filter(fits, smallest), next(filter(blocks, smallest), smallest[-1]))
     enough = min(BLOCKS_PER_SM, blocks(tiles))
@@ -263,10 +265,11 @@ def _best_tiles(problem: Problem, device: Device, block_m: int, most_threads: in
     )
 
 
+@functools.lru_cache
 def _least_time(problem: Problem, tiles: Tiles, device: Device) -> tuple[float, int]:
     """The least time, in bytes of an SM's share of the bandwidth, and in how many parts the keys take it."""
-    cost, row_blocks = _cost(problem, tiles), _row_blocks(problem, tiles.block_m)
-    blocks_per_sm = max(1, device.blocks_resident(tiles.threads, cost.registers, cost.smem_bytes))
+    row_blocks = _row_blocks(problem, tiles.block_m)
+    blocks_per_sm = _blocks_per_sm(problem.kind, tiles, device)
     bytes_of_row_block = _visible_keys(problem) * _key_bytes(problem)
     more_warps = tiles.threads > THREADS
     if not more_warps and _in_several_pages(problem, tiles):
@@ -274,11 +277,16 @@ def _least_time(problem: Problem, tiles: Tiles, device: Device) -> tuple[float, 
     start = START_BYTES[tiles.warp_rows] * (2 if more_warps else 1)
     parts_of_sm = prod(lse_shape(problem)) * _part_bytes(problem) / device.sm_count
     part_bytes = max(MERGED_PART_BYTES, PASSES_OVER_PARTS * parts_of_sm)
+    of_sm = row_blocks * bytes_of_row_block / device.sm_count
+
+    def waves_of(splits: int) -> int:
+        return ceil_div(row_blocks * splits, device.sm_count * blocks_per_sm)
+
+    def merge_of(splits: int) -> float:
+        return MERGE_BYTES + splits * part_bytes if splits > 1 else 0
 
     def time(splits: int) -> float:
-        blocks = row_blocks * splits
-        waves = ceil_div(blocks, device.sm_count * blocks_per_sm)
-        of_sm = row_blocks * bytes_of_row_block / device.sm_count
+        blocks, waves = row_blocks * splits, waves_of(splits)
         of_block = bytes_of_row_block / splits
         on_busiest = ceil_div(blocks, device.sm_count)
         uneven = on_busiest * device.sm_count / max(1, blocks) - 1
@@ -286,11 +294,22 @@ def _least_time(problem: Problem, tiles: Tiles, device: Device) -> tuple[float, 
         lone = on_busiest % 2 if blocks_per_sm > 1 else 0
         block_times = on_busiest + (LONE_BLOCK_COST - 1) * lone
         multiply = block_times * of_block * tiles.block_m / ROWS_FOR_BANDWIDTH[tiles.warp_rows]
-        merge = MERGE_BYTES + splits * part_bytes if splits > 1 else 0
-        return waves * start + max(read, multiply) + merge
+        return waves * start + max(read, multiply) + merge_of(splits)
 
     rounds = ceil_div(_visible_keys(problem), tiles.block_n * tiles.teams)
-    return min((time(splits), splits) for splits in range(1, max(1, min(rounds, MAX_SPLITS)) + 1))
+    best = time(1), 1
+    for splits in range(2, min(rounds, MAX_SPLITS) + 1):
+        # More parts take no less than that, with everything read as evenly as can be.
+        if waves_of(splits) * start + of_sm + merge_of(splits) > best[0]:
+            break
+        best = min(best, (time(splits), splits))
+    return best
+
+
+@functools.lru_cache
+def _blocks_per_sm(kind: Problem, tiles: Tiles, device: Device) -> int:
+    cost = _cost(kind, tiles)
+    return max(1, device.blocks_resident(tiles.threads, cost.registers, cost.smem_bytes))
 
 
 def _merge_overlaps(device: Device) -> bool:
@@ -305,7 +324,7 @@ def _part_bytes(problem: Problem) -> int:
 
 
 def _macros(problem: Problem, chosen: Choice[Tiles], merge_bytes: int, device: Device) -> tuple[Macro, ...]:
-    sizes = asdict(chosen.tiles)
+    sizes = sizes_of(chosen.tiles)
     splits, shares = sizes.pop("splits"), sizes.pop("shares")  # how many is for the grid to say
     return (
         *common_macros(problem),

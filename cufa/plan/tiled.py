@@ -9,13 +9,14 @@ these counts what a useful multiply-add costs with each of the candidates, and t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TypeVar
 
 from cufa.device import Device
-from cufa.plan.choice import Choice, Cost, choose, query_tiles, row_tiles
+from cufa.plan.choice import Candidates, Choice, Cost, query_tiles, row_tiles, sizes_of
 from cufa.plan.gradients import gradient_launches, gradient_macros, gradient_sums, row_blocks
 from cufa.plan.record import Launch, Macro, Part, Scratch
 from cufa.plan.sizes import (
@@ -123,13 +124,13 @@ BACKWARD_TILES = (
 
 def flash_v1(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_3_flash_v1`: one step for each block of keys, and one if there are none."""
-    chosen = choose(problem, device, tiles, FLASH_V1_TILES, lambda tiles: _forward_cost(problem, tiles))
+    chosen = _choose(problem, device, tiles, FLASH_V1_TILES, _forward_cost)
     rows = (problem.batch, problem.heads, problem.seqlen_q)
     steps = max(1, ceil_div(problem.seqlen_k, chosen.tiles.block_n))
     grid = query_tiles(problem, chosen.tiles)
     launch = Launch("fwd_3_flash_v1", grid, chosen.tiles.threads, chosen.cost.smem_bytes, steps)
     return Part(
-        tiles=asdict(chosen.tiles),
+        tiles=sizes_of(chosen.tiles),
         macros=_macros(problem, chosen),
         launches=(launch,) if grid else (),
         scratch=(Scratch("O", (*rows, problem.value_dim)), Scratch("l", rows), Scratch("m", rows)),
@@ -141,13 +142,13 @@ def flash_v2(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     """`fwd_4_flash_v2`: one launch, a block for each tile of queries."""
     wide = max(problem.head_dim, problem.value_dim) > WIDE_HEAD_DIM
     candidates = (*FLASH_V2_TILES, *WIDE_TILES) if wide else FLASH_V2_TILES
-    chosen = choose(problem, device, tiles, candidates, lambda tiles: _forward_cost(problem, tiles))
+    chosen = _choose(problem, device, tiles, candidates, _forward_cost)
     return _one_launch("fwd_4_flash_v2", problem, chosen)
 
 
 def probabilities(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`attn_probs`: one launch, a block for each tile of queries."""
-    chosen = choose(problem, device, tiles, FLASH_V2_TILES, lambda tiles: _probabilities_cost(problem, tiles))
+    chosen = _choose(problem, device, tiles, FLASH_V2_TILES, _probabilities_cost)
     return _one_launch("attn_probs", problem, chosen)
 
 
@@ -155,7 +156,7 @@ def _one_launch(entry: str, problem: Problem, chosen: Choice[Tiles]) -> Part:
     grid = query_tiles(problem, chosen.tiles)
     launch = Launch(entry, grid, chosen.tiles.threads, chosen.cost.smem_bytes)
     return Part(
-        tiles=asdict(chosen.tiles),
+        tiles=sizes_of(chosen.tiles),
         macros=(
             *_macros(problem, chosen),
             ("BLOCKS_PER_SM", chosen.blocks_per_sm),
@@ -170,7 +171,7 @@ def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]
 
     If deterministic, a block for each tile of queries instead of that warp.
     """
-    chosen = choose(problem, device, tiles, BACKWARD_TILES, lambda tiles: _backward_cost(problem, tiles))
+    chosen = _choose(problem, device, tiles, BACKWARD_TILES, _backward_cost)
     threads, smem_bytes = chosen.tiles.threads, chosen.cost.smem_bytes
     rows = lse_shape(problem)
     warps = threads // device.warp_size
@@ -185,7 +186,7 @@ def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]
         *gradient_launches(problem, threads, warps),
     )
     return Part(
-        tiles=asdict(chosen.tiles),
+        tiles=sizes_of(chosen.tiles),
         macros=(
             *_macros(problem, chosen),
             ("BLOCKS_PER_SM", chosen.blocks_per_sm),
@@ -201,10 +202,21 @@ def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]
     )
 
 
+def _choose(
+    problem: Problem,
+    device: Device,
+    overrides: Mapping[str, int],
+    candidates: Sequence[T],
+    cost_of: Callable[[Problem, T], Cost],
+) -> Choice[T]:
+    """The cheapest of these tiles, or what is asked for."""
+    return Candidates(device, candidates, partial(cost_of, problem)).choose(problem, overrides)
+
+
 def _macros(problem: Problem, chosen: Choice[T]) -> tuple[Macro, ...]:
     return (
         *common_macros(problem),
-        *((name.upper(), size) for name, size in asdict(chosen.tiles).items()),
+        *((name.upper(), size) for name, size in sizes_of(chosen.tiles).items()),
         ("SMEM_BYTES", chosen.cost.smem_bytes),
         ("PARAMS_BYTES", params_bytes(problem)),
     )

@@ -7,15 +7,16 @@ itself; small blocks that share one hide what each does beside its products.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from cufa.device import REGISTERS_PER_SM, Device
 from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
-from cufa.plan.choice import Choice, Cost, choose, query_tiles
-from cufa.plan.pace import Pace, fastest, is_cut, memory_time, time
+from cufa.plan.choice import Candidates, Choice, Cost, query_tiles, sizes_of
+from cufa.plan.pace import Pace, fastest, is_cut, memory_time
 from cufa.plan.record import MAX_GRID, Launch, Macro, Part, Scratch, TensorBox
 from cufa.plan.seen import seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
@@ -189,18 +190,19 @@ def lengths_vary(problem: Problem) -> bool:
     return problem.features.packed or problem.features.seqused_k
 
 
-def _candidates(problem: Problem) -> dict[Tiles, Pace]:
+@functools.lru_cache
+def _candidates(kind: Problem) -> Mapping[Tiles, Pace]:
     """The tiles that may be the fastest on an H200, and how fast they are."""
-    dim = max(problem.head_dim, problem.value_dim)
-    if PANEL_COLS < dim <= 192 and problem.features.bias_dtype == "float32":
+    dim = max(kind.head_dim, kind.value_dim)
+    if PANEL_COLS < dim <= 192 and kind.features.bias_dtype == "float32":
         return BIASED_PACES[dim > 128]
-    of_dims = CUT_PACES if is_cut(problem) else PACES
+    of_dims = CUT_PACES if is_cut(kind) else PACES
     most, paces = next((most, paces) for most, paces in of_dims.items() if dim <= most)
-    if is_cut(problem) and most in ODD_ROW_PACES and _has_odd_rows(problem):
+    if is_cut(kind) and most in ODD_ROW_PACES and _has_odd_rows(kind):
         slowed = {tiles: pace.times(ODD_ROWS) for tiles, pace in paces.items()}
         paces = slowed | ODD_ROW_PACES[most]
     faster = 1 - FASTER_WITHOUT_DIMS * (1 - dim / most)
-    return {tiles: pace.times(faster) for tiles, pace in paces.items() if _has_registers(problem, tiles)}
+    return {tiles: pace.times(faster) for tiles, pace in paces.items() if _has_registers(kind, tiles)}
 
 
 def _has_odd_rows(problem: Problem) -> bool:
@@ -209,8 +211,14 @@ def _has_odd_rows(problem: Problem) -> bool:
 
 def price(problem: Problem, device: Device) -> float:
     """Microseconds that the forward takes, about."""
-    least = min(time(problem, device, tiles, pace) for tiles, pace in _candidates(problem).items())
+    _, least = _fastest(problem, device)
     return (START + max(least, memory_time(problem, device))) / 1000
+
+
+@functools.lru_cache
+def _fastest(problem: Problem, device: Device) -> tuple[Tiles, float]:
+    """The tiles for a problem and how long they take, looked up by the plan of which that was the price."""
+    return fastest(problem, device, _candidates(problem.kind))
 
 
 def _has_registers(problem: Problem, tiles: Tiles) -> bool:
@@ -242,7 +250,7 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_6_wgmma`: blocks that stay, after a launch that looks at what a mask_mod shows."""
-    best = fastest(problem, device, _candidates(problem))
+    best, _ = _fastest(problem, device)
     chosen, grid = choose_persistent(problem, device, tiles, best, _forward_cost)
     sizes = chosen.tiles
     launches = [Launch("fwd_6_wgmma", grid, sizes.threads, chosen.cost.smem_bytes)]
@@ -264,7 +272,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
         TensorBox(3, WGMMA_M, PANEL_COLS),
     )
     return Part(
-        tiles=asdict(sizes),
+        tiles=sizes_of(sizes),
         macros=forward_macros(problem, device, chosen, len(boxes)),
         launches=tuple(launches) if grid else (),
         scratch=scratch,
@@ -307,7 +315,7 @@ def choose_persistent(
     def as_launched(tiles: T) -> Cost:
         return replace(cost_of(problem, tiles), registers=tiles.registers_at_start)
 
-    chosen = choose(problem, device, overrides, (best,), as_launched)
+    chosen = Candidates(device, (best,), as_launched).choose(problem, overrides)
     sizes = chosen.tiles
     needed = cost_of(problem, sizes).registers
     if needed > sizes.consumer_registers:
@@ -326,7 +334,7 @@ def forward_macros(problem: Problem, device: Device, chosen: Choice[T], maps: in
     """What the Hopper forwards are compiled with; `maps` is how many tensor maps they are passed."""
     return (
         *common_macros(problem),
-        *((name.upper(), size) for name, size in asdict(chosen.tiles).items()),
+        *((name.upper(), size) for name, size in sizes_of(chosen.tiles).items()),
         ("THREADS", chosen.tiles.threads),
         ("BOX_KEYS", box_keys(problem, chosen.tiles)),
         ("PRODUCER_REGISTERS", chosen.tiles.producer_registers),

@@ -9,11 +9,11 @@ too few for the SMs, a block works for a part of the query heads that share its 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from cufa.device import Device
 from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
-from cufa.plan.choice import Cost, choose, query_tiles, row_tiles
+from cufa.plan.choice import Candidates, Cost, query_tiles, row_tiles, sizes_of
 from cufa.plan.gradients import array_launch, array_sums, sink_launch
 from cufa.plan.head_parts import best_parts, key_sums, round_keys, why_parts
 from cufa.plan.query_sums import Adding, few_add, way_of_adding
@@ -120,7 +120,7 @@ def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
 def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: _Kind) -> Part:
     parts = best_parts(problem, kind.best.block_n, device.sm_count)
     best = replace(kind.best, parts=parts)
-    chosen = choose(problem, device, overrides, (best,), kind.cost_of)
+    chosen = Candidates(device, (best,), kind.cost_of).choose(problem, overrides)
     tiles, smem_bytes = chosen.tiles, chosen.cost.smem_bytes
     adding = kind.adding_of(tiles)
     check_tiles(problem, tiles, kind.best, chosen.cost.registers)
@@ -152,7 +152,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
     boxes = _boxes(tiles)
     passed_bytes = len(boxes) * TENSOR_MAP_BYTES + params_bytes(problem)
     return Part(
-        tiles=asdict(tiles),
+        tiles=sizes_of(tiles),
         macros=(
             *common_macros(problem),
             ("BLOCK_M", tiles.block_m),

@@ -21,7 +21,7 @@ from peer_problems import DETERMINISTIC, HIDDEN, TOKENS, work_of
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cufa.kernels import KERNELS, Kernel  # noqa: E402 - from this checkout, installed or not
+from cufa.kernels import KERNELS, Kernel, features_in_words  # noqa: E402 - from this checkout, installed or not
 from cufa.problem import DTYPES, FLOAT8  # noqa: E402
 
 README = ROOT / "README.md"
@@ -43,17 +43,14 @@ INSTALL_RECORD = ROOT / "benchmarks" / "install.json"
 
 Row = dict[str, Any]
 
-# Features that a call of the other direction cannot ask for.
-ONLY_IN = {
-    "forward": frozenset(("block_table",)),
-    "backward": frozenset(("dlse", "deterministic", "dbias", "dsink", "dscore_mod")),
-}
-
 # Whom bench_peers.py compares rungs with that are not the fastest on a Hopper.
 PEER_OF_RUNGS = "flash-attention-2"
 
 # Beside which bench_flex.py times functions of one's own.
 FLEX = "FlexAttention"
+
+# Beside whose installation the README has cufa's.
+PYTORCH = "PyTorch (FlashAttention-2, cuDNN, FlexAttention)"
 
 # In the place of figures that nobody has taken yet.
 NO_RECORD = "Not measured yet."
@@ -132,22 +129,19 @@ def ladder(record: Row) -> str:
 def choice(_: Row) -> str:
     """What each rung that is made for use supports, for who wants to know which one his call gets."""
     kernels = [kernel for kernel in KERNELS.values() if kernel.features or kernel.only_arch]
-    every = frozenset[str]().union(*(kernel.features for kernel in kernels))
 
     def of(direction: str) -> list[Kernel]:
         return [kernel for kernel in kernels if kernel.direction == direction]
 
     lines = []
     for kernel in [*reversed(of("forward")), *reversed(of("backward"))]:
-        of_others = (names for direction, names in ONLY_IN.items() if direction != kernel.direction)
-        of_direction = every.difference(*of_others)
         lines.append(
             (
                 rung_link(kernel.name),
                 gpus_of(kernel),
                 "all" if kernel.dtypes == tuple(DTYPES) else ", ".join(kernel.dtypes),
                 kernel.head_dims,
-                features_of(kernel.features, of_direction),
+                features_in_words(kernel),
             )
         )
     return table(("rung", "GPU", "dtypes", "head dims", "features"), lines)
@@ -159,15 +153,6 @@ def gpus_of(kernel: Kernel) -> str:
     if kernel.min_capability > min(each.min_capability for each in KERNELS.values()):
         return "from sm_{}{} on".format(*kernel.min_capability)
     return "with tensor cores" if kernel.tensor_cores else "any"
-
-
-def features_of(supported: frozenset[str], every: frozenset[str]) -> str:
-    missing = every - supported
-    if not missing:
-        return "all"
-    if len(missing) < len(supported):
-        return f"all but {', '.join(sorted(missing))}"
-    return ", ".join(("causal", *sorted(supported)))
 
 
 def measured(record: Row) -> str:
@@ -645,8 +630,21 @@ def training(record: Row) -> str:
     )
 
 
+def installed(record: Row) -> str:
+    """What an installation takes of time and room beside PyTorch's, in a line."""
+
+    def words(name: str) -> str:
+        measured = record["installations"][name]
+        return f"{measured['seconds']:.0f} s and {measured['bytes'] / 1e9:.2g} GB"
+
+    return (
+        f"An installation takes {words('cufa')}, PyTorch's {words(PYTORCH)} "
+        "([what was measured](benchmarks/README.md#installing))."
+    )
+
+
 def install(record: Row) -> str:
-    """What an installation takes of time and room, beside those of other libraries."""
+    """The same beside those of all other libraries."""
     installations = record["installations"]
     lines = [
         (
@@ -659,8 +657,7 @@ def install(record: Row) -> str:
     ]
     caption = (
         f"Into an empty environment of Python {record['python']}, on {record['cores']} cores and one "
-        f"network, {record['date']}, by `scripts/bench_install.py` "
-        "([benchmarks/install.json](benchmarks/install.json))."
+        f"network, {record['date']}, by `scripts/bench_install.py` ([install.json](install.json))."
     )
     return f"{table(('pip install', 'time', 'on the disk', 'packages'), lines)}\n\n{caption}"
 
@@ -719,7 +716,7 @@ def summary(
 PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
     README: {
         "headline": (headline, (PEERS_RECORD,)),
-        "install": (install, (INSTALL_RECORD,)),
+        "install": (installed, (INSTALL_RECORD,)),
         "ladder": (ladder, (RECORD,)),
         "choice": (choice, (RECORD,)),
         "summary": (
@@ -749,6 +746,7 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
         "serving": (serving, (SERVING_RECORD,)),
         "flex": (flex, (FLEX_RECORD,)),
         "shapes": (shapes, (SHAPES_RECORD,)),
+        "install": (install, (INSTALL_RECORD,)),
     },
 }
 

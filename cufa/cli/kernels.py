@@ -10,14 +10,11 @@ import click
 from cufa.cli import output
 from cufa.cli.options import json_option
 from cufa.device import Arch
-from cufa.kernels import COMPANIONS, KERNELS, Kernel
-from cufa.problem import DTYPES
+from cufa.kernels import COMPANIONS, KERNELS, Kernel, features_in_words
+from cufa.problem import DTYPES, Direction
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-# What any rung supports beyond a causal mask.
-_ALL_FEATURES = frozenset[str]().union(*(kernel.features for kernel in KERNELS.values()))
 
 
 @click.command("kernels")
@@ -34,8 +31,14 @@ def command(as_json: bool) -> None:
         console.print("")
     console.print(
         f"dtypes: all are {', '.join(DTYPES)}. memory: global, beyond inputs and outputs, for sequence "
-        f"length N. features: all are causal, {', '.join(sorted(_ALL_FEATURES))}."
+        f"length N. features: all are {_all_features('forward')} forward, "
+        f"{_all_features('backward')} backward."
     )
+
+
+def _all_features(direction: Direction) -> str:
+    of_direction = (kernel.features for kernel in KERNELS.values() if kernel.direction == direction)
+    return ", ".join(("causal", *sorted(frozenset[str]().union(*of_direction))))
 
 
 def _ideas() -> Table:
@@ -55,7 +58,7 @@ def _support() -> Table:
             _first_arch(kernel) + ("" if kernel.only_arch else " on"),
             "all" if kernel.dtypes == tuple(DTYPES) else ", ".join(kernel.dtypes),
             kernel.head_dims,
-            _features(kernel),
+            features_in_words(kernel),
             kernel.memory,
         )
     return table
@@ -70,12 +73,6 @@ def _companions() -> Table:
 
 def _first_arch(kernel: Kernel) -> str:
     return f"sm_{kernel.only_arch}" if kernel.only_arch else str(Arch(*kernel.min_capability))
-
-
-def _features(kernel: Kernel) -> str:
-    if kernel.features == _ALL_FEATURES:
-        return "all"
-    return ", ".join(("causal", *sorted(kernel.features)))
 
 
 def _documents() -> list[dict[str, Any]]:

@@ -180,6 +180,17 @@ class WideHopperBackward(HopperKernel):
         return None
 
 
+def features_in_words(kernel: Kernel) -> str:
+    """Those that a kernel supports, of those that a call of its direction may ask for."""
+    alike = (each.features for each in KERNELS.values() if each.direction == kernel.direction)
+    missing = frozenset[str]().union(*alike) - kernel.features
+    if not missing:
+        return "all"
+    if len(missing) < len(kernel.features):
+        return f"all but {', '.join(sorted(missing))}"
+    return ", ".join(("causal", *sorted(kernel.features)))
+
+
 def _has_tensor_cores(dtype: str, device: Device) -> bool:
     if dtype == "float64":
         return device.arch.capability in _FLOAT64_TENSOR_CORES
@@ -187,13 +198,14 @@ def _has_tensor_cores(dtype: str, device: Device) -> bool:
 
 
 # What the kernels support that are made for use.
-_ALL_FEATURES = frozenset(
+_FEATURES = frozenset(
     (
         *("window", "softcap", "bias", "mask", "alibi_slopes", "sink", "dropout_p", "cu_seqlens"),
-        *("seqused_k", "dlse", "deterministic", "dbias", "dsink", "score_mod", "mask_mod", "dscore_mod"),
+        *("seqused_k", "score_mod", "mask_mod"),
     )
 )
-_FORWARD_FEATURES = _ALL_FEATURES | {"block_table"}
+_FORWARD_FEATURES = _FEATURES | {"block_table"}
+_BACKWARD_FEATURES = _FEATURES | {"dlse", "deterministic", "dbias", "dsink", "dscore_mod"}
 _HOPPER_BACKWARD_FEATURES = frozenset(
     (
         *("window", "softcap", "bias", "alibi_slopes", "sink", "cu_seqlens", "seqused_k"),
@@ -317,7 +329,7 @@ _LADDER = (
         idea="P recomputed in tiles from Q, K and LSE; dK and dV in registers, dQ by atomics",
         paper="Dao 2023, Algorithm 2",
         memory="O(N)",
-        features=_ALL_FEATURES,
+        features=_BACKWARD_FEATURES,
     ),
     Kernel(
         name="bwd_3_mma",
@@ -330,7 +342,7 @@ _LADDER = (
         paper="Dao 2023, Algorithm 2",
         memory="O(N)",
         tensor_cores=True,
-        features=_ALL_FEATURES,
+        features=_BACKWARD_FEATURES,
     ),
     HopperBackward(
         name="bwd_4_wgmma",

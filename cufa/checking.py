@@ -326,7 +326,9 @@ def rounding_of_sums(
             ElementSlope(name, slope**2, indices).add_to(
                 squares[f"d{name}"], of_head["dscore_mod"], head.visible
             )
-    return {what: math.sqrt(square.max(initial=0)) for what, square in squares.items()}
+    return {
+        what: math.sqrt(square.max(initial=0, where=np.isfinite(square))) for what, square in squares.items()
+    }
 
 
 def squared_roundings(

@@ -81,6 +81,17 @@ def test_gradients_of_arrays_with_other_features(
     check(replace(case, gradients=(*case.gradients, "score_mod")))
 
 
+def test_scores_of_minus_infinity_leave_the_error_rule_of_other_elements(rng: np.random.Generator) -> None:
+    """An element that scales them has a slope that is not finite; the others are held to something."""
+    case = draw_case(rng, "float32", ("dbias",), seqlen_q=5, seqlen_k=9)
+    case.arrays["bias"] = np.where(np.arange(9) < 4, -np.inf, np.zeros((2, 4, 5, 9))).astype(np.float32)
+    case.arrays["bias"][0, 0] = 0
+    case.numbers["score_mod"] = ScoreMod(
+        lambda s, b, h, i, j, factors: s * factors[b, h], np.ones((2, 4), np.float32)
+    )
+    check(replace(case, gradients=(*case.gradients, "score_mod")))
+
+
 def test_gradients_of_arrays_are_those_of_finite_differences(
     arrays: list[Any], rng: np.random.Generator
 ) -> None:

@@ -11,10 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
-import numpy as np
-
 from cufa import arrays, cpu, launch, probabilities
-from cufa.arguments import check_dropout, check_flags, check_scale, check_softcap
+from cufa.arguments import check_dropout, check_flags, check_gradients, check_scale, check_softcap
 from cufa.arrays import Described
 from cufa.call import (
     DESCALES,
@@ -39,7 +37,16 @@ from cufa.device import target
 from cufa.messages import kind_of, shown
 from cufa.params import FeatureValues
 from cufa.plan import Plan, make_plan
-from cufa.problem import DTYPES, FLOAT8, MAX_ALIGN_BYTES, Direction, LayoutName, Precision, dtype_name
+from cufa.problem import (
+    DTYPES,
+    FLOAT8,
+    MAX_ALIGN_BYTES,
+    Direction,
+    LayoutName,
+    Precision,
+    dtype_name,
+    dtype_of,
+)
 from cufa.score_mod import Mods, mods_of
 from cufa.tensor_layout import contiguous_strides
 
@@ -486,6 +493,8 @@ def plan(
     unknown = side.keys() - {*FEATURE_ARRAYS, *DESCALES, "dlse"}
     if unknown:
         raise TypeError(f"plan() got an unexpected argument {', '.join(sorted(unknown))}")
+    check_flags(backward=backward, deterministic=deterministic)
+    check_gradients(gradients)
     if not backward:
         has_dlse = side.get("dlse") is not None
         refused = {"deterministic": deterministic, "gradients": gradients, "dlse": has_dlse}
@@ -511,10 +520,7 @@ def _described(name: str, array: Any) -> Described:
     """
     if not (hasattr(array, "shape") and hasattr(array, "dtype")):
         raise TypeError(f"{name} is {kind_of(array)}; it must have a shape and a dtype")
-    dtype = array.dtype
-    if not isinstance(dtype, np.dtype):
-        # A library with dtypes of its own spells them as NumPy does, behind its own name.
-        dtype = np.dtype(str(dtype).rpartition(".")[2])
+    dtype = dtype_of(array)
     shape = tuple(array.shape)
     strides = getattr(array, "strides", None) or contiguous_strides(shape, dtype.itemsize)
     return name, shape, tuple(strides), dtype
@@ -529,7 +535,7 @@ def _given(named: Arrays) -> Arrays:
 
 def _feature_values(softcap: float, dropout_p: float, seed: int, offset: int) -> FeatureValues:
     try:
-        if softcap == 0 and dropout_p == 0:
+        if softcap == 0 and dropout_p == 0 and seed == 0 and offset == 0:
             return _NO_VALUES
     except ValueError:
         pass  # The truth of an array, which the checks refuse by the argument's name.

@@ -85,9 +85,15 @@ def check_options(options: Options) -> None:
     check_choice("precision", options.precision, PRECISIONS)
     check_layout(options.layout)
     check_window(options.window)
-    gradients: object = options.gradients
+    check_gradients(options.gradients)
+
+
+def check_gradients(gradients: object) -> None:
+    """Check what gradients are asked for beyond those of q, k and v; ValueError with what they may be."""
     if not isinstance(gradients, (tuple, list)) or not all(name in _GRADIENTS for name in gradients):
-        raise ValueError(f"gradients is {gradients!r}; it may be a tuple of {one_of(map(repr, _GRADIENTS))}")
+        raise ValueError(
+            f"gradients is {shown(gradients)}; it may be a tuple of {one_of(map(repr, _GRADIENTS))}"
+        )
 
 
 def check_flags(**flags: object) -> None:
@@ -152,7 +158,7 @@ def check_scale(softmax_scale: float | None, head_dim: int) -> float:
 def _finite(name: str, value: float, or_else: str = "") -> float:
     try:
         finite = math.isfinite(value)
-    except TypeError:
+    except (TypeError, ValueError):
         raise TypeError(f"{name} is {shown(value)}; it may be a number{or_else}") from None
     except OverflowError:
         finite = False
@@ -399,13 +405,23 @@ def _check_score_array(name: str, problem: Problem, shape: Shape, dtype: Any, pa
         keys, key_axis = ceil_div(keys, 8), "seqlen_k in bytes of 8 bits"
     elif dtype != np.bool_:
         raise TypeError(f"mask has dtype {dtype}; it may be bool, or uint8 for bits")
+    lengths = (problem.batch, problem.heads, problem.seqlen_q, keys)
+    # How long packed sequences are is known on the GPU only.
+    check_broadcast(name, shape, lengths, key_axis, (0, 1) if packed else (0, 1, 2, 3))
+
+
+def check_broadcast(
+    name: str,
+    shape: Shape,
+    lengths: Shape,
+    key_axis: str = "seqlen_k",
+    axes: tuple[int, ...] = (0, 1, 2, 3),
+) -> None:
+    """ValueError unless these axes of what is broadcast to scores are those of the scores, or 1."""
     wanted = f"(batch or 1, heads or 1, seqlen_q or 1, {key_axis})"
     if not 1 <= len(shape) <= 4:
         raise ValueError(f"{name} has shape {shape}; it must have 1 to 4 axes, the last of {wanted}")
-    lengths = (problem.batch, problem.heads, problem.seqlen_q, keys)
-    # How long packed sequences are is known on the GPU only.
-    known = (0, 1) if packed else (0, 1, 2, 3)
-    for axis in known:
+    for axis in axes:
         size = four_axes(shape)[axis]
         if size != lengths[axis] and (size != 1 or axis == 3):
             raise ValueError(f"{name} has shape {shape}; it must be {wanted}, which is {lengths} here")

@@ -86,11 +86,12 @@ def adopt(named: Mapping[str, Any], backend: str | None) -> Adopted:
         arrays = dict(named)
         return Adopted(arrays, arrays, True, _unchanged, *_describe_on_current_gpu(arrays))
     if not all(issubclass(kind, np.ndarray) for kind in kinds):
-        _check_same_kind(named)
+        check_same_kind(named)
 
     export: Callable[[Any], Any] = _unchanged
     kind = next(iter(kinds))
     if issubclass(kind, np.ndarray):
+        _check_no_mask(named)
         # Of a subclass too, so that what it makes of arithmetic does not get into ours.
         arrays = {name: np.asarray(array) for name, array in named.items()}
     elif issubclass(kind, cupy_ndarray):
@@ -163,7 +164,7 @@ def on_current_gpu(array: Any, name: str) -> Any:
     Raises TypeError for what is no array or in the CPU's memory, ValueError for an array on another GPU.
     """
     if not isinstance(array, _cupy_ndarray()):
-        _check_same_kind({name: array})
+        check_same_kind({name: array})
         array, _ = _import(array, name)
         if isinstance(array, np.ndarray):
             raise TypeError(f"{name} is in the CPU's memory; it must be in the GPU's")
@@ -280,7 +281,8 @@ def contiguous(array: Any) -> Any:
     return sys.modules["cupy"].ascontiguousarray(as_bytes(array)).view(array.dtype)
 
 
-def _check_same_kind(named: Mapping[str, Any]) -> None:
+def check_same_kind(named: Mapping[str, Any]) -> None:
+    """TypeError, naming it, for what is no array, or one of another library than the first."""
     for name, array in named.items():
         if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
             raise TypeError(
@@ -293,6 +295,14 @@ def _check_same_kind(named: Mapping[str, Any]) -> None:
             raise TypeError(
                 f"{name} is {kind_of(array)} and {first_name} {kind_of(first)}; "
                 "all arrays must be of one kind"
+            )
+
+
+def _check_no_mask(named: Mapping[str, Any]) -> None:
+    for name, array in named.items():
+        if isinstance(array, np.ma.MaskedArray):  # what its mask hides would be read without a word
+            raise TypeError(
+                f"{name} is {kind_of(array)}, of whose mask cufa knows nothing; give {name}.filled(...)"
             )
 
 

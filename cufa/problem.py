@@ -55,6 +55,12 @@ Axes = tuple[int | None, int, int]
 _PACKED_AXES: Axes = (None, 0, 1)
 
 
+def dtype_of(array: Any) -> np.dtype[Any]:
+    """An array's dtype as NumPy's, of which other libraries have the names."""
+    dtype = array.dtype
+    return dtype if isinstance(dtype, np.dtype) else np.dtype(str(dtype).rpartition(".")[2])
+
+
 def dtype_name(dtype: Any, argument: str, allowed: Mapping[str, Any] = DTYPES) -> str:
     """One of `allowed`'s names; TypeError, naming the argument, for any other dtype."""
     name = _DTYPE_NAMES.get(dtype)
@@ -292,9 +298,9 @@ def axes_of(name: str, shape: Shape, layout: str) -> Axes:
 
     Raises ValueError if it has another number, or is packed and has another layout than they have.
     """
+    check_layout(layout)
     if len(shape) == 4 or (len(shape) == 3 and layout == "bshd"):
         return tensor_axes(layout, packed=len(shape) == 3)
-    check_layout(layout)
     raise ValueError(
         f"{name} has shape {shape}; it must have 4 axes, or 3 if sequences are packed (in layout 'bshd')"
     )

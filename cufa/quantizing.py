@@ -79,8 +79,8 @@ def quantize(
             seqlen_contiguous, an output that is read-only or overlaps another array.
     """
     check_flags(seqlen_contiguous=seqlen_contiguous)
-    inputs = {"x": x, "descale": descale, "cu_seqlens": cu_seqlens}
-    given = {name: array for name, array in inputs.items() if array is not None}
+    optional = {"descale": descale, "cu_seqlens": cu_seqlens}
+    given = {"x": x} | {name: array for name, array in optional.items() if array is not None}
     outputs = {} if out is None else {"out": out}
     adopted = arrays.adopt(given | outputs, backend)
     named = dict(adopted.arrays)

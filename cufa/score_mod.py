@@ -35,6 +35,7 @@ from cufa.expression import (
     write_slopes,
 )
 from cufa.mod_header import Written, cpp_bool, field_name, function_of, header_of
+from cufa.problem import dtype_of
 
 _Array: TypeAlias = npt.NDArray[Any]
 
@@ -76,7 +77,7 @@ class _Mod:
                 raise TypeError(f"array {number} of {self.name} is {array!r}; it must be an array")
             if len(array.shape) == 0:
                 raise ValueError(f"array {number} of {self.name} has no axis; it must have at least one")
-            if _dtype_of(array).name not in _ELEMENT_TYPES:
+            if dtype_of(array).name not in _ELEMENT_TYPES:
                 allowed = ", ".join(_ELEMENT_TYPES)
                 raise TypeError(f"array {number} of {self.name} has dtype {array.dtype}; it may be {allowed}")
 
@@ -89,7 +90,7 @@ class _Mod:
     def written(self) -> Written:
         """What a kernel is compiled with; TypeError if the function cannot be traced."""
         arrays = [
-            (name, len(array.shape), _ELEMENT_TYPES[_dtype_of(array).name])
+            (name, len(array.shape), _ELEMENT_TYPES[dtype_of(array).name])
             for name, array in self.named_arrays.items()
         ]
         asked = names_in(self.expression)
@@ -100,7 +101,7 @@ class _Mod:
         """What the function computes."""
         symbols = [symbol(name, kind) for name, kind in self.symbols.items()]
         arrays = [
-            TracedArray(field_name(name), kind_of_dtype(_dtype_of(array)), len(array.shape))
+            TracedArray(field_name(name), kind_of_dtype(dtype_of(array)), len(array.shape))
             for name, array in self.named_arrays.items()
         ]
         try:
@@ -199,7 +200,7 @@ class ScoreMod(_Mod):
     def differentiable(self) -> dict[str, Any]:
         """The arrays that have gradients, by their names in a call: those of floats."""
         arrays = self.named_arrays.items()
-        return {name: array for name, array in arrays if kind_of_dtype(_dtype_of(array)) == "float"}
+        return {name: array for name, array in arrays if kind_of_dtype(dtype_of(array)) == "float"}
 
     @functools.cached_property
     def written_with_gradients(self) -> Written:
@@ -334,9 +335,3 @@ def place_of(b: int, h: int, rows: slice, keys: slice) -> tuple[Any, Any, Any, A
     """(b, h, q_idx, kv_idx) of some queries and keys of a head, which are broadcast to (rows, keys)."""
     q_idx, kv_idx = (np.arange(part.start, part.stop, dtype=np.int32) for part in (rows, keys))
     return np.array([[b]], np.int32), np.array([[h]], np.int32), q_idx[:, None], kv_idx[None, :]
-
-
-def _dtype_of(array: Any) -> np.dtype[Any]:
-    """An array's dtype as NumPy's, of which other libraries have the names."""
-    dtype = array.dtype
-    return dtype if isinstance(dtype, np.dtype) else np.dtype(str(dtype).rpartition(".")[2])

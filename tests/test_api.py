@@ -398,6 +398,7 @@ def calls(problem: Problem, **options: Any) -> Iterator[Callable[[], Any]]:
     [
         ({"softmax_scale": "big"}, TypeError, "softmax_scale is 'big'; it may be a number or None"),
         ({"softmax_scale": [1.0]}, TypeError, "softmax_scale is [1.0]; it may be a number or None"),
+        ({"softmax_scale": np.array("big")}, TypeError, "softmax_scale is array('big'"),
         ({"softmax_scale": math.nan}, ValueError, "softmax_scale is nan; it must be finite"),
         ({"softmax_scale": -math.inf}, ValueError, "softmax_scale is -inf; it must be finite"),
         ({"softcap": np.ones(2)}, TypeError, "softcap is a numpy.ndarray of shape (2,); it may be a number"),
@@ -435,6 +436,14 @@ def test_options_with_impossible_values(
     for call in calls(draw(rng), **options):
         with pytest.raises(error, match="^" + re.escape(message)):
             call()
+
+
+@pytest.mark.parametrize("name", ["seed", "offset"])
+def test_numbers_of_dropout_are_checked_without_it(rng: np.random.Generator, name: str) -> None:
+    problem = draw(rng)
+    for given in ("1", np.zeros(2)):
+        with pytest.raises(TypeError, match=rf"^{name} is {re.escape(shown(given))}; it must be an integer$"):
+            cufa.attention(problem.q, problem.k, problem.v, **{name: given})
 
 
 @pytest.mark.parametrize("flag", ["return_lse", "return_attn_probs"])
@@ -698,6 +707,10 @@ def test_a_plan_takes_the_options_of_a_call(rng: np.random.Generator) -> None:
             ValueError,
             r"gradients is \('mask',\); it may be a tuple of 'bias', 'sink' or 'score_mod'",
         ),
+        ({"backward": "yes"}, TypeError, "backward is 'yes'; it may be True or False"),
+        ({"deterministic": np.zeros(2)}, TypeError, "deterministic is a numpy.ndarray of shape"),
+        ({"backward": True, "gradients": None}, ValueError, "gradients is None; it may be a tuple of"),
+        ({"gradients": np.zeros(2)}, ValueError, "gradients is a numpy.ndarray of shape"),
         ({"backward": True, "gradients": "bias"}, ValueError, "gradients is 'bias'; it may be a tuple of"),
         ({"backward": True, "gradients": ["bias"]}, ValueError, "the gradient of bias is asked for, and"),
         ({"kernel": ["fwd_1_naive"]}, ValueError, r"kernel is \['fwd_1_naive'\]; it may be fwd_1_naive, "),

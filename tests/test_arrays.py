@@ -251,6 +251,12 @@ def test_subclasses_of_numpys_arrays_mix_with_them() -> None:
     assert np.shares_memory(adopted.arrays["q"], tagged)
 
 
+def test_what_a_mask_hides_is_not_read_without_a_word() -> None:
+    masked = np.ma.masked_invalid(some_array())
+    with pytest.raises(TypeError, match=r"^k is a numpy.ma.MaskedArray, .*; give k.filled\(...\)$"):
+        adopt({"q": some_array(), "k": masked}, None)
+
+
 @pytest.mark.parametrize("argument", ["q", "k", "v"])
 @pytest.mark.parametrize(
     ("value", "kind"),

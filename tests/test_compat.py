@@ -233,15 +233,43 @@ def test_flash_attns_cache_takes_new_keys_behind_those_it_holds(rng, options, he
         ({"k": np.zeros((2, 2, 3, 8), np.float32)}, ValueError, r"k has shape \(2, 2, 3, 8\); for k_cache"),
         ({"v": np.zeros((2, 3, 2, 8), np.float32)}, ValueError, r"v has shape \(2, 3, 2, 8\); for v_cache"),
         ({"k": np.zeros((2, 2, 2, 8))}, TypeError, "k has dtype float64; as k_cache it must be float32"),
+        (
+            {"q": np.zeros((2, 3, 3, 8), np.float32)},
+            ValueError,
+            "q has 3 heads and k_cache 2; the query heads",
+        ),
+        ({"q": None}, TypeError, "q is None; it may be a NumPy array"),
+        (
+            {"v_cache": np.zeros((2, 8, 2, 8), np.float32)},
+            ValueError,
+            r"v_cache has shape \(2, 8, 2, 8\) and",
+        ),
+        ({"v_cache": np.broadcast_to(np.float32(0), (2, 9, 2, 8))}, ValueError, "v_cache is read-only"),
+        ({"softcap": -1}, ValueError, "softcap is -1.0; it must be positive"),
+        ({"alibi_slopes": np.ones(3, np.float32)}, ValueError, r"alibi_slopes has shape \(3,\); it must be"),
+        ({"window_size": (1, "2")}, TypeError, r"window_size is \(1, '2'\); it may be"),
+        ({"cache_seqlens": np.array([1, 2])}, TypeError, "cache_seqlens has dtype int64; it must be int32"),
+        (
+            {"cache_batch_idx": np.array([0, -1], np.int32)},
+            ValueError,
+            "cache_batch_idx has -1, and k_cache has 2 such places",
+        ),
+        ({"cache_batch_idx": np.zeros(2)}, TypeError, "cache_batch_idx has dtype float64; it must be int32"),
+        (
+            {"block_table": np.array([[0], [2]], np.int32)},
+            ValueError,
+            "block_table has 2, and k_cache has 2 such places",
+        ),
+        ({"block_table": np.zeros((2, 1))}, TypeError, "block_table has dtype float64; it must be int32"),
     ],
 )
 def test_what_flash_attns_cache_cannot_take_is_not_written(rng, change, error, message):
     q, k_cache, v_cache = draw(rng, 3, 9)
     _, k, v = draw(rng, 3, 2)
     before = k_cache.copy(), v_cache.copy()
-    arguments = {"k": k, "v": v, "cache_seqlens": 3, **change}
+    of_call = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": 3, **change}
     with pytest.raises(error, match=f"^{message}"):
-        compat.flash_attn_with_kvcache(q, k_cache, v_cache, **arguments)
+        compat.flash_attn_with_kvcache(**of_call)
     np.testing.assert_array_equal(k_cache, before[0])
     np.testing.assert_array_equal(v_cache, before[1])
 
@@ -371,6 +399,22 @@ def test_flash_attns_packed_queries_with_pages(rng):
         close(lse[:, begin:end], exact_lse[0])
 
 
+@pytest.mark.parametrize(
+    ("key_ends", "error", "message"),
+    [
+        (np.array([0, 7]), ValueError, r"cu_seqlens_k has shape \(2,\); it must be \(3,\)"),
+        (np.array([0, 7, 11]), TypeError, "cu_seqlens_k has dtype int64; it must be int32"),
+        (np.float32(7), ValueError, r"cu_seqlens_k has shape \(\); it must be \(3,\)"),
+    ],
+)
+def test_ends_of_keys_in_pages_that_are_none(rng, key_ends, error, message):
+    q, k, v = draw(rng, 6, 9)
+    table, *paged = pages_of(rng, 4, k, v)
+    ends = np.array([0, 1, 9], np.int32)
+    with pytest.raises(error, match=f"^{message}"):
+        compat.flash_attn_varlen_func(q[0], *paged, ends, key_ends, block_table=table)
+
+
 def test_errors_name_flash_attns_cache(rng):
     q, k_cache, v_cache = draw(rng, 3, 9)
     with pytest.raises(
@@ -412,6 +456,8 @@ def test_what_is_no_array_is_named(rng, name):
     for function in (compat.scaled_dot_product_attention, compat.dot_product_attention):
         with pytest.raises(TypeError, match=f"^{name} is a list; it may be a NumPy array"):
             function(*arrays.values())
+        with pytest.raises(TypeError, match=f"^{name} is None; it may be a NumPy array"):
+            function(*(arrays | {name: None}).values())
 
 
 def test_side_arrays_that_are_none_are_named(rng):
@@ -434,6 +480,8 @@ def test_side_arrays_that_are_none_are_named(rng):
         (compat.dot_product_attention, {"scale": np.nan}, "scale is nan; it must be finite"),
         (compat.dot_product_attention, {"mask": np.ones((6, 8), bool)}, r"mask has shape \(6, 8\); it must"),
         (compat.dot_product_attention, {"bias": np.ones((6, 8))}, r"bias has shape \(6, 8\); it must be"),
+        (compat.dot_product_attention, {"bias": np.ones((6, 10))}, r"bias has shape \(6, 10\); it must be"),
+        (compat.dot_product_attention, {"bias": np.float32(1)}, r"bias has shape \(\); it must have 1 to 4"),
     ],
 )
 def test_errors_name_arguments_as_the_caller_does(rng, function, options, message):
@@ -448,6 +496,11 @@ def test_errors_name_tensors_as_the_caller_does(rng, function):
         function(q, k[..., :5], v)
     with pytest.raises(TypeError, match=r"^value has dtype float64 and query float32; they must be the same"):
         function(q, k, v.astype(np.float64))
+    for fewer in (q, k[:, :5], v), (q, k, v[:, :5]):
+        with pytest.raises(
+            ValueError, match=r"^value has shape \(.*\) and key \(.*\); all axes but the last"
+        ):
+            function(*fewer, is_causal=True)
 
 
 @pytest.mark.parametrize(
@@ -459,6 +512,16 @@ def test_errors_name_tensors_as_the_caller_does(rng, function):
         ({"local_window_size": 1.5}, TypeError, "local_window_size is 1.5; it may be"),
         ({"mask": np.ones((6, 9), np.uint8)}, TypeError, "mask has dtype uint8; it must be bool"),
         ({"key_value_seq_lengths": np.array([3])}, ValueError, r"key_value_seq_lengths has shape \(1,\)"),
+        (
+            {"key_value_seq_lengths": np.ones(2)},
+            TypeError,
+            "key_value_seq_lengths has dtype float64; it must",
+        ),
+        (
+            {"mask": np.ones((3, 1, 6, 9), bool), "key_value_seq_lengths": np.array([3, 4])},
+            ValueError,
+            r"mask has shape \(3, 1, 6, 9\); it must be",
+        ),
         ({"query_seq_lengths": np.array([[3, 4]])}, ValueError, r"query_seq_lengths has shape \(1, 2\)"),
     ],
 )

@@ -204,7 +204,13 @@ def test_attention_of_it(rng):
     ("change", "error", "says"),
     [
         ({"x": np.zeros(5, np.float32)}, ValueError, "x has shape (5,); it must have 4 axes, or 3 if"),
+        ({"x": None}, TypeError, "x is None; it may be a NumPy array"),
         ({"x": np.zeros(SHAPE, np.int8)}, TypeError, "x has dtype int8; it may be float16, bfloat16"),
+        (
+            {"x": np.zeros(SHAPE[1:]), "layout": np.zeros(2)},
+            ValueError,
+            "layout is a numpy.ndarray of shape (2,); it may be",
+        ),
         ({"x": np.zeros(SHAPE[1:])}, ValueError, "cu_seqlens must be given for packed sequences"),
         ({"cu_seqlens": STARTS}, ValueError, "cu_seqlens is given, and x has shape (2, 70, 6, 24)"),
         (

@@ -7,8 +7,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from cufa.api import attention
+from cufa.arguments import Options, make_problem
 from cufa.messages import kind_of
+from cufa.problem import dtype_of
 
 # What PyTorch and JAX call cufa's arguments.
 TENSORS = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
@@ -29,13 +33,37 @@ def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
     return error
 
 
+def check_call(names: Mapping[str, str], options: Options, **named: Any) -> None:
+    """What `attention` would refuse about these arrays and options, before anything is done."""
+    shapes = {name: tuple(array.shape) for name, array in named.items()}
+    dtypes = {name: dtype_of(array) for name, array in named.items()}
+    try:
+        make_problem("forward", shapes, dtypes, options)
+    except (TypeError, ValueError) as error:
+        raise renamed(error, names) from None
+
+
+def check_int32(name: str, array: Any, shape: tuple[int, ...]) -> None:
+    """TypeError for what is no array of int32, ValueError for one of another shape."""
+    check_arrays(**{name: array})
+    if tuple(array.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(array.shape)}; it must be {shape}")
+    if dtype_of(array) != np.int32:
+        raise TypeError(f"{name} has dtype {array.dtype}; it must be int32")
+
+
 def check_arrays(**named: Any) -> None:
-    """TypeError for what is no array; None is what is not given."""
+    """TypeError for what is no array."""
     for name, array in named.items():
-        if array is not None and not (hasattr(array, "shape") and hasattr(array, "dtype")):
+        if not (hasattr(array, "shape") and hasattr(array, "dtype")):
             raise TypeError(
                 f"{name} is {kind_of(array)}; it may be a NumPy array, a CuPy array or any array with DLPack"
             )
+
+
+def given(**named: Any) -> dict[str, Any]:
+    """Those arguments that are not None."""
+    return {name: value for name, value in named.items() if value is not None}
 
 
 def shape_of(name: str, array: Any) -> tuple[int, int, int, int]:
@@ -46,9 +74,13 @@ def shape_of(name: str, array: Any) -> tuple[int, int, int, int]:
     return shape
 
 
-def is_bool(array: Any) -> bool:
-    """Also of a library that has dtypes of its own."""
-    return str(array.dtype).rpartition(".")[2] == "bool"
+def check_values(value: Any, key: Any) -> None:
+    """ValueError unless each key has one value: others would be left out without a word."""
+    if tuple(value.shape[:3]) != tuple(key.shape[:3]):
+        raise ValueError(
+            f"value has shape {tuple(value.shape)} and key {tuple(key.shape)}; all axes but the last must be "
+            "the same"
+        )
 
 
 def top_left(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> tuple[int, dict[str, Any]]:

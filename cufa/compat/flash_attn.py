@@ -6,12 +6,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cufa.arguments import check_flags, check_window
+from cufa.arguments import Options, check_flags, check_scale, check_softcap, check_window
+from cufa.arrays import check_same_kind, check_writeable
 from cufa.compat.arguments import (
     arange,
     attention_as,
     check_arrays,
+    check_call,
+    check_int32,
     full,
+    given,
     renamed,
     shape_of,
 )
@@ -182,7 +186,9 @@ def flash_attn_varlen_func(
         What `cufa.attention` raises.
     """
     if block_table is not None:
-        check_arrays(cu_seqlens_k=cu_seqlens_k)
+        check_arrays(cu_seqlens_q=cu_seqlens_q)
+        if cu_seqlens_k is not None:
+            check_int32("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape))
         if seqused_k is None and cu_seqlens_k is not None:
             seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         cu_seqlens_k = None
@@ -274,40 +280,52 @@ def flash_attn_with_kvcache(
             not fit the cache, a number of keys that it has no room for, or what `cufa.attention` and
             `cufa.rotary` raise.
     """
-    check_arrays(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v)
+    check_arrays(q=q, k_cache=k_cache, v_cache=v_cache, **given(k=k, v=v))
+    batch, _, _, _ = shape_of("q", q)
     _, room, _, _ = shape_of("k_cache", k_cache)
     shape_of("v_cache", v_cache)
-    batch = len(k_cache)
+    names = _FLASH_ATTN_CACHE
     if cache_batch_idx is not None:
         if block_table is not None:
             raise ValueError("cache_batch_idx is given, and block_table is, which says where all keys are")
-        check_arrays(cache_batch_idx=cache_batch_idx)
-        if len(cache_batch_idx.shape) != 1:
-            raise ValueError(f"cache_batch_idx has shape {tuple(cache_batch_idx.shape)}; it must be (batch,)")
+        check_int32("cache_batch_idx", cache_batch_idx, (batch,))
+        names = {**names, "block_table": "cache_batch_idx"}
         block_table = cache_batch_idx[:, None]  # what the cache has of a sequence is a page
     if block_table is not None:
         check_arrays(block_table=block_table)
         if len(block_table.shape) != 2:
             raise ValueError(f"block_table has shape {tuple(block_table.shape)}; it must be (batch, pages)")
-        batch, pages = block_table.shape
-        room *= pages
+        room *= block_table.shape[1]
     held = cache_seqlens
     if isinstance(held, (int, np.integer)):
         held = int(held)
         if not 0 <= held <= room:
             raise ValueError(f"cache_seqlens is {held}; k_cache has room for 0 to {room}")
-    else:
-        check_arrays(cache_seqlens=held)
+    elif held is not None:
+        check_int32("cache_seqlens", held, (batch,))
     check_flags(causal=causal, rotary_interleaved=rotary_interleaved)
+    side = given(block_table=block_table, alibi_slopes=alibi_slopes)
+    check_arrays(**side)
+    options = Options(causal, check_window(window_size, "window_size"))
+    check_call(names, options, q=q, k=k_cache, v=v_cache, **side)
+    check_scale(softmax_scale, 1)
+    check_softcap(softcap)
     if rotary_cos is not None or rotary_sin is not None:
         in_turn = causal or check_window(window_size, "window_size") != (None, None)
         q, k = _turn(q, k, rotary_cos, rotary_sin, held, in_turn, rotary_interleaved)
     if k is not None or v is not None:
-        held = _append(k_cache, v_cache, k, v, held, _Cache(batch, room, block_table))
+        held = _append(
+            k_cache,
+            v_cache,
+            k,
+            v,
+            held,
+            _Cache(batch, room, block_table, names.get("block_table", "block_table")),
+        )
     if isinstance(held, int):  # as an array, on whose numbers no plan depends
         held = full(batch, held, q)
     return attention_as(
-        _FLASH_ATTN_CACHE,
+        names,
         q,
         k_cache,
         v_cache,
@@ -332,17 +350,22 @@ def _unpacked(name: str, packed: Any, count: int) -> list[Any]:
 
 
 class _Cache(NamedTuple):
-    """Of how many sequences a cache has keys, for how many each has room, and in which pages if in any."""
+    """Of how many sequences a cache has keys, for how many each has room, and in which pages if in any.
+
+    `table_name` is the argument that says which pages those are.
+    """
 
     batch: int
     room: int
     block_table: Any
+    table_name: str
 
 
-def _check_held(held: Any, batch: int) -> None:
-    """ValueError unless how many keys a cache holds is a number, or one for each sequence."""
-    if not isinstance(held, int) and tuple(held.shape) != (batch,):
-        raise ValueError(f"cache_seqlens has shape {tuple(held.shape)}; it must be ({batch},)")
+def _check_given(for_what: str, **needed: Any) -> None:
+    """ValueError for arguments that are None."""
+    missing = [name for name, what in needed.items() if what is None]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} must be given, too, {for_what}")
 
 
 def _turn(q: Any, k: Any, cos: Any, sin: Any, held: Any, in_turn: bool, interleaved: bool) -> tuple[Any, Any]:
@@ -350,12 +373,8 @@ def _turn(q: Any, k: Any, cos: Any, sin: Any, held: Any, in_turn: bool, interlea
 
     Raises ValueError for what is missing or does not fit, as `rotary` does, and TypeError.
     """
-    given = {"rotary_cos": cos, "rotary_sin": sin, "k": k, "cache_seqlens": held}
-    missing = [name for name, what in given.items() if what is None]
-    if missing:
-        raise ValueError(f"{', '.join(missing)} must be given, too, to turn queries and keys")
-    batch, queries, _, _ = shape_of("q", q)
-    _check_held(held, batch)
+    _check_given("to turn queries and keys", rotary_cos=cos, rotary_sin=sin, k=k, cache_seqlens=held)
+    queries = q.shape[1]
     first = held if isinstance(held, int) else held[:, None]
 
     def turned(name: str, x: Any, count: int) -> Any:
@@ -373,11 +392,11 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache
 
     Raises ValueError for what is missing, does not fit or has no room, TypeError for another dtype.
     """
-    given = {"k": k, "v": v, "cache_seqlens": held}
-    missing = [name for name, what in given.items() if what is None]
-    if missing:
-        raise ValueError(f"{', '.join(missing)} must be given, too, to write to the cache")
-    batch, room, block_table = cache
+    _check_given("to write to the cache", k=k, v=v, cache_seqlens=held)
+    batch, room, block_table, table_name = cache
+    caches = {"k_cache": k_cache, "v_cache": v_cache}
+    check_same_kind(caches | given(k=k, v=v, **{table_name: block_table}))
+    check_writeable(caches, caches)
     _, count, _, _ = shape_of("k", k)
     for name, new, of in (("k", k, k_cache), ("v", v, v_cache)):
         wanted = (batch, count, *of.shape[2:])
@@ -385,7 +404,6 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache
             raise ValueError(f"{name} has shape {tuple(new.shape)}; for {name}_cache it must be {wanted}")
         if new.dtype != of.dtype:
             raise TypeError(f"{name} has dtype {new.dtype}; as {name}_cache it must be {of.dtype}")
-    _check_held(held, batch)
     lengths = np.atleast_1d(held) if isinstance(held, (int, np.ndarray)) else np.empty(0)
     if np.any((lengths < 0) | (lengths + count > room)):
         raise ValueError(f"cache_seqlens is {held} and k has {count} keys; k_cache has room for {room}")
@@ -397,7 +415,11 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache
         place = sequence, key
         if block_table is not None:
             page_size = k_cache.shape[1]
-            place = block_table[sequence, key // page_size], key % page_size
+            pages = block_table[sequence, key // page_size]
+            if isinstance(pages, np.ndarray):
+                for page in pages[(pages < 0) | (pages >= len(k_cache))][:1]:
+                    raise ValueError(f"{table_name} has {page}, and k_cache has {len(k_cache)} such places")
+            place = pages, key % page_size
     k_cache[place] = k
     v_cache[place] = v
     return held + count

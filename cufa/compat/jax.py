@@ -6,18 +6,22 @@ import functools
 import operator
 from typing import Any
 
-from cufa.arguments import check_flags
+import numpy as np
+
+from cufa.arguments import check_broadcast, check_flags
 from cufa.compat.arguments import (
     TENSORS,
     arange,
     attention_as,
     check_arrays,
-    is_bool,
+    check_values,
+    given,
     namespace_of,
     shape_of,
     top_left,
 )
 from cufa.messages import shown
+from cufa.problem import dtype_of
 
 _JAX = {**TENSORS, "window": "local_window_size", "return_lse": "return_residual"}
 
@@ -68,17 +72,23 @@ def dot_product_attention(
     """
     check_flags(is_causal=is_causal)
     lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
-    check_arrays(query=query, key=key, value=value, bias=bias, mask=mask, **lengths)
-    if mask is not None and not is_bool(mask):
+    of_scores, lengths = given(bias=bias, mask=mask), given(**lengths)
+    check_arrays(query=query, key=key, value=value, **of_scores, **lengths)
+    if mask is not None and dtype_of(mask) != np.bool_:
         raise TypeError(f"mask has dtype {mask.dtype}; it must be bool")
-    batch, seqlen_q, _, _ = shape_of("query", query)
+    batch, seqlen_q, heads, _ = shape_of("query", query)
     _, seqlen_k, _, _ = shape_of("key", key)
     shape_of("value", value)
+    check_values(value, key)
+    for name, array in of_scores.items():
+        check_broadcast(name, tuple(array.shape), (batch, heads, seqlen_q, seqlen_k))
     for name, array in lengths.items():
-        if array is not None and tuple(array.shape) != (batch,):
+        if tuple(array.shape) != (batch,):
             raise ValueError(
                 f"{name} has shape {tuple(array.shape)}; it must be (batch,), which is ({batch},)"
             )
+        if dtype_of(array).kind not in "iu":
+            raise TypeError(f"{name} has dtype {array.dtype}; it must be of integers")
     left, right = _window_of(local_window_size)
     if is_causal:
         right = 0

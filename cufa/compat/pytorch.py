@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from cufa.arguments import check_flags
 from cufa.compat.arguments import (
     TENSORS,
     attention_as,
     check_arrays,
-    is_bool,
+    check_values,
+    given,
     shape_of,
     top_left,
 )
+from cufa.problem import dtype_of
 
 _PYTORCH = {**TENSORS, "mask": "attn_mask", "bias": "attn_mask"}
 
@@ -69,17 +73,18 @@ def scaled_dot_product_attention(
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal is True and attn_mask is given; only one of them may be")
-    check_arrays(query=query, key=key, value=value, attn_mask=attn_mask)
+    check_arrays(query=query, key=key, value=value, **given(attn_mask=attn_mask))
     _, heads, seqlen_q, _ = shape_of("query", query)
     _, kv_heads, keys, _ = shape_of("key", key)
     shape_of("value", value)
+    check_values(value, key)
     if not enable_gqa and heads != kv_heads:
         raise ValueError(f"query has {heads} heads and key {kv_heads}; with enable_gqa=True they may differ")
     options: dict[str, Any] = {}
     if is_causal:
         keys, options = top_left(seqlen_q, keys, None, 0)
     if attn_mask is not None:
-        options["mask" if is_bool(attn_mask) else "bias"] = attn_mask
+        options["mask" if dtype_of(attn_mask) == np.bool_ else "bias"] = attn_mask
     return attention_as(
         _PYTORCH,
         query,

@@ -3,8 +3,9 @@
     score, kv_idx = symbol("score", "float"), symbol("kv_idx", "int32")
     expression = np.tanh(score) - 0.5 * kv_idx
 
-Python's operators and NumPy's ufuncs on an `Expression` make larger ones. `derivative` differentiates one,
-`evaluate` computes its value with NumPy, and `write` says it in CUDA C++.
+Python's operators and NumPy's ufuncs on an `Expression` make larger ones, of the operations in the table at
+this file's end. cufa/derivatives.py differentiates them, cufa/evaluation.py computes their values with NumPy,
+and cufa/expression_code.py says them in CUDA C++.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -22,7 +23,6 @@ import numpy as np
 Kind = Literal["bool", "int32", "int64", "float"]
 Kinds = tuple[Kind, ...]
 _RANK: dict[Kind, int] = {"bool": 0, "int32": 1, "int64": 2, "float": 3}
-_CPP_TYPES: dict[Kind, str] = {"bool": "bool", "int32": "int", "int64": "int64", "float": "acc_t"}
 
 # Constant powers up to this are products, which integers have too and which are exact.
 _MOST_PRODUCTS = 8
@@ -228,9 +228,9 @@ def apply(name: str, *operands: Any) -> Expression:
         of_score = any(node.operation == "symbol" and node.kind == "float" for node in in_order(arguments[0]))
         if of_score:
             return apply("multiply", arguments[0], 1 / arguments[1].value)
-    if name not in _OPERATIONS:
+    if name not in OPERATIONS:
         raise TypeError(_unknown(name))
-    wanted, kind = _OPERATIONS[name].signature(name, tuple(argument.kind for argument in arguments))
+    wanted, kind = OPERATIONS[name].signature(name, tuple(argument.kind for argument in arguments))
     return Expression(name, kind, tuple(map(_cast, arguments, wanted)))
 
 
@@ -248,162 +248,13 @@ def in_order(*roots: Expression) -> list[Expression]:
     return list(done.values())
 
 
-def derivative(expression: Expression, variable: str) -> Expression | None:
-    """By how much it changes with the symbol of that name; None if it does not."""
-    symbols = [node for node in in_order(expression) if node.operation == "symbol" and node.value == variable]
-    return _derivative(expression, symbols)
-
-
-def element_derivatives(expression: Expression) -> list[tuple[Expression, Expression]]:
-    """The elements of arrays of floats that it changes with, each once, and by how much with each."""
-    code = _Lines()
-    code.name_of(expression)
-    alike: dict[str, list[Expression]] = {}
-    for node in in_order(expression):
-        if node.operation == "element" and node.kind == "float":
-            alike.setdefault(code.name_of(node), []).append(node)
-    slopes = [(nodes[0], _derivative(expression, nodes)) for nodes in alike.values()]
-    return [(element, slope) for element, slope in slopes if slope is not None]
-
-
-def added_terms(expression: Expression, name: str) -> list[Expression] | None:
-    """What is added to the symbol of that name; None if the expression is anything else than that sum."""
-    if expression.operation == "symbol":
-        return [] if expression.value == name else None
-    if expression.operation not in ("add", "subtract"):
-        return None
-    first, second = expression.operands
-    if expression.operation == "add" and name in names_in(second):
-        first, second = second, first
-    if name in names_in(second):
-        return None
-    of_first = added_terms(first, name)
-    if of_first is None:
-        return None
-    return [*of_first, second if expression.operation == "add" else -second]
-
-
 def names_in(*expressions: Expression) -> set[str]:
     """The symbols that they are made of."""
     return {node.value for node in in_order(*expressions) if node.operation == "symbol"}
 
 
-def times(expression: Expression, factor: Expression, varying: Set[str]) -> Expression:
-    """The product, taken first of what does not change with the symbols that vary."""
-    operands = expression.operands
-    if expression.operation == "negative":
-        return -times(operands[0], factor, varying)
-    if expression.operation == "multiply":
-        same, other = sorted(operands, key=lambda operand: bool(varying & names_in(operand)))
-        return times(same, factor, varying) * other
-    return expression * factor
-
-
-def _derivative(expression: Expression, variables: Sequence[Expression]) -> Expression | None:
-    """By how much it changes with all of these nodes, which are the same number."""
-    known: dict[int, Expression | None] = {}
-    for node in in_order(expression):
-        operands = [known[id(operand)] for operand in node.operands]
-        if any(node is variable for variable in variables):
-            known[id(node)] = lifted(1.0)
-        elif all(slope is None for slope in operands) or node.operation in ("cast", "element"):
-            known[id(node)] = None  # what is cast is made an integer or a bool
-        else:
-            known[id(node)] = _OPERATIONS[node.operation].slope(node, operands)
-    return known[id(expression)]
-
-
-def evaluate(expression: Expression, values: Mapping[str, Any]) -> Any:
-    """As `evaluate_all`, of one."""
-    return evaluate_all((expression,), values)[0]
-
-
-def evaluate_all(expressions: Sequence[Expression], values: Mapping[str, Any]) -> list[Any]:
-    """Their values by NumPy, which broadcasts; `values` are those of symbols and the arrays, by name.
-
-    What they have in common is computed once. Elements are computed with as what they are in C++: integers of
-    8 bits in 32, floats in the score's dtype.
-    """
-    score = values.get("score")
-    of_floats = None if score is None else np.asarray(score).dtype
-    known: dict[int, Any] = {}
-    for node in in_order(*expressions):
-        operands = [known[id(operand)] for operand in node.operands]
-        if node.operation == "symbol":
-            known[id(node)] = values[node.value]
-        elif node.operation == "constant":
-            known[id(node)] = node.value
-        elif node.operation == "element":
-            known[id(node)] = _widened(_element(values, node.value, operands), node.kind, of_floats)
-        elif node.operation == "cast":
-            known[id(node)] = _as_kind(operands[0], node.kind)
-        else:
-            known[id(node)] = _OPERATIONS[node.operation].compute(*operands)
-    return [known[id(expression)] for expression in expressions]
-
-
-def write(expression: Expression) -> str:
-    """The body of a CUDA C++ function that returns its value.
-
-    Symbols are its arguments, integers of traced.cuh's type SplitIndex, and so is `arrays`, whose fields have
-    the names of the arrays.
-    """
-    code = _Lines()
-    result = code.name_of(expression)
-    return f"{''.join(code.lines)}    return {result};\n"
-
-
-def write_slopes(slopes: Sequence[tuple[Expression, Expression]]) -> str:
-    """The body of one that writes `element_derivatives` to the array `slopes`.
-
-    `arrays` has a gradient of each array, with a d before its name.
-    """
-    code = _Lines()
-    stores = []
-    for number, (element, slope) in enumerate(slopes):
-        indices = ", ".join(map(code.name_of, element.operands))
-        place = f"arrays.d{element.value}.place({indices})"
-        stores.append(f"    slopes[{number}] = {{{place}, {code.name_of(slope)}}};\n")
-    return "".join((*code.lines, *stores))
-
-
-class _Lines:
-    """C++ that computes expressions, in lines each of which names what none before has computed."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self._names: dict[int, str] = {}
-        self._known: dict[str, str] = {}
-
-    def name_of(self, expression: Expression) -> str:
-        """What its value is called; there may be new lines."""
-        for node in in_order(expression):
-            if id(node) not in self._names:
-                self._names[id(node)] = self._name(node)
-        return self._names[id(expression)]
-
-    def _name(self, node: Expression) -> str:
-        """That of one whose operands have theirs."""
-        if node.operation == "symbol":
-            return str(node.value)
-        if node.operation == "constant":
-            return _literal(node.value, node.kind)
-        text = _code(node, [self._operand(operand, node) for operand in node.operands])
-        if text not in self._known:
-            self._known[text] = f"t{len(self._known)}"
-            cpp_type = "SplitIndex" if _is_index(node) else _CPP_TYPES[node.kind]
-            self.lines.append(f"    const {cpp_type} {self._known[text]} = {text};\n")
-        return self._known[text]
-
-    def _operand(self, operand: Expression, of: Expression) -> str:
-        """What an operand is called where `of` is computed, which may take a SplitIndex as it is."""
-        name = self._names[id(operand)]
-        takes_indices = _is_index(of) or (of.operation == "cast" and of.kind == "float")
-        return f"int({name})" if _is_index(operand) and not takes_indices else name
-
-
 @dataclass(frozen=True)
-class _Operation:
+class Operation:
     """What NumPy and C++ call it, what it is of which kinds, and how it is differentiated.
 
     `signature` has, for the kinds of operands, those that they are made and that of the result. `slope` makes
@@ -482,62 +333,62 @@ def _slope_of_choice(choose: Callable[..., Expression]) -> Callable[[Expression,
     return slope
 
 
-_OPERATIONS: Mapping[str, _Operation] = {
-    "add": _Operation(np.add, "{} + {}", _arithmetic, _by_partials(lambda a, b, y: (1.0, 1.0))),
-    "subtract": _Operation(np.subtract, "{} - {}", _arithmetic, _by_partials(lambda a, b, y: (1.0, -1.0))),
-    "multiply": _Operation(np.multiply, "{} * {}", _arithmetic, _by_partials(lambda a, b, y: (b, a))),
-    "divide": _Operation(np.divide, "{} / {}", _real, _by_partials(lambda a, b, y: (1 / b, -y / b))),
-    "floor_divide": _Operation(np.floor_divide, "floor_divide({}, {})", _arithmetic, _no_slope),
-    "remainder": _Operation(
+OPERATIONS: Mapping[str, Operation] = {
+    "add": Operation(np.add, "{} + {}", _arithmetic, _by_partials(lambda a, b, y: (1.0, 1.0))),
+    "subtract": Operation(np.subtract, "{} - {}", _arithmetic, _by_partials(lambda a, b, y: (1.0, -1.0))),
+    "multiply": Operation(np.multiply, "{} * {}", _arithmetic, _by_partials(lambda a, b, y: (b, a))),
+    "divide": Operation(np.divide, "{} / {}", _real, _by_partials(lambda a, b, y: (1 / b, -y / b))),
+    "floor_divide": Operation(np.floor_divide, "floor_divide({}, {})", _arithmetic, _no_slope),
+    "remainder": Operation(
         np.remainder,
         "remainder_of({}, {})",
         _arithmetic,
         _by_partials(lambda a, b, y: (1.0, -apply("floor_divide", a, b))),
     ),
-    "power": _Operation(
+    "power": Operation(
         np.power,
         "power({}, {})",
         _real,
         _by_partials(lambda a, b, y: (b * apply("power", a, b - 1.0), y * apply("log", a))),
     ),
-    "negative": _Operation(np.negative, "-{}", _arithmetic, _by_partials(lambda x, y: (-1.0,))),
-    "absolute": _Operation(
+    "negative": Operation(np.negative, "-{}", _arithmetic, _by_partials(lambda x, y: (-1.0,))),
+    "absolute": Operation(
         np.absolute,
         "absolute({})",
         _arithmetic,
         _by_partials(lambda x, y: (apply("where", x < 0.0, -1.0, 1.0),)),
     ),
-    "exp": _Operation(np.exp, "exp_of({})", _real, _by_partials(lambda x, y: (y,))),
-    "exp2": _Operation(np.exp2, "exp2_of({})", _real, _by_partials(lambda x, y: (y * math.log(2),))),
-    "expm1": _Operation(np.expm1, "expm1_of({})", _real, _by_partials(lambda x, y: (apply("exp", x),))),
-    "log": _Operation(np.log, "log_of({})", _real, _by_partials(lambda x, y: (1 / x,))),
-    "log2": _Operation(np.log2, "log2_of({})", _real, _by_partials(lambda x, y: (1 / (x * math.log(2)),))),
-    "log1p": _Operation(np.log1p, "log1p_of({})", _real, _by_partials(lambda x, y: (1 / (1 + x),))),
-    "sqrt": _Operation(np.sqrt, "sqrt_of({})", _real, _by_partials(lambda x, y: (0.5 / y,))),
-    "tanh": _Operation(np.tanh, "tanh_of({})", _real, _by_partials(lambda x, y: (1 - y * y,))),
-    "sin": _Operation(np.sin, "sin_of({})", _real, _by_partials(lambda x, y: (apply("cos", x),))),
-    "cos": _Operation(np.cos, "cos_of({})", _real, _by_partials(lambda x, y: (-apply("sin", x),))),
-    "floor": _Operation(np.floor, "floor_of({})", _real, _no_slope),
-    "minimum": _Operation(np.minimum, "minimum({}, {})", _arithmetic, _slope_of_choice(lambda a, b: a <= b)),
-    "maximum": _Operation(np.maximum, "maximum({}, {})", _arithmetic, _slope_of_choice(lambda a, b: a >= b)),
-    "where": _Operation(
+    "exp": Operation(np.exp, "exp_of({})", _real, _by_partials(lambda x, y: (y,))),
+    "exp2": Operation(np.exp2, "exp2_of({})", _real, _by_partials(lambda x, y: (y * math.log(2),))),
+    "expm1": Operation(np.expm1, "expm1_of({})", _real, _by_partials(lambda x, y: (apply("exp", x),))),
+    "log": Operation(np.log, "log_of({})", _real, _by_partials(lambda x, y: (1 / x,))),
+    "log2": Operation(np.log2, "log2_of({})", _real, _by_partials(lambda x, y: (1 / (x * math.log(2)),))),
+    "log1p": Operation(np.log1p, "log1p_of({})", _real, _by_partials(lambda x, y: (1 / (1 + x),))),
+    "sqrt": Operation(np.sqrt, "sqrt_of({})", _real, _by_partials(lambda x, y: (0.5 / y,))),
+    "tanh": Operation(np.tanh, "tanh_of({})", _real, _by_partials(lambda x, y: (1 - y * y,))),
+    "sin": Operation(np.sin, "sin_of({})", _real, _by_partials(lambda x, y: (apply("cos", x),))),
+    "cos": Operation(np.cos, "cos_of({})", _real, _by_partials(lambda x, y: (-apply("sin", x),))),
+    "floor": Operation(np.floor, "floor_of({})", _real, _no_slope),
+    "minimum": Operation(np.minimum, "minimum({}, {})", _arithmetic, _slope_of_choice(lambda a, b: a <= b)),
+    "maximum": Operation(np.maximum, "maximum({}, {})", _arithmetic, _slope_of_choice(lambda a, b: a >= b)),
+    "where": Operation(
         np.where, "{} ? {} : {}", _selection, _slope_of_choice(lambda condition, a, b: condition)
     ),
-    "less": _Operation(np.less, "{} < {}", _comparison, _no_slope),
-    "less_equal": _Operation(np.less_equal, "{} <= {}", _comparison, _no_slope),
-    "greater": _Operation(np.greater, "{} > {}", _comparison, _no_slope),
-    "greater_equal": _Operation(np.greater_equal, "{} >= {}", _comparison, _no_slope),
-    "equal": _Operation(np.equal, "{} == {}", _comparison, _no_slope),
-    "not_equal": _Operation(np.not_equal, "{} != {}", _comparison, _no_slope),
-    "logical_and": _Operation(np.logical_and, "{} && {}", _logical, _no_slope),
-    "logical_or": _Operation(np.logical_or, "{} || {}", _logical, _no_slope),
-    "logical_not": _Operation(np.logical_not, "!{}", _logical, _no_slope),
-    "bitwise_and": _Operation(np.bitwise_and, "{} & {}", _bitwise, _no_slope),
-    "bitwise_or": _Operation(np.bitwise_or, "{} | {}", _bitwise, _no_slope),
-    "bitwise_xor": _Operation(np.bitwise_xor, "{} ^ {}", _bitwise, _no_slope),
-    "invert": _Operation(np.invert, "inverted({})", _bitwise, _no_slope),
-    "left_shift": _Operation(np.left_shift, "shifted_left({}, {})", _bitwise, _no_slope),
-    "right_shift": _Operation(np.right_shift, "shifted_right({}, {})", _bitwise, _no_slope),
+    "less": Operation(np.less, "{} < {}", _comparison, _no_slope),
+    "less_equal": Operation(np.less_equal, "{} <= {}", _comparison, _no_slope),
+    "greater": Operation(np.greater, "{} > {}", _comparison, _no_slope),
+    "greater_equal": Operation(np.greater_equal, "{} >= {}", _comparison, _no_slope),
+    "equal": Operation(np.equal, "{} == {}", _comparison, _no_slope),
+    "not_equal": Operation(np.not_equal, "{} != {}", _comparison, _no_slope),
+    "logical_and": Operation(np.logical_and, "{} && {}", _logical, _no_slope),
+    "logical_or": Operation(np.logical_or, "{} || {}", _logical, _no_slope),
+    "logical_not": Operation(np.logical_not, "!{}", _logical, _no_slope),
+    "bitwise_and": Operation(np.bitwise_and, "{} & {}", _bitwise, _no_slope),
+    "bitwise_or": Operation(np.bitwise_or, "{} | {}", _bitwise, _no_slope),
+    "bitwise_xor": Operation(np.bitwise_xor, "{} ^ {}", _bitwise, _no_slope),
+    "invert": Operation(np.invert, "inverted({})", _bitwise, _no_slope),
+    "left_shift": Operation(np.left_shift, "shifted_left({}, {})", _bitwise, _no_slope),
+    "right_shift": Operation(np.right_shift, "shifted_right({}, {})", _bitwise, _no_slope),
 }
 
 
@@ -569,7 +420,7 @@ def _has_reciprocal(divisor: Expression) -> bool:
 
 
 def _unknown(name: str) -> str:
-    known = ", ".join(sorted({*_OPERATIONS, *_COMPOSED, *_SYNONYMS, "clip"}))
+    known = ", ".join(sorted({*OPERATIONS, *_COMPOSED, *_SYNONYMS, "clip"}))
     return f"np.{name} cannot be traced; what can is {known}"
 
 
@@ -587,19 +438,6 @@ def _as_product(base: Expression, exponent: Expression) -> Expression | None:
     return None
 
 
-def _is_index(node: Expression) -> bool:
-    """Whether C++ has it as a SplitIndex: a symbol of 32 bits, or a sum of such and of constants."""
-    if node.kind != "int32":
-        return False
-    if node.operation in ("add", "subtract", "negative"):
-        are_indices = [_is_index(operand) for operand in node.operands]
-        are_terms = (
-            index or x.operation == "constant" for index, x in zip(are_indices, node.operands, strict=True)
-        )
-        return any(are_indices) and all(are_terms)
-    return node.operation == "symbol"
-
-
 def _cast(value: Expression, kind: Kind) -> Expression:
     if value.kind == kind:
         return value
@@ -608,49 +446,3 @@ def _cast(value: Expression, kind: Kind) -> Expression:
     if value.operation == "constant" and kind in ("int64", "float"):
         return Expression("constant", kind, (), float(value.value) if kind == "float" else int(value.value))
     return Expression("cast", kind, (value,), kind)
-
-
-def _as_kind(value: Any, kind: Kind) -> Any:
-    """As C++ casts it; floats are NumPy's to choose."""
-    if kind == "float":
-        return value * 1.0
-    return np.asarray(value).astype(kind)
-
-
-def _element(values: Mapping[str, Any], name: str, indices: Sequence[Any]) -> Any:
-    """Raises IndexError, which names the array, for indices that are not in it."""
-    try:
-        return values[name][tuple(indices)]
-    except IndexError as error:
-        raise IndexError(f"{name} is read where it has no element: {error}") from error
-
-
-def _widened(element: Any, kind: Kind, of_floats: np.dtype[Any] | None) -> Any:
-    """Elements of an array as values of that kind; floats by default of 32 bits at least."""
-    if kind != "float":
-        return element.astype(kind, copy=False)
-    if of_floats is None:
-        of_floats = np.dtype(np.float32) if element.dtype.itemsize < 4 else element.dtype
-    return element.astype(of_floats, copy=False)
-
-
-def _literal(value: float, kind: Kind) -> str:
-    if kind == "bool":
-        return "true" if value else "false"
-    if kind != "float":
-        return f"({value}{'LL' if kind == 'int64' else ''})"
-    if math.isnan(value):
-        return "not_a_number()"
-    if math.isinf(value):
-        return "(-negative_infinity())" if value > 0 else "negative_infinity()"
-    return f"acc_t({value.hex()})"
-
-
-def _code(node: Expression, operands: Iterable[str]) -> str:
-    """What C++ has on the right side of its assignment."""
-    if node.operation == "cast":
-        return f"{_CPP_TYPES[node.kind]}({', '.join(operands)})"
-    if node.operation == "element":
-        at = f"arrays.{node.value}.at({', '.join(operands)})"
-        return f"{_CPP_TYPES[node.kind]}({f'to_acc({at})' if node.kind == 'float' else at})"
-    return _OPERATIONS[node.operation].code.format(*operands)

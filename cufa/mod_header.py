@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cufa.expression import Expression, write
+from cufa.expression import Expression
+from cufa.expression_code import write
 
 # Its name.
 HEADER = "score_mod.cuh"

@@ -18,22 +18,19 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from cufa.derivatives import added_terms, derivative, element_derivatives, times
+from cufa.evaluation import evaluate_all
 from cufa.expression import (
     Expression,
     Kind,
     TracedArray,
-    added_terms,
-    derivative,
-    element_derivatives,
-    evaluate_all,
     in_order,
     kind_of_dtype,
     lifted,
     names_in,
     symbol,
-    times,
-    write_slopes,
 )
+from cufa.expression_code import write_slopes
 from cufa.mod_header import Written, cpp_bool, field_name, function_of, header_of
 from cufa.problem import dtype_of
 

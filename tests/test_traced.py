@@ -11,7 +11,9 @@ import pytest
 
 from cufa import jit
 from cufa.device import target
-from cufa.expression import evaluate, lifted, symbol, write
+from cufa.evaluation import evaluate
+from cufa.expression import lifted, symbol
+from cufa.expression_code import write
 from cufa.plan.sizes import common_macros
 from cufa.problem import Problem
 

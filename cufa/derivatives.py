@@ -1,0 +1,68 @@
+"""By how much traced expressions change, and what they are sums of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+
+from cufa.expression import OPERATIONS, Expression, in_order, lifted, names_in
+from cufa.expression_code import Lines
+
+
+def derivative(expression: Expression, variable: str) -> Expression | None:
+    """By how much it changes with the symbol of that name; None if it does not."""
+    symbols = [node for node in in_order(expression) if node.operation == "symbol" and node.value == variable]
+    return _derivative(expression, symbols)
+
+
+def element_derivatives(expression: Expression) -> list[tuple[Expression, Expression]]:
+    """The elements of arrays of floats that it changes with, each once, and by how much with each."""
+    code = Lines()
+    code.name_of(expression)
+    alike: dict[str, list[Expression]] = {}
+    for node in in_order(expression):
+        if node.operation == "element" and node.kind == "float":
+            alike.setdefault(code.name_of(node), []).append(node)
+    slopes = [(nodes[0], _derivative(expression, nodes)) for nodes in alike.values()]
+    return [(element, slope) for element, slope in slopes if slope is not None]
+
+
+def _derivative(expression: Expression, variables: Sequence[Expression]) -> Expression | None:
+    """By how much it changes with all of these nodes, which are the same number."""
+    known: dict[int, Expression | None] = {}
+    for node in in_order(expression):
+        operands = [known[id(operand)] for operand in node.operands]
+        if any(node is variable for variable in variables):
+            known[id(node)] = lifted(1.0)
+        elif all(slope is None for slope in operands) or node.operation in ("cast", "element"):
+            known[id(node)] = None  # what is cast is made an integer or a bool
+        else:
+            known[id(node)] = OPERATIONS[node.operation].slope(node, operands)
+    return known[id(expression)]
+
+
+def added_terms(expression: Expression, name: str) -> list[Expression] | None:
+    """What is added to the symbol of that name; None if the expression is anything else than that sum."""
+    if expression.operation == "symbol":
+        return [] if expression.value == name else None
+    if expression.operation not in ("add", "subtract"):
+        return None
+    first, second = expression.operands
+    if expression.operation == "add" and name in names_in(second):
+        first, second = second, first
+    if name in names_in(second):
+        return None
+    of_first = added_terms(first, name)
+    if of_first is None:
+        return None
+    return [*of_first, second if expression.operation == "add" else -second]
+
+
+def times(expression: Expression, factor: Expression, varying: Set[str]) -> Expression:
+    """The product, taken first of what does not change with the symbols that vary."""
+    operands = expression.operands
+    if expression.operation == "negative":
+        return -times(operands[0], factor, varying)
+    if expression.operation == "multiply":
+        same, other = sorted(operands, key=lambda operand: bool(varying & names_in(operand)))
+        return times(same, factor, varying) * other
+    return expression * factor

@@ -1,0 +1,105 @@
+"""Traced expressions in CUDA C++, by the functions of traced.cuh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from cufa.expression import OPERATIONS, Expression, Kind, in_order
+
+_CPP_TYPES: dict[Kind, str] = {"bool": "bool", "int32": "int", "int64": "int64", "float": "acc_t"}
+
+
+def write(expression: Expression) -> str:
+    """The body of a CUDA C++ function that returns its value.
+
+    Symbols are its arguments, integers of traced.cuh's type SplitIndex, and so is `arrays`, whose fields have
+    the names of the arrays.
+    """
+    code = Lines()
+    result = code.name_of(expression)
+    return f"{''.join(code.lines)}    return {result};\n"
+
+
+def write_slopes(slopes: Sequence[tuple[Expression, Expression]]) -> str:
+    """The body of one that writes `element_derivatives` to the array `slopes`.
+
+    `arrays` has a gradient of each array, with a d before its name.
+    """
+    code = Lines()
+    stores = []
+    for number, (element, slope) in enumerate(slopes):
+        indices = ", ".join(map(code.name_of, element.operands))
+        place = f"arrays.d{element.value}.place({indices})"
+        stores.append(f"    slopes[{number}] = {{{place}, {code.name_of(slope)}}};\n")
+    return "".join((*code.lines, *stores))
+
+
+class Lines:
+    """C++ that computes expressions, in lines each of which names what none before has computed."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._names: dict[int, str] = {}
+        self._known: dict[str, str] = {}
+
+    def name_of(self, expression: Expression) -> str:
+        """What its value is called; there may be new lines."""
+        for node in in_order(expression):
+            if id(node) not in self._names:
+                self._names[id(node)] = self._name(node)
+        return self._names[id(expression)]
+
+    def _name(self, node: Expression) -> str:
+        """That of one whose operands have theirs."""
+        if node.operation == "symbol":
+            return str(node.value)
+        if node.operation == "constant":
+            return _literal(node.value, node.kind)
+        text = _code(node, [self._operand(operand, node) for operand in node.operands])
+        if text not in self._known:
+            self._known[text] = f"t{len(self._known)}"
+            cpp_type = "SplitIndex" if _is_index(node) else _CPP_TYPES[node.kind]
+            self.lines.append(f"    const {cpp_type} {self._known[text]} = {text};\n")
+        return self._known[text]
+
+    def _operand(self, operand: Expression, of: Expression) -> str:
+        """What an operand is called where `of` is computed, which may take a SplitIndex as it is."""
+        name = self._names[id(operand)]
+        takes_indices = _is_index(of) or (of.operation == "cast" and of.kind == "float")
+        return f"int({name})" if _is_index(operand) and not takes_indices else name
+
+
+def _is_index(node: Expression) -> bool:
+    """Whether C++ has it as a SplitIndex: a symbol of 32 bits, or a sum of such and of constants."""
+    if node.kind != "int32":
+        return False
+    if node.operation in ("add", "subtract", "negative"):
+        are_indices = [_is_index(operand) for operand in node.operands]
+        are_terms = (
+            index or x.operation == "constant" for index, x in zip(are_indices, node.operands, strict=True)
+        )
+        return any(are_indices) and all(are_terms)
+    return node.operation == "symbol"
+
+
+def _literal(value: float, kind: Kind) -> str:
+    if kind == "bool":
+        return "true" if value else "false"
+    if kind != "float":
+        return f"({value}{'LL' if kind == 'int64' else ''})"
+    if math.isnan(value):
+        return "not_a_number()"
+    if math.isinf(value):
+        return "(-negative_infinity())" if value > 0 else "negative_infinity()"
+    return f"acc_t({value.hex()})"
+
+
+def _code(node: Expression, operands: Iterable[str]) -> str:
+    """What C++ has on the right side of its assignment."""
+    if node.operation == "cast":
+        return f"{_CPP_TYPES[node.kind]}({', '.join(operands)})"
+    if node.operation == "element":
+        at = f"arrays.{node.value}.at({', '.join(operands)})"
+        return f"{_CPP_TYPES[node.kind]}({f'to_acc({at})' if node.kind == 'float' else at})"
+    return OPERATIONS[node.operation].code.format(*operands)

@@ -64,8 +64,9 @@ def tests() -> dict[str, Any]:
     # pytest-benchmark, if it is there, does not work beside others.
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")  # tests/conftest.py shares them out
     workers = str(min(WORKERS_OF_GPU * len(gpus), os.cpu_count() or 1))
-    options = ("-n", workers, "-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark")
-    done = run("-m", "pytest", *options, "tests", threads=1)
+    shared_out = "-n", workers, "--dist", "worksteal"
+    options = ("-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark")
+    done = run("-m", "pytest", *shared_out, *options, "tests", threads=1)
     counts = re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout.splitlines()[-1])
     return {"ok": done.returncode == 0, **{outcome: int(count) for count, outcome in counts}}
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from cufa import CompileError, NVRTCMissingError, jit
+from cufa import jit
 from cufa.cli import output
 from cufa.cli.options import (
     DTYPE,
@@ -24,31 +23,12 @@ from cufa.cli.options import (
     several,
     tile_option,
 )
-from cufa.device import KNOWN, Arch, Device, target
-from cufa.jit import Variant
+from cufa.cli.variants import SEQLEN, Compiled, Request, compile_variant
+from cufa.device import KNOWN, Device, target
 from cufa.kernels import COMPANIONS, KERNELS
-from cufa.plan import Launch, make_plan, make_probabilities_plan
-from cufa.plan.standard import (
-    Quantization,
-    Rotation,
-    merge_launch,
-    quantize_launches,
-    rotary_launch,
-    softmax_launch,
-)
-from cufa.problem import (
-    DTYPES,
-    FLOAT8,
-    MAX_ALIGN_BYTES,
-    Direction,
-    Features,
-    Problem,
-    accumulator_dtype,
-    one_of,
-)
+from cufa.problem import FLOAT8, Features
 
-# The lengths of the plans and of a window; what is compiled does not depend on them.
-_SEQLEN = 4096
+# Of keys before and after the diagonal; what is compiled does not depend on it.
 _WINDOW = 256
 _ALL_ARCHS = ("all",)
 _NAMES = (*KERNELS, *COMPANIONS)
@@ -61,80 +41,6 @@ _SWITCHES = {
     "seqused_k": "With keys that do not count.",
     "deterministic": "Backward: with the same bits in every run.",
 }
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """What one entry of a kernel's file takes, and how much of an SM its blocks fill."""
-
-    name: str
-    used: jit.Resources
-    block: int
-    smem_bytes: int
-    blocks_per_sm: int
-    warps_per_sm: int
-    occupancy: float
-
-
-@dataclass(frozen=True)
-class _Request:
-    """What to compile: for which arch, and what the kernel is asked for."""
-
-    kernel: str
-    device: Device
-    dtype: str
-    head_dim: int
-    value_dim: int
-    causal: bool
-    transposed_values: bool
-    features: Features
-    tiles: Mapping[str, int]
-
-    def problem(self, direction: Direction) -> Problem:
-        """What is asked for as a call."""
-        left, right = self.features.window
-        windowed = (left, right) != (None, None)
-        return Problem(
-            direction=direction,
-            dtype=self.dtype,
-            batch=1,
-            seqlen_q=_SEQLEN,
-            seqlen_k=_SEQLEN,
-            heads=1,
-            kv_heads=1,
-            head_dim=self.head_dim,
-            value_dim=self.value_dim,
-            # Of a window a causal mask is one end.
-            causal=self.causal and not windowed,
-            features=replace(
-                self.features,
-                window=(left, 0) if self.causal and windowed else (left, right),
-                deterministic=self.features.deterministic and direction == "backward",
-                gradients=self.features.gradients if direction == "backward" else (),
-            ),
-            transposed_values=self.transposed_values,
-        )
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """The variant that a request is for, its launches, and the tiles that were chosen."""
-
-    variant: Variant
-    launches: tuple[Launch, ...]
-    tiles: Mapping[str, int]
-
-
-@dataclass(frozen=True)
-class _Compiled:
-    """A request: built, or why not. `skipped` says that the kernel does not support it."""
-
-    request: _Request
-    planned: _Planned | None = None
-    build: jit.Build | None = None
-    entries: tuple[_Entry, ...] = ()
-    skipped: str = ""
-    error: str = ""
 
 
 def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,10 +66,10 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
             raise output.Failure("--broadcast-bias is about the gradient of a bias; give --dbias, too")
         if dsink and not given["sink"]:
             raise output.Failure("--dsink is the gradient of a sink; give --sink, too")
-        scores = (1, 1, _SEQLEN, _SEQLEN)
+        scores = (1, 1, SEQLEN, SEQLEN)
         features = Features(
             window=(_WINDOW, _WINDOW) if window else (None, None),
-            bias=((1, 1, 1, _SEQLEN) if broadcast_bias else scores) if bias else None,
+            bias=((1, 1, 1, SEQLEN) if broadcast_bias else scores) if bias else None,
             bias_dtype=bias,
             mask=scores if mask else None,
             mask_bits=mask == "bits",
@@ -272,7 +178,7 @@ def command(
 
     devices = _devices(archs)
     requests = [
-        _Request(
+        Request(
             *(kernel, device, dtype, head_dim, value_dim or head_dim, causal, transposed_values, features),
             dict(tile),
         )
@@ -287,7 +193,7 @@ def command(
     with output.progress(len(requests)) as step:
         for request in requests:
             step(f"{request.kernel} for {request.device.arch}")
-            compiled.append(_compile(request))
+            compiled.append(compile_variant(request))
 
     if all(each.skipped for each in compiled):
         raise output.Failure("; ".join(dict.fromkeys(each.skipped for each in compiled)))
@@ -311,87 +217,7 @@ def _devices(archs: tuple[str, ...] | None) -> list[Device]:
         return [target(arch, for_compile_only=True) for arch in archs]
 
 
-def _compile(request: _Request) -> _Compiled:
-    try:
-        planned = _plan(request)
-    except ValueError as error:
-        # The reason names the kernel itself.
-        return _Compiled(request, skipped=str(error).removeprefix(f"kernel is {request.kernel!r}: "))
-    try:
-        build = jit.build(planned.variant)
-    except CompileError as error:
-        return _Compiled(request, planned, error=str(error))
-    except (NVRTCMissingError, ValueError) as error:
-        raise output.Failure(str(error)) from error
-    return _Compiled(request, planned, build, tuple(_entries(request.device, planned, build)))
-
-
-def _plan(request: _Request) -> _Planned:
-    """What to compile; ValueError if the kernel does not support it."""
-    name, device = request.kernel, request.device
-    if request.features.tf32 and request.dtype != "float32":
-        raise ValueError(f"--precision tf32 is for float32, and this is {request.dtype}")
-    if request.transposed_values and request.dtype != FLOAT8:
-        raise ValueError(f"--transposed-values is for {FLOAT8}, and this is {request.dtype}")
-    if name in KERNELS:
-        problem = request.problem(KERNELS[name].direction)
-        plan = make_plan(problem, device, name, request.tiles)
-        return _Planned(plan.variant, plan.launches, plan.tiles)
-    if request.tiles:
-        raise ValueError(f"tiles has {', '.join(request.tiles)}, and {name} has no tiles to choose")
-    if request.dtype not in DTYPES:
-        raise ValueError(f"{name} supports {one_of(DTYPES)}, and the arrays are {request.dtype}")
-    variant, launches = _COMPANION_LAUNCHES[name](request, device.arch)
-    return _Planned(variant, launches, {})
-
-
-def _alone(variant: Variant, launch: Launch) -> tuple[Variant, tuple[Launch, ...]]:
-    return variant, (launch,)
-
-
-_COMPANION_LAUNCHES: dict[str, Callable[[_Request, Arch], tuple[Variant, tuple[Launch, ...]]]] = {
-    "softmax": lambda request, arch: _alone(*softmax_launch(request.dtype, 2, _SEQLEN, arch)),
-    "merge": lambda request, arch: _alone(
-        *merge_launch(request.dtype, request.value_dim, _SEQLEN, MAX_ALIGN_BYTES, arch)
-    ),
-    "rotary": lambda request, arch: _alone(*rotary_launch(_rotation(request), _SEQLEN, arch)),
-    "quantize": lambda request, arch: quantize_launches(_quantization(request), True, 1, 1, _SEQLEN, arch),
-    "attn_probs": lambda request, _: _probabilities_launches(request),
-}
-
-
-def _rotation(request: _Request) -> Rotation:
-    """Of all columns, or all but the last of an odd number."""
-    rotary_dim = request.head_dim // 2 * 2
-    if rotary_dim == 0:
-        raise ValueError("rotary turns pairs of columns, and head_dim is 1")
-    table = accumulator_dtype(request.dtype).name
-    return Rotation(request.dtype, request.head_dim, rotary_dim, table, "int32", False, MAX_ALIGN_BYTES)
-
-
-def _quantization(request: _Request) -> Quantization:
-    dtype, packed = request.dtype, request.features.packed
-    return Quantization(dtype, request.head_dim, packed, False, MAX_ALIGN_BYTES, MAX_ALIGN_BYTES)
-
-
-def _probabilities_launches(request: _Request) -> tuple[Variant, tuple[Launch, ...]]:
-    plan = make_probabilities_plan(request.problem("forward"), request.device)
-    return plan.variant, plan.launches
-
-
-def _entries(device: Device, planned: _Planned, build: jit.Build) -> Iterator[_Entry]:
-    for launch in planned.launches:
-        used = build.resources.get(launch.entry)
-        if used is None:  # PTX: registers are given out when the driver compiles it
-            continue
-        smem_bytes = launch.smem_bytes + used.static_smem
-        blocks = device.blocks_resident(launch.block, used.registers, smem_bytes)
-        warps = blocks * launch.block // device.warp_size
-        occupancy = warps * device.warp_size / device.threads_per_sm
-        yield _Entry(launch.entry, used, launch.block, smem_bytes, blocks, warps, occupancy)
-
-
-def _emit(compiled: _Compiled, what: str, destination: Path | None) -> None:
+def _emit(compiled: Compiled, what: str, destination: Path | None) -> None:
     assert compiled.planned is not None
     assert compiled.build is not None
     try:
@@ -413,7 +239,7 @@ def _emit(compiled: _Compiled, what: str, destination: Path | None) -> None:
         raise output.Failure(f"--output {destination}: {error.strerror or error}") from error
 
 
-def _document(compiled: _Compiled) -> dict[str, Any]:
+def _document(compiled: Compiled) -> dict[str, Any]:
     build, request = compiled.build, compiled.request
     return {
         "kernel": request.kernel,
@@ -451,7 +277,7 @@ def _document(compiled: _Compiled) -> dict[str, Any]:
     }
 
 
-def _print(compiled: list[_Compiled]) -> None:
+def _print(compiled: list[Compiled]) -> None:
     console = output.stdout()
     columns = ("<", "seconds", "registers", "spilled", "shared", "blocks", "warps")
 
@@ -479,7 +305,7 @@ def _print(compiled: list[_Compiled]) -> None:
         console.print("")
 
 
-def _title(request: _Request) -> str:
+def _title(request: Request) -> str:
     """What the kernels of one table have in common."""
     head_dim, value_dim = request.head_dim, request.value_dim
     dims = f"{head_dim}" if head_dim == value_dim else f"{head_dim}/{value_dim}"
@@ -490,14 +316,14 @@ def _title(request: _Request) -> str:
     return ", ".join((*parts, *request.features.names))
 
 
-def _seconds(compiled: _Compiled) -> str:
+def _seconds(compiled: Compiled) -> str:
     if compiled.build is None:
         return "skipped" if compiled.skipped else "FAILED"
     shown = output.three_digits(compiled.build.seconds)
     return f"({shown})" if compiled.build.cached else shown
 
 
-def _remarks(compiled: _Compiled) -> Iterator[str]:
+def _remarks(compiled: Compiled) -> Iterator[str]:
     kernel, build = compiled.request.kernel, compiled.build
     if compiled.skipped:
         yield compiled.skipped
@@ -507,7 +333,7 @@ def _remarks(compiled: _Compiled) -> Iterator[str]:
         yield from (f"{kernel}: {warning}" for warning in build.warnings)
 
 
-def _print_errors(compiled: list[_Compiled]) -> None:
+def _print_errors(compiled: list[Compiled]) -> None:
     for each in compiled:
         if each.error:
             output.say(each.error, "red")

@@ -1,0 +1,189 @@
+"""One variant of a kernel that `cufa compile` is asked for: what it is compiled from, and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from cufa import CompileError, NVRTCMissingError, jit
+from cufa.cli import output
+from cufa.device import Arch, Device
+from cufa.jit import Variant
+from cufa.kernels import KERNELS
+from cufa.plan import Launch, make_plan, make_probabilities_plan
+from cufa.plan.standard import (
+    Quantization,
+    Rotation,
+    merge_launch,
+    quantize_launches,
+    rotary_launch,
+    softmax_launch,
+)
+from cufa.problem import (
+    DTYPES,
+    FLOAT8,
+    MAX_ALIGN_BYTES,
+    Direction,
+    Features,
+    Problem,
+    accumulator_dtype,
+    one_of,
+)
+
+# Of queries and of keys; what is compiled does not depend on it.
+SEQLEN = 4096
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one entry of a kernel's file takes, and how much of an SM its blocks fill."""
+
+    name: str
+    used: jit.Resources
+    block: int
+    smem_bytes: int
+    blocks_per_sm: int
+    warps_per_sm: int
+    occupancy: float
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to compile: for which arch, and what the kernel is asked for."""
+
+    kernel: str
+    device: Device
+    dtype: str
+    head_dim: int
+    value_dim: int
+    causal: bool
+    transposed_values: bool
+    features: Features
+    tiles: Mapping[str, int]
+
+    def problem(self, direction: Direction) -> Problem:
+        """What is asked for as a call."""
+        left, right = self.features.window
+        windowed = (left, right) != (None, None)
+        return Problem(
+            direction=direction,
+            dtype=self.dtype,
+            batch=1,
+            seqlen_q=SEQLEN,
+            seqlen_k=SEQLEN,
+            heads=1,
+            kv_heads=1,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            # Of a window a causal mask is one end.
+            causal=self.causal and not windowed,
+            features=replace(
+                self.features,
+                window=(left, 0) if self.causal and windowed else (left, right),
+                deterministic=self.features.deterministic and direction == "backward",
+                gradients=self.features.gradients if direction == "backward" else (),
+            ),
+            transposed_values=self.transposed_values,
+        )
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The variant that a request is for, its launches, and the tiles that were chosen."""
+
+    variant: Variant
+    launches: tuple[Launch, ...]
+    tiles: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A request: built, or why not. `skipped` says that the kernel does not support it."""
+
+    request: Request
+    planned: Planned | None = None
+    build: jit.Build | None = None
+    entries: tuple[Entry, ...] = ()
+    skipped: str = ""
+    error: str = ""
+
+
+def compile_variant(request: Request) -> Compiled:
+    """A request, compiled if the kernel supports it; Failure if nothing can be compiled here."""
+    try:
+        planned = _plan(request)
+    except ValueError as error:
+        # The reason names the kernel itself.
+        return Compiled(request, skipped=str(error).removeprefix(f"kernel is {request.kernel!r}: "))
+    try:
+        build = jit.build(planned.variant)
+    except CompileError as error:
+        return Compiled(request, planned, error=str(error))
+    except (NVRTCMissingError, ValueError) as error:
+        raise output.Failure(str(error)) from error
+    return Compiled(request, planned, build, tuple(_entries(request.device, planned, build)))
+
+
+def _plan(request: Request) -> Planned:
+    """What to compile; ValueError if the kernel does not support it."""
+    name, device = request.kernel, request.device
+    if request.features.tf32 and request.dtype != "float32":
+        raise ValueError(f"--precision tf32 is for float32, and this is {request.dtype}")
+    if request.transposed_values and request.dtype != FLOAT8:
+        raise ValueError(f"--transposed-values is for {FLOAT8}, and this is {request.dtype}")
+    if name in KERNELS:
+        problem = request.problem(KERNELS[name].direction)
+        plan = make_plan(problem, device, name, request.tiles)
+        return Planned(plan.variant, plan.launches, plan.tiles)
+    if request.tiles:
+        raise ValueError(f"tiles has {', '.join(request.tiles)}, and {name} has no tiles to choose")
+    if request.dtype not in DTYPES:
+        raise ValueError(f"{name} supports {one_of(DTYPES)}, and the arrays are {request.dtype}")
+    variant, launches = _COMPANION_LAUNCHES[name](request, device.arch)
+    return Planned(variant, launches, {})
+
+
+def _alone(variant: Variant, launch: Launch) -> tuple[Variant, tuple[Launch, ...]]:
+    return variant, (launch,)
+
+
+_COMPANION_LAUNCHES: dict[str, Callable[[Request, Arch], tuple[Variant, tuple[Launch, ...]]]] = {
+    "softmax": lambda request, arch: _alone(*softmax_launch(request.dtype, 2, SEQLEN, arch)),
+    "merge": lambda request, arch: _alone(
+        *merge_launch(request.dtype, request.value_dim, SEQLEN, MAX_ALIGN_BYTES, arch)
+    ),
+    "rotary": lambda request, arch: _alone(*rotary_launch(_rotation(request), SEQLEN, arch)),
+    "quantize": lambda request, arch: quantize_launches(_quantization(request), True, 1, 1, SEQLEN, arch),
+    "attn_probs": lambda request, _: _probabilities_launches(request),
+}
+
+
+def _rotation(request: Request) -> Rotation:
+    """Of all columns, or all but the last of an odd number."""
+    rotary_dim = request.head_dim // 2 * 2
+    if rotary_dim == 0:
+        raise ValueError("rotary turns pairs of columns, and head_dim is 1")
+    table = accumulator_dtype(request.dtype).name
+    return Rotation(request.dtype, request.head_dim, rotary_dim, table, "int32", False, MAX_ALIGN_BYTES)
+
+
+def _quantization(request: Request) -> Quantization:
+    dtype, packed = request.dtype, request.features.packed
+    return Quantization(dtype, request.head_dim, packed, False, MAX_ALIGN_BYTES, MAX_ALIGN_BYTES)
+
+
+def _probabilities_launches(request: Request) -> tuple[Variant, tuple[Launch, ...]]:
+    plan = make_probabilities_plan(request.problem("forward"), request.device)
+    return plan.variant, plan.launches
+
+
+def _entries(device: Device, planned: Planned, build: jit.Build) -> Iterator[Entry]:
+    for launch in planned.launches:
+        used = build.resources.get(launch.entry)
+        if used is None:  # PTX: registers are given out when the driver compiles it
+            continue
+        smem_bytes = launch.smem_bytes + used.static_smem
+        blocks = device.blocks_resident(launch.block, used.registers, smem_bytes)
+        warps = blocks * launch.block // device.warp_size
+        occupancy = warps * device.warp_size / device.threads_per_sm
+        yield Entry(launch.entry, used, launch.block, smem_bytes, blocks, warps, occupancy)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from cufa.cli.output import Failure
+from cufa.cli.output import Failure, memory_errors
 from cufa.problem import FLOAT8, INPUT_DTYPES
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -18,6 +20,13 @@ SUFFIXES = (".npy", ".npz")
 
 # How NumPy's format stores dtypes whose names it does not know.
 _STORED = {np.dtype("V2"): ("bfloat16", "two opaque bytes"), np.dtype("V1"): (FLOAT8, "an opaque byte")}
+
+
+# What NumPy, and Python in its place, raise for files that are no arrays, broken or encrypted.
+_UNREADABLE = (
+    *(ValueError, EOFError, zipfile.BadZipFile, zlib.error, tokenize.TokenError),
+    *(NotImplementedError, RuntimeError),
+)
 
 
 def load(name: str, location: str, dtype: str | None) -> Array:
@@ -31,7 +40,7 @@ def load(name: str, location: str, dtype: str | None) -> Array:
     file, key = _split(location)
     option = f"--{name} {location}"
     try:
-        with Path(file).open("rb") as stream:
+        with Path(file).open("rb") as stream, memory_errors():
             loaded = np.load(stream, allow_pickle=False)
             if isinstance(loaded, np.lib.npyio.NpzFile):
                 with loaded:
@@ -42,7 +51,7 @@ def load(name: str, location: str, dtype: str | None) -> Array:
                 array = loaded
     except OSError as error:
         raise Failure(f"{option}: {error.strerror or error}") from error
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+    except _UNREADABLE as error:
         reason = str(error).partition(". ")[0]  # NumPy goes on with how to unpickle it nevertheless
         raise Failure(f"{option}: it is no .npy or .npz file of numbers ({reason})") from error
     return _as_dtype(array, dtype, option)
@@ -78,7 +87,9 @@ def _split(location: str) -> tuple[str, str | None]:
 def _member(archive: Any, key: str, option: str) -> Array:
     if key not in archive:
         raise Failure(f"{option}: there is no array {key!r} in the file; it has {', '.join(archive)}")
-    array: Array = archive[key]
+    array = archive[key]
+    if not isinstance(array, np.ndarray):
+        raise Failure(f"{option}: what the file has as {key!r} is no array")
     return array
 
 

@@ -13,7 +13,7 @@ from cufa.arguments import check_window
 from cufa.arrays import BACKENDS
 from cufa.cli import output
 from cufa.kernels import KERNELS
-from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES, LAYOUTS, PRECISIONS
+from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES, LAYOUTS, MAX_EXTENT, PRECISIONS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Window = tuple[int | None, int | None]
@@ -34,13 +34,24 @@ class Integer(click.IntRange):
     name = "integer"
 
 
+class Count(Integer):
+    """A number of something, of which there are not more than kernels count."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """The number; click's error if it is none."""
+        number: int = super().convert(value, param, ctx)
+        if number > MAX_EXTENT:
+            self.fail(f"{number} is too large; there may be {MAX_EXTENT}", param, ctx)
+        return number
+
+
 class Real(click.FloatRange):
     """The same of any numbers."""
 
     name = "number"
 
 
-SIZE = Integer(min=1)
+SIZE = Count(min=1)
 DTYPE = click.Choice(list(DTYPES))
 INPUT_DTYPE = click.Choice(list(INPUT_DTYPES))
 LAYOUT = click.Choice(list(LAYOUTS))
@@ -76,7 +87,7 @@ def count_option(
     name: str, help_text: str, least: int = 0, default: int | None = None
 ) -> Callable[[Command], Command]:
     """An option that takes a whole number."""
-    return click.option(name, type=Integer(min=least), default=default, metavar="N", help=help_text)
+    return click.option(name, type=Count(min=least), default=default, metavar="N", help=help_text)
 
 
 def precision_option(command: Command) -> Command:
@@ -195,7 +206,8 @@ def sequence_lengths(text: str) -> tuple[int, int]:
     keys = keys if colon else queries
     if not (queries.isdecimal() and keys.isdecimal()):
         raise click.BadParameter(f"{text!r} is no length, as in 100, or in 1:100 for 1 query and 100 keys")
-    return int(queries), int(keys)
+    count = Count(min=0)
+    return count(queries), count(keys)
 
 
 def feature_options(files: bool = False, packed: bool = True) -> Callable[[Command], Command]:
@@ -251,7 +263,7 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
             ),
             click.option(
                 "--seqused-k",
-                type=several(Integer(min=0)),
+                type=several(Count(min=0)),
                 metavar="N[,...]",
                 help="How many keys of each batch or sequence count. [all]",
             ),

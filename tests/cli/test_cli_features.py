@@ -200,6 +200,9 @@ def test_what_no_kernel_supports_is_refused_with_the_reason_of_each_that_takes_t
         (("--varlen", "30", "--layout", "bhsd"), "packed sequences have none but 'bshd'"),
         (("--seqused-k", "3"), "seqused_k has shape (1,)"),
         (("--seqused-k", "3,x"), "'x' is not a valid integer."),
+        (("--seqused-k", "3,2147483648"), "2147483648 is too large; there may be 2147483647"),
+        (("--varlen", "3:99999999999999999999"), "99999999999999999999 is too large; there may be"),
+        (("--batch", "99999999999999999999"), "99999999999999999999 is too large; there may be"),
         (("--page-size", "-1"), "-1 is not in the range"),
     ],
 )

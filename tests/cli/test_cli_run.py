@@ -1,6 +1,7 @@
 """`cufa run`: generated problems, arrays from files and what is refused."""
 
 import os
+import zipfile
 
 import numpy as np
 import pytest
@@ -303,7 +304,8 @@ def test_pickled_arrays_are_refused_and_not_run(files, tmp_path):
 def test_unreadable_files_are_refused(files, tmp_path):
     bad = tmp_path / "bad.npy"
     assert "No such file" in refused("run", *files, "--q", bad)
-    for content in (b"", b"no array", b"PK\x03\x04 no archive", b"\x93NUMPY\x01\x00"):
+    header = b"\x93NUMPY\x01\x00\x06\x00"
+    for content in (b"", b"no array", b"PK\x03\x04 no archive", header[:8], header + b"{'a':\n"):
         bad.write_bytes(content)
         message = refused("run", *files, "--q", bad)
         assert "it is no .npy or .npz file of numbers" in message
@@ -318,6 +320,17 @@ def test_an_npz_without_the_array_says_what_it_has(files, tmp_path):
     np.savez(tmp_path / "in.npz", a=np.zeros(3), b=np.zeros(3))
     assert "no array 'q' in the file; it has a, b" in refused("run", *files, "--q", tmp_path / "in.npz")
     assert "no array 'c'" in refused("run", *files, "--q", f"{tmp_path / 'in.npz'}:c")
+    with zipfile.ZipFile(tmp_path / "in.npz", "w") as archive:
+        archive.writestr("q", "no array")
+    assert "as 'q' is no array" in refused("run", *files, "--q", tmp_path / "in.npz")
+
+
+def test_a_compressed_file_that_is_broken_is_refused(files, tmp_path):
+    np.savez_compressed(tmp_path / "in.npz", q=np.random.default_rng(0).random(1000))
+    content = bytearray((tmp_path / "in.npz").read_bytes())
+    content[100:200] = bytes(100)
+    (tmp_path / "in.npz").write_bytes(content)
+    assert "it is no .npy or .npz file" in refused("run", *files, "--q", tmp_path / "in.npz")
 
 
 @pytest.mark.parametrize(

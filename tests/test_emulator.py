@@ -333,18 +333,18 @@ def test_a_planted_mistake_is_seen(rng, tmp_path, what):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "wait"),
+    ("kernel", "file", "wait"),
     [
-        ("fwd_5_mma", "smem.keys.wait_free(number + 1);"),
-        ("fwd_5_mma", "smem.values.wait_whole(number);"),
-        ("bwd_3_mma", "smem.queries[stage].wait_free(number / kStages);"),
-        ("bwd_3_mma", "smem.gradients.wait_free(at.number);"),
+        ("fwd_5_mma", "fwd_5_mma.cu", "smem.keys.wait_free(number + 1);"),
+        ("fwd_5_mma", "fwd_5_mma.cu", "smem.values.wait_whole(number);"),
+        ("bwd_3_mma", "bwd_3_copies.cuh", "smem.queries[stage].wait_free(number / kStages);"),
+        ("bwd_3_mma", "bwd_3_keys.cuh", "smem.gradients.wait_free(at.number);"),
     ],
 )
-def test_a_missing_wait_for_a_tile_that_is_handed_on_is_seen(rng, tmp_path, kernel, wait):
+def test_a_missing_wait_for_a_tile_that_is_handed_on_is_seen(rng, tmp_path, kernel, file, wait):
     problem = draw(rng, "float64", 200, 200, dims=(64, 64), batch=1, heads=1, kv_heads=1)
     with pytest.raises(EmulatorError, match=r"race: |to which a copy of thread \d+ is under way"):
-        run(kernel, problem, False, folder=planted(tmp_path, f"{kernel}.cu", wait, ""))
+        run(kernel, problem, False, folder=planted(tmp_path, file, wait, ""))
 
 
 def test_a_missing_wait_gives_a_wrong_number_in_the_flavour_without_checks(rng, tmp_path):

@@ -413,7 +413,7 @@ PLANTED = {
         r"(brings bytes for a phase that has ended without them|a copy of thread 0 is under way)",
     ),
     "a box stored before its tensor": (
-        "wgmma_forward.cuh",
+        "wgmma_forward_output.cuh",
         "store_tile(params.o, rows, kPacked ? 0 : work.batch, work.head, sequence.first_q + row,",
         "store_tile(params.o, rows, kPacked ? 0 : work.batch, work.head, sequence.first_q + row - 1,",
         r"stores a box that begins before its tensor",
@@ -469,7 +469,7 @@ PLANTED = {
         rf"race: changes atomically 8 {BYTES}, which thread 0 writes with no barrier between\n",
     ),
     "missing proxy fence": (
-        "wgmma_forward.cuh",
+        "wgmma_forward_output.cuh",
         "ptx::proxy_fence(); ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup); const Sequence",
         "ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup); const Sequence",
         rf"race: reads 16 {BYTES}, which thread 128 writes with no proxy fence between\n"
@@ -477,13 +477,13 @@ PLANTED = {
         r"the other access:\n    ptx_sm90.cuh:\d+: ptx::stmatrix_x4",
     ),
     "missing barrier before a store": (
-        "wgmma_forward.cuh",
+        "wgmma_forward_output.cuh",
         "ptx::proxy_fence(); ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup); const Sequence",
         "ptx::proxy_fence(); const Sequence",
         rf"race: reads 16 {BYTES}, which thread \d+ writes with no barrier between\n",
     ),
     "missing wait for a store": (
-        "wgmma_forward.cuh",
+        "wgmma_forward_output.cuh",
         "if (leader) ptx::wait_stores_read();",
         "",
         rf"race: writes 16 {BYTES}, which a store of thread \d+ reads with no wait for it between\n",

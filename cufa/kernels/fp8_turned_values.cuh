@@ -3,6 +3,7 @@
 #pragma once
 
 #include "fp8_values.cuh"
+#include "wgmma_forward.cuh"
 #include "wgmma_forward_copies.cuh"
 
 constexpr int kTurners = kWarpgroup / 32 - 1;  // the warps beside the producer
@@ -92,7 +93,7 @@ struct TurnedConsumer : ForwardConsumer<Self, Smem, Params, Dims> {
         const Sequence sequence = work.sequence(params.call);
         const auto v = sequence.keys<const scalar_t>(params.call.v, work.kv_head);
         const Mask mask = this->mask_of(work);
-        const int row = this->row_of(work, 0);
+        const int row = row_of(work, 0);
         for (int in_tile = 0; in_tile < kBlockN; ++in_tile)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {

@@ -1,88 +1,9 @@
-// What the Hopper forwards share: what they work on at once, and the warpgroups that compute. The
-// warps beside them are in wgmma_forward_copies.cuh; how all work beside each other is told in
-// fwd_6_wgmma.cu.
-//
-// What is in shared memory is the kernel's: `Smem` with tiles k, v, q and out, rings k_ring, v_ring
-// and q_ring, and the tiles of work that the queries are of; `Params` with tensor maps q, k, v and
-// o and the call.
+// The warpgroups of the Hopper forwards that compute, each 64 rows. The warps beside them are in
+// wgmma_forward_copies.cuh; how all work beside each other is told in fwd_6_wgmma.cu.
 #pragma once
 
-#include "bias_pairs.cuh"
-#include "labelled_ring.cuh"
-#include "schedule.cuh"
-#include "seen_bits.cuh"
-#include "seen_tiles.cuh"
-#include "wgmma_pages.cuh"
-#include "wgmma_softmax.cuh"
-
-constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
-constexpr int kStages = STAGES, kQueryStages = QUERY_STAGES, kStoreCols = STORE_COLS;
-constexpr int kConsumers = kBlockM / kWgmmaM;
-// With one stage of queries two warpgroups would wait for the next ones together; of three, one
-// computes meanwhile.
-constexpr bool kOutputFirst = kQueryStages == 1 && kConsumers <= 2;
-static_assert((kConsumers + 1) * kWarpgroup == THREADS, "one warpgroup copies, the others compute");
-constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
-constexpr int kDepth = round_up(kHeadDim, kWgmmaK);
-// Keys that one copy brings: a tile, or as many of it as are in one page.
-constexpr int kBoxKeys = BOX_KEYS;
-static_assert(kBlockN % kBoxKeys == 0, "a tile must be whole boxes");
-static_assert(!kPaged || kPageSize % kBoxKeys == 0, "a page must be whole boxes");
-
-using QueryRows = PanelTile<kWgmmaM, kHeadDim>;
-using KeyRows = PanelTile<kBlockN, kHeadDim>;
-using ValueRows = PanelTile<kBlockN, kValueDim>;
-
-using Order = TileOrder<kBlockM, SECTION_BYTES>;
-using KeyRange = KeyTileRange<kBlockM, kBlockN>;
-using KeyPages = TilePages<kBlockN>;
-using Scores = WgmmaSums<kBlockN>;
-using Weights = WgmmaOperand<kBlockN>;
-using Bias = BiasPairs<bias_t, kBlockN / 2>;
-
-__device__ inline KeyRange key_tiles_of(const ForwardParams& call, const WorkTile& work) {
-    return KeyRange(work.sequence(call).mask(call.features), work.first_row);
-}
-
-// ---- which tiles of keys there are, if a mask_mod hides some ----
-
-// The parts of tiles that it shows, and where kSeenBits is set a bit for each of their scores. In
-// the workspace the count of tiles taken comes first, then the parts, then the bits.
-constexpr bool kSeenBits = SEEN_BITS;
-constexpr int kSeenAlignment = 16;  // in bytes, of each of these
-constexpr int kRowWords = kBlockN / kWordKeys, kTileWords = kBlockM * kRowWords;
-using Seen = SeenTiles<kBlockM, kBlockN>;
-using SeenScores = SeenBits<kBlockN / 2>;
-__device__ inline unsigned int* tiles_taken(const ForwardParams& call) {
-    return static_cast<unsigned int*>(call.workspace);
-}
-__device__ inline SeenPart* seen_parts(const ForwardParams& call) {
-    constexpr int kWords = kSeenAlignment / sizeof(unsigned int);
-    return reinterpret_cast<SeenPart*>(tiles_taken(call) + kWords);
-}
-__device__ inline unsigned int* seen_bits(const ForwardParams& call) {
-    constexpr int kParts = kSeenAlignment / sizeof(SeenPart);
-    const long long parts = (Seen::count(call) + kParts - 1) / kParts * kParts;
-    return reinterpret_cast<unsigned int*>(seen_parts(call) + parts);
-}
-
-using TileRing = LabelledRing<kStages>;
-
-// A warp is done with a stage: it has read it, or its part of a product has.
-template <int Stages>
-__device__ inline void release_and_advance(Ring<Stages>& ring, RingPosition<Stages>& at) {
-    if (threadIdx.x % 32 == 0) ring.release(at);
-    at.advance();
-}
-
-// ---- the consumers: a warpgroup for 64 rows ----
-
-// Barriers of parts of the block; __syncthreads has number 0.
-enum NamedBarrier {
-    kFirstTurn = 1,
-    kFirstStore = kFirstTurn + kConsumers,
-    kAllConsumers = kFirstStore + kConsumers
-};
+#include "wgmma_forward_output.cuh"
+#include "wgmma_forward_scores.cuh"
 
 // Warpgroups issue their products in turn. While one waits for its turn, or for its products, the
 // other's softmax runs.
@@ -102,15 +23,12 @@ struct Turns {
 };
 
 // A warpgroup that computes. Dims are the columns of its sums of O. What each kernel does in its
-// own way is in `Self`, which is derived from this one:
-//   KeyOrder                           which keys of a tile a thread's scores are of, if others
-//                                      than KeysInOrder says
+// own way, beside what ForwardScores asks for, is in `Self`, which is derived from this one:
 //   kLongTurns                         whether a turn ends with the exponentials' beginning, not
 //                                      with the products'
 //   kRaisesLate                        whether maxima are raised once weights are too large; else
 //                                      it is looked for larger scores before there are weights
 //   begin(work)                        takes up a tile of queries
-//   scale(), softmax_scale()           what turns products into scores, in log 2 and not
 //   output_scale()                     what sums of weighted values are multiplied with
 //   issue_output(o, p)                 issues the product that adds a tile's part to the output
 //   wait_output<Pending>(o, work, tile)  waits for the part of that tile of keys
@@ -119,24 +37,29 @@ struct Turns {
 //   kRoundsFirst                       whether weights are rounded before it is known that maxima
 //                                      need not be raised
 template <class Self, class Smem, class Params, int Dims>
-struct ForwardConsumer {
+struct ForwardConsumer : ForwardScores<Self, Smem, Params> {
+    using Base = ForwardScores<Self, Smem, Params>;
+    using Base::bits_of_row;
+    using Base::compute_products;
+    using Base::load_bias;
+    using Base::mask_of;
+    using Base::mask_scores;
+    using Base::params;
+    using Base::row_bits;
+    using Base::self;
+    using Base::shape_scores;
+    using Base::smem;
+    using Base::take_slope;
+    using Base::tile_scale;
+    using Base::warpgroup;
     using Output = WgmmaSums<Dims>;
-    using KeyOrder = KeysInOrder;
 
-    Smem& smem;
-    const Params& params;
-    const int warpgroup;
     const Turns turns;
     RingPosition<kQueryStages> q_at;
     RingPosition<kStages> k_at, v_at;
-    float alibi_slope;  // of the head that is worked on, in units of products
-    float lowered;      // by how much ALiBi lowers all of this thread's in a tile, likewise
-    const unsigned int* row_bits;  // of this thread's first row, which scores are seen
 
     __device__ ForwardConsumer(Smem& smem, const Params& params, int warpgroup)
-        : smem(smem), params(params), warpgroup(warpgroup), turns(warpgroup) {}
-
-    __device__ Self& self() { return static_cast<Self&>(*this); }
+        : Base(smem, params, warpgroup), turns(warpgroup) {}
 
     // All tiles of queries that the block takes.
     __device__ void consume() {
@@ -356,111 +279,6 @@ struct ForwardConsumer {
         if constexpr (kSoftcap) bound(s, self().softmax_scale(), params.call.features.softcap);
     }
 
-    // Computes the products of a tile of keys once more, from what is in memory: slowly, for what
-    // hardly ever happens.
-    __device__ void compute_products(Scores& s, const WorkTile& work, int tile) {
-        const Sequence sequence = work.sequence(params.call);
-        const auto q = sequence.queries<const scalar_t>(params.call.q, work.head);
-        const auto k = sequence.keys<const scalar_t>(params.call.k, work.kv_head);
-        const int first_row = row_of(work, 0), end = sequence.seqlen_q - 1;
-        const int first_key = first_key_of_thread(tile);
-#pragma unroll
-        for (int i = 0; i < kBlockN / 2; ++i) {
-            unsigned int row = min(first_row + i / 2 % 2 * 8, end);
-            ptx::hold(row);  // or those of all products would be worked out before
-            const scalar_t* const a = q.row(row);
-            unsigned int key = first_key + Self::KeyOrder::after_first(i);
-            ptx::hold(key);
-            const scalar_t* const b = k.row(key);
-            s[i] = 0;
-#pragma unroll 1
-            for (int dim = 0; dim < kHeadDim; ++dim) s[i] += to_acc(a[dim]) * to_acc(b[dim]);
-        }
-    }
-
-    __device__ void take_slope(const WorkTile& work) {
-        const float slope = alibi_slope_of(params.call.features, work.batch, work.head);
-        alibi_slope = slope * unit_of(self().scale());
-    }
-    // The product whose score is 1, not in units of log 2.
-    __device__ static float unit_of(Scale scale) {
-        return float(kLog2E) * ptx::reciprocal_fast(scale.factor);
-    }
-
-    __device__ void load_bias(Bias& bias, const WorkTile& work, int tile) const {
-        bias.load(params.call.features, mask_of(work), work.batch, work.head, row_of(work, 0),
-                  first_key_of_thread(tile));
-    }
-
-    // Which scores of this thread's first row are seen, from the first tile of keys on.
-    __device__ const unsigned int* bits_of_row(const WorkTile& work) const {
-        const ForwardParams& call = params.call;
-        const Seen of_head(seen_parts(call), call, work.sequence(call), work.head);
-        const long long tile = of_head.number(seen_parts(call), work.first_row, 0);
-        const int row = row_of(work, 0) - work.first_row;
-        return seen_bits(call) + tile * kTileWords + row * kRowWords;
-    }
-
-    // Adds to products what makes more of them, by the caller's function, too.
-    __device__ void shape_scores(Scores& s, const Bias& bias, const WorkTile& work, int tile) {
-        if constexpr (!kProductUnits && !kSoftcap) {
-#pragma unroll
-            for (float& score : s) score *= self().softmax_scale();
-        }
-        if constexpr (kBias) bias.add_to(s, unit_of(self().scale()));
-        if constexpr (kAlibi) {
-            const int diagonal = mask_of(work).diagonal(row_of(work, 0));
-            lowered = add_alibi(s, alibi_slope, diagonal - first_key_of_thread(tile));
-        }
-        if constexpr (kScoreMod) modify(s, work, tile);
-    }
-
-    // Applies the caller's function.
-    __device__ void modify(Scores& s, const WorkTile& work, int tile) {
-        const Features& features = params.call.features;
-        const int row = row_of(work, 0), key = first_key_of_thread(tile);
-        if constexpr (kScoreModAdds) {
-            const float unit = unit_of(self().scale());
-            const auto add = [&](float& score, SplitIndex q_idx, SplitIndex kv_idx) {
-                score += added_score(features, unit, work.batch, work.head, q_idx, kv_idx);
-            };
-            modify_all(s, mask_of(work), row, key, add);
-        } else {
-            if constexpr (kAlibi) {  // the function is given scores as they are
-#pragma unroll
-                for (float& score : s) score -= lowered;
-                lowered = 0;
-            }
-            const auto replace = [&](float& score, SplitIndex q_idx, SplitIndex kv_idx) {
-                score = modified_score(features, score, work.batch, work.head, q_idx, kv_idx);
-            };
-            modify_all(s, mask_of(work), row, key, replace);
-        }
-    }
-
-    // What turns those of the tile that is worked on into scores.
-    __device__ Scale tile_scale() {
-        Scale scale = self().scale();
-        if constexpr (kAlibi) scale.lowered = lowered * scale.factor;
-        return scale;
-    }
-
-    __device__ void mask_scores(Scores& s, const SeenScores& seen, const WorkTile& work, int tile) {
-        const float masked = self().scale().masked();
-        if constexpr (kSeenBits) return seen.hide(s, masked);
-        apply_mask<typename Self::KeyOrder>(s, mask_of(work), row_of(work, 0), tile * kBlockN,
-                                            masked);
-        if constexpr (kMaskMod) {
-            hide(s, params.call.features, mask_of(work), work.batch, work.head, row_of(work, 0),
-                 tile * kBlockN, masked);
-        }
-    }
-
-    // The same of the first tile.
-    __device__ void mask_first(Scores& s, const SeenScores& seen, const WorkTile& work, int tile) {
-        mask_scores(s, seen, work, tile);
-    }
-
     __device__ void finish_output(Output& o, const Weights& p, const WorkTile& work, int tile) {
         turns.wait();
         self().issue_output(o, p);
@@ -468,93 +286,8 @@ struct ForwardConsumer {
         self().template wait_output<0>(o, work, tile);
     }
 
-    // The row of Q and O that a thread's half (0: row g, 1: row g + 8) of its fragments belongs to.
-    __device__ int row_of(const WorkTile& work, int half) const {
-        unsigned int thread = threadIdx.x;
-        ptx::hold(thread);  // or each sum would be kept in a register from tile to tile
-        return work.first_row + thread / 32 * 16 - kWarpgroup / 2 + half * 8 + thread % 32 / 4;
-    }
-
-    // The first of the keys of a tile that a thread has scores of.
-    __device__ static int first_key_of_thread(int tile) {
-        return tile * kBlockN + Self::KeyOrder::first();
-    }
-
-    __device__ Mask mask_of(const WorkTile& work) const {
-        return work.sequence(params.call).mask(params.call.features);
-    }
-    __device__ bool sees(const Mask& mask, const WorkTile& work, int row, int key) const {
-        return mask.in_range(row, key) &&
-               mod_sees(params.call.features, work.batch, work.head, row, key);
-    }
-
-    // Divides the output by the sums of the weights, and sends it out.
-    __device__ void store(const Output& sums, RowPair softmax, const WorkTile& work) {
-        float scale[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            OnlineSoftmax& row = softmax.rows[half];
-            row.total<4>();
-            scale[half] = self().output_scale();
-            if constexpr (kSink) scale[half] *= row.add(sink_log2(work.head));
-            scale[half] *= row.sum == 0 ? 0 : ptx::reciprocal_fast(row.sum);
-        }
-        using Element = typename Smem::StoredRows::Element;
-#pragma unroll
-        for (int col = 0; col < Dims; col += kStoreCols) {
-            constexpr int kCols = min_of(kStoreCols, Dims);
-            WgmmaSums<kCols> part = {};
-#pragma unroll
-            for (int i = 0; i < kCols / 2 && col / 2 + i < Dims / 2; ++i) {
-                part[i] = sums[col / 2 + i] * scale[i / 2 % 2];
-            }
-            WgmmaOperand<kCols, Element> rounded;
-            round_to_operand<kCols, Element>(rounded, part);
-            send_out<kCols>(rounded, work, col);
-        }
-        store_lse(softmax, work);  // last: the fence before a copy waits for what was written
-    }
-
-    // The head's sink is one more score of each of its rows.
-    __device__ float sink_log2(int head) const {
-        return static_cast<const float*>(params.call.features.sink)[head] * float(kLog2E);
-    }
-
-    // Sends out some columns of the output through the warpgroup's part of shared memory, once
-    // those before have left it.
-    template <int Cols>
-    __device__ void send_out(const WgmmaOperand<Cols, typename Smem::StoredRows::Element>& values,
-                             const WorkTile& work, int first_col) {
-        const bool leader = threadIdx.x % kWarpgroup == 0;
-        auto& rows = smem.out[warpgroup];
-        if (leader) ptx::wait_stores_read();
-        ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup);
-        write_rows<Cols>(rows, values, threadIdx.x % kWarpgroup / 32 * 16);
-        ptx::proxy_fence();
-        ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup);
-        const Sequence sequence = work.sequence(params.call);
-        const int row = work.first_row + warpgroup * kWgmmaM;
-        if (kPacked && row + kWgmmaM > sequence.seqlen_q) {
-            // The copy engine would write beyond the sequence.
-            using Element = typename Smem::StoredRows::Element;
-            write_first_rows<kValueDim, kWarpgroup>(
-                sequence.queries<Element>(params.call.o, work.head), rows, sequence.seqlen_q - row,
-                row, first_col, threadIdx.x % kWarpgroup);
-        } else if (leader) {
-            store_tile(params.o, rows, kPacked ? 0 : work.batch, work.head, sequence.first_q + row,
-                       first_col);
-        }
-    }
-
-    __device__ void store_lse(const RowPair& softmax, const WorkTile& work) const {
-        float* lse = static_cast<float*>(params.call.lse);
-        if (!lse || threadIdx.x % 4 != 0) return;
-        const Sequence sequence = work.sequence(params.call);
-        lse += sequence.first_row(work.head, params.call.sizes);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int row = row_of(work, half);
-            if (row < sequence.seqlen_q) lse[row] = softmax.rows[half].lse();
-        }
+    __device__ void store(const Output& o, const RowPair& softmax, const WorkTile& work) {
+        const OutputRows<Smem, Params, Dims> rows{smem, params, warpgroup};
+        rows.store(o, softmax, self().output_scale(), work);
     }
 };

@@ -2,7 +2,7 @@
 // values, others see each tile of values before the warpgroups do.
 #pragma once
 
-#include "wgmma_forward.cuh"
+#include "wgmma_forward_block.cuh"
 
 // Walks over the tiles of keys of which some is shown to a tile of queries, from the last one down.
 // Queries that are shown nothing of their range look at its last tile.

@@ -3,6 +3,7 @@
 // producer look for them.
 #pragma once
 
+#include "wgmma_forward.cuh"
 #include "wgmma_forward_copies.cuh"
 
 // Whether a tile of keys may have some that count for none or not for all of the rows, and yet be
@@ -45,7 +46,6 @@ template <class Self, class Smem, class Params, int Dims>
 struct InspectedConsumer : ForwardConsumer<Self, Smem, Params, Dims> {
     using Base = ForwardConsumer<Self, Smem, Params, Dims>;
     using Base::Base;
-    using Base::row_of;
     using Base::smem;
     using Base::v_at;
     using typename Base::Output;

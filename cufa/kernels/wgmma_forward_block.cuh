@@ -1,0 +1,87 @@
+// What the Hopper forwards work on at once, and what a block's warps have in common. What is in
+// shared memory is the kernel's: `Smem` with tiles k, v, q and out, rings k_ring, v_ring and
+// q_ring, and the tiles of work that the queries are of; `Params` with tensor maps q, k, v and o
+// and the call.
+#pragma once
+
+#include "bias_pairs.cuh"
+#include "labelled_ring.cuh"
+#include "schedule.cuh"
+#include "seen_bits.cuh"
+#include "seen_tiles.cuh"
+#include "wgmma_pages.cuh"
+#include "wgmma_softmax.cuh"
+
+constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
+constexpr int kStages = STAGES, kQueryStages = QUERY_STAGES, kStoreCols = STORE_COLS;
+constexpr int kConsumers = kBlockM / kWgmmaM;
+// With one stage of queries two warpgroups would wait for the next ones together; of three, one
+// computes meanwhile.
+constexpr bool kOutputFirst = kQueryStages == 1 && kConsumers <= 2;
+static_assert((kConsumers + 1) * kWarpgroup == THREADS, "one warpgroup copies, the others compute");
+constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
+constexpr int kDepth = round_up(kHeadDim, kWgmmaK);
+// Keys that one copy brings: a tile, or as many of it as are in one page.
+constexpr int kBoxKeys = BOX_KEYS;
+static_assert(kBlockN % kBoxKeys == 0, "a tile must be whole boxes");
+static_assert(!kPaged || kPageSize % kBoxKeys == 0, "a page must be whole boxes");
+
+using QueryRows = PanelTile<kWgmmaM, kHeadDim>;
+using KeyRows = PanelTile<kBlockN, kHeadDim>;
+using ValueRows = PanelTile<kBlockN, kValueDim>;
+
+using Order = TileOrder<kBlockM, SECTION_BYTES>;
+using KeyRange = KeyTileRange<kBlockM, kBlockN>;
+using KeyPages = TilePages<kBlockN>;
+using Scores = WgmmaSums<kBlockN>;
+using Weights = WgmmaOperand<kBlockN>;
+using Bias = BiasPairs<bias_t, kBlockN / 2>;
+
+__device__ inline KeyRange key_tiles_of(const ForwardParams& call, const WorkTile& work) {
+    return KeyRange(work.sequence(call).mask(call.features), work.first_row);
+}
+
+// ---- which tiles of keys there are, if a mask_mod hides some ----
+
+// The parts of tiles that it shows, and where kSeenBits is set a bit for each of their scores. In
+// the workspace the count of tiles taken comes first, then the parts, then the bits.
+constexpr bool kSeenBits = SEEN_BITS;
+constexpr int kSeenAlignment = 16;  // in bytes, of each of these
+constexpr int kRowWords = kBlockN / kWordKeys, kTileWords = kBlockM * kRowWords;
+using Seen = SeenTiles<kBlockM, kBlockN>;
+using SeenScores = SeenBits<kBlockN / 2>;
+__device__ inline unsigned int* tiles_taken(const ForwardParams& call) {
+    return static_cast<unsigned int*>(call.workspace);
+}
+__device__ inline SeenPart* seen_parts(const ForwardParams& call) {
+    constexpr int kWords = kSeenAlignment / sizeof(unsigned int);
+    return reinterpret_cast<SeenPart*>(tiles_taken(call) + kWords);
+}
+__device__ inline unsigned int* seen_bits(const ForwardParams& call) {
+    constexpr int kParts = kSeenAlignment / sizeof(SeenPart);
+    const long long parts = (Seen::count(call) + kParts - 1) / kParts * kParts;
+    return reinterpret_cast<unsigned int*>(seen_parts(call) + parts);
+}
+
+using TileRing = LabelledRing<kStages>;
+
+// A warp is done with a stage: it has read it, or its part of a product has.
+template <int Stages>
+__device__ inline void release_and_advance(Ring<Stages>& ring, RingPosition<Stages>& at) {
+    if (threadIdx.x % 32 == 0) ring.release(at);
+    at.advance();
+}
+
+// Barriers of parts of the block; __syncthreads has number 0.
+enum NamedBarrier {
+    kFirstTurn = 1,
+    kFirstStore = kFirstTurn + kConsumers,
+    kAllConsumers = kFirstStore + kConsumers
+};
+
+// The row of Q and O that a thread's half (0: row g, 1: row g + 8) of its fragments belongs to.
+__device__ inline int row_of(const WorkTile& work, int half) {
+    unsigned int thread = threadIdx.x;
+    ptx::hold(thread);  // or each sum would be kept in a register from tile to tile
+    return work.first_row + thread / 32 * 16 - kWarpgroup / 2 + half * 8 + thread % 32 / 4;
+}

@@ -12,7 +12,7 @@ from cufa.rounding import ceil_div
 
 # From which compute capability on tensor cores take a type by mma.sync; for float64, which have them in more
 # than name.
-_FIRST_TENSOR_CORES = {"float16": (7, 5), "bfloat16": (8, 0), "float32": (8, 0)}
+_FIRST_TENSOR_CORES = {"float16": (7, 5), "bfloat16": (8, 0), "float32": (8, 0), FLOAT8: (8, 9)}
 _FLOAT64_TENSOR_CORES = frozenset(((8, 0), (9, 0), (10, 0)))
 # Larger tiles of float64 would not fit into shared memory.
 _MAX_FLOAT64_DIM = 256
@@ -32,7 +32,8 @@ class Kernel:
 
     `entries` are the `extern "C"` functions of its file in the order in which they are launched.
     `memory` is what it needs in global memory beyond its inputs and outputs, in the sequence length N.
-    `tensor_cores` says that they make its products, by mma.sync. `features` are the names of those that it
+    `tensor_cores` says that they make its products, by mma.sync; `reads_transposed`, that keys of V may lie
+    next to each other. `features` are the names of those that it
     supports (`cufa.problem.Features.names`).
     """
 
@@ -52,6 +53,7 @@ class Kernel:
     only_arch: str | None = None
     min_align_bytes: int = 1
     ascending_only: bool = False
+    reads_transposed: bool = False
 
     @property
     def source(self) -> str:
@@ -82,6 +84,8 @@ class Kernel:
             )
         if self.ascending_only and not problem.ascending:
             return f"{self.name} needs strides that are not negative"
+        if problem.transposed_values and not self.reads_transposed:
+            return f"{self.name} does not read values that lie transposed"
         if self.tensor_cores and not _has_tensor_cores(problem.dtype, device):
             return f"{self.name} needs tensor cores for {problem.dtype}, which {device.arch} does not have"
         limit = self.max_head_dim
@@ -291,6 +295,7 @@ _LADDER = (
         paper="Shah et al. 2024, section 3.3",
         memory="none",
         dtypes=(FLOAT8,),
+        reads_transposed=True,
         features=frozenset(("window", "softcap", "sink", "cu_seqlens", "seqused_k", "block_table")),
     ),
     Kernel(
@@ -300,9 +305,10 @@ _LADDER = (
         idea="few queries: heads that share keys in one tile, keys split among blocks, parts merged",
         paper="Dao et al. 2023, Flash-Decoding",
         memory="O(N)",
-        dtypes=("float16", "bfloat16"),
+        dtypes=("float16", "bfloat16", FLOAT8),
         min_capability=(8, 0),
         tensor_cores=True,
+        min_align_bytes=2,
         features=frozenset(
             ("window", "softcap", "alibi_slopes", "sink", "cu_seqlens", "seqused_k", "block_table")
         ),

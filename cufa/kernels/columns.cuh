@@ -6,11 +6,10 @@
 
 // Writes neighbouring columns of a row, those before Dims of them, as many at once as the caller's
 // alignment allows.
-template <int Dims, int Count>
-__device__ inline void write_columns(scalar_t* row, const Pack<scalar_t, Count>& values,
-                                     int first_col) {
-    constexpr int kChunk = min_of(min_of(kAlignBytes / sizeof(scalar_t), Dims & -Dims), Count);
-    using Chunk = Pack<scalar_t, kChunk>;
+template <int Dims, class T, int Count>
+__device__ inline void write_columns(T* row, const Pack<T, Count>& values, int first_col) {
+    constexpr int kChunk = min_of(min_of(kAlignBytes / sizeof(T), Dims & -Dims), Count);
+    using Chunk = Pack<T, kChunk>;
 #pragma unroll
     for (int col = 0; col < Count; col += kChunk) {
         if (first_col + col >= Dims) continue;

@@ -14,6 +14,7 @@
 //          ring of QUERY_STAGES Q tiles, and STORE_COLS columns of O on their way out
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key
+#include "descales.cuh"
 #include "fp8_transposed_values.cuh"
 #include "fp8_turned_values.cuh"
 
@@ -76,25 +77,6 @@ struct Smem {
 
 // ---- the consumers ----
 
-// A descale of the head that a tile is of; 1 if the call has none.
-__device__ inline float descale_of(const ForwardParams& call, const void* descale,
-                                   const WorkTile& work) {
-    const int index = work.batch * call.sizes.kv_heads + work.kv_head;
-    return descale ? static_cast<const float*>(descale)[index] : 1;
-}
-
-// What a head's products are multiplied with: Q K^T to be scores, P V to be the output.
-struct HeadScales {
-    float scores = 0, output = 0;
-
-    HeadScales() = default;
-    __device__ HeadScales(const ForwardParams& call, const WorkTile& work)
-        : scores(static_cast<float>(call.softmax_scale) *
-                 descale_of(call, call.features.q_descale, work) *
-                 descale_of(call, call.features.k_descale, work)),
-          output(descale_of(call, call.features.v_descale, work)) {}
-};
-
 struct Consumer : Form::Consumer<Consumer, Smem, Params> {
     // Products take less time than exponentials, of which those of two warpgroups would fall
     // together. With four they do in any case.
@@ -110,7 +92,7 @@ struct Consumer : Form::Consumer<Consumer, Smem, Params> {
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
         : Form::Consumer<Consumer, Smem, Params>(smem, params, warpgroup) {}
 
-    __device__ void begin(const WorkTile& work) { scales = HeadScales(params.call, work); }
+    __device__ void begin(const WorkTile& work) { scales = {params.call, work.batch, work.kv_head}; }
     __device__ Scale scale() const { return Scale(scales.scores); }
     __device__ float softmax_scale() const { return scales.scores; }
     __device__ float output_scale() const { return scales.output; }

@@ -17,6 +17,7 @@
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink. Where blocks part the keys of a tile, parts of rows into the
 //          workspace, which merge_splits makes that of.
+#include "descales.cuh"
 #include "key_pages.cuh"
 #include "key_shares.cuh"
 #include "key_tiles.cuh"
@@ -25,6 +26,8 @@
 #include "row_parts.cuh"
 #include "score_rules.cuh"
 
+using out_t = OUT_SCALAR;                                  // as scalar_t, but for 8 bits
+constexpr bool kDescaled = is_same<scalar_t, float8_e4m3fn>;  // which may have descales
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES;
 constexpr bool kSplitKeys = SPLIT_KEYS;    // as many blocks part the keys of each tile
 constexpr bool kEvenShares = EVEN_SHARES;  // the keys of all tiles are shared out
@@ -39,7 +42,7 @@ constexpr int kWarps = THREADS / 32, kTeamWarps = kBlockM / (kTiles * kMmaM);
 constexpr int kTeamThreads = kTeamWarps * 32, kTeams = kWarps / kTeamWarps;
 static_assert(kTeamWarps * kTiles * kMmaM == kBlockM, "a warp must own whole 16-row tiles");
 static_assert(kTeams * kTeamWarps == kWarps, "the warps of a team must divide the block's");
-static_assert(kBlockN % kMmaK == 0, "BLOCK_N must be a multiple of 16");
+static_assert(kBlockN % kMmaK == 0, "BLOCK_N must be whole steps of P V");
 static_assert(kStages > 1, "a tile is copied while another one is worked on");
 static_assert(sizeof(ForwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
@@ -93,6 +96,9 @@ struct Work {
     __device__ int rows() const { return min(kBlockM, sequence.seqlen_q * group - first_row); }
     __device__ int query(int row) const { return (first_row + row) / group; }
     __device__ int head(int row) const { return kv_head * group + (first_row + row) % group; }
+    __device__ HeadScales scales(const ForwardParams& params) const {
+        return {params, sequence.batch, kv_head};
+    }
 };
 
 // And which tiles of the sequence's keys.
@@ -149,7 +155,11 @@ struct LaneRows {
     __device__ LaneRows(const ForwardParams& params, const Work& work, int m)
         : query{work.query(row_of(m, 0)), work.query(row_of(m, 1))},
           rules{{params, work.sequence, work.head(row_of(m, 0))},
-                {params, work.sequence, work.head(row_of(m, 1))}} {}
+                {params, work.sequence, work.head(row_of(m, 1))}} {
+        if constexpr (kDescaled) {
+            for (ScoreRules& of_half : rules) of_half.scale = work.scales(params).scores;
+        }
+    }
 };
 // Those of a warp: of its first 16-row tile and of its last, which may be the same.
 struct WarpRows {
@@ -179,6 +189,12 @@ __device__ inline void apply(Scores& s, const WarpRows& rows, int first_key, boo
                     score = seen ? rules.score(score, query, key) : negative_infinity();
                 }
         }
+}
+
+// Columns of a row's sums lie together that a lane has; where a run of them begins.
+constexpr int kRunCols = Operands::kRunCols, kRuns = kPartCols / (4 * kRunCols);
+__device__ inline int run_col(int run) {
+    return (run * 4 + threadIdx.x % 4) * kRunCols;
 }
 
 // What a warp has found out about its rows from the keys that it has seen.
@@ -223,9 +239,12 @@ struct Findings {
                 softmax[m][half].total<4>();
                 if (threadIdx.x % 4 == 0) part.softmax = softmax[m][half];
 #pragma unroll
-                for (int n = 0; n < kPartCols / kMmaN; ++n) {
-                    *reinterpret_cast<Pack<acc_t, 2>*>(part.sums + fragment_col(0, n)) = {
-                        o[m][n][2 * half], o[m][n][2 * half + 1]};
+                for (int run = 0; run < kRuns; ++run) {
+                    Pack<acc_t, kRunCols> sums;
+#pragma unroll
+                    for (int i = 0; i < kRunCols; ++i)
+                        sums[i] = Operands::in_run(o[m], half, run, i);
+                    *reinterpret_cast<Pack<acc_t, kRunCols>*>(part.sums + run_col(run)) = sums;
                 }
             }
     }
@@ -248,11 +267,12 @@ __device__ inline void take_out_nonfinite(Findings& found, Stage& stage, const W
             for (int half = 0; half < 2; ++half) {
                 if (!rows[m].rules[half].sees(rows[m].query[half], first_key + key)) continue;
 #pragma unroll
-                for (int n = 0; n < kPartCols / kMmaN; ++n)
+                for (int run = 0; run < kRuns; ++run)
 #pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const scalar_t value = *stage.v.at(key, fragment_col(0, n) + e);
-                        if (!is_finite(value)) found.o[m][n][2 * half + e] += to_acc(value);
+                    for (int i = 0; i < kRunCols; ++i) {
+                        const scalar_t value = *stage.v.at(key, run_col(run) + i);
+                        if (!is_finite(value))
+                            Operands::in_run(found.o[m], half, run, i) += to_acc(value);
                     }
             }
     sync_team();  // every warp has seen them
@@ -279,7 +299,7 @@ __device__ inline void attend(Findings& found, const Smem& smem, Stage& stage, c
 __device__ inline void write_row(MergedRow& row, const ForwardParams& params,
                                  const Sequence& sequence, int head, int query) {
     const acc_t factor = end_row<1>(row.softmax, ScoreRules(params, sequence, head));
-    row.write(sequence.queries<scalar_t>(params.o, head).row(query), factor);
+    row.write(sequence.queries<out_t>(params.o, head).row(query), factor);
     acc_t* lse = static_cast<acc_t*>(params.lse);
     if (lse && threadIdx.x % 32 == 0) {
         lse[sequence.first_row(head, params.sizes) + query] = row.softmax.lse();
@@ -330,6 +350,7 @@ __device__ inline void attend_part(Smem& smem, const ForwardParams& params, cons
         attend(found, smem, stages[stage], rows, keys, tile * kBlockN);
         stage = stage == kStages - 1 ? 0 : stage + 1;
     }
+    if constexpr (kDescaled) scale<kTiles, kPartCols>(found.o, work.scales(params).output);
     __syncthreads();  // nobody reads tiles any more
     found.store(smem.parts[team()]);
     __syncthreads();

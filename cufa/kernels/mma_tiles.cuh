@@ -3,6 +3,7 @@
 #pragma once
 
 #include "columns.cuh"
+#include "operands_byte.cuh"
 #include "operands_double.cuh"
 #include "operands_half.cuh"
 #include "operands_single.cuh"
@@ -10,13 +11,13 @@
 
 using Operands = OperandsOf<scalar_t>;
 
-// Steps of a product that are unrolled where they need not be: all for 16-bit types, few where one
+// Steps of a product that are unrolled where they need not be: all for 8 and 16 bits, few where one
 // step has many instructions and as many registers to work on.
-constexpr int kStepsAtOnce = sizeof(scalar_t) == 2 ? 16 : kTf32 ? 4 : 1;
+constexpr int kStepsAtOnce = sizeof(scalar_t) <= 2 ? 16 : kTf32 ? 4 : 1;
 // The same where both operands come from shared memory by rows.
 constexpr int kRowStepsAtOnce = sizeof(scalar_t) == 8 ? 2 : kStepsAtOnce;
 
-// A Rows x Cols tile; columns are padded to sixteens. The eight rows of a matrix that ldmatrix
+// A Rows x Cols tile; columns are padded to whole steps of a product. The eight rows of a matrix that ldmatrix
 // loads must lie in different banks, so units of 16 bytes are swizzled: unit u of row r is at u ^ r
 // % 8. Rows that are not 1, 2, 4, ... lines long are an odd number of units long instead; copies
 // into them are slower, since what was one line is then part of two.
@@ -44,8 +45,12 @@ template <int Threads, int Cols, class Tile>
 __device__ inline void clear_padding(Tile& tile, unsigned int thread = threadIdx.x) {
     constexpr int kPadding = Tile::kCols - Cols;
     if constexpr (kPadding > 0) {
-        for (int i = thread; i < Tile::kRows * kPadding; i += Threads) {
-            *tile.at(i / kPadding, Cols + i % kPadding) = scalar_t{};
+        constexpr int kChunk = min_of(kPadding & -kPadding, kMatrixCols);
+        constexpr int kRowChunks = kPadding / kChunk;
+        using Chunk = Pack<scalar_t, kChunk>;
+        for (int i = thread; i < Tile::kRows * kRowChunks; i += Threads) {
+            const int col = Cols + i % kRowChunks * kChunk;
+            *reinterpret_cast<Chunk*>(tile.at(i / kRowChunks, col)) = Chunk{};
         }
     }
 }

@@ -49,9 +49,9 @@ __device__ inline double log2_of(double x) {
     return log2(x);
 }
 
-// tanh. Scores of 16-bit operands are known no better than the fast one gives it.
+// tanh. Scores of 8-bit and 16-bit operands are known no better than the fast one gives it.
 __device__ inline float tanh_of(float x) {
-    return sizeof(scalar_t) == 2 ? ptx::tanh_fast(x) : tanhf(x);
+    return sizeof(scalar_t) <= 2 ? ptx::tanh_fast(x) : tanhf(x);
 }
 __device__ inline double tanh_of(double x) {
     return tanh(x);

@@ -13,8 +13,9 @@
 #include "config.cuh"
 #include "memory.cuh"
 
-// A left operand has 16 rows, an accumulator 8 columns, and a step of a product is 16 deep.
-constexpr int kMmaM = 16, kMmaN = 8, kMmaK = 16;
+// A left operand has 16 rows, an accumulator 8 columns, and a step of a product is 16 deep; or 32,
+// of bytes.
+constexpr int kMmaM = 16, kMmaN = 8, kMmaK = sizeof(scalar_t) == 1 ? 32 : 16;
 // Elements in 16 bytes: a row of the matrices that ldmatrix loads.
 constexpr int kMatrixCols = 16 / sizeof(scalar_t);
 // What shared memory gives at once is a line of 128 bytes, and where rows of a tile are swizzled,

@@ -84,6 +84,14 @@ struct HalfOperands {
         mma(right, a.words, b.words[2], b.words[3]);
     }
 
+    // Neighbouring columns that a lane has of a row of sums, of which four lanes have four times as
+    // many: column i of its run.
+    static constexpr int kRunCols = 2;
+    template <int Fragments>
+    __device__ static float& in_run(FragmentOf<T> (&row)[Fragments], int half, int run, int i) {
+        return row[run][2 * half + i];
+    }
+
   private:
     __device__ static int lane() { return threadIdx.x % 32; }
 

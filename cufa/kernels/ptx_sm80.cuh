@@ -33,10 +33,14 @@ __device__ inline void copy_async(void* to, const void* from, bool inside) {
         return;
     }
 #endif
-    struct alignas(Bytes) Chunk {
-        unsigned short halves[Bytes / 2];
-    };
-    *static_cast<Chunk*>(to) = inside ? *static_cast<const Chunk*>(from) : Chunk{};
+    if constexpr (Bytes == 1) {
+        *static_cast<unsigned char*>(to) = inside ? *static_cast<const unsigned char*>(from) : 0;
+    } else {
+        struct alignas(Bytes) Chunk {
+            unsigned short halves[Bytes / 2];
+        };
+        *static_cast<Chunk*>(to) = inside ? *static_cast<const Chunk*>(from) : Chunk{};
+    }
 }
 
 // Waits until all copies that this thread has started are in shared memory.

@@ -38,11 +38,12 @@ struct MergedRow {
     }
 
     // Writes it to the output, scaled and rounded.
-    __device__ void write(scalar_t* row, acc_t factor) const {
+    template <class T>
+    __device__ void write(T* row, acc_t factor) const {
         for_each_chunk([&](int i, int col) {
-            Pack<scalar_t, kChunk> values;
+            Pack<T, kChunk> values;
 #pragma unroll
-            for (int e = 0; e < kChunk; ++e) values[e] = from_acc<scalar_t>(sums[i][e] * factor);
+            for (int e = 0; e < kChunk; ++e) values[e] = from_acc<T>(sums[i][e] * factor);
             write_columns<kValueDim>(row, values, col);
         });
     }

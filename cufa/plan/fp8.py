@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cufa.device import Device
 from cufa.plan.choice import Cost, sizes_of
-from cufa.plan.pace import Pace, fastest, is_cut
+from cufa.plan.pace import Pace, fastest, is_cut, memory_time
 from cufa.plan.record import Launch, Part, TensorBox
 from cufa.plan.wgmma import (
     BARRIER_BYTES,
@@ -17,6 +18,7 @@ from cufa.plan.wgmma import (
     OVERHEAD_REGISTERS,
     PANEL_COLS,
     PANEL_ROW_BYTES,
+    START,
     SWIZZLE_BYTES,
     WGMMA_M,
     WORK_TILE_BYTES,
@@ -142,15 +144,27 @@ CUT_TRANSPOSED_PACES = {
 }
 
 
-def _best_tiles(problem: Problem, device: Device) -> Tiles:
-    """The tiles that were fastest on an H200 at head dims 64, 128 and 256."""
+def price(problem: Problem, device: Device) -> float:
+    """Microseconds that the forward takes, about."""
+    _, least = _fastest(problem, device)
+    return (START + max(least, memory_time(problem, device))) / 1000
+
+
+@functools.lru_cache
+def _fastest(problem: Problem, device: Device) -> tuple[Tiles, float]:
+    """The tiles for a problem and how long they take, looked up by the plan of which that was the price.
+
+    Those of head dims 64, 128 and 256 were the fastest on an H200.
+    """
+    return fastest(problem, device, _candidates(problem))
+
+
+def _candidates(problem: Problem) -> dict[Tiles, Pace]:
+    """Those for the problem's head dims that leave its features registers."""
     dim = max(problem.head_dim, problem.value_dim)
     most = _most_warpgroups(problem)
     paces: Mapping[Tiles, Pace] = next(of_dim for limit, of_dim in _paces(problem).items() if dim <= limit)
-    best, _ = fastest(
-        problem, device, {tiles: pace for tiles, pace in paces.items() if tiles.consumers <= most}
-    )
-    return best
+    return {tiles: pace for tiles, pace in paces.items() if tiles.consumers <= most}
 
 
 def _paces(problem: Problem) -> Mapping[int, Mapping[Any, Pace]]:
@@ -173,7 +187,8 @@ def _most_warpgroups(problem: Problem) -> int:
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_7_fp8`: one launch, a block for each SM."""
-    chosen, grid = choose_persistent(problem, device, tiles, _best_tiles(problem, device), _cost)
+    best, _ = _fastest(problem, device)
+    chosen, grid = choose_persistent(problem, device, tiles, best, _cost)
     sizes = chosen.tiles
     launch = Launch("fwd_7_fp8", grid, sizes.threads, chosen.cost.smem_bytes)
     boxes = (

@@ -20,7 +20,7 @@ from cufa.plan.pace import memory_time, most_keys, seen_keys
 from cufa.plan.record import Launch, Macro, Part, Scratch
 from cufa.plan.seen import seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
-from cufa.problem import Problem, lse_shape
+from cufa.problem import FLOAT8, Problem, lse_shape
 from cufa.rounding import ceil_div, round_up
 
 # Rows of the left operand of one mma, columns of its right one, and the depth of a step of a product.
@@ -65,7 +65,7 @@ FEATURE_REGISTERS_PER_SCORE = 0.5
 class Arithmetic:
     """What a type of elements costs on tensor cores.
 
-    Bytes of an element and of a sum; clocks of a product, in those of 16-bit types; and instructions beside
+    Bytes of an element and of a sum; how deep a step of a product is; clocks of a product, in those of 16-bit types; and instructions beside
     the products, in the time of a float32 addition: for each element that a lane loads as an operand, and for
     each score. The overheads are registers beside the sums: operands, addresses, the softmax's state. There
     may be tables of powers of 2 in shared memory. Whether the forward's copies cost nothing, since the
@@ -77,6 +77,7 @@ class Arithmetic:
     product_clocks: float
     forward_overhead: int
     backward_overhead: int
+    depth: int = MMA_K
     instructions_per_operand: float = 0
     instructions_per_score: float = 0
     forward_table_bytes: int = 0
@@ -85,7 +86,7 @@ class Arithmetic:
 
     def tile_bytes(self, rows: int, cols: int) -> int:
         """The size of mma_tiles.cuh's MmaTile."""
-        row_bytes = round_up(cols, MMA_K) * self.item_bytes
+        row_bytes = round_up(cols, self.depth) * self.item_bytes
         if row_bytes % LINE_BYTES or row_bytes & (row_bytes - 1):
             row_bytes += ROW_PADDING_BYTES
         return round_up(rows * row_bytes, LINE_BYTES)
@@ -96,6 +97,10 @@ class Arithmetic:
 
 
 HALF = Arithmetic(item_bytes=2, sum_bytes=4, product_clocks=1, forward_overhead=62, backward_overhead=62)
+# Made 16 bits on their way to the products.
+BYTE = Arithmetic(
+    item_bytes=1, sum_bytes=4, product_clocks=1, forward_overhead=62, backward_overhead=62, depth=2 * MMA_K
+)
 # An mma has half the depth of those of 16-bit types.
 TF32 = Arithmetic(
     item_bytes=4,
@@ -135,7 +140,7 @@ def arithmetic_of(problem: Problem) -> Arithmetic:
         return DOUBLE
     if problem.dtype == "float32":
         return TF32 if problem.features.tf32 else SINGLE
-    return HALF
+    return BYTE if problem.dtype == FLOAT8 else HALF
 
 
 def hands_over_keys(problem: Problem, device: Device) -> bool:

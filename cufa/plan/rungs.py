@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from cufa.device import Device
 from cufa.kernels import Kernel, kernel_named, verdicts
-from cufa.plan import mma, split_kv, wgmma
+from cufa.plan import fp8, mma, split_kv, wgmma
 from cufa.problem import Problem
 
 # How many microseconds a plan takes on an H200, about, beside what every launch takes. Other GPUs are taken
@@ -14,6 +14,7 @@ from cufa.problem import Problem
 PRICES: Mapping[str, Callable[[Problem, Device], float]] = {
     "fwd_5_mma": mma.price,
     "fwd_6_wgmma": wgmma.price,
+    "fwd_7_fp8": fp8.price,
     "fwd_8_split_kv": split_kv.price,
 }
 

@@ -10,13 +10,14 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import ClassVar
 
 from cufa.device import Device
 from cufa.plan.choice import Candidates, Choice, Cost, row_tiles, sizes_of
-from cufa.plan.mma import HALF, LINE_BYTES, MMA_K, MMA_M
+from cufa.plan.mma import BYTE, HALF, LINE_BYTES, MMA_M, arithmetic_of
 from cufa.plan.record import FIRST_OVERLAPPING, Launch, Macro, Part, Scratch, counted
 from cufa.plan.sizes import FORWARD_PARAMS_BYTES, common_macros
-from cufa.problem import MAX_EXTENT, Problem, lse_shape
+from cufa.problem import FLOAT8, MAX_EXTENT, Problem, lse_shape
 from cufa.rounding import ceil_div, round_up
 
 # Rows that a block may have; K and V are read again for more. Of more than the first of these each warp has
@@ -80,6 +81,7 @@ class Tiles:
     stages: int
     splits: int = 1
     shares: int = 1
+    depth: ClassVar[int] = HALF.depth
 
     @property
     def warp_rows(self) -> int:
@@ -98,8 +100,8 @@ class Tiles:
             return f"block_m must be {rows} rows for each warp of a team, and teams must part the warps"
         if self.teams > MAX_TEAMS:
             return f"a block has up to {MAX_TEAMS} teams, and this would have {self.teams}"
-        if self.block_n % MMA_K:
-            return f"block_n must be a multiple of {MMA_K}"
+        if self.block_n % self.depth:
+            return f"block_n must be a multiple of {self.depth}"
         if not MIN_STAGES <= self.stages <= MAX_STAGES:
             return f"stages may be {MIN_STAGES} to {MAX_STAGES}"
         if min(self.splits, self.shares) > 1:
@@ -108,6 +110,13 @@ class Tiles:
 
     def __str__(self) -> str:
         return f"{self.block_m}x{self.block_n} with {self.threads} threads, stages {self.stages}"
+
+
+@dataclass(frozen=True)
+class ByteTiles(Tiles):
+    """The same of 8 bits, of which more are a step of a product."""
+
+    depth: ClassVar[int] = BYTE.depth
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
@@ -241,12 +250,14 @@ def _in_several_pages(problem: Problem, tiles: Tiles) -> bool:
 def _best_tiles(kind: Problem, device: Device, block_m: int, most_threads: int = THREADS) -> Tiles:
     """The largest that fit, and as many stages as leave room for the blocks that an SM should have."""
     # A warp starts the copies of as many bytes whatever the team is.
-    most_keys = min(block_m, BLOCK_M) * (1 if _key_bytes(kind) >= WIDE_KEY_BYTES else 2)
+    form = ByteTiles if kind.dtype == FLOAT8 else Tiles
+    keys = min(block_m, BLOCK_M) * (1 if _key_bytes(kind) >= WIDE_KEY_BYTES else 2)
+    most_keys = max(keys, form.depth)
     smallest = [
         tiles
         for threads in (most_threads, most_threads // 2)
         for block_n in (most_keys, most_keys // 2, most_keys // 4)
-        if (tiles := Tiles(block_m, block_n, threads, MIN_STAGES)).misfit() is None and tiles.teams
+        if (tiles := form(block_m, block_n, threads, MIN_STAGES)).misfit() is None and tiles.teams
     ]
 
     def blocks(tiles: Tiles) -> int:
@@ -319,7 +330,7 @@ def _merge_overlaps(device: Device) -> bool:
 
 def _part_bytes(problem: Problem) -> int:
     """The size of row_parts.cuh's RowPart."""
-    sums = round_up(problem.value_dim, MMA_K) * problem.accumulator.itemsize
+    sums = round_up(problem.value_dim, arithmetic_of(problem).depth) * problem.accumulator.itemsize
     return round_up(sums + 2 * problem.accumulator.itemsize, PART_ALIGNMENT)
 
 
@@ -328,6 +339,7 @@ def _macros(problem: Problem, chosen: Choice[Tiles], merge_bytes: int, device: D
     splits, shares = sizes.pop("splits"), sizes.pop("shares")  # how many is for the grid to say
     return (
         *common_macros(problem),
+        ("OUT_SCALAR", problem.output.name),
         *((name.upper(), size) for name, size in sizes.items()),
         ("WARP_ROWS", chosen.tiles.warp_rows),
         ("SPLIT_KEYS", splits > 1),
@@ -343,14 +355,15 @@ def _macros(problem: Problem, chosen: Choice[Tiles], merge_bytes: int, device: D
 
 
 def _cost(problem: Problem, tiles: Tiles) -> Cost:
-    stage_bytes = HALF.tile_bytes(tiles.block_n, problem.head_dim) + HALF.tile_bytes(
+    arithmetic = arithmetic_of(problem)
+    stage_bytes = arithmetic.tile_bytes(tiles.block_n, problem.head_dim) + arithmetic.tile_bytes(
         tiles.block_n, problem.value_dim
     )
-    smem_bytes = HALF.tile_bytes(tiles.block_m, problem.head_dim) + round_up(
+    smem_bytes = arithmetic.tile_bytes(tiles.block_m, problem.head_dim) + round_up(
         tiles.teams * max(tiles.stages * stage_bytes, tiles.block_m * _part_bytes(problem)),
         LINE_BYTES,
     )
-    depth, columns = round_up(problem.head_dim, MMA_K), round_up(problem.value_dim, MMA_K)
+    depth, columns = (round_up(dim, arithmetic.depth) for dim in (problem.head_dim, problem.value_dim))
     sums = (tiles.block_n + columns) * tiles.warp_rows // 32
     work = tiles.block_m * tiles.block_n * (depth + columns) / tiles.threads
-    return Cost(smem_bytes, HALF.registers(sums) + OVERHEAD_REGISTERS, work)
+    return Cost(smem_bytes, arithmetic.registers(sums) + OVERHEAD_REGISTERS, work)

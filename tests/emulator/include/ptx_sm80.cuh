@@ -10,7 +10,9 @@ constexpr int kCopiesAtOnce = 256;
 
 template <int Bytes>
 __forceinline__ void copy_async(void* to, const void* from, bool inside) {
-    if constexpr (Bytes == 2) {
+    if constexpr (Bytes == 1) {
+        *static_cast<unsigned char*>(to) = inside ? *static_cast<const unsigned char*>(from) : 0;
+    } else if constexpr (Bytes == 2) {
         *static_cast<unsigned short*>(to) = inside ? *static_cast<const unsigned short*>(from) : 0;
     } else {
         static_assert(Bytes == 4 || Bytes == 8 || Bytes == 16, "cp.async copies 4, 8 or 16 bytes");

@@ -62,8 +62,9 @@ MAX_SPLITS = 128
 SAVED_OF_LONGEST = 0.4
 SHARE_TIME, TILE_OF_SHARE_TIME = 5000, 2500
 MAX_REGISTERS = 255
-# Registers of a thread beside sums and scores: operands, addresses, the softmax's state.
-OVERHEAD_REGISTERS = 70
+# Registers of a thread beside sums and scores: operands, which 8 bits have more of, addresses, the softmax's
+# state.
+OVERHEAD_REGISTERS, BYTE_OVERHEAD_REGISTERS = 70, 100
 
 
 @dataclass(frozen=True)
@@ -366,4 +367,5 @@ def _cost(problem: Problem, tiles: Tiles) -> Cost:
     depth, columns = (round_up(dim, arithmetic.depth) for dim in (problem.head_dim, problem.value_dim))
     sums = (tiles.block_n + columns) * tiles.warp_rows // 32
     work = tiles.block_m * tiles.block_n * (depth + columns) / tiles.threads
-    return Cost(smem_bytes, arithmetic.registers(sums) + OVERHEAD_REGISTERS, work)
+    overhead = BYTE_OVERHEAD_REGISTERS if arithmetic is BYTE else OVERHEAD_REGISTERS
+    return Cost(smem_bytes, arithmetic.registers(sums) + overhead, work)

@@ -26,7 +26,6 @@ from cufa.call import (
     Tiles,
     Window,
     cpu_options,
-    descaled,
     empty,
     known_of,
     run_on_gpu,
@@ -39,7 +38,6 @@ from cufa.params import FeatureValues
 from cufa.plan import Plan, make_plan
 from cufa.problem import (
     DTYPES,
-    FLOAT8,
     MAX_ALIGN_BYTES,
     Direction,
     LayoutName,
@@ -114,13 +112,14 @@ def attention(
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64; head_dim 1 to 512
             (256 if gradients are wanted). Or float8_e4m3fn (ml_dtypes), of which there are no gradients; on
-            a GPU that takes one of sm_90 and head dims to 256.
+            a GPU that takes one of sm_89 or newer and head dims to 256.
         k: (batch, seqlen_k, kv_heads, head_dim), as q; heads must be a multiple of kv_heads, and query
             head h reads KV head h // (heads // kv_heads).
-        v: (batch, seqlen_k, kv_heads, value_dim), as q; value_dim 1 to 512. In float8_e4m3fn a GPU is fastest
-            if it lies transposed, its keys next to each other: as a view of (batch, kv_heads, value_dim,
-            seqlen_k), whose other strides are multiples of 16, of a multiple of 4 keys, neither packed nor
-            in pages.
+        v: (batch, seqlen_k, kv_heads, value_dim), as q; value_dim 1 to 512. In float8_e4m3fn a Hopper GPU
+            is fastest with many queries if it lies transposed, its keys next to each other: as a view of
+            (batch, kv_heads, value_dim, seqlen_k), whose other strides are multiples of 16, of a multiple of
+            4 keys, neither packed nor in pages. With few queries, as in decoding, or on another GPU it must
+            not.
         causal: a query sees no key after the diagonal.
         window: (left, right): how many keys before and after the diagonal a query sees; None or -1 on a
             side is all of them. With `causal` right is 0.
@@ -161,8 +160,8 @@ def attention(
             (pages, page_size, kv_heads, head_dim), v likewise, and key i of sequence b is row i % page_size
             of page block_table[b, i // page_size]. Which pages are a sequence's, and in what order, does not
             matter, nor does the page size. Entries past the `seqused_k` keys of a sequence are not read, nor
-            are rows past them. With cu_seqlens_q, but not with cu_seqlens_k or descales. There are no
-            gradients. On a GPU the numbers are not checked.
+            are rows past them. With cu_seqlens_q, but not with cu_seqlens_k. There are no gradients. On a
+            GPU the numbers are not checked.
         precision: of float32 products: "ieee" for the error of float32, or "tf32", which is faster: tensor
             cores round their operands to 10 bits of mantissa. On the CPU there is no difference.
         layout: "bshd" as above, or "bhsd" for (batch, heads, seqlen, head_dim); pages are then
@@ -232,9 +231,9 @@ def attention(
         call.allocate()
         tensors = call.in_bshd("q", "k", "v", "out")
         q, k, v, output = tensors
-        if call.problem.dtype == FLOAT8:
-            q, k, v = descaled(call, q=q, k=k, v=v)
-        cpu.attention(q, k, v, output, call.tensors.get("lse"), **cpu_options(call, scale, values, mods))
+        descales = {name: call.tensors[name] for name in DESCALES if name in call.tensors}
+        options = cpu_options(call, scale, values, mods)
+        cpu.attention(q, k, v, output, call.tensors.get("lse"), **descales, **options)
     result = call.give_back("out", out)
     if return_attn_probs:
         write_probabilities(call, scale, values, mods, arch)

@@ -333,8 +333,6 @@ def _features(
     for name in sorted(shapes.keys() & _DESCALES):
         if problem.dtype != FLOAT8:
             raise ValueError(f"{name} is given, which is for {FLOAT8}, and the arrays are {problem.dtype}")
-        if "block_table" in shapes:
-            raise ValueError(f"{name} is given, and block_table is; pages have no descales")
     if options.precision == "tf32" and problem.dtype != "float32":
         raise ValueError(f"precision is 'tf32', which is for float32, and the arrays are {problem.dtype}")
     for name in options.gradients:

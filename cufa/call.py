@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from cufa import arrays, cpu, launch, probabilities
+from cufa import arrays, launch, probabilities
 from cufa.arguments import Options, check_fits, check_options, check_window, make_problem
 from cufa.arrays import Described
 from cufa.device import Arch, target
@@ -157,19 +157,6 @@ def cpu_options(call: Call, softmax_scale: float, values: FeatureValues, mods: M
         **side,
         **mods.with_arrays(call.tensors)._asdict(),
     }
-
-
-def descaled(call: Call, **tensors: Any) -> list[Any]:
-    """Arrays of 8 bits in float32, multiplied with what the call has for each of them."""
-    return [
-        cpu.descaled(
-            array,
-            call.tensors.get(f"{name}_descale"),
-            call.problem.kv_heads,
-            call.tensors.get("cu_seqlens_q" if name == "q" else "cu_seqlens_k"),
-        )
-        for name, array in tensors.items()
-    ]
 
 
 def known_of(direction: Direction, tensors: tuple[Described, ...], asked: Asked) -> Known:

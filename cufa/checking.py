@@ -15,6 +15,7 @@ rounded to the 10 bits of mantissa that tensor cores take, and sums are float32.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ import numpy as np
 import numpy.typing as npt
 
 from cufa import reference
-from cufa.cpu import descaled
 from cufa.problem import FLOAT8, INPUT_DTYPES, accumulator_dtype, four_axes
 from cufa.score_mod import ElementSlope
 
@@ -235,8 +235,36 @@ def as_multiplied(
         return (q, k, v), others
     kv_heads = k.shape[-2]
     ends = [others.get(f"cu_seqlens_{side}") for side in "qkk"]
-    q, k, v = (descaled(x, by, kv_heads, at) for x, by, at in zip((q, k, v), descales, ends, strict=True))
+    table = others.get("block_table") if any(by is not None for by in descales[1:]) else None
+    if table is not None:
+        # What a page is multiplied with is a sequence's own, and others may have the page, too.
+        k, v = (x[table.clip(0, len(x) - 1)].reshape(table.shape[0], -1, *x.shape[2:]) for x in (k, v))
+    q, k, v = (_descaled(x, by, kv_heads, at) for x, by, at in zip((q, k, v), descales, ends, strict=True))
+    if table is not None:
+        k, v = (x.reshape(table.size, -1, *x.shape[2:]) for x in (k, v))
+        others["block_table"] = np.arange(table.size, dtype=table.dtype).reshape(table.shape)
     return (q, k, v), others
+
+
+def _descaled(x: Array, descale: Array | None, kv_heads: int, cu_seqlens: Array | None = None) -> Array:
+    """An array of 8 bits in float32.
+
+    Args:
+        x: (batch, seqlen, heads, dim), or (tokens, heads, dim).
+        descale: (batch, kv_heads), what it is multiplied with; None for 1.
+        kv_heads: what heads is a multiple of.
+        cu_seqlens: where packed sequences begin, and the last one ends.
+    """
+    x = x.astype(np.float32)
+    if descale is None:
+        return x
+    by_head = np.repeat(descale, x.shape[-2] // max(1, kv_heads), axis=1)[..., None]
+    if cu_seqlens is None:
+        x *= by_head[:, None]
+    else:
+        for of_sequence, (begin, end) in zip(by_head, itertools.pairwise(cu_seqlens), strict=True):
+            x[begin:end] *= of_sequence
+    return x
 
 
 def rounding_of_lse(dtype_name: str, lse: Array) -> float:

@@ -54,6 +54,10 @@ def attention(
     v: Array,
     out: Array,
     lse: Array | None,
+    *,
+    q_descale: Array | None = None,
+    k_descale: Array | None = None,
+    v_descale: Array | None = None,
     **options: Any,
 ) -> None:
     """Write attention and its log-sum-exp (FlashAttention-2, Dao 2023, algorithm 1).
@@ -62,13 +66,16 @@ def attention(
     batch axis; with a block table k and v are (pages, page_size, kv_heads, dim).
 
     Args:
-        q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64.
+        q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32, float64 or float8_e4m3fn.
         k: (batch, seqlen_k, kv_heads, head_dim), like q; query head h reads KV head
             h // (heads // kv_heads).
         v: (batch, seqlen_k, kv_heads, head_dim_v), like q.
         out: written, (batch, seqlen_q, heads, head_dim_v), any of these dtypes; 0 where a row sees no key.
         lse: written unless None, (batch, heads, seqlen_q), float32, for float64 arrays float64;
             natural logarithm, where a row sees no key the sink, or -inf.
+        q_descale: (batch, kv_heads), what q is to be multiplied with; None for 1.
+        k_descale: the same for k.
+        v_descale: the same for v.
         options: the fields of `cufa.score_rules.Rules`.
 
     Raises:
@@ -83,7 +90,8 @@ def attention(
         sequence, K, V = share.group.sequence, share.group.K, share.group.V
         for head, rows in share.tiles:
             h = head.number
-            Q = np.multiply(sequence.queries(q)[rows, h], rules.softmax_scale, dtype=dtype, order="C")
+            scale = rules.softmax_scale * share.group.descale(q_descale)
+            Q = np.multiply(sequence.queries(q)[rows, h], scale, dtype=dtype, order="C")
             m, l = _nothing_seen(len(Q), dtype, head.sink)
             O = np.zeros((len(Q), V.shape[1]), dtype)
             for columns, visible in head.visible_tiles(rows, KV_TILE):
@@ -102,29 +110,9 @@ def attention(
 
     sequences = rules.sequences(q, k)
     threads = _threads(sequences, q.shape[-2])
-    for _ in _in_threads(attend, _shares(sequences, rules, q, k, v, threads), threads):
+    shares = _shares(sequences, rules, q, k, v, threads, k_descale, v_descale)
+    for _ in _in_threads(attend, shares, threads):
         pass
-
-
-def descaled(x: Array, descale: Array | None, kv_heads: int, cu_seqlens: Array | None = None) -> Array:
-    """An array of 8 bits in float32, as `attention` takes it.
-
-    Args:
-        x: (batch, seqlen, heads, dim), or (tokens, heads, dim).
-        descale: (batch, kv_heads), what it is multiplied with; None for 1.
-        kv_heads: what heads is a multiple of.
-        cu_seqlens: where packed sequences begin, and the last one ends.
-    """
-    x = x.astype(np.float32)
-    if descale is None:
-        return x
-    by_head = np.repeat(descale, x.shape[-2] // max(1, kv_heads), axis=1)[..., None]
-    if cu_seqlens is None:
-        x *= by_head[:, None]
-    else:
-        for of_sequence, (begin, end) in zip(by_head, itertools.pairwise(cu_seqlens), strict=True):
-            x[begin:end] *= of_sequence
-    return x
 
 
 @np.errstate(all="ignore")
@@ -345,14 +333,26 @@ class _Group:
     k: Array
     v: Array
     dtype: npt.DTypeLike
+    k_descale: Array | None = None
+    v_descale: Array | None = None
 
     @functools.cached_property
     def K(self) -> Array:
-        return np.ascontiguousarray(self.sequence.used_keys(self.k[..., self.kv_head, :]), self.dtype)
+        return self._keys(self.k, self.k_descale)
 
     @functools.cached_property
     def V(self) -> Array:
-        return np.ascontiguousarray(self.sequence.used_keys(self.v[..., self.kv_head, :]), self.dtype)
+        return self._keys(self.v, self.v_descale)
+
+    def descale(self, descale: Array | None) -> float:
+        """What this head's part of an array of 8 bits is multiplied with."""
+        return 1.0 if descale is None else float(descale[self.sequence.number, self.kv_head])
+
+    def _keys(self, x: Array, descale: Array | None) -> Array:
+        keys = np.ascontiguousarray(self.sequence.used_keys(x[..., self.kv_head, :]), self.dtype)
+        if descale is not None:
+            keys = keys * self.descale(descale)
+        return keys
 
 
 @dataclass(frozen=True)
@@ -385,7 +385,14 @@ class _Sums:
 
 
 def _shares(
-    sequences: list[Sequence], rules: Rules, q: Array, k: Array, v: Array, threads: int
+    sequences: list[Sequence],
+    rules: Rules,
+    q: Array,
+    k: Array,
+    v: Array,
+    threads: int,
+    k_descale: Array | None = None,
+    v_descale: Array | None = None,
 ) -> Iterator[_Share]:
     """Every Q tile of every head, in as many shares for each group as give every thread one.
 
@@ -395,7 +402,7 @@ def _shares(
     size = heads // max(1, kv_heads)
     parts = ceil_div(threads, max(1, len(sequences) * kv_heads))
     for sequence, kv_head in itertools.product(sequences, range(kv_heads)):
-        group = _Group(sequence, kv_head, k, v, _compute_dtype(q))
+        group = _Group(sequence, kv_head, k, v, _compute_dtype(q), k_descale, v_descale)
         queries = [rules.of_head(sequence, kv_head * size + h, heads) for h in range(size)]
         tiles = list(itertools.product(queries, _tiles(sequence.seqlen_q, Q_TILE)))
         for part in range(max(1, min(parts, len(tiles)))):

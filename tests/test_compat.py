@@ -218,6 +218,30 @@ def test_flash_attns_cache_takes_new_keys_behind_those_it_holds(rng, options, he
     close(out, exact)
 
 
+@pytest.mark.parametrize("table", [None, np.array([[3, 0], [1, 2]], np.int32)], ids=["rows", "pages"])
+def test_flash_attns_cache_in_8_bits(rng, table):
+    """With new keys, which are in the units of the cache."""
+    float8 = np.dtype("float8_e4m3fn")
+    q, k_cache, v_cache = (x.astype(float8) for x in draw(rng, 3, 10))
+    _, k, v = (x.astype(float8) for x in draw(rng, 3, 3))
+    held = np.array([0, 6], np.int32)
+    whole = [cache.copy() for cache in (k_cache, v_cache)]
+    for b, count in enumerate(held):
+        for cache, new in zip(whole, (k, v), strict=True):
+            cache[b, count : count + 3] = new[b]
+    descales = {f"{name}_descale": rng.uniform(0.5, 2, (2, 2)).astype(np.float32) for name in "qkv"}
+    caches = [k_cache, v_cache]
+    if table is not None:
+        for number, cache in enumerate(caches):
+            caches[number] = np.empty((4, 5, *cache.shape[2:]), float8)
+            caches[number][table] = cache.reshape(2, 2, 5, *cache.shape[2:])
+    options = {"cache_seqlens": held, "block_table": table, "causal": True, **descales}
+    out = compat.flash_attn_with_kvcache(q, *caches, k, v, **options)
+    expected = cufa.attention(q, *whole, seqused_k=held + 3, causal=True, **descales)
+    assert out.dtype == np.dtype("bfloat16")
+    np.testing.assert_array_equal(out, expected)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 from emulator import EmulatorError, calls
 from feature_cases import SIZES, draw_case, hide_nan
+from float8 import assert_float8, random_descales
 from test_emulator import planted
 from tolerance import assert_attention
+
+from cufa.problem import FLOAT8
 
 pytestmark = pytest.mark.emulator
 
@@ -95,6 +98,24 @@ def test_odd_dims(rng):
     """Which are copied element by element, also where rows have more of them than there are threads."""
     sizes = {"heads": 3, "kv_heads": 1, "head_dim": 33, "head_dim_v": 135}
     check(draw_case(rng, "float16", ("window",), seqlen_q=5, seqlen_k=65, **sizes), SHARED_TILES)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_8_bits(rng, paged):
+    """Tiles that warps share or have alone; NaN that no row sees, and some that all rows of a head do."""
+    features = ("causal", "softcap", "block_table") if paged else ALL_MASKS
+    case = draw_case(rng, FLOAT8, features, seqlen_q=13, seqlen_k=150, **HEADS)
+    hide_nan(case)
+    sequences = len(case.arrays["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in case.arrays else len(case.problem.q)
+    descales = random_descales(rng, sequences, HEADS["kv_heads"])
+    tiles = (SHARED_TILES if paged else OWN_TILES) | {"block_n": 32}
+    options = {"kernel": KERNEL, "tiles": tiles, "out_dtype": np.float16 if paged else None}
+    problem = case.problem
+    with np.errstate(invalid="ignore"):
+        out, lse = calls.attention(
+            *(problem.q, problem.k, problem.v), **case.emulator_forward, **descales, **options
+        )
+        assert_float8(out, lse, problem, descales, **case.forward)
 
 
 def test_the_tiles_that_the_plan_chooses(rng):

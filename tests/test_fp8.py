@@ -5,6 +5,7 @@ None of it needs a GPU.
 
 import itertools
 import re
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +21,7 @@ from cufa.plan import best_kernel, make_plan
 from cufa.problem import FLOAT8, Features, Problem
 
 H200 = Device.of("sm_90a")
-NAME = "fwd_7_fp8"
+NAME, FEW_QUERIES = "fwd_7_fp8", "fwd_8_split_kv"
 SHORT, LONG = 512, 8192
 
 
@@ -116,7 +117,7 @@ def test_products_are_issued_together(head_dim):
 def test_who_takes_it():
     assert best_kernel(problem(), H200) is KERNELS[NAME]
     with pytest.raises(ValueError, match="fwd_7_fp8 needs sm_90a"):
-        best_kernel(problem(), Device.of("sm_100a"))
+        make_plan(problem(), Device.of("sm_100a"), NAME)
     with pytest.raises(ValueError, match="fwd_7_fp8 does not support dropout_p"):
         best_kernel(problem(dropout=True), H200)
     with pytest.raises(ValueError, match="block_n must be a multiple of 32"):
@@ -237,13 +238,39 @@ def test_descales_of_packed_sequences(rng, arrays):
         np.testing.assert_array_equal(out[of_q], alone[0])
 
 
-def test_keys_in_pages_have_no_descales(arrays):
+def test_descales_of_keys_in_pages(rng, arrays):
+    """They are a sequence's, whoever else may have the page."""
     pages = [x.reshape(12, 10, *x.shape[2:]) for x in (arrays.k, arrays.v)]
     table = np.arange(12, dtype=np.int32).reshape(2, 6)
-    out = cufa.attention(arrays.q, *pages, block_table=table, backend="numpy")
-    expected = cufa.attention(arrays.q, arrays.k, arrays.v, backend="numpy")
+    table[1, :3] = table[0, :3]
+    descales = random_descales(rng, 2, 2)
+    options = {"return_lse": True, "backend": "numpy", **descales}
+    out, lse = cufa.attention(arrays.q, *pages, block_table=table, **options)
+    assert_float8(out, lse, replace(arrays, k=pages[0], v=pages[1]), descales, block_table=table)
+    k, v = (x[table].reshape(2, 60, *x.shape[2:]) for x in pages)
+    expected, _ = cufa.attention(arrays.q, k, v, **options)
     np.testing.assert_array_equal(out, expected)
-    with pytest.raises(ValueError, match="pages have no descales"):
-        cufa.attention(
-            arrays.q, *pages, block_table=table, k_descale=np.ones((2, 2), np.float32), backend="numpy"
-        )
+
+
+# ---- few queries ----
+
+
+def test_who_takes_few_queries():
+    few = replace(problem(), seqlen_q=1)
+    assert best_kernel(few, H200) is KERNELS[FEW_QUERIES]
+    for arch in ("sm_89", "sm_120"):
+        assert best_kernel(problem(), Device.of(arch)) is KERNELS[FEW_QUERIES]
+    with pytest.raises(ValueError, match="fwd_8_split_kv needs tensor cores for float8_e4m3fn, which sm_86"):
+        best_kernel(few, Device.of("sm_86"))
+    assert best_kernel(replace(few, transposed_values=True), H200) is KERNELS[NAME]
+    with pytest.raises(ValueError, match="fwd_8_split_kv does not read values that lie transposed"):
+        best_kernel(replace(few, transposed_values=True), Device.of("sm_89"))
+    with pytest.raises(ValueError, match="block_n must be a multiple of 32"):
+        make_plan(few, H200, FEW_QUERIES, {"block_n": 16})
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("seqlen_q", [1, 32])
+def test_few_queries_spill_nothing(head_dim, seqlen_q):
+    plan = make_plan(replace(problem(head_dim), seqlen_q=seqlen_q), H200, FEW_QUERIES)
+    assert jit.build(plan.variant).warnings == ()

@@ -12,7 +12,7 @@ import numpy as np
 from cufa.api import attention
 from cufa.arguments import Options, make_problem
 from cufa.messages import kind_of
-from cufa.problem import dtype_of
+from cufa.problem import FLOAT8, dtype_of
 
 # What PyTorch and JAX call cufa's arguments.
 TENSORS = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
@@ -81,6 +81,13 @@ def check_values(value: Any, key: Any) -> None:
             f"value has shape {tuple(value.shape)} and key {tuple(key.shape)}; all axes but the last must be "
             "the same"
         )
+
+
+def as_bytes(array: Any) -> Any:
+    """An array of 8-bit floats as uint8, any other as it is: not all libraries can write the former."""
+    if str(array.dtype).rpartition(".")[2] != FLOAT8:
+        return array
+    return array.view(namespace_of(array).uint8)
 
 
 def top_left(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> tuple[int, dict[str, Any]]:

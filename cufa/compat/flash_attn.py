@@ -10,6 +10,7 @@ from cufa.arguments import Options, check_flags, check_scale, check_softcap, che
 from cufa.arrays import check_same_kind, check_writeable
 from cufa.compat.arguments import (
     arange,
+    as_bytes,
     attention_as,
     check_arrays,
     check_call,
@@ -231,15 +232,18 @@ def flash_attn_with_kvcache(
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
     """flash-attn's function of that name (flash-attn 2.8), for decoding with a cache of keys and values.
 
-    `k` and `v` are written to the cache, behind what it holds, and then seen like the rest of it. With
-    `rotary_cos` and `rotary_sin` q and k are turned first (`cufa.rotary`): a key by its place in the cache; a
-    query by that of the key at which it stands if the mask is causal or a window, else by how many keys the
-    cache holds.
+    The cache may be of 8 bits, with q, k and v, as FlashAttention-3 has it. `k` and `v` are written to the
+    cache, behind what it holds, and then seen like the rest of it. With `rotary_cos` and `rotary_sin` q and k
+    are turned first (`cufa.rotary`): a key by its place in the cache; a query by that of the key at which it
+    stands if the mask is causal or a window, else by how many keys the cache holds.
 
     What differs: what comes after `v` is given by name; there is no padding on the left (`cache_leftpad`);
     `num_splits` is not looked at, as the plan chooses it; the LSE of a row that sees no key is -inf. Pages
@@ -267,6 +271,10 @@ def flash_attn_with_kvcache(
         softcap: 0 for none.
         rotary_interleaved: whether pairs are columns 2 i and 2 i + 1, not i and i + rotary_dim / 2.
         alibi_slopes: (heads,) or (batch, heads), float32.
+        q_descale: (batch, kv_heads) float32, for float8_e4m3fn arrays only: what q is to be multiplied with;
+            None for 1.
+        k_descale: the same for k_cache and k, which is written to it as it is.
+        v_descale: the same for v_cache and v.
         num_splits: not looked at.
         return_softmax_lse: whether to return the LSE too.
 
@@ -336,6 +344,9 @@ def flash_attn_with_kvcache(
         softmax_scale=softmax_scale,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
         return_lse=return_softmax_lse,
     )
 
@@ -420,6 +431,6 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache
                 for page in pages[(pages < 0) | (pages >= len(k_cache))][:1]:
                     raise ValueError(f"{table_name} has {page}, and k_cache has {len(k_cache)} such places")
             place = pages, key % page_size
-    k_cache[place] = k
-    v_cache[place] = v
+    as_bytes(k_cache)[place] = as_bytes(k)
+    as_bytes(v_cache)[place] = as_bytes(v)
     return held + count

@@ -92,7 +92,9 @@ struct Consumer : Form::Consumer<Consumer, Smem, Params> {
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
         : Form::Consumer<Consumer, Smem, Params>(smem, params, warpgroup) {}
 
-    __device__ void begin(const WorkTile& work) { scales = {params.call, work.batch, work.kv_head}; }
+    __device__ void begin(const WorkTile& work) {
+        scales = {params.call, work.batch, work.kv_head};
+    }
     __device__ Scale scale() const { return Scale(scales.scores); }
     __device__ float softmax_scale() const { return scales.scores; }
     __device__ float output_scale() const { return scales.output; }

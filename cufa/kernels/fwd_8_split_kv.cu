@@ -9,7 +9,8 @@
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
-//          V in pages: (pages, page_size, kv_heads, dim)
+//          V in pages: (pages, page_size, kv_heads, dim). All in 8 bits, O of 16: q_descale,
+//          k_descale and v_descale (batch, kv_heads), what Q, K and V are to be multiplied with
 // Owns     block: BLOCK_M rows of one KV head and a part of its keys, with EVEN_SHARES several
 //          such one after the other; team: each kTeams-th tile of BLOCK_N of those keys; warp:
 //          WARP_ROWS rows
@@ -26,8 +27,8 @@
 #include "row_parts.cuh"
 #include "score_rules.cuh"
 
-using out_t = OUT_SCALAR;                                  // as scalar_t, but for 8 bits
-constexpr bool kDescaled = is_same<scalar_t, float8_e4m3fn>;  // which may have descales
+using out_t = OUT_SCALAR;
+constexpr bool kDescaled = is_same<scalar_t, float8_e4m3fn>;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES;
 constexpr bool kSplitKeys = SPLIT_KEYS;    // as many blocks part the keys of each tile
 constexpr bool kEvenShares = EVEN_SHARES;  // the keys of all tiles are shared out
@@ -276,10 +277,13 @@ __device__ inline void take_out_nonfinite(Findings& found, Stage& stage, const W
                     }
             }
     sync_team();  // every warp has seen them
-    for (int i = team_thread(); i < kBlockN * kPartCols; i += kTeamThreads) {
-        scalar_t& value = *stage.v.at(i / kPartCols, i % kPartCols);
-        if (!is_finite(value)) value = scalar_t{};
-    }
+    constexpr int kRowChunks = kPartCols / kMatrixCols;
+    for (int i = team_thread(); i < kBlockN * kRowChunks; i += kTeamThreads)
+#pragma unroll
+        for (int e = 0; e < kMatrixCols; ++e) {
+            scalar_t& value = *stage.v.at(i / kRowChunks, i % kRowChunks * kMatrixCols + e);
+            if (!is_finite(value)) value = scalar_t{};
+        }
     sync_team();
 }
 

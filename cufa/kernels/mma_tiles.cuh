@@ -17,10 +17,10 @@ constexpr int kStepsAtOnce = sizeof(scalar_t) <= 2 ? 16 : kTf32 ? 4 : 1;
 // The same where both operands come from shared memory by rows.
 constexpr int kRowStepsAtOnce = sizeof(scalar_t) == 8 ? 2 : kStepsAtOnce;
 
-// A Rows x Cols tile; columns are padded to whole steps of a product. The eight rows of a matrix that ldmatrix
-// loads must lie in different banks, so units of 16 bytes are swizzled: unit u of row r is at u ^ r
-// % 8. Rows that are not 1, 2, 4, ... lines long are an odd number of units long instead; copies
-// into them are slower, since what was one line is then part of two.
+// A Rows x Cols tile; columns are padded to whole steps of a product. The eight rows of a matrix
+// that ldmatrix loads must lie in different banks, so units of 16 bytes are swizzled: unit u of row
+// r is at u ^ r % 8. Rows that are not 1, 2, 4, ... lines long are an odd number of units long
+// instead; copies into them are slower, since what was one line is then part of two.
 template <int Rows, int Cols>
 struct MmaTile {
     static constexpr int kRows = Rows;

@@ -65,11 +65,11 @@ FEATURE_REGISTERS_PER_SCORE = 0.5
 class Arithmetic:
     """What a type of elements costs on tensor cores.
 
-    Bytes of an element and of a sum; how deep a step of a product is; clocks of a product, in those of 16-bit types; and instructions beside
-    the products, in the time of a float32 addition: for each element that a lane loads as an operand, and for
-    each score. The overheads are registers beside the sums: operands, addresses, the softmax's state. There
-    may be tables of powers of 2 in shared memory. Whether the forward's copies cost nothing, since the
-    products beside them take much longer.
+    Bytes of an element and of a sum; clocks of a product, in those of 16-bit types; how deep a step of one
+    is; and instructions beside the products, in the time of a float32 addition: for each element that a lane
+    loads as an operand, and for each score. The overheads are registers beside the sums: operands, addresses,
+    the softmax's state. There may be tables of powers of 2 in shared memory. Whether the forward's copies
+    cost nothing, since the products beside them take much longer.
     """
 
     item_bytes: int

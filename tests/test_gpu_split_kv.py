@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
-from feature_cases import draw_case, hide_nan
+from feature_cases import draw_case, hide_nan, in_pages
+from float8 import assert_float8, random_descales
 from test_gpu import cupy
 from test_gpu_features import on_gpu, results_of, tensors, written
 from tolerance import assert_attention
 
 import cufa
+from cufa.problem import FLOAT8
 
 __all__ = ["cupy"]  # a fixture
 
@@ -120,6 +122,38 @@ def test_caches_of_many_lengths(cupy, rng, batch):
     first = cufa.attention(q, k, v, **forward)
     for _ in range(50):
         assert (cufa.attention(q, k, v, **forward).view("u2") == first.view("u2")).all()
+
+
+@pytest.mark.parametrize("place", range(len(SHAPES)))
+def test_8_bits(cupy, rng, place):
+    shape, features = SHAPES[place], FEATURES[place]
+    case = draw(rng, shape, features, FLOAT8)
+    problem, sequences = case.problem, len(case.problem.q)
+    if "packed" in features:
+        sequences = len(case.arrays["cu_seqlens_q"]) - 1
+    descales = random_descales(rng, sequences, shape[3])
+    side = {name: cupy.asarray(array) for name, array in (case.arrays | descales).items()}
+    arrays = [cupy.asarray(x.view(np.uint8)).view(x.dtype) for x in (problem.q, problem.k, problem.v)]
+    for tiles in (None, {"splits": 5}, {"shares": 37}):
+        out, lse = cufa.attention(
+            *arrays, return_lse=True, kernel=KERNEL, tiles=tiles, **case.numbers, **side
+        )
+        with np.errstate(invalid="ignore"):
+            assert_float8(out.get(), lse.get(), problem, descales, **case.forward)
+
+
+def test_8_bits_in_pages(cupy, rng):
+    """What is chosen for decoding with a cache, some of whose pages two sequences have."""
+    case = draw(rng, (1, 3000, 16, 2, 128, 128), ("causal",), FLOAT8)
+    case = in_pages(rng, case, 16)
+    case.arrays["seqused_k"] = np.array([2999, 40], np.int32)
+    case.arrays["block_table"][1, :2] = case.arrays["block_table"][0, :2]
+    problem, descales = case.problem, random_descales(rng, 2, 2)
+    side = {name: cupy.asarray(array) for name, array in (case.arrays | descales).items()}
+    arrays = [cupy.asarray(x.view(np.uint8)).view(x.dtype) for x in (problem.q, problem.k, problem.v)]
+    assert cufa.plan(*arrays, **case.numbers, **side).kernel == KERNEL
+    out, lse = cufa.attention(*arrays, return_lse=True, **case.numbers, **side)
+    assert_float8(out.get(), lse.get(), problem, descales, **case.forward)
 
 
 def test_workspace_and_graph(cupy, rng):

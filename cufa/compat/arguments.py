@@ -12,7 +12,7 @@ import numpy as np
 from cufa.api import attention
 from cufa.arguments import Options, make_problem
 from cufa.messages import kind_of
-from cufa.problem import FLOAT8, dtype_of
+from cufa.problem import FLOAT8, INPUT_DTYPES, dtype_of
 
 # What PyTorch and JAX call cufa's arguments.
 TENSORS = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
@@ -85,7 +85,7 @@ def check_values(value: Any, key: Any) -> None:
 
 def as_bytes(array: Any) -> Any:
     """An array of 8-bit floats as uint8, any other as it is: not all libraries can write the former."""
-    if str(array.dtype).rpartition(".")[2] != FLOAT8:
+    if dtype_of(array) != INPUT_DTYPES[FLOAT8]:
         return array
     return array.view(namespace_of(array).uint8)
 

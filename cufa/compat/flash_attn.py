@@ -312,7 +312,8 @@ def flash_attn_with_kvcache(
     elif held is not None:
         check_int32("cache_seqlens", held, (batch,))
     check_flags(causal=causal, rotary_interleaved=rotary_interleaved)
-    side = given(block_table=block_table, alibi_slopes=alibi_slopes)
+    descales = given(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    side = given(block_table=block_table, alibi_slopes=alibi_slopes, **descales)
     check_arrays(**side)
     options = Options(causal, check_window(window_size, "window_size"))
     check_call(names, options, q=q, k=k_cache, v=v_cache, **side)
@@ -344,9 +345,7 @@ def flash_attn_with_kvcache(
         softmax_scale=softmax_scale,
         softcap=softcap,
         alibi_slopes=alibi_slopes,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
+        **descales,
         return_lse=return_softmax_lse,
     )
 

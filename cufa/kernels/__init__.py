@@ -33,8 +33,7 @@ class Kernel:
     `entries` are the `extern "C"` functions of its file in the order in which they are launched.
     `memory` is what it needs in global memory beyond its inputs and outputs, in the sequence length N.
     `tensor_cores` says that they make its products, by mma.sync; `reads_transposed`, that keys of V may lie
-    next to each other. `features` are the names of those that it
-    supports (`cufa.problem.Features.names`).
+    next to each other. `features` are the names of those that it supports (`cufa.problem.Features.names`).
     """
 
     name: str

@@ -13,6 +13,7 @@
 template <>
 struct OperandsOf<float8_e4m3fn> : HalfOperands<float16> {
     using Half = HalfOperands<float16>;
+    using Sums = FragmentOf<float8_e4m3fn>;
 
     // 16 rows, of both mma.
     struct Left {
@@ -44,7 +45,7 @@ struct OperandsOf<float8_e4m3fn> : HalfOperands<float16> {
         }
     };
     template <int Fragments>
-    __device__ static Left left_pn(const Fragment (&p)[Fragments], int col) {
+    __device__ static Left left_pn(const Sums (&p)[Fragments], int col) {
         return {{Half::left_pn(p, col), Half::left_pn(p, col + kMmaK / 2)}};
     }
 
@@ -90,7 +91,7 @@ struct OperandsOf<float8_e4m3fn> : HalfOperands<float16> {
         }
     };
 
-    __device__ static void multiply_add(Fragment& left, Fragment& right, const Left& a,
+    __device__ static void multiply_add(Sums& left, Sums& right, const Left& a,
                                         const RightPair& b) {
 #pragma unroll
         for (int step = 0; step < 2; ++step)
@@ -100,7 +101,7 @@ struct OperandsOf<float8_e4m3fn> : HalfOperands<float16> {
     // In P V two accumulators have every second column.
     static constexpr int kRunCols = 4;
     template <int Fragments>
-    __device__ static float& in_run(Fragment (&row)[Fragments], int half, int run, int i) {
+    __device__ static float& in_run(Sums (&row)[Fragments], int half, int run, int i) {
         return row[2 * run + i % 2][2 * half + i / 2];
     }
 };

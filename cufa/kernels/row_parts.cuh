@@ -7,7 +7,7 @@
 #include "mma_tiles.cuh"
 #include "online_softmax.cuh"
 
-constexpr int kPartCols = round_up(kValueDim, kMmaK);
+constexpr int kPartCols = round_up(kValueDim, 2 * kMmaN);
 
 struct alignas(16) RowPart {
     acc_t sums[kPartCols];

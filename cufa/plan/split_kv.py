@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from cufa.device import Device
 from cufa.plan.choice import Candidates, Choice, Cost, row_tiles, sizes_of
-from cufa.plan.mma import BYTE, HALF, LINE_BYTES, MMA_M, arithmetic_of
+from cufa.plan.mma import BYTE, HALF, LINE_BYTES, MMA_M, MMA_N, arithmetic_of
 from cufa.plan.record import FIRST_OVERLAPPING, Launch, Macro, Part, Scratch, counted
 from cufa.plan.sizes import FORWARD_PARAMS_BYTES, common_macros
 from cufa.problem import FLOAT8, MAX_EXTENT, Problem, lse_shape
@@ -331,7 +331,7 @@ def _merge_overlaps(device: Device) -> bool:
 
 def _part_bytes(problem: Problem) -> int:
     """The size of row_parts.cuh's RowPart."""
-    sums = round_up(problem.value_dim, arithmetic_of(problem).depth) * problem.accumulator.itemsize
+    sums = round_up(problem.value_dim, 2 * MMA_N) * problem.accumulator.itemsize
     return round_up(sums + 2 * problem.accumulator.itemsize, PART_ALIGNMENT)
 
 
@@ -364,7 +364,7 @@ def _cost(problem: Problem, tiles: Tiles) -> Cost:
         tiles.teams * max(tiles.stages * stage_bytes, tiles.block_m * _part_bytes(problem)),
         LINE_BYTES,
     )
-    depth, columns = (round_up(dim, arithmetic.depth) for dim in (problem.head_dim, problem.value_dim))
+    depth, columns = round_up(problem.head_dim, arithmetic.depth), round_up(problem.value_dim, 2 * MMA_N)
     sums = (tiles.block_n + columns) * tiles.warp_rows // 32
     work = tiles.block_m * tiles.block_n * (depth + columns) / tiles.threads
     overhead = BYTE_OVERHEAD_REGISTERS if arithmetic is BYTE else OVERHEAD_REGISTERS

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from cufa.device import Device
 from cufa.kernels import kernel_named
-from cufa.plan import fp8, mma, split_kv, standard, tiled, wgmma, wgmma_backward
+from cufa.plan import fp8, mma, mma_backward, split_kv, standard, tiled, wgmma, wgmma_backward
 from cufa.plan.record import Launch, Macro, Part, Plan, Scratch, TensorBox
 from cufa.plan.rungs import best_kernel, best_kernel_and_why
 from cufa.problem import Problem
@@ -39,7 +39,7 @@ _PLANNERS: dict[str, Callable[[Problem, Device, Mapping[str, int]], Part]] = {
     "fwd_8_split_kv": split_kv.forward,
     "bwd_1_naive": standard.backward,
     "bwd_2_flash_v2": tiled.flash_v2_backward,
-    "bwd_3_mma": mma.backward,
+    "bwd_3_mma": mma_backward.backward,
     "bwd_4_wgmma": wgmma_backward.backward,
     "bwd_5_wgmma_wide": wgmma_backward.backward_wide,
 }

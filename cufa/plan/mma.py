@@ -1,5 +1,7 @@
 """Plans for the tensor-core kernels on mma.sync: products of 16x8 fragments, fed from shared memory.
 
+What both directions cost is here, and the forward, `fwd_5_mma`; the backward is in cufa/plan/mma_backward.py.
+
 A warp owns some of a tile's 16-row tiles, and every fragment of K and V that it loads serves all of them:
 with two, the loads take half as long for each product. What a tile costs is counted in an SM's clocks,
 from how fast the arch's tensor cores are beside its shared memory, which no two generations agree on.
@@ -9,19 +11,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from math import ceil, prod
+from dataclasses import dataclass
+from math import ceil
+from typing import TypeVar
 
 from cufa.device import Device
-from cufa.plan.choice import Candidates, Choice, Cost, query_tiles, row_tiles, sizes_of
-from cufa.plan.gradients import gradient_launches, gradient_macros, gradient_sums, row_blocks
-from cufa.plan.head_parts import best_parts, check_parts, key_sums, round_keys, why_parts
+from cufa.plan.choice import Candidates, Choice, Cost, TileSizes, query_tiles, sizes_of
 from cufa.plan.pace import memory_time, most_keys, seen_keys
-from cufa.plan.record import Launch, Macro, Part, Scratch
+from cufa.plan.record import Launch, Macro, Part
 from cufa.plan.seen import seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
-from cufa.problem import FLOAT8, Problem, lse_shape
+from cufa.problem import FLOAT8, Problem
 from cufa.rounding import ceil_div, round_up
+
+T = TypeVar("T", bound=TileSizes)
 
 # Rows of the left operand of one mma, columns of its right one, and the depth of a step of a product.
 MMA_M, MMA_N, MMA_K = 16, 8, 16
@@ -29,8 +32,7 @@ MMA_M, MMA_N, MMA_K = 16, 8, 16
 # a row is padded that is not a power of two of these lines (MmaTile in mma_tiles.cuh).
 LINE_BYTES = 128
 ROW_PADDING_BYTES = 16
-# How many tiles of queries the backward may hold, and how many warps may share rows of keys.
-MAX_STAGES = 2
+# How many warps may share rows.
 MAX_SPLIT = 4
 
 # Multiply-adds of 16-bit types with float32 sums that an SM does in a clock by mma.sync: the data sheets'
@@ -44,8 +46,7 @@ L2_BYTES_PER_CLOCK = 32
 # Instructions of a warp that an SM issues in a clock.
 ISSUED_PER_CLOCK = 4
 # Instructions for a score of a lane.
-FORWARD_INSTRUCTIONS_PER_SCORE = 6
-BACKWARD_INSTRUCTIONS_PER_SCORE = 10
+INSTRUCTIONS_PER_SCORE = 6
 REGISTER_BYTES = 4
 # From which compute capability on warps can wait for parts of a block's work (mbarrier.try_wait).
 FIRST_HANDING_OVER = (9, 0)
@@ -191,79 +192,6 @@ class Tiles:
         return f"{self.block_m}x{self.block_n} with {self.threads} threads{split}"
 
 
-@dataclass(frozen=True)
-class BackwardTiles:
-    """The sizes that the backward is compiled for.
-
-    `stages` are how many tiles of queries it holds, one being worked on; `split` how many warps share rows
-    of keys and part their head dims; `parts` those into which the query heads of a KV head are divided among
-    blocks.
-    """
-
-    block_m: int
-    block_n: int
-    threads: int
-    stages: int
-    split: int
-    parts: int = 1
-
-    @property
-    def warps(self) -> int:
-        """Warps of a block."""
-        return self.threads // 32
-
-    @property
-    def keys(self) -> int:
-        """Keys of a tile whose rows of S^T a warp owns."""
-        return self.block_n * self.split // self.warps
-
-    @property
-    def queries(self) -> int:
-        """Queries whose columns of S^T a warp computes."""
-        return self.block_m // self.split
-
-    @property
-    def query_parts(self) -> int:
-        """How many warps part the head dims of the same rows of dQ."""
-        return self.warps // min(self.warps, self.query_rows)
-
-    @property
-    def query_rows(self) -> int:
-        """How many parts the rows of dQ come in: tiles of 16 rows, or pairs of them."""
-        tiles = self.block_m // MMA_M
-        return tiles // 2 if self.split > 1 and tiles > 1 else tiles
-
-    def padded(self, dims: int, parts: int) -> int:
-        """Head dims of which each of that many warps has whole fragments."""
-        return round_up(dims, MMA_K * parts)
-
-    def head(self, problem: Problem) -> int:
-        """Columns of the tiles of Q and K."""
-        return self.padded(problem.head_dim, max(self.split, self.query_parts))
-
-    def value(self, problem: Problem) -> int:
-        """Columns of the tiles of V and dO."""
-        return self.padded(problem.value_dim, self.split)
-
-    def misfit(self) -> str | None:
-        """None if the kernel can be compiled for these tiles, else the reason."""
-        if self.stages > MAX_STAGES or self.split > MAX_SPLIT:
-            return f"stages may be 1 to {MAX_STAGES} and split 1 to {MAX_SPLIT}"
-        if self.warps % self.split or self.block_n % (self.warps // self.split * MMA_M):
-            return f"block_n must be {MMA_M} keys for each of threads / 32 / split warps, or a multiple"
-        if self.block_m % MMA_K or self.block_m % (self.split * MMA_N):
-            return f"block_m must be a multiple of {MMA_K} and of split * {MMA_N}"
-        rows = self.query_rows
-        if max(rows, self.warps) % min(rows, self.warps):
-            return f"of the {rows} parts of rows of dQ and the {self.warps} warps one must divide the other"
-        return None
-
-    def __str__(self) -> str:
-        shape = f"{self.block_m}x{self.block_n} with {self.threads} threads"
-        parts = f", parts {self.parts}" if self.parts > 1 else ""
-        return f"{shape}, stages {self.stages}, split {self.split}{parts}"
-
-
 # By the bytes of an element: block_m, block_n, threads
 _WIDE_FORWARD_TILES = (
     Tiles(128, 64, 256),
@@ -311,64 +239,6 @@ WIDE_FORWARD_TILES = (
 )
 
 
-# By the bytes of an element: block_m, block_n, threads, stages, split
-BACKWARD_TILES = {
-    2: (
-        BackwardTiles(64, 128, 256, 2, 1),
-        BackwardTiles(64, 128, 256, 2, 2),
-        BackwardTiles(128, 128, 256, 2, 1),
-        BackwardTiles(32, 128, 128, 2, 1),
-        BackwardTiles(64, 64, 128, 1, 1),
-        BackwardTiles(32, 64, 128, 2, 1),
-        BackwardTiles(64, 64, 256, 1, 4),
-        BackwardTiles(64, 64, 256, 1, 2),
-        BackwardTiles(32, 64, 256, 2, 2),
-        BackwardTiles(32, 32, 128, 1, 2),
-        BackwardTiles(32, 16, 64, 1, 2),
-        BackwardTiles(16, 32, 64, 1, 1),
-    ),
-    4: (
-        BackwardTiles(32, 64, 128, 2, 1),
-        BackwardTiles(32, 64, 128, 1, 1),
-        BackwardTiles(64, 64, 256, 1, 2),
-        BackwardTiles(32, 64, 256, 1, 2),
-        BackwardTiles(32, 32, 128, 1, 2),
-        BackwardTiles(32, 32, 64, 1, 1),
-        BackwardTiles(32, 16, 64, 1, 2),
-        BackwardTiles(16, 32, 64, 1, 1),
-        BackwardTiles(16, 16, 32, 1, 1),
-    ),
-    8: (
-        BackwardTiles(32, 128, 256, 1, 1),
-        BackwardTiles(64, 64, 256, 1, 2),
-        BackwardTiles(32, 64, 256, 1, 2),
-        BackwardTiles(16, 64, 128, 1, 1),
-        BackwardTiles(32, 48, 192, 1, 2),
-        BackwardTiles(32, 32, 128, 1, 2),
-        BackwardTiles(32, 32, 64, 1, 1),
-        BackwardTiles(16, 32, 64, 1, 1),
-        BackwardTiles(16, 16, 32, 1, 1),
-    ),
-}
-
-# With more bytes of sums of dK and dV for a key than this, two warps that share rows have too many.
-WIDE_KEY_BYTES = 2816
-WIDE_BACKWARD_TILES = (BackwardTiles(32, 16, 128, 1, 4),)
-
-
-# Two tiles of queries, which warps hand on instead of meeting; where they can, the first choice.
-HANDED_ON_TILES = BackwardTiles(32, 128, 256, 2, 1)
-
-
-def hands_over_queries(problem: Problem, device: Device, tiles: BackwardTiles) -> bool:
-    """Whether the backward's warps hand Q, dO and dS on: as in the forward, if there are two tiles of them.
-
-    Warps that share rows exchange P and dS, and blocks that own queries have no dS to exchange: these meet.
-    """
-    apart = tiles.split == 1 and tiles.stages == MAX_STAGES and not problem.features.deterministic
-    return apart and hands_over_keys(problem, device)
-
-
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_5_mma`: one launch, a block for each tile of queries."""
     chosen = _forward_candidates(problem.kind, device).choose(problem, tiles)
@@ -380,7 +250,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     )
     return Part(
         tiles=sizes_of(sizes),
-        macros=(*_macros(problem, chosen), ("HANDS_OVER", int(hands_over_keys(problem, device)))),
+        macros=(*macros_of(problem, chosen), ("HANDS_OVER", int(hands_over_keys(problem, device)))),
         launches=tuple(launch for launch in launches if launch.grid > 0),
         scratch=seen_scratch(problem, seen),
         reasons=chosen.reasons,
@@ -415,77 +285,8 @@ def _tile_clocks(kind: Problem, tiles: Tiles) -> float:
     return _forward_cost(kind, H200, tiles).work * tiles.threads / MULTIPLY_ADDS_PER_CLOCK[9, 0]
 
 
-def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
-    """`bwd_3_mma`: a warp for each row, a block for each tile of keys, a warp for 16 rows.
-
-    If deterministic, a block for each tile of queries instead of that warp.
-    """
-    chosen = _backward_candidates(problem.kind, device).choose(problem, tiles)
-    if "parts" not in tiles:
-        parts = best_parts(problem, chosen.tiles.block_n, device.sm_count * chosen.blocks_per_sm)
-        chosen = replace(chosen, tiles=replace(chosen.tiles, parts=parts))
-    sizes, smem_bytes = chosen.tiles, chosen.cost.smem_bytes
-    check_parts(problem, sizes, sizes.parts)
-    if sizes.queries % MMA_K and problem.dtype != "float64":
-        raise ValueError(f"tiles {sizes}: block_m must be a multiple of split * {MMA_K} but for float64")
-    rows = lse_shape(problem)
-    padded_rows = _padded_rows(problem, sizes.block_m)
-    key_blocks = problem.kv_heads * row_tiles(problem, problem.seqlen_k, sizes.block_n)
-    # Those that own queries have as many as the others have keys.
-    query_blocks = problem.heads * row_tiles(problem, problem.seqlen_q, sizes.block_n)
-    strips = problem.heads * row_tiles(problem, problem.seqlen_q, MMA_M)
-    deterministic = problem.features.deterministic
-    seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
-    if deterministic:
-        seen += seen_tiles(problem, sizes.block_n, sizes.block_m)
-    launches = (
-        Launch("seen_tiles", ceil_div(seen, sizes.warps), sizes.threads),
-        Launch("row_sums", row_blocks(problem, prod(padded_rows), sizes.warps), sizes.threads),
-        Launch("key_tiles", key_blocks * sizes.parts, sizes.threads, smem_bytes),
-        round_keys(problem, sizes.parts, sizes.threads, sizes.warps),
-        Launch("query_tiles", query_blocks, sizes.threads, smem_bytes)
-        if deterministic
-        else Launch("round_queries", ceil_div(strips, sizes.warps), sizes.threads),
-        *gradient_launches(problem, sizes.threads, sizes.warps),
-    )
-    return Part(
-        tiles=sizes_of(sizes),
-        macros=(
-            *_macros(problem, chosen),
-            *gradient_macros(problem),
-            ("HANDS_OVER", int(hands_over_queries(problem, device, sizes))),
-        ),
-        launches=tuple(launch for launch in launches if launch.grid > 0),
-        scratch=(
-            *(() if deterministic else (Scratch("dQ sums", (*padded_rows, sizes.head(problem))),)),
-            *key_sums(problem, sizes.parts),
-            Scratch("LSE and D", (*rows, 2)),
-            *seen_scratch(problem, seen),
-            *gradient_sums(problem),
-        ),
-        reasons=(*chosen.reasons, *why_parts(sizes.parts)),
-    )
-
-
-@functools.lru_cache
-def _backward_candidates(kind: Problem, device: Device) -> Candidates[BackwardTiles]:
-    tiles = BACKWARD_TILES[kind.itemsize]
-    if hands_over_queries(kind, device, HANDED_ON_TILES):
-        tiles = (HANDED_ON_TILES, *tiles)
-    key_bytes = (kind.head_dim + kind.value_dim) * arithmetic_of(kind).sum_bytes
-    if key_bytes > WIDE_KEY_BYTES:
-        tiles = (*WIDE_BACKWARD_TILES, *tiles)
-    return Candidates(device, tiles, functools.partial(_backward_cost, kind, device))
-
-
-def _padded_rows(problem: Problem, block_m: int) -> tuple[int, int]:
-    """Heads, and the rows of each in whole tiles: tensor.cuh's row_tiles."""
-    if problem.features.packed:
-        return problem.heads, (problem.seqlen_q // block_m + problem.batch) * block_m
-    return problem.heads, problem.batch * round_up(problem.seqlen_q, block_m)
-
-
-def _macros(problem: Problem, chosen: Choice[Tiles] | Choice[BackwardTiles]) -> tuple[Macro, ...]:
+def macros_of(problem: Problem, chosen: Choice[T]) -> tuple[Macro, ...]:
+    """Those that the forward and the backward have in common."""
     return (
         *common_macros(problem),
         *((name.upper(), size) for name, size in sizes_of(chosen.tiles).items()),
@@ -506,12 +307,12 @@ def _forward_cost(problem: Problem, device: Device, tiles: Tiles) -> Cost:
         + arithmetic.tile_bytes(tiles.block_n, columns * tiles.split)  # V
     )
     copied = tiles.block_n * (problem.head_dim + problem.value_dim) * arithmetic.item_bytes
-    work = _Work(
+    work = Work(
         multiply_adds=tiles.rows * tiles.block_n * (depth + columns),
         # Those of Q are read anew for every tile of keys.
         loaded=tiles.rows * depth + tiles.block_n * (depth + columns),
         scores=tiles.rows * tiles.block_n,
-        instructions_per_score=FORWARD_INSTRUCTIONS_PER_SCORE,
+        instructions_per_score=INSTRUCTIONS_PER_SCORE,
         l2_bytes=0 if arithmetic.hides_copies else copied / tiles.warps,
     )
     scores, outputs = (tiles.rows * size // device.warp_size for size in (tiles.block_n, columns))
@@ -532,45 +333,8 @@ def _works_on_scores(problem: Problem) -> bool:
     return has_arrays or has_functions or features.softcap or features.alibi or features.dropout
 
 
-def _backward_cost(problem: Problem, device: Device, tiles: BackwardTiles) -> Cost:
-    arithmetic = arithmetic_of(problem)
-    head, value = tiles.head(problem), tiles.value(problem)
-    m, n = tiles.block_m, tiles.block_n
-    # With one stage P^T is where dS^T will be.
-    weights = 2 if tiles.split > 1 and tiles.stages > 1 else 1
-    smem_bytes = (
-        arithmetic.backward_table_bytes
-        + (LINE_BYTES if hands_over_queries(problem, device, tiles) else 0)
-        + arithmetic.tile_bytes(n, head)  # K
-        + arithmetic.tile_bytes(n, value)  # V
-        + tiles.stages * (arithmetic.tile_bytes(m, head) + arithmetic.tile_bytes(m, value))  # Q, dO
-        + weights * arithmetic.tile_bytes(n, m)  # dS^T, P^T
-        + round_up(2 * tiles.stages * m * arithmetic.sum_bytes, LINE_BYTES)  # LSE and D
-    )
-    keys, queries = tiles.keys, tiles.queries
-    part = (head + value) // tiles.split
-    query_rows, query_columns = m * tiles.query_parts // tiles.warps, head // tiles.query_parts
-    shared_weights = 2 * keys * m if tiles.split > 1 else 0
-    l2_bytes = m * (
-        (problem.head_dim + problem.value_dim) * arithmetic.item_bytes + head * arithmetic.sum_bytes
-    )
-    work = _Work(
-        multiply_adds=keys * queries * (head + value) + keys * m * part + query_rows * n * query_columns,
-        loaded=(keys + queries) * (head + value)  # S^T, dP^T
-        + m * part
-        + shared_weights  # dV, dK
-        + n * (query_rows + query_columns),  # dQ
-        scores=keys * queries,
-        instructions_per_score=BACKWARD_INSTRUCTIONS_PER_SCORE,
-        l2_bytes=l2_bytes / tiles.warps,
-    )
-    sums = (keys * part + 2 * keys * queries) // device.warp_size
-    registers = arithmetic.registers(sums) + arithmetic.backward_overhead
-    return Cost(smem_bytes, registers, work.in_multiply_adds(arithmetic, device))
-
-
 @dataclass(frozen=True)
-class _Work:
+class Work:
     """What a warp does for one tile of scores.
 
     Multiply-adds of the tensor cores, elements loaded as operands, scores and the instructions of a lane for

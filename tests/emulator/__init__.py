@@ -59,6 +59,7 @@ _CHECKED = (
     "-fno-sanitize-recover=all",  # what follows a report is not compiled
 )
 _FAST = ("-O1",)
+_LINK = ("-shared", "-Wl,--no-as-needed")
 
 # A block that takes so many steps, pieces of code without a jump, does so for ever: it is half a minute.
 _MAX_STEPS = 1 << 32
@@ -206,7 +207,7 @@ def _version(compiler: str) -> str:
 def _cache() -> Path:
     """The folder of what is compiled. What was not used for a day is of kernels that are no more."""
     given = os.environ.get("CUFA_EMULATOR_CACHE")
-    folder = Path(given) if given else _HERE.parents[1] / ".pytest_cache" / "emulator"
+    folder = Path(given).resolve() if given else _HERE.parents[1] / ".pytest_cache" / "emulator"
     folder.mkdir(parents=True, exist_ok=True)
     for file in folder.iterdir():
         if file.is_file() and time.time() - file.stat().st_mtime > _UNUSED_SECONDS:
@@ -239,17 +240,23 @@ def _texts(files: Iterable[Path]) -> list[tuple[str, str]]:
     return [(file.name, file.read_text(encoding="utf-8")) for file in sorted(files)]
 
 
-def _runtime() -> list[Path]:
-    """The object files of the runtime."""
-    texts = _texts((*_RUNTIME.iterdir(), _INCLUDE / "emulator.hpp"))
+def _runtime() -> Path:
+    """The runtime's object file, of all its files at once: the headers take most of the time."""
+    files = sorted(_RUNTIME.glob("*.cpp"))
 
     def compile_to(made: Path) -> None:
-        _run(_compiler(), *_RUNTIME_OPTIONS, "-c", _RUNTIME / f"{made.stem}.cpp", "-o", made)
+        main = made.with_suffix(".cpp")
+        main.write_text("".join(f'#include "{file}"\n' for file in files), encoding="utf-8")
+        _run(_compiler(), *_RUNTIME_OPTIONS, "-c", main, "-o", made)
 
-    return [
-        _cached(f"{file.stem}.o", (texts, _RUNTIME_OPTIONS), compile_to)
-        for file in sorted(_RUNTIME.glob("*.cpp"))
-    ]
+    texts = _texts((*_RUNTIME.iterdir(), _INCLUDE / "emulator.hpp"))
+    return _cached("runtime.o", (texts, _RUNTIME_OPTIONS), compile_to)
+
+
+def _libraries() -> Path:
+    """An empty library that needs those of C++: linked in their place, it spares the linker their symbols."""
+    options = *_LINK, "-pthread", "-x", "c++", os.devnull
+    return _cached("libraries.so", options, lambda made: _run(_compiler(), *options, "-o", made))
 
 
 def _build(
@@ -259,7 +266,7 @@ def _build(
     folder: Path,
     headers: Sequence[tuple[str, str]],
 ) -> Path:
-    runtime = _runtime()
+    linked = _runtime(), _libraries()
     options = (
         *_KERNEL_OPTIONS,
         *(_CHECKED if checked else _FAST),
@@ -283,9 +290,9 @@ def _build(
         calls = "\n".join(f"EMULATOR_ENTRY({entry})" for entry in entries)
         main.write_text(_MAIN.format(source=source, entries=calls), encoding="utf-8")
         _run(_compiler(), *options, *maps, "-include", _BUILTINS, "-c", main, "-o", compiled)
-        _run(_compiler(), "-shared", "-pthread", compiled, *runtime, "-o", made)
+        _run(_compiler(), *_LINK, "-nodefaultlibs", compiled, *linked, "-lgcc", "-o", made)
 
-    inputs = source, options, headers, _texts(folder.glob("*.cu*")), _texts(_INCLUDE.iterdir()), runtime
+    inputs = source, options, headers, _texts(folder.glob("*.cu*")), _texts(_INCLUDE.iterdir()), linked
     return _cached(f"{Path(source).stem}.so", inputs, compile_to)
 
 

@@ -54,10 +54,6 @@ std::string describe(const Access& other, const Access& now, const Past& past) {
            (only_fence ? " with no proxy fence between" : " with no barrier between");
 }
 
-std::uintptr_t number(const void* address) {
-    return reinterpret_cast<std::uintptr_t>(address);
-}
-
 }  // namespace
 
 Access Block::access_now(Access::Kind kind, const void* return_to) const {

@@ -23,6 +23,10 @@ T add_atomically(T* address, T value) {
     return old;
 }
 
+inline std::uintptr_t number(const void* address) {
+    return reinterpret_cast<std::uintptr_t>(address);
+}
+
 class Region {
   public:
     Region(std::string name, std::uintptr_t begin, std::size_t bytes, bool writeable)

@@ -139,10 +139,6 @@ bool same_product(const Product& a, const Product& b) {
            a.element_bytes == b.element_bytes && a.to_float == b.to_float;
 }
 
-std::uintptr_t number(const void* address) {
-    return reinterpret_cast<std::uintptr_t>(address);
-}
-
 }  // namespace
 
 bool Accumulators::untouched() const {

@@ -3,6 +3,8 @@
 #pragma once
 
 #include "bwd_4_block.cuh"
+#include "key_array_gradients.cuh"
+#include "wgmma_key_nonfinite.cuh"
 
 // Whether slopes wait for dS^T where that will be shared. Those of a soft cap alone follow from P.
 constexpr bool kSlopesWait = kSlopes && (kScoreMod || kAlibi || kBias);
@@ -286,9 +288,9 @@ struct Consumer {
     __device__ void add_to_arrays(const Scores& ds, const Walk& walk) {
         float* const sums = sums_of_arrays(params.call);
         if (walk.masked()) {
-            softmax.template add_to_arrays<true>(of_arrays, sums, ds, place_of(walk));
+            add_to_array_gradients<true>(of_arrays, sums, ds, softmax, place_of(walk));
         } else {
-            softmax.template add_to_arrays<false>(of_arrays, sums, ds, place_of(walk));
+            add_to_array_gradients<false>(of_arrays, sums, ds, softmax, place_of(walk));
         }
     }
 

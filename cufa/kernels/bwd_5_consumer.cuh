@@ -3,6 +3,7 @@
 #pragma once
 
 #include "bwd_5_block.cuh"
+#include "wgmma_key_nonfinite.cuh"
 
 using Scores = WgmmaSums<kBlockM>;
 using Weights = WgmmaOperand<kBlockM>;

@@ -2,60 +2,14 @@
 #pragma once
 
 #include "alibi_line.cuh"
-#include "array_gradients.cuh"
-#include "online_softmax.cuh"
-#include "tensor.cuh"
+#include "key_statistics.cuh"
 #include "wgmma_tiles.cuh"
-
-// Whether the rows that see a key may end before those that a tile has in memory. Beyond the last
-// row of all, the copy engine fills in zeros, of which the caller's function may make anything.
-constexpr bool kRowsEnd = kWindow || kPacked || kScoreMod;
-
-// Whether a thread has registers for S and dP of a tile at the same time.
-constexpr bool kScoresTogether = SCORES_TOGETHER;
 
 // Whether a score may change otherwise than the product times the scale: there is a slope then.
 constexpr bool kSlopes = kSoftcap || (kScoreMod && kScoreModSlopes);
 
-// Whether S begins with -LSE. Where scores are more than products and ALiBi's line, that comes in
-// only after them.
-constexpr bool kScoresBeginWithLse = !kSoftcap && !kBias && !kScoreMod;
-// Whether that line comes in with the LSE, a part of it, and the rest with the exponential.
+// Whether ALiBi's line comes in with the LSE, a part of it, and the rest with the exponential.
 constexpr bool kAlibiLine = kAlibi && kScoresBeginWithLse;
-
-// The scale of scores, but never so small that an LSE in units of products, LSE / scale, would not
-// be finite: a smaller one leaves all scores at 0 as well.
-__device__ inline float scale_of_scores(const BackwardParams& call) {
-    constexpr float kSmallest = 1e-30f;
-    return fabsf(call.softmax_scale) < kSmallest ? kSmallest : call.softmax_scale;
-}
-// What turns an LSE into the units in which it is kept: those of products or, where scores are
-// more than those, of log 2.
-__device__ inline float unit_of_lse(const BackwardParams& call) {
-    return kScoresBeginWithLse ? 1 / scale_of_scores(call) : static_cast<float>(kLog2E);
-}
-
-// What the softmax and its gradient need of each row of a tile: P = 2^(S - LSE), dS = P o (dP - D).
-// The products S and dP begin with it, which costs no addition afterwards and no wait for shared
-// memory between products. Rows that see no key, and those past the last one, begin with what makes
-// P 0.
-//
-// Those that a thread has of kEights eights of rows lie together, so that it loads them at once. In
-// long tiles, and where a thread has but one of S and dP, that is slower.
-template <int BlockM>
-struct RowStatistics {
-    static constexpr int kEights = BlockM <= kPanelCols && kScoresTogether ? 2 : 1;
-
-    __device__ static int place(int row) {
-        if constexpr (kEights == 1) return row;
-        const int eight = row / 8, of_thread = row % 8 / 2 * kEights + eight % kEights;
-        return eight / kEights * kEights * 8 + of_thread * 2 + row % 2;
-    }
-
-    alignas(16) float minus_lse[BlockM];
-    float minus_d[BlockM];
-    alignas(16) bool nonfinite;  // whether there is NaN or infinity in the rows of Q or dO
-};
 
 // What the caller's function is told of a tile of queries.
 struct TilePlace {
@@ -231,72 +185,19 @@ struct KeySoftmax {
         }
     }
 
-    // Adds to the gradients of arrays what a tile's scores have for those elements that they read,
-    // whose slopes must be the same for all scores.
-    template <bool Masked>
-    __device__ void add_to_arrays(PendingSums<2, false>& of_arrays, float* sums,
-                                  const WgmmaSums<BlockM>& ds, const TilePlace& place) const {
-#pragma unroll
-        for (int at = 0; at < BlockM / 2; ++at) {
-            const int e = at / 2 % 2, half = 1 - at % 2, i = at / 4 * 4 + 2 * half + e;
-            if (Masked && !sees(i, place)) continue;
-            ElementSlopes slopes;
-            element_slopes(place.features, 0, place.batch, place.head,
-                           place.first_row + query + at / 4 * 8 + e, key[half], slopes);
-            of_arrays.add(sums, e, half, slopes, ds[i]);
-        }
-        if constexpr (any_of_query()) add_to_elements_of_queries<Masked>(sums, ds, place);
-    }
-
     // Whether a row sees one of the thread's two keys, which the caller's function may hide.
     __device__ bool sees(const TilePlace& place, int row, int half) const {
         return sees(row, half) &&
                mod_sees(place.features, place.batch, place.head, min(row, last_row), key[half]);
     }
 
-  private:
-    // The same for those that change with the query alone: first over a thread's two keys, then
-    // over the eight lanes that have the same two queries.
-    template <bool Masked>
-    __device__ void add_to_elements_of_queries(float* sums, const WgmmaSums<BlockM>& ds,
-                                               const TilePlace& place) const {
-#pragma unroll
-        for (int eight = 0; eight < BlockM / 8; ++eight) {
-            float gradients[2][kElements] = {};
-            int places[2][kElements];
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int row = place.first_row + query + eight * 8 + e;
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int i = eight * 4 + 2 * half + e;
-                    ElementSlopes slopes;
-                    element_slopes(place.features, 0, place.batch, place.head, min(row, last_row),
-                                   key[half], slopes);
-                    const bool seen = !Masked || sees(i, place);
-#pragma unroll
-                    for (int at = 0; at < kElements; ++at) {
-                        places[e][at] = slopes[at].place;
-                        if (seen) gradients[e][at] += ds[i] * slopes[at].slope;
-                    }
-                }
-            }
-#pragma unroll
-            for (int at = 0; at < kElements; ++at) {
-                if (!is_of_query(at)) continue;
-                // Half of these lanes go on with one query, half with the other.
-                const bool second = threadIdx.x & 4;
-                float sum = second ? gradients[1][at] : gradients[0][at];
-                const float other = second ? gradients[0][at] : gradients[1][at];
-                sum += __shfl_xor_sync(0xffffffffu, other, 4);
-                sum += __shfl_xor_sync(0xffffffffu, sum, 8);
-                sum += __shfl_xor_sync(0xffffffffu, sum, 16);
-                if (threadIdx.x % 32 < 8 && sum != 0)
-                    atomicAdd(sums + (second ? places[1][at] : places[0][at]), sum);
-            }
-        }
+    // Whether element i of a thread's scores is of a row that sees its key.
+    __device__ bool sees(int i, const TilePlace& place) const {
+        if constexpr (kMaskMod) return seen[i / 32] >> i % 32 & 1;
+        return sees(place.first_row + query + i / 4 * 8 + i % 2, i % 4 / 2);
     }
 
+  private:
     __device__ bool sees(int row, int half) const {
         return row >= first_row[half] && (!kRowsEnd || row < rows_end[half]);
     }
@@ -383,11 +284,6 @@ struct KeySoftmax {
         const float* const own = values + i / kEights * kEights * 8 + query * kEights;
         return *reinterpret_cast<const Pack<float, 2>*>(own + i % kEights * 2);
     }
-    // Whether element i of a thread's scores is of a row that sees its key.
-    __device__ bool sees(int i, const TilePlace& place) const {
-        if constexpr (kMaskMod) return seen[i / 32] >> i % 32 & 1;
-        return sees(place.first_row + query + i / 4 * 8 + i % 2, i % 4 / 2);
-    }
     // Whether element 4i + e of a thread's scores is of a row that sees its key.
     __device__ bool sees(int i, int e, int tile) const {
         if constexpr (kMaskMod) return seen[i / 8] >> (i * 4 + e) % 32 & 1;
@@ -395,35 +291,3 @@ struct KeySoftmax {
         return row >= first_row[e / 2] - first && (!kRowsEnd || row < rows_end[e / 2] - first);
     }
 };
-
-// Query heads of those that share keys.
-struct HeadRange {
-    int begin, end;
-};
-
-// Adds NaN and infinity in dO to the gradients of the values that those rows see, for a warpgroup's
-// 64 keys and the tiles of rows that do not all see all of the block's: 0 times it must not reach
-// the other keys, so it was taken out of the products' operands. It is looked for anew, since
-// nothing need be remembered.
-template <int Cols, int BlockM, class Tiles>
-__device__ inline void add_nonfinite(WgmmaSums<Cols>& dv, const BackwardParams& call,
-                                     const Sequence& sequence, HeadRange heads, const Tiles& tiles,
-                                     const KeySoftmax<BlockM>& softmax, int first_col) {
-#pragma unroll 1
-    for (int head = heads.begin; head < heads.end; ++head) {
-        const auto dout = sequence.queries<const scalar_t>(call.dout, head);
-        const int end_row = min(tiles.end * BlockM, sequence.seqlen_q);
-        const TilePlace place = {call.features, sequence.batch, head, 0};
-#pragma unroll 1
-        for (int row = tiles.begin * BlockM; row < end_row; ++row) {
-            if (!kMaskMod && !tiles.masked(row / BlockM)) continue;
-#pragma unroll
-            for (int i = 0; i < Cols / 2; ++i) {
-                const int col = first_col + i / 4 * 8 + softmax.query + i % 2;
-                if (!softmax.sees(place, row, i / 2 % 2) || col >= kValueDim) continue;
-                const scalar_t value = dout.row(row)[col];
-                if (!is_finite(value)) dv[i] += to_acc(value);
-            }
-        }
-    }
-}

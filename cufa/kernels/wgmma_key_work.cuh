@@ -3,7 +3,7 @@
 // joins that of others.
 #pragma once
 
-#include "key_softmax.cuh"
+#include "key_statistics.cuh"
 #include "key_sums.cuh"
 #include "mask.cuh"
 #include "schedule.cuh"
@@ -32,6 +32,11 @@ static_assert(!kMaskMod || kAdding == kAsTheyCome,
               "nobody would count those that leave out a tile");
 // Whether blocks wait for others.
 constexpr bool kTurns = kAdding == kAfterFirst || kAdding == kInOrder;
+
+// Query heads of those that share keys.
+struct HeadRange {
+    int begin, end;
+};
 
 // A tile of keys and the part of the query heads for which a block works on it; batch -1: there is
 // none left.

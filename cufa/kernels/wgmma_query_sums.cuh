@@ -2,7 +2,8 @@
 // before and after the products' that prepare them and round them.
 #pragma once
 
-#include "key_softmax.cuh"
+#include "array_gradients.cuh"
+#include "key_statistics.cuh"
 #include "sink_gradient.cuh"
 #include "wgmma_key_sums.cuh"
 

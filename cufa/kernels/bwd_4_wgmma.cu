@@ -1,4 +1,4 @@
-// bwd_4_wgmma: FlashAttention-3's backward (Shah et al. 2024, section 3) on Hopper.
+// bwd_4_wgmma: FlashAttention-3's backward (Shah et al. 2024, Algorithm 3) on Hopper.
 //
 // Change from bwd_3_mma: a warp that does nothing but copy, by the copy engine, and two warpgroups
 // that compute, by wgmma, each for 64 keys. S^T and dP^T are products of shared memory; P^T and

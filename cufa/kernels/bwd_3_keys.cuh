@@ -208,9 +208,11 @@ struct KeyGradients {
         const QueryPlace to;
         if constexpr (kInSlices) {
             // Beside wide heads and all of dS^T there are registers for one slice at a time, unless
-            // a slice is one step; float64 spills anyway.
+            // a slice is one step, and then of 16-bit types for four; float64 spills anyway.
             constexpr bool kOneSlice = sizeof(scalar_t) != 8 && kHead > 128 && kBlockN > kMmaK;
-            constexpr int kSlicesAtOnce = kOneSlice ? 1 : kQueryCols / kSliceCols;
+            constexpr int kSlices = kQueryCols / kSliceCols;
+            constexpr int kManySlices = sizeof(scalar_t) == 2 ? min_of(kSlices, 4) : kSlices;
+            constexpr int kSlicesAtOnce = kOneSlice ? 1 : kManySlices;
             const LeftStrip<kQueryTiles, kBlockN> ds(smem.ds(), to.first_row);
 #pragma unroll(kSlicesAtOnce)
             for (int col = 0; col < kQueryCols; col += kSliceCols) {

@@ -6,6 +6,7 @@ arrays -> known (Problem, layout, results) -> executable (Plan, loaded kernels) 
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -37,6 +38,7 @@ from cufa.tensor_layout import (
     Layout,
     Region,
     Storage,
+    alignment,
     check_apart,
     is_contiguous,
     layout_of,
@@ -76,7 +78,8 @@ class Known:
 
     `outputs` are the names of those arrays that are to be written into. `layout` is that of the tensors;
     `axes` are where they have batch, seqlen and heads. `results` are the shapes and dtypes of what can be
-    written. `copied` are the arrays that kernels cannot read as they lie.
+    written. `copied` are the arrays that kernels cannot read as they lie; `beside` are those that are not the
+    layout's, each with the size of its elements and the bits of its strides in bytes.
     """
 
     problem: Problem
@@ -87,6 +90,7 @@ class Known:
     axes: Axes
     results: Mapping[str, tuple[Shape, np.dtype[Any]]]
     copied: tuple[str, ...]
+    beside: tuple[tuple[str, int, int], ...]
 
 
 class Call:
@@ -210,9 +214,10 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: Asked) -
     names = TENSORS[direction]
     axes_of = tuple(key_axes if name in _KEY_TENSORS else axes for name in names)
     layout = layout_of(tuple(storage[name] for name in names), itemsizes, axes_of)
-    beside = (
+    beside = [each for each in tensors if each[0] not in names]
+    scattered = (
         name
-        for name, shape, strides, dtype in tensors
+        for name, shape, strides, dtype in beside
         if name in _BESIDE_TENSORS and not _is_read_as_it_lies(name, shape, strides, dtype.itemsize)
     )
     return Known(
@@ -223,7 +228,11 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: Asked) -
         layout=layout,
         axes=axes,
         results=results,
-        copied=(*[names[place] for place in layout.scattered], *beside),
+        copied=(*[names[place] for place in layout.scattered], *scattered),
+        beside=tuple(
+            (name, dtype.itemsize, functools.reduce(operator.or_, strides, 0))
+            for name, _, strides, dtype in beside
+        ),
     )
 
 
@@ -259,6 +268,9 @@ def run_on_gpu(
     device_id = sys.modules["cupy"].cuda.runtime.getDevice()
     environment_arch = os.environ.get("CUFA_ARCH")
     align_bytes = layout.alignment(given)
+    for name, itemsize, bits in known.beside:
+        if (addresses[name] | bits) % itemsize:
+            raise _misaligned(name, alignment(addresses[name] | bits), f"{itemsize}-byte elements", itemsize)
     run, pack = _executable(known, layout, align_bytes, rung, environment_arch, device_id)
     call.allocate()
     if known.copied:
@@ -299,6 +311,13 @@ def write_probabilities(
         probabilities.write(q, k, call.tensors["lse"], call.tensors["probs"], **options)
 
 
+def _misaligned(array: str, align_bytes: int, elements: str, needed: int) -> ValueError:
+    return ValueError(
+        f"{array} has an address or a stride that is a multiple of {align_bytes} bytes only; {elements} need "
+        f"{needed}"
+    )
+
+
 @functools.lru_cache(maxsize=4096)
 def _executable(
     known: Known,
@@ -310,11 +329,9 @@ def _executable(
 ) -> tuple[launch.Executable, Callable[..., bytes]]:
     """What runs calls that are alike, and what packs their tensors."""
     problem = known.problem
-    if align_bytes < problem.output.itemsize:
-        raise ValueError(
-            f"an array of {', '.join(TENSORS[problem.direction])} has an address or a stride that is a "
-            f"multiple of {align_bytes} bytes only; {problem.output} needs {problem.output.itemsize}"
-        )
+    if align_bytes < problem.itemsize:
+        one_of_them = f"an array of {', '.join(TENSORS[problem.direction])}"
+        raise _misaligned(one_of_them, align_bytes, problem.dtype, problem.itemsize)
     placed = replace(problem, align_bytes=align_bytes, ascending=layout.ascending)
     executable = _loaded(placed, rung, environment_arch, device_id)
     return executable, executable.packer(layout)

@@ -518,3 +518,16 @@ def test_stored_layouts_reach_the_gpu_as_they_are(cupy, rng):
         on_device = to_gpu(view)
         assert on_device.strides == view.strides
         np.testing.assert_array_equal(on_device.get(), values)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "strides"), [("bias", (5, 9), (38, 4)), ("lse", (2, 2, 5), (50, 22, 4))]
+)
+def test_an_array_that_lies_askew_is_named(cupy, rng, name, shape, strides):
+    q, k, v, _ = on_gpu(draw(rng, "float32", (5, 9, 2, 2, 8, 8)))
+    memory = cupy.zeros(1000, np.uint8)
+    for offset, lie, multiple in ((1, None, 1), (0, strides, 2)):
+        askew = cupy.ndarray(shape, np.float32, memory.data + offset, lie)
+        message = f"{name} has an address or a stride that is a multiple of {multiple} bytes only; 4-byte"
+        with pytest.raises(ValueError, match=f"^{message}"):
+            cufa.attention(q, k, v, **{name: askew})

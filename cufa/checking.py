@@ -238,10 +238,12 @@ def as_multiplied(
     table = others.get("block_table") if any(by is not None for by in descales[1:]) else None
     if table is not None:
         # What a page is multiplied with is a sequence's own, and others may have the page, too.
-        k, v = (x[table.clip(0, len(x) - 1)].reshape(table.shape[0], -1, *x.shape[2:]) for x in (k, v))
+        (batch, pages), page_size = table.shape, k.shape[1]
+        shape = batch, pages * page_size
+        k, v = (x[table.clip(0, len(x) - 1)].reshape(*shape, *x.shape[2:]) for x in (k, v))
     q, k, v = (_descaled(x, by, kv_heads, at) for x, by, at in zip((q, k, v), descales, ends, strict=True))
     if table is not None:
-        k, v = (x.reshape(table.size, -1, *x.shape[2:]) for x in (k, v))
+        k, v = (x.reshape(table.size, page_size, *x.shape[2:]) for x in (k, v))
         others["block_table"] = np.arange(table.size, dtype=table.dtype).reshape(table.shape)
     return (q, k, v), others
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
+from feature_cases import draw_case
 from float8 import assert_float8, random_descales, transposed, with_values_transposed
 from tolerance import random_problem
 
@@ -250,6 +251,17 @@ def test_descales_of_keys_in_pages(rng, arrays):
     k, v = (x[table].reshape(2, 60, *x.shape[2:]) for x in pages)
     expected, _ = cufa.attention(arrays.q, k, v, **options)
     np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("sizes", [{"heads": 0, "kv_heads": 0}, {"batch": 0}])
+def test_descales_of_no_keys_in_pages(rng, sizes):
+    case = draw_case(rng, FLOAT8, {"block_table"}, seqlen_q=5, seqlen_k=9, **sizes)
+    problem = case.problem
+    batch = len(case.arrays["block_table"])
+    descales = {"k_descale": np.ones((batch, problem.k.shape[2]), np.float32)}
+    inputs = problem.q, problem.k, problem.v
+    out, lse = cufa.attention(*inputs, **case.forward, **descales, return_lse=True, backend="numpy")
+    assert_float8(out, lse, problem, descales, **case.forward)
 
 
 # ---- few queries ----

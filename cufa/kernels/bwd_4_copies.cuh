@@ -66,9 +66,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
     const auto take = [&] {
         const TileCounter counter{QueryWorkspace(params.call).taken, Keys::count(sizes)};
         const unsigned int index = kTurns ? counter.any() : counter.next();
-        // A shuffle tells the compiler that it is uniform, and so what is computed from it: copies
-        // would take turns with each of their operands otherwise.
-        return Keys::at(__shfl_sync(1u, index, 0), params.call);
+        return Keys::at(uniform<1>(index), params.call);
     };
     RingPosition<kKeyStages> keys_to;
     RingPosition<kStages> to;

@@ -177,11 +177,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::let_next_launch_begin();
     ptx::wait_for_launch_before();
 
-    // A shuffle tells the compiler that all lanes of a warp have the same.
-    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
+    const int warpgroup = uniform(threadIdx.x / kWarpgroup);
     if (warpgroup == 0) {
         ptx::registers_decrease<kProducerRegisters>();
-        const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+        const int warp = uniform(threadIdx.x / 32);
         if (warp == 0) {
             if (threadIdx.x == 0) produce(smem, params);
         } else if (kOutboxes) {

@@ -113,8 +113,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     __syncthreads();
     if constexpr (kSeenBits) ptx::wait_for_launch_before();
 
-    // The same for a warp in the compiler's eyes too: what depends on it goes to uniform registers.
-    const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroup, 0);
+    const int warpgroup = uniform(threadIdx.x / kWarpgroup);
     if (warpgroup == 0) {
         ptx::registers_decrease<kProducerRegisters>();
         const int inspector = static_cast<int>(threadIdx.x) / 32 - 1;

@@ -107,9 +107,8 @@ struct ForwardConsumer : ForwardScores<Self, Smem, Params> {
     // of the last.
     __device__ RowPair attend_to_all(Output& o, Weights& p, Scores& s, const WorkTile& work,
                                      KeyRange keys) {
-        // It is the same in all lanes, which the compiler cannot see, and would have addresses in
-        // the loops below in lanes' registers.
-        if (kQueryStages > 1) q_at.stage = __shfl_sync(0xffffffffu, q_at.stage, 0);
+        // Or addresses in the loops below would be in lanes' registers.
+        if (kQueryStages > 1) q_at.stage = uniform(q_at.stage);
         if constexpr (kMaskMod) return attend_to_seen(o, p, s, work);
         int tile = keys.end - 1;
         const auto last = [&] { return tile == keys.begin; };

@@ -139,9 +139,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
     RingPosition<kQueryStages> q_at;
     RingPosition<kStages> at;  // a tile of keys and its values have the same place
 
-    // A shuffle tells the compiler that the index is uniform, and so what is computed from it:
-    // copies would take turns with each of their operands otherwise.
-    const auto uniform = [](int index) { return __shfl_sync(kPaged ? 0xffffffffu : 1u, index, 0); };
+    constexpr unsigned int kLanes = kPaged ? 0xffffffffu : 1;  // that produce
     const auto ask = [&] { return !kPaged || threadIdx.x == 0 ? counter.next() : 0; };
 
     unsigned int index = blockIdx.x;
@@ -150,14 +148,14 @@ __device__ inline void produce(Smem& smem, const Params& params) {
         if (!work.exists()) break;
         const Sequence sequence = work.sequence(params.call);
         if (kPacked && work.first_row >= sequence.seqlen_q) {
-            index = uniform(ask());
+            index = uniform<kLanes>(ask());
             continue;
         }
         const KeyRange keys = key_tiles_of(params.call, work);
         if (kMaskMod && !keys.none()) {
             int asked;
             send_seen(smem, params, q_at, at, work, keys, [&] { asked = ask(); });
-            index = uniform(asked);
+            index = uniform<kLanes>(asked);
             continue;
         }
         const int first_key = sequence.first_k;
@@ -189,7 +187,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
         send_down_to(keys.begin + kAskAhead);
         const int asked = ask();  // the answer comes while the others are sent
         send_down_to(keys.begin);
-        index = uniform(asked);
+        index = uniform<kLanes>(asked);
     }
     send_queries(smem, params, q_at, WorkTile::none());
 }

@@ -9,6 +9,14 @@
 #include "tensor.cuh"
 
 constexpr int kWarpgroup = 128;
+// What is the same in all of these lanes of a warp, in the compiler's eyes, too: it and what
+// follows from it are in uniform registers then, and instructions that need them there are not
+// issued for one lane after the other.
+template <unsigned int Lanes = 0xffffffffu>
+__device__ inline int uniform(int value) {
+    return __shfl_sync(Lanes, value, 0);
+}
+
 // The shape of one wgmma: 64 rows, and a depth of 32 bytes.
 constexpr int kWgmmaM = 64;
 template <class T>

@@ -16,6 +16,7 @@ from cufa.rounding import round_up
 
 pytestmark = pytest.mark.gpu
 
+KERNEL = "fwd_7_fp8"
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 FEATURES = ("causal", "window", "softcap", "sink", "seqused_k", "packed", "block_table")
 
@@ -49,7 +50,9 @@ def run(cupy, problem, descales=None, out=None, tiles=None, **options):
     """Out and LSE, held to the rule."""
     tensors = [on_gpu(cupy, array) for array in (problem.q, problem.k, problem.v)]
     on_device = {name: cupy.asarray(array) for name, array in (descales or {}).items()}
-    out, lse = cufa.attention(*tensors, return_lse=True, out=out, tiles=tiles, **on_device, **options)
+    out, lse = cufa.attention(
+        *tensors, return_lse=True, out=out, tiles=tiles, kernel=KERNEL, **on_device, **options
+    )
     assert_float8(out.get(), lse.get(), problem, descales, **options)
     return out, lse
 
@@ -66,6 +69,14 @@ def test_descales_of_packed_sequences(cupy, rng):
         case = draw_case(rng, FLOAT8, {"packed", *causal}, seqlen_q=500, seqlen_k=600, head_dim=128)
         descales = random_descales(rng, len(case.arrays["cu_seqlens_q"]) - 1, case.problem.k.shape[1])
         run(cupy, case.problem, case.arrays | descales, **case.numbers)
+
+
+def test_descales_of_keys_in_pages(cupy, rng):
+    sizes = {"seqlen_q": 300, "seqlen_k": 600, "head_dim": 128}
+    case = draw_case(rng, FLOAT8, {"block_table", "causal"}, page_sizes=HOPPER_PAGE_SIZES, **sizes)
+    kv_heads = case.problem.k.shape[2]
+    descales = random_descales(rng, len(case.problem.q), kv_heads)
+    run(cupy, case.problem, case.arrays | descales, **case.numbers)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -117,8 +128,8 @@ def test_strides_and_numpy(cupy, rng):
     ]
     on_device = {name: cupy.asarray(array) for name, array in descales.items()}
     bits = expected.view(np.uint16)
-    assert (cufa.attention(*scattered, **on_device).view(np.uint16) == bits).all()
-    host = cufa.attention(problem.q, problem.k, problem.v, backend="cuda", **descales)
+    assert (cufa.attention(*scattered, kernel=KERNEL, **on_device).view(np.uint16) == bits).all()
+    host = cufa.attention(problem.q, problem.k, problem.v, backend="cuda", kernel=KERNEL, **descales)
     np.testing.assert_array_equal(host.view(np.uint16), bits.get())
 
 
@@ -129,7 +140,7 @@ def test_torch_tensors(cupy, rng):
         torch.from_numpy(x.view(np.uint8)).cuda().view(torch.float8_e4m3fn)
         for x in (problem.q, problem.k, problem.v)
     ]
-    out = cufa.attention(*tensors)
+    out = cufa.attention(*tensors, kernel=KERNEL)
     expected, _ = run(cupy, problem)
     assert out.dtype == torch.bfloat16
     np.testing.assert_array_equal(out.view(torch.int16).cpu().numpy(), expected.view(np.int16).get())
@@ -155,9 +166,9 @@ def test_nan_in_transposed_values_reaches_those_who_see_it(cupy, rng):
 
 def test_the_same_bits_in_every_run(cupy, rng):
     tensors = [on_gpu(cupy, rng.standard_normal((2, 2100, 8, 128)).astype(E4M3)) for _ in range(3)]
-    first = cufa.attention(*tensors, causal=True).view(np.uint16)
+    first = cufa.attention(*tensors, causal=True, kernel=KERNEL).view(np.uint16)
     for _ in range(200):
-        assert (cufa.attention(*tensors, causal=True).view(np.uint16) == first).all()
+        assert (cufa.attention(*tensors, causal=True, kernel=KERNEL).view(np.uint16) == first).all()
 
 
 @pytest.mark.parametrize("hidden", [False, True], ids=["clean", "NaN in the unseen"])
@@ -190,6 +201,6 @@ def check_features(cupy, request, features, hidden, lie_transposed=False):
     problem = with_values_transposed(case.problem) if lie_transposed else case.problem
     tensors = [on_gpu(cupy, array) for array in (problem.q, problem.k, problem.v)]
     side = {name: cupy.asarray(array) for name, array in case.arrays.items()}
-    out, lse = cufa.attention(*tensors, return_lse=True, **case.numbers, **side)
+    out, lse = cufa.attention(*tensors, return_lse=True, kernel=KERNEL, **case.numbers, **side)
     with np.errstate(invalid="ignore"):
         assert_float8(out.get(), lse.get(), problem, **case.forward)

@@ -181,14 +181,14 @@ def arrays_of(direction: str, call: Call) -> list[Any]:
     return [array for each in results for array in (each if isinstance(each, tuple) else (each,))]
 
 
-def check_alike(name: str, array: Any, other: str, expected: Any) -> None:
+def check_alike(name: str, array: Any, other: str, expected: Any, max_error: float = MAX_ERROR) -> None:
     """That two libraries' arrays are the same but for rounding."""
     ours, theirs = (
         (x.detach() if isinstance(x, torch.Tensor) else torch.from_dlpack(x)).float()
         for x in (array, expected)
     )
     error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
-    assert error < MAX_ERROR, f"{name} and {other} differ by {error:.3f} of the largest value"
+    assert error < max_error, f"{name} and {other} differ by {error:.3f} of the largest value"
 
 
 def times_of(calls: dict[str, Call], rounds: int, flush: Callable[[int], object]) -> dict[str, float]:

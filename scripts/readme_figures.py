@@ -400,7 +400,7 @@ def beside(name: str, other: str, points: Sequence[Row]) -> str:
 def decode(record: Row) -> str:
     """How long one query takes with many keys, beside other libraries."""
     points = record["points"]
-    peers, in_pages = others_of(points, "peers"), others_of(points, "pages")
+    peers, in_pages, in_bytes = (others_of(points, kind) for kind in ("peers", "in pages", "in 8 bits"))
     lines = []
     for point in points:
         heads = f"{point['heads']}/{point['kv_heads']}"
@@ -410,17 +410,19 @@ def decode(record: Row) -> str:
                 f"{point['batch']} x {point['seqlen_k']:,}, {heads} heads of {point['head_dim']}",
                 duration(seconds["cufa"]),
                 f"{point['bytes'] / seconds['cufa'] / 1e12:.2f}",
-                *(times_as_fast(point, name) for name in (*peers, *in_pages)),
+                *(times_as_fast(point, name) for name in (*peers, *in_pages, *in_bytes)),
             )
         )
-    header = ("batch x keys", "time", "TB/s", *(f"x {name}" for name in peers), *in_pages)
+    header = ("batch x keys", "time", "TB/s", *(f"x {name}" for name in peers), *in_pages, *in_bytes)
     means = " and ".join(f"{mean_speedup(name, points):.2f} times as fast as {name}" for name in peers)
     slower = ", ".join(f"{mean_speedup(name, points):.2f} times as long {name}" for name in in_pages)
     paged = f" A call takes {slower}, which are shuffled." if in_pages else ""
+    halved = "".join(f" It takes {mean_speedup(name, points):.2f} times as long {name}." for name in in_bytes)
     caption = (
-        f"One query for each head, in bfloat16; TB/s of K and V. In the mean, cufa is {means}.{paged} On an "
-        f"{record['gpu']}, driver {record['driver']}, PyTorch {record['torch']}, cuDNN {record['cudnn']}, "
-        f"{record['date']}, by `scripts/bench_decode.py` ([decode.json](decode.json))."
+        f"One query for each head, in bfloat16; TB/s of K and V. In the mean, cufa is {means}.{paged}"
+        f"{halved} On an {record['gpu']}, driver {record['driver']}, PyTorch {record['torch']}, "
+        f"cuDNN {record['cudnn']}, {record['date']}, by `scripts/bench_decode.py` "
+        "([decode.json](decode.json))."
     )
     return f"{table(header, lines)}\n\n{caption}"
 
@@ -467,9 +469,11 @@ def over_flashinfer(points: Sequence[Row]) -> list[float]:
 
 
 def others_of(points: Sequence[Row], kind: str) -> list[str]:
-    """What is timed beside cufa with its keys in one piece: peers, or cufa with keys in pages."""
+    """What is timed beside cufa with its keys in one piece: peers, or cufa "in pages" or "in 8 bits"."""
     names = [name for name in points[0]["seconds"] if name != "cufa"]
-    return [name for name in names if name.startswith("in pages") == (kind == "pages")]
+    if kind == "peers":
+        return [name for name in names if not name.startswith("in ")]
+    return [name for name in names if name.startswith(kind)]
 
 
 def mean_speedup(name: str, points: Sequence[Row]) -> float:
@@ -681,6 +685,8 @@ def summary(
     keys = [point["seqlen_k"] for point in points]
     others = others_of(points, "peers")
     decoding = " and ".join(f"{mean_speedup(name, points):.2f} times as fast as {name}" for name in others)
+    in_bytes = others_of(points, "in 8 bits")
+    halved = "".join(f"; {name} it takes {mean_speedup(name, points):.2f} times as long" for name in in_bytes)
     by_mma = " and ".join(
         f"{kernel} {mean_ratio(kernel, PEER_OF_RUNGS, rungs['points'])}"
         for kernel in ("fwd_5_mma", "bwd_3_mma")
@@ -700,7 +706,7 @@ def summary(
         f"{max(over_by_transposed):.2f} times if V is transposed, up to {fastest:.0f} TFLOP/s, and its "
         f"output at most {error:.1%} off (root mean square).",
         f"With one query and {min(keys):,} to {max(keys):,} keys, as in decoding, it is {decoding}, in the "
-        "mean.",
+        f"mean{halved}.",
         f"In a server's batches, with keys in pages and lengths of their own, it is {over_serving:.2f} times "
         "as fast as the fastest of FlashInfer's kernels, in the mean.",
         f"By `mma.sync`, which all GPUs since Turing have, {by_mma} times as fast as {PEER_OF_RUNGS}, in the "

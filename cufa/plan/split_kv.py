@@ -39,15 +39,15 @@ PART_ALIGNMENT = 16
 # tiles are there, by the rows of a warp; the second launch; and each part of a row that it merges, at least,
 # or else as many times that part's bytes. How many blocks for an SM use all of the bandwidth, and which part
 # of the time counts that some SMs have more blocks than others have. For how many rows an SM's products take
-# as long as its keys, by the rows of a warp; and how much longer those of a block take that has the SM to
-# itself than half of those of two. All of it as measured on an H200.
+# as long as its keys, by the bytes of an element and the rows of a warp; and how much longer those of a block
+# take that has the SM to itself than half of those of two. All of it as measured on an H200.
 START_BYTES = {MMA_M: 72 * 1024, 2 * MMA_M: 320 * 1024}
 MERGE_BYTES = 96 * 1024
 MERGED_PART_BYTES = 1024
 PASSES_OVER_PARTS = 4
 BLOCKS_FOR_BANDWIDTH = 0.56
 UNEVENNESS = 0.15
-ROWS_FOR_BANDWIDTH = {MMA_M: 48, 2 * MMA_M: 67}
+ROWS_FOR_BANDWIDTH = {2: {MMA_M: 48, 2 * MMA_M: 67}, 1: {MMA_M: 29, 2 * MMA_M: 30}}
 LONE_BLOCK_COST = 1.3
 # How much longer few bytes of a key take if a tile's lie in several pages. Twice as many warps hide that, and
 # the time until a block's first tiles are there is twice as long.
@@ -290,6 +290,7 @@ def _least_time(problem: Problem, tiles: Tiles, device: Device) -> tuple[float, 
     parts_of_sm = prod(lse_shape(problem)) * _part_bytes(problem) / device.sm_count
     part_bytes = max(MERGED_PART_BYTES, PASSES_OVER_PARTS * parts_of_sm)
     of_sm = row_blocks * bytes_of_row_block / device.sm_count
+    rows = ROWS_FOR_BANDWIDTH[problem.itemsize][tiles.warp_rows]
 
     def waves_of(splits: int) -> int:
         return ceil_div(row_blocks * splits, device.sm_count * blocks_per_sm)
@@ -305,7 +306,7 @@ def _least_time(problem: Problem, tiles: Tiles, device: Device) -> tuple[float, 
         read = max(of_sm * (1 + UNEVENNESS * uneven), waves * of_block * BLOCKS_FOR_BANDWIDTH)
         lone = on_busiest % 2 if blocks_per_sm > 1 else 0
         block_times = on_busiest + (LONE_BLOCK_COST - 1) * lone
-        multiply = block_times * of_block * tiles.block_m / ROWS_FOR_BANDWIDTH[tiles.warp_rows]
+        multiply = block_times * of_block * tiles.block_m / rows
         return waves * start + max(read, multiply) + merge_of(splits)
 
     rounds = ceil_div(_visible_keys(problem), tiles.block_n * tiles.teams)

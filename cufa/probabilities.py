@@ -78,9 +78,9 @@ def _tile(head: HeadRules, S: Array, lse: Array, rows: slice, columns: slice, vi
     head.cap(S)
     head.add(S, rows, columns)
     head.modify(S, rows, columns)
-    if visible is not None:
-        np.copyto(S, -np.inf, where=~visible)
     P: Array = np.exp(S - np.where(np.isneginf(lse), 0, lse))  # without an LSE all scores are -inf, too
+    if visible is not None:
+        np.copyto(P, 0, where=~visible)  # even beside a NaN
     kept = head.kept(rows, columns)
     if kept is not None:
         P *= kept * head.kept_scale

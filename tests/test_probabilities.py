@@ -77,6 +77,16 @@ def test_on_the_cpu(rng, features):
         np.testing.assert_array_equal(lse, expected[1])
 
 
+def test_keys_that_are_not_seen_have_none_beside_nan_that_is(rng):
+    problem = draw(rng, "float32", (), seqlen_q=30, seqlen_k=30).problem
+    problem.k[:, 20] = np.nan
+    *_, probs = cufa.attention(
+        problem.q, problem.k, problem.v, causal=True, return_attn_probs=True, backend="numpy"
+    )
+    assert np.isnan(probs[:, :, 20:, 20]).all()
+    assert (probs[:, :, 22, 23:] == 0).all()
+
+
 @pytest.mark.parametrize("lengths", [(300, 600), (1, 1), (0, 3), (3, 0)])
 def test_lengths(rng, lengths):
     case = draw(rng, "float32", ["causal"], *lengths)

@@ -1,0 +1,74 @@
+"""scripts/fuzz.py: some of its problems, that it finds what is wrong, and that what it prints is the case."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cufa import cpu
+from cufa.problem import MAX_ALIGN_BYTES
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import fuzz
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    for name, size in fuzz.CPU_TILES.items():
+        monkeypatch.setattr(cpu, name, size)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_some_problems(small_tiles, seed):
+    for case in fuzz.draw(np.random.default_rng(seed), "numpy"):
+        assert fuzz.outcome(case) == ("right", ""), case
+
+
+def test_cases_are_printed_as_they_are():
+    for seed in range(20):
+        for case in fuzz.draw(np.random.default_rng(seed), "numpy"):
+            assert eval(repr(case), vars(fuzz)) == case
+
+
+def test_what_is_wrong_is_found_and_made_simpler(monkeypatch):
+    right = cpu.attention
+
+    def wrong(q, k, v, out, lse, **options):
+        right(q, k, v, out, lse, **options)
+        if options.get("sink") is not None:
+            out += 1
+
+    monkeypatch.setattr(cpu, "attention", wrong)
+    case = fuzz.Case(3, features=("causal", "sink", "softcap"), heads=2, seqlen_q=9, given=True, strided=True)
+    kind, message = fuzz.outcome(case)
+    assert kind == "wrong"
+    assert message.startswith("out[")
+    assert fuzz.shrunk(case, float("inf")) == fuzz.Case(3, features=("sink",))
+
+
+def test_what_is_written_beside_results_is_found(monkeypatch):
+    def careless(q, k, v, out, lse, **options):
+        out[...] = 0
+        k[...] = 0
+
+    monkeypatch.setattr(cpu, "attention", careless)
+    kind, message = fuzz.outcome(fuzz.Case(0))
+    assert kind == "wrong"
+    assert message.startswith("k: ")
+    assert message.endswith(" bytes were written that are no result")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+@pytest.mark.parametrize("align_bytes", [8, MAX_ALIGN_BYTES])
+def test_arrays_lie_in_many_ways(dtype, align_bytes):
+    values = np.random.default_rng(0).standard_normal((3, 5, 2, 16)).astype(dtype)
+    ways = set()
+    for seed in range(50):
+        memory = fuzz.placed(np.random.default_rng(seed), values, True, align_bytes)
+        np.testing.assert_array_equal(memory.array, values)
+        assert memory.inside.sum() == values.nbytes
+        assert np.isnan(memory.bytes.view(dtype)[~memory.inside.view(bool)[:: values.itemsize]]).all()
+        assert memory.offset % values.itemsize == 0
+        ways.add(memory.strides)
+    assert len(ways) > 10

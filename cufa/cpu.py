@@ -9,27 +9,22 @@ shapes and dtypes fit each other is the caller's promise.
 # The papers write matrices in capitals (S, P, O, dP, dS) and a row's sum l, and so does this file.
 # ruff: noqa: E741, N802, N803, N806, N815
 
-import contextlib
-import contextvars
 import functools
 import itertools
 import math
-import os
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import threadpoolctl
 
 from cufa.problem import four_axes
 from cufa.reference import masked_matmul
 from cufa.rounding import ceil_div
 from cufa.score_rules import BiasPlace, HeadRules, Rules, Sequence
+from cufa.threads import cores, in_threads
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -43,8 +38,6 @@ KV_TILE = 512
 PARALLEL_SCORES = 2**20
 # The gradients of arrays, where none are wanted.
 _NO_ARRAYS: Mapping[str, Array] = MappingProxyType({})
-
-T = TypeVar("T")
 
 
 @np.errstate(all="ignore")
@@ -111,7 +104,7 @@ def attention(
     sequences = rules.sequences(q, k)
     threads = _threads(sequences, q.shape[-2])
     shares = _shares(sequences, rules, q, k, v, threads, k_descale, v_descale)
-    for _ in _in_threads(attend, shares, threads):
+    for _ in in_threads(attend, shares, threads):
         pass
 
 
@@ -215,7 +208,7 @@ def attention_backward(
 
     sequences = rules.sequences(q, k)
     threads = _threads(sequences, q.shape[-2])
-    results = _in_threads(gradients, _shares(sequences, rules, q, k, v, threads), threads)
+    results = in_threads(gradients, _shares(sequences, rules, q, k, v, threads), threads)
     dbias_sums = np.zeros(four_axes(() if dbias is None else dbias.shape), dtype)
     dsink_sums = np.zeros(heads, dtype)
     array_sums = {name: np.zeros(x.shape, dtype) for name, x in dscore_mod.items()}
@@ -414,56 +407,6 @@ def _threads(sequences: list[Sequence], heads: int) -> int:
     if scores < PARALLEL_SCORES:
         return 1
     return cores()
-
-
-def cores() -> int:
-    """How many of the CPU's cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@functools.cache
-def _blas() -> threadpoolctl.ThreadpoolController:
-    """The BLAS library that NumPy has loaded; looking for it takes a millisecond."""
-    return threadpoolctl.ThreadpoolController().select(user_api="blas")
-
-
-class _OneBlasThread:
-    """While anyone is in it BLAS has one thread, then again as many as before the first came.
-
-    How many it has is the process's, and calls in several threads need not end in the order of their
-    beginnings.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._calls = 0
-        self._limit = contextlib.ExitStack()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._calls == 0:
-                self._limit.enter_context(_blas().limit(limits=1))
-            self._calls += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._calls -= 1
-            if self._calls == 0:
-                self._limit.close()
-
-
-_one_blas_thread = _OneBlasThread()
-
-
-def _in_threads(work: Callable[[_Share], T], shares: Iterator[_Share], threads: int) -> Iterator[T]:
-    """work(share) for every share, in order."""
-    if threads == 1:
-        yield from map(work, shares)
-        return
-    with _one_blas_thread, ThreadPoolExecutor(threads) as pool:
-        # NumPy's error state is a context variable, which a thread does not inherit.
-        contexts = contextvars.copy_context()
-        yield from pool.map(lambda share: contexts.copy().run(work, share), shares)
 
 
 def _row_blocks(x: Array, out: Array) -> Iterator[tuple[Array, Array]]:

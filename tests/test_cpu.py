@@ -25,6 +25,7 @@ from tolerance import (
 
 from cufa import cpu, reference
 from cufa.checking import OUTPUT_FACTOR, judge
+from cufa.threads import in_threads
 
 Gradients = tuple[Array, Array, Array]
 
@@ -360,7 +361,7 @@ def test_calls_that_overlap_leave_blas_with_as_many_threads_as_it_had() -> None:
 
     with threadpoolctl.threadpool_limits(2, "blas"):
         before = blas_threads()
-        calls = [cpu._in_threads(lambda share: share, iter(range(2)), threads=2) for _ in range(2)]
+        calls = [in_threads(lambda share: share, iter(range(2)), threads=2) for _ in range(2)]
         for call in calls:
             next(call)
             assert set(blas_threads()) == {1}

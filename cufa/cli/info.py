@@ -14,9 +14,10 @@ import click
 import numpy as np
 
 import cufa
-from cufa import cache, cpu, device, driver, jit
+from cufa import cache, device, driver, jit
 from cufa.cli import output
 from cufa.cli.options import json_option
+from cufa.threads import cores
 
 _INSTALL = "pip install 'cufa[cuda13]', or 'cufa[cuda12]' for an NVIDIA driver older than 580"
 _INSTALL_COMPILER = "pip install 'cufa[compile]', to compile kernels without a GPU"
@@ -43,7 +44,7 @@ def _facts() -> dict[str, Any]:
         "cufa": cufa.__version__,
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "cpu_cores": cpu.cores(),
+        "cpu_cores": cores(),
         "gpu": _gpu(missing),
         "driver": _driver(),
         "driver_cuda": _driver_cuda(),

@@ -14,7 +14,7 @@ import click
 import numpy as np
 
 import cufa
-from cufa import cpu, device
+from cufa import device
 from cufa.cli import check, output
 from cufa.cli.options import (
     INPUT_DTYPE,
@@ -42,6 +42,7 @@ from cufa.cli.workload import (
 from cufa.kernels import KERNELS, Kernel
 from cufa.plan.record import counted
 from cufa.problem import Direction, Problem
+from cufa.threads import cores
 
 
 @dataclass(frozen=True)
@@ -157,9 +158,9 @@ def command(
     asked = [way for way in DIRECTIONS if direction in (way, "both", None)]
     on_gpu = use_gpu(backend)
     rng = np.random.default_rng(seed)
-    threads = [cpu_threads or chosen.cpu_threads or cpu.cores()]
+    threads = [cpu_threads or chosen.cpu_threads or cores()]
     if not on_gpu and cpu_threads is None:
-        threads = sorted({1, cpu.cores()})  # with no rungs to compare, how BLAS scales
+        threads = sorted({1, cores()})  # with no rungs to compare, how BLAS scales
 
     rungs = [kernel for kernel in KERNELS.values() if kernel.direction in asked] if on_gpu else []
     with output.progress(len(threads) + len(rungs)) as step:

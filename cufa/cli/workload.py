@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import cufa
-from cufa import arrays, cpu, device
+from cufa import arrays, device
 from cufa.arguments import Options, make_problem
 from cufa.cli import check
 from cufa.cli.options import RANDOM_BITS, FeatureOptions
@@ -31,6 +31,7 @@ from cufa.problem import (
     output_shape,
 )
 from cufa.rounding import ceil_div, round_up
+from cufa.threads import cores
 from cufa.timing import Timing, time_cpu, time_gpu
 
 Arrays = dict[str, Any]
@@ -188,7 +189,7 @@ def place(on_gpu: bool) -> str:
     if on_gpu:
         gpu = device.current()
         return f"{gpu.name} ({gpu.arch})"
-    return f"CPU ({platform.machine()}, {cpu.cores()} cores, NumPy {np.__version__})"
+    return f"CPU ({platform.machine()}, {cores()} cores, NumPy {np.__version__})"
 
 
 def packed(problem: Problem, features: FeatureOptions) -> Problem:

@@ -1,0 +1,67 @@
+"""Threads of the CPU path, in each of which BLAS has one."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import threadpoolctl
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def cores() -> int:
+    """How many of the CPU's cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@functools.cache
+def _blas() -> threadpoolctl.ThreadpoolController:
+    """The BLAS library that NumPy has loaded; looking for it takes a millisecond."""
+    return threadpoolctl.ThreadpoolController().select(user_api="blas")
+
+
+class _OneBlasThread:
+    """While anyone is in it BLAS has one thread, then again as many as before the first came.
+
+    How many it has is the process's, and calls in several threads need not end in the order of their
+    beginnings.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls = 0
+        self._limit = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._calls == 0:
+                self._limit.enter_context(_blas().limit(limits=1))
+            self._calls += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._calls -= 1
+            if self._calls == 0:
+                self._limit.close()
+
+
+_one_blas_thread = _OneBlasThread()
+
+
+def in_threads(work: Callable[[S], T], shares: Iterator[S], threads: int) -> Iterator[T]:
+    """work(share) for every share, in order."""
+    if threads == 1:
+        yield from map(work, shares)
+        return
+    with _one_blas_thread, ThreadPoolExecutor(threads) as pool:
+        # NumPy's error state is a context variable, which a thread does not inherit.
+        contexts = contextvars.copy_context()
+        yield from pool.map(lambda share: contexts.copy().run(work, share), shares)

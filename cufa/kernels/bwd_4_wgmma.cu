@@ -26,6 +26,7 @@
 // Writes   dQ, dK, dV
 #include "bwd_4_consumer.cuh"
 #include "bwd_4_copies.cuh"
+#include "wgmma_query_rows.cuh"
 
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kHelperThreads = HELPER_THREADS;

@@ -16,6 +16,7 @@
 // Writes   dQ, dK, dV
 #include "bwd_5_consumer.cuh"
 #include "bwd_5_copies.cuh"
+#include "wgmma_query_rows.cuh"
 
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kHelperThreads = HELPER_THREADS;

@@ -13,6 +13,7 @@ import numpy as np
 
 import cufa
 from cufa.cli import output
+from cufa.cli.generated import bytes_moved, make_arrays, packed, without_gradients
 from cufa.cli.options import (
     INPUT_DTYPE,
     KERNEL,
@@ -28,20 +29,7 @@ from cufa.cli.options import (
     several,
     tile_option,
 )
-from cufa.cli.workload import (
-    DIRECTIONS,
-    Rung,
-    Workload,
-    bytes_moved,
-    make_arrays,
-    packed,
-    place,
-    release_gpu_memory,
-    to_gpu,
-    to_host,
-    use_gpu,
-    without_gradients,
-)
+from cufa.cli.workload import DIRECTIONS, Rung, Workload, place, release_gpu_memory, to_gpu, to_host, use_gpu
 from cufa.kernels import KERNELS
 from cufa.problem import Direction, Problem
 from cufa.timing import Timing

@@ -16,6 +16,7 @@ import numpy as np
 import cufa
 from cufa import device
 from cufa.cli import check, output
+from cufa.cli.generated import make_arrays, without_gradients
 from cufa.cli.options import (
     INPUT_DTYPE,
     FeatureOptions,
@@ -27,18 +28,7 @@ from cufa.cli.options import (
     refuse_without_backward,
     seed_option,
 )
-from cufa.cli.workload import (
-    DIRECTIONS,
-    Rung,
-    Workload,
-    make_arrays,
-    place,
-    release_gpu_memory,
-    to_gpu,
-    to_host,
-    use_gpu,
-    without_gradients,
-)
+from cufa.cli.workload import DIRECTIONS, Rung, Workload, place, release_gpu_memory, to_gpu, to_host, use_gpu
 from cufa.kernels import KERNELS, Kernel
 from cufa.plan.record import counted
 from cufa.problem import Direction, Problem

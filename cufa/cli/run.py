@@ -12,6 +12,7 @@ import numpy as np
 import cufa
 from cufa.call import DESCALES
 from cufa.cli import check, files, output
+from cufa.cli.generated import cu_seqlens, make_arrays, packed, without_gradients
 from cufa.cli.options import (
     INPUT_DTYPE,
     KERNEL,
@@ -27,19 +28,7 @@ from cufa.cli.options import (
     seed_option,
     tile_option,
 )
-from cufa.cli.workload import (
-    Arrays,
-    Rung,
-    Workload,
-    cu_seqlens,
-    make_arrays,
-    packed,
-    place,
-    to_gpu,
-    to_host,
-    use_gpu,
-    without_gradients,
-)
+from cufa.cli.workload import Arrays, Rung, Workload, place, to_gpu, to_host, use_gpu
 from cufa.plan import Plan
 from cufa.problem import Direction, Problem
 from cufa.score_rules import Rules

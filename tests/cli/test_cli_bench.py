@@ -108,7 +108,7 @@ def test_what_is_drawn_and_checked_may_take_more_memory_than_there_is(monkeypatc
     def too_much(*_, **__):
         raise MemoryError("Unable to allocate 23.8 GiB")
 
-    for place in ("workload.normal", "check.check"):
+    for place in ("generated.normal", "check.check"):
         with monkeypatch.context() as patch:
             patch.setattr(f"cufa.cli.{place}", too_much)
             result = run("run", "--seqlen", 8, code=1)

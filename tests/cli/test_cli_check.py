@@ -7,7 +7,7 @@ import pytest
 from command_line import SMALL, run_json
 
 from cufa import checking
-from cufa.cli import check, workload
+from cufa.cli import check, generated, workload
 from cufa.cli.options import FeatureOptions
 from cufa.problem import Problem
 
@@ -15,8 +15,8 @@ from cufa.problem import Problem
 def solved(problem, seed=0, **features):
     """A problem as a workload, and what the CPU path makes of it."""
     features = FeatureOptions(causal=problem.causal, **features)
-    problem = workload.packed(problem, features)
-    host = workload.make_arrays(problem, features, "bshd", np.random.default_rng(seed))
+    problem = generated.packed(problem, features)
+    host = generated.make_arrays(problem, features, "bshd", np.random.default_rng(seed))
     load = workload.Workload(host, on_gpu=False, features=features)
     results = load.forward(workload.Rung())
     return load, results | load.backward(workload.Rung(), results)

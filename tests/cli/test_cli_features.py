@@ -10,7 +10,7 @@ from command_line import HEADS, ON_EACH, SMALL, corrupt, draw, refused, run, run
 
 import cufa
 from cufa import kernels
-from cufa.cli import check, workload
+from cufa.cli import check, generated
 from cufa.cli import run as run_command
 from cufa.cli.options import FeatureOptions, feature_options
 from cufa.cli.options import arguments as arguments_of
@@ -167,7 +167,7 @@ def test_features_are_in_the_plan_and_in_the_reasons(monkeypatch):
 
 def test_a_gpu_call_is_refused_before_anything_takes_memory(monkeypatch):
     monkeypatch.setattr(run_command, "use_gpu", lambda backend: True)
-    monkeypatch.setattr(workload, "normal", None)
+    monkeypatch.setattr(generated, "normal", None)
     monkeypatch.setenv("CUFA_ARCH", "sm_80")
     message = refused("run", *SMALL, "--sink", "--backward-kernel", "bwd_1_naive")
     assert "bwd_1_naive does not support sink, dsink" in message
@@ -176,7 +176,7 @@ def test_a_gpu_call_is_refused_before_anything_takes_memory(monkeypatch):
 def test_what_no_kernel_supports_is_refused_with_the_reason_of_each_that_takes_the_dtype(monkeypatch):
     without = tuple(replace(kernel, features=frozenset()) for kernel in KERNELS.values())
     monkeypatch.setattr(kernels, "_LADDER", without)
-    monkeypatch.setattr(workload, "normal", None)  # nothing is drawn
+    monkeypatch.setattr(generated, "normal", None)  # nothing is drawn
     message = refused("run", *SMALL, "--explain", "--arch", "sm_80", "--alibi")
     assert "no kernel supports forward float32" in message
     for name, kernel in KERNELS.items():

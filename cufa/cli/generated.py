@@ -1,0 +1,227 @@
+"""The arrays of a generated problem: their shapes, and what is drawn for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from cufa.cli.options import RANDOM_BITS, FeatureOptions
+from cufa.cli.output import memory_errors
+from cufa.cli.workload import TENSORS, Arrays, Workload
+from cufa.problem import (
+    DTYPES,
+    FLOAT8,
+    INPUT_DTYPES,
+    Features,
+    Problem,
+    Shape,
+    check_layout,
+    lse_shape,
+    output_shape,
+)
+from cufa.rounding import ceil_div, round_up
+
+_DESCALES = ("q_descale", "k_descale", "v_descale")
+# Which part of the keys a random mask leaves for a row to see.
+_MASK_DENSITY = 0.8
+
+
+def packed(problem: Problem, features: FeatureOptions) -> Problem:
+    """The problem with the sizes of the packed sequences and of whole pages, if that is what is asked for."""
+    longest = problem.seqlen_k
+    if features.varlen is not None:
+        sides = tuple(zip(*features.varlen, strict=True))
+        queries, keys = (sum(side) for side in sides)
+        longest = max(sides[1])
+        problem = replace(
+            problem,
+            batch=len(features.varlen),
+            seqlen_q=queries,
+            seqlen_k=keys,
+            features=Features(packed=True),
+        )
+    if features.page_size:
+        room = round_up(longest, features.page_size) * problem.packed_sequences
+        in_pages = replace(problem.features, page_size=features.page_size)
+        problem = replace(problem, seqlen_k=room, features=in_pages)
+    return problem
+
+
+def without_gradients(problem: Problem) -> str | None:
+    """What of the problem leaves out the backward; None if nothing does."""
+    if problem.features.page_size:
+        return "--page-size"
+    return problem.dtype if problem.dtype == FLOAT8 else None
+
+
+def shapes_of(problem: Problem, layout: str) -> dict[str, Shape]:
+    """The shapes of q, k, v and dout in a layout; of pages there are as many as the keys of all fill."""
+    batch, row, head = check_layout(layout)
+    page_size = problem.features.page_size
+    keys = problem.batch, problem.seqlen_k
+    if page_size:
+        keys = _pages_of_sequence(problem) * problem.batch, page_size
+
+    def shape(sequences: int, seqlen: int, heads: int, dim: int) -> Shape:
+        extents = [0, 0, 0, dim]
+        extents[batch], extents[row], extents[head] = sequences, seqlen, heads
+        return tuple(extents)
+
+    shapes = {
+        "q": shape(problem.batch, problem.seqlen_q, problem.heads, problem.head_dim),
+        "k": shape(*keys, problem.kv_heads, problem.head_dim),
+        "v": shape(*keys, problem.kv_heads, problem.value_dim),
+    }
+    if problem.features.packed:
+        without_batch = ("q",) if page_size else ("q", "k", "v")
+        shapes |= {name: shapes[name][1:] for name in without_batch}
+    return shapes | {"dout": output_shape(problem, layout)}
+
+
+def _pages_of_sequence(problem: Problem) -> int:
+    return problem.seqlen_k // problem.packed_sequences // problem.features.page_size
+
+
+def make_arrays(
+    problem: Problem,
+    features: FeatureOptions,
+    layout: str,
+    rng: np.random.Generator | None,
+    given: Mapping[str, Any] = MappingProxyType({}),
+) -> Arrays:
+    """All arrays of a workload: those that are given, and the others drawn.
+
+    Without a generator nothing is drawn: they have shapes and dtypes alone and take no memory.
+
+    Args:
+        problem: sizes and dtype of q, k and v.
+        features: which arrays there are beside them.
+        layout: of q, k, v and dout.
+        rng: what draws.
+        given: arrays from files.
+
+    Raises:
+        Failure: a problem that the library refuses; before anything is drawn.
+    """
+    described = {**_described(problem, features, layout), **given}
+    Workload(described, False, features, layout=layout).problem("forward")
+    if rng is None:
+        return described
+    with memory_errors():
+        drawn = {
+            name: array if name in given else _draw(name, array, rng) for name, array in described.items()
+        }
+        if features.transposed_values and "v" not in given:
+            described["v"][...] = drawn["v"]
+            drawn["v"] = described["v"]
+    return drawn
+
+
+def _described(problem: Problem, features: FeatureOptions, layout: str) -> Arrays:
+    """The shapes and dtypes of all arrays, in zeros that take no memory; bias and mask are for each head."""
+
+    def zeros(dtype: Any, *shape: int) -> Any:
+        return np.broadcast_to(np.zeros((), dtype), shape)
+
+    dtype, heads = INPUT_DTYPES[problem.dtype], problem.heads
+    rows, keys = problem.seqlen_q, problem.seqlen_k
+    described = {name: zeros(dtype, *shape) for name, shape in shapes_of(problem, layout).items()}
+    if features.transposed_values:
+        described["v"] = _transposed(described["v"], layout)
+    if without_gradients(problem):
+        del described["dout"]
+    if features.descale:
+        described |= dict.fromkeys(_DESCALES, zeros(np.float32, problem.batch, problem.kv_heads))
+    if features.varlen is not None:
+        rows, keys = (max(side) for side in zip(*features.varlen, strict=True))
+        described |= cu_seqlens(features)
+    if features.page_size:
+        described["block_table"] = zeros(np.int32, problem.batch, _pages_of_sequence(problem))
+    if features.seqused_k is not None:
+        described["seqused_k"] = np.array(features.seqused_k, np.int32)
+    elif features.page_size and features.varlen is not None:
+        described["seqused_k"] = np.array([keys for _, keys in features.varlen], np.int32)
+    if features.bias is not None:
+        described["bias"] = zeros(dtype, 1, heads, rows, keys)
+    if features.mask == RANDOM_BITS:
+        described["mask"] = zeros(np.uint8, 1, heads, rows, ceil_div(keys, 8))
+    elif features.mask is not None:
+        described["mask"] = zeros(np.bool_, 1, heads, rows, keys)
+    if features.alibi:
+        described["alibi_slopes"] = alibi_slopes(heads).astype(problem.accumulator)
+    if features.sink:
+        described["sink"] = zeros(problem.accumulator, heads)
+    if features.dlse:
+        described["dlse"] = zeros(problem.accumulator, *lse_shape(problem))
+    return described
+
+
+def _transposed(zeros: Any, layout: str) -> Any:
+    """Zeros whose keys lie next to each other."""
+    _, keys_axis, _ = check_layout(layout)
+    return np.zeros(zeros.swapaxes(keys_axis, -1).shape, zeros.dtype).swapaxes(keys_axis, -1)
+
+
+def _draw(name: str, described: Any, rng: np.random.Generator) -> Any:
+    """The array that is described; what follows from the options is there already."""
+    shape, dtype = described.shape, described.dtype
+    if name == "mask" and dtype == np.uint8:
+        return np.packbits(_seen(rng, (*shape, 8)), axis=-1)[..., 0]
+    if name == "mask":
+        return _seen(rng, shape)
+    if name in (*TENSORS, "bias", "sink", "dlse"):
+        return normal(rng, shape, dtype)
+    if name == "block_table":
+        return rng.permutation(described.size).reshape(shape).astype(dtype)
+    if name in _DESCALES:
+        return rng.uniform(0.5, 2, shape).astype(dtype)
+    return described
+
+
+def _seen(rng: np.random.Generator, shape: Shape) -> Any:
+    """Random booleans, most of them True."""
+    return rng.integers(256, size=shape, dtype=np.uint8) < _MASK_DENSITY * 256
+
+
+def alibi_slopes(heads: int) -> Any:
+    """The slopes of Press et al. 2022, from 2^(-8 / heads) down to 2^-8."""
+    return 2.0 ** (-8.0 * np.arange(1, heads + 1) / heads)
+
+
+def cu_seqlens(features: FeatureOptions) -> Arrays:
+    """Where the packed sequences begin that are asked for, and the last ends; nothing if none are.
+
+    Those of the keys only if they do not lie in pages.
+    """
+    if features.varlen is None:
+        return {}
+    names = ("cu_seqlens_q",) if features.page_size else ("cu_seqlens_q", "cu_seqlens_k")
+    sides = zip(names, zip(*features.varlen, strict=True), strict=False)
+    return {name: np.cumsum([0, *lengths], dtype=np.int32) for name, lengths in sides}
+
+
+def normal(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> Any:
+    """Normal random numbers of any float dtype."""
+    drawn_as = np.float64 if dtype == np.float64 else np.float32
+    return rng.standard_normal(shape, drawn_as).astype(dtype, copy=False)
+
+
+def bytes_moved(problem: Problem) -> int:
+    """What a call must read and write at least: each input and each result once, those of features too."""
+    features = problem.features
+    tensors = sum(math.prod(shape) for shape in shapes_of(problem, "bshd").values())
+    # The forward writes out where dout is counted; the backward reads out, too, and writes gradients.
+    times = 2 if problem.direction == "backward" else 1
+    moved = times * tensors * problem.itemsize + math.prod(lse_shape(problem)) * problem.accumulator.itemsize
+    moved += math.prod(output_shape(problem, "bshd")) * (problem.output.itemsize - problem.itemsize)
+    if features.bias is not None and features.bias_dtype is not None:
+        times = 2 if "bias" in features.gradients else 1
+        moved += times * math.prod(features.bias) * DTYPES[features.bias_dtype].itemsize
+    if features.mask is not None:
+        moved += math.prod(features.mask)
+    return moved

@@ -21,22 +21,12 @@
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
 #include "exp2_table.cuh"
+#include "fwd_5_scores.cuh"
 #include "handover.cuh"
 #include "key_pages.cuh"
 #include "key_tiles.cuh"
-#include "mma_mask.cuh"
 #include "mma_softmax.cuh"
 #include "seen_tiles.cuh"
-
-constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
-constexpr int kSplit = SPLIT;  // warps that share rows and part the output's columns
-constexpr int kRowWarps = THREADS / 32 / kSplit;
-constexpr int kTiles = kBlockM / (kRowWarps * kMmaM);
-constexpr int kDims = round_up(kValueDim, kMmaK* kSplit) / kSplit;  // columns of a warp's output
-static_assert(kRowWarps * kSplit == THREADS / 32, "SPLIT must divide the warps");
-static_assert(kTiles * (kRowWarps * kMmaM) == kBlockM, "a warp must own whole 16-row tiles");
-static_assert(kBlockN % kMmaK == 0, "BLOCK_N must be a multiple of 16");
-static_assert(sizeof(ForwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
 constexpr bool kHandsOver = HANDS_OVER;
 constexpr int kRootBits = 10;
@@ -87,7 +77,6 @@ struct Smem : Exp2Table<acc_t, kRootBits>, KeyHandovers<kHandsOver> {
     }
 };
 
-using Scores = Accumulators<kTiles, kBlockN>;
 using Seen = SeenTiles<kBlockM, kBlockN>;
 // Whether the accumulators leave so few registers that ptxas, which loads operands ahead of all
 // steps that are unrolled, spills others. Where a mask cuts tiles P is rounded early, and it does
@@ -115,20 +104,6 @@ constexpr bool kFolded = sizeof(acc_t) == 8 && !kShapedScores;
 // up to 1.
 constexpr acc_t kSlack = 8;
 
-// The first row of the block's tile that is the warp's, and the first column of its output.
-__device__ inline int warp_row() {
-    const int warp = threadIdx.x / 32;
-    return (kSplit == 1 ? warp : warp % kRowWarps) * kTiles * kMmaM;
-}
-__device__ inline int warp_col() {
-    return kSplit == 1 ? 0 : threadIdx.x / 32 / kRowWarps * kDims;
-}
-
-// Which row of the block's tile a lane's half of its fragments `m` is.
-__device__ inline int row_of(int m, int half) {
-    return fragment_row(warp_row(), m, half);
-}
-
 // What products are multiplied with before exp2, unless they are scores of log 2 already.
 // It is positive, so that the largest score is that of the largest product and -inf stays the
 // least: Q takes the sign, and instead of 0 it is a number that makes 0 of every product.
@@ -152,135 +127,6 @@ __device__ inline void take_scale(Smem& smem, const ScoreRules& rules) {
         const acc_t x = to_acc(value);
         value = from_acc<scalar_t>(kFolded ? x * (rules.scale * acc_t(kLog2E)) : -x);
     }
-}
-
-// Which of a lane's scores of a row are of keys that the row sees: a bit for each, or, if that is a
-// range, where it begins and ends, counted from the lane's first key.
-struct SeenOfRow {
-    unsigned int bits;
-    int begin = 0, end = 0;
-
-    __device__ bool at(int n, int e) const {
-        if constexpr (kKeyMask) return bits >> (2 * n + e) & 1;
-        const int key = n * kMmaN + e;
-        return key < end && (!kWindow || key >= begin);
-    }
-};
-
-// Which of a lane's scores are of keys that their rows see. A mask is read as a whole, so that one
-// wait is for all of it, and kept as a bit for each score.
-class SeenScores {
-  public:
-    __device__ SeenScores(const ScoreRules& rules, int first_row, int first_key, bool masked)
-        : rules(rules), first_row(first_row), first_key(first_key) {
-        if (!kKeyMask || !masked) return;
-        if (kMaskAlone && lies_in_sixteens(rules, first_key, kBlockN)) {
-            read_mask();
-        } else {
-            ask();
-        }
-    }
-
-    __device__ SeenOfRow of_row(int m, int half) const {
-        if constexpr (kKeyMask) return {bits[m][half]};
-        // Rows past the end may see any key: they are not written.
-        if constexpr (!kCutTiles) {
-            const int own = ptx::anew(threadIdx.x) % 4 * 2;  // fragment_col, but in no register
-            return {0, 0, rules.mask.seqlen_k - first_key - own};
-        }
-        const int lanes_first = fragment_col(first_key, 0);
-        const int row = first_row + row_of(m, half);
-        return {0, rules.mask.first_key(row) - lanes_first, rules.mask.keys_end(row) - lanes_first};
-    }
-
-  private:
-    static_assert(!kKeyMask || kBlockN / kMmaN * 2 <= 32, "a word has bits for 128 keys");
-
-    __device__ void read_mask() {
-        MaskOfQuery<kBlockN> rows[kTiles][2];
-#pragma unroll
-        for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                rows[m][half].load(rules, first_row + row_of(m, half), first_key);
-#pragma unroll
-        for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int row = first_row + row_of(m, half);
-                bits[m][half] = 0;
-                rows[m][half].look(rules.mask, row, first_key, [&](int n, unsigned int seen) {
-                    bits[m][half] |= seen << 2 * n;
-                });
-            }
-    }
-
-    __device__ void ask() {
-#pragma unroll
-        for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                bits[m][half] = 0;
-#pragma unroll
-                for (int n = 0; n < kBlockN / kMmaN; ++n) {
-                    const int row = first_row + row_of(m, half), key = fragment_col(first_key, n);
-                    bits[m][half] |= rules.sees_two(row, key) << 2 * n;
-                }
-            }
-    }
-
-    const ScoreRules& rules;
-    int first_row, first_key;
-    unsigned int bits[kTiles][2];
-};
-
-// Applies what a call asks for to the products, which are scores then. Those of keys that a row
-// does not see become -inf.
-__device__ inline void apply(const ScoreRules& rules, Scores& s, const SeenScores& seen,
-                             int first_row, int first_key, bool masked) {
-    if (!kShapedScores && !masked) return;
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const SeenOfRow of_row = seen.of_row(m, half);
-#pragma unroll
-            for (int n = 0; n < kBlockN / kMmaN; ++n)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int row = first_row + row_of(m, half),
-                              key = fragment_col(first_key, n) + e;
-                    acc_t& score = s[m][n][2 * half + e];
-                    const bool hidden = masked && !of_row.at(n, e);
-                    if constexpr (kScoreMod) score = rules.score(score, row, key);
-                    if (hidden) {
-                        score = negative_infinity();
-                    } else if constexpr (kShapedScores && !kScoreMod) {
-                        score = rules.score(score, row, key);
-                    }
-                }
-        }
-}
-
-// Drops probabilities at random. Two neighbouring rows, which share their random words, are those
-// of lanes four apart: each of the two lanes draws for both rows, in one of its halves.
-__device__ inline void drop(const ScoreRules& rules, Scores& p, int first_row, int first_key) {
-    const int parity = row_of(0, 0) % 2;
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-        for (int n = 0; n < kBlockN / kMmaN; ++n) {
-            const unsigned int drawn =
-                rules.kept(first_row + row_of(m, parity), fragment_col(first_key, n));
-            const unsigned int neighbours = __shfl_xor_sync(0xffffffffu, drawn, 4);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const unsigned int kept = (half == parity ? drawn : neighbours) >> 2 * parity;
-#pragma unroll
-                for (int e = 0; e < 2; ++e)
-                    if (!(kept >> e & 1)) p[m][n][2 * half + e] = 0;
-            }
-        }
 }
 
 // A warp's rows of the output tile.

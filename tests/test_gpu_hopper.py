@@ -22,7 +22,7 @@ from test_gpu_features import skip_unless_it_runs_here
 from tolerance import Problem, assert_attention, assert_gradients, random_problem
 
 import cufa
-from cufa import checking, device, reference
+from cufa import checking, device, reference, rounding_errors
 
 __all__ = ["cupy"]  # a fixture
 
@@ -501,7 +501,7 @@ def assert_last_gradients(gradients, tail):
     q, k, v, dout = tail.q, tail.k, tail.v, tail.dout
     exact = reference.attention_backward(dout, q, k, v, dtype=np.float64, causal=True)
     standard = checking.standard_attention_backward("bfloat16", dout, q, k, v, causal=True)
-    rounding = checking.rounding_of_sums("bfloat16", q, k, v, dout, causal=True)
+    rounding = rounding_errors.rounding_of_sums("bfloat16", q, k, v, dout, causal=True)
     for (name, gradient), truth, other in zip(gradients.items(), exact, standard, strict=True):
         ends = gradient, truth[:, LAST], other[:, LAST]
         comparison = checking.compare(*ends, checking.factor(name), name, rounding[name])

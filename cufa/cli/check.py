@@ -19,21 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cufa.checking import (
-    Comparison,
-    Rounded,
-    as_multiplied,
-    compare,
-    compare_results,
-    factor,
-    finite,
-    judge,
-    rounding_of_lse,
-    squared_roundings,
-    with_finite_bias,
-)
+from cufa.checking import Comparison, as_multiplied, compare, compare_results, factor, judge
 from cufa.problem import FLOAT8, INPUT_DTYPES, Direction, check_layout, dtype_name, four_axes
 from cufa.reference import Head, Rules, Sequence, exactly
+from cufa.rounding_errors import Rounded, finite, rounding_of_lse, squared_roundings, with_finite_bias
 
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]

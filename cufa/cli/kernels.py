@@ -31,8 +31,8 @@ def command(as_json: bool) -> None:
         console.print("")
     console.print(
         f"dtypes: all are {', '.join(DTYPES)}. memory: global, beyond inputs and outputs, for sequence "
-        f"length N. features: all are {_all_features('forward')} forward, "
-        f"{_all_features('backward')} backward."
+        f"length N. features: forward, all are {_all_features('forward')}; backward, "
+        f"{_all_features('backward')}."
     )
 
 

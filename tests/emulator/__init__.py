@@ -236,8 +236,15 @@ def _run(*command: str | Path) -> None:
         raise RuntimeError(f"{shlex.join(words)} failed:\n{result.stderr}")
 
 
-def _texts(files: Iterable[Path]) -> list[tuple[str, str]]:
-    return [(file.name, file.read_text(encoding="utf-8")) for file in sorted(files)]
+@functools.cache
+def _digest(file: Path, changed: int, size: int) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _contents(files: Iterable[Path]) -> list[tuple[str, str]]:
+    """Names and digests. Each launch asks for those of all kernels: what has not changed is read once."""
+    states = [(file, file.stat()) for file in sorted(files)]
+    return [(file.name, _digest(file, state.st_mtime_ns, state.st_size)) for file, state in states]
 
 
 def _runtime() -> Path:
@@ -249,8 +256,8 @@ def _runtime() -> Path:
         main.write_text("".join(f'#include "{file}"\n' for file in files), encoding="utf-8")
         _run(_compiler(), *_RUNTIME_OPTIONS, "-c", main, "-o", made)
 
-    texts = _texts((*_RUNTIME.iterdir(), _INCLUDE / "emulator.hpp"))
-    return _cached("runtime.o", (texts, _RUNTIME_OPTIONS), compile_to)
+    contents = _contents((*_RUNTIME.iterdir(), _INCLUDE / "emulator.hpp"))
+    return _cached("runtime.o", (contents, _RUNTIME_OPTIONS), compile_to)
 
 
 def _libraries() -> Path:
@@ -292,7 +299,8 @@ def _build(
         _run(_compiler(), *options, *maps, "-include", _BUILTINS, "-c", main, "-o", compiled)
         _run(_compiler(), *_LINK, "-nodefaultlibs", compiled, *linked, "-lgcc", "-o", made)
 
-    inputs = source, options, headers, _texts(folder.glob("*.cu*")), _texts(_INCLUDE.iterdir()), linked
+    contents = _contents(folder.glob("*.cu*")), _contents(_INCLUDE.iterdir())
+    inputs = source, options, headers, contents, linked
     return _cached(f"{Path(source).stem}.so", inputs, compile_to)
 
 

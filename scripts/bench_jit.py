@@ -7,6 +7,7 @@ Compiling is measured with an empty cache, each variant on a core of its own, fo
 CUFA_ARCH; the calls are measured where there is a GPU.
 """
 
+import itertools
 import json
 import os
 import statistics
@@ -33,7 +34,7 @@ from cufa.plan import make_plan
 from cufa.problem import Problem
 
 VARIANTS = [(dtype, dim) for dtype in ("bfloat16", "float32", "float64") for dim in (64, 128, 256)]
-CALLS = 200
+CALLS, ROUNDS = 200, 30
 
 
 def compile_seconds() -> dict[str, float]:
@@ -95,16 +96,24 @@ def host_microseconds() -> dict[str, float]:
     shape = (1, 64, 2, 64)
     q, k, v, dout = (cupy.asarray(rng.standard_normal(shape).astype(np.float16)) for _ in range(4))
     out, lse = cufa.attention(q, k, v, return_lse=True)
+    cache = cupy.zeros((1, ROUNDS * CALLS, *shape[2:]), cupy.float16)
+    lengths = itertools.count(1)
+
+    def with_another_key() -> Any:
+        keys = cache[:, : next(lengths)]
+        return cufa.attention(q[:, :1], keys, keys)
+
     calls = {
         "attention": lambda: cufa.attention(q, k, v),
         "attention, out given": lambda: cufa.attention(q, k, v, out=out),
         "attention, return_lse": lambda: cufa.attention(q, k, v, return_lse=True),
         "attention_backward": lambda: cufa.attention_backward(dout, q, k, v, out, lse),
+        "attention, of one key more each time": with_another_key,
     }
     measured = {}
     for name, call in calls.items():
         rounds = []
-        for _ in range(30):
+        for _ in range(ROUNDS):
             start = time.perf_counter()
             for _ in range(CALLS):
                 call()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -94,6 +95,10 @@ class Candidates(Generic[T]):
             Candidate(candidate, cost, _blocks_per_sm(candidate, cost, device))
             for candidate, cost in (no_spills or fitting).items()
         ]
+        # More rows or keys than the largest tile has are all the same.
+        self._most_rows = max(candidate.tiles.block_m for candidate in self._candidates)
+        self._most_keys = max(candidate.tiles.block_n for candidate in self._candidates)
+        self._cheapest_and_price = functools.lru_cache(self._search)
 
     def choose(self, problem: Problem, overrides: Mapping[str, int]) -> Choice[T]:
         """The cheapest for a problem; overrides are applied to it, and must fit too.
@@ -101,14 +106,15 @@ class Candidates(Generic[T]):
         Raises ValueError, with the arithmetic, if they don't.
         """
         device = self._device
-        prices = [_price(problem, candidate, device) for candidate in self._candidates]
-        least = min(prices)
-        best = self._candidates[prices.index(least)]
+        rows, keys = (size // problem.packed_sequences for size in (problem.seqlen_q, problem.seqlen_k))
+        best, price = self._cheapest_and_price(
+            min(rows, self._most_rows), min(keys, self._most_keys), problem.product_dims
+        )
         tiles, cost, blocks = best.tiles, best.cost, best.blocks_per_sm
         how = "those that were the fastest for such a problem"
         if self._are_many:
-            cost_of_one = f"a multiply-add at {least:.2f} times its bare cost"
-            how = f"the cheapest of {len(prices)} that fit, {cost_of_one}"
+            cost_of_one = f"a multiply-add at {price:.2f} times its bare cost"
+            how = f"the cheapest of {len(self._candidates)} that fit, {cost_of_one}"
         if overrides:
             tiles = _override(tiles, overrides)
             how = f"{', '.join(overrides)} asked for"
@@ -122,6 +128,12 @@ class Candidates(Generic[T]):
             f"{device.smem_per_sm:,}, about {cost.registers} registers a thread of {limit}"
         )
         return Choice(tiles, cost, blocks, (f"tiles {tiles}: {how}", fit))
+
+    def _search(self, rows: int, keys: int, product_dims: int) -> tuple[Candidate[T], float]:
+        """The cheapest for sequences of so many rows and keys, and what a useful multiply-add costs there."""
+        prices = [_price(each, rows, keys, product_dims, self._device) for each in self._candidates]
+        price = min(prices)
+        return self._candidates[prices.index(price)], price
 
 
 def sizes_of(tiles: TileSizes) -> dict[str, int]:
@@ -142,12 +154,11 @@ def row_tiles(problem: Problem, seqlen: int, rows: int) -> int:
     return seqlen // rows + problem.batch if problem.batch and seqlen else 0
 
 
-def _price(problem: Problem, candidate: Candidate[T], device: Device) -> float:
+def _price(candidate: Candidate[T], rows: int, keys: int, product_dims: int, device: Device) -> float:
     """What a useful multiply-add costs with these tiles: 1 if nothing but it took time."""
     tiles, cost = candidate.tiles, candidate.cost
-    rows = min(tiles.block_m, max(1, problem.seqlen_q // problem.packed_sequences))
-    keys = min(tiles.block_n, max(1, problem.seqlen_k // problem.packed_sequences))
-    useful = rows * keys * problem.product_dims / tiles.threads
+    useful_rows, useful_keys = min(tiles.block_m, max(1, rows)), min(tiles.block_n, max(1, keys))
+    useful = useful_rows * useful_keys * product_dims / tiles.threads
     warps = candidate.blocks_per_sm * tiles.threads / device.warp_size
     hidden = THROUGHPUT_WITHOUT_WARPS + (1 - THROUGHPUT_WITHOUT_WARPS) * min(1, warps / ENOUGH_WARPS)
     return cost.work / (useful * hidden)

@@ -578,6 +578,30 @@ def test_flash_attns_cache_on_a_gpu(rng, library, held):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_flash_attns_cache_in_8_bits_on_a_gpu(rng, library):
+    """In pages, with new keys; neither library writes 8-bit floats everywhere."""
+    xp = pytest.importorskip(library)
+    float8 = np.dtype("float8_e4m3fn")
+
+    def on_gpu(x):
+        stored = x.view(np.uint8) if x.dtype == float8 else x
+        moved = xp.asarray(stored) if library == "cupy" else xp.from_numpy(stored).cuda()
+        return moved if stored is x else moved.view(float8 if library == "cupy" else xp.float8_e4m3fn)
+
+    q, k_pages, v_pages = (x.astype(float8) for x in draw(rng, 3, 4))
+    _, k, v = (x.astype(float8) for x in draw(rng, 3, 3))
+    side = {"cache_seqlens": np.array([0, 1], np.int32), "block_table": np.array([[1], [0]], np.int32)}
+    side |= {f"{name}_descale": rng.uniform(0.5, 2, (2, 2)).astype(np.float32) for name in "qkv"}
+    arrays = [on_gpu(x) for x in (q, k_pages, v_pages, k, v)]
+    given = {name: on_gpu(x) for name, x in side.items()}
+    out = compat.flash_attn_with_kvcache(*arrays, causal=True, **given)
+    exact = compat.flash_attn_with_kvcache(q, k_pages, v_pages, k, v, causal=True, **side)
+    actual = out.get() if library == "cupy" else out.float().cpu().numpy()
+    np.testing.assert_allclose(actual.astype(np.float32), exact.astype(np.float32), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
 def test_jaxs_options_with_torchs_arrays_on_a_gpu(rng):
     torch = pytest.importorskip("torch")
     host = draw(rng, 6, 9)

@@ -19,19 +19,27 @@ constexpr int kRowStepsAtOnce = sizeof(scalar_t) == 8 ? 2 : kStepsAtOnce;
 
 // A Rows x Cols tile; columns are padded to whole steps of a product. The eight rows of a matrix
 // that ldmatrix loads must lie in different banks, so units of 16 bytes are swizzled: unit u of row
-// r is at u ^ r % 8. Rows that are not 1, 2, 4, ... lines long are an odd number of units long
+// r is at u ^ r % 8; or, of bytes, whose rows may be a half or a quarter of a line, at u ^ r / 2 %
+// 4 or u ^ r / 4 % 2. Rows that are not 1, 2, 4, ... lines long are an odd number of units long
 // instead; copies into them are slower, since what was one line is then part of two.
 template <int Rows, int Cols>
 struct MmaTile {
     static constexpr int kRows = Rows;
     static constexpr int kCols = round_up(Cols, kMmaK);
-    static constexpr bool kSwizzled = kCols % kLineCols == 0 && (kCols & (kCols - 1)) == 0;
+    static constexpr int kSpan = min_of(kCols, kLineCols);  // columns that a swizzle permutes
+    static constexpr bool kSwizzled =
+        (kSpan == kLineCols || sizeof(scalar_t) == 1) && (kCols & (kCols - 1)) == 0;
     static constexpr int kPitch = kSwizzled ? kCols : kCols + kMatrixCols;
 
     alignas(kLineBytes) scalar_t data[Rows * kPitch];
 
     __device__ static int place(int row, int col) {
-        return row * kPitch + (kSwizzled ? col ^ (row & (kSwizzledRows - 1)) * kMatrixCols : col);
+        return row * kPitch + (kSwizzled ? col ^ swizzle(row) : col);
+    }
+    // The bits of a column that are flipped in that row.
+    __device__ static int swizzle(int row) {
+        constexpr int kRowsOfLine = kLineCols / kSpan, kUnits = kSpan / kMatrixCols;
+        return (row / kRowsOfLine & (kUnits - 1)) * kMatrixCols;
     }
     __device__ scalar_t* at(int row, int col) { return data + place(row, col); }
     __device__ const scalar_t* at(int row, int col) const { return data + place(row, col); }

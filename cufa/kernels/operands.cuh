@@ -18,10 +18,8 @@
 constexpr int kMmaM = 16, kMmaN = 8, kMmaK = sizeof(scalar_t) == 1 ? 32 : 16;
 // Elements in 16 bytes: a row of the matrices that ldmatrix loads.
 constexpr int kMatrixCols = 16 / sizeof(scalar_t);
-// What shared memory gives at once is a line of 128 bytes, and where rows of a tile are swizzled,
-// what is done to eight of them is done to the next.
+// What shared memory gives at once is a line of 128 bytes.
 constexpr int kLineBytes = 128, kLineCols = kLineBytes / sizeof(scalar_t);
-constexpr int kSwizzledRows = kLineBytes / 16;
 
 // A lane's own element of a tile, and others which lie as far from it in the tile of every lane. If
 // the tile is swizzled they are found by flipping bits, which no sum may carry into: `rows` and
@@ -36,8 +34,8 @@ class TilePlace {
 
     __device__ Element* at(int rows, int cols) const {
         if constexpr (!Tile::kSwizzled) return data + own + rows * Tile::kPitch + cols;
-        const int flipped = rows % kSwizzledRows * kMatrixCols ^ cols % kLineCols;
-        return data + (own ^ flipped) + rows * Tile::kPitch + cols / kLineCols * kLineCols;
+        const int flipped = Tile::swizzle(rows) ^ cols % Tile::kSpan;
+        return data + (own ^ flipped) + rows * Tile::kPitch + cols / Tile::kSpan * Tile::kSpan;
     }
 
   private:

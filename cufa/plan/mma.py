@@ -88,7 +88,8 @@ class Arithmetic:
     def tile_bytes(self, rows: int, cols: int) -> int:
         """The size of mma_tiles.cuh's MmaTile."""
         row_bytes = round_up(cols, self.depth) * self.item_bytes
-        if row_bytes % LINE_BYTES or row_bytes & (row_bytes - 1):
+        in_lines = row_bytes % LINE_BYTES == 0 or self.item_bytes == 1
+        if not in_lines or row_bytes & (row_bytes - 1):
             row_bytes += ROW_PADDING_BYTES
         return round_up(rows * row_bytes, LINE_BYTES)
 

@@ -19,6 +19,7 @@ from cufa import arrays, launch, probabilities
 from cufa.arguments import Options, check_fits, check_options, check_window, make_problem
 from cufa.arrays import Described
 from cufa.device import Arch, target
+from cufa.kernels import kernel_named
 from cufa.mod_header import Written
 from cufa.params import FeatureValues, pack_features
 from cufa.plan import check_tiles, make_plan, make_probabilities_plan
@@ -143,7 +144,11 @@ class Call:
 
 
 def rung_of(kernel: str | None, tiles: Tiles | None, arch: ArchLike | None) -> Rung:
-    """That of a call with these options."""
+    """That of a call with these options; TypeError or ValueError for what has no hash, and so is none."""
+    if kernel is not None:
+        kernel_named(kernel)
+    if arch is not None:
+        Arch.parse(arch)
     if tiles is None:
         return kernel, (), arch, False
     check_tiles(tiles)

@@ -156,7 +156,7 @@ def _quantize_on_gpu(
     named: dict[str, Any], dtype: str, axes: Axes, measured: bool, arch: Arch | str | int | None
 ) -> None:
     x, out, descale = named["x"], named["out"], named["descale"]
-    if out.size == 0:
+    if out.size == 0 or len(descale) == 0:
         if measured:
             descale.fill(1)
         return

@@ -80,7 +80,7 @@ def rotary(
         empty = sys.modules["cupy"].empty if adopted.on_gpu else np.empty
         named["out"] = empty(named["x"].shape, named["x"].dtype)
     if adopted.on_gpu:
-        _turn_on_gpu(named, dtype, axes, interleaved, arch)
+        _turn_on_gpu(named, dtype, axes, bool(interleaved), arch)
     elif arch is not None:
         raise ValueError(f"arch is {arch!r}, but this call computes on the CPU; it needs a GPU")
     else:

@@ -28,6 +28,7 @@ from tolerance import (
 
 import cufa
 from cufa import arrays, device, reference
+from cufa.call import rung_of
 from cufa.checking import Array, judge
 from cufa.device import KNOWN, Arch
 from cufa.kernels import KERNELS
@@ -436,6 +437,12 @@ def test_options_with_impossible_values(
     for call in calls(draw(rng), **options):
         with pytest.raises(error, match="^" + re.escape(message)):
             call()
+
+
+@pytest.mark.parametrize(("kernel", "arch", "named"), [(["fwd_4"], None, "kernel"), (None, [80], "arch")])
+def test_rungs_that_have_no_hash_are_named(kernel: Any, arch: Any, named: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{named} is "):
+        rung_of(kernel, None, arch)
 
 
 @pytest.mark.parametrize("name", ["seed", "offset"])

@@ -1,6 +1,7 @@
 """The functions under other libraries' names, against what those libraries say that they compute."""
 
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -439,6 +440,22 @@ def test_ends_of_keys_in_pages_that_are_none(rng, key_ends, error, message):
         compat.flash_attn_varlen_func(q[0], *paged, ends, key_ends, block_table=table)
 
 
+def test_arrays_of_two_kinds_are_named(rng):
+    class Other(SimpleNamespace):
+        def __dlpack__(self):
+            raise NotImplementedError
+
+        __dlpack_device__ = __dlpack__
+
+    q, k, v = draw(rng, 3, 9)
+    other = Other(shape=(2,), dtype=np.dtype(np.int32))
+    with pytest.raises(TypeError, match=r"^cache_seqlens is .*Other and q a numpy.ndarray; all arrays must"):
+        compat.flash_attn_with_kvcache(q, k, v, cache_seqlens=other)
+    other = Other(shape=(3, 9), dtype=np.dtype(bool))
+    with pytest.raises(TypeError, match=r"^mask is .*Other and query a numpy.ndarray; all arrays must"):
+        compat.dot_product_attention(q, k, v, mask=other)
+
+
 def test_errors_name_flash_attns_cache(rng):
     q, k_cache, v_cache = draw(rng, 3, 9)
     with pytest.raises(
@@ -505,7 +522,7 @@ def test_side_arrays_that_are_none_are_named(rng):
         (compat.dot_product_attention, {"mask": np.ones((6, 8), bool)}, r"mask has shape \(6, 8\); it must"),
         (compat.dot_product_attention, {"bias": np.ones((6, 8))}, r"bias has shape \(6, 8\); it must be"),
         (compat.dot_product_attention, {"bias": np.ones((6, 10))}, r"bias has shape \(6, 10\); it must be"),
-        (compat.dot_product_attention, {"bias": np.float32(1)}, r"bias has shape \(\); it must have 1 to 4"),
+        (compat.dot_product_attention, {"bias": np.array(1.0)}, r"bias has shape \(\); it must have 1 to 4"),
     ],
 )
 def test_errors_name_arguments_as_the_caller_does(rng, function, options, message):

@@ -339,6 +339,14 @@ def test_torch_tensors_on_a_gpu(rng):
 
 
 @pytest.mark.gpu
+def test_no_packed_sequences_on_a_gpu():
+    cupy = pytest.importorskip("cupy")
+    out, descale = cufa.quantize(cupy.ones((5, 2, 8), np.float32), cu_seqlens=cupy.array([3], np.int32))
+    assert out.shape == (5, 2, 8)
+    assert descale.shape == (0, 2)
+
+
+@pytest.mark.gpu
 def test_in_a_graph(rng):
     """What is captured once quantizes what is in x then."""
     import cupy

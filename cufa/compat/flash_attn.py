@@ -288,7 +288,8 @@ def flash_attn_with_kvcache(
             not fit the cache, a number of keys that it has no room for, or what `cufa.attention` and
             `cufa.rotary` raise.
     """
-    check_arrays(q=q, k_cache=k_cache, v_cache=v_cache, **given(k=k, v=v))
+    arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **given(k=k, v=v)}
+    check_arrays(**arrays)
     batch, _, _, _ = shape_of("q", q)
     _, room, _, _ = shape_of("k_cache", k_cache)
     shape_of("v_cache", v_cache)
@@ -315,6 +316,7 @@ def flash_attn_with_kvcache(
     descales = given(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     side = given(block_table=block_table, alibi_slopes=alibi_slopes, **descales)
     check_arrays(**side)
+    check_same_kind(arrays | side | ({} if isinstance(held, int) else given(cache_seqlens=held)))
     options = Options(causal, check_window(window_size, "window_size"))
     check_call(names, options, q=q, k=k_cache, v=v_cache, **side)
     check_scale(softmax_scale, 1)
@@ -405,7 +407,6 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache
     _check_given("to write to the cache", k=k, v=v, cache_seqlens=held)
     batch, room, block_table, table_name = cache
     caches = {"k_cache": k_cache, "v_cache": v_cache}
-    check_same_kind(caches | given(k=k, v=v, **{table_name: block_table}))
     check_writeable(caches, caches)
     _, count, _, _ = shape_of("k", k)
     for name, new, of in (("k", k, k_cache), ("v", v, v_cache)):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from cufa.arguments import check_broadcast, check_flags
+from cufa.arrays import check_same_kind
 from cufa.compat.arguments import (
     TENSORS,
     arange,
@@ -73,7 +74,9 @@ def dot_product_attention(
     check_flags(is_causal=is_causal)
     lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
     of_scores, lengths = given(bias=bias, mask=mask), given(**lengths)
-    check_arrays(query=query, key=key, value=value, **of_scores, **lengths)
+    arrays = {"query": query, "key": key, "value": value, **of_scores}
+    check_arrays(**arrays, **lengths)
+    check_same_kind(arrays)
     if mask is not None and dtype_of(mask) != np.bool_:
         raise TypeError(f"mask has dtype {mask.dtype}; it must be bool")
     batch, seqlen_q, heads, _ = shape_of("query", query)

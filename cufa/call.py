@@ -331,7 +331,7 @@ def _executable(
     rung: Rung,
     environment_arch: str | None,
     device_id: int,
-) -> tuple[launch.Executable, Callable[..., bytes]]:
+) -> tuple[launch.Executable, Callable[..., tuple[bytes, ...]]]:
     """What runs calls that are alike, and what packs their tensors."""
     problem = known.problem
     if align_bytes < problem.itemsize:

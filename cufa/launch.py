@@ -67,35 +67,34 @@ class Executable:
         needed = plan.workspace_bytes
         self._allocate = functools.partial(cupy.cuda.alloc, needed) if needed else None
         self._no_features = NO_FEATURES[plan.problem.direction]
-        packed = len(plan.boxes) * TENSOR_MAP_BYTES + params_bytes(plan.problem)
-        self._padding = bytes(int(dict(plan.macros)["PARAMS_BYTES"]) - packed)  # maps align the struct's end
-        self._encoder = Encoder(plan.problem, plan.boxes)
-        # Allocated now: a call may be captured, when nothing can be.
-        counted = bool(plan.boxes) and not plan.scratch
-        self._counters = counters.of_device(_current_device()) if counted else None
-        module = _module(plan.variant, _current_device())
+        self._codes = tuple(map(_Code, plan.and_beside))
         launches = [
-            (_Kernel(module, launch), step) for launch in plan.launches for step in range(launch.steps)
+            (of, step, _Kernel(self._codes[of].module, launch))
+            for of, launch in plan.in_order
+            for step in range(launch.steps)
         ]
-        by_step = itertools.groupby(launches, key=operator.itemgetter(1))
-        self._launches = [(step, [kernel for kernel, _ in same]) for step, same in by_step]
+        by_step = itertools.groupby(launches, key=operator.itemgetter(0, 1))
+        self._launches = [(*key, [kernel for *_, kernel in same]) for key, same in by_step]
 
-    def packer(self, layout: Layout) -> Callable[..., bytes]:
+    def packer(self, layout: Layout) -> Callable[..., tuple[bytes, ...]]:
         """What packs tensors that lie so, from their addresses: their maps, then the struct's beginning.
+
+        That is for the plan and for the one beside it, which have maps of their own.
 
         It remembers the tensors of many calls, for which it is then a matter of looking them up.
         """
 
         @functools.lru_cache(_REMEMBERED_CALLS)
-        def pack(*addresses: int) -> bytes:
+        def pack(*addresses: int) -> tuple[bytes, ...]:
             fields = layout.fields(addresses)
-            return self._encoder(fields) + pack_tensors(self.plan.problem, fields)
+            tensors = pack_tensors(self.plan.problem, fields)
+            return tuple(code.encoder(fields) + tensors for code in self._codes)
 
         return pack
 
     def __call__(
         self,
-        tensors: bytes,
+        tensors: tuple[bytes, ...],
         lse: int,
         softmax_scale: float,
         features: bytes = b"",
@@ -115,13 +114,27 @@ class Executable:
         elif self._allocate is not None:
             memory = self._allocate()  # CuPy's again, for this stream, when all is launched
             address = memory.ptr
-        if self._counters is not None:
-            address = self._counters.take(stream)
-        rest = (features or self._no_features) + self._padding
-        for step, kernels in self._launches:
-            params = tensors + pack_call(self.plan.problem, lse, address, softmax_scale, step) + rest
+        features = features or self._no_features
+        for of, step, kernels in self._launches:
+            code = self._codes[of]
+            memory_of = code.counters.take(stream) if code.counters is not None else address
+            call = pack_call(self.plan.problem, lse, memory_of, softmax_scale, step)
+            params = tensors[of] + call + features + code.padding
             for kernel in kernels:
                 kernel(params, stream)
+
+
+class _Code:
+    """What is loaded for a plan by itself, and what goes around the parameters of its kernels."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.module = _module(plan.variant, _current_device())
+        self.encoder = Encoder(plan.problem, plan.boxes)
+        packed = len(plan.boxes) * TENSOR_MAP_BYTES + params_bytes(plan.problem)
+        self.padding = bytes(int(dict(plan.macros)["PARAMS_BYTES"]) - packed)  # maps align the struct's end
+        # Allocated now: a call may be captured, when nothing can be.
+        counted = bool(plan.boxes) and not plan.scratch
+        self.counters = counters.of_device(_current_device()) if counted else None
 
 
 def _check_workspace(workspace: Any, needed: int) -> None:

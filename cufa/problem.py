@@ -89,9 +89,10 @@ class Features:
     bias's dtype; of a mask in `mask_bits`, eight keys are one byte. `packed` stands for cu_seqlens;
     `page_size` is how many keys a page has, 0 without a block table; `gradients` are the inputs beyond q, k
     and v whose gradients are wanted, of "bias", "sink" and "score_mod", which stands for the arrays of floats
-    that it reads, whose elements are `array_sums` together. With `tf32`, tensor cores may round float32
-    operands to tf32; a kernel that does not is right as well, so this is none of the `names`; nor is
-    `descale`, which belongs to 8-bit inputs.
+    that it reads, whose elements are `array_sums` together. Packed sequences with fewer than `least_queries`
+    or more than `most_queries` are left out; 0 is no such limit, and calls have none: plans do. With `tf32`,
+    tensor cores may round float32 operands to tf32; a kernel that does not is right as well, so this is none
+    of the `names`; nor is `descale`, which belongs to 8-bit inputs.
     """
 
     window: tuple[int | None, int | None] = (None, None)
@@ -107,6 +108,8 @@ class Features:
     packed: bool = False
     page_size: int = 0
     seqused_k: bool = False
+    least_queries: int = 0
+    most_queries: int = 0
     dlse: bool = False
     deterministic: bool = False
     gradients: tuple[str, ...] = ()

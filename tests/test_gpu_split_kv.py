@@ -156,6 +156,17 @@ def test_8_bits_in_pages(cupy, rng):
     assert_float8(out.get(), lse.get(), problem, descales, **case.forward)
 
 
+def test_what_follows_sees_the_output_where_nothing_is_merged(cupy):
+    """Of keys so few that each share is of whole tiles."""
+    q = cupy.ones((64, 1, 8, 128), np.float16)
+    k, v = (cupy.ones((64, 4096, 2, 128), np.float16) for _ in range(2))
+    options = {"seqused_k": cupy.full(64, 16, np.int32), "out": cupy.empty_like(q)}
+    assert cufa.plan(q, k, v, seqused_k=options["seqused_k"]).tiles["shares"] > 1
+    for _ in range(200):
+        options["out"].fill(np.nan)
+        assert (cufa.attention(q, k, v, **options) == 1).all()
+
+
 def test_workspace_and_graph(cupy, rng):
     case, other = (draw(rng, SHAPES[0], ("causal",)) for _ in range(2))
     q, k, v, _ = tensors(cupy, case)

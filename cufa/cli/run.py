@@ -277,6 +277,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "launches": [asdict(launch) for launch in plan.launches],
         "workspace_bytes": plan.workspace_bytes,
         "reasons": list(plan.reasons),
+        "beside": plan_document(plan.beside) if plan.beside else None,
     }
 
 

@@ -11,7 +11,8 @@
 #if !defined(CAUSAL) || !defined(WINDOW) || !defined(SOFTCAP) || !defined(BIAS) ||           \
     !defined(MASK_BITS) || !defined(ALIBI) || !defined(SINK) || !defined(DROPOUT) ||         \
     !defined(PACKED) || !defined(USED_KEYS) || !defined(PAGE_SIZE) || !defined(SCORE_MOD) || \
-    !defined(MASK_MOD) || !defined(TF32_PRODUCTS)
+    !defined(MASK_MOD) || !defined(TF32_PRODUCTS) || !defined(LEAST_QUERIES) ||              \
+    !defined(MOST_QUERIES)
 #error "the host must define every feature"
 #endif
 
@@ -23,16 +24,18 @@ constexpr int kAlignBytes = ALIGN_BYTES;  // every address and stride is a multi
 constexpr int kVec = 16 / sizeof(acc_t);  // accumulators in one 16-byte shared-memory access
 
 // Features. What is off is not compiled.
-constexpr bool kCausal = CAUSAL;       // keys end at the diagonal, which ends in the last corner
-constexpr bool kWindow = WINDOW;       // keys begin and end at distances from it known at run time
-constexpr bool kSoftcap = SOFTCAP;     // scores are bounded by a tanh
-using bias_t = BIAS;                   // element type of what is added to the scores; void: nothing
-constexpr int kMaskBits = MASK_BITS;   // of one element of the mask: 8, 1, or 0 for no mask
-constexpr bool kAlibi = ALIBI;         // scores fall with the distance from the diagonal
-constexpr bool kSink = SINK;           // every row's softmax counts one more score, with no value
-constexpr bool kDropout = DROPOUT;     // probabilities are dropped at random
-constexpr bool kPacked = PACKED;       // sequences of many lengths lie one after the other
-constexpr bool kUsedKeys = USED_KEYS;  // each sequence says how many of its keys count
+constexpr bool kCausal = CAUSAL;      // keys end at the diagonal, which ends in the last corner
+constexpr bool kWindow = WINDOW;      // keys begin and end at distances from it known at run time
+constexpr bool kSoftcap = SOFTCAP;    // scores are bounded by a tanh
+using bias_t = BIAS;                  // element type of what is added to the scores; void: nothing
+constexpr int kMaskBits = MASK_BITS;  // of one element of the mask: 8, 1, or 0 for no mask
+constexpr bool kAlibi = ALIBI;        // scores fall with the distance from the diagonal
+constexpr bool kSink = SINK;          // every row's softmax counts one more score, with no value
+constexpr bool kDropout = DROPOUT;    // probabilities are dropped at random
+constexpr bool kPacked = PACKED;      // sequences of many lengths lie one after the other
+// Packed sequences of fewer or more queries are another launch's; 0: there is no such limit.
+constexpr int kLeastQueries = LEAST_QUERIES, kMostQueries = MOST_QUERIES;
+constexpr bool kUsedKeys = USED_KEYS;   // each sequence says how many of its keys count
 constexpr bool kPaged = PAGE_SIZE > 0;  // keys and values lie in pages, which a table lists
 constexpr int kPageSize = kPaged ? PAGE_SIZE : 1;  // keys of a page
 constexpr bool kTf32 = TF32_PRODUCTS;  // tensor cores may round float32 operands to tf32

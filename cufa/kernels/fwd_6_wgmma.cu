@@ -12,7 +12,8 @@
 //          value_dim)
 // Launches: with a mask_mod seen_tiles, which finds out what it shows of each tile of scores, so
 // that tiles of which that is nothing are left out, and, where it looks something up, of each score
-// unless that takes more memory than O; fwd_6_wgmma.
+// unless that takes more memory than O; fwd_6_wgmma. That may run beside fwd_8_split_kv, to which
+// it then leaves sequences of fewer queries than kLeastQueries.
 //
 // Owns     block: tile after tile of BLOCK_M queries of one head; warpgroup: 64 of its rows
 // Shared   rings of STAGES K and V tiles; for each warpgroup a ring of QUERY_STAGES Q tiles, and
@@ -124,4 +125,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         Consumer(smem, params, warpgroup - 1).consume();
         ptx::wait_stores_read();
     }
+    if constexpr (kLateBlocks) ptx::wait_for_launch_before();
 }

@@ -5,7 +5,8 @@
 // blocks, so that there are enough of them, and among the teams of a block, a warp for each 16 or
 // 32 rows, each of which has a ring of tiles of its own and waits for nobody else. What the teams
 // found is merged in shared memory, and what the blocks found by a second launch. Sequences that
-// may be of many lengths are shared out among the blocks all together (key_shares.cuh).
+// may be of many lengths are shared out among the blocks all together (key_shares.cuh). Those of
+// more queries than kMostQueries are left to fwd_6_wgmma, which then runs beside this kernel.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
@@ -33,7 +34,8 @@ constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES;
 constexpr bool kSplitKeys = SPLIT_KEYS;    // as many blocks part the keys of each tile
 constexpr bool kEvenShares = EVEN_SHARES;  // the keys of all tiles are shared out
 static_assert(!kSplitKeys || !kEvenShares, "blocks part the keys one way or the other");
-constexpr bool kMergeOverlaps = MERGE_OVERLAPS;  // the second launch begins early
+static_assert(!kSplitKeys || kMostQueries == 0, "the parts of all rows are merged");
+constexpr bool kNextOverlaps = NEXT_OVERLAPS;  // the launch after this one begins early
 constexpr int kMergeThreads = MERGE_THREADS;
 constexpr int kMergeBlocks = MERGE_BLOCKS;  // of the second launch, for each share
 constexpr int kMergeBlocksOfSm = 3;         // for more, the compiler would spill
@@ -386,7 +388,8 @@ __device__ inline void attend_split(Smem& smem, const ForwardParams& params) {
                           params.features.cu_seqlens_q, group);
     const Work work{Sequence(params, batch), static_cast<int>(blockIdx.x % sizes.kv_heads), group,
                     first_row};
-    if (kPacked && work.rows() <= 0) return;  // it is none of the sequence's tiles
+    // It may be none of the sequence's tiles.
+    if (kPacked && (work.rows() <= 0 || !work.sequence.is_ours())) return;
 
     // Tiles are parted as evenly as whole ones can be.
     const auto range_of = [&](const KeyTiles<kBlockN>& keys) -> TileRange {
@@ -457,7 +460,7 @@ __device__ inline void attend_share(Smem& smem, const ForwardParams& params) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     fwd_8_split_kv(const __grid_constant__ ForwardParams params) {
-    if constexpr (kMergeOverlaps) ptx::let_next_launch_begin();
+    if constexpr (kNextOverlaps) ptx::let_next_launch_begin();
     Smem& smem = shared_memory<Smem>();
     if constexpr (kEvenShares) {
         attend_share(smem, params);
@@ -503,7 +506,7 @@ __device__ inline void merge_all(const ForwardParams& params) {
         const RowPart* const parts = parts_of(params, row, splits) + first;
         return [=](long long i) -> const RowPart& { return parts[i * step]; };
     };
-    if constexpr (kMergeOverlaps) ptx::wait_for_launch_before();
+    if constexpr (kNextOverlaps) ptx::wait_for_launch_before();
     // Memory for parts of 2^31 rows nobody has.
     merge_rows(blockIdx.x, gridDim.x, rows_of_heads<int>(sizes), splits, parts_of_row,
                [&](int row, MergedRow merged) {
@@ -537,7 +540,7 @@ __device__ inline void merge_tile(const ForwardParams& params) {
             return part == 0 ? blocks->begins[row] : blocks[part].ends[row];
         };
     };
-    if constexpr (kMergeOverlaps) ptx::wait_for_launch_before();
+    if constexpr (kNextOverlaps) ptx::wait_for_launch_before();
     merge_rows(blockIdx.x / blocks, kMergeBlocks, work.rows(),
                rounds.block_of(end_round - 1) - block + 1, parts_of_row,
                [&](int row, MergedRow merged) {
@@ -551,5 +554,9 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads, kMergeBlocksOfSm)
         merge_tile(params);
     } else {
         merge_all(params);
+    }
+    // Even where there is nothing to merge, this launch ends after the one before.
+    if constexpr (kNextOverlaps) {
+        if (blockIdx.x == 0) ptx::wait_for_launch_before();
     }
 }

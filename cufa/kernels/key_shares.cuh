@@ -7,6 +7,7 @@
 #pragma once
 
 #include "key_tiles.cuh"
+#include "sequence_line.cuh"
 #include "tensor.cuh"
 
 // The tiles of rows of one sequence, of all KV heads: how many there are, and the rounds of each.
@@ -32,12 +33,7 @@ template <int BlockM, int BlockN, int TilesOfRound>
 class KeyRounds {
   public:
     __device__ KeyRounds(const ForwardParams& params, int blocks) : params(params) {
-        int rounds = 0;
-#pragma unroll 4  // lengths come from far away
-        for (int batch = lane(); batch < params.sizes.batch; batch += 32) {
-            rounds += of_sequence(batch).all();
-        }
-        all = __shfl_sync(kAllLanes, sum_to_lane(rounds), 31);
+        all = line().count();
         shares = min(blocks, all);
     }
 
@@ -53,22 +49,9 @@ class KeyRounds {
 
     // Where a round is, which there must be.
     __device__ RoundPlace at(int round) const {
-        for (int first = 0;; first += 32) {
-            const int batch = first + lane();
-            const bool exists = batch < params.sizes.batch;
-            const SequenceRounds of = exists ? of_sequence(batch) : SequenceRounds{};
-            const int end = sum_to_lane(of.all());
-            const unsigned int beyond = __ballot_sync(kAllLanes, end > round);
-            if (beyond == 0) {
-                round -= __shfl_sync(kAllLanes, end, 31);
-                continue;
-            }
-            const int source = __ffs(static_cast<int>(beyond)) - 1;
-            const SequenceRounds found{__shfl_sync(kAllLanes, of.tiles, source),
-                                       __shfl_sync(kAllLanes, of.rounds, source)};
-            round -= __shfl_sync(kAllLanes, end - of.all(), source);
-            return {first + source, round / found.rounds, round % found.rounds, found};
-        }
+        const auto [batch, number] = line().at(round);
+        const SequenceRounds of = of_sequence(batch);
+        return {batch, number / of.rounds, number % of.rounds, of};
     }
 
     // The first round of the tile after that of `place`, which there must be.
@@ -84,11 +67,17 @@ class KeyRounds {
     }
 
   private:
-    static constexpr unsigned int kAllLanes = 0xffffffffu;
+    struct RoundsOf {
+        const KeyRounds& rounds;
+
+        __device__ int operator()(int batch) const { return rounds.of_sequence(batch).all(); }
+    };
+    __device__ SequenceLine<RoundsOf> line() const { return {params.sizes.batch, {*this}}; }
 
     // A tile has a round even if it has no keys: its rows must be written.
     __device__ SequenceRounds of_sequence(int batch) const {
         const Sequence sequence(params, batch);
+        if (!sequence.is_ours()) return {};
         const int row_tiles = ceil_div(sequence.seqlen_q * group_of(params.sizes), BlockM);
         const KeyTiles<BlockN> keys(sequence.mask(params.features), 0, sequence.seqlen_q);
         const int rounds = ceil_div(max(keys.end - keys.begin, 0), TilesOfRound * BlockN);
@@ -97,18 +86,6 @@ class KeyRounds {
 
     __device__ int first_of(int block) const {
         return static_cast<int>(static_cast<long long>(all) * block / shares);
-    }
-
-    __device__ static int lane() { return threadIdx.x % 32; }
-
-    // The sum over all lanes up to this one.
-    __device__ static int sum_to_lane(int value) {
-#pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-            const int below = __shfl_up_sync(kAllLanes, value, distance);
-            if (lane() >= distance) value += below;
-        }
-        return value;
     }
 
     const ForwardParams& params;

@@ -4,6 +4,7 @@
 
 #include "mask.cuh"
 #include "memory.cuh"
+#include "sequence_line.cuh"
 #include "tensor.cuh"
 
 // What only some calls have to look up: where a sequence begins, and how long it is.
@@ -77,7 +78,8 @@ struct TileOrder {
 
     __device__ explicit TileOrder(const ForwardParams& call) : call(call) {
         const Sizes& sizes = call.sizes;
-        tiles = row_tiles<BlockM>(kPacked ? sizes.batch : 1, sizes.seqlen_q);
+        tiles = kCounted ? SequenceLine(sizes.batch, TilesOf{call}).count()
+                         : row_tiles<BlockM>(kPacked ? sizes.batch : 1, sizes.seqlen_q);
         heads = kPacked ? sizes.heads : sizes.batch * sizes.heads;
         section_heads = group();
         sections = heads / section_heads;
@@ -100,7 +102,10 @@ struct TileOrder {
         const unsigned int place = index - first_head * tiles;
         const int tile = kRangeMask ? tiles - 1 - place / in_section : place / in_section;
         const unsigned int head = first_head + place % in_section;
-        if constexpr (kPacked) {
+        if constexpr (kCounted) {
+            const auto [batch, number] = SequenceLine(call.sizes.batch, TilesOf{call}).at(tile);
+            return {Sequence(call, batch), int(head), int(head / group()), number * BlockM};
+        } else if constexpr (kPacked) {
             const auto [batch, first_row] = row_tile<BlockM>(
                 tile, call.sizes.batch, call.sizes.seqlen_q, call.features.cu_seqlens_q);
             return {Sequence(call, batch), int(head), int(head / group()), first_row};
@@ -110,6 +115,17 @@ struct TileOrder {
     }
 
   private:
+    // Of many sequences that are another launch's there should be no tiles to pass over.
+    static constexpr bool kCounted = kLeastQueries > 0;
+    struct TilesOf {
+        const ForwardParams& call;
+
+        __device__ int operator()(int batch) const {
+            const Sequence sequence(call, batch);
+            return sequence.is_ours() ? ceil_div(sequence.seqlen_q, BlockM) : 0;
+        }
+    };
+
     // A round of tiles of long heads is of few heads, of which the last section would begin with
     // few long tiles.
     static constexpr unsigned int kLeastHeads = 8;
@@ -122,11 +138,13 @@ struct TileOrder {
 
 // Hands out the indices of tiles: each block's own first, then those that `taken` counts. It is
 // taken from exactly as often as there are tiles, and the last time puts it back to 0 for the next
-// launch. Or all of them by the count, of which each block then takes one too many.
+// launch. Or all of them by the count, of which each block then takes one too many: so does
+// `late`, which puts it back likewise.
 struct TileCounter {
     unsigned int* taken;
     unsigned int tiles;
 
     __device__ int next() const { return gridDim.x + atomicInc(taken, tiles - 1); }
+    __device__ int late() const { return atomicInc(taken, tiles + gridDim.x - 1); }
     __device__ int any() const { return atomicAdd(taken, 1u); }
 };

@@ -79,6 +79,12 @@ struct Sequence {
         if constexpr (kUsedKeys) seqlen_k = min(seqlen_k, features.seqused_k[batch]);
     }
 
+    // Whether it has neither too few nor too many queries for this launch.
+    __device__ bool is_ours() const {
+        return (kLeastQueries == 0 || seqlen_q >= kLeastQueries) &&
+               (kMostQueries == 0 || seqlen_q <= kMostQueries);
+    }
+
     __device__ Mask mask(const Features& features) const {
         return {seqlen_q, seqlen_k, features.window_left, features.window_right};
     }

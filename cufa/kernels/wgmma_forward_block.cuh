@@ -26,6 +26,9 @@ constexpr int kBoxKeys = BOX_KEYS;
 static_assert(kBlockN % kBoxKeys == 0, "a tile must be whole boxes");
 static_assert(!kPaged || kPageSize % kBoxKeys == 0, "a page must be whole boxes");
 
+// Beside another launch some blocks begin when that one ends: none has a tile of its own before.
+constexpr bool kLateBlocks = kLeastQueries > 0;
+
 using QueryRows = PanelTile<kWgmmaM, kHeadDim>;
 using KeyRows = PanelTile<kBlockN, kHeadDim>;
 using ValueRows = PanelTile<kBlockN, kValueDim>;

@@ -42,6 +42,7 @@ struct SeenWalk {
 // ---- the producer: one thread, or a warp that looks pages up ----
 
 constexpr int kProducers = kPaged ? 32 : 1;
+static_assert(kLeastQueries == 0 || kPaged, "a whole warp looks for sequences of many queries");
 
 // True in the one thread of the producer that starts copies.
 __device__ inline bool starts_copies() {
@@ -140,9 +141,12 @@ __device__ inline void produce(Smem& smem, const Params& params) {
     RingPosition<kStages> at;  // a tile of keys and its values have the same place
 
     constexpr unsigned int kLanes = kPaged ? 0xffffffffu : 1;  // that produce
-    const auto ask = [&] { return !kPaged || threadIdx.x == 0 ? counter.next() : 0; };
+    const auto ask = [&] {
+        if (kPaged && threadIdx.x != 0) return 0;
+        return kLateBlocks ? counter.late() : counter.next();
+    };
 
-    unsigned int index = blockIdx.x;
+    unsigned int index = kLateBlocks ? uniform<kLanes>(ask()) : blockIdx.x;
     for (;;) {
         const WorkTile work = order.at(index);
         if (!work.exists()) break;

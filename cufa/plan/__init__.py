@@ -7,10 +7,11 @@ that has none.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from cufa.device import Device
 from cufa.kernels import kernel_named
-from cufa.plan import fp8, mma, mma_backward, split_kv, standard, tiled, wgmma, wgmma_backward
+from cufa.plan import fp8, mixed, mma, mma_backward, split_kv, standard, tiled, wgmma, wgmma_backward
 from cufa.plan.record import Launch, Macro, Part, Plan, Scratch, TensorBox
 from cufa.plan.rungs import best_kernel, best_kernel_and_why
 from cufa.problem import Problem
@@ -61,6 +62,9 @@ def make_plan(
     """
     if tiles is not None:
         check_tiles(tiles)
+    mix = mixed.mix_of(problem, device) if kernel is None and not tiles else None
+    if mix is not None:
+        return _mixed_plan(mix, problem, device)
     if kernel is None:
         row, why = best_kernel_and_why(problem, device)
     else:
@@ -70,6 +74,12 @@ def make_plan(
             raise ValueError(f"kernel is {kernel!r}: {reason}")
     part = _PLANNERS[row.name](problem, device, tiles or {})
     return _plan(row.name, problem, device, part, (*why, *part.reasons))
+
+
+def _mixed_plan(mix: mixed.Mix, problem: Problem, device: Device) -> Plan:
+    (few, of_few), (many, of_many) = mix.parts(problem, device)
+    beside = _plan(mixed.MANY, many, device, of_many, of_many.reasons)
+    return replace(_plan(mixed.FEW, few, device, of_few, (mix.reason, *of_few.reasons)), beside=beside)
 
 
 def check_tiles(tiles: object) -> None:

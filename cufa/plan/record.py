@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,8 +33,9 @@ class Launch:
 
     One that `overlaps` begins while the launch before it ends. The first of a plan never does: what ran on
     the stream before the call may use the same workspace, and what it read or wrote. The others may, if all
-    their blocks wait for the launch before (`ptx::wait_for_launch_before`) ahead of what depends on it. That
-    one has then waited for its own predecessor, so when a launch has ended all of the plan's before it have.
+    their blocks wait for the launch before (`ptx::wait_for_launch_before`) ahead of what depends on it, and
+    one at least in any case. That one has then waited for its own predecessor, so when a launch has ended all
+    of the plan's before it have.
     """
 
     entry: str
@@ -90,6 +92,8 @@ class Plan:
     `launches` are in order, those with nothing to do left out. `scratch` lies one after the other in
     one workspace. `reasons` say, a sentence each, how the choices were made. A kernel with `boxes` gets their
     tensor maps before its other parameters, and without `scratch` a counter that is 0 as its workspace.
+    A plan `beside` it, which has no `scratch`, is of what this one leaves out; its launches come after the
+    first of this one's.
     """
 
     kernel: str
@@ -102,6 +106,19 @@ class Plan:
     scratch: tuple[Scratch, ...]
     reasons: tuple[str, ...]
     boxes: tuple[TensorBox, ...] = ()
+    beside: Plan | None = None
+
+    @property
+    def and_beside(self) -> tuple[Plan, ...]:
+        """The plan and, if there is one, that beside it."""
+        return (self,) if self.beside is None else (self, self.beside)
+
+    @property
+    def in_order(self) -> tuple[tuple[int, Launch], ...]:
+        """All launches, each with the place in `and_beside` of the plan that it is of."""
+        plans = enumerate(self.and_beside)
+        first, *others = ([(of, launch) for launch in plan.launches] for of, plan in plans)
+        return (*first[:1], *itertools.chain(*others), *first[1:])
 
     @cached_property
     def variant(self) -> Variant:
@@ -143,4 +160,6 @@ class Plan:
         workspace = ", ".join(f"{part.name} {'x'.join(map(str, part.shape))}" for part in self.scratch)
         lines.append(f"  workspace  {self.workspace_bytes:,} bytes{f' ({workspace})' if workspace else ''}")
         lines += [f"  why        {reason}" for reason in self.reasons]
+        if self.beside is not None:
+            lines.append(f"beside it, after its first launch, {self.beside}")
         return "\n".join(lines)

@@ -53,6 +53,8 @@ def feature_macros(features: Features) -> tuple[Macro, ...]:
         ("TF32_PRODUCTS", features.tf32),
         ("SCORE_MOD", features.score_mod is not None),
         ("MASK_MOD", features.mask_mod is not None),
+        ("LEAST_QUERIES", features.least_queries),
+        ("MOST_QUERIES", features.most_queries),
     )
 
 

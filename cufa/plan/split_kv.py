@@ -61,6 +61,9 @@ MAX_SPLITS = 128
 # nanoseconds that it costs, for each block and for each tile that a block has keys of.
 SAVED_OF_LONGEST = 0.4
 SHARE_TIME, TILE_OF_SHARE_TIME = 5000, 2500
+# What a block of twice as many warps that has an SM to itself reads in a nanosecond, if half of the SMs have
+# none, and the nanoseconds that a tile costs it beside.
+LONE_BLOCK_BYTES_PER_NS, LONE_TILE_TIME = 65, 5000
 MAX_REGISTERS = 255
 # Registers of a thread beside sums and scores: operands, which 8 bits have more of, addresses, the softmax's
 # state.
@@ -125,13 +128,48 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
 
     Raises ValueError if there are more rows than can be counted.
     """
+    chosen = _chosen(problem, device, _fastest(problem, device), tiles)
+    if not {"splits", "shares"} & tiles.keys():
+        chosen = replace(chosen, tiles=_parted(problem, chosen, device))
+    return _planned(problem, device, chosen)
+
+
+def beside(problem: Problem, device: Device, typical: Problem, on_half: bool) -> Part:
+    """The same for some of the sequences, which are like those of `typical`, beside another launch.
+
+    That has half of the SMs from the beginning if this one is to be `on_half`: it then has a block on each of
+    the others, with twice as many warps.
+    """
+    best = _fastest(typical, device)
+    if on_half:
+        best = _best_tiles(typical.kind, device, best.block_m, 2 * THREADS)
+    chosen = _chosen(problem, device, best)
+    # What is left out has no parts that could be merged as those of all rows are.
+    parted = replace(_parted(typical, chosen, device), splits=1)
+    if on_half:
+        parted = replace(parted, shares=_half(device))
+    return _planned(problem, device, replace(chosen, tiles=parted))
+
+
+def _half(device: Device) -> int:
+    return max(2, device.sm_count // 2)  # one share would be none
+
+
+def _fastest(problem: Problem, device: Device) -> Tiles:
+    return min(_candidates(problem, device), key=lambda tiles: _least_time(problem, tiles, device)[0])
+
+
+def _chosen(
+    problem: Problem, device: Device, tiles: Tiles, overrides: Mapping[str, int] | None = None
+) -> Choice[Tiles]:
+    return Candidates(device, (tiles,), functools.partial(_cost, problem)).choose(problem, overrides or {})
+
+
+def _planned(problem: Problem, device: Device, chosen: Choice[Tiles]) -> Part:
+    """The launches with these tiles."""
     rows = _rows_of_kv_head(problem)
     if rows > MAX_EXTENT:
         raise ValueError(f"a KV head has {rows:,} rows of queries, more than {MAX_EXTENT:,}")
-    best = min(_candidates(problem, device), key=lambda tiles: _least_time(problem, tiles, device)[0])
-    chosen = Candidates(device, (best,), functools.partial(_cost, problem)).choose(problem, tiles)
-    if not {"splits", "shares"} & tiles.keys():
-        chosen = replace(chosen, tiles=_parted(problem, chosen, device))
     sizes = chosen.tiles
     row_blocks = _row_blocks(problem, sizes.block_m)
     shared, split = sizes.shares > 1, sizes.splits > 1
@@ -142,7 +180,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     scratch: tuple[Scratch, ...] = ()
     if shared or split:
         merge_grid = grid * MERGE_BLOCKS if shared else grid
-        overlaps = _merge_overlaps(device)
+        overlaps = _may_overlap(device)
         launches.append(Launch("merge_splits", merge_grid, MERGE_THREADS, merge_bytes, overlaps=overlaps))
         of_blocks = (sizes.shares, 2, sizes.block_m)
         parts = of_blocks if shared else (*lse_shape(problem), sizes.splits)
@@ -186,15 +224,24 @@ def _rounds(problem: Problem, tiles: Tiles) -> int:
     return _row_blocks(problem, tiles.block_m) * ceil_div(keys, tiles.block_n * tiles.teams)
 
 
-def price(problem: Problem, device: Device) -> float:
-    """Microseconds that the forward takes, about."""
+def price(problem: Problem, device: Device, like: Problem | None = None) -> float:
+    """Microseconds that the forward takes, about; with the tiles for another problem if there is one."""
 
     def time(tiles: Tiles) -> float:
         least, _ = _least_time(problem, tiles, device)
         rounds = ceil_div(_row_blocks(problem, tiles.block_m), device.sm_count)
         return least / BYTES_PER_NS + rounds * tiles.block_m * ROW_TIME
 
-    return min(map(time, _candidates(problem, device))) / 1000
+    tiles = _candidates(problem, device) if like is None else [_fastest(like, device)]
+    return min(map(time, tiles)) / 1000
+
+
+def price_on_half(problem: Problem, device: Device) -> float:
+    """The same if one block on each of half of the SMs shares out the keys."""
+    blocks = _half(device)
+    tiles_of_block = _row_blocks(problem, _fastest(problem, device).block_m) / blocks
+    read = _visible_keys(problem) * _key_bytes(problem) / LONE_BLOCK_BYTES_PER_NS
+    return (SHARE_TIME + tiles_of_block * (LONE_TILE_TIME + read)) / 1000
 
 
 def _rows_of_kv_head(problem: Problem) -> int:
@@ -325,8 +372,8 @@ def _blocks_per_sm(kind: Problem, tiles: Tiles, device: Device) -> int:
     return max(1, device.blocks_resident(tiles.threads, cost.registers, cost.smem_bytes))
 
 
-def _merge_overlaps(device: Device) -> bool:
-    """Whether the second launch may begin while the first one ends."""
+def _may_overlap(device: Device) -> bool:
+    """Whether a launch may begin while the one before ends."""
     return device.arch.capability >= FIRST_OVERLAPPING
 
 
@@ -347,13 +394,18 @@ def _macros(problem: Problem, chosen: Choice[Tiles], merge_bytes: int, device: D
         ("SPLIT_KEYS", splits > 1),
         ("EVEN_SHARES", shares > 1),
         ("BLOCKS_PER_SM", chosen.blocks_per_sm),
-        ("MERGE_OVERLAPS", max(splits, shares) > 1 and _merge_overlaps(device)),
+        ("NEXT_OVERLAPS", _has_next(problem, chosen.tiles) and _may_overlap(device)),
         ("MERGE_THREADS", MERGE_THREADS),
         ("MERGE_BLOCKS", MERGE_BLOCKS),
         ("MERGE_SMEM_BYTES", merge_bytes),
         ("SMEM_BYTES", chosen.cost.smem_bytes),
         ("PARAMS_BYTES", FORWARD_PARAMS_BYTES),
     )
+
+
+def _has_next(problem: Problem, tiles: Tiles) -> bool:
+    """Whether a launch follows the first one: that beside it, or the one that merges."""
+    return max(tiles.splits, tiles.shares) > 1 or problem.features.most_queries > 0
 
 
 def _cost(problem: Problem, tiles: Tiles) -> Cost:

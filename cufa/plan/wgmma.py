@@ -41,6 +41,8 @@ TILE_LABEL_BYTES = 12
 REGISTER_STEP = 8
 MIN_PRODUCER_REGISTERS = 32
 MAX_CONSUMER_REGISTERS = 240
+# What each consumer gives of them to a producer that looks for some of the sequences.
+GIVEN_REGISTERS = 2 * REGISTER_STEP
 # Registers of a consumer beside accumulators and weights: addresses, descriptions, the softmax's state.
 OVERHEAD_REGISTERS = 30
 # Of so many warpgroups that compute, threads have no registers to spare.
@@ -248,9 +250,20 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
     return pages <= MOST_PAGES and not (features.alibi and tiles.consumers == MANY_CONSUMERS)
 
 
-def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
-    """`fwd_6_wgmma`: blocks that stay, after a launch that looks at what a mask_mod shows."""
-    best, _ = _fastest(problem, device)
+def beside(problem: Problem, device: Device, typical: Problem) -> Part:
+    """`fwd_6_wgmma` for some of the sequences, which are like those of `typical`, beside another launch."""
+    part = forward(problem, device, {}, typical)
+    return replace(part, launches=tuple(replace(launch, overlaps=True) for launch in part.launches))
+
+
+def forward(
+    problem: Problem, device: Device, tiles: Mapping[str, int], typical: Problem | None = None
+) -> Part:
+    """`fwd_6_wgmma`: blocks that stay, after a launch that looks at what a mask_mod shows.
+
+    The tiles are those for `typical` if it is given.
+    """
+    best, _ = _fastest(typical or problem, device)
     chosen, grid = choose_persistent(problem, device, tiles, best, _forward_cost)
     sizes = chosen.tiles
     launches = [Launch("fwd_6_wgmma", grid, sizes.threads, chosen.cost.smem_bytes)]
@@ -332,14 +345,16 @@ def choose_persistent(
 
 def forward_macros(problem: Problem, device: Device, chosen: Choice[T], maps: int) -> tuple[Macro, ...]:
     """What the Hopper forwards are compiled with; `maps` is how many tensor maps they are passed."""
+    tiles = chosen.tiles
+    given = GIVEN_REGISTERS if problem.features.least_queries else 0
     return (
         *common_macros(problem),
-        *((name.upper(), size) for name, size in sizes_of(chosen.tiles).items()),
-        ("THREADS", chosen.tiles.threads),
-        ("BOX_KEYS", box_keys(problem, chosen.tiles)),
-        ("PRODUCER_REGISTERS", chosen.tiles.producer_registers),
-        ("CONSUMER_REGISTERS", chosen.tiles.consumer_registers),
-        ("SEEN_BITS", has_seen_bits(problem, chosen.tiles)),
+        *((name.upper(), size) for name, size in sizes_of(tiles).items()),
+        ("THREADS", tiles.threads),
+        ("BOX_KEYS", box_keys(problem, tiles)),
+        ("PRODUCER_REGISTERS", tiles.producer_registers + given * tiles.consumers),
+        ("CONSUMER_REGISTERS", tiles.consumer_registers - given),
+        ("SEEN_BITS", has_seen_bits(problem, tiles)),
         ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),
         ("SMEM_BYTES", chosen.cost.smem_bytes),
         ("PARAMS_BYTES", round_up(maps * TENSOR_MAP_BYTES + params_bytes(problem), TENSOR_MAP_ALIGNMENT)),

@@ -382,26 +382,31 @@ def _run(
     if "mask" in arrays:  # kernels look at the address to see how much of it they can read at once
         alignments["mask"] = math.gcd(_MAX_ALIGN_BYTES, arrays["mask"].ctypes.data)
     placed = {name: _placed(array, alignments[name], name in outputs) for name, array in arrays.items()}
-    workspace = _workspace(plan)
     lying = [placed[name] for name in tensors]
     if problem.transposed_values:
         lying[2] = lying[2].swapaxes(1, 3)
-    maps = b"".join(tensor_map(lying[box.tensor], box.rows, box.cols, box.paired_rows) for box in plan.boxes)
     fields = [field for tensor in lying for field in _fields(tensor)]
     lse, scale = placed["lse"].ctypes.data, check_scale(softmax_scale, problem.head_dim)
     side = {name: array for name, array in placed.items() if name not in tensors}
     addresses = {name: array.ctypes.data for name, array in side.items()}
     features = pack_features(problem, side, addresses, values)
-    module = Module(plan.source, plan.macros, checked, folder, plan.headers)
-    for launch in plan.launches:
+    plans = plan.and_beside
+    workspaces = [_workspace(each) for each in plans]
+    modules = [Module(each.source, each.macros, checked, folder, each.headers) for each in plans]
+    maps = [
+        b"".join(tensor_map(lying[box.tensor], box.rows, box.cols, box.paired_rows) for box in each.boxes)
+        for each in plans
+    ]
+    for of, launch in plan.in_order:
         for step in range(launch.steps):
-            call = pack_call(problem, lse, workspace.ctypes.data, scale, step)
-            params = maps + pack_tensors(problem, fields) + call + features
-            params = params.ljust(int(dict(plan.macros)["PARAMS_BYTES"]), b"\0")
-            buffers = {**placed, "workspace": workspace}
-            module.launch(launch.entry, launch.grid, launch.block, launch.smem_bytes, params, buffers)
-    if plan.boxes and not plan.scratch and workspace.any():
-        raise EmulatorError(f"{plan.kernel} leaves its counter at {workspace[0]}")
+            call = pack_call(problem, lse, workspaces[of].ctypes.data, scale, step)
+            params = maps[of] + pack_tensors(problem, fields) + call + features
+            params = params.ljust(int(dict(plans[of].macros)["PARAMS_BYTES"]), b"\0")
+            buffers = {**placed, "workspace": workspaces[of]}
+            modules[of].launch(launch.entry, launch.grid, launch.block, launch.smem_bytes, params, buffers)
+    for each, workspace in zip(plans, workspaces, strict=True):
+        if each.boxes and not each.scratch and workspace.any():
+            raise EmulatorError(f"{each.kernel} leaves its counter at {workspace[0]}")
     return placed
 
 

@@ -1,0 +1,103 @@
+"""Plans for packed sequences of which a few may have many queries, as where prompts come beside decoding.
+
+How many queries each sequence has only the GPU knows. So two kernels are launched, `fwd_8_split_kv` for the
+sequences of few queries and `fwd_6_wgmma` for the others, each of which passes over what is the other's. The
+second begins on the SMs that the first one leaves: while its last blocks end, or from the beginning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cufa.device import Device
+from cufa.kernels import kernel_named
+from cufa.plan import split_kv, wgmma
+from cufa.plan.record import Part
+from cufa.problem import Problem
+from cufa.rounding import ceil_div
+
+FEW, MANY = "fwd_8_split_kv", "fwd_6_wgmma"
+# From so many queries on, a tile of which fwd_6_wgmma fills a part takes less time than several of 16 rows.
+MANY_QUERIES = 16
+# Those of few are taken to have no more than half as many, whose keys blocks read again for each tile.
+MOST_TYPICAL = MANY_QUERIES // 2
+# What part of the time of one kernel two must take to be launched, if there may be no sequence of many
+# queries, where the second launch is lost time, and if there must be some.
+WORTHWHILE, WORTHWHILE_IF_SURE = 0.7, 0.85
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What the sequences of few and of many queries are taken for, and who has which SMs at first."""
+
+    few: Problem
+    many: Problem
+    on_half: bool
+    reason: str
+
+    def parts(self, problem: Problem, device: Device) -> tuple[tuple[Problem, Part], tuple[Problem, Part]]:
+        """The problem without its sequences of many queries and its part, and the same without the others."""
+        few, many = (
+            replace(problem, features=replace(problem.features, least_queries=least, most_queries=most))
+            for least, most in ((0, MANY_QUERIES - 1), (MANY_QUERIES, 0))
+        )
+        of_few = split_kv.beside(few, device, self.few, self.on_half)
+        return (few, of_few), (many, wgmma.beside(many, device, self.many))
+
+
+def mix_of(problem: Problem, device: Device) -> Mix | None:
+    """None if one kernel for all sequences takes about as long, or if there is no telling."""
+    taken_for = _few_and_many(problem)
+    if taken_for is None or any(kernel_named(name).unsupported(problem, device) for name in (FEW, MANY)):
+        return None
+    few, many = taken_for
+    sure = _some_have_many(problem)
+    # Those that decode have got anywhere between their first key and the last.
+    half_way = replace(few, seqlen_k=few.seqlen_k // 2)
+    time_of_few, time_of_many = split_kv.price(half_way, device), wgmma.price(many, device)
+    by_two = in_a_row = time_of_few + time_of_many
+    if sure:
+        on_half = split_kv.price_on_half(half_way, device)
+        by_two = min(in_a_row, on_half + max(0, time_of_many - on_half / 2))
+    by_one = min(
+        time_of_few + split_kv.price(many, device, like=problem),
+        wgmma.price(half_way, device) + time_of_many,
+    )
+    if by_two > by_one * (WORTHWHILE_IF_SURE if sure else WORTHWHILE):
+        return None
+    at_once = by_two < in_a_row
+    where = "half of the SMs for each at first" if at_once else "one after the other"
+    reason = (
+        f"{FEW} for sequences of fewer than {MANY_QUERIES} queries beside {MANY} for others, {where}: about "
+        f"{by_two:.0f} us on an H200 if {many.batch} of {problem.batch} have all queries but one of each "
+        f"other, {by_one:.0f} by one kernel"
+    )
+    return Mix(few, many, at_once, reason)
+
+
+def _few_and_many(problem: Problem) -> tuple[Problem, Problem] | None:
+    """The sequences of few and of many queries if no more have many than must have so many as they have keys.
+
+    None if there are not both.
+    """
+    features, batch = problem.features, problem.batch
+    more = problem.seqlen_q - batch  # than one query each
+    if not (features.packed and features.page_size) or more < MANY_QUERIES:
+        return None
+    long = ceil_div(more, max(1, problem.seqlen_k // batch))
+    if long >= batch:
+        return None
+    queries_of_few = 1 if _some_have_many(problem) else min(ceil_div(problem.seqlen_q, batch), MOST_TYPICAL)
+    return alike(problem, batch - long, queries_of_few), alike(problem, long, 1 + more // long)
+
+
+def _some_have_many(problem: Problem) -> bool:
+    """Whether they must: were all equally long, all would."""
+    return problem.seqlen_q > (MANY_QUERIES - 1) * problem.batch
+
+
+def alike(problem: Problem, batch: int, queries: int) -> Problem:
+    """So many of its sequences, each with that many queries; not packed, so that tiles can be counted."""
+    features = replace(problem.features, packed=False, seqused_k=True)
+    keys = problem.seqlen_k // problem.batch
+    return replace(problem, batch=batch, seqlen_q=queries, seqlen_k=keys, features=features)

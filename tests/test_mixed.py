@@ -1,0 +1,88 @@
+"""Plans of two kernels: whose calls get them, what each leaves out, in what order they are launched."""
+
+from dataclasses import replace
+
+import pytest
+
+from cufa import jit
+from cufa.device import Device
+from cufa.plan import make_plan, mixed
+from cufa.problem import Features, Problem
+
+H200 = Device.of("sm_90a")
+# A chunk of a prompt beside sequences that decode.
+PAGED = Features(packed=True, seqused_k=True, page_size=16)
+CALL = Problem("forward", "bfloat16", 64, 1087, 64 * 8192, 32, 8, 128, 128, causal=True, features=PAGED)
+
+
+def call(tokens, batch, keys, **changes):
+    return replace(CALL, seqlen_q=tokens, batch=batch, seqlen_k=batch * keys, **changes)
+
+
+def limits(plan):
+    macros = dict(plan.macros)
+    return macros["LEAST_QUERIES"], macros["MOST_QUERIES"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "batch", "keys", "launches"),
+    [
+        (1024 + 63, 64, 8192, ["fwd_8_split_kv", "fwd_6_wgmma", "merge_splits"]),
+        (512 + 255, 256, 2048, ["fwd_8_split_kv", "fwd_6_wgmma"]),
+        (4096 + 15, 16, 8192, ["fwd_8_split_kv", "fwd_6_wgmma", "merge_splits"]),
+    ],
+)
+def test_prompts_beside_decoding_get_two_kernels(tokens, batch, keys, launches):
+    plan = make_plan(call(tokens, batch, keys), H200)
+    assert [launch.entry for _, launch in plan.in_order] == launches
+    assert [launch.overlaps for _, launch in plan.in_order] == [False, True, True][: len(launches)]
+    assert limits(plan) == (0, mixed.MANY_QUERIES - 1)
+    assert limits(plan.beside) == (mixed.MANY_QUERIES, 0)
+    assert plan.beside.workspace_bytes == 0
+    assert "fwd_8_split_kv for sequences of fewer than 16 queries" in str(plan)
+    assert str(plan.beside) in str(plan)
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        call(64, 64, 8192),
+        call(128, 32, 8192),
+        call(22000, 64, 1024),
+        call(8192, 1, 8192),
+        call(0, 4, 8192),
+        replace(CALL, features=replace(PAGED, page_size=0)),
+        replace(CALL, features=replace(PAGED, dropout=True)),
+        replace(CALL, features=replace(PAGED, page_size=4)),
+        replace(CALL, batch=64, seqlen_q=17, seqlen_k=8192, features=Features()),
+        replace(CALL, dtype="float32"),
+        replace(CALL, seqlen_k=0),
+    ],
+    ids=[
+        *("decoding", "drafts", "prompts", "one sequence", "no queries", "no pages", "dropout"),
+        *("pages of which boxes do not consist", "not packed", "float32", "no keys"),
+    ],
+)
+def test_others_get_one(problem):
+    assert make_plan(problem, H200).beside is None
+
+
+def test_who_asks_for_a_kernel_or_tiles_gets_one():
+    assert make_plan(CALL, H200, "fwd_6_wgmma").beside is None
+    assert make_plan(CALL, H200, tiles={"block_n": 32}).beside is None
+    assert make_plan(CALL, Device.of("sm_80")).beside is None
+
+
+def test_many_blocks_or_half_of_the_sms():
+    """Half where the others would wait for longer than it takes, and where there are surely many queries."""
+    halved, whole = (make_plan(call(*sizes), H200) for sizes in ((1087, 64, 8192), (767, 256, 2048)))
+    assert halved.tiles["shares"] == H200.sm_count // 2
+    assert halved.launches[0].block > whole.launches[0].block
+    assert whole.launches[0].grid > 2 * H200.sm_count
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_it_does_not_spill(head_dim):
+    plan = make_plan(replace(CALL, head_dim=head_dim, value_dim=head_dim), H200)
+    for each in plan.and_beside:
+        assert jit.build(each.variant).warnings == ()

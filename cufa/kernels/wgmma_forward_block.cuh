@@ -33,6 +33,27 @@ using QueryRows = PanelTile<kWgmmaM, kHeadDim>;
 using KeyRows = PanelTile<kBlockN, kHeadDim>;
 using ValueRows = PanelTile<kBlockN, kValueDim>;
 
+// Whether a head's rows may begin in the middle of a sector of the L2 cache, as those of every
+// other head do if rows are an odd number of chunks. Each panel of such a row takes a sector more
+// than it fills, half of which the next panel asks for again. A tile needs room for a chunk more.
+// Up to two panels nothing is gained: there are tiles of more queries, which read less.
+constexpr int kSectorBytes = 32, kSectorCols = kSectorBytes / sizeof(scalar_t);
+template <int Dims>
+constexpr bool kOddRows = sizeof(scalar_t) == 2 && ceil_div(Dims, kPanelCols) > 2 &&
+                          round_up(Dims, kWgmmaK) - Dims >= kChunkCols;
+
+// The first column of a head's tiles: 0, or as many before it as there are from the beginning of
+// its sector. The copy engine makes them zeros. Q begins as K does, so that their product is the
+// same, and O as V.
+template <int Dims>
+__device__ inline int first_col_of(const Tensor& tensor, int head) {
+    if (!kOddRows<Dims>) return 0;
+    if ((tensor.batch_stride | tensor.row_stride) % kSectorCols != 0) return 0;
+    const auto* row = static_cast<const scalar_t*>(tensor.data) + head * tensor.head_stride;
+    const auto bytes = reinterpret_cast<unsigned long long>(row) % kSectorBytes;
+    return -static_cast<int>(bytes / sizeof(scalar_t));
+}
+
 using Order = TileOrder<kBlockM, SECTION_BYTES>;
 using KeyRange = KeyTileRange<kBlockM, kBlockN>;
 using KeyPages = TilePages<kBlockN>;

@@ -60,7 +60,8 @@ __device__ inline void send_queries(Smem& smem, const Params& params,
         ptx::Barrier& full = smem.q_ring[w].announce(at, work.exists() ? QueryRows::kBytes : 0);
         if (work.exists()) {
             copy_tile(smem.q[w][at.stage], params.q, full, kPacked ? 0 : work.batch, work.head,
-                      work.sequence(params.call).first_q + work.first_row + w * kWgmmaM);
+                      work.sequence(params.call).first_q + work.first_row + w * kWgmmaM, 0,
+                      first_col_of<kHeadDim>(params.call.k, work.kv_head));
         }
     }
     at.advance();
@@ -73,21 +74,27 @@ __device__ inline KeyPages pages_from(const ForwardParams& call, const WorkTile&
     return {sequence.keys<const scalar_t>(call.k, work.kv_head), first_key, sequence.seqlen_k};
 }
 
-// Has a tile of keys, or values, copied: those from first_key on.
+// Has a tile of keys, or values, copied: those from first_key on, from first_col on.
 template <class Tile>
 __device__ inline void send_tile(Tile (&tiles)[kStages], TileRing& ring, RingPosition<kStages> at,
                                  const TensorMap& map, WorkTile work, const Sequence& sequence,
-                                 const KeyPages& pages, int first_key, TileLabel label = {}) {
+                                 const KeyPages& pages, int first_key, int first_col,
+                                 TileLabel label = {}) {
     ring.wait_empty(at);
     if constexpr (kPaged) {
         const BoxPages<kBoxKeys, kBlockN> boxes(pages, first_key, sequence.seqlen_k);
         if (!starts_copies()) return;
         ring.label(at, label);
-        boxes.copy(tiles[at.stage], map, ring.announce(at, Tile::kBytes), work.kv_head);
+        boxes.copy(tiles[at.stage], map, ring.announce(at, Tile::kBytes), work.kv_head, first_col);
     } else {
         ring.label(at, label);
         ptx::Barrier& full = ring.announce(at, Tile::kBytes);
-        copy_tile(tiles[at.stage], map, full, kPacked ? 0 : work.batch, work.kv_head, first_key);
+        const int batch = kPacked ? 0 : work.batch;
+        if constexpr (kOddRows<kHeadDim> || kOddRows<kValueDim>) {
+            copy_tile(tiles[at.stage], map, full, batch, work.kv_head, first_key, 0, first_col);
+        } else {
+            copy_tile(tiles[at.stage], map, full, batch, work.kv_head, first_key);
+        }
     }
 }
 
@@ -101,9 +108,12 @@ __device__ inline void send_seen(Smem& smem, const Params& params, RingPosition<
     const auto key_of = [&](const SeenWalk& walk) {
         return sequence.first_k + walk.tile * kBlockN;
     };
+    const int k_col = first_col_of<kHeadDim>(params.call.k, work.kv_head);
+    const int v_col = first_col_of<kValueDim>(params.call.v, work.kv_head);
     SeenWalk walk(params.call, work, keys);
     KeyPages pages = pages_from(params.call, work, sequence, key_of(walk));
-    send_tile(smem.k, smem.k_ring, at, params.k, work, sequence, pages, key_of(walk), walk.label());
+    send_tile(smem.k, smem.k_ring, at, params.k, work, sequence, pages, key_of(walk), k_col,
+              walk.label());
     send_queries(smem, params, q_at, work);
     while (!walk.at_end()) {
         RingPosition<kStages> after = at;
@@ -116,9 +126,9 @@ __device__ inline void send_seen(Smem& smem, const Params& params, RingPosition<
         } else {
             pages_after = pages_from(params.call, work, sequence, key_of(next));
             send_tile(smem.k, smem.k_ring, after, params.k, work, sequence, pages_after,
-                      key_of(next), next.label());
+                      key_of(next), k_col, next.label());
         }
-        send_tile(smem.v, smem.v_ring, at, params.v, work, sequence, pages, key_of(walk),
+        send_tile(smem.v, smem.v_ring, at, params.v, work, sequence, pages, key_of(walk), v_col,
                   walk.label());
         at = after;
         walk = next;
@@ -163,12 +173,14 @@ __device__ inline void produce(Smem& smem, const Params& params) {
             continue;
         }
         const int first_key = sequence.first_k;
+        const int k_col = first_col_of<kHeadDim>(params.call.k, work.kv_head);
+        const int v_col = first_col_of<kValueDim>(params.call.v, work.kv_head);
         int tile = keys.end - 1;
         KeyPages pages;
         if (!keys.none()) {
             const int key = first_key + tile * kBlockN;
             pages = pages_from(params.call, work, sequence, key);
-            send_tile(smem.k, smem.k_ring, at, params.k, work, sequence, pages, key);
+            send_tile(smem.k, smem.k_ring, at, params.k, work, sequence, pages, key, k_col);
         }
         send_queries(smem, params, q_at, work);
         // Keys are needed a tile ahead of values.
@@ -181,9 +193,9 @@ __device__ inline void produce(Smem& smem, const Params& params) {
                 if (tile > keys.begin) {
                     pages_after = pages_from(params.call, work, sequence, key - kBlockN);
                     send_tile(smem.k, smem.k_ring, after, params.k, work, sequence, pages_after,
-                              key - kBlockN);
+                              key - kBlockN, k_col);
                 }
-                send_tile(smem.v, smem.v_ring, at, params.v, work, sequence, pages, key);
+                send_tile(smem.v, smem.v_ring, at, params.v, work, sequence, pages, key, v_col);
                 at = after;
                 pages = pages_after;
             }

@@ -58,12 +58,15 @@ struct OutputRows {
         ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup);
         const Sequence sequence = work.sequence(params.call);
         const int row = work.first_row + warpgroup * kWgmmaM;
-        if (kPacked && row + kWgmmaM > sequence.seqlen_q) {
-            // The copy engine would write beyond the sequence.
+        const int before = first_col_of<kValueDim>(params.call.v, work.kv_head);
+        if (before < 0 || (kPacked && row + kWgmmaM > sequence.seqlen_q)) {
+            // The copy engine writes no box that begins before the first column, and would write
+            // beyond the sequence.
             using Element = typename Smem::StoredRows::Element;
             write_first_rows<kValueDim, kWarpgroup>(
-                sequence.queries<Element>(params.call.o, work.head), rows, sequence.seqlen_q - row,
-                row, first_col, threadIdx.x % kWarpgroup);
+                sequence.queries<Element>(params.call.o, work.head), rows,
+                min(kWgmmaM, sequence.seqlen_q - row), row, before + first_col,
+                threadIdx.x % kWarpgroup);
         } else if (leader) {
             store_tile(params.o, rows, kPacked ? 0 : work.batch, work.head, sequence.first_q + row,
                        first_col);

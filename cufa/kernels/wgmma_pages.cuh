@@ -24,13 +24,15 @@ struct BoxPages {
         }
     }
 
-    // Starts the copies of a tile.
+    // Starts the copies of a tile, of columns from first_col on.
     template <class Tile>
-    __device__ void copy(Tile& tile, const TensorMap& map, ptx::Barrier& full, int head) const {
+    __device__ void copy(Tile& tile, const TensorMap& map, ptx::Barrier& full, int head,
+                         int first_col) const {
 #pragma unroll
         for (int box = 0; box < Keys / BoxKeys; ++box) {
             const int row = box * BoxKeys;
-            copy_tile(tile, map, full, numbers[box], head, (in_page + row) % kPageSize, row);
+            copy_tile(tile, map, full, numbers[box], head, (in_page + row) % kPageSize, row,
+                      first_col);
         }
     }
 };

@@ -64,15 +64,16 @@ struct PanelTile {
     }
 };
 
-// Starts the copy of one head's rows from first_row on, and of all columns, to the tile's rows from
-// to_row on: of as many rows as a box of the map has.
+// Starts the copy of one head's rows from first_row on, and of columns from first_col on, to the
+// tile's rows from to_row on: of as many rows as a box of the map has. Columns that the head does
+// not have, those before the first too, are zero.
 template <class Tile>
 __device__ inline void copy_tile(Tile& tile, const TensorMap& map, ptx::Barrier& barrier, int batch,
-                                 int head, int first_row, int to_row = 0) {
+                                 int head, int first_row, int to_row = 0, int first_col = 0) {
 #pragma unroll
     for (int panel = 0; panel < Tile::kPanels; ++panel) {
-        ptx::copy_box(tile.data[panel][to_row], map, barrier, panel * Tile::kPanelCols, first_row,
-                      head, batch);
+        ptx::copy_box(tile.data[panel][to_row], map, barrier, first_col + panel * Tile::kPanelCols,
+                      first_row, head, batch);
     }
 }
 
@@ -258,8 +259,8 @@ __device__ inline void read_rows(WgmmaOperand<Cols>& values, Tile& tile, int fir
 }
 
 // Writes the first `count` rows of a tile to a head's rows from first_row on, and to those of its
-// Dims columns from first_col on; `thread` is one of Threads that do it together, where the copy
-// engine would write more rows.
+// Dims columns from first_col on, which may be before the first; `thread` is one of Threads that do
+// it together, where the copy engine cannot.
 template <int Dims, int Threads, class Tile>
 __device__ inline void write_first_rows(Matrix<typename Tile::Element> to, Tile& tile, int count,
                                         int first_row, int first_col, int thread) {
@@ -267,11 +268,16 @@ __device__ inline void write_first_rows(Matrix<typename Tile::Element> to, Tile&
     constexpr int kRowChunks = Tile::kPanels * Tile::kPanelCols / Tile::kChunkCols;
     for (int i = thread; i < count * kRowChunks; i += Threads) {
         const int row = i / kRowChunks, col = i % kRowChunks * Tile::kChunkCols;
-        if (first_col + col >= Dims) continue;
+        if (first_col + col < 0 || first_col + col >= Dims) continue;
         const Chunk chunk = *reinterpret_cast<const Chunk*>(tile.at(row, col));
+        typename Tile::Element* const out = to.row(first_row + row) + first_col + col;
+        if constexpr (Dims % Tile::kChunkCols == 0) {
+            *reinterpret_cast<Chunk*>(out) = chunk;
+        } else {
 #pragma unroll
-        for (int e = 0; e < Tile::kChunkCols; ++e) {
-            if (first_col + col + e < Dims) to.row(first_row + row)[first_col + col + e] = chunk[e];
+            for (int e = 0; e < Tile::kChunkCols; ++e) {
+                if (first_col + col + e < Dims) out[e] = chunk[e];
+            }
         }
     }
 }

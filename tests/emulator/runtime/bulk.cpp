@@ -13,16 +13,18 @@ namespace emulator {
 
 namespace {
 
-// Where a row of a box is in the tensor, and how many of its bytes lie inside it.
+// Where a row of a box is in the tensor, how many of its bytes come before that, and how many lie
+// before the tensor's end.
 struct BoxRow {
     std::uint64_t address;
-    std::size_t inside;
+    std::size_t before, inside;
 };
 
 BoxRow box_row(const TensorDescription& tensor, const int (&at)[kBoxAxes], std::size_t index) {
-    const std::size_t first = std::size_t(at[0]) * tensor.element_bytes;
-    const std::size_t end = std::size_t(tensor.extents[0]) * tensor.element_bytes;
-    BoxRow row{tensor.address + first, end > first ? end - first : 0};
+    const long long first = static_cast<long long>(at[0]) * tensor.element_bytes;
+    const auto end = static_cast<long long>(tensor.extents[0]) * tensor.element_bytes;
+    BoxRow row{tensor.address + first, std::size_t(std::max(-first, 0LL)),
+               std::size_t(std::max(end - first, 0LL))};
     for (int axis = 1; axis < kBoxAxes; ++axis) {
         const auto place = at[axis] + static_cast<long long>(index % tensor.box[axis]);
         index /= tensor.box[axis];
@@ -44,14 +46,17 @@ Transfer Block::box_at(const void* map, const void* shared, const int (&at)[kBox
     if (row_bytes > kSwizzleRowBytes || row_bytes % kChunkBytes != 0) {
         fail("a box whose rows are longer than the swizzle, or no sixteens of bytes");
     }
-    if (at[0] < 0) fail("a box that begins before the first column");
+    if (at[0] < 0 && at[0] * static_cast<long long>(tensor.element_bytes) % kChunkBytes != 0) {
+        fail("a box that begins before the first column, and not by sixteens of bytes");
+    }
     std::size_t rows = 1;
     for (int axis = 1; axis < kBoxAxes; ++axis) rows *= tensor.box[axis];
     Transfer transfer = room_for(shared, rows * kSwizzleRowBytes, kSwizzleBytes);
     for (std::size_t index = 0; index < rows; ++index) {
         const BoxRow row = box_row(tensor, at, index);
         for (std::size_t byte = 0; byte < row_bytes; byte += kChunkBytes) {
-            const std::size_t left = row.inside > byte ? row.inside - byte : 0;
+            const bool is_inside = byte >= row.before && byte < row.inside;
+            const std::size_t left = is_inside ? row.inside - byte : 0;
             transfer.chunks.push_back({transfer.shared + swizzled(index * kSwizzleRowBytes + byte),
                                        reinterpret_cast<unsigned char*>(row.address + byte),
                                        std::min(left, kChunkBytes)});

@@ -163,9 +163,13 @@ CUT_PACES = {
 SECTOR_BYTES = 32
 ODD_ROWS = 1.35
 ODD_ROW_PACES = {128: {Tiles(192, 64, 4, 1, 128): Pace(0.1045, 2180)}}
-# From which head dim on, over PANEL_COLS, there are small blocks. Those of fewer dims gain less from them
-# than from large tiles, and where a mask cuts, ptxas has their products wait for each other.
+# From which head dim on, over PANEL_COLS, those are the small blocks. Of fewer dims, which they take as long
+# for, there are these, without and with a mask that cuts: ptxas would have products of 64 keys wait there.
 LEAST_WIDE_DIM = 120
+FEW_DIMS_PACES: Mapping[bool, Mapping[Tiles, Pace]] = {
+    False: {Tiles(64, 64, 2, 1, 64, 2): Pace(0.081, 1300, 2.25)},
+    True: {Tiles(64, 80, 2, 1, 64, 2): Pace(0.127, 1060, 1.75)},
+}
 # In how many pages a tile of keys may be for three and more warpgroups to leave the producer registers enough
 # to look them up, if all keys are seen.
 MOST_PAGES = 8
@@ -198,13 +202,20 @@ def _candidates(kind: Problem) -> Mapping[Tiles, Pace]:
     dim = max(kind.head_dim, kind.value_dim)
     if PANEL_COLS < dim <= 192 and kind.features.bias_dtype == "float32":
         return BIASED_PACES[dim > 128]
-    of_dims = CUT_PACES if is_cut(kind) else PACES
-    most, paces = next((most, paces) for most, paces in of_dims.items() if dim <= most)
-    if is_cut(kind) and most in ODD_ROW_PACES and _has_odd_rows(kind):
-        slowed = {tiles: pace.times(ODD_ROWS) for tiles, pace in paces.items()}
-        paces = slowed | ODD_ROW_PACES[most]
+    least = min(kind.head_dim, kind.value_dim)
+    cut = is_cut(kind)
+    most, paces = next((most, paces) for most, paces in (CUT_PACES if cut else PACES).items() if dim <= most)
+    if dim > PANEL_COLS and least < LEAST_WIDE_DIM:
+        paces = {tiles: pace for tiles, pace in paces.items() if tiles.blocks_per_sm == 1}
+    odd = 1.0
+    if cut and most in ODD_ROW_PACES and _has_odd_rows(kind):
+        odd = ODD_ROWS
+        paces = {tiles: pace.times(odd) for tiles, pace in paces.items()} | ODD_ROW_PACES[most]
     faster = 1 - FASTER_WITHOUT_DIMS * (1 - dim / most)
-    return {tiles: pace.times(faster) for tiles, pace in paces.items() if _has_registers(kind, tiles)}
+    paces = {tiles: pace.times(faster) for tiles, pace in paces.items()}
+    if least > PANEL_COLS and dim < LEAST_WIDE_DIM:
+        paces |= {tiles: pace.times(odd) for tiles, pace in FEW_DIMS_PACES[cut].items()}
+    return {tiles: pace for tiles, pace in paces.items() if _has_registers(kind, tiles)}
 
 
 def _has_odd_rows(problem: Problem) -> bool:
@@ -233,10 +244,7 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
     if tiles.blocks_per_sm > 1:
         functions = features.score_mod is not None or features.mask_mod is not None
         alibi_and_more = features.alibi and (features.softcap or lengths_vary(problem))
-        if functions or features.bias is not None or features.page_size or alibi_and_more:
-            return False
-        dims = problem.head_dim, problem.value_dim
-        return max(dims) <= PANEL_COLS or min(dims) >= LEAST_WIDE_DIM
+        return not (functions or features.bias is not None or features.page_size or alibi_and_more)
     if tiles.consumers <= 2:
         return problem.value_dim <= MOST_VALUE_DIM or tiles.block_n < 128
     if lengths_vary(problem) or features.mask_mod is not None or features.bias is not None:

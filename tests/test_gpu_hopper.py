@@ -412,6 +412,18 @@ def test_windows_that_see_nothing(cupy, head_dim):
     assert_gradients(tuple(x.get() for x in gradients), problem, **options)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(136, 136), (200, 248), (64, 184), (152, 128)])
+def test_heads_that_begin_in_the_middle_of_a_sector(cupy, head_dim, value_dim, kv_heads):
+    """Of one KV head every other row does, of more every other head."""
+    shape = {"seqlen_q": 300, "seqlen_k": 413, "heads": 4, "kv_heads": kv_heads}
+    rng = np.random.default_rng(head_dim)
+    problem = random_problem(rng, "bfloat16", batch=2, head_dim=head_dim, head_dim_v=value_dim, **shape)
+    q, k, v, _ = on_gpu(problem)
+    out, lse = cufa.attention(q, k, v, causal=True, return_lse=True, kernel=FORWARD)
+    assert_attention(out.get(), lse.get(), problem, causal=True)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_sequences_of_length_0(cupy, head_dim, causal):

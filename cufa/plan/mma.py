@@ -52,10 +52,11 @@ REGISTER_BYTES = 4
 FIRST_HANDING_OVER = (9, 0)
 # For the forward's price, in nanoseconds of an H200: until a block's first tiles are there; how long a block
 # that is alone takes for a tile of scores, beside its clocks and for each; and what an SM has to do for each
-# clock, and for each row of up to ROW_DIMS, more for more dims, and each score beside.
+# clock, and for each row and each score beside. Rows of more than ROW_DIMS take longer where tiles are large.
 START = 3000
 TILE_LATENCY, LATENCY_OF_CLOCK = 1150, 0.13
-CLOCK_TIME, ROW_TIME, ROW_DIMS, SCORE_TIME = 0.313, 12.5, 64, 0.012
+CLOCK_TIME, ROW_TIME, SCORE_TIME = 0.313, 12.5, 0.012
+ROW_DIMS, LARGE_BLOCK_M = 64, 64
 H200 = Device.of("sm_90a")
 # Registers that features take which work on each score, for each score of a lane: without them ptxas was
 # seen to spill hundreds of bytes.
@@ -275,7 +276,8 @@ def price(problem: Problem, device: Device) -> float:
     key_tiles, most = (ceil(of(problem, tiles) / tiles.block_n) for of in (seen_keys, most_keys))
     of_block = most * (TILE_LATENCY + LATENCY_OF_CLOCK * tile_clocks)
     tile_work = tile_clocks * CLOCK_TIME + tiles.block_m * tiles.block_n * SCORE_TIME
-    row_time = ROW_TIME * max(1, max(problem.head_dim, problem.value_dim) / ROW_DIMS)
+    dims = max(problem.head_dim, problem.value_dim) if tiles.block_m >= LARGE_BLOCK_M else ROW_DIMS
+    row_time = ROW_TIME * max(1, dims / ROW_DIMS)
     block_work = tiles.block_m * row_time + key_tiles * tile_work
     of_all = query_tiles(problem, tiles) * block_work / device.sm_count
     return (START + max(of_block, of_all, memory_time(problem, device))) / 1000

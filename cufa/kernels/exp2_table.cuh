@@ -14,6 +14,7 @@ struct Exp2 {
 // For types that have an instruction for it: no table.
 template <class T, int RootBits>
 struct Exp2Table : Exp2 {
+    template <int AtOnce = 1>
     __device__ void init() {}
 };
 
@@ -44,12 +45,19 @@ struct Exp2Table<double, RootBits> {
     static constexpr int kPart = 20 - RootBits;  // the bit of a number's upper half for 1 / kRoots
     alignas(128) double roots[kRoots];           // 2^(i / kRoots), its exponent less i / kRoots
 
-    // By the whole block, which must meet at a barrier before powers are asked for.
+    // By the whole block, which must meet at a barrier before powers are asked for. Each thread
+    // works out AtOnce at a time, which must not be more than it has left: one by one they would
+    // wait for each other.
+    template <int AtOnce = 1>
     __device__ void init() {
-        for (int i = threadIdx.x; i < kRoots; i += blockDim.x) {
-            const double root = exp2_of(i / double(kRoots));
-            roots[i] = __hiloint2double(__double2hiint(root) - (i << kPart), __double2loint(root));
-        }
+        for (int first = threadIdx.x; first < kRoots; first += AtOnce * blockDim.x)
+#pragma unroll
+            for (int n = 0; n < AtOnce; ++n) {
+                const int i = first + n * blockDim.x;
+                const double root = exp2_of(i / double(kRoots));
+                roots[i] =
+                    __hiloint2double(__double2hiint(root) - (i << kPart), __double2loint(root));
+            }
     }
 
     // 2^x within 3 ulp for x up to 1021; 0 below -1021.

@@ -30,6 +30,11 @@
 
 constexpr bool kHandsOver = HANDS_OVER;
 constexpr int kRootBits = 10;
+// Of what a block of float64 begins with, how much a thread computes at once: powers, if all threads
+// have as many, and numbers of Q in chunks. One by one each would wait for the one before, and for a
+// pipe that other warps have.
+constexpr int kRootsAtOnce = (1 << kRootBits) % (4 * THREADS) == 0 ? 4 : 1;
+constexpr int kChunksAtOnce = 8;
 
 // K and V as the warps hand them on, if they do.
 template <bool Used>
@@ -72,7 +77,7 @@ struct Smem : Exp2Table<acc_t, kRootBits>, KeyHandovers<kHandsOver> {
     MmaTile<kBlockN, kDims * kSplit> v;
 
     __device__ void init() {
-        Exp2Table<acc_t, kRootBits>::init();
+        Exp2Table<acc_t, kRootBits>::template init<kRootsAtOnce>();
         KeyHandovers<kHandsOver>::init();
     }
 };
@@ -119,13 +124,34 @@ __device__ inline acc_t scale_log2(const ScoreRules& rules) {
 // Gives Q the sign of the scale, or all of it.
 __device__ inline void take_scale(Smem& smem, const ScoreRules& rules) {
     if (kShapedScores || (!kFolded && rules.scale >= 0)) return;
+    constexpr int kRowChunks = decltype(smem.q)::kCols / kMatrixCols;
+    constexpr int kChunks = kBlockM * kRowChunks;
+    constexpr int kAtOnce = kFolded ? kChunksAtOnce : 1;  // few calls come here, or all
+    using Chunk = Pack<scalar_t, kMatrixCols>;
+    const acc_t factor = kFolded ? rules.scale * acc_t(kLog2E) : acc_t(-1);
     ptx::wait_copies();
     __syncthreads();
-#pragma unroll(kFolded ? 8 : 1)  // few calls come here, or all
-    for (int i = threadIdx.x; i < kBlockM * kHeadDim; i += THREADS) {
-        scalar_t& value = *smem.q.at(i / kHeadDim, i % kHeadDim);
-        const acc_t x = to_acc(value);
-        value = from_acc<scalar_t>(kFolded ? x * (rules.scale * acc_t(kLog2E)) : -x);
+#pragma unroll 1
+    for (int first = threadIdx.x; first < kChunks; first += kAtOnce * THREADS) {
+        const auto inside = [&](int i) {
+            return kChunks % (kAtOnce * THREADS) == 0 || first + i * THREADS < kChunks;
+        };
+        const auto place = [&](int i) {
+            const int chunk = first + i * THREADS, col = chunk % kRowChunks * kMatrixCols;
+            return reinterpret_cast<Chunk*>(smem.q.at(chunk / kRowChunks, col));
+        };
+        Chunk chunks[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+            if (inside(i)) chunks[i] = *place(i);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            if (!inside(i)) break;
+#pragma unroll
+            for (int e = 0; e < kMatrixCols; ++e)
+                chunks[i][e] = from_acc<scalar_t>(to_acc(chunks[i][e]) * factor);
+            *place(i) = chunks[i];
+        }
     }
 }
 
@@ -377,6 +403,13 @@ __device__ inline void attend_in_turn(Output& out, Smem& smem, const ScoreRules&
     smem.values.release();
 }
 
+// The tile that a block owns. Blocks of float64 take so long that in the last section, if no more
+// ran than do at once, the longest would end last.
+__device__ inline QueryTile tile_of_block(const ForwardParams& params, int block = blockIdx.x) {
+    constexpr int kRounds = sizeof(scalar_t) == 8 ? 2 : 1;
+    return query_tile_of_block<kBlockM, kRounds * kSectionTiles>(params, block);
+}
+
 // Writes the block's rows of O and LSE.
 __device__ inline void write_output(Output& out, const Smem& smem, const ForwardParams& params,
                                     const QueryTile& tile) {
@@ -411,7 +444,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     fwd_5_mma(const __grid_constant__ ForwardParams params) {
     Smem& smem = shared_memory<Smem>();
-    const auto [sequence, head, kv_head, first_row] = query_tile_of_block<kBlockM>(params);
+    const auto [sequence, head, kv_head, first_row] = tile_of_block(params);
     const int seqlen_q = sequence.seqlen_q;
     if (kPacked && first_row >= seqlen_q) return;  // it is none of the sequence's tiles
 
@@ -452,5 +485,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     }
     ptx::wait_copies();
 
-    write_output(out, smem, params, query_tile_of_block<kBlockM>(params, ptx::anew(blockIdx.x)));
+    write_output(out, smem, params, tile_of_block(params, ptx::anew(blockIdx.x)));
 }

@@ -192,8 +192,9 @@ struct HeadTile {
 // Enough for two blocks on each SM of the largest GPUs.
 constexpr int kSectionTiles = 256;
 
+template <int SectionTiles = kSectionTiles>
 __device__ inline HeadTile head_tile_of_block(int block, int heads, int tiles) {
-    const int section_heads = min(max(kSectionTiles / tiles, 1), heads);
+    const int section_heads = min(max(SectionTiles / tiles, 1), heads);
     const int first_head = block / (section_heads * tiles) * section_heads;
     const int in_section = min(section_heads, heads - first_head);
     const int place = block - first_head * tiles;
@@ -207,7 +208,7 @@ struct QueryTile {
 };
 
 // The last queries come first: under a causal mask those see most keys.
-template <int BlockM, class Params>
+template <int BlockM, int SectionTiles = kSectionTiles, class Params>
 __device__ inline QueryTile query_tile_of_block(const Params& params, int block = blockIdx.x) {
     const Sizes& sizes = params.sizes;
     if constexpr (kPacked) {
@@ -218,7 +219,8 @@ __device__ inline QueryTile query_tile_of_block(const Params& params, int block 
         return {Sequence(params, batch), head, kv_head_of(head, sizes), first_row};
     }
     const int tiles = ceil_div(sizes.seqlen_q, BlockM);
-    const auto [index, place] = head_tile_of_block(block, sizes.batch * sizes.heads, tiles);
+    const auto [index, place] =
+        head_tile_of_block<SectionTiles>(block, sizes.batch * sizes.heads, tiles);
     const int head = index % sizes.heads;
     return {Sequence(params, index / sizes.heads), head, kv_head_of(head, sizes),
             (tiles - 1 - place) * BlockM};

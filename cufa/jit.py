@@ -52,6 +52,8 @@ _STACK = re.compile(r"(\d+) bytes (?:stack frame|cumulative stack size)")
 _ADVICE = re.compile(r"\bwarning\s*[:#]|\bC75\d\d\b")
 
 _DEBUG_OPTIONS = ("-lineinfo", "-DWATCHDOG_SECONDS=5")
+# From this version on NVRTC keeps machine code in the driver's cache, from where it comes without a report.
+_NVRTC_WITH_CACHE = (12, 9)
 
 _builds: dict[str, Build] = {}
 _build_locks: dict[str, threading.Lock] = {}
@@ -311,6 +313,8 @@ def _run_nvrtc(variant: Variant, texts: Mapping[str, str], options: tuple[str, .
     arguments = [f"-arch={variant.arch}", *options]
     if not variant.arch.virtual:
         arguments.append("--ptxas-options=-v")
+        if nvrtc_version() >= _NVRTC_WITH_CACHE:
+            arguments.append("--no-cache")
     headers = [name for name in texts if name != variant.source]
     program = _checked(
         nvrtc.nvrtcCreateProgram(

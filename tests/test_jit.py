@@ -118,6 +118,17 @@ def test_a_real_arch_gives_machine_code_and_its_resources(variant, arch):
     assert not built.cached
 
 
+@pytest.mark.gpu
+def test_what_nvrtc_has_compiled_before_has_its_resources_too(variant, monkeypatch, tmp_path):
+    """With a driver there NVRTC has a cache of its own, whose machine code comes without a report."""
+    first = jit.build(variant)
+    forget()
+    monkeypatch.setenv("CUFA_CACHE_DIR", str(tmp_path / "another"))
+    again = jit.build(variant)
+    assert not again.cached
+    assert again.resources == first.resources
+
+
 @pytest.mark.parametrize("arch", ["compute_80", "compute_90a"])
 def test_a_virtual_arch_gives_ptx(variant, arch):
     built = jit.build(replace(variant, arch=Arch.parse(arch)))

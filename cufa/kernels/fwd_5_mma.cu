@@ -30,9 +30,9 @@
 
 constexpr bool kHandsOver = HANDS_OVER;
 constexpr int kRootBits = 10;
-// Of what a block of float64 begins with, how much a thread computes at once: powers, if all threads
-// have as many, and numbers of Q in chunks. One by one each would wait for the one before, and for a
-// pipe that other warps have.
+// Of what a block of float64 begins with, how much a thread computes at once: powers, if all
+// threads have as many, and numbers of Q in chunks. One by one each would wait for the one before,
+// and for a pipe that other warps have.
 constexpr int kRootsAtOnce = (1 << kRootBits) % (4 * THREADS) == 0 ? 4 : 1;
 constexpr int kChunksAtOnce = 8;
 

@@ -45,8 +45,8 @@ MAX_CONSUMER_REGISTERS = 240
 GIVEN_REGISTERS = 2 * REGISTER_STEP
 # Registers of a consumer beside accumulators and weights: addresses, descriptions, the softmax's state.
 OVERHEAD_REGISTERS = 30
-# Of so many warpgroups that compute, threads have no registers to spare.
-MANY_CONSUMERS = 4
+# Of so many warpgroups that compute, or so many blocks of an SM, threads have no registers to spare.
+MANY_CONSUMERS = MANY_BLOCKS = 4
 # Part of the L2 cache that the keys and values of heads worked on at the same time may fill.
 SECTION_OF_L2 = 3 / 4
 
@@ -130,6 +130,7 @@ PACES = {
         Tiles(128, 32, 4, 1, 64, 2): Pace(0.0657, 530, 1.05),
         Tiles(64, 80, 2, 1, 64, 3): Pace(0.0648, 390, 1.62),
         Tiles(64, 64, 2, 1, 64, 3): Pace(0.0664, 410, 1.67),
+        Tiles(64, 32, 2, 1, 64, 4): Pace(0.1120, 260, 2.20),
     },
     128: {
         Tiles(192, 64, 4, 1, 128): Pace(0.0780, 1710),
@@ -149,6 +150,7 @@ CUT_PACES = {
         Tiles(128, 128, 3, 2, 64): Pace(0.0712, 850),
         Tiles(64, 128, 2, 1, 64, 2): Pace(0.0730, 730, 1.65),
         Tiles(64, 64, 2, 1, 64, 3): Pace(0.0854, 225, 1.83),
+        Tiles(64, 32, 2, 1, 64, 4): Pace(0.1140, 180, 2.20),
     },
     128: {
         Tiles(128, 128, 2, 2, 128): Pace(0.1022, 890),
@@ -244,7 +246,10 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
     if tiles.blocks_per_sm > 1:
         functions = features.score_mod is not None or features.mask_mod is not None
         alibi_and_more = features.alibi and (features.softcap or lengths_vary(problem))
-        return not (functions or features.bias is not None or features.page_size or alibi_and_more)
+        many_and_more = tiles.blocks_per_sm >= MANY_BLOCKS and (features.softcap or features.alibi)
+        if functions or features.bias is not None or features.page_size:
+            return False
+        return not (alibi_and_more or many_and_more)
     if tiles.consumers <= 2:
         return problem.value_dim <= MOST_VALUE_DIM or tiles.block_n < 128
     if lengths_vary(problem) or features.mask_mod is not None or features.bias is not None:

@@ -48,7 +48,7 @@ struct Smem {
 // ---- the consumers ----
 
 struct Consumer : InspectedConsumer<Consumer, Smem, Params, kDims> {
-    static constexpr bool kLongTurns = false, kRoundsFirst = false;
+    static constexpr bool kLongTurns = false, kRoundsFirst = false, kHalvesFirst = false;
     // Those features leave no registers for it. By ALiBi, scores rise from tile to tile up to the
     // diagonal, unless that is where tiles begin, and a bias may do so anywhere.
     static constexpr bool kRaisesLate =

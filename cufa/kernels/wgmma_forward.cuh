@@ -36,6 +36,9 @@ struct Turns {
 //   take_out_nonfinite(o, work, tile)  before the part of a tile that a mask cuts through
 //   kRoundsFirst                       whether weights are rounded before it is known that maxima
 //                                      need not be raised
+//   kHalvesFirst                       whether a warpgroup leaves out of its softmax the upper half
+//                                      of a first tile of keys if it sees none of it, and does not
+//                                      mask the lower half if it sees all of that
 template <class Self, class Smem, class Params, int Dims>
 struct ForwardConsumer : ForwardScores<Self, Smem, Params> {
     using Base = ForwardScores<Self, Smem, Params>;
@@ -151,8 +154,38 @@ struct ForwardConsumer : ForwardScores<Self, Smem, Params> {
         if (kSeenBits && cut) seen.load(row_bits + tile * kTileWords);
         wait_scores<0>(s, last);
         shape_scores(s, bias, work, tile);
-        if (cut) self().mask_first(s, seen, work, tile);
-        softmax.begin(s, tile_scale());
+        if constexpr (Self::kHalvesFirst) {
+            constexpr int kHalf = kBlockN / 2;
+            using Lower = TilePart<typename Self::KeyOrder, 0, kHalf>;
+            using Upper = TilePart<typename Self::KeyOrder, kHalf, kBlockN>;
+            const Mask mask = mask_of(work);
+            const int first_row = work.first_row + warpgroup * kWgmmaM;
+            const int last_row = first_row + kWgmmaM - 1, middle = tile * kBlockN + kHalf;
+            // By votes, after which the compiler knows that all take the same way.
+            const bool lower_cut = __any_sync(0xffffffffu, mask.keys_end(first_row) < middle);
+            const bool upper_seen = __any_sync(0xffffffffu, mask.diagonal(last_row) >= middle);
+            if (lower_cut) this->template mask_part<Lower>(s, work, tile);
+            if (!upper_seen) {
+                weigh_first<Lower>(softmax, s, sums, work, tile, last);
+            } else {
+                this->template mask_part<Upper>(s, work, tile);
+                weigh_first<WholeTile>(softmax, s, sums, work, tile, last);
+            }
+        } else {
+            if (cut) self().mask_first(s, seen, work, tile);
+            weigh_first<WholeTile>(softmax, s, sums, work, tile, last);
+        }
+        softmax.add(sums);
+        self().round(p, s);
+        if (cut) self().take_out_nonfinite(o, work, tile);
+        return softmax;
+    }
+
+    // Maxima by what Part has of a first tile of products, and the weights under them.
+    template <class Part>
+    __device__ void weigh_first(RowPair& softmax, Scores& s, float (&sums)[2], const WorkTile& work,
+                                int tile, bool last) {
+        softmax.template begin<Part>(s, tile_scale());
         // Of three warpgroups two work on while one raises its maxima.
         constexpr bool kLooksAhead = kHeadroom > 0 && kConsumers <= 2;
 #pragma unroll
@@ -164,11 +197,7 @@ struct ForwardConsumer : ForwardScores<Self, Smem, Params> {
             // Rows past the end see no key, but others of their warp should not wait for them.
             if (row >= work.sequence(params.call).seqlen_q) max = 0;
         }
-        softmax.weigh(s, tile_scale(), sums);
-        softmax.add(sums);
-        self().round(p, s);
-        if (cut) self().take_out_nonfinite(o, work, tile);
-        return softmax;
+        softmax.template weigh<Part>(s, tile_scale(), sums);
     }
 
     // The scores of a tile of keys at once with the output of the tile before; then the weights of

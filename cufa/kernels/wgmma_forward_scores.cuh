@@ -124,6 +124,13 @@ struct ForwardScores {
         }
     }
 
+    // The same of what Part has of a tile, under a causal mask and nothing else.
+    template <class Part>
+    __device__ void mask_part(Scores& s, const WorkTile& work, int tile) {
+        apply_mask<typename Self::KeyOrder, Part>(s, mask_of(work), row_of(work, 0), tile * kBlockN,
+                                                  self().scale().masked());
+    }
+
     // The same of the first tile.
     __device__ void mask_first(Scores& s, const SeenScores& seen, const WorkTile& work, int tile) {
         mask_scores(s, seen, work, tile);

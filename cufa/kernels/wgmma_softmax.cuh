@@ -135,9 +135,22 @@ struct KeysInOrder {
     __device__ static constexpr int after_first(int i) { return i / 4 * 8 + i % 2; }
 };
 
+// Which of a thread's scores belong to a part of a tile: all of them, or those of the tile's keys
+// from Begin on and before End, in the order that Keys says.
+struct WholeTile {
+    __device__ static constexpr bool has(int) { return true; }
+};
+template <class Keys, int Begin, int End>
+struct TilePart {
+    static_assert(Begin % 16 == 0 && End % 16 == 0, "four threads share each sixteen keys");
+    __device__ static constexpr bool has(int i) {
+        return Begin <= Keys::after_first(i) && Keys::after_first(i) < End;
+    }
+};
+
 // Makes the scores of keys that a row does not see `masked`; `row` is the first of this thread's
 // two, the other is 8 below it.
-template <class Keys, int Count>
+template <class Keys, class Part = WholeTile, int Count>
 __device__ inline void apply_mask(float (&s)[Count], const Mask& mask, int row, int first_key,
                                   float masked) {
 #pragma unroll
@@ -148,7 +161,7 @@ __device__ inline void apply_mask(float (&s)[Count], const Mask& mask, int row, 
 #pragma unroll
         for (int i = 2 * half; i < Count; i += 4)
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
+            for (int e = 0; e < 2 && Part::has(i); ++e) {
                 const int key = Keys::after_first(i + e);
                 if (key >= end || (kWindow && key < begin)) s[i + e] = masked;
             }
@@ -178,12 +191,12 @@ __device__ inline void rescale(float (&o)[Count], const float (&shrink)[2]) {
 struct RowPair {
     OnlineSoftmax rows[2];
 
-    // Sets the maxima by the first tile of products.
-    template <int Count>
+    // Sets the maxima by Part of the first tile of products.
+    template <class Part = WholeTile, int Count>
     __device__ void begin(const float (&s)[Count], Scale scale) {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            rows[half].max = first_largest(s, half, scale) - kHeadroom;
+            rows[half].max = first_largest<Part>(s, half, scale) - kHeadroom;
     }
 
     // Raises the maxima if a tile of products passes one. Returns whether it did, so that O must
@@ -194,7 +207,7 @@ struct RowPair {
         if (__builtin_expect(raised, false)) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float largest = lanes_max<4>(largest_of(s, half, scale));
+                const float largest = lanes_max<4>(largest_of<WholeTile>(s, half, scale));
                 shrink[half] = rows[half].raise_max(largest - kHeadroom);
             }
         }
@@ -202,8 +215,8 @@ struct RowPair {
     }
 
     // Turns a tile of products into weights under the maxima that there are, and sums up a thread's
-    // in each row.
-    template <int Count>
+    // in each row. What is not of Part has no weight.
+    template <class Part = WholeTile, int Count>
     __device__ void weigh(float (&s)[Count], Scale scale, float (&sums)[2]) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -213,8 +226,8 @@ struct RowPair {
             for (int i = 2 * half; i < Count; i += 4)
 #pragma unroll
                 for (int e = i; e < i + 2; ++e) {
-                    s[e] = exp2_of(s[e] * scale.factor - shift);
-                    sums[half] += s[e];
+                    s[e] = Part::has(i) ? exp2_of(s[e] * scale.factor - shift) : 0;
+                    if (Part::has(i)) sums[half] += s[e];
                 }
         }
     }
@@ -289,7 +302,7 @@ struct RowPair {
 
     // The largest score of a row's first tile, most often by its bits. Where a mask may leave a row
     // few keys, that would be tried in vain.
-    template <int Count>
+    template <class Part, int Count>
     __device__ static float first_largest(const float (&s)[Count], int half, Scale scale) {
         if constexpr (!kRangeMask && !kAlibi) {
             const float product = lanes_max<4>(__int_as_float(largest_bits(s, half)));
@@ -297,22 +310,22 @@ struct RowPair {
             if (__builtin_expect(__all_sync(0xffffffffu, found), true))
                 return product * scale.factor;
         }
-        return lanes_max<4>(largest_of(s, half, scale));
+        return lanes_max<4>(largest_of<Part>(s, half, scale));
     }
 
     // By a vote, so that the sign of the factor is not asked for with each product.
-    template <int Count>
+    template <class Part, int Count>
     __device__ static float largest_of(const float (&s)[Count], int half, Scale scale) {
         float largest = negative_infinity();
         if (__builtin_expect(__any_sync(0xffffffffu, scale.factor < 0), false)) {
 #pragma unroll
             for (int i = 2 * half; i < Count; i += 4) {
-                largest = fmaxf(largest, fmaxf(-s[i], -s[i + 1]));
+                if (Part::has(i)) largest = fmaxf(largest, fmaxf(-s[i], -s[i + 1]));
             }
         } else {
 #pragma unroll
             for (int i = 2 * half; i < Count; i += 4) {
-                largest = fmaxf(largest, fmaxf(s[i], s[i + 1]));
+                if (Part::has(i)) largest = fmaxf(largest, fmaxf(s[i], s[i + 1]));
             }
         }
         return scale.lower(largest * fabsf(scale.factor));

@@ -829,9 +829,11 @@ def run_python(code: str) -> str:
     """What a fresh interpreter that sees no GPU prints."""
     root = Path(cufa.__file__).parents[1]
     path = os.pathsep.join((str(root), os.environ.get("PYTHONPATH", "")))
+    # With bytecode kept, as users have it: numpy's is there from its installation in any case.
+    environment = {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": ""}
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "-1", "PYTHONPATH": path},
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         check=True,

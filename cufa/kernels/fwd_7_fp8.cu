@@ -87,9 +87,7 @@ struct Consumer : Form::Consumer<Consumer, Smem, Params> {
     // Nor do those for weights in both forms; nor do wide heads where lengths have to be looked up.
     static constexpr bool kRoundsFirst =
         kConsumers < 3 && (kDims <= 128 || !(kPacked || kUsedKeys || kPaged));
-    // Head dims 64 and 256 lose 1 % by it; beside turned values it has not been tried alone.
-    static constexpr bool kHalvesFirst =
-        kRoundsFirst && TRANSPOSED_VALUES && kCausal && !kWindow && kDims == 128;
+    static constexpr bool kHalvesFirst = HALVES_FIRST && kRoundsFirst;
     HeadScales scales{};  // of the tile that is worked on
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)

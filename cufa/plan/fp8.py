@@ -39,6 +39,8 @@ TURNED_COLS = 32
 FLAGS_BYTES = 12
 # Leaves those three warps what turning four times as many at once takes, where two warpgroups compute.
 MAX_CONSUMER_REGISTERS = 224
+# Keys of a call whose first tiles are worked on in halves, in tiles.
+FEW_TILES = 4
 
 
 @dataclass(frozen=True)
@@ -202,11 +204,23 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
             *forward_macros(problem, device, chosen, len(boxes)),
             ("OUT_SCALAR", problem.output.name),
             ("TRANSPOSED_VALUES", problem.transposed_values),
+            ("HALVES_FIRST", _halves_first(problem, sizes)),
         ),
         launches=(launch,) if grid else (),
         reasons=chosen.reasons,
         boxes=boxes,
     )
+
+
+def _halves_first(problem: Problem, tiles: Tiles) -> bool:
+    """Whether warpgroups leave out the half of a causal mask's first tile that they do not see.
+
+    That is 4 % where queries see few tiles, of which the first takes the longest; longer calls lose as much.
+    """
+    few = problem.seqlen_k <= FEW_TILES * tiles.block_n
+    of_dims = PANEL_COLS < max(problem.head_dim, problem.value_dim) <= 2 * PANEL_COLS
+    plain = problem.causal and problem.features.window == (None, None)
+    return plain and few and of_dims and problem.transposed_values
 
 
 def _key_boxes(problem: Problem, tiles: Tiles) -> tuple[TensorBox, TensorBox]:

@@ -344,7 +344,7 @@ def _features(
     array_sums = sum(math.prod(shapes[name]) for name in differentiated)
     if array_sums > MAX_EXTENT:
         raise ValueError(
-            f"score_mod's arrays have {array_sums:,} elements; with gradients, they may {MAX_EXTENT:,}"
+            f"score_mod's arrays have {array_sums:,} elements; with gradients, they may have {MAX_EXTENT:,}"
         )
     return Features(
         window=window,

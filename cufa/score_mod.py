@@ -104,7 +104,11 @@ class _Mod:
         try:
             return lifted(self.function(*symbols, *arrays))
         except (TypeError, AttributeError) as error:
-            raise TypeError(f"{self.name} cannot be traced: {error}") from error
+            reason = str(error)
+            if error.__traceback__ is not None and error.__traceback__.tb_next is None:
+                # The call itself failed, before anything in the function was run.
+                reason += f"; it is called with ({', '.join((*self.symbols, *self.named_arrays))})"
+            raise TypeError(f"{self.name} cannot be traced: {reason}") from error
 
     def __call__(self, *symbols: Any) -> Any:
         """What the function makes of these values of its symbols, arrays that are broadcast."""

@@ -126,6 +126,10 @@ def test_flash_attns_arrays_in_one(rng):
     close(compat.flash_attn_qkvpacked_func(qkv, 0.0, 0.3, **options), exact)
     close(compat.flash_attn_kvpacked_func(q, kv, 0.0, 0.3, **options), exact)
     close(compat.flash_attn_kvpacked_func(q, kv[:, :, :, :2]), cufa.attention(q, k[:, :, :2], v[:, :, :2]))
+    q, qkv, kv, exact = (x.reshape(-1, *x.shape[2:]) for x in (q, qkv, kv, exact))
+    ends = np.array([0, 6, 12], np.int32)
+    close(compat.flash_attn_varlen_qkvpacked_func(qkv, ends, 6, 0.0, 0.3, **options), exact)
+    close(compat.flash_attn_varlen_kvpacked_func(q, kv, ends, ends, 6, 6, 0.0, 0.3, **options), exact)
 
 
 def test_what_flash_attn_would_not_take_apart_is_named(rng):
@@ -137,6 +141,13 @@ def test_what_flash_attn_would_not_take_apart_is_named(rng):
         compat.flash_attn_qkvpacked_func(kv)
     with pytest.raises(ValueError, match=r"^kv has shape \(2, 6, 4, 8\); it must be \(batch, seqlen, 2, "):
         compat.flash_attn_kvpacked_func(q, k)
+    ends = np.array([0, 2])
+    with pytest.raises(
+        ValueError, match=r"^qkv has shape \(2, 6, 2, 4, 8\); it must be \(tokens, 3, heads, head_dim\)"
+    ):
+        compat.flash_attn_varlen_qkvpacked_func(kv, ends)
+    with pytest.raises(TypeError, match=r"^cu_seqlens has dtype int64; it must be int32"):
+        compat.flash_attn_varlen_qkvpacked_func(np.stack([q, k, v], axis=2)[0], ends)
     with pytest.raises(TypeError, match=r"^kv is a list; it may be a NumPy array"):
         compat.flash_attn_kvpacked_func(q, kv.tolist())
 

@@ -11,7 +11,7 @@ from cufa.cli import output
 from cufa.cli.options import json_option
 from cufa.device import Arch
 from cufa.kernels import COMPANIONS, KERNELS, Kernel, features_in_words
-from cufa.problem import DTYPES, Direction
+from cufa.problem import DTYPES, INPUT_DTYPES, Direction
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,10 +52,11 @@ def _support() -> Table:
     table = output.table(
         ("<kernel", "<GPU", "<dtypes", "<head dims", "<features", "<memory"), "what each takes"
     )
+    table.columns[2].min_width = max(map(len, INPUT_DTYPES))
     for kernel in KERNELS.values():
         table.add_row(
             kernel.name,
-            _first_arch(kernel) + ("" if kernel.only_arch else " on"),
+            _first_arch(kernel) + ("" if kernel.only_arch else "+"),
             "all" if kernel.dtypes == tuple(DTYPES) else ", ".join(kernel.dtypes),
             kernel.head_dims,
             features_in_words(kernel),

@@ -25,6 +25,7 @@ from cufa.rotary import rotary
 # What it calls cufa's arguments, where it has other names.
 _FLASH_ATTN = {"window": "window_size"}
 _FLASH_ATTN_VARLEN = {**_FLASH_ATTN, "return_lse": "return_attn_probs"}
+_FLASH_ATTN_VARLEN_QKVPACKED = {"cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens"}
 _FLASH_ATTN_CACHE = {
     **_FLASH_ATTN,
     **{"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "return_lse": "return_softmax_lse"},
@@ -214,6 +215,51 @@ def flash_attn_varlen_func(
     )
 
 
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Any, cu_seqlens: Any, max_seqlen: int | None = None, *options: Any, **named_options: Any
+) -> Any:
+    """flash-attn's function of that name (flash-attn 2.8): packed sequences' q, k and v in one array.
+
+    Args:
+        qkv: (tokens, 3, heads, head_dim), read where it lies.
+        cu_seqlens: (batch + 1,) int32, where each sequence begins, and the last ends.
+        max_seqlen: not looked at.
+        options: those of `flash_attn_varlen_func` that follow max_seqlen_k, in its order.
+        named_options: the same by their names.
+
+    Returns:
+        What `flash_attn_varlen_func` returns.
+
+    Raises:
+        ValueError: qkv of another shape, or what `cufa.attention` raises.
+        TypeError: what `cufa.attention` raises.
+    """
+    ends = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    try:
+        return flash_attn_varlen_func(*_unpacked("qkv", qkv, 3, "tokens"), *ends, *options, **named_options)
+    except (TypeError, ValueError) as error:
+        raise renamed(error, _FLASH_ATTN_VARLEN_QKVPACKED) from None
+
+
+def flash_attn_varlen_kvpacked_func(q: Any, kv: Any, *options: Any, **named_options: Any) -> Any:
+    """flash-attn's function of that name (flash-attn 2.8): packed sequences' k and v in one array.
+
+    Args:
+        q: (tokens, heads, head_dim).
+        kv: (tokens, 2, kv_heads, head_dim), read where it lies.
+        options: those of `flash_attn_varlen_func` that follow v, in its order, cu_seqlens_q first.
+        named_options: the same by their names.
+
+    Returns:
+        What `flash_attn_varlen_func` returns.
+
+    Raises:
+        ValueError: kv of another shape, or what `cufa.attention` raises.
+        TypeError: what `cufa.attention` raises.
+    """
+    return flash_attn_varlen_func(q, *_unpacked("kv", kv, 2, "tokens"), *options, **named_options)
+
+
 def flash_attn_with_kvcache(
     q: Any,
     k_cache: Any,
@@ -352,13 +398,13 @@ def flash_attn_with_kvcache(
     )
 
 
-def _unpacked(name: str, packed: Any, count: int) -> list[Any]:
-    """The arrays in one that has them along its axis 2; ValueError if it does not have so many."""
+def _unpacked(name: str, packed: Any, count: int, tokens: str = "batch, seqlen") -> list[Any]:
+    """The arrays in one that has them next to each other, behind the axes of its tokens; ValueError if not."""
     check_arrays(**{name: packed})
     shape = tuple(packed.shape)
-    if len(shape) != 5 or shape[2] != count:
-        raise ValueError(f"{name} has shape {shape}; it must be (batch, seqlen, {count}, heads, head_dim)")
-    return [packed[:, :, i] for i in range(count)]
+    if len(shape) != 4 + tokens.count(",") or shape[-3] != count:
+        raise ValueError(f"{name} has shape {shape}; it must be ({tokens}, {count}, heads, head_dim)")
+    return [packed[..., i, :, :] for i in range(count)]
 
 
 class _Cache(NamedTuple):

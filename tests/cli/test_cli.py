@@ -16,6 +16,7 @@ from cufa import device, jit
 from cufa.cli import COMMANDS, output
 from cufa.device import Device
 from cufa.kernels import COMPANIONS, KERNELS
+from cufa.problem import INPUT_DTYPES
 from cufa.timing import time_cpu
 
 
@@ -96,7 +97,8 @@ def test_kernels_lists_the_registry():
     assert {row["function"] for row in listed[len(KERNELS) :]} >= {"cufa.softmax", "cufa.merge"}
     assert {row["min_arch"] for row in listed[: len(KERNELS)]} == {"sm_75", "sm_80", "sm_90a"}
     table = run("kernels").stdout
-    assert all(name in table for name in (*KERNELS, *COMPANIONS))
+    assert all(name in table for name in (*KERNELS, *COMPANIONS, *INPUT_DTYPES, "O(N^2)"))
+    assert max(map(len, table.splitlines())) <= WIDTH
 
 
 def test_cache_info_and_clear(monkeypatch, tmp_path):

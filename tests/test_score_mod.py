@@ -255,7 +255,11 @@ def test_hopper_takes_them(options: dict[str, Any], backward: bool, kernel: str)
         ({"score_mod": MaskMod(lambda *_: True)}, TypeError, "score_mod is a MaskMod; it may be a ScoreMod"),
         ({"mask_mod": lambda b, h, i, j: 0.5 * i}, TypeError, "mask_mod returns a float"),
         ({"score_mod": lambda s, *_: s if s > 0 else 0}, TypeError, "score_mod cannot be traced: .*np.where"),
-        ({"score_mod": lambda s: s}, TypeError, r"positional argument.*called with \(score, b, h, q_idx, kv_idx\)"),
+        (
+            {"score_mod": lambda s: s},
+            TypeError,
+            r"positional arg.*called with \(score, b, h, q_idx, kv_idx\)",
+        ),
         ({"score_mod": lambda s, *_: None}, TypeError, "combined with None"),
         ({"score_mod": lambda s, *_: s.clip(0, 1)}, TypeError, "score_mod cannot be traced: .*'clip'"),
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ from cufa.cli.options import (
     refuse_without_backward,
     seed_option,
     several,
-    tile_option,
+    tile_sizes_option,
+    tilings,
 )
 from cufa.cli.workload import DIRECTIONS, Rung, Workload, place, release_gpu_memory, to_gpu, to_host, use_gpu
 from cufa.kernels import KERNELS
@@ -61,11 +62,16 @@ _CHECKED_WINDOW = 50
 
 @dataclass(frozen=True)
 class _Point:
-    """One measurement; `timing` is None where memory did not suffice."""
+    """One measurement: the tiles that were asked for, in words, and the kernel and the tiles of the plan.
+
+    `timing` is None where memory did not suffice.
+    """
 
     problem: Problem
     flops: int
+    asked_tiles: str
     kernel: str
+    tiles: Mapping[str, int]
     timing: Timing | None
 
     @property
@@ -76,9 +82,16 @@ class _Point:
     def gigabytes_per_second(self) -> float | None:
         return bytes_moved(self.problem) / self.timing.median / 1e9 if self.timing else None
 
+    @property
+    def length(self) -> str:
+        """That of queries and keys, or both, as in "1 x 4096"."""
+        queries, keys = self.problem.seqlen_q, self.problem.seqlen_k
+        return f"{queries}" if queries == keys else f"{queries} x {keys}"
+
 
 @click.command("bench")
 @click.option("--seqlens", type=several(SIZE), metavar="N[,...]", help="Lengths, separated by commas.")
+@count_option("--seqlen-q", "Length of queries, at all lengths of keys. [that of the keys]")
 @count_option("--tokens", "batch = tokens / length. [16384; CPU 2048]", least=1)
 @count_option("--hidden", "heads = hidden / head dim. [2048; CPU 256]", least=1)
 @count_option("--batch", "Instead of --tokens.")
@@ -102,7 +115,7 @@ class _Point:
     multiple=True,
     help="Kernel to time; may be repeated, to compare. [the fastest]",
 )
-@tile_option("--tile", "kernels")
+@tile_sizes_option
 @click.option("--arch", metavar="ARCH", help="What to compile for, as in compute_80. [this GPU's]")
 @backend_option
 @count_option("--repeats", "Timed calls of each. [about a second]", least=1)
@@ -113,7 +126,7 @@ def command(
     seqlens: tuple[int, ...] | None,
     direction: str | None,
     kernels: tuple[str, ...],
-    tile: tuple[tuple[str, int], ...],
+    tile: tuple[tuple[str, tuple[int, ...]], ...],
     arch: str | None,
     backend: str | None,
     features: FeatureOptions,
@@ -129,7 +142,7 @@ def command(
     Each kernel must first get a small problem right. Times are medians, on a GPU by CUDA events with
     nothing in the L2 cache. TFLOP/s count the matrix products that --causal and --window leave, two
     forward and five backward; GB/s count every input and result once. With --varlen, one packed batch is
-    timed instead of a sweep.
+    timed instead of a sweep. Of several tile sizes those that do not fit are left out.
     """
     if plot is not None:
         _check_plot(plot)
@@ -143,21 +156,32 @@ def command(
     reason = without_gradients(problems[0])
     if direction is None and not kernels and reason is not None:
         direction, left_out_by = "forward", reason
-    rungs = _rungs(direction, kernels, dict(tile) or None, arch)
+    tiles = tilings(tile)
+    rungs = _rungs(direction, kernels, tiles, arch)
     if all(way == "forward" for way, _ in rungs):
         refuse_without_backward(left_out_by, features)
     rng = np.random.default_rng(seed)
 
     points: list[_Point] = []
     with output.progress(len(rungs) * (1 + len(problems))) as step:
+        fitting = []
         for way, rung in rungs:
             step(f"checking {rung.kernel or way}")
-            _check(problems[0], features, way, rung, layout, on_gpu, rng)
+            try:
+                _check(problems[0], features, way, rung, layout, on_gpu, rng)
+            except output.Failure as failure:
+                if len(tiles) == 1 or isinstance(failure, output.Wrong):
+                    raise
+                output.say(f"left out: {failure.message}", "yellow")
+            else:
+                fitting.append((way, rung))
+        if not fitting:
+            raise output.Failure("none of these tile sizes fits")
         for problem in problems:
             host = make_arrays(problem, features, layout, rng)
             workload = Workload(to_gpu(host) if on_gpu else host, on_gpu, features, layout=layout)
-            for way, rung in rungs:
-                step(f"{problem.seqlen_q} {rung.kernel or way}")
+            for way, rung in fitting:
+                step(f"{problem.seqlen_k} {rung.kernel or way}")
                 points.append(_measure(workload, way, rung, repeats))
             del workload
             if on_gpu:
@@ -175,7 +199,7 @@ def command(
 def _rungs(
     direction: str | None,
     kernels: tuple[str, ...],
-    tiles: dict[str, int] | None,
+    tiles: list[dict[str, int]],
     arch: str | None,
 ) -> list[tuple[Direction, Rung]]:
     """What to time, in the order of the table."""
@@ -189,9 +213,8 @@ def _rungs(
     rungs: list[tuple[Direction, Rung]] = []
     for way in asked:
         named = [name for name in kernels if direction == way or KERNELS[name].direction == way]
-        rungs += [(way, Rung(name, tiles, arch)) for name in named]
-        if not named:
-            rungs.append((way, Rung(None, tiles, arch)))
+        names: list[str | None] = [*named] or [None]
+        rungs += [(way, Rung(name, each or None, arch)) for name in names for each in tiles]
     return rungs
 
 
@@ -203,7 +226,9 @@ def _problems(
         lengths = seqlens or defaults.seqlens
         return [packed(_problem(seqlen, defaults, sizes), features) for seqlen in lengths]
     refused = ["--seqlens"] if seqlens else []
-    refused += [f"--{name}" for name in ("tokens", "batch") if sizes[name] is not None]
+    refused += [
+        f"--{name.replace('_', '-')}" for name in ("tokens", "batch", "seqlen_q") if sizes[name] is not None
+    ]
     if refused:
         raise output.Failure(f"{', '.join(refused)}: the sizes are those of --varlen")
     return [packed(_problem(1, defaults, sizes), features)]
@@ -224,7 +249,7 @@ def _problem(seqlen: int, defaults: _Defaults, sizes: dict[str, Any]) -> Problem
         direction="forward",
         dtype=sizes["dtype"] or defaults.dtype,
         batch=size("batch", parts("tokens", defaults.tokens, seqlen, "sequence")),
-        seqlen_q=seqlen,
+        seqlen_q=size("seqlen_q", seqlen),
         seqlen_k=seqlen,
         heads=heads,
         kv_heads=size("kv_heads", heads),
@@ -244,6 +269,8 @@ def _check(
 ) -> None:
     """Failure unless the kernel gets a small problem like this one right."""
     seqlen_q, seqlen_k = _CHECKED_SEQLENS
+    if like.seqlen_q < like.seqlen_k:  # decoding, perhaps, which has kernels of its own
+        seqlen_q = min(like.seqlen_q, seqlen_q)
     kv_heads = min(1, like.kv_heads)
     small = replace(
         like,
@@ -282,14 +309,19 @@ def _checked_features(features: FeatureOptions) -> FeatureOptions:
 
 
 def _measure(workload: Workload, direction: Direction, rung: Rung, repeats: int | None) -> _Point:
-    kernel = workload.plan(direction, rung).kernel if workload.on_gpu else "numpy"
-    problem = workload.problem(direction)
+    plan = workload.plan(direction, rung) if workload.on_gpu else None
+    kernel, tiles = (plan.kernel, plan.tiles) if plan else ("numpy", {})
+
+    def point(timing: Timing | None) -> _Point:
+        problem, flops = workload.problem(direction), workload.flops(direction)
+        return _Point(problem, flops, output.tiles(rung.tiles or {}), kernel, tiles, timing)
+
     try:
         results = workload.forward(Rung(arch=rung.arch)) if direction == "backward" else None
         _, timing = workload.timed(direction, rung, results, repeats)
     except output.OutOfMemory:
-        return _Point(problem, workload.flops(direction), kernel, None)
-    return _Point(problem, workload.flops(direction), kernel, timing)
+        return point(None)
+    return point(timing)
 
 
 def _document(on_gpu: bool, points: list[_Point]) -> dict[str, Any]:
@@ -301,11 +333,13 @@ def _document(on_gpu: bool, points: list[_Point]) -> dict[str, Any]:
             {
                 "direction": point.problem.direction,
                 "kernel": point.kernel,
+                "tiles": dict(point.tiles),
                 "dtype": point.problem.dtype,
                 "precision": "tf32" if point.problem.features.tf32 else "ieee",
                 "causal": point.problem.causal,
                 "features": list(point.problem.features.names),
-                "seqlen": point.problem.seqlen_q,
+                "seqlen_q": point.problem.seqlen_q,
+                "seqlen_k": point.problem.seqlen_k,
                 "batch": point.problem.batch,
                 "heads": point.problem.heads,
                 "kv_heads": point.problem.kv_heads,
@@ -332,12 +366,14 @@ def _print(on_gpu: bool, points: list[_Point]) -> None:
     names = dict.fromkeys(name for point in points for name in point.problem.features.names)
     features = f", with {', '.join(names)}" if names else ""
     console.print(f"{place(on_gpu)}\n{dtype}{causal}, heads {heads}, head dim {dims}{features}\n")
-    table = output.table(("seqlen", "batch", "<direction", "<kernel", "time", "TFLOP/s", "GB/s"))
-    seqlen = first.seqlen_q
+    by_tiles = len({point.asked_tiles for point in points}) > 1
+    of_tiles = ("<tiles",) if by_tiles else ()
+    table = output.table(("seqlen", "batch", "<direction", "<kernel", *of_tiles, "time", "TFLOP/s", "GB/s"))
+    length = points[0].length
     for point in points:
-        if point.problem.seqlen_q != seqlen:
+        if point.length != length:
             table.add_section()
-            seqlen = point.problem.seqlen_q
+            length = point.length
         measured = ("out of memory", "", "")
         if point.timing and point.tflops is not None and point.gigabytes_per_second is not None:
             measured = (
@@ -345,7 +381,8 @@ def _print(on_gpu: bool, points: list[_Point]) -> None:
                 output.three_digits(point.tflops),
                 output.three_digits(point.gigabytes_per_second),
             )
-        table.add_row(str(seqlen), str(point.problem.batch), point.problem.direction, point.kernel, *measured)
+        ran = (point.problem.direction, point.kernel, *((point.asked_tiles,) if by_tiles else ()))
+        table.add_row(length, str(point.problem.batch), *ran, *measured)
     console.print(table)
 
 
@@ -357,7 +394,7 @@ def _check_plot(path: Path) -> None:
 
 
 def _plot(path: Path, points: list[_Point], where: str) -> None:
-    """TFLOP/s over the length, a line for each kernel."""
+    """TFLOP/s over the length of the keys, a line for each kernel and each choice of its tiles."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -365,13 +402,13 @@ def _plot(path: Path, points: list[_Point], where: str) -> None:
     lines: dict[str, list[tuple[int, float]]] = {}
     for point in points:
         if point.tflops is not None:
-            label = f"{point.kernel} ({point.problem.direction})"
-            lines.setdefault(label, []).append((point.problem.seqlen_q, point.tflops))
+            label = ", ".join(filter(None, (point.kernel, point.problem.direction, point.asked_tiles)))
+            lines.setdefault(label, []).append((point.problem.seqlen_k, point.tflops))
     for label, measured in lines.items():
         axes.plot(*zip(*measured, strict=True), marker="o", label=label)
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
-    lengths = sorted({point.problem.seqlen_q for point in points})
+    lengths = sorted({point.problem.seqlen_k for point in points})
     axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.set_xlabel("sequence length")
     axes.set_ylabel("TFLOP/s")

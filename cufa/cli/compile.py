@@ -21,7 +21,8 @@ from cufa.cli.options import (
     json_option,
     precision_option,
     several,
-    tile_option,
+    tile_sizes_option,
+    tilings,
 )
 from cufa.cli.variants import SEQLEN, Compiled, Request, compile_variant
 from cufa.device import KNOWN, Device, target
@@ -137,7 +138,7 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @count_option("--value-dim", "Head dim of values. [--head-dim]", least=1)
 @_variant_options
-@tile_option("--tile", "kernels")
+@tile_sizes_option
 @click.option("--emit", type=click.Choice(["ptx", "cubin", "sass"]), help="Show the code of one variant.")
 @click.option(
     "--output",
@@ -156,16 +157,16 @@ def command(
     causal: bool,
     transposed_values: bool,
     features: Features,
-    tile: tuple[tuple[str, int], ...],
+    tile: tuple[tuple[str, tuple[int, ...]], ...],
     emit: str | None,
     destination: Path | None,
     as_json: bool,
 ) -> None:
     """Compile kernels and show what each takes.
 
-    No GPU is needed. Every kernel is compiled for every arch, dtype and head dim that is named. Shown
-    are the seconds that NVRTC took (in brackets if the cache had it), registers of a thread, bytes
-    spilled, shared memory of a block, and the blocks and warps that an SM holds.
+    No GPU is needed. Every kernel is compiled for every arch, dtype, head dim and tile size that is named.
+    Shown are the seconds that NVRTC took (in brackets if the cache had it), registers of a thread, bytes
+    spilled, shared memory of a block, the blocks and warps that an SM holds, and the tile sizes.
 
     Exits with 1 if anything fails to compile.
     """
@@ -180,14 +181,16 @@ def command(
     requests = [
         Request(
             *(kernel, device, dtype, head_dim, value_dim or head_dim, causal, transposed_values, features),
-            dict(tile),
+            tiles,
         )
-        for device, dtype, head_dim, kernel in itertools.product(
-            devices, dtypes, head_dims, kernels or _NAMES
+        for device, dtype, head_dim, tiles, kernel in itertools.product(
+            devices, dtypes, head_dims, tilings(tile), kernels or _NAMES
         )
     ]
     if emit is not None and len(requests) != 1:
-        raise output.Failure(f"--emit takes one kernel, arch, dtype and head dim; these are {len(requests)}")
+        raise output.Failure(
+            f"--emit takes one kernel, arch, dtype, head dim and tiling; these are {len(requests)}"
+        )
 
     compiled = []
     with output.progress(len(requests)) as step:
@@ -283,6 +286,7 @@ def _print(compiled: list[Compiled]) -> None:
 
     for title, group in itertools.groupby(compiled, lambda each: _title(each.request)):
         table = output.table(columns, title)
+        tiles: list[str] = []
         remarks: list[str] = []
         for each in group:
             table.add_row(each.request.kernel, _seconds(each))
@@ -298,8 +302,12 @@ def _print(compiled: list[Compiled]) -> None:
                     f"{entry.warps_per_sm} ({entry.occupancy:.0%})",
                     style="yellow" if spilled else None,
                 )
+            if each.planned and each.planned.tiles:
+                tiles.append(f"{each.request.kernel}: {output.tiles(each.planned.tiles)}")
             remarks += _remarks(each)
         console.print(table)
+        for line in tiles:
+            console.print(line)
         for remark in remarks:
             console.print(f"- {remark}", style="yellow")
         console.print("")
@@ -313,7 +321,8 @@ def _title(request: Request) -> str:
     parts = [str(request.device.arch), dtype, f"head dim {dims}"]
     parts += ["values transposed"] if request.transposed_values else []
     parts += ["causal"] if request.causal else []
-    return ", ".join((*parts, *request.features.names))
+    parts += request.features.names
+    return ", ".join((*parts, output.tiles(request.tiles)) if request.tiles else parts)
 
 
 def _seconds(compiled: Compiled) -> str:

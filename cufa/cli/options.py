@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -78,6 +79,19 @@ def tile_size(text: str) -> tuple[str, int]:
     return name, int(size)
 
 
+def tile_sizes(text: str) -> tuple[str, tuple[int, ...]]:
+    """The type of an option that takes several sizes of a tile in turn, NAME=N[,...]."""
+    name, *sizes = text.split(",")
+    name, first = tile_size(name)
+    return name, (first, *(tile_size(f"{name}={size}")[1] for size in sizes))
+
+
+def tilings(tiles: Iterable[tuple[str, tuple[int, ...]]]) -> list[dict[str, int]]:
+    """Every combination of the sizes that `tile_sizes` took; one without any if there are none."""
+    sizes = dict(tiles)
+    return [dict(zip(sizes, each, strict=True)) for each in itertools.product(*sizes.values())]
+
+
 def json_option(command: Command) -> Command:
     """--json."""
     return click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead.")(command)
@@ -131,6 +145,17 @@ def tile_option(name: str, of: str) -> Callable[[Command], Command]:
         multiple=True,
         help=f"Override a tile size of the {of}; may be repeated.",
     )
+
+
+def tile_sizes_option(command: Command) -> Command:
+    """--tile, with several sizes."""
+    return click.option(
+        "--tile",
+        type=tile_sizes,
+        metavar="NAME=N[,...]",
+        multiple=True,
+        help="Override a tile size of the kernels, by several in turn; may be repeated.",
+    )(command)
 
 
 RANDOM = "random"

@@ -8,7 +8,7 @@ import json
 import logging
 import math
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Any
 
 import click
@@ -177,6 +177,11 @@ def size(value: int) -> str:
             break
         amount, unit = amount / 1024, larger
     return f"{value} B" if unit == "B" else f"{three_digits(amount)} {unit}"
+
+
+def tiles(sizes: Mapping[str, int]) -> str:
+    """As in "block_m 64, block_n 32"."""
+    return ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def three_digits(value: float) -> str:

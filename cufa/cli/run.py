@@ -331,7 +331,7 @@ def _plan_summary(plan: Plan) -> str:
     """A Plan in one line; --explain prints it whole."""
     if not plan.launches:
         return "nothing to launch"
-    parts = [f"{name} {size}" for name, size in plan.tiles.items()]
+    parts = [output.tiles(plan.tiles)] if plan.tiles else []
     parts.append(f"{output.size(max(launch.smem_bytes for launch in plan.launches))} of shared memory")
     if plan.workspace_bytes:
         parts.append(f"{output.size(plan.workspace_bytes)} of workspace")

@@ -234,9 +234,11 @@ def flash_attn_varlen_qkvpacked_func(
         ValueError: qkv of another shape, or what `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
-    ends = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    q, k, v = _unpacked("qkv", qkv, 3, "tokens")
     try:
-        return flash_attn_varlen_func(*_unpacked("qkv", qkv, 3, "tokens"), *ends, *options, **named_options)
+        return flash_attn_varlen_func(
+            q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **named_options
+        )
     except (TypeError, ValueError) as error:
         raise renamed(error, _FLASH_ATTN_VARLEN_QKVPACKED) from None
 
@@ -399,7 +401,7 @@ def flash_attn_with_kvcache(
 
 
 def _unpacked(name: str, packed: Any, count: int, tokens: str = "batch, seqlen") -> list[Any]:
-    """The arrays in one that has them next to each other, behind the axes of its tokens; ValueError if not."""
+    """The arrays in one that has them on an axis behind those of its tokens; ValueError if it has not."""
     check_arrays(**{name: packed})
     shape = tuple(packed.shape)
     if len(shape) != 4 + tokens.count(",") or shape[-3] != count:

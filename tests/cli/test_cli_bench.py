@@ -14,7 +14,7 @@ from cufa.problem import Problem
 def test_bench_prints_a_row_for_each_length_and_direction(tmp_path):
     arguments = ("bench", "--seqlens", "16,32", "--tokens", 64, "--hidden", 32, "--head-dim", 16)
     document = run_json(*arguments, "--repeats", 2, "--causal", "--dtype", "float16")
-    points = [(each["seqlen"], each["batch"], each["direction"]) for each in document["points"]]
+    points = [(each["seqlen_k"], each["batch"], each["direction"]) for each in document["points"]]
     assert points == [
         *((16, 4, "forward"), (16, 4, "backward")),
         *((32, 2, "forward"), (32, 2, "backward")),
@@ -22,7 +22,16 @@ def test_bench_prints_a_row_for_each_length_and_direction(tmp_path):
     for each in document["points"]:
         assert (each["heads"], each["dtype"], each["causal"], each["repeats"]) == (2, "float16", True, 2)
         problem = Problem(
-            each["direction"], "float16", each["batch"], each["seqlen"], each["seqlen"], 2, 2, 16, 16, True
+            each["direction"],
+            "float16",
+            each["batch"],
+            each["seqlen_k"],
+            each["seqlen_k"],
+            2,
+            2,
+            16,
+            16,
+            True,
         )
         assert each["tflops"] == pytest.approx(problem.flops / each["seconds"] / 1e12)
         bytes_moved = each["gigabytes_per_second"] * 1e9 * each["seconds"]
@@ -43,7 +52,7 @@ def test_bench_of_features():
         names = ["window", "bias", "mask", "sink", "dropout_p"]
         names += ["dbias", "dsink"] if each["direction"] == "backward" else []
         assert each["features"] == names
-        length = each["seqlen"]
+        length = each["seqlen_k"]
         seen = sum(min(i + 1, 101) for i in range(length))
         per_pair = 2 * 2 * 8 * (2 if each["direction"] == "forward" else 5)
         assert each["tflops"] * 1e12 * each["seconds"] == pytest.approx(seen * per_pair)
@@ -60,7 +69,7 @@ def test_bench_of_features():
 def test_bench_of_packed_sequences():
     arguments = ("bench", "--varlen", "30,50:20", "--heads", 2, "--head-dim", 8, "--repeats", 1)
     (point,) = run_json(*arguments, "--direction", "forward", "--seqused-k", "9,9")["points"]
-    assert (point["batch"], point["seqlen"]) == (2, 80)
+    assert (point["batch"], point["seqlen_q"], point["seqlen_k"]) == (2, 80, 50)
     assert point["features"] == ["cu_seqlens", "seqused_k"]
     flops = 2 * 2 * 2 * 8 * (30 * 30 + 50 * 20)
     assert point["tflops"] * 1e12 * point["seconds"] == pytest.approx(flops)
@@ -70,9 +79,38 @@ def test_bench_of_packed_sequences():
 def test_bench_has_sizes_of_its_own(monkeypatch):
     monkeypatch.setattr(bench, "_ON_CPU", replace(bench._ON_CPU, seqlens=(16,), tokens=32))
     points = run_json("bench", "--repeats", 1)["points"]
-    assert [(each["seqlen"], each["batch"], each["heads"]) for each in points] == [(16, 2, 4)] * 2
+    assert [(each["seqlen_k"], each["batch"], each["heads"]) for each in points] == [(16, 2, 4)] * 2
     point, *_ = run_json("bench", "--repeats", 1, "--batch", 3, "--heads", 2, "--kv-heads", 1)["points"]
     assert (point["batch"], point["heads"], point["kv_heads"]) == (3, 2, 1)
+
+
+def test_bench_of_few_queries_and_many_keys():
+    arguments = ("bench", "--seqlens", "40,300", "--seqlen-q", 2, "--tokens", 600, "--heads", 2)
+    points = run_json(*arguments, "--repeats", 1)["points"]
+    sizes = [(each["batch"], each["seqlen_q"], each["seqlen_k"]) for each in points]
+    assert sizes == [(15, 2, 40), (15, 2, 40), (2, 2, 300), (2, 2, 300)]
+    assert "2 x 300" in run(*arguments, "--repeats", 1, "--direction", "forward").stdout
+    assert "--seqlen-q: the sizes are those of --varlen" in refused("bench", "--varlen", 8, "--seqlen-q", 2)
+
+
+def test_bench_of_several_tiles_leaves_out_those_that_do_not_fit(monkeypatch):
+    genuine = cufa.attention
+
+    def attention(*arrays, tiles, **options):
+        if tiles["block_m"] == 4096:
+            raise ValueError("tiles 4096x16 do not fit")
+        return genuine(*arrays, **options)
+
+    arguments = ("bench", "--seqlens", "16", "--tokens", 16, "--repeats", 1, "--direction", "forward")
+    tiles = ("--tile", "block_m=32,64,4096", "--tile", "block_n=16")
+    assert "none of these tile sizes fits" in refused(*arguments, *tiles)
+    monkeypatch.setattr(cufa, "attention", attention)
+    result = run(*arguments, *tiles)
+    assert result.stderr == "left out: tiles 4096x16 do not fit\n"
+    shown = " ".join(result.stdout.split())
+    assert "block_m 32, " in shown
+    assert "block_m 64, " in shown
+    assert "do not fit" in refused(*arguments, "--tile", "block_m=4096")
 
 
 def test_bench_times_nothing_that_is_wrong(monkeypatch):
@@ -132,7 +170,7 @@ def test_what_is_drawn_and_checked_may_take_more_memory_than_there_is(monkeypatc
     ],
 )
 def test_bench_takes_the_directions_of_the_kernels(direction, kernels, expected):
-    rungs = bench._rungs(direction, kernels, None, None)
+    rungs = bench._rungs(direction, kernels, [{}], None)
     assert [(way, rung.kernel) for way, rung in rungs] == expected
 
 

@@ -113,6 +113,18 @@ def test_all_kernels_are_those_of_the_ladder_and_those_beside_it(monkeypatch):
 
 
 @nvrtc
+def test_compile_of_several_tiles():
+    arguments = ("compile", "fwd_5_mma", *TINY, "--tile", "block_m=64,128", "--tile", "block_n=16,100000")
+    rows = run_json(*arguments)
+    assert [bool(row["skipped"]) for row in rows] == [False, True, False, True]
+    assert [row["tiles"]["block_m"] for row in rows if row["tiles"]] == [64, 128]
+    table = " ".join(run(*arguments).stdout.split())
+    assert "sm_80, float16, head dim 16, block_m 128, block_n 16" in table
+    assert "fwd_5_mma: block_m 128, block_n 16, threads" in table
+    assert "not of the form NAME=N" in refused("compile", "fwd_5_mma", *TINY, "--tile", "block_m=32,x")
+
+
+@nvrtc
 def test_compile_of_8_bit_operands():
     kernels = ("fwd_5_mma", "fwd_7_fp8", "merge")
     rows = run_json("compile", *kernels, "--arch", "sm_90a", "--dtype", "float8_e4m3fn")

@@ -59,3 +59,19 @@ def test_bench_and_ladder_on_the_gpu():
     ]
     assert all(row["check"]["ok"] for row in measured)
     assert all(row["speedup_over_cpu"] > 1 for row in measured)
+
+
+@pytest.mark.gpu
+def test_bench_of_several_tiles_on_the_gpu():
+    arguments = ("bench", "--seqlens", "256", "--tokens", 512, "--head-dim", 64, "--repeats", 2)
+    tiles = ("--kernel", "fwd_5_mma", "--tile", "block_m=64,128", "--tile", "block_n=32,100000")
+    points = run_json(*arguments, *tiles)["points"]
+    assert [(point["tiles"]["block_m"], point["tiles"]["block_n"]) for point in points] == [
+        (64, 32),
+        (128, 32),
+    ]
+    assert all(point["seconds"] > 0 for point in points)
+    (decoding,) = run_json(*arguments, "--seqlen-q", 1, "--direction", "forward", "--dtype", "float16")[
+        "points"
+    ]
+    assert (decoding["kernel"], decoding["seqlen_q"], decoding["seqlen_k"]) == ("fwd_8_split_kv", 1, 256)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from cufa.device import MAX_THREADS_PER_BLOCK, Device
+from cufa.device import MAX_THREADS_PER_BLOCK, WARP_SIZE, Device
 from cufa.plan.record import counted
 from cufa.problem import Problem
 from cufa.rounding import ceil_div
@@ -196,8 +196,8 @@ def _integer(name: str, size: object) -> int:
 def _threads_misfit(tiles: TileSizes) -> str | None:
     if min(sizes_of(tiles).values()) < 1:
         return "sizes must be positive"
-    if tiles.threads % 32 or tiles.threads > MAX_THREADS_PER_BLOCK:
-        return f"threads must be a multiple of 32 up to {MAX_THREADS_PER_BLOCK}"
+    if tiles.threads % WARP_SIZE or tiles.threads > MAX_THREADS_PER_BLOCK:
+        return f"threads must be a multiple of {WARP_SIZE} up to {MAX_THREADS_PER_BLOCK}"
     return None
 
 

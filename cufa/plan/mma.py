@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TypeVar
 
-from cufa.device import Device
+from cufa.device import WARP_SIZE, Device
 from cufa.plan.choice import Candidates, Choice, Cost, TileSizes, query_tiles, sizes_of
 from cufa.plan.pace import memory_time, most_keys, seen_keys
 from cufa.plan.record import Launch, Macro, Part
@@ -167,7 +167,7 @@ class Tiles:
     @property
     def warps(self) -> int:
         """Warps of a block."""
-        return self.threads // 32
+        return self.threads // WARP_SIZE
 
     @property
     def rows(self) -> int:
@@ -181,7 +181,7 @@ class Tiles:
     def misfit(self) -> str | None:
         """None if the kernel can be compiled for these tiles, else the reason."""
         if self.split > MAX_SPLIT or self.warps % self.split:
-            return f"split may be 1 to {MAX_SPLIT}, and must divide threads / 32"
+            return f"split may be 1 to {MAX_SPLIT}, and must divide threads / {WARP_SIZE}"
         rows = self.warps // self.split * MMA_M
         if self.block_m % rows:
             return f"block_m must be a multiple of {rows}, {MMA_M} rows for each warp"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from cufa.device import Device
+from cufa.device import WARP_SIZE, Device
 from cufa.plan.choice import Candidates, Cost, row_tiles, sizes_of
 from cufa.plan.gradients import gradient_launches, gradient_macros, gradient_sums, row_blocks
 from cufa.plan.head_parts import best_parts, check_parts, key_sums, round_keys, why_parts
@@ -52,7 +52,7 @@ class BackwardTiles:
     @property
     def warps(self) -> int:
         """Warps of a block."""
-        return self.threads // 32
+        return self.threads // WARP_SIZE
 
     @property
     def keys(self) -> int:
@@ -92,7 +92,9 @@ class BackwardTiles:
         if self.stages > MAX_STAGES or self.split > MAX_SPLIT:
             return f"stages may be 1 to {MAX_STAGES} and split 1 to {MAX_SPLIT}"
         if self.warps % self.split or self.block_n % (self.warps // self.split * MMA_M):
-            return f"block_n must be {MMA_M} keys for each of threads / 32 / split warps, or a multiple"
+            return (
+                f"block_n must be {MMA_M} keys for each of threads / {WARP_SIZE} / split warps, or a multiple"
+            )
         if self.block_m % MMA_K or self.block_m % (self.split * MMA_N):
             return f"block_m must be a multiple of {MMA_K} and of split * {MMA_N}"
         rows = self.query_rows

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar
 
-from cufa.device import Device
+from cufa.device import MAX_REGISTERS_PER_THREAD, WARP_SIZE, Device
 from cufa.plan.choice import Candidates, Choice, Cost, row_tiles, sizes_of
 from cufa.plan.mma import BYTE, HALF, LINE_BYTES, MMA_M, MMA_N, arithmetic_of
 from cufa.plan.record import FIRST_OVERLAPPING, Launch, Macro, Part, Scratch, counted
@@ -64,7 +64,6 @@ SHARE_TIME, TILE_OF_SHARE_TIME = 5000, 2500
 # What a block of twice as many warps that has an SM to itself reads in a nanosecond, if half of the SMs have
 # none, and the nanoseconds that a tile costs it beside.
 LONE_BLOCK_BYTES_PER_NS, LONE_TILE_TIME = 65, 5000
-MAX_REGISTERS = 255
 # Registers of a thread beside sums and scores: operands, which 8 bits have more of, addresses, the softmax's
 # state.
 OVERHEAD_REGISTERS, BYTE_OVERHEAD_REGISTERS = 70, 100
@@ -95,12 +94,12 @@ class Tiles:
     @property
     def teams(self) -> int:
         """Teams of a block."""
-        return self.threads // 32 * self.warp_rows // self.block_m
+        return self.threads // WARP_SIZE * self.warp_rows // self.block_m
 
     def misfit(self) -> str | None:
         """None if the kernel can be compiled for these tiles, else the reason."""
         rows = self.warp_rows
-        if self.block_m % rows or self.threads // 32 % (self.block_m // rows):
+        if self.block_m % rows or self.threads // WARP_SIZE % (self.block_m // rows):
             return f"block_m must be {rows} rows for each warp of a team, and teams must part the warps"
         if self.teams > MAX_TEAMS:
             return f"a block has up to {MAX_TEAMS} teams, and this would have {self.teams}"
@@ -174,7 +173,7 @@ def _planned(problem: Problem, device: Device, chosen: Choice[Tiles]) -> Part:
     row_blocks = _row_blocks(problem, sizes.block_m)
     shared, split = sizes.shares > 1, sizes.splits > 1
     part_bytes = _part_bytes(problem)
-    merge_bytes = MERGE_THREADS // 32 * part_bytes
+    merge_bytes = MERGE_THREADS // WARP_SIZE * part_bytes
     grid = sizes.shares if shared else row_blocks * sizes.splits
     launches = [Launch("fwd_8_split_kv", grid, sizes.threads, chosen.cost.smem_bytes)]
     scratch: tuple[Scratch, ...] = ()
@@ -278,7 +277,7 @@ def _candidates(problem: Problem, device: Device) -> list[Tiles]:
     rows, kind = _rows_of_sequence(problem), problem.kind
     few = next((m for m in (16, 32) if m >= rows), BLOCK_M)
     wide = _best_tiles(kind, device, MAX_BLOCK_M) if rows > BLOCK_M else None
-    fits = wide is not None and _cost(kind, wide).registers <= MAX_REGISTERS
+    fits = wide is not None and _cost(kind, wide).registers <= MAX_REGISTERS_PER_THREAD
     best = _best_tiles(kind, device, few)
     more_warps = _in_several_pages(problem, best)
     return [
@@ -312,7 +311,7 @@ def _best_tiles(kind: Problem, device: Device, block_m: int, most_threads: int =
         return device.blocks_resident(tiles.threads, 0, _cost(kind, tiles).smem_bytes)
 
     def fits(tiles: Tiles) -> bool:
-        return blocks(tiles) > 0 and _cost(kind, tiles).registers <= MAX_REGISTERS
+        return blocks(tiles) > 0 and _cost(kind, tiles).registers <= MAX_REGISTERS_PER_THREAD
 
     tiles = next(filter(fits, smallest), next(filter(blocks, smallest), smallest[-1]))
     enough = min(BLOCKS_PER_SM, blocks(tiles))
@@ -418,7 +417,7 @@ def _cost(problem: Problem, tiles: Tiles) -> Cost:
         LINE_BYTES,
     )
     depth, columns = round_up(problem.head_dim, arithmetic.depth), round_up(problem.value_dim, 2 * MMA_N)
-    sums = (tiles.block_n + columns) * tiles.warp_rows // 32
+    sums = (tiles.block_n + columns) * tiles.warp_rows // WARP_SIZE
     work = tiles.block_m * tiles.block_n * (depth + columns) / tiles.threads
     overhead = BYTE_OVERHEAD_REGISTERS if arithmetic is BYTE else OVERHEAD_REGISTERS
     return Cost(smem_bytes, arithmetic.registers(sums) + overhead, work)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cufa.device import Arch, Device
+from cufa.device import WARP_SIZE, Arch, Device
 from cufa.jit import Variant
 from cufa.plan.record import FIRST_OVERLAPPING, MAX_GRID, Launch, Macro, Part, Scratch
 from cufa.plan.sizes import (
@@ -25,7 +25,7 @@ from cufa.rounding import ceil_div
 
 # Enough warps to hide the latency of loads that are not tiled, and a divisor of every SM's threads.
 THREADS = 256
-WARPS = THREADS // 32
+WARPS = THREADS // WARP_SIZE
 # Loads of a thread that wait for memory together, where all that it does is read.
 _ROWS_TOGETHER = 4
 

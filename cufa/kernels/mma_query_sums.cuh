@@ -34,11 +34,15 @@ class QuerySums {
     // Adds a warp's Tiles 16-row tiles to those from (row, col) on.
     template <int Tiles, int TileCols>
     __device__ void add(const Accumulators<Tiles, TileCols>& dq, int row, int col) const {
+        // All from one address, which takes fewer registers; with float64 it takes longer.
+        constexpr bool kOneAddress = sizeof(acc_t) < 8;
+        acc_t* const first = fragment(row, col);
 #pragma unroll
         for (int m = 0; m < Tiles; ++m)
 #pragma unroll
             for (int n = 0; n < TileCols / kMmaN; ++n) {
-                acc_t* const to = fragment(row + m * kMmaM, col + n * kMmaN);
+                acc_t* const to = kOneAddress ? first + m * kMmaM * Cols + n * kFragment
+                                              : fragment(row + m * kMmaM, col + n * kMmaN);
 #pragma unroll
                 for (int e = 0; e < 4; ++e) atomicAdd(to + e * 32 + threadIdx.x % 32, dq[m][n][e]);
             }

@@ -3,7 +3,7 @@
 A test should take its sets of features from `sets_of` or `pairwise`, and its calls from `draw_case`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
@@ -137,13 +137,16 @@ def draw_case(
     heads: int = 4,
     kv_heads: int = 2,
     page_sizes: Sequence[int] = PAGE_SIZES,
+    compiled: np.random.Generator | None = None,
     **options: Any,
 ) -> Case:
     """A random problem with these features; `options` are those of `tolerance.random_problem`.
 
     Packed sequences have random lengths up to `seqlen_q` and `seqlen_k`, and the tensors have tokens
-    before and after them that belong to none. Pages have one of the sizes.
+    before and after them that belong to none. Pages have one of the sizes. `compiled` draws what a kernel
+    is compiled for beside the features, `rng` by default.
     """
+    compiled = compiled or rng
     on = set(features)
     on |= {_IMPLIED[name] for name in on & _IMPLIED.keys()}
     numbers = _numbers(rng, on, seqlen_k)
@@ -161,7 +164,7 @@ def draw_case(
     sums = accumulator_dtype(dtype_name)
     scores = batch, heads, seqlen_q, seqlen_k
     if "bias" in on:
-        arrays["bias"] = _bias(rng, dtype_name, scores)
+        arrays["bias"] = _bias(rng, scores).astype(dtype_name if compiled.integers(2) else "float32")
     if "mask" in on:
         arrays["mask"] = _mask(rng, scores, in_bits="mask_bits" in on)
     if "alibi_slopes" in on:
@@ -179,7 +182,17 @@ def draw_case(
         tuple(name for name in ("bias", "sink") if f"d{name}" in on),
         "deterministic" in on,
     )
-    return in_pages(rng, case, int(rng.choice(page_sizes))) if "block_table" in on else case
+    return in_pages(rng, case, int(compiled.choice(page_sizes))) if "block_table" in on else case
+
+
+def draw_lengths(
+    rng: np.random.Generator, dtype_name: str, features: Iterable[str], **sizes: Any
+) -> Iterator[Case]:
+    """A case for each of `LENGTHS`, all for one variant of a kernel: compiling takes most of the time."""
+    seed = rng.integers(2**32)
+    for seqlen_q, seqlen_k in LENGTHS:
+        lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        yield draw_case(rng, dtype_name, features, **lengths, compiled=np.random.default_rng(seed), **sizes)
 
 
 def in_pages(rng: np.random.Generator, case: Case, page_size: int) -> Case:
@@ -249,7 +262,10 @@ def _numbers(rng: np.random.Generator, on: set[str], seqlen_k: int) -> dict[str,
     numbers: dict[str, Any] = {"causal": "causal" in on}
     if "window" in on:
         left, right = (int(side) for side in rng.integers(0, max(2, seqlen_k // 2), 2))
-        numbers["window"] = [(left, right), (left, None), (None, right), (left, 0)][rng.integers(4)]
+        windows = [(left, right), (left, None), (left, 0)]
+        if "causal" not in on and right > 0:  # otherwise a causal mask
+            windows.append((None, right))
+        numbers["window"] = windows[rng.integers(len(windows))]
     if "softcap" in on:
         numbers["softcap"] = float(rng.uniform(0.5, 3))
     if "dropout" in on:
@@ -275,11 +291,11 @@ def _broadcast(rng: np.random.Generator, scores: tuple[int, int, int, int]) -> t
     return *front, keys
 
 
-def _bias(rng: np.random.Generator, dtype_name: str, scores: tuple[int, int, int, int]) -> Array:
-    """In the problem's dtype or float32, some of it -inf."""
+def _bias(rng: np.random.Generator, scores: tuple[int, int, int, int]) -> Array:
+    """Some of it is -inf."""
     bias = rng.standard_normal(_broadcast(rng, scores))
     bias[rng.random(bias.shape) < 0.05] = -np.inf
-    return bias.astype(dtype_name if rng.integers(2) else "float32")
+    return bias
 
 
 def _mask(rng: np.random.Generator, scores: tuple[int, int, int, int], in_bits: bool) -> Array:

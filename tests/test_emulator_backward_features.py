@@ -62,10 +62,8 @@ def run(kernel, case, **options):
     ids=lambda value: cases.feature_id(value) if isinstance(value, frozenset) else value,
 )
 def test_features(rng, kernel, dtype, features):
-    for seqlen_q, seqlen_k in cases.LENGTHS:
-        check(
-            kernel, cases.draw_case(rng, dtype, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **cases.SIZES)
-        )
+    for case in cases.draw_lengths(rng, dtype, features, **cases.SIZES):
+        check(kernel, case)
 
 
 @pytest.mark.parametrize("window", cases.WINDOW_EDGES)

@@ -814,7 +814,7 @@ NO_CACHE = replace(SMALL_DEVICE, l2_bytes=0)
 
 # Lengths and mask at which blocks of 128 keys add as they come, after the first, and in order, the last one
 # rounding; of 64 keys always after the first.
-ADDITIONS = [((70, 600), False), ((70, 400), False), ((420, 400), True)]
+ADDITIONS = [((40, 520), False), ((70, 400), False), ((300, 300), True)]
 BY_ADDITION = [
     (kernel, dims, *each)
     for kernel, dims in BACKWARDS

@@ -71,8 +71,7 @@ def mods(rng):
     [("fwd_4_flash_v2", "float64"), ("fwd_5_mma", "float16"), ("fwd_5_mma", "float32")],
 )
 def test_forward(rng, mods, kernel, dtype):
-    for lengths in ALL_LENGTHS:
-        case = cases.draw_case(rng, dtype, FEATURES, **lengths, **cases.SIZES)
+    for case in cases.draw_lengths(rng, dtype, FEATURES, **cases.SIZES):
         case.numbers.update(mods)
         cases.hide_nan(case)
         inputs = case.problem.q, case.problem.k, case.problem.v
@@ -105,6 +104,10 @@ def see_documents(b, h, q_idx, kv_idx, of_queries, of_keys):
     return (same | ((kv_idx % 32 < 3) & (kv_idx < q_idx) & (h == 1))) & (q_idx != 7)
 
 
+# Two tiles of either length.
+HOPPER_LENGTHS = {"seqlen_q": 140, "seqlen_k": 150}
+
+
 def see_blocks(b, h, q_idx, kv_idx, of_blocks):
     """The same for all heads."""
     return (q_idx // 40 + b) % 2 == of_blocks[kv_idx // 24]
@@ -119,14 +122,14 @@ def see_blocks(b, h, q_idx, kv_idx, of_blocks):
         (("seqused_k", "sink"), ("see_documents",), 16),
         (("seqused_k", "sink"), ("see_documents",), 64),
         (("window",), ("add_distance", "see_documents"), 128),
-        (("packed", "alibi"), ("add_distance",), 128),
+        (("packed", "alibi_slopes"), ("add_distance",), 128),
         (("packed", "causal"), ("see_blocks",), 96),
         (("bias", "softcap", "causal"), ("add_distance",), 64),
     ],
 )
 def test_hopper_forward(rng, mods, features, functions, block_n):
     """Without a bit for each score where tiles are of 16 keys."""
-    sizes = {"seqlen_q": 150, "seqlen_k": 203, "head_dim": 64, "head_dim_v": 40}
+    sizes = {**HOPPER_LENGTHS, "head_dim": 64, "head_dim_v": 40}
     case = cases.draw_case(rng, "bfloat16", features, **sizes)
     own = {
         "shape_score": ScoreMod(shape_score, mods["score_mod"].arrays[0], rng.standard_normal(110)),
@@ -168,7 +171,7 @@ def add_learnt(score, b, h, q_idx, kv_idx, table, halves, of_queries):
     ],
 )
 def test_hopper_backward(rng, mods, kernel, features, head_dim, head_dim_v, functions):
-    sizes = {"seqlen_q": 150, "seqlen_k": 203, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    sizes = {**HOPPER_LENGTHS, "head_dim": head_dim, "head_dim_v": head_dim_v}
     case = cases.draw_case(rng, "bfloat16", features, **sizes)
     table = mods["score_mod"].arrays[0]
     score_mods = {
@@ -211,8 +214,7 @@ def check_backward(case, kernel):
 @pytest.mark.parametrize(("kernel", "dtype"), [("bwd_2_flash_v2", "float32"), ("bwd_3_mma", "float16")])
 def test_backward(rng, mods, kernel, dtype, deterministic):
     features = FEATURES | ({"deterministic"} if deterministic else set())
-    for lengths in ALL_LENGTHS:
-        case = cases.draw_case(rng, dtype, features, **lengths, **cases.SIZES)
+    for case in cases.draw_lengths(rng, dtype, features, **cases.SIZES):
         case.numbers.update(mods)
         cases.hide_nan(case)
         check_backward(case, kernel)
@@ -220,8 +222,7 @@ def test_backward(rng, mods, kernel, dtype, deterministic):
 
 @pytest.mark.parametrize(("kernel", "dtype"), [("bwd_2_flash_v2", "float64"), ("bwd_3_mma", "float16")])
 def test_gradients_of_arrays(rng, mods, kernel, dtype):
-    for lengths in ALL_LENGTHS:
-        case = cases.draw_case(rng, dtype, FEATURES, **lengths, **cases.SIZES)
+    for case in cases.draw_lengths(rng, dtype, FEATURES, **cases.SIZES):
         case.numbers.update(score_mod=learnt(rng, 60), mask_mod=mods["mask_mod"])
         cases.hide_nan(case)
         check_backward(replace(case, gradients=(*case.gradients, "score_mod")), kernel)

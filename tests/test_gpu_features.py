@@ -149,9 +149,11 @@ def test_masks_that_hide_tiles(cupy, rng, in_bits, deterministic):
 )
 def test_heads_that_share_keys_in_parts(cupy, rng, dtype, parts, features):
     """Also where rows of the gradients are aligned to one element only."""
+    # The truth about float64 is computed in long double, without BLAS.
+    seqlen_q, seqlen_k = (90, 110) if dtype == "float64" else (300, 450)
     for dims in ((128, 128), (40, 33)):
         sizes = {"heads": 8, "kv_heads": 1, "head_dim": dims[0], "head_dim_v": dims[1]}
-        case = draw_case(rng, dtype, set(features), seqlen_q=300, seqlen_k=450, **sizes)
+        case = draw_case(rng, dtype, set(features), seqlen_q=seqlen_q, seqlen_k=seqlen_k, **sizes)
         hide_nan(case)
         q, k, v, dout = tensors(cupy, case)
         forward, backward = on_gpu(cupy, case.forward), on_gpu(cupy, case.backward)

@@ -55,6 +55,15 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 
 
 @pytest.fixture
+def cupy() -> Any:
+    """CuPy, with NaN in the memory that the next allocations will get."""
+    cupy = pytest.importorskip("cupy")
+    blocks = [cupy.full(size, np.nan, np.float32) for size in (1 << 12, 1 << 16, 1 << 20, 1 << 22)]
+    del blocks
+    return cupy
+
+
+@pytest.fixture
 def h200_properties() -> dict[str, Any]:
     """What CUDA's runtime says of an H200."""
     return {

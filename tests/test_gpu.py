@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+from graphs import captured
 from tolerance import (
     DTYPES,
     LAYOUTS,
@@ -46,19 +47,6 @@ SHAPES = [
     (65, 65, 2, 1, 256, 256),
     (130, 67, 2, 2, 96, 20),
 ]
-
-
-@pytest.fixture
-def cupy():
-    cupy = pytest.importorskip("cupy")
-    poison_pool(cupy)
-    return cupy
-
-
-def poison_pool(cupy):
-    """Leave NaN in the memory that the next allocations will get."""
-    blocks = [cupy.full(size, np.nan, np.float32) for size in (1 << 12, 1 << 16, 1 << 20, 1 << 22)]
-    del blocks
 
 
 def to_gpu(array):
@@ -309,11 +297,7 @@ def test_cuda_graph_capture(cupy, rng):
 
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        step()  # compiled and loaded before the capture
-        stream.synchronize()
-        stream.begin_capture()
-        out, lse, gradients = step()
-        graph = stream.end_capture()
+        graph, (out, lse, gradients) = captured(cupy, step)
         for target, source in zip((q, k, v, dout), on_gpu(second), strict=True):
             target[...] = source
         graph.launch()

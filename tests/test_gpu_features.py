@@ -32,11 +32,6 @@ UNEVEN_KERNEL, UNEVEN_SHAPE = "bwd_4_wgmma", (217, 345, 192, 128)
 WIDE_SHAPES = [(203, 330, 192, 128), (333, 201, 72, 256), (65, 700, 136, 136), (300, 300, 256, 256)]
 
 
-@pytest.fixture
-def cupy():
-    return pytest.importorskip("cupy")
-
-
 def name_of(features):
     return "+".join(sorted(features))
 

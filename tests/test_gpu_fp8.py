@@ -22,8 +22,7 @@ FEATURES = ("causal", "window", "softcap", "sink", "seqused_k", "packed", "block
 
 
 @pytest.fixture
-def cupy():
-    cupy = pytest.importorskip("cupy")
+def cupy(cupy):
     if device.current().arch.capability != (9, 0):
         pytest.skip("no GPU of sm_90")
     return cupy

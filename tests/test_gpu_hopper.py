@@ -17,14 +17,12 @@ import ml_dtypes  # noqa: F401 - makes numpy.dtype("bfloat16") known
 import numpy as np
 import pytest
 from test_emulator import planted
-from test_gpu import cupy, on_gpu
+from test_gpu import on_gpu
 from test_gpu_features import skip_unless_it_runs_here
 from tolerance import Problem, assert_attention, assert_gradients, random_problem
 
 import cufa
 from cufa import checking, device, reference, rounding_errors
-
-__all__ = ["cupy"]  # a fixture
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from feature_cases import hide_nan, in_pages, packed_case
-from test_gpu import cupy
+from graphs import captured
 from test_gpu_features import on_gpu, results_of, tensors, written
 from test_gpu_split_kv import check
 from tolerance import assert_attention
@@ -12,8 +12,6 @@ import cufa
 from cufa import call
 from cufa.device import current
 from cufa.plan import mixed
-
-__all__ = ["cupy"]  # a fixture
 
 pytestmark = pytest.mark.gpu
 
@@ -128,11 +126,7 @@ def test_workspace_and_graph(cupy, rng, always_mixed, lengths):
         cufa.attention(q, k, v, out=out, lse=lse, workspace=workspace, **options)
 
     with stream:
-        attend()  # compiled and loaded before the capture
-        stream.synchronize()
-        stream.begin_capture()
-        attend()
-        graph = stream.end_capture()
+        graph, _ = captured(cupy, attend)
         others = tensors(cupy, other)
         q[: len(others[0])] = others[0]
         k[...], v[...] = others[1:3]

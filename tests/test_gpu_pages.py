@@ -3,13 +3,10 @@
 import numpy as np
 import pytest
 from feature_cases import draw_case, hide_nan, in_pages
-from test_gpu import cupy
 from test_gpu_features import on_gpu, tensors
 from test_gpu_split_kv import check
 
 import cufa
-
-__all__ = ["cupy"]  # a fixture
 
 pytestmark = pytest.mark.gpu
 

@@ -23,11 +23,6 @@ KERNELS = [
 SIZES = {"seqlen_q": 203, "seqlen_k": 330, "head_dim": 64, "head_dim_v": 72}
 
 
-@pytest.fixture
-def cupy():
-    return pytest.importorskip("cupy")
-
-
 def relative_bias(score, b, h, q_idx, kv_idx, table):
     return score + table[h, np.clip(q_idx - kv_idx, -64, 64) + 64]
 

@@ -4,14 +4,12 @@ import numpy as np
 import pytest
 from feature_cases import draw_case, hide_nan, in_pages
 from float8 import assert_float8, random_descales
-from test_gpu import cupy
+from graphs import captured
 from test_gpu_features import on_gpu, results_of, tensors, written
 from tolerance import assert_attention
 
 import cufa
 from cufa.problem import FLOAT8
-
-__all__ = ["cupy"]  # a fixture
 
 pytestmark = pytest.mark.gpu
 
@@ -182,11 +180,7 @@ def test_workspace_and_graph(cupy, rng):
         cufa.attention(q, k, v, out=out, lse=lse, workspace=workspace, **options)
 
     with stream:
-        call()  # compiled and loaded before the capture
-        stream.synchronize()
-        stream.begin_capture()
-        call()
-        graph = stream.end_capture()
+        graph, _ = captured(cupy, call)
         for target, source in zip((q, k, v), tensors(cupy, other), strict=False):
             target[...] = source
         graph.launch()

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulator import calls
+from graphs import captured
 from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -355,10 +356,7 @@ def test_in_a_graph(rng):
     x = cupy.asarray(first)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        out, _ = cufa.quantize(x)
-        stream.begin_capture()
-        _, descale = cufa.quantize(x, out=out)
-        graph = stream.end_capture()
+        graph, (out, descale) = captured(cupy, lambda: cufa.quantize(x))
         x.set(second)
         graph.launch()
         stream.synchronize()

@@ -12,7 +12,14 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from cufa import arrays, cpu, launch, probabilities
-from cufa.arguments import check_dropout, check_flags, check_gradients, check_scale, check_softcap
+from cufa.arguments import (
+    check_dropout,
+    check_flags,
+    check_gradients,
+    check_scale,
+    check_softcap,
+    refuse_gpu_options,
+)
 from cufa.arrays import Described
 from cufa.call import (
     DESCALES,
@@ -227,7 +234,7 @@ def attention(
         rung = rung_of(kernel, tiles, arch)
         run_on_gpu(call, TENSORS["forward"], call.known.layout, scale, values, workspace, rung)
     else:
-        _refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch, workspace=workspace)
+        refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch, workspace=workspace)
         call.allocate()
         tensors = call.in_bshd("q", "k", "v", "out")
         q, k, v, output = tensors
@@ -378,7 +385,7 @@ def attention_backward(
         rung = rung_of(kernel, tiles, arch)
         run_on_gpu(call, TENSORS["backward"], call.known.layout, scale, values, workspace, rung)
     else:
-        _refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch, workspace=workspace)
+        refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch, workspace=workspace)
         call.allocate()
         tensors = call.in_bshd("dout", "q", "k", "v", "out")
         written = call.in_bshd("dq", "dk", "dv")
@@ -429,7 +436,7 @@ def softmax(
             matrix = sys.modules["cupy"].ascontiguousarray(source.reshape(rows))
             launch.softmax(matrix, result.reshape(rows), dtype, passes, arch)
     else:
-        _refuse_gpu_options(arch=arch)
+        refuse_gpu_options(arch=arch)
         cpu.softmax(source, result, passes)
     return adopted.give_back(result)
 
@@ -563,9 +570,3 @@ def _asked(
         precision,
         *mods.written(with_gradients="score_mod" in gradients),
     )
-
-
-def _refuse_gpu_options(**options: Any) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise ValueError(f"{name} is {shown(value)}, but this call computes on the CPU; it needs a GPU")

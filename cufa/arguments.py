@@ -103,6 +103,13 @@ def check_flags(**flags: object) -> None:
             raise TypeError(f"{name} is {shown(flag)}; it may be True or False")
 
 
+def refuse_gpu_options(**options: object) -> None:
+    """ValueError for an option that is given to a call that computes on the CPU."""
+    for name, value in options.items():
+        if value is not None:
+            raise ValueError(f"{name} is {shown(value)}, but this call computes on the CPU; it needs a GPU")
+
+
 def check_window(window: object, name: str = "window") -> tuple[int | None, int | None]:
     """How many keys before and after the diagonal are seen; None, and -1, are all of them."""
     if window is None:

@@ -9,6 +9,8 @@ shapes and dtypes fit each other is the caller's promise.
 # The papers write matrices in capitals (S, P, O, dP, dS) and a row's sum l, and so does this file.
 # ruff: noqa: E741, N802, N803, N806, N815
 
+from __future__ import annotations
+
 import functools
 import itertools
 import math
@@ -255,7 +257,7 @@ def softmax(x: Array, out: Array, passes: int) -> None:
             out_rows[:, columns] = E
 
 
-def _max_then_sum(x: Array, scratch: "_Scratch") -> tuple[Array, Array]:
+def _max_then_sum(x: Array, scratch: _Scratch) -> tuple[Array, Array]:
     m, l = _nothing_seen(len(x), scratch.dtype)
     for columns in _tiles(x.shape[1], KV_TILE):
         m = np.maximum(m, scratch.copy("x", x[:, columns]).max(axis=1, keepdims=True))
@@ -265,7 +267,7 @@ def _max_then_sum(x: Array, scratch: "_Scratch") -> tuple[Array, Array]:
     return m, l
 
 
-def _online_max_and_sum(x: Array, scratch: "_Scratch") -> tuple[Array, Array]:
+def _online_max_and_sum(x: Array, scratch: _Scratch) -> tuple[Array, Array]:
     m, l = _nothing_seen(len(x), scratch.dtype)
     for columns in _tiles(x.shape[1], KV_TILE):
         _, m, l, _ = _online_step(scratch.copy("x", x[:, columns]), m, l)
@@ -367,7 +369,7 @@ class _Sums:
     dbias: dict[BiasPlace, Array]
     dscore_mod: dict[str, Array]
 
-    def add(self, other: "_Sums") -> "_Sums":
+    def add(self, other: _Sums) -> _Sums:
         pairs = [(self.dK, other.dK), (self.dV, other.dV), (self.dsink, other.dsink)]
         pairs += [(sums, other.dscore_mod[name]) for name, sums in self.dscore_mod.items()]
         for mine, its in pairs:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from cufa import arrays, launch
+from cufa.arguments import refuse_gpu_options
 from cufa.device import Arch
 from cufa.problem import (
     DTYPES,
@@ -77,9 +78,8 @@ def merge(
             named[name] = empty(part.shape, part.dtype)
     if adopted.on_gpu:
         _merge_on_gpu(named, dtype, axes, arch)
-    elif arch is not None:
-        raise ValueError(f"arch is {arch!r}, but this call computes on the CPU; it needs a GPU")
     else:
+        refuse_gpu_options(arch=arch)
         _merge_on_cpu(named, axes)
     return adopted.give_back(named["out"], out, "out"), adopted.give_back(named["lse"], lse, "lse")
 

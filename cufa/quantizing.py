@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cufa import arrays, launch
-from cufa.arguments import check_flags
+from cufa.arguments import check_flags, refuse_gpu_options
 from cufa.device import Arch
 from cufa.messages import shown
 from cufa.plan.standard import Quantization
@@ -95,9 +95,8 @@ def quantize(
         named["descale"] = xp.empty((_sequences(named, axes), kv_heads), np.float32)
     if adopted.on_gpu:
         _quantize_on_gpu(named, dtype, axes, descale is None, arch)
-    elif arch is not None:
-        raise ValueError(f"arch is {arch!r}, but this call computes on the CPU; it needs a GPU")
     else:
+        refuse_gpu_options(arch=arch)
         _quantize_on_cpu(named, axes, descale is None)
     used = adopted.give_back(named["descale"]) if descale is None else descale
     return adopted.give_back(named["out"], out), used

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cufa import arrays, launch
-from cufa.arguments import check_flags
+from cufa.arguments import check_flags, refuse_gpu_options
 from cufa.device import Arch
 from cufa.plan.standard import Rotation
 from cufa.problem import (
@@ -81,9 +81,8 @@ def rotary(
         named["out"] = empty(named["x"].shape, named["x"].dtype)
     if adopted.on_gpu:
         _turn_on_gpu(named, dtype, axes, bool(interleaved), arch)
-    elif arch is not None:
-        raise ValueError(f"arch is {arch!r}, but this call computes on the CPU; it needs a GPU")
     else:
+        refuse_gpu_options(arch=arch)
         _turn_on_cpu(named, axes, interleaved)
     return adopted.give_back(named["out"], out)
 

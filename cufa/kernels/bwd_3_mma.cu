@@ -9,9 +9,10 @@
 // with the parts of keys and queries exchanged. Where there are barriers to wait at for parts of a
 // block's work (HANDS_OVER), warps hand Q, dO and dS on, and none waits for the slowest.
 //
-// Launches: row_sums (LSE and D, and the sums in the workspace set to zero), key_tiles, round_keys
-// if heads are in parts, round_queries or, if deterministic, query_tiles; bias_gradient,
-// array_gradients and sink_gradient if those are wanted.
+// Launches: with a mask or a mask_mod seen_tiles, as in fwd_5_mma; row_sums (LSE and D, and the
+// sums in the workspace set to zero), key_tiles, round_keys if heads are in parts, round_queries
+// or, if deterministic, query_tiles; bias_gradient, array_gradients and sink_gradient if those are
+// wanted.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: BLOCK_N keys of one KV head, for one of PARTS parts of the query heads that share
@@ -20,9 +21,9 @@
 //          and V tiles and dS
 // Global   workspace: sums of dQ in fragments (heads, tiles of queries, BLOCK_M, head_dim rounded
 //          up), unless deterministic; sums of dK and dV (batch, seqlen_k, kv_heads, PARTS, dims in
-//          eights), if there are parts; LSE and D (batch, heads, seqlen_q, 2); with a
-//          mask or a mask_mod, which tiles of scores it shows; sums of the gradients of score_mod's
-//          arrays and of the bias's, if those are wanted
+//          eights), if there are parts; LSE and D (batch, heads, seqlen_q, 2); with a mask or a
+//          mask_mod, which tiles of scores it shows; sums of the gradients of score_mod's arrays
+//          and of the bias's, if those are wanted
 // Writes   dQ, dK, dV
 #include "bwd_3_keys.cuh"
 #include "bwd_3_queries.cuh"

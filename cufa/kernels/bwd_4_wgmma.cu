@@ -14,15 +14,18 @@
 // Launches: with a mask_mod seen_tiles, which finds out what it shows of each tile of scores, so
 // that tiles of which that is nothing are left out; row_sums (the rows' statistics, and dQ's sums
 // set to zero unless the first block to add does so), key_tiles, round_keys (if blocks have parts
-// of the heads), round_queries (unless the last block does that); sink_gradient if that is wanted.
-// Each begins while the one before ends.
+// of the heads), round_queries (unless the last block does that); array_gradients and sink_gradient
+// if those are wanted. key_tiles and what rounds begin while the launch before ends.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: 128 keys of one KV head at a time, for all query heads that share them or a part
 //          of those; warpgroup: 64 of them
 // Shared   rings of KEY_STAGES K and V tiles, which become dK and dV unless there are outboxes; of
 //          STAGES Q and dO tiles with the rows' statistics; of dS^T tiles
-// Global   workspace: sums of dQ, statistics, parts of dK and dV, counts (wgmma_query_sums.cuh)
+// Global   workspace: sums of dQ, statistics, parts of dK and dV, counts (wgmma_query_sums.cuh);
+//          with a mask_mod, which tiles of scores it shows; sums of the gradients of score_mod's
+//          arrays if those are wanted
+// Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   dQ, dK, dV
 #include "bwd_4_consumer.cuh"
 #include "bwd_4_copies.cuh"

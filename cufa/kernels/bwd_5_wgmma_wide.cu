@@ -6,13 +6,14 @@
 // dS^T each computes a part of the head dims. dK and dQ lag one tile behind: they keep the tensor
 // cores busy during the softmax.
 //
-// Launches: those of bwd_4_wgmma.
+// Launches: those of bwd_4_wgmma but seen_tiles and array_gradients.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: 64 keys of one KV head, for all query heads that share them or a part of those;
 //          warpgroup: whole panels of the head dims of dK, dV and dQ
 // Shared   K, V; rings of STAGES Q tiles with the rows' statistics, dO tiles, P^T and dS^T
 // Global   workspace: sums of dQ, statistics, parts of dK and dV (wgmma_query_sums.cuh)
+// Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   dQ, dK, dV
 #include "bwd_5_consumer.cuh"
 #include "bwd_5_copies.cuh"

@@ -11,6 +11,9 @@
 // parts of a block's work (HANDS_OVER), its warps hand K and V on instead of meeting: one may be at
 // its softmax while others multiply.
 //
+// Launches: with a mask or a mask_mod seen_tiles, which finds out what it shows of each tile of
+// scores, so that tiles of which that is nothing are left out; fwd_5_mma.
+//
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
 //          V in pages: (pages, page_size, kv_heads, dim)

@@ -18,6 +18,7 @@
 // Owns     block: tile after tile of BLOCK_M queries of one head; warpgroup: 64 of its rows
 // Shared   rings of STAGES K and V tiles; for each warpgroup a ring of QUERY_STAGES Q tiles, and
 //          STORE_COLS columns of O on their way out
+// Global   workspace: with a mask_mod, how many tiles are taken, and what it shows of each
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key
 #include "wgmma_inspected_values.cuh"

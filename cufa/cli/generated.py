@@ -25,10 +25,13 @@ from cufa.problem import (
     output_shape,
 )
 from cufa.rounding import ceil_div, round_up
+from cufa.threads import cores, in_threads
 
 _DESCALES = ("q_descale", "k_descale", "v_descale")
 # Which part of the keys a random mask leaves for a row to see.
 _MASK_DENSITY = 0.8
+# Random numbers of one generator: a thread draws them in some tens of milliseconds.
+_DRAWN_AT_ONCE = 2**21
 
 
 def packed(problem: Problem, features: FeatureOptions) -> Problem:
@@ -206,9 +209,19 @@ def cu_seqlens(features: FeatureOptions) -> Arrays:
 
 
 def normal(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> Any:
-    """Normal random numbers of any float dtype."""
+    """Normal random numbers of any float dtype, the same ones however many threads draw them."""
     drawn_as = np.float64 if dtype == np.float64 else np.float32
-    return rng.standard_normal(shape, drawn_as).astype(dtype, copy=False)
+    drawn = np.empty(shape, dtype)
+    flat = drawn.reshape(-1)
+    parts = [flat[begin : begin + _DRAWN_AT_ONCE] for begin in range(0, flat.size, _DRAWN_AT_ONCE)]
+
+    def draw(share: tuple[Any, np.random.Generator]) -> None:
+        part, generator = share
+        part[...] = generator.standard_normal(part.size, drawn_as)
+
+    for _ in in_threads(draw, zip(parts, rng.spawn(len(parts)), strict=True), cores()):
+        pass
+    return drawn
 
 
 def bytes_moved(problem: Problem) -> int:

@@ -3,11 +3,12 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from command_line import WIDTH, corrupt, refused, run, run_json
 
 import cufa
-from cufa.cli import bench
+from cufa.cli import bench, generated
 from cufa.problem import Problem
 
 
@@ -74,6 +75,17 @@ def test_bench_of_packed_sequences():
     flops = 2 * 2 * 2 * 8 * (30 * 30 + 50 * 20)
     assert point["tflops"] * 1e12 * point["seconds"] == pytest.approx(flops)
     assert "--tokens: the sizes are those of --varlen" in refused(*arguments, "--tokens", 64)
+
+
+def test_threads_draw_the_same_numbers_however_many_they_are(monkeypatch):
+    monkeypatch.setattr(generated, "_DRAWN_AT_ONCE", 7)
+    drawn = []
+    for cores in (1, 5):
+        monkeypatch.setattr(generated, "cores", lambda cores=cores: cores)
+        drawn.append(generated.normal(np.random.default_rng(0), (3, 11, 2), np.dtype(np.float16)))
+    np.testing.assert_array_equal(*drawn)
+    assert len(np.unique(drawn[0])) > 60
+    assert abs(drawn[0].mean()) < 0.5
 
 
 def test_bench_has_sizes_of_its_own(monkeypatch):

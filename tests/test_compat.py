@@ -379,8 +379,9 @@ def test_flash_attns_cache_of_more_sequences(rng):
     caches = k_cache[chosen], v_cache[chosen]
     exact = compat.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=held, causal=True)
     before = k_cache.copy()
+    # In flash-attn's order.
     out = compat.flash_attn_with_kvcache(
-        q, k_cache, v_cache, k, v, cache_seqlens=held, cache_batch_idx=chosen, causal=True
+        *(q, k_cache, v_cache, k, v, None, None, held, chosen, None, None, None, True)
     )
     np.testing.assert_array_equal(out, exact)
     np.testing.assert_array_equal(k_cache[chosen], caches[0])
@@ -403,6 +404,7 @@ def test_flash_attns_cache_of_more_sequences(rng):
             ValueError,
             "cache_seqlens are from 4 to 6; rotary_cos has 5 places",
         ),
+        ({"cache_leftpad": np.zeros(2, np.int32)}, ValueError, "cache_leftpad is given; there is no padding"),
         ({"cache_batch_idx": np.zeros((2, 1), np.int32)}, ValueError, r"cache_batch_idx has shape \(2, 1\)"),
         (
             {"cache_batch_idx": np.zeros(2, np.int32), "block_table": np.zeros((2, 1), np.int32)},

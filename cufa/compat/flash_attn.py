@@ -268,11 +268,11 @@ def flash_attn_with_kvcache(
     v_cache: Any,
     k: Any = None,
     v: Any = None,
-    *,
     rotary_cos: Any = None,
     rotary_sin: Any = None,
     cache_seqlens: Any = None,
     cache_batch_idx: Any = None,
+    cache_leftpad: None = None,
     block_table: Any = None,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -280,11 +280,12 @@ def flash_attn_with_kvcache(
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Any = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
     q_descale: Any = None,
     k_descale: Any = None,
     v_descale: Any = None,
-    num_splits: int = 0,
-    return_softmax_lse: bool = False,
 ) -> Any:
     """flash-attn's function of that name (flash-attn 2.8), for decoding with a cache of keys and values.
 
@@ -293,9 +294,8 @@ def flash_attn_with_kvcache(
     are turned first (`cufa.rotary`): a key by its place in the cache; a query by that of the key at which it
     stands if the mask is causal or a window, else by how many keys the cache holds.
 
-    What differs: what comes after `v` is given by name; there is no padding on the left (`cache_leftpad`);
-    `num_splits` is not looked at, as the plan chooses it; the LSE of a row that sees no key is -inf. Pages
-    may be of any size.
+    What differs: there is no padding on the left (`cache_leftpad`); `num_splits` is not looked at, as the
+    plan chooses it; the LSE of a row that sees no key is -inf. Pages may be of any size.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim).
@@ -311,6 +311,7 @@ def flash_attn_with_kvcache(
             room for k.
         cache_batch_idx: (batch,) int32, which of the cache each sequence has; None for one after the other.
             Not with a block table. No two may have the same if k is given.
+        cache_leftpad: must be None.
         block_table: (batch, pages) int32, the pages of each sequence, as of `cufa.attention`; those that k is
             written to must be there.
         softmax_scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
@@ -319,12 +320,12 @@ def flash_attn_with_kvcache(
         softcap: 0 for none.
         rotary_interleaved: whether pairs are columns 2 i and 2 i + 1, not i and i + rotary_dim / 2.
         alibi_slopes: (heads,) or (batch, heads), float32.
+        num_splits: not looked at.
+        return_softmax_lse: whether to return the LSE too.
         q_descale: (batch, kv_heads) float32, for float8_e4m3fn arrays only: what q is to be multiplied with;
             None for 1.
         k_descale: the same for k_cache and k, which is written to it as it is.
         v_descale: the same for v_cache and v.
-        num_splits: not looked at.
-        return_softmax_lse: whether to return the LSE too.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim); with return_softmax_lse a pair of that and the LSE,
@@ -336,6 +337,8 @@ def flash_attn_with_kvcache(
             not fit the cache, a number of keys that it has no room for, or what `cufa.attention` and
             `cufa.rotary` raise.
     """
+    if cache_leftpad is not None:
+        raise ValueError("cache_leftpad is given; there is no padding on the left of a cache")
     arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **given(k=k, v=v)}
     check_arrays(**arrays)
     batch, _, _, _ = shape_of("q", q)

@@ -183,7 +183,7 @@ def attention(
         lse: where to write the LSE, which is then returned too.
         workspace: memory for the kernel, `cufa.plan(...).workspace_bytes` of it: an array of CuPy's or with
             DLPack, contiguous, on the GPU.
-        kernel: a rung of the ladder (`cufa kernels` lists them) instead of the fastest.
+        kernel: a rung of the ladder (`cufa kernels` lists them; "fwd_4" will do) instead of the fastest.
         tiles: overrides of that kernel's tile sizes, as in {"block_m": 64}.
         arch: what to compile for instead of this GPU's own, as in "compute_80"; also CUFA_ARCH.
         backend: "cuda" or "numpy"; None is the GPU if the arrays are on one or there is one.

@@ -13,7 +13,7 @@ import click
 from cufa.arguments import check_window
 from cufa.arrays import BACKENDS
 from cufa.cli import output
-from cufa.kernels import KERNELS
+from cufa.kernels import KERNELS, whole_name
 from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES, LAYOUTS, MAX_EXTENT, PRECISIONS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -25,8 +25,7 @@ class KernelName(click.Choice[str]):
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The whole name; click's error if it is none."""
-        meant = [name for name in self.choices if name.startswith(f"{value}_")]
-        return super().convert(meant[0] if len(meant) == 1 else value, param, ctx)
+        return super().convert(whole_name(value, self.choices), param, ctx)
 
 
 class Integer(click.IntRange):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -375,9 +375,15 @@ _LADDER = (
 KERNELS: Mapping[str, Kernel] = MappingProxyType({kernel.name: kernel for kernel in _LADDER})
 
 
+def whole_name(name: str, names: Iterable[str]) -> str:
+    """That of `names` of which this is as much as leaves no other, fwd_4 of fwd_4_flash_v2; else as it is."""
+    meant = [each for each in names if each.startswith(f"{name}_")]
+    return meant[0] if len(meant) == 1 else name
+
+
 def kernel_named(name: str) -> Kernel:
-    """The registry's row of that name; ValueError if there is none."""
-    kernel = KERNELS.get(name) if isinstance(name, str) else None
+    """The registry's row of that name, which may be short; ValueError if there is none."""
+    kernel = KERNELS.get(whole_name(name, KERNELS)) if isinstance(name, str) else None
     if kernel is None:
         raise ValueError(f"kernel is {name!r}; it may be {', '.join(KERNELS)}")
     return kernel

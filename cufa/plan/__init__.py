@@ -68,10 +68,11 @@ def make_plan(
     if kernel is None:
         row, why = best_kernel_and_why(problem, device)
     else:
-        row, why = kernel_named(kernel), (f"{kernel}: asked for",)
+        row = kernel_named(kernel)
+        why = (f"{row.name}: asked for",)
         reason = row.unsupported(problem, device)
         if reason is not None:
-            raise ValueError(f"kernel is {kernel!r}: {reason}")
+            raise ValueError(f"kernel is {row.name!r}: {reason}")
     part = _PLANNERS[row.name](problem, device, tiles or {})
     return _plan(row.name, problem, device, part, (*why, *part.reasons))
 

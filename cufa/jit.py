@@ -152,11 +152,12 @@ def build(variant: Variant) -> Build:
     """
     texts = _read_sources(variant)
     options = _options(variant)
-    key = _key(variant.arch, texts, options)
+    key = _key(variant.arch, texts, options, _compiler())
     with _build_locks.setdefault(key, threading.Lock()):
         built = _recall(key)
         if built is None:
-            built = _compile(variant, texts, options, key)
+            key_at_work = _key(variant.arch, texts, options, _compiler_at_work())
+            built = _recall(key_at_work) or _compile(variant, texts, options, key_at_work)
         _builds[key] = replace(built, cached=True)
         return built
 
@@ -231,8 +232,8 @@ def _options(variant: Variant) -> tuple[str, ...]:
         raise ValueError(f"CUFA_NVRTC_OPTIONS is {extra!r}: {error}") from error
 
 
-def _key(arch: Arch, texts: Mapping[str, str], options: tuple[str, ...]) -> str:
-    parts = [cache.FORMAT_VERSION, _compiler(), str(arch), options, sorted(texts.items())]
+def _key(arch: Arch, texts: Mapping[str, str], options: tuple[str, ...], compiler: str) -> str:
+    parts = [cache.FORMAT_VERSION, compiler, str(arch), options, sorted(texts.items())]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -252,6 +253,13 @@ def _compiler() -> str:
         except metadata.PackageNotFoundError:
             continue
     return ", ".join(wheels) or "NVRTC {}.{}".format(*nvrtc_version())
+
+
+def _compiler_at_work() -> str:
+    """What identifies the NVRTC that compiles, which need not be the wheels' if another was loaded before."""
+    version = "{}.{}".format(*nvrtc_version())
+    installed = _compiler()
+    return installed if f" {version}." in installed else f"NVRTC {version}"
 
 
 def _recall(key: str) -> Build | None:

@@ -396,6 +396,17 @@ def test_a_compiler_that_is_no_wheel_is_asked(monkeypatch):
     assert jit._compiler.__wrapped__() == "NVRTC {}.{}".format(*jit.nvrtc_version())
 
 
+def test_what_another_nvrtc_than_the_wheels_compiles_has_its_own_key(variant, compiles, monkeypatch):
+    monkeypatch.setattr(jit, "_compiler", lambda: "nvidia-cuda-nvrtc 99.0.1")
+    built = jit.build(variant)
+    forget()
+    assert jit.build(variant) == replace(built, cached=True)
+    forget()
+    monkeypatch.setattr(jit, "nvrtc_version", lambda: (99, 0))
+    assert not jit.build(variant).cached
+    assert len(compiles) == 2
+
+
 # --- cached ---------------------------------------------------------------------------------------
 
 

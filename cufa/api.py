@@ -16,6 +16,7 @@ from cufa.arguments import (
     check_dropout,
     check_flags,
     check_gradients,
+    check_range,
     check_scale,
     check_softcap,
     refuse_gpu_options,
@@ -49,6 +50,7 @@ from cufa.problem import (
     Direction,
     LayoutName,
     Precision,
+    Problem,
     dtype_name,
     dtype_of,
 )
@@ -223,7 +225,7 @@ def attention(
         "lse": lse,
     }
     call = Call("forward", {"q": q, "k": k, "v": v} | _given(optional), asked, backend)
-    scale = check_scale(softmax_scale, call.problem.head_dim)
+    scale = _scale_of(call.problem, softmax_scale, values)
     call.want("out")
     if return_lse or return_attn_probs or lse is not None:
         call.want("lse")
@@ -377,7 +379,7 @@ def attention_backward(
         **gradients,
     }
     call = Call("backward", required | _given(optional), asked, backend)
-    scale = check_scale(softmax_scale, call.problem.head_dim)
+    scale = _scale_of(call.problem, softmax_scale, values)
     for name in (*gradients, *filter(None, of_arrays)):
         call.want(name)
 
@@ -546,6 +548,13 @@ def _feature_values(softcap: float, dropout_p: float, seed: int, offset: int) ->
     except ValueError:
         pass  # The truth of an array, which the checks refuse by the argument's name.
     return FeatureValues(check_softcap(softcap), *check_dropout(dropout_p, seed, offset))
+
+
+def _scale_of(problem: Problem, softmax_scale: float | None, values: FeatureValues) -> float:
+    scale = check_scale(softmax_scale, problem.head_dim)
+    if softmax_scale is not None or values.softcap:
+        check_range(problem, scale, values.softcap)
+    return scale
 
 
 def _asked(

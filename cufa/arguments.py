@@ -49,6 +49,12 @@ _FEATURE_ARRAYS = _DESCALES | frozenset(
         "dlse",
     )
 )
+# What a number that scores are multiplied with may be beside 0, by the dtype of sums, in which kernels have
+# it; some have it in units of log 2, and it is half as much again.
+_RANGES = {
+    DTYPES[name]: (float(np.finfo(name).tiny), float(np.finfo(name).max) / 2)
+    for name in ("float32", "float64")
+}
 
 _AXES = {
     "bshd": "(batch, seqlen, heads, head_dim)",
@@ -160,6 +166,19 @@ def check_scale(softmax_scale: float | None, head_dim: int) -> float:
     if softmax_scale is None:
         return 1 / math.sqrt(head_dim)
     return _finite("softmax_scale", softmax_scale, " or None")
+
+
+def check_range(problem: Problem, softmax_scale: float, softcap: float) -> None:
+    """ValueError, naming it, for one that the dtype of sums does not have, or their quotient."""
+    least, most = _RANGES[problem.accumulator]
+    numbers = {"softmax_scale": softmax_scale, "softcap": softcap}
+    if softcap:
+        numbers["softmax_scale / softcap"] = softmax_scale / softcap
+    for name, number in numbers.items():
+        if number != 0 and not least <= abs(number) <= most:
+            raise ValueError(
+                f"{name} is {number}; for {problem.dtype} it must be 0 or from {least:.2g} to {most:.2g}"
+            )
 
 
 def _finite(name: str, value: float, or_else: str = "") -> float:

@@ -775,6 +775,37 @@ def test_numbers_are_checked_in_plans_and_calls(
             call()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"softmax_scale": 1e39},
+            "softmax_scale is 1e+39; for float32 it must be 0 or from 1.2e-38 to 1.7e+38",
+        ),
+        ({"softmax_scale": -1e39}, "softmax_scale is -1e+39; for float32"),
+        ({"softmax_scale": 1e-50}, "softmax_scale is 1e-50; for float32"),
+        ({"softcap": 1e39}, "softcap is 1e+39; for float32"),
+        ({"softcap": 1e-50}, "softcap is 1e-50; for float32"),
+        ({"softmax_scale": 1e30, "softcap": 1e-30}, "softmax_scale / softcap is 1e+60; for float32"),
+    ],
+    ids=str,
+)
+def test_numbers_that_sums_do_not_have_are_refused(
+    rng: np.random.Generator, options: dict[str, Any], message: str
+) -> None:
+    problem = draw(rng)
+    q, k, v, dout = problem.q, problem.k, problem.v, problem.dout
+    out, lse = cufa.attention(q, k, v, return_lse=True, softmax_scale=0)
+    for call in (
+        lambda: cufa.attention(q, k, v, **options),
+        lambda: cufa.attention_backward(dout, q, k, v, out, lse, **options),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            call()
+    wide = (x.astype(np.float64) for x in (q, k, v))
+    assert np.isfinite(cufa.attention(*wide, **options)).all()
+
+
 def test_a_plan_reads_no_more_than_shape_and_dtype() -> None:
     class Described:
         shape = (2, 5, 3, 16)

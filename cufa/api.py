@@ -172,7 +172,8 @@ def attention(
             are rows past them. With cu_seqlens_q, but not with cu_seqlens_k. There are no gradients. On a
             GPU the numbers are not checked.
         precision: of float32 products: "ieee" for the error of float32, or "tf32", which is faster: tensor
-            cores round their operands to 10 bits of mantissa. On the CPU there is no difference.
+            cores round their operands to 10 bits of mantissa. On the CPU, and with return_attn_probs, it
+            makes no difference.
         layout: "bshd" as above, or "bhsd" for (batch, heads, seqlen, head_dim); pages are then
             (pages, kv_heads, page_size, head_dim).
         return_lse: also return the log-sum-exp of the scores, which the backward needs.
@@ -230,6 +231,7 @@ def attention(
     if return_lse or return_attn_probs or lse is not None:
         call.want("lse")
     if return_attn_probs:
+        call.refine()
         call.wanted["probs"] = probabilities.shape(call.problem), DTYPES[call.problem.dtype]
 
     if call.on_gpu:

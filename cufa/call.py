@@ -117,6 +117,12 @@ class Call:
             described, self.addresses = arrays.describe(self.tensors)
             self.known = known_of(direction, described, asked)
 
+    def refine(self) -> None:
+        """Have products of float32 as exact as `attn_probs` has them, which goes by the same call's LSE."""
+        asked = self.known.options._replace(precision="ieee")
+        self.known = known_of("forward", self.known.arrays, asked)
+        self.problem = self.known.problem
+
     def want(self, name: str) -> None:
         """Ask for a result."""
         self.wanted[name] = self.known.results[name]

@@ -246,6 +246,10 @@ def test_probabilities_and_parts(machine, rng):
         np.testing.assert_allclose(
             host(probs) @ values, host(out).transpose(order).transpose(0, 2, 1, 3), atol=1e-5
         )
+    before = len(machine.launched)
+    _, _, probs = cufa.attention(q, k, v, precision="tf32", return_attn_probs=True)
+    np.testing.assert_allclose(host(probs).sum(-1), 1, rtol=1e-6)  # not beside an LSE of rounded products
+    assert machine.launched[before:] == machine.launched[:2]
     halves = [
         cufa.attention(q, x, y, return_lse=True) for x, y in ((k[:, :11], v[:, :11]), (k[:, 11:], v[:, 11:]))
     ]

@@ -356,3 +356,10 @@ def _loaded(problem: Problem, rung: Rung, environment_arch: str | None, device_i
     if attn_probs:
         return launch.Executable(make_probabilities_plan(problem, device))
     return launch.Executable(make_plan(problem, device, kernel, dict(tiles)))
+
+
+def forget() -> None:
+    """Plan calls and look for their kernels anew from now on: kernels may have been edited."""
+    for cached in (_executable, _loaded):
+        cached.cache_clear()
+    launch.forget()

@@ -236,6 +236,12 @@ def _module(variant: Variant, device_id: int) -> Any:
     return jit.load(jit.build(variant))
 
 
+def forget() -> None:
+    """Look for kernels anew when they are launched next."""
+    _module.cache_clear()
+    _loaded.cache_clear()
+
+
 class _Kernel:
     """One function on the GPU and how to launch it."""
 

@@ -20,7 +20,7 @@ from tolerance import (
 )
 
 import cufa
-from cufa import reference
+from cufa import call, reference
 from cufa.kernels import KERNELS as ALL_KERNELS
 from cufa.launch import Executable
 from cufa.problem import FLOAT8
@@ -446,7 +446,9 @@ def test_arch_override_through_the_driver(cupy, rng, monkeypatch):
     problem = draw(rng, "float16", SHAPES[0])
     check_forward(problem, True, arch="compute_80")
     monkeypatch.setenv("CUFA_ARCH", "compute_80")
+    call.forget()
     check_forward(problem, False)
+    call.forget()
     q, k, v, _ = on_gpu(problem)
     with pytest.raises(ValueError, match="cannot run here"):
         cufa.attention(q, k, v, arch="sm_75")

@@ -50,14 +50,10 @@ def always_mixed(request, monkeypatch):
         few, many = mixed.alike(problem, problem.batch - 1, 1), mixed.alike(problem, 1, 500)
         return mixed.Mix(few, many, request.param, "asked for")
 
-    def forget():
-        for cached in (call._executable, call._loaded):
-            cached.cache_clear()
-
     monkeypatch.setattr(mixed, "mix_of", mix_of)
-    forget()
+    call.forget()
     yield
-    forget()
+    call.forget()
 
 
 def test_what_is_chosen(cupy, rng):

@@ -138,12 +138,10 @@ def machine(monkeypatch):
     )
     monkeypatch.setattr(jit, "build", lambda variant: variant)
     monkeypatch.setattr(jit, "load", machine.load)
-    for cached in (call._executable, call._loaded, launch._loaded, launch._module):
-        cached.cache_clear()
+    call.forget()
     with cupy.cuda.using_allocator(machine.allocate):
         yield machine
-    for cached in (call._executable, call._loaded, launch._loaded, launch._module):
-        cached.cache_clear()
+    call.forget()
     assert counter[0] == 0
 
 
@@ -277,6 +275,20 @@ def test_sources_are_read_once_for_lengths_that_are_compiled_alike(machine, rng,
         out, lse = cufa.attention(q, k, v, return_lse=True)
         assert_attention(host(out), host(lse), problem)
     assert len(built) == 1
+
+
+def test_kernels_are_read_again_when_they_are_forgotten(machine, rng, monkeypatch):
+    built = []
+    monkeypatch.setattr(jit, "build", lambda variant: built.append(variant) or variant)
+    q, k, v, _ = map(machine.array, vars(random_problem(rng, "float32", seqlen_q=7, seqlen_k=9)).values())
+    calls = lambda: cufa.attention(q, k, v), lambda: cufa.softmax(q)
+    for call_one in calls * 2:
+        call_one()
+    assert len(built) == 2
+    call.forget()
+    for call_one in calls:
+        call_one()
+    assert built[2:] == built[:2]
 
 
 def test_parts_of_keys_are_merged_by_a_launch_that_overlaps(machine, rng, monkeypatch):

@@ -12,9 +12,11 @@ import click
 
 from cufa import jit
 from cufa.cli import output
+from cufa.cli.functions import mods_at
 from cufa.cli.options import (
     DTYPE,
     INPUT_DTYPE,
+    MOD_OPTIONS,
     SIZE,
     KernelName,
     count_option,
@@ -58,6 +60,8 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
         dbias: bool,
         broadcast_bias: bool,
         dsink: bool,
+        score_mod: str | None,
+        mask_mod: str | None,
         precision: str,
         **given: Any,
     ) -> Any:
@@ -67,6 +71,8 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
             raise output.Failure("--broadcast-bias is about the gradient of a bias; give --dbias, too")
         if dsink and not given["sink"]:
             raise output.Failure("--dsink is the gradient of a sink; give --sink, too")
+        with output.library_errors():
+            of_scores, of_masks = mods_at(score_mod, mask_mod).written(with_gradients=False)
         scores = (1, 1, SEQLEN, SEQLEN)
         features = Features(
             window=(_WINDOW, _WINDOW) if window else (None, None),
@@ -78,6 +84,8 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
             page_size=page_size,
             gradients=tuple(name for name, wanted in (("bias", dbias), ("sink", dsink)) if wanted),
             tf32=precision == "tf32",
+            score_mod=of_scores,
+            mask_mod=of_masks,
             **{name: given.pop(name) for name in _SWITCHES},
         )
         return command(features=features, **given)
@@ -97,6 +105,7 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--dbias", is_flag=True, help="Backward: with the gradient of the bias."),
         click.option("--broadcast-bias", is_flag=True, help="With a bias that is one row for all queries."),
         click.option("--dsink", is_flag=True, help="Backward: with the gradient of the sink."),
+        *MOD_OPTIONS,
         precision_option,
     ]
     options += [

@@ -157,6 +157,15 @@ def tile_sizes_option(command: Command) -> Command:
     )(command)
 
 
+MOD_OPTIONS = (
+    click.option(
+        "--score-mod", metavar="FILE:NAME", help="f(score, b, h, q_idx, kv_idx) of a Python file: new scores."
+    ),
+    click.option(
+        "--mask-mod", metavar="FILE:NAME", help="g(b, h, q_idx, kv_idx) of a Python file: True to see a key."
+    ),
+)
+
 RANDOM = "random"
 RANDOM_BITS = "random-bits"
 
@@ -165,9 +174,10 @@ RANDOM_BITS = "random-bits"
 class FeatureOptions:
     """What the options ask for beyond plain attention; the fields are their names.
 
-    `bias` is a file or `RANDOM`, `mask` also `RANDOM_BITS`; `varlen` has queries and keys of each packed
-    sequence, `seqused_k` the keys of each that count; `page_size` is how many keys a page has, 0 for none;
-    with `transposed_values` the keys of V lie next to each other.
+    `bias` is a file or `RANDOM`, `mask` also `RANDOM_BITS`; `score_mod` and `mask_mod` are FILE:NAME;
+    `varlen` has queries and keys of each packed sequence, `seqused_k` the keys of each that count;
+    `page_size` is how many keys a page has, 0 for none; with `transposed_values` the keys of V lie next to
+    each other.
     """
 
     causal: bool = False
@@ -177,6 +187,8 @@ class FeatureOptions:
     mask: str | None = None
     alibi: bool = False
     sink: bool = False
+    score_mod: str | None = None
+    mask_mod: str | None = None
     dlse: bool = False
     dropout: float = 0.0
     dropout_seed: int = 0
@@ -259,6 +271,7 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
         *(_score_array_files() if files else _score_arrays()),
         click.option("--alibi", is_flag=True, help="ALiBi, with the slopes of its paper."),
         click.option("--sink", is_flag=True, help="A random sink, and its gradient."),
+        *MOD_OPTIONS,
         click.option("--dlse", is_flag=True, help="Backward: a random gradient of the LSE, too."),
         click.option(
             "--dropout",

@@ -75,7 +75,7 @@ def stdout() -> Console:
     """The console for what was asked for."""
     from rich.console import Console
 
-    return Console(highlight=False, markup=False)
+    return Console(highlight=False, markup=False, emoji=False)
 
 
 @functools.cache
@@ -83,7 +83,7 @@ def stderr() -> Console:
     """The console for all else; one, so that a message and a progress bar make room for each other."""
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False, markup=False)
+    return Console(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def say(message: str, style: str = "") -> None:

@@ -14,6 +14,7 @@ import cufa
 from cufa import arrays, device
 from cufa.arguments import Options, make_problem
 from cufa.cli import check
+from cufa.cli.functions import mods_of
 from cufa.cli.options import FeatureOptions
 from cufa.cli.output import library_errors, memory_errors
 from cufa.problem import (
@@ -120,6 +121,8 @@ class Workload:
             precision=asked.precision,
         )
         with library_errors():
+            score_mod, mask_mod = mods_of(asked).written(with_gradients=False)
+            options = options._replace(score_mod=score_mod, mask_mod=mask_mod)
             return make_problem(direction, shapes, dtypes, options)
 
     def flops(self, direction: Direction) -> int:
@@ -144,6 +147,7 @@ class Workload:
             rules |= {"dropout_p": asked.dropout, "seed": asked.dropout_seed}
         if asked.precision != "ieee":
             rules["precision"] = asked.precision
+        rules |= {name: mod for name, mod in mods_of(asked)._asdict().items() if mod is not None}
         others = (*TENSORS, "dlse")
         return rules | {name: array for name, array in self.arrays.items() if name not in others}
 

@@ -113,6 +113,15 @@ def test_all_kernels_are_those_of_the_ladder_and_those_beside_it(monkeypatch):
 
 
 @nvrtc
+def test_compile_of_functions_on_scores(tmp_path):
+    (tmp_path / "mods.py").write_text("def halved(score, b, h, q_idx, kv_idx):\n    return score / 2\n")
+    own = ("--score-mod", f"{tmp_path / 'mods.py'}:halved")
+    (plain,), (built,) = (run_json("compile", "fwd_4", *TINY, *options) for options in ((), own))
+    assert built["features"] == ["score_mod"]
+    assert built["path"] != plain["path"]
+
+
+@nvrtc
 def test_compile_of_several_tiles():
     arguments = ("compile", "fwd_5_mma", *TINY, "--tile", "block_m=64,128", "--tile", "block_n=16,100000")
     rows = run_json(*arguments)

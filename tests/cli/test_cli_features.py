@@ -44,6 +44,56 @@ def test_precision_is_told_and_what_is_checked_by(monkeypatch, scores):
     assert "float32 as tf32" in run(*arguments).stdout
 
 
+MODS = """
+import numpy as np
+
+def decay(score, b, h, q_idx, kv_idx):
+    return score - 0.1 * np.abs(q_idx - kv_idx)
+
+def near(b, h, q_idx, kv_idx):
+    return np.abs(q_idx - kv_idx) <= 5 + h
+
+number = 3
+"""
+
+
+@pytest.fixture
+def mods(tmp_path):
+    (tmp_path / "mods.py").write_text(MODS)
+    (tmp_path / "broken.py").write_text("1 / 0")
+    return tmp_path / "mods.py"
+
+
+def test_functions_on_scores(mods):
+    options = ("--score-mod", f"{mods}:decay", "--mask-mod", f"{mods}:near")
+    document = run_json("run", *HEADS, *options)
+    assert document["check"]["ok"]
+    assert document["steps"][1]["features"] == ["score_mod", "mask_mod"]
+    plan = run_json("run", *HEADS, *options, "--explain", "--arch", "sm_80", "--no-backward")["forward"]
+    assert [launch["entry"] for launch in plan["launches"]] == ["seen_tiles", "fwd_5_mma"]
+    points = run_json("bench", "--seqlens", 16, "--tokens", 16, "--repeats", 1, *options)["points"]
+    assert [point["features"] for point in points] == 2 * [["score_mod", "mask_mod"]]
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("{mods}", "it is not of the form FILE:NAME, as in mods.py:decay"),
+        ("{mods}:x:", "No such file or directory"),
+        ("{mods}:number", "the file has no function 'number'"),
+        ("{mods.parent}/broken.py:decay", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_functions_that_there_are_not(mods, place, message):
+    place = place.format(mods=mods)
+    assert f"--mask-mod {place}: {message}" in refused("run", *SMALL, "--mask-mod", place)
+
+
+def test_functions_that_cannot_be_traced(mods):
+    for command in (("run", *SMALL), ("compile", "fwd_5_mma", "--arch", "sm_80")):
+        assert "it is called with (b, h, q_idx, kv_idx)" in refused(*command, "--mask-mod", f"{mods}:decay")
+
+
 def test_run_of_packed_sequences():
     sizes = ("--varlen", "30,0,17:40", "--heads", 4, "--kv-heads", 2, "--head-dim", 8)
     document = run_json("run", *sizes, "--bias", "random", "--mask", "random-bits", "--causal")

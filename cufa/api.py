@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from cufa import arrays, cpu, launch, probabilities
 from cufa.arguments import (
+    check_descales,
     check_dropout,
     check_flags,
     check_gradients,
@@ -123,9 +124,10 @@ def attention(
             (256 if gradients are wanted). Or float8_e4m3fn (ml_dtypes), of which there are no gradients; on
             a GPU that takes one of sm_89 or newer and head dims to 256.
         k: (batch, seqlen_k, kv_heads, head_dim), as q; heads must be a multiple of kv_heads, and query
-            head h reads KV head h // (heads // kv_heads).
-        v: (batch, seqlen_k, kv_heads, value_dim), as q; value_dim 1 to 512. In float8_e4m3fn a Hopper GPU
-            is fastest with many queries if it lies transposed, its keys next to each other: as a view of
+            head h reads KV head h // (heads // kv_heads). With v, it may also be float8_e4m3fn beside q in
+            bfloat16 or float16: for a cache of keys that takes half the memory, and few queries.
+        v: (batch, seqlen_k, kv_heads, value_dim), as k; value_dim 1 to 512. If all are float8_e4m3fn a Hopper
+            GPU is fastest with many queries if it lies transposed, its keys next to each other: as a view of
             (batch, kv_heads, value_dim, seqlen_k), whose other strides are multiples of 16, of a multiple of
             4 keys, neither packed nor in pages. With few queries, as in decoding, or on another GPU it must
             not.
@@ -181,8 +183,8 @@ def attention(
             q's dtype, as they were multiplied with v: with dropout, those that are dropped are 0 and the
             others have grown. They take the memory that attention does without; a log says how much. Not of
             packed sequences.
-        out: where to write the output, of its shape and dtype; must not overlap an input. For
-            float8_e4m3fn arrays it may be float16.
+        out: where to write the output, of its shape and dtype; must not overlap an input. For q in
+            float8_e4m3fn it may be float16.
         lse: where to write the LSE, which is then returned too.
         workspace: memory for the kernel, `cufa.plan(...).workspace_bytes` of it: an array of CuPy's or with
             DLPack, contiguous, on the GPU.
@@ -192,7 +194,7 @@ def attention(
         backend: "cuda" or "numpy"; None is the GPU if the arrays are on one or there is one.
 
     Returns:
-        (batch, seqlen_q, heads, value_dim) in the layout asked for, of the dtype and kind of q (for
+        (batch, seqlen_q, heads, value_dim) in the layout asked for, of the dtype and kind of q (for q in
         float8_e4m3fn of bfloat16). With return_lse, a pair of that and the LSE: (batch, heads, seqlen_q), of
         packed sequences (heads, tokens), natural logarithm, float32 (float64 for float64 arrays). With
         return_attn_probs, these two and the probabilities.
@@ -206,6 +208,7 @@ def attention(
         LaunchError, CompileError: the driver or NVRTC refused the kernel.
     """
     check_flags(return_lse=return_lse, return_attn_probs=return_attn_probs)
+    check_descales(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     values = _feature_values(softcap, dropout_p, seed, offset)
     mods = mods_of(score_mod, mask_mod)
     asked = _asked(causal, window, values, layout, precision, mods)

@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -181,6 +182,16 @@ def check_range(problem: Problem, softmax_scale: float, softcap: float) -> None:
             )
 
 
+def check_descales(**descales: object) -> None:
+    """TypeError for one number, which is not made an array in each call."""
+    for name, descale in descales.items():
+        if isinstance(descale, Real):
+            raise TypeError(
+                f"{name} is {descale}; it must be an array of (batch, kv_heads) in float32, as full((batch, "
+                f"kv_heads), {descale}, float32) makes it once for many calls"
+            )
+
+
 def _finite(name: str, value: float, or_else: str = "") -> float:
     try:
         finite = math.isfinite(value)
@@ -233,9 +244,7 @@ def _tensors(
     dtype = dtype_name(dtypes["q"], "q", INPUT_DTYPES)
     if dtype == FLOAT8 and direction == "backward":
         raise TypeError(f"q has dtype {dtype}, of which there are no gradients; it may be {one_of(DTYPES)}")
-    for name in ("k", "v"):
-        if dtype_name(dtypes[name], name, INPUT_DTYPES) != dtype:
-            raise TypeError(f"{name} has dtype {dtypes[name]} and q {dtypes['q']}; they must be the same")
+    kv_dtype = _key_dtype(direction, dtype, dtypes)
 
     heads, kv_heads = q[heads_axis], k[kv_heads_axis]
     for name in ("k", "v"):
@@ -272,6 +281,7 @@ def _tensors(
         head_dim=q[-1],
         value_dim=v[-1],
         out_dtype=_float8_output(dtypes) if dtype == FLOAT8 else None,
+        kv_dtype=kv_dtype if kv_dtype != dtype else None,
     )
 
 
@@ -309,6 +319,23 @@ def _room_in_pages(shapes: Mapping[str, Shape], page_size: int, sequences: int) 
             f"may be {MAX_EXTENT:,}"
         )
     return room
+
+
+def _key_dtype(direction: Direction, dtype: str, dtypes: Mapping[str, Any]) -> str:
+    """The dtype of k and v: that of q, or 8 bits beside 16, which has no gradients."""
+    k, v = (dtype_name(dtypes[name], name, INPUT_DTYPES) for name in ("k", "v"))
+    for name, own in (("k", k), ("v", v)):
+        if own == dtype or (own == FLOAT8 and dtype in FLOAT8_OUTPUTS):
+            continue
+        or_16_bits = f", or q {one_of(FLOAT8_OUTPUTS)}" if own == FLOAT8 else ""
+        raise TypeError(
+            f"{name} has dtype {dtypes[name]} and q {dtypes['q']}; they must be the same{or_16_bits}"
+        )
+    if k != v:
+        raise TypeError(f"v has dtype {dtypes['v']} and k {dtypes['k']}; they must be the same")
+    if k == FLOAT8 and direction == "backward":
+        raise TypeError(f"k has dtype {k}, of which there are no gradients; it may be {dtype} as q is")
+    return k
 
 
 def _float8_output(dtypes: Mapping[str, Any]) -> str | None:
@@ -357,8 +384,10 @@ def _features(
         if name in shapes:
             _check_score_array(name, problem, shapes[name], dtypes[name], "cu_seqlens_q" in shapes)
     for name in sorted(shapes.keys() & _DESCALES):
-        if problem.dtype != FLOAT8:
-            raise ValueError(f"{name} is given, which is for {FLOAT8}, and the arrays are {problem.dtype}")
+        array = name.removesuffix("_descale")
+        own_dtype = problem.dtype if array == "q" else problem.key_dtype
+        if own_dtype != FLOAT8:
+            raise ValueError(f"{name} is given, which is for {FLOAT8}, and {array} is {own_dtype}")
     if options.precision == "tf32" and problem.dtype != "float32":
         raise ValueError(f"precision is 'tf32', which is for float32, and the arrays are {problem.dtype}")
     for name in options.gradients:
@@ -415,7 +444,8 @@ def _side_arrays(problem: Problem, shapes: Mapping[str, Shape]) -> dict[str, tup
 
 def _check_array(name: str, shape: Shape, dtype: Any, wanted: Shape, wanted_dtype: Any) -> None:
     if shape != wanted:
-        raise ValueError(f"{name} has shape {shape}; it must be {wanted}")
+        axes = ", (batch, kv_heads)" if name in _DESCALES else ""
+        raise ValueError(f"{name} has shape {shape}; it must be {wanted}{axes}")
     if dtype != wanted_dtype:
         raise TypeError(f"{name} has dtype {dtype}; it must be {wanted_dtype}")
 

@@ -213,9 +213,8 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: Asked) -
     if lies_transposed(problem, storage["v"], key_axes):
         problem = replace(problem, transposed_values=True)
         storage["v"] = transposed(storage["v"], key_axes)
-    itemsizes = tuple(
-        problem.output.itemsize if name == "out" else problem.itemsize for name in TENSORS[direction]
-    )
+    own_itemsizes = {"out": problem.output.itemsize, "k": problem.key_itemsize, "v": problem.key_itemsize}
+    itemsizes = tuple(own_itemsizes.get(name, problem.itemsize) for name in TENSORS[direction])
     if direction == "forward":
         results = {"out": (out, problem.output), "lse": (lse_shape(problem), problem.accumulator)}
     else:
@@ -340,9 +339,10 @@ def _executable(
 ) -> tuple[launch.Executable, Callable[..., tuple[bytes, ...]]]:
     """What runs calls that are alike, and what packs their tensors."""
     problem = known.problem
-    if align_bytes < problem.itemsize:
+    # Where K and V have smaller elements than Q, a kernel says what it needs.
+    if align_bytes < problem.key_itemsize:
         one_of_them = f"an array of {', '.join(TENSORS[problem.direction])}"
-        raise _misaligned(one_of_them, align_bytes, problem.dtype, problem.itemsize)
+        raise _misaligned(one_of_them, align_bytes, problem.key_dtype, problem.key_itemsize)
     placed = replace(problem, align_bytes=align_bytes, ascending=layout.ascending)
     executable = _loaded(placed, rung, environment_arch, device_id)
     return executable, executable.packer(layout)

@@ -4,8 +4,9 @@ The truth is `cufa.reference`, in float64 (for float64 results in numpy.longdoub
 standard attention computed in the same dtype gets wrong: a result may be `OUTPUT_FACTOR` times as far
 off, a gradient `GRADIENT_FACTOR` times, and `ROUNDINGS` roundings more.
 
-8-bit inputs count as what their descales make of them, and there is no standard attention in 8 bits to
-compare with: a result may be off by `ROUNDINGS` roundings alone.
+8-bit inputs count as what their descales make of them. There is no standard attention in 8 bits to compare
+with: a result may be off by `ROUNDINGS` roundings alone. Where only keys and values are of 8 bits, standard
+attention takes them in the dtype of the queries.
 
 float32 with precision="tf32" is held to standard attention in tf32: every matrix, the inputs among them, is
 rounded to the 10 bits of mantissa that tensor cores take, and sums are float32.
@@ -232,7 +233,7 @@ def as_multiplied(
     """Q, K and V, those of 8 bits in float32 and times their descales, and the other rules."""
     others = dict(rules)
     descales = [others.pop(f"{name}_descale", None) for name in "qkv"]
-    if str(q.dtype) != FLOAT8:
+    if str(k.dtype) != FLOAT8:
         return (q, k, v), others
     kv_heads = k.shape[-2]
     ends = [others.get(f"cu_seqlens_{side}") for side in "qkk"]
@@ -250,7 +251,7 @@ def as_multiplied(
 
 
 def _descaled(x: Array, descale: Array | None, kv_heads: int, cu_seqlens: Array | None = None) -> Array:
-    """An array of 8 bits in float32.
+    """An array in float32.
 
     Args:
         x: (batch, seqlen, heads, dim), or (tokens, heads, dim).

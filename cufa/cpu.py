@@ -62,7 +62,7 @@ def attention(
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32, float64 or float8_e4m3fn.
-        k: (batch, seqlen_k, kv_heads, head_dim), like q; query head h reads KV head
+        k: (batch, seqlen_k, kv_heads, head_dim), like q or float8_e4m3fn; query head h reads KV head
             h // (heads // kv_heads).
         v: (batch, seqlen_k, kv_heads, head_dim_v), like q.
         out: written, (batch, seqlen_q, heads, head_dim_v), any of these dtypes; 0 where a row sees no key.

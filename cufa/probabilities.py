@@ -25,10 +25,8 @@ def shape(problem: Problem) -> Shape:
 
     Raises ValueError for packed sequences, whose probabilities make no array, and for arrays of 8 bits.
     """
-    if problem.dtype == FLOAT8:
-        raise ValueError(
-            f"return_attn_probs is True, and the arrays are {FLOAT8}, which is too coarse for them"
-        )
+    if problem.key_dtype == FLOAT8:
+        raise ValueError(f"return_attn_probs is True, and k and v are {FLOAT8}, which is too coarse for them")
     if problem.features.packed:
         raise ValueError(
             "return_attn_probs is True, and cu_seqlens_q is given; the probabilities of packed sequences "

@@ -32,11 +32,11 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float64": np.dtype(np.float64),
 }
-# Q, K and V may be of 8 bits too; nothing else is.
+# Q, K and V may be of 8 bits too, or K and V alone; nothing else is.
 FLOAT8 = "float8_e4m3fn"
 INPUT_DTYPES: dict[str, np.dtype[Any]] = {**DTYPES, FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn)}
 _DTYPE_NAMES = {dtype: name for name, dtype in INPUT_DTYPES.items()}
-# What the output of such inputs may be, the first one if nobody says.
+# What the output of such inputs may be, the first one if nobody says; and what Q may be beside such K and V.
 FLOAT8_OUTPUTS = ("bfloat16", "float16")
 
 # Beside a transposed V, keys are copied in fours, two of each at once.
@@ -172,6 +172,7 @@ class Problem:
     In packed sequences `seqlen_q` and `seqlen_k` are those of all sequences together. Of keys in pages,
     `seqlen_k` is how many the block table has room for. A causal mask with
     nothing else about it is `causal`; any other range of keys is a window of the features.
+    `dtype` is that of Q, and of K and V unless they have a `kv_dtype` of their own: of 8 bits beside 16.
     `out_dtype` is that of O where it is neither `dtype` nor, for 8-bit inputs, bfloat16.
     `align_bytes` is a power of two that every address and every stride is a multiple of, in bytes; the
     kernels load that much at once. `ascending` says that no stride is negative, as the copy engine needs it.
@@ -194,6 +195,7 @@ class Problem:
     ascending: bool = True
     out_dtype: str | None = None
     transposed_values: bool = False
+    kv_dtype: str | None = None
 
     @cached_property
     def kind(self) -> Problem:
@@ -202,14 +204,24 @@ class Problem:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element of Q, K and V."""
+        """Bytes of one element of Q."""
         return INPUT_DTYPES[self.dtype].itemsize
+
+    @property
+    def key_dtype(self) -> str:
+        """The dtype of K and V."""
+        return self.kv_dtype or self.dtype
+
+    @property
+    def key_itemsize(self) -> int:
+        """Bytes of one element of K and V."""
+        return INPUT_DTYPES[self.key_dtype].itemsize
 
     @property
     def row_bytes(self) -> tuple[int, int]:
         """Bytes of the shortest rows of Q and K, and of V and O; a transposed V has no such rows."""
-        of_values = self.output.itemsize if self.transposed_values else self.itemsize
-        return self.head_dim * self.itemsize, self.value_dim * of_values
+        of_values = self.output.itemsize if self.transposed_values else self.key_itemsize
+        return self.head_dim * self.key_itemsize, self.value_dim * of_values
 
     @property
     def output(self) -> np.dtype[Any]:
@@ -258,15 +270,20 @@ class Problem:
         """Operations of the matrix products, two for each multiply-add."""
         return 2 * self.batch * self.heads * self.visible_scores * self.product_dims
 
+    @property
+    def dtypes(self) -> str:
+        """Those of the arrays, and what they are rounded to, in words."""
+        of_keys = f" with keys and values in {self.kv_dtype}" if self.kv_dtype is not None else ""
+        return f"{self.dtype}{' as tf32' if self.features.tf32 else ''}{of_keys}"
+
     def __str__(self) -> str:
         """One line, as in `print(plan)`."""
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         dims = self.head_dim if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
         features = f", with {', '.join(self.features.names)}" if self.features.names else ""
-        dtype = f"{self.dtype} as tf32" if self.features.tf32 else self.dtype
         transposed = ", values transposed" if self.transposed_values else ""
         return (
-            f"{self.direction} {dtype}{' causal' if self.causal else ''}, batch {self.batch}, "
+            f"{self.direction} {self.dtypes}{' causal' if self.causal else ''}, batch {self.batch}, "
             f"seqlen {self.seqlen_q} x {self.seqlen_k}, heads {heads}, head dim {dims}{transposed}{features}"
         )
 

@@ -1,22 +1,33 @@
-"""Random problems of 8-bit operands, and the assertion that holds their results to what rounding allows."""
+"""Random problems with operands of 8 bits, and the assertion that holds their results to the rule."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from feature_cases import Case
 from tolerance import Array, Problem
 
 from cufa.checking import compare_results
-from cufa.problem import MAX_ALIGN_BYTES
+from cufa.problem import FLOAT8, INPUT_DTYPES, MAX_ALIGN_BYTES
 from cufa.rounding import round_up
 
 DESCALES = ("q_descale", "k_descale", "v_descale")
 
 
-def random_descales(rng: np.random.Generator, batch: int, kv_heads: int) -> dict[str, Array]:
-    """One for each of q, k and v."""
-    return {name: rng.uniform(0.5, 2, (batch, kv_heads)).astype(np.float32) for name in DESCALES}
+def random_descales(
+    rng: np.random.Generator, batch: int, kv_heads: int, names: Collection[str] = DESCALES
+) -> dict[str, Array]:
+    """One for each of q, k and v, or for some of them."""
+    return {name: rng.uniform(0.5, 2, (batch, kv_heads)).astype(np.float32) for name in names}
+
+
+def with_keys_in_8_bits(rng: np.random.Generator, case: Case) -> Case:
+    """The case of 16 bits with keys and values in 8, and rows of queries of many magnitudes."""
+    q, k, v = case.problem.q, case.problem.k, case.problem.v
+    rows = q * rng.choice([2.0**-12, 1.0, 1.0, 4.0], (*q.shape[:-1], 1)).astype(q.dtype)
+    in_8_bits = (x.astype(INPUT_DTYPES[FLOAT8]) for x in (k, v))
+    return replace(case, problem=Problem(rows, *in_8_bits, case.problem.dout))
 
 
 def transposed(values: Array) -> Array:
@@ -35,7 +46,7 @@ def with_values_transposed(problem: Problem) -> Problem:
 def assert_float8(
     out: Array, lse: Array, problem: Problem, descales: Mapping[str, Array] | None = None, **rules: Any
 ) -> None:
-    """Hold out and lse to the truth about the arrays as they are."""
+    """Hold out and lse to the truth about the arrays as they are, of which those in 8 bits have descales."""
     no_gradient = np.zeros((*problem.q.shape[:-1], problem.v.shape[-1]), np.float32)
     tensors = problem.q, problem.k, problem.v, no_gradient
     for comparison in compare_results(*tensors, {"out": out, "lse": lse}, **(descales or {}), **rules):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from emulator import EmulatorError, calls
 from feature_cases import SIZES, draw_case, hide_nan
-from float8 import assert_float8, random_descales
+from float8 import DESCALES, assert_float8, random_descales, with_keys_in_8_bits
 from test_emulator import planted
 from tolerance import assert_attention
 
@@ -100,16 +100,26 @@ def test_odd_dims(rng):
     check(draw_case(rng, "float16", ("window",), seqlen_q=5, seqlen_k=65, **sizes), SHARED_TILES)
 
 
-@pytest.mark.parametrize("paged", [False, True])
-def test_8_bits(rng, paged):
-    """Tiles that warps share or have alone; NaN that no row sees, and some that all rows of a head do."""
-    features = ("causal", "softcap", "block_table") if paged else ALL_MASKS
-    case = draw_case(rng, FLOAT8, features, seqlen_q=13, seqlen_k=150, **HEADS)
+@pytest.mark.parametrize(
+    ("dtype", "features", "tiles", "dims"),
+    [
+        (FLOAT8, ALL_MASKS, OWN_TILES, {}),
+        ("bfloat16", ("causal", "softcap", "block_table"), SHARED_TILES, {}),
+        ("float16", ("window", "sink"), WIDE_TILES, {"head_dim": 70, "head_dim_v": 34}),
+    ],
+)
+def test_8_bits(rng, dtype, features, tiles, dims):
+    """Of keys and values, and of queries; NaN that no row sees, and some that all rows of a head do."""
+    case = draw_case(rng, dtype, features, seqlen_q=13, seqlen_k=150, **(HEADS | dims))
+    names = DESCALES
+    if dtype != FLOAT8:
+        case, names = with_keys_in_8_bits(rng, case), DESCALES[1:]
     hide_nan(case)
     sequences = len(case.arrays["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in case.arrays else len(case.problem.q)
-    descales = random_descales(rng, sequences, HEADS["kv_heads"])
-    tiles = (SHARED_TILES if paged else OWN_TILES) | {"block_n": 32}
-    options = {"kernel": KERNEL, "tiles": tiles, "out_dtype": np.float16 if paged else None}
+    descales = random_descales(rng, sequences, HEADS["kv_heads"], names)
+    options = {"kernel": KERNEL, "tiles": tiles | {"block_n": 32}}
+    if dtype == FLOAT8:
+        options["out_dtype"] = np.float16
     problem = case.problem
     with np.errstate(invalid="ignore"):
         out, lse = calls.attention(

@@ -187,6 +187,57 @@ def test_layout_and_output(rng, arrays):
     assert_float8(out.swapaxes(1, 2), lse, arrays, {"v_descale": descales["v_descale"]})
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_keys_and_values_alone_on_the_cpu(rng, arrays, dtype):
+    descales = random_descales(rng, 2, 2, ("k_descale", "v_descale"))
+    mixed = replace(arrays, q=arrays.q.astype(dtype))
+    options = {"window": (20, 5), "return_lse": True, **descales}
+    out, lse = cufa.attention(mixed.q, mixed.k, mixed.v, backend="numpy", **options)
+    assert out.dtype == dtype
+    assert_float8(out, lse, mixed, descales, window=(20, 5))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "arguments", "error", "message"),
+    [
+        (
+            ("float32", FLOAT8, FLOAT8),
+            {},
+            TypeError,
+            "k has dtype .* and q float32; .*, or q bfloat16 or float16",
+        ),
+        (
+            ("bfloat16", "bfloat16", FLOAT8),
+            {},
+            TypeError,
+            "v has dtype .* and k bfloat16; they must be the same",
+        ),
+        (
+            (FLOAT8, "float16", "float16"),
+            {},
+            TypeError,
+            "k has dtype float16 and q float8_e4m3fn; they must be",
+        ),
+        (
+            ("bfloat16", FLOAT8, FLOAT8),
+            {"q_descale": np.ones((2, 2), np.float32)},
+            ValueError,
+            "q_descale is given, which is for float8_e4m3fn, and q is bfloat16",
+        ),
+        (
+            ("float16", FLOAT8, FLOAT8),
+            {"return_attn_probs": True},
+            ValueError,
+            "and k and v are float8_e4m3fn",
+        ),
+    ],
+)
+def test_what_is_refused_of_dtypes_together(arrays, dtypes, arguments, error, message):
+    q, k, v = (x.astype(dtype) for x, dtype in zip((arrays.q, arrays.k, arrays.v), dtypes, strict=True))
+    with pytest.raises(error, match=message):
+        cufa.attention(q, k, v, backend="numpy", **arguments)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -196,6 +247,16 @@ def test_layout_and_output(rng, arrays):
             "out has dtype float32; it may be bfloat16",
         ),
         ({"q_descale": np.ones((2, 4), np.float32)}, ValueError, r"q_descale has shape \(2, 4\)"),
+        (
+            {"v_descale": np.float32(0.5)},
+            TypeError,
+            r"v_descale is 0.5; it must be an array of \(batch, kv_heads",
+        ),
+        (
+            {"k_descale": np.array(0.5)},
+            ValueError,
+            r"k_descale has shape \(\); it .* \(2, 2\), \(batch, kv_h",
+        ),
         ({"k_descale": np.ones((2, 2))}, TypeError, "k_descale has dtype float64; it must be float32"),
         ({"return_attn_probs": True}, ValueError, "return_attn_probs is True"),
     ],
@@ -205,11 +266,12 @@ def test_what_is_refused(arrays, arguments, error, message):
         cufa.attention(arrays.q, arrays.k, arrays.v, backend="numpy", **arguments)
 
 
-def test_there_are_no_gradients(arrays):
-    with pytest.raises(TypeError, match="of which there are no gradients"):
+@pytest.mark.parametrize(("dtype", "first"), [(FLOAT8, "q"), ("bfloat16", "k")])
+def test_there_are_no_gradients(arrays, dtype, first):
+    q, dout = (x.astype(dtype) for x in (arrays.q, arrays.dout))
+    with pytest.raises(TypeError, match=f"^{first} has dtype float8_e4m3fn, of which there are no gradients"):
         cufa.attention_backward(
-            *(arrays.dout, arrays.q, arrays.k, arrays.v, arrays.dout, np.zeros((2, 4, 50), np.float32)),
-            backend="numpy",
+            *(dout, q, arrays.k, arrays.v, dout, np.zeros((2, 4, 50), np.float32)), backend="numpy"
         )
 
 
@@ -281,8 +343,23 @@ def test_who_takes_few_queries():
         make_plan(few, H200, FEW_QUERIES, {"block_n": 16})
 
 
+def test_who_takes_keys_and_values_alone():
+    mixed = replace(problem(), dtype="bfloat16", kv_dtype=FLOAT8)
+    for device in (H200, Device.of("sm_89")):
+        assert best_kernel(mixed, device) is KERNELS[FEW_QUERIES]
+    beside = "k and v in float8_e4m3fn beside q in bfloat16"
+    for name in ("fwd_5_mma", "fwd_6_wgmma", NAME):
+        with pytest.raises(ValueError, match=f"{name} does not support {beside}"):
+            make_plan(mixed, H200, name)
+    with pytest.raises(ValueError, match=r"bfloat16 with keys and values in float8.* not support dropout_p$"):
+        best_kernel(replace(mixed, features=Features(dropout=True)), H200)
+    with pytest.raises(ValueError, match="needs tensor cores for float8_e4m3fn, which sm_80 does not have"):
+        best_kernel(mixed, Device.of("sm_80"))
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("seqlen_q", [1, 32])
-def test_few_queries_spill_nothing(head_dim, seqlen_q):
-    plan = make_plan(replace(problem(head_dim), seqlen_q=seqlen_q), H200, FEW_QUERIES)
-    assert jit.build(plan.variant).warnings == ()
+@pytest.mark.parametrize(("dtype", "seqlen_q"), [(FLOAT8, 1), (FLOAT8, 32), ("bfloat16", 1)])
+def test_few_queries_spill_nothing(head_dim, dtype, seqlen_q):
+    of_keys = None if dtype == FLOAT8 else FLOAT8
+    call = replace(problem(head_dim), seqlen_q=seqlen_q, dtype=dtype, kv_dtype=of_keys)
+    assert jit.build(make_plan(call, H200, FEW_QUERIES).variant).warnings == ()

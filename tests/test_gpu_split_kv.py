@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 from feature_cases import draw_case, hide_nan, in_pages
-from float8 import assert_float8, random_descales
+from float8 import DESCALES, assert_float8, random_descales, with_keys_in_8_bits
 from graphs import captured
 from test_gpu_features import on_gpu, results_of, tensors, written
 from tolerance import assert_attention
 
 import cufa
+from cufa.arrays import as_bytes
 from cufa.problem import FLOAT8
 
 pytestmark = pytest.mark.gpu
@@ -122,16 +123,25 @@ def test_caches_of_many_lengths(cupy, rng, batch):
         assert (cufa.attention(q, k, v, **forward).view("u2") == first.view("u2")).all()
 
 
+def on_gpu_in_8_bits(cupy, problem):
+    """q, k and v, of which CuPy itself moves none of 8-bit floats."""
+    return [cupy.asarray(as_bytes(x)).view(x.dtype) for x in (problem.q, problem.k, problem.v)]
+
+
 @pytest.mark.parametrize("place", range(len(SHAPES)))
-def test_8_bits(cupy, rng, place):
-    shape, features = SHAPES[place], FEATURES[place]
-    case = draw(rng, shape, features, FLOAT8)
+@pytest.mark.parametrize("dtype", [FLOAT8, "bfloat16", "float16"])
+def test_8_bits(cupy, rng, dtype, place):
+    """Of keys and values, and of queries."""
+    shape, features, names = SHAPES[place], FEATURES[place], DESCALES
+    case = draw(rng, shape, features, dtype)
+    if dtype != FLOAT8:
+        case, names = with_keys_in_8_bits(rng, case), DESCALES[1:]
     problem, sequences = case.problem, len(case.problem.q)
     if "packed" in features:
         sequences = len(case.arrays["cu_seqlens_q"]) - 1
-    descales = random_descales(rng, sequences, shape[3])
+    descales = random_descales(rng, sequences, shape[3], names)
     side = {name: cupy.asarray(array) for name, array in (case.arrays | descales).items()}
-    arrays = [cupy.asarray(x.view(np.uint8)).view(x.dtype) for x in (problem.q, problem.k, problem.v)]
+    arrays = on_gpu_in_8_bits(cupy, problem)
     for tiles in (None, {"splits": 5}, {"shares": 37}):
         out, lse = cufa.attention(
             *arrays, return_lse=True, kernel=KERNEL, tiles=tiles, **case.numbers, **side
@@ -148,10 +158,29 @@ def test_8_bits_in_pages(cupy, rng):
     case.arrays["block_table"][1, :2] = case.arrays["block_table"][0, :2]
     problem, descales = case.problem, random_descales(rng, 2, 2)
     side = {name: cupy.asarray(array) for name, array in (case.arrays | descales).items()}
-    arrays = [cupy.asarray(x.view(np.uint8)).view(x.dtype) for x in (problem.q, problem.k, problem.v)]
+    arrays = on_gpu_in_8_bits(cupy, problem)
     assert cufa.plan(*arrays, **case.numbers, **side).kernel == KERNEL
     out, lse = cufa.attention(*arrays, return_lse=True, **case.numbers, **side)
     assert_float8(out.get(), lse.get(), problem, descales, **case.forward)
+
+
+@pytest.mark.parametrize("exponent", [-126, -60, 60, 118])
+def test_queries_of_any_magnitude_beside_keys_in_8_bits(cupy, rng, exponent):
+    """With a scale that makes scores of one, so that each element of Q counts."""
+    case = draw(rng, (3, 500, 4, 2, 128, 64), (), "bfloat16")
+    case = with_keys_in_8_bits(rng, case)
+    case.problem.q[...] = np.ldexp(case.problem.q.astype(np.float32), exponent).astype(case.problem.q.dtype)
+    scale = 2.0**-exponent / 16
+    out, lse = cufa.attention(*on_gpu_in_8_bits(cupy, case.problem), softmax_scale=scale, return_lse=True)
+    assert_float8(out.get(), lse.get(), case.problem, softmax_scale=scale)
+
+
+def test_prompts_beside_keys_in_8_bits(cupy, rng):
+    case = with_keys_in_8_bits(rng, draw(rng, (700, 900, 4, 2, 128, 128), ("causal",), "bfloat16"))
+    arrays = on_gpu_in_8_bits(cupy, case.problem)
+    assert cufa.plan(*arrays, causal=True).kernel == KERNEL
+    out, lse = cufa.attention(*arrays, causal=True, return_lse=True)
+    assert_float8(out.get(), lse.get(), case.problem, **case.forward)
 
 
 def test_what_follows_sees_the_output_where_nothing_is_merged(cupy):

@@ -33,7 +33,8 @@ class Kernel:
     `entries` are the `extern "C"` functions of its file in the order in which they are launched.
     `memory` is what it needs in global memory beyond its inputs and outputs, in the sequence length N.
     `tensor_cores` says that they make its products, by mma.sync; `reads_transposed`, that keys of V may lie
-    next to each other. `features` are the names of those that it supports (`cufa.problem.Features.names`).
+    next to each other; `mixes_dtypes`, that K and V may be of 8 bits beside Q in 16. `features` are the names
+    of those that it supports (`cufa.problem.Features.names`).
     """
 
     name: str
@@ -53,6 +54,7 @@ class Kernel:
     min_align_bytes: int = 1
     ascending_only: bool = False
     reads_transposed: bool = False
+    mixes_dtypes: bool = False
 
     @property
     def source(self) -> str:
@@ -65,10 +67,16 @@ class Kernel:
         of_values = f", of values to {self.max_value_dim}" * (self.max_value_dim < self.max_head_dim)
         return f"{self.min_head_dim} to {self.max_head_dim}{of_values}"
 
+    def takes_dtypes(self, problem: Problem) -> bool:
+        """Whether it has arithmetic for these arrays, on some device."""
+        return problem.dtype in self.dtypes and (problem.kv_dtype is None or self.mixes_dtypes)
+
     def unsupported(self, problem: Problem, device: Device) -> str | None:
         """None if the kernel can solve the problem on this device, else the reason."""
         if problem.direction != self.direction:
             return f"{self.name} is a {self.direction} kernel, and this is a {problem.direction} call"
+        if problem.kv_dtype is not None and not self.mixes_dtypes:
+            return f"{self.name} does not support k and v in {problem.kv_dtype} beside q in {problem.dtype}"
         if problem.dtype not in self.dtypes:
             return f"{self.name} supports {one_of(self.dtypes)}, and the arrays are {problem.dtype}"
         if self.only_arch not in (None, f"{device.arch.number}{device.arch.suffix}"):
@@ -85,8 +93,10 @@ class Kernel:
             return f"{self.name} needs strides that are not negative"
         if problem.transposed_values and not self.reads_transposed:
             return f"{self.name} does not read values that lie transposed"
-        if self.tensor_cores and not _has_tensor_cores(problem.dtype, device):
-            return f"{self.name} needs tensor cores for {problem.dtype}, which {device.arch} does not have"
+        if self.tensor_cores and not _has_tensor_cores(problem.key_dtype, device):
+            return (
+                f"{self.name} needs tensor cores for {problem.key_dtype}, which {device.arch} does not have"
+            )
         limit = self.max_head_dim
         if self.tensor_cores and problem.dtype == "float64":
             limit = min(limit, _MAX_FLOAT64_DIM)
@@ -308,6 +318,7 @@ _LADDER = (
         min_capability=(8, 0),
         tensor_cores=True,
         min_align_bytes=2,
+        mixes_dtypes=True,
         features=frozenset(
             ("window", "softcap", "alibi_slopes", "sink", "cu_seqlens", "seqused_k", "block_table")
         ),
@@ -393,7 +404,7 @@ def verdicts(problem: Problem, device: Device) -> dict[str, str | None]:
     """Why each rung, by name and in the ladder's order, does not support the problem or does not suit it.
 
     None for a rung that does both. Raises ValueError if none does, with the reason of each that takes the
-    dtype.
+    dtypes.
     """
     rungs = [kernel for kernel in _LADDER if kernel.direction == problem.direction]
     reasons = {
@@ -401,8 +412,8 @@ def verdicts(problem: Problem, device: Device) -> dict[str, str | None]:
         for kernel in rungs
     }
     if None not in reasons.values():
-        of_dtype = (reasons[kernel.name] for kernel in reversed(rungs) if problem.dtype in kernel.dtypes)
-        why = "; ".join(filter(None, of_dtype))
+        of_dtypes = (reasons[kernel.name] for kernel in reversed(rungs) if kernel.takes_dtypes(problem))
+        why = "; ".join(filter(None, of_dtypes))
         raise ValueError(f"no kernel supports {problem} on {device.arch}: {why}")
     return reasons
 

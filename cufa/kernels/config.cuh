@@ -5,8 +5,9 @@
 
 #include "dtype.cuh"
 
-#if !defined(SCALAR) || !defined(HEAD_DIM) || !defined(VALUE_DIM) || !defined(ALIGN_BYTES)
-#error "the host must define SCALAR, HEAD_DIM, VALUE_DIM and ALIGN_BYTES"
+#if !defined(SCALAR) || !defined(KEY_SCALAR) || !defined(HEAD_DIM) || !defined(VALUE_DIM) || \
+    !defined(ALIGN_BYTES)
+#error "the host must define SCALAR, KEY_SCALAR, HEAD_DIM, VALUE_DIM and ALIGN_BYTES"
 #endif
 #if !defined(CAUSAL) || !defined(WINDOW) || !defined(SOFTCAP) || !defined(BIAS) ||           \
     !defined(MASK_BITS) || !defined(ALIBI) || !defined(SINK) || !defined(DROPOUT) ||         \
@@ -17,6 +18,7 @@
 #endif
 
 using scalar_t = SCALAR;                  // element type of Q, K, V, O and their gradients
+using key_t = KEY_SCALAR;                 // that of K and V, which few kernels take of another type
 using acc_t = accumulator_t<scalar_t>;    // type of S, P, LSE and of every sum
 constexpr int kHeadDim = HEAD_DIM;        // last axis of Q and K
 constexpr int kValueDim = VALUE_DIM;      // last axis of V and O

@@ -127,10 +127,11 @@ __device__ inline acc_t scale_log2(const ScoreRules& rules) {
 // Gives Q the sign of the scale, or all of it.
 __device__ inline void take_scale(Smem& smem, const ScoreRules& rules) {
     if (kShapedScores || (!kFolded && rules.scale >= 0)) return;
-    constexpr int kRowChunks = decltype(smem.q)::kCols / kMatrixCols;
+    using Tile = decltype(smem.q);
+    constexpr int kChunkCols = Tile::kMatrixCols, kRowChunks = Tile::kCols / kChunkCols;
     constexpr int kChunks = kBlockM * kRowChunks;
     constexpr int kAtOnce = kFolded ? kChunksAtOnce : 1;  // few calls come here, or all
-    using Chunk = Pack<scalar_t, kMatrixCols>;
+    using Chunk = Pack<scalar_t, kChunkCols>;
     const acc_t factor = kFolded ? rules.scale * acc_t(kLog2E) : acc_t(-1);
     ptx::wait_copies();
     __syncthreads();
@@ -140,7 +141,7 @@ __device__ inline void take_scale(Smem& smem, const ScoreRules& rules) {
             return kChunks % (kAtOnce * THREADS) == 0 || first + i * THREADS < kChunks;
         };
         const auto place = [&](int i) {
-            const int chunk = first + i * THREADS, col = chunk % kRowChunks * kMatrixCols;
+            const int chunk = first + i * THREADS, col = chunk % kRowChunks * kChunkCols;
             return reinterpret_cast<Chunk*>(smem.q.at(chunk / kRowChunks, col));
         };
         Chunk chunks[kAtOnce];
@@ -151,7 +152,7 @@ __device__ inline void take_scale(Smem& smem, const ScoreRules& rules) {
         for (int i = 0; i < kAtOnce; ++i) {
             if (!inside(i)) break;
 #pragma unroll
-            for (int e = 0; e < kMatrixCols; ++e)
+            for (int e = 0; e < kChunkCols; ++e)
                 chunks[i][e] = from_acc<scalar_t>(to_acc(chunks[i][e]) * factor);
             *place(i) = chunks[i];
         }

@@ -10,8 +10,9 @@
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
-//          V in pages: (pages, page_size, kv_heads, dim). All in 8 bits, O of 16: q_descale,
-//          k_descale and v_descale (batch, kv_heads), what Q, K and V are to be multiplied with
+//          V in pages: (pages, page_size, kv_heads, dim). K and V in 8 bits, Q too or in 16, and
+//          O in 16: q_descale, k_descale and v_descale (batch, kv_heads), what Q, K and V are to
+//          be multiplied with
 // Owns     block: BLOCK_M rows of one KV head and a part of its keys, with EVEN_SHARES several
 //          such one after the other; team: each kTeams-th tile of BLOCK_N of those keys; warp:
 //          WARP_ROWS rows
@@ -20,6 +21,7 @@
 //          there is a sink. Where blocks part the keys of a tile, parts of rows into the
 //          workspace, which merge_splits makes that of.
 #include "descales.cuh"
+#include "half_queries.cuh"
 #include "key_pages.cuh"
 #include "key_shares.cuh"
 #include "key_tiles.cuh"
@@ -29,7 +31,8 @@
 #include "score_rules.cuh"
 
 using out_t = OUT_SCALAR;
-constexpr bool kDescaled = is_same<scalar_t, float8_e4m3fn>;
+constexpr bool kDescaled = is_same<key_t, float8_e4m3fn>;
+constexpr bool kMixed = !is_same<scalar_t, key_t>;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES;
 constexpr bool kSplitKeys = SPLIT_KEYS;    // as many blocks part the keys of each tile
 constexpr bool kEvenShares = EVEN_SHARES;  // the keys of all tiles are shared out
@@ -54,8 +57,8 @@ struct Stage {
     MmaTile<kBlockN, kValueDim> v;
 };
 
-struct Smem {
-    MmaTile<kBlockM, kHeadDim> q;
+struct Smem : HalfQueries<kBlockM, kMixed> {
+    MmaTile<kBlockM, kHeadDim, scalar_t> q;
     union {
         Stage stages[kTeams][kStages];
         RowPart parts[kTeams][kBlockM];
@@ -125,7 +128,7 @@ __device__ inline void copy_queries(Smem& smem, const ForwardParams& params, con
 
 // Where a team gets its tiles of K and V.
 struct Source {
-    KeyMatrix<const scalar_t> k, v;
+    KeyMatrix<const key_t> k, v;
     int end_key;
 
     __device__ TilePages<kBlockN> pages_of(int tile) const { return {k, tile * kBlockN, end_key}; }
@@ -163,6 +166,10 @@ struct LaneRows {
             for (ScoreRules& of_half : rules) of_half.scale = work.scales(params).scores;
         }
     }
+    // Takes what rows of Q were divided by, if they were.
+    __device__ void take_units(const Smem& smem, int m) {
+        for (int half = 0; half < 2; ++half) rules[half].scale *= smem.unit(row_of(m, half));
+    }
 };
 // Those of a warp: of its first 16-row tile and of its last, which may be the same.
 struct WarpRows {
@@ -171,6 +178,10 @@ struct WarpRows {
 
     __device__ WarpRows(const ForwardParams& params, const Work& work)
         : first(params, work, 0), last(params, work, kTiles - 1) {}
+    __device__ void take_units(const Smem& smem) {
+        first.take_units(smem, 0);
+        last.take_units(smem, kTiles - 1);
+    }
     __device__ const LaneRows& operator[](int m) const { return m == 0 ? first : last; }
 };
 
@@ -273,18 +284,18 @@ __device__ inline void take_out_nonfinite(Findings& found, Stage& stage, const W
                 for (int run = 0; run < kRuns; ++run)
 #pragma unroll
                     for (int i = 0; i < kRunCols; ++i) {
-                        const scalar_t value = *stage.v.at(key, run_col(run) + i);
+                        const key_t value = *stage.v.at(key, run_col(run) + i);
                         if (!is_finite(value))
                             Operands::in_run(found.o[m], half, run, i) += to_acc(value);
                     }
             }
     sync_team();  // every warp has seen them
-    constexpr int kRowChunks = kPartCols / kMatrixCols;
+    constexpr int kChunkCols = decltype(stage.v)::kMatrixCols, kRowChunks = kPartCols / kChunkCols;
     for (int i = team_thread(); i < kBlockN * kRowChunks; i += kTeamThreads)
 #pragma unroll
-        for (int e = 0; e < kMatrixCols; ++e) {
-            scalar_t& value = *stage.v.at(i / kRowChunks, i % kRowChunks * kMatrixCols + e);
-            if (!is_finite(value)) value = scalar_t{};
+        for (int e = 0; e < kChunkCols; ++e) {
+            key_t& value = *stage.v.at(i / kRowChunks, i % kRowChunks * kChunkCols + e);
+            if (!is_finite(value)) value = key_t{};
         }
     sync_team();
 }
@@ -317,13 +328,13 @@ __device__ inline void write_row(MergedRow& row, const ForwardParams& params,
 template <class Range, class Finish>
 __device__ inline void attend_part(Smem& smem, const ForwardParams& params, const Work& work,
                                    const Range& range_of, const Finish& finish) {
-    const WarpRows rows(params, work);
+    WarpRows rows(params, work);
     const int last_row = work.rows() - 1;
     const KeyTiles<kBlockN> keys(rows[0].rules[0].mask, work.query(0),
                                  work.query(last_row) - work.query(0) + 1);
     const TileRange tiles = range_of(keys);
-    const Source source{work.sequence.keys<const scalar_t>(params.k, work.kv_head),
-                        work.sequence.keys<const scalar_t>(params.v, work.kv_head), keys.end};
+    const Source source{work.sequence.keys<const key_t>(params.k, work.kv_head),
+                        work.sequence.keys<const key_t>(params.v, work.kv_head), keys.end};
     Stage* const stages = smem.stages[team()];
 
     clear_padding<THREADS, kHeadDim>(smem.q);
@@ -343,6 +354,8 @@ __device__ inline void attend_part(Smem& smem, const ForwardParams& params, cons
     }
     ptx::wait_copies_but<kStages - 2>();
     __syncthreads();  // Q is there
+    smem.make<THREADS>(smem.q);
+    if constexpr (kMixed) rows.take_units(smem);
 
     Findings found = {};
     TilePages<kBlockN> pages_ahead = pages[kStages - 1], pages_after = pages[kStages];

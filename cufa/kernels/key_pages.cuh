@@ -8,7 +8,7 @@
 // Starts the copy of keys from first_key on into a tile, as `copy_tile` does; those from end_key on
 // become zeros. Whole warps take part.
 template <int Threads, int Cols, class Tile, class Index = unsigned int>
-__device__ inline void copy_keys(Tile& tile, const Matrix<const scalar_t>& source,
+__device__ inline void copy_keys(Tile& tile, const Matrix<const key_t>& source,
                                  const TilePages<Tile::kRows>&, int first_key, int end_key,
                                  Index thread = threadIdx.x) {
     copy_tile<Threads, Cols>(tile, source, first_key, end_key, thread);
@@ -16,10 +16,10 @@ __device__ inline void copy_keys(Tile& tile, const Matrix<const scalar_t>& sourc
 
 // All numbers are told before the first copy: what lanes tell waits for copies that were begun.
 template <int Threads, int Cols, class Tile, class Index = unsigned int>
-__device__ inline void copy_keys(Tile& tile, const PagedMatrix<const scalar_t>& source,
+__device__ inline void copy_keys(Tile& tile, const PagedMatrix<const key_t>& source,
                                  const TilePages<Tile::kRows>& pages, int first_key, int end_key,
                                  Index thread = threadIdx.x) {
-    using Copies = RowCopies<Threads, Cols>;
+    using Copies = RowCopies<Threads, Cols, key_t>;
     using Pages = TilePages<Tile::kRows>;
     const int in_page = Tile::kRows % kPageSize == 0 ? 0 : first_key % kPageSize;
     if constexpr (Pages::kWhole && min_of(kPageSize, Tile::kRows) % Copies::kRowsAtOnce == 0) {
@@ -47,11 +47,10 @@ __device__ inline void copy_keys(Tile& tile, const PagedMatrix<const scalar_t>& 
         for (int round = 0; round < kRounds; ++round) {
             const int row = thread_row + round * Copies::kRowsAtOnce;
             if (row >= Tile::kRows) break;
-            const scalar_t* const from =
-                source.page(numbers[round]).row((in_page + row) % kPageSize);
+            const key_t* const from = source.page(numbers[round]).row((in_page + row) % kPageSize);
             for (int col = first_col; col < Cols; col += Copies::kRowThreads * Copies::kChunk) {
-                ptx::copy_async<Copies::kChunk * sizeof(scalar_t)>(tile.at(row, col), from + col,
-                                                                   first_key + row < end_key);
+                ptx::copy_async<Copies::kChunk * sizeof(key_t)>(tile.at(row, col), from + col,
+                                                                first_key + row < end_key);
             }
         }
     }

@@ -9,7 +9,7 @@
 #include "operands_single.cuh"
 #include "tensor.cuh"
 
-using Operands = OperandsOf<scalar_t>;
+using Operands = OperandsOf<key_t>;
 
 // Steps of a product that are unrolled where they need not be: all for 8 and 16 bits, few where one
 // step has many instructions and as many registers to work on.
@@ -22,16 +22,18 @@ constexpr int kRowStepsAtOnce = sizeof(scalar_t) == 8 ? 2 : kStepsAtOnce;
 // r is at u ^ r % 8; or, of bytes, whose rows may be a half or a quarter of a line, at u ^ r / 2 %
 // 4 or u ^ r / 4 % 2. Rows that are not 1, 2, 4, ... lines long are an odd number of units long
 // instead; copies into them are slower, since what was one line is then part of two.
-template <int Rows, int Cols>
+template <int Rows, int Cols, class T = key_t>
 struct MmaTile {
+    using Element = T;
+    static constexpr int kMatrixCols = kMatrixBytes / sizeof(T), kLineCols = kLineBytes / sizeof(T);
     static constexpr int kRows = Rows;
     static constexpr int kCols = round_up(Cols, kMmaK);
     static constexpr int kSpan = min_of(kCols, kLineCols);  // columns that a swizzle permutes
     static constexpr bool kSwizzled =
-        (kSpan == kLineCols || sizeof(scalar_t) == 1) && (kCols & (kCols - 1)) == 0;
+        (kSpan == kLineCols || sizeof(T) == 1) && (kCols & (kCols - 1)) == 0;
     static constexpr int kPitch = kSwizzled ? kCols : kCols + kMatrixCols;
 
-    alignas(kLineBytes) scalar_t data[Rows * kPitch];
+    alignas(kLineBytes) T data[Rows * kPitch];
 
     __device__ static int place(int row, int col) {
         return row * kPitch + (kSwizzled ? col ^ swizzle(row) : col);
@@ -41,8 +43,8 @@ struct MmaTile {
         constexpr int kRowsOfLine = kLineCols / kSpan, kUnits = kSpan / kMatrixCols;
         return (row / kRowsOfLine & (kUnits - 1)) * kMatrixCols;
     }
-    __device__ scalar_t* at(int row, int col) { return data + place(row, col); }
-    __device__ const scalar_t* at(int row, int col) const { return data + place(row, col); }
+    __device__ T* at(int row, int col) { return data + place(row, col); }
+    __device__ const T* at(int row, int col) const { return data + place(row, col); }
 };
 
 // Makes the columns that are padding zero. Copies leave them alone, so once is enough.
@@ -53,9 +55,9 @@ template <int Threads, int Cols, class Tile>
 __device__ inline void clear_padding(Tile& tile, unsigned int thread = threadIdx.x) {
     constexpr int kPadding = Tile::kCols - Cols;
     if constexpr (kPadding > 0) {
-        constexpr int kChunk = min_of(kPadding & -kPadding, kMatrixCols);
+        constexpr int kChunk = min_of(kPadding & -kPadding, Tile::kMatrixCols);
         constexpr int kRowChunks = kPadding / kChunk;
-        using Chunk = Pack<scalar_t, kChunk>;
+        using Chunk = Pack<typename Tile::Element, kChunk>;
         for (int i = thread; i < Tile::kRows * kRowChunks; i += Threads) {
             const int col = Cols + i % kRowChunks * kChunk;
             *reinterpret_cast<Chunk*>(tile.at(i / kRowChunks, col)) = Chunk{};
@@ -63,10 +65,10 @@ __device__ inline void clear_padding(Tile& tile, unsigned int thread = threadIdx
     }
 }
 
-// How Threads threads part the copy of rows of Cols columns.
-template <int Threads, int Cols>
+// How Threads threads part the copy of rows of Cols columns of a type.
+template <int Threads, int Cols, class T>
 struct RowCopies {
-    static constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), Cols & -Cols);
+    static constexpr int kChunk = min_of(kAlignBytes / sizeof(T), Cols & -Cols);
     static constexpr int kRowThreads = min_of(Cols / kChunk, Threads);
     static constexpr int kRowsAtOnce = floor_power_of_two(Threads / kRowThreads);
 };
@@ -75,24 +77,26 @@ struct RowCopies {
 // to_row on; rows from end_row on become zeros. A thread keeps to one column of chunks, so that
 // what it adds to its addresses from row to row is the same for all.
 template <int Threads, int Cols, int Rows, class Tile, class Index>
-__device__ inline void copy_rows(Tile& tile, int to_row, Matrix<const scalar_t> source,
-                                 int first_row, int end_row, Index thread) {
-    using Copies = RowCopies<Threads, Cols>;
+__device__ inline void copy_rows(Tile& tile, int to_row,
+                                 Matrix<const typename Tile::Element> source, int first_row,
+                                 int end_row, Index thread) {
+    using Element = typename Tile::Element;
+    using Copies = RowCopies<Threads, Cols, Element>;
     constexpr int kChunk = Copies::kChunk, kRowThreads = Copies::kRowThreads;
     constexpr int kRowsAtOnce = Copies::kRowsAtOnce;
 
     const int row = thread / kRowThreads, first_col = thread % kRowThreads * kChunk;
     if (Threads != kRowsAtOnce * kRowThreads && row >= kRowsAtOnce) return;
-    const scalar_t* const from = source.row(first_row + row);
+    const Element* const from = source.row(first_row + row);
     const bool whole = first_row + Rows <= end_row;
     // One round, unless a row has more chunks than there are threads.
     for (int col = first_col; col < Cols; col += kRowThreads * kChunk) {
-        const TilePlace<Tile, scalar_t> to(tile, row, col);
+        const TilePlace<Tile, Element> to(tile, row, col);
 #pragma unroll(ptx::kCopiesAtOnce)
         for (int rows = 0; rows < Rows; rows += kRowsAtOnce) {
             if (Rows % kRowsAtOnce != 0 && row + rows >= Rows) break;
             const bool inside = whole || first_row + row + rows < end_row;
-            ptx::copy_async<kChunk * sizeof(scalar_t)>(
+            ptx::copy_async<kChunk * sizeof(Element)>(
                 to.at(to_row + rows, 0), from + rows * source.row_stride + col, inside);
         }
         if (kRowThreads * kChunk == Cols) break;
@@ -101,8 +105,8 @@ __device__ inline void copy_rows(Tile& tile, int to_row, Matrix<const scalar_t> 
 
 // The same for all rows of a tile.
 template <int Threads, int Cols, class Tile, class Index = unsigned int>
-__device__ inline void copy_tile(Tile& tile, Matrix<const scalar_t> source, int first_row,
-                                 int end_row, Index thread = threadIdx.x) {
+__device__ inline void copy_tile(Tile& tile, Matrix<const typename Tile::Element> source,
+                                 int first_row, int end_row, Index thread = threadIdx.x) {
     copy_rows<Threads, Cols, Tile::kRows>(tile, 0, source, first_row, end_row, thread);
 }
 
@@ -110,7 +114,7 @@ __device__ inline void copy_tile(Tile& tile, Matrix<const scalar_t> source, int 
 // whether there was any.
 template <int Threads, int Cols, class Tile>
 __device__ inline bool clear_copied_nonfinite(Tile& tile) {
-    using Copies = RowCopies<Threads, Cols>;
+    using Copies = RowCopies<Threads, Cols, scalar_t>;
     const int first_row = threadIdx.x / Copies::kRowThreads;
     const int first_col = threadIdx.x % Copies::kRowThreads * Copies::kChunk;
     if (first_row >= Copies::kRowsAtOnce) return false;
@@ -131,21 +135,21 @@ __device__ inline bool clear_copied_nonfinite(Tile& tile) {
 // Whether this thread, of all that look together, finds NaN or infinity in a tile.
 template <int Threads, class Tile>
 __device__ inline bool finds_nonfinite(const Tile& tile, unsigned int thread = threadIdx.x) {
-    constexpr int kRowChunks = Tile::kCols / kMatrixCols;
+    using Element = typename Tile::Element;
+    constexpr int kChunkCols = Tile::kMatrixCols, kRowChunks = Tile::kCols / kChunkCols;
     unsigned int found = 0;
 #pragma unroll 1  // it runs for few tiles, and registers are what the others lack
     for (int i = thread; i < Tile::kRows * kRowChunks; i += Threads) {
-        const scalar_t* chunk = tile.at(i / kRowChunks, i % kRowChunks * kMatrixCols);
-        if constexpr (sizeof(scalar_t) == 2) {
-            using Pairs = Pack<unsigned int, kMatrixCols / 2>;
+        const Element* chunk = tile.at(i / kRowChunks, i % kRowChunks * kChunkCols);
+        if constexpr (sizeof(Element) == 2) {
+            using Pairs = Pack<unsigned int, kChunkCols / 2>;
             const Pairs pairs = *reinterpret_cast<const Pairs*>(chunk);
 #pragma unroll
-            for (int e = 0; e < kMatrixCols / 2; ++e)
-                found |= nonfinite_of_pair<scalar_t>(pairs[e]);
+            for (int e = 0; e < kChunkCols / 2; ++e) found |= nonfinite_of_pair<Element>(pairs[e]);
         } else {
-            const auto values = *reinterpret_cast<const Pack<scalar_t, kMatrixCols>*>(chunk);
+            const auto values = *reinterpret_cast<const Pack<Element, kChunkCols>*>(chunk);
 #pragma unroll
-            for (int e = 0; e < kMatrixCols; ++e) found |= !is_finite(values[e]);
+            for (int e = 0; e < kChunkCols; ++e) found |= !is_finite(values[e]);
         }
     }
     return found != 0;

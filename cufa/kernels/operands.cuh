@@ -15,17 +15,15 @@
 
 // A left operand has 16 rows, an accumulator 8 columns, and a step of a product is 16 deep; or 32,
 // of bytes.
-constexpr int kMmaM = 16, kMmaN = 8, kMmaK = sizeof(scalar_t) == 1 ? 32 : 16;
-// Elements in 16 bytes: a row of the matrices that ldmatrix loads.
-constexpr int kMatrixCols = 16 / sizeof(scalar_t);
-// What shared memory gives at once is a line of 128 bytes.
-constexpr int kLineBytes = 128, kLineCols = kLineBytes / sizeof(scalar_t);
+constexpr int kMmaM = 16, kMmaN = 8, kMmaK = sizeof(key_t) == 1 ? 32 : 16;
+// What shared memory gives at once is a line, and a row of the matrices that ldmatrix loads.
+constexpr int kLineBytes = 128, kMatrixBytes = 16;
 
 // A lane's own element of a tile, and others which lie as far from it in the tile of every lane. If
 // the tile is swizzled they are found by flipping bits, which no sum may carry into: `rows` and
 // `cols` must have no bit in common with the lane's own row, modulo eight, and column. That is done
 // anew for each product: the flipped addresses would be more registers than there are.
-template <class Tile, class Element = const scalar_t>
+template <class Tile, class Element = const typename Tile::Element>
 class TilePlace {
   public:
     template <class T>

@@ -1,10 +1,11 @@
 // Operands of 8 bits for products of 16: e4m3 fits float16 exactly, and becomes it on the way from
-// shared memory to the product. Sums are float32.
+// shared memory to the product. The left one of Q K^T may be float16 there. Sums are float32.
 //
 // A step is 32 deep, as that is what a load of bytes brings: two mma of 16. What ldmatrix takes for
 // an element of 16 bits are two neighbours, so that a lane has four columns, 4t to 4t + 3, where
 // one mma wants 2t, 2t + 1, 2t + 8 and 2t + 9. In Q K^T both operands have them, and a sum is the
-// same in any order. In P V they are columns of the output: an mma has every second one.
+// same in any order: of each 16 columns of float16 pairs 0, 2, 4 and 6 come before 1, 3, 5 and 7.
+// In P V they are columns of the output: an mma has every second one.
 #pragma once
 
 #include "operands_half.cuh"
@@ -30,6 +31,8 @@ struct OperandsOf<float8_e4m3fn> : HalfOperands<float16> {
 
         __device__ LeftNT(const Tile& a, int row) : words(a, row) {}
         __device__ Left at(int row, int col) const {
+            if constexpr (sizeof(typename Tile::Element) == 2)
+                return {{words.at(row, col), words.at(row, col + kMmaK / 2)}};
             const Half::Left bytes = words.at(row, col);
             Left left;
 #pragma unroll

@@ -28,7 +28,7 @@ struct HalfOperands {
         TilePlace<Tile> place;
 
         __device__ LeftNT(const Tile& a, int row)
-            : place(a, row + lane() % 16, lane() / 16 * kMatrixCols) {}
+            : place(a, row + lane() % 16, lane() / 16 * Tile::kMatrixCols) {}
         __device__ Left at(int row, int col) const { return load<Left>(place.at(row, col)); }
     };
     template <class Tile>
@@ -38,7 +38,7 @@ struct HalfOperands {
         TilePlace<Tile> place;
 
         __device__ LeftTN(const Tile& a, int row)
-            : place(a, lane() % 8 + lane() / 16 * 8, row + lane() / 8 % 2 * kMatrixCols) {}
+            : place(a, lane() % 8 + lane() / 16 * 8, row + lane() / 8 % 2 * Tile::kMatrixCols) {}
         __device__ Left at(int row, int col) const {
             return load_transposed<Left>(place.at(col, row));
         }
@@ -62,7 +62,7 @@ struct HalfOperands {
         TilePlace<Tile> place;
 
         __device__ RightNT(const Tile& b, int row)
-            : place(b, row + lane() % 8 + lane() / 16 * 8, lane() / 8 % 2 * kMatrixCols) {}
+            : place(b, row + lane() % 8 + lane() / 16 * 8, lane() / 8 % 2 * Tile::kMatrixCols) {}
         __device__ RightPair at(int row, int col) const {
             return load<RightPair>(place.at(row, col));
         }
@@ -72,7 +72,7 @@ struct HalfOperands {
         TilePlace<Tile> place;
 
         __device__ RightNN(const Tile& v, int col)
-            : place(v, lane() % 16, col + lane() / 16 * kMatrixCols) {}
+            : place(v, lane() % 16, col + lane() / 16 * Tile::kMatrixCols) {}
         __device__ RightPair at(int row, int col) const {
             return load_transposed<RightPair>(place.at(row, col));
         }

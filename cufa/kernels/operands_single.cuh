@@ -49,7 +49,7 @@ struct OperandsOf<float32> : WideOperands<float32, SingleOperand> {
         TilePlace<Tile> place;
 
         __device__ LeftNT(const Tile& a, int row)
-            : place(a, row + lane() % 16, lane() / 16 * kMatrixCols) {}
+            : place(a, row + lane() % 16, lane() / 16 * Tile::kMatrixCols) {}
         __device__ Left at(int row, int col) const {
             const auto x = load(place.at(row, col)), y = load(place.at(row, col + 8));
             return Left({x[0], x[1], x[2], x[3], y[0], y[1], y[2], y[3]});
@@ -60,7 +60,7 @@ struct OperandsOf<float32> : WideOperands<float32, SingleOperand> {
         TilePlace<Tile> place;
 
         __device__ RightNT(const Tile& b, int row)
-            : place(b, row + lane() % 8, lane() / 8 * kMatrixCols) {}
+            : place(b, row + lane() % 8, lane() / 8 * Tile::kMatrixCols) {}
         __device__ RightPair at(int row, int col) const {
             return {column(row, col), column(row + kMmaN, col)};
         }

@@ -8,7 +8,7 @@
 template <int Keys, bool Paged = kPaged>
 struct TilePages {
     TilePages() = default;
-    __device__ TilePages(const Matrix<const scalar_t>&, int, int) {}
+    __device__ TilePages(const Matrix<const key_t>&, int, int) {}
 };
 
 // All lanes of a warp look up together: each has all numbers if they are few, or else one or some
@@ -24,7 +24,7 @@ class TilePages<Keys, true> {
 
     TilePages() = default;
     // Of keys [first_key, end_key), of which a tile begins with the first.
-    __device__ TilePages(const PagedMatrix<const scalar_t>& source, int first_key, int end_key) {
+    __device__ TilePages(const PagedMatrix<const key_t>& source, int first_key, int end_key) {
         const int first = first_key / kPageSize, end = ceil_div(end_key, kPageSize);
 #pragma unroll
         for (int i = 0; i < kNumbers; ++i) {

@@ -138,12 +138,12 @@ DOUBLE = Arithmetic(
 
 
 def arithmetic_of(problem: Problem) -> Arithmetic:
-    """How tensor cores compute with the problem's elements."""
+    """How tensor cores compute with the problem's keys and values."""
     if problem.dtype == "float64":
         return DOUBLE
     if problem.dtype == "float32":
         return TF32 if problem.features.tf32 else SINGLE
-    return BYTE if problem.dtype == FLOAT8 else HALF
+    return BYTE if problem.key_dtype == FLOAT8 else HALF
 
 
 def hands_over_keys(problem: Problem, device: Device) -> bool:

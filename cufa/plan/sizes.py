@@ -29,6 +29,7 @@ def common_macros(problem: Problem) -> tuple[Macro, ...]:
     """What config.cuh asks for."""
     return (
         ("SCALAR", problem.dtype),
+        ("KEY_SCALAR", problem.key_dtype),
         ("HEAD_DIM", problem.head_dim),
         ("VALUE_DIM", problem.value_dim),
         ("CAUSAL", problem.causal),

@@ -259,7 +259,7 @@ def _row_blocks(problem: Problem, block_m: int) -> int:
 
 def _key_bytes(problem: Problem) -> int:
     """Bytes of K and V of one key."""
-    return (problem.head_dim + problem.value_dim) * problem.itemsize
+    return (problem.head_dim + problem.value_dim) * problem.key_itemsize
 
 
 def _visible_keys(problem: Problem) -> int:
@@ -297,7 +297,7 @@ def _in_several_pages(problem: Problem, tiles: Tiles) -> bool:
 def _best_tiles(kind: Problem, device: Device, block_m: int, most_threads: int = THREADS) -> Tiles:
     """The largest that fit, and as many stages as leave room for the blocks that an SM should have."""
     # A warp starts the copies of as many bytes whatever the team is.
-    form = ByteTiles if kind.dtype == FLOAT8 else Tiles
+    form = ByteTiles if kind.key_dtype == FLOAT8 else Tiles
     keys = min(block_m, BLOCK_M) * (1 if _key_bytes(kind) >= WIDE_KEY_BYTES else 2)
     most_keys = max(keys, form.depth)
     smallest = [
@@ -336,7 +336,7 @@ def _least_time(problem: Problem, tiles: Tiles, device: Device) -> tuple[float, 
     parts_of_sm = prod(lse_shape(problem)) * _part_bytes(problem) / device.sm_count
     part_bytes = max(MERGED_PART_BYTES, PASSES_OVER_PARTS * parts_of_sm)
     of_sm = row_blocks * bytes_of_row_block / device.sm_count
-    rows = ROWS_FOR_BANDWIDTH[problem.itemsize][tiles.warp_rows]
+    rows = ROWS_FOR_BANDWIDTH[problem.key_itemsize][tiles.warp_rows]
 
     def waves_of(splits: int) -> int:
         return ceil_div(row_blocks * splits, device.sm_count * blocks_per_sm)
@@ -407,12 +407,21 @@ def _has_next(problem: Problem, tiles: Tiles) -> bool:
     return max(tiles.splits, tiles.shares) > 1 or problem.features.most_queries > 0
 
 
+def _query_bytes(problem: Problem, rows: int) -> int:
+    """The size of the queries in shared memory, with half_queries.cuh's HalfQueries."""
+    arithmetic = arithmetic_of(problem)
+    if problem.kv_dtype is None:
+        return arithmetic.tile_bytes(rows, problem.head_dim)
+    units = round_up(rows * problem.accumulator.itemsize, LINE_BYTES)
+    return units + HALF.tile_bytes(rows, round_up(problem.head_dim, arithmetic.depth))
+
+
 def _cost(problem: Problem, tiles: Tiles) -> Cost:
     arithmetic = arithmetic_of(problem)
     stage_bytes = arithmetic.tile_bytes(tiles.block_n, problem.head_dim) + arithmetic.tile_bytes(
         tiles.block_n, problem.value_dim
     )
-    smem_bytes = arithmetic.tile_bytes(tiles.block_m, problem.head_dim) + round_up(
+    smem_bytes = _query_bytes(problem, tiles.block_m) + round_up(
         tiles.teams * max(tiles.stages * stage_bytes, tiles.block_m * _part_bytes(problem)),
         LINE_BYTES,
     )

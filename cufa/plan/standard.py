@@ -227,6 +227,7 @@ def _macros_without_attention(
     """What config.cuh asks for, of a kernel that works on one array's rows."""
     return (
         ("SCALAR", dtype),
+        ("KEY_SCALAR", dtype),
         ("HEAD_DIM", 1),
         ("VALUE_DIM", value_dim),
         ("CAUSAL", False),

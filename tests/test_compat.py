@@ -230,18 +230,29 @@ def test_flash_attns_cache_takes_new_keys_behind_those_it_holds(rng, options, he
     close(out, exact)
 
 
+def rounded_to_8_bits(descales, **arrays):
+    """Keys or values in the units of a cache."""
+    return [
+        x if x.dtype == "float8_e4m3fn" else cufa.quantize(x, descale=descales[f"{name}_descale"])[0]
+        for name, x in arrays.items()
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "bfloat16", "float16"])
 @pytest.mark.parametrize("table", [None, np.array([[3, 0], [1, 2]], np.int32)], ids=["rows", "pages"])
-def test_flash_attns_cache_in_8_bits(rng, table):
-    """With new keys, which are in the units of the cache."""
+def test_flash_attns_cache_in_8_bits(rng, table, dtype):
+    """With new keys, which are in the units of the cache, or will be."""
     float8 = np.dtype("float8_e4m3fn")
     q, k_cache, v_cache = (x.astype(float8) for x in draw(rng, 3, 10))
-    _, k, v = (x.astype(float8) for x in draw(rng, 3, 3))
+    _, k, v = (x.astype(dtype) for x in draw(rng, 3, 3))
+    q = q.astype(dtype)
     held = np.array([0, 6], np.int32)
     whole = [cache.copy() for cache in (k_cache, v_cache)]
+    names = "qkv" if dtype == "float8_e4m3fn" else "kv"
+    descales = {f"{name}_descale": rng.uniform(0.5, 2, (2, 2)).astype(np.float32) for name in names}
     for b, count in enumerate(held):
-        for cache, new in zip(whole, (k, v), strict=True):
+        for cache, new in zip(whole, rounded_to_8_bits(descales, k=k, v=v), strict=True):
             cache[b, count : count + 3] = new[b]
-    descales = {f"{name}_descale": rng.uniform(0.5, 2, (2, 2)).astype(np.float32) for name in "qkv"}
     caches = [k_cache, v_cache]
     if table is not None:
         for number, cache in enumerate(caches):
@@ -250,8 +261,21 @@ def test_flash_attns_cache_in_8_bits(rng, table):
     options = {"cache_seqlens": held, "block_table": table, "causal": True, **descales}
     out = compat.flash_attn_with_kvcache(q, *caches, k, v, **options)
     expected = cufa.attention(q, *whole, seqused_k=held + 3, causal=True, **descales)
-    assert out.dtype == np.dtype("bfloat16")
+    assert out.dtype == np.dtype("float16" if dtype == "float16" else "bfloat16")
     np.testing.assert_array_equal(out, expected)
+
+
+def test_flash_attns_cache_in_8_bits_without_descales(rng):
+    """New keys, turned, are rounded as they are."""
+    q, k, v = (x.astype(np.float16) for x in draw(rng, 1, 1))
+    caches = [np.zeros((2, 4, *x.shape[2:]), "float8_e4m3fn") for x in (k, v)]
+    angles = rng.uniform(0, 1, (4, 2)).astype(np.float32)
+    turn = {"rotary_cos": np.cos(angles), "rotary_sin": np.sin(angles)}
+    compat.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=2, **turn)
+    turned = cufa.rotary(k, *turn.values(), positions=np.array([[2], [2]]), interleaved=True)
+    for cache, new in zip(caches, (turned, v), strict=True):
+        np.testing.assert_array_equal(cache[:, 2:3], new.astype(np.float32).astype(cache.dtype))
+        assert not cache[:, [0, 1, 3]].view(np.uint8).any()
 
 
 @pytest.mark.parametrize(
@@ -608,8 +632,9 @@ def test_flash_attns_cache_on_a_gpu(rng, library, held):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float16"])
 @pytest.mark.parametrize("library", ["cupy", "torch"])
-def test_flash_attns_cache_in_8_bits_on_a_gpu(rng, library):
+def test_flash_attns_cache_in_8_bits_on_a_gpu(rng, library, dtype):
     """In pages, with new keys; neither library writes 8-bit floats everywhere."""
     xp = pytest.importorskip(library)
     float8 = np.dtype("float8_e4m3fn")
@@ -620,9 +645,11 @@ def test_flash_attns_cache_in_8_bits_on_a_gpu(rng, library):
         return moved if stored is x else moved.view(float8 if library == "cupy" else xp.float8_e4m3fn)
 
     q, k_pages, v_pages = (x.astype(float8) for x in draw(rng, 3, 4))
-    _, k, v = (x.astype(float8) for x in draw(rng, 3, 3))
+    _, k, v = (x.astype(dtype) for x in draw(rng, 3, 3))
+    q = q.astype(dtype)
     side = {"cache_seqlens": np.array([0, 1], np.int32), "block_table": np.array([[1], [0]], np.int32)}
-    side |= {f"{name}_descale": rng.uniform(0.5, 2, (2, 2)).astype(np.float32) for name in "qkv"}
+    names = "qkv" if dtype == "float8_e4m3fn" else "kv"
+    side |= {f"{name}_descale": rng.uniform(0.5, 2, (2, 2)).astype(np.float32) for name in names}
     arrays = [on_gpu(x) for x in (q, k_pages, v_pages, k, v)]
     given = {name: on_gpu(x) for name, x in side.items()}
     out = compat.flash_attn_with_kvcache(*arrays, causal=True, **given)

@@ -119,10 +119,10 @@ def arange(stop: int, beside: Any) -> Any:
     return namespace_of(beside).arange(stop, **device_of(beside))
 
 
-def full(count: int, value: int, beside: Any) -> Any:
-    """A number that often, as int32, likewise."""
+def full(shape: tuple[int, ...], value: int, dtype: str, beside: Any) -> Any:
+    """A number that often, likewise."""
     xp = namespace_of(beside)
-    return xp.full((count,), value, dtype=xp.int32, **device_of(beside))
+    return xp.full(shape, value, dtype=getattr(xp, dtype), **device_of(beside))
 
 
 def device_of(array: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cufa.arguments import Options, check_flags, check_scale, check_softcap, check_window
+from cufa.arguments import Options, check_descales, check_flags, check_scale, check_softcap, check_window
 from cufa.arrays import check_same_kind, check_writeable
 from cufa.compat.arguments import (
     arange,
@@ -20,6 +20,8 @@ from cufa.compat.arguments import (
     renamed,
     shape_of,
 )
+from cufa.problem import FLOAT8, FLOAT8_OUTPUTS, INPUT_DTYPES, dtype_of
+from cufa.quantizing import quantize
 from cufa.rotary import rotary
 
 # What it calls cufa's arguments, where it has other names.
@@ -289,8 +291,9 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """flash-attn's function of that name (flash-attn 2.8), for decoding with a cache of keys and values.
 
-    The cache may be of 8 bits, with q, k and v, as FlashAttention-3 has it. `k` and `v` are written to the
-    cache, behind what it holds, and then seen like the rest of it. With `rotary_cos` and `rotary_sin` q and k
+    The cache may be of 8 bits, with q in 8 or 16. `k` and `v` are written to the cache, behind what it holds,
+    and then seen like the rest of it; of 16 bits, they are divided by a cache's descales and rounded to its 8
+    (`cufa.quantize`). With `rotary_cos` and `rotary_sin` q and k
     are turned first (`cufa.rotary`): a key by its place in the cache; a query by that of the key at which it
     stands if the mask is causal or a window, else by how many keys the cache holds.
 
@@ -324,7 +327,7 @@ def flash_attn_with_kvcache(
         return_softmax_lse: whether to return the LSE too.
         q_descale: (batch, kv_heads) float32, for float8_e4m3fn arrays only: what q is to be multiplied with;
             None for 1.
-        k_descale: the same for k_cache and k, which is written to it as it is.
+        k_descale: the same for k_cache, and for k in 8 bits, which is written to it as it is.
         v_descale: the same for v_cache and v.
 
     Returns:
@@ -364,6 +367,7 @@ def flash_attn_with_kvcache(
     elif held is not None:
         check_int32("cache_seqlens", held, (batch,))
     check_flags(causal=causal, rotary_interleaved=rotary_interleaved)
+    check_descales(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     descales = given(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     side = given(block_table=block_table, alibi_slopes=alibi_slopes, **descales)
     check_arrays(**side)
@@ -382,10 +386,10 @@ def flash_attn_with_kvcache(
             k,
             v,
             held,
-            _Cache(batch, room, block_table, names.get("block_table", "block_table")),
+            _Cache(batch, room, block_table, names.get("block_table", "block_table"), k_descale, v_descale),
         )
     if isinstance(held, int):  # as an array, on whose numbers no plan depends
-        held = full(batch, held, q)
+        held = full((batch,), held, "int32", q)
     return attention_as(
         names,
         q,
@@ -415,13 +419,15 @@ def _unpacked(name: str, packed: Any, count: int, tokens: str = "batch, seqlen")
 class _Cache(NamedTuple):
     """Of how many sequences a cache has keys, for how many each has room, and in which pages if in any.
 
-    `table_name` is the argument that says which pages those are.
+    `table_name` is the argument that says which pages those are. The descales are those of a cache in 8 bits.
     """
 
     batch: int
     room: int
     block_table: Any
     table_name: str
+    k_descale: Any
+    v_descale: Any
 
 
 def _check_given(for_what: str, **needed: Any) -> None:
@@ -456,7 +462,7 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache
     Raises ValueError for what is missing, does not fit or has no room, TypeError for another dtype.
     """
     _check_given("to write to the cache", k=k, v=v, cache_seqlens=held)
-    batch, room, block_table, table_name = cache
+    batch, room, block_table, table_name, *descales = cache
     caches = {"k_cache": k_cache, "v_cache": v_cache}
     check_writeable(caches, caches)
     _, count, _, _ = shape_of("k", k)
@@ -464,7 +470,7 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache
         wanted = (batch, count, *of.shape[2:])
         if tuple(new.shape) != wanted:
             raise ValueError(f"{name} has shape {tuple(new.shape)}; for {name}_cache it must be {wanted}")
-        if new.dtype != of.dtype:
+        if new.dtype != of.dtype and not _becomes_8_bits(new, of):
             raise TypeError(f"{name} has dtype {new.dtype}; as {name}_cache it must be {of.dtype}")
     lengths = np.atleast_1d(held) if isinstance(held, (int, np.ndarray)) else np.empty(0)
     if np.any((lengths < 0) | (lengths + count > room)):
@@ -482,6 +488,14 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache
                 for page in pages[(pages < 0) | (pages >= len(k_cache))][:1]:
                     raise ValueError(f"{table_name} has {page}, and k_cache has {len(k_cache)} such places")
             place = pages, key % page_size
-    as_bytes(k_cache)[place] = as_bytes(k)
-    as_bytes(v_cache)[place] = as_bytes(v)
+    for new, of, descale in zip((k, v), (k_cache, v_cache), descales, strict=True):
+        if _becomes_8_bits(new, of):
+            given_or_one = full((batch, of.shape[2]), 1, "float32", new) if descale is None else descale
+            new, _ = quantize(new, descale=given_or_one)
+        as_bytes(of)[place] = as_bytes(new)
     return held + count
+
+
+def _becomes_8_bits(new: Any, cache: Any) -> bool:
+    """Whether keys or values are rounded to be written to a cache."""
+    return dtype_of(cache) == INPUT_DTYPES[FLOAT8] and dtype_of(new).name in FLOAT8_OUTPUTS

@@ -10,7 +10,7 @@ import numpy as np
 
 import cufa
 from cufa.kernels import KERNELS
-from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES, MAX_ALIGN_BYTES
+from cufa.problem import DTYPES, FLOAT8, FLOAT8_OUTPUTS, INPUT_DTYPES, MAX_ALIGN_BYTES
 from cufa.reference import Rules
 from cufa.rounding import round_up
 from cufa.score_mod import MaskMod, ScoreMod
@@ -91,16 +91,18 @@ def mod_arrays(rng: np.random.Generator, name: str, batch: int, heads: int, long
 class Case:
     """A problem; what is not said here is drawn with `seed`.
 
-    `features` are those of tests/feature_cases.py and "dscore_mod"; `score_mod` and `mask_mod` are names of
-    functions above. What nobody sees is NaN with `hide_nan`. Arrays lie in other ways than contiguous with
-    `strided`, at addresses and with strides that are multiples of `align_bytes`, and are the same along an
-    axis with `broadcast`. Some results and the workspace are the caller's memory with `given`. `on_gpu` is
-    where arrays are, if a GPU computes, by these rungs and their tiles.
+    Keys and values have `kv_dtype`, if not `dtype`. `features` are those of tests/feature_cases.py and
+    "dscore_mod"; `score_mod` and `mask_mod` are names of functions above. What nobody sees is NaN with
+    `hide_nan`. Arrays lie in other ways than contiguous with `strided`, at addresses and with strides that
+    are multiples of `align_bytes`, and are the same along an axis with `broadcast`. Some results and the
+    workspace are the caller's memory with `given`. `on_gpu` is where arrays are, if a GPU computes, by these
+    rungs and their tiles.
     """
 
     seed: int
     backend: str = "numpy"
     dtype: str = "float32"
+    kv_dtype: str | None = None
     features: tuple[str, ...] = ()
     batch: int = 1
     seqlen_q: int = 5
@@ -163,6 +165,7 @@ def draw(rng: np.random.Generator, backend: str) -> Iterator[Case]:
     """A case, or several with the same features for a GPU."""
     on_gpu = backend == "cuda"
     dtype = str(rng.choice((*DTYPES, FLOAT8, *("float16", "bfloat16") * (2 if on_gpu else 1))))
+    kv_dtype = FLOAT8 if dtype == FLOAT8 or (dtype in FLOAT8_OUTPUTS and rng.random() < 0.15) else dtype
     density = rng.choice((0.03, 0.1, 0.25) if on_gpu else (0.05, 0.15, 0.4))
     features = {name for name in cases.BACKWARD_FEATURES if rng.random() < density}
     if rng.random() < 0.15:
@@ -171,19 +174,20 @@ def draw(rng: np.random.Generator, backend: str) -> Iterator[Case]:
         str(rng.choice(list(functions))) if rng.random() < 0.2 else None
         for functions in (SCORE_MODS, MASK_MODS)
     ]
-    if dtype == FLOAT8 and on_gpu:
+    if kv_dtype == FLOAT8 and on_gpu:
         features &= FLOAT8_FEATURES
         mods = [None, None]
-    backward = dtype != FLOAT8 and "block_table" not in features and rng.random() < 0.6
+    backward = kv_dtype != FLOAT8 and "block_table" not in features and rng.random() < 0.6
     if backward and mods[0] in WITH_GRADIENTS and rng.random() < 0.5:
         features = features - {"deterministic"} | {"dscore_mod"}
     if not backward:
         features -= {"dlse", "dbias", "dsink", "deterministic"}
-    head_dim, value_dim = _head_dims(rng, dtype, on_gpu, backward)
+    head_dim, value_dim = _head_dims(rng, kv_dtype, on_gpu, backward)
     alike = Case(
         seed=0,
         backend=backend,
         dtype=dtype,
+        kv_dtype=kv_dtype if kv_dtype != dtype else None,
         features=tuple(sorted(features)),
         head_dim=head_dim,
         value_dim=value_dim,
@@ -193,13 +197,13 @@ def draw(rng: np.random.Generator, backend: str) -> Iterator[Case]:
         score_mod=mods[0],
         mask_mod=mods[1],
         backward=backward,
-        descales=dtype == FLOAT8 and bool(rng.random() < 0.5),
+        descales=kv_dtype == FLOAT8 and bool(rng.random() < 0.5),
         strided=bool(rng.random() < 0.5),
         align_bytes=MAX_ALIGN_BYTES if rng.random() < 0.8 else int(rng.choice((1, 2, 4, 8))),
         on_gpu=bool(rng.random() < 0.95),
     )
     # An LSE of rounded operands is not that of the scores that probabilities are computed from.
-    with_probabilities = dtype != FLOAT8 and "packed" not in features and alike.precision == "ieee"
+    with_probabilities = kv_dtype != FLOAT8 and "packed" not in features and alike.precision == "ieee"
     alike = replace(alike, probabilities=with_probabilities and bool(rng.random() < 0.1))
     if on_gpu:
         alike = _with_rungs(rng, alike)
@@ -317,6 +321,10 @@ class Built:
             page_sizes=(case.page_size,),
             logit_scale=case.logit_scale,
         )
+        if case.kv_dtype is not None:
+            problem = self.drawn.problem
+            k, v = (x.astype(case.kv_dtype) for x in (problem.k, problem.v))
+            self.drawn = replace(self.drawn, problem=replace(problem, k=k, v=v))
         arrays, numbers = self.drawn.arrays, self.drawn.numbers
         if "bias" in arrays and str(arrays["bias"].dtype) == FLOAT8:
             arrays["bias"] = arrays["bias"].astype(np.float32)
@@ -330,7 +338,8 @@ class Built:
             self._repeat_some(rng)
         elif case.hide_nan:
             cases.hide_nan(self.drawn)
-        descales = [f"{name}_descale" for name in "qkv" if case.descales and rng.random() < 0.7]
+        in_8_bits = "qkv" if case.kv_dtype is None else "kv"
+        descales = [f"{name}_descale" for name in in_8_bits if case.descales and rng.random() < 0.7]
         for name in descales:
             arrays[name] = rng.uniform(0.5, 2, (case.batch, case.kv_heads)).astype(np.float32)
 

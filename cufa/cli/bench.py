@@ -13,7 +13,7 @@ import numpy as np
 
 import cufa
 from cufa.cli import output
-from cufa.cli.generated import bytes_moved, make_arrays, packed, without_gradients
+from cufa.cli.generated import as_asked, bytes_moved, make_arrays, without_gradients
 from cufa.cli.options import (
     INPUT_DTYPE,
     KERNEL,
@@ -224,14 +224,14 @@ def _problems(
     """One for each length, or the one of packed sequences."""
     if features.varlen is None:
         lengths = seqlens or defaults.seqlens
-        return [packed(_problem(seqlen, defaults, sizes), features) for seqlen in lengths]
+        return [as_asked(_problem(seqlen, defaults, sizes), features) for seqlen in lengths]
     refused = ["--seqlens"] if seqlens else []
     refused += [
         f"--{name.replace('_', '-')}" for name in ("tokens", "batch", "seqlen_q") if sizes[name] is not None
     ]
     if refused:
         raise output.Failure(f"{', '.join(refused)}: the sizes are those of --varlen")
-    return [packed(_problem(1, defaults, sizes), features)]
+    return [as_asked(_problem(1, defaults, sizes), features)]
 
 
 def _problem(seqlen: int, defaults: _Defaults, sizes: dict[str, Any]) -> Problem:
@@ -281,7 +281,7 @@ def _check(
         heads=kv_heads * like.heads // max(1, like.kv_heads),
     )
     features = _checked_features(features)
-    host = make_arrays(packed(small, features), features, layout, rng)
+    host = make_arrays(as_asked(small, features), features, layout, rng)
     workload = Workload(to_gpu(host) if on_gpu else host, on_gpu, features, layout=layout)
     results = workload.forward(rung if direction == "forward" else Rung(arch=rung.arch))
     if direction == "backward":
@@ -361,11 +361,10 @@ def _print(on_gpu: bool, points: list[_Point]) -> None:
     first = points[0].problem
     heads = f"{first.heads}" if first.heads == first.kv_heads else f"{first.heads}/{first.kv_heads}"
     dims = f"{first.head_dim}" if first.head_dim == first.value_dim else f"{first.head_dim}/{first.value_dim}"
-    dtype = f"{first.dtype} as tf32" if first.features.tf32 else first.dtype
     causal = " causal" if first.causal else ""
     names = dict.fromkeys(name for point in points for name in point.problem.features.names)
     features = f", with {', '.join(names)}" if names else ""
-    console.print(f"{place(on_gpu)}\n{dtype}{causal}, heads {heads}, head dim {dims}{features}\n")
+    console.print(f"{place(on_gpu)}\n{first.dtypes}{causal}, heads {heads}, head dim {dims}{features}\n")
     by_tiles = len({point.asked_tiles for point in points}) > 1
     of_tiles = ("<tiles",) if by_tiles else ()
     table = output.table(("seqlen", "batch", "<direction", "<kernel", *of_tiles, "time", "TFLOP/s", "GB/s"))

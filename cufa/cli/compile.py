@@ -137,6 +137,9 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Dtypes of the arrays.",
 )
 @click.option(
+    "--kv-dtype", type=INPUT_DTYPE, help=f"Dtype of keys and values: {FLOAT8} beside 16 bits. [--dtype]"
+)
+@click.option(
     "--head-dim",
     "head_dims",
     type=several(SIZE),
@@ -161,6 +164,7 @@ def command(
     all_kernels: bool,
     archs: tuple[str, ...] | None,
     dtypes: tuple[str, ...],
+    kv_dtype: str | None,
     head_dims: tuple[int, ...],
     value_dim: int | None,
     causal: bool,
@@ -191,6 +195,7 @@ def command(
         Request(
             *(kernel, device, dtype, head_dim, value_dim or head_dim, causal, transposed_values, features),
             tiles,
+            kv_dtype if kv_dtype != dtype else None,
         )
         for device, dtype, head_dim, tiles, kernel in itertools.product(
             devices, dtypes, head_dims, tilings(tile), kernels or _NAMES
@@ -258,6 +263,7 @@ def _document(compiled: Compiled) -> dict[str, Any]:
         "arch": str(request.device.arch),
         "compiled_for": str(build.arch) if build else None,
         "dtype": request.dtype,
+        "kv_dtype": request.kv_dtype or request.dtype,
         "precision": "tf32" if request.features.tf32 else "ieee",
         "head_dim": request.head_dim,
         "value_dim": request.value_dim,
@@ -326,8 +332,7 @@ def _title(request: Request) -> str:
     """What the kernels of one table have in common."""
     head_dim, value_dim = request.head_dim, request.value_dim
     dims = f"{head_dim}" if head_dim == value_dim else f"{head_dim}/{value_dim}"
-    dtype = f"{request.dtype} as tf32" if request.features.tf32 else request.dtype
-    parts = [str(request.device.arch), dtype, f"head dim {dims}"]
+    parts = [str(request.device.arch), request.problem("forward").dtypes, f"head dim {dims}"]
     parts += ["values transposed"] if request.transposed_values else []
     parts += ["causal"] if request.causal else []
     parts += request.features.names

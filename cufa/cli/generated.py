@@ -34,9 +34,13 @@ _MASK_DENSITY = 0.8
 _DRAWN_AT_ONCE = 2**21
 
 
-def packed(problem: Problem, features: FeatureOptions) -> Problem:
-    """The problem with the sizes of the packed sequences and of whole pages, if that is what is asked for."""
+def as_asked(problem: Problem, features: FeatureOptions) -> Problem:
+    """The problem with the dtype of keys and values, and the sizes of packed sequences and of whole pages, if
+    that is what is asked for.
+    """
     longest = problem.seqlen_k
+    if features.kv_dtype not in (None, problem.dtype):
+        problem = replace(problem, kv_dtype=features.kv_dtype)
     if features.varlen is not None:
         sides = tuple(zip(*features.varlen, strict=True))
         queries, keys = (sum(side) for side in sides)
@@ -59,7 +63,7 @@ def without_gradients(problem: Problem) -> str | None:
     """What of the problem leaves out the backward; None if nothing does."""
     if problem.features.page_size:
         return "--page-size"
-    return problem.dtype if problem.dtype == FLOAT8 else None
+    return problem.key_dtype if problem.key_dtype == FLOAT8 else None
 
 
 def shapes_of(problem: Problem, layout: str) -> dict[str, Shape]:
@@ -133,13 +137,16 @@ def _described(problem: Problem, features: FeatureOptions, layout: str) -> Array
 
     dtype, heads = INPUT_DTYPES[problem.dtype], problem.heads
     rows, keys = problem.seqlen_q, problem.seqlen_k
-    described = {name: zeros(dtype, *shape) for name, shape in shapes_of(problem, layout).items()}
+    shapes = shapes_of(problem, layout)
+    of_keys = dict.fromkeys(("k", "v"), INPUT_DTYPES[problem.key_dtype])
+    described = {name: zeros(of_keys.get(name, dtype), *shape) for name, shape in shapes.items()}
     if features.transposed_values:
         described["v"] = _transposed(described["v"], layout)
     if without_gradients(problem):
         del described["dout"]
     if features.descale:
-        described |= dict.fromkeys(_DESCALES, zeros(np.float32, problem.batch, problem.kv_heads))
+        descaled = _DESCALES if problem.kv_dtype is None else _DESCALES[1:]
+        described |= dict.fromkeys(descaled, zeros(np.float32, problem.batch, problem.kv_heads))
     if features.varlen is not None:
         rows, keys = (max(side) for side in zip(*features.varlen, strict=True))
         described |= cu_seqlens(features)
@@ -227,11 +234,14 @@ def normal(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> Any:
 def bytes_moved(problem: Problem) -> int:
     """What a call must read and write at least: each input and each result once, those of features too."""
     features = problem.features
-    tensors = sum(math.prod(shape) for shape in shapes_of(problem, "bshd").values())
+    itemsizes = {"q": problem.itemsize, "dout": problem.output.itemsize}
+    tensors = sum(
+        math.prod(shape) * itemsizes.get(name, problem.key_itemsize)
+        for name, shape in shapes_of(problem, "bshd").items()
+    )
     # The forward writes out where dout is counted; the backward reads out, too, and writes gradients.
     times = 2 if problem.direction == "backward" else 1
-    moved = times * tensors * problem.itemsize + math.prod(lse_shape(problem)) * problem.accumulator.itemsize
-    moved += math.prod(output_shape(problem, "bshd")) * (problem.output.itemsize - problem.itemsize)
+    moved = times * tensors + math.prod(lse_shape(problem)) * problem.accumulator.itemsize
     if features.bias is not None and features.bias_dtype is not None:
         times = 2 if "bias" in features.gradients else 1
         moved += times * math.prod(features.bias) * DTYPES[features.bias_dtype].itemsize

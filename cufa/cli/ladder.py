@@ -16,7 +16,7 @@ import numpy as np
 import cufa
 from cufa import device
 from cufa.cli import check, output
-from cufa.cli.generated import make_arrays, without_gradients
+from cufa.cli.generated import as_asked, make_arrays, without_gradients
 from cufa.cli.options import (
     INPUT_DTYPE,
     FeatureOptions,
@@ -138,7 +138,7 @@ def command(
     if features.causal and no_causal:
         raise output.Failure("--causal and --no-causal: only one of them may be given")
     chosen = _PRESETS[preset]
-    problem = _problem(chosen, sizes)
+    problem = as_asked(_problem(chosen, sizes), features)
     if direction == "forward":
         refuse_without_backward("--direction forward", features)
     elif direction is None and without_gradients(problem):

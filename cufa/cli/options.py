@@ -177,7 +177,7 @@ class FeatureOptions:
     `bias` is a file or `RANDOM`, `mask` also `RANDOM_BITS`; `score_mod` and `mask_mod` are FILE:NAME;
     `varlen` has queries and keys of each packed sequence, `seqused_k` the keys of each that count;
     `page_size` is how many keys a page has, 0 for none; with `transposed_values` the keys of V lie next to
-    each other.
+    each other; `kv_dtype` is that of K and V, if not Q's.
     """
 
     causal: bool = False
@@ -198,6 +198,7 @@ class FeatureOptions:
     deterministic: bool = False
     descale: bool = False
     transposed_values: bool = False
+    kv_dtype: str | None = None
     precision: str = "ieee"
 
 
@@ -282,7 +283,12 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
         ),
         click.option("--dropout-seed", type=int, default=0, metavar="N", help="Seed of what is dropped. [0]"),
         click.option("--deterministic", is_flag=True, help="Gradients with the same bits in every run."),
-        click.option("--descale", is_flag=True, help=f"Random descales, for --dtype {FLOAT8}."),
+        click.option(
+            "--kv-dtype",
+            type=INPUT_DTYPE,
+            help=f"Dtype of keys and values: {FLOAT8} beside 16 bits. [--dtype]",
+        ),
+        click.option("--descale", is_flag=True, help=f"Random descales, for arrays of {FLOAT8}."),
         click.option(
             "--transposed-values",
             is_flag=True,

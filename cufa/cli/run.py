@@ -12,7 +12,7 @@ import numpy as np
 import cufa
 from cufa.call import DESCALES
 from cufa.cli import check, files, output
-from cufa.cli.generated import cu_seqlens, make_arrays, packed, without_gradients
+from cufa.cli.generated import as_asked, cu_seqlens, make_arrays, without_gradients
 from cufa.cli.options import (
     INPUT_DTYPE,
     KERNEL,
@@ -191,7 +191,12 @@ def _from_files(locations: dict[str, str | None], features: FeatureOptions, dtyp
         locations = {**locations, "bias": features.bias}
     if features.mask not in (RANDOM, RANDOM_BITS):
         locations = {**locations, "mask": features.mask}
-    return {name: files.load(name, at, dtype) for name, at in locations.items() if at is not None}
+    dtypes = dict.fromkeys(("k", "v"), features.kv_dtype or dtype)
+    return {
+        name: files.load(name, at, dtypes.get(name, dtype))
+        for name, at in locations.items()
+        if at is not None
+    }
 
 
 def _problem_of(
@@ -230,7 +235,7 @@ def _generated(sizes: dict[str, int | None], dtype: str, features: FeatureOption
         head_dim=size("head_dim"),
         value_dim=size("value_dim", "head_dim"),
     )
-    return packed(problem, features)
+    return as_asked(problem, features)
 
 
 def _check_sequences(workload: Workload) -> None:

@@ -60,6 +60,7 @@ class Request:
     transposed_values: bool
     features: Features
     tiles: Mapping[str, int]
+    kv_dtype: str | None = None
 
     def problem(self, direction: Direction) -> Problem:
         """What is asked for as a call."""
@@ -84,6 +85,7 @@ class Request:
                 gradients=self.features.gradients if direction == "backward" else (),
             ),
             transposed_values=self.transposed_values,
+            kv_dtype=self.kv_dtype,
         )
 
 
@@ -137,6 +139,8 @@ def _plan(request: Request) -> Planned:
         return Planned(plan.variant, plan.launches, plan.tiles)
     if request.tiles:
         raise ValueError(f"tiles has {', '.join(request.tiles)}, and {name} has no tiles to choose")
+    if request.kv_dtype is not None:
+        raise ValueError(f"--kv-dtype is of keys and values, and {name} has none of their own")
     if request.dtype not in DTYPES:
         raise ValueError(f"{name} supports {one_of(DTYPES)}, and the arrays are {request.dtype}")
     variant, launches = _COMPANION_LAUNCHES[name](request, device.arch)

@@ -265,6 +265,7 @@ def test_features_that_make_no_sense_are_refused(arguments, message):
     [
         FeatureOptions(),
         FeatureOptions(window=(3, None), softcap=2.5, alibi=True, deterministic=True, descale=True),
+        FeatureOptions(kv_dtype="float8_e4m3fn"),
         FeatureOptions(
             causal=True, sink=True, dropout=0.25, dropout_seed=7, bias="random", mask="random-bits"
         ),

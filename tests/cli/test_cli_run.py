@@ -83,6 +83,29 @@ def test_8_bit_floats_have_no_gradients(monkeypatch, descale, scores):
     assert run_json("run", *packed, *eight_bits)["check"]["ok"]
 
 
+def test_keys_and_values_alone_in_8_bits(tmp_path):
+    of_keys = ("--kv-dtype", FLOAT8)
+    asked = ("--dtype", "bfloat16", *of_keys, "--descale")
+    document = run_json("run", *SMALL, *asked)
+    (step,) = document["steps"]
+    assert (step["problem"]["dtype"], step["problem"]["kv_dtype"]) == ("bfloat16", FLOAT8)
+    assert document["check"]["ok"]
+    assert "k has dtype float8_e4m3fn, of which there are no gradients" in refused(
+        "run", *SMALL, *asked, "--backward"
+    )
+    assert "k has dtype float8_e4m3fn and q float32" in refused("run", *SMALL, *of_keys)
+    (point,) = run_json("bench", *asked, "--seqlens", 32, "--batch", 1, "--repeats", 1)["points"]
+    assert point["direction"] == "forward"
+    (row,) = run_json("ladder", *SMALL, *asked, "--cpu-threads", 1)["rows"]
+    assert row["check"]["ok"]
+    paths = [tmp_path / f"{name}.npy" for name in "qkv"]
+    for path in paths:
+        np.save(path, np.ones((1, 3, 2, 8), np.float32))
+    files = [part for name, path in zip("qkv", paths, strict=True) for part in (f"--{name}", path)]
+    (step,) = run_json("run", *files, "--dtype", "float16", *of_keys)["steps"]
+    assert (step["problem"]["dtype"], step["problem"]["kv_dtype"]) == ("float16", FLOAT8)
+
+
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 def test_transposed_values(layout):
     asked = ("run", *SMALL, "--dtype", FLOAT8, "--transposed-values", "--layout", layout)

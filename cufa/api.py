@@ -84,6 +84,7 @@ def attention(
     cu_seqlens_k: Any = None,
     seqused_k: Any = None,
     block_table: Any = None,
+    max_seqlen_q: int | None = None,
     precision: Precision = "ieee",
     layout: LayoutName = "bshd",
     return_lse: bool = False,
@@ -173,6 +174,9 @@ def attention(
             matter, nor does the page size. Entries past the `seqused_k` keys of a sequence are not read, nor
             are rows past them. With cu_seqlens_q, but not with cu_seqlens_k. There are no gradients. On a
             GPU the numbers are not checked.
+        max_seqlen_q: how many queries a sequence of cu_seqlens_q has at most, if you know it: with keys in
+            pages, calls whose sequences are all of one length are then known to be such. No result depends
+            on it.
         precision: of float32 products: "ieee" for the error of float32, or "tf32", which is faster: tensor
             cores round their operands to 10 bits of mantissa. On the CPU, and with return_attn_probs, it
             makes no difference.
@@ -211,7 +215,7 @@ def attention(
     check_descales(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     values = _feature_values(softcap, dropout_p, seed, offset)
     mods = mods_of(score_mod, mask_mod)
-    asked = _asked(causal, window, values, layout, precision, mods)
+    asked = _asked(causal, window, values, layout, precision, mods, max_seqlen_q=max_seqlen_q)
     optional = {
         "bias": bias,
         "mask": mask,
@@ -462,6 +466,7 @@ def plan(
     dropout_p: float = 0.0,
     deterministic: bool = False,
     gradients: tuple[str, ...] = (),
+    max_seqlen_q: int | None = None,
     precision: Precision = "ieee",
     layout: LayoutName = "bshd",
     kernel: str | None = None,
@@ -486,6 +491,7 @@ def plan(
         deterministic: as in `attention_backward`; with `backward` only.
         gradients: of "bias", "sink" and "score_mod", which stands for the arrays that it reads, those whose
             gradients are wanted too; with `backward` only.
+        max_seqlen_q: as in `attention`.
         precision: as in `attention`.
         layout: as in `attention`.
         kernel: as in `attention`.
@@ -519,7 +525,7 @@ def plan(
     named = {"q": q, "k": k, "v": v} | _given(side) | mods.arrays
     described = tuple(_described(name, array) for name, array in named.items())
     values = _feature_values(softcap, dropout_p, seed=0, offset=0)
-    asked = _asked(causal, window, values, layout, precision, mods, deterministic, gradients)
+    asked = _asked(causal, window, values, layout, precision, mods, deterministic, gradients, max_seqlen_q)
     problem = known_of(direction, described, asked).problem
     align_bytes = math.gcd(MAX_ALIGN_BYTES, *problem.row_bytes)
     device = target(arch, for_plan_only=True)
@@ -571,6 +577,7 @@ def _asked(
     mods: Mods,
     deterministic: bool = False,
     gradients: tuple[str, ...] = (),
+    max_seqlen_q: int | None = None,
 ) -> Asked:
     """What a kernel is planned for, beyond the arrays: of values only whether there are any."""
     return (
@@ -583,4 +590,5 @@ def _asked(
         layout,
         precision,
         *mods.written(with_gradients="score_mod" in gradients),
+        max_seqlen_q,
     )

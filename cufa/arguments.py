@@ -84,6 +84,7 @@ class Options(NamedTuple):
     precision: str = "ieee"
     score_mod: Written | None = None
     mask_mod: Written | None = None
+    max_seqlen_q: int | None = None
 
 
 def check_options(options: Options) -> None:
@@ -93,6 +94,7 @@ def check_options(options: Options) -> None:
     check_layout(options.layout)
     check_window(options.window)
     check_gradients(options.gradients)
+    check_longest(options.max_seqlen_q)
 
 
 def check_gradients(gradients: object) -> None:
@@ -115,6 +117,17 @@ def refuse_gpu_options(**options: object) -> None:
     for name, value in options.items():
         if value is not None:
             raise ValueError(f"{name} is {shown(value)}, but this call computes on the CPU; it needs a GPU")
+
+
+def check_longest(max_seqlen_q: object) -> None:
+    """Check how many queries a packed sequence has at most; None is not known."""
+    if max_seqlen_q is None:
+        return
+    wanted = f"max_seqlen_q is {shown(max_seqlen_q)}; it may be None or an integer from 0 on"
+    if not isinstance(max_seqlen_q, (int, np.integer)):
+        raise TypeError(wanted)
+    if max_seqlen_q < 0:
+        raise ValueError(wanted)
 
 
 def check_window(window: object, name: str = "window") -> tuple[int | None, int | None]:
@@ -218,9 +231,13 @@ def make_problem(
         _check_paging(direction, shapes)
     if packed and options.layout != "bshd":
         raise ValueError(f"layout is {options.layout!r}, and packed sequences have none but 'bshd'")
+    if options.max_seqlen_q is not None and not packed:
+        raise ValueError(f"max_seqlen_q is {options.max_seqlen_q} and cu_seqlens_q is not given")
     problem = _tensors(direction, shapes, dtypes, options.layout, packed)
     features = _features(problem, shapes, dtypes, options)
-    return replace(problem, causal=_range(options)[0], features=features)
+    # Plans of other calls do not ask for it, and one for any longest sequence is made once.
+    longest = options.max_seqlen_q if features.page_size else None
+    return replace(problem, causal=_range(options)[0], features=features, max_seqlen_q=longest)
 
 
 def _tensors(

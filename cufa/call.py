@@ -53,7 +53,9 @@ ArchLike = Arch | str | int
 Arrays = dict[str, Any]
 
 # The fields of `Options`, which only a call that has not come before makes one of.
-Asked = tuple[bool, Window, bool, bool, bool, tuple[str, ...], str, str, Written | None, Written | None]
+Asked = tuple[
+    bool, Window, bool, bool, bool, tuple[str, ...], str, str, Written | None, Written | None, int | None
+]
 # Which kernel to run where a caller wants another than the plan's, with what tiles, what to compile for; and
 # whether it is `attn_probs` instead.
 Rung = tuple[str | None, tuple[tuple[str, int], ...], ArchLike | None, bool]

@@ -177,7 +177,8 @@ class Problem:
     `align_bytes` is a power of two that every address and every stride is a multiple of, in bytes; the
     kernels load that much at once. `ascending` says that no stride is negative, as the copy engine needs it.
     `transposed_values` says that V lies in memory with its keys next to each other, (batch, value_dim,
-    kv_heads, seqlen_k) to the kernels.
+    kv_heads, seqlen_k) to the kernels. `max_seqlen_q` is how many queries a packed sequence has at most, as
+    the caller says: only what is fastest depends on it.
     """
 
     direction: Direction
@@ -196,11 +197,12 @@ class Problem:
     out_dtype: str | None = None
     transposed_values: bool = False
     kv_dtype: str | None = None
+    max_seqlen_q: int | None = None
 
     @cached_property
     def kind(self) -> Problem:
         """One of the same kind whose sizes are all 1, to look up what does not depend on them."""
-        return replace(self, batch=1, seqlen_q=1, seqlen_k=1, heads=1, kv_heads=1)
+        return replace(self, batch=1, seqlen_q=1, seqlen_k=1, heads=1, kv_heads=1, max_seqlen_q=None)
 
     @property
     def itemsize(self) -> int:

@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+import cufa
 from cufa import jit
 from cufa.device import Device
 from cufa.plan import make_plan, mixed
@@ -57,14 +59,33 @@ def test_prompts_beside_decoding_get_two_kernels(tokens, batch, keys, launches):
         replace(CALL, batch=64, seqlen_q=17, seqlen_k=8192, features=Features()),
         replace(CALL, dtype="float32"),
         replace(CALL, seqlen_k=0),
+        call(32 * 8, 32, 4096, max_seqlen_q=8),
+        call(32 * 17, 32, 4096, max_seqlen_q=17),
+        call(512, 64, 8192, max_seqlen_q=15),
     ],
     ids=[
         *("decoding", "drafts", "prompts", "one sequence", "no queries", "no pages", "dropout"),
         *("pages of which boxes do not consist", "not packed", "float32", "no keys"),
+        *("all as short as the longest", "all as long as the longest", "none long"),
     ],
 )
 def test_others_get_one(problem):
     assert make_plan(problem, H200).beside is None
+
+
+def test_a_call_says_how_many_queries_its_longest_sequence_has():
+    q, pages = np.empty((32 * 17, 32, 128), np.float16), np.empty((1, 16, 8, 128), np.float16)
+    table, starts = np.empty((32, 256), np.int32), np.empty(33, np.int32)
+    given = {"block_table": table, "cu_seqlens_q": starts, "causal": True, "arch": "sm_90a"}
+    plans = [cufa.plan(q, pages, pages, max_seqlen_q=most, **given) for most in (None, 17)]
+    assert [plan.beside is None for plan in plans] == [False, True]
+
+
+def test_how_many_have_many_queries_if_the_longest_is_known():
+    unknown, known = (mixed.mix_of(call(1600, 64, 8192, max_seqlen_q=most), H200) for most in (None, 500))
+    assert unknown.many.batch == 1
+    assert known.many.batch == 4
+    assert known.many.seqlen_q <= 500
 
 
 def test_who_asks_for_a_kernel_or_tiles_gets_one():

@@ -177,6 +177,21 @@ def test_what_does_not_go_together(arguments: dict[str, Any], message: str) -> N
     refuse(ValueError, message, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("longest", "error", "message"),
+    [
+        (-1, ValueError, "max_seqlen_q is -1; it may be None or an integer from 0 on"),
+        (2.0, TypeError, "max_seqlen_q is 2.0; it may be None or an integer"),
+        ([2], TypeError, "max_seqlen_q is [2]; it may be None or an integer"),
+        (3, ValueError, "max_seqlen_q is 3 and cu_seqlens_q is not given"),
+    ],
+)
+def test_how_many_queries_a_sequence_has_at_most(
+    longest: object, error: type[Exception], message: str
+) -> None:
+    refuse(error, message, max_seqlen_q=longest)
+
+
 def test_a_table_of_another_dtype() -> None:
     refuse(
         TypeError,

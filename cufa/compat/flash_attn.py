@@ -158,7 +158,7 @@ def flash_attn_varlen_func(
     """flash-attn's function of that name (flash-attn 2.8), for packed sequences.
 
     What differs, beside what differs in `flash_attn_func`: `max_seqlen_q` and `max_seqlen_k` are not
-    needed and not looked at; with `return_attn_probs` the result is (out, lse), since probabilities of
+    needed; with `return_attn_probs` the result is (out, lse), since probabilities of
     sequences of many lengths make no array.
 
     Args:
@@ -168,7 +168,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q: (batch + 1,) int32, where each sequence of q begins, and the last ends.
         cu_seqlens_k: (batch + 1,) int32, the same for k and v; with a block table the differences are how
             many keys each sequence has.
-        max_seqlen_q: not looked at.
+        max_seqlen_q: as in `cufa.attention`; looked at with a block table only, if it is an int.
         max_seqlen_k: not looked at.
         dropout_p: as in `flash_attn_func`; likewise the options below.
         softmax_scale: as in `flash_attn_func`.
@@ -196,6 +196,8 @@ def flash_attn_varlen_func(
         if seqused_k is None and cu_seqlens_k is not None:
             seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
         cu_seqlens_k = None
+    # One on a GPU would have to be waited for.
+    longest = max_seqlen_q if block_table is not None and isinstance(max_seqlen_q, int) else None
     return attention_as(
         _FLASH_ATTN_VARLEN,
         q,
@@ -205,6 +207,7 @@ def flash_attn_varlen_func(
         cu_seqlens_k=cu_seqlens_k,
         seqused_k=seqused_k,
         block_table=block_table,
+        max_seqlen_q=longest,
         causal=causal,
         window=window_size,
         softmax_scale=softmax_scale,

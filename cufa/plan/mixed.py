@@ -1,8 +1,9 @@
 """Plans for packed sequences of which a few may have many queries, as where prompts come beside decoding.
 
-How many queries each sequence has only the GPU knows. So two kernels are launched, `fwd_8_split_kv` for the
-sequences of few queries and `fwd_6_wgmma` for the others, each of which passes over what is the other's. The
-second begins on the SMs that the first one leaves: while its last blocks end, or from the beginning.
+How many queries each sequence has only the GPU knows, unless the caller says how many the longest has and all
+must have as many. So two kernels are launched, `fwd_8_split_kv` for the sequences of few queries and
+`fwd_6_wgmma` for the others, each of which passes over what is the other's. The second begins on the SMs that
+the first one leaves: while its last blocks end, or from the beginning.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def mix_of(problem: Problem, device: Device) -> Mix | None:
 
 
 def _few_and_many(problem: Problem) -> tuple[Problem, Problem] | None:
-    """The sequences of few and of many queries if no more have many than must have so many as they have keys.
+    """The sequences of few and of many queries if no more have many than must, and those as many as they can.
 
     None if there are not both.
     """
@@ -84,7 +85,10 @@ def _few_and_many(problem: Problem) -> tuple[Problem, Problem] | None:
     more = problem.seqlen_q - batch  # than one query each
     if not (features.packed and features.page_size) or more < MANY_QUERIES:
         return None
-    long = ceil_div(more, max(1, problem.seqlen_k // batch))
+    longest = problem.seqlen_k // batch
+    if problem.max_seqlen_q is not None:
+        longest = min(longest, problem.max_seqlen_q)
+    long = ceil_div(more, longest - 1) if longest >= MANY_QUERIES else batch
     if long >= batch:
         return None
     queries_of_few = 1 if _some_have_many(problem) else min(ceil_div(problem.seqlen_q, batch), MOST_TYPICAL)
@@ -92,7 +96,9 @@ def _few_and_many(problem: Problem) -> tuple[Problem, Problem] | None:
 
 
 def _some_have_many(problem: Problem) -> bool:
-    """Whether they must: were all equally long, all would."""
+    """Whether they must: one is as long as that, or were all equally long, all would be."""
+    if problem.max_seqlen_q is not None:
+        return problem.max_seqlen_q >= MANY_QUERIES
     return problem.seqlen_q > (MANY_QUERIES - 1) * problem.batch
 
 

@@ -17,17 +17,25 @@ struct alignas(16) RowPart {
 // A warp's, of which each lane has some columns.
 struct MergedRow {
     static constexpr int kChunk = 4, kWarpCols = 32 * kChunk;
-    static constexpr int kPartsAtOnce = 8;
+    static constexpr int kChunks = ceil_div(kPartCols, kWarpCols);
+    static constexpr int kPartsAtOnce = 8 / kChunks;  // as there are registers for
     using Chunk = Pack<acc_t, kChunk>;
 
     OnlineSoftmax softmax;
-    Chunk sums[ceil_div(kPartCols, kWarpCols)] = {};
+    Chunk sums[kChunks] = {};
 
-    // Merges `count` parts, of which `part(i)` is one.
+    // Merges `count` parts, of which `part(i)` is one. However many they are, they are read
+    // together.
     template <class Part>
     __device__ MergedRow(int count, const Part& part) {
-#pragma unroll(kPartsAtOnce)
-        for (int i = 0; i < count; ++i) add(part(i));
+        for (int first = 0; first < count; first += kPartsAtOnce) {
+            MergedRow parts[kPartsAtOnce];
+#pragma unroll
+            for (int i = 0; i < kPartsAtOnce; ++i) {
+                if (first + i < count) parts[i].load(part(first + i));
+            }
+            add(parts);
+        }
     }
 
     // Makes it a part of a larger row.
@@ -49,23 +57,43 @@ struct MergedRow {
     }
 
   private:
-    __device__ void add(const RowPart& part) {
-        const OnlineSoftmax other = part.softmax;
-        const acc_t shrink = softmax.raise_max(other.max);
-        const acc_t weight = exp2_of(other.max - softmax.shift());
-        softmax.sum += other.sum * weight;
-        for_each_chunk([&](int i, int col) {
-            const Chunk more = *reinterpret_cast<const Chunk*>(part.sums + col);
+    // Of no keys.
+    MergedRow() = default;
+
+    __device__ void load(const RowPart& part) {
+        softmax = part.softmax;
+        for_each_chunk(
+            [&](int i, int col) { sums[i] = *reinterpret_cast<const Chunk*>(part.sums + col); });
+    }
+
+    __device__ void add(const MergedRow (&parts)[kPartsAtOnce]) {
+        acc_t max = negative_infinity();
 #pragma unroll
-            for (int e = 0; e < kChunk; ++e) sums[i][e] = sums[i][e] * shrink + more[e] * weight;
-        });
+        for (const MergedRow& part : parts) max = part.softmax.max > max ? part.softmax.max : max;
+        const acc_t shrink = softmax.raise_max(max);
+        for_each_sum([&](int i, int e) { sums[i][e] *= shrink; });
+#pragma unroll
+        for (const MergedRow& part : parts) {
+            const acc_t weight = exp2_of(part.softmax.max - softmax.shift());
+            softmax.sum += part.softmax.sum * weight;
+            for_each_sum([&](int i, int e) { sums[i][e] += part.sums[i][e] * weight; });
+        }
+    }
+
+    template <class Function>
+    __device__ static void for_each_sum(const Function& function) {
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i) {
+#pragma unroll
+            for (int e = 0; e < kChunk; ++e) function(i, e);
+        }
     }
 
     // The lane's columns.
     template <class Function>
     __device__ static void for_each_chunk(const Function& function) {
 #pragma unroll
-        for (int i = 0; i < ceil_div(kPartCols, kWarpCols); ++i) {
+        for (int i = 0; i < kChunks; ++i) {
             const int col = i * kWarpCols + threadIdx.x % 32 * kChunk;
             if (col < kPartCols) function(i, col);
         }

@@ -323,6 +323,25 @@ _LADDER = (
             ("window", "softcap", "alibi_slopes", "sink", "cu_seqlens", "seqused_k", "block_table")
         ),
     ),
+    HopperKernel(
+        name="fwd_9_float32",
+        direction="forward",
+        entries=("to_halves", "fwd_9_float32"),
+        idea="Hopper: float32 as sums of two halves, three products by wgmma for one",
+        paper="Ootomo and Yokota 2022, section 3",
+        memory="O(N)",
+        dtypes=("float32",),
+        min_align_bytes=1,
+        ascending_only=False,
+        max_head_dim=128,
+        max_value_dim=128,
+        features=frozenset(
+            (
+                *("window", "softcap", "bias", "alibi_slopes", "sink", "cu_seqlens", "seqused_k"),
+                "score_mod",
+            )
+        ),
+    ),
     Kernel(
         name="bwd_1_naive",
         direction="backward",

@@ -9,6 +9,19 @@
 #include "tensor.cuh"
 
 constexpr int kWarpgroup = 128;
+
+// What products take: the call's own type, but of float32, whose elements are sums of halves
+// (half_tiles.cuh), float16.
+template <class T>
+struct OperandElement {
+    using type = T;
+};
+template <>
+struct OperandElement<float32> {
+    using type = float16;
+};
+using operand_t = OperandElement<scalar_t>::type;
+
 // What is the same in all of these lanes of a warp, in the compiler's eyes, too: it and what
 // follows from it are in uniform registers then, and instructions that need them there are not
 // issued for one lane after the other.
@@ -21,28 +34,28 @@ __device__ inline int uniform(int value) {
 constexpr int kWgmmaM = 64;
 template <class T>
 constexpr int kWgmmaDepth = 32 / sizeof(T);
-constexpr int kWgmmaK = kWgmmaDepth<scalar_t>;
+constexpr int kWgmmaK = kWgmmaDepth<operand_t>;
 // A tile lies in panels, 128 bytes a row. Eight rows of a panel are one swizzled unit: the 16-byte
 // chunk c of row r lies at c ^ r. Columns that are no whole panels can lie in panels of 32 bytes a
 // row, in which it lies at c ^ r / 4; the copy engine knows nothing of those.
 constexpr int kPanelRowBytes = 128;
-constexpr int kPanelCols = kPanelRowBytes / sizeof(scalar_t);
+constexpr int kPanelCols = kPanelRowBytes / sizeof(operand_t);
 constexpr int kNarrowRowBytes = 32;
 constexpr int kSwizzleRows = 8;
 constexpr int kSwizzleBytes = kSwizzleRows * kPanelRowBytes;
 constexpr int kChunkBytes = 16;
-constexpr int kChunkCols = kChunkBytes / sizeof(scalar_t);
+constexpr int kChunkCols = kChunkBytes / sizeof(operand_t);
 
 // What a thread has of a 64 x Cols accumulator: columns 8i + 2t and 8i + 2t + 1 of row g in [4i]
 // and [4i + 1], of row g + 8 in [4i + 2] and [4i + 3], where g = lane / 4 and t = lane % 4.
 template <int Cols>
 using WgmmaSums = float[Cols / 2];
 // The same, rounded: the left operand of the next product, four words for each wgmma.
-template <int Cols, class T = scalar_t>
+template <int Cols, class T = operand_t>
 using WgmmaOperand = unsigned int[Cols / kWgmmaDepth<T>][4];
 
 // A Rows x Cols tile; columns are padded to whole panels.
-template <int Rows, int Cols, class T = scalar_t, int RowBytes = kPanelRowBytes>
+template <int Rows, int Cols, class T = operand_t, int RowBytes = kPanelRowBytes>
 struct PanelTile {
     static_assert(Rows % kSwizzleRows == 0, "a panel is made of eights of rows");
     using Element = T;
@@ -150,7 +163,7 @@ using WgmmaOf = typename WgmmaOfType<Cols, T>::type;
 // group that it becomes is.
 template <int Depth, int Cols, bool Add = false, class A, class B>
 __device__ inline void issue_product_nt(WgmmaSums<Cols>& s, const A& a, const B& b) {
-    using Product = WgmmaOf<Cols, scalar_t>;
+    using Product = WgmmaOf<Cols, operand_t>;
     unsigned int a0 = depth_in_columns(a);
     const unsigned int b0 = depth_in_columns(b);
     ptx::hold(a0);  // or each step's sum would be kept in a register from tile to tile
@@ -173,7 +186,7 @@ __device__ inline void issue_product_nt(WgmmaSums<Cols>& s, const A& a, const B&
 template <int Depth, int Cols, class V>
 __device__ inline void issue_product_pn(WgmmaSums<Cols>& o, const WgmmaOperand<Depth>& p,
                                         const V& v) {
-    using Product = ptx::Wgmma<Cols, is_bfloat16<scalar_t>>;
+    using Product = ptx::Wgmma<Cols, is_bfloat16<operand_t>>;
     const unsigned int v0 = depth_in_rows(v);
     hold_all(o);
     ptx::wgmma_fence();
@@ -192,13 +205,13 @@ __device__ inline void wait_product(float (&values)[Count]) {
 }
 
 // Two sums rounded to T, `low` first in memory.
-template <class T = scalar_t>
+template <class T = operand_t>
 __device__ inline unsigned int round_pair(float low, float high) {
     return is_bfloat16<T> ? ptx::pack_bf16(low, high) : ptx::pack_f16(low, high);
 }
 
 // Sums, rounded to T, as the left operand of the next product.
-template <int Cols, class T = scalar_t>
+template <int Cols, class T = operand_t>
 __device__ inline void round_to_operand(WgmmaOperand<Cols, T>& operand,
                                         const WgmmaSums<Cols>& sums) {
 #pragma unroll
@@ -208,7 +221,7 @@ __device__ inline void round_to_operand(WgmmaOperand<Cols, T>& operand,
 }
 
 // The same in other registers: those that a product works with must not even be read.
-template <int Cols, class T = scalar_t>
+template <int Cols, class T = operand_t>
 __device__ inline void copy_operand(WgmmaOperand<Cols, T>& copy,
                                     const WgmmaOperand<Cols, T>& operand) {
 #pragma unroll
@@ -219,7 +232,7 @@ __device__ inline void copy_operand(WgmmaOperand<Cols, T>& copy,
 }
 
 // What round_to_operand rounded.
-template <int Cols, class T = scalar_t>
+template <int Cols, class T = operand_t>
 __device__ inline void widen_operand(WgmmaSums<Cols>& sums, const WgmmaOperand<Cols, T>& operand) {
 #pragma unroll
     for (int i = 0; i < Cols / kWgmmaDepth<T> * 4; ++i) {
@@ -289,7 +302,7 @@ class NonfiniteSearch {
         const Pairs pairs = *static_cast<const Pairs*>(chunk);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            sums[e] = ptx::multiply_add_pairs<is_bfloat16<scalar_t>>(pairs[e], 0, sums[e]);
+            sums[e] = ptx::multiply_add_pairs<is_bfloat16<operand_t>>(pairs[e], 0, sums[e]);
         }
     }
     __device__ bool found() const {
@@ -299,14 +312,14 @@ class NonfiniteSearch {
 
   private:
     using Pairs = Pack<unsigned int, 4>;
-    static_assert(sizeof(Pairs) == kChunkCols * sizeof(scalar_t), "it looks at whole chunks");
+    static_assert(sizeof(Pairs) == kChunkCols * sizeof(operand_t), "it looks at whole chunks");
     Pairs sums = {};
 };
 
 // Whether `thread`, of Threads that look together, finds NaN or infinity in a tile.
 template <int Threads, class Tile>
 __device__ inline bool finds_nonfinite(const Tile& tile, int thread) {
-    const scalar_t* const values = &tile.data[0][0][0];
+    const operand_t* const values = &tile.data[0][0][0];
     NonfiniteSearch search;
 #pragma unroll 2
     for (int i = thread; i < Tile::kBytes / kOperandUnit; i += Threads) {
@@ -319,11 +332,11 @@ __device__ inline bool finds_nonfinite(const Tile& tile, int thread) {
 // the loop together, so that what is uniform around it stays so.
 template <int Threads, class Tile>
 __device__ inline void clear_nonfinite(Tile& tile, int thread) {
-    constexpr int kCount = Tile::kBytes / int(sizeof(scalar_t));
-    scalar_t* const values = &tile.data[0][0][0] + thread;
+    constexpr int kCount = Tile::kBytes / int(sizeof(operand_t));
+    operand_t* const values = &tile.data[0][0][0] + thread;
 #pragma unroll 1
     for (int i = 0; i < kCount; i += Threads) {
         const bool inside = kCount % Threads == 0 || i + thread < kCount;
-        if (inside && !is_finite(values[i])) values[i] = scalar_t{};
+        if (inside && !is_finite(values[i])) values[i] = operand_t{};
     }
 }

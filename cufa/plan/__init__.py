@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from cufa.device import Device
 from cufa.kernels import kernel_named
-from cufa.plan import fp8, mixed, mma, mma_backward, split_kv, standard, tiled, wgmma, wgmma_backward
+from cufa.plan import float32, fp8, mixed, mma, mma_backward, split_kv, standard, tiled, wgmma, wgmma_backward
 from cufa.plan.record import Launch, Macro, Part, Plan, Scratch, TensorBox
 from cufa.plan.rungs import best_kernel, best_kernel_and_why
 from cufa.problem import Problem
@@ -38,6 +38,7 @@ _PLANNERS: dict[str, Callable[[Problem, Device, Mapping[str, int]], Part]] = {
     "fwd_6_wgmma": wgmma.forward,
     "fwd_7_fp8": fp8.forward,
     "fwd_8_split_kv": split_kv.forward,
+    "fwd_9_float32": float32.forward,
     "bwd_1_naive": standard.backward,
     "bwd_2_flash_v2": tiled.flash_v2_backward,
     "bwd_3_mma": mma_backward.backward,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from cufa.device import Device
 from cufa.kernels import Kernel, kernel_named, verdicts
-from cufa.plan import fp8, mma, split_kv, wgmma
+from cufa.plan import float32, fp8, mma, split_kv, wgmma
 from cufa.problem import Problem
 
 # How many microseconds a plan takes on an H200, about, beside what every launch takes. Other GPUs are taken
@@ -16,6 +16,7 @@ PRICES: Mapping[str, Callable[[Problem, Device], float]] = {
     "fwd_6_wgmma": wgmma.price,
     "fwd_7_fp8": fp8.price,
     "fwd_8_split_kv": split_kv.price,
+    "fwd_9_float32": float32.price,
 }
 
 

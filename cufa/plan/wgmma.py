@@ -79,13 +79,13 @@ class Tiles:
     @property
     def registers_at_start(self) -> int:
         """What each thread of a block begins with."""
-        return _register_steps(REGISTERS_PER_SM // (self.threads * self.blocks_per_sm))
+        return register_steps(REGISTERS_PER_SM // (self.threads * self.blocks_per_sm))
 
     @property
     def consumer_registers(self) -> int:
         """What a consumer's thread can have once the producer has given up what it does not need."""
         given = self.registers_at_start * (self.consumers + 1) - MIN_PRODUCER_REGISTERS
-        return min(MAX_CONSUMER_REGISTERS, _register_steps(given // self.consumers))
+        return min(MAX_CONSUMER_REGISTERS, register_steps(given // self.consumers))
 
     @property
     def producer_registers(self) -> int:
@@ -189,7 +189,8 @@ START = 2200
 T = TypeVar("T", bound=Tiles)
 
 
-def _register_steps(registers: int) -> int:
+def register_steps(registers: int) -> int:
+    """As many of them as setmaxnreg can count."""
     return registers // REGISTER_STEP * REGISTER_STEP
 
 

@@ -164,7 +164,7 @@ float exp2f(float), expf(float), log2f(float), logf(float), sqrtf(float), fabsf(
 double exp2(double), exp(double), log2(double), log(double), sqrt(double), fabs(double),
     tanh(double), expm1(double), log1p(double), sin(double), cos(double), floor(double),
     rint(double), pow(double, double), fmod(double, double);
-float fmaf(float, float, float), fmaxf(float, float), fminf(float, float);
+float fmaf(float, float, float), fmaxf(float, float), fminf(float, float), copysignf(float, float);
 double fma(double, double, double), fmax(double, double), fmin(double, double);
 }
 inline float exp2(float x) {

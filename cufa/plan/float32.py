@@ -1,0 +1,189 @@
+"""Plans for the Hopper forward of float32: elements as sums of two halves, products by warpgroups (wgmma)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from cufa.device import MAX_REGISTERS_PER_THREAD, REGISTERS_PER_SM, Device
+from cufa.plan.choice import Candidates, Cost, query_tiles, row_tiles, sizes_of
+from cufa.plan.pace import Pace, fastest
+from cufa.plan.record import Launch, Part, Scratch
+from cufa.plan.sizes import common_macros, params_bytes
+from cufa.plan.wgmma import (
+    BARRIER_BYTES,
+    MAX_CONSUMER_REGISTERS,
+    MAX_WGMMA_N,
+    MIN_PRODUCER_REGISTERS,
+    SWIZZLE_BYTES,
+    WARPGROUP,
+    WGMMA_K,
+    WGMMA_M,
+    panel_tile_bytes,
+    register_steps,
+)
+from cufa.problem import Problem
+from cufa.rounding import round_up
+
+# The threads of the launch that makes halves, and how many rows they have at once, at most.
+HALVING_THREADS, ROWS_AT_ONCE = 256, 32
+FLOAT_BYTES, HALF_BYTES = 4, 2
+# Registers of a consumer beside sums and weights: operands, addresses, the rules of scores.
+OVERHEAD_REGISTERS = 45
+# In nanoseconds of an H200: what two launches take beside their tiles, and bytes that an SM reads and writes
+# in one while it makes halves.
+START = 6000
+HALVED_PER_NS = 28
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The sizes that the kernel is compiled for; a block holds `stages` tiles of keys with their values."""
+
+    block_m: int
+    block_n: int
+    stages: int
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that compute."""
+        return self.block_m // WGMMA_M
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return (self.consumers + 1) * WARPGROUP
+
+    @property
+    def registers_at_start(self) -> int:
+        """What each thread of a block begins with."""
+        return register_steps(min(MAX_REGISTERS_PER_THREAD, REGISTERS_PER_SM // self.threads))
+
+    @property
+    def consumer_registers(self) -> int:
+        """What a consumer's thread can have once the producer has given up what it does not need."""
+        given = self.registers_at_start * (self.consumers + 1) - MIN_PRODUCER_REGISTERS
+        return max(
+            self.registers_at_start, min(MAX_CONSUMER_REGISTERS, register_steps(given // self.consumers))
+        )
+
+    def misfit(self) -> str | None:
+        """None if the kernel can be compiled for these tiles, else the reason."""
+        if self.block_m % WGMMA_M:
+            return f"block_m must be a multiple of {WGMMA_M}, the rows of a warpgroup"
+        if self.block_n % ROWS_AT_ONCE or self.block_n > MAX_WGMMA_N:
+            return f"block_n must be a multiple of {ROWS_AT_ONCE} up to {MAX_WGMMA_N}"
+        return None
+
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n}, stages {self.stages}"
+
+
+# By whether there are large parts alone, and for head dims up to each.
+PACES: Mapping[bool, Mapping[int, Mapping[Tiles, Pace]]] = {
+    False: {
+        32: {Tiles(128, 128, 2): Pace(0.132, 2900), Tiles(192, 96, 2): Pace(0.116, 4000)},
+        64: {Tiles(128, 128, 2): Pace(0.17, 3200)},
+        96: {Tiles(128, 64, 2): Pace(0.235, 4900)},
+        128: {Tiles(128, 64, 2): Pace(0.287, 4500)},
+    },
+    True: {
+        64: {Tiles(128, 128, 3): Pace(0.11, 3000), Tiles(192, 96, 2): Pace(0.0874, 4500)},
+        128: {Tiles(128, 64, 3): Pace(0.154, 5000), Tiles(128, 96, 2): Pace(0.1424, 4800)},
+    },
+}
+
+
+def price(problem: Problem, device: Device) -> float:
+    """Microseconds that the forward takes, about."""
+    tiles, least = _fastest(problem, device)
+    queries, keys = _tile_counts(problem, tiles)
+    made = queries * _query_tile_bytes(problem, tiles) + keys * _key_tile_bytes(problem, tiles)
+    of_element = _parts(problem) * HALF_BYTES
+    moved = made * (of_element + FLOAT_BYTES) / of_element
+    return (START + moved / (HALVED_PER_NS * device.sm_count) + least) / 1000
+
+
+def _tile_counts(problem: Problem, tiles: Tiles) -> tuple[int, int]:
+    """How many tiles of queries, and of keys, all heads have."""
+    return query_tiles(problem, tiles), problem.kv_heads * row_tiles(problem, problem.seqlen_k, tiles.block_n)
+
+
+def _fastest(problem: Problem, device: Device) -> tuple[Tiles, float]:
+    dim = max(problem.head_dim, problem.value_dim)
+    paces = PACES[problem.features.tf32]
+    return fastest(problem, device, next(of_dim for limit, of_dim in paces.items() if dim <= limit))
+
+
+def _parts(problem: Problem) -> int:
+    """Halves of an element."""
+    return 1 if problem.features.tf32 else 2
+
+
+def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+    """`fwd_9_float32`: a launch that makes halves, and one with a block for each tile of queries."""
+    best, _ = _fastest(problem, device)
+
+    def as_launched(tiles: Tiles) -> Cost:
+        return replace(_cost(problem, tiles), registers=tiles.registers_at_start)
+
+    chosen = Candidates(device, (best,), as_launched).choose(problem, tiles)
+    sizes = chosen.tiles
+    queries, keys = _tile_counts(problem, sizes)
+    query_bytes, key_bytes = _query_tile_bytes(problem, sizes), _key_tile_bytes(problem, sizes)
+    launches = (
+        Launch("to_halves", queries + keys, HALVING_THREADS),
+        Launch("fwd_9_float32", queries, sizes.threads, chosen.cost.smem_bytes, overlaps=True),
+    )
+    return Part(
+        tiles=sizes_of(sizes),
+        macros=(
+            *common_macros(problem),
+            *((name.upper(), size) for name, size in sizes_of(sizes).items()),
+            ("THREADS", sizes.threads),
+            ("HALVING_THREADS", HALVING_THREADS),
+            ("PRODUCER_REGISTERS", MIN_PRODUCER_REGISTERS),
+            ("CONSUMER_REGISTERS", sizes.consumer_registers),
+            ("QUERY_TILE_BYTES", query_bytes),
+            ("KEY_TILE_BYTES", key_bytes),
+            ("SMEM_BYTES", chosen.cost.smem_bytes),
+            ("PARAMS_BYTES", params_bytes(problem)),
+        ),
+        launches=launches if queries else (),
+        scratch=(
+            Scratch("alignment", (SWIZZLE_BYTES // FLOAT_BYTES,)),
+            Scratch("halves of queries", (queries, query_bytes // FLOAT_BYTES)),
+            Scratch("halves of keys and values", (keys, key_bytes // FLOAT_BYTES)),
+        ),
+        reasons=chosen.reasons,
+    )
+
+
+def _query_tile_bytes(problem: Problem, tiles: Tiles) -> int:
+    """The size of half_tiles.cuh's QueryHalves."""
+    rows = _half_tile_bytes(problem, tiles.block_m, problem.head_dim)
+    return round_up(rows + tiles.block_m * FLOAT_BYTES, SWIZZLE_BYTES)
+
+
+def _key_tile_bytes(problem: Problem, tiles: Tiles) -> int:
+    """The size of half_tiles.cuh's TileHalves."""
+    rows = _half_tile_bytes(problem, tiles.block_n, problem.head_dim)
+    keys = round_up(rows + 3 * tiles.block_n * FLOAT_BYTES, SWIZZLE_BYTES)
+    return keys + _half_tile_bytes(problem, tiles.block_n, problem.value_dim)
+
+
+def _half_tile_bytes(problem: Problem, rows: int, dim: int) -> int:
+    return panel_tile_bytes(_parts(problem) * rows, round_up(dim, WGMMA_K))
+
+
+def _cost(problem: Problem, tiles: Tiles) -> Cost:
+    smem_bytes = (
+        _query_tile_bytes(problem, tiles)
+        + tiles.stages * _key_tile_bytes(problem, tiles)
+        + BARRIER_BYTES * (2 * 2 * tiles.stages + 1)
+    )
+    depth, dims = (round_up(dim, WGMMA_K) for dim in (problem.head_dim, problem.value_dim))
+    # S, O and what a tile adds to it in float32, and P in pairs.
+    registers = tiles.block_n // 2 + dims + _parts(problem) * tiles.block_n // 4 + OVERHEAD_REGISTERS
+    work = tiles.block_m * tiles.block_n * (depth + dims) / tiles.threads
+    return Cost(round_up(smem_bytes, SWIZZLE_BYTES), registers, work)

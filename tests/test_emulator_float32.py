@@ -1,0 +1,85 @@
+"""float32 in halves on the emulator: lengths and head dims, units of rows, and what halves cannot hold."""
+
+import numpy as np
+import pytest
+from emulator import EmulatorError, calls
+from feature_cases import SIZES, draw_case, hide_nan
+from test_emulator import planted
+from tolerance import assert_attention, random_problem
+
+pytestmark = pytest.mark.emulator
+
+KERNEL = "fwd_9_float32"
+# One warpgroup that computes.
+TILES = {"block_m": 64, "block_n": 64}
+HEADS = {**SIZES, "heads": 4, "kv_heads": 2}
+
+
+def run(problem, rules, call=None, **options):
+    """The output, held to the rule; `call` are the arguments of the call if they are not the rules."""
+    options = {"kernel": KERNEL, "tiles": TILES, **(rules if call is None else call), **options}
+    with np.errstate(invalid="ignore", over="ignore"):
+        out, lse = calls.attention(problem.q, problem.k, problem.v, **options)
+        assert_attention(out, lse, problem, **rules)
+    return out
+
+
+def check(case, **options):
+    """The same of a case; what no row sees is NaN."""
+    hide_nan(case)
+    return run(case.problem, case.forward, case.emulator_forward, **options)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        ("causal", "window", "sink", "softcap", "alibi_slopes", "packed", "seqused_k"),
+        ("causal", "bias", "score_mod"),
+    ],
+)
+def test_lengths_and_features(rng, features):
+    for lengths in [(70, 200), (1, 64), (65, 7), (130, 1), (0, 5), (5, 0)]:
+        sizes = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], **HEADS}
+        check(draw_case(rng, "float32", features, **sizes))
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_head_dims(rng, precision):
+    """One whose rows are read an element at a time, and the tiles that the plan chooses."""
+    sizes = {"seqlen_q": 140, "seqlen_k": 150, "heads": 2, "kv_heads": 1, "head_dim": 33, "head_dim_v": 127}
+    problem = random_problem(rng, "float32", **sizes)
+    run(problem, {"precision": precision, "causal": True}, tiles=None, checked=False)
+
+
+def test_rows_in_units_of_their_own(rng):
+    problem = random_problem(rng, "float32", seqlen_q=20, seqlen_k=150, head_dim=16)
+
+    for x, exponent, deviation in ((problem.q, 80, 2), (problem.k, -82, 4), (problem.v, 0, 30)):
+        x[:] = np.ldexp(x, rng.normal(exponent, deviation, (*x.shape[:-1], 1)).astype(int))
+    problem.v[0, 3] = 0
+    run(problem, {})
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1e30])
+def test_values_that_halves_cannot_hold(rng, value):
+    """Some rows see them, some do not."""
+    problem = random_problem(rng, "float32", seqlen_q=100, seqlen_k=100, head_dim=16, heads=2, kv_heads=1)
+    problem.v[0, 60, 0, 5] = problem.v[0, 61, 0, 14] = value
+    out = run(problem, {"causal": True})
+    others = np.abs(out) < 1e3
+    assert others.any()
+    assert not others.all()
+
+
+def test_keys_that_are_not_finite(rng):
+    problem = random_problem(rng, "float32", seqlen_q=100, seqlen_k=100, head_dim=16, heads=2)
+    problem.k[0, 60, 0, 5] = np.nan
+    problem.k[0, 70, 1, 3] = np.inf
+    problem.q[0, 90, 0, 3] = np.inf
+    run(problem, {"causal": True})
+
+
+def test_a_tile_that_is_not_waited_for(rng, tmp_path):
+    folder = planted(tmp_path, f"{KERNEL}.cu", "wait_for(smem.queries_full, 0, 0);", "")
+    with pytest.raises(EmulatorError, match="shared memory"):
+        check(draw_case(rng, "float32", (), seqlen_q=1, seqlen_k=200, **HEADS), folder=folder)

@@ -52,6 +52,10 @@ def biased(dtype):
     return Features(bias=(1, 4, 4096, 4096), bias_dtype=dtype)
 
 
+# All that a producer may have to look up.
+IN_PAGES = Features(packed=True, page_size=16, seqused_k=True)
+
+
 @pytest.mark.parametrize(
     ("head_dim", "causal", "features"),
     [
@@ -60,9 +64,11 @@ def biased(dtype):
         (64, True, biased("bfloat16")),
         (128, False, biased("float32")),
         (256, False, biased("bfloat16")),
+        (128, False, Features(mask_mod=SEE)),
+        (256, True, IN_PAGES),
     ],
 )
-def test_no_spill_with_what_is_added_to_scores(head_dim, causal, features):
+def test_no_spill_with_features(head_dim, causal, features):
     call = replace(problem(head_dim, causal=causal), features=features)
     assert best_kernel(call, H200).name == NAME
     assert jit.build(plan_of(call).variant).warnings == ()

@@ -41,8 +41,9 @@ TILE_LABEL_BYTES = 12
 REGISTER_STEP = 8
 MIN_PRODUCER_REGISTERS = 32
 MAX_CONSUMER_REGISTERS = 240
-# What each consumer gives of them to a producer that looks for some of the sequences.
-GIVEN_REGISTERS = 2 * REGISTER_STEP
+# The most beside a producer that looks up more than where a tile lies, and beside one that looks for some of
+# the sequences.
+BESIDE_LOOK_UPS, BESIDE_SEARCH = 224, 216
 # Registers of a consumer beside accumulators and weights: addresses, descriptions, the softmax's state.
 OVERHEAD_REGISTERS = 30
 # Of so many warpgroups that compute, or so many blocks of an SM, threads have no registers to spare.
@@ -258,9 +259,11 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
     pages = ceil_div(tiles.block_n, features.page_size) if features.page_size else 1
     if features.alibi and (features.page_size or features.softcap):
         return False
+    narrow = tiles.block_n <= PANEL_COLS
     if is_cut(problem):
-        narrow = tiles.block_n <= PANEL_COLS or not features.alibi
-        return pages == 1 and features.score_mod is None and narrow
+        return pages == 1 and features.score_mod is None and (narrow or not features.alibi)
+    if features.score_mod is not None and not narrow:
+        return False
     return pages <= MOST_PAGES and not (features.alibi and tiles.consumers == MANY_CONSUMERS)
 
 
@@ -360,19 +363,33 @@ def choose_persistent(
 def forward_macros(problem: Problem, device: Device, chosen: Choice[T], maps: int) -> tuple[Macro, ...]:
     """What the Hopper forwards are compiled with; `maps` is how many tensor maps they are passed."""
     tiles = chosen.tiles
-    given = GIVEN_REGISTERS if problem.features.least_queries else 0
+    consumer_registers = min(tiles.consumer_registers, _most_consumer_registers(problem))
+    given = tiles.consumer_registers - consumer_registers
     return (
         *common_macros(problem),
         *((name.upper(), size) for name, size in sizes_of(tiles).items()),
         ("THREADS", tiles.threads),
         ("BOX_KEYS", box_keys(problem, tiles)),
         ("PRODUCER_REGISTERS", tiles.producer_registers + given * tiles.consumers),
-        ("CONSUMER_REGISTERS", tiles.consumer_registers - given),
+        ("CONSUMER_REGISTERS", consumer_registers),
         ("SEEN_BITS", has_seen_bits(problem, tiles)),
         ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),
         ("SMEM_BYTES", chosen.cost.smem_bytes),
         ("PARAMS_BYTES", round_up(maps * TENSOR_MAP_BYTES + params_bytes(problem), TENSOR_MAP_ALIGNMENT)),
     )
+
+
+def _most_consumer_registers(problem: Problem) -> int:
+    """What a consumer may have for the producer to have enough."""
+    features = problem.features
+    if features.least_queries:
+        return BESIDE_SEARCH
+    # With values of fewer dims, the few words that are spilled for pages take no time; a bias or a score_mod
+    # takes all that consumers have.
+    in_pages = features.page_size > 0 and problem.value_dim > MOST_VALUE_DIM
+    asks = features.bias is not None or features.score_mod is not None
+    looks_up = in_pages or features.mask_mod is not None
+    return BESIDE_LOOK_UPS if looks_up and not asks else MAX_CONSUMER_REGISTERS
 
 
 def panel_tile_bytes(rows: int, cols: int, itemsize: int = 2) -> int:

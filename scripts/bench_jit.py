@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures what run-time compilation and a call cost: seconds to compile, first calls, host time.
 
-usage: scripts/bench_jit.py      prints one JSON document
+Prints one JSON document.
 
 Compiling is measured with an empty cache, each variant on a core of its own, for the H200's arch or
 CUFA_ARCH; the calls are measured where there is a GPU.
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 # NVRTC has a cache of its own, which would answer for what the tests compiled.
 os.environ["CUDA_CACHE_DISABLE"] = "1"
 
+import click
 import numpy as np
 
 import cufa
@@ -123,18 +124,23 @@ def host_microseconds() -> dict[str, float]:
     return measured
 
 
-def in_new_process(function: str) -> dict[str, float]:
-    run = subprocess.run([sys.executable, __file__, function], capture_output=True, text=True, check=True)
-    return json.loads(run.stdout)
+def first_call_of_a_process() -> dict[str, float]:
+    command = [sys.executable, __file__, "--first-call"]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
-def main() -> None:
+@click.command(help=__doc__)
+@click.option("--first-call", "only_first_call", is_flag=True, help="Measure that alone, in this process.")
+def main(only_first_call: bool) -> None:
+    if only_first_call:
+        print(json.dumps(first_call()))
+        return
     with tempfile.TemporaryDirectory() as folder:
         os.environ["CUFA_CACHE_DIR"] = folder
         report: dict[str, object] = {"nvrtc": list(jit.nvrtc_version()), "compile_seconds": compile_seconds()}
         if arrays.gpu_usable():
-            report["cold_cache"] = in_new_process("first_call")
-            warm = [in_new_process("first_call") for _ in range(5)]
+            report["cold_cache"] = first_call_of_a_process()
+            warm = [first_call_of_a_process() for _ in range(5)]
             report["warm_cache"] = min(warm, key=lambda times: times["first_ms"])
             report["warm_cache_runs"] = warm
             report["host_us"] = host_microseconds()
@@ -142,7 +148,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["first_call"]:
-        print(json.dumps(first_call()))
-    else:
-        main()
+    main()

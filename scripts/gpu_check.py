@@ -14,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import click
+
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "gpu_check.json"))
 WORKERS_OF_GPU = 14  # of 28 the memory pools leave too little for the largest tests
@@ -94,11 +96,13 @@ def record_of_these_kernels() -> dict[str, Any]:
     return record if record.get("kernels_sha256") == kernels_digest() else {}
 
 
-def main(only_tests: bool) -> int:
+@click.command(help=__doc__)
+@click.option("--only-tests", is_flag=True, help="Keep the speeds that the record has of the same kernels.")
+def main(only_tests: bool) -> None:
     info = json.loads(run("-m", "cufa.cli", "info", "--json").stdout)
     if info["gpu"] is None:
         print(f"nothing to check: {info['missing']['gpu']}", file=sys.stderr)
-        return 2
+        sys.exit(2)
     # What is right is found out side by side, what is fast afterwards, alone.
     with ThreadPoolExecutor() as pool:
         testing, sanitizing = pool.submit(tests), pool.submit(sanitizer)
@@ -114,7 +118,7 @@ def main(only_tests: bool) -> int:
     if not only_tests:
         measure(record)
     print(f"written to {RECORD}")
-    return 0 if record["tests"]["ok"] and record["sanitizer"]["ok"] is not False else 1
+    sys.exit(0 if record["tests"]["ok"] and record["sanitizer"]["ok"] is not False else 1)
 
 
 def measure(record: dict[str, Any]) -> None:
@@ -127,4 +131,4 @@ def measure(record: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(only_tests="--only-tests" in sys.argv[1:]))
+    main()

@@ -2,8 +2,6 @@
 """Writes the figures of README.md and benchmarks/README.md from the records in benchmarks/.
 
 No figure there is typed by hand.
-
-usage: scripts/readme_figures.py [--check]      --check: write nothing, exit with 1 if a page differs
 """
 
 import json
@@ -16,6 +14,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
+import click
 from peer_problems import DETERMINISTIC, HIDDEN, TOKENS, work_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -782,16 +781,17 @@ def filled(page: Path) -> str:
     return written
 
 
-def main() -> int:
+@click.command(help=__doc__)
+@click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a page differs.")
+def main(check: bool) -> None:
     differ = [page for page in PAGES if filled(page) != page.read_text()]
-    if sys.argv[1:] == ["--check"]:
-        for page in differ:
-            print(f"{page} differs from benchmarks/; run scripts/readme_figures.py", file=sys.stderr)
-        return int(bool(differ))
     for page in differ:
-        page.write_text(filled(page))
-    return 0
+        if check:
+            print(f"{page} differs from benchmarks/; run scripts/readme_figures.py", file=sys.stderr)
+        else:
+            page.write_text(filled(page))
+    sys.exit(int(check and bool(differ)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

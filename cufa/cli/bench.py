@@ -141,8 +141,9 @@ def command(
 
     Each kernel must first get a small problem right. Times are medians, on a GPU by CUDA events with
     nothing in the L2 cache. TFLOP/s count the matrix products that --causal and --window leave, two
-    forward and five backward; GB/s count every input and result once. With --varlen, one packed batch is
-    timed instead of a sweep. Of several tile sizes those that do not fit are left out.
+    forward and five backward, those that --mask and --mask-mod hide too; GB/s count every input and result
+    once. With --varlen, one packed batch is timed instead of a sweep. Of several tile sizes those that do
+    not fit are left out.
     """
     if plot is not None:
         _check_plot(plot)

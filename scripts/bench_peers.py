@@ -306,7 +306,7 @@ def write_record(path: Path, done: int, problems: int, measured: dict[str, Any])
 
 @functools.cache
 def machine() -> dict[str, Any]:
-    command = [sys.executable, "-m", "cufa.cli", "info", "--json"]
+    command = [sys.executable, "-m", "cufa", "info", "--json"]
     info = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
     return {"gpu": device.current().name, "driver": info["driver"], "nvrtc": info["nvrtc"]}
 

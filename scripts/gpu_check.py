@@ -81,7 +81,7 @@ def sanitizer() -> dict[str, Any]:
 
 
 def ladder(name: str) -> Any:
-    return json.loads(run("-m", "cufa.cli", "ladder", "--preset", name, "--json").stdout)
+    return json.loads(run("-m", "cufa", "ladder", "--preset", name, "--json").stdout)
 
 
 def write(record: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ def record_of_these_kernels() -> dict[str, Any]:
 @click.command(help=__doc__)
 @click.option("--only-tests", is_flag=True, help="Keep the speeds that the record has of the same kernels.")
 def main(only_tests: bool) -> None:
-    info = json.loads(run("-m", "cufa.cli", "info", "--json").stdout)
+    info = json.loads(run("-m", "cufa", "info", "--json").stdout)
     if info["gpu"] is None:
         print(f"nothing to check: {info['missing']['gpu']}", file=sys.stderr)
         sys.exit(2)

@@ -43,7 +43,7 @@ def test_an_unknown_command_is_refused():
 
 def test_the_module_runs_as_a_command():
     done = subprocess.run(
-        [sys.executable, "-m", "cufa.cli", "--version"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "cufa", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip().endswith(cufa.__version__)
 

@@ -1,0 +1,5 @@
+"""`python -m cufa`: the command, where its script is not on the path."""
+
+from cufa.cli import main
+
+main(prog_name="cufa")

@@ -1,5 +1,0 @@
-"""`python -m cufa.cli`: the command, where its script is not on the path."""
-
-from cufa.cli import main
-
-main(prog_name="cufa")

@@ -24,7 +24,7 @@ MANY_QUERIES = 16
 MOST_TYPICAL = MANY_QUERIES // 2
 # What part of the time of one kernel two must take to be launched, if there may be no sequence of many
 # queries, where the second launch is lost time, and if there must be some.
-WORTHWHILE, WORTHWHILE_IF_SURE = 0.7, 0.85
+WORTHWHILE, WORTHWHILE_IF_SURE = 0.65, 0.85
 
 
 @dataclass(frozen=True)

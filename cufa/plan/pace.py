@@ -28,15 +28,23 @@ class Pace:
     """How long a tile of queries takes on an SM of an H200: nanoseconds, of each score and beside those.
 
     `alone` is how many times as long it takes if the SM has room for several blocks and works on no other.
+    Where one edge of what rows see cuts through tiles that is part of `of_tile`; `of_other_edge` is for the
+    second one, of a window.
     """
 
     of_score: float
     of_tile: float
     alone: float = 1
+    of_other_edge: float = 0
 
     def times(self, factor: float) -> Pace:
         """One that takes so many times as long."""
-        return replace(self, of_score=factor * self.of_score, of_tile=factor * self.of_tile)
+        return replace(
+            self,
+            of_score=factor * self.of_score,
+            of_tile=factor * self.of_tile,
+            of_other_edge=factor * self.of_other_edge,
+        )
 
 
 def is_cut(problem: Problem) -> bool:
@@ -55,13 +63,15 @@ def time(problem: Problem, device: Device, tiles: TileSizes, pace: Pace) -> floa
     """Nanoseconds until all SMs are done."""
     keys = seen_keys(problem, tiles)
     count = query_tiles(problem, tiles)
-    rounds: float = ceil_div(count, device.sm_count)
     longest: float = 1
     if problem.causal and problem.features.window == (None, None) and keys > 0:
-        # Tiles of many lengths, the longest first: the others end when those do.
-        rounds, longest = count / device.sm_count, most_keys(problem, tiles) / keys
-    rounds = max(rounds, longest * pace.alone)
-    return rounds * (tiles.block_m * keys * pace.of_score + pace.of_tile)
+        longest = most_keys(problem, tiles) / keys
+    # Tiles of many lengths come the longest first: the others end when those do, unless all are about as long
+    # and some SMs have one more.
+    shortest = max(0, 2 - longest)
+    rounds = max(count / device.sm_count, longest * pace.alone, shortest * ceil_div(count, device.sm_count))
+    of_edges = (_edges(problem) - 1) * pace.of_other_edge
+    return rounds * (tiles.block_m * keys * pace.of_score + pace.of_tile + of_edges)
 
 
 def seen_keys(problem: Problem, tiles: TileSizes) -> float:
@@ -70,7 +80,7 @@ def seen_keys(problem: Problem, tiles: TileSizes) -> float:
     rows = problem.seqlen_q // problem.packed_sequences
     if is_cut(problem) and rows:
         # At each edge of what rows see, one sees that much more than another, and tiles half of one more.
-        edges = 2 if problem.features.window != (None, None) else 1
+        edges = _edges(problem)
         seen = problem.visible_scores / rows + edges * tiles.block_m / 2
         if seen < keys:
             return min(seen + edges * tiles.block_n / 2, round_up(keys, tiles.block_n))
@@ -82,6 +92,11 @@ def most_keys(problem: Problem, tiles: TileSizes) -> float:
     if problem.features.window != (None, None):
         return seen_keys(problem, tiles)
     return round_up(_keys(problem), tiles.block_n)
+
+
+def _edges(problem: Problem) -> int:
+    """How many edges what rows see has, where it has any."""
+    return 2 if problem.features.window != (None, None) else 1
 
 
 def _keys(problem: Problem) -> int:

@@ -39,21 +39,24 @@ PART_ALIGNMENT = 16
 # tiles are there, by the rows of a warp; the second launch; and each part of a row that it merges, at least,
 # or else as many times that part's bytes. How many blocks for an SM use all of the bandwidth, and which part
 # of the time counts that some SMs have more blocks than others have. For how many rows an SM's products take
-# as long as its keys, by the bytes of an element and the rows of a warp; and how much longer those of a block
-# take that has the SM to itself than half of those of two. All of it as measured on an H200.
+# as long as its keys, by the bytes of an element and the rows of a warp; as many bytes of a key take them as
+# long as the softmax; and how much longer all that takes a block that has the SM to itself than half of two.
+# As measured on an H200.
 START_BYTES = {MMA_M: 72 * 1024, 2 * MMA_M: 320 * 1024}
-MERGE_BYTES = 96 * 1024
+MERGE_BYTES = 80 * 1024
 MERGED_PART_BYTES = 1024
 PASSES_OVER_PARTS = 4
 BLOCKS_FOR_BANDWIDTH = 0.56
 UNEVENNESS = 0.15
-ROWS_FOR_BANDWIDTH = {2: {MMA_M: 48, 2 * MMA_M: 67}, 1: {MMA_M: 29, 2 * MMA_M: 30}}
-LONE_BLOCK_COST = 1.3
+ROWS_FOR_BANDWIDTH = {2: {MMA_M: 64, 2 * MMA_M: 85}, 1: {MMA_M: 41, 2 * MMA_M: 41}}
+SCORE_BYTES = 96
+LONE_BLOCK_COST = 1.5
 # How much longer few bytes of a key take if a tile's lie in several pages. Twice as many warps hide that, and
 # the time until a block's first tiles are there is twice as long.
 SEVERAL_PAGES = 1.06
-# What the share brings in a nanosecond; and the nanoseconds that a row of a block takes beside its keys, into
-# however many parts these are split.
+# The nanoseconds of a call whatever it reads; what the share brings in one; and those that a row of a block
+# takes beside its keys, into however many parts these are split.
+START = 1500
 BYTES_PER_NS = 36
 ROW_TIME = 60
 MAX_SPLITS = 128
@@ -229,7 +232,7 @@ def price(problem: Problem, device: Device, like: Problem | None = None) -> floa
     def time(tiles: Tiles) -> float:
         least, _ = _least_time(problem, tiles, device)
         rounds = ceil_div(_row_blocks(problem, tiles.block_m), device.sm_count)
-        return least / BYTES_PER_NS + rounds * tiles.block_m * ROW_TIME
+        return START + least / BYTES_PER_NS + rounds * tiles.block_m * ROW_TIME
 
     tiles = _candidates(problem, device) if like is None else [_fastest(like, device)]
     return min(map(time, tiles)) / 1000
@@ -337,6 +340,8 @@ def _least_time(problem: Problem, tiles: Tiles, device: Device) -> tuple[float, 
     part_bytes = max(MERGED_PART_BYTES, PASSES_OVER_PARTS * parts_of_sm)
     of_sm = row_blocks * bytes_of_row_block / device.sm_count
     rows = ROWS_FOR_BANDWIDTH[problem.key_itemsize][tiles.warp_rows]
+    of_scores = 1 + SCORE_BYTES / _key_bytes(problem)
+    rounds = max(1, ceil_div(_visible_keys(problem), tiles.block_n * tiles.teams))
 
     def waves_of(splits: int) -> int:
         return ceil_div(row_blocks * splits, device.sm_count * blocks_per_sm)
@@ -346,16 +351,16 @@ def _least_time(problem: Problem, tiles: Tiles, device: Device) -> tuple[float, 
 
     def time(splits: int) -> float:
         blocks, waves = row_blocks * splits, waves_of(splits)
-        of_block = bytes_of_row_block / splits
+        # The largest part has whole rounds.
+        of_block = bytes_of_row_block * ceil_div(rounds, splits) / rounds
         on_busiest = ceil_div(blocks, device.sm_count)
         uneven = on_busiest * device.sm_count / max(1, blocks) - 1
         read = max(of_sm * (1 + UNEVENNESS * uneven), waves * of_block * BLOCKS_FOR_BANDWIDTH)
         lone = on_busiest % 2 if blocks_per_sm > 1 else 0
         block_times = on_busiest + (LONE_BLOCK_COST - 1) * lone
-        multiply = block_times * of_block * tiles.block_m / rows
+        multiply = block_times * of_block * of_scores * tiles.block_m / rows
         return waves * start + max(read, multiply) + merge_of(splits)
 
-    rounds = ceil_div(_visible_keys(problem), tiles.block_n * tiles.teams)
     best = time(1), 1
     for splits in range(2, min(rounds, MAX_SPLITS) + 1):
         # More parts take no less than that, with everything read as evenly as can be.

@@ -146,16 +146,16 @@ PACES = {
 # Those where a mask cuts through tiles.
 CUT_PACES = {
     64: {
-        Tiles(192, 128, 2, 1, 64): Pace(0.0751, 670),
-        Tiles(256, 64, 4, 1, 64): Pace(0.0706, 1400),
-        Tiles(128, 128, 3, 2, 64): Pace(0.0712, 850),
-        Tiles(64, 128, 2, 1, 64, 2): Pace(0.0730, 730, 1.65),
-        Tiles(64, 64, 2, 1, 64, 3): Pace(0.0854, 225, 1.83),
-        Tiles(64, 32, 2, 1, 64, 4): Pace(0.1140, 180, 2.20),
+        Tiles(192, 128, 2, 1, 64): Pace(0.0575, 2100, of_other_edge=2000),
+        Tiles(256, 64, 4, 1, 64): Pace(0.0545, 3100, of_other_edge=2900),
+        Tiles(128, 128, 3, 2, 64): Pace(0.0600, 1000, of_other_edge=1000),
+        Tiles(64, 128, 2, 1, 64, 2): Pace(0.0640, 640, 1.45, 530),
+        Tiles(64, 64, 2, 1, 64, 3): Pace(0.0715, 370, 1.55, 390),
+        Tiles(64, 32, 2, 1, 64, 4): Pace(0.0960, 140, 1.80, 390),
     },
     128: {
-        Tiles(128, 128, 2, 2, 128): Pace(0.1022, 890),
-        Tiles(64, 64, 2, 1, 64, 2): Pace(0.1090, 1000, 1.32),
+        Tiles(128, 128, 2, 2, 128): Pace(0.0850, 1570, of_other_edge=1380),
+        Tiles(64, 64, 2, 1, 64, 2): Pace(0.1151, 760, 1.15, 450),
     },
     192: WIDE_PACES[192],
     256: WIDE_PACES[256],
@@ -165,13 +165,13 @@ CUT_PACES = {
 # cache, by this factor longer, and those of 192, which read less, are to be chosen from, too.
 SECTOR_BYTES = 32
 ODD_ROWS = 1.35
-ODD_ROW_PACES = {128: {Tiles(192, 64, 4, 1, 128): Pace(0.1045, 2180)}}
+ODD_ROW_PACES = {128: {Tiles(192, 64, 4, 1, 128): Pace(0.0880, 2270)}}
 # From which head dim on, over PANEL_COLS, those are the small blocks. Of fewer dims, which they take as long
 # for, there are these, without and with a mask that cuts: ptxas would have products of 64 keys wait there.
 LEAST_WIDE_DIM = 120
 FEW_DIMS_PACES: Mapping[bool, Mapping[Tiles, Pace]] = {
     False: {Tiles(64, 64, 2, 1, 64, 2): Pace(0.081, 1300, 2.25)},
-    True: {Tiles(64, 80, 2, 1, 64, 2): Pace(0.127, 1060, 1.75)},
+    True: {Tiles(64, 80, 2, 1, 64, 2): Pace(0.118, 890, 1, 800)},
 }
 # In how many pages a tile of keys may be for three and more warpgroups to leave the producer registers enough
 # to look them up, if all keys are seen.
@@ -184,8 +184,8 @@ BIASED_PACES = {
 }
 # What part of the time head dims take that a table's have and a call does not.
 FASTER_WITHOUT_DIMS = 0.22
-# Until the first tiles are there, in nanoseconds.
-START = 2200
+# Until the first tiles are there, in nanoseconds, which takes longer where rows do not see all keys.
+START, CUT_START = 3500, 5000
 
 T = TypeVar("T", bound=Tiles)
 
@@ -229,7 +229,8 @@ def _has_odd_rows(problem: Problem) -> bool:
 def price(problem: Problem, device: Device) -> float:
     """Microseconds that the forward takes, about."""
     _, least = _fastest(problem, device)
-    return (START + max(least, memory_time(problem, device))) / 1000
+    start = CUT_START if is_cut(problem) else START
+    return (start + max(least, memory_time(problem, device))) / 1000
 
 
 @functools.lru_cache

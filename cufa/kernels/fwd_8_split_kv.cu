@@ -375,7 +375,8 @@ __device__ inline void attend_part(Smem& smem, const ForwardParams& params, cons
     __syncthreads();
 
     for (int row = threadIdx.x / 32; row <= last_row; row += kWarps) {
-        finish(row, MergedRow(kTeams, [&](int i) -> const RowPart& { return smem.parts[i][row]; }));
+        finish(row, MergedRow::of<kTeams>(
+                        kTeams, [&](int i) -> const RowPart& { return smem.parts[i][row]; }));
     }
 }
 
@@ -500,12 +501,13 @@ __device__ inline void merge_rows(int first, int step, int rows, int count,
         const int row = static_cast<int>(next) + warp / sharing;
         if (row < rows) {
             const auto part = parts_of_row(row, share, sharing);
-            MergedRow(ceil_div(count - share, sharing), part).store(parts[warp]);
+            MergedRow::of<MergedRow::kPartsAtOnce>(ceil_div(count - share, sharing), part)
+                .store(parts[warp]);
         }
         __syncthreads();
         if (row < rows && share == 0) {
-            write(row,
-                  MergedRow(sharing, [&](int i) -> const RowPart& { return parts[warp + i]; }));
+            write(row, MergedRow::of<kMergeWarps>(
+                           sharing, [&](int i) -> const RowPart& { return parts[warp + i]; }));
         }
         __syncthreads();  // the next rows' parts may overwrite these
     }

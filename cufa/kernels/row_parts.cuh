@@ -24,18 +24,21 @@ struct MergedRow {
     OnlineSoftmax softmax;
     Chunk sums[kChunks] = {};
 
-    // Merges `count` parts, of which `part(i)` is one. However many they are, they are read
-    // together.
-    template <class Part>
-    __device__ MergedRow(int count, const Part& part) {
-        for (int first = 0; first < count; first += kPartsAtOnce) {
-            MergedRow parts[kPartsAtOnce];
+    // Of `count` parts, of which `part(i)` is one. As many as there mostly are, and registers for,
+    // are read together.
+    template <int Mostly, class Part>
+    __device__ static MergedRow of(int count, const Part& part) {
+        constexpr int kAtOnce = Mostly < kPartsAtOnce ? Mostly : kPartsAtOnce;
+        MergedRow merged;
+        for (int first = 0; first < count; first += kAtOnce) {
+            MergedRow parts[kAtOnce];
 #pragma unroll
-            for (int i = 0; i < kPartsAtOnce; ++i) {
+            for (int i = 0; i < kAtOnce; ++i) {
                 if (first + i < count) parts[i].load(part(first + i));
             }
-            add(parts);
+            merged.add(parts);
         }
+        return merged;
     }
 
     // Makes it a part of a larger row.
@@ -57,16 +60,14 @@ struct MergedRow {
     }
 
   private:
-    // Of no keys.
-    MergedRow() = default;
-
     __device__ void load(const RowPart& part) {
         softmax = part.softmax;
         for_each_chunk(
             [&](int i, int col) { sums[i] = *reinterpret_cast<const Chunk*>(part.sums + col); });
     }
 
-    __device__ void add(const MergedRow (&parts)[kPartsAtOnce]) {
+    template <int Count>
+    __device__ void add(const MergedRow (&parts)[Count]) {
         acc_t max = negative_infinity();
 #pragma unroll
         for (const MergedRow& part : parts) max = part.softmax.max > max ? part.softmax.max : max;

@@ -48,7 +48,7 @@ MERGED_PART_BYTES = 1024
 PASSES_OVER_PARTS = 4
 BLOCKS_FOR_BANDWIDTH = 0.56
 UNEVENNESS = 0.15
-ROWS_FOR_BANDWIDTH = {2: {MMA_M: 64, 2 * MMA_M: 85}, 1: {MMA_M: 41, 2 * MMA_M: 41}}
+ROWS_FOR_BANDWIDTH = {2: {MMA_M: 64, 2 * MMA_M: 85}, 1: {MMA_M: 43, 2 * MMA_M: 41}}
 SCORE_BYTES = 96
 LONE_BLOCK_COST = 1.5
 # How much longer few bytes of a key take if a tile's lie in several pages. Twice as many warps hide that, and

@@ -120,6 +120,19 @@ def test_registers_are_those_of_the_block(seqlen):
         assert launch.grid <= blocks * H200.sm_count
 
 
+@pytest.mark.parametrize(
+    ("shape", "kernel"),
+    [
+        (Problem("forward", "bfloat16", 24, 73, 5, 24, 12, 80, 80, causal=True), "fwd_5_mma"),
+        (Problem("forward", "bfloat16", 1, 1024, 65536, 8, 8, 64, 64, causal=True), NAME),
+        (Problem("forward", "bfloat16", 96, 64, 5, 24, 12, 112, 112), NAME),
+    ],
+    ids=["keys for a part of a tile", "many more keys than queries", "one tile of keys"],
+)
+def test_the_rung_that_was_the_fastest(shape, kernel):
+    assert best_kernel(shape, H200).name == kernel
+
+
 @pytest.mark.parametrize("head_dim", [72, 96, 120])
 def test_short_sequences_under_a_mask_have_no_product_in_series(head_dim):
     plan = plan_of(replace(problem(head_dim, causal=True, seqlen=64), batch=1024))

@@ -232,7 +232,7 @@ def attention(
         "out": out,
         "lse": lse,
     }
-    call = Call("forward", {"q": q, "k": k, "v": v} | _given(optional), asked, backend)
+    call = Call("forward", {"q": q, "k": k, "v": v, **_given(optional)}, asked, backend)
     scale = _scale_of(call.problem, softmax_scale, values)
     call.want("out")
     if return_lse or return_attn_probs or lse is not None:
@@ -589,6 +589,6 @@ def _asked(
         gradients,
         layout,
         precision,
-        *mods.written(with_gradients="score_mod" in gradients),
+        *(mods.written_with_gradients if "score_mod" in gradients else mods.written),
         max_seqlen_q,
     )

@@ -58,6 +58,11 @@ class Adopted(NamedTuple):
         """Whether the arrays are copies from the other side."""
         return self.sources is not self.arrays
 
+    @property
+    def regions(self) -> dict[str, Region]:
+        """The caller's memory, by argument name."""
+        return regions(self.described, self.addresses.values())
+
     def give_back(self, result: Any, given: Any = None, name: str = "out") -> Any:
         """A result as the kind of array that came in; or `given`, the caller's, with the result in it.
 
@@ -136,6 +141,14 @@ def describe(arrays: Mapping[str, Any]) -> tuple[tuple[Described, ...], dict[str
     return described, {name: address(array) for name, array in arrays.items()}
 
 
+def regions(described: Iterable[Described], addresses: Iterable[int]) -> dict[str, Region]:
+    """The memory of those arrays, by name; there may be more addresses, of others, behind theirs."""
+    return {
+        name: Region(address, shape, strides, dtype.itemsize)
+        for (name, shape, strides, dtype), address in zip(described, addresses, strict=False)
+    }
+
+
 def check_writeable(arrays: Mapping[str, Any], outputs: Iterable[str]) -> None:
     """ValueError, naming it, for an array of `outputs` that is read-only."""
     for name in outputs:
@@ -151,11 +164,7 @@ def check_outputs(adopted: Adopted, outputs: Collection[str], in_place: Mapping[
     """
     if outputs:
         check_writeable(adopted.sources, outputs)
-        regions = {
-            name: Region(adopted.addresses[name], shape, strides, dtype.itemsize)
-            for name, shape, strides, dtype in adopted.described
-        }
-        check_apart(regions, outputs, in_place)
+        check_apart(adopted.regions, outputs, in_place)
 
 
 def on_current_gpu(array: Any, name: str) -> Any:

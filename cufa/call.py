@@ -6,11 +6,9 @@ arrays -> known (Problem, layout, results) -> executable (Plan, loaded kernels) 
 from __future__ import annotations
 
 import functools
-import operator
-import os
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,7 @@ from cufa.arrays import Described
 from cufa.device import Arch, target
 from cufa.kernels import kernel_named
 from cufa.mod_header import Written
-from cufa.params import FeatureValues, pack_features
+from cufa.params import FeatureValues, pack_features, pack_values
 from cufa.plan import check_tiles, make_plan, make_probabilities_plan
 from cufa.problem import (
     PLAIN,
@@ -39,8 +37,9 @@ from cufa.tensor_layout import (
     Layout,
     Region,
     Storage,
-    alignment,
+    check_aligned,
     check_apart,
+    contiguous_strides,
     is_contiguous,
     layout_of,
     lies_transposed,
@@ -81,8 +80,8 @@ class Known:
 
     `outputs` are the names of those arrays that are to be written into. `layout` is that of the tensors;
     `axes` are where they have batch, seqlen and heads. `results` are the shapes and dtypes of what can be
-    written. `copied` are the arrays that kernels cannot read as they lie; `beside` are those that are not the
-    layout's, each with the size of its elements and the bits of its strides in bytes.
+    written. `copied` are the arrays that kernels cannot read as they lie. `side` are all that are not the
+    layout's: the shape, the strides and the size of an element of what kernels read or write.
     """
 
     problem: Problem
@@ -93,7 +92,7 @@ class Known:
     axes: Axes
     results: Mapping[str, tuple[Shape, np.dtype[Any]]]
     copied: tuple[str, ...]
-    beside: tuple[tuple[str, int, int], ...]
+    side: Mapping[str, tuple[Shape, Shape, int]]
 
 
 class Call:
@@ -170,9 +169,9 @@ def cpu_options(call: Call, softmax_scale: float, values: FeatureValues, mods: M
         "causal": bool(call.known.options.causal),
         "window": call.known.options.window,
         "softmax_scale": softmax_scale,
-        **asdict(values),
+        **values._asdict(),
         **side,
-        **mods.with_arrays(call.tensors)._asdict(),
+        **mods.with_arrays(call.tensors),
     }
 
 
@@ -226,12 +225,21 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: Asked) -
     names = TENSORS[direction]
     axes_of = tuple(key_axes if name in _KEY_TENSORS else axes for name in names)
     layout = layout_of(tuple(storage[name] for name in names), itemsizes, axes_of)
-    beside = [each for each in tensors if each[0] not in names]
-    scattered = (
+    scattered = [
         name
-        for name, shape, strides, dtype in beside
+        for name, shape, strides, dtype in tensors
         if name in _BESIDE_TENSORS and not _is_read_as_it_lies(name, shape, strides, dtype.itemsize)
-    )
+    ]
+    read = {
+        name: (shape, None if name in scattered else strides, dtype)
+        for name, shape, strides, dtype in tensors
+    }
+    written = {name: (shape, None, dtype) for name, (shape, dtype) in results.items()}
+    side = {
+        name: (shape, strides or contiguous_strides(shape, dtype.itemsize), dtype.itemsize)
+        for name, (shape, strides, dtype) in (written | read).items()
+        if name not in names
+    }
     return Known(
         problem=problem,
         options=options,
@@ -241,10 +249,7 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: Asked) -
         axes=axes,
         results=results,
         copied=(*[names[place] for place in layout.scattered], *scattered),
-        beside=tuple(
-            (name, dtype.itemsize, functools.reduce(operator.or_, strides, 0))
-            for name, _, strides, dtype in beside
-        ),
+        side=side,
     )
 
 
@@ -256,11 +261,7 @@ def empty(shape: Shape, dtype: np.dtype[Any], on_gpu: bool) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _check_apart(known: Known, addresses: tuple[int, ...]) -> None:
     """Check that outputs at these addresses share no memory with themselves or with other arrays."""
-    regions = {
-        name: Region(address, shape, strides, dtype.itemsize)
-        for address, (name, shape, strides, dtype) in zip(addresses, known.arrays, strict=True)
-    }
-    check_apart(regions, known.outputs)
+    check_apart(arrays.regions(known.arrays, addresses), known.outputs)
 
 
 def run_on_gpu(
@@ -274,23 +275,18 @@ def run_on_gpu(
 ) -> None:
     """Launch the kernels for the tensors of these names, in the order of the parameter struct."""
     known, tensors, addresses = call.known, call.tensors, call.addresses
-    given = [addresses[name] for name in names if name in addresses]
     if workspace is not None:
         workspace = arrays.on_current_gpu(workspace, "workspace")
     device_id = sys.modules["cupy"].cuda.runtime.getDevice()
-    environment_arch = os.environ.get("CUFA_ARCH")
-    align_bytes = layout.alignment(given)
-    for name, itemsize, bits in known.beside:
-        if (addresses[name] | bits) % itemsize:
-            raise _misaligned(name, alignment(addresses[name] | bits), f"{itemsize}-byte elements", itemsize)
-    run, pack = _executable(known, layout, align_bytes, rung, environment_arch, device_id)
+    run, pack = _at_addresses(known, names, layout, tuple(addresses.values()), rung, device_id)
     call.allocate()
     if known.copied:
         copies = {name: arrays.contiguous(tensors[name]) for name in known.copied}
         tensors, addresses = tensors | copies, addresses | arrays.describe(copies)[1]
     features = b""
     if known.problem.features is not PLAIN:
-        features = pack_features(known.problem, tensors, addresses, values)
+        before, after = _features(known, tuple(addresses.items()))
+        features = before + pack_values(values) + after
     packed = pack(*[addresses[name] for name in names])
     run(packed, addresses.get("lse", 0), softmax_scale, features, workspace)
     for name in known.copied:
@@ -323,35 +319,44 @@ def write_probabilities(
         probabilities.write(q, k, call.tensors["lse"], call.tensors["probs"], **options)
 
 
-def _misaligned(array: str, align_bytes: int, elements: str, needed: int) -> ValueError:
-    return ValueError(
-        f"{array} has an address or a stride that is a multiple of {align_bytes} bytes only; {elements} need "
-        f"{needed}"
-    )
+@functools.lru_cache(maxsize=4096)
+def _features(known: Known, addresses: tuple[tuple[str, int], ...]) -> tuple[bytes, bytes]:
+    """`pack_features` of a call, for arrays that are at these addresses."""
+    side = {name: Region(address, *known.side[name]) for name, address in addresses if name in known.side}
+    return pack_features(known.problem, side)
+
+
+@functools.lru_cache(maxsize=4096)
+def _at_addresses(
+    known: Known,
+    names: tuple[str, ...],
+    layout: Layout,
+    addresses: tuple[int, ...],
+    rung: Rung,
+    device_id: int,
+) -> tuple[launch.Executable, launch.Packer]:
+    """What runs calls that are alike, their arrays at these addresses; ValueError for one that is misaligned.
+
+    Behind the addresses of the arrays that are given there may be those of others, which are new.
+    """
+    given = arrays.regions(known.arrays, addresses)
+    check_aligned(given)
+    align_bytes = layout.alignment(given[name].address for name in names if name in given)
+    return _executable(known, layout, align_bytes, rung, device_id)
 
 
 @functools.lru_cache(maxsize=4096)
 def _executable(
-    known: Known,
-    layout: Layout,
-    align_bytes: int,
-    rung: Rung,
-    environment_arch: str | None,
-    device_id: int,
-) -> tuple[launch.Executable, Callable[..., tuple[bytes, ...]]]:
+    known: Known, layout: Layout, align_bytes: int, rung: Rung, device_id: int
+) -> tuple[launch.Executable, launch.Packer]:
     """What runs calls that are alike, and what packs their tensors."""
-    problem = known.problem
-    # Where K and V have smaller elements than Q, a kernel says what it needs.
-    if align_bytes < problem.key_itemsize:
-        one_of_them = f"an array of {', '.join(TENSORS[problem.direction])}"
-        raise _misaligned(one_of_them, align_bytes, problem.key_dtype, problem.key_itemsize)
-    placed = replace(problem, align_bytes=align_bytes, ascending=layout.ascending)
-    executable = _loaded(placed, rung, environment_arch, device_id)
+    placed = replace(known.problem, align_bytes=align_bytes, ascending=layout.ascending)
+    executable = _loaded(placed, rung, device_id)
     return executable, executable.packer(layout)
 
 
 @functools.lru_cache(maxsize=4096)
-def _loaded(problem: Problem, rung: Rung, environment_arch: str | None, device_id: int) -> launch.Executable:
+def _loaded(problem: Problem, rung: Rung, device_id: int) -> launch.Executable:
     """The same one for calls whose layouts differ in strides alone."""
     kernel, tiles, arch, attn_probs = rung
     device = target(arch)
@@ -362,6 +367,6 @@ def _loaded(problem: Problem, rung: Rung, environment_arch: str | None, device_i
 
 def forget() -> None:
     """Plan calls and look for their kernels anew from now on: kernels may have been edited."""
-    for cached in (_executable, _loaded):
+    for cached in (_at_addresses, _executable, _loaded):
         cached.cache_clear()
     launch.forget()

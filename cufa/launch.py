@@ -24,6 +24,7 @@ from cufa.params import (
     pack_merge,
     pack_quantize,
     pack_rotary,
+    pack_sizes,
     pack_softmax,
     pack_tensors,
 )
@@ -51,6 +52,10 @@ _REMEMBERED_STREAMS = 64
 _REMEMBERED_CALLS = 256
 
 
+# Packs tensors, from their addresses, for the plan and for the one beside it.
+Packer = Callable[..., tuple[bytes, ...]]
+
+
 class LaunchError(RuntimeError):
     """The driver refused a kernel; the message has the launch and the driver's reason."""
 
@@ -74,9 +79,12 @@ class Executable:
             for step in range(launch.steps)
         ]
         by_step = itertools.groupby(launches, key=operator.itemgetter(0, 1))
-        self._launches = [(*key, [kernel for *_, kernel in same]) for key, same in by_step]
+        self._launches = [
+            (of, pack_sizes(plan.problem, step), [kernel for *_, kernel in same])
+            for (of, step), same in by_step
+        ]
 
-    def packer(self, layout: Layout) -> Callable[..., tuple[bytes, ...]]:
+    def packer(self, layout: Layout) -> Packer:
         """What packs tensors that lie so, from their addresses: their maps, then the struct's beginning.
 
         That is for the plan and for the one beside it, which have maps of their own.
@@ -115,11 +123,11 @@ class Executable:
             memory = self._allocate()  # CuPy's again, for this stream, when all is launched
             address = memory.ptr
         features = features or self._no_features
-        for of, step, kernels in self._launches:
+        for of, sizes, kernels in self._launches:
             code = self._codes[of]
             memory_of = code.counters.take(stream) if code.counters is not None else address
-            call = pack_call(self.plan.problem, lse, memory_of, softmax_scale, step)
-            params = tensors[of] + call + features + code.padding
+            call = pack_call(lse, memory_of, softmax_scale)
+            params = ctypes.c_char_p(tensors[of] + call + sizes + features + code.padding)
             for kernel in kernels:
                 kernel(params, stream)
 
@@ -153,7 +161,7 @@ def softmax(x: Any, y: Any, dtype: str, passes: int, arch: Arch | str | int | No
     kernel = _loaded(softmax_launch(dtype, passes, rows, target(arch).arch), _current_device())
     x_row_stride, y_row_stride = (array.strides[0] // array.itemsize for array in (x, y))
     params = pack_softmax(x.data.ptr, y.data.ptr, x_row_stride, y_row_stride, rows, cols)
-    kernel(params, _current_stream())
+    kernel(ctypes.c_char_p(params), _current_stream())
 
 
 def merge(
@@ -167,7 +175,8 @@ def merge(
 ) -> None:
     """Launch `merge` for (batch, heads, seqlen) rows on the current stream; see `pack_merge`."""
     compiled = merge_launch(dtype, value_dim, prod(sizes), align_bytes, target(arch).arch)
-    _loaded(compiled, _current_device())(pack_merge(tensors, lses, *sizes), _current_stream())
+    params = ctypes.c_char_p(pack_merge(tensors, lses, *sizes))
+    _loaded(compiled, _current_device())(params, _current_stream())
 
 
 def rotary(
@@ -181,7 +190,7 @@ def rotary(
 ) -> None:
     """Launch `rotary` for (batch, heads, seqlen) rows on the current stream; see `pack_rotary`."""
     compiled = rotary_launch(rotation, prod(sizes), target(arch).arch)
-    params = pack_rotary(tensors, tables, positions, sizes, places)
+    params = ctypes.c_char_p(pack_rotary(tensors, tables, positions, sizes, places))
     _loaded(compiled, _current_device())(params, _current_stream())
 
 
@@ -208,7 +217,8 @@ def quantize(
         needed = batch * kv_heads * ctypes.sizeof(ctypes.c_float)
         largest = cupy.cuda.alloc(needed)
         largest.memset_async(0, needed)
-    params = pack_quantize(tensors, cu_seqlens, largest.ptr if largest else 0, descale, sizes)
+    measured_at = largest.ptr if largest else 0
+    params = ctypes.c_char_p(pack_quantize(tensors, cu_seqlens, measured_at, descale, sizes))
     for compiled in launches:
         _loaded((variant, compiled), device)(params, stream)
 
@@ -261,16 +271,15 @@ class _Kernel:
         )
         self._overlapping = functools.lru_cache(_REMEMBERED_STREAMS)(overlapping) if launch.overlaps else None
 
-    def __call__(self, params: bytes, stream: int) -> None:
-        """Launch on that stream, with the struct that these are the bytes of."""
+    def __call__(self, params: ctypes.c_char_p, stream: int) -> None:
+        """Launch on that stream, with the struct that this points to."""
         # The driver wants the address of an array of pointers to parameters, of which there is one. CuPy's
         # own call of a function makes that array from objects, which takes half as long again.
-        pointers = ctypes.c_char_p(params)
         try:
             if self._overlapping is not None:
-                driver.launch(self._overlapping(stream), self._function.ptr, pointers)
+                driver.launch(self._overlapping(stream), self._function.ptr, params)
             else:
-                self._launch_alone(stream, ctypes.addressof(pointers), 0)
+                self._launch_alone(stream, ctypes.addressof(params), 0)
         except self._refusals as error:
             launch = self._launch
             raise LaunchError(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import NamedTuple
 
 from cufa.philox import dropped_below
 from cufa.plan.sizes import (
@@ -18,15 +18,19 @@ from cufa.plan.sizes import (
     SOFTMAX_PARAMS_BYTES,
 )
 from cufa.problem import MAX_EXTENT, Problem, four_axes
+from cufa.tensor_layout import Region
 
-# The structs of params.cuh begin with the tensors; then LSE, workspace, softmax_scale, sizes and step.
+# The structs of params.cuh begin with the tensors; then LSE, workspace and softmax_scale; sizes and step.
 _TENSORS = {"forward": struct.Struct("=" + 4 * "4q"), "backward": struct.Struct("=" + 8 * "4q")}
-_CALL = struct.Struct("=2q" + "d" + "6i")
-# Bias, mask, ALiBi slopes and their batch stride, sink, three arrays of lengths, three of descales, softcap,
-# kept_scale, seed, offset, dropped_below, the window.
-_FEATURES = struct.Struct("=4q4q" + "2q" + "q" + "3q" + "3q" + "2d" + "Q" + "2I" + "2i")
+_CALL = struct.Struct("=2qd")
+_SIZES = struct.Struct("=6i")
 # Addresses and strides of what functions of the caller's read, with which the features begin.
 _INT64 = struct.Struct("=q")
+# Bias, mask, ALiBi slopes and their batch stride, sink, three arrays of lengths, three of descales.
+_ARRAYS = struct.Struct("=4q4q" + "2q" + "q" + "3q" + "3q")
+# Softcap, kept_scale, seed, offset, dropped_below.
+_VALUES = struct.Struct("=2dQ2I")
+_WINDOW = struct.Struct("=2i")
 # dLSE, dsink, dbias and its lengths.
 _GRADIENTS = struct.Struct("=2q" + "4q4i")
 # The block table, how many pages of a sequence it has, its batch stride.
@@ -45,11 +49,11 @@ assert _ROTARY.size == ROTARY_PARAMS_BYTES
 assert _QUANTIZE.size == QUANTIZE_PARAMS_BYTES
 # What follows in the structs when a call asks for nothing of it.
 NO_FEATURES = {
-    "forward": bytes(_FEATURES.size + _PAGES.size),
-    "backward": bytes(_FEATURES.size + _GRADIENTS.size),
+    direction: bytes(_ARRAYS.size + _VALUES.size + _WINDOW.size + last.size)
+    for direction, last in (("forward", _PAGES), ("backward", _GRADIENTS))
 }
 assert all(
-    _TENSORS[direction].size + _CALL.size + len(NO_FEATURES[direction]) == size
+    _TENSORS[direction].size + _CALL.size + _SIZES.size + len(NO_FEATURES[direction]) == size
     for direction, size in (("forward", FORWARD_PARAMS_BYTES), ("backward", BACKWARD_PARAMS_BYTES))
 )
 # How far a window reaches that has no end on one side.
@@ -64,23 +68,19 @@ def pack_tensors(problem: Problem, tensors: Sequence[int]) -> bytes:
     return _TENSORS[problem.direction].pack(*tensors)
 
 
-def pack_call(problem: Problem, lse: int, workspace: int, softmax_scale: float, step: int = 0) -> bytes:
+def pack_call(lse: int, workspace: int, softmax_scale: float) -> bytes:
     """What follows the tensors; `lse` and `workspace` are addresses, 0 for none."""
-    return _CALL.pack(
-        lse,
-        workspace,
-        softmax_scale,
-        problem.batch,
-        problem.heads,
-        problem.kv_heads,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        step,
+    return _CALL.pack(lse, workspace, softmax_scale)
+
+
+def pack_sizes(problem: Problem, step: int = 0) -> bytes:
+    """What follows that."""
+    return _SIZES.pack(
+        problem.batch, problem.heads, problem.kv_heads, problem.seqlen_q, problem.seqlen_k, step
     )
 
 
-@dataclass(frozen=True)
-class FeatureValues:
+class FeatureValues(NamedTuple):
     """The numbers that go with features, as in `cufa.attention`."""
 
     softcap: float = 0.0
@@ -89,56 +89,57 @@ class FeatureValues:
     offset: int = 0
 
 
-def pack_features(
-    problem: Problem, side: Mapping[str, Any], addresses: Mapping[str, int], values: FeatureValues
-) -> bytes:
-    """What ends the structs: the fields that features have to themselves.
+@functools.lru_cache
+def pack_values(values: FeatureValues) -> bytes:
+    """The numbers, which are in the midst of the fields that features have to themselves."""
+    dropped = dropped_below(values.dropout_p)
+    return _VALUES.pack(values.softcap, 1 / (1 - values.dropout_p), values.seed, values.offset, dropped)
 
-    `side` are the arrays beyond the tensors, NumPy's or CuPy's, by their names as arguments and contiguous
-    along the last axis, and `addresses` where they are; those that are missing are null.
+
+def pack_features(problem: Problem, side: Mapping[str, Region]) -> tuple[bytes, bytes]:
+    """What ends the structs, those fields: all before the numbers, and all after them.
+
+    `side` is the memory of the arrays beyond the tensors, by their names as arguments, contiguous along the
+    last axis; those that are missing are null.
     """
-    at = addresses.get
+
+    def at(name: str) -> int:
+        return side[name].address if name in side else 0
+
     slopes = side.get("alibi_slopes")
-    left, right = problem.features.window
-    packed = _pack_mod_arrays(problem, side, addresses) + _FEATURES.pack(
-        at("bias", 0),
+    before = _pack_mod_arrays(problem, side) + _ARRAYS.pack(
+        at("bias"),
         *_score_strides(side.get("bias")),
-        at("mask", 0),
+        at("mask"),
         *_score_strides(side.get("mask")),
-        at("alibi_slopes", 0),
-        problem.heads if slopes is not None and slopes.ndim == 2 else 0,
-        at("sink", 0),
-        at("cu_seqlens_q", 0),
-        at("cu_seqlens_k", 0),
-        at("seqused_k", 0),
-        at("q_descale", 0),
-        at("k_descale", 0),
-        at("v_descale", 0),
-        values.softcap,
-        1 / (1 - values.dropout_p),
-        values.seed,
-        values.offset,
-        dropped_below(values.dropout_p),
-        _UNLIMITED if left is None else left,
-        _UNLIMITED if right is None else right,
+        at("alibi_slopes"),
+        problem.heads if slopes is not None and len(slopes.shape) == 2 else 0,
+        at("sink"),
+        at("cu_seqlens_q"),
+        at("cu_seqlens_k"),
+        at("seqused_k"),
+        at("q_descale"),
+        at("k_descale"),
+        at("v_descale"),
     )
+    window = _WINDOW.pack(*(_UNLIMITED if keys is None else keys for keys in problem.features.window))
     if problem.direction == "forward":
-        return packed + _pack_pages(side.get("block_table"), at("block_table", 0))
+        return before, window + _pack_pages(side.get("block_table"))
     dbias = side.get("dbias")
     lengths = problem.features.bias if dbias is not None and problem.features.bias else (0, 0, 0, 0)
-    fields = at("dlse", 0), at("dsink", 0), at("dbias", 0), *_score_strides(dbias), *lengths
-    return packed + _GRADIENTS.pack(*fields)
+    fields = at("dlse"), at("dsink"), at("dbias"), *_score_strides(dbias), *lengths
+    return before, window + _GRADIENTS.pack(*fields)
 
 
-def _pack_pages(table: Any, address: int) -> bytes:
+def _pack_pages(table: Region | None) -> bytes:
     """Pages; of no table if it is None."""
     if table is None:
         return bytes(_PAGES.size)
     batch_stride = table.strides[0] // table.itemsize
-    return _PAGES.pack(address, table.shape[1], batch_stride)
+    return _PAGES.pack(table.address, table.shape[1], batch_stride)
 
 
-def _pack_mod_arrays(problem: Problem, side: Mapping[str, Any], addresses: Mapping[str, int]) -> bytes:
+def _pack_mod_arrays(problem: Problem, side: Mapping[str, Region]) -> bytes:
     """The arrays that score_mod and mask_mod read: address, then strides in elements; then the gradients.
 
     Of those address, which of the sums are its first, and lengths. Raises ValueError for an array that
@@ -151,20 +152,20 @@ def _pack_mod_arrays(problem: Problem, side: Mapping[str, Any], addresses: Mappi
         reach = sum(abs(stride) * (size - 1) for stride, size in zip(strides, array.shape, strict=True))
         if reach > MAX_EXTENT:
             raise ValueError(f"{name} reaches over {reach + 1} elements; it may over {MAX_EXTENT}")
-        packed += b"".join(map(_INT64.pack, (addresses[name], *strides)))
+        packed += b"".join(map(_INT64.pack, (array.address, *strides)))
     first = 0
     for name in problem.features.differentiated_arrays:
         shape = side[name].shape
-        packed += b"".join(map(_INT64.pack, (addresses[f"d{name}"], first, *shape)))
+        packed += b"".join(map(_INT64.pack, (side[f"d{name}"].address, first, *shape)))
         first += prod(shape)
     return packed
 
 
-def _score_strides(array: Any) -> tuple[int, ...]:
+def _score_strides(array: Region | None) -> tuple[int, ...]:
     """Batch, head and row stride, in elements, of an array that is broadcast to the scores; or of none."""
     if array is None:
         return 0, 0, 0
-    shape, strides = four_axes(array.shape), (0,) * (4 - array.ndim) + array.strides
+    shape, strides = four_axes(array.shape), (0,) * (4 - len(array.shape)) + array.strides
     return tuple(
         0 if size == 1 else stride // array.itemsize
         for size, stride in zip(shape[:3], strides[:3], strict=True)

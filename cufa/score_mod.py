@@ -12,7 +12,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -283,16 +283,23 @@ def header(score_mod: Written | None, mask_mod: Written | None) -> str:
     return header_of(score_mod or _AS_IT_IS, mask_mod or _ALL_SEEN)
 
 
-class Mods(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Mods:
     """Those of a call."""
 
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
 
     @property
+    def by_name(self) -> dict[str, ScoreMod | MaskMod]:
+        """Those that there are, by the names of the arguments."""
+        mods = {"score_mod": self.score_mod, "mask_mod": self.mask_mod}
+        return {name: mod for name, mod in mods.items() if mod is not None}
+
+    @functools.cached_property
     def arrays(self) -> dict[str, Any]:
         """The arrays of both, by name."""
-        return {name: x for mod in self if mod is not None for name, x in mod.named_arrays.items()}
+        return {name: x for mod in self.by_name.values() for name, x in mod.named_arrays.items()}
 
     @property
     def array_gradients(self) -> tuple[str | None, ...]:
@@ -302,18 +309,20 @@ class Mods(NamedTuple):
         differentiable = self.score_mod.differentiable
         return tuple(f"d{name}" if name in differentiable else None for name in self.score_mod.named_arrays)
 
-    def written(self, with_gradients: bool) -> tuple[Written | None, Written | None]:
-        """What kernels are compiled with for each, and for gradients of the score_mod's arrays if wanted."""
-        score_mod, mask_mod = self
-        of_scores = None
-        if score_mod is not None:
-            of_scores = score_mod.written_with_gradients if with_gradients else score_mod.written
-        return of_scores, mask_mod.written if mask_mod else None
+    @functools.cached_property
+    def written(self) -> tuple[Written | None, Written | None]:
+        """What kernels are compiled with for each."""
+        score_mod, mask_mod = self.score_mod, self.mask_mod
+        return score_mod.written if score_mod else None, mask_mod.written if mask_mod else None
 
-    def with_arrays(self, named: Mapping[str, Any]) -> Mods:
-        """The same with other arrays, by name."""
-        score_mod, mask_mod = self
-        return Mods(score_mod and score_mod.with_arrays(named), mask_mod and mask_mod.with_arrays(named))
+    @property
+    def written_with_gradients(self) -> tuple[Written | None, Written | None]:
+        """The same for gradients of the score_mod's arrays."""
+        return self.score_mod.written_with_gradients if self.score_mod else None, self.written[1]
+
+    def with_arrays(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """`by_name`, with other arrays."""
+        return {name: mod.with_arrays(named) for name, mod in self.by_name.items()}
 
 
 _NO_MODS = Mods()

@@ -113,7 +113,7 @@ class Case:
     @property
     def emulator_forward(self) -> dict[str, Any]:
         """The arguments of `emulator.calls.attention`."""
-        in_values = FeatureValues.__dataclass_fields__
+        in_values = FeatureValues._fields
         others = {name: value for name, value in self.numbers.items() if name not in in_values}
         values = FeatureValues(**{name: self.numbers[name] for name in in_values if name in self.numbers})
         return {**others, **self.arrays, "values": values}

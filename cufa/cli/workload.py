@@ -121,7 +121,7 @@ class Workload:
             precision=asked.precision,
         )
         with library_errors():
-            score_mod, mask_mod = mods_of(asked).written(with_gradients=False)
+            score_mod, mask_mod = mods_of(asked).written
             options = options._replace(score_mod=score_mod, mask_mod=mask_mod)
             return make_problem(direction, shapes, dtypes, options)
 
@@ -147,7 +147,7 @@ class Workload:
             rules |= {"dropout_p": asked.dropout, "seed": asked.dropout_seed}
         if asked.precision != "ieee":
             rules["precision"] = asked.precision
-        rules |= {name: mod for name, mod in mods_of(asked)._asdict().items() if mod is not None}
+        rules |= mods_of(asked).by_name
         others = (*TENSORS, "dlse")
         return rules | {name: array for name, array in self.arrays.items() if name not in others}
 

@@ -31,8 +31,10 @@ from cufa.params import (
     pack_merge,
     pack_quantize,
     pack_rotary,
+    pack_sizes,
     pack_softmax,
     pack_tensors,
+    pack_values,
 )
 from cufa.plan import Plan, make_plan, make_probabilities_plan
 from cufa.plan.standard import (
@@ -46,7 +48,7 @@ from cufa.plan.standard import (
 from cufa.problem import LAYOUTS, Direction, lse_shape, output_shape
 from cufa.rotary import position_strides
 from cufa.score_mod import MaskMod, Mods, ScoreMod
-from cufa.tensor_layout import lies_transposed
+from cufa.tensor_layout import Region, lies_transposed
 
 from . import KERNELS, EmulatorError, Module, extent
 
@@ -336,7 +338,8 @@ def _options(
     mods: Mods,
     **others: Any,
 ) -> Options:
-    score_mod, mask_mod = mods.written("score_mod" in others.get("gradients", ()))
+    with_gradients = "score_mod" in others.get("gradients", ())
+    score_mod, mask_mod = mods.written_with_gradients if with_gradients else mods.written
     drops = values.dropout_p > 0
     return Options(
         causal, window, values.softcap > 0, drops, score_mod=score_mod, mask_mod=mask_mod, **others
@@ -387,9 +390,13 @@ def _run(
         lying[2] = lying[2].swapaxes(1, 3)
     fields = [field for tensor in lying for field in _fields(tensor)]
     lse, scale = placed["lse"].ctypes.data, check_scale(softmax_scale, problem.head_dim)
-    side = {name: array for name, array in placed.items() if name not in tensors}
-    addresses = {name: array.ctypes.data for name, array in side.items()}
-    features = pack_features(problem, side, addresses, values)
+    side = {
+        name: Region(array.ctypes.data, array.shape, array.strides, array.itemsize)
+        for name, array in placed.items()
+        if name not in tensors
+    }
+    before, after = pack_features(problem, side)
+    features = before + pack_values(values) + after
     plans = plan.and_beside
     workspaces = [_workspace(each) for each in plans]
     modules = [Module(each.source, each.macros, checked, folder, each.headers) for each in plans]
@@ -399,7 +406,7 @@ def _run(
     ]
     for of, launch in plan.in_order:
         for step in range(launch.steps):
-            call = pack_call(problem, lse, workspaces[of].ctypes.data, scale, step)
+            call = pack_call(lse, workspaces[of].ctypes.data, scale) + pack_sizes(problem, step)
             params = maps[of] + pack_tensors(problem, fields) + call + features
             params = params.ljust(int(dict(plans[of].macros)["PARAMS_BYTES"]), b"\0")
             buffers = {**placed, "workspace": workspaces[of]}

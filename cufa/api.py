@@ -440,6 +440,7 @@ def softmax(
     dtype = dtype_name(source.dtype, "x")
     if source.ndim == 0:
         raise ValueError("x has shape (); it must have at least one axis")
+    arrays.check_aligned(adopted)
     result = empty(source.shape, DTYPES[dtype], adopted.on_gpu)
     if adopted.on_gpu:
         if result.size:

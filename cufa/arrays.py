@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from cufa import device
+from cufa import device, tensor_layout
 from cufa.messages import kind_of, shown
 from cufa.problem import FLOAT8, INPUT_DTYPES, Shape
 from cufa.tensor_layout import Region, check_apart
@@ -165,6 +165,17 @@ def check_outputs(adopted: Adopted, outputs: Collection[str], in_place: Mapping[
     if outputs:
         check_writeable(adopted.sources, outputs)
         check_apart(adopted.regions, outputs, in_place)
+
+
+def check_aligned(adopted: Adopted) -> None:
+    """Check that a kernel can read all of a call's arrays; ValueError, naming it, for one that lies askew."""
+    if adopted.on_gpu and not adopted.moved:
+        _check_aligned(adopted.described, tuple(adopted.addresses.values()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_aligned(described: tuple[Described, ...], addresses: tuple[int, ...]) -> None:
+    tensor_layout.check_aligned(regions(described, addresses))
 
 
 def on_current_gpu(array: Any, name: str) -> Any:

@@ -70,6 +70,7 @@ def merge(
     axes = axes_of("out_a", named["out_a"].shape, layout)
     _check(named, dtype, axes)
     arrays.check_outputs(adopted, outputs, _IN_PLACE)
+    arrays.check_aligned(adopted)
 
     empty = sys.modules["cupy"].empty if adopted.on_gpu else np.empty
     for name in _IN_PLACE:

@@ -88,6 +88,7 @@ def quantize(
     axes = axes_of("x", named["x"].shape, layout)
     kv_heads = _check(named, axes, kv_heads, seqlen_contiguous)
     arrays.check_outputs(adopted, outputs, {})
+    arrays.check_aligned(adopted)
     xp = sys.modules["cupy"] if adopted.on_gpu else np
     if out is None:
         named["out"] = _empty(xp, named["x"].shape, axes, seqlen_contiguous)

@@ -76,6 +76,7 @@ def rotary(
     axes = axes_of("x", named["x"].shape, layout)
     _check(named, dtype, axes)
     arrays.check_outputs(adopted, outputs, _IN_PLACE)
+    arrays.check_aligned(adopted)
     if out is None:
         empty = sys.modules["cupy"].empty if adopted.on_gpu else np.empty
         named["out"] = empty(named["x"].shape, named["x"].dtype)

@@ -291,6 +291,30 @@ def test_kernels_are_read_again_when_they_are_forgotten(machine, rng, monkeypatc
     assert built[2:] == built[:2]
 
 
+def test_arrays_that_lie_askew_are_named(machine):
+    def askew(*shape, dtype=np.float16):
+        byte = machine.array(np.zeros(1, np.uint8))
+        return cupy.ndarray(shape, dtype, byte.data + 1)
+
+    x, lse, table = askew(1, 2, 1, 8), askew(1, 1, 2, dtype=np.float32), askew(2, 4)
+    lies, wide, angles = (
+        machine.array(np.zeros(shape, dtype))
+        for shape, dtype in (((1, 2, 1, 8), np.float16), ((1, 1, 2), np.float32), ((2, 4), np.float16))
+    )
+    message = "^{} has an address or a stride that is a multiple of 1 bytes only; {}-byte elements need"
+    for name, itemsize, function, given in (
+        ("q", 2, cufa.attention, (x, lies, lies)),
+        ("v", 2, cufa.attention, (lies, lies, x)),
+        ("x", 2, cufa.softmax, (x,)),
+        ("out_b", 2, cufa.merge, (lies, wide, x, wide)),
+        ("lse_a", 4, cufa.merge, (lies, lse, lies, wide)),
+        ("sin", 2, cufa.rotary, (lies, angles, table)),
+        ("x", 2, cufa.quantize, (x,)),
+    ):
+        with pytest.raises(ValueError, match=message.format(name, itemsize)):
+            function(*given)
+
+
 def test_parts_of_keys_are_merged_by_a_launch_that_overlaps(machine, rng, monkeypatch):
     problem = random_problem(rng, "float16", seqlen_q=1, seqlen_k=500, heads=8, kv_heads=2)
     q, k, v, _ = map(machine.array, vars(problem).values())

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from math import prod
 from typing import Any
 
@@ -33,10 +33,10 @@ from cufa.plan.sizes import params_bytes
 from cufa.plan.standard import (
     Quantization,
     Rotation,
-    merge_launch,
+    merge_launches,
     quantize_launches,
-    rotary_launch,
-    softmax_launch,
+    rotary_launches,
+    softmax_launches,
 )
 from cufa.tensor_layout import Layout
 from cufa.tensor_maps import Encoder
@@ -158,7 +158,7 @@ def _check_workspace(workspace: Any, needed: int) -> None:
 def softmax(x: Any, y: Any, dtype: str, passes: int, arch: Arch | str | int | None = None) -> None:
     """Softmax of the rows of x into y, two CuPy arrays (rows, cols), on the current stream."""
     rows, cols = x.shape
-    kernel = _loaded(softmax_launch(dtype, passes, rows, target(arch).arch), _current_device())
+    (kernel,) = _kernels(softmax_launches, (dtype, passes, rows), arch)
     x_row_stride, y_row_stride = (array.strides[0] // array.itemsize for array in (x, y))
     params = pack_softmax(x.data.ptr, y.data.ptr, x_row_stride, y_row_stride, rows, cols)
     kernel(ctypes.c_char_p(params), _current_stream())
@@ -174,9 +174,9 @@ def merge(
     arch: Arch | str | int | None = None,
 ) -> None:
     """Launch `merge` for (batch, heads, seqlen) rows on the current stream; see `pack_merge`."""
-    compiled = merge_launch(dtype, value_dim, prod(sizes), align_bytes, target(arch).arch)
-    params = ctypes.c_char_p(pack_merge(tensors, lses, *sizes))
-    _loaded(compiled, _current_device())(params, _current_stream())
+    (kernel,) = _kernels(merge_launches, (dtype, value_dim, prod(sizes), align_bytes), arch)
+    params = pack_merge(tensors, lses, *sizes)
+    kernel(ctypes.c_char_p(params), _current_stream())
 
 
 def rotary(
@@ -189,9 +189,9 @@ def rotary(
     arch: Arch | str | int | None = None,
 ) -> None:
     """Launch `rotary` for (batch, heads, seqlen) rows on the current stream; see `pack_rotary`."""
-    compiled = rotary_launch(rotation, prod(sizes), target(arch).arch)
-    params = ctypes.c_char_p(pack_rotary(tensors, tables, positions, sizes, places))
-    _loaded(compiled, _current_device())(params, _current_stream())
+    (kernel,) = _kernels(rotary_launches, (rotation, prod(sizes)), arch)
+    params = pack_rotary(tensors, tables, positions, sizes, places)
+    kernel(ctypes.c_char_p(params), _current_stream())
 
 
 def quantize(
@@ -210,8 +210,7 @@ def quantize(
     import cupy
 
     batch, heads, kv_heads, seqlen = sizes
-    variant, launches = quantize_launches(quantization, measured, batch, heads, seqlen, target(arch).arch)
-    device, stream = _current_device(), _current_stream()
+    kernels = _kernels(quantize_launches, (quantization, measured, batch, heads, seqlen), arch)
     largest = None
     if measured:
         needed = batch * kv_heads * ctypes.sizeof(ctypes.c_float)
@@ -219,8 +218,9 @@ def quantize(
         largest.memset_async(0, needed)
     measured_at = largest.ptr if largest else 0
     params = ctypes.c_char_p(pack_quantize(tensors, cu_seqlens, measured_at, descale, sizes))
-    for compiled in launches:
-        _loaded((variant, compiled), device)(params, stream)
+    stream = _current_stream()
+    for kernel in kernels:
+        kernel(params, stream)
 
 
 def _current_device() -> int:
@@ -288,8 +288,21 @@ class _Kernel:
             ) from error
 
 
+def _kernels(
+    planned: Callable[..., tuple[Variant, Sequence[Launch]]],
+    asked: tuple[Hashable, ...],
+    arch: Arch | str | int | None,
+) -> tuple[_Kernel, ...]:
+    """The kernels that a function of `cufa.plan.standard` plans for what it is asked, on the current GPU."""
+    return _loaded(planned, asked, None if arch is None else Arch.parse(arch), _current_device())
+
+
 @functools.lru_cache(maxsize=4096)
-def _loaded(compiled: tuple[Variant, Launch], device_id: int) -> _Kernel:
-    """The kernel of a variant on a GPU, which must be the current one."""
-    variant, launch = compiled
-    return _Kernel(_module(variant, device_id), launch)
+def _loaded(
+    planned: Callable[..., tuple[Variant, Sequence[Launch]]],
+    asked: tuple[Hashable, ...],
+    arch: Arch | None,
+    device_id: int,
+) -> tuple[_Kernel, ...]:
+    variant, launches = planned(*asked, target(arch).arch)
+    return tuple(_Kernel(_module(variant, device_id), launch) for launch in launches)

@@ -21,7 +21,7 @@ from tolerance import (
 
 from cufa import reference
 from cufa.kernels import KERNELS as ALL_KERNELS
-from cufa.plan.standard import softmax_launch
+from cufa.plan.standard import softmax_launches
 
 pytestmark = pytest.mark.emulator
 
@@ -375,7 +375,7 @@ def test_without_a_compiler_tests_are_skipped_but_not_in_ci(ci):
 
 
 def test_sizes_that_were_not_compiled_are_refused():
-    module = Module("softmax.cu", softmax_launch("float32", 2, 1, calls.DEVICE.arch)[0].macros)
+    module = Module("softmax.cu", softmax_launches("float32", 2, 1, calls.DEVICE.arch)[0].macros)
     with pytest.raises(ValueError, match="params has 40 bytes; the parameter of softmax has 48"):
         module.launch("softmax", 1, 256, 64, bytes(40), {})
     with pytest.raises(ValueError, match="smem_bytes is 65; SMEM_BYTES, which was compiled, is 64"):

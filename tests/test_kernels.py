@@ -11,7 +11,7 @@ from cufa.device import KNOWN, Device
 from cufa.kernels import KERNELS, kernel_named
 from cufa.plan import best_kernel, make_plan
 from cufa.plan.sizes import SOFTMAX_PARAMS_BYTES
-from cufa.plan.standard import softmax_launch
+from cufa.plan.standard import softmax_launches
 from cufa.problem import DTYPES, Problem
 
 ARCHS = [str(device.arch) for device in KNOWN.values()]
@@ -91,7 +91,7 @@ def test_the_spread_covers_every_variant_of_every_kernel():
 @pytest.mark.parametrize("passes", [2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_softmax_compiles(dtype, passes):
-    variant, launch = softmax_launch(dtype, passes, rows=10, arch=Device.of("sm_90a").arch)
+    variant, (launch,) = softmax_launches(dtype, passes, rows=10, arch=Device.of("sm_90a").arch)
     assert set(jit.build(variant).resources) == {launch.entry}
 
 
@@ -121,7 +121,7 @@ def test_a_size_that_the_host_gets_wrong_does_not_compile(name, macro):
 
 
 def test_softmax_params_have_the_kernels_size():
-    variant, _ = softmax_launch("float32", 2, 10, Device.of("sm_90a").arch)
+    variant, _ = softmax_launches("float32", 2, 10, Device.of("sm_90a").arch)
     assert ("PARAMS_BYTES", SOFTMAX_PARAMS_BYTES) in variant.macros
 
 

@@ -18,7 +18,7 @@ from cufa.plan import Launch, Plan, make_plan, tiled
 from cufa.plan.record import MAX_GRID, counted
 from cufa.plan.rungs import PRICES
 from cufa.plan.sizes import shared_matrix_bytes
-from cufa.plan.standard import softmax_launch
+from cufa.plan.standard import softmax_launches
 from cufa.plan.tiled import Tiles
 from cufa.problem import Direction, Features, Problem
 from cufa.rounding import ceil_div, round_up
@@ -418,7 +418,7 @@ def test_grids_that_no_gpu_takes_are_refused() -> None:
 
 @pytest.mark.parametrize("rows", [0, 1, 2**31 - 1, 2**31, 2**40])
 def test_softmax_shares_out_the_rows_that_a_grid_cannot_take(rows: int) -> None:
-    _, launch = softmax_launch("float32", 2, rows, Arch(9, 0, "a"))
+    _, (launch,) = softmax_launches("float32", 2, rows, Arch(9, 0, "a"))
     assert launch.grid == min(rows, 2**31 - 1)
 
 

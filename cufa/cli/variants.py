@@ -14,10 +14,10 @@ from cufa.plan import Launch, make_plan, make_probabilities_plan
 from cufa.plan.standard import (
     Quantization,
     Rotation,
-    merge_launch,
+    merge_launches,
     quantize_launches,
-    rotary_launch,
-    softmax_launch,
+    rotary_launches,
+    softmax_launches,
 )
 from cufa.problem import (
     DTYPES,
@@ -147,16 +147,12 @@ def _plan(request: Request) -> Planned:
     return Planned(variant, launches, {})
 
 
-def _alone(variant: Variant, launch: Launch) -> tuple[Variant, tuple[Launch, ...]]:
-    return variant, (launch,)
-
-
 _COMPANION_LAUNCHES: dict[str, Callable[[Request, Arch], tuple[Variant, tuple[Launch, ...]]]] = {
-    "softmax": lambda request, arch: _alone(*softmax_launch(request.dtype, 2, SEQLEN, arch)),
-    "merge": lambda request, arch: _alone(
-        *merge_launch(request.dtype, request.value_dim, SEQLEN, MAX_ALIGN_BYTES, arch)
+    "softmax": lambda request, arch: softmax_launches(request.dtype, 2, SEQLEN, arch),
+    "merge": lambda request, arch: merge_launches(
+        request.dtype, request.value_dim, SEQLEN, MAX_ALIGN_BYTES, arch
     ),
-    "rotary": lambda request, arch: _alone(*rotary_launch(_rotation(request), SEQLEN, arch)),
+    "rotary": lambda request, arch: rotary_launches(_rotation(request), SEQLEN, arch),
     "quantize": lambda request, arch: quantize_launches(_quantization(request), True, 1, 1, SEQLEN, arch),
     "attn_probs": lambda request, _: _probabilities_launches(request),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -102,7 +101,7 @@ def _refuse_tiles(tiles: Mapping[str, int]) -> None:
         raise ValueError(f"tiles has {', '.join(tiles)}, and this kernel has no tiles to choose")
 
 
-def softmax_launch(dtype: str, passes: int, rows: int, arch: Arch) -> tuple[Variant, Launch]:
+def softmax_launches(dtype: str, passes: int, rows: int, arch: Arch) -> tuple[Variant, tuple[Launch, ...]]:
     """`softmax`: a block for each row, or for several where there are more rows than a grid has blocks."""
     smem_bytes = WARPS * 2 * accumulator_dtype(dtype).itemsize
     macros: tuple[Macro, ...] = (
@@ -112,19 +111,19 @@ def softmax_launch(dtype: str, passes: int, rows: int, arch: Arch) -> tuple[Vari
         ("PARAMS_BYTES", SOFTMAX_PARAMS_BYTES),
     )
     launch = Launch("softmax", min(rows, MAX_GRID), THREADS, smem_bytes)
-    return Variant("softmax.cu", macros, arch), launch
+    return Variant("softmax.cu", macros, arch), (launch,)
 
 
-def merge_launch(
+def merge_launches(
     dtype: str, value_dim: int, rows: int, align_bytes: int, arch: Arch
-) -> tuple[Variant, Launch]:
+) -> tuple[Variant, tuple[Launch, ...]]:
     """`merge`: a warp for each row."""
     macros: tuple[Macro, ...] = (
         *_macros_without_attention(dtype, value_dim, align_bytes),
         ("SMEM_BYTES", 0),
         ("PARAMS_BYTES", MERGE_PARAMS_BYTES),
     )
-    return Variant("merge.cu", macros, arch), Launch("merge", ceil_div(rows, WARPS), THREADS)
+    return Variant("merge.cu", macros, arch), (Launch("merge", ceil_div(rows, WARPS), THREADS),)
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ class Rotation:
         return math.gcd(self.align_bytes // itemsize, self.rotary_dim // 2, self.head_dim)
 
 
-def rotary_launch(rotation: Rotation, rows: int, arch: Arch) -> tuple[Variant, Launch]:
+def rotary_launches(rotation: Rotation, rows: int, arch: Arch) -> tuple[Variant, tuple[Launch, ...]]:
     """`rotary`: a thread for so many pairs of a row, or columns that stay, as are read at once."""
     macros: tuple[Macro, ...] = (
         *_macros_without_attention(rotation.dtype, rotation.head_dim, rotation.align_bytes),
@@ -158,7 +157,7 @@ def rotary_launch(rotation: Rotation, rows: int, arch: Arch) -> tuple[Variant, L
         ("PARAMS_BYTES", ROTARY_PARAMS_BYTES),
     )
     threads = rows * (rotation.head_dim - rotation.rotary_dim // 2) // rotation.together
-    return Variant("rotary.cu", macros, arch), Launch("rotary", ceil_div(threads, THREADS), THREADS)
+    return Variant("rotary.cu", macros, arch), (Launch("rotary", ceil_div(threads, THREADS), THREADS),)
 
 
 @dataclass(frozen=True)
@@ -192,7 +191,6 @@ class Quantization:
         return self.rows * max(1, THREADS * self.chunk // self.head_dim)
 
 
-@functools.lru_cache(maxsize=4096)
 def quantize_launches(
     quantization: Quantization, measured: bool, batch: int, heads: int, seqlen: int, arch: Arch
 ) -> tuple[Variant, tuple[Launch, ...]]:

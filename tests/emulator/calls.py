@@ -40,10 +40,10 @@ from cufa.plan import Plan, make_plan, make_probabilities_plan
 from cufa.plan.standard import (
     Quantization,
     Rotation,
-    merge_launch,
+    merge_launches,
     quantize_launches,
-    rotary_launch,
-    softmax_launch,
+    rotary_launches,
+    softmax_launches,
 )
 from cufa.problem import LAYOUTS, Direction, lse_shape, output_shape
 from cufa.rotary import position_strides
@@ -196,7 +196,7 @@ def softmax(x: Array, passes: int, checked: bool = True) -> Array:
     """`cufa.softmax` of the rows of a matrix."""
     rows, cols = x.shape
     dtype = x.dtype.name
-    variant, launch = softmax_launch(dtype, passes, rows, DEVICE.arch)
+    variant, (launch,) = softmax_launches(dtype, passes, rows, DEVICE.arch)
     source = _placed(x, x.itemsize, is_output=False)
     result = _placed(np.empty(x.shape, x.dtype), x.itemsize, is_output=True)
     strides = source.strides[0] // x.itemsize, result.strides[0] // x.itemsize
@@ -233,7 +233,7 @@ def merge(
     tensors = [field for name in (f"out{first}", "out_b", "out") for field in _fields(placed[name])]
     lses = [placed[name].ctypes.data for name in (f"lse{first}", "lse_b", "lse")]
     rows = batch * heads * seqlen
-    variant, launch = merge_launch(out_a.dtype.name, value_dim, rows, align_bytes, DEVICE.arch)
+    variant, (launch,) = merge_launches(out_a.dtype.name, value_dim, rows, align_bytes, DEVICE.arch)
     params = pack_merge(tensors, lses, batch, heads, seqlen)
     module = Module(variant.source, variant.macros, checked)
     module.launch(launch.entry, launch.grid, launch.block, launch.smem_bytes, params, placed)
@@ -271,7 +271,7 @@ def rotary(
     rotation = Rotation(
         x.dtype.name, head_dim, 2 * pairs, cos.dtype.name, position_dtype, interleaved, align_bytes
     )
-    variant, launch = rotary_launch(rotation, batch * heads * seqlen, DEVICE.arch)
+    variant, (launch,) = rotary_launches(rotation, batch * heads * seqlen, DEVICE.arch)
     params = pack_rotary(
         [*_fields(placed["x"]), *_fields(y)],
         [placed["cos"].ctypes.data, placed["sin"].ctypes.data],

@@ -81,7 +81,8 @@ class Known:
     `outputs` are the names of those arrays that are to be written into. `layout` is that of the tensors;
     `axes` are where they have batch, seqlen and heads. `results` are the shapes and dtypes of what can be
     written. `copied` are the arrays that kernels cannot read as they lie. `side` are all that are not the
-    layout's: the shape, the strides and the size of an element of what kernels read or write.
+    layout's, if there are features: the shape, the strides and the size of an element of what kernels read or
+    write.
     """
 
     problem: Problem
@@ -238,7 +239,7 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: Asked) -
     side = {
         name: (shape, strides or contiguous_strides(shape, dtype.itemsize), dtype.itemsize)
         for name, (shape, strides, dtype) in (written | read).items()
-        if name not in names
+        if name not in names and features is not PLAIN
     }
     return Known(
         problem=problem,

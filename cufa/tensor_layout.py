@@ -197,8 +197,10 @@ def check_apart(
 def check_aligned(regions: Mapping[str, Region]) -> None:
     """ValueError, naming it, for an array of which not all elements are at multiples of their size."""
     for name, (address, shape, strides, itemsize) in regions.items():
-        walked = (stride for size, stride in zip(shape, strides, strict=True) if size > 1)
-        bits = functools.reduce(operator.or_, walked, address)
+        bits = address
+        for size, stride in zip(shape, strides, strict=True):
+            if size > 1:
+                bits |= stride
         if bits % itemsize:
             raise ValueError(
                 f"{name} has an address or a stride that is a multiple of {alignment(bits)} bytes only; "

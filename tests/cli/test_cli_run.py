@@ -221,7 +221,7 @@ def test_explain_prints_the_plan_for_an_arch_and_runs_nothing(monkeypatch):
         (("--softmax-scale", "inf"), "softmax_scale is inf"),
         (("--batch", -1), "-1 is not in the range"),
         (("--dtype", "int8"), "'int8' is not one of"),
-        (("--kernel", "fwd_9"), "'fwd_9' is not one of"),
+        (("--kernel", "fwd_0"), "'fwd_0' is not one of"),
         (("--kernel", "fwd_1_naive"), "it needs a GPU"),
         (("--arch", "sm_90"), "it needs a GPU"),
         (("--tile", "block_m=64"), "it needs a GPU"),

@@ -600,7 +600,7 @@ def test_macros_are_what_the_kernel_asks_for(kernel: str) -> None:
         # In how many parts the keys are, the grid says.
         parts = ("splits", "shares") if kernel == "fwd_8_split_kv" else ()
         own = {name: plan.tiles[name] for name in parts}
-        helpers = {"merge_splits": "MERGE_THREADS"}
+        helpers = {"merge_splits": "MERGE_THREADS", "to_halves": "HALVING_THREADS"}
         expected = {entry: macros[helpers.get(entry, "THREADS")] for entry in blocks}
         assert blocks == expected
     from_macros = {name: macros[name.upper()] for name in plan.tiles if name not in own}

@@ -34,8 +34,9 @@ class QuerySums {
     // Adds a warp's Tiles 16-row tiles to those from (row, col) on.
     template <int Tiles, int TileCols>
     __device__ void add(const Accumulators<Tiles, TileCols>& dq, int row, int col) const {
-        // All from one address, which takes fewer registers; with float64 it takes longer.
-        constexpr bool kOneAddress = sizeof(acc_t) < 8;
+        // All from one address, which takes fewer registers where there is but one part to an
+        // operand; float32 would spill more on some GPUs, and float64 take longer.
+        constexpr bool kOneAddress = sizeof(scalar_t) == 2;
         acc_t* const first = fragment(row, col);
 #pragma unroll
         for (int m = 0; m < Tiles; ++m)

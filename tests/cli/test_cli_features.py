@@ -227,7 +227,7 @@ def test_what_no_kernel_supports_is_refused_with_the_reason_of_each_that_takes_t
     without = tuple(replace(kernel, features=frozenset()) for kernel in KERNELS.values())
     monkeypatch.setattr(kernels, "_LADDER", without)
     monkeypatch.setattr(generated, "normal", None)  # nothing is drawn
-    message = refused("run", *SMALL, "--explain", "--arch", "sm_80", "--alibi")
+    message = refused("run", *SMALL, "--explain", "--arch", "sm_90a", "--alibi")
     assert "no kernel supports forward float32" in message
     for name, kernel in KERNELS.items():
         is_asked = kernel.direction == "forward" and "float32" in kernel.dtypes

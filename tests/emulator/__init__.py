@@ -38,12 +38,24 @@ _BUILTINS = _INCLUDE / "cuda_builtins.hpp"
 _RUNTIME = _HERE / "runtime"
 
 # The frame pointers are for the stacks in reports.
-_COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-omit-frame-pointer")
-_RUNTIME_OPTIONS = (*_COMMON, "-O3", "-U_FORTIFY_SOURCE", "-pthread", f"-I{_INCLUDE}")
+_COMMON = ("-std=c++17", "-fPIC", "-fno-omit-frame-pointer")
+# A library that all modules need. As it is loaded once, what is local to a thread may be found without a
+# call: there is little room for that.
+_RUNTIME_OPTIONS = (
+    *_COMMON,
+    "-O3",
+    "-U_FORTIFY_SOURCE",
+    "-pthread",
+    "-ftls-model=initial-exec",
+    "-fno-semantic-interposition",
+    f"-I{_INCLUDE}",
+)
 _KERNEL_OPTIONS = (
     *_COMMON,
+    "-fvisibility=hidden",
     "-g1",  # lines and what is inlined, for reports
     "-fno-optimize-sibling-calls",
+    "-fno-plt",  # the runtime is called all the time
     "-ffp-contract=off",
     "-ftrivial-auto-var-init=pattern",
     "-Wno-unknown-pragmas",
@@ -59,7 +71,7 @@ _CHECKED = (
     "-fno-sanitize-recover=all",  # what follows a report is not compiled
 )
 _FAST = ("-O1",)
-_LINK = ("-shared", "-Wl,--no-as-needed")
+_LINK = ("-shared", "-Wl,--no-as-needed,-z,now")
 
 # A block that takes so many steps, pieces of code without a jump, does so for ever: it is half a minute.
 _MAX_STEPS = 1 << 32
@@ -75,6 +87,7 @@ _KERNEL_LINE = re.compile(r".*/([^/]+\.cuh?:\d+)")
 _MAIN = """\
 #include "{source}"
 __thread unsigned char bytes[SMEM_BYTES] __align__(1024);
+unsigned char* emulator::find_shared_memory() {{ return bytes; }}
 {entries}
 """
 
@@ -84,7 +97,11 @@ class EmulatorError(Exception):
 
 
 class _Entry(ctypes.Structure):
-    _fields_ = (("call", ctypes.c_void_p), ("params_bytes", ctypes.c_uint))
+    _fields_ = (
+        ("call", ctypes.c_void_p),
+        ("shared_memory", ctypes.c_void_p),
+        ("params_bytes", ctypes.c_uint),
+    )
 
 
 class _Buffer(ctypes.Structure):
@@ -248,22 +265,16 @@ def _contents(files: Iterable[Path]) -> list[tuple[str, str]]:
 
 
 def _runtime() -> Path:
-    """The runtime's object file, of all its files at once: the headers take most of the time."""
+    """The runtime's library, of all its files at once: the headers take most of the time."""
     files = sorted(_RUNTIME.glob("*.cpp"))
 
     def compile_to(made: Path) -> None:
         main = made.with_suffix(".cpp")
         main.write_text("".join(f'#include "{file}"\n' for file in files), encoding="utf-8")
-        _run(_compiler(), *_RUNTIME_OPTIONS, "-c", main, "-o", made)
+        _run(_compiler(), *_RUNTIME_OPTIONS, "-shared", "-Wl,-Bsymbolic", main, "-o", made)
 
     contents = _contents((*_RUNTIME.iterdir(), _INCLUDE / "emulator.hpp"))
-    return _cached("runtime.o", (contents, _RUNTIME_OPTIONS), compile_to)
-
-
-def _libraries() -> Path:
-    """An empty library that needs those of C++: linked in their place, it spares the linker their symbols."""
-    options = *_LINK, "-pthread", "-x", "c++", os.devnull
-    return _cached("libraries.so", options, lambda made: _run(_compiler(), *options, "-o", made))
+    return _cached("runtime.so", (contents, _RUNTIME_OPTIONS), compile_to)
 
 
 def _build(
@@ -273,7 +284,7 @@ def _build(
     folder: Path,
     headers: Sequence[tuple[str, str]],
 ) -> Path:
-    linked = _runtime(), _libraries()
+    runtime = _runtime()
     options = (
         *_KERNEL_OPTIONS,
         *(_CHECKED if checked else _FAST),
@@ -297,10 +308,10 @@ def _build(
         calls = "\n".join(f"EMULATOR_ENTRY({entry})" for entry in entries)
         main.write_text(_MAIN.format(source=source, entries=calls), encoding="utf-8")
         _run(_compiler(), *options, *maps, "-include", _BUILTINS, "-c", main, "-o", compiled)
-        _run(_compiler(), *_LINK, "-nodefaultlibs", compiled, *linked, "-lgcc", "-o", made)
+        _run(_compiler(), *_LINK, "-nodefaultlibs", compiled, runtime, "-lgcc", "-o", made)
 
     contents = _contents(folder.glob("*.cu*")), _contents(_INCLUDE.iterdir())
-    inputs = source, options, headers, contents, linked
+    inputs = source, options, headers, contents, runtime
     return _cached(f"{Path(source).stem}.so", inputs, compile_to)
 
 

@@ -24,8 +24,11 @@ struct dim3 {
 struct __align__(16) uint4 {
     unsigned int x, y, z, w;
 };
-extern __thread const uint3 threadIdx, blockIdx;
-extern __thread const dim3 blockDim, gridDim;
+// The runtime's, which is loaded once.
+extern __thread const uint3 threadIdx __attribute__((tls_model("initial-exec")));
+extern __thread const uint3 blockIdx __attribute__((tls_model("initial-exec")));
+extern __thread const dim3 blockDim __attribute__((tls_model("initial-exec")));
+extern __thread const dim3 gridDim __attribute__((tls_model("initial-exec")));
 constexpr int warpSize = 32;
 
 inline void __syncthreads(EMULATOR_HERE) {

@@ -106,8 +106,12 @@ void set_registers(const char* operation, unsigned count, bool more, const char*
 constexpr unsigned kMaxParamsBytes = 4096;
 struct Entry {
     void (*call)(const void* params);
+    unsigned char* (*shared_memory)();
     unsigned params_bytes;
 };
+
+// The module's, for each thread of the operating system.
+unsigned char* find_shared_memory();
 
 template <class Params, void (*kernel)(Params)>
 EMULATOR_UNCHECKED void call(const void* params) {
@@ -119,7 +123,7 @@ struct EntryOf;
 template <class Params, void (*kernel)(Params)>
 struct EntryOf<kernel> {
     static_assert(sizeof(Params) <= kMaxParamsBytes, "CUDA passes at most 4096 bytes");
-    static constexpr Entry value{call<Params, kernel>, sizeof(Params)};
+    static constexpr Entry value{call<Params, kernel>, find_shared_memory, sizeof(Params)};
 };
 
 }  // namespace emulator

@@ -65,7 +65,7 @@ Access Block::access_now(Access::Kind kind, const void* return_to) const {
     now.first = running_->index / 32 * 32;
     now.members = 1u << running_->index % 32;
     now.time = running_->past.seen.at(running_->index);
-    now.place = offset_in_module(number(return_to));
+    now.place = place_of(return_to);
     return now;
 }
 
@@ -83,7 +83,8 @@ Access Block::access_by(Access::By by, unsigned agent, std::uint32_t time, unsig
     return now;
 }
 
-void Block::check(Access::Kind kind, const void* pointer, std::size_t size, const void* return_to) {
+void Block::check_others(Access::Kind kind, const void* pointer, std::size_t size,
+                         const void* return_to) {
     if (!launch_.checked) return;
     const std::uintptr_t address = number(pointer);
     if (running_->fiber.has_on_stack(address)) {

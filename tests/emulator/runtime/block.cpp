@@ -10,12 +10,12 @@ struct Index {
     unsigned x, y, z;
 };
 
-// The built-in variables; kernels see them as const. The module defines the shared memory, as large
-// as SMEM_BYTES.
+// The built-in variables; kernels see them as const.
 __thread Index threadIdx, blockIdx, blockDim, gridDim;
-extern __thread unsigned char bytes[];
 
 namespace emulator {
+
+__thread unsigned char* shared_memory;
 
 namespace {
 
@@ -31,13 +31,6 @@ std::string list(const std::vector<unsigned>& threads) {
         text += std::to_string(threads[first]);
         if (last > first) text += "-" + std::to_string(threads[last]);
     }
-    return text;
-}
-
-std::string stack_of(const Thread& thread) {
-    std::string text;
-    thread.fiber.walk_stack(
-        [&](std::uintptr_t return_to) { text += place_line(offset_in_module(return_to)); });
     return text;
 }
 
@@ -60,9 +53,10 @@ bool Thread::stands_with(const Thread& other) const {
 
 Block::Block(Launch& launch)
     : launch_(launch),
-      shared_("shared memory", reinterpret_cast<std::uintptr_t>(bytes), launch.shared_bytes, true) {
+      shared_("shared memory", number(launch.shared_memory()), launch.shared_bytes, true) {
     for (unsigned i = 0; i < launch.threads; ++i) threads_.emplace_back(i, run_thread);
     current_block = this;
+    shared_memory = launch.shared_memory();
     blockDim = {launch.threads, 1, 1};
     gridDim = {launch.blocks, 1, 1};
 }
@@ -80,7 +74,7 @@ void Block::begin(unsigned index) {
     blockIdx = {index, 0, 0};
     steps_left_ = launch_.max_steps;
     // NaN in every floating-point type, for the flavour that does not check what was written.
-    std::memset(bytes, 0xff, launch_.shared_bytes);
+    std::memset(shared_memory, 0xff, launch_.shared_bytes);
     if (launch_.checked) shared_.start_history();
     const unsigned warps = (threads_.size() + 31) / 32;
     agents_ = threads_.size() + warps;
@@ -282,6 +276,19 @@ void Block::fail_steps() {
 
 std::string Block::prefix() const {
     return std::string(launch_.kernel) + ", block " + std::to_string(index_) + ": ";
+}
+
+// The kernel's functions; what they call here is left out.
+std::string Block::stack_of(const Thread& thread) const {
+    std::string text;
+    thread.fiber.walk_stack([&](std::uintptr_t return_to) {
+        if (module_of(return_to) == launch_.module) text += place_line(return_to - launch_.module);
+    });
+    return text;
+}
+
+std::uint32_t Block::place_of(const void* return_to) const {
+    return number(return_to) - launch_.module;
 }
 
 std::string Block::describe_failure() const {

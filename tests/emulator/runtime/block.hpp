@@ -17,16 +17,21 @@
 
 namespace emulator {
 
+// That of the block that runs on this thread of the operating system.
+extern __thread unsigned char* shared_memory;
+
 // What all blocks of a launch have in common.
 struct Launch {
     const char* kernel;
     void (*call)(const void* params);
+    unsigned char* (*shared_memory)();
     const void* params;
     unsigned blocks, threads;
     unsigned blocks_per_sm;  // that share its registers
     std::size_t shared_bytes;
     bool checked;
     std::uint64_t max_steps;  // of a block
+    std::uintptr_t module;    // of the kernel: where its code begins
     std::deque<Region> global{};
     Signals* signals = nullptr;
 };
@@ -114,7 +119,12 @@ class Block {
     unsigned lane() const { return running_->index % 32; }
     unsigned shared_offset(const void* address);
     void meet(const Meeting& meeting);
-    void check(Access::Kind kind, const void* address, std::size_t size, const void* return_to);
+    // Looks at an access before it is done. Most are to what is local to a thread.
+    void check(Access::Kind kind, const void* address, std::size_t size, const void* return_to) {
+        const Thread& self = *running_;
+        if (self.fiber.has_on_stack(number(address)) && self.products.none()) return;
+        check_others(kind, address, size, return_to);
+    }
     void check_shared(Access::Kind kind, const void* address, std::size_t size,
                       const void* return_to);
     void start_copy(const Copy& copy, const void* return_to);
@@ -169,11 +179,16 @@ class Block {
     std::string describe_deadlock() const;
     std::string describe_wait(const Thread& thread) const;
     std::string prefix() const;
+    std::string stack_of(const Thread& thread) const;
+    // In the kernel's code.
+    std::uint32_t place_of(const void* return_to) const;
 
     // access.cpp
     Access access_now(Access::Kind kind, const void* return_to) const;
     Access access_by(Access::By by, unsigned agent, std::uint32_t time, unsigned thread,
                      std::uint32_t place) const;
+    void check_others(Access::Kind kind, const void* address, std::size_t size,
+                      const void* return_to);
     void note(const Access& now, const Past& past, const void* address, std::size_t size);
     Region* find_region(std::uintptr_t address);
     [[noreturn]] void fail_bounds(Access::Kind kind, std::uintptr_t address, std::size_t size);

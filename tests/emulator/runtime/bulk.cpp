@@ -110,7 +110,7 @@ void Block::start_bulk_copy(Transfer transfer, const void* barrier, const void* 
     if (!arrives_on.known_to_copies) {
         fail("a copy that arrives on a barrier of which the copy engine has not been told");
     }
-    const std::uint32_t place = offset_in_module(reinterpret_cast<std::uintptr_t>(return_to));
+    const std::uint32_t place = place_of(return_to);
     Access now = access_by(Access::By::kBulkCopy, arrives_on.agent, arrives_on.phase + 1,
                            running_->index, place);
     note_global(now, transfer);
@@ -170,7 +170,7 @@ void Block::add_floats(float* to, const float* from, std::size_t bytes, const vo
 void Block::start_bulk_store(Transfer transfer, bool adds_floats, const void* return_to) {
     BulkStores& stores = running_->stores;
     if (stores.agent == 0) stores.agent = std::exchange(agents_, agents_ + 2);
-    const std::uint32_t place = offset_in_module(reinterpret_cast<std::uintptr_t>(return_to));
+    const std::uint32_t place = place_of(return_to);
     Access now = access_by(Access::By::kBulkStore, stores.agent, stores.committed + 1,
                            running_->index, place);
     for (const Chunk& chunk : transfer.chunks) {  // what is dropped need not be there

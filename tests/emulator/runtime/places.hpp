@@ -9,14 +9,11 @@
 
 namespace emulator {
 
-// An address in this module, of a function or in one, relative to where the module was loaded.
-inline std::uint32_t offset_in_module(std::uintptr_t address) {
-    static const std::uintptr_t base = [] {
-        Dl_info info;
-        dladdr(reinterpret_cast<const void*>(&offset_in_module), &info);
-        return reinterpret_cast<std::uintptr_t>(info.dli_fbase);
-    }();
-    return address - base;
+// Where the module was loaded that has this address, of a function or in one.
+inline std::uintptr_t module_of(std::uintptr_t address) {
+    Dl_info info;
+    if (!dladdr(reinterpret_cast<const void*>(address), &info)) return 0;
+    return reinterpret_cast<std::uintptr_t>(info.dli_fbase);
 }
 
 // The line of a report for the call that returns to this offset.

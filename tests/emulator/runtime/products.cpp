@@ -7,11 +7,7 @@
 #include <numeric>
 
 #include "block.hpp"
-#include "places.hpp"
 #include "swizzle.hpp"
-
-// The shared memory of the block that runs on this thread of the operating system.
-extern __thread unsigned char bytes[];
 
 namespace emulator {
 
@@ -69,7 +65,7 @@ class Operand {
 
     std::uint16_t at(int i, int k) const {
         std::uint16_t bits = 0;
-        std::memcpy(&bits, bytes + offset(i, k), element_bytes_);
+        std::memcpy(&bits, shared_memory + offset(i, k), element_bytes_);
         return bits;
     }
 
@@ -263,8 +259,7 @@ std::string Products::finish(Products* const (&lanes)[32], unsigned warp_in_grou
 }
 
 void Block::issue(const Product& product, const void* return_to) {
-    const std::string error =
-        running_->products.issue(product, offset_in_module(number(return_to)));
+    const std::string error = running_->products.issue(product, place_of(return_to));
     if (!error.empty()) fail(error);
 }
 
@@ -307,7 +302,7 @@ void Block::read_operands() {
             if (!error.empty()) fail(error);
             if (!launch_.checked) continue;
             for (const std::uint32_t chunk : operand.chunks()) {
-                note(now, past, bytes + chunk, kChunkBytes);
+                note(now, past, shared_memory + chunk, kChunkBytes);
             }
         }
     }

@@ -45,6 +45,8 @@ class Products {
     unsigned committed() const { return committed_; }
     const std::vector<PendingProduct>& pending() const { return pending_; }
     bool idle() const { return pending_.empty(); }
+    // Whether no register is a product's.
+    bool none() const { return accumulators_.empty() && pending_.empty(); }
 
     // Whether an address is of a register that a product works with.
     bool uses(std::uintptr_t address) const;

@@ -125,7 +125,8 @@ def draw(rng, seqlen_q, seqlen_k, dims=(64, 64), **shape):
     )
 
 
-@pytest.mark.parametrize(("dims", "causal"), [((64, 64), True), ((128, 80), False), ((80, 256), True)])
+# Under a causal mask and with 128 dims, a warpgroup leaves out halves of first tiles.
+@pytest.mark.parametrize(("dims", "causal"), [((80, 128), True), ((128, 80), False), ((80, 256), True)])
 def test_lengths(rng, dims, causal):
     for lengths in [(1, 65), (130, 129), (300, 100), (250, 310)]:
         problem = draw(rng, *lengths, dims=dims)

@@ -215,12 +215,13 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
 def _halves_first(problem: Problem, tiles: Tiles) -> bool:
     """Whether warpgroups leave out the half of a causal mask's first tile that they do not see.
 
-    That is 4 % where queries see few tiles, of which the first takes the longest; longer calls lose as much.
+    That is 2 to 4 % where queries see few tiles, of which the first takes the longest; longer calls may lose
+    as much.
     """
     few = problem.seqlen_k <= FEW_TILES * tiles.block_n
     of_dims = PANEL_COLS < max(problem.head_dim, problem.value_dim) <= 2 * PANEL_COLS
     plain = problem.causal and problem.features.window == (None, None)
-    return plain and few and of_dims and problem.transposed_values
+    return plain and few and of_dims
 
 
 def _key_boxes(problem: Problem, tiles: Tiles) -> tuple[TensorBox, TensorBox]:

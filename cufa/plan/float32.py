@@ -135,6 +135,11 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
         Launch("to_halves", queries + keys, HALVING_THREADS),
         Launch("fwd_9_float32", queries, sizes.threads, chosen.cost.smem_bytes, overlaps=True),
     )
+    scratch = (
+        Scratch("alignment", (SWIZZLE_BYTES // FLOAT_BYTES,)),
+        Scratch("halves of queries", (queries, query_bytes // FLOAT_BYTES)),
+        Scratch("halves of keys and values", (keys, key_bytes // FLOAT_BYTES)),
+    )
     return Part(
         tiles=sizes_of(sizes),
         macros=(
@@ -150,11 +155,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
             ("PARAMS_BYTES", params_bytes(problem)),
         ),
         launches=launches if queries else (),
-        scratch=(
-            Scratch("alignment", (SWIZZLE_BYTES // FLOAT_BYTES,)),
-            Scratch("halves of queries", (queries, query_bytes // FLOAT_BYTES)),
-            Scratch("halves of keys and values", (keys, key_bytes // FLOAT_BYTES)),
-        ),
+        scratch=scratch if queries else (),
         reasons=chosen.reasons,
     )
 

@@ -238,7 +238,7 @@ def _cpu_seconds(
     problem: Problem, features: FeatureOptions, asked: list[Direction], threads: int
 ) -> dict[Direction, float]:
     """`cufa bench` in a process of its own: BLAS reads its number of threads when it is loaded."""
-    command = [sys.executable, "-m", "cufa.cli", "bench", "--backend", "numpy", "--json"]
+    command = [sys.executable, "-m", "cufa", "bench", "--backend", "numpy", "--json"]
     command += ["--direction", asked[0] if len(asked) == 1 else "both"]
     command += ["--seqlens", str(problem.seqlen_q), "--dtype", problem.dtype]
     for name in ("batch", "heads", "kv_heads", "head_dim"):

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from importlib import metadata
@@ -61,16 +62,31 @@ def versions() -> dict[str, str]:
     return found
 
 
-def tests() -> dict[str, Any]:
+def tests(chosen: Sequence[str]) -> dict[str, Any]:
+    """What comes of the GPU tests that are chosen; `failures` are the names of those that fail."""
     # Nearly all of their time is compiling and what the CPU computes to compare with, on one core each;
     # pytest-benchmark, if it is there, does not work beside others.
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")  # tests/conftest.py shares them out
     workers = str(min(WORKERS_OF_GPU * len(gpus), os.cpu_count() or 1))
     shared_out = "-n", workers, "--dist", "worksteal"
     options = ("-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark")
-    done = run("-m", "pytest", *shared_out, *options, "tests", threads=1)
+    done = run("-m", "pytest", *shared_out, *options, *chosen, threads=1)
     counts = re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout.splitlines()[-1])
-    return {"ok": done.returncode == 0, **{outcome: int(count) for count, outcome in counts}}
+    failures = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    return {
+        "ok": done.returncode == 0,
+        **{outcome: int(count) for count, outcome in counts},
+        "failures": failures,
+    }
+
+
+def tests_again(before: dict[str, Any]) -> dict[str, Any]:
+    """The same where those that failed before, with the same kernels, have run once more."""
+    again = tests(before["failures"])
+    passed = before["passed"] + again.get("passed", 0)
+    return {**before, "ok": again["ok"], "passed": passed, "failed": 0} | {
+        name: again[name] for name in ("failed", "failures") if name in again
+    }
 
 
 def sanitizer() -> dict[str, Any]:
@@ -98,21 +114,28 @@ def record_of_these_kernels() -> dict[str, Any]:
 
 @click.command(help=__doc__)
 @click.option("--only-tests", is_flag=True, help="Keep the speeds that the record has of the same kernels.")
-def main(only_tests: bool) -> None:
+@click.option("--again", is_flag=True, help="Of the tests, run those that failed with the same kernels.")
+def main(only_tests: bool, again: bool) -> None:
     info = json.loads(run("-m", "cufa", "info", "--json").stdout)
     if info["gpu"] is None:
         print(f"nothing to check: {info['missing']['gpu']}", file=sys.stderr)
         sys.exit(2)
+    before = record_of_these_kernels()
+    if again and not before:
+        sys.exit(f"{RECORD} is not of these kernels: there is nothing to run again")
     # What is right is found out side by side, what is fast afterwards, alone.
-    with ThreadPoolExecutor() as pool:
-        testing, sanitizing = pool.submit(tests), pool.submit(sanitizer)
-    record = (record_of_these_kernels() if only_tests else {}) | {
+    if again:
+        found = {"tests": tests_again(before["tests"])}
+    else:
+        with ThreadPoolExecutor() as pool:
+            testing, sanitizing = pool.submit(tests, ["tests"]), pool.submit(sanitizer)
+        found = {"tests": testing.result(), "sanitizer": sanitizing.result()}
+    record = (before if again or only_tests else {}) | {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "kernels_sha256": kernels_digest(),
         "versions": versions(),
         "info": info,
-        "tests": testing.result(),
-        "sanitizer": sanitizing.result(),
+        **found,
     }
     write(record)
     if not only_tests:

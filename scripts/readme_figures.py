@@ -665,8 +665,20 @@ def install(record: Row) -> str:
     return f"{table(('pip install', 'time', 'on the disk', 'packages'), lines)}\n\n{caption}"
 
 
+# Up to which head dim float32 is faster forward, as sums of halves.
+MOST_DIMS_IN_HALVES = KERNELS["fwd_9_float32"].max_head_dim
+
+
 def summary(
-    peers: Row, shapes: Row, fp8: Row, decode: Row, serving: Row, rungs: Row, flex: Row, check: Row
+    peers: Row,
+    single: Row,
+    shapes: Row,
+    fp8: Row,
+    decode: Row,
+    serving: Row,
+    rungs: Row,
+    flex: Row,
+    check: Row,
 ) -> str:
     """What the other page says, in a few lines."""
     best = {
@@ -690,12 +702,25 @@ def summary(
         f"{kernel} {mean_ratio(kernel, PEER_OF_RUNGS, rungs['points'])}"
         for kernel in ("fwd_5_mma", "bwd_3_mma")
     )
+    narrow = [point for point in single["points"] if point["head_dim"] <= MOST_DIMS_IN_HALVES]
+    forward, backward = (
+        statistics.geometric_mean(
+            point["tflops"]["cufa"] / point["tflops"]["efficient"]
+            for point in narrow
+            if point["direction"] == direction
+        )
+        for direction in ("forward", "backward")
+    )
+    fastest_single = max(point["tflops"]["cufa"] for point in narrow)
     over_serving = statistics.geometric_mean(over_flashinfer(serving["points"]))
     slowest = max(check["jit"]["compile_seconds"].values())
     host = check["jit"]["host_us"]["attention"]
     lines = (
         f"On an {peers['gpu']} in bfloat16 up to {best['forward']:.0f} TFLOP/s forward and "
         f"{best['backward']:.0f} backward.",
+        f"In float32 up to {fastest_single:.0f} TFLOP/s: to head dim {MOST_DIMS_IN_HALVES} {forward:.2f} times "
+        f"as fast as PyTorch's memory-efficient attention forward and {backward:.2f} times backward, in the "
+        "mean.",
         f"At {shapes['problems_done']} other shapes, of odd head dims and lengths, few KV heads, few heads, "
         f"many short sequences, it is {mean_over_fastest('forward', shapes['points']):.2f} times as fast as "
         f"the faster of {' and '.join(peers_of(shapes['points']))} forward and "
@@ -728,6 +753,7 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
             summary,
             (
                 PEERS_RECORD,
+                SINGLE_RECORD,
                 SHAPES_RECORD,
                 FP8_RECORD,
                 DECODE_RECORD,

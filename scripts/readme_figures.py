@@ -718,9 +718,9 @@ def summary(
     lines = (
         f"On an {peers['gpu']} in bfloat16 up to {best['forward']:.0f} TFLOP/s forward and "
         f"{best['backward']:.0f} backward.",
-        f"In float32 up to {fastest_single:.0f} TFLOP/s: to head dim {MOST_DIMS_IN_HALVES} {forward:.2f} times "
-        f"as fast as PyTorch's memory-efficient attention forward and {backward:.2f} times backward, in the "
-        "mean.",
+        f"In float32 up to {fastest_single:.0f} TFLOP/s: to head dim {MOST_DIMS_IN_HALVES} {forward:.2f} "
+        "times as fast as PyTorch's memory-efficient attention forward and "
+        f"{backward:.2f} times backward, in the mean.",
         f"At {shapes['problems_done']} other shapes, of odd head dims and lengths, few KV heads, few heads, "
         f"many short sequences, it is {mean_over_fastest('forward', shapes['points']):.2f} times as fast as "
         f"the faster of {' and '.join(peers_of(shapes['points']))} forward and "

@@ -2,9 +2,10 @@
 //
 // Change from fwd_6_wgmma: wgmma knows no float32, and of tf32 it takes no V as it lies in memory.
 // So a first launch makes two float16 of each element (half_tiles.cuh), in tiles as they will lie
-// in shared memory, and each product becomes three. They take so long that a softmax hides beside
-// those of another warpgroup by itself: nobody takes turns. Tensor cores cut off the sums that they
-// add to; so what a tile of keys adds to O is summed by itself, and added afterwards.
+// in shared memory, and each product becomes three. They take so long that a warpgroup's softmax
+// hides beside those of the other, whose turn it is, and not beside its own too. Tensor cores cut
+// off the sums that they add to; so what a tile of keys adds to O is summed by itself, and added
+// afterwards.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
 //          value_dim); packed sequences: (tokens, heads, dim)
@@ -14,6 +15,7 @@
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
 // Needs    sm_90a
+#include "forward_turns.cuh"
 #include "half_tiles.cuh"
 #include "key_tiles.cuh"
 #include "pipeline.cuh"
@@ -155,23 +157,7 @@ __device__ inline void produce(Smem& smem, const ForwardParams& call, const Quer
 
 // ---- the consumers ----
 
-// Warpgroups issue their products in turn. While one waits for its products the other's softmax
-// runs.
-struct Turns {
-    int warpgroup;
-    static constexpr int kFirstTurn = 1;  // barrier 0 is the block's
-
-    __device__ explicit Turns(int warpgroup) : warpgroup(warpgroup) {
-        if (warpgroup == kConsumers - 1) pass();
-    }
-    __device__ void wait() const {
-        if (kConsumers > 1) ptx::named_barrier_sync<2 * kWarpgroup>(kFirstTurn + warpgroup);
-    }
-    __device__ void pass() const {
-        const int next = warpgroup == kConsumers - 1 ? 0 : warpgroup + 1;
-        if (kConsumers > 1) ptx::named_barrier_arrive<2 * kWarpgroup>(kFirstTurn + next);
-    }
-};
+using Turns = ForwardTurns<kConsumers, 1>;  // barrier 0 is the block's
 
 // Of the largest weight of a row.
 constexpr int kTopWeight = 7;

@@ -2,25 +2,11 @@
 // wgmma_forward_copies.cuh; how all work beside each other is told in fwd_6_wgmma.cu.
 #pragma once
 
+#include "forward_turns.cuh"
 #include "wgmma_forward_output.cuh"
 #include "wgmma_forward_scores.cuh"
 
-// Warpgroups issue their products in turn. While one waits for its turn, or for its products, the
-// other's softmax runs.
-struct Turns {
-    int warpgroup;
-
-    __device__ explicit Turns(int warpgroup) : warpgroup(warpgroup) {
-        if (warpgroup == kConsumers - 1) pass();
-    }
-    __device__ void wait() const {
-        if (kConsumers > 1) ptx::named_barrier_sync<2 * kWarpgroup>(kFirstTurn + warpgroup);
-    }
-    __device__ void pass() const {
-        const int next = warpgroup == kConsumers - 1 ? 0 : warpgroup + 1;
-        if (kConsumers > 1) ptx::named_barrier_arrive<2 * kWarpgroup>(kFirstTurn + next);
-    }
-};
+using Turns = ForwardTurns<kConsumers, kFirstTurn>;
 
 // A warpgroup that computes. Dims are the columns of its sums of O. What each kernel does in its
 // own way, beside what ForwardScores asks for, is in `Self`, which is derived from this one:

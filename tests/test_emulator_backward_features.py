@@ -1,5 +1,7 @@
 """Features of the backward kernels, on the emulator: every pair of them, and where they have edges."""
 
+from dataclasses import replace
+
 import feature_cases as cases
 import numpy as np
 import pytest
@@ -134,6 +136,17 @@ def test_a_bias_without_queries_has_gradient_zero(rng, kernel, dtype):
         *_, dbias, dsink = check(kernel, case, deterministic=deterministic)
         assert not dbias.any()
         assert not dsink.any()
+
+
+def test_packed_sequences_without_queries(rng):
+    """No tile of them is seen, and the sums of the bias lie where the workspace has room for them."""
+    case = cases.draw_case(rng, "float16", ["packed", "mask", "dbias"], seqlen_q=0, seqlen_k=9, **cases.SIZES)
+    problem = case.problem
+    case = replace(case, problem=replace(problem, q=problem.q[:0], dout=problem.dout[:0]))
+    case.arrays["cu_seqlens_q"][:] = 0
+    case.arrays.update(mask=np.ones((1, 9), bool), bias=np.ones((1, 9), np.float16))
+    *_, dbias = check("bwd_3_mma", case)
+    assert not dbias.any()
 
 
 @pytest.mark.parametrize("sink", [-200.0, 12.0])

@@ -228,6 +228,17 @@ def test_gradients_of_arrays(rng, mods, kernel, dtype):
         check_backward(replace(case, gradients=(*case.gradients, "score_mod")), kernel)
 
 
+def test_packed_sequences_without_queries(rng):
+    """Sums of arrays lie behind all that the workspace has for tiles of queries."""
+    case = cases.draw_case(rng, "float16", ["packed"], seqlen_q=0, seqlen_k=9, head_dim=64)
+    problem = case.problem
+    case = replace(case, problem=replace(problem, q=problem.q[:0], dout=problem.dout[:0]))
+    case.arrays["cu_seqlens_q"][:] = 0
+    case.numbers["score_mod"] = ScoreMod(add_relative, rng.standard_normal((2, 9)))
+    *_, gradient = gradients_of("bwd_4_wgmma", replace(case, gradients=("score_mod",)))
+    assert not gradient.any()
+
+
 def test_beside_a_mask(rng, mods):
     """What either hides is hidden, in whole tiles and in parts of them."""
     for lengths in ALL_LENGTHS:

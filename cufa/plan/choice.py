@@ -147,11 +147,16 @@ def query_tiles(problem: Problem, tiles: TileSizes) -> int:
 
 
 def row_tiles(problem: Problem, seqlen: int, rows: int) -> int:
-    """How many tiles of that many rows a head of all sequences has: tensor.cuh's row_tiles."""
+    """How many tiles of that many rows a head of all sequences has; none if there are no rows."""
+    return counted_row_tiles(problem, seqlen, rows) if problem.batch and seqlen else 0
+
+
+def counted_row_tiles(problem: Problem, seqlen: int, rows: int) -> int:
+    """As how many a kernel counts them, to find its way in the workspace: tensor.cuh's row_tiles."""
     if not problem.features.packed:
         return problem.batch * ceil_div(seqlen, rows)
     # Only the GPU knows how long each sequence is: no lengths take more tiles than this.
-    return seqlen // rows + problem.batch if problem.batch and seqlen else 0
+    return seqlen // rows + problem.batch
 
 
 def _price(candidate: Candidate[T], rows: int, keys: int, product_dims: int, device: Device) -> float:

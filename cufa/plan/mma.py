@@ -19,10 +19,10 @@ from cufa.device import WARP_SIZE, Device
 from cufa.plan.choice import Candidates, Choice, Cost, TileSizes, query_tiles, sizes_of
 from cufa.plan.pace import memory_time, most_keys, seen_keys
 from cufa.plan.record import Launch, Macro, Part
-from cufa.plan.seen import seen_scratch, seen_tiles
+from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
 from cufa.problem import FLOAT8, Problem
-from cufa.rounding import ceil_div, round_up
+from cufa.rounding import round_up
 
 T = TypeVar("T", bound=TileSizes)
 
@@ -251,7 +251,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     sizes = chosen.tiles
     seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
     launches = (
-        Launch("seen_tiles", ceil_div(seen, sizes.warps), sizes.threads),
+        seen_launch(problem, seen, sizes.threads, sizes.warps),
         Launch("fwd_5_mma", query_tiles(problem, sizes), sizes.threads, chosen.cost.smem_bytes),
     )
     return Part(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from cufa.device import WARP_SIZE, Device
-from cufa.plan.choice import Candidates, Cost, row_tiles, sizes_of
+from cufa.plan.choice import Candidates, Cost, counted_row_tiles, row_tiles, sizes_of
 from cufa.plan.gradients import gradient_launches, gradient_macros, gradient_sums, row_blocks
 from cufa.plan.head_parts import best_parts, check_parts, key_sums, round_keys, why_parts
 from cufa.plan.mma import (
@@ -23,7 +23,7 @@ from cufa.plan.mma import (
     macros_of,
 )
 from cufa.plan.record import Launch, Part, Scratch
-from cufa.plan.seen import seen_scratch, seen_tiles
+from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
 from cufa.problem import Problem, lse_shape
 from cufa.rounding import ceil_div, round_up
 
@@ -190,7 +190,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     if deterministic:
         seen += seen_tiles(problem, sizes.block_n, sizes.block_m)
     launches = (
-        Launch("seen_tiles", ceil_div(seen, sizes.warps), sizes.threads),
+        seen_launch(problem, seen, sizes.threads, sizes.warps),
         Launch("row_sums", row_blocks(problem, prod(padded_rows), sizes.warps), sizes.threads),
         Launch("key_tiles", key_blocks * sizes.parts, sizes.threads, smem_bytes),
         round_keys(problem, sizes.parts, sizes.threads, sizes.warps),
@@ -230,10 +230,8 @@ def _backward_candidates(kind: Problem, device: Device) -> Candidates[BackwardTi
 
 
 def _padded_rows(problem: Problem, block_m: int) -> tuple[int, int]:
-    """Heads, and the rows of each in whole tiles: tensor.cuh's row_tiles."""
-    if problem.features.packed:
-        return problem.heads, (problem.seqlen_q // block_m + problem.batch) * block_m
-    return problem.heads, problem.batch * round_up(problem.seqlen_q, block_m)
+    """Heads, and the rows of each in whole tiles."""
+    return problem.heads, counted_row_tiles(problem, problem.seqlen_q, block_m) * block_m
 
 
 def _backward_cost(problem: Problem, device: Device, tiles: BackwardTiles) -> Cost:

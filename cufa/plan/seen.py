@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cufa.plan.choice import row_tiles
-from cufa.plan.record import Scratch
+from cufa.plan.choice import counted_row_tiles
+from cufa.plan.record import Launch, Scratch
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 
@@ -25,8 +25,13 @@ def seen_tiles(problem: Problem, rows: int, keys: int) -> int:
     own_ends = features.packed or features.seqused_k
     of_batches = mask_batch > 1 or (function is not None and function.of_batches) or own_ends
     counted = problem if of_batches else replace(problem, batch=min(problem.batch, 1))
-    row_count = row_tiles(counted, problem.seqlen_q, rows)
+    row_count = counted_row_tiles(counted, problem.seqlen_q, rows)
     return (problem.heads if of_heads else 1) * row_count * ceil_div(problem.seqlen_k, keys)
+
+
+def seen_launch(problem: Problem, tiles: int, threads: int, warps: int) -> Launch:
+    """The launch that finds it out, a warp for each tile; without blocks if there are no queries."""
+    return Launch("seen_tiles", ceil_div(tiles, warps) if problem.seqlen_q else 0, threads)
 
 
 def seen_scratch(problem: Problem, tiles: int, alignment: int = 1) -> tuple[Scratch, ...]:

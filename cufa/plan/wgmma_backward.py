@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 from cufa.device import Device
 from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
-from cufa.plan.choice import Candidates, Cost, query_tiles, row_tiles, sizes_of
+from cufa.plan.choice import Candidates, Cost, counted_row_tiles, query_tiles, row_tiles, sizes_of
 from cufa.plan.gradients import array_launch, array_sums, sink_launch
 from cufa.plan.head_parts import best_parts, key_sums, round_keys, why_parts
 from cufa.plan.query_sums import Adding, few_add, way_of_adding
 from cufa.plan.record import Launch, Macro, Part, Scratch, TensorBox
-from cufa.plan.seen import seen_scratch, seen_tiles
+from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
 from cufa.plan.wgmma import PANEL_COLS, SECTION_OF_L2, WGMMA_M
 from cufa.plan.wgmma_backward_tiles import (
@@ -125,6 +125,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
     adding = kind.adding_of(tiles)
     check_tiles(problem, tiles, kind.best, chosen.cost.registers)
     query_blocks = query_tiles(problem, tiles)
+    query_parts = problem.heads * counted_row_tiles(problem, problem.seqlen_q, tiles.block_m)
     # Tiles of more queries leave a thread no registers for that.
     may_round = kind.stays and tiles.block_m <= PANEL_COLS
     rounds = may_round and (adding is Adding.ALONE or few_add(problem, kind.best))
@@ -140,7 +141,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
     overlaps = row_blocks > 0
     seen = seen_tiles(problem, tiles.block_m, tiles.block_n)
     launches = (
-        Launch("seen_tiles", ceil_div(seen, HELPER_THREADS // device.warp_size), HELPER_THREADS),
+        seen_launch(problem, seen, HELPER_THREADS, HELPER_THREADS // device.warp_size),
         Launch("row_sums", row_blocks, HELPER_THREADS),
         Launch("key_tiles", key_blocks, THREADS, smem_bytes, overlaps=overlaps),
         round_keys(problem, tiles.parts, HELPER_THREADS, HELPER_THREADS // device.warp_size, overlaps=True),
@@ -172,10 +173,10 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
         ),
         launches=tuple(launch for launch in launches if launch.grid > 0),
         scratch=(
-            Scratch("dQ sums", (query_blocks, kind.padded_dim, tiles.block_m)),
-            Scratch("statistics", (query_blocks, statistics_bytes(tiles) // SUM_BYTES)),
+            Scratch("dQ sums", (query_parts, kind.padded_dim, tiles.block_m)),
+            Scratch("statistics", (query_parts, statistics_bytes(tiles) // SUM_BYTES)),
             *key_sums(problem, tiles.parts),
-            *((Scratch("blocks added", (query_blocks, CONSUMERS)),) * turns),
+            *((Scratch("blocks added", (query_parts, CONSUMERS)),) * turns),
             *((Scratch("tiles of keys taken", (counters,)),) * kind.stays),
             *seen_scratch(problem, seen),
             *array_sums(problem),

@@ -286,8 +286,8 @@ PLANTED = {
     "wrong row of a matrix": (
         "fwd_5_mma",
         "operands_half.cuh",
-        "lane() % 8 + lane() / 16 * 8, lane() / 8 % 2 * kMatrixCols",
-        "lane() % 16, lane() / 16 * kMatrixCols",
+        "row + lane() % 8 + lane() / 16 * 8, lane() / 8 % 2 * Tile::kMatrixCols",
+        "row + lane() % 16, lane() / 16 * Tile::kMatrixCols",
         r"is .* should be",
     ),
     "missing wait for a copy": (
@@ -383,5 +383,5 @@ def test_sizes_that_were_not_compiled_are_refused():
 
 
 def test_what_the_compiler_says_is_passed_on():
-    with pytest.raises(RuntimeError, match="the host must define SCALAR, HEAD_DIM"):
+    with pytest.raises(RuntimeError, match="the host must define SCALAR, KEY_SCALAR, HEAD_DIM"):
         Module("softmax.cu", {})

@@ -543,9 +543,9 @@ PLANTED = {
         r"threads wait for others that do not come\n(?s:.*)threads 1-127, 130 returned",
     ),
     "barrier of another number of threads": (
-        "wgmma_forward.cuh",
-        "if (kConsumers > 1) ptx::named_barrier_arrive<2 * kWarpgroup>(kFirstTurn + next);",
-        "if (kConsumers > 1) ptx::named_barrier_arrive<3 * kWarpgroup>(kFirstTurn + next);",
+        "forward_turns.cuh",
+        "if (Warpgroups > 1) ptx::named_barrier_arrive<2 * kWarpgroup>(FirstBarrier + next);",
+        "if (Warpgroups > 1) ptx::named_barrier_arrive<3 * kWarpgroup>(FirstBarrier + next);",
         r"barrier \d of 256 threads, at which others arrived as one of 384\n",
     ),
     "counter that is not put back": (

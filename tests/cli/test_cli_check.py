@@ -15,7 +15,7 @@ from cufa.problem import Problem
 def solved(problem, seed=0, **features):
     """A problem as a workload, and what the CPU path makes of it."""
     features = FeatureOptions(causal=problem.causal, **features)
-    problem = generated.packed(problem, features)
+    problem = generated.as_asked(problem, features)
     host = generated.make_arrays(problem, features, "bshd", np.random.default_rng(seed))
     load = workload.Workload(host, on_gpu=False, features=features)
     results = load.forward(workload.Rung())

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from graphs import captured
+from gpu_calls import captured
 from tolerance import (
     DTYPES,
     LAYOUTS,

@@ -11,10 +11,10 @@ from feature_cases import (
     mask_by_tiles,
     sets_of,
 )
+from gpu_calls import check_forward, on_gpu, results_of, skip_unless_it_runs_here, tensors
 from tolerance import assert_attention, assert_gradients
 
 import cufa
-from cufa import device
 from cufa.kernels import KERNELS
 from cufa.problem import FLOAT8
 
@@ -56,12 +56,6 @@ def supported(kernel, features):
     return frozenset(name for name in features if REGISTERED.get(name, name) in has)
 
 
-def skip_unless_it_runs_here(kernel):
-    only = KERNELS[kernel].only_arch
-    if only is not None and str(cufa.Device.of(only).arch) != str(device.current().arch):
-        pytest.skip(f"{kernel} needs sm_{only}")
-
-
 def draw(rng, kernel, dtype, features):
     shapes = WIDE_SHAPES if KERNELS[kernel].min_head_dim > 1 else SHAPES
     if kernel == UNEVEN_KERNEL and not features & {"softcap", "bias"}:
@@ -78,28 +72,12 @@ def draw(rng, kernel, dtype, features):
     )
 
 
-def to_gpu(cupy, value):
-    return cupy.asarray(value) if isinstance(value, np.ndarray) else value
-
-
-def on_gpu(cupy, arguments):
-    return {name: to_gpu(cupy, value) for name, value in arguments.items()}
-
-
-def tensors(cupy, case):
-    problem = case.problem
-    return [cupy.asarray(x) for x in (problem.q, problem.k, problem.v, problem.dout)]
-
-
 @pytest.mark.parametrize("features", FORWARD_SETS, ids=name_of)
 @pytest.mark.parametrize(("kernel", "dtype"), list(kernels_and_dtypes("forward")))
 def test_forward(cupy, rng, kernel, dtype, features):
     skip_unless_it_runs_here(kernel)
     case = draw(rng, kernel, dtype, supported(kernel, features & set(FORWARD_FEATURES)))
-    q, k, v, _ = tensors(cupy, case)
-    out, lse = (cupy.full(shape, np.nan, kind) for shape, kind in results_of(case))
-    cufa.attention(q, k, v, **on_gpu(cupy, case.forward), out=out, lse=lse, kernel=kernel)
-    assert_attention(*written(case, out, lse), case.problem, **case.forward)
+    check_forward(cupy, case, kernel=kernel)
 
 
 @pytest.mark.parametrize("features", SETS, ids=name_of)
@@ -160,27 +138,6 @@ def test_heads_that_share_keys_in_parts(cupy, rng, dtype, parts, features):
             gradients = cufa.attention_backward(dout, q, k, v, out, lse, **backward, **options)
             with np.errstate(invalid="ignore"):
                 assert_gradients(tuple(x.get() for x in gradients), case.problem, **case.backward)
-
-
-def results_of(case):
-    """Shape and dtype of out and lse."""
-    problem = case.problem
-    return (problem.dout.shape, problem.dout.dtype), (
-        problem.lse_shape,
-        np.float64 if problem.dout.dtype == np.float64 else np.float32,
-    )
-
-
-def written(case, out, lse):
-    """out and lse on the host; tokens that belong to no sequence must be left alone, and count as 0."""
-    out, lse = out.get(), lse.get()
-    if "cu_seqlens_q" in case.arrays:
-        begin, end = case.arrays["cu_seqlens_q"][[0, -1]]
-        outside = np.r_[0:begin, end : len(out)]
-        assert np.isnan(out[outside].astype(np.float32)).all()
-        assert np.isnan(lse[:, outside]).all()
-        out[outside], lse[:, outside] = 0, -np.inf
-    return out, lse
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -16,9 +16,9 @@ from pathlib import Path
 import ml_dtypes  # noqa: F401 - makes numpy.dtype("bfloat16") known
 import numpy as np
 import pytest
+from gpu_calls import skip_unless_it_runs_here
 from test_emulator import planted
 from test_gpu import on_gpu
-from test_gpu_features import skip_unless_it_runs_here
 from tolerance import Problem, assert_attention, assert_gradients, random_problem
 
 import cufa

@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 from feature_cases import hide_nan, in_pages, packed_case
-from graphs import captured
-from test_gpu_features import on_gpu, results_of, tensors, written
-from test_gpu_split_kv import check
+from gpu_calls import captured, check_forward, on_gpu, results_of, tensors, written
 from tolerance import assert_attention
 
 import cufa
@@ -60,14 +58,14 @@ def test_what_is_chosen(cupy, rng):
     case = paged(rng, draw(rng, (24, 400, 4000), heads=8, kv_heads=2))
     q, k, v, _ = tensors(cupy, case)
     assert cufa.plan(q, k, v, **on_gpu(cupy, case.forward)).beside is not None
-    check(cupy, case)
+    check_forward(cupy, case)
 
 
 @pytest.mark.parametrize("lengths", [SHORT, LONG], ids=str)
 @pytest.mark.parametrize("page_size", [8, 48])
 def test_lengths(cupy, rng, always_mixed, lengths, page_size):
     for _ in range(2):
-        check(cupy, paged(rng, draw(rng, lengths), page_size))
+        check_forward(cupy, paged(rng, draw(rng, lengths), page_size))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +85,7 @@ def test_features(cupy, rng, always_mixed, features):
         case.numbers["window"] = (150, 0)
     if "softcap" in features:
         case.numbers.update(softcap=2.5, causal=False)
-    check(cupy, paged(rng, case))
+    check_forward(cupy, paged(rng, case))
 
 
 @pytest.mark.parametrize("lengths", [SHORT, LONG], ids=str)

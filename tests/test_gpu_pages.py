@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 from feature_cases import draw_case, hide_nan, in_pages
-from test_gpu_features import on_gpu, tensors
-from test_gpu_split_kv import check
+from gpu_calls import check_forward, on_gpu, tensors
 
 import cufa
 
@@ -29,7 +28,7 @@ def draw(rng, dtype, features, lengths, page_size, **sizes):
 @pytest.mark.parametrize("lengths", [DECODING, PROMPT], ids=["decoding", "prompt"])
 def test_page_sizes(cupy, rng, lengths, page_size):
     for features in (("causal", "seqused_k"), MASKS):
-        check(cupy, draw(rng, "bfloat16", features, lengths, page_size))
+        check_forward(cupy, draw(rng, "bfloat16", features, lengths, page_size))
 
 
 @pytest.mark.parametrize(
@@ -53,13 +52,13 @@ def test_kernels(cupy, rng, kernel, dtype, dims, page_size):
     head_dim, value_dim = dims
     for lengths in ((5, 900), (130, 200)):
         sizes = {"head_dim": head_dim, "head_dim_v": value_dim}
-        check(cupy, draw(rng, dtype, MASKS, lengths, page_size, **sizes), kernel=kernel)
+        check_forward(cupy, draw(rng, dtype, MASKS, lengths, page_size, **sizes), kernel=kernel)
 
 
 @pytest.mark.parametrize("features", [("bias", "alibi_slopes", "softcap"), ("mask_bits", "dropout")], ids=str)
 def test_features_of_scores(cupy, rng, features):
     for lengths in ((3, 500), (90, 130)):
-        check(cupy, draw(rng, "float16", (*features, "causal"), lengths, 16))
+        check_forward(cupy, draw(rng, "float16", (*features, "causal"), lengths, 16))
 
 
 def test_prompts_and_decoding_in_one_call(cupy, rng):
@@ -67,7 +66,7 @@ def test_prompts_and_decoding_in_one_call(cupy, rng):
     case = draw(rng, "bfloat16", ("packed", "causal"), (600, 900), 16, batch=4)
     ends = case.arrays["cu_seqlens_q"]
     ends[:] = ends[0] + np.array([0, 1, 2, 599, 600])
-    check(cupy, case)
+    check_forward(cupy, case)
 
 
 def test_a_table_that_is_part_of_another(cupy, rng):

@@ -5,8 +5,8 @@ from dataclasses import replace
 import feature_cases as cases
 import numpy as np
 import pytest
+from gpu_calls import on_gpu, skip_unless_it_runs_here, tensors
 from test_emulator_score_mod import add_learnt, learnt, see, shape_score
-from test_gpu_features import on_gpu, skip_unless_it_runs_here, tensors
 from tolerance import assert_attention, assert_gradients
 
 import cufa

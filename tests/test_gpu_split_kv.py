@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from feature_cases import draw_case, hide_nan, in_pages
 from float8 import DESCALES, assert_float8, random_descales, with_keys_in_8_bits
-from graphs import captured
-from test_gpu_features import on_gpu, results_of, tensors, written
+from gpu_calls import captured, check_forward, on_gpu, results_of, tensors
 from tolerance import assert_attention
 
 import cufa
@@ -51,14 +50,6 @@ def draw(rng, shape, features, dtype="float16"):
     return case
 
 
-def check(cupy, case, **options):
-    q, k, v, _ = tensors(cupy, case)
-    out, lse = (cupy.full(shape, np.nan, kind) for shape, kind in results_of(case))
-    cufa.attention(q, k, v, **on_gpu(cupy, case.forward), out=out, lse=lse, **options)
-    with np.errstate(invalid="ignore"):
-        assert_attention(*written(case, out, lse), case.problem, **case.forward)
-
-
 # Each shape with some features and each features with some shapes.
 @pytest.mark.parametrize("offset", range(3))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -66,7 +57,7 @@ def test_few_queries(cupy, rng, shape, offset):
     place = SHAPES.index(shape)
     features, dtype = FEATURES[(place + 2 * offset) % len(FEATURES)], ("float16", "bfloat16")[place % 2]
     for parts in ({"splits": 1}, {"splits": 5}, {"shares": 37}):
-        check(cupy, draw(rng, shape, features, dtype), kernel=KERNEL, tiles=parts)
+        check_forward(cupy, draw(rng, shape, features, dtype), kernel=KERNEL, tiles=parts)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +74,7 @@ def test_few_queries(cupy, rng, shape, offset):
 )
 def test_tiles(cupy, rng, tiles):
     case = draw(rng, (9, 3000, 12, 2, 64, 128), ("causal", "window"))
-    check(cupy, case, kernel=KERNEL, tiles=tiles)
+    check_forward(cupy, case, kernel=KERNEL, tiles=tiles)
 
 
 def test_what_is_chosen_for_decoding(cupy, rng):
@@ -93,7 +84,7 @@ def test_what_is_chosen_for_decoding(cupy, rng):
     hide_nan(case)
     q, k, v, _ = tensors(cupy, case)
     assert cufa.plan(q, k, v, causal=True).kernel == KERNEL
-    check(cupy, case)
+    check_forward(cupy, case)
 
 
 @pytest.mark.parametrize("features", [("causal",), ("causal", "sink"), ("packed", "causal")], ids=str)
@@ -103,7 +94,7 @@ def test_what_is_chosen_for_a_chunk_of_a_prompt(cupy, rng, features):
     plan = cufa.plan(q, k, v, **on_gpu(cupy, case.forward))
     assert plan.kernel == KERNEL
     assert max(plan.tiles["splits"], plan.tiles["shares"]) > 1
-    check(cupy, case)
+    check_forward(cupy, case)
 
 
 @pytest.mark.parametrize("batch", [3, 40])
@@ -117,7 +108,7 @@ def test_caches_of_many_lengths(cupy, rng, batch):
     q, k, v, _ = tensors(cupy, case)
     forward = on_gpu(cupy, case.forward)
     assert cufa.plan(q, k, v, **forward).tiles["shares"] > 1
-    check(cupy, case)
+    check_forward(cupy, case)
     first = cufa.attention(q, k, v, **forward)
     for _ in range(50):
         assert (cufa.attention(q, k, v, **forward).view("u2") == first.view("u2")).all()

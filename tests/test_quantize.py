@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulator import calls
-from graphs import captured
+from gpu_calls import captured
 from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st

@@ -3,6 +3,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ def fake_gpus(monkeypatch, h200_properties):
         getDeviceProperties=get_properties,
         CUDARuntimeError=CUDARuntimeError,
     )
-    cupy = ModuleType("cupy")
+    cupy: Any = ModuleType("cupy")
     cupy.cuda = SimpleNamespace(runtime=runtime)
     cupy.__version__ = "14.0.0"
     monkeypatch.setitem(sys.modules, "cupy", cupy)

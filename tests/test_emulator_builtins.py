@@ -7,6 +7,7 @@ import re
 import shutil
 import struct
 from pathlib import Path
+from typing import Any
 
 import emulator
 import ml_dtypes
@@ -82,7 +83,7 @@ def test_conversions(launch):
     with np.errstate(all="ignore"):
         floats = awkward_floats(np.random.default_rng(1))
     bits = np.arange(2**16, dtype=np.uint16)
-    arrays = {
+    arrays: dict[str, Any] = {
         "floats": floats,
         "halves": np.zeros(floats.size, np.uint16),
         "bfloats": np.zeros(floats.size, np.uint16),
@@ -151,7 +152,7 @@ def test_shuffles_votes_and_atomics(launch):
 def test_fragments_and_copies(launch):
     rng = np.random.default_rng(3)
     a, b = (rng.integers(-8, 8, (16, 16)).astype(np.float16) for _ in range(2))
-    arrays = {
+    arrays: dict[str, Any] = {
         "a": a,
         "b": b,
         "loaded": np.zeros((32, 4), np.uint32),
@@ -187,7 +188,7 @@ def test_wide_fragments(launch):
     rng = np.random.default_rng(4)
     a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((16, 8), (8, 8)))
     a64, b64 = rng.standard_normal((16, 16)), rng.standard_normal((16, 8))
-    arrays = {
+    arrays: dict[str, Any] = {
         "a": a,
         "b": b,
         "rounded": np.zeros((16, 8), np.uint32),

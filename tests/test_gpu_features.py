@@ -217,7 +217,7 @@ def test_given_arrays_are_written_and_nothing_is_allocated(cupy, rng):
     used = pool.total_bytes()
     allocations = []
 
-    class Hook(cupy.cuda.memory_hook.MemoryHook):
+    class Hook(cupy.cuda.memory_hook.MemoryHook):  # type: ignore[name-defined]
         name = "count"
 
         def malloc_preprocess(self, **_):

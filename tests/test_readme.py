@@ -79,7 +79,7 @@ def included(source: str) -> set[str]:
 
 def test_the_guide_to_the_kernels_lists_the_papers_that_are_cited():
     listed = set(re.findall(r"^\| (.*?\d{4}) \|", GUIDE.read_text(), re.MULTILINE))
-    cited = {kernel.paper.partition(",")[0] for kernel in (*KERNELS.values(), *COMPANIONS.values())}
+    cited = {kernel.paper.partition(",")[0] for of in (KERNELS, COMPANIONS) for kernel in of.values()}
     for path in (*GUIDE.parent.glob("*.cu*"), *GUIDE.parent.parent.rglob("*.py")):
         cited.update(re.findall(r"\b\w+ (?:et al\.|and \w+) \d{4}", path.read_text()))
     assert cited <= listed

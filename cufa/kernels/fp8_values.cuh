@@ -8,8 +8,9 @@
 constexpr int kChunkKeys = kChunkBytes;
 
 // A tile of V as wgmma reads it where nothing is swizzled: for each 16 keys a chunk of each value
-// dim, eight chunks one after the other being a unit. Within a chunk the keys are in the order of
-// `key_at`.
+// dim, eight chunks one after the other being a unit. Four bytes of a weight operand's row are one
+// thread's, and of the scores the thread has columns 2t and 2t + 1 of each eight. So that weights
+// need not change hands, byte b of a chunk is of key b / 4 * 2 + b % 4 / 2 * 8 + b % 2.
 template <int Keys, int Dims>
 struct ValueTile {
     static constexpr int kUnitRows = 8;
@@ -18,13 +19,6 @@ struct ValueTile {
 
     alignas(kChunkBytes) scalar_t data[Keys / kChunkKeys][Dims][kChunkKeys];
 };
-
-// Which of 16 keys a byte of a chunk is of. Four bytes of a weight operand's row are one thread's,
-// and of the scores the thread has columns 2t and 2t + 1 of each eight: with the keys in this order
-// the weights need not change hands.
-__device__ constexpr int key_at(int byte) {
-    return byte / 4 * 2 + byte % 4 / 2 * 8 + byte % 2;
-}
 
 // Issues o += p v, of the first Dims of the tile's.
 template <int Keys, int Dims, int TileDims>
@@ -45,7 +39,7 @@ __device__ inline void issue_product_pv(WgmmaSums<Dims>& o, const WgmmaOperand<K
     ptx::wgmma_commit();
 }
 
-// The other operand: weights, rounded, in the order of `key_at`.
+// The other operand: weights, rounded, in the order of a chunk's keys.
 template <int Keys>
 __device__ inline void round_to_weights(WgmmaOperand<Keys>& p, const WgmmaSums<Keys>& s) {
 #pragma unroll

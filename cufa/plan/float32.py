@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from cufa.device import MAX_REGISTERS_PER_THREAD, REGISTERS_PER_SM, Device
+from cufa.device import Device
 from cufa.plan.choice import Candidates, Cost, query_tiles, row_tiles, sizes_of
 from cufa.plan.pace import Pace, fastest
 from cufa.plan.record import Launch, Part, Scratch
 from cufa.plan.sizes import common_macros, params_bytes
 from cufa.plan.wgmma import (
     BARRIER_BYTES,
-    MAX_CONSUMER_REGISTERS,
     MAX_WGMMA_N,
     MIN_PRODUCER_REGISTERS,
     SWIZZLE_BYTES,
-    WARPGROUP,
     WGMMA_K,
     WGMMA_M,
+    Warpgroups,
     panel_tile_bytes,
-    register_steps,
 )
 from cufa.problem import Problem
 from cufa.rounding import round_up
@@ -37,7 +35,7 @@ HALVED_PER_NS = 28
 
 
 @dataclass(frozen=True)
-class Tiles:
+class Tiles(Warpgroups):
     """The sizes that the kernel is compiled for; a block holds `stages` tiles of keys with their values."""
 
     block_m: int
@@ -45,27 +43,9 @@ class Tiles:
     stages: int
 
     @property
-    def consumers(self) -> int:
-        """Warpgroups that compute."""
-        return self.block_m // WGMMA_M
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return (self.consumers + 1) * WARPGROUP
-
-    @property
-    def registers_at_start(self) -> int:
-        """What each thread of a block begins with."""
-        return register_steps(min(MAX_REGISTERS_PER_THREAD, REGISTERS_PER_SM // self.threads))
-
-    @property
     def consumer_registers(self) -> int:
-        """What a consumer's thread can have once the producer has given up what it does not need."""
-        given = self.registers_at_start * (self.consumers + 1) - MIN_PRODUCER_REGISTERS
-        return max(
-            self.registers_at_start, min(MAX_CONSUMER_REGISTERS, register_steps(given // self.consumers))
-        )
+        """What a consumer's thread has once the producer has given up what it does not need."""
+        return max(self.registers_at_start, super().consumer_registers)
 
     def misfit(self) -> str | None:
         """None if the kernel can be compiled for these tiles, else the reason."""

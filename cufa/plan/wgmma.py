@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from cufa.device import REGISTERS_PER_SM, Device
+from cufa.device import MAX_REGISTERS_PER_THREAD, REGISTERS_PER_SM, Device
 from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
 from cufa.plan.choice import Candidates, Choice, Cost, query_tiles, sizes_of
 from cufa.plan.pace import Pace, fastest, is_cut, memory_time
@@ -52,19 +52,10 @@ MANY_CONSUMERS = MANY_BLOCKS = 4
 SECTION_OF_L2 = 3 / 4
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """The sizes that the kernel is compiled for.
-
-    `stages` are how many tiles of K, and of V, a block holds, `query_stages` how many of Q; `store_cols` how
-    many columns of O it sends out at once. Registers are divided among `blocks_per_sm` blocks.
-    """
+class Warpgroups:
+    """What a block for `block_m` queries is: a warpgroup that copies, and one for each 64 rows to compute."""
 
     block_m: int
-    block_n: int
-    stages: int
-    query_stages: int
-    store_cols: int
     blocks_per_sm: int = 1
 
     @property
@@ -80,13 +71,30 @@ class Tiles:
     @property
     def registers_at_start(self) -> int:
         """What each thread of a block begins with."""
-        return register_steps(REGISTERS_PER_SM // (self.threads * self.blocks_per_sm))
+        of_thread = REGISTERS_PER_SM // (self.threads * self.blocks_per_sm)
+        return register_steps(min(MAX_REGISTERS_PER_THREAD, of_thread))
 
     @property
     def consumer_registers(self) -> int:
         """What a consumer's thread can have once the producer has given up what it does not need."""
         given = self.registers_at_start * (self.consumers + 1) - MIN_PRODUCER_REGISTERS
         return min(MAX_CONSUMER_REGISTERS, register_steps(given // self.consumers))
+
+
+@dataclass(frozen=True)
+class Tiles(Warpgroups):
+    """The sizes that the kernel is compiled for.
+
+    `stages` are how many tiles of K, and of V, a block holds, `query_stages` how many of Q; `store_cols` how
+    many columns of O it sends out at once. Registers are divided among `blocks_per_sm` blocks.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    query_stages: int
+    store_cols: int
+    blocks_per_sm: int = 1
 
     @property
     def producer_registers(self) -> int:

@@ -1,6 +1,7 @@
 """Random calls with features, for the tests of every path: NumPy, emulated kernels and a GPU.
 
-A test should take its sets of features from `sets_of` or `pairwise`, and its calls from `draw_case`.
+A test should take its sets of features from `sets_of`, or from `pairwise` where each takes a second to
+compile, and its calls from `draw_case`.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

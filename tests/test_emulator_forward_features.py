@@ -27,7 +27,7 @@ ONE_DTYPE = BY_DTYPE[::2]
 ALL_SETS = [
     (*BY_DTYPE[first + i % 2], features)
     for first in (0, 2)
-    for i, features in enumerate(cases.sets_of(cases.FORWARD_FEATURES))
+    for i, features in enumerate(cases.pairwise(cases.FORWARD_FEATURES))
 ]
 
 

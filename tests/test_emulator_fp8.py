@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from emulator import EmulatorError, calls
-from feature_cases import HOPPER_PAGE_SIZES, draw_case, feature_id, hide_nan, sets_of
+from feature_cases import HOPPER_PAGE_SIZES, draw_case, feature_id, hide_nan, pairwise
 from float8 import assert_float8, random_descales, with_values_transposed
 from test_emulator import planted
 from test_emulator_hopper import (
@@ -104,7 +104,7 @@ KERNEL = "fwd_7_fp8"
 # So few SMs that a persistent block takes several tiles.
 DEVICE = replace(calls.DEVICE, sm_count=3)
 FEATURES = ("causal", "window", "softcap", "sink", "seqused_k", "packed", "block_table")
-SETS = sets_of(FEATURES)
+SETS = pairwise(FEATURES)
 HIDDEN = {False: "clean", True: "NaN in the unseen"}
 
 

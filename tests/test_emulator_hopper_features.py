@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from emulator import calls
-from feature_cases import draw_case, feature_id, hide_nan, sets_of
+from feature_cases import draw_case, feature_id, hide_nan, pairwise
 from tolerance import assert_attention, assert_gradients
 
 from cufa import reference
@@ -42,15 +42,9 @@ LENGTHS = [(1, 80), (129, 190)]
 DEVICE = dataclasses.replace(calls.DEVICE, sm_count=3)
 
 
-# Features that are alone have one variant of a kernel, in turn, sets of them two: compiling takes most of the
-# time.
 @pytest.mark.parametrize(
     ("features", "hidden"),
-    [
-        (features, hidden)
-        for i, features in enumerate(sets_of(FORWARD_FEATURES))
-        for hidden in ([False, True] if len(features) > 1 else [i % 2 == 1])
-    ],
+    [(features, hidden) for features in pairwise(FORWARD_FEATURES) for hidden in (False, True)],
     ids=lambda value: feature_id(value) if isinstance(value, frozenset) else HIDDEN[value],
 )
 def test_forward(rng, features, hidden):
@@ -80,8 +74,7 @@ def test_forward(rng, features, hidden):
     [
         (*BACKWARDS[i % len(BACKWARDS)], features - LACKS.get(BACKWARDS[i % len(BACKWARDS)], set()))
         for first in (0, 2)
-        for i, features in enumerate(sets_of(BACKWARD_FEATURES), first)
-        if first == 0 or len(features) > 1
+        for i, features in enumerate(pairwise(BACKWARD_FEATURES), first)
     ]
     + [
         (*BACKWARDS[0], frozenset(("bias", "softcap"))),

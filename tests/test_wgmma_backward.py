@@ -106,10 +106,9 @@ def test_no_spill_if_heads_are_in_parts(call):
     assert jit.build(plan.variant).warnings == ()
 
 
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("batch", "seqlen"), BATCHES_AND_LENGTHS)
-def test_no_spill_where_keys_have_more_head_dims_than_values(causal, batch, seqlen):
-    call = problem(192, 128, causal=causal, batch=batch, seqlen=seqlen)
+def test_no_spill_where_keys_have_more_head_dims_than_values(batch, seqlen):
+    call = problem(192, 128, causal=True, batch=batch, seqlen=seqlen)
     for plan in (plan_of(call), plan_of(deterministic(call))):
         assert plan.kernel == NARROW
         assert jit.build(plan.variant).warnings == ()

@@ -653,7 +653,7 @@ def cases(*dims):
 EASY = list({name: (name, dims) for name, dims in cases((192, 128), (64, 64))}.values())
 
 # (seqlen_q, seqlen_k): one row or key, tails of tiles, rows that see no key, several tiles.
-LENGTHS = [(1, 65), (130, 129), (260, 100), (150, 310)]
+LENGTHS = [(1, 65), (130, 129), (300, 100), (250, 310)]
 
 
 @pytest.mark.parametrize(
@@ -800,7 +800,7 @@ BACKWARDS = [(kernel, dims) for kernel, dims in BACKWARDS if KERNELS[kernel].dir
 )
 def test_deterministic_gradients(rng, kernel, dims, tiles, causal):
     lengths = (300, 270) if causal else (200, 310)  # rows that see no key, and keys beyond a tile
-    problem = draw(rng, "bfloat16", *lengths, dims=dims, batch=1, heads=1, kv_heads=1)
+    problem = draw(rng, "bfloat16", *lengths, dims=dims, batch=1, heads=2, kv_heads=1)
     options = {"tiles": tiles, "device": SMALL_DEVICE, "deterministic": True}
     checked = run(kernel, problem, causal, **options)
     again = run(kernel, problem, causal, **options, checked=False)
@@ -824,7 +824,7 @@ BY_ADDITION = [
 
 @pytest.mark.parametrize(("kernel", "dims", "lengths", "causal"), BY_ADDITION)
 def test_ways_of_adding(rng, kernel, dims, lengths, causal):
-    problem = draw(rng, "float16", *lengths, dims=dims, batch=1, heads=1, kv_heads=1)
+    problem = draw(rng, "float16", *lengths, dims=dims, batch=1, heads=2, kv_heads=1)
     run(kernel, problem, causal, tiles=None, device=NO_CACHE)
 
 

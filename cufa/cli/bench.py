@@ -105,7 +105,7 @@ class _Point:
 @click.option(
     "--direction",
     type=click.Choice((*DIRECTIONS, "both")),
-    help="What to time. [those of the kernels, else those that the dtype has]",
+    help="What to time. [those of the kernels, else those that there are]",
 )
 @click.option(
     "--kernel",
@@ -284,6 +284,7 @@ def _check(
     features = _checked_features(features)
     host = make_arrays(as_asked(small, features), features, layout, rng)
     workload = Workload(to_gpu(host) if on_gpu else host, on_gpu, features, layout=layout)
+    workload.problem(direction)  # what is wrong with the gradients alone is said before anything is done
     results = workload.forward(rung if direction == "forward" else Rung(arch=rung.arch))
     if direction == "backward":
         results |= workload.backward(rung, results)

@@ -17,6 +17,7 @@ from cufa.problem import (
     DTYPES,
     FLOAT8,
     INPUT_DTYPES,
+    MAX_HEAD_DIM,
     Features,
     Problem,
     Shape,
@@ -63,7 +64,10 @@ def without_gradients(problem: Problem) -> str | None:
     """What of the problem leaves out the backward; None if nothing does."""
     if problem.features.page_size:
         return "--page-size"
-    return problem.key_dtype if problem.key_dtype == FLOAT8 else None
+    if problem.key_dtype == FLOAT8:
+        return FLOAT8
+    largest = max(problem.head_dim, problem.value_dim)
+    return f"head dim {largest}" if largest > MAX_HEAD_DIM["backward"] else None
 
 
 def shapes_of(problem: Problem, layout: str) -> dict[str, Shape]:

@@ -106,7 +106,7 @@ class _Row:
 @feature_options(packed=False)
 @click.option("--no-causal", is_flag=True, help="No causal mask where the preset has one.")
 @click.option(
-    "--direction", type=click.Choice((*DIRECTIONS, "both")), help="What to run. [those that the dtype has]"
+    "--direction", type=click.Choice((*DIRECTIONS, "both")), help="What to run. [those that there are]"
 )
 @count_option("--cpu-threads", "Threads of the CPU's row. [the preset's, else one a core]", least=1)
 @backend_option
@@ -141,8 +141,8 @@ def command(
     problem = as_asked(_problem(chosen, sizes), features)
     if direction == "forward":
         refuse_without_backward("--direction forward", features)
-    elif direction is None and without_gradients(problem):
-        refuse_without_backward(problem.dtype, features)
+    elif direction is None and (left_out_by := without_gradients(problem)):
+        refuse_without_backward(left_out_by, features)
         direction = "forward"
     features = replace(features, causal=(features.causal or chosen.causal) and not no_causal)
     asked = [way for way in DIRECTIONS if direction in (way, "both", None)]
@@ -212,6 +212,8 @@ def _cpu_rows(
     note = "" if measured == pieces else f"measured on {measured} of {pieces} heads and scaled"
     host = make_arrays(sliced, features, "bshd", rng)
     workload = Workload(host, on_gpu=False, features=features)
+    for way in asked:
+        workload.problem(way)  # what is wrong with the gradients alone is said before anything is done
     results = workload.forward(Rung())
     if "backward" in asked:
         results |= workload.backward(Rung(), results)

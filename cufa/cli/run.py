@@ -96,9 +96,7 @@ class _Step:
 @tile_option("--backward-tile", "backward kernel")
 @click.option("--arch", metavar="ARCH", help="What to compile for, as in compute_80. [this GPU's]")
 @backend_option
-@click.option(
-    "--backward/--no-backward", default=None, help="Compute the gradients, too. [if the dtype has them]"
-)
+@click.option("--backward/--no-backward", default=None, help="Compute the gradients, too. [if there are any]")
 @click.option("--check/--no-check", "checked", default=True, help="Compare with float64. [yes]")
 @click.option("--explain", is_flag=True, help="Print the plan of the call and its reasons; run nothing.")
 @json_option

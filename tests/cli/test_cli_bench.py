@@ -9,7 +9,7 @@ from command_line import WIDTH, corrupt, refused, run, run_json
 
 import cufa
 from cufa.cli import bench, generated
-from cufa.problem import Problem
+from cufa.problem import FLOAT8, Problem
 
 
 def test_bench_prints_a_row_for_each_length_and_direction(tmp_path):
@@ -206,7 +206,11 @@ def test_bench_says_that_a_plot_needs_matplotlib(monkeypatch, tmp_path):
         (("--seqlens", "16,x"), "'x' is not a valid integer"),
         (("--seqlens", "0"), "0 is not in the range"),
         (("--seqlens", ","), "give at least one value"),
-        (("--seqlens", "16", "--head-dim", "300"), "head dim 300"),
+        (("--seqlens", "16", "--head-dim", "300", "--direction", "both"), "head dim 300"),
+        (
+            ("--seqlens", "16", "--dtype", FLOAT8, "--direction", "backward"),
+            "of which there are no gradients",
+        ),
         (("--seqlens", "16", "--kernel", "fwd_1_naive"), "it needs a GPU"),
         (("--backend", "cuda"), "no GPU"),
         (("--tokens", 64, "--batch", 2), "--batch is instead of --tokens; give one of them"),

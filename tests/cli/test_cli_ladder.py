@@ -4,6 +4,7 @@ import pytest
 from command_line import WIDTH, corrupt, refused, run, run_json
 
 from cufa.cli import ladder
+from cufa.problem import FLOAT8
 
 
 def test_ladder_without_a_gpu_has_the_rows_of_the_cpu_alone():
@@ -96,3 +97,15 @@ def test_a_ladder_that_cannot_time_the_cpu_says_why(monkeypatch):
 
 def test_a_ladder_cannot_be_causal_and_not():
     assert "only one of them" in refused("ladder", "--causal", "--no-causal")
+
+
+@pytest.mark.parametrize("direction", ["backward", "both"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--dtype", FLOAT8), "float8_e4m3fn, of which there are no gradients"),
+        (("--head-dim", 300), "head dim 300"),
+    ],
+)
+def test_ladder_refuses_gradients_that_there_are_not(direction, options, message):
+    assert message in refused("ladder", *options, "--seqlen", 16, "--direction", direction)

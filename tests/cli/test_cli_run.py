@@ -53,8 +53,13 @@ def test_run_draws_the_same_numbers_for_the_same_seed(tmp_path):
 
 def test_head_dims_without_gradients_are_larger():
     sizes = ("--batch", 1, "--seqlen", 40, "--heads", 1, "--head-dim", 300)
-    assert run_json("run", *sizes, "--no-backward")["check"]["ok"]
-    assert "head dim 300" in refused("run", *sizes)
+    document = run_json("run", *sizes)
+    assert document["check"]["ok"]
+    assert [step["direction"] for step in document["steps"]] == ["forward"]
+    assert "head dim 300" in refused("run", *sizes, "--backward")
+    assert "--dlse: only gradients have that, which head dim 300 leaves out" in refused(
+        "run", *sizes, "--dlse"
+    )
 
 
 def test_run_without_backward():
@@ -216,7 +221,7 @@ def test_explain_prints_the_plan_for_an_arch_and_runs_nothing(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--head-dim", 257), "head dim 257"),
+        (("--head-dim", 513), "head dim 513"),
         (("--heads", 5, "--kv-heads", 2), "must be a multiple of the key-value heads"),
         (("--softmax-scale", "inf"), "softmax_scale is inf"),
         (("--batch", -1), "-1 is not in the range"),

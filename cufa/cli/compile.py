@@ -30,10 +30,13 @@ from cufa.cli.variants import SEQLEN, Compiled, Request, compile_variant
 from cufa.device import KNOWN, Device, target
 from cufa.kernels import COMPANIONS, KERNELS
 from cufa.problem import FLOAT8, Features
+from cufa.threads import cores, in_threads
 
 # Of keys before and after the diagonal; what is compiled does not depend on it.
 _WINDOW = 256
 _ALL_ARCHS = ("all",)
+# What tensor cores of every arch take.
+_DTYPE = "float16"
 _NAMES = (*KERNELS, *COMPANIONS)
 # Those features that are on or off, and nothing else.
 _SWITCHES = {
@@ -132,9 +135,7 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "dtypes",
     type=several(INPUT_DTYPE),
     metavar="DTYPE[,...]",
-    default="float16",
-    show_default=True,
-    help="Dtypes of the arrays.",
+    help=f"Dtypes of the arrays. [{_DTYPE}, or the one that a kernel is for]",
 )
 @click.option(
     "--kv-dtype", type=INPUT_DTYPE, help=f"Dtype of keys and values: {FLOAT8} beside 16 bits. [--dtype]"
@@ -163,7 +164,7 @@ def command(
     kernels: tuple[str, ...],
     all_kernels: bool,
     archs: tuple[str, ...] | None,
-    dtypes: tuple[str, ...],
+    dtypes: tuple[str, ...] | None,
     kv_dtype: str | None,
     head_dims: tuple[int, ...],
     value_dim: int | None,
@@ -191,26 +192,27 @@ def command(
         raise output.Failure(f"--emit {emit}{' with --json' if as_json else ''} needs --output FILE")
 
     devices = _devices(archs)
-    requests = [
-        Request(
-            *(kernel, device, dtype, head_dim, value_dim or head_dim, causal, transposed_values, features),
-            tiles,
-            kv_dtype if kv_dtype != dtype else None,
+    requests = []
+    for device, given, head_dim, tiles, kernel in itertools.product(
+        devices, dtypes or (None,), head_dims, tilings(tile), kernels or _NAMES
+    ):
+        dtype = given or _dtype_of(kernel)
+        dims = head_dim, value_dim or head_dim
+        own_kv_dtype = kv_dtype if kv_dtype != dtype else None
+        requests.append(
+            Request(kernel, device, dtype, *dims, causal, transposed_values, features, tiles, own_kv_dtype)
         )
-        for device, dtype, head_dim, tiles, kernel in itertools.product(
-            devices, dtypes, head_dims, tilings(tile), kernels or _NAMES
-        )
-    ]
     if emit is not None and len(requests) != 1:
         raise output.Failure(
             f"--emit takes one kernel, arch, dtype, head dim and tiling; these are {len(requests)}"
         )
 
     compiled = []
+    in_order = in_threads(compile_variant, iter(requests), min(cores(), len(requests)))
     with output.progress(len(requests)) as step:
         for request in requests:
             step(f"{request.kernel} for {request.device.arch}")
-            compiled.append(compile_variant(request))
+            compiled.append(next(in_order))
 
     if all(each.skipped for each in compiled):
         raise output.Failure("; ".join(dict.fromkeys(each.skipped for each in compiled)))
@@ -223,6 +225,12 @@ def command(
     _print_errors(compiled)
     if any(each.error for each in compiled):
         raise click.exceptions.Exit(output.WRONG)
+
+
+def _dtype_of(kernel: str) -> str:
+    """What a kernel is compiled for if no dtype is named."""
+    supported = KERNELS[kernel].dtypes if kernel in KERNELS else (_DTYPE,)
+    return _DTYPE if _DTYPE in supported else supported[0]
 
 
 def _devices(archs: tuple[str, ...] | None) -> list[Device]:
@@ -299,7 +307,10 @@ def _print(compiled: list[Compiled]) -> None:
     console = output.stdout()
     columns = ("<", "seconds", "registers", "spilled", "shared", "blocks", "warps")
 
-    for title, group in itertools.groupby(compiled, lambda each: _title(each.request)):
+    groups: dict[str, list[Compiled]] = {}
+    for each in compiled:
+        groups.setdefault(_title(each.request), []).append(each)
+    for title, group in groups.items():
         table = output.table(columns, title)
         tiles: list[str] = []
         remarks: list[str] = []

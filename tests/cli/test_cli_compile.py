@@ -86,6 +86,23 @@ def test_compile_of_variants_with_features():
     assert "is for float32" in refused("compile", "fwd_4_flash_v2", *TINY, "--precision", "tf32")
 
 
+def test_without_a_dtype_kernels_are_compiled_for_one_that_they_take(monkeypatch):
+    def build(variant):
+        raise cufa.CompileError(variant.source)
+
+    monkeypatch.setattr(compile.jit, "build", build)
+    hopper = ("--arch", "sm_90a", "--head-dim", "128")
+    tried = run_json("compile", "--all", *hopper, code=1)
+    assert [each["kernel"] for each in tried if each["skipped"]] == [
+        "bwd_5_wgmma_wide"
+    ]  # it is for wider ones
+    others = {each["kernel"]: each["dtype"] for each in tried if each["dtype"] != "float16"}
+    assert others == {"fwd_7_fp8": "float8_e4m3fn", "fwd_9_float32": "float32"}
+    table = run("compile", "fwd_8", "fwd_9", "bwd_4", *hopper, code=1).stdout
+    assert table.count("sm_90a, float16, head dim 128") == 1
+    assert "sm_90a, float32, head dim 128" in table
+
+
 @nvrtc
 def test_compile_of_kernels_beside_the_ladder():
     built = run_json("compile", *COMPANIONS, *TINY, "--dtype", "bfloat16")

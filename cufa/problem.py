@@ -61,8 +61,8 @@ def dtype_of(array: Any) -> np.dtype[Any]:
     return dtype if isinstance(dtype, np.dtype) else np.dtype(str(dtype).rpartition(".")[2])
 
 
-def dtype_name(dtype: Any, argument: str, allowed: Mapping[str, Any] = DTYPES) -> str:
-    """One of `allowed`'s names; TypeError, naming the argument, for any other dtype."""
+def dtype_name(dtype: Any, argument: str, allowed: Collection[str] = DTYPES) -> str:
+    """One of the `allowed` names; TypeError, naming the argument, for any other dtype."""
     name = _DTYPE_NAMES.get(dtype)
     if name is None or name not in allowed:
         raise TypeError(f"{argument} has dtype {dtype}; it may be {one_of(allowed)}")

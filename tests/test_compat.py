@@ -312,13 +312,13 @@ def test_flash_attns_cache_in_8_bits_without_descales(rng):
         (
             {"cache_batch_idx": np.array([0, -1], np.int32)},
             ValueError,
-            "cache_batch_idx has -1, and k_cache has 2 such places",
+            "cache_batch_idx has -1, and k_cache has 2 sequences",
         ),
         ({"cache_batch_idx": np.zeros(2)}, TypeError, "cache_batch_idx has dtype float64; it must be int32"),
         (
             {"block_table": np.array([[0], [2]], np.int32)},
             ValueError,
-            "block_table has 2, and k_cache has 2 such places",
+            "block_table has page 2, and k_cache has 2 pages",
         ),
         ({"block_table": np.zeros((2, 1))}, TypeError, "block_table has dtype float64; it must be int32"),
     ],
@@ -546,6 +546,24 @@ def test_side_arrays_that_are_none_are_named(rng):
             compat.dot_product_attention(q, k, v, **{name: [1, 2]})
     with pytest.raises(TypeError, match=r"^attn_mask is a list; it may be a NumPy array"):
         pytorchs(q, k, v, attn_mask=[1, 2])
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint8])
+def test_attn_mask_may_be_bool_too(rng, dtype):
+    mask = np.ones((6, 9), dtype)
+    message = f"^attn_mask has dtype {mask.dtype}; it may be bool, float16, bfloat16, float32 or float64$"
+    with pytest.raises(TypeError, match=message):
+        pytorchs(*draw(rng, 6, 9), attn_mask=mask)
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_k"])
+def test_packed_sequences_need_their_ends(rng, name):
+    q, k, v = draw(rng, 6, 6, kv_heads=4)  # of 4 axes, which would be a call without packed sequences
+    ends = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), np.array([0, 6], np.int32))
+    with pytest.raises(TypeError, match=f"^{name} is None; it may be a NumPy array"):
+        compat.flash_attn_varlen_func(q, k, v, **(ends | {name: None}))
+    with pytest.raises(TypeError, match=r"^cu_seqlens is None; it may be a NumPy array"):
+        compat.flash_attn_varlen_qkvpacked_func(np.stack([q, k, v], axis=2)[0], None)
 
 
 @pytest.mark.parametrize(

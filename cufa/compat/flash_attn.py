@@ -189,8 +189,10 @@ def flash_attn_varlen_func(
     Raises:
         What `cufa.attention` raises.
     """
-    if block_table is not None:
-        check_arrays(cu_seqlens_q=cu_seqlens_q)
+    check_arrays(cu_seqlens_q=cu_seqlens_q)
+    if block_table is None:
+        check_arrays(cu_seqlens_k=cu_seqlens_k)
+    else:
         if cu_seqlens_k is not None:
             check_int32("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape))
         if seqused_k is None and cu_seqlens_k is not None:
@@ -355,6 +357,9 @@ def flash_attn_with_kvcache(
         if block_table is not None:
             raise ValueError("cache_batch_idx is given, and block_table is, which says where all keys are")
         check_int32("cache_batch_idx", cache_batch_idx, (batch,))
+        cached = k_cache.shape[0]
+        for place in _outside(cache_batch_idx, cached):
+            raise ValueError(f"cache_batch_idx has {place}, and k_cache has {cached} sequences")
         names = {**names, "block_table": "cache_batch_idx"}
         block_table = cache_batch_idx[:, None]  # what the cache has of a sequence is a page
     if block_table is not None:
@@ -389,7 +394,7 @@ def flash_attn_with_kvcache(
             k,
             v,
             held,
-            _Cache(batch, room, block_table, names.get("block_table", "block_table"), k_descale, v_descale),
+            _Cache(batch, room, block_table, k_descale, v_descale),
         )
     if isinstance(held, int):  # as an array, on whose numbers no plan depends
         held = full((batch,), held, "int32", q)
@@ -422,13 +427,12 @@ def _unpacked(name: str, packed: Any, count: int, tokens: str = "batch, seqlen")
 class _Cache(NamedTuple):
     """Of how many sequences a cache has keys, for how many each has room, and in which pages if in any.
 
-    `table_name` is the argument that says which pages those are. The descales are those of a cache in 8 bits.
+    The descales are those of a cache in 8 bits.
     """
 
     batch: int
     room: int
     block_table: Any
-    table_name: str
     k_descale: Any
     v_descale: Any
 
@@ -465,7 +469,7 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache
     Raises ValueError for what is missing, does not fit or has no room, TypeError for another dtype.
     """
     _check_given("to write to the cache", k=k, v=v, cache_seqlens=held)
-    batch, room, block_table, table_name, *descales = cache
+    batch, room, block_table, *descales = cache
     caches = {"k_cache": k_cache, "v_cache": v_cache}
     check_writeable(caches, caches)
     _, count, _, _ = shape_of("k", k)
@@ -487,9 +491,8 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache
         if block_table is not None:
             page_size = k_cache.shape[1]
             pages = block_table[sequence, key // page_size]
-            if isinstance(pages, np.ndarray):
-                for page in pages[(pages < 0) | (pages >= len(k_cache))][:1]:
-                    raise ValueError(f"{table_name} has {page}, and k_cache has {len(k_cache)} such places")
+            for page in _outside(pages, k_cache.shape[0]):
+                raise ValueError(f"block_table has page {page}, and k_cache has {k_cache.shape[0]} pages")
             place = pages, key % page_size
     for new, of, descale in zip((k, v), (k_cache, v_cache), descales, strict=True):
         if _becomes_8_bits(new, of):
@@ -497,6 +500,14 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache
             new, _ = quantize(new, descale=given_or_one)
         as_bytes(of)[place] = as_bytes(new)
     return held + count
+
+
+def _outside(numbers: Any, end: int) -> list[int]:
+    """The first of those that are not from 0 to below `end`, if there is one; none on a GPU."""
+    if not isinstance(numbers, np.ndarray):
+        return []
+    first: list[int] = numbers[(numbers < 0) | (numbers >= end)][:1].tolist()
+    return first
 
 
 def _becomes_8_bits(new: Any, cache: Any) -> bool:

@@ -16,7 +16,7 @@ from cufa.compat.arguments import (
     shape_of,
     top_left,
 )
-from cufa.problem import dtype_of
+from cufa.problem import DTYPES, dtype_name, dtype_of
 
 _PYTORCH = {**TENSORS, "mask": "attn_mask", "bias": "attn_mask"}
 
@@ -84,7 +84,10 @@ def scaled_dot_product_attention(
     if is_causal:
         keys, options = top_left(seqlen_q, keys, None, 0)
     if attn_mask is not None:
-        options["mask" if dtype_of(attn_mask) == np.bool_ else "bias"] = attn_mask
+        dtype = dtype_of(attn_mask)
+        if dtype != np.bool_:
+            dtype_name(dtype, "attn_mask", ("bool", *DTYPES))
+        options["mask" if dtype == np.bool_ else "bias"] = attn_mask
     return attention_as(
         _PYTORCH,
         query,

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
+
 from cufa import arrays, cpu, launch, probabilities
 from cufa.arguments import (
     check_descales,
@@ -433,7 +435,7 @@ def softmax(
         TypeError: no array, or a dtype that is not supported.
         ValueError: no axis, or another number of passes.
     """
-    if not isinstance(passes, int) or passes not in (2, 3):
+    if not isinstance(passes, (int, np.integer)) or passes not in (2, 3):
         raise ValueError(f"passes is {shown(passes)}; it may be 2 or 3")
     adopted = arrays.adopt({"x": x}, backend)
     source = adopted.arrays["x"]

@@ -395,8 +395,8 @@ def _features(
     plain = options._replace(causal=False, window=None, layout="bshd") == Options()
     if plain and window == (None, None) and not shapes.keys() & _FEATURE_ARRAYS:
         return PLAIN
-    for name, (shape, dtype) in _side_arrays(problem, shapes).items():
-        _check_array(name, shapes[name], dtypes[name], shape, dtype)
+    for name, wanted in _side_arrays(problem, shapes).items():
+        _check_array(name, shapes[name], dtypes[name], wanted)
     for name in ("bias", "mask"):
         if name in shapes:
             _check_score_array(name, problem, shapes[name], dtypes[name], "cu_seqlens_q" in shapes)
@@ -442,29 +442,40 @@ def _features(
     )
 
 
-def _side_arrays(problem: Problem, shapes: Mapping[str, Shape]) -> dict[str, tuple[Shape, np.dtype[Any]]]:
+class _Wanted(NamedTuple):
+    """What an array must be; `axes` are the names of its axes, unless they are a tensor's."""
+
+    shape: Shape
+    dtype: Any
+    axes: str = ""
+
+
+def _side_arrays(problem: Problem, shapes: Mapping[str, Shape]) -> dict[str, _Wanted]:
     """What those small arrays must be that are there."""
     batch, heads, sums = problem.batch, problem.heads, problem.accumulator
     int32 = np.dtype(np.int32)
-    slopes = (batch, heads) if len(shapes.get("alibi_slopes", ())) == 2 else (heads,)
-    expected: dict[str, tuple[Shape, np.dtype[Any]]] = {
-        "alibi_slopes": (slopes, sums),
-        "sink": ((heads,), sums),
-        **dict.fromkeys(_DESCALES, ((batch, problem.kv_heads), sums)),
-        "cu_seqlens_q": ((batch + 1,), int32),
-        "cu_seqlens_k": ((batch + 1,), int32),
-        "seqused_k": ((batch,), int32),
-        "block_table": ((batch, *shapes.get("block_table", ())[1:]), int32),
+    for_heads = _Wanted((heads,), sums, "(heads,)")
+    for_all_heads = _Wanted((batch, heads), sums, "(batch, heads)")
+    starts = _Wanted((batch + 1,), int32, "(batch + 1,)")
+    table = (batch, *shapes.get("block_table", ())[1:])
+    expected = {
+        "alibi_slopes": for_all_heads if len(shapes.get("alibi_slopes", ())) == 2 else for_heads,
+        "sink": for_heads,
+        **dict.fromkeys(_DESCALES, _Wanted((batch, problem.kv_heads), sums, "(batch, kv_heads)")),
+        "cu_seqlens_q": starts,
+        "cu_seqlens_k": starts,
+        "seqused_k": _Wanted((batch,), int32, "(batch,)"),
+        "block_table": _Wanted(table, int32, "(batch, pages of a sequence)"),
     }
-    return {name: what for name, what in expected.items() if name in shapes}
+    return {name: wanted for name, wanted in expected.items() if name in shapes}
 
 
-def _check_array(name: str, shape: Shape, dtype: Any, wanted: Shape, wanted_dtype: Any) -> None:
-    if shape != wanted:
-        axes = ", (batch, kv_heads)" if name in _DESCALES else ""
-        raise ValueError(f"{name} has shape {shape}; it must be {wanted}{axes}")
-    if dtype != wanted_dtype:
-        raise TypeError(f"{name} has dtype {dtype}; it must be {wanted_dtype}")
+def _check_array(name: str, shape: Shape, dtype: Any, wanted: _Wanted) -> None:
+    if shape != wanted.shape:
+        needed = f"{wanted.axes}, which is {wanted.shape} here" if wanted.axes else f"{wanted.shape}"
+        raise ValueError(f"{name} has shape {shape}; it must be {needed}")
+    if dtype != wanted.dtype:
+        raise TypeError(f"{name} has dtype {dtype}; it must be {wanted.dtype}")
 
 
 def _check_score_array(name: str, problem: Problem, shape: Shape, dtype: Any, packed: bool) -> None:
@@ -503,12 +514,13 @@ def check_fits(problem: Problem, shapes: Mapping[str, Shape], dtypes: Mapping[st
 
     Raises ValueError or TypeError if one does not fit.
     """
-    output = output_shape(problem, layout), problem.output
-    lse = lse_shape(problem), problem.accumulator
+    output = _Wanted(output_shape(problem, layout), problem.output)
+    lse_axes = "(heads, tokens)" if problem.features.packed else "(batch, heads, seqlen_q)"
+    lse = _Wanted(lse_shape(problem), problem.accumulator, lse_axes)
     expected = {"out": output, "dout": output, "lse": lse, "dlse": lse}
     for name in ("q", "k", "v", "bias", "sink"):
         if name in shapes:
-            expected[f"d{name}"] = shapes[name], dtypes[name]
-    for name, (shape, dtype) in expected.items():
+            expected[f"d{name}"] = _Wanted(shapes[name], dtypes[name])
+    for name, wanted in expected.items():
         if name in shapes:
-            _check_array(name, shapes[name], dtypes.get(name), shape, dtype)
+            _check_array(name, shapes[name], dtypes.get(name), wanted)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cufa import arrays, launch
-from cufa.arguments import check_flags, refuse_gpu_options
+from cufa.arguments import check_descales, check_flags, refuse_gpu_options
 from cufa.device import Arch
 from cufa.messages import shown
 from cufa.plan.standard import Quantization
@@ -79,6 +79,7 @@ def quantize(
             seqlen_contiguous, an output that is read-only or overlaps another array.
     """
     check_flags(seqlen_contiguous=seqlen_contiguous)
+    check_descales(descale=descale)
     optional = {"descale": descale, "cu_seqlens": cu_seqlens}
     given = {"x": x} | {name: array for name, array in optional.items() if array is not None}
     outputs = {} if out is None else {"out": out}

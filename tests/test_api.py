@@ -569,7 +569,7 @@ def test_shapes_that_do_not_go_together(rng: np.random.Generator) -> None:
             "lse",
             lambda x: x.transpose(0, 2, 1),
             ValueError,
-            "lse has shape (2, 19, 6); it must be (2, 6, 19)",
+            "lse has shape (2, 19, 6); it must be (batch, heads, seqlen_q), which is (2, 6, 19) here",
         ),
         ("lse", lambda x: x.astype("f8"), TypeError, "lse has dtype float64; it must be float32"),
         ("lse", lambda _: None, TypeError, "lse is None; it may be a NumPy array"),
@@ -654,6 +654,13 @@ def test_softmax_of_minus_infinity(passes: int) -> None:
 def test_softmax_reads_rows_two_or_three_times(passes: Any) -> None:
     with pytest.raises(ValueError, match=f"^passes is {re.escape(shown(passes))}; it may be 2 or 3$"):
         cufa.softmax(np.ones(3), passes=passes)
+
+
+def test_softmax_takes_numpys_numbers_of_passes() -> None:
+    x = np.array([1.0, 2.0])
+    for passes in (2, 3):
+        numpys: Any = np.int64(passes)
+        np.testing.assert_array_equal(cufa.softmax(x, passes=numpys), cufa.softmax(x, passes=passes))
 
 
 def test_softmax_needs_an_axis() -> None:

@@ -434,10 +434,16 @@ BITS = "(batch or 1, heads or 1, seqlen_q or 1, seqlen_k in bytes of 8 bits), wh
             "bias has shape (1, 1, 1, 1, 9); it must have 1 to 4 axes, the last of "
             "(batch or 1, heads or 1, seqlen_q or 1, seqlen_k)",
         ),
-        ({"alibi_slopes": zeros(2)}, "alibi_slopes has shape (2,); it must be (4,)"),
-        ({"alibi_slopes": zeros(4, 2)}, "alibi_slopes has shape (4, 2); it must be (2, 4)"),
-        ({"sink": zeros(2, 4)}, "sink has shape (2, 4); it must be (4,)"),
-        ({"seqused_k": zeros(3, dtype=INT32)}, "seqused_k has shape (3,); it must be (2,)"),
+        ({"alibi_slopes": zeros(2)}, "alibi_slopes has shape (2,); it must be (heads,), which is (4,) here"),
+        (
+            {"alibi_slopes": zeros(4, 2)},
+            "alibi_slopes has shape (4, 2); it must be (batch, heads), which is (2, 4) here",
+        ),
+        ({"sink": zeros(2, 4)}, "sink has shape (2, 4); it must be (heads,), which is (4,) here"),
+        (
+            {"seqused_k": zeros(3, dtype=INT32)},
+            "seqused_k has shape (3,); it must be (batch,), which is (2,) here",
+        ),
         (
             {"seqused_k": np.array([1, -1], INT32)},
             "seqused_k has -1 for sequence 1; it must be at least 0",
@@ -564,7 +570,11 @@ def test_gradients_of_what_is_not_there_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
-        ("dlse", zeros(1, 3, 2), "dlse has shape (1, 3, 2); it must be (1, 2, 3)"),
+        (
+            "dlse",
+            zeros(1, 3, 2),
+            "dlse has shape (1, 3, 2); it must be (batch, heads, seqlen_q), which is (1, 2, 3) here",
+        ),
         ("dbias", zeros(1, 2, 3, 3), "dbias has shape (1, 2, 3, 3); it must be (3, 3)"),
         ("dsink", zeros(1, 2), "dsink has shape (1, 2); it must be (2,)"),
     ],

@@ -255,7 +255,7 @@ def test_what_is_refused_of_dtypes_together(arrays, dtypes, arguments, error, me
         (
             {"k_descale": np.array(0.5)},
             ValueError,
-            r"k_descale has shape \(\); it .* \(2, 2\), \(batch, kv_h",
+            r"k_descale has shape \(\); it .* \(batch, kv_heads\), which is \(2, 2\)",
         ),
         ({"k_descale": np.ones((2, 2))}, TypeError, "k_descale has dtype float64; it must be float32"),
         ({"return_attn_probs": True}, ValueError, "return_attn_probs is True"),

@@ -155,7 +155,10 @@ def refuse(error: type[Exception], message: str, **arguments: Any) -> None:
         ({"v": zeros(6, 3, 2, 8)}, "the page size must be the same"),
         ({"v": zeros(6, 4, 1, 8)}, "the number of heads must be the same"),
         ({"k": zeros(6, 0, 2, 8), "v": zeros(6, 0, 2, 8)}, "a page must have at least one key"),
-        ({"block_table": zeros(3, 3, dtype=INT32)}, "block_table has shape (3, 3); it must be (2, 3)"),
+        (
+            {"block_table": zeros(3, 3, dtype=INT32)},
+            "block_table has shape (3, 3); it must be (batch, pages of a sequence), which is (2, 3)",
+        ),
         ({"block_table": zeros(6, dtype=INT32)}, "block_table has shape (6,); it must be (batch, pages"),
         ({"cu_seqlens_k": zeros(3, dtype=INT32)}, "block_table is given, and cu_seqlens_k is"),
         ({"bias": zeros(5, 8)}, "bias has shape (5, 8); it must be (batch or 1"),

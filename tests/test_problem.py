@@ -296,8 +296,8 @@ def test_only_what_is_there_is_checked() -> None:
         ("out", (2, 5, 6, 4), "bhsd", "(2, 6, 5, 4)"),
         ("dout", (2, 5, 24), "bshd", "(2, 5, 6, 4)"),
         ("dout", (), "bhsd", "(2, 6, 5, 4)"),
-        ("lse", (2, 5, 6), "bshd", "(2, 6, 5)"),
-        ("lse", (2, 6, 5, 1), "bhsd", "(2, 6, 5)"),
+        ("lse", (2, 5, 6), "bshd", "(batch, heads, seqlen_q), which is (2, 6, 5) here"),
+        ("lse", (2, 6, 5, 1), "bhsd", "(batch, heads, seqlen_q), which is (2, 6, 5) here"),
     ],
 )
 def test_results_of_another_shape(name: str, shape: Shape, layout: str, expected: str) -> None:

@@ -242,6 +242,7 @@ def test_attention_of_it(rng):
             ValueError,
             "descale has shape (2, 3); it must be (2, 6)",
         ),
+        ({"descale": 0.5}, TypeError, "descale is 0.5; it must be an array of (batch, kv_heads) in float32"),
         ({"descale": np.ones((2, 6))}, TypeError, "descale has dtype float64; it must be float32"),
         ({"out": np.zeros(SHAPE, np.uint8)}, TypeError, "out has dtype uint8; it must be float8_e4m3fn"),
         ({"out": np.zeros(SHAPE[1:], E4M3)}, ValueError, "out has shape (70, 6, 24); it must be (2, 70, 6"),

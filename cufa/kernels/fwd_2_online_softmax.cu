@@ -2,7 +2,9 @@
 // 2018).
 //
 // Change from fwd_1_naive: maximum and sum of a row are found in one pass, the sum being rescaled
-// whenever the maximum rises; one of three reads of S is gone. Everything else is the same.
+// whenever the maximum rises; one of three reads of S is gone. Everything else is the same, and as
+// the two products, with operands from global memory, take nearly all of the time, so is that. What
+// it is for comes next: a row whose statistics can grow may be seen tile by tile.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim)

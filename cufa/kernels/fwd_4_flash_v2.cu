@@ -2,8 +2,8 @@
 //
 // Change from fwd_3_flash_v1: the loops are swapped. A block owns a tile of queries and walks over
 // the keys in one launch, so O, the running maximum and the running sum stay in registers from the
-// first key to the last; O is divided by the sum once, at the end. exp2 with log2(e) folded into
-// the scale.
+// first key to the last; O is divided by the sum once, at the end. Tiles of keys that no query sees
+// are not visited, and only those that a mask may cut through are masked.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and

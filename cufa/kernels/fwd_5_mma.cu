@@ -11,6 +11,9 @@
 // parts of a block's work (HANDS_OVER), its warps hand K and V on instead of meeting: one may be at
 // its softmax while others multiply.
 //
+// To read it, begin with 16 bits and no mask, where kFolded, kHandsOver, kLongSteps, kCutTiles and
+// kKeyMask are false.
+//
 // Launches: with a mask or a mask_mod seen_tiles, which finds out what it shows of each tile of
 // scores, so that tiles of which that is nothing are left out; fwd_5_mma.
 //

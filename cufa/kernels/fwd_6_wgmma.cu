@@ -6,21 +6,24 @@
 // warpgroup exponentiates the scores that it has; and warpgroups take turns, so that the products
 // of one run during the softmax of the other. A block stays for many tiles. Scores become weights
 // under the maximum of the first tile's; that larger ones came is seen afterwards, from the sum of
-// the weights, which then shrink: no time is spent on looking for the largest.
+// the weights, which then shrink: no time is spent on looking for the largest. Beside the thread
+// that copies, the other warps of its warpgroup look for NaN in tiles that a mask cuts through.
 //
-// Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
-//          value_dim)
 // Launches: with a mask_mod seen_tiles, which finds out what it shows of each tile of scores, so
 // that tiles of which that is nothing are left out, and, where it looks something up, of each score
 // unless that takes more memory than O; fwd_6_wgmma. That may run beside fwd_8_split_kv, to which
 // it then leaves sequences of fewer queries than kLeastQueries.
 //
+// Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
+//          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
+//          V in pages: (pages, page_size, kv_heads, dim)
 // Owns     block: tile after tile of BLOCK_M queries of one head; warpgroup: 64 of its rows
 // Shared   rings of STAGES K and V tiles; for each warpgroup a ring of QUERY_STAGES Q tiles, and
 //          STORE_COLS columns of O on their way out
 // Global   workspace: with a mask_mod, how many tiles are taken, and what it shows of each
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
-// Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key
+// Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
+//          there is a sink
 #include "wgmma_inspected_values.cuh"
 
 constexpr int kThreads = THREADS, kBlocksPerSm = BLOCKS_PER_SM;

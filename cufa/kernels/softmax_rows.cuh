@@ -4,9 +4,9 @@
 
 #include "online_softmax.cuh"
 
-// Maximum and sum of the scores of a row that were seen so far. In units of log 2, as the tiled
-// rungs have them, scores would be rounded, by more the larger they are, and their powers be that
-// much off.
+// Maximum and sum of the scores of a row that were seen so far. Scores are not in units of log 2,
+// as the tiled rungs have them: those here are in memory already, and to multiply a large one by
+// log2(e) rounds it, by more than to multiply its small distance from the maximum.
 struct RowSoftmax {
     acc_t max = negative_infinity();
     acc_t sum = 0;  // of e^(score - max)

@@ -15,4 +15,5 @@ def kind_of(value: object) -> str:
 def shown(value: object) -> str:
     """The value of an option as it was given; of an array, which may be large and on a GPU, its shape."""
     shape = getattr(value, "shape", ())
-    return f"{kind_of(value)} of shape {tuple(shape)}" if shape else repr(value)
+    has_axes = isinstance(shape, tuple) and len(shape) > 0  # that of a module is a function
+    return f"{kind_of(value)} of shape {tuple(shape)}" if has_axes else repr(value)

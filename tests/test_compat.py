@@ -101,18 +101,27 @@ def test_flash_attn(rng):
     options = {"causal": True, "softcap": 5.0, "alibi_slopes": slopes}
     out = compat.flash_attn_func(q, k, v, 0.0, 0.3, True, (4, -1), 5.0, slopes)
     close(out, cufa.attention(q, k, v, softmax_scale=0.3, window=(4, None), **options))
-    out, lse, probabilities = compat.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
-    same, same_lse = cufa.attention(q, k, v, causal=True, return_lse=True)
+
+
+@pytest.mark.parametrize("dropout", [{}, {"dropout_p": 0.3, "seed": 5, "offset": 2}])
+def test_flash_attn_returns_the_lse_and_with_dropout_the_probabilities(rng, dropout):
+    q, k, v = draw(rng, 6, 9)
+    out, lse, probabilities = compat.flash_attn_func(q, k, v, causal=True, return_attn_probs=True, **dropout)
+    same, same_lse = cufa.attention(q, k, v, causal=True, return_lse=True, **dropout)
     np.testing.assert_array_equal(out, same)
     np.testing.assert_array_equal(lse, same_lse)
-    close(probabilities @ np.repeat(v, 2, axis=2).transpose(0, 2, 1, 3), *turned(same))
+    if dropout:
+        close(probabilities @ np.repeat(v, 2, axis=2).transpose(0, 2, 1, 3), *turned(same))
+    else:
+        assert probabilities is None
 
 
 def test_flash_attns_packed_sequences(rng):
     q, k, v = draw(rng, 6, 9)
     ends = [np.array([0, n, 2 * n], np.int32) for n in (6, 9)]
     packed = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
-    out, lse = compat.flash_attn_varlen_func(*packed, *ends, 6, 9, causal=True, return_attn_probs=True)
+    out, lse, none = compat.flash_attn_varlen_func(*packed, *ends, 6, 9, causal=True, return_attn_probs=True)
+    assert none is None
     same, same_lse = cufa.attention(q, k, v, causal=True, return_lse=True)
     close(out.reshape(same.shape), same)
     close(lse.reshape(4, 2, 6).transpose(1, 0, 2), same_lse)
@@ -453,7 +462,7 @@ def test_flash_attns_packed_queries_with_pages(rng):
     tokens = q.reshape(-1, *q.shape[2:])[:9]
     options = {"causal": True, "return_attn_probs": True}
     options |= {"max_seqlen_q": 8, "max_seqlen_k": 7}
-    out, lse = compat.flash_attn_varlen_func(tokens, *paged, ends, key_ends, block_table=table, **options)
+    out, lse, _ = compat.flash_attn_varlen_func(tokens, *paged, ends, key_ends, block_table=table, **options)
     for b, (begin, end) in enumerate([(0, 1), (1, 9)]):
         keys = slice(0, key_ends[b + 1] - key_ends[b])
         of_one = (x[None] for x in (tokens[begin:end], k[b, keys], v[b, keys]))
@@ -570,6 +579,7 @@ def test_packed_sequences_need_their_ends(rng, name):
     ("function", "options", "message"),
     [
         (compat.flash_attn_func, {"window_size": (2, -3)}, r"window_size is \(2, -3\); it may be None or"),
+        (compat.flash_attn_func, {"dropout_p": 1, "return_attn_probs": True}, "dropout_p is 1.0; it must be"),
         (compat.flash_attn_func, {"softmax_scale": np.inf}, "softmax_scale is inf; it must be finite"),
         (pytorchs, {"attn_mask": np.ones((6, 8), bool)}, r"attn_mask has shape \(6, 8\); it must be"),
         (pytorchs, {"attn_mask": np.ones((6, 8))}, r"attn_mask has shape \(6, 8\); it must be"),

@@ -6,7 +6,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cufa.arguments import Options, check_descales, check_flags, check_scale, check_softcap, check_window
+from cufa.arguments import (
+    Options,
+    check_descales,
+    check_dropout,
+    check_flags,
+    check_scale,
+    check_softcap,
+    check_window,
+)
 from cufa.arrays import check_same_kind, check_writeable
 from cufa.compat.arguments import (
     arange,
@@ -26,7 +34,6 @@ from cufa.rotary import rotary
 
 # What it calls cufa's arguments, where it has other names.
 _FLASH_ATTN = {"window": "window_size"}
-_FLASH_ATTN_VARLEN = {**_FLASH_ATTN, "return_lse": "return_attn_probs"}
 _FLASH_ATTN_VARLEN_QKVPACKED = {"cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens"}
 _FLASH_ATTN_CACHE = {
     **_FLASH_ATTN,
@@ -53,10 +60,10 @@ def flash_attn_func(
     """flash-attn's function of that name (flash-attn 2.8).
 
     What differs: `seed` and `offset` choose the random numbers of dropout, where flash-attn takes them from
-    torch's generator; `deterministic` is about gradients and has no part in the forward;
-    `return_attn_probs` returns (out, lse, probabilities), the probabilities as `cufa.attention` defines
-    them, where flash-attn returns their signs too; the LSE of a row that sees no key is -inf, flash-attn's
-    is inf. Head dims and dtypes are cufa's.
+    torch's generator; `deterministic` is about gradients and has no part in the forward; the LSE of a row
+    that sees no key is -inf, flash-attn's is inf. With dropout `return_attn_probs` returns the probabilities
+    as `cufa.attention` defines them, and not their signs; without dropout None, where flash-attn has an empty
+    array. Head dims and dtypes are cufa's.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim).
@@ -69,17 +76,20 @@ def flash_attn_func(
         softcap: 0 for none.
         alibi_slopes: (heads,) or (batch, heads), float32.
         deterministic: has no effect here; give it to `cufa.attention_backward`.
-        return_attn_probs: whether to return the LSE and the probabilities too.
+        return_attn_probs: whether to return the LSE too, and with dropout the probabilities, which take
+            O(N^2) memory.
         seed: of dropout's random numbers.
         offset: which sequence of them.
 
     Returns:
-        out (batch, seqlen_q, heads, head_dim); with return_attn_probs (out, lse, probabilities).
+        out (batch, seqlen_q, heads, head_dim); with return_attn_probs (out, lse, probabilities or None).
 
     Raises:
         What `cufa.attention` raises.
     """
-    return attention_as(
+    check_flags(return_attn_probs=return_attn_probs)
+    has_probabilities = return_attn_probs and check_dropout(dropout_p, seed, offset)[0] > 0
+    result = attention_as(
         _FLASH_ATTN,
         q,
         k,
@@ -92,8 +102,10 @@ def flash_attn_func(
         dropout_p=dropout_p,
         seed=seed,
         offset=offset,
-        return_attn_probs=return_attn_probs,
+        return_lse=return_attn_probs,
+        return_attn_probs=has_probabilities,
     )
+    return (*result, None) if return_attn_probs and not has_probabilities else result
 
 
 def flash_attn_qkvpacked_func(qkv: Any, *options: Any, **named_options: Any) -> Any:
@@ -158,8 +170,8 @@ def flash_attn_varlen_func(
     """flash-attn's function of that name (flash-attn 2.8), for packed sequences.
 
     What differs, beside what differs in `flash_attn_func`: `max_seqlen_q` and `max_seqlen_k` are not
-    needed; with `return_attn_probs` the result is (out, lse), since probabilities of
-    sequences of many lengths make no array.
+    needed; there are no probabilities with dropout either, since those of sequences of many lengths make no
+    array.
 
     Args:
         q: (tokens, heads, head_dim).
@@ -184,11 +196,12 @@ def flash_attn_varlen_func(
         offset: as in `flash_attn_func`.
 
     Returns:
-        out (tokens, heads, head_dim); with return_attn_probs (out, lse).
+        out (tokens, heads, head_dim); with return_attn_probs (out, lse, None).
 
     Raises:
         What `cufa.attention` raises.
     """
+    check_flags(return_attn_probs=return_attn_probs)
     check_arrays(cu_seqlens_q=cu_seqlens_q)
     if block_table is None:
         check_arrays(cu_seqlens_k=cu_seqlens_k)
@@ -200,8 +213,8 @@ def flash_attn_varlen_func(
         cu_seqlens_k = None
     # One on a GPU would have to be waited for.
     longest = max_seqlen_q if block_table is not None and isinstance(max_seqlen_q, int) else None
-    return attention_as(
-        _FLASH_ATTN_VARLEN,
+    result = attention_as(
+        _FLASH_ATTN,
         q,
         k,
         v,
@@ -220,6 +233,7 @@ def flash_attn_varlen_func(
         offset=offset,
         return_lse=return_attn_probs,
     )
+    return (*result, None) if return_attn_probs else result
 
 
 def flash_attn_varlen_qkvpacked_func(

@@ -13,6 +13,7 @@ from cufa import cli
 from cufa.kernels import COMPANIONS, KERNELS
 
 ROOT = Path(__file__).resolve().parent.parent
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 BENCHMARKS = ROOT / "benchmarks" / "README.md"
 GUIDE = ROOT / "cufa" / "kernels" / "README.md"
 
@@ -23,7 +24,17 @@ def test_figures_are_those_of_the_records():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", BENCHMARKS, GUIDE])
+SELECTIONS = re.findall(r'(tests/\w+\.py) -k ("[^"]+"|\w+)', CONTRIBUTING.read_text())
+
+
+@pytest.mark.parametrize(("file", "expression"), SELECTIONS)
+def test_the_selections_of_tests_have_some(file, expression):
+    select = [sys.executable, "-m", "pytest", "--collect-only", "-q", file, "-k", expression.strip('"')]
+    done = subprocess.run(select, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", CONTRIBUTING, BENCHMARKS, GUIDE])
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#]+)\)", page.read_text())
     files = [link for link in links if not link.startswith("https://")]

@@ -20,6 +20,8 @@ __thread unsigned char* shared_memory;
 namespace {
 
 __thread Block* current_block;
+// A block's, for itself as each piece of code counts.
+__thread std::uint64_t steps_left;
 
 // "threads 0-31, 40", for reports.
 std::string list(const std::vector<unsigned>& threads) {
@@ -66,13 +68,13 @@ Block& Block::current() {
 }
 
 void Block::count_step() {
-    if (current_block && --current_block->steps_left_ == 0) current_block->fail_steps();
+    if (--steps_left == 0) current_block->fail_steps();
 }
 
 void Block::begin(unsigned index) {
     index_ = index;
     blockIdx = {index, 0, 0};
-    steps_left_ = launch_.max_steps;
+    steps_left = launch_.max_steps;
     // NaN in every floating-point type, for the flavour that does not check what was written.
     std::memset(shared_memory, 0xff, launch_.shared_bytes);
     if (launch_.checked) shared_.start_history();

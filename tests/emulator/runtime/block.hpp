@@ -187,8 +187,9 @@ class Block {
     Access access_now(Access::Kind kind, const void* return_to) const;
     Access access_by(Access::By by, unsigned agent, std::uint32_t time, unsigned thread,
                      std::uint32_t place) const;
-    void check_others(Access::Kind kind, const void* address, std::size_t size,
-                      const void* return_to);
+    // Not inlined, as check() would then save registers for it each time.
+    [[gnu::noinline]] void check_others(Access::Kind kind, const void* address, std::size_t size,
+                                        const void* return_to);
     void note(const Access& now, const Past& past, const void* address, std::size_t size);
     Region* find_region(std::uintptr_t address);
     [[noreturn]] void fail_bounds(Access::Kind kind, std::uintptr_t address, std::size_t size);
@@ -219,7 +220,6 @@ class Block {
     std::deque<Thread> threads_;
     Thread* running_ = nullptr;
     unsigned index_ = 0, agents_ = 0;
-    std::uint64_t steps_left_ = 0;
     std::unordered_map<std::uint64_t, SharedBarrier> barriers_;  // by byte of shared memory
     std::array<NamedBarrier, kNamedBarriers> named_barriers_;
     std::deque<BulkCopy> bulk_copies_;      // the oldest first

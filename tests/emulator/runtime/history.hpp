@@ -88,6 +88,9 @@ class Accesses {
 
     void add(const Access& now, const Past& past) {
         if (one_.absorb(now)) return;
+        for (Access& access : more_) {
+            if (access.absorb(now)) return;
+        }
         const auto over = [&](Access& access) {
             // Other atomic accesses are in no race with this one, but may be with a write before
             // it.
@@ -105,10 +108,6 @@ class Accesses {
             }
             std::swap(one_, more_.back());
             more_.pop_back();
-        }
-        if (one_.absorb(now)) return;
-        for (Access& access : more_) {
-            if (access.absorb(now)) return;
         }
         // What another block did hardly ever comes before anything here: two blocks stand for all.
         if (!of_several_blocks()) more_.push_back(now);

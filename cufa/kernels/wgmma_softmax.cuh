@@ -7,18 +7,18 @@
 #include "tensor.cuh"
 #include "wgmma_tiles.cuh"
 
-// Where it is looked for larger scores before there are weights, a maximum is raised only when they
+// Where larger scores are looked for before there are weights, a maximum is raised only when they
 // pass it by more than this, in log 2. Until then probabilities reach up to 2^8, which float32 sums
 // and 16-bit weights hold as precisely as those up to 1; it is the last power of 2 that 8-bit
 // weights hold.
 constexpr float kSlack = 8;
+// Where larger scores are looked for afterwards, what a thread's weights in a row may sum up to
+// before maxima are raised: operands hold each of them then.
+constexpr float kLargestSum = sizeof(scalar_t) == 1 ? 448 : 32768;
 // How far below the largest score a maximum is set. Weights of 8 bits lose precision below 2^-6:
 // those that count should be far above it. But the sum of a thread's weights in a row, of 32 at
-// most, should stay below the next constant even if all scores are the same.
+// most, should stay below kLargestSum even if all scores are the same.
 constexpr float kHeadroom = sizeof(scalar_t) == 1 ? 3 : 0;
-// Where it is not, what they may sum up to before maxima are raised: then operands hold each of
-// them.
-constexpr float kLargestSum = sizeof(scalar_t) == 1 ? 448 : 32768;
 // A row that sees fewer keys of its first tile is likely to see larger scores in the next, for
 // which its maximum would have to be raised. It is set this far above the largest score then.
 constexpr int kFewKeys = 32;

@@ -6,11 +6,11 @@ compile, and its calls from `draw_case`.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, product
+from itertools import combinations, cycle, product
 from typing import Any
 
 import numpy as np
-from tolerance import Array, Problem, random_problem
+from tolerance import DTYPES, Array, Problem, random_problem
 
 from cufa.params import FeatureValues
 from cufa.problem import accumulator_dtype, four_axes
@@ -79,6 +79,12 @@ def pairwise(features: Sequence[str] = BACKWARD_FEATURES) -> list[frozenset[str]
 def sets_of(features: Sequence[str] = BACKWARD_FEATURES) -> list[frozenset[str]]:
     """Each feature without any other, and the sets of `pairwise`."""
     return list(dict.fromkeys([*(frozenset((name,)) for name in features), *pairwise(features)]))
+
+
+def sets_with_dtypes() -> list[tuple[frozenset[str], str]]:
+    """The sets of `pairwise` with every dtype; each feature without any other with one of them, in turn."""
+    alone = zip(BACKWARD_FEATURES, cycle(DTYPES), strict=False)
+    return [*((frozenset((name,)), dtype) for name, dtype in alone), *product(pairwise(), DTYPES)]
 
 
 def feature_id(features: frozenset[str]) -> str:

@@ -6,7 +6,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from feature_cases import Case, draw_case, feature_id, sets_of
+from feature_cases import Case, draw_case, feature_id, sets_of, sets_with_dtypes
 from tolerance import DTYPES, Array
 
 import cufa
@@ -45,8 +45,11 @@ def test_the_gradient_of_the_lse_counts() -> None:
         assert wrong == ["dq", "dk", "dsink"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("features", SETS, ids=feature_id)
+@pytest.mark.parametrize(
+    ("features", "dtype"),
+    sets_with_dtypes(),
+    ids=lambda value: feature_id(value) if isinstance(value, frozenset) else value,
+)
 def test_what_is_right_passes(features: frozenset[str], dtype: str) -> None:
     case, results = solved(features, dtype)
     for max_scores, coverage in ((2**30, "every element"), (2000, "a random sample")):

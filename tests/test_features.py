@@ -7,8 +7,17 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from feature_cases import Case, draw_case, feature_id, hide_nan, one_by_one, pairwise, sets_of
-from tolerance import DTYPES, LAYOUTS, Array, assert_attention, assert_gradients, poisoned, random_problem
+from feature_cases import (
+    Case,
+    draw_case,
+    feature_id,
+    hide_nan,
+    one_by_one,
+    pairwise,
+    sets_of,
+    sets_with_dtypes,
+)
+from tolerance import LAYOUTS, Array, assert_attention, assert_gradients, poisoned, random_problem
 
 import cufa
 from cufa import cpu, reference
@@ -74,16 +83,22 @@ def check(case: Case) -> None:
 # --- results --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("features", SETS, ids=feature_id)
+@pytest.mark.parametrize(
+    ("features", "dtype"),
+    sets_with_dtypes(),
+    ids=lambda value: feature_id(value) if isinstance(value, frozenset) else value,
+)
 def test_features(rng: np.random.Generator, features: frozenset[str], dtype: str) -> None:
     for lengths, storage in zip(LENGTHS, LAYOUTS * 2, strict=False):
         sizes = dict(zip(("seqlen_q", "seqlen_k"), lengths, strict=True))
         check(draw_case(rng, dtype, features, **sizes, head_dim=13, head_dim_v=6, layout=storage))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("features", SETS, ids=feature_id)
+@pytest.mark.parametrize(
+    ("features", "dtype"),
+    sets_with_dtypes(),
+    ids=lambda value: feature_id(value) if isinstance(value, frozenset) else value,
+)
 def test_nan_in_what_is_not_seen(rng: np.random.Generator, features: frozenset[str], dtype: str) -> None:
     case = draw_case(rng, dtype, features, seqlen_q=31, seqlen_k=25, head_dim=5, head_dim_v=8)
     hide_nan(case)

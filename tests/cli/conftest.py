@@ -1,10 +1,10 @@
-"""A machine that is made to have no GPU, and arrays in files."""
+"""A machine that is made to have no GPU and whose times are of few calls, and arrays in files."""
 
 import numpy as np
 import pytest
 from command_line import WIDTH, draw
 
-from cufa import arrays, device
+from cufa import arrays, device, timing
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +18,7 @@ def machine(request, monkeypatch, tmp_path_factory):
     else:
         monkeypatch.setattr(device, "gpu_present", lambda: False)
         monkeypatch.setattr(arrays, "gpu_usable", lambda: False)
+        monkeypatch.setattr(timing, "BUDGET_SECONDS", 0.0)
 
 
 @pytest.fixture

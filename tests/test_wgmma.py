@@ -86,7 +86,7 @@ def test_no_spill_with_features(head_dim, causal, features):
 )
 def test_any_head_dims_compile(dtype, head_dim, value_dim):
     build = jit.build(plan_of(problem(head_dim, value_dim, True, dtype=dtype)).variant)
-    assert not [line for line in build.warnings if "C75" in line]
+    assert not [line for line in build.warnings if "spill" not in line]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

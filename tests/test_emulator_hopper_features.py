@@ -1,6 +1,7 @@
 """The features of Hopper's kernels on the emulator: every pair, with NaN in all that is not seen."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -18,9 +19,6 @@ FEATURES = ("causal", "window", "softcap", "alibi_slopes", "sink", "packed", "se
 FORWARD_FEATURES = (*FEATURES, "bias")
 BACKWARD_FEATURES = (*FEATURES, "dlse", "dsink", "deterministic")
 
-
-HIDDEN = {False: "clean", True: "NaN in the unseen"}
-
 # By kernel and dtype, the head dims of Q and of V.
 BACKWARDS = [
     ("bwd_4_wgmma", "float16", (64, 64)),
@@ -36,37 +34,44 @@ LACKS = {BACKWARDS[-1]: {"softcap"}}
 TILES = {("bwd_4_wgmma", (72, 128)): {"block_m": 80}}
 # Larger ones than the plan has for few rows.
 LARGE_TILES = {"block_m": 128, "block_n": 64, "stages": 2, "query_stages": 1, "blocks_per_sm": 1}
+# The forward's dtype and head dims, with tiles of its own or those of the plan.
+FORWARDS = [("float16", (64, 64), LARGE_TILES), ("bfloat16", (128, 40), None)]
 # From where to where lengths of a side are, as often of one tile as of two.
 LENGTHS = [(1, 80), (129, 190)]
 # So few that each block takes several tiles.
 DEVICE = dataclasses.replace(calls.DEVICE, sm_count=3)
 
 
+# Each set with one of the forward's, in turn: compiling takes most of the time.
 @pytest.mark.parametrize(
-    ("features", "hidden"),
-    [(features, hidden) for features in pairwise(FORWARD_FEATURES) for hidden in (False, True)],
-    ids=lambda value: feature_id(value) if isinstance(value, frozenset) else HIDDEN[value],
+    ("dtype", "dims", "tiles", "features"),
+    [
+        (*forward, features)
+        for forward, features in zip(itertools.cycle(FORWARDS), pairwise(FORWARD_FEATURES), strict=False)
+    ],
+    ids=lambda value: feature_id(value) if isinstance(value, frozenset) else str(value),
 )
-def test_forward(rng, features, hidden):
-    dtype, dims = [("float16", (64, 64)), ("bfloat16", (128, 40))][hidden]
+def test_forward(rng, dtype, dims, tiles, features):
+    """Clean, and with NaN in the unseen, which takes another way through the kernel."""
     seqlen_q, seqlen_k = (int(rng.integers(*rng.choice(LENGTHS))) for _ in range(2))
     case = draw_case(
         rng, dtype, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=dims[0], head_dim_v=dims[1]
     )
-    if hidden:
-        hide_nan(case)
     problem = case.problem
-    with np.errstate(invalid="ignore"):
-        out, lse = calls.attention(
-            problem.q,
-            problem.k,
-            problem.v,
-            kernel="fwd_6_wgmma",
-            tiles=None if hidden else LARGE_TILES,
-            device=DEVICE,
-            **case.emulator_forward,
-        )
-        assert_attention(out, lse, problem, **case.forward)
+    for hidden in (False, True):
+        if hidden:
+            hide_nan(case)
+        with np.errstate(invalid="ignore"):
+            out, lse = calls.attention(
+                problem.q,
+                problem.k,
+                problem.v,
+                kernel="fwd_6_wgmma",
+                tiles=tiles,
+                device=DEVICE,
+                **case.emulator_forward,
+            )
+            assert_attention(out, lse, problem, **case.forward)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,8 @@ _KERNEL_OPTIONS = (
     "-fno-plt",  # the runtime is called all the time
     "-ffp-contract=off",
     "-ftrivial-auto-var-init=pattern",
+    "-fno-exceptions",  # kernels have none, and stacks are walked by their frame pointers
+    "-fno-asynchronous-unwind-tables",
     "-Wno-unknown-pragmas",
     "-fsanitize-coverage=trace-pc",
 )
@@ -69,6 +71,7 @@ _CHECKED = (
     "-finline-small-functions",
     "-fsanitize=thread,alignment,bounds,signed-integer-overflow,integer-divide-by-zero,shift",
     "-fno-sanitize-recover=all",  # what follows a report is not compiled
+    "--param=tsan-instrument-func-entry-exit=0",
 )
 _FAST = ("-O1",)
 _LINK = ("-shared", "-Wl,--no-as-needed,-z,now")

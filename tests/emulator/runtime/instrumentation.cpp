@@ -38,8 +38,6 @@ void __sanitizer_cov_trace_pc() {
     Block::count_step();
 }
 void __tsan_init() {}
-void __tsan_func_entry(void*) {}
-void __tsan_func_exit() {}
 
 // Where the language itself forbids what a kernel is about to do. All begin with the place in the
 // source, which reports take from the stack instead.

@@ -11,7 +11,7 @@ from cufa.plan.float32 import PACES
 from cufa.problem import Features, Problem
 
 H200 = Device.of("sm_90a")
-NAME = "fwd_9_float32"
+NAME, BACKWARD = "fwd_9_float32", "bwd_6_float32"
 ALL = Features(window=(9, 9), softcap=True, alibi=True, sink=True, packed=True, seqused_k=True)
 
 
@@ -66,3 +66,43 @@ def test_what_does_not_fit_is_refused():
         make_plan(problem(), H200, NAME, {"block_n": 48})
     with pytest.raises(ValueError, match="bytes of shared memory"):
         make_plan(problem(), H200, NAME, {"stages": 4})
+
+
+def backward(*args, **options):
+    return replace(problem(*args, **options), direction="backward")
+
+
+@pytest.mark.parametrize(("dim", "tf32"), [(64, False), (64, True), (96, True)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_backward_has_its_sums_in_registers(dim, tf32, causal):
+    call = backward(dim, causal=causal, tf32=tf32)
+    assert jit.build(make_plan(call, H200, BACKWARD).variant).warnings == ()
+
+
+def test_no_product_of_the_backward_is_in_series():
+    """At head dim 128 some addresses are spilled, and nothing worse is said."""
+    warnings = jit.build(make_plan(backward(128), H200, BACKWARD).variant).warnings
+    assert all("spill stores" in line for line in warnings)
+
+
+def test_which_calls_the_backward_takes():
+    assert best_kernel(backward(), H200).name == BACKWARD
+    assert best_kernel(backward(33, 127, causal=True, align_bytes=4), H200).name == BACKWARD
+    assert best_kernel(backward(seqlen=1024, sink=True, dlse=True, packed=True), H200).name == BACKWARD
+    others = (
+        *(backward(136), backward(deterministic=True), backward(softcap=True), backward(dropout=True)),
+        *(backward(seqlen=64), backward(seqlen=128, tf32=True), backward(seqlen=1024, causal=True)),
+    )
+    for other in others:
+        assert best_kernel(other, H200).name == "bwd_3_mma"
+    assert best_kernel(backward(), Device.of("sm_100")).name == "bwd_3_mma"
+
+
+def test_weights_wait_in_shared_memory_beside_many_sums():
+    waits = [dict(make_plan(backward(dim), H200, BACKWARD).macros)["SHARES_WEIGHTS"] for dim in (64, 80, 128)]
+    assert waits == [False, True, True]
+
+
+def test_other_tiles_of_the_backward_are_refused():
+    with pytest.raises(ValueError, match="block_m and block_n must be 64"):
+        make_plan(backward(), H200, BACKWARD, {"block_m": 128})

@@ -42,7 +42,9 @@ HEAD_DIMS = [(dim, dim) for dim in EQUAL_DIMS] + UNEQUAL_DIMS
 
 # Rows of keys of the Hopper backward's tiles, 64 of them for each warpgroup or for two.
 HOPPER_BACKWARD_KEYS = {"bwd_4_wgmma": 128, "bwd_5_wgmma_wide": 64}
-# What the workspace of those has, whatever the lengths, whose blocks stay for many tiles.
+# Of sums of two halves.
+IN_HALVES = ("fwd_9_float32", "bwd_6_float32")
+# What the workspace of the former has, whatever the lengths, whose blocks stay for many tiles.
 HOPPER_COUNT = {"bwd_4_wgmma": {"tiles of keys taken": (1,)}}
 
 
@@ -258,6 +260,10 @@ def blocks_by_brute_force(plan: Plan) -> dict[str, int]:
             key_tiles = tiles_of((batch, kv_heads), keys, tiles["block_n"])
             grids["to_halves"] = grids[plan.kernel] + key_tiles if grids[plan.kernel] else 0
         return grids
+    if plan.kernel == "bwd_6_float32":
+        query_tiles = tiles_of((batch, heads), queries, tiles["block_m"])
+        key_tiles = tiles_of((batch, kv_heads), keys, tiles["block_n"])
+        return {"to_halves": query_tiles + key_tiles, "key_tiles": key_tiles, "exact_tiles": key_tiles}
     if plan.kernel in HOPPER_BACKWARD_KEYS:
         # Whole heads are for more of them than there are SMs (tests/test_wgmma_backward.py).
         query_tiles = tiles_of((batch, heads), queries, tiles["block_m"])
@@ -342,6 +348,13 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
             "halves of queries": (2 * 4 * 3, 2 * 128 * 32 + 256),
             "halves of keys and values": (2 * 2 * 4, 2 * (2 * 128 * 32) + 512),
         },
+        # Tiles of 64 rows, a panel of either half for either tensor; of each row of queries two floats, and
+        # 32 bytes, in whole swizzled units of 1,024 bytes.
+        "bwd_6_float32": {
+            "alignment": (1024 // 4,),
+            "halves of queries and dO": (2 * 4 * 5, 2 * (2 * 64 * 32) + 256),
+            "halves of keys and values": (2 * 2 * 7, 2 * (2 * 64 * 32) + 256),
+        },
         "bwd_1_naive": {"P": matrix, "dS": matrix},
         "bwd_2_flash_v2": {"LSE and D": (*rows, 2), "dQ sums": (*rows, 24)},
         # Whole tiles of queries, and head dims that the warps can part.
@@ -367,7 +380,7 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_workspace_grows_as_the_registry_says(kernel: str) -> None:
-    fixed = 4 if kernel in HOPPER_COUNT else 1024 if kernel == "fwd_9_float32" else 0
+    fixed = 4 if kernel in HOPPER_COUNT else 1024 if kernel in IN_HALVES else 0
     small, large = (
         plan_of(kernel, tiles=IN_PARTS.get(kernel), seqlen_q=n, seqlen_k=n).workspace_bytes - fixed
         for n in (1024, 2048)
@@ -551,7 +564,7 @@ def test_tensor_cores_are_taken_where_they_are_faster(
 ) -> None:
     problem = replace(problem_for("fwd_5_mma", dtype), direction=direction, features=Features(tf32=tf32))
     plan = make_plan(problem, Device.of(arch))
-    assert (plan.kernel.endswith("_mma") or plan.kernel == "fwd_9_float32") == on_tensor_cores
+    assert (plan.kernel.endswith("_mma") or plan.kernel in IN_HALVES) == on_tensor_cores
     if not on_tensor_cores:
         assert any(re.search("needs tensor cores|takes three products", reason) for reason in plan.reasons)
 
@@ -611,7 +624,11 @@ def test_macros_are_what_the_kernel_asks_for(kernel: str) -> None:
         # In how many parts the keys are, the grid says.
         parts = ("splits", "shares") if kernel == "fwd_8_split_kv" else ()
         own = {name: plan.tiles[name] for name in parts}
-        helpers = {"merge_splits": "MERGE_THREADS", "to_halves": "HALVING_THREADS"}
+        helpers = {
+            "merge_splits": "MERGE_THREADS",
+            "to_halves": "HALVING_THREADS",
+            "exact_tiles": "EXACT_THREADS",
+        }
         expected = {entry: macros[helpers.get(entry, "THREADS")] for entry in blocks}
         assert blocks == expected
     from_macros = {name: macros[name.upper()] for name in plan.tiles if name not in own}

@@ -20,6 +20,9 @@ _MAX_FLOAT64_DIM = 256
 # and up to how many head dims, for blocks that are small to be faster backward than one that is large.
 # Measured on an H200.
 _SHORT, _MANY_HEADS, _SHORT_HEAD_DIM = 32, 8, 128
+# The same of one in halves: up to how many queries and keys, or in tf32 queries, sequences are short; and the
+# keys of a block.
+_SHORT_IN_HALVES, _SHORT_IN_TF32, _BLOCK_KEYS = 64, 128, 64
 # Keys that a copy of Hopper's engine brings at least: copies must begin where a swizzled unit does.
 _BOX_KEYS = 8
 # Where three products of tf32 take less time than one of float32 on CUDA cores.
@@ -191,6 +194,24 @@ class WideHopperBackward(HopperKernel):
         if kernel_named("bwd_4_wgmma").unsupported(problem, device) is None:
             return f"{self.name} works on half as many keys at a time as bwd_4_wgmma"
         return None
+
+
+@dataclass(frozen=True)
+class Float32Backward(HopperKernel):
+    """One whose blocks have 64 keys, and read each element twice."""
+
+    def unsuited(self, problem: Problem, device: Device) -> str | None:
+        """As `Kernel.unsuited`: nor for short sequences, nor where heads that share few keys are parted."""
+        tf32, sequences = problem.features.tf32, problem.packed_sequences
+        queries, keys = (ceil_div(n, sequences) for n in (problem.seqlen_q, problem.seqlen_k))
+        short = queries <= _SHORT_IN_TF32 if tf32 else max(queries, keys) <= _SHORT_IN_HALVES
+        if short:
+            return f"{self.name} takes longer than rungs of mma.sync for sequences as short as these"
+        blocks = problem.batch // sequences * problem.kv_heads * ceil_div(problem.seqlen_k, _BLOCK_KEYS)
+        parted = problem.heads > problem.kv_heads and blocks < device.sm_count
+        if parted and (tf32 or problem.causal):
+            return f"{self.name} would have {blocks} blocks for {device.sm_count} SMs"
+        return super().unsuited(problem, device)
 
 
 def features_in_words(kernel: Kernel) -> str:
@@ -399,6 +420,20 @@ _LADDER = (
         memory="O(N)",
         min_head_dim=129,
         features=_HOPPER_BACKWARD_FEATURES,
+    ),
+    Float32Backward(
+        name="bwd_6_float32",
+        direction="backward",
+        entries=("to_halves", "key_tiles", "exact_tiles", "sink_gradient"),
+        idea="Hopper: float32 as sums of two halves, three products by wgmma for one",
+        paper="Ootomo and Yokota 2022, section 3",
+        memory="O(N)",
+        dtypes=("float32",),
+        min_align_bytes=1,
+        ascending_only=False,
+        max_head_dim=128,
+        max_value_dim=128,
+        features=frozenset(("window", "sink", "cu_seqlens", "seqused_k", "dlse", "dsink")),
     ),
 )
 

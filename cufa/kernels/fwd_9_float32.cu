@@ -54,7 +54,7 @@ __device__ inline void halve_queries(const ForwardParams& call, int head, int ti
         row_tile<kBlockM>(tile, sizes.batch, sizes.seqlen_q, call.features.cu_seqlens_q);
     const Sequence sequence(call, batch);
     const auto q = sequence.queries<const float>(call.q, head);
-    QueryHalves& to = HalvesWorkspace(call).queries(head, tile);
+    QueryHalves& to = Workspace(call).queries(head, tile);
     for_pieces<kBlockM, kHeadDim>({q.row(first_row), q.row_stride}, sequence.seqlen_q - first_row,
                                   [&](int row, int col, const RowPiece<kHeadDim>& piece) {
                                       const int unit = unit_of(piece);
@@ -72,7 +72,7 @@ __device__ inline void halve_keys(const ForwardParams& call, int kv_head, int ti
     const int count = sequence.seqlen_k - first_key;
     const auto k = sequence.keys<const float>(call.k, kv_head);
     const auto v = sequence.keys<const float>(call.v, kv_head);
-    TileHalves& to = HalvesWorkspace(call).keys(kv_head, tile);
+    TileHalves& to = Workspace(call).keys(kv_head, tile);
     for_pieces<kBlockN, kHeadDim>({k.row(first_key), k.row_stride}, count,
                                   [&](int key, int col, const RowPiece<kHeadDim>& piece) {
                                       const int unit = unit_of(piece);
@@ -97,7 +97,7 @@ __device__ inline void halve_keys(const ForwardParams& call, int kv_head, int ti
 extern "C" __global__ void __launch_bounds__(kHalvingThreads, kHalvingBlocks)
     to_halves(const __grid_constant__ ForwardParams params) {
     ptx::let_next_launch_begin();
-    const HalvesWorkspace workspace(params);
+    const Workspace workspace(params);
     const int of_queries = params.sizes.heads * workspace.query_tiles;
     const int block = blockIdx.x, tile = block - of_queries;
     if (tile < 0) {
@@ -126,17 +126,14 @@ __device__ inline Keys keys_of(const ForwardParams& call, const QueryTile& work)
 
 __device__ inline void produce(Smem& smem, const ForwardParams& call, const QueryTile& work) {
     const Keys keys = keys_of(call, work);
-    const HalvesWorkspace workspace(call);
+    const Workspace workspace(call);
     ptx::wait_for_launch_before();
-    const auto& q =
-        workspace.queries(work.head, workspace.query_tile(work.sequence, work.first_row));
+    const auto& q = workspace.queries_from(work.sequence, work.head, work.first_row);
     ptx::barrier_arrive_expecting(smem.queries_full, QueryHalves::kBytes);
     ptx::copy_bytes(&smem.q, &q, QueryHalves::kBytes, smem.queries_full);
 
-    const int first_tile = workspace.first_key_tile(work.sequence);
-    const auto tile_at = [&](int key) -> const TileHalves& {
-        return workspace.keys(work.kv_head, first_tile + key / kBlockN);
-    };
+    const TileHalves* const first = &workspace.keys_from(work.sequence, work.kv_head, 0);
+    const auto tile_at = [&](int key) -> const TileHalves& { return first[key / kBlockN]; };
     const auto send_keys = [&](RingPosition<kStages> at, int key) {
         if (key >= keys.end) return;
         smem.k_ring.wait_empty(at);

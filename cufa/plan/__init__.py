@@ -11,7 +11,19 @@ from dataclasses import replace
 
 from cufa.device import Device
 from cufa.kernels import kernel_named
-from cufa.plan import float32, fp8, mixed, mma, mma_backward, split_kv, standard, tiled, wgmma, wgmma_backward
+from cufa.plan import (
+    float32,
+    float32_backward,
+    fp8,
+    mixed,
+    mma,
+    mma_backward,
+    split_kv,
+    standard,
+    tiled,
+    wgmma,
+    wgmma_backward,
+)
 from cufa.plan.record import Launch, Macro, Part, Plan, Scratch, TensorBox
 from cufa.plan.rungs import best_kernel, best_kernel_and_why
 from cufa.problem import Problem
@@ -44,6 +56,7 @@ _PLANNERS: dict[str, Callable[[Problem, Device, Mapping[str, int]], Part]] = {
     "bwd_3_mma": mma_backward.backward,
     "bwd_4_wgmma": wgmma_backward.backward,
     "bwd_5_wgmma_wide": wgmma_backward.backward_wide,
+    "bwd_6_float32": float32_backward.backward,
 }
 
 

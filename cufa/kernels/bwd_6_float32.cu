@@ -1,0 +1,176 @@
+// bwd_6_float32: the backward of float32 on Hopper's tensor cores for 16 bits.
+//
+// Change from bwd_4_wgmma: each element is a sum of two halves, as in fwd_9_float32, and each
+// product three. A first launch makes them (bwd_6_halves.cuh), in tiles as they will lie in shared
+// memory, where there is room for 64 keys and for a tile of queries of each warpgroup. So these
+// share the keys and take every other tile of queries, and what they have of dK and dV is added up
+// in the end. What a tile adds to dK and dV is a product by itself, added afterwards, as tensor
+// cores cut off the sums that they add to. Its P and dS are in registers by turns. Products of one
+// warpgroup run beside the softmax of the other.
+//
+// Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
+//          value_dim), dO, O as Q with value_dim; dQ, dK, dV as Q, K, V; packed sequences: (tokens,
+//          heads, dim)
+// Launches: to_halves (with D, and dQ set to zero); key_tiles; exact_tiles, for what halves do not
+// hold; sink_gradient if that is wanted
+// Owns     block: 64 keys of one KV head, for all query heads that share them
+// Shared   K and V; of each warpgroup STAGES tiles of Q and dO with their rows' statistics, and
+//          dS^T
+// Global   workspace: tiles of halves of queries and dO, then of keys and values
+// Needs    sm_90a
+// Writes   dQ, dK, dV
+#include "bwd_6_consumer.cuh"
+#include "bwd_6_exact.cuh"
+#include "bwd_6_halves.cuh"
+#include "sink_gradient.cuh"
+
+constexpr int kThreads = THREADS;
+constexpr int kHalvingBlocks = 2;  // an SM has at least so many
+constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
+static_assert((kConsumers + 1) * kWarpgroup == kThreads, "one warpgroup copies, others compute");
+static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a different struct");
+
+extern "C" __global__ void __launch_bounds__(kHalvingThreads, kHalvingBlocks)
+    to_halves(const __grid_constant__ BackwardParams params) {
+    HalvingSmem& smem = shared_memory<HalvingSmem, HALVING_SMEM_BYTES>();
+    ptx::let_next_launch_begin();
+    const Workspace workspace(params);
+    const int of_queries = params.sizes.heads * workspace.query_tiles;
+    const int block = blockIdx.x, tile = block - of_queries;
+    if (tile < 0) {
+        halve_queries(params, smem, block / workspace.query_tiles, block % workspace.query_tiles);
+    } else {
+        halve_keys(params, smem, tile / workspace.key_tiles, tile % workspace.key_tiles);
+    }
+}
+
+// ---- a thread for each of these copies its tiles ----
+
+__device__ inline void produce_keys(Smem& smem, const BackwardParams& call, const KeyTile& work) {
+    const auto& keys = Workspace(call).keys_from(work.sequence, work.kv_head, work.first_key);
+    ptx::barrier_arrive_expecting(smem.keys_full,
+                                  KeyRows::kBytes + ValueRows::kBytes + sizeof(KeyUnits));
+    ptx::copy_bytes(&smem.k, &keys.k, KeyRows::kBytes, smem.keys_full);
+    ptx::copy_bytes(&smem.v, &keys.v, ValueRows::kBytes, smem.keys_full);
+    ptx::copy_bytes(&smem.units, &keys.units, sizeof(KeyUnits), smem.keys_full);
+}
+
+__device__ inline void produce_queries(Smem& smem, const BackwardParams& call, const KeyTile& work,
+                                       int warpgroup) {
+    const Workspace workspace(call);
+    Ring<kStages>&q_ring = smem.q_rings[warpgroup], &dout_ring = smem.dout_rings[warpgroup];
+    QueryStages& to = smem.queries[warpgroup];
+    RingPosition<kStages> at;
+    for (QueryWalk walk(call, work, warpgroup, kConsumers); !walk.at_end(); walk.advance()) {
+        const QueryHalves& from =
+            workspace.queries_from(work.sequence, walk.head(), walk.first_row());
+        dout_ring.wait_empty(at);  // which it is first
+        ptx::copy_bytes(&to.dout[at.stage], &from.dout, OutRows::kBytes,
+                        dout_ring.announce(at, OutRows::kBytes));
+        q_ring.wait_empty(at);
+        ptx::Barrier& full = q_ring.announce(at, QueryRows::kBytes + sizeof(Statistics));
+        ptx::copy_bytes(&to.q[at.stage], &from.q, QueryRows::kBytes, full);
+        ptx::copy_bytes(&smem.statistics[warpgroup][at.stage], &from.statistics, sizeof(Statistics),
+                        full);
+        at.advance();
+    }
+}
+
+// ---- the consumers ----
+
+// Adds what a tile of queries adds to the gradients.
+__device__ inline void consume(Consumer& consumer, bool masked) {
+    Scores s, dp;
+    Weights p[kParts], ds[kParts];
+    consumer.make_scores(s);
+    consumer.make_probabilities(p, s, masked);
+
+    consumer.wait_for_dout();
+    consumer.add_value_gradients(p);
+    consumer.make_weight_gradients(dp);
+    consumer.release_dout();
+
+    const int exponent = consumer.make_score_gradients(ds, dp, p);
+    consumer.add_key_gradients(ds, exponent);
+    const QueryPlace place = consumer.place();
+    consumer.release_queries();
+    consumer.add_query_gradients(exponent, place);
+}
+
+__device__ inline void consume_all(Smem& smem, const BackwardParams& call, const KeyTile& work,
+                                   int warpgroup) {
+    Consumer consumer(smem, call, work, warpgroup);
+    consumer.wait_for_keys();
+    for (QueryWalk walk(call, work, warpgroup, kConsumers); !walk.at_end(); walk.advance()) {
+        consumer.wait_for_queries();
+        const bool masked = walk.tiles.masked(consumer.rows().first_row);
+        if (halves_hold(consumer.rows(), smem.units, masked)) {
+            consume(consumer, masked);
+        } else {
+            consumer.pass_over();
+        }
+        consumer.at.advance();
+    }
+    consumer.hand_in();
+    store_key_gradients(smem, call);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    key_tiles(const __grid_constant__ BackwardParams params) {
+    Smem& smem = shared_memory<Smem>();
+    if (threadIdx.x == 0) smem.init();
+    __syncthreads();
+    ptx::wait_for_launch_before();
+
+    const KeyTile work = key_tile_of_block<kBlockN>(params);
+    // Of packed sequences some do not exist.
+    const bool exists = !kPacked || work.first_key < end_of_keys(params, work.sequence);
+    const int warpgroup = uniform(threadIdx.x / kWarpgroup);
+    if (warpgroup == 0) {
+        ptx::registers_decrease<kProducerRegisters>();
+        const int warp = uniform(threadIdx.x / 32);
+        if (threadIdx.x % 32 == 0 && exists) {
+            if (warp == 0) produce_keys(smem, params, work);
+            if (warp < kConsumers) produce_queries(smem, params, work, warp);
+        }
+    } else {
+        ptx::registers_increase<kConsumerRegisters>();
+        if (exists) consume_all(smem, params, work, warpgroup - 1);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kExactThreads)
+    exact_tiles(const __grid_constant__ BackwardParams params) {
+    ptx::wait_for_launch_before();
+    const KeyTile work = key_tile_of_block<kBlockN>(params);
+    if (kPacked && work.first_key >= end_of_keys(params, work.sequence)) return;
+    const Workspace workspace(params);
+    const KeyUnits& keys = workspace.keys_from(work.sequence, work.kv_head, work.first_key).units;
+    const auto held = [&](const QueryWalk& walk) {
+        return halves_hold(
+            workspace.queries_from(work.sequence, walk.head(), walk.first_row()).statistics, keys,
+            walk.masked());
+    };
+    bool any_left = false;
+    for (QueryWalk walk(params, work, threadIdx.x, kExactThreads); !walk.at_end(); walk.advance())
+        any_left |= !held(walk);
+    if (!__syncthreads_or(any_left)) return;
+
+    ExactSmem& smem = shared_memory<ExactSmem, EXACT_SMEM_BYTES>();
+    for (QueryWalk walk(params, work, 0, 1); !walk.at_end(); walk.advance()) {
+        if (!held(walk)) add_exactly(smem, params, work, walk);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kHalvingThreads)
+    sink_gradient(const __grid_constant__ BackwardParams params) {
+    if constexpr (kSink) {
+        const Workspace workspace(params);
+        const auto stats_of = [&](const Sequence& sequence, int head, int row) -> RowStats {
+            const Statistics& rows = workspace.queries_from(sequence, head, row).statistics;
+            return {rows.lse_log2[row % kBlockM], rows.d[row % kBlockM]};
+        };
+        write_sink_gradient<kHalvingThreads>(
+            params, stats_of, shared_memory<WarpSums<kHalvingThreads>, SINK_SMEM_BYTES>());
+    }
+}

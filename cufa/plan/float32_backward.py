@@ -1,0 +1,170 @@
+"""Plans for the Hopper backward of float32: elements as sums of two halves, products by warpgroups (wgmma).
+
+A block has 64 keys, since there is no room in shared memory for halves of more, and two warpgroups that take
+its tiles of queries by turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cufa.device import Device
+from cufa.plan.choice import Candidates, Cost, query_tiles, row_tiles, sizes_of
+from cufa.plan.gradients import sink_launch
+from cufa.plan.record import Launch, Part, Scratch
+from cufa.plan.sizes import common_macros, params_bytes
+from cufa.plan.wgmma import (
+    BARRIER_BYTES,
+    MAX_CONSUMER_REGISTERS,
+    SWIZZLE_BYTES,
+    WARPGROUP,
+    WGMMA_K,
+    WGMMA_M,
+    Warpgroups,
+    panel_tile_bytes,
+)
+from cufa.problem import Problem
+from cufa.rounding import round_up
+
+HALVING_THREADS, EXACT_THREADS = 256, 256
+FLOAT_BYTES, HALF_BYTES = 4, 2
+WARPS_OF_GROUP = WARPGROUP // 32
+# bwd_6_block.cuh's TileUnit, and its Statistics beside two of those and two floats of each row.
+UNIT_BYTES, PLACE_BYTES = 8, 16
+# RowSizes, of either tensor for each warp.
+ROW_SIZES_BYTES = 12
+# Registers of a consumer beside sums and weights.
+OVERHEAD_REGISTERS = 40
+MOST_STAGES = 2
+# Warpgroups that compute; the one that copies gives them its registers.
+CONSUMERS = 2
+PRODUCER_REGISTERS = 24
+# With more sums of dK and dV in a thread than this, its weights wait in shared memory.
+MOST_SUMS_BESIDE_WEIGHTS = 64
+
+
+@dataclass(frozen=True)
+class Tiles(Warpgroups):
+    """The sizes that the kernel is compiled for: a warpgroup holds `stages` tiles of `block_m` queries."""
+
+    block_m: int
+    block_n: int
+    stages: int
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that compute, with tiles of their own."""
+        return CONSUMERS
+
+    def misfit(self) -> str | None:
+        """None if the kernel can be compiled for these tiles, else the reason."""
+        if (self.block_m, self.block_n) != (WGMMA_M, WGMMA_M):
+            return f"block_m and block_n must be {WGMMA_M}, the rows of a warpgroup's product"
+        return None
+
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n}, stages {self.stages}"
+
+
+def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+    """`bwd_6_float32`: a launch that makes halves, and one with a block for each tile of keys."""
+    candidates = tuple(Tiles(WGMMA_M, WGMMA_M, stages) for stages in range(MOST_STAGES, 0, -1))
+    chosen = Candidates(device, candidates, lambda tiles: _cost(problem, tiles)).choose(problem, tiles)
+    sizes = chosen.tiles
+    queries = query_tiles(problem, sizes)
+    keys = problem.kv_heads * row_tiles(problem, problem.seqlen_k, sizes.block_n)
+    query_bytes, key_bytes = _query_tile_bytes(problem, sizes), _key_tile_bytes(problem, sizes)
+    halving_smem_bytes = 2 * HALVING_THREADS // device.warp_size * ROW_SIZES_BYTES
+    exact_smem_bytes = 2 * sizes.block_m * sizes.block_n * FLOAT_BYTES
+    sink = sink_launch(problem, HALVING_THREADS, HALVING_THREADS // device.warp_size)
+    launches = (
+        Launch("to_halves", queries + keys, HALVING_THREADS, halving_smem_bytes),
+        Launch("key_tiles", keys, sizes.threads, chosen.cost.smem_bytes, overlaps=True),
+        Launch("exact_tiles", keys, EXACT_THREADS, exact_smem_bytes, overlaps=True),
+        sink,
+    )
+    scratch = (
+        Scratch("alignment", (SWIZZLE_BYTES // FLOAT_BYTES,)),
+        Scratch("halves of queries and dO", (queries, query_bytes // FLOAT_BYTES)),
+        Scratch("halves of keys and values", (keys, key_bytes // FLOAT_BYTES)),
+    )
+    return Part(
+        tiles=sizes_of(sizes),
+        macros=(
+            *common_macros(problem),
+            *((name.upper(), size) for name, size in sizes_of(sizes).items()),
+            ("THREADS", sizes.threads),
+            ("HALVING_THREADS", HALVING_THREADS),
+            ("SHARES_WEIGHTS", _shares_weights(problem)),
+            ("PRODUCER_REGISTERS", PRODUCER_REGISTERS),
+            ("CONSUMER_REGISTERS", MAX_CONSUMER_REGISTERS),
+            ("QUERY_TILE_BYTES", query_bytes),
+            ("KEY_TILE_BYTES", key_bytes),
+            ("SMEM_BYTES", chosen.cost.smem_bytes),
+            ("HALVING_SMEM_BYTES", halving_smem_bytes),
+            ("EXACT_THREADS", EXACT_THREADS),
+            ("EXACT_SMEM_BYTES", exact_smem_bytes),
+            ("SINK_SMEM_BYTES", sink.smem_bytes),
+            ("PARAMS_BYTES", params_bytes(problem)),
+        ),
+        launches=tuple(launch for launch in launches if launch.grid > 0),
+        scratch=scratch if queries + keys > 0 else (),
+        reasons=chosen.reasons,
+    )
+
+
+def _shares_weights(problem: Problem) -> bool:
+    """Whether P waits in shared memory until dP is there, as there are no registers for it."""
+    return _sums(problem) > MOST_SUMS_BESIDE_WEIGHTS
+
+
+def _sums(problem: Problem) -> int:
+    """A thread's of dK and dV."""
+    return sum(round_up(dim, WGMMA_K) for dim in (problem.head_dim, problem.value_dim)) // 2
+
+
+def _query_tile_bytes(problem: Problem, tiles: Tiles) -> int:
+    """The size of bwd_6_block.cuh's QueryHalves."""
+    return round_up(_rows_bytes(problem, tiles.block_m) + _statistics_bytes(tiles), SWIZZLE_BYTES)
+
+
+def _key_tile_bytes(problem: Problem, tiles: Tiles) -> int:
+    """The size of its KeyHalves."""
+    return round_up(_rows_bytes(problem, tiles.block_n) + 2 * UNIT_BYTES, SWIZZLE_BYTES)
+
+
+def _statistics_bytes(tiles: Tiles) -> int:
+    return 2 * tiles.block_m * FLOAT_BYTES + 2 * UNIT_BYTES + PLACE_BYTES
+
+
+def _rows_bytes(problem: Problem, rows: int) -> int:
+    """The halves of so many rows of Q and dO, or of K and V."""
+    dims = (problem.head_dim, problem.value_dim)
+    return sum(_half_tile_bytes(problem, rows, round_up(dim, WGMMA_K)) for dim in dims)
+
+
+def _half_tile_bytes(problem: Problem, rows: int, dim: int) -> int:
+    return panel_tile_bytes(_parts(problem) * rows, dim)
+
+
+def _parts(problem: Problem) -> int:
+    """Halves of an element."""
+    return 1 if problem.features.tf32 else 2
+
+
+def _cost(problem: Problem, tiles: Tiles) -> Cost:
+    of_tile = _half_tile_bytes(problem, tiles.block_n, tiles.block_m) + WARPS_OF_GROUP * FLOAT_BYTES
+    of_stage = _rows_bytes(problem, tiles.block_m) + _statistics_bytes(tiles) + 4 * BARRIER_BYTES
+    smem_bytes = (
+        _rows_bytes(problem, tiles.block_n)
+        + 2 * UNIT_BYTES
+        + BARRIER_BYTES
+        + tiles.consumers * (of_tile + tiles.stages * of_stage)
+    )
+    depth, dims = (round_up(dim, WGMMA_K) for dim in (problem.head_dim, problem.value_dim))
+    scores = tiles.block_m // 2
+    # dK and dV, what a tile adds to one of them, or S, and P or dS as halves.
+    registers = _sums(problem) + scores + _parts(problem) * scores // 2 + OVERHEAD_REGISTERS
+    work = tiles.block_m * tiles.block_n * (3 * depth + 2 * dims) / WARPGROUP
+    return Cost(round_up(smem_bytes, SWIZZLE_BYTES), min(registers, tiles.registers_at_start), work)

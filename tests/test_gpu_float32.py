@@ -1,0 +1,53 @@
+"""The backward of float32 in halves on a GPU: stages filled anew many times, and what halves do not hold."""
+
+import numpy as np
+import pytest
+from feature_cases import SIZES, draw_case
+from gpu_calls import on_gpu, skip_unless_it_runs_here, tensors
+from tolerance import assert_gradients, judge
+
+import cufa
+from cufa import reference
+
+pytestmark = pytest.mark.gpu
+
+KERNEL = "bwd_6_float32"
+
+
+@pytest.fixture(autouse=True)
+def _on_hopper(cupy):
+    skip_unless_it_runs_here(KERNEL)
+
+
+def gradients_of(cupy, case, **options):
+    q, k, v, dout = tensors(cupy, case)
+    inputs = case.problem.q, case.problem.k, case.problem.v
+    out, lse = reference.attention(*inputs, dtype=judge("float32"), **case.forward)
+    out, lse = (cupy.asarray(x.astype(np.float32)) for x in (out, lse))
+    rules = on_gpu(cupy, case.backward)
+    return cufa.attention_backward(dout, q, k, v, out, lse, kernel=KERNEL, **rules, **options)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_tile_is_left_before_the_next_one_comes(cupy, rng, head_dim, causal):
+    """A stage was once given back before where its rows' dQ is had been read: often, with many tiles."""
+    features = ("causal",) if causal else ()
+    case = draw_case(rng, "float32", features, seqlen_q=1000, seqlen_k=1000, head_dim=head_dim)
+    first = gradients_of(cupy, case)
+    assert_gradients(tuple(x.get() for x in first), case.problem, **case.backward)
+    largest = [float(abs(x).max()) for x in first]
+    for _ in range(50):
+        for x, same, size in zip(gradients_of(cupy, case), first, largest, strict=True):
+            assert float(abs(x - same).max()) < 1e-5 * size
+
+
+@pytest.mark.parametrize("value", [np.nan, 1e30])
+@pytest.mark.parametrize("name", ["v", "dout"])
+def test_what_a_mask_hides_with_others(cupy, rng, name, value):
+    case = draw_case(rng, "float32", ("causal",), seqlen_q=300, seqlen_k=300, **SIZES)
+    getattr(case.problem, name)[:, 260, 0, 3] = value
+    with np.errstate(invalid="ignore", over="ignore"):
+        gradients = tuple(x.get() for x in gradients_of(cupy, case))
+        assert_gradients(gradients, case.problem, **case.backward)
+    assert np.isfinite(gradients[0][:, :260]).all()

@@ -12,18 +12,24 @@ constexpr int kTurnedAtOnce = kProducerRegisters < 40 ? 1 : 4;
 
 using TurnedValues = ValueTile<kBlockN, round_up(kValueDim, 2 * kChunkBytes)>;
 
+// Whether consumers ask once for a tile of queries, after its last output, whether there was NaN in
+// its values, not for each tile of keys. Where registers are scarcer, that would spill some.
+constexpr bool kAsksLast = kConsumers <= 2 && kValueDim <= 128;
+
 // What is in shared memory for that.
 struct Turning {
     TurnedValues turned[kStages];
     Ring<kStages> ring;
-    unsigned int nan[kStages][kTurners];  // whether a turner found NaN in the values
+    // Whether a turner found NaN in a tile of values, or if kAsksLast in one before for the same
+    // queries.
+    unsigned int nan[kStages][kTurners];
 
     __device__ void init() { ring.init(kConsumers * kWarpgroup / 32, kTurners); }
 };
 
 template <class Smem, class Params>
 __device__ inline void turn_values(Smem& smem, const Params& params) {
-    follow_values(smem, params, [&](bool cut, RingPosition<kStages> at) {
+    follow_values(smem, params, [&](bool cut, bool first, RingPosition<kStages> at) {
         unsigned int thread = threadIdx.x - 32;
         ptx::hold(thread);  // or what follows from it would be kept in registers from tile to tile
         smem.helpers.ring.wait_empty(at);
@@ -37,6 +43,10 @@ __device__ inline void turn_values(Smem& smem, const Params& params) {
         __syncwarp();
         if (thread % 32 == 0) {
             smem.helpers.nan[at.stage][thread / 32] = found;
+            if (kAsksLast && !first) {
+                const int before = (at.stage == 0 ? kStages : at.stage) - 1;
+                smem.helpers.nan[at.stage][thread / 32] |= smem.helpers.nan[before][thread / 32];
+            }
             smem.v_ring.release(at);
             ptx::barrier_arrive(smem.helpers.ring.full[at.stage]);
         }
@@ -58,7 +68,8 @@ struct TurnedConsumer : ForwardConsumer<Self, Smem, Params, Dims> {
         issue_product_pv<kBlockN, Dims>(o, p, smem.helpers.turned[v_at.stage]);
     }
 
-    // Whether a turner found NaN in the tile of values. In the product it is zero.
+    // Whether a turner found NaN in the tile of values, or before (see Turning). In the product it
+    // is zero.
     __device__ bool found_nan() const {
         unsigned int nan = 0;
 #pragma unroll
@@ -69,20 +80,29 @@ struct TurnedConsumer : ForwardConsumer<Self, Smem, Params, Dims> {
     // Waits for the product with a tile of values. Returns whether there is NaN to be added.
     template <int Pending>
     __device__ bool wait_values(Output& o) {
-        const bool nan = found_nan();
+        const bool nan = !kAsksLast && found_nan();
         wait_product<Pending>(o);
         __syncwarp();  // all of the warp have read it
         release_and_advance(smem.helpers.ring, v_at);
         return nan;
     }
 
-    // The output has the part of `tile` now.
+    // The output has the part of `tile` now, if kAsksLast those of all tiles from it on.
     template <int Pending>
     __device__ void wait_output(Output& o, const WorkTile& work, int tile) {
         const bool nan = found_nan();
         wait_product<Pending>(o);
         // By a vote, after which the compiler knows that all take the same way.
-        if (__builtin_expect(__any_sync(0xffffffffu, nan), false)) add_nan(o, work, tile);
+        if (__builtin_expect(__any_sync(0xffffffffu, nan), false)) {
+            if constexpr (kAsksLast) {
+                const KeyRange keys = key_tiles_of(params.call, work);
+                for (; tile < keys.end; ++tile) {
+                    if (!keys.is_whole(tile)) add_nan(o, work, tile);
+                }
+            } else {
+                add_nan(o, work, tile);
+            }
+        }
         __syncwarp();  // all of the warp have read it
         release_and_advance(smem.helpers.ring, v_at);
     }

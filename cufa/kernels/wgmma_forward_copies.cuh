@@ -211,7 +211,8 @@ __device__ inline void produce(Smem& smem, const Params& params) {
 // ---- the helpers: the warps beside the producer ----
 
 // Has each tile of values handled that is copied, in the order of copying, while the consumers
-// still work on its scores.
+// still work on its scores: handle(whether a mask cuts through it, whether it is the first for its
+// queries, where it is).
 template <class Smem, class Params, class Handle>
 __device__ inline void follow_values(Smem& smem, const Params& params, Handle handle) {
     RingPosition<kQueryStages> q_at;
@@ -225,16 +226,18 @@ __device__ inline void follow_values(Smem& smem, const Params& params, Handle ha
 
         const KeyRange keys = key_tiles_of(params.call, work);
         if constexpr (kMaskMod) {
+            bool first = true;
             for (bool last = keys.none(); !last; at.advance()) {
                 smem.v_ring.wait_full(at);
                 const TileLabel seen = smem.v_ring.label_at(at);
-                handle(seen.cut, at);
+                handle(seen.cut, first, at);
+                first = false;
                 last = seen.last;
             }
         } else {
             for (int left = keys.end - keys.begin; left > 0; --left) {
                 smem.v_ring.wait_full(at);
-                handle(!keys.is_whole(keys.begin + left - 1), at);
+                handle(!keys.is_whole(keys.begin + left - 1), left == keys.end - keys.begin, at);
                 at.advance();
             }
         }

@@ -28,7 +28,7 @@ template <class Smem, class Params>
 __device__ inline void inspect_values(Smem& smem, const Params& params, int inspector) {
     constexpr int kLookers = (kInspectors == 0 ? 1 : kInspectors) * 32;
     const int lane = threadIdx.x % 32;
-    follow_values(smem, params, [&](bool cut, RingPosition<kStages> at) {
+    follow_values(smem, params, [&](bool cut, bool, RingPosition<kStages> at) {
         bool found = false;
         if (cut) found = finds_nonfinite<kLookers>(smem.v[at.stage], inspector * 32 + lane);
         found = __any_sync(0xffffffffu, found);

@@ -63,7 +63,8 @@ struct ValueForm<true> {
 using Form = ValueForm<TRANSPOSED_VALUES>;
 
 struct Smem {
-    using StoredRows = PanelTile<kWgmmaM, kStoreCols, out_t>;
+    using StoredRows =
+        PanelTile<kWgmmaM, kStoreCols, out_t, kPanelRowBytes, !TRANSPOSED_VALUES && kAsksLast>;
 
     Form::KeyTile k[kStages];
     Form::ValueTile v[kStages];

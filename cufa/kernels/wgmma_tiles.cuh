@@ -54,13 +54,16 @@ using WgmmaSums = float[Cols / 2];
 template <int Cols, class T = operand_t>
 using WgmmaOperand = unsigned int[Cols / kWgmmaDepth<T>][4];
 
-// A Rows x Cols tile; columns are padded to whole panels.
-template <int Rows, int Cols, class T = operand_t, int RowBytes = kPanelRowBytes>
+// A Rows x Cols tile; columns are padded to whole panels. If StepsByXor, a warp that writes rows
+// has the places of its chunks from that of the first.
+template <int Rows, int Cols, class T = operand_t, int RowBytes = kPanelRowBytes,
+          bool StepsByXor = false>
 struct PanelTile {
     static_assert(Rows % kSwizzleRows == 0, "a panel is made of eights of rows");
     using Element = T;
     static constexpr int kRows = Rows;
     static constexpr int kRowBytes = RowBytes;
+    static constexpr bool kStepsByXor = StepsByXor;
     static constexpr int kPanelCols = RowBytes / sizeof(T);
     static constexpr int kChunkCols = kChunkBytes / sizeof(T);
     static constexpr int kPanels = ceil_div(Cols, kPanelCols);
@@ -252,10 +255,23 @@ __device__ inline void write_rows(Tile& tile,
     static_assert(sizeof(Element) == 2, "stmatrix stores 16-bit elements");
     unsigned int lane = threadIdx.x % 32;
     ptx::hold(lane);  // or each address would be kept in a register from tile to tile
+    if constexpr (Tile::kStepsByXor) {
+        // Chunks after a lane's first are an even number of them away, so that bits of its place
+        // change, and the swizzle is not worked out anew.
+        const unsigned int first =
+            tile.at(first_row + lane % 16, lane / 16 * Tile::kChunkCols) - tile.at(0, 0);
 #pragma unroll
-    for (int i = 0; i < Cols / kWgmmaDepth<Element>; ++i) {
-        const int col = first_col + i * kWgmmaDepth<Element> + lane / 16 * Tile::kChunkCols;
-        ptx::stmatrix_x4(tile.at(first_row + lane % 16, col), values[i]);
+        for (int i = 0; i < Cols / kWgmmaDepth<Element>; ++i) {
+            const unsigned int col = first_col + i * kWgmmaDepth<Element>;
+            Element* const panel = tile.at(0, col / Tile::kPanelCols * Tile::kPanelCols);
+            ptx::stmatrix_x4(panel + (first ^ col % Tile::kPanelCols), values[i]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < Cols / kWgmmaDepth<Element>; ++i) {
+            const int col = first_col + i * kWgmmaDepth<Element> + lane / 16 * Tile::kChunkCols;
+            ptx::stmatrix_x4(tile.at(first_row + lane % 16, col), values[i]);
+        }
     }
 }
 

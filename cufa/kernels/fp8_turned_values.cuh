@@ -13,7 +13,8 @@ constexpr int kTurnedAtOnce = kProducerRegisters < 40 ? 1 : 4;
 using TurnedValues = ValueTile<kBlockN, round_up(kValueDim, 2 * kChunkBytes)>;
 
 // Whether consumers ask once for a tile of queries, after its last output, whether there was NaN in
-// its values, not for each tile of keys. Where registers are scarcer, that would spill some.
+// its values, not for each tile of keys. With three warpgroups that spilled registers, with wider
+// heads it was slower.
 constexpr bool kAsksLast = kConsumers <= 2 && kValueDim <= 128;
 
 // What is in shared memory for that.

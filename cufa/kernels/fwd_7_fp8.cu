@@ -63,6 +63,7 @@ struct ValueForm<true> {
 using Form = ValueForm<TRANSPOSED_VALUES>;
 
 struct Smem {
+    // By XOR where that was measured to be faster, and spills nothing.
     using StoredRows =
         PanelTile<kWgmmaM, kStoreCols, out_t, kPanelRowBytes, !TRANSPOSED_VALUES && kAsksLast>;
 

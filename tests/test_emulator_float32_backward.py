@@ -11,7 +11,6 @@ from tolerance import assert_gradients
 pytestmark = pytest.mark.emulator
 
 KERNEL = "bwd_6_float32"
-HEADS = {**SIZES, "heads": 4, "kv_heads": 2}
 FEATURES = ("causal", "window", "sink", "packed", "seqused_k", "dlse", "dsink")
 
 
@@ -26,7 +25,7 @@ def check(case, precision="ieee", **options):
 @pytest.mark.parametrize("features", [(), ("causal",), FEATURES])
 def test_lengths_and_features(rng, features):
     for lengths in [(70, 200), (1, 64), (65, 7), (130, 1), (0, 5), (5, 0)]:
-        case = draw_case(rng, "float32", features, seqlen_q=lengths[0], seqlen_k=lengths[1], **HEADS)
+        case = draw_case(rng, "float32", features, seqlen_q=lengths[0], seqlen_k=lengths[1], **SIZES)
         hide_nan(case)
         check(case)
 
@@ -39,11 +38,15 @@ def test_head_dims(rng, precision):
     check(case, precision=precision, checked=False)
 
 
-def test_tiles_in_units_of_their_own(rng):
-    case = draw_case(rng, "float32", ("causal",), seqlen_q=200, seqlen_k=200, **HEADS)
+@pytest.mark.parametrize("exponent", [30, 60])
+def test_tiles_in_units_of_their_own(rng, exponent):
+    """Of queries so large that halves hold them, and larger."""
+    sizes = {**SIZES, "batch": 1, "heads": 4, "kv_heads": 2, "seqlen_q": 150, "seqlen_k": 150}
+    case = draw_case(rng, "float32", ("causal",), **sizes)
     problem = case.problem
-    for x, exponent in ((problem.q, 60), (problem.k, -62), (problem.v, 20), (problem.dout, -50)):
-        x[:] = np.ldexp(x, exponent + rng.integers(0, 3, (1, x.shape[1], 1, 1)))
+    exponents = (exponent, -exponent - 2, 20, -50)
+    for x, unit in zip((problem.q, problem.k, problem.v, problem.dout), exponents, strict=True):
+        x[:] = np.ldexp(x, unit + rng.integers(0, 3, (1, x.shape[1], 1, 1)))
     problem.dout[:, 64:128] = 0
     check(case)
 
@@ -57,9 +60,9 @@ def test_tiles_in_units_of_their_own(rng):
 )
 def test_what_a_mask_hides_with_others(rng, name, value):
     """Rows that some see and some do not, with what would leave those beside it no bits, or be NaN."""
-    case = draw_case(rng, "float32", ("causal",), seqlen_q=100, seqlen_k=100, **HEADS)
+    case = draw_case(rng, "float32", ("causal",), batch=1, seqlen_q=100, seqlen_k=100, **SIZES)
     row = getattr(case.problem, name)[:, 60]
-    row[:, 0, 3] = row[:, 1, 14] = value
+    row[:, 0, 3] = row[:, -1, 14] = value
     dq, *_ = check(case)
     assert np.isfinite(dq[:, :60]).all()
 
@@ -67,4 +70,4 @@ def test_what_a_mask_hides_with_others(rng, name, value):
 def test_a_tile_that_is_not_waited_for(rng, tmp_path):
     folder = planted(tmp_path, "bwd_6_consumer.cuh", "{ smem.dout_rings[warpgroup].wait_full(at); }", "{}")
     with pytest.raises(EmulatorError, match="shared memory"):
-        check(draw_case(rng, "float32", (), seqlen_q=1, seqlen_k=20, **HEADS), folder=folder)
+        check(draw_case(rng, "float32", (), seqlen_q=1, seqlen_k=20, **SIZES), folder=folder)

@@ -197,8 +197,22 @@ class WideHopperBackward(HopperKernel):
 
 
 @dataclass(frozen=True)
-class Float32Backward(HopperKernel):
-    """One whose blocks have 64 keys, and read each element twice."""
+class Float32Kernel(HopperKernel):
+    """A Hopper rung of float32 in halves, which a launch of its own makes: any rows will do."""
+
+    idea: str = "Hopper: float32 as sums of two halves, three products by wgmma for one"
+    paper: str = "Ootomo and Yokota 2022, section 3"
+    memory: str = "O(N)"
+    dtypes: tuple[str, ...] = ("float32",)
+    min_align_bytes: int = 1
+    ascending_only: bool = False
+    max_head_dim: int = 128
+    max_value_dim: int = 128
+
+
+@dataclass(frozen=True)
+class Float32Backward(Float32Kernel):
+    """One whose blocks have 64 keys."""
 
     def unsuited(self, problem: Problem, device: Device) -> str | None:
         """As `Kernel.unsuited`: nor for short sequences, nor where heads that share few keys are parted."""
@@ -344,18 +358,10 @@ _LADDER = (
             ("window", "softcap", "alibi_slopes", "sink", "cu_seqlens", "seqused_k", "block_table")
         ),
     ),
-    HopperKernel(
+    Float32Kernel(
         name="fwd_9_float32",
         direction="forward",
         entries=("to_halves", "fwd_9_float32"),
-        idea="Hopper: float32 as sums of two halves, three products by wgmma for one",
-        paper="Ootomo and Yokota 2022, section 3",
-        memory="O(N)",
-        dtypes=("float32",),
-        min_align_bytes=1,
-        ascending_only=False,
-        max_head_dim=128,
-        max_value_dim=128,
         features=frozenset(
             (
                 *("window", "softcap", "bias", "alibi_slopes", "sink", "cu_seqlens", "seqused_k"),
@@ -425,14 +431,6 @@ _LADDER = (
         name="bwd_6_float32",
         direction="backward",
         entries=("to_halves", "key_tiles", "exact_tiles", "sink_gradient"),
-        idea="Hopper: float32 as sums of two halves, three products by wgmma for one",
-        paper="Ootomo and Yokota 2022, section 3",
-        memory="O(N)",
-        dtypes=("float32",),
-        min_align_bytes=1,
-        ascending_only=False,
-        max_head_dim=128,
-        max_value_dim=128,
         features=frozenset(("window", "sink", "cu_seqlens", "seqused_k", "dlse", "dsink")),
     ),
 )

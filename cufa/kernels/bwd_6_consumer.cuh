@@ -64,7 +64,7 @@ template <int Cols, class B>
 __device__ inline void issue_halves_pn(WgmmaSums<Cols>& part, const Weights (&w)[kParts],
                                        const B& b, int panel) {
     using Product = WgmmaOf<Cols, operand_t>;
-    unsigned int b0 = operand_at(b.data[panel], B::kPanelBytes);
+    unsigned int b0 = panel_depth_in_rows(b, panel);
     ptx::hold(b0);
     hold_all(part);
     ptx::wgmma_fence();
@@ -91,7 +91,7 @@ template <int Cols, class A, class B>
 __device__ inline void issue_halves_tn(WgmmaSums<Cols>& part, const A& a, const B& b, int panel) {
     using Product = WgmmaOf<Cols, operand_t>;
     unsigned int a0 = depth_in_rows(a);
-    const unsigned int b0 = operand_at(b.data[panel], B::kPanelBytes);
+    const unsigned int b0 = panel_depth_in_rows(b, panel);
     ptx::hold(a0);
     hold_all(part);
     ptx::wgmma_fence();
@@ -201,15 +201,10 @@ struct Consumer {
     __device__ void wait_for_dout() { smem.dout_rings[warpgroup].wait_full(at); }
     __device__ void release_queries() {
         ptx::proxy_fence();  // what was read of the statistics is in registers
-        release(smem.q_rings[warpgroup]);
+        release(smem.q_rings[warpgroup], at);
     }
-    __device__ void release_dout() { release(smem.dout_rings[warpgroup]); }
+    __device__ void release_dout() { release(smem.dout_rings[warpgroup], at); }
 
-    // A warp is done with a stage.
-    __device__ void release(Ring<kStages>& ring) {
-        __syncwarp();  // all have read it
-        if (threadIdx.x % 32 == 0) ring.release(at);
-    }
     __device__ QueryPlace place() const { return {rows(), first_row, call.dq.row_stride}; }
     // Leaves a tile to exact_tiles.
     __device__ void pass_over() {
@@ -393,9 +388,8 @@ __device__ inline void store_key_gradients(Smem& smem, const BackwardParams& cal
     // Who asks again keeps nothing in between.
     const KeyTile work = key_tile_of_block<kBlockN>(call, ptx::anew(blockIdx.x));
     const int count = min(end_of_keys(call, work.sequence) - work.first_key, kBlockN);
-    const auto rows_of = [&](const Tensor& tensor) -> Matrix<float> {
-        const auto rows = work.sequence.keys<float>(tensor, work.kv_head);
-        return {rows.row(work.first_key), rows.row_stride};
+    const auto rows_of = [&](const Tensor& tensor) {
+        return work.sequence.keys<float>(tensor, work.kv_head).from(work.first_key);
     };
     const float scale = call.softmax_scale;
     store_rows<kHeadDim, kDepth>(rows_of(call.dk), count, smem.sums(), &KeySums::dk, scale);

@@ -41,13 +41,11 @@ struct ExactPair {
   private:
     template <class T>
     __device__ Matrix<T> rows_of(const Tensor& tensor, int head) const {
-        const auto rows = work.sequence.queries<T>(tensor, head);
-        return {rows.row(queries.first_row), rows.row_stride};
+        return work.sequence.queries<T>(tensor, head).from(queries.first_row);
     }
     template <class T>
     __device__ Matrix<T> keys_of(const Tensor& tensor) const {
-        const auto rows = work.sequence.keys<T>(tensor, work.kv_head);
-        return {rows.row(work.first_key), rows.row_stride};
+        return work.sequence.keys<T>(tensor, work.kv_head).from(work.first_key);
     }
 };
 

@@ -91,9 +91,8 @@ __device__ inline void halve_queries(const BackwardParams& call, HalvingSmem& sm
     const Sequence sequence(call, place.batch);
     const int first_row = place.first_row, count = min(sequence.seqlen_q - first_row, kBlockM);
     QueryHalves& to = Workspace(call).queries(head, tile);
-    const auto rows_of = [&](const Tensor& tensor) -> Matrix<const float> {
-        const auto rows = sequence.queries<const float>(tensor, head);
-        return {rows.row(first_row), rows.row_stride};
+    const auto rows_of = [&](const Tensor& tensor) {
+        return sequence.queries<const float>(tensor, head).from(first_row);
     };
 
     using OutPieces = TilePieces<kBlockM, kValueDim>;
@@ -145,12 +144,10 @@ __device__ inline void halve_keys(const BackwardParams& call, HalvingSmem& smem,
         row_tile<kBlockN>(tile, sizes.batch, sizes.seqlen_k, call.features.cu_seqlens_k);
     const Sequence sequence(call, batch);
     const int count = min(sequence.seqlen_k - first_key, kBlockN);
-    const auto k = sequence.keys<const float>(call.k, kv_head);
-    const auto v = sequence.keys<const float>(call.v, kv_head);
+    const auto k = sequence.keys<const float>(call.k, kv_head).from(first_key);
+    const auto v = sequence.keys<const float>(call.v, kv_head).from(first_key);
     KeyHalves& to = Workspace(call).keys(kv_head, tile);
-    const TileUnit of_k = TilePieces<kBlockN, kHeadDim>({k.row(first_key), k.row_stride}, count)
-                              .write(to.k, smem.of_warps[0]);
-    const TileUnit of_v = TilePieces<kBlockN, kValueDim>({v.row(first_key), v.row_stride}, count)
-                              .write(to.v, smem.of_warps[1]);
+    const TileUnit of_k = TilePieces<kBlockN, kHeadDim>(k, count).write(to.k, smem.of_warps[0]);
+    const TileUnit of_v = TilePieces<kBlockN, kValueDim>(v, count).write(to.v, smem.of_warps[1]);
     if (threadIdx.x == 0) to.units = {of_k, of_v};
 }

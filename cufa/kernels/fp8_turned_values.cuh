@@ -45,8 +45,8 @@ __device__ inline void turn_values(Smem& smem, const Params& params) {
         if (thread % 32 == 0) {
             smem.helpers.nan[at.stage][thread / 32] = found;
             if (kAsksLast && !first) {
-                const int before = (at.stage == 0 ? kStages : at.stage) - 1;
-                smem.helpers.nan[at.stage][thread / 32] |= smem.helpers.nan[before][thread / 32];
+                smem.helpers.nan[at.stage][thread / 32] |=
+                    smem.helpers.nan[before(at).stage][thread / 32];
             }
             smem.v_ring.release(at);
             ptx::barrier_arrive(smem.helpers.ring.full[at.stage]);

@@ -55,7 +55,7 @@ __device__ inline void halve_queries(const ForwardParams& call, int head, int ti
     const Sequence sequence(call, batch);
     const auto q = sequence.queries<const float>(call.q, head);
     QueryHalves& to = Workspace(call).queries(head, tile);
-    for_pieces<kBlockM, kHeadDim>({q.row(first_row), q.row_stride}, sequence.seqlen_q - first_row,
+    for_pieces<kBlockM, kHeadDim>(q.from(first_row), sequence.seqlen_q - first_row,
                                   [&](int row, int col, const RowPiece<kHeadDim>& piece) {
                                       const int unit = unit_of(piece);
                                       piece.write(to.rows[row / kWgmmaM], row % kWgmmaM, col,
@@ -73,15 +73,14 @@ __device__ inline void halve_keys(const ForwardParams& call, int kv_head, int ti
     const auto k = sequence.keys<const float>(call.k, kv_head);
     const auto v = sequence.keys<const float>(call.v, kv_head);
     TileHalves& to = Workspace(call).keys(kv_head, tile);
-    for_pieces<kBlockN, kHeadDim>({k.row(first_key), k.row_stride}, count,
+    for_pieces<kBlockN, kHeadDim>(k.from(first_key), count,
                                   [&](int key, int col, const RowPiece<kHeadDim>& piece) {
                                       const int unit = unit_of(piece);
                                       piece.write(to.k.rows, key, col, power_of_two(-unit));
                                       if (col == 0) to.k.unit[key] = power_of_two(unit);
                                   });
     for_pieces<kBlockN, kValueDim>(
-        {v.row(first_key), v.row_stride}, count,
-        [&](int key, int col, const RowPiece<kValueDim>& piece) {
+        v.from(first_key), count, [&](int key, int col, const RowPiece<kValueDim>& piece) {
             const float largest = piece.largest_of_row();
             const bool finite = piece.row_is_finite();  // all threads of the row ask
             const bool held = finite && largest < kLargestValue;
@@ -240,8 +239,7 @@ struct Consumer {
 
     // A warp is done with a stage.
     __device__ static void release_and_advance(Ring<kStages>& ring, RingPosition<kStages>& at) {
-        __syncwarp();  // all have read it
-        if (threadIdx.x % 32 == 0) ring.release(at);
+        release(ring, at);
         at.advance();
     }
 

@@ -21,18 +21,13 @@ class Handover {
     // has written its part.
     __device__ void announce_copies() { ptx::barrier_arrive_after_copies(whole); }
     __device__ void announce_copied() { ptx::barrier_arrive(whole); }
-    __device__ void announce() { arrive_as_warp(whole); }
+    __device__ void announce() { arrive_by_warp(whole); }
 
     // Those who read it.
     __device__ void wait_whole(int filling) { wait_for(whole, filling & 1, filling); }
-    __device__ void release() { arrive_as_warp(free); }
+    __device__ void release() { arrive_by_warp(free); }
 
   private:
-    __device__ static void arrive_as_warp(ptx::Barrier& barrier) {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
-    }
-
     ptx::Barrier whole, free;
 };
 

@@ -29,6 +29,13 @@ struct RingPosition {
     }
 };
 
+// The position that one advance leads from.
+template <int Stages>
+__device__ inline RingPosition<Stages> before(RingPosition<Stages> at) {
+    if (at.stage == 0) return {Stages - 1, at.parity ^ 1};
+    return {at.stage - 1, at.parity};
+}
+
 // The barriers of a ring of tiles: `writers` threads say that a stage is full, mostly the one that
 // has it copied, and `readers` threads that they are done with it.
 template <int Stages>
@@ -57,3 +64,15 @@ struct Ring {
     }
     __device__ void release(RingPosition<Stages> at) { ptx::barrier_arrive(empty[at.stage]); }
 };
+
+// Arrives once for a warp, when all of its lanes are there.
+__device__ inline void arrive_by_warp(ptx::Barrier& barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
+}
+
+// A warp is done with a stage once its part of a product is, and what its lanes read.
+template <int Stages>
+__device__ inline void release(Ring<Stages>& ring, RingPosition<Stages> at) {
+    arrive_by_warp(ring.empty[at.stage]);
+}

@@ -14,6 +14,8 @@ struct Matrix {
     long long row_stride;
 
     __device__ T* row(int r) const { return data + r * row_stride; }
+    // Its rows from r on.
+    __device__ Matrix from(int r) const { return {row(r), row_stride}; }
 };
 
 // Keys, or values, of one head of a sequence that lie in pages: those of page p are the rows of

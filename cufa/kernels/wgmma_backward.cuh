@@ -41,31 +41,6 @@ __device__ inline void take_out_of_queries(QueryRows& q, OutRows& dout, int barr
     ptx::named_barrier_sync<Threads>(barrier);
 }
 
-// Arrives once for a warp, when all of its lanes are there.
-__device__ inline void arrive_by_warp(ptx::Barrier& barrier) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
-}
-
-// A warp is done with a stage once its part of a product is, and what its lanes read.
-template <int Stages>
-__device__ inline void release(Ring<Stages>& ring, RingPosition<Stages> at) {
-    arrive_by_warp(ring.empty[at.stage]);
-}
-
-// The position that one advance leads from.
-template <int Stages>
-__device__ inline RingPosition<Stages> before(RingPosition<Stages> at) {
-    if (at.stage == 0) return {Stages - 1, at.parity ^ 1};
-    return {at.stage - 1, at.parity};
-}
-
-// wgmma's description of one panel of columns, with the depth along the rows.
-template <class Tile>
-__device__ inline unsigned int panel_depth_in_rows(const Tile& tile, int panel) {
-    return operand_at(tile.data[panel], Tile::kPanelBytes);
-}
-
 // Issues s = a^T b for a panel of a's columns and Cols of b's, from b_col on; the depth runs
 // along the rows of all Tiles tiles, as in dQ^T = K^T dS^T.
 template <int Cols, int Tiles, class A, class B>

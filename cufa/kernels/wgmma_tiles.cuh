@@ -140,6 +140,12 @@ template <class Tile>
 __device__ inline unsigned int depth_in_rows(const Tile& tile) {
     return operand_at(tile.data, Tile::kPanelBytes);
 }
+// The same of one panel of columns.
+template <class Tile>
+__device__ inline unsigned int panel_depth_in_rows(const Tile& tile, int panel) {
+    return operand_at(tile.data[panel], Tile::kPanelBytes);
+}
+
 template <int RowBytes = kPanelRowBytes>
 __device__ constexpr unsigned int rows_step(int row) {
     return row * RowBytes / kOperandUnit;

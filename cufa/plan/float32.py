@@ -142,18 +142,19 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
 
 def _query_tile_bytes(problem: Problem, tiles: Tiles) -> int:
     """The size of half_tiles.cuh's QueryHalves."""
-    rows = _half_tile_bytes(problem, tiles.block_m, problem.head_dim)
+    rows = half_tile_bytes(problem, tiles.block_m, problem.head_dim)
     return round_up(rows + tiles.block_m * FLOAT_BYTES, SWIZZLE_BYTES)
 
 
 def _key_tile_bytes(problem: Problem, tiles: Tiles) -> int:
     """The size of half_tiles.cuh's TileHalves."""
-    rows = _half_tile_bytes(problem, tiles.block_n, problem.head_dim)
+    rows = half_tile_bytes(problem, tiles.block_n, problem.head_dim)
     keys = round_up(rows + 3 * tiles.block_n * FLOAT_BYTES, SWIZZLE_BYTES)
-    return keys + _half_tile_bytes(problem, tiles.block_n, problem.value_dim)
+    return keys + half_tile_bytes(problem, tiles.block_n, problem.value_dim)
 
 
-def _half_tile_bytes(problem: Problem, rows: int, dim: int) -> int:
+def half_tile_bytes(problem: Problem, rows: int, dim: int) -> int:
+    """Bytes of so many rows of halves, as halves.cuh lays them out in panels."""
     return panel_tile_bytes(_parts(problem) * rows, round_up(dim, WGMMA_K))
 
 

@@ -9,37 +9,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cufa.device import Device
+from cufa.device import WARP_SIZE, Device
 from cufa.plan.choice import Candidates, Cost, query_tiles, row_tiles, sizes_of
+from cufa.plan.float32 import FLOAT_BYTES, HALVING_THREADS, half_tile_bytes
 from cufa.plan.gradients import sink_launch
 from cufa.plan.record import Launch, Part, Scratch
 from cufa.plan.sizes import common_macros, params_bytes
 from cufa.plan.wgmma import (
     BARRIER_BYTES,
-    MAX_CONSUMER_REGISTERS,
     SWIZZLE_BYTES,
     WARPGROUP,
     WGMMA_K,
     WGMMA_M,
     Warpgroups,
-    panel_tile_bytes,
 )
+from cufa.plan.wgmma_backward_tiles import CONSUMER_REGISTERS, CONSUMERS, PRODUCER_REGISTERS
 from cufa.problem import Problem
 from cufa.rounding import round_up
 
-HALVING_THREADS, EXACT_THREADS = 256, 256
-FLOAT_BYTES, HALF_BYTES = 4, 2
-WARPS_OF_GROUP = WARPGROUP // 32
+EXACT_THREADS = 256
 # bwd_6_block.cuh's TileUnit, and its Statistics beside two of those and two floats of each row.
 UNIT_BYTES, PLACE_BYTES = 8, 16
 # RowSizes, of either tensor for each warp.
 ROW_SIZES_BYTES = 12
-# Registers of a consumer beside sums and weights.
-OVERHEAD_REGISTERS = 40
 MOST_STAGES = 2
-# Warpgroups that compute; the one that copies gives them its registers.
-CONSUMERS = 2
-PRODUCER_REGISTERS = 24
 # With more sums of dK and dV in a thread than this, its weights wait in shared memory.
 MOST_SUMS_BESIDE_WEIGHTS = 64
 
@@ -75,9 +68,9 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     queries = query_tiles(problem, sizes)
     keys = problem.kv_heads * row_tiles(problem, problem.seqlen_k, sizes.block_n)
     query_bytes, key_bytes = _query_tile_bytes(problem, sizes), _key_tile_bytes(problem, sizes)
-    halving_smem_bytes = 2 * HALVING_THREADS // device.warp_size * ROW_SIZES_BYTES
+    halving_smem_bytes = 2 * HALVING_THREADS // WARP_SIZE * ROW_SIZES_BYTES
     exact_smem_bytes = 2 * sizes.block_m * sizes.block_n * FLOAT_BYTES
-    sink = sink_launch(problem, HALVING_THREADS, HALVING_THREADS // device.warp_size)
+    sink = sink_launch(problem, HALVING_THREADS, HALVING_THREADS // WARP_SIZE)
     launches = (
         Launch("to_halves", queries + keys, HALVING_THREADS, halving_smem_bytes),
         Launch("key_tiles", keys, sizes.threads, chosen.cost.smem_bytes, overlaps=True),
@@ -98,7 +91,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
             ("HALVING_THREADS", HALVING_THREADS),
             ("SHARES_WEIGHTS", _shares_weights(problem)),
             ("PRODUCER_REGISTERS", PRODUCER_REGISTERS),
-            ("CONSUMER_REGISTERS", MAX_CONSUMER_REGISTERS),
+            ("CONSUMER_REGISTERS", CONSUMER_REGISTERS),
             ("QUERY_TILE_BYTES", query_bytes),
             ("KEY_TILE_BYTES", key_bytes),
             ("SMEM_BYTES", chosen.cost.smem_bytes),
@@ -141,20 +134,11 @@ def _statistics_bytes(tiles: Tiles) -> int:
 def _rows_bytes(problem: Problem, rows: int) -> int:
     """The halves of so many rows of Q and dO, or of K and V."""
     dims = (problem.head_dim, problem.value_dim)
-    return sum(_half_tile_bytes(problem, rows, round_up(dim, WGMMA_K)) for dim in dims)
-
-
-def _half_tile_bytes(problem: Problem, rows: int, dim: int) -> int:
-    return panel_tile_bytes(_parts(problem) * rows, dim)
-
-
-def _parts(problem: Problem) -> int:
-    """Halves of an element."""
-    return 1 if problem.features.tf32 else 2
+    return sum(half_tile_bytes(problem, rows, dim) for dim in dims)
 
 
 def _cost(problem: Problem, tiles: Tiles) -> Cost:
-    of_tile = _half_tile_bytes(problem, tiles.block_n, tiles.block_m) + WARPS_OF_GROUP * FLOAT_BYTES
+    of_tile = half_tile_bytes(problem, tiles.block_n, tiles.block_m) + WARPGROUP // WARP_SIZE * FLOAT_BYTES
     of_stage = _rows_bytes(problem, tiles.block_m) + _statistics_bytes(tiles) + 4 * BARRIER_BYTES
     smem_bytes = (
         _rows_bytes(problem, tiles.block_n)
@@ -163,8 +147,5 @@ def _cost(problem: Problem, tiles: Tiles) -> Cost:
         + tiles.consumers * (of_tile + tiles.stages * of_stage)
     )
     depth, dims = (round_up(dim, WGMMA_K) for dim in (problem.head_dim, problem.value_dim))
-    scores = tiles.block_m // 2
-    # dK and dV, what a tile adds to one of them, or S, and P or dS as halves.
-    registers = _sums(problem) + scores + _parts(problem) * scores // 2 + OVERHEAD_REGISTERS
     work = tiles.block_m * tiles.block_n * (3 * depth + 2 * dims) / WARPGROUP
-    return Cost(round_up(smem_bytes, SWIZZLE_BYTES), min(registers, tiles.registers_at_start), work)
+    return Cost(round_up(smem_bytes, SWIZZLE_BYTES), tiles.registers_at_start, work)

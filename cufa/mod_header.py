@@ -8,7 +8,7 @@ from cufa.expression import Expression
 from cufa.expression_code import write
 
 # Its name.
-HEADER = "score_mod.cuh"
+HEADER = "scores/score_mod.cuh"
 FIELD_BYTES = 8  # of an address, a stride, a length
 
 _PLACE_ARGUMENTS = "int b, int h, SplitIndex q_idx, SplitIndex kv_idx"
@@ -63,7 +63,7 @@ def header_of(score_mod: Written, mask_mod: Written) -> str:
         f"    GradientOf<{element}, {ndim}> d{field_name(name)};\n" for name, ndim, element in differentiated
     ]
     parts = (
-        '#pragma once\n\n#include "traced.cuh"\n',
+        '#pragma once\n\n#include "scores/traced.cuh"\n',
         f"struct ModArrays {{\n{''.join(fields)}}};\n",
         f"constexpr bool kMaskModOfHead = {cpp_bool(mask_mod.of_heads)};\n",
         f"constexpr bool kMaskModOfBatch = {cpp_bool(mask_mod.of_batches)};\n",

@@ -47,7 +47,7 @@ def run(*arguments: str, threads: int | None = None) -> subprocess.CompletedProc
 def kernels_digest() -> str:
     """What changes whenever a kernel or a header does."""
     digest = hashlib.sha256()
-    for path in sorted((ROOT / "cufa" / "kernels").glob("*.cu*")):
+    for path in sorted((ROOT / "cufa" / "kernels").rglob("*.cu*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

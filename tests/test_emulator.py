@@ -310,14 +310,14 @@ PLANTED = {
 
 def planted(folder, file, right, wrong):
     """A copy of the kernels with one thing wrong."""
-    for path in FOLDER.glob("*.cu*"):
-        shutil.copy(path, folder)
-    text = (folder / file).read_text()
+    shutil.copytree(FOLDER, folder, dirs_exist_ok=True)
+    (path,) = folder.rglob(file)
+    text = path.read_text()
     # However the lines are broken.
     pattern = r"\s+".join(map(re.escape, right.split()))
     changed, count = re.subn(pattern, lambda _: wrong, text, count=1)
     assert count == 1, f"{file} no longer has {right!r}: plant the mistake elsewhere"
-    (folder / file).write_text(changed)
+    path.write_text(changed)
     return folder
 
 

@@ -4,7 +4,6 @@ The same tests run on a GPU with `pytest -m gpu`: there, it is they that are tes
 """
 
 import re
-import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,22 +12,18 @@ import emulator
 import ml_dtypes
 import numpy as np
 import pytest
-from emulator import Module
+from emulator import Module, with_probe
 
 from cufa import jit
 from cufa.device import target
 
-INCLUDE = Path(emulator.__file__).parent / "include"
+TWINS = Path(emulator.__file__).parent / "include" / "ptx"
 SMEM_BYTES = 2 * 16 * 16 * 2
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """The probe, beside the headers that it includes."""
-    for header in emulator.KERNELS.glob("ptx_*.cuh"):
-        shutil.copy(header, tmp_path)
-    shutil.copy(Path(emulator.__file__).parent / "probe.cu", tmp_path)
-    return tmp_path
+    return with_probe("probe.cu", tmp_path)
 
 
 @pytest.fixture(params=[pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("emulator", "gpu")])
@@ -215,17 +210,17 @@ def test_wide_fragments(launch):
     np.testing.assert_allclose(product_of("small"), small, rtol=1e-13, atol=1e-13)
 
 
-@pytest.mark.parametrize("header", sorted(path.name for path in emulator.KERNELS.glob("ptx_*.cuh")))
+@pytest.mark.parametrize("header", sorted(path.name for path in TWINS.iterdir()))
 def test_every_wrapper_of_ptx_has_a_twin(header):
     # What only wrappers call is theirs alone.
     private = {"shared_address"}
     wrapper = re.compile(r"^__device__ inline .*?(\w+)\(", re.MULTILINE)
     twin = re.compile(r"^(?:inline|__forceinline__) .*?(\w+)\(", re.MULTILINE)
-    wrappers = wrapper.findall((emulator.KERNELS / header).read_text())
+    wrappers = wrapper.findall((emulator.KERNELS / "ptx" / header).read_text())
     assert wrappers
-    assert set(wrappers) - private <= set(twin.findall((INCLUDE / header).read_text()))
+    assert set(wrappers) - private <= set(twin.findall((TWINS / header).read_text()))
 
 
-def test_inline_ptx_stands_in_its_headers_only():
-    for path in emulator.KERNELS.glob("*.cu*"):
-        assert path.name.startswith("ptx_") or not re.search(r"\basm\b", path.read_text()), path.name
+def test_inline_ptx_stands_in_its_headers_only_and_each_has_twins():
+    having = {path for path in emulator.KERNELS.rglob("*.cu*") if re.search(r"\basm\b", path.read_text())}
+    assert {path.name for path in having} == {path.name for path in TWINS.iterdir()}

@@ -3,7 +3,6 @@
 The tests of twins also run on a GPU of sm_90 with `pytest -m gpu`: there, it is they that are tested.
 """
 
-import shutil
 import struct
 from dataclasses import replace
 from fractions import Fraction
@@ -13,8 +12,7 @@ import emulator
 import ml_dtypes
 import numpy as np
 import pytest
-from emulator import KERNELS as FOLDER
-from emulator import EmulatorError, Module, calls
+from emulator import EmulatorError, Module, calls, with_probe
 from test_emulator import draw, planted, run
 
 from cufa import jit
@@ -55,11 +53,7 @@ PROBE = {
 
 @pytest.fixture
 def folder(tmp_path):
-    """The probe, beside the headers that it includes and what they include."""
-    for header in FOLDER.glob("*.cuh"):
-        shutil.copy(header, tmp_path)
-    shutil.copy(HERE / "probe_hopper.cu", tmp_path)
-    return tmp_path
+    return with_probe("probe_hopper.cu", tmp_path)
 
 
 @pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])

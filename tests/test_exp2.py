@@ -1,8 +1,6 @@
 """The kernels' own 2^x of float64, on the emulator and on a GPU."""
 
-import shutil
 import struct
-from pathlib import Path
 
 import emulator
 import numpy as np
@@ -21,11 +19,7 @@ NAN_WITH_PAYLOAD = np.uint64(0x7FF8_0000_0000_07A2).view(np.float64)
 
 @pytest.fixture
 def folder(tmp_path):
-    """The probe, beside the headers that it includes."""
-    for header in emulator.KERNELS.glob("*.cuh"):
-        shutil.copy(header, tmp_path)
-    shutil.copy(Path(emulator.__file__).parent / SOURCE, tmp_path)
-    return tmp_path
+    return emulator.with_probe(SOURCE, tmp_path)
 
 
 @pytest.fixture(params=ROOT_BITS.values(), ids=ROOT_BITS)

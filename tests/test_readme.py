@@ -69,9 +69,15 @@ def test_the_commands_have_these_options():
 
 
 def test_the_guide_to_the_kernels_names_each_header_once():
-    headers = GUIDE.read_text().split("## What is where")[1].split("##")[0]
-    named = re.findall(r"`(\w+\.cuh)`", headers)
-    assert sorted(named) == sorted(path.name for path in GUIDE.parent.glob("*.cuh"))
+    table = GUIDE.read_text().split("## What is where")[1].split("##")[0]
+    rows = re.findall(r"^\| (?:\[(.*)\]\(.*\) )?\| .* \| (.*) \|$", table, re.MULTILINE)
+    named, folder = [], ""
+    for beginning, headers in rows:
+        folder = beginning or folder  # of a folder's rows the first alone names it
+        named += [f"{folder}/{name}" for name in re.findall(r"`(\w+\.cuh)`", headers)]
+    assert sorted(map(Path, named)) == sorted(
+        path.relative_to(GUIDE.parent) for path in GUIDE.parent.rglob("*.cuh")
+    )
 
 
 def test_the_guide_to_the_kernels_has_the_ladder_in_order():
@@ -79,7 +85,8 @@ def test_the_guide_to_the_kernels_has_the_ladder_in_order():
     assert [name for name, _ in rungs] == list(KERNELS)
     for name, headers in rungs:
         for header in re.findall(r"`(\w+\.cuh)`", headers):
-            assert header in included(f"{name}.cu"), f"{header} is not among those of {name}"
+            names = {Path(each).name for each in included(f"{name}.cu")}
+            assert header in names, f"{header} is not among those of {name}"
 
 
 def included(source: str) -> set[str]:
@@ -91,6 +98,6 @@ def included(source: str) -> set[str]:
 def test_the_guide_to_the_kernels_lists_the_papers_that_are_cited():
     listed = set(re.findall(r"^\| (.*?\d{4}) \|", GUIDE.read_text(), re.MULTILINE))
     cited = {kernel.paper.partition(",")[0] for of in (KERNELS, COMPANIONS) for kernel in of.values()}
-    for path in (*GUIDE.parent.glob("*.cu*"), *GUIDE.parent.parent.rglob("*.py")):
+    for path in (*GUIDE.parent.rglob("*.cu*"), *GUIDE.parent.parent.rglob("*.py")):
         cited.update(re.findall(r"\b\w+ (?:et al\.|and \w+) \d{4}", path.read_text()))
     assert cited <= listed

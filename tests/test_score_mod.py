@@ -223,7 +223,7 @@ def test_plan_says_that_there_is_one() -> None:
     plan = cufa.plan(q, q, q, score_mod=lambda s, *_: s, mask_mod=lambda *_: True, arch="sm_90a")
     assert "with score_mod, mask_mod" in str(plan)
     assert any("does not support score_mod, mask_mod" in reason for reason in plan.reasons)
-    assert dict(plan.headers).keys() == {"score_mod.cuh"}
+    assert dict(plan.headers).keys() == {"scores/score_mod.cuh"}
     assert cufa.plan(q, q, q, arch="sm_90a").headers == ()
 
 

@@ -1,9 +1,7 @@
 """What traced functions compute in kernels where NumPy's answer is not what C makes of it."""
 
 import itertools
-import shutil
 import struct
-from pathlib import Path
 
 import emulator
 import numpy as np
@@ -46,9 +44,7 @@ ROUNDED = {
 @pytest.fixture(params=[pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("emulator", "gpu")])
 def compute(request, tmp_path):
     """Results of all functions, (functions, values), of arrays x, y, i and j."""
-    for header in emulator.KERNELS.glob("*.cuh"):
-        shutil.copy(header, tmp_path)
-    shutil.copy(Path(emulator.__file__).parent / SOURCE, tmp_path)
+    emulator.with_probe(SOURCE, tmp_path)
     (tmp_path / HEADER).write_text(header_of([*EXACT.values(), *ROUNDED.values()]))
     problem = Problem("forward", "float32", 1, 1, 1, 1, 1, 16, 16, False)
     macros = (*common_macros(problem), ("SMEM_BYTES", SMEM_BYTES))
@@ -62,7 +58,7 @@ def traced(function):
 
 def header_of(functions):
     arguments = "acc_t x, acc_t y, int i, int j"
-    parts = ['#pragma once\n#include "traced.cuh"\n']
+    parts = ['#pragma once\n#include "scores/traced.cuh"\n']
     for number, function in enumerate(functions):
         parts.append(f"__device__ inline acc_t value_{number}({arguments}) {{\n{write(traced(function))}}}\n")
     calls = "".join(f"    results[{n} * count] = value_{n}(x, y, i, j);\n" for n in range(len(functions)))

@@ -7,8 +7,8 @@
 // Owns     block: BLOCK_M queries of one head; thread: rows x keys of a tile of S
 // Shared   Q tile, K tile
 // Writes   O: P (batch, heads, seqlen_q, seqlen_k), 0 where a row does not see a key
-#include "key_tiles.cuh"
-#include "scores.cuh"
+#include "call/key_tiles.cuh"
+#include "cuda_cores/scores.cuh"
 
 constexpr int kThreads = THREADS, kBlocksPerSm = BLOCKS_PER_SM;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;

@@ -9,8 +9,8 @@
 // Owns     a thread has one element of the result; grad_scores: a block has one row
 // Global   workspace: P, then dP and dS, each (batch, heads, seqlen_q, seqlen_k)
 // Writes   dQ, dK, dV; zero for rows that see no key and keys that no row sees
-#include "memory.cuh"
-#include "standard.cuh"
+#include "call/memory.cuh"
+#include "cuda_cores/standard.cuh"
 
 constexpr int kThreads = THREADS;
 static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a different struct");

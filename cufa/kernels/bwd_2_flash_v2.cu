@@ -18,13 +18,13 @@
 //          head_dim), unless deterministic; sums of the gradients of score_mod's arrays and of the
 //          bias's, if those are wanted
 // Writes   dQ, dK, dV
-#include "array_gradients.cuh"
-#include "bias_gradient.cuh"
-#include "exp2_table.cuh"
-#include "query_tiles.cuh"
-#include "scores.cuh"
-#include "sink_gradient.cuh"
-#include "warp_rows.cuh"
+#include "call/query_tiles.cuh"
+#include "call/warp_rows.cuh"
+#include "cuda_cores/scores.cuh"
+#include "gradients/array_gradients.cuh"
+#include "gradients/bias_gradient.cuh"
+#include "gradients/sink_gradient.cuh"
+#include "softmax/exp2_table.cuh"
 
 constexpr int kThreads = THREADS, kBlocksPerSm = BLOCKS_PER_SM;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;

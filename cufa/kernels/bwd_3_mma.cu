@@ -25,9 +25,9 @@
 //          mask_mod, which tiles of scores it shows; sums of the gradients of score_mod's arrays
 //          and of the bias's, if those are wanted
 // Writes   dQ, dK, dV
-#include "bwd_3_keys.cuh"
-#include "bwd_3_queries.cuh"
-#include "sink_gradient.cuh"
+#include "gradients/sink_gradient.cuh"
+#include "mma/bwd_3_keys.cuh"
+#include "mma/bwd_3_queries.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     row_sums(const __grid_constant__ BackwardParams params) {

@@ -27,9 +27,9 @@
 //          arrays if those are wanted
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   dQ, dK, dV
-#include "bwd_4_consumer.cuh"
-#include "bwd_4_copies.cuh"
-#include "wgmma_query_rows.cuh"
+#include "hopper/backward/bwd_4_consumer.cuh"
+#include "hopper/backward/bwd_4_copies.cuh"
+#include "hopper/backward/wgmma_query_rows.cuh"
 
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kHelperThreads = HELPER_THREADS;

@@ -15,9 +15,9 @@
 // Global   workspace: sums of dQ, statistics, parts of dK and dV (wgmma_query_sums.cuh)
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   dQ, dK, dV
-#include "bwd_5_consumer.cuh"
-#include "bwd_5_copies.cuh"
-#include "wgmma_query_rows.cuh"
+#include "hopper/backward/bwd_5_consumer.cuh"
+#include "hopper/backward/bwd_5_copies.cuh"
+#include "hopper/backward/wgmma_query_rows.cuh"
 
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kHelperThreads = HELPER_THREADS;

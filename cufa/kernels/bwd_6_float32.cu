@@ -19,10 +19,10 @@
 // Global   workspace: tiles of halves of queries and dO, then of keys and values
 // Needs    sm_90a
 // Writes   dQ, dK, dV
-#include "bwd_6_consumer.cuh"
-#include "bwd_6_exact.cuh"
-#include "bwd_6_halves.cuh"
-#include "sink_gradient.cuh"
+#include "gradients/sink_gradient.cuh"
+#include "hopper/float32/bwd_6_consumer.cuh"
+#include "hopper/float32/bwd_6_exact.cuh"
+#include "hopper/float32/bwd_6_halves.cuh"
 
 constexpr int kThreads = THREADS;
 constexpr int kHalvingBlocks = 2;  // an SM has at least so many

@@ -10,9 +10,9 @@
 // Owns     scores, output: a thread has one element of the result; softmax: a block has one row
 // Global   workspace: S, then P in its place, (batch, heads, seqlen_q, seqlen_k)
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key
-#include "memory.cuh"
-#include "softmax_rows.cuh"
-#include "standard.cuh"
+#include "call/memory.cuh"
+#include "cuda_cores/standard.cuh"
+#include "softmax/softmax_rows.cuh"
 
 constexpr int kThreads = THREADS;
 static_assert(sizeof(ForwardParams) == PARAMS_BYTES, "the host passes a different struct");

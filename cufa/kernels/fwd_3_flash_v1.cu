@@ -12,8 +12,8 @@
 // Shared   Q tile, K tile, V tile, P tile
 // Global   workspace: O (batch, heads, seqlen_q, value_dim), then l and m (batch, heads, seqlen_q)
 // Writes   O and LSE in the last launch; LSE is natural log, -inf for a row that sees no key
-#include "online_softmax.cuh"
-#include "scores.cuh"
+#include "cuda_cores/scores.cuh"
+#include "softmax/online_softmax.cuh"
 
 constexpr int kThreads = THREADS;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;

@@ -13,8 +13,8 @@
 // Shared   Q tile, K tile, V tile, P tile
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
-#include "key_tiles.cuh"
-#include "scores.cuh"
+#include "call/key_tiles.cuh"
+#include "cuda_cores/scores.cuh"
 
 constexpr int kThreads = THREADS, kBlocksPerSm = BLOCKS_PER_SM;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;

@@ -26,13 +26,13 @@
 // Global   workspace: with a mask or a mask_mod, which tiles of scores it shows
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
-#include "exp2_table.cuh"
-#include "fwd_5_scores.cuh"
-#include "handover.cuh"
-#include "key_pages.cuh"
-#include "key_tiles.cuh"
-#include "mma_softmax.cuh"
-#include "seen_tiles.cuh"
+#include "call/key_tiles.cuh"
+#include "mma/fwd_5_scores.cuh"
+#include "mma/handover.cuh"
+#include "mma/key_pages.cuh"
+#include "mma/mma_softmax.cuh"
+#include "scores/seen_tiles.cuh"
+#include "softmax/exp2_table.cuh"
 
 constexpr bool kHandsOver = HANDS_OVER;
 constexpr int kRootBits = 10;

@@ -14,9 +14,9 @@
 //          ring of QUERY_STAGES Q tiles, and STORE_COLS columns of O on their way out
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key
-#include "descales.cuh"
-#include "fp8_transposed_values.cuh"
-#include "fp8_turned_values.cuh"
+#include "call/descales.cuh"
+#include "hopper/forward/fp8_transposed_values.cuh"
+#include "hopper/forward/fp8_turned_values.cuh"
 
 using out_t = OUT_SCALAR;
 // Sums of O come in sixteens of columns, as they leave it in 16 bits.

@@ -20,15 +20,15 @@
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink. Where blocks part the keys of a tile, parts of rows into the
 //          workspace, which merge_splits makes that of.
-#include "descales.cuh"
-#include "half_queries.cuh"
-#include "key_pages.cuh"
-#include "key_shares.cuh"
-#include "key_tiles.cuh"
-#include "mma_softmax.cuh"
-#include "ptx_sm90.cuh"
-#include "row_parts.cuh"
-#include "score_rules.cuh"
+#include "call/descales.cuh"
+#include "call/key_shares.cuh"
+#include "call/key_tiles.cuh"
+#include "mma/half_queries.cuh"
+#include "mma/key_pages.cuh"
+#include "mma/mma_softmax.cuh"
+#include "ptx/ptx_sm90.cuh"
+#include "scores/score_rules.cuh"
+#include "softmax/row_parts.cuh"
 
 using out_t = OUT_SCALAR;
 constexpr bool kDescaled = is_same<key_t, float8_e4m3fn>;

@@ -15,11 +15,11 @@
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
 // Needs    sm_90a
-#include "forward_turns.cuh"
-#include "half_tiles.cuh"
-#include "key_tiles.cuh"
-#include "pipeline.cuh"
-#include "score_rules.cuh"
+#include "call/key_tiles.cuh"
+#include "hopper/float32/half_tiles.cuh"
+#include "hopper/forward_turns.cuh"
+#include "hopper/pipeline.cuh"
+#include "scores/score_rules.cuh"
 
 constexpr int kThreads = THREADS, kStages = STAGES, kHalvingThreads = HALVING_THREADS;
 constexpr int kHalvingBlocks = 6;  // an SM has at least so many: if not asked to, ptxas may spill

@@ -7,9 +7,9 @@
 // Shapes   out_a, out_b, out (batch, seqlen, heads, value_dim); LSE (batch, heads, seqlen)
 // Owns     warp: one row of one head
 // Writes   out and LSE, which may be those of a part
-#include "memory.cuh"
-#include "online_softmax.cuh"
-#include "tensor.cuh"
+#include "call/memory.cuh"
+#include "call/tensor.cuh"
+#include "softmax/online_softmax.cuh"
 
 constexpr int kThreads = THREADS;
 static_assert(sizeof(MergeParams) == PARAMS_BYTES, "the host passes a different struct");

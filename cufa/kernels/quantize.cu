@@ -8,10 +8,10 @@
 //          y has a row for each dim, along which tokens lie
 // Owns     block: TILE_ROWS tokens of one head; thread: ROWS of them, CHUNK columns of each
 // Writes   measure: measured, 0 beforehand; convert: y, NaN where x is, and descale if measured
-#include "memory.cuh"
-#include "online_softmax.cuh"
-#include "ptx_sm90.cuh"
-#include "tensor.cuh"
+#include "call/memory.cuh"
+#include "call/tensor.cuh"
+#include "ptx/ptx_sm90.cuh"
+#include "softmax/online_softmax.cuh"
 
 constexpr int kThreads = THREADS;
 constexpr int kTileRows = TILE_ROWS;

@@ -8,8 +8,8 @@
 //          (batch, seqlen), what row of those a token has
 // Owns     thread: some pairs of one row of one head, or columns that stay
 // Writes   y, which may be x; NaN for a token with a position that cos and sin do not have
-#include "memory.cuh"
-#include "tensor.cuh"
+#include "call/memory.cuh"
+#include "call/tensor.cuh"
 
 using table_t = TABLE_SCALAR;
 using position_t = POSITION;

@@ -3,9 +3,9 @@
 // Shapes   x, y (rows, cols), any row stride
 // Owns     block: one row
 // Writes   y; a row of -inf alone gives zeros
-#include "memory.cuh"
-#include "params.cuh"
-#include "softmax_rows.cuh"
+#include "call/memory.cuh"
+#include "call/params.cuh"
+#include "softmax/softmax_rows.cuh"
 
 constexpr int kThreads = THREADS;
 static_assert(sizeof(SoftmaxParams) == PARAMS_BYTES, "the host passes a different struct");

@@ -95,6 +95,13 @@ unsigned char* emulator::find_shared_memory() {{ return bytes; }}
 """
 
 
+def with_probe(source: str, folder: Path) -> Path:
+    """A copy of the kernels in `folder`, and among them a probe: a source of the tests that includes them."""
+    shutil.copytree(KERNELS, folder, dirs_exist_ok=True)
+    shutil.copy(_HERE / source, folder)
+    return folder
+
+
 class EmulatorError(Exception):
     """A kernel did what it must not; the message has block, thread, and the lines that led there."""
 
@@ -297,23 +304,22 @@ def _build(
     entries = _ENTRY.findall((folder / source).read_text(encoding="utf-8"))
 
     def compile_to(made: Path) -> None:
-        # A header is looked for beside the file that includes it, so all stand in one folder, the twins in
-        # place of what they stand in for. Reports and debuggers see them where they really are.
-        twins = list(_INCLUDE.glob("ptx_*.cuh"))
-        for file in {file.name: file for file in (*folder.glob("*.cu*"), *twins)}.values():
-            (made.parent / file.name).symlink_to(file.resolve())
+        # A header is looked for beside the file that includes it, then in these folders: those written for
+        # the call and the twins stand before the kernels' own. The source is therefore in a folder by
+        # itself, but reports and debuggers see it where it really is.
+        (made.parent / source).symlink_to((folder / source).resolve())
         for name, text in headers:
-            (made.parent / name).unlink()
+            (made.parent / name).parent.mkdir(exist_ok=True)
             (made.parent / name).write_text(text, encoding="utf-8")
-        origins = {made.parent: folder, **{made.parent / twin.name: twin for twin in twins}}
-        maps = [f"-ffile-prefix-map={here}={origin.resolve()}" for here, origin in origins.items()]
+        places = [word for place in (made.parent, _INCLUDE, folder.resolve()) for word in ("-iquote", place)]
+        origin = f"-ffile-prefix-map={made.parent}={folder.resolve()}"
         main, compiled = made.with_suffix(".cpp"), made.with_suffix(".o")
         calls = "\n".join(f"EMULATOR_ENTRY({entry})" for entry in entries)
         main.write_text(_MAIN.format(source=source, entries=calls), encoding="utf-8")
-        _run(_compiler(), *options, *maps, "-include", _BUILTINS, "-c", main, "-o", compiled)
+        _run(_compiler(), *options, *places, origin, "-include", _BUILTINS, "-c", main, "-o", compiled)
         _run(_compiler(), *_LINK, "-nodefaultlibs", compiled, runtime, "-lgcc", "-o", made)
 
-    contents = _contents(folder.glob("*.cu*")), _contents(_INCLUDE.iterdir())
+    contents = _contents(folder.rglob("*.cu*")), _contents(_INCLUDE.rglob("*.*"))
     inputs = source, options, headers, contents, runtime
     return _cached(f"{Path(source).stem}.so", inputs, compile_to)
 

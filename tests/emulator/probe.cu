@@ -1,7 +1,7 @@
 // What the built-ins and the twins do, written out for a test to look at: on the emulator and on a
 // GPU it must be the same.
-#include "ptx_common.cuh"
-#include "ptx_sm80.cuh"
+#include "ptx/ptx_common.cuh"
+#include "ptx/ptx_sm80.cuh"
 
 struct Conversions {
     const float* floats;

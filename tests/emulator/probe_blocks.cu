@@ -1,5 +1,5 @@
 // Blocks that wait for each other, one after the other.
-#include "ptx_sm90.cuh"
+#include "ptx/ptx_sm90.cuh"
 
 struct Turns {
     unsigned int *turn, *sums;

@@ -1,6 +1,6 @@
 // 2^x of float64 as the kernels compute it, with a table and without, for a test to look at.
-#include "exp2_table.cuh"
-#include "memory.cuh"
+#include "call/memory.cuh"
+#include "softmax/exp2_table.cuh"
 
 struct Powers {
     const double* x;

@@ -1,6 +1,6 @@
 // What the twins of ptx_sm90.cuh and ptx_sm90a.cuh do, written out for a test to look at: on the
 // emulator and on a GPU it must be the same.
-#include "ptx_sm90a.cuh"
+#include "ptx/ptx_sm90a.cuh"
 
 constexpr int kRows = BOX_ROWS, kBoxColumns = BOX_COLUMNS, kColumns = PRODUCT_COLUMNS;
 constexpr bool kPairedRows = PAIRED_ROWS;

@@ -1,0 +1,57 @@
+// What the host fixes for one compiled variant, turned from macros into names. Below this header,
+// and below the few lines at the top of each kernel that do the same for its tiles, no macro
+// appears.
+#pragma once
+
+#include "call/dtype.cuh"
+
+#if !defined(SCALAR) || !defined(KEY_SCALAR) || !defined(HEAD_DIM) || !defined(VALUE_DIM) || \
+    !defined(ALIGN_BYTES)
+#error "the host must define SCALAR, KEY_SCALAR, HEAD_DIM, VALUE_DIM and ALIGN_BYTES"
+#endif
+#if !defined(CAUSAL) || !defined(WINDOW) || !defined(SOFTCAP) || !defined(BIAS) ||           \
+    !defined(MASK_BITS) || !defined(ALIBI) || !defined(SINK) || !defined(DROPOUT) ||         \
+    !defined(PACKED) || !defined(USED_KEYS) || !defined(PAGE_SIZE) || !defined(SCORE_MOD) || \
+    !defined(MASK_MOD) || !defined(TF32_PRODUCTS) || !defined(LEAST_QUERIES) ||              \
+    !defined(MOST_QUERIES)
+#error "the host must define every feature"
+#endif
+
+using scalar_t = SCALAR;                  // element type of Q, K, V, O and their gradients
+using key_t = KEY_SCALAR;                 // that of K and V, which few kernels take of another type
+using acc_t = accumulator_t<scalar_t>;    // type of S, P, LSE and of every sum
+constexpr int kHeadDim = HEAD_DIM;        // last axis of Q and K
+constexpr int kValueDim = VALUE_DIM;      // last axis of V and O
+constexpr int kAlignBytes = ALIGN_BYTES;  // every address and stride is a multiple of this
+constexpr int kVec = 16 / sizeof(acc_t);  // accumulators in one 16-byte shared-memory access
+
+// Features. What is off is not compiled.
+constexpr bool kCausal = CAUSAL;      // keys end at the diagonal, which ends in the last corner
+constexpr bool kWindow = WINDOW;      // keys begin and end at distances from it known at run time
+constexpr bool kSoftcap = SOFTCAP;    // scores are bounded by a tanh
+using bias_t = BIAS;                  // element type of what is added to the scores; void: nothing
+constexpr int kMaskBits = MASK_BITS;  // of one element of the mask: 8, 1, or 0 for no mask
+constexpr bool kAlibi = ALIBI;        // scores fall with the distance from the diagonal
+constexpr bool kSink = SINK;          // every row's softmax counts one more score, with no value
+constexpr bool kDropout = DROPOUT;    // probabilities are dropped at random
+constexpr bool kPacked = PACKED;      // sequences of many lengths lie one after the other
+// Packed sequences of fewer or more queries are another launch's; 0: there is no such limit.
+constexpr int kLeastQueries = LEAST_QUERIES, kMostQueries = MOST_QUERIES;
+constexpr bool kUsedKeys = USED_KEYS;   // each sequence says how many of its keys count
+constexpr bool kPaged = PAGE_SIZE > 0;  // keys and values lie in pages, which a table lists
+constexpr int kPageSize = kPaged ? PAGE_SIZE : 1;  // keys of a page
+constexpr bool kTf32 = TF32_PRODUCTS;  // tensor cores may round float32 operands to tf32
+constexpr bool kScoreMod = SCORE_MOD;  // scores go through a function of the caller's
+constexpr bool kMaskMod = MASK_MOD;    // a function of the caller's says who sees what
+
+template <class A, class B>
+constexpr bool is_same = false;
+template <class A>
+constexpr bool is_same<A, A> = true;
+constexpr bool kBias = !is_same<bias_t, void>;
+// Whether a score is more than a product times the scale.
+constexpr bool kShapedScores = kSoftcap || kBias || kAlibi || kScoreMod;
+// Whether a key may be seen or not whatever its neighbours are.
+constexpr bool kKeyMask = kMaskBits != 0 || kMaskMod;
+// Whether rows may see some keys and not others.
+constexpr bool kRangeMask = kCausal || kWindow;

@@ -1,0 +1,118 @@
+// What the host passes, by value, in one struct. cufa/params.py holds the same fields in the same
+// order; a size that differs is a compile error, and a test echoes every field back to see none
+// swapped.
+#pragma once
+
+#include "scores/score_mod.cuh"
+
+// A (batch, seqlen, heads, dim) array: strides in elements, the last axis contiguous. Packed
+// sequences have no batch axis: its stride is 0.
+struct Tensor {
+    void* data;
+    long long batch_stride, row_stride, head_stride;
+};
+
+// A (batch, heads, seqlen_q, seqlen_k) array: strides in elements, 0 along axes that are broadcast,
+// the last axis contiguous.
+struct ScoreTensor {
+    void* data;
+    long long batch_stride, head_stride, row_stride;
+};
+
+struct Sizes {
+    int batch, heads, kv_heads;
+    int seqlen_q, seqlen_k;  // of all sequences together if they are packed
+    int step;                // which launch this is of a kernel that is launched several times
+};
+
+// What some calls ask for; config.cuh says which of it counts. It begins with the arrays that the
+// caller's functions read; where there are none, with nothing.
+struct Features : ModArrays {
+    ScoreTensor bias;
+    ScoreTensor mask;          // bytes, not 0 where a row sees a key; or bits, lowest first
+    const void* alibi_slopes;  // (batch, heads) of acc_t
+    long long alibi_batch_stride;
+    const void* sink;         // (heads) of acc_t
+    const int* cu_seqlens_q;  // (batch + 1): where each sequence begins, and the last ends
+    const int* cu_seqlens_k;  // (batch + 1)
+    const int* seqused_k;     // (batch)
+    // (batch, kv_heads) of float32, what 8-bit Q, K and V are multiplied with; null: 1
+    const void *q_descale, *k_descale, *v_descale;
+    double softcap;              // the bound of the scores
+    double kept_scale;           // 1 / (1 - dropout_p)
+    unsigned long long seed;     // of the random numbers that dropout draws
+    unsigned int offset;         // which of that seed's sequences of them
+    unsigned int dropped_below;  // a probability whose random word is below this is dropped
+    int window_left, window_right;
+};
+
+// Where keys and values lie in pages: the numbers of those pages.
+struct Pages {
+    const int* table;  // (batch, of_sequence), the last axis contiguous
+    int of_sequence;   // how many a sequence may have
+    int batch_stride;
+};
+
+struct ForwardParams {
+    Tensor q, k, v, o;  // where keys lie in pages, the batch stride of k and v is a page's
+    void* lse;          // (batch, heads, seqlen_q) of acc_t, natural logarithm; null: not wanted
+    void* workspace;    // its parts are named in the kernel that uses it
+    double softmax_scale;
+    Sizes sizes;
+    Features features;
+    Pages pages;
+};
+
+// The gradient of the bias: contiguous, of the bias's shape, in which axes that were broadcast
+// are 1.
+struct BiasGradient {
+    ScoreTensor out;
+    int batch, heads, rows, keys;
+};
+
+struct BackwardParams {
+    Tensor q, k, v, o, dout, dq, dk, dv;
+    void* lse;
+    void* workspace;
+    double softmax_scale;
+    Sizes sizes;
+    Features features;
+    const void* dlse;    // gradient of the LSE, its shape and type; null: there is none
+    void* dsink;         // (heads) of acc_t; null: not wanted
+    BiasGradient dbias;  // its data is null if it is not wanted
+};
+
+struct SoftmaxParams {
+    void *x, *y;  // (rows, cols)
+    long long x_row_stride, y_row_stride;
+    long long rows;
+    int cols;
+};
+
+struct MergeParams {
+    Tensor out_a, out_b, out;
+    const void *lse_a, *lse_b;  // (batch, heads, seqlen) of acc_t
+    void* lse;
+    int batch, heads, seqlen;
+};
+
+struct RotaryParams {
+    Tensor x, y;
+    const void *cos, *sin;  // (places, rotary_dim / 2), contiguous
+    const void* positions;  // null: a token's own number in its sequence
+    long long positions_batch_stride, positions_stride;
+    int batch, heads, seqlen, places;
+};
+
+struct QuantizeParams {
+    Tensor x, y;
+    const int* cu_seqlens;  // (batch + 1), of packed sequences alone
+    unsigned int*
+        measured;    // (batch, kv_heads), the bits of what will be descales; null: they are given
+    float* descale;  // (batch, kv_heads)
+    int batch, heads, kv_heads, seqlen;
+};
+
+#ifndef PARAMS_BYTES
+#error "the host must define PARAMS_BYTES, the size of the struct it will pass"
+#endif

@@ -1,0 +1,150 @@
+// Which tile of queries a block works on next, where there are as many blocks as run at once and
+// each takes tile after tile.
+#pragma once
+
+#include "call/memory.cuh"
+#include "call/sequence_line.cuh"
+#include "call/tensor.cuh"
+#include "scores/mask.cuh"
+
+// What only some calls have to look up: where a sequence begins, and how long it is.
+struct VariedLengths {
+    int first_q, first_k, seqlen_q, seqlen_k;
+
+    VariedLengths() = default;
+    __device__ explicit VariedLengths(const Sequence& sequence)
+        : first_q(sequence.first_q),
+          first_k(sequence.first_k),
+          seqlen_q(sequence.seqlen_q),
+          seqlen_k(sequence.seqlen_k) {}
+    template <class Params>
+    __device__ Sequence sequence(const Params& call, int batch) const {
+        Sequence sequence(batch, first_q, first_k, seqlen_q, seqlen_k);
+        if constexpr (kPaged) sequence.pages = pages_of_sequence(call, batch);
+        return sequence;
+    }
+};
+struct EqualLengths {
+    EqualLengths() = default;
+    __device__ explicit EqualLengths(const Sequence&) {}
+    template <class Params>
+    __device__ Sequence sequence(const Params& call, int batch) const {
+        return Sequence(call, batch);
+    }
+};
+template <bool Varied>
+struct LengthsOf {
+    using type = EqualLengths;
+};
+template <>
+struct LengthsOf<true> {
+    using type = VariedLengths;
+};
+using Lengths = LengthsOf<kPacked || kUsedKeys>::type;
+
+// A tile of queries of one head, found by one thread and read by others; batch -1: there is none
+// left.
+struct WorkTile : Lengths {
+    int batch, head, kv_head, first_row;
+
+    __device__ WorkTile(const Sequence& sequence, int head, int kv_head, int first_row)
+        : Lengths(sequence),
+          batch(sequence.batch),
+          head(head),
+          kv_head(kv_head),
+          first_row(first_row) {}
+
+    __device__ bool exists() const { return batch >= 0; }
+    __device__ Sequence sequence(const ForwardParams& call) const {
+        return Lengths::sequence(call, batch);
+    }
+    __device__ static WorkTile none() { return {Sequence(-1, 0, 0, 0, 0), 0, 0, 0}; }
+};
+
+// The order in which tiles are taken. Heads come in sections: enough of them for a round of all
+// blocks, no more than have their keys and values in the L2 cache at once. Under a causal mask the
+// last queries of a section's heads come first: those see most keys, and long work that starts late
+// would leave the GPU waiting for it. It is they that read keys and values from memory, so that
+// larger sections would have memory busy at first and idle later. Heads that are left over, as of
+// 12 where a section has 8, belong to the last section: of their own they would start long work
+// late.
+template <int BlockM, int SectionBytes>
+struct TileOrder {
+    const ForwardParams& call;
+    unsigned int tiles;  // of one head; of packed sequences, of all of them
+    unsigned int heads;  // of all batches; of packed sequences, of one of them
+    unsigned int section_heads;
+    unsigned int sections;
+
+    __device__ explicit TileOrder(const ForwardParams& call) : call(call) {
+        const Sizes& sizes = call.sizes;
+        tiles = kCounted ? SequenceLine(sizes.batch, TilesOf{call}).count()
+                         : row_tiles<BlockM>(kPacked ? sizes.batch : 1, sizes.seqlen_q);
+        heads = kPacked ? sizes.heads : sizes.batch * sizes.heads;
+        section_heads = group();
+        sections = heads / section_heads;
+        if (!kRangeMask) return;
+        constexpr int kRowBytes = (kHeadDim + kValueDim) * int(sizeof(scalar_t));
+        const unsigned int cached = SectionBytes / kRowBytes / max(1, sizes.seqlen_k) * group();
+        while (2 * section_heads <= cached &&
+               (section_heads < kLeastHeads || section_heads * tiles < gridDim.x)) {
+            section_heads *= 2;
+        }
+        sections = max(heads / section_heads, 1u);
+    }
+
+    __device__ WorkTile at(unsigned int index) const {
+        if (index >= heads * tiles) return WorkTile::none();
+        const unsigned int section = min(index / (section_heads * tiles), sections - 1);
+        const unsigned int first_head = section * section_heads;
+        const unsigned int in_section =
+            section == sections - 1 ? heads - first_head : section_heads;
+        const unsigned int place = index - first_head * tiles;
+        const int tile = kRangeMask ? tiles - 1 - place / in_section : place / in_section;
+        const unsigned int head = first_head + place % in_section;
+        if constexpr (kCounted) {
+            const auto [batch, number] = SequenceLine(call.sizes.batch, TilesOf{call}).at(tile);
+            return {Sequence(call, batch), int(head), int(head / group()), number * BlockM};
+        } else if constexpr (kPacked) {
+            const auto [batch, first_row] = row_tile<BlockM>(
+                tile, call.sizes.batch, call.sizes.seqlen_q, call.features.cu_seqlens_q);
+            return {Sequence(call, batch), int(head), int(head / group()), first_row};
+        }
+        const unsigned int batch = head / call.sizes.heads, in_batch = head % call.sizes.heads;
+        return {Sequence(call, batch), int(in_batch), int(in_batch / group()), tile * BlockM};
+    }
+
+  private:
+    // Of many sequences that are another launch's there should be no tiles to pass over.
+    static constexpr bool kCounted = kLeastQueries > 0;
+    struct TilesOf {
+        const ForwardParams& call;
+
+        __device__ int operator()(int batch) const {
+            const Sequence sequence(call, batch);
+            return sequence.is_ours() ? ceil_div(sequence.seqlen_q, BlockM) : 0;
+        }
+    };
+
+    // A round of tiles of long heads is of few heads, of which the last section would begin with
+    // few long tiles.
+    static constexpr unsigned int kLeastHeads = 8;
+
+    // Query heads that share keys and values.
+    __device__ unsigned int group() const {
+        return unsigned(call.sizes.heads) / unsigned(call.sizes.kv_heads);
+    }
+};
+
+// Hands out the indices of tiles: each block's own first, then those that `taken` counts. It is
+// taken from exactly as often as there are tiles, and the last time puts it back to 0 for the next
+// launch. Or all of them by the count, of which each block then takes one too many: so does
+// `late`, which puts it back likewise.
+struct TileCounter {
+    unsigned int* taken;
+    unsigned int tiles;
+
+    __device__ int next() const { return gridDim.x + atomicInc(taken, tiles - 1); }
+    __device__ int late() const { return atomicInc(taken, tiles + gridDim.x - 1); }
+    __device__ int any() const { return atomicAdd(taken, 1u); }
+};

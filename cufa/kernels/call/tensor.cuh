@@ -1,0 +1,258 @@
+// Views of the caller's arrays: the (seqlen, dim) matrices of one sequence, and which of them a
+// block works on.
+#pragma once
+
+#include "call/config.cuh"
+#include "call/memory.cuh"
+#include "call/params.cuh"
+#include "ptx/ptx_common.cuh"
+#include "scores/mask.cuh"
+
+template <class T>
+struct Matrix {
+    T* data;
+    long long row_stride;
+
+    __device__ T* row(int r) const { return data + r * row_stride; }
+    // Its rows from r on.
+    __device__ Matrix from(int r) const { return {row(r), row_stride}; }
+};
+
+// Keys, or values, of one head of a sequence that lie in pages: those of page p are the rows of
+// page table[p].
+template <class T>
+struct PagedMatrix {
+    T* data;
+    long long page_stride, row_stride;
+    const int* table;
+
+    __device__ Matrix<T> page(int number) const {
+        return {data + number * page_stride, row_stride};
+    }
+    __device__ T* row(int r) const { return page(table[r / kPageSize]).row(r % kPageSize); }
+};
+
+template <class T, bool Paged>
+struct KeyMatrixOf {
+    using type = Matrix<T>;
+};
+template <class T>
+struct KeyMatrixOf<T, true> {
+    using type = PagedMatrix<T>;
+};
+template <class T>
+using KeyMatrix = typename KeyMatrixOf<T, kPaged>::type;
+
+// The numbers of the pages where the keys of a sequence lie.
+template <class Params>
+__device__ inline const int* pages_of_sequence(const Params& params, int batch) {
+    return params.pages.table + static_cast<long long>(batch) * params.pages.batch_stride;
+}
+
+// One of a batch: its lengths, and where its rows begin in arrays that have no batch axis.
+struct Sequence {
+    int batch;
+    int first_q = 0, first_k = 0;
+    int seqlen_q, seqlen_k;
+    const int* pages = nullptr;  // the numbers of those where its keys lie
+
+    // As it was found before, of rows first_q and first_k on.
+    __device__ Sequence(int batch, int first_q, int first_k, int seqlen_q, int seqlen_k)
+        : batch(batch),
+          first_q(first_q),
+          first_k(first_k),
+          seqlen_q(seqlen_q),
+          seqlen_k(seqlen_k) {}
+
+    template <class Params>
+    __device__ Sequence(const Params& params, int batch)
+        : batch(batch), seqlen_q(params.sizes.seqlen_q), seqlen_k(params.sizes.seqlen_k) {
+        const Features& features = params.features;
+        if constexpr (kPacked) {
+            first_q = features.cu_seqlens_q[batch];
+            if constexpr (!kPaged) first_k = features.cu_seqlens_k[batch];
+            seqlen_q = features.cu_seqlens_q[batch + 1] - first_q;
+            if constexpr (!kPaged) seqlen_k = features.cu_seqlens_k[batch + 1] - first_k;
+        }
+        if constexpr (kPaged) {
+            pages = pages_of_sequence(params, batch);
+            seqlen_k = params.pages.of_sequence * kPageSize;
+        }
+        if constexpr (kUsedKeys) seqlen_k = min(seqlen_k, features.seqused_k[batch]);
+    }
+
+    // Whether it has neither too few nor too many queries for this launch.
+    __device__ bool is_ours() const {
+        return (kLeastQueries == 0 || seqlen_q >= kLeastQueries) &&
+               (kMostQueries == 0 || seqlen_q <= kMostQueries);
+    }
+
+    __device__ Mask mask(const Features& features) const {
+        return {seqlen_q, seqlen_k, features.window_left, features.window_right};
+    }
+
+    template <class T>
+    __device__ Matrix<T> queries(const Tensor& tensor, int head) const {
+        return rows_from<T>(tensor, head, first_q);
+    }
+    template <class T>
+    __device__ KeyMatrix<T> keys(const Tensor& tensor, int kv_head) const {
+        if constexpr (kPaged) {
+            return {static_cast<T*>(tensor.data) + kv_head * tensor.head_stride,
+                    tensor.batch_stride, tensor.row_stride, pages};
+        } else {
+            return rows_from<T>(tensor, kv_head, first_k);
+        }
+    }
+
+    // Where a head's rows begin in LSE and its like: (batch, heads, seqlen_q), or (heads, rows of
+    // all sequences) if they are packed.
+    __device__ long long first_row(int head, const Sizes& sizes) const {
+        const long long heads = kPacked ? head : static_cast<long long>(batch) * sizes.heads + head;
+        return heads * sizes.seqlen_q + first_q;
+    }
+
+  private:
+    template <class T>
+    __device__ Matrix<T> rows_from(const Tensor& tensor, int head, int first) const {
+        return {static_cast<T*>(tensor.data) + batch * tensor.batch_stride +
+                    head * tensor.head_stride + first * tensor.row_stride,
+                tensor.row_stride};
+    }
+};
+
+// The same for kernels that take no packed sequences.
+template <class T>
+__device__ inline Matrix<T> matrix_of(const Tensor& tensor, int batch, int head) {
+    return {static_cast<T*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride,
+            tensor.row_stride};
+}
+__device__ inline long long first_row_of(int batch, int head, const Sizes& sizes) {
+    return (static_cast<long long>(batch) * sizes.heads + head) * sizes.seqlen_q;
+}
+
+// How many rows all query heads have, as the LSE and D have them.
+template <class Count = long long>
+__device__ inline Count rows_of_heads(const Sizes& sizes) {
+    return static_cast<Count>(kPacked ? 1 : sizes.batch) * sizes.heads * sizes.seqlen_q;
+}
+
+// How many query heads share a KV head.
+__device__ inline int group_of(const Sizes& sizes) {
+    return sizes.heads / sizes.kv_heads;
+}
+__device__ inline int kv_head_of(int head, const Sizes& sizes) {
+    return head / group_of(sizes);
+}
+
+// A tile of rows of one sequence: a block owns one of each head.
+struct RowTile {
+    int batch, first_row;
+};
+
+// How many tiles of Rows rows there are of all sequences.
+template <int Rows>
+__device__ inline int row_tiles(int batch, int seqlen) {
+    return kPacked ? seqlen / Rows + batch : batch * ceil_div(seqlen, Rows);
+}
+
+// The first tile of a sequence, whose rows begin at first_row if they are packed.
+template <int Rows>
+__device__ inline int first_row_tile(int sequence, int first_row, int seqlen) {
+    return kPacked ? first_row / Rows + sequence : sequence * ceil_div(seqlen, Rows);
+}
+
+// Tile number `tile`. In packed sequences, sequence b has the tiles from cu_seqlens[b] / Rows + b
+// on: as many as it needs or a few more, whose first row is past its end. So nobody has to know how
+// long each sequence is to count the tiles or to find one. Each token may have several rows, which
+// `seqlen` counts.
+template <int Rows>
+__device__ inline RowTile row_tile(int tile, int batch, int seqlen, const int* cu_seqlens,
+                                   int rows_of_token = 1) {
+    if constexpr (!kPacked) {
+        const int tiles = ceil_div(seqlen, Rows);
+        return {tile / tiles, tile % tiles * Rows};
+    }
+    tile += cu_seqlens[0] * rows_of_token / Rows;  // rows before the first sequence have no tiles
+    int sequence = 0;
+    for (int end = batch; end - sequence > 1;) {
+        const int middle = (sequence + end) / 2;
+        const int first_tile = cu_seqlens[middle] * rows_of_token / Rows + middle;
+        (first_tile <= tile ? sequence : end) = middle;
+    }
+    return {sequence, (tile - cu_seqlens[sequence] * rows_of_token / Rows - sequence) * Rows};
+}
+
+// Which tile of which head a block has, heads being counted over the whole batch. Heads come in
+// sections of about as many tiles as run at once, so that what the tiles of a head share is in the
+// L2 cache when they read it. Within a section tiles come before heads: the first tiles are those
+// with most work, and long work that starts late would leave the GPU waiting for it.
+struct HeadTile {
+    int head, tile;
+};
+
+// Enough for two blocks on each SM of the largest GPUs.
+constexpr int kSectionTiles = 256;
+
+template <int SectionTiles = kSectionTiles>
+__device__ inline HeadTile head_tile_of_block(int block, int heads, int tiles) {
+    const int section_heads = min(max(SectionTiles / tiles, 1), heads);
+    const int first_head = block / (section_heads * tiles) * section_heads;
+    const int in_section = min(section_heads, heads - first_head);
+    const int place = block - first_head * tiles;
+    return {first_head + place % in_section, place / in_section};
+}
+
+// The tile of queries that a block owns.
+struct QueryTile {
+    Sequence sequence;
+    int head, kv_head, first_row;
+};
+
+// The last queries come first: under a causal mask those see most keys.
+template <int BlockM, int SectionTiles = kSectionTiles, class Params>
+__device__ inline QueryTile query_tile_of_block(const Params& params, int block = blockIdx.x) {
+    const Sizes& sizes = params.sizes;
+    if constexpr (kPacked) {
+        const int tile = row_tiles<BlockM>(sizes.batch, sizes.seqlen_q) - 1 - block / sizes.heads;
+        const int head = block % sizes.heads;
+        const auto [batch, first_row] =
+            row_tile<BlockM>(tile, sizes.batch, sizes.seqlen_q, params.features.cu_seqlens_q);
+        return {Sequence(params, batch), head, kv_head_of(head, sizes), first_row};
+    }
+    const int tiles = ceil_div(sizes.seqlen_q, BlockM);
+    const auto [index, place] =
+        head_tile_of_block<SectionTiles>(block, sizes.batch * sizes.heads, tiles);
+    const int head = index % sizes.heads;
+    return {Sequence(params, index / sizes.heads), head, kv_head_of(head, sizes),
+            (tiles - 1 - place) * BlockM};
+}
+
+// The tile of keys that a block of the backward owns.
+struct KeyTile {
+    Sequence sequence;
+    int kv_head, first_key;
+};
+
+// The first keys come first: under a causal mask most queries see those.
+template <int BlockN>
+__device__ inline KeyTile key_tile_of_block(const BackwardParams& params, int block = blockIdx.x) {
+    const Sizes& sizes = params.sizes;
+    if constexpr (kPacked) {
+        const auto [batch, first_key] = row_tile<BlockN>(
+            block / sizes.kv_heads, sizes.batch, sizes.seqlen_k, params.features.cu_seqlens_k);
+        return {Sequence(params, batch), block % sizes.kv_heads, first_key};
+    }
+    // Who asks again and again keeps nothing in between.
+    const int tiles = ceil_div(ptx::anew(sizes.seqlen_k), BlockN);
+    const auto [index, tile] = head_tile_of_block(block, sizes.batch * sizes.kv_heads, tiles);
+    return {Sequence(params, index / sizes.kv_heads), index % sizes.kv_heads, tile * BlockN};
+}
+
+// Keys have gradients from the sequence's first to this one, whether they are used or not.
+__device__ inline int end_of_keys(const BackwardParams& params, const Sequence& sequence) {
+    if constexpr (!kUsedKeys) return sequence.seqlen_k;
+    if constexpr (!kPacked) return params.sizes.seqlen_k;
+    const int* cu_seqlens = params.features.cu_seqlens_k + sequence.batch;
+    return cu_seqlens[1] - cu_seqlens[0];
+}

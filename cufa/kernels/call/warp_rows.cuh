@@ -1,0 +1,87 @@
+// Work on whole rows before and after the backward's main kernel: a warp for each row of each query
+// head.
+#pragma once
+
+#include "call/memory.cuh"
+#include "call/tensor.cuh"
+#include "softmax/online_softmax.cuh"
+
+// Which warp of the whole grid this is.
+template <int Threads>
+__device__ inline long long warp_of_grid() {
+    return static_cast<long long>(blockIdx.x) * (Threads / 32) + threadIdx.x / 32;
+}
+
+// Makes sums zero. The whole grid takes part.
+template <int Threads>
+__device__ inline void clear_sums(acc_t* sums, long long count) {
+    const long long stride = static_cast<long long>(gridDim.x) * Threads;
+    for (long long i = static_cast<long long>(blockIdx.x) * Threads + threadIdx.x; i < count;
+         i += stride)
+        sums[i] = 0;
+}
+
+// One row of a query head, by its number among all of them. Packed sequences have batch 0, and rows
+// that count on through all of them, as in the tensors.
+struct WarpRow {
+    int batch, head, row, lane = threadIdx.x % 32;
+
+    __device__ WarpRow(const Sizes& sizes, long long index)
+        : batch(index / sizes.seqlen_q / sizes.heads),
+          head(index / sizes.seqlen_q % sizes.heads),
+          row(index % sizes.seqlen_q) {}
+
+    // Packed arrays may have rows before the first sequence and after the last.
+    __device__ bool is_of_a_sequence(const BackwardParams& params) const {
+        if constexpr (!kPacked) return true;
+        const int* cu_seqlens = params.features.cu_seqlens_q;
+        return row >= cu_seqlens[0] && row < cu_seqlens[params.sizes.batch];
+    }
+
+    // The product of this row of two tensors, in every lane.
+    template <int Dims>
+    __device__ acc_t dot(const Tensor& a, const Tensor& b) const {
+        constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), Dims & -Dims);
+        using Chunk = Pack<scalar_t, kChunk>;
+        const scalar_t* a_row = matrix_of<const scalar_t>(a, batch, head).row(row);
+        const scalar_t* b_row = matrix_of<const scalar_t>(b, batch, head).row(row);
+        acc_t sum = 0;
+        for (int col = lane * kChunk; col < Dims; col += 32 * kChunk) {
+            const Chunk x = *reinterpret_cast<const Chunk*>(a_row + col);
+            const Chunk y = *reinterpret_cast<const Chunk*>(b_row + col);
+#pragma unroll
+            for (int e = 0; e < kChunk; ++e) sum += to_acc(x[e]) * to_acc(y[e]);
+        }
+        return lanes_sum<32>(sum);
+    }
+};
+
+// What all scores of a row need: its LSE in log 2, and D = rowsum(dO o O) - dLSE. Where the LSE is
+// -inf it is 0 here: all scores of the row are -inf, and 2^(-inf - -inf) would be NaN instead of
+// the 0 that it should be.
+struct alignas(2 * sizeof(acc_t)) RowStats {
+    acc_t lse_log2, d;
+};
+
+// Finds those of a row in an array laid out as the LSE.
+struct StatsInOrder {
+    const BackwardParams& params;
+    const RowStats* stats;
+
+    __device__ RowStats operator()(const Sequence& sequence, int head, int row) const {
+        return stats[sequence.first_row(head, params.sizes) + row];
+    }
+};
+
+// Those of every row, by the warp of that number.
+template <int Threads>
+__device__ inline void write_row_stats(const BackwardParams& params, RowStats* stats) {
+    const long long index = warp_of_grid<Threads>();
+    if (index >= rows_of_heads(params.sizes)) return;
+    const WarpRow at(params.sizes, index);
+    const acc_t lse = static_cast<const acc_t*>(params.lse)[index];
+    acc_t d = at.dot<kValueDim>(params.o, params.dout);
+    if (params.dlse) d -= static_cast<const acc_t*>(params.dlse)[index];
+    if (at.lane == 0)
+        stats[index] = {lse == negative_infinity() ? acc_t(0) : lse * acc_t(kLog2E), d};
+}

@@ -1,0 +1,152 @@
+// Matrix products on CUDA cores: operands in shared memory, results in registers.
+//
+// The threads of a block stand in a grid of kY rows by kX lanes, the lanes of a row within one
+// warp. A thread owns rows y, y + kY, y + 2 kY, ... of a result, and of its columns either x, x +
+// kX, ... (where columns are keys: score tiles) or 16-byte groups x, x + kX, ... (where they are
+// head dims: output tiles). Reading TM + TN vectors feeds TM * TN * kVec multiply-adds, so shared
+// memory keeps up.
+#pragma once
+
+#include "cuda_cores/shared.cuh"
+
+template <int Threads, int Lanes>
+struct ThreadGrid {
+    static_assert(32 % Lanes == 0 && Threads % 32 == 0, "the lanes of a row must be of one warp");
+    static constexpr int kThreads = Threads;
+    static constexpr int kX = Lanes;
+    static constexpr int kY = Threads / Lanes;
+
+    int x = threadIdx.x % kX;
+    int y = threadIdx.x / kX;
+
+    __device__ int row(int i) const { return y + i * kY; }
+    __device__ int key(int j) const { return x + j * kX; }
+    __device__ int dim(int c) const { return (x + c * kX) * kVec; }
+
+    // Where a thread's `Count` rows are keys, they come in runs of kVec if they can: the weights of
+    // a run are then one vector of a row of P or dS.
+    template <int Count>
+    static constexpr int kRun = Count % kVec == 0 ? kVec : 1;
+    template <int Count>
+    __device__ int key_row(int j) const {
+        return (y + j / kRun<Count> * kY) * kRun<Count> + j % kRun<Count>;
+    }
+
+    // Column groups of a thread in an output of Dims columns, and the columns that takes with
+    // padding.
+    __device__ static constexpr int groups(int dims) { return ceil_div(dims, kX * kVec); }
+    __device__ static constexpr int padded(int dims) { return groups(dims) * kX * kVec; }
+};
+
+// A thread's part of a score tile, and of an output tile.
+template <int TM, int TN>
+using ScoreTile = acc_t[TM][TN];
+template <int TM, int Groups>
+using OutputTile = Vec[TM][Groups];
+
+// scores[i][j] = sum_d a[row i][d] * b[key j][d] over Dims columns, as in S = Q K^T and dP = dO
+// V^T.
+template <int Dims, int TM, int TN, class Grid, class A, class B>
+__device__ inline void product_nt(ScoreTile<TM, TN>& scores, const A& a, const B& b,
+                                  const Grid& grid) {
+    constexpr int kDepth = round_up(Dims, kVec);
+    constexpr int kUnroll = 16 / kVec;
+    static_assert(kDepth <= A::kCols && kDepth <= B::kCols, "an operand has too few columns");
+#pragma unroll
+    for (int i = 0; i < TM; ++i)
+#pragma unroll
+        for (int j = 0; j < TN; ++j) scores[i][j] = 0;
+
+#pragma unroll kUnroll
+    for (int d = 0; d < kDepth; d += kVec) {
+        Vec a_part[TM], b_part[TN];
+#pragma unroll
+        for (int i = 0; i < TM; ++i) a_part[i] = a.vec(grid.row(i), d);
+#pragma unroll
+        for (int j = 0; j < TN; ++j) b_part[j] = b.vec(grid.key(j), d);
+#pragma unroll
+        for (int e = 0; e < kVec; ++e)
+#pragma unroll
+            for (int i = 0; i < TM; ++i)
+#pragma unroll
+                for (int j = 0; j < TN; ++j) scores[i][j] += a_part[i][e] * b_part[j][e];
+    }
+}
+
+// weight * values added to sum, element by element. In a Masked tile a weight of exactly zero adds
+// nothing even if the values are NaN or infinite: they belong to a position that may not be read.
+template <bool Masked>
+__device__ inline void add_scaled(Vec& sum, acc_t weight, const Vec& values) {
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) {
+        if (!Masked || weight != 0) sum[e] += weight * values[e];
+    }
+}
+
+// out[i][c] += sum_k weights[row i][k] * values[k][dims c], as in O += P V and dQ = dS K.
+template <bool Masked, int TM, int Groups, class Grid, class A, class B>
+__device__ inline void product_nn(OutputTile<TM, Groups>& out, const A& weights, const B& values,
+                                  const Grid& grid) {
+    constexpr int kDepth = B::kRows;
+    static_assert(kDepth % kVec == 0, "weights are read in whole vectors");
+#pragma unroll 2
+    for (int k = 0; k < kDepth; k += kVec) {
+        Vec row_weights[TM];
+#pragma unroll
+        for (int i = 0; i < TM; ++i) row_weights[i] = weights.vec(grid.row(i), k);
+#pragma unroll
+        for (int e = 0; e < kVec; ++e)
+#pragma unroll
+            for (int c = 0; c < Groups; ++c) {
+                const Vec part = values.vec(k + e, grid.dim(c));
+#pragma unroll
+                for (int i = 0; i < TM; ++i) add_scaled<Masked>(out[i][c], row_weights[i][e], part);
+            }
+    }
+}
+
+// out[j][c] += sum_q weights[q][key row j] * values[q][dims c], as in dV += P^T dO and dK += dS^T
+// Q.
+template <bool Masked, int TN, int Groups, class Grid, class A, class B>
+__device__ inline void product_tn(OutputTile<TN, Groups>& out, const A& weights, const B& values,
+                                  const Grid& grid) {
+    constexpr int kDepth = B::kRows;
+    constexpr int kRun = Grid::template kRun<TN>;
+    using Run = Pack<acc_t, kRun>;
+#pragma unroll 4
+    for (int q = 0; q < kDepth; ++q) {
+        Vec part[Groups];
+#pragma unroll
+        for (int c = 0; c < Groups; ++c) part[c] = values.vec(q, grid.dim(c));
+#pragma unroll
+        for (int j = 0; j < TN; j += kRun) {
+            const Run run =
+                reinterpret_cast<const Run&>(weights.at(q, grid.template key_row<TN>(j)));
+#pragma unroll
+            for (int e = 0; e < kRun; ++e)
+#pragma unroll
+                for (int c = 0; c < Groups; ++c) add_scaled<Masked>(out[j + e][c], run[e], part[c]);
+        }
+    }
+}
+
+// Writes a thread's columns of one output row, scaled and rounded.
+template <int Dims, int Groups, class Grid>
+__device__ inline void store_row(scalar_t* row, const Vec (&values)[Groups], acc_t scale,
+                                 const Grid& grid) {
+    constexpr int kChunk = min_of(min_of(kAlignBytes / sizeof(scalar_t), kVec), Dims & -Dims);
+    using Chunk = Pack<scalar_t, kChunk>;
+#pragma unroll
+    for (int c = 0; c < Groups; ++c)
+#pragma unroll
+        for (int part = 0; part < kVec; part += kChunk) {
+            const int col = grid.dim(c) + part;
+            if (col >= Dims) continue;
+            Chunk chunk;
+#pragma unroll
+            for (int e = 0; e < kChunk; ++e) {
+                chunk[e] = from_acc<scalar_t>(values[c][part + e] * scale);
+            }
+            *reinterpret_cast<Chunk*>(row + col) = chunk;
+        }
+}

@@ -1,0 +1,66 @@
+// What the tiled kernels do to a tile of scores between its two products.
+#pragma once
+
+#include "cuda_cores/products.cuh"
+#include "scores/score_rules.cuh"
+
+// Scales the scores and, in a Masked tile, sets those of unseen keys to -inf. (A NaN in such a key
+// is gone with this: the score is replaced, not added to.)
+template <bool Masked, int TM, int TN, class Grid>
+__device__ inline void scale_and_mask(ScoreTile<TM, TN>& scores, acc_t scale, const Grid& grid,
+                                      Mask mask, int first_row, int first_key) {
+#pragma unroll
+    for (int i = 0; i < TM; ++i) {
+        const int keys_seen = mask.keys_end(first_row + grid.row(i)) - first_key;
+#pragma unroll
+        for (int j = 0; j < TN; ++j) {
+            const bool seen = !Masked || grid.key(j) < keys_seen;
+            scores[i][j] = seen ? scores[i][j] * scale : negative_infinity();
+        }
+    }
+}
+
+// Applies what a call asks for to products, which are scores then. In a Masked tile those of unseen
+// keys become -inf.
+template <bool Masked, int TM, int TN, class Grid>
+__device__ inline void apply(const ScoreRules& rules, ScoreTile<TM, TN>& scores, const Grid& grid,
+                             int first_row, int first_key) {
+#pragma unroll
+    for (int i = 0; i < TM; ++i)
+#pragma unroll
+        for (int j = 0; j < TN; ++j) {
+            const int row = first_row + grid.row(i), key = first_key + grid.key(j);
+            const bool seen = !Masked || rules.sees(row, key);
+            scores[i][j] = seen ? rules.score(scores[i][j], row, key) : negative_infinity();
+        }
+}
+
+// Drops probabilities at random.
+template <int TM, int TN, class Grid>
+__device__ inline void drop(const ScoreRules& rules, ScoreTile<TM, TN>& p, const Grid& grid,
+                            int first_row, int first_key) {
+#pragma unroll
+    for (int i = 0; i < TM; ++i)
+#pragma unroll
+        for (int j = 0; j < TN; ++j) {
+            const int row = first_row + grid.row(i), key = first_key + grid.key(j);
+            const int place = 2 * (row % 2) + key % 2;
+            if (!(rules.kept(row, key) >> place & 1)) p[i][j] = 0;
+        }
+}
+
+template <int TM, int TN, class Tile, class Grid>
+__device__ inline void store_scores(Tile& tile, const ScoreTile<TM, TN>& scores, const Grid& grid) {
+#pragma unroll
+    for (int i = 0; i < TM; ++i)
+#pragma unroll
+        for (int j = 0; j < TN; ++j) tile.at(grid.row(i), grid.key(j)) = scores[i][j];
+}
+
+template <int TN>
+__device__ inline acc_t max_of(const acc_t (&scores)[TN]) {
+    acc_t largest = scores[0];
+#pragma unroll
+    for (int j = 1; j < TN; ++j) largest = scores[j] > largest ? scores[j] : largest;
+    return largest;
+}

@@ -1,0 +1,60 @@
+// Shared memory: matrices whose rows are padded against bank conflicts, and the copy that fills
+// them.
+#pragma once
+
+#include "call/config.cuh"
+#include "call/memory.cuh"
+#include "call/tensor.cuh"
+
+using Vec = Pack<acc_t, kVec>;
+
+// A Rows x Cols matrix. The pitch is an odd number of 16-byte units, so that threads which read the
+// same columns of neighbouring rows hit different banks. Columns from Cols to the next whole unit
+// exist and are zero.
+template <int Rows, int Cols>
+struct SharedMatrix {
+    static constexpr int kRows = Rows;
+    static constexpr int kCols = round_up(Cols, kVec);
+    static constexpr int kPitch = (kCols / kVec | 1) * kVec;
+
+    acc_t data[Rows * kPitch];
+
+    __device__ acc_t& at(int row, int col) { return data[row * kPitch + col]; }
+    __device__ const acc_t& at(int row, int col) const { return data[row * kPitch + col]; }
+    __device__ Vec& vec(int row, int col) { return reinterpret_cast<Vec&>(at(row, col)); }
+    __device__ const Vec& vec(int row, int col) const {
+        return reinterpret_cast<const Vec&>(at(row, col));
+    }
+};
+
+// Rows [first_row, first_row + Rows) of a global matrix, or of one in pages, with Cols columns,
+// converted to acc_t; zero outside rows [0, end_row) and in the padding columns. The whole block
+// takes part.
+template <int Threads, int Cols, class Tile, class Source>
+__device__ inline void load_tile(Tile& tile, const Source& source, int first_row, int end_row) {
+    // As wide as the caller's alignment allows, but no chunk may straddle the last column.
+    constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), Cols & -Cols);
+    constexpr int kRowChunks = Tile::kCols / kChunk;
+    static_assert(Tile::kCols % kChunk == 0, "a row of the tile must hold whole chunks");
+    using Chunk = Pack<scalar_t, kChunk>;
+
+    for (int i = threadIdx.x; i < Tile::kRows * kRowChunks; i += Threads) {
+        const int row = i / kRowChunks, col = i % kRowChunks * kChunk;
+        Chunk chunk = {};
+        if (first_row + row < end_row && col < Cols) {
+            chunk = *reinterpret_cast<const Chunk*>(source.row(first_row + row) + col);
+        }
+        if constexpr (kChunk % kVec == 0) {
+#pragma unroll
+            for (int c = 0; c < kChunk; c += kVec) {
+                Vec values;
+#pragma unroll
+                for (int e = 0; e < kVec; ++e) values[e] = to_acc(chunk[c + e]);
+                tile.vec(row, col + c) = values;
+            }
+        } else {
+#pragma unroll
+            for (int e = 0; e < kChunk; ++e) tile.at(row, col + e) = to_acc(chunk[e]);
+        }
+    }
+}

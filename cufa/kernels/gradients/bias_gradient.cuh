@@ -1,0 +1,91 @@
+// The gradient of the bias: sums of dS in the workspace, which an entry of its own rounds.
+//
+// Sums are of the bias's shape, to which blocks add atomically. Or every score has its own, with no
+// addition at all, and those of the scores that share an element of the bias are added up in order
+// at the end: always if the same bits are wanted in every run, and for free if no scores share one.
+#pragma once
+
+#include "call/warp_rows.cuh"
+#include "gradients/score_gradients.cuh"
+
+// Those of one head of a sequence.
+struct BiasSums {
+    Matrix<acc_t> sums;
+
+    __device__ BiasSums(const BackwardParams& params, const Sequence& sequence, int head,
+                        acc_t* all) {
+        const ScoreTensor& shape = params.dbias.out;
+        if constexpr (kOwnBiasSums) {
+            const long long keys = params.dbias.keys;
+            sums = {all + sequence.first_row(head, params.sizes) * keys, keys};
+        } else {
+            sums = {all + sequence.batch * shape.batch_stride + head * shape.head_stride,
+                    shape.row_stride};
+        }
+    }
+
+    __device__ void add(int row, int key, acc_t gradient) const {
+        acc_t& sum = sums.row(row)[key];
+        if constexpr (kOwnBiasSums) {
+            sum = gradient;
+        } else {
+            atomicAdd(&sum, gradient);
+        }
+    }
+};
+
+__device__ inline long long elements_of(const BiasGradient& bias) {
+    return static_cast<long long>(bias.batch) * bias.heads * bias.rows * bias.keys;
+}
+
+// Makes all sums zero: some scores are seen by nobody. The whole grid takes part.
+template <int Threads>
+__device__ inline void clear_bias_sums(const BackwardParams& params, acc_t* sums) {
+    clear_sums<Threads>(sums, kOwnBiasSums ? rows_of_heads(params.sizes) * params.dbias.keys
+                                           : elements_of(params.dbias));
+}
+
+// The axis of the scores along which an element of the bias stands for [begin, end).
+struct Shared {
+    int begin, end;
+
+    __device__ Shared(int place, int bias_size, int size)
+        : begin(bias_size == 1 ? 0 : place), end(bias_size == 1 ? size : min(place + 1, size)) {}
+};
+
+// The sum of what the scores have that share an element of the bias, in order.
+__device__ inline acc_t sum_of_shared(const BackwardParams& params, acc_t* sums, int batch,
+                                      int head, int row, int key) {
+    const BiasGradient& bias = params.dbias;
+    const Shared batches(batch, bias.batch, params.sizes.batch);
+    const Shared heads(head, bias.heads, params.sizes.heads);
+    acc_t sum = 0;
+    for (int b = batches.begin; b < batches.end; ++b) {
+        const Sequence sequence(params, b);
+        const Shared rows(row, bias.rows, sequence.seqlen_q);
+        for (int h = heads.begin; h < heads.end; ++h) {
+            const BiasSums of_head(params, sequence, h, sums);
+            for (int i = rows.begin; i < rows.end; ++i) sum += of_head.sums.row(i)[key];
+        }
+    }
+    return sum;
+}
+
+// A thread for each element of the bias.
+template <class Bias, int Threads>
+__device__ inline void write_bias_gradient(const BackwardParams& params, acc_t* sums) {
+    const BiasGradient& bias = params.dbias;
+    const long long index = static_cast<long long>(blockIdx.x) * Threads + threadIdx.x;
+    if (index >= elements_of(bias)) return;
+    acc_t sum;
+    if constexpr (kOwnBiasSums) {
+        const long long row = index / bias.keys;
+        const long long head = row / bias.rows;
+        sum = sum_of_shared(params, sums, head / bias.heads, head % bias.heads, row % bias.rows,
+                            index % bias.keys);
+    } else {
+        sum = sums[index];
+    }
+    static_cast<Bias*>(bias.out.data)[index] =
+        from_acc<Bias>(static_cast<accumulator_t<Bias>>(sum));
+}

@@ -1,0 +1,41 @@
+// What the backward makes of one score, and what a call asks of the backward beyond config.cuh.
+#pragma once
+
+#include "call/warp_rows.cuh"
+#include "scores/score_rules.cuh"
+
+#if !defined(DETERMINISTIC) || !defined(BIAS_GRADIENT) || !defined(OWN_BIAS_SUMS)
+#error "the host must define DETERMINISTIC, BIAS_GRADIENT and OWN_BIAS_SUMS"
+#endif
+
+constexpr bool kDeterministic = DETERMINISTIC;  // the same bits in every run: no atomic additions
+constexpr bool kBiasGradient = BIAS_GRADIENT;   // the gradient of the bias is wanted
+constexpr bool kOwnBiasSums = OWN_BIAS_SUMS;    // every score has a sum of its own in it
+
+// Whether dropout keeps one probability.
+__device__ inline bool keeps(const ScoreRules& rules, int row, int key) {
+    return rules.kept(row, key) >> (2 * (row % 2) + key % 2) & 1;
+}
+
+struct ScoreGradient {
+    acc_t p = 0;         // the probability, as dropout left it: dV is the sum of p dO
+    acc_t modified = 0;  // the gradient of what the caller's function made of the score
+    acc_t score = 0;     // dS: what is added to a score before that has this gradient
+    acc_t product = 0;   // the gradient of the product times the scale, from which dQ and dK are
+};
+
+// From the products Q K^T and dO V^T of a row and a key that it sees. `kept` is whether dropout
+// keeps their probability, and `exp2` computes powers of 2.
+template <class Exp2>
+__device__ inline ScoreGradient score_gradient(const Exp2& exp2, const ScoreRules& rules,
+                                               acc_t product, acc_t dp, int row, int key,
+                                               RowStats stats, bool kept) {
+    const acc_t p = exp2.power(rules.score(product, row, key) - stats.lse_log2);
+    const acc_t scale = !kDropout ? acc_t(1) : kept ? rules.kept_scale() : acc_t(0);
+    ScoreGradient gradient;
+    gradient.p = p * scale;
+    gradient.modified = gradient.score = p * (dp * scale - stats.d);
+    if constexpr (kScoreMod) gradient.score *= rules.modified_slope_at(product, row, key);
+    gradient.product = gradient.score * rules.slope(product);
+    return gradient;
+}

@@ -1,0 +1,25 @@
+// The gradient of the sinks: -sum P_sink D over all rows of a head, where P_sink is the probability
+// that the sink has of a row. In a fixed order, so that every run gives the same bits.
+#pragma once
+
+#include "call/warp_rows.cuh"
+
+// A block for each head. `stats_of` finds the RowStats of a sequence, a head and a row.
+template <int Threads, class StatsOf>
+__device__ inline void write_sink_gradient(const BackwardParams& params, const StatsOf& stats_of,
+                                           WarpSums<Threads>& warps) {
+    const int head = blockIdx.x;
+    const acc_t sink = static_cast<const acc_t*>(params.features.sink)[head] * acc_t(kLog2E);
+    acc_t sum = 0;
+    for (int b = 0; b < params.sizes.batch; ++b) {
+        const Sequence sequence(params, b);
+#pragma unroll 4
+        for (int i = threadIdx.x; i < sequence.seqlen_q; i += Threads) {
+            const RowStats row = stats_of(sequence, head, i);
+            const acc_t p = exp2_of(sink - row.lse_log2);
+            sum -= p == 0 ? acc_t(0) : p * row.d;  // a D that is NaN may be of a row of -inf alone
+        }
+    }
+    sum = block_sum<Threads>(sum, warps);
+    if (threadIdx.x == 0) static_cast<acc_t*>(params.dsink)[head] = sum;
+}

@@ -1,0 +1,127 @@
+// What bwd_4_wgmma works on at once, and a block's shared memory for it.
+#pragma once
+
+#include "hopper/backward/wgmma_backward.cuh"
+#include "hopper/backward/wgmma_seen_queries.cuh"
+
+constexpr int kBlockM = BLOCK_M, kStages = STAGES;
+constexpr int kKeyStages = KEY_STAGES;
+constexpr int kBlockN = kConsumers * kWgmmaM;
+// Whether gradients leave through an outbox of each warpgroup; otherwise warpgroups add to dQ
+// themselves, and dK and dV leave from where the keys were.
+constexpr bool kOutboxes = HAS_OUTBOXES;
+static_assert(!kOutboxes || kAdding == kAsTheyCome, "nobody would know when they are added");
+constexpr bool kShortTiles = kBlockM <= kPanelCols;
+// Whether dO has barriers of its own, so that S begins once Q is there. Otherwise it is no faster.
+constexpr bool kOutApart = kShortTiles && kScoresTogether;
+// Each warpgroup has a panel of dims of dQ if tiles of queries are short, and so there are two.
+constexpr int kHeadCols = kShortTiles && kHeadDim <= kPanelCols ? 2 * kPanelCols : kHeadDim;
+// A row of dS^T in a panel: narrow if queries would leave a part of a panel empty.
+constexpr int kScoreRowBytes = kBlockM % kPanelCols == 0 ? kPanelRowBytes : kNarrowRowBytes;
+constexpr int kHead = round_up(kHeadCols, kWgmmaK), kValue = round_up(kValueDim, kWgmmaK);
+
+struct Params {
+    TensorMap q, k, v, dout, dk, dv;
+    BackwardParams call;
+};
+static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struct");
+
+using KeyRows = PanelTile<kWgmmaM, kHeadCols>;
+using ValueRows = PanelTile<kWgmmaM, kValueDim>;
+using QueryRows = PanelTile<kBlockM, kHeadCols>;
+using OutRows = PanelTile<kBlockM, kValueDim>;
+using ScoreRows = PanelTile<kWgmmaM, kBlockM, scalar_t, kScoreRowBytes>;
+using Keys = KeyOrder<kBlockN>;
+using Tiles = QueryTiles<kBlockM, kBlockN>;
+using RangeWalk = QueryWalk<Tiles>;
+using Statistics = RowStatistics<kBlockM>;
+
+// The warpgroups part a tile of dQ^T: each has a panel of dims, if there are as many, and half the
+// queries of the odd one.
+constexpr int kPanels = KeyRows::kPanels;
+constexpr bool kWholePanel = kPanels >= kConsumers, kHalfPanel = kPanels % kConsumers != 0;
+static_assert(kPanels / kConsumers == kWholePanel, "a warpgroup has at most one panel of dQ");
+using Sums = QuerySums<kBlockM, kPanels, kHalfPanel>;
+using QueryWorkspace = Workspace<kBlockM, Sums>;
+struct QueryPart {
+    WgmmaSums<kBlockM> panel;
+    WgmmaSums<kBlockM / 2> half;
+};
+
+struct Queries {
+    QueryRows q;
+    OutRows dout;
+};
+
+// What a warpgroup sends out by the copy engine: its part of a tile of dQ^T, or the gradients of
+// its keys or values. None of them is larger than the first.
+struct Outbox {
+    alignas(kOutboxes ? kSwizzleBytes : sizeof(float)) float sums[kOutboxes ? Sums::kPanel : 1];
+
+    __device__ float* queries() { return sums; }
+    __device__ KeyRows& keys() { return reinterpret_cast<KeyRows&>(sums); }
+    __device__ ValueRows& values() { return reinterpret_cast<ValueRows&>(sums); }
+};
+static_assert(!kOutboxes || sizeof(Outbox) >= KeyRows::kBytes);
+static_assert(!kOutboxes || sizeof(Outbox) >= ValueRows::kBytes);
+// And where to: dQ is added to sums, the others are those of some work.
+struct Label {
+    enum Content { kNothing, kQueries, kValues, kKeys } content;
+    float* sums;
+    KeyWork work;
+};
+
+struct Smem {
+    KeyRows k[kKeyStages][kConsumers];
+    ValueRows v[kKeyStages][kConsumers];
+    Queries queries[kStages];
+    ScoreRows ds[kStages][kConsumers];
+    Statistics rows[kStages];
+    KeyWork work[kKeyStages];
+    LabelledRing<kStages> ring;
+    Ring<kStages> ds_ring;
+    Ring<kKeyStages> keys_ring;
+    ptx::Barrier gradients[kKeyStages];  // whether they lie where the keys were
+    OrderRing<kStages> order[kConsumers];
+    Ring<1> outbox_rings[kConsumers];
+    Label labels[kConsumers];
+    ptx::Barrier dout_full[kStages];
+    Outbox outboxes[kConsumers];
+
+    // Sets up the barriers: how many arrive at each.
+    __device__ void init() {
+        constexpr int kWarps = kConsumers * kWarpgroup / 32;
+        ring.init(kWarps);
+        if (kOutApart) {
+            for (ptx::Barrier& full : dout_full) ptx::barrier_init(full, 1);
+        }
+        ds_ring.init(kWarps, kConsumers * kWarpgroup);
+        keys_ring.init(kOutboxes ? kWarps : kTurns ? kConsumers + 1 : 1);
+        for (ptx::Barrier& written : gradients) {
+            ptx::barrier_init(written, kConsumers * kWarpgroup);
+        }
+        if (kTurns) {
+            for (OrderRing<kStages>& waiting : order) waiting.init();
+        }
+        if (kOutboxes) {
+            for (Ring<1>& outbox_ring : outbox_rings) outbox_ring.init(1, kWarpgroup);
+        }
+        ptx::barrier_init_fence();
+    }
+};
+
+// The parts of tiles that a mask_mod shows. In the workspace they come after all else.
+using Seen = SeenTiles<kBlockM, kBlockN>;
+using SeenWalk = SeenQueryWalk<Seen, Tiles, kBlockM>;
+using LabelledWalk = LabelledQueryWalk<Tiles, kStages>;
+__device__ inline SeenPart* seen_parts(const BackwardParams& call) {
+    return reinterpret_cast<SeenPart*>(QueryWorkspace(call).taken + 1);
+}
+__device__ inline float* sums_of_arrays(const BackwardParams& call) {
+    constexpr int kParts = sizeof(float) / sizeof(SeenPart);
+    return reinterpret_cast<float*>(seen_parts(call)) + (Seen::count(call) + kParts - 1) / kParts;
+}
+
+__device__ inline Tiles query_tiles_of(const BackwardParams& call, const KeyWork& work) {
+    return Tiles(work.mask(call), work.first_key);
+}

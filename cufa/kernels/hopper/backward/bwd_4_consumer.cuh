@@ -1,0 +1,360 @@
+// What a warpgroup of bwd_4_wgmma does with a tile of queries and its 64 keys: the verbs of the
+// loops there.
+#pragma once
+
+#include "hopper/backward/bwd_4_block.cuh"
+#include "hopper/backward/key_array_gradients.cuh"
+#include "hopper/backward/wgmma_key_nonfinite.cuh"
+
+// Whether slopes wait for dS^T where that will be shared. Those of a soft cap alone follow from P.
+constexpr bool kSlopesWait = kSlopes && (kScoreMod || kAlibi || kBias);
+constexpr bool kSlopesFromWeights = kSlopes && !kSlopesWait;
+static_assert(kScoresTogether || !kSlopesFromWeights, "that needs P before it is rounded");
+
+using Scores = WgmmaSums<kBlockM>;
+using Weights = WgmmaOperand<kBlockM>;
+
+// Barriers of parts of the block; __syncthreads has number 0.
+enum NamedBarrier { kAllConsumers = 1, kFirstTurn, kFirstOfWarpgroup = kFirstTurn + kConsumers };
+
+// Warpgroups take turns from a tile's first product to its weights, so that the tensor cores serve
+// one while the other waits for its dQ. Without, they would fall into step, both at their softmax.
+struct Turns {
+    int warpgroup;
+
+    __device__ explicit Turns(int warpgroup) : warpgroup(warpgroup) {
+        if (warpgroup == kConsumers - 1) pass();
+    }
+    __device__ void wait() const {
+        ptx::named_barrier_sync<2 * kWarpgroup>(kFirstTurn + warpgroup);
+    }
+    __device__ void pass() const {
+        const int next = kConsumers - 1 - warpgroup;
+        ptx::named_barrier_arrive<2 * kWarpgroup>(kFirstTurn + next);
+    }
+};
+
+struct Consumer {
+    Smem& smem;
+    const Params& params;
+    const int warpgroup;
+    const Turns turns;
+    KeySoftmax<kBlockM> softmax;
+    // What each tile of queries asks of the keys' work: read once, since shared memory is slow.
+    int first_place;
+    bool sets_sums;
+    RingPosition<kKeyStages> keys_at;
+    RingPosition<kStages> at;
+    RingPosition<1> outbox_to;
+    float* tile_before;  // the sums of dQ of the tile before, of which dS lies a stage before
+    bool last_before;    // whether these are the last keys that it sees
+    bool took_out;       // whether there was NaN or infinity in masked tiles of queries
+    PendingSums<2, false> of_arrays;
+
+    __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
+        : smem(smem), params(params), warpgroup(warpgroup), turns(warpgroup) {}
+
+    // Takes up the next tile of keys, if there is one.
+    __device__ bool receive() {
+        smem.keys_ring.wait_full(keys_at);
+        const int first_key = work().first_key + warpgroup * kWgmmaM;
+        softmax = KeySoftmax<kBlockM>(params.call, work().mask(params.call), first_key);
+        first_place = QueryWorkspace(params.call).first_place_of(work().sequence(params.call));
+        sets_sums = Keys::sets_sums(work());
+        tile_before = nullptr;
+        took_out = false;
+        return work().exists();
+    }
+
+    __device__ const KeyWork& work() const { return smem.work[keys_at.stage]; }
+
+    // The first of the 16 rows that a warp has of its warpgroup's 64.
+    __device__ static int warp_row() { return threadIdx.x % kWarpgroup / 32 * 16; }
+
+    // Where a mask cuts through a tile, NaN or infinity in a row or a key must not reach those that
+    // it does not see; but 0 * NaN is NaN, and a product over the whole tile would multiply by it.
+    // So it is taken out of the operands. Keys need not keep it.
+    __device__ void clean_keys(const Tiles& tiles) {
+        if (!tiles.any_masked()) return;
+        take_out_of_keys<kWarpgroup>(smem.k[keys_at.stage][warpgroup],
+                                     smem.v[keys_at.stage][warpgroup], threadIdx.x % kWarpgroup);
+        ptx::proxy_fence();
+        ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
+    }
+
+    // Queries need not keep it either, since D is NaN; values get theirs from dO in the end.
+    __device__ void clean_queries() {
+        smem.ring.wait_full(at);
+        wait_for_dout();
+        if (!__any_sync(0xffffffffu, smem.rows[at.stage].nonfinite)) return;
+        Queries& queries = smem.queries[at.stage];
+        take_out_of_queries<kConsumers * kWarpgroup>(queries.q, queries.dout, kAllConsumers);
+        took_out = true;
+    }
+
+    // Prepares for a tile that a mask cuts through.
+    template <class Walk>
+    __device__ void begin_masked(const Walk& walk) {
+        clean_queries();
+        if constexpr (kMaskMod) softmax.find_seen(place_of(walk));
+    }
+
+    // Takes up a tile of queries: lets the products begin with its rows' statistics.
+    template <class Walk>
+    __device__ void begin_scores(Scores& s, const Walk& walk) {
+        softmax.find_line(place_of(walk));
+        smem.ring.wait_full(at);
+        softmax.begin_scores(s, smem.rows[at.stage]);
+        if (kScoresBeginWithLse) hold_all(s);
+    }
+    __device__ void begin_weight_gradients(Scores& dp) {
+        softmax.begin_gradients(dp, smem.rows[at.stage]);
+        hold_all(dp);
+    }
+
+    // Issues S^T = K Q^T - LSE.
+    __device__ void issue_scores(Scores& s) {
+        issue_product_nt<kHead, kBlockM, kScoresBeginWithLse>(s, smem.k[keys_at.stage][warpgroup],
+                                                              smem.queries[at.stage].q);
+    }
+
+    // Issues dP^T = V dO^T - D.
+    __device__ void issue_weight_gradients(Scores& dp) {
+        wait_for_dout();
+        issue_product_nt<kValue, kBlockM, true>(dp, smem.v[keys_at.stage][warpgroup],
+                                                smem.queries[at.stage].dout);
+    }
+
+    template <class Walk>
+    __device__ void exponentiate(Scores& s, const Walk& walk) {
+        if (kSlopesWait) smem.ds_ring.wait_empty(at);
+        if (walk.masked()) {
+            shape<true>(s, walk);
+            softmax.exponentiate<true>(s, smem.rows[at.stage], walk.tile);
+        } else {
+            shape<false>(s, walk);
+            softmax.exponentiate<false>(s, smem.rows[at.stage], walk.tile);
+        }
+    }
+
+    // P is as it was computed, or rounded.
+    template <class P, class Walk>
+    __device__ void differentiate(Scores& dp, const P& p, const Walk& walk) {
+        const Statistics& rows = smem.rows[at.stage];
+        if (walk.masked()) {
+            softmax.template differentiate<true, kSlopesFromWeights>(dp, p, rows, walk.tile);
+        } else {
+            softmax.template differentiate<false, kSlopesFromWeights>(dp, p, rows, walk.tile);
+        }
+        if constexpr (kArrayGradients) add_to_arrays(dp, walk);
+        if constexpr (kSlopesWait)
+            softmax.apply_slopes(dp, smem.ds[at.stage][warpgroup], warp_row());
+    }
+
+    // Issues dV += P^T dO.
+    __device__ void issue_value_gradients(WgmmaSums<kValue>& dv, const Weights& p) {
+        issue_product_pn<kBlockM, kValue>(dv, p, smem.queries[at.stage].dout);
+    }
+
+    // Issues dK += dS^T Q.
+    __device__ void issue_key_gradients(WgmmaSums<kHead>& dk, const Weights& ds) {
+        issue_product_pn<kBlockM, kHead>(dk, ds, smem.queries[at.stage].q);
+    }
+
+    // The same with dS^T where it was shared. Nobody but this warpgroup needs to be done with that.
+    __device__ void issue_key_gradients(WgmmaSums<kHead>& dk) {
+        ptx::named_barrier_sync<kWarpgroup>(kFirstOfWarpgroup + warpgroup);
+        const auto& ds = smem.ds[at.stage][warpgroup];
+        issue_product_nn<kBlockM, kHead>(dk, ds, smem.queries[at.stage].q);
+    }
+
+    // Shows dS^T to the other warpgroup.
+    __device__ void share(const Weights& ds) {
+        smem.ds_ring.wait_empty(at);
+        write_rows<kBlockM>(smem.ds[at.stage][warpgroup], ds, warp_row());
+        ptx::proxy_fence();
+        ptx::barrier_arrive(smem.ds_ring.full[at.stage]);
+    }
+
+    // Issues this warpgroup's part of dQ^T = K^T dS^T, of all keys, for the tile before. At the
+    // first tile that is a product of K with what is there, the queries, and is not used: a branch
+    // around it would make all products wait for each other.
+    __device__ void issue_query_gradients(QueryPart& dq) {
+        using Shared = ScoreRows[kConsumers];
+        static_assert(sizeof(Shared) <= sizeof(Queries), "there is not as much");
+        const RingPosition<kStages> from = before(at);
+        const bool is_there = tile_before != nullptr;
+        if (is_there) smem.ds_ring.wait_full(from);
+        const Shared& ds =
+            is_there ? smem.ds[from.stage] : reinterpret_cast<Shared&>(smem.queries[at.stage]);
+        const auto& k = smem.k[keys_at.stage];
+        if constexpr (kWholePanel) issue_product_tn<kBlockM>(dq.panel, k, warpgroup, ds, 0);
+        if constexpr (kHalfPanel) {
+            issue_product_tn<kBlockM / 2>(dq.half, k, kPanels - 1, ds, warpgroup * (kBlockM / 2));
+        }
+    }
+
+    // Adds this warpgroup's part of dQ of the tile before to its sums, or those to it.
+    __device__ void add_query_gradients(QueryPart& dq) {
+        if (tile_before == nullptr) return;
+        const RingPosition<kStages> from = before(at);
+        release(smem.ds_ring, from);
+        if constexpr (kOutboxes) {
+            wait_for_outbox();
+            Sums::write(smem.outboxes[warpgroup].queries(), dq.panel);
+            return post({Label::kQueries, Sums::panel_of(tile_before, warpgroup), {}});
+        }
+        if (kTurns) smem.order[warpgroup].wait_full(from);
+        float* const panel = Sums::panel_of(tile_before, warpgroup);
+        float* const half = Sums::half_of(tile_before, warpgroup);
+        if (kRounds && last_before) {
+            if constexpr (kWholePanel) round_query_gradients(dq.panel, panel);
+            if constexpr (kHalfPanel) round_query_gradients(dq.half, half);
+        } else {
+            if constexpr (kWholePanel) Sums::add(panel, dq.panel, sets_sums);
+            if constexpr (kHalfPanel) Sums::add(half, dq.half, sets_sums);
+        }
+        if (kTurns) arrive_by_warp(smem.order[warpgroup].added[from.stage]);
+    }
+
+    // Ends with a tile of queries.
+    template <class Walk>
+    __device__ void finish(const Walk& walk) {
+        release(smem.ring, at);
+        at.advance();
+        const QueryWorkspace workspace(params.call);
+        tile_before = workspace.sums_at(workspace.place_from(first_place, walk.head, walk.tile));
+        last_before = walk.tiles.last_of(walk.tile);
+    }
+
+    // Adds NaN and infinity in dO to the gradients of this warpgroup's values.
+    __device__ void add_taken_out(WgmmaSums<kValue>& dv, const Tiles& tiles) const {
+        if (!took_out) return;
+        add_nonfinite<kValue>(dv, params.call, work().sequence(params.call),
+                              work().heads(params.call.sizes), tiles, softmax, 0);
+    }
+
+    // Hands out the gradients of this warpgroup's values.
+    __device__ void hand_out_values(const WgmmaSums<kValue>& dv) {
+        if constexpr (kParts > 1) {
+            key_sums().write_values<kValue>(params.call, work(), warpgroup * kWgmmaM, 0, dv);
+        } else if constexpr (kOutboxes) {
+            wait_for_outbox();
+            write_rounded<kValue>(smem.outboxes[warpgroup].values(), dv);
+            post({Label::kValues, nullptr, work()});
+        } else {
+            write_rounded<kValue>(smem.v[keys_at.stage][warpgroup], dv);
+        }
+    }
+
+    // Hands out those of its keys: where these were once the other warpgroup is done with them too.
+    __device__ void hand_out_keys(WgmmaSums<kHead>& dk) {
+        const float scale = kParts > 1 ? 1 : params.call.softmax_scale;  // parts are scaled later
+#pragma unroll
+        for (int i = 0; i < kHead / 2; ++i) dk[i] *= scale;
+        if constexpr (kParts > 1) {
+            key_sums().write_keys<kHead>(params.call, work(), warpgroup * kWgmmaM, 0, dk);
+            give_up_keys();
+        } else if constexpr (kOutboxes) {
+            const KeyWork done = work();
+            give_up_keys();
+            wait_for_outbox();
+            write_rounded<kHead>(smem.outboxes[warpgroup].keys(), dk);
+            post({Label::kKeys, nullptr, done});
+        } else {
+            ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
+            write_rounded<kHead>(smem.k[keys_at.stage][warpgroup], dk);
+            ptx::proxy_fence();
+            give_up_keys();
+        }
+        keys_at.advance();
+    }
+
+    // Says that there is nothing left.
+    __device__ void leave() {
+        if constexpr (kArrayGradients) of_arrays.flush(sums_of_arrays(params.call));
+        if constexpr (!kOutboxes) return;
+        wait_for_outbox();
+        post({Label::kNothing, nullptr, {}});
+    }
+
+  private:
+    template <class Walk>
+    __device__ TilePlace place_of(const Walk& walk) const {
+        return {params.call.features, work().batch, walk.head, walk.tile * kBlockM};
+    }
+
+    template <class Walk>
+    __device__ void add_to_arrays(const Scores& ds, const Walk& walk) {
+        float* const sums = sums_of_arrays(params.call);
+        if (walk.masked()) {
+            add_to_array_gradients<true>(of_arrays, sums, ds, softmax, place_of(walk));
+        } else {
+            add_to_array_gradients<false>(of_arrays, sums, ds, softmax, place_of(walk));
+        }
+    }
+
+    // Makes products scores, if those are more.
+    template <bool Masked, class Walk>
+    __device__ void shape(Scores& s, const Walk& walk) {
+        const TilePlace place = place_of(walk);
+        if constexpr (kSlopesWait) {
+            softmax.shape<Masked>(s, smem.ds[at.stage][warpgroup], warp_row(), place);
+        } else if constexpr (kScoreMod || kBias) {
+            softmax.shape<Masked>(s, place);
+        } else if constexpr (kSoftcap) {
+            softmax.bound(s);
+        }
+    }
+
+    template <int Count>
+    __device__ void round_query_gradients(float (&dq)[Count], float* part) {
+        const QueryWorkspace workspace(params.call);
+        const auto [head, tile] = workspace.tile_of(tile_before, first_place);
+        const Sequence sequence = work().sequence(params.call);
+        const int first_row = tile * kBlockM;
+        auto rows = sequence.queries<scalar_t>(params.call.dq, head);
+        rows.data = rows.row(first_row);
+        Sums::round(tile_before, part, dq, sets_sums, rows, sequence.seqlen_q - first_row,
+                    params.call.softmax_scale);
+    }
+
+    __device__ WgmmaKeySums key_sums() const { return QueryWorkspace(params.call).key_sums; }
+
+    // Says that this thread is done with the keys, and that gradients lie there if they do.
+    __device__ void give_up_keys() {
+        if constexpr (kOutboxes) {
+            release(smem.keys_ring, keys_at);
+        } else {
+            ptx::barrier_arrive(smem.gradients[keys_at.stage]);
+        }
+    }
+
+    __device__ void wait_for_dout() {
+        if (kOutApart) wait_for(smem.dout_full[at.stage], at.parity, at.stage);
+    }
+
+    __device__ void wait_for_outbox() { smem.outbox_rings[warpgroup].wait_empty(outbox_to); }
+
+    // Closes the outbox.
+    __device__ void post(const Label& label) {
+        if (threadIdx.x % kWarpgroup == 0) smem.labels[warpgroup] = label;
+        ptx::proxy_fence();
+        ptx::barrier_arrive(smem.outbox_rings[warpgroup].full[0]);
+        outbox_to.advance();
+    }
+
+    template <int Dims, class Rows>
+    __device__ static void write_rounded(Rows& rows, const WgmmaSums<Dims>& sums) {
+        WgmmaOperand<Dims> rounded;
+        round_to_operand<Dims>(rounded, sums);
+        write_rows<Dims>(rows, rounded, warp_row());
+    }
+};
+
+// Waits for a part of dQ^T.
+template <int Pending>
+__device__ inline void wait_part(QueryPart& dq) {
+    if constexpr (kWholePanel) wait_product<Pending>(dq.panel);
+    if constexpr (kHalfPanel) wait_product<Pending>(dq.half);
+}

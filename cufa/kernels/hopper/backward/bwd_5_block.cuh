@@ -1,0 +1,58 @@
+// What bwd_5_wgmma_wide works on at once, and a block's shared memory for it.
+#pragma once
+
+#include "hopper/backward/wgmma_backward.cuh"
+
+constexpr int kBlockM = BLOCK_M, kBlockN = kWgmmaM, kStages = STAGES;
+constexpr int kHead = round_up(kHeadDim, kWgmmaK), kValue = round_up(kValueDim, kWgmmaK);
+// Panels of the head dims, of which each warpgroup has one at least.
+constexpr int kHeadPanels = kHeadDim > kPanelCols ? ceil_div(kHeadDim, kPanelCols) : kConsumers;
+constexpr int kValuePanels = kValueDim > kPanelCols ? ceil_div(kValueDim, kPanelCols) : kConsumers;
+
+struct Params {
+    TensorMap q, k, v, dout, dk, dv;
+    BackwardParams call;
+};
+static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struct");
+
+using KeyRows = PanelTile<kBlockN, kHeadPanels * kPanelCols>;
+using ValueRows = PanelTile<kBlockN, kValuePanels * kPanelCols>;
+using QueryRows = PanelTile<kBlockM, kHeadPanels * kPanelCols>;
+using OutRows = PanelTile<kBlockM, kValuePanels * kPanelCols>;
+using ScoreRows = PanelTile<kBlockN, kBlockM>;
+using Keys = KeyOrder<kBlockN>;
+using Tiles = QueryTiles<kBlockM, kBlockN>;
+using Walk = QueryWalk<Tiles>;
+using Statistics = RowStatistics<kBlockM>;
+using Sums = QuerySums<kBlockM, kHeadPanels, false>;
+using QueryWorkspace = Workspace<kBlockM, Sums>;
+
+struct Smem {
+    KeyRows k;
+    ValueRows v;
+    QueryRows q[kStages];
+    OutRows dout[kStages];
+    ScoreRows p[kStages], ds[kStages];
+    Statistics rows[kStages];
+    Ring<kStages> q_ring, dout_ring, p_ring, ds_ring;
+    Ring<1> keys_ring;
+    OrderRing<kStages> order[kConsumers];
+
+    // Sets up the barriers: how many arrive at each.
+    __device__ void init() {
+        constexpr int kWarps = kConsumers * kWarpgroup / 32;
+        q_ring.init(kWarps);
+        dout_ring.init(kWarps);
+        p_ring.init(kWarps, kWarpgroup);
+        ds_ring.init(kWarps, kWarpgroup);
+        keys_ring.init(kConsumers);
+        if (kTurns) {
+            for (OrderRing<kStages>& waiting : order) waiting.init();
+        }
+        ptx::barrier_init_fence();
+    }
+};
+
+__device__ inline Tiles query_tiles_of(const BackwardParams& call, const KeyWork& work) {
+    return Tiles(work.mask(call), work.first_key);
+}

@@ -1,0 +1,261 @@
+// What a warpgroup of bwd_5_wgmma_wide does with a tile of queries, the 64 keys and its part of the
+// head dims: the verbs of the loop there.
+#pragma once
+
+#include "hopper/backward/bwd_5_block.cuh"
+#include "hopper/backward/wgmma_key_nonfinite.cuh"
+
+using Scores = WgmmaSums<kBlockM>;
+using Weights = WgmmaOperand<kBlockM>;
+using QueryPart = WgmmaSums<kBlockM>;  // 64 dims of dQ^T
+
+// Barriers of parts of the block; __syncthreads has number 0.
+enum NamedBarrier { kAllConsumers = 1, kFirstOfWarpgroup };
+// The warpgroup that computes P, and the one that computes dS.
+enum Role { kWeights, kWeightGradients };
+
+// A warpgroup's part of a tile's panels.
+struct PanelRange {
+    int begin, count;
+
+    __device__ constexpr int cols() const { return count * kPanelCols; }
+    __device__ constexpr int first_col() const { return begin * kPanelCols; }
+};
+// Parts of which the first warpgroup has the larger one, if there is one, or the second. Both keep
+// as many panels of sums if the first has more of dK and the second of dV; and the second, which
+// waits for P, has more of dQ.
+__device__ constexpr PanelRange more_for_first(Role role, int panels) {
+    return role == kWeights ? PanelRange{0, ceil_div(panels, 2)}
+                            : PanelRange{ceil_div(panels, 2), panels / 2};
+}
+__device__ constexpr PanelRange more_for_second(Role role, int panels) {
+    return role == kWeights ? PanelRange{0, panels / 2}
+                            : PanelRange{panels / 2, ceil_div(panels, 2)};
+}
+
+template <int Cols, int Rows, int TileCols>
+__device__ inline PanelTile<Rows, Cols>& part_of(PanelTile<Rows, TileCols>& tile, int first_col) {
+    return reinterpret_cast<PanelTile<Rows, Cols>&>(tile.data[first_col / kPanelCols]);
+}
+
+template <Role kRole>
+struct Consumer {
+    static constexpr PanelRange kKeyPart = more_for_first(kRole, kHeadPanels);
+    static constexpr PanelRange kValuePart = more_for_second(kRole, kValuePanels);
+    static constexpr PanelRange kQueryPart = more_for_second(kRole, kHeadPanels);
+    static constexpr int kKeyCols = kKeyPart.cols(), kValueCols = kValuePart.cols();
+    using KeyGradients = WgmmaSums<kKeyCols>;
+    using ValueGradients = WgmmaSums<kValueCols>;
+
+    Smem& smem;
+    const Params& params;
+    KeyWork work;
+    KeySoftmax<kBlockM> softmax;
+    RingPosition<1> keys_at;
+    RingPosition<kStages> at;
+    RingPosition<kStages> turn;  // the next to add to dQ, if blocks do so in order
+    float* tile_before;          // the sums of dQ of the tile before
+    float* late_tile;            // those of the one before that, which lack their last panel
+    bool took_out;               // whether there was NaN or infinity in masked tiles of queries
+
+    __device__ Consumer(Smem& smem, const Params& params) : smem(smem), params(params) {}
+
+    // Takes up a tile of keys.
+    __device__ void begin(KeyWork next) {
+        work = next;
+        tile_before = nullptr;
+        took_out = false;
+        softmax = KeySoftmax<kBlockM>(params.call, work.mask(params.call), work.first_key);
+    }
+
+    // The first of the 16 rows that a warp has of its warpgroup's 64.
+    __device__ static int warp_row() { return threadIdx.x % kWarpgroup / 32 * 16; }
+
+    // Waits for the keys.
+    //
+    // Where a mask cuts through a tile, NaN or infinity in a row or a key must not reach those that
+    // it does not see; but 0 * NaN is NaN, and a product over the whole tile would multiply by it.
+    // So it is taken out of the operands. Keys need not keep it.
+    __device__ void receive_keys(const Tiles& tiles) {
+        smem.keys_ring.wait_full(keys_at);
+        if (!tiles.any_masked()) return;
+        take_out_of_keys<kConsumers * kWarpgroup>(smem.k, smem.v, threadIdx.x - kWarpgroup);
+        ptx::proxy_fence();
+        ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
+    }
+
+    // Takes it out of a tile of queries. These need not keep it, since D is NaN; values get theirs
+    // from dO in the end.
+    __device__ void clean_queries() {
+        smem.q_ring.wait_full(at);
+        smem.dout_ring.wait_full(at);
+        if (!__any_sync(0xffffffffu, smem.rows[at.stage].nonfinite)) return;
+        take_out_of_queries<kConsumers * kWarpgroup>(smem.q[at.stage], smem.dout[at.stage],
+                                                     kAllConsumers);
+        took_out = true;
+    }
+
+    // Issues S^T = K Q^T - LSE or dP^T = V dO^T - D. The rows' statistics come with Q.
+    __device__ void issue_scores(Scores& s, const Walk& walk) {
+        if (kRole == kWeights) softmax.find_line(place_of(walk));
+        smem.q_ring.wait_full(at);
+        if (kRole == kWeights) {
+            softmax.begin_scores(s, smem.rows[at.stage]);
+            issue_product_nt<kHead, kBlockM, kScoresBeginWithLse>(s, smem.k, smem.q[at.stage]);
+        } else {
+            softmax.begin_gradients(s, smem.rows[at.stage]);
+            smem.dout_ring.wait_full(at);
+            issue_product_nt<kValue, kBlockM, true>(s, smem.v, smem.dout[at.stage]);
+        }
+    }
+
+    // Computes P^T and shares it.
+    __device__ void share_weights(Scores& s, const Walk& walk) {
+        if (walk.masked()) {
+            shape<true>(s, walk);
+            softmax.template exponentiate<true>(s, smem.rows[at.stage], walk.tile);
+        } else {
+            shape<false>(s, walk);
+            softmax.template exponentiate<false>(s, smem.rows[at.stage], walk.tile);
+        }
+        share(smem.p, smem.p_ring, s);
+    }
+
+    // Computes dS^T and shares it.
+    __device__ void share_gradients(Scores& dp, const Walk& walk) {
+        if (walk.masked()) {
+            differentiate<true>(dp, walk.tile);
+        } else {
+            differentiate<false>(dp, walk.tile);
+        }
+        if constexpr (kSlopes) softmax.apply_slopes(dp, smem.ds[at.stage], warp_row());
+        share(smem.ds, smem.ds_ring, dp);
+    }
+
+    // Issues dV += P^T dO.
+    __device__ void issue_value_gradients(ValueGradients& dv) {
+        smem.p_ring.wait_full(at);
+        smem.dout_ring.wait_full(at);
+        const auto& dout = part_of<kValueCols>(smem.dout[at.stage], kValuePart.first_col());
+        issue_product_nn<kBlockM, kValueCols>(dv, smem.p[at.stage], dout);
+    }
+
+    // Issues dK += dS^T Q for the tile before.
+    __device__ void issue_key_gradients(KeyGradients& dk) {
+        const RingPosition<kStages> from = before(at);
+        smem.ds_ring.wait_full(from);
+        const auto& q = part_of<kKeyCols>(smem.q[from.stage], kKeyPart.first_col());
+        issue_product_nn<kBlockM, kKeyCols>(dk, smem.ds[from.stage], q);
+    }
+
+    // Issues a panel of this warpgroup's part of dQ^T = K^T dS^T for the tile before.
+    __device__ void issue_query_gradients(QueryPart& dq, int panel) {
+        issue_product_tn<kBlockM>(dq, reinterpret_cast<KeyRows(&)[1]>(smem.k),
+                                  kQueryPart.begin + panel,
+                                  reinterpret_cast<ScoreRows(&)[1]>(smem.ds[before(at).stage]), 0);
+    }
+
+    // Adds a panel to the sums of dQ of the tile before.
+    __device__ void add_query_gradients(const QueryPart& dq, int panel) {
+        add_panel(tile_before, panel, dq);
+    }
+    // Adds the last panel of the tile before that, if it is still to be added.
+    __device__ void add_late(const QueryPart& dq) {
+        constexpr int kLast = kQueryPart.count - 1;
+        if (kLast > 0 && late_tile != nullptr) add_panel(late_tile, kLast, dq);
+    }
+
+    // Goes on to the next tile.
+    __device__ void advance(Walk& walk) {
+        const QueryWorkspace workspace(params.call);
+        late_tile = tile_before;
+        tile_before = workspace.sums_of(work.sequence(params.call), walk.head, walk.tile);
+        at.advance();
+        walk.advance();
+    }
+
+    // Stores the gradients of the keys in this warpgroup's part of the head dims through the shared
+    // memory that had the keys.
+    __device__ void store(KeyGradients& dk, ValueGradients& dv, bool took_keys) {
+        ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
+        if (took_out) {
+            const Tiles tiles = query_tiles_of(params.call, work);
+            add_nonfinite<kValueCols>(dv, params.call, work.sequence(params.call),
+                                      work.heads(params.call.sizes), tiles, softmax,
+                                      kValuePart.first_col());
+        }
+        const BackwardParams& call = params.call;
+        if constexpr (kParts > 1) {
+            const WgmmaKeySums key_sums = QueryWorkspace(call).key_sums;
+            key_sums.write_values<kValueCols>(call, work, 0, kValuePart.first_col(), dv);
+            key_sums.write_keys<kKeyCols>(call, work, 0, kKeyPart.first_col(), dk);
+        } else {
+            store<kValueCols, kValueDim>(params.dv, call.dv, smem.v, kValuePart, dv, 1);
+            store<kKeyCols, kHeadDim>(params.dk, call.dk, smem.k, kKeyPart, dk, call.softmax_scale);
+        }
+        if (threadIdx.x % kWarpgroup == 0) {
+            ptx::wait_stores_read();
+            if (took_keys) smem.keys_ring.release(keys_at);
+        }
+        if (took_keys) keys_at.advance();
+    }
+
+  private:
+    __device__ void add_panel(float* tile, int panel, const QueryPart& dq) {
+        if (kTurns && panel == 0) smem.order[kRole].wait_full(turn);
+        Sums::add(Sums::panel_of(tile, kQueryPart.begin + panel), dq, Keys::sets_sums(work));
+        if (kTurns && panel == kQueryPart.count - 1) {
+            arrive_by_warp(smem.order[kRole].added[turn.stage]);
+            turn.advance();
+        }
+    }
+
+    __device__ TilePlace place_of(const Walk& walk) const {
+        return {params.call.features, work.batch, walk.head, walk.tile * kBlockM};
+    }
+
+    // Makes products scores, if those are more. Where dS will be shared there are slopes until
+    // then.
+    template <bool Masked>
+    __device__ void shape(Scores& s, const Walk& walk) {
+        const TilePlace place = place_of(walk);
+        if constexpr (kSlopes) {
+            smem.ds_ring.wait_empty(at);
+            softmax.template shape<Masked>(s, smem.ds[at.stage], warp_row(), place);
+        } else if constexpr (kScoreMod || kBias) {
+            softmax.template shape<Masked>(s, place);
+        }
+    }
+
+    template <int Dims, int TensorDims, class Rows>
+    __device__ void store(const TensorMap& map, const Tensor& tensor, Rows& tile, PanelRange part,
+                          WgmmaSums<Dims>& sums, float scale) {
+#pragma unroll
+        for (int i = 0; i < Dims / 2; ++i) sums[i] *= scale;
+        WgmmaOperand<Dims> rounded;
+        round_to_operand<Dims>(rounded, sums);
+        auto& rows = part_of<Dims>(tile, part.first_col());
+        write_rows<Dims>(rows, rounded, warp_row());
+        ptx::proxy_fence();
+        ptx::named_barrier_sync<kWarpgroup>(kFirstOfWarpgroup + kRole);
+        send_out<TensorDims, kWarpgroup>(map, tensor, rows, params.call, work, 0, part.first_col());
+    }
+
+    template <bool Masked>
+    __device__ void differentiate(Scores& dp, int tile) const {
+        Weights rounded;
+        Scores p;
+        read_rows<kBlockM>(rounded, smem.p[at.stage], warp_row());
+        widen_operand<kBlockM>(p, rounded);
+        softmax.template differentiate<Masked, false>(dp, p, smem.rows[at.stage], tile);
+    }
+
+    __device__ void share(ScoreRows (&to)[kStages], Ring<kStages>& ring, const Scores& values) {
+        Weights rounded;
+        round_to_operand<kBlockM>(rounded, values);
+        ring.wait_empty(at);
+        write_rows<kBlockM>(to[at.stage], rounded, warp_row());
+        ptx::proxy_fence();
+        ptx::barrier_arrive(ring.full[at.stage]);
+    }
+};

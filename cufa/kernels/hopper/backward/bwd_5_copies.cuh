@@ -1,0 +1,61 @@
+// The warps of bwd_5_wgmma_wide that compute nothing: one brings tiles of keys and queries, others,
+// where blocks take turns to add to dQ, wait for those and pass them on.
+#pragma once
+
+#include "hopper/backward/bwd_5_block.cuh"
+
+// ---- the producer: one thread ----
+
+__device__ inline void send_keys(Smem& smem, const Params& params, KeyWork work,
+                                 RingPosition<1>& to) {
+    smem.keys_ring.wait_empty(to);
+    ptx::Barrier& full = smem.keys_ring.announce(to, KeyRows::kBytes + ValueRows::kBytes);
+    const int first_key = work.sequence(params.call).first_k + work.first_key;
+    copy_tile(smem.k, params.k, full, work.map_batch(), work.kv_head(), first_key);
+    copy_tile(smem.v, params.v, full, work.map_batch(), work.kv_head(), first_key);
+    to.advance();
+}
+
+__device__ inline void send_queries(Smem& smem, const Params& params, KeyWork work, const Walk& at,
+                                    RingPosition<kStages>& to) {
+    const Sequence sequence = work.sequence(params.call);
+    const QueryWorkspace workspace(params.call);
+    const int first_row = sequence.first_q + at.tile * kBlockM;
+    smem.q_ring.wait_empty(to);
+    ptx::Barrier& q_full = smem.q_ring.announce(to, QueryRows::kBytes + sizeof(Statistics));
+    copy_tile(smem.q[to.stage], params.q, q_full, work.map_batch(), at.head, first_row);
+    ptx::copy_bytes(&smem.rows[to.stage], &workspace.rows_of(sequence, at.head, at.tile),
+                    sizeof(Statistics), q_full);
+    smem.dout_ring.wait_empty(to);
+    ptx::Barrier& dout_full = smem.dout_ring.announce(to, OutRows::kBytes);
+    copy_tile(smem.dout[to.stage], params.dout, dout_full, work.map_batch(), at.head, first_row);
+    to.advance();
+}
+
+__device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
+    const Sizes& sizes = params.call.sizes;
+    RingPosition<1> keys_to;
+    RingPosition<kStages> to;
+    do {
+        const Tiles tiles = query_tiles_of(params.call, work);
+        Walk at(tiles, sizes, work.part);
+        if (!at.at_end()) send_keys(smem, params, work, keys_to);
+        for (; !at.at_end(); at.advance()) send_queries(smem, params, work, at, to);
+    } while (Keys::next(work, sizes));
+}
+
+// ---- three more beside it, if blocks take turns to add to dQ ----
+
+__device__ inline void take_turns(Smem& smem, const Params& params, KeyWork work) {
+    const Tiles tiles = query_tiles_of(params.call, work);
+    RingPosition<kStages> to;
+    take_turns<kBlockM, kBlockN>(smem.order, to, QueryWorkspace(params.call), params.call, work,
+                                 Walk(tiles, params.call.sizes, work.part));
+}
+
+__device__ inline void pass_turns(Smem& smem, const Params& params, KeyWork work, int consumer) {
+    const Tiles tiles = query_tiles_of(params.call, work);
+    RingPosition<kStages> to;
+    pass_turns(smem.order[consumer], to, QueryWorkspace(params.call), consumer, params.call, work,
+               Walk(tiles, params.call.sizes, work.part));
+}

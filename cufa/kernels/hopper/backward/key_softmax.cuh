@@ -1,0 +1,293 @@
+// The softmax and its gradient in the registers of a warpgroup that has S^T and dP^T of 64 keys.
+#pragma once
+
+#include "hopper/alibi_line.cuh"
+#include "hopper/backward/key_statistics.cuh"
+#include "hopper/wgmma_tiles.cuh"
+
+// Whether a score may change otherwise than the product times the scale: there is a slope then.
+constexpr bool kSlopes = kSoftcap || (kScoreMod && kScoreModSlopes);
+
+// Whether ALiBi's line comes in with the LSE, a part of it, and the rest with the exponential.
+constexpr bool kAlibiLine = kAlibi && kScoresBeginWithLse;
+
+// What the caller's function is told of a tile of queries.
+struct TilePlace {
+    const Features& features;
+    int batch, head, first_row;
+};
+
+// A template, which is not compiled where it is not called: a bias_t that is void has no elements.
+template <class T>
+__device__ inline float bias_element(const ScoreTensor& bias, int batch, int head, int row,
+                                     int key) {
+    const T* const matrix =
+        static_cast<const T*>(bias.data) + batch * bias.batch_stride + head * bias.head_stride;
+    return to_acc(matrix[row * bias.row_stride + key]);
+}
+
+// What a product becomes, and by how much that changes with the product times the scale.
+struct ShapedScore {
+    float score, slope;
+};
+
+// The softmax and its gradient in the registers of a warpgroup that has S^T and dP^T of 64 keys.
+template <int BlockM>
+struct KeySoftmax {
+    float scale_log2;  // turns products, or what scores they became, into units of log 2
+    float product_scale, softcap;
+    int key[2], last_row;           // a thread's two keys, or the last one; the last row of all
+    int row_of_key;                 // the row that stands at the first of them
+    int first_row[2], rows_end[2];  // which rows see a thread's two keys
+    int query;  // the first of the two that a thread has of each eight of a tile
+    unsigned int seen[kMaskMod ? ceil_div(BlockM, 64) : 1];  // scores of a tile, a bit for each
+    AlibiLine line;                                          // of a tile, in units of products
+
+    KeySoftmax() = default;
+    __device__ KeySoftmax(const BackwardParams& call, const Mask& mask, int first_key)
+        : scale_log2(kScoresBeginWithLse ? scale_of_scores(call) * kLog2E : kLog2E),
+          query(threadIdx.x % 4 * 2) {
+        if constexpr (kSoftcap) softcap = call.features.softcap;
+        if constexpr (!kScoresBeginWithLse) product_scale = call.softmax_scale;
+        if constexpr (kSoftcap) product_scale = call.softmax_scale / call.features.softcap;
+        last_row = mask.seqlen_q - 1;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = threadIdx.x % kWarpgroup / 32 * 16 + half * 8 + threadIdx.x % 32 / 4;
+            const int key = first_key + row;
+            first_row[half] = key < mask.seqlen_k ? mask.first_row(key) : mask.seqlen_q + BlockM;
+            if constexpr (kRowsEnd) rows_end[half] = mask.rows_end(key);
+            this->key[half] = min(key, mask.seqlen_k - 1);
+            if (kAlibi && half == 0) row_of_key = mask.row_at(key);
+        }
+    }
+
+    // Finds the line of a tile, if there is one.
+    __device__ void find_line(const TilePlace& place) {
+        if constexpr (!kAlibiLine) return;
+        constexpr int kLastQuery = BlockM - 7;
+        const float slope = alibi_slope_of(place.features, place.batch, place.head) *
+                            (float(kLog2E) * ptx::reciprocal_fast(scale_log2));
+        const int distance = place.first_row + query - row_of_key;
+        line = AlibiLine(slope, distance - 8, distance + kLastQuery);
+    }
+
+    // Lets S^T and dP^T begin with what will be subtracted from them. They must be held before a
+    // product is issued, or some would be read only then, and the product waited for.
+    __device__ void begin_scores(WgmmaSums<BlockM>& s, const RowStatistics<BlockM>& rows) const {
+        if constexpr (kScoresBeginWithLse) begin<kAlibiLine>(s, rows.minus_lse);
+    }
+    __device__ void begin_gradients(WgmmaSums<BlockM>& dp,
+                                    const RowStatistics<BlockM>& rows) const {
+        begin<false>(dp, rows.minus_d);
+    }
+
+    // Finds out which scores of a tile are seen, if the caller's function is asked for that.
+    __device__ void find_seen(const TilePlace& place) {
+        if constexpr (!kMaskMod) return;
+        for (unsigned int& word : seen) word = 0;
+#pragma unroll
+        for (int i = 0; i < BlockM / 2; ++i) {
+            const int row = place.first_row + query + i / 4 * 8 + i % 2;
+            seen[i / 32] |= sees(place, row, i % 4 / 2) << i % 32;
+        }
+    }
+
+    // Products become scores, softly bounded.
+    __device__ void bound(WgmmaSums<BlockM>& s) const {
+#pragma unroll
+        for (int i = 0; i < BlockM / 2; ++i) s[i] = softcap * tanh_of(s[i] * product_scale);
+    }
+
+    // Products become scores, bounded and what the caller's function makes of them.
+    template <bool Masked>
+    __device__ void shape(WgmmaSums<BlockM>& s, const TilePlace& place) const {
+#pragma unroll
+        for (int i = 0; i < BlockM / 2; ++i) s[i] = shaped_score<Masked>(s[i], i, place).score;
+    }
+    // And their slopes are written to a warp's rows of `slopes`.
+    template <bool Masked, class Tile>
+    __device__ void shape(WgmmaSums<BlockM>& s, Tile& slopes, int warp_row,
+                          const TilePlace& place) const {
+#pragma unroll
+        for (int col = 0; col < BlockM; col += kWgmmaK) {
+            WgmmaSums<kWgmmaK> part;
+#pragma unroll
+            for (int i = 0; i < kWgmmaK / 2; ++i) {
+                const ShapedScore shaped = shaped_score<Masked>(s[col / 2 + i], col / 2 + i, place);
+                s[col / 2 + i] = shaped.score;
+                part[i] = shaped.slope;
+            }
+            WgmmaOperand<kWgmmaK> rounded;
+            round_to_operand<kWgmmaK>(rounded, part);
+            write_rows<kWgmmaK>(slopes, rounded, warp_row, col);
+        }
+    }
+
+    // The gradient of the scores becomes that of the products times the scale, by the slopes that
+    // `shape` wrote, in whose place others may then be written.
+    template <class Tile>
+    __device__ static void apply_slopes(WgmmaSums<BlockM>& ds, Tile& slopes, int warp_row) {
+        __syncwarp();
+#pragma unroll
+        for (int col = 0; col < BlockM; col += kWgmmaK) {
+            WgmmaOperand<kWgmmaK> rounded;
+            WgmmaSums<kWgmmaK> part;
+            read_rows<kWgmmaK>(rounded, slopes, warp_row, col);
+            widen_operand<kWgmmaK>(part, rounded);
+#pragma unroll
+            for (int i = 0; i < kWgmmaK / 2; ++i) ds[col / 2 + i] *= part[i];
+        }
+        __syncwarp();
+    }
+
+    // S^T becomes P^T = 2^(S^T - LSE).
+    template <bool Masked>
+    __device__ void exponentiate(WgmmaSums<BlockM>& s, const RowStatistics<BlockM>& rows,
+                                 int tile) const {
+        const int distance = tile * BlockM + query - row_of_key;
+        if (kAlibiLine && line.bent) bend(s, distance);
+        float lowered[2] = {};  // by how much the line lowers all scores of a key
+        if constexpr (kAlibiLine) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                lowered[half] = line.step * (distance - 8 * half) * scale_log2;
+        }
+#pragma unroll
+        for (int i = 0; i < BlockM / 8; ++i) {
+            Pack<float, 2> shift = {};
+            if constexpr (!kScoresBeginWithLse) shift = pair_at(rows.minus_lse, i);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                float& x = s[4 * i + e];
+                x = exp2_of(x * scale_log2 + (shift[e % 2] - lowered[e / 2]));
+                if (Masked && !sees(i, e, tile)) x = 0;
+            }
+        }
+    }
+
+    // dP^T - D becomes dS^T = P^T o (dP^T - D), by P^T as it was computed or rounded. With Slopes
+    // it is the gradient not of bounded scores but of the products times the scale; P^T must then
+    // not have been rounded.
+    template <bool Masked, bool Slopes, class P>
+    __device__ void differentiate(WgmmaSums<BlockM>& dp, const P& p,
+                                  const RowStatistics<BlockM>& rows, int tile) const {
+#pragma unroll
+        for (int i = 0; i < BlockM / 4; ++i) {
+            const Pack<float, 2> weights = pair_of(p, i);
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                float& x = dp[2 * i + e];
+                x *= weights[e];
+                if constexpr (Slopes) x *= slope_at(weights[e], pair_at(rows.minus_lse, i / 2)[e]);
+                if (Masked && !sees(i / 2, i % 2 * 2 + e, tile)) x = 0;
+            }
+        }
+    }
+
+    // Whether a row sees one of the thread's two keys, which the caller's function may hide.
+    __device__ bool sees(const TilePlace& place, int row, int half) const {
+        return sees(row, half) &&
+               mod_sees(place.features, place.batch, place.head, min(row, last_row), key[half]);
+    }
+
+    // Whether element i of a thread's scores is of a row that sees its key.
+    __device__ bool sees(int i, const TilePlace& place) const {
+        if constexpr (kMaskMod) return seen[i / 32] >> i % 32 & 1;
+        return sees(place.first_row + query + i / 4 * 8 + i % 2, i % 4 / 2);
+    }
+
+  private:
+    __device__ bool sees(int row, int half) const {
+        return row >= first_row[half] && (!kRowsEnd || row < rows_end[half]);
+    }
+
+    static constexpr int kEights = RowStatistics<BlockM>::kEights;
+
+    // Bends the line where it passes the diagonal.
+    __device__ void bend(WgmmaSums<BlockM>& s, int distance) const {
+        const float distances[] = {float(distance), float(distance - 8)};
+#pragma unroll
+        for (int i = 0; i < BlockM / 2; ++i)
+            line.bend(s[i], distances[i / 2 % 2] + (i / 4 * 8 + i % 2));
+    }
+
+    // Elements 2i and 2i + 1 of a thread's weights.
+    __device__ static Pack<float, 2> pair_of(const WgmmaSums<BlockM>& p, int i) {
+        return {p[2 * i], p[2 * i + 1]};
+    }
+    __device__ static Pack<float, 2> pair_of(const WgmmaOperand<BlockM>& p, int i) {
+        unsigned int pair = p[i / 4][i % 4];
+        ptx::hold(pair);  // or all would be widened before dP is there
+        return {to_acc(scalar_t{static_cast<unsigned short>(pair)}),
+                to_acc(scalar_t{static_cast<unsigned short>(pair >> 16)})};
+    }
+
+    // 1 - tanh^2, or 0 where the tanh is not known.
+    __device__ static float slope(float tanh) { return fmaxf(1 - tanh * tanh, 0); }
+    // The same for a score that became P: it was log2 P + LSE.
+    __device__ float slope_at(float p, float minus_lse) const {
+        return slope((log2_of(p) - minus_lse) * (float(kLn2) / softcap));
+    }
+    // What becomes of element i of a thread's products. Of a row or key that is not seen it has no
+    // slope, whatever a function would make of it.
+    template <bool Masked>
+    __device__ ShapedScore shaped_score(float product, int i, const TilePlace& place) const {
+        ShapedScore shaped = {product * product_scale, 1};
+        if constexpr (kSoftcap) {
+            const float tanh = tanh_of(shaped.score);
+            shaped = {softcap * tanh, slope(tanh)};
+        }
+        if constexpr (kBias) shaped.score += bias(i, place);
+        if constexpr (kAlibi) shaped.score -= alibi(i, place);
+        if constexpr (kScoreMod) {
+            const auto& [features, batch, head, first_row] = place;
+            const int row = first_row + query + i / 4 * 8 + i % 2, key = this->key[i % 4 / 2];
+            SplitIndex q_idx = Masked ? min(row, last_row) : row;
+            if (!Masked && !kScoreModLooksUp) q_idx = {first_row + query, i / 4 * 8 + i % 2};
+            shaped.slope *= modified_slope(features, shaped.score, batch, head, q_idx, key);
+            shaped.score = modified_score(features, shaped.score, batch, head, q_idx, key);
+            if (Masked && !sees(i, place)) shaped.slope = 0;
+        }
+        return shaped;
+    }
+    // The bias of element i of a thread's scores; past the last row that one's, which is as good.
+    __device__ float bias(int i, const TilePlace& place) const {
+        const int row = min(place.first_row + query + i / 4 * 8 + i % 2, last_row);
+        return bias_element<bias_t>(place.features.bias, place.batch, place.head, row,
+                                    key[i % 4 / 2]);
+    }
+    // What ALiBi takes from element i of a thread's scores.
+    __device__ float alibi(int i, const TilePlace& place) const {
+        const int distance = place.first_row + query + i / 4 * 8 + i % 2 - row_of_key;
+        const float slope = alibi_slope_of(place.features, place.batch, place.head);
+        return slope * fabsf(distance - i % 4 / 2 * 8);
+    }
+    // Lets sums begin with a value for each row, and where the line is a part of it.
+    template <bool WithLine>
+    __device__ void begin(WgmmaSums<BlockM>& sums, const float (&values)[BlockM]) const {
+        constexpr int kRows = 2 * kEights;  // of a thread, that lie together
+#pragma unroll
+        for (int i = 0; i < BlockM / 8 / kEights; ++i) {
+            const auto* const own = values + i * kEights * 8 + query * kEights;
+            auto rows = *reinterpret_cast<const Pack<float, kRows>*>(own);
+            if constexpr (WithLine) {
+#pragma unroll
+                for (int e = 0; e < kRows; ++e)
+                    rows[e] -= line.step * ((i * kEights + e / 2) * 8 + e % 2);
+            }
+#pragma unroll
+            for (int e = 0; e < 2 * kRows; ++e) sums[2 * kRows * i + e] = rows[e / 4 * 2 + e % 2];
+        }
+    }
+    __device__ Pack<float, 2> pair_at(const float (&values)[BlockM], int i) const {
+        const float* const own = values + i / kEights * kEights * 8 + query * kEights;
+        return *reinterpret_cast<const Pack<float, 2>*>(own + i % kEights * 2);
+    }
+    // Whether element 4i + e of a thread's scores is of a row that sees its key.
+    __device__ bool sees(int i, int e, int tile) const {
+        if constexpr (kMaskMod) return seen[i / 8] >> (i * 4 + e) % 32 & 1;
+        const int row = i * 8 + e % 2, first = tile * BlockM + query;
+        return row >= first_row[e / 2] - first && (!kRowsEnd || row < rows_end[e / 2] - first);
+    }
+};

@@ -1,0 +1,107 @@
+// What both kernels of the Hopper backward do to tiles: take out NaN, hand them on from warpgroup
+// to warpgroup, multiply them, send them out.
+#pragma once
+
+#include "hopper/backward/wgmma_query_sums.cuh"
+#include "hopper/backward/wgmma_turns.cuh"
+
+// Takes NaN and infinity out of a tile of keys: 0 times it would reach the queries that do not see
+// those. The ones that do get it from the values, which become NaN; nothing but dP is computed from
+// these. `thread` is one of Threads that do it together, each a part of a row.
+template <int Threads, class KeyRows, class ValueRows>
+__device__ inline void take_out_of_keys(KeyRows& k, ValueRows& v, int thread) {
+    constexpr int kParts = Threads / KeyRows::kRows;
+    constexpr int kCols = KeyRows::kPanels * kPanelCols;
+    const int row = thread % KeyRows::kRows, part = thread / KeyRows::kRows;
+    NonfiniteSearch search;
+#pragma unroll
+    for (int col = part * kChunkCols; col < kCols; col += kParts * kChunkCols) {
+        search.look_at(k.at(row, col));
+    }
+    if (!search.found()) return;
+#pragma unroll 1
+    for (int i = 0; i < kCols / kParts; ++i) {
+        scalar_t& value =
+            *k.at(row, (i / kChunkCols * kParts + part) * kChunkCols + i % kChunkCols);
+        if (!is_finite(value)) value = scalar_t{};
+    }
+    *v.at(row, part) = from_acc<scalar_t>(negative_infinity() * 0);
+}
+
+// The same for a tile of queries and dO, once nobody works with them; all consumers do it. No
+// thread takes a branch of its own here, for the sake of the loop around it: its addresses and
+// descriptions would no longer be uniform.
+template <int Threads, class QueryRows, class OutRows>
+__device__ inline void take_out_of_queries(QueryRows& q, OutRows& dout, int barrier) {
+    const int thread = threadIdx.x - kWarpgroup;
+    ptx::named_barrier_sync<Threads>(barrier);
+    clear_nonfinite<Threads>(q, thread);
+    clear_nonfinite<Threads>(dout, thread);
+    ptx::proxy_fence();
+    ptx::named_barrier_sync<Threads>(barrier);
+}
+
+// Issues s = a^T b for a panel of a's columns and Cols of b's, from b_col on; the depth runs
+// along the rows of all Tiles tiles, as in dQ^T = K^T dS^T.
+template <int Cols, int Tiles, class A, class B>
+__device__ inline void issue_product_tn(WgmmaSums<Cols>& s, const A (&a)[Tiles], int a_panel,
+                                        const B (&b)[Tiles], int b_col) {
+    using Product = ptx::Wgmma<Cols, is_bfloat16<scalar_t>>;
+    hold_all(s);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int tile = 0; tile < Tiles; ++tile) {
+        unsigned int a0 = panel_depth_in_rows(a[tile], a_panel);
+        const unsigned int b0 = panel_depth_in_rows(b[tile], b_col / B::kPanelCols) +
+                                columns_step<B>(b_col % B::kPanelCols);
+        ptx::hold(a0);  // or each step's sum would be kept in a register from tile to tile
+#pragma unroll
+        for (int k = 0; k < A::kRows; k += kWgmmaK) {
+            const unsigned long long a_k = description(a0 + rows_step(k));
+            const unsigned long long b_k =
+                description<B::kRowBytes>(b0 + rows_step<B::kRowBytes>(k));
+            if (tile == 0 && k == 0) {
+                Product::template multiply<true, true, false>(s, a_k, b_k);
+            } else {
+                Product::template multiply<true, true, true>(s, a_k, b_k);
+            }
+        }
+    }
+    ptx::wgmma_commit();
+}
+
+// Issues o += a b with the depth in the columns of a, as many as Depth, and in the rows of b, as in
+// dV += P^T dO with P^T in shared memory.
+template <int Depth, int Cols, class A, class B>
+__device__ inline void issue_product_nn(WgmmaSums<Cols>& o, const A& a, const B& b) {
+    using Product = ptx::Wgmma<Cols, is_bfloat16<scalar_t>>;
+    const unsigned int a0 = depth_in_columns(a);
+    unsigned int b0 = depth_in_rows(b);
+    ptx::hold(b0);  // or each step's sum would be kept in a register from tile to tile
+    hold_all(o);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Depth; k += kWgmmaK) {
+        Product::template multiply<false, true, true>(o, description(a0 + columns_step<A>(k)),
+                                                      description(b0 + rows_step(k)));
+    }
+    ptx::wgmma_commit();
+}
+
+// Sends out a tile of gradients by Threads threads: those of a tile of keys from the key'th on and
+// of head dims from first_col on.
+template <int TensorDims, int Threads, class Tile>
+__device__ inline void send_out(const TensorMap& map, const Tensor& tensor, Tile& rows,
+                                const BackwardParams& call, const KeyWork& work, int key,
+                                int first_col) {
+    const Sequence sequence = work.sequence(call);
+    const int first_key = work.first_key + key, thread = threadIdx.x % Threads;
+    const int count = kPacked ? end_of_keys(call, sequence) - first_key : Tile::kRows;
+    if (count < Tile::kRows) {  // the copy engine would write beyond the sequence
+        write_first_rows<TensorDims, Threads>(sequence.keys<scalar_t>(tensor, work.kv_head()), rows,
+                                              count, first_key, first_col, thread);
+    } else if (thread == 0) {
+        store_tile(map, rows, work.map_batch(), work.kv_head(), sequence.first_k + first_key,
+                   first_col);
+    }
+}

@@ -1,0 +1,197 @@
+// What a block of the Hopper backward works on: which tiles of keys and which of the query heads
+// that share them it takes, in which order, which tiles of queries those take in, and how its dQ
+// joins that of others.
+#pragma once
+
+#include "call/schedule.cuh"
+#include "call/tensor.cuh"
+#include "gradients/key_sums.cuh"
+#include "hopper/backward/key_statistics.cuh"
+#include "hopper/wgmma_tiles.cuh"
+#include "scores/mask.cuh"
+
+constexpr int kConsumers = 2;  // warpgroups of a block that compute
+// Of how many heads blocks run together (plan/wgmma_backward.py).
+constexpr int kSectionBytes = SECTION_BYTES, kSectionBlocks = SECTION_BLOCKS;
+constexpr int kLeastOrderedHeads = LEAST_ORDERED_HEADS, kMostOrderedHeads = MOST_ORDERED_HEADS;
+
+// How the sums of dQ come about: a block that works on all keys of a head adds to them alone; of
+// others each adds as it comes, to sums that are zero at first, or after the first, or all do so in
+// the order of their keys.
+enum Adding { kAlone, kAsTheyCome, kAfterFirst, kInOrder };
+constexpr Adding kAdding = ADDING;
+// Whether the last to add rounds the sums, so that no other launch need do so.
+constexpr bool kRounds = ROUNDS;
+static_assert(!kRounds || kAdding == kAlone || kAdding == kInOrder,
+              "nobody would know that it is the last");
+// Whether the first sets the sums, so that they need not be zero: if all queries that see any key
+// see the first.
+constexpr bool kFirstSets = kAdding != kAsTheyCome && !kWindow && !kMaskMod;
+static_assert(kFirstSets || kAdding != kAfterFirst, "the sums are nobody's to set");
+static_assert(!kMaskMod || kAdding == kAsTheyCome,
+              "nobody would count those that leave out a tile");
+// Whether blocks wait for others.
+constexpr bool kTurns = kAdding == kAfterFirst || kAdding == kInOrder;
+
+// Query heads of those that share keys.
+struct HeadRange {
+    int begin, end;
+};
+
+// A tile of keys and the part of the query heads for which a block works on it; batch -1: there is
+// none left.
+struct KeyWork : Lengths {
+    int batch, part, first_key;
+
+    KeyWork() = default;
+    __device__ KeyWork(const Sequence& sequence, int part, int first_key)
+        : Lengths(sequence), batch(sequence.batch), part(part), first_key(first_key) {}
+
+    __device__ bool exists() const { return batch >= 0; }
+    __device__ static KeyWork none() { return {Sequence(-1, 0, 0, 0, 0), 0, 0}; }
+
+    __device__ int kv_head() const { return part / kParts; }
+    __device__ HeadRange heads(const Sizes& sizes) const {
+        const int heads = heads_of_part(sizes);
+        return {part * heads, (part + 1) * heads};
+    }
+    __device__ Sequence sequence(const BackwardParams& call) const {
+        return Lengths::sequence(call, batch);
+    }
+    __device__ Mask mask(const BackwardParams& call) const {
+        return sequence(call).mask(call.features);
+    }
+    // Of packed sequences more tiles are taken than there are.
+    __device__ bool has_keys(const BackwardParams& call) const {
+        return !kPacked || first_key < end_of_keys(call, sequence(call));
+    }
+    // Where the copy engine finds the tile: packed sequences are one batch.
+    __device__ int map_batch() const { return kPacked ? 0 : batch; }
+};
+
+// The tiles of keys that a block takes at a time: one or, if it is alone, all of one head.
+template <int BlockN>
+struct KeyOrder {
+    // Heads, that is parts of them, come in sections. Within a section the first keys come first:
+    // under a causal mask most queries see those, and long work that starts late would leave the
+    // GPU waiting for it; and blocks that take turns wait for none that begin later.
+    __device__ static KeyWork at(unsigned int index, const BackwardParams& call) {
+        const Sizes& sizes = call.sizes;
+        if (index >= count(sizes)) return KeyWork::none();
+        if constexpr (kPacked) {
+            const int parts = parts_of_heads(sizes);
+            const auto [batch, first_key] = row_tile<BlockN>(
+                index / parts, sizes.batch, sizes.seqlen_k, call.features.cu_seqlens_k);
+            return {Sequence(call, batch), static_cast<int>(index % parts), first_key};
+        }
+        const int tiles = tiles_of_head(sizes), heads = sizes.batch * parts_of_heads(sizes);
+        const int of_section = section_heads(sizes);
+
+        const int first_head = index / (of_section * tiles) * of_section;
+        const int in_section = min(of_section, heads - first_head);
+        const int place = index - first_head * tiles;
+        const int head = first_head + place % in_section;
+        const int parts = parts_of_heads(sizes);
+        return {Sequence(call, head / parts), head % parts, place / in_section * BlockN};
+    }
+
+    __device__ static KeyWork first(const BackwardParams& call) { return at(blockIdx.x, call); }
+    // How many times something can be taken.
+    __device__ static unsigned int count(const Sizes& sizes) {
+        if (kPacked) {
+            return parts_of_heads(sizes) * row_tiles<BlockN>(sizes.batch, sizes.seqlen_k);
+        }
+        return sizes.batch * parts_of_heads(sizes) * tiles_of_head(sizes);
+    }
+
+    // Goes on to the next tile, if there is one that was taken with this.
+    __device__ static bool next(KeyWork& work, const Sizes& sizes) {
+        return kAdding == kAlone && (work.first_key += BlockN) < sizes.seqlen_k;
+    }
+    __device__ static bool sets_sums(const KeyWork& work) {
+        return kFirstSets && work.first_key == 0;
+    }
+
+  private:
+    __device__ static int tiles_of_head(const Sizes& sizes) {
+        return kAdding == kAlone ? 1 : ceil_div(sizes.seqlen_k, BlockN);
+    }
+    // Blocks of one length walk in step through the queries of a head: one head after the other.
+    // Under a causal mask lengths differ, and blocks that add in order begin one after the other:
+    // both leave SMs idle at the end of a section of too few heads. Of too many, the L2 cache does
+    // not hold what they work on.
+    __device__ static int section_heads(const Sizes& sizes) {
+        const int enough = ceil_div(kSectionBlocks, max(1, tiles_of_head(sizes)));
+        if (kAdding == kInOrder && kCausal) {
+            return even(sizes, min(max(enough, kLeastOrderedHeads), kMostOrderedHeads));
+        }
+        if (kAdding == kInOrder) return even(sizes, enough);
+        if (!kCausal) return 1;
+        return sizes.heads > sizes.kv_heads ? even(sizes, enough) : cached_heads(sizes);
+    }
+    // At most so many, in sections of one size.
+    __device__ static int even(const Sizes& sizes, int most) {
+        const int heads = sizes.batch * parts_of_heads(sizes);
+        return ceil_div(heads, ceil_div(heads, most));
+    }
+    // As many as the L2 cache holds queries and sums of.
+    __device__ static int cached_heads(const Sizes& sizes) {
+        constexpr int kRowBytes = (kHeadDim + kValueDim) * static_cast<int>(sizeof(scalar_t)) +
+                                  kHeadDim * static_cast<int>(sizeof(float));
+        const int head_rows = max(1, heads_of_part(sizes) * sizes.seqlen_q);
+        const int fitting = kSectionBytes / kRowBytes / head_rows;
+        return min(max(fitting, 1), sizes.batch * parts_of_heads(sizes));
+    }
+};
+
+// The tiles of queries of one head that see a tile of keys. Only from whole_begin to whole_end do
+// all rows see all keys; up to last_end they see no keys of a later tile.
+template <int BlockM, int BlockN>
+struct QueryTiles {
+    int begin, whole_begin, whole_end, end, last_end;
+
+    __device__ QueryTiles(const Mask& mask, int first_key) {
+        const int last_key = min(first_key + BlockN, mask.seqlen_k) - 1;
+        const bool whole = first_key + BlockN <= mask.seqlen_k;
+        begin = mask.first_row(first_key) / BlockM;
+        end = ceil_div(mask.rows_end(last_key), BlockM);
+        if (kUsedKeys && last_key < first_key) end = begin;  // none of the keys counts
+        whole_begin = whole ? ceil_div(mask.first_row(last_key), BlockM) : end;
+        whole_end = kRowsEnd ? mask.rows_end(first_key) / BlockM : end;
+        const int next_key = first_key + BlockN;
+        last_end = next_key < mask.seqlen_k ? mask.first_row(next_key) / BlockM : end;
+    }
+
+    __device__ bool masked(int tile) const {
+        return tile < whole_begin || (kRowsEnd && tile >= whole_end);
+    }
+    __device__ bool any_masked() const {
+        return kMaskMod || begin < whole_begin || (kRowsEnd && whole_end < end);
+    }
+    // Whether no later tile of keys adds to this tile's dQ.
+    __device__ bool last_of(int tile) const { return tile < last_end; }
+};
+
+// Where in the tiles of queries of a part of the heads a warp is. The last tiles come first, of all
+// heads: blocks that begin together then work on the same queries, which the L2 cache has, and add
+// to them in the same order, whatever their mask.
+template <class Tiles>
+struct QueryWalk {
+    const Tiles& tiles;
+    int heads, head, heads_end, tile;
+
+    __device__ QueryWalk(const Tiles& tiles, const Sizes& sizes, int part)
+        : tiles(tiles),
+          heads(heads_of_part(sizes)),
+          head(heads * part),
+          heads_end(head + heads),
+          tile(tiles.end - 1) {}
+
+    __device__ bool at_end() const { return tile < tiles.begin; }
+    __device__ bool masked() const { return tiles.masked(tile); }
+    __device__ void advance() {
+        if (++head < heads_end) return;
+        head -= heads;
+        --tile;
+    }
+};

@@ -1,0 +1,192 @@
+// The launches of the Hopper backward before and after that of the products: they prepare rows of
+// queries, round their dQ, and sum up the gradient of the sink.
+#pragma once
+
+#include "gradients/sink_gradient.cuh"
+#include "hopper/backward/wgmma_query_sums.cuh"
+
+// The tile of queries of a block of the kernels before and after the main one. Those go through the
+// tiles backwards: what one kernel used last, the next finds in the L2 cache.
+template <int BlockM, class Sums>
+struct QueryBlock {
+    static constexpr int kTileSums = Sums::kTile;
+
+    Workspace<BlockM, Sums> workspace;
+    Sequence sequence;
+    int head, tile;
+
+    __device__ static QueryBlock own(const BackwardParams& call) {
+        const Workspace<BlockM, Sums> workspace(call);
+        const int index = gridDim.x - 1 - blockIdx.x;
+        const int matrix = index / workspace.tiles, tile = index % workspace.tiles;
+        if constexpr (kPacked) {
+            const auto [batch, first_row] = row_tile<BlockM>(
+                tile, call.sizes.batch, call.sizes.seqlen_q, call.features.cu_seqlens_q);
+            return {workspace, Sequence(call, batch), matrix, first_row / BlockM};
+        }
+        const int heads = call.sizes.heads;
+        return {workspace, Sequence(call, matrix / heads), matrix % heads, tile};
+    }
+    // Of packed sequences the grid has more tiles than queries.
+    __device__ bool exists() const { return !kPacked || tile * BlockM < sequence.seqlen_q; }
+    __device__ float* sums() const { return workspace.sums_of(sequence, head, tile); }
+};
+
+// Whether NaN or infinity in a row of Q makes its output NaN, and so D, if it sees any key and the
+// LSE says so.
+constexpr bool kQueryShowsInOutput = kScoresBeginWithLse && !kSink;
+
+// Makes dQ zero in the rows of a tile that see no key.
+template <int Threads, int BlockM, class Block>
+__device__ inline void clear_unseeing_rows(const BackwardParams& call, const Block& at) {
+    const Sequence& sequence = at.sequence;
+    const auto dq = sequence.queries<scalar_t>(call.dq, at.head);
+    const Mask mask = sequence.mask(call.features);
+    const int end = min((at.tile + 1) * BlockM, sequence.seqlen_q);
+    for (int row = at.tile * BlockM + threadIdx.x / 32; row < end; row += Threads / 32) {
+        if (mask.keys_end(row) > mask.first_key(row)) continue;
+        for (int col = threadIdx.x % 32; col < kHeadDim; col += 32) dq.row(row)[col] = scalar_t{};
+    }
+}
+
+// Sets to zero what blocks will add to and count with.
+template <int Threads, class Block>
+__device__ inline void clear_sums(const Block& at) {
+    auto* fours = reinterpret_cast<Pack<float, 4>*>(at.sums());
+#pragma unroll
+    for (int i = threadIdx.x; !kFirstSets && i < Block::kTileSums / 4; i += Threads) fours[i] = {};
+    if (kTurns && threadIdx.x < kConsumers) {
+        at.workspace.added_to(at.sequence, at.head, at.tile)[threadIdx.x] = 0;
+    }
+}
+
+// As many lanes share a row as have a chunk of O and of dO each time.
+constexpr int kRowChunk = min_of(16 / sizeof(scalar_t), kValueDim & -kValueDim);
+constexpr int kRowLanes = kValueDim > 16 * kRowChunk ? 32 : kValueDim > 8 * kRowChunk ? 16 : 8;
+
+// A lane's part of the product of a row of O and one of dO; 0 outside of these.
+__device__ inline float part_of_product(const Matrix<const scalar_t>& o,
+                                        const Matrix<const scalar_t>& dout, int row, bool inside) {
+    using Chunk = Pack<scalar_t, kRowChunk>;
+    float sum = 0;
+    for (int col = threadIdx.x % kRowLanes * kRowChunk; inside && col < kValueDim;
+         col += kRowLanes * kRowChunk) {
+        const Chunk a = *reinterpret_cast<const Chunk*>(o.row(row) + col);
+        const Chunk b = *reinterpret_cast<const Chunk*>(dout.row(row) + col);
+#pragma unroll
+        for (int e = 0; e < kRowChunk; ++e) sum += to_acc(a[e]) * to_acc(b[e]);
+    }
+    return sum;
+}
+
+// Makes `zero` NaN if there is NaN or infinity in a lane's part of a row of Q.
+__device__ inline void look_for_nonfinite(float& zero, const Matrix<const scalar_t>& q, int row) {
+    for (int col = threadIdx.x % kRowLanes; col < kHeadDim; col += kRowLanes) {
+        zero += to_acc(q.row(row)[col]) * 0;
+    }
+}
+
+// Computes the statistics of a tile's rows.
+template <int Threads, int BlockM, class Block>
+__device__ inline void write_statistics(const BackwardParams& call, const Block& at) {
+    const Sequence& sequence = at.sequence;
+    const auto o = sequence.queries<const scalar_t>(call.o, at.head);
+    const auto dout = sequence.queries<const scalar_t>(call.dout, at.head);
+    const long long first_row = sequence.first_row(at.head, call.sizes);
+    const float* lse = static_cast<const float*>(call.lse) + first_row;
+    const float* dlse = call.dlse ? static_cast<const float*>(call.dlse) + first_row : nullptr;
+    const auto q = sequence.queries<const scalar_t>(call.q, at.head);
+    // The copy engine brings rows of the next sequence, too.
+    const int rows_end = kPacked ? call.sizes.seqlen_q - sequence.first_q : sequence.seqlen_q;
+    RowStatistics<BlockM>& statistics = at.workspace.rows_of(sequence, at.head, at.tile);
+    float zero = 0;  // or NaN
+#pragma unroll
+    for (int i = threadIdx.x / kRowLanes; i < BlockM; i += Threads / kRowLanes) {
+        const int row = at.tile * BlockM + i;
+        const bool inside = row < rows_end;
+        const bool counts = row < sequence.seqlen_q;
+        const float log = counts ? lse[row] : negative_infinity();
+        const float part = part_of_product(o, dout, row, inside);
+        zero += part * 0;
+        if (inside && (!kQueryShowsInOutput || log == negative_infinity())) {
+            look_for_nonfinite(zero, q, row);
+        }
+        const float sum = lanes_sum<kRowLanes>(part);
+        if (threadIdx.x % kRowLanes == 0) {
+            const int place = statistics.place(i);
+            statistics.minus_lse[place] =
+                (log == negative_infinity() ? log : -log) * unit_of_lse(call);
+            statistics.minus_d[place] = dlse && counts ? dlse[row] - sum : -sum;
+        }
+    }
+    const bool nonfinite = __syncthreads_or(zero != 0);
+    if (threadIdx.x == 0) statistics.nonfinite = nonfinite;
+}
+
+// Prepares a tile of queries for the products' launch. Where the last block that adds to dQ rounds
+// it, rows that none may work on are made zero.
+template <int Threads, int BlockM, class Sums>
+__device__ inline void prepare_rows(const BackwardParams& call) {
+    const auto at = QueryBlock<BlockM, Sums>::own(call);
+    if (!at.exists()) return;
+    clear_sums<Threads>(at);
+    if (kRounds) clear_unseeing_rows<Threads, BlockM>(call, at);
+    write_statistics<Threads, BlockM>(call, at);
+}
+
+// A tile of dQ, rounded; rows are a vector longer than they are, against bank conflicts.
+template <int BlockM, int Panels>
+struct RoundedTile {
+    static constexpr int kVector = 16 / sizeof(scalar_t);
+    alignas(16) scalar_t rows[BlockM][Panels * kPanelCols + kVector];
+};
+
+// Rounds a tile of dQ. Rows that see no key have sums that nobody set.
+template <int Threads, int BlockM, int Panels, class Sums>
+__device__ inline void round_tile(const BackwardParams& call) {
+    constexpr int kVector = RoundedTile<BlockM, Panels>::kVector;
+    auto& rounded = shared_memory<RoundedTile<BlockM, Panels>, ROUND_SMEM_BYTES>().rows;
+    const auto at = QueryBlock<BlockM, Sums>::own(call);
+    if (!at.exists()) return;
+    const float scale = call.softmax_scale;
+    const auto* fours = reinterpret_cast<const Pack<float, 4>*>(at.sums());
+#pragma unroll
+    for (int i = threadIdx.x; i < Sums::kTile / 4; i += Threads) {
+        const auto four = fours[i];
+        const int query = Sums::query(i), dim = Sums::dim(i);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            rounded[query + e % 2][dim + e / 2 * 8] = from_acc<scalar_t>(four[e] * scale);
+        }
+    }
+    __syncthreads();
+
+    constexpr int kStored = min_of(kVector, kHeadDim & -kHeadDim);
+    constexpr int kRowStores = kHeadDim / kStored;
+    using Stored = Pack<scalar_t, kStored>;
+    const auto dq = at.sequence.template queries<scalar_t>(call.dq, at.head);
+    const int first_row = at.tile * BlockM;
+    const int rows = min(BlockM, at.sequence.seqlen_q - first_row);
+    const Mask mask = at.sequence.mask(call.features);
+    for (int i = threadIdx.x; i < rows * kRowStores; i += Threads) {
+        const int row = i / kRowStores, col = i % kRowStores * kStored;
+        const bool sees_any = mask.keys_end(first_row + row) > mask.first_key(first_row + row);
+        *reinterpret_cast<Stored*>(dq.row(first_row + row) + col) =
+            sees_any ? *reinterpret_cast<const Stored*>(&rounded[row][col]) : Stored{};
+    }
+}
+
+// Computes the gradient of a head's sink from the rows' statistics.
+template <int Threads, int BlockM, class Sums>
+__device__ inline void sum_up_sink(const BackwardParams& call) {
+    const Workspace<BlockM, Sums> workspace(call);
+    write_sink_gradient<Threads>(
+        call,
+        [&](const Sequence& sequence, int head, int row) -> RowStats {
+            const auto& statistics = workspace.rows_of(sequence, head, row / BlockM);
+            const int place = statistics.place(row % BlockM);
+            const float minus_lse = statistics.minus_lse[place] / unit_of_lse(call);
+            return {-minus_lse * static_cast<float>(kLog2E), -statistics.minus_d[place]};
+        },
+        shared_memory<WarpSums<Threads>, SINK_SMEM_BYTES>());
+}

@@ -1,0 +1,159 @@
+// The workspace of the Hopper backward: the sums of dQ, as warpgroups have them, and the statistics
+// of rows.
+#pragma once
+
+#include "gradients/array_gradients.cuh"
+#include "hopper/backward/key_statistics.cuh"
+#include "hopper/backward/wgmma_key_sums.cuh"
+
+// A tile of dQ^T as the warpgroups have it: panels of 64 dims by BlockM queries or, of the last one
+// if it is Halved, by as many eights of them as are half. Each such part is a warpgroup's
+// accumulators, of which a thread's fours lie together.
+template <int BlockM, int Panels, bool Halved>
+struct QuerySums {
+    static constexpr int kPanel = kPanelCols * BlockM;
+    static constexpr int kTile = Panels * kPanel;
+
+    // Where a part of a tile begins.
+    __device__ static float* panel_of(float* tile, int panel) { return tile + panel * kPanel; }
+    __device__ static float* half_of(float* tile, int half) {
+        return panel_of(tile, Panels - 1) + half * (kPanel / 2);
+    }
+
+    // The query and the dim of the first of the fours with this index. The second is of the next
+    // query, the other two are eight dims further on.
+    __device__ static int query(int four) {
+        const bool in_half = Halved && four >= (Panels - 1) * (kPanel / 4);
+        const int cols = in_half ? BlockM / 2 : BlockM;
+        const int half = in_half ? four % (kPanel / 4) / (kPanel / 8) : 0;
+        return half * cols + four / kWarpgroup % (cols / 8) * 8 + four % 4 * 2;
+    }
+    __device__ static int dim(int four) {
+        return four / (kPanel / 4) * kPanelCols + four % kWarpgroup / 32 * 16 + four % 32 / 4;
+    }
+
+    // Adds a warpgroup's sums to a part in global memory, or sets it.
+    template <int Count>
+    __device__ static void add(float* part, const float (&sums)[Count], bool set) {
+        float* fours = own_fours(part);
+#pragma unroll
+        for (int i = 0; i < Count / 4; ++i) {
+            float* to = fours + i * kWarpgroup * 4;
+            if (set) {
+                *reinterpret_cast<Pack<float, 4>*>(to) = four_of(sums, i);
+            } else {
+                ptx::add_to_global(to, four_of(sums, i).v);
+            }
+        }
+    }
+
+    // Writes it as it lies there.
+    template <int Count>
+    __device__ static void write(float* part, const float (&sums)[Count]) {
+        unsigned int thread = threadIdx.x % kWarpgroup;
+        ptx::hold(thread);  // or the address would be kept in a register from tile to tile
+        auto* fours = reinterpret_cast<Pack<float, 4>*>(part) + thread;
+#pragma unroll
+        for (int i = 0; i < Count / 4; ++i) fours[i * kWarpgroup] = four_of(sums, i);
+    }
+
+    // Writes a part of dQ's first rows, rounded: what a warpgroup has and, unless that is all, the
+    // sums in global memory.
+    template <int Count>
+    __device__ static void round(float* tile, float* part, float (&sums)[Count], bool is_all,
+                                 const Matrix<scalar_t>& dq, int rows, float scale) {
+        const float* fours = own_fours(part);
+#pragma unroll
+        for (int i = 0; i < Count / 4; ++i) {
+            if (is_all) break;
+            const auto four = *reinterpret_cast<const Pack<float, 4>*>(fours + i * kWarpgroup * 4);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) sums[4 * i + e] += four[e];
+        }
+        const int first_four = (part - tile) / 4 + threadIdx.x % kWarpgroup / 32 * 32;
+        const int row = query(first_four) + threadIdx.x % 32 / 4;
+        const int col = dim(first_four) + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < Count / 2; ++i) {
+            // Eight dims of eight queries become eight queries of eight dims.
+            const unsigned int pair =
+                ptx::transpose_matrix(round_pair(sums[2 * i] * scale, sums[2 * i + 1] * scale));
+            write_pair(dq, row + i / 2 * 8, col + i % 2 * 8, rows, pair);
+        }
+    }
+
+  private:
+    template <int Count>
+    __device__ static Pack<float, 4> four_of(const float (&sums)[Count], int i) {
+        return {sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
+    }
+    __device__ static float* own_fours(float* part) { return part + threadIdx.x % kWarpgroup * 4; }
+    __device__ static void write_pair(const Matrix<scalar_t>& dq, int row, int col, int rows,
+                                      unsigned int pair) {
+        if (row >= rows || col >= kHeadDim) return;
+        scalar_t* to = dq.row(row) + col;
+        if (kHeadDim % 2 == 0 || col + 1 < kHeadDim) {
+            *reinterpret_cast<unsigned int*>(to) = pair;
+        } else {
+            *reinterpret_cast<unsigned short*>(to) = static_cast<unsigned short>(pair);
+        }
+    }
+};
+
+// The workspace: dQ's sums tile by tile, then the rows' statistics, sums of dK and dV if blocks
+// have parts of the heads and, if they take turns, how many have added each warpgroup's part of a
+// tile; if they stay for many tiles of keys, how many of those were taken.
+template <int BlockM, class Sums>
+struct Workspace {
+    float* sums;
+    RowStatistics<BlockM>* rows;
+    WgmmaKeySums key_sums;
+    unsigned int (*added)[kConsumers];
+    unsigned int* taken;
+    int heads, tiles;  // tiles of one head; of packed sequences, of all of them
+
+    __device__ explicit Workspace(const BackwardParams& call)
+        : sums(static_cast<float*>(call.workspace)),
+          heads(call.sizes.heads),
+          tiles(row_tiles<BlockM>(kPacked ? call.sizes.batch : 1, call.sizes.seqlen_q)) {
+        const int count = (kPacked ? 1 : call.sizes.batch) * heads * tiles;
+        rows = reinterpret_cast<RowStatistics<BlockM>*>(sums + static_cast<long long>(count) *
+                                                                   Sums::kTile);
+        key_sums = {{reinterpret_cast<float*>(rows + count), call.sizes}};
+        added = reinterpret_cast<unsigned int (*)[kConsumers]>(key_sums.data +
+                                                               KeySums::count(call.sizes));
+        taken = added[kTurns ? count : 0];
+    }
+
+    // Where a tile of a sequence lies; row_tile is the other way round. A grid has a block for each
+    // tile, so an int counts them.
+    __device__ int place_of(const Sequence& sequence, int head, int tile) const {
+        return place_from(first_place_of(sequence), head, tile);
+    }
+    // The same from where the sequence's first tile lies, which need not be worked out each time.
+    __device__ int place_from(int first_place, int head, int tile) const {
+        return first_place + head * tiles + tile;
+    }
+    __device__ int first_place_of(const Sequence& sequence) const {
+        if constexpr (kPacked) return sequence.first_q / BlockM + sequence.batch;
+        return sequence.batch * heads * tiles;
+    }
+    __device__ float* sums_of(const Sequence& sequence, int head, int tile) const {
+        return sums_at(place_of(sequence, head, tile));
+    }
+    __device__ float* sums_at(int place) const {
+        return sums + static_cast<long long>(place) * Sums::kTile;
+    }
+    // Which tile of a sequence it is that has these sums.
+    __device__ HeadTile tile_of(const float* tile_sums, int first_place) const {
+        const int place = static_cast<int>((tile_sums - sums) / Sums::kTile) - first_place;
+        return {place / tiles, place % tiles};
+    }
+    __device__ RowStatistics<BlockM>& rows_of(const Sequence& sequence, int head, int tile) const {
+        return rows[place_of(sequence, head, tile)];
+    }
+    __device__ unsigned int (&added_to(const Sequence& sequence, int head, int tile)
+                                 const)[kConsumers] {
+        return added[place_of(sequence, head, tile)];
+    }
+};

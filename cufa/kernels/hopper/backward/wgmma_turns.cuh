@@ -1,0 +1,61 @@
+// Blocks that add to the same sums may take turns: in the order of their keys, so that a call has
+// the same bits every time and one knows that it is the last, or just the first before all others.
+// Threads beside the warpgroups wait for their turns and pass them on: the warpgroups then wait for
+// no memory. To pass one on takes until all others can see the sums, about half the time that a
+// tile takes; so another thread does that than waits for the next.
+#pragma once
+
+#include "hopper/backward/wgmma_query_sums.cuh"
+
+// A warpgroup's turns. A stage is full once it may add its part of a tile and added once it has; it
+// is empty once the thread that passes the turn on has seen that.
+template <int Stages>
+struct OrderRing : Ring<Stages> {
+    ptx::Barrier added[Stages];
+
+    __device__ void init() {
+        Ring<Stages>::init(1);
+        for (ptx::Barrier& barrier : added) ptx::barrier_init(barrier, kWarpgroup / 32);
+    }
+};
+
+// Waits for the turns of all warpgroups: until those blocks have added their parts that come
+// before.
+template <int BlockM, int BlockN, int Stages, class Workspace, class Walk>
+__device__ inline void take_turns(OrderRing<Stages> (&order)[kConsumers], RingPosition<Stages>& to,
+                                  const Workspace& workspace, const BackwardParams& call,
+                                  const KeyWork& work, Walk at) {
+    const int first_place = workspace.first_place_of(work.sequence(call));
+    for (; !at.at_end(); at.advance()) {
+        const int first_tile = work.mask(call).first_key(at.tile * BlockM) / BlockN;
+        const unsigned int place = work.first_key / BlockN - first_tile;
+        const unsigned int turn = kAdding == kInOrder ? place : min(place, 1u);
+        const auto& added = workspace.added[workspace.place_from(first_place, at.head, at.tile)];
+        for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {
+            order[warpgroup].wait_empty(to);
+            const Watchdog watchdog;
+            while (turn > 0 && ptx::load_acquire(&added[warpgroup]) < turn) {
+                watchdog.check("turn", turn, &added[warpgroup], Caller::here());
+            }
+            ptx::barrier_arrive(order[warpgroup].full[to.stage]);
+        }
+        to.advance();
+    }
+}
+
+// Passes on those of one.
+template <int Stages, class Workspace, class Walk>
+__device__ inline void pass_turns(OrderRing<Stages>& order, RingPosition<Stages>& to,
+                                  const Workspace& workspace, int warpgroup,
+                                  const BackwardParams& call, const KeyWork& work, Walk at) {
+    const int first_place = workspace.first_place_of(work.sequence(call));
+    for (; !at.at_end(); at.advance()) {
+        const int place = workspace.place_from(first_place, at.head, at.tile);
+        wait_for(order.added[to.stage], to.parity, to.stage);
+        order.release(to);
+        if (kAdding == kInOrder || work.first_key == 0) {
+            ptx::add_release(&workspace.added[place][warpgroup], 1);
+        }
+        to.advance();
+    }
+}

@@ -1,0 +1,139 @@
+// What bwd_6_float32 works on at once: tiles of halves, in the workspace and in shared memory.
+//
+// Sums over queries or keys need these in one unit, so a tile has one. Where its rows are of very
+// different sizes, those much smaller than the largest have fewer bits, which is as nothing beside
+// what the largest adds to the same sums; unless a mask hides that one from the sum.
+#pragma once
+
+#include "call/query_tiles.cuh"
+#include "hopper/float32/halves.cuh"
+#include "hopper/float32/halves_workspace.cuh"
+#include "hopper/pipeline.cuh"
+#include "scores/score_rules.cuh"
+
+constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES;
+// Warpgroups that compute. They take the tiles of queries by turns.
+constexpr int kConsumers = 2;
+static_assert(kBlockM == kWgmmaM && kBlockN == kWgmmaM, "a warpgroup's products have 64 rows");
+
+// Rows of the small parts come after all of the large ones.
+using KeyRows = PanelTile<kParts * kBlockN, kDepth>;
+using ValueRows = PanelTile<kParts * kBlockN, kDims>;
+using QueryRows = PanelTile<kParts * kBlockM, kDepth>;
+using OutRows = PanelTile<kParts * kBlockM, kDims>;
+using ScoreRows = PanelTile<kParts * kBlockN, kBlockM>;
+
+// Whether products of a tile's halves are as exact as those of float32.
+enum Held { kAlways, kUncut, kNever };  // kUncut: if no mask cuts through it
+__device__ constexpr Held max_of(Held a, Held b) {
+    return a > b ? a : b;
+}
+
+struct TileUnit {
+    float size;  // what halves are multiplied with to be elements
+    Held held;
+};
+
+// Of a tile of queries: what its halves are in units of, where its rows are, and of each of them
+// what RowStats has. The LSE of a row that sees no key, or is none, is infinite: all its
+// probabilities are 0.
+struct Statistics {
+    TileUnit q, dout;
+    float* dq;  // the first row's
+    int first_row, count;
+    float lse_log2[kBlockM], d[kBlockM];
+
+    __device__ Held held() const { return max_of(q.held, dout.held); }
+};
+struct KeyUnits {
+    TileUnit k, v;
+
+    __device__ Held held() const { return max_of(k.held, v.held); }
+};
+
+// Whether products of a tile of queries and one of keys are as exact as those of float32.
+__device__ inline bool halves_hold(const Statistics& queries, const KeyUnits& keys, bool masked) {
+    const Held held = max_of(queries.held(), keys.held());
+    return held == kAlways || (held == kUncut && !masked);
+}
+
+struct QueryHalves {
+    QueryRows q;
+    OutRows dout;
+    Statistics statistics;
+};
+struct KeyHalves {
+    KeyRows k;
+    ValueRows v;
+    KeyUnits units;
+};
+static_assert(sizeof(QueryHalves) == QUERY_TILE_BYTES, "the host plans another workspace");
+static_assert(sizeof(KeyHalves) == KEY_TILE_BYTES, "the host plans another workspace");
+using Workspace = HalvesWorkspace<QueryHalves, kBlockM, KeyHalves, kBlockN, BackwardParams>;
+
+// What a warpgroup has of the tiles of queries.
+struct QueryStages {
+    QueryRows q[kStages];
+    OutRows dout[kStages];
+};
+
+// What a warpgroup has of dK and dV in the end. Rows are so much longer that eight of them are in
+// other banks.
+constexpr int kSumPadding = 8;
+template <int Dims>
+using SumRows = float[kBlockN][Dims + kSumPadding];
+struct KeySums {
+    SumRows<kDepth> dk;
+    SumRows<kDims> dv;
+};
+
+struct Smem {
+    KeyRows k;
+    ValueRows v;
+    QueryStages queries[kConsumers];
+    ScoreRows ds[kConsumers];
+    Statistics statistics[kConsumers][kStages];
+    KeyUnits units;
+    float largest[kConsumers][kWarpgroup / 32];  // of each warp's scores
+    Ring<kStages> q_rings[kConsumers], dout_rings[kConsumers];
+    ptx::Barrier keys_full;
+
+    // Where tiles were.
+    using Sums = KeySums[kConsumers];
+    __device__ Sums& sums() { return reinterpret_cast<Sums&>(k); }
+
+    __device__ void init() {
+        static_assert(sizeof(Sums) <= sizeof(k) + sizeof(v) + sizeof(queries), "they do not fit");
+        for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup) {
+            q_rings[warpgroup].init(kWarpgroup / 32);
+            dout_rings[warpgroup].init(kWarpgroup / 32);
+        }
+        ptx::barrier_init(keys_full, 1);
+        ptx::barrier_init_fence();
+    }
+};
+
+// Where in the tiles of queries of all heads that share a tile of keys one is who takes every
+// step'th of them. The last queries come first, of all heads: blocks that begin together then work
+// on the same ones, which the L2 cache has.
+struct QueryWalk {
+    const QueryTiles<kBlockM> tiles;
+    const int heads, first_head, count, step;
+    int number;
+
+    __device__ QueryWalk(const BackwardParams& call, const KeyTile& work, int first, int step)
+        : tiles(work.sequence.mask(call.features), work.first_key, kBlockN),
+          heads(group_of(call.sizes)),
+          first_head(work.kv_head * heads),
+          count(heads * ceil_div(max(tiles.end - tiles.begin, 0), kBlockM)),
+          step(step),
+          number(first) {}
+
+    __device__ bool at_end() const { return number >= count; }
+    __device__ void advance() { number += step; }
+    __device__ int head() const { return first_head + number % heads; }
+    __device__ int first_row() const {
+        return tiles.begin + (count - 1 - number) / heads * kBlockM;
+    }
+    __device__ bool masked() const { return tiles.masked(first_row()); }
+};

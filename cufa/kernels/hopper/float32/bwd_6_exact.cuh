@@ -1,0 +1,118 @@
+// What bwd_6_float32 does with pairs of tiles that halves do not hold: where NaN, infinity or what
+// leaves others no bits is hidden from some by a mask, or elements are beyond what units can be. By
+// CUDA cores, from the caller's tensors, added to what all other pairs gave: they are few.
+#pragma once
+
+#include "hopper/float32/bwd_6_block.cuh"
+
+constexpr int kExactThreads = EXACT_THREADS;
+
+// P and dS of a pair.
+struct ExactSmem {
+    float p[kBlockM][kBlockN], ds[kBlockM][kBlockN];
+};
+
+// The rows of a pair of tiles.
+struct ExactPair {
+    const KeyTile& work;
+    const Statistics& queries;
+    Mask mask;
+    Matrix<const float> q, k, v, dout;
+    Matrix<float> dq, dk, dv;
+
+    __device__ ExactPair(const BackwardParams& call, const KeyTile& work, const QueryWalk& walk)
+        : work(work),
+          queries(Workspace(call)
+                      .queries_from(work.sequence, walk.head(), walk.first_row())
+                      .statistics),
+          mask(work.sequence.mask(call.features)),
+          q(rows_of<const float>(call.q, walk.head())),
+          k(keys_of<const float>(call.k)),
+          v(keys_of<const float>(call.v)),
+          dout(rows_of<const float>(call.dout, walk.head())),
+          dq{queries.dq, call.dq.row_stride},
+          dk(keys_of<float>(call.dk)),
+          dv(keys_of<float>(call.dv)) {}
+
+    __device__ bool sees(int i, int j) const {
+        return mask.in_range(queries.first_row + i, work.first_key + j);
+    }
+
+  private:
+    template <class T>
+    __device__ Matrix<T> rows_of(const Tensor& tensor, int head) const {
+        return work.sequence.queries<T>(tensor, head).from(queries.first_row);
+    }
+    template <class T>
+    __device__ Matrix<T> keys_of(const Tensor& tensor) const {
+        return work.sequence.keys<T>(tensor, work.kv_head).from(work.first_key);
+    }
+};
+
+template <int Dims>
+__device__ inline float dot(const float* a, const float* b) {
+    float sum = 0;
+#pragma unroll 4
+    for (int col = 0; col < Dims; ++col) sum += a[col] * b[col];
+    return sum;
+}
+
+__device__ inline void make_exact_scores(ExactSmem& smem, const ExactPair& pair, float scale_log2) {
+    for (int at = threadIdx.x; at < kBlockM * kBlockN; at += kExactThreads) {
+        const int i = at / kBlockN, j = at % kBlockN;
+        float p = 0, ds = 0;
+        if (pair.sees(i, j)) {
+            const float score = dot<kHeadDim>(pair.q.row(i), pair.k.row(j)) * scale_log2;
+            p = exp2_of(score - pair.queries.lse_log2[i]);
+            ds = p * (dot<kValueDim>(pair.dout.row(i), pair.v.row(j)) - pair.queries.d[i]);
+        }
+        smem.p[i][j] = p;
+        smem.ds[i][j] = ds;
+    }
+}
+
+// rows += scale * weights^T values, where they are seen, as in dV += P^T dO.
+template <int Dims>
+__device__ inline void add_exact_keys(const Matrix<float>& rows, const ExactPair& pair,
+                                      const float (&weights)[kBlockM][kBlockN],
+                                      const Matrix<const float>& values, float scale) {
+    for (int at = threadIdx.x; at < kBlockN * Dims; at += kExactThreads) {
+        const int j = at / Dims, col = at % Dims;
+        float sum = 0;
+        bool any = false;
+        for (int i = 0; i < kBlockM; ++i) {
+            if (!pair.sees(i, j)) continue;
+            sum += weights[i][j] * values.row(i)[col];
+            any = true;
+        }
+        if (any) rows.row(j)[col] += sum * scale;
+    }
+}
+
+// dQ += scale * dS K: other blocks add to the same.
+__device__ inline void add_exact_queries(const ExactSmem& smem, const ExactPair& pair,
+                                         float scale) {
+    for (int at = threadIdx.x; at < kBlockM * kHeadDim; at += kExactThreads) {
+        const int i = at / kHeadDim, col = at % kHeadDim;
+        float sum = 0;
+        bool any = false;
+        for (int j = 0; j < kBlockN; ++j) {
+            if (!pair.sees(i, j)) continue;
+            sum += smem.ds[i][j] * pair.k.row(j)[col];
+            any = true;
+        }
+        if (any) atomicAdd(pair.dq.row(i) + col, sum * scale);
+    }
+}
+
+__device__ inline void add_exactly(ExactSmem& smem, const BackwardParams& call, const KeyTile& work,
+                                   const QueryWalk& walk) {
+    const ExactPair pair(call, work, walk);
+    const float scale = call.softmax_scale;
+    __syncthreads();  // nobody reads what lay there
+    make_exact_scores(smem, pair, scale * float(kLog2E));
+    __syncthreads();
+    add_exact_keys<kValueDim>(pair.dv, pair, smem.p, pair.dout, 1);
+    add_exact_keys<kHeadDim>(pair.dk, pair, smem.ds, pair.q, scale);
+    add_exact_queries(smem, pair, scale);
+}

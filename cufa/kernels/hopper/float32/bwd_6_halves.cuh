@@ -1,0 +1,153 @@
+// The first launch of bwd_6_float32: tiles of halves, the rows' statistics, and dQ set to zero,
+// which the next adds to. A block has a tile.
+#pragma once
+
+#include "call/columns.cuh"
+#include "call/warp_rows.cuh"
+#include "hopper/float32/bwd_6_block.cuh"
+
+constexpr int kHalvingThreads = HALVING_THREADS;
+
+// Of a tile's largest element: smaller ones are taken for such, of larger ones products of three
+// would be no floats.
+constexpr int kLeastExponent = -80, kMostExponent = 40;
+// How far the smallest row of a tile may be below the largest for all to have all their bits.
+constexpr int kMostSpread = 14;
+
+// The sizes of a tile's rows.
+struct RowSizes {
+    float largest = 0, least = -negative_infinity();
+    float nonfinite = 0;
+
+    __device__ void take(const RowSizes& other) {
+        largest = fmaxf(largest, other.largest);
+        least = fminf(least, other.least);
+        nonfinite = fmaxf(nonfinite, other.nonfinite);
+    }
+    __device__ void take_row(float size, bool finite) {
+        take({size, size > 0 ? size : -negative_infinity(), finite ? 0.f : 1.f});
+    }
+
+    __device__ int exponent() const { return exponent_of<kLeastExponent>(largest); }
+    __device__ Held held() const {
+        if (exponent() > kMostExponent) return kNever;
+        const bool alike = least >= largest * power_of_two(-kMostSpread);
+        return alike && nonfinite == 0 ? kAlways : kUncut;
+    }
+};
+
+struct HalvingSmem {
+    RowSizes of_warps[2][kHalvingThreads / 32];
+};
+
+// The elements of a tile that a thread has.
+template <int Rows, int Dims>
+struct TilePieces {
+    static constexpr int kAcross = kRowThreads<Dims>, kDown = kHalvingThreads / kAcross;
+    static constexpr int kCount = Rows / kDown;
+    static_assert(Rows % kDown == 0, "all threads have as many pieces");
+
+    RowPiece<Dims> pieces[kCount];
+
+    __device__ TilePieces(const Matrix<const float>& from, int count) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) pieces[i] = RowPiece<Dims>(from, row(i), count, col());
+    }
+    __device__ static int row(int i) { return i * kDown + threadIdx.x / kAcross; }
+    __device__ static int col() { return threadIdx.x % kAcross * kPieceCols; }
+
+    // Writes them as halves of one unit. The whole block takes part. What else there is of a row
+    // may be NaN or infinite, too.
+    template <class Tile>
+    __device__ TileUnit write(Tile& to, RowSizes (&of_warps)[kHalvingThreads / 32],
+                              bool others_finite = true) const {
+        RowSizes sizes;
+        sizes.nonfinite = !others_finite;
+#pragma unroll
+        for (const RowPiece<Dims>& piece : pieces)
+            sizes.take_row(piece.largest_of_row(), piece.row_is_finite());
+#pragma unroll
+        for (int lane = kAcross; lane < 32; lane *= 2) {
+            sizes.take({__shfl_xor_sync(0xffffffffu, sizes.largest, lane),
+                        __shfl_xor_sync(0xffffffffu, sizes.least, lane),
+                        __shfl_xor_sync(0xffffffffu, sizes.nonfinite, lane)});
+        }
+        if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = sizes;
+        __syncthreads();
+#pragma unroll
+        for (const RowSizes& others : of_warps) sizes.take(others);
+        const int unit = sizes.exponent() - kTopExponent;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) pieces[i].write(to, row(i), col(), power_of_two(-unit));
+        return {power_of_two(unit), sizes.held()};
+    }
+};
+
+__device__ inline void halve_queries(const BackwardParams& call, HalvingSmem& smem, int head,
+                                     int tile) {
+    const Sizes& sizes = call.sizes;
+    const RowTile place =
+        row_tile<kBlockM>(tile, sizes.batch, sizes.seqlen_q, call.features.cu_seqlens_q);
+    const Sequence sequence(call, place.batch);
+    const int first_row = place.first_row, count = min(sequence.seqlen_q - first_row, kBlockM);
+    QueryHalves& to = Workspace(call).queries(head, tile);
+    const auto rows_of = [&](const Tensor& tensor) {
+        return sequence.queries<const float>(tensor, head).from(first_row);
+    };
+
+    using OutPieces = TilePieces<kBlockM, kValueDim>;
+    const OutPieces dout(rows_of(call.dout), count), out(rows_of(call.o), count);
+    const long long first = sequence.first_row(head, sizes) + first_row;
+    bool finite = true;
+#pragma unroll
+    for (int i = 0; i < OutPieces::kCount; ++i) {
+        float d = 0;
+#pragma unroll
+        for (int e = 0; e < kPieceCols; ++e) d += dout.pieces[i].x[e] * out.pieces[i].x[e];
+        d = lanes_sum<OutPieces::kAcross>(d);
+        const int row = OutPieces::row(i);
+        float lse = negative_infinity();
+        if (row < count) {
+            lse = static_cast<const float*>(call.lse)[first + row];
+            if (call.dlse) d -= static_cast<const float*>(call.dlse)[first + row];
+        }
+        finite &= is_finite(d);
+        if (OutPieces::col() > 0) continue;
+        const bool sees = lse != negative_infinity();
+        to.statistics.lse_log2[row] = sees ? lse * float(kLog2E) : -negative_infinity();
+        to.statistics.d[row] = d;
+    }
+    const TileUnit of_dout = dout.write(to.dout, smem.of_warps[0], finite);
+    using QueryPieces = TilePieces<kBlockM, kHeadDim>;
+    const TileUnit of_q = QueryPieces(rows_of(call.q), count).write(to.q, smem.of_warps[1]);
+    const auto dq = sequence.queries<float>(call.dq, head);
+    if (threadIdx.x == 0) {
+        to.statistics.q = of_q;
+        to.statistics.dout = of_dout;
+        to.statistics.dq = dq.row(first_row);
+        to.statistics.first_row = first_row;
+        to.statistics.count = count;
+    }
+#pragma unroll
+    for (int i = 0; i < QueryPieces::kCount; ++i) {
+        const int row = QueryPieces::row(i);
+        if (row < count)
+            write_columns<kHeadDim>(dq.row(first_row + row), Pack<float, kPieceCols>{},
+                                    QueryPieces::col());
+    }
+}
+
+__device__ inline void halve_keys(const BackwardParams& call, HalvingSmem& smem, int kv_head,
+                                  int tile) {
+    const Sizes& sizes = call.sizes;
+    const auto [batch, first_key] =
+        row_tile<kBlockN>(tile, sizes.batch, sizes.seqlen_k, call.features.cu_seqlens_k);
+    const Sequence sequence(call, batch);
+    const int count = min(sequence.seqlen_k - first_key, kBlockN);
+    const auto k = sequence.keys<const float>(call.k, kv_head).from(first_key);
+    const auto v = sequence.keys<const float>(call.v, kv_head).from(first_key);
+    KeyHalves& to = Workspace(call).keys(kv_head, tile);
+    const TileUnit of_k = TilePieces<kBlockN, kHeadDim>(k, count).write(to.k, smem.of_warps[0]);
+    const TileUnit of_v = TilePieces<kBlockN, kValueDim>(v, count).write(to.v, smem.of_warps[1]);
+    if (threadIdx.x == 0) to.units = {of_k, of_v};
+}

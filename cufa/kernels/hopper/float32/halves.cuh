@@ -1,0 +1,113 @@
+// float32 in two halves, as tensor cores of 16 bits take it.
+//
+// An element is a large float16 plus a small one, 22 bits of mantissa together, and of the product
+// of two such sums all is computed but the product of the two small parts: three products, each
+// twice as fast as one of tf32 (Ootomo and Yokota 2022, "Recovering single precision accuracy from
+// Tensor Cores while surpassing the FP32 theoretical peak performance"). float16 has few exponents,
+// so that elements are in units of a power of two. If tf32 will do, there are large parts alone,
+// which have as many bits of mantissa.
+#pragma once
+
+#include "call/tensor.cuh"
+#include "hopper/wgmma_tiles.cuh"
+#include "softmax/online_softmax.cuh"
+
+constexpr int kParts = kTf32 ? 1 : 2;
+constexpr int kDepth = round_up(kHeadDim, kWgmmaK), kDims = round_up(kValueDim, kWgmmaK);
+
+constexpr int kPieceCols = 4;
+// Threads that have a row together, next to each other in a warp.
+template <int Dims>
+constexpr int kRowThreads = Dims > 64   ? 32
+                            : Dims > 32 ? 16
+                                        : 8;
+static_assert(kDepth <= 32 * kPieceCols && kDims <= 32 * kPieceCols, "a warp has whole rows");
+
+// What has halves of one unit is multiplied so that its largest element is from 2^14 on, below
+// 2^15: then small parts have all their bits even of much smaller elements.
+constexpr int kTopExponent = 14;
+
+__device__ inline float power_of_two(int exponent) {
+    return __int_as_float((exponent + 127) << 23);
+}
+// The exponent of a number that is not negative, from Least on.
+template <int Least>
+__device__ inline int exponent_of(float x) {
+    return max((__float_as_int(x) >> 23) - 127, Least);
+}
+
+// Two elements, rounded.
+struct HalfPair {
+    unsigned int pair;
+
+    __device__ HalfPair(float low, float high) : pair(ptx::pack_f16(low, high)) {}
+    __device__ float low() const { return to_acc(float16{static_cast<unsigned short>(pair)}); }
+    __device__ float high() const {
+        return to_acc(float16{static_cast<unsigned short>(pair >> 16)});
+    }
+};
+
+// Some columns of a row of the caller's: zeros past the end of it, or of the rows.
+template <int Dims>
+struct RowPiece {
+    float x[kPieceCols];
+
+    RowPiece() = default;
+    __device__ RowPiece(const Matrix<const float>& rows, int row, int count, int col) {
+        constexpr int kVector = min_of(kAlignBytes / int(sizeof(float)), Dims & -Dims);
+        constexpr int kChunk = min_of(kVector, kPieceCols);
+        using Chunk = Pack<float, kChunk>;
+#pragma unroll
+        for (int c = 0; c < kPieceCols; c += kChunk) {
+            Chunk chunk = {};
+            if (row < count && col + c < Dims)
+                chunk = *reinterpret_cast<const Chunk*>(rows.row(row) + col + c);
+#pragma unroll
+            for (int i = 0; i < kChunk; ++i) x[c + i] = chunk[i];
+        }
+    }
+
+    // The largest magnitude of what is finite in the row, which all threads ask that have it.
+    __device__ float largest_of_row() const {
+        float largest = 0;
+#pragma unroll
+        for (const float each : x) {
+            if (is_finite(each)) largest = fmaxf(largest, fabsf(each));
+        }
+        return lanes_max<kRowThreads<Dims>>(largest);
+    }
+    __device__ bool row_is_finite() const {
+        float others = 0;
+#pragma unroll
+        for (const float each : x) {
+            if (!is_finite(each)) others = 1;
+        }
+        return lanes_max<kRowThreads<Dims>>(others) == 0;
+    }
+
+    // Writes it as so many times as large halves; columns beyond the tile's are not there.
+    template <class Tile>
+    __device__ void write(Tile& tile, int row, int col, float factor) const {
+        using Words = Pack<unsigned int, kPieceCols / 2>;
+        if (col >= round_up(Dims, kWgmmaK)) return;
+        Words large, small;
+#pragma unroll
+        for (int i = 0; i < kPieceCols; i += 2) {
+            const float low = factor == 0 ? 0 : x[i] * factor;
+            const float high = factor == 0 ? 0 : x[i + 1] * factor;
+            const HalfPair halves(large_part(low), large_part(high));
+            large[i / 2] = halves.pair;
+            small[i / 2] = ptx::pack_f16(low - halves.low(), high - halves.high());
+        }
+        *reinterpret_cast<Words*>(tile.at(row, col)) = large;
+        if (kParts > 1) *reinterpret_cast<Words*>(tile.at(row + Tile::kRows / kParts, col)) = small;
+    }
+
+  private:
+    // NaN and infinity are left to the small part. In the large one, infinity times a small part
+    // that is 0 would be NaN.
+    __device__ static float large_part(float x) {
+        if (kParts == 1 || is_finite(x)) return x;
+        return copysignf(1 << kTopExponent, x);
+    }
+};

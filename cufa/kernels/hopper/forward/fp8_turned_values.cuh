@@ -1,0 +1,138 @@
+// Values in 8 bits as they most often lie in memory, with the dims along rows: the warps beside the
+// producer turn each tile before the product.
+#pragma once
+
+#include "hopper/forward/fp8_values.cuh"
+#include "hopper/forward/wgmma_forward.cuh"
+#include "hopper/forward/wgmma_forward_copies.cuh"
+
+constexpr int kTurners = kWarpgroup / 32 - 1;  // the warps beside the producer
+// Steps of theirs whose words are on their way together: as many as they have registers for.
+constexpr int kTurnedAtOnce = kProducerRegisters < 40 ? 1 : 4;
+
+using TurnedValues = ValueTile<kBlockN, round_up(kValueDim, 2 * kChunkBytes)>;
+
+// Whether consumers ask once for a tile of queries, after its last output, whether there was NaN in
+// its values, not for each tile of keys. With three warpgroups that spilled registers, with wider
+// heads it was slower.
+constexpr bool kAsksLast = kConsumers <= 2 && kValueDim <= 128;
+
+// What is in shared memory for that.
+struct Turning {
+    TurnedValues turned[kStages];
+    Ring<kStages> ring;
+    // Whether a turner found NaN in a tile of values, or if kAsksLast in one before for the same
+    // queries.
+    unsigned int nan[kStages][kTurners];
+
+    __device__ void init() { ring.init(kConsumers * kWarpgroup / 32, kTurners); }
+};
+
+template <class Smem, class Params>
+__device__ inline void turn_values(Smem& smem, const Params& params) {
+    follow_values(smem, params, [&](bool cut, bool first, RingPosition<kStages> at) {
+        unsigned int thread = threadIdx.x - 32;
+        ptx::hold(thread);  // or what follows from it would be kept in registers from tile to tile
+        smem.helpers.ring.wait_empty(at);
+        const Turner<kTurners, kTurnedAtOnce, kBlockN, TurnedValues::kDims> turner(thread);
+        // Rows that all see a tile have its NaN by the product.
+        auto& turned = smem.helpers.turned[at.stage];
+        auto& values = smem.v[at.stage];
+        const bool found = cut ? turner.template turn<true>(turned, values)
+                               : turner.template turn<false>(turned, values);
+        ptx::proxy_fence();
+        __syncwarp();
+        if (thread % 32 == 0) {
+            smem.helpers.nan[at.stage][thread / 32] = found;
+            if (kAsksLast && !first) {
+                smem.helpers.nan[at.stage][thread / 32] |=
+                    smem.helpers.nan[before(at).stage][thread / 32];
+            }
+            smem.v_ring.release(at);
+            ptx::barrier_arrive(smem.helpers.ring.full[at.stage]);
+        }
+    });
+}
+
+// A warpgroup that computes with such values.
+template <class Self, class Smem, class Params, int Dims>
+struct TurnedConsumer : ForwardConsumer<Self, Smem, Params, Dims> {
+    using Base = ForwardConsumer<Self, Smem, Params, Dims>;
+    using Base::Base;
+    using Base::params;
+    using Base::smem;
+    using Base::v_at;
+    using typename Base::Output;
+
+    __device__ void issue_output(Output& o, const Weights& p) {
+        smem.helpers.ring.wait_full(v_at);
+        issue_product_pv<kBlockN, Dims>(o, p, smem.helpers.turned[v_at.stage]);
+    }
+
+    // Whether a turner found NaN in the tile of values, or before (see Turning). In the product it
+    // is zero.
+    __device__ bool found_nan() const {
+        unsigned int nan = 0;
+#pragma unroll
+        for (const unsigned int found : smem.helpers.nan[v_at.stage]) nan |= found;
+        return nan != 0;
+    }
+
+    // Waits for the product with a tile of values. Returns whether there is NaN to be added.
+    template <int Pending>
+    __device__ bool wait_values(Output& o) {
+        const bool nan = !kAsksLast && found_nan();
+        wait_product<Pending>(o);
+        __syncwarp();  // all of the warp have read it
+        release_and_advance(smem.helpers.ring, v_at);
+        return nan;
+    }
+
+    // The output has the part of `tile` now, if kAsksLast those of all tiles from it on.
+    template <int Pending>
+    __device__ void wait_output(Output& o, const WorkTile& work, int tile) {
+        const bool nan = found_nan();
+        wait_product<Pending>(o);
+        // By a vote, after which the compiler knows that all take the same way.
+        if (__builtin_expect(__any_sync(0xffffffffu, nan), false)) {
+            if constexpr (kAsksLast) {
+                const KeyRange keys = key_tiles_of(params.call, work);
+                for (; tile < keys.end; ++tile) {
+                    if (!keys.is_whole(tile)) add_nan(o, work, tile);
+                }
+            } else {
+                add_nan(o, work, tile);
+            }
+        }
+        __syncwarp();  // all of the warp have read it
+        release_and_advance(smem.helpers.ring, v_at);
+    }
+
+    // A value that is NaN must reach the rows that see its key, whatever their weight, and no
+    // other. In the product it was zero.
+    __device__ void add_nan(Output& o, const WorkTile& work, int tile) const {
+        const Sequence sequence = work.sequence(params.call);
+        const auto v = sequence.keys<const scalar_t>(params.call.v, work.kv_head);
+        const Mask mask = this->mask_of(work);
+        const int row = row_of(work, 0);
+        for (int in_tile = 0; in_tile < kBlockN; ++in_tile)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int key = tile * kBlockN + in_tile;
+                if (!mask.in_range(row + 8 * half, key)) continue;
+#pragma unroll
+                for (int i = 2 * half; i < Dims / 2; i += 4)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const int dim = i / 4 * 8 + threadIdx.x % 4 * 2 + e;
+                        if (dim < kValueDim && !is_finite(v.row(key)[dim]))
+                            o[i + e] = __int_as_float(0x7fffffff);
+                    }
+            }
+    }
+
+    __device__ void round(Weights& p, const Scores& s) const { round_to_weights<kBlockN>(p, s); }
+
+    // In values that are turned there is neither.
+    __device__ void take_out_nonfinite(Output&, const WorkTile&, int) const {}
+};

@@ -1,0 +1,108 @@
+// Which scores of a tile rows see, as a bit for each: written by a warp, and read by a warpgroup of
+// the Hopper forwards for the scores that it has in registers. What a function of the caller's
+// shows of a tile is then found out once for all heads, if it is the same for them, and costs two
+// instructions a score where a tile is cut.
+#pragma once
+
+#include "scores/mask_tiles.cuh"
+
+constexpr int kWordKeys = 32;  // of a row in a word; a row's words are next to each other
+
+// Those of a row, moved by as few instructions as their number allows.
+template <int Words>
+struct RowBits {
+    unsigned int of[Words];
+
+    __device__ void load(const unsigned int* row) {
+#pragma unroll
+        for (int i = 0; i < Words; i += kAtOnce) {
+            const Chunk chunk = *reinterpret_cast<const Chunk*>(row + i);
+#pragma unroll
+            for (int e = 0; e < kAtOnce; ++e) of[i + e] = chunk[e];
+        }
+    }
+    __device__ void store(unsigned int* row) const {
+#pragma unroll
+        for (int i = 0; i < Words; i += kAtOnce) {
+            Chunk chunk;
+#pragma unroll
+            for (int e = 0; e < kAtOnce; ++e) chunk[e] = of[i + e];
+            *reinterpret_cast<Chunk*>(row + i) = chunk;
+        }
+    }
+
+  private:
+    static constexpr int kAtOnce = min_of(Words & -Words, 4);
+    using Chunk = Pack<unsigned int, kAtOnce>;
+};
+
+// Writes those of a tile: a warp's work. Inside is whether all of its rows are of the sequence, and
+// all of its keys in the range of each. Returns what is seen of it.
+template <int Rows, int Keys, bool Inside>
+__device__ inline SeenPart write_seen_bits(unsigned int* bits, const ScoreRules& rules,
+                                           int first_row, int first_key) {
+    constexpr int kWords = Keys / kWordKeys;
+    constexpr int kAtOnce = 8;  // rows whose elements of arrays are on their way together
+    const int lane = threadIdx.x % 32, key = first_key + lane;
+    for (int first = 0; first < Rows; first += kAtOnce) {
+        bool shown[kAtOnce][kWords];
+#pragma unroll
+        for (int word = 0; word < kWords; ++word)
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i)
+                shown[i][word] =
+                    rules.template shows<Inside>(first_row + first + i, key + kWordKeys * word);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            // Rows past the last one, of which nobody asks, count as that one.
+            const int row = min(first_row + first + i, rules.mask.seqlen_q - 1);
+            RowBits<kWords> words;
+#pragma unroll
+            for (int word = 0; word < kWords; ++word) {
+                const bool in_range = Inside || rules.mask.in_range(row, key + kWordKeys * word);
+                words.of[word] = __ballot_sync(0xffffffffu, shown[i][word] && in_range);
+            }
+            if (lane == 0) words.store(bits + (first + i) * kWords);
+        }
+    }
+    __syncwarp();
+    // What is seen of the tile is read from the words: so there is nothing to add up for each.
+    bool some = false, all = true;
+#pragma unroll
+    for (int row = lane; row < Rows; row += 32) {
+        RowBits<kWords> words;
+        words.load(bits + row * kWords);
+#pragma unroll
+        for (const unsigned int word : words.of) {
+            some |= word != 0;
+            all &= word == ~0u;
+        }
+    }
+    some = __any_sync(0xffffffffu, some);
+    all = __all_sync(0xffffffffu, all);
+    return all ? kAll : some ? kSome : kNone;
+}
+
+// Those of a thread's Count scores, which are of two rows, 8 apart.
+template <int Count>
+struct SeenBits {
+    static constexpr int kWords = ceil_div(2 * Count, kWordKeys);  // of a row
+    RowBits<kWords> rows[2];
+
+    // From the words of the first row.
+    __device__ void load(const unsigned int* row) {
+        rows[0].load(row);
+        rows[1].load(row + 8 * kWords);
+    }
+
+    // Makes scores that are not seen `masked`.
+    __device__ void hide(float (&s)[Count], float masked) const {
+        const int first_key = threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < Count; ++i) {
+            const int key = i / 4 * 8 + i % 2;
+            const unsigned int of_thread = rows[i / 2 % 2].of[key / kWordKeys] >> first_key;
+            if (!(of_thread >> key % kWordKeys & 1)) s[i] = masked;
+        }
+    }
+};

@@ -1,0 +1,307 @@
+// The warpgroups of the Hopper forwards that compute, each 64 rows. The warps beside them are in
+// wgmma_forward_copies.cuh; how all work beside each other is told in fwd_6_wgmma.cu.
+#pragma once
+
+#include "hopper/forward/wgmma_forward_output.cuh"
+#include "hopper/forward/wgmma_forward_scores.cuh"
+#include "hopper/forward_turns.cuh"
+
+using Turns = ForwardTurns<kConsumers, kFirstTurn>;
+
+// A warpgroup that computes. Dims are the columns of its sums of O. What each kernel does in its
+// own way, beside what ForwardScores asks for, is in `Self`, which is derived from this one:
+//   kLongTurns                         whether a turn ends with the exponentials' beginning, not
+//                                      with the products'
+//   kRaisesLate                        whether maxima are raised once weights are too large; else
+//                                      it is looked for larger scores before there are weights
+//   begin(work)                        takes up a tile of queries
+//   output_scale()                     what sums of weighted values are multiplied with
+//   issue_output(o, p)                 issues the product that adds a tile's part to the output
+//   wait_output<Pending>(o, work, tile)  waits for the part of that tile of keys
+//   round(p, s)                        makes an operand of the weights
+//   take_out_nonfinite(o, work, tile)  before the part of a tile that a mask cuts through
+//   kRoundsFirst                       whether weights are rounded before it is known that maxima
+//                                      need not be raised
+//   kHalvesFirst                       whether a warpgroup leaves out of its softmax the upper half
+//                                      of a first tile of keys if it sees none of it, and does not
+//                                      mask the lower half if it sees all of that
+template <class Self, class Smem, class Params, int Dims>
+struct ForwardConsumer : ForwardScores<Self, Smem, Params> {
+    using Base = ForwardScores<Self, Smem, Params>;
+    using Base::bits_of_row;
+    using Base::compute_products;
+    using Base::load_bias;
+    using Base::mask_of;
+    using Base::mask_scores;
+    using Base::params;
+    using Base::row_bits;
+    using Base::self;
+    using Base::shape_scores;
+    using Base::smem;
+    using Base::take_slope;
+    using Base::tile_scale;
+    using Base::warpgroup;
+    using Output = WgmmaSums<Dims>;
+
+    const Turns turns;
+    RingPosition<kQueryStages> q_at;
+    RingPosition<kStages> k_at, v_at;
+
+    __device__ ForwardConsumer(Smem& smem, const Params& params, int warpgroup)
+        : Base(smem, params, warpgroup), turns(warpgroup) {}
+
+    // All tiles of queries that the block takes.
+    __device__ void consume() {
+        Scores s;
+        Weights p;
+
+        WorkTile work = receive();
+        if (!work.exists()) return;
+        KeyRange keys = key_tiles_of(params.call, work);
+        issue_first_scores(s);
+        for (;;) {
+            self().begin(work);
+            if constexpr (kAlibi) take_slope(work);
+            Output o = {};
+            const RowPair softmax = attend_to_all(o, p, s, work, keys);
+            if constexpr (kOutputFirst) {
+                // The next queries come while the output is on its way.
+                finish_output(o, p, work, keys.begin);
+                store(o, softmax, work);
+                work = receive();
+                if (!work.exists()) return;
+                keys = key_tiles_of(params.call, work);
+                issue_first_scores(s);
+            } else {
+                const WorkTile next = receive();
+                if (!next.exists()) {
+                    finish_output(o, p, work, keys.begin);
+                    return store(o, softmax, work);
+                }
+                // They are here: the first scores of the next tile at once with the last of this
+                // one's output.
+                turns.wait();
+                self().issue_output(o, p);
+                issue_scores(s);
+                turns.pass();
+                self().template wait_output<1>(o, work, keys.begin);
+                store(o, softmax, work);
+                work = next;
+                keys = key_tiles_of(params.call, work);
+            }
+        }
+    }
+
+    // All tiles of keys, the first one's scores being under way. What is left to do is the output
+    // of the last.
+    __device__ RowPair attend_to_all(Output& o, Weights& p, Scores& s, const WorkTile& work,
+                                     KeyRange keys) {
+        // Or addresses in the loops below would be in lanes' registers.
+        if (kQueryStages > 1) q_at.stage = uniform(q_at.stage);
+        if constexpr (kMaskMod) return attend_to_seen(o, p, s, work);
+        int tile = keys.end - 1;
+        const auto last = [&] { return tile == keys.begin; };
+        RowPair softmax = first_weights(o, p, s, work, tile, last());
+        --tile;
+        if constexpr (kRangeMask) {  // or it is just the first that may be cut
+            for (; tile >= max(keys.whole_end, keys.begin); --tile)
+                attend<true>(o, softmax, p, work, tile, last());
+        }
+        for (; tile >= max(keys.whole_begin, keys.begin); --tile)
+            attend<false>(o, softmax, p, work, tile, last());
+        if constexpr (kWindow) {
+            for (; tile >= keys.begin; --tile) attend<true>(o, softmax, p, work, tile, last());
+        }
+        q_at.advance();
+        return softmax;
+    }
+
+    // The same of those tiles that the producer names, since a mask_mod hides others.
+    __device__ RowPair attend_to_seen(Output& o, Weights& p, Scores& s, const WorkTile& work) {
+        if constexpr (kSeenBits) row_bits = bits_of_row(work);
+        TileLabel seen = receive_keys();
+        RowPair softmax = first_weights(o, p, s, work, seen.tile, seen.last, seen.cut);
+        while (!seen.last) {
+            seen = receive_keys();
+            attend<true>(o, softmax, p, work, seen.tile, seen.last, seen.cut);
+        }
+        q_at.advance();
+        return softmax;
+    }
+
+    // The weights of the first tile of keys that a tile of queries looks at.
+    __device__ RowPair first_weights(Output& o, Weights& p, Scores& s, const WorkTile& work,
+                                     int tile, bool last, bool cut = true) {
+        RowPair softmax;
+        float sums[2];
+        Bias bias;
+        SeenScores seen;
+        if constexpr (kBias) load_bias(bias, work, tile);
+        if (kSeenBits && cut) seen.load(row_bits + tile * kTileWords);
+        wait_scores<0>(s, last);
+        shape_scores(s, bias, work, tile);
+        if constexpr (Self::kHalvesFirst) {
+            constexpr int kHalf = kBlockN / 2;
+            using Lower = TilePart<typename Self::KeyOrder, 0, kHalf>;
+            using Upper = TilePart<typename Self::KeyOrder, kHalf, kBlockN>;
+            const Mask mask = mask_of(work);
+            const int first_row = work.first_row + warpgroup * kWgmmaM;
+            const int last_row = first_row + kWgmmaM - 1, middle = tile * kBlockN + kHalf;
+            // By votes, after which the compiler knows that all take the same way.
+            const bool lower_cut = __any_sync(0xffffffffu, mask.keys_end(first_row) < middle);
+            const bool upper_seen = __any_sync(0xffffffffu, mask.diagonal(last_row) >= middle);
+            if (lower_cut) this->template mask_part<Lower>(s, work, tile);
+            if (!upper_seen) {
+                weigh_first<Lower>(softmax, s, sums, work, tile, last);
+            } else {
+                this->template mask_part<Upper>(s, work, tile);
+                weigh_first<WholeTile>(softmax, s, sums, work, tile, last);
+            }
+        } else {
+            if (cut) self().mask_first(s, seen, work, tile);
+            weigh_first<WholeTile>(softmax, s, sums, work, tile, last);
+        }
+        softmax.add(sums);
+        self().round(p, s);
+        if (cut) self().take_out_nonfinite(o, work, tile);
+        return softmax;
+    }
+
+    // Maxima by what Part has of a first tile of products, and the weights under them.
+    template <class Part>
+    __device__ void weigh_first(RowPair& softmax, Scores& s, float (&sums)[2], const WorkTile& work,
+                                int tile, bool last) {
+        softmax.template begin<Part>(s, tile_scale());
+        // Of three warpgroups two work on while one raises its maxima.
+        constexpr bool kLooksAhead = kHeadroom > 0 && kConsumers <= 2;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = row_of(work, half);
+            float& max = softmax.rows[half].max;
+            if (kLooksAhead && !last && mask_of(work).keys_end(row) < tile * kBlockN + kFewKeys)
+                max += kHeadroom + kAboveFewKeys;
+            // Rows past the end see no key, but others of their warp should not wait for them.
+            if (row >= work.sequence(params.call).seqlen_q) max = 0;
+        }
+        softmax.template weigh<Part>(s, tile_scale(), sums);
+    }
+
+    // The scores of a tile of keys at once with the output of the tile before; then the weights of
+    // this tile, which is Masked if a mask may cut through it, and does so if it is `cut`.
+    template <bool Masked>
+    __device__ void attend(Output& o, RowPair& softmax, Weights& p, const WorkTile& work, int tile,
+                           bool last, bool cut = Masked) {
+        Scores s;
+        float sums[2], shrink[2];
+        Bias bias;
+        SeenScores seen;
+        if constexpr (kBias) load_bias(bias, work, tile);
+        if (kSeenBits && cut) seen.load(row_bits + tile * kTileWords);
+        turns.wait();
+        issue_scores(s);
+        self().issue_output(o, p);
+        if (!Self::kLongTurns) turns.pass();
+
+        wait_scores<1>(s, last);
+        shape_scores(s, bias, work, tile);
+        constexpr bool kLate = !Masked && Self::kRaisesLate;
+        bool raised = false;
+        if (Masked && cut) mask_scores(s, seen, work, tile);
+        if (!kLate) raised = softmax.raise(s, tile_scale(), shrink);
+        if (Self::kLongTurns) turns.pass();
+        softmax.weigh(s, tile_scale(), sums);
+
+        if constexpr (Self::kRoundsFirst) {
+            // One branch for all that is rare, after all that is not: without one between, the
+            // compiler has weights rounded while others are still exponentiated.
+            const bool nan = self().template wait_values<0>(o);
+            self().round(p, s);
+            const bool rare = nan || (kLate && !softmax.fit(sums));
+            if (__builtin_expect(__any_sync(0xffffffffu, rare), false)) {
+                if (__any_sync(0xffffffffu, nan)) self().add_nan(o, work, tile + 1);
+                if (kLate && softmax.any_too_large(sums)) {
+                    raise_late(s, softmax, sums, shrink, work, tile);
+                    self().round(p, s);
+                    raised = true;
+                }
+            }
+        } else {
+            self().template wait_output<0>(o, work, tile + 1);
+            if (kLate && __builtin_expect(softmax.any_too_large(sums), false)) {
+                raise_late(s, softmax, sums, shrink, work, tile);
+                raised = true;
+            }
+        }
+        if (__builtin_expect(raised, false)) rescale(o, shrink);
+        softmax.add(sums);
+        if (!Self::kRoundsFirst) self().round(p, s);
+        if (Masked && cut) self().take_out_nonfinite(o, work, tile);
+    }
+
+    // Raises the maxima once weights have turned out too large.
+    __device__ void raise_late(Scores& s, RowPair& softmax, float (&sums)[2], float (&shrink)[2],
+                               const WorkTile& work, int tile) {
+        if (softmax.shrink_weights(s, sums, shrink)) return;
+        compute_products(s, work, tile);
+        shape_scores(s, Bias(), work, tile);
+        shrink[0] = shrink[1] = 1;
+        softmax.raise(s, tile_scale(), shrink);
+        softmax.weigh(s, tile_scale(), sums);
+    }
+
+    // Waits for the queries of the next tile of which any row sees a key. Those of the others have
+    // output 0.
+    __device__ WorkTile receive() {
+        for (;;) {
+            smem.q_ring[warpgroup].wait_full(q_at);
+            const WorkTile work = smem.work[warpgroup][q_at.stage];
+            __syncwarp();
+            // By a vote, after which the compiler knows that all leave the loop together.
+            const bool found = !work.exists() || !key_tiles_of(params.call, work).none();
+            if (__all_sync(0xffffffffu, found)) return work;
+            release_and_advance(smem.q_ring[warpgroup], q_at);
+            store(Output{}, RowPair{}, work);
+        }
+    }
+
+    // Waits for the next tile of keys, and for its name.
+    __device__ TileLabel receive_keys() {
+        smem.k_ring.wait_full(k_at);
+        return smem.k_ring.label_at(k_at);
+    }
+
+    // Issues the product for the scores of one tile of keys.
+    __device__ void issue_scores(Scores& s) {
+        smem.k_ring.wait_full(k_at);
+        issue_product_nt<kDepth, kBlockN>(s, smem.q[warpgroup][q_at.stage], smem.k[k_at.stage]);
+    }
+
+    __device__ void issue_first_scores(Scores& s) {
+        turns.wait();
+        issue_scores(s);
+        turns.pass();
+    }
+
+    // The queries are done with once the last tile's scores are there. `q_at` stays until all of
+    // the tiles are: were it to change under a condition, the compiler would take it for different
+    // in each lane.
+    template <int Pending>
+    __device__ void wait_scores(Scores& s, bool last) {
+        wait_product<Pending>(s);
+        release_and_advance(smem.k_ring, k_at);
+        if (last && threadIdx.x % 32 == 0) smem.q_ring[warpgroup].release(q_at);
+        if constexpr (kSoftcap) bound(s, self().softmax_scale(), params.call.features.softcap);
+    }
+
+    __device__ void finish_output(Output& o, const Weights& p, const WorkTile& work, int tile) {
+        turns.wait();
+        self().issue_output(o, p);
+        turns.pass();
+        self().template wait_output<0>(o, work, tile);
+    }
+
+    __device__ void store(const Output& o, const RowPair& softmax, const WorkTile& work) {
+        const OutputRows<Smem, Params, Dims> rows{smem, params, warpgroup};
+        rows.store(o, softmax, self().output_scale(), work);
+    }
+};

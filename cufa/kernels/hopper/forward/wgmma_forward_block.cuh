@@ -1,0 +1,111 @@
+// What the Hopper forwards work on at once, and what a block's warps have in common. What is in
+// shared memory is the kernel's: `Smem` with tiles k, v, q and out, rings k_ring, v_ring and
+// q_ring, and the tiles of work that the queries are of; `Params` with tensor maps q, k, v and o
+// and the call.
+#pragma once
+
+#include "call/schedule.cuh"
+#include "hopper/forward/bias_pairs.cuh"
+#include "hopper/forward/seen_bits.cuh"
+#include "hopper/forward/wgmma_softmax.cuh"
+#include "hopper/labelled_ring.cuh"
+#include "hopper/wgmma_pages.cuh"
+#include "scores/seen_tiles.cuh"
+
+constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
+constexpr int kStages = STAGES, kQueryStages = QUERY_STAGES, kStoreCols = STORE_COLS;
+constexpr int kConsumers = kBlockM / kWgmmaM;
+// With one stage of queries two warpgroups would wait for the next ones together; of three, one
+// computes meanwhile.
+constexpr bool kOutputFirst = kQueryStages == 1 && kConsumers <= 2;
+static_assert((kConsumers + 1) * kWarpgroup == THREADS, "one warpgroup copies, the others compute");
+constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
+constexpr int kDepth = round_up(kHeadDim, kWgmmaK);
+// Keys that one copy brings: a tile, or as many of it as are in one page.
+constexpr int kBoxKeys = BOX_KEYS;
+static_assert(kBlockN % kBoxKeys == 0, "a tile must be whole boxes");
+static_assert(!kPaged || kPageSize % kBoxKeys == 0, "a page must be whole boxes");
+
+// Beside another launch some blocks begin when that one ends: none has a tile of its own before.
+constexpr bool kLateBlocks = kLeastQueries > 0;
+
+using QueryRows = PanelTile<kWgmmaM, kHeadDim>;
+using KeyRows = PanelTile<kBlockN, kHeadDim>;
+using ValueRows = PanelTile<kBlockN, kValueDim>;
+
+// Whether a head's rows may begin in the middle of a sector of the L2 cache, as those of every
+// other head do if rows are an odd number of chunks. Each panel of such a row takes a sector more
+// than it fills, half of which the next panel asks for again. A tile needs room for a chunk more.
+// Up to two panels nothing is gained: there are tiles of more queries, which read less.
+constexpr int kSectorBytes = 32, kSectorCols = kSectorBytes / sizeof(scalar_t);
+template <int Dims>
+constexpr bool kOddRows = sizeof(scalar_t) == 2 && ceil_div(Dims, kPanelCols) > 2 &&
+                          round_up(Dims, kWgmmaK) - Dims >= kChunkCols;
+
+// The first column of a head's tiles: 0, or as many before it as there are from the beginning of
+// its sector. The copy engine makes them zeros. Q begins as K does, so that their product is the
+// same, and O as V.
+template <int Dims>
+__device__ inline int first_col_of(const Tensor& tensor, int head) {
+    if (!kOddRows<Dims>) return 0;
+    if ((tensor.batch_stride | tensor.row_stride) % kSectorCols != 0) return 0;
+    const auto* row = static_cast<const scalar_t*>(tensor.data) + head * tensor.head_stride;
+    const auto bytes = reinterpret_cast<unsigned long long>(row) % kSectorBytes;
+    return -static_cast<int>(bytes / sizeof(scalar_t));
+}
+
+using Order = TileOrder<kBlockM, SECTION_BYTES>;
+using KeyRange = KeyTileRange<kBlockM, kBlockN>;
+using KeyPages = TilePages<kBlockN>;
+using Scores = WgmmaSums<kBlockN>;
+using Weights = WgmmaOperand<kBlockN>;
+using Bias = BiasPairs<bias_t, kBlockN / 2>;
+
+__device__ inline KeyRange key_tiles_of(const ForwardParams& call, const WorkTile& work) {
+    return KeyRange(work.sequence(call).mask(call.features), work.first_row);
+}
+
+// ---- which tiles of keys there are, if a mask_mod hides some ----
+
+// The parts of tiles that it shows, and where kSeenBits is set a bit for each of their scores. In
+// the workspace the count of tiles taken comes first, then the parts, then the bits.
+constexpr bool kSeenBits = SEEN_BITS;
+constexpr int kSeenAlignment = 16;  // in bytes, of each of these
+constexpr int kRowWords = kBlockN / kWordKeys, kTileWords = kBlockM * kRowWords;
+using Seen = SeenTiles<kBlockM, kBlockN>;
+using SeenScores = SeenBits<kBlockN / 2>;
+__device__ inline unsigned int* tiles_taken(const ForwardParams& call) {
+    return static_cast<unsigned int*>(call.workspace);
+}
+__device__ inline SeenPart* seen_parts(const ForwardParams& call) {
+    constexpr int kWords = kSeenAlignment / sizeof(unsigned int);
+    return reinterpret_cast<SeenPart*>(tiles_taken(call) + kWords);
+}
+__device__ inline unsigned int* seen_bits(const ForwardParams& call) {
+    constexpr int kParts = kSeenAlignment / sizeof(SeenPart);
+    const long long parts = (Seen::count(call) + kParts - 1) / kParts * kParts;
+    return reinterpret_cast<unsigned int*>(seen_parts(call) + parts);
+}
+
+using TileRing = LabelledRing<kStages>;
+
+// A warp is done with a stage: it has read it, or its part of a product has.
+template <int Stages>
+__device__ inline void release_and_advance(Ring<Stages>& ring, RingPosition<Stages>& at) {
+    if (threadIdx.x % 32 == 0) ring.release(at);
+    at.advance();
+}
+
+// Barriers of parts of the block; __syncthreads has number 0.
+enum NamedBarrier {
+    kFirstTurn = 1,
+    kFirstStore = kFirstTurn + kConsumers,
+    kAllConsumers = kFirstStore + kConsumers
+};
+
+// The row of Q and O that a thread's half (0: row g, 1: row g + 8) of its fragments belongs to.
+__device__ inline int row_of(const WorkTile& work, int half) {
+    unsigned int thread = threadIdx.x;
+    ptx::hold(thread);  // or each sum would be kept in a register from tile to tile
+    return work.first_row + thread / 32 * 16 - kWarpgroup / 2 + half * 8 + thread % 32 / 4;
+}

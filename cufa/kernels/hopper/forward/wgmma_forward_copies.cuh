@@ -1,0 +1,245 @@
+// The warps of the Hopper forwards that compute nothing: one brings tiles of queries, keys and
+// values, others see each tile of values before the warpgroups do.
+#pragma once
+
+#include "hopper/forward/wgmma_forward_block.cuh"
+
+// Walks over the tiles of keys of which some is shown to a tile of queries, from the last one down.
+// Queries that are shown nothing of their range look at its last tile.
+struct SeenWalk {
+    KeyRange keys;
+    Seen seen;
+    int head, first_row, tile, next;
+
+    __device__ SeenWalk(const ForwardParams& call, const WorkTile& work, const KeyRange& keys)
+        : keys(keys),
+          seen(seen_parts(call), call, work.sequence(call), work.head),
+          head(work.head),
+          first_row(work.first_row),
+          tile(seen_from(keys.end - 1)) {
+        if (at_end()) tile = keys.end - 1;
+        next = seen_from(tile - 1);
+    }
+
+    __device__ bool at_end() const { return tile < keys.begin; }
+    __device__ bool at_last() const { return next < keys.begin; }
+    __device__ void advance() {
+        tile = next;
+        next = seen_from(tile - 1);
+    }
+    __device__ TileLabel label() const {
+        const bool cut = !keys.is_whole(tile) || seen.cuts(first_row, tile * kBlockN);
+        return {head, tile, cut, at_last()};
+    }
+
+  private:
+    // The first from `tile` down, or one before all.
+    __device__ int seen_from(int tile) const {
+        return seen.last_key(first_row, tile * kBlockN, keys.begin * kBlockN) / kBlockN;
+    }
+};
+
+// ---- the producer: one thread, or a warp that looks pages up ----
+
+constexpr int kProducers = kPaged ? 32 : 1;
+static_assert(kLeastQueries == 0 || kPaged, "a whole warp looks for sequences of many queries");
+
+// True in the one thread of the producer that starts copies.
+__device__ inline bool starts_copies() {
+    return !kPaged || ptx::elect_lane();
+}
+
+template <class Smem, class Params>
+__device__ inline void send_queries(Smem& smem, const Params& params,
+                                    RingPosition<kQueryStages>& at, WorkTile work) {
+#pragma unroll 1  // registers are what a producer lacks
+    for (int w = 0; w < kConsumers; ++w) {
+        smem.q_ring[w].wait_empty(at);
+        if (!starts_copies()) continue;
+        smem.work[w][at.stage] = work;
+        ptx::Barrier& full = smem.q_ring[w].announce(at, work.exists() ? QueryRows::kBytes : 0);
+        if (work.exists()) {
+            copy_tile(smem.q[w][at.stage], params.q, full, kPacked ? 0 : work.batch, work.head,
+                      work.sequence(params.call).first_q + work.first_row + w * kWgmmaM, 0,
+                      first_col_of<kHeadDim>(params.call.k, work.kv_head));
+        }
+    }
+    at.advance();
+}
+
+// The pages of the keys of a tile from first_key on: looked up before there is room for it, and
+// used once more for its values.
+__device__ inline KeyPages pages_from(const ForwardParams& call, const WorkTile& work,
+                                      const Sequence& sequence, int first_key) {
+    return {sequence.keys<const scalar_t>(call.k, work.kv_head), first_key, sequence.seqlen_k};
+}
+
+// Has a tile of keys, or values, copied: those from first_key on, from first_col on.
+template <class Tile>
+__device__ inline void send_tile(Tile (&tiles)[kStages], TileRing& ring, RingPosition<kStages> at,
+                                 const TensorMap& map, WorkTile work, const Sequence& sequence,
+                                 const KeyPages& pages, int first_key, int first_col,
+                                 TileLabel label = {}) {
+    ring.wait_empty(at);
+    if constexpr (kPaged) {
+        const BoxPages<kBoxKeys, kBlockN> boxes(pages, first_key, sequence.seqlen_k);
+        if (!starts_copies()) return;
+        ring.label(at, label);
+        boxes.copy(tiles[at.stage], map, ring.announce(at, Tile::kBytes), work.kv_head, first_col);
+    } else {
+        ring.label(at, label);
+        ptx::Barrier& full = ring.announce(at, Tile::kBytes);
+        const int batch = kPacked ? 0 : work.batch;
+        if constexpr (kOddRows<kHeadDim> || kOddRows<kValueDim>) {
+            copy_tile(tiles[at.stage], map, full, batch, work.kv_head, first_key, 0, first_col);
+        } else {
+            copy_tile(tiles[at.stage], map, full, batch, work.kv_head, first_key);
+        }
+    }
+}
+
+// Sends a tile of queries and what a mask_mod shows it of its keys. Calls `ask` when the values of
+// the last are still to be sent.
+template <class Smem, class Params, class Ask>
+__device__ inline void send_seen(Smem& smem, const Params& params, RingPosition<kQueryStages>& q_at,
+                                 RingPosition<kStages>& at, const WorkTile& work,
+                                 const KeyRange& keys, Ask ask) {
+    const Sequence sequence = work.sequence(params.call);
+    const auto key_of = [&](const SeenWalk& walk) {
+        return sequence.first_k + walk.tile * kBlockN;
+    };
+    const int k_col = first_col_of<kHeadDim>(params.call.k, work.kv_head);
+    const int v_col = first_col_of<kValueDim>(params.call.v, work.kv_head);
+    SeenWalk walk(params.call, work, keys);
+    KeyPages pages = pages_from(params.call, work, sequence, key_of(walk));
+    send_tile(smem.k, smem.k_ring, at, params.k, work, sequence, pages, key_of(walk), k_col,
+              walk.label());
+    send_queries(smem, params, q_at, work);
+    while (!walk.at_end()) {
+        RingPosition<kStages> after = at;
+        after.advance();
+        SeenWalk next = walk;
+        next.advance();
+        KeyPages pages_after;
+        if (walk.at_last()) {
+            ask();
+        } else {
+            pages_after = pages_from(params.call, work, sequence, key_of(next));
+            send_tile(smem.k, smem.k_ring, after, params.k, work, sequence, pages_after,
+                      key_of(next), k_col, next.label());
+        }
+        send_tile(smem.v, smem.v_ring, at, params.v, work, sequence, pages, key_of(walk), v_col,
+                  walk.label());
+        at = after;
+        walk = next;
+        pages = pages_after;
+    }
+}
+
+// A block asks for its next tile of queries when this many tiles of keys are left of the one that
+// it has: the answer takes a while, but whoever asks early gets long work that others would be done
+// with sooner. In 8 bits, where a few hundred keys are but four tiles, the first of these should be
+// on their way before the answer is waited for.
+constexpr int kAskAhead = sizeof(scalar_t) == 1 ? 2 : 4;
+
+template <class Smem, class Params>
+__device__ inline void produce(Smem& smem, const Params& params) {
+    const Order order(params.call);
+    const TileCounter counter{static_cast<unsigned int*>(params.call.workspace),
+                              order.heads * order.tiles};
+    RingPosition<kQueryStages> q_at;
+    RingPosition<kStages> at;  // a tile of keys and its values have the same place
+
+    constexpr unsigned int kLanes = kPaged ? 0xffffffffu : 1;  // that produce
+    const auto ask = [&] {
+        if (kPaged && threadIdx.x != 0) return 0;
+        return kLateBlocks ? counter.late() : counter.next();
+    };
+
+    unsigned int index = kLateBlocks ? uniform<kLanes>(ask()) : blockIdx.x;
+    for (;;) {
+        const WorkTile work = order.at(index);
+        if (!work.exists()) break;
+        const Sequence sequence = work.sequence(params.call);
+        if (kPacked && work.first_row >= sequence.seqlen_q) {
+            index = uniform<kLanes>(ask());
+            continue;
+        }
+        const KeyRange keys = key_tiles_of(params.call, work);
+        if (kMaskMod && !keys.none()) {
+            int asked;
+            send_seen(smem, params, q_at, at, work, keys, [&] { asked = ask(); });
+            index = uniform<kLanes>(asked);
+            continue;
+        }
+        const int first_key = sequence.first_k;
+        const int k_col = first_col_of<kHeadDim>(params.call.k, work.kv_head);
+        const int v_col = first_col_of<kValueDim>(params.call.v, work.kv_head);
+        int tile = keys.end - 1;
+        KeyPages pages;
+        if (!keys.none()) {
+            const int key = first_key + tile * kBlockN;
+            pages = pages_from(params.call, work, sequence, key);
+            send_tile(smem.k, smem.k_ring, at, params.k, work, sequence, pages, key, k_col);
+        }
+        send_queries(smem, params, q_at, work);
+        // Keys are needed a tile ahead of values.
+        const auto send_down_to = [&](int begin) {
+            for (; tile >= begin; --tile) {
+                RingPosition<kStages> after = at;
+                after.advance();
+                KeyPages pages_after;
+                const int key = first_key + tile * kBlockN;
+                if (tile > keys.begin) {
+                    pages_after = pages_from(params.call, work, sequence, key - kBlockN);
+                    send_tile(smem.k, smem.k_ring, after, params.k, work, sequence, pages_after,
+                              key - kBlockN, k_col);
+                }
+                send_tile(smem.v, smem.v_ring, at, params.v, work, sequence, pages, key, v_col);
+                at = after;
+                pages = pages_after;
+            }
+        };
+        send_down_to(keys.begin + kAskAhead);
+        const int asked = ask();  // the answer comes while the others are sent
+        send_down_to(keys.begin);
+        index = uniform<kLanes>(asked);
+    }
+    send_queries(smem, params, q_at, WorkTile::none());
+}
+
+// ---- the helpers: the warps beside the producer ----
+
+// Has each tile of values handled that is copied, in the order of copying, while the consumers
+// still work on its scores: handle(whether a mask cuts through it, whether it is the first for its
+// queries, where it is).
+template <class Smem, class Params, class Handle>
+__device__ inline void follow_values(Smem& smem, const Params& params, Handle handle) {
+    RingPosition<kQueryStages> q_at;
+    RingPosition<kStages> at;
+    for (;;) {
+        smem.q_ring[0].wait_full(q_at);
+        const WorkTile work = smem.work[0][q_at.stage];
+        __syncwarp();
+        release_and_advance(smem.q_ring[0], q_at);
+        if (!work.exists()) return;
+
+        const KeyRange keys = key_tiles_of(params.call, work);
+        if constexpr (kMaskMod) {
+            bool first = true;
+            for (bool last = keys.none(); !last; at.advance()) {
+                smem.v_ring.wait_full(at);
+                const TileLabel seen = smem.v_ring.label_at(at);
+                handle(seen.cut, first, at);
+                first = false;
+                last = seen.last;
+            }
+        } else {
+            for (int left = keys.end - keys.begin; left > 0; --left) {
+                smem.v_ring.wait_full(at);
+                handle(!keys.is_whole(keys.begin + left - 1), left == keys.end - keys.begin, at);
+                at.advance();
+            }
+        }
+    }
+}

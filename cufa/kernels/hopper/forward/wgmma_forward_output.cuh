@@ -1,0 +1,87 @@
+// How the output of the Hopper forwards leaves a warpgroup's registers.
+#pragma once
+
+#include "hopper/forward/wgmma_forward_block.cuh"
+
+// A warpgroup's rows of O, and their LSE. Dims are the columns of its sums.
+template <class Smem, class Params, int Dims>
+struct OutputRows {
+    Smem& smem;
+    const Params& params;
+    const int warpgroup;
+
+    // Divides the output by the sums of the weights, and sends it out.
+    __device__ void store(const WgmmaSums<Dims>& sums, RowPair softmax, float output_scale,
+                          const WorkTile& work) const {
+        float scale[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            OnlineSoftmax& row = softmax.rows[half];
+            row.total<4>();
+            scale[half] = output_scale;
+            if constexpr (kSink) scale[half] *= row.add(sink_log2(work.head));
+            scale[half] *= row.sum == 0 ? 0 : ptx::reciprocal_fast(row.sum);
+        }
+        using Element = typename Smem::StoredRows::Element;
+#pragma unroll
+        for (int col = 0; col < Dims; col += kStoreCols) {
+            constexpr int kCols = min_of(kStoreCols, Dims);
+            WgmmaSums<kCols> part = {};
+#pragma unroll
+            for (int i = 0; i < kCols / 2 && col / 2 + i < Dims / 2; ++i) {
+                part[i] = sums[col / 2 + i] * scale[i / 2 % 2];
+            }
+            WgmmaOperand<kCols, Element> rounded;
+            round_to_operand<kCols, Element>(rounded, part);
+            send_out<kCols>(rounded, work, col);
+        }
+        store_lse(softmax, work);  // last: the fence before a copy waits for what was written
+    }
+
+  private:
+    // The head's sink is one more score of each of its rows.
+    __device__ float sink_log2(int head) const {
+        return static_cast<const float*>(params.call.features.sink)[head] * float(kLog2E);
+    }
+
+    // Sends out some columns of the output through the warpgroup's part of shared memory, once
+    // those before have left it.
+    template <int Cols>
+    __device__ void send_out(const WgmmaOperand<Cols, typename Smem::StoredRows::Element>& values,
+                             const WorkTile& work, int first_col) const {
+        const bool leader = threadIdx.x % kWarpgroup == 0;
+        auto& rows = smem.out[warpgroup];
+        if (leader) ptx::wait_stores_read();
+        ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup);
+        write_rows<Cols>(rows, values, threadIdx.x % kWarpgroup / 32 * 16);
+        ptx::proxy_fence();
+        ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup);
+        const Sequence sequence = work.sequence(params.call);
+        const int row = work.first_row + warpgroup * kWgmmaM;
+        const int before = first_col_of<kValueDim>(params.call.v, work.kv_head);
+        if (before < 0 || (kPacked && row + kWgmmaM > sequence.seqlen_q)) {
+            // The copy engine writes no box that begins before the first column, and would write
+            // beyond the sequence.
+            using Element = typename Smem::StoredRows::Element;
+            write_first_rows<kValueDim, kWarpgroup>(
+                sequence.queries<Element>(params.call.o, work.head), rows,
+                min(kWgmmaM, sequence.seqlen_q - row), row, before + first_col,
+                threadIdx.x % kWarpgroup);
+        } else if (leader) {
+            store_tile(params.o, rows, kPacked ? 0 : work.batch, work.head, sequence.first_q + row,
+                       first_col);
+        }
+    }
+
+    __device__ void store_lse(const RowPair& softmax, const WorkTile& work) const {
+        float* lse = static_cast<float*>(params.call.lse);
+        if (!lse || threadIdx.x % 4 != 0) return;
+        const Sequence sequence = work.sequence(params.call);
+        lse += sequence.first_row(work.head, params.call.sizes);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = row_of(work, half);
+            if (row < sequence.seqlen_q) lse[row] = softmax.rows[half].lse();
+        }
+    }
+};

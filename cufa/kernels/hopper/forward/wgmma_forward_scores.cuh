@@ -1,0 +1,151 @@
+// How the Hopper forwards make scores of a tile's products, in the registers of a warpgroup.
+#pragma once
+
+#include "hopper/forward/wgmma_forward_block.cuh"
+
+// A warpgroup's tile of queries, and what its products with keys become. What each kernel does in
+// its own way is in `Self`, which is derived from this one:
+//   KeyOrder                    which keys of a tile a thread's scores are of, if others than
+//                               KeysInOrder says
+//   scale(), softmax_scale()    what turns products into scores, in log 2 and not
+template <class Self, class Smem, class Params>
+struct ForwardScores {
+    using KeyOrder = KeysInOrder;
+
+    Smem& smem;
+    const Params& params;
+    const int warpgroup;
+    float alibi_slope;  // of the head that is worked on, in units of products
+    float lowered;      // by how much ALiBi lowers all of this thread's in a tile, likewise
+    const unsigned int* row_bits;  // of this thread's first row, which scores are seen
+
+    __device__ ForwardScores(Smem& smem, const Params& params, int warpgroup)
+        : smem(smem), params(params), warpgroup(warpgroup) {}
+
+    __device__ Self& self() { return static_cast<Self&>(*this); }
+
+    // Computes the products of a tile of keys once more, from what is in memory: slowly, for what
+    // hardly ever happens.
+    __device__ void compute_products(Scores& s, const WorkTile& work, int tile) {
+        const Sequence sequence = work.sequence(params.call);
+        const auto q = sequence.queries<const scalar_t>(params.call.q, work.head);
+        const auto k = sequence.keys<const scalar_t>(params.call.k, work.kv_head);
+        const int first_row = row_of(work, 0), end = sequence.seqlen_q - 1;
+        const int first_key = first_key_of_thread(tile);
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; ++i) {
+            unsigned int row = min(first_row + i / 2 % 2 * 8, end);
+            ptx::hold(row);  // or those of all products would be worked out before
+            const scalar_t* const a = q.row(row);
+            unsigned int key = first_key + Self::KeyOrder::after_first(i);
+            ptx::hold(key);
+            const scalar_t* const b = k.row(key);
+            s[i] = 0;
+#pragma unroll 1
+            for (int dim = 0; dim < kHeadDim; ++dim) s[i] += to_acc(a[dim]) * to_acc(b[dim]);
+        }
+    }
+
+    __device__ void take_slope(const WorkTile& work) {
+        const float slope = alibi_slope_of(params.call.features, work.batch, work.head);
+        alibi_slope = slope * unit_of(self().scale());
+    }
+    // The product whose score is 1, not in units of log 2.
+    __device__ static float unit_of(Scale scale) {
+        return float(kLog2E) * ptx::reciprocal_fast(scale.factor);
+    }
+
+    __device__ void load_bias(Bias& bias, const WorkTile& work, int tile) const {
+        bias.load(params.call.features, mask_of(work), work.batch, work.head, row_of(work, 0),
+                  first_key_of_thread(tile));
+    }
+
+    // Which scores of this thread's first row are seen, from the first tile of keys on.
+    __device__ const unsigned int* bits_of_row(const WorkTile& work) const {
+        const ForwardParams& call = params.call;
+        const Seen of_head(seen_parts(call), call, work.sequence(call), work.head);
+        const long long tile = of_head.number(seen_parts(call), work.first_row, 0);
+        const int row = row_of(work, 0) - work.first_row;
+        return seen_bits(call) + tile * kTileWords + row * kRowWords;
+    }
+
+    // Adds to products what makes more of them, by the caller's function, too.
+    __device__ void shape_scores(Scores& s, const Bias& bias, const WorkTile& work, int tile) {
+        if constexpr (!kProductUnits && !kSoftcap) {
+#pragma unroll
+            for (float& score : s) score *= self().softmax_scale();
+        }
+        if constexpr (kBias) bias.add_to(s, unit_of(self().scale()));
+        if constexpr (kAlibi) {
+            const int diagonal = mask_of(work).diagonal(row_of(work, 0));
+            lowered = add_alibi(s, alibi_slope, diagonal - first_key_of_thread(tile));
+        }
+        if constexpr (kScoreMod) modify(s, work, tile);
+    }
+
+    // Applies the caller's function.
+    __device__ void modify(Scores& s, const WorkTile& work, int tile) {
+        const Features& features = params.call.features;
+        const int row = row_of(work, 0), key = first_key_of_thread(tile);
+        if constexpr (kScoreModAdds) {
+            const float unit = unit_of(self().scale());
+            const auto add = [&](float& score, SplitIndex q_idx, SplitIndex kv_idx) {
+                score += added_score(features, unit, work.batch, work.head, q_idx, kv_idx);
+            };
+            modify_all(s, mask_of(work), row, key, add);
+        } else {
+            if constexpr (kAlibi) {  // the function is given scores as they are
+#pragma unroll
+                for (float& score : s) score -= lowered;
+                lowered = 0;
+            }
+            const auto replace = [&](float& score, SplitIndex q_idx, SplitIndex kv_idx) {
+                score = modified_score(features, score, work.batch, work.head, q_idx, kv_idx);
+            };
+            modify_all(s, mask_of(work), row, key, replace);
+        }
+    }
+
+    // What turns those of the tile that is worked on into scores.
+    __device__ Scale tile_scale() {
+        Scale scale = self().scale();
+        if constexpr (kAlibi) scale.lowered = lowered * scale.factor;
+        return scale;
+    }
+
+    __device__ void mask_scores(Scores& s, const SeenScores& seen, const WorkTile& work, int tile) {
+        const float masked = self().scale().masked();
+        if constexpr (kSeenBits) return seen.hide(s, masked);
+        apply_mask<typename Self::KeyOrder>(s, mask_of(work), row_of(work, 0), tile * kBlockN,
+                                            masked);
+        if constexpr (kMaskMod) {
+            hide(s, params.call.features, mask_of(work), work.batch, work.head, row_of(work, 0),
+                 tile * kBlockN, masked);
+        }
+    }
+
+    // The same of what Part has of a tile, under a causal mask and nothing else.
+    template <class Part>
+    __device__ void mask_part(Scores& s, const WorkTile& work, int tile) {
+        apply_mask<typename Self::KeyOrder, Part>(s, mask_of(work), row_of(work, 0), tile * kBlockN,
+                                                  self().scale().masked());
+    }
+
+    // The same of the first tile.
+    __device__ void mask_first(Scores& s, const SeenScores& seen, const WorkTile& work, int tile) {
+        mask_scores(s, seen, work, tile);
+    }
+
+    // The first of the keys of a tile that a thread has scores of.
+    __device__ static int first_key_of_thread(int tile) {
+        return tile * kBlockN + Self::KeyOrder::first();
+    }
+
+    __device__ Mask mask_of(const WorkTile& work) const {
+        return work.sequence(params.call).mask(params.call.features);
+    }
+    __device__ bool sees(const Mask& mask, const WorkTile& work, int row, int key) const {
+        return mask.in_range(row, key) &&
+               mod_sees(params.call.features, work.batch, work.head, row, key);
+    }
+};

@@ -1,0 +1,333 @@
+// What a warpgroup of the Hopper forwards does to a tile of scores between its two products, in the
+// registers where the first product left it: soft cap, mask, online softmax.
+#pragma once
+
+#include "call/tensor.cuh"
+#include "hopper/alibi_line.cuh"
+#include "hopper/wgmma_tiles.cuh"
+#include "softmax/online_softmax.cuh"
+
+// Where larger scores are looked for before there are weights, a maximum is raised only when they
+// pass it by more than this, in log 2. Until then probabilities reach up to 2^8, which float32 sums
+// and 16-bit weights hold as precisely as those up to 1; it is the last power of 2 that 8-bit
+// weights hold.
+constexpr float kSlack = 8;
+// Where larger scores are looked for afterwards, what a thread's weights in a row may sum up to
+// before maxima are raised: operands hold each of them then.
+constexpr float kLargestSum = sizeof(scalar_t) == 1 ? 448 : 32768;
+// How far below the largest score a maximum is set. Weights of 8 bits lose precision below 2^-6:
+// those that count should be far above it. But the sum of a thread's weights in a row, of 32 at
+// most, should stay below kLargestSum even if all scores are the same.
+constexpr float kHeadroom = sizeof(scalar_t) == 1 ? 3 : 0;
+// A row that sees fewer keys of its first tile is likely to see larger scores in the next, for
+// which its maximum would have to be raised. It is set this far above the largest score then.
+constexpr int kFewKeys = 32;
+constexpr float kAboveFewKeys = 2;
+// From here on weights may have been infinite, and cannot be shrunk.
+constexpr float kAlmostInfinity = 0x1p126f;
+
+// The tiles of keys that a tile of queries looks at: from end - 1 down to begin. Those from
+// whole_begin to whole_end are seen by all of its rows. Under a mask, each of those sees a key of a
+// later tile, too: rows have a maximum when the first whole tile comes.
+template <int BlockM, int BlockN>
+struct KeyTileRange {
+    int begin = 0, end, whole_begin = 0, whole_end;
+
+    __device__ KeyTileRange(const Mask& mask, int first_row) {
+        const int last_row = min(first_row + BlockM, mask.seqlen_q) - 1;
+        end = ceil_div(mask.keys_end(last_row), BlockN);
+        whole_end = max(mask.keys_end(first_row) - kRangeMask, 0) / BlockN;
+        if constexpr (kWindow) {
+            begin = min(mask.first_key(first_row) / BlockN, end);
+            whole_begin = ceil_div(mask.first_key(last_row), BlockN);
+        }
+    }
+
+    __device__ bool none() const { return begin == end; }
+    __device__ bool is_whole(int tile) const { return whole_begin <= tile && tile < whole_end; }
+};
+
+// Whether scores stay in units of products, to which what is added to them is brought.
+constexpr bool kProductUnits = !kSoftcap && (!kScoreMod || kScoreModAdds);
+// Whether something is.
+constexpr bool kAdds = kAlibi || kBias || kScoreMod;
+
+// What turns a product of a query and a key into a score in units of log 2.
+struct Scale {
+    float factor;       // never 0, by which -inf would become NaN
+    float inverse;      // NaN if the largest score is the smallest product
+    float lowered = 0;  // by how much all scores are lowered that this thread has
+
+    __device__ explicit Scale(double softmax_scale)
+        : factor(!kProductUnits       ? kLog2E
+                 : softmax_scale == 0 ? kTiny
+                                      : softmax_scale * kLog2E),
+          inverse(factor > 0 ? 1 / factor : __int_as_float(0x7fffffff)) {
+        // By a factor that is as good as 0 what is added to scores cannot be divided.
+        if (kAdds && fabsf(factor) < kTiny) factor = kTiny, inverse = 1 / kTiny;
+    }
+
+    // The product whose score is -inf.
+    __device__ float masked() const {
+        return factor < 0 ? -negative_infinity() : negative_infinity();
+    }
+
+    // What a score is once it is lowered, and what it was before.
+    __device__ float lower(float score) const {
+        if constexpr (kAlibi) return score - lowered;
+        return score;
+    }
+    __device__ float before_lowering(float score) const {
+        if constexpr (kAlibi) return score + lowered;
+        return score;
+    }
+
+  private:
+    static constexpr float kTiny = 1e-30f;
+};
+
+// Products become scores, softly bounded.
+template <int Count>
+__device__ inline void bound(float (&s)[Count], float softmax_scale, float softcap) {
+    const float inner = softmax_scale / softcap;
+#pragma unroll
+    for (int i = 0; i < Count; ++i) s[i] = softcap * tanh_of(s[i] * inner);
+}
+
+// Adds ALiBi to a tile of products: `slope` is in units of those, and `distance` that of a thread's
+// first row and key. Returns what is the same for all of the thread's, and is still to be taken.
+template <int Count>
+__device__ inline float add_alibi(float (&s)[Count], float slope, int distance) {
+    constexpr int kFarthest = 2 * Count - 7;  // the last key from the first
+    const AlibiLine line(slope, distance - kFarthest, distance + 8);
+    const auto nearer = [](int i) { return i / 4 * 8 + i % 2 - i / 2 % 2 * 8; };  // than the first
+    if (line.bent) {  // one branch for all: few tiles are
+        const float farthest = distance;
+#pragma unroll
+        for (int i = 0; i < Count; ++i) line.bend(s[i], farthest - nearer(i));
+    }
+#pragma unroll
+    for (int i = 0; i < Count; ++i) s[i] = fmaf(line.step, nearer(i), s[i]);
+    return line.step * distance;
+}
+
+// Calls modify(score, q_idx, kv_idx) for each of a thread's scores, of rows `row` and row + 8 and
+// of keys from `key` on. Past the ends, where nobody reads scores, what looks something up is given
+// the places of the last row and key.
+template <int Count, class Modify>
+__device__ inline void modify_all(float (&s)[Count], const Mask& mask, int row, int key,
+                                  const Modify& modify) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+        SplitIndex q_idx(row, i / 2 % 2 * 8), kv_idx(key, i / 4 * 8 + i % 2);
+        if constexpr (kScoreModLooksUp) {
+            q_idx = min(int(q_idx), mask.seqlen_q - 1);
+            kv_idx = min(int(kv_idx), mask.seqlen_k - 1);
+        }
+        modify(s[i], q_idx, kv_idx);
+    }
+}
+
+// Which keys of a tile a thread's scores are of: the first of them, and how far after it that of
+// [i] is.
+struct KeysInOrder {
+    __device__ static int first() { return threadIdx.x % 4 * 2; }
+    __device__ static constexpr int after_first(int i) { return i / 4 * 8 + i % 2; }
+};
+
+// Which of a thread's scores belong to a part of a tile: all of them, or those of the tile's keys
+// from Begin on and before End, in the order that Keys says.
+struct WholeTile {
+    __device__ static constexpr bool has(int) { return true; }
+};
+template <class Keys, int Begin, int End>
+struct TilePart {
+    static_assert(Begin % 16 == 0 && End % 16 == 0, "four threads share each sixteen keys");
+    __device__ static constexpr bool has(int i) {
+        return Begin <= Keys::after_first(i) && Keys::after_first(i) < End;
+    }
+};
+
+// Makes the scores of keys that a row does not see `masked`; `row` is the first of this thread's
+// two, the other is 8 below it.
+template <class Keys, class Part = WholeTile, int Count>
+__device__ inline void apply_mask(float (&s)[Count], const Mask& mask, int row, int first_key,
+                                  float masked) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int first_of_thread = first_key + Keys::first();
+        const int end = mask.keys_end(row + 8 * half) - first_of_thread;
+        const int begin = kWindow ? mask.first_key(row + 8 * half) - first_of_thread : 0;
+#pragma unroll
+        for (int i = 2 * half; i < Count; i += 4)
+#pragma unroll
+            for (int e = 0; e < 2 && Part::has(i); ++e) {
+                const int key = Keys::after_first(i + e);
+                if (key >= end || (kWindow && key < begin)) s[i + e] = masked;
+            }
+    }
+}
+
+// Makes the scores `masked` that the caller's function does not show; otherwise as `modify`.
+template <int Count>
+__device__ inline void hide(float (&s)[Count], const Features& features, const Mask& mask,
+                            int batch, int head, int row, int first_key, float masked) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) {
+        const int q_idx = min(row + i / 2 % 2 * 8, mask.seqlen_q - 1);
+        const int key = first_key + threadIdx.x % 4 * 2 + i / 4 * 8 + i % 2;
+        if (!mod_sees(features, batch, head, q_idx, min(key, mask.seqlen_k - 1))) s[i] = masked;
+    }
+}
+
+// Multiplies what was summed under old maxima with the factors that RowPair::raise found.
+template <int Count>
+__device__ inline void rescale(float (&o)[Count], const float (&shrink)[2]) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) o[i] *= shrink[i / 2 % 2];
+}
+
+// The softmax of a thread's two rows.
+struct RowPair {
+    OnlineSoftmax rows[2];
+
+    // Sets the maxima by Part of the first tile of products.
+    template <class Part = WholeTile, int Count>
+    __device__ void begin(const float (&s)[Count], Scale scale) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            rows[half].max = first_largest<Part>(s, half, scale) - kHeadroom;
+    }
+
+    // Raises the maxima if a tile of products passes one. Returns whether it did, so that O must
+    // shrink by `shrink`.
+    template <int Count>
+    __device__ bool raise(const float (&s)[Count], Scale scale, float (&shrink)[2]) {
+        const bool raised = __any_sync(0xffffffffu, exceeds(s, 0, scale) | exceeds(s, 1, scale));
+        if (__builtin_expect(raised, false)) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float largest = lanes_max<4>(largest_of<WholeTile>(s, half, scale));
+                shrink[half] = rows[half].raise_max(largest - kHeadroom);
+            }
+        }
+        return raised;
+    }
+
+    // Turns a tile of products into weights under the maxima that there are, and sums up a thread's
+    // in each row. What is not of Part has no weight.
+    template <class Part = WholeTile, int Count>
+    __device__ void weigh(float (&s)[Count], Scale scale, float (&sums)[2]) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float shift = scale.before_lowering(rows[half].shift());
+            sums[half] = 0;
+#pragma unroll
+            for (int i = 2 * half; i < Count; i += 4)
+#pragma unroll
+                for (int e = i; e < i + 2; ++e) {
+                    s[e] = Part::has(i) ? exp2_of(s[e] * scale.factor - shift) : 0;
+                    if (Part::has(i)) sums[half] += s[e];
+                }
+        }
+    }
+
+    // Whether some of a warp's weights are too large: their sums tell, which are needed anyway, so
+    // that nobody need look for the largest score before.
+    __device__ bool any_too_large(const float (&sums)[2]) const {
+        return __any_sync(0xffffffffu, !fit(sums));
+    }
+    // Whether this thread's are not.
+    __device__ bool fit(const float (&sums)[2]) const {
+        return sums[0] <= kLargestSum & sums[1] <= kLargestSum & have_maxima();
+    }
+
+    // Raises the maxima then, and shrinks the weights and their sums. Returns false if it cannot,
+    // as some are beyond floats.
+    template <int Count>
+    __device__ bool shrink_weights(float (&s)[Count], float (&sums)[2], float (&shrink)[2]) {
+        float largest[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) largest[half] = lanes_max<4>(largest_weight(s, half));
+        const bool known = fmaxf(largest[0], largest[1]) < kAlmostInfinity & have_maxima();
+        if (!__all_sync(0xffffffffu, known)) return false;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            OnlineSoftmax& row = rows[half];
+            shrink[half] = row.raise_max(row.max + log2_of(largest[half]) - kHeadroom);
+            sums[half] *= shrink[half];
+        }
+        rescale(s, shrink);
+        return true;
+    }
+
+    __device__ void add(const float (&sums)[2]) {
+        rows[0].sum += sums[0];
+        rows[1].sum += sums[1];
+    }
+
+  private:
+    __device__ bool have_maxima() const {
+        return rows[0].max > negative_infinity() & rows[1].max > negative_infinity();
+    }
+
+    // The largest of this thread's weights in a row.
+    template <int Count>
+    __device__ static float largest_weight(const float (&s)[Count], int half) {
+        float largest = 0;
+#pragma unroll
+        for (int i = 2 * half; i < Count; i += 4) largest = fmaxf(largest, fmaxf(s[i], s[i + 1]));
+        return largest;
+    }
+
+    // Whether one of this thread's products in a row may pass the maximum by more than the slack.
+    template <int Count>
+    __device__ bool exceeds(const float (&s)[Count], int half, Scale scale) const {
+        const float limit = (scale.before_lowering(rows[half].max) + kSlack) * scale.inverse;
+        return !(limit >= 0) | (largest_bits(s, half) > __float_as_int(limit));
+    }
+
+    // The bits of the largest of this thread's products in a row; of a negative one if all are.
+    // Floats compare like integers unless both are negative, and three integers are compared at
+    // once.
+    template <int Count>
+    __device__ static int largest_bits(const float (&s)[Count], int half) {
+        int largest = __float_as_int(s[2 * half]);
+#pragma unroll
+        for (int i = 2 * half; i < Count; i += 4) {
+            largest = max(max(largest, __float_as_int(s[i])), __float_as_int(s[i + 1]));
+        }
+        return largest;
+    }
+
+    // The largest score of a row's first tile, most often by its bits. Where a mask may leave a row
+    // few keys, that would be tried in vain.
+    template <class Part, int Count>
+    __device__ static float first_largest(const float (&s)[Count], int half, Scale scale) {
+        if constexpr (!kRangeMask && !kAlibi) {
+            const float product = lanes_max<4>(__int_as_float(largest_bits(s, half)));
+            const bool found = scale.factor > 0 && product >= 0;
+            if (__builtin_expect(__all_sync(0xffffffffu, found), true))
+                return product * scale.factor;
+        }
+        return lanes_max<4>(largest_of<Part>(s, half, scale));
+    }
+
+    // By a vote, so that the sign of the factor is not asked for with each product.
+    template <class Part, int Count>
+    __device__ static float largest_of(const float (&s)[Count], int half, Scale scale) {
+        float largest = negative_infinity();
+        if (__builtin_expect(__any_sync(0xffffffffu, scale.factor < 0), false)) {
+#pragma unroll
+            for (int i = 2 * half; i < Count; i += 4) {
+                if (Part::has(i)) largest = fmaxf(largest, fmaxf(-s[i], -s[i + 1]));
+            }
+        } else {
+#pragma unroll
+            for (int i = 2 * half; i < Count; i += 4) {
+                if (Part::has(i)) largest = fmaxf(largest, fmaxf(s[i], s[i + 1]));
+            }
+        }
+        return scale.lower(largest * fabsf(scale.factor));
+    }
+};

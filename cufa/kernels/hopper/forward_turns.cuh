@@ -1,0 +1,23 @@
+// How the warpgroups of a Hopper forward that compute share the tensor cores.
+#pragma once
+
+#include "hopper/wgmma_tiles.cuh"
+#include "ptx/ptx_sm90a.cuh"
+
+// They issue their products in turn. While one waits for its turn, or for its products, the other's
+// softmax runs. They have as many barriers of parts of the block, from FirstBarrier on.
+template <int Warpgroups, int FirstBarrier>
+struct ForwardTurns {
+    int warpgroup;
+
+    __device__ explicit ForwardTurns(int warpgroup) : warpgroup(warpgroup) {
+        if (warpgroup == Warpgroups - 1) pass();
+    }
+    __device__ void wait() const {
+        if (Warpgroups > 1) ptx::named_barrier_sync<2 * kWarpgroup>(FirstBarrier + warpgroup);
+    }
+    __device__ void pass() const {
+        const int next = warpgroup == Warpgroups - 1 ? 0 : warpgroup + 1;
+        if (Warpgroups > 1) ptx::named_barrier_arrive<2 * kWarpgroup>(FirstBarrier + next);
+    }
+};

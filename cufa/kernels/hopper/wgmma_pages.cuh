@@ -1,0 +1,38 @@
+// Copies of keys and values in pages into the tiles that wgmma reads: the copy engine brings a box
+// for what of a tile is in one page.
+#pragma once
+
+#include "call/tile_pages.cuh"
+#include "hopper/wgmma_tiles.cuh"
+
+// The pages of a tile's boxes of BoxKeys keys, from first_key on. Of keys from end_key on it is one
+// that is past the end of the tensor, where all is zero. The lanes of a warp make one together, and
+// all of them have all numbers: the one that starts the copies then does nothing else.
+template <int BoxKeys, int Keys>
+struct BoxPages {
+    static constexpr int kNoPage = -1;
+
+    int in_page;  // the first key's place
+    int numbers[Keys / BoxKeys];
+
+    __device__ BoxPages(const TilePages<Keys>& pages, int first_key, int end_key)
+        : in_page(Keys % kPageSize == 0 ? 0 : first_key % kPageSize) {
+#pragma unroll
+        for (int box = 0; box < Keys / BoxKeys; ++box) {
+            const int key = box * BoxKeys, number = pages.number((in_page + key) / kPageSize);
+            numbers[box] = first_key + key < end_key ? number : kNoPage;
+        }
+    }
+
+    // Starts the copies of a tile, of columns from first_col on.
+    template <class Tile>
+    __device__ void copy(Tile& tile, const TensorMap& map, ptx::Barrier& full, int head,
+                         int first_col) const {
+#pragma unroll
+        for (int box = 0; box < Keys / BoxKeys; ++box) {
+            const int row = box * BoxKeys;
+            copy_tile(tile, map, full, numbers[box], head, (in_page + row) % kPageSize, row,
+                      first_col);
+        }
+    }
+};

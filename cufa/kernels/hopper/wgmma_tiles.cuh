@@ -1,0 +1,364 @@
+// Tiles of 16-bit and 8-bit elements in shared memory as the copy engine writes them and wgmma
+// reads them, and the products of a warpgroup.
+#pragma once
+
+#include "call/config.cuh"
+#include "call/memory.cuh"
+#include "call/tensor.cuh"
+#include "hopper/pipeline.cuh"
+#include "ptx/ptx_sm90a.cuh"
+
+constexpr int kWarpgroup = 128;
+
+// What products take: the call's own type, but of float32, whose elements are sums of halves
+// (half_tiles.cuh), float16.
+template <class T>
+struct OperandElement {
+    using type = T;
+};
+template <>
+struct OperandElement<float32> {
+    using type = float16;
+};
+using operand_t = OperandElement<scalar_t>::type;
+
+// What is the same in all of these lanes of a warp, in the compiler's eyes, too: it and what
+// follows from it are in uniform registers then, and instructions that need them there are not
+// issued for one lane after the other.
+template <unsigned int Lanes = 0xffffffffu>
+__device__ inline int uniform(int value) {
+    return __shfl_sync(Lanes, value, 0);
+}
+
+// The shape of one wgmma: 64 rows, and a depth of 32 bytes.
+constexpr int kWgmmaM = 64;
+template <class T>
+constexpr int kWgmmaDepth = 32 / sizeof(T);
+constexpr int kWgmmaK = kWgmmaDepth<operand_t>;
+// A tile lies in panels, 128 bytes a row. Eight rows of a panel are one swizzled unit: the 16-byte
+// chunk c of row r lies at c ^ r. Columns that are no whole panels can lie in panels of 32 bytes a
+// row, in which it lies at c ^ r / 4; the copy engine knows nothing of those.
+constexpr int kPanelRowBytes = 128;
+constexpr int kPanelCols = kPanelRowBytes / sizeof(operand_t);
+constexpr int kNarrowRowBytes = 32;
+constexpr int kSwizzleRows = 8;
+constexpr int kSwizzleBytes = kSwizzleRows * kPanelRowBytes;
+constexpr int kChunkBytes = 16;
+constexpr int kChunkCols = kChunkBytes / sizeof(operand_t);
+
+// What a thread has of a 64 x Cols accumulator: columns 8i + 2t and 8i + 2t + 1 of row g in [4i]
+// and [4i + 1], of row g + 8 in [4i + 2] and [4i + 3], where g = lane / 4 and t = lane % 4.
+template <int Cols>
+using WgmmaSums = float[Cols / 2];
+// The same, rounded: the left operand of the next product, four words for each wgmma.
+template <int Cols, class T = operand_t>
+using WgmmaOperand = unsigned int[Cols / kWgmmaDepth<T>][4];
+
+// A Rows x Cols tile; columns are padded to whole panels. If StepsByXor, a warp that writes rows
+// has the places of its chunks from that of the first.
+template <int Rows, int Cols, class T = operand_t, int RowBytes = kPanelRowBytes,
+          bool StepsByXor = false>
+struct PanelTile {
+    static_assert(Rows % kSwizzleRows == 0, "a panel is made of eights of rows");
+    using Element = T;
+    static constexpr int kRows = Rows;
+    static constexpr int kRowBytes = RowBytes;
+    static constexpr bool kStepsByXor = StepsByXor;
+    static constexpr int kPanelCols = RowBytes / sizeof(T);
+    static constexpr int kChunkCols = kChunkBytes / sizeof(T);
+    static constexpr int kPanels = ceil_div(Cols, kPanelCols);
+    static constexpr int kPanelBytes = Rows * RowBytes;
+    static constexpr int kBytes = kPanels * kPanelBytes;
+
+    alignas(kSwizzleBytes) T data[kPanels][Rows][kPanelCols];
+
+    __device__ T* at(int row, int col) {
+        constexpr int kRowsOfPattern = kPanelRowBytes / RowBytes;
+        const int chunk =
+            col % kPanelCols / kChunkCols ^ row / kRowsOfPattern % (RowBytes / kChunkBytes);
+        return &data[col / kPanelCols][row][chunk * kChunkCols + col % kChunkCols];
+    }
+};
+
+// Starts the copy of one head's rows from first_row on, and of columns from first_col on, to the
+// tile's rows from to_row on: of as many rows as a box of the map has. Columns that the head does
+// not have, those before the first too, are zero.
+template <class Tile>
+__device__ inline void copy_tile(Tile& tile, const TensorMap& map, ptx::Barrier& barrier, int batch,
+                                 int head, int first_row, int to_row = 0, int first_col = 0) {
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanels; ++panel) {
+        ptx::copy_box(tile.data[panel][to_row], map, barrier, first_col + panel * Tile::kPanelCols,
+                      first_row, head, batch);
+    }
+}
+
+// Starts the copy of a tile to one head's rows from first_row on, and to columns from first_col on.
+template <class Tile>
+__device__ inline void store_tile(const TensorMap& map, const Tile& tile, int batch, int head,
+                                  int first_row, int first_col) {
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanels; ++panel) {
+        ptx::store_box(map, tile.data[panel], first_col + panel * Tile::kPanelCols, first_row, head,
+                       batch);
+    }
+    ptx::commit_stores();
+}
+
+// wgmma's description of an operand in shared memory. Its low word has the address and the stride
+// between panels, its high word the stride between eights of rows and the kind of swizzle;
+// addresses and strides are in units of 16 bytes. The high word is the same for all, and what tells
+// one operand from the next is a sum in the low one.
+constexpr int kOperandUnit = 16;
+
+__device__ inline unsigned int operand_at(const void* address, int panel_stride) {
+    return panel_stride / kOperandUnit << 16 | ptx::shared_address(address) / kOperandUnit;
+}
+template <int RowBytes = kPanelRowBytes>
+__device__ constexpr unsigned long long description(unsigned int operand) {
+    static_assert(RowBytes == kPanelRowBytes || RowBytes == kNarrowRowBytes, "as panels are");
+    constexpr unsigned long long kSwizzle = RowBytes == kPanelRowBytes ? 1 : 3;
+    constexpr unsigned long long kRows = kSwizzleRows * RowBytes / kOperandUnit;
+    return kSwizzle << 62 | kRows << 32 | operand;
+}
+
+// The depth runs along the columns, as in both operands of S = Q K^T: the operand whose depth
+// begins at `col` is a step away from the first.
+template <class Tile>
+__device__ inline unsigned int depth_in_columns(const Tile& tile) {
+    return operand_at(tile.data, 0);
+}
+template <class Tile>
+__device__ constexpr unsigned int columns_step(int col) {
+    const int panel_bytes = Tile::kRows * kPanelRowBytes;
+    const int col_bytes = col % Tile::kPanelCols * int(sizeof(typename Tile::Element));
+    return (col / Tile::kPanelCols * panel_bytes + col_bytes) / kOperandUnit;
+}
+
+// The depth runs along the rows, as in the V of O = P V.
+template <class Tile>
+__device__ inline unsigned int depth_in_rows(const Tile& tile) {
+    return operand_at(tile.data, Tile::kPanelBytes);
+}
+// The same of one panel of columns.
+template <class Tile>
+__device__ inline unsigned int panel_depth_in_rows(const Tile& tile, int panel) {
+    return operand_at(tile.data[panel], Tile::kPanelBytes);
+}
+
+template <int RowBytes = kPanelRowBytes>
+__device__ constexpr unsigned int rows_step(int row) {
+    return row * RowBytes / kOperandUnit;
+}
+
+template <int Count>
+__device__ inline void hold_all(float (&values)[Count]) {
+#pragma unroll
+    for (int i = 0; i < Count; ++i) ptx::hold(values[i]);
+}
+
+template <int Cols, class T>
+struct WgmmaOfType {
+    using type = ptx::Wgmma<Cols, is_bfloat16<T>>;
+};
+template <int Cols>
+struct WgmmaOfType<Cols, float8_e4m3fn> {
+    using type = ptx::WgmmaE4m3<Cols>;
+};
+template <int Cols, class T>
+using WgmmaOf = typename WgmmaOfType<Cols, T>::type;
+
+// Issues s = a b^T over Depth columns, as in S = Q K^T, or s += a b^T if Add. It is done when the
+// group that it becomes is.
+template <int Depth, int Cols, bool Add = false, class A, class B>
+__device__ inline void issue_product_nt(WgmmaSums<Cols>& s, const A& a, const B& b) {
+    using Product = WgmmaOf<Cols, operand_t>;
+    unsigned int a0 = depth_in_columns(a);
+    const unsigned int b0 = depth_in_columns(b);
+    ptx::hold(a0);  // or each step's sum would be kept in a register from tile to tile
+    hold_all(s);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Depth; k += kWgmmaK) {
+        const unsigned long long a_k = description(a0 + columns_step<A>(k));
+        const unsigned long long b_k = description(b0 + columns_step<B>(k));
+        if (k == 0 && !Add) {
+            Product::template multiply<false, false, false>(s, a_k, b_k);
+        } else {
+            Product::template multiply<false, false, true>(s, a_k, b_k);
+        }
+    }
+    ptx::wgmma_commit();
+}
+
+// Issues o += p v, as in O += P V.
+template <int Depth, int Cols, class V>
+__device__ inline void issue_product_pn(WgmmaSums<Cols>& o, const WgmmaOperand<Depth>& p,
+                                        const V& v) {
+    using Product = ptx::Wgmma<Cols, is_bfloat16<operand_t>>;
+    const unsigned int v0 = depth_in_rows(v);
+    hold_all(o);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Depth; k += kWgmmaK) {
+        Product::template multiply<true, true>(o, p[k / kWgmmaK], description(v0 + rows_step(k)));
+    }
+    ptx::wgmma_commit();
+}
+
+// Waits for all groups but the last Pending, the results of which are in `values`.
+template <int Pending, int Count>
+__device__ inline void wait_product(float (&values)[Count]) {
+    ptx::wgmma_wait<Pending>();
+    hold_all(values);
+}
+
+// Two sums rounded to T, `low` first in memory.
+template <class T = operand_t>
+__device__ inline unsigned int round_pair(float low, float high) {
+    return is_bfloat16<T> ? ptx::pack_bf16(low, high) : ptx::pack_f16(low, high);
+}
+
+// Sums, rounded to T, as the left operand of the next product.
+template <int Cols, class T = operand_t>
+__device__ inline void round_to_operand(WgmmaOperand<Cols, T>& operand,
+                                        const WgmmaSums<Cols>& sums) {
+#pragma unroll
+    for (int i = 0; i < Cols / kWgmmaDepth<T> * 4; ++i) {
+        operand[i / 4][i % 4] = round_pair<T>(sums[2 * i], sums[2 * i + 1]);
+    }
+}
+
+// The same in other registers: those that a product works with must not even be read.
+template <int Cols, class T = operand_t>
+__device__ inline void copy_operand(WgmmaOperand<Cols, T>& copy,
+                                    const WgmmaOperand<Cols, T>& operand) {
+#pragma unroll
+    for (int i = 0; i < Cols / kWgmmaDepth<T> * 4; ++i) {
+        copy[i / 4][i % 4] = operand[i / 4][i % 4];
+        ptx::hold(copy[i / 4][i % 4]);
+    }
+}
+
+// What round_to_operand rounded.
+template <int Cols, class T = operand_t>
+__device__ inline void widen_operand(WgmmaSums<Cols>& sums, const WgmmaOperand<Cols, T>& operand) {
+#pragma unroll
+    for (int i = 0; i < Cols / kWgmmaDepth<T> * 4; ++i) {
+        const unsigned int pair = operand[i / 4][i % 4];
+        sums[2 * i] = to_acc(T{static_cast<unsigned short>(pair)});
+        sums[2 * i + 1] = to_acc(T{static_cast<unsigned short>(pair >> 16)});
+    }
+}
+
+// Writes a warp's 16 rows of a tile, from first_row and first_col on, where the copy engine and
+// wgmma look for them.
+template <int Cols, class Tile>
+__device__ inline void write_rows(Tile& tile,
+                                  const WgmmaOperand<Cols, typename Tile::Element>& values,
+                                  int first_row, int first_col = 0) {
+    using Element = typename Tile::Element;
+    static_assert(sizeof(Element) == 2, "stmatrix stores 16-bit elements");
+    unsigned int lane = threadIdx.x % 32;
+    ptx::hold(lane);  // or each address would be kept in a register from tile to tile
+    if constexpr (Tile::kStepsByXor) {
+        // Chunks after a lane's first are an even number of them away, so that bits of its place
+        // change, and the swizzle is not worked out anew.
+        const unsigned int first =
+            tile.at(first_row + lane % 16, lane / 16 * Tile::kChunkCols) - tile.at(0, 0);
+#pragma unroll
+        for (int i = 0; i < Cols / kWgmmaDepth<Element>; ++i) {
+            const unsigned int col = first_col + i * kWgmmaDepth<Element>;
+            Element* const panel = tile.at(0, col / Tile::kPanelCols * Tile::kPanelCols);
+            ptx::stmatrix_x4(panel + (first ^ col % Tile::kPanelCols), values[i]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < Cols / kWgmmaDepth<Element>; ++i) {
+            const int col = first_col + i * kWgmmaDepth<Element> + lane / 16 * Tile::kChunkCols;
+            ptx::stmatrix_x4(tile.at(first_row + lane % 16, col), values[i]);
+        }
+    }
+}
+
+// Reads what write_rows wrote.
+template <int Cols, class Tile>
+__device__ inline void read_rows(WgmmaOperand<Cols>& values, Tile& tile, int first_row,
+                                 int first_col = 0) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < Cols / kWgmmaK; ++i) {
+        const int col = first_col + i * kWgmmaK + lane / 16 * kChunkCols;
+        ptx::ldmatrix_x4(values[i], tile.at(first_row + lane % 16, col));
+    }
+}
+
+// Writes the first `count` rows of a tile to a head's rows from first_row on, and to those of its
+// Dims columns from first_col on, which may be before the first; `thread` is one of Threads that do
+// it together, where the copy engine cannot.
+template <int Dims, int Threads, class Tile>
+__device__ inline void write_first_rows(Matrix<typename Tile::Element> to, Tile& tile, int count,
+                                        int first_row, int first_col, int thread) {
+    using Chunk = Pack<typename Tile::Element, Tile::kChunkCols>;
+    constexpr int kRowChunks = Tile::kPanels * Tile::kPanelCols / Tile::kChunkCols;
+    for (int i = thread; i < count * kRowChunks; i += Threads) {
+        const int row = i / kRowChunks, col = i % kRowChunks * Tile::kChunkCols;
+        if (first_col + col < 0 || first_col + col >= Dims) continue;
+        const Chunk chunk = *reinterpret_cast<const Chunk*>(tile.at(row, col));
+        typename Tile::Element* const out = to.row(first_row + row) + first_col + col;
+        if constexpr (Dims % Tile::kChunkCols == 0) {
+            *reinterpret_cast<Chunk*>(out) = chunk;
+        } else {
+#pragma unroll
+            for (int e = 0; e < Tile::kChunkCols; ++e) {
+                if (first_col + col + e < Dims) out[e] = chunk[e];
+            }
+        }
+    }
+}
+
+// Looks for NaN and infinity among 16-bit elements. Times 0, everything else is 0.
+class NonfiniteSearch {
+  public:
+    __device__ void look_at(const void* chunk) {
+        const Pairs pairs = *static_cast<const Pairs*>(chunk);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            sums[e] = ptx::multiply_add_pairs<is_bfloat16<operand_t>>(pairs[e], 0, sums[e]);
+        }
+    }
+    __device__ bool found() const {
+        constexpr unsigned int kMagnitudes = 0x7fff7fff;
+        return ((sums[0] | sums[1] | sums[2] | sums[3]) & kMagnitudes) != 0;
+    }
+
+  private:
+    using Pairs = Pack<unsigned int, 4>;
+    static_assert(sizeof(Pairs) == kChunkCols * sizeof(operand_t), "it looks at whole chunks");
+    Pairs sums = {};
+};
+
+// Whether `thread`, of Threads that look together, finds NaN or infinity in a tile.
+template <int Threads, class Tile>
+__device__ inline bool finds_nonfinite(const Tile& tile, int thread) {
+    const operand_t* const values = &tile.data[0][0][0];
+    NonfiniteSearch search;
+#pragma unroll 2
+    for (int i = thread; i < Tile::kBytes / kOperandUnit; i += Threads) {
+        search.look_at(values + i * kChunkCols);
+    }
+    return search.found();
+}
+
+// Makes NaN and infinity in a tile zero; `thread` is one of Threads that do it together. All leave
+// the loop together, so that what is uniform around it stays so.
+template <int Threads, class Tile>
+__device__ inline void clear_nonfinite(Tile& tile, int thread) {
+    constexpr int kCount = Tile::kBytes / int(sizeof(operand_t));
+    operand_t* const values = &tile.data[0][0][0] + thread;
+#pragma unroll 1
+    for (int i = 0; i < kCount; i += Threads) {
+        const bool inside = kCount % Threads == 0 || i + thread < kCount;
+        if (inside && !is_finite(values[i])) values[i] = operand_t{};
+    }
+}

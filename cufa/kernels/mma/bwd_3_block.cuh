@@ -1,0 +1,119 @@
+// What bwd_3_mma works on at once: a block's shared memory, and the workspace of all of them.
+#pragma once
+
+#include "gradients/array_gradients.cuh"
+#include "gradients/bias_gradient.cuh"
+#include "gradients/key_sums.cuh"
+#include "mma/handover.cuh"
+#include "mma/mma_query_sums.cuh"
+#include "mma/mma_score_tiles.cuh"
+#include "scores/seen_tiles.cuh"
+
+constexpr int kStages = STAGES;
+// How the warps share dQ: rows of queries first, then columns. Where all operands come from shared
+// memory, which is then what there is least of, two 16-row tiles a warp load less for each product.
+constexpr int kQueryRows =
+    min_of(kWarps, kSplit > 1 && kBlockM > kMmaM ? kBlockM / (2 * kMmaM) : kBlockM / kMmaM);
+constexpr int kQueryTiles = kBlockM / kMmaM / kQueryRows;
+constexpr int kQueryParts = kWarps / kQueryRows;
+// Head dims, padded so that all who share them have whole fragments; a warp's part of those of dK,
+// dV and dQ.
+constexpr int kHead = round_up(kHeadDim, kMmaK*(kSplit > kQueryParts ? kSplit : kQueryParts));
+constexpr int kValue = round_up(kValueDim, kMmaK* kSplit);
+constexpr int kHeadPart = kHead / kSplit, kValuePart = kValue / kSplit;
+constexpr int kQueryCols = kHead / kQueryParts;
+// Steps of dQ that are unrolled. While a warp has whole rows of dK and dV there are no registers
+// for operands loaded far ahead: ptxas would spill others.
+constexpr int kQuerySteps = kSplit == 1 ? min_of(kSteps, 4) : kStepsAtOnce;
+// Where there is room for one tile of queries, the next one is copied as soon as the last product
+// that needs a part of this one is done, if a barrier says when.
+constexpr bool kEarlyCopies = kStages == 1 && (kSplit > 1 || !kDeterministic);
+static_assert(kQueryRows * kQueryTiles * kMmaM == kBlockM,
+              "the warps must share out the rows of dQ");
+static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a different struct");
+
+constexpr bool kHandsOver = HANDS_OVER;
+static_assert(!kHandsOver || (kSplit == 1 && kStages == 2 && !kDeterministic),
+              "warps hand on two tiles of queries, and dS where they do not share rows");
+
+// Q with dO, and dS, as the warps hand them on, if they do.
+template <bool Used>
+struct QueryHandovers {
+    Handover queries[kStages], gradients;
+
+    __device__ void init() {
+        if (threadIdx.x > 0) return;
+        for (Handover& stage : queries) stage.init(THREADS, kWarps);
+        gradients.init(kWarps, kWarps);
+    }
+};
+template <>
+struct QueryHandovers<false> {
+    static constexpr NoHandover queries[kStages]{}, gradients{};
+
+    __device__ void init() {}
+};
+
+struct KeySmem : Powers, QueryHandovers<kHandsOver> {
+    MmaTile<kBlockN, kHead> k;
+    MmaTile<kBlockN, kValue> v;
+    MmaTile<kBlockM, kHead> q[kStages];
+    MmaTile<kBlockM, kValue> dout[kStages];
+    MmaTile<kBlockN, kBlockM> weights[kSplit > 1 && !kEarlyCopies ? 2 : 1];
+    alignas(16) RowStats rows[kStages][kBlockM];
+
+    __device__ void init() {
+        Powers::init();
+        QueryHandovers<kHandsOver>::init();
+    }
+    __device__ auto& ds() { return weights[0]; }  // dS^T
+    // P^T, if it is shared: where there is one stage, until dS^T takes its place.
+    __device__ auto& p() { return weights[sizeof(weights) / sizeof(weights[0]) - 1]; }
+};
+
+struct QuerySmem : Powers {
+    MmaTile<kBlockN, kHead> q;
+    MmaTile<kBlockN, kValue> dout;
+    MmaTile<kBlockM, kHead> k[kStages];
+    MmaTile<kBlockM, kValue> v[kStages];
+    MmaTile<kBlockN, kBlockM> ds;
+};
+
+union Smem {
+    KeySmem keys;
+    QuerySmem queries;
+    WarpSums<THREADS> warps;
+};
+
+using DqSums = QuerySums<kBlockM, kHead>;
+// For blocks that own keys, and for those that own queries.
+using SeenOfKeys = SeenTiles<kBlockM, kBlockN>;
+using SeenOfQueries = SeenTiles<kBlockN, kBlockM>;
+
+// The workspace's parts, each for all heads.
+struct Workspace {
+    acc_t* dq;
+    KeySums key_sums;
+    RowStats* stats;
+    acc_t *arrays, *bias;
+    SeenPart* seen;
+
+    __device__ explicit Workspace(const BackwardParams& params) {
+        dq = static_cast<acc_t*>(params.workspace);
+        key_sums = {dq + (kDeterministic ? 0 : DqSums::rows(params.sizes) * kHead), params.sizes};
+        stats = reinterpret_cast<RowStats*>(key_sums.data + KeySums::count(params.sizes));
+        arrays = reinterpret_cast<acc_t*>(stats + rows_of_heads(params.sizes));
+        seen = reinterpret_cast<SeenPart*>(arrays);
+        constexpr int kTiles = sizeof(acc_t) / sizeof(SeenPart);
+        arrays += (seen_tiles(params) + kTiles - 1) / kTiles;
+        bias = arrays + array_sums(params.features);
+    }
+
+    __device__ SeenPart* seen_of_queries(const BackwardParams& params) const {
+        return seen + SeenOfKeys::count(params);
+    }
+    // How many there are for either kind of blocks.
+    __device__ static long long seen_tiles(const BackwardParams& params) {
+        return SeenOfKeys::count(params) + (kDeterministic ? SeenOfQueries::count(params) : 0);
+    }
+};

@@ -1,0 +1,239 @@
+// The blocks of bwd_3_mma that own keys: dK and dV, and what they add to dQ.
+#pragma once
+
+#include "call/query_tiles.cuh"
+#include "mma/bwd_3_copies.cuh"
+#include "mma/mma_nonfinite.cuh"
+
+// A tile of queries in shared memory, of those before `end`; the next to be copied is `step`
+// further on. `number` counts tiles where they are handed on.
+struct QueriesAt {
+    int stage, first, step, end, number;
+};
+
+// The part of a tile of dQ that a warp computes.
+struct QueryPlace {
+    int first_row = threadIdx.x / 32 % kQueryRows * kQueryTiles * kMmaM;
+    int first_col = threadIdx.x / 32 / kQueryRows * kQueryCols;
+};
+
+// The keys that a block owns, and for which part of the query heads it works, of those of all KV
+// heads. Blocks that own the same keys follow each other.
+__device__ inline KeyTile keys_of_block(const BackwardParams& params, int block = blockIdx.x) {
+    return key_tile_of_block<kBlockN>(params, block / kParts);
+}
+__device__ inline int part_of_block(const KeyTile& own) {
+    return own.kv_head * kParts + blockIdx.x % kParts;
+}
+
+// The gradients of a warp's keys, in its part of the head dims.
+struct KeyGradients {
+    Accumulators<kTiles, kHeadPart> dk;
+    Accumulators<kTiles, kValuePart> dv;
+    PendingSums<2 * kTiles> of_arrays;
+
+    // Takes in one tile of queries.
+    __device__ void attend(KeySmem& smem, const QueryHead& head, const Place& place,
+                           const QueriesAt& at, int first_key, bool masked) {
+        // Where a mask cuts tiles, the numbers of their keys are kept in no registers in between.
+        const int first_row = kCutTiles ? ptx::anew(first_key) : first_key;
+        const KeyRows tile{smem, head.rules, place, first_row, at.first};
+        const SeenScores<KeyRows> seen(tile, masked);
+        Scores s = {}, dp = {};
+        if constexpr (kHandsOver) smem.queries[at.stage].wait_whole(at.number / kStages);
+        product_of(s, smem.k, smem.q[at.stage], place);
+        product_of(dp, smem.v, smem.dout[at.stage], place);
+        const bool nonfinite =
+            kCutTiles && masked &&
+            (has_nonfinite<kTiles, kColumns>(s) || has_nonfinite<kTiles, kColumns>(dp));
+        const auto stats_of = [&](Element score) {
+            return smem.rows[at.stage][place.col(score.n) + score.e];
+        };
+        const auto add_up = [&](Element score, acc_t product, const ScoreGradient& gradient) {
+            const int query = tile.query(score), key = tile.key(score);
+            if constexpr (kBiasGradient) head.bias.add(query, key, gradient.score);
+            if constexpr (kArrayGradients) {
+                ElementSlopes slopes;
+                head.rules.element_slopes_at(product, query, key, slopes);
+                of_arrays.add(head.arrays, 2 * score.m + score.e, 2 * score.m + score.half, slopes,
+                              gradient.modified);
+            }
+        };
+        if (masked) {
+            differentiate<true>(s, dp, tile, seen, stats_of, add_up);
+        } else {
+            differentiate<false>(s, dp, tile, seen, stats_of, add_up);
+        }
+        const auto& p = weights_of(s);
+        const auto& ds = weights_of(dp);
+        const bool found = kCutTiles && masked && __syncthreads_or(nonfinite);
+        if (found) take_out(smem, at.stage);
+        if constexpr (kHandsOver) {
+            multiply_in_turn(s, dp, smem, head, place, at);
+        } else {
+            multiply(p, ds, smem, head, place, at);
+        }
+        if (!found) return;
+        if constexpr (kHandsOver) {
+            put_back_anew(smem, head, tile, at.first);
+        } else {
+            put_back(smem, head, tile, at.first);
+        }
+    }
+
+    __device__ void write(KeySmem& smem, const BackwardParams& params, const KeyTile& own) {
+        const Place place(ptx::anew(threadIdx.x));  // which no registers are kept for until now
+        scale<kTiles, kHeadPart>(dk, params.softmax_scale);
+        store_tile<kTiles, kHeadPart>(smem.k, dk, place.first_row, place.part * kHeadPart);
+        store_tile<kTiles, kValuePart>(smem.v, dv, place.first_row, place.part * kValuePart);
+        __syncthreads();
+        const auto to_dk = own.sequence.keys<scalar_t>(params.dk, own.kv_head);
+        const auto to_dv = own.sequence.keys<scalar_t>(params.dv, own.kv_head);
+        const int end = end_of_keys(params, own.sequence);
+        write_tile<THREADS, kHeadDim>(smem.k, to_dk, own.first_key, end);
+        write_tile<THREADS, kValueDim>(smem.v, to_dv, own.first_key, end);
+    }
+
+    // Writes them to the workspace, as those of a part of the heads.
+    __device__ void write_part(const KeySums& sums, const BackwardParams& params,
+                               const KeyTile& own) const {
+        const Place place;
+        const int end = end_of_keys(params, own.sequence);
+        const int first = sums.first_row(own.sequence.batch, own.sequence.first_k);
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int key = own.first_key + place.row(m, half);
+                if (key >= end) continue;
+                acc_t* const row = sums.part_of(first, key, part_of_block(own));
+                store_sums<KeySums::kKeyCols>(row, dk[m], half, place.part * kHeadPart);
+                store_sums<KeySums::kValueCols>(row + KeySums::kKeyCols, dv[m], half,
+                                                place.part * kValuePart);
+            }
+    }
+
+  private:
+    // What is NaN or infinite is zero in the products; those who see it have NaN from S or dP
+    // already, but for dV, and are given it afterwards.
+    __device__ static void take_out(KeySmem& smem, int stage) {
+        clear_nonfinite<THREADS>(smem.q[stage]);
+        clear_nonfinite<THREADS>(smem.dout[stage]);
+        clear_nonfinite<THREADS>(smem.k);
+        __syncthreads();
+    }
+    __device__ void put_back(KeySmem& smem, const QueryHead& head, const KeyRows& tile,
+                             int first_query) {
+        const int end = min(first_query + kBlockM, head.rules.mask.seqlen_q);
+        const int part = tile.place.part;
+        add_nonfinite<kHeadDim, kTiles, kHeadPart>(dk, head.q, first_query, end, part * kHeadPart,
+                                                   tile);
+        add_nonfinite<kValueDim, kTiles, kValuePart>(dv, head.dout, first_query, end,
+                                                     part * kValuePart, tile);
+        __syncthreads();  // every warp is done with K
+        const KeyTile own = keys_of_block(head.params, ptx::anew(blockIdx.x));
+        const auto k = own.sequence.keys<const scalar_t>(head.params.k, own.kv_head);
+        copy_rows<kHeadDim>(smem.k, k, tile.first_row, own.sequence.seqlen_k);
+    }
+    // The same where tiles are handed on. All that it needs it works out anew: it runs for few
+    // tiles, and what is kept for it would be registers that the others lack.
+    __device__ void put_back_anew(KeySmem& smem, const QueryHead& head, const KeyRows& tile,
+                                  int first_query) {
+        const Sequence sequence(head.params, ptx::anew(head.rules.batch));
+        const QueryHead again(head.params, sequence, ptx::anew(head.rules.head));
+        Place place;
+        place.first_row = ptx::anew(place.first_row);
+        place.part = ptx::anew(place.part);
+        put_back(smem, again, {tile.exp2, again.rules, place, tile.first_row, tile.first_col},
+                 first_query);
+        ptx::wait_copies();
+        __syncthreads();  // K is there again
+    }
+
+    // dV += P^T dO, dK += dS^T Q and dQ += dS K, where warps hand Q, dO and dS on.
+    __device__ void multiply_in_turn(const Scores& p, const Scores& ds, KeySmem& smem,
+                                     const QueryHead& head, const Place& place,
+                                     const QueriesAt& at) {
+        smem.gradients.wait_free(at.number);
+        store_scores(smem.ds(), ds, place);
+        smem.gradients.announce();
+        add_product_pn<kTiles, kColumns, kValuePart>(dv, p, smem.dout[at.stage]);
+        add_product_pn<kTiles, kColumns, kHeadPart>(dk, ds, smem.q[at.stage]);
+        smem.queries[at.stage].release();
+
+        smem.gradients.wait_whole(at.number);
+        add_to_queries(smem, head.dq, at.first);
+        smem.gradients.release();
+        const int next = at.first + at.step;
+        if (next < at.end) head.hand_on(smem, at.number + kStages, next);
+    }
+
+    // dV += P^T dO, dK += dS^T Q and dQ += dS K.
+    template <class Weights>
+    __device__ void multiply(const Weights& p, const Weights& ds, KeySmem& smem,
+                             const QueryHead& head, const Place& place, const QueriesAt& at) {
+        const int stage = at.stage, next = at.first + at.step;
+        const bool copies = kEarlyCopies && next < at.end;
+        if constexpr (kSplit == 1) {
+            if (!kDeterministic) store_scores(smem.ds(), ds, place);
+            add_product_pn<kTiles, kColumns, kValuePart>(dv, p, smem.dout[stage]);
+            add_product_pn<kTiles, kColumns, kHeadPart>(dk, ds, smem.q[stage]);
+            if (!kDeterministic) __syncthreads();  // dS^T is whole, every warp is done with Q, dO
+            if (copies) head.start_copy(smem, stage, next);
+        } else {
+            store_scores(smem.p(), p, place);
+            if (!kEarlyCopies) store_scores(smem.ds(), ds, place);
+            __syncthreads();  // P^T is whole
+            add_product_nn<kTiles, kValuePart>(dv, smem.p(), place.first_row, smem.dout[stage],
+                                               place.part * kValuePart);
+            if constexpr (kEarlyCopies) {
+                __syncthreads();  // every warp is done with P^T and dO
+                if (copies) head.copy_gradients(smem, stage, next);
+                store_scores(smem.ds(), ds, place);
+                __syncthreads();  // dS^T is whole
+            }
+            add_product_nn<kTiles, kHeadPart>(dk, smem.ds(), place.first_row, smem.q[stage],
+                                              place.part * kHeadPart);
+            if (kEarlyCopies) __syncthreads();  // every warp is done with Q
+            if (copies) head.copy_queries(smem, stage, next);
+        }
+        if constexpr (!kDeterministic) add_to_queries(smem, head.dq, at.first);
+    }
+
+    // dQ += dS K. Where dS^T takes fewer registers than the sums, all of it is loaded, and there
+    // are sums of a few columns at a time, which are added while the next are computed.
+    __device__ static void add_to_queries(KeySmem& smem, const DqSums& sums, int first_query) {
+        constexpr bool kInSlices = kBlockN < kQueryCols * 2;
+        constexpr int kSliceCols = kInSlices ? kMmaK : kQueryCols;
+        const QueryPlace to;
+        if constexpr (kInSlices) {
+            // Beside wide heads and all of dS^T there are registers for one slice at a time, unless
+            // a slice is one step, and then of 16-bit types for four; float64 spills anyway.
+            constexpr bool kOneSlice = sizeof(scalar_t) != 8 && kHead > 128 && kBlockN > kMmaK;
+            constexpr int kSlices = kQueryCols / kSliceCols;
+            constexpr int kManySlices = sizeof(scalar_t) == 2 ? min_of(kSlices, 4) : kSlices;
+            constexpr int kSlicesAtOnce = kOneSlice ? 1 : kManySlices;
+            const LeftStrip<kQueryTiles, kBlockN> ds(smem.ds(), to.first_row);
+#pragma unroll(kSlicesAtOnce)
+            for (int col = 0; col < kQueryCols; col += kSliceCols) {
+                Accumulators<kQueryTiles, kSliceCols> dq = {};
+                ds.add_product_with<kSliceCols>(dq, smem.k, to.first_col + col);
+                sums.add<kQueryTiles, kSliceCols>(dq, first_query + to.first_row,
+                                                  to.first_col + col);
+            }
+        } else {
+            Accumulators<kQueryTiles, kSliceCols> dq = {};
+            add_product_tn<kQueryTiles, kSliceCols, kQuerySteps>(dq, smem.ds(), to.first_row,
+                                                                 smem.k, to.first_col);
+            sums.add<kQueryTiles, kSliceCols>(dq, first_query + to.first_row, to.first_col);
+        }
+    }
+};
+
+// Of the block's part of the query heads that share its keys the h-th. Which keys those are is
+// found out anew, so that it takes no registers while the block works on a head.
+__device__ inline QueryHead query_head_of_block(const BackwardParams& params, int h) {
+    const KeyTile own = keys_of_block(params, ptx::anew(blockIdx.x));
+    const int first = part_of_block(own) * heads_of_part(params.sizes);
+    return QueryHead(params, own.sequence, first + h);
+}

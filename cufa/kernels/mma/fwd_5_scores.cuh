@@ -1,0 +1,135 @@
+// What a call asks of the scores of fwd_5_mma: which are seen, what they become, which are dropped.
+#pragma once
+
+#include "call/key_tiles.cuh"
+#include "mma/fwd_5_block.cuh"
+#include "mma/mma_mask.cuh"
+
+// Which of a lane's scores of a row are of keys that the row sees: a bit for each, or, if that is a
+// range, where it begins and ends, counted from the lane's first key.
+struct SeenOfRow {
+    unsigned int bits;
+    int begin = 0, end = 0;
+
+    __device__ bool at(int n, int e) const {
+        if constexpr (kKeyMask) return bits >> (2 * n + e) & 1;
+        const int key = n * kMmaN + e;
+        return key < end && (!kWindow || key >= begin);
+    }
+};
+
+// Which of a lane's scores are of keys that their rows see. A mask is read as a whole, so that one
+// wait is for all of it, and kept as a bit for each score.
+class SeenScores {
+  public:
+    __device__ SeenScores(const ScoreRules& rules, int first_row, int first_key, bool masked)
+        : rules(rules), first_row(first_row), first_key(first_key) {
+        if (!kKeyMask || !masked) return;
+        if (kMaskAlone && lies_in_sixteens(rules, first_key, kBlockN)) {
+            read_mask();
+        } else {
+            ask();
+        }
+    }
+
+    __device__ SeenOfRow of_row(int m, int half) const {
+        if constexpr (kKeyMask) return {bits[m][half]};
+        // Rows past the end may see any key: they are not written.
+        if constexpr (!kCutTiles) {
+            const int own = ptx::anew(threadIdx.x) % 4 * 2;  // fragment_col, but in no register
+            return {0, 0, rules.mask.seqlen_k - first_key - own};
+        }
+        const int lanes_first = fragment_col(first_key, 0);
+        const int row = first_row + row_of(m, half);
+        return {0, rules.mask.first_key(row) - lanes_first, rules.mask.keys_end(row) - lanes_first};
+    }
+
+  private:
+    static_assert(!kKeyMask || kBlockN / kMmaN * 2 <= 32, "a word has bits for 128 keys");
+
+    __device__ void read_mask() {
+        MaskOfQuery<kBlockN> rows[kTiles][2];
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                rows[m][half].load(rules, first_row + row_of(m, half), first_key);
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = first_row + row_of(m, half);
+                bits[m][half] = 0;
+                rows[m][half].look(rules.mask, row, first_key, [&](int n, unsigned int seen) {
+                    bits[m][half] |= seen << 2 * n;
+                });
+            }
+    }
+
+    __device__ void ask() {
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                bits[m][half] = 0;
+#pragma unroll
+                for (int n = 0; n < kBlockN / kMmaN; ++n) {
+                    const int row = first_row + row_of(m, half), key = fragment_col(first_key, n);
+                    bits[m][half] |= rules.sees_two(row, key) << 2 * n;
+                }
+            }
+    }
+
+    const ScoreRules& rules;
+    int first_row, first_key;
+    unsigned int bits[kTiles][2];
+};
+
+// Applies what a call asks for to the products, which are scores then. Those of keys that a row
+// does not see become -inf.
+__device__ inline void apply(const ScoreRules& rules, Scores& s, const SeenScores& seen,
+                             int first_row, int first_key, bool masked) {
+    if (!kShapedScores && !masked) return;
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const SeenOfRow of_row = seen.of_row(m, half);
+#pragma unroll
+            for (int n = 0; n < kBlockN / kMmaN; ++n)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int row = first_row + row_of(m, half),
+                              key = fragment_col(first_key, n) + e;
+                    acc_t& score = s[m][n][2 * half + e];
+                    const bool hidden = masked && !of_row.at(n, e);
+                    if constexpr (kScoreMod) score = rules.score(score, row, key);
+                    if (hidden) {
+                        score = negative_infinity();
+                    } else if constexpr (kShapedScores && !kScoreMod) {
+                        score = rules.score(score, row, key);
+                    }
+                }
+        }
+}
+
+// Drops probabilities at random. Two neighbouring rows, which share their random words, are those
+// of lanes four apart: each of the two lanes draws for both rows, in one of its halves.
+__device__ inline void drop(const ScoreRules& rules, Scores& p, int first_row, int first_key) {
+    const int parity = row_of(0, 0) % 2;
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+        for (int n = 0; n < kBlockN / kMmaN; ++n) {
+            const unsigned int drawn =
+                rules.kept(first_row + row_of(m, parity), fragment_col(first_key, n));
+            const unsigned int neighbours = __shfl_xor_sync(0xffffffffu, drawn, 4);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const unsigned int kept = (half == parity ? drawn : neighbours) >> 2 * parity;
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    if (!(kept >> e & 1)) p[m][n][2 * half + e] = 0;
+            }
+        }
+}

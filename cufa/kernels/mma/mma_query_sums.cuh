@@ -1,0 +1,89 @@
+// The sums of dQ in the workspace, to which warps add from their fragments.
+#pragma once
+
+#include "call/warp_rows.cuh"
+#include "mma/mma_tiles.cuh"
+
+// Those of one head of a sequence: whole tiles of BlockM queries by Cols columns. They are kept as
+// the warps have them: 16x8 fragments of 4 x 32 values, so that an addition by a warp is 128 bytes
+// in a row.
+template <int BlockM, int Cols>
+class QuerySums {
+  public:
+    // `all` are those of all heads.
+    __device__ QuerySums(acc_t* all, const Sizes& sizes, const Sequence& sequence, int head) {
+        const long long tile =
+            static_cast<long long>(head) * row_tiles<BlockM>(sizes.batch, sizes.seqlen_q) +
+            first_row_tile<BlockM>(sequence.batch, sequence.first_q, sizes.seqlen_q);
+        sums = all + tile * (BlockM * Cols);
+    }
+
+    // How many rows those of all heads have.
+    __device__ static long long rows(const Sizes& sizes) {
+        return static_cast<long long>(sizes.heads) *
+               row_tiles<BlockM>(sizes.batch, sizes.seqlen_q) * BlockM;
+    }
+
+    // Makes a row's worth of them zero, by a warp; which values those are does not matter.
+    __device__ static void clear_row(acc_t* all, long long row) {
+        using Vector = Pack<acc_t, kVec>;
+        auto* to = reinterpret_cast<Vector*>(all + row * Cols);
+        for (int i = threadIdx.x % 32; i < Cols / kVec; i += 32) to[i] = {};
+    }
+
+    // Adds a warp's Tiles 16-row tiles to those from (row, col) on.
+    template <int Tiles, int TileCols>
+    __device__ void add(const Accumulators<Tiles, TileCols>& dq, int row, int col) const {
+        // All from one address, which takes fewer registers where there is but one part to an
+        // operand; float32 would spill more on some GPUs, and float64 take longer.
+        constexpr bool kOneAddress = sizeof(scalar_t) == 2;
+        acc_t* const first = fragment(row, col);
+#pragma unroll
+        for (int m = 0; m < Tiles; ++m)
+#pragma unroll
+            for (int n = 0; n < TileCols / kMmaN; ++n) {
+                acc_t* const to = kOneAddress ? first + m * kMmaM * Cols + n * kFragment
+                                              : fragment(row + m * kMmaM, col + n * kMmaN);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) atomicAdd(to + e * 32 + threadIdx.x % 32, dq[m][n][e]);
+            }
+    }
+
+    // Writes the 16 rows from first_row on to those rows of dQ, scaled and rounded: a warp's work.
+    // A lane takes eight columns of a row: of a fragment, the pairs that four lanes had.
+    template <int Dims>
+    __device__ void round_rows(Matrix<scalar_t> dq, int first_row, int end_row, acc_t scale) const {
+        constexpr int kFragments = ceil_div(Dims, kMmaN);
+        const int lane = threadIdx.x % 32, g = lane % 8;
+#pragma unroll 4
+        for (int i = lane / 8; i < 2 * kFragments; i += 4) {
+            const int half = i / kFragments, col = i % kFragments * kMmaN;
+            const acc_t* const from = fragment(first_row, col) + half * 2 * 32 + g * 4;
+            acc_t pairs[2][4];  // the even columns, then the odd ones
+#pragma unroll
+            for (int e = 0; e < 8; e += kVec) {
+                using Part = Pack<acc_t, kVec>;
+                const Part part = *reinterpret_cast<const Part*>(from + e / 4 * 32 + e % 4);
+#pragma unroll
+                for (int v = 0; v < kVec; ++v) pairs[e / 4][e % 4 + v] = part[v];
+            }
+            const int row = first_row + half * 8 + g;
+            if (row >= end_row) continue;
+            Pack<scalar_t, kMmaN> values;
+#pragma unroll
+            for (int e = 0; e < kMmaN; ++e) {
+                values[e] = from_acc<scalar_t>(pairs[e % 2][e / 2] * scale);
+            }
+            write_columns<Dims>(dq.row(row), values, col);
+        }
+    }
+
+  private:
+    static constexpr int kFragment = kMmaM * kMmaN;
+    acc_t* sums;
+
+    // The fragment of 16 rows and 8 columns that begins at (row, col).
+    __device__ acc_t* fragment(int row, int col) const {
+        return sums + static_cast<long long>(row) * Cols + col / kMmaN * kFragment;
+    }
+};

@@ -1,0 +1,232 @@
+// The backward's tile of scores: what a warp has of it, which scores those are, and what it makes
+// of them.
+#pragma once
+
+#include "gradients/score_gradients.cuh"
+#include "mma/mma_mask.cuh"
+#include "softmax/exp2_table.cuh"
+
+constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kSplit = SPLIT;
+constexpr int kWarps = THREADS / 32, kBlocksPerSm = BLOCKS_PER_SM;
+// A block owns kBlockN rows of scores and walks over tiles of kBlockM columns. kSplit warps share
+// rows, and part the columns.
+constexpr int kTiles = kBlockN / (kWarps / kSplit * kMmaM);
+constexpr int kColumns = kBlockM / kSplit;
+static_assert(kTiles * (kWarps / kSplit) * kMmaM == kBlockN,
+              "a warp must own whole 16-row tiles of keys");
+static_assert(kColumns % (sizeof(scalar_t) == 8 ? kMmaN : kMmaK) == 0,
+              "a warp must own whole fragments of queries");
+
+// Steps of products that are unrolled. With three blocks an SM a thread has 168 registers.
+constexpr int kSteps = kTf32 && kBlocksPerSm >= 3 ? 2 : kStepsAtOnce;
+// Those of S^T and dP^T. If a warp has a lone fragment, a step is one mma: it takes many to hide
+// how long their operands are on their way.
+constexpr int kScoreSteps = kColumns < kMmaK ? 16 : kSteps;
+
+using Scores = Accumulators<kTiles, kColumns>;
+// Smaller than the forward's: there is less room.
+using Powers = Exp2Table<acc_t, 7>;
+
+// A warp's place: its rows of what the block owns, and which part of columns and head dims is its
+// own.
+struct Place {
+    int first_row, part, g, t;
+
+    __device__ explicit Place(unsigned int thread = threadIdx.x)
+        : first_row(thread / 32 / kSplit * kTiles * kMmaM),
+          part(thread / 32 % kSplit),
+          g(thread % 32 / 4),
+          t(thread % 4) {}
+
+    // The row of a lane's half (0: row g, 1: row g + 8) of its fragments m.
+    __device__ int row(int m, int half) const { return first_row + m * kMmaM + half * 8 + g; }
+    // The first of the two columns that a lane has of fragment n.
+    __device__ int col(int n) const { return part * kColumns + n * kMmaN + 2 * t; }
+};
+
+// One of a lane's scores: element e of a half of fragment (m, n).
+struct Element {
+    int m, n, half, e;
+};
+
+// Which scores a tile has: those of the block's own rows from first_row on and of the columns from
+// first_col on, the rows being keys, as in key_tiles, or queries.
+template <bool RowsAreKeys>
+struct TileOfScores {
+    static constexpr bool kRowsAreKeys = RowsAreKeys;
+    static constexpr int kKeys = RowsAreKeys ? kBlockN : kBlockM;
+    const Powers& exp2;
+    const ScoreRules& rules;
+    const Place& place;
+    int first_row, first_col;
+
+    __device__ int row(Element at) const { return first_row + place.row(at.m, at.half); }
+    __device__ int col(Element at) const { return first_col + place.col(at.n) + at.e; }
+    __device__ int query(Element at) const { return RowsAreKeys ? col(at) : row(at); }
+    __device__ int key(Element at) const { return RowsAreKeys ? row(at) : col(at); }
+
+    __device__ int first_key() const { return RowsAreKeys ? first_row : first_col; }
+
+    __device__ bool sees(Element at) const { return rules.sees(query(at), key(at)); }
+
+    // Which scores of fragment (m, n) dropout keeps: bit 2 * half + e. Two neighbouring rows, which
+    // share their random words, are those of lanes four apart: each of the two lanes draws for both
+    // rows, in one of its halves.
+    __device__ unsigned int kept(int m, int n) const {
+        const int parity = place.g % 2;
+        const Element first = {m, n, parity, 0};
+        const unsigned int drawn = rules.kept(query(first), key(first));
+        const unsigned int neighbours = __shfl_xor_sync(0xffffffffu, drawn, 4);
+        unsigned int kept = 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const unsigned int words = half == parity ? drawn : neighbours;
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int word = RowsAreKeys ? 2 * e + parity : 2 * parity + e;
+                kept |= (words >> word & 1) << (2 * half + e);
+            }
+        }
+        return kept;
+    }
+};
+using KeyRows = TileOfScores<true>;
+using QueryRows = TileOfScores<false>;
+
+// Which of a lane's scores are of rows and keys that see each other. A mask in memory is read
+// before the products, so that one wait is for all of it, and kept as a bit for each score.
+template <class Tile>
+class SeenScores {
+  public:
+    __device__ SeenScores(const Tile& tile, bool masked) : tile(tile) {
+        if (!kKeyMask || !masked) return;
+        if (kInSixteens && lies_in_sixteens(tile.rules, tile.first_key(), Tile::kKeys)) {
+            if constexpr (Tile::kRowsAreKeys) {
+                read_mask_of_keys();
+            } else {
+                read_mask_of_queries();
+            }
+        } else {
+            ask();
+        }
+    }
+
+    __device__ bool at(Element at) const {
+        if constexpr (!kKeyMask) return tile.sees(at);
+        const int bit = at.n % kWordFragments * 4 + 2 * at.half + at.e;
+        return bits[at.m][at.n / kWordFragments] >> bit & 1;
+    }
+
+  private:
+    static constexpr int kWordFragments = 8;  // of four scores
+    // Whether the warp's keys begin at a multiple of 16, whichever part of the columns it has.
+    static constexpr bool kInSixteens = kMaskAlone && (Tile::kRowsAreKeys || kColumns % 16 == 0);
+    const Tile& tile;
+    unsigned int bits[kTiles][ceil_div(kColumns / kMmaN, kWordFragments)];
+
+    // Adds some of the four bits of fragment (m, n), which are 0 before the first of them.
+    __device__ void add(int m, int n, unsigned int some, bool first) {
+        unsigned int& word = bits[m][n / kWordFragments];
+        word = (first && n % kWordFragments == 0 ? 0 : word) | some << n % kWordFragments * 4;
+    }
+
+    // The first of the warp's rows of fragments m, and the first of its columns.
+    __device__ int row_of(int m) const { return tile.first_row + tile.place.first_row + m * kMmaM; }
+    __device__ int first_col() const { return tile.first_col + tile.place.part * kColumns; }
+
+    __device__ void read_mask_of_keys() {
+        MaskOfKeys<kColumns> masks[kTiles];
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) masks[m].load(tile.rules, first_col(), row_of(m));
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+            masks[m].look(tile.rules.mask, first_col(), row_of(m),
+                          [&](int n, int e, unsigned int seen) { add(m, n, seen << e, e == 0); });
+    }
+
+    __device__ void read_mask_of_queries() {
+        MaskOfQuery<kColumns> masks[kTiles][2];
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                masks[m][half].load(tile.rules, row_of(m) + half * 8 + tile.place.g, first_col());
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int query = row_of(m) + half * 8 + tile.place.g;
+                masks[m][half].look(tile.rules.mask, query, first_col(),
+                                    [&](int n, unsigned int seen) {
+                                        add(m, n, (seen & 3) << 2 * half, half == 0);
+                                        add(m, n + 1, (seen >> 2) << 2 * half, false);
+                                    });
+            }
+    }
+
+    __device__ void ask() {
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int n = 0; n < kColumns / kMmaN; ++n)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) add(m, n, tile.sees({m, n, e / 2, e % 2}) << e, e == 0);
+    }
+};
+
+// P in place of S and the products' gradient in place of dP. Where a row does not see a key both
+// are set, not computed, to zero: an LSE of -inf or a NaN in the key must not show. What else has
+// a gradient `add_up` sees to, score by score.
+template <bool Masked, class Tile, class StatsOf, class AddUp>
+__device__ inline void differentiate(Scores& s, Scores& dp, const Tile& tile,
+                                     const SeenScores<Tile>& seen, const StatsOf& stats_of,
+                                     const AddUp& add_up) {
+#pragma unroll
+    for (int n = 0; n < kColumns / kMmaN; ++n)
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) {
+            const unsigned int kept = kDropout ? tile.kept(m, n) : 0;
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    // The second half goes first where that is less work (array_gradients.cuh).
+                    const Element at = {m, n, kArrayGradients ? 1 - half : half, e};
+                    const int query = tile.query(at), key = tile.key(at), i = 2 * at.half + e;
+                    const bool is_seen = !Masked || seen.at(at);
+                    ScoreGradient gradient;
+                    // Only a bias must not be read where nothing is seen.
+                    if (is_seen || !kBias || kScoreMod) {
+                        gradient = score_gradient(tile.exp2, tile.rules, s[m][n][i], dp[m][n][i],
+                                                  query, key, stats_of(at), kept >> i & 1);
+                    }
+                    if (!is_seen) gradient = {};
+                    if (is_seen) add_up(at, s[m][n][i], gradient);
+                    s[m][n][i] = gradient.p;
+                    dp[m][n][i] = gradient.product;
+                }
+        }
+}
+
+// A warp's rows by its columns.
+template <class Rows, class Columns>
+__device__ inline void product_of(Scores& s, const Rows& rows, const Columns& columns,
+                                  const Place& place) {
+    add_product_nt<kTiles, kColumns, kScoreSteps>(s, rows, place.first_row, columns,
+                                                  place.part * kColumns);
+}
+
+// P or dS as products take it. Where they take it from registers, and rounded it is in half as
+// many, it is rounded at once: who looks for NaN before the products needs some.
+__device__ inline decltype(auto) weights_of(const Scores& scores) {
+    if constexpr (kSplit == 1 && sizeof(scalar_t) == 2) {
+        return LeftStrip<kTiles, kColumns>(scores);
+    } else {
+        return (scores);
+    }
+}
+
+template <class Tile, class Values>
+__device__ inline void store_scores(Tile& tile, const Values& scores, const Place& place) {
+    store_tile<kTiles, kColumns>(tile, scores, place.first_row, place.part * kColumns);
+}

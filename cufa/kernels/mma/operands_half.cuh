@@ -1,0 +1,124 @@
+// Operands of 16-bit types: two elements a register, loaded by ldmatrix, and sums in float32.
+#pragma once
+
+#include "mma/operands.cuh"
+#include "ptx/ptx_sm80.cuh"
+
+template <class T>
+struct HalfOperands {
+    struct Left {
+        unsigned int words[4];
+    };
+    struct RightPair {
+        unsigned int words[4];
+    };
+    using Pair = unsigned int;
+
+    // Two floats rounded, `low` first in memory.
+    __device__ static Pair pair(float low, float high) {
+        if constexpr (is_bfloat16<T>) {
+            return ptx::pack_bf16(low, high);
+        } else {
+            return ptx::pack_f16(low, high);
+        }
+    }
+
+    template <class Tile>
+    struct LeftNT {
+        TilePlace<Tile> place;
+
+        __device__ LeftNT(const Tile& a, int row)
+            : place(a, row + lane() % 16, lane() / 16 * Tile::kMatrixCols) {}
+        __device__ Left at(int row, int col) const { return load<Left>(place.at(row, col)); }
+    };
+    template <class Tile>
+    using LeftNN = LeftNT<Tile>;
+    template <class Tile>
+    struct LeftTN {
+        TilePlace<Tile> place;
+
+        __device__ LeftTN(const Tile& a, int row)
+            : place(a, lane() % 8 + lane() / 16 * 8, row + lane() / 8 % 2 * Tile::kMatrixCols) {}
+        __device__ Left at(int row, int col) const {
+            return load_transposed<Left>(place.at(col, row));
+        }
+    };
+    // What a lane has of an accumulator is what it must have of a left operand, in the same order.
+    template <int Fragments>
+    __device__ static Left left_pn(const FragmentOf<T> (&p)[Fragments], int col) {
+        const FragmentOf<T>& left = p[col / kMmaN];
+        const FragmentOf<T>& right = p[col / kMmaN + 1];
+        return {pair(left[0], left[1]), pair(left[2], left[3]), pair(right[0], right[1]),
+                pair(right[2], right[3])};
+    }
+
+    // Row g (half 0) or g + 8 of the left or the right one of the two accumulators in it.
+    __device__ static Pair pair_of(const Left& pn, bool right, int half) {
+        return pn.words[2 * right + half];
+    }
+
+    template <class Tile>
+    struct RightNT {
+        TilePlace<Tile> place;
+
+        __device__ RightNT(const Tile& b, int row)
+            : place(b, row + lane() % 8 + lane() / 16 * 8, lane() / 8 % 2 * Tile::kMatrixCols) {}
+        __device__ RightPair at(int row, int col) const {
+            return load<RightPair>(place.at(row, col));
+        }
+    };
+    template <class Tile>
+    struct RightNN {
+        TilePlace<Tile> place;
+
+        __device__ RightNN(const Tile& v, int col)
+            : place(v, lane() % 16, col + lane() / 16 * Tile::kMatrixCols) {}
+        __device__ RightPair at(int row, int col) const {
+            return load_transposed<RightPair>(place.at(row, col));
+        }
+    };
+
+    __device__ static void multiply_add(FragmentOf<T>& left, FragmentOf<T>& right, const Left& a,
+                                        const RightPair& b) {
+        mma(left, a.words, b.words[0], b.words[1]);
+        mma(right, a.words, b.words[2], b.words[3]);
+    }
+
+    // Neighbouring columns that a lane has of a row of sums, of which four lanes have four times as
+    // many: column i of its run.
+    static constexpr int kRunCols = 2;
+    template <int Fragments>
+    __device__ static float& in_run(FragmentOf<T> (&row)[Fragments], int half, int run, int i) {
+        return row[run][2 * half + i];
+    }
+
+  private:
+    __device__ static int lane() { return threadIdx.x % 32; }
+
+    template <class Operand>
+    __device__ static Operand load(const void* row) {
+        Operand operand;
+        ptx::ldmatrix_x4(operand.words, row);
+        return operand;
+    }
+    template <class Operand>
+    __device__ static Operand load_transposed(const void* row) {
+        Operand operand;
+        ptx::ldmatrix_x4_trans(operand.words, row);
+        return operand;
+    }
+
+    __device__ static void mma(float (&d)[4], const unsigned int (&a)[4], unsigned int b0,
+                               unsigned int b1) {
+        if constexpr (is_bfloat16<T>) {
+            ptx::mma_m16n8k16_bf16(d, a, b0, b1);
+        } else {
+            ptx::mma_m16n8k16_f16(d, a, b0, b1);
+        }
+    }
+};
+
+template <>
+struct OperandsOf<float16> : HalfOperands<float16> {};
+template <>
+struct OperandsOf<bfloat16> : HalfOperands<bfloat16> {};

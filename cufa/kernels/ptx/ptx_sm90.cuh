@@ -1,0 +1,194 @@
+// Inline PTX from sm_90 on: barriers in shared memory that count arrivals and bytes; copies, stores
+// and additions by the copy engine (TMA); and what launches and blocks that overlap wait for.
+#pragma once
+
+#include "ptx/ptx_sm80.cuh"
+
+// What the host encodes from a tensor's address, shape and strides (cuTensorMapEncodeTiled).
+struct alignas(64) TensorMap {
+    unsigned char opaque[128];
+};
+
+namespace ptx {
+
+// The time, by a clock that all SMs share.
+__device__ inline long long nanoseconds() {
+    long long now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+
+// True in one lane of a warp, the same each time. All must ask. Of what is under this condition the
+// compiler knows that one thread does it, so that it need not take turns for what is uniform.
+__device__ inline bool elect_lane() {
+    unsigned int elected;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(elected));
+    return elected != 0;
+}
+
+// A barrier in shared memory. Its phases are numbered from 0; each ends when as many threads as
+// `init` said have arrived and all bytes that they announced are there.
+using Barrier = unsigned long long;
+
+__device__ inline void barrier_init(Barrier& barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)),
+                 "r"(arrivals)
+                 : "memory");
+}
+
+// Makes the barriers that this thread has set up known to the copy engine.
+__device__ inline void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ inline void barrier_arrive(Barrier& barrier) {
+    asm volatile(
+        "mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier))
+        : "memory");
+}
+
+// Arrives as soon as all copies are there that this thread has started with copy_async.
+__device__ inline void barrier_arrive_after_copies(Barrier& barrier) {
+    asm volatile(
+        "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier))
+        : "memory");
+}
+
+// Arrives, and announces bytes that copies will bring.
+__device__ inline void barrier_arrive_expecting(Barrier& barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(
+                     shared_address(&barrier)),
+                 "r"(bytes)
+                 : "memory");
+}
+
+// Whether the phase of this parity has ended; waits for it a while.
+__device__ inline bool barrier_try_wait(Barrier& barrier, unsigned int parity) {
+    unsigned int ended;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(ended)
+        : "r"(shared_address(&barrier)), "r"(parity)
+        : "memory");
+    return ended != 0;
+}
+
+// Brings a tensor's description into the cache that copies read it from.
+__device__ inline void prefetch_tensor_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Starts the copy of a box of a tensor, from these coordinates on, the fastest axis first, into
+// shared memory; what lies outside the tensor becomes zeros. Its bytes arrive on `barrier`.
+__device__ inline void copy_box(void* to, const TensorMap& map, Barrier& barrier, int x0, int x1,
+                                int x2, int x3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(to)),
+        "l"(&map), "r"(shared_address(&barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+        : "memory");
+}
+
+// The same of a tensor with five axes.
+__device__ inline void copy_box(void* to, const TensorMap& map, Barrier& barrier, int x0, int x1,
+                                int x2, int x3, int x4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared_address(to)),
+        "l"(&map), "r"(shared_address(&barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
+        : "memory");
+}
+
+// Makes what this thread wrote to shared memory visible to the copy engine and to wgmma.
+__device__ inline void proxy_fence() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Starts the copy of a box of a tensor from shared memory; what lies outside the tensor is dropped.
+__device__ inline void store_box(const TensorMap& map, const void* from, int x0, int x1, int x2,
+                                 int x3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], "
+        "[%1];" ::"l"(&map),
+        "r"(shared_address(from)), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+        : "memory");
+}
+
+// Ends a group of stores.
+__device__ inline void commit_stores() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until all stores that this thread has started have read shared memory.
+__device__ inline void wait_stores_read() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Stores four 8x8 matrices of 16-bit elements, of which a lane has columns 2t and 2t + 1 of row g
+// of each, where g = lane / 4 and t = lane % 4. Lanes 8i to 8i + 7 say where the rows of matrix i
+// go.
+__device__ inline void stmatrix_x4(void* row, const unsigned int (&matrices)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     shared_address(row)),
+                 "r"(matrices[0]), "r"(matrices[1]), "r"(matrices[2]), "r"(matrices[3])
+                 : "memory");
+}
+
+// Turns an 8x8 matrix of 16-bit elements over, of which a lane has columns 2t and 2t + 1 of row g,
+// where g = lane / 4 and t = lane % 4.
+__device__ inline unsigned int transpose_matrix(unsigned int pair) {
+    unsigned int transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+    return transposed;
+}
+
+// Starts the copy of contiguous bytes, a multiple of 16 and aligned so, into shared memory.
+__device__ inline void copy_bytes(void* to, const void* from, int bytes, Barrier& barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(&barrier))
+        : "memory");
+}
+
+// Starts to add floats in shared memory to those at `to`; as many bytes, a multiple of 16 and
+// aligned so.
+__device__ inline void add_to_global(float* to, const float* from, int bytes) {
+    asm volatile(
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+        "r"(shared_address(from)), "r"(bytes)
+        : "memory");
+}
+
+// Adds four sums to those at `to`, which is aligned to 16 bytes.
+__device__ inline void add_to_global(float* to, const float (&sums)[4]) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to),
+                 "f"(sums[0]), "f"(sums[1]), "f"(sums[2]), "f"(sums[3])
+                 : "memory");
+}
+
+// A launch that overlaps the one before begins when each of that one's blocks has called
+// let_next_launch_begin or is done. From wait_for_launch_before on that launch is over: it may read
+// what was written there, and write what was read. All blocks must wait, or the launch after it
+// could begin while the one before is not over.
+__device__ inline void let_next_launch_begin() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+__device__ inline void wait_for_launch_before() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Between blocks: what comes before an addition comes before what follows a load that sees it.
+__device__ inline unsigned int load_acquire(const unsigned int* address) {
+    unsigned int value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+__device__ inline void add_release(unsigned int* address, unsigned int value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+}  // namespace ptx

@@ -1,0 +1,167 @@
+// What a call may ask for between Q K^T and the softmax, and between the softmax and V, element by
+// element: soft cap, bias, ALiBi, functions of one's own, masks, dropout. Every kernel that
+// supports them asks here.
+#pragma once
+
+#include "call/tensor.cuh"
+#include "scores/philox.cuh"
+#include "softmax/online_softmax.cuh"
+
+// Of one head of one sequence. Rows and keys are numbered from the sequence's own first.
+struct ScoreRules {
+    Mask mask;
+    const Features& features;
+    int batch, head;
+    acc_t scale;
+    acc_t alibi_slope;
+    Matrix<const bias_t> bias;
+    Matrix<const unsigned char> seen_keys;
+    unsigned int matrix;  // the number of this head among those of all sequences
+
+    template <class Params>
+    __device__ ScoreRules(const Params& params, const Sequence& sequence, int head)
+        : mask(sequence.mask(params.features)),
+          features(params.features),
+          batch(sequence.batch),
+          head(head),
+          scale(static_cast<acc_t>(params.softmax_scale)),
+          matrix(static_cast<unsigned int>(sequence.batch * params.sizes.heads + head)) {
+        if constexpr (kAlibi) {
+            alibi_slope = static_cast<const acc_t*>(
+                features.alibi_slopes)[sequence.batch * features.alibi_batch_stride + head];
+        }
+        if constexpr (kBias) bias = head_of<bias_t>(features.bias, sequence.batch, head);
+        if constexpr (kMaskBits != 0)
+            seen_keys = head_of<unsigned char>(features.mask, sequence.batch, head);
+    }
+
+    // The score of a product, in units of log 2. If there is a bias the key must be of the
+    // sequence.
+    __device__ acc_t score(acc_t product, int row, int key) const {
+        if constexpr (!kShapedScores) return product * (scale * acc_t(kLog2E));
+        if constexpr (kScoreMod) {
+            const acc_t score = unmodified(product, row, inside_key(key));
+            return modified_score(features, score, batch, head, inside(row), inside_key(key)) *
+                   acc_t(kLog2E);
+        }
+        return unmodified(product, row, key) * acc_t(kLog2E);
+    }
+
+    // The score, in units of log 2, that every row has besides those of its keys.
+    __device__ acc_t sink_log2() const {
+        return static_cast<const acc_t*>(features.sink)[head] * acc_t(kLog2E);
+    }
+
+    // By how much a score changes with the product times the scale.
+    __device__ acc_t slope(acc_t product) const {
+        if constexpr (!kSoftcap) return 1;
+        const acc_t capped = tanh_of(product * scale / softcap());
+        return 1 - capped * capped;
+    }
+
+    // By how much the score changes with what the caller's function makes it of.
+    __device__ acc_t modified_slope_at(acc_t product, int row, int key) const {
+        const acc_t score = unmodified(product, row, inside_key(key));
+        return modified_slope(features, score, batch, head, inside(row), inside_key(key));
+    }
+
+    // By how much it changes with those elements of arrays that the function reads.
+    __device__ void element_slopes_at(acc_t product, int row, int key, ElementSlope* slopes) const {
+        const acc_t score = unmodified(product, row, inside_key(key));
+        element_slopes(features, score, batch, head, inside(row), inside_key(key), slopes);
+    }
+
+    // Whether the caller's function shows the key to the row. With Inside neither is past an end.
+    template <bool Inside = false>
+    __device__ bool shows(int row, int key) const {
+        if constexpr (Inside) return mod_sees(features, batch, head, row, key);
+        return mod_sees(features, batch, head, inside(row), inside_key(key));
+    }
+    // Whether the row sees the key. Both may lie past the ends.
+    __device__ bool sees(int row, int key) const {
+        if (kMaskMod && !shows(row, key)) return false;
+        if (!mask.in_range(row, key)) return false;
+        if constexpr (kMaskBits == 8) return seen_keys.row(row)[key] != 0;
+        if constexpr (kMaskBits == 1) return seen_keys.row(row)[key / 8] >> key % 8 & 1;
+        return true;
+    }
+    // The same for a key with an even number, in bit 0, and for the next, in bit 1.
+    __device__ unsigned int sees_two(int row, int key) const {
+        unsigned int seen = mask.in_range(row, key) | mask.in_range(row, key + 1) << 1;
+        if constexpr (kMaskMod) {
+            seen &= shows(row, key) | shows(row, key + 1) << 1;
+        }
+        if (kMaskBits == 1 && seen) seen &= seen_keys.row(row)[key / 8] >> key % 8;
+        if constexpr (kMaskBits == 8) {
+            if (seen & 1) seen ^= seen_keys.row(row)[key] == 0;
+            if (seen & 2) seen ^= (seen_keys.row(row)[key + 1] == 0) << 1;
+        }
+        return seen;
+    }
+
+    // Which of the four probabilities of rows i, i + 1 and keys j, j + 1, i and j being the largest
+    // even numbers up to row and key, dropout keeps: bit 2 * (row % 2) + key % 2 of the result. It
+    // depends on places alone, so the backward finds the same, whatever its tiles are.
+    __device__ unsigned int kept(int row, int key) const {
+        const RandomWords words =
+            philox({static_cast<unsigned int>(key / 2), static_cast<unsigned int>(row / 2), matrix,
+                    features.offset},
+                   features.seed);
+        unsigned int kept = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            kept |= static_cast<unsigned int>(words.word[i] >= features.dropped_below) << i;
+        return kept;
+    }
+    // What a probability that is kept is multiplied by.
+    __device__ acc_t kept_scale() const { return static_cast<acc_t>(features.kept_scale); }
+
+  private:
+    template <class T>
+    __device__ static Matrix<const T> head_of(const ScoreTensor& tensor, int batch, int head) {
+        return {static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
+                    head * tensor.head_stride,
+                tensor.row_stride};
+    }
+    // Templates, like this one, are not compiled where they are not called: a bias_t that is void
+    // has no elements.
+    template <class T>
+    __device__ static acc_t element(const Matrix<const T>& matrix, int row, int key) {
+        return static_cast<acc_t>(to_acc(matrix.row(row)[key]));
+    }
+
+    __device__ acc_t softcap() const { return static_cast<acc_t>(features.softcap); }
+
+    // Tiles have rows and keys past the sequence's end, whose scores nobody reads: they are given
+    // the place of the last one. That is cheaper than not to read what is there: what several
+    // scores need is read once.
+    __device__ int inside(int row) const { return min(row, mask.seqlen_q - 1); }
+    __device__ int inside_key(int key) const { return min(key, mask.seqlen_k - 1); }
+
+    // The score before the caller's function.
+    __device__ acc_t unmodified(acc_t product, int row, int key) const {
+        acc_t score = product * scale;
+        if constexpr (kSoftcap) score = softcap() * tanh_of(score / softcap());
+        return score + added(row, key);
+    }
+    __device__ acc_t added(int row, int key) const {
+        acc_t sum = 0;
+        if constexpr (kBias) sum += element(bias, inside(row), key);
+        if constexpr (kAlibi) {
+            const long long distance = mask.diagonal(row) - key;
+            sum -= alibi_slope * static_cast<acc_t>(distance < 0 ? -distance : distance);
+        }
+        return sum;
+    }
+};
+
+// Ends a row, which Lanes threads share: returns what its weighted sum of values must be multiplied
+// with to be the output.
+template <int Lanes>
+__device__ inline acc_t end_row(OnlineSoftmax& softmax, const ScoreRules& rules) {
+    softmax.total<Lanes>();
+    acc_t factor = 1;
+    if constexpr (kSink) factor = softmax.add(rules.sink_log2());
+    if constexpr (kDropout) factor *= rules.kept_scale();
+    return factor * softmax.normalizer();
+}

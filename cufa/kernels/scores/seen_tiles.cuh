@@ -1,0 +1,147 @@
+// What a call's mask or mask_mod shows of each tile of scores: nothing, some or all of it. That is
+// found out by a launch of its own, for all heads and sequences at once if it is the same for them.
+// Kernels then leave out tiles of which nothing is seen, and look at single scores only where the
+// mask cuts through a tile.
+#pragma once
+
+#include "call/key_tiles.cuh"
+#include "call/warp_rows.cuh"
+#include "scores/mask_tiles.cuh"
+
+// Of a head, by tiles of Rows queries and Keys keys.
+template <int Rows, int Keys>
+class SeenTiles {
+  public:
+    // `all` are those of all heads.
+    template <class Params>
+    __device__ SeenTiles(SeenPart* all, const Params& params, const Sequence& sequence, int head)
+        : keys(ceil_div(params.sizes.seqlen_k, Keys)) {
+        const int batch = differ_by_batch(params) ? sequence.batch : 0;
+        const int seqlen_q = params.sizes.seqlen_q;
+        const int first_tile = first_row_tile<Rows>(batch, sequence.first_q, seqlen_q);
+        const long long of_head = differ_by_head(params) ? head : 0;
+        parts = all + (of_head * row_tiles<Rows>(batches(params), seqlen_q) + first_tile) * keys;
+    }
+
+    // How many there are of all heads.
+    template <class Params>
+    __device__ static long long count(const Params& params) {
+        if constexpr (!kKeyMask) return 0;
+        const Sizes& sizes = params.sizes;
+        const long long of_heads = differ_by_head(params) ? sizes.heads : 1;
+        return of_heads * row_tiles<Rows>(batches(params), sizes.seqlen_q) *
+               ceil_div(sizes.seqlen_k, Keys);
+    }
+
+    // Whether the tile of these rows and keys must be looked at score by score.
+    __device__ bool cuts(int row, int key) const { return kKeyMask && part(row, key) != kAll; }
+
+    // Where the first tile from `key` on begins of which some of a tile of rows is seen, or `end`.
+    __device__ int next_key(int row, int key, int end) const {
+        return next<Keys>(key, end, [&](int at) { return part(row, at); });
+    }
+    // The same with rows and keys exchanged.
+    __device__ int next_row(int row, int end, int key) const {
+        return next<Rows>(row, end, [&](int at) { return part(at, key); });
+    }
+
+    // Where the last tile begins, from `key` down to `begin`, of which some of a tile of rows is
+    // seen; before `begin` if there is none. For a thread that is alone.
+    __device__ int last_key(int row, int key, int begin) const {
+        return last<Keys>(key, begin, [&](int at) { return part(row, at); });
+    }
+    // The same with rows and keys exchanged.
+    __device__ int last_row(int row, int begin, int key) const {
+        return last<Rows>(row, begin, [&](int at) { return part(at, key); });
+    }
+
+    // Finds out about one of all heads' tiles: a warp's work.
+    template <class Params>
+    __device__ static void find(SeenPart* all, const Params& params, long long index) {
+        find(all, params, index, [](const ScoreRules& rules, int row, int key, long long) {
+            SeenPart part = kAll;
+            if constexpr (kMaskMod) part = part_of_function<Rows, Keys>(rules, row, key);
+            if constexpr (kMaskBits != 0) {
+                const SeenPart of_mask = part_of_mask<Rows, Keys>(rules, row, key);
+                if (of_mask < part) part = of_mask;
+            }
+            return part;
+        });
+    }
+    // By part_of(rules, row, key, number of the tile among those of all heads).
+    template <class Params, class PartOf>
+    __device__ static void find(SeenPart* all, const Params& params, long long index,
+                                const PartOf& part_of) {
+        const Sizes& sizes = params.sizes;
+        const int key_tiles = ceil_div(sizes.seqlen_k, Keys);
+        const int tiles = row_tiles<Rows>(batches(params), sizes.seqlen_q);
+        const int first_key = index % key_tiles * Keys, head = index / key_tiles / tiles;
+        const auto [batch, first_row] =
+            row_tile<Rows>(index / key_tiles % tiles, batches(params), sizes.seqlen_q,
+                           params.features.cu_seqlens_q);
+        const Sequence sequence(params, batch);
+        if (first_row >= sequence.seqlen_q) return;
+        const ScoreRules rules(params, sequence, head);
+        const KeyTiles<Keys> range(rules.mask, first_row, Rows);
+        if (first_key < range.begin || first_key >= range.end) return;  // nobody asks
+
+        const SeenTiles of_head(all, params, sequence, head);
+        const long long number = of_head.number(all, first_row, first_key);
+        const SeenPart part = part_of(rules, first_row, first_key, number);
+        if (threadIdx.x % 32 == 0) all[number] = part;
+    }
+
+    // Which of all heads' tiles the one of these rows and keys is.
+    __device__ long long number(const SeenPart* all, int row, int key) const {
+        return &part(row, key) - all;
+    }
+
+  private:
+    SeenPart* parts;
+    int keys;
+
+    // Whether a head's tiles, or a batch's, may be others than those of the first, which stand for
+    // all if not.
+    template <class Params>
+    __device__ static bool differ_by_head(const Params& params) {
+        return kMaskModOfHead || (kMaskBits != 0 && params.features.mask.head_stride != 0);
+    }
+    template <class Params>
+    __device__ static bool differ_by_batch(const Params& params) {
+        constexpr bool kDiffer = kMaskModOfBatch || kPacked || kUsedKeys;
+        return kDiffer || (kMaskBits != 0 && params.features.mask.batch_stride != 0);
+    }
+    template <class Params>
+    __device__ static int batches(const Params& params) {
+        return differ_by_batch(params) ? params.sizes.batch : 1;
+    }
+
+    __device__ SeenPart& part(int row, int key) const {
+        return parts[static_cast<long long>(row / Rows) * keys + key / Keys];
+    }
+
+    // The lanes of a warp look at 32 tiles at once.
+    template <int Size, class PartAt>
+    __device__ static int next(int first, int end, const PartAt& part_at) {
+        for (; first < end; first += 32 * Size) {
+            const int at = first + threadIdx.x % 32 * Size;
+            const unsigned int seen = __ballot_sync(0xffffffffu, at < end && part_at(at) != kNone);
+            if (seen != 0) return first + (__ffs(seen) - 1) * Size;
+        }
+        return end;
+    }
+
+    // Loads several at once, since each by itself would take as long.
+    template <int Size, class PartAt>
+    __device__ static int last(int at, int begin, const PartAt& part_at) {
+        constexpr int kAtOnce = 8;
+        for (; at >= begin; at -= kAtOnce * Size) {
+            unsigned int seen = 0;
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i)
+                seen |= (part_at(max(at - i * Size, begin)) != kNone) << i;
+            if (seen != 0) return at - (__ffs(seen) - 1) * Size;
+        }
+        return begin - Size;
+    }
+};

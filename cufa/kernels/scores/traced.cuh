@@ -1,0 +1,230 @@
+// What the code of traced functions (cufa/expression.py) is written with. It computes as NumPy
+// does, numbers that are not integers in acc_t.
+#pragma once
+
+#include "softmax/online_softmax.cuh"
+
+using int64 = long long;
+
+// A query's or a key's place, or a sum of such, in two parts: `base` is the same for many of a
+// thread's scores, and `offset` a constant where loops are unrolled. As a float it is then one
+// addition, to a base that is converted once.
+struct SplitIndex {
+    int base, offset;
+
+    __device__ SplitIndex(int base, int offset = 0) : base(base), offset(offset) {}
+
+    __device__ explicit operator int() const { return base + offset; }
+    __device__ explicit operator acc_t() const {
+        return static_cast<acc_t>(base) + static_cast<acc_t>(offset);
+    }
+};
+__device__ inline SplitIndex operator+(SplitIndex a, SplitIndex b) {
+    return {a.base + b.base, a.offset + b.offset};
+}
+__device__ inline SplitIndex operator-(SplitIndex a, SplitIndex b) {
+    return {a.base - b.base, a.offset - b.offset};
+}
+__device__ inline SplitIndex operator-(SplitIndex a) {
+    return {-a.base, -a.offset};
+}
+
+// An array of any strides, in elements, that reaches over less than 2^31 of them. As in C, nobody
+// looks whether an index is in it.
+template <class T, int Axes>
+struct ArrayOf {
+    const T* data;
+    long long strides[Axes];
+
+    template <class... Indices>
+    __device__ const T& at(Indices... indices) const {
+        const int of_axes[Axes] = {static_cast<int>(indices)...};
+        int offset = 0;
+#pragma unroll
+        for (int axis = 0; axis < Axes; ++axis) {
+            offset += of_axes[axis] * static_cast<int>(strides[axis]);
+        }
+        return data[offset];
+    }
+};
+
+// The gradient of such an array, contiguous; of the sums in the workspace those from `first` on are
+// its elements'.
+template <class T, int Axes>
+struct GradientOf {
+    T* data;
+    long long first;
+    long long lengths[Axes];
+
+    __device__ int count() const {
+        int count = 1;
+#pragma unroll
+        for (int axis = 0; axis < Axes; ++axis) count *= static_cast<int>(lengths[axis]);
+        return count;
+    }
+
+    // Which sum is an element's.
+    template <class... Indices>
+    __device__ int place(Indices... indices) const {
+        const int of_axes[Axes] = {static_cast<int>(indices)...};
+        int place = 0;
+#pragma unroll
+        for (int axis = 0; axis < Axes; ++axis)
+            place = place * static_cast<int>(lengths[axis]) + of_axes[axis];
+        return static_cast<int>(first) + place;
+    }
+
+    // Rounds the sum of that place, if it is one of this array.
+    __device__ void write(const acc_t* sums, int place) const {
+        const int element = place - static_cast<int>(first);
+        if (element < 0 || element >= count()) return;
+        data[element] = from_acc<T>(static_cast<accumulator_t<T>>(sums[place]));
+    }
+};
+
+// By how much a score changes with an element of an array, and which sum is that element's.
+struct ElementSlope {
+    int place;
+    acc_t slope;
+};
+
+__device__ inline acc_t not_a_number() {
+    return __int_as_float(0x7fffffff);
+}
+
+__device__ inline float exp_of(float x) {
+    return expf(x);
+}
+__device__ inline double exp_of(double x) {
+    return exp(x);
+}
+__device__ inline float expm1_of(float x) {
+    return expm1f(x);
+}
+__device__ inline double expm1_of(double x) {
+    return expm1(x);
+}
+__device__ inline float log_of(float x) {
+    return logf(x);
+}
+__device__ inline double log_of(double x) {
+    return log(x);
+}
+__device__ inline float log1p_of(float x) {
+    return log1pf(x);
+}
+__device__ inline double log1p_of(double x) {
+    return log1p(x);
+}
+__device__ inline float sqrt_of(float x) {
+    return sqrtf(x);
+}
+__device__ inline double sqrt_of(double x) {
+    return sqrt(x);
+}
+__device__ inline float sin_of(float x) {
+    return sinf(x);
+}
+__device__ inline double sin_of(double x) {
+    return sin(x);
+}
+__device__ inline float cos_of(float x) {
+    return cosf(x);
+}
+__device__ inline double cos_of(double x) {
+    return cos(x);
+}
+__device__ inline float floor_of(float x) {
+    return floorf(x);
+}
+__device__ inline double floor_of(double x) {
+    return floor(x);
+}
+__device__ inline float power(float x, float y) {
+    return powf(x, y);
+}
+__device__ inline double power(double x, double y) {
+    return pow(x, y);
+}
+
+// Of NaN and anything else these are NaN.
+template <class T>
+__device__ inline T minimum(T a, T b) {
+    return a < b || a != a ? a : b;
+}
+template <class T>
+__device__ inline T maximum(T a, T b) {
+    return a > b || a != a ? a : b;
+}
+template <class T>
+__device__ inline T absolute(T x) {
+    return x < 0 ? -x : x;
+}
+__device__ inline float absolute(float x) {
+    return fabsf(x);
+}
+__device__ inline double absolute(double x) {
+    return fabs(x);
+}
+
+// What is left of a by whole multiples of b, with a's sign. NumPy has answers where C has none: by
+// 0 nothing is left of integers.
+template <class T>
+__device__ inline T rest_of(T a, T b) {
+    return b == 0 || b == -1 ? 0 : a % b;
+}
+__device__ inline float rest_of(float a, float b) {
+    return fmodf(a, b);
+}
+__device__ inline double rest_of(double a, double b) {
+    return fmod(a, b);
+}
+template <class T>
+__device__ inline bool is_across(T rest, T b) {
+    return rest != 0 && (rest < 0) != (b < 0);
+}
+
+// Quotients are rounded down, so that remainders have the divisor's sign.
+template <class T>
+__device__ inline T remainder_of(T a, T b) {
+    const T rest = rest_of(a, b);
+    return is_across(rest, b) ? rest + b : rest;
+}
+// Of integers 0 by 0; the least one has no negative but itself.
+template <class T>
+__device__ inline T floor_divide(T a, T b) {
+    if (b == 0) return 0;
+    if (b == -1) return static_cast<T>(0ull - static_cast<unsigned long long>(a));
+    return a / b - is_across(a % b, b);
+}
+// Without the rest, which is exact, a quotient is whole but for rounding.
+__device__ inline float floor_divide(float a, float b) {
+    const float rest = rest_of(a, b);
+    return b == 0 ? a / b : rintf((a - rest) / b - is_across(rest, b));
+}
+__device__ inline double floor_divide(double a, double b) {
+    const double rest = rest_of(a, b);
+    return b == 0 ? a / b : rint((a - rest) / b - is_across(rest, b));
+}
+
+// By more bits than there are, and by fewer than none, all of them go.
+template <class T>
+__device__ inline bool has_bit(T number) {
+    return number >= 0 && number < static_cast<T>(8 * sizeof(T));
+}
+template <class T>
+__device__ inline T shifted_left(T x, T by) {
+    return has_bit(by) ? static_cast<T>(static_cast<unsigned long long>(x) << by) : 0;
+}
+template <class T>
+__device__ inline T shifted_right(T x, T by) {
+    return has_bit(by) ? x >> by : x < 0 ? -1 : 0;
+}
+
+template <class T>
+__device__ inline T inverted(T x) {
+    return ~x;
+}
+__device__ inline bool inverted(bool x) {
+    return !x;
+}

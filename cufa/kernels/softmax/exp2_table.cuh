@@ -1,0 +1,87 @@
+// 2^x of many scores, with what that needs of shared memory.
+#pragma once
+
+#include "softmax/online_softmax.cuh"
+
+// Without a table.
+struct Exp2 {
+    template <class T>
+    __device__ T power(T x) const {
+        return exp2_of(x);
+    }
+};
+
+// For types that have an instruction for it: no table.
+template <class T, int RootBits>
+struct Exp2Table : Exp2 {
+    template <int AtOnce = 1>
+    __device__ void init() {}
+};
+
+// The coefficients c of 2^r = 1 + r (c[0] + r (c[1] + ...)), by interpolation at Chebyshev's
+// points: for |r| <= 1/256 and 1/2048, within 0x1.4p-53 and 0x1.3p-53 of itself.
+template <int RootBits>
+struct Exp2Coefficients;
+template <>
+struct Exp2Coefficients<7> {
+    static constexpr int kCount = 4;
+    static constexpr double kOf[kCount] = {0x1.62e42fefa3892p-1, 0x1.ebfbdff82c4edp-3,
+                                           0x1.c6b0985c8a1bcp-5, 0x1.3b2abc07c93d0p-7};
+};
+template <>
+struct Exp2Coefficients<10> {
+    static constexpr int kCount = 3;
+    static constexpr double kOf[kCount] = {0x1.62e42fefa39efp-1, 0x1.ebfbe033445b4p-3,
+                                           0x1.c6b08d910ecbdp-5};
+};
+
+// For float64: 8 additions and multiplications, or 7, where exp2_of takes 14. x is a multiple of
+// 1 / kRoots, whose power is looked up, and a rest for which few coefficients will do. The exponent
+// of power i is too small by i / kRoots: adding all parts of x, and not just whole ones, makes it
+// right.
+template <int RootBits>
+struct Exp2Table<double, RootBits> {
+    static constexpr int kRoots = 1 << RootBits;
+    static constexpr int kPart = 20 - RootBits;  // the bit of a number's upper half for 1 / kRoots
+    alignas(128) double roots[kRoots];           // 2^(i / kRoots), its exponent less i / kRoots
+
+    // By the whole block, which must meet at a barrier before powers are asked for. Each thread
+    // works out AtOnce at a time, which must not be more than it has left: one by one they would
+    // wait for each other.
+    template <int AtOnce = 1>
+    __device__ void init() {
+        for (int first = threadIdx.x; first < kRoots; first += AtOnce * blockDim.x)
+#pragma unroll
+            for (int n = 0; n < AtOnce; ++n) {
+                const int i = first + n * blockDim.x;
+                const double root = exp2_of(i / double(kRoots));
+                roots[i] =
+                    __hiloint2double(__double2hiint(root) - (i << kPart), __double2loint(root));
+            }
+    }
+
+    // 2^x within 3 ulp for x up to 1021; 0 below -1021.
+    __device__ double power(double x) const {
+        using Coefficients = Exp2Coefficients<RootBits>;
+        constexpr double kRounds = 0x1.8p52 / kRoots;  // with it a sum ends with whole parts
+
+        // Upper halves of -1021 and of -infinity: those of all that vanishes lie in between. It is
+        // given that of -1023 + 2^-11, the exponent of whose power is 0: the number 0.
+        constexpr unsigned int kVanishing = 0xc08fe800, kNegativeInfinity = 0xfff00000;
+        constexpr int kVanished = 0xc08ff7ff;
+        const unsigned int upper = __double2hiint(x);
+        if (upper - kVanishing <= kNegativeInfinity - kVanishing)
+            x = __hiloint2double(kVanished, __double2loint(x));
+        const double shifted = x + kRounds;
+        const double r = x - (shifted - kRounds);
+        double sum = Coefficients::kOf[Coefficients::kCount - 1];
+#pragma unroll
+        for (int i = Coefficients::kCount - 2; i >= 0; --i) sum = sum * r + Coefficients::kOf[i];
+
+        const unsigned int parts = __double2loint(shifted);
+        const double root = roots[parts % kRoots];
+        const double scale =
+            __hiloint2double(__double2hiint(root) + (parts << kPart), __double2loint(root));
+        return scale * (sum * r) + scale;
+    }
+};

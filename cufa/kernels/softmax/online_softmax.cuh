@@ -1,0 +1,139 @@
+// The running maximum and sum of a softmax that sees its row piece by piece.
+//
+// Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), Algorithm 3; as
+// FlashAttention-2 (Dao, 2023) uses it, Algorithm 1 lines 8 to 15. Scores are in units of log 2
+// here: with log2(e) folded into the scale, exp2 needs no multiplication of its own.
+#pragma once
+
+#include "call/config.cuh"
+
+constexpr double kLog2E = 1.4426950408889634;
+constexpr double kLn2 = 0.6931471805599453;
+
+__device__ inline float exp2_of(float x) {
+    return ptx::exp2_fast(x);
+}
+
+// The coefficients c of 2^r = 1 + r (c[0] + r (c[1] + ...)) for |r| <= 1/2, by interpolation at
+// Chebyshev's points: within 2^-55 of itself.
+__device__ constexpr double kExp2Coefficients[] = {
+    0x1.62e42fefa39efp-1,  0x1.ebfbdff82c598p-3,  0x1.c6b08d704a0c2p-5,  0x1.3b2ab6fba1ddap-7,
+    0x1.5d87fe78a5276p-10, 0x1.430913096fd9fp-13, 0x1.ffcbfc670dcd4p-17, 0x1.62bfd47773353p-20,
+    0x1.b524fae627834p-24, 0x1.e6063f7217bc6p-28, 0x1.e9d3fe3952179p-32,
+};
+
+// 2^x within 1 ulp, without a branch, so that many can be computed at once; 0 below 2^-1021, and
+// infinity above 2^1021.
+__device__ inline double exp2_of(double x) {
+    constexpr double kRounds = 0x1.8p52;  // what it is added to ends with the nearest integer
+    const double shifted = x + kRounds;
+    const double r = x - (shifted - kRounds);
+    constexpr int kLast = sizeof(kExp2Coefficients) / sizeof(double) - 1;
+    double sum = kExp2Coefficients[kLast];
+#pragma unroll
+    for (int i = kLast - 1; i >= 0; --i) sum = sum * r + kExp2Coefficients[i];
+    const double power = sum * r + 1;
+    const unsigned int exponent = static_cast<unsigned int>(__double2loint(shifted)) << 20;
+    const unsigned int high = __double2hiint(power) + exponent;
+
+    constexpr unsigned int kInfinity = 0x7ff00000, kLargest = 0x408fe800;  // upper half of 1021
+    const unsigned int upper = __double2hiint(x), size = upper & 0x7fffffff;
+    if (size < kLargest) return __hiloint2double(high, __double2loint(power));
+    const bool vanishes = size != upper && size <= kInfinity;  // or it is positive, or NaN
+    return __hiloint2double(vanishes ? 0 : max(size, kInfinity), 0);
+}
+__device__ inline float log2_of(float x) {
+    return log2f(x);
+}
+__device__ inline double log2_of(double x) {
+    return log2(x);
+}
+
+// tanh. Scores of 8-bit and 16-bit operands are known no better than the fast one gives it.
+__device__ inline float tanh_of(float x) {
+    return sizeof(scalar_t) <= 2 ? ptx::tanh_fast(x) : tanhf(x);
+}
+__device__ inline double tanh_of(double x) {
+    return tanh(x);
+}
+
+__device__ inline acc_t negative_infinity() {
+    return -__int_as_float(0x7f800000);
+}
+
+// max and sum over the Lanes neighbouring threads that share a row.
+template <int Lanes>
+__device__ inline acc_t lanes_max(acc_t x) {
+#pragma unroll
+    for (int offset = Lanes / 2; offset > 0; offset /= 2) {
+        const acc_t other = __shfl_xor_sync(0xffffffffu, x, offset);
+        x = x > other ? x : other;
+    }
+    return x;
+}
+template <int Lanes>
+__device__ inline acc_t lanes_sum(acc_t x) {
+#pragma unroll
+    for (int offset = Lanes / 2; offset > 0; offset /= 2) {
+        x += __shfl_xor_sync(0xffffffffu, x, offset);
+    }
+    return x;
+}
+
+// The sum over all threads of a block, in each of them.
+template <int Threads>
+using WarpSums = acc_t[Threads / 32];
+
+template <int Threads>
+__device__ inline acc_t block_sum(acc_t x, WarpSums<Threads>& warps) {
+    x = lanes_sum<32>(x);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = 0;
+    for (int w = 0; w < Threads / 32; ++w) x += warps[w];
+    return x;
+}
+
+struct OnlineSoftmax {
+    acc_t max = negative_infinity();  // of the scores seen so far
+    acc_t sum = 0;  // of 2^(score - max) over them; per thread until total() is called
+
+    // Takes in a piece whose largest score is piece_max. Returns the factor by which what was
+    // summed under the old maximum must shrink.
+    __device__ acc_t raise_max(acc_t piece_max) {
+        const acc_t old_max = max;
+        max = piece_max > max ? piece_max : max;
+        const acc_t shrink = exp2_of(old_max - shift());
+        sum *= shrink;
+        return shrink;
+    }
+
+    // What to subtract from a score. While every score was -inf there is no maximum to subtract,
+    // and -inf - -inf would be NaN: with 0 instead, 2^-inf is the 0 it should be.
+    __device__ acc_t shift() const { return max == negative_infinity() ? acc_t(0) : max; }
+
+    __device__ acc_t weight(acc_t score) {
+        const acc_t p = exp2_of(score - shift());
+        sum += p;
+        return p;
+    }
+
+    // Takes in one more score, and returns what raise_max does.
+    __device__ acc_t add(acc_t score) {
+        const acc_t shrink = raise_max(score);
+        weight(score);
+        return shrink;
+    }
+
+    // Ends the row: from here on sum is that of all the Lanes threads which share it.
+    template <int Lanes>
+    __device__ void total() {
+        sum = lanes_sum<Lanes>(sum);
+    }
+
+    // A row that saw no key: output 0, LSE -inf.
+    __device__ acc_t normalizer() const { return sum == 0 ? acc_t(0) : 1 / sum; }
+    __device__ acc_t lse() const {
+        return sum == 0 ? negative_infinity() : (max + log2_of(sum)) * acc_t(kLn2);
+    }
+};

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cufa.messages import shown
-from cufa.mod_header import Written
 from cufa.problem import (
     DTYPES,
     FLOAT8,
@@ -40,6 +39,7 @@ from cufa.problem import (
     tensor_axes,
 )
 from cufa.rounding import ceil_div
+from cufa.traced.header import Written
 
 # What else a call may have gradients of, and its arrays beyond q, k and v.
 _GRADIENTS = ("bias", "sink", "score_mod")

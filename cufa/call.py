@@ -18,7 +18,6 @@ from cufa.arguments import Options, check_fits, check_options, check_window, mak
 from cufa.arrays import Described
 from cufa.device import Arch, target
 from cufa.kernels import kernel_named
-from cufa.mod_header import Written
 from cufa.params import FeatureValues, pack_features, pack_values
 from cufa.plan import check_tiles, make_plan, make_probabilities_plan
 from cufa.problem import (
@@ -45,6 +44,7 @@ from cufa.tensor_layout import (
     lies_transposed,
     transposed,
 )
+from cufa.traced.header import Written
 
 Tiles = Mapping[str, int]
 Window = tuple[int | None, int | None] | None

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from cufa.messages import shown
-from cufa.mod_header import Written
+from cufa.traced.header import Written
 
 Direction = Literal["forward", "backward"]
 Shape = tuple[int, ...]

@@ -1,8 +1,8 @@
 """Functions of one's own on scores, as FlexAttention has them (Dong et al. 2024): `score_mod`, `mask_mod`.
 
-A function is called once with symbols (cufa/expression.py), and what it computes is written as a header
-(cufa/mod_header.py), which kernels are compiled with; its derivative is found from the same symbols. On the
-CPU NumPy computes the same expressions, so that numbers have the same kinds and widths.
+A function is called once with symbols, and what it computes is written as a header, which kernels are
+compiled with; its derivative is found from the same symbols (`cufa.traced`). On the CPU NumPy computes the
+same expressions, so that numbers have the same kinds and widths.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from cufa.derivatives import added_terms, derivative, element_derivatives, times
-from cufa.evaluation import evaluate_all
-from cufa.expression import (
+from cufa.problem import dtype_of
+from cufa.traced.code import write_slopes
+from cufa.traced.derivatives import added_terms, derivative, element_derivatives, times
+from cufa.traced.evaluation import evaluate_all
+from cufa.traced.expression import (
     Expression,
     Kind,
     TracedArray,
@@ -30,9 +32,7 @@ from cufa.expression import (
     names_in,
     symbol,
 )
-from cufa.expression_code import write_slopes
-from cufa.mod_header import Written, cpp_bool, field_name, function_of, header_of
-from cufa.problem import dtype_of
+from cufa.traced.header import Written, cpp_bool, field_name, function_of, header_of
 
 _Array: TypeAlias = npt.NDArray[Any]
 

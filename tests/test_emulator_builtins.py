@@ -221,6 +221,6 @@ def test_every_wrapper_of_ptx_has_a_twin(header):
     assert set(wrappers) - private <= set(twin.findall((TWINS / header).read_text()))
 
 
-def test_inline_ptx_stands_in_its_headers_only_and_each_has_twins():
+def test_inline_ptx_stands_in_its_headers_only():
     having = {path for path in emulator.KERNELS.rglob("*.cu*") if re.search(r"\basm\b", path.read_text())}
     assert {path.name for path in having} == {path.name for path in TWINS.iterdir()}

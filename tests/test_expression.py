@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cufa.derivatives import added_terms, derivative, times
-from cufa.evaluation import evaluate
-from cufa.expression import TracedArray, apply, in_order, lifted, symbol
-from cufa.expression_code import write
+from cufa.traced.code import write
+from cufa.traced.derivatives import added_terms, derivative, times
+from cufa.traced.evaluation import evaluate
+from cufa.traced.expression import TracedArray, apply, in_order, lifted, symbol
 
 SYMBOLS = {"score": "float", "i": "int32", "j": "int32"}
 TABLE = np.random.default_rng(7).standard_normal((5, 6))

@@ -9,11 +9,11 @@ import pytest
 
 from cufa import jit
 from cufa.device import target
-from cufa.evaluation import evaluate
-from cufa.expression import lifted, symbol
-from cufa.expression_code import write
 from cufa.plan.sizes import common_macros
 from cufa.problem import Problem
+from cufa.traced.code import write
+from cufa.traced.evaluation import evaluate
+from cufa.traced.expression import lifted, symbol
 
 SOURCE, HEADER, SMEM_BYTES = "probe_traced.cu", "traced_functions.cuh", 16
 SYMBOLS = {"x": "float", "y": "float", "i": "int32", "j": "int32"}

@@ -10,9 +10,9 @@ from math import prod
 
 from cufa.device import Device
 from cufa.jit import Variant
-from cufa.mod_header import HEADER
 from cufa.problem import Problem
 from cufa.score_mod import header
+from cufa.traced.header import HEADER
 
 Macro = tuple[str, str | int | bool]
 

@@ -1,4 +1,4 @@
-// What the code of traced functions (cufa/expression.py) is written with. It computes as NumPy
+// What the code of traced functions (cufa/traced/expression.py) is written with. It computes as NumPy
 // does, numbers that are not integers in acc_t.
 #pragma once
 

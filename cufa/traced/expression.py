@@ -4,8 +4,8 @@
     expression = np.tanh(score) - 0.5 * kv_idx
 
 Python's operators and NumPy's ufuncs on an `Expression` make larger ones, of the operations in the table at
-this file's end. cufa/derivatives.py differentiates them, cufa/evaluation.py computes their values with NumPy,
-and cufa/expression_code.py says them in CUDA C++.
+this file's end. `derivatives` beside this module differentiates them, `evaluation` computes their values with
+NumPy, and `code` says them in CUDA C++.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cufa.expression import OPERATIONS, Expression, Kind, in_order
+from cufa.traced.expression import OPERATIONS, Expression, Kind, in_order
 
 
 def evaluate(expression: Expression, values: Mapping[str, Any]) -> Any:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 
-from cufa.expression import OPERATIONS, Expression, in_order, lifted, names_in
-from cufa.expression_code import Lines
+from cufa.traced.code import Lines
+from cufa.traced.expression import OPERATIONS, Expression, in_order, lifted, names_in
 
 
 def derivative(expression: Expression, variable: str) -> Expression | None:

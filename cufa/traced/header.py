@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cufa.expression import Expression
-from cufa.expression_code import write
+from cufa.traced.code import write
+from cufa.traced.expression import Expression
 
 # Its name.
 HEADER = "scores/score_mod.cuh"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from cufa.expression import OPERATIONS, Expression, Kind, in_order
+from cufa.traced.expression import OPERATIONS, Expression, Kind, in_order
 
 _CPP_TYPES: dict[Kind, str] = {"bool": "bool", "int32": "int", "int64": "int64", "float": "acc_t"}
 

@@ -119,6 +119,11 @@ class Features:
     mask_mod: Written | None = None
 
     @property
+    def key_mask(self) -> bool:
+        """Whether a key may be seen or not whatever its neighbours are."""
+        return self.mask is not None or self.mask_mod is not None
+
+    @property
     def mod_arrays(self) -> tuple[str, ...]:
         """The arrays that `score_mod` and `mask_mod` read, by their names in a call."""
         written = (mod for mod in (self.score_mod, self.mask_mod) if mod is not None)

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 from emulator import calls
-from feature_cases import draw_case, feature_id, hide_nan, pairwise
+from feature_cases import draw_case, feature_id, hide_nan, mask_by_tiles, pairwise
 from tolerance import assert_attention, assert_gradients
 
 from cufa import reference
@@ -48,6 +48,10 @@ DEVICE = dataclasses.replace(calls.DEVICE, sm_count=3)
     [
         (*forward, features)
         for forward, features in zip(itertools.cycle(FORWARDS), pairwise(FORWARD_FEATURES), strict=False)
+    ]
+    + [
+        (*FORWARDS[0], frozenset(("mask", "window", "seqused_k", "softcap"))),
+        (*FORWARDS[1], frozenset(("mask_bits", "causal", "packed", "bias"))),
     ],
     ids=lambda value: feature_id(value) if isinstance(value, frozenset) else str(value),
 )
@@ -85,6 +89,9 @@ def test_forward(rng, dtype, dims, tiles, features):
         (*BACKWARDS[0], frozenset(("bias", "softcap"))),
         (*BACKWARDS[1], frozenset(("bias", "causal", "packed"))),
         (*BACKWARDS[3], frozenset(("bias", "alibi_slopes"))),
+        (*BACKWARDS[0], frozenset(("mask", "window", "seqused_k", "softcap"))),
+        (*BACKWARDS[1], frozenset(("mask_bits", "causal", "packed", "bias"))),
+        (*BACKWARDS[5], frozenset(("mask", "alibi_slopes", "dlse", "dsink"))),
     ],
     ids=lambda value: feature_id(value) if isinstance(value, frozenset) else str(value),
 )
@@ -96,6 +103,24 @@ def test_backward(rng, kernel, dtype, dims, features):
     hide_nan(case)
     tiles = TILES.get((kernel, dims))
     assert_gradients(gradients_of(kernel, case, tiles=tiles), case.problem, **case.backward)
+
+
+# Keys, and queries of the mask: rows of it that are read 16 keys at once or key by key, and one row for all.
+@pytest.mark.parametrize(("keys", "rows"), [(256, 150), (200, 150), (256, 1)])
+@pytest.mark.parametrize("in_bits", [False, True], ids=["bytes", "bits"])
+def test_tiles_that_a_mask_hides(rng, in_bits, keys, rows):
+    """Forward and backward; other keys hide in other heads and sequences, or the same in all."""
+    for front, kernel, tile in (((2, 1), "fwd_6_wgmma", (128, 64)), ((1, 4), "bwd_4_wgmma", (64, 128))):
+        case = draw_case(rng, "bfloat16", {"causal"}, seqlen_q=150, seqlen_k=keys, head_dim=72, head_dim_v=40)
+        of_heads = case.problem.q.shape[2] if front[1] > 1 else 1
+        mask, _ = mask_by_tiles(rng, (front[0], of_heads, rows, keys), tile)
+        case.arrays["mask"] = np.packbits(mask, axis=-1, bitorder="little") if in_bits else mask
+        if kernel == "bwd_4_wgmma":
+            assert_gradients(gradients_of(kernel, case), case.problem, **case.backward)
+            continue
+        inputs = case.problem.q, case.problem.k, case.problem.v
+        options = {"kernel": kernel, "tiles": LARGE_TILES, "device": DEVICE, **case.emulator_forward}
+        assert_attention(*calls.attention(*inputs, **options), case.problem, **case.forward)
 
 
 # The heads that share keys in parts: where dQ is added from registers, by copies, and by two warpgroups for a

@@ -244,7 +244,7 @@ def test_hopper_takes_them(options: dict[str, Any], backward: bool, kernel: str)
     assert plan.kernel == kernel
     assert (plan.launches[0].entry == "seen_tiles") == looks
     assert ("seen tiles" in [part.name for part in plan.scratch]) == looks
-    refused = "bwd_4_wgmma does not support deterministic with mask_mod"
+    refused = "bwd_4_wgmma does not support deterministic with mask or mask_mod"
     assert (refused in plan.reasons) == ("deterministic" in options)
 
 

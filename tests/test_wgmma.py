@@ -65,6 +65,9 @@ IN_PAGES = Features(packed=True, page_size=16, seqused_k=True)
         (128, False, biased("float32")),
         (256, False, biased("bfloat16")),
         (128, False, Features(mask_mod=SEE)),
+        (64, True, Features(mask=(1, 1, 4096, 4096), softcap=True)),
+        (128, False, Features(mask=(1, 1, 4096, 4096))),
+        (256, False, Features(mask=(4, 1, 1, 4096), mask_bits=True)),
         (256, True, IN_PAGES),
     ],
 )
@@ -233,9 +236,10 @@ def test_tiles_of_rows_that_end_within_a_sector(head_dim, block_m):
     assert plan_of(biased_call).tiles["block_m"] == 128
 
 
-def seen_score_bytes(seqlen, mask_mod=SEE, **options):
+def seen_score_bytes(seqlen, mask_mod=SEE, mask=None, **options):
     """Bytes of the workspace that say which scores are seen."""
-    plan = plan_of(replace(problem(seqlen=seqlen), features=Features(mask_mod=mask_mod)), **options)
+    features = Features(mask_mod=mask_mod, mask=mask)
+    plan = plan_of(replace(problem(seqlen=seqlen), features=features), **options)
     parts = {part.name: part for part in plan.scratch}
     return 4 * parts["seen scores"].shape[0] if "seen scores" in parts else 0
 
@@ -248,3 +252,11 @@ def test_scores_seen_are_written_where_they_take_no_more_than_the_output():
     assert seen_score_bytes(1024, block_n=48) == 0
     without_arrays = MaskMod(lambda b, h, q_idx, kv_idx: q_idx > kv_idx).written
     assert seen_score_bytes(1024, without_arrays) == 0
+
+
+def test_scores_seen_are_always_written_of_a_mask():
+    length = 16 * 2 * 4 * 128 * 2
+    assert seen_score_bytes(length, None, mask=(1, 1, length, length)) == length**2 / 8
+    assert seen_score_bytes(1024, None, mask=(1, 4, 1024, 1024)) == 4 * 1024**2 / 8
+    with pytest.raises(ValueError, match="with a mask block_n must be a multiple of 32"):
+        seen_score_bytes(1024, mask=(1, 1, 1, 1024), block_n=48)

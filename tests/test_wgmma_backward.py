@@ -137,6 +137,7 @@ def test_no_spill_and_no_product_in_series(head_dim, causal, batch, seqlen):
         (192, 128, Features(sink=True, gradients=("sink",))),
         (64, 64, Features(alibi=True)),
         (128, 128, Features(alibi=True)),
+        (128, 128, Features(mask=(1, 1, 4096, 4096))),
         (256, 256, Features(softcap=True)),
         (256, 256, Features(packed=True, seqused_k=True)),
     ],

@@ -156,8 +156,8 @@ class HopperBackward(HopperKernel):
     def unsupported(self, problem: Problem, device: Device) -> str | None:
         """As `Kernel.unsupported`."""
         reason = super().unsupported(problem, device)
-        if reason is None and problem.features.mask_mod and problem.features.deterministic:
-            return f"{self.name} does not support deterministic with mask_mod"
+        if reason is None and problem.features.key_mask and problem.features.deterministic:
+            return f"{self.name} does not support deterministic with mask or mask_mod"
         if reason is None and problem.features.element_slopes_ask_score:
             return f"{self.name} does not support dscore_mod where slopes of elements depend on the score"
         asks = " and ".join(name for name in ("softcap", "bias") if name in problem.features.names)
@@ -327,7 +327,7 @@ _LADDER = (
         features=frozenset(
             (
                 *("window", "softcap", "bias", "alibi_slopes", "sink", "cu_seqlens", "seqused_k"),
-                *("block_table", "score_mod", "mask_mod"),
+                *("block_table", "score_mod", "mask", "mask_mod"),
             )
         ),
     ),
@@ -415,7 +415,7 @@ _LADDER = (
         memory="O(N)",
         max_head_dim=192,
         max_value_dim=128,
-        features=_HOPPER_BACKWARD_FEATURES | {"mask_mod", "dscore_mod"},
+        features=_HOPPER_BACKWARD_FEATURES | {"mask", "mask_mod", "dscore_mod"},
     ),
     WideHopperBackward(
         name="bwd_5_wgmma_wide",

@@ -11,8 +11,8 @@
 // takes what it adds. Over head dim 128, with values of up to that, dK leaves registers for S or
 // for dP, but not for both.
 //
-// Launches: with a mask_mod seen_tiles, which finds out what it shows of each tile of scores, so
-// that tiles of which that is nothing are left out; row_sums (the rows' statistics, and dQ's sums
+// Launches: with a mask or a mask_mod seen_tiles, which finds out what these show of each tile of
+// scores, so that tiles of which that is nothing are left out; row_sums (statistics, and dQ's sums
 // set to zero unless the first block to add does so), key_tiles, round_keys (if blocks have parts
 // of the heads), round_queries (unless the last block does that); array_gradients and sink_gradient
 // if those are wanted. key_tiles and what rounds begin while the launch before ends.
@@ -23,8 +23,8 @@
 // Shared   rings of KEY_STAGES K and V tiles, which become dK and dV unless there are outboxes; of
 //          STAGES Q and dO tiles with the rows' statistics; of dS^T tiles
 // Global   workspace: sums of dQ, statistics, parts of dK and dV, counts (wgmma_query_sums.cuh);
-//          with a mask_mod, which tiles of scores it shows; sums of the gradients of score_mod's
-//          arrays if those are wanted
+//          with a mask or a mask_mod, which tiles of scores are seen; sums of the gradients of
+//          score_mod's arrays if those are wanted
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   dQ, dK, dV
 #include "hopper/backward/bwd_4_consumer.cuh"
@@ -124,7 +124,7 @@ __device__ inline void attend_in_turn(Consumer& consumer, WgmmaSums<kHead>& dk,
 
 // Where in its tiles of queries a consumer is.
 __device__ inline auto walk_of(const Consumer& consumer, const Tiles& tiles) {
-    if constexpr (kMaskMod) {
+    if constexpr (kKeyMask) {
         return LabelledWalk(consumer.smem.ring, consumer.at, tiles);
     } else {
         return RangeWalk(tiles, consumer.params.call.sizes, consumer.work().part);
@@ -159,7 +159,7 @@ __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) 
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     seen_tiles(const __grid_constant__ Params params) {
     const long long tile = warp_of_grid<kHelperThreads>();
-    if (kMaskMod && tile < Seen::count(params.call))
+    if (kKeyMask && tile < Seen::count(params.call))
         Seen::find(seen_parts(params.call), params.call, tile);
 }
 

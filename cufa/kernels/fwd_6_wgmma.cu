@@ -9,10 +9,10 @@
 // the weights, which then shrink: no time is spent on looking for the largest. Beside the thread
 // that copies, the other warps of its warpgroup look for NaN in tiles that a mask cuts through.
 //
-// Launches: with a mask_mod seen_tiles, which finds out what it shows of each tile of scores, so
-// that tiles of which that is nothing are left out, and, where it looks something up, of each score
-// unless that takes more memory than O; fwd_6_wgmma. That may run beside fwd_8_split_kv, to which
-// it then leaves sequences of fewer queries than kLeastQueries.
+// Launches: with a mask or a mask_mod seen_tiles, which finds out what these show of each tile of
+// scores, so that tiles of which that is nothing are left out, and of each score, if that is looked
+// up in arrays; fwd_6_wgmma. That may run beside fwd_8_split_kv, to which it then leaves sequences
+// of fewer queries than kLeastQueries.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
@@ -20,7 +20,7 @@
 // Owns     block: tile after tile of BLOCK_M queries of one head; warpgroup: 64 of its rows
 // Shared   rings of STAGES K and V tiles; for each warpgroup a ring of QUERY_STAGES Q tiles, and
 //          STORE_COLS columns of O on their way out
-// Global   workspace: with a mask_mod, how many tiles are taken, and what it shows of each
+// Global   workspace: with a mask or a mask_mod, how many tiles are taken, and what is seen of each
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
@@ -56,7 +56,7 @@ struct Consumer : InspectedConsumer<Consumer, Smem, Params, kDims> {
     // Those features leave no registers for it. By ALiBi, scores rise from tile to tile up to the
     // diagonal, unless that is where tiles begin, and a bias may do so anywhere.
     static constexpr bool kRaisesLate =
-        !kWindow && !kSoftcap && !kBias && !kScoreMod && !kMaskMod && (kCausal || !kAlibi);
+        !kWindow && !kSoftcap && !kBias && !kScoreMod && !kKeyMask && (kCausal || !kAlibi);
     const Scale call_scale;
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
@@ -77,7 +77,7 @@ struct Consumer : InspectedConsumer<Consumer, Smem, Params, kDims> {
 
 extern "C" __global__ void __launch_bounds__(kSeenThreads)
     seen_tiles(const __grid_constant__ Params params) {
-    if constexpr (kMaskMod) {
+    if constexpr (kKeyMask) {
         if constexpr (kSeenBits) ptx::let_next_launch_begin();
         if (blockIdx.x == 0 && threadIdx.x == 0) *tiles_taken(params.call) = 0;
         const long long tile = warp_of_grid<kSeenThreads>();

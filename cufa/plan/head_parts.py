@@ -26,7 +26,7 @@ def best_parts(problem: Problem, block_n: int, at_once: int) -> int:
     """Into how many parts to divide them for a call to take the least time, if so many blocks run at once.
 
     With more of them more SMs work, and more gradients of keys are written and added up in float32. What a
-    mask_mod leaves to do is not known: it counts as if it hid nothing.
+    mask leaves to do is not known: it counts as if it hid nothing.
     """
     tiles = problem.kv_heads * row_tiles(problem, problem.seqlen_k, block_n)
     if not tiles * problem.group * problem.visible_scores:

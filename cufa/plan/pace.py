@@ -48,9 +48,9 @@ class Pace:
 
 
 def is_cut(problem: Problem) -> bool:
-    """Whether a causal mask, a window or a mask_mod cuts through tiles."""
+    """Whether a causal mask, a window, a mask or a mask_mod cuts through tiles."""
     features = problem.features
-    return problem.causal or features.window != (None, None) or features.mask_mod is not None
+    return problem.causal or features.window != (None, None) or features.key_mask
 
 
 def fastest(problem: Problem, device: Device, paces: Mapping[T, Pace]) -> tuple[T, float]:

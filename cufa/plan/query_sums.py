@@ -51,7 +51,7 @@ def _takes_whole_heads(problem: Problem, device: Device, block_n: int, parts: in
 
 def way_of_adding(problem: Problem, device: Device, best: Tiles, parts: int) -> Adding:
     """The one that is the fastest, or that the call asks for."""
-    if problem.features.mask_mod is not None:  # nobody knows which blocks leave out a tile of queries
+    if problem.features.key_mask:  # nobody knows which blocks leave out a tile of queries
         return Adding.AS_THEY_COME
     if _takes_whole_heads(problem, device, best.block_n, parts):
         return Adding.ALONE
@@ -73,4 +73,4 @@ def few_add(problem: Problem, best: Tiles) -> bool:
     """Whether it is faster that blocks add in order and the last rounds dQ."""
     short = best.block_m <= PANEL_COLS and best is not WIDE_TILES
     few = problem.causal and problem.seqlen_k <= MOST_IN_ORDER * best.block_n
-    return short and few and problem.seqlen_q >= problem.seqlen_k and problem.features.mask_mod is None
+    return short and few and problem.seqlen_q >= problem.seqlen_k and not problem.features.key_mask

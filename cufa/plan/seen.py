@@ -16,7 +16,7 @@ SEEN_PART_BYTES = 2
 def seen_tiles(problem: Problem, rows: int, keys: int) -> int:
     """Of how many tiles of scores it is found out what masks show of them: seen_tiles.cuh's count."""
     features = problem.features
-    if features.mask is None and features.mask_mod is None:
+    if not features.key_mask:
         return 0
     mask_batch, mask_heads, _, _ = features.mask or (1, 1, 1, 1)
     function = features.mask_mod

@@ -256,7 +256,7 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
     """
     features = problem.features
     if tiles.blocks_per_sm > 1:
-        functions = features.score_mod is not None or features.mask_mod is not None
+        functions = features.score_mod is not None or features.key_mask
         alibi_and_more = features.alibi and (features.softcap or lengths_vary(problem))
         many_and_more = tiles.blocks_per_sm >= MANY_BLOCKS and (features.softcap or features.alibi)
         if functions or features.bias is not None or features.page_size:
@@ -264,7 +264,7 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
         return not (alibi_and_more or many_and_more)
     if tiles.consumers <= 2:
         return problem.value_dim <= MOST_VALUE_DIM or tiles.block_n < 128
-    if lengths_vary(problem) or features.mask_mod is not None or features.bias is not None:
+    if lengths_vary(problem) or features.key_mask or features.bias is not None:
         return False
     pages = ceil_div(tiles.block_n, features.page_size) if features.page_size else 1
     if features.alibi and (features.page_size or features.softcap):
@@ -286,16 +286,18 @@ def beside(problem: Problem, device: Device, typical: Problem) -> Part:
 def forward(
     problem: Problem, device: Device, tiles: Mapping[str, int], typical: Problem | None = None
 ) -> Part:
-    """`fwd_6_wgmma`: blocks that stay, after a launch that looks at what a mask_mod shows.
+    """`fwd_6_wgmma`: blocks that stay, after a launch that looks at what a mask or a mask_mod shows.
 
     The tiles are those for `typical` if it is given.
     """
     best, _ = _fastest(typical or problem, device)
     chosen, grid = choose_persistent(problem, device, tiles, best, _forward_cost)
     sizes = chosen.tiles
+    if problem.features.mask is not None and sizes.block_n % WORD_BITS:
+        raise ValueError(f"tiles {sizes}: with a mask block_n must be a multiple of {WORD_BITS}")
     launches = [Launch("fwd_6_wgmma", grid, sizes.threads, chosen.cost.smem_bytes)]
     scratch: tuple[Scratch, ...] = ()
-    if problem.features.mask_mod is not None:
+    if problem.features.key_mask:
         seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
         with_bits = has_seen_bits(problem, sizes)
         threads = WARPGROUP if with_bits else sizes.threads
@@ -322,10 +324,13 @@ def forward(
 
 
 def has_seen_bits(problem: Problem, tiles: Tiles) -> bool:
-    """Whether each score that a mask_mod may show has a bit.
+    """Whether each score that a mask or a mask_mod may show has a bit: those of a mask do.
 
-    It is faster where arrays are read for each score, and done where all bits take no more than the output.
+    For a function it is faster where arrays are read for each score, and done where all bits take no more
+    than the output.
     """
+    if problem.features.mask is not None:
+        return True
     function = problem.features.mask_mod
     if function is None or not function.looks_up or tiles.block_n % WORD_BITS:
         return False
@@ -398,7 +403,7 @@ def _most_consumer_registers(problem: Problem) -> int:
     # takes all that consumers have.
     in_pages = features.page_size > 0 and problem.value_dim > MOST_VALUE_DIM
     asks = features.bias is not None or features.score_mod is not None
-    looks_up = in_pages or features.mask_mod is not None
+    looks_up = in_pages or features.key_mask
     return BESIDE_LOOK_UPS if looks_up and not asks else MAX_CONSUMER_REGISTERS
 
 
@@ -418,7 +423,7 @@ def _forward_cost(problem: Problem, tiles: Tiles) -> Cost:
         + BARRIER_BYTES * (2 * (2 * tiles.stages + queries) + tiles.stages)
         + (WORK_TILE_BYTES + LENGTHS_BYTES * varied) * queries
         + FINDINGS_BYTES * tiles.stages
-        + 2 * TILE_LABEL_BYTES * tiles.stages * (problem.features.mask_mod is not None)
+        + 2 * TILE_LABEL_BYTES * tiles.stages * (problem.features.key_mask)
     )
     depth, dims = round_up(problem.head_dim, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
     # S and O in float32, and P in pairs.

@@ -91,7 +91,7 @@ def has_long_tiles(problem: Problem) -> bool:
     A soft cap, a bias and functions of the caller's need registers that there are not beside those.
     """
     features = problem.features
-    mods = features.score_mod is not None or features.mask_mod is not None
+    mods = features.score_mod is not None or features.key_mask
     asks = features.softcap or features.bias is not None or mods
     if problem.head_dim <= PANEL_COLS or not scores_together(problem) or asks:
         return False
@@ -154,7 +154,7 @@ def narrow_cost(problem: Problem, tiles: Tiles, key_stages: int, outboxes: bool)
         + tiles.stages * statistics_bytes(tiles)
         + key_stages * (KEY_WORK_BYTES + LENGTHS_BYTES * lengths_vary(problem))
         + BARRIER_BYTES * ((5 + 3 * CONSUMERS) * tiles.stages + 3 * key_stages + 2 * CONSUMERS)
-        + tiles.stages * TILE_LABEL_BYTES * (problem.features.mask_mod is not None)
+        + tiles.stages * TILE_LABEL_BYTES * (problem.features.key_mask)
     )
     head, value = round_up(cols, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
     # S and dP, or dP and P rounded; dK and dV.

@@ -1,5 +1,5 @@
-// How a producer tells the others which tiles it sends, where a mask_mod hides some of them: only
-// the producer looks for those that are shown.
+// How a producer tells the others which tiles it sends, where a mask or a mask_mod hides some of
+// them: only the producer looks for those that are shown.
 #pragma once
 
 #include "call/config.cuh"
@@ -33,6 +33,6 @@ struct TileLabels<Stages, true> {
     }
 };
 
-// A ring of such tiles; without a mask_mod none has a label.
+// A ring of such tiles; without either none has a label.
 template <int Stages>
-struct LabelledRing : Ring<Stages>, TileLabels<Stages, kMaskMod> {};
+struct LabelledRing : Ring<Stages>, TileLabels<Stages, kKeyMask> {};

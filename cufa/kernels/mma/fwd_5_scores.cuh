@@ -3,7 +3,7 @@
 
 #include "call/key_tiles.cuh"
 #include "mma/fwd_5_block.cuh"
-#include "mma/mma_mask.cuh"
+#include "scores/mask_sixteens.cuh"
 
 // Which of a lane's scores of a row are of keys that the row sees: a bit for each, or, if that is a
 // range, where it begins and ends, counted from the lane's first key.

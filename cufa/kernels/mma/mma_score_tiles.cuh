@@ -3,7 +3,7 @@
 #pragma once
 
 #include "gradients/score_gradients.cuh"
-#include "mma/mma_mask.cuh"
+#include "scores/mask_sixteens.cuh"
 #include "softmax/exp2_table.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kSplit = SPLIT;

@@ -3,7 +3,7 @@
 // supports them asks here.
 #pragma once
 
-#include "call/tensor.cuh"
+#include "scores/key_mask.cuh"
 #include "scores/philox.cuh"
 #include "softmax/online_softmax.cuh"
 
@@ -15,7 +15,7 @@ struct ScoreRules {
     acc_t scale;
     acc_t alibi_slope;
     Matrix<const bias_t> bias;
-    Matrix<const unsigned char> seen_keys;
+    KeyMask key_mask;
     unsigned int matrix;  // the number of this head among those of all sequences
 
     template <class Params>
@@ -31,8 +31,7 @@ struct ScoreRules {
                 features.alibi_slopes)[sequence.batch * features.alibi_batch_stride + head];
         }
         if constexpr (kBias) bias = head_of<bias_t>(features.bias, sequence.batch, head);
-        if constexpr (kMaskBits != 0)
-            seen_keys = head_of<unsigned char>(features.mask, sequence.batch, head);
+        if constexpr (kMaskBits != 0) key_mask = KeyMask(features, sequence.batch, head);
     }
 
     // The score of a product, in units of log 2. If there is a bias the key must be of the
@@ -77,13 +76,21 @@ struct ScoreRules {
         if constexpr (Inside) return mod_sees(features, batch, head, row, key);
         return mod_sees(features, batch, head, inside(row), inside_key(key));
     }
+    // The same of the caller's mask, too.
+    template <bool Inside>
+    __device__ bool shown(int row, int key) const {
+        bool shown = true;
+        if constexpr (kMaskMod) shown = shows<Inside>(row, key);
+        if constexpr (kMaskBits != 0)
+            shown &=
+                Inside ? key_mask.shows(row, key) : key_mask.shows(inside(row), inside_key(key));
+        return shown;
+    }
     // Whether the row sees the key. Both may lie past the ends.
     __device__ bool sees(int row, int key) const {
         if (kMaskMod && !shows(row, key)) return false;
         if (!mask.in_range(row, key)) return false;
-        if constexpr (kMaskBits == 8) return seen_keys.row(row)[key] != 0;
-        if constexpr (kMaskBits == 1) return seen_keys.row(row)[key / 8] >> key % 8 & 1;
-        return true;
+        return kMaskBits == 0 || key_mask.shows(row, key);
     }
     // The same for a key with an even number, in bit 0, and for the next, in bit 1.
     __device__ unsigned int sees_two(int row, int key) const {
@@ -91,10 +98,10 @@ struct ScoreRules {
         if constexpr (kMaskMod) {
             seen &= shows(row, key) | shows(row, key + 1) << 1;
         }
-        if (kMaskBits == 1 && seen) seen &= seen_keys.row(row)[key / 8] >> key % 8;
+        if (kMaskBits == 1 && seen) seen &= key_mask.row(row)[key / 8] >> key % 8;
         if constexpr (kMaskBits == 8) {
-            if (seen & 1) seen ^= seen_keys.row(row)[key] == 0;
-            if (seen & 2) seen ^= (seen_keys.row(row)[key + 1] == 0) << 1;
+            if (seen & 1) seen ^= key_mask.row(row)[key] == 0;
+            if (seen & 2) seen ^= (key_mask.row(row)[key + 1] == 0) << 1;
         }
         return seen;
     }

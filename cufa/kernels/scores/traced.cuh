@@ -1,5 +1,5 @@
-// What the code of traced functions (cufa/traced/expression.py) is written with. It computes as NumPy
-// does, numbers that are not integers in acc_t.
+// What the code of traced functions (cufa/traced/expression.py) is written with. It computes as
+// NumPy does, numbers that are not integers in acc_t.
 #pragma once
 
 #include "softmax/online_softmax.cuh"

@@ -110,7 +110,7 @@ struct Smem {
     }
 };
 
-// The parts of tiles that a mask_mod shows. In the workspace they come after all else.
+// The parts of tiles that a mask or a mask_mod shows. In the workspace they come after all else.
 using Seen = SeenTiles<kBlockM, kBlockN>;
 using SeenWalk = SeenQueryWalk<Seen, Tiles, kBlockM>;
 using LabelledWalk = LabelledQueryWalk<Tiles, kStages>;

@@ -96,7 +96,11 @@ struct Consumer {
     template <class Walk>
     __device__ void begin_masked(const Walk& walk) {
         clean_queries();
-        if constexpr (kMaskMod) softmax.find_seen(place_of(walk));
+        if constexpr (kKeyMask) {
+            const ScoreRules rules(params.call, work().sequence(params.call), walk.head);
+            const int row = warpgroup * kWgmmaM + threadIdx.x % kWarpgroup / 32 * 16;
+            softmax.find_seen(place_of(walk), rules, work().first_key + row);
+        }
     }
 
     // Takes up a tile of queries: lets the products begin with its rows' statistics.

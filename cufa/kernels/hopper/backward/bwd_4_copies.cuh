@@ -36,7 +36,7 @@ __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork wo
     const int first_row = sequence.first_q + at.tile * kBlockM;
     Queries& queries = smem.queries[to.stage];
     smem.ring.wait_empty(to);
-    if constexpr (kMaskMod) smem.ring.label(to, at.label());
+    if constexpr (kKeyMask) smem.ring.label(to, at.label());
     ptx::Barrier& full = smem.ring.announce(
         to, QueryRows::kBytes + sizeof(Statistics) + !kOutApart * OutRows::kBytes);
     ptx::Barrier& dout_full = kOutApart ? smem.dout_full[to.stage] : full;
@@ -48,7 +48,7 @@ __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork wo
     to.advance();
 }
 
-// Those that a mask_mod shows some of the keys.
+// Those that a mask or a mask_mod shows some of the keys.
 __device__ inline void send_seen(Smem& smem, const Params& params, const KeyWork& work,
                                  const Tiles& tiles, RingPosition<kStages>& to) {
     for (SeenWalk at(params.call, seen_parts(params.call), work, tiles); !at.at_end();
@@ -74,7 +74,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
         if (work.has_keys(params.call)) {
             const Tiles tiles = query_tiles_of(params.call, work);
             send_keys(smem, params, work, keys_to);
-            if constexpr (kMaskMod) {
+            if constexpr (kKeyMask) {
                 if (tiles.begin < tiles.end) send_seen(smem, params, work, tiles, to);
             } else {
                 for (RangeWalk at(tiles, sizes, work.part); !at.at_end(); at.advance()) {

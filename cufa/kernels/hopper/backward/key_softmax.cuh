@@ -4,6 +4,7 @@
 #include "hopper/alibi_line.cuh"
 #include "hopper/backward/key_statistics.cuh"
 #include "hopper/wgmma_tiles.cuh"
+#include "scores/mask_sixteens.cuh"
 
 // Whether a score may change otherwise than the product times the scale: there is a slope then.
 constexpr bool kSlopes = kSoftcap || (kScoreMod && kScoreModSlopes);
@@ -40,7 +41,7 @@ struct KeySoftmax {
     int row_of_key;                 // the row that stands at the first of them
     int first_row[2], rows_end[2];  // which rows see a thread's two keys
     int query;  // the first of the two that a thread has of each eight of a tile
-    unsigned int seen[kMaskMod ? ceil_div(BlockM, 64) : 1];  // scores of a tile, a bit for each
+    unsigned int seen[kKeyMask ? ceil_div(BlockM, 64) : 1];  // scores of a tile, a bit for each
     AlibiLine line;                                          // of a tile, in units of products
 
     KeySoftmax() = default;
@@ -82,10 +83,20 @@ struct KeySoftmax {
         begin<false>(dp, rows.minus_d);
     }
 
-    // Finds out which scores of a tile are seen, if the caller's function is asked for that.
-    __device__ void find_seen(const TilePlace& place) {
-        if constexpr (!kMaskMod) return;
+    // Finds out which scores of a tile are seen, where the caller's mask or function must be asked.
+    // The warp's keys begin at `warp_key`.
+    __device__ void find_seen(const TilePlace& place, const ScoreRules& rules, int warp_key) {
         for (unsigned int& word : seen) word = 0;
+        if constexpr (kMaskAlone) {
+            if (lies_in_sixteens(rules, warp_key, 16)) {
+                MaskOfKeys<BlockM> mask;
+                mask.load(rules, place.first_row, warp_key);
+                mask.look(
+                    rules.mask, place.first_row, warp_key,
+                    [&](int n, int e, unsigned int two) { seen[n / 8] |= two << (n % 8 * 4 + e); });
+                return;
+            }
+        }
 #pragma unroll
         for (int i = 0; i < BlockM / 2; ++i) {
             const int row = place.first_row + query + i / 4 * 8 + i % 2;
@@ -185,15 +196,19 @@ struct KeySoftmax {
         }
     }
 
-    // Whether a row sees one of the thread's two keys, which the caller's function may hide.
+    // Whether a row sees one of the thread's two keys, which the caller's mask or function may
+    // hide.
     __device__ bool sees(const TilePlace& place, int row, int half) const {
-        return sees(row, half) &&
-               mod_sees(place.features, place.batch, place.head, min(row, last_row), key[half]);
+        const int inside = min(row, last_row);
+        bool shown = mod_sees(place.features, place.batch, place.head, inside, key[half]);
+        if constexpr (kMaskBits != 0)
+            shown &= KeyMask(place.features, place.batch, place.head).shows(inside, key[half]);
+        return shown && sees(row, half);
     }
 
     // Whether element i of a thread's scores is of a row that sees its key.
     __device__ bool sees(int i, const TilePlace& place) const {
-        if constexpr (kMaskMod) return seen[i / 32] >> i % 32 & 1;
+        if constexpr (kKeyMask) return seen[i / 32] >> i % 32 & 1;
         return sees(place.first_row + query + i / 4 * 8 + i % 2, i % 4 / 2);
     }
 
@@ -286,7 +301,7 @@ struct KeySoftmax {
     }
     // Whether element 4i + e of a thread's scores is of a row that sees its key.
     __device__ bool sees(int i, int e, int tile) const {
-        if constexpr (kMaskMod) return seen[i / 8] >> (i * 4 + e) % 32 & 1;
+        if constexpr (kKeyMask) return seen[i / 8] >> (i * 4 + e) % 32 & 1;
         const int row = i * 8 + e % 2, first = tile * BlockM + query;
         return row >= first_row[e / 2] - first && (!kRowsEnd || row < rows_end[e / 2] - first);
     }

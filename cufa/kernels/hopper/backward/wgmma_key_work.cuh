@@ -26,9 +26,9 @@ static_assert(!kRounds || kAdding == kAlone || kAdding == kInOrder,
               "nobody would know that it is the last");
 // Whether the first sets the sums, so that they need not be zero: if all queries that see any key
 // see the first.
-constexpr bool kFirstSets = kAdding != kAsTheyCome && !kWindow && !kMaskMod;
+constexpr bool kFirstSets = kAdding != kAsTheyCome && !kWindow && !kKeyMask;
 static_assert(kFirstSets || kAdding != kAfterFirst, "the sums are nobody's to set");
-static_assert(!kMaskMod || kAdding == kAsTheyCome,
+static_assert(!kKeyMask || kAdding == kAsTheyCome,
               "nobody would count those that leave out a tile");
 // Whether blocks wait for others.
 constexpr bool kTurns = kAdding == kAfterFirst || kAdding == kInOrder;
@@ -166,7 +166,7 @@ struct QueryTiles {
         return tile < whole_begin || (kRowsEnd && tile >= whole_end);
     }
     __device__ bool any_masked() const {
-        return kMaskMod || begin < whole_begin || (kRowsEnd && whole_end < end);
+        return kKeyMask || begin < whole_begin || (kRowsEnd && whole_end < end);
     }
     // Whether no later tile of keys adds to this tile's dQ.
     __device__ bool last_of(int tile) const { return tile < last_end; }

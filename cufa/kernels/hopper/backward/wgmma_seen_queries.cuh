@@ -1,5 +1,6 @@
-// Which tiles of queries a block of the Hopper backward works on if a mask_mod hides some: the
-// producer looks for those that are shown, the others go by what it says of those that it sends.
+// Which tiles of queries a block of the Hopper backward works on if a mask or a mask_mod hides
+// some: the producer looks for those that are shown, the others go by what it says of those that it
+// sends.
 #pragma once
 
 #include "hopper/backward/wgmma_key_work.cuh"

@@ -1,9 +1,10 @@
 // Which scores of a tile rows see, as a bit for each: written by a warp, and read by a warpgroup of
-// the Hopper forwards for the scores that it has in registers. What a function of the caller's
-// shows of a tile is then found out once for all heads, if it is the same for them, and costs two
-// instructions a score where a tile is cut.
+// the Hopper forwards for the scores that it has in registers. What a mask or a function of the
+// caller's shows of a tile is then found out once for all heads, if it is the same for them, and
+// costs two instructions a score where a tile is cut.
 #pragma once
 
+#include "scores/mask_sixteens.cuh"
 #include "scores/mask_tiles.cuh"
 
 constexpr int kWordKeys = 32;  // of a row in a word; a row's words are next to each other
@@ -36,11 +37,11 @@ struct RowBits {
     using Chunk = Pack<unsigned int, kAtOnce>;
 };
 
-// Writes those of a tile: a warp's work. Inside is whether all of its rows are of the sequence, and
-// all of its keys in the range of each. Returns what is seen of it.
+// Writes those of a tile by asking for each score, a key a lane. Inside is whether all rows are of
+// the sequence, and all keys in the range of each.
 template <int Rows, int Keys, bool Inside>
-__device__ inline SeenPart write_seen_bits(unsigned int* bits, const ScoreRules& rules,
-                                           int first_row, int first_key) {
+__device__ inline void ask_for_bits(unsigned int* bits, const ScoreRules& rules, int first_row,
+                                    int first_key) {
     constexpr int kWords = Keys / kWordKeys;
     constexpr int kAtOnce = 8;  // rows whose elements of arrays are on their way together
     const int lane = threadIdx.x % 32, key = first_key + lane;
@@ -51,7 +52,7 @@ __device__ inline SeenPart write_seen_bits(unsigned int* bits, const ScoreRules&
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i)
                 shown[i][word] =
-                    rules.template shows<Inside>(first_row + first + i, key + kWordKeys * word);
+                    rules.template shown<Inside>(first_row + first + i, key + kWordKeys * word);
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
             // Rows past the last one, of which nobody asks, count as that one.
@@ -65,11 +66,48 @@ __device__ inline SeenPart write_seen_bits(unsigned int* bits, const ScoreRules&
             if (lane == 0) words.store(bits + (first + i) * kWords);
         }
     }
+}
+
+// The same from a mask that lies in sixteens, of which two lanes have a word.
+template <int Rows, int Keys>
+__device__ inline void read_bits(unsigned int* bits, const ScoreRules& rules, int first_row,
+                                 int first_key) {
+    constexpr int kOfRow = Keys / 16, kRounds = Rows * kOfRow / 32;
+    constexpr int kAtOnce = min_of(4, kRounds & -kRounds);  // loads of a lane on their way together
+    static_assert(Rows * kOfRow % 32 == 0, "all lanes have as many");
+    for (int first = 0; first < kRounds; first += kAtOnce) {
+        Sixteen keys[kAtOnce];
+        const auto place = [&](int i) { return (first + i) * 32 + int(threadIdx.x % 32); };
+        const auto row_of = [&](int i) {
+            return min(first_row + place(i) / kOfRow, rules.mask.seqlen_q - 1);
+        };
+        const auto key_of = [&](int i) { return first_key + place(i) % kOfRow * 16; };
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) keys[i] = load_sixteen(rules, row_of(i), key_of(i));
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const unsigned int own = seen_of(keys[i], rules.mask, row_of(i), key_of(i));
+            const unsigned int next = __shfl_down_sync(0xffffffffu, own, 1);
+            if (threadIdx.x % 2 == 0) bits[place(i) / 2] = own | next << 16;
+        }
+    }
+}
+
+// Writes those of a tile: a warp's work. Returns what is seen of it.
+template <int Rows, int Keys, bool Inside>
+__device__ inline SeenPart write_seen_bits(unsigned int* bits, const ScoreRules& rules,
+                                           int first_row, int first_key) {
+    if (kMaskAlone && lies_in_sixteens(rules, first_key, Keys)) {
+        if constexpr (kMaskAlone) read_bits<Rows, Keys>(bits, rules, first_row, first_key);
+    } else {
+        ask_for_bits<Rows, Keys, Inside>(bits, rules, first_row, first_key);
+    }
     __syncwarp();
     // What is seen of the tile is read from the words: so there is nothing to add up for each.
+    constexpr int kWords = Keys / kWordKeys;
     bool some = false, all = true;
 #pragma unroll
-    for (int row = lane; row < Rows; row += 32) {
+    for (int row = threadIdx.x % 32; row < Rows; row += 32) {
         RowBits<kWords> words;
         words.load(bits + row * kWords);
 #pragma unroll

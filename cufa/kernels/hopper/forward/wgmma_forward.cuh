@@ -98,7 +98,7 @@ struct ForwardConsumer : ForwardScores<Self, Smem, Params> {
                                      KeyRange keys) {
         // Or addresses in the loops below would be in lanes' registers.
         if (kQueryStages > 1) q_at.stage = uniform(q_at.stage);
-        if constexpr (kMaskMod) return attend_to_seen(o, p, s, work);
+        if constexpr (kKeyMask) return attend_to_seen(o, p, s, work);
         int tile = keys.end - 1;
         const auto last = [&] { return tile == keys.begin; };
         RowPair softmax = first_weights(o, p, s, work, tile, last());
@@ -116,7 +116,7 @@ struct ForwardConsumer : ForwardScores<Self, Smem, Params> {
         return softmax;
     }
 
-    // The same of those tiles that the producer names, since a mask_mod hides others.
+    // The same of those tiles that the producer names, since a mask or a mask_mod hides others.
     __device__ RowPair attend_to_seen(Output& o, Weights& p, Scores& s, const WorkTile& work) {
         if constexpr (kSeenBits) row_bits = bits_of_row(work);
         TileLabel seen = receive_keys();

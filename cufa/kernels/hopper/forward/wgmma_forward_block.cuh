@@ -65,11 +65,12 @@ __device__ inline KeyRange key_tiles_of(const ForwardParams& call, const WorkTil
     return KeyRange(work.sequence(call).mask(call.features), work.first_row);
 }
 
-// ---- which tiles of keys there are, if a mask_mod hides some ----
+// ---- which tiles of keys there are, if a mask or a mask_mod hides some ----
 
-// The parts of tiles that it shows, and where kSeenBits is set a bit for each of their scores. In
+// The parts of tiles that they show, and where kSeenBits is set a bit for each of their scores. In
 // the workspace the count of tiles taken comes first, then the parts, then the bits.
 constexpr bool kSeenBits = SEEN_BITS;
+static_assert(kMaskBits == 0 || kSeenBits, "scores are hidden by a function or by those bits");
 constexpr int kSeenAlignment = 16;  // in bytes, of each of these
 constexpr int kRowWords = kBlockN / kWordKeys, kTileWords = kBlockM * kRowWords;
 using Seen = SeenTiles<kBlockM, kBlockN>;

@@ -98,8 +98,8 @@ __device__ inline void send_tile(Tile (&tiles)[kStages], TileRing& ring, RingPos
     }
 }
 
-// Sends a tile of queries and what a mask_mod shows it of its keys. Calls `ask` when the values of
-// the last are still to be sent.
+// Sends a tile of queries and what a mask or a mask_mod shows it of its keys. Calls `ask` when the
+// values of the last are still to be sent.
 template <class Smem, class Params, class Ask>
 __device__ inline void send_seen(Smem& smem, const Params& params, RingPosition<kQueryStages>& q_at,
                                  RingPosition<kStages>& at, const WorkTile& work,
@@ -166,7 +166,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
             continue;
         }
         const KeyRange keys = key_tiles_of(params.call, work);
-        if (kMaskMod && !keys.none()) {
+        if (kKeyMask && !keys.none()) {
             int asked;
             send_seen(smem, params, q_at, at, work, keys, [&] { asked = ask(); });
             index = uniform<kLanes>(asked);
@@ -225,7 +225,7 @@ __device__ inline void follow_values(Smem& smem, const Params& params, Handle ha
         if (!work.exists()) return;
 
         const KeyRange keys = key_tiles_of(params.call, work);
-        if constexpr (kMaskMod) {
+        if constexpr (kKeyMask) {
             bool first = true;
             for (bool last = keys.none(); !last; at.advance()) {
                 smem.v_ring.wait_full(at);

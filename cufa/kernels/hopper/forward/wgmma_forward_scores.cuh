@@ -145,7 +145,10 @@ struct ForwardScores {
         return work.sequence(params.call).mask(params.call.features);
     }
     __device__ bool sees(const Mask& mask, const WorkTile& work, int row, int key) const {
-        return mask.in_range(row, key) &&
-               mod_sees(params.call.features, work.batch, work.head, row, key);
+        const Features& features = params.call.features;
+        if (!mask.in_range(row, key)) return false;
+        if (kMaskBits != 0 && !KeyMask(features, work.batch, work.head).shows(row, key))
+            return false;
+        return mod_sees(features, work.batch, work.head, row, key);
     }
 };

@@ -8,7 +8,7 @@
 
 // Whether a tile of keys may have some that count for none or not for all of the rows, and yet be
 // in memory: beyond the last key of all, the copy engine fills in zeros.
-constexpr bool kCutKeys = kRangeMask || kPacked || kUsedKeys || kMaskMod;
+constexpr bool kCutKeys = kRangeMask || kPacked || kUsedKeys || kKeyMask;
 // Warps beside the producer that look for NaN and infinity in those tiles.
 constexpr int kInspectors = kCutKeys ? kWarpgroup / 32 - 1 : 0;
 

@@ -1,10 +1,12 @@
-// What the caller's mask, and the range of keys, show of a warp's fragments of scores. Lanes read
-// 16 keys of a row at once and tell each other: a load for each score would take longer than the
-// products. All loads are on their way before the first is looked at.
+// What the caller's mask, and the range of keys, show of a warp's scores. Lanes read 16 keys of a
+// row at once and tell each other: a load for each score would take longer than the products. All
+// loads are on their way before the first is looked at.
 #pragma once
 
-#include "mma/mma_tiles.cuh"
-#include "scores/mask_tiles.cuh"
+#include "scores/score_rules.cuh"
+
+// Columns of a fragment: the lanes have its scores in pairs.
+constexpr int kFragmentCols = 8;
 
 // Whether single scores are known by the mask and the range alone.
 constexpr bool kMaskAlone = kMaskBits != 0 && !kMaskMod;
@@ -22,13 +24,13 @@ using Sixteen = SixteenOf<kMaskBits>::type;
 
 // Whether a tile's rows can be read so, from a key on whose number is a multiple of 16.
 __device__ inline bool lies_in_sixteens(const ScoreRules& rules, int first_key, int keys) {
-    const Matrix<const unsigned char>& mask = rules.seen_keys;
+    const Matrix<const unsigned char>& mask = rules.key_mask;
     const auto steps = reinterpret_cast<unsigned long long>(mask.data) | mask.row_stride;
     return steps % sizeof(Sixteen) == 0 && first_key + keys <= rules.mask.seqlen_k;
 }
 // A row past the end stands for the last one.
 __device__ inline Sixteen load_sixteen(const ScoreRules& rules, int row, int key) {
-    const unsigned char* const keys = rules.seen_keys.row(min(row, rules.mask.seqlen_q - 1));
+    const unsigned char* const keys = rules.key_mask.row(min(row, rules.mask.seqlen_q - 1));
     return *reinterpret_cast<const Sixteen*>(keys + key / 8 * kMaskBits);
 }
 
@@ -67,7 +69,7 @@ class MaskOfQuery {
         for (int i = 0; i < kLoads; ++i) {
             const unsigned int own = seen_of(keys[i], mask, row, first_key + column(i));
 #pragma unroll
-            for (int n = 8 * i; n < min_of(8 * i + 8, Columns / kMmaN); n += 2) {
+            for (int n = 8 * i; n < min_of(8 * i + 8, Columns / kFragmentCols); n += 2) {
                 const unsigned int seen = __shfl_sync(0xffffffffu, own, n / 2 % 4, 4) >> 2 * lane();
                 take(n, (seen & 3) | (seen >> 6 & 0xc));
             }
@@ -100,10 +102,10 @@ class MaskOfKeys {
         for (int i = 0; i < kLoads; ++i) {
             const unsigned int own = seen_of(keys[i], mask, first_row + column(i), first_key);
 #pragma unroll
-            for (int n = 4 * i; n < min_of(4 * i + 4, Columns / kMmaN); ++n)
+            for (int n = 4 * i; n < min_of(4 * i + 4, Columns / kFragmentCols); ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const int of_column = n % 4 * kMmaN + threadIdx.x % 4 * 2 + e;
+                    const int of_column = n % 4 * kFragmentCols + threadIdx.x % 4 * 2 + e;
                     const unsigned int seen =
                         __shfl_sync(0xffffffffu, own, of_column) >> threadIdx.x % 32 / 4;
                     take(n, e, (seen & 1) | (seen >> 6 & 4));

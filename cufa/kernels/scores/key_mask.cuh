@@ -1,0 +1,18 @@
+// The caller's mask in memory: which keys each row of one head sees, in bytes or in bits.
+#pragma once
+
+#include "call/tensor.cuh"
+
+struct KeyMask : Matrix<const unsigned char> {
+    KeyMask() = default;
+    __device__ KeyMask(const Features& features, int batch, int head)
+        : Matrix{static_cast<const unsigned char*>(features.mask.data) +
+                     batch * features.mask.batch_stride + head * features.mask.head_stride,
+                 features.mask.row_stride} {}
+
+    // Neither may be past an end.
+    __device__ bool shows(int row, int key) const {
+        if constexpr (kMaskBits == 1) return this->row(row)[key / 8] >> key % 8 & 1;
+        return this->row(row)[key] != 0;
+    }
+};

@@ -52,10 +52,6 @@ def biased(dtype):
     return Features(bias=(1, 4, 4096, 4096), bias_dtype=dtype)
 
 
-# All that a producer may have to look up.
-IN_PAGES = Features(packed=True, page_size=16, seqused_k=True)
-
-
 @pytest.mark.parametrize(
     ("head_dim", "causal", "features"),
     [
@@ -68,10 +64,10 @@ IN_PAGES = Features(packed=True, page_size=16, seqused_k=True)
         (64, True, Features(mask=(1, 1, 4096, 4096), softcap=True)),
         (128, False, Features(mask=(1, 1, 4096, 4096))),
         (256, False, Features(mask=(4, 1, 1, 4096), mask_bits=True)),
-        (256, True, IN_PAGES),
     ],
 )
 def test_no_spill_with_features(head_dim, causal, features):
+    """Keys in pages, of which a producer looks up the most, are in test_mixed.py."""
     call = replace(problem(head_dim, causal=causal), features=features)
     assert best_kernel(call, H200).name == NAME
     assert jit.build(plan_of(call).variant).warnings == ()

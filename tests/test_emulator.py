@@ -34,13 +34,19 @@ KERNELS = {
 }
 FORWARD = [name for name, kernel in KERNELS.items() if kernel.direction == "forward"]
 BACKWARD = [name for name, kernel in KERNELS.items() if kernel.direction == "backward"]
-BY_DTYPE = [(name, dtype) for name, kernel in KERNELS.items() for dtype in kernel.dtypes]
+# float32 and float64 on tensor cores are in test_emulator_types.py.
+BY_DTYPE = [
+    (name, dtype)
+    for name, kernel in KERNELS.items()
+    for dtype in (DTYPES[:2] if name.endswith("_mma") else kernel.dtypes)
+]
 
 # Several tiles of each length, and little work for the threads that have none.
 SMALL_TILES = {"block_m": 16, "block_n": 16, "threads": 64, "lanes": 8}
 TILES = {
     **dict.fromkeys(("fwd_3_flash_v1", "fwd_4_flash_v2", "bwd_2_flash_v2"), SMALL_TILES),
     "fwd_5_mma": {"block_m": 32, "block_n": 16, "threads": 64},
+    "bwd_3_mma": {"block_m": 16, "block_n": 32, "threads": 64, "stages": 2, "split": 1},
 }
 
 # (seqlen_q, seqlen_k): one row or key, one short of a tile or over it, more of either than of the other.
@@ -89,7 +95,7 @@ def test_lengths(rng, kernel, dtype):
         run(kernel, draw(rng, dtype, *lengths, dims=dims, batch=1, heads=2, kv_heads=1), causal)
 
 
-@pytest.mark.parametrize("dims", [(1, 7), (128, 4), (5, 60)])
+@pytest.mark.parametrize("dims", [(1, 7), (128, 4)])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_head_dims(rng, kernel, dims):
     problem = draw(rng, KERNELS[kernel].dtypes[0], 21, 37, dims=dims, batch=1, heads=2, kv_heads=1)
@@ -345,7 +351,7 @@ def test_a_planted_mistake_is_seen(rng, tmp_path, what):
 def test_a_missing_wait_for_a_tile_that_is_handed_on_is_seen(rng, tmp_path, kernel, file, wait):
     problem = draw(rng, "float64", 200, 200, dims=(64, 64), batch=1, heads=1, kv_heads=1)
     with pytest.raises(EmulatorError, match=r"race: |to which a copy of thread \d+ is under way"):
-        run(kernel, problem, False, folder=planted(tmp_path, file, wait, ""))
+        run(kernel, problem, False, tiles=None, folder=planted(tmp_path, file, wait, ""))
 
 
 def test_a_missing_wait_gives_a_wrong_number_in_the_flavour_without_checks(rng, tmp_path):

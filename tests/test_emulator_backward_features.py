@@ -107,16 +107,17 @@ def test_gradients_of_keys_that_do_not_count_are_zero(rng, kernel, dtype, packed
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 1), (1, 2, 30), (2, 2, 30)])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("feature", "deterministic"), [("causal", False), ("causal", True), ("packed", True)]
+)
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
-def test_broadcasts_of_the_bias(rng, kernel, dtype, deterministic, shape):
-    for features in (["causal"], ["packed"]):
-        case = cases.draw_case(rng, dtype, [*features, "dbias"], seqlen_q=30, seqlen_k=21, **cases.SIZES)
-        case.arrays["bias"] = rng.standard_normal((*shape, 21)).astype(dtype)
-        *_, dbias = check(kernel, case, deterministic=deterministic)
-        if features == ["causal"] and shape[2] > 1:
-            row, key = np.ogrid[:30, :21]
-            assert (dbias[..., key > row - 9] == 0).all()
+def test_broadcasts_of_the_bias(rng, kernel, dtype, feature, deterministic, shape):
+    case = cases.draw_case(rng, dtype, [feature, "dbias"], seqlen_q=30, seqlen_k=21, **cases.SIZES)
+    case.arrays["bias"] = rng.standard_normal((*shape, 21)).astype(dtype)
+    *_, dbias = check(kernel, case, deterministic=deterministic)
+    if feature == "causal" and shape[2] > 1:
+        row, key = np.ogrid[:30, :21]
+        assert (dbias[..., key > row - 9] == 0).all()
 
 
 @pytest.mark.parametrize("bias_dtype", DTYPES)
@@ -167,7 +168,7 @@ def test_a_sink_that_is_no_score_has_gradient_zero(rng, kernel, dtype):
     assert (dsink == 0).all()
 
 
-@pytest.mark.parametrize("features", [(), ("causal", "dbias"), EVERYTHING])
+@pytest.mark.parametrize("features", [(), EVERYTHING])
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_deterministic_calls_give_the_same_bits(rng, kernel, dtype, features):
     case = cases.draw_case(rng, dtype, [*features, "deterministic"], seqlen_q=70, seqlen_k=90, **cases.SIZES)
@@ -210,11 +211,13 @@ def test_queries_in_one_stage(rng):
     check("bwd_3_mma", case, tiles=ONE_STAGE)
 
 
-@pytest.mark.parametrize("features", [("dropout",), ("softcap", "dbias"), EVERYTHING])
-def test_warps_that_share_rows(rng, features):
-    for deterministic in (False, True):
-        case = cases.draw_case(rng, "float16", features, seqlen_q=70, seqlen_k=90, **cases.SIZES)
-        check("bwd_3_mma", case, tiles=SHARED_ROWS, deterministic=deterministic)
+@pytest.mark.parametrize(
+    ("features", "deterministic"),
+    [(("dropout",), False), (("softcap", "dbias"), True), (EVERYTHING, False), (EVERYTHING, True)],
+)
+def test_warps_that_share_rows(rng, features, deterministic):
+    case = cases.draw_case(rng, "float16", features, seqlen_q=70, seqlen_k=90, **cases.SIZES)
+    check("bwd_3_mma", case, tiles=SHARED_ROWS, deterministic=deterministic)
 
 
 @pytest.mark.parametrize(
@@ -231,8 +234,10 @@ def test_heads_that_share_keys_in_parts(rng, dtype, tiles, features):
         check("bwd_3_mma", case, tiles={**tiles, "parts": 2}, deterministic=deterministic)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("features", [(), ("mask_bits", "causal"), EVERYTHING])
+@pytest.mark.parametrize(
+    ("features", "deterministic"),
+    [((), False), (("mask_bits", "causal"), True), (EVERYTHING, False), (EVERYTHING, True)],
+)
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_the_tiles_that_the_plan_chooses(rng, kernel, dtype, features, deterministic):
     case = cases.draw_case(rng, dtype, features, seqlen_q=150, seqlen_k=170, batch=1, **cases.SIZES)

@@ -152,8 +152,10 @@ def test_the_tiles_that_the_plan_chooses(rng, kernel, dtype, features):
     assert_attention(out, lse, case.problem, **case.forward)
 
 
-@pytest.mark.parametrize("dims", [(320, 512), (512, 264)])
-@pytest.mark.parametrize(("kernel", "dtype"), BY_DTYPE)
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "dims"),
+    [(*pair, dims) for pair, dims in zip(BY_DTYPE, [(320, 512), (512, 264)] * 2, strict=True)],
+)
 def test_wide_head_dims(rng, kernel, dtype, dims):
     sizes = {"batch": 1, "heads": 1, "kv_heads": 1, "head_dim": dims[0], "head_dim_v": dims[1]}
     case = cases.draw_case(rng, dtype, ["window", "sink", "dropout"], seqlen_q=70, seqlen_k=85, **sizes)

@@ -176,13 +176,23 @@ class HeadRules:
         first, last = self._diagonal(rows.start), self._diagonal(rows.stop - 1)
         begin = 0 if self.left is None else max(0, first - self.left)
         end = self.keys if self.right is None else min(self.keys, last + self.right + 1)
-        for start in range(begin, end, tile):
-            columns = slice(start, min(start + tile, end))
+        # Tiles end where some rows see no more, so that few are cut.
+        whole_begin = begin if self.left is None else min(max(begin, last - self.left), end)
+        whole_end = end if self.right is None else min(max(whole_begin, first + self.right + 1), end)
+        parts = itertools.pairwise((begin, whole_begin, whole_end, end))
+        for columns in itertools.chain.from_iterable(_pieces(*part, tile) for part in parts):
             visible = self._visible(rows, columns)
             if (self.mask is None and self.mask_mod is None) or visible is None:
                 yield columns, visible
             elif visible.any():
                 yield columns, None if visible.all() else visible
+
+    @property
+    def scores_are_products(self) -> bool:
+        """Whether rows have products, scaled, and nothing that may be larger."""
+        return (
+            all(x is None for x in (self.bias, self.alibi_slope, self.score_mod)) and self.sink == -math.inf
+        )
 
     def cap(self, S: Array) -> None:
         """Bound the scores softly."""
@@ -276,6 +286,10 @@ class HeadRules:
     def _diagonal(self, row: int) -> int:
         """The key at which a row stands: the last row stands at the last key."""
         return row + self.keys - self.rows
+
+
+def _pieces(begin: int, end: int, length: int) -> list[slice]:
+    return [slice(start, min(start + length, end)) for start in range(begin, end, length)]
 
 
 def packed_pieces(name: str, cu_seqlens: Array, of: str, tokens: int) -> list[slice]:

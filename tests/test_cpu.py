@@ -1,5 +1,6 @@
 """The tiled CPU path against the reference, by the error rule."""
 
+import math
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
@@ -238,6 +239,21 @@ def test_bad_keys_reach_only_the_rows_that_see_them(dtype_name: str, bad: float,
     assert not np.isfinite(out[:, blind:]).any()
 
 
+# What is exponentiated as it is, what is just not, and what must not be.
+@pytest.mark.parametrize("score", [f * cpu.MOST_UNSHIFTED_SCORE for f in (0.99, 1.01, 10)])
+@pytest.mark.parametrize("value", [f * cpu.MOST_UNSHIFTED_VALUE for f in (1e-15, 0.2, 1e15)])
+@pytest.mark.usefixtures("small_tiles")
+def test_the_smallest_scores_and_the_largest(score: float, value: float) -> None:
+    """Some rows see the former alone, others both."""
+    problem = random_problem(np.random.default_rng(3), "float32", seqlen_q=37, seqlen_k=37, head_dim=4)
+    problem.q[...] = math.sqrt(score / 2)  # of four dims, which softmax_scale divides by 2
+    problem.k[...] = problem.q * np.where(np.arange(37) < 20, -1, 1)[:, None, None]
+    problem.v[...] *= value
+    for causal in (False, True):
+        out, lse = forward(problem, causal=causal)
+        assert_attention(out, lse, problem, causal=causal)
+
+
 @pytest.mark.parametrize("dtype_name", DTYPES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("row", [0, 7, 8, 12, 36])
@@ -323,8 +339,9 @@ def test_memory_does_not_grow_with_the_square(dtype_name: str) -> None:
         np.random.default_rng(14), dtype_name, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=16
     )
     tracemalloc.start()
-    out, lse = forward(problem, causal=True)
-    backward(problem, out, lse, causal=True)
+    with mock.patch.object(cpu, "cores", return_value=2):  # each of whose threads has tiles of its own
+        out, lse = forward(problem, causal=True)
+        backward(problem, out, lse, causal=True)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     one_matrix = seqlen * seqlen * np.dtype(np.float32).itemsize

@@ -1,4 +1,4 @@
-"""Every kernel compiles for all kinds of archs that it claims, and the plan's figures are the kernels' own."""
+"""Every kernel compiles for each kind of arch that it claims, and the plan's figures are its own."""
 
 import itertools
 from collections import Counter, defaultdict

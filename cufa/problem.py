@@ -65,7 +65,8 @@ def dtype_name(dtype: Any, argument: str, allowed: Collection[str] = DTYPES) -> 
     """One of the `allowed` names; TypeError, naming the argument, for any other dtype."""
     name = _DTYPE_NAMES.get(dtype)
     if name is None or name not in allowed:
-        raise TypeError(f"{argument} has dtype {dtype}; it may be {one_of(allowed)}")
+        order = "" if getattr(dtype, "isnative", True) else ", in the machine's byte order"
+        raise TypeError(f"{argument} has dtype {dtype}; it may be {one_of(allowed)}{order}")
     return name
 
 

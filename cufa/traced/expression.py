@@ -171,6 +171,8 @@ class TracedArray:
                 f"{self.name} has {self.ndim} axes and is read with {len(indices)} indices; it needs one for "
                 "each axis"
             )
+        if any(index is None or index is Ellipsis or isinstance(index, slice) for index in indices):
+            raise TypeError(f"{self.name} is sliced; read an element, as in slopes[h]")
         of_axes = tuple(lifted(index) for index in indices)
         for index in of_axes:
             if index.kind not in ("int32", "int64"):
@@ -207,6 +209,8 @@ def lifted(value: Any) -> Expression:
             "an array is no argument of the function; give it to it, as in cufa.ScoreMod(function, slopes), "
             "and read an element of it there"
         )
+    if value is None:
+        raise TypeError("None is no number; does the function, or one that it calls, lack a return?")
     raise TypeError(f"a traced value is combined with {value!r}; it may be with numbers")
 
 

@@ -231,7 +231,7 @@ def _problems(
         f"--{name.replace('_', '-')}" for name in ("tokens", "batch", "seqlen_q") if sizes[name] is not None
     ]
     if refused:
-        raise output.Failure(f"{', '.join(refused)}: the sizes are those of --varlen")
+        raise output.Failure(f"{', '.join(refused)} cannot go with --varlen, which gives the sizes")
     return [as_asked(_problem(1, defaults, sizes), features)]
 
 

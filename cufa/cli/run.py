@@ -203,7 +203,7 @@ def _problem_of(
     """The problem that the arrays from files make."""
     refused = [f"--{name.replace('_', '-')}" for name, size in sizes.items() if size is not None]
     if refused:
-        raise output.Failure(f"{', '.join(refused)}: the sizes are those of the files")
+        raise output.Failure(f"{', '.join(refused)} cannot go with files, which give the sizes")
     if features.page_size:
         raise output.Failure("--page-size is of generated arrays, and these are from files")
     arrays = {**from_files, **cu_seqlens(features)}
@@ -214,7 +214,7 @@ def _generated(sizes: dict[str, int | None], dtype: str, features: FeatureOption
     """The problem of the sizes that are asked for."""
     refused = [f"--{name.replace('_', '-')}" for name in _VARLEN_SIZES if sizes[name] is not None]
     if refused and features.varlen is not None:
-        raise output.Failure(f"{', '.join(refused)}: the sizes are those of --varlen")
+        raise output.Failure(f"{', '.join(refused)} cannot go with --varlen, which gives the sizes")
 
     def size(name: str, like: str | None = None) -> int:
         value = sizes[name]

@@ -74,7 +74,7 @@ def test_bench_of_packed_sequences():
     assert point["features"] == ["cu_seqlens", "seqused_k"]
     flops = 2 * 2 * 2 * 8 * (30 * 30 + 50 * 20)
     assert point["tflops"] * 1e12 * point["seconds"] == pytest.approx(flops)
-    assert "--tokens: the sizes are those of --varlen" in refused(*arguments, "--tokens", 64)
+    assert "--tokens cannot go with --varlen, which gives the sizes" in refused(*arguments, "--tokens", 64)
 
 
 def test_threads_draw_the_same_numbers_however_many_they_are(monkeypatch):
@@ -102,7 +102,7 @@ def test_bench_of_few_queries_and_many_keys():
     sizes = [(each["batch"], each["seqlen_q"], each["seqlen_k"]) for each in points]
     assert sizes == [(15, 2, 40), (15, 2, 40), (2, 2, 300), (2, 2, 300)]
     assert "2 x 300" in run(*arguments, "--repeats", 1, "--direction", "forward").stdout
-    assert "--seqlen-q: the sizes are those of --varlen" in refused("bench", "--varlen", 8, "--seqlen-q", 2)
+    assert "--seqlen-q cannot go with --varlen" in refused("bench", "--varlen", 8, "--seqlen-q", 2)
 
 
 def test_bench_of_several_tiles_leaves_out_those_that_do_not_fit(monkeypatch):

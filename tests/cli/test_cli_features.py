@@ -102,7 +102,7 @@ def test_run_of_packed_sequences():
     assert document["check"]["ok"]
     each = [Problem("forward", "float32", 1, *n, 4, 2, 8, 8, True).flops for n in ((30, 30), (17, 40))]
     assert forward["tflops"] == pytest.approx(sum(each) / forward["seconds"] / 1e12)
-    assert "--seqlen: the sizes are those of --varlen" in refused("run", *sizes, "--seqlen", 30)
+    assert "--seqlen cannot go with --varlen, which gives the sizes" in refused("run", *sizes, "--seqlen", 30)
 
 
 @pytest.mark.parametrize(

@@ -382,4 +382,4 @@ def test_a_dout_that_does_not_fit_is_refused(files, tmp_path):
 
 
 def test_sizes_are_refused_beside_files(files):
-    assert "--kv-heads: the sizes are those of the files" in refused("run", *files, "--kv-heads", 2)
+    assert "--kv-heads cannot go with files, which give the sizes" in refused("run", *files, "--kv-heads", 2)

@@ -78,7 +78,7 @@ def test_nan_shows_where_it_is_seen(rng, bad):
 
 def test_scores_of_heads_that_share_a_tile(rng):
     for lengths in [(1, 150), (9, 70), (70, 9)]:
-        features = "causal", "softcap", "alibi_slopes", "sink"
+        features = "causal", "softcap", "alibi_slopes", "sink", "mask"
         case = draw_case(rng, "bfloat16", features, seqlen_q=lengths[0], seqlen_k=lengths[1], **HEADS)
         case.numbers["softmax_scale"] = -0.4
         check(case, SHARED_TILES)
@@ -86,7 +86,8 @@ def test_scores_of_heads_that_share_a_tile(rng):
 
 def test_warps_with_two_tiles_of_rows(rng):
     for lengths in [(53, 7), (90, 40)]:
-        case = draw_case(rng, "float16", ALL_MASKS, seqlen_q=lengths[0], seqlen_k=lengths[1], **HEADS)
+        features = *ALL_MASKS, "mask_bits"
+        case = draw_case(rng, "float16", features, seqlen_q=lengths[0], seqlen_k=lengths[1], **HEADS)
         check(case, WIDE_TILES)
     case = draw_case(
         rng, "bfloat16", ("causal", "softcap", "alibi_slopes"), seqlen_q=70, seqlen_k=29, **HEADS

@@ -32,6 +32,8 @@ FEATURES = [
     ("seqused_k", "causal"),
     ("packed", "seqused_k", "causal", "sink"),
     ("packed", "window", "softcap"),
+    ("mask", "causal", "softcap"),
+    ("mask_bits", "packed", "sink"),
 ]
 
 

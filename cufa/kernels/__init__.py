@@ -355,7 +355,7 @@ _LADDER = (
         min_align_bytes=2,
         mixes_dtypes=True,
         features=frozenset(
-            ("window", "softcap", "alibi_slopes", "sink", "cu_seqlens", "seqused_k", "block_table")
+            ("window", "softcap", "mask", "alibi_slopes", "sink", "cu_seqlens", "seqused_k", "block_table")
         ),
     ),
     Float32Kernel(

@@ -342,8 +342,8 @@ def test_a_planted_mistake_is_seen(rng, tmp_path, what):
 @pytest.mark.parametrize(
     ("kernel", "file", "wait"),
     [
-        ("fwd_5_mma", "fwd_5_mma.cu", "smem.keys.wait_free(number + 1);"),
-        ("fwd_5_mma", "fwd_5_mma.cu", "smem.values.wait_whole(number);"),
+        ("fwd_5_mma", "fwd_5_in_turn.cuh", "smem.keys.wait_free(number + 1);"),
+        ("fwd_5_mma", "fwd_5_in_turn.cuh", "smem.values.wait_whole(number);"),
         ("bwd_3_mma", "bwd_3_copies.cuh", "smem.queries[stage].wait_free(number / kStages);"),
         ("bwd_3_mma", "bwd_3_keys.cuh", "smem.gradients.wait_free(at.number);"),
     ],

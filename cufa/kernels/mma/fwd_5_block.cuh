@@ -1,7 +1,11 @@
-// Which part of a tile of scores is whose in fwd_5_mma.
+// What a block of fwd_5_mma works on at once: which part of it is whose, its shared memory, and how
+// much of it there are registers for.
 #pragma once
 
+#include "mma/handover.cuh"
 #include "mma/mma_tiles.cuh"
+#include "scores/seen_tiles.cuh"
+#include "softmax/exp2_table.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kSplit = SPLIT;  // warps that share rows and part the output's columns
@@ -28,3 +32,73 @@ __device__ inline int warp_col() {
 __device__ inline int row_of(int m, int half) {
     return fragment_row(warp_row(), m, half);
 }
+
+constexpr bool kHandsOver = HANDS_OVER;
+
+// K and V as the warps hand them on, if they do.
+template <bool Used>
+struct KeyHandovers {
+    Handover keys, values;
+
+    __device__ void init() {
+        if (threadIdx.x % 32 == 0) nonfinite[threadIdx.x / 32] = 0;
+        if (threadIdx.x > 0) return;
+        keys.init(THREADS, THREADS / 32);
+        values.init(THREADS, THREADS / 32);
+    }
+    // Whether NaN or infinity has been taken out of values: said by each thread of its part before
+    // it announces it, and known of all tiles that are whole.
+    __device__ void note_nonfinite(bool found) {
+        if (__any_sync(0xffffffffu, found) && threadIdx.x % 32 == 0)
+            nonfinite[threadIdx.x / 32] = 1;
+    }
+    __device__ bool noted_nonfinite() const {
+        unsigned int noted = 0;
+        for (const unsigned int by_warp : nonfinite) noted |= by_warp;
+        return noted != 0;
+    }
+
+  private:
+    unsigned int nonfinite[THREADS / 32];
+};
+template <>
+struct KeyHandovers<false> {
+    static constexpr NoHandover keys{}, values{};
+
+    __device__ void init() {}
+    __device__ void note_nonfinite(bool) {}
+    __device__ bool noted_nonfinite() const { return false; }
+};
+
+// Powers of two are looked up by so many bits. Threads compute some of the table at once, if all
+// have as many: one by one each would wait for the one before.
+constexpr int kRootBits = 10;
+constexpr int kRootsAtOnce = (1 << kRootBits) % (4 * THREADS) == 0 ? 4 : 1;
+
+struct Smem : Exp2Table<acc_t, kRootBits>, KeyHandovers<kHandsOver> {
+    MmaTile<kBlockM, kHeadDim> q;
+    MmaTile<kBlockN, kHeadDim> k;
+    MmaTile<kBlockN, kDims * kSplit> v;
+
+    __device__ void init() {
+        Exp2Table<acc_t, kRootBits>::template init<kRootsAtOnce>();
+        KeyHandovers<kHandsOver>::init();
+    }
+};
+
+// What a mask shows of each tile of scores.
+using Seen = SeenTiles<kBlockM, kBlockN>;
+
+// Whether the accumulators leave so few registers that ptxas, which loads operands ahead of all
+// steps that are unrolled, spills others. Where a mask cuts tiles P is rounded early, and it does
+// not.
+constexpr int kSumRegisters = sizeof(Fragment) / 4 * kTiles * (kBlockN + kDims) / kMmaN;
+constexpr bool kFewRegisters = sizeof(scalar_t) == 2 && !kCutTiles && kSumRegisters >= 192;
+// Steps of Q K^T that are unrolled: for float64, too, there are registers for some here.
+constexpr int kHeadSteps = decltype(Smem::q)::kCols / kMmaK;
+constexpr int kFewSteps = ptx::kBlackwell ? ceil_div(kHeadSteps, 2) : 4;
+constexpr int kScoreSteps = sizeof(scalar_t) == 8 ? 8 : kFewRegisters ? kFewSteps : kStepsAtOnce;
+// Whether a step of a product takes so long that nothing of the next need be loaded beside it. If
+// it has twice as many sums, Blackwell's ptxas would spill those.
+constexpr bool kLongSteps =
+    sizeof(scalar_t) == 4 && !kTf32 && !(ptx::kBlackwell && kTiles * kDims > 128);

@@ -1,0 +1,40 @@
+// Which keys a block of fwd_5_mma takes in, and where it gets tiles of them.
+#pragma once
+
+#include "call/key_tiles.cuh"
+#include "mma/fwd_5_block.cuh"
+#include "mma/key_pages.cuh"
+
+// Whether a thread's part of copies is worked out for each tile, and in no register in between,
+// unless a mask cuts tiles, where that takes longer.
+constexpr bool kCopiesAnew = kLongSteps || (sizeof(scalar_t) == 2 && !kCutTiles);
+
+// This thread, as copies take it. Without a sign it takes Blackwell's ptxas fewer registers, and
+// Hopper's more.
+__device__ inline auto copying_thread() {
+    if constexpr (kCopiesAnew && ptx::kBlackwell) {
+        return ptx::anew(threadIdx.x);
+    } else if constexpr (kCopiesAnew) {
+        return ptx::anew(static_cast<int>(threadIdx.x));
+    } else {
+        return threadIdx.x;
+    }
+}
+
+// Where the keys and values of a head lie, and which of them the block's rows see.
+struct Source {
+    KeyMatrix<const scalar_t> k, v;
+    KeyTiles<kBlockN> tiles;
+    TilePages<kBlockN> pages;  // of the next tile to be copied
+
+    // `thread` is this one, as copies take it.
+    template <class Thread>
+    __device__ void copy_k(Smem& smem, int first_key, Thread thread) const {
+        copy_keys<THREADS, kHeadDim>(smem.k, k, pages, first_key, tiles.end, thread);
+    }
+    template <class Thread>
+    __device__ void copy_v(Smem& smem, int first_key, Thread thread) const {
+        copy_keys<THREADS, kValueDim>(smem.v, v, pages, first_key, tiles.end, thread);
+    }
+    __device__ void look_up_pages(int first_key) { pages = {k, first_key, tiles.end}; }
+};

@@ -1,0 +1,46 @@
+// How fwd_5_mma takes in a tile where its warps hand K and V on instead of meeting.
+#pragma once
+
+#include "mma/fwd_5_values.cuh"
+
+// Takes in the tile of that number. K is on its way when this begins; V is when it is likely that
+// the others are done with the V before, and the next K when they are with this one. Where a mask
+// cuts, who has copied a part of V takes NaN out of it before announcing it.
+__device__ inline void attend_in_turn(Output& out, Smem& smem, const ScoreRules& rules,
+                                      Source& source, int first_row, int first_key, int step,
+                                      bool cut, int number) {
+    constexpr int kHalf = decltype(smem.q)::kCols / kMmaK / 2 * kMmaK;
+    const int next_key = first_key + step, keys_end = source.tiles.end;
+    const bool masked = source.tiles.masked(first_key, cut);
+    const SeenScores seen(rules, first_row, first_key, masked);
+    Scores s;
+    out.begin(s);
+    smem.keys.wait_whole(number);
+    add_product_nt<kTiles, kBlockN, kScoreSteps>(s, smem.q, warp_row(), smem.k, 0, 0, kHalf);
+
+    smem.values.wait_free(number);
+    source.copy_v(smem, first_key, copying_thread());
+    if (!kCutTiles || !masked) smem.values.announce_copies();
+    source.look_up_pages(next_key);
+
+    add_product_nt<kTiles, kBlockN, kScoreSteps>(s, smem.q, warp_row(), smem.k, 0, kHalf);
+    smem.keys.release();
+    if (kCutTiles && masked) {
+        ptx::wait_copies();
+        smem.note_nonfinite(clear_copied_nonfinite<THREADS, kValueDim>(smem.v));
+        smem.values.announce_copied();
+    }
+    apply(rules, s, seen, first_row, first_key, masked);
+    out.exponentiate(s, scale_log2(rules), smem);
+
+    if (next_key < keys_end) {
+        smem.keys.wait_free(number + 1);
+        source.copy_k(smem, next_key, copying_thread());
+        smem.keys.announce_copies();
+    }
+
+    smem.values.wait_whole(number);
+    // Not masked: nothing is left to be taken out.
+    weigh_values(out, s, smem, rules, first_row, first_key, keys_end, false);
+    smem.values.release();
+}

@@ -1,0 +1,81 @@
+// The keys of all tiles of rows shared out evenly among blocks: which parts are a block's, and how
+// what several found of a tile is merged.
+#pragma once
+
+#include "call/key_shares.cuh"
+#include "mma/fwd_8_merge.cuh"
+
+using Rounds = KeyRounds<kBlockM, kBlockN, kTeams>;
+
+__device__ inline Work work_at(const ForwardParams& params, const RoundPlace& place) {
+    const int row_tiles = place.of.tiles / params.sizes.kv_heads;
+    return {Sequence(params, place.batch), place.tile / row_tiles, group_of(params.sizes),
+            place.tile % row_tiles * kBlockM};
+}
+
+// What a block leaves of tiles that it has a part of: of the one that it ends or goes on with, and
+// of the one that it begins.
+struct ShareParts {
+    RowPart ends[kBlockM], begins[kBlockM];
+};
+__device__ inline ShareParts& parts_of_block(const ForwardParams& params, int block) {
+    return static_cast<ShareParts*>(params.workspace)[block];
+}
+
+// Calls attend(work, range_of, finish) for each part of the block's share.
+template <class Attend>
+__device__ inline void attend_share(const ForwardParams& params, const Attend& attend) {
+    const Rounds rounds(params, gridDim.x);
+    const KeyShare share = rounds.of_block(blockIdx.x);
+    if (share.begin == share.end) return;
+    ShareParts& parts = parts_of_block(params, blockIdx.x);
+    RoundPlace place = rounds.at(share.begin);
+    for (int left = share.end - share.begin;; place = rounds.next_tile(place)) {
+        const Work work = work_at(params, place);
+        const int count = min(place.of.rounds - place.round, left);
+        // Rows of a tile may see less than the sequence's rows together.
+        const auto range_of = [&](const KeyTiles<kBlockN>& keys) -> TileRange {
+            const Mask mask = work.sequence.mask(params.features);
+            const KeyTiles<kBlockN> all(mask, 0, work.sequence.seqlen_q);
+            const int first = all.begin / kBlockN + place.round * kTeams;
+            return {max(first, keys.begin / kBlockN),
+                    min(first + count * kTeams, ceil_div(keys.end, kBlockN))};
+        };
+        attend(work, range_of, [&](int row, MergedRow merged) {
+            if (count == place.of.rounds) {
+                write_row(merged, params, work.sequence, work.head(row), work.query(row));
+            } else {
+                merged.store((place.round == 0 ? parts.begins : parts.ends)[row]);
+            }
+        });
+        left -= count;
+        if (left == 0) return;
+        __syncthreads();  // the next part's tiles may overwrite what was found
+    }
+}
+
+// Merges the tile that a block began and did not end.
+__device__ inline void merge_share(const ForwardParams& params) {
+    const int blocks = gridDim.x / kMergeBlocks, block = blockIdx.x % blocks;
+    const Rounds rounds(params, blocks);
+    const KeyShare share = rounds.of_block(block);
+    if (share.begin == share.end) return;
+    const RoundPlace last = rounds.at(share.end - 1);
+    const int first_round = share.end - 1 - last.round;
+    const int end_round = first_round + last.of.rounds;
+    if (first_round < share.begin || end_round == share.end) return;
+
+    const Work work = work_at(params, last);
+    const auto parts_of_row = [&](int row, int first, int step) {
+        return [=, blocks = &parts_of_block(params, block)](int i) -> const RowPart& {
+            const int part = first + i * step;
+            return part == 0 ? blocks->begins[row] : blocks[part].ends[row];
+        };
+    };
+    if constexpr (kNextOverlaps) ptx::wait_for_launch_before();
+    merge_rows(blockIdx.x / blocks, kMergeBlocks, work.rows(),
+               rounds.block_of(end_round - 1) - block + 1, parts_of_row,
+               [&](int row, MergedRow merged) {
+                   write_row(merged, params, work.sequence, work.head(row), work.query(row));
+               });
+}

@@ -522,7 +522,7 @@ def assert_last_gradients(gradients, tail):
 
 NEVER_RELEASED = ("pipeline.cuh", "ptx::barrier_arrive(empty[at.stage]);", "")
 # The backward's warps release the tiles of queries by another function.
-NEVER_RELEASED_BY_WARP = ("wgmma_backward.cuh", "arrive_by_warp(ring.empty[at.stage]);", "")
+NEVER_RELEASED_BY_WARP = ("pipeline.cuh", "arrive_by_warp(ring.empty[at.stage]);", "")
 TOO_MANY_BYTES = (
     "wgmma_forward_copies.cuh",
     "ring.announce(at, Tile::kBytes);",

@@ -306,7 +306,8 @@ class _UnshiftedSoftmax(_OnlineSoftmax):
     def take(self, S: Array) -> tuple[Array, None]:
         """As `_OnlineSoftmax.take`."""
         P = np.exp(S, out=S)
-        self.l += _row_sums(P)
+        sums = _row_sums(P)
+        self.l += np.where(np.isposinf(sums), np.nan, sums)  # as a score of infinity less itself is
         return P, None
 
 

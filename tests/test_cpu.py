@@ -221,6 +221,19 @@ def test_rows_whose_scores_are_all_minus_infinity(dtype_name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype_name", DTYPES)
+@pytest.mark.usefixtures("small_tiles")
+def test_a_row_with_a_score_of_infinity_is_nan(dtype_name: str) -> None:
+    problem = random_problem(np.random.default_rng(19), dtype_name, seqlen_q=20, seqlen_k=20, head_dim=1)
+    problem.q[...] = np.abs(problem.q)
+    problem.k[:, 11] = np.inf
+    out, lse = forward(problem, causal=True)
+    assert np.isfinite(out[:, :11]).all()
+    assert np.isfinite(lse[..., :11]).all()
+    assert np.isnan(out[:, 11:]).all()
+    assert np.isnan(lse[..., 11:]).all()
+
+
+@pytest.mark.parametrize("dtype_name", DTYPES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("key", [0, 15, 16, 20, 38])
 @pytest.mark.usefixtures("small_tiles")

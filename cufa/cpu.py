@@ -25,7 +25,7 @@ import numpy.typing as npt
 from cufa.problem import four_axes
 from cufa.reference import masked_matmul
 from cufa.rounding import ceil_div
-from cufa.score_rules import BiasPlace, HeadRules, Rules, Sequence
+from cufa.score_rules import BiasPlace, HeadRules, Rules, Sequence, tiles_between
 from cufa.threads import cores, in_threads
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -257,7 +257,7 @@ def softmax(x: Array, out: Array, passes: int) -> None:
     scratch = _Scratch(_compute_dtype(x))
     for x_rows, out_rows in _row_blocks(x, out):
         m, l = statistics(x_rows, scratch)
-        for columns in _tiles(x.shape[-1], KV_TILE):
+        for columns in tiles_between(0, x.shape[-1], KV_TILE):
             E = _exp_shifted(scratch.copy("x", x_rows[:, columns]), _finite(m))
             E /= _nonzero(l)
             out_rows[:, columns] = E
@@ -265,9 +265,9 @@ def softmax(x: Array, out: Array, passes: int) -> None:
 
 def _max_then_sum(x: Array, scratch: _Scratch) -> tuple[Array, Array]:
     m, l = np.full((len(x), 1), -np.inf, scratch.dtype), np.zeros((len(x), 1), scratch.dtype)
-    for columns in _tiles(x.shape[1], KV_TILE):
+    for columns in tiles_between(0, x.shape[1], KV_TILE):
         m = np.maximum(m, scratch.copy("x", x[:, columns]).max(axis=1, keepdims=True))
-    for columns in _tiles(x.shape[1], KV_TILE):
+    for columns in tiles_between(0, x.shape[1], KV_TILE):
         E = _exp_shifted(scratch.copy("x", x[:, columns]), _finite(m))
         l += E.sum(axis=1, keepdims=True)
     return m, l
@@ -275,7 +275,7 @@ def _max_then_sum(x: Array, scratch: _Scratch) -> tuple[Array, Array]:
 
 def _online_max_and_sum(x: Array, scratch: _Scratch) -> tuple[Array, Array]:
     softmax = _OnlineSoftmax(len(x), scratch.dtype)
-    for columns in _tiles(x.shape[1], KV_TILE):
+    for columns in tiles_between(0, x.shape[1], KV_TILE):
         softmax.take(scratch.copy("x", x[:, columns]))
     return softmax.m, softmax.l
 
@@ -343,10 +343,6 @@ def _drop(P: Array, kept: Array | None) -> None:
     """Set to 0 what dropout does not keep."""
     if kept is not None:
         P *= kept
-
-
-def _tiles(length: int, tile: int) -> list[slice]:
-    return [slice(start, min(start + tile, length)) for start in range(0, length, tile)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -446,7 +442,7 @@ def _shares(
     for sequence, kv_head in itertools.product(sequences, range(kv_heads)):
         group = _Group(sequence, kv_head, k, v, _compute_dtype(q), k_descale, v_descale)
         queries = [rules.of_head(sequence, kv_head * size + h, heads) for h in range(size)]
-        tiles = list(itertools.product(queries, _tiles(sequence.seqlen_q, Q_TILE)))
+        tiles = list(itertools.product(queries, tiles_between(0, sequence.seqlen_q, Q_TILE)))
         for part in range(max(1, min(parts, len(tiles)))):
             yield _Share(group, tiles[part::parts])
 
@@ -467,7 +463,7 @@ def _row_blocks(x: Array, out: Array) -> Iterator[tuple[Array, Array]]:
     """Pieces of at most Q_TILE rows of x and out, as matrices, whatever the strides."""
     x, out = np.atleast_2d(x, out)
     for index in np.ndindex(x.shape[:-2]):
-        for rows in _tiles(x.shape[-2], Q_TILE):
+        for rows in tiles_between(0, x.shape[-2], Q_TILE):
             yield x[index][rows], out[index][rows]
 
 

@@ -180,7 +180,7 @@ class HeadRules:
         whole_begin = begin if self.left is None else min(max(begin, last - self.left), end)
         whole_end = end if self.right is None else min(max(whole_begin, first + self.right + 1), end)
         parts = itertools.pairwise((begin, whole_begin, whole_end, end))
-        for columns in itertools.chain.from_iterable(_pieces(*part, tile) for part in parts):
+        for columns in itertools.chain.from_iterable(tiles_between(*part, tile) for part in parts):
             visible = self._visible(rows, columns)
             if (self.mask is None and self.mask_mod is None) or visible is None:
                 yield columns, visible
@@ -288,8 +288,9 @@ class HeadRules:
         return row + self.keys - self.rows
 
 
-def _pieces(begin: int, end: int, length: int) -> list[slice]:
-    return [slice(start, min(start + length, end)) for start in range(begin, end, length)]
+def tiles_between(begin: int, end: int, tile: int) -> list[slice]:
+    """What lies between, in tiles of that length and what is left."""
+    return [slice(start, min(start + tile, end)) for start in range(begin, end, tile)]
 
 
 def packed_pieces(name: str, cu_seqlens: Array, of: str, tokens: int) -> list[slice]:

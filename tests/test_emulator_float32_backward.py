@@ -71,3 +71,10 @@ def test_a_tile_that_is_not_waited_for(rng, tmp_path):
     folder = planted(tmp_path, "bwd_6_consumer.cuh", "{ smem.dout_rings[warpgroup].wait_full(at); }", "{}")
     with pytest.raises(EmulatorError, match="shared memory"):
         check(draw_case(rng, "float32", (), seqlen_q=1, seqlen_k=20, **SIZES), folder=folder)
+
+
+def test_sums_written_where_queries_are_still_read(rng, tmp_path):
+    meeting = "if (kSharesWeights || Col == 0) meet_warpgroup();"
+    folder = planted(tmp_path, "bwd_6_consumer.cuh", meeting, "")
+    with pytest.raises(EmulatorError, match="race"):
+        check(draw_case(rng, "float32", (), seqlen_q=1, seqlen_k=20, **SIZES), folder=folder)

@@ -263,7 +263,12 @@ def blocks_by_brute_force(plan: Plan) -> dict[str, int]:
     if plan.kernel == "bwd_6_float32":
         query_tiles = tiles_of((batch, heads), queries, tiles["block_m"])
         key_tiles = tiles_of((batch, kv_heads), keys, tiles["block_n"])
-        return {"to_halves": query_tiles + key_tiles, "key_tiles": key_tiles, "exact_tiles": key_tiles}
+        return {
+            "to_halves": query_tiles + key_tiles,
+            "key_tiles": key_tiles,
+            "store_query_gradients": query_tiles,
+            "exact_tiles": key_tiles,
+        }
     if plan.kernel in HOPPER_BACKWARD_KEYS:
         # Whole heads are for more of them than there are SMs (tests/test_wgmma_backward.py).
         query_tiles = tiles_of((batch, heads), queries, tiles["block_m"])
@@ -349,10 +354,10 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
             "halves of keys and values": (2 * 2 * 4, 2 * (2 * 128 * 32) + 512),
         },
         # Tiles of 64 rows, a panel of either half for either tensor; of each row of queries two floats, and
-        # 32 bytes, in whole swizzled units of 1,024 bytes.
+        # 32 bytes, in whole swizzled units of 1,024 bytes; and dQ.
         "bwd_6_float32": {
             "alignment": (1024 // 4,),
-            "halves of queries and dO": (2 * 4 * 5, 2 * (2 * 64 * 32) + 256),
+            "halves of queries and dO, sums of dQ": (2 * 4 * 5, 2 * (2 * 64 * 32) + 64 * 32 + 256),
             "halves of keys and values": (2 * 2 * 7, 2 * (2 * 64 * 32) + 256),
         },
         "bwd_1_naive": {"P": matrix, "dS": matrix},
@@ -627,6 +632,7 @@ def test_macros_are_what_the_kernel_asks_for(kernel: str) -> None:
         helpers = {
             "merge_splits": "MERGE_THREADS",
             "to_halves": "HALVING_THREADS",
+            "store_query_gradients": "HALVING_THREADS",
             "exact_tiles": "EXACT_THREADS",
         }
         expected = {entry: macros[helpers.get(entry, "THREADS")] for entry in blocks}

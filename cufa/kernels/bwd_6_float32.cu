@@ -5,18 +5,23 @@
 // memory, where there is room for 64 keys and for a tile of queries of each warpgroup. So these
 // share the keys and take every other tile of queries, and what they have of dK and dV is added up
 // in the end. What a tile adds to dK and dV is a product by itself, added afterwards, as tensor
-// cores cut off the sums that they add to. Its P and dS are in registers by turns. Products of one
-// warpgroup run beside the softmax of the other.
+// cores cut off the sums that they add to. Its P and dS are in registers by turns. What it adds to
+// dQ is left where its queries were, for the copy engine to add: a warpgroup's own additions would
+// stand before all else that it asks of memory. Products of one warpgroup run beside the softmax of
+// the other.
+//
+// Launches: to_halves (with D, and the sums of dQ set to zero); key_tiles; store_query_gradients,
+// which makes rows of these sums; exact_tiles, for what halves do not hold; sink_gradient if that
+// is wanted.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
 //          value_dim), dO, O as Q with value_dim; dQ, dK, dV as Q, K, V; packed sequences: (tokens,
 //          heads, dim)
-// Launches: to_halves (with D, and dQ set to zero); key_tiles; exact_tiles, for what halves do not
-// hold; sink_gradient if that is wanted
 // Owns     block: 64 keys of one KV head, for all query heads that share them
-// Shared   K and V; of each warpgroup STAGES tiles of Q and dO with their rows' statistics, and
-//          dS^T
-// Global   workspace: tiles of halves of queries and dO, then of keys and values
+// Shared   K and V; of each warpgroup STAGES tiles of Q and dO, later dQ, with their rows'
+//          statistics, and dS^T
+// Global   workspace: tiles of halves of queries and dO with their sums of dQ, then of halves of
+//          keys and values
 // Needs    sm_90a
 // Writes   dQ, dK, dV
 #include "gradients/sink_gradient.cuh"
@@ -55,46 +60,61 @@ __device__ inline void produce_keys(Smem& smem, const BackwardParams& call, cons
     ptx::copy_bytes(&smem.units, &keys.units, sizeof(KeyUnits), smem.keys_full);
 }
 
+// What is where the next tile comes is sent out before, and the rest at last.
 __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, const KeyTile& work,
                                        int warpgroup) {
     const Workspace workspace(call);
     Ring<kStages>&q_ring = smem.q_rings[warpgroup], &dout_ring = smem.dout_rings[warpgroup];
-    QueryStages& to = smem.queries[warpgroup];
     RingPosition<kStages> at;
+    int filled = 0;  // stages that have had a tile
+    const auto send_out = [&] {
+        q_ring.wait_empty(at);
+        if (at.stage >= filled) return;
+        QuerySums* const to = smem.statistics[warpgroup][at.stage].dq;
+        if (to == nullptr) return;
+        ptx::add_to_global(to->quads[0].v, smem.queries[warpgroup][at.stage].dq.quads[0].v,
+                           sizeof(QuerySums));
+        ptx::commit_stores();
+        ptx::wait_stores_read();
+    };
     for (QueryWalk walk(call, work, warpgroup, kConsumers); !walk.at_end(); walk.advance()) {
         const QueryHalves& from =
             workspace.queries_from(work.sequence, walk.head(), walk.first_row());
-        dout_ring.wait_empty(at);  // which it is first
-        ptx::copy_bytes(&to.dout[at.stage], &from.dout, OutRows::kBytes,
-                        dout_ring.announce(at, OutRows::kBytes));
-        q_ring.wait_empty(at);
+        auto& to = smem.queries[warpgroup][at.stage].rows;
+        const auto copy_dout = [&] {
+            dout_ring.wait_empty(at);
+            ptx::copy_bytes(&to.dout, &from.dout, OutRows::kBytes,
+                            dout_ring.announce(at, OutRows::kBytes));
+        };
+        if (!QueryStage::kSumsTakeDout) copy_dout();  // it is empty first
+        send_out();
         ptx::Barrier& full = q_ring.announce(at, QueryRows::kBytes + sizeof(Statistics));
-        ptx::copy_bytes(&to.q[at.stage], &from.q, QueryRows::kBytes, full);
+        ptx::copy_bytes(&to.q, &from.q, QueryRows::kBytes, full);
         ptx::copy_bytes(&smem.statistics[warpgroup][at.stage], &from.statistics, sizeof(Statistics),
                         full);
+        if (QueryStage::kSumsTakeDout) copy_dout();
+        filled = max(filled, at.stage + 1);
         at.advance();
     }
+    for (int stage = 0; stage < kStages; ++stage, at.advance()) send_out();
 }
 
 // ---- the consumers ----
 
 // Adds what a tile of queries adds to the gradients.
-__device__ inline void consume(Consumer& consumer, bool masked) {
-    Scores s, dp;
+__device__ inline void consume(Consumer& consumer, Scores& dp, bool masked) {
+    Scores s;
     Weights p[kParts], ds[kParts];
     consumer.make_scores(s);
     consumer.make_probabilities(p, s, masked);
 
-    consumer.wait_for_dout();
     consumer.add_value_gradients(p);
-    consumer.make_weight_gradients(dp);
     consumer.release_dout();
 
     const int exponent = consumer.make_score_gradients(ds, dp, p);
     consumer.add_key_gradients(ds, exponent);
-    const QueryPlace place = consumer.place();
+    consumer.write_query_gradients(exponent);
     consumer.release_queries();
-    consumer.add_query_gradients(exponent, place);
 }
 
 __device__ inline void consume_all(Smem& smem, const BackwardParams& call, const KeyTile& work,
@@ -102,11 +122,15 @@ __device__ inline void consume_all(Smem& smem, const BackwardParams& call, const
     Consumer consumer(smem, call, work, warpgroup);
     consumer.wait_for_keys();
     for (QueryWalk walk(call, work, warpgroup, kConsumers); !walk.at_end(); walk.advance()) {
+        Scores dp;
+        consumer.wait_for_dout();
+        consumer.make_weight_gradients(dp);
         consumer.wait_for_queries();
         const bool masked = walk.tiles.masked(consumer.rows().first_row);
         if (halves_hold(consumer.rows(), smem.units, masked)) {
-            consume(consumer, masked);
+            consume(consumer, dp, masked);
         } else {
+            wait_product<0>(dp);
             consumer.pass_over();
         }
         consumer.at.advance();
@@ -129,14 +153,24 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (warpgroup == 0) {
         ptx::registers_decrease<kProducerRegisters>();
         const int warp = uniform(threadIdx.x / 32);
-        if (threadIdx.x % 32 == 0 && exists) {
-            if (warp == 0) produce_keys(smem, params, work);
-            if (warp < kConsumers) produce_queries(smem, params, work, warp);
+        if (exists) {
+            if (threadIdx.x == 0) produce_keys(smem, params, work);
+            if (warp >= kConsumers) return;
+            if (threadIdx.x % 32 == 0) produce_queries(smem, params, work, warp);
+            __syncwarp();
+            ptx::named_barrier_arrive<kConsumersAndSenders>(kAllWhoRead);
         }
     } else {
         ptx::registers_increase<kConsumerRegisters>();
         if (exists) consume_all(smem, params, work, warpgroup - 1);
     }
+}
+
+extern "C" __global__ void __launch_bounds__(kHalvingThreads)
+    store_query_gradients(const __grid_constant__ BackwardParams params) {
+    ptx::wait_for_launch_before();
+    const int tiles = Workspace(params).query_tiles;
+    store_queries(params, blockIdx.x / tiles, blockIdx.x % tiles);
 }
 
 extern "C" __global__ void __launch_bounds__(kExactThreads)

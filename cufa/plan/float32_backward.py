@@ -30,11 +30,17 @@ from cufa.rounding import round_up
 EXACT_THREADS = 256
 # bwd_6_block.cuh's TileUnit, and its Statistics beside two of those and two floats of each row.
 UNIT_BYTES, PLACE_BYTES = 8, 16
+# Of each key, SeeingRows.
+SEEING_BYTES = 8
 # RowSizes, of either tensor for each warp.
 ROW_SIZES_BYTES = 12
 MOST_STAGES = 2
 # With more sums of dK and dV in a thread than this, its weights wait in shared memory.
 MOST_SUMS_BESIDE_WEIGHTS = 64
+# With more than this it needs what the copying warpgroup can do without if that spills a little.
+MOST_SUMS_OF_FEW_REGISTERS = 96
+# What the copying warpgroup needs, and what its giving up the rest leaves a thread of the others.
+EASY_PRODUCER_REGISTERS, EASY_CONSUMER_REGISTERS = 40, 232
 
 
 @dataclass(frozen=True)
@@ -70,16 +76,18 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     query_bytes, key_bytes = _query_tile_bytes(problem, sizes), _key_tile_bytes(problem, sizes)
     halving_smem_bytes = 2 * HALVING_THREADS // WARP_SIZE * ROW_SIZES_BYTES
     exact_smem_bytes = 2 * sizes.block_m * sizes.block_n * FLOAT_BYTES
+    producer_registers, consumer_registers = _registers(problem)
     sink = sink_launch(problem, HALVING_THREADS, HALVING_THREADS // WARP_SIZE)
     launches = (
         Launch("to_halves", queries + keys, HALVING_THREADS, halving_smem_bytes),
         Launch("key_tiles", keys, sizes.threads, chosen.cost.smem_bytes, overlaps=True),
+        Launch("store_query_gradients", queries, HALVING_THREADS, 0, overlaps=True),
         Launch("exact_tiles", keys, EXACT_THREADS, exact_smem_bytes, overlaps=True),
         sink,
     )
     scratch = (
         Scratch("alignment", (SWIZZLE_BYTES // FLOAT_BYTES,)),
-        Scratch("halves of queries and dO", (queries, query_bytes // FLOAT_BYTES)),
+        Scratch("halves of queries and dO, sums of dQ", (queries, query_bytes // FLOAT_BYTES)),
         Scratch("halves of keys and values", (keys, key_bytes // FLOAT_BYTES)),
     )
     return Part(
@@ -90,8 +98,8 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
             ("THREADS", sizes.threads),
             ("HALVING_THREADS", HALVING_THREADS),
             ("SHARES_WEIGHTS", _shares_weights(problem)),
-            ("PRODUCER_REGISTERS", PRODUCER_REGISTERS),
-            ("CONSUMER_REGISTERS", CONSUMER_REGISTERS),
+            ("PRODUCER_REGISTERS", producer_registers),
+            ("CONSUMER_REGISTERS", consumer_registers),
             ("QUERY_TILE_BYTES", query_bytes),
             ("KEY_TILE_BYTES", key_bytes),
             ("SMEM_BYTES", chosen.cost.smem_bytes),
@@ -112,6 +120,13 @@ def _shares_weights(problem: Problem) -> bool:
     return _sums(problem) > MOST_SUMS_BESIDE_WEIGHTS
 
 
+def _registers(problem: Problem) -> tuple[int, int]:
+    """Those of a thread that copies, and of one that computes."""
+    if _sums(problem) > MOST_SUMS_OF_FEW_REGISTERS:
+        return PRODUCER_REGISTERS, CONSUMER_REGISTERS
+    return EASY_PRODUCER_REGISTERS, EASY_CONSUMER_REGISTERS
+
+
 def _sums(problem: Problem) -> int:
     """A thread's of dK and dV."""
     return sum(round_up(dim, WGMMA_K) for dim in (problem.head_dim, problem.value_dim)) // 2
@@ -119,7 +134,8 @@ def _sums(problem: Problem) -> int:
 
 def _query_tile_bytes(problem: Problem, tiles: Tiles) -> int:
     """The size of bwd_6_block.cuh's QueryHalves."""
-    return round_up(_rows_bytes(problem, tiles.block_m) + _statistics_bytes(tiles), SWIZZLE_BYTES)
+    parts = _rows_bytes(problem, tiles.block_m), _statistics_bytes(tiles), _sums_bytes(problem, tiles)
+    return round_up(sum(parts), SWIZZLE_BYTES)
 
 
 def _key_tile_bytes(problem: Problem, tiles: Tiles) -> int:
@@ -131,6 +147,11 @@ def _statistics_bytes(tiles: Tiles) -> int:
     return 2 * tiles.block_m * FLOAT_BYTES + 2 * UNIT_BYTES + PLACE_BYTES
 
 
+def _sums_bytes(problem: Problem, tiles: Tiles) -> int:
+    """The size of QuerySums."""
+    return tiles.block_m * round_up(problem.head_dim, WGMMA_K) * FLOAT_BYTES
+
+
 def _rows_bytes(problem: Problem, rows: int) -> int:
     """The halves of so many rows of Q and dO, or of K and V."""
     dims = (problem.head_dim, problem.value_dim)
@@ -138,8 +159,13 @@ def _rows_bytes(problem: Problem, rows: int) -> int:
 
 
 def _cost(problem: Problem, tiles: Tiles) -> Cost:
-    of_tile = half_tile_bytes(problem, tiles.block_n, tiles.block_m) + WARPGROUP // WARP_SIZE * FLOAT_BYTES
-    of_stage = _rows_bytes(problem, tiles.block_m) + _statistics_bytes(tiles) + 4 * BARRIER_BYTES
+    of_tile = (
+        half_tile_bytes(problem, tiles.block_n, tiles.block_m)
+        + tiles.block_n * SEEING_BYTES
+        + WARPGROUP // WARP_SIZE * FLOAT_BYTES
+    )
+    of_queries = max(_rows_bytes(problem, tiles.block_m), _sums_bytes(problem, tiles))
+    of_stage = of_queries + _statistics_bytes(tiles) + 4 * BARRIER_BYTES
     smem_bytes = (
         _rows_bytes(problem, tiles.block_n)
         + 2 * UNIT_BYTES

@@ -34,12 +34,19 @@ struct TileUnit {
     Held held;
 };
 
+// Sums of a tile's dQ, by eights of columns and the threads of a warpgroup that have four of each.
+struct QuerySums {
+    using Quad = Pack<float, 4>;
+    static constexpr int kCount = kDepth / 8 * kWarpgroup;
+    Quad quads[kCount];
+};
+
 // Of a tile of queries: what its halves are in units of, where its rows are, and of each of them
 // what RowStats has. The LSE of a row that sees no key, or is none, is infinite: all its
 // probabilities are 0.
 struct Statistics {
     TileUnit q, dout;
-    float* dq;  // the first row's
+    QuerySums* dq;  // null in shared memory if nothing is to be added
     int first_row, count;
     float lse_log2[kBlockM], d[kBlockM];
 
@@ -61,6 +68,7 @@ struct QueryHalves {
     QueryRows q;
     OutRows dout;
     Statistics statistics;
+    QuerySums dq;
 };
 struct KeyHalves {
     KeyRows k;
@@ -71,10 +79,15 @@ static_assert(sizeof(QueryHalves) == QUERY_TILE_BYTES, "the host plans another w
 static_assert(sizeof(KeyHalves) == KEY_TILE_BYTES, "the host plans another workspace");
 using Workspace = HalvesWorkspace<QueryHalves, kBlockM, KeyHalves, kBlockN, BackwardParams>;
 
-// What a warpgroup has of the tiles of queries.
-struct QueryStages {
-    QueryRows q[kStages];
-    OutRows dout[kStages];
+// What a warpgroup has of a tile of queries, in whose place its dQ is then sent from.
+union QueryStage {
+    struct {
+        QueryRows q;
+        OutRows dout;
+    } rows;
+    QuerySums dq;
+
+    static constexpr bool kSumsTakeDout = sizeof(QuerySums) > sizeof(QueryRows);
 };
 
 // What a warpgroup has of dK and dV in the end. Rows are so much longer that eight of them are in
@@ -87,13 +100,23 @@ struct KeySums {
     SumRows<kDims> dv;
 };
 
+// The rows that see a key, if it is one. Rows past the end have no weights anyway.
+struct SeeingRows {
+    int first, end;
+
+    __device__ SeeingRows(const Mask& mask, int key)
+        : first(mask.first_row(key)), end(key < mask.seqlen_k ? mask.rows_end(key) : 0) {}
+    __device__ bool have(int row) const { return row >= first && row < end; }
+};
+
 struct Smem {
     KeyRows k;
     ValueRows v;
-    QueryStages queries[kConsumers];
+    QueryStage queries[kConsumers][kStages];
     ScoreRows ds[kConsumers];
     Statistics statistics[kConsumers][kStages];
     KeyUnits units;
+    SeeingRows seeing[kConsumers][kBlockN];
     float largest[kConsumers][kWarpgroup / 32];  // of each warp's scores
     Ring<kStages> q_rings[kConsumers], dout_rings[kConsumers];
     ptx::Barrier keys_full;

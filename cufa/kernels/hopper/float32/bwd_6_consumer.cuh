@@ -6,14 +6,16 @@
 #include "hopper/float32/bwd_6_block.cuh"
 
 // Barriers of parts of the block; __syncthreads has number 0.
-enum NamedBarrier { kAllConsumers = 1, kFirstOfWarpgroup };
+enum NamedBarrier { kAllConsumers = 1, kAllWhoRead, kFirstOfWarpgroup };
+// Each has a warp that sends out what it adds to dQ.
+constexpr int kConsumersAndSenders = kConsumers * (kWarpgroup + 32);
 
 // A probability is at most 1, and its halves are of so many times as much.
 constexpr int kTopWeight = 14;
 // Smaller gradients of scores are taken for such ones.
 constexpr int kLeastGradientExponent = -96, kMostGradientExponent = 126;
 // Columns of a product that is added up by itself.
-constexpr int kPartCols = kPanelCols;
+constexpr int kPartCols = (SHARES_WEIGHTS ? 2 : 1) * kPanelCols;
 
 // Whether P lies where dS will be from dV's product on, since there are no registers for it. Each
 // warp reads what it wrote.
@@ -31,82 +33,72 @@ __device__ constexpr int right_part(int product) {
     return kParts > 1 && product == 1;
 }
 
-// Issues s = a b^T over Depth columns of halves.
-template <int Depth, class A, class B>
-__device__ inline void issue_halves_nt(Scores& s, const A& a, const B& b) {
-    using Product = WgmmaOf<kBlockM, operand_t>;
-    unsigned int a0 = depth_in_columns(a);
-    const unsigned int b0 = depth_in_columns(b);
-    ptx::hold(a0);  // or each step's sum would be kept in a register from tile to tile
-    hold_all(s);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int product = 0; product < kProducts; ++product) {
-        const unsigned int a_part = a0 + rows_step(left_part(product) * kWgmmaM);
-        const unsigned int b_part = b0 + rows_step(right_part(product) * kBlockM);
-#pragma unroll
-        for (int col = 0; col < Depth; col += kWgmmaK) {
-            const unsigned long long a_col = description(a_part + columns_step<A>(col));
-            const unsigned long long b_col = description(b_part + columns_step<B>(col));
-            if (product == 0 && col == 0) {
-                Product::template multiply<false, false, false>(s, a_col, b_col);
-            } else {
-                Product::template multiply<false, false, true>(s, a_col, b_col);
-            }
-        }
+// Halves in shared memory as an operand whose depth runs along the columns, as that of both does in
+// S = Q K^T.
+template <class Tile>
+struct DepthInColumns {
+    static constexpr bool kTransposed = false;
+    unsigned int first;
+
+    __device__ explicit DepthInColumns(const Tile& tile) : first(depth_in_columns(tile)) {
+        ptx::hold(first);  // or each step's sum would be kept in a register from tile to tile
     }
-    ptx::wgmma_commit();
+    __device__ unsigned long long at(int part, int k) const {
+        return description(first + rows_step(part * (Tile::kRows / kParts)) +
+                           columns_step<Tile>(k));
+    }
+};
+// The same where it runs along the rows, as that of both does in dQ = dS K with dS^T; of the
+// columns from a panel on.
+template <class Tile>
+struct DepthInRows {
+    static constexpr bool kTransposed = true;
+    unsigned int first;
+
+    __device__ explicit DepthInRows(const Tile& tile, int panel = 0)
+        : first(panel_depth_in_rows(tile, panel)) {
+        ptx::hold(first);
+    }
+    __device__ unsigned long long at(int part, int k) const {
+        return description(first + rows_step(part * (Tile::kRows / kParts) + k));
+    }
+};
+// Halves in registers, which can be the left operand.
+struct InRegisters {
+    const Weights (&halves)[kParts];
+
+    __device__ const unsigned int (&at(int part, int k) const)[4] {
+        return halves[part][k / kWgmmaK];
+    }
+};
+
+// Adds the product of a step of the depth, or begins the sums with it.
+template <int Cols, bool Add, class A, class B>
+__device__ inline void multiply_halves(WgmmaSums<Cols>& sums, const A& a, const B& b, int product,
+                                       int k) {
+    using Product = WgmmaOf<Cols, operand_t>;
+    const auto b_k = b.at(right_part(product), k);
+    if constexpr (is_same<A, InRegisters>) {
+        Product::template multiply<B::kTransposed, Add>(sums, a.at(left_part(product), k), b_k);
+    } else {
+        const auto a_k = a.at(left_part(product), k);
+        Product::template multiply<A::kTransposed, B::kTransposed, Add>(sums, a_k, b_k);
+    }
 }
 
-// Issues part = w b for Cols columns of b's rows from those of a panel on, of which there are as
-// many as w has columns.
-template <int Cols, class B>
-__device__ inline void issue_halves_pn(WgmmaSums<Cols>& part, const Weights (&w)[kParts],
-                                       const B& b, int panel) {
-    using Product = WgmmaOf<Cols, operand_t>;
-    unsigned int b0 = panel_depth_in_rows(b, panel);
-    ptx::hold(b0);
-    hold_all(part);
+// Issues sums = a b.
+template <int Depth, int Cols, class A, class B>
+__device__ inline void issue_halves(WgmmaSums<Cols>& sums, const A& a, const B& b) {
+    hold_all(sums);
     ptx::wgmma_fence();
 #pragma unroll
     for (int product = 0; product < kProducts; ++product) {
-        const unsigned int b_part = b0 + rows_step(right_part(product) * kBlockM);
 #pragma unroll
-        for (int row = 0; row < kBlockM; row += kWgmmaK) {
-            const auto& a = w[left_part(product)][row / kWgmmaK];
-            const unsigned long long b_row = description(b_part + rows_step(row));
-            if (product == 0 && row == 0) {
-                Product::template multiply<true, false>(part, a, b_row);
+        for (int k = 0; k < Depth; k += kWgmmaK) {
+            if (product == 0 && k == 0) {
+                multiply_halves<Cols, false>(sums, a, b, product, k);
             } else {
-                Product::template multiply<true, true>(part, a, b_row);
-            }
-        }
-    }
-    ptx::wgmma_commit();
-}
-
-// Issues part = a^T b with the depth in the rows of both, as in dQ = dS K with dS^T; of b for as
-// many columns as the part has, from those of a panel on.
-template <int Cols, class A, class B>
-__device__ inline void issue_halves_tn(WgmmaSums<Cols>& part, const A& a, const B& b, int panel) {
-    using Product = WgmmaOf<Cols, operand_t>;
-    unsigned int a0 = depth_in_rows(a);
-    const unsigned int b0 = panel_depth_in_rows(b, panel);
-    ptx::hold(a0);
-    hold_all(part);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int product = 0; product < kProducts; ++product) {
-        const unsigned int a_part = a0 + rows_step(left_part(product) * kBlockN);
-        const unsigned int b_part = b0 + rows_step(right_part(product) * kBlockN);
-#pragma unroll
-        for (int key = 0; key < kBlockN; key += kWgmmaK) {
-            const unsigned long long a_key = description(a_part + rows_step(key));
-            const unsigned long long b_key = description(b_part + rows_step(key));
-            if (product == 0 && key == 0) {
-                Product::template multiply<true, true, false>(part, a_key, b_key);
-            } else {
-                Product::template multiply<true, true, true>(part, a_key, b_key);
+                multiply_halves<Cols, true>(sums, a, b, product, k);
             }
         }
     }
@@ -137,41 +129,11 @@ __device__ inline float whole(const Weights (&halves)[kParts], int i) {
     return sum;
 }
 
-// Where a thread adds its sums of a tile's dQ: to four columns of every eight of a row.
-struct QueryPlace {
-    float* first;  // null if there is no such row
-    int first_col;
-
-    __device__ QueryPlace(const Statistics& rows, int row_of_even, long long row_stride)
-        : first_col(threadIdx.x % 4 / 2 * 4) {
-        const int row = row_of_even + threadIdx.x % 2 * 8;
-        first = row < rows.count ? rows.dq + row * row_stride + first_col : nullptr;
-    }
-    // Those from column Col on.
-    template <int Col, int Count>
-    __device__ void add(const float (&sums)[Count]) const {
-        if (first == nullptr) return;
-#pragma unroll
-        for (int i = 0; i < Count; i += 4) {
-            const int col = Col + 2 * i;
-            const float four[4] = {sums[i], sums[i + 1], sums[i + 2], sums[i + 3]};
-            if constexpr (kHeadDim % 4 == 0 && kAlignBytes % sizeof(four) == 0) {
-                if (col + first_col < kHeadDim) ptx::add_to_global(first + col, four);
-            } else {
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    if (col + first_col + e < kHeadDim) atomicAdd(first + col + e, four[e]);
-            }
-        }
-    }
-};
-
+// A warpgroup that computes.
 struct Consumer {
     Smem& smem;
     const BackwardParams& call;
-    const KeyTile& work;
     const int warpgroup;
-    const Mask mask;
     const int warp_row;   // the first of the 16 rows that a warp has of 64
     const int first_row;  // of the thread's two, eight rows from each other
 
@@ -182,33 +144,40 @@ struct Consumer {
     __device__ Consumer(Smem& smem, const BackwardParams& call, const KeyTile& work, int warpgroup)
         : smem(smem),
           call(call),
-          work(work),
           warpgroup(warpgroup),
-          mask(work.sequence.mask(call.features)),
           warp_row(threadIdx.x % kWarpgroup / 32 * 16),
-          first_row(warp_row + threadIdx.x % 32 / 4) {}
+          first_row(warp_row + threadIdx.x % 32 / 4) {
+        if (threadIdx.x % 32 < 16) {
+            const int row = warp_row + threadIdx.x % 32;
+            smem.seeing[warpgroup][row] =
+                SeeingRows(work.sequence.mask(call.features), work.first_key + row);
+        }
+        __syncwarp();
+    }
 
     // Which of a tile's queries, or of a row's columns, [4 * eight + e] of its sums is of.
     __device__ static int col_of(int eight, int e) {
         return eight * 8 + threadIdx.x % 4 * 2 + e % 2;
     }
     __device__ const Statistics& rows() const { return smem.statistics[warpgroup][at.stage]; }
-    __device__ const QueryRows& q() const { return smem.queries[warpgroup].q[at.stage]; }
-    __device__ const OutRows& dout() const { return smem.queries[warpgroup].dout[at.stage]; }
+    __device__ const QueryRows& q() const { return smem.queries[warpgroup][at.stage].rows.q; }
+    __device__ const OutRows& dout() const { return smem.queries[warpgroup][at.stage].rows.dout; }
 
     __device__ void wait_for_keys() { wait_for(smem.keys_full, 0, 0); }
     __device__ void wait_for_queries() { smem.q_rings[warpgroup].wait_full(at); }
     __device__ void wait_for_dout() { smem.dout_rings[warpgroup].wait_full(at); }
+    __device__ void release_dout() {
+        if (!QueryStage::kSumsTakeDout) release(smem.dout_rings[warpgroup], at);
+    }
+    // With what is to be added to dQ in their place.
     __device__ void release_queries() {
         ptx::proxy_fence();  // what was read of the statistics is in registers
         release(smem.q_rings[warpgroup], at);
+        if (QueryStage::kSumsTakeDout) release(smem.dout_rings[warpgroup], at);
     }
-    __device__ void release_dout() { release(smem.dout_rings[warpgroup], at); }
-
-    __device__ QueryPlace place() const { return {rows(), first_row, call.dq.row_stride}; }
     // Leaves a tile to exact_tiles.
     __device__ void pass_over() {
-        wait_for_dout();
+        if (threadIdx.x % kWarpgroup == 0) smem.statistics[warpgroup][at.stage].dq = nullptr;
         release_dout();
         release_queries();
     }
@@ -219,7 +188,7 @@ struct Consumer {
 
     // S^T = K Q^T, in units of halves.
     __device__ void make_scores(Scores& s) {
-        issue_halves_nt<kDepth>(s, smem.k, q());
+        issue_halves<kDepth, kBlockM>(s, DepthInColumns(smem.k), DepthInColumns(q()));
         wait_product<0>(s);
     }
 
@@ -233,7 +202,20 @@ struct Consumer {
         }
         if (masked) hide(s, rows().first_row);
         halve(p, s, 1);
-        if (kSharesWeights) share(p);
+        if (kSharesWeights) {
+            share(p);
+            ptx::proxy_fence();
+            meet_warpgroup();
+        }
+    }
+    // Issues part = w b with P^T or dS^T.
+    template <int Cols, class B>
+    __device__ void issue_weights(WgmmaSums<Cols>& part, const Weights (&w)[kParts], const B& b) {
+        if constexpr (kSharesWeights) {
+            issue_halves<kBlockM, Cols>(part, DepthInColumns(smem.ds[warpgroup]), b);
+        } else {
+            issue_halves<kBlockM, Cols>(part, InRegisters{w}, b);
+        }
     }
     __device__ void share(const Weights (&halves)[kParts]) {
 #pragma unroll
@@ -242,9 +224,12 @@ struct Consumer {
     }
     __device__ void hide(Scores& p, int first_query) const {
 #pragma unroll
-        for (int i = 0; i < kBlockM / 2; ++i) {
-            const int key = work.first_key + first_row + i / 2 % 2 * 8;
-            if (!mask.in_range(first_query + col_of(i / 4, i), key)) p[i] = 0;
+        for (int half = 0; half < 2; ++half) {
+            const SeeingRows rows = smem.seeing[warpgroup][first_row + half * 8];
+#pragma unroll
+            for (int i = 0; i < kBlockM / 2; ++i) {
+                if (i / 2 % 2 == half && !rows.have(first_query + col_of(i / 4, i))) p[i] = 0;
+            }
         }
     }
 
@@ -253,7 +238,7 @@ struct Consumer {
     __device__ void add_value_gradients(const Weights (&p)[kParts]) {
         constexpr int kCols = min_of(kPartCols, kDims - Col);
         WgmmaSums<kCols> part;
-        issue_halves_pn<kCols>(part, p, dout(), Col / kPanelCols);
+        issue_weights<kCols>(part, p, DepthInRows(dout(), Col / kPanelCols));
         const float unit = rows().dout.size * (1.f / (1 << kTopWeight));
         wait_product<0>(part);
 #pragma unroll
@@ -263,8 +248,7 @@ struct Consumer {
 
     // dP^T = V dO^T, in units of halves.
     __device__ void make_weight_gradients(Scores& dp) {
-        issue_halves_nt<kDims>(dp, smem.v, dout());
-        wait_product<0>(dp);
+        issue_halves<kDims, kBlockM>(dp, DepthInColumns(smem.v), DepthInColumns(dout()));
     }
 
     // dS^T = P^T o (dP^T - D), in the unit that it returns the exponent of. Shared, too, where P^T
@@ -272,6 +256,7 @@ struct Consumer {
     __device__ int make_score_gradients(Weights (&ds)[kParts], Scores& dp, Weights (&p)[kParts]) {
         const float unit = smem.units.v.size * rows().dout.size;
         float largest = 0;
+        hold_all(dp);
         if (kSharesWeights) {
 #pragma unroll
             for (int part = 0; part < kParts; ++part)
@@ -306,7 +291,7 @@ struct Consumer {
     __device__ void add_key_gradients(const Weights (&ds)[kParts], int exponent) {
         constexpr int kCols = min_of(kPartCols, kDepth - Col);
         WgmmaSums<kCols> part;
-        issue_halves_pn<kCols>(part, ds, q(), Col / kPanelCols);
+        issue_weights<kCols>(part, ds, DepthInRows(q(), Col / kPanelCols));
         const float unit = rows().q.size * power_of_two(exponent);
         wait_product<0>(part);
 #pragma unroll
@@ -314,47 +299,37 @@ struct Consumer {
         if constexpr (Col + kCols < kDepth) add_key_gradients<Col + kCols>(ds, exponent);
     }
 
-    // dQ += dS K.
+    // What is to be added to dQ, dS K, where the queries were.
     template <int Col = 0>
-    __device__ void add_query_gradients(int exponent, const QueryPlace& to) {
+    __device__ void write_query_gradients(int exponent) {
         constexpr int kCols = min_of(kPartCols, kDepth - Col);
         WgmmaSums<kCols> part;
-        issue_halves_tn<kCols>(part, smem.ds[warpgroup], smem.k, Col / kPanelCols);
+        issue_halves<kBlockN, kCols>(part, DepthInRows(smem.ds[warpgroup]),
+                                     DepthInRows(smem.k, Col / kPanelCols));
         const float unit = smem.units.k.size * float(call.softmax_scale) * power_of_two(exponent);
         wait_product<0>(part);
-        if (kSharesWeights) meet_warpgroup();  // before P is shared where dS is
+        // No product reads queries any more, and after the last none what is shared.
+        if (kSharesWeights || Col == 0) meet_warpgroup();
+        QuerySums& to = smem.queries[warpgroup][at.stage].dq;
 #pragma unroll
-        for (int i = 0; i < kCols / 2; i += 4) exchange(part + i, unit);
-        to.template add<Col>(part);
-        if constexpr (Col + kCols < kDepth) add_query_gradients<Col + kCols>(exponent, to);
-    }
-    // Of a thread's four sums of eight columns it gives two to its neighbour, for two that are next
-    // to its others: those of the one row or of the other.
-    __device__ static void exchange(float* sums, float unit) {
-        const bool odd = threadIdx.x % 2 != 0;
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-            const float kept = (odd ? sums[2 + e] : sums[e]) * unit;
-            const float given = (odd ? sums[e] : sums[2 + e]) * unit;
-            const float taken = __shfl_xor_sync(0xffffffffu, given, 1);
-            sums[e] = odd ? taken : kept;
-            sums[2 + e] = odd ? kept : taken;
+        for (int i = 0; i < kCols / 2; i += 4) {
+            to.quads[(Col / 8 + i / 4) * kWarpgroup + threadIdx.x % kWarpgroup] = {
+                part[i] * unit, part[i + 1] * unit, part[i + 2] * unit, part[i + 3] * unit};
         }
+        if constexpr (Col + kCols < kDepth) write_query_gradients<Col + kCols>(exponent);
     }
 
     // Hands in what it has of the gradients of the keys.
     __device__ void hand_in() const {
-        meet();  // nobody reads what lay there
+        // Nobody reads what lay there.
+        ptx::named_barrier_sync<kConsumersAndSenders>(kAllWhoRead);
         KeySums& to = smem.sums()[warpgroup];
         write_sums<kDepth>(to.dk, dk);
         write_sums<kDims>(to.dv, dv);
-        meet();
+        ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
     }
 
   private:
-    __device__ static void meet() {
-        ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
-    }
     template <int Dims>
     __device__ void write_sums(SumRows<Dims>& to, const WgmmaSums<Dims>& sums) const {
 #pragma unroll

@@ -18,7 +18,7 @@ struct ExactPair {
     const Statistics& queries;
     Mask mask;
     Matrix<const float> q, k, v, dout;
-    Matrix<float> dq, dk, dv;
+    Matrix<float> dk, dv;
 
     __device__ ExactPair(const BackwardParams& call, const KeyTile& work, const QueryWalk& walk)
         : work(work),
@@ -30,7 +30,6 @@ struct ExactPair {
           k(keys_of<const float>(call.k)),
           v(keys_of<const float>(call.v)),
           dout(rows_of<const float>(call.dout, walk.head())),
-          dq{queries.dq, call.dq.row_stride},
           dk(keys_of<float>(call.dk)),
           dv(keys_of<float>(call.dv)) {}
 
@@ -38,11 +37,12 @@ struct ExactPair {
         return mask.in_range(queries.first_row + i, work.first_key + j);
     }
 
-  private:
     template <class T>
     __device__ Matrix<T> rows_of(const Tensor& tensor, int head) const {
         return work.sequence.queries<T>(tensor, head).from(queries.first_row);
     }
+
+  private:
     template <class T>
     __device__ Matrix<T> keys_of(const Tensor& tensor) const {
         return work.sequence.keys<T>(tensor, work.kv_head).from(work.first_key);
@@ -90,8 +90,8 @@ __device__ inline void add_exact_keys(const Matrix<float>& rows, const ExactPair
 }
 
 // dQ += scale * dS K: other blocks add to the same.
-__device__ inline void add_exact_queries(const ExactSmem& smem, const ExactPair& pair,
-                                         float scale) {
+__device__ inline void add_exact_queries(const Matrix<float>& rows, const ExactSmem& smem,
+                                         const ExactPair& pair, float scale) {
     for (int at = threadIdx.x; at < kBlockM * kHeadDim; at += kExactThreads) {
         const int i = at / kHeadDim, col = at % kHeadDim;
         float sum = 0;
@@ -101,7 +101,7 @@ __device__ inline void add_exact_queries(const ExactSmem& smem, const ExactPair&
             sum += smem.ds[i][j] * pair.k.row(j)[col];
             any = true;
         }
-        if (any) atomicAdd(pair.dq.row(i) + col, sum * scale);
+        if (any) atomicAdd(rows.row(i) + col, sum * scale);
     }
 }
 
@@ -114,5 +114,5 @@ __device__ inline void add_exactly(ExactSmem& smem, const BackwardParams& call, 
     __syncthreads();
     add_exact_keys<kValueDim>(pair.dv, pair, smem.p, pair.dout, 1);
     add_exact_keys<kHeadDim>(pair.dk, pair, smem.ds, pair.q, scale);
-    add_exact_queries(smem, pair, scale);
+    add_exact_queries(pair.rows_of<float>(call.dq, walk.head()), smem, pair, scale);
 }

@@ -1,5 +1,5 @@
-// The first launch of bwd_6_float32: tiles of halves, the rows' statistics, and dQ set to zero,
-// which the next adds to. A block has a tile.
+// The first launch of bwd_6_float32: tiles of halves, the rows' statistics, and sums of dQ set to
+// zero, which the next adds to; and the launch that stores these. A block has a tile.
 #pragma once
 
 #include "call/columns.cuh"
@@ -120,20 +120,33 @@ __device__ inline void halve_queries(const BackwardParams& call, HalvingSmem& sm
     const TileUnit of_dout = dout.write(to.dout, smem.of_warps[0], finite);
     using QueryPieces = TilePieces<kBlockM, kHeadDim>;
     const TileUnit of_q = QueryPieces(rows_of(call.q), count).write(to.q, smem.of_warps[1]);
-    const auto dq = sequence.queries<float>(call.dq, head);
     if (threadIdx.x == 0) {
         to.statistics.q = of_q;
         to.statistics.dout = of_dout;
-        to.statistics.dq = dq.row(first_row);
+        to.statistics.dq = &to.dq;
         to.statistics.first_row = first_row;
         to.statistics.count = count;
     }
+    for (int i = threadIdx.x; i < QuerySums::kCount; i += kHalvingThreads) to.dq.quads[i] = {};
+}
+
+// Stores the sums of a tile's dQ.
+__device__ inline void store_queries(const BackwardParams& call, int head, int tile) {
+    const RowTile place =
+        row_tile<kBlockM>(tile, call.sizes.batch, call.sizes.seqlen_q, call.features.cu_seqlens_q);
+    const Sequence sequence(call, place.batch);
+    const int count = min(sequence.seqlen_q - place.first_row, kBlockM);
+    const auto dq = sequence.queries<float>(call.dq, head).from(place.first_row);
+    const QuerySums& from = Workspace(call).queries(head, tile).dq;
+    for (int i = threadIdx.x; i < QuerySums::kCount; i += kHalvingThreads) {
+        const QuerySums::Quad sums = from.quads[i];
+        const int row = i % kWarpgroup / 32 * 16 + i % 32 / 4;
+        const int col = i / kWarpgroup * 8 + i % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < QueryPieces::kCount; ++i) {
-        const int row = QueryPieces::row(i);
-        if (row < count)
-            write_columns<kHeadDim>(dq.row(first_row + row), Pack<float, kPieceCols>{},
-                                    QueryPieces::col());
+        for (int half = 0; half < 2; ++half) {
+            const Pack<float, 2> pair = {sums[2 * half], sums[2 * half + 1]};
+            if (row + half * 8 < count) write_columns<kHeadDim>(dq.row(row + half * 8), pair, col);
+        }
     }
 }
 

@@ -141,13 +141,13 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
 
 
 def _query_tile_bytes(problem: Problem, tiles: Tiles) -> int:
-    """The size of half_tiles.cuh's QueryHalves."""
+    """The size of fwd_9_block.cuh's QueryHalves."""
     rows = half_tile_bytes(problem, tiles.block_m, problem.head_dim)
     return round_up(rows + tiles.block_m * FLOAT_BYTES, SWIZZLE_BYTES)
 
 
 def _key_tile_bytes(problem: Problem, tiles: Tiles) -> int:
-    """The size of half_tiles.cuh's TileHalves."""
+    """The size of fwd_9_block.cuh's TileHalves."""
     rows = half_tile_bytes(problem, tiles.block_n, problem.head_dim)
     keys = round_up(rows + 3 * tiles.block_n * FLOAT_BYTES, SWIZZLE_BYTES)
     return keys + half_tile_bytes(problem, tiles.block_n, problem.value_dim)

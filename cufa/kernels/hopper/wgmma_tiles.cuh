@@ -11,7 +11,7 @@
 constexpr int kWarpgroup = 128;
 
 // What products take: the call's own type, but of float32, whose elements are sums of halves
-// (half_tiles.cuh), float16.
+// (hopper/float32/halves.cuh), float16.
 template <class T>
 struct OperandElement {
     using type = T;

@@ -4,6 +4,7 @@
 
 #include "call/columns.cuh"
 #include "hopper/float32/bwd_6_block.cuh"
+#include "hopper/float32/half_products.cuh"
 
 // Barriers of parts of the block; __syncthreads has number 0.
 enum NamedBarrier { kAllConsumers = 1, kAllWhoRead, kFirstOfWarpgroup };
@@ -23,111 +24,6 @@ constexpr bool kSharesWeights = SHARES_WEIGHTS;
 
 using Scores = WgmmaSums<kBlockM>;
 using Weights = WgmmaOperand<kBlockM>;
-
-// The products that make one, the smallest first, and which parts of its operands each is of.
-constexpr int kProducts = kParts > 1 ? 3 : 1;
-__device__ constexpr int left_part(int product) {
-    return kParts > 1 && product == 0;
-}
-__device__ constexpr int right_part(int product) {
-    return kParts > 1 && product == 1;
-}
-
-// Halves in shared memory as an operand whose depth runs along the columns, as that of both does in
-// S = Q K^T.
-template <class Tile>
-struct DepthInColumns {
-    static constexpr bool kTransposed = false;
-    unsigned int first;
-
-    __device__ explicit DepthInColumns(const Tile& tile) : first(depth_in_columns(tile)) {
-        ptx::hold(first);  // or each step's sum would be kept in a register from tile to tile
-    }
-    __device__ unsigned long long at(int part, int k) const {
-        return description(first + rows_step(part * (Tile::kRows / kParts)) +
-                           columns_step<Tile>(k));
-    }
-};
-// The same where it runs along the rows, as that of both does in dQ = dS K with dS^T; of the
-// columns from a panel on.
-template <class Tile>
-struct DepthInRows {
-    static constexpr bool kTransposed = true;
-    unsigned int first;
-
-    __device__ explicit DepthInRows(const Tile& tile, int panel = 0)
-        : first(panel_depth_in_rows(tile, panel)) {
-        ptx::hold(first);
-    }
-    __device__ unsigned long long at(int part, int k) const {
-        return description(first + rows_step(part * (Tile::kRows / kParts) + k));
-    }
-};
-// Halves in registers, which can be the left operand.
-struct InRegisters {
-    const Weights (&halves)[kParts];
-
-    __device__ const unsigned int (&at(int part, int k) const)[4] {
-        return halves[part][k / kWgmmaK];
-    }
-};
-
-// Adds the product of a step of the depth, or begins the sums with it.
-template <int Cols, bool Add, class A, class B>
-__device__ inline void multiply_halves(WgmmaSums<Cols>& sums, const A& a, const B& b, int product,
-                                       int k) {
-    using Product = WgmmaOf<Cols, operand_t>;
-    const auto b_k = b.at(right_part(product), k);
-    if constexpr (is_same<A, InRegisters>) {
-        Product::template multiply<B::kTransposed, Add>(sums, a.at(left_part(product), k), b_k);
-    } else {
-        const auto a_k = a.at(left_part(product), k);
-        Product::template multiply<A::kTransposed, B::kTransposed, Add>(sums, a_k, b_k);
-    }
-}
-
-// Issues sums = a b.
-template <int Depth, int Cols, class A, class B>
-__device__ inline void issue_halves(WgmmaSums<Cols>& sums, const A& a, const B& b) {
-    hold_all(sums);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int product = 0; product < kProducts; ++product) {
-#pragma unroll
-        for (int k = 0; k < Depth; k += kWgmmaK) {
-            if (product == 0 && k == 0) {
-                multiply_halves<Cols, false>(sums, a, b, product, k);
-            } else {
-                multiply_halves<Cols, true>(sums, a, b, product, k);
-            }
-        }
-    }
-    ptx::wgmma_commit();
-}
-
-// Sums in float32 as halves of so many times as much.
-__device__ inline void halve(Weights (&halves)[kParts], const Scores& sums, float factor) {
-#pragma unroll
-    for (int i = 0; i < kBlockM / 2; i += 2) {
-        const float low = sums[i] * factor, high = sums[i + 1] * factor;
-        const HalfPair large(low, high);
-        halves[0][i / 8][i / 2 % 4] = large.pair;
-        if (kParts > 1) {
-            halves[kParts - 1][i / 8][i / 2 % 4] =
-                ptx::pack_f16(low - large.low(), high - large.high());
-        }
-    }
-}
-// The sum that number i of them was.
-__device__ inline float whole(const Weights (&halves)[kParts], int i) {
-    float sum = 0;
-#pragma unroll
-    for (int part = kParts - 1; part >= 0; --part) {
-        const unsigned int pair = halves[part][i / 8][i / 2 % 4];
-        sum += to_acc(float16{static_cast<unsigned short>(i % 2 ? pair >> 16 : pair)});
-    }
-    return sum;
-}
 
 // A warpgroup that computes.
 struct Consumer {
@@ -201,7 +97,7 @@ struct Consumer {
             s[i] = exp2_of(s[i] * scale - lse);
         }
         if (masked) hide(s, rows().first_row);
-        halve(p, s, 1);
+        halve<kBlockM>(p, s, 1);
         if (kSharesWeights) {
             share(p);
             ptx::proxy_fence();
@@ -214,7 +110,7 @@ struct Consumer {
         if constexpr (kSharesWeights) {
             issue_halves<kBlockM, Cols>(part, DepthInColumns(smem.ds[warpgroup]), b);
         } else {
-            issue_halves<kBlockM, Cols>(part, InRegisters{w}, b);
+            issue_halves<kBlockM, Cols>(part, InRegisters<kBlockM>{w}, b);
         }
     }
     __device__ void share(const Weights (&halves)[kParts]) {
@@ -269,7 +165,7 @@ struct Consumer {
         }
         const int exponent = exponent_of<kLeastGradientExponent>(largest_of_warpgroup(largest));
         const int unit_of_halves = min(exponent, kMostGradientExponent) - kTopExponent;
-        halve(ds, dp, power_of_two(-unit_of_halves));
+        halve<kBlockM>(ds, dp, power_of_two(-unit_of_halves));
         share(ds);
         ptx::proxy_fence();
         meet_warpgroup();

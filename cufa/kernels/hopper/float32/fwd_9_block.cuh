@@ -1,14 +1,16 @@
-// The tiles of halves that fwd_9_float32 works on.
+// What fwd_9_float32 works on at once: tiles of halves, in the workspace and in shared memory.
 //
 // Each row is in units of its own: of queries and keys they become a factor of the score, of values
 // one of the weight. A launch of its own makes the tiles. In the workspace they lie as they will in
 // shared memory, so that one copy brings each.
 #pragma once
 
+#include "call/key_tiles.cuh"
 #include "hopper/float32/halves.cuh"
 #include "hopper/float32/halves_workspace.cuh"
+#include "hopper/pipeline.cuh"
 
-constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
+constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES;
 constexpr int kConsumers = kBlockM / kWgmmaM;
 
 // Rows of the small parts come after all of the large ones.
@@ -37,10 +39,29 @@ struct TileHalves {
     KeyHalves k;
     ValueRows v;
 };
-
-// Smaller rows are taken for such ones.
-constexpr int kLeastKeyExponent = -100, kLeastValueExponent = -60;
-// Larger values would leave the weights of others beside theirs no place in a float.
-constexpr float kLargestValue = 0x1p40f;
-
+static_assert(sizeof(QueryHalves) == QUERY_TILE_BYTES, "the host plans another workspace");
+static_assert(sizeof(TileHalves) == KEY_TILE_BYTES, "the host plans another workspace");
 using Workspace = HalvesWorkspace<QueryHalves, kBlockM, TileHalves, kBlockN, ForwardParams>;
+
+struct Smem {
+    QueryHalves q;
+    KeyHalves k[kStages];
+    ValueRows v[kStages];
+    Ring<kStages> k_ring, v_ring;
+    ptx::Barrier queries_full;
+
+    __device__ void init() {
+        constexpr int kConsumerWarps = kConsumers * kWarpgroup / 32;
+        k_ring.init(kConsumerWarps);
+        v_ring.init(kConsumerWarps);
+        ptx::barrier_init(queries_full, 1);
+        ptx::barrier_init_fence();
+    }
+};
+
+using Keys = KeyTiles<kBlockN>;
+
+// The keys that a block's queries see.
+__device__ inline Keys keys_of(const ForwardParams& call, const QueryTile& work) {
+    return {work.sequence.mask(call.features), work.first_row, kBlockM};
+}

@@ -1,0 +1,221 @@
+// What a warpgroup of fwd_9_float32 does with its queries and a tile of keys: the verbs of the loop
+// there.
+#pragma once
+
+#include "hopper/float32/fwd_9_block.cuh"
+#include "hopper/float32/half_products.cuh"
+#include "hopper/forward_turns.cuh"
+#include "scores/score_rules.cuh"
+
+using Turns = ForwardTurns<kConsumers, 1>;  // barrier 0 is the block's
+
+// Of the largest weight of a row.
+constexpr int kTopWeight = 7;
+// What a product with halves of values is in units of, beside the values' exponents.
+constexpr float kPartUnit = 1.f / (1 << kTopExponent);
+
+using Scores = WgmmaSums<kBlockN>;
+using Output = WgmmaSums<kDims>;
+using Weights = WgmmaOperand<kBlockN>;
+
+// A warpgroup that computes: 64 queries.
+struct Consumer {
+    Smem& smem;
+    const ForwardParams& call;
+    const QueryTile& work;
+    const int warpgroup;
+    const ScoreRules rules;
+    const Turns turns;
+    const int first_row;  // of the thread's two, eight rows from each other, in the block's tile
+
+    OnlineSoftmax softmax[2];
+    Output o = {};
+    RingPosition<kStages> k_at, v_at;
+
+    __device__ Consumer(Smem& smem, const ForwardParams& call, const QueryTile& work, int warpgroup)
+        : smem(smem),
+          call(call),
+          work(work),
+          warpgroup(warpgroup),
+          rules(call, work.sequence, work.head),
+          turns(warpgroup),
+          first_row(warpgroup * kWgmmaM + threadIdx.x % kWarpgroup / 32 * 16 +
+                    threadIdx.x % 32 / 4) {}
+
+    __device__ int row_of(int half) const { return work.first_row + first_row + half * 8; }
+    // Which of a tile's keys, or of a row's columns, [4 * eight + e] of its sums is of.
+    __device__ static int col_of(int eight, int e) {
+        return eight * 8 + threadIdx.x % 4 * 2 + e % 2;
+    }
+
+    // Weights of the scores that are under way.
+    __device__ void make_weights(Weights (&p)[kParts], Scores& s, int first_key, bool masked) {
+        wait_product<0>(s);
+        make_scores(s, first_key);
+        if (masked) mask_scores(s, first_key);
+        raise_maxima(s);
+        weigh(s);
+        add_others(s, first_key);
+        release_and_advance(smem.k_ring, k_at);
+        halve<kBlockN>(p, s, 1);
+    }
+
+    __device__ const KeyHalves& keys() const { return smem.k[k_at.stage]; }
+
+    // A warp is done with a stage.
+    __device__ static void release_and_advance(Ring<kStages>& ring, RingPosition<kStages>& at) {
+        release(ring, at);
+        at.advance();
+    }
+
+    // Issues S = Q K^T.
+    __device__ void issue_scores(Scores& s) {
+        smem.k_ring.wait_full(k_at);
+        issue_halves<kDepth, kBlockN>(s, DepthInColumns(smem.q.rows[warpgroup]),
+                                      DepthInColumns(keys().rows));
+    }
+
+    // Products become scores, in units of log 2, each with the exponent of its value.
+    __device__ void make_scores(Scores& s, int first_key) const {
+        const int last_key = work.sequence.seqlen_k - 1;
+        const acc_t scale = kShapedScores ? 1 : rules.scale * acc_t(kLog2E);
+        const float units[2] = {smem.q.unit[first_row] * scale, smem.q.unit[first_row + 8] * scale};
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; ++i) {
+            const int half = i / 2 % 2, col = col_of(i / 4, i);
+            const float unit = units[half] * keys().unit[col];
+            if constexpr (kShapedScores) {
+                s[i] = rules.score(s[i] * unit, row_of(half), min(first_key + col, last_key)) +
+                       keys().value_exponent[col];
+            } else {
+                s[i] = s[i] * unit + keys().value_exponent[col];
+            }
+        }
+    }
+    __device__ void mask_scores(Scores& s, int first_key) const {
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; ++i) {
+            const int key = first_key + col_of(i / 4, i);
+            if (!rules.sees(row_of(i / 2 % 2), key)) s[i] = negative_infinity();
+        }
+    }
+
+    // Weights are up to 2^kTopWeight, so that small parts of small ones have their bits, too.
+    __device__ void raise_maxima(const Scores& s) {
+        float shrink[2];
+        bool raised = false;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float largest = negative_infinity();
+#pragma unroll
+            for (int i = 2 * half; i < kBlockN / 2; i += 4)
+                largest = fmaxf(largest, fmaxf(s[i], s[i + 1]));
+            largest = lanes_max<4>(largest) - kTopWeight;
+            raised |= largest > softmax[half].max;
+            shrink[half] = softmax[half].raise_max(largest);
+        }
+        if (!__any_sync(0xffffffffu, raised)) return;
+#pragma unroll
+        for (int i = 0; i < kDims / 2; ++i) o[i] *= shrink[i / 2 % 2];
+    }
+
+    // Scores become weights of values in units of their own; sums are of those of values
+    // themselves.
+    __device__ void weigh(Scores& s) {
+        const float shifts[2] = {softmax[0].shift(), softmax[1].shift()};
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; ++i) {
+            s[i] = exp2_of(s[i] - shifts[i / 2 % 2]);
+            softmax[i / 2 % 2].sum += s[i] * fabsf(keys().value_reciprocal[col_of(i / 4, i)]);
+        }
+    }
+
+    // Adds the values to O that halves cannot hold, and NaN and infinity to the rows that see them,
+    // whatever their weight.
+    __device__ void add_others(const Scores& s, int first_key) {
+        bool others = false;
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; i += 4)
+            others |= !keys().has_value(col_of(i / 4, 0)) | !keys().has_value(col_of(i / 4, 1));
+        if (!__any_sync(0xffffffffu, others)) return;
+
+        const auto values = work.sequence.keys<const float>(call.v, work.kv_head);
+#pragma unroll 1
+        for (int key = 0; key < kBlockN; ++key) {
+            if (keys().has_value(key)) continue;
+            const float* const value = values.row(first_key + key);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float weight = weight_of(s, half, key);
+                if (!rules.sees(row_of(half), first_key + key)) continue;
+#pragma unroll
+                for (int i = 2 * half; i < kDims / 2; i += 4)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const int col = col_of(i / 4, e);
+                        if (col >= kValueDim) continue;
+                        const float x = value[col];
+                        o[i + e] += is_finite(x) ? weight * x : x;
+                    }
+            }
+        }
+    }
+    // That of one key, which one of the four threads has that share a row.
+    __device__ static float weight_of(const Scores& s, int half, int key) {
+        float weight = 0;
+#pragma unroll
+        for (int i = 2 * half; i < kBlockN / 2; i += 4) {
+            if (i / 4 == key / 8) weight = key % 2 == 0 ? s[i] : s[i + 1];
+        }
+        return __shfl_sync(0xffffffffu, weight, key % 8 / 2, 4);
+    }
+
+    // Issues the product that a tile adds to the output.
+    __device__ void issue_output(Output& part, const Weights (&p)[kParts]) {
+        smem.v_ring.wait_full(v_at);
+        issue_halves<kBlockN, kDims>(part, InRegisters<kBlockN>{p},
+                                     DepthInRows(smem.v[v_at.stage]));
+    }
+
+    // Waits for it, and adds it.
+    template <int Pending>
+    __device__ void add_output(Output& part) {
+        wait_product<Pending>(part);
+        release_and_advance(smem.v_ring, v_at);
+#pragma unroll
+        for (int i = 0; i < kDims / 2; ++i) o[i] += part[i] * kPartUnit;
+    }
+
+    __device__ void store() {
+        const auto out = work.sequence.queries<float>(call.o, work.head);
+        float* const lse = static_cast<float*>(call.lse);
+        const long long lse_row = work.sequence.first_row(work.head, call.sizes);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float factor = end_row<4>(softmax[half], rules);
+            const int row = row_of(half);
+            if (row >= work.sequence.seqlen_q) continue;
+            if (lse && threadIdx.x % 4 == 0) lse[lse_row + row] = lse_of(softmax[half]);
+#pragma unroll
+            for (int i = 2 * half; i < kDims / 2; i += 4)
+                write_pair(out.row(row) + col_of(i / 4, 0), kValueDim - col_of(i / 4, 0),
+                           {o[i] * factor, o[i + 1] * factor});
+        }
+    }
+    // Sums may be large, and their logarithms known less well than those of their mantissas.
+    __device__ static float lse_of(const OnlineSoftmax& row) {
+        const int exponent = min(exponent_of<-126>(row.sum), 126);  // its power of two is a float
+        const OnlineSoftmax near_one{row.max + exponent, row.sum * power_of_two(-exponent)};
+        return near_one.lse();
+    }
+    // The first `count` of two.
+    __device__ static void write_pair(float* to, int count, const Pack<float, 2>& pair) {
+        if constexpr (kValueDim % 2 == 0 && kAlignBytes % sizeof(pair) == 0) {
+            if (count > 0) *reinterpret_cast<Pack<float, 2>*>(to) = pair;
+        } else {
+#pragma unroll
+            for (int e = 0; e < 2; ++e)
+                if (e < count) to[e] = pair[e];
+        }
+    }
+};

@@ -1,0 +1,73 @@
+// The first launch of fwd_9_float32: tiles of halves. A block has a tile.
+#pragma once
+
+#include "hopper/float32/fwd_9_block.cuh"
+
+constexpr int kHalvingThreads = HALVING_THREADS;
+
+// Smaller rows are taken for such ones.
+constexpr int kLeastKeyExponent = -100, kLeastValueExponent = -60;
+// Larger values would leave the weights of others beside theirs no place in a float.
+constexpr float kLargestValue = 0x1p40f;
+
+// Calls write(row, col, piece) for all pieces of Rows rows, `count` of which exist.
+template <int Rows, int Dims, class Write>
+__device__ inline void for_pieces(const Matrix<const float>& from, int count, const Write& write) {
+    constexpr int kAcross = kRowThreads<Dims>, kDown = kHalvingThreads / kAcross;
+    static_assert(Rows % kDown == 0, "all threads have as many pieces");
+#pragma unroll 2  // so many are on their way at once
+    for (int first = 0; first < Rows; first += kDown) {
+        const int row = first + threadIdx.x / kAcross, col = threadIdx.x % kAcross * kPieceCols;
+        write(row, col, RowPiece<Dims>(from, row, count, col));
+    }
+}
+
+// What a row of queries or keys is in units of: the exponent of that.
+__device__ inline int unit_of(const RowPiece<kHeadDim>& piece) {
+    return exponent_of<kLeastKeyExponent>(piece.largest_of_row()) - kTopExponent;
+}
+
+__device__ inline void halve_queries(const ForwardParams& call, int head, int tile) {
+    const Sizes& sizes = call.sizes;
+    const auto [batch, first_row] =
+        row_tile<kBlockM>(tile, sizes.batch, sizes.seqlen_q, call.features.cu_seqlens_q);
+    const Sequence sequence(call, batch);
+    const auto q = sequence.queries<const float>(call.q, head);
+    QueryHalves& to = Workspace(call).queries(head, tile);
+    for_pieces<kBlockM, kHeadDim>(q.from(first_row), sequence.seqlen_q - first_row,
+                                  [&](int row, int col, const RowPiece<kHeadDim>& piece) {
+                                      const int unit = unit_of(piece);
+                                      piece.write(to.rows[row / kWgmmaM], row % kWgmmaM, col,
+                                                  power_of_two(-unit));
+                                      if (col == 0) to.unit[row] = power_of_two(unit);
+                                  });
+}
+
+__device__ inline void halve_keys(const ForwardParams& call, int kv_head, int tile) {
+    const Sizes& sizes = call.sizes;
+    const auto [batch, first_key] =
+        row_tile<kBlockN>(tile, sizes.batch, sizes.seqlen_k, call.features.cu_seqlens_k);
+    const Sequence sequence(call, batch);
+    const int count = sequence.seqlen_k - first_key;
+    const auto k = sequence.keys<const float>(call.k, kv_head);
+    const auto v = sequence.keys<const float>(call.v, kv_head);
+    TileHalves& to = Workspace(call).keys(kv_head, tile);
+    for_pieces<kBlockN, kHeadDim>(k.from(first_key), count,
+                                  [&](int key, int col, const RowPiece<kHeadDim>& piece) {
+                                      const int unit = unit_of(piece);
+                                      piece.write(to.k.rows, key, col, power_of_two(-unit));
+                                      if (col == 0) to.k.unit[key] = power_of_two(unit);
+                                  });
+    for_pieces<kBlockN, kValueDim>(
+        v.from(first_key), count, [&](int key, int col, const RowPiece<kValueDim>& piece) {
+            const float largest = piece.largest_of_row();
+            const bool finite = piece.row_is_finite();  // all threads of the row ask
+            const bool held = finite && largest < kLargestValue;
+            const int exponent = held ? exponent_of<kLeastValueExponent>(largest) : 0;
+            piece.write(to.v, key, col, held ? power_of_two(kTopExponent - exponent) : 0);
+            if (col == 0) {
+                to.k.value_exponent[key] = exponent;
+                to.k.value_reciprocal[key] = held ? power_of_two(-exponent) : -1;
+            }
+        });
+}

@@ -12,6 +12,11 @@ def kind_of(value: object) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """As in 1 warp, 2 warps; 1 axis, 2 axes."""
+    return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
+
+
 def shown(value: object) -> str:
     """The value of an option as it was given; of an array, which may be large and on a GPU, its shape."""
     shape = getattr(value, "shape", ())

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import itertools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
@@ -39,6 +40,7 @@ _Array: TypeAlias = npt.NDArray[Any]
 _PLACE: Mapping[str, Kind] = {"b": "int32", "h": "int32", "q_idx": "int32", "kv_idx": "int32"}
 # Those that change from score to score of a tile.
 _VARYING = {"q_idx", "kv_idx"}
+_NAMED_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _ELEMENT_TYPES = {
     "bool": "unsigned char",
     "int8": "signed char",
@@ -98,8 +100,8 @@ class _Mod:
         """What the function computes."""
         symbols = [symbol(name, kind) for name, kind in self.symbols.items()]
         arrays = [
-            TracedArray(field_name(name), kind_of_dtype(dtype_of(array)), len(array.shape))
-            for name, array in self.named_arrays.items()
+            TracedArray(field_name(name), kind_of_dtype(dtype_of(array)), len(array.shape), title)
+            for (name, array), title in zip(self.named_arrays.items(), self._titles(), strict=True)
         ]
         try:
             return lifted(self.function(*symbols, *arrays))
@@ -109,6 +111,18 @@ class _Mod:
                 # The call itself failed, before anything in the function was run.
                 reason += f"; it is called with ({', '.join((*self.symbols, *self.named_arrays))})"
             raise TypeError(f"{self.name} cannot be traced: {reason}") from error
+
+    def _titles(self) -> Iterator[str]:
+        """What errors call the arrays: by the function's parameters, where they have names."""
+        try:
+            parameters = [*inspect.signature(self.function).parameters.values()]
+        except (TypeError, ValueError):  # some builtins tell nothing of theirs
+            parameters = []
+        named = [parameter.name for parameter in parameters if parameter.kind in _NAMED_BY_PLACE]
+        names = named[len(self.symbols) :]
+        for number in range(len(self.arrays)):
+            title = f"array {number} of {self.name}"
+            yield f"{names[number]} ({title})" if number < len(names) else title
 
     def __call__(self, *symbols: Any) -> Any:
         """What the function makes of these values of its symbols, arrays that are broadcast."""
@@ -230,7 +244,9 @@ class ScoreMod(_Mod):
         names, values = {field_name(name): name for name in self.named_arrays}, iter(parts)
         of_arrays = [
             ElementSlope(
-                names[element.value], next(values), tuple(itertools.islice(values, len(element.operands)))
+                names[element.value.name],
+                next(values),
+                tuple(itertools.islice(values, len(element.operands))),
             )
             for element, _ in elements
         ]

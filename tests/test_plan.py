@@ -14,8 +14,9 @@ from tolerance import DTYPES
 from cufa import kernels
 from cufa.device import KNOWN, Arch, Device
 from cufa.kernels import KERNELS
+from cufa.messages import counted
 from cufa.plan import Launch, Plan, make_plan, tiled
-from cufa.plan.record import MAX_GRID, counted
+from cufa.plan.record import MAX_GRID
 from cufa.plan.rungs import PRICES
 from cufa.plan.sizes import shared_matrix_bytes
 from cufa.plan.standard import softmax_launches
@@ -643,8 +644,15 @@ def test_macros_are_what_the_kernel_asks_for(kernel: str) -> None:
     assert plan.variant.source == f"{kernel}.cu"
 
 
+def test_plans_that_are_equal_have_the_same_hash() -> None:
+    problem = problem_for("fwd_4_flash_v2")
+    first, second = (make_plan(problem, Device.of("sm_90a")) for _ in range(2))
+    assert len({first, second, make_plan(problem, Device.of("sm_80"))}) == 2
+
+
 def test_one_and_more_are_counted() -> None:
     assert [counted(number, "warp") for number in (1, 2, 11)] == ["1 warp", "2 warps", "11 warps"]
+    assert [counted(number, "axis", "axes") for number in (1, 2)] == ["1 axis", "2 axes"]
 
 
 @pytest.mark.parametrize("kernel", ["fwd_4_flash_v2", "bwd_2_flash_v2"])

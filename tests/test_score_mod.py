@@ -342,6 +342,34 @@ def test_arrays_that_it_cannot_read(array: Any, error: Any, message: str) -> Non
         ScoreMod(lambda s, b, h, i, j, x: s + x[h], array)
 
 
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            lambda s, b, h, i, j, table, _: s + table[h],
+            r"table \(array 0 of score_mod\) has 2 axes and is read with 1 index; it",
+        ),
+        (
+            lambda s, b, h, i, j, x, table: s + table[h, i],
+            r"table \(array 1 of score_mod\) has 1 axis and is read with 2 indices; it",
+        ),
+        (lambda s, b, h, i, j, *arrays: s + arrays[1], "traced: array 1 of score_mod is computed with as a"),
+        (lambda s, b, h, i, j, table, x: s + x[h:], r"x \(array 1 of score_mod\) is sliced"),
+        (np.vectorize(lambda s, *_: s), "cannot be traced"),
+    ],
+)
+def test_errors_name_arrays_as_the_function_does(function: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        _ = ScoreMod(function, np.zeros((4, 5)), np.zeros(4)).expression
+
+
+def test_an_element_that_there_is_not_is_named_as_the_function_does(arrays: list[Any]) -> None:
+    q, k, v, _ = arrays
+    mod = ScoreMod(lambda s, b, h, i, j, slopes: s + slopes[i], np.zeros(4))
+    with pytest.raises(IndexError, match=r"^slopes \(array 0 of score_mod\) is read where it has no"):
+        cufa.attention(q, k, v, score_mod=mod, backend="numpy")
+
+
 def test_rungs_that_have_no_features_refuse_it() -> None:
     q = np.empty((2, 300, 4, 64), np.float16)
     for name in ("fwd_1_naive", "fwd_3_flash_v1"):

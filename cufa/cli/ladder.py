@@ -30,7 +30,7 @@ from cufa.cli.options import (
 )
 from cufa.cli.workload import DIRECTIONS, Rung, Workload, place, release_gpu_memory, to_gpu, to_host, use_gpu
 from cufa.kernels import KERNELS, Kernel
-from cufa.plan.record import counted
+from cufa.messages import counted
 from cufa.problem import Direction, Problem
 from cufa.threads import cores
 

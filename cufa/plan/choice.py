@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from cufa.device import MAX_THREADS_PER_BLOCK, WARP_SIZE, Device
-from cufa.plan.record import counted
+from cufa.messages import counted
 from cufa.problem import Problem
 from cufa.rounding import ceil_div
 

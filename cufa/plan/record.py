@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
 from cufa.device import Device
 from cufa.jit import Variant
+from cufa.messages import counted
 from cufa.problem import Problem
 from cufa.score_mod import header
 from cufa.traced.header import HEADER
@@ -20,11 +21,6 @@ Macro = tuple[str, str | int | bool]
 MAX_GRID = 2**31 - 1
 # From which compute capability on one launch may begin while the one before ends.
 FIRST_OVERLAPPING = (9, 0)
-
-
-def counted(number: int, noun: str) -> str:
-    """As in 1 warp, 2 warps."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 @dataclass(frozen=True)
@@ -100,7 +96,7 @@ class Plan:
     source: str
     problem: Problem
     device: Device
-    tiles: Mapping[str, int]
+    tiles: Mapping[str, int] = field(hash=False)  # a dict has no hash
     macros: tuple[Macro, ...]
     launches: tuple[Launch, ...]
     scratch: tuple[Scratch, ...]

@@ -13,9 +13,10 @@ from math import prod
 from typing import ClassVar
 
 from cufa.device import MAX_REGISTERS_PER_THREAD, WARP_SIZE, Device
+from cufa.messages import counted
 from cufa.plan.choice import Candidates, Choice, Cost, row_tiles, sizes_of
 from cufa.plan.mma import BYTE, HALF, LINE_BYTES, MMA_M, MMA_N, arithmetic_of
-from cufa.plan.record import FIRST_OVERLAPPING, Launch, Macro, Part, Scratch, counted
+from cufa.plan.record import FIRST_OVERLAPPING, Launch, Macro, Part, Scratch
 from cufa.plan.sizes import FORWARD_PARAMS_BYTES, common_macros
 from cufa.problem import FLOAT8, MAX_EXTENT, Problem, lse_shape
 from cufa.rounding import ceil_div, round_up

@@ -30,7 +30,7 @@ def write_slopes(slopes: Sequence[tuple[Expression, Expression]]) -> str:
     stores = []
     for number, (element, slope) in enumerate(slopes):
         indices = ", ".join(map(code.name_of, element.operands))
-        place = f"arrays.d{element.value}.place({indices})"
+        place = f"arrays.d{element.value.name}.place({indices})"
         stores.append(f"    slopes[{number}] = {{{place}, {code.name_of(slope)}}};\n")
     return "".join((*code.lines, *stores))
 
@@ -100,6 +100,6 @@ def _code(node: Expression, operands: Iterable[str]) -> str:
     if node.operation == "cast":
         return f"{_CPP_TYPES[node.kind]}({', '.join(operands)})"
     if node.operation == "element":
-        at = f"arrays.{node.value}.at({', '.join(operands)})"
+        at = f"arrays.{node.value.name}.at({', '.join(operands)})"
         return f"{_CPP_TYPES[node.kind]}({f'to_acc({at})' if node.kind == 'float' else at})"
     return OPERATIONS[node.operation].code.format(*operands)

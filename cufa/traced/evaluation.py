@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cufa.traced.expression import OPERATIONS, Expression, Kind, in_order
+from cufa.traced.expression import OPERATIONS, Expression, Kind, TracedArray, in_order
 
 
 def evaluate(expression: Expression, values: Mapping[str, Any]) -> Any:
@@ -46,12 +46,12 @@ def _as_kind(value: Any, kind: Kind) -> Any:
     return np.asarray(value).astype(kind)
 
 
-def _element(values: Mapping[str, Any], name: str, indices: Sequence[Any]) -> Any:
+def _element(values: Mapping[str, Any], array: TracedArray, indices: Sequence[Any]) -> Any:
     """Raises IndexError, which names the array, for indices that are not in it."""
     try:
-        return values[name][tuple(indices)]
+        return values[array.name][tuple(indices)]
     except IndexError as error:
-        raise IndexError(f"{name} is read where it has no element: {error}") from error
+        raise IndexError(f"{array.title} is read where it has no element: {error}") from error
 
 
 def _widened(element: Any, kind: Kind, of_floats: np.dtype[Any] | None) -> Any:

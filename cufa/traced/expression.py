@@ -19,6 +19,8 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from cufa.messages import counted
+
 # What a value is. Numbers of the kind "float" are of the type that scores are computed in.
 Kind = Literal["bool", "int32", "int64", "float"]
 Kinds = tuple[Kind, ...]
@@ -57,8 +59,8 @@ def _operator(name: str) -> tuple[_Binary, _Binary]:
 class Expression:
     """An operation on operands, or one of what has none: "symbol" and "constant".
 
-    `value` is the symbol's name, the constant, the kind that "cast" makes, or the array's name of "element",
-    whose operands are indices.
+    `value` is the symbol's name, the constant, the kind that "cast" makes, or the array of "element", whose
+    operands are indices.
     """
 
     operation: str
@@ -158,29 +160,30 @@ class Expression:
 
 @dataclass(frozen=True, eq=False)
 class TracedArray:
-    """An array that a traced function reads, element by element."""
+    """An array that a traced function reads, element by element; errors call it by its `title`."""
 
     name: str
     kind: Kind
     ndim: int
+    title: str
 
     def __getitem__(self, indices: Any) -> Expression:
         indices = indices if isinstance(indices, tuple) else (indices,)
         if len(indices) != self.ndim:
             raise TypeError(
-                f"{self.name} has {self.ndim} axes and is read with {len(indices)} indices; it needs one for "
-                "each axis"
+                f"{self.title} has {counted(self.ndim, 'axis', 'axes')} and is read with "
+                f"{counted(len(indices), 'index', 'indices')}; it needs one for each axis"
             )
         if any(index is None or index is Ellipsis or isinstance(index, slice) for index in indices):
-            raise TypeError(f"{self.name} is sliced; read an element, as in slopes[h]")
+            raise TypeError(f"{self.title} is sliced; read an element, as in slopes[h]")
         of_axes = tuple(lifted(index) for index in indices)
         for index in of_axes:
             if index.kind not in ("int32", "int64"):
-                raise TypeError(f"{self.name} is read at a {index.kind}; indices must be integers")
-        return Expression("element", self.kind, of_axes, self.name)
+                raise TypeError(f"{self.title} is read at a {index.kind}; indices must be integers")
+        return Expression("element", self.kind, of_axes, self)
 
     def __iter__(self) -> Any:
-        raise TypeError(f"{self.name} is iterated over; read an element, as in slopes[h]")
+        raise TypeError(f"{self.title} is iterated over; read an element, as in slopes[h]")
 
 
 def symbol(name: str, kind: Kind) -> Expression:
@@ -193,7 +196,7 @@ def lifted(value: Any) -> Expression:
     if isinstance(value, Expression):
         return value
     if isinstance(value, TracedArray):
-        raise TypeError(f"{value.name} is computed with as a whole; read an element, as in slopes[h]")
+        raise TypeError(f"{value.title} is computed with as a whole; read an element, as in slopes[h]")
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
         value = value.item()
     if isinstance(value, bool):

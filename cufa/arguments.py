@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cufa.messages import shown
+from cufa.messages import counted, shown
 from cufa.problem import (
     DTYPES,
     FLOAT8,
@@ -283,8 +283,8 @@ def _tensors(
             )
     if heads != kv_heads and (kv_heads == 0 or heads % kv_heads != 0):
         raise ValueError(
-            f"q has {heads} heads and k {kv_heads}; the query heads must be a multiple of the key-value heads"
-            f" (q has shape {q} and k {k}, read as {axes})"
+            f"q has {counted(heads, 'head')} and k {kv_heads}; the query heads must be a multiple of the "
+            f"key-value heads (q has shape {q} and k {k}, read as {axes})"
         )
     batch = _packed_batch(shapes) if batch_axis is None else q[batch_axis]
     return Problem(

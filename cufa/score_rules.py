@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from cufa import philox
 from cufa.arguments import check_window
+from cufa.messages import counted
 from cufa.problem import four_axes
 from cufa.reference import ScoreOptions
 from cufa.rounding import ceil_div
@@ -104,7 +105,8 @@ class Rules(ScoreOptions):
             return None
         pages: Array = self.block_table[number, : ceil_div(used, k.shape[1])]
         for page in pages[(pages < 0) | (pages >= len(k))][:1]:
-            raise ValueError(f"block_table has page {page} for sequence {number}, and k has {len(k)} pages")
+            held = counted(len(k), "page")
+            raise ValueError(f"block_table has page {page} for sequence {number}, and k has {held}")
         return pages
 
 
@@ -299,7 +301,7 @@ def packed_pieces(name: str, cu_seqlens: Array, of: str, tokens: int) -> list[sl
     if ends[0] < 0:
         raise ValueError(f"{name} begins with {ends[0]}; it must be at least 0")
     if ends[-1] > tokens:
-        raise ValueError(f"{name} ends with {ends[-1]}, but {of} has {tokens} tokens")
+        raise ValueError(f"{name} ends with {ends[-1]}, but {of} has {counted(tokens, 'token')}")
     pieces = [slice(begin, end) for begin, end in itertools.pairwise(ends)]
     for b, piece in enumerate(pieces):
         if piece.stop < piece.start:

@@ -293,6 +293,11 @@ def test_flash_attns_cache_in_8_bits_without_descales(rng):
         ({"v": None}, ValueError, "v must be given, too"),
         ({"k": None, "cache_seqlens": None}, ValueError, "k, cache_seqlens must be given, too"),
         ({"cache_seqlens": 8}, ValueError, "cache_seqlens is 8 and k has 2 keys; k_cache has room for 9"),
+        (
+            {name: np.zeros((2, 1, 2, 8), np.float32) for name in ("k", "v")} | {"cache_seqlens": 9},
+            ValueError,
+            "cache_seqlens is 9 and k has 1 key; k_cache has room for 9",
+        ),
         ({"cache_seqlens": np.array([1, 8], np.int32)}, ValueError, r"cache_seqlens is \[1 8\] and k has 2"),
         ({"cache_seqlens": np.array([1, -1], np.int32)}, ValueError, r"cache_seqlens is \[ 1 -1\] and k"),
         ({"cache_seqlens": 10}, ValueError, "cache_seqlens is 10; k_cache has room for 0 to 9"),

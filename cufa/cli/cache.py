@@ -7,6 +7,7 @@ import click
 from cufa import cache
 from cufa.cli import output
 from cufa.cli.options import json_option
+from cufa.messages import counted
 
 
 @click.group("cache")
@@ -48,4 +49,4 @@ def clear(as_json: bool) -> None:
     if as_json:
         output.print_json({"folder": str(folder), "files_removed": removed})
     else:
-        output.stdout().print(f"removed {removed} files from {folder}", soft_wrap=True)
+        output.stdout().print(f"removed {counted(removed, 'file')} from {folder}", soft_wrap=True)

@@ -17,6 +17,7 @@ from cufa.cli import check
 from cufa.cli.functions import mods_of
 from cufa.cli.options import FeatureOptions
 from cufa.cli.output import library_errors, memory_errors
+from cufa.messages import counted
 from cufa.problem import (
     Direction,
     Problem,
@@ -179,7 +180,7 @@ def place(on_gpu: bool) -> str:
     if on_gpu:
         gpu = device.current()
         return f"{gpu.name} ({gpu.arch})"
-    return f"CPU ({platform.machine()}, {cores()} cores, NumPy {np.__version__})"
+    return f"CPU ({platform.machine()}, {counted(cores(), 'core')}, NumPy {np.__version__})"
 
 
 def to_gpu(host: Arrays) -> Arrays:

@@ -28,6 +28,7 @@ from cufa.compat.arguments import (
     renamed,
     shape_of,
 )
+from cufa.messages import counted
 from cufa.problem import FLOAT8, FLOAT8_OUTPUTS, INPUT_DTYPES, dtype_of
 from cufa.quantizing import quantize
 from cufa.rotary import rotary
@@ -373,7 +374,7 @@ def flash_attn_with_kvcache(
         check_int32("cache_batch_idx", cache_batch_idx, (batch,))
         cached = k_cache.shape[0]
         for place in _outside(cache_batch_idx, cached):
-            raise ValueError(f"cache_batch_idx has {place}, and k_cache has {cached} sequences")
+            raise ValueError(f"cache_batch_idx has {place}, and k_cache has {counted(cached, 'sequence')}")
         names = {**names, "block_table": "cache_batch_idx"}
         block_table = cache_batch_idx[:, None]  # what the cache has of a sequence is a page
     if block_table is not None:
@@ -495,7 +496,8 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache
             raise TypeError(f"{name} has dtype {new.dtype}; as {name}_cache it must be {of.dtype}")
     lengths = np.atleast_1d(held) if isinstance(held, (int, np.ndarray)) else np.empty(0)
     if np.any((lengths < 0) | (lengths + count > room)):
-        raise ValueError(f"cache_seqlens is {held} and k has {count} keys; k_cache has room for {room}")
+        keys = counted(count, "key")
+        raise ValueError(f"cache_seqlens is {held} and k has {keys}; k_cache has room for {room}")
     if isinstance(held, int) and block_table is None:
         place: Any = np.s_[:, held : held + count]
     else:
@@ -506,7 +508,8 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache
             page_size = k_cache.shape[1]
             pages = block_table[sequence, key // page_size]
             for page in _outside(pages, k_cache.shape[0]):
-                raise ValueError(f"block_table has page {page}, and k_cache has {k_cache.shape[0]} pages")
+                held_pages = counted(len(k_cache), "page")
+                raise ValueError(f"block_table has page {page}, and k_cache has {held_pages}")
             place = pages, key % page_size
     for new, of, descale in zip((k, v), (k_cache, v_cache), descales, strict=True):
         if _becomes_8_bits(new, of):

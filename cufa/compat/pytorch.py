@@ -16,6 +16,7 @@ from cufa.compat.arguments import (
     shape_of,
     top_left,
 )
+from cufa.messages import counted
 from cufa.problem import DTYPES, dtype_name, dtype_of
 
 _PYTORCH = {**TENSORS, "mask": "attn_mask", "bias": "attn_mask"}
@@ -79,7 +80,9 @@ def scaled_dot_product_attention(
     shape_of("value", value)
     check_values(value, key)
     if not enable_gqa and heads != kv_heads:
-        raise ValueError(f"query has {heads} heads and key {kv_heads}; with enable_gqa=True they may differ")
+        raise ValueError(
+            f"query has {counted(heads, 'head')} and key {kv_heads}; with enable_gqa=True they may differ"
+        )
     options: dict[str, Any] = {}
     if is_causal:
         keys, options = top_left(seqlen_q, keys, None, 0)

@@ -136,17 +136,17 @@ class Device:
     l2_bytes: int
 
     @classmethod
-    def of(cls, arch: Arch | str | int) -> Device:
+    def of(cls, arch: Arch | str | int, *, name: str = "arch") -> Device:
         """The device of `KNOWN` with this arch's compute capability, compiling for `arch`.
 
-        Raises ValueError if the table has no such compute capability.
+        Raises ValueError, calling the value `name`, if the table has no such compute capability.
         """
-        wanted = Arch.parse(arch)
+        wanted = Arch.parse(arch, name=name)
         known = KNOWN.get(wanted.capability)
         if known is None:
             have = ", ".join(str(device.arch) for device in KNOWN.values())
             raise ValueError(
-                f"arch is {str(wanted)!r}, whose limits are not known without such a GPU; "
+                f"{name} is {str(wanted)!r}, whose limits are not known without such a GPU; "
                 f"known are the compute capabilities of {have}"
             )
         return replace(known, arch=wanted)
@@ -313,11 +313,11 @@ def target(
         return current()
     wanted = Arch.parse(arch, name=name)
     if for_compile_only or not gpu_present():
-        return Device.of(wanted)
+        return Device.of(wanted, name=name)
     gpu = current()
     reason = wanted.runs_on(gpu.arch.capability)
     if reason is None:
         return replace(gpu, arch=wanted)
     if for_plan_only:
-        return Device.of(wanted)
+        return Device.of(wanted, name=name)
     raise ValueError(f"{name} is {str(wanted)!r}, which cannot run here: {reason} ({gpu.name})")

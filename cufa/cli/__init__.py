@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import click
 
@@ -22,6 +23,10 @@ class _LazyGroup(click.Group):
         module = importlib.import_module(f"cufa.cli.{cmd_name}")
         command: click.Command = module.command
         return command
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        with output.writing_errors():
+            return super().main(*args, **extra)
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

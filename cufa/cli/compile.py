@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from cufa.cli.variants import SEQLEN, Compiled, Request, compile_variant
 from cufa.device import KNOWN, Device, target
 from cufa.kernels import COMPANIONS, KERNELS
 from cufa.problem import FLOAT8, Features
-from cufa.threads import cores, in_threads
+from cufa.threads import cores
 
 # Of keys before and after the diagonal; what is compiled does not depend on it.
 _WINDOW = 256
@@ -207,13 +209,7 @@ def command(
             f"--emit takes one kernel, arch, dtype, head dim and tiling; these are {len(requests)}"
         )
 
-    compiled = []
-    in_order = in_threads(compile_variant, iter(requests), min(cores(), len(requests)))
-    with output.progress(len(requests)) as step:
-        for request in requests:
-            step(f"{request.kernel} for {request.device.arch}")
-            compiled.append(next(in_order))
-
+    compiled = _compile(requests)
     if all(each.skipped for each in compiled):
         raise output.Failure("; ".join(dict.fromkeys(each.skipped for each in compiled)))
     if emit is not None and compiled[0].build is not None:
@@ -225,6 +221,24 @@ def command(
     _print_errors(compiled)
     if any(each.error for each in compiled):
         raise click.exceptions.Exit(output.WRONG)
+
+
+def _compile(requests: list[Request]) -> list[Compiled]:
+    """All of them, in threads, for which an interrupt does not wait: NVRTC ends when it has compiled."""
+    compiled = []
+    pool = ThreadPoolExecutor(cores())
+    try:
+        with output.progress(len(requests)) as step:
+            in_order = pool.map(compile_variant, requests)
+            for request in requests:
+                step(f"{request.kernel} for {request.device.arch}")
+                compiled.append(next(in_order))
+    except KeyboardInterrupt:
+        output.say("Aborted!")
+        os._exit(output.WRONG)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return compiled
 
 
 def _dtype_of(kernel: str) -> str:

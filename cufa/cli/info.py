@@ -17,6 +17,7 @@ import cufa
 from cufa import cache, device, driver, jit
 from cufa.cli import output
 from cufa.cli.options import json_option
+from cufa.messages import counted
 from cufa.threads import cores
 
 _INSTALL = "pip install 'cufa[cuda13]', or 'cufa[cuda12]' for an NVIDIA driver older than 580"
@@ -59,6 +60,7 @@ def _facts() -> dict[str, Any]:
             "writable": held.writable,
         },
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "wrong": _wrong(),
         "missing": missing,
     }
     try:
@@ -67,6 +69,17 @@ def _facts() -> dict[str, Any]:
     except cufa.NVRTCMissingError:
         missing["nvrtc"] = _INSTALL if device.gpu_present() else _INSTALL_COMPILER
     return facts
+
+
+def _wrong() -> dict[str, str]:
+    """Of variables that no call would take, what is wrong with them."""
+    try:
+        device.target()
+    except ValueError as error:
+        return {"CUFA_ARCH": str(error)}
+    except cufa.GPUUnavailableError:
+        pass  # which is said of the GPU
+    return {}
 
 
 def _gpu(missing: dict[str, str]) -> dict[str, Any] | None:
@@ -110,7 +123,7 @@ def _print(facts: dict[str, Any]) -> None:
     missing = facts["missing"]
     table = output.key_values()
     table.add_row("cufa", f"{facts['cufa']} (Python {facts['python']}, NumPy {facts['numpy']})")
-    table.add_row("CPU", f"{facts['cpu_cores']} cores")
+    table.add_row("CPU", f"{counted(facts['cpu_cores'], 'core')}")
     gpu = facts["gpu"]
     if gpu is None:
         table.add_row("GPU", missing["gpu"])
@@ -127,9 +140,9 @@ def _print(facts: dict[str, Any]) -> None:
     table.add_row("plans for", ", ".join(facts["known_archs"]))
     held = facts["cache"]
     table.add_row("cache", held["folder"])
-    table.add_row("", f"{held['entries']} kernels, {output.size(held['bytes'])}")
+    table.add_row("", f"{counted(held['entries'], 'kernel')}, {output.size(held['bytes'])}")
     for name, value in facts["environment"].items():
-        table.add_row(name, value)
+        table.add_row(name, facts["wrong"].get(name, value))
     output.stdout().print(table)
 
 

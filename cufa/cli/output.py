@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import logging
 import math
+import os
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, TYPE_CHECKING, Any
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
 # Exit codes: the computation was done or tried and is not right, and it could not be begun.
 WRONG = 1
 BAD_INPUT = 2
+
+# No room, no quota, too large a file, a device that fails.
+_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 _PLAN_INDENT = 13 * " "  # where the second column of a printed Plan begins
 _BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB")
@@ -69,6 +75,20 @@ def library_errors() -> Iterator[None]:
         raise Failure(str(error)) from error
     except (CompileError, LaunchError) as error:
         raise Wrong(str(error)) from error
+
+
+@contextlib.contextmanager
+def writing_errors() -> Iterator[None]:
+    """Say that what is printed finds no room, or a broken device, without a traceback."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NOT_WRITTEN:
+            raise
+        # What is left in the buffer would be tried again, and reported again, when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        say(f"error: the output cannot be written: {error.strerror}", "red")
+        raise SystemExit(WRONG) from error
 
 
 def stdout() -> Console:

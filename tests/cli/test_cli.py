@@ -5,6 +5,7 @@ import logging
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -86,6 +87,39 @@ def test_info_shows_the_environment(monkeypatch):
     monkeypatch.setenv("CUFA_ARCH", "sm_80")
     assert run_json("info")["environment"]["CUFA_ARCH"] == "sm_80"
     assert "CUFA_ARCH" in run("info").stdout
+
+
+@pytest.mark.parametrize(
+    ("arch", "message"),
+    [
+        ("foo", "CUFA_ARCH is 'foo'; give it as 'sm_90a',"),
+        ("sm_60", "CUFA_ARCH is 'sm_60', whose limits are not known"),
+    ],
+)
+def test_info_says_what_is_wrong_with_the_environment(monkeypatch, arch, message):
+    monkeypatch.setenv("CUFA_ARCH", arch)
+    monkeypatch.setattr(device, "gpu_present", lambda: False)
+    facts = run_json("info")
+    assert (facts["environment"]["CUFA_ARCH"], facts["wrong"].keys()) == (arch, {"CUFA_ARCH"})
+    assert message in facts["wrong"]["CUFA_ARCH"]
+    assert message in " ".join(run("info").stdout.split())
+    monkeypatch.setenv("CUFA_ARCH", "sm_80")
+    assert run_json("info")["wrong"] == {}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+@pytest.mark.parametrize("arguments", [("--help",), ("kernels",), ("kernels", "--json")], ids=" ".join)
+def test_a_full_disk_is_an_error_in_one_line(arguments):
+    with Path("/dev/full").open("wb") as full:
+        command = [sys.executable, "-m", "cufa", *arguments]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.stderr == "error: the output cannot be written: No space left on device\n"
+    assert done.returncode == output.WRONG
+
+
+def test_other_errors_of_the_system_are_not_taken_for_those_of_the_output():
+    with pytest.raises(FileNotFoundError), output.writing_errors():
+        Path("/no/such/file").read_bytes()
 
 
 def test_kernels_lists_the_registry():

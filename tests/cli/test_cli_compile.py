@@ -2,6 +2,10 @@
 
 import json
 import logging
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 from command_line import WIDTH, refused, run, run_json
@@ -44,6 +48,26 @@ def test_compile_shows_what_kernels_take(monkeypatch, tmp_path):
     table = run("compile", "fwd_1_naive", *TINY, "--dtype", "float32").stdout
     assert "sm_80, float32, head dim 16" in table
     assert max(map(len, table.splitlines())) <= WIDTH
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are POSIX's")
+def test_an_interrupt_does_not_wait_for_the_compiler():
+    """Which here compiles for ever."""
+    code = (
+        "import threading; from cufa import jit; from cufa.cli import main\n"
+        "def build(_): print('compiling', flush=True); threading.Event().wait()\n"
+        "jit.build = build\n"
+        "main(['compile', 'fwd_1_naive', '--arch', 'sm_80,sm_90'])\n"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as command:
+        assert command.stdout.readline() == "compiling\n"
+        command.send_signal(signal.SIGINT)
+        try:
+            _, messages = command.communicate(timeout=60)
+        finally:
+            command.kill()
+    assert (command.returncode, messages) == (output.WRONG, "Aborted!\n")
 
 
 @nvrtc

@@ -158,9 +158,9 @@ def attention(
             for the query heads that read a KV head; None for 1. `cufa.quantize` makes both.
         k_descale: the same for k.
         v_descale: the same for v.
-        dropout_p: which part of the probabilities is set to 0 at random, 0 <= dropout_p < 1; the others
-            grow by 1 / (1 - dropout_p). The LSE knows nothing of it.
-        seed: of dropout's random numbers, 64 bits (Philox4x32-10).
+        dropout_p: which part of the probabilities is set to 0 at random, 0 <= dropout_p < 1, rounded to a
+            multiple of 2**-15; the others grow by 1 / (1 - dropout_p). The LSE knows nothing of it.
+        seed: of dropout's random numbers, 64 bits (Philox4x32-7).
         offset: which of that seed's sequences of random numbers, 32 bits; another for every call.
         cu_seqlens_q: (batch + 1,) int32, where each sequence begins and the last ends, for sequences packed
             one after the other: q is then (tokens, heads, head_dim), and likewise out; bias and mask have

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
-from cufa.philox import dropped_below
+from cufa.philox import kept_carry, kept_scale
 from cufa.plan.sizes import (
     BACKWARD_PARAMS_BYTES,
     FORWARD_PARAMS_BYTES,
@@ -28,7 +28,7 @@ _SIZES = struct.Struct("=6i")
 _INT64 = struct.Struct("=q")
 # Bias, mask, ALiBi slopes and their batch stride, sink, three arrays of lengths, three of descales.
 _ARRAYS = struct.Struct("=4q4q" + "2q" + "q" + "3q" + "3q")
-# Softcap, kept_scale, seed, offset, dropped_below.
+# Softcap, kept_scale, seed, offset, kept_carry.
 _VALUES = struct.Struct("=2dQ2I")
 _WINDOW = struct.Struct("=2i")
 # dLSE, dsink, dbias and its lengths.
@@ -92,8 +92,8 @@ class FeatureValues(NamedTuple):
 @functools.lru_cache
 def pack_values(values: FeatureValues) -> bytes:
     """The numbers, which are in the midst of the fields that features have to themselves."""
-    dropped = dropped_below(values.dropout_p)
-    return _VALUES.pack(values.softcap, 1 / (1 - values.dropout_p), values.seed, values.offset, dropped)
+    p = values.dropout_p
+    return _VALUES.pack(values.softcap, kept_scale(p), values.seed, values.offset, kept_carry(p))
 
 
 def pack_features(problem: Problem, side: Mapping[str, Region]) -> tuple[bytes, bytes]:

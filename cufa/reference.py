@@ -271,7 +271,7 @@ class Rules(ScoreOptions):
         if not self.dropout_p:
             return np.ones((rows.stop - rows.start, keys.stop - keys.start), dtype)
         kept = philox.kept(self.dropout_p, self.seed, self.offset, matrix, rows, keys)
-        return np.where(kept, 1 / (1 - self.dropout_p), 0).astype(dtype)
+        return np.where(kept, philox.kept_scale(self.dropout_p), 0).astype(dtype)
 
 
 @dataclass(frozen=True)

@@ -246,7 +246,7 @@ class HeadRules:
     @property
     def kept_scale(self) -> float:
         """What a probability that is kept is multiplied by."""
-        return 1 / (1 - self.dropout_p)
+        return philox.kept_scale(self.dropout_p)
 
     def add_bias_gradient(self, dS: Array, rows: slice, columns: slice, sums: dict[BiasPlace, Array]) -> None:
         """Add the gradients of a tile of scores to those of the bias that was added to them."""

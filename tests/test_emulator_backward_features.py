@@ -21,6 +21,7 @@ TILES = {
 }
 ONE_STAGE = {"block_m": 16, "block_n": 32, "threads": 64, "stages": 1, "split": 1}
 SHARED_ROWS = {"block_m": 32, "block_n": 32, "threads": 128, "stages": 1, "split": 2}
+EIGHT_COLUMNS = {"block_m": 32, "block_n": 16, "threads": 128, "stages": 1, "split": 4}
 BY_DTYPE = [
     ("bwd_2_flash_v2", "float32"),
     ("bwd_2_flash_v2", "float64"),
@@ -218,6 +219,13 @@ def test_queries_in_one_stage(rng):
 def test_warps_that_share_rows(rng, features, deterministic):
     case = cases.draw_case(rng, "float16", features, seqlen_q=70, seqlen_k=90, **cases.SIZES)
     check("bwd_3_mma", case, tiles=SHARED_ROWS, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_warps_of_eight_columns(rng, deterministic):
+    """Of which two share the random words of a row."""
+    case = cases.draw_case(rng, "float64", ("dropout",), seqlen_q=70, seqlen_k=90, **cases.SIZES)
+    check("bwd_3_mma", case, tiles=EIGHT_COLUMNS, deterministic=deterministic)
 
 
 @pytest.mark.parametrize(

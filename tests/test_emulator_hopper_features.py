@@ -16,8 +16,8 @@ from cufa.problem import accumulator_dtype
 pytestmark = pytest.mark.emulator
 
 FEATURES = ("causal", "window", "softcap", "alibi_slopes", "sink", "packed", "seqused_k")
-FORWARD_FEATURES = (*FEATURES, "bias")
-BACKWARD_FEATURES = (*FEATURES, "dlse", "dsink", "deterministic")
+FORWARD_FEATURES = (*FEATURES, "bias", "dropout")
+BACKWARD_FEATURES = (*FEATURES, "dlse", "dsink", "deterministic", "dropout")
 
 # By kernel and dtype, the head dims of Q and of V.
 BACKWARDS = [
@@ -29,7 +29,7 @@ BACKWARDS = [
     ("bwd_4_wgmma", "float16", (192, 128)),
 ]
 # Which features a kernel lacks for some of those.
-LACKS = {BACKWARDS[-1]: {"softcap"}}
+LACKS = {BACKWARDS[2]: {"dropout"}, BACKWARDS[3]: {"dropout"}, BACKWARDS[5]: {"softcap", "dropout"}}
 # A kernel's tiles for some head dims, where there is more than one kind of them.
 TILES = {("bwd_4_wgmma", (72, 128)): {"block_m": 80}}
 # Larger ones than the plan has for few rows.
@@ -126,7 +126,7 @@ def test_tiles_that_a_mask_hides(rng, in_bits, keys, rows):
 # The heads that share keys in parts: where dQ is added from registers, by copies, and by two warpgroups for a
 # part of the dims each; sequences packed, with unused keys, and of one length.
 PARTED = [
-    ("bwd_4_wgmma", (64, 40), {"parts": 4}, {"packed", "seqused_k", "causal", "dlse"}),
+    ("bwd_4_wgmma", (64, 40), {"parts": 4}, {"packed", "seqused_k", "causal", "dlse", "dropout"}),
     ("bwd_4_wgmma", (72, 128), {"parts": 2, "block_m": 80}, {"seqused_k", "dsink"}),
     ("bwd_5_wgmma_wide", (72, 136), {"parts": 2}, {"packed", "window", "deterministic"}),
 ]

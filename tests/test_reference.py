@@ -124,8 +124,10 @@ def loop_element(array: Array, *index: int) -> Any:
 
 def loop_dropout(rules: dict[str, Any], matrix: int, i: int, j: int) -> float:
     p = rules.get("dropout_p", 0)
-    words = philox.philox((j // 2, i // 2, matrix, rules.get("offset", 0)), rules.get("seed", 0))
-    return 1 / (1 - p) if words[2 * (i % 2) + j % 2] >= p * 2**32 else 0
+    counter = j // 16 * 4 + j % 8 // 2, i // 2, matrix, rules.get("offset", 0)
+    word = int(philox.philox(counter, rules.get("seed", 0))[2 * (i % 2) + j // 8 % 2])
+    dropped = round(p * 2**15)
+    return 1 / (1 - dropped / 2**15) if (word >> 16 * (j % 2)) % 2**15 >= dropped else 0
 
 
 def finite_difference(loss: Callable[[], Any], x: Array) -> Array:

@@ -160,7 +160,11 @@ class HopperBackward(HopperKernel):
             return f"{self.name} does not support deterministic with mask or mask_mod"
         if reason is None and problem.features.element_slopes_ask_score:
             return f"{self.name} does not support dscore_mod where slopes of elements depend on the score"
-        asks = " and ".join(name for name in ("softcap", "bias") if name in problem.features.names)
+        if reason is None and problem.features.dropout and problem.features.array_sums:
+            return f"{self.name} does not support dropout_p with dscore_mod"
+        asks = " and ".join(
+            name for name in ("softcap", "bias", "dropout_p") if name in problem.features.names
+        )
         if reason is None and problem.head_dim > self.max_value_dim and asks:
             return (
                 f"{self.name} supports head dims to {self.max_value_dim} with {asks}, and this is "
@@ -326,8 +330,8 @@ _LADDER = (
         memory="none",
         features=frozenset(
             (
-                *("window", "softcap", "bias", "alibi_slopes", "sink", "cu_seqlens", "seqused_k"),
-                *("block_table", "score_mod", "mask", "mask_mod"),
+                *("window", "softcap", "bias", "alibi_slopes", "sink", "dropout_p", "cu_seqlens"),
+                *("seqused_k", "block_table", "score_mod", "mask", "mask_mod"),
             )
         ),
     ),
@@ -415,7 +419,7 @@ _LADDER = (
         memory="O(N)",
         max_head_dim=192,
         max_value_dim=128,
-        features=_HOPPER_BACKWARD_FEATURES | {"mask", "mask_mod", "dscore_mod"},
+        features=_HOPPER_BACKWARD_FEATURES | {"mask", "mask_mod", "dscore_mod", "dropout_p"},
     ),
     WideHopperBackward(
         name="bwd_5_wgmma_wide",

@@ -127,7 +127,7 @@ struct ScoreGradients {
                 const int key = first_key + grid.key(j);
                 ScoreGradient gradient;
                 if (!Masked || rules.sees(row, key)) {
-                    const bool kept = !kDropout || keeps(rules, row, key);
+                    const bool kept = !kDropout || rules.keeps(row, key);
                     gradient =
                         score_gradient(Exp2(), rules, p[i][j], ds[i][j], row, key, stats, kept);
                     add_up(row, key, p[i][j], gradient);

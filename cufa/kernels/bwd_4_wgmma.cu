@@ -48,6 +48,7 @@ __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSum
         QueryPart dq;
         Weights p, ds;
         if (walk.masked()) consumer.begin_masked(walk);
+        if constexpr (kDropout) consumer.draw_kept(walk);
         consumer.begin_scores(s, walk);
         consumer.begin_weight_gradients(dp);
         turns.wait();
@@ -57,7 +58,7 @@ __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSum
         wait_product<1>(s);
         consumer.exponentiate(s, walk);
         if (kValuesEarly) {
-            round_to_operand<kBlockM>(p, s);
+            consumer.round_weights(p, s);
             consumer.issue_value_gradients(dv, p);
         }
         turns.pass();
@@ -66,7 +67,7 @@ __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSum
         consumer.differentiate(dp, s, walk);
         round_to_operand<kBlockM>(ds, dp);
         if (!kValuesEarly) {
-            round_to_operand<kBlockM>(p, s);
+            consumer.round_weights(p, s);
             consumer.issue_value_gradients(dv, p);
         }
         consumer.share(ds);

@@ -256,7 +256,7 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
     """
     features = problem.features
     if tiles.blocks_per_sm > 1:
-        functions = features.score_mod is not None or features.key_mask
+        functions = features.score_mod is not None or features.key_mask or features.dropout
         alibi_and_more = features.alibi and (features.softcap or lengths_vary(problem))
         many_and_more = tiles.blocks_per_sm >= MANY_BLOCKS and (features.softcap or features.alibi)
         if functions or features.bias is not None or features.page_size:
@@ -264,7 +264,7 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
         return not (alibi_and_more or many_and_more)
     if tiles.consumers <= 2:
         return problem.value_dim <= MOST_VALUE_DIM or tiles.block_n < 128
-    if lengths_vary(problem) or features.key_mask or features.bias is not None:
+    if lengths_vary(problem) or features.key_mask or features.bias is not None or features.dropout:
         return False
     pages = ceil_div(tiles.block_n, features.page_size) if features.page_size else 1
     if features.alibi and (features.page_size or features.softcap):

@@ -88,11 +88,11 @@ WIDE_TILES = Tiles(64, WGMMA_M, 2)
 def has_long_tiles(problem: Problem) -> bool:
     """Whether tiles of queries are long: many of a head must see a key, or a part of a tile would cost more.
 
-    A soft cap, a bias and functions of the caller's need registers that there are not beside those.
+    A soft cap, a bias, dropout and functions of the caller's need registers that there are not beside those.
     """
     features = problem.features
     mods = features.score_mod is not None or features.key_mask
-    asks = features.softcap or features.bias is not None or mods
+    asks = features.softcap or features.bias is not None or features.dropout or mods
     if problem.head_dim <= PANEL_COLS or not scores_together(problem) or asks:
         return False
     keys = problem.seqlen_k // problem.packed_sequences

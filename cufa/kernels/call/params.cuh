@@ -38,11 +38,11 @@ struct Features : ModArrays {
     const int* seqused_k;     // (batch)
     // (batch, kv_heads) of float32, what 8-bit Q, K and V are multiplied with; null: 1
     const void *q_descale, *k_descale, *v_descale;
-    double softcap;              // the bound of the scores
-    double kept_scale;           // 1 / (1 - dropout_p)
-    unsigned long long seed;     // of the random numbers that dropout draws
-    unsigned int offset;         // which of that seed's sequences of them
-    unsigned int dropped_below;  // a probability whose random word is below this is dropped
+    double softcap;           // the bound of the scores
+    double kept_scale;        // what a probability is multiplied by that dropout keeps
+    unsigned long long seed;  // of the random numbers that dropout draws
+    unsigned int offset;      // which of that seed's sequences of them
+    unsigned int kept_carry;  // by which random numbers overflow that keep a probability
     int window_left, window_right;
 };
 

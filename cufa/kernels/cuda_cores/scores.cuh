@@ -44,8 +44,7 @@ __device__ inline void drop(const ScoreRules& rules, ScoreTile<TM, TN>& p, const
 #pragma unroll
         for (int j = 0; j < TN; ++j) {
             const int row = first_row + grid.row(i), key = first_key + grid.key(j);
-            const int place = 2 * (row % 2) + key % 2;
-            if (!(rules.kept(row, key) >> place & 1)) p[i][j] = 0;
+            if (!rules.keeps(row, key)) p[i][j] = 0;
         }
 }
 

@@ -12,11 +12,6 @@ constexpr bool kDeterministic = DETERMINISTIC;  // the same bits in every run: n
 constexpr bool kBiasGradient = BIAS_GRADIENT;   // the gradient of the bias is wanted
 constexpr bool kOwnBiasSums = OWN_BIAS_SUMS;    // every score has a sum of its own in it
 
-// Whether dropout keeps one probability.
-__device__ inline bool keeps(const ScoreRules& rules, int row, int key) {
-    return rules.kept(row, key) >> (2 * (row % 2) + key % 2) & 1;
-}
-
 struct ScoreGradient {
     acc_t p = 0;         // the probability, as dropout left it: dV is the sum of p dO
     acc_t modified = 0;  // the gradient of what the caller's function made of the score

@@ -3,6 +3,7 @@
 
 #include "call/key_tiles.cuh"
 #include "mma/fwd_5_block.cuh"
+#include "scores/kept_scores.cuh"
 #include "scores/mask_sixteens.cuh"
 
 // Which of a lane's scores of a row are of keys that the row sees: a bit for each, or, if that is a
@@ -113,23 +114,15 @@ __device__ inline void apply(const ScoreRules& rules, Scores& s, const SeenScore
         }
 }
 
-// Drops probabilities at random. Two neighbouring rows, which share their random words, are those
-// of lanes four apart: each of the two lanes draws for both rows, in one of its halves.
+// Drops probabilities at random.
 __device__ inline void drop(const ScoreRules& rules, Scores& p, int first_row, int first_key) {
-    const int parity = row_of(0, 0) % 2;
 #pragma unroll
-    for (int m = 0; m < kTiles; ++m)
+    for (int m = 0; m < kTiles; ++m) {
+        KeptScores<kBlockN / 2, false> kept;
+        kept.draw(rules.features, rules.matrix, first_row + row_of(m, 0),
+                  fragment_col(first_key, 0));
 #pragma unroll
-        for (int n = 0; n < kBlockN / kMmaN; ++n) {
-            const unsigned int drawn =
-                rules.kept(first_row + row_of(m, parity), fragment_col(first_key, n));
-            const unsigned int neighbours = __shfl_xor_sync(0xffffffffu, drawn, 4);
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const unsigned int kept = (half == parity ? drawn : neighbours) >> 2 * parity;
-#pragma unroll
-                for (int e = 0; e < 2; ++e)
-                    if (!(kept >> e & 1)) p[m][n][2 * half + e] = 0;
-            }
-        }
+        for (int i = 0; i < kBlockN / 2; ++i)
+            if (!kept.has(i)) p[m][i / 4][i % 4] = 0;
+    }
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "gradients/score_gradients.cuh"
+#include "scores/kept_scores.cuh"
 #include "scores/mask_sixteens.cuh"
 #include "softmax/exp2_table.cuh"
 
@@ -69,25 +70,11 @@ struct TileOfScores {
 
     __device__ bool sees(Element at) const { return rules.sees(query(at), key(at)); }
 
-    // Which scores of fragment (m, n) dropout keeps: bit 2 * half + e. Two neighbouring rows, which
-    // share their random words, are those of lanes four apart: each of the two lanes draws for both
-    // rows, in one of its halves.
-    __device__ unsigned int kept(int m, int n) const {
-        const int parity = place.g % 2;
-        const Element first = {m, n, parity, 0};
-        const unsigned int drawn = rules.kept(query(first), key(first));
-        const unsigned int neighbours = __shfl_xor_sync(0xffffffffu, drawn, 4);
-        unsigned int kept = 0;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const unsigned int words = half == parity ? drawn : neighbours;
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const int word = RowsAreKeys ? 2 * e + parity : 2 * parity + e;
-                kept |= (words >> word & 1) << (2 * half + e);
-            }
-        }
-        return kept;
+    // Which scores of fragments m dropout keeps.
+    using Kept = KeptScores<kColumns / 2, RowsAreKeys>;
+    __device__ void draw_kept(Kept& kept, int m) const {
+        const Element first = {m, 0, 0, 0};
+        kept.draw(rules.features, rules.matrix, row(first), col(first));
     }
 };
 using KeyRows = TileOfScores<true>;
@@ -181,11 +168,15 @@ template <bool Masked, class Tile, class StatsOf, class AddUp>
 __device__ inline void differentiate(Scores& s, Scores& dp, const Tile& tile,
                                      const SeenScores<Tile>& seen, const StatsOf& stats_of,
                                      const AddUp& add_up) {
+    typename Tile::Kept kept[kTiles];
+    if constexpr (kDropout) {
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) tile.draw_kept(kept[m], m);
+    }
 #pragma unroll
     for (int n = 0; n < kColumns / kMmaN; ++n)
 #pragma unroll
         for (int m = 0; m < kTiles; ++m) {
-            const unsigned int kept = kDropout ? tile.kept(m, n) : 0;
 #pragma unroll
             for (int e = 0; e < 2; ++e)
 #pragma unroll
@@ -197,8 +188,9 @@ __device__ inline void differentiate(Scores& s, Scores& dp, const Tile& tile,
                     ScoreGradient gradient;
                     // Only a bias must not be read where nothing is seen.
                     if (is_seen || !kBias || kScoreMod) {
-                        gradient = score_gradient(tile.exp2, tile.rules, s[m][n][i], dp[m][n][i],
-                                                  query, key, stats_of(at), kept >> i & 1);
+                        gradient =
+                            score_gradient(tile.exp2, tile.rules, s[m][n][i], dp[m][n][i], query,
+                                           key, stats_of(at), kDropout && kept[m].has(4 * n + i));
                     }
                     if (!is_seen) gradient = {};
                     if (is_seen) add_up(at, s[m][n][i], gradient);

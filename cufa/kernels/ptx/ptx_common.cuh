@@ -18,6 +18,28 @@ __device__ inline float anew_float(float x) {
     return x;
 }
 
+// All 64 bits of a product. As one of 64-bit numbers the compiler adds zeros to its upper half.
+struct WideProduct {
+    unsigned int low, high;
+
+    __device__ WideProduct(unsigned int a, unsigned int b) {
+        asm("{\n"
+            ".reg .b64 product;\n"
+            "mul.wide.u32 product, %2, %3;\n"
+            "mov.b64 {%0, %1}, product;\n"
+            "}\n"
+            : "=r"(low), "=r"(high)
+            : "r"(a), "r"(b));
+    }
+};
+
+// For each half of a word whether its highest bit is set, in all of its bits.
+__device__ inline unsigned int spread_signs(unsigned int word) {
+    unsigned int spread;
+    asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(spread) : "r"(word));
+    return spread;
+}
+
 // Whether this is for Blackwell's ptxas, which loads operands further ahead than the others.
 #if __CUDA_ARCH__ >= 1000
 constexpr bool kBlackwell = true;

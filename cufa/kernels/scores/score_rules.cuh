@@ -3,8 +3,8 @@
 // supports them asks here.
 #pragma once
 
+#include "scores/dropout.cuh"
 #include "scores/key_mask.cuh"
-#include "scores/philox.cuh"
 #include "softmax/online_softmax.cuh"
 
 // Of one head of one sequence. Rows and keys are numbered from the sequence's own first.
@@ -25,7 +25,7 @@ struct ScoreRules {
           batch(sequence.batch),
           head(head),
           scale(static_cast<acc_t>(params.softmax_scale)),
-          matrix(static_cast<unsigned int>(sequence.batch * params.sizes.heads + head)) {
+          matrix(matrix_of(params.sizes, sequence.batch, head)) {
         if constexpr (kAlibi) {
             alibi_slope = static_cast<const acc_t*>(
                 features.alibi_slopes)[sequence.batch * features.alibi_batch_stride + head];
@@ -106,19 +106,9 @@ struct ScoreRules {
         return seen;
     }
 
-    // Which of the four probabilities of rows i, i + 1 and keys j, j + 1, i and j being the largest
-    // even numbers up to row and key, dropout keeps: bit 2 * (row % 2) + key % 2 of the result. It
-    // depends on places alone, so the backward finds the same, whatever its tiles are.
-    __device__ unsigned int kept(int row, int key) const {
-        const RandomWords words =
-            philox({static_cast<unsigned int>(key / 2), static_cast<unsigned int>(row / 2), matrix,
-                    features.offset},
-                   features.seed);
-        unsigned int kept = 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-            kept |= static_cast<unsigned int>(words.word[i] >= features.dropped_below) << i;
-        return kept;
+    // Whether dropout keeps a probability.
+    __device__ bool keeps(int row, int key) const {
+        return kept_of_eight(features, matrix, row, key).has(row, key);
     }
     // What a probability that is kept is multiplied by.
     __device__ acc_t kept_scale() const { return static_cast<acc_t>(features.kept_scale); }

@@ -103,6 +103,12 @@ struct Consumer {
         }
     }
 
+    template <class Walk>
+    __device__ void draw_kept(const Walk& walk) {
+        const unsigned int matrix = matrix_of(params.call.sizes, work().batch, walk.head);
+        softmax.draw_kept(place_of(walk), matrix, work().first_key + warpgroup * kWgmmaM);
+    }
+
     // Takes up a tile of queries: lets the products begin with its rows' statistics.
     template <class Walk>
     __device__ void begin_scores(Scores& s, const Walk& walk) {
@@ -154,6 +160,8 @@ struct Consumer {
         if constexpr (kSlopesWait)
             softmax.apply_slopes(dp, smem.ds[at.stage][warpgroup], warp_row());
     }
+
+    __device__ void round_weights(Weights& p, const Scores& s) const { softmax.round_kept(p, s); }
 
     // Issues dV += P^T dO.
     __device__ void issue_value_gradients(WgmmaSums<kValue>& dv, const Weights& p) {
@@ -239,7 +247,11 @@ struct Consumer {
     }
 
     // Hands out the gradients of this warpgroup's values.
-    __device__ void hand_out_values(const WgmmaSums<kValue>& dv) {
+    __device__ void hand_out_values(WgmmaSums<kValue>& dv) {
+        if constexpr (kDropout) {
+#pragma unroll
+            for (float& sum : dv) sum *= kept_scale(params.call);
+        }
         if constexpr (kParts > 1) {
             key_sums().write_values<kValue>(params.call, work(), warpgroup * kWgmmaM, 0, dv);
         } else if constexpr (kOutboxes) {
@@ -253,7 +265,8 @@ struct Consumer {
 
     // Hands out those of its keys: where these were once the other warpgroup is done with them too.
     __device__ void hand_out_keys(WgmmaSums<kHead>& dk) {
-        const float scale = kParts > 1 ? 1 : params.call.softmax_scale;  // parts are scaled later
+        // Parts are scaled later.
+        const float scale = (kParts > 1 ? 1 : params.call.softmax_scale) * kept_scale(params.call);
 #pragma unroll
         for (int i = 0; i < kHead / 2; ++i) dk[i] *= scale;
         if constexpr (kParts > 1) {
@@ -320,7 +333,7 @@ struct Consumer {
         auto rows = sequence.queries<scalar_t>(params.call.dq, head);
         rows.data = rows.row(first_row);
         Sums::round(tile_before, part, dq, sets_sums, rows, sequence.seqlen_q - first_row,
-                    params.call.softmax_scale);
+                    params.call.softmax_scale * kept_scale(params.call));
     }
 
     __device__ WgmmaKeySums key_sums() const { return QueryWorkspace(params.call).key_sums; }

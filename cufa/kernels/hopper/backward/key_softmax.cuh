@@ -4,6 +4,7 @@
 #include "hopper/alibi_line.cuh"
 #include "hopper/backward/key_statistics.cuh"
 #include "hopper/wgmma_tiles.cuh"
+#include "scores/kept_scores.cuh"
 #include "scores/mask_sixteens.cuh"
 
 // Whether a score may change otherwise than the product times the scale: there is a slope then.
@@ -43,6 +44,7 @@ struct KeySoftmax {
     int query;  // the first of the two that a thread has of each eight of a tile
     unsigned int seen[kKeyMask ? ceil_div(BlockM, 64) : 1];  // scores of a tile, a bit for each
     AlibiLine line;                                          // of a tile, in units of products
+    KeptScores<BlockM / 2, true> kept;                       // of a tile
 
     KeySoftmax() = default;
     __device__ KeySoftmax(const BackwardParams& call, const Mask& mask, int first_key)
@@ -102,6 +104,19 @@ struct KeySoftmax {
             const int row = place.first_row + query + i / 4 * 8 + i % 2;
             seen[i / 32] |= sees(place, row, i % 4 / 2) << i % 32;
         }
+    }
+
+    // Draws which weights of a tile dropout keeps. The warpgroup's keys begin at `first_key`.
+    __device__ void draw_kept(const TilePlace& place, unsigned int matrix, int first_key) {
+        const int row = threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4;
+        kept.draw(place.features, matrix, first_key + row, place.first_row + query);
+    }
+    // Those weights that it keeps, as an operand.
+    __device__ void round_kept(WgmmaOperand<BlockM>& operand, const WgmmaSums<BlockM>& p) const {
+        WgmmaSums<BlockM> kept_weights;
+#pragma unroll
+        for (int i = 0; i < BlockM / 2; ++i) kept_weights[i] = kDropout && !kept.has(i) ? 0 : p[i];
+        round_to_operand<BlockM>(operand, kept_weights);
     }
 
     // Products become scores, softly bounded.
@@ -177,9 +192,9 @@ struct KeySoftmax {
         }
     }
 
-    // dP^T - D becomes dS^T = P^T o (dP^T - D), by P^T as it was computed or rounded. With Slopes
-    // it is the gradient not of bounded scores but of the products times the scale; P^T must then
-    // not have been rounded.
+    // dP^T - D becomes dS^T = P^T o (dP^T - D), where dP^T is 0 if dropout drops P^T, by P^T as it
+    // was computed or rounded. With Slopes it is the gradient not of bounded scores but of the
+    // products times the scale; P^T must then not have been rounded.
     template <bool Masked, bool Slopes, class P>
     __device__ void differentiate(WgmmaSums<BlockM>& dp, const P& p,
                                   const RowStatistics<BlockM>& rows, int tile) const {
@@ -189,6 +204,9 @@ struct KeySoftmax {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 float& x = dp[2 * i + e];
+                if constexpr (kDropout) {
+                    if (!kept.has(2 * i + e)) x = pair_at(rows.minus_d, i / 2)[e];
+                }
                 x *= weights[e];
                 if constexpr (Slopes) x *= slope_at(weights[e], pair_at(rows.minus_lse, i / 2)[e]);
                 if (Masked && !sees(i / 2, i % 2 * 2 + e, tile)) x = 0;

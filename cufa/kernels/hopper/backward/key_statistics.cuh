@@ -22,6 +22,11 @@ __device__ inline float scale_of_scores(const BackwardParams& call) {
     constexpr float kSmallest = 1e-30f;
     return fabsf(call.softmax_scale) < kSmallest ? kSmallest : call.softmax_scale;
 }
+// What dropout multiplies probabilities with that it keeps. dP is without it, and so are D, which
+// is subtracted from that, and the sums of gradients until they are stored.
+__device__ inline float kept_scale(const BackwardParams& call) {
+    return kDropout ? static_cast<float>(call.features.kept_scale) : 1;
+}
 // What turns an LSE into the units in which it is kept: those of products or, where scores are
 // more than those, of log 2.
 __device__ inline float unit_of_lse(const BackwardParams& call) {

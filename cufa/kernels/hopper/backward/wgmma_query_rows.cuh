@@ -116,7 +116,8 @@ __device__ inline void write_statistics(const BackwardParams& call, const Block&
             const int place = statistics.place(i);
             statistics.minus_lse[place] =
                 (log == negative_infinity() ? log : -log) * unit_of_lse(call);
-            statistics.minus_d[place] = dlse && counts ? dlse[row] - sum : -sum;
+            const float minus_d = dlse && counts ? dlse[row] - sum : -sum;
+            statistics.minus_d[place] = minus_d / kept_scale(call);
         }
     }
     const bool nonfinite = __syncthreads_or(zero != 0);
@@ -148,7 +149,7 @@ __device__ inline void round_tile(const BackwardParams& call) {
     auto& rounded = shared_memory<RoundedTile<BlockM, Panels>, ROUND_SMEM_BYTES>().rows;
     const auto at = QueryBlock<BlockM, Sums>::own(call);
     if (!at.exists()) return;
-    const float scale = call.softmax_scale;
+    const float scale = call.softmax_scale * kept_scale(call);
     const auto* fours = reinterpret_cast<const Pack<float, 4>*>(at.sums());
 #pragma unroll
     for (int i = threadIdx.x; i < Sums::kTile / 4; i += Threads) {
@@ -186,7 +187,8 @@ __device__ inline void sum_up_sink(const BackwardParams& call) {
             const auto& statistics = workspace.rows_of(sequence, head, row / BlockM);
             const int place = statistics.place(row % BlockM);
             const float minus_lse = statistics.minus_lse[place] / unit_of_lse(call);
-            return {-minus_lse * static_cast<float>(kLog2E), -statistics.minus_d[place]};
+            return {-minus_lse * static_cast<float>(kLog2E),
+                    -statistics.minus_d[place] * kept_scale(call)};
         },
         shared_memory<WarpSums<Threads>, SINK_SMEM_BYTES>());
 }

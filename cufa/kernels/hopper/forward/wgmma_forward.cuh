@@ -30,6 +30,7 @@ struct ForwardConsumer : ForwardScores<Self, Smem, Params> {
     using Base = ForwardScores<Self, Smem, Params>;
     using Base::bits_of_row;
     using Base::compute_products;
+    using Base::draw_kept;
     using Base::load_bias;
     using Base::mask_of;
     using Base::mask_scores;
@@ -136,8 +137,10 @@ struct ForwardConsumer : ForwardScores<Self, Smem, Params> {
         float sums[2];
         Bias bias;
         SeenScores seen;
+        Kept kept;
         if constexpr (kBias) load_bias(bias, work, tile);
         if (kSeenBits && cut) seen.load(row_bits + tile * kTileWords);
+        if constexpr (kDropout) draw_kept(kept, work, tile);
         wait_scores<0>(s, last);
         shape_scores(s, bias, work, tile);
         if constexpr (Self::kHalvesFirst) {
@@ -163,6 +166,7 @@ struct ForwardConsumer : ForwardScores<Self, Smem, Params> {
         }
         softmax.add(sums);
         self().round(p, s);
+        if constexpr (kDropout) kept.drop(p);
         if (cut) self().take_out_nonfinite(o, work, tile);
         return softmax;
     }
@@ -195,12 +199,14 @@ struct ForwardConsumer : ForwardScores<Self, Smem, Params> {
         float sums[2], shrink[2];
         Bias bias;
         SeenScores seen;
+        Kept kept;
         if constexpr (kBias) load_bias(bias, work, tile);
         if (kSeenBits && cut) seen.load(row_bits + tile * kTileWords);
         turns.wait();
         issue_scores(s);
         self().issue_output(o, p);
         if (!Self::kLongTurns) turns.pass();
+        if constexpr (kDropout) draw_kept(kept, work, tile);
 
         wait_scores<1>(s, last);
         shape_scores(s, bias, work, tile);
@@ -235,6 +241,7 @@ struct ForwardConsumer : ForwardScores<Self, Smem, Params> {
         if (__builtin_expect(raised, false)) rescale(o, shrink);
         softmax.add(sums);
         if (!Self::kRoundsFirst) self().round(p, s);
+        if constexpr (kDropout) kept.drop(p);
         if (Masked && cut) self().take_out_nonfinite(o, work, tile);
     }
 

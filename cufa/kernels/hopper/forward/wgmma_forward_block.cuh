@@ -10,6 +10,7 @@
 #include "hopper/forward/wgmma_softmax.cuh"
 #include "hopper/labelled_ring.cuh"
 #include "hopper/wgmma_pages.cuh"
+#include "scores/kept_scores.cuh"
 #include "scores/seen_tiles.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
@@ -58,6 +59,7 @@ using Order = TileOrder<kBlockM, SECTION_BYTES>;
 using KeyRange = KeyTileRange<kBlockM, kBlockN>;
 using KeyPages = TilePages<kBlockN>;
 using Scores = WgmmaSums<kBlockN>;
+using Kept = KeptScores<kBlockN / 2, false>;
 using Weights = WgmmaOperand<kBlockN>;
 using Bias = BiasPairs<bias_t, kBlockN / 2>;
 

@@ -60,6 +60,11 @@ struct ForwardScores {
                   first_key_of_thread(tile));
     }
 
+    __device__ void draw_kept(Kept& kept, const WorkTile& work, int tile) const {
+        const unsigned int matrix = matrix_of(params.call.sizes, work.batch, work.head);
+        kept.draw(params.call.features, matrix, row_of(work, 0), first_key_of_thread(tile));
+    }
+
     // Which scores of this thread's first row are seen, from the first tile of keys on.
     __device__ const unsigned int* bits_of_row(const WorkTile& work) const {
         const ForwardParams& call = params.call;

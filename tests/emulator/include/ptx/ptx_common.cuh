@@ -13,6 +13,20 @@ inline float anew_float(float x) {
     return x;
 }
 
+struct WideProduct {
+    unsigned int low, high;
+
+    WideProduct(unsigned int a, unsigned int b) {
+        const unsigned long long product = static_cast<unsigned long long>(a) * b;
+        low = static_cast<unsigned int>(product);
+        high = static_cast<unsigned int>(product >> 32);
+    }
+};
+
+inline unsigned int spread_signs(unsigned int word) {
+    return (word >> 31 & 1) * 0xffff0000u | (word >> 15 & 1) * 0x0000ffffu;
+}
+
 constexpr bool kBlackwell = false;
 
 template <int Threads>

@@ -1,0 +1,76 @@
+// Which scores of a tile dropout keeps, in the registers of the threads that have them.
+#pragma once
+
+#include "call/memory.cuh"
+#include "ptx/ptx_common.cuh"
+#include "scores/dropout.cuh"
+
+// A bit for each of the Count scores that a thread has of a warp's 16 rows, as mma and wgmma leave
+// them: rows g and g + 8, columns 2t, 2t + 1 and those 8, 16, ... further. Rows are queries or,
+// with RowsAreKeys, keys. Two neighbouring rows, which share their random words, are those of lanes
+// four apart: each of the two lanes draws half of what they need, and they exchange what they drew.
+template <int Count, bool RowsAreKeys>
+class KeptScores {
+  public:
+    // `row` and `col` are the places of the thread's first score.
+    __device__ void draw(const Features& features, unsigned int matrix, int row, int col) {
+        const int parity = row % 2;
+        const int drawn_row = RowsAreKeys ? row : row + 8 * parity;
+        const int drawn_col = RowsAreKeys ? col + 8 * parity : col;
+        if constexpr (kOffGrid) first_block = col / 8 % 2;
+#pragma unroll
+        for (int word = 0; word < kWords; ++word) {
+            const int eights = min(kWordEights, kEights - word * kWordEights);
+            unsigned int drawn = 0;
+#pragma unroll
+            for (int eight = 0; eight < eights; ++eight) {
+                const int at = drawn_col + (word * kWordEights + eight) * 16;
+                const KeptEight kept = RowsAreKeys ? kept_of_eight(features, matrix, at, drawn_row)
+                                                   : kept_of_eight(features, matrix, drawn_row, at);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) drawn = drawn >> 1 | (kept.pair[i] & KeptEight::kFlags);
+            }
+            drawn >>= 4 * (kWordEights - eights);
+            const unsigned int others = __shfl_xor_sync(0xffffffffu, drawn, 4);
+            const unsigned int own = drawn >> kRowBit * parity & kOfRow;
+            bits[word] = own << kRowBit * parity | (others >> kRowBit * parity & kOfRow)
+                                                       << kRowBit * (1 - parity);
+        }
+    }
+
+    __device__ bool has(int i) const {
+        const int pair = pair_of(i), second = RowsAreKeys ? block_of(i) % 2 : i % 2;
+        return bits[pair / 16] >> (pair % 16 + 16 * second) & 1;
+    }
+
+    // Makes the others 0 in an operand, in which a word is two neighbours of a row.
+    template <int Steps>
+    __device__ void drop(unsigned int (&p)[Steps][4]) const {
+        static_assert(!RowsAreKeys, "their bits are not 16 apart");
+#pragma unroll
+        for (int i = 0; i < Steps * 4; ++i) {
+            const int pair = pair_of(2 * i);
+            p[i / 4][i % 4] &= ptx::spread_signs(bits[pair / 16] << (15 - pair % 16));
+        }
+    }
+
+  private:
+    // Where columns need not begin at a multiple of 16, as they must for a word to serve two blocks
+    // of eight columns.
+    static constexpr bool kOffGrid = !RowsAreKeys && Count % 8 != 0;
+    static constexpr int kWordEights = 4;  // whose bits are a word
+    static constexpr int kEights = ceil_div(Count + 4 * kOffGrid, 8);
+    static constexpr int kWords = ceil_div(kEights, kWordEights);
+    // Which of the bits of what a lane drew says which row it is, and which are of the even one.
+    static constexpr int kRowBit = RowsAreKeys ? 16 : 2;
+    static constexpr unsigned int kOfRow = RowsAreKeys ? 0x0000ffff : 0x33333333;
+    unsigned int bits[kWords];
+    int first_block;
+
+    __device__ int block_of(int i) const { return kOffGrid ? i / 4 + first_block : i / 4; }
+    // The number of the pair of bits of which one is score i's.
+    __device__ int pair_of(int i) const {
+        const int block = block_of(i), half = i / 2 % 2, e = i % 2;
+        return block / 2 * 4 + (RowsAreKeys ? 2 * e + half : 2 * half + block % 2);
+    }
+};

@@ -35,18 +35,18 @@ class KeptScores {
             const unsigned int own = drawn >> kRowBit * parity & kOfRow;
             bits[word] = own << kRowBit * parity | (others >> kRowBit * parity & kOfRow)
                                                        << kRowBit * (1 - parity);
+            if constexpr (RowsAreKeys) swap_blocks_and_neighbours(bits[word]);
         }
     }
 
     __device__ bool has(int i) const {
-        const int pair = pair_of(i), second = RowsAreKeys ? block_of(i) % 2 : i % 2;
-        return bits[pair / 16] >> (pair % 16 + 16 * second) & 1;
+        const int pair = pair_of(i);
+        return bits[pair / 16] >> (pair % 16 + 16 * (i % 2)) & 1;
     }
 
     // Makes the others 0 in an operand, in which a word is two neighbours of a row.
     template <int Steps>
     __device__ void drop(unsigned int (&p)[Steps][4]) const {
-        static_assert(!RowsAreKeys, "their bits are not 16 apart");
 #pragma unroll
         for (int i = 0; i < Steps * 4; ++i) {
             const int pair = pair_of(2 * i);
@@ -67,10 +67,15 @@ class KeptScores {
     unsigned int bits[kWords];
     int first_block;
 
-    __device__ int block_of(int i) const { return kOffGrid ? i / 4 + first_block : i / 4; }
-    // The number of the pair of bits of which one is score i's.
+    // The number of the pair of bits, 16 apart, of which one is score i's.
     __device__ int pair_of(int i) const {
-        const int block = block_of(i), half = i / 2 % 2, e = i % 2;
-        return block / 2 * 4 + (RowsAreKeys ? 2 * e + half : 2 * half + block % 2);
+        const int block = kOffGrid ? i / 4 + first_block : i / 4, half = i / 2 % 2;
+        return block / 2 * 4 + (RowsAreKeys ? block % 2 * 2 + half : half * 2 + block % 2);
+    }
+    // Of each four bits two are of the first of two neighbours and two of the second. Halves of the
+    // word, which were for two blocks of columns, are for the neighbours then.
+    __device__ static void swap_blocks_and_neighbours(unsigned int& word) {
+        const unsigned int differ = (word >> 14 ^ word) & 0x0000cccc;
+        word ^= differ ^ differ << 14;
     }
 };

@@ -113,10 +113,8 @@ struct KeySoftmax {
     }
     // Those weights that it keeps, as an operand.
     __device__ void round_kept(WgmmaOperand<BlockM>& operand, const WgmmaSums<BlockM>& p) const {
-        WgmmaSums<BlockM> kept_weights;
-#pragma unroll
-        for (int i = 0; i < BlockM / 2; ++i) kept_weights[i] = kDropout && !kept.has(i) ? 0 : p[i];
-        round_to_operand<BlockM>(operand, kept_weights);
+        round_to_operand<BlockM>(operand, p);
+        if constexpr (kDropout) kept.drop(operand);
     }
 
     // Products become scores, softly bounded.

@@ -7,7 +7,8 @@ take its place if they are asked for. Each problem has 16,384 tokens and 2,048 h
 same inputs, normal random ones. A step is the forward and the backward after it, as training has them. A
 round times one call of each with the L2 cache written over in between; what counts is the median over the
 rounds. TFLOP/s count two products forward and five backward, 4 B H S^2 D and 10 B H S^2 D if values have no
-head dim of their own, and half of that if causal.
+head dim of their own, and half of that if causal. With dropout each library drops others, so that results
+are not compared; flash-attn-4 has none.
 
 Beside that, unless others of cufa's kernels are asked for: the time of each kernel that a backward launches,
 and how long a call keeps the host busy.
@@ -76,7 +77,11 @@ def version_of(package: str) -> str | None:
 
 
 def peers_of(
-    dtype: str, tensors: tuple[torch.Tensor, ...], causal: bool, chosen: Collection[str]
+    dtype: str,
+    tensors: tuple[torch.Tensor, ...],
+    causal: bool,
+    chosen: Collection[str],
+    dropout_p: float = 0,
 ) -> list[tuple[str, Call, list[torch.Tensor]]]:
     """The name of each peer, a call of it, and what it can be differentiated by; layout as cufa's."""
     arguments = [x.detach().requires_grad_() for x in tensors]
@@ -89,11 +94,13 @@ def peers_of(
         def attend(backend: SDPBackend = backend) -> torch.Tensor:
             with sdpa_kernel(backend):
                 transposed = (x.transpose(1, 2) for x in arguments)
-                out = scaled_dot_product_attention(*transposed, is_causal=causal, enable_gqa=grouped)
+                out = scaled_dot_product_attention(
+                    *transposed, dropout_p=dropout_p, is_causal=causal, enable_gqa=grouped
+                )
                 return out.transpose(1, 2)
 
         peers.append((name, attend, arguments))
-    if FLASH_ATTN_4 in chosen and dtype != "float32" and version_of(FLASH_ATTN_4):
+    if FLASH_ATTN_4 in chosen and dtype != "float32" and not dropout_p and version_of(FLASH_ATTN_4):
         from flash_attn.cute.interface import flash_attn_func
 
         def attend_4() -> torch.Tensor:
@@ -111,18 +118,21 @@ def calls_of(
     causal: bool,
     kernels: Collection[str],
     peers: Collection[str],
+    dropout_p: float = 0,
 ) -> dict[str, dict[str, Call]]:
     """For each part of a training step, a call of each library; of cufa, of each kernel that is asked for."""
     shapes = shape, shape, (*shape[:3], value_dim), (*shape[:3], value_dim)
     q, k, v, dout = (torch.randn(each, dtype=getattr(torch, dtype), device="cuda") for each in shapes)
     arrays = [cupy.from_dlpack(x) for x in (q, k, v, dout)]
-    calls = kernel_calls(*arrays, causal, kernels) if kernels else cufa_calls(*arrays, causal)
+    options = {"causal": causal, "dropout_p": dropout_p}
+    calls = kernel_calls(*arrays, kernels, **options) if kernels else cufa_calls(*arrays, **options)
     outs = {name: attend()[0] for name, attend in calls.get("forward", {}).items()}
-    for name, attend, arguments in peers_of(dtype, (q, k, v), causal, peers):
+    for name, attend, arguments in peers_of(dtype, (q, k, v), causal, peers, dropout_p):
         differentiate = functools.partial(torch.autograd.grad, inputs=arguments, grad_outputs=dout)
         result = attend()
-        for other, out in outs.items():
-            check_alike(other, out, name, result)
+        if not dropout_p:
+            for other, out in outs.items():
+                check_alike(other, out, name, result)
         of_peer: dict[str, Call] = {
             "forward": attend,
             "backward": functools.partial(differentiate, result, retain_graph=True),
@@ -134,11 +144,11 @@ def calls_of(
 
 
 def kernel_calls(
-    q: Any, k: Any, v: Any, dout: Any, causal: bool, kernels: Collection[str]
+    q: Any, k: Any, v: Any, dout: Any, kernels: Collection[str], **options: Any
 ) -> dict[str, dict[str, Call]]:
     """A call of each kernel in its direction."""
-    attend = functools.partial(cufa.attention, q, k, v, causal=causal, return_lse=True)
-    differentiate = functools.partial(cufa.attention_backward, dout, q, k, v, *attend(), causal=causal)
+    attend = functools.partial(cufa.attention, q, k, v, return_lse=True, **options)
+    differentiate = functools.partial(cufa.attention_backward, dout, q, k, v, *attend(), **options)
     calls: dict[str, dict[str, Call]] = {}
     for name in kernels:
         direction = KERNELS[name].direction
@@ -147,10 +157,10 @@ def kernel_calls(
     return calls
 
 
-def cufa_calls(q: Any, k: Any, v: Any, dout: Any, causal: bool) -> dict[str, dict[str, Call]]:
+def cufa_calls(q: Any, k: Any, v: Any, dout: Any, **options: Any) -> dict[str, dict[str, Call]]:
     """Calls of what cufa chooses."""
-    attend = functools.partial(cufa.attention, q, k, v, causal=causal, return_lse=True)
-    differentiate = functools.partial(cufa.attention_backward, dout, q, k, v, causal=causal)
+    attend = functools.partial(cufa.attention, q, k, v, return_lse=True, **options)
+    differentiate = functools.partial(cufa.attention_backward, dout, q, k, v, **options)
     results = attend()
     calls: dict[str, dict[str, Call]] = {
         "forward": {"cufa": attend},
@@ -245,6 +255,7 @@ def host_times() -> dict[str, dict[str, float]]:
 @click.option("--head-dim", "head_dims", type=int, multiple=True, default=(64, 128, 256))
 @click.option("--value-dim", type=int, help="Of values, if it is another.")
 @click.option("--seqlen", "seqlens", type=int, multiple=True, default=(512, 1024, 2048, 4096, 8192, 16384))
+@click.option("--dropout", "dropout_p", type=float, default=0.0, help="Which part of the weights is dropped.")
 @click.option("--kernel", "kernels", type=click.Choice(list(KERNELS)), multiple=True)
 @click.option("--peer", "peers", type=click.Choice(PEER_NAMES), multiple=True, default=PEER_NAMES)
 @click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
@@ -253,6 +264,7 @@ def main(
     head_dims: tuple[int, ...],
     value_dim: int | None,
     seqlens: tuple[int, ...],
+    dropout_p: float,
     kernels: tuple[str, ...],
     peers: tuple[str, ...],
     rounds: int,
@@ -267,8 +279,9 @@ def main(
             dtype, head_dim, seqlen, causal = problem
             described = {"dtype": dtype, "head_dim": head_dim, "causal": causal, "seqlen": seqlen}
             described |= {"value_dim": value_dim} if value_dim else {}
+            described |= {"dropout_p": dropout_p} if dropout_p else {}
             shape = shape_of(seqlen, head_dim, value_dim)
-            calls = calls_of(dtype, shape, value_dim or head_dim, causal, kernels, peers)
+            calls = calls_of(dtype, shape, value_dim or head_dim, causal, kernels, peers, dropout_p)
             for direction, of_direction in calls.items():
                 work = work_of(direction, seqlen, causal, head_dim, value_dim)
                 seconds = times_of(of_direction, rounds, flush.fill)

@@ -100,7 +100,7 @@ def calls_of(problem: Problem) -> dict[str, dict[str, Call]]:
         for each in (shape_q, shape_k, shape_k, shape_q)
     )
     arrays = map(cupy.from_dlpack, (q, k, v, dout))
-    ours = bench_peers.cufa_calls(*arrays, problem.causal)
+    ours = bench_peers.cufa_calls(*arrays, causal=problem.causal)
     calls = {"cufa": {direction: ours[direction]["cufa"] for direction in ("forward", "backward")}}
     for name, attend, arguments in bench_peers.peers_of(DTYPE, (q, k, v), problem.causal, PEERS):
         try:

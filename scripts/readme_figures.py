@@ -32,6 +32,7 @@ SINGLE_RECORD = ROOT / "benchmarks" / "peers_float32.json"
 RUNGS_RECORD = ROOT / "benchmarks" / "peers_mma.json"
 HALF_RUNGS_RECORD = ROOT / "benchmarks" / "peers_mma_float16.json"
 UNEVEN_RECORD = ROOT / "benchmarks" / "peers_192_128.json"
+DROPOUT_RECORD = ROOT / "benchmarks" / "peers_dropout.json"
 FP8_RECORD = ROOT / "benchmarks" / "fp8.json"
 TRAINING_RECORD = ROOT / "benchmarks" / "training.json"
 DECODE_RECORD = ROOT / "benchmarks" / "decode.json"
@@ -367,6 +368,22 @@ def uneven(record: Row) -> str:
         f"With {first['head_dim']} head dims of queries and keys and {first['value_dim']} of values, in "
         f"{first['dtype']}, over {peer}: {'; '.join(told)}; means of {len(cells)} cells, the worst in "
         "brackets ([peers_192_128.json](peers_192_128.json))."
+    )
+
+
+def dropout(record: Row) -> str:
+    """With some weights dropped, in a sentence."""
+    points = record["points"]
+    lengths = ", ".join(f"{seqlen:,}" for seqlen in sorted({point["seqlen"] for point in points}))
+    told = []
+    for direction in dict.fromkeys(point["direction"] for point in points):
+        cells = [point for point in points if point["direction"] == direction]
+        over = (f"{beside('cufa', peer, cells)} over {peer}" for peer in peers_in(points[0]))
+        told.append(f"{direction} {', '.join(over)}")
+    return (
+        f"With dropout ({points[0]['dropout_p']:.0%}), in {points[0]['dtype']}, at lengths {lengths}: "
+        f"{'; '.join(told)}; means of {len(cells)} cells, the worst in brackets "
+        "([peers_dropout.json](peers_dropout.json))."
     )
 
 
@@ -771,6 +788,7 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
         "half": (other_dtype, (HALF_RECORD,)),
         "single": (other_dtype, (SINGLE_RECORD,)),
         "uneven": (uneven, (UNEVEN_RECORD,)),
+        "dropout": (dropout, (DROPOUT_RECORD,)),
         "rungs": (rungs, (RUNGS_RECORD, HALF_RUNGS_RECORD)),
         "fp8": (fp8, (FP8_RECORD,)),
         "decode": (decode, (DECODE_RECORD,)),

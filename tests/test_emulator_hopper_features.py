@@ -92,6 +92,8 @@ def test_forward(rng, dtype, dims, tiles, features):
         (*BACKWARDS[0], frozenset(("mask", "window", "seqused_k", "softcap"))),
         (*BACKWARDS[1], frozenset(("mask_bits", "causal", "packed", "bias"))),
         (*BACKWARDS[5], frozenset(("mask", "alibi_slopes", "dlse", "dsink"))),
+        (*BACKWARDS[2], frozenset(("mask", "window", "seqused_k", "softcap"))),
+        (*BACKWARDS[3], frozenset(("mask_bits", "causal", "packed", "bias"))),
     ],
     ids=lambda value: feature_id(value) if isinstance(value, frozenset) else str(value),
 )
@@ -105,17 +107,25 @@ def test_backward(rng, kernel, dtype, dims, features):
     assert_gradients(gradients_of(kernel, case, tiles=tiles), case.problem, **case.backward)
 
 
+# By direction; the mask's heads and sequences, and its tiles.
+HIDING = [
+    ("fwd_6_wgmma", (72, 40), (2, 1), (128, 64)),
+    ("bwd_4_wgmma", (72, 40), (1, 4), (64, 128)),
+    ("bwd_5_wgmma_wide", (40, 136), (1, 4), (64, 64)),
+]
+
+
 # Keys, and queries of the mask: rows of it that are read 16 keys at once or key by key, and one row for all.
 @pytest.mark.parametrize(("keys", "rows"), [(256, 150), (200, 150), (256, 1)])
 @pytest.mark.parametrize("in_bits", [False, True], ids=["bytes", "bits"])
 def test_tiles_that_a_mask_hides(rng, in_bits, keys, rows):
     """Forward and backward; other keys hide in other heads and sequences, or the same in all."""
-    for front, kernel, tile in (((2, 1), "fwd_6_wgmma", (128, 64)), ((1, 4), "bwd_4_wgmma", (64, 128))):
-        case = draw_case(rng, "bfloat16", {"causal"}, seqlen_q=150, seqlen_k=keys, head_dim=72, head_dim_v=40)
-        of_heads = case.problem.q.shape[2] if front[1] > 1 else 1
-        mask, _ = mask_by_tiles(rng, (front[0], of_heads, rows, keys), tile)
+    for kernel, (head_dim, value_dim), front, tile in HIDING:
+        sizes = {"seqlen_q": 150, "seqlen_k": keys, "head_dim": head_dim, "head_dim_v": value_dim}
+        case = draw_case(rng, "bfloat16", {"causal"}, **sizes)
+        mask, _ = mask_by_tiles(rng, (*front, rows, keys), tile)
         case.arrays["mask"] = np.packbits(mask, axis=-1, bitorder="little") if in_bits else mask
-        if kernel == "bwd_4_wgmma":
+        if kernel != "fwd_6_wgmma":
             assert_gradients(gradients_of(kernel, case), case.problem, **case.backward)
             continue
         inputs = case.problem.q, case.problem.k, case.problem.v
@@ -129,6 +139,7 @@ PARTED = [
     ("bwd_4_wgmma", (64, 40), {"parts": 4}, {"packed", "seqused_k", "causal", "dlse", "dropout"}),
     ("bwd_4_wgmma", (72, 128), {"parts": 2, "block_m": 80}, {"seqused_k", "dsink"}),
     ("bwd_5_wgmma_wide", (72, 136), {"parts": 2}, {"packed", "window", "deterministic"}),
+    ("bwd_5_wgmma_wide", (192, 192), {"parts": 2}, {"seqused_k", "mask", "dsink"}),
 ]
 
 

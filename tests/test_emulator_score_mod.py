@@ -168,6 +168,8 @@ def add_learnt(score, b, h, q_idx, kv_idx, table, halves, of_queries):
         ("bwd_4_wgmma", ("packed", "causal", "softcap"), 64, 64, ("add_learnt",)),
         ("bwd_4_wgmma", ("seqused_k", "window"), 192, 40, ("add_learnt", "see_documents")),
         ("bwd_5_wgmma_wide", ("packed", "causal"), 72, 136, ("shape_score",)),
+        ("bwd_5_wgmma_wide", ("packed", "mask"), 192, 192, ("shape_score", "see_documents")),
+        ("bwd_5_wgmma_wide", ("seqused_k", "window"), 256, 256, ("add_relative", "see_documents")),
     ],
 )
 def test_hopper_backward(rng, mods, kernel, features, head_dim, head_dim_v, functions):

@@ -28,8 +28,8 @@ WIDE = ("fwd_4_flash_v2", "bwd_2_flash_v2")
 SHAPES = [(203, 330, 64, 64), (333, 201, 128, 72), (65, 700, 40, 128), (300, 300, 96, 96)]
 # For one that takes more head dims of keys than of values, but not with a soft cap or a bias.
 UNEVEN_KERNEL, UNEVEN_SHAPE = "bwd_4_wgmma", (217, 345, 192, 128)
-# One that adds to dQ in order where all tiles of queries are worked on, but not where a mask hides some.
-UNORDERED_KERNEL = "bwd_4_wgmma"
+# Those that add to dQ in order where all tiles of queries are worked on, but not where a mask hides some.
+UNORDERED_KERNELS = ("bwd_4_wgmma", "bwd_5_wgmma_wide")
 # For those kernels that take no others.
 WIDE_SHAPES = [(203, 330, 192, 128), (333, 201, 72, 256), (65, 700, 136, 136), (300, 300, 256, 256)]
 
@@ -55,7 +55,7 @@ def kernels_and_dtypes(direction):
 def supported(kernel, features):
     """Those of the features that a kernel has, the same pairs of which other sets have, too."""
     has = KERNELS[kernel].features | {"causal"}
-    if kernel == UNORDERED_KERNEL and features & {"mask", "mask_bits"}:
+    if kernel in UNORDERED_KERNELS and features & {"mask", "mask_bits"}:
         has -= {"deterministic"}
     return frozenset(name for name in features if REGISTERED.get(name, name) in has)
 

@@ -129,7 +129,7 @@ def test_gradients_of_arrays_on_hopper(cupy, rng, backward, dims, draw_on_hopper
     check(cupy, case, mods, HOPPER[0], backward)
 
 
-@pytest.mark.parametrize(("backward", "dims"), [*OF_HOPPER, ("bwd_3_mma", (256, 256))])
+@pytest.mark.parametrize(("backward", "dims"), [*OF_HOPPER, ("bwd_5_wgmma_wide", (256, 256))])
 def test_mask_on_hopper(cupy, rng, backward, dims, draw_on_hopper):
     """Of many tiles, most of which are hidden."""
     case = draw_on_hopper(dims, seqlen_q=1000, seqlen_k=2100)

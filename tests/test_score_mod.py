@@ -228,24 +228,27 @@ def test_plan_says_that_there_is_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "backward", "kernel"),
+    ("options", "backward", "head_dim", "kernel"),
     [
-        ({"score_mod": lambda s, *_: 2 * s}, False, "fwd_6_wgmma"),
-        ({"score_mod": lambda s, *_: 2 * s}, True, "bwd_4_wgmma"),
-        ({"mask_mod": lambda b, h, i, j: i > j}, False, "fwd_6_wgmma"),
-        ({"mask_mod": lambda b, h, i, j: i > j}, True, "bwd_4_wgmma"),
-        ({"mask_mod": lambda b, h, i, j: i > j, "deterministic": True}, True, "bwd_3_mma"),
+        ({"score_mod": lambda s, *_: 2 * s}, False, 128, "fwd_6_wgmma"),
+        ({"score_mod": lambda s, *_: 2 * s}, True, 128, "bwd_4_wgmma"),
+        ({"mask_mod": lambda b, h, i, j: i > j}, False, 128, "fwd_6_wgmma"),
+        ({"mask_mod": lambda b, h, i, j: i > j}, True, 128, "bwd_4_wgmma"),
+        ({"mask_mod": lambda b, h, i, j: i > j}, True, 256, "bwd_5_wgmma_wide"),
+        ({"mask_mod": lambda b, h, i, j: i > j, "deterministic": True}, True, 128, "bwd_3_mma"),
+        ({"mask_mod": lambda b, h, i, j: i > j, "deterministic": True}, True, 256, "bwd_3_mma"),
     ],
 )
-def test_hopper_takes_them(options: dict[str, Any], backward: bool, kernel: str) -> None:
-    q = np.empty((2, 300, 4, 128), np.float16)
+def test_hopper_takes_them(options: dict[str, Any], backward: bool, head_dim: int, kernel: str) -> None:
+    q = np.empty((2, 300, 4, head_dim), np.float16)
     plan = cufa.plan(q, q, q, backward=backward, arch="sm_90a", **options)
     looks = "mask_mod" in options
     assert plan.kernel == kernel
     assert (plan.launches[0].entry == "seen_tiles") == looks
     assert ("seen tiles" in [part.name for part in plan.scratch]) == looks
-    refused = "bwd_4_wgmma does not support deterministic with mask or mask_mod"
-    assert (refused in plan.reasons) == ("deterministic" in options)
+    for hopper in ("bwd_4_wgmma",) * (head_dim <= 192) + ("bwd_5_wgmma_wide",) * (head_dim > 128):
+        refused = f"{hopper} does not support deterministic with mask or mask_mod"
+        assert (refused in plan.reasons) == ("deterministic" in options)
 
 
 @pytest.mark.parametrize(

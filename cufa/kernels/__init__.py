@@ -143,7 +143,10 @@ class HopperKernel(Kernel):
             return f"{self.name} copies {_BOX_KEYS} keys at once, and a page has {page_size}"
         if problem.transposed_values and (problem.features.packed or page_size):
             return f"{self.name} reads transposed values neither of packed sequences nor in pages"
-        return super().unsupported(problem, device)
+        reason = super().unsupported(problem, device)
+        if reason is None and problem.features.key_mask and problem.features.deterministic:
+            return f"{self.name} does not support deterministic with mask or mask_mod"
+        return reason
 
 
 @dataclass(frozen=True)
@@ -156,8 +159,6 @@ class HopperBackward(HopperKernel):
     def unsupported(self, problem: Problem, device: Device) -> str | None:
         """As `Kernel.unsupported`."""
         reason = super().unsupported(problem, device)
-        if reason is None and problem.features.key_mask and problem.features.deterministic:
-            return f"{self.name} does not support deterministic with mask or mask_mod"
         if reason is None and problem.features.element_slopes_ask_score:
             return f"{self.name} does not support dscore_mod where slopes of elements depend on the score"
         if reason is None and problem.features.dropout and problem.features.array_sums:
@@ -261,7 +262,7 @@ _BACKWARD_FEATURES = _FEATURES | {"dlse", "deterministic", "dbias", "dsink", "ds
 _HOPPER_BACKWARD_FEATURES = frozenset(
     (
         *("window", "softcap", "bias", "alibi_slopes", "sink", "cu_seqlens", "seqused_k"),
-        *("dlse", "dsink", "deterministic", "score_mod"),
+        *("dlse", "dsink", "deterministic", "score_mod", "mask", "mask_mod"),
     )
 )
 
@@ -270,7 +271,9 @@ _BACKWARD_ENTRIES = (
     *("row_sums", "key_tiles", "query_tiles", "round_queries"),
     *("bias_gradient", "array_gradients", "sink_gradient"),
 )
-_HOPPER_BACKWARD_ENTRIES = ("row_sums", "key_tiles", "round_keys", "round_queries", "sink_gradient")
+_HOPPER_BACKWARD_ENTRIES = (
+    *("seen_tiles", "row_sums", "key_tiles", "round_keys", "round_queries", "sink_gradient"),
+)
 
 _LADDER = (
     Kernel(
@@ -413,13 +416,13 @@ _LADDER = (
     HopperBackward(
         name="bwd_4_wgmma",
         direction="backward",
-        entries=("seen_tiles", *_HOPPER_BACKWARD_ENTRIES[:-1], "array_gradients", "sink_gradient"),
+        entries=(*_HOPPER_BACKWARD_ENTRIES[:-1], "array_gradients", "sink_gradient"),
         idea="Hopper: all five products by wgmma beside each other and beside the softmax, tiles by TMA",
         paper="Shah et al. 2024, Algorithm 3",
         memory="O(N)",
         max_head_dim=192,
         max_value_dim=128,
-        features=_HOPPER_BACKWARD_FEATURES | {"mask", "mask_mod", "dscore_mod", "dropout_p"},
+        features=_HOPPER_BACKWARD_FEATURES | {"dscore_mod", "dropout_p"},
     ),
     WideHopperBackward(
         name="bwd_5_wgmma_wide",

@@ -6,13 +6,14 @@
 // dS^T each computes a part of the head dims. dK and dQ lag one tile behind: they keep the tensor
 // cores busy during the softmax.
 //
-// Launches: those of bwd_4_wgmma but seen_tiles and array_gradients.
+// Launches: those of bwd_4_wgmma but array_gradients.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: 64 keys of one KV head, for all query heads that share them or a part of those;
 //          warpgroup: whole panels of the head dims of dK, dV and dQ
 // Shared   K, V; rings of STAGES Q tiles with the rows' statistics, dO tiles, P^T and dS^T
-// Global   workspace: sums of dQ, statistics, parts of dK and dV (wgmma_query_sums.cuh)
+// Global   workspace: sums of dQ, statistics, parts of dK and dV (wgmma_query_sums.cuh);
+//          with a mask or a mask_mod, which tiles of scores are seen
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   dQ, dK, dV
 #include "hopper/backward/bwd_5_consumer.cuh"
@@ -26,14 +27,14 @@ constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONS
 // Takes in one tile of queries, and of the tile before, unless this is the First, what lags behind.
 // Panels of dQ are added while products run: the first beside dV's, the last beside the next
 // scores'.
-template <bool First, Role kRole>
+template <bool First, Role kRole, class Walk>
 __device__ inline void attend(Consumer<kRole>& consumer, typename Consumer<kRole>::KeyGradients& dk,
                               typename Consumer<kRole>::ValueGradients& dv, QueryPart& dq,
                               const Walk& walk) {
     constexpr int kQueryPanels = Consumer<kRole>::kQueryPart.count;
     Smem& smem = consumer.smem;
     Scores s;
-    if (walk.masked()) consumer.clean_queries();
+    if (walk.masked()) consumer.begin_masked(walk);
     consumer.issue_scores(s, walk);
     if (First) {
         wait_product<0>(s);
@@ -82,6 +83,16 @@ __device__ inline void finish(Consumer<kRole>& consumer, typename Consumer<kRole
     release(smem.ds_ring, before(consumer.at));
 }
 
+// Where in its tiles of queries a consumer is.
+template <Role kRole>
+__device__ inline auto walk_of(const Consumer<kRole>& consumer, const Tiles& tiles, int part) {
+    if constexpr (kKeyMask) {
+        return LabelledWalk(consumer.smem.q_ring, consumer.at, tiles);
+    } else {
+        return RangeWalk(tiles, consumer.params.call.sizes, part);
+    }
+}
+
 template <Role kRole>
 __device__ inline void consume(Smem& smem, const Params& params, KeyWork work) {
     const Sizes& sizes = params.call.sizes;
@@ -90,7 +101,7 @@ __device__ inline void consume(Smem& smem, const Params& params, KeyWork work) {
         typename Consumer<kRole>::KeyGradients dk = {};
         typename Consumer<kRole>::ValueGradients dv = {};
         const Tiles tiles = query_tiles_of(params.call, work);
-        Walk walk(tiles, sizes, work.part);
+        auto walk = walk_of(consumer, tiles, work.part);
         const bool any = !walk.at_end();
         consumer.begin(work);
         if (any) {
@@ -104,6 +115,13 @@ __device__ inline void consume(Smem& smem, const Params& params, KeyWork work) {
         }
         consumer.store(dk, dv, any);
     } while (Keys::next(work, sizes));
+}
+
+extern "C" __global__ void __launch_bounds__(kHelperThreads)
+    seen_tiles(const __grid_constant__ Params params) {
+    const long long tile = warp_of_grid<kHelperThreads>();
+    if (kKeyMask && tile < Seen::count(params.call))
+        Seen::find(seen_parts(params.call), params.call, tile);
 }
 
 extern "C" __global__ void __launch_bounds__(kHelperThreads)

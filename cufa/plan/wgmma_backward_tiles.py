@@ -175,6 +175,7 @@ def wide_cost(problem: Problem, tiles: Tiles) -> Cost:
         + tiles.stages * 2 * panel_tile_bytes(n, m)  # P, dS
         + tiles.stages * statistics_bytes(tiles)
         + BARRIER_BYTES * ((8 + 3 * CONSUMERS) * tiles.stages + 2)
+        + tiles.stages * TILE_LABEL_BYTES * problem.features.key_mask
     )
     # S or dP; dK and dV, of one of which the warpgroup has the smaller part; a panel of dQ.
     panels = ceil_div(head // PANEL_COLS + value // PANEL_COLS, CONSUMERS)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "hopper/backward/wgmma_backward.cuh"
+#include "hopper/backward/wgmma_seen_queries.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = kWgmmaM, kStages = STAGES;
 constexpr int kHead = round_up(kHeadDim, kWgmmaK), kValue = round_up(kValueDim, kWgmmaK);
@@ -22,7 +23,7 @@ using OutRows = PanelTile<kBlockM, kValuePanels * kPanelCols>;
 using ScoreRows = PanelTile<kBlockN, kBlockM>;
 using Keys = KeyOrder<kBlockN>;
 using Tiles = QueryTiles<kBlockM, kBlockN>;
-using Walk = QueryWalk<Tiles>;
+using RangeWalk = QueryWalk<Tiles>;
 using Statistics = RowStatistics<kBlockM>;
 using Sums = QuerySums<kBlockM, kHeadPanels, false>;
 using QueryWorkspace = Workspace<kBlockM, Sums>;
@@ -34,7 +35,8 @@ struct Smem {
     OutRows dout[kStages];
     ScoreRows p[kStages], ds[kStages];
     Statistics rows[kStages];
-    Ring<kStages> q_ring, dout_ring, p_ring, ds_ring;
+    LabelledRing<kStages> q_ring;
+    Ring<kStages> dout_ring, p_ring, ds_ring;
     Ring<1> keys_ring;
     OrderRing<kStages> order[kConsumers];
 
@@ -52,6 +54,14 @@ struct Smem {
         ptx::barrier_init_fence();
     }
 };
+
+// The parts of tiles that a mask or a mask_mod shows. In the workspace they come after all else.
+using Seen = SeenTiles<kBlockM, kBlockN>;
+using SeenWalk = SeenQueryWalk<Seen, Tiles, kBlockM>;
+using LabelledWalk = LabelledQueryWalk<Tiles, kStages>;
+__device__ inline SeenPart* seen_parts(const BackwardParams& call) {
+    return reinterpret_cast<SeenPart*>(QueryWorkspace(call).taken);
+}
 
 __device__ inline Tiles query_tiles_of(const BackwardParams& call, const KeyWork& work) {
     return Tiles(work.mask(call), work.first_key);

@@ -95,7 +95,18 @@ struct Consumer {
         took_out = true;
     }
 
+    // Prepares for a tile that a mask cuts through.
+    template <class Walk>
+    __device__ void begin_masked(const Walk& walk) {
+        clean_queries();
+        if constexpr (kKeyMask) {
+            const ScoreRules rules(params.call, work.sequence(params.call), walk.head);
+            softmax.find_seen(place_of(walk), rules, work.first_key + warp_row());
+        }
+    }
+
     // Issues S^T = K Q^T - LSE or dP^T = V dO^T - D. The rows' statistics come with Q.
+    template <class Walk>
     __device__ void issue_scores(Scores& s, const Walk& walk) {
         if (kRole == kWeights) softmax.find_line(place_of(walk));
         smem.q_ring.wait_full(at);
@@ -110,6 +121,7 @@ struct Consumer {
     }
 
     // Computes P^T and shares it.
+    template <class Walk>
     __device__ void share_weights(Scores& s, const Walk& walk) {
         if (walk.masked()) {
             shape<true>(s, walk);
@@ -122,6 +134,7 @@ struct Consumer {
     }
 
     // Computes dS^T and shares it.
+    template <class Walk>
     __device__ void share_gradients(Scores& dp, const Walk& walk) {
         if (walk.masked()) {
             differentiate<true>(dp, walk.tile);
@@ -166,6 +179,7 @@ struct Consumer {
     }
 
     // Goes on to the next tile.
+    template <class Walk>
     __device__ void advance(Walk& walk) {
         const QueryWorkspace workspace(params.call);
         late_tile = tile_before;
@@ -210,13 +224,14 @@ struct Consumer {
         }
     }
 
+    template <class Walk>
     __device__ TilePlace place_of(const Walk& walk) const {
         return {params.call.features, work.batch, walk.head, walk.tile * kBlockM};
     }
 
     // Makes products scores, if those are more. Where dS will be shared there are slopes until
     // then.
-    template <bool Masked>
+    template <bool Masked, class Walk>
     __device__ void shape(Scores& s, const Walk& walk) {
         const TilePlace place = place_of(walk);
         if constexpr (kSlopes) {

@@ -16,12 +16,14 @@ __device__ inline void send_keys(Smem& smem, const Params& params, KeyWork work,
     to.advance();
 }
 
+template <class Walk>
 __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork work, const Walk& at,
                                     RingPosition<kStages>& to) {
     const Sequence sequence = work.sequence(params.call);
     const QueryWorkspace workspace(params.call);
     const int first_row = sequence.first_q + at.tile * kBlockM;
     smem.q_ring.wait_empty(to);
+    if constexpr (kKeyMask) smem.q_ring.label(to, at.label());
     ptx::Barrier& q_full = smem.q_ring.announce(to, QueryRows::kBytes + sizeof(Statistics));
     copy_tile(smem.q[to.stage], params.q, q_full, work.map_batch(), at.head, first_row);
     ptx::copy_bytes(&smem.rows[to.stage], &workspace.rows_of(sequence, at.head, at.tile),
@@ -32,15 +34,28 @@ __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork wo
     to.advance();
 }
 
+// Those that a mask or a mask_mod shows some of the keys.
+__device__ inline void send_seen(Smem& smem, const Params& params, const KeyWork& work,
+                                 const Tiles& tiles, RingPosition<kStages>& to) {
+    for (SeenWalk at(params.call, seen_parts(params.call), work, tiles); !at.at_end();
+         at.advance()) {
+        send_queries(smem, params, work, at, to);
+    }
+}
+
 __device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
     const Sizes& sizes = params.call.sizes;
     RingPosition<1> keys_to;
     RingPosition<kStages> to;
     do {
         const Tiles tiles = query_tiles_of(params.call, work);
-        Walk at(tiles, sizes, work.part);
+        RangeWalk at(tiles, sizes, work.part);
         if (!at.at_end()) send_keys(smem, params, work, keys_to);
-        for (; !at.at_end(); at.advance()) send_queries(smem, params, work, at, to);
+        if constexpr (kKeyMask) {
+            if (!at.at_end()) send_seen(smem, params, work, tiles, to);
+        } else {
+            for (; !at.at_end(); at.advance()) send_queries(smem, params, work, at, to);
+        }
     } while (Keys::next(work, sizes));
 }
 
@@ -50,12 +65,12 @@ __device__ inline void take_turns(Smem& smem, const Params& params, KeyWork work
     const Tiles tiles = query_tiles_of(params.call, work);
     RingPosition<kStages> to;
     take_turns<kBlockM, kBlockN>(smem.order, to, QueryWorkspace(params.call), params.call, work,
-                                 Walk(tiles, params.call.sizes, work.part));
+                                 RangeWalk(tiles, params.call.sizes, work.part));
 }
 
 __device__ inline void pass_turns(Smem& smem, const Params& params, KeyWork work, int consumer) {
     const Tiles tiles = query_tiles_of(params.call, work);
     RingPosition<kStages> to;
     pass_turns(smem.order[consumer], to, QueryWorkspace(params.call), consumer, params.call, work,
-               Walk(tiles, params.call.sizes, work.part));
+               RangeWalk(tiles, params.call.sizes, work.part));
 }

@@ -16,6 +16,7 @@ struct SeenQueryWalk {
     const KeyWork& work;
     const Tiles& tiles;
     int heads_end, head, tile, next_head, next_tile;
+    bool cut;
 
     __device__ SeenQueryWalk(const BackwardParams& call, SeenPart* parts, const KeyWork& work,
                              const Tiles& tiles)
@@ -33,15 +34,15 @@ struct SeenQueryWalk {
     }
 
     __device__ bool at_end() const { return head == heads_end; }
+    // Reads all that the next one's label says: once its place is free that would be late.
     __device__ void advance() {
         head = next_head;
         tile = next_tile;
-        if (!at_end()) find_next();
+        if (at_end()) return;
+        cut = tiles.masked(tile) || seen_of(head).cuts(tile * BlockM, work.first_key);
+        find_next();
     }
-    __device__ TileLabel label() const {
-        const bool cut = tiles.masked(tile) || seen_of(head).cuts(tile * BlockM, work.first_key);
-        return {head, tile, cut, next_head == heads_end};
-    }
+    __device__ TileLabel label() const { return {head, tile, cut, next_head == heads_end}; }
 
   private:
     __device__ Seen seen_of(int head) const { return {parts, call, work.sequence(call), head}; }

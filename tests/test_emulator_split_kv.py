@@ -95,6 +95,16 @@ def test_warps_with_two_tiles_of_rows(rng):
     check(case, WIDE_TILES | {"threads": 256})
 
 
+@pytest.mark.parametrize(("mask", "seqlen_k"), [("mask", 176), ("mask_bits", 170)])
+def test_masks_whose_rows_lie_in_sixteens(rng, mask, seqlen_k):
+    """Tiles of 16 keys at a time, and a last one that must be read key by key."""
+    for features in (("causal", "sink"), ("packed", "window", "seqused_k")):
+        case = draw_case(rng, "bfloat16", (*features, mask), seqlen_q=21, seqlen_k=seqlen_k, **HEADS)
+        check(case, OWN_TILES)
+        check(case, SHARED_TILES | {"block_n": 64})
+        check(case, WIDE_TILES | {"block_n": 32, "splits": 1, "shares": 5})
+
+
 def test_odd_dims(rng):
     """Which are copied element by element, also where rows have more of them than there are threads."""
     sizes = {"heads": 3, "kv_heads": 1, "head_dim": 33, "head_dim_v": 135}
@@ -107,6 +117,7 @@ def test_odd_dims(rng):
         (FLOAT8, ALL_MASKS, OWN_TILES, {}),
         ("bfloat16", ("causal", "softcap", "block_table"), SHARED_TILES, {}),
         ("float16", ("window", "sink"), WIDE_TILES, {"head_dim": 70, "head_dim_v": 34}),
+        (FLOAT8, ("mask", "causal"), SHARED_TILES, {}),
     ],
 )
 def test_8_bits(rng, dtype, features, tiles, dims):

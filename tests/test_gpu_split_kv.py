@@ -62,6 +62,17 @@ def test_few_queries(cupy, rng, shape, offset):
         check_forward(cupy, draw(rng, shape, features, dtype), kernel=KERNEL, tiles=parts)
 
 
+@pytest.mark.parametrize("mask", ["mask", "mask_bits"])
+@pytest.mark.parametrize(
+    "shape", [(1, 4096, 8, 2, 128, 128), (40, 2048, 6, 3, 64, 64), (17, 1072, 8, 1, 256, 256)], ids=str
+)
+def test_masks_whose_rows_lie_in_sixteens(cupy, rng, shape, mask):
+    for features in (("causal", "sink"), ("packed", "seqused_k")):
+        case = draw(rng, shape, (*features, mask))
+        for parts in ({"splits": 1}, {"splits": 5}, {"shares": 37}):
+            check_forward(cupy, case, kernel=KERNEL, tiles=parts)
+
+
 @pytest.mark.parametrize(
     "tiles",
     [

@@ -27,11 +27,12 @@
 
 // One tile of keys, which is there.
 __device__ inline void attend(Findings& found, const Smem& smem, Stage& stage, const WarpRows& rows,
-                              const KeyTiles<kBlockN>& keys, int first_key) {
+                              const SeenScores& seen, const KeyTiles<kBlockN>& keys,
+                              int first_key) {
     const bool masked = keys.masked(first_key);
     Scores s = {};
     add_product_nt<kTiles, kBlockN>(s, smem.q, warp_row(), stage.k);
-    apply(s, rows, first_key, masked);
+    apply(s, rows, seen, first_key, masked);
     found.exponentiate(s);
     if (kCutTiles && masked) take_out_nonfinite(found, stage, rows, first_key);
     add_product_pn<kTiles, kBlockN, kPartCols>(found.o, s, stage.v);
@@ -72,6 +73,8 @@ __device__ inline void attend_part(Smem& smem, const ForwardParams& params, cons
     if constexpr (kMixed) rows.take_units(smem);
 
     Findings found = {};
+    SeenScores seen;
+    seen.load(rows, tile * kBlockN);
     TilePages<kBlockN> pages_ahead = pages[kStages - 1], pages_after = pages[kStages];
     for (int stage = 0; tile < tiles.end; tile += kTeams, ahead += kTeams) {
         ptx::wait_copies_but<kStages - 2>();
@@ -80,7 +83,9 @@ __device__ inline void attend_part(Smem& smem, const ForwardParams& params, cons
         ptx::commit_copies();  // a group for each tile, even if it is none
         pages_ahead = pages_after;
         pages_after = source.pages_of(ahead + 2 * kTeams);
-        attend(found, smem, stages[stage], rows, keys, tile * kBlockN);
+        seen.look(rows, tile * kBlockN);
+        seen.load(rows, (tile + kTeams) * kBlockN);
+        attend(found, smem, stages[stage], rows, seen, keys, tile * kBlockN);
         stage = stage == kStages - 1 ? 0 : stage + 1;
     }
     if constexpr (kDescaled) scale<kTiles, kPartCols>(found.o, work.scales(params).output);

@@ -4,7 +4,7 @@
 
 #include "call/descales.cuh"
 #include "mma/fwd_8_block.cuh"
-#include "scores/score_rules.cuh"
+#include "scores/mask_sixteens.cuh"
 
 // What a block works on: rows of a KV head from first_row on, a query's heads being neighbours.
 struct Work {
@@ -57,22 +57,82 @@ struct WarpRows {
     __device__ const LaneRows& operator[](int m) const { return m == 0 ? first : last; }
 };
 
+// Which of a lane's scores a mask in memory shows: read as a whole and a tile ahead, so that nobody
+// waits for it, and kept as a bit for each score.
+class SeenScores {
+  public:
+    // Starts to read what is shown of a tile of keys.
+    __device__ void load(const WarpRows& rows, int first_key) {
+        if constexpr (kMaskBits == 0) return;
+        bool lies = true;
+        for_each_row(rows, [&](int, int, const ScoreRules& rules, int) {
+            lies &= lies_in_sixteens(rules, first_key, kBlockN);
+        });
+        in_sixteens = __all_sync(0xffffffffu, lies);
+        if (!in_sixteens) return;
+        for_each_row(rows, [&](int m, int half, const ScoreRules& rules, int query) {
+            masks[m][half].load(rules, query, first_key);
+        });
+    }
+    // Finds out what is seen of it, after which another may be read.
+    __device__ void look(const WarpRows& rows, int first_key) {
+        if constexpr (kMaskBits == 0) return;
+        for_each_row(rows, [&](int m, int half, const ScoreRules& rules, int query) {
+            unsigned int& word = bits[m][half];
+            word = 0;
+            if (in_sixteens) {
+                masks[m][half].look(rules.mask, query, first_key,
+                                    [&](int n, unsigned int seen) { word |= seen << 2 * n; });
+                return;
+            }
+#pragma unroll
+            for (int n = 0; n < kBlockN / kMmaN; ++n)
+                word |= rules.sees_two(query, fragment_col(first_key, n)) << 2 * n;
+        });
+    }
+
+    __device__ bool at(int m, int half, int n, int e) const {
+        return bits[m][half] >> (2 * n + e) & 1;
+    }
+
+  private:
+    static_assert(kMaskBits == 0 || kBlockN / kMmaN * 2 <= 32, "a word has bits for 128 keys");
+
+    template <class Take>
+    __device__ static void for_each_row(const WarpRows& rows, const Take& take) {
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                take(m, half, rows[m].rules[half], rows[m].query[half]);
+    }
+
+    MaskOfQuery<kBlockN> masks[kTiles][2];
+    unsigned int bits[kTiles][2];
+    bool in_sixteens;
+};
+
 // Makes scores of products; those of keys that a row does not see become -inf.
-__device__ inline void apply(Scores& s, const WarpRows& rows, int first_key, bool masked) {
+__device__ inline void apply(Scores& s, const WarpRows& rows, const SeenScores& seen, int first_key,
+                             bool masked) {
 #pragma unroll
     for (int m = 0; m < kTiles; ++m)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const ScoreRules& rules = rows[m].rules[half];
             const int query = rows[m].query[half];
+            const auto sees = [&](int n, int e, int key) {
+                if constexpr (kMaskBits != 0) return seen.at(m, half, n, e);
+                return rules.sees(query, key);
+            };
 #pragma unroll
             for (int n = 0; n < kBlockN / kMmaN; ++n)
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     const int key = fragment_col(first_key, n) + e;
                     acc_t& score = s[m][n][2 * half + e];
-                    const bool seen = !masked || rules.sees(query, key);
-                    score = seen ? rules.score(score, query, key) : negative_infinity();
+                    const bool hidden = masked && !sees(n, e, key);
+                    score = hidden ? negative_infinity() : rules.score(score, query, key);
                 }
         }
 }

@@ -34,14 +34,16 @@ __device__ inline void attend(Consumer<kRole>& consumer, typename Consumer<kRole
     constexpr int kQueryPanels = Consumer<kRole>::kQueryPart.count;
     Smem& smem = consumer.smem;
     Scores s;
-    if (walk.masked()) consumer.begin_masked(walk);
+    if (walk.masked()) consumer.clean_queries();
     consumer.issue_scores(s, walk);
     if (First) {
+        consumer.find_seen(walk);
         wait_product<0>(s);
     } else {
         consumer.add_late(dq);
         consumer.issue_key_gradients(dk);
         consumer.issue_query_gradients(dq, 0);
+        consumer.find_seen(walk);
         wait_product<2>(s);
     }
     if (kRole == kWeights) consumer.share_weights(s, walk);

@@ -95,11 +95,12 @@ struct Consumer {
         took_out = true;
     }
 
-    // Prepares for a tile that a mask cuts through.
+    // Finds out which scores of a tile are seen, if a mask or a mask_mod cuts through it: as
+    // products run, since it waits for memory.
     template <class Walk>
-    __device__ void begin_masked(const Walk& walk) {
-        clean_queries();
+    __device__ void find_seen(const Walk& walk) {
         if constexpr (kKeyMask) {
+            if (!walk.masked()) return;
             const ScoreRules rules(params.call, work.sequence(params.call), walk.head);
             softmax.find_seen(place_of(walk), rules, work.first_key + warp_row());
         }

@@ -242,6 +242,18 @@ def test_head_dims_have_their_kernel():
     assert KERNELS[WIDE].unsuited(problem(192), H200) is None
 
 
+def test_few_short_sequences_under_a_mask_have_another():
+    masked = replace(problem(192, seqlen=256), features=Features(mask=(1, 1, 256, 256)))
+    assert best_kernel(masked, H200).name == "bwd_3_mma"
+    assert "for 32 tiles of keys of sequences of at most 256" in KERNELS[WIDE].unsuited(masked, H200)
+    for other in (
+        replace(masked, batch=9),
+        replace(masked, seqlen_k=257),
+        replace(masked, features=Features()),
+    ):
+        assert best_kernel(other, H200).name == WIDE
+
+
 @pytest.mark.parametrize(
     ("dtype", "kernel"), [("bfloat16", NARROW), ("float16", NARROW), ("float32", "bwd_3_mma")]
 )

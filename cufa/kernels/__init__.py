@@ -23,6 +23,9 @@ _SHORT, _MANY_HEADS, _SHORT_HEAD_DIM = 32, 8, 128
 # The same of one in halves: up to how many queries and keys, or in tf32 queries, sequences are short; and the
 # keys of a block.
 _SHORT_IN_HALVES, _SHORT_IN_TF32, _BLOCK_KEYS = 64, 128, 64
+# Up to how many queries and keys sequences are so short under a mask or a mask_mod that the Hopper backward
+# of wide heads takes longer than one by mma.sync, if query heads have no more tiles of keys than SMs.
+_SHORT_UNDER_MASK = 256
 # Keys that a copy of Hopper's engine brings at least: copies must begin where a swizzled unit does.
 _BOX_KEYS = 8
 # Where three products of tf32 take less time than one of float32 on CUDA cores.
@@ -195,9 +198,19 @@ class WideHopperBackward(HopperKernel):
     """One whose warpgroups share keys, half as many."""
 
     def unsuited(self, problem: Problem, device: Device) -> str | None:
-        """As `Kernel.unsuited`: not where a warpgroup can have keys of its own."""
+        """As `Kernel.unsuited`: not where a warpgroup can have keys of its own, nor for few short sequences
+        under a mask.
+        """
         if kernel_named("bwd_4_wgmma").unsupported(problem, device) is None:
             return f"{self.name} works on half as many keys at a time as bwd_4_wgmma"
+        sequences = problem.packed_sequences
+        longest = ceil_div(max(problem.seqlen_q, problem.seqlen_k), sequences)
+        tiles = problem.batch // sequences * problem.heads * ceil_div(problem.seqlen_k, _BLOCK_KEYS)
+        if problem.features.key_mask and longest <= _SHORT_UNDER_MASK and tiles <= device.sm_count:
+            return (
+                f"{self.name} takes longer than rungs of mma.sync under a mask or a mask_mod for {tiles} "
+                f"tiles of keys of sequences of at most {_SHORT_UNDER_MASK} queries and keys"
+            )
         return None
 
 

@@ -10,6 +10,11 @@ constexpr int kTurners = kWarpgroup / 32 - 1;  // the warps beside the producer
 // Steps of theirs whose words are on their way together: as many as they have registers for.
 constexpr int kTurnedAtOnce = kProducerRegisters < 40 ? 1 : 4;
 
+// Whether they keep where they read and write from tile to tile. It leaves the compiler other
+// registers for the consumers, and changes the order of their multiplications and exponentials:
+// for the better where no mask cuts through tiles, else for the worse.
+constexpr bool kKeepsPlaces = kTurnedAtOnce > 1 && kValueDim <= kPanelCols && !kRangeMask;
+
 using TurnedValues = ValueTile<kBlockN, round_up(kValueDim, 2 * kChunkBytes)>;
 
 // Whether consumers ask once for a tile of queries, after its last output, whether there was NaN in
@@ -30,24 +35,22 @@ struct Turning {
 
 template <class Smem, class Params>
 __device__ inline void turn_values(Smem& smem, const Params& params) {
+    unsigned int thread = threadIdx.x - 32;
+    bool nan = false;  // in the tile, or if kAsksLast in one before for the same queries, too
     follow_values(smem, params, [&](bool cut, bool first, RingPosition<kStages> at) {
-        unsigned int thread = threadIdx.x - 32;
-        ptx::hold(thread);  // or what follows from it would be kept in registers from tile to tile
+        if (!kKeepsPlaces) ptx::hold(thread);  // or the compiler would
         smem.helpers.ring.wait_empty(at);
         const Turner<kTurners, kTurnedAtOnce, kBlockN, TurnedValues::kDims> turner(thread);
+        if (!kAsksLast || first) nan = false;
         // Rows that all see a tile have its NaN by the product.
         auto& turned = smem.helpers.turned[at.stage];
         auto& values = smem.v[at.stage];
-        const bool found = cut ? turner.template turn<true>(turned, values)
-                               : turner.template turn<false>(turned, values);
+        nan |= cut ? turner.template turn<true>(turned, values)
+                   : turner.template turn<false>(turned, values);
         ptx::proxy_fence();
         __syncwarp();
         if (thread % 32 == 0) {
-            smem.helpers.nan[at.stage][thread / 32] = found;
-            if (kAsksLast && !first) {
-                smem.helpers.nan[at.stage][thread / 32] |=
-                    smem.helpers.nan[before(at).stage][thread / 32];
-            }
+            smem.helpers.nan[at.stage][thread / 32] = nan;
             smem.v_ring.release(at);
             ptx::barrier_arrive(smem.helpers.ring.full[at.stage]);
         }

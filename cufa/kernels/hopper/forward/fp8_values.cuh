@@ -88,38 +88,22 @@ class Turner {
     __device__ bool turn(ValueTile<Keys, Dims>& to, Rows& from) const {
         static_assert(Rows::kPanelCols == kRoundDims || Rows::kPanels == 1,
                       "a round is what one panel has");
-        const unsigned int row = lane % 16, dim = dim_of(lane);
-        const unsigned int even = swaps(lane) ? kOddBytes : kEvenBytes;
-        const unsigned int odd = swaps(lane) ? kEvenBytes : kOddBytes;
+        const unsigned int row = lane % 16;
         NanSearch nan;
+        if constexpr (kPanels == 1) {
+            // Unrolled, so that places in memory differ by constants.
+            const scalar_t* const rows = from.data[0][warp * kChunkKeys + row];
+#pragma unroll
+            for (unsigned int first = 0; first < kRounds; first += Warps) {
+                if (first + Warps > kRounds && first + warp >= kRounds) break;
+                turn_round<Search>(to, rows + first * kChunkKeys * kPanelRowBytes, first + warp,
+                                   nan);
+            }
+        } else {
 #pragma unroll 1  // registers are what such a warp lacks
-        for (unsigned int round = warp; round < kRounds; round += Warps) {
-            const scalar_t* const panel = &from.data[panel_of(round)][0][0];
-            const unsigned int chunk = lane / 16 ^ row % kSwizzleRows;
-            const unsigned int place =
-                (keys_of(round) * kChunkKeys + row) * kPanelRowBytes + chunk * kChunkBytes;
-#pragma unroll
-            for (unsigned int first = 0; first < kSteps; first += AtOnce) {
-                unsigned int pairs[AtOnce][4];
-#pragma unroll
-                for (unsigned int i = 0; i < AtOnce; ++i) {
-                    const unsigned int step = first + i;
-                    if (!exists(round, step)) continue;
-                    ptx::ldmatrix_x4_trans(pairs[i], panel + (place ^ step * kStepDims));
-                }
-#pragma unroll
-                for (unsigned int i = 0; i < AtOnce; ++i) {
-                    const unsigned int step = first + i;
-                    if (!exists(round, step)) continue;
-                    unsigned int words[4];
-#pragma unroll
-                    for (int w = 0; w < 4; ++w) {
-                        const unsigned int* const two = &pairs[i][w / 2 * 2];
-                        words[w] = __byte_perm(two[0], two[1], w % 2 == 0 ? even : odd);
-                        if (Search) nan.look_at(words[w]);
-                    }
-                    ptx::stmatrix_x4(to.data[keys_of(round)][first_dim(round, step) + dim], words);
-                }
+            for (unsigned int round = warp; round < kRounds; round += Warps) {
+                turn_round<Search>(
+                    to, from.data[panel_of(round)][keys_of(round) * kChunkKeys + row], round, nan);
             }
         }
         if (!Search) return false;
@@ -139,6 +123,38 @@ class Turner {
     static constexpr unsigned int kRounds = Keys / kChunkKeys * kPanels;
     // Which bytes of two words are those of the even dim, and of the odd one.
     static constexpr unsigned int kEvenBytes = 0x6420, kOddBytes = 0x7531;
+
+    // Of the rows of a round, this lane says the place of `row`.
+    template <bool Search>
+    __device__ void turn_round(ValueTile<Keys, Dims>& to, const scalar_t* row, unsigned int round,
+                               NanSearch& nan) const {
+        const unsigned int chunk = lane / 16 ^ lane % kSwizzleRows, dim = dim_of(lane);
+        const unsigned int even = swaps(lane) ? kOddBytes : kEvenBytes;
+        const unsigned int odd = swaps(lane) ? kEvenBytes : kOddBytes;
+#pragma unroll
+        for (unsigned int first = 0; first < kSteps; first += AtOnce) {
+            unsigned int pairs[AtOnce][4];
+#pragma unroll
+            for (unsigned int i = 0; i < AtOnce; ++i) {
+                const unsigned int step = first + i;
+                if (!exists(round, step)) continue;
+                ptx::ldmatrix_x4_trans(pairs[i], row + (chunk * kChunkBytes ^ step * kStepDims));
+            }
+#pragma unroll
+            for (unsigned int i = 0; i < AtOnce; ++i) {
+                const unsigned int step = first + i;
+                if (!exists(round, step)) continue;
+                unsigned int words[4];
+#pragma unroll
+                for (int w = 0; w < 4; ++w) {
+                    const unsigned int* const two = &pairs[i][w / 2 * 2];
+                    words[w] = __byte_perm(two[0], two[1], w % 2 == 0 ? even : odd);
+                    if (Search) nan.look_at(words[w]);
+                }
+                ptx::stmatrix_x4(to.data[keys_of(round)][first_dim(round, step) + dim], words);
+            }
+        }
+    }
 
     // Of the dims of a step, the one whose chunk a lane says the place of. Of the chunks of even
     // dims and of odd ones, half change places, so that the eight that are stored at once lie in

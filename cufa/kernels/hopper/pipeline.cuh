@@ -29,6 +29,13 @@ struct RingPosition {
     }
 };
 
+// The position that one advance leads from.
+template <int Stages>
+__device__ inline RingPosition<Stages> before(RingPosition<Stages> at) {
+    if (at.stage == 0) return {Stages - 1, at.parity ^ 1};
+    return {at.stage - 1, at.parity};
+}
+
 // The barriers of a ring of tiles: `writers` threads say that a stage is full, mostly the one that
 // has it copied, and `readers` threads that they are done with it.
 template <int Stages>

@@ -52,9 +52,13 @@ def test_compile_shows_what_kernels_take(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(os.name != "posix", reason="signals are POSIX's")
 def test_an_interrupt_does_not_wait_for_the_compiler():
-    """Which here compiles for ever."""
+    """Which here compiles for ever.
+
+    Python hears interrupts even if whoever runs the tests, as a shell in the background, has them ignored.
+    """
     code = (
-        "import threading; from cufa import jit; from cufa.cli import main\n"
+        "import signal, threading; from cufa import jit; from cufa.cli import main\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def build(_): print('compiling', flush=True); threading.Event().wait()\n"
         "jit.build = build\n"
         "main(['compile', 'fwd_1_naive', '--arch', 'sm_80,sm_90'])\n"

@@ -3,8 +3,9 @@
 
 Draws dtypes, lengths, head dims, features that go together in any way, functions on scores, and arrays that
 lie in memory in any way with NaN around them, and compares with float64 until the time is over. Nothing but
-results may be written, and NaN that nobody sees shows nowhere. A case that is wrong is printed as it is and
-without what it is wrong without; `check(Case(...))` is that case again. Exits with 1 if there was one.
+results may be written, and NaN that nobody sees shows nowhere. With `--backend emulator` the GPU's kernels
+run on the CPU, where g++ compiles them, a second or two for a case. A case that is wrong is printed as it is
+and without what it is wrong without; `check(Case(...))` is that case again. Exits with 1 if there was one.
 """
 
 import itertools
@@ -23,8 +24,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from feature_cases import one_by_one  # noqa: E402 - of this checkout, as all below
-from fuzz_cases import Built, Case, draw  # noqa: E402
+import fuzz_emulator  # noqa: E402 - of this checkout, as all below
+from feature_cases import one_by_one  # noqa: E402
+from fuzz_cases import ALIKE, Built, Case, draw  # noqa: E402
 from fuzz_memory import Array, Memory, placed  # noqa: E402
 
 import cufa  # noqa: E402
@@ -65,6 +67,7 @@ class Run:
             arrays = [self._place(f"{kind}[{n}]", x) for n, x in enumerate(mod.arrays)]
             self.options[kind] = type(mod)(mod.function, *arrays)
         self.tensors = {name: self.options.pop(name) for name in ("q", "k", "v", "dout")}
+        self.library = fuzz_emulator if case.backend == "emulator" else cufa
         self.common = case.planned | {"backend": case.backend}
 
     def forward(self) -> dict[str, Array]:
@@ -77,7 +80,7 @@ class Run:
         wanted = {"out": (shape, dtype), "lse": (problem.lse_shape, accumulator_dtype(case.dtype))}
         inputs = [self.tensors[name] for name in ("q", "k", "v")]
         results = self._call(
-            cufa.attention,
+            self.library.attention,
             inputs,
             wanted,
             return_lse=True,
@@ -102,7 +105,7 @@ class Run:
         if "dscore_mod" in case.features:
             asked["return_dscore_mod"] = True
         results = self._call(
-            cufa.attention_backward,
+            self.library.attention_backward,
             [self.tensors[name] for name in ("dout", "q", "k", "v", "out", "lse")],
             wanted,
             dlse=self.tensors.get("dlse"),
@@ -283,7 +286,7 @@ def report(case: Case, message: str) -> None:
 
 @click.command(help=__doc__)
 @click.option("--seconds", type=float, default=60.0, show_default=True, help="How long to go on.")
-@click.option("--backend", type=click.Choice(("numpy", "cuda")), default="numpy", show_default=True)
+@click.option("--backend", type=click.Choice(tuple(ALIKE)), default="numpy", show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the first cases; then the next one.")
 @click.option("--failures", type=int, default=5, show_default=True, help="After how many to stop.")
 @click.option("--show", is_flag=True, help="Count also what was refused, and which kernels ran.")

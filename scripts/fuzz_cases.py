@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import feature_cases as cases
+import fuzz_emulator
 import ml_dtypes  # noqa: F401 - makes numpy.dtype("bfloat16") known
 import numpy as np
 
@@ -26,8 +27,8 @@ GPU_LENGTHS = (
 # Of keys, beside few queries.
 FEW_QUERIES, CACHES = 17, (1000, 1999, 2500, 5000)
 BATCHES, GPU_BATCHES = (0, 1, 2, 3, 5), (0, 1, 2, 3, 5, 17, 40)
-# Of all together there are no more, so that float64 is no matter of seconds.
-MAX_SCORES = 1_500_000
+# Of all together there are no more, so that float64, or the emulator, is no matter of seconds.
+MAX_SCORES, EMULATED_SCORES = 1_500_000, 50_000
 HEAD_DIMS = (1, 2, 3, 5, 7, 8, 13, 16, 24, 32, 33, 40, 48, 63, 64, 65, 72, 80, 96, 128)
 WIDE_HEAD_DIMS = (129, 136, 160, 192, 200, 248, 256)
 FORWARD_HEAD_DIMS = (257, 320, 384, 512)
@@ -43,8 +44,8 @@ FLOAT8_FEATURES = {
     "packed",
     "block_table",
 }
-# How many cases differ in lengths, numbers and memory alone, on a GPU: compiling takes most of the time.
-ALIKE = 16
+# How many cases differ in lengths, numbers and memory alone: compiling kernels takes most of the time.
+ALIKE = {"numpy": 1, "emulator": 4, "cuda": 16}
 
 
 def relative(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, table: Any) -> Any:
@@ -95,8 +96,8 @@ class Case:
     "dscore_mod"; `score_mod` and `mask_mod` are names of functions above. What nobody sees is NaN with
     `hide_nan`. Arrays lie in other ways than contiguous with `strided`, at addresses and with strides that
     are multiples of `align_bytes`, and are the same along an axis with `broadcast`. Some results and the
-    workspace are the caller's memory with `given`. `on_gpu` is where arrays are, if a GPU computes, by these
-    rungs and their tiles.
+    workspace are the caller's memory with `given`. `on_gpu` is where arrays are, if a GPU computes. It or the
+    emulator does so by these rungs and their tiles.
     """
 
     seed: int
@@ -148,13 +149,18 @@ class Case:
         return self.backend == "cuda"
 
     @property
+    def runs_kernels(self) -> bool:
+        """On a GPU or emulated."""
+        return self.backend != "numpy"
+
+    @property
     def planned(self) -> dict[str, Any]:
         """The options of the call that plans have, too."""
         return {"layout": self.layout, "precision": self.precision}
 
     def rung(self, direction: str) -> dict[str, Any]:
         """The options that choose a kernel."""
-        if not self.runs_on_gpu:
+        if not self.runs_kernels:
             return {}
         if direction == "backward":
             return {"kernel": self.backward_kernel, "tiles": dict(self.backward_tiles) or None}
@@ -162,11 +168,11 @@ class Case:
 
 
 def draw(rng: np.random.Generator, backend: str) -> Iterator[Case]:
-    """A case, or several with the same features for a GPU."""
-    on_gpu = backend == "cuda"
-    dtype = str(rng.choice((*DTYPES, FLOAT8, *("float16", "bfloat16") * (2 if on_gpu else 1))))
+    """A case, or several with the same features for kernels."""
+    by_kernels = backend != "numpy"
+    dtype = str(rng.choice((*DTYPES, FLOAT8, *("float16", "bfloat16") * (2 if by_kernels else 1))))
     kv_dtype = FLOAT8 if dtype == FLOAT8 or (dtype in FLOAT8_OUTPUTS and rng.random() < 0.15) else dtype
-    density = rng.choice((0.03, 0.1, 0.25) if on_gpu else (0.05, 0.15, 0.4))
+    density = rng.choice((0.03, 0.1, 0.25) if by_kernels else (0.05, 0.15, 0.4))
     features = {name for name in cases.BACKWARD_FEATURES if rng.random() < density}
     if rng.random() < 0.15:
         features.add("block_table")
@@ -174,7 +180,7 @@ def draw(rng: np.random.Generator, backend: str) -> Iterator[Case]:
         str(rng.choice(list(functions))) if rng.random() < 0.2 else None
         for functions in (SCORE_MODS, MASK_MODS)
     ]
-    if kv_dtype == FLOAT8 and on_gpu:
+    if kv_dtype == FLOAT8 and by_kernels:
         features &= FLOAT8_FEATURES
         mods = [None, None]
     backward = kv_dtype != FLOAT8 and "block_table" not in features and rng.random() < 0.6
@@ -182,7 +188,7 @@ def draw(rng: np.random.Generator, backend: str) -> Iterator[Case]:
         features = features - {"deterministic"} | {"dscore_mod"}
     if not backward:
         features -= {"dlse", "dbias", "dsink", "deterministic"}
-    head_dim, value_dim = _head_dims(rng, kv_dtype, on_gpu, backward)
+    head_dim, value_dim = _head_dims(rng, kv_dtype, by_kernels, backward)
     alike = Case(
         seed=0,
         backend=backend,
@@ -205,37 +211,38 @@ def draw(rng: np.random.Generator, backend: str) -> Iterator[Case]:
     # An LSE of rounded operands is not that of the scores that probabilities are computed from.
     with_probabilities = kv_dtype != FLOAT8 and "packed" not in features and alike.precision == "ieee"
     alike = replace(alike, probabilities=with_probabilities and bool(rng.random() < 0.1))
-    if on_gpu:
+    if by_kernels:
         alike = _with_rungs(rng, alike)
-    for _ in range(ALIKE if on_gpu else 1):
+    for _ in range(ALIKE[backend]):
         yield _with_sizes(rng, alike)
 
 
-def _head_dims(rng: np.random.Generator, dtype: str, on_gpu: bool, backward: bool) -> tuple[int, int]:
+def _head_dims(rng: np.random.Generator, dtype: str, by_kernels: bool, backward: bool) -> tuple[int, int]:
     dims = HEAD_DIMS
-    if rng.random() < (0.5 if on_gpu else 0.2):
+    if rng.random() < (0.5 if by_kernels else 0.2):
         dims += WIDE_HEAD_DIMS
-    if not backward and not (dtype == FLOAT8 and on_gpu) and rng.random() < 0.1:
+    if not backward and not (dtype == FLOAT8 and by_kernels) and rng.random() < 0.1:
         dims = FORWARD_HEAD_DIMS
     head_dim, value_dim = (int(dim) for dim in rng.choice(dims, 2))
     if rng.random() < 0.6:
         value_dim = head_dim
-    if rng.random() < (0.85 if on_gpu else 0.2):  # what all kernels take
+    if rng.random() < (0.85 if by_kernels else 0.2):  # what all kernels take
         elements = MAX_ALIGN_BYTES // INPUT_DTYPES[dtype].itemsize
         return round_up(head_dim, elements), round_up(value_dim, elements)
     return head_dim, value_dim
 
 
 def _with_sizes(rng: np.random.Generator, case: Case) -> Case:
-    on_gpu = case.runs_on_gpu
+    by_kernels = case.runs_kernels
     some = rng.random() < 0.3
-    batch = int(rng.choice((GPU_BATCHES if on_gpu else BATCHES) if some else (1, 2)))
+    batch = int(rng.choice((GPU_BATCHES if by_kernels else BATCHES) if some else (1, 2)))
     kv_heads = int(rng.choice((0, 1, 2, 3) if rng.random() < 0.1 else (1, 2, 3)))
     heads = kv_heads * int(rng.choice((1, 2, 3, 5, 8) if rng.random() < 0.5 else (1, 2)))
-    seqlen_q, seqlen_k = (int(length) for length in rng.choice(GPU_LENGTHS if on_gpu else LENGTHS, 2))
-    if on_gpu and seqlen_q <= FEW_QUERIES and rng.random() < 0.5:
+    seqlen_q, seqlen_k = (int(length) for length in rng.choice(GPU_LENGTHS if by_kernels else LENGTHS, 2))
+    if by_kernels and seqlen_q <= FEW_QUERIES and rng.random() < 0.5:
         seqlen_k = int(rng.choice(CACHES))
-    while batch * heads * seqlen_q * seqlen_k > MAX_SCORES:
+    most = EMULATED_SCORES if case.backend == "emulator" else MAX_SCORES
+    while batch * heads * seqlen_q * seqlen_k > most:
         seqlen_q, seqlen_k = seqlen_q // 2, seqlen_k // 2
     sides = tuple(WINDOW_SIDES[i] for i in rng.integers(len(WINDOW_SIDES), size=2))
     return replace(
@@ -262,6 +269,8 @@ def _with_rungs(rng: np.random.Generator, case: Case) -> Case:
     given = problem.arguments | problem.mods | case.planned
     left_out = ("dout", "softmax_scale", "seed", "offset")
     options = {name: value for name, value in given.items() if name not in left_out}
+    if not case.runs_on_gpu:
+        options["arch"] = fuzz_emulator.ARCH
     chosen: dict[str, Any] = {}
     for direction in ("forward", "backward") if case.backward else ("forward",):
         if direction == "backward":

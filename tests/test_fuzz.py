@@ -1,16 +1,20 @@
 """scripts/fuzz.py: some of its problems, that it finds what is wrong, and that what it prints is the case."""
 
+import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from emulator import KERNELS
 
 from cufa import cpu
 from cufa.problem import MAX_ALIGN_BYTES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import fuzz
+import fuzz_emulator
 
 
 @pytest.fixture
@@ -23,6 +27,28 @@ def small_tiles(monkeypatch):
 def test_some_problems(small_tiles, seed):
     for case in fuzz.draw(np.random.default_rng(seed), "numpy"):
         assert fuzz.outcome(case) == ("right", ""), case
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("seed", range(4))
+def test_some_problems_of_emulated_kernels(seed):
+    for case in fuzz.draw(np.random.default_rng(seed), "emulator"):
+        assert fuzz.outcome(case) == ("right", ""), case
+
+
+@pytest.mark.emulator
+def test_what_an_emulated_kernel_does_wrong_is_found(monkeypatch, tmp_path):
+    folder = shutil.copytree(KERNELS, tmp_path / "kernels")
+    source, right, wrong = folder / "fwd_1_naive.cu", "params.lse && threadIdx.x == 0", "params.lse"
+    text = source.read_text(encoding="utf-8")
+    assert text.count(right) == 1
+    source.write_text(text.replace(right, wrong), encoding="utf-8")
+    case = fuzz.Case(0, backend="emulator", kernel="fwd_1_naive")
+    assert fuzz.outcome(case) == ("right", "")
+    monkeypatch.setattr(fuzz_emulator, "attention", partial(fuzz_emulator.attention, folder=folder))
+    kind, message = fuzz.outcome(case)
+    assert kind == "wrong"
+    assert "with no barrier between\n    fwd_1_naive.cu" in message
 
 
 def test_cases_are_printed_as_they_are():

@@ -168,9 +168,12 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
     row_sums(const __grid_constant__ Params params) {
     ptx::let_next_launch_begin();
     if (blockIdx.x == 0 && threadIdx.x == 0) *QueryWorkspace(params.call).taken = 0;
-    if constexpr (kArrayGradients)
+    const Sizes& sizes = params.call.sizes;
+    if constexpr (kArrayGradients) {
         clear_sums<kHelperThreads>(sums_of_arrays(params.call), array_sums(params.call.features));
-    if (params.call.sizes.seqlen_q == 0) return;
+        if (sizes.batch == 0 || sizes.heads == 0) return;  // there is a block for sums alone
+    }
+    if (sizes.seqlen_q == 0) return;
     prepare_rows<kHelperThreads, kBlockM, Sums>(params.call);
 }
 

@@ -134,9 +134,8 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
 
     to_take = _tiles_of_keys(problem, adding, tiles)
     key_blocks = min(to_take, device.sm_count) if kind.stays else to_take
-    counters = kind.stays * min(1, query_blocks + to_take)
-    # They also set the counter to 0, and sums of arrays.
-    row_blocks = max(query_blocks, counters, min(1, problem.features.array_sums))
+    counters = kind.stays * min(1, query_blocks + to_take + problem.features.array_sums)
+    row_blocks = max(query_blocks, counters)  # they also set the counter to 0, and sums of arrays
     round_blocks = (not rounds) * query_blocks
     overlaps = row_blocks > 0
     seen = seen_tiles(problem, tiles.block_m, tiles.block_n)

@@ -419,20 +419,22 @@ def test_nothing_is_launched_for_nothing(batch, seqlen):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "tiles", "reason"),
+    ("head_dim", "value_dim", "tiles", "reason"),
     [
-        (128, {"block_m": 60}, "block_m must be a multiple of 16 up to 256"),
-        (128, {"block_n": 64}, "block_n must be 128, 64 for a warpgroup's rows"),
-        (64, {"block_m": 64}, "block_m must be 128, 64 for a warpgroup's dQ"),
-        (128, {"block_m": 96, "stages": 1}, "a thread needs about 256 registers, and there are 240"),
-        (192, {"block_m": 48}, "block_m must be a multiple of 32, 16 for half a warpgroup's dQ"),
-        (256, {"stages": 3}, "bytes of shared memory"),
-        (64, {"threads": 128}, "tiles has threads"),
+        (128, 128, {"block_m": 60}, "block_m must be a multiple of 16 up to 256"),
+        (128, 128, {"block_n": 64}, "block_n must be 128, 64 for a warpgroup's rows"),
+        (64, 64, {"block_m": 64}, "block_m must be 128, 64 for a warpgroup's dQ"),
+        (64, 128, {"block_m": 128}, "a thread needs about 256 registers, and there are 240"),
+        (192, 128, {"block_m": 48}, "block_m must be a multiple of 32, 16 for half a warpgroup's dQ"),
+        (128, 128, {"stages": 1}, "stages must be at least 2: dQ is made a tile of queries later"),
+        (256, 256, {"stages": 1}, "stages must be at least 2: dQ is made a tile of queries later"),
+        (256, 256, {"stages": 3}, "bytes of shared memory"),
+        (64, 64, {"threads": 128}, "tiles has threads"),
     ],
 )
-def test_tiles_that_do_not_fit_are_refused(head_dim, tiles, reason):
+def test_tiles_that_do_not_fit_are_refused(head_dim, value_dim, tiles, reason):
     with pytest.raises(ValueError, match=reason):
-        plan_of(problem(head_dim, min(head_dim, 128) if head_dim < 256 else 256), **tiles)
+        plan_of(problem(head_dim, value_dim), **tiles)
 
 
 @pytest.mark.parametrize(

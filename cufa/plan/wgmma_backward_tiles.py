@@ -42,6 +42,8 @@ CONSUMER_REGISTERS = min(
     MAX_CONSUMER_REGISTERS,
     AT_START + (AT_START - PRODUCER_REGISTERS) // CONSUMERS // REGISTER_STEP * REGISTER_STEP,
 )
+# The product that makes dQ is of the tile of queries before: there must be room for both.
+LEAST_STAGES = 2
 # Registers of a consumer beside accumulators: addresses, descriptions, where it is.
 OVERHEAD_REGISTERS = 32
 # Up to so many head dims a thread has registers for S and dP at the same time, beside dK and dV.
@@ -70,6 +72,8 @@ class Tiles:
         """None if the kernels can be compiled for these tiles, else the reason."""
         if self.block_m % WGMMA_K or self.block_m > MAX_WGMMA_N:
             return f"block_m must be a multiple of {WGMMA_K} up to {MAX_WGMMA_N}"
+        if self.stages < LEAST_STAGES:
+            return f"stages must be at least {LEAST_STAGES}: dQ is made a tile of queries later"
         return None
 
     def __str__(self) -> str:

@@ -44,6 +44,8 @@ FLOAT8_FEATURES = {
     "packed",
     "block_table",
 }
+# What emulated kernels are planned for: Hopper, and others, which differ in tensor cores and shared memory.
+EMULATED_ARCHS = (*(fuzz_emulator.ARCH,) * 3, "sm_75", "sm_80", "sm_86", "sm_120")
 # How many cases differ in lengths, numbers and memory alone: compiling kernels takes most of the time.
 ALIKE = {"numpy": 1, "emulator": 4, "cuda": 16}
 
@@ -97,7 +99,7 @@ class Case:
     `hide_nan`. Arrays lie in other ways than contiguous with `strided`, at addresses and with strides that
     are multiples of `align_bytes`, and are the same along an axis with `broadcast`. Some results and the
     workspace are the caller's memory with `given`. `on_gpu` is where arrays are, if a GPU computes. It or the
-    emulator does so by these rungs and their tiles.
+    emulator, which takes plans for `arch`, does so by these rungs and their tiles.
     """
 
     seed: int
@@ -133,6 +135,7 @@ class Case:
     tiles: tuple[tuple[str, int], ...] = ()
     backward_kernel: str | None = None
     backward_tiles: tuple[tuple[str, int], ...] = ()
+    arch: str | None = None
 
     def __repr__(self) -> str:
         """The call that makes it."""
@@ -156,7 +159,9 @@ class Case:
     @property
     def planned(self) -> dict[str, Any]:
         """The options of the call that plans have, too."""
-        return {"layout": self.layout, "precision": self.precision}
+        return {"layout": self.layout, "precision": self.precision} | (
+            {"arch": self.arch} if self.arch else {}
+        )
 
     def rung(self, direction: str) -> dict[str, Any]:
         """The options that choose a kernel."""
@@ -207,6 +212,7 @@ def draw(rng: np.random.Generator, backend: str) -> Iterator[Case]:
         strided=bool(rng.random() < 0.5),
         align_bytes=MAX_ALIGN_BYTES if rng.random() < 0.8 else int(rng.choice((1, 2, 4, 8))),
         on_gpu=bool(rng.random() < 0.95),
+        arch=str(rng.choice(EMULATED_ARCHS)) if backend == "emulator" else None,
     )
     # An LSE of rounded operands is not that of the scores that probabilities are computed from.
     with_probabilities = kv_dtype != FLOAT8 and "packed" not in features and alike.precision == "ieee"
@@ -269,8 +275,6 @@ def _with_rungs(rng: np.random.Generator, case: Case) -> Case:
     given = problem.arguments | problem.mods | case.planned
     left_out = ("dout", "softmax_scale", "seed", "offset")
     options = {name: value for name, value in given.items() if name not in left_out}
-    if not case.runs_on_gpu:
-        options["arch"] = fuzz_emulator.ARCH
     chosen: dict[str, Any] = {}
     for direction in ("forward", "backward") if case.backward else ("forward",):
         if direction == "backward":

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from emulator import calls
 
+from cufa.device import Device
 from cufa.params import FeatureValues
 from cufa.problem import LAYOUTS
 from cufa.score_mod import ScoreMod
@@ -24,6 +25,7 @@ def attention(
     v: Array,
     *,
     layout: str = "bshd",
+    arch: str = ARCH,
     precision: str = "ieee",
     kernel: str | None = None,
     tiles: Mapping[str, int] | None = None,
@@ -34,7 +36,8 @@ def attention(
 ) -> tuple[Array, ...]:
     """What `cufa.attention` returns with `return_lse`."""
     given = _readable({"q": q, "k": k, "v": v} | _with_values(options), layout)
-    rung: dict[str, Any] = {"precision": precision, "kernel": kernel, "tiles": tiles}
+    device = Device.of(arch)
+    rung: dict[str, Any] = {"precision": precision, "kernel": kernel, "tiles": tiles, "device": device}
     dtype = None if out is None else out.dtype
     results = [*calls.attention(**given, **rung, out_dtype=dtype)]
     probabilities = [calls.attn_probs(**given, lse=results[1])] if return_attn_probs else []
@@ -51,6 +54,7 @@ def attention_backward(
     lse: Array,
     *,
     layout: str = "bshd",
+    arch: str = ARCH,
     return_dbias: bool = False,
     return_dsink: bool = False,
     return_dscore_mod: bool = False,
@@ -63,7 +67,8 @@ def attention_backward(
     outputs = [options.pop(f"d{name}", None) for name in names if name != "score_mod"]
     tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
     given = _readable(tensors | _with_values(options), layout)
-    results = list(calls.attention_backward(**given, score_mod=score_mod, gradients=names[3:]))
+    rules = {"score_mod": score_mod, "gradients": names[3:], "device": Device.of(arch)}
+    results = list(calls.attention_backward(**given, **rules))
     results[:3] = [_in_layout(x, layout) for x in results[:3]]
     of_arrays = iter(results[len(outputs) :])
     of_inputs = [_given_back(*each) for each in zip(results, outputs, strict=False)]

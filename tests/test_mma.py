@@ -78,6 +78,23 @@ def test_what_a_mask_shows_is_found_as_often_as_it_is_another(front, options, ma
     assert backward.launches[0].entry == "seen_tiles"
 
 
+@pytest.mark.parametrize("kernel", ["fwd_5_mma", "fwd_6_wgmma", "bwd_3_mma", "bwd_4_wgmma"])
+@pytest.mark.parametrize(("batch", "heads"), [(0, 4), (2, 0)])
+def test_nobody_looks_at_a_mask_for_no_sequence_or_no_head(kernel, batch, heads):
+    q = np.empty((batch, 300, heads, 64), np.float16)
+    options = {"kernel": kernel, "backward": kernel.startswith("bwd"), "arch": "sm_90a"}
+    assert cufa.plan(q, q, q, mask=np.empty((300, 300), bool), **options).launches == ()
+
+
+@pytest.mark.parametrize("kernel", ["fwd_5_mma", "fwd_8_split_kv"])
+def test_tiles_with_more_keys_than_a_word_has_bits_are_refused_under_a_mask(kernel):
+    q = np.empty((1, 300, 4, 64), np.float16)
+    options = {"tiles": {"block_n": 144}, "kernel": kernel, "arch": "sm_80"}
+    assert cufa.plan(q, q, q, **options).tiles["block_n"] == 144
+    with pytest.raises(ValueError, match="with a mask or a mask_mod block_n may be at most 128"):
+        cufa.plan(q, q, q, mask=np.empty((300, 300), bool), **options)
+
+
 @pytest.mark.parametrize(
     ("arch", "heads", "kv_heads", "causal", "parts"),
     [

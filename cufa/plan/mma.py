@@ -19,7 +19,7 @@ from cufa.device import WARP_SIZE, Device
 from cufa.plan.choice import Candidates, Choice, Cost, TileSizes, query_tiles, sizes_of
 from cufa.plan.pace import memory_time, most_keys, seen_keys
 from cufa.plan.record import Launch, Macro, Part
-from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
+from cufa.plan.seen import check_masked_keys, seen_launch, seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
 from cufa.problem import FLOAT8, Problem
 from cufa.rounding import round_up
@@ -249,6 +249,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_5_mma`: one launch, a block for each tile of queries."""
     chosen = _forward_candidates(problem.kind, device).choose(problem, tiles)
     sizes = chosen.tiles
+    check_masked_keys(problem, sizes)
     seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
     launches = (
         seen_launch(problem, seen, sizes.threads, sizes.warps),

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cufa.plan.choice import counted_row_tiles
+from cufa.plan.choice import TileSizes, counted_row_tiles
 from cufa.plan.record import Launch, Scratch
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 
 # What a tile takes of which it is known what a mask shows: mask_tiles.cuh's SeenPart.
 SEEN_PART_BYTES = 2
+# Keys of a tile in the forwards where threads keep a bit for each score that is seen: two of every eight in
+# a word.
+MOST_MASKED_KEYS = 128
+
+
+def check_masked_keys(problem: Problem, tiles: TileSizes) -> None:
+    """Raises ValueError if tiles that a caller chose have more keys than there are bits for in a word."""
+    if problem.features.key_mask and tiles.block_n > MOST_MASKED_KEYS:
+        raise ValueError(
+            f"tiles {tiles}: with a mask or a mask_mod block_n may be at most {MOST_MASKED_KEYS}"
+        )
 
 
 def seen_tiles(problem: Problem, rows: int, keys: int) -> int:
     """Of how many tiles of scores it is found out what masks show of them: seen_tiles.cuh's count."""
     features = problem.features
-    if not features.key_mask:
+    if not features.key_mask or problem.heads == 0:
         return 0
     mask_batch, mask_heads, _, _ = features.mask or (1, 1, 1, 1)
     function = features.mask_mod

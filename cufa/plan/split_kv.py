@@ -17,6 +17,7 @@ from cufa.messages import counted
 from cufa.plan.choice import Candidates, Choice, Cost, row_tiles, sizes_of
 from cufa.plan.mma import BYTE, HALF, LINE_BYTES, MMA_M, MMA_N, arithmetic_of
 from cufa.plan.record import FIRST_OVERLAPPING, Launch, Macro, Part, Scratch
+from cufa.plan.seen import check_masked_keys
 from cufa.plan.sizes import FORWARD_PARAMS_BYTES, common_macros
 from cufa.problem import FLOAT8, MAX_EXTENT, Problem, lse_shape
 from cufa.rounding import ceil_div, round_up
@@ -132,6 +133,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     Raises ValueError if there are more rows than can be counted.
     """
     chosen = _chosen(problem, device, _fastest(problem, device), tiles)
+    check_masked_keys(problem, chosen.tiles)
     if not {"splits", "shares"} & tiles.keys():
         chosen = replace(chosen, tiles=_parted(problem, chosen, device))
     return _planned(problem, device, chosen)

@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 from emulator import EmulatorError, calls
-from feature_cases import SIZES, draw_case, hide_nan
+from feature_cases import SIZES, draw_case, hide_nan, mask_by_tiles
 from test_emulator import planted
 from tolerance import assert_attention, random_problem
+
+from cufa.score_mod import MaskMod
 
 pytestmark = pytest.mark.emulator
 
@@ -35,12 +37,29 @@ def check(case, **options):
     [
         ("causal", "window", "sink", "softcap", "alibi_slopes", "packed", "seqused_k"),
         ("causal", "bias", "score_mod"),
+        ("causal", "mask", "packed", "dropout"),
+        ("window", "mask_bits", "seqused_k", "sink"),
     ],
 )
 def test_lengths_and_features(rng, features):
     for lengths in [(70, 200), (1, 64), (65, 7), (130, 1), (0, 5), (5, 0)]:
         sizes = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], **HEADS}
         check(draw_case(rng, "float32", features, **sizes))
+
+
+@pytest.mark.parametrize("by", ["mask", "mask_mod"])
+def test_tiles_of_which_nothing_is_seen(rng, by):
+    """What is in their keys and values shows nowhere; some queries see none at all."""
+    case = draw_case(rng, "float32", (), seqlen_q=140, seqlen_k=450, **HEADS)
+    mask, _ = mask_by_tiles(rng, (2, 4, 140, 450), (64, 64))
+    mask[1, 2, :64], mask[0, :, :64, 320:] = False, False
+    if by == "mask":
+        case.arrays["mask"] = mask
+    else:
+        case.numbers["mask_mod"] = MaskMod(
+            lambda b, h, q_idx, kv_idx, shown: shown[b, h, q_idx, kv_idx], mask
+        )
+    check(case)
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])

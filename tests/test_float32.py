@@ -42,11 +42,27 @@ def test_no_spill_with_features(head_dim, value_dim):
     assert warnings_of(replace(problem(head_dim, value_dim, align_bytes=4), features=ALL)) == ()
 
 
+@pytest.mark.parametrize("dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("tf32", [False, True])
+def test_no_spill_with_dropout(dim, tf32):
+    assert warnings_of(problem(dim, dropout=True, tf32=tf32)) == ()
+
+
+def test_masks_are_looked_at_first():
+    masked = make_plan(problem(mask=(2, 1, 4096, 4096)), H200, NAME)
+    assert [launch.entry for launch in masked.launches] == ["seen_tiles", "to_halves", NAME]
+    tiles = -(-4096 // masked.tiles["block_m"]) * -(-4096 // masked.tiles["block_n"])
+    assert masked.workspace_bytes - make_plan(problem(), H200, NAME).workspace_bytes == 2 * 2 * tiles
+    with pytest.raises(ValueError, match="block_n may be at most 128"):
+        make_plan(problem(32, mask=(2, 1, 4096, 4096)), H200, NAME, {"block_n": 160, "stages": 1})
+
+
 def test_which_calls_it_takes():
     assert best_kernel(problem(), H200).name == NAME
     assert best_kernel(problem(64, tf32=True), H200).name == NAME
     assert best_kernel(problem(80, align_bytes=4), H200).name == NAME
-    for other in (problem(136), problem(dropout=True), problem(seqlen=16), problem(page_size=16)):
+    assert best_kernel(problem(dropout=True, mask=(1, 1, 4096, 4096)), H200).name == NAME
+    for other in (problem(136), problem(seqlen=16), problem(page_size=16)):
         assert best_kernel(other, H200).name == "fwd_5_mma"
     assert best_kernel(problem(), Device.of("sm_100")).name == "fwd_5_mma"
 

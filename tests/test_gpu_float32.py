@@ -1,17 +1,19 @@
-"""The backward of float32 in halves on a GPU: stages filled anew many times, and what halves do not hold."""
+"""float32 in halves on a GPU: masks and dropout forward; backward stages that are filled anew many times, and
+what halves do not hold.
+"""
 
 import numpy as np
 import pytest
-from feature_cases import SIZES, draw_case
+from feature_cases import SIZES, draw_case, hide_nan, mask_by_tiles
 from gpu_calls import on_gpu, skip_unless_it_runs_here, tensors
-from tolerance import assert_gradients, judge
+from tolerance import assert_attention, assert_gradients, judge
 
 import cufa
 from cufa import reference
 
 pytestmark = pytest.mark.gpu
 
-KERNEL = "bwd_6_float32"
+FORWARD, KERNEL = "fwd_9_float32", "bwd_6_float32"
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +28,24 @@ def gradients_of(cupy, case, **options):
     out, lse = (cupy.asarray(x.astype(np.float32)) for x in (out, lse))
     rules = on_gpu(cupy, case.backward)
     return cufa.attention_backward(dout, q, k, v, out, lse, kernel=KERNEL, **rules, **options)
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+@pytest.mark.parametrize(
+    "features", [("mask", "dropout"), ("mask_bits", "causal", "packed"), ("dropout", "window", "softcap")]
+)
+def test_masks_and_dropout(cupy, rng, features, head_dim, precision):
+    case = draw_case(rng, "float32", features, seqlen_q=700, seqlen_k=1000, head_dim=head_dim)
+    if "mask" in features:
+        case.arrays["mask"], _ = mask_by_tiles(rng, (2, 1, 700, 1000), (128, 128))
+    hide_nan(case)
+    q, k, v, _ = tensors(cupy, case)
+    options = {"kernel": FORWARD, "precision": precision, "return_lse": True}
+    with np.errstate(invalid="ignore"):
+        results = cufa.attention(q, k, v, **on_gpu(cupy, case.forward), **options)
+        out, lse = (x.get() for x in results)
+        assert_attention(out, lse, case.problem, precision=precision, **case.forward)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128])

@@ -381,13 +381,8 @@ _LADDER = (
     Float32Kernel(
         name="fwd_9_float32",
         direction="forward",
-        entries=("to_halves", "fwd_9_float32"),
-        features=frozenset(
-            (
-                *("window", "softcap", "bias", "alibi_slopes", "sink", "cu_seqlens", "seqused_k"),
-                "score_mod",
-            )
-        ),
+        entries=("seen_tiles", "to_halves", "fwd_9_float32"),
+        features=_FEATURES,
     ),
     Kernel(
         name="bwd_1_naive",

@@ -7,13 +7,14 @@
 // off the sums that they add to; so what a tile of keys adds to O is summed by itself, and added
 // afterwards.
 //
-// Launches: to_halves; fwd_9_float32.
+// Launches: with a mask or a mask_mod seen_tiles, as in fwd_5_mma; to_halves; fwd_9_float32.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
 //          value_dim); packed sequences: (tokens, heads, dim)
 // Owns     block: BLOCK_M queries of one head; warpgroup: 64 of them
 // Shared   the tile of queries, a ring of STAGES tiles of keys and their values
-// Global   workspace: tiles of halves of queries, then of keys and values
+// Global   workspace: tiles of halves of queries, then of keys and values; with a mask or a
+//          mask_mod, which tiles of scores it shows
 // Needs    sm_90a
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
@@ -28,23 +29,23 @@ static_assert(sizeof(ForwardParams) == PARAMS_BYTES, "the host passes a differen
 
 // Attends to all keys that the queries see. The products of a warpgroup run during the softmax of
 // the other.
-__device__ inline void attend(Consumer& consumer, const Keys& keys) {
+template <class Walk>
+__device__ inline void attend(Consumer& consumer, Walk walk) {
     const Turns& turns = consumer.turns;
     Scores s;
     Output part;
     Weights p[kParts];
-    int key = keys.begin;
     turns.wait();
     consumer.issue_scores(s);
     turns.pass();
-    consumer.make_weights(p, s, key, keys.masked(key));
-    for (key += kBlockN; key < keys.end; key += kBlockN) {
+    consumer.make_weights(p, s, walk.key, walk.masked());
+    for (walk.advance(); !walk.at_end(); walk.advance()) {
         turns.wait();
         consumer.issue_output(part, p);
         consumer.issue_scores(s);
         turns.pass();
         consumer.add_output<1>(part);
-        consumer.make_weights(p, s, key, keys.masked(key));
+        consumer.make_weights(p, s, walk.key, walk.masked());
     }
     turns.wait();
     consumer.issue_output(part, p);
@@ -52,18 +53,29 @@ __device__ inline void attend(Consumer& consumer, const Keys& keys) {
     consumer.add_output<0>(part);
 }
 
+// Where in its tiles of keys a consumer is.
+__device__ inline auto walk_of(const Consumer& consumer) {
+    if constexpr (kKeyMask) {
+        return LabelledWalk(consumer.smem.k_ring, consumer.k_at,
+                            keys_of(consumer.call, consumer.work));
+    } else {
+        return RangeWalk(keys_of(consumer.call, consumer.work));
+    }
+}
+
 __device__ inline void consume(Smem& smem, const ForwardParams& call, const QueryTile& work,
                                int warpgroup) {
     Consumer consumer(smem, call, work, warpgroup);
-    const Keys keys = keys_of(call, work);
+    const auto walk = walk_of(consumer);
     wait_for(smem.queries_full, 0, 0);
-    if (keys.begin < keys.end) attend(consumer, keys);
+    if (!walk.at_end()) attend(consumer, walk);
     consumer.store();
 }
 
 // One thread copies all tiles.
-__device__ inline void produce(Smem& smem, const ForwardParams& call, const QueryTile& work) {
-    const Keys keys = keys_of(call, work);
+template <class Walk>
+__device__ inline void produce(Smem& smem, const ForwardParams& call, const QueryTile& work,
+                               Walk walk) {
     const Workspace workspace(call);
     ptx::wait_for_launch_before();
     const auto& q = workspace.queries_from(work.sequence, work.head, work.first_row);
@@ -72,22 +84,38 @@ __device__ inline void produce(Smem& smem, const ForwardParams& call, const Quer
 
     const TileHalves* const first = &workspace.keys_from(work.sequence, work.kv_head, 0);
     const auto tile_at = [&](int key) -> const TileHalves& { return first[key / kBlockN]; };
-    const auto send_keys = [&](RingPosition<kStages> at, int key) {
-        if (key >= keys.end) return;
+    const auto send_keys = [&](RingPosition<kStages> at) {
+        if (walk.at_end()) return;
         smem.k_ring.wait_empty(at);
-        ptx::copy_bytes(&smem.k[at.stage], &tile_at(key).k, KeyHalves::kBytes,
+        smem.k_ring.label(at, walk.label());
+        ptx::copy_bytes(&smem.k[at.stage], &tile_at(walk.key).k, KeyHalves::kBytes,
                         smem.k_ring.announce(at, KeyHalves::kBytes));
     };
     RingPosition<kStages> at;
-    send_keys(at, keys.begin);
-    for (int key = keys.begin; key < keys.end; key += kBlockN) {
+    send_keys(at);
+    while (!walk.at_end()) {
         const RingPosition<kStages> of_values = at;
+        const int key = walk.key;
         at.advance();
-        send_keys(at, key + kBlockN);  // they are needed a tile ahead of values
+        walk.advance();
+        send_keys(at);  // they are needed a tile ahead of values
         smem.v_ring.wait_empty(of_values);
         ptx::copy_bytes(&smem.v[of_values.stage], &tile_at(key).v, ValueRows::kBytes,
                         smem.v_ring.announce(of_values, ValueRows::kBytes));
     }
+}
+__device__ inline void produce(Smem& smem, const ForwardParams& call, const QueryTile& work) {
+    if constexpr (kKeyMask) {
+        produce(smem, call, work, SeenWalk(call, work));
+    } else {
+        produce(smem, call, work, RangeWalk(keys_of(call, work)));
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(kHalvingThreads)
+    seen_tiles(const __grid_constant__ ForwardParams params) {
+    const long long tile = warp_of_grid<kHalvingThreads>();
+    if (kKeyMask && tile < Seen::count(params)) Seen::find(seen_parts(params), params, tile);
 }
 
 extern "C" __global__ void __launch_bounds__(kHalvingThreads, kHalvingBlocks)

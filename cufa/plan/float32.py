@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from cufa.device import Device
+from cufa.device import WARP_SIZE, Device
 from cufa.plan.choice import Candidates, Cost, query_tiles, row_tiles, sizes_of
 from cufa.plan.pace import Pace, fastest
 from cufa.plan.record import Launch, Part, Scratch
+from cufa.plan.seen import check_masked_keys, seen_launch, seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
 from cufa.plan.wgmma import (
     BARRIER_BYTES,
     MAX_WGMMA_N,
     MIN_PRODUCER_REGISTERS,
     SWIZZLE_BYTES,
+    TILE_LABEL_BYTES,
     WGMMA_K,
     WGMMA_M,
     Warpgroups,
@@ -101,7 +103,10 @@ def _parts(problem: Problem) -> int:
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
-    """`fwd_9_float32`: a launch that makes halves, and one with a block for each tile of queries."""
+    """`fwd_9_float32`: a launch that makes halves, and one with a block for each tile of queries.
+
+    Before them one finds out what masks show of tiles of scores, if there are any.
+    """
     best, _ = _fastest(problem, device)
 
     def as_launched(tiles: Tiles) -> Cost:
@@ -109,9 +114,12 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
 
     chosen = Candidates(device, (best,), as_launched).choose(problem, tiles)
     sizes = chosen.tiles
+    check_masked_keys(problem, sizes)
     queries, keys = _tile_counts(problem, sizes)
     query_bytes, key_bytes = _query_tile_bytes(problem, sizes), _key_tile_bytes(problem, sizes)
+    seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
     launches = (
+        *((seen_launch(problem, seen, HALVING_THREADS, HALVING_THREADS // WARP_SIZE),) if seen else ()),
         Launch("to_halves", queries + keys, HALVING_THREADS),
         Launch("fwd_9_float32", queries, sizes.threads, chosen.cost.smem_bytes, overlaps=True),
     )
@@ -119,6 +127,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
         Scratch("alignment", (SWIZZLE_BYTES // FLOAT_BYTES,)),
         Scratch("halves of queries", (queries, query_bytes // FLOAT_BYTES)),
         Scratch("halves of keys and values", (keys, key_bytes // FLOAT_BYTES)),
+        *seen_scratch(problem, seen),
     )
     return Part(
         tiles=sizes_of(sizes),
@@ -163,6 +172,7 @@ def _cost(problem: Problem, tiles: Tiles) -> Cost:
         _query_tile_bytes(problem, tiles)
         + tiles.stages * _key_tile_bytes(problem, tiles)
         + BARRIER_BYTES * (2 * 2 * tiles.stages + 1)
+        + TILE_LABEL_BYTES * tiles.stages * problem.features.key_mask
     )
     depth, dims = (round_up(dim, WGMMA_K) for dim in (problem.head_dim, problem.value_dim))
     # S, O and what a tile adds to it in float32, and P in pairs.

@@ -45,6 +45,11 @@ class SeenTiles {
         return next<Rows>(row, end, [&](int at) { return part(at, key); });
     }
 
+    // Where the first such tile begins, for a thread that is alone.
+    __device__ int next_key_alone(int row, int key, int end) const {
+        return next_alone<Keys>(key, end, [&](int at) { return part(row, at); });
+    }
+
     // Where the last tile begins, from `key` down to `begin`, of which some of a tile of rows is
     // seen; before `begin` if there is none. For a thread that is alone.
     __device__ int last_key(int row, int key, int begin) const {
@@ -131,10 +136,22 @@ class SeenTiles {
         return end;
     }
 
-    // Loads several at once, since each by itself would take as long.
+    // How many a thread loads at once, since each by itself would take as long.
+    static constexpr int kAtOnce = 8;
+
+    template <int Size, class PartAt>
+    __device__ static int next_alone(int at, int end, const PartAt& part_at) {
+        for (; at < end; at += kAtOnce * Size) {
+            unsigned int seen = 0;
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i)
+                seen |= (part_at(min(at + i * Size, end - 1)) != kNone) << i;
+            if (seen != 0) return at + (__ffs(seen) - 1) * Size;
+        }
+        return end;
+    }
     template <int Size, class PartAt>
     __device__ static int last(int at, int begin, const PartAt& part_at) {
-        constexpr int kAtOnce = 8;
         for (; at >= begin; at -= kAtOnce * Size) {
             unsigned int seen = 0;
 #pragma unroll

@@ -8,7 +8,8 @@
 #include "call/key_tiles.cuh"
 #include "hopper/float32/halves.cuh"
 #include "hopper/float32/halves_workspace.cuh"
-#include "hopper/pipeline.cuh"
+#include "hopper/labelled_ring.cuh"
+#include "scores/seen_tiles.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES;
 constexpr int kConsumers = kBlockM / kWgmmaM;
@@ -47,7 +48,8 @@ struct Smem {
     QueryHalves q;
     KeyHalves k[kStages];
     ValueRows v[kStages];
-    Ring<kStages> k_ring, v_ring;
+    LabelledRing<kStages> k_ring;
+    Ring<kStages> v_ring;
     ptx::Barrier queries_full;
 
     __device__ void init() {
@@ -60,8 +62,86 @@ struct Smem {
 };
 
 using Keys = KeyTiles<kBlockN>;
+using Seen = SeenTiles<kBlockM, kBlockN>;
 
 // The keys that a block's queries see.
 __device__ inline Keys keys_of(const ForwardParams& call, const QueryTile& work) {
     return {work.sequence.mask(call.features), work.first_row, kBlockM};
 }
+
+__device__ inline SeenPart* seen_parts(const ForwardParams& call) {
+    return static_cast<SeenPart*>(Workspace(call).rest());
+}
+
+// Where in these tiles one is. A tile begins with `key`, and is masked if a query may not see all
+// of it.
+struct RangeWalk {
+    const Keys keys;
+    int key;
+
+    __device__ explicit RangeWalk(const Keys& keys) : keys(keys), key(keys.begin) {}
+    __device__ bool at_end() const { return key >= keys.end; }
+    __device__ bool masked() const { return keys.masked(key); }
+    __device__ void advance() { key += kBlockN; }
+    __device__ TileLabel label() const { return {}; }  // none is needed
+};
+
+// The same where a mask or a mask_mod leaves some out, for the producer; if it leaves out all,
+// there is one that shows nothing.
+struct SeenWalk {
+    const Keys keys;
+    const Seen seen;
+    const int first_row;
+    int key, next;
+
+    __device__ SeenWalk(const ForwardParams& call, const QueryTile& work)
+        : keys(keys_of(call, work)),
+          seen(seen_parts(call), call, work.sequence, work.head),
+          first_row(work.first_row),
+          next(find(keys.begin)) {
+        if (next == keys.end) next = keys.begin;
+        advance();
+    }
+    __device__ bool at_end() const { return key >= keys.end; }
+    __device__ void advance() {
+        key = next;
+        next = find(key + kBlockN);
+    }
+    __device__ TileLabel label() const {
+        const bool masked = keys.masked(key, seen.cuts(first_row, key));
+        return {0, key / kBlockN, masked, next >= keys.end};
+    }
+
+  private:
+    __device__ int find(int from) const { return seen.next_key_alone(first_row, from, keys.end); }
+};
+
+// The same for those that receive them.
+struct LabelledWalk {
+    LabelledRing<kStages>& ring;
+    const RingPosition<kStages>& at;  // of the tile
+    bool cut, last, ended;
+    int key;
+
+    __device__ LabelledWalk(LabelledRing<kStages>& ring, const RingPosition<kStages>& at,
+                            const Keys& keys)
+        : ring(ring), at(at), ended(keys.begin >= keys.end) {
+        if (!ended) receive();
+    }
+    __device__ bool at_end() const { return ended; }
+    __device__ bool masked() const { return cut; }
+    // Once `at` is that of the next.
+    __device__ void advance() {
+        ended = last;
+        if (!ended) receive();
+    }
+
+  private:
+    __device__ void receive() {
+        ring.wait_full(at);
+        const TileLabel label = ring.label_at(at);
+        key = label.tile * kBlockN;
+        cut = label.cut;
+        last = label.last;
+    }
+};

@@ -5,7 +5,8 @@
 #include "hopper/float32/fwd_9_block.cuh"
 #include "hopper/float32/half_products.cuh"
 #include "hopper/forward_turns.cuh"
-#include "scores/score_rules.cuh"
+#include "scores/kept_scores.cuh"
+#include "scores/mask_sixteens.cuh"
 
 using Turns = ForwardTurns<kConsumers, 1>;  // barrier 0 is the block's
 
@@ -17,6 +18,45 @@ constexpr float kPartUnit = 1.f / (1 << kTopExponent);
 using Scores = WgmmaSums<kBlockN>;
 using Output = WgmmaSums<kDims>;
 using Weights = WgmmaOperand<kBlockN>;
+
+// Which of a thread's scores of a tile the caller's mask or function shows to their rows: a bit for
+// each.
+class SeenScores {
+  public:
+    SeenScores() = default;
+    __device__ void find(const ScoreRules& rules, int row, int first_key) {
+        const bool in_sixteens = kMaskAlone && lies_in_sixteens(rules, first_key, kBlockN);
+        in_sixteens ? read(rules, row, first_key) : ask(rules, row, first_key);
+    }
+    __device__ bool at(int i) const { return of_row[i / 2 % 2] >> (i / 4 * 2 + i % 2) & 1; }
+
+  private:
+    static_assert(!kKeyMask || kBlockN / 4 <= 32, "a word has bits for 128 keys");
+    unsigned int of_row[2];  // eight rows from each other
+
+    __device__ void read(const ScoreRules& rules, int row, int first_key) {
+        MaskOfQuery<kBlockN> masks[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) masks[half].load(rules, row + 8 * half, first_key);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            unsigned int& bits = of_row[half] = 0;
+            masks[half].look(rules.mask, row + 8 * half, first_key,
+                             [&](int eight, unsigned int seen) { bits |= seen << 2 * eight; });
+        }
+    }
+    __device__ void ask(const ScoreRules& rules, int row, int first_key) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            of_row[half] = 0;
+#pragma unroll
+            for (int eight = 0; eight < kBlockN / 8; ++eight) {
+                const int key = first_key + eight * 8 + threadIdx.x % 4 * 2;
+                of_row[half] |= rules.sees_two(row + 8 * half, key) << 2 * eight;
+            }
+        }
+    }
+};
 
 // A warpgroup that computes: 64 queries.
 struct Consumer {
@@ -50,11 +90,17 @@ struct Consumer {
 
     // Weights of the scores that are under way.
     __device__ void make_weights(Weights (&p)[kParts], Scores& s, int first_key, bool masked) {
+        SeenScores seen;
+        KeptScores<kBlockN / 2, false> kept;
+        if (kKeyMask && masked) seen.find(rules, row_of(0), first_key);
+        if constexpr (kDropout)
+            kept.draw(rules.features, rules.matrix, row_of(0), first_key + col_of(0, 0));
         wait_product<0>(s);
         make_scores(s, first_key);
-        if (masked) mask_scores(s, first_key);
+        if (masked) mask_scores(s, seen, first_key);
         raise_maxima(s);
         weigh(s);
+        if constexpr (kDropout) drop(s, kept);
         add_others(s, first_key);
         release_and_advance(smem.k_ring, k_at);
         halve<kBlockN>(p, s, 1);
@@ -92,11 +138,12 @@ struct Consumer {
             }
         }
     }
-    __device__ void mask_scores(Scores& s, int first_key) const {
+    __device__ void mask_scores(Scores& s, const SeenScores& seen, int first_key) const {
 #pragma unroll
         for (int i = 0; i < kBlockN / 2; ++i) {
             const int key = first_key + col_of(i / 4, i);
-            if (!rules.sees(row_of(i / 2 % 2), key)) s[i] = negative_infinity();
+            const bool sees = kKeyMask ? seen.at(i) : rules.sees(row_of(i / 2 % 2), key);
+            if (!sees) s[i] = negative_infinity();
         }
     }
 
@@ -128,6 +175,13 @@ struct Consumer {
             s[i] = exp2_of(s[i] - shifts[i / 2 % 2]);
             softmax[i / 2 % 2].sum += s[i] * fabsf(keys().value_reciprocal[col_of(i / 4, i)]);
         }
+    }
+
+    // Weights that dropout does not keep become 0; they are in the sums.
+    __device__ static void drop(Scores& s, const KeptScores<kBlockN / 2, false>& kept) {
+#pragma unroll
+        for (int i = 0; i < kBlockN / 2; ++i)
+            if (!kept.has(i)) s[i] = 0;
     }
 
     // Adds the values to O that halves cannot hold, and NaN and infinity to the rows that see them,

@@ -1,5 +1,5 @@
 // Where tiles of halves lie in the workspace: first those of queries, then those of keys, of each
-// head as many as row_tiles counts.
+// head as many as row_tiles counts. Something else may come after them.
 #pragma once
 
 #include "call/tensor.cuh"
@@ -22,6 +22,8 @@ struct HalvesWorkspace {
             first_queries() + static_cast<long long>(call.sizes.heads) * query_tiles);
         return first[static_cast<long long>(kv_head) * key_tiles + tile];
     }
+    __device__ void* rest() const { return &keys(call.sizes.kv_heads, 0); }
+
     // The tile of queries, or of keys, where a row of a sequence is.
     __device__ Queries& queries_from(const Sequence& sequence, int head, int row) const {
         return queries(head, tile_of<BlockM>(sequence.batch, call.features.cu_seqlens_q,

@@ -30,6 +30,8 @@ from cufa.score_mod import MaskMod, ScoreMod, WithSlopes, place_of
 Array: TypeAlias = npt.NDArray[Any]
 # Where a tile's sums belong in the gradient of the bias: batch, head, first row and the one after the last.
 BiasPlace: TypeAlias = tuple[int, int, int, int]
+# With fewer keys than this a tile of its own takes longer than to mask them beside others.
+LEAST_WHOLE_KEYS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +183,8 @@ class HeadRules:
         # Tiles end where some rows see no more, so that few are cut.
         whole_begin = begin if self.left is None else min(max(begin, last - self.left), end)
         whole_end = end if self.right is None else min(max(whole_begin, first + self.right + 1), end)
+        if whole_end - whole_begin < LEAST_WHOLE_KEYS:
+            whole_begin = whole_end = begin
         parts = itertools.pairwise((begin, whole_begin, whole_end, end))
         for columns in itertools.chain.from_iterable(tiles_between(*part, tile) for part in parts):
             visible = self._visible(rows, columns)

@@ -126,8 +126,9 @@ def test_who_takes_it():
         make_plan(problem(), H200, tiles={"block_n": 48})
     with pytest.raises(ValueError, match="fwd_7_fp8 reads transposed values neither of packed sequences"):
         best_kernel(problem(transposed_values=True, packed=True), H200)
-    with pytest.raises(ValueError, match="block_n must be a multiple of 32, over 128 of 64"):
-        make_plan(problem(transposed_values=True), H200, tiles={"block_n": 160})
+    for transposed_values in (False, True):
+        with pytest.raises(ValueError, match="block_n must be a multiple of 32, over 128 of 64"):
+            make_plan(problem(64, transposed_values=transposed_values), H200, tiles={"block_n": 160})
 
 
 def test_plans_know_values_that_lie_transposed(arrays):

@@ -89,7 +89,7 @@ __device__ inline void attend_in_turn(Consumer& consumer, WgmmaSums<kHead>& dk,
                                       WgmmaSums<kValue>& dv, Walk walk) {
     const Turns& turns = consumer.turns;
     for (; !walk.at_end(); walk.advance()) {
-        Weights p, kept, ds;
+        Weights p, own_p, ds;
         Scores s;
         if (walk.masked()) consumer.begin_masked(walk);
         consumer.begin_scores(s, walk);
@@ -99,7 +99,7 @@ __device__ inline void attend_in_turn(Consumer& consumer, WgmmaSums<kHead>& dk,
         wait_product<0>(s);
         consumer.exponentiate(s, walk);
         round_to_operand<kBlockM>(p, s);
-        copy_operand<kBlockM>(kept, p);
+        copy_operand<kBlockM>(own_p, p);
 
         Scores dp;
         consumer.begin_weight_gradients(dp);
@@ -108,7 +108,7 @@ __device__ inline void attend_in_turn(Consumer& consumer, WgmmaSums<kHead>& dk,
         turns.pass();
 
         wait_product<1>(dp);
-        consumer.differentiate(dp, kept, walk);
+        consumer.differentiate(dp, own_p, walk);
         round_to_operand<kBlockM>(ds, dp);
         consumer.share(ds);
         wait_product<0>(dv);

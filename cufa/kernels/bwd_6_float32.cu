@@ -101,12 +101,12 @@ __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, c
 
 // ---- the consumers ----
 
-// Adds what a tile of queries adds to the gradients.
-__device__ inline void consume(Consumer& consumer, Scores& dp, bool masked) {
+// Takes in a tile of queries, whose dP is under way: adds its part to the gradients.
+__device__ inline void attend(Consumer& consumer, Scores& dp, bool masked) {
     Scores s;
     Weights p[kParts], ds[kParts];
     consumer.make_scores(s);
-    consumer.make_probabilities(p, s, masked);
+    consumer.make_weights(p, s, masked);
 
     consumer.add_value_gradients(p);
     consumer.release_dout();
@@ -117,18 +117,18 @@ __device__ inline void consume(Consumer& consumer, Scores& dp, bool masked) {
     consumer.release_queries();
 }
 
-__device__ inline void consume_all(Smem& smem, const BackwardParams& call, const KeyTile& work,
-                                   int warpgroup) {
+__device__ inline void consume(Smem& smem, const BackwardParams& call, const KeyTile& work,
+                               int warpgroup) {
     Consumer consumer(smem, call, work, warpgroup);
     consumer.wait_for_keys();
     for (QueryWalk walk(call, work, warpgroup, kConsumers); !walk.at_end(); walk.advance()) {
         Scores dp;
         consumer.wait_for_dout();
-        consumer.make_weight_gradients(dp);
+        consumer.issue_weight_gradients(dp);
         consumer.wait_for_queries();
         const bool masked = walk.tiles.masked(consumer.rows().first_row);
         if (halves_hold(consumer.rows(), smem.units, masked)) {
-            consume(consumer, dp, masked);
+            attend(consumer, dp, masked);
         } else {
             wait_product<0>(dp);
             consumer.pass_over();
@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         }
     } else {
         ptx::registers_increase<kConsumerRegisters>();
-        if (exists) consume_all(smem, params, work, warpgroup - 1);
+        if (exists) consume(smem, params, work, warpgroup - 1);
     }
 }
 

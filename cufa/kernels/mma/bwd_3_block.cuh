@@ -104,8 +104,8 @@ struct Workspace {
         stats = reinterpret_cast<RowStats*>(key_sums.data + KeySums::count(params.sizes));
         arrays = reinterpret_cast<acc_t*>(stats + rows_of_heads(params.sizes));
         seen = reinterpret_cast<SeenPart*>(arrays);
-        constexpr int kTiles = sizeof(acc_t) / sizeof(SeenPart);
-        arrays += (seen_tiles(params) + kTiles - 1) / kTiles;
+        constexpr int kSeenOfSum = sizeof(acc_t) / sizeof(SeenPart);  // that lie in its place
+        arrays += (seen_tiles(params) + kSeenOfSum - 1) / kSeenOfSum;
         bias = arrays + array_sums(params.features);
     }
 

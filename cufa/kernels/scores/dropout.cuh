@@ -4,8 +4,9 @@
 #include "call/params.cuh"
 #include "scores/philox.cuh"
 
-// The number of a head among those of all sequences: each has random numbers of its own.
-__device__ inline unsigned int matrix_of(const Sizes& sizes, int batch, int head) {
+// The number of a head's matrix of scores among those of all heads of all sequences: each has
+// random numbers of its own.
+__device__ inline unsigned int matrix_number(const Sizes& sizes, int batch, int head) {
     return static_cast<unsigned int>(batch * sizes.heads + head);
 }
 

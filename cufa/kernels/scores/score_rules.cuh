@@ -16,7 +16,7 @@ struct ScoreRules {
     acc_t alibi_slope;
     Matrix<const bias_t> bias;
     KeyMask key_mask;
-    unsigned int matrix;  // the number of this head among those of all sequences
+    unsigned int matrix;  // the number of this head's scores among those of all sequences
 
     template <class Params>
     __device__ ScoreRules(const Params& params, const Sequence& sequence, int head)
@@ -25,7 +25,7 @@ struct ScoreRules {
           batch(sequence.batch),
           head(head),
           scale(static_cast<acc_t>(params.softmax_scale)),
-          matrix(matrix_of(params.sizes, sequence.batch, head)) {
+          matrix(matrix_number(params.sizes, sequence.batch, head)) {
         if constexpr (kAlibi) {
             alibi_slope = static_cast<const acc_t*>(
                 features.alibi_slopes)[sequence.batch * features.alibi_batch_stride + head];

@@ -32,7 +32,7 @@ using QueryRows = PanelTile<kBlockM, kHeadCols>;
 using OutRows = PanelTile<kBlockM, kValueDim>;
 using ScoreRows = PanelTile<kWgmmaM, kBlockM, scalar_t, kScoreRowBytes>;
 using Keys = KeyOrder<kBlockN>;
-using Tiles = QueryTiles<kBlockM, kBlockN>;
+using Tiles = QueryTileRange<kBlockM, kBlockN>;
 using RangeWalk = QueryWalk<Tiles>;
 using Statistics = RowStatistics<kBlockM>;
 
@@ -65,7 +65,7 @@ struct Outbox {
 static_assert(!kOutboxes || sizeof(Outbox) >= KeyRows::kBytes);
 static_assert(!kOutboxes || sizeof(Outbox) >= ValueRows::kBytes);
 // And where to: dQ is added to sums, the others are those of some work.
-struct Label {
+struct OutboxLabel {
     enum Content { kNothing, kQueries, kValues, kKeys } content;
     float* sums;
     KeyWork work;
@@ -84,7 +84,7 @@ struct Smem {
     ptx::Barrier gradients[kKeyStages];  // whether they lie where the keys were
     OrderRing<kStages> order[kConsumers];
     Ring<1> outbox_rings[kConsumers];
-    Label labels[kConsumers];
+    OutboxLabel outbox_labels[kConsumers];
     ptx::Barrier dout_full[kStages];
     Outbox outboxes[kConsumers];
 
@@ -118,8 +118,9 @@ __device__ inline SeenPart* seen_parts(const BackwardParams& call) {
     return reinterpret_cast<SeenPart*>(QueryWorkspace(call).taken + 1);
 }
 __device__ inline float* sums_of_arrays(const BackwardParams& call) {
-    constexpr int kParts = sizeof(float) / sizeof(SeenPart);
-    return reinterpret_cast<float*>(seen_parts(call)) + (Seen::count(call) + kParts - 1) / kParts;
+    constexpr int kSeenOfSum = sizeof(float) / sizeof(SeenPart);  // that lie in its place
+    return reinterpret_cast<float*>(seen_parts(call)) +
+           (Seen::count(call) + kSeenOfSum - 1) / kSeenOfSum;
 }
 
 __device__ inline Tiles query_tiles_of(const BackwardParams& call, const KeyWork& work) {

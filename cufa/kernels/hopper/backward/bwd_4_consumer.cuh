@@ -98,14 +98,14 @@ struct Consumer {
         clean_queries();
         if constexpr (kKeyMask) {
             const ScoreRules rules(params.call, work().sequence(params.call), walk.head);
-            const int row = warpgroup * kWgmmaM + threadIdx.x % kWarpgroup / 32 * 16;
+            const int row = warpgroup * kWgmmaM + warp_row();
             softmax.find_seen(place_of(walk), rules, work().first_key + row);
         }
     }
 
     template <class Walk>
     __device__ void draw_kept(const Walk& walk) {
-        const unsigned int matrix = matrix_of(params.call.sizes, work().batch, walk.head);
+        const unsigned int matrix = matrix_number(params.call.sizes, work().batch, walk.head);
         softmax.draw_kept(place_of(walk), matrix, work().first_key + warpgroup * kWgmmaM);
     }
 
@@ -214,7 +214,7 @@ struct Consumer {
         if constexpr (kOutboxes) {
             wait_for_outbox();
             Sums::write(smem.outboxes[warpgroup].queries(), dq.panel);
-            return post({Label::kQueries, Sums::panel_of(tile_before, warpgroup), {}});
+            return post({OutboxLabel::kQueries, Sums::panel_of(tile_before, warpgroup), {}});
         }
         if (kTurns) smem.order[warpgroup].wait_full(from);
         float* const panel = Sums::panel_of(tile_before, warpgroup);
@@ -257,7 +257,7 @@ struct Consumer {
         } else if constexpr (kOutboxes) {
             wait_for_outbox();
             write_rounded<kValue>(smem.outboxes[warpgroup].values(), dv);
-            post({Label::kValues, nullptr, work()});
+            post({OutboxLabel::kValues, nullptr, work()});
         } else {
             write_rounded<kValue>(smem.v[keys_at.stage][warpgroup], dv);
         }
@@ -277,7 +277,7 @@ struct Consumer {
             give_up_keys();
             wait_for_outbox();
             write_rounded<kHead>(smem.outboxes[warpgroup].keys(), dk);
-            post({Label::kKeys, nullptr, done});
+            post({OutboxLabel::kKeys, nullptr, done});
         } else {
             ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
             write_rounded<kHead>(smem.k[keys_at.stage][warpgroup], dk);
@@ -292,7 +292,7 @@ struct Consumer {
         if constexpr (kArrayGradients) of_arrays.flush(sums_of_arrays(params.call));
         if constexpr (!kOutboxes) return;
         wait_for_outbox();
-        post({Label::kNothing, nullptr, {}});
+        post({OutboxLabel::kNothing, nullptr, {}});
     }
 
   private:
@@ -354,8 +354,8 @@ struct Consumer {
     __device__ void wait_for_outbox() { smem.outbox_rings[warpgroup].wait_empty(outbox_to); }
 
     // Closes the outbox.
-    __device__ void post(const Label& label) {
-        if (threadIdx.x % kWarpgroup == 0) smem.labels[warpgroup] = label;
+    __device__ void post(const OutboxLabel& label) {
+        if (threadIdx.x % kWarpgroup == 0) smem.outbox_labels[warpgroup] = label;
         ptx::proxy_fence();
         ptx::barrier_arrive(smem.outbox_rings[warpgroup].full[0]);
         outbox_to.advance();

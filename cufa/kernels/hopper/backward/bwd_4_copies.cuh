@@ -141,15 +141,15 @@ __device__ inline void send_gradients(Smem& smem, const Params& params, int firs
 __device__ inline void send(Smem& smem, const Params& params, int consumer) {
     const int key = consumer * kWgmmaM;
     Outbox& outbox = smem.outboxes[consumer];
-    const Label& label = smem.labels[consumer];
+    const OutboxLabel& label = smem.outbox_labels[consumer];
     Ring<1>& ring = smem.outbox_rings[consumer];
     for (RingPosition<1> from;; from.advance()) {
         ring.wait_full(from);
-        if (label.content == Label::kNothing) return;
-        if (label.content == Label::kValues) {
+        if (label.content == OutboxLabel::kNothing) return;
+        if (label.content == OutboxLabel::kValues) {
             send_out<kValueDim, 32>(params.dv, params.call.dv, outbox.values(), params.call,
                                     label.work, key, 0);
-        } else if (label.content == Label::kKeys) {
+        } else if (label.content == OutboxLabel::kKeys) {
             send_out<kHeadDim, 32>(params.dk, params.call.dk, outbox.keys(), params.call,
                                    label.work, key, 0);
         } else if (threadIdx.x % 32 == 0) {

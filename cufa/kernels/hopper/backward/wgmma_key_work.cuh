@@ -144,13 +144,14 @@ struct KeyOrder {
     }
 };
 
-// The tiles of queries of one head that see a tile of keys. Only from whole_begin to whole_end do
-// all rows see all keys; up to last_end they see no keys of a later tile.
+// The tiles of queries of one head, by their numbers, that see a tile of keys. Only from
+// whole_begin to whole_end do all rows see all keys; up to last_end they see no keys of a later
+// tile.
 template <int BlockM, int BlockN>
-struct QueryTiles {
+struct QueryTileRange {
     int begin, whole_begin, whole_end, end, last_end;
 
-    __device__ QueryTiles(const Mask& mask, int first_key) {
+    __device__ QueryTileRange(const Mask& mask, int first_key) {
         const int last_key = min(first_key + BlockN, mask.seqlen_k) - 1;
         const bool whole = first_key + BlockN <= mask.seqlen_k;
         begin = mask.first_row(first_key) / BlockM;

@@ -89,7 +89,7 @@ struct Consumer {
     }
 
     // P^T of the scores.
-    __device__ void make_probabilities(Weights (&p)[kParts], Scores& s, bool masked) {
+    __device__ void make_weights(Weights (&p)[kParts], Scores& s, bool masked) {
         const float scale = smem.units.k.size * rows().q.size * float(call.softmax_scale * kLog2E);
 #pragma unroll
         for (int i = 0; i < kBlockM / 2; ++i) {
@@ -142,8 +142,8 @@ struct Consumer {
         if constexpr (Col + kCols < kDims) add_value_gradients<Col + kCols>(p);
     }
 
-    // dP^T = V dO^T, in units of halves.
-    __device__ void make_weight_gradients(Scores& dp) {
+    // Issues dP^T = V dO^T, in units of halves.
+    __device__ void issue_weight_gradients(Scores& dp) {
         issue_halves<kDims, kBlockM>(dp, DepthInColumns(smem.v), DepthInColumns(dout()));
     }
 

@@ -61,7 +61,7 @@ struct ForwardScores {
     }
 
     __device__ void draw_kept(Kept& kept, const WorkTile& work, int tile) const {
-        const unsigned int matrix = matrix_of(params.call.sizes, work.batch, work.head);
+        const unsigned int matrix = matrix_number(params.call.sizes, work.batch, work.head);
         kept.draw(params.call.features, matrix, row_of(work, 0), first_key_of_thread(tile));
     }
 

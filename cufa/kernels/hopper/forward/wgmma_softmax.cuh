@@ -26,27 +26,6 @@ constexpr float kAboveFewKeys = 2;
 // From here on weights may have been infinite, and cannot be shrunk.
 constexpr float kAlmostInfinity = 0x1p126f;
 
-// The tiles of keys that a tile of queries looks at: from end - 1 down to begin. Those from
-// whole_begin to whole_end are seen by all of its rows. Under a mask, each of those sees a key of a
-// later tile, too: rows have a maximum when the first whole tile comes.
-template <int BlockM, int BlockN>
-struct KeyTileRange {
-    int begin = 0, end, whole_begin = 0, whole_end;
-
-    __device__ KeyTileRange(const Mask& mask, int first_row) {
-        const int last_row = min(first_row + BlockM, mask.seqlen_q) - 1;
-        end = ceil_div(mask.keys_end(last_row), BlockN);
-        whole_end = max(mask.keys_end(first_row) - kRangeMask, 0) / BlockN;
-        if constexpr (kWindow) {
-            begin = min(mask.first_key(first_row) / BlockN, end);
-            whole_begin = ceil_div(mask.first_key(last_row), BlockN);
-        }
-    }
-
-    __device__ bool none() const { return begin == end; }
-    __device__ bool is_whole(int tile) const { return whole_begin <= tile && tile < whole_end; }
-};
-
 // Whether scores stay in units of products, to which what is added to them is brought.
 constexpr bool kProductUnits = !kSoftcap && (!kScoreMod || kScoreModAdds);
 // Whether something is.

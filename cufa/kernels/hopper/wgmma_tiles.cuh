@@ -50,7 +50,18 @@ constexpr int kChunkCols = kChunkBytes / sizeof(operand_t);
 // and [4i + 1], of row g + 8 in [4i + 2] and [4i + 3], where g = lane / 4 and t = lane % 4.
 template <int Cols>
 using WgmmaSums = float[Cols / 2];
-// The same, rounded: the left operand of the next product, four words for each wgmma.
+// The first of the 16 rows that a warp has of its warpgroup's 64, of the two that a thread has,
+// which are eight apart, and of the two columns that it has of each eight.
+__device__ inline int row_of_warp() {
+    return threadIdx.x % kWarpgroup / 32 * 16;
+}
+__device__ inline int row_of_thread() {
+    return row_of_warp() + threadIdx.x % 32 / 4;
+}
+__device__ inline unsigned int col_of_thread() {
+    return threadIdx.x % 4 * 2;
+}
+// The sums, rounded: the left operand of the next product, four words for each wgmma.
 template <int Cols, class T = operand_t>
 using WgmmaOperand = unsigned int[Cols / kWgmmaDepth<T>][4];
 

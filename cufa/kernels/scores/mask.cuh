@@ -18,6 +18,7 @@ struct Mask {
     __device__ int first_key(int row) const {
         return kWindow ? range_begin(diagonal(row), left) : 0;
     }
+    __device__ bool sees_any(int row) const { return keys_end(row) > first_key(row); }
     __device__ bool in_range(int row, int key) const {
         return key < keys_end(row) && (!kWindow || key >= first_key(row));
     }

@@ -10,6 +10,7 @@
 constexpr bool kSlopesWait = kSlopes && (kScoreMod || kAlibi || kBias);
 constexpr bool kSlopesFromWeights = kSlopes && !kSlopesWait;
 static_assert(kScoresTogether || !kSlopesFromWeights, "that needs P before it is rounded");
+static_assert(kScoresTogether || !kDropout, "nobody draws which weights are kept");
 
 using Scores = WgmmaSums<kBlockM>;
 using Weights = WgmmaOperand<kBlockM>;
@@ -68,9 +69,6 @@ struct Consumer {
 
     __device__ const KeyWork& work() const { return smem.work[keys_at.stage]; }
 
-    // The first of the 16 rows that a warp has of its warpgroup's 64.
-    __device__ static int warp_row() { return threadIdx.x % kWarpgroup / 32 * 16; }
-
     // Where a mask cuts through a tile, NaN or infinity in a row or a key must not reach those that
     // it does not see; but 0 * NaN is NaN, and a product over the whole tile would multiply by it.
     // So it is taken out of the operands. Keys need not keep it.
@@ -98,7 +96,7 @@ struct Consumer {
         clean_queries();
         if constexpr (kKeyMask) {
             const ScoreRules rules(params.call, work().sequence(params.call), walk.head);
-            const int row = warpgroup * kWgmmaM + warp_row();
+            const int row = warpgroup * kWgmmaM + row_of_warp();
             softmax.find_seen(place_of(walk), rules, work().first_key + row);
         }
     }
@@ -158,7 +156,7 @@ struct Consumer {
         }
         if constexpr (kArrayGradients) add_to_arrays(dp, walk);
         if constexpr (kSlopesWait)
-            softmax.apply_slopes(dp, smem.ds[at.stage][warpgroup], warp_row());
+            softmax.apply_slopes(dp, smem.ds[at.stage][warpgroup], row_of_warp());
     }
 
     __device__ void round_weights(Weights& p, const Scores& s) const { softmax.round_kept(p, s); }
@@ -183,7 +181,7 @@ struct Consumer {
     // Shows dS^T to the other warpgroup.
     __device__ void share(const Weights& ds) {
         smem.ds_ring.wait_empty(at);
-        write_rows<kBlockM>(smem.ds[at.stage][warpgroup], ds, warp_row());
+        write_rows<kBlockM>(smem.ds[at.stage][warpgroup], ds, row_of_warp());
         ptx::proxy_fence();
         ptx::barrier_arrive(smem.ds_ring.full[at.stage]);
     }
@@ -316,7 +314,7 @@ struct Consumer {
     __device__ void shape(Scores& s, const Walk& walk) {
         const TilePlace place = place_of(walk);
         if constexpr (kSlopesWait) {
-            softmax.shape<Masked>(s, smem.ds[at.stage][warpgroup], warp_row(), place);
+            softmax.shape<Masked>(s, smem.ds[at.stage][warpgroup], row_of_warp(), place);
         } else if constexpr (kScoreMod || kBias) {
             softmax.shape<Masked>(s, place);
         } else if constexpr (kSoftcap) {
@@ -365,7 +363,7 @@ struct Consumer {
     __device__ static void write_rounded(Rows& rows, const WgmmaSums<Dims>& sums) {
         WgmmaOperand<Dims> rounded;
         round_to_operand<Dims>(rounded, sums);
-        write_rows<Dims>(rows, rounded, warp_row());
+        write_rows<Dims>(rows, rounded, row_of_warp());
     }
 };
 

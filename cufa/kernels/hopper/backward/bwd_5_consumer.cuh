@@ -68,9 +68,6 @@ struct Consumer {
         softmax = KeySoftmax<kBlockM>(params.call, work.mask(params.call), work.first_key);
     }
 
-    // The first of the 16 rows that a warp has of its warpgroup's 64.
-    __device__ static int warp_row() { return threadIdx.x % kWarpgroup / 32 * 16; }
-
     // Waits for the keys.
     //
     // Where a mask cuts through a tile, NaN or infinity in a row or a key must not reach those that
@@ -102,7 +99,7 @@ struct Consumer {
         if constexpr (kKeyMask) {
             if (!walk.masked()) return;
             const ScoreRules rules(params.call, work.sequence(params.call), walk.head);
-            softmax.find_seen(place_of(walk), rules, work.first_key + warp_row());
+            softmax.find_seen(place_of(walk), rules, work.first_key + row_of_warp());
         }
     }
 
@@ -142,7 +139,7 @@ struct Consumer {
         } else {
             differentiate<false>(dp, walk.tile);
         }
-        if constexpr (kSlopes) softmax.apply_slopes(dp, smem.ds[at.stage], warp_row());
+        if constexpr (kSlopes) softmax.apply_slopes(dp, smem.ds[at.stage], row_of_warp());
         share(smem.ds, smem.ds_ring, dp);
     }
 
@@ -237,7 +234,7 @@ struct Consumer {
         const TilePlace place = place_of(walk);
         if constexpr (kSlopes) {
             smem.ds_ring.wait_empty(at);
-            softmax.template shape<Masked>(s, smem.ds[at.stage], warp_row(), place);
+            softmax.template shape<Masked>(s, smem.ds[at.stage], row_of_warp(), place);
         } else if constexpr (kScoreMod || kBias) {
             softmax.template shape<Masked>(s, place);
         }
@@ -251,7 +248,7 @@ struct Consumer {
         WgmmaOperand<Dims> rounded;
         round_to_operand<Dims>(rounded, sums);
         auto& rows = part_of<Dims>(tile, part.first_col());
-        write_rows<Dims>(rows, rounded, warp_row());
+        write_rows<Dims>(rows, rounded, row_of_warp());
         ptx::proxy_fence();
         ptx::named_barrier_sync<kWarpgroup>(kFirstOfWarpgroup + kRole);
         send_out<TensorDims, kWarpgroup>(map, tensor, rows, params.call, work, 0, part.first_col());
@@ -261,7 +258,7 @@ struct Consumer {
     __device__ void differentiate(Scores& dp, int tile) const {
         Weights rounded;
         Scores p;
-        read_rows<kBlockM>(rounded, smem.p[at.stage], warp_row());
+        read_rows<kBlockM>(rounded, smem.p[at.stage], row_of_warp());
         widen_operand<kBlockM>(p, rounded);
         softmax.template differentiate<Masked, false>(dp, p, smem.rows[at.stage], tile);
     }
@@ -270,7 +267,7 @@ struct Consumer {
         Weights rounded;
         round_to_operand<kBlockM>(rounded, values);
         ring.wait_empty(at);
-        write_rows<kBlockM>(to[at.stage], rounded, warp_row());
+        write_rows<kBlockM>(to[at.stage], rounded, row_of_warp());
         ptx::proxy_fence();
         ptx::barrier_arrive(ring.full[at.stage]);
     }

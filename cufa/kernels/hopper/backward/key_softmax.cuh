@@ -49,7 +49,7 @@ struct KeySoftmax {
     KeySoftmax() = default;
     __device__ KeySoftmax(const BackwardParams& call, const Mask& mask, int first_key)
         : scale_log2(kScoresBeginWithLse ? scale_of_scores(call) * kLog2E : kLog2E),
-          query(threadIdx.x % 4 * 2) {
+          query(col_of_thread()) {
         if constexpr (kSoftcap) softcap = call.features.softcap;
         if constexpr (!kScoresBeginWithLse) product_scale = call.softmax_scale;
         if constexpr (kSoftcap) product_scale = call.softmax_scale / call.features.softcap;
@@ -108,8 +108,7 @@ struct KeySoftmax {
 
     // Draws which weights of a tile dropout keeps. The warpgroup's keys begin at `first_key`.
     __device__ void draw_kept(const TilePlace& place, unsigned int matrix, int first_key) {
-        const int row = threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4;
-        kept.draw(place.features, matrix, first_key + row, place.first_row + query);
+        kept.draw(place.features, matrix, first_key + row_of_thread(), place.first_row + query);
     }
     // Those weights that it keeps, as an operand.
     __device__ void round_kept(WgmmaOperand<BlockM>& operand, const WgmmaSums<BlockM>& p) const {

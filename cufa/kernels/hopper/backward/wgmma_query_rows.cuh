@@ -44,7 +44,7 @@ __device__ inline void clear_unseeing_rows(const BackwardParams& call, const Blo
     const Mask mask = sequence.mask(call.features);
     const int end = min((at.tile + 1) * BlockM, sequence.seqlen_q);
     for (int row = at.tile * BlockM + threadIdx.x / 32; row < end; row += Threads / 32) {
-        if (mask.keys_end(row) > mask.first_key(row)) continue;
+        if (mask.sees_any(row)) continue;
         for (int col = threadIdx.x % 32; col < kHeadDim; col += 32) dq.row(row)[col] = scalar_t{};
     }
 }
@@ -171,9 +171,9 @@ __device__ inline void round_tile(const BackwardParams& call) {
     const Mask mask = at.sequence.mask(call.features);
     for (int i = threadIdx.x; i < rows * kRowStores; i += Threads) {
         const int row = i / kRowStores, col = i % kRowStores * kStored;
-        const bool sees_any = mask.keys_end(first_row + row) > mask.first_key(first_row + row);
         *reinterpret_cast<Stored*>(dq.row(first_row + row) + col) =
-            sees_any ? *reinterpret_cast<const Stored*>(&rounded[row][col]) : Stored{};
+            mask.sees_any(first_row + row) ? *reinterpret_cast<const Stored*>(&rounded[row][col])
+                                           : Stored{};
     }
 }
 

@@ -41,8 +41,8 @@ struct Consumer {
         : smem(smem),
           call(call),
           warpgroup(warpgroup),
-          warp_row(threadIdx.x % kWarpgroup / 32 * 16),
-          first_row(warp_row + threadIdx.x % 32 / 4) {
+          warp_row(row_of_warp()),
+          first_row(row_of_thread()) {
         if (threadIdx.x % 32 < 16) {
             const int row = warp_row + threadIdx.x % 32;
             smem.seeing[warpgroup][row] =
@@ -52,9 +52,7 @@ struct Consumer {
     }
 
     // Which of a tile's queries, or of a row's columns, [4 * eight + e] of its sums is of.
-    __device__ static int col_of(int eight, int e) {
-        return eight * 8 + threadIdx.x % 4 * 2 + e % 2;
-    }
+    __device__ static int col_of(int eight, int e) { return eight * 8 + col_of_thread() + e % 2; }
     __device__ const Statistics& rows() const { return smem.statistics[warpgroup][at.stage]; }
     __device__ const QueryRows& q() const { return smem.queries[warpgroup][at.stage].rows.q; }
     __device__ const OutRows& dout() const { return smem.queries[warpgroup][at.stage].rows.dout; }

@@ -84,9 +84,7 @@ struct Consumer {
 
     __device__ int row_of(int half) const { return work.first_row + first_row + half * 8; }
     // Which of a tile's keys, or of a row's columns, [4 * eight + e] of its sums is of.
-    __device__ static int col_of(int eight, int e) {
-        return eight * 8 + threadIdx.x % 4 * 2 + e % 2;
-    }
+    __device__ static int col_of(int eight, int e) { return eight * 8 + col_of_thread() + e % 2; }
 
     // Weights of the scores that are under way.
     __device__ void make_weights(Weights (&p)[kParts], Scores& s, int first_key, bool masked) {

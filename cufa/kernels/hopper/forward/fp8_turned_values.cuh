@@ -127,9 +127,9 @@ struct TurnedConsumer : ForwardConsumer<Self, Smem, Params, Dims> {
                 for (int i = 2 * half; i < Dims / 2; i += 4)
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        const int dim = i / 4 * 8 + threadIdx.x % 4 * 2 + e;
+                        const int dim = i / 4 * 8 + col_of_thread() + e;
                         if (dim < kValueDim && !is_finite(v.row(key)[dim]))
-                            o[i + e] = __int_as_float(0x7fffffff);
+                            o[i + e] = not_a_number();
                     }
             }
     }

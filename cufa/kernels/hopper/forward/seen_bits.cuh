@@ -4,6 +4,7 @@
 // costs two instructions a score where a tile is cut.
 #pragma once
 
+#include "hopper/wgmma_tiles.cuh"
 #include "scores/mask_sixteens.cuh"
 #include "scores/mask_tiles.cuh"
 
@@ -135,7 +136,7 @@ struct SeenBits {
 
     // Makes scores that are not seen `masked`.
     __device__ void hide(float (&s)[Count], float masked) const {
-        const int first_key = threadIdx.x % 4 * 2;
+        const int first_key = col_of_thread();
 #pragma unroll
         for (int i = 0; i < Count; ++i) {
             const int key = i / 4 * 8 + i % 2;

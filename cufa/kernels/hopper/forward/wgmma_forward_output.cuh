@@ -53,7 +53,7 @@ struct OutputRows {
         auto& rows = smem.out[warpgroup];
         if (leader) ptx::wait_stores_read();
         ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup);
-        write_rows<Cols>(rows, values, threadIdx.x % kWarpgroup / 32 * 16);
+        write_rows<Cols>(rows, values, row_of_warp());
         ptx::proxy_fence();
         ptx::named_barrier_sync<kWarpgroup>(kFirstStore + warpgroup);
         const Sequence sequence = work.sequence(params.call);

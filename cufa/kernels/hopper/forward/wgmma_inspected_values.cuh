@@ -79,7 +79,7 @@ struct InspectedConsumer : ForwardConsumer<Self, Smem, Params, Dims> {
                 for (int i = 2 * half; i < Dims / 2; i += 4)
 #pragma unroll
                     for (int e = 0; e < 2; ++e) {
-                        const scalar_t value = *v.at(key, i / 4 * 8 + threadIdx.x % 4 * 2 + e);
+                        const scalar_t value = *v.at(key, i / 4 * 8 + col_of_thread() + e);
                         if (!is_finite(value)) o[i + e] += to_acc(value);
                     }
             }

@@ -41,7 +41,7 @@ struct Scale {
         : factor(!kProductUnits       ? kLog2E
                  : softmax_scale == 0 ? kTiny
                                       : softmax_scale * kLog2E),
-          inverse(factor > 0 ? 1 / factor : __int_as_float(0x7fffffff)) {
+          inverse(factor > 0 ? 1 / factor : not_a_number()) {
         // By a factor that is as good as 0 what is added to scores cannot be divided.
         if (kAdds && fabsf(factor) < kTiny) factor = kTiny, inverse = 1 / kTiny;
     }
@@ -110,7 +110,7 @@ __device__ inline void modify_all(float (&s)[Count], const Mask& mask, int row, 
 // Which keys of a tile a thread's scores are of: the first of them, and how far after it that of
 // [i] is.
 struct KeysInOrder {
-    __device__ static int first() { return threadIdx.x % 4 * 2; }
+    __device__ static int first() { return col_of_thread(); }
     __device__ static constexpr int after_first(int i) { return i / 4 * 8 + i % 2; }
 };
 
@@ -154,7 +154,7 @@ __device__ inline void hide(float (&s)[Count], const Features& features, const M
 #pragma unroll
     for (int i = 0; i < Count; ++i) {
         const int q_idx = min(row + i / 2 % 2 * 8, mask.seqlen_q - 1);
-        const int key = first_key + threadIdx.x % 4 * 2 + i / 4 * 8 + i % 2;
+        const int key = first_key + col_of_thread() + i / 4 * 8 + i % 2;
         if (!mod_sees(features, batch, head, q_idx, min(key, mask.seqlen_k - 1))) s[i] = masked;
     }
 }

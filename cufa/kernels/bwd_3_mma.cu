@@ -29,24 +29,24 @@
 #include "mma/bwd_3_keys.cuh"
 #include "mma/bwd_3_queries.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     row_sums(const __grid_constant__ BackwardParams params) {
     const Workspace workspace(params);
-    write_row_stats<THREADS>(params, workspace.stats);
-    const long long row = warp_of_grid<THREADS>();
+    write_row_stats<kThreads>(params, workspace.stats);
+    const long long row = warp_of_grid<kThreads>();
     if (!kDeterministic && row < DqSums::rows(params.sizes)) {
         DqSums::clear_row(workspace.dq, row);
     }
-    if constexpr (kBiasGradient) clear_bias_sums<THREADS>(params, workspace.bias);
+    if constexpr (kBiasGradient) clear_bias_sums<kThreads>(params, workspace.bias);
     if constexpr (kArrayGradients)
-        clear_sums<THREADS>(workspace.arrays, array_sums(params.features));
+        clear_sums<kThreads>(workspace.arrays, array_sums(params.features));
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     seen_tiles(const __grid_constant__ BackwardParams params) {
     if constexpr (kKeyMask) {
         const Workspace workspace(params);
-        const long long tile = warp_of_grid<THREADS>();
+        const long long tile = warp_of_grid<kThreads>();
         const long long of_keys = SeenOfKeys::count(params);
         if (tile < of_keys) {
             SeenOfKeys::find(workspace.seen, params, tile);
@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     key_tiles(const __grid_constant__ BackwardParams params) {
     KeySmem& smem = shared_memory<Smem>().keys;
     const Place place;
@@ -66,11 +66,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const int keys_end = end_of_keys(params, sequence);
     if (kPacked && first_key >= keys_end) return;  // it is none of the sequence's tiles
 
-    clear_padding<THREADS, kHeadDim>(smem.k);
-    clear_padding<THREADS, kValueDim>(smem.v);
+    clear_padding<kThreads, kHeadDim>(smem.k);
+    clear_padding<kThreads, kValueDim>(smem.v);
     for (int stage = 0; stage < kStages; ++stage) {
-        clear_padding<THREADS, kHeadDim>(smem.q[stage]);
-        clear_padding<THREADS, kValueDim>(smem.dout[stage]);
+        clear_padding<kThreads, kHeadDim>(smem.q[stage]);
+        clear_padding<kThreads, kValueDim>(smem.dout[stage]);
     }
     copy_rows<kHeadDim>(smem.k, sequence.keys<const scalar_t>(params.k, kv_head), first_key,
                         sequence.seqlen_k);
@@ -116,12 +116,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     round_keys(const __grid_constant__ BackwardParams params) {
-    if constexpr (kParts > 1) add_parts<THREADS>(params, Workspace(params).key_sums);
+    if constexpr (kParts > 1) add_parts<kThreads>(params, Workspace(params).key_sums);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     query_tiles(const __grid_constant__ BackwardParams params) {
     if constexpr (kDeterministic) {
         QuerySmem& smem = shared_memory<Smem>().queries;
@@ -131,11 +131,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
         const int first_row = own.first_row, seqlen_q = sequence.seqlen_q;
         if (kPacked && first_row >= seqlen_q) return;  // it is none of the sequence's tiles
 
-        clear_padding<THREADS, kHeadDim>(smem.q);
-        clear_padding<THREADS, kValueDim>(smem.dout);
+        clear_padding<kThreads, kHeadDim>(smem.q);
+        clear_padding<kThreads, kValueDim>(smem.dout);
         for (int stage = 0; stage < kStages; ++stage) {
-            clear_padding<THREADS, kHeadDim>(smem.k[stage]);
-            clear_padding<THREADS, kValueDim>(smem.v[stage]);
+            clear_padding<kThreads, kHeadDim>(smem.k[stage]);
+            clear_padding<kThreads, kValueDim>(smem.v[stage]);
         }
         const QueryHead queries(params, sequence, own.head);
         copy_rows<kHeadDim>(smem.q, queries.q, first_row, seqlen_q);
@@ -176,12 +176,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
 }
 
 // A warp has 16 rows.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     round_queries(const __grid_constant__ BackwardParams params) {
     if constexpr (!kDeterministic) {
         const Sizes& sizes = params.sizes;
         const int strips = row_tiles<kMmaM>(sizes.batch, sizes.seqlen_q);
-        const long long index = warp_of_grid<THREADS>();
+        const long long index = warp_of_grid<kThreads>();
         if (index >= static_cast<long long>(sizes.heads) * strips) return;
         const int head = index / strips;
         const auto [batch, first_row] = row_tile<kMmaM>(index % strips, sizes.batch, sizes.seqlen_q,
@@ -194,20 +194,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     bias_gradient(const __grid_constant__ BackwardParams params) {
     if constexpr (kBiasGradient)
-        write_bias_gradient<bias_t, THREADS>(params, Workspace(params).bias);
+        write_bias_gradient<bias_t, kThreads>(params, Workspace(params).bias);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     array_gradients(const __grid_constant__ BackwardParams params) {
-    if constexpr (kArrayGradients) round_array_sums<THREADS>(params, Workspace(params).arrays);
+    if constexpr (kArrayGradients) round_array_sums<kThreads>(params, Workspace(params).arrays);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     sink_gradient(const __grid_constant__ BackwardParams params) {
     if constexpr (kSink)
-        write_sink_gradient<THREADS>(params, StatsInOrder{params, Workspace(params).stats},
-                                     shared_memory<Smem>().warps);
+        write_sink_gradient<kThreads>(params, StatsInOrder{params, Workspace(params).stats},
+                                      shared_memory<Smem>().warps);
 }

@@ -84,14 +84,14 @@ __device__ inline void write_output(Output& out, const Smem& smem, const Forward
         }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(kThreads)
     seen_tiles(const __grid_constant__ ForwardParams params) {
-    const long long tile = warp_of_grid<THREADS>();
+    const long long tile = warp_of_grid<kThreads>();
     if (kKeyMask && tile < Seen::count(params))
         Seen::find(static_cast<SeenPart*>(params.workspace), params, tile);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     fwd_5_mma(const __grid_constant__ ForwardParams params) {
     Smem& smem = shared_memory<Smem>();
     const auto [sequence, head, kv_head, first_row] = tile_of_block(params);
@@ -103,10 +103,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
     const auto k = sequence.keys<const scalar_t>(params.k, kv_head);
     const auto v = sequence.keys<const scalar_t>(params.v, kv_head);
 
-    clear_padding<THREADS, kHeadDim>(smem.q);
-    clear_padding<THREADS, kHeadDim>(smem.k);
-    clear_padding<THREADS, kValueDim>(smem.v);
-    copy_tile<THREADS, kHeadDim>(smem.q, q, first_row, seqlen_q);
+    clear_padding<kThreads, kHeadDim>(smem.q);
+    clear_padding<kThreads, kHeadDim>(smem.k);
+    clear_padding<kThreads, kValueDim>(smem.v);
+    copy_tile<kThreads, kHeadDim>(smem.q, q, first_row, seqlen_q);
     if constexpr (!kFolded) take_scale(smem, rules);  // later, ptxas would spill for Blackwell
     Source source{k, v, KeyTiles<kBlockN>(rules.mask, first_row, kBlockM)};
     const int keys_end = source.tiles.end;

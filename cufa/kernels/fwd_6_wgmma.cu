@@ -26,7 +26,6 @@
 //          there is a sink
 #include "hopper/forward/wgmma_inspected_values.cuh"
 
-constexpr int kThreads = THREADS, kBlocksPerSm = BLOCKS_PER_SM;
 constexpr int kDims = round_up(kValueDim, kWgmmaK);
 constexpr int kSeenThreads = kSeenBits ? kWarpgroup : kThreads;  // of the first launch
 

@@ -19,6 +19,8 @@
 #include "hopper/forward/fp8_turned_values.cuh"
 
 using out_t = OUT_SCALAR;
+constexpr bool kTransposedValues = TRANSPOSED_VALUES;  // keys lie next to each other
+constexpr bool kFirstInHalves = HALVES_FIRST;  // a first tile of keys is worked on by halves
 // Sums of O come in sixteens of columns, as they leave it in 16 bits.
 constexpr int kDims = round_up(kValueDim, kWgmmaDepth<out_t>);
 
@@ -60,12 +62,12 @@ struct ValueForm<true> {
         inspect_values(smem, params, helper);
     }
 };
-using Form = ValueForm<TRANSPOSED_VALUES>;
+using Form = ValueForm<kTransposedValues>;
 
 struct Smem {
     // By XOR where that was measured to be faster, and spills nothing.
     using StoredRows =
-        PanelTile<kWgmmaM, kStoreCols, out_t, kPanelRowBytes, !TRANSPOSED_VALUES && kAsksLast>;
+        PanelTile<kWgmmaM, kStoreCols, out_t, kPanelRowBytes, !kTransposedValues && kAsksLast>;
 
     Form::KeyTile k[kStages];
     Form::ValueTile v[kStages];
@@ -89,7 +91,7 @@ struct Consumer : Form::Consumer<Consumer, Smem, Params> {
     // Nor do those for weights in both forms; nor do wide heads where lengths have to be looked up.
     static constexpr bool kRoundsFirst =
         kConsumers < 3 && (kDims <= 128 || !(kPacked || kUsedKeys || kPaged));
-    static constexpr bool kHalvesFirst = HALVES_FIRST && kRoundsFirst;
+    static constexpr bool kHalvesFirst = kFirstInHalves && kRoundsFirst;
     HeadScales scales{};  // of the tile that is worked on
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
@@ -110,7 +112,7 @@ struct Consumer : Form::Consumer<Consumer, Smem, Params> {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     fwd_7_fp8(const __grid_constant__ Params params) {
     Smem& smem = shared_memory<Smem>();
     if (threadIdx.x == 0) {

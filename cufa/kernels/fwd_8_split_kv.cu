@@ -52,7 +52,7 @@ __device__ inline void attend_part(Smem& smem, const ForwardParams& params, cons
                         work.sequence.keys<const key_t>(params.v, work.kv_head), keys.end};
     Stage* const stages = smem.stages[team()];
 
-    clear_padding<THREADS, kHeadDim>(smem.q);
+    clear_padding<kThreads, kHeadDim>(smem.q);
     int tile = tiles.begin + team(), ahead = tile;
     // Where memory is busy it answers after more than a round.
     TilePages<kBlockN> pages[kStages + 1];
@@ -69,7 +69,7 @@ __device__ inline void attend_part(Smem& smem, const ForwardParams& params, cons
     }
     ptx::wait_copies_but<kStages - 2>();
     __syncthreads();  // Q is there
-    smem.make<THREADS>(smem.q);
+    smem.make<kThreads>(smem.q);
     if constexpr (kMixed) rows.take_units(smem);
 
     Findings found = {};
@@ -111,7 +111,7 @@ struct AttendToPart {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     fwd_8_split_kv(const __grid_constant__ ForwardParams params) {
     if constexpr (kNextOverlaps) ptx::let_next_launch_begin();
     Smem& smem = shared_memory<Smem>();

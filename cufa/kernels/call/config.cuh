@@ -1,6 +1,6 @@
 // What the host fixes for one compiled variant, turned from macros into names. Below this header,
-// and below the few lines at the top of each kernel that do the same for its tiles, no macro
-// appears.
+// and below the few lines of each kernel that do the same for its tiles, no macro appears but sizes
+// in bytes that the host planned, beside those that they must be.
 #pragma once
 
 #include "call/dtype.cuh"

@@ -43,7 +43,7 @@ struct QueryHandovers {
 
     __device__ void init() {
         if (threadIdx.x > 0) return;
-        for (Handover& stage : queries) stage.init(THREADS, kWarps);
+        for (Handover& stage : queries) stage.init(kThreads, kWarps);
         gradients.init(kWarps, kWarps);
     }
 };
@@ -82,7 +82,7 @@ struct QuerySmem : Powers {
 union Smem {
     KeySmem keys;
     QuerySmem queries;
-    WarpSums<THREADS> warps;
+    WarpSums<kThreads> warps;
 };
 
 using DqSums = QuerySums<kBlockM, kHead>;

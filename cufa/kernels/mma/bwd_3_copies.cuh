@@ -9,7 +9,7 @@
 template <int Cols, class Tile>
 __device__ inline void copy_rows(Tile& tile, Matrix<const scalar_t> source, int first_row,
                                  int end_row) {
-    copy_tile<THREADS, Cols>(tile, source, first_row, end_row, ptx::anew(threadIdx.x));
+    copy_tile<kThreads, Cols>(tile, source, first_row, end_row, ptx::anew(threadIdx.x));
 }
 
 // A query head of a sequence, as the loop over tiles of queries reads it.
@@ -53,7 +53,7 @@ struct QueryHead {
         const int seqlen_q = rules.mask.seqlen_q;
         copy_rows<kValueDim>(smem.dout[stage], dout, first_row, seqlen_q);
 #pragma unroll
-        for (int rows = 0; rows < kBlockM; rows += THREADS) {
+        for (int rows = 0; rows < kBlockM; rows += kThreads) {
             const int i = rows + threadIdx.x, row = first_row + i;
             if (i < kBlockM)
                 ptx::copy_async<sizeof(RowStats)>(&smem.rows[stage][i], stats + row,

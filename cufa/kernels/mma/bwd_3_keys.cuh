@@ -90,8 +90,8 @@ struct KeyGradients {
         const auto to_dk = own.sequence.keys<scalar_t>(params.dk, own.kv_head);
         const auto to_dv = own.sequence.keys<scalar_t>(params.dv, own.kv_head);
         const int end = end_of_keys(params, own.sequence);
-        write_tile<THREADS, kHeadDim>(smem.k, to_dk, own.first_key, end);
-        write_tile<THREADS, kValueDim>(smem.v, to_dv, own.first_key, end);
+        write_tile<kThreads, kHeadDim>(smem.k, to_dk, own.first_key, end);
+        write_tile<kThreads, kValueDim>(smem.v, to_dv, own.first_key, end);
     }
 
     // Writes them to the workspace, as those of a part of the heads.
@@ -117,9 +117,9 @@ struct KeyGradients {
     // What is NaN or infinite is zero in the products; those who see it have NaN from S or dP
     // already, but for dV, and are given it afterwards.
     __device__ static void take_out(KeySmem& smem, int stage) {
-        clear_nonfinite<THREADS>(smem.q[stage]);
-        clear_nonfinite<THREADS>(smem.dout[stage]);
-        clear_nonfinite<THREADS>(smem.k);
+        clear_nonfinite<kThreads>(smem.q[stage]);
+        clear_nonfinite<kThreads>(smem.dout[stage]);
+        clear_nonfinite<kThreads>(smem.k);
         __syncthreads();
     }
     __device__ void put_back(KeySmem& smem, const QueryHead& head, const KeyRows& tile,

@@ -36,7 +36,7 @@ struct QueryGradients {
             differentiate<false>(s, dp, tile, seen, stats_of, nothing_else);
         }
         const bool cut =
-            kCutTiles && masked && __syncthreads_or(finds_nonfinite<THREADS>(smem.k[stage]));
+            kCutTiles && masked && __syncthreads_or(finds_nonfinite<kThreads>(smem.k[stage]));
         if (kSplit > 1 || cut) {
             store_scores(smem.ds, dp, place);
             __syncthreads();  // dS is whole

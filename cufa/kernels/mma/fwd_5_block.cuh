@@ -7,12 +7,13 @@
 #include "scores/seen_tiles.cuh"
 #include "softmax/exp2_table.cuh"
 
+constexpr int kThreads = THREADS, kWarps = kThreads / 32, kBlocksPerSm = BLOCKS_PER_SM;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kSplit = SPLIT;  // warps that share rows and part the output's columns
-constexpr int kRowWarps = THREADS / 32 / kSplit;
+constexpr int kRowWarps = kWarps / kSplit;
 constexpr int kTiles = kBlockM / (kRowWarps * kMmaM);
 constexpr int kDims = round_up(kValueDim, kMmaK* kSplit) / kSplit;  // columns of a warp's output
-static_assert(kRowWarps * kSplit == THREADS / 32, "SPLIT must divide the warps");
+static_assert(kRowWarps * kSplit == kWarps, "SPLIT must divide the warps");
 static_assert(kTiles * (kRowWarps * kMmaM) == kBlockM, "a warp must own whole 16-row tiles");
 static_assert(kBlockN % kMmaK == 0, "BLOCK_N must be a multiple of 16");
 static_assert(sizeof(ForwardParams) == PARAMS_BYTES, "the host passes a different struct");
@@ -43,8 +44,8 @@ struct KeyHandovers {
     __device__ void init() {
         if (threadIdx.x % 32 == 0) nonfinite[threadIdx.x / 32] = 0;
         if (threadIdx.x > 0) return;
-        keys.init(THREADS, THREADS / 32);
-        values.init(THREADS, THREADS / 32);
+        keys.init(kThreads, kWarps);
+        values.init(kThreads, kWarps);
     }
     // Whether NaN or infinity has been taken out of values: said by each thread of its part before
     // it announces it, and known of all tiles that are whole.
@@ -59,7 +60,7 @@ struct KeyHandovers {
     }
 
   private:
-    unsigned int nonfinite[THREADS / 32];
+    unsigned int nonfinite[kWarps];
 };
 template <>
 struct KeyHandovers<false> {
@@ -73,7 +74,7 @@ struct KeyHandovers<false> {
 // Powers of two are looked up by so many bits. Threads compute some of the table at once, if all
 // have as many: one by one each would wait for the one before.
 constexpr int kRootBits = 10;
-constexpr int kRootsAtOnce = (1 << kRootBits) % (4 * THREADS) == 0 ? 4 : 1;
+constexpr int kRootsAtOnce = (1 << kRootBits) % (4 * kThreads) == 0 ? 4 : 1;
 
 struct Smem : Exp2Table<acc_t, kRootBits>, KeyHandovers<kHandsOver> {
     MmaTile<kBlockM, kHeadDim> q;

@@ -30,11 +30,11 @@ struct Source {
     // `thread` is this one, as copies take it.
     template <class Thread>
     __device__ void copy_k(Smem& smem, int first_key, Thread thread) const {
-        copy_keys<THREADS, kHeadDim>(smem.k, k, pages, first_key, tiles.end, thread);
+        copy_keys<kThreads, kHeadDim>(smem.k, k, pages, first_key, tiles.end, thread);
     }
     template <class Thread>
     __device__ void copy_v(Smem& smem, int first_key, Thread thread) const {
-        copy_keys<THREADS, kValueDim>(smem.v, v, pages, first_key, tiles.end, thread);
+        copy_keys<kThreads, kValueDim>(smem.v, v, pages, first_key, tiles.end, thread);
     }
     __device__ void look_up_pages(int first_key) { pages = {k, first_key, tiles.end}; }
 };

@@ -27,7 +27,7 @@ __device__ inline void attend_in_turn(Output& out, Smem& smem, const ScoreRules&
     smem.keys.release();
     if (kCutTiles && masked) {
         ptx::wait_copies();
-        smem.note_nonfinite(clear_copied_nonfinite<THREADS, kValueDim>(smem.v));
+        smem.note_nonfinite(clear_copied_nonfinite<kThreads, kValueDim>(smem.v));
         smem.values.announce_copied();
     }
     apply(rules, s, seen, first_row, first_key, masked);

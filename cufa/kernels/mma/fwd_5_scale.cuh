@@ -37,12 +37,12 @@ __device__ inline void take_scale(Smem& smem, const ScoreRules& rules) {
     ptx::wait_copies();
     __syncthreads();
 #pragma unroll 1
-    for (int first = threadIdx.x; first < kChunks; first += kAtOnce * THREADS) {
+    for (int first = threadIdx.x; first < kChunks; first += kAtOnce * kThreads) {
         const auto inside = [&](int i) {
-            return kChunks % (kAtOnce * THREADS) == 0 || first + i * THREADS < kChunks;
+            return kChunks % (kAtOnce * kThreads) == 0 || first + i * kThreads < kChunks;
         };
         const auto place = [&](int i) {
-            const int chunk = first + i * THREADS, col = chunk % kRowChunks * kChunkCols;
+            const int chunk = first + i * kThreads, col = chunk % kRowChunks * kChunkCols;
             return reinterpret_cast<Chunk*>(smem.q.at(chunk / kRowChunks, col));
         };
         Chunk chunks[kAtOnce];

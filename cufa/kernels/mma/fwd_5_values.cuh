@@ -12,7 +12,7 @@
 // outputs of the rows that see them, whatever their weight, and are zero in the product.
 __device__ inline void take_out_nonfinite(Output& out, Smem& smem, const ScoreRules& rules,
                                           int first_row, int first_key) {
-    if (!__syncthreads_or(finds_nonfinite<THREADS>(smem.v))) return;
+    if (!__syncthreads_or(finds_nonfinite<kThreads>(smem.v))) return;
 
     for (int key = 0; key < kBlockN; ++key)
 #pragma unroll
@@ -30,7 +30,7 @@ __device__ inline void take_out_nonfinite(Output& out, Smem& smem, const ScoreRu
             }
     __syncthreads();
     constexpr int kCols = kDims * kSplit;
-    for (int i = threadIdx.x; i < kBlockN * kCols; i += THREADS) {
+    for (int i = threadIdx.x; i < kBlockN * kCols; i += kThreads) {
         scalar_t& value = *smem.v.at(i / kCols, i % kCols);
         if (!is_finite(value)) value = scalar_t{};
     }

@@ -8,6 +8,7 @@
 using out_t = OUT_SCALAR;
 constexpr bool kDescaled = is_same<key_t, float8_e4m3fn>;
 constexpr bool kMixed = !is_same<scalar_t, key_t>;
+constexpr int kThreads = THREADS, kWarps = kThreads / 32, kBlocksPerSm = BLOCKS_PER_SM;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES;
 constexpr bool kSplitKeys = SPLIT_KEYS;    // as many blocks part the keys of each tile
 constexpr bool kEvenShares = EVEN_SHARES;  // the keys of all tiles are shared out
@@ -16,7 +17,7 @@ static_assert(!kSplitKeys || kMostQueries == 0, "the parts of all rows are merge
 constexpr bool kNextOverlaps = NEXT_OVERLAPS;  // the launch after this one begins early
 // 16-row tiles of a warp: with two, what it loads of keys and values serves twice as many rows.
 constexpr int kTiles = WARP_ROWS / kMmaM;
-constexpr int kWarps = THREADS / 32, kTeamWarps = kBlockM / (kTiles * kMmaM);
+constexpr int kTeamWarps = kBlockM / (kTiles * kMmaM);
 constexpr int kTeamThreads = kTeamWarps * 32, kTeams = kWarps / kTeamWarps;
 static_assert(kTeamWarps * kTiles * kMmaM == kBlockM, "a warp must own whole 16-row tiles");
 static_assert(kTeams * kTeamWarps == kWarps, "the warps of a team must divide the block's");

@@ -9,7 +9,7 @@ __device__ inline void copy_queries(Smem& smem, const ForwardParams& params, con
     constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), kHeadDim & -kHeadDim);
     constexpr int kRowChunks = kHeadDim / kChunk;
 #pragma unroll 1  // it is short, and comes once
-    for (int i = threadIdx.x; i < kBlockM * kRowChunks; i += THREADS) {
+    for (int i = threadIdx.x; i < kBlockM * kRowChunks; i += kThreads) {
         const int row = i / kRowChunks, col = i % kRowChunks * kChunk;
         const auto q = work.sequence.queries<const scalar_t>(params.q, work.head(row));
         const bool inside = row < work.rows();

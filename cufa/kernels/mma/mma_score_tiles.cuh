@@ -8,7 +8,7 @@
 #include "softmax/exp2_table.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kSplit = SPLIT;
-constexpr int kWarps = THREADS / 32, kBlocksPerSm = BLOCKS_PER_SM;
+constexpr int kThreads = THREADS, kWarps = kThreads / 32, kBlocksPerSm = BLOCKS_PER_SM;
 // A block owns kBlockN rows of scores and walks over tiles of kBlockM columns. kSplit warps share
 // rows, and part the columns.
 constexpr int kTiles = kBlockN / (kWarps / kSplit * kMmaM);

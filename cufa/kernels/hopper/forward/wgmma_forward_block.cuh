@@ -13,13 +13,15 @@
 #include "scores/kept_scores.cuh"
 #include "scores/seen_tiles.cuh"
 
+constexpr int kThreads = THREADS, kBlocksPerSm = BLOCKS_PER_SM;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kStages = STAGES, kQueryStages = QUERY_STAGES, kStoreCols = STORE_COLS;
 constexpr int kConsumers = kBlockM / kWgmmaM;
 // With one stage of queries two warpgroups would wait for the next ones together; of three, one
 // computes meanwhile.
 constexpr bool kOutputFirst = kQueryStages == 1 && kConsumers <= 2;
-static_assert((kConsumers + 1) * kWarpgroup == THREADS, "one warpgroup copies, the others compute");
+static_assert((kConsumers + 1) * kWarpgroup == kThreads,
+              "one warpgroup copies, the others compute");
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr int kDepth = round_up(kHeadDim, kWgmmaK);
 // Keys that one copy brings: a tile, or as many of it as are in one page.

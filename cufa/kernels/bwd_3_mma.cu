@@ -161,17 +161,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
                                  tiles.masked(key, seen.cuts(first_row, key)));
             });
         ptx::wait_copies();
-
-        const auto dq = sequence.queries<scalar_t>(params.dq, own.head);
-#pragma unroll
-        for (int m = 0; m < kTiles; ++m)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int row = first_row + place.row(m, half);
-                if (row >= seqlen_q) continue;
-                store_row<kHeadDim>(dq.row(row), gradients.dq[m], half, params.softmax_scale,
-                                    place.part * kHeadPart);
-            }
+        gradients.write(params, own, place);
     }
 }
 

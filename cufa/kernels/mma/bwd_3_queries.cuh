@@ -55,4 +55,18 @@ struct QueryGradients {
                                               first_col);
         }
     }
+
+    __device__ void write(const BackwardParams& params, const QueryTile& own,
+                          const Place& place) const {
+        const auto rows = own.sequence.queries<scalar_t>(params.dq, own.head);
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = own.first_row + place.row(m, half);
+                if (row >= own.sequence.seqlen_q) continue;
+                store_row<kHeadDim>(rows.row(row), dq[m], half, params.softmax_scale,
+                                    place.part * kHeadPart);
+            }
+    }
 };

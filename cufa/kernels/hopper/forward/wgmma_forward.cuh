@@ -14,17 +14,20 @@ using Turns = ForwardTurns<kConsumers, kFirstTurn>;
 //                                      with the products'
 //   kRaisesLate                        whether maxima are raised once weights are too large; else
 //                                      it is looked for larger scores before there are weights
-//   begin(work)                        takes up a tile of queries
-//   output_scale()                     what sums of weighted values are multiplied with
-//   issue_output(o, p)                 issues the product that adds a tile's part to the output
-//   wait_output<Pending>(o, work, tile)  waits for the part of that tile of keys
-//   round(p, s)                        makes an operand of the weights
-//   take_out_nonfinite(o, work, tile)  before the part of a tile that a mask cuts through
 //   kRoundsFirst                       whether weights are rounded before it is known that maxima
 //                                      need not be raised
 //   kHalvesFirst                       whether a warpgroup leaves out of its softmax the upper half
 //                                      of a first tile of keys if it sees none of it, and does not
 //                                      mask the lower half if it sees all of that
+//   begin(work)                        takes up a tile of queries
+//   output_scale()                     what sums of weighted values are multiplied with
+//   issue_output(o, p)                 issues the product that adds a tile's part to the output
+//   wait_output<Pending>(o, work, tile)  waits for the part of that tile of keys
+//   wait_values<Pending>(o)            if kRoundsFirst the same, but NaN among those values is not
+//                                      added: returns whether there is some that must be,
+//   add_nan(o, work, tile)             by this
+//   round(p, s)                        makes an operand of the weights
+//   take_out_nonfinite(o, work, tile)  before the part of a tile that a mask cuts through
 template <class Self, class Smem, class Params, int Dims>
 struct ForwardConsumer : ForwardScores<Self, Smem, Params> {
     using Base = ForwardScores<Self, Smem, Params>;
@@ -144,22 +147,7 @@ struct ForwardConsumer : ForwardScores<Self, Smem, Params> {
         wait_scores<0>(s, last);
         shape_scores(s, bias, work, tile);
         if constexpr (Self::kHalvesFirst) {
-            constexpr int kHalf = kBlockN / 2;
-            using Lower = TilePart<typename Self::KeyOrder, 0, kHalf>;
-            using Upper = TilePart<typename Self::KeyOrder, kHalf, kBlockN>;
-            const Mask mask = mask_of(work);
-            const int first_row = work.first_row + warpgroup * kWgmmaM;
-            const int last_row = first_row + kWgmmaM - 1, middle = tile * kBlockN + kHalf;
-            // By votes, after which the compiler knows that all take the same way.
-            const bool lower_cut = __any_sync(0xffffffffu, mask.keys_end(first_row) < middle);
-            const bool upper_seen = __any_sync(0xffffffffu, mask.diagonal(last_row) >= middle);
-            if (lower_cut) this->template mask_part<Lower>(s, work, tile);
-            if (!upper_seen) {
-                weigh_first<Lower>(softmax, s, sums, work, tile, last);
-            } else {
-                this->template mask_part<Upper>(s, work, tile);
-                weigh_first<WholeTile>(softmax, s, sums, work, tile, last);
-            }
+            weigh_first_by_halves(softmax, s, sums, work, tile, last);
         } else {
             if (cut) self().mask_first(s, seen, work, tile);
             weigh_first<WholeTile>(softmax, s, sums, work, tile, last);
@@ -188,6 +176,27 @@ struct ForwardConsumer : ForwardScores<Self, Smem, Params> {
             if (row >= work.sequence(params.call).seqlen_q) max = 0;
         }
         softmax.template weigh<Part>(s, tile_scale(), sums);
+    }
+
+    // The same by the half of the tile that the warpgroup sees, if it sees but one; masks it, too.
+    __device__ void weigh_first_by_halves(RowPair& softmax, Scores& s, float (&sums)[2],
+                                          const WorkTile& work, int tile, bool last) {
+        constexpr int kHalf = kBlockN / 2;
+        using Lower = TilePart<typename Self::KeyOrder, 0, kHalf>;
+        using Upper = TilePart<typename Self::KeyOrder, kHalf, kBlockN>;
+        const Mask mask = mask_of(work);
+        const int first_row = work.first_row + warpgroup * kWgmmaM;
+        const int last_row = first_row + kWgmmaM - 1, middle = tile * kBlockN + kHalf;
+        // By votes, after which the compiler knows that all take the same way.
+        const bool lower_cut = __any_sync(0xffffffffu, mask.keys_end(first_row) < middle);
+        const bool upper_seen = __any_sync(0xffffffffu, mask.diagonal(last_row) >= middle);
+        if (lower_cut) this->template mask_part<Lower>(s, work, tile);
+        if (!upper_seen) {
+            weigh_first<Lower>(softmax, s, sums, work, tile, last);
+        } else {
+            this->template mask_part<Upper>(s, work, tile);
+            weigh_first<WholeTile>(softmax, s, sums, work, tile, last);
+        }
     }
 
     // The scores of a tile of keys at once with the output of the tile before; then the weights of

@@ -8,6 +8,7 @@
 //   KeyOrder                    which keys of a tile a thread's scores are of, if others than
 //                               KeysInOrder says
 //   scale(), softmax_scale()    what turns products into scores, in log 2 and not
+//   mask_first(s, seen, work, tile)  masks the first tile, if otherwise than the others
 template <class Self, class Smem, class Params>
 struct ForwardScores {
     using KeyOrder = KeysInOrder;

@@ -12,7 +12,8 @@
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: BLOCK_N keys of one KV head, or BLOCK_M queries of one head;
-//          thread: kRows rows x kKeys keys of S and dP, kTileKeys keys x kGroups columns of dK, dV
+//          thread: kRows rows x kKeys keys of S and dP, some columns of kTileKeys keys of dK, dV,
+//          or of kRows rows of dQ
 // Shared   K, V, Q and dO tiles, P and dS tiles, LSE and D of the query tile
 // Global   workspace: LSE and D (batch, heads, seqlen_q, 2); sums of dQ (batch, heads, seqlen_q,
 //          head_dim), unless deterministic; sums of the gradients of score_mod's arrays and of the

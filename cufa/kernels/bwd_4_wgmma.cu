@@ -21,7 +21,8 @@
 // Owns     block: 128 keys of one KV head at a time, for all query heads that share them or a part
 //          of those; warpgroup: 64 of them
 // Shared   rings of KEY_STAGES K and V tiles, which become dK and dV unless there are outboxes; of
-//          STAGES Q and dO tiles with the rows' statistics; of dS^T tiles
+//          STAGES Q and dO tiles with the rows' statistics; of dS^T tiles; for each warpgroup an
+//          outbox, if it has one
 // Global   workspace: sums of dQ, statistics, parts of dK and dV, counts (wgmma_query_sums.cuh);
 //          with a mask or a mask_mod, which tiles of scores are seen; sums of the gradients of
 //          score_mod's arrays if those are wanted

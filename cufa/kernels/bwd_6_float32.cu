@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(kHalvingThreads, kHalvingBlocks)
     }
 }
 
-// ---- a thread for each of these copies its tiles ----
+// ---- the producers: a thread for each warpgroup's queries, and the first for the keys, too ----
 
 __device__ inline void produce_keys(Smem& smem, const BackwardParams& call, const KeyTile& work) {
     const auto& keys = Workspace(call).keys_from(work.sequence, work.kv_head, work.first_key);

@@ -20,7 +20,8 @@
 // Owns     block: tile after tile of BLOCK_M queries of one head; warpgroup: 64 of its rows
 // Shared   rings of STAGES K and V tiles; for each warpgroup a ring of QUERY_STAGES Q tiles, and
 //          STORE_COLS columns of O on their way out
-// Global   workspace: with a mask or a mask_mod, how many tiles are taken, and what is seen of each
+// Global   workspace: how many tiles are taken, 0 between launches; with a mask or a mask_mod, what
+//          is seen of each
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
@@ -52,8 +53,9 @@ struct Smem {
 
 struct Consumer : InspectedConsumer<Consumer, Smem, Params, kDims> {
     static constexpr bool kLongTurns = false, kRoundsFirst = false, kHalvesFirst = false;
-    // Those features leave no registers for it. By ALiBi, scores rise from tile to tile up to the
-    // diagonal, unless that is where tiles begin, and a bias may do so anywhere.
+    // Beside windows, soft caps, functions and masks no registers are left for that. By ALiBi,
+    // scores rise from tile to tile up to the diagonal, unless that is where tiles begin, and a
+    // bias may do so anywhere.
     static constexpr bool kRaisesLate =
         !kWindow && !kSoftcap && !kBias && !kScoreMod && !kKeyMask && (kCausal || !kAlibi);
     const Scale call_scale;

@@ -6,14 +6,17 @@
 // above 1.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
-//          value_dim), O (batch, seqlen_q, heads, value_dim) of 16 bits; q_descale, k_descale and
-//          v_descale (batch, kv_heads), what Q, K and V are to be multiplied with. If
+//          value_dim), O (batch, seqlen_q, heads, value_dim) of 16 bits; packed sequences: (tokens,
+//          heads, dim); K and V in pages: (pages, page_size, kv_heads, dim); q_descale, k_descale
+//          and v_descale (batch, kv_heads), what Q, K and V are to be multiplied with. If
 //          TRANSPOSED_VALUES, V is (batch, value_dim, kv_heads, seqlen_k)
 // Owns     block: tile after tile of BLOCK_M queries of one head; warpgroup: 64 of its rows
 // Shared   rings of STAGES tiles of K, of V and, if it has to be, of V turned; for each warpgroup a
 //          ring of QUERY_STAGES Q tiles, and STORE_COLS columns of O on their way out
+// Global   workspace: how many tiles are taken, 0 between launches
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
-// Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key
+// Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
+//          there is a sink
 #include "call/descales.cuh"
 #include "hopper/forward/fp8_transposed_values.cuh"
 #include "hopper/forward/fp8_turned_values.cuh"
@@ -65,7 +68,7 @@ struct ValueForm<true> {
 using Form = ValueForm<kTransposedValues>;
 
 struct Smem {
-    // By XOR where that was measured to be faster, and spills nothing.
+    // By XOR where that is faster, as measured, and spills nothing.
     using StoredRows =
         PanelTile<kWgmmaM, kStoreCols, out_t, kPanelRowBytes, !kTransposedValues && kAsksLast>;
 
@@ -85,10 +88,11 @@ struct Consumer : Form::Consumer<Consumer, Smem, Params> {
     // Products take less time than exponentials, of which those of two warpgroups would fall
     // together. With four they do in any case.
     static constexpr bool kLongTurns = kConsumers < 4;
-    // Nor do large tiles of three warpgroups leave registers for it.
+    // Beside windows, soft caps and large tiles of three warpgroups no registers are left for that.
     static constexpr bool kRaisesLate =
         !kWindow && !kSoftcap && (kConsumers < 3 || kBlockN < 2 * kWgmmaM);
-    // Nor do those for weights in both forms; nor do wide heads where lengths have to be looked up.
+    // Three warpgroups and more have no registers for weights in both forms; nor has any beside
+    // wide heads where lengths have to be looked up.
     static constexpr bool kRoundsFirst =
         kConsumers < 3 && (kDims <= 128 || !(kPacked || kUsedKeys || kPaged));
     static constexpr bool kHalvesFirst = kFirstInHalves && kRoundsFirst;

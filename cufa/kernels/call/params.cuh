@@ -107,8 +107,8 @@ struct RotaryParams {
 struct QuantizeParams {
     Tensor x, y;
     const int* cu_seqlens;  // (batch + 1), of packed sequences alone
-    unsigned int*
-        measured;    // (batch, kv_heads), the bits of what will be descales; null: they are given
+    // (batch, kv_heads), the bits of what will be descales; null: they are given
+    unsigned int* measured;
     float* descale;  // (batch, kv_heads)
     int batch, heads, kv_heads, seqlen;
 };

@@ -136,15 +136,17 @@ struct TileOrder {
     }
 };
 
-// Hands out the indices of tiles: each block's own first, then those that `taken` counts. It is
-// taken from exactly as often as there are tiles, and the last time puts it back to 0 for the next
-// launch. Or all of them by the count, of which each block then takes one too many: so does
-// `late`, which puts it back likewise.
+// Hands out the indices of tiles, by a count of those that were taken.
 struct TileCounter {
     unsigned int* taken;
     unsigned int tiles;
 
+    // Of a block whose first tile has its own number. It is asked for exactly as often as there are
+    // tiles, and the last time puts the count back to 0 for the next launch.
     __device__ int next() const { return gridDim.x + atomicInc(taken, tiles - 1); }
+    // Of a block that takes its first one, too, by the count, and in the end one too many, as all
+    // do: the last puts it back likewise.
     __device__ int late() const { return atomicInc(taken, tiles + gridDim.x - 1); }
+    // The same where another launch puts it back.
     __device__ int any() const { return atomicAdd(taken, 1u); }
 };

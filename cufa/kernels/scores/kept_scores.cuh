@@ -21,6 +21,7 @@ class KeptScores {
 #pragma unroll
         for (int word = 0; word < kWords; ++word) {
             const int eights = min(kWordEights, kEights - word * kWordEights);
+            // Flags come in at bits 15 and 31, and move down as others follow.
             unsigned int drawn = 0;
 #pragma unroll
             for (int eight = 0; eight < eights; ++eight) {
@@ -65,7 +66,7 @@ class KeptScores {
     static constexpr int kRowBit = RowsAreKeys ? 16 : 2;
     static constexpr unsigned int kOfRow = RowsAreKeys ? 0x0000ffff : 0x33333333;
     unsigned int bits[kWords];
-    int first_block;
+    int first_block;  // whether the first columns are the second block of a word, if kOffGrid
 
     // The number of the pair of bits, 16 apart, of which one is score i's.
     __device__ int pair_of(int i) const {

@@ -13,7 +13,7 @@ constexpr bool kSlopes = kSoftcap || (kScoreMod && kScoreModSlopes);
 // Whether ALiBi's line comes in with the LSE, a part of it, and the rest with the exponential.
 constexpr bool kAlibiLine = kAlibi && kScoresBeginWithLse;
 
-// What the caller's function is told of a tile of queries.
+// Where a tile of queries is.
 struct TilePlace {
     const Features& features;
     int batch, head, first_row;
@@ -33,7 +33,7 @@ struct ShapedScore {
     float score, slope;
 };
 
-// The softmax and its gradient in the registers of a warpgroup that has S^T and dP^T of 64 keys.
+// Of a warpgroup's 64 keys and a tile of BlockM queries.
 template <int BlockM>
 struct KeySoftmax {
     float scale_log2;  // turns products, or what scores they became, into units of log 2

@@ -49,9 +49,9 @@ __device__ inline void clear_unseeing_rows(const BackwardParams& call, const Blo
     }
 }
 
-// Sets to zero what blocks will add to and count with.
+// Sets to zero what blocks will add to and count with for a tile.
 template <int Threads, class Block>
-__device__ inline void clear_sums(const Block& at) {
+__device__ inline void clear_tile_sums(const Block& at) {
     auto* fours = reinterpret_cast<Pack<float, 4>*>(at.sums());
 #pragma unroll
     for (int i = threadIdx.x; !kFirstSets && i < Block::kTileSums / 4; i += Threads) fours[i] = {};
@@ -130,7 +130,7 @@ template <int Threads, int BlockM, class Sums>
 __device__ inline void prepare_rows(const BackwardParams& call) {
     const auto at = QueryBlock<BlockM, Sums>::own(call);
     if (!at.exists()) return;
-    clear_sums<Threads>(at);
+    clear_tile_sums<Threads>(at);
     if (kRounds) clear_unseeing_rows<Threads, BlockM>(call, at);
     write_statistics<Threads, BlockM>(call, at);
 }

@@ -20,8 +20,8 @@ struct QuerySums {
         return panel_of(tile, Panels - 1) + half * (kPanel / 2);
     }
 
-    // The query and the dim of the first of the fours with this index. The second is of the next
-    // query, the other two are eight dims further on.
+    // The query and the dim of the first of the four sums with this index. The second is of the
+    // next query, the other two are eight dims further on.
     __device__ static int query(int four) {
         const bool in_half = Halved && four >= (Panels - 1) * (kPanel / 4);
         const int cols = in_half ? BlockM / 2 : BlockM;

@@ -116,7 +116,8 @@ __device__ inline unsigned int* seen_bits(const ForwardParams& call) {
 
 using TileRing = LabelledRing<kStages>;
 
-// A warp is done with a stage: it has read it, or its part of a product has.
+// A warp is done with a stage: it has read it, or its part of a product has. That all of its lanes
+// have, the caller knows by a product that they waited for, or a __syncwarp.
 template <int Stages>
 __device__ inline void release_and_advance(Ring<Stages>& ring, RingPosition<Stages>& at) {
     if (threadIdx.x % 32 == 0) ring.release(at);
@@ -131,6 +132,7 @@ enum NamedBarrier {
 };
 
 // The row of Q and O that a thread's half (0: row g, 1: row g + 8) of its fragments belongs to.
+// Before the threads that compute come the producer's, for whose warps there are no rows.
 __device__ inline int row_of(const WorkTile& work, int half) {
     unsigned int thread = threadIdx.x;
     ptx::hold(thread);  // or each sum would be kept in a register from tile to tile

@@ -16,8 +16,8 @@ constexpr float kSlack = 8;
 // before maxima are raised: operands hold each of them then.
 constexpr float kLargestSum = sizeof(scalar_t) == 1 ? 448 : 32768;
 // How far below the largest score a maximum is set. Weights of 8 bits lose precision below 2^-6:
-// those that count should be far above it. But the sum of a thread's weights in a row, of 32 at
-// most, should stay below kLargestSum even if all scores are the same.
+// those that count should be far above it. But the sum of a thread's weights in a row, 48 at most
+// (of 192 keys), should stay below kLargestSum even if all scores are the same.
 constexpr float kHeadroom = sizeof(scalar_t) == 1 ? 3 : 0;
 // A row that sees fewer keys of its first tile is likely to see larger scores in the next, for
 // which its maximum would have to be raised. It is set this far above the largest score then.
@@ -147,7 +147,8 @@ __device__ inline void apply_mask(float (&s)[Count], const Mask& mask, int row, 
     }
 }
 
-// Makes the scores `masked` that the caller's function does not show; otherwise as `modify`.
+// Makes the scores `masked` that the caller's function does not show. Past the ends the last row
+// and the last key stand in.
 template <int Count>
 __device__ inline void hide(float (&s)[Count], const Features& features, const Mask& mask,
                             int batch, int head, int row, int first_key, float masked) {

@@ -98,6 +98,31 @@ struct Statistics {
     }
 };
 
+// Joins what a thread has of P V to O, and writes that with the LSE after the last block of keys,
+// or leaves it with l and m for the next launch.
+__device__ inline void end_launch(OutputTile<kRows, kGroups>& o, const Statistics& statistics,
+                                  const State& state, const ForwardParams& params, int batch,
+                                  int head, int first_row, const KeyBlock& keys, const Grid& grid) {
+    const Sizes& sizes = params.sizes;
+    acc_t* lse = static_cast<acc_t*>(params.lse);
+    if (lse) lse += first_row_of(batch, head, sizes);
+    const auto out = matrix_of<scalar_t>(params.o, batch, head);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+        const int row = first_row + grid.row(i);
+        if (row >= sizes.seqlen_q) continue;
+        statistics.join_output(o[i], i, state.o + static_cast<long long>(row) * kValueDim, keys,
+                               grid);
+        if (keys.is_last) {
+            store_row<kValueDim>(out.row(row), o[i], 1, grid);
+            if (lse && grid.x == 0) lse[row] = statistics.softmax[i].lse();
+        } else if (grid.x == 0) {
+            state.l[row] = statistics.softmax[i].sum;
+            state.m[row] = statistics.softmax[i].max;
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     fwd_3_flash_v1(const __grid_constant__ ForwardParams params) {
     const Sizes& sizes = params.sizes;
@@ -134,22 +159,5 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     __syncwarp();
     OutputTile<kRows, kGroups> o = {};
     product_nn<true>(o, smem.p, smem.v, grid);
-
-    acc_t* lse = static_cast<acc_t*>(params.lse);
-    if (lse) lse += first_row_of(batch, head, sizes);
-    const auto out = matrix_of<scalar_t>(params.o, batch, head);
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-        const int row = first_row + grid.row(i);
-        if (row >= sizes.seqlen_q) continue;
-        statistics.join_output(o[i], i, state.o + static_cast<long long>(row) * kValueDim, keys,
-                               grid);
-        if (keys.is_last) {
-            store_row<kValueDim>(out.row(row), o[i], 1, grid);
-            if (lse && grid.x == 0) lse[row] = statistics.softmax[i].lse();
-        } else if (grid.x == 0) {
-            state.l[row] = statistics.softmax[i].sum;
-            state.m[row] = statistics.softmax[i].max;
-        }
-    }
+    end_launch(o, statistics, state, params, batch, head, first_row, keys, grid);
 }

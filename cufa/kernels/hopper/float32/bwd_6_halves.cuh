@@ -83,21 +83,13 @@ struct TilePieces {
     }
 };
 
-__device__ inline void halve_queries(const BackwardParams& call, HalvingSmem& smem, int head,
-                                     int tile) {
-    const Sizes& sizes = call.sizes;
-    const RowTile place =
-        row_tile<kBlockM>(tile, sizes.batch, sizes.seqlen_q, call.features.cu_seqlens_q);
-    const Sequence sequence(call, place.batch);
-    const int first_row = place.first_row, count = min(sequence.seqlen_q - first_row, kBlockM);
-    QueryHalves& to = Workspace(call).queries(head, tile);
-    const auto rows_of = [&](const Tensor& tensor) {
-        return sequence.queries<const float>(tensor, head).from(first_row);
-    };
+using OutPieces = TilePieces<kBlockM, kValueDim>;
 
-    using OutPieces = TilePieces<kBlockM, kValueDim>;
-    const OutPieces dout(rows_of(call.dout), count), out(rows_of(call.o), count);
-    const long long first = sequence.first_row(head, sizes) + first_row;
+// Writes the LSE and D of a tile's rows, the first of which is `first` in the LSE. Returns whether
+// D is finite in those of which this thread has pieces.
+__device__ inline bool write_statistics(Statistics& to, const BackwardParams& call,
+                                        const OutPieces& dout, const OutPieces& out,
+                                        long long first, int count) {
     bool finite = true;
 #pragma unroll
     for (int i = 0; i < OutPieces::kCount; ++i) {
@@ -114,9 +106,27 @@ __device__ inline void halve_queries(const BackwardParams& call, HalvingSmem& sm
         finite &= is_finite(d);
         if (OutPieces::col() > 0) continue;
         const bool sees = lse != negative_infinity();
-        to.statistics.lse_log2[row] = sees ? lse * float(kLog2E) : -negative_infinity();
-        to.statistics.d[row] = d;
+        to.lse_log2[row] = sees ? lse * float(kLog2E) : -negative_infinity();
+        to.d[row] = d;
     }
+    return finite;
+}
+
+__device__ inline void halve_queries(const BackwardParams& call, HalvingSmem& smem, int head,
+                                     int tile) {
+    const Sizes& sizes = call.sizes;
+    const RowTile place =
+        row_tile<kBlockM>(tile, sizes.batch, sizes.seqlen_q, call.features.cu_seqlens_q);
+    const Sequence sequence(call, place.batch);
+    const int first_row = place.first_row, count = min(sequence.seqlen_q - first_row, kBlockM);
+    QueryHalves& to = Workspace(call).queries(head, tile);
+    const auto rows_of = [&](const Tensor& tensor) {
+        return sequence.queries<const float>(tensor, head).from(first_row);
+    };
+
+    const OutPieces dout(rows_of(call.dout), count), out(rows_of(call.o), count);
+    const long long first = sequence.first_row(head, sizes) + first_row;
+    const bool finite = write_statistics(to.statistics, call, dout, out, first, count);
     const TileUnit of_dout = dout.write(to.dout, smem.of_warps[0], finite);
     using QueryPieces = TilePieces<kBlockM, kHeadDim>;
     const TileUnit of_q = QueryPieces(rows_of(call.q), count).write(to.q, smem.of_warps[1]);

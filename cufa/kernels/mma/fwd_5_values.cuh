@@ -1,6 +1,5 @@
 // What values add to the output of fwd_5_mma: the product P V; and, where a mask cuts through a
-// tile, those that are NaN or infinite by themselves, which in the product would reach rows that do
-// not see their keys, 0 * NaN being NaN.
+// tile, those that are NaN or infinite, by themselves.
 #pragma once
 
 #include "mma/fwd_5_copies.cuh"

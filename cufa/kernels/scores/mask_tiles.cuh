@@ -71,7 +71,7 @@ __device__ inline SeenPart part_of_function(const ScoreRules& rules, int first_r
         for (int key = 0; key < Keys; key += 32) {
             const int in_tile = key + threadIdx.x % 32;
             if (Keys % 32 != 0 && in_tile >= Keys) continue;
-            const bool shown = rules.shows(row, first_key + in_tile);
+            const bool shown = rules.function_shows(row, first_key + in_tile);
             some |= shown;
             all &= shown;
         }

@@ -72,15 +72,15 @@ struct ScoreRules {
 
     // Whether the caller's function shows the key to the row. With Inside neither is past an end.
     template <bool Inside = false>
-    __device__ bool shows(int row, int key) const {
+    __device__ bool function_shows(int row, int key) const {
         if constexpr (Inside) return mod_sees(features, batch, head, row, key);
         return mod_sees(features, batch, head, inside(row), inside_key(key));
     }
-    // The same of the caller's mask, too.
+    // Whether that does, and the caller's mask.
     template <bool Inside>
-    __device__ bool shown(int row, int key) const {
+    __device__ bool shows(int row, int key) const {
         bool shown = true;
-        if constexpr (kMaskMod) shown = shows<Inside>(row, key);
+        if constexpr (kMaskMod) shown = function_shows<Inside>(row, key);
         if constexpr (kMaskBits != 0)
             shown &=
                 Inside ? key_mask.shows(row, key) : key_mask.shows(inside(row), inside_key(key));
@@ -88,7 +88,7 @@ struct ScoreRules {
     }
     // Whether the row sees the key. Both may lie past the ends.
     __device__ bool sees(int row, int key) const {
-        if (kMaskMod && !shows(row, key)) return false;
+        if (kMaskMod && !function_shows(row, key)) return false;
         if (!mask.in_range(row, key)) return false;
         return kMaskBits == 0 || key_mask.shows(row, key);
     }
@@ -96,7 +96,7 @@ struct ScoreRules {
     __device__ unsigned int sees_two(int row, int key) const {
         unsigned int seen = mask.in_range(row, key) | mask.in_range(row, key + 1) << 1;
         if constexpr (kMaskMod) {
-            seen &= shows(row, key) | shows(row, key + 1) << 1;
+            seen &= function_shows(row, key) | function_shows(row, key + 1) << 1;
         }
         if (kMaskBits == 1 && seen) seen &= key_mask.row(row)[key / 8] >> key % 8;
         if constexpr (kMaskBits == 8) {

@@ -53,7 +53,7 @@ __device__ inline void ask_for_bits(unsigned int* bits, const ScoreRules& rules,
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i)
                 shown[i][word] =
-                    rules.template shown<Inside>(first_row + first + i, key + kWordKeys * word);
+                    rules.template shows<Inside>(first_row + first + i, key + kWordKeys * word);
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
             // Rows past the last one, of which nobody asks, count as that one.

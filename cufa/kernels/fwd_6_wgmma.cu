@@ -30,12 +30,6 @@
 constexpr int kDims = round_up(kValueDim, kWgmmaK);
 constexpr int kSeenThreads = kSeenBits ? kWarpgroup : kThreads;  // of the first launch
 
-struct Params {
-    TensorMap q, k, v, o;
-    ForwardParams call;
-};
-static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struct");
-
 struct Smem {
     using StoredRows = PanelTile<kWgmmaM, kStoreCols>;
 
@@ -51,7 +45,7 @@ struct Smem {
 
 // ---- the consumers ----
 
-struct Consumer : InspectedConsumer<Consumer, Smem, Params, kDims> {
+struct Consumer : InspectedConsumer<Consumer, Smem, kDims> {
     static constexpr bool kLongTurns = false, kRoundsFirst = false, kHalvesFirst = false;
     // Beside windows, soft caps, functions and masks no registers are left for that. By ALiBi,
     // scores rise from tile to tile up to the diagonal, unless that is where tiles begin, and a

@@ -27,12 +27,6 @@ constexpr bool kFirstInHalves = HALVES_FIRST;  // a first tile of keys is worked
 // Sums of O come in sixteens of columns, as they leave it in 16 bits.
 constexpr int kDims = round_up(kValueDim, kWgmmaDepth<out_t>);
 
-struct Params {
-    TensorMap q, k, v, o;
-    ForwardParams call;
-};
-static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struct");
-
 // How values come to the product: the tiles of K and V, what the warps beside the producer do with
 // those of V, and who computes with them.
 template <bool Transposed>
@@ -42,10 +36,10 @@ struct ValueForm {
     using Helpers = Turning;
     static constexpr int kReaders = kTurners;  // of a tile of V
     static constexpr int kHelpers = kTurners;  // that look at each tile of queries
-    template <class Self, class Smem, class Params>
-    using Consumer = TurnedConsumer<Self, Smem, Params, kDims>;
+    template <class Self, class Smem>
+    using Consumer = TurnedConsumer<Self, Smem, kDims>;
 
-    template <class Smem, class Params>
+    template <class Smem>
     __device__ static void help(Smem& smem, const Params& params, int) {
         turn_values(smem, params);
     }
@@ -57,10 +51,10 @@ struct ValueForm<true> {
     using Helpers = Inspection;
     static constexpr int kReaders = kConsumers * kWarpgroup / 32 + kInspectors;
     static constexpr int kHelpers = kInspectors;
-    template <class Self, class Smem, class Params>
-    using Consumer = TransposedConsumer<Self, Smem, Params, kDims>;
+    template <class Self, class Smem>
+    using Consumer = TransposedConsumer<Self, Smem, kDims>;
 
-    template <class Smem, class Params>
+    template <class Smem>
     __device__ static void help(Smem& smem, const Params& params, int helper) {
         inspect_values(smem, params, helper);
     }
@@ -84,7 +78,7 @@ struct Smem {
 
 // ---- the consumers ----
 
-struct Consumer : Form::Consumer<Consumer, Smem, Params> {
+struct Consumer : Form::Consumer<Consumer, Smem> {
     // Products take less time than exponentials, of which those of two warpgroups would fall
     // together. With four they do in any case.
     static constexpr bool kLongTurns = kConsumers < 4;
@@ -99,7 +93,7 @@ struct Consumer : Form::Consumer<Consumer, Smem, Params> {
     HeadScales scales{};  // of the tile that is worked on
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
-        : Form::Consumer<Consumer, Smem, Params>(smem, params, warpgroup) {}
+        : Form::Consumer<Consumer, Smem>(smem, params, warpgroup) {}
 
     __device__ void begin(const WorkTile& work) {
         scales = {params.call, work.batch, work.kv_head};

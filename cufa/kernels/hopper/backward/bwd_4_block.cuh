@@ -20,12 +20,6 @@ constexpr int kHeadCols = kShortTiles && kHeadDim <= kPanelCols ? 2 * kPanelCols
 constexpr int kScoreRowBytes = kBlockM % kPanelCols == 0 ? kPanelRowBytes : kNarrowRowBytes;
 constexpr int kHead = round_up(kHeadCols, kWgmmaK), kValue = round_up(kValueDim, kWgmmaK);
 
-struct Params {
-    TensorMap q, k, v, dout, dk, dv;
-    BackwardParams call;
-};
-static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struct");
-
 using KeyRows = PanelTile<kWgmmaM, kHeadCols>;
 using ValueRows = PanelTile<kWgmmaM, kValueDim>;
 using QueryRows = PanelTile<kBlockM, kHeadCols>;

@@ -10,12 +10,6 @@ constexpr int kHead = round_up(kHeadDim, kWgmmaK), kValue = round_up(kValueDim, 
 constexpr int kHeadPanels = kHeadDim > kPanelCols ? ceil_div(kHeadDim, kPanelCols) : kConsumers;
 constexpr int kValuePanels = kValueDim > kPanelCols ? ceil_div(kValueDim, kPanelCols) : kConsumers;
 
-struct Params {
-    TensorMap q, k, v, dout, dk, dv;
-    BackwardParams call;
-};
-static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struct");
-
 using KeyRows = PanelTile<kBlockN, kHeadPanels * kPanelCols>;
 using ValueRows = PanelTile<kBlockN, kValuePanels * kPanelCols>;
 using QueryRows = PanelTile<kBlockM, kHeadPanels * kPanelCols>;

@@ -1,9 +1,15 @@
-// What both kernels of the Hopper backward do to tiles: take out NaN, hand them on from warpgroup
-// to warpgroup, multiply them, send them out.
+// What both kernels of the Hopper backward are passed, and what they do to tiles: take out NaN,
+// multiply them, send them out.
 #pragma once
 
 #include "hopper/backward/wgmma_query_sums.cuh"
 #include "hopper/backward/wgmma_turns.cuh"
+
+struct Params {
+    TensorMap q, k, v, dout, dk, dv;
+    BackwardParams call;
+};
+static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struct");
 
 // Takes NaN and infinity out of a tile of keys: 0 times it would reach the queries that do not see
 // those. The ones that do get it from the values, which become NaN; nothing but dP is computed from

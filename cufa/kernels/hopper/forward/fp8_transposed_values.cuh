@@ -141,9 +141,9 @@ __device__ inline void clear_nonfinite(TransposedTile<Keys, Dims>& tile, int thr
 }
 
 // A warpgroup that computes with such values.
-template <class Self, class Smem, class Params, int Dims>
-struct TransposedConsumer : InspectedConsumer<Self, Smem, Params, Dims> {
-    using Base = InspectedConsumer<Self, Smem, Params, Dims>;
+template <class Self, class Smem, int Dims>
+struct TransposedConsumer : InspectedConsumer<Self, Smem, Dims> {
+    using Base = InspectedConsumer<Self, Smem, Dims>;
     using Base::Base;
     using Base::smem;
     using Base::v_at;

@@ -33,7 +33,7 @@ struct Turning {
     __device__ void init() { ring.init(kConsumers * kWarpgroup / 32, kTurners); }
 };
 
-template <class Smem, class Params>
+template <class Smem>
 __device__ inline void turn_values(Smem& smem, const Params& params) {
     unsigned int thread = threadIdx.x - 32;
     bool nan = false;  // in the tile, or if kAsksLast in one before for the same queries, too
@@ -58,9 +58,9 @@ __device__ inline void turn_values(Smem& smem, const Params& params) {
 }
 
 // A warpgroup that computes with such values.
-template <class Self, class Smem, class Params, int Dims>
-struct TurnedConsumer : ForwardConsumer<Self, Smem, Params, Dims> {
-    using Base = ForwardConsumer<Self, Smem, Params, Dims>;
+template <class Self, class Smem, int Dims>
+struct TurnedConsumer : ForwardConsumer<Self, Smem, Dims> {
+    using Base = ForwardConsumer<Self, Smem, Dims>;
     using Base::Base;
     using Base::params;
     using Base::smem;

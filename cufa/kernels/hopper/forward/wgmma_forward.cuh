@@ -28,9 +28,9 @@ using Turns = ForwardTurns<kConsumers, kFirstTurn>;
 //   add_nan(o, work, tile)             by this
 //   round(p, s)                        makes an operand of the weights
 //   take_out_nonfinite(o, work, tile)  before the part of a tile that a mask cuts through
-template <class Self, class Smem, class Params, int Dims>
-struct ForwardConsumer : ForwardScores<Self, Smem, Params> {
-    using Base = ForwardScores<Self, Smem, Params>;
+template <class Self, class Smem, int Dims>
+struct ForwardConsumer : ForwardScores<Self, Smem> {
+    using Base = ForwardScores<Self, Smem>;
     using Base::bits_of_row;
     using Base::compute_products;
     using Base::draw_kept;
@@ -317,7 +317,7 @@ struct ForwardConsumer : ForwardScores<Self, Smem, Params> {
     }
 
     __device__ void store(const Output& o, const RowPair& softmax, const WorkTile& work) {
-        const OutputRows<Smem, Params, Dims> rows{smem, params, warpgroup};
+        const OutputRows<Smem, Dims> rows{smem, params, warpgroup};
         rows.store(o, softmax, self().output_scale(), work);
     }
 };

@@ -1,7 +1,6 @@
 // What the Hopper forwards work on at once, and what a block's warps have in common. What is in
 // shared memory is the kernel's: `Smem` with tiles k, v, q and out, rings k_ring, v_ring and
-// q_ring, and the tiles of work that the queries are of; `Params` with tensor maps q, k, v and o
-// and the call.
+// q_ring, what its helpers share, and the tiles of work that the queries are of.
 #pragma once
 
 #include "call/schedule.cuh"
@@ -28,6 +27,12 @@ constexpr int kDepth = round_up(kHeadDim, kWgmmaK);
 constexpr int kBoxKeys = BOX_KEYS;
 static_assert(kBlockN % kBoxKeys == 0, "a tile must be whole boxes");
 static_assert(!kPaged || kPageSize % kBoxKeys == 0, "a page must be whole boxes");
+
+struct Params {
+    TensorMap q, k, v, o;
+    ForwardParams call;
+};
+static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struct");
 
 // Beside another launch some blocks begin when that one ends: none has a tile of its own before.
 constexpr bool kLateBlocks = kLeastQueries > 0;

@@ -49,7 +49,7 @@ __device__ inline bool starts_copies() {
     return !kPaged || ptx::elect_lane();
 }
 
-template <class Smem, class Params>
+template <class Smem>
 __device__ inline void send_queries(Smem& smem, const Params& params,
                                     RingPosition<kQueryStages>& at, WorkTile work) {
 #pragma unroll 1  // registers are what a producer lacks
@@ -100,7 +100,7 @@ __device__ inline void send_tile(Tile (&tiles)[kStages], TileRing& ring, RingPos
 
 // Sends a tile of queries and what a mask or a mask_mod shows it of its keys. Calls `ask` when the
 // values of the last are still to be sent.
-template <class Smem, class Params, class Ask>
+template <class Smem, class Ask>
 __device__ inline void send_seen(Smem& smem, const Params& params, RingPosition<kQueryStages>& q_at,
                                  RingPosition<kStages>& at, const WorkTile& work,
                                  const KeyRange& keys, Ask ask) {
@@ -142,7 +142,7 @@ __device__ inline void send_seen(Smem& smem, const Params& params, RingPosition<
 // on their way before the answer is waited for.
 constexpr int kAskAhead = sizeof(scalar_t) == 1 ? 2 : 4;
 
-template <class Smem, class Params>
+template <class Smem>
 __device__ inline void produce(Smem& smem, const Params& params) {
     const Order order(params.call);
     const TileCounter counter{static_cast<unsigned int*>(params.call.workspace),
@@ -213,7 +213,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
 // Has each tile of values handled that is copied, in the order of copying, while the consumers
 // still work on its scores: handle(whether a mask cuts through it, whether it is the first for its
 // queries, where it is).
-template <class Smem, class Params, class Handle>
+template <class Smem, class Handle>
 __device__ inline void follow_values(Smem& smem, const Params& params, Handle handle) {
     RingPosition<kQueryStages> q_at;
     RingPosition<kStages> at;

@@ -4,7 +4,7 @@
 #include "hopper/forward/wgmma_forward_block.cuh"
 
 // A warpgroup's rows of O, and their LSE. Dims are the columns of its sums.
-template <class Smem, class Params, int Dims>
+template <class Smem, int Dims>
 struct OutputRows {
     Smem& smem;
     const Params& params;

@@ -9,7 +9,7 @@
 //                               KeysInOrder says
 //   scale(), softmax_scale()    what turns products into scores, in log 2 and not
 //   mask_first(s, seen, work, tile)  masks the first tile, if otherwise than the others
-template <class Self, class Smem, class Params>
+template <class Self, class Smem>
 struct ForwardScores {
     using KeyOrder = KeysInOrder;
 

@@ -24,7 +24,7 @@ struct Inspection {
 };
 
 // Says of every tile of values that a mask cuts through whether there is NaN or infinity in it.
-template <class Smem, class Params>
+template <class Smem>
 __device__ inline void inspect_values(Smem& smem, const Params& params, int inspector) {
     constexpr int kLookers = (kInspectors == 0 ? 1 : kInspectors) * 32;
     const int lane = threadIdx.x % 32;
@@ -42,9 +42,9 @@ __device__ inline void inspect_values(Smem& smem, const Params& params, int insp
 }
 
 // A warpgroup that computes with such values.
-template <class Self, class Smem, class Params, int Dims>
-struct InspectedConsumer : ForwardConsumer<Self, Smem, Params, Dims> {
-    using Base = ForwardConsumer<Self, Smem, Params, Dims>;
+template <class Self, class Smem, int Dims>
+struct InspectedConsumer : ForwardConsumer<Self, Smem, Dims> {
+    using Base = ForwardConsumer<Self, Smem, Dims>;
     using Base::Base;
     using Base::smem;
     using Base::v_at;

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from cufa.messages import counted
+from cufa.messages import counted, kind_of
 
 # What a value is. Numbers of the kind "float" are of the type that scores are computed in.
 Kind = Literal["bool", "int32", "int64", "float"]
@@ -120,6 +120,8 @@ class Expression:
         """NumPy asks this of its other functions' arguments."""
         if function is np.where and len(inputs) == 3 and not options:
             return apply("where", *inputs)
+        if function is np.where:
+            raise TypeError("np.where is traced as np.where(condition, a, b)")
         if function is np.clip and len(inputs) == 3 and not options:
             value, least, most = inputs
             return apply("minimum", apply("maximum", value, least), most)
@@ -214,7 +216,7 @@ def lifted(value: Any) -> Expression:
         )
     if value is None:
         raise TypeError("None is no number; does the function, or one that it calls, lack a return?")
-    raise TypeError(f"a traced value is combined with {value!r}; it may be with numbers")
+    raise TypeError(f"{kind_of(value)} is no number; a traced function computes with numbers and returns one")
 
 
 def apply(name: str, *operands: Any) -> Expression:

@@ -32,7 +32,7 @@ from cufa.cli.options import (
 )
 from cufa.cli.workload import DIRECTIONS, Rung, Workload, place, release_gpu_memory, to_gpu, to_host, use_gpu
 from cufa.kernels import KERNELS
-from cufa.problem import Direction, Problem
+from cufa.problem import Direction, Problem, one_of
 from cufa.timing import Timing
 
 
@@ -392,6 +392,11 @@ def _check_plot(path: Path) -> None:
         raise output.Failure("--plot needs matplotlib, which is not installed: pip install 'cufa[plot]'")
     if not path.parent.is_dir():
         raise output.Failure(f"--plot {path}: there is no folder {path.parent}")
+    from matplotlib.figure import Figure
+
+    suffixes = [f".{name}" for name in sorted(Figure().canvas.get_supported_filetypes())]
+    if path.suffix.lower() not in suffixes:
+        raise output.Failure(f"--plot {path}: the file's name must end with {one_of(suffixes)}")
 
 
 def _plot(path: Path, points: list[_Point], where: str) -> None:
@@ -418,5 +423,5 @@ def _plot(path: Path, points: list[_Point], where: str) -> None:
     axes.legend()
     try:
         figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise output.Failure(f"--plot {path}: {error}") from error
+    except OSError as error:
+        raise output.Failure(f"--plot {path}: {error.strerror or error}") from error

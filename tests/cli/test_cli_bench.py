@@ -192,7 +192,9 @@ def test_bench_writes_a_plot(tmp_path):
     result = run(*arguments, "--plot", tmp_path / "plot.png", "--json")
     assert len(json.loads(result.stdout)["points"]) == 4
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert "--plot" in refused(*arguments, "--plot", tmp_path / "missing" / "plot.png")
+    assert "there is no folder" in refused(*arguments, "--plot", tmp_path / "missing" / "plot.png")
+    for name in ("plot", "plot.zip"):
+        assert "must end with" in refused(*arguments, "--plot", tmp_path / name)
 
 
 def test_bench_says_that_a_plot_needs_matplotlib(monkeypatch, tmp_path):

@@ -76,8 +76,7 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
             raise output.Failure("--broadcast-bias is about the gradient of a bias; give --dbias, too")
         if dsink and not given["sink"]:
             raise output.Failure("--dsink is the gradient of a sink; give --sink, too")
-        with output.library_errors():
-            of_scores, of_masks = mods_at(score_mod, mask_mod).written
+        of_scores, of_masks = mods_at(score_mod, mask_mod).written
         scores = (1, 1, SEQLEN, SEQLEN)
         features = Features(
             window=(_WINDOW, _WINDOW) if window else (None, None),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import runpy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from cufa.cli.options import FeatureOptions
 from cufa.cli.output import Failure
+from cufa.messages import kind_of
 from cufa.score_mod import MaskMod, Mods, ScoreMod
+
+M = TypeVar("M", ScoreMod, MaskMod)
 
 
 def mods_of(features: FeatureOptions) -> Mods:
@@ -21,22 +24,39 @@ def mods_of(features: FeatureOptions) -> Mods:
 def mods_at(score_mod: str | None, mask_mod: str | None) -> Mods:
     """The functions at these places, FILE:NAME, each read and traced once; Failure if there are none."""
     return Mods(
-        None if score_mod is None else ScoreMod(_function("--score-mod", score_mod)),
-        None if mask_mod is None else MaskMod(_function("--mask-mod", mask_mod)),
+        None if score_mod is None else _traced(ScoreMod, "--score-mod", score_mod),
+        None if mask_mod is None else _traced(MaskMod, "--mask-mod", mask_mod),
     )
 
 
+def _traced(kind: type[M], option: str, place: str) -> M:
+    mod = kind(_function(option, place))
+    try:
+        mod.written  # noqa: B018
+    except TypeError as error:  # it says what cannot be traced
+        raise Failure(str(error)) from error
+    except Exception as error:  # whatever the function raises
+        raise _raised(option, place, error) from error
+    return mod
+
+
 def _function(option: str, place: str) -> Callable[..., Any]:
-    file, colon, name = place.rpartition(":")
-    if not colon:
+    file, _, name = place.rpartition(":")
+    if not file or not name:
         raise Failure(f"{option} {place}: it is not of the form FILE:NAME, as in mods.py:decay")
     try:
         found = runpy.run_path(file).get(name)
     except OSError as error:
         raise Failure(f"{option} {place}: {error.strerror or error}") from error
     except Exception as error:  # whatever the file raises
-        raise Failure(f"{option} {place}: {type(error).__name__}: {error}") from error
+        raise _raised(option, place, error) from error
+    if isinstance(found, (ScoreMod, MaskMod)):
+        raise Failure(f"{option} {place}: it is {kind_of(found)}; name a function, which is given no arrays")
     if not callable(found):
         raise Failure(f"{option} {place}: the file has no function {name!r}")
     function: Callable[..., Any] = found
     return function
+
+
+def _raised(option: str, place: str, error: Exception) -> Failure:
+    return Failure(f"{option} {place}: {type(error).__name__}: {error}")

@@ -45,6 +45,7 @@ def test_precision_is_told_and_what_is_checked_by(monkeypatch, scores):
 
 
 MODS = """
+import cufa
 import numpy as np
 
 def decay(score, b, h, q_idx, kv_idx):
@@ -53,7 +54,11 @@ def decay(score, b, h, q_idx, kv_idx):
 def near(b, h, q_idx, kv_idx):
     return np.abs(q_idx - kv_idx) <= 5 + h
 
+def failing(score, b, h, q_idx, kv_idx):
+    return missing * score
+
 number = 3
+with_arrays = cufa.ScoreMod(lambda score, b, h, q_idx, kv_idx, slopes: score * slopes[h], np.ones(4))
 """
 
 
@@ -79,8 +84,11 @@ def test_functions_on_scores(mods):
     ("place", "message"),
     [
         ("{mods}", "it is not of the form FILE:NAME, as in mods.py:decay"),
-        ("{mods}:x:", "No such file or directory"),
+        ("{mods}:", "it is not of the form FILE:NAME"),
+        (":near", "it is not of the form FILE:NAME"),
+        ("{mods}:x:near", "No such file or directory"),
         ("{mods}:number", "the file has no function 'number'"),
+        ("{mods}:with_arrays", "it is a cufa.score_mod.ScoreMod; name a function"),
         ("{mods.parent}/broken.py:decay", "ZeroDivisionError: division by zero"),
     ],
 )
@@ -92,6 +100,8 @@ def test_functions_that_there_are_not(mods, place, message):
 def test_functions_that_cannot_be_traced(mods):
     for command in (("run", *SMALL), ("compile", "fwd_5_mma", "--arch", "sm_80")):
         assert "it is called with (b, h, q_idx, kv_idx)" in refused(*command, "--mask-mod", f"{mods}:decay")
+        message = f"--score-mod {mods}:failing: NameError: name 'missing' is not defined"
+        assert message in refused(*command, "--score-mod", f"{mods}:failing")
 
 
 def test_run_of_packed_sequences():

@@ -303,6 +303,7 @@ def test_flash_attns_cache_in_8_bits_without_descales(rng):
         ({"cache_seqlens": 10}, ValueError, "cache_seqlens is 10; k_cache has room for 0 to 9"),
         ({"cache_seqlens": -1}, ValueError, "cache_seqlens is -1; k_cache has room for 0 to 9"),
         ({"cache_seqlens": [1, 2]}, TypeError, "cache_seqlens is a list; it may be a NumPy array"),
+        ({"cache_seqlens": 3.0}, TypeError, r"cache_seqlens is 3\.0; it may be an integer, or"),
         ({"cache_seqlens": np.array([1], np.int32)}, ValueError, r"cache_seqlens has shape \(1,\); it must"),
         ({"k": np.zeros((2, 2, 3, 8), np.float32)}, ValueError, r"k has shape \(2, 2, 3, 8\); for k_cache"),
         ({"v": np.zeros((2, 3, 2, 8), np.float32)}, ValueError, r"v has shape \(2, 3, 2, 8\); for v_cache"),
@@ -482,12 +483,13 @@ def test_flash_attns_packed_queries_with_pages(rng):
         (np.array([0, 7]), ValueError, r"cu_seqlens_k has shape \(2,\); it must be \(3,\)"),
         (np.array([0, 7, 11]), TypeError, "cu_seqlens_k has dtype int64; it must be int32"),
         (np.float32(7), ValueError, r"cu_seqlens_k has shape \(\); it must be \(3,\)"),
+        (np.array([0, 7, 5], np.int32), ValueError, "cu_seqlens_k has -2 for sequence 1; it must be at"),
     ],
 )
 def test_ends_of_keys_in_pages_that_are_none(rng, key_ends, error, message):
     q, k, v = draw(rng, 6, 9)
     table, *paged = pages_of(rng, 4, k, v)
-    ends = np.array([0, 1, 9], np.int32)
+    ends = np.array([0, 1, 6], np.int32)
     with pytest.raises(error, match=f"^{message}"):
         compat.flash_attn_varlen_func(q[0], *paged, ends, key_ends, block_table=table)
 

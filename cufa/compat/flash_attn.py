@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -204,6 +205,7 @@ def flash_attn_varlen_func(
     """
     check_flags(return_attn_probs=return_attn_probs)
     check_arrays(cu_seqlens_q=cu_seqlens_q)
+    names = _FLASH_ATTN
     if block_table is None:
         check_arrays(cu_seqlens_k=cu_seqlens_k)
     else:
@@ -211,11 +213,12 @@ def flash_attn_varlen_func(
             check_int32("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape))
         if seqused_k is None and cu_seqlens_k is not None:
             seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+            names = {**names, "seqused_k": "cu_seqlens_k"}
         cu_seqlens_k = None
     # One on a GPU would have to be waited for.
     longest = max_seqlen_q if block_table is not None and isinstance(max_seqlen_q, int) else None
     result = attention_as(
-        _FLASH_ATTN,
+        names,
         q,
         k,
         v,
@@ -387,6 +390,8 @@ def flash_attn_with_kvcache(
         held = int(held)
         if not 0 <= held <= room:
             raise ValueError(f"cache_seqlens is {held}; k_cache has room for 0 to {room}")
+    elif isinstance(held, Real):
+        raise TypeError(f"cache_seqlens is {held}; it may be an integer, or (batch,) of int32")
     elif held is not None:
         check_int32("cache_seqlens", held, (batch,))
     check_flags(causal=causal, rotary_interleaved=rotary_interleaved)

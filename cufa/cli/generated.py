@@ -127,7 +127,7 @@ def make_arrays(
         drawn = {
             name: array if name in given else _draw(name, array, rng) for name, array in described.items()
         }
-        if features.transposed_values and "v" not in given:
+        if features.transposed_values:
             described["v"][...] = drawn["v"]
             drawn["v"] = described["v"]
     return drawn

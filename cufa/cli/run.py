@@ -204,8 +204,10 @@ def _problem_of(
     refused = [f"--{name.replace('_', '-')}" for name, size in sizes.items() if size is not None]
     if refused:
         raise output.Failure(f"{', '.join(refused)} cannot go with files, which give the sizes")
-    if features.page_size:
-        raise output.Failure("--page-size is of generated arrays, and these are from files")
+    of_generated = {"--page-size": features.page_size, "--transposed-values": features.transposed_values}
+    for option, given in of_generated.items():
+        if given:
+            raise output.Failure(f"{option} is of generated arrays, and these are from files")
     arrays = {**from_files, **cu_seqlens(features)}
     return Workload(arrays, False, features, layout=layout).problem("forward")
 

@@ -148,7 +148,8 @@ def test_keys_in_pages_have_no_gradients_and_come_from_no_file(tmp_path):
     assert "keys in pages have no gradients" in refused(*asked, "--backward")
     np.save(tmp_path / "x.npy", draw(0, 2, 3, 2, 8))
     files = [word for name in "qkv" for word in (f"--{name}", tmp_path / "x.npy")]
-    assert "--page-size is of generated arrays" in refused("run", *files, "--page-size", 7)
+    for option in (("--page-size", 7), ("--transposed-values",)):
+        assert f"{option[0]} is of generated arrays" in refused("run", *files, *option)
 
 
 def test_what_is_drawn_for_features_leaves_the_tensors_as_they_were(tmp_path):

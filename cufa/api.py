@@ -329,7 +329,7 @@ def attention_backward(
         dropout_p: as in the forward call.
         seed: as in the forward call: the same probabilities are dropped.
         offset: as in the forward call.
-        cu_seqlens_q: as in the forward call.
+        cu_seqlens_q: as in the forward call; the gradients of tokens of no sequence are not written.
         cu_seqlens_k: as in the forward call.
         seqused_k: as in the forward call; keys beyond it have gradient 0.
         precision: as in `attention`; it need not be that of the forward call.

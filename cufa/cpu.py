@@ -448,8 +448,12 @@ def _shares(
 
 
 def _longest_row(x: Array) -> float:
+    """The length of the longest row of finite elements, infinite where a square is beyond the dtype."""
     lengths = np.sqrt(np.einsum("ij,ij->i", x, x))
-    return float(np.max(lengths, initial=0, where=np.isfinite(lengths)))
+    counted = np.isfinite(lengths)
+    if not counted.all():
+        counted = np.isfinite(x).all(axis=1)
+    return float(np.max(lengths, initial=0, where=counted))
 
 
 def _threads(sequences: list[Sequence], heads: int) -> int:

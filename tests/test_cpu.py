@@ -267,6 +267,16 @@ def test_the_smallest_scores_and_the_largest(score: float, value: float) -> None
         assert_attention(out, lse, problem, causal=causal)
 
 
+@pytest.mark.parametrize("large", ["q", "k"])
+def test_the_squares_of_finite_vectors_may_be_infinite(large: str) -> None:
+    problem = random_problem(np.random.default_rng(4), "float32", seqlen_q=20, seqlen_k=30, head_dim=8)
+    for name in ("q", "k"):
+        array = getattr(problem, name)
+        array *= 1e25 if name == large else 200e-25
+    out, lse = forward(problem, causal=False)
+    assert_attention(out, lse, problem, causal=False)
+
+
 @pytest.mark.parametrize("dtype_name", DTYPES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("row", [0, 7, 8, 12, 36])

@@ -165,9 +165,12 @@ def _require_private(folder: Path) -> None:
 
 
 def _is_writable(folder: Path) -> bool:
+    """Whether it can be written to, or made: to ask makes none."""
     try:
-        _make(folder)
-        with tempfile.TemporaryFile(dir=folder):
+        if folder.exists():
+            _require_private(folder)
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryFile(dir=existing):
             return True
     except OSError:
         return False

@@ -230,6 +230,7 @@ def test_the_fallback_folder_goes_with_the_process(tmp_path):
 
 def test_info_counts_entries_and_bytes(folder, binary):
     assert cache.info() == cache.CacheInfo(folder, entries=0, bytes=0, writable=True)
+    assert not folder.exists()
     cache.store(KEY, binary, "cubin", META)
     cache.store(OTHER, binary, "ptx", META)
     info = cache.info()

@@ -112,15 +112,15 @@ def attention(
     the bias and -slope * |distance from the diagonal| are added; then it is what `score_mod` makes of it. The
     diagonal ends in the bottom-right corner: query i stands at key i + seqlen_k - seqlen_q.
 
-    `score_mod` and `mask_mod` are functions of one's own, as FlexAttention has them (Dong et al. 2024). They
-    compute with numbers, by Python's operators and NumPy's functions; np.where stands for if. They are called
-    with symbols; what they compute, and its derivative, is compiled into the kernel, and on the CPU NumPy
-    computes it. A function that reads arrays is given them as
-    `cufa.ScoreMod(function, *arrays)` and `cufa.MaskMod(function, *arrays)`, and reads an element at a time,
-    as in table[h, q_idx - kv_idx]. On a GPU nobody checks that an index lies in the array, and one from its
-    end does not. What else such a function takes from around it is a constant of the kernel, which another
-    value compiles anew. One of these objects is traced once, a function by itself in every call, which takes
-    the host a fraction of a millisecond.
+    `score_mod` and `mask_mod` are functions of one's own, as FlexAttention has them (Dong et al. 2024).
+    They compute with numbers, by Python's operators and NumPy's functions; np.where stands for if. They are
+    called with symbols; what they compute, and its derivative, is compiled into the kernel, and on the CPU
+    NumPy computes it. A function that reads arrays is given them as `cufa.ScoreMod(function, *arrays)` and
+    `cufa.MaskMod(function, *arrays)`, and reads an element at a time, as in table[h, q_idx - kv_idx + 511].
+    On a GPU nobody checks that an index lies in the array, and a negative one does not count from its end.
+    What else such a function takes from around it is a constant of the kernel, which another value compiles
+    anew. One of these objects is traced once, a function by itself in every call, which takes the host a
+    fraction of a millisecond.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64; head_dim 1 to 512
@@ -210,7 +210,9 @@ def attention(
             be traced.
         ValueError: shapes that don't go together, an `out` that does not fit or overlaps an input, an
             option with an impossible value, a kernel that cannot run here, arrays on another GPU.
+        IndexError: on the CPU, a function that reads an array where it has no element.
         GPUUnavailableError: "cuda" without a GPU or CuPy; the message says what to install.
+        NVRTCMissingError: a GPU without NVRTC; likewise.
         LaunchError, CompileError: the driver or NVRTC refused the kernel.
     """
     check_flags(return_lse=return_lse, return_attn_probs=return_attn_probs)

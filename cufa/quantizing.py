@@ -62,8 +62,8 @@ def quantize(
         cu_seqlens: (batch + 1,) int32, where packed sequences begin, and the last one ends. What is in none
             of them is not written.
         seqlen_contiguous: whether memory has tokens next to each other, not columns, with strides of whole
-            16 bytes. The shape is the same. Of an `out` that is given its strides say it; NumPy's arrays
-            that a GPU computed are contiguous.
+            16 bytes: values that a Hopper GPU is to read, which other GPUs refuse. The shape is the same. Of
+            an `out` that is given its strides say it; NumPy's arrays that a GPU computed are contiguous.
         out: where to write the elements, of x's shape, float8_e4m3fn.
         layout: "bshd" as above, or "bhsd".
         arch: what to compile for instead of this GPU's own.

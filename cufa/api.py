@@ -6,6 +6,7 @@ How one call goes that way is in `cufa.call`.
 from __future__ import annotations
 
 import math
+import operator
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -544,8 +545,12 @@ def _described(name: str, array: Any) -> Described:
     """
     if not (hasattr(array, "shape") and hasattr(array, "dtype")):
         raise TypeError(f"{name} is {kind_of(array)}; it must have a shape and a dtype")
-    dtype = dtype_of(array)
-    shape = tuple(array.shape)
+    try:
+        shape, dtype = tuple(map(operator.index, array.shape)), dtype_of(array)
+    except TypeError as error:
+        raise TypeError(f"{name} has shape {array.shape} and dtype {array.dtype}: {error}") from None
+    if min(shape, default=0) < 0:
+        raise ValueError(f"{name} has shape {shape}; no axis may be negative")
     strides = getattr(array, "strides", None) or contiguous_strides(shape, dtype.itemsize)
     return name, shape, tuple(strides), dtype
 

@@ -56,9 +56,11 @@ _PACKED_AXES: Axes = (None, 0, 1)
 
 
 def dtype_of(array: Any) -> np.dtype[Any]:
-    """An array's dtype as NumPy's, of which other libraries have the names."""
+    """An array's dtype as NumPy's, of which other libraries have the names; np.float32 stands for its own."""
     dtype = array.dtype
-    return dtype if isinstance(dtype, np.dtype) else np.dtype(str(dtype).rpartition(".")[2])
+    if isinstance(dtype, (np.dtype, type)):
+        return np.dtype(dtype)
+    return np.dtype(str(dtype).rpartition(".")[2])
 
 
 def dtype_name(dtype: Any, argument: str, allowed: Collection[str] = DTYPES) -> str:

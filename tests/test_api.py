@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -814,13 +815,28 @@ def test_numbers_that_sums_do_not_have_are_refused(
     assert np.isfinite(cufa.attention(*wide, **options)).all()
 
 
-def test_a_plan_reads_no_more_than_shape_and_dtype() -> None:
-    class Described:
-        shape = (2, 5, 3, 16)
-        dtype = "float32"
-
-    plan = cufa.plan(Described, Described, Described, arch="sm_80")
+@pytest.mark.parametrize("dtype", ["float32", np.float32, np.dtype(np.float32)], ids=str)
+def test_a_plan_reads_no_more_than_shape_and_dtype(dtype: Any) -> None:
+    described = SimpleNamespace(shape=[2, 5, 3, 16], dtype=dtype)
+    plan = cufa.plan(described, described, described, arch="sm_80")
     assert (plan.problem.seqlen_q, plan.problem.dtype) == (5, "float32")
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "error", "message"),
+    [
+        ((2, None, 3, 16), "float32", TypeError, r"\(2, None, 3, 16\) and dtype float32: 'NoneType'"),
+        ((2, 5.0, 3, 16), "float32", TypeError, r"\(2, 5.0, 3, 16\) and dtype float32: 'float'"),
+        ((2, 5, 3, 16), "floats", TypeError, r"\(2, 5, 3, 16\) and dtype floats: data type 'floats'"),
+        ((2, -5, 3, 16), "float32", ValueError, r"\(2, -5, 3, 16\); no axis may be negative"),
+    ],
+)
+def test_a_plan_of_what_has_no_such_shape_or_dtype(
+    shape: tuple[Any, ...], dtype: str, error: type[Exception], message: str
+) -> None:
+    described = SimpleNamespace(shape=shape, dtype=dtype)
+    with pytest.raises(error, match=f"^q has shape {message}"):
+        cufa.plan(described, described, described, arch="sm_80")
 
 
 def test_a_plan_of_torch_tensors() -> None:

@@ -30,7 +30,7 @@ from fuzz_cases import ALIKE, Built, Case, draw  # noqa: E402
 from fuzz_memory import Array, Memory, placed  # noqa: E402
 
 import cufa  # noqa: E402
-from cufa import cpu  # noqa: E402
+from cufa import cpu, device  # noqa: E402
 from cufa.checking import compare_results, gradient_names, judge  # noqa: E402
 from cufa.problem import DTYPES, FLOAT8, accumulator_dtype  # noqa: E402
 from cufa.reference import Rules  # noqa: E402
@@ -287,13 +287,30 @@ def report(case: Case, message: str) -> None:
 @click.command(help=__doc__)
 @click.option("--seconds", type=float, default=60.0, show_default=True, help="How long to go on.")
 @click.option("--backend", type=click.Choice(tuple(ALIKE)), default="numpy", show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the first cases; then the next one.")
-@click.option("--failures", type=int, default=5, show_default=True, help="After how many to stop.")
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Of the first cases; then the next one.",
+)
+@click.option(
+    "--failures",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="After how many to stop.",
+)
 @click.option("--show", is_flag=True, help="Count also what was refused, and which kernels ran.")
 def main(seconds: float, backend: str, seed: int, failures: int, show: bool) -> None:
     if backend == "numpy":
         for name, size in CPU_TILES.items():
             setattr(cpu, name, size)
+    elif backend == "cuda":
+        try:
+            device.current()
+        except cufa.GPUUnavailableError as error:
+            raise click.ClickException(str(error)) from error
     end = time.monotonic() + seconds
     counts, details = Counter[str](), Counter[str]()
     drawn = (

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from emulator import KERNELS
 
-from cufa import cpu
+from cufa import cpu, device
 from cufa.problem import MAX_ALIGN_BYTES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
@@ -55,6 +56,18 @@ def test_cases_are_printed_as_they_are():
     for seed in range(20):
         for case in fuzz.draw(np.random.default_rng(seed), "numpy"):
             assert eval(repr(case), vars(fuzz)) == case
+
+
+def test_what_cannot_be_drawn_is_refused(monkeypatch):
+    monkeypatch.setattr(device, "gpu_present", lambda: False)
+    for message, arguments in {
+        "no GPU": ("--backend", "cuda"),
+        "-1 is not in the range": ("--seed", "-1"),
+        "0 is not in the range": ("--failures", "0"),
+    }.items():
+        result = CliRunner().invoke(fuzz.main, [*arguments, "--seconds", "0"])
+        assert message in result.stderr, arguments
+        assert isinstance(result.exception, SystemExit)
 
 
 def test_what_is_wrong_is_found_and_made_simpler(monkeypatch):

@@ -12,7 +12,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -138,7 +138,8 @@ def table(columns: Iterable[str], title: str | None = None) -> Table:
         title_justify="left",
     )
     for name in columns:
-        made.add_column(name.removeprefix("<"), justify="left" if name.startswith("<") else "right")
+        justify: Literal["left", "right"] = "left" if name.startswith("<") else "right"
+        made.add_column(name.removeprefix("<"), justify=justify, overflow="fold")  # no digit is left out
     return made
 
 

@@ -58,6 +58,11 @@ def test_reports_fit_80_columns(arguments):
     assert result.stderr == ""
 
 
+def test_a_narrow_terminal_leaves_out_no_digit(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    assert "…" not in run("run", *SMALL).stdout
+
+
 def test_info_without_gpu_cupy_and_nvrtc_says_what_to_install(monkeypatch):
     def missing():
         raise cufa.NVRTCMissingError("no NVRTC")

@@ -810,6 +810,9 @@ def test_overrides_of_unknown_names(kernel: str) -> None:
         plan_of(kernel, tiles={"stages": 2})
     with pytest.raises(ValueError, match=f"^tiles has BLOCK_M, warps; it may have {known}$"):
         plan_of(kernel, tiles={"warps": 4, "block_m": 64, "BLOCK_M": 64})
+    by_number: Any = {0: 64}
+    with pytest.raises(ValueError, match=f"^tiles has 0; it may have {known}$"):
+        plan_of(kernel, tiles=by_number)
 
 
 @pytest.mark.parametrize("kernel", TILED)
@@ -836,6 +839,9 @@ def test_naive_rungs_have_no_tiles(kernel: str) -> None:
         ValueError, match=r"^tiles has block_m, lanes, and this kernel has no tiles to choose$"
     ):
         plan_of(kernel, tiles={"block_m": 64, "lanes": 8})
+    by_number: Any = {0: 64}
+    with pytest.raises(ValueError, match=r"^tiles has 0, and this kernel has no tiles"):
+        plan_of(kernel, tiles=by_number)
 
 
 # --- kernels that cannot do it --------------------------------------------------------------------

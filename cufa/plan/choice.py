@@ -183,7 +183,7 @@ def _override(tiles: T, overrides: Mapping[str, int]) -> T:
     names = [field.name for field in fields(tiles)]
     unknown = overrides.keys() - set(names)
     if unknown:
-        raise ValueError(f"tiles has {', '.join(sorted(unknown))}; it may have {', '.join(names)}")
+        raise ValueError(f"tiles has {', '.join(sorted(map(str, unknown)))}; it may have {', '.join(names)}")
     changed = replace(tiles, **{name: _integer(name, size) for name, size in overrides.items()})
     misfit = _threads_misfit(changed) or changed.misfit()
     if misfit is not None:

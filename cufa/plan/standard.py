@@ -98,7 +98,7 @@ def _per_element(entry: str, elements: int) -> Launch:
 
 def _refuse_tiles(tiles: Mapping[str, int]) -> None:
     if tiles:
-        raise ValueError(f"tiles has {', '.join(tiles)}, and this kernel has no tiles to choose")
+        raise ValueError(f"tiles has {', '.join(map(str, tiles))}, and this kernel has no tiles to choose")
 
 
 def softmax_launches(dtype: str, passes: int, rows: int, arch: Arch) -> tuple[Variant, tuple[Launch, ...]]:

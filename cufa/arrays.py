@@ -225,11 +225,16 @@ def _cupy_ndarray() -> type:
 
 def _import(array: Any, name: str) -> tuple[Any, Callable[[Any], Any]]:
     """An array of another library as NumPy's or CuPy's, without a copy, and the way back."""
-    namespace = _namespace(array, name)
+    namespace = _exporting_namespace(array, name)
     if getattr(array, "requires_grad", False):  # its bits would be read without a word
         raise TypeError(
             f"{name} is {kind_of(array)} that requires a gradient, of which cufa keeps no record; "
             f"give {name}.detach()"
+        )
+    if getattr(array, "is_neg", bool)():  # likewise, without its sign
+        raise TypeError(
+            f"{name} is {kind_of(array)} with its negative bit set, which DLPack leaves out; "
+            f"give {name}.resolve_neg()"
         )
     with _read_errors(array, name):
         device_type, _ = array.__dlpack_device__()
@@ -269,12 +274,17 @@ def _read_errors(array: Any, name: str) -> Iterator[None]:
         raise TypeError(f"{name} is {kind_of(array)} that cannot be read through DLPack: {error}") from error
 
 
-def _namespace(array: Any, name: str) -> Any:
-    """The library an array is of: what its array API says, else the top module of its type."""
+def namespace_of(array: Any) -> Any:
+    """The library an array is of: what its array API says, else the top module of its type or a base."""
     if hasattr(array, "__array_namespace__"):
-        namespace = array.__array_namespace__()
-    else:
-        namespace = sys.modules.get(type(array).__module__.partition(".")[0])
+        return array.__array_namespace__()
+    tops = [sys.modules.get(kind.__module__.partition(".")[0]) for kind in type(array).__mro__]
+    return next((top for top in tops if hasattr(top, "from_dlpack")), tops[0])
+
+
+def _exporting_namespace(array: Any, name: str) -> Any:
+    """The same; TypeError if results cannot be handed back to it."""
+    namespace = namespace_of(array)
     if not hasattr(namespace, "from_dlpack"):
         raise TypeError(f"{name} is {kind_of(array)}, whose library has no from_dlpack to hand results back")
     return namespace

@@ -192,6 +192,22 @@ def test_an_array_that_requires_a_gradient_is_named() -> None:
         adopt({"q": q}, None)
 
 
+def test_an_array_whose_sign_dlpack_leaves_out_is_named() -> None:
+    q = StandardArray(some_array())
+    q.is_neg = lambda: True  # type: ignore[attr-defined]
+    with pytest.raises(
+        TypeError, match=r"^q is a .*StandardArray with its negative bit .*q\.resolve_neg\(\)$"
+    ):
+        adopt({"q": q}, None)
+
+
+def test_an_array_of_a_subclass_is_of_its_bases_library(library: Any) -> None:
+    subclass = type("Subclass", (library,), {})
+    subclass.__module__ = "__main__"
+    adopted = adopt({"q": subclass(some_array())}, None)
+    assert type(adopted.give_back(some_array())) is library
+
+
 def test_an_array_may_be_of_a_subclass_of_the_others_kind() -> None:
     class Parameter(StandardArray):
         pass
@@ -600,7 +616,8 @@ def test_an_array_whose_device_dlpack_does_not_know_is_named() -> None:
 def test_torch_tensors_that_cannot_be_read_are_named() -> None:
     torch = pytest.importorskip("torch")
     q = torch.zeros(1, 4, 2, 8)
-    for unreadable in (q.clone().requires_grad_(), q.bfloat16().requires_grad_(), q.to("meta")):
+    negative = torch.zeros((1, 4, 2, 8), dtype=torch.complex64).conj().imag
+    for unreadable in (q.clone().requires_grad_(), q.bfloat16().requires_grad_(), q.to("meta"), negative):
         with pytest.raises((TypeError, ValueError), match=r"^q .*torch\.Tensor"):
             cufa.attention(unreadable, unreadable, unreadable)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from cufa.api import attention
 from cufa.arguments import Options, make_problem
+from cufa.arrays import namespace_of
 from cufa.messages import kind_of
 from cufa.problem import FLOAT8, INPUT_DTYPES, dtype_of
 
@@ -105,13 +105,6 @@ def top_left(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) 
     if ends == (None, None) or any(end is not None and end < 0 for end in ends):
         return keys, {}
     return keys, {"window": ends}
-
-
-def namespace_of(array: Any) -> Any:
-    """The library of an array, which has NumPy's functions."""
-    if hasattr(array, "__array_namespace__"):
-        return array.__array_namespace__()
-    return sys.modules[type(array).__module__.partition(".")[0]]
 
 
 def arange(stop: int, beside: Any) -> Any:

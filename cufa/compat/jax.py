@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cufa.arguments import check_broadcast, check_flags
-from cufa.arrays import check_same_kind
+from cufa.arrays import check_same_kind, namespace_of
 from cufa.compat.arguments import (
     TENSORS,
     arange,
@@ -17,7 +17,6 @@ from cufa.compat.arguments import (
     check_arrays,
     check_values,
     given,
-    namespace_of,
     shape_of,
     top_left,
 )

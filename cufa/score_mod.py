@@ -12,6 +12,7 @@ import functools
 import inspect
 import itertools
 import operator
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
@@ -105,11 +106,17 @@ class _Mod:
         ]
         try:
             return lifted(self.function(*symbols, *arrays))
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, IndexError) as error:
+            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
             reason = str(error)
-            if error.__traceback__ is not None and error.__traceback__.tb_next is None:
-                # The call itself failed, before anything in the function was run.
+            if len(frames) == 1:  # The call itself failed, before anything in the function was run.
                 reason += f"; it is called with ({', '.join((*self.symbols, *self.named_arrays))})"
+            elif frames[-1].f_globals.get("__name__") != Expression.__module__:
+                # It is another library's, which does not say what can be traced.
+                reason += (
+                    "; what can be traced is Python's operators, NumPy's functions and reads of arrays that "
+                    f"the function is given, as in cufa.{type(self).__name__}(function, table)"
+                )
             raise TypeError(f"{self.name} cannot be traced: {reason}") from error
 
     def _titles(self) -> Iterator[str]:

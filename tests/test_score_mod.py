@@ -277,6 +277,27 @@ def test_errors(arrays: list[Any], options: Any, error: Any, message: str, backw
         call(*arguments, **options, backend="numpy")
 
 
+class Foreign:
+    """An array of a library that knows nothing of symbols, as torch's tensors are."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise IndexError(f"only integers are valid indices (got {type(index).__name__})")
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda s, b, h, i, j: s + Foreign()[h], r"only integers are valid indices \(got Expression\)"),
+        (lambda s, b, h, i, j: (i - j).abs(), "'Expression' object has no attribute 'abs'"),
+        (lambda s, *_: round(s), ".*__round__ method"),
+    ],
+)
+def test_errors_of_others_are_followed_by_what_can_be_traced(function: Any, reason: str) -> None:
+    hint = r"what can be traced is .* NumPy's functions and .* cufa\.ScoreMod\(function, table\)"
+    with pytest.raises(TypeError, match=f"^score_mod cannot be traced: {reason}; {hint}$"):
+        _ = ScoreMod(function).expression
+
+
 def add_slope(score: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any) -> Any:
     return score + slopes[h] * (j - i)
 

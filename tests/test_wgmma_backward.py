@@ -413,6 +413,14 @@ def test_wide_sums_of_dq_are_padded_to_panels_and_one_at_least_for_each_warpgrou
     assert sums.shape == (2 * 4 * 2, padded, 64)
 
 
+@pytest.mark.parametrize(("block_m", "padded"), [(64, 128), (96, 64)])
+def test_sums_of_dq_are_those_of_the_tiles_that_were_chosen(block_m, padded):
+    """Of few queries a tile has two panels for these head dims, too."""
+    plan = plan_of(problem(40, 72, seqlen=100), block_m=block_m)
+    assert plan.scratch[0].shape[1:] == (padded, block_m)
+    assert jit.build(plan.variant).warnings == ()
+
+
 @pytest.mark.parametrize(("batch", "seqlen"), [(0, 5), (2, 0)])
 def test_nothing_is_launched_for_nothing(batch, seqlen):
     assert plan_of(problem(batch=batch, seqlen=seqlen)).launches == ()

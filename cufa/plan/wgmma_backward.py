@@ -59,13 +59,13 @@ LEAST_IN_LINE, MOST_IN_LINE, WIDE_MOST_IN_LINE = 4, 4, 16
 class _Kind:
     """What the two kernels differ in, for one call.
 
-    `best` are the tiles that are the fastest, of all heads in one part, `padded_dim` is the head dim of dQ's
-    sums; a block `stays` for many tiles of keys or has one.
+    `best` are the tiles that are the fastest, of all heads in one part, `padded_dim_of` is the head dim of
+    dQ's sums; a block `stays` for many tiles of keys or has one.
     """
 
     best: Tiles
     adding_of: Callable[[Tiles], Adding]
-    padded_dim: int
+    padded_dim_of: Callable[[Tiles], int]
     stays: bool
     cost_of: Callable[[Tiles], Cost]
     own_macros: Callable[[Tiles], tuple[Macro, ...]]
@@ -90,7 +90,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     kind = _Kind(
         best=best,
         adding_of=adding_of,
-        padded_dim=round_up(head_cols(problem, best), PANEL_COLS),
+        padded_dim_of=lambda tiles: round_up(head_cols(problem, tiles), PANEL_COLS),
         stays=True,
         cost_of=lambda tiles: narrow_cost(problem, tiles, key_stages(tiles), outboxes(tiles)),
         own_macros=lambda tiles: (
@@ -109,7 +109,7 @@ def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
     kind = _Kind(
         best=WIDE_TILES,
         adding_of=lambda tiles: way_of_adding(problem, device, WIDE_TILES, tiles.parts),
-        padded_dim=parted(problem.head_dim),
+        padded_dim_of=lambda _: parted(problem.head_dim),
         stays=False,
         cost_of=lambda tiles: wide_cost(problem, tiles),
         own_macros=lambda _: (("SCORES_TOGETHER", False),),  # a warpgroup has S, the other dP
@@ -122,6 +122,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
     best = replace(kind.best, parts=parts)
     chosen = Candidates(device, (best,), kind.cost_of).choose(problem, overrides)
     tiles, smem_bytes = chosen.tiles, chosen.cost.smem_bytes
+    padded_dim = kind.padded_dim_of(tiles)
     adding = kind.adding_of(tiles)
     check_tiles(problem, tiles, kind.best, chosen.cost.registers)
     query_blocks = query_tiles(problem, tiles)
@@ -129,7 +130,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
     # Tiles of more queries leave a thread no registers for that.
     may_round = kind.stays and tiles.block_m <= PANEL_COLS
     rounds = may_round and (adding is Adding.ALONE or few_add(problem, kind.best))
-    round_smem_bytes = tiles.block_m * (kind.padded_dim * problem.itemsize + ROW_PADDING_BYTES)
+    round_smem_bytes = tiles.block_m * (padded_dim * problem.itemsize + ROW_PADDING_BYTES)
     sink = sink_launch(problem, HELPER_THREADS, HELPER_THREADS // device.warp_size)
 
     to_take = _tiles_of_keys(problem, adding, tiles)
@@ -172,7 +173,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
         ),
         launches=tuple(launch for launch in launches if launch.grid > 0),
         scratch=(
-            Scratch("dQ sums", (query_parts, kind.padded_dim, tiles.block_m)),
+            Scratch("dQ sums", (query_parts, padded_dim, tiles.block_m)),
             Scratch("statistics", (query_parts, statistics_bytes(tiles) // SUM_BYTES)),
             *key_sums(problem, tiles.parts),
             *((Scratch("blocks added", (query_parts, CONSUMERS)),) * turns),

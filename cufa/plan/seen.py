@@ -27,7 +27,7 @@ def check_masked_keys(problem: Problem, tiles: TileSizes) -> None:
 def seen_tiles(problem: Problem, rows: int, keys: int) -> int:
     """Of how many tiles of scores it is found out what masks show of them: seen_tiles.cuh's count."""
     features = problem.features
-    if not features.key_mask or problem.heads == 0:
+    if not features.key_mask:
         return 0
     mask_batch, mask_heads, _, _ = features.mask or (1, 1, 1, 1)
     function = features.mask_mod
@@ -35,14 +35,15 @@ def seen_tiles(problem: Problem, rows: int, keys: int) -> int:
     # Where packed sequences and used keys end is each one's own.
     own_ends = features.packed or features.seqused_k
     of_batches = mask_batch > 1 or (function is not None and function.of_batches) or own_ends
-    counted = problem if of_batches else replace(problem, batch=min(problem.batch, 1))
+    counted = problem if of_batches else replace(problem, batch=1)
     row_count = counted_row_tiles(counted, problem.seqlen_q, rows)
     return (problem.heads if of_heads else 1) * row_count * ceil_div(problem.seqlen_k, keys)
 
 
 def seen_launch(problem: Problem, tiles: int, threads: int, warps: int) -> Launch:
     """The launch that finds it out, a warp for each tile; without blocks if there are no queries."""
-    return Launch("seen_tiles", ceil_div(tiles, warps) if problem.seqlen_q else 0, threads)
+    any_queries = problem.batch > 0 and problem.heads > 0 and problem.seqlen_q > 0
+    return Launch("seen_tiles", ceil_div(tiles, warps) if any_queries else 0, threads)
 
 
 def seen_scratch(problem: Problem, tiles: int, alignment: int = 1) -> tuple[Scratch, ...]:

@@ -29,7 +29,7 @@ BACKWARDS = [
     ("bwd_4_wgmma", "float16", (192, 128)),
 ]
 # Which features a kernel lacks for some of those.
-LACKS = {BACKWARDS[2]: {"dropout"}, BACKWARDS[3]: {"dropout"}, BACKWARDS[5]: {"softcap", "dropout"}}
+LACKS = {BACKWARDS[5]: {"softcap", "dropout"}}
 # A kernel's tiles for some head dims, where there is more than one kind of them.
 TILES = {("bwd_4_wgmma", (72, 128)): {"block_m": 80}}
 # Larger ones than the plan has for few rows.

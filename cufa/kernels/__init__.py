@@ -440,7 +440,7 @@ _LADDER = (
         paper="Shah et al. 2024, Algorithm 3",
         memory="O(N)",
         min_head_dim=129,
-        features=_HOPPER_BACKWARD_FEATURES,
+        features=_HOPPER_BACKWARD_FEATURES | {"dropout_p"},
     ),
     Float32Backward(
         name="bwd_6_float32",

@@ -4,7 +4,8 @@
 // warpgroups work on the same 64 keys. One computes S^T and from it P^T, the other dP^T and, with
 // P^T, dS^T; both weights pass through shared memory. Of dV += P^T dO, dK += dS^T Q and dQ^T = K^T
 // dS^T each computes a part of the head dims. dK and dQ lag one tile behind: they keep the tensor
-// cores busy during the softmax.
+// cores busy during the softmax. Of P^T dropout keeps a part for dV alone: the first warpgroup has
+// it in registers, the second puts it in the place of P^T once it has that itself.
 //
 // Launches: those of bwd_4_wgmma but array_gradients.
 //
@@ -34,26 +35,29 @@ __device__ inline void attend(Consumer<kRole>& consumer, typename Consumer<kRole
     constexpr int kQueryPanels = Consumer<kRole>::kQueryPart.count;
     Smem& smem = consumer.smem;
     Scores s;
+    Weights p;  // if there is dropout
     if (walk.masked()) consumer.clean_queries();
     consumer.issue_scores(s, walk);
     if (First) {
         consumer.find_seen(walk);
+        consumer.draw_kept(walk);
         wait_product<0>(s);
     } else {
         consumer.add_late(dq);
         consumer.issue_key_gradients(dk);
         consumer.issue_query_gradients(dq, 0);
         consumer.find_seen(walk);
+        consumer.draw_kept(walk);
         wait_product<2>(s);
     }
-    if (kRole == kWeights) consumer.share_weights(s, walk);
+    if (kRole == kWeights) consumer.share_weights(s, p, walk);
     if (!First) {
         wait_product<0>(dq);
         hold_all(dk);
         release(smem.q_ring, before(consumer.at));
     }
-    consumer.issue_value_gradients(dv);
-    if (kRole == kWeightGradients) consumer.share_gradients(s, walk);
+    kDropout ? consumer.issue_kept_value_gradients(dv, p) : consumer.issue_value_gradients(dv);
+    if (kRole == kWeightGradients) consumer.share_gradients(s, p, walk);
     if (!First) {
         consumer.add_query_gradients(dq, 0);
         if (kQueryPanels > 1) consumer.issue_query_gradients(dq, 1);

@@ -103,6 +103,15 @@ struct Consumer {
         }
     }
 
+    // Draws which weights of a tile dropout keeps.
+    template <class Walk>
+    __device__ void draw_kept(const Walk& walk) {
+        if constexpr (kDropout) {
+            const unsigned int matrix = matrix_number(params.call.sizes, work.batch, walk.head);
+            softmax.draw_kept(place_of(walk), matrix, work.first_key);
+        }
+    }
+
     // Issues S^T = K Q^T - LSE or dP^T = V dO^T - D. The rows' statistics come with Q.
     template <class Walk>
     __device__ void issue_scores(Scores& s, const Walk& walk) {
@@ -118,9 +127,9 @@ struct Consumer {
         }
     }
 
-    // Computes P^T and shares it.
+    // Computes P^T and shares it; `p` is what dropout keeps of it.
     template <class Walk>
-    __device__ void share_weights(Scores& s, const Walk& walk) {
+    __device__ void share_weights(Scores& s, Weights& p, const Walk& walk) {
         if (walk.masked()) {
             shape<true>(s, walk);
             softmax.template exponentiate<true>(s, smem.rows[at.stage], walk.tile);
@@ -128,19 +137,21 @@ struct Consumer {
             shape<false>(s, walk);
             softmax.template exponentiate<false>(s, smem.rows[at.stage], walk.tile);
         }
-        share(smem.p, smem.p_ring, s);
+        share(smem.p, smem.p_ring, s, p);
+        if constexpr (kDropout) softmax.drop(p);
     }
 
-    // Computes dS^T and shares it.
+    // Computes dS^T and shares it; `p` is P^T if there is dropout.
     template <class Walk>
-    __device__ void share_gradients(Scores& dp, const Walk& walk) {
+    __device__ void share_gradients(Scores& dp, const Weights& p, const Walk& walk) {
         if (walk.masked()) {
-            differentiate<true>(dp, walk.tile);
+            differentiate<true>(dp, p, walk.tile);
         } else {
-            differentiate<false>(dp, walk.tile);
+            differentiate<false>(dp, p, walk.tile);
         }
         if constexpr (kSlopes) softmax.apply_slopes(dp, smem.ds[at.stage], row_of_warp());
-        share(smem.ds, smem.ds_ring, dp);
+        Weights rounded;
+        share(smem.ds, smem.ds_ring, dp, rounded);
     }
 
     // Issues dV += P^T dO.
@@ -149,6 +160,27 @@ struct Consumer {
         smem.dout_ring.wait_full(at);
         const auto& dout = part_of<kValueCols>(smem.dout[at.stage], kValuePart.first_col());
         issue_product_nn<kBlockM, kValueCols>(dv, smem.p[at.stage], dout);
+    }
+
+    // The same by what dropout keeps of P^T. The second warpgroup, which then has P^T in `p`,
+    // writes it there: the first does not read it.
+    __device__ void issue_kept_value_gradients(ValueGradients& dv, Weights& p) {
+        if constexpr (kRole == kWeights) {
+            smem.dout_ring.wait_full(at);
+            const auto& dout = part_of<kValueCols>(smem.dout[at.stage], kValuePart.first_col());
+            issue_product_pn<kBlockM, kValueCols>(dv, p, dout);
+        } else {
+            smem.p_ring.wait_full(at);
+            read_rows<kBlockM>(p, smem.p[at.stage], row_of_warp());
+            Weights kept;
+            copy_operand<kBlockM>(kept, p);
+            softmax.drop(kept);
+            __syncwarp();
+            write_rows<kBlockM>(smem.p[at.stage], kept, row_of_warp());
+            ptx::proxy_fence();
+            ptx::named_barrier_sync<kWarpgroup>(kFirstOfWarpgroup + kRole);
+            issue_value_gradients(dv);
+        }
     }
 
     // Issues dK += dS^T Q for the tile before.
@@ -197,6 +229,12 @@ struct Consumer {
                                       kValuePart.first_col());
         }
         const BackwardParams& call = params.call;
+        if constexpr (kDropout) {
+#pragma unroll
+            for (float& sum : dv) sum *= kept_scale(call);
+#pragma unroll
+            for (float& sum : dk) sum *= kept_scale(call);
+        }
         if constexpr (kParts > 1) {
             const WgmmaKeySums key_sums = QueryWorkspace(call).key_sums;
             key_sums.write_values<kValueCols>(call, work, 0, kValuePart.first_col(), dv);
@@ -255,16 +293,22 @@ struct Consumer {
     }
 
     template <bool Masked>
-    __device__ void differentiate(Scores& dp, int tile) const {
-        Weights rounded;
-        Scores p;
-        read_rows<kBlockM>(rounded, smem.p[at.stage], row_of_warp());
-        widen_operand<kBlockM>(p, rounded);
-        softmax.template differentiate<Masked, false>(dp, p, smem.rows[at.stage], tile);
+    __device__ void differentiate(Scores& dp, const Weights& own_p, int tile) const {
+        const Statistics& rows = smem.rows[at.stage];
+        if constexpr (kDropout) {
+            softmax.template differentiate<Masked, false>(dp, own_p, rows, tile);
+        } else {
+            Weights rounded;
+            Scores p;
+            read_rows<kBlockM>(rounded, smem.p[at.stage], row_of_warp());
+            widen_operand<kBlockM>(p, rounded);
+            softmax.template differentiate<Masked, false>(dp, p, rows, tile);
+        }
     }
 
-    __device__ void share(ScoreRows (&to)[kStages], Ring<kStages>& ring, const Scores& values) {
-        Weights rounded;
+    // Also leaves it `rounded`.
+    __device__ void share(ScoreRows (&to)[kStages], Ring<kStages>& ring, const Scores& values,
+                          Weights& rounded) {
         round_to_operand<kBlockM>(rounded, values);
         ring.wait_empty(at);
         write_rows<kBlockM>(to[at.stage], rounded, row_of_warp());

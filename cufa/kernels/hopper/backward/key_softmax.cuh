@@ -113,8 +113,9 @@ struct KeySoftmax {
     // Those weights that it keeps, as an operand.
     __device__ void round_kept(WgmmaOperand<BlockM>& operand, const WgmmaSums<BlockM>& p) const {
         round_to_operand<BlockM>(operand, p);
-        if constexpr (kDropout) kept.drop(operand);
+        if constexpr (kDropout) drop(operand);
     }
+    __device__ void drop(WgmmaOperand<BlockM>& operand) const { kept.drop(operand); }
 
     // Products become scores, softly bounded.
     __device__ void bound(WgmmaSums<BlockM>& s) const {

@@ -271,7 +271,7 @@ def headline(record: Row) -> str:
         [point for point in points if point["direction"] == direction]
         for direction in ("forward", "backward")
     )
-    over_best = [statistics.geometric_mean(map(over_best_peer, cells)) for cells in (forward, backward)]
+    over_best = [over_best_peer_in(direction, points) for direction in ("forward", "backward")]
     over_one = [mean_ratio("cufa", PEER_OF_RUNGS, cells) for cells in (forward, backward)]
     *others, last = peers_in(points[0])
     lengths = sorted({point["seqlen"] for point in points})
@@ -291,6 +291,13 @@ def peers_in(point: Row) -> list[str]:
 def over_best_peer(point: Row) -> float:
     tflops = point["tflops"]
     return float(tflops["cufa"] / max(tflops[name] for name in peers_in(point)))
+
+
+def over_best_peer_in(direction: str, points: Sequence[Row]) -> float:
+    """The mean of one direction beside the faster peer of each cell."""
+    return statistics.geometric_mean(
+        over_best_peer(point) for point in points if point["direction"] == direction
+    )
 
 
 def mean_ratio(name: str, other: str, points: Sequence[Row]) -> str:
@@ -695,6 +702,7 @@ def summary(
     serving: Row,
     rungs: Row,
     flex: Row,
+    dropped: Row,
     check: Row,
 ) -> str:
     """What the other page says, in a few lines."""
@@ -754,6 +762,9 @@ def summary(
         "mean.",
         f"With functions of one's own on scores it is {times_of_flex(flex['points'])} as {FLEX}, in the "
         "mean.",
+        f"With dropout it is {over_best_peer_in('forward', dropped['points']):.2f} times as fast forward and "
+        f"{over_best_peer_in('backward', dropped['points']):.2f} times backward as the faster of "
+        f"{' and '.join(peers_in(dropped['points'][0]))}, in the mean.",
         f"A kernel compiles once, in at most {slowest:.1f} s; a call keeps the host busy for {host:.0f} us.",
     )
     return "\n".join(f"- {line}" for line in lines)
@@ -777,6 +788,7 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
                 SERVING_RECORD,
                 RUNGS_RECORD,
                 FLEX_RECORD,
+                DROPOUT_RECORD,
                 RECORD,
             ),
         ),

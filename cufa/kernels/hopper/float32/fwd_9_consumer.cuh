@@ -19,8 +19,8 @@ using Scores = WgmmaSums<kBlockN>;
 using Output = WgmmaSums<kDims>;
 using Weights = WgmmaOperand<kBlockN>;
 
-// Which of a thread's scores of a tile the caller's mask or function shows to their rows: a bit for
-// each.
+// Which of a thread's scores of a tile are of keys that their rows see, where the caller's mask or
+// function hides some: a bit for each.
 class SeenScores {
   public:
     SeenScores() = default;

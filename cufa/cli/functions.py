@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import runpy
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 from cufa.cli.options import FeatureOptions
@@ -30,20 +33,31 @@ def mods_at(score_mod: str | None, mask_mod: str | None) -> Mods:
 
 
 def _traced(kind: type[M], option: str, place: str) -> M:
-    mod = kind(_function(option, place))
-    try:
-        mod.written  # noqa: B018
-    except TypeError as error:  # it says what cannot be traced
-        raise Failure(str(error)) from error
-    except Exception as error:  # whatever the function raises
-        raise _raised(option, place, error) from error
-    return mod
-
-
-def _function(option: str, place: str) -> Callable[..., Any]:
     file, _, name = place.rpartition(":")
     if not file or not name:
         raise Failure(f"{option} {place}: it is not of the form FILE:NAME, as in mods.py:decay")
+    with _imports_from(Path(file).resolve().parent):
+        mod = kind(_function(option, place, file, name))
+        try:
+            mod.written  # noqa: B018
+        except TypeError as error:  # it says what cannot be traced
+            raise Failure(str(error)) from error
+        except Exception as error:  # whatever the function raises
+            raise _raised(option, place, error) from error
+    return mod
+
+
+@contextlib.contextmanager
+def _imports_from(folder: Path) -> Iterator[None]:
+    """Let what runs meanwhile import the folder's modules, as a script may those beside it."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _function(option: str, place: str, file: str, name: str) -> Callable[..., Any]:
     try:
         found = runpy.run_path(file).get(name)
     except OSError as error:

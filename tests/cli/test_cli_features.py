@@ -1,5 +1,6 @@
 """The options for features, on all commands that have them."""
 
+import sys
 from dataclasses import replace
 
 import click
@@ -95,6 +96,22 @@ def test_functions_on_scores(mods):
 def test_functions_that_there_are_not(mods, place, message):
     place = place.format(mods=mods)
     assert f"--mask-mod {place}: {message}" in refused("run", *SMALL, "--mask-mod", place)
+
+
+def test_a_file_of_functions_may_import_those_beside_it(mods):
+    """As it runs, and as a function is traced."""
+    (mods.parent / "strides_of_heads.py").write_text("STRIDE = 3")
+    (mods.parent / "reach_of_heads.py").write_text("REACH = 5")
+    importing = mods.parent / "importing.py"
+    importing.write_text(
+        "from strides_of_heads import STRIDE\n"
+        "def near(b, h, q_idx, kv_idx):\n"
+        "    from reach_of_heads import REACH\n"
+        "    return (q_idx - kv_idx <= REACH) & (kv_idx % STRIDE != 2)\n"
+    )
+    before = list(sys.path)
+    assert run_json("run", *SMALL, "--mask-mod", f"{importing}:near")["check"]["ok"]
+    assert sys.path == before
 
 
 def test_functions_that_cannot_be_traced(mods):

@@ -1,6 +1,5 @@
 """scripts/fuzz.py: some of its problems, that it finds what is wrong, and that what it prints is the case."""
 
-import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from emulator import KERNELS
+from test_emulator import planted
 
 from cufa import cpu, device
 from cufa.problem import MAX_ALIGN_BYTES
@@ -39,11 +38,7 @@ def test_some_problems_of_emulated_kernels(seed):
 
 @pytest.mark.emulator
 def test_what_an_emulated_kernel_does_wrong_is_found(monkeypatch, tmp_path):
-    folder = shutil.copytree(KERNELS, tmp_path / "kernels")
-    source, right, wrong = folder / "fwd_1_naive.cu", "params.lse && threadIdx.x == 0", "params.lse"
-    text = source.read_text(encoding="utf-8")
-    assert text.count(right) == 1
-    source.write_text(text.replace(right, wrong), encoding="utf-8")
+    folder = planted(tmp_path, "fwd_1_naive.cu", "params.lse && threadIdx.x == 0", "params.lse")
     case = fuzz.Case(0, backend="emulator", kernel="fwd_1_naive")
     assert fuzz.outcome(case) == ("right", "")
     monkeypatch.setattr(fuzz_emulator, "attention", partial(fuzz_emulator.attention, folder=folder))

@@ -119,7 +119,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     query_bytes, key_bytes = _query_tile_bytes(problem, sizes), _key_tile_bytes(problem, sizes)
     seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
     launches = (
-        *((seen_launch(problem, seen, HALVING_THREADS, HALVING_THREADS // WARP_SIZE),) if seen else ()),
+        seen_launch(problem, seen, HALVING_THREADS, HALVING_THREADS // WARP_SIZE),
         Launch("to_halves", queries + keys, HALVING_THREADS),
         Launch("fwd_9_float32", queries, sizes.threads, chosen.cost.smem_bytes, overlaps=True),
     )
@@ -143,7 +143,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
             ("SMEM_BYTES", chosen.cost.smem_bytes),
             ("PARAMS_BYTES", params_bytes(problem)),
         ),
-        launches=launches if queries else (),
+        launches=tuple(launch for launch in launches if launch.grid > 0) if queries else (),
         scratch=scratch if queries else (),
         reasons=chosen.reasons,
     )

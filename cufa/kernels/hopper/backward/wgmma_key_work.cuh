@@ -74,7 +74,8 @@ template <int BlockN>
 struct KeyOrder {
     // Heads, that is parts of them, come in sections. Within a section the first keys come first:
     // under a causal mask most queries see those, and long work that starts late would leave the
-    // GPU waiting for it; and blocks that take turns wait for none that begin later.
+    // GPU waiting for it; and blocks that take turns wait for none that begin later. Heads that are
+    // less than half a section belong to the one before: of their own they are too few for all SMs.
     __device__ static KeyWork at(unsigned int index, const BackwardParams& call) {
         const Sizes& sizes = call.sizes;
         if (index >= count(sizes)) return KeyWork::none();
@@ -86,9 +87,11 @@ struct KeyOrder {
         }
         const int tiles = tiles_of_head(sizes), heads = sizes.batch * parts_of_heads(sizes);
         const int of_section = section_heads(sizes);
+        const int last = max((heads + of_section / 2) / of_section, 1) - 1;
 
-        const int first_head = index / (of_section * tiles) * of_section;
-        const int in_section = min(of_section, heads - first_head);
+        const int section = min(static_cast<int>(index / (of_section * tiles)), last);
+        const int first_head = section * of_section;
+        const int in_section = section < last ? of_section : heads - first_head;
         const int place = index - first_head * tiles;
         const int head = first_head + place % in_section;
         const int parts = parts_of_heads(sizes);

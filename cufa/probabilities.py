@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from cufa import cpu
+from cufa.cpu import tiles
 from cufa.problem import DTYPES, FLOAT8, Problem, Shape, check_layout
 from cufa.score_rules import HeadRules, Rules
 
@@ -64,10 +64,10 @@ def write(q: Array, k: Array, lse: Array, probs: Array, **options: Any) -> None:
             head = rules.of_head(sequence, h, heads)
             K = keys[:, h // (heads // k.shape[2])].astype(dtype)
             P, L = probs[sequence.number, h], lse[sequence.number, h]
-            for first in range(0, len(queries), cpu.Q_TILE):
-                rows = slice(first, min(first + cpu.Q_TILE, len(queries)))
+            for first in range(0, len(queries), tiles.Q_TILE):
+                rows = slice(first, min(first + tiles.Q_TILE, len(queries)))
                 Q = np.multiply(queries[rows, h], rules.softmax_scale, dtype=dtype)
-                for columns, visible in head.visible_tiles(rows, cpu.KV_TILE):
+                for columns, visible in head.visible_tiles(rows, tiles.KV_TILE):
                     P[rows, columns] = _tile(head, Q @ K[columns].T, L[rows, None], rows, columns, visible)
 
 

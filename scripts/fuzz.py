@@ -30,8 +30,9 @@ from fuzz_cases import ALIKE, Built, Case, draw  # noqa: E402
 from fuzz_memory import Array, Memory, placed  # noqa: E402
 
 import cufa  # noqa: E402
-from cufa import cpu, device  # noqa: E402
+from cufa import device  # noqa: E402
 from cufa.checking import compare_results, gradient_names, judge  # noqa: E402
+from cufa.cpu import tiles  # noqa: E402
 from cufa.problem import DTYPES, FLOAT8, accumulator_dtype  # noqa: E402
 from cufa.reference import Rules  # noqa: E402
 
@@ -305,7 +306,7 @@ def report(case: Case, message: str) -> None:
 def main(seconds: float, backend: str, seed: int, failures: int, show: bool) -> None:
     if backend == "numpy":
         for name, size in CPU_TILES.items():
-            setattr(cpu, name, size)
+            setattr(tiles, name, size)
     elif backend == "cuda":
         try:
             device.current()

@@ -4,6 +4,7 @@ import math
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -26,14 +27,24 @@ from tolerance import (
 
 from cufa import cpu, reference
 from cufa.checking import OUTPUT_FACTOR, judge
+from cufa.cpu import stacks, tiles
+from cufa.score_rules import Rules
 from cufa.threads import in_threads
 
 Gradients = tuple[Array, Array, Array]
 
 
+@pytest.fixture(scope="module", autouse=True, params=["tiles", "stacks"])
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """All by tiles, or heads in stacks where they are short."""
+    most = stacks.MOST_SCORES if request.param == "stacks" else 0
+    with mock.patch.object(stacks, "MOST_SCORES", most):
+        yield request.param
+
+
 @pytest.fixture
 def small_tiles() -> Iterator[None]:
-    with mock.patch.multiple(cpu, Q_TILE=8, KV_TILE=16):
+    with mock.patch.multiple(tiles, Q_TILE=8, KV_TILE=16):
         yield
 
 
@@ -102,7 +113,7 @@ def test_random_problems(data: st.DataObject) -> None:
         head_dim_v=integer(1, 40, "head_dim_v"),
         layout=data.draw(st.sampled_from(LAYOUTS), label="layout"),
     )
-    with mock.patch.multiple(cpu, Q_TILE=integer(1, 24, "Q_TILE"), KV_TILE=integer(1, 24, "KV_TILE")):
+    with mock.patch.multiple(tiles, Q_TILE=integer(1, 24, "Q_TILE"), KV_TILE=integer(1, 24, "KV_TILE")):
         check(
             problem,
             causal=data.draw(st.booleans(), label="causal"),
@@ -116,10 +127,10 @@ def test_random_problems(data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("seqlen_q", "seqlen_k"),
     [
-        (cpu.Q_TILE - 1, cpu.KV_TILE + 1),
-        (cpu.Q_TILE, cpu.KV_TILE),
-        (cpu.Q_TILE + 1, cpu.KV_TILE - 1),
-        (2 * cpu.Q_TILE + 1, cpu.Q_TILE),
+        (tiles.Q_TILE - 1, tiles.KV_TILE + 1),
+        (tiles.Q_TILE, tiles.KV_TILE),
+        (tiles.Q_TILE + 1, tiles.KV_TILE - 1),
+        (2 * tiles.Q_TILE + 1, tiles.Q_TILE),
     ],
 )
 def test_lengths_around_the_tiles(dtype_name: str, causal: bool, seqlen_q: int, seqlen_k: int) -> None:
@@ -253,8 +264,8 @@ def test_bad_keys_reach_only_the_rows_that_see_them(dtype_name: str, bad: float,
 
 
 # What is exponentiated as it is, what is just not, and what must not be.
-@pytest.mark.parametrize("score", [f * cpu.MOST_UNSHIFTED_SCORE for f in (0.99, 1.01, 10)])
-@pytest.mark.parametrize("value", [f * cpu.MOST_UNSHIFTED_VALUE for f in (1e-15, 0.2, 1e15)])
+@pytest.mark.parametrize("score", [f * tiles.MOST_UNSHIFTED_SCORE for f in (0.99, 1.01, 10)])
+@pytest.mark.parametrize("value", [f * tiles.MOST_UNSHIFTED_VALUE for f in (1e-15, 0.2, 1e15)])
 @pytest.mark.usefixtures("small_tiles")
 def test_the_smallest_scores_and_the_largest(score: float, value: float) -> None:
     """Some rows see the former alone, others both."""
@@ -355,6 +366,39 @@ def test_lse_is_optional() -> None:
     np.testing.assert_array_equal(out, expected)
 
 
+@pytest.mark.parametrize(
+    ("heads", "seqlen", "options", "stacked"),
+    [
+        (8, 64, {}, True),
+        (8, 64, {"softcap": 20.0, "window": (9, 9)}, True),
+        (1, 64, {}, False),
+        (2, 400, {}, True),
+        (2, 400, {"window": (9, 9)}, False),
+        (2, 520, {}, False),
+        (8, 64, {"dropout_p": 0.1, "seed": 3, "offset": 0}, False),
+        (8, 64, {"seqused_k": np.array([60], np.int32)}, False),
+    ],
+)
+def test_short_heads_are_stacked(
+    way: str, heads: int, seqlen: int, options: dict[str, Any], stacked: bool
+) -> None:
+    rng = np.random.default_rng(21)
+    problem = random_problem(rng, "float32", seqlen_q=seqlen, seqlen_k=seqlen, heads=heads)
+    rules = Rules(softmax_scale=1.0, **options)
+    assert stacks.suit(problem.q, problem.k, rules) == (stacked and way == "stacks")
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5, 8])
+def test_every_head_is_in_one_stack(threads: int) -> None:
+    q, k = np.zeros((3, 50, 6, 8), np.float32), np.zeros((3, 40, 2, 8), np.float32)
+    parts = list(stacks._stacks(q, k, Rules(softmax_scale=1.0), threads))
+    taken = np.zeros((3, 2), int)
+    for part in parts:
+        taken[part.batches, part.kv_heads] += 1
+    assert (taken == 1).all()
+    assert len(parts) >= min(threads, taken.size)
+
+
 @pytest.mark.parametrize("dtype_name", ["bfloat16", "float32"])
 def test_memory_does_not_grow_with_the_square(dtype_name: str) -> None:
     seqlen = 4096
@@ -362,7 +406,7 @@ def test_memory_does_not_grow_with_the_square(dtype_name: str) -> None:
         np.random.default_rng(14), dtype_name, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=16
     )
     tracemalloc.start()
-    with mock.patch.object(cpu, "cores", return_value=2):  # each of whose threads has tiles of its own
+    with mock.patch.object(tiles, "cores", return_value=2):  # each of whose threads has tiles of its own
         out, lse = forward(problem, causal=True)
         backward(problem, out, lse, causal=True)
     _, peak = tracemalloc.get_traced_memory()

@@ -1,6 +1,7 @@
 """Features of a call on the CPU, through the functions that users call."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -20,7 +21,9 @@ from feature_cases import (
 from tolerance import LAYOUTS, Array, assert_attention, assert_gradients, poisoned, random_problem
 
 import cufa
-from cufa import cpu, reference
+from cufa import reference
+from cufa.cpu import stacks, tiles
+from cufa.cpu.arithmetic import Scratch
 from cufa.score_rules import Rules
 
 SETS = sets_of()
@@ -34,8 +37,23 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture(autouse=True)
 def small_tiles() -> Iterator[None]:
-    with mock.patch.multiple(cpu, Q_TILE=7, KV_TILE=10):
+    with mock.patch.multiple(tiles, Q_TILE=7, KV_TILE=10):
         yield
+
+
+@pytest.fixture
+def by_tiles() -> Iterator[None]:
+    """All by tiles: bits are compared, and stacks' are others."""
+    with mock.patch.object(stacks, "MOST_SCORES", 0):
+        yield
+
+
+@pytest.fixture(params=["tiles", "stacks"])
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """All by tiles, or short heads in stacks."""
+    most = stacks.MOST_SCORES if request.param == "stacks" else 0
+    with mock.patch.object(stacks, "MOST_SCORES", most):
+        yield request.param
 
 
 def arrays_of(case: Case) -> list[Array]:
@@ -83,6 +101,7 @@ def check(case: Case) -> None:
 # --- results --------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(
     ("features", "dtype"),
     sets_with_dtypes(),
@@ -94,6 +113,7 @@ def test_features(rng: np.random.Generator, features: frozenset[str], dtype: str
         check(draw_case(rng, dtype, features, **sizes, head_dim=13, head_dim_v=6, layout=storage))
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(
     ("features", "dtype"),
     sets_with_dtypes(),
@@ -105,6 +125,7 @@ def test_nan_in_what_is_not_seen(rng: np.random.Generator, features: frozenset[s
     check(case)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("batch", [0, 1, 3])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 2), (5, 1)])
 @pytest.mark.parametrize("features", pairwise(), ids=feature_id)
@@ -115,6 +136,7 @@ def test_batches_and_groups(
     check(draw_case(rng, "float32", features, seqlen_q=12, seqlen_k=15, **sizes))
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(("batch", "kv_heads"), [(1, 1), (2, 3)])
 @pytest.mark.parametrize("features", SETS, ids=feature_id)
 def test_threads_and_their_sums(
@@ -122,7 +144,8 @@ def test_threads_and_their_sums(
 ) -> None:
     sizes = {"batch": batch, "heads": 3, "kv_heads": kv_heads, "head_dim": 6}
     case = draw_case(rng, "float32", features, seqlen_q=33, seqlen_k=40, **sizes)
-    with mock.patch.object(cpu, "_threads", return_value=4):
+    of_four = mock.Mock(return_value=4)
+    with mock.patch.object(tiles, "threads_for", of_four), mock.patch.object(stacks, "threads_for", of_four):
         check(case)
         expected = in_sequences(case, attend(case))
         for _ in range(3):
@@ -242,6 +265,7 @@ def test_a_row_that_sees_nothing_has_its_sink(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("seqused", [False, True])
+@pytest.mark.usefixtures("by_tiles")
 def test_packed_sequences_are_calls_of_their_own(rng: np.random.Generator, seqused: bool) -> None:
     features = ["packed", "causal", *(["seqused_k"] if seqused else [])]
     case = draw_case(rng, "float16", features, batch=4, seqlen_q=20, seqlen_k=27, head_dim=4)
@@ -266,11 +290,13 @@ def test_packed_sequences_are_calls_of_their_own(rng: np.random.Generator, sequs
         assert np.all(dv[beyond] == 0)
 
 
+@pytest.mark.usefixtures("by_tiles")
 def test_more_used_keys_than_there_are_is_all(rng: np.random.Generator) -> None:
     case = draw_case(rng, "float32", ["causal"], seqlen_q=5, seqlen_k=9, head_dim=4)
     assert_same(case, case.numbers, {"seqused_k": np.array([9, 1000], np.int32)})
 
 
+@pytest.mark.usefixtures("by_tiles")
 def test_dropout_drops_and_scales(rng: np.random.Generator) -> None:
     """With the identity for V the output is the probabilities."""
     problem = random_problem(rng, "float32", seqlen_q=200, seqlen_k=64, heads=2)
@@ -293,7 +319,7 @@ def test_dropout_does_not_depend_on_tiles(rng: np.random.Generator) -> None:
     case = draw_case(rng, "float64", ["dropout", "packed"], seqlen_q=40, seqlen_k=40, head_dim=4)
     expected = in_sequences(case, attend(case))
     for tile in (1, 5, 64):
-        with mock.patch.multiple(cpu, Q_TILE=tile, KV_TILE=tile):
+        with mock.patch.multiple(tiles, Q_TILE=tile, KV_TILE=tile):
             results = in_sequences(case, attend(case))
         for first, other in zip(expected, results, strict=True):
             np.testing.assert_allclose(other, first, rtol=1e-10, atol=1e-12)
@@ -321,24 +347,24 @@ def test_tiles_are_what_is_seen(rng: np.random.Generator, features: frozenset[st
 
 def test_work_follows_the_window(rng: np.random.Generator) -> None:
     problem = random_problem(rng, "float32", seqlen_q=400, seqlen_k=400, head_dim=4)
-    products = 0
-    product = cpu._Scratch.product
+    elements = 0
+    array_of = Scratch._array
 
-    def counted(self: Any, name: str, a: Array, b: Array, visible: Array | None = None) -> Array:
-        nonlocal products
-        products += a.shape[0] * a.shape[1] * b.shape[1]
-        return product(self, name, a, b, visible)
+    def counted(self: Scratch, name: str, shape: tuple[int, ...]) -> Array:
+        nonlocal elements
+        elements += math.prod(shape)
+        return array_of(self, name, shape)
 
     def work(**options: Any) -> int:
-        nonlocal products
-        products = 0
-        with mock.patch.object(cpu._Scratch, "product", counted):
+        nonlocal elements
+        elements = 0
+        with mock.patch.object(Scratch, "_array", counted):
             results = cufa.attention(
                 problem.q, problem.k, problem.v, return_lse=True, backend="numpy", **options
             )
             inputs = problem.dout, problem.q, problem.k, problem.v
             cufa.attention_backward(*inputs, *results, backend="numpy", **options)
-        return products
+        return elements
 
     everything = work()
     assert work(window=(10, 10)) < everything / 10

@@ -11,8 +11,9 @@ from feature_cases import FORWARD_FEATURES, draw_case, feature_id, hide_nan, set
 from tolerance import DTYPES
 
 import cufa
-from cufa import cpu, reference
+from cufa import reference
 from cufa.checking import judge
+from cufa.cpu import tiles
 
 FEATURES = tuple(name for name in FORWARD_FEATURES if name != "packed")
 SETS = sets_of(FEATURES)
@@ -21,7 +22,7 @@ TOLERANCE = {"float16": 2e-3, "bfloat16": 1e-2, "float32": 1e-5, "float64": 1e-1
 
 @pytest.fixture(autouse=True)
 def small_tiles():
-    with mock.patch.multiple(cpu, Q_TILE=7, KV_TILE=10):
+    with mock.patch.multiple(tiles, Q_TILE=7, KV_TILE=10):
         yield
 
 

@@ -1,4 +1,4 @@
-"""FlashAttention in NumPy, for machines without a GPU: tiles, online softmax, O(seqlen) memory.
+"""FlashAttention in NumPy: tiles, online softmax, O(seqlen) memory.
 
 In float32 (float64 for float64 arrays): K and V of a KV head are brought into contiguous memory once,
 for every Q tile and every query head of the group. Of the seqlen_q x seqlen_k matrices a thread only
@@ -22,8 +22,17 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from cufa.cpu.arithmetic import (
+    Scratch,
+    compute_dtype,
+    empty_as_infinite,
+    exp_shifted,
+    fill_masked,
+    finite,
+    nonzero,
+    row_sums,
+)
 from cufa.problem import four_axes
-from cufa.reference import masked_matmul
 from cufa.rounding import ceil_div
 from cufa.score_rules import BiasPlace, HeadRules, Rules, Sequence, tiles_between
 from cufa.threads import cores, in_threads
@@ -43,49 +52,26 @@ MOST_UNSHIFTED_VALUE = 1e15
 # With fewer scores than this the work is done before other threads have begun.
 PARALLEL_SCORES = 2**20
 # The gradients of arrays, where none are wanted.
-_NO_ARRAYS: Mapping[str, Array] = MappingProxyType({})
+NO_ARRAYS: Mapping[str, Array] = MappingProxyType({})
 
 
-@np.errstate(all="ignore")
 def attention(
     q: Array,
     k: Array,
     v: Array,
     out: Array,
     lse: Array | None,
+    rules: Rules,
     *,
     q_descale: Array | None = None,
     k_descale: Array | None = None,
     v_descale: Array | None = None,
-    **options: Any,
 ) -> None:
-    """Write attention and its log-sum-exp (FlashAttention-2, Dao 2023, algorithm 1).
-
-    What is not seen contributes nothing, even if it is NaN or Inf. Of packed sequences the arrays have no
-    batch axis; with a block table k and v are (pages, page_size, kv_heads, dim).
-
-    Args:
-        q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32, float64 or float8_e4m3fn.
-        k: (batch, seqlen_k, kv_heads, head_dim), like q or float8_e4m3fn; query head h reads KV head
-            h // (heads // kv_heads).
-        v: (batch, seqlen_k, kv_heads, head_dim_v), like q.
-        out: written, (batch, seqlen_q, heads, head_dim_v), any of these dtypes; 0 where a row sees no key.
-        lse: written unless None, (batch, heads, seqlen_q), float32, for float64 arrays float64;
-            natural logarithm, where a row sees no key the sink, or -inf.
-        q_descale: (batch, kv_heads), what q is to be multiplied with; None for 1.
-        k_descale: the same for k.
-        v_descale: the same for v.
-        options: the fields of `cufa.score_rules.Rules`.
-
-    Raises:
-        ValueError: cu_seqlens, seqused_k or a block table that are no such thing, or a bias or a mask that is
-            too short for a sequence.
-    """
-    dtype = _compute_dtype(q)
-    rules = Rules(**options)
+    """Do what `cufa.cpu.attention` does (FlashAttention-2, Dao 2023, algorithm 1)."""
+    dtype = compute_dtype(q)
 
     def attend(share: _Share) -> None:
-        scratch = _Scratch(dtype)
+        scratch = Scratch(dtype)
         sequence, K, V = share.group.sequence, share.group.K, share.group.V
         for head, rows in share.tiles:
             h = head.number
@@ -99,24 +85,23 @@ def attention(
                 head.cap(S)
                 head.add(S, rows, columns)
                 head.modify(S, rows, columns)
-                _fill_masked(S, -np.inf, visible)
+                fill_masked(S, -np.inf, visible)
                 P, rescale = softmax.take(S)
                 _drop(P, head.kept(rows, columns))
                 if rescale is not None:
                     O *= rescale
-                O += scratch.product("PV", P, V[columns], visible)
-            sequence.queries(out)[rows, h] = O / (_nonzero(softmax.l) / head.kept_scale)
+                O += scratch.seen_product("PV", P, V[columns], visible)
+            sequence.queries(out)[rows, h] = O / (nonzero(softmax.l) / head.kept_scale)
             if lse is not None:
                 sequence.statistics(lse)[h, rows] = (softmax.m + np.log(softmax.l))[:, 0]
 
     sequences = rules.sequences(q, k)
-    threads = _threads(sequences, q.shape[-2])
+    threads = threads_for(q.shape[-2] * sum(each.seqlen_q * each.seqlen_k for each in sequences))
     shares = _shares(sequences, rules, q, k, v, threads, k_descale, v_descale)
     for _ in in_threads(attend, shares, threads):
         pass
 
 
-@np.errstate(all="ignore")
 def attention_backward(
     dout: Array,
     q: Array,
@@ -127,46 +112,25 @@ def attention_backward(
     dq: Array,
     dk: Array,
     dv: Array,
+    rules: Rules,
     *,
     dlse: Array | None = None,
     dbias: Array | None = None,
     dsink: Array | None = None,
-    dscore_mod: Mapping[str, Array] = _NO_ARRAYS,
-    **options: Any,
+    dscore_mod: Mapping[str, Array] = NO_ARRAYS,
 ) -> None:
-    """Write the gradients, recomputing P from Q, K and LSE (FlashAttention-2, algorithm 2).
+    """Do what `cufa.cpu.attention_backward` does (FlashAttention-2, algorithm 2).
 
     The Q tiles are the outer loop, as in the forward pass, where the paper has the KV tiles: dK and
     dV are sums over the heads of a group, so it is they that are kept whole here, not dQ. Each thread
     has sums of its own, which are added in a fixed order: results are the same whenever the number of
     cores is.
-
-    Args:
-        dout: (batch, seqlen_q, heads, head_dim_v), the gradient of out.
-        q: (batch, seqlen_q, heads, head_dim).
-        k: (batch, seqlen_k, kv_heads, head_dim).
-        v: (batch, seqlen_k, kv_heads, head_dim_v).
-        out: what `attention` wrote.
-        lse: what `attention` wrote.
-        dq: written, shaped like q; 0 where a row sees no key.
-        dk: written, shaped like k; summed over the query heads that share a KV head.
-        dv: written, shaped like v; summed likewise.
-        dlse: (batch, heads, seqlen_q), the gradient of lse; None for 0.
-        dbias: written unless None, shaped like the bias; summed over what it is broadcast to.
-        dsink: written unless None, (heads,).
-        dscore_mod: written, shaped like those arrays that score_mod reads, by their names in a call; summed
-            over the scores that read an element.
-        options: as in `attention`.
-
-    Raises:
-        ValueError: as `attention`.
     """
-    dtype = _compute_dtype(q)
-    rules = Rules(**options)
+    dtype = compute_dtype(q)
     scale, heads = rules.softmax_scale, q.shape[-2]
 
     def gradients(share: _Share) -> _Sums:
-        scratch = _Scratch(dtype)
+        scratch = Scratch(dtype)
         sequence, K, V = share.group.sequence, share.group.K, share.group.V
         of_arrays = {name: np.zeros(x.shape, dtype) for name, x in dscore_mod.items()}
         sums = _Sums(share.group, np.zeros_like(K), np.zeros_like(V), np.zeros(heads, dtype), {}, of_arrays)
@@ -177,8 +141,7 @@ def attention_backward(
             D = (dO * O).sum(axis=1, keepdims=True)
             if dlse is not None:
                 D -= sequence.statistics(dlse)[h, rows, None]
-            L = sequence.statistics(lse)[h, rows, None].astype(dtype)
-            L[np.isneginf(L)] = np.inf  # exp(S - inf) is the 0 of an empty row; -inf - -inf is NaN
+            L = empty_as_infinite(sequence.statistics(lse)[h, rows, None].astype(dtype))
             if dsink is not None:
                 sums.dsink[h] -= (np.exp(head.sink - L) * D).sum()
             dO *= head.kept_scale
@@ -189,8 +152,8 @@ def attention_backward(
                 slope = head.slope(S)
                 head.add(S, rows, columns)
                 modified = head.modify_with_slopes(S, rows, columns, of_elements=bool(dscore_mod))
-                P = _exp_shifted(S, L)
-                _fill_masked(P, 0, visible)
+                P = exp_shifted(S, L)
+                fill_masked(P, 0, visible)
                 kept = head.kept(rows, columns)
                 dP = scratch.product("dP", dO, V[columns].T)
                 _drop(dP, kept)
@@ -200,22 +163,22 @@ def attention_backward(
                     for element in modified.elements:
                         element.add_to(sums.dscore_mod[element.name], dS, visible)
                     dS *= np.asarray(modified.slope, dtype)
-                _fill_masked(dS, 0, visible)
+                fill_masked(dS, 0, visible)
                 if dbias is not None:
                     head.add_bias_gradient(dS, rows, columns, sums.dbias)
                 if slope is not None:
                     dS *= slope
-                    _fill_masked(dS, 0, visible)
+                    fill_masked(dS, 0, visible)
                 _drop(P, kept)
                 visible_t = None if visible is None else visible.T
-                sums.dV[columns] += scratch.product("dV", P.T, dO, visible_t)
-                sums.dK[columns] += scratch.product("dK", dS.T, Q, visible_t)
-                dQ += scratch.product("dQ", dS, K[columns], visible)
+                sums.dV[columns] += scratch.seen_product("dV", P.T, dO, visible_t)
+                sums.dK[columns] += scratch.seen_product("dK", dS.T, Q, visible_t)
+                dQ += scratch.seen_product("dQ", dS, K[columns], visible)
             sequence.queries(dq)[rows, h] = scale * dQ
         return sums
 
     sequences = rules.sequences(q, k)
-    threads = _threads(sequences, q.shape[-2])
+    threads = threads_for(q.shape[-2] * sum(each.seqlen_q * each.seqlen_k for each in sequences))
     results = in_threads(gradients, _shares(sequences, rules, q, k, v, threads), threads)
     dbias_sums = np.zeros(four_axes(() if dbias is None else dbias.shape), dtype)
     dsink_sums = np.zeros(heads, dtype)
@@ -254,26 +217,26 @@ def softmax(x: Array, out: Array, passes: int) -> None:
     statistics = {2: _online_max_and_sum, 3: _max_then_sum}.get(passes)
     if statistics is None:
         raise ValueError(f"passes is {passes!r}; it may be 2 or 3")
-    scratch = _Scratch(_compute_dtype(x))
+    scratch = Scratch(compute_dtype(x))
     for x_rows, out_rows in _row_blocks(x, out):
         m, l = statistics(x_rows, scratch)
         for columns in tiles_between(0, x.shape[-1], KV_TILE):
-            E = _exp_shifted(scratch.copy("x", x_rows[:, columns]), _finite(m))
-            E /= _nonzero(l)
+            E = exp_shifted(scratch.copy("x", x_rows[:, columns]), finite(m))
+            E /= nonzero(l)
             out_rows[:, columns] = E
 
 
-def _max_then_sum(x: Array, scratch: _Scratch) -> tuple[Array, Array]:
+def _max_then_sum(x: Array, scratch: Scratch) -> tuple[Array, Array]:
     m, l = np.full((len(x), 1), -np.inf, scratch.dtype), np.zeros((len(x), 1), scratch.dtype)
     for columns in tiles_between(0, x.shape[1], KV_TILE):
         m = np.maximum(m, scratch.copy("x", x[:, columns]).max(axis=1, keepdims=True))
     for columns in tiles_between(0, x.shape[1], KV_TILE):
-        E = _exp_shifted(scratch.copy("x", x[:, columns]), _finite(m))
+        E = exp_shifted(scratch.copy("x", x[:, columns]), finite(m))
         l += E.sum(axis=1, keepdims=True)
     return m, l
 
 
-def _online_max_and_sum(x: Array, scratch: _Scratch) -> tuple[Array, Array]:
+def _online_max_and_sum(x: Array, scratch: Scratch) -> tuple[Array, Array]:
     softmax = _OnlineSoftmax(len(x), scratch.dtype)
     for columns in tiles_between(0, x.shape[1], KV_TILE):
         softmax.take(scratch.copy("x", x[:, columns]))
@@ -290,9 +253,9 @@ class _OnlineSoftmax:
     def take(self, S: Array) -> tuple[Array, Array | None]:
         """Take in a tile: its weights P, which overwrite S, and the factor on older sums unless it is 1."""
         m_new = np.maximum(self.m, S.max(axis=1, keepdims=True))
-        rescale = np.exp(self.m - _finite(m_new))
-        P = _exp_shifted(S, _finite(m_new))
-        self.m, self.l = m_new, self.l * rescale + _row_sums(P)
+        rescale = np.exp(self.m - finite(m_new))
+        P = exp_shifted(S, finite(m_new))
+        self.m, self.l = m_new, self.l * rescale + row_sums(P)
         return P, rescale
 
 
@@ -306,37 +269,9 @@ class _UnshiftedSoftmax(_OnlineSoftmax):
     def take(self, S: Array) -> tuple[Array, None]:
         """As `_OnlineSoftmax.take`."""
         P = np.exp(S, out=S)
-        sums = _row_sums(P)
+        sums = row_sums(P)
         self.l += np.where(np.isposinf(sums), np.nan, sums)  # as a score of infinity less itself is
         return P, None
-
-
-def _row_sums(P: Array) -> Array:
-    """The sums of rows, (rows, 1), by a product, which takes a third of the time of `sum`."""
-    sums: Array = np.matmul(P, np.ones((P.shape[1], 1), P.dtype))
-    return sums
-
-
-def _exp_shifted(S: Array, shift: Array) -> Array:
-    """exp(S - shift), which overwrites S."""
-    np.subtract(S, shift, out=S)
-    np.exp(S, out=S)
-    return S
-
-
-def _finite(m: Array) -> Array:
-    """The maximum to subtract: 0 for a row that has seen nothing, as -inf - -inf is NaN."""
-    return np.where(np.isneginf(m), 0, m)
-
-
-def _nonzero(l: Array) -> Array:
-    """The sum to divide by: 1 for a row that has seen nothing."""
-    return np.where(l == 0, 1, l)
-
-
-def _fill_masked(tile: Array, value: float, visible: Array | None) -> None:
-    if visible is not None:
-        np.copyto(tile, value, where=~visible)
 
 
 def _drop(P: Array, kept: Array | None) -> None:
@@ -440,7 +375,7 @@ def _shares(
     size = heads // max(1, kv_heads)
     parts = ceil_div(threads, max(1, len(sequences) * kv_heads))
     for sequence, kv_head in itertools.product(sequences, range(kv_heads)):
-        group = _Group(sequence, kv_head, k, v, _compute_dtype(q), k_descale, v_descale)
+        group = _Group(sequence, kv_head, k, v, compute_dtype(q), k_descale, v_descale)
         queries = [rules.of_head(sequence, kv_head * size + h, heads) for h in range(size)]
         tiles = list(itertools.product(queries, tiles_between(0, sequence.seqlen_q, Q_TILE)))
         for part in range(max(1, min(parts, len(tiles)))):
@@ -456,11 +391,9 @@ def _longest_row(x: Array) -> float:
     return float(np.max(lengths, initial=0, where=counted))
 
 
-def _threads(sequences: list[Sequence], heads: int) -> int:
-    scores = heads * sum(sequence.seqlen_q * sequence.seqlen_k for sequence in sequences)
-    if scores < PARALLEL_SCORES:
-        return 1
-    return cores()
+def threads_for(scores: int) -> int:
+    """How many threads share the work on so many scores."""
+    return 1 if scores < PARALLEL_SCORES else cores()
 
 
 def _row_blocks(x: Array, out: Array) -> Iterator[tuple[Array, Array]]:
@@ -469,33 +402,3 @@ def _row_blocks(x: Array, out: Array) -> Iterator[tuple[Array, Array]]:
     for index in np.ndindex(x.shape[:-2]):
         for rows in tiles_between(0, x.shape[-2], Q_TILE):
             yield x[index][rows], out[index][rows]
-
-
-def _compute_dtype(x: Array) -> npt.DTypeLike:
-    return np.float64 if x.dtype == np.float64 else np.float32
-
-
-class _Scratch:
-    """Matrices by name, in memory that is allocated once and contiguous for ragged tiles too."""
-
-    def __init__(self, dtype: npt.DTypeLike) -> None:
-        self.dtype = dtype
-        self._buffers: dict[str, Array] = {}
-
-    def copy(self, name: str, x: Array) -> Array:
-        matrix = self._matrix(name, *x.shape)
-        matrix[...] = x
-        return matrix
-
-    def product(self, name: str, a: Array, b: Array, visible: Array | None = None) -> Array:
-        """The matrix product a @ b; with `visible`, which terms of it count."""
-        matrix = self._matrix(name, a.shape[0], b.shape[1])
-        if visible is None:
-            return np.matmul(a, b, out=matrix)
-        return masked_matmul(a, b, visible, matrix)
-
-    def _matrix(self, name: str, rows: int, columns: int) -> Array:
-        size = rows * columns
-        if name not in self._buffers or self._buffers[name].size < size:
-            self._buffers[name] = np.empty(size, self.dtype)
-        return self._buffers[name][:size].reshape(rows, columns)

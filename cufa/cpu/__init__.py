@@ -1,0 +1,108 @@
+"""Attention and its gradients in NumPy, for machines without a GPU.
+
+By tiles, or many short heads at a time. Arrays have any strides; that their shapes and dtypes fit each other
+is the caller's promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cufa.cpu import stacks, tiles
+from cufa.cpu.arithmetic import Array
+from cufa.cpu.tiles import NO_ARRAYS, softmax
+from cufa.score_rules import Rules
+
+__all__ = ["attention", "attention_backward", "softmax", "stacks", "tiles"]
+
+
+@np.errstate(all="ignore")
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array | None,
+    *,
+    q_descale: Array | None = None,
+    k_descale: Array | None = None,
+    v_descale: Array | None = None,
+    **options: Any,
+) -> None:
+    """Write attention and its log-sum-exp.
+
+    What is not seen contributes nothing, even if it is NaN or Inf. Of packed sequences the arrays have no
+    batch axis; with a block table k and v are (pages, page_size, kv_heads, dim).
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32, float64 or float8_e4m3fn.
+        k: (batch, seqlen_k, kv_heads, head_dim), like q or float8_e4m3fn; query head h reads KV head
+            h // (heads // kv_heads).
+        v: (batch, seqlen_k, kv_heads, head_dim_v), like q.
+        out: written, (batch, seqlen_q, heads, head_dim_v), any of these dtypes; 0 where a row sees no key.
+        lse: written unless None, (batch, heads, seqlen_q), float32, for float64 arrays float64;
+            natural logarithm, where a row sees no key the sink, or -inf.
+        q_descale: (batch, kv_heads), what q is to be multiplied with; None for 1.
+        k_descale: the same for k.
+        v_descale: the same for v.
+        options: the fields of `cufa.score_rules.Rules`.
+
+    Raises:
+        ValueError: cu_seqlens, seqused_k or a block table that are no such thing, or a bias or a mask that is
+            too short for a sequence.
+    """
+    rules = Rules(**options)
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    plain = all(descale is None for descale in descales.values())
+    if not (plain and stacks.suit(q, k, rules) and stacks.attention(q, k, v, out, lse, rules)):
+        tiles.attention(q, k, v, out, lse, rules, **descales)
+
+
+@np.errstate(all="ignore")
+def attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    *,
+    dlse: Array | None = None,
+    dbias: Array | None = None,
+    dsink: Array | None = None,
+    dscore_mod: Mapping[str, Array] = NO_ARRAYS,
+    **options: Any,
+) -> None:
+    """Write the gradients, recomputing P from Q, K and LSE.
+
+    Args:
+        dout: (batch, seqlen_q, heads, head_dim_v), the gradient of out.
+        q: (batch, seqlen_q, heads, head_dim).
+        k: (batch, seqlen_k, kv_heads, head_dim).
+        v: (batch, seqlen_k, kv_heads, head_dim_v).
+        out: what `attention` wrote.
+        lse: what `attention` wrote.
+        dq: written, shaped like q; 0 where a row sees no key.
+        dk: written, shaped like k; summed over the query heads that share a KV head.
+        dv: written, shaped like v; summed likewise.
+        dlse: (batch, heads, seqlen_q), the gradient of lse; None for 0.
+        dbias: written unless None, shaped like the bias; summed over what it is broadcast to.
+        dsink: written unless None, (heads,).
+        dscore_mod: written, shaped like those arrays that score_mod reads, by their names in a call; summed
+            over the scores that read an element.
+        options: as in `attention`.
+
+    Raises:
+        ValueError: as `attention`.
+    """
+    rules = Rules(**options)
+    arrays = (dout, q, k, v, out, lse, dq, dk, dv)
+    plain = dbias is None and dsink is None and not dscore_mod
+    if not (plain and stacks.suit(q, k, rules) and stacks.attention_backward(*arrays, rules, dlse=dlse)):
+        tiles.attention_backward(*arrays, rules, dlse=dlse, dbias=dbias, dsink=dsink, dscore_mod=dscore_mod)

@@ -1,0 +1,287 @@
+"""Attention of many short heads in NumPy: a stack of them at a time, whose matrices one call takes.
+
+A head of few scores is done before Python has called all that a tile takes. Matrices are (batch, heads, rows,
+columns) of a stack; query heads that share keys are one matrix where those are multiplied.
+"""
+# The papers write matrices in capitals (S, P, O, dP, dS) and a row's sum l, and so does this file.
+# ruff: noqa: E741, N803, N806
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from cufa.arguments import check_window
+from cufa.cpu.arithmetic import (
+    Array,
+    Scratch,
+    compute_dtype,
+    empty_as_infinite,
+    exp_shifted,
+    fill_masked,
+    finite,
+    nonzero,
+    row_sums,
+)
+from cufa.cpu.tiles import threads_for
+from cufa.problem import four_axes
+from cufa.reference import unpacked
+from cufa.score_rules import Rules
+from cufa.threads import in_threads
+
+# Scores of a stack: of float32 a quarter of a MiB or, of threads that take Python's lock in turns, one.
+STACK_SCORES, SHARED_STACK_SCORES = 2**16, 2**18
+# Of a group of heads with more scores than this, or with half as many and a window, which leaves out tiles,
+# tiles take no longer.
+MOST_SCORES = SHARED_STACK_SCORES
+# What a call may ask for; seed and offset are those of dropout, which is none of it.
+TAKEN = {
+    "softmax_scale",
+    "causal",
+    "window",
+    "softcap",
+    "bias",
+    "mask",
+    "alibi_slopes",
+    "sink",
+    "seed",
+    "offset",
+}
+
+
+def suit(q: Array, k: Array, rules: Rules) -> bool:
+    """Whether heads are so short, all of them alike, and a call asks for nothing that only tiles have."""
+    others = (getattr(rules, field.name) for field in fields(rules) if field.name not in TAKEN)
+    if not all(value is None or (np.isscalar(value) and value == 0) for value in others):
+        return False
+    (batch, rows, heads, _), (_, keys, kv_heads, _) = q.shape, k.shape
+    scores = heads // max(1, kv_heads) * rows * keys
+    most = MOST_SCORES if rules.window is None else MOST_SCORES // 2
+    return bool(0 < scores <= most and batch * kv_heads > 1)
+
+
+def attention(q: Array, k: Array, v: Array, out: Array, lse: Array | None, rules: Rules) -> bool:
+    """Do what `cufa.cpu.attention` does; or nothing of use, and return False: NaN in V that a mask hides."""
+
+    def attend(stack: _Stack) -> bool:
+        scratch = stack.scratch
+        Q = stack.queries("Q", q, rules.softmax_scale)
+        K, V = stack.keys("K", k), stack.keys("V", v)
+        S = stack.by_head(scratch.product("S", Q, K.swapaxes(2, 3)))
+        stack.cap(S)
+        stack.add(S)
+        visible = stack.visible()
+        if visible is not None and not np.isfinite(V).all():
+            return False
+        fill_masked(S, -np.inf, visible)
+        sink = stack.sink()
+        m = np.maximum(S.max(axis=3, keepdims=True), sink)
+        P = exp_shifted(S, finite(m))
+        l = row_sums(P) + np.exp(sink - finite(m))
+        O = stack.by_head(scratch.product("O", stack.by_group(P), V))
+        O /= nonzero(l)
+        stack.queries_of(out)[...] = O
+        if lse is not None:
+            lse[stack.batches, stack.heads] = (m + np.log(l))[..., 0]
+        return True
+
+    return _all(attend, q, k, rules)
+
+
+def attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    rules: Rules,
+    *,
+    dlse: Array | None = None,
+) -> bool:
+    """Do what `cufa.cpu.attention_backward` does, or return False, as `attention`."""
+    scale = rules.softmax_scale
+
+    def differentiate(stack: _Stack) -> bool:
+        scratch = stack.scratch
+        Q, K, V = stack.queries("Q", q, scale), stack.keys("K", k), stack.keys("V", v)
+        O, dO = stack.queries("O", out), stack.queries("dO", dout)
+        visible = stack.visible()
+        if visible is not None and not all(np.isfinite(x).all() for x in (Q, K, V, dO)):
+            return False
+        O *= dO
+        D = stack.by_head(row_sums(O))
+        if dlse is not None:
+            D = D - dlse[stack.batches, stack.heads, :, None]
+        L = empty_as_infinite(lse[stack.batches, stack.heads, :, None].astype(Q.dtype))
+        S = stack.by_head(scratch.product("S", Q, K.swapaxes(2, 3)))
+        stack.cap(S)
+        slope = 1 - np.square(S / rules.softcap) if rules.softcap else None
+        stack.add(S)
+        P = exp_shifted(S, L)
+        fill_masked(P, 0, visible)
+        dP = stack.by_head(scratch.product("dP", dO, V.swapaxes(2, 3)))
+        dP -= D
+        dS = np.multiply(P, dP, out=dP)
+        if slope is not None:
+            dS *= slope
+        fill_masked(dS, 0, visible)
+        P, dS = stack.by_group(P), stack.by_group(dS)
+        stack.keys_of(dv)[...] = scratch.product("dV", P.swapaxes(2, 3), dO)
+        stack.keys_of(dk)[...] = scratch.product("dK", dS.swapaxes(2, 3), Q)
+        dQ = scratch.product("dQ", dS, K)
+        dQ *= scale
+        stack.queries_of(dq)[...] = stack.by_head(dQ)
+        return True
+
+    return _all(differentiate, q, k, rules)
+
+
+class _Scratches(threading.local):
+    """Memory for each thread of a call."""
+
+    def __init__(self, dtype: npt.DTypeLike) -> None:
+        self.own = Scratch(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """What all stacks of a call share, and how many query heads, rows and columns a KV head has."""
+
+    rules: Rules
+    scratches: _Scratches
+    group: int
+    rows: int
+    columns: int
+
+    @functools.cached_property
+    def distances(self) -> Array:
+        """How far each key stands from each row: the last row stands at the last key."""
+        return np.arange(self.columns) - (np.arange(self.rows) + self.columns - self.rows)[:, None]
+
+    @functools.cached_property
+    def in_window(self) -> Array | None:
+        """Which rows see which keys but for a mask; None if all see all."""
+        left, right = check_window(self.rules.window)
+        parts = [] if left is None else [self.distances >= -left]
+        right = 0 if self.rules.causal else right
+        parts += [] if right is None else [self.distances <= right]
+        return functools.reduce(np.logical_and, parts) if parts else None
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """Some KV heads of some batches, and the query heads that share them."""
+
+    call: _Call
+    batches: slice
+    kv_heads: slice
+
+    @property
+    def scratch(self) -> Scratch:
+        """Memory of the thread that works on it."""
+        return self.call.scratches.own
+
+    @property
+    def heads(self) -> slice:
+        return slice(self.kv_heads.start * self.call.group, self.kv_heads.stop * self.call.group)
+
+    def queries_of(self, x: Array) -> Array:
+        """Its part of q, out or their gradients: (batch, heads, rows, dim)."""
+        part: Array = x[self.batches, :, self.heads].swapaxes(1, 2)
+        return part
+
+    def keys_of(self, x: Array) -> Array:
+        """Its part of k, v or their gradients: (batch, kv_heads, columns, dim)."""
+        part: Array = x[self.batches, :, self.kv_heads].swapaxes(1, 2)
+        return part
+
+    def queries(self, name: str, x: Array, scale: float = 1.0) -> Array:
+        """A copy of the same, scaled, by group."""
+        return self.by_group(self.scratch.copy(name, self.queries_of(x), scale))
+
+    def keys(self, name: str, x: Array) -> Array:
+        """The same of keys or values; themselves, if BLAS takes them as they lie."""
+        part = self.keys_of(x)
+        item = part.itemsize
+        rows_apart = part.strides[2] % item == 0 and part.strides[2] >= part.shape[3] * item
+        if part.dtype == self.scratch.dtype and part.strides[3] == item and rows_apart:
+            return part
+        return self.scratch.copy(name, part)
+
+    def by_group(self, x: Array) -> Array:
+        """(batch, heads, rows, ...) as (batch, kv_heads, group * rows, ...)."""
+        return x.reshape(x.shape[0], -1, self.call.group * self.call.rows, x.shape[-1])
+
+    def by_head(self, x: Array) -> Array:
+        """The other way round."""
+        return x.reshape(x.shape[0], -1, self.call.rows, x.shape[-1])
+
+    def cap(self, S: Array) -> None:
+        """Bound the scores softly."""
+        if self.call.rules.softcap:
+            S /= self.call.rules.softcap
+            np.tanh(S, out=S)
+            S *= self.call.rules.softcap
+
+    def add(self, S: Array) -> None:
+        """Add bias and ALiBi to the scores."""
+        if self.call.rules.bias is not None:
+            S += self._part(self.call.rules.bias)[..., : self.call.columns].astype(S.dtype)
+        slopes = self.call.rules.alibi_slopes
+        if slopes is not None:
+            own = slopes[self.heads] if slopes.ndim == 1 else slopes[self.batches, self.heads]
+            S -= own[..., None, None] * np.abs(self.call.distances).astype(S.dtype)
+
+    def visible(self) -> Array | None:
+        """Which rows see which keys, of all heads or of each; None if all see all."""
+        seen = self.call.in_window
+        if self.call.rules.mask is not None:
+            mask = unpacked(self._part(self.call.rules.mask))[..., : self.call.columns]
+            seen = mask if seen is None else mask & seen
+        return None if seen is None or seen.all() else seen
+
+    def sink(self) -> Array:
+        """The logits that take part in each row's softmax, (heads, 1, 1); -inf if there are none."""
+        if self.call.rules.sink is None:
+            return np.full((1, 1, 1), -np.inf, self.scratch.dtype)
+        sink: Array = np.asarray(self.call.rules.sink[self.heads], self.scratch.dtype)
+        return sink[:, None, None]
+
+    def _part(self, x: Array) -> Array:
+        """Its part of a bias or a mask, whose axes may have one element that stands for all."""
+        shape = four_axes(x.shape)
+        batches = self.batches if shape[0] > 1 else slice(None)
+        heads = self.heads if shape[1] > 1 else slice(None)
+        part: Array = x.reshape(shape)[batches, heads]
+        return part
+
+
+def _all(work: Callable[[_Stack], bool], q: Array, k: Array, rules: Rules) -> bool:
+    """Whether work(stack) is true of every stack; some threads share them."""
+    if rules.bias is not None or rules.mask is not None:
+        rules.sequences(q, k)  # for the sake of its check that these are long enough
+    batch, rows, heads, _ = q.shape
+    threads = threads_for(batch * heads * rows * k.shape[1])
+    return all(list(in_threads(work, _stacks(q, k, rules, threads), threads)))
+
+
+def _stacks(q: Array, k: Array, rules: Rules, threads: int) -> Iterator[_Stack]:
+    """All heads in stacks, one for each thread at least if there are as many."""
+    (batch, rows, heads, _), (_, columns, kv_heads, _) = q.shape, k.shape
+    call = _Call(rules, _Scratches(compute_dtype(q)), heads // kv_heads, rows, columns)
+    scores = STACK_SCORES if threads == 1 else SHARED_STACK_SCORES
+    fitting = max(1, scores // (call.group * rows * columns))
+    most = min(fitting, max(1, batch * kv_heads // threads))
+    batches, some = max(1, most // kv_heads), min(most, kv_heads)
+    for b in range(0, batch, batches):
+        for h in range(0, kv_heads, some):
+            yield _Stack(call, slice(b, min(b + batches, batch)), slice(h, min(h + some, kv_heads)))

@@ -1,6 +1,6 @@
-"""Time and peak memory of the tiled CPU path against standard NumPy attention, float32, one head.
+"""Time and peak memory of the CPU path against standard NumPy attention of all heads at once, float32.
 
-The standard backward pass starts from the P that its forward pass kept, the tiled one recomputes P.
+The standard backward pass starts from the P that its forward pass kept, the CPU path recomputes P.
 Every measurement has a fresh process to itself. Time is the median of the repeats, after one call
 that is not counted. Memory is by how much the process grew at its largest during that first call
 (VmHWM less VmRSS before it, so BLAS and the results are in it and the inputs are not); Linux only.
@@ -39,6 +39,7 @@ MIB = 2**20
 class Case:
     implementation: str
     direction: str
+    heads: int
     seqlen: int
     head_dim: int
     causal: bool
@@ -52,13 +53,13 @@ class Measurement:
 
 def standard_forward(q: Array, k: Array, v: Array, causal: bool) -> tuple[Array, Array]:
     """O and P, which the backward pass reads again."""
-    S = q @ k.T
-    S *= 1 / math.sqrt(q.shape[1])
+    S = q @ k.swapaxes(1, 2)
+    S *= 1 / math.sqrt(q.shape[2])
     if causal:
-        S[np.triu(np.ones(S.shape, bool), 1)] = -np.inf
-    S -= S.max(axis=1, keepdims=True)
+        S[:, np.triu(np.ones(S.shape[1:], bool), 1)] = -np.inf
+    S -= S.max(axis=2, keepdims=True)
     P = np.exp(S, out=S)
-    P /= P.sum(axis=1, keepdims=True)
+    P /= P.sum(axis=2, keepdims=True)
     return P @ v, P
 
 
@@ -70,11 +71,11 @@ def standard_backward(
     O: Array,
     P: Array,
 ) -> tuple[Array, Array, Array]:
-    dS = dO @ v.T
-    dS -= (dO * O).sum(axis=1, keepdims=True)
+    dS = dO @ v.swapaxes(1, 2)
+    dS -= (dO * O).sum(axis=2, keepdims=True)
     dS *= P
-    dS *= 1 / math.sqrt(q.shape[1])
-    return dS @ k, dS.T @ q, P.T @ dO
+    dS *= 1 / math.sqrt(q.shape[2])
+    return dS @ k, dS.swapaxes(1, 2) @ q, P.swapaxes(1, 2) @ dO
 
 
 def standard(case: Case, q: Array, k: Array, v: Array, dO: Array) -> Callable[[], Any]:
@@ -86,12 +87,12 @@ def standard(case: Case, q: Array, k: Array, v: Array, dO: Array) -> Callable[[]
 
 
 def tiled(case: Case, *arrays: Array) -> Callable[[], Any]:
-    q, k, v, dout = (x[None, :, None] for x in arrays)
+    q, k, v, dout = (x.swapaxes(0, 1)[None] for x in arrays)
     options: dict[str, Any] = {
         "causal": case.causal,
         "softmax_scale": 1 / math.sqrt(case.head_dim),
     }
-    out, lse = np.empty_like(q), np.empty((1, 1, case.seqlen), np.float32)
+    out, lse = np.empty_like(q), np.empty((1, case.heads, case.seqlen), np.float32)
     if case.direction == "forward":
         return lambda: cpu.attention(q, k, v, out, lse, **options)
     cpu.attention(q, k, v, out, lse, **options)
@@ -101,7 +102,7 @@ def tiled(case: Case, *arrays: Array) -> Callable[[], Any]:
 
 def measure(case: Case, repeats: int) -> Measurement:
     rng = np.random.default_rng(0)
-    shape = (case.seqlen, case.head_dim)
+    shape = (case.heads, case.seqlen, case.head_dim)
     arrays = [rng.standard_normal(shape, dtype=np.float32) for _ in range(4)]
     before = memory("VmRSS")
     prepare = standard if case.implementation == "standard" else tiled
@@ -133,8 +134,8 @@ def in_fresh_process(case: Case, repeats: int) -> Measurement:
 
 
 def table(results: dict[Case, Measurement]) -> Table:
-    grid = Table(title="Tiled CPU attention against standard NumPy attention, float32, one head")
-    headings = "seqlen", "pass", "standard", "tiled", "speed-up", "standard peak", "tiled peak"
+    grid = Table(title="The CPU path against standard NumPy attention, float32")
+    headings = "heads", "seqlen", "pass", "standard", "tiled", "speed-up", "standard peak", "tiled peak"
     for heading in headings:
         grid.add_column(heading, justify="right")
     for case, slow in results.items():
@@ -142,6 +143,7 @@ def table(results: dict[Case, Measurement]) -> Table:
             continue
         fast = results[Case(**(asdict(case) | {"implementation": "tiled"}))]
         grid.add_row(
+            str(case.heads),
             str(case.seqlen),
             case.direction,
             *(f"{x.seconds * 1e3:.1f} ms" for x in (slow, fast)),
@@ -152,16 +154,27 @@ def table(results: dict[Case, Measurement]) -> Table:
 
 
 @click.command(help=__doc__)
-@click.option("--seqlen", "seqlens", type=int, multiple=True, default=(4096, 16384), show_default=True)
+@click.option(
+    "--heads",
+    "shapes",
+    type=(int, int),
+    multiple=True,
+    metavar="HEADS SEQLEN",
+    default=((1, 4096), (1, 16384), (256, 64)),
+    show_default=True,
+    help="How many heads of which length.",
+)
 @click.option("--head-dim", type=int, default=64, show_default=True)
 @click.option("--causal", is_flag=True)
 @click.option("--repeats", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
-def main(seqlens: tuple[int, ...], head_dim: int, causal: bool, repeats: int, as_json: bool) -> None:
+def main(
+    shapes: tuple[tuple[int, int], ...], head_dim: int, causal: bool, repeats: int, as_json: bool
+) -> None:
     cases = [
-        Case(implementation, direction, seqlen, head_dim, causal)
-        for seqlen, direction, implementation in product(
-            seqlens, ("forward", "backward"), ("standard", "tiled")
+        Case(implementation, direction, heads, seqlen, head_dim, causal)
+        for (heads, seqlen), direction, implementation in product(
+            shapes, ("forward", "backward"), ("standard", "tiled")
         )
     ]
     progress = track(cases, "Measuring", console=Console(stderr=True), transient=True)

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from cufa.kernels import KERNELS, Kernel, features_in_words  # noqa: E402 - from this checkout, installed or not
+from cufa.messages import counted  # noqa: E402
 from cufa.problem import DTYPES, FLOAT8  # noqa: E402
 
 README = ROOT / "README.md"
@@ -205,14 +206,18 @@ def other_presets(record: Row) -> str:
 
 def cpu_path(record: Row) -> str:
     cpu = record["cpu"]
-    results = {(row["seqlen"], row["direction"], row["implementation"]): row for row in cpu["results"]}
+    results = {
+        (row.get("heads", 1), row["seqlen"], row["direction"], row["implementation"]): row
+        for row in cpu["results"]
+    }
     lines = []
-    for seqlen, direction, implementation in results:
+    for *case, implementation in results:
         if implementation == "standard":
-            standard, tiled = (results[seqlen, direction, name] for name in ("standard", "tiled"))
+            standard, tiled = (results[*case, name] for name in ("standard", "tiled"))
+            heads, seqlen, direction = case
             lines.append(
                 (
-                    f"{direction}, {seqlen:,} x {seqlen:,}",
+                    f"{direction}, {counted(heads, 'head')} of {seqlen:,} x {seqlen:,}",
                     duration(standard["seconds"]),
                     duration(tiled["seconds"]),
                     size(standard["peak_bytes"]),
@@ -222,7 +227,7 @@ def cpu_path(record: Row) -> str:
     header = ("CPU path", "standard", "tiled", "standard, memory", "tiled, memory")
     head_dim = cpu["results"][0]["head_dim"]
     caption = (
-        f"One head of {head_dim}, float32, on that machine's {record['info']['cpu_cores']} cores, by "
+        f"Heads of {head_dim}, float32, on that machine's {record['info']['cpu_cores']} cores, by "
         "`scripts/bench_cpu.py`; memory is by how much the process grew."
     )
     return f"{table(header, lines)}\n\n{caption}"

@@ -211,10 +211,9 @@ def cpu_path(record: Row) -> str:
         for row in cpu["results"]
     }
     lines = []
-    for *case, implementation in results:
+    for heads, seqlen, direction, implementation in results:
         if implementation == "standard":
-            standard, tiled = (results[*case, name] for name in ("standard", "tiled"))
-            heads, seqlen, direction = case
+            standard, tiled = (results[heads, seqlen, direction, name] for name in ("standard", "tiled"))
             lines.append(
                 (
                     f"{direction}, {counted(heads, 'head')} of {seqlen:,} x {seqlen:,}",

@@ -30,6 +30,7 @@ BAD_INPUT = 2
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 _PLAN_INDENT = 13 * " "  # where the second column of a printed Plan begins
+_UNKNOWN_WIDTH = 80  # of a terminal that does not know its own
 _BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
@@ -93,17 +94,22 @@ def writing_errors() -> Iterator[None]:
 
 def stdout() -> Console:
     """The console for what was asked for."""
-    from rich.console import Console
-
-    return Console(highlight=False, markup=False, emoji=False)
+    return _console(stderr=False)
 
 
 @functools.cache
 def stderr() -> Console:
     """The console for all else; one, so that a message and a progress bar make room for each other."""
+    return _console(stderr=True)
+
+
+def _console(stderr: bool) -> Console:
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False, markup=False, emoji=False)
+    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    if console.width == 0:  # nothing would be printed
+        console.width = _UNKNOWN_WIDTH
+    return console
 
 
 def say(message: str, style: str = "") -> None:

@@ -58,6 +58,12 @@ def test_reports_fit_80_columns(arguments):
     assert result.stderr == ""
 
 
+def test_a_terminal_that_does_not_know_its_width_shows_all(monkeypatch):
+    expected = run("kernels").stdout
+    monkeypatch.setenv("COLUMNS", "0")
+    assert run("kernels").stdout == expected
+
+
 def test_a_narrow_terminal_leaves_out_no_digit(monkeypatch):
     monkeypatch.setenv("COLUMNS", "30")
     assert "…" not in run("run", *SMALL).stdout

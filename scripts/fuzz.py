@@ -32,12 +32,12 @@ from fuzz_memory import Array, Memory, placed  # noqa: E402
 import cufa  # noqa: E402
 from cufa import device  # noqa: E402
 from cufa.checking import compare_results, gradient_names, judge  # noqa: E402
-from cufa.cpu import tiles  # noqa: E402
+from cufa.cpu import stacks, tiles  # noqa: E402
 from cufa.problem import DTYPES, FLOAT8, accumulator_dtype  # noqa: E402
 from cufa.reference import Rules  # noqa: E402
 
-# So small that there are several, on the CPU.
-CPU_TILES = {"Q_TILE": 7, "KV_TILE": 10}
+# On the CPU: so small that there are several tiles, and some heads are not in stacks.
+CPU_SIZES = ((tiles, "Q_TILE", 7), (tiles, "KV_TILE", 10), (stacks, "MOST_SCORES", 300))
 WORKSPACE_BYTES = 1 << 26
 # How many times as far off as the rule allows a result may be: it takes roundings for independent, which
 # those of keys that are the same are not, and does not count those of thousands of sums, one after another.
@@ -305,8 +305,8 @@ def report(case: Case, message: str) -> None:
 @click.option("--show", is_flag=True, help="Count also what was refused, and which kernels ran.")
 def main(seconds: float, backend: str, seed: int, failures: int, show: bool) -> None:
     if backend == "numpy":
-        for name, size in CPU_TILES.items():
-            setattr(tiles, name, size)
+        for module, name, size in CPU_SIZES:
+            setattr(module, name, size)
     elif backend == "cuda":
         try:
             device.current()

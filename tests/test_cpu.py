@@ -376,7 +376,8 @@ def test_lse_is_optional() -> None:
         (2, 400, {"window": (9, 9)}, False),
         (2, 520, {}, False),
         (8, 64, {"dropout_p": 0.1, "seed": 3, "offset": 0}, False),
-        (8, 64, {"seqused_k": np.array([60], np.int32)}, False),
+        (8, 64, {"seqused_k": np.array([60], np.int32)}, True),
+        (8, 64, {"seqused_k": np.array([0], np.int32)}, False),
     ],
 )
 def test_short_heads_are_stacked(
@@ -391,10 +392,11 @@ def test_short_heads_are_stacked(
 @pytest.mark.parametrize("threads", [1, 2, 5, 8])
 def test_every_head_is_in_one_stack(threads: int) -> None:
     q, k = np.zeros((3, 50, 6, 8), np.float32), np.zeros((3, 40, 2, 8), np.float32)
-    parts = list(stacks._stacks(q, k, Rules(softmax_scale=1.0), threads))
+    rules = Rules(softmax_scale=1.0)
+    parts = list(stacks._stacks(rules.sequences(q, k), q, k, rules, threads))
     taken = np.zeros((3, 2), int)
     for part in parts:
-        taken[part.batches, part.kv_heads] += 1
+        taken[part.of.numbers, part.kv_heads] += 1
     assert (taken == 1).all()
     assert len(parts) >= min(threads, taken.size)
 

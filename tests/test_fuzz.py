@@ -10,7 +10,6 @@ from click.testing import CliRunner
 from test_emulator import planted
 
 from cufa import cpu, device
-from cufa.cpu import tiles
 from cufa.problem import MAX_ALIGN_BYTES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
@@ -20,8 +19,8 @@ import fuzz_emulator
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    for name, size in fuzz.CPU_TILES.items():
-        monkeypatch.setattr(tiles, name, size)
+    for module, name, size in fuzz.CPU_SIZES:
+        monkeypatch.setattr(module, name, size)
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -31,7 +31,7 @@ from cufa.cpu.arithmetic import (
 from cufa.cpu.tiles import threads_for
 from cufa.problem import four_axes
 from cufa.reference import unpacked
-from cufa.score_rules import Rules
+from cufa.score_rules import Rules, Sequence, tiles_between
 from cufa.threads import in_threads
 
 # Scores of a stack: of float32 a quarter of a MiB or, of threads that take Python's lock in turns, one.
@@ -51,18 +51,35 @@ TAKEN = {
     "sink",
     "seed",
     "offset",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_k",
+    "block_table",
 }
 
 
 def suit(q: Array, k: Array, rules: Rules) -> bool:
-    """Whether heads are so short, all of them alike, and a call asks for nothing that only tiles have."""
+    """Whether heads are so short, and a call asks for nothing that only tiles have."""
     others = (getattr(rules, field.name) for field in fields(rules) if field.name not in TAKEN)
     if not all(value is None or (np.isscalar(value) and value == 0) for value in others):
         return False
-    (batch, rows, heads, _), (_, keys, kv_heads, _) = q.shape, k.shape
-    scores = heads // max(1, kv_heads) * rows * keys
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    if kv_heads == 0:
+        return False
+    if have_own_lengths(rules):
+        lengths = [(each.seqlen_q, each.seqlen_k) for each in rules.sequences(q, k)]
+        many = heads > 1
+    else:
+        lengths = [(q.shape[1], k.shape[1])]
+        many = q.shape[0] * kv_heads > 1
+    scores = [heads // kv_heads * rows * columns for rows, columns in lengths]
     most = MOST_SCORES if rules.window is None else MOST_SCORES // 2
-    return bool(0 < scores <= most and batch * kv_heads > 1)
+    return many and min(scores, default=0) > 0 and max(scores) <= most
+
+
+def have_own_lengths(rules: Rules) -> bool:
+    """Whether sequences are packed, or lie in pages, or say how many of their keys count."""
+    return any(x is not None for x in (rules.cu_seqlens_q, rules.seqused_k, rules.block_table))
 
 
 def attention(q: Array, k: Array, v: Array, out: Array, lse: Array | None, rules: Rules) -> bool:
@@ -87,7 +104,7 @@ def attention(q: Array, k: Array, v: Array, out: Array, lse: Array | None, rules
         O /= nonzero(l)
         stack.queries_of(out)[...] = O
         if lse is not None:
-            lse[stack.batches, stack.heads] = (m + np.log(l))[..., 0]
+            stack.statistics_of(lse)[...] = (m + np.log(l))[..., 0]
         return True
 
     return _all(attend, q, k, rules)
@@ -120,8 +137,8 @@ def attention_backward(
         O *= dO
         D = stack.by_head(row_sums(O))
         if dlse is not None:
-            D = D - dlse[stack.batches, stack.heads, :, None]
-        L = empty_as_infinite(lse[stack.batches, stack.heads, :, None].astype(Q.dtype))
+            D = D - stack.statistics_of(dlse)[..., None]
+        L = empty_as_infinite(stack.statistics_of(lse)[..., None].astype(Q.dtype))
         S = stack.by_head(scratch.product("S", Q, K.swapaxes(2, 3)))
         stack.cap(S)
         slope = 1 - np.square(S / rules.softcap) if rules.softcap else None
@@ -137,6 +154,8 @@ def attention_backward(
         P, dS = stack.by_group(P), stack.by_group(dS)
         stack.keys_of(dv)[...] = scratch.product("dV", P.swapaxes(2, 3), dO)
         stack.keys_of(dk)[...] = scratch.product("dK", dS.swapaxes(2, 3), Q)
+        for gradient in (dk, dv):
+            stack.unused_keys_of(gradient)[...] = 0
         dQ = scratch.product("dQ", dS, K)
         dQ *= scale
         stack.queries_of(dq)[...] = stack.by_head(dQ)
@@ -153,8 +172,11 @@ class _Scratches(threading.local):
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
-    """What all stacks of a call share, and how many query heads, rows and columns a KV head has."""
+class _Alike:
+    """What stacks of sequences of one length share.
+
+    A KV head has `group` query heads, `rows` and `columns`.
+    """
 
     rules: Rules
     scratches: _Scratches
@@ -178,31 +200,81 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class _Stack:
-    """Some KV heads of some batches, and the query heads that share them."""
+class _Batches:
+    """Sequences of one length, one after the other."""
 
-    call: _Call
-    batches: slice
+    numbers: slice
+
+    def queries(self, x: Array) -> Array:
+        """Their part of q, out or their gradients: (batch, rows, heads, dim)."""
+        part: Array = x[self.numbers]
+        return part
+
+    keys = statistics = queries
+
+    def unused_keys(self, x: Array) -> Array:
+        """Those that do not count: none."""
+        part: Array = x[self.numbers, :0]
+        return part
+
+
+@dataclass(frozen=True)
+class _One:
+    """A sequence that is packed, or has lengths of its own, likewise."""
+
+    sequence: Sequence
+
+    @property
+    def numbers(self) -> slice:
+        return slice(self.sequence.number, self.sequence.number + 1)
+
+    def queries(self, x: Array) -> Array:
+        return self.sequence.queries(x)[None]
+
+    def keys(self, x: Array) -> Array:
+        return self.sequence.used_keys(x)[None]
+
+    def statistics(self, x: Array) -> Array:
+        return self.sequence.statistics(x)[None]
+
+    def unused_keys(self, x: Array) -> Array:
+        return self.sequence.unused_keys(x)[None]
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """Some KV heads of some sequences, and the query heads that share them."""
+
+    alike: _Alike
+    of: _Batches | _One
     kv_heads: slice
 
     @property
     def scratch(self) -> Scratch:
         """Memory of the thread that works on it."""
-        return self.call.scratches.own
+        return self.alike.scratches.own
 
     @property
     def heads(self) -> slice:
-        return slice(self.kv_heads.start * self.call.group, self.kv_heads.stop * self.call.group)
+        return slice(self.kv_heads.start * self.alike.group, self.kv_heads.stop * self.alike.group)
 
     def queries_of(self, x: Array) -> Array:
         """Its part of q, out or their gradients: (batch, heads, rows, dim)."""
-        part: Array = x[self.batches, :, self.heads].swapaxes(1, 2)
+        part: Array = self.of.queries(x)[:, :, self.heads].swapaxes(1, 2)
         return part
 
     def keys_of(self, x: Array) -> Array:
         """Its part of k, v or their gradients: (batch, kv_heads, columns, dim)."""
-        part: Array = x[self.batches, :, self.kv_heads].swapaxes(1, 2)
+        part: Array = self.of.keys(x)[:, :, self.kv_heads].swapaxes(1, 2)
         return part
+
+    def unused_keys_of(self, x: Array) -> Array:
+        """Of those that do not count."""
+        return self.of.unused_keys(x)[:, :, self.kv_heads]
+
+    def statistics_of(self, x: Array) -> Array:
+        """Its part of the LSE or the LSE's gradient: (batch, heads, rows)."""
+        return self.of.statistics(x)[:, self.heads]
 
     def queries(self, name: str, x: Array, scale: float = 1.0) -> Array:
         """A copy of the same, scaled, by group."""
@@ -219,69 +291,84 @@ class _Stack:
 
     def by_group(self, x: Array) -> Array:
         """(batch, heads, rows, ...) as (batch, kv_heads, group * rows, ...)."""
-        return x.reshape(x.shape[0], -1, self.call.group * self.call.rows, x.shape[-1])
+        return x.reshape(x.shape[0], -1, self.alike.group * self.alike.rows, x.shape[-1])
 
     def by_head(self, x: Array) -> Array:
         """The other way round."""
-        return x.reshape(x.shape[0], -1, self.call.rows, x.shape[-1])
+        return x.reshape(x.shape[0], -1, self.alike.rows, x.shape[-1])
 
     def cap(self, S: Array) -> None:
         """Bound the scores softly."""
-        if self.call.rules.softcap:
-            S /= self.call.rules.softcap
+        if self.alike.rules.softcap:
+            S /= self.alike.rules.softcap
             np.tanh(S, out=S)
-            S *= self.call.rules.softcap
+            S *= self.alike.rules.softcap
 
     def add(self, S: Array) -> None:
         """Add bias and ALiBi to the scores."""
-        if self.call.rules.bias is not None:
-            S += self._part(self.call.rules.bias)[..., : self.call.columns].astype(S.dtype)
-        slopes = self.call.rules.alibi_slopes
+        if self.alike.rules.bias is not None:
+            S += self._part(self.alike.rules.bias).astype(S.dtype)
+        slopes = self.alike.rules.alibi_slopes
         if slopes is not None:
-            own = slopes[self.heads] if slopes.ndim == 1 else slopes[self.batches, self.heads]
-            S -= own[..., None, None] * np.abs(self.call.distances).astype(S.dtype)
+            own = slopes[self.heads] if slopes.ndim == 1 else slopes[self.of.numbers, self.heads]
+            S -= own[..., None, None] * np.abs(self.alike.distances).astype(S.dtype)
 
     def visible(self) -> Array | None:
         """Which rows see which keys, of all heads or of each; None if all see all."""
-        seen = self.call.in_window
-        if self.call.rules.mask is not None:
-            mask = unpacked(self._part(self.call.rules.mask))[..., : self.call.columns]
+        seen = self.alike.in_window
+        if self.alike.rules.mask is not None:
+            mask = unpacked(self._part(self.alike.rules.mask))[..., : self.alike.columns]
             seen = mask if seen is None else mask & seen
         return None if seen is None or seen.all() else seen
 
     def sink(self) -> Array:
         """The logits that take part in each row's softmax, (heads, 1, 1); -inf if there are none."""
-        if self.call.rules.sink is None:
+        if self.alike.rules.sink is None:
             return np.full((1, 1, 1), -np.inf, self.scratch.dtype)
-        sink: Array = np.asarray(self.call.rules.sink[self.heads], self.scratch.dtype)
+        sink: Array = np.asarray(self.alike.rules.sink[self.heads], self.scratch.dtype)
         return sink[:, None, None]
 
     def _part(self, x: Array) -> Array:
         """Its part of a bias or a mask, whose axes may have one element that stands for all."""
         shape = four_axes(x.shape)
-        batches = self.batches if shape[0] > 1 else slice(None)
+        batches = self.of.numbers if shape[0] > 1 else slice(None)
         heads = self.heads if shape[1] > 1 else slice(None)
-        part: Array = x.reshape(shape)[batches, heads]
+        part: Array = x.reshape(shape)[batches, heads, : self.alike.rows, : self.alike.columns]
         return part
 
 
 def _all(work: Callable[[_Stack], bool], q: Array, k: Array, rules: Rules) -> bool:
     """Whether work(stack) is true of every stack; some threads share them."""
-    if rules.bias is not None or rules.mask is not None:
-        rules.sequences(q, k)  # for the sake of its check that these are long enough
-    batch, rows, heads, _ = q.shape
-    threads = threads_for(batch * heads * rows * k.shape[1])
-    return all(list(in_threads(work, _stacks(q, k, rules, threads), threads)))
+    sequences = rules.sequences(q, k)  # which also checks that bias and mask are long enough
+    threads = threads_for(q.shape[-2] * sum(each.seqlen_q * each.seqlen_k for each in sequences))
+    stacks = _own_stacks if have_own_lengths(rules) else _stacks
+    return all(list(in_threads(work, stacks(sequences, q, k, rules, threads), threads)))
 
 
-def _stacks(q: Array, k: Array, rules: Rules, threads: int) -> Iterator[_Stack]:
+def _stacks(sequences: list[Sequence], q: Array, k: Array, rules: Rules, threads: int) -> Iterator[_Stack]:
     """All heads in stacks, one for each thread at least if there are as many."""
-    (batch, rows, heads, _), (_, columns, kv_heads, _) = q.shape, k.shape
-    call = _Call(rules, _Scratches(compute_dtype(q)), heads // kv_heads, rows, columns)
-    scores = STACK_SCORES if threads == 1 else SHARED_STACK_SCORES
-    fitting = max(1, scores // (call.group * rows * columns))
-    most = min(fitting, max(1, batch * kv_heads // threads))
-    batches, some = max(1, most // kv_heads), min(most, kv_heads)
+    batch, kv_heads, group = len(sequences), k.shape[-2], q.shape[-2] // k.shape[-2]
+    alike = _Alike(rules, _Scratches(compute_dtype(q)), group, q.shape[1], k.shape[1])
+    most = min(_fitting(alike, threads), max(1, batch * kv_heads // threads))
+    batches = max(1, most // kv_heads)
     for b in range(0, batch, batches):
-        for h in range(0, kv_heads, some):
-            yield _Stack(call, slice(b, min(b + batches, batch)), slice(h, min(h + some, kv_heads)))
+        of = _Batches(slice(b, min(b + batches, batch)))
+        yield from (_Stack(alike, of, heads) for heads in tiles_between(0, kv_heads, min(most, kv_heads)))
+
+
+def _own_stacks(
+    sequences: list[Sequence], q: Array, k: Array, rules: Rules, threads: int
+) -> Iterator[_Stack]:
+    """The same of sequences by themselves."""
+    kv_heads, group, scratches = k.shape[-2], q.shape[-2] // k.shape[-2], _Scratches(compute_dtype(q))
+    for sequence in sequences:
+        alike = _Alike(rules, scratches, group, sequence.seqlen_q, sequence.seqlen_k)
+        of = _One(sequence)
+        some = min(_fitting(alike, threads), kv_heads)
+        yield from (_Stack(alike, of, heads) for heads in tiles_between(0, kv_heads, some))
+
+
+def _fitting(alike: _Alike, threads: int) -> int:
+    """How many KV heads make a stack."""
+    scores = STACK_SCORES if threads == 1 else SHARED_STACK_SCORES
+    return max(1, scores // (alike.group * alike.rows * alike.columns))

@@ -250,12 +250,18 @@ class _Stack:
     kv_heads: slice
 
     @property
+    def rules(self) -> Rules:
+        """Those of the call."""
+        return self.alike.rules
+
+    @property
     def scratch(self) -> Scratch:
         """Memory of the thread that works on it."""
         return self.alike.scratches.own
 
     @property
     def heads(self) -> slice:
+        """The query heads."""
         return slice(self.kv_heads.start * self.alike.group, self.kv_heads.stop * self.alike.group)
 
     def queries_of(self, x: Array) -> Array:
@@ -299,16 +305,16 @@ class _Stack:
 
     def cap(self, S: Array) -> None:
         """Bound the scores softly."""
-        if self.alike.rules.softcap:
-            S /= self.alike.rules.softcap
+        if self.rules.softcap:
+            S /= self.rules.softcap
             np.tanh(S, out=S)
-            S *= self.alike.rules.softcap
+            S *= self.rules.softcap
 
     def add(self, S: Array) -> None:
         """Add bias and ALiBi to the scores."""
-        if self.alike.rules.bias is not None:
-            S += self._part(self.alike.rules.bias).astype(S.dtype)
-        slopes = self.alike.rules.alibi_slopes
+        if self.rules.bias is not None:
+            S += self._part(self.rules.bias).astype(S.dtype)
+        slopes = self.rules.alibi_slopes
         if slopes is not None:
             own = slopes[self.heads] if slopes.ndim == 1 else slopes[self.of.numbers, self.heads]
             S -= own[..., None, None] * np.abs(self.alike.distances).astype(S.dtype)
@@ -316,16 +322,16 @@ class _Stack:
     def visible(self) -> Array | None:
         """Which rows see which keys, of all heads or of each; None if all see all."""
         seen = self.alike.in_window
-        if self.alike.rules.mask is not None:
-            mask = unpacked(self._part(self.alike.rules.mask))[..., : self.alike.columns]
+        if self.rules.mask is not None:
+            mask = unpacked(self._part(self.rules.mask))[..., : self.alike.columns]
             seen = mask if seen is None else mask & seen
         return None if seen is None or seen.all() else seen
 
     def sink(self) -> Array:
         """The logits that take part in each row's softmax, (heads, 1, 1); -inf if there are none."""
-        if self.alike.rules.sink is None:
+        if self.rules.sink is None:
             return np.full((1, 1, 1), -np.inf, self.scratch.dtype)
-        sink: Array = np.asarray(self.alike.rules.sink[self.heads], self.scratch.dtype)
+        sink: Array = np.asarray(self.rules.sink[self.heads], self.scratch.dtype)
         return sink[:, None, None]
 
     def _part(self, x: Array) -> Array:

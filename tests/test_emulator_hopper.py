@@ -19,6 +19,7 @@ from cufa import jit
 from cufa.arguments import Options, make_problem
 from cufa.device import target
 from cufa.kernels import KERNELS
+from cufa.plan.wgmma import SECTION_OF_L2
 
 pytestmark = pytest.mark.emulator
 
@@ -821,6 +822,16 @@ BY_ADDITION = [
 def test_ways_of_adding(rng, kernel, dims, lengths, causal):
     problem = draw(rng, "float16", *lengths, dims=dims, batch=1, heads=2, kv_heads=1)
     run(kernel, problem, causal, tiles=None, device=NO_CACHE)
+
+
+# Under a causal mask the cache holds five heads: two that are left over belong to that section, three
+# are one of their own.
+@pytest.mark.parametrize("heads", [7, 8])
+def test_heads_left_over_by_sections(rng, heads):
+    head_bytes = 260 * 64 * (2 * 2 + 4)  # of queries, dO and sums
+    device = replace(SMALL_DEVICE, l2_bytes=int(5.5 * head_bytes / SECTION_OF_L2))
+    problem = draw(rng, "float16", 260, 260, dims=(64, 64), batch=1, heads=heads, kv_heads=heads)
+    run("bwd_4_wgmma", problem, True, tiles=None, device=device)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,12 @@ class Rules(ScoreOptions):
 
     softmax_scale: float
 
+    @property
+    def reach(self) -> tuple[int | None, int | None]:
+        """How many keys before and after its own a row sees; None for all."""
+        left, right = check_window(self.window)
+        return left, 0 if self.causal else right
+
     def sequences(self, q: Array, k: Array) -> list[Sequence]:
         """Every sequence of the batch.
 
@@ -60,14 +66,14 @@ class Rules(ScoreOptions):
         slopes = self.alibi_slopes
         if slopes is not None and slopes.ndim == 2:
             slopes = slopes[sequence.number]
-        left, right = check_window(self.window)
+        left, right = self.reach
         return HeadRules(
             sequence=sequence.number,
             number=head,
             rows=sequence.seqlen_q,
             keys=sequence.seqlen_k,
             left=left,
-            right=0 if self.causal else right,
+            right=right,
             softcap=self.softcap,
             bias=_of_head(self.bias, sequence.number, head),
             bias_place=_matrix_place(self.bias, sequence.number, head),
@@ -202,17 +208,11 @@ class HeadRules:
 
     def cap(self, S: Array) -> None:
         """Bound the scores softly."""
-        if self.softcap:
-            S /= self.softcap
-            np.tanh(S, out=S)
-            S *= self.softcap
+        cap(S, self.softcap)
 
     def slope(self, S: Array) -> Array | None:
         """By how much scores that are capped change with what they were before; None if by as much."""
-        if not self.softcap:
-            return None
-        slope: Array = 1 - np.square(S / self.softcap)
-        return slope
+        return slope_of_cap(S, self.softcap)
 
     def add(self, S: Array, rows: slice, columns: slice) -> None:
         """Add bias and ALiBi to the scores."""
@@ -292,6 +292,22 @@ class HeadRules:
     def _diagonal(self, row: int) -> int:
         """The key at which a row stands: the last row stands at the last key."""
         return row + self.keys - self.rows
+
+
+def cap(S: Array, softcap: float) -> None:
+    """Bound scores softly, unless softcap is 0."""
+    if softcap:
+        S /= softcap
+        np.tanh(S, out=S)
+        S *= softcap
+
+
+def slope_of_cap(S: Array, softcap: float) -> Array | None:
+    """By how much scores that are capped change with what they were before; None if by as much."""
+    if not softcap:
+        return None
+    slope: Array = 1 - np.square(S / softcap)
+    return slope
 
 
 def tiles_between(begin: int, end: int, tile: int) -> list[slice]:

@@ -386,7 +386,8 @@ def test_short_heads_are_stacked(
     rng = np.random.default_rng(21)
     problem = random_problem(rng, "float32", seqlen_q=seqlen, seqlen_k=seqlen, heads=heads)
     rules = Rules(softmax_scale=1.0, **options)
-    assert stacks.suit(problem.q, problem.k, rules) == (stacked and way == "stacks")
+    sequences = rules.sequences(problem.q, problem.k)
+    assert stacks.suit(problem.q, problem.k, rules, sequences) == (stacked and way == "stacks")
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5, 8])
@@ -408,7 +409,7 @@ def test_memory_does_not_grow_with_the_square(dtype_name: str) -> None:
         np.random.default_rng(14), dtype_name, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=16
     )
     tracemalloc.start()
-    with mock.patch.object(tiles, "cores", return_value=2):  # each of whose threads has tiles of its own
+    with mock.patch.object(cpu, "cores", return_value=2):  # each of whose threads has tiles of its own
         out, lse = forward(problem, causal=True)
         backward(problem, out, lse, causal=True)
     _, peak = tracemalloc.get_traced_memory()

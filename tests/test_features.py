@@ -1,7 +1,6 @@
 """Features of a call on the CPU, through the functions that users call."""
 
 import itertools
-import math
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -21,7 +20,7 @@ from feature_cases import (
 from tolerance import LAYOUTS, Array, assert_attention, assert_gradients, poisoned, random_problem
 
 import cufa
-from cufa import reference
+from cufa import cpu, reference
 from cufa.cpu import stacks, tiles
 from cufa.cpu.arithmetic import Scratch
 from cufa.score_rules import Rules
@@ -43,7 +42,7 @@ def small_tiles() -> Iterator[None]:
 
 @pytest.fixture
 def by_tiles() -> Iterator[None]:
-    """All by tiles: bits are compared, and stacks' are others."""
+    """All by tiles: what is compared would be by tiles and by stacks, whose last bits differ."""
     with mock.patch.object(stacks, "MOST_SCORES", 0):
         yield
 
@@ -144,8 +143,7 @@ def test_threads_and_their_sums(
 ) -> None:
     sizes = {"batch": batch, "heads": 3, "kv_heads": kv_heads, "head_dim": 6}
     case = draw_case(rng, "float32", features, seqlen_q=33, seqlen_k=40, **sizes)
-    of_four = mock.Mock(return_value=4)
-    with mock.patch.object(tiles, "threads_for", of_four), mock.patch.object(stacks, "threads_for", of_four):
+    with mock.patch.object(cpu, "_threads", return_value=4):
         check(case)
         expected = in_sequences(case, attend(case))
         for _ in range(3):
@@ -290,7 +288,6 @@ def test_packed_sequences_are_calls_of_their_own(rng: np.random.Generator, sequs
         assert np.all(dv[beyond] == 0)
 
 
-@pytest.mark.usefixtures("by_tiles")
 def test_more_used_keys_than_there_are_is_all(rng: np.random.Generator) -> None:
     case = draw_case(rng, "float32", ["causal"], seqlen_q=5, seqlen_k=9, head_dim=4)
     assert_same(case, case.numbers, {"seqused_k": np.array([9, 1000], np.int32)})
@@ -345,26 +342,27 @@ def test_tiles_are_what_is_seen(rng: np.random.Generator, features: frozenset[st
         np.testing.assert_array_equal(seen, truth.visible)
 
 
+@pytest.mark.usefixtures("by_tiles")
 def test_work_follows_the_window(rng: np.random.Generator) -> None:
     problem = random_problem(rng, "float32", seqlen_q=400, seqlen_k=400, head_dim=4)
-    elements = 0
-    array_of = Scratch._array
+    products = 0
+    product = Scratch.product
 
-    def counted(self: Scratch, name: str, shape: tuple[int, ...]) -> Array:
-        nonlocal elements
-        elements += math.prod(shape)
-        return array_of(self, name, shape)
+    def counted(self: Any, name: str, a: Array, b: Array, visible: Array | None = None) -> Array:
+        nonlocal products
+        products += a.shape[0] * a.shape[1] * b.shape[1]
+        return product(self, name, a, b, visible)
 
     def work(**options: Any) -> int:
-        nonlocal elements
-        elements = 0
-        with mock.patch.object(Scratch, "_array", counted):
+        nonlocal products
+        products = 0
+        with mock.patch.object(Scratch, "product", counted):
             results = cufa.attention(
                 problem.q, problem.k, problem.v, return_lse=True, backend="numpy", **options
             )
             inputs = problem.dout, problem.q, problem.k, problem.v
             cufa.attention_backward(*inputs, *results, backend="numpy", **options)
-        return elements
+        return products
 
     everything = work()
     assert work(window=(10, 10)) < everything / 10

@@ -7,16 +7,23 @@ is the caller's promise.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from cufa.cpu import stacks, tiles
 from cufa.cpu.arithmetic import Array
-from cufa.cpu.tiles import NO_ARRAYS, softmax
-from cufa.score_rules import Rules
+from cufa.cpu.tiles import softmax
+from cufa.score_rules import Rules, Sequence
+from cufa.threads import cores
 
 __all__ = ["attention", "attention_backward", "softmax", "stacks", "tiles"]
+
+# With fewer scores than this the work is done before other threads have begun.
+PARALLEL_SCORES = 2**20
+# The gradients of arrays, where none are wanted.
+_NO_ARRAYS: Mapping[str, Array] = MappingProxyType({})
 
 
 @np.errstate(all="ignore")
@@ -55,10 +62,14 @@ def attention(
             too short for a sequence.
     """
     rules = Rules(**options)
-    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-    plain = all(descale is None for descale in descales.values())
-    if not (plain and stacks.suit(q, k, rules) and stacks.attention(q, k, v, out, lse, rules)):
-        tiles.attention(q, k, v, out, lse, rules, **descales)
+    sequences = rules.sequences(q, k)
+    how = rules, sequences, _threads(sequences, q.shape[-2])
+    plain = q_descale is None and k_descale is None and v_descale is None
+    stacked = plain and stacks.suit(q, k, rules, sequences)
+    if not (stacked and stacks.attention(q, k, v, out, lse, *how)):
+        tiles.attention(
+            q, k, v, out, lse, *how, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
+        )
 
 
 @np.errstate(all="ignore")
@@ -76,7 +87,7 @@ def attention_backward(
     dlse: Array | None = None,
     dbias: Array | None = None,
     dsink: Array | None = None,
-    dscore_mod: Mapping[str, Array] = NO_ARRAYS,
+    dscore_mod: Mapping[str, Array] = _NO_ARRAYS,
     **options: Any,
 ) -> None:
     """Write the gradients, recomputing P from Q, K and LSE.
@@ -102,7 +113,15 @@ def attention_backward(
         ValueError: as `attention`.
     """
     rules = Rules(**options)
+    sequences = rules.sequences(q, k)
+    how = rules, sequences, _threads(sequences, q.shape[-2])
     arrays = (dout, q, k, v, out, lse, dq, dk, dv)
     plain = dbias is None and dsink is None and not dscore_mod
-    if not (plain and stacks.suit(q, k, rules) and stacks.attention_backward(*arrays, rules, dlse=dlse)):
-        tiles.attention_backward(*arrays, rules, dlse=dlse, dbias=dbias, dsink=dsink, dscore_mod=dscore_mod)
+    stacked = plain and stacks.suit(q, k, rules, sequences)
+    if not (stacked and stacks.attention_backward(*arrays, *how, dlse=dlse)):
+        tiles.attention_backward(*arrays, *how, dlse=dlse, dbias=dbias, dsink=dsink, dscore_mod=dscore_mod)
+
+
+def _threads(sequences: list[Sequence], heads: int) -> int:
+    scores = heads * sum(sequence.seqlen_q * sequence.seqlen_k for sequence in sequences)
+    return 1 if scores < PARALLEL_SCORES else cores()

@@ -71,15 +71,12 @@ class Scratch:
             np.multiply(x, scale, out=copy, dtype=self.dtype, casting="unsafe")
         return copy
 
-    def product(self, name: str, a: Array, b: Array) -> Array:
-        """The matrix product a @ b, or those of stacks of matrices."""
-        return np.matmul(a, b, out=self._array(name, (*a.shape[:-1], b.shape[-1])))
-
-    def seen_product(self, name: str, a: Array, b: Array, visible: Array | None) -> Array:
-        """That of two matrices, of which the terms count that are visible; all if that is None."""
+    def product(self, name: str, a: Array, b: Array, visible: Array | None = None) -> Array:
+        """The matrix product a @ b, of stacks of matrices too; with `visible`, which terms of one count."""
+        out = self._array(name, (*a.shape[:-1], b.shape[-1]))
         if visible is None:
-            return self.product(name, a, b)
-        return masked_matmul(a, b, visible, self._array(name, (a.shape[0], b.shape[1])))
+            return np.matmul(a, b, out=out)
+        return masked_matmul(a, b, visible, out)
 
     def _array(self, name: str, shape: tuple[int, ...]) -> Array:
         size = math.prod(shape)

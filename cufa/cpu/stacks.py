@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
 
-from cufa.arguments import check_window
 from cufa.cpu.arithmetic import (
     Array,
     Scratch,
@@ -28,10 +27,9 @@ from cufa.cpu.arithmetic import (
     nonzero,
     row_sums,
 )
-from cufa.cpu.tiles import threads_for
 from cufa.problem import four_axes
 from cufa.reference import unpacked
-from cufa.score_rules import Rules, Sequence, tiles_between
+from cufa.score_rules import Rules, Sequence, cap, slope_of_cap, tiles_between
 from cufa.threads import in_threads
 
 # Scores of a stack: of float32 a quarter of a MiB or, of threads that take Python's lock in turns, one.
@@ -58,23 +56,18 @@ TAKEN = {
 }
 
 
-def suit(q: Array, k: Array, rules: Rules) -> bool:
+def suit(q: Array, k: Array, rules: Rules, sequences: list[Sequence]) -> bool:
     """Whether heads are so short, and a call asks for nothing that only tiles have."""
     others = (getattr(rules, field.name) for field in fields(rules) if field.name not in TAKEN)
     if not all(value is None or (np.isscalar(value) and value == 0) for value in others):
         return False
     heads, kv_heads = q.shape[-2], k.shape[-2]
-    if kv_heads == 0:
+    many = heads > 1 if have_own_lengths(rules) else len(sequences) * kv_heads > 1
+    if not many or kv_heads == 0:
         return False
-    if have_own_lengths(rules):
-        lengths = [(each.seqlen_q, each.seqlen_k) for each in rules.sequences(q, k)]
-        many = heads > 1
-    else:
-        lengths = [(q.shape[1], k.shape[1])]
-        many = q.shape[0] * kv_heads > 1
-    scores = [heads // kv_heads * rows * columns for rows, columns in lengths]
+    scores = [heads // kv_heads * each.seqlen_q * each.seqlen_k for each in sequences]
     most = MOST_SCORES if rules.window is None else MOST_SCORES // 2
-    return many and min(scores, default=0) > 0 and max(scores) <= most
+    return min(scores, default=0) > 0 and max(scores) <= most
 
 
 def have_own_lengths(rules: Rules) -> bool:
@@ -82,7 +75,16 @@ def have_own_lengths(rules: Rules) -> bool:
     return any(x is not None for x in (rules.cu_seqlens_q, rules.seqused_k, rules.block_table))
 
 
-def attention(q: Array, k: Array, v: Array, out: Array, lse: Array | None, rules: Rules) -> bool:
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array | None,
+    rules: Rules,
+    sequences: list[Sequence],
+    threads: int,
+) -> bool:
     """Do what `cufa.cpu.attention` does; or nothing of use, and return False: NaN in V that a mask hides."""
 
     def attend(stack: _Stack) -> bool:
@@ -90,7 +92,7 @@ def attention(q: Array, k: Array, v: Array, out: Array, lse: Array | None, rules
         Q = stack.queries("Q", q, rules.softmax_scale)
         K, V = stack.keys("K", k), stack.keys("V", v)
         S = stack.by_head(scratch.product("S", Q, K.swapaxes(2, 3)))
-        stack.cap(S)
+        cap(S, rules.softcap)
         stack.add(S)
         visible = stack.visible()
         if visible is not None and not np.isfinite(V).all():
@@ -107,7 +109,7 @@ def attention(q: Array, k: Array, v: Array, out: Array, lse: Array | None, rules
             stack.statistics_of(lse)[...] = (m + np.log(l))[..., 0]
         return True
 
-    return _all(attend, q, k, rules)
+    return all(list(in_threads(attend, _stacks(sequences, q, k, rules, threads), threads)))
 
 
 def attention_backward(
@@ -121,8 +123,10 @@ def attention_backward(
     dk: Array,
     dv: Array,
     rules: Rules,
+    sequences: list[Sequence],
+    threads: int,
     *,
-    dlse: Array | None = None,
+    dlse: Array | None,
 ) -> bool:
     """Do what `cufa.cpu.attention_backward` does, or return False, as `attention`."""
     scale = rules.softmax_scale
@@ -140,8 +144,8 @@ def attention_backward(
             D = D - stack.statistics_of(dlse)[..., None]
         L = empty_as_infinite(stack.statistics_of(lse)[..., None].astype(Q.dtype))
         S = stack.by_head(scratch.product("S", Q, K.swapaxes(2, 3)))
-        stack.cap(S)
-        slope = 1 - np.square(S / rules.softcap) if rules.softcap else None
+        cap(S, rules.softcap)
+        slope = slope_of_cap(S, rules.softcap)
         stack.add(S)
         P = exp_shifted(S, L)
         fill_masked(P, 0, visible)
@@ -161,7 +165,7 @@ def attention_backward(
         stack.queries_of(dq)[...] = stack.by_head(dQ)
         return True
 
-    return _all(differentiate, q, k, rules)
+    return all(list(in_threads(differentiate, _stacks(sequences, q, k, rules, threads), threads)))
 
 
 class _Scratches(threading.local):
@@ -192,9 +196,8 @@ class _Alike:
     @functools.cached_property
     def in_window(self) -> Array | None:
         """Which rows see which keys but for a mask; None if all see all."""
-        left, right = check_window(self.rules.window)
+        left, right = self.rules.reach
         parts = [] if left is None else [self.distances >= -left]
-        right = 0 if self.rules.causal else right
         parts += [] if right is None else [self.distances <= right]
         return functools.reduce(np.logical_and, parts) if parts else None
 
@@ -303,13 +306,6 @@ class _Stack:
         """The other way round."""
         return x.reshape(x.shape[0], -1, self.alike.rows, x.shape[-1])
 
-    def cap(self, S: Array) -> None:
-        """Bound the scores softly."""
-        if self.rules.softcap:
-            S /= self.rules.softcap
-            np.tanh(S, out=S)
-            S *= self.rules.softcap
-
     def add(self, S: Array) -> None:
         """Add bias and ALiBi to the scores."""
         if self.rules.bias is not None:
@@ -343,35 +339,20 @@ class _Stack:
         return part
 
 
-def _all(work: Callable[[_Stack], bool], q: Array, k: Array, rules: Rules) -> bool:
-    """Whether work(stack) is true of every stack; some threads share them."""
-    sequences = rules.sequences(q, k)  # which also checks that bias and mask are long enough
-    threads = threads_for(q.shape[-2] * sum(each.seqlen_q * each.seqlen_k for each in sequences))
-    stacks = _own_stacks if have_own_lengths(rules) else _stacks
-    return all(list(in_threads(work, stacks(sequences, q, k, rules, threads), threads)))
-
-
 def _stacks(sequences: list[Sequence], q: Array, k: Array, rules: Rules, threads: int) -> Iterator[_Stack]:
-    """All heads in stacks, one for each thread at least if there are as many."""
-    batch, kv_heads, group = len(sequences), k.shape[-2], q.shape[-2] // k.shape[-2]
-    alike = _Alike(rules, _Scratches(compute_dtype(q)), group, q.shape[1], k.shape[1])
-    most = min(_fitting(alike, threads), max(1, batch * kv_heads // threads))
-    batches = max(1, most // kv_heads)
-    for b in range(0, batch, batches):
-        of = _Batches(slice(b, min(b + batches, batch)))
-        yield from (_Stack(alike, of, heads) for heads in tiles_between(0, kv_heads, min(most, kv_heads)))
-
-
-def _own_stacks(
-    sequences: list[Sequence], q: Array, k: Array, rules: Rules, threads: int
-) -> Iterator[_Stack]:
-    """The same of sequences by themselves."""
+    """All heads in stacks, one for each thread at least if there are as many sequences and KV heads."""
     kv_heads, group, scratches = k.shape[-2], q.shape[-2] // k.shape[-2], _Scratches(compute_dtype(q))
-    for sequence in sequences:
-        alike = _Alike(rules, scratches, group, sequence.seqlen_q, sequence.seqlen_k)
-        of = _One(sequence)
-        some = min(_fitting(alike, threads), kv_heads)
-        yield from (_Stack(alike, of, heads) for heads in tiles_between(0, kv_heads, some))
+    if have_own_lengths(rules):
+        for sequence in sequences:
+            alike = _Alike(rules, scratches, group, sequence.seqlen_q, sequence.seqlen_k)
+            some = min(_fitting(alike, threads), kv_heads)
+            yield from (_Stack(alike, _One(sequence), part) for part in tiles_between(0, kv_heads, some))
+        return
+    alike = _Alike(rules, scratches, group, q.shape[1], k.shape[1])
+    most = min(_fitting(alike, threads), max(1, len(sequences) * kv_heads // threads))
+    for numbers in tiles_between(0, len(sequences), max(1, most // kv_heads)):
+        parts = tiles_between(0, kv_heads, min(most, kv_heads))
+        yield from (_Stack(alike, _Batches(numbers), part) for part in parts)
 
 
 def _fitting(alike: _Alike, threads: int) -> int:

@@ -16,13 +16,12 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from cufa.cpu.arithmetic import (
+    Array,
     Scratch,
     compute_dtype,
     empty_as_infinite,
@@ -35,9 +34,7 @@ from cufa.cpu.arithmetic import (
 from cufa.problem import four_axes
 from cufa.rounding import ceil_div
 from cufa.score_rules import BiasPlace, HeadRules, Rules, Sequence, tiles_between
-from cufa.threads import cores, in_threads
-
-Array: TypeAlias = npt.NDArray[Any]
+from cufa.threads import in_threads
 
 # A float32 tile of this size fills 1 MiB, half of a server core's L2 cache. Threads take Python's lock in
 # turns, a few times for each tile, so that larger tiles are faster on more cores: a forward of 4,096 takes
@@ -49,10 +46,6 @@ KV_TILE = 1024
 # of these weights lose nothing and do not overflow. Of others the largest of each row is subtracted first.
 MOST_UNSHIFTED_SCORE = 30
 MOST_UNSHIFTED_VALUE = 1e15
-# With fewer scores than this the work is done before other threads have begun.
-PARALLEL_SCORES = 2**20
-# The gradients of arrays, where none are wanted.
-NO_ARRAYS: Mapping[str, Array] = MappingProxyType({})
 
 
 def attention(
@@ -62,10 +55,12 @@ def attention(
     out: Array,
     lse: Array | None,
     rules: Rules,
+    sequences: list[Sequence],
+    threads: int,
     *,
-    q_descale: Array | None = None,
-    k_descale: Array | None = None,
-    v_descale: Array | None = None,
+    q_descale: Array | None,
+    k_descale: Array | None,
+    v_descale: Array | None,
 ) -> None:
     """Do what `cufa.cpu.attention` does (FlashAttention-2, Dao 2023, algorithm 1)."""
     dtype = compute_dtype(q)
@@ -90,13 +85,11 @@ def attention(
                 _drop(P, head.kept(rows, columns))
                 if rescale is not None:
                     O *= rescale
-                O += scratch.seen_product("PV", P, V[columns], visible)
+                O += scratch.product("PV", P, V[columns], visible)
             sequence.queries(out)[rows, h] = O / (nonzero(softmax.l) / head.kept_scale)
             if lse is not None:
                 sequence.statistics(lse)[h, rows] = (softmax.m + np.log(softmax.l))[:, 0]
 
-    sequences = rules.sequences(q, k)
-    threads = threads_for(q.shape[-2] * sum(each.seqlen_q * each.seqlen_k for each in sequences))
     shares = _shares(sequences, rules, q, k, v, threads, k_descale, v_descale)
     for _ in in_threads(attend, shares, threads):
         pass
@@ -113,11 +106,13 @@ def attention_backward(
     dk: Array,
     dv: Array,
     rules: Rules,
+    sequences: list[Sequence],
+    threads: int,
     *,
-    dlse: Array | None = None,
-    dbias: Array | None = None,
-    dsink: Array | None = None,
-    dscore_mod: Mapping[str, Array] = NO_ARRAYS,
+    dlse: Array | None,
+    dbias: Array | None,
+    dsink: Array | None,
+    dscore_mod: Mapping[str, Array],
 ) -> None:
     """Do what `cufa.cpu.attention_backward` does (FlashAttention-2, algorithm 2).
 
@@ -171,14 +166,12 @@ def attention_backward(
                     fill_masked(dS, 0, visible)
                 _drop(P, kept)
                 visible_t = None if visible is None else visible.T
-                sums.dV[columns] += scratch.seen_product("dV", P.T, dO, visible_t)
-                sums.dK[columns] += scratch.seen_product("dK", dS.T, Q, visible_t)
-                dQ += scratch.seen_product("dQ", dS, K[columns], visible)
+                sums.dV[columns] += scratch.product("dV", P.T, dO, visible_t)
+                sums.dK[columns] += scratch.product("dK", dS.T, Q, visible_t)
+                dQ += scratch.product("dQ", dS, K[columns], visible)
             sequence.queries(dq)[rows, h] = scale * dQ
         return sums
 
-    sequences = rules.sequences(q, k)
-    threads = threads_for(q.shape[-2] * sum(each.seqlen_q * each.seqlen_k for each in sequences))
     results = in_threads(gradients, _shares(sequences, rules, q, k, v, threads), threads)
     dbias_sums = np.zeros(four_axes(() if dbias is None else dbias.shape), dtype)
     dsink_sums = np.zeros(heads, dtype)
@@ -389,11 +382,6 @@ def _longest_row(x: Array) -> float:
     if not counted.all():
         counted = np.isfinite(x).all(axis=1)
     return float(np.max(lengths, initial=0, where=counted))
-
-
-def threads_for(scores: int) -> int:
-    """How many threads share the work on so many scores."""
-    return 1 if scores < PARALLEL_SCORES else cores()
 
 
 def _row_blocks(x: Array, out: Array) -> Iterator[tuple[Array, Array]]:

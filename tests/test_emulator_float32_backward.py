@@ -3,15 +3,25 @@
 import numpy as np
 import pytest
 from emulator import EmulatorError
-from feature_cases import SIZES, draw_case, hide_nan
+from feature_cases import SIZES, draw_case, hide_nan, mask_by_tiles
 from test_emulator import planted
 from test_emulator_hopper_features import gradients_of
 from tolerance import assert_gradients
 
+from cufa.score_mod import MaskMod
+
 pytestmark = pytest.mark.emulator
 
 KERNEL = "bwd_6_float32"
-FEATURES = ("causal", "window", "sink", "packed", "seqused_k", "dlse", "dsink")
+FEATURES = [
+    (),
+    ("causal",),
+    ("causal", "window", "sink", "packed", "seqused_k", "dlse", "dsink"),
+    ("causal", "softcap", "alibi_slopes", "dropout"),
+    ("causal", "bias", "score_mod"),
+    ("causal", "mask", "packed", "dropout", "dlse"),
+    ("window", "mask_bits", "seqused_k", "dsink"),
+]
 
 
 def check(case, precision="ieee", **options):
@@ -22,12 +32,28 @@ def check(case, precision="ieee", **options):
     return gradients
 
 
-@pytest.mark.parametrize("features", [(), ("causal",), FEATURES])
+@pytest.mark.parametrize("features", FEATURES)
 def test_lengths_and_features(rng, features):
     for lengths in [(70, 200), (1, 64), (65, 7), (130, 1), (0, 5), (5, 0)]:
         case = draw_case(rng, "float32", features, seqlen_q=lengths[0], seqlen_k=lengths[1], **SIZES)
         hide_nan(case)
         check(case)
+
+
+@pytest.mark.parametrize("by", ["mask", "mask_mod"])
+def test_tiles_of_which_nothing_is_seen(rng, by):
+    """What is in their queries and keys shows nowhere; of some tiles of keys there is nothing to do."""
+    case = draw_case(rng, "float32", (), seqlen_q=450, seqlen_k=140, **{**SIZES, "heads": 4, "kv_heads": 2})
+    mask, _ = mask_by_tiles(rng, (2, 4, 450, 140), (64, 64))
+    mask[0, :, :, 64:128], mask[1, 2, 320:] = False, False
+    if by == "mask":
+        case.arrays["mask"] = mask
+    else:
+        case.numbers["mask_mod"] = MaskMod(
+            lambda b, h, q_idx, kv_idx, shown: shown[b, h, q_idx, kv_idx], mask
+        )
+    hide_nan(case)
+    check(case)
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
@@ -48,6 +74,20 @@ def test_tiles_in_units_of_their_own(rng, exponent):
     for x, unit in zip((problem.q, problem.k, problem.v, problem.dout), exponents, strict=True):
         x[:] = np.ldexp(x, unit + rng.integers(0, 3, (1, x.shape[1], 1, 1)))
     problem.dout[:, 64:128] = 0
+    check(case)
+
+
+@pytest.mark.parametrize(
+    ("features", "name", "value"),
+    [
+        *((("causal", "softcap", "dropout"), "q", 1e6), (("mask", "alibi_slopes"), "k", -1e6)),
+        *((("mask", "dropout", "bias"), "v", 1e30), (("causal", "score_mod"), "dout", 1e30)),
+    ],
+)
+def test_features_of_what_halves_do_not_hold(rng, features, name, value):
+    case = draw_case(rng, "float32", features, batch=1, seqlen_q=100, seqlen_k=100, **SIZES)
+    getattr(case.problem, name)[:, 60, :, 3] = value
+    hide_nan(case)
     check(case)
 
 
@@ -74,7 +114,7 @@ def test_a_tile_that_is_not_waited_for(rng, tmp_path):
 
 
 def test_sums_written_where_queries_are_still_read(rng, tmp_path):
-    meeting = "if (kSharesWeights || Col == 0) meet_warpgroup();"
+    meeting = "if constexpr (Part == kFirstOfQueries) meet_warpgroup();"
     folder = planted(tmp_path, "bwd_6_consumer.cuh", meeting, "")
     with pytest.raises(EmulatorError, match="race"):
         check(draw_case(rng, "float32", (), seqlen_q=1, seqlen_k=20, **SIZES), folder=folder)

@@ -105,8 +105,11 @@ def test_which_calls_the_backward_takes():
     assert best_kernel(backward(), H200).name == BACKWARD
     assert best_kernel(backward(33, 127, causal=True, align_bytes=4), H200).name == BACKWARD
     assert best_kernel(backward(seqlen=1024, sink=True, dlse=True, packed=True), H200).name == BACKWARD
+    assert best_kernel(backward(softcap=True, dropout=True, alibi=True), H200).name == BACKWARD
+    bias = {"bias": (1, 1, 1024, 1024), "bias_dtype": "float32"}
+    assert best_kernel(backward(**bias, mask=(1, 1, 1024, 1024)), H200).name == BACKWARD
     others = (
-        *(backward(136), backward(deterministic=True), backward(softcap=True), backward(dropout=True)),
+        *(backward(136), backward(deterministic=True), backward(**bias, gradients=("bias",))),
         *(backward(seqlen=64), backward(seqlen=128, tf32=True), backward(seqlen=1024, causal=True)),
     )
     for other in others:
@@ -114,9 +117,10 @@ def test_which_calls_the_backward_takes():
     assert best_kernel(backward(), Device.of("sm_100")).name == "bwd_3_mma"
 
 
-def test_weights_wait_in_shared_memory_beside_many_sums():
-    waits = [dict(make_plan(backward(dim), H200, BACKWARD).macros)["SHARES_WEIGHTS"] for dim in (64, 80, 128)]
-    assert waits == [False, True, True]
+def test_gradients_of_scores_are_in_shared_memory_alone_beside_many_sums():
+    macros = [dict(make_plan(backward(dim), H200, BACKWARD).macros) for dim in (64, 80, 96, 112)]
+    assert [each["SHARES_GRADIENTS"] for each in macros] == [False, False, False, True]
+    assert [each["PARTS_AHEAD"] for each in macros] == [True, False, False, False]
 
 
 def test_other_tiles_of_the_backward_are_refused():

@@ -445,8 +445,11 @@ _LADDER = (
     Float32Backward(
         name="bwd_6_float32",
         direction="backward",
-        entries=("to_halves", "key_tiles", "store_query_gradients", "exact_tiles", "sink_gradient"),
-        features=frozenset(("window", "sink", "cu_seqlens", "seqused_k", "dlse", "dsink")),
+        entries=(
+            *("seen_tiles", "to_halves", "key_tiles", "store_query_gradients", "exact_tiles"),
+            "sink_gradient",
+        ),
+        features=_FEATURES | {"dlse", "dsink"},
     ),
 )
 

@@ -5,14 +5,13 @@
 // memory, where there is room for 64 keys and for a tile of queries of each warpgroup. So these
 // share the keys and take every other tile of queries, and what they have of dK and dV is added up
 // in the end. What a tile adds to dK and dV is a product by itself, added afterwards, as tensor
-// cores cut off the sums that they add to. Its P and dS are in registers by turns. What it adds to
-// dQ is left where its queries were, for the copy engine to add: a warpgroup's own additions would
-// stand before all else that it asks of memory. Products of one warpgroup run beside the softmax of
-// the other.
+// cores cut off the sums that they add to. What it adds to dQ is left where its queries were, for
+// the copy engine to add: a warpgroup's own additions would stand before all else that it asks of
+// memory. Products of one warpgroup run beside the softmax of the other.
 //
-// Launches: to_halves (with D, and the sums of dQ set to zero); key_tiles; store_query_gradients,
-// which makes rows of these sums; exact_tiles, for what halves do not hold; sink_gradient if that
-// is wanted.
+// Launches: with a mask or a mask_mod seen_tiles, as in fwd_5_mma; to_halves (with D, and the sums
+// of dQ set to zero); key_tiles; store_query_gradients, which makes rows of these sums;
+// exact_tiles, for what halves do not hold; sink_gradient if that is wanted.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
 //          value_dim), dO, O as Q with value_dim; dQ, dK, dV as Q, K, V; packed sequences: (tokens,
@@ -21,7 +20,7 @@
 // Shared   K and V; of each warpgroup STAGES tiles of Q and dO, later dQ, with their rows'
 //          statistics, and dS^T
 // Global   workspace: tiles of halves of queries and dO with their sums of dQ, then of halves of
-//          keys and values
+//          keys and values; with a mask or a mask_mod, which tiles of scores it shows
 // Needs    sm_90a
 // Writes   dQ, dK, dV
 #include "gradients/sink_gradient.cuh"
@@ -34,6 +33,12 @@ constexpr int kHalvingBlocks = 2;  // an SM has at least so many
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 static_assert((kConsumers + 1) * kWarpgroup == kThreads, "one warpgroup copies, others compute");
 static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a different struct");
+
+extern "C" __global__ void __launch_bounds__(kHalvingThreads)
+    seen_tiles(const __grid_constant__ BackwardParams params) {
+    const long long tile = warp_of_grid<kHalvingThreads>();
+    if (kKeyMask && tile < Seen::count(params)) Seen::find(seen_parts(params), params, tile);
+}
 
 extern "C" __global__ void __launch_bounds__(kHalvingThreads, kHalvingBlocks)
     to_halves(const __grid_constant__ BackwardParams params) {
@@ -61,10 +66,12 @@ __device__ inline void produce_keys(Smem& smem, const BackwardParams& call, cons
 }
 
 // What is where the next tile comes is sent out before, and the rest at last.
+template <class Walk>
 __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, const KeyTile& work,
-                                       int warpgroup) {
+                                       int warpgroup, Walk walk) {
     const Workspace workspace(call);
-    Ring<kStages>&q_ring = smem.q_rings[warpgroup], &dout_ring = smem.dout_rings[warpgroup];
+    Ring<kStages>& q_ring = smem.q_rings[warpgroup];
+    LabelledRing<kStages>& dout_ring = smem.dout_rings[warpgroup];
     RingPosition<kStages> at;
     int filled = 0;  // stages that have had a tile
     const auto send_out = [&] {
@@ -77,12 +84,13 @@ __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, c
         ptx::commit_stores();
         ptx::wait_stores_read();
     };
-    for (QueryWalk walk(call, work, warpgroup, kConsumers); !walk.at_end(); walk.advance()) {
+    for (; !walk.at_end(); walk.advance()) {
         const QueryHalves& from =
             workspace.queries_from(work.sequence, walk.head(), walk.first_row());
         auto& to = smem.queries[warpgroup][at.stage].rows;
         const auto copy_dout = [&] {
             dout_ring.wait_empty(at);
+            dout_ring.label(at, walk.label());
             ptx::copy_bytes(&to.dout, &from.dout, OutRows::kBytes,
                             dout_ring.announce(at, OutRows::kBytes));
         };
@@ -96,44 +104,63 @@ __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, c
         filled = max(filled, at.stage + 1);
         at.advance();
     }
+    if constexpr (kKeyMask) {
+        dout_ring.wait_empty(at);
+        dout_ring.label(at, no_tile());
+        ptx::barrier_arrive(dout_ring.full[at.stage]);
+    }
     for (int stage = 0; stage < kStages; ++stage, at.advance()) send_out();
+}
+__device__ inline void produce_queries(Smem& smem, const BackwardParams& call, const KeyTile& work,
+                                       int warpgroup) {
+    if constexpr (kKeyMask) {
+        produce_queries(smem, call, work, warpgroup, SeenWalk(call, work, warpgroup, kConsumers));
+    } else {
+        produce_queries(smem, call, work, warpgroup, RangeWalk(call, work, warpgroup, kConsumers));
+    }
 }
 
 // ---- the consumers ----
 
 // Takes in a tile of queries, whose dP is under way: adds its part to the gradients.
-__device__ inline void attend(Consumer& consumer, Scores& dp, bool masked) {
+template <class Walk>
+__device__ inline void attend(Consumer& consumer, Scores& dp, const Walk& walk) {
     Scores s;
     Weights p[kParts], ds[kParts];
     consumer.make_scores(s);
-    consumer.make_weights(p, s, masked);
-
-    consumer.add_value_gradients(p);
-    consumer.release_dout();
-
-    const int exponent = consumer.make_score_gradients(ds, dp, p);
-    consumer.add_key_gradients(ds, exponent);
-    consumer.write_query_gradients(exponent);
+    consumer.differentiate(s, dp, walk);
+    const int exponent = consumer.make_operands(p, ds, s, dp);
+    consumer.add_gradients(p, ds, exponent);
     consumer.release_queries();
+}
+
+template <class Walk>
+__device__ inline void attend_all(Consumer& consumer, Walk walk) {
+    for (; !walk.at_end(); walk.advance()) {
+        Scores dp;
+        consumer.wait_for_dout();
+        consumer.issue_weight_gradients(dp);
+        consumer.look_up(walk);
+        consumer.wait_for_queries();
+        const Statistics& rows = consumer.rows();
+        if (halves_hold(rows, consumer.smem.units, walk.masked(rows.first_row))) {
+            attend(consumer, dp, walk);
+        } else {
+            wait_product<0>(dp);
+            consumer.pass_over();
+        }
+        consumer.at.advance();
+    }
 }
 
 __device__ inline void consume(Smem& smem, const BackwardParams& call, const KeyTile& work,
                                int warpgroup) {
     Consumer consumer(smem, call, work, warpgroup);
     consumer.wait_for_keys();
-    for (QueryWalk walk(call, work, warpgroup, kConsumers); !walk.at_end(); walk.advance()) {
-        Scores dp;
-        consumer.wait_for_dout();
-        consumer.issue_weight_gradients(dp);
-        consumer.wait_for_queries();
-        const bool masked = walk.tiles.masked(consumer.rows().first_row);
-        if (halves_hold(consumer.rows(), smem.units, masked)) {
-            attend(consumer, dp, masked);
-        } else {
-            wait_product<0>(dp);
-            consumer.pass_over();
-        }
-        consumer.at.advance();
+    if constexpr (kKeyMask) {
+        attend_all(consumer, LabelledWalk(smem.dout_rings[warpgroup], consumer.at));
+    } else {
+        attend_all(consumer, RangeWalk(call, work, warpgroup, kConsumers));
     }
     consumer.hand_in();
     store_key_gradients(smem, call);
@@ -178,21 +205,14 @@ extern "C" __global__ void __launch_bounds__(kExactThreads)
     ptx::wait_for_launch_before();
     const KeyTile work = key_tile_of_block<kBlockN>(params);
     if (kPacked && work.first_key >= end_of_keys(params, work.sequence)) return;
-    const Workspace workspace(params);
-    const KeyUnits& keys = workspace.keys_from(work.sequence, work.kv_head, work.first_key).units;
-    const auto held = [&](const QueryWalk& walk) {
-        return halves_hold(
-            workspace.queries_from(work.sequence, walk.head(), walk.first_row()).statistics, keys,
-            walk.masked());
-    };
     bool any_left = false;
-    for (QueryWalk walk(params, work, threadIdx.x, kExactThreads); !walk.at_end(); walk.advance())
-        any_left |= !held(walk);
+    for (RangeWalk walk(params, work, threadIdx.x, kExactThreads); !walk.at_end(); walk.advance())
+        any_left |= is_left(params, work, walk);
     if (!__syncthreads_or(any_left)) return;
 
     ExactSmem& smem = shared_memory<ExactSmem, EXACT_SMEM_BYTES>();
-    for (QueryWalk walk(params, work, 0, 1); !walk.at_end(); walk.advance()) {
-        if (!held(walk)) add_exactly(smem, params, work, walk);
+    for (RangeWalk walk(params, work, 0, 1); !walk.at_end(); walk.advance()) {
+        if (is_left(params, work, walk)) add_exactly(smem, params, work, walk);
     }
 }
 

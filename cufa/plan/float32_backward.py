@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from cufa.device import WARP_SIZE, Device
 from cufa.plan.choice import Candidates, Cost, query_tiles, row_tiles, sizes_of
 from cufa.plan.float32 import FLOAT_BYTES, HALVING_THREADS, half_tile_bytes
-from cufa.plan.gradients import sink_launch
+from cufa.plan.gradients import gradient_macros, sink_launch
 from cufa.plan.record import Launch, Part, Scratch
+from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
 from cufa.plan.wgmma import (
     BARRIER_BYTES,
     SWIZZLE_BYTES,
+    TILE_LABEL_BYTES,
     WARPGROUP,
     WGMMA_K,
     WGMMA_M,
@@ -35,10 +37,11 @@ SEEING_BYTES = 8
 # RowSizes, of either tensor for each warp.
 ROW_SIZES_BYTES = 12
 MOST_STAGES = 2
-# With more sums of dK and dV in a thread than this, its weights wait in shared memory.
-MOST_SUMS_BESIDE_WEIGHTS = 64
-# With more than this it needs what the copying warpgroup can do without if that spills a little.
-MOST_SUMS_OF_FEW_REGISTERS = 96
+# With more sums of dK and dV in a thread than this, it has no registers for more than one part of what a tile
+# adds to them, and needs what the copying warpgroup can do without if that spills a little.
+MOST_SUMS_OF_FEW_REGISTERS = 64
+# With more than this dS is in shared memory alone.
+MOST_SUMS_BESIDE_GRADIENTS = 96
 # What the copying warpgroup needs, and what its giving up the rest leaves a thread of the others.
 EASY_PRODUCER_REGISTERS, EASY_CONSUMER_REGISTERS = 40, 232
 
@@ -67,7 +70,10 @@ class Tiles(Warpgroups):
 
 
 def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
-    """`bwd_6_float32`: a launch that makes halves, and one with a block for each tile of keys."""
+    """`bwd_6_float32`: a launch that makes halves, and one with a block for each tile of keys.
+
+    Before them one finds out what masks show of tiles of scores, if there are any.
+    """
     candidates = tuple(Tiles(WGMMA_M, WGMMA_M, stages) for stages in range(MOST_STAGES, 0, -1))
     chosen = Candidates(device, candidates, lambda tiles: _cost(problem, tiles)).choose(problem, tiles)
     sizes = chosen.tiles
@@ -78,7 +84,9 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     exact_smem_bytes = 2 * sizes.block_m * sizes.block_n * FLOAT_BYTES
     producer_registers, consumer_registers = _registers(problem)
     sink = sink_launch(problem, HALVING_THREADS, HALVING_THREADS // WARP_SIZE)
+    seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
     launches = (
+        seen_launch(problem, seen, HALVING_THREADS, HALVING_THREADS // WARP_SIZE),
         Launch("to_halves", queries + keys, HALVING_THREADS, halving_smem_bytes),
         Launch("key_tiles", keys, sizes.threads, chosen.cost.smem_bytes, overlaps=True),
         Launch("store_query_gradients", queries, HALVING_THREADS, 0, overlaps=True),
@@ -89,15 +97,18 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
         Scratch("alignment", (SWIZZLE_BYTES // FLOAT_BYTES,)),
         Scratch("halves of queries and dO, sums of dQ", (queries, query_bytes // FLOAT_BYTES)),
         Scratch("halves of keys and values", (keys, key_bytes // FLOAT_BYTES)),
+        *seen_scratch(problem, seen),
     )
     return Part(
         tiles=sizes_of(sizes),
         macros=(
             *common_macros(problem),
+            *gradient_macros(problem),
             *((name.upper(), size) for name, size in sizes_of(sizes).items()),
             ("THREADS", sizes.threads),
             ("HALVING_THREADS", HALVING_THREADS),
-            ("SHARES_WEIGHTS", _shares_weights(problem)),
+            ("PARTS_AHEAD", _sums(problem) <= MOST_SUMS_OF_FEW_REGISTERS),
+            ("SHARES_GRADIENTS", _sums(problem) > MOST_SUMS_BESIDE_GRADIENTS),
             ("PRODUCER_REGISTERS", producer_registers),
             ("CONSUMER_REGISTERS", consumer_registers),
             ("QUERY_TILE_BYTES", query_bytes),
@@ -113,11 +124,6 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
         scratch=scratch if queries + keys > 0 else (),
         reasons=chosen.reasons,
     )
-
-
-def _shares_weights(problem: Problem) -> bool:
-    """Whether P waits in shared memory until dP is there, as there are no registers for it."""
-    return _sums(problem) > MOST_SUMS_BESIDE_WEIGHTS
 
 
 def _registers(problem: Problem) -> tuple[int, int]:
@@ -165,7 +171,8 @@ def _cost(problem: Problem, tiles: Tiles) -> Cost:
         + WARPGROUP // WARP_SIZE * FLOAT_BYTES
     )
     of_queries = max(_rows_bytes(problem, tiles.block_m), _sums_bytes(problem, tiles))
-    of_stage = of_queries + _statistics_bytes(tiles) + 4 * BARRIER_BYTES
+    of_label = TILE_LABEL_BYTES * problem.features.key_mask
+    of_stage = of_queries + _statistics_bytes(tiles) + 4 * BARRIER_BYTES + of_label
     smem_bytes = (
         _rows_bytes(problem, tiles.block_n)
         + 2 * UNIT_BYTES

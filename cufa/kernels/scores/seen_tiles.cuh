@@ -36,6 +36,9 @@ class SeenTiles {
     // Whether the tile of these rows and keys must be looked at score by score.
     __device__ bool cuts(int row, int key) const { return kKeyMask && part(row, key) != kAll; }
 
+    // Whether some of it is seen.
+    __device__ bool shows_any(int row, int key) const { return part(row, key) != kNone; }
+
     // Where the first tile from `key` on begins of which some of a tile of rows is seen, or `end`.
     __device__ int next_key(int row, int key, int end) const {
         return next<Keys>(key, end, [&](int at) { return part(row, at); });

@@ -8,8 +8,8 @@
 #include "call/query_tiles.cuh"
 #include "hopper/float32/halves.cuh"
 #include "hopper/float32/halves_workspace.cuh"
-#include "hopper/pipeline.cuh"
-#include "scores/score_rules.cuh"
+#include "hopper/labelled_ring.cuh"
+#include "scores/seen_tiles.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES;
 // Warpgroups that compute. They take the tiles of queries by turns.
@@ -104,6 +104,7 @@ struct KeySums {
 struct SeeingRows {
     int first, end;
 
+    SeeingRows() = default;
     __device__ SeeingRows(const Mask& mask, int key)
         : first(mask.first_row(key)), end(key < mask.seqlen_k ? mask.rows_end(key) : 0) {}
     __device__ bool have(int row) const { return row >= first && row < end; }
@@ -118,7 +119,8 @@ struct Smem {
     KeyUnits units;
     SeeingRows seeing[kConsumers][kBlockN];
     float largest[kConsumers][kWarpgroup / 32];  // of each warp's scores
-    Ring<kStages> q_rings[kConsumers], dout_rings[kConsumers];
+    Ring<kStages> q_rings[kConsumers];
+    LabelledRing<kStages> dout_rings[kConsumers];
     ptx::Barrier keys_full;
 
     // Where tiles were.
@@ -136,16 +138,27 @@ struct Smem {
     }
 };
 
+using Tiles = QueryTiles<kBlockM>;
+using Seen = SeenTiles<kBlockM, kBlockN>;
+
+__device__ inline Tiles query_tiles_of(const BackwardParams& call, const KeyTile& work) {
+    return {work.sequence.mask(call.features), work.first_key, kBlockN};
+}
+
+__device__ inline SeenPart* seen_parts(const BackwardParams& call) {
+    return static_cast<SeenPart*>(Workspace(call).rest());
+}
+
 // Where in the tiles of queries of all heads that share a tile of keys one is who takes every
 // step'th of them. The last queries come first, of all heads: blocks that begin together then work
 // on the same ones, which the L2 cache has.
-struct QueryWalk {
-    const QueryTiles<kBlockM> tiles;
+struct RangeWalk {
+    const Tiles tiles;
     const int heads, first_head, count, step;
     int number;
 
-    __device__ QueryWalk(const BackwardParams& call, const KeyTile& work, int first, int step)
-        : tiles(work.sequence.mask(call.features), work.first_key, kBlockN),
+    __device__ RangeWalk(const BackwardParams& call, const KeyTile& work, int first, int step)
+        : tiles(query_tiles_of(call, work)),
           heads(group_of(call.sizes)),
           first_head(work.kv_head * heads),
           count(heads * ceil_div(max(tiles.end - tiles.begin, 0), kBlockM)),
@@ -158,5 +171,75 @@ struct QueryWalk {
     __device__ int first_row() const {
         return tiles.begin + (count - 1 - number) / heads * kBlockM;
     }
-    __device__ bool masked() const { return tiles.masked(first_row()); }
+    // Where the first row is known: to work it out takes longer.
+    __device__ bool masked(int first_row) const { return tiles.masked(first_row); }
+    __device__ TileLabel label() const { return {}; }  // none is needed
+};
+
+// The same where a mask or a mask_mod leaves some out, head by head, for the producers.
+struct SeenWalk {
+    const BackwardParams& call;
+    const KeyTile& work;
+    const Tiles tiles;
+    const int step, heads_end;
+    int at_head, at_row;
+
+    __device__ SeenWalk(const BackwardParams& call, const KeyTile& work, int first, int step)
+        : call(call),
+          work(work),
+          tiles(query_tiles_of(call, work)),
+          step(step),
+          heads_end((work.kv_head + 1) * group_of(call.sizes)),
+          at_head(heads_end - group_of(call.sizes)),
+          at_row(tiles.end) {
+        find(first + 1);
+    }
+
+    __device__ bool at_end() const { return at_head == heads_end; }
+    __device__ void advance() { find(step); }
+    __device__ int head() const { return at_head; }
+    __device__ int first_row() const { return at_row; }
+    __device__ TileLabel label() const {
+        const bool cut = seen().cuts(at_row, work.first_key);
+        return {at_head, at_row / kBlockM, tiles.masked(at_row, cut), false};
+    }
+
+  private:
+    __device__ Seen seen() const { return {seen_parts(call), call, work.sequence, at_head}; }
+    // Goes on to the `count`th of those that come.
+    __device__ void find(int count) {
+        for (; count > 0 && !at_end(); --count) find_next();
+    }
+    __device__ void find_next() {
+        for (; !at_end(); ++at_head, at_row = tiles.end) {
+            const int last_row = (ceil_div(at_row, kBlockM) - 1) * kBlockM;
+            at_row = seen().last_row(last_row, tiles.begin, work.first_key);
+            if (at_row >= tiles.begin) return;
+        }
+    }
+};
+// What comes after the last.
+__device__ inline TileLabel no_tile() {
+    return {0, -1, false, true};
+}
+
+// The same for those that receive them.
+struct LabelledWalk {
+    LabelledRing<kStages>& ring;
+    const RingPosition<kStages>& at;  // of the tile
+    TileLabel tile;
+
+    __device__ LabelledWalk(LabelledRing<kStages>& ring, const RingPosition<kStages>& at)
+        : ring(ring), at(at) {
+        advance();
+    }
+    __device__ bool at_end() const { return tile.last; }
+    __device__ int head() const { return tile.head; }
+    __device__ int first_row() const { return tile.tile * kBlockM; }
+    __device__ bool masked(int) const { return tile.cut; }
+    // Once `at` is that of the next.
+    __device__ void advance() {
+        ring.wait_full(at);
+        tile = ring.label_at(at);
+    }
 };

@@ -5,6 +5,8 @@
 #include "call/columns.cuh"
 #include "hopper/float32/bwd_6_block.cuh"
 #include "hopper/float32/half_products.cuh"
+#include "scores/kept_scores.cuh"
+#include "scores/mask_sixteens.cuh"
 
 // Barriers of parts of the block; __syncthreads has number 0.
 enum NamedBarrier { kAllConsumers = 1, kAllWhoRead, kFirstOfWarpgroup };
@@ -15,35 +17,84 @@ constexpr int kConsumersAndSenders = kConsumers * (kWarpgroup + 32);
 constexpr int kTopWeight = 14;
 // Smaller gradients of scores are taken for such ones.
 constexpr int kLeastGradientExponent = -96, kMostGradientExponent = 126;
-// Columns of a product that is added up by itself.
-constexpr int kPartCols = (SHARES_WEIGHTS ? 2 : 1) * kPanelCols;
 
-// Whether P lies where dS will be from dV's product on, since there are no registers for it. Each
-// warp reads what it wrote.
-constexpr bool kSharesWeights = SHARES_WEIGHTS;
+// Whether the next part of what a tile adds to gradients is on its way while one is added up.
+constexpr bool kPartsAhead = PARTS_AHEAD;
+// Whether dK's product takes dS from shared memory, too, as dQ's does. For two operands from there
+// 64 columns are too few to be fast.
+constexpr bool kSharesGradients = SHARES_GRADIENTS;
+constexpr int kHeadPartCols = (kSharesGradients ? 2 : 1) * kPanelCols;
 
 using Scores = WgmmaSums<kBlockM>;
 using Weights = WgmmaOperand<kBlockM>;
 
+// Which of a thread's scores of a tile are of rows that see its keys, where the caller's mask or
+// function hides some: a bit for each.
+class SeenScores {
+  public:
+    SeenScores() = default;
+    // The warp's keys begin at `warp_key`, and the thread's are `key` and the one eight after it.
+    __device__ void find(const ScoreRules& rules, int first_row, int warp_key, int key) {
+        bits = 0;
+        if constexpr (kMaskAlone) {
+            if (lies_in_sixteens(rules, warp_key, 16)) return read(rules, first_row, warp_key);
+        }
+#pragma unroll
+        for (int i = 0; i < kBlockM / 2; ++i) {
+            const int row = first_row + i / 4 * 8 + col_of_thread() + i % 2;
+            bits |= static_cast<unsigned int>(rules.sees(row, key + i / 2 % 2 * 8)) << i;
+        }
+    }
+    __device__ bool at(int i) const { return bits >> i & 1; }
+
+  private:
+    static_assert(kBlockM / 2 <= 32, "a word has bits for 64 queries");
+    unsigned int bits;
+
+    __device__ void read(const ScoreRules& rules, int first_row, int warp_key) {
+        MaskOfKeys<kBlockM> mask;
+        mask.load(rules, first_row, warp_key);
+        mask.look(rules.mask, first_row, warp_key,
+                  [&](int n, int e, unsigned int two) { bits |= two << (n * 4 + e); });
+    }
+};
+
+// The parts of what a tile adds to gradients, each a product by itself: first those of dV, then of
+// dK, then of dQ.
+constexpr int kValueParts = ceil_div(kDims, kPanelCols);
+constexpr int kHeadParts = ceil_div(kDepth, kHeadPartCols);
+constexpr int kFirstOfQueries = kValueParts + kHeadParts, kPartCount = kFirstOfQueries + kHeadParts;
+__device__ constexpr int first_col_of(int part) {
+    if (part < kValueParts) return part * kPanelCols;
+    return (part - kValueParts) % kHeadParts * kHeadPartCols;
+}
+__device__ constexpr int cols_of(int part) {
+    if (part < kValueParts) return min_of(kPanelCols, kDims - first_col_of(part));
+    return min_of(kHeadPartCols, kDepth - first_col_of(part));
+}
 // A warpgroup that computes.
 struct Consumer {
     Smem& smem;
     const BackwardParams& call;
+    const KeyTile& work;
     const int warpgroup;
     const int warp_row;   // the first of the 16 rows that a warp has of 64
     const int first_row;  // of the thread's two, eight rows from each other
 
     RingPosition<kStages> at;
-    WgmmaSums<kDepth> dk = {};  // before the softmax's scale
-    WgmmaSums<kDims> dv = {};
+    SeenScores seen;                     // of a tile, if it is masked
+    KeptScores<kBlockM / 2, true> kept;  // of a tile
+    WgmmaSums<kDepth> dk = {};           // before the softmax's scale
+    WgmmaSums<kDims> dv = {};            // before that of what dropout keeps
 
     __device__ Consumer(Smem& smem, const BackwardParams& call, const KeyTile& work, int warpgroup)
         : smem(smem),
           call(call),
+          work(work),
           warpgroup(warpgroup),
           warp_row(row_of_warp()),
           first_row(row_of_thread()) {
-        if (threadIdx.x % 32 < 16) {
+        if (!kKeyMask && threadIdx.x % 32 < 16) {
             const int row = warp_row + threadIdx.x % 32;
             smem.seeing[warpgroup][row] =
                 SeeingRows(work.sequence.mask(call.features), work.first_key + row);
@@ -80,137 +131,84 @@ struct Consumer {
         ptx::named_barrier_sync<kWarpgroup>(kFirstOfWarpgroup + warpgroup);
     }
 
-    // S^T = K Q^T, in units of halves.
-    __device__ void make_scores(Scores& s) {
-        issue_halves<kDepth, kBlockM>(s, DepthInColumns(smem.k), DepthInColumns(q()));
-        wait_product<0>(s);
-    }
-
-    // P^T of the scores.
-    __device__ void make_weights(Weights (&p)[kParts], Scores& s, bool masked) {
-        const float scale = smem.units.k.size * rows().q.size * float(call.softmax_scale * kLog2E);
-#pragma unroll
-        for (int i = 0; i < kBlockM / 2; ++i) {
-            const float lse = rows().lse_log2[col_of(i / 4, i)] - kTopWeight;
-            s[i] = exp2_of(s[i] * scale - lse);
-        }
-        if (masked) hide(s, rows().first_row);
-        halve<kBlockM>(p, s, 1);
-        if (kSharesWeights) {
-            share(p);
-            ptx::proxy_fence();
-            meet_warpgroup();
-        }
-    }
-    // Issues part = w b with P^T or dS^T.
-    template <int Cols, class B>
-    __device__ void issue_weights(WgmmaSums<Cols>& part, const Weights (&w)[kParts], const B& b) {
-        if constexpr (kSharesWeights) {
-            issue_halves<kBlockM, Cols>(part, DepthInColumns(smem.ds[warpgroup]), b);
-        } else {
-            issue_halves<kBlockM, Cols>(part, InRegisters<kBlockM>{w}, b);
-        }
-    }
-    __device__ void share(const Weights (&halves)[kParts]) {
-#pragma unroll
-        for (int part = 0; part < kParts; ++part)
-            write_rows<kBlockM>(smem.ds[warpgroup], halves[part], part * kBlockN + warp_row);
-    }
-    __device__ void hide(Scores& p, int first_query) const {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const SeeingRows rows = smem.seeing[warpgroup][first_row + half * 8];
-#pragma unroll
-            for (int i = 0; i < kBlockM / 2; ++i) {
-                if (i / 2 % 2 == half && !rows.have(first_query + col_of(i / 4, i))) p[i] = 0;
-            }
-        }
-    }
-
-    // dV += P^T dO.
-    template <int Col = 0>
-    __device__ void add_value_gradients(const Weights (&p)[kParts]) {
-        constexpr int kCols = min_of(kPartCols, kDims - Col);
-        WgmmaSums<kCols> part;
-        issue_weights<kCols>(part, p, DepthInRows(dout(), Col / kPanelCols));
-        const float unit = rows().dout.size * (1.f / (1 << kTopWeight));
-        wait_product<0>(part);
-#pragma unroll
-        for (int i = 0; i < kCols / 2; ++i) dv[Col / 2 + i] += part[i] * unit;
-        if constexpr (Col + kCols < kDims) add_value_gradients<Col + kCols>(p);
-    }
-
     // Issues dP^T = V dO^T, in units of halves.
     __device__ void issue_weight_gradients(Scores& dp) {
         issue_halves<kDims, kBlockM>(dp, DepthInColumns(smem.v), DepthInColumns(dout()));
     }
 
-    // dS^T = P^T o (dP^T - D), in the unit that it returns the exponent of. Shared, too, where P^T
-    // lay.
-    __device__ int make_score_gradients(Weights (&ds)[kParts], Scores& dp, Weights (&p)[kParts]) {
-        const float unit = smem.units.v.size * rows().dout.size;
-        float largest = 0;
-        hold_all(dp);
-        if (kSharesWeights) {
-#pragma unroll
-            for (int part = 0; part < kParts; ++part)
-                read_rows<kBlockM>(p[part], smem.ds[warpgroup], part * kBlockN + warp_row);
+    // Finds out about a tile, while products run, what a mask shows and dropout keeps of it.
+    template <class Walk>
+    __device__ void look_up(const Walk& walk) {
+        if constexpr (kKeyMask) {
+            if (walk.masked(0))
+                seen.find(rules_of(walk), walk.first_row(), work.first_key + warp_row, key_of(0));
         }
+        if constexpr (kDropout) {
+            const unsigned int matrix = matrix_number(call.sizes, work.sequence.batch, walk.head());
+            kept.draw(call.features, matrix, key_of(0), walk.first_row() + col_of_thread());
+        }
+    }
+
+    // S^T = K Q^T, in units of halves; dP^T is there then, too.
+    __device__ void make_scores(Scores& s) {
+        issue_halves<kDepth, kBlockM>(s, DepthInColumns(smem.k), DepthInColumns(q()));
+        wait_product<0>(s);
+    }
+
+    // P^T = 2^(S^T - LSE) and dS^T = P^T o (dP^T - D), by elements; P^T in its unit.
+    template <class Walk>
+    __device__ void differentiate(Scores& s, Scores& dp, const Walk& walk) const {
+        const ScoreRules rules = rules_of(walk);
+        const float unit = smem.units.k.size * rows().q.size;
+        const float scale = kShapedScores ? unit : unit * float(call.softmax_scale * kLog2E);
+        const float kept_scale = kDropout ? float(call.features.kept_scale) : 1;
+        const float dp_unit = smem.units.v.size * rows().dout.size * kept_scale;
+        hold_all(dp);
 #pragma unroll
         for (int i = 0; i < kBlockM / 2; ++i) {
-            dp[i] = whole(p, i) * (dp[i] * unit - rows().d[col_of(i / 4, i)]);
-            largest = fmaxf(largest, fabsf(dp[i]));
+            const int col = col_of(i / 4, i);
+            const float lse = rows().lse_log2[col] - kTopWeight, d = rows().d[col];
+            float score = s[i] * scale, slope = 1;
+            if constexpr (kShapedScores) {
+                const float product = score;
+                const int row = rows().first_row + col;
+                const int key = min(key_of(i / 2 % 2), work.sequence.seqlen_k - 1);
+                score = rules.score(product, row, key);
+                slope = rules.slope(product);
+                if constexpr (kScoreMod) slope *= rules.modified_slope_at(product, row, key);
+            }
+            s[i] = exp2_of(score - lse);
+            const bool stays = !kDropout || kept.has(i);
+            dp[i] = s[i] * ((stays ? dp[i] * dp_unit : 0) - d) * slope;
         }
+        if (walk.masked(rows().first_row)) hide(s, dp);
+    }
+
+    // P^T, as dropout leaves it, and dS^T as operands, the latter shared, too. Returns the exponent
+    // of dS's unit, which all of the tile have.
+    __device__ int make_operands(Weights (&p)[kParts], Weights (&ds)[kParts], const Scores& weights,
+                                 const Scores& gradients) {
+        halve<kBlockM>(p, weights, 1);
+        if constexpr (kDropout) {
+#pragma unroll
+            for (Weights& part : p) kept.drop(part);
+        }
+        float largest = 0;
+#pragma unroll
+        for (const float gradient : gradients) largest = fmaxf(largest, fabsf(gradient));
         const int exponent = exponent_of<kLeastGradientExponent>(largest_of_warpgroup(largest));
         const int unit_of_halves = min(exponent, kMostGradientExponent) - kTopExponent;
-        halve<kBlockM>(ds, dp, power_of_two(-unit_of_halves));
+        halve<kBlockM>(ds, gradients, power_of_two(-unit_of_halves));
         share(ds);
-        ptx::proxy_fence();
-        meet_warpgroup();
         return unit_of_halves - kTopWeight;
     }
-    // By the way all products with what is shared are done.
-    __device__ float largest_of_warpgroup(float largest) {
-        float (&of_warps)[kWarpgroup / 32] = smem.largest[warpgroup];
-        largest = lanes_max<32>(largest);
-        if (threadIdx.x % 32 == 0) of_warps[threadIdx.x % kWarpgroup / 32] = largest;
-        meet_warpgroup();
-#pragma unroll
-        for (const float other : of_warps) largest = fmaxf(largest, other);
-        return largest;
-    }
 
-    // dK += dS^T Q.
-    template <int Col = 0>
-    __device__ void add_key_gradients(const Weights (&ds)[kParts], int exponent) {
-        constexpr int kCols = min_of(kPartCols, kDepth - Col);
-        WgmmaSums<kCols> part;
-        issue_weights<kCols>(part, ds, DepthInRows(q(), Col / kPanelCols));
-        const float unit = rows().q.size * power_of_two(exponent);
-        wait_product<0>(part);
-#pragma unroll
-        for (int i = 0; i < kCols / 2; ++i) dk[Col / 2 + i] += part[i] * unit;
-        if constexpr (Col + kCols < kDepth) add_key_gradients<Col + kCols>(ds, exponent);
-    }
-
-    // What is to be added to dQ, dS K, where the queries were.
-    template <int Col = 0>
-    __device__ void write_query_gradients(int exponent) {
-        constexpr int kCols = min_of(kPartCols, kDepth - Col);
-        WgmmaSums<kCols> part;
-        issue_halves<kBlockN, kCols>(part, DepthInRows(smem.ds[warpgroup]),
-                                     DepthInRows(smem.k, Col / kPanelCols));
-        const float unit = smem.units.k.size * float(call.softmax_scale) * power_of_two(exponent);
-        wait_product<0>(part);
-        // No product reads queries any more, and after the last none what is shared.
-        if (kSharesWeights || Col == 0) meet_warpgroup();
-        QuerySums& to = smem.queries[warpgroup][at.stage].dq;
-#pragma unroll
-        for (int i = 0; i < kCols / 2; i += 4) {
-            to.quads[(Col / 8 + i / 4) * kWarpgroup + threadIdx.x % kWarpgroup] = {
-                part[i] * unit, part[i + 1] * unit, part[i + 2] * unit, part[i + 3] * unit};
-        }
-        if constexpr (Col + kCols < kDepth) write_query_gradients<Col + kCols>(exponent);
+    // dV += P^T dO, dK += dS^T Q and what is to be added to dQ, dS K, where the queries were.
+    __device__ void add_gradients(const Weights (&p)[kParts], const Weights (&ds)[kParts],
+                                  int exponent) {
+        WgmmaSums<cols_of(0)> first;
+        issue_part<0>(first, p, ds);
+        add_parts<0>(first, p, ds, exponent);
     }
 
     // Hands in what it has of the gradients of the keys.
@@ -224,6 +222,111 @@ struct Consumer {
     }
 
   private:
+    template <int Part>
+    __device__ void issue_part(WgmmaSums<cols_of(Part)>& sums, const Weights (&p)[kParts],
+                               const Weights (&ds)[kParts]) {
+        constexpr int kCols = cols_of(Part), kPanel = first_col_of(Part) / kPanelCols;
+        if constexpr (Part == kValueParts) {
+            ptx::proxy_fence();
+            meet_warpgroup();  // dS^T is there
+        }
+        if constexpr (Part < kValueParts) {
+            issue_halves<kBlockM, kCols>(sums, InRegisters<kBlockM>{p},
+                                         DepthInRows(dout(), kPanel));
+        } else if constexpr (Part >= kFirstOfQueries) {
+            issue_halves<kBlockN, kCols>(sums, DepthInRows(smem.ds[warpgroup]),
+                                         DepthInRows(smem.k, kPanel));
+        } else if constexpr (kSharesGradients) {
+            issue_halves<kBlockM, kCols>(sums, DepthInColumns(smem.ds[warpgroup]),
+                                         DepthInRows(q(), kPanel));
+        } else {
+            issue_halves<kBlockM, kCols>(sums, InRegisters<kBlockM>{ds}, DepthInRows(q(), kPanel));
+        }
+    }
+    template <int Part>
+    __device__ void add_part(const WgmmaSums<cols_of(Part)>& sums, int exponent) {
+        constexpr int kCols = cols_of(Part), kCol = first_col_of(Part);
+        if constexpr (Part < kValueParts) {
+            const float unit = rows().dout.size * (1.f / (1 << kTopWeight));
+#pragma unroll
+            for (int i = 0; i < kCols / 2; ++i) dv[kCol / 2 + i] += sums[i] * unit;
+            if constexpr (Part == kValueParts - 1) release_dout();
+        } else if constexpr (Part < kFirstOfQueries) {
+            const float unit = rows().q.size * power_of_two(exponent);
+#pragma unroll
+            for (int i = 0; i < kCols / 2; ++i) dk[kCol / 2 + i] += sums[i] * unit;
+        } else {
+            const float unit =
+                smem.units.k.size * float(call.softmax_scale) * power_of_two(exponent);
+            // No product reads queries any more.
+            if constexpr (Part == kFirstOfQueries) meet_warpgroup();
+            QuerySums& to = smem.queries[warpgroup][at.stage].dq;
+#pragma unroll
+            for (int i = 0; i < kCols / 2; i += 4) {
+                to.quads[(kCol / 8 + i / 4) * kWarpgroup + threadIdx.x % kWarpgroup] = {
+                    sums[i] * unit, sums[i + 1] * unit, sums[i + 2] * unit, sums[i + 3] * unit};
+            }
+        }
+    }
+    // Adds a part that is under way, and those after it.
+    template <int Part>
+    __device__ void add_parts(WgmmaSums<cols_of(Part)>& sums, const Weights (&p)[kParts],
+                              const Weights (&ds)[kParts], int exponent) {
+        if constexpr (Part + 1 == kPartCount) {
+            wait_product<0>(sums);
+            add_part<Part>(sums, exponent);
+        } else {
+            WgmmaSums<cols_of(Part + 1)> next;
+            if constexpr (kPartsAhead) {
+                issue_part<Part + 1>(next, p, ds);
+                wait_product<1>(sums);
+                add_part<Part>(sums, exponent);
+            } else {
+                wait_product<0>(sums);
+                add_part<Part>(sums, exponent);
+                issue_part<Part + 1>(next, p, ds);
+            }
+            add_parts<Part + 1>(next, p, ds, exponent);
+        }
+    }
+
+    __device__ int key_of(int half) const { return work.first_key + first_row + half * 8; }
+    template <class Walk>
+    __device__ ScoreRules rules_of(const Walk& walk) const {
+        return {call, work.sequence, walk.head()};
+    }
+
+    // Sets to zero what is of rows that do not see a key.
+    __device__ void hide(Scores& p, Scores& ds) const {
+        const int first_query = rows().first_row;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            SeeingRows rows;
+            if constexpr (!kKeyMask) rows = smem.seeing[warpgroup][first_row + half * 8];
+#pragma unroll
+            for (int i = 0; i < kBlockM / 2; ++i) {
+                if (i / 2 % 2 != half) continue;
+                const bool sees = kKeyMask ? seen.at(i) : rows.have(first_query + col_of(i / 4, i));
+                if (!sees) p[i] = ds[i] = 0;
+            }
+        }
+    }
+    // By the way all products with what was shared are done.
+    __device__ float largest_of_warpgroup(float largest) {
+        float (&of_warps)[kWarpgroup / 32] = smem.largest[warpgroup];
+        largest = lanes_max<32>(largest);
+        if (threadIdx.x % 32 == 0) of_warps[threadIdx.x % kWarpgroup / 32] = largest;
+        meet_warpgroup();
+#pragma unroll
+        for (const float other : of_warps) largest = fmaxf(largest, other);
+        return largest;
+    }
+    __device__ void share(const Weights (&halves)[kParts]) {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part)
+            write_rows<kBlockM>(smem.ds[warpgroup], halves[part], part * kBlockN + warp_row);
+    }
+
     template <int Dims>
     __device__ void write_sums(SumRows<Dims>& to, const WgmmaSums<Dims>& sums) const {
 #pragma unroll
@@ -260,7 +363,7 @@ __device__ inline void store_key_gradients(Smem& smem, const BackwardParams& cal
     const auto rows_of = [&](const Tensor& tensor) {
         return work.sequence.keys<float>(tensor, work.kv_head).from(work.first_key);
     };
-    const float scale = call.softmax_scale;
+    const float scale = call.softmax_scale, kept_scale = kDropout ? call.features.kept_scale : 1;
     store_rows<kHeadDim, kDepth>(rows_of(call.dk), count, smem.sums(), &KeySums::dk, scale);
-    store_rows<kValueDim, kDims>(rows_of(call.dv), count, smem.sums(), &KeySums::dv, 1);
+    store_rows<kValueDim, kDims>(rows_of(call.dv), count, smem.sums(), &KeySums::dv, kept_scale);
 }

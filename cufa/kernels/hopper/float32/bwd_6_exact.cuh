@@ -3,7 +3,9 @@
 // CUDA cores, from the caller's tensors, added to what all other pairs gave: they are few.
 #pragma once
 
+#include "gradients/score_gradients.cuh"
 #include "hopper/float32/bwd_6_block.cuh"
+#include "softmax/exp2_table.cuh"
 
 constexpr int kExactThreads = EXACT_THREADS;
 
@@ -16,16 +18,16 @@ struct ExactSmem {
 struct ExactPair {
     const KeyTile& work;
     const Statistics& queries;
-    Mask mask;
+    ScoreRules rules;
     Matrix<const float> q, k, v, dout;
     Matrix<float> dk, dv;
 
-    __device__ ExactPair(const BackwardParams& call, const KeyTile& work, const QueryWalk& walk)
+    __device__ ExactPair(const BackwardParams& call, const KeyTile& work, const RangeWalk& walk)
         : work(work),
           queries(Workspace(call)
                       .queries_from(work.sequence, walk.head(), walk.first_row())
                       .statistics),
-          mask(work.sequence.mask(call.features)),
+          rules(call, work.sequence, walk.head()),
           q(rows_of<const float>(call.q, walk.head())),
           k(keys_of<const float>(call.k)),
           v(keys_of<const float>(call.v)),
@@ -33,9 +35,9 @@ struct ExactPair {
           dk(keys_of<float>(call.dk)),
           dv(keys_of<float>(call.dv)) {}
 
-    __device__ bool sees(int i, int j) const {
-        return mask.in_range(queries.first_row + i, work.first_key + j);
-    }
+    __device__ int row(int i) const { return queries.first_row + i; }
+    __device__ int key(int j) const { return work.first_key + j; }
+    __device__ bool sees(int i, int j) const { return rules.sees(row(i), key(j)); }
 
     template <class T>
     __device__ Matrix<T> rows_of(const Tensor& tensor, int head) const {
@@ -57,17 +59,19 @@ __device__ inline float dot(const float* a, const float* b) {
     return sum;
 }
 
-__device__ inline void make_exact_scores(ExactSmem& smem, const ExactPair& pair, float scale_log2) {
+__device__ inline void make_exact_scores(ExactSmem& smem, const ExactPair& pair) {
     for (int at = threadIdx.x; at < kBlockM * kBlockN; at += kExactThreads) {
-        const int i = at / kBlockN, j = at % kBlockN;
-        float p = 0, ds = 0;
+        const int i = at / kBlockN, j = at % kBlockN, row = pair.row(i), key = pair.key(j);
+        ScoreGradient gradient;
         if (pair.sees(i, j)) {
-            const float score = dot<kHeadDim>(pair.q.row(i), pair.k.row(j)) * scale_log2;
-            p = exp2_of(score - pair.queries.lse_log2[i]);
-            ds = p * (dot<kValueDim>(pair.dout.row(i), pair.v.row(j)) - pair.queries.d[i]);
+            const float product = dot<kHeadDim>(pair.q.row(i), pair.k.row(j));
+            const float dp = dot<kValueDim>(pair.dout.row(i), pair.v.row(j));
+            const RowStats stats = {pair.queries.lse_log2[i], pair.queries.d[i]};
+            const bool kept = kDropout && pair.rules.keeps(row, key);
+            gradient = score_gradient(Exp2(), pair.rules, product, dp, row, key, stats, kept);
         }
-        smem.p[i][j] = p;
-        smem.ds[i][j] = ds;
+        smem.p[i][j] = gradient.p;
+        smem.ds[i][j] = gradient.product;
     }
 }
 
@@ -105,12 +109,28 @@ __device__ inline void add_exact_queries(const Matrix<float>& rows, const ExactS
     }
 }
 
+// Whether a tile of queries is left to this.
+__device__ inline bool is_left(const BackwardParams& call, const KeyTile& work,
+                               const RangeWalk& walk) {
+    const int head = walk.head(), first_row = walk.first_row();
+    bool cut = false;
+    if constexpr (kKeyMask) {
+        const Seen seen(seen_parts(call), call, work.sequence, head);
+        if (!seen.shows_any(first_row, work.first_key)) return false;
+        cut = seen.cuts(first_row, work.first_key);
+    }
+    const Workspace workspace(call);
+    const Statistics& queries = workspace.queries_from(work.sequence, head, first_row).statistics;
+    const KeyUnits& keys = workspace.keys_from(work.sequence, work.kv_head, work.first_key).units;
+    return !halves_hold(queries, keys, walk.tiles.masked(first_row, cut));
+}
+
 __device__ inline void add_exactly(ExactSmem& smem, const BackwardParams& call, const KeyTile& work,
-                                   const QueryWalk& walk) {
+                                   const RangeWalk& walk) {
     const ExactPair pair(call, work, walk);
     const float scale = call.softmax_scale;
     __syncthreads();  // nobody reads what lay there
-    make_exact_scores(smem, pair, scale * float(kLog2E));
+    make_exact_scores(smem, pair);
     __syncthreads();
     add_exact_keys<kValueDim>(pair.dv, pair, smem.p, pair.dout, 1);
     add_exact_keys<kHeadDim>(pair.dk, pair, smem.ds, pair.q, scale);

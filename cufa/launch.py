@@ -29,6 +29,7 @@ from cufa.params import (
     pack_tensors,
 )
 from cufa.plan import Launch, Plan
+from cufa.plan.record import WORKSPACE_ALIGNMENT
 from cufa.plan.sizes import params_bytes
 from cufa.plan.standard import (
     Quantization,
@@ -41,8 +42,6 @@ from cufa.plan.standard import (
 from cufa.tensor_layout import Layout
 from cufa.tensor_maps import Encoder
 
-# The kernels read and write it 16 bytes at a time; what CuPy allocates is aligned to 512.
-WORKSPACE_ALIGNMENT = 16
 # Above this much dynamic shared memory a kernel must ask for it (CUDA C++ Programming Guide, "Shared
 # Memory" of each compute capability).
 _DEFAULT_SMEM_BYTES = 48 * 1024
@@ -72,7 +71,7 @@ class Executable:
         needed = plan.workspace_bytes
         self._allocate = functools.partial(cupy.cuda.alloc, needed) if needed else None
         self._no_features = NO_FEATURES[plan.problem.direction]
-        self._codes = tuple(map(_Code, plan.and_beside))
+        self._codes = tuple(map(_Code, plan.and_beside, plan.workspace_begins))
         launches = [
             (of, step, _Kernel(self._codes[of].module, launch))
             for of, launch in plan.in_order
@@ -125,7 +124,7 @@ class Executable:
         features = features or self._no_features
         for of, sizes, kernels in self._launches:
             code = self._codes[of]
-            memory_of = code.counters.take(stream) if code.counters is not None else address
+            memory_of = code.counters.take(stream) if code.counters is not None else address + code.begins
             call = pack_call(lse, memory_of, softmax_scale)
             params = ctypes.c_char_p(tensors[of] + call + sizes + features + code.padding)
             for kernel in kernels:
@@ -135,7 +134,8 @@ class Executable:
 class _Code:
     """What is loaded for a plan by itself, and what goes around the parameters of its kernels."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, begins: int) -> None:
+        self.begins = begins  # where its own workspace does
         self.module = _module(plan.variant, _current_device())
         self.encoder = Encoder(plan.problem, plan.boxes)
         packed = len(plan.boxes) * TENSOR_MAP_BYTES + params_bytes(plan.problem)

@@ -62,7 +62,7 @@ def supported(kernel, features):
 
 def draw(rng, kernel, dtype, features):
     shapes = WIDE_SHAPES if KERNELS[kernel].min_head_dim > 1 else SHAPES
-    if kernel == UNEVEN_KERNEL and not features & {"softcap", "bias", "dropout"}:
+    if kernel == UNEVEN_KERNEL and not features & {"softcap", "bias", "dbias", "dropout"}:
         shapes = [*shapes, UNEVEN_SHAPE, UNEVEN_SHAPE]  # twice, or few sets of features would meet it
     seqlen_q, seqlen_k, head_dim, head_dim_v = shapes[rng.integers(len(shapes))]
     page_sizes = PAGE_SIZES if KERNELS[kernel].only_arch is None else HOPPER_PAGE_SIZES

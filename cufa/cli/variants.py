@@ -154,6 +154,7 @@ _COMPANION_LAUNCHES: dict[str, Callable[[Request, Arch], tuple[Variant, tuple[La
     ),
     "rotary": lambda request, arch: rotary_launches(_rotation(request), SEQLEN, arch),
     "quantize": lambda request, arch: quantize_launches(_quantization(request), True, 1, 1, SEQLEN, arch),
+    "bias_gradient": lambda request, _: _bias_gradient_launches(request),
     "attn_probs": lambda request, _: _probabilities_launches(request),
 }
 
@@ -170,6 +171,17 @@ def _rotation(request: Request) -> Rotation:
 def _quantization(request: Request) -> Quantization:
     dtype, packed = request.dtype, request.features.packed
     return Quantization(dtype, request.head_dim, packed, False, MAX_ALIGN_BYTES, MAX_ALIGN_BYTES)
+
+
+def _bias_gradient_launches(request: Request) -> tuple[Variant, tuple[Launch, ...]]:
+    """Of the bias that is asked for, or of one for all scores in the arrays' dtype."""
+    features = request.features
+    if features.bias is None:
+        features = replace(features, bias=(1, 1, SEQLEN, SEQLEN), bias_dtype=request.dtype)
+    asked = replace(request, features=replace(features, gradients=("bias",)))
+    plan = make_plan(asked.problem("backward"), request.device, "bwd_3_mma").beside
+    assert plan is not None
+    return plan.variant, plan.launches
 
 
 def _probabilities_launches(request: Request) -> tuple[Variant, tuple[Launch, ...]]:

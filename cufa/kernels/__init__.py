@@ -68,6 +68,11 @@ class Kernel:
         return f"{self.name}.cu"
 
     @property
+    def leaves_dbias(self) -> bool:
+        """Whether the gradient of a bias is computed beside it, by `bias_gradient`."""
+        return self.tensor_cores or self.only_arch is not None
+
+    @property
     def head_dims(self) -> str:
         """Those that it supports, in words."""
         of_values = f", of values to {self.max_value_dim}" * (self.max_value_dim < self.max_head_dim)
@@ -275,7 +280,7 @@ _BACKWARD_FEATURES = _FEATURES | {"dlse", "deterministic", "dbias", "dsink", "ds
 _HOPPER_BACKWARD_FEATURES = frozenset(
     (
         *("window", "softcap", "bias", "alibi_slopes", "sink", "cu_seqlens", "seqused_k"),
-        *("dlse", "dsink", "deterministic", "score_mod", "mask", "mask_mod"),
+        *("dlse", "dbias", "dsink", "deterministic", "score_mod", "mask", "mask_mod"),
     )
 )
 
@@ -413,7 +418,7 @@ _LADDER = (
         direction="backward",
         entries=(
             *("seen_tiles", "row_sums", "key_tiles", "round_keys", "query_tiles", "round_queries"),
-            *("bias_gradient", "array_gradients", "sink_gradient"),
+            *("array_gradients", "sink_gradient"),
         ),
         idea="tensor cores: S and dP transposed, so that P and dS stay in registers",
         paper="Dao 2023, Algorithm 2",
@@ -449,7 +454,7 @@ _LADDER = (
             *("seen_tiles", "to_halves", "key_tiles", "store_query_gradients", "exact_tiles"),
             "sink_gradient",
         ),
-        features=_FEATURES | {"dlse", "dsink"},
+        features=_FEATURES | {"dlse", "dbias", "dsink"},
     ),
 )
 
@@ -525,6 +530,12 @@ COMPANIONS: Mapping[str, Companion] = MappingProxyType(
                 function="cufa.quantize",
                 idea="elements in 8 bits, in units of a descale that the heads of a group share",
                 paper="Shah et al. 2024, section 3.3",
+            ),
+            Companion(
+                name="bias_gradient",
+                function="cufa.attention_backward(..., return_dbias=True)",
+                idea="the gradient of the bias: a block for each tile of it, which all who share it add to",
+                paper="Dao 2023, Algorithm 2",
             ),
             Companion(
                 name="attn_probs",

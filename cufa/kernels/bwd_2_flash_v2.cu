@@ -23,7 +23,7 @@
 #include "call/warp_rows.cuh"
 #include "cuda_cores/scores.cuh"
 #include "gradients/array_gradients.cuh"
-#include "gradients/bias_gradient.cuh"
+#include "gradients/bias_sums.cuh"
 #include "gradients/sink_gradient.cuh"
 #include "softmax/exp2_table.cuh"
 

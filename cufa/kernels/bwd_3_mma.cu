@@ -11,8 +11,7 @@
 //
 // Launches: with a mask or a mask_mod seen_tiles, as in fwd_5_mma; row_sums (LSE and D, and the
 // sums in the workspace set to zero), key_tiles, round_keys if heads are in parts, round_queries
-// or, if deterministic, query_tiles; bias_gradient, array_gradients and sink_gradient if those are
-// wanted.
+// or, if deterministic, query_tiles; array_gradients and sink_gradient if those are wanted.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: BLOCK_N keys of one KV head, for one of PARTS parts of the query heads that share
@@ -22,8 +21,8 @@
 // Global   workspace: sums of dQ in fragments (heads, tiles of queries, BLOCK_M, head_dim rounded
 //          up), unless deterministic; sums of dK and dV (batch, seqlen_k, kv_heads, PARTS, dims in
 //          eights), if there are parts; LSE and D (batch, heads, seqlen_q, 2); with a mask or a
-//          mask_mod, which tiles of scores it shows; sums of the gradients of score_mod's arrays
-//          and of the bias's, if those are wanted
+//          mask_mod, which tiles of scores it shows; sums of the gradients of score_mod's arrays,
+//          if those are wanted
 // Writes   dQ, dK, dV
 #include "gradients/sink_gradient.cuh"
 #include "mma/bwd_3_keys.cuh"
@@ -37,7 +36,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (!kDeterministic && row < DqSums::rows(params.sizes)) {
         DqSums::clear_row(workspace.dq, row);
     }
-    if constexpr (kBiasGradient) clear_bias_sums<kThreads>(params, workspace.bias);
     if constexpr (kArrayGradients)
         clear_sums<kThreads>(workspace.arrays, array_sums(params.features));
 }
@@ -182,12 +180,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         sums.round_rows<kHeadDim>(sequence.queries<scalar_t>(params.dq, head), first_row,
                                   sequence.seqlen_q, params.softmax_scale);
     }
-}
-
-extern "C" __global__ void __launch_bounds__(kThreads)
-    bias_gradient(const __grid_constant__ BackwardParams params) {
-    if constexpr (kBiasGradient)
-        write_bias_gradient<bias_t, kThreads>(params, Workspace(params).bias);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)

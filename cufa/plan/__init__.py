@@ -12,6 +12,7 @@ from dataclasses import replace
 from cufa.device import Device
 from cufa.kernels import kernel_named
 from cufa.plan import (
+    bias_gradient,
     float32,
     float32_backward,
     fp8,
@@ -87,8 +88,17 @@ def make_plan(
         reason = row.unsupported(problem, device)
         if reason is not None:
             raise ValueError(f"kernel is {row.name!r}: {reason}")
-    part = _PLANNERS[row.name](problem, device, tiles or {})
-    return _plan(row.name, problem, device, part, (*why, *part.reasons))
+    planned = bias_gradient.without_it(problem) if row.leaves_dbias else problem
+    part = _PLANNERS[row.name](planned, device, tiles or {})
+    plan = _plan(row.name, problem, device, part, (*why, *part.reasons))
+    if planned == problem:
+        return plan
+    return replace(plan, beside=_bias_gradient_plan(bias_gradient.alone(problem), device))
+
+
+def _bias_gradient_plan(problem: Problem, device: Device) -> Plan:
+    part = bias_gradient.bias_gradient(problem, device)
+    return _plan(bias_gradient.NAME, problem, device, part, part.reasons)
 
 
 def _mixed_plan(mix: mixed.Mix, problem: Problem, device: Device) -> Plan:

@@ -1,4 +1,7 @@
-"""What both tiled backwards plan alike: gradients beyond dQ, dK and dV, and whether sums may be atomic."""
+"""What backwards plan alike: gradients beyond dQ, dK and dV, and whether sums may be atomic.
+
+That of the bias, of a backward on CUDA cores; others leave it to a kernel beside them.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,19 @@ from cufa.rounding import ceil_div
 
 def gradient_macros(problem: Problem) -> tuple[Macro, ...]:
     """What score_gradients.cuh asks for."""
+    return (("DETERMINISTIC", problem.features.deterministic),)
+
+
+def bias_macros(problem: Problem) -> tuple[Macro, ...]:
+    """What bias_sums.cuh asks for."""
     return (
-        ("DETERMINISTIC", problem.features.deterministic),
         ("BIAS_GRADIENT", _bias_gradient(problem)),
         ("OWN_BIAS_SUMS", _bias_gradient(problem) and _own_bias_sums(problem)),
     )
 
 
 def gradient_sums(problem: Problem) -> tuple[Scratch, ...]:
-    """The last parts of the workspace, as array_gradients.cuh and bias_gradient.cuh lay them out."""
+    """The last parts of the workspace, as array_gradients.cuh and bias_sums.cuh lay them out."""
     features, arrays = problem.features, array_sums(problem)
     if features.bias is None or not _bias_gradient(problem):
         return arrays

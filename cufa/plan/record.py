@@ -12,6 +12,7 @@ from cufa.device import Device
 from cufa.jit import Variant
 from cufa.messages import counted
 from cufa.problem import Problem
+from cufa.rounding import round_up
 from cufa.score_mod import header
 from cufa.traced.header import HEADER
 
@@ -19,6 +20,8 @@ Macro = tuple[str, str | int | bool]
 
 # The first axis of a grid; cufa's grids have only that one, since the others end at 65,535.
 MAX_GRID = 2**31 - 1
+# Kernels read and write a workspace 16 bytes at a time; what CuPy allocates is aligned to 512.
+WORKSPACE_ALIGNMENT = 16
 # From which compute capability on one launch may begin while the one before ends.
 FIRST_OVERLAPPING = (9, 0)
 
@@ -88,8 +91,8 @@ class Plan:
     `launches` are in order, those with nothing to do left out. `scratch` lies one after the other in
     one workspace. `reasons` say, a sentence each, how the choices were made. A kernel with `boxes` gets their
     tensor maps before its other parameters, and without `scratch` a counter that is 0 as its workspace.
-    A plan `beside` it, which has no `scratch`, is of what this one leaves out; its launches come after the
-    first of this one's.
+    A plan `beside` it is of what this one leaves out; its launches come after the first of this one's, and
+    its `scratch` behind this one's.
     """
 
     kernel: str
@@ -130,9 +133,21 @@ class Plan:
         return ((HEADER, header(features.score_mod, features.mask_mod)),)
 
     @cached_property
+    def scratch_bytes(self) -> int:
+        """The global memory of `scratch`."""
+        return sum(prod(part.shape) for part in self.scratch) * self.problem.accumulator.itemsize
+
+    @cached_property
+    def workspace_begins(self) -> tuple[int, ...]:
+        """Where in the workspace each of `and_beside` has its own."""
+        return (0, round_up(self.scratch_bytes, WORKSPACE_ALIGNMENT))[: len(self.and_beside)]
+
+    @cached_property
     def workspace_bytes(self) -> int:
         """Global memory needed beyond inputs and outputs."""
-        return sum(prod(part.shape) for part in self.scratch) * self.problem.accumulator.itemsize
+        if self.beside is None or not self.beside.scratch:
+            return self.scratch_bytes
+        return self.workspace_begins[-1] + self.beside.scratch_bytes
 
     def __str__(self) -> str:
         """Kernel, tiles, launches and memory against the limits, and why."""
@@ -154,7 +169,7 @@ class Plan:
         if not self.launches:
             lines.append("  launch     none: there is nothing to compute")
         workspace = ", ".join(f"{part.name} {'x'.join(map(str, part.shape))}" for part in self.scratch)
-        lines.append(f"  workspace  {self.workspace_bytes:,} bytes{f' ({workspace})' if workspace else ''}")
+        lines.append(f"  workspace  {self.scratch_bytes:,} bytes{f' ({workspace})' if workspace else ''}")
         lines += [f"  why        {reason}" for reason in self.reasons]
         if self.beside is not None:
             lines.append(f"beside it, after its first launch, {self.beside}")

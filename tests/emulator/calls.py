@@ -451,7 +451,7 @@ def tensor_map(tensor: Array, rows: int, cols: int, paired_rows: bool = False) -
 def _workspace(plan: Plan) -> Array:
     """Scratch, or a counter at 0 for a kernel with boxes."""
     if plan.scratch or not plan.boxes:
-        words = plan.workspace_bytes // _WORD_BYTES
+        words = plan.scratch_bytes // _WORD_BYTES
         return _placed(np.empty(words, np.uint32), _MAX_ALIGN_BYTES, is_output=True)
     counter = _placed(np.empty(COUNTER_BYTES // _WORD_BYTES, np.uint32), _MAX_ALIGN_BYTES, is_output=True)
     counter[:] = 0

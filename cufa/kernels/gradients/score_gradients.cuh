@@ -4,13 +4,11 @@
 #include "call/warp_rows.cuh"
 #include "scores/score_rules.cuh"
 
-#if !defined(DETERMINISTIC) || !defined(BIAS_GRADIENT) || !defined(OWN_BIAS_SUMS)
-#error "the host must define DETERMINISTIC, BIAS_GRADIENT and OWN_BIAS_SUMS"
+#ifndef DETERMINISTIC
+#error "the host must define DETERMINISTIC"
 #endif
 
 constexpr bool kDeterministic = DETERMINISTIC;  // the same bits in every run: no atomic additions
-constexpr bool kBiasGradient = BIAS_GRADIENT;   // the gradient of the bias is wanted
-constexpr bool kOwnBiasSums = OWN_BIAS_SUMS;    // every score has a sum of its own in it
 
 struct ScoreGradient {
     acc_t p = 0;         // the probability, as dropout left it: dV is the sum of p dO

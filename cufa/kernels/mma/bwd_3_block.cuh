@@ -2,7 +2,6 @@
 #pragma once
 
 #include "gradients/array_gradients.cuh"
-#include "gradients/bias_gradient.cuh"
 #include "gradients/key_sums.cuh"
 #include "mma/handover.cuh"
 #include "mma/mma_query_sums.cuh"
@@ -95,7 +94,7 @@ struct Workspace {
     acc_t* dq;
     KeySums key_sums;
     RowStats* stats;
-    acc_t *arrays, *bias;
+    acc_t* arrays;
     SeenPart* seen;
 
     __device__ explicit Workspace(const BackwardParams& params) {
@@ -106,7 +105,6 @@ struct Workspace {
         seen = reinterpret_cast<SeenPart*>(arrays);
         constexpr int kSeenOfSum = sizeof(acc_t) / sizeof(SeenPart);  // that lie in its place
         arrays += (seen_tiles(params) + kSeenOfSum - 1) / kSeenOfSum;
-        bias = arrays + array_sums(params.features);
     }
 
     __device__ SeenPart* seen_of_queries(const BackwardParams& params) const {

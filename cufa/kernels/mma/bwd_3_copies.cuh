@@ -20,7 +20,6 @@ struct QueryHead {
     const RowStats* stats;
     DqSums dq;
     acc_t* arrays;
-    BiasSums bias;
     SeenOfKeys seen;
 
     __device__ QueryHead(const BackwardParams& params, const Sequence& sequence, int head)
@@ -31,7 +30,6 @@ struct QueryHead {
           stats(Workspace(params).stats + sequence.first_row(head, params.sizes)),
           dq(Workspace(params).dq, params.sizes, sequence, head),
           arrays(Workspace(params).arrays),
-          bias(params, sequence, head, Workspace(params).bias),
           seen(Workspace(params).seen, params, sequence, head) {}
 
     __device__ void start_copy(KeySmem& smem, int stage, int first_row) const {

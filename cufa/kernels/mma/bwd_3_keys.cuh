@@ -50,11 +50,9 @@ struct KeyGradients {
             return smem.rows[at.stage][place.col(score.n) + score.e];
         };
         const auto add_up = [&](Element score, acc_t product, const ScoreGradient& gradient) {
-            const int query = tile.query(score), key = tile.key(score);
-            if constexpr (kBiasGradient) head.bias.add(query, key, gradient.score);
             if constexpr (kArrayGradients) {
                 ElementSlopes slopes;
-                head.rules.element_slopes_at(product, query, key, slopes);
+                head.rules.element_slopes_at(product, tile.query(score), tile.key(score), slopes);
                 of_arrays.add(head.arrays, 2 * score.m + score.e, 2 * score.m + score.half, slopes,
                               gradient.modified);
             }

@@ -8,6 +8,13 @@
 #include "call/warp_rows.cuh"
 #include "gradients/score_gradients.cuh"
 
+#if !defined(BIAS_GRADIENT) || !defined(OWN_BIAS_SUMS)
+#error "the host must define BIAS_GRADIENT and OWN_BIAS_SUMS"
+#endif
+
+constexpr bool kBiasGradient = BIAS_GRADIENT;  // it is wanted
+constexpr bool kOwnBiasSums = OWN_BIAS_SUMS;   // every score has a sum of its own in it
+
 // Those of one head of a sequence.
 struct BiasSums {
     Matrix<acc_t> sums;

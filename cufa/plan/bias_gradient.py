@@ -1,0 +1,168 @@
+"""Plans for the gradient of the bias beside a backward on tensor cores: a block for each tile of the bias."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from math import prod
+
+from cufa.device import WARP_SIZE, Device
+from cufa.plan.choice import Candidates, Cost, counted_row_tiles, sizes_of
+from cufa.plan.gradients import gradient_macros
+from cufa.plan.mma import LINE_BYTES, MMA_K, MMA_M, Work, arithmetic_of, macros_of
+from cufa.plan.mma_backward import INSTRUCTIONS_PER_SCORE
+from cufa.plan.record import Launch, Part, Scratch
+from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
+from cufa.problem import Problem, Shape, lse_shape
+from cufa.rounding import ceil_div, round_up
+
+NAME = "bias_gradient"
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The sizes that it is compiled for: `block_n` queries by `block_m` keys, and `stages` tiles of both.
+
+    As where blocks of `bwd_3_mma` own queries, `block_n` is of the rows that a block owns.
+    """
+
+    block_m: int
+    block_n: int
+    threads: int
+    stages: int
+
+    def misfit(self) -> str | None:
+        """None if it can be compiled for these tiles, else the reason."""
+        if self.block_n % (self.threads // WARP_SIZE * MMA_M) or self.block_m % MMA_K:
+            return f"block_n must be {MMA_M} queries for each warp, block_m a multiple of {MMA_K}"
+        return None
+
+    def __str__(self) -> str:
+        return f"{self.block_n}x{self.block_m} with {self.threads} threads, stages {self.stages}"
+
+
+# By the bytes of an element.
+TILES = {
+    2: (
+        Tiles(64, 128, 256, 2),
+        Tiles(64, 128, 256, 1),
+        Tiles(64, 128, 128, 1),
+        Tiles(64, 64, 128, 2),
+        Tiles(64, 64, 128, 1),
+        Tiles(32, 64, 128, 1),
+        Tiles(32, 32, 64, 1),
+        Tiles(16, 16, 32, 1),
+    ),
+    4: (
+        Tiles(64, 64, 128, 2),
+        Tiles(64, 64, 128, 1),
+        Tiles(32, 64, 128, 2),
+        Tiles(32, 64, 128, 1),
+        Tiles(32, 32, 64, 1),
+        Tiles(16, 16, 32, 1),
+    ),
+    8: (
+        Tiles(32, 64, 128, 2),
+        Tiles(32, 64, 128, 1),
+        Tiles(16, 64, 128, 1),
+        Tiles(16, 32, 64, 1),
+        Tiles(16, 16, 32, 1),
+    ),
+}
+
+
+def bias_gradient(problem: Problem, device: Device) -> Part:
+    """`bias_gradient`: a launch for LSE and D, and one with a block for each tile of the bias."""
+    shape = problem.features.bias
+    if shape is None:
+        raise ValueError("there is no bias")
+    chosen = _candidates(problem.kind, device).choose(problem, {})
+    sizes, warps = chosen.tiles, chosen.tiles.threads // device.warp_size
+    batch, heads, rows, keys = shape
+    tiles = batch * heads * ceil_div(rows, sizes.block_n) * ceil_div(keys, sizes.block_m)
+    rows_share = rows == 1
+    parts = _parts(_sharing(problem, shape, sizes), tiles, device.sm_count * chosen.blocks_per_sm)
+    parts_of_tile = parts * (warps if rows_share else 1)
+    seen = seen_tiles(problem, sizes.block_n, sizes.block_m)
+    sums = () if parts_of_tile == 1 else (Scratch("parts of dbias", (parts_of_tile, *shape)),)
+    launches = (
+        seen_launch(problem, seen, sizes.threads, warps),
+        Launch("row_sums", ceil_div(prod(lse_shape(problem)), warps), sizes.threads),
+        Launch(NAME, tiles * parts, sizes.threads, chosen.cost.smem_bytes),
+        Launch("add_parts", ceil_div(prod(shape), sizes.threads) if sums else 0, sizes.threads),
+    )
+    shared = f"each tile of the bias is worked on in {parts} parts, for there are {tiles} tiles"
+    return Part(
+        tiles=sizes_of(sizes),
+        macros=(
+            *macros_of(problem, chosen),
+            *gradient_macros(problem),
+            ("SPLIT", 1),
+            ("PARTS", parts),
+            ("ROWS_SHARE", rows_share),
+        ),
+        launches=tuple(launch for launch in launches if launch.grid > 0),
+        scratch=(Scratch("LSE and D", (*lse_shape(problem), 2)), *sums, *seen_scratch(problem, seen)),
+        reasons=(*chosen.reasons, *((shared,) if parts > 1 else ())),
+    )
+
+
+def _sharing(problem: Problem, shape: Shape, tiles: Tiles) -> int:
+    """How many tiles of scores share one of the bias, at most."""
+    batch, heads, rows, _ = shape
+    sequences = 1 if problem.features.packed else problem.batch
+    of_rows = counted_row_tiles(problem, problem.seqlen_q, tiles.block_n) // sequences if rows == 1 else 1
+    of_batches = sequences if batch == 1 else 1
+    if problem.features.packed and rows != 1 and batch == 1:
+        of_batches = problem.batch
+    return of_batches * (problem.heads if heads == 1 else 1) * of_rows
+
+
+def _parts(sharing: int, tiles: int, blocks: int) -> int:
+    """Into how many parts those that share a tile are divided, for all SMs to have blocks; 0 for none."""
+    return min(sharing, max(1, blocks // max(1, tiles)))
+
+
+@functools.lru_cache
+def _candidates(kind: Problem, device: Device) -> Candidates[Tiles]:
+    return Candidates(device, TILES[kind.itemsize], functools.partial(_cost, kind, device))
+
+
+def _cost(problem: Problem, device: Device, tiles: Tiles) -> Cost:
+    arithmetic = arithmetic_of(problem)
+    head, value = (round_up(dim, MMA_K) for dim in (problem.head_dim, problem.value_dim))
+    m, n = tiles.block_m, tiles.block_n
+    of_stage = sum(arithmetic.tile_bytes(rows, dim) for rows in (m, n) for dim in (head, value))
+    smem_bytes = (
+        arithmetic.backward_table_bytes
+        + tiles.stages * of_stage
+        + round_up(2 * tiles.stages * n * arithmetic.sum_bytes, LINE_BYTES)  # LSE and D
+    )
+    warps = tiles.threads // WARP_SIZE
+    queries = n // warps
+    copied = (m + n) * (problem.head_dim + problem.value_dim) * arithmetic.item_bytes
+    work = Work(
+        multiply_adds=queries * m * (head + value),
+        loaded=(queries + m) * (head + value),
+        scores=queries * m,
+        instructions_per_score=INSTRUCTIONS_PER_SCORE,
+        l2_bytes=copied / warps,
+    )
+    # S, dP and dS.
+    sums = 3 * queries * m // device.warp_size
+    registers = arithmetic.registers(sums) + arithmetic.backward_overhead
+    return Cost(smem_bytes, registers, work.in_multiply_adds(arithmetic, device))
+
+
+def without_it(problem: Problem) -> Problem:
+    """The problem with no gradient of the bias wanted."""
+    return _asking(problem, tuple(name for name in problem.features.gradients if name != "bias"))
+
+
+def alone(problem: Problem) -> Problem:
+    """The problem with no other gradient wanted than dQ, dK, dV and that of the bias."""
+    return _asking(problem, ("bias",))
+
+
+def _asking(problem: Problem, gradients: tuple[str, ...]) -> Problem:
+    return replace(problem, features=replace(problem.features, gradients=gradients))

@@ -1,5 +1,6 @@
 """FlashAttention for NumPy and CuPy arrays, forward and backward, on a GPU and without one."""
 
+from cufa import compat
 from cufa.api import attention, attention_backward, plan, softmax
 from cufa.device import Arch, Device, GPUUnavailableError
 from cufa.jit import CompileError, NVRTCMissingError
@@ -26,6 +27,7 @@ __all__ = [
     "ScoreMod",
     "attention",
     "attention_backward",
+    "compat",
     "merge",
     "plan",
     "quantize",

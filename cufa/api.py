@@ -211,7 +211,8 @@ def attention(
             be traced.
         ValueError: shapes that don't go together, an `out` that does not fit or overlaps an input, an
             option with an impossible value, a kernel that cannot run here, arrays on another GPU.
-        IndexError: on the CPU, a function that reads an array where it has no element.
+        IndexError: on the CPU, a function that reads an array where it has no element, after some of what is
+            given to write into was written.
         GPUUnavailableError: "cuda" without a GPU or CuPy; the message says what to install.
         NVRTCMissingError: a GPU without NVRTC; likewise.
         LaunchError, CompileError: the driver or NVRTC refused the kernel.
@@ -517,7 +518,10 @@ def plan(
     """
     unknown = side.keys() - {*FEATURE_ARRAYS, *DESCALES, "dlse"}
     if unknown:
-        raise TypeError(f"plan() got an unexpected argument {', '.join(sorted(unknown))}")
+        allowed = ", ".join((*FEATURE_ARRAYS, *DESCALES, "dlse"))
+        raise TypeError(
+            f"plan() got an unexpected argument {', '.join(sorted(unknown))}; beside options it has {allowed}"
+        )
     check_flags(backward=backward, deterministic=deterministic)
     check_gradients(gradients)
     if not backward:

@@ -81,6 +81,11 @@ class _Mod:
                 allowed = ", ".join(_ELEMENT_TYPES)
                 raise TypeError(f"array {number} of {self.name} has dtype {array.dtype}; it may be {allowed}")
 
+    def __repr__(self) -> str:
+        """The function's name, and what its arrays are."""
+        arrays = [f"{x.dtype} {'x'.join(map(str, x.shape))}" for x in self.arrays]
+        return f"{type(self).__name__}({', '.join((_name_of(self.function), *arrays))})"
+
     @property
     def named_arrays(self) -> dict[str, Any]:
         """The arrays by their names in a call."""
@@ -155,6 +160,10 @@ class _Mod:
         raise NotImplementedError
 
 
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
+
+
 class ElementSlope(NamedTuple):
     """By how much scores change with the elements of an array that they read, and those elements' indices."""
 
@@ -195,9 +204,9 @@ class ScoreMod(_Mod):
     Args:
         function: called with (score, b, h, q_idx, kv_idx, *arrays), returns the new score.
         arrays: what it reads, element by element: NumPy's, CuPy's or any with DLPack, of the kind of q, with
-            one axis at least; bool, integers of up to 64 bits but not uint64, or floats. On a GPU indices are
-            not checked, and negative ones do not count from the end; elements are read for keys that masks
-            hide, too.
+            one axis at least; bool, integers of up to 64 bits but not uint64, or floats. Integers of fewer
+            than 32 bits are computed with in 32, uint32 in 64. No index counts from the end. On a GPU indices
+            are not checked; elements are read for keys that masks hide, too, so clip what may lie outside.
 
     Raises:
         TypeError: no function, or no array.

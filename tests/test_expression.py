@@ -222,6 +222,15 @@ def test_an_index_that_is_none_names_the_array():
         evaluate(element, values)
 
 
+def test_no_index_counts_from_the_end():
+    """As in C++, where it would be of what lies before the array."""
+    table = TracedArray("score_mod_0", "float", 2, "table")
+    element = table[symbol("h", "int32"), symbol("kv_idx", "int32") - 1]
+    values = {"h": 0, "kv_idx": np.arange(6), "score_mod_0": np.zeros((2, 6))}
+    with pytest.raises(IndexError, match=r"^table is read where it has no element: index -1 of axis 1$"):
+        evaluate(element, values)
+
+
 def test_integers_of_64_bits():
     i, table = symbol("i", "int32"), TracedArray("table", "int64", 1, "table")
     assert (i + 1).kind == "int32"
@@ -263,6 +272,11 @@ def test_integers_of_64_bits():
         (lambda x, i, t: lifted((x, x)), "a tuple is no number; .* returns one$"),
         (lambda x, i, t: i + 2**63, "too large for an integer of 64 bits"),
         (lambda x, i, t: x.astype(np.complex64), "it may be bool"),
+        *(
+            (lambda x, i, t, dtype=dtype: i.astype(dtype), f"is made a {dtype}; it may be bool, int32")
+            for dtype in ("int8", "uint8", "uint32", "uint64", "float16")
+        ),
+        (lambda x, i, t: t[i, -1], "t is read at -1; indices begin with 0"),
     ],
 )
 def test_what_cannot_be_traced(function, message):

@@ -394,6 +394,14 @@ def test_an_element_that_there_is_not_is_named_as_the_function_does(arrays: list
         cufa.attention(q, k, v, score_mod=mod, backend="numpy")
 
 
+def test_what_is_printed_of_them() -> None:
+    def relative(s: Any, b: Any, h: Any, i: Any, j: Any, table: Any) -> Any:
+        return s + table[h, 0]
+
+    assert repr(ScoreMod(relative, np.zeros((4, 9), np.float32))).endswith("relative, float32 4x9)")
+    assert repr(MaskMod(np.vectorize(lambda *_: True))) == "MaskMod(vectorize)"
+
+
 def test_rungs_that_have_no_features_refuse_it() -> None:
     q = np.empty((2, 300, 4, 64), np.float16)
     for name in ("fwd_1_naive", "fwd_3_flash_v1"):

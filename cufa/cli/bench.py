@@ -165,7 +165,7 @@ def command(
 
     points: list[_Point] = []
     with output.progress(len(rungs) * (1 + len(problems))) as step:
-        fitting = []
+        fitting, left_out = [], []
         for way, rung in rungs:
             step(f"checking {rung.kernel or way}")
             try:
@@ -173,9 +173,13 @@ def command(
             except output.Failure as failure:
                 if len(tiles) == 1 or isinstance(failure, output.Wrong):
                     raise
-                output.say(f"left out: {failure.message}", "yellow")
+                left_out.append(failure.message)
             else:
                 fitting.append((way, rung))
+        if not fitting and not on_gpu:  # they are all refused for that
+            raise output.Failure(left_out[0])
+        for message in dict.fromkeys(left_out):
+            output.say(f"left out: {message}", "yellow")
         if not fitting:
             raise output.Failure("none of these tile sizes fits")
         for problem in problems:

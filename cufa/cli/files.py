@@ -57,12 +57,15 @@ def load(name: str, location: str, dtype: str | None) -> Array:
     return _as_dtype(array, dtype, option)
 
 
-def check_destination(path: Path) -> None:
-    """Raise Failure if `save` cannot write there, before anything is computed."""
+def check_destination(path: Path, locations: Mapping[str, str | None]) -> None:
+    """Raise Failure if `save` cannot write there, or if arrays are read there: before all else."""
     if path.suffix not in SUFFIXES:
         raise Failure(f"--out {path}: the file's name must end with {' or '.join(SUFFIXES)}")
     if not path.parent.is_dir():
         raise Failure(f"--out {path}: there is no folder {path.parent}")
+    for name, location in locations.items():
+        if location is not None and Path(_split(location)[0]).resolve() == path.resolve():
+            raise Failure(f"--out {path}: --{name} is read from that file; give another")
 
 
 def save(path: Path, results: Mapping[str, Array]) -> None:

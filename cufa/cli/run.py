@@ -127,12 +127,12 @@ def command(
 
     Exits with 1 if a result is further from float64 than it may be, with 2 if the call is refused.
     """
+    locations = {name: given.pop(name) for name in ("q", "k", "v", "dout")}
     if destination is not None:
         if explain:
             raise output.Failure("--out: there are no results to write, since --explain runs nothing")
-        files.check_destination(destination)
+        files.check_destination(destination, locations)
     rng = np.random.default_rng(seed)
-    locations = {name: given.pop(name) for name in ("q", "k", "v", "dout")}
     of_gradients = {
         "backward_kernel": backward_kernel,
         "backward_tile": backward_tile,

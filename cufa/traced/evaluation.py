@@ -47,7 +47,11 @@ def _as_kind(value: Any, kind: Kind) -> Any:
 
 
 def _element(values: Mapping[str, Any], array: TracedArray, indices: Sequence[Any]) -> Any:
-    """Raises IndexError, which names the array, for indices that are not in it."""
+    """Raises IndexError, which names the array, for indices that are not in it: none counts from its end."""
+    for axis, index in enumerate(indices):
+        least = np.min(index, initial=0)
+        if least < 0:
+            raise IndexError(f"{array.title} is read where it has no element: index {least} of axis {axis}")
     try:
         return values[array.name][tuple(indices)]
     except IndexError as error:

@@ -50,6 +50,10 @@ def kind_of_dtype(dtype: np.dtype[Any]) -> Kind:
     raise TypeError(f"a dtype is {dtype}; it may be bool, an integer but uint64, or a float")
 
 
+# What a value can be cast to: others would have to lose bits, or a sign, as NumPy's do.
+_CASTS = ("bool", "int32", "int64", "float32", "float64")
+
+
 def _operator(name: str) -> tuple[_Binary, _Binary]:
     """A binary operator of expressions, and the one that is asked if only what is on the right is one."""
     return lambda left, right: apply(name, left, right), lambda right, left: apply(name, left, right)
@@ -104,7 +108,13 @@ class Expression:
         return apply("invert", self)
 
     def astype(self, dtype: Any) -> Expression:
-        """The value as another kind; of a float, what is before the point."""
+        """The value as another kind; of a float, what is before the point.
+
+        Floats of either size are of the score's dtype. TypeError for other dtypes.
+        """
+        name = np.dtype(dtype).name
+        if name not in _CASTS:
+            raise TypeError(f"a traced value is made a {name}; it may be {', '.join(_CASTS)}")
         return _cast(self, kind_of_dtype(np.dtype(dtype)))
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Expression:
@@ -182,6 +192,10 @@ class TracedArray:
         for index in of_axes:
             if index.kind not in ("int32", "int64"):
                 raise TypeError(f"{self.title} is read at a {index.kind}; indices must be integers")
+            if index.operation == "constant" and index.value < 0:
+                raise TypeError(
+                    f"{self.title} is read at {index.value}; indices begin with 0, none counts from the end"
+                )
         return Expression("element", self.kind, of_axes, self)
 
     def __iter__(self) -> Any:

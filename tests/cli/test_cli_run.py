@@ -256,6 +256,12 @@ def test_files_in_and_a_file_out(qkv, files, tmp_path):
     assert np.array_equal(np.load(tmp_path / "out.npy"), cufa.attention(*qkv, causal=True, backend="numpy"))
 
 
+def test_no_result_is_written_over_what_is_read(qkv, files, tmp_path):
+    for same in (tmp_path / "q.npy", tmp_path / "." / "q.npy"):
+        assert "--q is read from that file" in refused("run", *files, "--out", same)
+    assert np.array_equal(np.load(tmp_path / "q.npy"), qkv[0])
+
+
 def test_an_npz_holds_all_results(qkv, files, tmp_path):
     dout = draw(4, 2, 33, 4, 24)
     np.save(tmp_path / "dout.npy", dout)

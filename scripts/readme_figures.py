@@ -39,6 +39,7 @@ TRAINING_RECORD = ROOT / "benchmarks" / "training.json"
 DECODE_RECORD = ROOT / "benchmarks" / "decode.json"
 SERVING_RECORD = ROOT / "benchmarks" / "serving.json"
 FLEX_RECORD = ROOT / "benchmarks" / "flex.json"
+BIAS_RECORD = ROOT / "benchmarks" / "bias.json"
 SHAPES_RECORD = ROOT / "benchmarks" / "shapes.json"
 INSTALL_RECORD = ROOT / "benchmarks" / "install.json"
 
@@ -49,6 +50,9 @@ PEER_OF_RUNGS = "flash-attention-2"
 
 # Beside which bench_flex.py times functions of one's own.
 FLEX = "FlexAttention"
+
+# Which of PyTorch's kernels has the gradient of a bias.
+EFFICIENT = "efficient"
 
 # Beside whose installation the README has cufa's.
 PYTORCH = "PyTorch (FlashAttention-2, cuDNN, FlexAttention)"
@@ -566,16 +570,45 @@ def flex(record: Row) -> str:
     header = ("", *chain.from_iterable((direction, f"x {FLEX}") for direction in directions))
     caption = (
         f"{record['batch']} x {record['seqlen']:,} tokens, {record['heads']} heads, in {record['dtype']}. In "
-        f"the mean, cufa is {times_of_flex(points)}.{told} On an {record['gpu']}, driver {record['driver']}, "
-        f"PyTorch {record['torch']}, {record['date']}, by `scripts/bench_flex.py` ([flex.json](flex.json))."
+        f"the mean, cufa is {times_in_mean(FLEX, points)}.{told} On an {record['gpu']}, driver "
+        f"{record['driver']}, PyTorch {record['torch']}, {record['date']}, by `scripts/bench_flex.py` "
+        "([flex.json](flex.json))."
     )
     return f"{table(header, lines)}\n\n{caption}"
 
 
-def times_of_flex(points: Sequence[Row]) -> str:
-    """The mean of how many times as fast each direction is."""
+def bias(record: Row) -> str:
+    """How fast it is with a bias and its gradient, case by case."""
+    points = record["points"]
+    directions = tuple(dict.fromkeys(point["direction"] for point in points))
+    of_line: dict[str, dict[str, Row]] = {}
+    for point in points:
+        told = f"{point['bias']}, {point['dtype']}, {point['seqlen']:,} of {point['head_dim']}"
+        of_line.setdefault(told, {})[point["direction"]] = point
+    lines = [
+        (
+            told,
+            *chain.from_iterable(
+                (duration(of_way[way]["seconds"]["cufa"]), times_as_fast(of_way[way], EFFICIENT))
+                for way in directions
+            ),
+        )
+        for told, of_way in of_line.items()
+    ]
+    header = ("bias", *chain.from_iterable((way, "x PyTorch's") for way in directions))
+    caption = (
+        f"{record['batch']} sequences, {record['heads']} heads; the backward has the gradient of the bias, "
+        f"too. In the mean, cufa is {times_in_mean(EFFICIENT, points)} as PyTorch's memory-efficient "
+        f"attention. On an {record['gpu']}, driver {record['driver']}, PyTorch {record['torch']}, "
+        f"{record['date']}, by `scripts/bench_bias.py` ([bias.json](bias.json))."
+    )
+    return f"{table(header, lines)}\n\n{caption}"
+
+
+def times_in_mean(peer: str, points: Sequence[Row]) -> str:
+    """The mean of how many times as fast as a peer each direction is."""
     told = (
-        f"{mean_speedup(FLEX, [point for point in points if point['direction'] == direction]):.2f} times as "
+        f"{mean_speedup(peer, [point for point in points if point['direction'] == direction]):.2f} times as "
         f"fast {direction}"
         for direction in dict.fromkeys(point["direction"] for point in points)
     )
@@ -706,6 +739,7 @@ def summary(
     serving: Row,
     rungs: Row,
     flex: Row,
+    biased: Row,
     dropped: Row,
     check: Row,
 ) -> str:
@@ -764,8 +798,10 @@ def summary(
         "as fast as the fastest of FlashInfer's kernels, in the mean.",
         f"By `mma.sync`, which all GPUs since Turing have, {by_mma} times as fast as {PEER_OF_RUNGS}, in the "
         "mean.",
-        f"With functions of one's own on scores it is {times_of_flex(flex['points'])} as {FLEX}, in the "
-        "mean.",
+        f"With functions of one's own on scores it is {times_in_mean(FLEX, flex['points'])} as {FLEX}, in "
+        "the mean.",
+        "With a bias, and in the backward its gradient, it is "
+        f"{times_in_mean(EFFICIENT, biased['points'])} as PyTorch's memory-efficient attention, in the mean.",
         f"With dropout it is {over_best_peer_in('forward', dropped['points']):.2f} times as fast forward and "
         f"{over_best_peer_in('backward', dropped['points']):.2f} times backward as the faster of "
         f"{' and '.join(peers_in(dropped['points'][0]))}, in the mean.",
@@ -792,6 +828,7 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
                 SERVING_RECORD,
                 RUNGS_RECORD,
                 FLEX_RECORD,
+                BIAS_RECORD,
                 DROPOUT_RECORD,
                 RECORD,
             ),
@@ -810,6 +847,7 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
         "decode": (decode, (DECODE_RECORD,)),
         "serving": (serving, (SERVING_RECORD,)),
         "flex": (flex, (FLEX_RECORD,)),
+        "bias": (bias, (BIAS_RECORD,)),
         "shapes": (shapes, (SHAPES_RECORD,)),
         "install": (install, (INSTALL_RECORD,)),
     },

@@ -11,7 +11,7 @@ from tolerance import assert_gradients
 
 from cufa import jit
 from cufa.device import Device
-from cufa.plan import make_plan
+from cufa.plan import bias_gradient, make_plan
 from cufa.problem import Features, Problem
 
 H200 = Device.of("sm_90a")
@@ -113,6 +113,17 @@ def test_who_shares_a_tile(rng, monkeypatch, device, shape):
     case.arrays["mask"], _ = mask_by_tiles(rng, (2, 1, 150, 141), (64, 64))
     case.arrays["bias"] = rng.standard_normal((*shape, 141)).astype(np.float16)
     check(case)
+
+
+@pytest.mark.emulator
+def test_one_warp_has_all_rows_that_share_the_bias(rng, monkeypatch):
+    """As it is where no larger tile fits."""
+    monkeypatch.setattr(bias_gradient, "TILES", {2: bias_gradient.TILES[2][-1:]})
+    bias_gradient._candidates.cache_clear()
+    case = draw_case(rng, "float16", ("dbias",), batch=1, seqlen_q=1, seqlen_k=20, **SIZES)
+    case.arrays["bias"] = rng.standard_normal((2, 1, 20)).astype(np.float16)
+    check(case)
+    bias_gradient._candidates.cache_clear()
 
 
 @pytest.mark.emulator

@@ -24,6 +24,7 @@
 constexpr int kStages = STAGES, kParts = PARTS;
 constexpr bool kRowsShare = ROWS_SHARE;  // whether the bias is the same for all rows
 constexpr int kPartsOfTile = kParts * (kRowsShare ? kWarps : 1);
+constexpr bool kInParts = kRowsShare || kParts != 1;  // which are added up in the end
 static_assert(kSplit == 1, "no two warps have the same rows");
 static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
@@ -47,7 +48,7 @@ struct Workspace {
     __device__ explicit Workspace(const BackwardParams& params)
         : stats(static_cast<RowStats*>(params.workspace)),
           parts(reinterpret_cast<acc_t*>(stats + rows_of_heads(params.sizes))) {
-        const long long elements = kPartsOfTile > 1 ? kPartsOfTile * elements_of(params.dbias) : 0;
+        const long long elements = kInParts ? kPartsOfTile * elements_of(params.dbias) : 0;
         seen = reinterpret_cast<SeenPart*>(parts + elements);
     }
     __device__ static long long elements_of(const BiasGradient& bias) {
@@ -292,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     }
     if constexpr (kRowsShare) {
         write_row_of_part(sums, place, own, params);
-    } else if constexpr (kParts > 1) {
+    } else if constexpr (kInParts) {
         write_part(sums, place, own, params);
     } else {
         write_gradient<bias_t>(sums, place, own, params.dbias);
@@ -314,5 +315,5 @@ __device__ inline void write_sum_of_parts(const BackwardParams& params) {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     add_parts(const __grid_constant__ BackwardParams params) {
-    if constexpr (kPartsOfTile != 1) write_sum_of_parts<bias_t>(params);
+    if constexpr (kInParts) write_sum_of_parts<bias_t>(params);
 }

@@ -84,7 +84,8 @@ def bias_gradient(problem: Problem, device: Device) -> Part:
     parts = _parts(_sharing(problem, shape, sizes), tiles, device.sm_count * chosen.blocks_per_sm)
     parts_of_tile = parts * (warps if rows_share else 1)
     seen = seen_tiles(problem, sizes.block_n, sizes.block_m)
-    sums = () if parts_of_tile == 1 else (Scratch("parts of dbias", (parts_of_tile, *shape)),)
+    in_parts = rows_share or parts != 1
+    sums = (Scratch("parts of dbias", (parts_of_tile, *shape)),) if in_parts else ()
     launches = (
         seen_launch(problem, seen, sizes.threads, warps),
         Launch("row_sums", ceil_div(prod(lse_shape(problem)), warps), sizes.threads),

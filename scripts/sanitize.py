@@ -46,6 +46,8 @@ PROBLEMS: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
     ("float32", 33, 65, {}),
     ("float32", 33, 65, {"causal": True}),
     ("float64", 16, 16, {"causal": True}),
+    ("float16", 64, 64, {"causal": True, "bias": True}),
+    ("float32", 64, 40, {"softcap": 2.0, "bias": True}),
 )
 SEQLEN_Q, SEQLEN_K, HEADS, KV_HEADS = 133, 197, 4, 2
 
@@ -93,6 +95,9 @@ def arguments_of(
         }
     if options.pop("sink", False):
         options["sink"] = cupy.asarray(rng.standard_normal(HEADS).astype(np.float32))
+    if options.pop("bias", False):
+        scores = rng.standard_normal((1, HEADS, SEQLEN_Q, SEQLEN_K))
+        options["bias"] = cupy.asarray(scores.astype(dtype))
     tensors = [cupy.asarray(rng.standard_normal((*batch, *shape)).astype(dtype)) for shape in heads]
     return tensors, options
 
@@ -105,8 +110,11 @@ def supported(
 
     for name in kernels:
         kernel = KERNELS[name]
+        asked = {"backward": True, "gradients": ("bias",) * ("bias" in options)}
+        if kernel.direction == "forward":
+            asked = {}
         try:
-            plan = cufa.plan(*tensors, backward=kernel.direction == "backward", kernel=name, **options)
+            plan = cufa.plan(*tensors, kernel=name, **asked, **options)
         except ValueError:
             continue
         yield name, isinstance(kernel, HopperKernel) or ("HANDS_OVER", 1) in plan.variant.macros
@@ -131,7 +139,8 @@ def run_problems(kernels: tuple[str, ...], no_barriers: bool) -> None:
             if KERNELS[name].direction == "forward":
                 cufa.attention(*tensors, **options, kernel=name, return_lse=True)
             else:
-                cufa.attention_backward(out, *tensors, out, lse, **options, kernel=name)
+                with_dbias = {"return_dbias": True} if "bias" in options else {}
+                cufa.attention_backward(out, *tensors, out, lse, **options, **with_dbias, kernel=name)
         for passes in (2, 3):
             cufa.softmax(tensors[0], passes=passes)
     cupy.cuda.Device().synchronize()

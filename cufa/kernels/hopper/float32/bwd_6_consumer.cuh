@@ -72,6 +72,7 @@ __device__ constexpr int cols_of(int part) {
     if (part < kValueParts) return min_of(kPanelCols, kDims - first_col_of(part));
     return min_of(kHeadPartCols, kDepth - first_col_of(part));
 }
+
 // A warpgroup that computes.
 struct Consumer {
     Smem& smem;

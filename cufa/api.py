@@ -141,7 +141,8 @@ def attention(
         softmax_scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
         softcap: what scores are bounded by, softly; 0 for no bound.
         bias: added to the scores: (batch or 1, heads or 1, seqlen_q or 1, seqlen_k), without the first
-            axes that are 1 if you like; any of the dtypes.
+            axes that are 1 if you like; any of the dtypes. Beside arrays of fewer bits, one of float64 is
+            rounded to float32, where numpy.finfo(float).min is -inf: the key is not seen at all.
         mask: which keys a query sees, True to see it: shaped as bias; bool, or uint8 with eight keys in a
             byte as from numpy.packbits(mask, axis=-1, bitorder="little"). On a GPU the mma kernels read it
             once beforehand and leave out tiles of which no query sees a key, so time follows what is seen;

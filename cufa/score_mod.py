@@ -290,7 +290,8 @@ class MaskMod(_Mod):
         cufa.MaskMod(lambda b, h, q_idx, kv_idx, document: document[q_idx] == document[kv_idx], document)
 
     Args:
-        function: called with (b, h, q_idx, kv_idx, *arrays), returns True for a key that is seen.
+        function: called with (b, h, q_idx, kv_idx, *arrays), returns True, or an integer but 0, for a key
+            that is seen.
         arrays: as of `ScoreMod`.
 
     Raises:

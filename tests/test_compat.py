@@ -617,6 +617,33 @@ def test_errors_name_tensors_as_the_caller_does(rng, function):
             function(*fewer, is_causal=True)
 
 
+def test_errors_leave_words_and_values_as_they_are(rng):
+    q, k, v = draw(rng, 6, 9)
+    message = r"^query is a numpy\.ma\S*, of whose mask cufa knows nothing; give query\.filled\(\.\.\.\)$"
+    with pytest.raises(TypeError, match=message):
+        pytorchs(np.ma.array(q), k, v)
+    mask = np.ma.array(np.ones((6, 9), bool))
+    with pytest.raises(TypeError, match=message.replace("query", "attn_mask")):
+        pytorchs(q, k, v, attn_mask=mask)
+    with pytest.raises(TypeError, match=r"^scale is 'q'; it may be a number or None$"):
+        compat.dot_product_attention(q, k, v, scale="q")
+
+
+@pytest.mark.parametrize("function", [pytorchs, compat.dot_product_attention])
+def test_errors_name_all_tensors_that_they_are_about(rng, function):
+    q, k, v = draw(rng, 6, 9, heads=3)
+    message = (
+        r"^query has 3 heads and key 2; the query heads .* \(query has shape \(.*\) and key \(.*\), read as"
+    )
+    with pytest.raises(ValueError, match=message):
+        function(q, k, v)
+    q, k, v = (x.astype(np.float16) for x in draw(rng, 6, 9))
+    k, v = (x.astype("float8_e4m3fn") for x in (k, v))
+    message = "^key has dtype float8_e4m3fn and query float32; they must be the same, or query bfloat16 or"
+    with pytest.raises(TypeError, match=message):
+        function(q.astype(np.float32), k, v)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

@@ -16,6 +16,8 @@ from cufa.problem import FLOAT8, INPUT_DTYPES, dtype_of
 
 # What PyTorch and JAX call cufa's arguments.
 TENSORS = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
+# What stands before an argument's name in a message; elsewhere "mask" is a word, and 'q' a value.
+_BEFORE_NAMES = r"^|; |\(|\b(?:and|as|but|give|or) "
 
 
 def attention_as(names: Mapping[str, str], q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -28,8 +30,8 @@ def attention_as(names: Mapping[str, str], q: Any, k: Any, v: Any, **options: An
 
 def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
     """The error, in whose message arguments have other names."""
-    words = r"\b(" + "|".join(names) + r")\b"
-    error.args = (re.sub(words, lambda word: names[word[0]], str(error)),)
+    words = rf"({_BEFORE_NAMES})({'|'.join(names)})\b"
+    error.args = (re.sub(words, lambda found: found[1] + names[found[2]], str(error)),)
     return error
 
 

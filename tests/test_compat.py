@@ -1,6 +1,7 @@
 """The functions under other libraries' names, against what those libraries say that they compute."""
 
 import itertools
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -300,6 +301,11 @@ def test_flash_attns_cache_in_8_bits_without_descales(rng):
         ),
         ({"cache_seqlens": np.array([1, 8], np.int32)}, ValueError, r"cache_seqlens is \[1 8\] and k has 2"),
         ({"cache_seqlens": np.array([1, -1], np.int32)}, ValueError, r"cache_seqlens is \[ 1 -1\] and k"),
+        (
+            {"cache_seqlens": np.array([1, 2**31 - 1], np.int32)},
+            ValueError,
+            r"cache_seqlens is \[ +1 2147483647",
+        ),
         ({"cache_seqlens": 10}, ValueError, "cache_seqlens is 10; k_cache has room for 0 to 9"),
         ({"cache_seqlens": -1}, ValueError, "cache_seqlens is -1; k_cache has room for 0 to 9"),
         ({"cache_seqlens": [1, 2]}, TypeError, "cache_seqlens is a list; it may be a NumPy array"),
@@ -492,6 +498,33 @@ def test_ends_of_keys_in_pages_that_are_none(rng, key_ends, error, message):
     ends = np.array([0, 1, 6], np.int32)
     with pytest.raises(error, match=f"^{message}"):
         compat.flash_attn_varlen_func(q[0], *paged, ends, key_ends, block_table=table)
+
+
+@pytest.mark.parametrize("table", [None, np.array([[3, 0], [1, 2]], np.int32)], ids=["rows", "pages"])
+@pytest.mark.parametrize("held", [11, np.array([1, 11], np.int32), np.array([1, -1], np.int32)])
+def test_no_more_keys_are_read_than_flash_attns_cache_has_room_for(rng, held, table):
+    q, k_cache, v_cache = draw(rng, 3, 10)
+    if table is not None:
+        k_cache, v_cache = (x.reshape(4, 5, 2, 8) for x in (k_cache, v_cache))
+    message = f"^cache_seqlens is {re.escape(str(held))}; k_cache has room for 0 to 10$"
+    with pytest.raises(ValueError, match=message):
+        compat.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=held, block_table=table)
+
+
+def test_no_more_keys_than_their_pages_have_room_for(rng):
+    q, k, v = draw(rng, 6, 8)
+    table, *paged = pages_of(rng, 4, k, v)
+    ends = np.array([0, 1, 6], np.int32)
+    message = "^cu_seqlens_k has a sequence of 15 keys; block_table has room for 8 in 2 pages of 4$"
+    with pytest.raises(ValueError, match=message):
+        compat.flash_attn_varlen_func(q[0], *paged, ends, np.array([0, 8, 23], np.int32), block_table=table)
+    # As `cufa.attention` says, of seqused_k all that there is.
+    options = {"cu_seqlens_q": ends, "cu_seqlens_k": None, "block_table": table}
+    most, all_there_are = (
+        compat.flash_attn_varlen_func(q[0], *paged, **options, seqused_k=np.array([8, n], np.int32))
+        for n in (15, 8)
+    )
+    np.testing.assert_array_equal(most, all_there_are)
 
 
 def test_arrays_of_two_kinds_are_named(rng):

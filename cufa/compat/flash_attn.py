@@ -181,7 +181,8 @@ def flash_attn_varlen_func(
         v: the same for the values.
         cu_seqlens_q: (batch + 1,) int32, where each sequence of q begins, and the last ends.
         cu_seqlens_k: (batch + 1,) int32, the same for k and v; with a block table the differences are how
-            many keys each sequence has.
+            many keys each sequence has. On a GPU these are not checked: of more than the pages have room for,
+            all in the pages count.
         max_seqlen_q: as in `cufa.attention`; looked at with a block table only, if it is an int.
         max_seqlen_k: not looked at.
         dropout_p: as in `flash_attn_func`; likewise the options below.
@@ -193,7 +194,7 @@ def flash_attn_varlen_func(
         deterministic: as in `flash_attn_func`.
         return_attn_probs: whether to return the LSE too, (heads, tokens).
         block_table: (batch, pages) int32, the pages of each sequence, as of `cufa.attention`.
-        seqused_k: (batch,) int32, how many keys of each sequence count.
+        seqused_k: (batch,) int32, how many keys of each sequence count, or all that it has if they are fewer.
         seed: as in `flash_attn_func`.
         offset: as in `flash_attn_func`.
 
@@ -201,7 +202,9 @@ def flash_attn_varlen_func(
         out (tokens, heads, head_dim); with return_attn_probs (out, lse, None).
 
     Raises:
-        What `cufa.attention` raises.
+        ValueError: on the CPU, more keys of a sequence than its pages have room for; or what `cufa.attention`
+            raises.
+        TypeError: what `cufa.attention` raises.
     """
     check_flags(return_attn_probs=return_attn_probs)
     check_arrays(cu_seqlens_q=cu_seqlens_q)
@@ -213,6 +216,7 @@ def flash_attn_varlen_func(
             check_int32("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape))
         if seqused_k is None and cu_seqlens_k is not None:
             seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+            _check_room_in_pages(seqused_k, k, block_table)
             names = {**names, "seqused_k": "cu_seqlens_k"}
         cu_seqlens_k = None
     # One on a GPU would have to be waited for.
@@ -334,7 +338,7 @@ def flash_attn_with_kvcache(
         rotary_sin: the same; given if rotary_cos is.
         cache_seqlens: how many keys the cache holds, without those of k: a number, or (batch,) int32; None
             for all that it has room for. On a GPU the numbers of an array are not checked: there must be
-            room for k.
+            room for k, and of more keys than there is room for all in the cache count.
         cache_batch_idx: (batch,) int32, which of the cache each sequence has; None for one after the other.
             Not with a block table. No two may have the same if k is given.
         cache_leftpad: must be None.
@@ -394,6 +398,8 @@ def flash_attn_with_kvcache(
         raise TypeError(f"cache_seqlens is {held}; it may be an integer, or (batch,) of int32")
     elif held is not None:
         check_int32("cache_seqlens", held, (batch,))
+        if k is None and v is None and _outside(held, room + 1):
+            raise ValueError(f"cache_seqlens is {held}; k_cache has room for 0 to {room}")
     check_flags(causal=causal, rotary_interleaved=rotary_interleaved)
     check_descales(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     descales = given(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
@@ -433,6 +439,19 @@ def flash_attn_with_kvcache(
         **descales,
         return_lse=return_softmax_lse,
     )
+
+
+def _check_room_in_pages(lengths: Any, k: Any, block_table: Any) -> None:
+    """ValueError if a sequence has more keys than its pages have room for; on a GPU nothing is looked at."""
+    check_arrays(k=k, block_table=block_table)
+    if len(k.shape) != 4 or len(block_table.shape) != 2:
+        return  # which `attention` refuses
+    pages, page_size = block_table.shape[1], k.shape[1]
+    for count in lengths[lengths > pages * page_size] if isinstance(lengths, np.ndarray) else ():
+        raise ValueError(
+            f"cu_seqlens_k has a sequence of {counted(count, 'key')}; block_table has room for "
+            f"{pages * page_size} in {counted(pages, 'page')} of {page_size}"
+        )
 
 
 def _unpacked(name: str, packed: Any, count: int, tokens: str = "batch, seqlen") -> list[Any]:
@@ -500,7 +519,7 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache
         if new.dtype != of.dtype and not _becomes_8_bits(new, of):
             raise TypeError(f"{name} has dtype {new.dtype}; as {name}_cache it must be {of.dtype}")
     lengths = np.atleast_1d(held) if isinstance(held, (int, np.ndarray)) else np.empty(0)
-    if np.any((lengths < 0) | (lengths + count > room)):
+    if np.any((lengths < 0) | (lengths > room - count)):  # the sum may be beyond int32
         keys = counted(count, "key")
         raise ValueError(f"cache_seqlens is {held} and k has {keys}; k_cache has room for {room}")
     if isinstance(held, int) and block_table is None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cufa.api import attention
-from cufa.arguments import Options, make_problem
+from cufa.api import attention, check_attention
 from cufa.arrays import namespace_of
 from cufa.messages import kind_of
 from cufa.problem import FLOAT8, INPUT_DTYPES, dtype_of
@@ -35,12 +34,10 @@ def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
     return error
 
 
-def check_call(names: Mapping[str, str], options: Options, **named: Any) -> None:
-    """What `attention` would refuse about these arrays and options, before anything is done."""
-    shapes = {name: tuple(array.shape) for name, array in named.items()}
-    dtypes = {name: dtype_of(array) for name, array in named.items()}
+def check_attention_as(names: Mapping[str, str], q: Any, k: Any, v: Any, **options: Any) -> None:
+    """What `attention_as` would raise, before anything is done."""
     try:
-        make_problem("forward", shapes, dtypes, options)
+        check_attention(q, k, v, **options)
     except (TypeError, ValueError) as error:
         raise renamed(error, names) from None
 

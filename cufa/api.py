@@ -37,6 +37,7 @@ from cufa.call import (
     Call,
     Tiles,
     Window,
+    check_on_gpu,
     cpu_options,
     empty,
     known_of,
@@ -44,7 +45,7 @@ from cufa.call import (
     rung_of,
     write_probabilities,
 )
-from cufa.device import target
+from cufa.device import Device, target
 from cufa.messages import kind_of, shown
 from cufa.params import FeatureValues
 from cufa.plan import Plan, make_plan
@@ -59,6 +60,7 @@ from cufa.problem import (
     dtype_of,
 )
 from cufa.score_mod import Mods, mods_of
+from cufa.score_rules import Rules
 from cufa.tensor_layout import contiguous_strides
 
 
@@ -264,6 +266,40 @@ def attention(
         write_probabilities(call, scale, values, mods, arch)
         return result, call.give_back("lse", lse), call.give_back("probs", None)
     return (result, call.give_back("lse", lse)) if return_lse or lse is not None else result
+
+
+def check_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool,
+    window: Window,
+    softmax_scale: float | None,
+    softcap: float,
+    return_lse: bool,
+    **side: Any,
+) -> None:
+    """Raise what `attention` would of a call with these arrays and options, without computing anything.
+
+    Arrays on the CPU stay there; if they were to go to a GPU, only the plan is made. `side` are arrays of
+    `attention`, or None; in its order it finds what is known of the call.
+    """
+    check_flags(return_lse=return_lse)
+    check_descales(**{name: side.get(name) for name in DESCALES})
+    values = _feature_values(softcap, 0.0, 0, 0)
+    asked = _asked(causal, window, values, "bshd", "ieee", mods_of(None, None))
+    adopted = arrays.adopt_in_place({"q": q, "k": k, "v": v} | _given(side))
+    known = known_of("forward", adopted.described, asked)
+    scale = _scale_of(known.problem, softmax_scale, values)
+    if adopted.on_gpu:
+        check_on_gpu(known, tuple(adopted.addresses.values()))
+        return
+    own = adopted.arrays
+    of_scores = {name: own[name] for name in FEATURE_ARRAYS if name in own}
+    Rules(softmax_scale=scale, **of_scores).sequences(own["q"], own["k"])
+    if arrays.gpu_usable():
+        _plan_of(known.problem, target(None), None, None)
 
 
 def attention_backward(
@@ -538,8 +574,12 @@ def plan(
     values = _feature_values(softcap, dropout_p, seed=0, offset=0)
     asked = _asked(causal, window, values, layout, precision, mods, deterministic, gradients, max_seqlen_q)
     problem = known_of(direction, described, asked).problem
+    return _plan_of(problem, target(arch, for_plan_only=True), kernel, tiles)
+
+
+def _plan_of(problem: Problem, device: Device, kernel: str | None, tiles: Tiles | None) -> Plan:
+    """For arrays that are as well aligned as their rows allow."""
     align_bytes = math.gcd(MAX_ALIGN_BYTES, *problem.row_bytes)
-    device = target(arch, for_plan_only=True)
     return make_plan(replace(problem, align_bytes=align_bytes), device, kernel, tiles)
 
 

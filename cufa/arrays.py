@@ -85,9 +85,22 @@ def adopt(named: Mapping[str, Any], backend: str | None) -> Adopted:
     """
     if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
         raise ValueError(f"backend is {shown(backend)}; it may be 'numpy', 'cuda' or None")
+    adopted = adopt_in_place(named)
+    are_on_gpu = adopted.on_gpu
+    wants_gpu = backend == "cuda" or (backend is None and (are_on_gpu or gpu_usable()))
+    if wants_gpu == are_on_gpu:
+        return adopted
+    if wants_gpu:
+        device.current()  # says what is missing
+    moved = {name: _to_other_side(array) for name, array in adopted.arrays.items()}
+    return adopted._replace(arrays=moved, on_gpu=wants_gpu)
+
+
+def adopt_in_place(named: Mapping[str, Any]) -> Adopted:
+    """The arrays as NumPy's or CuPy's, on the side where they are; raises what `adopt` does."""
     kinds = set(map(type, named.values()))
     cupy_ndarray = _cupy_ndarray()
-    if len(kinds) == 1 and cupy_ndarray in kinds and backend != "numpy":
+    if len(kinds) == 1 and cupy_ndarray in kinds:
         arrays = dict(named)
         return Adopted(arrays, arrays, True, _unchanged, *_describe_on_current_gpu(arrays))
     if not all(issubclass(kind, np.ndarray) for kind in kinds):
@@ -108,13 +121,7 @@ def adopt(named: Mapping[str, Any], backend: str | None) -> Adopted:
         _check_same_side(arrays)
     are_on_gpu = isinstance(next(iter(arrays.values())), _cupy_ndarray())
     places = _describe_on_current_gpu(arrays) if are_on_gpu else describe(arrays)
-    wants_gpu = backend == "cuda" or (backend is None and (are_on_gpu or gpu_usable()))
-    if wants_gpu == are_on_gpu:
-        return Adopted(arrays, arrays, are_on_gpu, export, *places)
-    if wants_gpu:
-        device.current()  # says what is missing
-    moved = {name: _to_other_side(array) for name, array in arrays.items()}
-    return Adopted(moved, arrays, wants_gpu, export, *places)
+    return Adopted(arrays, arrays, are_on_gpu, export, *places)
 
 
 @functools.cache
@@ -165,6 +172,18 @@ def check_outputs(adopted: Adopted, outputs: Collection[str], in_place: Mapping[
     if outputs:
         check_writeable(adopted.sources, outputs)
         check_apart(adopted.regions, outputs, in_place)
+
+
+def check_written(adopted: Adopted, outputs: tuple[str, ...]) -> None:
+    """ValueError, as `check_apart`, unless those share no memory with themselves or with a call's others."""
+    _check_written(adopted.described, tuple(adopted.addresses.values()), outputs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_written(
+    described: tuple[Described, ...], addresses: tuple[int, ...], outputs: tuple[str, ...]
+) -> None:
+    check_apart(regions(described, addresses), outputs)
 
 
 def check_aligned(adopted: Adopted) -> None:

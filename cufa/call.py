@@ -295,6 +295,12 @@ def run_on_gpu(
             call.tensors[name][...] = tensors[name]
 
 
+def check_on_gpu(known: Known, addresses: tuple[int, ...]) -> None:
+    """What `run_on_gpu` would raise of a forward call, before it launches anything."""
+    device_id = sys.modules["cupy"].cuda.runtime.getDevice()
+    _at_addresses(known, TENSORS["forward"], known.layout, addresses, rung_of(None, None, None), device_id)
+
+
 def _is_read_as_it_lies(name: str, shape: Shape, strides: Shape, itemsize: int) -> bool:
     """Whether the kernels take an array without a copy; rows of some may lie apart."""
     if is_contiguous(shape, strides, itemsize):

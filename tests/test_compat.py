@@ -1,6 +1,7 @@
 """The functions under other libraries' names, against what those libraries say that they compute."""
 
 import itertools
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -300,6 +301,11 @@ def test_flash_attns_cache_in_8_bits_without_descales(rng):
         ),
         ({"cache_seqlens": np.array([1, 8], np.int32)}, ValueError, r"cache_seqlens is \[1 8\] and k has 2"),
         ({"cache_seqlens": np.array([1, -1], np.int32)}, ValueError, r"cache_seqlens is \[ 1 -1\] and k"),
+        (
+            {"cache_seqlens": np.array([1, 2**31 - 1], np.int32)},
+            ValueError,
+            r"cache_seqlens is \[ +1 2147483647",
+        ),
         ({"cache_seqlens": 10}, ValueError, "cache_seqlens is 10; k_cache has room for 0 to 9"),
         ({"cache_seqlens": -1}, ValueError, "cache_seqlens is -1; k_cache has room for 0 to 9"),
         ({"cache_seqlens": [1, 2]}, TypeError, "cache_seqlens is a list; it may be a NumPy array"),
@@ -333,9 +339,30 @@ def test_flash_attns_cache_in_8_bits_without_descales(rng):
         (
             {"block_table": np.array([[0], [2]], np.int32)},
             ValueError,
-            "block_table has page 2, and k_cache has 2 pages",
+            "block_table has page 2 for sequence 1, and k_cache has 2 pages",
         ),
         ({"block_table": np.zeros((2, 1))}, TypeError, "block_table has dtype float64; it must be int32"),
+        ({"return_softmax_lse": "x"}, TypeError, "return_softmax_lse is 'x'; it may be True or False"),
+        ({"softmax_scale": 1e39}, ValueError, "softmax_scale is 1e[+]39; for float32 it must be 0 or from"),
+        ({"softmax_scale": "k"}, TypeError, "softmax_scale is 'k'; it may be a number or None"),
+        ({"softcap": 1e-40}, ValueError, "softcap is 1e-40; for float32 it must be 0 or from"),
+        ({"window_size": (1, 2, 3)}, ValueError, r"window_size is \(1, 2, 3\); it may be None or a pair"),
+        (
+            {"k_descale": np.ones((2, 2), np.float32)},
+            ValueError,
+            "k_descale is given, which is for float8_e4m3fn, and k_cache is float32",
+        ),
+        (
+            {"v_cache": np.ma.zeros((2, 9, 2, 8), np.float32)},
+            TypeError,
+            r"v_cache is a numpy\.ma\S*, of whose mask",
+        ),
+        ({"v": np.ma.zeros((2, 2, 2, 8), np.float32)}, TypeError, r"v is a numpy\.ma\S*, of whose mask"),
+        (
+            {"alibi_slopes": np.ma.zeros(4, np.float32)},
+            TypeError,
+            r"alibi_slopes is a numpy\.ma\S*, of whose mask",
+        ),
     ],
 )
 def test_what_flash_attns_cache_cannot_take_is_not_written(rng, change, error, message):
@@ -347,6 +374,102 @@ def test_what_flash_attns_cache_cannot_take_is_not_written(rng, change, error, m
         compat.flash_attn_with_kvcache(**of_call)
     np.testing.assert_array_equal(k_cache, before[0])
     np.testing.assert_array_equal(v_cache, before[1])
+
+
+def test_a_page_that_flash_attns_cache_has_not_is_found_before_it_is_written(rng):
+    """Among those whose keys are held already, too."""
+    q, k, v = draw(rng, 1, 1, heads=1, kv_heads=1)
+    caches = [np.zeros((2, 8, 1, 8), np.float32) for _ in "kv"]
+    of_call = {"block_table": np.array([[99, 1]], np.int32), "cache_seqlens": np.array([8], np.int32)}
+    with pytest.raises(ValueError, match=r"^block_table has page 99 for sequence 0, and k_cache has 2 pages"):
+        compat.flash_attn_with_kvcache(q[:1], *caches, k[:1], v[:1], **of_call)
+    assert not np.any(caches)
+
+
+def test_a_masked_array_is_no_cache_to_write(rng):
+    q, k_cache, v_cache = draw(rng, 3, 9)
+    _, k, v = draw(rng, 3, 2)
+    masked = np.ma.array(k_cache.copy())
+    with pytest.raises(TypeError, match=r"^k_cache is a numpy\.ma\S*, of whose mask"):
+        compat.flash_attn_with_kvcache(q, masked, v_cache, k, v, cache_seqlens=3)
+    np.testing.assert_array_equal(masked.data, k_cache)
+
+
+def views_of(cache):
+    """What a call has beside a cache of (2, 9, 2, 8), in the cache's own memory."""
+    words = cache.view(np.int32).reshape(-1)
+    return {
+        "q": cache[:, 2:5],
+        "k": cache[:, 4:6],
+        "v": cache[:, :2],
+        "cache_seqlens": words[:2],
+        "alibi_slopes": cache[0, 0, 0, :2],
+        "block_table": words[2:4].reshape(2, 1),
+        "cache_batch_idx": words[2:4],
+        "rotary_cos": cache[0, :, 0, :4],
+        "rotary_sin": cache[0, :, 1, :4],
+    }
+
+
+ROTARY = {name: np.ones((9, 4), np.float32) for name in ("rotary_cos", "rotary_sin")}
+
+
+@pytest.mark.parametrize("more", [{}, ROTARY], ids=["", "rotary"])
+@pytest.mark.parametrize("name", list(views_of(np.zeros((2, 9, 2, 8), np.float32))))
+@pytest.mark.parametrize("written", ["k_cache", "v_cache"])
+def test_what_is_read_of_flash_attns_call_lies_apart_from_a_cache_that_is_written(rng, name, written, more):
+    q, k_cache, v_cache = draw(rng, 3, 9, heads=2)
+    _, k, v = draw(rng, 3, 2)
+    words = k_cache.view(np.int32).reshape(-1), v_cache.view(np.int32).reshape(-1)
+    for bits in words:
+        bits[:4] = 3, 3, 0, 1
+    of_call = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": 3, **more}
+    if name.startswith("rotary"):
+        of_call |= ROTARY
+    of_call[name] = views_of(of_call[written])[name]
+    before = k_cache.copy(), v_cache.copy()
+    with pytest.raises(ValueError, match=f"^{written} overlaps {name} in memory; it must not$"):
+        compat.flash_attn_with_kvcache(**of_call)
+    np.testing.assert_array_equal(k_cache, before[0])
+    np.testing.assert_array_equal(v_cache, before[1])
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_each_key_of_a_cache_that_is_written_has_its_own_memory(rng, name):
+    q, k_cache, v_cache = draw(rng, 3, 9)
+    _, k, v = draw(rng, 3, 2)
+    caches = {"k_cache": k_cache, "v_cache": v_cache}
+    one = caches[name][:1].copy()
+    caches[name] = np.lib.stride_tricks.as_strided(one, (2, 9, 2, 8), (0, *one.strides[1:]))
+    before = one.copy()
+    with pytest.raises(
+        ValueError, match=rf"^{name} has strides \(0, .*\) for shape .*, so that elements share"
+    ):
+        compat.flash_attn_with_kvcache(q, **caches, k=k, v=v, cache_seqlens=3)
+    np.testing.assert_array_equal(one, before)
+
+
+@pytest.mark.parametrize("part", [np.s_[:], np.s_[:, ::-1]])
+def test_one_cache_does_not_take_keys_and_values(rng, part):
+    q, cache, _ = draw(rng, 3, 9)
+    _, k, v = draw(rng, 3, 2)
+    before = cache.copy()
+    with pytest.raises(ValueError, match=r"^v_cache overlaps k_cache in memory; it must not$"):
+        compat.flash_attn_with_kvcache(q, cache, cache[part], k, v, cache_seqlens=3)
+    np.testing.assert_array_equal(cache, before)
+
+
+def test_caches_that_are_only_read_may_lie_anywhere(rng):
+    q, cache, _ = draw(rng, 3, 9)
+    out = compat.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=4)
+    np.testing.assert_array_equal(
+        out, compat.flash_attn_with_kvcache(q, cache, cache.copy(), cache_seqlens=4)
+    )
+    in_one = np.stack([cache, cache], axis=2)  # keys and values side by side
+    _, k, v = draw(rng, 3, 2)
+    exact = compat.flash_attn_with_kvcache(q, cache.copy(), cache.copy(), k, v, cache_seqlens=4)
+    beside = in_one[:, :, 0], in_one[:, :, 1]
+    np.testing.assert_array_equal(compat.flash_attn_with_kvcache(q, *beside, k, v, cache_seqlens=4), exact)
 
 
 def pages_of(rng, page_size, *caches):
@@ -494,6 +617,33 @@ def test_ends_of_keys_in_pages_that_are_none(rng, key_ends, error, message):
         compat.flash_attn_varlen_func(q[0], *paged, ends, key_ends, block_table=table)
 
 
+@pytest.mark.parametrize("table", [None, np.array([[3, 0], [1, 2]], np.int32)], ids=["rows", "pages"])
+@pytest.mark.parametrize("held", [11, np.array([1, 11], np.int32), np.array([1, -1], np.int32)])
+def test_no_more_keys_are_read_than_flash_attns_cache_has_room_for(rng, held, table):
+    q, k_cache, v_cache = draw(rng, 3, 10)
+    if table is not None:
+        k_cache, v_cache = (x.reshape(4, 5, 2, 8) for x in (k_cache, v_cache))
+    message = f"^cache_seqlens is {re.escape(str(held))}; k_cache has room for 0 to 10$"
+    with pytest.raises(ValueError, match=message):
+        compat.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=held, block_table=table)
+
+
+def test_no_more_keys_than_their_pages_have_room_for(rng):
+    q, k, v = draw(rng, 6, 8)
+    table, *paged = pages_of(rng, 4, k, v)
+    ends = np.array([0, 1, 6], np.int32)
+    message = "^cu_seqlens_k has a sequence of 15 keys; block_table has room for 8 in 2 pages of 4$"
+    with pytest.raises(ValueError, match=message):
+        compat.flash_attn_varlen_func(q[0], *paged, ends, np.array([0, 8, 23], np.int32), block_table=table)
+    # As `cufa.attention` says, of seqused_k all that there is.
+    options = {"cu_seqlens_q": ends, "cu_seqlens_k": None, "block_table": table}
+    most, all_there_are = (
+        compat.flash_attn_varlen_func(q[0], *paged, **options, seqused_k=np.array([8, n], np.int32))
+        for n in (15, 8)
+    )
+    np.testing.assert_array_equal(most, all_there_are)
+
+
 def test_arrays_of_two_kinds_are_named(rng):
     class Other(SimpleNamespace):
         def __dlpack__(self):
@@ -615,6 +765,33 @@ def test_errors_name_tensors_as_the_caller_does(rng, function):
             ValueError, match=r"^value has shape \(.*\) and key \(.*\); all axes but the last"
         ):
             function(*fewer, is_causal=True)
+
+
+def test_errors_leave_words_and_values_as_they_are(rng):
+    q, k, v = draw(rng, 6, 9)
+    message = r"^query is a numpy\.ma\S*, of whose mask cufa knows nothing; give query\.filled\(\.\.\.\)$"
+    with pytest.raises(TypeError, match=message):
+        pytorchs(np.ma.array(q), k, v)
+    mask = np.ma.array(np.ones((6, 9), bool))
+    with pytest.raises(TypeError, match=message.replace("query", "attn_mask")):
+        pytorchs(q, k, v, attn_mask=mask)
+    with pytest.raises(TypeError, match=r"^scale is 'q'; it may be a number or None$"):
+        compat.dot_product_attention(q, k, v, scale="q")
+
+
+@pytest.mark.parametrize("function", [pytorchs, compat.dot_product_attention])
+def test_errors_name_all_tensors_that_they_are_about(rng, function):
+    q, k, v = draw(rng, 6, 9, heads=3)
+    message = (
+        r"^query has 3 heads and key 2; the query heads .* \(query has shape \(.*\) and key \(.*\), read as"
+    )
+    with pytest.raises(ValueError, match=message):
+        function(q, k, v)
+    q, k, v = (x.astype(np.float16) for x in draw(rng, 6, 9))
+    k, v = (x.astype("float8_e4m3fn") for x in (k, v))
+    message = "^key has dtype float8_e4m3fn and query float32; they must be the same, or query bfloat16 or"
+    with pytest.raises(TypeError, match=message):
+        function(q.astype(np.float32), k, v)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from tolerance import assert_attention, assert_gradients, random_problem
 
 import cufa
 from cufa import arrays, call, counters, device, driver, jit, launch
+from cufa.api import check_attention
+from cufa.device import Device
 from cufa.driver import TENSOR_MAP_BYTES, DriverError
 from cufa.problem import FLOAT8
 from cufa.tensor_layout import Region
@@ -159,6 +161,42 @@ def check(machine, problem, causal=True, rungs=(), **options):
 def test_each_dtype(machine, rng, dtype):
     check(machine, random_problem(rng, dtype, batch=2, seqlen_q=70, seqlen_k=90, heads=4, kv_heads=2))
     assert ("fwd_6_wgmma" in machine.launched) == (dtype in ("float16", "bfloat16"))
+
+
+OPTIONS = {"causal": True, "window": None, "softmax_scale": 0.3, "softcap": 5.0, "return_lse": True}
+
+
+def test_a_call_that_is_checked_is_not_run(machine, rng):
+    """What it found, the call finds again."""
+    problem = random_problem(rng, "float16", batch=2, seqlen_q=70, seqlen_k=90, heads=2)
+    tensors = [machine.array(x) for x in (problem.q, problem.k, problem.v)]
+    side = {"alibi_slopes": np.ones(2, np.float32), "seqused_k": np.array([90, 3], np.int32)}
+    side = {name: machine.array(x) for name, x in side.items()}
+    memory = len(machine.memory)
+    check_attention(*tensors, **side, **OPTIONS)
+    assert not machine.launched
+    assert len(machine.memory) == memory
+    planned = call._at_addresses.cache_info().misses
+    assert planned
+    cufa.attention(*tensors, **side, **OPTIONS)
+    assert call._at_addresses.cache_info().misses == planned
+    q, k, v = tensors
+    askew = cupy.ndarray(k.shape, k.dtype, machine.allocate(k.nbytes + 1) + 1)
+    with pytest.raises(ValueError, match=r"^k has an address or a stride"):
+        check_attention(q, askew, v, **OPTIONS)
+
+
+def test_a_call_that_would_move_to_a_gpu_is_checked_where_it_is(machine, monkeypatch):
+    monkeypatch.setattr(arrays, "gpu_usable", lambda: True)
+    eights = [np.zeros((2, 3, 2, 16), "float8_e4m3fn") for _ in "qkv"]
+    memory = len(machine.memory)
+    check_attention(*eights, **OPTIONS)
+    assert len(machine.memory) == memory
+    with pytest.raises(ValueError, match=r"^seqused_k has -1 for sequence 1; it must be at least 0"):
+        check_attention(*eights, seqused_k=np.array([1, -1], np.int32), **OPTIONS)
+    monkeypatch.setattr(device, "current", lambda: Device.of("sm_80"))
+    with pytest.raises(ValueError, match=r"^no kernel supports forward float8_e4m3fn .* on sm_80: "):
+        check_attention(*eights, **OPTIONS)
 
 
 @pytest.mark.parametrize("storage", ["packed", "bhsd", "reversed"])

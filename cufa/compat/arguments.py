@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from cufa.api import attention
-from cufa.arguments import Options, make_problem
+from cufa.api import attention, check_attention
 from cufa.arrays import namespace_of
 from cufa.messages import kind_of
 from cufa.problem import FLOAT8, INPUT_DTYPES, dtype_of
 
 # What PyTorch and JAX call cufa's arguments.
 TENSORS = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
+# What stands before an argument's name in a message; elsewhere "mask" is a word, and 'q' a value.
+_BEFORE_NAMES = r"^|; |\(|\b(?:and|as|but|give|or) "
 
 
 def attention_as(names: Mapping[str, str], q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -28,17 +29,15 @@ def attention_as(names: Mapping[str, str], q: Any, k: Any, v: Any, **options: An
 
 def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
     """The error, in whose message arguments have other names."""
-    words = r"\b(" + "|".join(names) + r")\b"
-    error.args = (re.sub(words, lambda word: names[word[0]], str(error)),)
+    words = rf"({_BEFORE_NAMES})({'|'.join(names)})\b"
+    error.args = (re.sub(words, lambda found: found[1] + names[found[2]], str(error)),)
     return error
 
 
-def check_call(names: Mapping[str, str], options: Options, **named: Any) -> None:
-    """What `attention` would refuse about these arrays and options, before anything is done."""
-    shapes = {name: tuple(array.shape) for name, array in named.items()}
-    dtypes = {name: dtype_of(array) for name, array in named.items()}
+def check_attention_as(names: Mapping[str, str], q: Any, k: Any, v: Any, **options: Any) -> None:
+    """What `attention_as` would raise, before anything is done."""
     try:
-        make_problem("forward", shapes, dtypes, options)
+        check_attention(q, k, v, **options)
     except (TypeError, ValueError) as error:
         raise renamed(error, names) from None
 

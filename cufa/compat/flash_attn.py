@@ -8,21 +8,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cufa.arguments import (
-    Options,
     check_descales,
     check_dropout,
     check_flags,
-    check_scale,
-    check_softcap,
     check_window,
 )
-from cufa.arrays import check_same_kind, check_writeable
+from cufa.arrays import adopt_in_place, check_same_kind, check_writeable, check_written
 from cufa.compat.arguments import (
     arange,
     as_bytes,
     attention_as,
     check_arrays,
-    check_call,
+    check_attention_as,
     check_int32,
     full,
     given,
@@ -181,7 +178,8 @@ def flash_attn_varlen_func(
         v: the same for the values.
         cu_seqlens_q: (batch + 1,) int32, where each sequence of q begins, and the last ends.
         cu_seqlens_k: (batch + 1,) int32, the same for k and v; with a block table the differences are how
-            many keys each sequence has.
+            many keys each sequence has. On a GPU these are not checked: of more than the pages have room for,
+            all in the pages count.
         max_seqlen_q: as in `cufa.attention`; looked at with a block table only, if it is an int.
         max_seqlen_k: not looked at.
         dropout_p: as in `flash_attn_func`; likewise the options below.
@@ -193,7 +191,7 @@ def flash_attn_varlen_func(
         deterministic: as in `flash_attn_func`.
         return_attn_probs: whether to return the LSE too, (heads, tokens).
         block_table: (batch, pages) int32, the pages of each sequence, as of `cufa.attention`.
-        seqused_k: (batch,) int32, how many keys of each sequence count.
+        seqused_k: (batch,) int32, how many keys of each sequence count, or all that it has if they are fewer.
         seed: as in `flash_attn_func`.
         offset: as in `flash_attn_func`.
 
@@ -201,7 +199,9 @@ def flash_attn_varlen_func(
         out (tokens, heads, head_dim); with return_attn_probs (out, lse, None).
 
     Raises:
-        What `cufa.attention` raises.
+        ValueError: on the CPU, more keys of a sequence than its pages have room for; or what `cufa.attention`
+            raises.
+        TypeError: what `cufa.attention` raises.
     """
     check_flags(return_attn_probs=return_attn_probs)
     check_arrays(cu_seqlens_q=cu_seqlens_q)
@@ -213,6 +213,7 @@ def flash_attn_varlen_func(
             check_int32("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape))
         if seqused_k is None and cu_seqlens_k is not None:
             seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+            _check_room_in_pages(seqused_k, k, block_table)
             names = {**names, "seqused_k": "cu_seqlens_k"}
         cu_seqlens_k = None
     # One on a GPU would have to be waited for.
@@ -326,7 +327,7 @@ def flash_attn_with_kvcache(
     Args:
         q: (batch, seqlen_q, heads, head_dim).
         k_cache: (batch, seqlen_cache, kv_heads, head_dim), with a block table (pages, page_size, kv_heads,
-            head_dim); of a kind that can be written to if k is given.
+            head_dim). If k is given, of a kind that can be written to, and apart from all other arrays.
         v_cache: the same for the values.
         k: (batch, seqlen_new, kv_heads, head_dim), what is to be written to the cache; None for nothing.
         v: the same for v_cache; given if k is.
@@ -334,7 +335,7 @@ def flash_attn_with_kvcache(
         rotary_sin: the same; given if rotary_cos is.
         cache_seqlens: how many keys the cache holds, without those of k: a number, or (batch,) int32; None
             for all that it has room for. On a GPU the numbers of an array are not checked: there must be
-            room for k.
+            room for k, and of more keys than there is room for all in the cache count.
         cache_batch_idx: (batch,) int32, which of the cache each sequence has; None for one after the other.
             Not with a block table. No two may have the same if k is given.
         cache_leftpad: must be None.
@@ -360,8 +361,9 @@ def flash_attn_with_kvcache(
     Raises:
         TypeError: what `cufa.attention` raises, or a cache of a kind that cannot be written to.
         ValueError: k without v or without cache_seqlens, rotary_cos without rotary_sin or k, shapes that do
-            not fit the cache, a number of keys that it has no room for, or what `cufa.attention` and
-            `cufa.rotary` raise.
+            not fit the cache, a number of keys that it has no room for, a cache to write to that overlaps
+            another array, or what `cufa.attention` and `cufa.rotary` raise.
+        With any of these, nothing has been written.
     """
     if cache_leftpad is not None:
         raise ValueError("cache_leftpad is given; there is no padding on the left of a cache")
@@ -370,7 +372,7 @@ def flash_attn_with_kvcache(
     batch, _, _, _ = shape_of("q", q)
     _, room, _, _ = shape_of("k_cache", k_cache)
     shape_of("v_cache", v_cache)
-    names = _FLASH_ATTN_CACHE
+    names, table = _FLASH_ATTN_CACHE, block_table
     if cache_batch_idx is not None:
         if block_table is not None:
             raise ValueError("cache_batch_idx is given, and block_table is, which says where all keys are")
@@ -379,8 +381,8 @@ def flash_attn_with_kvcache(
         for place in _outside(cache_batch_idx, cached):
             raise ValueError(f"cache_batch_idx has {place}, and k_cache has {counted(cached, 'sequence')}")
         names = {**names, "block_table": "cache_batch_idx"}
-        block_table = cache_batch_idx[:, None]  # what the cache has of a sequence is a page
-    if block_table is not None:
+        table = cache_batch_idx[:, None]  # what the cache has of a sequence is a page
+    elif block_table is not None:
         check_arrays(block_table=block_table)
         if len(block_table.shape) != 2:
             raise ValueError(f"block_table has shape {tuple(block_table.shape)}; it must be (batch, pages)")
@@ -394,45 +396,58 @@ def flash_attn_with_kvcache(
         raise TypeError(f"cache_seqlens is {held}; it may be an integer, or (batch,) of int32")
     elif held is not None:
         check_int32("cache_seqlens", held, (batch,))
+        if k is None and v is None and _outside(held, room + 1):
+            raise ValueError(f"cache_seqlens is {held}; k_cache has room for 0 to {room}")
     check_flags(causal=causal, rotary_interleaved=rotary_interleaved)
     check_descales(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    descales = given(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    side = given(block_table=block_table, alibi_slopes=alibi_slopes, **descales)
-    check_arrays(**side)
-    check_same_kind(arrays | side | ({} if isinstance(held, int) else given(cache_seqlens=held)))
-    options = Options(causal, check_window(window_size, "window_size"))
-    check_call(names, options, q=q, k=k_cache, v=v_cache, **side)
-    check_scale(softmax_scale, 1)
-    check_softcap(softcap)
-    if rotary_cos is not None or rotary_sin is not None:
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    arrays |= given(rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx)
+    arrays |= given(block_table=block_table, alibi_slopes=alibi_slopes, **descales)
+    arrays |= {} if isinstance(held, int) else given(cache_seqlens=held)
+    check_arrays(**arrays)
+    check_same_kind(arrays)
+    is_turned = rotary_cos is not None or rotary_sin is not None
+    if is_turned:
+        _check_given(
+            "to turn queries and keys",
+            **{"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "k": k, "cache_seqlens": held},
+        )
+    is_written = k is not None or v is not None
+    seqused_k = held
+    if is_written:
+        _check_new(k_cache, v_cache, k, v, held, batch, room)
+        check_written(adopt_in_place(arrays), ("k_cache", "v_cache"))
+        seqused_k = held + k.shape[1]
+    if is_turned:
         in_turn = causal or check_window(window_size, "window_size") != (None, None)
         q, k = _turn(q, k, rotary_cos, rotary_sin, held, in_turn, rotary_interleaved)
-    if k is not None or v is not None:
-        held = _append(
-            k_cache,
-            v_cache,
-            k,
-            v,
-            held,
-            _Cache(batch, room, block_table, k_descale, v_descale),
+    if isinstance(seqused_k, int):  # as an array, on whose numbers no plan depends
+        seqused_k = full((batch,), seqused_k, "int32", q)
+    options = {
+        "causal": causal,
+        "window": window_size,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "return_lse": return_softmax_lse,
+    }
+    side = {"alibi_slopes": alibi_slopes, **descales, "seqused_k": seqused_k, "block_table": table}
+    if is_written:
+        check_attention_as(names, q, k_cache, v_cache, **side, **options)  # before anything is written
+        _append(k_cache, v_cache, k, v, held, _Cache(batch, table, k_descale, v_descale))
+    return attention_as(names, q, k_cache, v_cache, **side, **options)
+
+
+def _check_room_in_pages(lengths: Any, k: Any, block_table: Any) -> None:
+    """ValueError if a sequence has more keys than its pages have room for; on a GPU nothing is looked at."""
+    check_arrays(k=k, block_table=block_table)
+    if len(k.shape) != 4 or len(block_table.shape) != 2:
+        return  # which `attention` refuses
+    pages, page_size = block_table.shape[1], k.shape[1]
+    for count in lengths[lengths > pages * page_size] if isinstance(lengths, np.ndarray) else ():
+        raise ValueError(
+            f"cu_seqlens_k has a sequence of {counted(count, 'key')}; block_table has room for "
+            f"{pages * page_size} in {counted(pages, 'page')} of {page_size}"
         )
-    if isinstance(held, int):  # as an array, on whose numbers no plan depends
-        held = full((batch,), held, "int32", q)
-    return attention_as(
-        names,
-        q,
-        k_cache,
-        v_cache,
-        seqused_k=held,
-        block_table=block_table,
-        causal=causal,
-        window=window_size,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        **descales,
-        return_lse=return_softmax_lse,
-    )
 
 
 def _unpacked(name: str, packed: Any, count: int, tokens: str = "batch, seqlen") -> list[Any]:
@@ -445,13 +460,12 @@ def _unpacked(name: str, packed: Any, count: int, tokens: str = "batch, seqlen")
 
 
 class _Cache(NamedTuple):
-    """Of how many sequences a cache has keys, for how many each has room, and in which pages if in any.
+    """Of how many sequences a cache has keys, and in which pages if in any.
 
     The descales are those of a cache in 8 bits.
     """
 
     batch: int
-    room: int
     block_table: Any
     k_descale: Any
     v_descale: Any
@@ -467,9 +481,8 @@ def _check_given(for_what: str, **needed: Any) -> None:
 def _turn(q: Any, k: Any, cos: Any, sin: Any, held: Any, in_turn: bool, interleaved: bool) -> tuple[Any, Any]:
     """q and k as `rotary` turns them behind `held` keys; the queries each by its own place if `in_turn`.
 
-    Raises ValueError for what is missing or does not fit, as `rotary` does, and TypeError.
+    Raises ValueError for what does not fit, as `rotary` does, and TypeError.
     """
-    _check_given("to turn queries and keys", rotary_cos=cos, rotary_sin=sin, k=k, cache_seqlens=held)
     queries = q.shape[1]
     first = held if isinstance(held, int) else held[:, None]
 
@@ -483,13 +496,12 @@ def _turn(q: Any, k: Any, cos: Any, sin: Any, held: Any, in_turn: bool, interlea
     return turned("q", q, queries if in_turn else 1), turned("k", k, shape_of("k", k)[1])
 
 
-def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache) -> Any:
-    """Write k and v to the caches, behind the `held` keys of each sequence; returns how many those are then.
+def _check_new(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, batch: int, room: int) -> None:
+    """Check that caches with `room` for keys of each sequence can take k and v behind those that they hold.
 
     Raises ValueError for what is missing, does not fit or has no room, TypeError for another dtype.
     """
     _check_given("to write to the cache", k=k, v=v, cache_seqlens=held)
-    batch, room, block_table, *descales = cache
     caches = {"k_cache": k_cache, "v_cache": v_cache}
     check_writeable(caches, caches)
     _, count, _, _ = shape_of("k", k)
@@ -500,28 +512,32 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache
         if new.dtype != of.dtype and not _becomes_8_bits(new, of):
             raise TypeError(f"{name} has dtype {new.dtype}; as {name}_cache it must be {of.dtype}")
     lengths = np.atleast_1d(held) if isinstance(held, (int, np.ndarray)) else np.empty(0)
-    if np.any((lengths < 0) | (lengths + count > room)):
+    if np.any((lengths < 0) | (lengths > room - count)):  # the sum may be beyond int32
         keys = counted(count, "key")
         raise ValueError(f"cache_seqlens is {held} and k has {keys}; k_cache has room for {room}")
-    if isinstance(held, int) and block_table is None:
+
+
+def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache) -> None:
+    """Write k and v to the caches, behind the `held` keys of each sequence; all has been checked."""
+    batch, table, *descales = cache
+    count = k.shape[1]
+    if isinstance(held, int) and table is None:
         place: Any = np.s_[:, held : held + count]
     else:
         first = held if isinstance(held, int) else held[:, None]
         sequence, key = arange(batch, k_cache)[:, None], first + arange(count, k_cache)[None]
         place = sequence, key
-        if block_table is not None:
+        if table is not None:
             page_size = k_cache.shape[1]
-            pages = block_table[sequence, key // page_size]
-            for page in _outside(pages, k_cache.shape[0]):
-                held_pages = counted(len(k_cache), "page")
-                raise ValueError(f"block_table has page {page}, and k_cache has {held_pages}")
-            place = pages, key % page_size
+            place = table[sequence, key // page_size], key % page_size
+    written = []
     for new, of, descale in zip((k, v), (k_cache, v_cache), descales, strict=True):
         if _becomes_8_bits(new, of):
             given_or_one = full((batch, of.shape[2]), 1, "float32", new) if descale is None else descale
             new, _ = quantize(new, descale=given_or_one)
-        as_bytes(of)[place] = as_bytes(new)
-    return held + count
+        written.append((as_bytes(of), as_bytes(new)))
+    for of, new in written:
+        of[place] = new
 
 
 def _outside(numbers: Any, end: int) -> list[int]:

@@ -61,7 +61,7 @@ from cufa.problem import (
 )
 from cufa.score_mod import Mods, mods_of
 from cufa.score_rules import Rules
-from cufa.tensor_layout import contiguous_strides
+from cufa.tensor_layout import contiguous_bias_lies_in_boxes, contiguous_strides
 
 
 def attention(
@@ -580,7 +580,9 @@ def plan(
 def _plan_of(problem: Problem, device: Device, kernel: str | None, tiles: Tiles | None) -> Plan:
     """For arrays that are as well aligned as their rows allow."""
     align_bytes = math.gcd(MAX_ALIGN_BYTES, *problem.row_bytes)
-    return make_plan(replace(problem, align_bytes=align_bytes), device, kernel, tiles)
+    in_boxes = contiguous_bias_lies_in_boxes(problem)
+    placed = replace(problem, align_bytes=align_bytes, bias_boxes=in_boxes)
+    return make_plan(placed, device, kernel, tiles)
 
 
 def _described(name: str, array: Any) -> Described:

@@ -41,6 +41,7 @@ from cufa.tensor_layout import (
     contiguous_strides,
     is_contiguous,
     layout_of,
+    lies_in_boxes,
     lies_transposed,
     transposed,
 )
@@ -288,7 +289,8 @@ def run_on_gpu(
     if known.problem.features is not PLAIN:
         before, after = _features(known, tuple(addresses.items()))
         features = before + pack_values(values) + after
-    packed = pack(*[addresses[name] for name in names])
+    bias_at = addresses["bias"] if run.plan.problem.bias_boxes else 0
+    packed = pack(bias_at, *[addresses[name] for name in names])
     run(packed, addresses.get("lse", 0), softmax_scale, features, workspace)
     for name in known.copied:
         if name in call.wanted:
@@ -349,17 +351,26 @@ def _at_addresses(
     given = arrays.regions(known.arrays, addresses)
     check_aligned(given)
     align_bytes = layout.alignment(given[name].address for name in names if name in given)
-    return _executable(known, layout, align_bytes, rung, device_id)
+    bias_at = given["bias"].address if "bias" in given and "bias" not in known.copied else 0
+    return _executable(known, layout, align_bytes, _bias_lies_in_boxes(known, bias_at), rung, device_id)
+
+
+def _bias_lies_in_boxes(known: Known, address: int) -> bool:
+    """Whether the copy engine can bring the bias, if there is one; a copy is as aligned as it can be."""
+    return "bias" in known.side and lies_in_boxes(Region(address, *known.side["bias"]))
 
 
 @functools.lru_cache(maxsize=4096)
 def _executable(
-    known: Known, layout: Layout, align_bytes: int, rung: Rung, device_id: int
+    known: Known, layout: Layout, align_bytes: int, bias_boxes: bool, rung: Rung, device_id: int
 ) -> tuple[launch.Executable, launch.Packer]:
     """What runs calls that are alike, and what packs their tensors."""
-    placed = replace(known.problem, align_bytes=align_bytes, ascending=layout.ascending)
+    placed = replace(
+        known.problem, align_bytes=align_bytes, ascending=layout.ascending, bias_boxes=bias_boxes
+    )
     executable = _loaded(placed, rung, device_id)
-    return executable, executable.packer(layout)
+    bias = Region(0, *known.side["bias"]) if bias_boxes else None
+    return executable, executable.packer(layout, bias)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -20,6 +20,7 @@ from cufa.driver import TENSOR_MAP_BYTES
 from cufa.jit import Variant
 from cufa.params import (
     NO_FEATURES,
+    bias_fields,
     pack_call,
     pack_merge,
     pack_quantize,
@@ -39,7 +40,7 @@ from cufa.plan.standard import (
     rotary_launches,
     softmax_launches,
 )
-from cufa.tensor_layout import Layout
+from cufa.tensor_layout import Layout, Region
 from cufa.tensor_maps import Encoder
 
 # Above this much dynamic shared memory a kernel must ask for it (CUDA C++ Programming Guide, "Shared
@@ -83,18 +84,21 @@ class Executable:
             for (of, step), same in by_step
         ]
 
-    def packer(self, layout: Layout) -> Packer:
+    def packer(self, layout: Layout, bias: Region | None = None) -> Packer:
         """What packs tensors that lie so, from their addresses: their maps, then the struct's beginning.
 
-        That is for the plan and for the one beside it, which have maps of their own.
+        The first address is that of the bias, which counts if there are maps of it; then it lies as `bias`
+        does. All is done for the plan and for the one beside it, which have maps of their own.
 
         It remembers the tensors of many calls, for which it is then a matter of looking them up.
         """
 
         @functools.lru_cache(_REMEMBERED_CALLS)
-        def pack(*addresses: int) -> tuple[bytes, ...]:
+        def pack(bias_at: int, *addresses: int) -> tuple[bytes, ...]:
             fields = layout.fields(addresses)
             tensors = pack_tensors(self.plan.problem, fields)
+            if bias is not None:
+                fields += bias_fields(bias_at, bias)
             return tuple(code.encoder(fields) + tensors for code in self._codes)
 
         return pack

@@ -172,6 +172,12 @@ def _score_strides(array: Region | None) -> tuple[int, ...]:
     )
 
 
+def bias_fields(address: int, bias: Region) -> list[int]:
+    """Four numbers of a bias that lies so at an address, as `pack_tensors` has them of each tensor."""
+    batch_stride, head_stride, row_stride = _score_strides(bias)
+    return [address, batch_stride, row_stride, head_stride]
+
+
 def pack_softmax(x: int, y: int, x_row_stride: int, y_row_stride: int, rows: int, cols: int) -> bytes:
     """SoftmaxParams; strides in elements."""
     return _SOFTMAX.pack(x, y, x_row_stride, y_row_stride, rows, cols)

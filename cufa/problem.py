@@ -185,8 +185,9 @@ class Problem:
     `align_bytes` is a power of two that every address and every stride is a multiple of, in bytes; the
     kernels load that much at once. `ascending` says that no stride is negative, as the copy engine needs it.
     `transposed_values` says that V lies in memory with its keys next to each other, (batch, value_dim,
-    kv_heads, seqlen_k) to the kernels. `max_seqlen_q` is how many queries a packed sequence has at most, as
-    the caller says: only what is fastest depends on it.
+    kv_heads, seqlen_k) to the kernels. `bias_boxes` says that the copy engine can bring boxes of the
+    bias, which then has 16 bits an element. `max_seqlen_q` is how many queries a packed sequence has at most,
+    as the caller says: only what is fastest depends on it.
     """
 
     direction: Direction
@@ -204,6 +205,7 @@ class Problem:
     ascending: bool = True
     out_dtype: str | None = None
     transposed_values: bool = False
+    bias_boxes: bool = False
     kv_dtype: str | None = None
     max_seqlen_q: int | None = None
 

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cufa.problem import FLOAT8, KEYS_TOGETHER, MAX_ALIGN_BYTES, Axes, Problem, Shape
+from cufa.problem import DTYPES, FLOAT8, KEYS_TOGETHER, MAX_ALIGN_BYTES, Axes, Problem, Shape
 
+# Bytes of an element of a bias that the copy engine brings as wgmma's operands lie.
+HALF_BYTES = 2
 # The shape of a tensor, and its strides in bytes; None for those of a contiguous one.
 Storage = tuple[Shape, Shape | None]
 
@@ -206,6 +208,29 @@ def check_aligned(regions: Mapping[str, Region]) -> None:
                 f"{name} has an address or a stride that is a multiple of {alignment(bits)} bytes only; "
                 f"{itemsize}-byte elements need {itemsize}"
             )
+
+
+def lies_in_boxes(bias: Region) -> bool:
+    """Whether the copy engine can bring boxes of a bias, which must have 16 bits an element.
+
+    Of an axis that is broadcast it brings the one place that there is. Rows must not lie in one place.
+    """
+    address, shape, strides, itemsize = bias
+    if itemsize != HALF_BYTES or 0 in shape or shape[-1] < 2 or strides[-1] != itemsize:
+        return False
+    steps = [stride for size, stride in zip(shape[:-1], strides[:-1], strict=True) if size > 1]
+    rows_in_one_place = len(shape) > 1 and shape[-2] > 1 and strides[-2] == 0
+    aligned = all(step % MAX_ALIGN_BYTES == 0 for step in (address, *steps))
+    return aligned and not rows_in_one_place and min(steps, default=0) >= 0
+
+
+def contiguous_bias_lies_in_boxes(problem: Problem) -> bool:
+    """The same of a problem's bias if it is contiguous, and aligned as its rows allow."""
+    shape, name = problem.features.bias, problem.features.bias_dtype
+    if shape is None or name is None:
+        return False
+    itemsize = DTYPES[name].itemsize
+    return lies_in_boxes(Region(0, shape, contiguous_strides(shape, itemsize), itemsize))
 
 
 def contiguous_strides(shape: Shape, itemsize: int) -> Shape:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from cufa import driver
 from cufa.driver import TENSOR_MAP_BYTES, TensorMapType
-from cufa.plan.record import TensorBox
+from cufa.plan.record import BIAS, TensorBox
 from cufa.problem import FLOAT8, INPUT_DTYPES, KEYS_TOGETHER, MAX_EXTENT, Problem
 
 # The output's place among the tensors of a call.
@@ -30,18 +30,24 @@ class Encoder:
         """Fix what all calls have in common; what changes are addresses and strides."""
         remember = functools.lru_cache(maxsize=_REMEMBERED)
         self._encoders = [
-            (remember(functools.partial(_encode, problem, box)), slice(4 * box.tensor, 4 * box.tensor + 4))
-            for box in boxes
+            (remember(functools.partial(_encode, problem, box)), _fields_of(box)) for box in boxes
         ]
 
     def __call__(self, tensors: Sequence[int]) -> bytes:
-        """The maps one after the other; `tensors` are `pack_tensors`'."""
+        """The maps one after the other; `tensors` are `pack_tensors`', then the bias if it is in boxes."""
         return b"".join([encode(*tensors[place]) for encode, place in self._encoders])
+
+
+def _fields_of(box: TensorBox) -> slice:
+    first = 4 * box.tensor  # counted from the end for the bias
+    return slice(first, None if box.tensor == BIAS else first + 4)
 
 
 def _encode(
     problem: Problem, box: TensorBox, address: int, batch_stride: int, row_stride: int, head_stride: int
 ) -> bytes:
+    if box.tensor == BIAS:
+        return _encode_bias(problem, box, address, (batch_stride, head_stride, row_stride))
     rows, heads, dim = (
         (problem.seqlen_q, problem.heads, problem.head_dim),
         (problem.seqlen_k, problem.kv_heads, problem.head_dim),
@@ -68,10 +74,27 @@ def _encode(
     if box.paired_rows:
         extents[1:2], brought[1:2] = [KEYS_TOGETHER, rows // KEYS_TOGETHER], [2, box.rows // 2]
         strides.insert(1, KEYS_TOGETHER * strides[0])
+    return _encode_map(name, address, extents, strides, brought)
+
+
+def _encode_bias(problem: Problem, box: TensorBox, address: int, strides: tuple[int, int, int]) -> bytes:
+    """That of a bias: of an axis that is broadcast, by its shape or a stride of 0, the one place it has."""
+    shape, name = problem.features.bias, problem.features.bias_dtype
+    if shape is None or name is None:
+        raise ValueError("there is no bias")
+    batch, heads = (size if stride else 1 for size, stride in zip(shape[:2], strides[:2], strict=True))
+    batch_bytes, head_bytes, row_bytes = (stride * INPUT_DTYPES[name].itemsize for stride in strides)
+    extents = [shape[3], shape[2], heads, batch]
+    return _encode_map(
+        name, address, extents, [row_bytes, head_bytes, batch_bytes], [box.cols, box.rows, 1, 1]
+    )
+
+
+def _encode_map(name: str, address: int, extents: list[int], strides: list[int], brought: list[int]) -> bytes:
     try:
         return driver.encode_tensor_map(_TYPES[name], address, extents, strides, brought)
     except driver.DriverError as error:
         raise ValueError(
-            f"the copy engine does not take a tensor at {address:#x} with {rows} rows of {heads} heads of "
-            f"{dim} elements and strides {strides} bytes: {error}"
+            f"the copy engine does not take {name} at {address:#x} with extents {extents}, the fastest axis "
+            f"first, and strides of {strides} bytes: {error}"
         ) from error

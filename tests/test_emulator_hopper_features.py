@@ -151,6 +151,39 @@ def test_heads_in_parts(rng, kernel, dims, tiles, features):
     assert_gradients(gradients_of(kernel, case, tiles=tiles), case.problem, **case.backward)
 
 
+# The sequences, heads and rows of a bias that the copy engine brings, and what else there is.
+BOXED = [
+    ("fwd_6_wgmma", "bfloat16", (64, 40), (2, 4, 150), {"causal"}),
+    ("fwd_6_wgmma", "float16", (72, 128), (1, 4, 150), {"packed", "softcap"}),
+    ("fwd_6_wgmma", "bfloat16", (40, 64), (2, 1, 1), {"mask", "window"}),
+    ("bwd_4_wgmma", "float16", (64, 40), (2, 4, 150), {"dlse"}),
+    ("bwd_4_wgmma", "bfloat16", (72, 128), (1, 4, 150), {"packed", "causal", "softcap"}),
+    ("bwd_4_wgmma", "bfloat16", (128, 64), (2, 1, 1), {"mask", "seqused_k"}),
+    ("bwd_4_wgmma", "float16", (40, 32), (1, 1, 150), {"deterministic", "alibi_slopes", "dropout"}),
+    ("bwd_5_wgmma_wide", "bfloat16", (72, 136), (2, 4, 150), {"packed", "window", "deterministic"}),
+    ("bwd_5_wgmma_wide", "float16", (192, 192), (1, 4, 1), {"mask", "softcap", "dropout"}),
+    ("bwd_5_wgmma_wide", "bfloat16", (136, 136), (2, 1, 150), set()),
+]
+
+
+@pytest.mark.parametrize(("kernel", "dtype", "dims", "front", "features"), BOXED)
+def test_bias_in_boxes(rng, kernel, dtype, dims, front, features):
+    """Of rows whose first elements are aligned; -inf, and NaN where nothing is seen, are in there, too."""
+    lengths = {"seqlen_q": 150, "seqlen_k": 200}
+    case = draw_case(rng, dtype, features, **lengths, head_dim=dims[0], head_dim_v=dims[1])
+    bias = rng.standard_normal((*front, lengths["seqlen_k"]))
+    bias[rng.random(bias.shape) < 0.05] = -np.inf
+    case.arrays["bias"] = bias.astype("bfloat16" if kernel != "bwd_5_wgmma_wide" else dtype)
+    hide_nan(case)
+    if kernel != "fwd_6_wgmma":
+        assert_gradients(gradients_of(kernel, case), case.problem, **case.backward)
+        return
+    inputs = case.problem.q, case.problem.k, case.problem.v
+    with np.errstate(invalid="ignore"):
+        found = calls.attention(*inputs, kernel=kernel, device=DEVICE, **case.emulator_forward)
+        assert_attention(*found, case.problem, **case.forward)
+
+
 def gradients_of(kernel, case, **options):
     """Those of a kernel, from the output and the LSE of the reference."""
     problem, name = case.problem, case.problem.dtype_name

@@ -395,6 +395,44 @@ def test_slopes_of_alibi(cupy, head_dim, lengths, causal):
     assert_gradients(tuple(x.get() for x in gradients), problem, **rules)
 
 
+# How a bias for 4 heads of 2 sequences lies: some as the copy engine can bring it, others not.
+BIASES = {
+    "contiguous": lambda draw, rows, keys: draw(2, 4, rows, keys),
+    "of all sequences": lambda draw, rows, keys: draw(4, rows, keys),
+    "of all heads": lambda draw, rows, keys: draw(2, 1, rows, keys),
+    "of all queries": lambda draw, rows, keys: draw(2, 1, 1, keys),
+    "of a larger array": lambda draw, rows, keys: draw(3, 8, rows + 9, keys + 16)[1:, ::2, 4:-5, 8:-8],
+    "heads broadcast": lambda draw, rows, keys: np.broadcast_to(draw(2, 1, rows, keys), (2, 4, rows, keys)),
+    "rows broadcast": lambda draw, rows, keys: np.broadcast_to(draw(2, 4, 1, keys), (2, 4, rows, keys)),
+    "at an odd address": lambda draw, rows, keys: draw(2, 4, rows, keys + 8)[..., 1:-7],
+    "rows backwards": lambda draw, rows, keys: draw(2, 4, rows, keys)[:, :, ::-1],
+    "keys backwards": lambda draw, rows, keys: draw(2, 4, rows, keys)[..., ::-1],
+}
+
+
+@pytest.mark.parametrize("keys", [1000, 997])
+@pytest.mark.parametrize("lies", BIASES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_biases_as_they_lie(cupy, head_dim, lies, keys):
+    rng = np.random.default_rng(head_dim + keys)
+    shape = {"seqlen_q": 700, "seqlen_k": keys, "heads": 4, "kv_heads": 2}
+    problem = random_problem(rng, "bfloat16", batch=2, head_dim=head_dim, **shape)
+    bias = BIASES[lies](lambda *sizes: rng.standard_normal(sizes).astype("bfloat16"), 700, keys)
+    # The same strides on the GPU: a view of a copy of all that the array is a view of.
+    base = bias
+    while base.base is not None:
+        base = base.base
+    offset = bias.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+    memory = cupy.asarray(base.view(np.uint16)).data + offset
+    there = cupy.ndarray(bias.shape, bias.dtype, memory, bias.strides)
+    q, k, v, dout = on_gpu(problem)
+    out, lse = cufa.attention(q, k, v, return_lse=True, kernel=FORWARD, bias=there)
+    kernel = backward_for(head_dim)
+    gradients = cufa.attention_backward(dout, q, k, v, out, lse, kernel=kernel, bias=there)
+    assert_attention(out.get(), lse.get(), problem, bias=bias)
+    assert_gradients(tuple(x.get() for x in gradients), problem, bias=bias)
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_windows_that_see_nothing(cupy, head_dim):
     """The window of all but the last 130 of 900 rows ends before the first key."""

@@ -8,7 +8,15 @@ import pytest
 from tolerance import DTYPES
 
 from cufa.problem import FLOAT8, LAYOUTS, Features, Problem
-from cufa.tensor_layout import Region, is_contiguous, layout_of, lies_transposed, transposed
+from cufa.tensor_layout import (
+    Region,
+    contiguous_bias_lies_in_boxes,
+    is_contiguous,
+    layout_of,
+    lies_in_boxes,
+    lies_transposed,
+    transposed,
+)
 
 PACKED = (None, 0, 1)
 
@@ -246,3 +254,44 @@ def test_of_what_no_values_are_read_transposed():
     ):
         assert not lies_transposed(other, storage, LAYOUTS["bshd"])
     assert not lies_transposed(problem, (storage[0], None), LAYOUTS["bshd"])
+
+
+# Biases of scores (2, 4, 33, 40), with an address, and whether the copy engine can bring boxes of them.
+BIASES = {
+    "contiguous": (np.empty((2, 4, 33, 40), np.float16), 0, True),
+    "one row for all": (np.empty((2, 1, 1, 40), np.float16), 0, True),
+    "one row": (np.empty(40, np.float16), 0, True),
+    "fewer axes": (np.empty((33, 40), np.float16), 0, True),
+    "of a larger array": (np.empty((3, 4, 40, 48), np.float16)[1:, ::2, 3:36, :40], 0, True),
+    "broadcast heads": (np.broadcast_to(np.empty((2, 1, 33, 40), np.float16), (2, 4, 33, 40)), 0, True),
+    "broadcast rows": (np.broadcast_to(np.empty((2, 4, 1, 40), np.float16), (2, 4, 33, 40)), 0, False),
+    "at an odd address": (np.empty((2, 4, 33, 40), np.float16), 8, False),
+    "rows of an odd length": (np.empty((2, 4, 33, 41), np.float16), 0, False),
+    "rows backwards": (np.empty((2, 4, 33, 40), np.float16)[:, :, ::-1], 0, False),
+    "keys backwards": (np.empty((2, 4, 33, 40), np.float16)[..., ::-1], 0, False),
+    "32 bits": (np.empty((2, 4, 33, 40), np.float32), 0, False),
+    "nothing": (np.empty((2, 0, 33, 40), np.float16), 0, False),
+}
+
+
+@pytest.mark.parametrize(("bias", "address", "lies"), BIASES.values(), ids=BIASES)
+def test_biases_that_lie_in_boxes(bias, address, lies):
+    assert lies_in_boxes(Region(address, bias.shape, bias.strides, bias.itemsize)) == lies
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "lies"),
+    [
+        ((1, 4, 33, 40), "bfloat16", True),
+        ((1, 4, 33, 41), "bfloat16", False),
+        ((2, 1, 1, 41), "float16", False),
+        ((1, 1, 1, 41), "float16", True),
+        ((1, 4, 33, 40), "float32", False),
+    ],
+)
+def test_contiguous_biases_that_lie_in_boxes(shape, dtype, lies):
+    sizes = {"batch": 2, "seqlen_q": 33, "seqlen_k": shape[-1], "heads": 4, "kv_heads": 2}
+    features = Features(bias=shape, bias_dtype=dtype)
+    problem = Problem("forward", "bfloat16", head_dim=64, value_dim=64, features=features, **sizes)
+    assert contiguous_bias_lies_in_boxes(problem) == lies
+    assert not contiguous_bias_lies_in_boxes(replace(problem, features=Features()))

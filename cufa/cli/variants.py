@@ -29,6 +29,7 @@ from cufa.problem import (
     accumulator_dtype,
     one_of,
 )
+from cufa.tensor_layout import contiguous_bias_lies_in_boxes
 
 # Of queries and of keys; what is compiled does not depend on it.
 SEQLEN = 4096
@@ -66,7 +67,7 @@ class Request:
         """What is asked for as a call."""
         left, right = self.features.window
         windowed = (left, right) != (None, None)
-        return Problem(
+        problem = Problem(
             direction=direction,
             dtype=self.dtype,
             batch=1,
@@ -87,6 +88,7 @@ class Request:
             transposed_values=self.transposed_values,
             kv_dtype=self.kv_dtype,
         )
+        return replace(problem, bias_boxes=contiguous_bias_lies_in_boxes(problem))
 
 
 @dataclass(frozen=True)

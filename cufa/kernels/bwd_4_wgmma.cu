@@ -22,7 +22,8 @@
 //          of those; warpgroup: 64 of them
 // Shared   rings of KEY_STAGES K and V tiles, which become dK and dV unless there are outboxes; of
 //          STAGES Q and dO tiles with the rows' statistics; of dS^T tiles; for each warpgroup an
-//          outbox, if it has one
+//          outbox, if it has one, and the bias of a tile of scores, if the copy engine can bring
+//          that
 // Global   workspace: sums of dQ, statistics, parts of dK and dV, counts (wgmma_query_sums.cuh);
 //          with a mask or a mask_mod, which tiles of scores are seen; sums of the gradients of
 //          score_mod's arrays if those are wanted

@@ -12,7 +12,8 @@
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: 64 keys of one KV head, for all query heads that share them or a part of those;
 //          warpgroup: whole panels of the head dims of dK, dV and dQ
-// Shared   K, V; rings of STAGES Q tiles with the rows' statistics, dO tiles, P^T and dS^T
+// Shared   K, V; rings of STAGES Q tiles with the rows' statistics, dO tiles, P^T and dS^T; a tile
+//          of the bias that the copy engine brings lies where P^T will be
 // Global   workspace: sums of dQ, statistics, parts of dK and dV (wgmma_query_sums.cuh);
 //          with a mask or a mask_mod, which tiles of scores are seen
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes

@@ -19,7 +19,8 @@
 //          V in pages: (pages, page_size, kv_heads, dim)
 // Owns     block: tile after tile of BLOCK_M queries of one head; warpgroup: 64 of its rows
 // Shared   rings of STAGES K and V tiles; for each warpgroup a ring of QUERY_STAGES Q tiles, and
-//          STORE_COLS columns of O on their way out
+//          STORE_COLS columns of O on their way out, and the bias of a tile of scores, if the copy
+//          engine can bring that
 // Global   workspace: how many tiles are taken, 0 between launches; with a mask or a mask_mod, what
 //          is seen of each
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
@@ -30,7 +31,7 @@
 constexpr int kDims = round_up(kValueDim, kWgmmaK);
 constexpr int kSeenThreads = kSeenBits ? kWarpgroup : kThreads;  // of the first launch
 
-struct Smem {
+struct Smem : BiasTiles<BiasRows, kConsumers> {
     using StoredRows = PanelTile<kWgmmaM, kStoreCols>;
 
     KeyRows k[kStages];
@@ -39,6 +40,7 @@ struct Smem {
     StoredRows out[kConsumers];
     TileRing k_ring, v_ring;
     Ring<kQueryStages> q_ring[kConsumers];
+    Ring<1> bias_rings[kConsumers];
     Inspection helpers;
     WorkTile work[kConsumers][kQueryStages];  // which tile the queries are of
 };
@@ -110,6 +112,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         for (int w = 0; w < kConsumers; ++w)
             smem.q_ring[w].init(kWarps + (w == 0 ? kInspectors : 0));
         smem.helpers.init();
+        for (Ring<1>& ring : smem.bias_rings) ring.init(kWarps);
         ptx::barrier_init_fence();
     }
     __syncthreads();

@@ -58,12 +58,16 @@ class Scratch:
     shape: tuple[int, ...]
 
 
+# The place of the bias behind the tensors of a call.
+BIAS = -1
+
+
 @dataclass(frozen=True)
 class TensorBox:
     """A map of a tensor that a kernel asks for: the rows and columns that one copy brings.
 
-    `tensor` is its place among the call's tensors, of which `Problem` has the extents. Of a tensor in
-    `paired_rows`, a copy brings two neighbours of every four rows.
+    `tensor` is its place among the call's tensors, of which `Problem` has the extents, or `BIAS`. Of a tensor
+    in `paired_rows`, a copy brings two neighbours of every four rows.
     """
 
     tensor: int

@@ -17,7 +17,7 @@ from cufa.device import MAX_REGISTERS_PER_THREAD, REGISTERS_PER_SM, Device
 from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
 from cufa.plan.choice import Candidates, Choice, Cost, query_tiles, sizes_of
 from cufa.plan.pace import Pace, fastest, is_cut, memory_time
-from cufa.plan.record import MAX_GRID, Launch, Macro, Part, Scratch, TensorBox
+from cufa.plan.record import BIAS, MAX_GRID, Launch, Macro, Part, Scratch, TensorBox
 from cufa.plan.seen import seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
 from cufa.problem import Problem
@@ -190,6 +190,9 @@ BIASED_PACES = {
     False: {Tiles(128, 64, 4, 2, 128): PACES[128][Tiles(128, 64, 4, 2, 128)]},
     True: {Tiles(128, 64, 2, 1, 64): Pace(0.12, 2000)},
 }
+# Up to so many head dims there is room for a bias that comes in boxes. Over head dim 64 these tiles leave it.
+MOST_DIMS_OF_BIAS_BOXES = 128
+BIAS_BOX_PACES = {Tiles(128, 128, 2, 1, 128): PACES[128][Tiles(128, 128, 2, 2, 128)]}
 # What part of the time head dims take that a table's have and a call does not.
 FASTER_WITHOUT_DIMS = 0.22
 # Until the first tiles are there, in nanoseconds, which takes longer where rows do not see all keys.
@@ -214,6 +217,8 @@ def _candidates(kind: Problem) -> Mapping[Tiles, Pace]:
     dim = max(kind.head_dim, kind.value_dim)
     if PANEL_COLS < dim <= 192 and kind.features.bias_dtype == "float32":
         return BIASED_PACES[dim > 128]
+    if dim > PANEL_COLS and has_bias_boxes(kind):
+        return BIAS_BOX_PACES
     least = min(kind.head_dim, kind.value_dim)
     cut = is_cut(kind)
     most, paces = next((most, paces) for most, paces in (CUT_PACES if cut else PACES).items() if dim <= most)
@@ -264,8 +269,11 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
         return not (alibi_and_more or many_and_more)
     if tiles.consumers <= 2:
         return problem.value_dim <= MOST_VALUE_DIM or tiles.block_n < 128
-    if lengths_vary(problem) or features.key_mask or features.bias is not None or features.dropout:
+    if lengths_vary(problem) or features.key_mask or features.dropout:
         return False
+    if features.bias is not None:
+        plain = not (is_cut(problem) or features.alibi or features.softcap or features.score_mod)
+        return plain and has_bias_boxes(problem) and tiles.consumers < MANY_CONSUMERS
     pages = ceil_div(tiles.block_n, features.page_size) if features.page_size else 1
     if features.alibi and (features.page_size or features.softcap):
         return False
@@ -275,6 +283,21 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
     if features.score_mod is not None and not narrow:
         return False
     return pages <= MOST_PAGES and not (features.alibi and tiles.consumers == MANY_CONSUMERS)
+
+
+def has_bias_boxes(problem: Problem) -> bool:
+    """Whether the copy engine brings the bias."""
+    return problem.bias_boxes and max(problem.head_dim, problem.value_dim) <= MOST_DIMS_OF_BIAS_BOXES
+
+
+def bias_rows_differ(problem: Problem) -> bool:
+    """Whether a bias has a row for each query, not one for all."""
+    return problem.features.bias is not None and problem.features.bias[2] > 1
+
+
+def bias_box(problem: Problem, rows: int, in_boxes: bool) -> tuple[TensorBox, ...]:
+    """That of a tile of the bias with so many rows, if it comes `in_boxes`."""
+    return (TensorBox(BIAS, rows if bias_rows_differ(problem) else 1, PANEL_COLS),) * in_boxes
 
 
 def beside(problem: Problem, device: Device, typical: Problem) -> Part:
@@ -308,6 +331,7 @@ def forward(
         if with_bits:
             scratch += (Scratch("seen scores", (seen * sizes.block_m * sizes.block_n // WORD_BITS,)),)
     boxes = (
+        *bias_box(problem, WGMMA_M, has_bias_boxes(problem)),
         TensorBox(0, WGMMA_M, PANEL_COLS),
         TensorBox(1, box_keys(problem, sizes), PANEL_COLS),
         TensorBox(2, box_keys(problem, sizes), PANEL_COLS),
@@ -388,6 +412,8 @@ def forward_macros(problem: Problem, device: Device, chosen: Choice[T], maps: in
         ("PRODUCER_REGISTERS", tiles.producer_registers + given * tiles.consumers),
         ("CONSUMER_REGISTERS", consumer_registers),
         ("SEEN_BITS", has_seen_bits(problem, tiles)),
+        ("BIAS_BOXES", has_bias_boxes(problem)),
+        ("BIAS_ROWS_DIFFER", bias_rows_differ(problem)),
         ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),
         ("SMEM_BYTES", chosen.cost.smem_bytes),
         ("PARAMS_BYTES", round_up(maps * TENSOR_MAP_BYTES + params_bytes(problem), TENSOR_MAP_ALIGNMENT)),
@@ -420,7 +446,8 @@ def _forward_cost(problem: Problem, tiles: Tiles) -> Cost:
         + panel_tile_bytes(tiles.block_m, tiles.store_cols)  # O
         + tiles.stages * panel_tile_bytes(tiles.block_n, problem.head_dim)  # K
         + tiles.stages * panel_tile_bytes(tiles.block_n, problem.value_dim)  # V
-        + BARRIER_BYTES * (2 * (2 * tiles.stages + queries) + tiles.stages)
+        + panel_tile_bytes(tiles.block_m, tiles.block_n) * has_bias_boxes(problem)
+        + BARRIER_BYTES * (2 * (2 * tiles.stages + queries + tiles.consumers) + tiles.stages)
         + (WORK_TILE_BYTES + LENGTHS_BYTES * varied) * queries
         + FINDINGS_BYTES * tiles.stages
         + 2 * TILE_LABEL_BYTES * tiles.stages * (problem.features.key_mask)

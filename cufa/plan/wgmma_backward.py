@@ -20,7 +20,7 @@ from cufa.plan.query_sums import Adding, few_add, way_of_adding
 from cufa.plan.record import Launch, Macro, Part, Scratch, TensorBox
 from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
-from cufa.plan.wgmma import PANEL_COLS, SECTION_OF_L2, WGMMA_M
+from cufa.plan.wgmma import PANEL_COLS, SECTION_OF_L2, WGMMA_M, bias_box, bias_rows_differ
 from cufa.plan.wgmma_backward_tiles import (
     CONSUMER_REGISTERS,
     CONSUMERS,
@@ -150,7 +150,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
         sink,
     )
     turns = adding in (Adding.AFTER_FIRST, Adding.IN_ORDER)
-    boxes = _boxes(tiles)
+    boxes = _boxes(problem, tiles)
     passed_bytes = len(boxes) * TENSOR_MAP_BYTES + params_bytes(problem)
     return Part(
         tiles=sizes_of(tiles),
@@ -162,6 +162,8 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
             *kind.own_macros(tiles),
             ("ADDING", adding.value),
             ("ROUNDS", rounds),
+            ("BIAS_BOXES", problem.bias_boxes),
+            ("BIAS_ROWS_DIFFER", bias_rows_differ(problem)),
             ("HELPER_THREADS", HELPER_THREADS),
             ("PRODUCER_REGISTERS", PRODUCER_REGISTERS),
             ("CONSUMER_REGISTERS", CONSUMER_REGISTERS),
@@ -194,10 +196,11 @@ def _tiles_of_keys(problem: Problem, adding: Adding, tiles: Tiles) -> int:
     return heads * row_tiles(problem, problem.seqlen_k, tiles.block_n)
 
 
-def _boxes(tiles: Tiles) -> tuple[TensorBox, ...]:
+def _boxes(problem: Problem, tiles: Tiles) -> tuple[TensorBox, ...]:
     q, k, v, _, dout, _, dk, dv = range(8)
     rows = {q: tiles.block_m, k: WGMMA_M, v: WGMMA_M, dout: tiles.block_m, dk: WGMMA_M, dv: WGMMA_M}
-    return tuple(TensorBox(tensor, count, PANEL_COLS) for tensor, count in rows.items())
+    of_bias = bias_box(problem, tiles.block_m, problem.bias_boxes)
+    return (*of_bias, *(TensorBox(tensor, count, PANEL_COLS) for tensor, count in rows.items()))
 
 
 def _section_macros(device: Device, stays: bool) -> tuple[Macro, ...]:

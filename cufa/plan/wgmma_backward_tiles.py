@@ -154,10 +154,11 @@ def narrow_cost(problem: Problem, tiles: Tiles, key_stages: int, outboxes: bool)
         key_stages * (panel_tile_bytes(n, cols) + panel_tile_bytes(n, problem.value_dim))  # K, V
         + tiles.stages * (panel_tile_bytes(m, cols) + panel_tile_bytes(m, problem.value_dim))
         + tiles.stages * n * m * problem.itemsize  # dS
+        + n * m * problem.itemsize * problem.bias_boxes
         + CONSUMERS * (outbox_bytes + LABEL_BYTES + LENGTHS_BYTES * lengths_vary(problem))
         + tiles.stages * statistics_bytes(tiles)
         + key_stages * (KEY_WORK_BYTES + LENGTHS_BYTES * lengths_vary(problem))
-        + BARRIER_BYTES * ((5 + 3 * CONSUMERS) * tiles.stages + 3 * key_stages + 2 * CONSUMERS)
+        + BARRIER_BYTES * ((5 + 3 * CONSUMERS) * tiles.stages + 3 * key_stages + 2 * CONSUMERS + 2)
         + tiles.stages * TILE_LABEL_BYTES * (problem.features.key_mask)
     )
     head, value = round_up(cols, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
@@ -178,7 +179,7 @@ def wide_cost(problem: Problem, tiles: Tiles) -> Cost:
         + tiles.stages * (panel_tile_bytes(m, head) + panel_tile_bytes(m, value))  # Q, dO
         + tiles.stages * 2 * panel_tile_bytes(n, m)  # P, dS
         + tiles.stages * statistics_bytes(tiles)
-        + BARRIER_BYTES * ((8 + 3 * CONSUMERS) * tiles.stages + 2)
+        + BARRIER_BYTES * ((9 + 3 * CONSUMERS) * tiles.stages + 2)
         + tiles.stages * TILE_LABEL_BYTES * problem.features.key_mask
     )
     # S or dP; dK and dV, of one of which the warpgroup has the smaller part; a panel of dQ.

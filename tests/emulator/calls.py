@@ -48,7 +48,7 @@ from cufa.plan.standard import (
 from cufa.problem import LAYOUTS, Direction, lse_shape, output_shape
 from cufa.rotary import position_strides
 from cufa.score_mod import MaskMod, Mods, ScoreMod
-from cufa.tensor_layout import Region, lies_transposed
+from cufa.tensor_layout import Region, lies_in_boxes, lies_transposed
 
 from . import KERNELS, EmulatorError, Module, extent
 
@@ -365,7 +365,9 @@ def _plan(
     tensors = [array for name, array in arrays.items() if name in ("q", "k", "v", "out", "dout")]
     strides = [stride for array in tensors for stride in array.strides[:-1]]
     align_bytes = math.gcd(_MAX_ALIGN_BYTES, *strides, *problem.row_bytes)
-    placed = replace(problem, align_bytes=align_bytes, ascending=min(strides, default=0) >= 0)
+    in_boxes = "bias" in arrays and lies_in_boxes(_region(arrays["bias"]))
+    ascending = min(strides, default=0) >= 0
+    placed = replace(problem, align_bytes=align_bytes, ascending=ascending, bias_boxes=in_boxes)
     return make_plan(placed, device, kernel, tiles)
 
 
@@ -382,26 +384,28 @@ def _run(
     """The arrays after a plan ran on them; `tensors` are those of the parameter struct, in its order."""
     problem = plan.problem
     alignments = {name: problem.align_bytes if name in tensors else x.itemsize for name, x in arrays.items()}
+    if problem.bias_boxes:
+        alignments["bias"] = _MAX_ALIGN_BYTES
     if "mask" in arrays:  # kernels look at the address to see how much of it they can read at once
         alignments["mask"] = math.gcd(_MAX_ALIGN_BYTES, arrays["mask"].ctypes.data)
     placed = {name: _placed(array, alignments[name], name in outputs) for name, array in arrays.items()}
     lying = [placed[name] for name in tensors]
     if problem.transposed_values:
         lying[2] = lying[2].swapaxes(1, 3)
+    boxed = list(lying)
+    if problem.bias_boxes:
+        bias = placed["bias"]
+        boxed.append(bias[(None,) * (4 - bias.ndim)].swapaxes(1, 2))
     fields = [field for tensor in lying for field in _fields(tensor)]
     lse, scale = placed["lse"].ctypes.data, check_scale(softmax_scale, problem.head_dim)
-    side = {
-        name: Region(array.ctypes.data, array.shape, array.strides, array.itemsize)
-        for name, array in placed.items()
-        if name not in tensors
-    }
+    side = {name: _region(array) for name, array in placed.items() if name not in tensors}
     before, after = pack_features(problem, side)
     features = before + pack_values(values) + after
     plans = plan.and_beside
     workspaces = [_workspace(each) for each in plans]
     modules = [Module(each.source, each.macros, checked, folder, each.headers) for each in plans]
     maps = [
-        b"".join(tensor_map(lying[box.tensor], box.rows, box.cols, box.paired_rows) for box in each.boxes)
+        b"".join(tensor_map(boxed[box.tensor], box.rows, box.cols, box.paired_rows) for box in each.boxes)
         for each in plans
     ]
     for of, launch in plan.in_order:
@@ -446,6 +450,10 @@ def tensor_map(tensor: Array, rows: int, cols: int, paired_rows: bool = False) -
         *(*box, 1)[:5],
         *(*strides, 0)[:4],
     )
+
+
+def _region(array: Array) -> Region:
+    return Region(array.ctypes.data, array.shape, array.strides, array.itemsize)
 
 
 def _workspace(plan: Plan) -> Array:

@@ -1,6 +1,7 @@
 // What bwd_4_wgmma works on at once, and a block's shared memory for it.
 #pragma once
 
+#include "hopper/backward/key_softmax.cuh"
 #include "hopper/backward/wgmma_backward.cuh"
 #include "hopper/backward/wgmma_seen_queries.cuh"
 
@@ -65,7 +66,9 @@ struct OutboxLabel {
     KeyWork work;
 };
 
-struct Smem {
+using BiasRows = BiasRowsOf<kBlockM, kWgmmaM>;
+
+struct Smem : BiasTiles<BiasRows, kConsumers> {
     KeyRows k[kKeyStages][kConsumers];
     ValueRows v[kKeyStages][kConsumers];
     Queries queries[kStages];
@@ -77,6 +80,7 @@ struct Smem {
     Ring<kKeyStages> keys_ring;
     ptx::Barrier gradients[kKeyStages];  // whether they lie where the keys were
     OrderRing<kStages> order[kConsumers];
+    Ring<1> bias_ring;
     Ring<1> outbox_rings[kConsumers];
     OutboxLabel outbox_labels[kConsumers];
     ptx::Barrier dout_full[kStages];
@@ -86,6 +90,7 @@ struct Smem {
     __device__ void init() {
         constexpr int kWarps = kConsumers * kWarpgroup / 32;
         ring.init(kWarps);
+        bias_ring.init(kWarps);
         if (kOutApart) {
             for (ptx::Barrier& full : dout_full) ptx::barrier_init(full, 1);
         }

@@ -46,7 +46,7 @@ struct Consumer {
     bool sets_sums;
     RingPosition<kKeyStages> keys_at;
     RingPosition<kStages> at;
-    RingPosition<1> outbox_to;
+    RingPosition<1> outbox_to, bias_at;
     float* tile_before;  // the sums of dQ of the tile before, of which dS lies a stage before
     bool last_before;    // whether these are the last keys that it sees
     bool took_out;       // whether there was NaN or infinity in masked tiles of queries
@@ -299,6 +299,22 @@ struct Consumer {
         return {params.call.features, work().batch, walk.head, walk.tile * kBlockM};
     }
 
+    // A template, in which there need not be tiles of the bias.
+    template <class Smem>
+    __device__ auto receive_bias(Smem& smem, const TilePlace& place) const {
+        if constexpr (kBiasBoxes) {
+            smem.bias_ring.wait_full(bias_at);
+            return BiasInTile<bias_t, kBlockM>(smem.bias[warpgroup]);
+        } else {
+            return softmax.template bias_in_memory<bias_t>(place);
+        }
+    }
+    __device__ void release_bias() {
+        if (!kBiasBoxes) return;
+        release(smem.bias_ring, bias_at);
+        bias_at.advance();
+    }
+
     template <class Walk>
     __device__ void add_to_arrays(const Scores& ds, const Walk& walk) {
         float* const sums = sums_of_arrays(params.call);
@@ -314,9 +330,12 @@ struct Consumer {
     __device__ void shape(Scores& s, const Walk& walk) {
         const TilePlace place = place_of(walk);
         if constexpr (kSlopesWait) {
-            softmax.shape<Masked>(s, smem.ds[at.stage][warpgroup], row_of_warp(), place);
+            const auto bias = receive_bias(smem, place);
+            softmax.shape<Masked>(s, bias, smem.ds[at.stage][warpgroup], row_of_warp(), place);
+            release_bias();
         } else if constexpr (kScoreMod || kBias) {
-            softmax.shape<Masked>(s, place);
+            softmax.shape<Masked>(s, receive_bias(smem, place), place);
+            release_bias();
         } else if constexpr (kSoftcap) {
             softmax.bound(s);
         }

@@ -28,9 +28,24 @@ __device__ inline void send_end(Smem& smem, RingPosition<kKeyStages> to) {
     smem.keys_ring.announce(to, 0);
 }
 
+// The bias of a tile of queries. A template, in which there need not be any.
+template <class Smem, class Params, class Walk>
+__device__ inline void send_bias(Smem& smem, const Params& params, const KeyWork& work,
+                                 const Walk& at, RingPosition<1>& to) {
+    if constexpr (kBiasBoxes) {
+        smem.bias_ring.wait_empty(to);
+        ptx::Barrier& full = smem.bias_ring.announce(to, kConsumers * kBiasBytes<BiasRows>);
+#pragma unroll
+        for (int w = 0; w < kConsumers; ++w)
+            copy_bias(smem.bias[w], params.bias, full, params.call.features.bias, work.batch,
+                      at.head, at.tile * kBlockM, work.first_key + w * kWgmmaM);
+        to.advance();
+    }
+}
+
 template <class Walk>
 __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork work, const Walk& at,
-                                    RingPosition<kStages>& to) {
+                                    RingPosition<kStages>& to, RingPosition<1>& bias_to) {
     const Sequence sequence = work.sequence(params.call);
     const QueryWorkspace workspace(params.call);
     const int first_row = sequence.first_q + at.tile * kBlockM;
@@ -46,14 +61,16 @@ __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork wo
                     sizeof(Statistics), full);
     copy_tile(queries.dout, params.dout, dout_full, work.map_batch(), at.head, first_row);
     to.advance();
+    send_bias(smem, params, work, at, bias_to);  // last: until that of the tile before is read
 }
 
 // Those that a mask or a mask_mod shows some of the keys.
 __device__ inline void send_seen(Smem& smem, const Params& params, const KeyWork& work,
-                                 const Tiles& tiles, RingPosition<kStages>& to) {
+                                 const Tiles& tiles, RingPosition<kStages>& to,
+                                 RingPosition<1>& bias_to) {
     for (SeenWalk at(params.call, seen_parts(params.call), work, tiles); !at.at_end();
          at.advance()) {
-        send_queries(smem, params, work, at, to);
+        send_queries(smem, params, work, at, to, bias_to);
     }
 }
 
@@ -70,15 +87,16 @@ __device__ inline void produce(Smem& smem, const Params& params) {
     };
     RingPosition<kKeyStages> keys_to;
     RingPosition<kStages> to;
+    RingPosition<1> bias_to;
     for (KeyWork work = kTurns ? take() : Keys::first(params.call); work.exists();) {
         if (work.has_keys(params.call)) {
             const Tiles tiles = query_tiles_of(params.call, work);
             send_keys(smem, params, work, keys_to);
             if constexpr (kKeyMask) {
-                if (tiles.begin < tiles.end) send_seen(smem, params, work, tiles, to);
+                if (tiles.begin < tiles.end) send_seen(smem, params, work, tiles, to, bias_to);
             } else {
                 for (RangeWalk at(tiles, sizes, work.part); !at.at_end(); at.advance()) {
-                    send_queries(smem, params, work, at, to);
+                    send_queries(smem, params, work, at, to, bias_to);
                 }
             }
             if (Keys::next(work, sizes)) continue;

@@ -1,6 +1,7 @@
 // What bwd_5_wgmma_wide works on at once, and a block's shared memory for it.
 #pragma once
 
+#include "hopper/backward/key_softmax.cuh"
 #include "hopper/backward/wgmma_backward.cuh"
 #include "hopper/backward/wgmma_seen_queries.cuh"
 
@@ -22,6 +23,14 @@ using Statistics = RowStatistics<kBlockM>;
 using Sums = QuerySums<kBlockM, kHeadPanels, false>;
 using QueryWorkspace = Workspace<kBlockM, Sums>;
 
+// Where the copy engine brings the bias of a tile: where P^T will be.
+using BiasRows = BiasRowsOf<kBlockM, kWgmmaM>;
+template <class Tile>
+__device__ inline Tile& bias_in_place_of(ScoreRows& p) {
+    static_assert(sizeof(Tile) <= sizeof(ScoreRows));
+    return reinterpret_cast<Tile&>(p);
+}
+
 struct Smem {
     KeyRows k;
     ValueRows v;
@@ -32,12 +41,14 @@ struct Smem {
     LabelledRing<kStages> q_ring;
     Ring<kStages> dout_ring, p_ring, ds_ring;
     Ring<1> keys_ring;
+    ptx::Barrier bias_full[kStages];  // whether it lies where P^T will, if it comes there
     OrderRing<kStages> order[kConsumers];
 
     // Sets up the barriers: how many arrive at each.
     __device__ void init() {
         constexpr int kWarps = kConsumers * kWarpgroup / 32;
         q_ring.init(kWarps);
+        for (ptx::Barrier& full : bias_full) ptx::barrier_init(full, 1);
         dout_ring.init(kWarps);
         p_ring.init(kWarps, kWarpgroup);
         ds_ring.init(kWarps, kWarpgroup);

@@ -265,6 +265,17 @@ struct Consumer {
         return {params.call.features, work.batch, walk.head, walk.tile * kBlockM};
     }
 
+    template <class T>
+    __device__ auto receive_bias(const TilePlace& place) {
+        if constexpr (kBiasBoxes) {
+            wait_for(smem.bias_full[at.stage], at.parity, at.stage);
+            using Tile = typename BiasInTile<T, kBlockM>::Tile;
+            return BiasInTile<T, kBlockM>(bias_in_place_of<Tile>(smem.p[at.stage]));
+        } else {
+            return softmax.template bias_in_memory<T>(place);
+        }
+    }
+
     // Makes products scores, if those are more. Where dS will be shared there are slopes until
     // then.
     template <bool Masked, class Walk>
@@ -272,10 +283,13 @@ struct Consumer {
         const TilePlace place = place_of(walk);
         if constexpr (kSlopes) {
             smem.ds_ring.wait_empty(at);
-            softmax.template shape<Masked>(s, smem.ds[at.stage], row_of_warp(), place);
+            const auto bias = receive_bias<bias_t>(place);
+            softmax.template shape<Masked>(s, bias, smem.ds[at.stage], row_of_warp(), place);
         } else if constexpr (kScoreMod || kBias) {
-            softmax.template shape<Masked>(s, place);
+            softmax.template shape<Masked>(s, receive_bias<bias_t>(place), place);
         }
+        // All have read it before one writes P^T in its place.
+        if (kBiasBoxes) ptx::named_barrier_sync<kWarpgroup>(kFirstOfWarpgroup + kRole);
     }
 
     template <int Dims, int TensorDims, class Rows>

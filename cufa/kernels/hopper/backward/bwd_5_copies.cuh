@@ -16,6 +16,20 @@ __device__ inline void send_keys(Smem& smem, const Params& params, KeyWork work,
     to.advance();
 }
 
+// The bias of a tile of queries. A template, in which there need not be any.
+template <class Smem, class Params, class Walk>
+__device__ inline void send_bias(Smem& smem, const Params& params, const KeyWork& work,
+                                 const Walk& at, RingPosition<kStages> to) {
+    if constexpr (kBiasBoxes) {
+        smem.p_ring.wait_empty(to);
+        auto& bias = bias_in_place_of<BiasRows>(smem.p[to.stage]);
+        ptx::Barrier& full = smem.bias_full[to.stage];
+        ptx::barrier_arrive_expecting(full, kBiasBytes<BiasRows>);
+        copy_bias(bias, params.bias, full, params.call.features.bias, work.batch, at.head,
+                  at.tile * kBlockM, work.first_key);
+    }
+}
+
 template <class Walk>
 __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork work, const Walk& at,
                                     RingPosition<kStages>& to) {
@@ -31,6 +45,7 @@ __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork wo
     smem.dout_ring.wait_empty(to);
     ptx::Barrier& dout_full = smem.dout_ring.announce(to, OutRows::kBytes);
     copy_tile(smem.dout[to.stage], params.dout, dout_full, work.map_batch(), at.head, first_row);
+    send_bias(smem, params, work, at, to);
     to.advance();
 }
 

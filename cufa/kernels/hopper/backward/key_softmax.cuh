@@ -2,6 +2,7 @@
 #pragma once
 
 #include "hopper/alibi_line.cuh"
+#include "hopper/backward/key_bias.cuh"
 #include "hopper/backward/key_statistics.cuh"
 #include "hopper/wgmma_tiles.cuh"
 #include "scores/kept_scores.cuh"
@@ -18,15 +19,6 @@ struct TilePlace {
     const Features& features;
     int batch, head, first_row;
 };
-
-// A template, which is not compiled where it is not called: a bias_t that is void has no elements.
-template <class T>
-__device__ inline float bias_element(const ScoreTensor& bias, int batch, int head, int row,
-                                     int key) {
-    const T* const matrix =
-        static_cast<const T*>(bias.data) + batch * bias.batch_stride + head * bias.head_stride;
-    return to_acc(matrix[row * bias.row_stride + key]);
-}
 
 // What a product becomes, and by how much that changes with the product times the scale.
 struct ShapedScore {
@@ -123,29 +115,33 @@ struct KeySoftmax {
         for (int i = 0; i < BlockM / 2; ++i) s[i] = softcap * tanh_of(s[i] * product_scale);
     }
 
-    // Products become scores, bounded and what the caller's function makes of them.
-    template <bool Masked>
-    __device__ void shape(WgmmaSums<BlockM>& s, const TilePlace& place) const {
-#pragma unroll
-        for (int i = 0; i < BlockM / 2; ++i) s[i] = shaped_score<Masked>(s[i], i, place).score;
+    // The bias of a tile, if it is read from memory.
+    template <class T>
+    __device__ BiasInMemory<T> bias_in_memory(const TilePlace& place) const {
+        if constexpr (is_same<T, void>) {
+            return {};
+        } else {
+            const ScoreTensor& bias = place.features.bias;
+            const T* const matrix = static_cast<const T*>(bias.data) +
+                                    place.batch * bias.batch_stride + place.head * bias.head_stride;
+            return {{matrix, bias.row_stride}, place.first_row, last_row, {key[0], key[1]}};
+        }
+    }
+
+    // Products become scores, bounded, with the bias, and what the caller's function makes of them.
+    template <bool Masked, class Bias>
+    __device__ void shape(WgmmaSums<BlockM>& s, const Bias& bias, const TilePlace& place) const {
+        shape<Masked>(s, bias, place, [](int, const WgmmaSums<kWgmmaK>&) {});
     }
     // And their slopes are written to a warp's rows of `slopes`.
-    template <bool Masked, class Tile>
-    __device__ void shape(WgmmaSums<BlockM>& s, Tile& slopes, int warp_row,
+    template <bool Masked, class Bias, class Tile>
+    __device__ void shape(WgmmaSums<BlockM>& s, const Bias& bias, Tile& slopes, int warp_row,
                           const TilePlace& place) const {
-#pragma unroll
-        for (int col = 0; col < BlockM; col += kWgmmaK) {
-            WgmmaSums<kWgmmaK> part;
-#pragma unroll
-            for (int i = 0; i < kWgmmaK / 2; ++i) {
-                const ShapedScore shaped = shaped_score<Masked>(s[col / 2 + i], col / 2 + i, place);
-                s[col / 2 + i] = shaped.score;
-                part[i] = shaped.slope;
-            }
+        shape<Masked>(s, bias, place, [&](int col, const WgmmaSums<kWgmmaK>& of_sixteen) {
             WgmmaOperand<kWgmmaK> rounded;
-            round_to_operand<kWgmmaK>(rounded, part);
+            round_to_operand<kWgmmaK>(rounded, of_sixteen);
             write_rows<kWgmmaK>(slopes, rounded, warp_row, col);
-        }
+        });
     }
 
     // The gradient of the scores becomes that of the products times the scale, by the slopes that
@@ -235,6 +231,26 @@ struct KeySoftmax {
 
     static constexpr int kEights = RowStatistics<BlockM>::kEights;
 
+    // Slopes go to use_slopes(first of 16 queries, theirs).
+    template <bool Masked, class Bias, class UseSlopes>
+    __device__ void shape(WgmmaSums<BlockM>& s, const Bias& bias, const TilePlace& place,
+                          const UseSlopes& use_slopes) const {
+#pragma unroll
+        for (int col = 0; col < BlockM; col += kWgmmaK) {
+            SixteenBiases added = {};
+            bias.read(added, col);
+            WgmmaSums<kWgmmaK> slopes;
+#pragma unroll
+            for (int i = 0; i < kWgmmaK / 2; ++i) {
+                float& x = s[col / 2 + i];
+                const auto shaped = shaped_score<Masked>(x, added[i], col / 2 + i, place);
+                x = shaped.score;
+                slopes[i] = shaped.slope;
+            }
+            use_slopes(col, slopes);
+        }
+    }
+
     // Bends the line where it passes the diagonal.
     __device__ void bend(WgmmaSums<BlockM>& s, int distance) const {
         const float distances[] = {float(distance), float(distance - 8)};
@@ -263,13 +279,14 @@ struct KeySoftmax {
     // What becomes of element i of a thread's products. Of a row or key that is not seen it has no
     // slope, whatever a function would make of it.
     template <bool Masked>
-    __device__ ShapedScore shaped_score(float product, int i, const TilePlace& place) const {
+    __device__ ShapedScore shaped_score(float product, float bias, int i,
+                                        const TilePlace& place) const {
         ShapedScore shaped = {product * product_scale, 1};
         if constexpr (kSoftcap) {
             const float tanh = tanh_of(shaped.score);
             shaped = {softcap * tanh, slope(tanh)};
         }
-        if constexpr (kBias) shaped.score += bias(i, place);
+        if constexpr (kBias) shaped.score += bias;
         if constexpr (kAlibi) shaped.score -= alibi(i, place);
         if constexpr (kScoreMod) {
             const auto& [features, batch, head, first_row] = place;
@@ -281,12 +298,6 @@ struct KeySoftmax {
             if (Masked && !sees(i, place)) shaped.slope = 0;
         }
         return shaped;
-    }
-    // The bias of element i of a thread's scores; past the last row that one's, which is as good.
-    __device__ float bias(int i, const TilePlace& place) const {
-        const int row = min(place.first_row + query + i / 4 * 8 + i % 2, last_row);
-        return bias_element<bias_t>(place.features.bias, place.batch, place.head, row,
-                                    key[i % 4 / 2]);
     }
     // What ALiBi takes from element i of a thread's scores.
     __device__ float alibi(int i, const TilePlace& place) const {

@@ -4,8 +4,9 @@
 
 #include "hopper/backward/wgmma_query_sums.cuh"
 #include "hopper/backward/wgmma_turns.cuh"
+#include "hopper/bias_boxes.cuh"
 
-struct Params {
+struct Params : BiasMap<> {
     TensorMap q, k, v, dout, dk, dv;
     BackwardParams call;
 };

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "call/schedule.cuh"
-#include "hopper/forward/bias_pairs.cuh"
+#include "hopper/forward/row_bias.cuh"
 #include "hopper/forward/seen_bits.cuh"
 #include "hopper/forward/wgmma_softmax.cuh"
 #include "hopper/labelled_ring.cuh"
@@ -28,7 +28,7 @@ constexpr int kBoxKeys = BOX_KEYS;
 static_assert(kBlockN % kBoxKeys == 0, "a tile must be whole boxes");
 static_assert(!kPaged || kPageSize % kBoxKeys == 0, "a page must be whole boxes");
 
-struct Params {
+struct Params : BiasMap<> {
     TensorMap q, k, v, o;
     ForwardParams call;
 };
@@ -90,7 +90,8 @@ using KeyPages = TilePages<kBlockN>;
 using Scores = WgmmaSums<kBlockN>;
 using Kept = KeptScores<kBlockN / 2, false>;
 using Weights = WgmmaOperand<kBlockN>;
-using Bias = BiasPairs<bias_t, kBlockN / 2>;
+using Bias = RowBiasOf<bias_t, kBlockN / 2>::type;
+using BiasRows = BiasRowsOf<kWgmmaM, kBlockN>;
 
 __device__ inline KeyRange key_tiles_of(const ForwardParams& call, const WorkTile& work) {
     return KeyRange(work.sequence(call).mask(call.features), work.first_row);

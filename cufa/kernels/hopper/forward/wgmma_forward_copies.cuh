@@ -98,12 +98,29 @@ __device__ inline void send_tile(Tile (&tiles)[kStages], TileRing& ring, RingPos
     }
 }
 
+// Has the bias of a tile of scores copied. A template, in which there need not be any.
+template <class Smem, class Params>
+__device__ inline void send_bias(Smem& smem, const Params& params, const WorkTile& work, int tile,
+                                 RingPosition<1>& at) {
+    if constexpr (kBiasBoxes) {
+#pragma unroll 1
+        for (int w = 0; w < kConsumers; ++w) {
+            smem.bias_rings[w].wait_empty(at);
+            if (!starts_copies()) continue;
+            ptx::Barrier& full = smem.bias_rings[w].announce(at, kBiasBytes<BiasRows>);
+            copy_bias(smem.bias[w], params.bias, full, params.call.features.bias, work.batch,
+                      work.head, work.first_row + w * kWgmmaM, tile * kBlockN);
+        }
+        at.advance();
+    }
+}
+
 // Sends a tile of queries and what a mask or a mask_mod shows it of its keys. Calls `ask` when the
 // values of the last are still to be sent.
 template <class Smem, class Ask>
 __device__ inline void send_seen(Smem& smem, const Params& params, RingPosition<kQueryStages>& q_at,
-                                 RingPosition<kStages>& at, const WorkTile& work,
-                                 const KeyRange& keys, Ask ask) {
+                                 RingPosition<kStages>& at, RingPosition<1>& bias_at,
+                                 const WorkTile& work, const KeyRange& keys, Ask ask) {
     const Sequence sequence = work.sequence(params.call);
     const auto key_of = [&](const SeenWalk& walk) {
         return sequence.first_k + walk.tile * kBlockN;
@@ -115,6 +132,7 @@ __device__ inline void send_seen(Smem& smem, const Params& params, RingPosition<
     send_tile(smem.k, smem.k_ring, at, params.k, work, sequence, pages, key_of(walk), k_col,
               walk.label());
     send_queries(smem, params, q_at, work);
+    send_bias(smem, params, work, walk.tile, bias_at);
     while (!walk.at_end()) {
         RingPosition<kStages> after = at;
         after.advance();
@@ -130,6 +148,7 @@ __device__ inline void send_seen(Smem& smem, const Params& params, RingPosition<
         }
         send_tile(smem.v, smem.v_ring, at, params.v, work, sequence, pages, key_of(walk), v_col,
                   walk.label());
+        if (!walk.at_last()) send_bias(smem, params, work, next.tile, bias_at);
         at = after;
         walk = next;
         pages = pages_after;
@@ -149,6 +168,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
                               order.heads * order.tiles};
     RingPosition<kQueryStages> q_at;
     RingPosition<kStages> at;  // a tile of keys and its values have the same place
+    RingPosition<1> bias_at;
 
     constexpr unsigned int kLanes = kPaged ? 0xffffffffu : 1;  // that produce
     const auto ask = [&] {
@@ -168,7 +188,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
         const KeyRange keys = key_tiles_of(params.call, work);
         if (kKeyMask && !keys.none()) {
             int asked;
-            send_seen(smem, params, q_at, at, work, keys, [&] { asked = ask(); });
+            send_seen(smem, params, q_at, at, bias_at, work, keys, [&] { asked = ask(); });
             index = uniform<kLanes>(asked);
             continue;
         }
@@ -183,6 +203,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
             send_tile(smem.k, smem.k_ring, at, params.k, work, sequence, pages, key, k_col);
         }
         send_queries(smem, params, q_at, work);
+        if (!keys.none()) send_bias(smem, params, work, tile, bias_at);
         // Keys are needed a tile ahead of values.
         const auto send_down_to = [&](int begin) {
             for (; tile >= begin; --tile) {
@@ -196,6 +217,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
                               key - kBlockN, k_col);
                 }
                 send_tile(smem.v, smem.v_ring, at, params.v, work, sequence, pages, key, v_col);
+                if (tile > keys.begin) send_bias(smem, params, work, tile - 1, bias_at);
                 at = after;
                 pages = pages_after;
             }

@@ -18,6 +18,7 @@ struct ForwardScores {
     const int warpgroup;
     float alibi_slope;  // of the head that is worked on, in units of products
     float lowered;      // by how much ALiBi lowers all of this thread's in a tile, likewise
+    RingPosition<1> bias_at;
     const unsigned int* row_bits;  // of this thread's first row, which scores are seen
 
     __device__ ForwardScores(Smem& smem, const Params& params, int warpgroup)
@@ -81,7 +82,7 @@ struct ForwardScores {
 #pragma unroll
             for (float& score : s) score *= self().softmax_scale();
         }
-        if constexpr (kBias) bias.add_to(s, unit_of(self().scale()));
+        if constexpr (kBias) bias.add_to(s, unit_of(self().scale()), smem, warpgroup, bias_at);
         if constexpr (kAlibi) {
             const int diagonal = mask_of(work).diagonal(row_of(work, 0));
             lowered = add_alibi(s, alibi_slope, diagonal - first_key_of_thread(tile));

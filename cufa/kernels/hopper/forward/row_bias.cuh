@@ -1,8 +1,9 @@
-// The bias of the scores that a thread of the Hopper forward has of a tile: read while their
-// products are computed, two neighbouring keys in a word.
+// The bias of the scores that a warpgroup of the Hopper forward has of a tile: from a tile that the
+// copy engine brought, or read to registers while products run.
 #pragma once
 
-#include "call/params.cuh"
+#include "hopper/bias_boxes.cuh"
+#include "hopper/pipeline.cuh"
 #include "scores/mask.cuh"
 
 // Two neighbouring elements, those of 16 bits in one register.
@@ -25,7 +26,8 @@ struct alignas(8) Pair<float> {
     __device__ float element(int e) const { return elements[e]; }
 };
 
-// Of Count scores of rows `row` and row + 8, as wgmma leaves them in registers.
+// Of Count scores of rows `row` and row + 8, as wgmma leaves them in registers: two neighbouring
+// keys in a word.
 template <class T, int Count>
 struct BiasPairs {
     Pair<T> pairs[Count / 2];
@@ -61,7 +63,8 @@ struct BiasPairs {
     }
 
     // Adds it to products, `unit` of which make a score of 1.
-    __device__ void add_to(float (&s)[Count], float unit) const {
+    template <class Smem>
+    __device__ void add_to(float (&s)[Count], float unit, Smem&, int, RingPosition<1>&) const {
 #pragma unroll
         for (int i = 0; i < Count / 2; ++i)
 #pragma unroll
@@ -71,5 +74,41 @@ struct BiasPairs {
 template <int Count>
 struct BiasPairs<void, Count> {
     __device__ void load(const Features&, const Mask&, int, int, int, int) {}
-    __device__ void add_to(float (&)[Count], float) const {}
+    template <class Smem>
+    __device__ void add_to(float (&)[Count], float, Smem&, int, RingPosition<1>&) const {}
+};
+
+// The same of a tile that the copy engine brought for the warpgroup.
+template <class T, int Count>
+struct BiasInTile {
+    __device__ void load(const Features&, const Mask&, int, int, int, int) {}
+    template <class Smem>
+    __device__ void add_to(float (&s)[Count], float unit, Smem& smem, int warpgroup,
+                           RingPosition<1>& at) const {
+        Ring<1>& ring = smem.bias_rings[warpgroup];
+        ring.wait_full(at);
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int col = 0; col < 2 * Count; col += kWgmmaK) {
+            WgmmaOperand<kWgmmaK, T> words;
+            WgmmaSums<kWgmmaK> values;
+            const int key = col + lane / 16 * kChunkCols;
+            ptx::ldmatrix_x4(words[0],
+                             boxed_bias(smem.bias[warpgroup], row_of_warp() + lane % 16, key));
+            widen_operand<kWgmmaK, T>(values, words);
+#pragma unroll
+            for (int i = 0; i < kWgmmaK / 2; ++i) s[col / 2 + i] += values[i] * unit;
+        }
+        release(ring, at);
+        at.advance();
+    }
+};
+
+template <class T, int Count, bool InBoxes = kBiasBoxes>
+struct RowBiasOf {
+    using type = BiasPairs<T, Count>;
+};
+template <class T, int Count>
+struct RowBiasOf<T, Count, true> {
+    using type = BiasInTile<T, Count>;
 };

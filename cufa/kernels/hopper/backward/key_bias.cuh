@@ -1,0 +1,52 @@
+// The bias of a tile of scores, where a warpgroup of the Hopper backward has S^T of 64 keys: it is
+// turned as it is read, from a tile that the copy engine brought or from memory.
+#pragma once
+
+#include "hopper/bias_boxes.cuh"
+#include "hopper/pipeline.cuh"
+
+// Of 16 queries: those of a thread's scores, as wgmma leaves them in registers.
+using SixteenBiases = WgmmaSums<kWgmmaK>;
+
+// From a tile of BlockM queries.
+template <class T, int BlockM>
+class BiasInTile {
+  public:
+    using Tile = PanelTile<BlockM, kWgmmaM, T>;
+
+    __device__ explicit BiasInTile(Tile& tile) : tile(tile) {}
+
+    // Reads that of 16 queries from `row` on.
+    __device__ void read(SixteenBiases& values, int row) const {
+        const int lane = threadIdx.x % 32;
+        const int key = row_of_warp() + lane / 8 % 2 * kChunkCols;
+        WgmmaOperand<kWgmmaK, T> words;
+        ptx::ldmatrix_x4_trans(words[0], boxed_bias(tile, row + lane / 16 * 8 + lane % 8, key));
+        widen_operand<kWgmmaK, T>(values, words);
+    }
+
+  private:
+    Tile& tile;
+};
+
+// From memory, for a thread's two keys, or the last one.
+template <class T>
+struct BiasInMemory {
+    Matrix<const T> matrix;
+    int first_row, last_row;
+    int key[2];
+
+    __device__ void read(SixteenBiases& values, int row) const {
+        row += first_row + col_of_thread();
+#pragma unroll
+        for (int i = 0; i < kWgmmaK / 2; ++i) {
+            const int inside = min(row + i / 4 * 8 + i % 2, last_row);
+            const T* const of_row = kBiasRowsDiffer ? matrix.row(inside) : matrix.data;
+            values[i] = to_acc(of_row[key[i % 4 / 2]]);
+        }
+    }
+};
+template <>
+struct BiasInMemory<void> {
+    __device__ void read(SixteenBiases&, int) const {}
+};

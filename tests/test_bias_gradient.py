@@ -60,7 +60,7 @@ def test_its_workspace_lies_behind():
     [
         ((4, 8, 2048, 2048), 1, 1),
         ((1, 8, 2048, 2048), 1, 1),
-        ((1, 1, 512, 512), 8, 8),  # 32 tiles for two blocks on each of 132 SMs
+        ((1, 1, 512, 512), 6, 6),  # 64 tiles for three blocks on each of 132 SMs
         ((1, 1, 1, 2048), 8, 8 * 4),  # each warp of four has its own
         ((4, 1, 1, 2048), 2, 2 * 4),
     ],

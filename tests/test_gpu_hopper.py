@@ -417,7 +417,7 @@ def test_biases_as_they_lie(cupy, head_dim, lies, keys):
     rng = np.random.default_rng(head_dim + keys)
     shape = {"seqlen_q": 700, "seqlen_k": keys, "heads": 4, "kv_heads": 2}
     problem = random_problem(rng, "bfloat16", batch=2, head_dim=head_dim, **shape)
-    bias = BIASES[lies](lambda *sizes: rng.standard_normal(sizes).astype("bfloat16"), 700, keys)
+    bias = BIASES[lies](lambda *sizes: np.asarray(rng.standard_normal(sizes)).astype("bfloat16"), 700, keys)
     # The same strides on the GPU: a view of a copy of all that the array is a view of.
     base = bias
     while base.base is not None:

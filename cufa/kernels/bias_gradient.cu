@@ -12,10 +12,9 @@
 // Shapes   dO, O as Q with value_dim; dbias as the bias: (batch or 1, heads or 1, rows or 1, keys)
 // Owns     block: BLOCK_N rows and BLOCK_M keys of one head's bias, and one of PARTS parts of those
 //          that share it; warp: kTiles 16-row tiles of them
-// Shared   STAGES tiles of Q and dO with LSE and D, of K and V
+// Shared   STAGES tiles of Q and dO with LSE and D, of K and V; the tile of the bias
 // Global   workspace: LSE and D (batch, heads, seqlen_q, 2); parts of dbias, if it is in parts;
-// with
-//          a mask or a mask_mod, which tiles of scores it shows
+//          with a mask or a mask_mod, which tiles of scores it shows
 // Writes   dbias
 #include "call/key_tiles.cuh"
 #include "mma/mma_score_tiles.cuh"
@@ -30,7 +29,60 @@ static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a differe
 
 constexpr int kHead = round_up(kHeadDim, kMmaK), kValue = round_up(kValueDim, kMmaK);
 
-struct Smem : Powers {
+// The block's tile of the bias: who shares it reads it from there. Eight rows that a warp reads
+// together are in different banks.
+struct BiasRows {
+    static constexpr int kChunk = 16 / sizeof(bias_t), kPitch = kBlockM + kChunk;
+    alignas(16) bias_t data[kBlockN][kPitch];
+
+    // Copies its first rows and keys, those that there are.
+    __device__ void copy(const Matrix<const bias_t>& from, int rows, int keys) {
+        const auto steps = reinterpret_cast<unsigned long long>(from.data) / sizeof(bias_t) |
+                           static_cast<unsigned long long>(from.row_stride);
+        if (steps % kChunk == 0 && keys >= kBlockM) {
+            copy_packs<kChunk>(from, rows, kBlockM);
+        } else {
+            copy_packs<1>(from, rows, min(keys, kBlockM));
+        }
+    }
+    // The same as a matrix whose row `row` and key `key` are its first.
+    __device__ Matrix<const bias_t> from(int row, int key) const {
+        return {&data[0][0] - (row * kPitch + key), kPitch};
+    }
+
+  private:
+    // Count elements at once, several times before the first of them is waited for.
+    template <int Count>
+    __device__ void copy_packs(const Matrix<const bias_t>& from, int rows, int keys) {
+        constexpr int kRowPacks = kBlockM / Count, kPacks = kBlockN * kRowPacks / kThreads;
+        constexpr int kTogether = min_of(kPacks, Count == 1 ? 16 : 4);
+        using Packed = Pack<bias_t, Count>;
+#pragma unroll 1
+        for (int first = 0; first < kPacks; first += kTogether) {
+            const int key = threadIdx.x % kRowPacks * Count;
+            const auto row = [&](int i) {
+                return static_cast<int>(((first + i) * kThreads + threadIdx.x) / kRowPacks);
+            };
+            Packed packs[kTogether];
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                const bias_t* const of_row = from.row(min(row(i), rows - 1));
+                packs[i] = *reinterpret_cast<const Packed*>(of_row + min(key, keys - 1));
+            }
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i)
+                *reinterpret_cast<Packed*>(&data[row(i)][key]) = packs[i];
+        }
+    }
+};
+template <bool RowsShare>
+struct BiasOfBlock {
+    BiasRows bias;
+};
+template <>
+struct BiasOfBlock<true> {};  // a row for all queries is read from memory
+
+struct Smem : Powers, BiasOfBlock<kRowsShare> {
     MmaTile<kBlockN, kHead> q[kStages];
     MmaTile<kBlockN, kValue> dout[kStages];
     MmaTile<kBlockM, kHead> k[kStages];
@@ -155,10 +207,29 @@ __device__ inline void start_copy(Smem& smem, int stage, const SharingWalk& at) 
                                           row + i < sequence.seqlen_q);
 }
 
+// Copies the block's tile of the bias, if it has one. A template, in which there need not be any.
+template <class Smem>
+__device__ inline void copy_bias(Smem& smem, const BackwardParams& params, const BiasTile& own) {
+    if constexpr (!kRowsShare) {
+        const ScoreTensor& bias = params.features.bias;
+        const bias_t* const first = static_cast<const bias_t*>(bias.data) +
+                                    own.batch * bias.batch_stride + own.head * bias.head_stride +
+                                    own.first_row * bias.row_stride + own.first_key;
+        smem.bias.copy({first, bias.row_stride}, params.dbias.rows - own.first_row,
+                       params.dbias.keys - own.first_key);
+    }
+}
+template <class Smem>
+__device__ inline ScoreRules rules_of(const Smem& smem, const SharingWalk& at) {
+    ScoreRules rules(at.params, at.sequence, at.head);
+    if constexpr (!kRowsShare) rules.bias = smem.bias.from(at.first_row, at.own.first_key);
+    return rules;
+}
+
 // Adds dS of a tile of scores.
 __device__ inline void attend(Scores& sums, const Smem& smem, int stage, const Place& place,
                               const SharingWalk& at) {
-    const ScoreRules rules(at.params, at.sequence, at.head);
+    const ScoreRules rules = rules_of(smem, at);
     const QueryRows tile{smem, rules, place, at.first_row, at.own.first_key};
     const SeenScores<QueryRows> seen(tile, at.masked);
     Scores s = {}, dp = {};
@@ -278,7 +349,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const BiasTile own(params.dbias, blockIdx.x);
     Scores sums = {};
     SharingWalk next(params, own);
-    if (!next.at_end()) start_copy(smem, 0, next);
+    if (!next.at_end()) {
+        start_copy(smem, 0, next);
+        copy_bias(smem, params, own);
+    }
     for (int stage = 0; !next.at_end(); stage = (stage + 1) % kStages) {
         const SharingWalk at = next;
         next.advance();

@@ -136,11 +136,10 @@ struct Consumer {
     template <class Walk>
     __device__ void exponentiate(Scores& s, const Walk& walk) {
         if (kSlopesWait) smem.ds_ring.wait_empty(at);
+        kScoreMod&& walk.masked() ? shape<true>(s, walk) : shape<false>(s, walk);
         if (walk.masked()) {
-            shape<true>(s, walk);
             softmax.exponentiate<true>(s, smem.rows[at.stage], walk.tile);
         } else {
-            shape<false>(s, walk);
             softmax.exponentiate<false>(s, smem.rows[at.stage], walk.tile);
         }
     }
@@ -325,7 +324,8 @@ struct Consumer {
         }
     }
 
-    // Makes products scores, if those are more.
+    // Makes products scores, if those are more; whether the tile is Masked matters to functions
+    // alone.
     template <bool Masked, class Walk>
     __device__ void shape(Scores& s, const Walk& walk) {
         const TilePlace place = place_of(walk);

@@ -289,8 +289,8 @@ def run_on_gpu(
     if known.problem.features is not PLAIN:
         before, after = _features(known, tuple(addresses.items()))
         features = before + pack_values(values) + after
-    bias_at = addresses["bias"] if run.plan.problem.bias_boxes else 0
-    packed = pack(bias_at, *[addresses[name] for name in names])
+    of_bias = {"bias_at": addresses["bias"]} if run.plan.problem.bias_boxes else {}
+    packed = pack(*[addresses[name] for name in names], **of_bias)
     run(packed, addresses.get("lse", 0), softmax_scale, features, workspace)
     for name in known.copied:
         if name in call.wanted:

@@ -87,14 +87,14 @@ class Executable:
     def packer(self, layout: Layout, bias: Region | None = None) -> Packer:
         """What packs tensors that lie so, from their addresses: their maps, then the struct's beginning.
 
-        The first address is that of the bias, which counts if there are maps of it; then it lies as `bias`
-        does. All is done for the plan and for the one beside it, which have maps of their own.
+        If there are maps of a bias it is at `bias_at` and lies as `bias` does. All is done for the plan and
+        for the one beside it, which have maps of their own.
 
         It remembers the tensors of many calls, for which it is then a matter of looking them up.
         """
 
         @functools.lru_cache(_REMEMBERED_CALLS)
-        def pack(bias_at: int, *addresses: int) -> tuple[bytes, ...]:
+        def pack(*addresses: int, bias_at: int = 0) -> tuple[bytes, ...]:
             fields = layout.fields(addresses)
             tensors = pack_tensors(self.plan.problem, fields)
             if bias is not None:

@@ -433,6 +433,39 @@ def test_biases_as_they_lie(cupy, head_dim, lies, keys):
     assert_gradients(tuple(x.get() for x in gradients), problem, bias=bias)
 
 
+@pytest.mark.parametrize("shape", [(8, 16, 512), (2, 16, 2048)])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_bias_has_the_same_bits_in_every_call(cupy, head_dim, shape):
+    """Of all sequences, so that the L2 cache has it at once, and for blocks that stay for many tiles.
+
+    The first head of each sequence is right, from the very first call.
+    """
+    batch, heads, seqlen = shape
+    rng = np.random.default_rng(head_dim + seqlen)
+    sizes = {"seqlen_q": seqlen, "seqlen_k": seqlen, "heads": heads, "kv_heads": heads}
+    problem = random_problem(rng, "bfloat16", batch=batch, head_dim=head_dim, **sizes)
+    q, k, v, dout = on_gpu(problem)
+    bias = rng.standard_normal((heads, seqlen, seqlen)).astype("bfloat16")
+    there = cupy.asarray(bias)
+
+    def step():
+        out, lse = cufa.attention(q, k, v, return_lse=True, kernel=FORWARD, bias=there)
+        kernel = backward_for(head_dim)
+        return out, lse, *cufa.attention_backward(dout, q, k, v, out, lse, kernel=kernel, bias=there)
+
+    first = step()
+    wrong = cupy.zeros((), np.int64)
+    for _ in range(50):
+        out, lse, _, dk, dv = step()  # additions to dQ come in any order
+        for now, expected in zip((out, lse, dk, dv), (*first[:2], *first[3:]), strict=True):
+            wrong += cupy.count_nonzero(bits(now) != bits(expected))
+    assert wrong == 0
+    of_head = Problem(*(x[:, :, :1] for x in (problem.q, problem.k, problem.v, problem.dout)))
+    out, lse, *gradients = (x.get() for x in first)
+    assert_attention(out[:, :, :1], lse[:, :1], of_head, bias=bias[:1])
+    assert_gradients(tuple(x[:, :, :1] for x in gradients), of_head, bias=bias[:1])
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_windows_that_see_nothing(cupy, head_dim):
     """The window of all but the last 130 of 900 rows ends before the first key."""

@@ -20,7 +20,7 @@ from cufa.plan.query_sums import Adding, few_add, way_of_adding
 from cufa.plan.record import Launch, Macro, Part, Scratch, TensorBox
 from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
-from cufa.plan.wgmma import PANEL_COLS, SECTION_OF_L2, WGMMA_M, bias_box, bias_rows_differ
+from cufa.plan.wgmma import PANEL_COLS, SECTION_OF_L2, WGMMA_M, bias_box, bias_rows_differ, has_bias_boxes
 from cufa.plan.wgmma_backward_tiles import (
     CONSUMER_REGISTERS,
     CONSUMERS,
@@ -60,13 +60,15 @@ class _Kind:
     """What the two kernels differ in, for one call.
 
     `best` are the tiles that are the fastest, of all heads in one part, `padded_dim_of` is the head dim of
-    dQ's sums; a block `stays` for many tiles of keys or has one.
+    dQ's sums; a block `stays` for many tiles of keys or has one; with `bias_boxes` the copy engine brings the
+    bias.
     """
 
     best: Tiles
     adding_of: Callable[[Tiles], Adding]
     padded_dim_of: Callable[[Tiles], int]
     stays: bool
+    bias_boxes: bool
     cost_of: Callable[[Tiles], Cost]
     own_macros: Callable[[Tiles], tuple[Macro, ...]]
 
@@ -92,6 +94,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
         adding_of=adding_of,
         padded_dim_of=lambda tiles: round_up(head_cols(problem, tiles), PANEL_COLS),
         stays=True,
+        bias_boxes=has_bias_boxes(problem),
         cost_of=lambda tiles: narrow_cost(problem, tiles, key_stages(tiles), outboxes(tiles)),
         own_macros=lambda tiles: (
             ("KEY_STAGES", key_stages(tiles)),
@@ -111,6 +114,7 @@ def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
         adding_of=lambda tiles: way_of_adding(problem, device, WIDE_TILES, tiles.parts),
         padded_dim_of=lambda _: parted(problem.head_dim),
         stays=False,
+        bias_boxes=problem.bias_boxes,
         cost_of=lambda tiles: wide_cost(problem, tiles),
         own_macros=lambda _: (("SCORES_TOGETHER", False),),  # a warpgroup has S, the other dP
     )
@@ -130,6 +134,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
     # Tiles of more queries leave a thread no registers for that.
     may_round = kind.stays and tiles.block_m <= PANEL_COLS
     rounds = may_round and (adding is Adding.ALONE or few_add(problem, kind.best))
+    bias_boxes = kind.bias_boxes
     round_smem_bytes = tiles.block_m * (padded_dim * problem.itemsize + ROW_PADDING_BYTES)
     sink = sink_launch(problem, HELPER_THREADS, HELPER_THREADS // device.warp_size)
 
@@ -150,7 +155,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
         sink,
     )
     turns = adding in (Adding.AFTER_FIRST, Adding.IN_ORDER)
-    boxes = _boxes(problem, tiles)
+    boxes = _boxes(problem, tiles, bias_boxes)
     passed_bytes = len(boxes) * TENSOR_MAP_BYTES + params_bytes(problem)
     return Part(
         tiles=sizes_of(tiles),
@@ -162,7 +167,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
             *kind.own_macros(tiles),
             ("ADDING", adding.value),
             ("ROUNDS", rounds),
-            ("BIAS_BOXES", problem.bias_boxes),
+            ("BIAS_BOXES", bias_boxes),
             ("BIAS_ROWS_DIFFER", bias_rows_differ(problem)),
             ("HELPER_THREADS", HELPER_THREADS),
             ("PRODUCER_REGISTERS", PRODUCER_REGISTERS),
@@ -196,10 +201,10 @@ def _tiles_of_keys(problem: Problem, adding: Adding, tiles: Tiles) -> int:
     return heads * row_tiles(problem, problem.seqlen_k, tiles.block_n)
 
 
-def _boxes(problem: Problem, tiles: Tiles) -> tuple[TensorBox, ...]:
+def _boxes(problem: Problem, tiles: Tiles, bias_boxes: bool) -> tuple[TensorBox, ...]:
     q, k, v, _, dout, _, dk, dv = range(8)
     rows = {q: tiles.block_m, k: WGMMA_M, v: WGMMA_M, dout: tiles.block_m, dk: WGMMA_M, dv: WGMMA_M}
-    of_bias = bias_box(problem, tiles.block_m, problem.bias_boxes)
+    of_bias = bias_box(problem, tiles.block_m, bias_boxes)
     return (*of_bias, *(TensorBox(tensor, count, PANEL_COLS) for tensor, count in rows.items()))
 
 

@@ -20,6 +20,7 @@ from cufa.plan.wgmma import (
     WARPGROUP,
     WGMMA_K,
     WGMMA_M,
+    has_bias_boxes,
     lengths_vary,
     panel_tile_bytes,
 )
@@ -154,7 +155,7 @@ def narrow_cost(problem: Problem, tiles: Tiles, key_stages: int, outboxes: bool)
         key_stages * (panel_tile_bytes(n, cols) + panel_tile_bytes(n, problem.value_dim))  # K, V
         + tiles.stages * (panel_tile_bytes(m, cols) + panel_tile_bytes(m, problem.value_dim))
         + tiles.stages * n * m * problem.itemsize  # dS
-        + n * m * problem.itemsize * problem.bias_boxes
+        + n * m * problem.itemsize * has_bias_boxes(problem)
         + CONSUMERS * (outbox_bytes + LABEL_BYTES + LENGTHS_BYTES * lengths_vary(problem))
         + tiles.stages * statistics_bytes(tiles)
         + key_stages * (KEY_WORK_BYTES + LENGTHS_BYTES * lengths_vary(problem))

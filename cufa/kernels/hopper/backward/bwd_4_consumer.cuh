@@ -310,6 +310,7 @@ struct Consumer {
     }
     __device__ void release_bias() {
         if (!kBiasBoxes) return;
+        ptx::proxy_fence();  // or the copy engine might overtake loads that are on their way
         release(smem.bias_ring, bias_at);
         bias_at.advance();
     }

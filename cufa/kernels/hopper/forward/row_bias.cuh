@@ -99,6 +99,7 @@ struct BiasInTile {
 #pragma unroll
             for (int i = 0; i < kWgmmaK / 2; ++i) s[col / 2 + i] += values[i] * unit;
         }
+        ptx::proxy_fence();  // or the copy engine might overtake loads that are on their way
         release(ring, at);
         at.advance();
     }

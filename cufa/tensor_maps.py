@@ -95,6 +95,6 @@ def _encode_map(name: str, address: int, extents: list[int], strides: list[int],
         return driver.encode_tensor_map(_TYPES[name], address, extents, strides, brought)
     except driver.DriverError as error:
         raise ValueError(
-            f"the copy engine does not take a tensor of {name} at {address:#x} with extents {extents}, the fastest axis "
-            f"first, and strides of {strides} bytes: {error}"
+            f"the copy engine does not take a tensor of {name} at {address:#x} with extents {extents}, the "
+            f"fastest axis first, and strides of {strides} bytes: {error}"
         ) from error

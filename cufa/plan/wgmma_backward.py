@@ -134,7 +134,6 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
     # Tiles of more queries leave a thread no registers for that.
     may_round = kind.stays and tiles.block_m <= PANEL_COLS
     rounds = may_round and (adding is Adding.ALONE or few_add(problem, kind.best))
-    bias_boxes = kind.bias_boxes
     round_smem_bytes = tiles.block_m * (padded_dim * problem.itemsize + ROW_PADDING_BYTES)
     sink = sink_launch(problem, HELPER_THREADS, HELPER_THREADS // device.warp_size)
 
@@ -155,7 +154,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
         sink,
     )
     turns = adding in (Adding.AFTER_FIRST, Adding.IN_ORDER)
-    boxes = _boxes(problem, tiles, bias_boxes)
+    boxes = _boxes(problem, tiles, kind.bias_boxes)
     passed_bytes = len(boxes) * TENSOR_MAP_BYTES + params_bytes(problem)
     return Part(
         tiles=sizes_of(tiles),
@@ -167,7 +166,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
             *kind.own_macros(tiles),
             ("ADDING", adding.value),
             ("ROUNDS", rounds),
-            ("BIAS_BOXES", bias_boxes),
+            ("BIAS_BOXES", kind.bias_boxes),
             ("BIAS_ROWS_DIFFER", bias_rows_differ(problem)),
             ("HELPER_THREADS", HELPER_THREADS),
             ("PRODUCER_REGISTERS", PRODUCER_REGISTERS),

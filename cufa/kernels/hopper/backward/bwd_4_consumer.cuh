@@ -136,7 +136,11 @@ struct Consumer {
     template <class Walk>
     __device__ void exponentiate(Scores& s, const Walk& walk) {
         if (kSlopesWait) smem.ds_ring.wait_empty(at);
-        kScoreMod&& walk.masked() ? shape<true>(s, walk) : shape<false>(s, walk);
+        if (kScoreMod && walk.masked()) {
+            shape<true>(s, walk);
+        } else {
+            shape<false>(s, walk);
+        }
         if (walk.masked()) {
             softmax.exponentiate<true>(s, smem.rows[at.stage], walk.tile);
         } else {

@@ -60,7 +60,9 @@ def calls_of(dtype: str, seqlen: int, head_dim: int, bias: str) -> dict[str, dic
             *transposed, mask = (*(x.transpose(1, 2) for x in inputs[:3]), inputs[3])
             return scaled_dot_product_attention(*transposed, attn_mask=mask).transpose(1, 2)
 
-    theirs = functools.partial(torch.autograd.grad, attend_by_peer(), inputs, dout, retain_graph=True)
+    output = attend_by_peer()
+    bench_peers.check_alike("cufa's output", attend()[0], f"{PEER}'s", output, MAX_ERROR)
+    theirs = functools.partial(torch.autograd.grad, output, inputs, dout, retain_graph=True)
     for name, actual, expected in zip(("dq", "dk", "dv", "dbias"), ours(), theirs(), strict=True):
         bench_peers.check_alike(f"cufa's {name}", actual, f"{PEER}'s", expected, MAX_ERROR)
     return {"forward": {"cufa": attend, PEER: attend_by_peer}, "backward": {"cufa": ours, PEER: theirs}}

@@ -190,8 +190,10 @@ BIASED_PACES = {
     False: {Tiles(128, 64, 4, 2, 128): PACES[128][Tiles(128, 64, 4, 2, 128)]},
     True: {Tiles(128, 64, 2, 1, 64): Pace(0.12, 2000)},
 }
-# Up to so many head dims a bias may come in boxes, in `fwd_6_wgmma` and in `bwd_4_wgmma`.
-MOST_DIMS_OF_BIAS_BOXES = 64
+# Up to so many head dims there is room for a bias that comes in boxes, in `fwd_6_wgmma` and in `bwd_4_wgmma`.
+# Over head dim 64 these tiles leave it in the former.
+MOST_DIMS_OF_BIAS_BOXES = 128
+BIAS_BOX_PACES = {Tiles(128, 128, 2, 1, 128): PACES[128][Tiles(128, 128, 2, 2, 128)]}
 # What part of the time head dims take that a table's have and a call does not.
 FASTER_WITHOUT_DIMS = 0.22
 # Until the first tiles are there, in nanoseconds, which takes longer where rows do not see all keys.
@@ -216,6 +218,8 @@ def _candidates(kind: Problem) -> Mapping[Tiles, Pace]:
     dim = max(kind.head_dim, kind.value_dim)
     if PANEL_COLS < dim <= 192 and kind.features.bias_dtype == "float32":
         return BIASED_PACES[dim > 128]
+    if dim > PANEL_COLS and has_bias_boxes(kind):
+        return BIAS_BOX_PACES
     least = min(kind.head_dim, kind.value_dim)
     cut = is_cut(kind)
     most, paces = next((most, paces) for most, paces in (CUT_PACES if cut else PACES).items() if dim <= most)

@@ -57,6 +57,9 @@ EFFICIENT = "efficient"
 # Beside whose installation the README has cufa's.
 PYTORCH = "PyTorch (FlashAttention-2, cuDNN, FlexAttention)"
 
+# What bench_decode.py times with 8 bits, in words.
+IN_WORDS = {"in 8 bits": "Q, K and V in 8 bits", "in 8 bits but for q": "only K and V in 8 bits"}
+
 # In the place of figures that nobody has taken yet.
 NO_RECORD = "Not measured yet."
 
@@ -124,9 +127,10 @@ def ladder(record: Row) -> str:
     cpu = next(row for row in measured["rows"] if row["name"].startswith("CPU"))
     caption = (
         f"Batch {problem['batch']}, length {problem['seqlen_q']}, {problem['heads']} head of "
-        f"{problem['head_dim']}, {problem['dtype']}, not causal: `cufa ladder --preset course` on an "
-        f'{measured["device"]}, {record["date"]}. "x CPU" compares with the tiled algorithm in NumPy on one '
-        f"thread of that machine ({cpu['note']})."
+        f"{problem['head_dim']}, {problem['dtype']}, not causal. Measured by `cufa ladder --preset course` "
+        f'on an {measured["device"]}, {record["date"]}. "x rung before" is the speedup over the rung before, '
+        '"x CPU" the speedup over the tiled algorithm in NumPy on one thread of the same machine '
+        f"({cpu['note']})."
     )
     return f"{table(header, lines)}\n\n{caption}"
 
@@ -169,16 +173,16 @@ def measured(record: Row) -> str:
     first = jit["warm_cache"]["first_ms"] - jit["warm_cache"]["later_ms"]
     gpu = record["ladder"]["course"]["device"]
     lines = [
-        f"On an {gpu}, driver {info['driver']}, {versions}, {record['date']}, by "
-        "`scripts/gpu_check`, which wrote [gpu_check.json](gpu_check.json):",
+        f"Measured by `scripts/gpu_check` on an {gpu}, driver {info['driver']}, {versions}, "
+        f"{record['date']} ([gpu_check.json](gpu_check.json)):",
         "",
         f"- {tests['passed']} GPU tests passed, {tests.get('failed', 0)} failed; "
         + "; ".join(line.split(" =")[0] for line in record["sanitizer"].get("tools", ())),
-        f"- the slowest of the kernels' variants compiles in {slowest:.1f} s on one core with NVRTC "
+        f"- The slowest kernel variant compiles in {slowest:.1f} s on one core, with NVRTC "
         f"{'.'.join(map(str, jit['nvrtc']))}",
-        f"- with its kernel in the disk cache, the first call of a process takes {first:.1f} ms more than a "
-        "later one",
-        "- a call keeps the host busy for "
+        f"- With the kernel in the disk cache, the first call of a process takes {first:.1f} ms longer than "
+        "later calls",
+        "- Host time of a call: "
         + ", ".join(f"{time:.0f} us ({name})" for name, time in jit["host_us"].items()),
         "",
         "TFLOP/s on other problems (`cufa ladder --preset ...`):",
@@ -230,8 +234,8 @@ def cpu_path(record: Row) -> str:
     header = ("CPU path", "standard", "tiled", "standard, memory", "tiled, memory")
     head_dim = cpu["results"][0]["head_dim"]
     caption = (
-        f"Heads of {head_dim}, float32, on that machine's {record['info']['cpu_cores']} cores, by "
-        "`scripts/bench_cpu.py`; memory is by how much the process grew."
+        f"Heads of {head_dim}, float32, on the {record['info']['cpu_cores']} cores of the same machine, by "
+        "`scripts/bench_cpu.py`. Memory is the peak growth of the process."
     )
     return f"{table(header, lines)}\n\n{caption}"
 
@@ -262,11 +266,10 @@ def peers(record: Row) -> str:
     versions = {"PyTorch": "torch", "cuDNN": "cudnn", "flash-attn-4": "flash-attn-4"}
     told = ", ".join(f"{name} {record[key]}" for name, key in versions.items() if record.get(key))
     caption = (
-        f"Geometric means, at lengths {lengths[0]} to {lengths[-1]:,}, of cufa's speed over that of each "
-        "peer and over that of whichever is the fastest at a length, and the worst length beside that one. A "
-        f"step is forward and backward together. {TOKENS:,} tokens and {HIDDEN:,} hidden, on an "
-        f"{record['gpu']}, "
-        f"driver {record['driver']}, {told}, {record['date']}, by `scripts/bench_peers.py` "
+        f"Ratios are geometric means over lengths {lengths[0]} to {lengths[-1]:,}. The best peer is the one "
+        "that is fastest at each length; the last column is the lowest ratio to it. A step is a forward and "
+        f"a backward. Each problem has {TOKENS:,} tokens and a hidden size of {HIDDEN:,}. Measured on an "
+        f"{record['gpu']}, driver {record['driver']}, {told}, {record['date']}, by `scripts/bench_peers.py` "
         "([peers.json](peers.json))."
     )
     return "\n\n".join((table(header, lines), caption, "\n".join(beside_peers(record)))).rstrip()
@@ -285,10 +288,11 @@ def headline(record: Row) -> str:
     lengths = sorted({point["seqlen"] for point in points})
     dtypes = " and ".join(dict.fromkeys(point["dtype"] for point in points))
     return (
-        f"On an {record['gpu']} in {dtypes}, the forward is {over_best[0]:.2f} and the backward "
-        f"{over_best[1]:.2f} times as fast as the fastest of {', '.join(others)} and {last} at each length "
-        f"from {lengths[0]} to {lengths[-1]:,}, in the mean; beside {PEER_OF_RUNGS} alone, {over_one[0]} and "
-        f"{over_one[1]} times ([what was measured](benchmarks/README.md#beside-other-libraries))."
+        f"On an {record['gpu']} in {dtypes}, cufa is {over_best[0]:.2f} times as fast forward and "
+        f"{over_best[1]:.2f} times as fast backward as the fastest of {', '.join(others)} and {last} at each "
+        f"length. Compared with {PEER_OF_RUNGS} alone, it is {over_one[0]} and {over_one[1]} times as fast. "
+        f"These are geometric means over all measured problems, of lengths {lengths[0]} to {lengths[-1]:,} "
+        "([measurements](benchmarks/README.md#beside-other-libraries))."
     )
 
 
@@ -321,7 +325,7 @@ def beside_peers(record: Row) -> Iterator[str]:
     points = record["points"]
     for name in dict.fromkeys(name for point in points for name in point["tflops"]):
         if name == DETERMINISTIC:
-            yield f"- {name}: {mean_ratio(name, 'cufa', points)} of the speed of cufa"
+            yield f"- {name}: {mean_ratio(name, 'cufa', points)} of cufa's default speed"
     shares: dict[int, list[float]] = {}
     for part in record.get("parts", ()):
         shares.setdefault(part["seqlen"], []).append(share_beside_products(part, points))
@@ -332,10 +336,10 @@ def beside_peers(record: Row) -> Iterator[str]:
             f"{min(shares[seqlen]):.0%} to {max(shares[seqlen]):.0%} at length {seqlen:,}"
             for seqlen in sorted({min(short), max(short)})
         )
-        yield f"- of a backward's time, what the kernel of the products leaves is {', '.join(told)}"
+        yield f"- Share of a backward's time outside the kernel with the products: {', '.join(told)}"
     for direction, times in record.get("host_us", {}).items():
         told = (f"{time:.0f} us ({name})" for name, time in times.items())
-        yield f"- a call keeps the host busy ({direction}, bfloat16) for {', '.join(told)}"
+        yield f"- Host time of a call ({direction}, bfloat16): {', '.join(told)}"
 
 
 def share_beside_products(part: Row, points: Sequence[Row]) -> float:
@@ -364,8 +368,9 @@ def other_dtype(record: Row) -> str:
             f"(worst {over_best_peer(worst):.2f}, head dim {worst['head_dim']} at {worst['seqlen']:,})"
         )
     return (
-        f"In {dtype}, over {'the faster of ' * (len(names) > 1)}{peers}, at lengths {lengths}: "
-        f"{', '.join(told)}; means of {len(points)} cells ([peers_{dtype}.json](peers_{dtype}.json))."
+        f"**{dtype}**, relative to {'the faster of ' * (len(names) > 1)}{peers}, at lengths {lengths}: "
+        f"{', '.join(told)}. Each is the geometric mean of {len(points)} cells "
+        f"([peers_{dtype}.json](peers_{dtype}.json))."
     )
 
 
@@ -380,9 +385,9 @@ def uneven(record: Row) -> str:
         best = max(point["tflops"]["cufa"] for point in cells)
         told.append(f"{direction} {beside('cufa', peer, cells)}, up to {three_digits(best)} TFLOP/s")
     return (
-        f"With {first['head_dim']} head dims of queries and keys and {first['value_dim']} of values, in "
-        f"{first['dtype']}, over {peer}: {'; '.join(told)}; means of {len(cells)} cells, the worst in "
-        "brackets ([peers_192_128.json](peers_192_128.json))."
+        f"**Head dim {first['head_dim']} with values of {first['value_dim']}**, {first['dtype']}, relative "
+        f"to {peer}: {'; '.join(told)}. Each is the geometric mean of {len(cells)} cells, with the worst "
+        "cell in parentheses ([peers_192_128.json](peers_192_128.json))."
     )
 
 
@@ -396,9 +401,9 @@ def dropout(record: Row) -> str:
         over = (f"{beside('cufa', peer, cells)} over {peer}" for peer in peers_in(points[0]))
         told.append(f"{direction} {', '.join(over)}")
     return (
-        f"With dropout ({points[0]['dropout_p']:.0%}), in {points[0]['dtype']}, at lengths {lengths}: "
-        f"{'; '.join(told)}; means of {len(cells)} cells, the worst in brackets "
-        "([peers_dropout.json](peers_dropout.json))."
+        f"**Dropout** ({points[0]['dropout_p']:.0%}), {points[0]['dtype']}, at lengths {lengths}: "
+        f"{'; '.join(told)}. Each is the geometric mean of {len(cells)} cells, with the worst cell in "
+        "parentheses ([peers_dropout.json](peers_dropout.json))."
     )
 
 
@@ -412,9 +417,9 @@ def rungs(record: Row, half: Row) -> str:
         cells = [point for point in points if point["dtype"] == dtype and kernel in point["tflops"]]
         told.append(f"{rung_link(kernel, BENCHMARKS)} in {dtype} {beside(kernel, PEER_OF_RUNGS, cells)}")
     return (
-        f"With `mma.sync`, on which {PEER_OF_RUNGS} is too, over its speed: {', '.join(told)}; means of "
-        f"{len(cells)} cells each, the worst in brackets ([peers_mma.json](peers_mma.json), "
-        "[peers_mma_float16.json](peers_mma_float16.json))."
+        f"**Kernels that use `mma.sync`**, relative to {PEER_OF_RUNGS}, which uses it too: {', '.join(told)}"
+        f". Each is the geometric mean of {len(cells)} cells, with the worst cell in parentheses "
+        "([peers_mma.json](peers_mma.json), [peers_mma_float16.json](peers_mma_float16.json))."
     )
 
 
@@ -444,15 +449,20 @@ def decode(record: Row) -> str:
                 *(times_as_fast(point, name) for name in (*peers, *in_pages, *in_bytes)),
             )
         )
-    header = ("batch x keys", "time", "TB/s", *(f"x {name}" for name in peers), *in_pages, *in_bytes)
+    others = (IN_WORDS.get(name, name) for name in (*in_pages, *in_bytes))
+    header = ("batch x keys", "time", "TB/s", *(f"x {name}" for name in peers), *others)
     means = " and ".join(f"{mean_speedup(name, points):.2f} times as fast as {name}" for name in peers)
-    slower = ", ".join(f"{mean_speedup(name, points):.2f} times as long {name}" for name in in_pages)
-    paged = f" A call takes {slower}, which are shuffled." if in_pages else ""
-    halved = "".join(f" It takes {mean_speedup(name, points):.2f} times as long {name}." for name in in_bytes)
+    slower = " and ".join(f"{mean_speedup(name, points):.2f} times as long {name}" for name in in_pages)
+    paged = f" Pages are shuffled: a call takes {slower}." if in_pages else ""
+    halved = "".join(
+        f" It takes {mean_speedup(name, points):.2f} times as long with {IN_WORDS[name]}."
+        for name in in_bytes
+    )
     caption = (
-        f"One query for each head, in bfloat16; TB/s of K and V. In the mean, cufa is {means}.{paged}"
-        f"{halved} On an {record['gpu']}, driver {record['driver']}, PyTorch {record['torch']}, "
-        f"cuDNN {record['cudnn']}, {record['date']}, by `scripts/bench_decode.py` "
+        "One query per head, in bfloat16. TB/s counts the bytes of K and V. The columns after the peers are "
+        "the time of a call relative to contiguous keys in bfloat16. Geometric means: cufa is "
+        f"{means}.{paged}{halved} Measured on an {record['gpu']}, driver {record['driver']}, PyTorch "
+        f"{record['torch']}, cuDNN {record['cudnn']}, {record['date']}, by `scripts/bench_decode.py` "
         "([decode.json](decode.json))."
     )
     return f"{table(header, lines)}\n\n{caption}"
@@ -480,12 +490,13 @@ def serving(record: Row) -> str:
     plans = statistics.median(min(point["plan_seconds"].values()) for point in points)
     caption = (
         f"{record['heads']}/{record['kv_heads']} heads of {record['head_dim']} in bfloat16, keys in shuffled "
-        f"pages of {record['page_size']}, causal; lengths up to the longest from a sixteenth of it on; TB/s "
-        f"of K and V. Over the fastest of FlashInfer's, in the mean {statistics.geometric_mean(fastest):.2f} "
-        f"times as fast (worst {min(fastest):.2f}). What FlashInfer plans on the host for these lengths "
-        f"does not count: {duration(plans)} in the median. On an {record['gpu']}, driver {record['driver']}, "
-        f"FlashInfer {record['flashinfer']}, PyTorch {record['torch']}, {record['date']}, by "
-        "`scripts/bench_serving.py` ([serving.json](serving.json))."
+        f"pages of {record['page_size']}, causal. Lengths range from a sixteenth of the longest to the "
+        "longest. TB/s counts the bytes of K and V. Compared with the fastest FlashInfer kernel for each "
+        f"batch, cufa is {statistics.geometric_mean(fastest):.2f} times as fast (geometric mean; worst "
+        f"{min(fastest):.2f}). FlashInfer's planning on the host for these lengths is not counted; its "
+        f"median is {duration(plans)}. Measured on an {record['gpu']}, driver {record['driver']}, FlashInfer "
+        f"{record['flashinfer']}, PyTorch {record['torch']}, {record['date']}, by `scripts/bench_serving.py` "
+        "([serving.json](serving.json))."
     )
     return f"{table(header, lines)}\n\n{caption}"
 
@@ -539,10 +550,10 @@ def fp8(record: Row) -> str:
     errors = [point["error"] for point in points]
     header = (FLOAT8, "best TFLOP/s", *(f"x bfloat16 at {length:,}" for length in lengths))
     caption = (
-        f"The problems are those of the section before. The output is {min(errors):.1%} to {max(errors):.1%} "
-        f"off (root mean square) from float64 on the same 8-bit arrays. On an {record['gpu']}, driver "
-        f"{record['driver']}, {record['date']}, by `scripts/bench_fp8.py` "
-        "([fp8.json](fp8.json))."
+        'The problems are those of "Beside other libraries". The error of the output is '
+        f"{min(errors):.1%} to {max(errors):.1%} (root mean square), relative to float64 on the same 8-bit "
+        f"arrays. Measured on an {record['gpu']}, driver {record['driver']}, {record['date']}, by "
+        "`scripts/bench_fp8.py` ([fp8.json](fp8.json))."
     )
     return f"{table(header, lines)}\n\n{caption}"
 
@@ -563,16 +574,16 @@ def flex(record: Row) -> str:
             options = " ".join(f"{name}={value}" for name, value in point["kernel_options"].items())
             small.setdefault(options, set()).add(f"{point['case']}, head dim {point['head_dim']}")
     told = "".join(
-        f" FlexAttention is given {options}, as its own tiles want more shared memory than there is, in "
-        f"{'; '.join(sorted(cases))}."
+        f" FlexAttention runs with {options} where its default tiles need more shared memory than the GPU "
+        f"has: {'; '.join(sorted(cases))}."
         for options, cases in small.items()
     )
     header = ("", *chain.from_iterable((direction, f"x {FLEX}") for direction in directions))
     caption = (
-        f"{record['batch']} x {record['seqlen']:,} tokens, {record['heads']} heads, in {record['dtype']}. In "
-        f"the mean, cufa is {times_in_mean(FLEX, points)}.{told} On an {record['gpu']}, driver "
-        f"{record['driver']}, PyTorch {record['torch']}, {record['date']}, by `scripts/bench_flex.py` "
-        "([flex.json](flex.json))."
+        f"{record['batch']} x {record['seqlen']:,} tokens, {record['heads']} heads, in {record['dtype']}. "
+        f"Geometric means: cufa is {times_in_mean(FLEX, points)} as {FLEX}.{told} Measured on an "
+        f"{record['gpu']}, driver {record['driver']}, PyTorch {record['torch']}, {record['date']}, by "
+        "`scripts/bench_flex.py` ([flex.json](flex.json))."
     )
     return f"{table(header, lines)}\n\n{caption}"
 
@@ -597,9 +608,9 @@ def bias(record: Row) -> str:
     ]
     header = ("bias", *chain.from_iterable((way, "x PyTorch's") for way in directions))
     caption = (
-        f"{record['batch']} sequences, {record['heads']} heads; the backward has the gradient of the bias, "
-        f"too. In the mean, cufa is {times_in_mean(EFFICIENT, points)} as PyTorch's memory-efficient "
-        f"attention. On an {record['gpu']}, driver {record['driver']}, PyTorch {record['torch']}, "
+        f"{record['batch']} sequences, {record['heads']} heads. The backward includes the gradient of the "
+        f"bias. Geometric means: cufa is {times_in_mean(EFFICIENT, points)} as PyTorch's memory-efficient "
+        f"attention. Measured on an {record['gpu']}, driver {record['driver']}, PyTorch {record['torch']}, "
         f"{record['date']}, by `scripts/bench_bias.py` ([bias.json](bias.json))."
     )
     return f"{table(header, lines)}\n\n{caption}"
@@ -636,10 +647,10 @@ def shapes(record: Row) -> str:
         *chain.from_iterable((direction, *(f"x {name}" for name in peers)) for direction in directions),
     )
     caption = (
-        f"In {record['dtype']}. Over the faster of {' and '.join(peers)}, in the mean: "
-        f"{'; '.join(over_fastest(direction, points) for direction in directions)}. On an {record['gpu']}, "
-        f"driver {record['driver']}, PyTorch {record['torch']}, cuDNN {record['cudnn']}, {record['date']}, "
-        "by `scripts/bench_shapes.py` ([shapes.json](shapes.json))."
+        f"In {record['dtype']}. Geometric means relative to the faster of {' and '.join(peers)}: "
+        f"{'; '.join(over_fastest(direction, points) for direction in directions)}. Measured on an "
+        f"{record['gpu']}, driver {record['driver']}, PyTorch {record['torch']}, cuDNN {record['cudnn']}, "
+        f"{record['date']}, by `scripts/bench_shapes.py` ([shapes.json](shapes.json))."
     )
     return f"{table(header, lines)}\n\n{caption}"
 
@@ -682,13 +693,17 @@ def training(record: Row) -> str:
     """Whether 16 bits train as well as float32."""
     ours, standard = record["summary"]["cufa"], record["summary"]["standard"]
     options, seeds = record["options"], len(record["runs"]["cufa"])
+    trained, reference = (
+        (name, f"{result['loss']:.3f}", f"{result['tokens_per_second']:,.0f}")
+        for name, result in ((f"cufa, {options['dtype']}", ours), ("standard, float32", standard))
+    )
     return (
-        f"On an {record['gpu']}, {options['layers']} layers of {options['heads']} heads of "
-        f"{options['width'] // options['heads']} at length {options['length']} come to a loss of "
-        f"{ours['loss']:.3f} nats in {options['steps']} steps with cufa in {options['dtype']} "
-        f"({' and '.join(record['kernels'])}; {ours['tokens_per_second']:,.0f} tokens/s), and of "
-        f"{standard['loss']:.3f} with standard attention in float32 ({standard['tokens_per_second']:,.0f} "
-        f"tokens/s): means of {seeds} seeds, among which the latter's deviate by {standard['deviation']:.3f} "
+        f"On an {record['gpu']}, {options['layers']} layers with {options['heads']} heads of "
+        f"{options['width'] // options['heads']} at length {options['length']} reach this in "
+        f"{options['steps']} steps:\n\n"
+        f"{table(('attention', 'loss', 'tokens/s'), (trained, reference))}\n\n"
+        f"Losses are means of {seeds} seeds, in nats; those of standard attention have a standard deviation "
+        f"of {standard['deviation']:.3f}. The cufa kernels are {' and '.join(record['kernels'])} "
         f"({record['date']}, `scripts/bench_training.py`, "
         "[benchmarks/training.json](benchmarks/training.json))."
     )
@@ -702,8 +717,8 @@ def installed(record: Row) -> str:
         return f"{measured['seconds']:.0f} s and {measured['bytes'] / 1e9:.2g} GB"
 
     return (
-        f"An installation takes {words('cufa')}, PyTorch's {words(PYTORCH)} "
-        "([what was measured](benchmarks/README.md#installing))."
+        f"An installation takes {words('cufa')}; PyTorch takes {words(PYTORCH)} "
+        "([measurements](benchmarks/README.md#installing))."
     )
 
 
@@ -720,10 +735,11 @@ def install(record: Row) -> str:
         for name, measured in installations.items()
     ]
     caption = (
-        f"Into an empty environment of Python {record['python']}, on {record['cores']} cores and one "
-        f"network, {record['date']}, by `scripts/bench_install.py` ([install.json](install.json))."
+        f"Each installs into an empty environment with Python {record['python']}, on {record['cores']} cores "
+        f"and the same network, {record['date']}, by `scripts/bench_install.py` "
+        "([install.json](install.json))."
     )
-    return f"{table(('pip install', 'time', 'on the disk', 'packages'), lines)}\n\n{caption}"
+    return f"{table(('pip install', 'time', 'disk space', 'packages'), lines)}\n\n{caption}"
 
 
 # Up to which head dim float32 is faster forward, as sums of halves.
@@ -760,7 +776,10 @@ def summary(
     others = others_of(points, "peers")
     decoding = " and ".join(f"{mean_speedup(name, points):.2f} times as fast as {name}" for name in others)
     in_bytes = others_of(points, "in 8 bits")
-    halved = "".join(f"; {name} it takes {mean_speedup(name, points):.2f} times as long" for name in in_bytes)
+    halved = "".join(
+        f" With {IN_WORDS[name]}, a call takes {mean_speedup(name, points):.2f} times as long."
+        for name in in_bytes
+    )
     by_mma = " and ".join(
         f"{kernel} {mean_ratio(kernel, PEER_OF_RUNGS, rungs['points'])}"
         for kernel in ("fwd_5_mma", "bwd_3_mma")
@@ -779,33 +798,31 @@ def summary(
     slowest = max(check["jit"]["compile_seconds"].values())
     host = check["jit"]["host_us"]["attention"]
     lines = (
-        f"On an {peers['gpu']} in bfloat16 up to {best['forward']:.0f} TFLOP/s forward and "
+        f"**bfloat16** on an {peers['gpu']}: up to {best['forward']:.0f} TFLOP/s forward and "
         f"{best['backward']:.0f} backward.",
-        f"In float32 up to {fastest_single:.0f} TFLOP/s: to head dim {MOST_DIMS_IN_HALVES} {forward:.2f} "
-        "times as fast as PyTorch's memory-efficient attention forward and "
-        f"{backward:.2f} times backward, in the mean.",
-        f"At {shapes['problems_done']} other shapes, of odd head dims and lengths, few KV heads, few heads, "
-        f"many short sequences, it is {mean_over_fastest('forward', shapes['points']):.2f} times as fast as "
-        f"the faster of {' and '.join(peers_of(shapes['points']))} forward and "
-        f"{mean_over_fastest('backward', shapes['points']):.2f} times backward, in the mean.",
-        f"In float8_e4m3fn the forward is {min(over_16_bits):.2f} to {max(over_16_bits):.2f} times as fast "
-        f"as in bfloat16 at head dims 128 and 256, {min(over_by_transposed):.2f} to "
-        f"{max(over_by_transposed):.2f} times if V is transposed, up to {fastest:.0f} TFLOP/s, and its "
-        f"output at most {error:.1%} off (root mean square).",
-        f"With one query and {min(keys):,} to {max(keys):,} keys, as in decoding, it is {decoding}, in the "
-        f"mean{halved}.",
-        f"In a server's batches, with keys in pages and lengths of their own, it is {over_serving:.2f} times "
-        "as fast as the fastest of FlashInfer's kernels, in the mean.",
-        f"By `mma.sync`, which all GPUs since Turing have, {by_mma} times as fast as {PEER_OF_RUNGS}, in the "
-        "mean.",
-        f"With functions of one's own on scores it is {times_in_mean(FLEX, flex['points'])} as {FLEX}, in "
-        "the mean.",
-        "With a bias, and in the backward its gradient, it is "
-        f"{times_in_mean(EFFICIENT, biased['points'])} as PyTorch's memory-efficient attention, in the mean.",
-        f"With dropout it is {over_best_peer_in('forward', dropped['points']):.2f} times as fast forward and "
-        f"{over_best_peer_in('backward', dropped['points']):.2f} times backward as the faster of "
-        f"{' and '.join(peers_in(dropped['points'][0]))}, in the mean.",
-        f"A kernel compiles once, in at most {slowest:.1f} s; a call keeps the host busy for {host:.0f} us.",
+        f"**float32**: up to {fastest_single:.0f} TFLOP/s. Up to head dim {MOST_DIMS_IN_HALVES}, "
+        f"{forward:.2f} times as fast forward and {backward:.2f} times as fast backward as PyTorch's "
+        "memory-efficient attention.",
+        f"**Other shapes** ({shapes['problems_done']}: odd head dims and lengths, few KV heads, few heads, "
+        f"many short sequences): {mean_over_fastest('forward', shapes['points']):.2f} times as fast forward "
+        f"and {mean_over_fastest('backward', shapes['points']):.2f} times as fast backward as the faster of "
+        f"{' and '.join(peers_of(shapes['points']))}.",
+        f"**float8_e4m3fn**, forward: {min(over_16_bits):.2f} to {max(over_16_bits):.2f} times as fast as "
+        f"bfloat16 at head dims 128 and 256, {min(over_by_transposed):.2f} to {max(over_by_transposed):.2f} "
+        f"times with V transposed; up to {fastest:.0f} TFLOP/s. The error of the output is at most "
+        f"{error:.1%} (root mean square).",
+        f"**Decoding** (one query, {min(keys):,} to {max(keys):,} keys): {decoding}.{halved}",
+        f"**Serving** (keys in pages, a different length for each request): {over_serving:.2f} times as fast "
+        "as the fastest FlashInfer kernel.",
+        f"**`mma.sync`**, which all GPUs since Turing have: {by_mma} times as fast as {PEER_OF_RUNGS}.",
+        f"**`score_mod` and `mask_mod`**: {times_in_mean(FLEX, flex['points'])} as {FLEX}.",
+        f"**Bias**, with its gradient in the backward: {times_in_mean(EFFICIENT, biased['points'])} as "
+        "PyTorch's memory-efficient attention.",
+        f"**Dropout**: {over_best_peer_in('forward', dropped['points']):.2f} times as fast forward and "
+        f"{over_best_peer_in('backward', dropped['points']):.2f} times as fast backward as the faster of "
+        f"{' and '.join(peers_in(dropped['points'][0]))}.",
+        f"**Overhead**: a kernel compiles once, in at most {slowest:.1f} s. A call takes {host:.0f} us of "
+        "host time.",
     )
     return "\n".join(f"- {line}" for line in lines)
 

@@ -1,6 +1,7 @@
 """Traced expressions: they compute what the function computes, and their derivatives are its."""
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,19 @@ def test_terms_of_long_sums_are_found_at_once():
     for _ in range(100):
         doubled = doubled + doubled
     assert added_terms(doubled, "score") is None
+
+
+def test_sums_of_more_terms_than_calls_nest():
+    """As in a mask_mod that counts the documents that begin before a key."""
+    score, i = symbol("score", "float"), symbol("i", "int32")
+    terms = sys.getrecursionlimit()
+    biased, place, document = score, i, lifted(0)
+    for begin in range(terms):
+        biased, place, document = biased + 0.5 * i, place + begin, document + (i >= begin).astype(np.int32)
+    assert len(added_terms(biased, "score")) == terms
+    assert evaluate(document, {"i": 5}) == 6
+    for expression in (biased, place, document):
+        assert write(expression).count(" = ") >= terms
 
 
 def test_quotient_of_a_place_is_exact():

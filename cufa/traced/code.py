@@ -41,12 +41,15 @@ class Lines:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self._names: dict[int, str] = {}
+        self._indices: set[int] = set()
         self._known: dict[str, str] = {}
 
     def name_of(self, expression: Expression) -> str:
         """What its value is called; there may be new lines."""
         for node in in_order(expression):
             if id(node) not in self._names:
+                if self._makes_index(node):
+                    self._indices.add(id(node))
                 self._names[id(node)] = self._name(node)
         return self._names[id(expression)]
 
@@ -59,28 +62,27 @@ class Lines:
         text = _code(node, [self._operand(operand, node) for operand in node.operands])
         if text not in self._known:
             self._known[text] = f"t{len(self._known)}"
-            cpp_type = "SplitIndex" if _is_index(node) else _CPP_TYPES[node.kind]
+            cpp_type = "SplitIndex" if id(node) in self._indices else _CPP_TYPES[node.kind]
             self.lines.append(f"    const {cpp_type} {self._known[text]} = {text};\n")
         return self._known[text]
 
     def _operand(self, operand: Expression, of: Expression) -> str:
         """What an operand is called where `of` is computed, which may take a SplitIndex as it is."""
         name = self._names[id(operand)]
-        takes_indices = _is_index(of) or (of.operation == "cast" and of.kind == "float")
-        return f"int({name})" if _is_index(operand) and not takes_indices else name
+        takes_indices = id(of) in self._indices or (of.operation == "cast" and of.kind == "float")
+        return f"int({name})" if id(operand) in self._indices and not takes_indices else name
 
-
-def _is_index(node: Expression) -> bool:
-    """Whether C++ has it as a SplitIndex: a symbol of 32 bits, or a sum of such and of constants."""
-    if node.kind != "int32":
-        return False
-    if node.operation in ("add", "subtract", "negative"):
-        are_indices = [_is_index(operand) for operand in node.operands]
-        are_terms = (
-            index or x.operation == "constant" for index, x in zip(are_indices, node.operands, strict=True)
-        )
-        return any(are_indices) and all(are_terms)
-    return node.operation == "symbol"
+    def _makes_index(self, node: Expression) -> bool:
+        """Whether C++ has it as a SplitIndex: a symbol of 32 bits, or a sum of such and of constants."""
+        if node.kind != "int32":
+            return False
+        if node.operation in ("add", "subtract", "negative"):
+            are_indices = [id(operand) in self._indices for operand in node.operands]
+            are_terms = (
+                index or x.operation == "constant" for index, x in zip(are_indices, node.operands, strict=True)
+            )
+            return any(are_indices) and all(are_terms)
+        return node.operation == "symbol"
 
 
 def _literal(value: float, kind: Kind) -> str:

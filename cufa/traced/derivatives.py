@@ -42,19 +42,16 @@ def _derivative(expression: Expression, variables: Sequence[Expression]) -> Expr
 
 def added_terms(expression: Expression, name: str) -> list[Expression] | None:
     """What is added to the symbol of that name; None if the expression is anything else than that sum."""
-    if expression.operation == "symbol":
-        return [] if expression.value == name else None
-    if expression.operation not in ("add", "subtract"):
-        return None
-    first, second = expression.operands
-    if expression.operation == "add" and name in names_in(second):
-        first, second = second, first
-    if name in names_in(second):
-        return None
-    of_first = added_terms(first, name)
-    if of_first is None:
-        return None
-    return [*of_first, second if expression.operation == "add" else -second]
+    terms: list[Expression] = []
+    while expression.operation in ("add", "subtract"):
+        is_added = expression.operation == "add"
+        expression, term = expression.operands
+        if is_added and name in names_in(term):
+            expression, term = term, expression
+        if name in names_in(term):
+            return None
+        terms.insert(0, term if is_added else -term)
+    return terms if expression.operation == "symbol" and expression.value == name else None
 
 
 def times(expression: Expression, factor: Expression, varying: Set[str]) -> Expression:

@@ -77,11 +77,9 @@ class Lines:
         if node.kind != "int32":
             return False
         if node.operation in ("add", "subtract", "negative"):
-            are_indices = [id(operand) in self._indices for operand in node.operands]
-            are_terms = (
-                index or x.operation == "constant" for index, x in zip(are_indices, node.operands, strict=True)
-            )
-            return any(are_indices) and all(are_terms)
+            others = [operand for operand in node.operands if id(operand) not in self._indices]
+            are_constants = all(operand.operation == "constant" for operand in others)
+            return are_constants and len(others) < len(node.operands)
         return node.operation == "symbol"
 
 

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from cufa.messages import shown
 from cufa.problem import dtype_of
 from cufa.traced.code import write_slopes
 from cufa.traced.derivatives import added_terms, derivative, element_derivatives, times
@@ -69,12 +70,12 @@ class _Mod:
 
     def __init__(self, function: Callable[..., Any], *arrays: Any) -> None:
         if not callable(function):
-            raise TypeError(f"{self.name}'s function is {function!r}; it must be a function")
+            raise TypeError(f"{self.name}'s function is {shown(function)}; it must be a function")
         self.function = function
         self.arrays = arrays
         for number, array in enumerate(arrays):
             if not (hasattr(array, "shape") and hasattr(array, "dtype")):
-                raise TypeError(f"array {number} of {self.name} is {array!r}; it must be an array")
+                raise TypeError(f"array {number} of {self.name} is {shown(array)}; it must be an array")
             if len(array.shape) == 0:
                 raise ValueError(f"array {number} of {self.name} has no axis; it must have at least one")
             if dtype_of(array).name not in _ELEMENT_TYPES:

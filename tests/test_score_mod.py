@@ -263,6 +263,7 @@ def test_hopper_takes_them(options: dict[str, Any], backward: bool, head_dim: in
             TypeError,
             r"positional arg.*called with \(score, b, h, q_idx, kv_idx\)",
         ),
+        ({"score_mod": np.ones((2, 3))}, TypeError, r"is a numpy.ndarray of shape \(2, 3\); it must"),
         ({"score_mod": lambda s, *_: None}, TypeError, "None is no number; .* lack a return"),
         ({"score_mod": lambda s, *_: s.clip(0, 1)}, TypeError, "score_mod cannot be traced: .*'clip'"),
     ],

@@ -613,8 +613,8 @@ def _feature_values(softcap: float, dropout_p: float, seed: int, offset: int) ->
     try:
         if softcap == 0 and dropout_p == 0 and seed == 0 and offset == 0:
             return _NO_VALUES
-    except ValueError:
-        pass  # The truth of an array, which the checks refuse by the argument's name.
+    except (RuntimeError, TypeError, ValueError):
+        pass  # The truth of some library's array, which the checks refuse by the argument's name.
     return FeatureValues(check_softcap(softcap), *check_dropout(dropout_p, seed, offset))
 
 

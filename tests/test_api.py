@@ -404,6 +404,7 @@ def calls(problem: Problem, **options: Any) -> Iterator[Callable[[], Any]]:
         ({"softmax_scale": math.nan}, ValueError, "softmax_scale is nan; it must be finite"),
         ({"softmax_scale": -math.inf}, ValueError, "softmax_scale is -inf; it must be finite"),
         ({"softcap": np.ones(2)}, TypeError, "softcap is a numpy.ndarray of shape (2,); it may be a number"),
+        ({"softcap": np.ones(2, [("x", "f4")])}, TypeError, "softcap is a numpy.ndarray of shape (2,); it"),
         (
             {"dropout_p": np.zeros(2)},
             TypeError,

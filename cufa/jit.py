@@ -225,11 +225,16 @@ def _read_sources(variant: Variant) -> dict[str, str]:
 def _options(variant: Variant) -> tuple[str, ...]:
     """All options but the arch."""
     debug = _DEBUG_OPTIONS if os.environ.get("CUFA_DEBUG", "0") not in ("", "0") else ()
-    extra = os.environ.get("CUFA_NVRTC_OPTIONS", "")
+    return ("--std=c++17", *variant.definitions, *debug, *extra_options())
+
+
+def extra_options() -> list[str]:
+    """Those of CUFA_NVRTC_OPTIONS; ValueError if a shell would not read it as such."""
+    text = os.environ.get("CUFA_NVRTC_OPTIONS", "")
     try:
-        return ("--std=c++17", *variant.definitions, *debug, *shlex.split(extra))
+        return shlex.split(text)
     except ValueError as error:
-        raise ValueError(f"CUFA_NVRTC_OPTIONS is {extra!r}: {error}") from error
+        raise ValueError(f"CUFA_NVRTC_OPTIONS is {text!r}: {error}") from error
 
 
 def _key(arch: Arch, texts: Mapping[str, str], options: tuple[str, ...], compiler: str) -> str:

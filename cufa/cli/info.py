@@ -6,6 +6,7 @@ import ctypes
 import os
 import platform
 import re
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -73,13 +74,19 @@ def _facts() -> dict[str, Any]:
 
 def _wrong() -> dict[str, str]:
     """Of variables that no call would take, what is wrong with them."""
-    try:
-        device.target()
-    except ValueError as error:
-        return {"CUFA_ARCH": str(error)}
-    except cufa.GPUUnavailableError:
-        pass  # which is said of the GPU
-    return {}
+    wrong = {}
+    readers: dict[str, Callable[[], object]] = {
+        "CUFA_ARCH": device.target,
+        "CUFA_NVRTC_OPTIONS": jit.extra_options,
+    }
+    for name, read in readers.items():
+        try:
+            read()
+        except ValueError as error:
+            wrong[name] = str(error)
+        except cufa.GPUUnavailableError:
+            pass  # which is said of the GPU
+    return wrong
 
 
 def _gpu(missing: dict[str, str]) -> dict[str, Any] | None:

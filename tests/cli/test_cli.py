@@ -101,19 +101,21 @@ def test_info_shows_the_environment(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arch", "message"),
+    ("name", "value", "message"),
     [
-        ("foo", "CUFA_ARCH is 'foo'; give it as 'sm_90a',"),
-        ("sm_60", "CUFA_ARCH is 'sm_60', whose limits are not known"),
+        ("CUFA_ARCH", "foo", "CUFA_ARCH is 'foo'; give it as 'sm_90a',"),
+        ("CUFA_ARCH", "sm_60", "CUFA_ARCH is 'sm_60', whose limits are not known"),
+        ("CUFA_NVRTC_OPTIONS", "-DX='open", "CUFA_NVRTC_OPTIONS is \"-DX='open\": No closing quotation"),
     ],
 )
-def test_info_says_what_is_wrong_with_the_environment(monkeypatch, arch, message):
-    monkeypatch.setenv("CUFA_ARCH", arch)
+def test_info_says_what_is_wrong_with_the_environment(monkeypatch, name, value, message):
+    monkeypatch.setenv(name, value)
     monkeypatch.setattr(device, "gpu_present", lambda: False)
     facts = run_json("info")
-    assert (facts["environment"]["CUFA_ARCH"], facts["wrong"].keys()) == (arch, {"CUFA_ARCH"})
-    assert message in facts["wrong"]["CUFA_ARCH"]
+    assert (facts["environment"][name], facts["wrong"].keys()) == (value, {name})
+    assert message in facts["wrong"][name]
     assert message in " ".join(run("info").stdout.split())
+    monkeypatch.delenv(name)
     monkeypatch.setenv("CUFA_ARCH", "sm_80")
     assert run_json("info")["wrong"] == {}
 

@@ -135,6 +135,15 @@ def test_packed_sequences_of_many_lengths(rng, rows):
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize(("none", "rows"), [("batch", 1), ("batch", 20), ("seqlen_q", 1)])
+def test_a_bias_that_nobody_reads_has_gradient_0(rng, none, rows):
+    sizes = {"batch": 2, "seqlen_q": 20, "seqlen_k": 24, **SIZES, none: 0}
+    case = draw_case(rng, "float16", ("dbias",), **sizes)
+    case.arrays["bias"] = rng.standard_normal((1, 2, rows, 24)).astype(np.float16)
+    check(case)
+
+
+@pytest.mark.emulator
 def test_a_tile_that_is_not_waited_for(rng, tmp_path):
     waits = "ptx::wait_copies();\n        __syncthreads();"
     folder = planted(tmp_path, "bias_gradient.cu", waits, "__syncthreads();")

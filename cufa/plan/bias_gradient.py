@@ -116,7 +116,9 @@ def _sharing(problem: Problem, shape: Shape, tiles: Tiles) -> int:
     """How many tiles of scores share one of the bias, at most."""
     batch, heads, rows, _ = shape
     sequences = 1 if problem.features.packed else problem.batch
-    of_rows = counted_row_tiles(problem, problem.seqlen_q, tiles.block_n) // sequences if rows == 1 else 1
+    of_rows = 1
+    if rows == 1:
+        of_rows = counted_row_tiles(problem, problem.seqlen_q, tiles.block_n) // max(1, sequences)
     of_batches = sequences if batch == 1 else 1
     if problem.features.packed and rows != 1 and batch == 1:
         of_batches = problem.batch

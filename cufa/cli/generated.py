@@ -161,7 +161,7 @@ def _described(problem: Problem, features: FeatureOptions, layout: str) -> Array
     elif features.page_size and features.varlen is not None:
         described["seqused_k"] = np.array([keys for _, keys in features.varlen], np.int32)
     if features.bias is not None:
-        described["bias"] = zeros(dtype, 1, heads, rows, keys)
+        described["bias"] = zeros(problem.output, 1, heads, rows, keys)
     if features.mask == RANDOM_BITS:
         described["mask"] = zeros(np.uint8, 1, heads, rows, ceil_div(keys, 8))
     elif features.mask is not None:

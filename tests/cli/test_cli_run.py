@@ -86,6 +86,8 @@ def test_8_bit_floats_have_no_gradients(monkeypatch, descale, scores):
     assert "no gradients" in refused("run", *SMALL, *eight_bits, "--backward")
     packed = ("--varlen", "40,7:30", "--heads", 4, "--kv-heads", 2, "--head-dim", 16)
     assert run_json("run", *packed, *eight_bits)["check"]["ok"]
+    (step,) = run_json("run", *SMALL, *eight_bits, "--bias", "random")["steps"]
+    assert step["problem"]["features"]["bias_dtype"] == "bfloat16"
 
 
 def test_keys_and_values_alone_in_8_bits(tmp_path):

@@ -28,7 +28,7 @@ from cufa.cli.options import (
     seed_option,
     tile_option,
 )
-from cufa.cli.workload import Arrays, Rung, Workload, place, to_gpu, to_host, use_gpu
+from cufa.cli.workload import TENSORS, Arrays, Rung, Workload, place, to_gpu, to_host, use_gpu
 from cufa.plan import Plan
 from cufa.problem import Direction, Problem
 from cufa.score_rules import Rules
@@ -127,7 +127,9 @@ def command(
 
     Exits with 1 if a result is further from float64 than it may be, with 2 if the call is refused.
     """
-    locations = {name: given.pop(name) for name in ("q", "k", "v", "dout")}
+    locations = {name: given.pop(name) for name in TENSORS}
+    locations["bias"] = None if features.bias == RANDOM else features.bias
+    locations["mask"] = None if features.mask in (RANDOM, RANDOM_BITS) else features.mask
     if destination is not None:
         if explain:
             raise output.Failure("--out: there are no results to write, since --explain runs nothing")
@@ -183,12 +185,8 @@ def command(
 def _from_files(locations: dict[str, str | None], features: FeatureOptions, dtype: str | None) -> Arrays:
     """The arrays that are in files; q, k and v if one of the tensors is."""
     missing = [f"--{name}" for name in ("q", "k", "v") if locations[name] is None]
-    if missing and any(locations.values()):
+    if missing and any(locations[name] for name in TENSORS):
         raise output.Failure(f"{', '.join(missing)} must be given, too, with arrays from files")
-    if features.bias != RANDOM:
-        locations = {**locations, "bias": features.bias}
-    if features.mask not in (RANDOM, RANDOM_BITS):
-        locations = {**locations, "mask": features.mask}
     dtypes = dict.fromkeys(("k", "v"), features.kv_dtype or dtype)
     return {
         name: files.load(name, at, dtypes.get(name, dtype))

@@ -261,7 +261,11 @@ def test_files_in_and_a_file_out(qkv, files, tmp_path):
 def test_no_result_is_written_over_what_is_read(qkv, files, tmp_path):
     for same in (tmp_path / "q.npy", tmp_path / "." / "q.npy"):
         assert "--q is read from that file" in refused("run", *files, "--out", same)
-    assert np.array_equal(np.load(tmp_path / "q.npy"), qkv[0])
+    for name in ("bias", "mask"):
+        given = f"--{name}", tmp_path / "k.npy"
+        assert f"--{name} is read from that file" in refused("run", *given, "--out", tmp_path / "k.npy")
+    for name, array in zip("qk", qkv, strict=False):
+        assert np.array_equal(np.load(tmp_path / f"{name}.npy"), array)
 
 
 def test_an_npz_holds_all_results(qkv, files, tmp_path):

@@ -80,7 +80,7 @@ class Executable:
         ]
         by_step = itertools.groupby(launches, key=operator.itemgetter(0, 1))
         self._launches = [
-            (of, pack_sizes(plan.problem, step), [kernel for *_, kernel in same])
+            (of, pack_sizes(plan.problem, step, plan.parting), [kernel for *_, kernel in same])
             for (of, step), same in by_step
         ]
 
@@ -142,7 +142,7 @@ class _Code:
         self.begins = begins  # where its own workspace does
         self.module = _module(plan.variant, _current_device())
         self.encoder = Encoder(plan.problem, plan.boxes)
-        packed = len(plan.boxes) * TENSOR_MAP_BYTES + params_bytes(plan.problem)
+        packed = len(plan.boxes) * TENSOR_MAP_BYTES + params_bytes(plan.problem, plan.parting)
         self.padding = bytes(int(dict(plan.macros)["PARAMS_BYTES"]) - packed)  # maps align the struct's end
         # Allocated now: a call may be captured, when nothing can be.
         counted = bool(plan.boxes) and not plan.scratch

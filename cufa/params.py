@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
 from cufa.philox import kept_carry, kept_scale
+from cufa.plan.record import NOT_PARTED, Parting
 from cufa.plan.sizes import (
     BACKWARD_PARAMS_BYTES,
     FORWARD_PARAMS_BYTES,
     MERGE_PARAMS_BYTES,
+    MOST_PARTS_OF_HEAD,
+    PART_PLACE_BYTES,
     QUANTIZE_PARAMS_BYTES,
     ROTARY_PARAMS_BYTES,
     SOFTMAX_PARAMS_BYTES,
@@ -24,6 +28,10 @@ from cufa.tensor_layout import Region
 _TENSORS = {"forward": struct.Struct("=" + 4 * "4q"), "backward": struct.Struct("=" + 8 * "4q")}
 _CALL = struct.Struct("=2qd")
 _SIZES = struct.Struct("=6i")
+# Forward: parts of a head's tiles, if there is a list of them; tiles that are whole, parts of each of the
+# others, how many times something is handed out.
+_PLACES = struct.Struct(f"={MOST_PARTS_OF_HEAD * PART_PLACE_BYTES}s")
+_PARTING = struct.Struct("=3i4x")
 # Addresses and strides of what functions of the caller's read, with which the features begin.
 _INT64 = struct.Struct("=q")
 # Bias, mask, ALiBi slopes and their batch stride, sink, three arrays of lengths, three of descales.
@@ -53,8 +61,11 @@ NO_FEATURES = {
     for direction, last in (("forward", _PAGES), ("backward", _GRADIENTS))
 }
 assert all(
-    _TENSORS[direction].size + _CALL.size + _SIZES.size + len(NO_FEATURES[direction]) == size
-    for direction, size in (("forward", FORWARD_PARAMS_BYTES), ("backward", BACKWARD_PARAMS_BYTES))
+    _TENSORS[direction].size + _CALL.size + sizes + len(NO_FEATURES[direction]) == size
+    for direction, sizes, size in (
+        ("forward", _SIZES.size + _PARTING.size, FORWARD_PARAMS_BYTES),
+        ("backward", _SIZES.size, BACKWARD_PARAMS_BYTES),
+    )
 )
 # How far a window reaches that has no end on one side.
 _UNLIMITED = 2**31 - 1
@@ -73,11 +84,15 @@ def pack_call(lse: int, workspace: int, softmax_scale: float) -> bytes:
     return _CALL.pack(lse, workspace, softmax_scale)
 
 
-def pack_sizes(problem: Problem, step: int = 0) -> bytes:
+def pack_sizes(problem: Problem, step: int = 0, parting: Parting = NOT_PARTED) -> bytes:
     """What follows that."""
-    return _SIZES.pack(
+    sizes = _SIZES.pack(
         problem.batch, problem.heads, problem.kv_heads, problem.seqlen_q, problem.seqlen_k, step
     )
+    if problem.direction == "backward":
+        return sizes
+    places = _PLACES.pack(bytes(itertools.chain(*parting.places))) if parting.places else b""
+    return sizes + places + _PARTING.pack(parting.whole, parting.parts, parting.count)
 
 
 class FeatureValues(NamedTuple):

@@ -850,3 +850,42 @@ def test_blocks_that_do_not_wait_for_their_turn(rng, tmp_path, kernel, dims, det
     options = {"tiles": None, "device": NO_CACHE, "deterministic": deterministic}
     with pytest.raises(EmulatorError, match=r"race: .* of workspace|threads wait for others"):
         run(kernel, problem, False, **options, folder=folder)
+
+
+# Head dims, lengths, and into how many parts keys are parted: of all tiles under a causal mask, some of which
+# see no key, and of those that are left for the last round, behind whole ones and alone.
+IN_PARTS = [
+    ((64, 64), (300, 700), True, 3),
+    ((128, 128), (500, 300), True, 4),
+    ((72, 200), (130, 400), True, 2),
+    ((64, 64), (700, 500), False, 2),
+    ((128, 40), (100, 900), False, 4),
+]
+
+
+@pytest.mark.parametrize(("dims", "lengths", "causal", "parts"), IN_PARTS)
+def test_keys_in_parts(rng, dims, lengths, causal, parts):
+    problem = draw(rng, "bfloat16", *lengths, dims=dims, batch=2, heads=2, kv_heads=1)
+    options = {"tiles": {"parts": parts}, "device": SMALL_DEVICE}
+    first = run(FORWARD, problem, causal, **options)
+    for now, expected in zip(run(FORWARD, problem, causal, **options, checked=False), first, strict=True):
+        np.testing.assert_array_equal(now, expected)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("ptx::load_acquire(&left) < others", "false"),
+        (
+            "            ptx::named_barrier_sync<kWarpgroup>(barrier);\n            if (first_warp",
+            "if (first_warp",
+        ),
+        ("        ptx::named_barrier_sync<kWarpgroup>(barrier);\n#pragma", "#pragma"),
+    ],
+)
+def test_parts_that_are_joined_before_they_are_there(rng, tmp_path, right, wrong):
+    folder = planted(tmp_path, "key_parts.cuh", right, wrong)
+    problem = draw(rng, "bfloat16", 100, 700, dims=(64, 64), batch=1, heads=2, kv_heads=1)
+    options = {"tiles": {"parts": 2}, "device": SMALL_DEVICE}
+    with pytest.raises(EmulatorError, match=r"race: .* of workspace"):
+        run(FORWARD, problem, False, **options, folder=folder)

@@ -133,6 +133,10 @@ SAME_BITS = {
         Step, batch=3, seqlen=900, seqlen_k=200, heads=32, kv_heads=32, head_dim=128, causal=True
     ),
     "window": partial(Step, batch=2, seqlen=2000, heads=16, kv_heads=4, head_dim=128, window=(300, 20)),
+    "keys in parts": partial(Step, batch=1, seqlen=5000, heads=5, kv_heads=5, head_dim=64),
+    "keys in parts, causal": partial(
+        Step, batch=1, seqlen=4000, heads=4, kv_heads=2, head_dim=128, causal=True
+    ),
     "packed": partial(
         Step,
         batch=1,
@@ -159,6 +163,22 @@ def test_the_forward_has_the_same_bits_a_thousand_times(cupy, case):
     assert wrong == 0
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_keys_in_parts(cupy, head_dim, causal):
+    """Of all tiles or of those of the last round, with rows that see no key and keys that end in a tile."""
+    for lengths, parts in itertools.product(((3000, 2900), (700, 4500)), (2, 3, 4)):
+        rng = np.random.default_rng(head_dim + parts)
+        shape = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "heads": 4, "kv_heads": 2}
+        problem = random_problem(rng, "bfloat16", batch=1, head_dim=head_dim, **shape)
+        q, k, v, _ = on_gpu(problem)
+        sink = rng.standard_normal(4).astype(np.float32)
+        options = {"causal": causal, "softcap": 20.0}
+        rung = {"kernel": FORWARD, "tiles": {"parts": parts}}
+        out, lse = cufa.attention(q, k, v, return_lse=True, sink=cupy.asarray(sink), **options, **rung)
+        assert_attention(out.get(), lse.get(), problem, sink=sink, **options)
+
+
 def some_steps(cupy):
     """Of every kernel; grids that fill the GPU and such that leave room for others."""
     return [
@@ -166,6 +186,7 @@ def some_steps(cupy):
         Step(cupy, 1, 300, 8, 8, 128),
         Step(cupy, 1, 500, 4, 2, 256, causal=True),
         Step(cupy, 4, 900, 16, 4, 128, causal=True),
+        Step(cupy, 1, 4000, 4, 2, 128, causal=True),  # keys in parts
         Step(cupy, 1, 130, 4, 4, 64),
     ]
 

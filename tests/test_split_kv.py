@@ -38,8 +38,8 @@ def test_packed_sequences_count_as_if_they_were_equally_long():
     ("batch", "heads", "kv_heads", "queries", "keys", "split"),
     [
         (1, 8, 8, 64, 16384, True),
-        (4, 8, 8, 128, 16384, True),
-        (1, 32, 8, 128, 16384, True),
+        (4, 8, 8, 128, 16384, False),  # fwd_6_wgmma has their keys in parts
+        (1, 32, 8, 128, 16384, False),
         (1, 1, 1, 4096, 4096, False),
         (1, 32, 32, 256, 16384, False),
         (1, 8, 8, 64, 128, False),

@@ -11,7 +11,8 @@ from cufa import jit
 from cufa.device import Device
 from cufa.kernels import KERNELS
 from cufa.plan import best_kernel, make_plan
-from cufa.plan.wgmma import CUT_PACES, MOST_VALUE_DIM, PACES
+from cufa.plan.record import NOT_PARTED
+from cufa.plan.wgmma import CUT_PACES, MOST_VALUE_DIM, PACES, parts_leave_registers
 from cufa.problem import Features, Problem
 from cufa.score_mod import MaskMod
 
@@ -256,3 +257,107 @@ def test_scores_seen_are_always_written_of_a_mask():
     assert seen_score_bytes(1024, None, mask=(1, 4, 1024, 1024)) == 4 * 1024**2 / 8
     with pytest.raises(ValueError, match="with a mask block_n must be a multiple of 32"):
         seen_score_bytes(1024, mask=(1, 1, 1, 1024), block_n=48)
+
+
+# ---- keys in parts ----
+
+
+def long_problem(batch, heads, seqlen, head_dim, causal):
+    call = problem(head_dim, causal=causal, seqlen=seqlen)
+    return replace(call, batch=batch, heads=heads, kv_heads=heads)
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "seqlen", "head_dim", "causal", "parts"),
+    [
+        (1, 16, 16384, 128, False, 2),  # 56 tiles in the eleventh round
+        (1, 5, 8192, 64, False, 3),
+        (4, 16, 4096, 128, False, 1),  # 88, which two thirds of a round would take
+        (1, 8, 16384, 256, False, 1),
+        (1, 4, 4096, 128, True, 2),
+        (1, 8, 4096, 128, True, 1),
+        (4, 16, 4096, 128, True, 1),
+    ],
+)
+def test_keys_are_parted_where_sms_would_be_idle(batch, heads, seqlen, head_dim, causal, parts):
+    plan = plan_of(long_problem(batch, heads, seqlen, head_dim, causal))
+    assert plan.tiles["parts"] == parts
+    assert (plan.parting == NOT_PARTED) == (parts == 1)
+    assert [launch.entry for launch in plan.launches] == ["clear_counts", NAME][parts == 1 :]
+    assert (plan.workspace_bytes > 0) == (parts > 1)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        Features(window=(100, 0)),
+        Features(packed=True),
+        Features(seqused_k=True),
+        Features(mask=(1, 1, 4096, 4096)),
+        Features(mask_mod=SEE),
+        Features(alibi=True),
+        biased("bfloat16"),
+        Features(dropout=True),
+    ],
+    ids=str,
+)
+def test_keys_are_not_parted_beside_what_knows_no_lengths_or_takes_registers(features):
+    call = replace(long_problem(1, 4, 4096, 128, causal=True), features=features)
+    assert plan_of(call).tiles["parts"] == 1
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4])
+@pytest.mark.parametrize(("queries", "keys"), [(4096, 4096), (1000, 5000), (5000, 1000), (129, 4000)])
+def test_parts_under_a_causal_mask_are_all_there_and_the_longest_come_first(queries, keys, parts):
+    call = replace(problem(causal=True), seqlen_q=queries, seqlen_k=keys)
+    plan = plan_of(call, block_m=128, block_n=128, blocks_per_sm=1, parts=parts)
+    places = plan.parting.places
+    assert plan.parting.count == call.batch * call.heads * len(places)
+    of_tiles = {}
+    for number, (tile, part, count, first) in enumerate(sorted(places)):
+        assert first + part == number
+        assert of_tiles.setdefault(tile, count) == count
+    assert list(of_tiles) == list(range(-(-queries // 128)))
+
+    def key_tiles(tile):
+        return -(-max(0, min(queries, 128 * tile + 128) + keys - queries) // 128)
+
+    lengths = [-(-key_tiles(tile) // count) for tile, _, count, _ in places]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] == -(-key_tiles(max(of_tiles)) // parts)
+    # Who waits for another part waits for one that was handed out before.
+    for tile in of_tiles:
+        in_order = [part for of, part, _, _ in places if of == tile]
+        assert in_order == sorted(in_order)
+
+
+@pytest.mark.parametrize(
+    ("call", "tiles", "message"),
+    [
+        (problem(), {"parts": 5}, "parts must be 1 to 4"),
+        (problem(seqlen=200), {"block_n": 128, "parts": 3}, "2 tiles of keys to part"),
+        (replace(problem(), features=Features(packed=True)), {"parts": 2}, "lengths of sequences"),
+        (replace(problem(), features=Features(mask_mod=SEE)), {"parts": 2}, "not parted under a window"),
+        (problem(causal=True, seqlen=32768), {"parts": 2}, "a head's tiles have 384 parts together"),
+    ],
+)
+def test_parts_that_cannot_be_are_refused(call, tiles, message):
+    with pytest.raises(ValueError, match=message):
+        plan_of(call, **tiles)
+
+
+PARTED = [
+    (head_dim, causal, tiles)
+    for causal, paces in ((False, PACES), (True, CUT_PACES))
+    for head_dim in paces
+    for tiles in paces[head_dim]
+    if parts_leave_registers(problem(head_dim, causal=causal), tiles)
+]
+
+
+@pytest.mark.parametrize(("head_dim", "causal", "tiles"), PARTED, ids=str)
+def test_no_spill_in_parts(head_dim, causal, tiles):
+    value_dim = MOST_VALUE_DIM if head_dim > MOST_VALUE_DIM and tiles.block_n == 128 else head_dim
+    features = Features(softcap=causal, sink=True)
+    call = replace(problem(head_dim, value_dim, causal), features=features)
+    assert jit.build(plan_of(call, **asdict(tiles), parts=2).variant).warnings == ()

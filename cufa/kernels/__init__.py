@@ -345,7 +345,7 @@ _LADDER = (
     HopperKernel(
         name="fwd_6_wgmma",
         direction="forward",
-        entries=("seen_tiles", "fwd_6_wgmma"),
+        entries=("seen_tiles", "clear_counts", "fwd_6_wgmma"),
         idea="Hopper: warps that copy and warpgroups that multiply (TMA, wgmma), products beside softmax",
         paper="Shah et al. 2024, Algorithm 2",
         memory="none",

@@ -8,11 +8,13 @@
 // under the maximum of the first tile's; that larger ones came is seen afterwards, from the sum of
 // the weights, which then shrink: no time is spent on looking for the largest. Beside the thread
 // that copies, the other warps of its warpgroup look for NaN in tiles that a mask cuts through.
+// Where some SMs would be idle while others have a last tile, the keys of such tiles are parted
+// among blocks, the last of which joins what all found.
 //
 // Launches: with a mask or a mask_mod seen_tiles, which finds out what these show of each tile of
 // scores, so that tiles of which that is nothing are left out, and of each score, if that is looked
-// up in arrays; fwd_6_wgmma. That may run beside fwd_8_split_kv, to which it then leaves sequences
-// of fewer queries than kLeastQueries.
+// up in arrays; clear_counts, if keys are parted; fwd_6_wgmma. That may run beside fwd_8_split_kv,
+// to which it then leaves sequences of fewer queries than kLeastQueries.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
@@ -22,7 +24,7 @@
 //          STORE_COLS columns of O on their way out, and the bias of a tile of scores, if the copy
 //          engine can bring that
 // Global   workspace: how many tiles are taken, 0 between launches; with a mask or a mask_mod, what
-//          is seen of each
+//          is seen of each; what blocks found of tiles whose keys are parted (key_parts.cuh)
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
@@ -98,6 +100,15 @@ extern "C" __global__ void __launch_bounds__(kSeenThreads)
     }
 }
 
+extern "C" __global__ void __launch_bounds__(kThreads)
+    clear_counts(const __grid_constant__ Params params) {
+    ptx::let_next_launch_begin();
+    if constexpr (kPartsKeys) {
+        if (threadIdx.x == 0) *tiles_taken(params.call) = 0;
+        KeyParts<kDims>(params.call).clear_counts<kThreads>();
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     fwd_6_wgmma(const __grid_constant__ Params params) {
     Smem& smem = shared_memory<Smem>();
@@ -116,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         ptx::barrier_init_fence();
     }
     __syncthreads();
-    if constexpr (kSeenBits) ptx::wait_for_launch_before();
+    if constexpr (kSeenBits || kPartsKeys) ptx::wait_for_launch_before();
 
     const int warpgroup = uniform(threadIdx.x / kWarpgroup);
     if (warpgroup == 0) {

@@ -134,4 +134,5 @@ def _plan(kernel: str, problem: Problem, device: Device, part: Part, reasons: tu
         scratch=part.scratch,
         reasons=reasons,
         boxes=part.boxes,
+        parting=part.parting,
     )

@@ -10,14 +10,23 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from cufa.device import Device
 from cufa.plan.choice import TileSizes, query_tiles
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 
-T = TypeVar("T", bound=TileSizes)
+
+class PersistentTiles(TileSizes, Protocol):
+    """The sizes of blocks that stay for many tiles, of which an SM has room for some."""
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """That many."""
+
+
+T = TypeVar("T", bound=PersistentTiles)
 
 # An SM's share of what an H200 moves between its memory and its SMs.
 BYTES_PER_NS = 32.7
@@ -59,7 +68,7 @@ def fastest(problem: Problem, device: Device, paces: Mapping[T, Pace]) -> tuple[
     return min(times.items(), key=operator.itemgetter(1))
 
 
-def time(problem: Problem, device: Device, tiles: TileSizes, pace: Pace) -> float:
+def time(problem: Problem, device: Device, tiles: PersistentTiles, pace: Pace) -> float:
     """Nanoseconds until all SMs are done."""
     keys = seen_keys(problem, tiles)
     count = query_tiles(problem, tiles)
@@ -69,9 +78,20 @@ def time(problem: Problem, device: Device, tiles: TileSizes, pace: Pace) -> floa
     # Tiles of many lengths come the longest first: the others end when those do, unless all are about as long
     # and some SMs have one more.
     shortest = max(0, 2 - longest)
-    rounds = max(count / device.sm_count, longest * pace.alone, shortest * ceil_div(count, device.sm_count))
+    # Of an SM's blocks, those of the longest tile and of the ones that begin beside it.
+    ranks = (block * device.sm_count for block in range(tiles.blocks_per_sm))
+    first, *others = (_length(rank, count, longest, shortest) for rank in ranks)
+    second = others[0] if others else 0
+    alone = pace.alone * (first - second)
+    beside_others = second + sum(others)
+    rounds = max(count / device.sm_count, alone + beside_others, shortest * ceil_div(count, device.sm_count))
     of_edges = (_edges(problem) - 1) * pace.of_other_edge
     return rounds * (tiles.block_m * keys * pace.of_score + pace.of_tile + of_edges)
+
+
+def _length(rank: int, count: int, longest: float, shortest: float) -> float:
+    """That of the tile which so many longer ones come before, or 0 if there is none."""
+    return longest - (longest - shortest) * rank / count if rank < count else 0
 
 
 def seen_keys(problem: Problem, tiles: TileSizes) -> float:

@@ -76,6 +76,28 @@ class TensorBox:
     paired_rows: bool = False
 
 
+# A part of a tile of queries: the tile's number in its head, which of its parts it is and of how many, and
+# the number of the first of them among those of all of the head's tiles.
+PartPlace = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Parting:
+    """How tiles of queries are handed out where the keys of some are parted among blocks (params.cuh).
+
+    Something is handed out `count` times: the first `whole` tiles with all their keys, the others in so many
+    `parts`; or those parts of each head that `places` lists, in its order.
+    """
+
+    whole: int = 0
+    parts: int = 0
+    count: int = 0
+    places: tuple[PartPlace, ...] = ()
+
+
+NOT_PARTED = Parting()
+
+
 @dataclass(frozen=True)
 class Part:
     """What a kernel's planner decides."""
@@ -86,6 +108,7 @@ class Part:
     scratch: tuple[Scratch, ...] = ()
     reasons: tuple[str, ...] = ()
     boxes: tuple[TensorBox, ...] = ()
+    parting: Parting = NOT_PARTED
 
 
 @dataclass(frozen=True)
@@ -109,6 +132,7 @@ class Plan:
     scratch: tuple[Scratch, ...]
     reasons: tuple[str, ...]
     boxes: tuple[TensorBox, ...] = ()
+    parting: Parting = NOT_PARTED
     beside: Plan | None = None
 
     @property

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from cufa.plan.record import Macro
+from cufa.plan.record import NOT_PARTED, Macro, Parting
 from cufa.problem import Features, Problem
 from cufa.rounding import ceil_div
 
 # The structs of params.cuh, whose fields cufa/params.py packs.
-FORWARD_PARAMS_BYTES = 368
+FORWARD_PARAMS_BYTES = 384
 BACKWARD_PARAMS_BYTES = 544
 SOFTMAX_PARAMS_BYTES = 48
 MERGE_PARAMS_BYTES = 136
@@ -15,17 +15,22 @@ ROTARY_PARAMS_BYTES = 120
 QUANTIZE_PARAMS_BYTES = 104
 
 
-def params_bytes(problem: Problem) -> int:
+# Parts of a head's tiles of which there may be a list (PartPlace), and what one takes in it.
+MOST_PARTS_OF_HEAD, PART_PLACE_BYTES = 192, 4
+
+
+def params_bytes(problem: Problem, parting: Parting = NOT_PARTED) -> int:
     """The size of ForwardParams or BackwardParams, with the arrays that functions of the caller's read."""
     plain = FORWARD_PARAMS_BYTES if problem.direction == "forward" else BACKWARD_PARAMS_BYTES
-    return plain + problem.features.mod_array_bytes
+    of_parts = MOST_PARTS_OF_HEAD * PART_PLACE_BYTES if parting.places else 0
+    return plain + problem.features.mod_array_bytes + of_parts
 
 
 # One shared-memory access of a thread.
 VECTOR_BYTES = 16
 
 
-def common_macros(problem: Problem) -> tuple[Macro, ...]:
+def common_macros(problem: Problem, parting: Parting = NOT_PARTED) -> tuple[Macro, ...]:
     """What config.cuh asks for."""
     return (
         ("SCALAR", problem.dtype),
@@ -34,12 +39,12 @@ def common_macros(problem: Problem) -> tuple[Macro, ...]:
         ("VALUE_DIM", problem.value_dim),
         ("CAUSAL", problem.causal),
         ("ALIGN_BYTES", problem.align_bytes),
-        *feature_macros(problem.features),
+        *feature_macros(problem.features, parting),
     )
 
 
-def feature_macros(features: Features) -> tuple[Macro, ...]:
-    """Those of config.cuh that say which features are compiled."""
+def feature_macros(features: Features, parting: Parting = NOT_PARTED) -> tuple[Macro, ...]:
+    """Those of config.cuh that say which features are compiled, and whether keys are parted."""
     return (
         ("WINDOW", features.window != (None, None)),
         ("SOFTCAP", features.softcap),
@@ -56,6 +61,8 @@ def feature_macros(features: Features) -> tuple[Macro, ...]:
         ("MASK_MOD", features.mask_mod is not None),
         ("LEAST_QUERIES", features.least_queries),
         ("MOST_QUERIES", features.most_queries),
+        ("PARTS_KEYS", parting is not NOT_PARTED),
+        ("MOST_PARTS_OF_HEAD", MOST_PARTS_OF_HEAD),
     )
 
 

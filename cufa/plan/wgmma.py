@@ -15,9 +15,10 @@ from typing import TypeVar
 
 from cufa.device import MAX_REGISTERS_PER_THREAD, REGISTERS_PER_SM, Device
 from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
+from cufa.plan import parting
 from cufa.plan.choice import Candidates, Choice, Cost, query_tiles, sizes_of
 from cufa.plan.pace import Pace, fastest, is_cut, memory_time
-from cufa.plan.record import BIAS, MAX_GRID, Launch, Macro, Part, Scratch, TensorBox
+from cufa.plan.record import BIAS, MAX_GRID, NOT_PARTED, Launch, Macro, Part, Parting, Scratch, TensorBox
 from cufa.plan.seen import seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
 from cufa.problem import Problem
@@ -31,6 +32,8 @@ PANEL_COLS, PANEL_ROW_BYTES, SWIZZLE_BYTES = 64, 128, 1024
 BARRIER_BYTES = 8
 # Of a tile of queries, and what is looked up where sequences have lengths of their own.
 WORK_TILE_BYTES, LENGTHS_BYTES = 16, 16
+# Where keys are parted, which part of a tile of queries it is.
+PART_OF_KEYS_BYTES = 8
 # What four warps found in a tile of V.
 FINDINGS_BYTES = 16
 # Scores of which a word says whether they are seen, and how that and what is before it are aligned.
@@ -120,6 +123,22 @@ class Tiles(Warpgroups):
             f"{self.block_m}x{self.block_n}, stages {self.stages}, query stages {self.query_stages}, "
             f"{self.store_cols} columns stored at once{blocks}"
         )
+
+
+@dataclass(frozen=True)
+class PartedTiles(Tiles):
+    """Those of `fwd_6_wgmma`: the keys of the longest tile of queries may be in several `parts`."""
+
+    parts: int = 1
+
+    def misfit(self) -> str | None:
+        """None if the kernel can be compiled for these tiles, else the reason."""
+        if self.parts > parting.MOST_PARTS:
+            return f"parts must be 1 to {parting.MOST_PARTS}"
+        return super().misfit()
+
+    def __str__(self) -> str:
+        return super().__str__() + (f", keys in {self.parts} parts" if self.parts > 1 else "")
 
 
 # For head dims up to each; for the first tiles values may have up to MOST_VALUE_DIM.
@@ -249,9 +268,16 @@ def price(problem: Problem, device: Device) -> float:
 
 
 @functools.lru_cache
-def _fastest(problem: Problem, device: Device) -> tuple[Tiles, float]:
+def _fastest(problem: Problem, device: Device) -> tuple[PartedTiles, float]:
     """The tiles for a problem and how long they take, looked up by the plan of which that was the price."""
-    return fastest(problem, device, _candidates(problem.kind))
+    candidates = _candidates(problem.kind)
+    best, least = fastest(problem, device, candidates)
+    parted = {tiles: pace for tiles, pace in candidates.items() if parts_leave_registers(problem, tiles)}
+    in_parts = parting.fastest(problem, device, parted, least)
+    if in_parts is None:
+        return PartedTiles(**sizes_of(best)), least
+    best, parts, least = in_parts
+    return PartedTiles(**sizes_of(best), parts=parts), least
 
 
 def _has_registers(problem: Problem, tiles: Tiles) -> bool:
@@ -286,6 +312,15 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
     return pages <= MOST_PAGES and not (features.alibi and tiles.consumers == MANY_CONSUMERS)
 
 
+def parts_leave_registers(problem: Problem, tiles: Tiles) -> bool:
+    """Whether threads that leave parts of keys have registers for what else a call asks for."""
+    features = problem.features
+    if features.alibi or features.bias is not None or features.score_mod is not None or features.dropout:
+        return False
+    most = 2 if is_cut(problem) else MANY_CONSUMERS - 1
+    return tiles.blocks_per_sm == 1 and tiles.consumers <= most
+
+
 def has_bias_boxes(problem: Problem) -> bool:
     """Whether the copy engine brings the bias."""
     return problem.bias_boxes and max(problem.head_dim, problem.value_dim) <= MOST_DIMS_OF_BIAS_BOXES
@@ -315,12 +350,24 @@ def forward(
     The tiles are those for `typical` if it is given.
     """
     best, _ = _fastest(typical or problem, device)
+    if tiles:
+        best = replace(best, parts=1)  # those may not suit others
     chosen, grid = choose_persistent(problem, device, tiles, best, _forward_cost)
     sizes = chosen.tiles
     if problem.features.mask is not None and sizes.block_n % WORD_BITS:
         raise ValueError(f"tiles {sizes}: with a mask block_n must be a multiple of {WORD_BITS}")
     launches = [Launch("fwd_6_wgmma", grid, sizes.threads, chosen.cost.smem_bytes)]
     scratch: tuple[Scratch, ...] = ()
+    parted = NOT_PARTED
+    if sizes.parts > 1 and grid:
+        reason = parting.unsuited(problem, sizes, sizes.parts)
+        if reason is not None:
+            raise ValueError(f"tiles {sizes}: {reason}")
+        blocks = device.sm_count * sizes.blocks_per_sm
+        parted = parting.parting_of(problem, sizes, sizes.parts, blocks)
+        main = replace(launches[0], grid=min(parted.count, blocks), overlaps=True)
+        launches = [Launch("clear_counts", 1, sizes.threads), main]
+        scratch = _parts_scratch(problem, sizes, parted)
     if problem.features.key_mask:
         seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
         with_bits = has_seen_bits(problem, sizes)
@@ -340,11 +387,25 @@ def forward(
     )
     return Part(
         tiles=sizes_of(sizes),
-        macros=forward_macros(problem, device, chosen, len(boxes)),
+        macros=forward_macros(problem, device, chosen, len(boxes), parted),
         launches=tuple(launches) if grid else (),
         scratch=scratch,
         reasons=chosen.reasons,
         boxes=boxes,
+        parting=parted,
+    )
+
+
+def _parts_scratch(problem: Problem, tiles: Tiles, parted: Parting) -> tuple[Scratch, ...]:
+    """What key_parts.cuh has in the workspace: counts, then what each warpgroup finds of each part."""
+    parts = parted.count - parted.whole
+    words = SEEN_ALIGNMENT // problem.accumulator.itemsize
+    # A thread's sums of O, and the maximum and the sum of two rows.
+    of_thread = round_up(problem.value_dim, WGMMA_K) // 2 + 4
+    return (
+        Scratch("tiles taken", (words,)),
+        Scratch("parts there", (round_up(parts * tiles.consumers, words),)),
+        Scratch("parts", (parts, tiles.consumers, WARPGROUP * of_thread)),
     )
 
 
@@ -400,14 +461,20 @@ def choose_persistent(
     return chosen, min(count, blocks)
 
 
-def forward_macros(problem: Problem, device: Device, chosen: Choice[T], maps: int) -> tuple[Macro, ...]:
-    """What the Hopper forwards are compiled with; `maps` is how many tensor maps they are passed."""
+def forward_macros(
+    problem: Problem, device: Device, chosen: Choice[T], maps: int, parted: Parting = NOT_PARTED
+) -> tuple[Macro, ...]:
+    """What the Hopper forwards are compiled with; `maps` is how many tensor maps they are passed.
+
+    Into how many parts keys are parted, if they are, is not compiled.
+    """
     tiles = chosen.tiles
+    sizes = {name: size for name, size in sizes_of(tiles).items() if name != "parts"}
     consumer_registers = min(tiles.consumer_registers, _most_consumer_registers(problem))
     given = tiles.consumer_registers - consumer_registers
     return (
-        *common_macros(problem),
-        *((name.upper(), size) for name, size in sizes_of(tiles).items()),
+        *common_macros(problem, parted),
+        *((name.upper(), size) for name, size in sizes.items()),
         ("THREADS", tiles.threads),
         ("BOX_KEYS", box_keys(problem, tiles)),
         ("PRODUCER_REGISTERS", tiles.producer_registers + given * tiles.consumers),
@@ -417,8 +484,13 @@ def forward_macros(problem: Problem, device: Device, chosen: Choice[T], maps: in
         ("BIAS_ROWS_DIFFER", bias_rows_differ(problem)),
         ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),
         ("SMEM_BYTES", chosen.cost.smem_bytes),
-        ("PARAMS_BYTES", round_up(maps * TENSOR_MAP_BYTES + params_bytes(problem), TENSOR_MAP_ALIGNMENT)),
+        ("PARAMS_BYTES", passed_bytes(problem, maps, parted)),
     )
+
+
+def passed_bytes(problem: Problem, maps: int, parted: Parting = NOT_PARTED) -> int:
+    """The size of the kernels' Params, with so many tensor maps."""
+    return round_up(maps * TENSOR_MAP_BYTES + params_bytes(problem, parted), TENSOR_MAP_ALIGNMENT)
 
 
 def _most_consumer_registers(problem: Problem) -> int:
@@ -439,7 +511,7 @@ def panel_tile_bytes(rows: int, cols: int, itemsize: int = 2) -> int:
     return ceil_div(cols * itemsize, PANEL_ROW_BYTES) * rows * PANEL_ROW_BYTES
 
 
-def _forward_cost(problem: Problem, tiles: Tiles) -> Cost:
+def _forward_cost(problem: Problem, tiles: PartedTiles) -> Cost:
     queries = tiles.query_stages * tiles.consumers
     varied = lengths_vary(problem)
     smem_bytes = (
@@ -452,6 +524,7 @@ def _forward_cost(problem: Problem, tiles: Tiles) -> Cost:
         + (WORK_TILE_BYTES + LENGTHS_BYTES * varied) * queries
         + FINDINGS_BYTES * tiles.stages
         + 2 * TILE_LABEL_BYTES * tiles.stages * (problem.features.key_mask)
+        + PART_OF_KEYS_BYTES * queries * (tiles.parts > 1)
     )
     depth, dims = round_up(problem.head_dim, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
     # S and O in float32, and P in pairs.

@@ -410,7 +410,8 @@ def _run(
     ]
     for of, launch in plan.in_order:
         for step in range(launch.steps):
-            call = pack_call(lse, workspaces[of].ctypes.data, scale) + pack_sizes(problem, step)
+            sizes = pack_sizes(problem, step, plan.parting)
+            call = pack_call(lse, workspaces[of].ctypes.data, scale) + sizes
             params = maps[of] + pack_tensors(problem, fields) + call + features
             params = params.ljust(int(dict(plans[of].macros)["PARAMS_BYTES"]), b"\0")
             buffers = {**placed, "workspace": workspaces[of]}

@@ -13,7 +13,7 @@
     !defined(MASK_BITS) || !defined(ALIBI) || !defined(SINK) || !defined(DROPOUT) ||         \
     !defined(PACKED) || !defined(USED_KEYS) || !defined(PAGE_SIZE) || !defined(SCORE_MOD) || \
     !defined(MASK_MOD) || !defined(TF32_PRODUCTS) || !defined(LEAST_QUERIES) ||              \
-    !defined(MOST_QUERIES)
+    !defined(MOST_QUERIES) || !defined(PARTS_KEYS) || !defined(MOST_PARTS_OF_HEAD)
 #error "the host must define every feature"
 #endif
 
@@ -55,3 +55,7 @@ constexpr bool kShapedScores = kSoftcap || kBias || kAlibi || kScoreMod;
 constexpr bool kKeyMask = kMaskBits != 0 || kMaskMod;
 // Whether rows may see some keys and not others.
 constexpr bool kRangeMask = kCausal || kWindow;
+// Whether the keys of some tiles of queries are parted among blocks, so that all are done at about
+// the same time: of the tiles that would be left for a last round of too few, or of all, where rows
+// see keys up to the diagonal and a few long tiles would end last.
+constexpr bool kPartsKeys = PARTS_KEYS, kPartsAll = kPartsKeys && kRangeMask;

@@ -25,6 +25,26 @@ struct Sizes {
     int step;                // which launch this is of a kernel that is launched several times
 };
 
+// Where a part of a tile of queries is: the tile's number in its head, which of its parts this is
+// and of how many, and the number of the first of them among those of all of the head's tiles.
+struct PartPlace {
+    unsigned char tile, part, parts, first;
+};
+template <bool Any>
+struct PartPlaces {};
+template <>
+struct PartPlaces<true> {
+    PartPlace places[MOST_PARTS_OF_HEAD];
+};
+
+// How the tiles of queries are handed out, `count` times something, if the keys of some of them are
+// parted among blocks (plan/parting.py): the first `whole` of them with all their keys, the others
+// in so many `parts`. Where rows see keys up to the diagonal all are, and there is a list of a
+// head's parts.
+struct Parting : PartPlaces<kPartsAll> {
+    int whole, parts, count;
+};
+
 // What some calls ask for; config.cuh says which of it counts. It begins with the arrays that the
 // caller's functions read; where there are none, with nothing.
 struct Features : ModArrays {
@@ -59,6 +79,7 @@ struct ForwardParams {
     void* workspace;    // its parts are named in the kernel that uses it
     double softmax_scale;
     Sizes sizes;
+    Parting parting;
     Features features;
     Pages pages;
 };

@@ -42,9 +42,27 @@ struct LengthsOf<true> {
 };
 using Lengths = LengthsOf<kPacked || kUsedKeys>::type;
 
+// Which of a tile's parts it is: number `part` of `parts`. The tile's first one has the number
+// `first_part` among those of all tiles.
+struct PartOfKeys {
+    int first_part = 0;
+    short part = 0, parts = 1;
+};
+struct AllKeys {
+    static constexpr int first_part = 0, part = 0, parts = 1;
+};
+template <bool Parted>
+struct KeysOf {
+    using type = AllKeys;
+};
+template <>
+struct KeysOf<true> {
+    using type = PartOfKeys;
+};
+
 // A tile of queries of one head, found by one thread and read by others; batch -1: there is none
 // left.
-struct WorkTile : Lengths {
+struct WorkTile : Lengths, KeysOf<kPartsKeys>::type {
     int batch, head, kv_head, first_row;
 
     __device__ WorkTile(const Sequence& sequence, int head, int kv_head, int first_row)
@@ -68,11 +86,15 @@ struct WorkTile : Lengths {
 // larger sections would have memory busy at first and idle later. Heads that are left over, as of
 // 12 where a section has 8, belong to the last section: of their own they would start long work
 // late.
+//
+// Where keys are parted, a head's parts stand in the place of its tiles, in an order of their own
+// that the host knows; but if all rows see the same keys, it is the last tiles that are parted.
 template <int BlockM, int SectionBytes>
 struct TileOrder {
     const ForwardParams& call;
-    unsigned int tiles;  // of one head; of packed sequences, of all of them
-    unsigned int heads;  // of all batches; of packed sequences, of one of them
+    unsigned int tiles;    // of one head; of packed sequences, of all of them
+    unsigned int heads;    // of all batches; of packed sequences, of one of them
+    unsigned int of_head;  // tiles, or parts of them, to hand out
     unsigned int section_heads;
     unsigned int sections;
 
@@ -81,37 +103,36 @@ struct TileOrder {
         tiles = kCounted ? SequenceLine(sizes.batch, TilesOf{call}).count()
                          : row_tiles<BlockM>(kPacked ? sizes.batch : 1, sizes.seqlen_q);
         heads = kPacked ? sizes.heads : sizes.batch * sizes.heads;
+        of_head = kPartsAll ? call.parting.count / max(heads, 1u) : tiles;
         section_heads = group();
         sections = heads / section_heads;
         if (!kRangeMask) return;
         constexpr int kRowBytes = (kHeadDim + kValueDim) * int(sizeof(scalar_t));
         const unsigned int cached = SectionBytes / kRowBytes / max(1, sizes.seqlen_k) * group();
         while (2 * section_heads <= cached &&
-               (section_heads < kLeastHeads || section_heads * tiles < gridDim.x)) {
+               (section_heads < kLeastHeads || section_heads * of_head < gridDim.x)) {
             section_heads *= 2;
         }
         sections = max(heads / section_heads, 1u);
     }
 
+    // How many times something can be handed out.
+    __device__ unsigned int count() const {
+        return kPartsKeys ? call.parting.count : heads * tiles;
+    }
+
     __device__ WorkTile at(unsigned int index) const {
-        if (index >= heads * tiles) return WorkTile::none();
-        const unsigned int section = min(index / (section_heads * tiles), sections - 1);
-        const unsigned int first_head = section * section_heads;
-        const unsigned int in_section =
-            section == sections - 1 ? heads - first_head : section_heads;
-        const unsigned int place = index - first_head * tiles;
-        const int tile = kRangeMask ? tiles - 1 - place / in_section : place / in_section;
-        const unsigned int head = first_head + place % in_section;
-        if constexpr (kCounted) {
-            const auto [batch, number] = SequenceLine(call.sizes.batch, TilesOf{call}).at(tile);
-            return {Sequence(call, batch), int(head), int(head / group()), number * BlockM};
-        } else if constexpr (kPacked) {
-            const auto [batch, first_row] = row_tile<BlockM>(
-                tile, call.sizes.batch, call.sizes.seqlen_q, call.features.cu_seqlens_q);
-            return {Sequence(call, batch), int(head), int(head / group()), first_row};
+        if (index >= count()) return WorkTile::none();
+        if constexpr (kPartsKeys && !kPartsAll) {
+            const unsigned int whole = call.parting.whole, parts = call.parting.parts;
+            if (index >= whole) {
+                const unsigned int number = index - whole;
+                WorkTile work = in_order(whole + number / parts);
+                set_part(work, number - number % parts, number % parts, parts);
+                return work;
+            }
         }
-        const unsigned int batch = head / call.sizes.heads, in_batch = head % call.sizes.heads;
-        return {Sequence(call, batch), int(in_batch), int(in_batch / group()), tile * BlockM};
+        return in_order(index);
     }
 
   private:
@@ -133,6 +154,47 @@ struct TileOrder {
     // Query heads that share keys and values.
     __device__ unsigned int group() const {
         return unsigned(call.sizes.heads) / unsigned(call.sizes.kv_heads);
+    }
+
+    __device__ WorkTile in_order(unsigned int index) const {
+        const unsigned int section = min(index / (section_heads * of_head), sections - 1);
+        const unsigned int first_head = section * section_heads;
+        const unsigned int in_section =
+            section == sections - 1 ? heads - first_head : section_heads;
+        const unsigned int place = index - first_head * of_head;
+        const unsigned int head = first_head + place % in_section;
+        const unsigned int number = place / in_section;
+        if constexpr (kPartsAll) return part_of_head(call.parting, head, number);
+        return tile_of_head(head, kRangeMask ? tiles - 1 - number : number);
+    }
+
+    __device__ WorkTile tile_of_head(unsigned int head, int tile) const {
+        if constexpr (kCounted) {
+            const auto [batch, number] = SequenceLine(call.sizes.batch, TilesOf{call}).at(tile);
+            return {Sequence(call, batch), int(head), int(head / group()), number * BlockM};
+        } else if constexpr (kPacked) {
+            const auto [batch, first_row] = row_tile<BlockM>(
+                tile, call.sizes.batch, call.sizes.seqlen_q, call.features.cu_seqlens_q);
+            return {Sequence(call, batch), int(head), int(head / group()), first_row};
+        }
+        const unsigned int batch = head / call.sizes.heads, in_batch = head % call.sizes.heads;
+        return {Sequence(call, batch), int(in_batch), int(in_batch / group()), tile * BlockM};
+    }
+
+    // A template, in which there need not be a list.
+    template <class Parting>
+    __device__ WorkTile part_of_head(const Parting& parting, unsigned int head, int number) const {
+        const PartPlace place = parting.places[number];
+        WorkTile work = tile_of_head(head, place.tile);
+        set_part(work, head * of_head + place.first, place.part, place.parts);
+        return work;
+    }
+    // A template, in which tiles need not have parts.
+    template <class Work>
+    __device__ static void set_part(Work& work, int first_part, int part, int parts) {
+        work.first_part = first_part;
+        work.part = part;
+        work.parts = parts;
     }
 };
 

@@ -2,6 +2,7 @@
 // wgmma_forward_copies.cuh; how all work beside each other is told in fwd_6_wgmma.cu.
 #pragma once
 
+#include "hopper/forward/key_parts.cuh"
 #include "hopper/forward/wgmma_forward_output.cuh"
 #include "hopper/forward/wgmma_forward_scores.cuh"
 #include "hopper/forward_turns.cuh"
@@ -67,11 +68,12 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
             self().begin(work);
             if constexpr (kAlibi) take_slope(work);
             Output o = {};
-            const RowPair softmax = attend_to_all(o, p, s, work, keys);
-            if constexpr (kOutputFirst) {
+            RowPair softmax = attend_to_all(o, p, s, work, keys);
+            const bool is_part = kPartsKeys && holds_part(work);
+            if (kOutputFirst || is_part) {
                 // The next queries come while the output is on its way.
                 finish_output(o, p, work, keys.begin);
-                store(o, softmax, work);
+                if (!is_part || joins_parts(o, softmax, work)) store(o, softmax, work);
                 work = receive();
                 if (!work.exists()) return;
                 keys = key_tiles_of(params.call, work);
@@ -314,6 +316,19 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         self().issue_output(o, p);
         turns.pass();
         self().template wait_output<0>(o, work, tile);
+    }
+
+    // Whether it is one of several parts of a tile: by a vote, after which the compiler knows that
+    // all take the same way.
+    __device__ static bool holds_part(const WorkTile& work) {
+        return __any_sync(0xffffffffu, work.parts > 1);
+    }
+
+    // Leaves a part of a tile. If it is the last to be there, goes on with all of them together.
+    __device__ bool joins_parts(Output& o, RowPair& softmax, const WorkTile& work) {
+        if constexpr (kPartsKeys)
+            return KeyParts<Dims>(params.call).join(o, softmax, work, warpgroup);
+        return true;
     }
 
     __device__ void store(const Output& o, const RowPair& softmax, const WorkTile& work) {

@@ -82,6 +82,13 @@ struct KeyTileRange {
 
     __device__ bool none() const { return begin == end; }
     __device__ bool is_whole(int tile) const { return whole_begin <= tile && tile < whole_end; }
+
+    // Leaves number `part` of so many parts.
+    __device__ void take(int part, int parts) {
+        const int count = end - begin;
+        end = begin + count * (part + 1) / parts;
+        begin += count * part / parts;
+    }
 };
 
 using Order = TileOrder<kBlockM, SECTION_BYTES>;
@@ -94,7 +101,9 @@ using Bias = RowBiasOf<bias_t, kBlockN / 2>::type;
 using BiasRows = BiasRowsOf<kWgmmaM, kBlockN>;
 
 __device__ inline KeyRange key_tiles_of(const ForwardParams& call, const WorkTile& work) {
-    return KeyRange(work.sequence(call).mask(call.features), work.first_row);
+    KeyRange keys(work.sequence(call).mask(call.features), work.first_row);
+    if constexpr (kPartsKeys) keys.take(work.part, work.parts);
+    return keys;
 }
 
 // ---- which tiles of keys there are, if a mask or a mask_mod hides some ----

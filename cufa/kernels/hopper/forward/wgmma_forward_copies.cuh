@@ -164,8 +164,7 @@ constexpr int kAskAhead = sizeof(scalar_t) == 1 ? 2 : 4;
 template <class Smem>
 __device__ inline void produce(Smem& smem, const Params& params) {
     const Order order(params.call);
-    const TileCounter counter{static_cast<unsigned int*>(params.call.workspace),
-                              order.heads * order.tiles};
+    const TileCounter counter{tiles_taken(params.call), order.count()};
     RingPosition<kQueryStages> q_at;
     RingPosition<kStages> at;  // a tile of keys and its values have the same place
     RingPosition<1> bias_at;

@@ -1,0 +1,94 @@
+// What blocks leave of a tile of queries whose keys are parted among them, and how the block with
+// the last part joins it to its own: exactly (Milakov and Gimelshein 2018, section 3.1), and in the
+// order of the parts, so that a result has the same bits every time. Parts are handed out in that
+// order: whoever waits, waits for blocks that have begun.
+#pragma once
+
+#include "hopper/forward/wgmma_forward_block.cuh"
+
+// What a warpgroup found, as its threads have it. Dims are the columns of its sums of O.
+template <int Dims>
+struct alignas(16) RowsOfPart {
+    using Four = Pack<float, 4>;
+    Four sums[Dims / 8][kWarpgroup];
+    RowPair softmax[kWarpgroup];
+
+    __device__ void write(const WgmmaSums<Dims>& o, const RowPair& found) {
+        const int thread = threadIdx.x % kWarpgroup;
+#pragma unroll
+        for (int i = 0; i < Dims / 8; ++i)
+            sums[i][thread] = {o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]};
+        softmax[thread] = found;
+    }
+
+    __device__ void add_to(WgmmaSums<Dims>& o, RowPair& joined) const {
+        const int thread = threadIdx.x % kWarpgroup;
+        const RowPair found = softmax[thread];
+        float shrink[2], weight[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            OnlineSoftmax& row = joined.rows[half];
+            shrink[half] = row.raise_max(found.rows[half].max);
+            weight[half] = exp2_of(found.rows[half].max - row.shift());
+            row.sum += found.rows[half].sum * weight[half];
+        }
+#pragma unroll
+        for (int i = 0; i < Dims / 8; ++i) {
+            const Four four = sums[i][thread];
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                o[4 * i + e] = o[4 * i + e] * shrink[e / 2] + four[e] * weight[e / 2];
+        }
+    }
+};
+
+// All parts, in the workspace behind the count of tiles taken: how many of each tile are there,
+// then what they are.
+template <int Dims>
+struct KeyParts {
+    unsigned int (*there)[kConsumers];  // the count of a tile is that of its first part
+    RowsOfPart<Dims> (*rows)[kConsumers];
+    int count;
+
+    __device__ explicit KeyParts(const ForwardParams& call)
+        : count(call.parting.count - call.parting.whole) {
+        unsigned char* const begin = static_cast<unsigned char*>(call.workspace) + kAlignment;
+        there = reinterpret_cast<unsigned int (*)[kConsumers]>(begin);
+        rows = reinterpret_cast<RowsOfPart<Dims>(*)[kConsumers]>(
+            begin + round_up(count * static_cast<int>(sizeof *there), kAlignment));
+    }
+
+    // Threads of one block do so.
+    template <int Threads>
+    __device__ void clear_counts() const {
+        for (int i = threadIdx.x; i < count; i += Threads)
+            for (unsigned int& of_warpgroup : there[i]) of_warpgroup = 0;
+    }
+
+    // Leaves a warpgroup's part of a tile, or joins all others to it if it is the last. Returns
+    // whether it is. By votes, after which the compiler knows that a warp's lanes take the same
+    // way.
+    __device__ bool join(WgmmaSums<Dims>& o, RowPair& softmax, const WorkTile& work,
+                         int warpgroup) const {
+        const int others = uniform(work.parts) - 1, barrier = kFirstStore + warpgroup;
+        const bool first_warp = __any_sync(0xffffffffu, threadIdx.x % kWarpgroup < 32);
+        unsigned int& left = there[work.first_part][warpgroup];
+        if (__any_sync(0xffffffffu, work.part < others)) {
+            rows[work.first_part + work.part][warpgroup].write(o, softmax);
+            ptx::named_barrier_sync<kWarpgroup>(barrier);
+            if (first_warp && ptx::elect_lane()) ptx::add_release(&left, 1);
+            return false;
+        }
+        const Watchdog watchdog;
+        while (first_warp && __any_sync(0xffffffffu, ptx::load_acquire(&left) < others))
+            watchdog.check("parts", others, &left, Caller::here());
+        ptx::named_barrier_sync<kWarpgroup>(barrier);
+#pragma unroll 1
+        for (int part = 0; part < others; ++part)
+            rows[work.first_part + part][warpgroup].add_to(o, softmax);
+        return true;
+    }
+
+  private:
+    static constexpr int kAlignment = 16;  // in bytes, of each of these
+};

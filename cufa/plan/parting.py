@@ -1,0 +1,140 @@
+"""Keys of a tile of queries that are parted among blocks, so that all SMs are done at about the same time.
+
+Blocks take tiles of queries until none are left. In the last round some SMs have none: with 1,376 tiles for
+132 SMs, 76 are idle in the eleventh round. And under a causal mask the last queries of few heads take longer
+than all SMs together need. So the keys of such tiles are parted: each block leaves what it found, and the
+block with the last part joins it (hopper/forward/key_parts.cuh). As in stream-K (Osama et al. 2023), but in
+equal parts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import TypeVar
+
+from cufa.device import Device
+from cufa.plan.choice import TileSizes, query_tiles
+from cufa.plan.pace import Pace
+from cufa.plan.record import Parting
+from cufa.plan.sizes import MOST_PARTS_OF_HEAD
+from cufa.problem import Problem
+from cufa.rounding import ceil_div
+
+T = TypeVar("T", bound=TileSizes)
+
+# Into how many parts a tile is worth being parted, at most.
+MOST_PARTS = 4
+# Nanoseconds on an H200. A part is written in float32, and another block reads it: so much for each byte, and
+# so much for waiting. And what a call takes until counts are 0.
+OF_PART_BYTE, OF_PART, CLEARING = 0.055, 1200, 2000
+ACCUMULATOR_BYTES = 4
+# What parts must gain, and more of them over fewer: it is an estimate, and they take memory.
+WORTH_IT, MORE_ARE_WORTH_IT = 0.99, 0.97
+
+
+def unsuited(problem: Problem, tiles: TileSizes, parts: int) -> str | None:
+    """None if keys can be parted so, else the reason."""
+    features = problem.features
+    if features.packed or features.seqused_k or features.page_size:
+        return "keys are parted where the lengths of sequences are known beforehand"
+    if features.key_mask or features.window != (None, None):
+        return "keys are not parted under a window, a mask or a mask_mod"
+    if not problem.causal:
+        key_tiles = ceil_div(problem.seqlen_k, tiles.block_n)
+        return f"there are {key_tiles} tiles of keys to part" if key_tiles < parts else None
+    of_head = sum(_in_parts(_key_tiles(problem, tiles), parts))
+    if of_head > MOST_PARTS_OF_HEAD:
+        return f"a head's tiles have {of_head} parts together; they may have {MOST_PARTS_OF_HEAD}"
+    return None
+
+
+def parting_of(problem: Problem, tiles: TileSizes, parts: int, blocks: int) -> Parting:
+    """What is handed out to so many blocks, if the longest tile of those that are parted is in `parts` parts.
+
+    Under a causal mask all are, and the longest parts come first, else those of the last round.
+    """
+    if not problem.causal:
+        left = query_tiles(problem, tiles) % blocks
+        whole = query_tiles(problem, tiles) - left
+        return Parting(whole, parts, whole + left * parts)
+    key_tiles = _key_tiles(problem, tiles)
+    in_parts = _in_parts(key_tiles, parts)
+    firsts = itertools.accumulate(in_parts, initial=0)
+    places = [
+        (ceil_div(keys, count), (tile, part, count, first))
+        for tile, (keys, count, first) in enumerate(zip(key_tiles, in_parts, firsts, strict=False))
+        for part in range(count)
+    ]
+    # Parts of a tile stay in their order: the last one's block waits for the others.
+    in_order = sorted(places, key=lambda place: (-place[0], -place[1][0]))
+    heads = problem.batch * problem.heads
+    return Parting(0, parts, heads * len(places), tuple(place for _, place in in_order))
+
+
+def fastest(
+    problem: Problem, device: Device, paces: Mapping[T, Pace], least: float
+) -> tuple[T, int, float] | None:
+    """The tiles and in how many parts they are done first, and when that is; None if `least` is as good."""
+    best = None
+    for tiles, pace in paces.items():
+        key_tiles = _key_tiles(problem, tiles)
+        if sum(key_tiles) == 0 or _time_of_all(problem, tiles, pace, key_tiles) / device.sm_count > least:
+            continue
+        for parts in range(2, MOST_PARTS + 1):
+            if unsuited(problem, tiles, parts) is None:
+                time = _time(problem, tiles, pace, parts, device.sm_count)
+                gains = WORTH_IT if best is None else MORE_ARE_WORTH_IT if best[1] < parts else 1
+                if time < gains * least:
+                    best, least = (tiles, parts, time), time
+    return best
+
+
+def _time(problem: Problem, tiles: TileSizes, pace: Pace, parts: int, blocks: int) -> float:
+    """Nanoseconds until all blocks are done then."""
+    key_tiles = _key_tiles(problem, tiles)
+    of_key_tile = tiles.block_m * tiles.block_n * pace.of_score
+    of_part = OF_PART + OF_PART_BYTE * tiles.block_m * problem.value_dim * ACCUMULATOR_BYTES
+
+    def time_of(keys: int, count: int) -> float:
+        """Of one of so many parts of so many tiles of keys."""
+        return ceil_div(keys, count) * of_key_tile + pace.of_tile + of_part * (count > 1)
+
+    if not problem.causal:
+        rounds, left = divmod(query_tiles(problem, tiles), blocks)
+        last_round = ceil_div(left * parts, blocks) * time_of(max(key_tiles), parts)
+        return CLEARING + rounds * time_of(max(key_tiles), 1) + last_round
+    of_head = [
+        time_of(keys, count)
+        for keys, count in zip(key_tiles, _in_parts(key_tiles, parts), strict=True)
+        for _ in range(count)
+    ]
+    of_head.sort(reverse=True)
+    heads = problem.batch * problem.heads
+    least = max(heads * sum(of_head) / blocks, of_head[0])
+    if heads * len(of_head) > blocks:  # of those that come first, two are one block's
+        least = max(least, of_head[(blocks - 1) // heads] + of_head[blocks // heads])
+    return CLEARING + least
+
+
+def _time_of_all(problem: Problem, tiles: TileSizes, pace: Pace, key_tiles: list[int]) -> float:
+    """What all tiles take together if none is parted."""
+    of_key_tile = tiles.block_m * tiles.block_n * pace.of_score
+    of_head = sum(key_tiles) * of_key_tile + len(key_tiles) * pace.of_tile
+    return problem.batch * problem.heads * of_head
+
+
+def _key_tiles(problem: Problem, tiles: TileSizes) -> list[int]:
+    """How many tiles of keys each tile of a head's queries looks at."""
+    count = ceil_div(problem.seqlen_q, tiles.block_m)
+    if not problem.causal:
+        return [ceil_div(problem.seqlen_k, tiles.block_n)] * count
+    ends = (min(tile * tiles.block_m, problem.seqlen_q) for tile in range(1, count + 1))
+    beyond = problem.seqlen_k - problem.seqlen_q
+    return [ceil_div(max(0, end + beyond), tiles.block_n) for end in ends]
+
+
+def _in_parts(key_tiles: list[int], parts: int) -> list[int]:
+    """In how many parts each of those is under a causal mask: none is longer than the longest tile's."""
+    most = max(1, ceil_div(max(key_tiles, default=0), parts))
+    return [max(1, ceil_div(keys, most)) for keys in key_tiles]

@@ -80,7 +80,10 @@ struct KeyParts {
             return false;
         }
         const Watchdog watchdog;
-        while (first_warp && __any_sync(0xffffffffu, ptx::load_acquire(&left) < others))
+        const auto some_missing = [&] {
+            return threadIdx.x % 32 == 0 && ptx::load_acquire(&left) < others;
+        };
+        while (first_warp && __any_sync(0xffffffffu, some_missing()))
             watchdog.check("parts", others, &left, Caller::here());
         ptx::named_barrier_sync<kWarpgroup>(barrier);
 #pragma unroll 1

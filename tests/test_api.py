@@ -733,6 +733,8 @@ def test_a_plan_takes_the_options_of_a_call(rng: np.random.Generator) -> None:
         ({"backward": True, "gradients": ["bias"]}, ValueError, "the gradient of bias is asked for, and"),
         ({"kernel": ["fwd_1_naive"]}, ValueError, r"kernel is \['fwd_1_naive'\]; it may be fwd_1_naive, "),
         ({"tiles": [64]}, TypeError, r"tiles is \[64\]; it may be a mapping, as in \{'block_m': 64\}"),
+        ({"kernel": np.zeros(9)}, ValueError, r"kernel is a numpy.ndarray of shape \(9,\); it may be fwd_1"),
+        ({"tiles": np.zeros(9)}, TypeError, r"tiles is a numpy.ndarray of shape \(9,\); it may be a mapping"),
     ],
 )
 def test_a_plan_refuses_options_that_no_call_has(

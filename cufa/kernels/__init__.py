@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from cufa.device import Device
+from cufa.messages import shown
 from cufa.problem import DTYPES, FLOAT8, MAX_HEAD_DIM, Direction, Problem, one_of
 from cufa.rounding import ceil_div
 
@@ -471,7 +472,7 @@ def kernel_named(name: str) -> Kernel:
     """The registry's row of that name, which may be short; ValueError if there is none."""
     kernel = KERNELS.get(whole_name(name, KERNELS)) if isinstance(name, str) else None
     if kernel is None:
-        raise ValueError(f"kernel is {name!r}; it may be {', '.join(KERNELS)}")
+        raise ValueError(f"kernel is {shown(name)}; it may be {', '.join(KERNELS)}")
     return kernel
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from cufa.device import Device
 from cufa.kernels import kernel_named
+from cufa.messages import shown
 from cufa.plan import (
     bias_gradient,
     float32,
@@ -110,7 +111,7 @@ def _mixed_plan(mix: mixed.Mix, problem: Problem, device: Device) -> Plan:
 def check_tiles(tiles: object) -> None:
     """Raises TypeError for overrides of tile sizes that are no mapping."""
     if not isinstance(tiles, Mapping):
-        raise TypeError(f"tiles is {tiles!r}; it may be a mapping, as in {{'block_m': 64}}")
+        raise TypeError(f"tiles is {shown(tiles)}; it may be a mapping, as in {{'block_m': 64}}")
 
 
 def make_probabilities_plan(problem: Problem, device: Device) -> Plan:

@@ -1,6 +1,6 @@
-"""The functions that users call, read top to bottom: arrays -> Problem -> Plan -> kernels, or the CPU.
+"""The functions that users call. Read top to bottom: arrays -> Problem -> Plan -> kernels, or the CPU.
 
-How one call goes that way is in `cufa.call`.
+`cufa.call` holds the steps that these functions share.
 """
 
 from __future__ import annotations
@@ -102,122 +102,120 @@ def attention(
     arch: ArchLike | None = None,
     backend: arrays.Backend | None = None,
 ) -> Any:
-    """Exact attention, softmax(softmax_scale * Q K^T) V, never holding a seqlen_q x seqlen_k matrix.
+    """Compute exact attention, softmax(softmax_scale * Q K^T) V, without a seqlen_q x seqlen_k matrix.
 
-    Computed as in FlashAttention-2 (Dao 2023, Algorithm 1). Sums are kept in float32, for float64 arrays
-    in float64. A row that sees no key has output 0 and LSE -inf (with a sink: the sink). What a row does
-    not see has no part in its result, not even if it is NaN.
+    The algorithm is FlashAttention-2 (Dao 2023, Algorithm 1). Sums are accumulated in float32, for float64
+    arrays in float64. A row that sees no key has output 0 and LSE -inf (with a sink: the sink). A key that a
+    row does not see never affects that row, even if the key is NaN.
 
-    Arrays are NumPy's, CuPy's or any with DLPack, all of one kind, with any strides; one whose last axis
-    is not contiguous is copied. On a GPU the work is on CuPy's current stream, and nothing waits for it.
+    Arrays may come from NumPy, CuPy or any library with DLPack, but all from the same one. Any strides work;
+    an array whose last axis is not contiguous is copied. A GPU works on CuPy's current stream, without
+    synchronization.
 
-    A score is s = softmax_scale * q k; then s = softcap * tanh(s / softcap), if there is a softcap; then
-    the bias and -slope * |distance from the diagonal| are added; then it is what `score_mod` makes of it. The
-    diagonal ends in the bottom-right corner: query i stands at key i + seqlen_k - seqlen_q.
+    A score is computed in this order: s = softmax_scale * q k; with a softcap, softcap * tanh(s / softcap);
+    plus the bias; minus slope * |distance from the diagonal|; then `score_mod`. The diagonal ends in the
+    bottom-right corner: query i is aligned with key i + seqlen_k - seqlen_q.
 
-    `score_mod` and `mask_mod` are functions of one's own, as FlexAttention has them (Dong et al. 2024).
-    They compute with numbers, by Python's operators and NumPy's functions; np.where stands for if. They are
-    called with symbols; what they compute, and its derivative, is compiled into the kernel, and on the CPU
-    NumPy computes it. A function that reads arrays is given them as `cufa.ScoreMod(function, *arrays)` and
-    `cufa.MaskMod(function, *arrays)`, and reads an element at a time, as in table[h, q_idx - kv_idx + 511].
-    On a GPU nobody checks that an index lies in the array, and a negative one does not count from its end.
-    What else such a function takes from around it is a constant of the kernel, which another value compiles
-    anew. One of these objects is traced once, a function by itself in every call, which takes the host a
-    fraction of a millisecond.
+    `score_mod` and `mask_mod` are functions of your own, as in FlexAttention (Dong et al. 2024). They compute
+    with Python's operators and NumPy's functions, with np.where instead of if. cufa calls them with symbols
+    and compiles the result and its derivative into the kernel; on the CPU, NumPy evaluates them. To read
+    arrays, pass `cufa.ScoreMod(function, *arrays)` or `cufa.MaskMod(function, *arrays)`. The function reads
+    one element at a time, as in table[h, q_idx - kv_idx + 511]. On a GPU, indices are not checked, and
+    negative ones do not count from the end. Any other value that the function takes from outside is a
+    constant of the kernel: a new value compiles a new kernel. A ScoreMod or MaskMod is traced once. A bare
+    function is traced in every call, which takes a fraction of a millisecond of host time.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64; head_dim 1 to 512
-            (256 if gradients are wanted). Or float8_e4m3fn (ml_dtypes), of which there are no gradients; on
-            a GPU that takes one of sm_89 or newer and head dims to 256.
-        k: (batch, seqlen_k, kv_heads, head_dim), as q; heads must be a multiple of kv_heads, and query
-            head h reads KV head h // (heads // kv_heads). With v, it may also be float8_e4m3fn beside q in
-            bfloat16 or float16: for a cache of keys that takes half the memory, and few queries.
-        v: (batch, seqlen_k, kv_heads, value_dim), as k; value_dim 1 to 512. If all are float8_e4m3fn a Hopper
-            GPU is fastest with many queries if it lies transposed, its keys next to each other: as a view of
-            (batch, kv_heads, value_dim, seqlen_k), whose other strides are multiples of 16, of a multiple of
-            4 keys, neither packed nor in pages. With few queries, as in decoding, or on another GPU it must
-            not.
+            (with gradients 1 to 256). Or float8_e4m3fn (ml_dtypes), which has no gradients and, on a GPU,
+            needs sm_89 or newer and head dims up to 256.
+        k: (batch, seqlen_k, kv_heads, head_dim), dtype as q. heads must be a multiple of kv_heads; query
+            head h reads KV head h // (heads // kv_heads). With q in bfloat16 or float16, k and v may both
+            be float8_e4m3fn: a key-value cache in half the memory, for few queries.
+        v: (batch, seqlen_k, kv_heads, value_dim), dtype as k; value_dim 1 to 512. If q, k and v are all
+            float8_e4m3fn and there are many queries, a Hopper GPU is fastest with v stored transposed: a
+            view of a (batch, kv_heads, value_dim, seqlen_k) array in which keys are adjacent and the other
+            strides are multiples of 16, with a multiple of 4 keys, neither packed nor in pages. Do not store
+            v transposed for few queries, as in decoding, or on another GPU.
         causal: a query sees no key after the diagonal.
-        window: (left, right): how many keys before and after the diagonal a query sees; None or -1 on a
-            side is all of them. With `causal` right is 0.
+        window: (left, right): how many keys before and after the diagonal a query sees; None or -1 for all
+            on that side. With `causal`, right is 0.
         softmax_scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
-        softcap: what scores are bounded by, softly; 0 for no bound.
-        bias: added to the scores: (batch or 1, heads or 1, seqlen_q or 1, seqlen_k), without the first
-            axes that are 1 if you like; any of the dtypes. Beside arrays of fewer bits, one of float64 is
-            rounded to float32, where numpy.finfo(float).min is -inf: the key is not seen at all.
-        mask: which keys a query sees, True to see it: shaped as bias; bool, or uint8 with eight keys in a
-            byte as from numpy.packbits(mask, axis=-1, bitorder="little"). On a GPU the mma kernels read it
-            once beforehand and leave out tiles of which no query sees a key, so time follows what is seen;
-            they are fastest if its rows are multiples of 16 bytes.
+        softcap: soft bound of the scores; 0 for none.
+        bias: added to the scores: (batch or 1, heads or 1, seqlen_q or 1, seqlen_k), float16, bfloat16,
+            float32 or float64. Leading axes of length 1 may be left out. Unless q is float64, a float64 bias
+            is rounded to float32; numpy.finfo(float).min then becomes -inf, which hides the key.
+        mask: True where a query sees a key: shaped like bias; bool, or uint8 with eight keys per byte, as
+            from numpy.packbits(mask, axis=-1, bitorder="little"). On a GPU, the mma kernels first read the
+            mask once and then skip tiles in which no query sees a key, so masked calls take less time.
+            They are fastest if rows of the mask are multiples of 16 bytes.
         alibi_slopes: (heads,) or (batch, heads), float32 (float64 for float64 arrays).
         sink: (heads,) float32 (float64 for float64 arrays): one more logit in the softmax of every row of
-            a head, with no value; it is not scaled.
-        score_mod: f(score, b, h, q_idx, kv_idx), or a `cufa.ScoreMod` of it and arrays: returns the new score
-            of a float; of sequence b's and query head h's integers q_idx and kv_idx, which count queries
-            and keys from the sequence's own first ones, wherever the diagonal is. Integers have 32 bits
-            unless they are of an array of int64 or uint32; floats are float32 (float64 for float64 arrays).
-        mask_mod: g(b, h, q_idx, kv_idx), or a `cufa.MaskMod`: returns True for a key that the query sees, if
-            no other mask hides it. On a GPU the mma kernels leave out what no query of a tile sees.
-        q_descale: (batch, kv_heads) float32, for float8_e4m3fn arrays only: what q is to be multiplied with,
-            for the query heads that read a KV head; None for 1. `cufa.quantize` makes both.
+            a head, without a value. It is not scaled.
+        score_mod: f(score, b, h, q_idx, kv_idx), or a `cufa.ScoreMod` of such a function and arrays. Returns
+            the new score. score is a float; b is the sequence, h the query head; q_idx and kv_idx count
+            queries and keys from the start of the sequence, wherever the diagonal is. Integers have 32 bits,
+            unless read from an int64 or uint32 array; floats are float32 (float64 for float64 arrays).
+        mask_mod: g(b, h, q_idx, kv_idx), or a `cufa.MaskMod`. Returns True if the query sees the key, unless
+            another mask hides it. On a GPU, the mma kernels skip tiles in which no query sees a key.
+        q_descale: (batch, kv_heads) float32, for float8_e4m3fn arrays only: the factor for q in all query
+            heads that read this KV head; None for 1. `cufa.quantize` returns the array and its descale.
         k_descale: the same for k.
         v_descale: the same for v.
-        dropout_p: which part of the probabilities is set to 0 at random, 0 <= dropout_p < 1, rounded to a
-            multiple of 2**-15; the others grow by 1 / (1 - dropout_p). The LSE knows nothing of it.
-        seed: of dropout's random numbers, 64 bits (Philox4x32-7).
-        offset: which of that seed's sequences of random numbers, 32 bits; another for every call.
-        cu_seqlens_q: (batch + 1,) int32, where each sequence begins and the last ends, for sequences packed
-            one after the other: q is then (tokens, heads, head_dim), and likewise out; bias and mask have
-            rows and keys numbered within each sequence, and must reach as far as the longest. Tokens before
-            the first sequence and after the last are of none: nothing is written for them, so that in a new
-            output they are whatever was in its memory. On a GPU the numbers are not checked.
+        dropout_p: fraction of the probabilities that is set to 0 at random, 0 <= dropout_p < 1, rounded to a
+            multiple of 2**-15. The others are multiplied by 1 / (1 - dropout_p). The LSE is unaffected.
+        seed: seed of dropout's random numbers, 64 bits (Philox4x32-7).
+        offset: which random sequence of that seed to use, 32 bits; use a new one in every call.
+        cu_seqlens_q: (batch + 1,) int32: where each sequence starts, and where the last ends, for packed
+            sequences. q and out are then (tokens, heads, head_dim); rows and keys of bias and mask are
+            numbered within each sequence, and must suffice for the longest. Tokens before the first sequence
+            and after the last are not written: in a new output they hold whatever was in memory. On a GPU the
+            numbers are not checked.
         cu_seqlens_k: the same for k and v, (tokens, kv_heads, ...).
-        seqused_k: (batch,) int32: only so many keys of each sequence count, or all that it has if they are
-            fewer; the last that counts is the diagonal's end.
-        block_table: (batch, pages) int32, for keys and values that lie in pages (Kwon et al. 2023): k is then
-            (pages, page_size, kv_heads, head_dim), v likewise, and key i of sequence b is row i % page_size
-            of page block_table[b, i // page_size]. Which pages are a sequence's, and in what order, does not
-            matter, nor does the page size. Entries past the `seqused_k` keys of a sequence are not read, nor
-            are rows past them. With cu_seqlens_q, but not with cu_seqlens_k. There are no gradients. On a
-            GPU the numbers are not checked.
-        max_seqlen_q: how many queries a sequence of cu_seqlens_q has at most, if you know it: with keys in
-            pages, calls whose sequences are all of one length are then known to be such. No result depends
-            on it.
-        precision: of float32 products: "ieee" for the error of float32, or "tf32", which is faster: tensor
-            cores round their operands to 10 bits of mantissa. On the CPU, and with return_attn_probs, it
-            makes no difference.
+        seqused_k: (batch,) int32: how many keys of each sequence count, at most all that it has. The
+            diagonal ends at the last key that counts.
+        block_table: (batch, pages) int32, for keys and values in pages (Kwon et al. 2023). k is then
+            (pages, page_size, kv_heads, head_dim), v likewise; key i of sequence b is row i % page_size of
+            page block_table[b, i // page_size]. Pages may have any order and any size. Entries and rows
+            beyond the `seqused_k` keys of a sequence are not read. May be combined with cu_seqlens_q, not
+            with cu_seqlens_k. There are no gradients. On a GPU the numbers are not checked.
+        max_seqlen_q: the most queries that a sequence of cu_seqlens_q has, if you know it. Only planning
+            uses it, and only for keys in pages: it can show that all sequences have the same length. No
+            result depends on it.
+        precision: of float32 products: "ieee" for the error of float32, or the faster "tf32": tensor cores
+            round operands to 10 bits of mantissa. No effect on the CPU or with return_attn_probs.
         layout: "bshd" as above, or "bhsd" for (batch, heads, seqlen, head_dim); pages are then
             (pages, kv_heads, page_size, head_dim).
-        return_lse: also return the log-sum-exp of the scores, which the backward needs.
-        return_attn_probs: also return the LSE and the probabilities, (batch, heads, seqlen_q, seqlen_k) of
-            q's dtype, as they were multiplied with v: with dropout, those that are dropped are 0 and the
-            others have grown. They take the memory that attention does without; a log says how much. Not of
-            packed sequences.
-        out: where to write the output, of its shape and dtype; must not overlap an input. For q in
+        return_lse: also return the log-sum-exp of the scores (LSE), which the backward needs.
+        return_attn_probs: also return the LSE and the probabilities that v is multiplied by, in
+            (batch, heads, seqlen_q, seqlen_k) and q's dtype. With dropout, dropped ones are 0 and the others
+            scaled up. They take the O(N^2) memory that attention avoids; a log message says how much. Not
+            for packed sequences or 8-bit keys.
+        out: where to write the output, with its shape and dtype; must not overlap an input. For q in
             float8_e4m3fn it may be float16.
-        lse: where to write the LSE, which is then returned too.
-        workspace: memory for the kernel, `cufa.plan(...).workspace_bytes` of it: an array of CuPy's or with
-            DLPack, contiguous, on the GPU.
-        kernel: a rung of the ladder (`cufa kernels` lists them; "fwd_4" will do) instead of the fastest.
+        lse: where to write the LSE, which is then also returned.
+        workspace: scratch memory for the kernel, `cufa.plan(...).workspace_bytes` bytes: a contiguous array
+            on the GPU, from CuPy or with DLPack.
+        kernel: a rung of the ladder instead of the fastest (`cufa kernels` lists them; "fwd_4" suffices).
         tiles: overrides of that kernel's tile sizes, as in {"block_m": 64}.
-        arch: what to compile for instead of this GPU's own, as in "compute_80"; also CUFA_ARCH.
-        backend: "cuda" or "numpy"; None is the GPU if the arrays are on one or there is one.
+        arch: the architecture to compile for instead of this GPU's, as in "compute_80"; also CUFA_ARCH.
+        backend: "cuda" or "numpy". None: the GPU if the arrays are on one or one is available.
 
     Returns:
-        (batch, seqlen_q, heads, value_dim) in the layout asked for, of the dtype and kind of q (for q in
-        float8_e4m3fn of bfloat16). With return_lse, a pair of that and the LSE: (batch, heads, seqlen_q), of
-        packed sequences (heads, tokens), natural logarithm, float32 (float64 for float64 arrays). With
-        return_attn_probs, these two and the probabilities.
+        (batch, seqlen_q, heads, value_dim) in the given layout, in q's dtype (bfloat16 for float8_e4m3fn),
+        from the library of q. With return_lse, a pair of the output and the LSE: (batch, heads, seqlen_q),
+        for packed sequences (heads, tokens), natural logarithm, float32 (float64 for float64 arrays). With
+        return_attn_probs, a triple of output, LSE and probabilities.
 
     Raises:
-        TypeError: no array, kinds or dtypes mixed, or a dtype that is not supported; a function that cannot
-            be traced.
-        ValueError: shapes that don't go together, an `out` that does not fit or overlaps an input, an
-            option with an impossible value, a kernel that cannot run here, arrays on another GPU.
-        IndexError: on the CPU, a function that reads an array where it has no element, after some of what is
-            given to write into was written.
+        TypeError: an argument that is not an array, mixed libraries or dtypes, an unsupported dtype, or a
+            function that cannot be traced.
+        ValueError: shapes that do not match, an `out` that does not fit or overlaps an input, an option
+            with an impossible value, a kernel that cannot run here, arrays on another GPU.
+        IndexError: on the CPU, a function that reads outside an array. Outputs that were passed in may by
+            then be partly written.
         GPUUnavailableError: "cuda" without a GPU or CuPy; the message says what to install.
-        NVRTCMissingError: a GPU without NVRTC; likewise.
+        NVRTCMissingError: a GPU without NVRTC; the message says what to install.
         LaunchError, CompileError: the driver or NVRTC refused the kernel.
     """
     check_flags(return_lse=return_lse, return_attn_probs=return_attn_probs)
@@ -280,10 +278,10 @@ def check_attention(
     return_lse: bool,
     **side: Any,
 ) -> None:
-    """Raise what `attention` would of a call with these arrays and options, without computing anything.
+    """Raise what `attention` would raise for these arrays and options, without computing anything.
 
-    Arrays on the CPU stay there; if they were to go to a GPU, only the plan is made. `side` are arrays of
-    `attention`, or None; in its order it finds what is known of the call.
+    Arrays on the CPU stay there, even if `attention` would copy them to a GPU; then only the plan is made.
+    `side` are further arrays of `attention`, or None, in its order, so that both calls share cached checks.
     """
     check_flags(return_lse=return_lse)
     check_descales(**{name: side.get(name) for name in DESCALES})
@@ -344,19 +342,19 @@ def attention_backward(
     arch: ArchLike | None = None,
     backend: arrays.Backend | None = None,
 ) -> tuple[Any, ...]:
-    """The gradients of `attention` in q, k and v, and in bias, sink and a score_mod's arrays if asked for.
+    """Compute the gradients of `attention`: of q, k and v, and on request of bias, sink and score_mod arrays.
 
-    Computed as in FlashAttention-2 (Dao 2023, Algorithm 2): the probabilities are recomputed from q, k
-    and lse, never held as a whole. Rows that see no key, and keys that no row sees, have gradient 0.
+    The algorithm is FlashAttention-2 (Dao 2023, Algorithm 2): probabilities are recomputed in tiles from q,
+    k and lse. Rows that see no key, and keys that no row sees, have gradient 0.
 
     Args:
-        dout: gradient of the output: (batch, seqlen_q, heads, value_dim), of q's dtype and kind.
-        q: as it was given to `attention`; likewise k and v, and all options that are not named here.
+        dout: gradient of the output: (batch, seqlen_q, heads, value_dim), from q's library, in q's dtype.
+        q: as in the forward call; likewise k and v, and all options that are not described here.
         k: as above.
         v: as above.
-        out: what `attention` returned.
-        lse: what `attention` returned with return_lse=True, (batch, heads, seqlen_q).
-        dlse: gradient of the LSE, of its shape and dtype; None for 0.
+        out: the output of `attention`.
+        lse: the LSE that `attention` returned with return_lse=True, (batch, heads, seqlen_q).
+        dlse: gradient of the LSE, with its shape and dtype; None for 0.
         causal: as in the forward call; likewise the options below.
         window: as in the forward call.
         softmax_scale: as in the forward call.
@@ -370,33 +368,33 @@ def attention_backward(
         dropout_p: as in the forward call.
         seed: as in the forward call: the same probabilities are dropped.
         offset: as in the forward call.
-        cu_seqlens_q: as in the forward call; the gradients of tokens of no sequence are not written.
+        cu_seqlens_q: as in the forward call; gradients of tokens outside all sequences are not written.
         cu_seqlens_k: as in the forward call.
         seqused_k: as in the forward call; keys beyond it have gradient 0.
-        precision: as in `attention`; it need not be that of the forward call.
-        deterministic: the same bits in every run; on a GPU that takes longer.
+        precision: as in `attention`; it may differ from the forward call's.
+        deterministic: the same bits in every run; slower on a GPU.
         return_dbias: also return the gradient of the bias.
         return_dsink: also return the gradient of the sink.
         return_dscore_mod: also return the gradients of the arrays that score_mod, a `cufa.ScoreMod`, reads.
-            On a GPU scores add to them in no order, so that there are none with `deterministic`.
+            Not with `deterministic` on a GPU, where these gradients are summed in no fixed order.
         layout: as in the forward call.
-        dq: where to write the gradient of q, of its shape and dtype; must not overlap an input.
+        dq: where to write the gradient of q, with its shape and dtype; must not overlap an input.
         dk: the same for k.
         dv: the same for v.
-        dbias: the same for the bias, contiguous; it is then returned too.
+        dbias: the same for the bias, contiguous; it is then also returned.
         dsink: the same for the sink.
-        workspace: memory for the kernels, `cufa.plan(..., backward=True).workspace_bytes` of it.
+        workspace: scratch memory for the kernels, `cufa.plan(..., backward=True).workspace_bytes` bytes.
         kernel: a backward rung of the ladder instead of the fastest.
         tiles: overrides of that kernel's tile sizes.
-        arch: what to compile for instead of this GPU's own.
+        arch: the architecture to compile for instead of this GPU's.
         backend: "cuda", "numpy" or None.
 
     Returns:
-        (dq, dk, dv), each of the shape, dtype and kind of q, k, v; dk and dv are summed over the query
-        heads that share a KV head. Then dbias if it is asked for, of bias's shape and dtype, summed over
-        the axes that were broadcast; then dsink, likewise, summed over batch and rows. Then, with
-        return_dscore_mod, a tuple with a gradient for each array of the ScoreMod, of its shape and dtype and
-        summed over the scores that read an element; None for arrays of integers and bools.
+        (dq, dk, dv), each with the shape, dtype and library of q, k, v. dk and dv are summed over the query
+        heads that share a KV head. If requested, then dbias, shaped like bias and summed over broadcast axes;
+        then dsink, shaped like sink and summed over batch and rows; then, with return_dscore_mod, a tuple
+        with one gradient per array of the ScoreMod, shaped like it and summed over all scores that read an
+        element, or None for arrays of integers and bools.
 
     Raises:
         What `attention` raises.
@@ -460,20 +458,20 @@ def softmax(
     arch: ArchLike | None = None,
     backend: arrays.Backend | None = None,
 ) -> Any:
-    """Softmax over the last axis, the part of standard attention between its two products.
+    """Compute the softmax over the last axis, as standard attention does between its two products.
 
     Args:
         x: any shape with at least one axis, float16, bfloat16, float32 or float64; NumPy, CuPy or DLPack.
-        passes: reads of each row: 3 for the safe softmax (maximum, sum, quotients), 2 for the online one
-            (Milakov and Gimelshein 2018, Algorithm 3), which finds maximum and sum together.
-        arch: what to compile for instead of this GPU's own.
+        passes: reads of each row: 3 for safe softmax (maximum, sum, quotients), 2 for online softmax
+            (Milakov and Gimelshein 2018, Algorithm 3), which computes maximum and sum together.
+        arch: the architecture to compile for instead of this GPU's.
         backend: "cuda", "numpy" or None, as in `attention`.
 
     Returns:
-        Of the shape, dtype and kind of x. A row of -inf alone gives zeros.
+        An array with the shape, dtype and library of x. A row of only -inf gives zeros.
 
     Raises:
-        TypeError: no array, or a dtype that is not supported.
+        TypeError: not an array, or an unsupported dtype.
         ValueError: no axis, or another number of passes.
     """
     if not isinstance(passes, (int, np.integer)) or passes not in (2, 3):
@@ -518,13 +516,13 @@ def plan(
     arch: ArchLike | None = None,
     **side: Any,
 ) -> Plan:
-    """The Plan that a call with these arrays would use on the GPU, and why; nothing is compiled or run.
+    """Return the Plan that a call with these arrays would use on the GPU, and why. Compiles and runs nothing.
 
     Args:
-        q: anything with the shape and dtype of an array; likewise k and v. Nothing else of it is read, so
-            the arrays are taken to be as well aligned as their rows allow.
+        q: anything with the shape and dtype of an array; likewise k and v. Addresses are not read: arrays
+            are assumed to be as well aligned as their rows allow.
         k: as above.
-        v: as above; if it has strides, they say whether it lies transposed.
+        v: as above; if it has strides, they say whether it is stored transposed.
         backward: plan `attention_backward` instead of `attention`.
         causal: as in `attention`; likewise the options below.
         window: as in `attention`.
@@ -533,25 +531,24 @@ def plan(
         mask_mod: as above.
         dropout_p: as in `attention`.
         deterministic: as in `attention_backward`; with `backward` only.
-        gradients: of "bias", "sink" and "score_mod", which stands for the arrays that it reads, those whose
-            gradients are wanted too; with `backward` only.
+        gradients: inputs whose gradients are also requested: "bias", "sink", or "score_mod" for the arrays
+            that it reads; with `backward` only.
         max_seqlen_q: as in `attention`.
         precision: as in `attention`.
         layout: as in `attention`.
         kernel: as in `attention`.
         tiles: as in `attention`.
-        arch: what to plan for, be it here or not; on a machine without a GPU it must be given, or CUFA_ARCH
-            set.
-        side: the other arrays of `attention` and `attention_backward` by their names: bias, mask,
-            alibi_slopes, sink, q_descale, k_descale, v_descale, cu_seqlens_q, cu_seqlens_k, seqused_k,
-            block_table, dlse; described as q is.
+        arch: the architecture to plan for, on any machine. Without a GPU, it or CUFA_ARCH is required.
+        side: the other arrays of `attention` and `attention_backward` by name: bias, mask, alibi_slopes,
+            sink, q_descale, k_descale, v_descale, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, dlse;
+            described like q.
 
     Returns:
-        The Plan; `print` shows it.
+        The Plan; print it to read it.
 
     Raises:
-        TypeError, ValueError: as `attention`; or an option of gradients without `backward`.
-        GPUUnavailableError: no GPU, and no arch.
+        TypeError, ValueError: as `attention`; also for an option of the backward without `backward`.
+        GPUUnavailableError: no GPU and no arch.
     """
     unknown = side.keys() - {*FEATURE_ARRAYS, *DESCALES, "dlse"}
     if unknown:
@@ -578,7 +575,7 @@ def plan(
 
 
 def _plan_of(problem: Problem, device: Device, kernel: str | None, tiles: Tiles | None) -> Plan:
-    """For arrays that are as well aligned as their rows allow."""
+    """Plan for arrays that are as well aligned as their rows allow."""
     align_bytes = math.gcd(MAX_ALIGN_BYTES, *problem.row_bytes)
     in_boxes = contiguous_bias_lies_in_boxes(problem)
     placed = replace(problem, align_bytes=align_bytes, bias_boxes=in_boxes)
@@ -586,9 +583,9 @@ def _plan_of(problem: Problem, device: Device, kernel: str | None, tiles: Tiles 
 
 
 def _described(name: str, array: Any) -> Described:
-    """Something with a shape and a dtype, which need be no more of an array than that.
+    """Describe anything with a shape and a dtype, even if it is not an array.
 
-    It is as if contiguous unless it has strides in bytes.
+    Without strides (in bytes), it counts as contiguous.
     """
     if not (hasattr(array, "shape") and hasattr(array, "dtype")):
         raise TypeError(f"{name} is {kind_of(array)}; it must have a shape and a dtype")
@@ -614,7 +611,7 @@ def _feature_values(softcap: float, dropout_p: float, seed: int, offset: int) ->
         if softcap == 0 and dropout_p == 0 and seed == 0 and offset == 0:
             return _NO_VALUES
     except (RuntimeError, TypeError, ValueError):
-        pass  # The truth of some library's array, which the checks refuse by the argument's name.
+        pass  # Some library's array has no truth value; the checks below refuse it and name the argument.
     return FeatureValues(check_softcap(softcap), *check_dropout(dropout_p, seed, offset))
 
 
@@ -636,7 +633,7 @@ def _asked(
     gradients: tuple[str, ...] = (),
     max_seqlen_q: int | None = None,
 ) -> Asked:
-    """What a kernel is planned for, beyond the arrays: of values only whether there are any."""
+    """The options that a kernel is planned for. Of softcap and dropout, only whether they are on."""
     return (
         causal,
         window,

@@ -1,4 +1,4 @@
-"""Two partial results of attention, over different keys, made one."""
+"""Merges two partial results of attention over different keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cufa.problem import (
 )
 from cufa.tensor_layout import layout_of
 
-# The inputs that an output may be: each element of those is read before the one in its place is written.
+# Outputs may overlap these inputs: each input element is read before the output element there is written.
 _IN_PLACE = {"out": ("out_a", "out_b"), "lse": ("lse_a", "lse_b")}
 
 
@@ -36,31 +36,31 @@ def merge(
     arch: Arch | str | int | None = None,
     backend: arrays.Backend | None = None,
 ) -> tuple[Any, Any]:
-    """What attention over the keys of a and of b together gives, from what each gives alone.
+    """Merge the attention over keys a and the attention over keys b into that over both.
 
-    Exact but for rounding: out is the mean of out_a and out_b weighted with e^lse_a and e^lse_b, and lse is
-    log(e^lse_a + e^lse_b) (Milakov and Gimelshein 2018, section 3.1). A part whose LSE is -inf counts for
-    nothing. A sink, which each part would count, must be given to one of them only.
+    Exact but for rounding: out is the mean of out_a and out_b weighted by e^lse_a and e^lse_b, and lse is
+    log(e^lse_a + e^lse_b) (Milakov and Gimelshein 2018, section 3.1). A part with LSE -inf has weight 0. Pass
+    a sink to only one of the parts, since each would count it.
 
     Args:
-        out_a: (batch, seqlen, heads, value_dim), or (tokens, heads, value_dim) of packed sequences.
-        lse_a: its LSE, (batch, heads, seqlen) or (heads, tokens), as `attention` returns it.
+        out_a: (batch, seqlen, heads, value_dim), or (tokens, heads, value_dim) for packed sequences.
+        lse_a: the LSE of out_a, (batch, heads, seqlen) or (heads, tokens), as `attention` returns it.
         out_b: as out_a; likewise lse_b.
         lse_b: as above.
-        out: where to write the output, of its shape and dtype. It may be out_a or out_b, so that parts are
-            merged in place; nothing else that is given may overlap it.
-        lse: the same for the LSE, with lse_a and lse_b. If both are given nothing is allocated on a GPU,
-            unless an array's last axis is not contiguous or an LSE is not.
+        out: where to write the output, with its shape and dtype. It may be out_a or out_b, to merge in
+            place. It must not overlap any other argument.
+        lse: the same for the LSE, with lse_a and lse_b. Given out and lse, a call on a GPU allocates
+            nothing if every LSE is contiguous and so is the last axis of every other array.
         layout: "bshd" as above, or "bhsd".
-        arch: what to compile for instead of this GPU's own.
+        arch: the architecture to compile for instead of this GPU's.
         backend: "cuda", "numpy" or None, as in `attention`.
 
     Returns:
-        (out, lse), shaped as those of the parts, of their dtype and kind.
+        (out, lse), with the shapes, dtypes and library of the parts.
 
     Raises:
-        TypeError: no arrays, kinds or dtypes mixed, or a dtype that is not supported.
-        ValueError: shapes that don't go together, an output that is read-only or overlaps another array.
+        TypeError: not arrays, mixed libraries or dtypes, or an unsupported dtype.
+        ValueError: shapes that do not match, an output that is read-only or overlaps another array.
     """
     given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     outputs = {name: array for name, array in (("out", out), ("lse", lse)) if array is not None}

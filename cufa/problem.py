@@ -1,7 +1,7 @@
-"""What one call asks for: shapes, dtype and which options are on.
+"""What one call asks for: shapes, dtypes and options.
 
-A `Problem` holds no array and no address, so planning and compiling work from it on any machine. It is made
-of a call's arguments, which are checked, in `cufa.arguments`.
+A `Problem` holds no array and no address, so any machine can plan and compile for it. `cufa.arguments` checks
+a call's arguments and makes the Problem.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Direction = Literal["forward", "backward"]
 Shape = tuple[int, ...]
 
 MAX_HEAD_DIM: Mapping[Direction, int] = {"forward": 512, "backward": 256}
-# The widest access that a kernel makes: what knowing a larger alignment would not improve on.
+# The widest access of a kernel in bytes; a larger alignment gains nothing.
 MAX_ALIGN_BYTES = 16
-# Lengths and counts are 32-bit in the kernels' parameters; products of them are 64-bit.
+# Lengths and counts are 32-bit in the kernels' parameters; their products are 64-bit.
 MAX_EXTENT = 2**31 - 1
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -32,31 +32,31 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float64": np.dtype(np.float64),
 }
-# Q, K and V may be of 8 bits too, or K and V alone; nothing else is.
+# Only Q, K and V together, or K and V, may have 8 bits.
 FLOAT8 = "float8_e4m3fn"
 INPUT_DTYPES: dict[str, np.dtype[Any]] = {**DTYPES, FLOAT8: np.dtype(ml_dtypes.float8_e4m3fn)}
 _DTYPE_NAMES = {dtype: name for name, dtype in INPUT_DTYPES.items()}
-# What the output of such inputs may be, the first one if nobody says; and what Q may be beside such K and V.
+# The output dtypes for 8-bit inputs, the default first; also the dtypes of Q with K and V in 8 bits.
 FLOAT8_OUTPUTS = ("bfloat16", "float16")
 
-# Beside a transposed V, keys are copied in fours, two of each at once.
+# With a transposed V, keys are copied in groups of four, two adjacent ones at a time.
 KEYS_TOGETHER = 4
 
-# How float32 products may be computed: as exactly as float32 sums of them are, or from operands that are
-# rounded to tf32, of which 10 bits are the mantissa's.
+# Precision of float32 products: as exact as float32 sums, or with operands rounded to tf32 (10 bits of
+# mantissa).
 Precision = Literal["ieee", "tf32"]
 PRECISIONS: tuple[Precision, ...] = ("ieee", "tf32")
 
-# Where a layout has batch, seqlen and heads; head_dim is last in each.
+# The axes batch, seqlen and heads in each layout; head_dim is always last.
 LayoutName = Literal["bshd", "bhsd"]
 LAYOUTS: dict[str, tuple[int, int, int]] = {"bshd": (0, 1, 2), "bhsd": (0, 2, 1)}
-# Where a tensor has batch, seqlen and heads; packed sequences have no batch.
+# The axes batch, seqlen and heads of a tensor; packed sequences have no batch axis.
 Axes = tuple[int | None, int, int]
 _PACKED_AXES: Axes = (None, 0, 1)
 
 
 def dtype_of(array: Any) -> np.dtype[Any]:
-    """An array's dtype as NumPy's, of which other libraries have the names; np.float32 stands for its own."""
+    """An array's dtype as NumPy's; other libraries use the same names. np.float32 stands for its dtype."""
     dtype = array.dtype
     if isinstance(dtype, (np.dtype, type)):
         return np.dtype(dtype)
@@ -64,7 +64,7 @@ def dtype_of(array: Any) -> np.dtype[Any]:
 
 
 def dtype_name(dtype: Any, argument: str, allowed: Collection[str] = DTYPES) -> str:
-    """One of the `allowed` names; TypeError, naming the argument, for any other dtype."""
+    """The dtype's name, one of `allowed`; raises TypeError, naming the argument, for any other dtype."""
     name = _DTYPE_NAMES.get(dtype)
     if name is None or name not in allowed:
         order = "" if getattr(dtype, "isnative", True) else ", in the machine's byte order"
@@ -73,12 +73,12 @@ def dtype_name(dtype: Any, argument: str, allowed: Collection[str] = DTYPES) -> 
 
 
 def accumulator_dtype(dtype: str) -> np.dtype[Any]:
-    """What sums and the LSE are kept in: float64 for float64, float32 for the others."""
+    """The dtype of sums and of the LSE: float64 for float64, float32 for the others."""
     return DTYPES["float64" if dtype == "float64" else "float32"]
 
 
 def one_of(names: Iterable[str]) -> str:
-    """As in: a, b or c."""
+    """Join names, as in: a, b or c."""
     *most, last = names
     return f"{', '.join(most)} or {last}" if most else last
 
@@ -87,15 +87,15 @@ def one_of(names: Iterable[str]) -> str:
 class Features:
     """What a call asks for beyond plain attention. Kernels are compiled without what is off.
 
-    `window` is how many keys before and after the diagonal a query sees, None for all of them; `bias` and
-    `mask` are the shapes of those arrays, with 1 along axes that are broadcast, and `bias_dtype` is the
-    bias's dtype; of a mask in `mask_bits`, eight keys are one byte. `packed` stands for cu_seqlens;
-    `page_size` is how many keys a page has, 0 without a block table; `gradients` are the inputs beyond q, k
-    and v whose gradients are wanted, of "bias", "sink" and "score_mod", which stands for the arrays of floats
-    that it reads, whose elements are `array_sums` together. Packed sequences with fewer than `least_queries`
-    or more than `most_queries` are left out; 0 is no such limit, and calls have none: plans do. With `tf32`,
-    tensor cores may round float32 operands to tf32; a kernel that does not is right as well, so this is none
-    of the `names`; nor is `descale`, which belongs to 8-bit inputs.
+    `window` is how many keys before and after the diagonal a query sees, None for all. `bias` and `mask` are
+    the shapes of these arrays, with 1 along broadcast axes; `bias_dtype` is the bias's dtype. With
+    `mask_bits`, a byte of the mask holds eight keys. `packed` stands for cu_seqlens; `page_size` is the
+    number of keys in a page, 0 without a block table. `gradients` are the inputs beyond q, k and v whose
+    gradients are requested: "bias", "sink" or "score_mod", which stands for the float arrays that it reads;
+    `array_sums` is the number of their elements. Packed sequences with fewer than `least_queries` or more
+    than `most_queries` are left out (0: no limit); only plans set these limits, calls do not. With `tf32`,
+    tensor cores may round float32 operands to tf32. A kernel that does not is also right, so tf32 is not
+    among the `names`; nor is `descale`, which comes with 8-bit inputs.
     """
 
     window: tuple[int | None, int | None] = (None, None)
@@ -123,33 +123,33 @@ class Features:
 
     @property
     def key_mask(self) -> bool:
-        """Whether a key may be seen or not whatever its neighbours are."""
+        """Whether each key may be visible or hidden independently of its neighbours."""
         return self.mask is not None or self.mask_mod is not None
 
     @property
     def mod_arrays(self) -> tuple[str, ...]:
-        """The arrays that `score_mod` and `mask_mod` read, by their names in a call."""
+        """The arrays that `score_mod` and `mask_mod` read, by the names they have in a call."""
         written = (mod for mod in (self.score_mod, self.mask_mod) if mod is not None)
         return tuple(name for mod in written for name, _, _ in mod.arrays)
 
     @property
     def differentiated_arrays(self) -> tuple[str, ...]:
-        """Those of them whose gradients are wanted."""
+        """The mod arrays whose gradients are requested."""
         return self.score_mod.differentiated_names if self.score_mod is not None else ()
 
     @property
     def element_slopes_ask_score(self) -> bool:
-        """Whether their gradients take more than a score's gradient and its place."""
+        """Whether these gradients depend on the score itself, beyond its gradient and position."""
         return self.score_mod is not None and self.score_mod.slopes_ask_score
 
     @property
     def mod_array_bytes(self) -> int:
-        """What those take in the kernel's parameters."""
+        """Bytes that the mod arrays take in the kernel's parameters."""
         return sum(mod.array_bytes for mod in (self.score_mod, self.mask_mod) if mod is not None)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The arguments that ask for what is on."""
+        """The arguments that turn on what is on."""
         on = {
             "window": self.window != (None, None),
             "softcap": self.softcap,
@@ -177,17 +177,15 @@ PLAIN = Features()
 class Problem:
     """One attention call.
 
-    In packed sequences `seqlen_q` and `seqlen_k` are those of all sequences together. Of keys in pages,
-    `seqlen_k` is how many the block table has room for. A causal mask with
-    nothing else about it is `causal`; any other range of keys is a window of the features.
-    `dtype` is that of Q, and of K and V unless they have a `kv_dtype` of their own: of 8 bits beside 16.
-    `out_dtype` is that of O where it is neither `dtype` nor, for 8-bit inputs, bfloat16.
-    `align_bytes` is a power of two that every address and every stride is a multiple of, in bytes; the
-    kernels load that much at once. `ascending` says that no stride is negative, as the copy engine needs it.
-    `transposed_values` says that V lies in memory with its keys next to each other, (batch, value_dim,
-    kv_heads, seqlen_k) to the kernels. `bias_boxes` says that the copy engine can bring boxes of the
-    bias, which then has 16 bits an element. `max_seqlen_q` is how many queries a packed sequence has at most,
-    as the caller says: only what is fastest depends on it.
+    For packed sequences, `seqlen_q` and `seqlen_k` count the tokens of all sequences. For keys in pages,
+    `seqlen_k` is how many the block table has room for. `causal` is a plain causal mask; any other range of
+    keys is a window in the features. `dtype` is that of Q, and of K and V unless `kv_dtype` is set (8 bits,
+    with Q in 16). `out_dtype` is that of O, if it is neither `dtype` nor, for 8-bit inputs, bfloat16.
+    `align_bytes` is a power of two that divides every address and every stride in bytes; kernels load that
+    much at once. `ascending` says that no stride is negative, as the copy engine requires. With
+    `transposed_values`, keys of V are adjacent in memory; kernels see (batch, value_dim, kv_heads, seqlen_k).
+    With `bias_boxes`, the copy engine can bring boxes of the bias, which then has 16-bit elements.
+    `max_seqlen_q` is the most queries of a packed sequence, as the caller says; only speed depends on it.
     """
 
     direction: Direction
@@ -211,7 +209,7 @@ class Problem:
 
     @cached_property
     def kind(self) -> Problem:
-        """One of the same kind whose sizes are all 1, to look up what does not depend on them."""
+        """The same problem with all sizes 1, to look up what does not depend on sizes."""
         return replace(self, batch=1, seqlen_q=1, seqlen_k=1, heads=1, kv_heads=1, max_seqlen_q=None)
 
     @property
@@ -231,7 +229,7 @@ class Problem:
 
     @property
     def row_bytes(self) -> tuple[int, int]:
-        """Bytes of the shortest rows of Q and K, and of V and O; a transposed V has no such rows."""
+        """Bytes of the shortest rows of Q and K, and of V and O; a transposed V does not count."""
         of_values = self.output.itemsize if self.transposed_values else self.key_itemsize
         return self.head_dim * self.key_itemsize, self.value_dim * of_values
 
@@ -243,7 +241,7 @@ class Problem:
 
     @property
     def accumulator(self) -> np.dtype[Any]:
-        """What sums and the LSE are kept in."""
+        """The dtype of sums and of the LSE."""
         return accumulator_dtype(self.dtype)
 
     @property
@@ -253,14 +251,14 @@ class Problem:
 
     @property
     def packed_sequences(self) -> int:
-        """How many sequences `seqlen_q` and `seqlen_k` are those of together: 1 unless they are packed."""
+        """How many sequences `seqlen_q` and `seqlen_k` span: 1 unless packed."""
         return max(1, self.batch) if self.features.packed else 1
 
     @cached_property
     def visible_scores(self) -> int:
-        """How many (query, key) pairs of one head are in the range of a causal mask or a window.
+        """How many (query, key) pairs of one head the causal mask or window admits.
 
-        Packed sequences are counted as if all were equally long.
+        Packed sequences count as if all were equally long.
         """
         left, right = self.features.window
         if self.causal:
@@ -279,12 +277,12 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Operations of the matrix products, two for each multiply-add."""
+        """Operations of the matrix products, two per multiply-add."""
         return 2 * self.batch * self.heads * self.visible_scores * self.product_dims
 
     @property
     def dtypes(self) -> str:
-        """Those of the arrays, and what they are rounded to, in words."""
+        """The dtypes of the arrays, and what they are rounded to, in words."""
         of_keys = f" with keys and values in {self.kv_dtype}" if self.kv_dtype is not None else ""
         return f"{self.dtype}{' as tf32' if self.features.tf32 else ''}{of_keys}"
 
@@ -301,34 +299,34 @@ class Problem:
 
 
 def _pairs_up_to(rows: int, keys: int, offset: int) -> int:
-    """How many pairs 0 <= i < rows, 0 <= j < keys have j <= i + offset."""
+    """The number of pairs with 0 <= i < rows, 0 <= j < keys and j <= i + offset."""
     first = min(max(0, -offset), rows)  # the first row that sees a key
-    whole = min(max(first, keys - 1 - offset), rows)  # the first that sees them all
+    whole = min(max(first, keys - 1 - offset), rows)  # the first row that sees all keys
     growing = whole - first
     return growing * (first + offset + 1) + growing * (growing - 1) // 2 + (rows - whole) * keys
 
 
 def check_layout(layout: str) -> tuple[int, int, int]:
-    """The axes (batch, seqlen, heads) of a layout; ValueError for one that is not known."""
+    """The axes (batch, seqlen, heads) of a layout; raises ValueError if it is unknown."""
     check_choice("layout", layout, LAYOUTS)
     return LAYOUTS[layout]
 
 
 def check_choice(argument: str, value: object, allowed: Collection[str]) -> None:
-    """Check an argument that is one of a few words; ValueError, naming it and them, for anything else."""
+    """Raise ValueError, naming the argument and the allowed words, unless the value is one of them."""
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{argument} is {shown(value)}; it may be {one_of(map(repr, allowed))}")
 
 
 def tensor_axes(layout: str, packed: bool) -> Axes:
-    """Where a tensor has batch, seqlen and heads; pages of keys are a batch of them."""
+    """The axes batch, seqlen and heads of a tensor; for pages of keys, the batch axis is the page."""
     return _PACKED_AXES if packed else check_layout(layout)
 
 
 def axes_of(name: str, shape: Shape, layout: str) -> Axes:
-    """Those of one tensor alone, whose number of axes says whether it is of packed sequences.
+    """The axes of a single tensor; 3 axes mean packed sequences.
 
-    Raises ValueError if it has another number, or is packed and has another layout than they have.
+    Raises ValueError for any other number of axes, and for packed sequences in another layout than theirs.
     """
     check_layout(layout)
     if len(shape) == 4 or (len(shape) == 3 and layout == "bshd"):
@@ -339,7 +337,7 @@ def axes_of(name: str, shape: Shape, layout: str) -> Axes:
 
 
 def four_axes(shape: Shape) -> Shape:
-    """The shape with those axes in front that broadcasting adds."""
+    """The shape with the leading axes that broadcasting adds."""
     return (1,) * (4 - len(shape)) + shape
 
 

@@ -1,4 +1,4 @@
-"""Arrays of 8-bit floats, and the descales that belong to them, for attention in 8 bits."""
+"""Rounds arrays to 8-bit floats with descales, for attention in 8 bits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cufa.tensor_layout import layout_of
 
 _E4M3 = INPUT_DTYPES[FLOAT8]
 _LARGEST = 448.0
-# What has a reciprocal.
+# float32 numbers that have a reciprocal.
 _DESCALES = np.finfo(np.float32)
 
 
@@ -45,38 +45,38 @@ def quantize(
     arch: Arch | str | int | None = None,
     backend: arrays.Backend | None = None,
 ) -> tuple[Any, Any]:
-    """Queries, keys or values in 8 bits, and the descales with which `attention` takes them.
+    """Round queries, keys or values to 8 bits, and return them with the descales that `attention` takes.
 
-    An element of out is x times the descale's reciprocal (in float32, of float64 arrays in float64), rounded
-    to the nearest float8_e4m3fn, ties to even. A descale is the largest magnitude of what shares it over 448,
-    the largest of 8 bits; it is 1 where all is 0. NaN stays NaN. It counts for no descale, nor does infinity,
-    which becomes 448 of them.
+    Each element of out is x times the reciprocal of its descale (computed in float32, for float64 arrays in
+    float64), rounded to the nearest float8_e4m3fn, ties to even. A descale is the largest magnitude among its
+    elements over 448, the largest float8_e4m3fn number; it is 1 if all elements are 0. NaN stays NaN, and
+    infinity becomes 448. Neither affects a descale.
 
     Args:
-        x: (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) of packed sequences; float16,
+        x: (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) for packed sequences; float16,
             bfloat16, float32 or float64.
-        kv_heads: how many descales a sequence has: for queries, as many as keys have heads. None: one for
-            each head of x.
-        descale: (batch, kv_heads) float32, if they are known (static scales): x is read once, and what is
-            beyond 448 of them becomes that.
-        cu_seqlens: (batch + 1,) int32, where packed sequences begin, and the last one ends. What is in none
-            of them is not written.
-        seqlen_contiguous: whether memory has tokens next to each other, not columns, with strides of whole
-            16 bytes: values that a Hopper GPU is to read, which other GPUs refuse. The shape is the same. Of
-            an `out` that is given its strides say it; NumPy's arrays that a GPU computed are contiguous.
-        out: where to write the elements, of x's shape, float8_e4m3fn.
+        kv_heads: descales per sequence: for queries, the number of KV heads. None: one for each head of x.
+        descale: (batch, kv_heads) float32, if known (static scales). x is then read only once, and
+            magnitudes over 448 descales are clipped.
+        cu_seqlens: (batch + 1,) int32: where each packed sequence starts, and where the last ends. Tokens
+            outside all sequences are not written.
+        seqlen_contiguous: whether tokens, not columns, are adjacent in memory, with the other strides
+            multiples of 16 bytes. Use it for values that a Hopper GPU reads; other GPUs refuse it. The
+            shape is the same. With `out`, its strides decide instead. NumPy arrays computed on a GPU are
+            always C-contiguous.
+        out: where to write the elements, with x's shape, float8_e4m3fn.
         layout: "bshd" as above, or "bhsd".
-        arch: what to compile for instead of this GPU's own.
+        arch: the architecture to compile for instead of this GPU's.
         backend: "cuda", "numpy" or None, as in `attention`.
 
     Returns:
-        (out, descale), of x's kind: out of its shape, and descale as above, which is the given one if there
-        is one.
+        (out, descale), from x's library: out in x's shape, and the descales, (batch, kv_heads) float32: the
+        given array if there is one.
 
     Raises:
-        TypeError: no arrays, kinds or dtypes mixed, or a dtype that is not supported.
-        ValueError: shapes that don't go together, packed sequences without cu_seqlens or with
-            seqlen_contiguous, an output that is read-only or overlaps another array.
+        TypeError: not arrays, mixed libraries or dtypes, or an unsupported dtype.
+        ValueError: shapes that do not match, packed sequences without cu_seqlens or with seqlen_contiguous,
+            an output that is read-only or overlaps another array.
     """
     check_flags(seqlen_contiguous=seqlen_contiguous)
     check_descales(descale=descale)
@@ -105,7 +105,7 @@ def quantize(
 
 
 def _check(named: dict[str, Any], axes: Axes, kv_heads: int | None, seqlen_contiguous: bool) -> int:
-    """How many descales a sequence has; TypeError or ValueError if something does not fit."""
+    """Return the number of descales per sequence; raise TypeError or ValueError if something does not fit."""
     shape = named["x"].shape
     batch, _, heads = axes
     if kv_heads is None:
@@ -144,7 +144,7 @@ def _sequences(named: dict[str, Any], axes: Axes) -> int:
 
 
 def _empty(xp: Any, shape: Shape, axes: Axes, seqlen_contiguous: bool) -> Any:
-    """An array for elements; where tokens lie next to each other, they have room for whole 16 bytes."""
+    """Allocate the output; if tokens are adjacent, their stride is padded to 16 bytes."""
     if not seqlen_contiguous:
         return xp.empty(shape, np.uint8).view(_E4M3)
     _, seqlen, _ = axes
@@ -166,7 +166,7 @@ def _quantize_on_gpu(
     x_layout = layout_of(((x.shape, x.strides),), x.itemsize, axes)
     if x_layout.scattered:
         x = contiguous(x)
-    # Where tokens lie next to each other, they are the columns that the kernel is told of.
+    # If tokens are adjacent in memory, the kernel takes them for columns.
     by_seqlen = batch is not None and out.shape[-1] > 1 and out.strides[-1] != 1 == out.strides[seqlen]
     written = out.swapaxes(seqlen, -1) if by_seqlen else out
     out_layout = layout_of(((written.shape, written.strides),), out.itemsize, axes)

@@ -1,9 +1,9 @@
 """Standard attention and its gradients in NumPy: the specification of every kernel.
 
-Written to be read, and to be right: it keeps whole S and P matrices and takes no shortcuts. Arrays
-are (batch, seqlen, heads, head_dim), of packed sequences (tokens, heads, head_dim), with any strides.
-Everything is computed in `dtype`; float64 judges the 16 and 32-bit kernels, numpy.longdouble judges the
-float64 ones.
+Written to be read, and to be right: it keeps whole S and P matrices and takes no shortcuts. Arrays are
+(batch, seqlen, heads, head_dim), for packed sequences (tokens, heads, head_dim), with any strides. Everything
+is computed in `dtype`: float64 to check the 16 and 32-bit kernels, numpy.longdouble to check the float64
+ones.
 """
 # The papers write matrices in capitals (S, P, O, dP, dS), and so does this file.
 # ruff: noqa: N803, N806
@@ -28,7 +28,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 def exactly(x: Array) -> Array:
-    """Rounds nothing."""
+    """Round nothing."""
     return x
 
 
@@ -44,24 +44,24 @@ def attention(
 ) -> tuple[Array, Array]:
     """Standard attention, O = softmax(scale * Q K^T) V (Vaswani et al. 2017, equation 1).
 
-    Query head h reads KV head h // (heads // kv_heads). What a query does not see contributes nothing,
+    Query head h reads KV head h // (heads // kv_heads). A key that a query does not see contributes nothing,
     even if it is NaN or Inf.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), any float dtype.
         k: (batch, seqlen_k, kv_heads, head_dim).
         v: (batch, seqlen_k, kv_heads, head_dim_v).
-        dtype: of the whole computation and of what is returned.
-        rounded: what every matrix goes through before the next is computed from it.
+        dtype: of the whole computation and of the results.
+        rounded: applied to every matrix before the next one is computed from it.
         rules: the fields of `Rules`.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q), the natural
-        logarithm of each row's sum of exp(S). A row that sees no key has out 0 and lse -inf, and so have
-        tokens that are in no sequence.
+        logarithm of each row's sum of exp(S). Rows that see no key, and tokens outside all sequences, have
+        out 0 and lse -inf.
 
     Raises:
-        ValueError: from NumPy, when the shapes do not fit each other.
+        ValueError: from NumPy, if the shapes do not match.
     """
     q, k, v = (np.asarray(x).astype(dtype) for x in (q, k, v))
     out = np.zeros((*q.shape[:-1], v.shape[-1]), dtype)
@@ -90,18 +90,17 @@ def attention_backward(
 ) -> tuple[Array, ...]:
     """Gradients of sum(dout * out) + sum(dlse * lse) (FlashAttention, Dao et al. 2022, appendix B.2).
 
-    The arguments are those of `attention`, and dout (batch, seqlen_q, heads, head_dim_v) and dlse
+    Takes the arguments of `attention`, dout (batch, seqlen_q, heads, head_dim_v) and dlse
     (batch, heads, seqlen_q).
 
     Returns:
         dq, dk and dv, shaped like q, k and v; dk and dv are summed over the query heads that share
-        a KV head. With return_dbias then dbias, with return_dsink dsink, shaped like bias and sink and
-        summed over what those are broadcast to; with return_dscore_mod those of the arrays of floats that
-        score_mod reads, one after the other. What is not seen contributes nothing; a row that sees no
-        key has gradient 0.
+        a KV head. Then, with return_dbias, dbias, and with return_dsink, dsink, shaped like bias and sink and
+        summed over broadcast axes; with return_dscore_mod, the gradient of each float array that score_mod
+        reads. Keys that are not seen contribute nothing; a row that sees no key has gradient 0.
 
     Raises:
-        ValueError: from NumPy, when the shapes do not fit each other.
+        ValueError: from NumPy, if the shapes do not match.
     """
     dout, q, k, v = (np.asarray(x).astype(dtype) for x in (dout, q, k, v))
     asked = Rules(**rules)
@@ -139,7 +138,7 @@ def attention_backward(
 class ScoreOptions:
     """What a call asks for between Q K^T and the softmax, and between the softmax and V.
 
-    The fields are the arguments of `cufa.attention`, which says what they are.
+    The fields are arguments of `cufa.attention`, which describes them.
     """
 
     causal: bool = False
@@ -167,7 +166,7 @@ class ScoreOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Rules(ScoreOptions):
-    """What they and the scale mean for each head."""
+    """Applies the options and the scale to each head."""
 
     softmax_scale: float | None = None
 
@@ -186,7 +185,7 @@ class Rules(ScoreOptions):
         keys: slice = slice(None),
         dtype: npt.DTypeLike | None = None,
     ) -> Head:
-        """A head of a sequence, or some of its rows and keys; computed in q's dtype by default."""
+        """One head of a sequence, or some of its rows and keys; computed in q's dtype by default."""
         b = sequence.number
         rows = slice(*rows.indices(sequence.seqlen_q))
         keys = slice(*keys.indices(sequence.seqlen_k))
@@ -194,7 +193,7 @@ class Rules(ScoreOptions):
         heads, head_dim = q.shape[-2:]
         group = heads // max(1, k.shape[-2])
         i, j = np.ogrid[rows, keys]
-        # How far a key is beyond the one where the row stands: the last row stands at the last key.
+        # How far key j is beyond row i's diagonal, which aligns the last row with the last key.
         distance = j - (i + sequence.seqlen_k - sequence.seqlen_q)
         of_queries = _moved(rows, sequence.first_q)
         return Head(
@@ -214,7 +213,7 @@ class Rules(ScoreOptions):
         )
 
     def sequences(self, q: Array, k: Array) -> list[Sequence]:
-        """The batch."""
+        """The sequences of the batch."""
         packed = self.cu_seqlens_q is not None
         queries = _pieces(self.cu_seqlens_q, len(q), q.shape[1])
         room = k.shape[1] if self.block_table is None else self.block_table.shape[1] * k.shape[1]
@@ -231,14 +230,14 @@ class Rules(ScoreOptions):
         ]
 
     def _place_of_keys(self, sequence: Sequence, keys: slice, page_size: int) -> tuple[Any, ...]:
-        """Where k and v have these keys of a sequence; the second axis of pages is their keys."""
+        """The indices of these keys of a sequence in k and v; in pages, the second axis is the key."""
         if self.block_table is None:
             return *sequence.batch, _moved(keys, sequence.first_k)
         numbers = np.arange(keys.start, keys.stop)
         return self.block_table[sequence.number, numbers // page_size], numbers % page_size
 
     def _visible(self, b: int, h: int, rows: slice, keys: slice, distance: Array) -> Array:
-        """(rows, keys) of bool: may query i see key j."""
+        """Whether query i may see key j: (rows, keys) of bool."""
         left, right = check_window(self.window)
         if self.causal:
             right = 0
@@ -267,7 +266,7 @@ class Rules(ScoreOptions):
         return added
 
     def _kept(self, matrix: int, rows: slice, keys: slice, dtype: npt.DTypeLike) -> Array:
-        """What dropout multiplies the probabilities by."""
+        """The factors by which dropout multiplies the probabilities."""
         if not self.dropout_p:
             return np.ones((rows.stop - rows.start, keys.stop - keys.start), dtype)
         kept = philox.kept(self.dropout_p, self.seed, self.offset, matrix, rows, keys)
@@ -276,10 +275,10 @@ class Rules(ScoreOptions):
 
 @dataclass(frozen=True)
 class Sequence:
-    """One of a batch: where its rows and those of its keys that count are in the arrays."""
+    """One sequence of the batch: where its rows and its keys that count are in the arrays."""
 
     number: int
-    batch: tuple[int, ...]  # its place on the batch axis; () of packed sequences, which have none
+    batch: tuple[int, ...]  # its index on the batch axis; () for packed sequences, which have no such axis
     first_q: int
     first_k: int
     seqlen_q: int
@@ -287,8 +286,8 @@ class Sequence:
 
 
 class Slopes(NamedTuple):
-    """By how much a score changes: `capped` with the product of Q and K times the scale until something is
-    added to it, `modified` from there on, by the caller's function, and with the `elements` that it reads.
+    """Derivatives of a score: `capped`, of softcap by the scaled product of Q and K; `modified`, of the
+    caller's function by the score it is given; `elements`, by the array elements that the function reads.
     """
 
     capped: Array
@@ -298,10 +297,10 @@ class Slopes(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """One head of one sequence, or some of its rows and keys: where they are, and the rules for them.
+    """One head of one sequence, or some of its rows and keys: their indices, and the rules for them.
 
-    `queries` is the place in q, out and their gradients, `keys` in k and v, `bias` in the bias if that has
-    four axes; matrices are (rows, keys).
+    `queries` indexes q, out and their gradients, `keys` indexes k and v, `bias` the bias with four axes.
+    Matrices are (rows, keys).
     """
 
     number: int
@@ -319,7 +318,7 @@ class Head:
     sink: Any
 
     def scores(self, Q: Array, K: Array, rounded: Callable[[Array], Array] = exactly) -> tuple[Array, Slopes]:
-        """S, and by how much it changes with what it is made of."""
+        """S, and its derivatives."""
         S, slope = rounded(self.scale * (Q @ K.T)), np.ones(self.visible.shape, Q.dtype)
         if self.softcap:
             tanh = rounded(np.tanh(S / self.softcap))
@@ -337,7 +336,7 @@ class Head:
         return rounded(self.only_visible(P)), lse  # a NaN in S makes the whole row NaN
 
     def probabilities(self, S: Array, lse: Array) -> Array:
-        """P again, from an LSE (rows, 1) that is there already."""
+        """P, recomputed from a known LSE (rows, 1)."""
         P: Array = np.exp(S - np.where(np.isneginf(lse), 0, lse))
         return self.only_visible(P)
 
@@ -362,9 +361,9 @@ class Head:
         slopes: Slopes,
         rounded: Callable[[Array], Array] = exactly,
     ) -> tuple[Array, Array, Array, Array]:
-        """What this adds to dQ, dK and dV, and dS, the gradient of what is added to scores.
+        """This head's contributions to dQ, dK and dV, and dS, the gradient of what is added to scores.
 
-        D is (rows,): the sum of P * dP over all that a row sees, less the gradient of its LSE.
+        D is (rows,): the sum of P * dP over all keys that a row sees, minus the gradient of its LSE.
         """
         dS = rounded(self.only_visible(P * (dP - D[:, None]) * slopes.modified))
         dproduct = rounded(self.only_visible(dS * slopes.capped))
@@ -374,34 +373,34 @@ class Head:
         return dQ, dK, dV, dS
 
     def only_visible(self, scores: Array) -> Array:
-        """0 for what is not seen, instead of what may be NaN."""
+        """Replace what is not seen, which may be NaN, by 0."""
         return np.where(self.visible, scores, 0)
 
     def sink_probability(self, lse: Array) -> Array:
-        """What of each row's probability the sink has; nothing if there is none."""
+        """The sink's probability in each row; 0 without a sink."""
         return np.where(np.isneginf(lse), 0, np.exp(self.sink - lse))
 
     def add_as_broadcast(self, scores: Array, sums: Array) -> None:
-        """Add to an array of the bias's shape what belongs to each of its elements."""
+        """Add the scores to an array of the bias's shape, summed over its broadcast axes."""
         part = sums[self.bias]
         part += scores.sum(axis=0, keepdims=True) if len(part) == 1 else scores
 
 
 @np.errstate(all="ignore")
 def softmax(x: Array, dtype: npt.DTypeLike = np.float64) -> Array:
-    """exp(x) / sum(exp(x)) over the last axis, in `dtype`; 0 in a row of nothing but -inf."""
+    """exp(x) / sum(exp(x)) over the last axis, in `dtype`; 0 in a row of only -inf."""
     P, _ = _softmax_and_lse(np.asarray(x).astype(dtype))
     return P
 
 
 def masked_matmul(weights: Array, values: Array, visible: Array, out: Array | None = None) -> Array:
-    """The product weights @ values, whose terms outside `visible` are nothing, not even 0 * NaN.
+    """Compute weights @ values, where terms outside `visible` are 0, even for 0 * NaN.
 
     Args:
         weights: (rows, n), zero wherever `visible` is False.
         values: (n, columns), possibly with NaN or Inf.
         visible: (rows, n) of bool.
-        out: where the product goes, (rows, columns); a new array by default.
+        out: where to write the product, (rows, columns); a new array by default.
     """
     finite = np.all(np.isfinite(values), axis=1)
     if finite.all():
@@ -414,7 +413,7 @@ def masked_matmul(weights: Array, values: Array, visible: Array, out: Array | No
 
 
 def unpacked(mask: Array) -> Array:
-    """A mask as bools, be it bools or bits."""
+    """A mask as bools, given as bools or as bits."""
     return mask if mask.dtype == bool else np.unpackbits(mask, axis=-1, bitorder="little").astype(bool)
 
 
@@ -425,13 +424,13 @@ def _with_four_axes(array: Array) -> Array:
 def _place_of_scores(
     array: Array | None, b: int, h: int, rows: slice, keys: slice
 ) -> tuple[int, int, slice, slice]:
-    """Where a bias or a mask, with four axes, has these scores; one row may stand for all."""
+    """The indices of these scores in a bias or a mask with four axes; one row may stand for all."""
     batch, heads, of_rows, _ = four_axes(() if array is None else array.shape)
     return b if batch > 1 else 0, h if heads > 1 else 0, rows if of_rows > 1 else slice(0, 1), keys
 
 
 def _pieces(cu_seqlens: Array | None, batch: int, length: int) -> list[tuple[int, int]]:
-    """Where each sequence begins and ends: packed ones one after the other, others at 0 and at the length."""
+    """Start and end of each sequence: of packed sequences from cu_seqlens, of others 0 and the length."""
     if cu_seqlens is None:
         return [(0, length)] * batch
     return list(itertools.pairwise(map(int, cu_seqlens)))
@@ -442,9 +441,9 @@ def _moved(piece: slice, by: int) -> slice:
 
 
 def _softmax_and_lse(S: Array, sink: float = -math.inf) -> tuple[Array, Array]:
-    """Softmax and log-sum-exp of every row; less the row's maximum, so that exp stays finite.
+    """Softmax and log-sum-exp of every row, computed after subtracting its maximum so that exp stays finite.
 
-    The sink is one more score of every row.
+    The sink is one more score in every row.
     """
     m = np.maximum(S.max(axis=-1, keepdims=True, initial=-np.inf), sink)
     m = np.where(np.isneginf(m), 0, m)  # in an empty row, where -inf - -inf would be NaN

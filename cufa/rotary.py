@@ -1,4 +1,4 @@
-"""Rotary position embedding: queries and keys turned by angles that grow with their positions."""
+"""Rotary position embedding: rotates queries and keys by angles that grow with their positions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cufa.problem import (
 from cufa.tensor_layout import layout_of
 
 POSITION_DTYPES = ("int32", "int64")
-# Each pair is read before it is written.
+# Each pair is read before it is written, so that out may be x.
 _IN_PLACE = {"out": ("x",)}
 
 
@@ -39,32 +39,32 @@ def rotary(
     arch: Arch | str | int | None = None,
     backend: arrays.Backend | None = None,
 ) -> Any:
-    """Rotary position embedding of queries or keys (RoPE; Su et al. 2021, eq. 34).
+    """Apply rotary position embedding to queries or keys (RoPE; Su et al. 2021, eq. 34).
 
-    The pair (a, b) of columns of a token at position p becomes (a c - b s, a s + b c), where c and s are row
-    p of cos and sin in the pair's column. Columns beyond the pairs stay as they are. The gradient of x is the
-    same of the output's with -sin.
+    A pair (a, b) of columns becomes (a c - b s, a s + b c). c and s are the elements of cos and sin in the
+    row of the token's position and the column of the pair. Columns beyond the pairs are copied. For the
+    gradient of x, call this function with the gradient of the output and with -sin.
 
     Args:
-        x: (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) of packed sequences.
-        cos: (places, rotary_dim / 2), of x's dtype or of that in which sums of it are kept (float32, for
-            float64 arrays float64); rotary_dim is at most head_dim.
+        x: (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) for packed sequences.
+        cos: (places, rotary_dim / 2), in x's dtype or in the dtype of its sums (float32, for float64 arrays
+            float64); rotary_dim is at most head_dim.
         sin: as cos.
-        positions: the tokens' rows of cos and sin, (batch, seqlen) or, packed, (tokens,), where an axis may
-            have length 1; int32 or int64. None: 0, 1, 2 and so on in each sequence. On a GPU the numbers are
-            not checked: a token at a place that cos does not have becomes NaN.
-        interleaved: pairs are columns 2 i and 2 i + 1, else i and i + rotary_dim / 2.
-        out: where to write the output, of x's shape and dtype; it may be x.
+        positions: each token's row of cos and sin: (batch, seqlen) or, for packed sequences, (tokens,), int32
+            or int64. Axes may have length 1. None: 0, 1, 2, ... in each sequence. On a GPU, positions are not
+            checked: a token at a position that cos does not have becomes NaN.
+        interleaved: pairs are columns 2 i and 2 i + 1 instead of i and i + rotary_dim / 2.
+        out: where to write the output, with x's shape and dtype; it may be x.
         layout: "bshd" as above, or "bhsd".
-        arch: what to compile for instead of this GPU's own.
+        arch: the architecture to compile for instead of this GPU's.
         backend: "cuda", "numpy" or None, as in `attention`.
 
     Returns:
-        out, of x's shape, dtype and kind.
+        out, with x's shape, dtype and library.
 
     Raises:
-        TypeError: no arrays, kinds or dtypes mixed, or a dtype that is not supported.
-        ValueError: shapes that don't go together, positions on a CPU that cos does not have, packed sequences
+        TypeError: not arrays, mixed libraries or dtypes, or an unsupported dtype.
+        ValueError: shapes that do not match, on the CPU positions that cos does not have, packed sequences
             without positions, an output that is read-only or overlaps another array.
     """
     check_flags(interleaved=interleaved)
@@ -168,7 +168,7 @@ def _turn_on_gpu(
 
 
 def position_strides(positions: Any) -> tuple[int, int]:
-    """From sequence to sequence and from token to token, in elements; 0 along an axis of length 1."""
+    """Strides between sequences and between tokens, in elements; 0 along an axis of length 1."""
     strides = [
         0 if size == 1 else stride // positions.itemsize
         for size, stride in zip(positions.shape, positions.strides, strict=True)

@@ -1,8 +1,8 @@
-"""Functions of one's own on scores, as FlexAttention has them (Dong et al. 2024): `score_mod`, `mask_mod`.
+"""`score_mod` and `mask_mod`: the caller's own functions of scores, as in FlexAttention (Dong et al. 2024).
 
-A function is called once with symbols, and what it computes is written as a header, which kernels are
-compiled with; its derivative is found from the same symbols (`cufa.traced`). On the CPU NumPy computes the
-same expressions, so that numbers have the same kinds and widths.
+A function is called once with symbols. What it computes becomes a header that kernels are compiled with; its
+derivative comes from the same symbols (`cufa.traced`). On the CPU, NumPy evaluates the same expressions, so
+numbers have the same kinds and widths.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from cufa.traced.header import Written, cpp_bool, field_name, function_of, heade
 _Array: TypeAlias = npt.NDArray[Any]
 
 _PLACE: Mapping[str, Kind] = {"b": "int32", "h": "int32", "q_idx": "int32", "kv_idx": "int32"}
-# Those that change from score to score of a tile.
+# Symbols that differ between the scores of a tile.
 _VARYING = {"q_idx", "kv_idx"}
 _NAMED_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _ELEMENT_TYPES = {
@@ -83,18 +83,18 @@ class _Mod:
                 raise TypeError(f"array {number} of {self.name} has dtype {array.dtype}; it may be {allowed}")
 
     def __repr__(self) -> str:
-        """The function's name, and what its arrays are."""
+        """The function's name, and the dtypes and shapes of its arrays."""
         arrays = [f"{x.dtype} {'x'.join(map(str, x.shape))}" for x in self.arrays]
         return f"{type(self).__name__}({', '.join((_name_of(self.function), *arrays))})"
 
     @property
     def named_arrays(self) -> dict[str, Any]:
-        """The arrays by their names in a call."""
+        """The arrays by the names they have in a call."""
         return {f"{self.name}[{number}]": array for number, array in enumerate(self.arrays)}
 
     @functools.cached_property
     def written(self) -> Written:
-        """What a kernel is compiled with; TypeError if the function cannot be traced."""
+        """What a kernel is compiled with; raises TypeError if the function cannot be traced."""
         arrays = [
             (name, len(array.shape), _ELEMENT_TYPES[dtype_of(array).name])
             for name, array in self.named_arrays.items()
@@ -104,7 +104,7 @@ class _Mod:
 
     @functools.cached_property
     def expression(self) -> Expression:
-        """What the function computes."""
+        """What the function computes, as an expression."""
         symbols = [symbol(name, kind) for name, kind in self.symbols.items()]
         arrays = [
             TracedArray(field_name(name), kind_of_dtype(dtype_of(array)), len(array.shape), title)
@@ -115,10 +115,10 @@ class _Mod:
         except (TypeError, AttributeError, IndexError) as error:
             frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
             reason = str(error)
-            if len(frames) == 1:  # The call itself failed, before anything in the function was run.
+            if len(frames) == 1:  # The call itself failed; no line of the function ran.
                 reason += f"; it is called with ({', '.join((*self.symbols, *self.named_arrays))})"
             elif frames[-1].f_globals.get("__name__") != Expression.__module__:
-                # It is another library's, which does not say what can be traced.
+                # Another library's error, which does not say what can be traced.
                 reason += (
                     "; what can be traced is Python's operators, NumPy's functions and reads of arrays that "
                     f"the function is given, as in cufa.{type(self).__name__}(function, table)"
@@ -126,10 +126,10 @@ class _Mod:
             raise TypeError(f"{self.name} cannot be traced: {reason}") from error
 
     def _titles(self) -> Iterator[str]:
-        """What errors call the arrays: by the function's parameters, where they have names."""
+        """Names of the arrays for errors: the function's parameter names, if they are known."""
         try:
             parameters = [*inspect.signature(self.function).parameters.values()]
-        except (TypeError, ValueError):  # some builtins tell nothing of theirs
+        except (TypeError, ValueError):  # some builtins have no signature
             parameters = []
         named = [parameter.name for parameter in parameters if parameter.kind in _NAMED_BY_PLACE]
         names = named[len(self.symbols) :]
@@ -138,7 +138,7 @@ class _Mod:
             yield f"{names[number]} ({title})" if number < len(names) else title
 
     def __call__(self, *symbols: Any) -> Any:
-        """What the function makes of these values of its symbols, arrays that are broadcast."""
+        """Evaluate the function for these values of its symbols: arrays that broadcast."""
         return self._evaluated((self.expression,), symbols)[0]
 
     def _evaluated(self, expressions: Sequence[Expression], symbols: tuple[Any, ...]) -> list[Any]:
@@ -146,14 +146,14 @@ class _Mod:
         return evaluate_all(expressions, dict(zip(self.symbols, symbols, strict=True)) | arrays)
 
     def with_arrays(self: M, named: Mapping[str, Any]) -> M:
-        """The same with those arrays that have its arrays' names in a call."""
+        """A copy that reads the arrays in `named`, looked up by their names in a call."""
         other = copy.copy(self)
         other.arrays = tuple(named[name] for name in self.named_arrays)
         return other
 
     @property
     def _looks_up(self) -> bool:
-        """Whether arrays are read at places that change from score to score."""
+        """Whether arrays are read at indices that change from score to score."""
         elements = (node for node in in_order(self.expression) if node.operation == "element")
         return any(_VARYING & names_in(element) for element in elements)
 
@@ -166,16 +166,16 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 class ElementSlope(NamedTuple):
-    """By how much scores change with the elements of an array that they read, and those elements' indices."""
+    """The derivative of scores by the array elements that they read, and those elements' indices."""
 
     name: str
     slope: Any
     indices: tuple[Any, ...]
 
     def add_to(self, sums: _Array, gradient: _Array, visible: _Array | None) -> None:
-        """Add to those of the array what scores with this gradient, (rows, keys), have for the elements.
+        """Add the elements' gradients to `sums`, given the gradient of the scores, (rows, keys).
 
-        Those that are not visible, if some are not, have nothing.
+        Scores that are not visible add nothing.
         """
         of_scores = gradient * self.slope
         if visible is not None:
@@ -187,7 +187,7 @@ class ElementSlope(NamedTuple):
 
 
 class WithSlopes(NamedTuple):
-    """New scores, by how much they change with the old ones, and with the elements of arrays."""
+    """New scores, and their derivatives by the old scores and by elements of arrays."""
 
     score: Any
     slope: Any
@@ -195,22 +195,23 @@ class WithSlopes(NamedTuple):
 
 
 class ScoreMod(_Mod):
-    """A function that makes new scores of scores, and the arrays that it reads.
+    """A function that computes new scores from scores, and the arrays that it reads.
 
         cufa.ScoreMod(lambda score, b, h, q_idx, kv_idx, table: score + table[h, q_idx - kv_idx + 511], table)
 
-    `cufa.attention` says what such a function may be. It is traced when it is first used, and numbers that it
-    takes from around it are then fixed; arrays may change from call to call.
+    `cufa.attention` says what the function may do. It is traced at its first use; numbers that it takes from
+    outside are fixed then. Arrays may change from call to call.
 
     Args:
-        function: called with (score, b, h, q_idx, kv_idx, *arrays), returns the new score.
-        arrays: what it reads, element by element: NumPy's, CuPy's or any with DLPack, of the kind of q, with
-            one axis at least; bool, integers of up to 64 bits but not uint64, or floats. Integers of fewer
-            than 32 bits are computed with in 32, uint32 in 64. No index counts from the end. On a GPU indices
-            are not checked; elements are read for keys that masks hide, too, so clip what may lie outside.
+        function: called with (score, b, h, q_idx, kv_idx, *arrays); returns the new score.
+        arrays: what the function reads, element by element: arrays from NumPy, CuPy or a library with DLPack,
+            the same as q's, with at least one axis; bool, integers of up to 64 bits except uint64, or floats.
+            Integers below 32 bits are computed in 32, uint32 in 64. Negative indices do not count from the
+            end. On a GPU, indices are not checked. Elements are also read for keys that masks hide, so clip
+            indices that may lie outside.
 
     Raises:
-        TypeError: no function, or no array.
+        TypeError: not a function, or not an array.
         ValueError: an array without an axis.
     """
 
@@ -219,24 +220,24 @@ class ScoreMod(_Mod):
 
     @functools.cached_property
     def slope(self) -> Expression:
-        """By how much the new score changes with the score."""
+        """The derivative of the new score by the score."""
         slope = derivative(self.expression, "score")
         return lifted(0.0) if slope is None else slope
 
     @functools.cached_property
     def element_slopes(self) -> list[tuple[Expression, Expression]]:
-        """Elements of arrays of floats that are read, and by how much the new score changes with each."""
+        """The elements of float arrays that are read, and the derivative of the new score by each."""
         return element_derivatives(self.expression)
 
     @property
     def differentiable(self) -> dict[str, Any]:
-        """The arrays that have gradients, by their names in a call: those of floats."""
+        """The arrays that have gradients, those of floats, by their names in a call."""
         arrays = self.named_arrays.items()
         return {name: array for name, array in arrays if kind_of_dtype(dtype_of(array)) == "float"}
 
     @functools.cached_property
     def written_with_gradients(self) -> Written:
-        """What a backward is compiled with that computes those."""
+        """What a backward is compiled with that also computes the gradients of the arrays."""
         differentiated = tuple(array for array in self.written.arrays if array[0] in self.differentiable)
         slopes = self.element_slopes
         return replace(
@@ -254,7 +255,7 @@ class ScoreMod(_Mod):
         return tuple(number for number, element in elements if name in names_in(*element.operands))
 
     def with_slopes(self, *symbols: Any, of_elements: bool = True) -> WithSlopes:
-        """What the function makes of these values of its symbols, and the slopes there."""
+        """Evaluate the function and its derivatives for these values of its symbols."""
         elements = self.element_slopes if of_elements else []
         wanted = [part for element, slope in elements for part in (slope, *element.operands)]
         score, slope, *parts = self._evaluated((self.expression, self.slope, *wanted), symbols)
@@ -286,14 +287,14 @@ class ScoreMod(_Mod):
 
 
 class MaskMod(_Mod):
-    """A function that says which keys queries see, and the arrays that it reads.
+    """A function that says which query sees which key, and the arrays that it reads.
 
         cufa.MaskMod(lambda b, h, q_idx, kv_idx, document: document[q_idx] == document[kv_idx], document)
 
     Args:
-        function: called with (b, h, q_idx, kv_idx, *arrays), returns True, or an integer but 0, for a key
-            that is seen.
-        arrays: as of `ScoreMod`.
+        function: called with (b, h, q_idx, kv_idx, *arrays); returns True, or a nonzero integer, if the query
+            sees the key.
+        arrays: as for `ScoreMod`.
 
     Raises:
         TypeError, ValueError: as `ScoreMod`.
@@ -313,20 +314,20 @@ _ALL_SEEN = MaskMod(lambda *_: True).written
 
 
 def header(score_mod: Written | None, mask_mod: Written | None) -> str:
-    """The text of score_mod.cuh for a call with these functions; None stands for what it has by itself."""
+    """The text of score_mod.cuh for a call with these functions; None leaves scores or masks as they are."""
     return header_of(score_mod or _AS_IT_IS, mask_mod or _ALL_SEEN)
 
 
 @dataclass(frozen=True, eq=False)
 class Mods:
-    """Those of a call."""
+    """The score_mod and mask_mod of a call."""
 
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
 
     @property
     def by_name(self) -> dict[str, ScoreMod | MaskMod]:
-        """Those that there are, by the names of the arguments."""
+        """Those that are given, by argument name."""
         mods = {"score_mod": self.score_mod, "mask_mod": self.mask_mod}
         return {name: mod for name, mod in mods.items() if mod is not None}
 
@@ -337,7 +338,7 @@ class Mods:
 
     @property
     def array_gradients(self) -> tuple[str | None, ...]:
-        """Of each array of the score_mod the gradient's name in a call, None if it has none."""
+        """For each array of the score_mod, its gradient's name in a call; None if it has no gradient."""
         if self.score_mod is None:
             return ()
         differentiable = self.score_mod.differentiable
@@ -345,17 +346,17 @@ class Mods:
 
     @functools.cached_property
     def written(self) -> tuple[Written | None, Written | None]:
-        """What kernels are compiled with for each."""
+        """What kernels are compiled with for each of the two."""
         score_mod, mask_mod = self.score_mod, self.mask_mod
         return score_mod.written if score_mod else None, mask_mod.written if mask_mod else None
 
     @property
     def written_with_gradients(self) -> tuple[Written | None, Written | None]:
-        """The same for gradients of the score_mod's arrays."""
+        """The same, with gradients of the score_mod's arrays."""
         return self.score_mod.written_with_gradients if self.score_mod else None, self.written[1]
 
     def with_arrays(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """`by_name`, with other arrays."""
+        """The same as `by_name`, with other arrays."""
         return {name: mod.with_arrays(named) for name, mod in self.by_name.items()}
 
 
@@ -363,7 +364,7 @@ _NO_MODS = Mods()
 
 
 def mods_of(score_mod: Any, mask_mod: Any) -> Mods:
-    """The arguments of a call as what they stand for; TypeError if they are neither that nor functions."""
+    """Wrap the arguments of a call in Mods; raise TypeError for anything but functions and the right mods."""
     if score_mod is None and mask_mod is None:
         return _NO_MODS
     made: list[Any] = []
@@ -376,6 +377,6 @@ def mods_of(score_mod: Any, mask_mod: Any) -> Mods:
 
 
 def place_of(b: int, h: int, rows: slice, keys: slice) -> tuple[Any, Any, Any, Any]:
-    """(b, h, q_idx, kv_idx) of some queries and keys of a head, which are broadcast to (rows, keys)."""
+    """(b, h, q_idx, kv_idx) for some queries and keys of a head, as arrays that broadcast to (rows, keys)."""
     q_idx, kv_idx = (np.arange(part.start, part.stop, dtype=np.int32) for part in (rows, keys))
     return np.array([[b]], np.int32), np.array([[h]], np.int32), q_idx[:, None], kv_idx[None, :]

@@ -1,8 +1,8 @@
 """cufa under the names of other libraries, for code that was written for them.
 
-Each function takes that library's arguments, in its order and with its meaning, and calls `cufa.attention`.
-What differs is said in its docstring: there is no automatic differentiation of NumPy or CuPy arrays, so
-gradients come from `cufa.attention_backward`, with the LSE that each of these functions can return.
+Each function takes the arguments of that library, in the same order and with the same meaning, and calls
+`cufa.attention`. Its docstring lists the differences. None of them differentiates: for gradients, ask for the
+LSE and pass it to `cufa.attention_backward`.
 
     from cufa.compat import flash_attn_func
 """

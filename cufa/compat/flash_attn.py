@@ -31,7 +31,7 @@ from cufa.problem import FLOAT8, FLOAT8_OUTPUTS, INPUT_DTYPES, dtype_of
 from cufa.quantizing import quantize
 from cufa.rotary import rotary
 
-# What it calls cufa's arguments, where it has other names.
+# The names that flash-attn gives to cufa's arguments, where they differ.
 _FLASH_ATTN = {"window": "window_size"}
 _FLASH_ATTN_VARLEN_QKVPACKED = {"cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens"}
 _FLASH_ATTN_CACHE = {
@@ -56,29 +56,28 @@ def flash_attn_func(
     seed: int = 0,
     offset: int = 0,
 ) -> Any:
-    """flash-attn's function of that name (flash-attn 2.8).
+    """Compute attention with the arguments of flash-attn's function of this name (flash-attn 2.8).
 
-    What differs: `seed` and `offset` choose the random numbers of dropout, where flash-attn takes them from
-    torch's generator; `deterministic` is about gradients and has no part in the forward; the LSE of a row
-    that sees no key is -inf, flash-attn's is inf. With dropout `return_attn_probs` returns the probabilities
-    as `cufa.attention` defines them, and not their signs; without dropout None, where flash-attn has an empty
-    array. Head dims and dtypes are cufa's.
+    Differences: `seed` and `offset` choose dropout's random numbers, which flash-attn takes from torch's
+    generator; `deterministic` only concerns gradients and has no effect here; the LSE of a row that sees no
+    key is -inf, in flash-attn inf. With dropout, `return_attn_probs` returns the probabilities as
+    `cufa.attention` defines them, without flash-attn's signs; without dropout it returns None, and flash-attn
+    an empty array. Head dims and dtypes are cufa's.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim).
         k: (batch, seqlen_k, kv_heads, head_dim).
         v: (batch, seqlen_k, kv_heads, head_dim).
-        dropout_p: which part of the probabilities is dropped.
+        dropout_p: fraction of the probabilities that is dropped.
         softmax_scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
-        causal: bottom-right aligned.
+        causal: causal mask, aligned to the bottom right.
         window_size: (left, right), -1 for no limit.
         softcap: 0 for none.
         alibi_slopes: (heads,) or (batch, heads), float32.
-        deterministic: has no effect here; give it to `cufa.attention_backward`.
-        return_attn_probs: whether to return the LSE too, and with dropout the probabilities, which take
-            O(N^2) memory.
-        seed: of dropout's random numbers.
-        offset: which sequence of them.
+        deterministic: no effect here; pass it to `cufa.attention_backward`.
+        return_attn_probs: also return the LSE and, with dropout, the probabilities, which take O(N^2) memory.
+        seed: seed of dropout's random numbers.
+        offset: which random sequence of that seed to use.
 
     Returns:
         out (batch, seqlen_q, heads, head_dim); with return_attn_probs (out, lse, probabilities or None).
@@ -108,37 +107,37 @@ def flash_attn_func(
 
 
 def flash_attn_qkvpacked_func(qkv: Any, *options: Any, **named_options: Any) -> Any:
-    """flash-attn's function of that name (flash-attn 2.8): q, k and v in one array, read where they lie.
+    """Call `flash_attn_func` with q, k and v in one array, read in place, as in flash-attn 2.8.
 
     Args:
         qkv: (batch, seqlen, 3, heads, head_dim).
-        options: those of `flash_attn_func` that follow v, in its order.
-        named_options: the same by their names.
+        options: the arguments of `flash_attn_func` after v, in order.
+        named_options: the same by name.
 
     Returns:
         What `flash_attn_func` returns.
 
     Raises:
-        ValueError: qkv of another shape, or what `cufa.attention` raises.
+        ValueError: qkv has another shape, or what `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
     return flash_attn_func(*_unpacked("qkv", qkv, 3), *options, **named_options)
 
 
 def flash_attn_kvpacked_func(q: Any, kv: Any, *options: Any, **named_options: Any) -> Any:
-    """flash-attn's function of that name (flash-attn 2.8): k and v in one array, read where they lie.
+    """Call `flash_attn_func` with k and v in one array, read in place, as in flash-attn 2.8.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim).
         kv: (batch, seqlen_k, 2, kv_heads, head_dim).
-        options: those of `flash_attn_func` that follow v, in its order.
-        named_options: the same by their names.
+        options: the arguments of `flash_attn_func` after v, in order.
+        named_options: the same by name.
 
     Returns:
         What `flash_attn_func` returns.
 
     Raises:
-        ValueError: kv of another shape, or what `cufa.attention` raises.
+        ValueError: kv has another shape, or what `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
     return flash_attn_func(q, *_unpacked("kv", kv, 2), *options, **named_options)
@@ -166,22 +165,21 @@ def flash_attn_varlen_func(
     seed: int = 0,
     offset: int = 0,
 ) -> Any:
-    """flash-attn's function of that name (flash-attn 2.8), for packed sequences.
+    """Compute attention of packed sequences with flash-attn's arguments (flash-attn 2.8).
 
-    What differs, beside what differs in `flash_attn_func`: `max_seqlen_q` and `max_seqlen_k` are not
-    needed; there are no probabilities with dropout either, since those of sequences of many lengths make no
-    array.
+    Differences, besides those of `flash_attn_func`: `max_seqlen_q` and `max_seqlen_k` are optional; there are
+    no probabilities even with dropout, since those of sequences of different lengths do not form an array.
 
     Args:
         q: (tokens, heads, head_dim).
         k: (tokens, kv_heads, head_dim); with a block table (pages, page_size, kv_heads, head_dim).
         v: the same for the values.
-        cu_seqlens_q: (batch + 1,) int32, where each sequence of q begins, and the last ends.
-        cu_seqlens_k: (batch + 1,) int32, the same for k and v; with a block table the differences are how
-            many keys each sequence has. On a GPU these are not checked: of more than the pages have room for,
-            all in the pages count.
-        max_seqlen_q: as in `cufa.attention`; looked at with a block table only, if it is an int.
-        max_seqlen_k: not looked at.
+        cu_seqlens_q: (batch + 1,) int32: where each sequence of q starts, and where the last ends.
+        cu_seqlens_k: (batch + 1,) int32, the same for k and v. With a block table, the differences are the
+            number of keys of each sequence. On a GPU these are not checked: if the pages have room for
+            fewer, all keys in them count.
+        max_seqlen_q: as in `cufa.attention`; used only with a block table and if it is an int.
+        max_seqlen_k: ignored.
         dropout_p: as in `flash_attn_func`; likewise the options below.
         softmax_scale: as in `flash_attn_func`.
         causal: as in `flash_attn_func`, aligned within each sequence.
@@ -189,9 +187,9 @@ def flash_attn_varlen_func(
         softcap: as in `flash_attn_func`.
         alibi_slopes: as in `flash_attn_func`.
         deterministic: as in `flash_attn_func`.
-        return_attn_probs: whether to return the LSE too, (heads, tokens).
-        block_table: (batch, pages) int32, the pages of each sequence, as of `cufa.attention`.
-        seqused_k: (batch,) int32, how many keys of each sequence count, or all that it has if they are fewer.
+        return_attn_probs: also return the LSE, (heads, tokens).
+        block_table: (batch, pages) int32, the pages of each sequence, as in `cufa.attention`.
+        seqused_k: (batch,) int32: how many keys of each sequence count, at most all that it has.
         seed: as in `flash_attn_func`.
         offset: as in `flash_attn_func`.
 
@@ -199,8 +197,8 @@ def flash_attn_varlen_func(
         out (tokens, heads, head_dim); with return_attn_probs (out, lse, None).
 
     Raises:
-        ValueError: on the CPU, more keys of a sequence than its pages have room for; or what `cufa.attention`
-            raises.
+        ValueError: on the CPU, a sequence with more keys than its pages have room for; or what
+            `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
     check_flags(return_attn_probs=return_attn_probs)
@@ -216,7 +214,7 @@ def flash_attn_varlen_func(
             _check_room_in_pages(seqused_k, k, block_table)
             names = {**names, "seqused_k": "cu_seqlens_k"}
         cu_seqlens_k = None
-    # One on a GPU would have to be waited for.
+    # Reading a max_seqlen_q from the GPU would need a synchronization.
     longest = max_seqlen_q if block_table is not None and isinstance(max_seqlen_q, int) else None
     result = attention_as(
         names,
@@ -244,20 +242,20 @@ def flash_attn_varlen_func(
 def flash_attn_varlen_qkvpacked_func(
     qkv: Any, cu_seqlens: Any, max_seqlen: int | None = None, *options: Any, **named_options: Any
 ) -> Any:
-    """flash-attn's function of that name (flash-attn 2.8): packed sequences' q, k and v in one array.
+    """Call `flash_attn_varlen_func` with q, k and v in one array, as in flash-attn 2.8.
 
     Args:
-        qkv: (tokens, 3, heads, head_dim), read where it lies.
-        cu_seqlens: (batch + 1,) int32, where each sequence begins, and the last ends.
-        max_seqlen: not looked at.
-        options: those of `flash_attn_varlen_func` that follow max_seqlen_k, in its order.
-        named_options: the same by their names.
+        qkv: (tokens, 3, heads, head_dim), read in place.
+        cu_seqlens: (batch + 1,) int32: where each sequence starts, and where the last ends.
+        max_seqlen: optional.
+        options: the arguments of `flash_attn_varlen_func` after max_seqlen_k, in order.
+        named_options: the same by name.
 
     Returns:
         What `flash_attn_varlen_func` returns.
 
     Raises:
-        ValueError: qkv of another shape, or what `cufa.attention` raises.
+        ValueError: qkv has another shape, or what `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
     q, k, v = _unpacked("qkv", qkv, 3, "tokens")
@@ -270,19 +268,19 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def flash_attn_varlen_kvpacked_func(q: Any, kv: Any, *options: Any, **named_options: Any) -> Any:
-    """flash-attn's function of that name (flash-attn 2.8): packed sequences' k and v in one array.
+    """Call `flash_attn_varlen_func` with k and v in one array, as in flash-attn 2.8.
 
     Args:
         q: (tokens, heads, head_dim).
-        kv: (tokens, 2, kv_heads, head_dim), read where it lies.
-        options: those of `flash_attn_varlen_func` that follow v, in its order, cu_seqlens_q first.
-        named_options: the same by their names.
+        kv: (tokens, 2, kv_heads, head_dim), read in place.
+        options: the arguments of `flash_attn_varlen_func` after v, in order, starting with cu_seqlens_q.
+        named_options: the same by name.
 
     Returns:
         What `flash_attn_varlen_func` returns.
 
     Raises:
-        ValueError: kv of another shape, or what `cufa.attention` raises.
+        ValueError: kv has another shape, or what `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
     return flash_attn_varlen_func(q, *_unpacked("kv", kv, 2, "tokens"), *options, **named_options)
@@ -313,57 +311,56 @@ def flash_attn_with_kvcache(
     k_descale: Any = None,
     v_descale: Any = None,
 ) -> Any:
-    """flash-attn's function of that name (flash-attn 2.8), for decoding with a cache of keys and values.
+    """Decode with a cache of keys and values, with flash-attn's arguments (flash-attn 2.8).
 
-    The cache may be of 8 bits, with q in 8 or 16. `k` and `v` are written to the cache, behind what it holds,
-    and then seen like the rest of it; of 16 bits, they are divided by a cache's descales and rounded to its 8
-    (`cufa.quantize`). With `rotary_cos` and `rotary_sin` q and k
-    are turned first (`cufa.rotary`): a key by its place in the cache; a query by that of the key at which it
-    stands if the mask is causal or a window, else by how many keys the cache holds.
+    The cache may have 8 bits, with q in 8 or 16. New keys `k` and values `v` are appended to the cache, then
+    seen like the rest of it. If they have 16 bits and the cache 8, they are divided by the cache's descales
+    and rounded (`cufa.quantize`). With `rotary_cos` and `rotary_sin`, q and k are first rotated
+    (`cufa.rotary`): a key by its position in the cache. With a causal mask or a window, a query is rotated by
+    the position of the key that it is aligned with, otherwise by the number of keys in the cache.
 
-    What differs: there is no padding on the left (`cache_leftpad`); `num_splits` is not looked at, as the
-    plan chooses it; the LSE of a row that sees no key is -inf. Pages may be of any size.
+    Differences: there is no padding on the left (`cache_leftpad`); `num_splits` is ignored, since the plan
+    chooses it; the LSE of a row that sees no key is -inf. Pages may have any size.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim).
         k_cache: (batch, seqlen_cache, kv_heads, head_dim), with a block table (pages, page_size, kv_heads,
-            head_dim). If k is given, of a kind that can be written to, and apart from all other arrays.
+            head_dim). With k, it must be writable and must not overlap another array.
         v_cache: the same for the values.
-        k: (batch, seqlen_new, kv_heads, head_dim), what is to be written to the cache; None for nothing.
-        v: the same for v_cache; given if k is.
-        rotary_cos: (places, rotary_dim / 2), of q's dtype or float32; places for all keys. Only with k.
-        rotary_sin: the same; given if rotary_cos is.
+        k: (batch, seqlen_new, kv_heads, head_dim), keys to append to the cache; None for none.
+        v: the same for v_cache; required with k.
+        rotary_cos: (places, rotary_dim / 2), in q's dtype or float32, with places for all keys. Only with k.
+        rotary_sin: the same; required with rotary_cos.
         cache_seqlens: how many keys the cache holds, without those of k: a number, or (batch,) int32; None
-            for all that it has room for. On a GPU the numbers of an array are not checked: there must be
-            room for k, and of more keys than there is room for all in the cache count.
-        cache_batch_idx: (batch,) int32, which of the cache each sequence has; None for one after the other.
-            Not with a block table. No two may have the same if k is given.
+            for a full cache. On a GPU the numbers of an array are not checked: k must fit. If a number
+            exceeds the cache, all keys in the cache count.
+        cache_batch_idx: (batch,) int32, the cache entry of each sequence; None for 0, 1, 2, ... Not with a
+            block table. With k, no two sequences may share an entry.
         cache_leftpad: must be None.
-        block_table: (batch, pages) int32, the pages of each sequence, as of `cufa.attention`; those that k is
-            written to must be there.
+        block_table: (batch, pages) int32, the pages of each sequence, as in `cufa.attention`, including the
+            pages that k is written to.
         softmax_scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
-        causal: the last query stands at the last key that the cache holds, with those of k.
+        causal: causal mask; the last query is aligned with the last key in the cache, counting those of k.
         window_size: (left, right), -1 for no limit.
         softcap: 0 for none.
-        rotary_interleaved: whether pairs are columns 2 i and 2 i + 1, not i and i + rotary_dim / 2.
+        rotary_interleaved: pairs are columns 2 i and 2 i + 1 instead of i and i + rotary_dim / 2.
         alibi_slopes: (heads,) or (batch, heads), float32.
-        num_splits: not looked at.
-        return_softmax_lse: whether to return the LSE too.
-        q_descale: (batch, kv_heads) float32, for float8_e4m3fn arrays only: what q is to be multiplied with;
-            None for 1.
-        k_descale: the same for k_cache, and for k in 8 bits, which is written to it as it is.
+        num_splits: ignored.
+        return_softmax_lse: also return the LSE.
+        q_descale: (batch, kv_heads) float32, for float8_e4m3fn arrays only: the factor for q; None for 1.
+        k_descale: the same for k_cache, and for k in 8 bits, which is copied to it unchanged.
         v_descale: the same for v_cache and v.
 
     Returns:
-        out (batch, seqlen_q, heads, head_dim); with return_softmax_lse a pair of that and the LSE,
+        out (batch, seqlen_q, heads, head_dim). With return_softmax_lse, a pair of this and the LSE,
         (batch, heads, seqlen_q).
 
     Raises:
-        TypeError: what `cufa.attention` raises, or a cache of a kind that cannot be written to.
+        TypeError: what `cufa.attention` raises, or a cache from a library whose arrays cannot be written.
         ValueError: k without v or without cache_seqlens, rotary_cos without rotary_sin or k, shapes that do
-            not fit the cache, a number of keys that it has no room for, a cache to write to that overlaps
-            another array, or what `cufa.attention` and `cufa.rotary` raise.
-        With any of these, nothing has been written.
+            not fit the cache, more keys than it has room for, a cache to write to that overlaps another
+            array, or what `cufa.attention` and `cufa.rotary` raise.
+        In all these cases, nothing has been written.
     """
     if cache_leftpad is not None:
         raise ValueError("cache_leftpad is given; there is no padding on the left of a cache")
@@ -381,7 +378,7 @@ def flash_attn_with_kvcache(
         for place in _outside(cache_batch_idx, cached):
             raise ValueError(f"cache_batch_idx has {place}, and k_cache has {counted(cached, 'sequence')}")
         names = {**names, "block_table": "cache_batch_idx"}
-        table = cache_batch_idx[:, None]  # what the cache has of a sequence is a page
+        table = cache_batch_idx[:, None]  # each entry of the cache is one page
     elif block_table is not None:
         check_arrays(block_table=block_table)
         if len(block_table.shape) != 2:
@@ -421,7 +418,7 @@ def flash_attn_with_kvcache(
     if is_turned:
         in_turn = causal or check_window(window_size, "window_size") != (None, None)
         q, k = _turn(q, k, rotary_cos, rotary_sin, held, in_turn, rotary_interleaved)
-    if isinstance(seqused_k, int):  # as an array, on whose numbers no plan depends
+    if isinstance(seqused_k, int):  # plans do not depend on the numbers in an array
         seqused_k = full((batch,), seqused_k, "int32", q)
     options = {
         "causal": causal,
@@ -438,10 +435,10 @@ def flash_attn_with_kvcache(
 
 
 def _check_room_in_pages(lengths: Any, k: Any, block_table: Any) -> None:
-    """ValueError if a sequence has more keys than its pages have room for; on a GPU nothing is looked at."""
+    """Raise ValueError if a sequence has more keys than its pages have room for; check nothing on a GPU."""
     check_arrays(k=k, block_table=block_table)
     if len(k.shape) != 4 or len(block_table.shape) != 2:
-        return  # which `attention` refuses
+        return  # `attention` refuses these shapes
     pages, page_size = block_table.shape[1], k.shape[1]
     for count in lengths[lengths > pages * page_size] if isinstance(lengths, np.ndarray) else ():
         raise ValueError(
@@ -451,7 +448,7 @@ def _check_room_in_pages(lengths: Any, k: Any, block_table: Any) -> None:
 
 
 def _unpacked(name: str, packed: Any, count: int, tokens: str = "batch, seqlen") -> list[Any]:
-    """The arrays in one that has them on an axis behind those of its tokens; ValueError if it has not."""
+    """Split the axis after the tokens into separate arrays; raise ValueError if its length is not `count`."""
     check_arrays(**{name: packed})
     shape = tuple(packed.shape)
     if len(shape) != 4 + tokens.count(",") or shape[-3] != count:
@@ -460,10 +457,7 @@ def _unpacked(name: str, packed: Any, count: int, tokens: str = "batch, seqlen")
 
 
 class _Cache(NamedTuple):
-    """Of how many sequences a cache has keys, and in which pages if in any.
-
-    The descales are those of a cache in 8 bits.
-    """
+    """How many sequences a cache has keys for, its block table if any, and the descales of an 8-bit cache."""
 
     batch: int
     block_table: Any
@@ -472,16 +466,16 @@ class _Cache(NamedTuple):
 
 
 def _check_given(for_what: str, **needed: Any) -> None:
-    """ValueError for arguments that are None."""
+    """Raise ValueError for arguments that are None."""
     missing = [name for name, what in needed.items() if what is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} must be given, too, {for_what}")
 
 
 def _turn(q: Any, k: Any, cos: Any, sin: Any, held: Any, in_turn: bool, interleaved: bool) -> tuple[Any, Any]:
-    """q and k as `rotary` turns them behind `held` keys; the queries each by its own place if `in_turn`.
+    """Apply `rotary` to q and k after `held` keys; each query by its own position if `in_turn`.
 
-    Raises ValueError for what does not fit, as `rotary` does, and TypeError.
+    Raises TypeError and ValueError as `rotary` does.
     """
     queries = q.shape[1]
     first = held if isinstance(held, int) else held[:, None]
@@ -497,9 +491,9 @@ def _turn(q: Any, k: Any, cos: Any, sin: Any, held: Any, in_turn: bool, interlea
 
 
 def _check_new(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, batch: int, room: int) -> None:
-    """Check that caches with `room` for keys of each sequence can take k and v behind those that they hold.
+    """Check that caches with `room` keys per sequence can take k and v after the `held` keys.
 
-    Raises ValueError for what is missing, does not fit or has no room, TypeError for another dtype.
+    Raises ValueError for missing arguments, wrong shapes or no room, TypeError for another dtype.
     """
     _check_given("to write to the cache", k=k, v=v, cache_seqlens=held)
     caches = {"k_cache": k_cache, "v_cache": v_cache}
@@ -512,13 +506,13 @@ def _check_new(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, batch: int
         if new.dtype != of.dtype and not _becomes_8_bits(new, of):
             raise TypeError(f"{name} has dtype {new.dtype}; as {name}_cache it must be {of.dtype}")
     lengths = np.atleast_1d(held) if isinstance(held, (int, np.ndarray)) else np.empty(0)
-    if np.any((lengths < 0) | (lengths > room - count)):  # the sum may be beyond int32
+    if np.any((lengths < 0) | (lengths > room - count)):  # lengths + count may overflow int32
         keys = counted(count, "key")
         raise ValueError(f"cache_seqlens is {held} and k has {keys}; k_cache has room for {room}")
 
 
 def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache) -> None:
-    """Write k and v to the caches, behind the `held` keys of each sequence; all has been checked."""
+    """Write k and v to the caches, after the `held` keys of each sequence; all has been checked."""
     batch, table, *descales = cache
     count = k.shape[1]
     if isinstance(held, int) and table is None:
@@ -541,7 +535,7 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache
 
 
 def _outside(numbers: Any, end: int) -> list[int]:
-    """The first of those that are not from 0 to below `end`, if there is one; none on a GPU."""
+    """The first number that is not in 0 to end - 1, if there is one; on a GPU, none."""
     if not isinstance(numbers, np.ndarray):
         return []
     first: list[int] = numbers[(numbers < 0) | (numbers >= end)][:1].tolist()
@@ -549,5 +543,5 @@ def _outside(numbers: Any, end: int) -> list[int]:
 
 
 def _becomes_8_bits(new: Any, cache: Any) -> bool:
-    """Whether keys or values are rounded to be written to a cache."""
+    """Whether new keys or values are rounded to 8 bits for the cache."""
     return dtype_of(cache) == INPUT_DTYPES[FLOAT8] and dtype_of(new).name in FLOAT8_OUTPUTS

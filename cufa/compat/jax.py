@@ -1,4 +1,4 @@
-"""JAX's function."""
+"""JAX's attention function."""
 
 from __future__ import annotations
 
@@ -41,31 +41,31 @@ def dot_product_attention(
     implementation: str | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """JAX's jax.nn.dot_product_attention (jax 0.8).
+    """Compute attention with the arguments of jax.nn.dot_product_attention (jax 0.8).
 
-    The layout is (batch, seqlen, heads, head_dim), and the causal mask and the window are JAX's, aligned to
-    the top-left corner: query i stands at key i, whatever the lengths are.
+    The layout is (batch, seqlen, heads, head_dim). As in JAX, the causal mask and the window are aligned to
+    the top-left corner: query i is aligned with key i, whatever the lengths.
 
-    What differs: arrays must have 4 axes; a row that sees no key has output 0, where JAX without cuDNN has
-    the mean of the values; the residual, the LSE, has cufa's shape; `implementation` is not looked at.
+    Differences: arrays must have 4 axes; a row that sees no key has output 0, while JAX without cuDNN returns
+    the mean of the values; the residual, the LSE, has cufa's shape; `implementation` is ignored.
 
     Args:
         query: (batch, seqlen_q, heads, head_dim).
         key: (batch, seqlen_k, kv_heads, head_dim).
         value: (batch, seqlen_k, kv_heads, head_dim).
-        bias: added to the scores, broadcastable to (batch, heads, seqlen_q, seqlen_k) but for the last axis.
-        mask: bool, True to take part, broadcastable likewise.
+        bias: added to the scores, broadcastable to (batch, heads, seqlen_q, seqlen_k) except the last axis.
+        mask: bool, True where a query sees a key, broadcastable likewise.
         scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
-        is_causal: top-left aligned.
+        is_causal: causal mask, aligned to the top left.
         query_seq_lengths: (batch,) integers; outputs of later queries are 0.
         key_value_seq_lengths: (batch,) integers; later keys are not seen.
         local_window_size: (left, right), or one number for both: how far from key i query i sees.
-        implementation: not looked at.
+        implementation: ignored.
         return_residual: also return the LSE, (batch, heads, seqlen_q).
 
     Returns:
-        (batch, seqlen_q, heads, head_dim), of the dtype and kind of query; with return_residual a pair of
-        that and the LSE.
+        (batch, seqlen_q, heads, head_dim), with the dtype and library of query. With return_residual, a pair
+        of this and the LSE.
 
     Raises:
         What `cufa.attention` raises.
@@ -125,7 +125,7 @@ def dot_product_attention(
 
 
 def _window_of(local_window_size: int | tuple[int, int] | None) -> tuple[int | None, int | None]:
-    """The keys before and after; ValueError for less than none, TypeError for what is no number."""
+    """Return the keys before and after; raise ValueError if negative, TypeError for anything but numbers."""
     if local_window_size is None:
         return None, None
     is_pair = isinstance(local_window_size, (tuple, list))

@@ -1,4 +1,4 @@
-"""PyTorch's function."""
+"""PyTorch's attention function."""
 
 from __future__ import annotations
 
@@ -36,35 +36,36 @@ def scaled_dot_product_attention(
     offset: int = 0,
     return_lse: bool = False,
 ) -> Any:
-    """PyTorch's torch.nn.functional.scaled_dot_product_attention (torch 2.11).
+    """Compute attention with the arguments of torch.nn.functional.scaled_dot_product_attention (torch 2.11).
 
-    The layout is PyTorch's, (batch, heads, seqlen, head_dim), and so is the causal mask: it is aligned to
-    the top-left corner, query i sees the keys j <= i, unlike anywhere else in cufa. With 2 queries and 5
-    keys it is
+    The layout is (batch, heads, seqlen, head_dim). As in PyTorch, but nowhere else in cufa except
+    `dot_product_attention`, the causal mask is aligned to the top-left corner: query i sees the keys j <= i.
+    With 2 queries and 5 keys:
 
         here, top-left    cufa.attention, bottom-right
         1 0 0 0 0         1 1 1 1 0
         1 1 0 0 0         1 1 1 1 1
 
-    A row that sees no key has output 0, as PyTorch's has since version 2.5. What differs: arrays must have
-    4 axes; `seed`, `offset` and `return_lse` are cufa's.
+    A row that sees no key has output 0, as in PyTorch since version 2.5. Differences: arrays must have 4
+    axes; `seed`, `offset` and `return_lse` are cufa's.
 
     Args:
         query: (batch, heads, seqlen_q, head_dim).
         key: (batch, kv_heads, seqlen_k, head_dim).
         value: (batch, kv_heads, seqlen_k, value_dim).
-        attn_mask: broadcastable to (batch, heads, seqlen_q, seqlen_k), but for the last axis: bool, True to
-            take part, or floats to add to the scores.
-        dropout_p: which part of the probabilities is dropped.
-        is_causal: top-left aligned; not together with attn_mask.
+        attn_mask: broadcastable to (batch, heads, seqlen_q, seqlen_k) except the last axis: bool, True where
+            a query sees a key, or floats that are added to the scores.
+        dropout_p: fraction of the probabilities that is dropped.
+        is_causal: causal mask, aligned to the top left; not together with attn_mask.
         scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
-        enable_gqa: whether kv_heads may be fewer than heads.
-        seed: of dropout's random numbers.
-        offset: which sequence of them.
+        enable_gqa: allow fewer kv_heads than heads.
+        seed: seed of dropout's random numbers.
+        offset: which random sequence of that seed to use.
         return_lse: also return the LSE, (batch, heads, seqlen_q).
 
     Returns:
-        (batch, heads, seqlen_q, value_dim), of the dtype and kind of query.
+        (batch, heads, seqlen_q, value_dim), with the dtype and library of query. With return_lse, a pair of
+        this and the LSE.
 
     Raises:
         ValueError: is_causal with attn_mask, fewer kv_heads without enable_gqa, or what `cufa.attention`

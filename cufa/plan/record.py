@@ -18,23 +18,23 @@ from cufa.traced.header import HEADER
 
 Macro = tuple[str, str | int | bool]
 
-# The first axis of a grid; cufa's grids have only that one, since the others end at 65,535.
+# The limit of a grid's first axis. cufa's grids use only this axis, since the others end at 65,535.
 MAX_GRID = 2**31 - 1
-# Kernels read and write a workspace 16 bytes at a time; what CuPy allocates is aligned to 512.
+# Kernels access a workspace 16 bytes at a time; CuPy aligns allocations to 512 bytes.
 WORKSPACE_ALIGNMENT = 16
-# From which compute capability on one launch may begin while the one before ends.
+# The first compute capability on which a launch may begin before the previous one ends.
 FIRST_OVERLAPPING = (9, 0)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of an entry of the kernel's file, or `steps` of them in a row, numbered for the kernel.
+    """One launch of an entry point of the kernel's file, or `steps` numbered launches in a row.
 
-    One that `overlaps` begins while the launch before it ends. The first of a plan never does: what ran on
-    the stream before the call may use the same workspace, and what it read or wrote. The others may, if all
-    their blocks wait for the launch before (`ptx::wait_for_launch_before`) ahead of what depends on it, and
-    one at least in any case. That one has then waited for its own predecessor, so when a launch has ended all
-    of the plan's before it have.
+    A launch that `overlaps` begins before the previous one ends. The first launch of a plan never overlaps:
+    earlier work on the stream may use the same workspace, or the arrays of this call. A later one may, if all
+    its blocks wait for the previous launch (`ptx::wait_for_launch_before`) before anything that depends on
+    it. At least one block must wait in any case. Since the previous launch has itself waited for its
+    predecessor, the end of a launch then implies the end of all earlier launches of the plan.
     """
 
     entry: str
@@ -45,29 +45,29 @@ class Launch:
     overlaps: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a grid that no GPU takes."""
+        """Refuse a grid that is too large for any GPU."""
         if self.grid > MAX_GRID:
             raise ValueError(f"{self.entry} would take {self.grid} blocks; a grid has at most {MAX_GRID}")
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """One part of the workspace: an array of the accumulator's dtype."""
+    """One array in the workspace, with the accumulator's dtype."""
 
     name: str
     shape: tuple[int, ...]
 
 
-# The place of the bias behind the tensors of a call.
+# The index of the bias, which follows the tensors of a call.
 BIAS = -1
 
 
 @dataclass(frozen=True)
 class TensorBox:
-    """A map of a tensor that a kernel asks for: the rows and columns that one copy brings.
+    """A tensor map that a kernel needs: the rows and columns that one copy brings.
 
-    `tensor` is its place among the call's tensors, of which `Problem` has the extents, or `BIAS`. Of a tensor
-    in `paired_rows`, a copy brings two neighbours of every four rows.
+    `tensor` is an index into the call's tensors, whose extents `Problem` has, or `BIAS`. With `paired_rows`,
+    a copy brings two adjacent rows of every four.
     """
 
     tensor: int
@@ -76,17 +76,17 @@ class TensorBox:
     paired_rows: bool = False
 
 
-# A part of a tile of queries: the tile's number in its head, which of its parts it is and of how many, and
-# the number of the first of them among those of all of the head's tiles.
+# A part of a tile of queries: the tile's number in its head, the part's number in the tile, the number of
+# parts in the tile, and the number of the tile's first part among all parts of the head.
 PartPlace = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
 class Parting:
-    """How tiles of queries are handed out where the keys of some are parted among blocks (params.cuh).
+    """How blocks get tiles of queries if the keys of some tiles are split among blocks (params.cuh).
 
-    Something is handed out `count` times: the first `whole` tiles with all their keys, the others in so many
-    `parts`; or those parts of each head that `places` lists, in its order.
+    There are `count` work items: the first `whole` are tiles with all their keys, the others come in `parts`
+    parts each. Or the items are the parts of each head that `places` lists, in that order.
     """
 
     whole: int = 0
@@ -100,7 +100,7 @@ NOT_PARTED = Parting()
 
 @dataclass(frozen=True)
 class Part:
-    """What a kernel's planner decides."""
+    """The decisions of one kernel's planner."""
 
     tiles: Mapping[str, int]
     macros: tuple[Macro, ...]
@@ -115,11 +115,11 @@ class Part:
 class Plan:
     """All that compiling and launching need to know, and all that they get to see.
 
-    `launches` are in order, those with nothing to do left out. `scratch` lies one after the other in
-    one workspace. `reasons` say, a sentence each, how the choices were made. A kernel with `boxes` gets their
-    tensor maps before its other parameters, and without `scratch` a counter that is 0 as its workspace.
-    A plan `beside` it is of what this one leaves out; its launches come after the first of this one's, and
-    its `scratch` behind this one's.
+    `launches` are in order, without those that have nothing to do. The arrays of `scratch` follow each other
+    in one workspace. `reasons` explain the choices, one sentence each. A kernel with `boxes` gets their
+    tensor maps before its other parameters, and without `scratch` a zeroed counter as its workspace. The plan
+    `beside` computes what this one leaves out. Its launches follow this plan's first launch, its `scratch`
+    follows this plan's.
     """
 
     kernel: str
@@ -137,24 +137,24 @@ class Plan:
 
     @property
     def and_beside(self) -> tuple[Plan, ...]:
-        """The plan and, if there is one, that beside it."""
+        """This plan and, if there is one, the plan beside it."""
         return (self,) if self.beside is None else (self, self.beside)
 
     @property
     def in_order(self) -> tuple[tuple[int, Launch], ...]:
-        """All launches, each with the place in `and_beside` of the plan that it is of."""
+        """All launches in order, each with the index of its plan in `and_beside`."""
         plans = enumerate(self.and_beside)
         first, *others = ([(of, launch) for launch in plan.launches] for of, plan in plans)
         return (*first[:1], *itertools.chain(*others), *first[1:])
 
     @cached_property
     def variant(self) -> Variant:
-        """What the JIT compiles."""
+        """The kernel variant to compile."""
         return Variant(self.source, self.macros, self.device.arch, headers=self.headers)
 
     @cached_property
     def headers(self) -> tuple[tuple[str, str], ...]:
-        """Name and text of the header that says what the call's own functions are, if it has some."""
+        """Name and text of the header with the caller's score_mod and mask_mod, if there are any."""
         features = self.problem.features
         if features.score_mod is None and features.mask_mod is None:
             return ()
@@ -162,23 +162,23 @@ class Plan:
 
     @cached_property
     def scratch_bytes(self) -> int:
-        """The global memory of `scratch`."""
+        """Bytes of `scratch` in global memory."""
         return sum(prod(part.shape) for part in self.scratch) * self.problem.accumulator.itemsize
 
     @cached_property
     def workspace_begins(self) -> tuple[int, ...]:
-        """Where in the workspace each of `and_beside` has its own."""
+        """The offset in the workspace of each plan in `and_beside`."""
         return (0, round_up(self.scratch_bytes, WORKSPACE_ALIGNMENT))[: len(self.and_beside)]
 
     @cached_property
     def workspace_bytes(self) -> int:
-        """Global memory needed beyond inputs and outputs."""
+        """Bytes of global memory needed beyond inputs and outputs."""
         if self.beside is None or not self.beside.scratch:
             return self.scratch_bytes
         return self.workspace_begins[-1] + self.beside.scratch_bytes
 
     def __str__(self) -> str:
-        """Kernel, tiles, launches and memory against the limits, and why."""
+        """Kernel, tiles, launches, memory with its limits, and reasons."""
         device = self.device
         lines = [
             f"{self.kernel} on {device.name} ({device.arch})",

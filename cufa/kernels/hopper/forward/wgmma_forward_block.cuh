@@ -36,6 +36,9 @@ static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struc
 
 // Beside another launch some blocks begin when that one ends: none has a tile of its own before.
 constexpr bool kLateBlocks = kLeastQueries > 0;
+// Nor where blocks wait for parts of keys: a block then has a part only after those before it were
+// taken by blocks that run, however few of them have an SM.
+constexpr bool kAsksFirst = kLateBlocks || kPartsKeys;
 
 using QueryRows = PanelTile<kWgmmaM, kHeadDim>;
 using KeyRows = PanelTile<kBlockN, kHeadDim>;

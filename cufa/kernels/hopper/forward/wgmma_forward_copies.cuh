@@ -172,10 +172,10 @@ __device__ inline void produce(Smem& smem, const Params& params) {
     constexpr unsigned int kLanes = kPaged ? 0xffffffffu : 1;  // that produce
     const auto ask = [&] {
         if (kPaged && threadIdx.x != 0) return 0;
-        return kLateBlocks ? counter.late() : counter.next();
+        return kAsksFirst ? counter.late() : counter.next();
     };
 
-    unsigned int index = kLateBlocks ? uniform<kLanes>(ask()) : blockIdx.x;
+    unsigned int index = kAsksFirst ? uniform<kLanes>(ask()) : blockIdx.x;
     for (;;) {
         const WorkTile work = order.at(index);
         if (!work.exists()) break;

@@ -72,6 +72,11 @@ GROUPS: dict[str, tuple[Problem, ...]] = {
         shape(1, 4096, 8, 64),
         shape(1, 4096, 8, 128),
         shape(1, 16384, 2, 128, causal=True),
+        shape(1, 4096, 4, 128, causal=True),
+        shape(1, 8192, 2, 64, causal=True),
+        shape(1, 4096, 4, 256, causal=True),
+        shape(1, 8192, 5, 128),
+        shape(1, 4096, 5, 256),
     ),
     "other queries than keys": (
         shape(8, 4096, 10, 64, keys=77),
@@ -79,6 +84,8 @@ GROUPS: dict[str, tuple[Problem, ...]] = {
         shape(4, 256, 16, 128, keys=8192),
         shape(2, 1024, 20, 64, keys=256),
         shape(1, 256, 32, 128, keys=65536),
+        shape(1, 512, 8, 128, keys=16384),
+        shape(4, 128, 8, 128, keys=16384),
     ),
     "many short sequences": (
         shape(512, 128, 12, 64),

@@ -1,4 +1,4 @@
-"""The command `cufa`. Each subcommand is a file of this package, imported when it is asked for."""
+"""The command `cufa`. Each subcommand is a file of this package, imported only when it is called."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class _LazyGroup(click.Group):
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(cufa.__version__, prog_name="cufa")
-@click.option("-v", "--verbose", is_flag=True, help="Log all that the library does, on stderr.")
+@click.option("-v", "--verbose", is_flag=True, help="Log everything that the library does, on stderr.")
 @click.pass_context
 def main(ctx: click.Context, verbose: bool) -> None:
     """FlashAttention for NumPy and CuPy arrays, forward and backward, on a GPU and without one.
 
-    Every command takes --help. With --json it prints one JSON document on stdout and nothing else.
+    Every command has --help. With --json, it prints one JSON document on stdout and nothing else.
     """
     ctx.with_resource(output.log_to_stderr(verbose))

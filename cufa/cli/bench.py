@@ -1,4 +1,4 @@
-"""`cufa bench`: how fast kernels are over a sweep of sequence lengths."""
+"""`cufa bench`: times kernels over a sweep of sequence lengths."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from cufa.timing import Timing
 
 @dataclass(frozen=True)
 class _Defaults:
-    """What is measured where nothing else is asked for.
+    """The default problem.
 
-    Tokens and hidden size stay the same over the sweep, so that all lengths have the same arrays: the
-    convention of FlashAttention's own benchmarks (16 k tokens, hidden size 2,048).
+    Tokens and hidden size are constant over the sweep, so arrays have the same size at all lengths, as in
+    FlashAttention's own benchmarks (16 k tokens, hidden size 2,048).
     """
 
     seqlens: tuple[int, ...]
@@ -54,17 +54,17 @@ class _Defaults:
 _ON_GPU = _Defaults((512, 1024, 2048, 4096, 8192, 16384), 16384, 2048, 128, "bfloat16")
 _ON_CPU = _Defaults((128, 256, 512, 1024, 2048), 2048, 256, 64, "float32")
 
-# What each kernel must get right before it is timed: lengths that no tile divides, with the ends of a window
-# within them.
+# The problem that each kernel must solve before it is timed: lengths that no tile divides, and a window that
+# ends inside them.
 _CHECKED_SEQLENS = (113, 203)
 _CHECKED_WINDOW = 50
 
 
 @dataclass(frozen=True)
 class _Point:
-    """One measurement: the tiles that were asked for, in words, and the kernel and the tiles of the plan.
+    """One measurement: the requested tiles, in words, and the kernel and the tiles of the plan.
 
-    `timing` is None where memory did not suffice.
+    `timing` is None if memory did not suffice.
     """
 
     problem: Problem
@@ -84,19 +84,19 @@ class _Point:
 
     @property
     def length(self) -> str:
-        """That of queries and keys, or both, as in "1 x 4096"."""
+        """The length of queries and keys; if they differ, both, as in "1 x 4096"."""
         queries, keys = self.problem.seqlen_q, self.problem.seqlen_k
         return f"{queries}" if queries == keys else f"{queries} x {keys}"
 
 
 @click.command("bench")
 @click.option("--seqlens", type=several(SIZE), metavar="N[,...]", help="Lengths, separated by commas.")
-@count_option("--seqlen-q", "Length of queries, at all lengths of keys. [that of the keys]")
-@count_option("--tokens", "batch = tokens / length. [16384; CPU 2048]", least=1)
-@count_option("--hidden", "heads = hidden / head dim. [2048; CPU 256]", least=1)
-@count_option("--batch", "Instead of --tokens.")
-@count_option("--heads", "Instead of --hidden.")
-@count_option("--kv-heads", "Key-value heads. [--heads]")
+@count_option("--seqlen-q", "Number of queries for all numbers of keys. [as keys]")
+@count_option("--tokens", "Sets batch to tokens / length. [16384; CPU 2048]", least=1)
+@count_option("--hidden", "Sets heads to hidden / head dim. [2048; CPU 256]", least=1)
+@count_option("--batch", "Batch size, instead of --tokens.")
+@count_option("--heads", "Query heads, instead of --hidden.")
+@count_option("--kv-heads", "KV heads. [--heads]")
 @count_option("--head-dim", "Head dim of queries and keys. [128; CPU 64]")
 @count_option("--value-dim", "Head dim of values. [--head-dim]")
 @click.option("--dtype", type=INPUT_DTYPE, help="Dtype of the arrays. [bfloat16; CPU float32]")
@@ -105,7 +105,7 @@ class _Point:
 @click.option(
     "--direction",
     type=click.Choice((*DIRECTIONS, "both")),
-    help="What to time. [those of the kernels, else those that there are]",
+    help="What to time. [--kernel's direction, else both if gradients exist]",
 )
 @click.option(
     "--kernel",
@@ -113,12 +113,12 @@ class _Point:
     type=KERNEL,
     metavar="KERNEL",
     multiple=True,
-    help="Kernel to time; may be repeated, to compare. [the fastest]",
+    help="Kernel to time. Repeatable, to compare. [the fastest]",
 )
 @tile_sizes_option
-@click.option("--arch", metavar="ARCH", help="What to compile for, as in compute_80. [this GPU's]")
+@click.option("--arch", metavar="ARCH", help="Architecture to compile for, as in compute_80. [this GPU's]")
 @backend_option
-@count_option("--repeats", "Timed calls of each. [about a second]", least=1)
+@count_option("--repeats", "Timed calls of each kernel. [about a second]", least=1)
 @seed_option
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot (matplotlib).")
 @json_option
@@ -139,10 +139,10 @@ def command(
 ) -> None:
     """Time attention over a sweep of sequence lengths.
 
-    Each kernel must first get a small problem right. Times are medians, on a GPU by CUDA events with
-    nothing in the L2 cache. TFLOP/s count the matrix products that --causal and --window leave, two
-    forward and five backward, those that --mask and --mask-mod hide too; GB/s count every input and result
-    once. With --varlen, one packed batch is timed instead of a sweep. Of several tile sizes those that do
+    Each kernel is first checked on a small problem. Times are medians, on a GPU measured by CUDA events with
+    a cold L2 cache. TFLOP/s count two matrix products forward and five backward, without scores outside
+    --causal and --window, but with those that --mask and --mask-mod hide. GB/s count every input and result
+    once. With --varlen, one packed batch is timed instead of a sweep. With several tile sizes, those that do
     not fit are left out.
     """
     if plot is not None:
@@ -176,7 +176,7 @@ def command(
                 left_out.append(failure.message)
             else:
                 fitting.append((way, rung))
-        if not fitting and not on_gpu:  # they are all refused for that
+        if not fitting and not on_gpu:  # the CPU refuses tiles altogether
             raise output.Failure(left_out[0])
         for message in dict.fromkeys(left_out):
             output.say(f"left out: {message}", "yellow")
@@ -226,7 +226,7 @@ def _rungs(
 def _problems(
     seqlens: tuple[int, ...] | None, defaults: _Defaults, sizes: dict[str, Any], features: FeatureOptions
 ) -> list[Problem]:
-    """One for each length, or the one of packed sequences."""
+    """One problem for each length, or the single one of packed sequences."""
     if features.varlen is None:
         lengths = seqlens or defaults.seqlens
         return [as_asked(_problem(seqlen, defaults, sizes), features) for seqlen in lengths]
@@ -272,9 +272,9 @@ def _check(
     on_gpu: bool,
     rng: np.random.Generator,
 ) -> None:
-    """Failure unless the kernel gets a small problem like this one right."""
+    """Raise Failure unless the kernel solves a small problem like this one."""
     seqlen_q, seqlen_k = _CHECKED_SEQLENS
-    if like.seqlen_q < like.seqlen_k:  # decoding, perhaps, which has kernels of its own
+    if like.seqlen_q < like.seqlen_k:  # perhaps decoding, which has its own kernels
         seqlen_q = min(like.seqlen_q, seqlen_q)
     kv_heads = min(1, like.kv_heads)
     small = replace(
@@ -288,7 +288,7 @@ def _check(
     features = _checked_features(features)
     host = make_arrays(as_asked(small, features), features, layout, rng)
     workload = Workload(to_gpu(host) if on_gpu else host, on_gpu, features, layout=layout)
-    workload.problem(direction)  # what is wrong with the gradients alone is said before anything is done
+    workload.problem(direction)  # refuse wrong gradient options before computing
     results = workload.forward(rung if direction == "forward" else Rung(arch=rung.arch))
     if direction == "backward":
         results |= workload.backward(rung, results)
@@ -301,7 +301,7 @@ def _check(
 
 
 def _checked_features(features: FeatureOptions) -> FeatureOptions:
-    """The features with lengths that fit the small problem."""
+    """The features, with lengths that fit the small problem."""
     seqlen_q, seqlen_k = _CHECKED_SEQLENS
     if features.window is not None:
         left, right = (None if side is None else min(side, _CHECKED_WINDOW) for side in features.window)
@@ -404,7 +404,7 @@ def _check_plot(path: Path) -> None:
 
 
 def _plot(path: Path, points: list[_Point], where: str) -> None:
-    """TFLOP/s over the length of the keys, a line for each kernel and each choice of its tiles."""
+    """Plot TFLOP/s over the number of keys, with a line for each kernel and tile choice."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

@@ -1,4 +1,4 @@
-"""`cufa cache`: what compiled kernels take on disk, and away with them."""
+"""`cufa cache`: shows and clears the compiled kernels on disk."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cufa.messages import counted
 
 @click.group("cache")
 def command() -> None:
-    """Show or clear the compiled kernels' folder."""
+    """Show or clear the folder of compiled kernels."""
 
 
 @command.command()
 @json_option
 def info(as_json: bool) -> None:
-    """Where the folder is and what it holds."""
+    """Show where the folder is and what it holds."""
     held = cache.info()
     if as_json:
         output.print_json(

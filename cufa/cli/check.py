@@ -1,9 +1,9 @@
-"""Holds the results of a call to the rule of `cufa.checking`: all of them, or a bounded sample.
+"""Checks the results of a call by the rule of `cufa.checking`: all of them, or a bounded sample.
 
-float64 attention in NumPy takes seconds where a GPU takes milliseconds. Beyond `MAX_SCORES` scores a
-random sample is checked: blocks of query rows, whose out, lse and dq depend on no other query, and
-blocks of keys, whose dk and dv are checked as what `attention_backward` promises of the out and lse
-that it is given. So are parts of dbias, and dsink.
+float64 attention in NumPy takes seconds where a GPU takes milliseconds. Above `MAX_SCORES` scores, a random
+sample is checked. Blocks of query rows: their out, lse and dq depend on no other query. Blocks of keys: their
+dk and dv must be what `attention_backward` promises for the out and lse that it was given. Parts of dbias,
+and dsink, are checked in the same way.
 """
 # The papers write matrices in capitals (S, P, O, dP, dS), and so does this file.
 # ruff: noqa: N806, N815
@@ -27,14 +27,14 @@ from cufa.rounding_errors import Rounded, finite, rounding_of_lse, squared_round
 Array = npt.NDArray[Any]
 Arrays = Mapping[str, Array]
 
-# About a second of float64 on one core. numpy.longdouble, which judges float64, has no BLAS.
+# About a second of float64 on one core. numpy.longdouble, which checks float64, has no BLAS.
 MAX_SCORES = 2**22
 LONGDOUBLE_SLOWDOWN = 8
 RESULTS: dict[Direction, tuple[str, ...]] = {
     "forward": ("out", "lse"),
     "backward": ("dq", "dk", "dv", "dbias", "dsink"),
 }
-# So many blocks of rows, and of keys, a sample has.
+# The number of blocks of rows, and of blocks of keys, in a sample.
 SAMPLES = 4
 
 _TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
@@ -43,18 +43,18 @@ _ALL, _NONE = slice(None), slice(0, 0)
 
 @dataclass(frozen=True)
 class Check:
-    """A comparison for each result, and which part of them it covers."""
+    """A comparison for each result, and the part of the results that it covers."""
 
     comparisons: tuple[Comparison, ...]
     coverage: str
 
     @property
     def ok(self) -> bool:
-        """Whether all is as near to the truth as it must be."""
+        """Whether all errors are small enough."""
         return all(comparison.ok for comparison in self.comparisons)
 
     def of(self, direction: Direction) -> Check:
-        """The part about the results of one direction."""
+        """The check of only one direction's results."""
         kept = tuple(each for each in self.comparisons if each.what in RESULTS[direction])
         return replace(self, comparisons=kept)
 
@@ -79,7 +79,7 @@ class Check:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some elements of a result: as computed, in truth, and by standard attention."""
+    """Some elements of a result: as computed, exact, and by standard attention."""
 
     actual: Array
     exact: Array
@@ -99,15 +99,15 @@ def check(
     precision: str = "ieee",
     **rules: Any,
 ) -> Check:
-    """Check those of out, lse, dq, dk, dv, dbias and dsink that are in `results`.
+    """Check whichever of out, lse, dq, dk, dv, dbias and dsink are in `results`.
 
     Args:
-        inputs: NumPy arrays q, k and v, dout if there are gradients, in the layout, and dlse if there is one.
-        results: what `attention` and `attention_backward` made of them.
-        layout: as it was for these calls.
+        inputs: NumPy arrays q, k and v, with gradients also dout, in the layout, and dlse if given.
+        results: what `attention` and `attention_backward` returned for them.
+        layout: as in these calls.
         rng: picks the sample.
-        precision: as it was for these calls.
-        rules: the other arguments of these calls, as of `cufa.reference.attention`.
+        precision: as in these calls.
+        rules: the other arguments of these calls, as in `cufa.reference.attention`.
     """
     if rules.get("cu_seqlens_q") is None:
         inputs, results = _bshd(inputs, layout), _bshd(results, layout)
@@ -129,7 +129,7 @@ def _bshd(arrays: Arrays, layout: str) -> dict[str, Array]:
 
 
 def _compared(name: str, parts: list[_Part]) -> Comparison:
-    """The rule for all parts of a result together: the error of standard attention is that of them all."""
+    """Apply the rule to all parts of a result together; standard attention's error is over all of them."""
 
     def joined(arrays: Iterable[Array]) -> Array:
         first, *others = arrays
@@ -147,7 +147,7 @@ def _compared(name: str, parts: list[_Part]) -> Comparison:
 
 @dataclass(frozen=True)
 class _Matrices:
-    """Some rows and keys of a head, all in one dtype: each (rows or keys, dim), lse and dlse (rows,)."""
+    """Matrices of some rows and keys of a head, in one dtype: (rows or keys, dim), lse and dlse (rows,)."""
 
     head: Head
     Q: Array
@@ -160,7 +160,7 @@ class _Matrices:
 
 
 class _Sample:
-    """Makes, for random parts of a call's results, the truth and the baseline."""
+    """Computes exact values and the baseline for random parts of a call's results."""
 
     def __init__(
         self,
@@ -185,17 +185,17 @@ class _Sample:
 
     @property
     def scores(self) -> int:
-        """How many scores the whole call has."""
+        """The number of scores of the whole call."""
         pairs = sum(sequence.seqlen_q * sequence.seqlen_k for sequence in self._sequences)
         return int(self._heads * pairs)
 
     @property
     def budget(self) -> int:
-        """How many there may be in what is computed."""
+        """The largest number of scores to compute."""
         return MAX_SCORES // (LONGDOUBLE_SLOWDOWN if self._dtype == "float64" else 1)
 
     def draw(self) -> tuple[list[_Parts], str]:
-        """Parts of every result, and what they cover, in words."""
+        """Draw parts of every result, and say in words what they cover."""
         seqlens_q, seqlens_k = ([getattr(s, f"seqlen_{x}") for s in self._sequences] for x in "qk")
         longest_q, longest_k = max(seqlens_q), max(seqlens_k)
         budget = self.budget // SAMPLES
@@ -218,7 +218,7 @@ class _Sample:
         return parts, coverage
 
     def _places(self, lengths: list[int], heads: int, size: int) -> list[tuple[Sequence, int, slice]]:
-        """Sequences, heads, and a block of this size in each."""
+        """Pick sequences, heads, and a block of this size in each."""
         usable = [sequence for sequence, length in zip(self._sequences, lengths, strict=True) if length]
         count = len(usable) * heads
         places = []
@@ -228,7 +228,7 @@ class _Sample:
         return places
 
     def _block(self, i: int, length: int, size: int) -> slice:
-        """First the one at the beginning, then that at the end, where kernels go wrong, then any."""
+        """The i-th block: first the start, then the end, where kernels go wrong, then random ones."""
         last = max(0, length - size)
         start = (0, last)[i] if i < 2 else int(self._rng.integers(0, last + 1))
         return slice(start, min(start + size, length))
@@ -248,7 +248,7 @@ class _Sample:
         return self._parts({"dk": place, "dv": place}, heads, _ALL, keys, _score_results)
 
     def _size_in_bias(self, budget: int, longest_q: int) -> tuple[int, int]:
-        """How many rows and keys of the bias's gradient to look at in one place."""
+        """The number of rows and keys of dbias in one block."""
         batch, heads, rows, keys = self._results["dbias"].shape
         sharing = (len(self._sequences) if batch == 1 else 1) * (self._heads if heads == 1 else 1)
         if rows == 1:
@@ -257,7 +257,7 @@ class _Sample:
         return min(rows, size), min(keys, size)
 
     def _of_bias(self, i: int, rows: int, keys: int) -> _Parts:
-        """Some of dbias, summed over what the bias is broadcast to, from the call's own out and lse."""
+        """A block of dbias, summed over the bias's broadcast axes, from the call's own out and lse."""
         batch, heads, of_rows, of_keys = self._results["dbias"].shape
         b, h = int(self._rng.integers(batch)), int(self._rng.integers(heads))
         row_block, key_block = self._block(i, of_rows, rows), self._block(i, of_keys, keys)
@@ -267,7 +267,7 @@ class _Sample:
         )
 
         def fit(scores: Array) -> Array:
-            """The scores summed and, where the sequence ends before, filled up."""
+            """Sum the scores, and pad them with 0 if the sequence ends inside the block."""
             sums = scores.sum(axis=0, keepdims=True) if of_rows == 1 else scores
             filled = np.zeros((rows, keys), scores.dtype)
             filled[: sums.shape[0], : sums.shape[1]] = sums
@@ -291,7 +291,7 @@ class _Sample:
         compute: Callable[[_Matrices, Callable[[Array], Array]], dict[str, Array]],
         fit: Callable[[Array], Any] = exactly,
     ) -> _Parts:
-        """The results at these places, which are sums over the heads of what `compute` says."""
+        """The results at these places: sums of `compute` over the heads."""
         sums: dict[str, list[Any]] = {name: [0, 0, 0] for name in places}
         for sequence, h in heads:
             of_head = sequence, h, rows, keys
@@ -337,7 +337,7 @@ class _Sample:
     def _finite_matrices(
         self, sequence: Sequence, h: int, rows: slice, keys: slice, dtype: npt.DTypeLike
     ) -> _Matrices:
-        """With 0 for NaN and Inf: it is rounding that is measured."""
+        """The matrices with NaN and Inf replaced by 0, to measure rounding."""
         of = self._matrices(sequence, h, rows, keys, dtype)
         q, k = self._inputs["q"], self._inputs["k"]
         head = self._finite_rules.head(q, k, sequence, h, rows, keys, dtype)
@@ -345,7 +345,7 @@ class _Sample:
         return _Matrices(head, Q, K, V, O, dO, of.lse, of.dlse)
 
     def _rounded_matrices(self, sequence: Sequence, h: int, rows: slice, keys: slice) -> _Matrices:
-        """What standard attention multiplies: of tf32 the inputs are rounded, too."""
+        """The operands of standard attention; for tf32 the inputs are rounded, too."""
         of = self._finite_matrices(sequence, h, rows, keys, self._rounded.sums)
         Q, K, V, dO = map(self._rounded, (of.Q, of.K, of.V, of.dO))
         return replace(of, Q=Q, K=K, V=V, dO=dO)
@@ -353,7 +353,7 @@ class _Sample:
 
 @np.errstate(all="ignore")
 def _row_results(of: _Matrices, rounded: Callable[[Array], Array]) -> dict[str, Array]:
-    """Those of rows, of which these are all keys."""
+    """The results of rows, given all their keys."""
     S, slopes = of.head.scores(of.Q, of.K, rounded)
     P, lse = of.head.softmax(S, rounded)
     dP = of.head.probability_gradients(of.dO, of.V, rounded)
@@ -364,7 +364,7 @@ def _row_results(of: _Matrices, rounded: Callable[[Array], Array]) -> dict[str, 
 
 @np.errstate(all="ignore")
 def _score_results(of: _Matrices, rounded: Callable[[Array], Array]) -> dict[str, Array]:
-    """What rows add to gradients that are sums over rows (FlashAttention-2, algorithm 2, lines 11 to 16)."""
+    """Terms of gradients that are sums over rows (FlashAttention-2, algorithm 2, lines 11 to 16)."""
     S, slopes = of.head.scores(of.Q, of.K, rounded)
     P = rounded(of.head.probabilities(S, of.lse[:, None]))
     dP = of.head.probability_gradients(of.dO, of.V, rounded)

@@ -1,4 +1,4 @@
-"""`cufa compile`: kernels for any arch on any machine, and what the compiler says of them."""
+"""`cufa compile`: compiles kernels for any arch on any machine, and shows what the compiler reports."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ from cufa.kernels import COMPANIONS, KERNELS
 from cufa.problem import FLOAT8, Features
 from cufa.threads import cores
 
-# Of keys before and after the diagonal; what is compiled does not depend on it.
+# Keys before and after the diagonal; the compiled code does not depend on the number.
 _WINDOW = 256
 _ALL_ARCHS = ("all",)
-# What tensor cores of every arch take.
+# A dtype that tensor cores of every arch support.
 _DTYPE = "float16"
 _NAMES = (*KERNELS, *COMPANIONS)
-# Those features that are on or off, and nothing else.
+# The features that are only on or off.
 _SWITCHES = {
     "softcap": "With a softcap.",
     "alibi": "With ALiBi.",
     "sink": "With a sink.",
     "dropout": "With dropout.",
-    "seqused_k": "With keys that do not count.",
+    "seqused_k": "With keys beyond seqused_k, which do not count.",
     "deterministic": "Backward: with the same bits in every run.",
 }
 
 
 def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What is compiled into a kernel or left out of it; the command takes it as `causal` and `features`."""
+    """Add the options for compiled-in features, which the command gets as `causal` and `features`."""
 
     @functools.wraps(command)
     def bundled(
@@ -102,12 +102,12 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--transposed-values",
             is_flag=True,
-            help=f"For values whose keys lie next to each other, of {FLOAT8}.",
+            help=f"For {FLOAT8} values stored transposed.",
         ),
         click.option("--varlen", is_flag=True, help="For packed sequences."),
         count_option("--page-size", "For keys in pages of N. [0: no pages]", default=0),
         click.option("--dbias", is_flag=True, help="Backward: with the gradient of the bias."),
-        click.option("--broadcast-bias", is_flag=True, help="With a bias that is one row for all queries."),
+        click.option("--broadcast-bias", is_flag=True, help="With one row of bias for all queries."),
         click.option("--dsink", is_flag=True, help="Backward: with the gradient of the sink."),
         *MOD_OPTIONS,
         precision_option,
@@ -136,10 +136,10 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "dtypes",
     type=several(INPUT_DTYPE),
     metavar="DTYPE[,...]",
-    help=f"Dtypes of the arrays. [{_DTYPE}, or the one that a kernel is for]",
+    help=f"Dtypes of the arrays. [{_DTYPE}, or the kernel's only one]",
 )
 @click.option(
-    "--kv-dtype", type=INPUT_DTYPE, help=f"Dtype of keys and values: {FLOAT8} beside 16 bits. [--dtype]"
+    "--kv-dtype", type=INPUT_DTYPE, help=f"Dtype of keys and values: {FLOAT8} with 16 bits. [--dtype]"
 )
 @click.option(
     "--head-dim",
@@ -177,11 +177,11 @@ def command(
     destination: Path | None,
     as_json: bool,
 ) -> None:
-    """Compile kernels and show what each takes.
+    """Compile kernels and show the resources of each.
 
-    No GPU is needed. Every kernel is compiled for every arch, dtype, head dim and tile size that is named.
-    Shown are the seconds that NVRTC took (in brackets if the cache had it), registers of a thread, bytes
-    spilled, shared memory of a block, the blocks and warps that an SM holds, and the tile sizes.
+    No GPU is needed. Compiles every kernel for every given arch, dtype, head dim and tile size. Shows the
+    seconds that NVRTC took (in brackets if cached), registers per thread, bytes spilled, shared memory per
+    block, blocks and warps per SM, and the tile sizes.
 
     Exits with 1 if anything fails to compile.
     """
@@ -223,7 +223,7 @@ def command(
 
 
 def _compile(requests: list[Request]) -> list[Compiled]:
-    """All of them, in threads, for which an interrupt does not wait: NVRTC ends when it has compiled."""
+    """Compile in threads that an interrupt does not wait for, since NVRTC only stops when it is done."""
     compiled = []
     pool = ThreadPoolExecutor(cores())
     try:
@@ -241,7 +241,7 @@ def _compile(requests: list[Request]) -> list[Compiled]:
 
 
 def _dtype_of(kernel: str) -> str:
-    """What a kernel is compiled for if no dtype is named."""
+    """The dtype that a kernel is compiled for by default."""
     supported = KERNELS[kernel].dtypes if kernel in KERNELS else (_DTYPE,)
     return _DTYPE if _DTYPE in supported else supported[0]
 
@@ -353,7 +353,7 @@ def _print(compiled: list[Compiled]) -> None:
 
 
 def _title(request: Request) -> str:
-    """What the kernels of one table have in common."""
+    """What the kernels in one table have in common."""
     head_dim, value_dim = request.head_dim, request.value_dim
     dims = f"{head_dim}" if head_dim == value_dim else f"{head_dim}/{value_dim}"
     parts = [str(request.device.arch), request.problem("forward").dtypes, f"head dim {dims}"]

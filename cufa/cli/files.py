@@ -32,10 +32,10 @@ _UNREADABLE = (
 def load(name: str, location: str, dtype: str | None) -> Array:
     """The array `name` from FILE or FILE:KEY.
 
-    In an .npz file it is the one of that key, by default `name`. With `dtype`, what has another float
-    dtype is converted, and what NumPy stored as opaque bytes is read as the bfloat16 or float8 it is.
+    KEY selects an array of an .npz file, by default `name`. With `dtype`, other float dtypes are converted,
+    and bfloat16 or float8, which NumPy stores as opaque bytes, is recovered.
 
-    Raises Failure if there is no such file or array, or it could only be read by pickle.
+    Raises Failure if there is no such file or array, or if reading it would need pickle.
     """
     file, key = _split(location)
     option = f"--{name} {location}"
@@ -52,13 +52,13 @@ def load(name: str, location: str, dtype: str | None) -> Array:
     except OSError as error:
         raise Failure(f"{option}: {error.strerror or error}") from error
     except _UNREADABLE as error:
-        reason = str(error).partition(". ")[0]  # NumPy goes on with how to unpickle it nevertheless
+        reason = str(error).partition(". ")[0]  # the rest of NumPy's message tells how to unpickle it
         raise Failure(f"{option}: it is no .npy or .npz file of numbers ({reason})") from error
     return _as_dtype(array, dtype, option)
 
 
 def check_destination(path: Path, locations: Mapping[str, str | None]) -> None:
-    """Raise Failure if `save` cannot write there, or if arrays are read there: before all else."""
+    """Raise Failure if `save` cannot write there, or would overwrite an input; call this before all else."""
     if path.suffix not in SUFFIXES:
         raise Failure(f"--out {path}: the file's name must end with {' or '.join(SUFFIXES)}")
     if not path.parent.is_dir():
@@ -80,7 +80,7 @@ def save(path: Path, results: Mapping[str, Array]) -> None:
 
 
 def _split(location: str) -> tuple[str, str | None]:
-    """FILE and KEY of FILE:KEY; a file's own name may have a colon, too."""
+    """Split FILE:KEY; a file name may also contain a colon."""
     file, colon, key = location.rpartition(":")
     if colon and key and not Path(location).exists() and Path(file).suffix == ".npz":
         return file, key

@@ -1,4 +1,4 @@
-"""Functions of one's own on scores, from Python files."""
+"""Loads the caller's score_mod and mask_mod from Python files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ M = TypeVar("M", ScoreMod, MaskMod)
 
 
 def mods_of(features: FeatureOptions) -> Mods:
-    """Those that the options ask for."""
+    """The functions that the options name."""
     return mods_at(features.score_mod, features.mask_mod)
 
 
 @functools.cache
 def mods_at(score_mod: str | None, mask_mod: str | None) -> Mods:
-    """The functions at these places, FILE:NAME, each read and traced once; Failure if there are none."""
+    """Load the functions at FILE:NAME, each read and traced once; raise Failure if that is not possible."""
     return Mods(
         None if score_mod is None else _traced(ScoreMod, "--score-mod", score_mod),
         None if mask_mod is None else _traced(MaskMod, "--mask-mod", mask_mod),
@@ -40,7 +40,7 @@ def _traced(kind: type[M], option: str, place: str) -> M:
         mod = kind(_function(option, place, file, name))
         try:
             mod.written  # noqa: B018
-        except TypeError as error:  # it says what cannot be traced
+        except TypeError as error:  # its message says what cannot be traced
             raise Failure(str(error)) from error
         except Exception as error:  # whatever the function raises
             raise _raised(option, place, error) from error
@@ -49,7 +49,7 @@ def _traced(kind: type[M], option: str, place: str) -> M:
 
 @contextlib.contextmanager
 def _imports_from(folder: Path) -> Iterator[None]:
-    """Let what runs meanwhile import the folder's modules, as a script may those beside it."""
+    """Let code import modules from the folder, as a script can import its neighbours."""
     sys.path.insert(0, str(folder))
     try:
         yield

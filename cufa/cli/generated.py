@@ -1,4 +1,4 @@
-"""The arrays of a generated problem: their shapes, and what is drawn for them."""
+"""The arrays of a generated problem: their shapes and random values."""
 
 from __future__ import annotations
 
@@ -29,16 +29,14 @@ from cufa.rounding import ceil_div, round_up
 from cufa.threads import cores, in_threads
 
 _DESCALES = ("q_descale", "k_descale", "v_descale")
-# Which part of the keys a random mask leaves for a row to see.
+# The fraction of the keys that a row sees under a random mask.
 _MASK_DENSITY = 0.8
-# Random numbers of one generator: a thread draws them in some tens of milliseconds.
+# Random numbers per generator; a thread draws this many in tens of milliseconds.
 _DRAWN_AT_ONCE = 2**21
 
 
 def as_asked(problem: Problem, features: FeatureOptions) -> Problem:
-    """The problem with the dtype of keys and values, and the sizes of packed sequences and of whole pages, if
-    that is what is asked for.
-    """
+    """The problem with the requested dtype of keys and values, packed sequences and full pages, if any."""
     longest = problem.seqlen_k
     if features.kv_dtype not in (None, problem.dtype):
         problem = replace(problem, kv_dtype=features.kv_dtype)
@@ -61,7 +59,7 @@ def as_asked(problem: Problem, features: FeatureOptions) -> Problem:
 
 
 def without_gradients(problem: Problem) -> str | None:
-    """What of the problem leaves out the backward; None if nothing does."""
+    """The part of the problem that has no backward; None if the problem has one."""
     if problem.features.page_size:
         return "--page-size"
     if problem.key_dtype == FLOAT8:
@@ -71,7 +69,7 @@ def without_gradients(problem: Problem) -> str | None:
 
 
 def shapes_of(problem: Problem, layout: str) -> dict[str, Shape]:
-    """The shapes of q, k, v and dout in a layout; of pages there are as many as the keys of all fill."""
+    """The shapes of q, k, v and dout in a layout; there are as many pages as all keys fill."""
     batch, row, head = check_layout(layout)
     page_size = problem.features.page_size
     keys = problem.batch, problem.seqlen_k
@@ -105,19 +103,19 @@ def make_arrays(
     rng: np.random.Generator | None,
     given: Mapping[str, Any] = MappingProxyType({}),
 ) -> Arrays:
-    """All arrays of a workload: those that are given, and the others drawn.
+    """All arrays of a workload: the given ones, and random ones for the rest.
 
-    Without a generator nothing is drawn: they have shapes and dtypes alone and take no memory.
+    Without a generator nothing is drawn: arrays then have a shape and a dtype but take no memory.
 
     Args:
         problem: sizes and dtype of q, k and v.
-        features: which arrays there are beside them.
+        features: which other arrays there are.
         layout: of q, k, v and dout.
-        rng: what draws.
+        rng: the random generator.
         given: arrays from files.
 
     Raises:
-        Failure: a problem that the library refuses; before anything is drawn.
+        Failure: the library refuses the problem; raised before anything is drawn.
     """
     described = {**_described(problem, features, layout), **given}
     Workload(described, False, features, layout=layout).problem("forward")
@@ -134,7 +132,7 @@ def make_arrays(
 
 
 def _described(problem: Problem, features: FeatureOptions, layout: str) -> Arrays:
-    """The shapes and dtypes of all arrays, in zeros that take no memory; bias and mask are for each head."""
+    """Zeros that take no memory, with the shapes and dtypes of all arrays; bias and mask are per head."""
 
     def zeros(dtype: Any, *shape: int) -> Any:
         return np.broadcast_to(np.zeros((), dtype), shape)
@@ -176,13 +174,13 @@ def _described(problem: Problem, features: FeatureOptions, layout: str) -> Array
 
 
 def _transposed(zeros: Any, layout: str) -> Any:
-    """Zeros whose keys lie next to each other."""
+    """Zeros with adjacent keys."""
     _, keys_axis, _ = check_layout(layout)
     return np.zeros(zeros.swapaxes(keys_axis, -1).shape, zeros.dtype).swapaxes(keys_axis, -1)
 
 
 def _draw(name: str, described: Any, rng: np.random.Generator) -> Any:
-    """The array that is described; what follows from the options is there already."""
+    """Draw the described array; arrays that follow from the options are returned unchanged."""
     shape, dtype = described.shape, described.dtype
     if name == "mask" and dtype == np.uint8:
         return np.packbits(_seen(rng, (*shape, 8)), axis=-1)[..., 0]
@@ -208,10 +206,7 @@ def alibi_slopes(heads: int) -> Any:
 
 
 def cu_seqlens(features: FeatureOptions) -> Arrays:
-    """Where the packed sequences begin that are asked for, and the last ends; nothing if none are.
-
-    Those of the keys only if they do not lie in pages.
-    """
+    """Offsets of the requested packed sequences, if any; those of the keys only if they are not in pages."""
     if features.varlen is None:
         return {}
     names = ("cu_seqlens_q",) if features.page_size else ("cu_seqlens_q", "cu_seqlens_k")
@@ -220,7 +215,7 @@ def cu_seqlens(features: FeatureOptions) -> Arrays:
 
 
 def normal(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> Any:
-    """Normal random numbers of any float dtype, the same ones however many threads draw them."""
+    """Normal random numbers of any float dtype; they do not depend on the number of threads."""
     drawn_as = np.float64 if dtype == np.float64 else np.float32
     drawn = np.empty(shape, dtype)
     flat = drawn.reshape(-1)
@@ -236,14 +231,14 @@ def normal(rng: np.random.Generator, shape: Shape, dtype: np.dtype[Any]) -> Any:
 
 
 def bytes_moved(problem: Problem) -> int:
-    """What a call must read and write at least: each input and each result once, those of features too."""
+    """The fewest bytes that a call must read and write: each input and result once, also of features."""
     features = problem.features
     itemsizes = {"q": problem.itemsize, "dout": problem.output.itemsize}
     tensors = sum(
         math.prod(shape) * itemsizes.get(name, problem.key_itemsize)
         for name, shape in shapes_of(problem, "bshd").items()
     )
-    # The forward writes out where dout is counted; the backward reads out, too, and writes gradients.
+    # dout, as counted, stands for the out of the forward. The backward also reads out and writes gradients.
     times = 2 if problem.direction == "backward" else 1
     moved = times * tensors + math.prod(lse_shape(problem)) * problem.accumulator.itemsize
     if features.bias is not None and features.bias_dtype is not None:

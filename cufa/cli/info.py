@@ -1,4 +1,4 @@
-"""`cufa info`: what is here to compute with."""
+"""`cufa info`: shows what this machine can compute with."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def command(as_json: bool) -> None:
 
 
 def _facts() -> dict[str, Any]:
-    """All facts, by name; None for what is not there, with the reason under "missing"."""
+    """All facts by name; None for what is missing, with the reason under "missing"."""
     missing: dict[str, str] = {}
     held = cache.info()
     facts: dict[str, Any] = {
@@ -73,7 +73,7 @@ def _facts() -> dict[str, Any]:
 
 
 def _wrong() -> dict[str, str]:
-    """Of variables that no call would take, what is wrong with them."""
+    """What is wrong with environment variables that calls would refuse."""
     wrong = {}
     readers: dict[str, Callable[[], object]] = {
         "CUFA_ARCH": device.target,
@@ -85,7 +85,7 @@ def _wrong() -> dict[str, str]:
         except ValueError as error:
             wrong[name] = str(error)
         except cufa.GPUUnavailableError:
-            pass  # which is said of the GPU
+            pass  # the GPU's entry says so
     return wrong
 
 
@@ -118,7 +118,7 @@ def _driver_cuda() -> str | None:
 
 
 def _driver() -> str | None:
-    """The driver's own version, as in "580.95.05", where the system tells it."""
+    """The driver's version, as in "580.95.05", if the system reports it."""
     try:
         found = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER_VERSION_FILE.read_text(encoding="utf-8"))
     except OSError:

@@ -1,4 +1,4 @@
-"""`cufa kernels`: the registry."""
+"""`cufa kernels`: lists the registered kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.command("kernels")
 @json_option
 def command(as_json: bool) -> None:
-    """List the kernels: the ladder and those beside it."""
+    """List the kernels of the ladder and the others."""
     if as_json:
         output.print_json(_documents())
         return
@@ -77,7 +77,7 @@ def _first_arch(kernel: Kernel) -> str:
 
 
 def _documents() -> list[dict[str, Any]]:
-    """The rungs, then those beside the ladder, which have no direction."""
+    """The rungs, then the kernels outside the ladder, which have no direction."""
     rungs = [
         {
             "name": kernel.name,

@@ -1,4 +1,4 @@
-"""`cufa ladder`: what each idea brings, every rung on one problem."""
+"""`cufa ladder`: shows what each idea gains, by running every rung on one problem."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from cufa.threads import cores
 
 @dataclass(frozen=True)
 class _Preset:
-    """A problem, and how many CPU threads it is compared with; None for one on each core."""
+    """A problem, and the number of CPU threads to compare with; None for one per core."""
 
     batch: int
     seqlen: int
@@ -51,15 +51,15 @@ class _Preset:
 
 _PRESETS = {
     "small": _Preset(2, 1024, 4, 4, 64, "float32", causal=False),
-    # The classic course's problem, for which it reports 235x over one CPU thread.
+    # The problem of the classic course, which reports 235x over one CPU thread.
     "course": _Preset(100, 4096, 1, 1, 32, "float32", causal=False, cpu_threads=1),
     "gpt2": _Preset(8, 1024, 12, 12, 64, "bfloat16", causal=True),
     "llama": _Preset(1, 8192, 32, 8, 128, "bfloat16", causal=True),
 }
 
-# The CPU computes so much of a problem's forward, and its time is scaled up: about a second.
+# The CPU computes this much of a problem's forward, about a second; its time is scaled up.
 CPU_SLICE_FLOPS = 8e9
-# What tells the BLAS libraries that NumPy comes with how many threads to take.
+# The variables that set the number of threads of NumPy's BLAS libraries.
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -71,9 +71,9 @@ _THREAD_VARIABLES = (
 
 @dataclass(frozen=True)
 class _Row:
-    """One line of the ladder; what could not be measured is None, and `note` says why.
+    """One line of the ladder. Values that could not be measured are None; `note` says why.
 
-    `memory_bytes` are those beyond inputs and outputs; `cpu` marks the rows that a GPU is compared with.
+    `memory_bytes` excludes inputs and outputs; `cpu` marks the rows that a GPU is compared with.
     """
 
     name: str
@@ -87,7 +87,7 @@ class _Row:
 
     @property
     def error(self) -> float | None:
-        """The largest of this direction's results."""
+        """The largest error among this direction's results."""
         if self.check is None:
             return None
         return max(each.error for each in self.check.comparisons)
@@ -97,18 +97,18 @@ class _Row:
 @click.option(
     "--preset", type=click.Choice(list(_PRESETS)), default="small", show_default=True, help="The problem."
 )
-@count_option("--batch", "Batch size; this and other sizes are the preset's if not given.", least=1)
+@count_option("--batch", "Batch size. This and other sizes default to the preset's.", least=1)
 @count_option("--seqlen", "Length of queries and of keys.", least=1)
 @count_option("--heads", "Query heads.", least=1)
-@count_option("--kv-heads", "Key-value heads; --heads is a multiple.", least=1)
-@count_option("--head-dim", "Head dim, 1 to 512; with gradients to 256.", least=1)
+@count_option("--kv-heads", "KV heads; --heads must be a multiple.", least=1)
+@count_option("--head-dim", "Head dim, 1 to 512, with gradients 1 to 256.", least=1)
 @click.option("--dtype", type=INPUT_DTYPE, help="Dtype of the arrays.")
 @feature_options(packed=False)
-@click.option("--no-causal", is_flag=True, help="No causal mask where the preset has one.")
+@click.option("--no-causal", is_flag=True, help="Drop the preset's causal mask.")
 @click.option(
-    "--direction", type=click.Choice((*DIRECTIONS, "both")), help="What to run. [those that there are]"
+    "--direction", type=click.Choice((*DIRECTIONS, "both")), help="What to run. [both if gradients exist]"
 )
-@count_option("--cpu-threads", "Threads of the CPU's row. [the preset's, else one a core]", least=1)
+@count_option("--cpu-threads", "Threads of the CPU row. [the preset's, else one per core]", least=1)
 @backend_option
 @seed_option
 @json_option
@@ -123,17 +123,16 @@ def command(
     as_json: bool,
     **sizes: Any,
 ) -> None:
-    """Run every rung on one problem, and the CPU.
+    """Run every rung, and the CPU, on one problem.
 
-    For each: time, TFLOP/s, how many times as fast it is as the rung before and as the CPU, memory beyond
-    inputs and outputs, and the largest error against float64. Rungs that do not support what is asked for
-    say so.
+    Shows for each: time, TFLOP/s, speedup over the rung before and over the CPU, memory beyond inputs and
+    outputs, and the largest error against float64. Rungs that do not support the problem say so.
 
     Presets: "small" is batch 2, length 1024, 4 heads of 64, float32; "course" batch 100, length 4096, one
     head of 32, float32, compared with one CPU thread; "gpt2" batch 8, length 1024, 12 heads of 64, bfloat16,
     causal; "llama" batch 1, length 8192, 32 heads of 128 with 8 KV heads, bfloat16, causal.
 
-    Exits with 1 if a result is further from float64 than it may be.
+    Exits with 1 if a result's error is too large.
     """
     if features.causal and no_causal:
         raise output.Failure("--causal and --no-causal: only one of them may be given")
@@ -150,7 +149,7 @@ def command(
     rng = np.random.default_rng(seed)
     threads = [cpu_threads or chosen.cpu_threads or cores()]
     if not on_gpu and cpu_threads is None:
-        threads = sorted({1, cores()})  # with no rungs to compare, how BLAS scales
+        threads = sorted({1, cores()})  # without rungs to compare, show how BLAS scales
 
     rungs = [kernel for kernel in KERNELS.values() if kernel.direction in asked] if on_gpu else []
     with output.progress(len(threads) + len(rungs)) as step:
@@ -191,7 +190,7 @@ def _described(problem: Problem, features: FeatureOptions) -> Problem:
 
 
 def _slice(problem: Problem) -> Problem:
-    """As many batches, or if need be heads, of the problem as `CPU_SLICE_FLOPS` pay for."""
+    """The part of the problem that `CPU_SLICE_FLOPS` pays for: fewer batches, if need be fewer heads."""
     pieces = problem.batch * problem.heads
     affordable = max(1, int(CPU_SLICE_FLOPS * pieces / max(1, problem.flops)))
     if affordable >= problem.heads:
@@ -213,7 +212,7 @@ def _cpu_rows(
     host = make_arrays(sliced, features, "bshd", rng)
     workload = Workload(host, on_gpu=False, features=features)
     for way in asked:
-        workload.problem(way)  # what is wrong with the gradients alone is said before anything is done
+        workload.problem(way)  # refuse wrong gradient options before computing
     results = workload.forward(Rung())
     if "backward" in asked:
         results |= workload.backward(Rung(), results)
@@ -239,7 +238,7 @@ def _cpu_rows(
 def _cpu_seconds(
     problem: Problem, features: FeatureOptions, asked: list[Direction], threads: int
 ) -> dict[Direction, float]:
-    """`cufa bench` in a process of its own: BLAS reads its number of threads when it is loaded."""
+    """Time `cufa bench` in its own process, since BLAS reads its number of threads when it is loaded."""
     command = [sys.executable, "-m", "cufa", "bench", "--backend", "numpy", "--json"]
     command += ["--direction", asked[0] if len(asked) == 1 else "both"]
     command += ["--seqlens", str(problem.seqlen_q), "--dtype", problem.dtype]
@@ -292,7 +291,7 @@ def _gpu_rows(
 
 
 def _notes(on_gpu: bool, rows: list[_Row]) -> list[str]:
-    """What a reader must know to understand the figures."""
+    """What readers need to know to understand the figures."""
     notes = [f"{row.name}, {row.direction}: {row.note}" for row in rows if row.note]
     if not on_gpu:
         notes.append("the rungs need a GPU; these are the rows of the CPU alone")
@@ -311,7 +310,7 @@ def _speedup(row: _Row, other: _Row | None) -> float | None:
 
 
 def _compared(rows: list[_Row]) -> list[tuple[_Row, float | None, float | None]]:
-    """Each row with its speed-up over the rung before that ran, and over the direction's first CPU row."""
+    """Each row with its speedup over the previous rung that ran, and over the direction's first CPU row."""
     compared = []
     for way in DIRECTIONS:
         of_way = [row for row in rows if row.direction == way]

@@ -21,24 +21,24 @@ Window = tuple[int | None, int | None]
 
 
 class KernelName(click.Choice[str]):
-    """A kernel's name, or as much of it as leaves no other: fwd_4 for fwd_4_flash_v2."""
+    """A kernel's name, or a prefix of only one name: fwd_4 for fwd_4_flash_v2."""
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The whole name; click's error if it is none."""
+        """The full name; raises click's error if there is none."""
         return super().convert(whole_name(value, self.choices), param, ctx)
 
 
 class Integer(click.IntRange):
-    """A whole number from a range; what is none is called "not a valid integer", without the range."""
+    """An integer in a range; anything else is called "not a valid integer", without the range."""
 
     name = "integer"
 
 
 class Count(Integer):
-    """A number of something, of which there are not more than kernels count."""
+    """A count, at most the largest that kernels can hold."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """The number; click's error if it is none."""
+        """The number; raises click's error if it is not one."""
         number: int = super().convert(value, param, ctx)
         if number > MAX_EXTENT:
             self.fail(f"{number} is too large; there may be {MAX_EXTENT}", param, ctx)
@@ -46,7 +46,7 @@ class Count(Integer):
 
 
 class Real(click.FloatRange):
-    """The same of any numbers."""
+    """A real number in a range, with the same kind of error message."""
 
     name = "number"
 
@@ -59,7 +59,7 @@ KERNEL = KernelName(list(KERNELS))
 
 
 def several(of: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """The type of an option that takes several values, separated by commas."""
+    """The type of an option that takes several values separated by commas."""
 
     def convert(text: str) -> tuple[Any, ...]:
         parts = [part.strip() for part in text.split(",") if part.strip()]
@@ -79,14 +79,14 @@ def tile_size(text: str) -> tuple[str, int]:
 
 
 def tile_sizes(text: str) -> tuple[str, tuple[int, ...]]:
-    """The type of an option that takes several sizes of a tile in turn, NAME=N[,...]."""
+    """The type of an option that takes several sizes of one tile dimension, NAME=N[,...]."""
     name, *sizes = text.split(",")
     name, first = tile_size(name)
     return name, (first, *(tile_size(f"{name}={size}")[1] for size in sizes))
 
 
 def tilings(tiles: Iterable[tuple[str, tuple[int, ...]]]) -> list[dict[str, int]]:
-    """Every combination of the sizes that `tile_sizes` took; one without any if there are none."""
+    """Every combination of the sizes that `tile_sizes` parsed; a single empty one if there are none."""
     sizes = dict(tiles)
     return [dict(zip(sizes, each, strict=True)) for each in itertools.product(*sizes.values())]
 
@@ -99,7 +99,7 @@ def json_option(command: Command) -> Command:
 def count_option(
     name: str, help_text: str, least: int = 0, default: int | None = None
 ) -> Callable[[Command], Command]:
-    """An option that takes a whole number."""
+    """An option that takes an integer."""
     return click.option(name, type=Count(min=least), default=default, metavar="N", help=help_text)
 
 
@@ -110,7 +110,7 @@ def precision_option(command: Command) -> Command:
         type=click.Choice(PRECISIONS),
         default=PRECISIONS[0],
         show_default=True,
-        help="How exact float32 products are; tf32 is faster.",
+        help="Precision of float32 products; tf32 is faster.",
     )(command)
 
 
@@ -131,18 +131,18 @@ def backend_option(command: Command) -> Command:
     return click.option(
         "--backend",
         type=click.Choice(BACKENDS),
-        help="Where to compute; by default on the GPU if there is one, else in NumPy.",
+        help="Where to compute. [cuda if there is a GPU, else numpy]",
     )(command)
 
 
 def tile_option(name: str, of: str) -> Callable[[Command], Command]:
-    """--tile or another of its kind."""
+    """--tile or a similar option."""
     return click.option(
         name,
         type=tile_size,
         metavar="NAME=N",
         multiple=True,
-        help=f"Override a tile size of the {of}; may be repeated.",
+        help=f"Override a tile size of the {of}. Repeatable.",
     )
 
 
@@ -153,16 +153,16 @@ def tile_sizes_option(command: Command) -> Command:
         type=tile_sizes,
         metavar="NAME=N[,...]",
         multiple=True,
-        help="Override a tile size of the kernels, by several in turn; may be repeated.",
+        help="Override a tile size; several sizes are tried in turn. Repeatable.",
     )(command)
 
 
 MOD_OPTIONS = (
     click.option(
-        "--score-mod", metavar="FILE:NAME", help="f(score, b, h, q_idx, kv_idx) of a Python file: new scores."
+        "--score-mod", metavar="FILE:NAME", help="Python function f(score, b, h, q_idx, kv_idx): new scores."
     ),
     click.option(
-        "--mask-mod", metavar="FILE:NAME", help="g(b, h, q_idx, kv_idx) of a Python file: True to see a key."
+        "--mask-mod", metavar="FILE:NAME", help="Python function g(b, h, q_idx, kv_idx): True if seen."
     ),
 )
 
@@ -172,12 +172,12 @@ RANDOM_BITS = "random-bits"
 
 @dataclass(frozen=True)
 class FeatureOptions:
-    """What the options ask for beyond plain attention; the fields are their names.
+    """What the options ask for beyond plain attention; fields are named like the options.
 
-    `bias` is a file or `RANDOM`, `mask` also `RANDOM_BITS`; `score_mod` and `mask_mod` are FILE:NAME;
-    `varlen` has queries and keys of each packed sequence, `seqused_k` the keys of each that count;
-    `page_size` is how many keys a page has, 0 for none; with `transposed_values` the keys of V lie next to
-    each other; `kv_dtype` is that of K and V, if not Q's.
+    `bias` is a file or `RANDOM`, `mask` also `RANDOM_BITS`. `score_mod` and `mask_mod` are FILE:NAME.
+    `varlen` has the queries and keys of each packed sequence, `seqused_k` the number of keys of each that
+    count. `page_size` is the number of keys in a page, 0 for no pages. With `transposed_values`, keys of V
+    are adjacent in memory. `kv_dtype` is the dtype of K and V if it is not Q's.
     """
 
     causal: bool = False
@@ -203,7 +203,7 @@ class FeatureOptions:
 
 
 def arguments(features: FeatureOptions) -> list[str]:
-    """The options that ask for these features, on another command's line; not those of packed sequences."""
+    """These features as options for another command's line, without those of packed sequences."""
     line: list[str] = []
     for field in fields(features):
         value = getattr(features, field.name)
@@ -218,9 +218,9 @@ def arguments(features: FeatureOptions) -> list[str]:
 
 
 def refuse_without_backward(left_out_by: str, features: FeatureOptions, **others: object) -> None:
-    """Failure if an option is given that only the gradients have, which `left_out_by` leaves out.
+    """Raise Failure if an option of the backward is given although `left_out_by` leaves the backward out.
 
-    `others` are such options of one command, by their names; False, None and () are not given.
+    `others` are further options of the backward, by name; False, None and () mean not given.
     """
     asked = {"dlse": features.dlse, "deterministic": features.deterministic, **others}
     given = [f"--{name.replace('_', '-')}" for name, value in asked.items() if value]
@@ -248,19 +248,19 @@ def sequence_lengths(text: str) -> tuple[int, int]:
 
 
 def feature_options(files: bool = False, packed: bool = True) -> Callable[[Command], Command]:
-    """The options of `FeatureOptions`, which the command takes as `features`.
+    """Add the options of `FeatureOptions`, which the command gets as `features`.
 
     Args:
-        files: the bias and the mask may be files.
-        packed: there are options for packed sequences and for keys in pages.
+        files: allow files for the bias and the mask.
+        packed: add the options for packed sequences and for keys in pages.
     """
     options = [
-        click.option("--causal", is_flag=True, help="Mask keys after the query, aligned bottom-right."),
+        click.option("--causal", is_flag=True, help="Hide keys after the diagonal (bottom-right aligned)."),
         click.option(
             "--window",
             type=key_window,
             metavar="L,R",
-            help="Keys seen before and after the diagonal; -1 is all.",
+            help="Keys seen before and after the diagonal; -1 for all.",
         ),
         click.option(
             "--softcap",
@@ -270,29 +270,29 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
             help="Soft bound of the scores. [none]",
         ),
         *(_score_array_files() if files else _score_arrays()),
-        click.option("--alibi", is_flag=True, help="ALiBi, with the slopes of its paper."),
-        click.option("--sink", is_flag=True, help="A random sink, and its gradient."),
+        click.option("--alibi", is_flag=True, help="ALiBi, with the slopes of the paper."),
+        click.option("--sink", is_flag=True, help="A random sink, with its gradient."),
         *MOD_OPTIONS,
-        click.option("--dlse", is_flag=True, help="Backward: a random gradient of the LSE, too."),
+        click.option("--dlse", is_flag=True, help="Backward: add a random gradient of the LSE."),
         click.option(
             "--dropout",
             type=Real(min=0, max=1, max_open=True),
             default=0.0,
             metavar="P",
-            help="Part of the probabilities that is dropped. [0]",
+            help="Fraction of the probabilities that is dropped. [0]",
         ),
-        click.option("--dropout-seed", type=int, default=0, metavar="N", help="Seed of what is dropped. [0]"),
+        click.option("--dropout-seed", type=int, default=0, metavar="N", help="Seed of dropout. [0]"),
         click.option("--deterministic", is_flag=True, help="Gradients with the same bits in every run."),
         click.option(
             "--kv-dtype",
             type=INPUT_DTYPE,
-            help=f"Dtype of keys and values: {FLOAT8} beside 16 bits. [--dtype]",
+            help=f"Dtype of keys and values: {FLOAT8} with queries in 16 bits. [--dtype]",
         ),
-        click.option("--descale", is_flag=True, help=f"Random descales, for arrays of {FLOAT8}."),
+        click.option("--descale", is_flag=True, help=f"Random descales, for {FLOAT8} arrays."),
         click.option(
             "--transposed-values",
             is_flag=True,
-            help=f"Values whose keys lie next to each other, for --dtype {FLOAT8}.",
+            help=f"Store V transposed, its keys adjacent; for --dtype {FLOAT8}.",
         ),
         precision_option,
     ]
@@ -302,17 +302,17 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
                 "--varlen",
                 type=several(sequence_lengths),
                 metavar="N[:M][,...]",
-                help="Packed sequences of N queries and M keys (or N).",
+                help="Packed sequences of N queries and M keys each. [M = N]",
             ),
             click.option(
                 "--seqused-k",
                 type=several(Count(min=0)),
                 metavar="N[,...]",
-                help="How many keys of each batch or sequence count. [all]",
+                help="How many keys of each sequence count. [all]",
             ),
             count_option(
                 "--page-size",
-                "Forward: keys in shuffled pages of N, as many as fill pages. [0: no pages]",
+                "Forward: keys in shuffled pages of N, rounded up to full pages. [0: no pages]",
                 default=0,
             ),
         ]
@@ -341,15 +341,15 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
 
 def _score_arrays() -> list[Callable[..., Any]]:
     return [
-        click.option("--bias", type=click.Choice([RANDOM]), help="A bias for each head, and its gradient."),
+        click.option("--bias", type=click.Choice([RANDOM]), help="A bias for each head, with its gradient."),
         click.option("--mask", type=click.Choice([RANDOM, RANDOM_BITS]), help="A mask for each head."),
     ]
 
 
 def _score_array_files() -> list[Callable[..., Any]]:
     return [
-        click.option("--bias", metavar="FILE|random", help="Added to the scores; its gradient, too."),
+        click.option("--bias", metavar="FILE|random", help="Added to the scores, with its gradient."),
         click.option(
-            "--mask", metavar="FILE|random", help="True to see a key; bool, or uint8 for bits (random-bits)."
+            "--mask", metavar="FILE|random", help="True to see a key: bool, or uint8 for bits (random-bits)."
         ),
     ]

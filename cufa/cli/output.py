@@ -1,4 +1,4 @@
-"""What all commands print with: tables and JSON on stdout; errors, logs and progress on stderr."""
+"""Output of all commands: tables and JSON on stdout; errors, logs and progress on stderr."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# Exit codes: the computation was done or tried and is not right, and it could not be begun.
+# Exit codes: the computation failed or is wrong; it could not be started.
 WRONG = 1
 BAD_INPUT = 2
 
-# No room, no quota, too large a file, a device that fails.
+# No space, no quota, too large a file, a failing device.
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
-_PLAN_INDENT = 13 * " "  # where the second column of a printed Plan begins
-_UNKNOWN_WIDTH = 80  # of a terminal that does not know its own
+_PLAN_INDENT = 13 * " "  # up to the second column of a printed Plan
+_UNKNOWN_WIDTH = 80  # for a terminal that does not report its width
 _BINARY_UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
 class Failure(click.ClickException):
-    """What was asked for cannot be done: ends the command with a message, in red on stderr."""
+    """The request cannot be fulfilled: ends the command with a message, in red on stderr."""
 
     exit_code = BAD_INPUT
 
@@ -45,7 +45,7 @@ class Failure(click.ClickException):
 
 
 class Wrong(Failure):
-    """It was tried, and went wrong."""
+    """The computation was tried and went wrong."""
 
     exit_code = WRONG
 
@@ -56,7 +56,7 @@ class OutOfMemory(Wrong):
 
 @contextlib.contextmanager
 def memory_errors() -> Iterator[None]:
-    """Say that memory does not suffice without a traceback."""
+    """Report insufficient memory without a traceback."""
     try:
         yield
     except MemoryError as error:
@@ -65,9 +65,9 @@ def memory_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def library_errors() -> Iterator[None]:
-    """Turn the errors that a call of the library documents into a message without a traceback.
+    """Turn the errors that the library documents into a message without a traceback.
 
-    What goes in here is calls of the library alone, so that a mistake in the command's own code shows.
+    Wrap only calls of the library in this, so that mistakes in the command's own code show.
     """
     try:
         with memory_errors():
@@ -80,26 +80,26 @@ def library_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing_errors() -> Iterator[None]:
-    """Say that what is printed finds no room, or a broken device, without a traceback."""
+    """Report output that cannot be written without a traceback."""
     try:
         yield
     except OSError as error:
         if error.errno not in _NOT_WRITTEN:
             raise
-        # What is left in the buffer would be tried again, and reported again, when Python ends.
+        # Python would try to write the rest of the buffer, and report it again, when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         say(f"error: the output cannot be written: {error.strerror}", "red")
         raise SystemExit(WRONG) from error
 
 
 def stdout() -> Console:
-    """The console for what was asked for."""
+    """The console for results."""
     return _console(stderr=False)
 
 
 @functools.cache
 def stderr() -> Console:
-    """The console for all else; one, so that a message and a progress bar make room for each other."""
+    """The console for all else, shared so that messages and a progress bar do not collide."""
     return _console(stderr=True)
 
 
@@ -107,18 +107,18 @@ def _console(stderr: bool) -> Console:
     from rich.console import Console
 
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-    if console.width == 0:  # nothing would be printed
+    if console.width == 0:  # otherwise nothing would be printed
         console.width = _UNKNOWN_WIDTH
     return console
 
 
 def say(message: str, style: str = "") -> None:
-    """Print a message on stderr; where that is no terminal, each of its lines as one, however long."""
+    """Print a message on stderr; lines are only wrapped for a terminal."""
     stderr().print(message, style=style, soft_wrap=not stderr().is_terminal)
 
 
 def print_json(document: Any) -> None:
-    """Print one JSON document; what is NaN or infinite is null in it, as JSON has no such numbers."""
+    """Print one JSON document; NaN and infinity become null, since JSON does not have them."""
     click.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
 
 
@@ -145,19 +145,19 @@ def table(columns: Iterable[str], title: str | None = None) -> Table:
     )
     for name in columns:
         justify: Literal["left", "right"] = "left" if name.startswith("<") else "right"
-        made.add_column(name.removeprefix("<"), justify=justify, overflow="fold")  # no digit is left out
+        made.add_column(name.removeprefix("<"), justify=justify, overflow="fold")  # never cut digits
     return made
 
 
 def print_plan(plan: Plan) -> None:
-    """Print a Plan on stdout, its lines no longer than the terminal."""
+    """Print a Plan on stdout, wrapped to the width of the terminal."""
     console = stdout()
     for line in str(plan).splitlines():
         console.print(textwrap.fill(line, console.width, subsequent_indent=_PLAN_INDENT), soft_wrap=True)
 
 
 def key_values() -> Table:
-    """An empty table for names and what they are."""
+    """An empty table for names and values."""
     from rich.table import Table
 
     made = Table.grid(padding=(0, 2))
@@ -168,7 +168,7 @@ def key_values() -> Table:
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Any]:
-    """A progress bar on stderr if that is a terminal; yields what takes the name of the next step."""
+    """Show a progress bar on stderr if that is a terminal; yields a function that names the next step."""
     console = stderr()
     if not console.is_terminal:
         yield lambda _: None
@@ -212,7 +212,7 @@ def tiles(sizes: Mapping[str, int]) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Three significant digits, or all those before the point: 0.0123, 1.23, 12.3, 1,235."""
+    """Three significant digits, but all digits before the point: 0.0123, 1.23, 12.3, 1,235."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     decimals = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -221,7 +221,7 @@ def three_digits(value: float) -> str:
 
 @contextlib.contextmanager
 def log_to_stderr(verbose: bool) -> Iterator[None]:
-    """Show the library's log on stderr: each kind of message once, or all of them if `verbose`."""
+    """Show the library's log on stderr: each kind of message once, or all messages if `verbose`."""
     logger = logging.getLogger("cufa")
     level = logger.level
     handler = _StderrHandler()
@@ -245,7 +245,7 @@ class _StderrHandler(logging.Handler):
 
 
 class _FirstOfEachKind(logging.Filter):
-    """Lets a message's text, before its values are filled in, through once."""
+    """Lets each message template through once, whatever values are filled in."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`cufa run`: attention and its gradients of arrays from files, or of a generated problem, checked."""
+"""`cufa run`: computes and checks attention and gradients, of arrays from files or of a generated problem."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from cufa.problem import Direction, Problem
 from cufa.score_rules import Rules
 from cufa.timing import Timing
 
-# The generated problem where nothing else is asked for: small enough to be checked as a whole.
+# The default problem, small enough to check every result.
 DEFAULT_SIZES = {"batch": 2, "seqlen": 512, "heads": 4, "head_dim": 64}
 DEFAULT_DTYPE = "float32"
-# Those that packed sequences have of their own.
+# Sizes that --varlen sets.
 _VARLEN_SIZES = ("batch", "seqlen", "seqlen_q", "seqlen_k")
 
 
@@ -60,23 +60,23 @@ class _Step:
 
 
 @click.command("run")
-@click.option("--q", metavar="FILE", help="Queries, .npy, or .npz with an array q (or FILE:KEY).")
+@click.option("--q", metavar="FILE", help="Queries: .npy, or .npz with an array q (or FILE:KEY).")
 @click.option("--k", metavar="FILE", help="Keys, likewise.")
 @click.option("--v", metavar="FILE", help="Values, likewise.")
-@click.option("--dout", metavar="FILE", help="Gradient of the output, likewise; by default random.")
+@click.option("--dout", metavar="FILE", help="Gradient of the output, likewise. [random]")
 @click.option(
     "--out",
     "destination",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the results: .npy for the output alone; .npz for all of them.",
+    help="Write the results: .npy for only the output, .npz for all.",
 )
 @count_option("--batch", "Batch size of the generated problem. [2]")
 @count_option("--seqlen", "Length of queries and of keys. [512]")
 @count_option("--seqlen-q", "Length of queries. [--seqlen]")
 @count_option("--seqlen-k", "Length of keys. [--seqlen]")
 @count_option("--heads", "Query heads. [4]")
-@count_option("--kv-heads", "Key-value heads; --heads is a multiple. [--heads]")
-@count_option("--head-dim", "Head dim of queries and keys, 1 to 512; with gradients to 256. [64]")
+@count_option("--kv-heads", "KV heads; --heads must be a multiple. [--heads]")
+@count_option("--head-dim", "Head dim of queries and keys, 1 to 512, with gradients 1 to 256. [64]")
 @count_option("--value-dim", "Head dim of values, likewise. [--head-dim]")
 @click.option("--dtype", type=INPUT_DTYPE, help="Dtype of generated arrays; files are converted. [float32]")
 @seed_option
@@ -87,18 +87,18 @@ class _Step:
     "--kernel",
     type=KERNEL,
     metavar="KERNEL",
-    help="One that `cufa kernels` lists, also in short: fwd_4. [the fastest]",
+    help="A kernel from `cufa kernels`, or a prefix like fwd_4. [the fastest]",
 )
 @click.option(
     "--backward-kernel", type=KERNEL, metavar="KERNEL", help="Likewise, for the gradients. [the fastest]"
 )
 @tile_option("--tile", "forward kernel")
 @tile_option("--backward-tile", "backward kernel")
-@click.option("--arch", metavar="ARCH", help="What to compile for, as in compute_80. [this GPU's]")
+@click.option("--arch", metavar="ARCH", help="Architecture to compile for, as in compute_80. [this GPU's]")
 @backend_option
-@click.option("--backward/--no-backward", default=None, help="Compute the gradients, too. [if there are any]")
+@click.option("--backward/--no-backward", default=None, help="Also compute gradients. [if there are any]")
 @click.option("--check/--no-check", "checked", default=True, help="Compare with float64. [yes]")
-@click.option("--explain", is_flag=True, help="Print the plan of the call and its reasons; run nothing.")
+@click.option("--explain", is_flag=True, help="Print the plan and its reasons; run nothing.")
 @json_option
 def command(
     dtype: str | None,
@@ -119,13 +119,13 @@ def command(
     as_json: bool,
     **given: Any,
 ) -> None:
-    """Compute attention and gradients, checked.
+    """Compute attention and gradients, and check them.
 
-    Without arguments, of a small generated problem. All results are compared with float64. Arrays from
-    files have the axes (batch, seqlen, heads, head_dim), or as --layout says; with --varlen they are
+    Without arguments, the problem is small and generated. All results are compared with float64. Arrays from
+    files have the axes (batch, seqlen, heads, head_dim) or those of --layout; with --varlen they have
     (tokens, heads, head_dim).
 
-    Exits with 1 if a result is further from float64 than it may be, with 2 if the call is refused.
+    Exits with 1 if a result's error is too large, with 2 if the call is refused.
     """
     locations = {name: given.pop(name) for name in TENSORS}
     locations["bias"] = None if features.bias == RANDOM else features.bias
@@ -159,7 +159,7 @@ def command(
     described = make_arrays(problem, features, layout, None, from_files)
     workload = Workload(described, False, features, softmax_scale, layout)
     for direction in rungs:
-        workload.problem(direction)  # what is wrong with the gradients alone is said before anything is done
+        workload.problem(direction)  # refuse wrong gradient options before computing
     if features.varlen is not None:
         _check_sequences(workload)
     if explain:
@@ -167,7 +167,7 @@ def command(
         return
     on_gpu = use_gpu(backend)
     if on_gpu:
-        _plans(workload, rungs)  # what no kernel supports is refused before anything takes memory
+        _plans(workload, rungs)  # refuse what no kernel supports before allocating
     host = make_arrays(problem, features, layout, rng, from_files)
     workload = replace(workload, arrays=to_gpu(host) if on_gpu else host, on_gpu=on_gpu)
     results, steps = _compute(workload, rungs)
@@ -183,7 +183,7 @@ def command(
 
 
 def _from_files(locations: dict[str, str | None], features: FeatureOptions, dtype: str | None) -> Arrays:
-    """The arrays that are in files; q, k and v if one of the tensors is."""
+    """The arrays from files; if one tensor is from a file, q, k and v must be."""
     missing = [f"--{name}" for name in ("q", "k", "v") if locations[name] is None]
     if missing and any(locations[name] for name in TENSORS):
         raise output.Failure(f"{', '.join(missing)} must be given, too, with arrays from files")
@@ -198,7 +198,7 @@ def _from_files(locations: dict[str, str | None], features: FeatureOptions, dtyp
 def _problem_of(
     from_files: Arrays, sizes: dict[str, int | None], features: FeatureOptions, layout: str
 ) -> Problem:
-    """The problem that the arrays from files make."""
+    """The problem that the arrays from files pose."""
     refused = [f"--{name.replace('_', '-')}" for name, size in sizes.items() if size is not None]
     if refused:
         raise output.Failure(f"{', '.join(refused)} cannot go with files, which give the sizes")
@@ -211,7 +211,7 @@ def _problem_of(
 
 
 def _generated(sizes: dict[str, int | None], dtype: str, features: FeatureOptions) -> Problem:
-    """The problem of the sizes that are asked for."""
+    """The problem of the sizes on the command line."""
     refused = [f"--{name.replace('_', '-')}" for name in _VARLEN_SIZES if sizes[name] is not None]
     if refused and features.varlen is not None:
         raise output.Failure(f"{', '.join(refused)} cannot go with --varlen, which gives the sizes")
@@ -237,7 +237,7 @@ def _generated(sizes: dict[str, int | None], dtype: str, features: FeatureOption
 
 
 def _check_sequences(workload: Workload) -> None:
-    """Failure if arrays from files are too short for the sequences, which a GPU would not notice."""
+    """Raise Failure if arrays from files are too short for the sequences; a GPU would not notice."""
     rules = workload.rules()
     others = ("softmax_scale", "precision", *DESCALES)
     side = {name: rules[name] for name in rules if name not in others}
@@ -258,7 +258,7 @@ def _explain(plans: dict[Direction, Plan], as_json: bool) -> None:
 
 
 def _compute(workload: Workload, rungs: dict[Direction, Rung]) -> tuple[Arrays, list[_Step]]:
-    """The results, as NumPy arrays, and the steps that made them."""
+    """The results as NumPy arrays, and the steps that computed them."""
     results: Arrays = {}
     steps = []
     for direction, rung in rungs.items():
@@ -331,7 +331,7 @@ def _report(
 
 
 def _plan_summary(plan: Plan) -> str:
-    """A Plan in one line; --explain prints it whole."""
+    """A Plan in one line; --explain prints all of it."""
     if not plan.launches:
         return "nothing to launch"
     parts = [output.tiles(plan.tiles)] if plan.tiles else []

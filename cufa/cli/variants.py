@@ -1,4 +1,4 @@
-"""One variant of a kernel that `cufa compile` is asked for: what it is compiled from, and what it takes."""
+"""One kernel variant of `cufa compile`: what it is compiled from, and what resources it takes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from cufa.problem import (
 )
 from cufa.tensor_layout import contiguous_bias_lies_in_boxes
 
-# Of queries and of keys; what is compiled does not depend on it.
+# Length of queries and keys; the compiled code does not depend on it.
 SEQLEN = 4096
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What one entry of a kernel's file takes, and how much of an SM its blocks fill."""
+    """The resources of one entry point of a kernel's file, and how much of an SM its blocks fill."""
 
     name: str
     used: jit.Resources
@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Request:
-    """What to compile: for which arch, and what the kernel is asked for."""
+    """What to compile: the arch, and what the kernel must support."""
 
     kernel: str
     device: Device
@@ -64,7 +64,7 @@ class Request:
     kv_dtype: str | None = None
 
     def problem(self, direction: Direction) -> Problem:
-        """What is asked for as a call."""
+        """The request as a call."""
         left, right = self.features.window
         windowed = (left, right) != (None, None)
         problem = Problem(
@@ -77,7 +77,7 @@ class Request:
             kv_heads=1,
             head_dim=self.head_dim,
             value_dim=self.value_dim,
-            # Of a window a causal mask is one end.
+            # With a window, a causal mask is its right end.
             causal=self.causal and not windowed,
             features=replace(
                 self.features,
@@ -93,7 +93,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Planned:
-    """The variant that a request is for, its launches, and the tiles that were chosen."""
+    """The variant that a request needs, its launches, and the chosen tiles."""
 
     variant: Variant
     launches: tuple[Launch, ...]
@@ -102,7 +102,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A request: built, or why not. `skipped` says that the kernel does not support it."""
+    """A request and its build, or why there is none. `skipped` says why the kernel does not support it."""
 
     request: Request
     planned: Planned | None = None
@@ -113,11 +113,11 @@ class Compiled:
 
 
 def compile_variant(request: Request) -> Compiled:
-    """A request, compiled if the kernel supports it; Failure if nothing can be compiled here."""
+    """Compile a request if the kernel supports it; raise Failure if nothing can be compiled here."""
     try:
         planned = _plan(request)
     except ValueError as error:
-        # The reason names the kernel itself.
+        # The error names the kernel, as the table does.
         return Compiled(request, skipped=str(error).removeprefix(f"kernel is {request.kernel!r}: "))
     try:
         build = jit.build(planned.variant)
@@ -129,7 +129,7 @@ def compile_variant(request: Request) -> Compiled:
 
 
 def _plan(request: Request) -> Planned:
-    """What to compile; ValueError if the kernel does not support it."""
+    """Plan what to compile; raise ValueError if the kernel does not support it."""
     name, device = request.kernel, request.device
     if request.features.tf32 and request.dtype != "float32":
         raise ValueError(f"--precision tf32 is for float32, and this is {request.dtype}")
@@ -162,7 +162,7 @@ _COMPANION_LAUNCHES: dict[str, Callable[[Request, Arch], tuple[Variant, tuple[La
 
 
 def _rotation(request: Request) -> Rotation:
-    """Of all columns, or all but the last of an odd number."""
+    """A rotation of all columns; of an odd number, all but the last."""
     rotary_dim = request.head_dim // 2 * 2
     if rotary_dim == 0:
         raise ValueError("rotary turns pairs of columns, and head_dim is 1")
@@ -176,7 +176,7 @@ def _quantization(request: Request) -> Quantization:
 
 
 def _bias_gradient_launches(request: Request) -> tuple[Variant, tuple[Launch, ...]]:
-    """Of the bias that is asked for, or of one for all scores in the arrays' dtype."""
+    """Launches for the requested bias, or for one with all scores in the arrays' dtype."""
     features = request.features
     if features.bias is None:
         features = replace(features, bias=(1, 1, SEQLEN, SEQLEN), bias_dtype=request.dtype)
@@ -194,7 +194,7 @@ def _probabilities_launches(request: Request) -> tuple[Variant, tuple[Launch, ..
 def _entries(device: Device, planned: Planned, build: jit.Build) -> Iterator[Entry]:
     for launch in planned.launches:
         used = build.resources.get(launch.entry)
-        if used is None:  # PTX: registers are given out when the driver compiles it
+        if used is None:  # PTX: the driver allocates registers when it compiles it
             continue
         smem_bytes = launch.smem_bytes + used.static_smem
         blocks = device.blocks_resident(launch.block, used.registers, smem_bytes)

@@ -1,4 +1,4 @@
-"""One attention call of a command: arrays, generated or from files, where they are, and its options."""
+"""One attention call of a command: its arrays, generated or from files, where they are, and its options."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TENSORS = ("q", "k", "v", "dout")
 
 @dataclass(frozen=True)
 class Rung:
-    """A kernel and what may be asked of it; all None for what the library chooses."""
+    """A kernel, its tiles and arch; None for what the library chooses."""
 
     kernel: str | None = None
     tiles: Mapping[str, int] | None = None
@@ -43,10 +43,10 @@ class Rung:
 
 @dataclass(frozen=True)
 class Workload:
-    """Arrays, on the GPU as CuPy's or NumPy's, and how to attend.
+    """Arrays, from CuPy on the GPU or from NumPy, and the options of the call.
 
-    The arrays are q, k, v and dout, those that the features have, by the names of the arguments of
-    `cufa.attention`, and dlse, which the backward alone is given.
+    The arrays are q, k, v and dout, those of the features, by the argument names of `cufa.attention`, and
+    dlse, which only the backward gets.
     """
 
     arrays: Arrays
@@ -57,17 +57,17 @@ class Workload:
 
     @property
     def gradients(self) -> tuple[str, ...]:
-        """The inputs that the backward gives gradients of, in its order."""
+        """The inputs whose gradients the backward returns, in its order."""
         return "q", "k", "v", *(name for name in ("bias", "sink") if name in self.arrays)
 
     def forward(self, rung: Rung) -> Arrays:
-        """What the call returns: out and lse."""
+        """Compute out and lse."""
         with library_errors():
             out, lse = cufa.attention(**self._tensors("q", "k", "v"), **self._options(rung), return_lse=True)
         return {"out": out, "lse": lse}
 
     def backward(self, rung: Rung, results: Arrays) -> Arrays:
-        """The gradients, from what `forward` returned."""
+        """Compute the gradients from what `forward` returned."""
         names = [f"d{name}" for name in self.gradients]
         options = self._options(rung) | {f"return_{name}": True for name in names[3:]}
         options |= self._backward_options()
@@ -80,7 +80,7 @@ class Workload:
     def timed(
         self, direction: Direction, rung: Rung, results: Arrays | None = None, repeats: int | None = None
     ) -> tuple[Arrays, Timing]:
-        """What one direction returns, and how long it takes; the backward needs the forward's results."""
+        """Run and time one direction; the backward needs the forward's results."""
 
         def call() -> Arrays:
             return self.forward(rung) if results is None else self.backward(rung, results)
@@ -89,7 +89,7 @@ class Workload:
         return (time_gpu if self.on_gpu else time_cpu)(call, repeats=repeats)
 
     def check(self, host: Arrays, results: Arrays, rng: np.random.Generator) -> check.Check:
-        """Results against float64; all arrays are NumPy's, and `host` has those that are computed with."""
+        """Compare results with float64. All arrays are from NumPy; `host` has the inputs."""
         on_host = replace(self, arrays=host)
         inputs = {name: host[name] for name in (*TENSORS, "dlse") if name in host}
         with memory_errors():
@@ -106,7 +106,7 @@ class Workload:
             return cufa.plan(**self._tensors("q", "k", "v"), **options)
 
     def problem(self, direction: Direction) -> Problem:
-        """What is asked for; Failure if the arrays don't go together."""
+        """The problem of the call; raises Failure if the arrays do not match."""
         asked, backward = self.features, direction == "backward"
         given = {name: array for name, array in self.arrays.items() if backward or name != "dlse"}
         shapes = {name: array.shape for name, array in given.items()}
@@ -127,7 +127,7 @@ class Workload:
             return make_problem(direction, shapes, dtypes, options)
 
     def flops(self, direction: Direction) -> int:
-        """Operations of the matrix products, those of packed sequences one by one."""
+        """Operations of the matrix products, summed over packed sequences."""
         problem = self.problem(direction)
         if self.features.varlen is None:
             return problem.flops
@@ -137,7 +137,7 @@ class Workload:
         )
 
     def rules(self) -> Arrays:
-        """The arguments of `cufa.attention` that say what is computed, beside q, k and v."""
+        """The arguments of `cufa.attention`, besides q, k and v, that say what is computed."""
         asked = self.features
         rules: Arrays = {"causal": asked.causal, "softmax_scale": self.softmax_scale}
         if asked.window is not None:
@@ -153,12 +153,12 @@ class Workload:
         return rules | {name: array for name, array in self.arrays.items() if name not in others}
 
     def _options(self, rung: Rung) -> Arrays:
-        """Those, and the ones that say how the arrays lie and what computes."""
+        """`rules` and the arguments for layout, kernel and backend."""
         backend = "cuda" if self.on_gpu else "numpy"
         return self.rules() | asdict(rung) | {"layout": self.layout, "backend": backend}
 
     def _backward_options(self) -> Arrays:
-        """Those that the backward alone has."""
+        """The arguments that only the backward has."""
         dlse = {"dlse": self.arrays["dlse"]} if "dlse" in self.arrays else {}
         return {"deterministic": self.features.deterministic, **dlse}
 
@@ -167,7 +167,7 @@ class Workload:
 
 
 def use_gpu(backend: str | None) -> bool:
-    """Whether to compute on the GPU; Failure if that is asked for and there is none."""
+    """Whether to compute on the GPU; raises Failure if it is requested and there is none."""
     if backend == "cuda":
         with library_errors():
             device.current()
@@ -176,7 +176,7 @@ def use_gpu(backend: str | None) -> bool:
 
 
 def place(on_gpu: bool) -> str:
-    """Where it is computed, in words."""
+    """Where the call is computed, in words."""
     if on_gpu:
         gpu = device.current()
         return f"{gpu.name} ({gpu.arch})"
@@ -184,13 +184,13 @@ def place(on_gpu: bool) -> str:
 
 
 def to_gpu(host: Arrays) -> Arrays:
-    """The arrays as CuPy's."""
+    """The arrays as CuPy arrays."""
     with library_errors():
         return {name: _moved(array) for name, array in host.items()}
 
 
 def _moved(array: Any) -> Any:
-    """An array on the GPU, its axes as they were from the slowest to the fastest."""
+    """The array on the GPU, with the same order of axes in memory."""
     import cupy
 
     slowest_first = np.argsort([-stride for stride in array.strides], kind="stable")
@@ -199,12 +199,12 @@ def _moved(array: Any) -> Any:
 
 
 def to_host(arrays: Arrays) -> Arrays:
-    """The arrays as NumPy's."""
+    """The arrays as NumPy arrays."""
     return {name: array if isinstance(array, np.ndarray) else array.get() for name, array in arrays.items()}
 
 
 def release_gpu_memory() -> None:
-    """Hand back what CuPy keeps of arrays that are gone, so that a problem of another size finds room."""
+    """Free the memory that CuPy keeps of deleted arrays, so that a problem of another size finds room."""
     import cupy
 
     gc.collect()

@@ -1,4 +1,4 @@
-"""`python -m cufa`: the command, where its script is not on the path."""
+"""`python -m cufa`: the command, if its script is not on the path."""
 
 from cufa.cli import main
 

@@ -1,7 +1,7 @@
 """From the shapes, dtypes and options of a call to its Problem.
 
-All that is wrong with them is raised here, before anything is allocated, naming the argument, what it is and
-what it may be.
+All errors in them are raised here, before anything is allocated. Messages name the argument, its value and
+the allowed values.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from cufa.problem import (
 from cufa.rounding import ceil_div
 from cufa.traced.header import Written
 
-# What else a call may have gradients of, and its arrays beyond q, k and v.
+# What a call may request gradients of, and its arrays, beyond q, k and v.
 _GRADIENTS = ("bias", "sink", "score_mod")
 _DESCALES = frozenset(("q_descale", "k_descale", "v_descale"))
 _FEATURE_ARRAYS = _DESCALES | frozenset(
@@ -50,8 +50,8 @@ _FEATURE_ARRAYS = _DESCALES | frozenset(
         "dlse",
     )
 )
-# What a number that scores are multiplied with may be beside 0, by the dtype of sums, in which kernels have
-# it; some have it in units of log 2, and it is half as much again.
+# Magnitudes that a nonzero factor of the scores may have, by the dtype of sums, in which kernels hold it.
+# Some kernels hold it in units of log 2, where it is half as much again.
 _RANGES = {
     DTYPES[name]: (float(np.finfo(name).tiny), float(np.finfo(name).max) / 2)
     for name in ("float32", "float64")
@@ -68,10 +68,10 @@ _PAGE_AXES = {
 
 
 class Options(NamedTuple):
-    """Those options of a call that are no arrays, as far as they say what kind of problem it is.
+    """The options of a call that are not arrays, as far as they determine the kind of problem.
 
-    `softcap` and `dropout` are whether there is one, `score_mod` and `mask_mod` what kernels are compiled
-    with; the other fields are the arguments of that name.
+    `softcap` and `dropout` say whether there is one; `score_mod` and `mask_mod` are what kernels are compiled
+    with; the other fields are the arguments of the same name.
     """
 
     causal: bool = False
@@ -88,7 +88,7 @@ class Options(NamedTuple):
 
 
 def check_options(options: Options) -> None:
-    """Check those options; TypeError or ValueError with what they may be."""
+    """Check the options; raise TypeError or ValueError with the allowed values."""
     check_flags(causal=options.causal, deterministic=options.deterministic)
     check_choice("precision", options.precision, PRECISIONS)
     check_layout(options.layout)
@@ -98,7 +98,7 @@ def check_options(options: Options) -> None:
 
 
 def check_gradients(gradients: object) -> None:
-    """Check what gradients are asked for beyond those of q, k and v; ValueError with what they may be."""
+    """Check the requested gradients beyond q, k and v; raise ValueError with the allowed values."""
     if not isinstance(gradients, (tuple, list)) or not all(name in _GRADIENTS for name in gradients):
         raise ValueError(
             f"gradients is {shown(gradients)}; it may be a tuple of {one_of(map(repr, _GRADIENTS))}"
@@ -106,21 +106,21 @@ def check_gradients(gradients: object) -> None:
 
 
 def check_flags(**flags: object) -> None:
-    """Check options that are on or off; TypeError for one that is neither."""
+    """Raise TypeError unless each flag is True or False."""
     for name, flag in flags.items():
         if flag is not True and flag is not False and not isinstance(flag, (int, np.bool_)):
             raise TypeError(f"{name} is {shown(flag)}; it may be True or False")
 
 
 def refuse_gpu_options(**options: object) -> None:
-    """ValueError for an option that is given to a call that computes on the CPU."""
+    """Raise ValueError for a GPU option in a call that computes on the CPU."""
     for name, value in options.items():
         if value is not None:
             raise ValueError(f"{name} is {shown(value)}, but this call computes on the CPU; it needs a GPU")
 
 
 def check_longest(max_seqlen_q: object) -> None:
-    """Check how many queries a packed sequence has at most; None is not known."""
+    """Check the most queries of a packed sequence; None means unknown."""
     if max_seqlen_q is None:
         return
     wanted = f"max_seqlen_q is {shown(max_seqlen_q)}; it may be None or an integer from 0 on"
@@ -131,7 +131,7 @@ def check_longest(max_seqlen_q: object) -> None:
 
 
 def check_window(window: object, name: str = "window") -> tuple[int | None, int | None]:
-    """How many keys before and after the diagonal are seen; None, and -1, are all of them."""
+    """Return how many keys before and after the diagonal are seen; None and -1 mean all."""
     if window is None:
         return None, None
     wanted = f"{name} is {shown(window)}; it may be None or a pair (left, right) of numbers of keys"
@@ -151,7 +151,7 @@ def check_window(window: object, name: str = "window") -> tuple[int | None, int 
 
 
 def check_softcap(softcap: float) -> float:
-    """The bound of the scores, 0 for none; ValueError if it is negative or not finite."""
+    """Return the bound of the scores, 0 for none; raise ValueError if it is negative or not finite."""
     softcap = _finite("softcap", softcap)
     if softcap < 0:
         raise ValueError(f"softcap is {softcap}; it must be positive, or 0 for none")
@@ -159,7 +159,7 @@ def check_softcap(softcap: float) -> float:
 
 
 def check_dropout(dropout_p: float, seed: int, offset: int) -> tuple[float, int, int]:
-    """Dropout's arguments; ValueError or TypeError if one is impossible."""
+    """Return dropout's arguments; raise ValueError or TypeError if one is impossible."""
     dropout_p = _finite("dropout_p", dropout_p)
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p is {dropout_p}; it must be at least 0 and below 1")
@@ -176,14 +176,14 @@ def check_dropout(dropout_p: float, seed: int, offset: int) -> tuple[float, int,
 
 
 def check_scale(softmax_scale: float | None, head_dim: int) -> float:
-    """The scale of the scores, 1 / sqrt(head_dim) if None; ValueError if it is not finite."""
+    """Return the scale of the scores, 1 / sqrt(head_dim) if None; raise ValueError if it is not finite."""
     if softmax_scale is None:
         return 1 / math.sqrt(head_dim)
     return _finite("softmax_scale", softmax_scale, " or None")
 
 
 def check_range(problem: Problem, softmax_scale: float, softcap: float) -> None:
-    """ValueError, naming it, for one that the dtype of sums does not have, or their quotient."""
+    """Raise ValueError if scale, softcap or their quotient is out of range for the dtype of sums."""
     least, most = _RANGES[problem.accumulator]
     numbers = {"softmax_scale": softmax_scale, "softcap": softcap}
     if softcap:
@@ -196,7 +196,7 @@ def check_range(problem: Problem, softmax_scale: float, softcap: float) -> None:
 
 
 def check_descales(**descales: object) -> None:
-    """TypeError for one number, which is not made an array in each call."""
+    """Raise TypeError for a scalar: making it an array in each call would be slow."""
     for name, descale in descales.items():
         if isinstance(descale, Real):
             raise TypeError(
@@ -220,10 +220,10 @@ def _finite(name: str, value: float, or_else: str = "") -> float:
 def make_problem(
     direction: Direction, shapes: Mapping[str, Shape], dtypes: Mapping[str, Any], options: Options
 ) -> Problem:
-    """The Problem of arrays with these shapes and dtypes, given by the names of the arguments.
+    """Make the Problem of arrays with these shapes and dtypes, by argument name.
 
-    Raises ValueError for shapes that don't go together and TypeError for dtypes that don't, naming the
-    argument, what it is and what it may be.
+    Raises ValueError for shapes and TypeError for dtypes that do not match, naming the argument, its value
+    and the allowed values.
     """
     check_options(options)
     packed = "cu_seqlens_q" in shapes or "cu_seqlens_k" in shapes
@@ -235,7 +235,7 @@ def make_problem(
         raise ValueError(f"max_seqlen_q is {options.max_seqlen_q} and cu_seqlens_q is not given")
     problem = _tensors(direction, shapes, dtypes, options.layout, packed)
     features = _features(problem, shapes, dtypes, options)
-    # Plans of other calls do not ask for it, and one for any longest sequence is made once.
+    # Other plans ignore it; leaving it out means one plan for all its values.
     longest = options.max_seqlen_q if features.page_size else None
     return replace(problem, causal=_range(options)[0], features=features, max_seqlen_q=longest)
 
@@ -243,7 +243,7 @@ def make_problem(
 def _tensors(
     direction: Direction, shapes: Mapping[str, Shape], dtypes: Mapping[str, Any], layout: str, packed: bool
 ) -> Problem:
-    """The Problem that q, k and v make."""
+    """The Problem that q, k and v pose."""
     paged = "block_table" in shapes
     batch_axis, seqlen_axis, heads_axis = tensor_axes(layout, packed)
     page_axis, key_axis, kv_heads_axis = tensor_axes(layout, packed and not paged)
@@ -310,7 +310,7 @@ def _check_axes(name: str, shape: Shape, ndim: int, axes: str) -> None:
 
 
 def _check_paging(direction: Direction, shapes: Mapping[str, Shape]) -> None:
-    """Check that nothing is asked for that there is not with a block table."""
+    """Raise ValueError for anything that is not available with a block table."""
     if direction == "backward":
         raise ValueError("block_table is given; keys in pages have no gradients")
     if "cu_seqlens_k" in shapes:
@@ -325,7 +325,7 @@ def _check_paging(direction: Direction, shapes: Mapping[str, Shape]) -> None:
 
 
 def _room_in_pages(shapes: Mapping[str, Shape], page_size: int, sequences: int) -> int:
-    """How many keys the pages of that many sequences have room for."""
+    """How many keys the pages of this many sequences have room for."""
     table = shapes["block_table"]
     if page_size == 0:
         raise ValueError(f"k has shape {shapes['k']}; a page must have at least one key")
@@ -339,7 +339,7 @@ def _room_in_pages(shapes: Mapping[str, Shape], page_size: int, sequences: int) 
 
 
 def _key_dtype(direction: Direction, dtype: str, dtypes: Mapping[str, Any]) -> str:
-    """The dtype of k and v: that of q, or 8 bits beside 16, which has no gradients."""
+    """The dtype of k and v: q's, or 8 bits with q in 16, which has no gradients."""
     k, v = (dtype_name(dtypes[name], name, INPUT_DTYPES) for name in ("k", "v"))
     for name, own in (("k", k), ("v", v)):
         if own == dtype or (own == FLOAT8 and dtype in FLOAT8_OUTPUTS):
@@ -356,13 +356,13 @@ def _key_dtype(direction: Direction, dtype: str, dtypes: Mapping[str, Any]) -> s
 
 
 def _float8_output(dtypes: Mapping[str, Any]) -> str | None:
-    """The dtype of O for inputs of 8 bits: that of `out`, if it is given."""
+    """The dtype of O for 8-bit inputs: that of `out`, if given."""
     allowed = {name: DTYPES[name] for name in FLOAT8_OUTPUTS}
     return dtype_name(dtypes["out"], "out", allowed) if "out" in dtypes else None
 
 
 def _packed_batch(shapes: Mapping[str, Shape]) -> int:
-    """How many sequences cu_seqlens_q and cu_seqlens_k have; keys in pages have only the former."""
+    """How many sequences cu_seqlens_q and cu_seqlens_k have; keys in pages have only cu_seqlens_q."""
     if "block_table" in shapes:
         shapes = {"cu_seqlens_k": shapes["cu_seqlens_q"], **shapes}
     for name, other in (("cu_seqlens_q", "cu_seqlens_k"), ("cu_seqlens_k", "cu_seqlens_q")):
@@ -379,7 +379,7 @@ def _packed_batch(shapes: Mapping[str, Shape]) -> int:
 
 
 def _range(options: Options) -> tuple[bool, tuple[int | None, int | None]]:
-    """Problem.causal and Features.window: each range of keys in one way only."""
+    """Problem.causal and Features.window, normalized so that each range of keys has one form."""
     left, right = check_window(options.window)
     if options.causal:
         right = 0
@@ -443,7 +443,7 @@ def _features(
 
 
 class _Wanted(NamedTuple):
-    """What an array must be; `axes` are the names of its axes, unless they are a tensor's."""
+    """The required shape and dtype of an array; `axes` names its axes, unless they are a tensor's."""
 
     shape: Shape
     dtype: Any
@@ -451,7 +451,7 @@ class _Wanted(NamedTuple):
 
 
 def _side_arrays(problem: Problem, shapes: Mapping[str, Shape]) -> dict[str, _Wanted]:
-    """What those small arrays must be that are there."""
+    """The requirements of the small arrays that are given."""
     batch, heads, sums = problem.batch, problem.heads, problem.accumulator
     int32 = np.dtype(np.int32)
     for_heads = _Wanted((heads,), sums, "(heads,)")
@@ -479,7 +479,7 @@ def _check_array(name: str, shape: Shape, dtype: Any, wanted: _Wanted) -> None:
 
 
 def _check_score_array(name: str, problem: Problem, shape: Shape, dtype: Any, packed: bool) -> None:
-    """Check the bias or the mask: what is broadcast to the scores."""
+    """Check a bias or a mask, which broadcasts to the scores."""
     keys, key_axis = problem.seqlen_k, "seqlen_k"
     if name == "bias":
         dtype_name(dtype, name)
@@ -488,7 +488,7 @@ def _check_score_array(name: str, problem: Problem, shape: Shape, dtype: Any, pa
     elif dtype != np.bool_:
         raise TypeError(f"mask has dtype {dtype}; it may be bool, or uint8 for bits")
     lengths = (problem.batch, problem.heads, problem.seqlen_q, keys)
-    # How long packed sequences are is known on the GPU only.
+    # Only the GPU knows the lengths of packed sequences.
     check_broadcast(name, shape, lengths, key_axis, (0, 1) if packed else (0, 1, 2, 3))
 
 
@@ -499,7 +499,7 @@ def check_broadcast(
     key_axis: str = "seqlen_k",
     axes: tuple[int, ...] = (0, 1, 2, 3),
 ) -> None:
-    """ValueError unless these axes of what is broadcast to scores are those of the scores, or 1."""
+    """Raise ValueError unless each of these axes has length 1 or the length of the scores' axis."""
     wanted = f"(batch or 1, heads or 1, seqlen_q or 1, {key_axis})"
     if not 1 <= len(shape) <= 4:
         raise ValueError(f"{name} has shape {shape}; it must have 1 to 4 axes, the last of {wanted}")
@@ -510,7 +510,7 @@ def check_broadcast(
 
 
 def check_fits(problem: Problem, shapes: Mapping[str, Shape], dtypes: Mapping[str, Any], layout: str) -> None:
-    """Check those that are there of the arrays whose shapes follow from the problem's.
+    """Check the given arrays whose shapes follow from the problem.
 
     Raises ValueError or TypeError if one does not fit.
     """

@@ -1,8 +1,8 @@
-"""Arrays in, and the same kind of arrays out.
+"""Arrays in, and arrays of the same library out.
 
-NumPy and CuPy arrays are used as they are. Any other array with DLPack (a torch tensor, a JAX array) is
-read without a copy, and results go back through its own library's `from_dlpack`. What travels between
-host and GPU does so here and nowhere else.
+NumPy and CuPy arrays are used directly. Any other array with DLPack (a torch tensor, a JAX array) is read
+without a copy, and results are returned through its library's `from_dlpack`. All copies between host and GPU
+happen in this file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cufa.tensor_layout import Region, check_apart
 _DLPACK_CPU = 1
 _DLPACK_CUDA = 2
 
-# The dtypes that those who read and write DLPack do not know; they see the bits, as integers.
+# Dtypes that the reader or the writer of DLPack does not know; they exchange the bits as integers.
 _UNKNOWN_TO_CUPY = {FLOAT8: "uint8"}
 _UNKNOWN_TO_NUMPY = {FLOAT8: "uint8", "bfloat16": "int16"}
 
@@ -39,11 +39,11 @@ _log = logging.getLogger("cufa")
 
 
 class Adopted(NamedTuple):
-    """The arrays of one call where they will be computed on.
+    """The arrays of one call, on the side where it is computed.
 
-    `arrays` are CuPy's if `on_gpu`, else NumPy's, by argument name. `sources` are the caller's own memory:
-    the same arrays, unless those had to be copied from the other side. `described` and `addresses` are
-    `describe`'s of the sources.
+    `arrays` are from CuPy if `on_gpu`, else from NumPy, by argument name. `sources` are the caller's own
+    memory: the same arrays, unless they had to be copied from the other side. `described` and `addresses`
+    describe the sources (see `describe`).
     """
 
     arrays: dict[str, Any]
@@ -55,7 +55,7 @@ class Adopted(NamedTuple):
 
     @property
     def moved(self) -> bool:
-        """Whether the arrays are copies from the other side."""
+        """Whether the arrays were copied from the other side."""
         return self.sources is not self.arrays
 
     @property
@@ -64,9 +64,9 @@ class Adopted(NamedTuple):
         return regions(self.described, self.addresses.values())
 
     def give_back(self, result: Any, given: Any = None, name: str = "out") -> Any:
-        """A result as the kind of array that came in; or `given`, the caller's, with the result in it.
+        """Convert a result to the library of the inputs; or copy it to the caller's `given` and return that.
 
-        `name` is the argument that it was given as.
+        `name` is the argument of `given`.
         """
         if self.moved:
             result = _to_other_side(result)
@@ -76,12 +76,12 @@ class Adopted(NamedTuple):
 
 
 def adopt(named: Mapping[str, Any], backend: str | None) -> Adopted:
-    """The arrays as NumPy's or CuPy's, on the side where `backend` wants them.
+    """Convert arrays to NumPy or CuPy, on the side that `backend` asks for.
 
-    backend None is the GPU for arrays on it, and for others if there is a GPU that CuPy can use.
+    backend None means the GPU for arrays on it, and for others if CuPy can use a GPU.
 
-    Raises TypeError for anything that is no array and for a mixture of kinds, ValueError for arrays on a
-    GPU that is not the current one and for an unknown backend.
+    Raises TypeError for anything that is not an array and for mixed libraries, ValueError for arrays on a
+    GPU other than the current one and for an unknown backend.
     """
     if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
         raise ValueError(f"backend is {shown(backend)}; it may be 'numpy', 'cuda' or None")
@@ -91,13 +91,13 @@ def adopt(named: Mapping[str, Any], backend: str | None) -> Adopted:
     if wants_gpu == are_on_gpu:
         return adopted
     if wants_gpu:
-        device.current()  # says what is missing
+        device.current()  # raises with what is missing
     moved = {name: _to_other_side(array) for name, array in adopted.arrays.items()}
     return adopted._replace(arrays=moved, on_gpu=wants_gpu)
 
 
 def adopt_in_place(named: Mapping[str, Any]) -> Adopted:
-    """The arrays as NumPy's or CuPy's, on the side where they are; raises what `adopt` does."""
+    """Convert arrays to NumPy or CuPy, on the side where they are; raises what `adopt` does."""
     kinds = set(map(type, named.values()))
     cupy_ndarray = _cupy_ndarray()
     if len(kinds) == 1 and cupy_ndarray in kinds:
@@ -110,7 +110,7 @@ def adopt_in_place(named: Mapping[str, Any]) -> Adopted:
     kind = next(iter(kinds))
     if issubclass(kind, np.ndarray):
         _check_no_mask(named)
-        # Of a subclass too, so that what it makes of arithmetic does not get into ours.
+        # Convert subclasses, so that their arithmetic does not enter ours.
         arrays = {name: np.asarray(array) for name, array in named.items()}
     elif issubclass(kind, cupy_ndarray):
         arrays = dict(named)
@@ -126,7 +126,7 @@ def adopt_in_place(named: Mapping[str, Any]) -> Adopted:
 
 @functools.cache
 def gpu_usable() -> bool:
-    """Whether there is a GPU and a CuPy to use it with; logs, once, what a GPU without CuPy needs."""
+    """Whether CuPy can use a GPU; logs, once, what to install if there is a GPU without CuPy."""
     if not device.gpu_present():
         return False
     try:
@@ -138,18 +138,18 @@ def gpu_usable() -> bool:
 
 
 def address(array: Any) -> int:
-    """Where the first element of a NumPy or CuPy array is."""
+    """The address of the first element of a NumPy or CuPy array."""
     return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
 
 
 def describe(arrays: Mapping[str, Any]) -> tuple[tuple[Described, ...], dict[str, int]]:
-    """How NumPy's or CuPy's arrays lie, and their addresses by name."""
+    """Describe NumPy or CuPy arrays, and return their addresses by name."""
     described = tuple([(name, array.shape, array.strides, array.dtype) for name, array in arrays.items()])
     return described, {name: address(array) for name, array in arrays.items()}
 
 
 def regions(described: Iterable[Described], addresses: Iterable[int]) -> dict[str, Region]:
-    """The memory of those arrays, by name; there may be more addresses, of others, behind theirs."""
+    """The memory of the described arrays, by name; `addresses` may continue with those of other arrays."""
     return {
         name: Region(address, shape, strides, dtype.itemsize)
         for (name, shape, strides, dtype), address in zip(described, addresses, strict=False)
@@ -157,7 +157,7 @@ def regions(described: Iterable[Described], addresses: Iterable[int]) -> dict[st
 
 
 def check_writeable(arrays: Mapping[str, Any], outputs: Iterable[str]) -> None:
-    """ValueError, naming it, for an array of `outputs` that is read-only."""
+    """Raise ValueError, naming the array, if one of `outputs` is read-only."""
     for name in outputs:
         output = arrays[name]
         if isinstance(output, np.ndarray) and not output.flags.writeable:
@@ -165,9 +165,9 @@ def check_writeable(arrays: Mapping[str, Any], outputs: Iterable[str]) -> None:
 
 
 def check_outputs(adopted: Adopted, outputs: Collection[str], in_place: Mapping[str, Sequence[str]]) -> None:
-    """Check that those of a call's arrays can be written, and overlap no other but those of `in_place`.
+    """Check that outputs can be written and overlap no array except the ones that `in_place` allows.
 
-    Raises ValueError, as `check_writeable` and `check_apart`.
+    Raises ValueError, as `check_writeable` and `check_apart` do.
     """
     if outputs:
         check_writeable(adopted.sources, outputs)
@@ -175,7 +175,7 @@ def check_outputs(adopted: Adopted, outputs: Collection[str], in_place: Mapping[
 
 
 def check_written(adopted: Adopted, outputs: tuple[str, ...]) -> None:
-    """ValueError, as `check_apart`, unless those share no memory with themselves or with a call's others."""
+    """Raise ValueError, as `check_apart` does, if outputs share memory with themselves or other arrays."""
     _check_written(adopted.described, tuple(adopted.addresses.values()), outputs)
 
 
@@ -187,7 +187,7 @@ def _check_written(
 
 
 def check_aligned(adopted: Adopted) -> None:
-    """Check that a kernel can read all of a call's arrays; ValueError, naming it, for one that lies askew."""
+    """Raise ValueError, naming the array, unless a kernel can read all arrays of a call."""
     if adopted.on_gpu and not adopted.moved:
         _check_aligned(adopted.described, tuple(adopted.addresses.values()))
 
@@ -198,9 +198,10 @@ def _check_aligned(described: tuple[Described, ...], addresses: tuple[int, ...])
 
 
 def on_current_gpu(array: Any, name: str) -> Any:
-    """An array in that GPU's memory as CuPy's, without a copy.
+    """Return an array on the current GPU as a CuPy array, without a copy.
 
-    Raises TypeError for what is no array or in the CPU's memory, ValueError for an array on another GPU.
+    Raises TypeError for anything that is not an array or is in the CPU's memory, ValueError for an array on
+    another GPU.
     """
     if not isinstance(array, _cupy_ndarray()):
         check_same_kind({name: array})
@@ -212,7 +213,7 @@ def on_current_gpu(array: Any, name: str) -> Any:
 
 
 def _describe_on_current_gpu(arrays: Mapping[str, Any]) -> tuple[tuple[Described, ...], dict[str, int]]:
-    """As `describe`, of CuPy's arrays; all in one go, since every call does it."""
+    """Do what `describe` does, for CuPy arrays; in a single pass, since every call needs it."""
     current = sys.modules["cupy"].cuda.runtime.getDevice()
     described = []
     addresses = {}
@@ -233,24 +234,24 @@ def _unchanged(array: Any) -> Any:
 
 
 class _NoArray:
-    """What nothing is of."""
+    """A type without instances."""
 
 
 def _cupy_ndarray() -> type:
-    """CuPy's array type; if nobody has imported CuPy no array is of it."""
+    """CuPy's array type; `_NoArray` if CuPy has not been imported, since then no array is CuPy's."""
     cupy = sys.modules.get("cupy")
     return cupy.ndarray if cupy is not None and hasattr(cupy, "ndarray") else _NoArray
 
 
 def _import(array: Any, name: str) -> tuple[Any, Callable[[Any], Any]]:
-    """An array of another library as NumPy's or CuPy's, without a copy, and the way back."""
+    """Read another library's array as NumPy's or CuPy's, without a copy; also return the way back."""
     namespace = _exporting_namespace(array, name)
-    if getattr(array, "requires_grad", False):  # its bits would be read without a word
+    if getattr(array, "requires_grad", False):  # its data would be read and the gradient silently lost
         raise TypeError(
             f"{name} is {kind_of(array)} that requires a gradient, of which cufa keeps no record; "
             f"give {name}.detach()"
         )
-    if getattr(array, "is_neg", bool)():  # likewise, without its sign
+    if getattr(array, "is_neg", bool)():  # likewise, its sign
         raise TypeError(
             f"{name} is {kind_of(array)} with its negative bit set, which DLPack leaves out; "
             f"give {name}.resolve_neg()"
@@ -258,7 +259,7 @@ def _import(array: Any, name: str) -> tuple[Any, Callable[[Any], Any]]:
     with _read_errors(array, name):
         device_type, _ = array.__dlpack_device__()
     if device_type == _DLPACK_CUDA:
-        device.current()  # says what is missing
+        device.current()  # raises with what is missing
         reader, unknown = sys.modules["cupy"].from_dlpack, _UNKNOWN_TO_CUPY
     elif device_type == _DLPACK_CPU:
         reader, unknown = np.from_dlpack, _UNKNOWN_TO_NUMPY
@@ -266,7 +267,7 @@ def _import(array: Any, name: str) -> tuple[Any, Callable[[Any], Any]]:
         raise TypeError(
             f"{name} is on a device of DLPack type {int(device_type)}; it may be on the CPU or a CUDA GPU"
         )
-    # Dtypes are spelt as NumPy's, behind a library's name.
+    # Libraries spell dtypes as NumPy does, after their own name.
     dtype = str(getattr(array, "dtype", "")).rpartition(".")[2]
     with _read_errors(array, name):
         if dtype in unknown:
@@ -276,7 +277,7 @@ def _import(array: Any, name: str) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def _export(namespace: Any, result: Any) -> Any:
-    """A result as an array of that library."""
+    """A result as an array of this library."""
     unknown = _UNKNOWN_TO_NUMPY if isinstance(result, np.ndarray) else _UNKNOWN_TO_CUPY
     bits = unknown.get(result.dtype.name)
     if bits is None:
@@ -286,7 +287,7 @@ def _export(namespace: Any, result: Any) -> Any:
 
 @contextlib.contextmanager
 def _read_errors(array: Any, name: str) -> Iterator[None]:
-    """TypeError, naming the array, for what a library raises whose array cannot be read."""
+    """Turn the errors of a library that cannot export an array into TypeError, naming the array."""
     try:
         yield
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
@@ -294,7 +295,7 @@ def _read_errors(array: Any, name: str) -> Iterator[None]:
 
 
 def namespace_of(array: Any) -> Any:
-    """The library an array is of: what its array API says, else the top module of its type or a base."""
+    """The library of an array: what its array API says, else the top module of its type or a base."""
     if hasattr(array, "__array_namespace__"):
         return array.__array_namespace__()
     tops = [sys.modules.get(kind.__module__.partition(".")[0]) for kind in type(array).__mro__]
@@ -302,7 +303,7 @@ def namespace_of(array: Any) -> Any:
 
 
 def _exporting_namespace(array: Any, name: str) -> Any:
-    """The same; TypeError if results cannot be handed back to it."""
+    """The same; raises TypeError if results cannot be returned to this library."""
     namespace = namespace_of(array)
     if not hasattr(namespace, "from_dlpack"):
         raise TypeError(f"{name} is {kind_of(array)}, whose library has no from_dlpack to hand results back")
@@ -318,9 +319,9 @@ def _to_other_side(array: Any) -> Any:
 
 
 def as_bytes(array: Any) -> Any:
-    """An array of float8_e4m3fn as uint8, any other as it is.
+    """View an array of float8_e4m3fn as uint8; return any other unchanged.
 
-    CuPy views memory as that dtype and does nothing else with it.
+    CuPy can create views of that dtype, but do nothing else with them.
     """
     return array.view(np.uint8) if array.dtype == INPUT_DTYPES[FLOAT8] else array
 
@@ -331,7 +332,7 @@ def contiguous(array: Any) -> Any:
 
 
 def check_same_kind(named: Mapping[str, Any]) -> None:
-    """TypeError, naming it, for what is no array, or one of another library than the first."""
+    """Raise TypeError, naming it, for anything that is not an array or not from the first one's library."""
     for name, array in named.items():
         if not (hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")):
             raise TypeError(
@@ -339,7 +340,7 @@ def check_same_kind(named: Mapping[str, Any]) -> None:
             )
     (first_name, first), *others = named.items()
     for name, array in others:
-        # One may be of a subclass, as torch's Parameter is.
+        # An array may have a subclass, like torch's Parameter.
         if not (isinstance(array, type(first)) or isinstance(first, type(array))):
             raise TypeError(
                 f"{name} is {kind_of(array)} and {first_name} {kind_of(first)}; "
@@ -349,7 +350,7 @@ def check_same_kind(named: Mapping[str, Any]) -> None:
 
 def _check_no_mask(named: Mapping[str, Any]) -> None:
     for name, array in named.items():
-        if isinstance(array, np.ma.MaskedArray):  # what its mask hides would be read without a word
+        if isinstance(array, np.ma.MaskedArray):  # masked elements would silently be read
             raise TypeError(
                 f"{name} is {kind_of(array)}, of whose mask cufa knows nothing; give {name}.filled(...)"
             )

@@ -1,13 +1,12 @@
-"""Compiled kernels on disk: found by key, checked when read, replaced whole when written.
+"""Compiled kernels on disk: found by key, checked when read, replaced atomically when written.
 
-An entry is two files: `<key>-<digest>.cubin` (or `.ptx`) and `<key>.json`, which names it and holds
-what the compiler said. Each is written under a temporary name and renamed, the binary first, so
-that a reader sees an old entry, a new one or none. The binary's name has its own digest: where two
-processes compile the same key at once to different bytes, each .json still names the bytes it is
-for.
+An entry is two files: `<key>-<digest>.cubin` (or `.ptx`), and `<key>.json`, which names it and holds the
+compiler's report. Each is written under a temporary name and renamed, the binary first, so that a reader sees
+an old entry, a new one or none. The binary's name contains its digest: if two processes compile the same key
+at once to different bytes, each .json still names the right bytes.
 
-The folder is CUFA_CACHE_DIR, by default the user's own cache folder. Code from it runs on the GPU,
-so a folder that someone else owns or that everyone may write to is not used.
+The folder is CUFA_CACHE_DIR, by default in the user's cache folder. Its code runs on the GPU, so a folder
+that someone else owns or that everyone may write to is not used.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from typing import Any
 
 import platformdirs
 
-FORMAT_VERSION = 1  # part of every key: raise it when the entries' form or what is compiled changes
+FORMAT_VERSION = 1  # part of every key; raise it when the form of entries or the compiled code changes
 
 _log = logging.getLogger("cufa")
 _OWN_NAME = re.compile(r"[0-9a-f]{64}(\.json|-[0-9a-f]{16}\.(cubin|ptx))|\.cufa-\w+\.tmp")
@@ -38,7 +37,7 @@ _warned: set[Path] = set()
 
 @dataclass(frozen=True)
 class Entry:
-    """A compiled kernel: the file, and what was stored with it (plain JSON values)."""
+    """A compiled kernel: the file, and the data stored with it (plain JSON values)."""
 
     path: Path
     meta: dict[str, Any]
@@ -46,7 +45,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class CacheInfo:
-    """The cache folder, how many entries it has, their bytes, and whether more can be kept."""
+    """The cache folder, its number of entries, their bytes, and whether it can be written to."""
 
     path: Path
     entries: int
@@ -76,9 +75,9 @@ def lookup(key: str) -> Entry | None:
 
 
 def store(key: str, binary: bytes, kind: str, meta: dict[str, Any]) -> Entry:
-    """Keep `binary` (`kind` is "cubin" or "ptx") and `meta` under `key`.
+    """Store `binary` (`kind` is "cubin" or "ptx") and `meta` under `key`.
 
-    If the cache folder cannot be used, warns once and keeps it in a private folder that lasts as
+    If the cache folder cannot be used, this warns once and stores them in a private folder that lasts as
     long as the process.
     """
     folder = directory()
@@ -98,18 +97,18 @@ def store(key: str, binary: bytes, kind: str, meta: dict[str, Any]) -> Entry:
 
 
 def info() -> CacheInfo:
-    """What the cache folder holds."""
+    """Describe the contents of the cache folder."""
     folder = directory()
     size = entries = 0
     for path in _own_files(folder):
-        with contextlib.suppress(FileNotFoundError):  # a temporary file, renamed since
+        with contextlib.suppress(FileNotFoundError):  # a temporary file that has been renamed
             size += path.stat().st_size
         entries += path.suffix == ".json"
     return CacheInfo(path=folder, entries=entries, bytes=size, writable=_is_writable(folder))
 
 
 def clear() -> int:
-    """Remove every file that cufa keeps in the cache folder, and nothing else. Returns how many."""
+    """Remove every file that cufa keeps in the cache folder, and nothing else. Return their number."""
     files = _own_files(directory())
     for path in files:
         path.unlink(missing_ok=True)
@@ -119,7 +118,7 @@ def clear() -> int:
 def _read(record: Path) -> Entry:
     content = json.loads(record.read_bytes())
     meta = content["meta"]
-    path = record.with_name(content["file"])  # refuses a name that leads out of the folder
+    path = record.with_name(content["file"])  # refuses a name that points out of the folder
     if _digest(path.read_bytes(), meta) != content["sha256"]:
         raise ValueError("its checksum does not match")
     return Entry(path, meta)
@@ -165,7 +164,7 @@ def _require_private(folder: Path) -> None:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether it can be written to, or made: to ask makes none."""
+    """Whether the folder can be written to or created; creates nothing."""
     try:
         if folder.exists():
             _require_private(folder)
@@ -191,5 +190,5 @@ def _process_folder() -> Path:
 
 
 def _remove_process_folder(folder: Path, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child that exits leaves its parent's folder alone
+    if os.getpid() == owner:  # a forked child must not remove its parent's folder
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""One call: what follows from its arguments, found once for calls that are alike, and its way to the GPU.
+"""One call: what follows from its arguments, cached for calls that are alike, and its way to the GPU.
 
 arrays -> known (Problem, layout, results) -> executable (Plan, loaded kernels) -> launches
 """
@@ -52,15 +52,14 @@ Window = tuple[int | None, int | None] | None
 ArchLike = Arch | str | int
 Arrays = dict[str, Any]
 
-# The fields of `Options`, which only a call that has not come before makes one of.
+# The fields of `Options`. Only a call that is not cached makes an `Options` of them.
 Asked = tuple[
     bool, Window, bool, bool, bool, tuple[str, ...], str, str, Written | None, Written | None, int | None
 ]
-# Which kernel to run where a caller wants another than the plan's, with what tiles, what to compile for; and
-# whether it is `attn_probs` instead.
+# The kernel, tiles and architecture that the caller chose, if any, and whether to run `attn_probs` instead.
 Rung = tuple[str | None, tuple[tuple[str, int], ...], ArchLike | None, bool]
 
-# The arguments that are tensors, in the order of the parameter structs, and the arrays beside them.
+# The arguments that are tensors, in the order of the parameter structs, and the other arrays.
 TENSORS: dict[Direction, tuple[str, ...]] = {
     "forward": ("q", "k", "v", "out"),
     "backward": ("q", "k", "v", "out", "dout", "dq", "dk", "dv"),
@@ -77,13 +76,12 @@ _BESIDE_TENSORS = frozenset(("lse", *FEATURE_ARRAYS, *DESCALES, *GRADIENT_ARRAYS
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """What follows from options, shapes, strides and dtypes; calls that are alike have the same one.
+    """What follows from options, shapes, strides and dtypes; like calls share one `Known`.
 
-    `outputs` are the names of those arrays that are to be written into. `layout` is that of the tensors;
-    `axes` are where they have batch, seqlen and heads. `results` are the shapes and dtypes of what can be
-    written. `copied` are the arrays that kernels cannot read as they lie. `side` are all that are not the
-    layout's, if there are features: the shape, the strides and the size of an element of what kernels read or
-    write.
+    `outputs` are the names of the given arrays to write into. `layout` is the layout of the tensors, `axes`
+    are their axes batch, seqlen and heads. `results` are the shapes and dtypes of all possible results.
+    `copied` are the arrays that kernels cannot read in place. With features, `side` describes all arrays
+    that are not in the layout: shape, strides and element size of what kernels read or write.
     """
 
     problem: Problem
@@ -98,13 +96,13 @@ class Known:
 
 
 class Call:
-    """The arrays of one call where it is computed, and the problem that they make.
+    """The arrays of one call, on the side where it is computed, and the problem that they pose.
 
-    `wanted` are the shapes and dtypes of what is to be written, to arrays that are given or to new ones.
+    `wanted` are the shapes and dtypes of the results to write, to given arrays or to new ones.
     """
 
     def __init__(self, direction: Direction, named: Arrays, asked: Asked, backend: str | None) -> None:
-        """Check all that is given; the arrays to write into are the last ones."""
+        """Check all arguments; `named` must end with the arrays to write into."""
         adopted = arrays.adopt(named, backend)
         self.tensors = adopted.arrays
         self.on_gpu = adopted.on_gpu
@@ -121,39 +119,39 @@ class Call:
             self.known = known_of(direction, described, asked)
 
     def refine(self) -> None:
-        """Have products of float32 as exact as `attn_probs` has them, which goes by the same call's LSE."""
+        """Compute float32 products exactly, as `attn_probs` does, since it reads this call's LSE."""
         asked = self.known.options._replace(precision="ieee")
         self.known = known_of("forward", self.known.arrays, asked)
         self.problem = self.known.problem
 
     def want(self, name: str) -> None:
-        """Ask for a result."""
+        """Request a result."""
         self.wanted[name] = self.known.results[name]
 
     def allocate(self) -> None:
-        """Have arrays for the results that are given none."""
+        """Allocate arrays for the requested results that have none."""
         for name, (shape, dtype) in self.wanted.items():
             if name not in self.tensors:
                 self.add(name, empty(shape, dtype, self.on_gpu))
 
     def add(self, name: str, array: Any) -> None:
-        """Have an array that was not given."""
+        """Add an array that was not given."""
         self.tensors[name] = array
         self.addresses[name] = arrays.address(array)
 
     def give_back(self, name: str, given: Any) -> Any:
-        """A result for the caller: his own array if he gave one."""
+        """Return a result to the caller, in the caller's own array if there is one."""
         return self._give_back(self.tensors[name], given, name)
 
     def in_bshd(self, *names: str) -> list[Any]:
-        """The tensors as (batch, seqlen, heads, dim); packed ones, which have no batch, as they are."""
+        """The tensors as (batch, seqlen, heads, dim); packed ones, which have no batch axis, unchanged."""
         axes = (*check_layout(self.known.options.layout), 3)
         tensors = [self.tensors[name] for name in names]
         return [tensor.transpose(axes) if tensor.ndim == len(axes) else tensor for tensor in tensors]
 
 
 def rung_of(kernel: str | None, tiles: Tiles | None, arch: ArchLike | None) -> Rung:
-    """That of a call with these options; TypeError or ValueError for what has no hash, and so is none."""
+    """The rung of a call with these options; raises TypeError or ValueError for invalid values."""
     if kernel is not None:
         kernel_named(kernel)
     if arch is not None:
@@ -165,7 +163,7 @@ def rung_of(kernel: str | None, tiles: Tiles | None, arch: ArchLike | None) -> R
 
 
 def cpu_options(call: Call, softmax_scale: float, values: FeatureValues, mods: Mods) -> dict[str, Any]:
-    """What a function of `cufa.cpu` is given beside the tensors."""
+    """The keyword arguments for the functions of `cufa.cpu`."""
     side = {name: call.tensors[name] for name in FEATURE_ARRAYS if name in call.tensors}
     return {
         "causal": bool(call.known.options.causal),
@@ -178,10 +176,10 @@ def cpu_options(call: Call, softmax_scale: float, values: FeatureValues, mods: M
 
 
 def known_of(direction: Direction, tensors: tuple[Described, ...], asked: Asked) -> Known:
-    """What follows from a call's arrays and options; TypeError or ValueError if they are wrong."""
+    """What follows from a call's arrays and options; raises TypeError or ValueError if they are wrong."""
     try:
         return _known(direction, tensors, asked)
-    except TypeError:  # what an option without a hash raises, too
+    except TypeError:  # also raised if an option is not hashable
         if _has_hash(asked):
             raise
     options = Options(*asked)
@@ -209,7 +207,7 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: Asked) -
     features = problem.features
     axes = tensor_axes(options.layout, features.packed)
     key_axes = tensor_axes(options.layout, features.packed and not features.page_size)
-    # What is not given is or will be contiguous.
+    # Arrays that are not given are, or will be, contiguous.
     storage: dict[str, Storage] = {"out": (out, None), "dout": (out, None)}
     storage |= {f"d{name}": (shapes[name], None) for name in ("q", "k", "v")}
     storage |= {name: (shape, strides) for name, shape, strides, _ in tensors}
@@ -256,7 +254,7 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: Asked) -
 
 
 def empty(shape: Shape, dtype: np.dtype[Any], on_gpu: bool) -> Any:
-    """A new array, by what `empty` of both libraries calls in the end: that is faster."""
+    """Allocate an array by the constructor that `empty` of both libraries ends in; calling it is faster."""
     return (sys.modules["cupy"] if on_gpu else np).ndarray(shape, dtype)
 
 
@@ -275,7 +273,7 @@ def run_on_gpu(
     workspace: Any,
     rung: Rung,
 ) -> None:
-    """Launch the kernels for the tensors of these names, in the order of the parameter struct."""
+    """Launch the kernels for the named tensors, in the order of the parameter struct."""
     known, tensors, addresses = call.known, call.tensors, call.addresses
     if workspace is not None:
         workspace = arrays.on_current_gpu(workspace, "workspace")
@@ -298,13 +296,13 @@ def run_on_gpu(
 
 
 def check_on_gpu(known: Known, addresses: tuple[int, ...]) -> None:
-    """What `run_on_gpu` would raise of a forward call, before it launches anything."""
+    """Raise what `run_on_gpu` would raise for a forward call before launching anything."""
     device_id = sys.modules["cupy"].cuda.runtime.getDevice()
     _at_addresses(known, TENSORS["forward"], known.layout, addresses, rung_of(None, None, None), device_id)
 
 
 def _is_read_as_it_lies(name: str, shape: Shape, strides: Shape, itemsize: int) -> bool:
-    """Whether the kernels take an array without a copy; rows of some may lie apart."""
+    """Whether kernels read an array without a copy; rows of some arrays may be apart."""
     if is_contiguous(shape, strides, itemsize):
         return True
     return name in ("bias", "mask", "block_table") and (shape[-1] == 1 or strides[-1] == itemsize)
@@ -313,7 +311,7 @@ def _is_read_as_it_lies(name: str, shape: Shape, strides: Shape, itemsize: int) 
 def write_probabilities(
     call: Call, softmax_scale: float, values: FeatureValues, mods: Mods, arch: ArchLike | None
 ) -> None:
-    """Write those of a forward call whose LSE is there."""
+    """Write the probabilities of a forward call from its LSE."""
     if call.on_gpu:
         in_layout = probabilities.axes(call.known.options.layout)
         call.add("attn_probs", call.tensors["probs"].transpose(in_layout))
@@ -330,7 +328,7 @@ def write_probabilities(
 
 @functools.lru_cache(maxsize=4096)
 def _features(known: Known, addresses: tuple[tuple[str, int], ...]) -> tuple[bytes, bytes]:
-    """`pack_features` of a call, for arrays that are at these addresses."""
+    """`pack_features` for a call with arrays at these addresses."""
     side = {name: Region(address, *known.side[name]) for name, address in addresses if name in known.side}
     return pack_features(known.problem, side)
 
@@ -344,9 +342,9 @@ def _at_addresses(
     rung: Rung,
     device_id: int,
 ) -> tuple[launch.Executable, launch.Packer]:
-    """What runs calls that are alike, their arrays at these addresses; ValueError for one that is misaligned.
+    """What runs calls that are alike, with arrays at these addresses; raises ValueError if one is misaligned.
 
-    Behind the addresses of the arrays that are given there may be those of others, which are new.
+    After the addresses of the given arrays, there may be those of newly allocated ones.
     """
     given = arrays.regions(known.arrays, addresses)
     check_aligned(given)
@@ -356,7 +354,7 @@ def _at_addresses(
 
 
 def _bias_lies_in_boxes(known: Known, address: int) -> bool:
-    """Whether the copy engine can bring the bias, if there is one; a copy is as aligned as it can be."""
+    """Whether the copy engine can bring the bias, if there is one; a copy is as aligned as possible."""
     return "bias" in known.side and lies_in_boxes(Region(address, *known.side["bias"]))
 
 
@@ -375,7 +373,7 @@ def _executable(
 
 @functools.lru_cache(maxsize=4096)
 def _loaded(problem: Problem, rung: Rung, device_id: int) -> launch.Executable:
-    """The same one for calls whose layouts differ in strides alone."""
+    """The Executable, shared by calls whose layouts differ only in strides."""
     kernel, tiles, arch, attn_probs = rung
     device = target(arch)
     if attn_probs:
@@ -384,7 +382,7 @@ def _loaded(problem: Problem, rung: Rung, device_id: int) -> launch.Executable:
 
 
 def forget() -> None:
-    """Plan calls and look for their kernels anew from now on: kernels may have been edited."""
+    """Forget plans and loaded kernels, so that edited kernels are compiled again."""
     for cached in (_at_addresses, _executable, _loaded):
         cached.cache_clear()
     launch.forget()

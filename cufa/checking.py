@@ -1,15 +1,15 @@
-"""How far from the truth a result may be: the one rule of the tests and of the command line.
+"""How large an error a result may have: the single rule of the tests and of the command line.
 
-The truth is `cufa.reference`, in float64 (for float64 results in numpy.longdouble). The measure is what
-standard attention computed in the same dtype gets wrong: a result may be `OUTPUT_FACTOR` times as far
-off, a gradient `GRADIENT_FACTOR` times, and `ROUNDINGS` roundings more.
+The exact result is `cufa.reference` in float64 (for float64 results in numpy.longdouble). The measure is the
+error of standard attention computed in the same dtype: a result may have `OUTPUT_FACTOR` times that error, a
+gradient `GRADIENT_FACTOR` times, plus `ROUNDINGS` roundings.
 
-8-bit inputs count as what their descales make of them. There is no standard attention in 8 bits to compare
-with: a result may be off by `ROUNDINGS` roundings alone. Where only keys and values are of 8 bits, standard
-attention takes them in the dtype of the queries.
+8-bit inputs count as multiplied by their descales. There is no standard attention in 8 bits to compare with,
+so a result may be off only by `ROUNDINGS` roundings. If only keys and values have 8 bits, standard attention
+takes them in the dtype of the queries.
 
-float32 with precision="tf32" is held to standard attention in tf32: every matrix, the inputs among them, is
-rounded to the 10 bits of mantissa that tensor cores take, and sums are float32.
+float32 with precision="tf32" is compared with standard attention in tf32: every matrix, including the inputs,
+is rounded to the 10 bits of mantissa that tensor cores take, and sums are float32.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ Array: TypeAlias = npt.NDArray[Any]
 
 OUTPUT_FACTOR = 2
 GRADIENT_FACTOR = 3
-# Errors evenly spread up to one rounding deviate by 1 / sqrt(3) of it: three are more than five deviations,
-# which one in a million elements would pass.
+# Errors spread evenly up to one rounding have a standard deviation of 1 / sqrt(3) of it. Three roundings are
+# more than five deviations, which one in a million elements would exceed.
 ROUNDINGS = 3
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far one result is from the truth, and from what it may be.
+    """The error of one result, and how large it may be.
 
-    `error` is the largest |actual - exact|, infinite where one of them alone is NaN or infinite.
-    `standard` is that of standard attention, `rounding` that of the truth itself; `wrong` of the `size`
-    elements are too far off. `worst` is the element that is furthest off, in words.
+    `error` is the largest |actual - exact|, infinite where only one of the two is NaN or infinite.
+    `standard` is the error of standard attention, `rounding` that of the exact result itself. `wrong` of the
+    `size` elements have too large an error. `worst` describes the worst element.
     """
 
     what: str
@@ -64,16 +64,16 @@ class Comparison:
 
     @property
     def ok(self) -> bool:
-        """Whether every element is as near to the truth as it must be."""
+        """Whether every element's error is small enough."""
         return self.wrong == 0
 
     @property
     def allowed(self) -> float:
-        """The largest error that passes."""
+        """The largest allowed error."""
         return self.factor * self.standard + ROUNDINGS * self.rounding
 
     def __str__(self) -> str:
-        """The worst element and the arithmetic of what is allowed."""
+        """The worst element, and the arithmetic of the allowed error."""
         return (
             f"{self.worst}: off by {self.error:.3g}, allowed {self.allowed:.3g} = {self.factor} * "
             f"{self.standard:.3g} (standard {self.dtype} attention) + {ROUNDINGS} * {self.rounding:.3g} "
@@ -89,19 +89,19 @@ def compare(
     what: str,
     rounding_of_sums: float = 0.0,
 ) -> Comparison:
-    """Hold `actual` to |actual - exact| <= factor * max |standard - exact| + ROUNDINGS * rounding.
+    """Check that |actual - exact| <= factor * max |standard - exact| + ROUNDINGS * rounding.
 
-    The rounding is that of the truth itself: half a unit in the last place of its largest element, in the
-    dtype of `actual`, and the rounding of what that element is a sum of. Without them, a baseline that
-    happens to be exact would leave no room at all. Where exact is NaN or infinite, actual must be the
+    The rounding is that of the exact result: half a unit in the last place of its largest element, in the
+    dtype of `actual`, plus the rounding of the terms that this element sums. Without it, a baseline that
+    happens to be exact would allow no error at all. Where exact is NaN or infinite, actual must be the
     same; anywhere else NaN and infinity are wrong.
 
     Args:
-        actual: what was computed, any shape.
-        exact: the truth, of the same shape.
-        standard: what standard attention in the dtype of `actual` gets, of the same shape.
-        factor: how many times as far off as `standard` it may be.
-        what: its name, for messages.
+        actual: the computed result, any shape.
+        exact: the exact result, same shape.
+        standard: the result of standard attention in the dtype of `actual`, same shape.
+        factor: how many times the error of `standard` is allowed.
+        what: the result's name, for messages.
         rounding_of_sums: from `rounding_of_sums`.
 
     Raises:
@@ -134,18 +134,18 @@ def compare(
 
 
 def judge(dtype_name: str) -> npt.DTypeLike:
-    """The dtype in which the truth about a dtype is computed."""
+    """The dtype in which exact results for a dtype are computed."""
     return np.longdouble if dtype_name == "float64" else np.float64
 
 
 def standard_attention(
     dtype_name: str, q: Array, k: Array, v: Array, precision: str = "ieee", **rules: Any
 ) -> tuple[Array, Array]:
-    """Attention by whole matrices in one dtype: out in that dtype, lse as kernels have it.
+    """Compute attention by whole matrices in one dtype: out in that dtype, lse in the dtype of kernels.
 
-    S, P, O and what is between them are each rounded to the dtype; products and sums are float32 (float64
-    for float64), as in tensor cores and BLAS. NaN and Inf count as 0: it is rounding that is measured.
-    Shapes and rules are those of `cufa.reference.attention`.
+    S, P, O and the matrices between them are each rounded to the dtype. Products and sums are float32
+    (float64 for float64), as in tensor cores and BLAS. NaN and Inf count as 0, to measure only rounding.
+    Shapes and rules are as in `cufa.reference.attention`.
     """
     rounded = Rounded(dtype_name, precision)
     inputs = map(rounded, finite(q, k, v))
@@ -156,7 +156,7 @@ def standard_attention(
 def standard_attention_backward(
     dtype_name: str, dout: Array, q: Array, k: Array, v: Array, precision: str = "ieee", **rules: Any
 ) -> tuple[Array, ...]:
-    """Gradients by whole matrices in one dtype: P, dP, dS and the results are each rounded to it."""
+    """Compute gradients by whole matrices in one dtype: P, dP, dS and the results are each rounded to it."""
     rounded = Rounded(dtype_name, precision)
     inputs = map(rounded, finite(dout, q, k, v))
     gradients = reference.attention_backward(
@@ -183,10 +183,10 @@ def compare_results(
     dlse: Array | None = None,
     **rules: Any,
 ) -> list[Comparison]:
-    """Hold results to the rule: those of out, lse, dq, dk, dv, dbias, dsink and dscore_mod[i] that are there.
+    """Check those of out, lse, dq, dk, dv, dbias, dsink and dscore_mod[i] that are in `results`.
 
-    Of packed sequences only tokens that are in one count. Shapes and rules are those of
-    `cufa.reference.attention_backward`; q, k and v of 8 bits may have descales among the rules.
+    For packed sequences, only tokens inside a sequence count. Shapes and rules are as in
+    `cufa.reference.attention_backward`; for 8-bit q, k and v, the rules may include descales.
     """
     dtype_name = str(q.dtype)
     inputs, rules = as_multiplied(q, k, v, rules)
@@ -230,7 +230,7 @@ def compare_results(
 def as_multiplied(
     q: Array, k: Array, v: Array, rules: Mapping[str, Any]
 ) -> tuple[tuple[Array, Array, Array], dict[str, Any]]:
-    """Q, K and V, those of 8 bits in float32 and times their descales, and the other rules."""
+    """Q, K and V, with 8-bit ones in float32 and multiplied by their descales, and the other rules."""
     others = dict(rules)
     descales = [others.pop(f"{name}_descale", None) for name in "qkv"]
     if str(k.dtype) != FLOAT8:
@@ -239,7 +239,7 @@ def as_multiplied(
     ends = [others.get(f"cu_seqlens_{side}") for side in "qkk"]
     table = others.get("block_table") if any(by is not None for by in descales[1:]) else None
     if table is not None:
-        # What a page is multiplied with is a sequence's own, and others may have the page, too.
+        # Descales belong to sequences, and several sequences may share a page.
         (batch, pages), page_size = table.shape, k.shape[1]
         shape = batch, pages * page_size
         k, v = (x[table.clip(0, len(x) - 1)].reshape(*shape, *x.shape[2:]) for x in (k, v))
@@ -251,13 +251,13 @@ def as_multiplied(
 
 
 def _descaled(x: Array, descale: Array | None, kv_heads: int, cu_seqlens: Array | None = None) -> Array:
-    """An array in float32.
+    """Convert an array to float32 and multiply it by its descales.
 
     Args:
         x: (batch, seqlen, heads, dim), or (tokens, heads, dim).
-        descale: (batch, kv_heads), what it is multiplied with; None for 1.
-        kv_heads: what heads is a multiple of.
-        cu_seqlens: where packed sequences begin, and the last one ends.
+        descale: (batch, kv_heads) factors; None for 1.
+        kv_heads: must divide heads.
+        cu_seqlens: where each packed sequence starts, and where the last ends.
     """
     x = x.astype(np.float32)
     if descale is None:
@@ -272,19 +272,19 @@ def _descaled(x: Array, descale: Array | None, kv_heads: int, cu_seqlens: Array 
 
 
 def factor(what: str) -> float:
-    """How many times as far off as standard attention a result may be."""
+    """How many times standard attention's error a result may have."""
     return OUTPUT_FACTOR if what in ("out", "lse") else GRADIENT_FACTOR
 
 
 def gradient_names(rules: Mapping[str, Any]) -> tuple[str, ...]:
-    """What `attention_backward` returns when it is called with these arguments."""
+    """The names of what `attention_backward` returns for these arguments."""
     asked = (what for what in ("dbias", "dsink") if rules.get(f"return_{what}"))
     of_arrays = differentiable_arrays(rules) if rules.get("return_dscore_mod") else ()
     return "dq", "dk", "dv", *asked, *(f"d{name}" for name in of_arrays)
 
 
 def _tokens(what: str, rules: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Where a result has those tokens that are in a sequence; what others have is nobody's promise."""
+    """Index of the tokens that are inside a sequence; results of others are unspecified."""
     side = {"out": "q", "lse": "q", "dq": "q", "dk": "k", "dv": "k"}.get(what)
     ends = rules.get(f"cu_seqlens_{side}")
     if ends is None:
@@ -294,7 +294,7 @@ def _tokens(what: str, rules: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _distance(actual: Array, exact: Array) -> Array:
-    """|actual - exact|; 0 where both are NaN or the same infinity, infinite where one is NaN."""
+    """|actual - exact|; 0 where both are NaN or the same infinity, infinite where only one is NaN."""
     actual = actual.astype(np.longdouble)
     exact = exact.astype(np.longdouble)
     with np.errstate(invalid="ignore"):

@@ -1,9 +1,9 @@
 """Counters in GPU memory that are 0 when a launch begins, at no cost to the launch.
 
-A kernel that counts leaves its counter at 0. Each call takes another counter of a ring, so that calls on
-different streams never share one: a counter comes round again only after more calls than any GPU holds in
-its queues. A call that is captured into a CUDA graph keeps its counter, since the graph may run at any time;
-the ring gets new ones when half of it is kept.
+A kernel resets its counter to 0 when it ends. Each call takes the next counter of a ring, so that calls on
+different streams never share one: a counter is reused only after more calls than a GPU can hold in its
+queues. A call that is captured into a CUDA graph keeps its counter, since the graph may run at any time. When
+half of the ring is kept, it gets new counters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 RING = 1 << 16
 COUNTER_BYTES = 4
-# A ring with fewer gets new ones.
+# A ring with fewer free counters gets new ones.
 LEAST_FREE = RING // 2
 
 
@@ -23,7 +23,7 @@ class Counters:
     """The counters of CuPy's current device."""
 
     def __init__(self) -> None:
-        """Allocate them, once and for all, and make them 0 before any stream can use one."""
+        """Allocate the counters once, and set them to 0 before any stream can use one."""
         import cupy
 
         self._lock = threading.Lock()
@@ -33,10 +33,10 @@ class Counters:
         self._add_ring()
 
     def take(self, stream: int) -> int:
-        """The address of a counter for a call on that stream.
+        """Return the address of a counter for a call on that stream.
 
-        Raises RuntimeError if calls were captured without an end and none was made between captures, during
-        which nothing can be allocated.
+        Raises RuntimeError if call after call was captured and none was made between captures: during a
+        capture, nothing can be allocated.
         """
         captured = self._is_capturing(stream)
         with self._lock:
@@ -64,5 +64,5 @@ class Counters:
 
 @functools.cache
 def of_device(device_id: int) -> Counters:
-    """The counters of that device, which must be CuPy's current one."""
+    """The counters of this device, which must be CuPy's current one."""
     return Counters()

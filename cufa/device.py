@@ -1,8 +1,8 @@
 """What a GPU can hold: its compute capability, shared memory, registers, SMs and L2 cache.
 
 A `Device` is read from the GPU that CuPy would use, or taken from the table of known compute
-capabilities when there is none, so that planning and compiling need no GPU. Importing this module
-imports neither CuPy nor the driver.
+capabilities, so planning and compiling need no GPU. Importing this module imports neither CuPy
+nor the driver.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ WARP_SIZE = 32
 MAX_THREADS_PER_BLOCK = 1024
 MAX_REGISTERS_PER_THREAD = 255
 REGISTERS_PER_SM = 64 * KIB
-# An SM has four partitions, each with a quarter of the registers and a scheduler of its own. A warp
-# lives in one of them and is given registers in units of 256, 8 for each of its lanes.
+# An SM has four partitions, each with a quarter of the registers and its own scheduler. A warp lives in one
+# partition and gets registers in units of 256, 8 for each of its lanes.
 PARTITIONS_PER_SM = 4
 REGISTER_UNIT = 256
 
 _ARCH_PATTERN = re.compile(r"(?P<kind>sm_|compute_)?(?P<major>\d{1,2})\.?(?P<minor>\d)(?P<suffix>[af]?)")
 _ARCH_FORMS = "'sm_90a', 'compute_80', '90a', '9.0' or 80"
-# The first compute capability that has arch-specific code ('a'), and family-specific code ('f').
+# The first compute capabilities with arch-specific code ('a') and with family-specific code ('f').
 _FIRST_WITH_SUFFIX = {"a": (9, 0), "f": (10, 0)}
 
 
@@ -42,8 +42,8 @@ class GPUUnavailableError(RuntimeError):
 class Arch:
     """What code is compiled for: `sm_90a` (machine code) or `compute_80` (PTX, `virtual`).
 
-    `suffix` is '' for code that later GPUs can run too, 'a' for code that uses what one compute
-    capability alone has (wgmma on 9.0, tcgen05 on 10.0), 'f' for what its family has.
+    `suffix` is '' for code that later GPUs can run too, 'a' for code with features of only one compute
+    capability (wgmma on 9.0, tcgen05 on 10.0), 'f' for code with features of its family.
     """
 
     major: int
@@ -94,8 +94,8 @@ class Arch:
     def runs_on(self, device_capability: tuple[int, int]) -> str | None:
         """None if code for this arch runs on a GPU of that compute capability, else the reason.
 
-        The rules are those of the CUDA C++ Programming Guide, "Binary Compatibility", "PTX
-        Compatibility" and "Family-Specific and Architecture-Specific Features".
+        The rules are in the CUDA C++ Programming Guide: "Binary Compatibility", "PTX Compatibility"
+        and "Family-Specific and Architecture-Specific Features".
         """
         own = f"{self.major}.{self.minor}"
         if self.suffix == "a":
@@ -117,9 +117,9 @@ class Arch:
 class Device:
     """The limits of one GPU. Sizes are in bytes; registers are 32-bit.
 
-    `arch` is what to compile for: the GPU's own, exactly ('a' suffix from 9.0 on), unless another
-    was asked for. `smem_per_block` is the most that a block may opt in to, and
-    `smem_reserved_per_block` what the system keeps for itself with each block.
+    `arch` is what to compile for: exactly the GPU's own ('a' suffix from 9.0 on), unless another was
+    requested. `smem_per_block` is the most that a block may opt in to; `smem_reserved_per_block` is
+    what the system reserves per block.
     """
 
     name: str
@@ -154,14 +154,14 @@ class Device:
     def blocks_resident(self, threads: int, registers: int, smem_bytes: int) -> int:
         """How many blocks one SM holds at once; 0 if such a block cannot be launched.
 
-        `threads` and `smem_bytes` (static and dynamic shared memory) are a block's, `registers` a
-        thread's, as the compiler reports them. Raises ValueError if `threads` is less than 1.
+        `threads` and `smem_bytes` (static and dynamic shared memory) are per block, `registers` per
+        thread, as the compiler reports them. Raises ValueError if `threads` is less than 1.
 
-        Four limits count: blocks, warps, registers (a warp's are rounded up to the allocation unit,
-        and it takes them from one of the SM's four partitions) and shared memory (a block's is
-        rounded up, the system's share included). Source: CUDA C++ Programming Guide, table
-        "Technical Specifications per Compute Capability", and the CUDA Occupancy Calculator for the
-        allocation units.
+        There are four limits: blocks, warps, registers (a warp's are rounded up to the allocation unit
+        and come from one of the SM's four partitions) and shared memory (a block's is rounded up,
+        including the system's share). Source: CUDA C++ Programming Guide, table "Technical
+        Specifications per Compute Capability", and the CUDA Occupancy Calculator for the allocation
+        units.
         """
         if threads < 1:
             raise ValueError(f"threads is {threads}; a block has 1 to {MAX_THREADS_PER_BLOCK}")
@@ -215,9 +215,9 @@ def _known(
     )
 
 
-# One typical GPU for each compute capability. The limits of an SM are the capability's (CUDA C++
-# Programming Guide, "Technical Specifications per Compute Capability"); SM count and L2 are the
-# named GPU's. NVIDIA names no product of 8.8: it has 8.6's limits, with 8.7's SM count and L2 here.
+# One typical GPU for each compute capability. The limits of an SM are those of the capability (CUDA C++
+# Programming Guide, "Technical Specifications per Compute Capability"); SM count and L2 size are those of the
+# named GPU. NVIDIA names no product of 8.8: it has 8.6's limits, and here 8.7's SM count and L2 size.
 KNOWN: dict[tuple[int, int], Device] = {
     device.arch.capability: device
     for device in (
@@ -250,7 +250,7 @@ def gpu_present() -> bool:
 
 
 def current() -> Device:
-    """The GPU that CuPy's current device is. Raises GPUUnavailableError if there is none to use."""
+    """CuPy's current GPU. Raises GPUUnavailableError if there is none that CuPy can use."""
     if not gpu_present():
         raise GPUUnavailableError(
             "no GPU: the NVIDIA driver is not installed or shows this process none; to plan or compile "
@@ -298,12 +298,12 @@ def target(
 ) -> Device:
     """The device to plan and compile for: `arch`, else the variable CUFA_ARCH, else the GPU's own.
 
-    Where there is a GPU, another arch keeps that GPU's limits and must run on it, so that what is
-    compiled can be launched; `for_plan_only` takes any other known arch too, with the table's limits, and
-    `for_compile_only` has those for each.
+    With a GPU, another arch keeps this GPU's limits and must run on it, so that compiled code can be
+    launched. `for_plan_only` also accepts any other known arch, with the limits from the table;
+    `for_compile_only` uses the table's limits for every arch.
 
-    Raises ValueError for an arch that is not one, that this GPU cannot run or whose limits are not
-    known, and GPUUnavailableError if neither an arch nor a GPU is there.
+    Raises ValueError for an invalid arch, one that this GPU cannot run or one with unknown limits, and
+    GPUUnavailableError if there is neither an arch nor a GPU.
     """
     name = "arch"
     if arch is None:

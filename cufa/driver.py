@@ -1,6 +1,6 @@
-"""What is asked of CUDA's driver itself: functions that CuPy does not have.
+"""Functions of the CUDA driver that CuPy does not have.
 
-cuda.bindings takes 12 to 18 ms to import them, which the first call that needs one does.
+Importing cuda.bindings takes 12 to 18 ms, so the first call that needs it does that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
-# A map of a tensor for the copy engine; a struct that holds maps is aligned as they are (CUtensorMap).
+# A tensor map for the copy engine (CUtensorMap); a struct that holds maps has their alignment.
 TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
 
@@ -19,12 +19,12 @@ TensorMapType = Literal["UINT8", "FLOAT16", "BFLOAT16"]
 
 
 class DriverError(RuntimeError):
-    """The driver refused; the message is the name of its reason."""
+    """The driver refused; the message is the name of its error code."""
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The driver, without its bindings. Raises OSError if it is not installed."""
+    """Load the driver without its bindings. Raises OSError if it is not installed."""
     return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
 
 
@@ -38,10 +38,10 @@ def _bindings() -> Any:
 def encode_tensor_map(
     dtype: TensorMapType, address: int, extents: Sequence[int], strides: Sequence[int], box: Sequence[int]
 ) -> bytes:
-    """The map of a tensor whose boxes come into shared memory in swizzled lines of 128 bytes.
+    """Encode a tensor map whose boxes are copied to shared memory in swizzled lines of 128 bytes.
 
-    Extents and the box's are in elements, the fastest axis first; strides in bytes, of the other axes.
-    Raises DriverError if the copy engine does not take such a tensor.
+    Extents, including the box's, are in elements, fastest axis first. Strides are in bytes, without the
+    fastest axis. Raises DriverError if the copy engine does not support such a tensor.
     """
     driver = _bindings()
     long, short = driver.cuuint64_t, driver.cuuint32_t
@@ -63,7 +63,7 @@ def encode_tensor_map(
 
 
 def overlapping_launch(grid: int, block: int, smem_bytes: int, stream: int) -> Any:
-    """How to launch a function so that it begins while the launch before it ends: a CUlaunchConfig."""
+    """A CUlaunchConfig for a launch that begins before the previous one ends."""
     driver = _bindings()
     attribute = driver.CUlaunchAttribute()
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -78,7 +78,7 @@ def overlapping_launch(grid: int, block: int, smem_bytes: int, stream: int) -> A
 
 
 def launch(config: Any, function: int, pointers: ctypes.c_char_p) -> None:
-    """Launch a function by its handle; `pointers` are those to its parameters. Raises DriverError."""
+    """Launch a function by its handle; `pointers` point to its parameters. Raises DriverError."""
     driver = _bindings()
     _check(driver.cuLaunchKernelEx(config, driver.CUfunction(function), ctypes.addressof(pointers), 0)[0])
 

@@ -1,17 +1,17 @@
-"""From a `.cu` file, its macros and an arch to code on disk, by NVRTC, and from there to the GPU.
+"""Compiles a `.cu` file with macros for an arch by NVRTC, caches the code on disk and loads it on the GPU.
 
-    variant -> build (compiles, or takes it from the cache) -> load (a cupy.RawModule)
+    variant -> build (compiles, or reads the cache) -> load (a cupy.RawModule)
 
-Compiling needs neither a GPU nor CuPy, only `cuda-bindings` and NVRTC, which are loaded when
-something is compiled for the first time. CuPy's own compiler is not used: it knows no `sm_90a`, and
-its cache does not see an edited header.
+Compiling needs neither a GPU nor CuPy, only `cuda-bindings` and NVRTC, which are loaded at the first
+compilation. CuPy's own compiler is not used: it does not know `sm_90a`, and its cache does not notice
+edited headers.
 
-What NVRTC is given is what the cache key covers: the source and the headers are passed as text,
-with no include path.
+The cache key covers everything that NVRTC gets: the source and the headers are passed as text,
+without an include path.
 
 Environment: CUFA_NVRTC_OPTIONS holds further options (as in "-lineinfo --maxrregcount=128"). CUFA_DEBUG=1
-compiles debug builds: with line numbers, and with a watchdog that stops a kernel whose threads wait for
-each other without end. They are slower.
+compiles slower debug builds, with line numbers and a watchdog that stops a kernel whose threads wait for each
+other forever.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _ENTRY = re.compile(r"Compiling entry function '([^']+)' for '[^']+'")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _STACK = re.compile(r"(\d+) bytes (?:stack frame|cumulative stack size)")
-# NVRTC's and ptxas's warnings, and the advisories by which ptxas says that it serialised wgmma or
-# ignored setmaxnreg (C75xx), which it prints as mere information.
+# NVRTC's and ptxas's warnings, and ptxas's advisories (C75xx) that it serialized wgmma or ignored setmaxnreg,
+# which it prints as mere information.
 _ADVICE = re.compile(r"\bwarning\s*[:#]|\bC75\d\d\b")
 
 _DEBUG_OPTIONS = ("-lineinfo", "-DWATCHDOG_SECONDS=5")
-# From this version on NVRTC keeps machine code in the driver's cache, from where it comes without a report.
+# From this version on, NVRTC keeps machine code in the driver's cache and then prints no report.
 _NVRTC_WITH_CACHE = (12, 9)
 
 _builds: dict[str, Build] = {}
@@ -71,11 +71,11 @@ class NVRTCMissingError(ImportError):
 
 @dataclass(frozen=True)
 class Variant:
-    """One specialisation of a kernel: `source` is a file in the folder `root`.
+    """One specialization of a kernel: `source` is a file in the folder `root`.
 
-    `macros` are defined for it in this order; a bool is passed as 1 or 0. NVRTC's built-in header sees
-    them too, so a name must be none that it uses (`T` and `x` among them). `headers` are the names and texts
-    of those that take the place of files in `root`.
+    `macros` are defined in this order; a bool is passed as 1 or 0. NVRTC's built-in header sees them too, so
+    names that it uses must be avoided (`T` and `x` among them). `headers` are names and texts of headers
+    that replace files in `root`.
     """
 
     source: str
@@ -98,10 +98,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes, by ptxas's report: registers per thread, the rest in bytes.
+    """The resources of one kernel, from ptxas's report: registers per thread, the rest in bytes.
 
     Spills and stack (per thread) include the functions that the kernel calls. Static shared memory
-    is a block's.
+    is per block.
     """
 
     registers: int
@@ -116,8 +116,8 @@ class Build:
     """A compiled variant.
 
     `path` is a .cubin or .ptx file, `arch` what it was compiled for, `log` the compiler's messages,
-    `resources` each kernel's by name (empty for PTX), `seconds` the time that compiling took, and
-    `cached` says whether this call was spared it.
+    `resources` each kernel's by name (empty for PTX), `seconds` the compile time. `cached` says
+    that this call did not have to compile.
     """
 
     key: str
@@ -130,7 +130,7 @@ class Build:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What in the log costs speed or hints at a mistake: spills, C75xx advisories, warnings."""
+        """Log entries that cost speed or hint at a mistake: spills, C75xx advisories, warnings."""
         spills = (
             f"{name}: {used.spill_stores} bytes spill stores, {used.spill_loads} bytes spill loads"
             for name, used in self.resources.items()
@@ -141,14 +141,14 @@ class Build:
 
 
 def build(variant: Variant) -> Build:
-    """Compile `variant`, or take it from the cache. Safe to call from many threads at once.
+    """Compile `variant`, or read it from the cache. Thread-safe.
 
-    The result is machine code for `variant.arch`, or PTX if that arch is virtual, or, if NVRTC does
-    not know the arch yet, PTX for the newest before it that NVRTC knows.
+    The result is machine code for `variant.arch`, or PTX if that arch is virtual. If NVRTC does not
+    know the arch yet, it is PTX for the newest earlier arch that NVRTC knows.
 
-    Raises CompileError if NVRTC refuses the source, ValueError if the arch is older than any that
-    NVRTC compiles for, NVRTCMissingError if NVRTC is not installed, and FileNotFoundError if the
-    source or a header is not there.
+    Raises CompileError if NVRTC refuses the source, ValueError if NVRTC no longer supports so old an
+    arch, NVRTCMissingError if NVRTC is not installed, and FileNotFoundError if the source or a header
+    does not exist.
     """
     texts = _read_sources(variant)
     options = _options(variant)
@@ -163,7 +163,7 @@ def build(variant: Variant) -> Build:
 
 
 def load(build: Build) -> cupy.RawModule:
-    """The build as a module on CuPy's current device, loaded once for each device."""
+    """Load the build as a module on CuPy's current device, once per device."""
     import cupy
 
     place = build.key, cupy.cuda.runtime.getDevice()
@@ -171,7 +171,7 @@ def load(build: Build) -> cupy.RawModule:
         module = _modules.get(place)
         if module is None:
             module = cupy.RawModule(path=str(build.path))
-            module.compile()  # loads it now, so that the file is not needed later
+            module.compile()  # load it now: the file may be gone later
             _modules[place] = module
         return module
 
@@ -183,7 +183,7 @@ def ptx(variant: Variant) -> str:
 
 
 def sass(build: Build) -> str:
-    """The machine code of a cubin in nvdisasm's notation.
+    """Disassemble a cubin with nvdisasm.
 
     Raises ValueError for a build that is PTX, and RuntimeError if nvdisasm is not found or fails.
     """
@@ -205,12 +205,12 @@ def nvrtc_version() -> tuple[int, int]:
 
 @functools.cache
 def supported_archs() -> tuple[int, ...]:
-    """The compute capabilities that this NVRTC compiles for, as in 90 and 121, in order."""
+    """The compute capabilities that this NVRTC compiles for, in order, as in 90 and 121."""
     return tuple(sorted(_checked(_nvrtc().nvrtcGetSupportedArchs())))
 
 
 def _read_sources(variant: Variant) -> dict[str, str]:
-    """The text of the source, first, and of every header that it includes, directly or not."""
+    """The text of the source, first, and of every header that it includes, directly or indirectly."""
     texts: dict[str, str] = {}
     written = dict(variant.headers)
     pending = [variant.source]
@@ -223,13 +223,13 @@ def _read_sources(variant: Variant) -> dict[str, str]:
 
 
 def _options(variant: Variant) -> tuple[str, ...]:
-    """All options but the arch."""
+    """All compiler options except the arch."""
     debug = _DEBUG_OPTIONS if os.environ.get("CUFA_DEBUG", "0") not in ("", "0") else ()
     return ("--std=c++17", *variant.definitions, *debug, *extra_options())
 
 
 def extra_options() -> list[str]:
-    """Those of CUFA_NVRTC_OPTIONS; ValueError if a shell would not read it as such."""
+    """The options in CUFA_NVRTC_OPTIONS; raises ValueError if a shell could not parse them."""
     text = os.environ.get("CUFA_NVRTC_OPTIONS", "")
     try:
         return shlex.split(text)
@@ -244,12 +244,12 @@ def _key(arch: Arch, texts: Mapping[str, str], options: tuple[str, ...], compile
 
 @functools.cache
 def _compiler() -> str:
-    """What identifies the compiler: the installed NVRTC wheels, else the version NVRTC reports.
+    """An identifier of the compiler: the installed NVRTC wheels, else the version that NVRTC reports.
 
-    Asking NVRTC itself means loading 100 MB, which a process that finds all it needs in the cache
-    should not wait for.
+    Asking NVRTC itself means loading 100 MB, which a process that finds everything in the cache should
+    not have to do.
     """
-    from importlib import metadata  # a tenth of the time of `import cufa`, and only compiled code is keyed
+    from importlib import metadata  # takes a tenth of `import cufa`, and only compiled code needs a key
 
     wheels = []
     for wheel in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
@@ -261,7 +261,7 @@ def _compiler() -> str:
 
 
 def _compiler_at_work() -> str:
-    """What identifies the NVRTC that compiles, which need not be the wheels' if another was loaded before."""
+    """An identifier of the NVRTC in use; it may not be the wheels', if another was loaded before."""
     version = "{}.{}".format(*nvrtc_version())
     installed = _compiler()
     return installed if f" {version}." in installed else f"NVRTC {version}"
@@ -307,7 +307,7 @@ def _compile(variant: Variant, texts: Mapping[str, str], options: tuple[str, ...
 
 
 def _compilable(arch: Arch) -> Arch:
-    """`arch`, or the newest virtual arch before it if NVRTC does not know it yet."""
+    """`arch`, or the newest earlier virtual arch if NVRTC does not know it yet."""
     known = supported_archs()
     if arch.number in known:
         return arch
@@ -350,7 +350,7 @@ def _run_nvrtc(variant: Variant, texts: Mapping[str, str], options: tuple[str, .
 
 
 def _output(program: Any, what: str) -> bytes:
-    """One of NVRTC's outputs, for which it has a function for the size and one for the content."""
+    """One of NVRTC's outputs; it has separate functions for the size and for the content."""
     nvrtc = _nvrtc()
     buffer = bytearray(_checked(getattr(nvrtc, f"nvrtcGet{what}Size")(program)))
     _checked(getattr(nvrtc, f"nvrtcGet{what}")(program, buffer))
@@ -358,7 +358,7 @@ def _output(program: Any, what: str) -> bytes:
 
 
 def _parse_resources(log: str) -> dict[str, Resources]:
-    """Read ptxas's report. What follows an entry function's name, up to the next, is about it."""
+    """Parse ptxas's report. Lines after an entry function's name, up to the next name, are about it."""
     _, *parts = _ENTRY.split(log)
     resources = {}
     for name, report in zip(parts[::2], parts[1::2], strict=True):
@@ -396,7 +396,7 @@ def _nvrtc() -> ModuleType:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """The values of a binding's (status, value...), or RuntimeError if the status is an error."""
+    """The values of a binding's (status, value...); raises RuntimeError if the status is an error."""
     status, *values = result
     if status != _nvrtc().nvrtcResult.NVRTC_SUCCESS:
         raise RuntimeError(f"NVRTC failed: {status.name}")
@@ -404,7 +404,7 @@ def _checked(result: tuple[Any, ...]) -> Any:
 
 
 def _nvdisasm() -> str:
-    """Where nvdisasm is: in NVIDIA's wheel, else on the path."""
+    """The path of nvdisasm, in NVIDIA's wheel, else on the path."""
     spec = importlib.util.find_spec("nvidia")
     roots = spec.submodule_search_locations if spec else None
     bins = [str(folder) for root in roots or () for folder in sorted(Path(root).glob("*/bin"))]

@@ -1,7 +1,7 @@
-"""From a Plan to running kernels: compiled and loaded once, then parameters, workspace and stream.
+"""From a Plan to running kernels: compile and load them once, then pass parameters, workspace and stream.
 
-Kernels run on CuPy's current stream; nothing here synchronises, and nothing is allocated but the
-workspace that the Plan declares, so calls can be captured into a CUDA graph.
+Kernels run on CuPy's current stream, without synchronization. Nothing is allocated except the workspace that
+the Plan declares, so calls can be captured into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from cufa.plan.standard import (
 from cufa.tensor_layout import Layout, Region
 from cufa.tensor_maps import Encoder
 
-# Above this much dynamic shared memory a kernel must ask for it (CUDA C++ Programming Guide, "Shared
+# Kernels must request more dynamic shared memory than this explicitly (CUDA C++ Programming Guide, "Shared
 # Memory" of each compute capability).
 _DEFAULT_SMEM_BYTES = 48 * 1024
-# Streams for which a launch remembers what it tells the driver.
+# The number of streams for which a launch caches its arguments for the driver.
 _REMEMBERED_STREAMS = 64
-# Calls for which tensors that lie alike remain packed.
+# The number of calls with the same layout whose packed tensors are cached.
 _REMEMBERED_CALLS = 256
 
 
-# Packs tensors, from their addresses, for the plan and for the one beside it.
+# Packs tensors, given their addresses, for the plan and for the one beside it.
 Packer = Callable[..., tuple[bytes, ...]]
 
 
@@ -61,10 +61,10 @@ class LaunchError(RuntimeError):
 
 
 class Executable:
-    """A Plan whose kernels are on the current GPU."""
+    """A Plan whose kernels are loaded on the current GPU."""
 
     def __init__(self, plan: Plan) -> None:
-        """Compile, or find in the cache, and load."""
+        """Compile the kernels, or find them in the cache, and load them."""
         import cupy
 
         self.plan = plan
@@ -85,12 +85,12 @@ class Executable:
         ]
 
     def packer(self, layout: Layout, bias: Region | None = None) -> Packer:
-        """What packs tensors that lie so, from their addresses: their maps, then the struct's beginning.
+        """A function that packs tensors of this layout, given their addresses: their maps, then parameters.
 
-        If there are maps of a bias it is at `bias_at` and lies as `bias` does. All is done for the plan and
-        for the one beside it, which have maps of their own.
+        With maps of a bias, the bias is at `bias_at` and lies as `bias` does. The function packs for the plan
+        and for the one beside it, which has its own maps.
 
-        It remembers the tensors of many calls, for which it is then a matter of looking them up.
+        It caches the packed tensors of many calls.
         """
 
         @functools.lru_cache(_REMEMBERED_CALLS)
@@ -113,9 +113,9 @@ class Executable:
     ) -> None:
         """Launch on the current stream.
 
-        `tensors` are from `packer`, `lse` is an address or 0 for none, `features` are `pack_features`', or
-        nothing for none. `workspace` is a CuPy array to use instead of memory from CuPy's pool. Raises
-        ValueError if it is too small or not aligned.
+        `tensors` are from `packer`, `lse` is an address or 0 for none, `features` are from `pack_features`,
+        or empty for none. `workspace` is a CuPy array to use instead of memory from CuPy's pool. Raises
+        ValueError if it is too small or misaligned.
         """
         stream = self._current_stream().ptr
         address = 0
@@ -123,7 +123,7 @@ class Executable:
             _check_workspace(workspace, self.plan.workspace_bytes)
             address = workspace.data.ptr
         elif self._allocate is not None:
-            memory = self._allocate()  # CuPy's again, for this stream, when all is launched
+            memory = self._allocate()  # returns to CuPy's pool, for this stream, after all launches
             address = memory.ptr
         features = features or self._no_features
         for of, sizes, kernels in self._launches:
@@ -136,15 +136,15 @@ class Executable:
 
 
 class _Code:
-    """What is loaded for a plan by itself, and what goes around the parameters of its kernels."""
+    """What is loaded for one plan, and the fixed part of its kernels' parameters."""
 
     def __init__(self, plan: Plan, begins: int) -> None:
-        self.begins = begins  # where its own workspace does
+        self.begins = begins  # the offset of its own workspace
         self.module = _module(plan.variant, _current_device())
         self.encoder = Encoder(plan.problem, plan.boxes)
         packed = len(plan.boxes) * TENSOR_MAP_BYTES + params_bytes(plan.problem, plan.parting)
-        self.padding = bytes(int(dict(plan.macros)["PARAMS_BYTES"]) - packed)  # maps align the struct's end
-        # Allocated now: a call may be captured, when nothing can be.
+        self.padding = bytes(int(dict(plan.macros)["PARAMS_BYTES"]) - packed)  # since maps align the struct
+        # Allocated now, since nothing can be allocated while a call is captured.
         counted = bool(plan.boxes) and not plan.scratch
         self.counters = counters.of_device(_current_device()) if counted else None
 
@@ -209,7 +209,7 @@ def quantize(
 ) -> None:
     """Launch `quantize` for (batch, heads, kv_heads, seqlen) on the current stream; see `pack_quantize`.
 
-    `descale` is where descales are, or will be if they are to be `measured`.
+    `descale` is the address of the descales; with `measured`, the kernel writes them.
     """
     import cupy
 
@@ -243,21 +243,21 @@ def _current_stream() -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _module(variant: Variant, device_id: int) -> Any:
-    """The variant on a GPU, which must be the current one.
+    """Load the variant on a GPU, which must be the current one.
 
-    Most new shapes are compiled as another was before: to read its sources again takes milliseconds.
+    Cached, since most new shapes share a variant, and rereading its sources would take milliseconds.
     """
     return jit.load(jit.build(variant))
 
 
 def forget() -> None:
-    """Look for kernels anew when they are launched next."""
+    """Look kernels up again at their next launch."""
     _module.cache_clear()
     _loaded.cache_clear()
 
 
 class _Kernel:
-    """One function on the GPU and how to launch it."""
+    """One function on the GPU, and how to launch it."""
 
     def __init__(self, module: Any, launch: Launch) -> None:
         import cupy
@@ -276,9 +276,9 @@ class _Kernel:
         self._overlapping = functools.lru_cache(_REMEMBERED_STREAMS)(overlapping) if launch.overlaps else None
 
     def __call__(self, params: ctypes.c_char_p, stream: int) -> None:
-        """Launch on that stream, with the struct that this points to."""
-        # The driver wants the address of an array of pointers to parameters, of which there is one. CuPy's
-        # own call of a function makes that array from objects, which takes half as long again.
+        """Launch on this stream, with the struct that `params` points to."""
+        # The driver takes an array of pointers to parameters; there is one. CuPy's own launch builds that
+        # array from objects, which takes half as long again.
         try:
             if self._overlapping is not None:
                 driver.launch(self._overlapping(stream), self._function.ptr, params)
@@ -297,7 +297,7 @@ def _kernels(
     asked: tuple[Hashable, ...],
     arch: Arch | str | int | None,
 ) -> tuple[_Kernel, ...]:
-    """The kernels that a function of `cufa.plan.standard` plans for what it is asked, on the current GPU."""
+    """The kernels that a function of `cufa.plan.standard` plans for these arguments, on the current GPU."""
     return _loaded(planned, asked, None if arch is None else Arch.parse(arch), _current_device())
 
 

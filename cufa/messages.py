@@ -1,10 +1,10 @@
-"""How errors speak of what they were given."""
+"""How error messages describe values."""
 
 from __future__ import annotations
 
 
 def kind_of(value: object) -> str:
-    """What an object is: None, a list, an int, a torch.Tensor."""
+    """The kind of an object: None, a list, an int, a torch.Tensor."""
     if value is None:
         return "None"
     kind = type(value)
@@ -13,12 +13,12 @@ def kind_of(value: object) -> str:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """As in 1 warp, 2 warps; 1 axis, 2 axes."""
+    """Count things, as in 1 warp, 2 warps; 1 axis, 2 axes."""
     return f"{number} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def shown(value: object) -> str:
-    """The value of an option as it was given; of an array, which may be large and on a GPU, its shape."""
+    """The value of an option as given; for an array, which may be large and on a GPU, only its shape."""
     shape = getattr(value, "shape", ())
-    has_axes = isinstance(shape, tuple) and len(shape) > 0  # that of a module is a function
+    has_axes = isinstance(shape, tuple) and len(shape) > 0  # a module's `shape` is a function
     return f"{kind_of(value)} of shape {tuple(shape)}" if has_axes else repr(value)

@@ -1,4 +1,4 @@
-"""The parameter structs of the kernels, packed: the same fields in the same order as params.cuh has them."""
+"""Packs the parameter structs of the kernels: the same fields in the same order as in params.cuh."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from cufa.plan.sizes import (
 from cufa.problem import MAX_EXTENT, Problem, four_axes
 from cufa.tensor_layout import Region
 
-# The structs of params.cuh begin with the tensors; then LSE, workspace and softmax_scale; sizes and step.
+# The structs of params.cuh begin with the tensors, then LSE, workspace and softmax_scale, sizes and step.
 _TENSORS = {"forward": struct.Struct("=" + 4 * "4q"), "backward": struct.Struct("=" + 8 * "4q")}
 _CALL = struct.Struct("=2qd")
 _SIZES = struct.Struct("=6i")
-# Forward: parts of a head's tiles, if there is a list of them; tiles that are whole, parts of each of the
-# others, how many times something is handed out.
+# Forward: the parts of a head's tiles, if there is a list of them; the number of whole tiles, the parts of
+# each other tile, the number of work items.
 _PLACES = struct.Struct(f"={MOST_PARTS_OF_HEAD * PART_PLACE_BYTES}s")
 _PARTING = struct.Struct("=3i4x")
-# Addresses and strides of what functions of the caller's read, with which the features begin.
+# Addresses and strides of the arrays that score_mod and mask_mod read; the features begin with them.
 _INT64 = struct.Struct("=q")
 # Bias, mask, ALiBi slopes and their batch stride, sink, three arrays of lengths, three of descales.
 _ARRAYS = struct.Struct("=4q4q" + "2q" + "q" + "3q" + "3q")
@@ -41,7 +41,7 @@ _VALUES = struct.Struct("=2dQ2I")
 _WINDOW = struct.Struct("=2i")
 # dLSE, dsink, dbias and its lengths.
 _GRADIENTS = struct.Struct("=2q" + "4q4i")
-# The block table, how many pages of a sequence it has, its batch stride.
+# The block table, the number of pages of a sequence, the table's batch stride.
 _PAGES = struct.Struct("=q2i")
 # Addresses of x and y, their row strides, rows and columns.
 _SOFTMAX = struct.Struct("=2q2qqi4x")
@@ -49,13 +49,13 @@ _SOFTMAX = struct.Struct("=2q2qqi4x")
 _MERGE = struct.Struct("=" + 3 * "4q" + "3q" + "3i4x")
 # Two tensors, cos and sin, positions and their strides, batch, heads, seqlen, places.
 _ROTARY = struct.Struct("=" + 2 * "4q" + "2q" + "3q" + "4i")
-# Two tensors, cu_seqlens, what is measured, descales, batch, heads, kv_heads, seqlen.
+# Two tensors, cu_seqlens, the address for measuring, descales, batch, heads, kv_heads, seqlen.
 _QUANTIZE = struct.Struct("=" + 2 * "4q" + "3q" + "4i")
 assert _SOFTMAX.size == SOFTMAX_PARAMS_BYTES
 assert _MERGE.size == MERGE_PARAMS_BYTES
 assert _ROTARY.size == ROTARY_PARAMS_BYTES
 assert _QUANTIZE.size == QUANTIZE_PARAMS_BYTES
-# What follows in the structs when a call asks for nothing of it.
+# The end of the structs for a call without features.
 NO_FEATURES = {
     direction: bytes(_ARRAYS.size + _VALUES.size + _WINDOW.size + last.size)
     for direction, last in (("forward", _PAGES), ("backward", _GRADIENTS))
@@ -67,12 +67,12 @@ assert all(
         ("backward", _SIZES.size, BACKWARD_PARAMS_BYTES),
     )
 )
-# How far a window reaches that has no end on one side.
+# The extent of a window without an end on one side.
 _UNLIMITED = 2**31 - 1
 
 
 def pack_tensors(problem: Problem, tensors: Sequence[int]) -> bytes:
-    """What ForwardParams and BackwardParams begin with: q, k, v, o and, backward, dout, dq, dk, dv.
+    """Pack the start of ForwardParams and BackwardParams: q, k, v, o and, backward, dout, dq, dk, dv.
 
     `tensors` has four numbers for each: its address, then batch, row and head stride in elements.
     """
@@ -80,12 +80,12 @@ def pack_tensors(problem: Problem, tensors: Sequence[int]) -> bytes:
 
 
 def pack_call(lse: int, workspace: int, softmax_scale: float) -> bytes:
-    """What follows the tensors; `lse` and `workspace` are addresses, 0 for none."""
+    """Pack what follows the tensors; `lse` and `workspace` are addresses, 0 for none."""
     return _CALL.pack(lse, workspace, softmax_scale)
 
 
 def pack_sizes(problem: Problem, step: int = 0, parting: Parting = NOT_PARTED) -> bytes:
-    """What follows that."""
+    """Pack the sizes, which follow the fields of `pack_call`."""
     sizes = _SIZES.pack(
         problem.batch, problem.heads, problem.kv_heads, problem.seqlen_q, problem.seqlen_k, step
     )
@@ -96,7 +96,7 @@ def pack_sizes(problem: Problem, step: int = 0, parting: Parting = NOT_PARTED) -
 
 
 class FeatureValues(NamedTuple):
-    """The numbers that go with features, as in `cufa.attention`."""
+    """The numbers of the features, as in `cufa.attention`."""
 
     softcap: float = 0.0
     dropout_p: float = 0.0
@@ -106,16 +106,16 @@ class FeatureValues(NamedTuple):
 
 @functools.lru_cache
 def pack_values(values: FeatureValues) -> bytes:
-    """The numbers, which are in the midst of the fields that features have to themselves."""
+    """Pack the numbers, which lie in the middle of the feature fields."""
     p = values.dropout_p
     return _VALUES.pack(values.softcap, kept_scale(p), values.seed, values.offset, kept_carry(p))
 
 
 def pack_features(problem: Problem, side: Mapping[str, Region]) -> tuple[bytes, bytes]:
-    """What ends the structs, those fields: all before the numbers, and all after them.
+    """Pack the end of the structs, the feature fields: those before the numbers, and those after them.
 
-    `side` is the memory of the arrays beyond the tensors, by their names as arguments, contiguous along the
-    last axis; those that are missing are null.
+    `side` is the memory of the arrays beyond the tensors, by argument name, contiguous along the last axis;
+    missing ones are null.
     """
 
     def at(name: str) -> int:
@@ -147,7 +147,7 @@ def pack_features(problem: Problem, side: Mapping[str, Region]) -> tuple[bytes, 
 
 
 def _pack_pages(table: Region | None) -> bytes:
-    """Pages; of no table if it is None."""
+    """Pack the pages; None for no block table."""
     if table is None:
         return bytes(_PAGES.size)
     batch_stride = table.strides[0] // table.itemsize
@@ -155,10 +155,10 @@ def _pack_pages(table: Region | None) -> bytes:
 
 
 def _pack_mod_arrays(problem: Problem, side: Mapping[str, Region]) -> bytes:
-    """The arrays that score_mod and mask_mod read: address, then strides in elements; then the gradients.
+    """Pack the arrays that score_mod and mask_mod read: address, then strides in elements; then gradients.
 
-    Of those address, which of the sums are its first, and lengths. Raises ValueError for an array that
-    reaches too far.
+    A gradient has its address, the index of its first sum, and its lengths. Raises ValueError for an array
+    whose memory extends too far.
     """
     packed = b""
     for name in problem.features.mod_arrays:
@@ -177,7 +177,7 @@ def _pack_mod_arrays(problem: Problem, side: Mapping[str, Region]) -> bytes:
 
 
 def _score_strides(array: Region | None) -> tuple[int, ...]:
-    """Batch, head and row stride, in elements, of an array that is broadcast to the scores; or of none."""
+    """Batch, head and row stride in elements of an array that broadcasts to the scores, or of None."""
     if array is None:
         return 0, 0, 0
     shape, strides = four_axes(array.shape), (0,) * (4 - len(array.shape)) + array.strides
@@ -188,18 +188,18 @@ def _score_strides(array: Region | None) -> tuple[int, ...]:
 
 
 def bias_fields(address: int, bias: Region) -> list[int]:
-    """Four numbers of a bias that lies so at an address, as `pack_tensors` has them of each tensor."""
+    """The four numbers of a bias at this address, as `pack_tensors` takes them for a tensor."""
     batch_stride, head_stride, row_stride = _score_strides(bias)
     return [address, batch_stride, row_stride, head_stride]
 
 
 def pack_softmax(x: int, y: int, x_row_stride: int, y_row_stride: int, rows: int, cols: int) -> bytes:
-    """SoftmaxParams; strides in elements."""
+    """Pack SoftmaxParams; strides are in elements."""
     return _SOFTMAX.pack(x, y, x_row_stride, y_row_stride, rows, cols)
 
 
 def pack_merge(tensors: Sequence[int], lses: Sequence[int], batch: int, heads: int, seqlen: int) -> bytes:
-    """MergeParams: out_a, out_b and out as `pack_tensors` has them, then the addresses of their LSEs."""
+    """Pack MergeParams: out_a, out_b and out as for `pack_tensors`, then the addresses of their LSEs."""
     return _MERGE.pack(*tensors, *lses, batch, heads, seqlen)
 
 
@@ -210,7 +210,7 @@ def pack_rotary(
     sizes: tuple[int, int, int],
     places: int,
 ) -> bytes:
-    """RotaryParams: x and y as `pack_tensors` has them, the addresses of cos and sin, the positions' address
+    """Pack RotaryParams: x and y as for `pack_tensors`, the addresses of cos and sin, the positions' address
     and strides in elements, (batch, heads, seqlen), the rows of cos.
     """
     return _ROTARY.pack(*tensors, *tables, *positions, *sizes, places)
@@ -223,7 +223,7 @@ def pack_quantize(
     descale: int,
     sizes: tuple[int, int, int, int],
 ) -> bytes:
-    """QuantizeParams: x and y as `pack_tensors` has them, three addresses of which the first two may be 0 for
-    none, (batch, heads, kv_heads, seqlen).
+    """Pack QuantizeParams: x and y as for `pack_tensors`, three addresses (the first two 0 for none), then
+    (batch, heads, kv_heads, seqlen).
     """
     return _QUANTIZE.pack(*tensors, cu_seqlens, measured, descale, *sizes)

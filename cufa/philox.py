@@ -1,5 +1,5 @@
-"""Dropout's random numbers, which are a function of their place: Philox4x32-7 (Salmon et al. 2011,
-"Parallel random numbers: as easy as 1, 2, 3", section 4.3; table 2: seven rounds pass all tests).
+"""Dropout's random numbers, a function of position: Philox4x32-7 (Salmon et al. 2011, "Parallel random
+numbers: as easy as 1, 2, 3", section 4.3; table 2: seven rounds pass all tests).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 7
 _LOW_WORD = 0xFFFFFFFF
-_NUMBERS = 2**15  # that dropout draws from
+_NUMBERS = 2**15  # the range of dropout's random numbers
 
 
 def philox(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Array, Array, Array, Array]:
-    """Four random 32-bit words for every counter.
+    """Compute four random 32-bit words for every counter.
 
     Args:
         counter: four 32-bit words, integers or arrays that broadcast.
@@ -45,16 +45,16 @@ def philox(counter: tuple[Any, Any, Any, Any], seed: int) -> tuple[Array, Array,
 def kept(dropout_p: float, seed: int, offset: int, matrix: int, rows: slice, keys: slice) -> Array:
     """Which probabilities dropout keeps: (rows, keys) of bool.
 
-    One counter serves eight of them, those of rows i, i + 1 and keys j, j + 1, j + 8, j + 9. A word is for
-    two keys: its lower half for the even one. Of a half the lower 15 bits count.
+    One counter serves eight probabilities: rows i, i + 1 and keys j, j + 1, j + 8, j + 9. A word serves two
+    keys, its lower half the even one. The lower 15 bits of each half are used.
 
     Args:
-        dropout_p: which part is dropped.
-        seed: which random numbers, 64 bits.
-        offset: which sequence of them, 32 bits.
-        matrix: the number of the head among those of all sequences.
-        rows: from where to where in the sequence.
-        keys: likewise.
+        dropout_p: fraction that is dropped.
+        seed: seed of the random numbers, 64 bits.
+        offset: which sequence of random numbers, 32 bits.
+        matrix: the number of the head, counted over all sequences.
+        rows: range of rows in the sequence.
+        keys: range of keys in the sequence.
     """
     first_row, first_key = rows.start // 2 * 2, keys.start // 16 * 16
     i = np.arange(first_row // 2, ceil_div(rows.stop, 2))[:, None]
@@ -70,15 +70,15 @@ def kept(dropout_p: float, seed: int, offset: int, matrix: int, rows: slice, key
 
 
 def dropped_below(dropout_p: float) -> int:
-    """The random number of 15 bits below which a probability is dropped."""
+    """The 15-bit random number below which a probability is dropped."""
     return min(round(dropout_p * _NUMBERS), _NUMBERS - 1)
 
 
 def kept_carry(dropout_p: float) -> int:
-    """What makes those numbers overflow their 15 bits that are not below it, for both halves of a word."""
+    """A number, for both halves of a word, whose sum with kept random numbers overflows their 15 bits."""
     return (_NUMBERS - dropped_below(dropout_p)) * 0x00010001
 
 
 def kept_scale(dropout_p: float) -> float:
-    """What a probability that is kept is multiplied by: the mean stays what it was."""
+    """The factor for kept probabilities, which preserves the mean."""
     return _NUMBERS / (_NUMBERS - dropped_below(dropout_p))

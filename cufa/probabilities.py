@@ -1,4 +1,4 @@
-"""The probabilities of attention: the matrices that it does without, for those who want to look at them."""
+"""The matrices of probabilities, which attention avoids, for those who want to look at them."""
 # The papers write matrices in capitals (S, P), and so does this file.
 # ruff: noqa: N803, N806
 
@@ -21,9 +21,9 @@ _log = logging.getLogger("cufa")
 
 
 def shape(problem: Problem) -> Shape:
-    """(batch, heads, seqlen_q, seqlen_k); a log says what memory that is.
+    """(batch, heads, seqlen_q, seqlen_k); a log message says how much memory that is.
 
-    Raises ValueError for packed sequences, whose probabilities make no array, and for arrays of 8 bits.
+    Raises ValueError for packed sequences, whose probabilities do not form an array, and for 8-bit keys.
     """
     if problem.key_dtype == FLOAT8:
         raise ValueError(f"return_attn_probs is True, and k and v are {FLOAT8}, which is too coarse for them")
@@ -38,7 +38,7 @@ def shape(problem: Problem) -> Shape:
 
 
 def axes(layout: str) -> tuple[int, ...]:
-    """Those of `shape`, in the order that a layout has (batch, heads, seqlen) in."""
+    """The axes of `shape`, in the order in which a layout has (batch, heads, seqlen)."""
     batch, seqlen, heads = check_layout(layout)
     order = {batch: 0, heads: 1, seqlen: 2, 3: 3}
     return tuple(order[axis] for axis in range(4))
@@ -46,7 +46,7 @@ def axes(layout: str) -> tuple[int, ...]:
 
 @np.errstate(all="ignore")
 def write(q: Array, k: Array, lse: Array, probs: Array, **options: Any) -> None:
-    """Write P = exp(S - LSE), dropped and grown as the forward multiplied it with V; 0 if not seen.
+    """Write P = exp(S - LSE), with dropout applied as before the product with V; 0 where a key is not seen.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim).
@@ -72,13 +72,13 @@ def write(q: Array, k: Array, lse: Array, probs: Array, **options: Any) -> None:
 
 
 def _tile(head: HeadRules, S: Array, lse: Array, rows: slice, columns: slice, visible: Array | None) -> Array:
-    """P of a tile of Q K^T."""
+    """P for a tile of Q K^T."""
     head.cap(S)
     head.add(S, rows, columns)
     head.modify(S, rows, columns)
-    P: Array = np.exp(S - np.where(np.isneginf(lse), 0, lse))  # without an LSE all scores are -inf, too
+    P: Array = np.exp(S - np.where(np.isneginf(lse), 0, lse))  # if the LSE is -inf, so are all scores
     if visible is not None:
-        np.copyto(P, 0, where=~visible)  # even beside a NaN
+        np.copyto(P, 0, where=~visible)  # even if it is NaN
     kept = head.kept(rows, columns)
     if kept is not None:
         P *= kept * head.kept_scale

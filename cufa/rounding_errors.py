@@ -1,4 +1,4 @@
-"""How far rounding alone moves the results of attention, whatever the algorithm."""
+"""How much rounding alone changes the results of attention, whatever the algorithm."""
 # The papers write matrices in capitals (S, P, O, dP, dS), and so does this file.
 # ruff: noqa: N803, N806
 
@@ -18,7 +18,7 @@ from cufa.score_mod import ElementSlope
 Array: TypeAlias = npt.NDArray[Any]
 
 TF32_MANTISSA_BITS = 10
-# Hopper keeps this much of a sum of 8-bit products, relative to its largest term; the LSE shows it.
+# Hopper sums 8-bit products with this error, relative to the largest term; it shows in the LSE.
 FLOAT8_SUM_ERROR = 2.0**-12
 
 
@@ -37,13 +37,13 @@ def rounding_of_sums(
     return_dscore_mod: bool = False,
     **rules: Any,
 ) -> dict[str, float]:
-    """How far rounding alone moves each result of any algorithm, however well it goes about it.
+    """Estimate how much rounding alone changes each result, for any algorithm.
 
-    The roundings of the terms of a sum are independent, so it is their squares that add up. The arguments
-    are those of `cufa.reference.attention_backward`.
+    The roundings of the terms of a sum are independent, so their squares add up. The arguments are those of
+    `cufa.reference.attention_backward`.
 
     Returns:
-        A figure for each of out, lse, dq, dk and dv, and for dbias, dsink and dscore_mod[i] if asked for.
+        A number for each of out, lse, dq, dk and dv and, if requested, dbias, dsink and dscore_mod[i].
     """
     q, k, v, dout = (x.astype(np.float64) for x in finite(q, k, v, dout))
     rules = with_finite_bias(rules)
@@ -91,15 +91,15 @@ def squared_roundings(
     lse: Array,
     dlse: Array,
 ) -> dict[str, Array]:
-    """What rounding moves by at most, element by element, squared.
+    """Compute the largest squared change by rounding of every element.
 
-    The matrices that products take are rounded to the dtype of the problem, or to tf32; S and LSE are rounded
-    to the dtype of the sums, which moves P = exp(S - LSE) by as much relative to P.
+    Operands of products are rounded to the dtype of the problem, or to tf32. S and LSE are rounded to the
+    dtype of sums, which changes P = exp(S - LSE) by as much relative to P.
 
     Args:
         rounded: the dtypes.
-        head: which rows and keys these are.
-        Q: (rows, head_dim), float64, as are all of these.
+        head: the rows and keys.
+        Q: (rows, head_dim), float64, as are all others.
         K: (keys, head_dim).
         V: (keys, value_dim).
         O: (rows, value_dim).
@@ -108,8 +108,8 @@ def squared_roundings(
         dlse: (rows,).
 
     Returns:
-        A matrix for each of out, dq, dk and dv, for "lse" what S - LSE moves by, for "dbias" and "dsink" what
-        each score and each row adds to them, and for "dscore_mod" what the gradient of a new score moves by.
+        A matrix for each of out, dq, dk and dv; for "lse" the change of S - LSE; for "dbias" and "dsink" the
+        contribution of each score and each row; for "dscore_mod" the change of a new score's gradient.
     """
     S, slopes = head.scores(Q, K)
     lse, dlse = lse[:, None], dlse[:, None]
@@ -140,9 +140,9 @@ def squared_roundings(
 
 
 class Rounded:
-    """Rounds to one dtype, or to tf32, what is kept in the dtype that products are summed in.
+    """Rounds to one dtype, or to tf32; values keep the dtype in which products are summed.
 
-    `error` is the largest relative error of that, `input_error` what the inputs suffer of it.
+    `error` is the largest relative error of this rounding, `input_error` that of rounding the inputs.
     """
 
     def __init__(self, dtype_name: str, precision: str = "ieee") -> None:
@@ -153,14 +153,14 @@ class Rounded:
         self.input_error = self.error if self.tf32 else 0.0
 
     def __call__(self, x: Array) -> Array:
-        """`x` as it is after it was stored in the dtype."""
+        """`x` after being stored in the dtype."""
         if self.tf32:
             return _to_tf32(x.astype(self.sums))
         return x.astype(self.dtype).astype(self.sums)
 
 
 def _to_tf32(x: Array) -> Array:
-    """The nearest float32 with the mantissa of tf32; ties go away from 0, as tensor cores' operands do."""
+    """Round to the nearest number with tf32's mantissa; ties away from 0, like operands of tensor cores."""
     dropped = np.finfo(np.float32).nmant - TF32_MANTISSA_BITS
     half = np.uint32(1 << (dropped - 1))
     bits = x.view(np.uint32) + np.where(np.isfinite(x), half, np.uint32(0))
@@ -169,12 +169,12 @@ def _to_tf32(x: Array) -> Array:
 
 
 def finite(*arrays: Array) -> list[Array]:
-    """0 for NaN and Inf."""
+    """Replace NaN and Inf by 0."""
     return [np.where(np.isfinite(x), x, np.zeros((), x.dtype)) for x in arrays]
 
 
 def with_finite_bias(rules: Mapping[str, Any]) -> dict[str, Any]:
-    """The rules with 0 for NaN and +Inf in the bias; -Inf is a score that one may want."""
+    """Replace NaN and +Inf in the bias by 0; -Inf may be intended."""
     bias = rules.get("bias")
     if bias is None:
         return dict(rules)
@@ -182,22 +182,22 @@ def with_finite_bias(rules: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rounding_of_lse(dtype_name: str, lse: Array) -> float:
-    """What tensor cores add to the rounding of an LSE whose scores are sums of 8-bit products."""
+    """The extra rounding of an LSE whose scores tensor cores sum from 8-bit products."""
     largest = np.abs(lse).max(where=np.isfinite(lse), initial=1)
     return FLOAT8_SUM_ERROR * float(largest) if dtype_name == FLOAT8 else 0.0
 
 
 def differentiable_arrays(rules: Mapping[str, Any]) -> dict[str, Array]:
-    """The arrays of a score_mod that have gradients, by their names in a call."""
+    """The arrays of a score_mod that have gradients, by the names they have in a call."""
     score_mod = rules.get("score_mod")
     return {} if score_mod is None else score_mod.differentiable
 
 
 def half_ulp(magnitude: Any, dtype: npt.DTypeLike) -> float:
-    """How far off at most a number of that size is rounded."""
+    """The largest rounding error of a number of this size."""
     return float(np.spacing(np.asarray(magnitude).astype(dtype))) / 2
 
 
 def half_epsilon(dtype: npt.DTypeLike) -> float:
-    """The same of 1."""
+    """The largest rounding error of 1."""
     return half_ulp(1, dtype)

@@ -1,8 +1,8 @@
-"""What a call asks for between Q K^T and the softmax, and between the softmax and V, for the CPU path:
-soft cap, bias, ALiBi, functions of the caller's, masks, dropout, and which rows of the arrays are a sequence.
+"""What the CPU path does between Q K^T and the softmax, and between the softmax and V: soft cap, bias, ALiBi,
+the caller's functions, masks, dropout. Also which rows of the arrays belong to a sequence.
 
-All of it is asked for tile by tile; matrices are (rows, keys) of one head, numbered from the sequence's
-own first. Sums are kept in the dtype of the scores.
+All of it works tile by tile. Matrices are (rows, keys) of one head, numbered from the start of the sequence.
+Sums are kept in the dtype of the scores.
 """
 # The papers write matrices in capitals (S, P, dS), and so does this file.
 # ruff: noqa: N803, N806
@@ -28,29 +28,29 @@ from cufa.rounding import ceil_div
 from cufa.score_mod import MaskMod, ScoreMod, WithSlopes, place_of
 
 Array: TypeAlias = npt.NDArray[Any]
-# Where a tile's sums belong in the gradient of the bias: batch, head, first row and the one after the last.
+# Where a tile's sums go in the gradient of the bias: batch, head, first row, end of the rows.
 BiasPlace: TypeAlias = tuple[int, int, int, int]
-# With fewer keys than this a tile of its own takes longer than to mask them beside others.
+# With fewer keys than this, a separate tile takes longer than masking them along with others.
 LEAST_WHOLE_KEYS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rules(ScoreOptions):
-    """What they and the scale mean for each sequence and each head."""
+    """Applies the options and the scale to each sequence and each head."""
 
     softmax_scale: float
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
-        """How many keys before and after its own a row sees; None for all."""
+        """How many keys before and after the diagonal a row sees; None for all."""
         left, right = check_window(self.window)
         return left, 0 if self.causal else right
 
     def sequences(self, q: Array, k: Array) -> list[Sequence]:
         """Every sequence of the batch.
 
-        Raises ValueError if cu_seqlens, seqused_k or the block table are no such thing, or if the bias or
-        the mask is too short for a sequence.
+        Raises ValueError if cu_seqlens, seqused_k or the block table is invalid, or if the bias or the mask
+        is too short for a sequence.
         """
         sequences = [
             Sequence(number, *place, used := self._used(number, place[2]), self._pages(number, used, k))
@@ -62,7 +62,7 @@ class Rules(ScoreOptions):
         return sequences
 
     def of_head(self, sequence: Sequence, head: int, heads: int) -> HeadRules:
-        """Of one of the `heads` of a sequence."""
+        """The rules of one of the `heads` of a sequence."""
         slopes = self.alibi_slopes
         if slopes is not None and slopes.ndim == 2:
             slopes = slopes[sequence.number]
@@ -108,7 +108,7 @@ class Rules(ScoreOptions):
         return min(length, used)
 
     def _pages(self, number: int, used: int, k: Array) -> Array | None:
-        """The pages that have a sequence's keys, as many as count; None if keys do not lie in pages."""
+        """The pages that hold the keys of a sequence that count; None if keys are not in pages."""
         if self.block_table is None:
             return None
         pages: Array = self.block_table[number, : ceil_div(used, k.shape[1])]
@@ -120,18 +120,18 @@ class Rules(ScoreOptions):
 
 @dataclass(frozen=True)
 class Sequence:
-    """One of a batch: where its rows are in the arrays."""
+    """One sequence of the batch: where its rows and keys are in the arrays."""
 
     number: int
-    batch: tuple[int, ...]  # its place on the batch axis; () of packed sequences, which have none
+    batch: tuple[int, ...]  # its index on the batch axis; () for packed sequences, which have no such axis
     rows: slice
     keys: slice
-    seqlen_k: int  # of the keys, so many count
-    pages: Array | None = None  # the numbers of those where they lie, if they do
+    seqlen_k: int  # how many of the keys count
+    pages: Array | None = None  # the numbers of the pages with its keys, if they are in pages
 
     @property
     def seqlen_q(self) -> int:
-        """How many queries it has."""
+        """The number of queries."""
         return int(self.rows.stop - self.rows.start)
 
     def queries(self, x: Array) -> Array:
@@ -139,16 +139,16 @@ class Sequence:
         return self._part(x, self.rows)
 
     def used_keys(self, x: Array) -> Array:
-        """Its part of k, v or their gradients: (seqlen_k, kv_heads, dim), or of one of their heads."""
+        """Its part of k, v or their gradients: (seqlen_k, kv_heads, dim), or without the axis of heads."""
         if self.pages is not None:
             in_pages: Array = x[self.pages]
-            count = len(in_pages) * in_pages.shape[1]  # reshape finds no -1 where there are no heads
+            count = len(in_pages) * in_pages.shape[1]  # reshape cannot infer -1 if there are no heads
             keys: Array = in_pages.reshape(count, *x.shape[2:])[: self.seqlen_k]
             return keys
         return self._part(x, slice(self.keys.start, self.keys.start + self.seqlen_k))
 
     def unused_keys(self, x: Array) -> Array:
-        """Those of its keys that don't count."""
+        """Its keys that do not count."""
         return self._part(x, slice(self.keys.start + self.seqlen_k, self.keys.stop))
 
     def statistics(self, x: Array) -> Array:
@@ -162,7 +162,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class HeadRules:
-    """Of one head of one sequence."""
+    """The rules of one head of one sequence."""
 
     sequence: int
     number: int
@@ -175,18 +175,18 @@ class HeadRules:
     bias_place: tuple[int, int]
     mask: Array | None  # (1 or rows, keys or bytes of eight)
     alibi_slope: Any
-    sink: Any  # -inf if there is none
+    sink: Any  # -inf for none
     dropout_p: float
-    dropout: tuple[int, int, int]  # seed, offset and the number of this head among those of all sequences
+    dropout: tuple[int, int, int]  # seed, offset and the number of this head, counted over all sequences
     score_mod: ScoreMod | None
     mask_mod: MaskMod | None
 
     def visible_tiles(self, rows: slice, tile: int) -> Iterator[tuple[slice, Array | None]]:
-        """The tiles of keys that some of the rows see, each with which of them see what unless all do."""
+        """The tiles of keys that any of the rows sees, each with its visible scores (None: all)."""
         first, last = self._diagonal(rows.start), self._diagonal(rows.stop - 1)
         begin = 0 if self.left is None else max(0, first - self.left)
         end = self.keys if self.right is None else min(self.keys, last + self.right + 1)
-        # Tiles end where some rows see no more, so that few are cut.
+        # Tiles end where rows stop seeing all keys, so that few tiles need a mask.
         whole_begin = begin if self.left is None else min(max(begin, last - self.left), end)
         whole_end = end if self.right is None else min(max(whole_begin, first + self.right + 1), end)
         if whole_end - whole_begin < LEAST_WHOLE_KEYS:
@@ -201,17 +201,17 @@ class HeadRules:
 
     @property
     def scores_are_products(self) -> bool:
-        """Whether rows have products, scaled, and nothing that may be larger."""
+        """Whether scores are plain scaled products, without anything that may be larger."""
         return (
             all(x is None for x in (self.bias, self.alibi_slope, self.score_mod)) and self.sink == -math.inf
         )
 
     def cap(self, S: Array) -> None:
-        """Bound the scores softly."""
+        """Apply the softcap to the scores."""
         cap(S, self.softcap)
 
     def slope(self, S: Array) -> Array | None:
-        """By how much scores that are capped change with what they were before; None if by as much."""
+        """The derivative of capped scores by the scores before; None if it is 1."""
         return slope_of_cap(S, self.softcap)
 
     def add(self, S: Array, rows: slice, columns: slice) -> None:
@@ -223,20 +223,20 @@ class HeadRules:
             S -= self.alibi_slope * np.abs(keys - diagonal).astype(S.dtype)
 
     def modify(self, S: Array, rows: slice, columns: slice) -> None:
-        """Apply the caller's function to the scores."""
+        """Apply score_mod to the scores."""
         if self.score_mod is not None:
             S[...] = self.score_mod(S, *self._mod_arguments(rows, columns))
 
     def modify_with_slopes(
         self, S: Array, rows: slice, columns: slice, of_elements: bool
     ) -> WithSlopes | None:
-        """The same; returns by how much they change with what they were and, if wanted, with what it reads.
+        """The same; returns the derivatives by the old scores and, if wanted, by array elements.
 
-        None if there is no such function.
+        Returns None if there is no score_mod.
         """
         if self.score_mod is None:
             return None
-        before = S.copy()  # which a slope may be
+        before = S.copy()  # a slope may be this array
         modified = self.score_mod.with_slopes(
             before, *self._mod_arguments(rows, columns), of_elements=of_elements
         )
@@ -249,11 +249,11 @@ class HeadRules:
 
     @property
     def kept_scale(self) -> float:
-        """What a probability that is kept is multiplied by."""
+        """The factor for kept probabilities."""
         return philox.kept_scale(self.dropout_p)
 
     def add_bias_gradient(self, dS: Array, rows: slice, columns: slice, sums: dict[BiasPlace, Array]) -> None:
-        """Add the gradients of a tile of scores to those of the bias that was added to them."""
+        """Add the gradients of a tile of scores to the gradient of the bias that was added to them."""
         assert self.bias is not None
         if len(self.bias) == 1:
             rows, dS = slice(0, 1), dS.sum(axis=0, keepdims=True)
@@ -263,7 +263,7 @@ class HeadRules:
         sums[place][:, columns] += dS
 
     def _visible(self, rows: slice, columns: slice) -> Array | None:
-        """Which rows of a tile see which keys, None if all see all."""
+        """Which rows of a tile see which keys; None if all see all."""
         first, last = self._diagonal(rows.start), self._diagonal(rows.stop - 1)
         parts: list[Array] = []
         if self.left is not None and columns.start < last - self.left:
@@ -281,21 +281,21 @@ class HeadRules:
         return functools.reduce(np.logical_and, parts) if parts else None
 
     def _mod_arguments(self, rows: slice, columns: slice) -> tuple[Array, Array, Array, Array]:
-        """What the caller's functions are given of a tile."""
+        """The arguments of the caller's functions for a tile."""
         return place_of(self.sequence, self.number, rows, columns)
 
     def _places(self, rows: slice, columns: slice) -> tuple[Array, Array]:
-        """The keys at which rows stand, (rows, 1), and those of a tile."""
+        """The keys that rows are aligned with, (rows, 1), and the keys of a tile."""
         diagonal = np.arange(self._diagonal(rows.start), self._diagonal(rows.stop))
         return diagonal[:, None], np.arange(columns.start, columns.stop)
 
     def _diagonal(self, row: int) -> int:
-        """The key at which a row stands: the last row stands at the last key."""
+        """The key that a row is aligned with; the last row is aligned with the last key."""
         return row + self.keys - self.rows
 
 
 def cap(S: Array, softcap: float) -> None:
-    """Bound scores softly, unless softcap is 0."""
+    """Apply the softcap to scores, unless it is 0."""
     if softcap:
         S /= softcap
         np.tanh(S, out=S)
@@ -303,7 +303,7 @@ def cap(S: Array, softcap: float) -> None:
 
 
 def slope_of_cap(S: Array, softcap: float) -> Array | None:
-    """By how much scores that are capped change with what they were before; None if by as much."""
+    """The derivative of capped scores by the scores before; None if it is 1."""
     if not softcap:
         return None
     slope: Array = 1 - np.square(S / softcap)
@@ -311,12 +311,12 @@ def slope_of_cap(S: Array, softcap: float) -> Array | None:
 
 
 def tiles_between(begin: int, end: int, tile: int) -> list[slice]:
-    """What lies between, in tiles of that length and what is left."""
+    """Split a range into tiles of this length and a remainder."""
     return [slice(start, min(start + tile, end)) for start in range(begin, end, tile)]
 
 
 def packed_pieces(name: str, cu_seqlens: Array, of: str, tokens: int) -> list[slice]:
-    """Where each of the packed sequences is; ValueError if cu_seqlens is not that."""
+    """The slice of each packed sequence; raises ValueError if cu_seqlens is invalid."""
     ends = [int(end) for end in cu_seqlens]
     if ends[0] < 0:
         raise ValueError(f"{name} begins with {ends[0]}; it must be at least 0")
@@ -330,7 +330,7 @@ def packed_pieces(name: str, cu_seqlens: Array, of: str, tokens: int) -> list[sl
 
 
 def _check_reach(name: str, array: Array, sequences: list[Sequence]) -> None:
-    """Check that the bias or the mask has the rows and the keys of every sequence."""
+    """Raise ValueError unless the bias or the mask has the rows and the keys of every sequence."""
     _, _, rows, keys = four_axes(array.shape)
     if array.dtype == np.uint8:
         keys *= 8
@@ -343,7 +343,7 @@ def _check_reach(name: str, array: Array, sequences: list[Sequence]) -> None:
 
 
 def _matrix_place(array: Array | None, batch: int, head: int) -> tuple[int, int]:
-    """Which of the bias's or the mask's matrices is a head's."""
+    """The indices of a head's matrix in the bias or the mask."""
     batch_size, heads, _, _ = four_axes(() if array is None else array.shape)
     return batch if batch_size > 1 else 0, head if heads > 1 else 0
 
@@ -356,7 +356,7 @@ def _of_head(array: Array | None, batch: int, head: int) -> Array | None:
 
 
 def _rows_of(matrix: Array, rows: slice) -> Array:
-    """Rows of a matrix whose one row may stand for all."""
+    """Rows of a matrix; a single row stands for all."""
     return matrix if len(matrix) == 1 else matrix[rows]
 
 

@@ -1,6 +1,6 @@
-"""How tensors lie in memory, as kernels are told: an address and three strides of each.
+"""How tensors lie in memory, as kernels are told: an address and three strides each.
 
-All but the addresses follows from shapes and strides, so a layout is looked up, not worked out in every call.
+All but the addresses follows from shapes and strides, so layouts are cached, not computed in every call.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import numpy as np
 
 from cufa.problem import DTYPES, FLOAT8, KEYS_TOGETHER, MAX_ALIGN_BYTES, Axes, Problem, Shape
 
-# Bytes of an element of a bias that the copy engine brings as wgmma's operands lie.
+# Element size of a bias that the copy engine can bring in the layout of wgmma's operands.
 HALF_BYTES = 2
-# The shape of a tensor, and its strides in bytes; None for those of a contiguous one.
+# The shape of a tensor, and its strides in bytes; None for a contiguous tensor.
 Storage = tuple[Shape, Shape | None]
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """That of some tensors; `layout_of` has the same one for those that lie alike.
+    """The layout of some tensors; `layout_of` returns the same one for tensors that lie alike.
 
-    `places` are four numbers for each, as the parameter structs have them: 0 for its address, then its batch,
-    row and head stride in elements, 0 along an axis that it has only one place of. `align_bytes` divides all
-    strides in bytes, and `ascending` says that none is negative. `scattered` are the numbers of those tensors
-    whose last axis is not contiguous: they must be copied, and the strides are those of a copy.
+    `places` are four numbers per tensor, as in the parameter structs: 0 for the address, then batch, row and
+    head stride in elements, 0 along an axis of length 1. `align_bytes` divides all strides in bytes.
+    `ascending` says that no stride is negative. `scattered` are the indices of the tensors whose last axis is
+    not contiguous: they must be copied, and `places` has the strides of the copy.
     """
 
     places: tuple[int, ...]
@@ -46,7 +46,7 @@ class Layout:
         return bits & -bits
 
     def fields(self, addresses: Sequence[int]) -> list[int]:
-        """The four numbers of each tensor, for tensors at these addresses."""
+        """The four numbers of each tensor, with these addresses."""
         fields = list(self.places)
         fields[::4] = addresses
         return fields
@@ -56,9 +56,9 @@ class Layout:
 def layout_of(
     tensors: tuple[Storage, ...], itemsize: int | tuple[int, ...], axes: Axes | tuple[Axes, ...]
 ) -> Layout:
-    """The layout of tensors of which an element has `itemsize` bytes.
+    """The layout of tensors whose elements have `itemsize` bytes.
 
-    That and the axes where a tensor has batch, seqlen and heads are the same in all, or one for each.
+    `itemsize` and `axes` (batch, seqlen and heads) are the same for all tensors, or one per tensor.
     """
     itemsizes = itemsize if isinstance(itemsize, tuple) else (itemsize,) * len(tensors)
     axes_of = axes if isinstance(axes[-1], tuple) else (axes,) * len(tensors)
@@ -80,13 +80,13 @@ def layout_of(
 
 
 def alignment(bits: int) -> int:
-    """The largest power of two up to `MAX_ALIGN_BYTES` that divides all numbers whose bits these are."""
+    """The largest power of two up to `MAX_ALIGN_BYTES` that divides all numbers or-ed into `bits`."""
     bits |= MAX_ALIGN_BYTES
     return bits & -bits
 
 
 def lies_transposed(problem: Problem, values: Storage, axes: Axes) -> bool:
-    """Whether V has its keys next to each other, in a way that `fwd_7_fp8` reads without a copy."""
+    """Whether V is stored transposed, its keys adjacent, such that `fwd_7_fp8` reads it without a copy."""
     shape, strides = values
     features = problem.features
     if problem.dtype != FLOAT8 or features.packed or features.page_size or strides is None:
@@ -99,7 +99,7 @@ def lies_transposed(problem: Problem, values: Storage, axes: Axes) -> bool:
 
 
 def transposed(storage: Storage, axes: Axes) -> Storage:
-    """The same memory with the places of rows and columns swapped."""
+    """The same memory with the axes of rows and columns swapped."""
     row_axis = axes[1]
 
     def swapped(values: Shape) -> Shape:
@@ -112,7 +112,7 @@ def transposed(storage: Storage, axes: Axes) -> Storage:
 
 
 def is_contiguous(shape: Shape, strides: Shape, itemsize: int) -> bool:
-    """Whether elements lie one after the other, the last axis fastest."""
+    """Whether elements follow each other without gaps, the last axis fastest."""
     if 0 in shape:
         return True
     packed = contiguous_strides(shape, itemsize)
@@ -120,7 +120,7 @@ def is_contiguous(shape: Shape, strides: Shape, itemsize: int) -> bool:
 
 
 class Region(NamedTuple):
-    """The memory that an array takes; `address` is that of its first element, strides are in bytes."""
+    """The memory of an array; `address` is that of its first element, strides are in bytes."""
 
     address: int
     shape: Shape
@@ -129,7 +129,7 @@ class Region(NamedTuple):
 
     @property
     def span(self) -> tuple[int, int]:
-        """The addresses from the first byte to past the last; nothing if it is empty."""
+        """The addresses of the first byte and past the last; an empty range for an empty array."""
         if 0 in self.shape:
             return self.address, self.address
         reaches = [stride * (size - 1) for stride, size in zip(self.strides, self.shape, strict=True)]
@@ -138,7 +138,7 @@ class Region(NamedTuple):
 
     @property
     def overlaps_itself(self) -> bool:
-        """Whether two elements may have one address, as in a broadcast view."""
+        """Whether two elements may share an address, as in a broadcast view."""
         if 0 in self.shape:
             return False
         reached = self.itemsize
@@ -151,8 +151,8 @@ class Region(NamedTuple):
         return False
 
     def overlaps(self, other: Region) -> bool:
-        """Whether an element of one and an element of the other share memory."""
-        return bool(np.shares_memory(np.asarray(self), np.asarray(other)))  # exact: they may be interleaved
+        """Whether elements of the two share memory."""
+        return bool(np.shares_memory(np.asarray(self), np.asarray(other)))  # exact, even if interleaved
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -171,11 +171,9 @@ def check_apart(
     outputs: Collection[str],
     in_place: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
-    """Check that outputs share no memory with themselves or with other arrays, all by their names.
+    """Raise ValueError if outputs share memory with themselves or with other arrays, all given by name.
 
-    `in_place` are, for an output, the inputs that it may be itself.
-
-    Raises ValueError otherwise.
+    `in_place` lists, for an output, the inputs that it may be.
     """
     spans = {name: region.span for name, region in regions.items()}
     checked = [name for name in regions if name not in outputs]
@@ -197,7 +195,7 @@ def check_apart(
 
 
 def check_aligned(regions: Mapping[str, Region]) -> None:
-    """ValueError, naming it, for an array of which not all elements are at multiples of their size."""
+    """Raise ValueError, naming the array, if an element's address is not a multiple of its size."""
     for name, (address, shape, strides, itemsize) in regions.items():
         bits = address
         for size, stride in zip(shape, strides, strict=True):
@@ -211,9 +209,9 @@ def check_aligned(regions: Mapping[str, Region]) -> None:
 
 
 def lies_in_boxes(bias: Region) -> bool:
-    """Whether the copy engine can bring boxes of a bias, which must have 16 bits an element.
+    """Whether the copy engine can bring boxes of a bias, which must have 16-bit elements.
 
-    Of an axis that is broadcast it brings the one place that there is. Rows must not lie in one place.
+    Along a broadcast axis it brings the only element. Several rows must not share one address.
     """
     address, shape, strides, itemsize = bias
     if itemsize != HALF_BYTES or 0 in shape or shape[-1] < 2 or strides[-1] != itemsize:
@@ -225,7 +223,7 @@ def lies_in_boxes(bias: Region) -> bool:
 
 
 def contiguous_bias_lies_in_boxes(problem: Problem) -> bool:
-    """The same of a problem's bias if it is contiguous, and aligned as its rows allow."""
+    """The same for a problem's bias that is contiguous and as aligned as its rows allow."""
     shape, name = problem.features.bias, problem.features.bias_dtype
     if shape is None or name is None:
         return False

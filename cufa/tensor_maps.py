@@ -1,6 +1,6 @@
-"""What the copy engine of sm_90 and later must know of a tensor, encoded by the driver.
+"""Tensor maps for the copy engine of sm_90 and later, encoded by the driver.
 
-A map takes microseconds to encode, so an `Encoder` keeps those of the tensors that it saw last.
+Encoding a map takes microseconds, so an `Encoder` caches those of recent tensors.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from cufa.driver import TENSOR_MAP_BYTES, TensorMapType
 from cufa.plan.record import BIAS, TensorBox
 from cufa.problem import FLOAT8, INPUT_DTYPES, KEYS_TOGETHER, MAX_EXTENT, Problem
 
-# The output's place among the tensors of a call.
+# The output's index among the tensors of a call.
 _OUTPUT = 3
-# Those of K and V.
+# The indices of K and V.
 _KEYS = (1, 2)
 _VALUES = 2
 _TYPES: dict[str, TensorMapType] = {FLOAT8: "UINT8", "float16": "FLOAT16", "bfloat16": "BFLOAT16"}
-# Tensors that an encoder remembers for each of the maps.
+# How many tensors an encoder remembers for each map.
 _REMEMBERED = 256
 
 
 class Encoder:
-    """Encodes the maps that a plan's kernel asks for, and remembers each of them."""
+    """Encodes and caches the maps that a plan's kernel needs."""
 
     def __init__(self, problem: Problem, boxes: Sequence[TensorBox]) -> None:
-        """Fix what all calls have in common; what changes are addresses and strides."""
+        """Fix what all calls share; only addresses and strides change."""
         remember = functools.lru_cache(maxsize=_REMEMBERED)
         self._encoders = [
             (remember(functools.partial(_encode, problem, box)), _fields_of(box)) for box in boxes
         ]
 
     def __call__(self, tensors: Sequence[int]) -> bytes:
-        """The maps one after the other; `tensors` are `pack_tensors`', then the bias if it is in boxes."""
+        """The maps in a row; `tensors` are those of `pack_tensors`, then the bias if it is in boxes."""
         return b"".join([encode(*tensors[place]) for encode, place in self._encoders])
 
 
 def _fields_of(box: TensorBox) -> slice:
-    first = 4 * box.tensor  # counted from the end for the bias
+    first = 4 * box.tensor  # negative for the bias: counted from the end
     return slice(first, None if box.tensor == BIAS else first + 4)
 
 
@@ -63,7 +63,7 @@ def _encode(
     if 0 in (problem.batch, rows, heads, dim) or address == 0:
         return bytes(TENSOR_MAP_BYTES)  # the kernel copies nothing
     batch = problem.batch
-    if box.tensor in _KEYS and problem.features.page_size:  # how many pages there are nobody says
+    if box.tensor in _KEYS and problem.features.page_size:  # the number of pages is not known
         batch, rows = MAX_EXTENT, problem.features.page_size
     elif problem.features.packed:  # the rows of all sequences are one batch
         batch, batch_stride = 1, rows * row_stride
@@ -78,7 +78,7 @@ def _encode(
 
 
 def _encode_bias(problem: Problem, box: TensorBox, address: int, strides: tuple[int, int, int]) -> bytes:
-    """That of a bias: of an axis that is broadcast, by its shape or a stride of 0, the one place it has."""
+    """Encode the map of a bias. An axis that is broadcast, by its shape or a stride of 0, has one element."""
     shape, name = problem.features.bias, problem.features.bias_dtype
     if shape is None or name is None:
         raise ValueError("there is no bias")

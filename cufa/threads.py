@@ -1,4 +1,4 @@
-"""Threads of the CPU path, in each of which BLAS has one."""
+"""Threads of the CPU path; BLAS uses one thread in each."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ T = TypeVar("T")
 
 
 def cores() -> int:
-    """How many of the CPU's cores this process may run on."""
+    """How many CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @functools.cache
 def _blas() -> threadpoolctl.ThreadpoolController:
-    """The BLAS library that NumPy has loaded; looking for it takes a millisecond."""
+    """The BLAS library that NumPy has loaded; cached, since the lookup takes a millisecond."""
     return threadpoolctl.ThreadpoolController().select(user_api="blas")
 
 
 class _OneBlasThread:
-    """While anyone is in it BLAS has one thread, then again as many as before the first came.
+    """Limits BLAS to one thread while anyone is inside, and then restores the previous number.
 
-    How many it has is the process's, and calls in several threads need not end in the order of their
-    beginnings.
+    The number is process-wide, and calls in several threads may end in any order.
     """
 
     def __init__(self) -> None:
@@ -57,11 +56,11 @@ _one_blas_thread = _OneBlasThread()
 
 
 def in_threads(work: Callable[[S], T], shares: Iterator[S], threads: int) -> Iterator[T]:
-    """work(share) for every share, in order."""
+    """Yield work(share) for every share, in order."""
     if threads == 1:
         yield from map(work, shares)
         return
     with _one_blas_thread, ThreadPoolExecutor(threads) as pool:
-        # NumPy's error state is a context variable, which a thread does not inherit.
+        # NumPy's error state is a context variable, which threads do not inherit.
         contexts = contextvars.copy_context()
         yield from pool.map(lambda share: contexts.copy().run(work, share), shares)

@@ -1,4 +1,4 @@
-"""How long one call takes, on a GPU by CUDA events and on the CPU by the clock."""
+"""Times one call, on a GPU with CUDA events and on the CPU with the clock."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cufa import device
 
 T = TypeVar("T")
 
-# How long to go on measuring one function, and how often at least and at most to call it.
+# How long to measure one function, and the fewest and the most calls.
 BUDGET_SECONDS = 1.0
 MIN_REPEATS = 3
 MAX_REPEATS = 100
-# A call on the CPU that takes this long is not repeated.
+# A CPU call that takes this long is not repeated.
 LONG_SECONDS = 5.0
-# How many times as long as the host takes for a call the GPU is given other work before it.
+# The GPU gets other work before a call for this many times the host's time of the call.
 HOST_MARGIN = 2
 
 
@@ -33,16 +33,16 @@ class Timing:
 
 
 def time_gpu(function: Callable[[], T], *, repeats: int | None = None) -> tuple[T, Timing]:
-    """Time what `function` puts on CuPy's current stream, with nothing of its data in the L2 cache.
+    """Time what `function` puts on CuPy's current stream, with a cold L2 cache.
 
-    Before each call a buffer twice the size of L2 is written, outside of the time that two CUDA events
-    around the call measure. The GPU takes that write, repeated if need be, longer than the host takes to
-    prepare the call, so that the kernels stand in the queue when their turn comes, and the time between
-    the events is the GPU's alone.
+    Before each call, a buffer twice the size of L2 is written, outside of the time that two CUDA events
+    around the call measure. The write, repeated if necessary, takes longer than the host needs to prepare the
+    call. So the kernels are already queued when the write ends, and the time between the events is purely
+    GPU time.
 
     Args:
-        function: must not wait for the GPU. A first call, not measured, compiles what is not compiled.
-        repeats: how many calls to measure; None for as many as fit in `BUDGET_SECONDS`.
+        function: must not synchronize. A first call, which is not measured, compiles the kernels.
+        repeats: number of calls to measure; None for as many as fit in `BUDGET_SECONDS`.
 
     Returns:
         What the first call returned, and the times.
@@ -79,12 +79,12 @@ def time_gpu(function: Callable[[], T], *, repeats: int | None = None) -> tuple[
 
 
 def time_cpu(function: Callable[[], T], *, repeats: int | None = None) -> tuple[T, Timing]:
-    """Time `function` by the clock.
+    """Time `function` with the clock.
 
     Args:
-        function: called once to warm up; where that takes `LONG_SECONDS` and `repeats` is None, it is all
-            that is measured.
-        repeats: how many calls to measure; None for as many as fit in `BUDGET_SECONDS`.
+        function: called once to warm up; if that takes `LONG_SECONDS` and `repeats` is None, this call is
+            the only measurement.
+        repeats: number of calls to measure; None for as many as fit in `BUDGET_SECONDS`.
 
     Returns:
         What the first call returned, and the times.

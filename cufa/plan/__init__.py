@@ -1,7 +1,7 @@
 """From a Problem and a Device to a Plan: which kernel, which tiles, which launches, and why.
 
-Pure functions of their arguments: a plan for any known GPU can be made, printed and compiled on a machine
-that has none.
+Pure functions of their arguments: a machine without a GPU can make, print and compile a plan for any known
+GPU.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def make_plan(
     kernel: str | None = None,
     tiles: Mapping[str, int] | None = None,
 ) -> Plan:
-    """The Plan for a problem on a device.
+    """Make the Plan for a problem on a device.
 
-    `kernel` names a rung of the ladder instead of the fastest that supports the problem; `tiles`
-    overrides any of that kernel's tile sizes, by the names that a printed plan has for them.
+    `kernel` names a rung of the ladder instead of the fastest that supports the problem. `tiles` overrides
+    tile sizes of that kernel, by the names in a printed plan.
 
     Raises ValueError if the kernel does not support the problem or the device, or if the tiles do not
-    fit; the message has the arithmetic. Raises TypeError for tiles that are no mapping to integers.
+    fit; the message has the arithmetic. Raises TypeError unless tiles is a mapping to integers.
     """
     if tiles is not None:
         check_tiles(tiles)
@@ -109,13 +109,13 @@ def _mixed_plan(mix: mixed.Mix, problem: Problem, device: Device) -> Plan:
 
 
 def check_tiles(tiles: object) -> None:
-    """Raises TypeError for overrides of tile sizes that are no mapping."""
+    """Raise TypeError unless overrides of tile sizes are a mapping."""
     if not isinstance(tiles, Mapping):
         raise TypeError(f"tiles is {shown(tiles)}; it may be a mapping, as in {{'block_m': 64}}")
 
 
 def make_probabilities_plan(problem: Problem, device: Device) -> Plan:
-    """The Plan of `attn_probs`, which writes the probabilities of a forward problem.
+    """Make the Plan of `attn_probs`, which writes the probabilities of a forward problem.
 
     Raises ValueError if no tiles fit.
     """

@@ -1,4 +1,4 @@
-"""Plans for the gradient of the bias beside a backward on tensor cores: a block for each tile of the bias."""
+"""Plans for the bias's gradient in a backward on tensor cores: one block for each tile of the bias."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAME = "bias_gradient"
 class Tiles:
     """The sizes that it is compiled for: `block_n` queries by `block_m` keys, and `stages` tiles of both.
 
-    As where blocks of `bwd_3_mma` own queries, `block_n` is of the rows that a block owns.
+    A block owns `block_n` rows, as in `bwd_3_mma` where blocks own queries.
     """
 
     block_m: int
@@ -42,7 +42,7 @@ class Tiles:
         return f"{self.block_n}x{self.block_m} with {self.threads} threads, stages {self.stages}"
 
 
-# By the bytes of an element.
+# By the element size in bytes.
 TILES = {
     2: (
         Tiles(64, 128, 256, 2),
@@ -70,13 +70,13 @@ TILES = {
         Tiles(16, 16, 32, 1),
     ),
 }
-# Those of 16 bits that were the fastest on an H200, for head dims up to each, where a block has a tile of the
-# bias and they fit: small blocks, of which an SM has three.
+# The fastest tiles for 16 bits on an H200, by largest head dim, if a block has a tile of the bias and they
+# fit: small blocks, three per SM.
 FASTEST = {64: Tiles(64, 64, 128, 2), 128: Tiles(64, 64, 128, 1)}
 
 
 def bias_gradient(problem: Problem, device: Device) -> Part:
-    """`bias_gradient`: a launch for LSE and D, and one with a block for each tile of the bias."""
+    """`bias_gradient`: a launch for LSE and D, then one with a block for each tile of the bias."""
     shape = problem.features.bias
     if shape is None:
         raise ValueError("there is no bias")
@@ -113,7 +113,7 @@ def bias_gradient(problem: Problem, device: Device) -> Part:
 
 
 def _sharing(problem: Problem, shape: Shape, tiles: Tiles) -> int:
-    """How many tiles of scores share one of the bias, at most."""
+    """The most tiles of scores that share one tile of the bias."""
     batch, heads, rows, _ = shape
     sequences = 1 if problem.features.packed else problem.batch
     of_rows = 1
@@ -126,7 +126,7 @@ def _sharing(problem: Problem, shape: Shape, tiles: Tiles) -> int:
 
 
 def _parts(sharing: int, tiles: int, blocks: int) -> int:
-    """Into how many parts those that share a tile are divided, for all SMs to have blocks; 0 for none."""
+    """The number of parts of the tiles that share a tile, such that all SMs have blocks; 0 for none."""
     return min(sharing, max(1, blocks // max(1, tiles)))
 
 
@@ -166,14 +166,14 @@ def _cost(problem: Problem, device: Device, tiles: Tiles) -> Cost:
         instructions_per_score=INSTRUCTIONS_PER_SCORE,
         l2_bytes=copied / warps,
     )
-    # S, dP and dS.
+    # S, dP and dS
     sums = 3 * queries * m // device.warp_size
     registers = arithmetic.registers(sums) + arithmetic.backward_overhead
     return Cost(smem_bytes, registers, work.in_multiply_adds(arithmetic, device))
 
 
 def _bias_bytes(problem: Problem, tiles: Tiles) -> int:
-    """The size of the tile of the bias, of which a row is longer by what a thread reads at once."""
+    """The size of a tile of the bias; rows are padded by one vector access of a thread."""
     shape, name = problem.features.bias, problem.features.bias_dtype
     if shape is None or name is None or _rows_share(problem):  # a row for all is read from memory
         return 0
@@ -181,12 +181,12 @@ def _bias_bytes(problem: Problem, tiles: Tiles) -> int:
 
 
 def without_it(problem: Problem) -> Problem:
-    """The problem with no gradient of the bias wanted."""
+    """The problem without the gradient of the bias."""
     return _asking(problem, tuple(name for name in problem.features.gradients if name != "bias"))
 
 
 def alone(problem: Problem) -> Problem:
-    """The problem with no other gradient wanted than dQ, dK, dV and that of the bias."""
+    """The problem with only dQ, dK, dV and the gradient of the bias."""
     return _asking(problem, ("bias",))
 
 

@@ -1,4 +1,4 @@
-"""How a planner chooses among the tile sizes that it knows: by what a useful multiply-add costs with each."""
+"""How a planner chooses among its tile sizes: by the cost of a useful multiply-add with each."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cufa.messages import counted
 from cufa.problem import Problem
 from cufa.rounding import ceil_div
 
-# With fewer warps than this on an SM, two for each of its schedulers, nobody works while one waits.
+# With fewer warps than this on an SM, two per scheduler, a scheduler has nothing to do while one warp waits.
 ENOUGH_WARPS = 8
-# Part of the throughput that is left when an SM has next to no warps. Measured on an H200: 4 warps reach
-# two thirds of what 8 do.
+# The fraction of the throughput that remains with next to no warps on an SM. Measured on an H200: 4 warps
+# reach two thirds of the throughput of 8.
 THROUGHPUT_WITHOUT_WARPS = 1 / 3
 
 
@@ -43,10 +43,10 @@ class TileSizes(Protocol):
 
 @dataclass(frozen=True)
 class Cost:
-    """What a block of some tiles takes and does.
+    """The resources and the work of a block with some tiles.
 
-    Bytes of shared memory; registers a thread, by estimate; and the work of a thread on one tile of
-    scores, in multiply-adds that take as long.
+    Shared memory in bytes; registers per thread, estimated; and a thread's work on one tile of scores, as the
+    number of multiply-adds that take as long.
     """
 
     smem_bytes: int
@@ -59,7 +59,7 @@ T = TypeVar("T", bound=TileSizes)
 
 @dataclass(frozen=True)
 class Candidate(Generic[T]):
-    """Some tiles, what they take, and how many blocks of them an SM holds."""
+    """Some tiles, their cost, and how many of their blocks an SM holds."""
 
     tiles: T
     cost: Cost
@@ -68,7 +68,7 @@ class Candidate(Generic[T]):
 
 @dataclass(frozen=True)
 class Choice(Candidate[T]):
-    """Those that were chosen, and why."""
+    """The chosen tiles, and why."""
 
     reasons: tuple[str, ...]
 
@@ -77,7 +77,7 @@ class Candidates(Generic[T]):
     """Tiles to choose from for problems of one kind."""
 
     def __init__(self, device: Device, tiles: Sequence[T], cost_of: Callable[[T], Cost]) -> None:
-        """Keep those that fit, and if there are some that spill no registers those alone.
+        """Keep the tiles that fit; of these, only the ones without spills, if there are any.
 
         Raises ValueError, with the arithmetic, if none fits.
         """
@@ -95,15 +95,15 @@ class Candidates(Generic[T]):
             Candidate(candidate, cost, _blocks_per_sm(candidate, cost, device))
             for candidate, cost in (no_spills or fitting).items()
         ]
-        # More rows or keys than the largest tile has are all the same.
+        # More rows or keys than the largest tile has do not change the choice.
         self._most_rows = max(candidate.tiles.block_m for candidate in self._candidates)
         self._most_keys = max(candidate.tiles.block_n for candidate in self._candidates)
         self._cheapest_and_price = functools.lru_cache(self._search)
 
     def choose(self, problem: Problem, overrides: Mapping[str, int]) -> Choice[T]:
-        """The cheapest for a problem; overrides are applied to it, and must fit too.
+        """Choose the cheapest tiles for a problem; overrides are then applied to them, and must fit too.
 
-        Raises ValueError, with the arithmetic, if they don't.
+        Raises ValueError, with the arithmetic, if they do not.
         """
         device = self._device
         rows, keys = (size // problem.packed_sequences for size in (problem.seqlen_q, problem.seqlen_k))
@@ -130,37 +130,37 @@ class Candidates(Generic[T]):
         return Choice(tiles, cost, blocks, (f"tiles {tiles}: {how}", fit))
 
     def _search(self, rows: int, keys: int, product_dims: int) -> tuple[Candidate[T], float]:
-        """The cheapest for sequences of so many rows and keys, and what a useful multiply-add costs there."""
+        """The cheapest tiles for sequences of this many rows and keys, and their cost per multiply-add."""
         prices = [_price(each, rows, keys, product_dims, self._device) for each in self._candidates]
         price = min(prices)
         return self._candidates[prices.index(price)], price
 
 
 def sizes_of(tiles: TileSizes) -> dict[str, int]:
-    """The sizes by their names."""
+    """The sizes by name."""
     return dict(vars(tiles))
 
 
 def query_tiles(problem: Problem, tiles: TileSizes) -> int:
-    """How many tiles the queries of all heads make."""
+    """The number of query tiles over all heads."""
     return problem.heads * row_tiles(problem, problem.seqlen_q, tiles.block_m)
 
 
 def row_tiles(problem: Problem, seqlen: int, rows: int) -> int:
-    """How many tiles of that many rows a head of all sequences has; none if there are no rows."""
+    """The number of tiles of `rows` rows in a head, over all sequences; 0 without rows."""
     return counted_row_tiles(problem, seqlen, rows) if problem.batch and seqlen else 0
 
 
 def counted_row_tiles(problem: Problem, seqlen: int, rows: int) -> int:
-    """As how many a kernel counts them, to find its way in the workspace: tensor.cuh's row_tiles."""
+    """The number of tiles as kernels count them to address the workspace: tensor.cuh's row_tiles."""
     if not problem.features.packed:
         return problem.batch * ceil_div(seqlen, rows)
-    # Only the GPU knows how long each sequence is: no lengths take more tiles than this.
+    # Only the GPU knows the length of each sequence; no lengths take more tiles than this.
     return seqlen // rows + problem.batch
 
 
 def _price(candidate: Candidate[T], rows: int, keys: int, product_dims: int, device: Device) -> float:
-    """What a useful multiply-add costs with these tiles: 1 if nothing but it took time."""
+    """The cost of a useful multiply-add with these tiles; 1 if nothing else took time."""
     tiles, cost = candidate.tiles, candidate.cost
     useful_rows, useful_keys = min(tiles.block_m, max(1, rows)), min(tiles.block_n, max(1, keys))
     useful = useful_rows * useful_keys * product_dims / tiles.threads
@@ -174,7 +174,7 @@ def _fits(tiles: TileSizes, cost: Cost, device: Device) -> bool:
 
 
 def _blocks_per_sm(tiles: TileSizes, cost: Cost, device: Device) -> int:
-    # The compiler spills what is over the limit, so that one block always runs.
+    # The compiler spills registers over the limit, so one block always runs.
     registers = min(cost.registers, device.registers_per_thread)
     return max(1, device.blocks_resident(tiles.threads, registers, cost.smem_bytes))
 

@@ -25,13 +25,13 @@ from cufa.plan.wgmma import (
 from cufa.problem import Problem
 from cufa.rounding import round_up
 
-# The threads of the launch that makes halves, and how many rows they have at once, at most.
+# Threads of the launch that makes halves, and the most rows that they process at once.
 HALVING_THREADS, ROWS_AT_ONCE = 256, 32
 FLOAT_BYTES, HALF_BYTES = 4, 2
-# Registers of a consumer beside sums and weights: operands, addresses, the rules of scores.
+# Registers of a consumer besides sums and weights: operands, addresses, what features need for scores.
 OVERHEAD_REGISTERS = 45
-# In nanoseconds of an H200: what two launches take beside their tiles, and bytes that an SM reads and writes
-# in one while it makes halves.
+# In nanoseconds on an H200: the time of two launches besides their tiles, and the bytes per nanosecond that
+# an SM reads and writes while it makes halves.
 START = 6000
 HALVED_PER_NS = 28
 
@@ -46,7 +46,7 @@ class Tiles(Warpgroups):
 
     @property
     def consumer_registers(self) -> int:
-        """What a consumer's thread has once the producer has given up what it does not need."""
+        """Registers of a consumer's thread after the producer has released the ones it does not need."""
         return max(self.registers_at_start, super().consumer_registers)
 
     def misfit(self) -> str | None:
@@ -61,7 +61,7 @@ class Tiles(Warpgroups):
         return f"{self.block_m}x{self.block_n}, stages {self.stages}"
 
 
-# By whether there are large parts alone, and for head dims up to each.
+# By whether only large parts are multiplied, and by largest head dim.
 PACES: Mapping[bool, Mapping[int, Mapping[Tiles, Pace]]] = {
     False: {
         32: {Tiles(128, 128, 2): Pace(0.132, 2900), Tiles(192, 96, 2): Pace(0.116, 4000)},
@@ -77,7 +77,7 @@ PACES: Mapping[bool, Mapping[int, Mapping[Tiles, Pace]]] = {
 
 
 def price(problem: Problem, device: Device) -> float:
-    """Microseconds that the forward takes, about."""
+    """The estimated time of the forward in microseconds."""
     tiles, least = _fastest(problem, device)
     queries, keys = _tile_counts(problem, tiles)
     made = queries * _query_tile_bytes(problem, tiles) + keys * _key_tile_bytes(problem, tiles)
@@ -87,7 +87,7 @@ def price(problem: Problem, device: Device) -> float:
 
 
 def _tile_counts(problem: Problem, tiles: Tiles) -> tuple[int, int]:
-    """How many tiles of queries, and of keys, all heads have."""
+    """The number of tiles of queries, and of keys, over all heads."""
     return query_tiles(problem, tiles), problem.kv_heads * row_tiles(problem, problem.seqlen_k, tiles.block_n)
 
 
@@ -98,14 +98,14 @@ def _fastest(problem: Problem, device: Device) -> tuple[Tiles, float]:
 
 
 def _parts(problem: Problem) -> int:
-    """Halves of an element."""
+    """The number of halves per element."""
     return 1 if problem.features.tf32 else 2
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
-    """`fwd_9_float32`: a launch that makes halves, and one with a block for each tile of queries.
+    """`fwd_9_float32`: a launch that makes halves, then one with a block for each tile of queries.
 
-    Before them one finds out what masks show of tiles of scores, if there are any.
+    If there are masks, a first launch finds out what they show of tiles of scores.
     """
     best, _ = _fastest(problem, device)
 
@@ -163,7 +163,7 @@ def _key_tile_bytes(problem: Problem, tiles: Tiles) -> int:
 
 
 def half_tile_bytes(problem: Problem, rows: int, dim: int) -> int:
-    """Bytes of so many rows of halves, as halves.cuh lays them out in panels."""
+    """Bytes of this many rows of halves, in the panel layout of halves.cuh."""
     return panel_tile_bytes(_parts(problem) * rows, round_up(dim, WGMMA_K))
 
 
@@ -175,7 +175,7 @@ def _cost(problem: Problem, tiles: Tiles) -> Cost:
         + TILE_LABEL_BYTES * tiles.stages * problem.features.key_mask
     )
     depth, dims = (round_up(dim, WGMMA_K) for dim in (problem.head_dim, problem.value_dim))
-    # S, O and what a tile adds to it in float32, and P in pairs.
+    # S, O and what a tile adds to it in float32, and P in pairs
     registers = tiles.block_n // 2 + dims + _parts(problem) * tiles.block_n // 4 + OVERHEAD_REGISTERS
     work = tiles.block_m * tiles.block_n * (depth + dims) / tiles.threads
     return Cost(round_up(smem_bytes, SWIZZLE_BYTES), registers, work)

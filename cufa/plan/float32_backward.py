@@ -1,7 +1,7 @@
 """Plans for the Hopper backward of float32: elements as sums of two halves, products by warpgroups (wgmma).
 
-A block has 64 keys, since there is no room in shared memory for halves of more, and two warpgroups that take
-its tiles of queries by turns.
+A block has 64 keys, since halves of more do not fit into shared memory, and two warpgroups that take turns on
+its tiles of queries.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from cufa.problem import Problem
 from cufa.rounding import round_up
 
 EXACT_THREADS = 256
-# bwd_6_block.cuh's TileUnit, and its Statistics beside two of those and two floats of each row.
+# bwd_6_block.cuh's TileUnit, and its Statistics without the two units and the two floats of each row.
 UNIT_BYTES, PLACE_BYTES = 8, 16
-# Of each key, SeeingRows.
+# Per key: SeeingRows.
 SEEING_BYTES = 8
-# RowSizes, of either tensor for each warp.
+# RowSizes, for each warp and each of the two tensors.
 ROW_SIZES_BYTES = 12
 MOST_STAGES = 2
-# With more sums of dK and dV in a thread than this, it has no registers for more than one part of what a tile
-# adds to them, and needs what the copying warpgroup can do without if that spills a little.
+# With more sums of dK and dV in a thread than this, it has registers for only one part of what a tile adds to
+# them. If that spills a little, it needs the registers that the copying warpgroup can spare.
 MOST_SUMS_OF_FEW_REGISTERS = 64
-# With more than this dS is in shared memory alone.
+# With more than this, dS is only in shared memory.
 MOST_SUMS_BESIDE_GRADIENTS = 96
-# What the copying warpgroup needs, and what its giving up the rest leaves a thread of the others.
+# Registers of the copying warpgroup's threads, and of the others after it has released the rest.
 EASY_PRODUCER_REGISTERS, EASY_CONSUMER_REGISTERS = 40, 232
 
 
@@ -56,7 +56,7 @@ class Tiles(Warpgroups):
 
     @property
     def consumers(self) -> int:
-        """Warpgroups that compute, with tiles of their own."""
+        """Warpgroups that compute, each with its own tiles."""
         return CONSUMERS
 
     def misfit(self) -> str | None:
@@ -70,9 +70,9 @@ class Tiles(Warpgroups):
 
 
 def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
-    """`bwd_6_float32`: a launch that makes halves, and one with a block for each tile of keys.
+    """`bwd_6_float32`: a launch that makes halves, then one with a block for each tile of keys.
 
-    Before them one finds out what masks show of tiles of scores, if there are any.
+    If there are masks, a first launch finds out what they show of tiles of scores.
     """
     candidates = tuple(Tiles(WGMMA_M, WGMMA_M, stages) for stages in range(MOST_STAGES, 0, -1))
     chosen = Candidates(device, candidates, lambda tiles: _cost(problem, tiles)).choose(problem, tiles)
@@ -127,14 +127,14 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
 
 
 def _registers(problem: Problem) -> tuple[int, int]:
-    """Those of a thread that copies, and of one that computes."""
+    """Registers of a thread that copies, and of one that computes."""
     if _sums(problem) > MOST_SUMS_OF_FEW_REGISTERS:
         return PRODUCER_REGISTERS, CONSUMER_REGISTERS
     return EASY_PRODUCER_REGISTERS, EASY_CONSUMER_REGISTERS
 
 
 def _sums(problem: Problem) -> int:
-    """A thread's of dK and dV."""
+    """The sums of dK and dV in a thread."""
     return sum(round_up(dim, WGMMA_K) for dim in (problem.head_dim, problem.value_dim)) // 2
 
 
@@ -159,7 +159,7 @@ def _sums_bytes(problem: Problem, tiles: Tiles) -> int:
 
 
 def _rows_bytes(problem: Problem, rows: int) -> int:
-    """The halves of so many rows of Q and dO, or of K and V."""
+    """Bytes of the halves of this many rows of Q and dO, or of K and V."""
     dims = (problem.head_dim, problem.value_dim)
     return sum(half_tile_bytes(problem, rows, dim) for dim in dims)
 

@@ -1,4 +1,4 @@
-"""Plans for the Hopper forward of 8-bit operands: `wgmma`'s block, of which three warps turn values."""
+"""Plans for the Hopper forward with 8-bit operands: `wgmma`'s block, in which three warps transpose V."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from cufa.plan.wgmma import (
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 
-# The depth of one wgmma of bytes, and the columns that its sums come in where they are stored in 16 bits.
+# The depth of one 8-bit wgmma, and the columns in which its sums are grouped when stored in 16 bits.
 WGMMA_DEPTH, STORED_COLS = 32, 16
-# A warp turns 32 columns of values at once; three do, and each says of every tile what it found.
+# A warp transposes 32 columns of V at once; three warps do, and each reports its findings for every tile.
 TURNED_COLS = 32
 FLAGS_BYTES = 12
-# Leaves those three warps what turning four times as many at once takes, where two warpgroups compute.
+# With two computing warpgroups, this leaves those three warps the registers to transpose four times as many.
 MAX_CONSUMER_REGISTERS = 224
-# Keys of a call whose first tiles are worked on in halves, in tiles.
+# The most keys, in tiles, for which warpgroups process the first tile in halves.
 FEW_TILES = 4
 
 
@@ -49,7 +49,7 @@ class Fp8Tiles(Tiles):
 
     @property
     def value_panels(self) -> int:
-        """Panels that a tile of values lies in for the product, a key to a column."""
+        """Panels of a tile of values as the product reads it, with a key per column."""
         return ceil_div(self.block_n, PANEL_ROW_BYTES)
 
     def misfit(self) -> str | None:
@@ -61,20 +61,20 @@ class Fp8Tiles(Tiles):
 
 @dataclass(frozen=True)
 class TurnedTiles(Fp8Tiles):
-    """The same where values are turned on their way."""
+    """The same if V is transposed on its way to the product."""
 
     @property
     def consumer_registers(self) -> int:
-        """What a consumer's thread can have once the producer has given up what it does not need."""
+        """Registers a consumer's thread can have after the producer has released what it does not need."""
         return min(super().consumer_registers, MAX_CONSUMER_REGISTERS)
 
 
 @dataclass(frozen=True)
 class TransposedTiles(Fp8Tiles):
-    """The same where values lie transposed, and nobody turns them."""
+    """The same if V is stored transposed, so that no warp transposes it."""
 
 
-# Those to choose from where all keys are seen, for head dims up to each.
+# Candidates if all keys are seen, by largest head dim.
 PACES = {
     64: {
         TurnedTiles(192, 128, 2, 2, 64): Pace(0.0471, 1100),
@@ -85,13 +85,13 @@ PACES = {
         TurnedTiles(192, 96, 3, 1, 64): Pace(0.0567, 3780),
         TurnedTiles(128, 128, 3, 2, 128): Pace(0.058, 2000),
     },
-    192: {TurnedTiles(128, 128, 2, 1, 64): Pace(0.08, 2000)},  # the only ones: their pace is a guess
+    192: {TurnedTiles(128, 128, 2, 1, 64): Pace(0.08, 2000)},  # the only candidate; its pace is a guess
     256: {
         TurnedTiles(128, 64, 3, 1, 128): Pace(0.1063, 2500),
         TurnedTiles(128, 96, 2, 1, 128): Pace(0.0968, 2800),
     },
 }
-# Those where a mask cuts through tiles.
+# Candidates if a mask cuts through tiles.
 CUT_PACES = {
     64: {
         TurnedTiles(192, 128, 2, 2, 64): Pace(0.0492, 1760),
@@ -110,7 +110,7 @@ CUT_PACES = {
 }
 
 
-# The same of values that lie transposed.
+# The same for V stored transposed.
 TRANSPOSED_PACES = {
     64: {
         TransposedTiles(256, 64, 4, 2, 64): Pace(0.0436, 1890),
@@ -121,7 +121,7 @@ TRANSPOSED_PACES = {
         TransposedTiles(128, 128, 3, 2, 128): Pace(0.0552, 1870),
         TransposedTiles(128, 192, 2, 2, 128): Pace(0.0534, 2620),
     },
-    192: {TransposedTiles(128, 128, 2, 1, 64): Pace(0.08, 2000)},  # a guess, too
+    192: {TransposedTiles(128, 128, 2, 1, 64): Pace(0.08, 2000)},  # also a guess
     256: {
         TransposedTiles(128, 64, 3, 1, 128): Pace(0.0851, 3280),
         TransposedTiles(128, 96, 3, 1, 64): Pace(0.0793, 4260),
@@ -146,14 +146,14 @@ CUT_TRANSPOSED_PACES = {
 
 
 def price(problem: Problem, device: Device) -> float:
-    """Microseconds that the forward takes, about."""
+    """The estimated time of the forward in microseconds."""
     _, least = _fastest(problem, device)
     return (START + max(least, memory_time(problem, device))) / 1000
 
 
 @functools.lru_cache
 def _fastest(problem: Problem, device: Device) -> tuple[Tiles, float]:
-    """The tiles for a problem and how long they take, looked up by the plan of which that was the price.
+    """The tiles for a problem and their time; cached, since price and plan both need them.
 
     Those of head dims 64, 128 and 256 were the fastest on an H200.
     """
@@ -161,7 +161,7 @@ def _fastest(problem: Problem, device: Device) -> tuple[Tiles, float]:
 
 
 def _candidates(problem: Problem) -> dict[Tiles, Pace]:
-    """Those for the problem's head dims that leave its features registers."""
+    """Tiles for the problem's head dims that leave registers for its features."""
     dim = max(problem.head_dim, problem.value_dim)
     most = _most_warpgroups(problem)
     paces: Mapping[Tiles, Pace] = next(of_dim for limit, of_dim in _paces(problem).items() if dim <= limit)
@@ -169,14 +169,14 @@ def _candidates(problem: Problem) -> dict[Tiles, Pace]:
 
 
 def _paces(problem: Problem) -> Mapping[int, Mapping[Any, Pace]]:
-    """The table for a problem, by the head dim that each part is for at most."""
+    """The table for a problem, by largest head dim."""
     if problem.transposed_values:
         return CUT_TRANSPOSED_PACES if is_cut(problem) else TRANSPOSED_PACES
     return CUT_PACES if is_cut(problem) else PACES
 
 
 def _most_warpgroups(problem: Problem) -> int:
-    """How many leave each other registers for all that a call asks for beside its products."""
+    """The most warpgroups that leave registers for what a call asks for besides its products."""
     features = problem.features
     narrow = max(problem.head_dim, problem.value_dim) <= PANEL_COLS
     asks = features.softcap or features.window != (None, None) or lengths_vary(problem)
@@ -212,9 +212,9 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
 
 
 def _halves_first(problem: Problem, tiles: Tiles) -> bool:
-    """Whether warpgroups leave out the half of a causal mask's first tile that they do not see.
+    """Whether warpgroups skip the half of a causal mask's first tile that they do not see.
 
-    That is 2 to 4 % where queries see few tiles, of which the first takes the longest; longer calls may lose
+    That saves 2 to 4 % if queries see few tiles, of which the first takes the longest; longer calls may lose
     as much.
     """
     few = problem.seqlen_k <= FEW_TILES * tiles.block_n
@@ -224,7 +224,7 @@ def _halves_first(problem: Problem, tiles: Tiles) -> bool:
 
 
 def _key_boxes(problem: Problem, tiles: Tiles) -> tuple[TensorBox, TensorBox]:
-    """What a copy of keys, and one of values, brings."""
+    """The boxes that a copy of keys and a copy of values bring."""
     cols = PANEL_ROW_BYTES // problem.itemsize
     if isinstance(tiles, TransposedTiles):
         keys = TensorBox(1, tiles.block_n // 2, cols, paired_rows=True)
@@ -233,12 +233,12 @@ def _key_boxes(problem: Problem, tiles: Tiles) -> tuple[TensorBox, TensorBox]:
 
 
 def _dims(problem: Problem) -> int:
-    """Columns of the output that are computed."""
+    """The columns of the output that are computed."""
     return round_up(problem.value_dim, STORED_COLS)
 
 
 def _value_bytes(problem: Problem, tiles: Tiles) -> int:
-    """What a stage of values takes, with all that belongs to it."""
+    """Bytes of a stage of values, with everything that belongs to it."""
     if isinstance(tiles, TransposedTiles):
         tile = panel_tile_bytes(_dims(problem), tiles.block_n, problem.itemsize)
         return tile + BARRIER_BYTES * 3 + FINDINGS_BYTES
@@ -258,7 +258,7 @@ def _cost(problem: Problem, tiles: Tiles) -> Cost:
         + (WORK_TILE_BYTES + LENGTHS_BYTES * lengths_vary(problem)) * queries
     )
     depth, dims = round_up(problem.head_dim, WGMMA_DEPTH), _dims(problem)
-    # S and O in float32, and P in fours.
+    # S and O in float32, and P in fours
     registers = (tiles.block_n + dims) // 2 + tiles.block_n // 8 + OVERHEAD_REGISTERS
     work = tiles.block_m * tiles.block_n * (depth + dims) / tiles.threads
     return Cost(round_up(smem_bytes, SWIZZLE_BYTES), registers, work)

@@ -1,6 +1,6 @@
 """What backwards plan alike: gradients beyond dQ, dK and dV, and whether sums may be atomic.
 
-That of the bias, of a backward on CUDA cores; others leave it to a kernel beside them.
+The bias's gradient here is for backwards on CUDA cores; others leave it to a separate kernel.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from cufa.rounding import ceil_div
 
 
 def gradient_macros(problem: Problem) -> tuple[Macro, ...]:
-    """What score_gradients.cuh asks for."""
+    """The macros that score_gradients.cuh needs."""
     return (("DETERMINISTIC", problem.features.deterministic),)
 
 
 def bias_macros(problem: Problem) -> tuple[Macro, ...]:
-    """What bias_sums.cuh asks for."""
+    """The macros that bias_sums.cuh needs."""
     return (
         ("BIAS_GRADIENT", _bias_gradient(problem)),
         ("OWN_BIAS_SUMS", _bias_gradient(problem) and _own_bias_sums(problem)),
@@ -35,7 +35,7 @@ def gradient_sums(problem: Problem) -> tuple[Scratch, ...]:
 
 
 def gradient_launches(problem: Problem, threads: int, warps: int) -> tuple[Launch, ...]:
-    """The entries that end the gradients of bias, score_mod's arrays and sink, if they are wanted."""
+    """The launches that finish the requested gradients of bias, score_mod's arrays and sink."""
     bias = problem.features.bias
     elements = prod(bias) if bias is not None and _bias_gradient(problem) else 0
     return (
@@ -46,25 +46,25 @@ def gradient_launches(problem: Problem, threads: int, warps: int) -> tuple[Launc
 
 
 def array_sums(problem: Problem) -> tuple[Scratch, ...]:
-    """A part of the workspace for the gradients of score_mod's arrays, if they are wanted."""
+    """The part of the workspace for the gradients of score_mod's arrays, if requested."""
     elements = problem.features.array_sums
     return (Scratch("dscore_mod sums", (elements,)),) if elements else ()
 
 
 def array_launch(problem: Problem, threads: int) -> Launch:
-    """The entry that rounds them, without blocks if they are not wanted."""
+    """The launch that rounds these gradients; without blocks if they are not requested."""
     return Launch("array_gradients", ceil_div(problem.features.array_sums, threads), threads)
 
 
 def sink_launch(problem: Problem, threads: int, warps: int) -> Launch:
-    """The entry that computes the gradient of the sinks, without blocks if that is not wanted."""
+    """The launch that computes the gradient of the sinks; without blocks if it is not requested."""
     heads = problem.heads if "sink" in problem.features.gradients else 0
-    # Each warp's sum.
+    # A sum for each warp.
     return Launch("sink_gradient", heads, threads, warps * problem.accumulator.itemsize)
 
 
 def row_blocks(problem: Problem, rows: int, warps: int) -> int:
-    """Blocks of row_sums: a warp for each of the rows, and one block at least to clear other sums."""
+    """Blocks of row_sums: a warp for each row, and at least one block, to clear other sums."""
     clears = _bias_gradient(problem) or problem.features.array_sums
     return max(ceil_div(rows, warps), 1 if clears else 0)
 
@@ -74,11 +74,11 @@ def _bias_gradient(problem: Problem) -> bool:
 
 
 def _own_bias_sums(problem: Problem) -> bool:
-    """Whether every score has its own sum: if it costs nothing, or if the order of additions matters."""
+    """Whether every score has its own sum: if that costs nothing, or if the order of additions matters."""
     features = problem.features
     if features.bias is None:
         return False
     batch, heads, rows, _ = features.bias
-    # How many rows packed sequences have is known on the GPU only.
+    # Only the GPU knows how many rows packed sequences have.
     all_rows = rows > 1 if features.packed else rows == problem.seqlen_q
     return features.deterministic or ((batch, heads) == (problem.batch, problem.heads) and all_rows)

@@ -1,7 +1,7 @@
-"""Parts of the query heads that share a KV head: with blocks for each of them, more SMs work in a backward.
+"""Splits the query heads that share a KV head into parts, so that more SMs have work in a backward.
 
-A part's blocks leave their gradients of keys and values in the workspace, in float32, and a launch adds up
-those of all parts.
+The blocks of a part write their gradients of keys and values to the workspace in float32, and a launch adds
+up all parts.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from cufa.plan.record import Launch, Scratch
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 
-# Columns of the gradients of a part of the heads come in eights.
+# Columns of a part's gradients are padded to a multiple of 8.
 KEY_SUMS_STEP = 8
-# Part of the time that blocks must fill for there to be no other parts.
+# If blocks fill this fraction of the time, heads are not split.
 FILLED = 0.9
-# To write the gradients of a part of the heads in float32 and to read them again takes the GPU as long as so
-# many rows of queries of each tile of keys, and the launch as long as so many of one. Measured on an H200.
+# The cost of parts, as equivalent rows of queries, measured on an H200: writing a part's gradients in float32
+# and reading them again, in rows for each tile of keys; and the launch, in rows for a single tile.
 PART_ROWS, LAUNCH_ROWS = 300, 60
 
 
 def best_parts(problem: Problem, block_n: int, at_once: int) -> int:
-    """Into how many parts to divide them for a call to take the least time, if so many blocks run at once.
+    """The number of parts for which a call takes the least time, if `at_once` blocks run at once.
 
-    With more of them more SMs work, and more gradients of keys are written and added up in float32. What a
-    mask leaves to do is not known: it counts as if it hid nothing.
+    With more parts, more SMs work, and more gradients of keys are written and added up in float32. It is not
+    known what a mask hides, so this assumes that it hides nothing.
     """
     tiles = problem.kv_heads * row_tiles(problem, problem.seqlen_k, block_n)
     if not tiles * problem.group * problem.visible_scores:
@@ -34,12 +34,12 @@ def best_parts(problem: Problem, block_n: int, at_once: int) -> int:
     rows, keys = (size / problem.packed_sequences for size in (problem.seqlen_q, problem.seqlen_k))
     most, mean = problem.visible_scores / keys, 1.0
     if problem.causal and problem.features.window == (None, None):
-        # Tiles of many lengths, the longest first: with enough of them, the others end when that does.
+        # Tiles have different lengths, longest first. With enough tiles, all end when the longest does.
         most = min(rows, keys)
         mean = min(1, problem.visible_scores / (most * keys) + block_n / (2 * keys))
 
     def filled(parts: int) -> float:
-        """The part of the time that all blocks fill."""
+        """The fraction of the time that all blocks fill."""
         rounds = tiles * parts / at_once
         return min(1, rounds * mean) if mean < 1 else rounds / ceil(rounds)
 
@@ -53,7 +53,7 @@ def best_parts(problem: Problem, block_n: int, at_once: int) -> int:
 
 
 def check_parts(problem: Problem, tiles: object, parts: int) -> None:
-    """Raises ValueError if the heads cannot be in so many parts."""
+    """Raise ValueError if the heads cannot be split into this many parts."""
     if problem.group % parts:
         raise ValueError(
             f"tiles {tiles}: parts must divide the {problem.group} query heads that share a KV head"
@@ -61,7 +61,7 @@ def check_parts(problem: Problem, tiles: object, parts: int) -> None:
 
 
 def key_sums(problem: Problem, parts: int) -> tuple[Scratch, ...]:
-    """The gradients of keys and values by parts of the heads: key_sums.cuh's KeySums."""
+    """The gradients of keys and values for each part of the heads: key_sums.cuh's KeySums."""
     if parts == 1:
         return ()
     cols = sum(round_up(dim, KEY_SUMS_STEP) for dim in (problem.head_dim, problem.value_dim))
@@ -75,7 +75,7 @@ def round_keys(problem: Problem, parts: int, threads: int, warps: int, *, overla
 
 
 def why_parts(parts: int) -> tuple[str, ...]:
-    """What a plan says of them."""
+    """What a plan says about the parts."""
     if parts == 1:
         return ()
     return (f"the query heads of a KV head are in {parts} parts, a block for each, to fill the SMs",)

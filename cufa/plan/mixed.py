@@ -1,9 +1,9 @@
-"""Plans for packed sequences of which a few may have many queries, as where prompts come beside decoding.
+"""Plans for packed sequences of which a few may have many queries, such as prompts next to decoding.
 
-How many queries each sequence has only the GPU knows, unless the caller says how many the longest has and all
-must have as many. So two kernels are launched, `fwd_8_split_kv` for the sequences of few queries and
-`fwd_6_wgmma` for the others, each of which passes over what is the other's. The second begins on the SMs that
-the first one leaves: while its last blocks end, or from the beginning.
+Only the GPU knows how many queries each sequence has, unless the caller states the longest and all must have
+as many. So two kernels are launched: `fwd_8_split_kv` for the sequences of few queries and `fwd_6_wgmma` for
+the others. Each skips the other's sequences. The second starts on SMs that the first leaves free: while its
+last blocks end, or from the beginning.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from cufa.problem import Problem
 from cufa.rounding import ceil_div
 
 FEW, MANY = "fwd_8_split_kv", "fwd_6_wgmma"
-# From so many queries on, a tile of which fwd_6_wgmma fills a part takes less time than several of 16 rows.
+# From this many queries on, a partly filled tile of fwd_6_wgmma takes less time than several of 16 rows.
 MANY_QUERIES = 16
-# Those of few are taken to have no more than half as many, whose keys blocks read again for each tile.
+# Sequences of few queries are assumed to have at most this many; blocks reread the keys for each tile.
 MOST_TYPICAL = MANY_QUERIES // 2
-# What part of the time of one kernel two must take to be launched, if there may be no sequence of many
-# queries, where the second launch is lost time, and if there must be some.
+# Two kernels are launched if they take at most this fraction of one kernel's time: if there may be no
+# sequence of many queries, so that the second launch may be wasted, and if there must be some.
 WORTHWHILE, WORTHWHILE_IF_SURE = 0.65, 0.85
 
 
 @dataclass(frozen=True)
 class Mix:
-    """What the sequences of few and of many queries are taken for, and who has which SMs at first."""
+    """Typical sequences of few and of many queries, and whether each kernel starts on half of the SMs."""
 
     few: Problem
     many: Problem
@@ -37,7 +37,7 @@ class Mix:
     reason: str
 
     def parts(self, problem: Problem, device: Device) -> tuple[tuple[Problem, Part], tuple[Problem, Part]]:
-        """The problem without its sequences of many queries and its part, and the same without the others."""
+        """The problem and Part of the sequences of few queries, and of those of many."""
         few, many = (
             replace(problem, features=replace(problem.features, least_queries=least, most_queries=most))
             for least, most in ((0, MANY_QUERIES - 1), (MANY_QUERIES, 0))
@@ -47,13 +47,13 @@ class Mix:
 
 
 def mix_of(problem: Problem, device: Device) -> Mix | None:
-    """None if one kernel for all sequences takes about as long, or if there is no telling."""
+    """None if a single kernel takes about as long, or if nothing is known about the sequences."""
     taken_for = _few_and_many(problem)
     if taken_for is None or any(kernel_named(name).unsupported(problem, device) for name in (FEW, MANY)):
         return None
     few, many = taken_for
     sure = _some_have_many(problem)
-    # Those that decode have got anywhere between their first key and the last.
+    # Sequences that decode are anywhere between their first key and the last.
     half_way = replace(few, seqlen_k=few.seqlen_k // 2)
     time_of_few, time_of_many = split_kv.price(half_way, device), wgmma.price(many, device)
     by_two = in_a_row = time_of_few + time_of_many
@@ -77,12 +77,12 @@ def mix_of(problem: Problem, device: Device) -> Mix | None:
 
 
 def _few_and_many(problem: Problem) -> tuple[Problem, Problem] | None:
-    """The sequences of few and of many queries if no more have many than must, and those as many as they can.
+    """Assume the fewest sequences of many queries, each as long as possible; return both kinds.
 
-    None if there are not both.
+    None if there are not both kinds.
     """
     features, batch = problem.features, problem.batch
-    more = problem.seqlen_q - batch  # than one query each
+    more = problem.seqlen_q - batch  # beyond one query each
     if not (features.packed and features.page_size) or more < MANY_QUERIES:
         return None
     longest = problem.seqlen_k // batch
@@ -96,14 +96,14 @@ def _few_and_many(problem: Problem) -> tuple[Problem, Problem] | None:
 
 
 def _some_have_many(problem: Problem) -> bool:
-    """Whether they must: one is as long as that, or were all equally long, all would be."""
+    """Whether some must: the longest has that many, or equal lengths would all be that long."""
     if problem.max_seqlen_q is not None:
         return problem.max_seqlen_q >= MANY_QUERIES
     return problem.seqlen_q > (MANY_QUERIES - 1) * problem.batch
 
 
 def alike(problem: Problem, batch: int, queries: int) -> Problem:
-    """So many of its sequences, each with that many queries; not packed, so that tiles can be counted."""
+    """`batch` of its sequences with `queries` queries each; not packed, so that tiles can be counted."""
     features = replace(problem.features, packed=False, seqused_k=True)
     keys = problem.seqlen_k // problem.batch
     return replace(problem, batch=batch, seqlen_q=queries, seqlen_k=keys, features=features)

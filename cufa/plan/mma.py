@@ -1,10 +1,11 @@
 """Plans for the tensor-core kernels on mma.sync: products of 16x8 fragments, fed from shared memory.
 
-What both directions cost is here, and the forward, `fwd_5_mma`; the backward is in cufa/plan/mma_backward.py.
+This file has the costs of both directions and the forward, `fwd_5_mma`; the backward is in
+cufa/plan/mma_backward.py.
 
-A warp owns some of a tile's 16-row tiles, and every fragment of K and V that it loads serves all of them:
-with two, the loads take half as long for each product. What a tile costs is counted in an SM's clocks,
-from how fast the arch's tensor cores are beside its shared memory, which no two generations agree on.
+A warp owns some of a tile's 16-row tiles, and each fragment of K and V that it loads serves all of them: with
+two, loads take half as long per product. The cost of a tile is counted in an SM's clocks. It depends on how
+fast the tensor cores are relative to shared memory, which differs between any two generations.
 """
 
 from __future__ import annotations
@@ -26,53 +27,53 @@ from cufa.rounding import round_up
 
 T = TypeVar("T", bound=TileSizes)
 
-# Rows of the left operand of one mma, columns of its right one, and the depth of a step of a product.
+# Rows of an mma's left operand, columns of its right one, and the depth of a step of a product.
 MMA_M, MMA_N, MMA_K = 16, 8, 16
-# Tiles are aligned to what shared memory gives at once, and so is the kernels' struct of them. By how much
-# a row is padded that is not a power of two of these lines (MmaTile in mma_tiles.cuh).
+# Tiles, and the kernels' struct of them, are aligned to what shared memory delivers at once. Rows are padded
+# unless they are a power of two of these lines (MmaTile in mma_tiles.cuh).
 LINE_BYTES = 128
 ROW_PADDING_BYTES = 16
-# How many warps may share rows.
+# The most warps that may share rows.
 MAX_SPLIT = 4
 
-# Multiply-adds of 16-bit types with float32 sums that an SM does in a clock by mma.sync: the data sheets'
-# dense rates over SMs and clock. Data-centre chips have four times what the others have.
+# Multiply-adds per clock and SM by mma.sync, 16-bit types with float32 sums: the data sheets' dense rates
+# over SMs and clock. Data-centre chips have four times the rate of the others.
 MULTIPLY_ADDS_PER_CLOCK = {(8, 0): 1024, (8, 7): 1024, (9, 0): 1024, (10, 0): 1024, (10, 3): 1024}
 OTHER_MULTIPLY_ADDS_PER_CLOCK = 256
-# Bytes that an SM loads from shared memory in a clock.
+# Bytes per clock that an SM loads from shared memory.
 SMEM_BYTES_PER_CLOCK = 128
-# Bytes that an SM gets from the L2 cache in a clock, about the same on every chip.
+# Bytes per clock that an SM gets from the L2 cache, about the same on every chip.
 L2_BYTES_PER_CLOCK = 32
-# Instructions of a warp that an SM issues in a clock.
+# Warp instructions that an SM issues per clock.
 ISSUED_PER_CLOCK = 4
-# Instructions for a score of a lane.
+# Instructions per score of a lane.
 INSTRUCTIONS_PER_SCORE = 6
 REGISTER_BYTES = 4
-# From which compute capability on warps can wait for parts of a block's work (mbarrier.try_wait).
+# The first compute capability on which warps can wait for parts of a block's work (mbarrier.try_wait).
 FIRST_HANDING_OVER = (9, 0)
-# For the forward's price, in nanoseconds of an H200: until a block's first tiles are there; how long a block
-# that is alone takes for a tile of scores, beside its clocks and for each; and what an SM has to do for each
-# clock, and for each row and each score beside. Rows of more than ROW_DIMS take longer where tiles are large.
+# For the forward's price, in nanoseconds on an H200: the time until a block's first tiles have arrived; the
+# time of a lone block for a tile of scores, fixed and per clock; and an SM's work per clock, and further per
+# row and per score. Rows of more than ROW_DIMS take longer if tiles are large.
 START = 3000
 TILE_LATENCY, LATENCY_OF_CLOCK = 1150, 0.13
 CLOCK_TIME, ROW_TIME, SCORE_TIME = 0.313, 12.5, 0.012
 ROW_DIMS, LARGE_BLOCK_M = 64, 64
 H200 = Device.of("sm_90a")
-# Registers that features take which work on each score, for each score of a lane: without them ptxas was
-# seen to spill hundreds of bytes.
+# Registers per score of a lane for features that work on each score; without them, ptxas spilled hundreds of
+# bytes.
 FEATURE_REGISTERS_PER_SCORE = 0.5
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a type of elements costs on tensor cores.
+    """The cost of an element type on tensor cores.
 
-    Bytes of an element and of a sum; clocks of a product, in those of 16-bit types; how deep a step of one
-    is; and instructions beside the products, in the time of a float32 addition: for each element that a lane
-    loads as an operand, and for each score. The overheads are registers beside the sums: operands, addresses,
-    the softmax's state. There may be tables of powers of 2 in shared memory. Whether the forward's copies
-    cost nothing, since the products beside them take much longer. How many times as long a forward takes on
-    an H200 as all that says.
+    Bytes of an element and of a sum; clocks of a product, relative to 16-bit types; the depth of a step of a
+    product; and instructions besides the products, in the time of a float32 addition: per element that a lane
+    loads as an operand, and per score. The overheads are registers besides the sums: operands, addresses, the
+    softmax's state. Shared memory may hold tables of powers of 2. One flag says whether the forward's copies
+    are free, since its products take much longer. The last is a measured factor on the forward's estimated
+    time on an H200.
     """
 
     item_bytes: int
@@ -97,16 +98,16 @@ class Arithmetic:
         return round_up(rows * row_bytes, LINE_BYTES)
 
     def registers(self, sums: int) -> int:
-        """Registers that so many sums take."""
+        """Registers that this many sums take."""
         return sums * self.sum_bytes // REGISTER_BYTES
 
 
 HALF = Arithmetic(item_bytes=2, sum_bytes=4, product_clocks=1, forward_overhead=62, backward_overhead=62)
-# Made 16 bits on their way to the products.
+# Converted to 16 bits on the way to the products.
 BYTE = Arithmetic(
     item_bytes=1, sum_bytes=4, product_clocks=1, forward_overhead=62, backward_overhead=62, depth=2 * MMA_K
 )
-# An mma has half the depth of those of 16-bit types.
+# An mma has half the depth of one for 16-bit types.
 TF32 = Arithmetic(
     item_bytes=4,
     sum_bytes=4,
@@ -116,7 +117,7 @@ TF32 = Arithmetic(
     instructions_per_operand=1,
     measured=0.92,
 )
-# Three of them, and an operand is split in two: four instructions, two of them at half the rate.
+# Three of them, and each operand is split in two: four instructions, two of them at half the rate.
 SINGLE = Arithmetic(
     item_bytes=4,
     sum_bytes=4,
@@ -126,8 +127,8 @@ SINGLE = Arithmetic(
     instructions_per_operand=6,
     measured=1.3,
 )
-# On an H200; the other chips with such tensor cores have half as fast ones. An SM has half as many lanes for
-# float64, and 2^x takes 16 instructions there.
+# On an H200; the other chips with float64 tensor cores have half as fast ones. An SM has half as many lanes
+# for float64, and 2^x takes 16 instructions there.
 DOUBLE = Arithmetic(
     item_bytes=8,
     sum_bytes=8,
@@ -142,7 +143,7 @@ DOUBLE = Arithmetic(
 
 
 def arithmetic_of(problem: Problem) -> Arithmetic:
-    """How tensor cores compute with the problem's keys and values."""
+    """The arithmetic of tensor cores for the problem's keys and values."""
     if problem.dtype == "float64":
         return DOUBLE
     if problem.dtype == "float32":
@@ -153,15 +154,15 @@ def arithmetic_of(problem: Problem) -> Arithmetic:
 def hands_over_keys(problem: Problem, device: Device) -> bool:
     """Whether the forward's warps hand K and V on (handover.cuh) instead of meeting at barriers.
 
-    The products of float64 take so long that a warp alone, at its softmax, leaves others all of the tensor
-    cores.
+    float64 products take so long that while one warp computes its softmax, the others keep the tensor cores
+    busy.
     """
     return problem.dtype == "float64" and device.arch.capability >= FIRST_HANDING_OVER
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The sizes of the forward; `split` is how many warps share rows and part the columns of the output."""
+    """The sizes of the forward; `split` warps share rows and divide the columns of the output."""
 
     block_m: int
     block_n: int
@@ -175,11 +176,11 @@ class Tiles:
 
     @property
     def rows(self) -> int:
-        """Rows of a tile that a warp owns, with others if it shares them."""
+        """Rows of a tile that a warp owns, alone or shared."""
         return self.block_m * self.split // self.warps
 
     def columns(self, problem: Problem) -> int:
-        """Those of a warp's output."""
+        """Columns of a warp's output."""
         return round_up(problem.value_dim, MMA_K * self.split) // self.split
 
     def misfit(self) -> str | None:
@@ -198,7 +199,7 @@ class Tiles:
         return f"{self.block_m}x{self.block_n} with {self.threads} threads{split}"
 
 
-# By the bytes of an element: block_m, block_n, threads
+# By the element size in bytes: block_m, block_n, threads
 _WIDE_FORWARD_TILES = (
     Tiles(128, 64, 256),
     Tiles(128, 32, 256),
@@ -228,11 +229,11 @@ FORWARD_TILES = {
         Tiles(16, 16, 32),
     ),
     4: _WIDE_FORWARD_TILES,
-    # At the same price the first is taken: two small blocks do not wait at each other's barriers.
+    # At equal price the first is taken: two small blocks do not wait at each other's barriers.
     8: (Tiles(64, 64, 128), *_WIDE_FORWARD_TILES),
 }
 
-# With more bytes of sums in a row of the output than this, a warp has hardly registers for whole rows.
+# With more bytes of sums in a row of the output than this, a warp barely has registers for whole rows.
 WIDE_ROW_BYTES = 1024
 # block_m, block_n, threads, split
 WIDE_FORWARD_TILES = (
@@ -246,7 +247,7 @@ WIDE_FORWARD_TILES = (
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
-    """`fwd_5_mma`: one launch, a block for each tile of queries."""
+    """`fwd_5_mma`: one launch, with a block for each tile of queries."""
     chosen = _forward_candidates(problem.kind, device).choose(problem, tiles)
     sizes = chosen.tiles
     check_masked_keys(problem, sizes)
@@ -272,9 +273,9 @@ def _forward_candidates(kind: Problem, device: Device) -> Candidates[Tiles]:
 
 
 def price(problem: Problem, device: Device) -> float:
-    """Microseconds that the forward takes, about.
+    """The estimated time of the forward in microseconds.
 
-    What counts is how long a block takes if it is alone, all that SMs have to do, or what must be moved.
+    It is the longest of the time of a lone block, of the work of all SMs, and of moving the data.
     """
     tiles = _forward_candidates(problem.kind, device).choose(problem, {}).tiles
     tile_clocks = _tile_clocks(problem.kind, tiles)
@@ -290,7 +291,7 @@ def price(problem: Problem, device: Device) -> float:
 
 @functools.lru_cache
 def _tile_clocks(kind: Problem, tiles: Tiles) -> float:
-    """What a tile of scores takes an SM of an H200."""
+    """The clocks of an SM of an H200 for a tile of scores."""
     multiply_adds = _forward_cost(kind, H200, tiles).work * tiles.threads
     arithmetic = arithmetic_of(kind)
     clocks_of_one = arithmetic.product_clocks * arithmetic.measured / MULTIPLY_ADDS_PER_CLOCK[9, 0]
@@ -298,7 +299,7 @@ def _tile_clocks(kind: Problem, tiles: Tiles) -> float:
 
 
 def macros_of(problem: Problem, chosen: Choice[T]) -> tuple[Macro, ...]:
-    """Those that the forward and the backward have in common."""
+    """The macros that forward and backward share."""
     return (
         *common_macros(problem),
         *((name.upper(), size) for name, size in sizes_of(chosen.tiles).items()),
@@ -321,7 +322,7 @@ def _forward_cost(problem: Problem, device: Device, tiles: Tiles) -> Cost:
     copied = tiles.block_n * (problem.head_dim + problem.value_dim) * arithmetic.item_bytes
     work = Work(
         multiply_adds=tiles.rows * tiles.block_n * (depth + columns),
-        # Those of Q are read anew for every tile of keys.
+        # Fragments of Q are read again for every tile of keys.
         loaded=tiles.rows * depth + tiles.block_n * (depth + columns),
         scores=tiles.rows * tiles.block_n,
         instructions_per_score=INSTRUCTIONS_PER_SCORE,
@@ -335,9 +336,9 @@ def _forward_cost(problem: Problem, device: Device, tiles: Tiles) -> Cost:
 
 
 def _works_on_scores(problem: Problem) -> bool:
-    """Whether features do something with every score, as against a window, which cuts few tiles.
+    """Whether features do something with every score, unlike a window, which cuts few tiles.
 
-    With 16 bits there are registers for what a mask shows: the same tiles are the fastest with one.
+    With 16 bits there are registers for a mask: the same tiles are fastest with one.
     """
     features = problem.features
     has_arrays = features.bias is not None or (features.mask is not None and problem.itemsize > 2)
@@ -347,10 +348,10 @@ def _works_on_scores(problem: Problem) -> bool:
 
 @dataclass(frozen=True)
 class Work:
-    """What a warp does for one tile of scores.
+    """The work of a warp for one tile of scores.
 
-    Multiply-adds of the tensor cores, elements loaded as operands, scores and the instructions of a lane for
-    one, and the warp's part of the bytes that the block moves between L2 and shared memory.
+    Multiply-adds of the tensor cores, elements loaded as operands, scores, a lane's instructions per score,
+    and the warp's share of the bytes that the block moves between L2 and shared memory.
     """
 
     multiply_adds: int
@@ -360,7 +361,7 @@ class Work:
     l2_bytes: float
 
     def in_multiply_adds(self, arithmetic: Arithmetic, device: Device) -> float:
-        """All of it, in multiply-adds of a thread that take as long."""
+        """All of the work, as the number of a thread's multiply-adds that take as long."""
         rate = MULTIPLY_ADDS_PER_CLOCK.get(device.arch.capability, OTHER_MULTIPLY_ADDS_PER_CLOCK)
         instructions = (
             self.loaded * arithmetic.instructions_per_operand

@@ -27,9 +27,9 @@ from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
 from cufa.problem import Problem, lse_shape
 from cufa.rounding import ceil_div, round_up
 
-# How many tiles of queries a block may hold.
+# The most tiles of queries that a block may hold.
 MAX_STAGES = 2
-# Instructions for a score of a lane.
+# Instructions per score of a lane.
 INSTRUCTIONS_PER_SCORE = 10
 
 
@@ -37,9 +37,9 @@ INSTRUCTIONS_PER_SCORE = 10
 class BackwardTiles:
     """The sizes that the backward is compiled for.
 
-    `stages` are how many tiles of queries it holds, one being worked on; `split` how many warps share rows
-    of keys and part their head dims; `parts` those into which the query heads of a KV head are divided among
-    blocks.
+    `stages` is the number of tiles of queries that a block holds, including the one in work. `split` warps
+    share rows of keys and divide their head dims. `parts` is the number of parts into which the query heads
+    of a KV head are divided among blocks.
     """
 
     block_m: int
@@ -66,17 +66,17 @@ class BackwardTiles:
 
     @property
     def query_parts(self) -> int:
-        """How many warps part the head dims of the same rows of dQ."""
+        """The number of warps that divide the head dims of the same rows of dQ."""
         return self.warps // min(self.warps, self.query_rows)
 
     @property
     def query_rows(self) -> int:
-        """How many parts the rows of dQ come in: tiles of 16 rows, or pairs of them."""
+        """The number of parts of the rows of dQ: tiles of 16 rows, or pairs of them."""
         tiles = self.block_m // MMA_M
         return tiles // 2 if self.split > 1 and tiles > 1 else tiles
 
     def padded(self, dims: int, parts: int) -> int:
-        """Head dims of which each of that many warps has whole fragments."""
+        """Head dims, padded so that each of this many warps has whole fragments."""
         return round_up(dims, MMA_K * parts)
 
     def head(self, problem: Problem) -> int:
@@ -108,7 +108,7 @@ class BackwardTiles:
         return f"{shape}, stages {self.stages}, split {self.split}{parts}"
 
 
-# By the bytes of an element: block_m, block_n, threads, stages, split
+# By the element size in bytes: block_m, block_n, threads, stages, split
 BACKWARD_TILES = {
     2: (
         BackwardTiles(64, 128, 256, 2, 1),
@@ -148,28 +148,29 @@ BACKWARD_TILES = {
     ),
 }
 
-# With more bytes of sums of dK and dV for a key than this, two warps that share rows have too many.
+# With more bytes of sums of dK and dV per key than this, two warps that share rows have too many.
 WIDE_KEY_BYTES = 2816
 WIDE_BACKWARD_TILES = (BackwardTiles(32, 16, 128, 1, 4),)
 
 
-# Two tiles of queries, which warps hand on instead of meeting; where they can, the first choice.
+# Two tiles of queries, which warps hand on instead of meeting; the first choice if they can.
 HANDED_ON_TILES = BackwardTiles(32, 128, 256, 2, 1)
 
 
 def hands_over_queries(problem: Problem, device: Device, tiles: BackwardTiles) -> bool:
-    """Whether the backward's warps hand Q, dO and dS on: as in the forward, if there are two tiles of them.
+    """Whether the backward's warps hand Q, dO and dS on, as in the forward, which needs two tiles of queries.
 
-    Warps that share rows exchange P and dS, and blocks that own queries have no dS to exchange: these meet.
+    Warps that share rows exchange P and dS, and blocks that own queries have no dS to exchange: these use
+    barriers.
     """
     apart = tiles.split == 1 and tiles.stages == MAX_STAGES and not problem.features.deterministic
     return apart and hands_over_keys(problem, device)
 
 
 def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
-    """`bwd_3_mma`: a warp for each row, a block for each tile of keys, a warp for 16 rows.
+    """`bwd_3_mma`: a warp for each row, then a block for each tile of keys, then a warp for 16 rows.
 
-    If deterministic, a block for each tile of queries instead of that warp.
+    If deterministic, the last launch has a block for each tile of queries instead.
     """
     chosen = _backward_candidates(problem.kind, device).choose(problem, tiles)
     if "parts" not in tiles:
@@ -182,7 +183,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     rows = lse_shape(problem)
     padded_rows = _padded_rows(problem, sizes.block_m)
     key_blocks = problem.kv_heads * row_tiles(problem, problem.seqlen_k, sizes.block_n)
-    # Those that own queries have as many as the others have keys.
+    # Blocks that own queries own as many as the others own keys.
     query_blocks = problem.heads * row_tiles(problem, problem.seqlen_q, sizes.block_n)
     strips = problem.heads * row_tiles(problem, problem.seqlen_q, MMA_M)
     deterministic = problem.features.deterministic
@@ -230,7 +231,7 @@ def _backward_candidates(kind: Problem, device: Device) -> Candidates[BackwardTi
 
 
 def _padded_rows(problem: Problem, block_m: int) -> tuple[int, int]:
-    """Heads, and the rows of each in whole tiles."""
+    """The number of heads, and the rows of each in whole tiles."""
     return problem.heads, counted_row_tiles(problem, problem.seqlen_q, block_m) * block_m
 
 
@@ -238,7 +239,7 @@ def _backward_cost(problem: Problem, device: Device, tiles: BackwardTiles) -> Co
     arithmetic = arithmetic_of(problem)
     head, value = tiles.head(problem), tiles.value(problem)
     m, n = tiles.block_m, tiles.block_n
-    # With one stage P^T is where dS^T will be.
+    # With one stage, P^T is stored where dS^T will be.
     weights = 2 if tiles.split > 1 and tiles.stages > 1 else 1
     smem_bytes = (
         arithmetic.backward_table_bytes

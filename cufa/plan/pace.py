@@ -1,7 +1,7 @@
-"""How long forwards take, and above all those whose blocks stay for many tiles.
+"""Estimated time of forwards, mainly of those whose blocks stay for many tiles.
 
-Blocks take tiles until none are left, so that some have one more than others. Larger tiles hide their softmax
-better, but the one more is then a large tile, and the last of a head may have few rows. Where an SM has
+Blocks take tiles until none are left, so some process one tile more than others. Larger tiles hide their
+softmax better, but then the extra tile is large, and a head's last tile may have few rows. If an SM has
 several blocks, they hide each other's softmax.
 """
 
@@ -19,26 +19,25 @@ from cufa.rounding import ceil_div, round_up
 
 
 class PersistentTiles(TileSizes, Protocol):
-    """The sizes of blocks that stay for many tiles, of which an SM has room for some."""
+    """The sizes of blocks that stay for many tiles."""
 
     @property
     def blocks_per_sm(self) -> int:
-        """That many."""
+        """How many blocks an SM has room for."""
 
 
 T = TypeVar("T", bound=PersistentTiles)
 
-# An SM's share of what an H200 moves between its memory and its SMs.
+# An SM's share of an H200's memory bandwidth.
 BYTES_PER_NS = 32.7
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long a tile of queries takes on an SM of an H200: nanoseconds, of each score and beside those.
+    """The time of a tile of queries on an SM of an H200: nanoseconds per score, and besides those per tile.
 
-    `alone` is how many times as long it takes if the SM has room for several blocks and works on no other.
-    Where one edge of what rows see cuts through tiles that is part of `of_tile`; `of_other_edge` is for the
-    second one, of a window.
+    `alone` is the factor if the SM has room for several blocks but works on only one. If one edge of what
+    rows see cuts through tiles, `of_tile` includes it; `of_other_edge` is for the second edge, of a window.
     """
 
     of_score: float
@@ -47,7 +46,7 @@ class Pace:
     of_other_edge: float = 0
 
     def times(self, factor: float) -> Pace:
-        """One that takes so many times as long."""
+        """A pace that takes `factor` times as long."""
         return replace(
             self,
             of_score=factor * self.of_score,
@@ -63,22 +62,22 @@ def is_cut(problem: Problem) -> bool:
 
 
 def fastest(problem: Problem, device: Device, paces: Mapping[T, Pace]) -> tuple[T, float]:
-    """The tiles with which all SMs are done first, and when that is."""
+    """The tiles with which all SMs finish first, and that time."""
     times = {tiles: time(problem, device, tiles, pace) for tiles, pace in paces.items()}
     return min(times.items(), key=operator.itemgetter(1))
 
 
 def time(problem: Problem, device: Device, tiles: PersistentTiles, pace: Pace) -> float:
-    """Nanoseconds until all SMs are done."""
+    """Nanoseconds until all SMs finish."""
     keys = seen_keys(problem, tiles)
     count = query_tiles(problem, tiles)
     longest: float = 1
     if problem.causal and problem.features.window == (None, None) and keys > 0:
         longest = most_keys(problem, tiles) / keys
-    # Tiles of many lengths come the longest first: the others end when those do, unless all are about as long
-    # and some SMs have one more.
+    # Tiles have different lengths, longest first. The others end with the longest, unless all are about as
+    # long and some SMs have one more.
     shortest = max(0, 2 - longest)
-    # Of an SM's blocks, those of the longest tile and of the ones that begin beside it.
+    # Of an SM's blocks: the length of the longest tile and of those that start with it.
     ranks = (block * device.sm_count for block in range(tiles.blocks_per_sm))
     first, *others = (_length(rank, count, longest, shortest) for rank in ranks)
     second = others[0] if others else 0
@@ -90,16 +89,16 @@ def time(problem: Problem, device: Device, tiles: PersistentTiles, pace: Pace) -
 
 
 def _length(rank: int, count: int, longest: float, shortest: float) -> float:
-    """That of the tile which so many longer ones come before, or 0 if there is none."""
+    """The length of the tile after `rank` longer ones; 0 if there is none."""
     return longest - (longest - shortest) * rank / count if rank < count else 0
 
 
 def seen_keys(problem: Problem, tiles: TileSizes) -> float:
-    """How many keys a tile of queries looks at on average, in whole tiles."""
+    """The average number of keys that a tile of queries looks at, in whole tiles."""
     keys = _keys(problem)
     rows = problem.seqlen_q // problem.packed_sequences
     if is_cut(problem) and rows:
-        # At each edge of what rows see, one sees that much more than another, and tiles half of one more.
+        # At each edge, rows of a tile end up to block_m keys apart, and whole tiles add half a tile of keys.
         edges = _edges(problem)
         seen = problem.visible_scores / rows + edges * tiles.block_m / 2
         if seen < keys:
@@ -108,24 +107,24 @@ def seen_keys(problem: Problem, tiles: TileSizes) -> float:
 
 
 def most_keys(problem: Problem, tiles: TileSizes) -> float:
-    """The same of the tile that looks at most."""
+    """The number of keys for the tile that looks at the most."""
     if problem.features.window != (None, None):
         return seen_keys(problem, tiles)
     return round_up(_keys(problem), tiles.block_n)
 
 
 def _edges(problem: Problem) -> int:
-    """How many edges what rows see has, where it has any."""
+    """The number of edges of what rows see, if there are any."""
     return 2 if problem.features.window != (None, None) else 1
 
 
 def _keys(problem: Problem) -> int:
-    """Those of one sequence."""
+    """The keys of one sequence."""
     return problem.seqlen_k // problem.packed_sequences
 
 
 def memory_time(problem: Problem, device: Device) -> float:
-    """Nanoseconds that it takes at least to read Q, K and V and to write O."""
+    """The least time in nanoseconds to read Q, K and V and to write O."""
     sequences = 1 if problem.features.packed else problem.batch
     rows = problem.heads * problem.seqlen_q + problem.kv_heads * problem.seqlen_k
     row_bytes = (problem.head_dim + problem.value_dim) * problem.itemsize

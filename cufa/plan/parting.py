@@ -1,10 +1,10 @@
-"""Keys of a tile of queries that are parted among blocks, so that all SMs are done at about the same time.
+"""Splits the keys of some tiles of queries among blocks, so that all SMs finish at about the same time.
 
 Blocks take tiles of queries until none are left. In the last round some SMs have none: with 1,376 tiles for
-132 SMs, 76 are idle in the eleventh round. And under a causal mask the last queries of few heads take longer
-than all SMs together need. So the keys of such tiles are parted: each block leaves what it found, and the
-block with the last part joins it (hopper/forward/key_parts.cuh). As in stream-K (Osama et al. 2023), but in
-equal parts.
+132 SMs, 76 are idle in the eleventh round. Under a causal mask with few heads, the last queries take longer
+than all SMs together need. So the keys of such tiles are split into parts. Each block leaves its result, and
+the block with the last part merges them (hopper/forward/key_parts.cuh). This is like stream-K (Osama et al.
+2023), but with equal parts.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from cufa.rounding import ceil_div
 
 T = TypeVar("T", bound=TileSizes)
 
-# Into how many parts a tile is worth being parted, at most.
+# The most parts that are worth splitting a tile into.
 MOST_PARTS = 4
-# Nanoseconds on an H200. A part is written in float32, and another block reads it: so much for each byte, and
-# so much for waiting. And what a call takes until counts are 0.
+# Nanoseconds on an H200. A part is written in float32 and read by another block: time per byte, and time to
+# wait per part. Then the time of a call until counters are 0.
 OF_PART_BYTE, OF_PART, CLEARING = 0.055, 1200, 2000
 ACCUMULATOR_BYTES = 4
-# What parts must gain, and more of them over fewer: it is an estimate, and they take memory.
+# The gain that parts, and more parts over fewer, must have: times are estimates, and parts take memory.
 WORTH_IT, MORE_ARE_WORTH_IT = 0.99, 0.97
 
 
 def unsuited(problem: Problem, tiles: TileSizes, parts: int) -> str | None:
-    """None if keys can be parted so, else the reason."""
+    """None if keys can be split like this, else the reason."""
     features = problem.features
     if features.packed or features.seqused_k or features.page_size:
         return "keys are parted where the lengths of sequences are known beforehand"
@@ -50,9 +50,10 @@ def unsuited(problem: Problem, tiles: TileSizes, parts: int) -> str | None:
 
 
 def parting_of(problem: Problem, tiles: TileSizes, parts: int, blocks: int) -> Parting:
-    """What is handed out to so many blocks, if the longest tile of those that are parted is in `parts` parts.
+    """The work items for this many blocks, if the longest split tile has `parts` parts.
 
-    Under a causal mask all are, and the longest parts come first, else those of the last round.
+    Under a causal mask all tiles are split, and the longest parts come first. Otherwise only tiles of the
+    last round are.
     """
     if not problem.causal:
         left = query_tiles(problem, tiles) % blocks
@@ -66,7 +67,7 @@ def parting_of(problem: Problem, tiles: TileSizes, parts: int, blocks: int) -> P
         for tile, (keys, count, first) in enumerate(zip(key_tiles, in_parts, firsts, strict=False))
         for part in range(count)
     ]
-    # Parts of a tile stay in their order: the last one's block waits for the others.
+    # Parts of a tile stay in order, since the last part's block waits for the others.
     in_order = sorted(places, key=lambda place: (-place[0], -place[1][0]))
     heads = problem.batch * problem.heads
     return Parting(0, parts, heads * len(places), tuple(place for _, place in in_order))
@@ -75,7 +76,7 @@ def parting_of(problem: Problem, tiles: TileSizes, parts: int, blocks: int) -> P
 def fastest(
     problem: Problem, device: Device, paces: Mapping[T, Pace], least: float
 ) -> tuple[T, int, float] | None:
-    """The tiles and in how many parts they are done first, and when that is; None if `least` is as good."""
+    """The tiles and number of parts that finish first, and that time; None if `least` is as good."""
     best = None
     for tiles, pace in paces.items():
         key_tiles = _key_tiles(problem, tiles)
@@ -91,13 +92,13 @@ def fastest(
 
 
 def _time(problem: Problem, tiles: TileSizes, pace: Pace, parts: int, blocks: int) -> float:
-    """Nanoseconds until all blocks are done then."""
+    """Nanoseconds until all blocks finish."""
     key_tiles = _key_tiles(problem, tiles)
     of_key_tile = tiles.block_m * tiles.block_n * pace.of_score
     of_part = OF_PART + OF_PART_BYTE * tiles.block_m * problem.value_dim * ACCUMULATOR_BYTES
 
     def time_of(keys: int, count: int) -> float:
-        """Of one of so many parts of so many tiles of keys."""
+        """The time of one of `count` parts of `keys` tiles of keys."""
         return ceil_div(keys, count) * of_key_tile + pace.of_tile + of_part * (count > 1)
 
     if not problem.causal:
@@ -112,20 +113,20 @@ def _time(problem: Problem, tiles: TileSizes, pace: Pace, parts: int, blocks: in
     of_head.sort(reverse=True)
     heads = problem.batch * problem.heads
     least = max(heads * sum(of_head) / blocks, of_head[0])
-    if heads * len(of_head) > blocks:  # of those that come first, two are one block's
+    if heads * len(of_head) > blocks:  # some block has two of the first items
         least = max(least, of_head[(blocks - 1) // heads] + of_head[blocks // heads])
     return CLEARING + least
 
 
 def _time_of_all(problem: Problem, tiles: TileSizes, pace: Pace, key_tiles: list[int]) -> float:
-    """What all tiles take together if none is parted."""
+    """The time of all tiles together if none is split."""
     of_key_tile = tiles.block_m * tiles.block_n * pace.of_score
     of_head = sum(key_tiles) * of_key_tile + len(key_tiles) * pace.of_tile
     return problem.batch * problem.heads * of_head
 
 
 def _key_tiles(problem: Problem, tiles: TileSizes) -> list[int]:
-    """How many tiles of keys each tile of a head's queries looks at."""
+    """The number of tiles of keys that each tile of a head's queries looks at."""
     count = ceil_div(problem.seqlen_q, tiles.block_m)
     if not problem.causal:
         return [ceil_div(problem.seqlen_k, tiles.block_n)] * count
@@ -135,6 +136,6 @@ def _key_tiles(problem: Problem, tiles: TileSizes) -> list[int]:
 
 
 def _in_parts(key_tiles: list[int], parts: int) -> list[int]:
-    """In how many parts each of those is under a causal mask: none is longer than the longest tile's."""
+    """The number of parts of each tile under a causal mask; no part is longer than the longest tile's."""
     most = max(1, ceil_div(max(key_tiles, default=0), parts))
     return [max(1, ceil_div(keys, most)) for keys in key_tiles]

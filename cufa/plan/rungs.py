@@ -1,4 +1,4 @@
-"""Which rung takes a problem: the last that suits it or, where plans say what they cost, the cheapest."""
+"""Chooses the rung for a problem: the last that supports it or, if plans estimate costs, the cheapest."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from cufa.kernels import Kernel, kernel_named, verdicts
 from cufa.plan import float32, fp8, mma, split_kv, wgmma
 from cufa.problem import Problem
 
-# How many microseconds a plan takes on an H200, about, beside what every launch takes. Other GPUs are taken
-# for one with as many SMs as they have: what counts is which price is the lowest.
+# Estimated microseconds of a plan on an H200, besides what every launch takes. Other GPUs count as an H200
+# with their number of SMs: what matters is which price is lowest.
 PRICES: Mapping[str, Callable[[Problem, Device], float]] = {
     "fwd_5_mma": mma.price,
     "fwd_6_wgmma": wgmma.price,
@@ -23,13 +23,13 @@ PRICES: Mapping[str, Callable[[Problem, Device], float]] = {
 def best_kernel(problem: Problem, device: Device) -> Kernel:
     """The rung for a problem.
 
-    Raises ValueError if none supports it, with the reason of each rung that takes the dtype.
+    Raises ValueError if none supports it, with the reason of each rung that supports the dtype.
     """
     return best_kernel_and_why(problem, device)[0]
 
 
 def best_kernel_and_why(problem: Problem, device: Device) -> tuple[Kernel, tuple[str, ...]]:
-    """The same, with a sentence about it and about each later one that was passed over."""
+    """The same, with a sentence about it and about each later rung that was passed over."""
     reasons = verdicts(problem, device)
     suited = [name for name, reason in reasons.items() if reason is None]
     best, how = suited[-1], "the last rung that supports this call"

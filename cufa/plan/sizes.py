@@ -1,4 +1,4 @@
-"""The arithmetic that the host and the kernels must agree on. The kernels assert each of these sizes."""
+"""Sizes that the host and the kernels must agree on. The kernels assert each of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ROTARY_PARAMS_BYTES = 120
 QUANTIZE_PARAMS_BYTES = 104
 
 
-# Parts of a head's tiles of which there may be a list (PartPlace), and what one takes in it.
+# The most parts of a head's tiles that may be listed (PartPlace), and the bytes of each in the list.
 MOST_PARTS_OF_HEAD, PART_PLACE_BYTES = 192, 4
 
 
 def params_bytes(problem: Problem, parting: Parting = NOT_PARTED) -> int:
-    """The size of ForwardParams or BackwardParams, with the arrays that functions of the caller's read."""
+    """The size of ForwardParams or BackwardParams, including the arrays that the caller's functions read."""
     plain = FORWARD_PARAMS_BYTES if problem.direction == "forward" else BACKWARD_PARAMS_BYTES
     of_parts = MOST_PARTS_OF_HEAD * PART_PLACE_BYTES if parting.places else 0
     return plain + problem.features.mod_array_bytes + of_parts
@@ -31,7 +31,7 @@ VECTOR_BYTES = 16
 
 
 def common_macros(problem: Problem, parting: Parting = NOT_PARTED) -> tuple[Macro, ...]:
-    """What config.cuh asks for."""
+    """The macros that config.cuh needs."""
     return (
         ("SCALAR", problem.dtype),
         ("KEY_SCALAR", problem.key_dtype),
@@ -44,7 +44,7 @@ def common_macros(problem: Problem, parting: Parting = NOT_PARTED) -> tuple[Macr
 
 
 def feature_macros(features: Features, parting: Parting = NOT_PARTED) -> tuple[Macro, ...]:
-    """Those of config.cuh that say which features are compiled, and whether keys are parted."""
+    """The macros of config.cuh for compiled-in features, and whether keys are split."""
     return (
         ("WINDOW", features.window != (None, None)),
         ("SOFTCAP", features.softcap),

@@ -1,7 +1,7 @@
-"""Plans for `fwd_8_split_kv`: into how many parts the keys are split.
+"""Plans for `fwd_8_split_kv`: the number of parts that the keys are split into.
 
-What takes time is to read K and V. Few blocks cannot use all of the GPU's bandwidth; each wave of them adds
-the time until its first tiles are there, and parts must be merged.
+Reading K and V takes most of the time. Few blocks cannot use the GPU's full bandwidth. Each wave of blocks
+adds the time until its first tiles arrive, and parts must be merged.
 """
 
 from __future__ import annotations
@@ -22,28 +22,27 @@ from cufa.plan.sizes import FORWARD_PARAMS_BYTES, common_macros
 from cufa.problem import FLOAT8, MAX_EXTENT, Problem, lse_shape
 from cufa.rounding import ceil_div, round_up
 
-# Rows that a block may have; K and V are read again for more. Of more than the first of these each warp has
-# twice as many, so that what it loads of K and V serves both its 16-row tiles.
+# Rows of a block; with more rows, K and V are read again. Above the first number, each warp has twice as many
+# rows, so that each load of K and V serves both its 16-row tiles.
 BLOCK_M, MAX_BLOCK_M = 64, 128
 MIN_STAGES, MAX_STAGES = 2, 4
-# Each has a barrier, of which there are 16.
+# Each team has one of the 16 barriers.
 MAX_TEAMS = 8
-# Keys of as many bytes or more come in smaller tiles.
+# Keys of this many bytes or more come in smaller tiles.
 WIDE_KEY_BYTES = 512
-# What was fastest on an H200.
+# The fastest on an H200.
 THREADS, BLOCKS_PER_SM = 128, 2
-# Of the second launch, which merges: the threads of a block, and how many blocks merge a tile whose keys were
-# shared out.
+# Of the second launch, which merges: threads of a block, and blocks per tile whose keys were shared out.
 MERGE_THREADS, MERGE_BLOCKS = 256, 4
-# The part of a row that a block leaves: its sums in float32, and two more in as much as is read at once.
+# A block leaves a part of a row: its sums in float32, and two more, padded to one vector access.
 PART_ALIGNMENT = 16
-# What else takes time, in the bytes that an SM's share of the bandwidth brings in it: until a block's first
-# tiles are there, by the rows of a warp; the second launch; and each part of a row that it merges, at least,
-# or else as many times that part's bytes. How many blocks for an SM use all of the bandwidth, and which part
-# of the time counts that some SMs have more blocks than others have. For how many rows an SM's products take
-# as long as its keys, by the bytes of an element and the rows of a warp; as many bytes of a key take them as
-# long as the softmax; and how much longer all that takes a block that has the SM to itself than half of two.
-# As measured on an H200.
+# Other costs, measured on an H200. As the bytes that an SM's share of the bandwidth brings in that time:
+# START_BYTES until a block's first tiles arrive, by the rows of a warp; MERGE_BYTES for the second launch;
+# for each part, MERGED_PART_BYTES or, if more, PASSES_OVER_PARTS times its bytes per SM. BLOCKS_FOR_BANDWIDTH
+# blocks per SM use the full bandwidth. UNEVENNESS is how much it counts that some SMs have more blocks than
+# others. With ROWS_FOR_BANDWIDTH rows, by the element size and the rows of a warp, an SM's products take as
+# long as reading its keys. The softmax takes as long as the products of SCORE_BYTES of a key. A block that
+# has an SM to itself takes LONE_BLOCK_COST times as long for both as half of two blocks.
 START_BYTES = {MMA_M: 72 * 1024, 2 * MMA_M: 320 * 1024}
 MERGE_BYTES = 80 * 1024
 MERGED_PART_BYTES = 1024
@@ -53,34 +52,34 @@ UNEVENNESS = 0.15
 ROWS_FOR_BANDWIDTH = {2: {MMA_M: 64, 2 * MMA_M: 85}, 1: {MMA_M: 43, 2 * MMA_M: 41}}
 SCORE_BYTES = 96
 LONE_BLOCK_COST = 1.5
-# How much longer few bytes of a key take if a tile's lie in several pages. Twice as many warps hide that, and
-# the time until a block's first tiles are there is twice as long.
+# The factor on reading keys of few bytes if a tile's keys are in several pages. Twice as many warps hide
+# that, but then the first tiles of a block take twice as long to arrive.
 SEVERAL_PAGES = 1.06
-# The nanoseconds of a call whatever it reads; what the share brings in one; and those that a row of a block
-# takes beside its keys, into however many parts these are split.
+# The nanoseconds of any call; the bytes that an SM's share of the bandwidth brings in one; the nanoseconds of
+# a row of a block besides its keys, however many parts these are split into.
 START = 1500
 BYTES_PER_NS = 36
 ROW_TIME = 60
 MAX_SPLITS = 128
-# What it saves of the time that the tile with most keys takes a block, if keys are shared out evenly; and the
-# nanoseconds that it costs, for each block and for each tile that a block has keys of.
+# Sharing the keys out evenly saves this fraction of a block's time for the tile with the most keys. It costs
+# these nanoseconds per block, and per tile that a block has keys of.
 SAVED_OF_LONGEST = 0.4
 SHARE_TIME, TILE_OF_SHARE_TIME = 5000, 2500
-# What a block of twice as many warps that has an SM to itself reads in a nanosecond, if half of the SMs have
-# none, and the nanoseconds that a tile costs it beside.
+# With half of the SMs, a lone block of twice as many warps on an SM reads this many bytes in a nanosecond.
+# Each tile costs it these nanoseconds besides.
 LONE_BLOCK_BYTES_PER_NS, LONE_TILE_TIME = 65, 5000
-# Registers of a thread beside sums and scores: operands, which 8 bits have more of, addresses, the softmax's
+# Registers of a thread besides sums and scores: operands (more of them for 8 bits), addresses, the softmax's
 # state.
 OVERHEAD_REGISTERS, BYTE_OVERHEAD_REGISTERS = 70, 100
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The sizes that the kernel is compiled for, and how blocks part the keys.
+    """The sizes that the kernel is compiled for, and how blocks divide the keys.
 
-    Each tile's keys are split into `splits` parts; or those of all tiles are shared out evenly among `shares`
-    blocks, if that is more than one. A team is a warp for each 16 rows of `block_m`, or for each 32 of many;
-    it has tiles of `block_n` keys, `stages` of them.
+    Each tile's keys are split into `splits` parts. If `shares` is more than one, the keys of all tiles are
+    instead shared out evenly among that many blocks. A team has a warp for every 16 rows of `block_m`, or
+    for every 32 if there are many, and `stages` tiles of `block_n` keys.
     """
 
     block_m: int
@@ -122,13 +121,13 @@ class Tiles:
 
 @dataclass(frozen=True)
 class ByteTiles(Tiles):
-    """The same of 8 bits, of which more are a step of a product."""
+    """The same for 8 bits, with deeper steps of a product."""
 
     depth: ClassVar[int] = BYTE.depth
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
-    """`fwd_8_split_kv`: a block for each part of the keys of a tile of rows, and a launch that merges them.
+    """`fwd_8_split_kv`: a block for each part of the keys of a tile of rows, then a launch that merges parts.
 
     Raises ValueError if there are more rows than can be counted.
     """
@@ -142,14 +141,14 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
 def beside(problem: Problem, device: Device, typical: Problem, on_half: bool) -> Part:
     """The same for some of the sequences, which are like those of `typical`, beside another launch.
 
-    That has half of the SMs from the beginning if this one is to be `on_half`: it then has a block on each of
-    the others, with twice as many warps.
+    With `on_half`, the other launch has half of the SMs from the beginning. This one then has a block, with
+    twice as many warps, on each of the others.
     """
     best = _fastest(typical, device)
     if on_half:
         best = _best_tiles(typical.kind, device, best.block_m, 2 * THREADS)
     chosen = _chosen(problem, device, best)
-    # What is left out has no parts that could be merged as those of all rows are.
+    # Keys are not split: merging would read parts of all rows, but rows that are left out have none.
     parted = replace(_parted(typical, chosen, device), splits=1)
     if on_half:
         parted = replace(parted, shares=_half(device))
@@ -157,7 +156,7 @@ def beside(problem: Problem, device: Device, typical: Problem, on_half: bool) ->
 
 
 def _half(device: Device) -> int:
-    return max(2, device.sm_count // 2)  # one share would be none
+    return max(2, device.sm_count // 2)  # a single share means no sharing
 
 
 def _fastest(problem: Problem, device: Device) -> Tiles:
@@ -219,18 +218,18 @@ def _parted(problem: Problem, chosen: Choice[Tiles], device: Device) -> Tiles:
 
 
 def _uneven(problem: Problem) -> bool:
-    """Whether only the GPU knows how many keys each of several sequences has."""
+    """Whether there are several sequences and only the GPU knows how many keys each has."""
     return (problem.features.packed or problem.features.seqused_k) and problem.batch > 1
 
 
 def _rounds(problem: Problem, tiles: Tiles) -> int:
-    """In how many rounds, at most, blocks take in the keys of all tiles of rows."""
+    """The most rounds in which blocks read the keys of all tiles of rows."""
     keys = problem.seqlen_k // problem.packed_sequences
     return _row_blocks(problem, tiles.block_m) * ceil_div(keys, tiles.block_n * tiles.teams)
 
 
 def price(problem: Problem, device: Device, like: Problem | None = None) -> float:
-    """Microseconds that the forward takes, about; with the tiles for another problem if there is one."""
+    """The estimated time of the forward in microseconds, with the tiles for `like` if given."""
 
     def time(tiles: Tiles) -> float:
         least, _ = _least_time(problem, tiles, device)
@@ -242,7 +241,7 @@ def price(problem: Problem, device: Device, like: Problem | None = None) -> floa
 
 
 def price_on_half(problem: Problem, device: Device) -> float:
-    """The same if one block on each of half of the SMs shares out the keys."""
+    """The same if half of the SMs, with one block each, share out the keys."""
     blocks = _half(device)
     tiles_of_block = _row_blocks(problem, _fastest(problem, device).block_m) / blocks
     read = _visible_keys(problem) * _key_bytes(problem) / LONE_BLOCK_BYTES_PER_NS
@@ -250,12 +249,12 @@ def price_on_half(problem: Problem, device: Device) -> float:
 
 
 def _rows_of_kv_head(problem: Problem) -> int:
-    """The queries of all heads that share a KV head, of all sequences together if they are packed."""
+    """The queries of all heads that share a KV head; if packed, of all sequences together."""
     return problem.seqlen_q * problem.group
 
 
 def _rows_of_sequence(problem: Problem) -> int:
-    """The same of one sequence; of packed ones, as if all were equally long."""
+    """The same for one sequence; packed sequences count as if all were equally long."""
     return ceil_div(_rows_of_kv_head(problem), problem.packed_sequences)
 
 
@@ -264,12 +263,12 @@ def _row_blocks(problem: Problem, block_m: int) -> int:
 
 
 def _key_bytes(problem: Problem) -> int:
-    """Bytes of K and V of one key."""
+    """Bytes of K and V per key."""
     return (problem.head_dim + problem.value_dim) * problem.key_itemsize
 
 
 def _visible_keys(problem: Problem) -> int:
-    """How many keys a tile of rows sees, of packed sequences as if all were equally long."""
+    """Keys that a tile of rows sees; packed sequences count as if all were equally long."""
     keys = problem.seqlen_k // problem.packed_sequences
     queries = ceil_div(problem.seqlen_q, problem.packed_sequences)
     left, right = problem.features.window
@@ -279,7 +278,7 @@ def _visible_keys(problem: Problem) -> int:
 
 
 def _candidates(problem: Problem, device: Device) -> list[Tiles]:
-    """Tiles for all rows, or if those are many for as many as warps may have of either kind."""
+    """Tiles for all rows; if there are many, for the most rows that warps of either kind may have."""
     rows, kind = _rows_of_sequence(problem), problem.kind
     few = next((m for m in (16, 32) if m >= rows), BLOCK_M)
     wide = _best_tiles(kind, device, MAX_BLOCK_M) if rows > BLOCK_M else None
@@ -294,15 +293,15 @@ def _candidates(problem: Problem, device: Device) -> list[Tiles]:
 
 
 def _in_several_pages(problem: Problem, tiles: Tiles) -> bool:
-    """Whether a tile's keys are, and so few bytes that it takes time."""
+    """Whether a tile's keys are in several pages, and have so few bytes that this takes time."""
     page_size = problem.features.page_size
     return page_size > 0 and page_size % tiles.block_n > 0 and _key_bytes(problem) < WIDE_KEY_BYTES
 
 
 @functools.lru_cache
 def _best_tiles(kind: Problem, device: Device, block_m: int, most_threads: int = THREADS) -> Tiles:
-    """The largest that fit, and as many stages as leave room for the blocks that an SM should have."""
-    # A warp starts the copies of as many bytes whatever the team is.
+    """The largest tiles that fit, with as many stages as leave room for the blocks that an SM should have."""
+    # A warp starts the copies of the same number of bytes for every team size.
     form = ByteTiles if kind.key_dtype == FLOAT8 else Tiles
     keys = min(block_m, BLOCK_M) * (1 if _key_bytes(kind) >= WIDE_KEY_BYTES else 2)
     most_keys = max(keys, form.depth)
@@ -331,7 +330,7 @@ def _best_tiles(kind: Problem, device: Device, block_m: int, most_threads: int =
 
 @functools.lru_cache
 def _least_time(problem: Problem, tiles: Tiles, device: Device) -> tuple[float, int]:
-    """The least time, in bytes of an SM's share of the bandwidth, and in how many parts the keys take it."""
+    """The least time, in bytes of an SM's share of the bandwidth, and the number of parts that takes it."""
     row_blocks = _row_blocks(problem, tiles.block_m)
     blocks_per_sm = _blocks_per_sm(problem.kind, tiles, device)
     bytes_of_row_block = _visible_keys(problem) * _key_bytes(problem)
@@ -366,7 +365,7 @@ def _least_time(problem: Problem, tiles: Tiles, device: Device) -> tuple[float, 
 
     best = time(1), 1
     for splits in range(2, min(rounds, MAX_SPLITS) + 1):
-        # More parts take no less than that, with everything read as evenly as can be.
+        # More parts take at least this, which assumes perfectly even reads.
         if waves_of(splits) * start + of_sm + merge_of(splits) > best[0]:
             break
         best = min(best, (time(splits), splits))
@@ -380,7 +379,7 @@ def _blocks_per_sm(kind: Problem, tiles: Tiles, device: Device) -> int:
 
 
 def _may_overlap(device: Device) -> bool:
-    """Whether a launch may begin while the one before ends."""
+    """Whether a launch may begin before the previous one ends."""
     return device.arch.capability >= FIRST_OVERLAPPING
 
 
@@ -392,7 +391,7 @@ def _part_bytes(problem: Problem) -> int:
 
 def _macros(problem: Problem, chosen: Choice[Tiles], merge_bytes: int, device: Device) -> tuple[Macro, ...]:
     sizes = sizes_of(chosen.tiles)
-    splits, shares = sizes.pop("splits"), sizes.pop("shares")  # how many is for the grid to say
+    splits, shares = sizes.pop("splits"), sizes.pop("shares")  # the grid determines the numbers
     return (
         *common_macros(problem),
         ("OUT_SCALAR", problem.output.name),
@@ -411,7 +410,7 @@ def _macros(problem: Problem, chosen: Choice[Tiles], merge_bytes: int, device: D
 
 
 def _has_next(problem: Problem, tiles: Tiles) -> bool:
-    """Whether a launch follows the first one: that beside it, or the one that merges."""
+    """Whether a launch follows the first one: the one beside it, or the one that merges."""
     return max(tiles.splits, tiles.shares) > 1 or problem.features.most_queries > 0
 
 

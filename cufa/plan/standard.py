@@ -1,4 +1,4 @@
-"""Plans for the naive rungs: one thread for one element, one block for one row of a softmax."""
+"""Plans for the naive rungs (a thread per element, a block per softmax row) and for the helper kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from cufa.rounding import ceil_div
 # Enough warps to hide the latency of loads that are not tiled, and a divisor of every SM's threads.
 THREADS = 256
 WARPS = THREADS // WARP_SIZE
-# Loads of a thread that wait for memory together, where all that it does is read.
+# Loads of a thread that are in flight together, where it only reads.
 _ROWS_TOGETHER = 4
 
 
@@ -102,7 +102,7 @@ def _refuse_tiles(tiles: Mapping[str, int]) -> None:
 
 
 def softmax_launches(dtype: str, passes: int, rows: int, arch: Arch) -> tuple[Variant, tuple[Launch, ...]]:
-    """`softmax`: a block for each row, or for several where there are more rows than a grid has blocks."""
+    """`softmax`: a block for each row, or for several if there are more rows than a grid has blocks."""
     smem_bytes = WARPS * 2 * accumulator_dtype(dtype).itemsize
     macros: tuple[Macro, ...] = (
         *_macros_without_attention(dtype, 1, DTYPES[dtype].itemsize),
@@ -128,7 +128,7 @@ def merge_launches(
 
 @dataclass(frozen=True)
 class Rotation:
-    """What `rotary` is compiled for: the dtypes of x, of cos and of positions, and how x lies."""
+    """What `rotary` is compiled for: the dtypes of x, cos and positions, and how x lies in memory."""
 
     dtype: str
     head_dim: int
@@ -140,13 +140,13 @@ class Rotation:
 
     @property
     def together(self) -> int:
-        """Pairs that a thread turns, or columns that it copies."""
+        """Pairs that a thread rotates, or columns that it copies."""
         itemsize = DTYPES[self.dtype].itemsize
         return math.gcd(self.align_bytes // itemsize, self.rotary_dim // 2, self.head_dim)
 
 
 def rotary_launches(rotation: Rotation, rows: int, arch: Arch) -> tuple[Variant, tuple[Launch, ...]]:
-    """`rotary`: a thread for so many pairs of a row, or columns that stay, as are read at once."""
+    """`rotary`: a thread for as many pairs, or unchanged columns, of a row as it reads at once."""
     macros: tuple[Macro, ...] = (
         *_macros_without_attention(rotation.dtype, rotation.head_dim, rotation.align_bytes),
         ("ROTARY_DIM", rotation.rotary_dim),
@@ -162,7 +162,7 @@ def rotary_launches(rotation: Rotation, rows: int, arch: Arch) -> tuple[Variant,
 
 @dataclass(frozen=True)
 class Quantization:
-    """What `quantize` is compiled for: the dtype of x, how it lies, and how its 8 bits do."""
+    """What `quantize` is compiled for: the dtype of x, and how x and its 8-bit output lie in memory."""
 
     dtype: str
     head_dim: int
@@ -173,28 +173,28 @@ class Quantization:
 
     @property
     def chunk(self) -> int:
-        """Columns that a thread reads at once, and writes if they lie next to each other."""
+        """Columns that a thread reads at once, and writes at once if they are adjacent."""
         read = self.align_bytes // DTYPES[self.dtype].itemsize
         written = read if self.seqlen_contiguous else self.out_align_bytes
         return math.gcd(read, written, self.head_dim)
 
     @property
     def rows(self) -> int:
-        """Tokens of which a thread reads so many: enough to have them on their way together, and, where 8
-        bits of tokens lie next to each other, to write as many bytes at once as it can.
+        """Tokens that a thread reads at once: enough loads in flight and, if tokens are adjacent in the 8-bit
+        output, enough bytes for its widest write.
         """
         return MAX_ALIGN_BYTES if self.seqlen_contiguous else _ROWS_TOGETHER
 
     @property
     def tile_rows(self) -> int:
-        """Tokens of a block, for which its threads read once, or more often if rows are long."""
+        """Tokens of a block; its threads read one chunk each, or several if rows are long."""
         return self.rows * max(1, THREADS * self.chunk // self.head_dim)
 
 
 def quantize_launches(
     quantization: Quantization, measured: bool, batch: int, heads: int, seqlen: int, arch: Arch
 ) -> tuple[Variant, tuple[Launch, ...]]:
-    """`quantize`: a block for each tile of a head's tokens; descales first, if they are to be measured."""
+    """`quantize`: a block for each tile of a head's tokens; if `measured`, descales are computed first."""
     packed, tile_rows = quantization.packed, quantization.tile_rows
     overlaps = arch.capability >= FIRST_OVERLAPPING
     smem_bytes = WARPS * accumulator_dtype(quantization.dtype).itemsize
@@ -211,7 +211,7 @@ def quantize_launches(
         ("SMEM_BYTES", smem_bytes),
         ("PARAMS_BYTES", QUANTIZE_PARAMS_BYTES),
     )
-    # Of packed sequences as many tiles as there may be at most, however long each is.
+    # For packed sequences, the most tiles that any lengths can take.
     tiles = seqlen // tile_rows + batch if packed else batch * ceil_div(seqlen, tile_rows)
     launches = [Launch("convert", heads * tiles, THREADS, overlaps=measured and overlaps)]
     if measured:
@@ -222,7 +222,7 @@ def quantize_launches(
 def _macros_without_attention(
     dtype: str, value_dim: int, align_bytes: int, features: Features = PLAIN
 ) -> tuple[Macro, ...]:
-    """What config.cuh asks for, of a kernel that works on one array's rows."""
+    """The macros that config.cuh needs in a kernel that works on one array's rows."""
     return (
         ("SCALAR", dtype),
         ("KEY_SCALAR", dtype),

@@ -1,10 +1,10 @@
 """Plans for the tiled kernels on CUDA cores: the largest tiles that an SM holds well.
 
-The kernels' threads stand in a grid of `threads / lanes` rows by `lanes` (products.cuh). A thread owns
-block_m / rows queries by block_n / lanes keys of a score tile: the more of both, the more multiply-adds
-each read of shared memory feeds, but the more registers it takes, the fewer warps an SM holds to hide
-the latency of those reads, and the more of a tile may lie outside of a short problem. A small model of
-these counts what a useful multiply-add costs with each of the candidates, and the cheapest is taken.
+The kernels' threads form a grid of `threads / lanes` rows by `lanes` (products.cuh). A thread owns
+block_m / rows queries by block_n / lanes keys of a score tile. With more of both, each read of shared
+memory feeds more multiply-adds. But then a thread needs more registers, an SM holds fewer warps to hide
+the latency of those reads, and more of a tile may lie outside of a short problem. A small model of this
+computes the cost of a useful multiply-add for each candidate, and the cheapest is taken.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from cufa.plan.sizes import (
 from cufa.problem import Problem, lse_shape
 from cufa.rounding import ceil_div, round_up
 
-# What a thread's 16-byte read of shared memory costs, in multiply-adds of float32. With it the model
+# The cost of a thread's 16-byte read of shared memory, in multiply-adds of float32. With it the model
 # predicts the times of 140 combinations of tiles, head dims and dtypes on an H200 within 15 % in four
-# cases of five, and its choice is the fastest candidate or within 10 % of it.
+# cases of five. Its choice is the fastest candidate or within 10 % of it.
 VECTOR_READ_COST = 4
-# Registers for addresses, loop counters and loads in flight, beside the tiles: above what ptxas was seen
+# Registers besides the tiles, for addresses, loop counters and loads in flight: more than ptxas was seen
 # to use on sm_75 to sm_120.
 OVERHEAD_REGISTERS = 72
 
@@ -77,7 +77,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class BackwardTiles(Tiles):
-    """Those of the backward, where each row of the grid also owns keys of the tile."""
+    """The tiles of the backward, where each row of the grid also owns keys of the tile."""
 
     def misfit(self) -> str | None:
         """None if the kernels can be compiled for these tiles, else the reason."""
@@ -104,7 +104,7 @@ FLASH_V2_TILES = (
     Tiles(16, 16, 64, 8),
     Tiles(8, 8, 32, 8),
 )
-# Above this head dim, float64 leaves a thread registers for a single row.
+# Above this head dim, float64 leaves a thread registers for only one row.
 WIDE_HEAD_DIM = 256
 WIDE_TILES = (Tiles(4, 8, 32, 8),)
 BACKWARD_TILES = (
@@ -123,7 +123,7 @@ BACKWARD_TILES = (
 
 
 def flash_v1(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
-    """`fwd_3_flash_v1`: one step for each block of keys, and one if there are none."""
+    """`fwd_3_flash_v1`: one step for each block of keys, and one step if there are no keys."""
     chosen = _choose(problem, device, tiles, FLASH_V1_TILES, _forward_cost)
     rows = (problem.batch, problem.heads, problem.seqlen_q)
     steps = max(1, ceil_div(problem.seqlen_k, chosen.tiles.block_n))
@@ -167,9 +167,9 @@ def _one_launch(entry: str, problem: Problem, chosen: Choice[Tiles]) -> Part:
 
 
 def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
-    """`bwd_2_flash_v2`: a warp for each row, a block for each tile of keys, a warp for each row.
+    """`bwd_2_flash_v2`: a warp for each row, then a block for each tile of keys, then a warp for each row.
 
-    If deterministic, a block for each tile of queries instead of that warp.
+    If deterministic, the last launch has a block for each tile of queries instead.
     """
     chosen = _choose(problem, device, tiles, BACKWARD_TILES, _backward_cost)
     threads, smem_bytes = chosen.tiles.threads, chosen.cost.smem_bytes
@@ -210,7 +210,7 @@ def _choose(
     candidates: Sequence[T],
     cost_of: Callable[[Problem, T], Cost],
 ) -> Choice[T]:
-    """The cheapest of these tiles, or what is asked for."""
+    """The cheapest of these tiles, or the requested ones."""
     return Candidates(device, candidates, partial(cost_of, problem)).choose(problem, overrides)
 
 
@@ -230,7 +230,7 @@ def _output_columns(dims: int, tiles: Tiles, itemsize: int) -> int:
 
 @dataclass(frozen=True)
 class _Work:
-    """What a thread does for one tile of scores: 16-byte reads of shared memory, and multiply-adds."""
+    """The work of a thread for one tile of scores: 16-byte reads of shared memory, and multiply-adds."""
 
     reads: float
     multiply_adds: int
@@ -239,7 +239,7 @@ class _Work:
         return _Work(self.reads + other.reads, self.multiply_adds + other.multiply_adds)
 
     def total(self, itemsize: int) -> float:
-        """In multiply-adds; those of float64 take twice as long as the reads stay the same."""
+        """The work in multiply-adds; in float64 they take twice as long relative to the reads."""
         return self.multiply_adds + VECTOR_READ_COST * 4 / itemsize * self.reads
 
 
@@ -309,7 +309,7 @@ def _backward_cost(problem: Problem, tiles: Tiles) -> Cost:
         + _product_tn(tile_keys, head, tiles.block_m, vector)  # dK
         + _product_nn(rows, head, tiles.block_n, vector)  # dQ
     )
-    # dK and dV are held all the time; S and dP, or a part of dQ, never at once.
+    # dK and dV are held all the time. Only one of S and dP, and a part of dQ, is held at once.
     held = tile_keys * (head + value) + max(2 * rows * keys, rows * head)
     return Cost(smem_bytes, _registers(held, rows + keys, itemsize), work.total(itemsize))
 

@@ -1,8 +1,8 @@
 """Plans for the Hopper kernels: products by warpgroups (wgmma), tiles by the copy engine (TMA).
 
-A block is one warpgroup that copies and one for each 64 rows of its tile that computes. It stays for many
-tiles, so that a grid has no more blocks than run at once. Where sequences are long a block has an SM to
-itself; small blocks that share one hide what each does beside its products.
+A block is one warpgroup that copies (the producer) and one that computes (a consumer) for each 64 rows of its
+tile. It stays for many tiles, so a grid has only as many blocks as run at once. With long sequences a block
+has an SM to itself; small blocks that share an SM hide each other's work besides the products.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 
 WARPGROUP = 128
-# Rows of one wgmma, its depth, and the most columns that it has.
+# Rows of one wgmma, its depth, and its most columns.
 WGMMA_M, WGMMA_K, MAX_WGMMA_N = 64, 16, 256
-# A tile lies in panels of 64 columns; eights of rows are swizzled together and aligned.
+# A tile consists of panels of 64 columns; groups of eight rows are swizzled together and aligned.
 PANEL_COLS, PANEL_ROW_BYTES, SWIZZLE_BYTES = 64, 128, 1024
 BARRIER_BYTES = 8
-# Of a tile of queries, and what is looked up where sequences have lengths of their own.
+# For a tile of queries; and for the lengths that are looked up if each sequence has its own.
 WORK_TILE_BYTES, LENGTHS_BYTES = 16, 16
-# Where keys are parted, which part of a tile of queries it is.
+# If keys are split, the part of a tile of queries.
 PART_OF_KEYS_BYTES = 8
-# What four warps found in a tile of V.
+# The findings of four warps about a tile of V.
 FINDINGS_BYTES = 16
-# Scores of which a word says whether they are seen, and how that and what is before it are aligned.
+# Scores whose visibility a word holds, and a byte; the alignment of these words and of what precedes them.
 WORD_BITS, BYTE_BITS, SEEN_ALIGNMENT = 32, 8, 16
-# What the producer says of a tile of keys, and of values, where it leaves some out.
+# What the producer says about a tile of keys, and of values, if it skips some.
 TILE_LABEL_BYTES = 12
-# setmaxnreg counts in eights; what a warpgroup that copies needs, and the most that a thread can have.
+# setmaxnreg counts in eights; the registers that a producer needs, and the most that a thread can have.
 REGISTER_STEP = 8
 MIN_PRODUCER_REGISTERS = 32
 MAX_CONSUMER_REGISTERS = 240
-# The most beside a producer that looks up more than where a tile lies, and beside one that looks for some of
+# The most for consumers if the producer looks up more than where a tile is, and if it searches for some of
 # the sequences.
 BESIDE_LOOK_UPS, BESIDE_SEARCH = 224, 216
-# Registers of a consumer beside accumulators and weights: addresses, descriptions, the softmax's state.
+# Registers of a consumer besides accumulators and weights: addresses, descriptors, the softmax's state.
 OVERHEAD_REGISTERS = 30
-# Of so many warpgroups that compute, or so many blocks of an SM, threads have no registers to spare.
+# With this many consumers, or blocks per SM, threads have no registers to spare.
 MANY_CONSUMERS = MANY_BLOCKS = 4
-# Part of the L2 cache that the keys and values of heads worked on at the same time may fill.
+# The fraction of the L2 cache that keys and values of heads in work at the same time may fill.
 SECTION_OF_L2 = 3 / 4
 
 
 class Warpgroups:
-    """What a block for `block_m` queries is: a warpgroup that copies, and one for each 64 rows to compute."""
+    """A block for `block_m` queries: one warpgroup that copies, and one that computes for each 64 rows."""
 
     block_m: int
     blocks_per_sm: int = 1
@@ -73,13 +73,13 @@ class Warpgroups:
 
     @property
     def registers_at_start(self) -> int:
-        """What each thread of a block begins with."""
+        """Registers that each thread of a block starts with."""
         of_thread = REGISTERS_PER_SM // (self.threads * self.blocks_per_sm)
         return register_steps(min(MAX_REGISTERS_PER_THREAD, of_thread))
 
     @property
     def consumer_registers(self) -> int:
-        """What a consumer's thread can have once the producer has given up what it does not need."""
+        """Registers a consumer's thread can have after the producer has released what it does not need."""
         given = self.registers_at_start * (self.consumers + 1) - MIN_PRODUCER_REGISTERS
         return min(MAX_CONSUMER_REGISTERS, register_steps(given // self.consumers))
 
@@ -88,8 +88,8 @@ class Warpgroups:
 class Tiles(Warpgroups):
     """The sizes that the kernel is compiled for.
 
-    `stages` are how many tiles of K, and of V, a block holds, `query_stages` how many of Q; `store_cols` how
-    many columns of O it sends out at once. Registers are divided among `blocks_per_sm` blocks.
+    A block holds `stages` tiles of K, and of V, and `query_stages` of Q. It writes `store_cols` columns of O
+    at once. Registers are divided among `blocks_per_sm` blocks.
     """
 
     block_m: int
@@ -101,7 +101,7 @@ class Tiles(Warpgroups):
 
     @property
     def producer_registers(self) -> int:
-        """What the producer's threads keep."""
+        """Registers that the producer's threads keep."""
         left = self.registers_at_start * (self.consumers + 1) - self.consumer_registers * self.consumers
         return min(left, self.registers_at_start)
 
@@ -127,7 +127,7 @@ class Tiles(Warpgroups):
 
 @dataclass(frozen=True)
 class PartedTiles(Tiles):
-    """Those of `fwd_6_wgmma`: the keys of the longest tile of queries may be in several `parts`."""
+    """The tiles of `fwd_6_wgmma`: the keys of the longest tile of queries may be split into `parts`."""
 
     parts: int = 1
 
@@ -141,13 +141,13 @@ class PartedTiles(Tiles):
         return super().__str__() + (f", keys in {self.parts} parts" if self.parts > 1 else "")
 
 
-# For head dims up to each; for the first tiles values may have up to MOST_VALUE_DIM.
+# By largest head dim. The first tiles allow value dims up to MOST_VALUE_DIM.
 WIDE_PACES = {
     192: {Tiles(128, 128, 2, 1, 64): Pace(0.0886, 2930), Tiles(128, 96, 2, 1, 64): Pace(0.113, 2000)},
     256: {Tiles(128, 64, 2, 1, 128): Pace(0.1415, 1790)},
 }
 MOST_VALUE_DIM = 128
-# Those to choose from where all keys are seen.
+# Candidates if all keys are seen.
 PACES = {
     64: {
         Tiles(192, 128, 2, 1, 64): Pace(0.0540, 1210),
@@ -170,7 +170,7 @@ PACES = {
     192: WIDE_PACES[192],
     256: WIDE_PACES[256],
 }
-# Those where a mask cuts through tiles.
+# Candidates if a mask cuts through tiles.
 CUT_PACES = {
     64: {
         Tiles(192, 128, 2, 1, 64): Pace(0.0575, 2100, of_other_edge=2000),
@@ -187,42 +187,43 @@ CUT_PACES = {
     192: WIDE_PACES[192],
     256: WIDE_PACES[256],
 }
-# Of head dims over 64, rows of keys and values whose bytes are no multiple of a sector of the L2 cache are
-# read by half as many requests again. Where a mask cuts through tiles, those of 128 queries then wait for the
-# cache, by this factor longer, and those of 192, which read less, are to be chosen from, too.
+# Above head dim 64, rows of keys and values that do not fill whole sectors of the L2 cache take half as many
+# requests again. If a mask cuts through tiles, tiles of 128 queries then wait for the cache, by this factor.
+# Tiles of 192 queries, which read less, become candidates.
 SECTOR_BYTES = 32
 ODD_ROWS = 1.35
 ODD_ROW_PACES = {128: {Tiles(192, 64, 4, 1, 128): Pace(0.0880, 2270)}}
-# From which head dim on, over PANEL_COLS, those are the small blocks. Of fewer dims, which they take as long
-# for, there are these, without and with a mask that cuts: ptxas would have products of 64 keys wait there.
+# Above PANEL_COLS, the small blocks of those tables are for at least this head dim, since they take as long
+# for fewer dims. For fewer, there are these, without and with a mask that cuts. With such a mask they have 80
+# keys, since ptxas would make products of 64 keys wait.
 LEAST_WIDE_DIM = 120
 FEW_DIMS_PACES: Mapping[bool, Mapping[Tiles, Pace]] = {
     False: {Tiles(64, 64, 2, 1, 64, 2): Pace(0.116, 570, 2)},
     True: {Tiles(64, 80, 2, 1, 64, 2): Pace(0.118, 890, 1.15, 800)},
 }
-# In how many pages a tile of keys may be for three and more warpgroups to leave the producer registers enough
-# to look them up, if all keys are seen.
+# The most pages of a tile of keys for which three or more consumers leave the producer the registers to look
+# them up, if all keys are seen.
 MOST_PAGES = 8
 
-# A bias in float32 takes a register for each score: those of fewer keys, up to head dim 128 and over it.
+# A float32 bias takes a register per score, so tiles have fewer keys: up to head dim 128, and above.
 BIASED_PACES = {
     False: {Tiles(128, 64, 4, 2, 128): PACES[128][Tiles(128, 64, 4, 2, 128)]},
     True: {Tiles(128, 64, 2, 1, 64): Pace(0.12, 2000)},
 }
-# Up to so many head dims there is room for a bias that comes in boxes, in `fwd_6_wgmma` and in `bwd_4_wgmma`.
-# Over head dim 64 these tiles leave it in the former.
+# Up to this head dim, `fwd_6_wgmma` and `bwd_4_wgmma` have room for a bias that comes in boxes; above head
+# dim 64, only with these tiles in `fwd_6_wgmma`.
 MOST_DIMS_OF_BIAS_BOXES = 128
 BIAS_BOX_PACES = {Tiles(128, 128, 2, 1, 128): PACES[128][Tiles(128, 128, 2, 2, 128)]}
-# What part of the time head dims take that a table's have and a call does not.
+# The fraction of a table's pace that scales with the head dim, if a call has fewer dims than the table.
 FASTER_WITHOUT_DIMS = 0.22
-# Until the first tiles are there, in nanoseconds, which takes longer where rows do not see all keys.
+# Nanoseconds until the first tiles arrive; longer if rows do not see all keys.
 START, CUT_START = 3500, 4200
 
 T = TypeVar("T", bound=Tiles)
 
 
 def register_steps(registers: int) -> int:
-    """As many of them as setmaxnreg can count."""
+    """Registers, rounded down to what setmaxnreg can count."""
     return registers // REGISTER_STEP * REGISTER_STEP
 
 
@@ -233,7 +234,7 @@ def lengths_vary(problem: Problem) -> bool:
 
 @functools.lru_cache
 def _candidates(kind: Problem) -> Mapping[Tiles, Pace]:
-    """The tiles that may be the fastest on an H200, and how fast they are."""
+    """Tiles that may be the fastest on an H200, and their paces."""
     dim = max(kind.head_dim, kind.value_dim)
     if PANEL_COLS < dim <= 192 and kind.features.bias_dtype == "float32":
         return BIASED_PACES[dim > 128]
@@ -251,7 +252,7 @@ def _candidates(kind: Problem) -> Mapping[Tiles, Pace]:
     faster = 1 - FASTER_WITHOUT_DIMS * (1 - dim / most)
     paces = {tiles: pace.times(faster) for tiles, pace in paces.items()}
     if least > PANEL_COLS and dim < LEAST_WIDE_DIM:
-        # For half as many queries keys are read twice as often.
+        # With half as many queries, keys are read twice as often.
         paces |= {tiles: pace.times(odd**2) for tiles, pace in FEW_DIMS_PACES[cut].items()}
     return {tiles: pace for tiles, pace in paces.items() if _has_registers(kind, tiles)}
 
@@ -261,7 +262,7 @@ def _has_odd_rows(problem: Problem) -> bool:
 
 
 def price(problem: Problem, device: Device) -> float:
-    """Microseconds that the forward takes, about."""
+    """The estimated time of the forward in microseconds."""
     _, least = _fastest(problem, device)
     start = CUT_START if is_cut(problem) else START
     return (start + max(least, memory_time(problem, device))) / 1000
@@ -269,7 +270,7 @@ def price(problem: Problem, device: Device) -> float:
 
 @functools.lru_cache
 def _fastest(problem: Problem, device: Device) -> tuple[PartedTiles, float]:
-    """The tiles for a problem and how long they take, looked up by the plan of which that was the price."""
+    """The tiles for a problem and their time; cached, since price and plan both need them."""
     candidates = _candidates(problem.kind)
     best, least = fastest(problem, device, candidates)
     parted = {tiles: pace for tiles, pace in candidates.items() if parts_leave_registers(problem, tiles)}
@@ -281,10 +282,10 @@ def _fastest(problem: Problem, device: Device) -> tuple[PartedTiles, float]:
 
 
 def _has_registers(problem: Problem, tiles: Tiles) -> bool:
-    """Whether threads have registers for all that a call asks for beside its products.
+    """Whether threads have registers for everything that a call asks for besides its products.
 
-    The more warpgroups or blocks, the fewer there are for the producer, which has to look up lengths, pages
-    and what is seen; for a bias, for functions of the caller's, and for ALiBi beside another of these.
+    The more consumers or blocks, the fewer registers are left: for the producer, which may look up lengths,
+    pages and masks; for a bias; for the caller's functions; for ALiBi with another of these.
     """
     features = problem.features
     if tiles.blocks_per_sm > 1:
@@ -327,12 +328,12 @@ def has_bias_boxes(problem: Problem) -> bool:
 
 
 def bias_rows_differ(problem: Problem) -> bool:
-    """Whether a bias has a row for each query, not one for all."""
+    """Whether a bias has a row for each query, instead of one for all."""
     return problem.features.bias is not None and problem.features.bias[2] > 1
 
 
 def bias_box(problem: Problem, rows: int, in_boxes: bool) -> tuple[TensorBox, ...]:
-    """That of a tile of the bias with so many rows, if it comes `in_boxes`."""
+    """The box for a tile of the bias with this many rows, if it comes `in_boxes`."""
     return (TensorBox(BIAS, rows if bias_rows_differ(problem) else 1, PANEL_COLS),) * in_boxes
 
 
@@ -345,13 +346,13 @@ def beside(problem: Problem, device: Device, typical: Problem) -> Part:
 def forward(
     problem: Problem, device: Device, tiles: Mapping[str, int], typical: Problem | None = None
 ) -> Part:
-    """`fwd_6_wgmma`: blocks that stay, after a launch that looks at what a mask or a mask_mod shows.
+    """`fwd_6_wgmma`: blocks that stay for many tiles, after a launch that looks at a mask or a mask_mod.
 
     The tiles are those for `typical` if it is given.
     """
     best, _ = _fastest(typical or problem, device)
     if tiles:
-        best = replace(best, parts=1)  # those may not suit others
+        best = replace(best, parts=1)  # other tiles may not allow those parts
     chosen, grid = choose_persistent(problem, device, tiles, best, _forward_cost)
     sizes = chosen.tiles
     if problem.features.mask is not None and sizes.block_n % WORD_BITS:
@@ -372,7 +373,7 @@ def forward(
         seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
         with_bits = has_seen_bits(problem, sizes)
         threads = WARPGROUP if with_bits else sizes.threads
-        blocks = max(1, ceil_div(seen, threads // device.warp_size))  # it counts from 0
+        blocks = max(1, ceil_div(seen, threads // device.warp_size))  # at least one: it resets the counter
         launches = [Launch("seen_tiles", blocks, threads), replace(launches[0], overlaps=with_bits)]
         taken = Scratch("tiles taken", (SEEN_ALIGNMENT // problem.accumulator.itemsize,))
         scratch = (taken, *seen_scratch(problem, seen, SEEN_ALIGNMENT))
@@ -397,10 +398,10 @@ def forward(
 
 
 def _parts_scratch(problem: Problem, tiles: Tiles, parted: Parting) -> tuple[Scratch, ...]:
-    """What key_parts.cuh has in the workspace: counts, then what each warpgroup finds of each part."""
+    """Workspace of key_parts.cuh: counts, then the result of each warpgroup for each part."""
     parts = parted.count - parted.whole
     words = SEEN_ALIGNMENT // problem.accumulator.itemsize
-    # A thread's sums of O, and the maximum and the sum of two rows.
+    # A thread's sums of O, and the maximum and the sum of two rows
     of_thread = round_up(problem.value_dim, WGMMA_K) // 2 + 4
     return (
         Scratch("tiles taken", (words,)),
@@ -410,10 +411,10 @@ def _parts_scratch(problem: Problem, tiles: Tiles, parted: Parting) -> tuple[Scr
 
 
 def has_seen_bits(problem: Problem, tiles: Tiles) -> bool:
-    """Whether each score that a mask or a mask_mod may show has a bit: those of a mask do.
+    """Whether each score has a bit that says if a mask or a mask_mod shows it; for a mask, always.
 
-    For a function it is faster where arrays are read for each score, and done where all bits take no more
-    than the output.
+    For a function, bits are faster if it reads arrays for each score, and are used if all bits take no more
+    memory than the output.
     """
     if problem.features.mask is not None:
         return True
@@ -427,7 +428,7 @@ def has_seen_bits(problem: Problem, tiles: Tiles) -> bool:
 
 
 def box_keys(problem: Problem, tiles: Tiles) -> int:
-    """Keys that one copy brings: a tile, or as many of it as are in one page wherever it begins."""
+    """Keys that one copy brings: a tile, or as many of it as lie in one page wherever it begins."""
     return math.gcd(tiles.block_n, problem.features.page_size)
 
 
@@ -438,9 +439,9 @@ def choose_persistent(
     best: T,
     cost_of: Callable[[Problem, T], Cost],
 ) -> tuple[Choice[T], int]:
-    """The tiles that are best or asked for, and the blocks that share those of queries: all run at once.
+    """The best or requested tiles, and the number of blocks that share the tiles of queries; all run at once.
 
-    Raises ValueError if a thread would need more registers than it has, or there are too many tiles to count.
+    Raises ValueError if a thread would need more registers than it has, or if there are too many tiles.
     """
 
     def as_launched(tiles: T) -> Cost:
@@ -464,9 +465,9 @@ def choose_persistent(
 def forward_macros(
     problem: Problem, device: Device, chosen: Choice[T], maps: int, parted: Parting = NOT_PARTED
 ) -> tuple[Macro, ...]:
-    """What the Hopper forwards are compiled with; `maps` is how many tensor maps they are passed.
+    """The macros of the Hopper forwards; `maps` is the number of tensor maps that they are passed.
 
-    Into how many parts keys are parted, if they are, is not compiled.
+    The number of parts that keys are split into is not compiled in.
     """
     tiles = chosen.tiles
     sizes = {name: size for name, size in sizes_of(tiles).items() if name != "parts"}
@@ -489,17 +490,17 @@ def forward_macros(
 
 
 def passed_bytes(problem: Problem, maps: int, parted: Parting = NOT_PARTED) -> int:
-    """The size of the kernels' Params, with so many tensor maps."""
+    """The size of the kernels' Params with this many tensor maps."""
     return round_up(maps * TENSOR_MAP_BYTES + params_bytes(problem, parted), TENSOR_MAP_ALIGNMENT)
 
 
 def _most_consumer_registers(problem: Problem) -> int:
-    """What a consumer may have for the producer to have enough."""
+    """The most registers that a consumer may have while the producer has enough."""
     features = problem.features
     if features.least_queries:
         return BESIDE_SEARCH
-    # With values of fewer dims, the few words that are spilled for pages take no time; a bias or a score_mod
-    # takes all that consumers have.
+    # With fewer value dims, the few words that are spilled for pages take no time. A bias or a score_mod
+    # needs all registers that consumers can get.
     in_pages = features.page_size > 0 and problem.value_dim > MOST_VALUE_DIM
     asks = features.bias is not None or features.score_mod is not None
     looks_up = in_pages or features.key_mask
@@ -527,7 +528,7 @@ def _forward_cost(problem: Problem, tiles: PartedTiles) -> Cost:
         + PART_OF_KEYS_BYTES * queries * (tiles.parts > 1)
     )
     depth, dims = round_up(problem.head_dim, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
-    # S and O in float32, and P in pairs.
+    # S and O in float32, and P in pairs
     registers = (tiles.block_n + dims) // 2 + tiles.block_n // 4 + OVERHEAD_REGISTERS
     work = tiles.block_m * tiles.block_n * (depth + dims) / tiles.threads
     return Cost(round_up(smem_bytes, SWIZZLE_BYTES), registers, work)

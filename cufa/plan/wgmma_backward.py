@@ -1,9 +1,9 @@
 """Plans for the Hopper backward: a block is a warpgroup that copies and two that compute.
 
-Up to head dim 128 each of the two has 64 keys of the block's 128, and blocks stay for many such tiles of
-keys; over that they share 64 keys and part the head dims. Where many queries see a key, those go through in
-longer tiles, which leave room for one tile of keys, and the copy engine adds to dQ. Where tiles of keys are
-too few for the SMs, a block works for a part of the query heads that share its keys.
+Up to head dim 128, each of the two has 64 of the block's 128 keys, and blocks stay for many tiles of keys.
+Above, they share 64 keys and divide the head dims. If many queries see a key, tiles of queries are longer;
+these leave room for one tile of keys, and the copy engine adds to dQ. If there are too few tiles of keys for
+the SMs, a block works for a part of the query heads that share its keys.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 
 HELPER_THREADS = 256
-# Rows of the tile that they round are that much longer, against bank conflicts.
+# Rows of the tile that helpers round are padded by this much, against bank conflicts.
 ROW_PADDING_BYTES = 16
-# Blocks for each SM in a section of heads whose blocks are of many lengths, or add in order.
+# Blocks per SM in a section of heads whose blocks have different lengths, or add in order.
 SECTION_ROUNDS = 2
-# Of blocks that do so under a causal mask, how many of one head may run at the same time: with more of them
-# short ones wait long for their turns, with fewer each tile of queries is loaded more often.
+# For such blocks under a causal mask: how many of one head may run at the same time. With more, short ones
+# wait long for their turn; with fewer, each tile of queries is loaded more often.
 LEAST_IN_LINE, MOST_IN_LINE, WIDE_MOST_IN_LINE = 4, 4, 16
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What the two kernels differ in, for one call.
+    """What differs between the two kernels, for one call.
 
-    `best` are the tiles that are the fastest, of all heads in one part, `padded_dim_of` is the head dim of
-    dQ's sums; a block `stays` for many tiles of keys or has one; with `bias_boxes` the copy engine brings the
+    `best` are the fastest tiles, with all heads in one part. `padded_dim_of` gives the head dim of dQ's sums.
+    A block `stays` for many tiles of keys, or has only one. With `bias_boxes` the copy engine brings the
     bias.
     """
 
@@ -74,7 +74,7 @@ class _Kind:
 
 
 def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
-    """`bwd_4_wgmma`: a block for each tile of queries, for one or more of keys, for each of queries."""
+    """`bwd_4_wgmma`: blocks for tiles of queries, for one or more tiles of keys, and for tiles of queries."""
     dim = max(problem.head_dim, problem.value_dim)
     short = next(tiles for limit, tiles in TILES.items() if dim <= limit)
     best = LONG_TILES if has_long_tiles(problem) else short
@@ -108,7 +108,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
 
 
 def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
-    """`bwd_5_wgmma_wide`: as `bwd_4_wgmma`."""
+    """`bwd_5_wgmma_wide`: launches as in `bwd_4_wgmma`."""
     kind = _Kind(
         best=WIDE_TILES,
         adding_of=lambda tiles: way_of_adding(problem, device, WIDE_TILES, tiles.parts),
@@ -116,7 +116,7 @@ def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
         stays=False,
         bias_boxes=problem.bias_boxes,
         cost_of=lambda tiles: wide_cost(problem, tiles),
-        own_macros=lambda _: (("SCORES_TOGETHER", False),),  # a warpgroup has S, the other dP
+        own_macros=lambda _: (("SCORES_TOGETHER", False),),  # one warpgroup has S, the other dP
     )
     return _plan(problem, device, tiles, kind)
 
@@ -131,7 +131,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
     check_tiles(problem, tiles, kind.best, chosen.cost.registers)
     query_blocks = query_tiles(problem, tiles)
     query_parts = problem.heads * counted_row_tiles(problem, problem.seqlen_q, tiles.block_m)
-    # Tiles of more queries leave a thread no registers for that.
+    # Tiles of more queries leave a thread no registers to round dQ.
     may_round = kind.stays and tiles.block_m <= PANEL_COLS
     rounds = may_round and (adding is Adding.ALONE or few_add(problem, kind.best))
     round_smem_bytes = tiles.block_m * (padded_dim * problem.itemsize + ROW_PADDING_BYTES)
@@ -140,7 +140,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
     to_take = _tiles_of_keys(problem, adding, tiles)
     key_blocks = min(to_take, device.sm_count) if kind.stays else to_take
     counters = kind.stays * min(1, query_blocks + to_take + problem.features.array_sums)
-    row_blocks = max(query_blocks, counters)  # they also set the counter to 0, and sums of arrays
+    row_blocks = max(query_blocks, counters)  # they also zero the counter and the sums of arrays
     round_blocks = (not rounds) * query_blocks
     overlaps = row_blocks > 0
     seen = seen_tiles(problem, tiles.block_m, tiles.block_n)
@@ -193,7 +193,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
 
 
 def _tiles_of_keys(problem: Problem, adding: Adding, tiles: Tiles) -> int:
-    """How many tiles of keys, or whole heads, blocks take."""
+    """The number of work items that blocks take: tiles of keys, or whole heads."""
     heads = problem.kv_heads * tiles.parts
     if adding is Adding.ALONE:
         return problem.batch * heads * min(1, problem.seqlen_k)
@@ -208,7 +208,7 @@ def _boxes(problem: Problem, tiles: Tiles, bias_boxes: bool) -> tuple[TensorBox,
 
 
 def _section_macros(device: Device, stays: bool) -> tuple[Macro, ...]:
-    """Of how many heads blocks run together."""
+    """The macros for how many heads blocks work on together."""
     most_in_line = MOST_IN_LINE if stays else WIDE_MOST_IN_LINE
     return (
         ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),

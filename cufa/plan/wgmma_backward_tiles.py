@@ -1,4 +1,4 @@
-"""Tiles of the Hopper backward: which are the best, and what they take."""
+"""Tiles of the Hopper backward: which are the best, and what they cost."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from cufa.rounding import ceil_div, round_up
 CONSUMERS = 2
 THREADS = (CONSUMERS + 1) * WARPGROUP
 SUM_BYTES = 4
-# Tiles of keys that a block holds if it stays for many, and if they fit; and what says which each is: batch,
+# The tiles of keys that a block holds if it stays for many and they fit; the bytes that identify one: batch,
 # head, first key.
 MOST_KEY_STAGES = 2
 KEY_WORK_BYTES = 12
-# What says where the content of an outbox goes.
+# The bytes that say where an outbox's content goes.
 LABEL_BYTES = 32
-# What the copying warpgroup keeps, and what its giving up the rest leaves a thread of the others.
+# Registers that the copying warpgroup keeps, and of a thread of the others after it has released the rest.
 PRODUCER_REGISTERS = 24
 AT_START = REGISTERS_PER_SM // THREADS // REGISTER_STEP * REGISTER_STEP
 CONSUMER_REGISTERS = min(
     MAX_CONSUMER_REGISTERS,
     AT_START + (AT_START - PRODUCER_REGISTERS) // CONSUMERS // REGISTER_STEP * REGISTER_STEP,
 )
-# The product that makes dQ is of the tile of queries before: there must be room for both.
+# The product for dQ uses the previous tile of queries, so there must be room for both.
 LEAST_STAGES = 2
-# Registers of a consumer beside accumulators: addresses, descriptions, where it is.
+# Registers of a consumer besides accumulators: addresses, descriptors, its position.
 OVERHEAD_REGISTERS = 32
-# Up to so many head dims a thread has registers for S and dP at the same time, beside dK and dV.
+# Up to this head dim, a thread has registers for S and dP at the same time, besides dK and dV.
 MOST_DIMS_TOGETHER = 128
 
 
@@ -55,8 +55,8 @@ MOST_DIMS_TOGETHER = 128
 class Tiles:
     """The sizes that the kernels are compiled for.
 
-    `block_n` is what the kernel makes of it and cannot be chosen; `stages` are how many tiles of Q, and of
-    dO, a block holds; `parts` are those into which the query heads of a KV head are divided among blocks.
+    `block_n` is determined by the kernel and cannot be chosen. A block holds `stages` tiles of Q, and of dO.
+    `parts` is the number of parts into which the query heads of a KV head are divided among blocks.
     """
 
     block_m: int
@@ -82,18 +82,18 @@ class Tiles:
         return f"{self.block_m}x{self.block_n}, stages {self.stages}{parts}"
 
 
-# What is best for head dims up to each.
+# The best tiles, by largest head dim.
 TILES = {64: Tiles(128, CONSUMERS * WGMMA_M, 2), 192: Tiles(64, CONSUMERS * WGMMA_M, 2)}
-# The same over head dim 64 where at least so many queries of a head see a key on average: blocks seldom go on
-# to other keys, so that it matters little that they wait for those.
+# The best tiles above head dim 64 if at least this many queries of a head see a key on average: blocks then
+# seldom go on to other keys, so waiting for those matters little.
 LONG_TILES, MANY_QUERIES = Tiles(80, CONSUMERS * WGMMA_M, 2), 1500
 WIDE_TILES = Tiles(64, WGMMA_M, 2)
 
 
 def has_long_tiles(problem: Problem) -> bool:
-    """Whether tiles of queries are long: many of a head must see a key, or a part of a tile would cost more.
+    """Whether tiles of queries are long: many queries of a head must see a key, or a partial tile costs more.
 
-    A soft cap, a bias, dropout and functions of the caller's need registers that there are not beside those.
+    A soft cap, a bias, dropout and the caller's functions need registers that long tiles do not leave.
     """
     features = problem.features
     mods = features.score_mod is not None or features.key_mask
@@ -105,18 +105,18 @@ def has_long_tiles(problem: Problem) -> bool:
 
 
 def are_long(problem: Problem, tiles: Tiles) -> bool:
-    """Whether a tile has more sums of dQ than a warpgroup adds to without a long wait."""
+    """Whether a tile has more sums of dQ than a warpgroup can add without a long wait."""
     return problem.head_dim > PANEL_COLS and tiles.block_m > PANEL_COLS
 
 
 def head_cols(problem: Problem, tiles: Tiles) -> int:
-    """Columns of the tiles of Q and K: two panels at least if tiles of queries are short."""
+    """Columns of the tiles of Q and K: at least two panels if tiles of queries are short."""
     short = tiles.block_m <= PANEL_COLS and problem.head_dim <= PANEL_COLS
     return 2 * PANEL_COLS if short else problem.head_dim
 
 
 def check_tiles(problem: Problem, tiles: Tiles, best: Tiles, registers: int) -> None:
-    """Check tiles that a caller chose; ValueError if the kernel cannot have them."""
+    """Raise ValueError if the kernel cannot have the tiles that a caller chose."""
     check_parts(problem, tiles, tiles.parts)
     if tiles.block_n != best.block_n:
         raise ValueError(f"tiles {tiles}: block_n must be {best.block_n}, {WGMMA_M} for a warpgroup's rows")
@@ -137,17 +137,17 @@ def scores_together(problem: Problem) -> bool:
 
 
 def parted(dims: int) -> int:
-    """Head dims, padded so that each warpgroup has whole panels of them, and one at least."""
+    """Head dims, padded so that each warpgroup has whole panels, and at least one."""
     return max(round_up(dims, PANEL_COLS), CONSUMERS * PANEL_COLS)
 
 
 def statistics_bytes(tiles: Tiles) -> int:
-    """The size of key_softmax.cuh's RowStatistics: LSE and D, and whether all is finite."""
+    """The size of key_softmax.cuh's RowStatistics: LSE and D, and whether all are finite."""
     return 2 * tiles.block_m * SUM_BYTES + VECTOR_BYTES
 
 
 def narrow_cost(problem: Problem, tiles: Tiles, key_stages: int, outboxes: bool) -> Cost:
-    """What those of `bwd_4_wgmma` take, with so many stages of keys."""
+    """The cost of tiles of `bwd_4_wgmma` with this many stages of keys."""
     m, n = tiles.block_m, tiles.block_n
     cols = head_cols(problem, tiles)
     outbox_bytes = m * round_up(cols, PANEL_COLS) // CONSUMERS * SUM_BYTES if outboxes else SUM_BYTES
@@ -163,7 +163,7 @@ def narrow_cost(problem: Problem, tiles: Tiles, key_stages: int, outboxes: bool)
         + tiles.stages * TILE_LABEL_BYTES * (problem.features.key_mask)
     )
     head, value = round_up(cols, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
-    # S and dP, or dP and P rounded; dK and dV.
+    # S and dP, or dP and P rounded; dK and dV
     scores = m if scores_together(problem) else m // 2 + m // 4
     registers = scores + (head + value) // 2 + OVERHEAD_REGISTERS
     work = m * n * (3 * head + 2 * value) / tiles.threads
@@ -171,7 +171,7 @@ def narrow_cost(problem: Problem, tiles: Tiles, key_stages: int, outboxes: bool)
 
 
 def wide_cost(problem: Problem, tiles: Tiles) -> Cost:
-    """What those of `bwd_5_wgmma_wide` take."""
+    """The cost of tiles of `bwd_5_wgmma_wide`."""
     m, n = tiles.block_m, tiles.block_n
     head, value = parted(problem.head_dim), parted(problem.value_dim)
     smem_bytes = (
@@ -183,7 +183,7 @@ def wide_cost(problem: Problem, tiles: Tiles) -> Cost:
         + BARRIER_BYTES * ((9 + 3 * CONSUMERS) * tiles.stages + 2)
         + tiles.stages * TILE_LABEL_BYTES * problem.features.key_mask
     )
-    # S or dP; dK and dV, of one of which the warpgroup has the smaller part; a panel of dQ.
+    # S or dP; dK and dV, where a warpgroup has the smaller part of one; a panel of dQ
     panels = ceil_div(head // PANEL_COLS + value // PANEL_COLS, CONSUMERS)
     registers = m // 2 + panels * PANEL_COLS // 2 + m // 2 + OVERHEAD_REGISTERS
     work = m * n * (3 * head + 2 * value) / tiles.threads

@@ -1,7 +1,7 @@
 """Attention and its gradients in NumPy, for machines without a GPU.
 
-By tiles, or many short heads at a time. Arrays have any strides; that their shapes and dtypes fit each other
-is the caller's promise.
+Works by tiles, or on many short heads at once. Arrays may have any strides. The caller ensures that shapes
+and dtypes match.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from cufa.threads import cores
 
 __all__ = ["attention", "attention_backward", "softmax", "stacks", "tiles"]
 
-# With fewer scores than this the work is done before other threads have begun.
+# With fewer scores than this, the work is done before other threads have started.
 PARALLEL_SCORES = 2**20
-# The gradients of arrays, where none are wanted.
+# For calls without gradients of score_mod arrays.
 _NO_ARRAYS: Mapping[str, Array] = MappingProxyType({})
 
 
@@ -41,25 +41,25 @@ def attention(
 ) -> None:
     """Write attention and its log-sum-exp.
 
-    What is not seen contributes nothing, even if it is NaN or Inf. Of packed sequences the arrays have no
-    batch axis; with a block table k and v are (pages, page_size, kv_heads, dim).
+    A key that is not seen contributes nothing, even if it is NaN or Inf. Arrays of packed sequences have no
+    batch axis. With a block table, k and v are (pages, page_size, kv_heads, dim).
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32, float64 or float8_e4m3fn.
         k: (batch, seqlen_k, kv_heads, head_dim), like q or float8_e4m3fn; query head h reads KV head
             h // (heads // kv_heads).
-        v: (batch, seqlen_k, kv_heads, head_dim_v), like q.
+        v: (batch, seqlen_k, kv_heads, head_dim_v), like k.
         out: written, (batch, seqlen_q, heads, head_dim_v), any of these dtypes; 0 where a row sees no key.
-        lse: written unless None, (batch, heads, seqlen_q), float32, for float64 arrays float64;
-            natural logarithm, where a row sees no key the sink, or -inf.
-        q_descale: (batch, kv_heads), what q is to be multiplied with; None for 1.
+        lse: written unless None, (batch, heads, seqlen_q), float32, for float64 arrays float64; natural
+            logarithm; where a row sees no key, the sink or -inf.
+        q_descale: (batch, kv_heads), factors for q; None for 1.
         k_descale: the same for k.
         v_descale: the same for v.
         options: the fields of `cufa.score_rules.Rules`.
 
     Raises:
-        ValueError: cu_seqlens, seqused_k or a block table that are no such thing, or a bias or a mask that is
-            too short for a sequence.
+        ValueError: invalid cu_seqlens, seqused_k or block table, or a bias or a mask that is too short for a
+            sequence.
     """
     rules = Rules(**options)
     sequences = rules.sequences(q, k)
@@ -97,15 +97,15 @@ def attention_backward(
         q: (batch, seqlen_q, heads, head_dim).
         k: (batch, seqlen_k, kv_heads, head_dim).
         v: (batch, seqlen_k, kv_heads, head_dim_v).
-        out: what `attention` wrote.
-        lse: what `attention` wrote.
+        out: the output of `attention`.
+        lse: the LSE from `attention`.
         dq: written, shaped like q; 0 where a row sees no key.
         dk: written, shaped like k; summed over the query heads that share a KV head.
         dv: written, shaped like v; summed likewise.
         dlse: (batch, heads, seqlen_q), the gradient of lse; None for 0.
-        dbias: written unless None, shaped like the bias; summed over what it is broadcast to.
+        dbias: written unless None, shaped like the bias; summed over broadcast axes.
         dsink: written unless None, (heads,).
-        dscore_mod: written, shaped like those arrays that score_mod reads, by their names in a call; summed
+        dscore_mod: written, shaped like the arrays that score_mod reads, by their names in a call; summed
             over the scores that read an element.
         options: as in `attention`.
 

@@ -1,4 +1,4 @@
-"""What tiles of scores and stacks of heads have in common: exponentials, and what stands for infinity."""
+"""Shared by tiles of scores and stacks of heads: exponentials, and finite replacements of infinity."""
 # The papers write matrices in capitals (S, P) and a row's sum l, and so does this file.
 # ruff: noqa: E741, N803
 
@@ -16,54 +16,54 @@ Array: TypeAlias = npt.NDArray[Any]
 
 
 def compute_dtype(x: Array) -> npt.DTypeLike:
-    """What a call with such arrays computes in."""
+    """The dtype that a call with such arrays computes in."""
     return np.float64 if x.dtype == np.float64 else np.float32
 
 
 def row_sums(P: Array) -> Array:
-    """The sums of rows, (..., rows, 1), by a product, which takes a third of the time of `sum`."""
+    """The sums of rows, (..., rows, 1), by a matrix product, which takes a third of the time of `sum`."""
     sums: Array = np.matmul(P, np.ones((P.shape[-1], 1), P.dtype))
     return sums
 
 
 def exp_shifted(S: Array, shift: Array) -> Array:
-    """exp(S - shift), which overwrites S."""
+    """Compute exp(S - shift), overwriting S."""
     np.subtract(S, shift, out=S)
     np.exp(S, out=S)
     return S
 
 
 def finite(m: Array) -> Array:
-    """The maximum to subtract: 0 for a row that has seen nothing, as -inf - -inf is NaN."""
+    """The maximum to subtract; 0 for a row that has seen no key, since -inf - -inf is NaN."""
     return np.where(np.isneginf(m), 0, m)
 
 
 def nonzero(l: Array) -> Array:
-    """The sum to divide by: 1 for a row that has seen nothing."""
+    """The sum to divide by; 1 for a row that has seen no key."""
     return np.where(l == 0, 1, l)
 
 
 def empty_as_infinite(L: Array) -> Array:
-    """An LSE to subtract: exp(S - inf) is the 0 of an empty row, where -inf - -inf is NaN. Overwrites L."""
+    """The LSE to subtract: inf for empty rows, as exp(S - inf) is 0 but -inf - -inf is NaN. Overwrites L."""
     L[np.isneginf(L)] = np.inf
     return L
 
 
 def fill_masked(S: Array, value: float, visible: Array | None) -> None:
-    """Set to `value` what is not visible; None if all is."""
+    """Set what is not visible to `value`; None means that all is visible."""
     if visible is not None:
         np.copyto(S, value, where=~visible)
 
 
 class Scratch:
-    """Arrays by name, in memory that is allocated once and contiguous for ragged tiles too."""
+    """Arrays by name, in memory that is allocated only once and contiguous even for partial tiles."""
 
     def __init__(self, dtype: npt.DTypeLike) -> None:
         self.dtype = dtype
         self._buffers: dict[str, Array] = {}
 
     def copy(self, name: str, x: Array, scale: float = 1.0) -> Array:
-        """A copy, scaled."""
+        """A copy of `x`, scaled."""
         copy = self._array(name, x.shape)
         if scale == 1.0:
             copy[...] = x
@@ -72,7 +72,7 @@ class Scratch:
         return copy
 
     def product(self, name: str, a: Array, b: Array, visible: Array | None = None) -> Array:
-        """The matrix product a @ b, of stacks of matrices too; with `visible`, which terms of one count."""
+        """The product a @ b, also of stacks of matrices; `visible` says which terms of one matrix count."""
         out = self._array(name, (*a.shape[:-1], b.shape[-1]))
         if visible is None:
             return np.matmul(a, b, out=out)

@@ -1,7 +1,7 @@
-"""Attention of many short heads in NumPy: a stack of them at a time, whose matrices one call takes.
+"""Attention of many short heads in NumPy: each call works on the matrices of a stack of heads.
 
-A head of few scores is done before Python has called all that a tile takes. Matrices are (batch, heads, rows,
-columns) of a stack; query heads that share keys are one matrix where those are multiplied.
+A head of few scores takes less time than the Python calls for a tile. Matrices are (batch, heads, rows,
+columns) of a stack. Query heads that share keys form one matrix where they are multiplied by these.
 """
 # The papers write matrices in capitals (S, P, O, dP, dS) and a row's sum l, and so does this file.
 # ruff: noqa: E741, N803, N806
@@ -32,12 +32,12 @@ from cufa.reference import unpacked
 from cufa.score_rules import Rules, Sequence, cap, slope_of_cap, tiles_between
 from cufa.threads import in_threads
 
-# Scores of a stack: of float32 a quarter of a MiB or, of threads that take Python's lock in turns, one.
+# Scores of a stack: in float32 a quarter of a MiB, or a MiB if threads take turns with Python's lock.
 STACK_SCORES, SHARED_STACK_SCORES = 2**16, 2**18
-# Of a group of heads with more scores than this, or with half as many and a window, which leaves out tiles,
-# tiles take no longer.
+# Stacks are for groups of heads with at most this many scores, or half as many with a window, which lets
+# tiles be skipped. With more, tiles take no longer.
 MOST_SCORES = SHARED_STACK_SCORES
-# What a call may ask for; seed and offset are those of dropout, which is none of it.
+# What a call may ask for here. seed and offset belong to dropout, which is not included.
 TAKEN = {
     "softmax_scale",
     "causal",
@@ -57,7 +57,7 @@ TAKEN = {
 
 
 def suit(q: Array, k: Array, rules: Rules, sequences: list[Sequence]) -> bool:
-    """Whether heads are so short, and a call asks for nothing that only tiles have."""
+    """Whether heads are short enough, and the call asks for nothing that only tiles support."""
     others = (getattr(rules, field.name) for field in fields(rules) if field.name not in TAKEN)
     if not all(value is None or (np.isscalar(value) and value == 0) for value in others):
         return False
@@ -71,7 +71,7 @@ def suit(q: Array, k: Array, rules: Rules, sequences: list[Sequence]) -> bool:
 
 
 def have_own_lengths(rules: Rules) -> bool:
-    """Whether sequences are packed, or lie in pages, or say how many of their keys count."""
+    """Whether sequences are packed, in pages, or with seqused_k."""
     return any(x is not None for x in (rules.cu_seqlens_q, rules.seqused_k, rules.block_table))
 
 
@@ -85,7 +85,7 @@ def attention(
     sequences: list[Sequence],
     threads: int,
 ) -> bool:
-    """Do what `cufa.cpu.attention` does; or nothing of use, and return False: NaN in V that a mask hides."""
+    """Do what `cufa.cpu.attention` does; return False, with useless results, if a mask hides NaN in V."""
 
     def attend(stack: _Stack) -> bool:
         scratch = stack.scratch
@@ -128,7 +128,7 @@ def attention_backward(
     *,
     dlse: Array | None,
 ) -> bool:
-    """Do what `cufa.cpu.attention_backward` does, or return False, as `attention`."""
+    """Do what `cufa.cpu.attention_backward` does, or return False, like `attention`."""
     scale = rules.softmax_scale
 
     def differentiate(stack: _Stack) -> bool:
@@ -169,7 +169,7 @@ def attention_backward(
 
 
 class _Scratches(threading.local):
-    """Memory for each thread of a call."""
+    """Scratch memory for each thread of a call."""
 
     def __init__(self, dtype: npt.DTypeLike) -> None:
         self.own = Scratch(dtype)
@@ -177,7 +177,7 @@ class _Scratches(threading.local):
 
 @dataclass(frozen=True, eq=False)
 class _Alike:
-    """What stacks of sequences of one length share.
+    """What stacks of sequences of the same length share.
 
     A KV head has `group` query heads, `rows` and `columns`.
     """
@@ -190,12 +190,12 @@ class _Alike:
 
     @functools.cached_property
     def distances(self) -> Array:
-        """How far each key stands from each row: the last row stands at the last key."""
+        """How far each key is beyond each row's diagonal; the last row is aligned with the last key."""
         return np.arange(self.columns) - (np.arange(self.rows) + self.columns - self.rows)[:, None]
 
     @functools.cached_property
     def in_window(self) -> Array | None:
-        """Which rows see which keys but for a mask; None if all see all."""
+        """Which rows see which keys, without the mask; None if all see all."""
         left, right = self.rules.reach
         parts = [] if left is None else [self.distances >= -left]
         parts += [] if right is None else [self.distances <= right]
@@ -204,7 +204,7 @@ class _Alike:
 
 @dataclass(frozen=True)
 class _Batches:
-    """Sequences of one length, one after the other."""
+    """Consecutive sequences of the same length."""
 
     numbers: slice
 
@@ -216,14 +216,14 @@ class _Batches:
     keys = statistics = queries
 
     def unused_keys(self, x: Array) -> Array:
-        """Those that do not count: none."""
+        """The keys that do not count: none."""
         part: Array = x[self.numbers, :0]
         return part
 
 
 @dataclass(frozen=True)
 class _One:
-    """A sequence that is packed, or has lengths of its own, likewise."""
+    """One sequence that is packed or has its own length, with the same methods."""
 
     sequence: Sequence
 
@@ -254,12 +254,12 @@ class _Stack:
 
     @property
     def rules(self) -> Rules:
-        """Those of the call."""
+        """The rules of the call."""
         return self.alike.rules
 
     @property
     def scratch(self) -> Scratch:
-        """Memory of the thread that works on it."""
+        """Scratch memory of the thread that works on the stack."""
         return self.alike.scratches.own
 
     @property
@@ -278,7 +278,7 @@ class _Stack:
         return part
 
     def unused_keys_of(self, x: Array) -> Array:
-        """Of those that do not count."""
+        """Its part of the keys that do not count."""
         return self.of.unused_keys(x)[:, :, self.kv_heads]
 
     def statistics_of(self, x: Array) -> Array:
@@ -286,11 +286,11 @@ class _Stack:
         return self.of.statistics(x)[:, self.heads]
 
     def queries(self, name: str, x: Array, scale: float = 1.0) -> Array:
-        """A copy of the same, scaled, by group."""
+        """A scaled copy of `queries_of`, by group."""
         return self.by_group(self.scratch.copy(name, self.queries_of(x), scale))
 
     def keys(self, name: str, x: Array) -> Array:
-        """The same of keys or values; themselves, if BLAS takes them as they lie."""
+        """The same for keys or values; without a copy if BLAS can read them in place."""
         part = self.keys_of(x)
         item = part.itemsize
         rows_apart = part.strides[2] % item == 0 and part.strides[2] >= part.shape[3] * item
@@ -299,11 +299,11 @@ class _Stack:
         return self.scratch.copy(name, part)
 
     def by_group(self, x: Array) -> Array:
-        """(batch, heads, rows, ...) as (batch, kv_heads, group * rows, ...)."""
+        """Reshape (batch, heads, rows, ...) to (batch, kv_heads, group * rows, ...)."""
         return x.reshape(x.shape[0], -1, self.alike.group * self.alike.rows, x.shape[-1])
 
     def by_head(self, x: Array) -> Array:
-        """The other way round."""
+        """The inverse of `by_group`."""
         return x.reshape(x.shape[0], -1, self.alike.rows, x.shape[-1])
 
     def add(self, S: Array) -> None:
@@ -316,7 +316,7 @@ class _Stack:
             S -= own[..., None, None] * np.abs(self.alike.distances).astype(S.dtype)
 
     def visible(self) -> Array | None:
-        """Which rows see which keys, of all heads or of each; None if all see all."""
+        """Which rows see which keys, for all heads or for each; None if all see all."""
         seen = self.alike.in_window
         if self.rules.mask is not None:
             mask = unpacked(self._part(self.rules.mask))[..., : self.alike.columns]
@@ -324,14 +324,14 @@ class _Stack:
         return None if seen is None or seen.all() else seen
 
     def sink(self) -> Array:
-        """The logits that take part in each row's softmax, (heads, 1, 1); -inf if there are none."""
+        """The extra logits in each row's softmax, (heads, 1, 1); -inf for none."""
         if self.rules.sink is None:
             return np.full((1, 1, 1), -np.inf, self.scratch.dtype)
         sink: Array = np.asarray(self.rules.sink[self.heads], self.scratch.dtype)
         return sink[:, None, None]
 
     def _part(self, x: Array) -> Array:
-        """Its part of a bias or a mask, whose axes may have one element that stands for all."""
+        """Its part of a bias or a mask; axes of length 1 stand for all."""
         shape = four_axes(x.shape)
         batches = self.of.numbers if shape[0] > 1 else slice(None)
         heads = self.heads if shape[1] > 1 else slice(None)
@@ -340,7 +340,7 @@ class _Stack:
 
 
 def _stacks(sequences: list[Sequence], q: Array, k: Array, rules: Rules, threads: int) -> Iterator[_Stack]:
-    """All heads in stacks, one for each thread at least if there are as many sequences and KV heads."""
+    """All heads in stacks; at least one stack per thread if there are enough sequences and KV heads."""
     kv_heads, group, scratches = k.shape[-2], q.shape[-2] // k.shape[-2], _Scratches(compute_dtype(q))
     if have_own_lengths(rules):
         for sequence in sequences:
@@ -356,6 +356,6 @@ def _stacks(sequences: list[Sequence], q: Array, k: Array, rules: Rules, threads
 
 
 def _fitting(alike: _Alike, threads: int) -> int:
-    """How many KV heads make a stack."""
+    """The number of KV heads that make a stack."""
     scores = STACK_SCORES if threads == 1 else SHARED_STACK_SCORES
     return max(1, scores // (alike.group * alike.rows * alike.columns))

@@ -1,10 +1,9 @@
 """FlashAttention in NumPy: tiles, online softmax, O(seqlen) memory.
 
-In float32 (float64 for float64 arrays): K and V of a KV head are brought into contiguous memory once,
-for every Q tile and every query head of the group. Of the seqlen_q x seqlen_k matrices a thread only
-ever keeps one tile each, and it stays in cache between BLAS and exp. The Q tiles are shared out among
-a thread for each core; BLAS itself then has one thread in each. Arrays have any strides; that their
-shapes and dtypes fit each other is the caller's promise.
+Computes in float32 (float64 for float64 arrays). K and V of a KV head are copied to contiguous memory once,
+for all Q tiles and query heads of the group. Of each seqlen_q x seqlen_k matrix, a thread only keeps one
+tile, which stays in cache between BLAS and exp. The Q tiles are shared among one thread per core; BLAS then
+uses one thread in each. Arrays may have any strides. The caller ensures that shapes and dtypes match.
 """
 # The papers write matrices in capitals (S, P, O, dP, dS) and a row's sum l, and so does this file.
 # ruff: noqa: E741, N802, N803, N806, N815
@@ -36,14 +35,14 @@ from cufa.rounding import ceil_div
 from cufa.score_rules import BiasPlace, HeadRules, Rules, Sequence, tiles_between
 from cufa.threads import in_threads
 
-# A float32 tile of this size fills 1 MiB, half of a server core's L2 cache. Threads take Python's lock in
-# turns, a few times for each tile, so that larger tiles are faster on more cores: a forward of 4,096 takes
-# 23 ms with 32 threads, in tiles half as wide 42, twice as high 16; with 4 threads 21, 24 and 22. More rows
-# are more work on the diagonal.
+# A float32 tile of this size fills 1 MiB, half of a server core's L2 cache. Threads take turns with Python's
+# lock a few times per tile, so larger tiles are faster on more cores. A forward of 4,096 takes 23 ms with 32
+# threads, 42 in tiles half as wide, 16 in tiles twice as high; with 4 threads it takes 21, 24 and 22. More
+# rows mean more work on the diagonal.
 Q_TILE = 256
 KV_TILE = 1024
-# Scores between minus this and this are exponentiated as they are, where values are no larger than that: sums
-# of these weights lose nothing and do not overflow. Of others the largest of each row is subtracted first.
+# Scores of at most this magnitude are exponentiated without a shift, if values are not larger than the second
+# number: sums of these weights lose nothing and do not overflow. Otherwise, each row's maximum is subtracted.
 MOST_UNSHIFTED_SCORE = 30
 MOST_UNSHIFTED_VALUE = 1e15
 
@@ -116,10 +115,9 @@ def attention_backward(
 ) -> None:
     """Do what `cufa.cpu.attention_backward` does (FlashAttention-2, algorithm 2).
 
-    The Q tiles are the outer loop, as in the forward pass, where the paper has the KV tiles: dK and
-    dV are sums over the heads of a group, so it is they that are kept whole here, not dQ. Each thread
-    has sums of its own, which are added in a fixed order: results are the same whenever the number of
-    cores is.
+    The Q tiles are the outer loop, as in the forward pass; in the paper, the KV tiles are. dK and dV are sums
+    over the heads of a group, so this keeps all of dK and dV, not of dQ. Each thread has its own sums, which
+    are added in a fixed order: results are the same for the same number of cores.
     """
     dtype = compute_dtype(q)
     scale, heads = rules.softmax_scale, q.shape[-2]
@@ -200,8 +198,8 @@ def softmax(x: Array, out: Array, passes: int) -> None:
 
     Args:
         x: (..., n), float16, bfloat16, float32 or float64, any strides.
-        out: written, shaped like x; 0 in a row of nothing but -inf.
-        passes: 3 to find the maximum, then the sum, then normalise (safe softmax); 2 to find
+        out: written, shaped like x; 0 in a row of only -inf.
+        passes: 3 to compute the maximum, then the sum, then normalize (safe softmax); 2 to compute
             maximum and sum together (Milakov and Gimelshein 2018, algorithms 2 and 3).
 
     Raises:
@@ -237,14 +235,14 @@ def _online_max_and_sum(x: Array, scratch: Scratch) -> tuple[Array, Array]:
 
 
 class _OnlineSoftmax:
-    """The running maximum m and sum l of rows; before the first tile, a sink is all that they have."""
+    """The running maximum m and sum l of rows; before the first tile, they come from the sink alone."""
 
     def __init__(self, rows: int, dtype: npt.DTypeLike, sink: float = -math.inf) -> None:
         self.m = np.full((rows, 1), sink, dtype)
         self.l = np.full((rows, 1), 0 if sink == -math.inf else 1, dtype)
 
     def take(self, S: Array) -> tuple[Array, Array | None]:
-        """Take in a tile: its weights P, which overwrite S, and the factor on older sums unless it is 1."""
+        """Add a tile: returns its weights P, which overwrite S, and the factor on older sums, None for 1."""
         m_new = np.maximum(self.m, S.max(axis=1, keepdims=True))
         rescale = np.exp(self.m - finite(m_new))
         P = exp_shifted(S, finite(m_new))
@@ -253,7 +251,7 @@ class _OnlineSoftmax:
 
 
 class _UnshiftedSoftmax(_OnlineSoftmax):
-    """The same where all scores are so small that 0 may stand for their maximum, and without a sink."""
+    """The same with 0 instead of the maximum, for small scores and no sink."""
 
     def __init__(self, rows: int, dtype: npt.DTypeLike, sink: float = -math.inf) -> None:
         super().__init__(rows, dtype, sink)
@@ -263,7 +261,7 @@ class _UnshiftedSoftmax(_OnlineSoftmax):
         """As `_OnlineSoftmax.take`."""
         P = np.exp(S, out=S)
         sums = row_sums(P)
-        self.l += np.where(np.isposinf(sums), np.nan, sums)  # as a score of infinity less itself is
+        self.l += np.where(np.isposinf(sums), np.nan, sums)  # NaN, like an infinite score minus itself
         return P, None
 
 
@@ -294,14 +292,15 @@ class _Group:
         return self._keys(self.v, self.v_descale)
 
     def descale(self, descale: Array | None) -> float:
-        """What this head's part of an array of 8 bits is multiplied with."""
+        """The factor for this head's part of an 8-bit array."""
         return 1.0 if descale is None else float(descale[self.sequence.number, self.kv_head])
 
     def has_small_scores(self, Q: Array) -> bool:
-        """Whether 0 may stand for the largest score of these queries, (rows, head_dim), scaled.
+        """Whether 0 can replace the maximum of the scores of these scaled queries, (rows, head_dim).
 
-        A product of a query and a key is at most that of their lengths (Cauchy-Schwarz). Keys and values that
-        are not finite do not count: who sees them has NaN either way, and others must not know of them.
+        The product of a query and a key is at most the product of their lengths (Cauchy-Schwarz). Keys and
+        values that are not finite do not count: rows that see them have NaN either way, and other rows must
+        not be affected.
         """
         largest = _longest_row(Q) * self._longest_key
         return largest <= MOST_UNSHIFTED_SCORE and self._largest_value <= MOST_UNSHIFTED_VALUE
@@ -331,7 +330,7 @@ class _Share:
 
 @dataclass(frozen=True, eq=False)
 class _Sums:
-    """What the Q tiles of a share, or of a whole group, add to gradients that have other shares too."""
+    """What the Q tiles of a share, or of a group, add to gradients that other shares add to as well."""
 
     group: _Group
     dK: Array
@@ -360,9 +359,9 @@ def _shares(
     k_descale: Array | None = None,
     v_descale: Array | None = None,
 ) -> Iterator[_Share]:
-    """Every Q tile of every head, in as many shares for each group as give every thread one.
+    """Every Q tile of every head, in enough shares per group for every thread.
 
-    Tiles are dealt out in turn: under a causal mask later ones are more work.
+    Tiles are dealt out in turn, since under a causal mask later tiles are more work.
     """
     heads, kv_heads = q.shape[-2], k.shape[-2]
     size = heads // max(1, kv_heads)
@@ -376,7 +375,7 @@ def _shares(
 
 
 def _longest_row(x: Array) -> float:
-    """The length of the longest row of finite elements, infinite where a square is beyond the dtype."""
+    """The length of the longest row of finite elements; infinite if a square overflows the dtype."""
     lengths = np.sqrt(np.einsum("ij,ij->i", x, x))
     counted = np.isfinite(lengths)
     if not counted.all():
@@ -385,7 +384,7 @@ def _longest_row(x: Array) -> float:
 
 
 def _row_blocks(x: Array, out: Array) -> Iterator[tuple[Array, Array]]:
-    """Pieces of at most Q_TILE rows of x and out, as matrices, whatever the strides."""
+    """Pieces of at most Q_TILE rows of x and out, as matrices, for any strides."""
     x, out = np.atleast_2d(x, out)
     for index in np.ndindex(x.shape[:-2]):
         for rows in tiles_between(0, x.shape[-2], Q_TILE):

@@ -1,5 +1,5 @@
-"""What a Python function computes, found by calling it with symbols: `score_mod` and `mask_mod` go this way.
+"""Traces Python functions, `score_mod` and `mask_mod`, by calling them with symbols.
 
-The expressions (`expression`), their values by NumPy (`evaluation`), their derivatives (`derivatives`), in
-CUDA C++ (`code`), and the header that kernels are compiled with (`header`).
+Holds the expressions (`expression`), their values in NumPy (`evaluation`), their derivatives (`derivatives`),
+their CUDA C++ (`code`), and the header that kernels are compiled with (`header`).
 """

@@ -1,4 +1,4 @@
-"""Traced expressions in CUDA C++, by the functions of traced.cuh."""
+"""Writes traced expressions in CUDA C++, with the functions of traced.cuh."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _CPP_TYPES: dict[Kind, str] = {"bool": "bool", "int32": "int", "int64": "int64",
 
 
 def write(expression: Expression) -> str:
-    """The body of a CUDA C++ function that returns its value.
+    """The body of a CUDA C++ function that returns the expression's value.
 
-    Symbols are its arguments, integers of traced.cuh's type SplitIndex, and so is `arrays`, whose fields have
-    the names of the arrays.
+    The function's arguments are the symbols, where integers have traced.cuh's type SplitIndex, and `arrays`,
+    whose fields are named like the arrays.
     """
     code = Lines()
     result = code.name_of(expression)
@@ -22,9 +22,9 @@ def write(expression: Expression) -> str:
 
 
 def write_slopes(slopes: Sequence[tuple[Expression, Expression]]) -> str:
-    """The body of one that writes `element_derivatives` to the array `slopes`.
+    """The body of a function that writes `element_derivatives` to the array `slopes`.
 
-    `arrays` has a gradient of each array, with a d before its name.
+    `arrays` has a gradient for each array, named with a leading d.
     """
     code = Lines()
     stores = []
@@ -36,7 +36,7 @@ def write_slopes(slopes: Sequence[tuple[Expression, Expression]]) -> str:
 
 
 class Lines:
-    """C++ that computes expressions, in lines each of which names what none before has computed."""
+    """Lines of C++ that compute expressions; each line names a value that no earlier line has computed."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -45,7 +45,7 @@ class Lines:
         self._known: dict[str, str] = {}
 
     def name_of(self, expression: Expression) -> str:
-        """What its value is called; there may be new lines."""
+        """The name of an expression's value; may add lines."""
         for node in in_order(expression):
             if id(node) not in self._names:
                 if self._makes_index(node):
@@ -54,7 +54,7 @@ class Lines:
         return self._names[id(expression)]
 
     def _name(self, node: Expression) -> str:
-        """That of one whose operands have theirs."""
+        """The name of a node whose operands have names."""
         if node.operation == "symbol":
             return str(node.value)
         if node.operation == "constant":
@@ -67,13 +67,13 @@ class Lines:
         return self._known[text]
 
     def _operand(self, operand: Expression, of: Expression) -> str:
-        """What an operand is called where `of` is computed, which may take a SplitIndex as it is."""
+        """The name of an operand where `of` is computed; some operations take a SplitIndex directly."""
         name = self._names[id(operand)]
         takes_indices = id(of) in self._indices or (of.operation == "cast" and of.kind == "float")
         return f"int({name})" if id(operand) in self._indices and not takes_indices else name
 
     def _makes_index(self, node: Expression) -> bool:
-        """Whether C++ has it as a SplitIndex: a symbol of 32 bits, or a sum of such and of constants."""
+        """Whether C++ has the node as a SplitIndex: a 32-bit symbol, or a sum of these and constants."""
         if node.kind != "int32":
             return False
         if node.operation in ("add", "subtract", "negative"):
@@ -96,7 +96,7 @@ def _literal(value: float, kind: Kind) -> str:
 
 
 def _code(node: Expression, operands: Iterable[str]) -> str:
-    """What C++ has on the right side of its assignment."""
+    """The right side of the node's assignment in C++."""
     if node.operation == "cast":
         return f"{_CPP_TYPES[node.kind]}({', '.join(operands)})"
     if node.operation == "element":

@@ -1,4 +1,4 @@
-"""By how much traced expressions change, and what they are sums of."""
+"""Derivatives of traced expressions, and the terms of sums."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from cufa.traced.expression import OPERATIONS, Expression, in_order, lifted, nam
 
 
 def derivative(expression: Expression, variable: str) -> Expression | None:
-    """By how much it changes with the symbol of that name; None if it does not."""
+    """The derivative by the symbol of that name; None if the expression does not depend on it."""
     symbols = [node for node in in_order(expression) if node.operation == "symbol" and node.value == variable]
     return _derivative(expression, symbols)
 
 
 def element_derivatives(expression: Expression) -> list[tuple[Expression, Expression]]:
-    """The elements of arrays of floats that it changes with, each once, and by how much with each."""
+    """The elements of float arrays that the expression reads, each once, and the derivative by each."""
     code = Lines()
     code.name_of(expression)
     alike: dict[str, list[Expression]] = {}
@@ -27,21 +27,21 @@ def element_derivatives(expression: Expression) -> list[tuple[Expression, Expres
 
 
 def _derivative(expression: Expression, variables: Sequence[Expression]) -> Expression | None:
-    """By how much it changes with all of these nodes, which are the same number."""
+    """The derivative by a number that all of these nodes stand for."""
     known: dict[int, Expression | None] = {}
     for node in in_order(expression):
         operands = [known[id(operand)] for operand in node.operands]
         if any(node is variable for variable in variables):
             known[id(node)] = lifted(1.0)
         elif all(slope is None for slope in operands) or node.operation in ("cast", "element"):
-            known[id(node)] = None  # what is cast is made an integer or a bool
+            known[id(node)] = None  # a cast makes an integer or a bool
         else:
             known[id(node)] = OPERATIONS[node.operation].slope(node, operands)
     return known[id(expression)]
 
 
 def added_terms(expression: Expression, name: str) -> list[Expression] | None:
-    """What is added to the symbol of that name; None if the expression is anything else than that sum."""
+    """The terms that are added to the symbol of that name; None unless the expression is such a sum."""
     terms: list[Expression] = []
     while expression.operation in ("add", "subtract"):
         is_added = expression.operation == "add"
@@ -55,7 +55,7 @@ def added_terms(expression: Expression, name: str) -> list[Expression] | None:
 
 
 def times(expression: Expression, factor: Expression, varying: Set[str]) -> Expression:
-    """The product, taken first of what does not change with the symbols that vary."""
+    """The product; factors that do not depend on the varying symbols are multiplied first."""
     operands = expression.operands
     if expression.operation == "negative":
         return -times(operands[0], factor, varying)

@@ -1,4 +1,4 @@
-"""The values of traced expressions, by NumPy."""
+"""Evaluates traced expressions with NumPy."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from cufa.traced.expression import OPERATIONS, Expression, Kind, TracedArray, in
 
 
 def evaluate(expression: Expression, values: Mapping[str, Any]) -> Any:
-    """As `evaluate_all`, of one."""
+    """Do what `evaluate_all` does, for one expression."""
     return evaluate_all((expression,), values)[0]
 
 
 def evaluate_all(expressions: Sequence[Expression], values: Mapping[str, Any]) -> list[Any]:
-    """Their values by NumPy, which broadcasts; `values` are those of symbols and the arrays, by name.
+    """Evaluate expressions with NumPy, which broadcasts; `values` has symbols and arrays by name.
 
-    What they have in common is computed once. Elements are computed with as what they are in C++: integers of
-    8 bits in 32, floats in the score's dtype.
+    Shared parts are computed once. Elements have the same types as in C++: 8-bit integers are computed in 32
+    bits, floats in the score's dtype.
     """
     score = values.get("score")
     of_floats = None if score is None else np.asarray(score).dtype
@@ -40,14 +40,14 @@ def evaluate_all(expressions: Sequence[Expression], values: Mapping[str, Any]) -
 
 
 def _as_kind(value: Any, kind: Kind) -> Any:
-    """As C++ casts it; floats are NumPy's to choose."""
+    """Cast as C++ does; NumPy chooses the dtype of floats."""
     if kind == "float":
         return value * 1.0
     return np.asarray(value).astype(kind)
 
 
 def _element(values: Mapping[str, Any], array: TracedArray, indices: Sequence[Any]) -> Any:
-    """Raises IndexError, which names the array, for indices that are not in it: none counts from its end."""
+    """Read an element; raise IndexError, naming the array, for indices outside; none counts from the end."""
     for axis, index in enumerate(indices):
         least = np.min(index, initial=0)
         if least < 0:
@@ -59,7 +59,7 @@ def _element(values: Mapping[str, Any], array: TracedArray, indices: Sequence[An
 
 
 def _widened(element: Any, kind: Kind, of_floats: np.dtype[Any] | None) -> Any:
-    """Elements of an array as values of that kind; floats by default of 32 bits at least."""
+    """Convert elements of an array to this kind; floats have at least 32 bits by default."""
     if kind != "float":
         return element.astype(kind, copy=False)
     if of_floats is None:

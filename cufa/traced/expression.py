@@ -3,9 +3,9 @@
     score, kv_idx = symbol("score", "float"), symbol("kv_idx", "int32")
     expression = np.tanh(score) - 0.5 * kv_idx
 
-Python's operators and NumPy's ufuncs on an `Expression` make larger ones, of the operations in the table at
-this file's end. `derivatives` beside this module differentiates them, `evaluation` computes their values with
-NumPy, and `code` says them in CUDA C++.
+Python's operators and NumPy's ufuncs on an `Expression` make larger ones, from the operations in the table at
+the end of this file. In this folder, `derivatives` differentiates them, `evaluation` computes their values
+with NumPy, and `code` writes them in CUDA C++.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import numpy as np
 
 from cufa.messages import counted, kind_of
 
-# What a value is. Numbers of the kind "float" are of the type that scores are computed in.
+# The kind of a value. "float" is the type that scores are computed in.
 Kind = Literal["bool", "int32", "int64", "float"]
 Kinds = tuple[Kind, ...]
 _RANK: dict[Kind, int] = {"bool": 0, "int32": 1, "int64": 2, "float": 3}
 
-# Constant powers up to this are products, which integers have too and which are exact.
+# Constant powers up to this become products, which are exact and work for integers too.
 _MOST_PRODUCTS = 8
 
-# What is the same of integers before and after they are rounded to floats, and cheaper of floats.
+# Operations that give the same whether integers are rounded to floats before or after; floats are cheaper.
 _CAST_BEFORE = ("absolute", "negative", "minimum", "maximum")
 
-# Constants of scores are divided by as factors, if they are not larger than this, or smaller than 1 over it.
+# Division of scores by a constant becomes multiplication if its magnitude is between 1 over this and this.
 _LARGEST_FACTOR = 2.0**126
 
 Derivatives: TypeAlias = "Sequence[Expression | None]"
@@ -40,7 +40,7 @@ _Binary: TypeAlias = "Callable[[Expression, Any], Expression]"
 
 
 def kind_of_dtype(dtype: np.dtype[Any]) -> Kind:
-    """What numbers of a dtype are; TypeError for those that are none of it."""
+    """The kind of numbers of a dtype; raises TypeError if there is none."""
     if dtype == np.bool_:
         return "bool"
     if dtype.kind in "iu" and dtype != np.uint64:
@@ -50,18 +50,18 @@ def kind_of_dtype(dtype: np.dtype[Any]) -> Kind:
     raise TypeError(f"a dtype is {dtype}; it may be bool, an integer but uint64, or a float")
 
 
-# What a value can be cast to: others would have to lose bits, or a sign, as NumPy's do.
+# The dtypes to cast to; others would have to drop bits or a sign, as NumPy's do.
 _CASTS = ("bool", "int32", "int64", "float32", "float64")
 
 
 def _operator(name: str) -> tuple[_Binary, _Binary]:
-    """A binary operator of expressions, and the one that is asked if only what is on the right is one."""
+    """A binary operator of expressions, and its reflected form, for an expression only on the right."""
     return lambda left, right: apply(name, left, right), lambda right, left: apply(name, left, right)
 
 
 @dataclass(frozen=True, eq=False)
 class Expression:
-    """An operation on operands, or one of what has none: "symbol" and "constant".
+    """An operation on operands, or one without operands: "symbol" or "constant".
 
     `value` is the symbol's name, the constant, the kind that "cast" makes, or the array of "element", whose
     operands are indices.
@@ -108,9 +108,9 @@ class Expression:
         return apply("invert", self)
 
     def astype(self, dtype: Any) -> Expression:
-        """The value as another kind; of a float, what is before the point.
+        """The value as another kind; floats are truncated to integers.
 
-        Floats of either size are of the score's dtype. TypeError for other dtypes.
+        Floats of either size have the score's dtype. Raises TypeError for other dtypes.
         """
         name = np.dtype(dtype).name
         if name not in _CASTS:
@@ -118,7 +118,7 @@ class Expression:
         return _cast(self, kind_of_dtype(np.dtype(dtype)))
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Expression:
-        """NumPy asks this of its ufuncs' arguments."""
+        """Called by NumPy for ufuncs with an expression among their arguments."""
         name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
         if options:
             raise TypeError(f"np.{name} was given {', '.join(options)}, which a traced function cannot have")
@@ -127,7 +127,7 @@ class Expression:
     def __array_function__(
         self, function: Any, _: Any, inputs: tuple[Any, ...], options: Mapping[str, Any]
     ) -> Expression:
-        """NumPy asks this of its other functions' arguments."""
+        """Called by NumPy for its other functions with an expression among their arguments."""
         if function is np.where and len(inputs) == 3 and not options:
             return apply("where", *inputs)
         if function is np.where:
@@ -208,7 +208,7 @@ def symbol(name: str, kind: Kind) -> Expression:
 
 
 def lifted(value: Any) -> Expression:
-    """A number as an expression; TypeError for what is neither."""
+    """A number as an expression; raises TypeError for anything but numbers and expressions."""
     if isinstance(value, Expression):
         return value
     if isinstance(value, TracedArray):
@@ -234,9 +234,9 @@ def lifted(value: Any) -> Expression:
 
 
 def apply(name: str, *operands: Any) -> Expression:
-    """A NumPy function of that name of expressions and numbers.
+    """Apply the NumPy function of that name to expressions and numbers.
 
-    Raises TypeError if there is none, or if its operands are of the wrong kind.
+    Raises TypeError if the function is not supported, or if its operands are of the wrong kind.
     """
     name = _SYNONYMS.get(name, name)
     arguments = [lifted(value) for value in operands]
@@ -247,7 +247,7 @@ def apply(name: str, *operands: Any) -> Expression:
         if product is not None:
             return product
     if name == "divide" and _has_reciprocal(arguments[1]):
-        # Places are divided exactly: 49 * (1 / 49) is below 1, and what np.floor makes of it is 0.
+        # Only scores: positions are divided exactly, since 49 * (1 / 49) is below 1, and np.floor of it is 0.
         of_score = any(node.operation == "symbol" and node.kind == "float" for node in in_order(arguments[0]))
         if of_score:
             return apply("multiply", arguments[0], 1 / arguments[1].value)
@@ -258,7 +258,7 @@ def apply(name: str, *operands: Any) -> Expression:
 
 
 def in_order(*roots: Expression) -> list[Expression]:
-    """All that expressions are made of, each once and after its operands."""
+    """All nodes of the expressions, each once and after its operands."""
     done: dict[int, Expression] = {}
     pending = list(reversed(roots))
     while pending:
@@ -272,16 +272,16 @@ def in_order(*roots: Expression) -> list[Expression]:
 
 
 def names_in(*expressions: Expression) -> set[str]:
-    """The symbols that they are made of."""
+    """The names of the symbols in the expressions."""
     return {node.value for node in in_order(*expressions) if node.operation == "symbol"}
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What NumPy and C++ call it, what it is of which kinds, and how it is differentiated.
+    """An operation: its names in NumPy and C++, the kinds it takes and makes, and its derivative.
 
-    `signature` has, for the kinds of operands, those that they are made and that of the result. `slope` makes
-    the derivative of a node from those of its operands, some of which are not None.
+    `signature` maps the kinds of operands to the kinds that they are converted to and the kind of the result.
+    `slope` makes the derivative of a node from those of its operands, of which at least one is not None.
     """
 
     compute: Callable[..., Any]
@@ -326,11 +326,11 @@ def _selection(_: str, kinds: Kinds) -> tuple[Kinds, Kind]:
 
 
 def _no_slope(_: Expression, __: Derivatives) -> None:
-    """Of what changes in steps, or not at all."""
+    """The derivative of an operation that changes in steps, or not at all."""
 
 
 def _by_partials(partials: Callable[..., Sequence[Any]]) -> Callable[[Expression, Derivatives], Expression]:
-    """The chain rule: partials(*operands, result) are the derivatives in each operand."""
+    """The chain rule: partials(*operands, result) are the partial derivatives by each operand."""
 
     def slope(node: Expression, slopes: Derivatives) -> Expression:
         factors = partials(*node.operands, node)
@@ -347,7 +347,7 @@ def _times(factor: Expression, slope: Expression) -> Expression:
 
 
 def _slope_of_choice(choose: Callable[..., Expression]) -> Callable[[Expression, Derivatives], Expression]:
-    """Of an operation whose value is one of its last two operands: the first if choose(*operands)."""
+    """For an operation that returns one of its last two operands: the first if choose(*operands)."""
 
     def slope(node: Expression, slopes: Derivatives) -> Expression:
         first, second = (lifted(0.0) if s is None else s for s in slopes[-2:])
@@ -416,7 +416,7 @@ OPERATIONS: Mapping[str, Operation] = {
 
 
 def _sign(x: Expression) -> Expression:
-    """Of NaN it is NaN."""
+    """The sign; NaN for NaN."""
     if x.kind != "float":
         return apply("where", x > 0, 1, apply("where", x < 0, -1, 0))
     neither = apply("where", x == 0.0, 0.0, math.nan)
@@ -424,7 +424,7 @@ def _sign(x: Expression) -> Expression:
 
 
 _SYNONYMS = {"true_divide": "divide", "mod": "remainder", "fabs": "absolute", "abs": "absolute"}
-# Those that are made of the others.
+# Operations that are composed of others.
 _COMPOSED: Mapping[str, Callable[..., Expression]] = {
     "positive": lambda x: x,
     "square": lambda x: x * x,
@@ -436,7 +436,7 @@ _COMPOSED: Mapping[str, Callable[..., Expression]] = {
 
 
 def _has_reciprocal(divisor: Expression) -> bool:
-    """Whether it is a constant whose reciprocal a float32 has with all bits; inf times 0 is no quotient."""
+    """Whether it is a constant whose float32 reciprocal has all bits; 0 or inf could make inf * 0, a NaN."""
     if divisor.operation != "constant":
         return False
     return bool(1 / _LARGEST_FACTOR <= abs(divisor.value) <= _LARGEST_FACTOR)
@@ -448,7 +448,7 @@ def _unknown(name: str) -> str:
 
 
 def _as_product(base: Expression, exponent: Expression) -> Expression | None:
-    """A constant whole power as products, None for another."""
+    """A constant integer power as products; None for any other power."""
     if exponent.operation == "constant":
         number = float(exponent.value)
         if number.is_integer() and 1 <= number <= _MOST_PRODUCTS:

@@ -1,4 +1,4 @@
-"""The header score_mod.cuh as it is written for a call, from functions that have been traced."""
+"""Writes the header score_mod.cuh for a call, from its traced functions."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from cufa.traced.code import write
 from cufa.traced.expression import Expression
 
-# Its name.
+# The name of the header.
 HEADER = "scores/score_mod.cuh"
-FIELD_BYTES = 8  # of an address, a stride, a length
+FIELD_BYTES = 8  # of an address, a stride or a length
 
 _PLACE_ARGUMENTS = "int b, int h, SplitIndex q_idx, SplitIndex kv_idx"
 
 
 @dataclass(frozen=True)
 class Written:
-    """A traced function in CUDA C++: the arrays it reads, by the names of a call, and its functions.
+    """A traced function in CUDA C++: the arrays it reads, by their names in a call, and its functions.
 
-    Each array has its number of axes and the type of its elements. `of_heads` is whether it may be different
-    in each head, `of_batches` in each sequence of the batch, `looks_up` whether it reads
-    them at places that change from score to score. `differentiated` are those arrays whose
-    gradients are wanted, `elements` how many of their elements a score reads, `changing_with_query` which of
-    these are others for another query, `changing_with_key` for another key. `element_slopes` is the body of a
-    function that says by how much a score changes with each; `slopes_ask_score` if that depends on it.
+    Each array comes with its number of axes and its element type. `of_heads` says whether the result may
+    differ between heads, `of_batches` between sequences of the batch, `looks_up` whether arrays are read at
+    indices that change from score to score. `differentiated` are the arrays whose gradients are requested,
+    `elements` the number of their elements that a score reads; `changing_with_query` are the elements that
+    differ for another query, `changing_with_key` for another key. `element_slopes` is the body of a function
+    for the derivative of a score by each; `slopes_ask_score` says whether it depends on the score.
     """
 
     arrays: tuple[tuple[str, int, str], ...]
@@ -40,12 +40,12 @@ class Written:
 
     @property
     def differentiated_names(self) -> tuple[str, ...]:
-        """By their names in a call."""
+        """The names of the differentiated arrays in a call."""
         return tuple(name for name, _, _ in self.differentiated)
 
     @property
     def array_bytes(self) -> int:
-        """In the kernel's parameters: address and strides, and of gradients two numbers and lengths."""
+        """Bytes in the kernel's parameters: address and strides; for gradients two numbers and lengths."""
         of_arrays = sum(1 + ndim for _, ndim, _ in self.arrays)
         of_gradients = sum(2 + ndim for _, ndim, _ in self.differentiated)
         return FIELD_BYTES * (of_arrays + of_gradients)
@@ -74,7 +74,7 @@ def header_of(score_mod: Written, mask_mod: Written) -> str:
 
 
 def _of_gradients(score_mod: Written) -> str:
-    """What the gradients of its arrays ask for."""
+    """The part of the header for the gradients of its arrays."""
     fields = [f"arrays.d{field_name(name)}" for name, _, _ in score_mod.differentiated]
     count = " + ".join(f"{field}.count()" for field in fields) or "0"
     changing = {"query": score_mod.changing_with_query, "key": score_mod.changing_with_key}
@@ -97,7 +97,7 @@ def _changes_with(name: str, numbers: tuple[int, ...]) -> str:
 
 
 def cpp_bool(value: bool) -> str:
-    """As C++ spells it."""
+    """The value as C++ spells it."""
     return "true" if value else "false"
 
 
@@ -107,7 +107,7 @@ def field_name(name: str) -> str:
 
 
 def function_of(result: str, name: str, arguments: str, expression: Expression) -> str:
-    """One of its functions, which computes an expression."""
+    """A C++ function that computes an expression."""
     return (
         f"__device__ inline {result} {name}(const ModArrays& arrays, {arguments}{_PLACE_ARGUMENTS}) {{\n"
         f"{write(expression)}}}\n"

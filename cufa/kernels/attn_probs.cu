@@ -1,7 +1,7 @@
-// attn_probs: the probabilities of attention, P = exp(S - LSE), for those who want to look at them.
+// attn_probs: the probabilities of attention, P = exp(S - LSE), for inspection.
 //
-// The LSE is the forward's, and S is computed anew, tile by tile. With dropout P is what the
-// forward multiplied with V: dropped ones are 0, and the others have grown.
+// The LSE comes from the forward, and S is recomputed tile by tile. With dropout, P is what the
+// forward multiplied by V: 0 if dropped, otherwise scaled up.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim)
 // Owns     block: BLOCK_M queries of one head; thread: rows x keys of a tile of S
@@ -26,14 +26,14 @@ struct Smem {
 
 using Probabilities = ScoreTile<kRows, kKeys>;
 
-// What to subtract from the scores of a thread's rows, in units of log 2.
+// What to subtract from the scores of a thread's rows, in log 2.
 __device__ inline void load_shifts(acc_t (&shift)[kRows], const acc_t* lse, const Grid& grid,
                                    int first_row, int end_row) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
         const int row = first_row + grid.row(i);
         shift[i] = row < end_row ? lse[row] * acc_t(kLog2E) : acc_t(0);
-        if (shift[i] == negative_infinity()) shift[i] = 0;  // all of the row's scores are -inf, too
+        if (shift[i] == negative_infinity()) shift[i] = 0;  // all scores of the row are -inf, too
     }
 }
 

@@ -1,41 +1,41 @@
-// bias_gradient: the gradient of the bias, beside the backwards on tensor cores.
+// bias_gradient: the gradient of the bias, launched with the backwards on tensor cores.
 //
-// An element of the bias has the sum of dS over all scores that share it: over batch, heads or
-// rows, along which the bias may be broadcast. The backwards meet these scores in many blocks, and
-// would have to add atomically or to write all dS out. Here a block owns a tile of the bias, and
-// works out dS of all who share it anew: two more products beside their five, in one order, with
-// the sums in registers.
+// The gradient of an element of the bias is the sum of dS over all scores that share it: over
+// batch, heads or rows, if the bias is broadcast along them. The backwards process these scores in
+// many blocks. They would have to add atomically, or write out all of dS. Here a block owns a tile
+// of the bias and recomputes the dS of all scores that share it: two more products besides the
+// backward's five, in a fixed order, with the sums in registers.
 //
-// Launches: with a mask or a mask_mod seen_tiles, as in fwd_5_mma; row_sums (LSE and D);
+// Launches: with a mask or a mask_mod, seen_tiles, as in fwd_5_mma; row_sums (LSE and D);
 // bias_gradient; add_parts, if blocks share a tile, or warps a row.
 //
 // Shapes   dO, O as Q with value_dim; dbias as the bias: (batch or 1, heads or 1, rows or 1, keys)
-// Owns     block: BLOCK_N rows and BLOCK_M keys of one head's bias, and one of PARTS parts of those
-//          that share it; warp: kTiles 16-row tiles of them
+// Owns     block: BLOCK_N rows and BLOCK_M keys of one head's bias, and one of PARTS parts of the
+//          scores that share them; warp: kTiles 16-row tiles of them
 // Shared   STAGES tiles of Q and dO with LSE and D, of K and V; the tile of the bias
-// Global   workspace: LSE and D (batch, heads, seqlen_q, 2); parts of dbias, if it is in parts;
-//          with a mask or a mask_mod, which tiles of scores it shows
+// Global   workspace: LSE and D (batch, heads, seqlen_q, 2); parts of dbias, if there are parts;
+//          with a mask or a mask_mod, what it shows of each tile of scores
 // Writes   dbias
 #include "call/key_tiles.cuh"
 #include "mma/mma_score_tiles.cuh"
 #include "scores/seen_tiles.cuh"
 
 constexpr int kStages = STAGES, kParts = PARTS;
-constexpr bool kRowsShare = ROWS_SHARE;  // whether the bias is the same for all rows
+constexpr bool kRowsShare = ROWS_SHARE;  // whether all rows have the same bias
 constexpr int kPartsOfTile = kParts * (kRowsShare ? kWarps : 1);
-constexpr bool kInParts = kRowsShare || kParts != 1;  // which are added up in the end
+constexpr bool kInParts = kRowsShare || kParts != 1;  // which are added up at the end
 static_assert(kSplit == 1, "no two warps have the same rows");
 static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
 constexpr int kHead = round_up(kHeadDim, kMmaK), kValue = round_up(kValueDim, kMmaK);
 
-// The block's tile of the bias: who shares it reads it from there. Eight rows that a warp reads
-// together are in different banks.
+// The block's tile of the bias, which all scores that share it read from shared memory. The eight
+// rows that a warp reads together are in different banks.
 struct BiasRows {
     static constexpr int kChunk = 16 / sizeof(bias_t), kPitch = kBlockM + kChunk;
     alignas(16) bias_t data[kBlockN][kPitch];
 
-    // Copies its first rows and keys, those that there are.
+    // Copies its first rows and keys, as many as there are.
     __device__ void copy(const Matrix<const bias_t>& from, int rows, int keys) {
         const auto steps = reinterpret_cast<unsigned long long>(from.data) / sizeof(bias_t) |
                            static_cast<unsigned long long>(from.row_stride);
@@ -45,13 +45,13 @@ struct BiasRows {
             copy_packs<1>(from, rows, min(keys, kBlockM));
         }
     }
-    // The same as a matrix whose row `row` and key `key` are its first.
+    // A matrix over this tile, of which (row, key) is the first element.
     __device__ Matrix<const bias_t> from(int row, int key) const {
         return {&data[0][0] - (row * kPitch + key), kPitch};
     }
 
   private:
-    // Count elements at once, several times before the first of them is waited for.
+    // Copies Count elements at once, and starts several such loads before it waits for the first.
     template <int Count>
     __device__ void copy_packs(const Matrix<const bias_t>& from, int rows, int keys) {
         constexpr int kRowPacks = kBlockM / Count, kPacks = kBlockN * kRowPacks / kThreads;
@@ -80,7 +80,7 @@ struct BiasOfBlock {
     BiasRows bias;
 };
 template <>
-struct BiasOfBlock<true> {};  // a row for all queries is read from memory
+struct BiasOfBlock<true> {};  // one row for all queries is read from global memory
 
 struct Smem : Powers, BiasOfBlock<kRowsShare> {
     MmaTile<kBlockN, kHead> q[kStages];
@@ -108,7 +108,7 @@ struct Workspace {
     }
 };
 
-// What a block has: a tile of the bias, of which axes that are broadcast have the place 0.
+// A block's work: a tile of the bias. Its place is 0 along broadcast axes.
 struct BiasTile {
     int part, batch, head, first_row, first_key;
 
@@ -126,8 +126,8 @@ struct BiasTile {
     }
 };
 
-// Which tile of scores of a sequence's head one is at, of those that share a tile of the bias and
-// of which something is seen; every kParts'th of them is the block's.
+// A walk over the tiles of scores that share a tile of the bias and of which something is seen.
+// Every kParts-th of them belongs to the block.
 struct SharingWalk {
     const BackwardParams& params;
     const BiasTile& own;
@@ -170,7 +170,7 @@ struct SharingWalk {
         head = own.head;
         if (++batch < batch_end()) sequence = Sequence(params, batch);
     }
-    // Whether a row sees a key. By the way, whether one may not see all.
+    // Whether some row sees some key. Also sets `masked`, if some row may not see all keys.
     __device__ bool is_seen() {
         if (first_row >= sequence.seqlen_q) return false;
         const KeyTiles<kBlockM> tiles(sequence.mask(params.features), first_row, kBlockN);
@@ -207,7 +207,7 @@ __device__ inline void start_copy(Smem& smem, int stage, const SharingWalk& at) 
                                           row + i < sequence.seqlen_q);
 }
 
-// Copies the block's tile of the bias, if it has one. A template, in which there need not be any.
+// Copies the block's tile of the bias, if it has one. A template, because Smem may have none.
 template <class Smem>
 __device__ inline void copy_bias(Smem& smem, const BackwardParams& params, const BiasTile& own) {
     if constexpr (!kRowsShare) {
@@ -248,7 +248,8 @@ __device__ inline void attend(Scores& sums, const Smem& smem, int stage, const P
     }
 }
 
-// Calls store(row of the tile, key of the tile, sum of that key, of the next) for a lane's sums.
+// Calls store(row of the tile, key of the tile, sum of that key, sum of the next) for a lane's
+// sums.
 template <class Store>
 __device__ inline void for_pairs(const Scores& sums, const Place& place, const Store& store) {
 #pragma unroll
@@ -262,7 +263,7 @@ __device__ inline void for_pairs(const Scores& sums, const Place& place, const S
             }
 }
 
-// Writes two neighbours of a row that has `keys`, the first of which has an even number.
+// Writes two neighbours of a row of `keys` elements. The first has an even number.
 template <class T>
 __device__ inline void store_pair(T* row, int key, int keys, acc_t first, acc_t second) {
     using Pair = Pack<T, 2>;
@@ -275,7 +276,7 @@ __device__ inline void store_pair(T* row, int key, int keys, acc_t first, acc_t 
     if (key + 1 < keys) row[key + 1] = rounded(second);
 }
 
-// A block's sums, if they are the whole gradient.
+// Writes a block's sums, if they are the whole gradient.
 template <class Bias>
 __device__ inline void write_gradient(const Scores& sums, const Place& place, const BiasTile& own,
                                       const BiasGradient& bias) {
@@ -288,7 +289,7 @@ __device__ inline void write_gradient(const Scores& sums, const Place& place, co
     });
 }
 
-// Where a part of the gradient has a row.
+// The address of a row in a part of the gradient.
 __device__ inline acc_t* row_of_part(const BackwardParams& params, const BiasTile& own, int part,
                                      int row) {
     const BiasGradient& bias = params.dbias;
@@ -303,7 +304,7 @@ __device__ inline void write_part(const Scores& sums, const Place& place, const 
         store_pair(to, own.first_key + key, params.dbias.keys, first, second);
     });
 }
-// The same where rows share the bias: a warp adds up those that it has.
+// The same where rows share the bias: each warp adds up its rows.
 __device__ inline void write_row_of_part(const Scores& sums, const Place& place,
                                          const BiasTile& own, const BackwardParams& params) {
     acc_t* const to = row_of_part(params, own, own.part * kWarps + threadIdx.x / 32, own.first_row);
@@ -374,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     }
 }
 
-// A thread for each element of the bias.
+// One thread per element of the bias.
 template <class Bias>
 __device__ inline void write_sum_of_parts(const BackwardParams& params) {
     const long long index = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x;

@@ -1,8 +1,8 @@
-// bwd_1_naive: standard backward with P and dS in global memory (Dao et al. 2022, Algorithm 3 in
-// blocks of one).
+// bwd_1_naive: standard backward with P and dS in global memory (Dao et al. 2022, Algorithm 3 with
+// blocks of one element).
 //
-// Six launches: P = exp(S - LSE) is written out once; then dV = P^T dO, dP = dO V^T,
-// dS = P o (dP - rowsum(P o dP)) in place of dP, dQ = scale dS K and dK = scale dS^T Q.
+// Six launches: P = exp(S - LSE), written out once; dV = P^T dO; dP = dO V^T; dS = P o (dP -
+// rowsum(P o dP)), in place of dP; dQ = scale dS K; dK = scale dS^T Q.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V; dK and dV are summed over the query
 //          heads of a group
@@ -15,7 +15,7 @@
 constexpr int kThreads = THREADS;
 static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
-// P and dS, which has the place of dP.
+// P, and dS in the place of dP.
 struct Workspace {
     acc_t *p, *ds;
 
@@ -89,8 +89,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         from_acc<scalar_t>(acc_t(params.softmax_scale) * sum);
 }
 
-// One element of W^T X, W being P or dS and X dO or Q: summed over the rows that see the key, and
-// over the query heads that share the KV head.
+// One element of W^T X, where W is P or dS and X is dO or Q. It is summed over the rows that see
+// the key, and over the query heads that share the KV head.
 template <int Dims>
 __device__ inline void key_gradient(const Sizes& sizes, const acc_t* weights, const Tensor& x,
                                     const Tensor& gradient, acc_t scale) {

@@ -1,23 +1,23 @@
 // bwd_2_flash_v2: FlashAttention-2's backward on CUDA cores (Dao 2023, Algorithm 2).
 //
-// Change from bwd_1_naive: P is recomputed, tile by tile, from Q, K and LSE, so nothing of size
-// seqlen_q * seqlen_k is stored; rowsum(P o dP) is D = rowsum(dO o O), found beforehand. A block
-// owns a tile of keys and walks over the queries that see them, for every query head of the group:
-// dK and dV stay in registers, dQ is summed by atomic additions in acc_t and rounded at the end.
+// Change from bwd_1_naive: P is recomputed tile by tile from Q, K and the LSE, so nothing of size
+// seqlen_q * seqlen_k is stored. rowsum(P o dP) is D = rowsum(dO o O), computed beforehand. A block
+// owns a tile of keys and loops over the queries that see them, for every query head of the group.
+// dK and dV stay in registers. dQ is summed by atomic additions in acc_t and rounded at the end.
 // Where every run must give the same bits, blocks that own queries compute dQ instead.
 //
-// Launches: row_sums (LSE and D, and the sums in the workspace set to zero), key_tiles,
-// round_queries or, if deterministic, query_tiles; bias_gradient, array_gradients and
-// sink_gradient if those are wanted.
+// Launches: row_sums (LSE and D; sets the sums in the workspace to zero), key_tiles, round_queries
+// or, if deterministic, query_tiles; bias_gradient, array_gradients and sink_gradient, each if it
+// is wanted.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: BLOCK_N keys of one KV head, or BLOCK_M queries of one head;
-//          thread: kRows rows x kKeys keys of S and dP, some columns of kTileKeys keys of dK, dV,
-//          or of kRows rows of dQ
+//          thread: kRows rows x kKeys keys of S and dP; some columns of kTileKeys keys of dK and
+//          dV, or of kRows rows of dQ
 // Shared   K, V, Q and dO tiles, P and dS tiles, LSE and D of the query tile
 // Global   workspace: LSE and D (batch, heads, seqlen_q, 2); sums of dQ (batch, heads, seqlen_q,
 //          head_dim), unless deterministic; sums of the gradients of score_mod's arrays and of the
-//          bias's, if those are wanted
+//          bias, each if wanted
 // Writes   dQ, dK, dV
 #include "call/query_tiles.cuh"
 #include "call/warp_rows.cuh"
@@ -53,7 +53,7 @@ union Smem {
     WarpSums<kThreads> warps;
 };
 
-// The workspace's parts, each for all heads. The first is what must be aligned.
+// The workspace's parts, each for all heads. The first needs the strictest alignment.
 struct Workspace {
     RowStats* stats;
     acc_t *dq, *arrays, *bias;
@@ -112,8 +112,8 @@ __device__ inline void load_keys(Tiles& smem, Matrix<const scalar_t> k, Matrix<c
 struct ScoreGradients {
     ScoreTile<kRows, kKeys> p, ds;
 
-    // Where a row does not see a key both are set, not computed, to zero: an LSE of -inf or a NaN
-    // in the key must not show. What else has a gradient `add_up` sees to, score by score.
+    // Where a row does not see a key, both are set to zero rather than computed: an LSE of -inf or
+    // a NaN in the key must have no effect. `add_up` adds to the other gradients, score by score.
     template <bool Masked, class AddUp>
     __device__ void recompute(const Tiles& smem, const ScoreRules& rules, const Grid& grid,
                               int first_row, int first_key, const AddUp& add_up) {
@@ -146,7 +146,7 @@ struct KeyGradients {
     OutputTile<kTileKeys, kValueGroups> dv;
     PendingSums<1> of_arrays;
 
-    // Takes in one tile of queries.
+    // Processes one tile of queries.
     template <bool Masked>
     __device__ void attend(Tiles& smem, const QueryHead& head, const Grid& grid, int first_row,
                            int first_key) {
@@ -197,7 +197,7 @@ struct KeyGradients {
 struct QueryGradients {
     OutputTile<kRows, kHeadGroups> dq;
 
-    // Takes in one tile of keys.
+    // Processes one tile of keys.
     template <bool Masked>
     __device__ void attend(Tiles& smem, const ScoreRules& rules, Matrix<const scalar_t> k,
                            Matrix<const scalar_t> v, const Grid& grid, int first_row,
@@ -235,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const Grid grid;
     const auto [sequence, kv_head, first_key] = key_tile_of_block<kBlockN>(params);
     const int keys_end = end_of_keys(params, sequence);
-    if (kPacked && first_key >= keys_end) return;  // it is none of the sequence's tiles
+    if (kPacked && first_key >= keys_end) return;  // the sequence does not have this tile
 
     load_keys(smem, sequence.keys<const scalar_t>(params.k, kv_head),
               sequence.keys<const scalar_t>(params.v, kv_head), first_key, sequence.seqlen_k);
@@ -271,7 +271,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         Tiles& smem = shared_memory<Smem>().tiles;
         const Grid grid;
         const auto [sequence, head, kv_head, first_row] = query_tile_of_block<kBlockM>(params);
-        if (kPacked && first_row >= sequence.seqlen_q) return;  // it is none of the sequence's
+        if (kPacked && first_row >= sequence.seqlen_q) return;  // the sequence lacks this tile
 
         const QueryHead queries(params, sequence, head);
         const KeyTiles<kBlockN> tiles(queries.rules.mask, first_row, kBlockM);

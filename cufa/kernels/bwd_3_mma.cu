@@ -1,28 +1,28 @@
 // bwd_3_mma: FlashAttention-2's backward on tensor cores (Dao 2023, Algorithm 2).
 //
-// Change from bwd_2_flash_v2: mma.sync as in fwd_5_mma, and S and dP are computed transposed, S^T =
-// K Q^T and dP^T = V dO^T. A warp owns rows of keys; P^T and dS^T are then left operands of dV +=
-// P^T dO and dK += dS^T Q straight from the registers. Only dS^T goes to shared memory, for dQ = dS
-// K. Where dK and dV are too wide for a warp's registers (SPLIT 2), two warps share the rows of
-// keys: each computes half of the queries' columns of S^T and dP^T and owns half of the head dims
-// of dK and dV. Blocks that own queries, where every run must give the same bits, do all of this
-// with the parts of keys and queries exchanged. Where there are barriers to wait at for parts of a
-// block's work (HANDS_OVER), warps hand Q, dO and dS on, and none waits for the slowest.
+// Change from bwd_2_flash_v2: mma.sync as in fwd_5_mma. S and dP are computed transposed, S^T = K
+// Q^T and dP^T = V dO^T. A warp owns rows of keys, so P^T and dS^T are left operands of dV += P^T
+// dO and dK += dS^T Q straight from registers. Only dS^T goes to shared memory, for dQ = dS K.
+// Where dK and dV are too wide for a warp's registers (SPLIT 2), two warps share the rows of keys.
+// Each computes S^T and dP^T for half of the queries and owns half of the head dims of dK and dV.
+// Where every run must give the same bits, blocks that own queries compute dQ, with the parts of
+// keys and queries exchanged. Where barriers can be waited at for parts of a block's work
+// (HANDS_OVER), warps hand over Q, dO and dS through them, and none waits for the slowest.
 //
-// Launches: with a mask or a mask_mod seen_tiles, as in fwd_5_mma; row_sums (LSE and D, and the
-// sums in the workspace set to zero), key_tiles, round_keys if heads are in parts, round_queries
-// or, if deterministic, query_tiles; array_gradients and sink_gradient if those are wanted.
+// Launches: with a mask or a mask_mod, seen_tiles, as in fwd_5_mma; row_sums (LSE and D; sets the
+// sums in the workspace to zero), key_tiles, round_keys if the heads are in parts, round_queries
+// or, if deterministic, query_tiles; array_gradients and sink_gradient, each if wanted.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: BLOCK_N keys of one KV head, for one of PARTS parts of the query heads that share
-//          them, or as many queries of one head; warp: kTiles 16-row tiles of them
+//          them, or BLOCK_N queries of one head; warp: kTiles 16-row tiles of them
 // Shared   K, V, STAGES Q and dO tiles with LSE and D, dS^T and, if SPLIT, P^T; or Q, dO, STAGES K
 //          and V tiles and dS
 // Global   workspace: sums of dQ in fragments (heads, tiles of queries, BLOCK_M, head_dim rounded
 //          up), unless deterministic; sums of dK and dV (batch, seqlen_k, kv_heads, PARTS, dims in
 //          eights), if there are parts; LSE and D (batch, heads, seqlen_q, 2); with a mask or a
-//          mask_mod, which tiles of scores it shows; sums of the gradients of score_mod's arrays,
-//          if those are wanted
+//          mask_mod, what it shows of each tile of scores; sums of the gradients of score_mod's
+//          arrays, if wanted
 // Writes   dQ, dK, dV
 #include "gradients/sink_gradient.cuh"
 #include "mma/bwd_3_keys.cuh"
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const Sequence& sequence = own.sequence;
     const int kv_head = own.kv_head, first_key = own.first_key;
     const int keys_end = end_of_keys(params, sequence);
-    if (kPacked && first_key >= keys_end) return;  // it is none of the sequence's tiles
+    if (kPacked && first_key >= keys_end) return;  // the sequence does not have this tile
 
     clear_padding<kThreads, kHeadDim>(smem.k);
     clear_padding<kThreads, kValueDim>(smem.v);
@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 
     KeyGradients gradients = {};
     const QueryTiles<kBlockM> tiles(sequence.mask(params.features), first_key, kBlockN);
-    if constexpr (kHandsOver) __syncthreads();  // the barriers are set up, and the powers there
+    if constexpr (kHandsOver) __syncthreads();  // the barriers are set up, and the powers are there
     int number = 0;
     for (int h = 0; h < heads_of_part(params.sizes); ++h) {
         const QueryHead head = query_head_of_block(params, h);
@@ -105,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     }
     if constexpr (kArrayGradients) gradients.of_arrays.flush(Workspace(params).arrays);
     ptx::wait_copies();
-    __syncthreads();  // every warp is done with K, and dK and dV can go out through its place
+    __syncthreads();  // every warp is done with K: dK and dV can go out through its memory
     const KeyTile done = keys_of_block(params, ptx::anew(blockIdx.x));
     if constexpr (kParts > 1) {
         gradients.write_part(Workspace(params).key_sums, params, done);
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         const QueryTile own = query_tile_of_block<kBlockN>(params);
         const Sequence& sequence = own.sequence;
         const int first_row = own.first_row, seqlen_q = sequence.seqlen_q;
-        if (kPacked && first_row >= seqlen_q) return;  // it is none of the sequence's tiles
+        if (kPacked && first_row >= seqlen_q) return;  // the sequence does not have this tile
 
         clear_padding<kThreads, kHeadDim>(smem.q);
         clear_padding<kThreads, kValueDim>(smem.dout);
@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     }
 }
 
-// A warp has 16 rows.
+// Each warp has 16 rows.
 extern "C" __global__ void __launch_bounds__(kThreads)
     round_queries(const __grid_constant__ BackwardParams params) {
     if constexpr (!kDeterministic) {
@@ -176,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                                                         params.features.cu_seqlens_q);
         const Sequence sequence(params, batch);
         const DqSums sums(Workspace(params).dq, sizes, sequence, head);
-        if (first_row >= sequence.seqlen_q) return;  // it is none of the sequence's
+        if (first_row >= sequence.seqlen_q) return;  // the sequence does not have it
         sums.round_rows<kHeadDim>(sequence.queries<scalar_t>(params.dq, head), first_row,
                                   sequence.seqlen_q, params.softmax_scale);
     }

@@ -1,32 +1,30 @@
 // bwd_4_wgmma: FlashAttention-3's backward (Shah et al. 2024, Algorithm 3) on Hopper.
 //
-// Change from bwd_3_mma: a warp that does nothing but copy, by the copy engine, and two warpgroups
-// that compute, by wgmma, each for 64 keys. S^T and dP^T are products of shared memory; P^T and
-// dS^T stay in registers for dV += P^T dO and dK += dS^T Q. dS^T also goes to shared memory, where
-// both warpgroups' parts meet in dQ^T = K^T dS^T, which is added to sums in global memory. A
-// warpgroup does so one tile later, so that neither waits for the other and one multiplies while
-// the other exponentiates. A block stays for many tiles of keys: while one's gradients are stored,
-// the next one's products run. Where many queries see a key, a warpgroup puts all gradients into an
-// outbox, from which the copy engine adds dQ to the sums: who does so itself waits until memory
-// takes what it adds. Over head dim 128, with values of up to that, dK leaves registers for S or
-// for dP, but not for both.
+// Change from bwd_3_mma: one warp only copies, by TMA, and two warpgroups only compute, by wgmma,
+// each for 64 keys. S^T and dP^T are products of shared memory. P^T and dS^T stay in registers for
+// dV += P^T dO and dK += dS^T Q. dS^T also goes to shared memory, where the parts of both
+// warpgroups meet in dQ^T = K^T dS^T, which is added to sums in global memory. dQ lags one tile
+// behind: then neither warpgroup waits for the other, and one multiplies while the other
+// exponentiates. A block processes many tiles of keys: while the gradients of one are stored, the
+// products of the next run. Where many queries see a key, a warpgroup puts all its gradients into
+// an outbox, from which TMA adds dQ to the sums. If the warpgroup added them itself, it would wait
+// until memory took them. Above head dim 128, with at most 128 value dims, dK leaves registers for
+// S or for dP, but not for both.
 //
-// Launches: with a mask or a mask_mod seen_tiles, which finds out what these show of each tile of
-// scores, so that tiles of which that is nothing are left out; row_sums (statistics, and dQ's sums
-// set to zero unless the first block to add does so), key_tiles, round_keys (if blocks have parts
-// of the heads), round_queries (unless the last block does that); array_gradients and sink_gradient
-// if those are wanted. key_tiles and what rounds begin while the launch before ends.
+// Launches: with a mask or a mask_mod, seen_tiles, which finds out what it shows of each tile of
+// scores, so that tiles of which it shows nothing are skipped; row_sums (statistics; sets the sums
+// of dQ to zero unless the first block to add does), key_tiles, round_keys (if blocks have parts of
+// the heads), round_queries (unless the last block rounds); array_gradients and sink_gradient, each
+// if wanted. key_tiles, round_keys and round_queries begin while the launch before them ends.
 //
-// Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: 128 keys of one KV head at a time, for all query heads that share them or a part
-//          of those; warpgroup: 64 of them
-// Shared   rings of KEY_STAGES K and V tiles, which become dK and dV unless there are outboxes; of
-//          STAGES Q and dO tiles with the rows' statistics; of dS^T tiles; for each warpgroup an
-//          outbox, if it has one, and the bias of a tile of scores, if the copy engine can bring
-//          that
+//          of those heads; warpgroup: 64 of the keys
+// Shared   rings: KEY_STAGES K and V tiles, replaced by dK and dV unless there are outboxes; STAGES
+//          Q and dO tiles with the statistics of their rows; dS^T tiles. For each warpgroup an
+//          outbox, if used, and the bias of a tile of scores, if TMA can copy it
 // Global   workspace: sums of dQ, statistics, parts of dK and dV, counts (wgmma_query_sums.cuh);
-//          with a mask or a mask_mod, which tiles of scores are seen; sums of the gradients of
-//          score_mod's arrays if those are wanted
+//          with a mask or a mask_mod, what it shows of each tile of scores; sums of the gradients
+//          of score_mod's arrays, if wanted
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   dQ, dK, dV
 #include "hopper/backward/bwd_4_consumer.cuh"
@@ -36,11 +34,12 @@
 constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kHelperThreads = HELPER_THREADS;
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
-// With short tiles of queries a thread has registers for P as operand beside S and dP: dV's product
-// then need not wait for dP.
+// With short tiles of queries, a thread has registers for P as an operand beside S and dP. Then the
+// product for dV need not wait for dP.
 constexpr bool kValuesEarly = kShortTiles;
 
-// Sums up the gradients of a warpgroup's keys over all tiles of queries. dQ of the last is left.
+// Sums the gradients of a warpgroup's keys over all tiles of queries. dQ of the last tile is left
+// to the caller.
 template <class Walk>
 __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSums<kValue>& dv,
                               Walk walk) {
@@ -84,8 +83,8 @@ __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSum
     }
 }
 
-// The same with registers for S or for dP: P is rounded before dP's product begins, and once dS^T
-// is shared it is read from there.
+// The same with registers for only one of S and dP: P is rounded before the product for dP begins,
+// and dS^T is read from shared memory.
 template <class Walk>
 __device__ inline void attend_in_turn(Consumer& consumer, WgmmaSums<kHead>& dk,
                                       WgmmaSums<kValue>& dv, Walk walk) {
@@ -125,7 +124,7 @@ __device__ inline void attend_in_turn(Consumer& consumer, WgmmaSums<kHead>& dk,
     }
 }
 
-// Where in its tiles of queries a consumer is.
+// A consumer's walk over its tiles of queries.
 __device__ inline auto walk_of(const Consumer& consumer, const Tiles& tiles) {
     if constexpr (kKeyMask) {
         return LabelledWalk(consumer.smem.ring, consumer.at, tiles);
@@ -173,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
     const Sizes& sizes = params.call.sizes;
     if constexpr (kArrayGradients) {
         clear_sums<kHelperThreads>(sums_of_arrays(params.call), array_sums(params.call.features));
-        if (sizes.batch == 0 || sizes.heads == 0) return;  // there is a block for sums alone
+        if (sizes.batch == 0 || sizes.heads == 0) return;  // one block runs just to clear the sums
     }
     if (sizes.seqlen_q == 0) return;
     prepare_rows<kHelperThreads, kBlockM, Sums>(params.call);

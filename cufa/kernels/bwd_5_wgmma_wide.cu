@@ -1,21 +1,21 @@
-// bwd_5_wgmma_wide: the Hopper backward for values of more than 128 head dims.
+// bwd_5_wgmma_wide: the Hopper backward for more than 128 value dims.
 //
 // Change from bwd_4_wgmma: dK and dV of 64 keys are too wide for one warpgroup's registers. So both
-// warpgroups work on the same 64 keys. One computes S^T and from it P^T, the other dP^T and, with
-// P^T, dS^T; both weights pass through shared memory. Of dV += P^T dO, dK += dS^T Q and dQ^T = K^T
-// dS^T each computes a part of the head dims. dK and dQ lag one tile behind: they keep the tensor
-// cores busy during the softmax. Of P^T dropout keeps a part for dV alone: the first warpgroup has
-// it in registers, the second puts it in the place of P^T once it has that itself.
+// warpgroups work on the same 64 keys. One computes S^T and P^T. The other computes dP^T and, with
+// P^T, dS^T. P^T and dS^T pass through shared memory. Of dV += P^T dO, dK += dS^T Q and dQ^T = K^T
+// dS^T, each warpgroup computes a part of the head dims. dK and dQ lag one tile behind: they keep
+// the tensor cores busy during the softmax. Dropout keeps a part of P^T, for dV only. The first
+// warpgroup has it in registers. The second reads P^T, then overwrites it with the kept part.
 //
-// Launches: those of bwd_4_wgmma but array_gradients.
+// Launches: those of bwd_4_wgmma except array_gradients.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
-// Owns     block: 64 keys of one KV head, for all query heads that share them or a part of those;
-//          warpgroup: whole panels of the head dims of dK, dV and dQ
-// Shared   K, V; rings of STAGES Q tiles with the rows' statistics, dO tiles, P^T and dS^T; a tile
-//          of the bias that the copy engine brings lies where P^T will be
-// Global   workspace: sums of dQ, statistics, parts of dK and dV (wgmma_query_sums.cuh);
-//          with a mask or a mask_mod, which tiles of scores are seen
+// Owns     block: 64 keys of one KV head, for all query heads that share them or a part of those
+//          heads; warpgroup: whole panels of the head dims of dK, dV and dQ
+// Shared   K, V; rings of STAGES Q tiles with the statistics of their rows, dO tiles, P^T and dS^T;
+//          a bias that TMA copies lies where P^T will be written
+// Global   workspace: sums of dQ, statistics, parts of dK and dV (wgmma_query_sums.cuh); with a
+//          mask or a mask_mod, what it shows of each tile of scores
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   dQ, dK, dV
 #include "hopper/backward/bwd_5_consumer.cuh"
@@ -26,9 +26,9 @@ constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
 constexpr int kHelperThreads = HELPER_THREADS;
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 
-// Takes in one tile of queries, and of the tile before, unless this is the First, what lags behind.
-// Panels of dQ are added while products run: the first beside dV's, the last beside the next
-// scores'.
+// Processes one tile of queries and, unless it is the First, the lagging products of the tile
+// before. Panels of dQ are added while products run: the first during the product for dV, the last
+// during the next scores.
 template <bool First, Role kRole, class Walk>
 __device__ inline void attend(Consumer<kRole>& consumer, typename Consumer<kRole>::KeyGradients& dk,
                               typename Consumer<kRole>::ValueGradients& dv, QueryPart& dq,
@@ -72,7 +72,7 @@ __device__ inline void attend(Consumer<kRole>& consumer, typename Consumer<kRole
     release(smem.dout_ring, consumer.at);
 }
 
-// What lags behind of the last tile.
+// The lagging products of the last tile.
 template <Role kRole>
 __device__ inline void finish(Consumer<kRole>& consumer, typename Consumer<kRole>::KeyGradients& dk,
                               QueryPart& dq) {
@@ -90,7 +90,7 @@ __device__ inline void finish(Consumer<kRole>& consumer, typename Consumer<kRole
     release(smem.ds_ring, before(consumer.at));
 }
 
-// Where in its tiles of queries a consumer is.
+// A consumer's walk over its tiles of queries.
 template <Role kRole>
 __device__ inline auto walk_of(const Consumer<kRole>& consumer, const Tiles& tiles, int part) {
     if constexpr (kKeyMask) {

@@ -1,26 +1,26 @@
-// bwd_6_float32: the backward of float32 on Hopper's tensor cores for 16 bits.
+// bwd_6_float32: the float32 backward on Hopper's 16-bit tensor cores.
 //
 // Change from bwd_4_wgmma: each element is a sum of two halves, as in fwd_9_float32, and each
-// product three. A first launch makes them (bwd_6_halves.cuh), in tiles as they will lie in shared
-// memory, where there is room for 64 keys and for a tile of queries of each warpgroup. So these
-// share the keys and take every other tile of queries, and what they have of dK and dV is added up
-// in the end. What a tile adds to dK and dV is a product by itself, added afterwards, as tensor
-// cores cut off the sums that they add to. What it adds to dQ is left where its queries were, for
-// the copy engine to add: a warpgroup's own additions would stand before all else that it asks of
-// memory. Products of one warpgroup run beside the softmax of the other.
+// product becomes three. A first launch makes the halves (bwd_6_halves.cuh), in tiles laid out as
+// in shared memory. Shared memory has room for 64 keys and a tile of queries for each warpgroup. So
+// the warpgroups share the keys and alternate between tiles of queries, and their parts of dK and
+// dV are added up at the end. Tensor cores truncate the sums that they add to, so a tile's part of
+// dK and dV is a product of its own, added afterwards. A tile's part of dQ replaces its queries in
+// shared memory, and TMA adds it to the sums: a warpgroup's own additions would delay all its other
+// memory accesses. Products of one warpgroup overlap the softmax of the other.
 //
-// Launches: with a mask or a mask_mod seen_tiles, as in fwd_5_mma; to_halves (with D, and the sums
-// of dQ set to zero); key_tiles; store_query_gradients, which makes rows of these sums;
-// exact_tiles, for what halves do not hold; sink_gradient if that is wanted.
+// Launches: with a mask or a mask_mod, seen_tiles, as in fwd_5_mma; to_halves (also D; sets the
+// sums of dQ to zero); key_tiles; store_query_gradients, which turns these sums into rows;
+// exact_tiles, for numbers that halves cannot hold; sink_gradient, if wanted.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
 //          value_dim), dO, O as Q with value_dim; dQ, dK, dV as Q, K, V; packed sequences: (tokens,
 //          heads, dim)
 // Owns     block: 64 keys of one KV head, for all query heads that share them
-// Shared   K and V; of each warpgroup STAGES tiles of Q and dO, later dQ, with their rows'
-//          statistics, and dS^T
+// Shared   K and V; for each warpgroup STAGES tiles of Q and dO, later dQ, with the statistics of
+//          their rows, and dS^T
 // Global   workspace: tiles of halves of queries and dO with their sums of dQ, then of halves of
-//          keys and values; with a mask or a mask_mod, which tiles of scores it shows
+//          keys and values; with a mask or a mask_mod, what it shows of each tile of scores
 // Needs    sm_90a
 // Writes   dQ, dK, dV
 #include "gradients/sink_gradient.cuh"
@@ -29,7 +29,7 @@
 #include "hopper/float32/bwd_6_halves.cuh"
 
 constexpr int kThreads = THREADS;
-constexpr int kHalvingBlocks = 2;  // an SM has at least so many
+constexpr int kHalvingBlocks = 2;  // the least number on an SM
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 static_assert((kConsumers + 1) * kWarpgroup == kThreads, "one warpgroup copies, others compute");
 static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a different struct");
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(kHalvingThreads, kHalvingBlocks)
     }
 }
 
-// ---- the producers: a thread for each warpgroup's queries, and the first for the keys, too ----
+// ---- the producers: one thread for each warpgroup's queries; the first also copies keys ----
 
 __device__ inline void produce_keys(Smem& smem, const BackwardParams& call, const KeyTile& work) {
     const auto& keys = Workspace(call).keys_from(work.sequence, work.kv_head, work.first_key);
@@ -65,7 +65,7 @@ __device__ inline void produce_keys(Smem& smem, const BackwardParams& call, cons
     ptx::copy_bytes(&smem.units, &keys.units, sizeof(KeyUnits), smem.keys_full);
 }
 
-// What is where the next tile comes is sent out before, and the rest at last.
+// Before a stage gets its next tile, and at the end, its sums of dQ are sent out.
 template <class Walk>
 __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, const KeyTile& work,
                                        int warpgroup, Walk walk) {
@@ -73,7 +73,7 @@ __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, c
     Ring<kStages>& q_ring = smem.q_rings[warpgroup];
     LabelledRing<kStages>& dout_ring = smem.dout_rings[warpgroup];
     RingPosition<kStages> at;
-    int filled = 0;  // stages that have had a tile
+    int filled = 0;  // stages that have held a tile
     const auto send_out = [&] {
         q_ring.wait_empty(at);
         if (at.stage >= filled) return;
@@ -94,7 +94,7 @@ __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, c
             ptx::copy_bytes(&to.dout, &from.dout, OutRows::kBytes,
                             dout_ring.announce(at, OutRows::kBytes));
         };
-        if (!QueryStage::kSumsTakeDout) copy_dout();  // it is empty first
+        if (!QueryStage::kSumsTakeDout) copy_dout();  // dO is released before the sums are ready
         send_out();
         ptx::Barrier& full = q_ring.announce(at, QueryRows::kBytes + sizeof(Statistics));
         ptx::copy_bytes(&to.q, &from.q, QueryRows::kBytes, full);
@@ -122,7 +122,7 @@ __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, c
 
 // ---- the consumers ----
 
-// Takes in a tile of queries, whose dP is under way: adds its part to the gradients.
+// Processes a tile of queries, whose dP is under way: adds its part to the gradients.
 template <class Walk>
 __device__ inline void attend(Consumer& consumer, Scores& dp, const Walk& walk) {
     Scores s;
@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     ptx::wait_for_launch_before();
 
     const KeyTile work = key_tile_of_block<kBlockN>(params);
-    // Of packed sequences some do not exist.
+    // Packed sequences do not have all tiles.
     const bool exists = !kPacked || work.first_key < end_of_keys(params, work.sequence);
     const int warpgroup = uniform(threadIdx.x / kWarpgroup);
     if (warpgroup == 0) {

@@ -1,8 +1,8 @@
 // fwd_1_naive: standard attention, the baseline of the FlashAttention papers (Dao et al. 2022,
 // Algorithm 0).
 //
-// Three launches: S = Q K^T and P = softmax(S) are written to global memory, O(seqlen_q * seqlen_k)
-// of it; then O = P V. The softmax is the safe one, in three passes over each row: maximum, sum,
+// Three launches write S = Q K^T, P = softmax(S) and O = P V. S and P take O(seqlen_q * seqlen_k)
+// of global memory. The softmax is the safe one, with three passes over each row: maximum, sum,
 // quotients.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),

@@ -1,10 +1,10 @@
 // fwd_2_online_softmax: standard attention with the softmax in two passes (Milakov and Gimelshein
 // 2018).
 //
-// Change from fwd_1_naive: maximum and sum of a row are found in one pass, the sum being rescaled
-// whenever the maximum rises; one of three reads of S is gone. Everything else is the same, and as
-// the two products, with operands from global memory, take nearly all of the time, so is that. What
-// it is for comes next: a row whose statistics can grow may be seen tile by tile.
+// Change from fwd_1_naive: the maximum and the sum of a row are found in one pass. The sum is
+// rescaled whenever the maximum rises. S is read twice instead of three times, but nearly all of
+// the time goes to the two products, which are unchanged, with operands from global memory. The
+// gain comes in the next rung: a row whose statistics can grow can be processed tile by tile.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim)

@@ -1,14 +1,14 @@
 // fwd_3_flash_v1: FlashAttention (Dao et al. 2022, Algorithm 1), one launch per block of keys.
 //
 // Change from fwd_2_online_softmax: S and P never reach global memory. The outer loop, over blocks
-// of keys, is the host's: each launch takes one block of keys to every tile of queries. Between
-// launches O, l and m live in global memory, O normalised each time, as in the paper's lines 12
-// and 13. Scores are in units of log 2, which changes m and nothing else.
+// of keys, is on the host: each launch applies one block of keys to all tiles of queries. Between
+// launches O, l and m are in global memory. O is normalised each time, as in lines 12 and 13 of the
+// paper. Scores are in log 2, which changes nothing but m.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim)
-// Owns     block: BLOCK_M queries of one head; thread: kRows rows x kKeys keys of S, the same rows
-//          of O
+// Owns     block: BLOCK_M queries of one head; thread: kRows rows x kKeys keys of S, and the same
+//          rows of O
 // Shared   Q tile, K tile, V tile, P tile
 // Global   workspace: O (batch, heads, seqlen_q, value_dim), then l and m (batch, heads, seqlen_q)
 // Writes   O and LSE in the last launch; LSE is natural log, -inf for a row that sees no key
@@ -32,7 +32,7 @@ struct Smem {
     SharedMatrix<kBlockM, kBlockN> p;
 };
 
-// Which block of keys this launch is for.
+// The block of keys that this launch is for.
 struct KeyBlock {
     int first_key;
     bool is_first, is_last;
@@ -43,7 +43,7 @@ struct KeyBlock {
           is_last(first_key + kBlockN >= sizes.seqlen_k) {}
 };
 
-// O, l and m of a head between launches.
+// O, l and m of a head, as they are between launches.
 struct State {
     acc_t *o, *l, *m;
 
@@ -60,9 +60,9 @@ struct State {
 // l and m of a thread's rows.
 struct Statistics {
     OnlineSoftmax softmax[kRows];
-    acc_t old_sum[kRows];  // l of the keys before these, in units of the new maximum
+    acc_t old_sum[kRows];  // l of the keys of earlier launches, in units of the new maximum
 
-    // Takes in a tile of scores, which become P, on top of what launches before found.
+    // Turns a tile of scores into P and updates the statistics of earlier launches.
     __device__ void exponentiate(ScoreTile<kRows, kKeys>& scores, const State& state,
                                  const KeyBlock& keys, const Grid& grid, int first_row,
                                  int seqlen_q) {
@@ -80,8 +80,8 @@ struct Statistics {
         }
     }
 
-    // Row i's part of O, which is P V, becomes O (line 12): what it was, weighted with the old sum,
-    // and P V, over the new sum.
+    // Turns row i of P V into O (line 12): adds the old O, weighted with the old sum, and divides
+    // by the new sum.
     __device__ void join_output(Vec (&o)[kGroups], int i, acc_t* old_o, const KeyBlock& keys,
                                 const Grid& grid) const {
         const acc_t normalizer = softmax[i].normalizer();
@@ -98,8 +98,8 @@ struct Statistics {
     }
 };
 
-// Joins what a thread has of P V to O, and writes that with the LSE after the last block of keys,
-// or leaves it with l and m for the next launch.
+// Adds a thread's part of P V to O. After the last block of keys it writes O and the LSE, otherwise
+// O, l and m for the next launch.
 __device__ inline void end_launch(OutputTile<kRows, kGroups>& o, const Statistics& statistics,
                                   const State& state, const ForwardParams& params, int batch,
                                   int head, int first_row, const KeyBlock& keys, const Grid& grid) {
@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int batch = sequence.batch;
     const KeyBlock keys(sizes);
 
-    // A tile that sees none of these keys has nothing to do, unless it must begin or end its rows.
+    // A tile that sees none of these keys has work only in the first and the last launch.
     const int last_row = min(first_row + kBlockM, sizes.seqlen_q) - 1;
     if (keys.first_key >= mask.keys_end(last_row) && !keys.is_first && !keys.is_last) return;
 

@@ -1,15 +1,15 @@
 // fwd_4_flash_v2: FlashAttention-2 on CUDA cores (Dao 2023, Algorithm 1).
 //
-// Change from fwd_3_flash_v1: the loops are swapped. A block owns a tile of queries and walks over
-// the keys in one launch, so O, the running maximum and the running sum stay in registers from the
-// first key to the last; O is divided by the sum once, at the end. Tiles of keys that no query sees
-// are not visited, and only those that a mask may cut through are masked.
+// Change from fwd_3_flash_v1: the loops are swapped. A block owns a tile of queries and loops over
+// the keys in one launch. O, the running maximum and the running sum stay in registers. O is
+// divided by the sum once, at the end. Tiles of keys that no query sees are skipped, and only tiles
+// that a mask may cut through are masked.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
 //          V in pages: (pages, page_size, kv_heads, dim)
 // Owns     block: BLOCK_M queries of one head; warp: whole rows of them; thread: kRows rows x kKeys
-//          keys of S, the same rows of O
+//          keys of S, and the same rows of O
 // Shared   Q tile, K tile, V tile, P tile
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
@@ -38,7 +38,7 @@ struct Accumulator {
     OnlineSoftmax softmax[kRows];
     OutputTile<kRows, kGroups> o;
 
-    // Takes in one tile of scores: raises the maxima, rescales O, turns the scores into P.
+    // Processes one tile of scores: raises the maxima, rescales O, turns the scores into P.
     __device__ void exponentiate(ScoreTile<kRows, kKeys>& scores) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const Grid grid;
     const auto [sequence, head, kv_head, first_row] = query_tile_of_block<kBlockM>(params);
     const int seqlen_q = sequence.seqlen_q;
-    if (kPacked && first_row >= seqlen_q) return;  // it is none of the sequence's tiles
+    if (kPacked && first_row >= seqlen_q) return;  // the sequence does not have this tile
 
     const ScoreRules rules(params, sequence, head);
     const KeyTiles<kBlockN> tiles(rules.mask, first_row, kBlockM);

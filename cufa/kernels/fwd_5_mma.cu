@@ -1,36 +1,37 @@
 // fwd_5_mma: FlashAttention-2 on tensor cores (Dao 2023, Algorithm 1).
 //
-// Change from fwd_4_flash_v2: mma.sync instead of multiply-adds, on 16-bit operands with float32
-// sums, float32 as one or two parts of tf32, or float64 (operands_*.cuh). A warp owns whole rows; S
-// and O are accumulators, and P goes from the registers of S straight into the second product. K
-// and V come by cp.async during the product before the one that needs them. O is rescaled only when
-// a maximum has grown by more than what float32 sums can hold anyway.
+// Change from fwd_4_flash_v2: mma.sync instead of multiply-adds. Operands have 16 bits, with
+// float32 sums. float32 operands are split into one or two parts of tf32; float64 has its own mma
+// (operands_*.cuh). A warp owns whole rows. S and O are accumulators, and P goes from the registers
+// of S straight into the second product. K and V are copied by cp.async, each during the product
+// before the one that needs it. O is rescaled only when a maximum has grown by more than float32
+// sums can hold anyway.
 //
-// float64 has one pipe for products and for all other sums: there Q is multiplied with the scale
-// beforehand, and products begin with minus the maxima. Where there are barriers to wait at for
-// parts of a block's work (HANDS_OVER), its warps hand K and V on instead of meeting: one may be at
-// its softmax while others multiply.
+// float64 has one pipe for products and all other arithmetic. To save work there, Q is multiplied
+// by the scale beforehand, and products start from minus the maxima. Where barriers can be waited
+// at for parts of a block's work (HANDS_OVER), warps hand over K and V through them instead of
+// meeting: one warp may compute its softmax while others multiply.
 //
 // To read it, begin with 16 bits and no mask, where kFolded, kHandsOver, kLongSteps, kCutTiles and
-// kKeyMask are false. `attend` takes in a tile of keys; its softmax is in fwd_5_output.cuh.
+// kKeyMask are false. `attend` processes a tile of keys; its softmax is in fwd_5_output.cuh.
 //
-// Launches: with a mask or a mask_mod seen_tiles, which finds out what it shows of each tile of
-// scores, so that tiles of which that is nothing are left out; fwd_5_mma.
+// Launches: with a mask or a mask_mod, seen_tiles, which finds out what it shows of each tile of
+// scores, so that tiles of which it shows nothing are skipped; fwd_5_mma.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
 //          V in pages: (pages, page_size, kv_heads, dim)
-// Owns     block: BLOCK_M queries of one head; warp: kTiles 16-row tiles of them, of which SPLIT
-//          warps share the scores and part the output's columns
+// Owns     block: BLOCK_M queries of one head; warp: kTiles 16-row tiles of them. SPLIT warps share
+//          the scores of the same rows and divide the columns of the output
 // Shared   Q tile, K tile, V tile
-// Global   workspace: with a mask or a mask_mod, which tiles of scores it shows
+// Global   workspace: with a mask or a mask_mod, what it shows of each tile of scores
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
 #include "mma/fwd_5_in_turn.cuh"
 
-// One tile of keys, the next of which is `step` keys further on. K is on its way when this begins,
-// and the next K when it ends, whose pages are looked up while products run. Whether the tile is
-// masked is decided as it runs: a second copy of this code for tiles that are not would cost
+// Processes one tile of keys; the next tile is `step` keys further on. On entry the copy of K is
+// under way, on exit that of the next K, whose pages are looked up while products run. Whether the
+// tile is masked is tested at run time: a second copy of this code for whole tiles would cost
 // registers.
 __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules, Source& source,
                               int first_row, int first_key, int step, bool cut) {
@@ -53,8 +54,8 @@ __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules, 
     weigh_values(out, s, smem, rules, first_row, first_key, keys_end, masked);
 }
 
-// The tile that a block owns. Blocks of float64 take so long that in the last section, if no more
-// ran than do at once, the longest would end last.
+// The tile that a block owns. float64 blocks take so long that a section has two rounds of them:
+// with a single round in the last section, the longest block would end last.
 __device__ inline QueryTile tile_of_block(const ForwardParams& params, int block = blockIdx.x) {
     constexpr int kRounds = sizeof(scalar_t) == 8 ? 2 : 1;
     return query_tile_of_block<kBlockM, kRounds * kSectionTiles>(params, block);
@@ -96,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     Smem& smem = shared_memory<Smem>();
     const auto [sequence, head, kv_head, first_row] = tile_of_block(params);
     const int seqlen_q = sequence.seqlen_q;
-    if (kPacked && first_row >= seqlen_q) return;  // it is none of the sequence's tiles
+    if (kPacked && first_row >= seqlen_q) return;  // the sequence does not have this tile
 
     const ScoreRules rules(params, sequence, head);
     const auto q = sequence.queries<const scalar_t>(params.q, head);
@@ -107,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     clear_padding<kThreads, kHeadDim>(smem.k);
     clear_padding<kThreads, kValueDim>(smem.v);
     copy_tile<kThreads, kHeadDim>(smem.q, q, first_row, seqlen_q);
-    if constexpr (!kFolded) take_scale(smem, rules);  // later, ptxas would spill for Blackwell
+    if constexpr (!kFolded) take_scale(smem, rules);  // any later, ptxas would spill on Blackwell
     Source source{k, v, KeyTiles<kBlockN>(rules.mask, first_row, kBlockM)};
     const int keys_end = source.tiles.end;
     const Seen seen(static_cast<SeenPart*>(params.workspace), params, sequence, head);
@@ -115,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     if constexpr (kKeyMask) begin = seen.next_key(first_row, begin, keys_end);
     source.look_up_pages(begin);
     source.copy_k(smem, begin, threadIdx.x);
-    smem.init();  // while Q and K are on their way
+    smem.init();  // while Q and K are being copied
     if constexpr (kFolded) take_scale(smem, rules);
     if constexpr (kHandsOver) {
         __syncthreads();  // the barriers are set up

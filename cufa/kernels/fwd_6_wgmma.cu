@@ -1,30 +1,30 @@
 // fwd_6_wgmma: FlashAttention-3 (Shah et al. 2024, Algorithms 1 and 2) on Hopper.
 //
-// Change from fwd_5_mma: a thread that does nothing but copy, by the copy engine, and warpgroups
-// that do nothing but compute, by wgmma, which reads its operands from shared memory and runs
-// beside what issued it. While the tensor cores work on the next scores and the last output, a
-// warpgroup exponentiates the scores that it has; and warpgroups take turns, so that the products
-// of one run during the softmax of the other. A block stays for many tiles. Scores become weights
-// under the maximum of the first tile's; that larger ones came is seen afterwards, from the sum of
-// the weights, which then shrink: no time is spent on looking for the largest. Beside the thread
-// that copies, the other warps of its warpgroup look for NaN in tiles that a mask cuts through.
-// Where some SMs would be idle while others have a last tile, the keys of such tiles are parted
-// among blocks, the last of which joins what all found.
+// Change from fwd_5_mma: one thread only copies, by TMA. Warpgroups only compute, by wgmma, which
+// reads its operands from shared memory and runs asynchronously. While the tensor cores compute the
+// next S and the last P V, a warpgroup exponentiates the S that it has. Warpgroups take turns: the
+// products of one run during the softmax of the other. A block processes many tiles. Weights are
+// computed with the maximum of the first tile of keys, without looking for larger scores first. If
+// the sum of the weights shows that larger scores came, the maximum is raised and the weights are
+// shrunk. The other warps of the producer's warpgroup look for NaN in tiles that a mask cuts
+// through. Where some SMs would be idle while others process a last tile, the keys of such tiles
+// are split among blocks, and the block with the last part merges the results.
 //
-// Launches: with a mask or a mask_mod seen_tiles, which finds out what these show of each tile of
-// scores, so that tiles of which that is nothing are left out, and of each score, if that is looked
-// up in arrays; clear_counts, if keys are parted; fwd_6_wgmma. That may run beside fwd_8_split_kv,
-// to which it then leaves sequences of fewer queries than kLeastQueries.
+// Launches: with a mask or a mask_mod, seen_tiles, which finds out what it shows of each tile of
+// scores, so that tiles of which it shows nothing are skipped, and of each score, if that is looked
+// up in arrays; clear_counts, if keys are split; fwd_6_wgmma. It may run beside fwd_8_split_kv, and
+// then leaves it the sequences of fewer queries than kLeastQueries.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
 //          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
 //          V in pages: (pages, page_size, kv_heads, dim)
 // Owns     block: tile after tile of BLOCK_M queries of one head; warpgroup: 64 of its rows
-// Shared   rings of STAGES K and V tiles; for each warpgroup a ring of QUERY_STAGES Q tiles, and
-//          STORE_COLS columns of O on their way out, and the bias of a tile of scores, if the copy
-//          engine can bring that
-// Global   workspace: how many tiles are taken, 0 between launches; with a mask or a mask_mod, what
-//          is seen of each; what blocks found of tiles whose keys are parted (key_parts.cuh)
+// Shared   rings of STAGES K and V tiles; for each warpgroup a ring of QUERY_STAGES Q tiles,
+//          STORE_COLS columns of O on their way out and, if TMA can copy it, the bias of a tile of
+//          scores
+// Global   workspace: the number of tiles taken, 0 between launches; with a mask or a mask_mod,
+//          what it shows of each tile; partial results of tiles whose keys are split
+//          (key_parts.cuh)
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
@@ -44,16 +44,16 @@ struct Smem : BiasTiles<BiasRows, kConsumers> {
     Ring<kQueryStages> q_ring[kConsumers];
     Ring<1> bias_rings[kConsumers];
     Inspection helpers;
-    WorkTile work[kConsumers][kQueryStages];  // which tile the queries are of
+    WorkTile work[kConsumers][kQueryStages];  // the tile of each stage of queries
 };
 
 // ---- the consumers ----
 
 struct Consumer : InspectedConsumer<Consumer, Smem, kDims> {
     static constexpr bool kLongTurns = false, kRoundsFirst = false, kHalvesFirst = false;
-    // Beside windows, soft caps, functions and masks no registers are left for that. By ALiBi,
-    // scores rise from tile to tile up to the diagonal, unless that is where tiles begin, and a
-    // bias may do so anywhere.
+    // Raising late needs registers that windows, soft caps, functions and masks do not leave. It
+    // pays only if few later tiles have larger scores. ALiBi raises scores from tile to tile up to
+    // the diagonal, unless the tiles begin there, and a bias may raise them anywhere.
     static constexpr bool kRaisesLate =
         !kWindow && !kSoftcap && !kBias && !kScoreMod && !kKeyMask && (kCausal || !kAlibi);
     const Scale call_scale;

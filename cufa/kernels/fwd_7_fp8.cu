@@ -1,19 +1,18 @@
 // fwd_7_fp8: FlashAttention-3 (Shah et al. 2024, section 3.3) on Hopper, operands in 8 bits.
 //
-// Change from fwd_6_wgmma: Q, K, V and the weights are e4m3, of which tensor cores multiply twice
-// as many. Their wgmma reads V with the keys along the rows of memory only, so that warps beside
-// the producer turn it unless it lies so; and e4m3 has few exponents, so that weights are kept far
-// above 1.
+// Change from fwd_6_wgmma: Q, K, V and the weights are e4m3, which tensor cores multiply at twice
+// the rate. For 8 bits, wgmma reads V only with the keys adjacent in memory. If V is not stored so,
+// warps beside the producer transpose it. e4m3 has few exponents, so weights are kept far above 1.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
 //          value_dim), O (batch, seqlen_q, heads, value_dim) of 16 bits; packed sequences: (tokens,
 //          heads, dim); K and V in pages: (pages, page_size, kv_heads, dim); q_descale, k_descale
-//          and v_descale (batch, kv_heads), what Q, K and V are to be multiplied with. If
-//          TRANSPOSED_VALUES, V is (batch, value_dim, kv_heads, seqlen_k)
+//          and v_descale (batch, kv_heads): the factors of Q, K and V. If TRANSPOSED_VALUES, V is
+//          (batch, value_dim, kv_heads, seqlen_k)
 // Owns     block: tile after tile of BLOCK_M queries of one head; warpgroup: 64 of its rows
-// Shared   rings of STAGES tiles of K, of V and, if it has to be, of V turned; for each warpgroup a
-//          ring of QUERY_STAGES Q tiles, and STORE_COLS columns of O on their way out
-// Global   workspace: how many tiles are taken, 0 between launches
+// Shared   rings of STAGES tiles of K, V and, if need be, transposed V; for each warpgroup a ring
+//          of QUERY_STAGES Q tiles, and STORE_COLS columns of O on their way out
+// Global   workspace: the number of tiles taken, 0 between launches
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
@@ -22,20 +21,20 @@
 #include "hopper/forward/fp8_turned_values.cuh"
 
 using out_t = OUT_SCALAR;
-constexpr bool kTransposedValues = TRANSPOSED_VALUES;  // keys lie next to each other
-constexpr bool kFirstInHalves = HALVES_FIRST;  // a first tile of keys is worked on by halves
-// Sums of O come in sixteens of columns, as they leave it in 16 bits.
+constexpr bool kTransposedValues = TRANSPOSED_VALUES;  // keys are adjacent in memory
+constexpr bool kFirstInHalves = HALVES_FIRST;  // a first tile of keys is processed in halves
+// O has 16 bits, so its columns come in sixteens.
 constexpr int kDims = round_up(kValueDim, kWgmmaDepth<out_t>);
 
-// How values come to the product: the tiles of K and V, what the warps beside the producer do with
-// those of V, and who computes with them.
+// The form in which values reach the product: the tiles of K and V, what the warps beside the
+// producer do with V, and the warpgroups that compute.
 template <bool Transposed>
 struct ValueForm {
     using KeyTile = KeyRows;
     using ValueTile = ValueRows;
     using Helpers = Turning;
     static constexpr int kReaders = kTurners;  // of a tile of V
-    static constexpr int kHelpers = kTurners;  // that look at each tile of queries
+    static constexpr int kHelpers = kTurners;  // warps that look at each tile of queries
     template <class Self, class Smem>
     using Consumer = TurnedConsumer<Self, Smem, kDims>;
 
@@ -62,7 +61,7 @@ struct ValueForm<true> {
 using Form = ValueForm<kTransposedValues>;
 
 struct Smem {
-    // By XOR where that is faster, as measured, and spills nothing.
+    // Steps by XOR, where measurements show that it is faster and spills nothing.
     using StoredRows =
         PanelTile<kWgmmaM, kStoreCols, out_t, kPanelRowBytes, !kTransposedValues && kAsksLast>;
 
@@ -73,24 +72,24 @@ struct Smem {
     Form::Helpers helpers;
     TileRing k_ring, v_ring;
     Ring<kQueryStages> q_ring[kConsumers];
-    WorkTile work[kConsumers][kQueryStages];  // which tile the queries are of
+    WorkTile work[kConsumers][kQueryStages];  // the tile of each stage of queries
 };
 
 // ---- the consumers ----
 
 struct Consumer : Form::Consumer<Consumer, Smem> {
-    // Products take less time than exponentials, of which those of two warpgroups would fall
-    // together. With four they do in any case.
+    // Products take less time than exponentials. With short turns the exponentials of two
+    // warpgroups would coincide; those of four do in any case.
     static constexpr bool kLongTurns = kConsumers < 4;
-    // Beside windows, soft caps and large tiles of three warpgroups no registers are left for that.
+    // Windows, soft caps and large tiles of three warpgroups leave no registers for this.
     static constexpr bool kRaisesLate =
         !kWindow && !kSoftcap && (kConsumers < 3 || kBlockN < 2 * kWgmmaM);
-    // Three warpgroups and more have no registers for weights in both forms; nor has any beside
-    // wide heads where lengths have to be looked up.
+    // Three or more warpgroups have no registers for weights in both forms. Neither have wide heads
+    // if lengths must be looked up.
     static constexpr bool kRoundsFirst =
         kConsumers < 3 && (kDims <= 128 || !(kPacked || kUsedKeys || kPaged));
     static constexpr bool kHalvesFirst = kFirstInHalves && kRoundsFirst;
-    HeadScales scales{};  // of the tile that is worked on
+    HeadScales scales{};  // of the current tile
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
         : Form::Consumer<Consumer, Smem>(smem, params, warpgroup) {}
@@ -102,10 +101,10 @@ struct Consumer : Form::Consumer<Consumer, Smem> {
     __device__ float softmax_scale() const { return scales.scores; }
     __device__ float output_scale() const { return scales.output; }
 
-    // Without a mask, it is but the last keys' tile that may be cut.
+    // Without a mask, only the last tile of keys may be cut.
     __device__ void mask_first(Scores& s, const SeenScores& seen, const WorkTile& work, int tile) {
         const int keys_end = work.sequence(params.call).seqlen_k;
-        constexpr bool kAlways = kRangeMask || kConsumers > 3;  // four have no registers to ask
+        constexpr bool kAlways = kRangeMask || kConsumers > 3;  // four have no registers to test
         if (kAlways || (tile + 1) * kBlockN > keys_end) mask_scores(s, seen, work, tile);
     }
 };

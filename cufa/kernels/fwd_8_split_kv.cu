@@ -1,31 +1,30 @@
 // fwd_8_split_kv: few queries and many keys, as in decoding (flash-decoding: Dao et al. 2023).
 //
-// Change from fwd_5_mma: what takes time is to read K and V, so they are read once, by all SMs. The
-// rows of a tile are the queries of all heads that share a KV head. The keys are parted: among
-// blocks, so that there are enough of them, and among the teams of a block, a warp for each 16 or
-// 32 rows, each of which has a ring of tiles of its own and waits for nobody else. What the teams
-// found is merged in shared memory, and what the blocks found by a second launch. Sequences that
-// may be of many lengths are shared out among the blocks all together (key_shares.cuh). Those of
-// more queries than kMostQueries are left to fwd_6_wgmma, which then runs beside this kernel.
+// Change from fwd_5_mma: nearly all of the time goes to reading K and V, so they are read once, by
+// all SMs. The rows of a tile are the queries of all heads that share a KV head. Keys are split
+// among blocks, so that there are enough blocks, and among the teams of a block. A team has a warp
+// for each 16 or 32 rows and its own ring of tiles, and waits for no other team. The results of
+// teams are merged in shared memory, those of blocks by a second launch. If lengths may differ, the
+// keys of all sequences together are divided evenly among blocks (key_shares.cuh). Sequences of
+// more than kMostQueries queries are left to fwd_6_wgmma, which then runs beside this kernel.
 //
-// Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim),
-//          V (batch, seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and
-//          V in pages: (pages, page_size, kv_heads, dim). K and V in 8 bits, Q too or in 16, and
-//          O in 16: q_descale, k_descale and v_descale (batch, kv_heads), what Q, K and V are to
-//          be multiplied with
-// Owns     block: BLOCK_M rows of one KV head and a part of its keys, with EVEN_SHARES several
-//          such one after the other; team: each kTeams-th tile of BLOCK_N of those keys; warp:
-//          WARP_ROWS rows
-// Shared   Q tile; STAGES tiles of K and of V for each team, where later its part is
+// Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (batch,
+//          seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and V in
+//          pages: (pages, page_size, kv_heads, dim). K and V may have 8 bits, with Q in 8 or 16 and
+//          O in 16; then q_descale, k_descale and v_descale (batch, kv_heads) are the factors of Q,
+//          K and V
+// Owns     block: BLOCK_M rows of one KV head and a part of its keys, with EVEN_SHARES several of
+//          these in turn; team: every kTeams-th tile of BLOCK_N of those keys; warp: WARP_ROWS rows
+// Shared   Q tile; for each team STAGES tiles of K and V, later replaced by its results
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
-//          there is a sink. Where blocks part the keys of a tile, parts of rows into the
-//          workspace, which merge_splits makes that of.
+//          there is a sink. Where blocks split the keys of a tile, they write partial rows to the
+//          workspace, and merge_splits writes O and the LSE.
 #include "mma/fwd_8_copies.cuh"
 #include "mma/fwd_8_findings.cuh"
 #include "mma/fwd_8_shares.cuh"
 #include "mma/fwd_8_splits.cuh"
 
-// One tile of keys, which is there.
+// Processes one tile of keys, whose copies have arrived.
 __device__ inline void attend(Findings& found, const Smem& smem, Stage& stage, const WarpRows& rows,
                               const SeenScores& seen, const KeyTiles<kBlockN>& keys,
                               int first_key) {
@@ -38,8 +37,8 @@ __device__ inline void attend(Findings& found, const Smem& smem, Stage& stage, c
     add_product_pn<kTiles, kBlockN, kPartCols>(found.o, s, stage.v);
 }
 
-// Attends to a range of tiles; `finish(row, merged)` takes what was found of each row, a warp's
-// work.
+// Attends to a range of tiles. Then each warp calls `finish(row, merged)` with the results of some
+// rows.
 template <class Range, class Finish>
 __device__ inline void attend_part(Smem& smem, const ForwardParams& params, const Work& work,
                                    const Range& range_of, const Finish& finish) {
@@ -54,7 +53,7 @@ __device__ inline void attend_part(Smem& smem, const ForwardParams& params, cons
 
     clear_padding<kThreads, kHeadDim>(smem.q);
     int tile = tiles.begin + team(), ahead = tile;
-    // Where memory is busy it answers after more than a round.
+    // Busy memory takes more than a round to answer.
     TilePages<kBlockN> pages[kStages + 1];
     source.look_up(pages, tile);
 #pragma unroll
@@ -80,7 +79,7 @@ __device__ inline void attend_part(Smem& smem, const ForwardParams& params, cons
         ptx::wait_copies_but<kStages - 2>();
         sync_team();  // the tile is there, and every warp is done with the one before
         source.copy(stages[stage == 0 ? kStages - 1 : stage - 1], ahead, tiles.end, pages_ahead);
-        ptx::commit_copies();  // a group for each tile, even if it is none
+        ptx::commit_copies();  // one group per tile, even if empty, so that groups can be counted
         pages_ahead = pages_after;
         pages_after = source.pages_of(ahead + 2 * kTeams);
         seen.look(rows, tile * kBlockN);
@@ -99,7 +98,7 @@ __device__ inline void attend_part(Smem& smem, const ForwardParams& params, cons
     }
 }
 
-// The same, for either way to part keys.
+// attend_part as a function object, for both ways to split keys.
 struct AttendToPart {
     Smem& smem;
     const ForwardParams& params;
@@ -130,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads, kMergeBlocksOfSm)
     } else {
         merge_splits_of_rows(params);
     }
-    // Even where there is nothing to merge, this launch ends after the one before.
+    // Even with nothing to merge, this launch must end after the one before.
     if constexpr (kNextOverlaps) {
         if (blockIdx.x == 0) ptx::wait_for_launch_before();
     }

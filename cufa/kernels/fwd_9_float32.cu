@@ -1,11 +1,11 @@
-// fwd_9_float32: float32 on Hopper's tensor cores for 16 bits, each element as a sum of two halves.
+// fwd_9_float32: float32 on Hopper's 16-bit tensor cores, each element as a sum of two halves.
 //
-// Change from fwd_6_wgmma: wgmma knows no float32, and of tf32 it takes no V as it lies in memory.
-// So a first launch makes two float16 of each element (fwd_9_halves.cuh), in tiles as they will lie
-// in shared memory, and each product becomes three. They take so long that a warpgroup's softmax
-// hides beside those of the other, whose turn it is, and not beside its own too. Tensor cores cut
-// off the sums that they add to; so what a tile of keys adds to O is summed by itself, and added
-// afterwards.
+// Change from fwd_6_wgmma: wgmma has no float32, and takes tf32 values only transposed. So a first
+// launch splits each element into two float16 (fwd_9_halves.cuh), in tiles laid out as in shared
+// memory, and each product becomes three. These take so long that a warpgroup's softmax need not
+// overlap its own products: it hides behind the other warpgroup's. Tensor cores truncate the sums
+// that they add to. So the part that a tile of keys contributes to O is a product of its own, added
+// to O afterwards.
 //
 // Launches: with a mask or a mask_mod seen_tiles, as in fwd_5_mma; to_halves; fwd_9_float32.
 //
@@ -14,7 +14,7 @@
 // Owns     block: BLOCK_M queries of one head; warpgroup: 64 of them
 // Shared   the tile of queries, a ring of STAGES tiles of keys and their values
 // Global   workspace: tiles of halves of queries, then of keys and values; with a mask or a
-//          mask_mod, which tiles of scores it shows
+//          mask_mod, what it shows of each tile of scores
 // Needs    sm_90a
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
@@ -22,12 +22,12 @@
 #include "hopper/float32/fwd_9_halves.cuh"
 
 constexpr int kThreads = THREADS;
-constexpr int kHalvingBlocks = 6;  // an SM has at least so many: if not asked to, ptxas may spill
+constexpr int kHalvingBlocks = 6;  // the least number on an SM: without this bound, ptxas may spill
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 static_assert((kConsumers + 1) * kWarpgroup == kThreads, "one warpgroup copies, others compute");
 static_assert(sizeof(ForwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
-// Attends to all keys that the queries see. The products of a warpgroup run during the softmax of
+// Attends to all keys that the queries see. The products of one warpgroup run during the softmax of
 // the other.
 template <class Walk>
 __device__ inline void attend(Consumer& consumer, Walk walk) {
@@ -53,7 +53,7 @@ __device__ inline void attend(Consumer& consumer, Walk walk) {
     consumer.add_output<0>(part);
 }
 
-// Where in its tiles of keys a consumer is.
+// A consumer's walk over its tiles of keys.
 __device__ inline auto walk_of(const Consumer& consumer) {
     if constexpr (kKeyMask) {
         return LabelledWalk(consumer.smem.k_ring, consumer.k_at,
@@ -98,7 +98,7 @@ __device__ inline void produce(Smem& smem, const ForwardParams& call, const Quer
         const int key = walk.key;
         at.advance();
         walk.advance();
-        send_keys(at);  // they are needed a tile ahead of values
+        send_keys(at);  // keys are needed a tile ahead of values
         smem.v_ring.wait_empty(of_values);
         ptx::copy_bytes(&smem.v[of_values.stage], &tile_at(key).v, ValueRows::kBytes,
                         smem.v_ring.announce(of_values, ValueRows::kBytes));
@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
 
     const QueryTile work = query_tile_of_block<kBlockM>(params);
-    const bool exists = work.first_row < work.sequence.seqlen_q;  // of packed sequences some do not
+    const bool exists = work.first_row < work.sequence.seqlen_q;  // packed: not all tiles do
     const int warpgroup = uniform(threadIdx.x / kWarpgroup);
     if (warpgroup == 0) {
         ptx::registers_decrease<kProducerRegisters>();

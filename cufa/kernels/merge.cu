@@ -1,12 +1,12 @@
-// merge: two partial results of the same queries, each over keys of its own, made one.
+// merge: merges two partial results of the same queries, each over its own keys.
 //
 // out = e^(lse_a - lse) out_a + e^(lse_b - lse) out_b, with lse = log(e^lse_a + e^lse_b) (Milakov
-// and Gimelshein 2018, section 3.1, for softmaxes whose values are summed up already). A part with
-// LSE -inf saw no key and counts for nothing, whatever its output is.
+// and Gimelshein 2018, section 3.1, for softmaxes whose values are already summed). A part with LSE
+// -inf saw no key and is ignored, whatever its output is.
 //
 // Shapes   out_a, out_b, out (batch, seqlen, heads, value_dim); LSE (batch, heads, seqlen)
 // Owns     warp: one row of one head
-// Writes   out and LSE, which may be those of a part
+// Writes   out and LSE, which may be a part's own arrays
 #include "call/memory.cuh"
 #include "call/tensor.cuh"
 #include "softmax/online_softmax.cuh"
@@ -17,7 +17,7 @@ static_assert(sizeof(MergeParams) == PARAMS_BYTES, "the host passes a different 
 constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), kValueDim & -kValueDim);
 using Chunk = Pack<scalar_t, kChunk>;
 
-// A part's weight in units of the larger one's.
+// A part's weight relative to the larger one.
 __device__ inline acc_t weight(acc_t lse, acc_t largest) {
     return lse == negative_infinity() ? acc_t(0) : exp2_of((lse - largest) * acc_t(kLog2E));
 }
@@ -35,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
     const acc_t lse_a = static_cast<const acc_t*>(params.lse_a)[index];
     const acc_t lse_b = static_cast<const acc_t*>(params.lse_b)[index];
-    __syncwarp();  // one of them may be where the merged LSE is written
+    __syncwarp();  // the merged LSE may overwrite one of them
     const acc_t largest = lse_a > lse_b ? lse_a : lse_b;
     acc_t a = weight(lse_a, largest), b = weight(lse_b, largest);
     const acc_t sum = a + b;

@@ -1,13 +1,14 @@
-// quantize: elements in 8 bits (e4m3), in units of a descale that the heads of a group share.
+// quantize: rounds elements to 8 bits (e4m3), in units of a descale that the heads of a group
+// share.
 //
-// `measure` finds the largest finite magnitude over the largest of e4m3: in units of that nothing
-// finite is beyond 448. `convert` multiplies with the reciprocal and rounds. Its tiles come in
-// reverse: what was measured last is in the L2 cache still.
+// `measure` finds the largest finite magnitude, divided by the largest e4m3: in these units, no
+// finite element exceeds 448. `convert` multiplies by the reciprocal and rounds. It takes the tiles
+// in reverse: what was measured last is still in the L2 cache.
 //
 // Shapes   x, y (batch, seqlen, heads, head_dim); descale (batch, kv_heads). If SEQLEN_CONTIGUOUS,
-//          y has a row for each dim, along which tokens lie
+//          y has one row per dim, with tokens adjacent
 // Owns     block: TILE_ROWS tokens of one head; thread: ROWS of them, CHUNK columns of each
-// Writes   measure: measured, 0 beforehand; convert: y, NaN where x is, and descale if measured
+// Writes   measure: measured, initially 0; convert: y, NaN where x is, and descale if measured
 #include "call/memory.cuh"
 #include "call/tensor.cuh"
 #include "ptx/ptx_sm90.cuh"
@@ -23,14 +24,14 @@ constexpr bool kConvertOverlaps = CONVERT_OVERLAPS;  // the second launch begins
 static_assert(sizeof(QuantizeParams) == PARAMS_BYTES, "the host passes a different struct");
 static_assert(kValueDim % kChunk == 0, "a row must be whole chunks");
 
-constexpr int kAcross = kValueDim / kChunk;  // pieces next to each other in a row
-// Tokens that a thread reads together where all that it does is read.
+constexpr int kAcross = kValueDim / kChunk;  // chunks of a row
+// Tokens that a thread reads together when it only reads.
 constexpr int kReadRows = min_of(kRows, 4);
 constexpr float kLargestE4m3 = 448;
 // Descales and their reciprocals are floats.
 constexpr float kSmallest = 0x1p-126f, kLargest = 0x1.fffffep127f;
 
-// Some tokens of one head, by their numbers in its matrix.
+// Some tokens of one head, numbered within its matrix.
 struct Tile {
     int sequence, head, begin, end;
     bool first_of_sequence;
@@ -46,18 +47,18 @@ __device__ inline Tile tile_of_block(const QuantizeParams& params, int block) {
             first_row == 0};
 }
 
-// Where the descale of a tile's head is.
+// The index of the descale of a tile's head.
 __device__ inline int descale_index(const QuantizeParams& params, const Tile& tile) {
     return tile.sequence * params.kv_heads + tile.head / (params.heads / params.kv_heads);
 }
 
-// What a thread works on at once: some tokens' columns.
+// What a thread processes at once: some columns of some tokens.
 template <int Rows>
 struct Piece {
     using Chunk = Pack<scalar_t, kChunk>;
     Chunk rows[Rows];
 
-    // Past the tile's end its last row stands in.
+    // Past the tile's end, its last row stands in.
     __device__ Piece(const Matrix<const scalar_t>& x, const Tile& tile, int row, int col) {
 #pragma unroll
         for (int r = 0; r < Rows; ++r) {
@@ -66,8 +67,8 @@ struct Piece {
     }
 };
 
-// work(piece, row, col) for each piece of a tile. Of a warp, Across threads are next to each other
-// in a row, the others in other rows.
+// Calls work(piece, row, col) for each piece of a tile. Across threads of a warp are adjacent in a
+// row, the others are in other rows.
 template <int Rows, int Across, class Work>
 __device__ inline void for_pieces(const QuantizeParams& params, const Tile& tile,
                                   const Work& work) {
@@ -84,7 +85,7 @@ __device__ inline void for_pieces(const QuantizeParams& params, const Tile& tile
 
 // ---- the descale ----
 
-// The largest magnitude of a thread's part of a tile; NaN does not count, nor infinity if Finite.
+// The largest magnitude of a thread's part of a tile, ignoring NaN and, if Finite, infinity.
 template <bool Finite>
 __device__ inline acc_t largest_magnitude(const QuantizeParams& params, const Tile& tile) {
     acc_t largest = 0;
@@ -109,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if constexpr (kConvertOverlaps) ptx::let_next_launch_begin();
     const Tile tile = tile_of_block(params, blockIdx.x);
     acc_t largest = largest_magnitude<false>(params, tile);
-    // Looking at each element would take longer than reading it.
+    // Testing each element would take longer than reading it.
     if (!is_finite(largest)) largest = largest_magnitude<true>(params, tile);
     auto& smem = shared_memory<MeasureSmem, sizeof(MeasureSmem)>();
     largest = lanes_max<32>(largest);
@@ -118,16 +119,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x != 0) return;
     for (const acc_t of_warp : smem.warps) largest = max(largest, of_warp);
     if (largest == 0) return;
-    // In float64 there is more than float32 can be.
+    // float64 may exceed what float32 can hold.
     const acc_t descale = min(max(largest / kLargestE4m3, acc_t(kSmallest)), acc_t(kLargest));
-    // Positive floats are in the order of their bits.
+    // Positive floats are ordered like their bits.
     atomicMax(params.measured + descale_index(params, tile),
               __float_as_uint(static_cast<float>(descale)));
 }
 
 // ---- the elements ----
 
-// Elements of y next to each other, from as many floats.
+// Stores adjacent elements of y, from as many floats.
 template <int Count>
 __device__ inline void store(float8_e4m3fn* y, const float (&x)[Count]) {
     if constexpr (Count % 4 == 0) {
@@ -142,7 +143,7 @@ __device__ inline void store(float8_e4m3fn* y, const float (&x)[Count]) {
     }
 }
 
-// A thread's part of y, a token a row.
+// Stores a thread's part of y, one token per row.
 __device__ inline void store_tokens(const Matrix<float8_e4m3fn>& y, const Tile& tile,
                                     const Piece<kRows>& piece, int row, int col, acc_t scale) {
 #pragma unroll
@@ -157,7 +158,7 @@ __device__ inline void store_tokens(const Matrix<float8_e4m3fn>& y, const Tile& 
     }
 }
 
-// A thread's part of y, a dim a row.
+// Stores a thread's part of y, one dim per row.
 __device__ inline void store_dims(const Matrix<float8_e4m3fn>& y, const Tile& tile,
                                   const Piece<kRows>& piece, int row, int col, acc_t scale) {
     constexpr int kTogether = min_of(kRows, kOutAlignBytes);
@@ -197,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         descale = params.descale[index];
     }
     const auto y = matrix_of<float8_e4m3fn>(params.y, tile.sequence, tile.head);
-    // 64 bytes next to each other to be read by a warp, and 128 to be written.
+    // So a warp reads 64 adjacent bytes and writes 128.
     constexpr int kTogether = kSeqlenContiguous ? min_of(kAcross & -kAcross, 4) : kAcross;
     for_pieces<kRows, kTogether>(params, tile, [&](const Piece<kRows>& piece, int row, int col) {
         const acc_t scale = 1 / acc_t(descale);

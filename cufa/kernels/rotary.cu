@@ -1,13 +1,13 @@
-// rotary: pairs of columns turned by angles that grow with a token's position.
+// rotary: pairs of columns, rotated by angles that grow with a token's position.
 //
-// (y1, y2) = (x1 cos - x2 sin, x1 sin + x2 cos), for the pairs of the first ROTARY_DIM columns; the
-// others stay as they are (Su et al. 2021, eq. 34). A pair is the columns i and i + ROTARY_DIM / 2,
-// or 2 i and 2 i + 1 if INTERLEAVED.
+// (y1, y2) = (x1 cos - x2 sin, x1 sin + x2 cos) for the pairs of the first ROTARY_DIM columns;
+// other columns are copied (Su et al. 2021, eq. 34). A pair is columns i and i + ROTARY_DIM / 2 or,
+// if INTERLEAVED, 2 i and 2 i + 1.
 //
 // Shapes   x, y (batch, seqlen, heads, head_dim); cos, sin (places, ROTARY_DIM / 2); positions
-//          (batch, seqlen), what row of those a token has
-// Owns     thread: some pairs of one row of one head, or columns that stay
-// Writes   y, which may be x; NaN for a token with a position that cos and sin do not have
+//          (batch, seqlen): the row of cos and sin for each token
+// Owns     thread: some pairs, or some copied columns, of one row of one head
+// Writes   y, which may be x; NaN for a token whose position cos and sin do not have
 #include "call/memory.cuh"
 #include "call/tensor.cuh"
 
@@ -19,7 +19,7 @@ constexpr bool kInterleaved = INTERLEAVED;
 static_assert(sizeof(RotaryParams) == PARAMS_BYTES, "the host passes a different struct");
 
 constexpr int kPairs = kRotaryDim / 2, kStaying = kValueDim - kRotaryDim;
-// Pairs that a thread turns, or columns that it copies: as many as can be read at once.
+// Pairs that a thread rotates, or columns that it copies: as many as one read takes.
 constexpr int kTogether =
     min_of(kAlignBytes / sizeof(scalar_t), min_of(kPairs & -kPairs, kValueDim & -kValueDim));
 constexpr int kTurns = kPairs / kTogether, kCopies = kStaying / kTogether;
@@ -33,12 +33,12 @@ __device__ inline long long position_of(const RotaryParams& params, int batch, i
         params.positions)[batch * params.positions_batch_stride + row * params.positions_stride];
 }
 
-// Element e of two chunks that lie one after the other.
+// Element e of two adjacent chunks.
 __device__ inline scalar_t& element(Chunk& low, Chunk& high, int e) {
     return e < kTogether ? low[e] : high[e - kTogether];
 }
 
-// Turns pairs from number `first` on of a row.
+// Rotates the pairs of a row from number `first` on.
 __device__ inline void turn(const RotaryParams& params, const scalar_t* x, scalar_t* y, int first,
                             long long position) {
     const bool known = position >= 0 && position < params.places;
@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     rotary(const __grid_constant__ RotaryParams params) {
     const long long index = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x;
     const int part = index % (kTurns + kCopies);
-    // Heads come first: they share a token's angles.
+    // Heads vary fastest, since they share a token's angles.
     const long long row_of_head = index / (kTurns + kCopies), token = row_of_head / params.heads;
     const int head = row_of_head % params.heads, row = token % params.seqlen;
     const int batch = token / params.seqlen;

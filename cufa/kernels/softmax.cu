@@ -1,8 +1,8 @@
-// softmax: the row softmax of fwd_1_naive (three passes) or fwd_2_online_softmax (two), alone.
+// softmax: the row softmax of fwd_1_naive (three passes) or fwd_2_online_softmax (two), on its own.
 //
 // Shapes   x, y (rows, cols), any row stride
 // Owns     block: one row
-// Writes   y; a row of -inf alone gives zeros
+// Writes   y; zeros for a row in which all elements are -inf
 #include "call/memory.cuh"
 #include "call/params.cuh"
 #include "softmax/softmax_rows.cuh"

@@ -1,14 +1,14 @@
-// Values in 8 bits that lie in memory as wgmma reads them: transposed, with the keys along rows.
-// Nobody has to turn them, and no byte of V moves before the product. So the weights must come in
-// the order of the keys, four neighbours to a thread; but of its scores a thread has columns 2t and
-// 2t + 1 of each eight. Therefore the rows of K are copied in another order.
+// 8-bit values that are stored as wgmma reads them: transposed, with keys adjacent. No warp has to
+// transpose them. But the product then needs weights in the order of the keys, four adjacent keys
+// per thread, while a thread's scores are columns 2t and 2t + 1 of each eight. So the rows of K are
+// copied in a different order.
 #pragma once
 
 #include "hopper/forward/fp8_values.cuh"
 #include "hopper/forward/wgmma_inspected_values.cuh"
 
-// A tile of K: of each four keys the first two in its first half, the others in its second half.
-// A copy brings a half, of a map with an axis of four keys and one of fours.
+// A tile of K. Its first half has the first two of each four keys, its second half the other two.
+// One copy brings one half, through a map with an axis of four keys and an axis of groups of four.
 template <int Keys, int Dims>
 struct HalvedKeyTile : PanelTile<Keys, Dims> {
     static constexpr int kHalf = Keys / 2;
@@ -28,7 +28,7 @@ __device__ inline void copy_tile(HalvedKeyTile<Keys, Dims>& tile, const TensorMa
         }
 }
 
-// Which keys of such a tile a thread's scores are of, as in KeysInOrder.
+// The keys of a thread's scores in such a tile, as in KeysInOrder.
 template <int Keys>
 struct KeysInHalves {
     __device__ static int first() { return threadIdx.x % 4 * 4; }
@@ -38,19 +38,19 @@ struct KeysInHalves {
     }
 };
 
-// Weights of such scores as the left operand of the product with V.
+// Such weights, rounded to the left operand of the product with V.
 template <int Keys>
 __device__ inline void round_halves_to_weights(WgmmaOperand<Keys>& p, const WgmmaSums<Keys>& s) {
 #pragma unroll
     for (int i = 0; i < Keys / kWgmmaK * 4; ++i) {
-        // Words 0 and 1 are rows g and g + 8 of the first 16 keys, 2 and 3 of the others.
+        // Words 0 and 1 are rows g and g + 8 of the first 16 keys, words 2 and 3 of the next 16.
         const float* const first = s + i / 2 * 4 + i % 2 * 2;
         const float* const second = first + Keys / 4;
         p[i / 4][i % 4] = ptx::pack_e4m3(first[0], first[1], second[0], second[1]);
     }
 }
 
-// A tile of V: a row is a dim's, in panels of as many keys as fit into a row, all of them as many.
+// A tile of V: one row per dim, in panels of equally many keys, as many as fit into a row.
 template <int Keys, int Dims>
 struct TransposedTile {
     static constexpr int kPanels = ceil_div(Keys, kPanelCols);
@@ -98,7 +98,7 @@ __device__ inline void issue_product_pv(WgmmaSums<Dims>& o, const WgmmaOperand<K
     ptx::wgmma_commit();
 }
 
-// The words of a tile's chunk i, in an order of its own.
+// Chunk i of a tile as words; any order will do.
 template <int Keys, int Dims>
 __device__ inline ChunkWords& chunk_of(TransposedTile<Keys, Dims>& tile, unsigned int i) {
     constexpr unsigned int kRowChunks = kPanelRowBytes / kChunkBytes;
@@ -109,13 +109,13 @@ __device__ inline ChunkWords& chunk_of(TransposedTile<Keys, Dims>& tile, unsigne
     return chunks[row * kRowChunks + (i % kFilled ^ row % kSwizzleRows)];
 }
 
-// Whether `thread`, of Threads that look together, finds NaN in a tile. The consumers wait for it,
-// and so chunks are on their way together; there is no harm in looking at the last one twice.
+// Whether `thread`, one of Threads that search together, finds NaN in a tile. The consumers wait
+// for it, so several chunks are loaded at once. Looking at the last chunk twice does no harm.
 template <int Threads, int Keys, int Dims>
 __device__ inline bool finds_nonfinite(TransposedTile<Keys, Dims>& tile, int thread) {
     constexpr unsigned int kCount = Keys / kChunkKeys * Dims, kAtOnce = 4;
     NanSearch searches[kAtOnce];
-#pragma unroll 1  // registers are what such a warp lacks
+#pragma unroll 1  // such a warp is short of registers
     for (unsigned int first = thread; first < kCount; first += kAtOnce * Threads) {
         ChunkWords chunks[kAtOnce];
 #pragma unroll
@@ -132,7 +132,7 @@ __device__ inline bool finds_nonfinite(TransposedTile<Keys, Dims>& tile, int thr
     return found;
 }
 
-// Makes NaN in a tile zero; `thread` is one of Threads that do it together.
+// Replaces NaN in a tile by zero; `thread` is one of Threads that do this together.
 template <int Threads, int Keys, int Dims>
 __device__ inline void clear_nonfinite(TransposedTile<Keys, Dims>& tile, int thread) {
 #pragma unroll 1
@@ -140,7 +140,7 @@ __device__ inline void clear_nonfinite(TransposedTile<Keys, Dims>& tile, int thr
         clear_nan(chunk_of(tile, i));
 }
 
-// A warpgroup that computes with such values.
+// A warpgroup that computes with these values.
 template <class Self, class Smem, int Dims>
 struct TransposedConsumer : InspectedConsumer<Self, Smem, Dims> {
     using Base = InspectedConsumer<Self, Smem, Dims>;
@@ -155,7 +155,7 @@ struct TransposedConsumer : InspectedConsumer<Self, Smem, Dims> {
         issue_product_pv(o, p, smem.v[v_at.stage]);
     }
 
-    // What is NaN has been taken out before the product, so that there is none to be added.
+    // NaN was taken out before the product, so there is none to add.
     template <int Pending>
     __device__ bool wait_values(Output& o) {
         wait_product<Pending>(o);

@@ -1,5 +1,5 @@
-// Values in 8 bits as they most often lie in memory, with the dims along rows: the warps beside the
-// producer turn each tile before the product.
+// 8-bit values as they are usually stored, with dims adjacent: the warps beside the producer
+// transpose each tile before the product.
 #pragma once
 
 #include "hopper/forward/fp8_values.cuh"
@@ -7,27 +7,26 @@
 #include "hopper/forward/wgmma_forward_copies.cuh"
 
 constexpr int kTurners = kWarpgroup / 32 - 1;  // the warps beside the producer
-// Steps of theirs whose words are on their way together: as many as they have registers for.
+// Steps whose words are loaded together: as many as turners have registers for.
 constexpr int kTurnedAtOnce = kProducerRegisters < 40 ? 1 : 4;
 
-// Whether they keep where they read and write from tile to tile. It leaves the compiler other
-// registers for the consumers, and changes the order of their multiplications and exponentials:
-// for the better where no mask cuts through tiles, else for the worse.
+// Whether turners keep their addresses from tile to tile. This leaves the compiler other registers
+// for the consumers and changes the order of their multiplications and exponentials: for the better
+// where no mask cuts through tiles, otherwise for the worse.
 constexpr bool kKeepsPlaces = kTurnedAtOnce > 1 && kValueDim <= kPanelCols && !kRangeMask;
 
 using TurnedValues = ValueTile<kBlockN, round_up(kValueDim, 2 * kChunkBytes)>;
 
-// Whether consumers ask once for a tile of queries, after its last output, whether there was NaN in
-// its values, not for each tile of keys. With three warpgroups that spilled registers, with wider
-// heads it was slower.
+// Whether consumers ask for NaN once per tile of queries, after its last output, rather than for
+// each tile of keys. With three warpgroups this spilled registers, with wider heads it was slower.
 constexpr bool kAsksLast = kConsumers <= 2 && kValueDim <= 128;
 
-// What is in shared memory for that.
+// The turners' shared memory.
 struct Turning {
     TurnedValues turned[kStages];
     Ring<kStages> ring;
-    // Whether a turner found NaN in a tile of values, or if kAsksLast in one before for the same
-    // queries.
+    // Whether a turner found NaN in a tile of values or, if kAsksLast, in an earlier one for the
+    // same queries.
     unsigned int nan[kStages][kTurners];
 
     __device__ void init() { ring.init(kConsumers * kWarpgroup / 32, kTurners); }
@@ -36,13 +35,13 @@ struct Turning {
 template <class Smem>
 __device__ inline void turn_values(Smem& smem, const Params& params) {
     unsigned int thread = threadIdx.x - 32;
-    bool nan = false;  // in the tile, or if kAsksLast in one before for the same queries, too
+    bool nan = false;  // in this tile or, if kAsksLast, in an earlier one for the same queries
     follow_values(smem, params, [&](bool cut, bool first, RingPosition<kStages> at) {
-        if (!kKeepsPlaces) ptx::hold(thread);  // or the compiler would
+        if (!kKeepsPlaces) ptx::hold(thread);  // or the compiler would keep places
         smem.helpers.ring.wait_empty(at);
         const Turner<kTurners, kTurnedAtOnce, kBlockN, TurnedValues::kDims> turner(thread);
         if (!kAsksLast || first) nan = false;
-        // Rows that all see a tile have its NaN by the product.
+        // Where all rows see a tile, the product itself passes its NaN on.
         auto& turned = smem.helpers.turned[at.stage];
         auto& values = smem.v[at.stage];
         nan |= cut ? turner.template turn<true>(turned, values)
@@ -57,7 +56,7 @@ __device__ inline void turn_values(Smem& smem, const Params& params) {
     });
 }
 
-// A warpgroup that computes with such values.
+// A warpgroup that computes with these values.
 template <class Self, class Smem, int Dims>
 struct TurnedConsumer : ForwardConsumer<Self, Smem, Dims> {
     using Base = ForwardConsumer<Self, Smem, Dims>;
@@ -72,8 +71,8 @@ struct TurnedConsumer : ForwardConsumer<Self, Smem, Dims> {
         issue_product_pv<kBlockN, Dims>(o, p, smem.helpers.turned[v_at.stage]);
     }
 
-    // Whether a turner found NaN in the tile of values, or before (see Turning). In the product it
-    // is zero.
+    // Whether a turner found NaN in this tile of values or an earlier one (see Turning). In the
+    // product it is zero.
     __device__ bool found_nan() const {
         unsigned int nan = 0;
 #pragma unroll
@@ -81,22 +80,22 @@ struct TurnedConsumer : ForwardConsumer<Self, Smem, Dims> {
         return nan != 0;
     }
 
-    // Waits for the product with a tile of values. Returns whether there is NaN to be added.
+    // Waits for the product with a tile of values. Returns whether NaN must be added.
     template <int Pending>
     __device__ bool wait_values(Output& o) {
         const bool nan = !kAsksLast && found_nan();
         wait_product<Pending>(o);
-        __syncwarp();  // all of the warp have read it
+        __syncwarp();  // all lanes have read `nan`
         release_and_advance(smem.helpers.ring, v_at);
         return nan;
     }
 
-    // The output has the part of `tile` now, if kAsksLast those of all tiles from it on.
+    // Waits until the output includes `tile`. If kAsksLast, adds NaN of all tiles from it on.
     template <int Pending>
     __device__ void wait_output(Output& o, const WorkTile& work, int tile) {
         const bool nan = found_nan();
         wait_product<Pending>(o);
-        // By a vote, after which the compiler knows that all take the same way.
+        // A vote tells the compiler that all lanes take the same branch.
         if (__builtin_expect(__any_sync(0xffffffffu, nan), false)) {
             if constexpr (kAsksLast) {
                 const KeyRange keys = key_tiles_of(params.call, work);
@@ -107,12 +106,12 @@ struct TurnedConsumer : ForwardConsumer<Self, Smem, Dims> {
                 add_nan(o, work, tile);
             }
         }
-        __syncwarp();  // all of the warp have read it
+        __syncwarp();  // all lanes have read `nan`
         release_and_advance(smem.helpers.ring, v_at);
     }
 
-    // A value that is NaN must reach the rows that see its key, whatever their weight, and no
-    // other. In the product it was zero.
+    // A value that is NaN must reach the rows that see its key, whatever their weight, and no other
+    // row. In the product it was zero.
     __device__ void add_nan(Output& o, const WorkTile& work, int tile) const {
         const Sequence sequence = work.sequence(params.call);
         const auto v = sequence.keys<const scalar_t>(params.call.v, work.kv_head);
@@ -136,6 +135,6 @@ struct TurnedConsumer : ForwardConsumer<Self, Smem, Dims> {
 
     __device__ void round(Weights& p, const Scores& s) const { round_to_weights<kBlockN>(p, s); }
 
-    // Values that are turned have no NaN left where a mask cuts, and e4m3 has no infinity.
+    // Transposed values have no NaN left where a mask cuts, and e4m3 has no infinity.
     __device__ void take_out_nonfinite(Output&, const WorkTile&, int) const {}
 };

@@ -1,5 +1,5 @@
-// Values in 8 bits, turned so that wgmma takes them: it reads such operands with their depth along
-// rows of bytes alone, and the depth of O = P V are the keys.
+// 8-bit values, transposed for wgmma: it reads 8-bit operands only with the depth along rows, and
+// the depth of O = P V is the keys.
 #pragma once
 
 #include "hopper/wgmma_tiles.cuh"
@@ -7,10 +7,10 @@
 // Keys in a chunk of 16 bytes.
 constexpr int kChunkKeys = kChunkBytes;
 
-// A tile of V as wgmma reads it where nothing is swizzled: for each 16 keys a chunk of each value
-// dim, eight chunks one after the other being a unit. Four bytes of a weight operand's row are one
-// thread's, and of the scores the thread has columns 2t and 2t + 1 of each eight. So that weights
-// need not change hands, byte b of a chunk is of key b / 4 * 2 + b % 4 / 2 * 8 + b % 2.
+// A tile of V as wgmma reads it without swizzle. For each 16 keys and each dim it has a chunk;
+// eight consecutive chunks are a unit. A thread needs four adjacent bytes of a row of weights, but
+// its scores are columns 2t and 2t + 1 of each eight. So that weights need not move between
+// threads, byte b of a chunk is key b / 4 * 2 + b % 4 / 2 * 8 + b % 2.
 template <int Keys, int Dims>
 struct ValueTile {
     static constexpr int kUnitRows = 8;
@@ -20,14 +20,14 @@ struct ValueTile {
     alignas(kChunkBytes) scalar_t data[Keys / kChunkKeys][Dims][kChunkKeys];
 };
 
-// Issues o += p v, of the first Dims of the tile's.
+// Issues o += p v for the first Dims of the tile's dims.
 template <int Keys, int Dims, int TileDims>
 __device__ inline void issue_product_pv(WgmmaSums<Dims>& o, const WgmmaOperand<Keys>& p,
                                         const ValueTile<Keys, TileDims>& v) {
     using Product = WgmmaOf<Dims, scalar_t>;
     constexpr unsigned long long kUnitStride =
         ValueTile<Keys, TileDims>::kUnitRows * kChunkBytes / kOperandUnit;
-    // Next to each other in the depth are chunks of the same dim.
+    // Chunks that are adjacent in the depth have the same dim.
     const unsigned int v0 = operand_at(v.data, TileDims * kChunkBytes);
     hold_all(o);
     ptx::wgmma_fence();
@@ -39,31 +39,31 @@ __device__ inline void issue_product_pv(WgmmaSums<Dims>& o, const WgmmaOperand<K
     ptx::wgmma_commit();
 }
 
-// The other operand: weights, rounded, in the order of a chunk's keys.
+// The other operand: weights, rounded, in the key order of a chunk.
 template <int Keys>
 __device__ inline void round_to_weights(WgmmaOperand<Keys>& p, const WgmmaSums<Keys>& s) {
 #pragma unroll
     for (int i = 0; i < Keys / kWgmmaK * 4; ++i) {
-        // Words 0 and 1 are rows g and g + 8 of the first 16 keys, 2 and 3 of the others.
+        // Words 0 and 1 are rows g and g + 8 of the first 16 keys, words 2 and 3 of the next 16.
         const float* const eights = s + i / 2 * 8 + i % 2 * 2;
         p[i / 4][i % 4] = ptx::pack_e4m3(eights[0], eights[1], eights[4], eights[5]);
     }
 }
 
-// Of four elements those that are NaN: their highest bits.
+// Sets the highest bit of each of four elements that is NaN.
 __device__ inline unsigned int nan_bits(unsigned int four) {
     return (four & 0x7f7f7f7fu) + 0x01010101u & 0x80808080u;
 }
 
-// A chunk as words, and what makes NaN in it zero.
+// A chunk as words, and how NaN in it becomes zero.
 using ChunkWords = Pack<unsigned int, kChunkBytes / 4>;
 __device__ inline void clear_nan(ChunkWords& words) {
 #pragma unroll
     for (int i = 0; i < kChunkBytes / 4; ++i) words[i] &= ~((nan_bits(words[i]) >> 7) * 0xffu);
 }
 
-// Looks for NaN. One more in its place turns the sign of what has all other bits set; what then is
-// carried to the next element's place does not matter.
+// Searches for NaN. In NaN all bits but the sign are set, so adding one flips the sign bit. The
+// carry into the next element does not matter.
 class NanSearch {
   public:
     __device__ void look_at(unsigned int four) { turned |= four + 0x01010101u ^ four; }
@@ -73,17 +73,17 @@ class NanSearch {
     unsigned int turned = 0;
 };
 
-// How one of Warps goes through its part of a tile of values to turn it: in steps of 16 keys and 32
-// dims, AtOnce of them together. ldmatrix, for which two dims are an element, gives a lane two keys
-// next to each other of two dims, and of the keys 8 later: as two words of two chunks. stmatrix
-// then puts chunks together.
+// How one of Warps transposes its part of a tile of values: in steps of 16 keys and 32 dims, AtOnce
+// of them together. ldmatrix treats two dims as one element. It gives a lane two adjacent keys of
+// two dims, and the same 8 keys later: two words for each of two chunks. stmatrix then assembles
+// the chunks.
 template <int Warps, int AtOnce, int Keys, int Dims>
 class Turner {
   public:
     __device__ explicit Turner(unsigned int thread) : warp(thread / 32), lane(thread % 32) {}
 
-    // Turns this warp's part. If Search, NaN, of which 0 times is not 0, becomes zero; returns
-    // whether there was any.
+    // Transposes this warp's part. If Search, replaces NaN by zero, because 0 times NaN is not 0,
+    // and returns whether there was any.
     template <bool Search, class Rows>
     __device__ bool turn(ValueTile<Keys, Dims>& to, Rows& from) const {
         static_assert(Rows::kPanelCols == kRoundDims || Rows::kPanels == 1,
@@ -91,7 +91,7 @@ class Turner {
         const unsigned int row = lane % 16;
         NanSearch nan;
         if constexpr (kPanels == 1) {
-            // Unrolled, so that places in memory differ by constants.
+            // Unrolled, so that addresses differ by constants.
             const scalar_t* const rows = from.data[0][warp * kChunkKeys + row];
 #pragma unroll
             for (unsigned int first = 0; first < kRounds; first += Warps) {
@@ -100,7 +100,7 @@ class Turner {
                                    nan);
             }
         } else {
-#pragma unroll 1  // registers are what such a warp lacks
+#pragma unroll 1  // such a warp is short of registers
             for (unsigned int round = warp; round < kRounds; round += Warps) {
                 turn_round<Search>(
                     to, from.data[panel_of(round)][keys_of(round) * kChunkKeys + row], round, nan);
@@ -108,7 +108,7 @@ class Turner {
         }
         if (!Search) return false;
         const bool found = __any_sync(0xffffffffu, nan.found());
-        __syncwarp();  // a vote says nothing of what was written
+        __syncwarp();  // a vote does not order writes
         if (__builtin_expect(found, false)) clear_nan(to);
         return found;
     }
@@ -116,15 +116,15 @@ class Turner {
   private:
     static constexpr unsigned int kStepDims = 2 * kChunkBytes;
     static_assert(Dims % kStepDims == 0, "a tile is made of whole steps");
-    // A round is a panel's part of 16 keys.
+    // A round is 16 keys of one panel.
     static constexpr unsigned int kRoundDims = min_of(Dims, kPanelCols);
     static constexpr unsigned int kSteps = kRoundDims / kStepDims;
     static constexpr unsigned int kPanels = ceil_div(Dims, kRoundDims);
     static constexpr unsigned int kRounds = Keys / kChunkKeys * kPanels;
-    // Which bytes of two words are those of the even dim, and of the odd one.
+    // Selects the bytes of the even dim, or of the odd one, from two words.
     static constexpr unsigned int kEvenBytes = 0x6420, kOddBytes = 0x7531;
 
-    // Of the rows of a round, this lane says the place of `row`.
+    // `row` is the row of the round whose address this lane gives to ldmatrix.
     template <bool Search>
     __device__ void turn_round(ValueTile<Keys, Dims>& to, const scalar_t* row, unsigned int round,
                                NanSearch& nan) const {
@@ -156,9 +156,8 @@ class Turner {
         }
     }
 
-    // Of the dims of a step, the one whose chunk a lane says the place of. Of the chunks of even
-    // dims and of odd ones, half change places, so that the eight that are stored at once lie in
-    // different banks.
+    // The dim of a step whose chunk's address this lane gives. Half of the chunks of even and odd
+    // dims change places, so that the eight chunks stored together lie in different banks.
     __device__ static unsigned int dim_of(unsigned int lane) {
         const unsigned int matrix = lane / 8, row = lane % 8;
         return matrix / 2 * kChunkBytes + 2 * row + (row / 4 ^ matrix % 2);

@@ -1,12 +1,12 @@
-// What blocks leave of a tile of queries whose keys are parted among them, and how the block with
-// the last part joins it to its own: exactly (Milakov and Gimelshein 2018, section 3.1), and in the
-// order of the parts, so that a result has the same bits every time. Parts are handed out in that
-// order: whoever waits, waits for blocks that have begun.
+// Partial results of a tile of queries whose keys are split among blocks. The block with the last
+// part merges all others into its own: exactly (Milakov and Gimelshein 2018, section 3.1), and in
+// the order of the parts, so that every run gives the same bits. Parts are handed out in that
+// order, so a block only waits for blocks that have begun.
 #pragma once
 
 #include "hopper/forward/wgmma_forward_block.cuh"
 
-// What a warpgroup found, as its threads have it. Dims are the columns of its sums of O.
+// The result of a warpgroup, laid out by thread. Dims are the columns of its sums of O.
 template <int Dims>
 struct alignas(16) RowsOfPart {
     using Four = Pack<float, 4>;
@@ -42,11 +42,11 @@ struct alignas(16) RowsOfPart {
     }
 };
 
-// All parts, in the workspace behind the count of tiles taken: how many of each tile are there,
-// then what they are.
+// All parts, in the workspace after the count of tiles taken: first how many parts of each tile are
+// written, then the parts.
 template <int Dims>
 struct KeyParts {
-    unsigned int (*there)[kConsumers];  // the count of a tile is that of its first part
+    unsigned int (*there)[kConsumers];  // a tile's count is at its first part
     RowsOfPart<Dims> (*rows)[kConsumers];
     int count;
 
@@ -58,16 +58,16 @@ struct KeyParts {
             begin + round_up(count * static_cast<int>(sizeof *there), kAlignment));
     }
 
-    // Threads of one block do so.
+    // Called by all threads of one block.
     template <int Threads>
     __device__ void clear_counts() const {
         for (int i = threadIdx.x; i < count; i += Threads)
             for (unsigned int& of_warpgroup : there[i]) of_warpgroup = 0;
     }
 
-    // Leaves a warpgroup's part of a tile, or joins all others to it if it is the last. Returns
-    // whether it is. By votes, after which the compiler knows that a warp's lanes take the same
-    // way.
+    // Writes a warpgroup's part of a tile or, if it is the last part, merges all others into it.
+    // Returns whether it is the last. Votes tell the compiler that a warp's lanes take the same
+    // branch.
     __device__ bool join(WgmmaSums<Dims>& o, RowPair& softmax, const WorkTile& work,
                          int warpgroup) const {
         const int others = uniform(work.parts) - 1, barrier = kFirstStore + warpgroup;
@@ -93,5 +93,5 @@ struct KeyParts {
     }
 
   private:
-    static constexpr int kAlignment = 16;  // in bytes, of each of these
+    static constexpr int kAlignment = 16;  // of each of these, in bytes
 };

@@ -1,12 +1,12 @@
-// The bias of the scores that a warpgroup of the Hopper forward has of a tile: from a tile that the
-// copy engine brought, or read to registers while products run.
+// The bias of a warpgroup's scores in the Hopper forward: from a tile that TMA copied, or loaded
+// into registers while products run.
 #pragma once
 
 #include "hopper/bias_boxes.cuh"
 #include "hopper/pipeline.cuh"
 #include "scores/mask.cuh"
 
-// Two neighbouring elements, those of 16 bits in one register.
+// Two neighbouring elements; two of 16 bits share a register.
 template <class T>
 struct Pair {
     unsigned int word;
@@ -26,19 +26,19 @@ struct alignas(8) Pair<float> {
     __device__ float element(int e) const { return elements[e]; }
 };
 
-// Of Count scores of rows `row` and row + 8, as wgmma leaves them in registers: two neighbouring
-// keys in a word.
+// The bias of Count scores of rows `row` and row + 8, in wgmma's layout: two neighbouring keys in a
+// word.
 template <class T, int Count>
 struct BiasPairs {
     Pair<T> pairs[Count / 2];
 
-    // `first_key` is the first of this thread's, an even number.
+    // `first_key` is this thread's first key, an even number.
     __device__ void load(const Features& features, const Mask& mask, int batch, int head, int row,
                          int first_key) {
         const ScoreTensor& tensor = features.bias;
         const T* const matrix = static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
                                 head * tensor.head_stride;
-        const T* rows[2];  // past the end the last one, which is as good
+        const T* rows[2];  // past the end the last row, which does no harm
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             rows[half] = matrix + min(row + 8 * half, mask.seqlen_q - 1) * tensor.row_stride;
@@ -62,7 +62,7 @@ struct BiasPairs {
         }
     }
 
-    // Adds it to products, `unit` of which make a score of 1.
+    // Adds the bias to products, of which `unit` makes a score of 1.
     template <class Smem>
     __device__ void add_to(float (&s)[Count], float unit, Smem&, int, RingPosition<1>&) const {
 #pragma unroll
@@ -78,7 +78,7 @@ struct BiasPairs<void, Count> {
     __device__ void add_to(float (&)[Count], float, Smem&, int, RingPosition<1>&) const {}
 };
 
-// The same of a tile that the copy engine brought for the warpgroup.
+// The same from a tile that TMA copied for the warpgroup.
 template <class T, int Count>
 struct BiasInTile {
     __device__ void load(const Features&, const Mask&, int, int, int, int) {}
@@ -99,7 +99,7 @@ struct BiasInTile {
 #pragma unroll
             for (int i = 0; i < kWgmmaK / 2; ++i) s[col / 2 + i] += values[i] * unit;
         }
-        ptx::proxy_fence();  // or the copy engine might overtake loads that are on their way
+        ptx::proxy_fence();  // or TMA might overwrite the tile before loads are done
         release(ring, at);
         at.advance();
     }

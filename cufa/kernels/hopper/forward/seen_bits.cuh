@@ -1,16 +1,16 @@
-// Which scores of a tile rows see, as a bit for each: written by a warp, and read by a warpgroup of
-// the Hopper forwards for the scores that it has in registers. What a mask or a function of the
-// caller's shows of a tile is then found out once for all heads, if it is the same for them, and
-// costs two instructions a score where a tile is cut.
+// Which scores of a tile are seen, as one bit each. A warp writes the bits, and a warpgroup of the
+// Hopper forwards reads those of its scores. So what a mask or a mask_mod shows of a tile is found
+// once for all heads, if it is the same for them, and costs two instructions per score where a tile
+// is cut.
 #pragma once
 
 #include "hopper/wgmma_tiles.cuh"
 #include "scores/mask_sixteens.cuh"
 #include "scores/mask_tiles.cuh"
 
-constexpr int kWordKeys = 32;  // of a row in a word; a row's words are next to each other
+constexpr int kWordKeys = 32;  // of a row, in a word; a row's words are adjacent
 
-// Those of a row, moved by as few instructions as their number allows.
+// The bits of a row, moved by as few instructions as possible.
 template <int Words>
 struct RowBits {
     unsigned int of[Words];
@@ -38,13 +38,13 @@ struct RowBits {
     using Chunk = Pack<unsigned int, kAtOnce>;
 };
 
-// Writes those of a tile by asking for each score, a key a lane. Inside is whether all rows are of
-// the sequence, and all keys in the range of each.
+// Writes a tile's bits by testing each score, one key per lane. Inside: all rows are in the
+// sequence, and all keys are in the range of each row.
 template <int Rows, int Keys, bool Inside>
 __device__ inline void ask_for_bits(unsigned int* bits, const ScoreRules& rules, int first_row,
                                     int first_key) {
     constexpr int kWords = Keys / kWordKeys;
-    constexpr int kAtOnce = 8;  // rows whose elements of arrays are on their way together
+    constexpr int kAtOnce = 8;  // rows whose array elements are loaded together
     const int lane = threadIdx.x % 32, key = first_key + lane;
     for (int first = 0; first < Rows; first += kAtOnce) {
         bool shown[kAtOnce][kWords];
@@ -56,7 +56,7 @@ __device__ inline void ask_for_bits(unsigned int* bits, const ScoreRules& rules,
                     rules.template shows<Inside>(first_row + first + i, key + kWordKeys * word);
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            // Rows past the last one, of which nobody asks, count as that one.
+            // Rows past the end, which nobody asks for, count as the last row.
             const int row = min(first_row + first + i, rules.mask.seqlen_q - 1);
             RowBits<kWords> words;
 #pragma unroll
@@ -69,12 +69,12 @@ __device__ inline void ask_for_bits(unsigned int* bits, const ScoreRules& rules,
     }
 }
 
-// The same from a mask that lies in sixteens, of which two lanes have a word.
+// The same from a mask that is stored in sixteens; two lanes make a word.
 template <int Rows, int Keys>
 __device__ inline void read_bits(unsigned int* bits, const ScoreRules& rules, int first_row,
                                  int first_key) {
     constexpr int kOfRow = Keys / 16, kRounds = Rows * kOfRow / 32;
-    constexpr int kAtOnce = min_of(4, kRounds & -kRounds);  // loads of a lane on their way together
+    constexpr int kAtOnce = min_of(4, kRounds & -kRounds);  // a lane's loads in flight
     static_assert(Rows * kOfRow % 32 == 0, "all lanes have as many");
     for (int first = 0; first < kRounds; first += kAtOnce) {
         Sixteen keys[kAtOnce];
@@ -94,7 +94,7 @@ __device__ inline void read_bits(unsigned int* bits, const ScoreRules& rules, in
     }
 }
 
-// Writes those of a tile: a warp's work. Returns what is seen of it.
+// Writes the bits of a tile, by one warp. Returns what is seen of the tile.
 template <int Rows, int Keys, bool Inside>
 __device__ inline SeenPart write_seen_bits(unsigned int* bits, const ScoreRules& rules,
                                            int first_row, int first_key) {
@@ -104,7 +104,7 @@ __device__ inline SeenPart write_seen_bits(unsigned int* bits, const ScoreRules&
         ask_for_bits<Rows, Keys, Inside>(bits, rules, first_row, first_key);
     }
     __syncwarp();
-    // What is seen of the tile is read from the words: so there is nothing to add up for each.
+    // What is seen of the tile is read from the words, so nothing is summed per score.
     constexpr int kWords = Keys / kWordKeys;
     bool some = false, all = true;
 #pragma unroll
@@ -122,19 +122,19 @@ __device__ inline SeenPart write_seen_bits(unsigned int* bits, const ScoreRules&
     return all ? kAll : some ? kSome : kNone;
 }
 
-// Those of a thread's Count scores, which are of two rows, 8 apart.
+// The bits of a thread's Count scores, which are in two rows, 8 apart.
 template <int Count>
 struct SeenBits {
     static constexpr int kWords = ceil_div(2 * Count, kWordKeys);  // of a row
     RowBits<kWords> rows[2];
 
-    // From the words of the first row.
+    // `row` has the words of the first row.
     __device__ void load(const unsigned int* row) {
         rows[0].load(row);
         rows[1].load(row + 8 * kWords);
     }
 
-    // Makes scores that are not seen `masked`.
+    // Sets scores that are not seen to `masked`.
     __device__ void hide(float (&s)[Count], float masked) const {
         const int first_key = col_of_thread();
 #pragma unroll

@@ -1,5 +1,5 @@
-// The warpgroups of the Hopper forwards that compute, each 64 rows. The warps beside them are in
-// wgmma_forward_copies.cuh; how all work beside each other is told in fwd_6_wgmma.cu.
+// The consumers of the Hopper forwards, each with 64 rows. The other warps are in
+// wgmma_forward_copies.cuh; fwd_6_wgmma.cu says how all of them work together.
 #pragma once
 
 #include "hopper/forward/key_parts.cuh"
@@ -9,26 +9,27 @@
 
 using Turns = ForwardTurns<kConsumers, kFirstTurn>;
 
-// A warpgroup that computes. Dims are the columns of its sums of O. What each kernel does in its
-// own way, beside what ForwardScores asks for, is in `Self`, which is derived from this one:
-//   kLongTurns                         whether a turn ends with the exponentials' beginning, not
-//                                      with the products'
-//   kRaisesLate                        whether maxima are raised once weights are too large; else
-//                                      it is looked for larger scores before there are weights
+// A consumer. Dims are the columns of its sums of O. What each kernel does in its own way, besides
+// what ForwardScores asks for, is in `Self`, which derives from this struct:
+//   kLongTurns                         whether a turn ends when the exponentials begin, not when
+//   the
+//                                      products have begun
+//   kRaisesLate                        whether maxima are raised once weights are too large; if
+//                                      not, larger scores are looked for before there are weights
 //   kRoundsFirst                       whether weights are rounded before it is known that maxima
 //                                      need not be raised
-//   kHalvesFirst                       whether a warpgroup leaves out of its softmax the upper half
-//                                      of a first tile of keys if it sees none of it, and does not
-//                                      mask the lower half if it sees all of that
-//   begin(work)                        takes up a tile of queries
-//   output_scale()                     what sums of weighted values are multiplied with
+//   kHalvesFirst                       whether a warpgroup omits the upper half of a first tile of
+//                                      keys from its softmax if it sees none of it, and does not
+//                                      mask the lower half if it sees all of it
+//   begin(work)                        begins a tile of queries
+//   output_scale()                     the factor of sums of weighted values
 //   issue_output(o, p)                 issues the product that adds a tile's part to the output
-//   wait_output<Pending>(o, work, tile)  waits for the part of that tile of keys
-//   wait_values<Pending>(o)            if kRoundsFirst the same, but NaN among those values is not
-//                                      added: returns whether there is some that must be,
-//   add_nan(o, work, tile)             by this
+//   wait_output<Pending>(o, work, tile)  waits for that tile's part
+//   wait_values<Pending>(o)            the same if kRoundsFirst, but does not add NaN among the
+//                                      values: returns whether there is some,
+//   add_nan(o, work, tile)             which this adds
 //   round(p, s)                        makes an operand of the weights
-//   take_out_nonfinite(o, work, tile)  before the part of a tile that a mask cuts through
+//   take_out_nonfinite(o, work, tile)  called before the part of a tile that a mask cuts through
 template <class Self, class Smem, int Dims>
 struct ForwardConsumer : ForwardScores<Self, Smem> {
     using Base = ForwardScores<Self, Smem>;
@@ -55,7 +56,7 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
     __device__ ForwardConsumer(Smem& smem, const Params& params, int warpgroup)
         : Base(smem, params, warpgroup), turns(warpgroup) {}
 
-    // All tiles of queries that the block takes.
+    // Processes all tiles of queries that the block takes.
     __device__ void consume() {
         Scores s;
         Weights p;
@@ -71,7 +72,7 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
             RowPair softmax = attend_to_all(o, p, s, work, keys);
             const bool is_part = kPartsKeys && holds_part(work);
             if (kOutputFirst || is_part) {
-                // The next queries come while the output is on its way.
+                // The next queries are copied while the output is stored.
                 finish_output(o, p, work, keys.begin);
                 if (!is_part || joins_parts(o, softmax, work)) store(o, softmax, work);
                 work = receive();
@@ -84,8 +85,8 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
                     finish_output(o, p, work, keys.begin);
                     return store(o, softmax, work);
                 }
-                // They are here: the first scores of the next tile at once with the last of this
-                // one's output.
+                // The next queries are here: their first scores are issued together with the last
+                // output of this tile.
                 turns.wait();
                 self().issue_output(o, p);
                 issue_scores(s);
@@ -98,18 +99,18 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         }
     }
 
-    // All tiles of keys, the first one's scores being under way. What is left to do is the output
-    // of the last.
+    // Processes all tiles of keys; the scores of the first are under way. The output of the last is
+    // left to the caller.
     __device__ RowPair attend_to_all(Output& o, Weights& p, Scores& s, const WorkTile& work,
                                      KeyRange keys) {
-        // Or addresses in the loops below would be in lanes' registers.
+        // Or addresses in the loops below would be in registers of each lane.
         if (kQueryStages > 1) q_at.stage = uniform(q_at.stage);
         if constexpr (kKeyMask) return attend_to_seen(o, p, s, work);
         int tile = keys.end - 1;
         const auto last = [&] { return tile == keys.begin; };
         RowPair softmax = first_weights(o, p, s, work, tile, last());
         --tile;
-        if constexpr (kRangeMask) {  // or it is just the first that may be cut
+        if constexpr (kRangeMask) {  // or only the first tile may be cut
             for (; tile >= max(keys.whole_end, keys.begin); --tile)
                 attend<true>(o, softmax, p, work, tile, last());
         }
@@ -122,7 +123,7 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         return softmax;
     }
 
-    // The same of those tiles that the producer names, since a mask or a mask_mod hides others.
+    // The same for the tiles that the producer names, since a mask or a mask_mod hides others.
     __device__ RowPair attend_to_seen(Output& o, Weights& p, Scores& s, const WorkTile& work) {
         if constexpr (kSeenBits) row_bits = bits_of_row(work);
         TileLabel seen = receive_keys();
@@ -135,7 +136,7 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         return softmax;
     }
 
-    // The weights of the first tile of keys that a tile of queries looks at.
+    // The weights of a tile of queries for its first tile of keys.
     __device__ RowPair first_weights(Output& o, Weights& p, Scores& s, const WorkTile& work,
                                      int tile, bool last, bool cut = true) {
         RowPair softmax;
@@ -161,12 +162,12 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         return softmax;
     }
 
-    // Maxima by what Part has of a first tile of products, and the weights under them.
+    // Sets the maxima by the Part of a first tile of products, and computes the weights under them.
     template <class Part>
     __device__ void weigh_first(RowPair& softmax, Scores& s, float (&sums)[2], const WorkTile& work,
                                 int tile, bool last) {
         softmax.template begin<Part>(s, tile_scale());
-        // Of three warpgroups two work on while one raises its maxima.
+        // Of three warpgroups, two keep working while one raises its maxima.
         constexpr bool kLooksAhead = kHeadroom > 0 && kConsumers <= 2;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -174,13 +175,14 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
             float& max = softmax.rows[half].max;
             if (kLooksAhead && !last && mask_of(work).keys_end(row) < tile * kBlockN + kFewKeys)
                 max += kHeadroom + kAboveFewKeys;
-            // Rows past the end see no key, but others of their warp should not wait for them.
+            // Rows past the end see no key, but the other rows of the warp should not wait for
+            // them.
             if (row >= work.sequence(params.call).seqlen_q) max = 0;
         }
         softmax.template weigh<Part>(s, tile_scale(), sums);
     }
 
-    // The same by the half of the tile that the warpgroup sees, if it sees but one; masks it, too.
+    // The same with only the half of the tile that the warpgroup sees, if it is one; also masks.
     __device__ void weigh_first_by_halves(RowPair& softmax, Scores& s, float (&sums)[2],
                                           const WorkTile& work, int tile, bool last) {
         constexpr int kHalf = kBlockN / 2;
@@ -189,7 +191,7 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         const Mask mask = mask_of(work);
         const int first_row = work.first_row + warpgroup * kWgmmaM;
         const int last_row = first_row + kWgmmaM - 1, middle = tile * kBlockN + kHalf;
-        // By votes, after which the compiler knows that all take the same way.
+        // Votes tell the compiler that all lanes take the same branch.
         const bool lower_cut = __any_sync(0xffffffffu, mask.keys_end(first_row) < middle);
         const bool upper_seen = __any_sync(0xffffffffu, mask.diagonal(last_row) >= middle);
         if (lower_cut) this->template mask_part<Lower>(s, work, tile);
@@ -201,8 +203,8 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         }
     }
 
-    // The scores of a tile of keys at once with the output of the tile before; then the weights of
-    // this tile, which is Masked if a mask may cut through it, and does so if it is `cut`.
+    // Computes the scores of a tile of keys together with the output of the tile before, then the
+    // weights of this tile. It is Masked if a mask may cut through it, and `cut` if one does.
     template <bool Masked>
     __device__ void attend(Output& o, RowPair& softmax, Weights& p, const WorkTile& work, int tile,
                            bool last, bool cut = Masked) {
@@ -229,8 +231,8 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         softmax.weigh(s, tile_scale(), sums);
 
         if constexpr (Self::kRoundsFirst) {
-            // One branch for all that is rare, after all that is not: without one between, the
-            // compiler has weights rounded while others are still exponentiated.
+            // One branch for all rare cases, after everything else: without a branch in between,
+            // the compiler rounds some weights while others are still being exponentiated.
             const bool nan = self().template wait_values<0>(o);
             self().round(p, s);
             const bool rare = nan || (kLate && !softmax.fit(sums));
@@ -256,7 +258,7 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         if (Masked && cut) self().take_out_nonfinite(o, work, tile);
     }
 
-    // Raises the maxima once weights have turned out too large.
+    // Raises the maxima after weights have turned out too large.
     __device__ void raise_late(Scores& s, RowPair& softmax, float (&sums)[2], float (&shrink)[2],
                                const WorkTile& work, int tile) {
         if (softmax.shrink_weights(s, sums, shrink)) return;
@@ -267,14 +269,13 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         softmax.weigh(s, tile_scale(), sums);
     }
 
-    // Waits for the queries of the next tile of which any row sees a key. Those of the others have
-    // output 0.
+    // Waits for the next tile of queries that sees any key. Tiles that see none have output 0.
     __device__ WorkTile receive() {
         for (;;) {
             smem.q_ring[warpgroup].wait_full(q_at);
             const WorkTile work = smem.work[warpgroup][q_at.stage];
             __syncwarp();
-            // By a vote, after which the compiler knows that all leave the loop together.
+            // A vote tells the compiler that all lanes leave the loop together.
             const bool found = !work.exists() || !key_tiles_of(params.call, work).none();
             if (__all_sync(0xffffffffu, found)) return work;
             release_and_advance(smem.q_ring[warpgroup], q_at);
@@ -282,13 +283,13 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         }
     }
 
-    // Waits for the next tile of keys, and for its name.
+    // Waits for the next tile of keys and its label.
     __device__ TileLabel receive_keys() {
         smem.k_ring.wait_full(k_at);
         return smem.k_ring.label_at(k_at);
     }
 
-    // Issues the product for the scores of one tile of keys.
+    // Issues the product for the scores of a tile of keys.
     __device__ void issue_scores(Scores& s) {
         smem.k_ring.wait_full(k_at);
         issue_product_nt<kDepth, kBlockN>(s, smem.q[warpgroup][q_at.stage], smem.k[k_at.stage]);
@@ -300,9 +301,9 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         turns.pass();
     }
 
-    // The queries are done with once the last tile's scores are there. `q_at` stays until all of
-    // the tiles are: were it to change under a condition, the compiler would take it for different
-    // in each lane.
+    // The queries are released once the last tile's scores are there. `q_at` advances only after
+    // all tiles: if it changed under a condition, the compiler would assume that it differs between
+    // lanes.
     template <int Pending>
     __device__ void wait_scores(Scores& s, bool last) {
         wait_product<Pending>(s);
@@ -318,13 +319,13 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         self().template wait_output<0>(o, work, tile);
     }
 
-    // Whether it is one of several parts of a tile: by a vote, after which the compiler knows that
-    // all take the same way.
+    // Whether `work` is one of several parts of a tile. A vote tells the compiler that all lanes
+    // take the same branch.
     __device__ static bool holds_part(const WorkTile& work) {
         return __any_sync(0xffffffffu, work.parts > 1);
     }
 
-    // Leaves a part of a tile. If it is the last to be there, goes on with all of them together.
+    // Writes a part of a tile. The last part continues with the merged result of all.
     __device__ bool joins_parts(Output& o, RowPair& softmax, const WorkTile& work) {
         if constexpr (kPartsKeys)
             return KeyParts<Dims>(params.call).join(o, softmax, work, warpgroup);

@@ -1,6 +1,6 @@
-// What the Hopper forwards work on at once, and what a block's warps have in common. What is in
-// shared memory is the kernel's: `Smem` with tiles k, v, q and out, rings k_ring, v_ring and
-// q_ring, what its helpers share, and the tiles of work that the queries are of.
+// What a block of the Hopper forwards processes, and what its warps share. Each kernel defines its
+// shared memory `Smem`, with tiles k, v, q and out, rings k_ring, v_ring and q_ring, what its
+// helpers share, and the tile of work of each stage of queries.
 #pragma once
 
 #include "call/schedule.cuh"
@@ -16,14 +16,14 @@ constexpr int kThreads = THREADS, kBlocksPerSm = BLOCKS_PER_SM;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kStages = STAGES, kQueryStages = QUERY_STAGES, kStoreCols = STORE_COLS;
 constexpr int kConsumers = kBlockM / kWgmmaM;
-// With one stage of queries two warpgroups would wait for the next ones together; of three, one
-// computes meanwhile.
+// With one stage of queries, two warpgroups would wait for the next queries at the same time; of
+// three, one computes meanwhile.
 constexpr bool kOutputFirst = kQueryStages == 1 && kConsumers <= 2;
 static_assert((kConsumers + 1) * kWarpgroup == kThreads,
               "one warpgroup copies, the others compute");
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr int kDepth = round_up(kHeadDim, kWgmmaK);
-// Keys that one copy brings: a tile, or as many of it as are in one page.
+// Keys that one copy brings: a tile, or the part of it that is in one page.
 constexpr int kBoxKeys = BOX_KEYS;
 static_assert(kBlockN % kBoxKeys == 0, "a tile must be whole boxes");
 static_assert(!kPaged || kPageSize % kBoxKeys == 0, "a page must be whole boxes");
@@ -34,28 +34,29 @@ struct Params : BiasMap<> {
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struct");
 
-// Beside another launch some blocks begin when that one ends: none has a tile of its own before.
+// Beside another launch, some blocks begin only when that one ends, so no block has a tile of its
+// own.
 constexpr bool kLateBlocks = kLeastQueries > 0;
-// Nor where blocks wait for parts of keys: a block then has a part only after those before it were
-// taken by blocks that run, however few of them have an SM.
+// The same holds where blocks wait for parts of keys: a block takes a part only after running
+// blocks have taken those before it, however few blocks have an SM.
 constexpr bool kAsksFirst = kLateBlocks || kPartsKeys;
 
 using QueryRows = PanelTile<kWgmmaM, kHeadDim>;
 using KeyRows = PanelTile<kBlockN, kHeadDim>;
 using ValueRows = PanelTile<kBlockN, kValueDim>;
 
-// Whether a head's rows may begin in the middle of a sector of the L2 cache, as those of every
-// other head do if rows are an odd number of chunks. Each panel of such a row takes a sector more
-// than it fills, half of which the next panel asks for again. A tile needs room for a chunk more.
-// Up to two panels nothing is gained: there are tiles of more queries, which read less.
+// Whether a head's rows may begin in the middle of a sector of the L2 cache. Those of every other
+// head do if a row is an odd number of chunks. Each panel of such a row touches one sector more
+// than it fills, and the next panel reads half of that sector again. A tile needs room for one more
+// chunk. Up to two panels this gains nothing: there, tiles have more queries and read less.
 constexpr int kSectorBytes = 32, kSectorCols = kSectorBytes / sizeof(scalar_t);
 template <int Dims>
 constexpr bool kOddRows = sizeof(scalar_t) == 2 && ceil_div(Dims, kPanelCols) > 2 &&
                           round_up(Dims, kWgmmaK) - Dims >= kChunkCols;
 
-// The first column of a head's tiles: 0, or as many before it as there are from the beginning of
-// its sector. The copy engine makes them zeros. Q begins as K does, so that their product is the
-// same, and O as V.
+// The first column of a head's tiles: 0, or negative so that the tile begins with a sector. TMA
+// fills the columns before 0 with zeros. Q begins where K does, so that their product stays the
+// same, and O where V does.
 template <int Dims>
 __device__ inline int first_col_of(const Tensor& tensor, int head) {
     if (!kOddRows<Dims>) return 0;
@@ -65,9 +66,9 @@ __device__ inline int first_col_of(const Tensor& tensor, int head) {
     return -static_cast<int>(bytes / sizeof(scalar_t));
 }
 
-// The tiles of keys, by their numbers, that a tile of queries looks at: from end - 1 down to begin.
-// Those from whole_begin to whole_end are seen by all of its rows. Under a causal mask or a window,
-// each of those sees a key of a later tile, too: rows have a maximum when the first whole tile
+// The tiles of keys, by number, that a tile of queries processes: from end - 1 down to begin. All
+// of its rows see those from whole_begin to whole_end. Under a causal mask or a window, each of
+// these rows also sees a key of a later tile: every row has a maximum when the first whole tile
 // comes.
 template <int BlockM, int BlockN>
 struct KeyTileRange {
@@ -86,7 +87,7 @@ struct KeyTileRange {
     __device__ bool none() const { return begin == end; }
     __device__ bool is_whole(int tile) const { return whole_begin <= tile && tile < whole_end; }
 
-    // Leaves number `part` of so many parts.
+    // Keeps only part number `part` of `parts`.
     __device__ void take(int part, int parts) {
         const int count = end - begin;
         end = begin + count * (part + 1) / parts;
@@ -111,11 +112,11 @@ __device__ inline KeyRange key_tiles_of(const ForwardParams& call, const WorkTil
 
 // ---- which tiles of keys there are, if a mask or a mask_mod hides some ----
 
-// The parts of tiles that they show, and where kSeenBits is set a bit for each of their scores. In
-// the workspace the count of tiles taken comes first, then the parts, then the bits.
+// What they show of each tile and, if kSeenBits, one bit per score. In the workspace, the count of
+// tiles taken comes first, then the parts, then the bits.
 constexpr bool kSeenBits = SEEN_BITS;
 static_assert(kMaskBits == 0 || kSeenBits, "scores are hidden by a function or by those bits");
-constexpr int kSeenAlignment = 16;  // in bytes, of each of these
+constexpr int kSeenAlignment = 16;  // of each of these, in bytes
 constexpr int kRowWords = kBlockN / kWordKeys, kTileWords = kBlockM * kRowWords;
 using Seen = SeenTiles<kBlockM, kBlockN>;
 using SeenScores = SeenBits<kBlockN / 2>;
@@ -134,25 +135,25 @@ __device__ inline unsigned int* seen_bits(const ForwardParams& call) {
 
 using TileRing = LabelledRing<kStages>;
 
-// A warp is done with a stage: it has read it, or its part of a product has. That all of its lanes
-// have, the caller knows by a product that they waited for, or a __syncwarp.
+// Releases a stage for a warp: it has read the stage, or its part of a product has. The caller
+// knows that all lanes are done, by a product that they waited for or a __syncwarp.
 template <int Stages>
 __device__ inline void release_and_advance(Ring<Stages>& ring, RingPosition<Stages>& at) {
     if (threadIdx.x % 32 == 0) ring.release(at);
     at.advance();
 }
 
-// Barriers of parts of the block; __syncthreads has number 0.
+// Named barriers; __syncthreads has number 0.
 enum NamedBarrier {
     kFirstTurn = 1,
     kFirstStore = kFirstTurn + kConsumers,
     kAllConsumers = kFirstStore + kConsumers
 };
 
-// The row of Q and O that a thread's half (0: row g, 1: row g + 8) of its fragments belongs to.
-// Before the threads that compute come the producer's, for whose warps there are no rows.
+// The row of Q and O of a thread's half (0: row g, 1: row g + 8) of its fragments. The first
+// threads of the block are the producer's warpgroup, which has no rows.
 __device__ inline int row_of(const WorkTile& work, int half) {
     unsigned int thread = threadIdx.x;
-    ptx::hold(thread);  // or each sum would be kept in a register from tile to tile
+    ptx::hold(thread);  // or each sum would stay in a register from tile to tile
     return work.first_row + thread / 32 * 16 - kWarpgroup / 2 + half * 8 + thread % 32 / 4;
 }

@@ -1,11 +1,11 @@
-// The warps of the Hopper forwards that compute nothing: one brings tiles of queries, keys and
-// values, others see each tile of values before the warpgroups do.
+// The warps of the Hopper forwards that do not compute. One copies tiles of queries, keys and
+// values; others process each tile of values before the consumers do.
 #pragma once
 
 #include "hopper/forward/wgmma_forward_block.cuh"
 
-// Walks over the tiles of keys of which some is shown to a tile of queries, from the last one down.
-// Queries that are shown nothing of their range look at its last tile.
+// Walks over the tiles of keys that a mask or a mask_mod shows at least partly to a tile of
+// queries, from the last tile down. If it shows none, the walk has the last tile of the range.
 struct SeenWalk {
     KeyRange keys;
     Seen seen;
@@ -33,7 +33,7 @@ struct SeenWalk {
     }
 
   private:
-    // The first from `tile` down, or one before all.
+    // The first shown tile from `tile` down, or one before all tiles.
     __device__ int seen_from(int tile) const {
         return seen.last_key(first_row, tile * kBlockN, keys.begin * kBlockN) / kBlockN;
     }
@@ -44,7 +44,7 @@ struct SeenWalk {
 constexpr int kProducers = kPaged ? 32 : 1;
 static_assert(kLeastQueries == 0 || kPaged, "a whole warp looks for sequences of many queries");
 
-// True in the one thread of the producer that starts copies.
+// True in the producer's one thread that starts copies.
 __device__ inline bool starts_copies() {
     return !kPaged || ptx::elect_lane();
 }
@@ -52,7 +52,7 @@ __device__ inline bool starts_copies() {
 template <class Smem>
 __device__ inline void send_queries(Smem& smem, const Params& params,
                                     RingPosition<kQueryStages>& at, WorkTile work) {
-#pragma unroll 1  // registers are what a producer lacks
+#pragma unroll 1  // a producer is short of registers
     for (int w = 0; w < kConsumers; ++w) {
         smem.q_ring[w].wait_empty(at);
         if (!starts_copies()) continue;
@@ -67,14 +67,14 @@ __device__ inline void send_queries(Smem& smem, const Params& params,
     at.advance();
 }
 
-// The pages of the keys of a tile from first_key on: looked up before there is room for it, and
-// used once more for its values.
+// The pages of a tile's keys from first_key on: looked up before the stage is empty, and used again
+// for the values.
 __device__ inline KeyPages pages_from(const ForwardParams& call, const WorkTile& work,
                                       const Sequence& sequence, int first_key) {
     return {sequence.keys<const scalar_t>(call.k, work.kv_head), first_key, sequence.seqlen_k};
 }
 
-// Has a tile of keys, or values, copied: those from first_key on, from first_col on.
+// Starts the copy of a tile of keys or values, from first_key and first_col on.
 template <class Tile>
 __device__ inline void send_tile(Tile (&tiles)[kStages], TileRing& ring, RingPosition<kStages> at,
                                  const TensorMap& map, WorkTile work, const Sequence& sequence,
@@ -98,7 +98,7 @@ __device__ inline void send_tile(Tile (&tiles)[kStages], TileRing& ring, RingPos
     }
 }
 
-// Has the bias of a tile of scores copied. A template, in which there need not be any.
+// Starts the copy of the bias of a tile of scores. A template, because Smem may have no bias.
 template <class Smem, class Params>
 __device__ inline void send_bias(Smem& smem, const Params& params, const WorkTile& work, int tile,
                                  RingPosition<1>& at) {
@@ -115,8 +115,8 @@ __device__ inline void send_bias(Smem& smem, const Params& params, const WorkTil
     }
 }
 
-// Sends a tile of queries and what a mask or a mask_mod shows it of its keys. Calls `ask` when the
-// values of the last are still to be sent.
+// Sends a tile of queries and the tiles of keys that a mask or a mask_mod shows to it. Calls `ask`
+// when only the last values are still to be sent.
 template <class Smem, class Ask>
 __device__ inline void send_seen(Smem& smem, const Params& params, RingPosition<kQueryStages>& q_at,
                                  RingPosition<kStages>& at, RingPosition<1>& bias_at,
@@ -155,10 +155,10 @@ __device__ inline void send_seen(Smem& smem, const Params& params, RingPosition<
     }
 }
 
-// A block asks for its next tile of queries when this many tiles of keys are left of the one that
-// it has: the answer takes a while, but whoever asks early gets long work that others would be done
-// with sooner. In 8 bits, where a few hundred keys are but four tiles, the first of these should be
-// on their way before the answer is waited for.
+// A block asks for its next tile of queries when this many tiles of keys of the current one are
+// left. The answer takes a while, but a block that asks early may get long work that others would
+// finish sooner. In 8 bits a few hundred keys are just four tiles; the first of these should be
+// under way before the block waits for the answer.
 constexpr int kAskAhead = sizeof(scalar_t) == 1 ? 2 : 4;
 
 template <class Smem>
@@ -166,7 +166,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
     const Order order(params.call);
     const TileCounter counter{tiles_taken(params.call), order.count()};
     RingPosition<kQueryStages> q_at;
-    RingPosition<kStages> at;  // a tile of keys and its values have the same place
+    RingPosition<kStages> at;  // keys and values of a tile have the same position
     RingPosition<1> bias_at;
 
     constexpr unsigned int kLanes = kPaged ? 0xffffffffu : 1;  // that produce
@@ -231,9 +231,9 @@ __device__ inline void produce(Smem& smem, const Params& params) {
 
 // ---- the helpers: the warps beside the producer ----
 
-// Has each tile of values handled that is copied, in the order of copying, while the consumers
-// still work on its scores: handle(whether a mask cuts through it, whether it is the first for its
-// queries, where it is).
+// Calls handle(whether a mask cuts through the tile, whether it is the first for its queries, its
+// position) for each tile of values, in the order of copying, while the consumers still work on its
+// scores.
 template <class Smem, class Handle>
 __device__ inline void follow_values(Smem& smem, const Params& params, Handle handle) {
     RingPosition<kQueryStages> q_at;

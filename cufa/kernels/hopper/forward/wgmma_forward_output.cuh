@@ -1,4 +1,4 @@
-// How the output of the Hopper forwards leaves a warpgroup's registers.
+// Stores the output of the Hopper forwards from a warpgroup's registers.
 #pragma once
 
 #include "hopper/forward/wgmma_forward_block.cuh"
@@ -10,7 +10,7 @@ struct OutputRows {
     const Params& params;
     const int warpgroup;
 
-    // Divides the output by the sums of the weights, and sends it out.
+    // Divides the output by the sums of the weights, and stores it.
     __device__ void store(const WgmmaSums<Dims>& sums, RowPair softmax, float output_scale,
                           const WorkTile& work) const {
         float scale[2];
@@ -35,17 +35,17 @@ struct OutputRows {
             round_to_operand<kCols, Element>(rounded, part);
             send_out<kCols>(rounded, work, col);
         }
-        store_lse(softmax, work);  // last: the fence before a copy waits for what was written
+        store_lse(softmax, work);  // last, because the fence before a copy waits for earlier writes
     }
 
   private:
-    // The head's sink is one more score of each of its rows.
+    // The head's sink is one more score in each row.
     __device__ float sink_log2(int head) const {
         return static_cast<const float*>(params.call.features.sink)[head] * float(kLog2E);
     }
 
-    // Sends out some columns of the output through the warpgroup's part of shared memory, once
-    // those before have left it.
+    // Stores some columns of the output through the warpgroup's part of shared memory, once the
+    // columns before have left it.
     template <int Cols>
     __device__ void send_out(const WgmmaOperand<Cols, typename Smem::StoredRows::Element>& values,
                              const WorkTile& work, int first_col) const {
@@ -60,8 +60,8 @@ struct OutputRows {
         const int row = work.first_row + warpgroup * kWgmmaM;
         const int before = first_col_of<kValueDim>(params.call.v, work.kv_head);
         if (before < 0 || (kPacked && row + kWgmmaM > sequence.seqlen_q)) {
-            // The copy engine writes no box that begins before the first column, and would write
-            // beyond the sequence.
+            // TMA cannot store a box that begins before the first column, and would write beyond
+            // the sequence.
             using Element = typename Smem::StoredRows::Element;
             write_first_rows<kValueDim, kWarpgroup>(
                 sequence.queries<Element>(params.call.o, work.head), rows,

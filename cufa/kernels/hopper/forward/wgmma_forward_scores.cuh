@@ -1,14 +1,13 @@
-// How the Hopper forwards make scores of a tile's products, in the registers of a warpgroup.
+// How the Hopper forwards turn a tile's products into scores, in a warpgroup's registers.
 #pragma once
 
 #include "hopper/forward/wgmma_forward_block.cuh"
 
-// A warpgroup's tile of queries, and what its products with keys become. What each kernel does in
-// its own way is in `Self`, which is derived from this one:
-//   KeyOrder                    which keys of a tile a thread's scores are of, if others than
-//                               KeysInOrder says
-//   scale(), softmax_scale()    what turns products into scores, in log 2 and not
-//   mask_first(s, seen, work, tile)  masks the first tile, if otherwise than the others
+// A warpgroup's tile of queries, and what becomes of its products with keys. What each kernel does
+// in its own way is in `Self`, which derives from this struct:
+//   KeyOrder                    the keys of a thread's scores, if not in the order of KeysInOrder
+//   scale(), softmax_scale()    turns products into scores, in log 2 and not
+//   mask_first(s, seen, work, tile)  masks the first tile, if differently from the others
 template <class Self, class Smem>
 struct ForwardScores {
     using KeyOrder = KeysInOrder;
@@ -16,18 +15,18 @@ struct ForwardScores {
     Smem& smem;
     const Params& params;
     const int warpgroup;
-    float alibi_slope;  // of the head that is worked on, in units of products
-    float lowered;      // by how much ALiBi lowers all of this thread's in a tile, likewise
+    float alibi_slope;  // of the current head, in units of products
+    float lowered;      // how much ALiBi lowers all of this thread's scores of a tile
     RingPosition<1> bias_at;
-    const unsigned int* row_bits;  // of this thread's first row, which scores are seen
+    const unsigned int* row_bits;  // which scores of this thread's first row are seen
 
     __device__ ForwardScores(Smem& smem, const Params& params, int warpgroup)
         : smem(smem), params(params), warpgroup(warpgroup) {}
 
     __device__ Self& self() { return static_cast<Self&>(*this); }
 
-    // Computes the products of a tile of keys once more, from what is in memory: slowly, for what
-    // hardly ever happens.
+    // Recomputes the products of a tile of keys from memory: slowly, for a case that hardly ever
+    // occurs.
     __device__ void compute_products(Scores& s, const WorkTile& work, int tile) {
         const Sequence sequence = work.sequence(params.call);
         const auto q = sequence.queries<const scalar_t>(params.call.q, work.head);
@@ -37,7 +36,7 @@ struct ForwardScores {
 #pragma unroll
         for (int i = 0; i < kBlockN / 2; ++i) {
             unsigned int row = min(first_row + i / 2 % 2 * 8, end);
-            ptx::hold(row);  // or those of all products would be worked out before
+            ptx::hold(row);  // or the rows of all products would be computed in advance
             const scalar_t* const a = q.row(row);
             unsigned int key = first_key + Self::KeyOrder::after_first(i);
             ptx::hold(key);
@@ -52,7 +51,7 @@ struct ForwardScores {
         const float slope = alibi_slope_of(params.call.features, work.batch, work.head);
         alibi_slope = slope * unit_of(self().scale());
     }
-    // The product whose score is 1, not in units of log 2.
+    // The product whose score is 1, not in log 2.
     __device__ static float unit_of(Scale scale) {
         return float(kLog2E) * ptx::reciprocal_fast(scale.factor);
     }
@@ -67,7 +66,7 @@ struct ForwardScores {
         kept.draw(params.call.features, matrix, row_of(work, 0), first_key_of_thread(tile));
     }
 
-    // Which scores of this thread's first row are seen, from the first tile of keys on.
+    // The bits of this thread's first row, from the first tile of keys on.
     __device__ const unsigned int* bits_of_row(const WorkTile& work) const {
         const ForwardParams& call = params.call;
         const Seen of_head(seen_parts(call), call, work.sequence(call), work.head);
@@ -76,7 +75,7 @@ struct ForwardScores {
         return seen_bits(call) + tile * kTileWords + row * kRowWords;
     }
 
-    // Adds to products what makes more of them, by the caller's function, too.
+    // Adds to products what turns them into scores, including the caller's function.
     __device__ void shape_scores(Scores& s, const Bias& bias, const WorkTile& work, int tile) {
         if constexpr (!kProductUnits && !kSoftcap) {
 #pragma unroll
@@ -101,7 +100,7 @@ struct ForwardScores {
             };
             modify_all(s, mask_of(work), row, key, add);
         } else {
-            if constexpr (kAlibi) {  // the function is given scores as they are
+            if constexpr (kAlibi) {  // the function takes actual scores
 #pragma unroll
                 for (float& score : s) score -= lowered;
                 lowered = 0;
@@ -113,7 +112,7 @@ struct ForwardScores {
         }
     }
 
-    // What turns those of the tile that is worked on into scores.
+    // The scale of the current tile's scores.
     __device__ Scale tile_scale() {
         Scale scale = self().scale();
         if constexpr (kAlibi) scale.lowered = lowered * scale.factor;
@@ -131,19 +130,19 @@ struct ForwardScores {
         }
     }
 
-    // The same of what Part has of a tile, under a causal mask and nothing else.
+    // The same for the Part of a tile, under nothing but a causal mask.
     template <class Part>
     __device__ void mask_part(Scores& s, const WorkTile& work, int tile) {
         apply_mask<typename Self::KeyOrder, Part>(s, mask_of(work), row_of(work, 0), tile * kBlockN,
                                                   self().scale().masked());
     }
 
-    // The same of the first tile.
+    // The same for the first tile.
     __device__ void mask_first(Scores& s, const SeenScores& seen, const WorkTile& work, int tile) {
         mask_scores(s, seen, work, tile);
     }
 
-    // The first of the keys of a tile that a thread has scores of.
+    // The first key of a thread's scores in a tile.
     __device__ static int first_key_of_thread(int tile) {
         return tile * kBlockN + Self::KeyOrder::first();
     }

@@ -1,18 +1,18 @@
 // Values that the products of the Hopper forwards read as they were copied. Where a mask cuts
-// through a tile, NaN and infinity in it are taken out before the product: warps beside the
-// producer look for them.
+// through a tile, its NaN and infinity are taken out before the product. Inspectors, warps beside
+// the producer, look for them.
 #pragma once
 
 #include "hopper/forward/wgmma_forward.cuh"
 #include "hopper/forward/wgmma_forward_copies.cuh"
 
-// Whether a tile of keys may have some that count for none or not for all of the rows, and yet be
-// in memory: beyond the last key of all, the copy engine fills in zeros.
+// Whether a tile may have keys in memory that do not count for some rows or for all. Beyond the end
+// of the tensor, TMA fills in zeros.
 constexpr bool kCutKeys = kRangeMask || kPacked || kUsedKeys || kKeyMask;
-// Warps beside the producer that look for NaN and infinity in those tiles.
+// Inspectors: warps beside the producer that look for NaN and infinity in such tiles.
 constexpr int kInspectors = kCutKeys ? kWarpgroup / 32 - 1 : 0;
 
-// What is in shared memory for that.
+// The inspectors' shared memory.
 struct Inspection {
     ptx::Barrier done[kStages];
     unsigned int found[kStages][kWarpgroup / 32];  // what each inspector found
@@ -23,7 +23,7 @@ struct Inspection {
     }
 };
 
-// Says of every tile of values that a mask cuts through whether there is NaN or infinity in it.
+// Says for each tile of values that a mask cuts through whether it has NaN or infinity.
 template <class Smem>
 __device__ inline void inspect_values(Smem& smem, const Params& params, int inspector) {
     constexpr int kLookers = (kInspectors == 0 ? 1 : kInspectors) * 32;
@@ -32,7 +32,7 @@ __device__ inline void inspect_values(Smem& smem, const Params& params, int insp
         bool found = false;
         if (cut) found = finds_nonfinite<kLookers>(smem.v[at.stage], inspector * 32 + lane);
         found = __any_sync(0xffffffffu, found);
-        __syncwarp();  // a vote says nothing of what was read
+        __syncwarp();  // a vote does not order reads
         if (lane == 0) {
             smem.helpers.found[at.stage][inspector] = found;
             ptx::barrier_arrive(smem.helpers.done[at.stage]);
@@ -41,7 +41,7 @@ __device__ inline void inspect_values(Smem& smem, const Params& params, int insp
     });
 }
 
-// A warpgroup that computes with such values.
+// A warpgroup that computes with these values.
 template <class Self, class Smem, int Dims>
 struct InspectedConsumer : ForwardConsumer<Self, Smem, Dims> {
     using Base = ForwardConsumer<Self, Smem, Dims>;
@@ -57,15 +57,16 @@ struct InspectedConsumer : ForwardConsumer<Self, Smem, Dims> {
     }
 
     // Where a mask cuts through a tile, a value that is NaN or infinite must reach the rows that
-    // see its key and no other; but in the product 0 * NaN is NaN. Such values are added here to
-    // the outputs of the rows that see them, whatever their weight, and are zero in the product.
+    // see its key, and no other; but 0 * NaN is NaN. Such values are added here to the outputs of
+    // the rows that see them, whatever their weight, and are zero in the product.
     __device__ void take_out_nonfinite(Output& o, const WorkTile& work, int tile) {
         if (!kCutKeys) return;
         wait_for(smem.helpers.done[v_at.stage], v_at.parity, v_at.stage);
         unsigned int found = 0;
 #pragma unroll
         for (int i = 0; i < kInspectors; ++i) found |= smem.helpers.found[v_at.stage][i];
-        // All have read before one says that the stage is empty; of several warpgroups, turns do.
+        // All lanes must have read before one releases the stage; with several warpgroups, turns
+        // ensure it.
         if (kConsumers == 1) __syncwarp();
         if (!found) return;
 

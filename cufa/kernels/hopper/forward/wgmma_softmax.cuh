@@ -1,5 +1,5 @@
 // What a warpgroup of the Hopper forwards does to a tile of scores between its two products, in the
-// registers where the first product left it: soft cap, mask, online softmax.
+// registers of the first product: soft cap, mask, online softmax.
 #pragma once
 
 #include "call/tensor.cuh"
@@ -7,42 +7,41 @@
 #include "hopper/wgmma_tiles.cuh"
 #include "softmax/online_softmax.cuh"
 
-// Where larger scores are looked for before there are weights, a maximum is raised only when they
-// pass it by more than this, in log 2. Until then probabilities reach up to 2^8, which float32 sums
-// and 16-bit weights hold as precisely as those up to 1; it is the last power of 2 that 8-bit
-// weights hold.
+// Where larger scores are looked for before there are weights, a maximum is raised only if a score
+// exceeds it by more than this, in log 2. So weights reach up to 2^8, which float32 sums and 16-bit
+// weights hold as precisely as weights up to 1. 2^8 is the last power of 2 that 8-bit weights hold.
 constexpr float kSlack = 8;
-// Where larger scores are looked for afterwards, what a thread's weights in a row may sum up to
-// before maxima are raised: operands hold each of them then.
+// Where larger scores are noticed afterwards, a thread's weights in a row may have this sum before
+// maxima are raised. Operands can hold each of these weights.
 constexpr float kLargestSum = sizeof(scalar_t) == 1 ? 448 : 32768;
-// How far below the largest score a maximum is set. Weights of 8 bits lose precision below 2^-6:
-// those that count should be far above it. But the sum of a thread's weights in a row, 48 at most
-// (of 192 keys), should stay below kLargestSum even if all scores are the same.
+// A maximum is set this far below the largest score. 8-bit weights lose precision below 2^-6, so
+// weights that count should be far above it. But the sum of a thread's weights in a row, at most 48
+// (of 192 keys), should stay below kLargestSum even if all scores are equal.
 constexpr float kHeadroom = sizeof(scalar_t) == 1 ? 3 : 0;
-// A row that sees fewer keys of its first tile is likely to see larger scores in the next, for
-// which its maximum would have to be raised. It is set this far above the largest score then.
+// A row that sees fewer keys of its first tile is likely to see larger scores in the next tile, and
+// its maximum would have to be raised. So it is set this far above the largest score.
 constexpr int kFewKeys = 32;
 constexpr float kAboveFewKeys = 2;
-// From here on weights may have been infinite, and cannot be shrunk.
+// From here on weights may have been infinite and cannot be shrunk.
 constexpr float kAlmostInfinity = 0x1p126f;
 
-// Whether scores stay in units of products, to which what is added to them is brought.
+// Whether scores stay in units of products. What is added to them is then converted to these units.
 constexpr bool kProductUnits = !kSoftcap && (!kScoreMod || kScoreModAdds);
-// Whether something is.
+// Whether anything is added.
 constexpr bool kAdds = kAlibi || kBias || kScoreMod;
 
-// What turns a product of a query and a key into a score in units of log 2.
+// Turns a product of a query and a key into a score in log 2.
 struct Scale {
-    float factor;       // never 0, by which -inf would become NaN
-    float inverse;      // NaN if the largest score is the smallest product
-    float lowered = 0;  // by how much all scores are lowered that this thread has
+    float factor;       // never 0: -inf * 0 is NaN
+    float inverse;      // NaN if factor < 0: the largest score is then the smallest product
+    float lowered = 0;  // how much all of this thread's scores are to be lowered
 
     __device__ explicit Scale(double softmax_scale)
         : factor(!kProductUnits       ? kLog2E
                  : softmax_scale == 0 ? kTiny
                                       : softmax_scale * kLog2E),
           inverse(factor > 0 ? 1 / factor : not_a_number()) {
-        // By a factor that is as good as 0 what is added to scores cannot be divided.
+        // What is added to scores is divided by the factor, so it must not be too close to 0.
         if (kAdds && fabsf(factor) < kTiny) factor = kTiny, inverse = 1 / kTiny;
     }
 
@@ -51,7 +50,7 @@ struct Scale {
         return factor < 0 ? -negative_infinity() : negative_infinity();
     }
 
-    // What a score is once it is lowered, and what it was before.
+    // A score after it is lowered, and before.
     __device__ float lower(float score) const {
         if constexpr (kAlibi) return score - lowered;
         return score;
@@ -65,7 +64,7 @@ struct Scale {
     static constexpr float kTiny = 1e-30f;
 };
 
-// Products become scores, softly bounded.
+// Turns products into scores, with a soft cap.
 template <int Count>
 __device__ inline void bound(float (&s)[Count], float softmax_scale, float softcap) {
     const float inner = softmax_scale / softcap;
@@ -73,14 +72,15 @@ __device__ inline void bound(float (&s)[Count], float softmax_scale, float softc
     for (int i = 0; i < Count; ++i) s[i] = softcap * tanh_of(s[i] * inner);
 }
 
-// Adds ALiBi to a tile of products: `slope` is in units of those, and `distance` that of a thread's
-// first row and key. Returns what is the same for all of the thread's, and is still to be taken.
+// Adds ALiBi to a tile of products. `slope` is in units of products, and `distance` is that of a
+// thread's first row and key. Returns the part that all of the thread's scores share and that is
+// still to be subtracted.
 template <int Count>
 __device__ inline float add_alibi(float (&s)[Count], float slope, int distance) {
     constexpr int kFarthest = 2 * Count - 7;  // the last key from the first
     const AlibiLine line(slope, distance - kFarthest, distance + 8);
     const auto nearer = [](int i) { return i / 4 * 8 + i % 2 - i / 2 % 2 * 8; };  // than the first
-    if (line.bent) {  // one branch for all: few tiles are
+    if (line.bent) {  // one branch for all scores: few tiles are bent
         const float farthest = distance;
 #pragma unroll
         for (int i = 0; i < Count; ++i) line.bend(s[i], farthest - nearer(i));
@@ -91,8 +91,8 @@ __device__ inline float add_alibi(float (&s)[Count], float slope, int distance) 
 }
 
 // Calls modify(score, q_idx, kv_idx) for each of a thread's scores, of rows `row` and row + 8 and
-// of keys from `key` on. Past the ends, where nobody reads scores, what looks something up is given
-// the places of the last row and key.
+// of keys from `key` on. Past the ends, where nobody reads scores, functions that look something up
+// get the last row and key.
 template <int Count, class Modify>
 __device__ inline void modify_all(float (&s)[Count], const Mask& mask, int row, int key,
                                   const Modify& modify) {
@@ -107,15 +107,14 @@ __device__ inline void modify_all(float (&s)[Count], const Mask& mask, int row, 
     }
 }
 
-// Which keys of a tile a thread's scores are of: the first of them, and how far after it that of
-// [i] is.
+// The keys of a thread's scores in a tile: the first one, and how far after it the key of [i] is.
 struct KeysInOrder {
     __device__ static int first() { return col_of_thread(); }
     __device__ static constexpr int after_first(int i) { return i / 4 * 8 + i % 2; }
 };
 
-// Which of a thread's scores belong to a part of a tile: all of them, or those of the tile's keys
-// from Begin on and before End, in the order that Keys says.
+// Which of a thread's scores belong to a part of a tile: all of them, or those of keys from Begin
+// to before End, in the order of Keys.
 struct WholeTile {
     __device__ static constexpr bool has(int) { return true; }
 };
@@ -127,8 +126,8 @@ struct TilePart {
     }
 };
 
-// Makes the scores of keys that a row does not see `masked`; `row` is the first of this thread's
-// two, the other is 8 below it.
+// Sets the scores of keys that a row does not see to `masked`. `row` is the first of this thread's
+// two rows; the other is row + 8.
 template <class Keys, class Part = WholeTile, int Count>
 __device__ inline void apply_mask(float (&s)[Count], const Mask& mask, int row, int first_key,
                                   float masked) {
@@ -147,7 +146,7 @@ __device__ inline void apply_mask(float (&s)[Count], const Mask& mask, int row, 
     }
 }
 
-// Makes the scores `masked` that the caller's function does not show. Past the ends the last row
+// Sets the scores that the caller's function does not show to `masked`. Past the ends, the last row
 // and the last key stand in.
 template <int Count>
 __device__ inline void hide(float (&s)[Count], const Features& features, const Mask& mask,
@@ -160,7 +159,7 @@ __device__ inline void hide(float (&s)[Count], const Features& features, const M
     }
 }
 
-// Multiplies what was summed under old maxima with the factors that RowPair::raise found.
+// Multiplies sums under old maxima by the factors that RowPair::raise found.
 template <int Count>
 __device__ inline void rescale(float (&o)[Count], const float (&shrink)[2]) {
 #pragma unroll
@@ -171,7 +170,7 @@ __device__ inline void rescale(float (&o)[Count], const float (&shrink)[2]) {
 struct RowPair {
     OnlineSoftmax rows[2];
 
-    // Sets the maxima by Part of the first tile of products.
+    // Sets the maxima by the Part of the first tile of products.
     template <class Part = WholeTile, int Count>
     __device__ void begin(const float (&s)[Count], Scale scale) {
 #pragma unroll
@@ -179,8 +178,8 @@ struct RowPair {
             rows[half].max = first_largest<Part>(s, half, scale) - kHeadroom;
     }
 
-    // Raises the maxima if a tile of products passes one. Returns whether it did, so that O must
-    // shrink by `shrink`.
+    // Raises the maxima if a product of the tile exceeds one. Returns whether it did; O must then
+    // be multiplied by `shrink`.
     template <int Count>
     __device__ bool raise(const float (&s)[Count], Scale scale, float (&shrink)[2]) {
         const bool raised = __any_sync(0xffffffffu, exceeds(s, 0, scale) | exceeds(s, 1, scale));
@@ -194,8 +193,8 @@ struct RowPair {
         return raised;
     }
 
-    // Turns a tile of products into weights under the maxima that there are, and sums up a thread's
-    // in each row. What is not of Part has no weight.
+    // Turns a tile of products into weights under the current maxima, and sums a thread's weights
+    // in each row. Keys outside Part get no weight.
     template <class Part = WholeTile, int Count>
     __device__ void weigh(float (&s)[Count], Scale scale, float (&sums)[2]) const {
 #pragma unroll
@@ -212,18 +211,18 @@ struct RowPair {
         }
     }
 
-    // Whether some of a warp's weights are too large: their sums tell, which are needed anyway, so
-    // that nobody need look for the largest score before.
+    // Whether some of a warp's weights are too large. Their sums tell, and are needed anyway, so
+    // nobody has to look for the largest score beforehand.
     __device__ bool any_too_large(const float (&sums)[2]) const {
         return __any_sync(0xffffffffu, !fit(sums));
     }
-    // Whether this thread's are not.
+    // Whether none of this thread's weights is too large.
     __device__ bool fit(const float (&sums)[2]) const {
         return sums[0] <= kLargestSum & sums[1] <= kLargestSum & have_maxima();
     }
 
-    // Raises the maxima then, and shrinks the weights and their sums. Returns false if it cannot,
-    // as some are beyond floats.
+    // Raises the maxima in that case, and shrinks the weights and their sums. Returns false if it
+    // cannot, because some weights are beyond floats.
     template <int Count>
     __device__ bool shrink_weights(float (&s)[Count], float (&sums)[2], float (&shrink)[2]) {
         float largest[2];
@@ -260,16 +259,16 @@ struct RowPair {
         return largest;
     }
 
-    // Whether one of this thread's products in a row may pass the maximum by more than the slack.
+    // Whether one of this thread's products in a row may exceed the maximum by more than the slack.
     template <int Count>
     __device__ bool exceeds(const float (&s)[Count], int half, Scale scale) const {
         const float limit = (scale.before_lowering(rows[half].max) + kSlack) * scale.inverse;
         return !(limit >= 0) | (largest_bits(s, half) > __float_as_int(limit));
     }
 
-    // The bits of the largest of this thread's products in a row; of a negative one if all are.
-    // Floats compare like integers unless both are negative, and three integers are compared at
-    // once.
+    // The bits of the largest of this thread's products in a row, or of a negative one if all are
+    // negative. Floats compare like integers unless both are negative, and one instruction compares
+    // three integers.
     template <int Count>
     __device__ static int largest_bits(const float (&s)[Count], int half) {
         int largest = __float_as_int(s[2 * half]);
@@ -280,8 +279,8 @@ struct RowPair {
         return largest;
     }
 
-    // The largest score of a row's first tile, most often by its bits. Where a mask may leave a row
-    // few keys, that would be tried in vain.
+    // The largest score of a row's first tile, usually found by the bits of products. Where a mask
+    // may leave a row few keys, that attempt would fail.
     template <class Part, int Count>
     __device__ static float first_largest(const float (&s)[Count], int half, Scale scale) {
         if constexpr (!kRangeMask && !kAlibi) {
@@ -293,7 +292,7 @@ struct RowPair {
         return lanes_max<4>(largest_of<Part>(s, half, scale));
     }
 
-    // By a vote, so that the sign of the factor is not asked for with each product.
+    // A vote, so that the sign of the factor is not tested for each product.
     template <class Part, int Count>
     __device__ static float largest_of(const float (&s)[Count], int half, Scale scale) {
         float largest = negative_infinity();

@@ -1,4 +1,4 @@
-"""FlashAttention for NumPy and CuPy arrays, forward and backward, on a GPU and without one."""
+"""FlashAttention for NumPy and CuPy arrays, forward and backward, with or without a GPU."""
 
 from cufa import compat
 from cufa.api import attention, attention_backward, plan, softmax

@@ -109,7 +109,7 @@ def attention(
     row does not see never affects that row, even if the key is NaN.
 
     Arrays may come from NumPy, CuPy or any library with DLPack, but all from the same one. Any strides work;
-    an array whose last axis is not contiguous is copied. A GPU works on CuPy's current stream, without
+    an array whose last axis is not contiguous is copied. GPU work runs on CuPy's current stream, without
     synchronization.
 
     A score is computed in this order: s = softmax_scale * q k; with a softcap, softcap * tanh(s / softcap);

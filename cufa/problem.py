@@ -123,7 +123,7 @@ class Features:
 
     @property
     def key_mask(self) -> bool:
-        """Whether each key may be visible or hidden independently of its neighbours."""
+        """Whether each key may be visible or hidden, independently of its neighbours."""
         return self.mask is not None or self.mask_mod is not None
 
     @property

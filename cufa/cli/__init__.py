@@ -34,7 +34,7 @@ class _LazyGroup(click.Group):
 @click.option("-v", "--verbose", is_flag=True, help="Log everything that the library does, on stderr.")
 @click.pass_context
 def main(ctx: click.Context, verbose: bool) -> None:
-    """FlashAttention for NumPy and CuPy arrays, forward and backward, on a GPU and without one.
+    """FlashAttention for NumPy and CuPy arrays, forward and backward, with or without a GPU.
 
     Every command has --help. With --json, it prints one JSON document on stdout and nothing else.
     """

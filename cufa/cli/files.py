@@ -18,11 +18,11 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 SUFFIXES = (".npy", ".npz")
 
-# How NumPy's format stores dtypes whose names it does not know.
+# How NumPy's format stores dtypes that it does not know by name.
 _STORED = {np.dtype("V2"): ("bfloat16", "two opaque bytes"), np.dtype("V1"): (FLOAT8, "an opaque byte")}
 
 
-# What NumPy, and Python in its place, raise for files that are no arrays, broken or encrypted.
+# What NumPy, or Python inside it, raises for files that are not arrays, are broken or are encrypted.
 _UNREADABLE = (
     *(ValueError, EOFError, zipfile.BadZipFile, zlib.error, tokenize.TokenError),
     *(NotImplementedError, RuntimeError),

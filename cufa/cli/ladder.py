@@ -303,7 +303,7 @@ def _notes(on_gpu: bool, rows: list[_Row]) -> list[str]:
 
 
 def _speedup(row: _Row, other: _Row | None) -> float | None:
-    """How many times as fast a row is as another."""
+    """The speedup of a row over another."""
     if other is None or row.seconds is None or other.seconds is None:
         return None
     return other.seconds / row.seconds

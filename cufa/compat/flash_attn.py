@@ -316,8 +316,8 @@ def flash_attn_with_kvcache(
     The cache may have 8 bits, with q in 8 or 16. New keys `k` and values `v` are appended to the cache, then
     seen like the rest of it. If they have 16 bits and the cache 8, they are divided by the cache's descales
     and rounded (`cufa.quantize`). With `rotary_cos` and `rotary_sin`, q and k are first rotated
-    (`cufa.rotary`): a key by its position in the cache. With a causal mask or a window, a query is rotated by
-    the position of the key that it is aligned with, otherwise by the number of keys in the cache.
+    (`cufa.rotary`): a key by its position in the cache. With a causal mask or a window, query i is rotated by
+    position cache_seqlens + i, otherwise every query by position cache_seqlens.
 
     Differences: there is no padding on the left (`cache_leftpad`); `num_splits` is ignored, since the plan
     chooses it; the LSE of a row that sees no key is -inf. Pages may have any size.

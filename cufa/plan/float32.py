@@ -61,7 +61,7 @@ class Tiles(Warpgroups):
         return f"{self.block_m}x{self.block_n}, stages {self.stages}"
 
 
-# By whether only large parts are multiplied, and by largest head dim.
+# By whether there are only the larger halves (tf32), and by largest head dim.
 PACES: Mapping[bool, Mapping[int, Mapping[Tiles, Pace]]] = {
     False: {
         32: {Tiles(128, 128, 2): Pace(0.132, 2900), Tiles(192, 96, 2): Pace(0.116, 4000)},

@@ -34,7 +34,7 @@ class Encoder:
         ]
 
     def __call__(self, tensors: Sequence[int]) -> bytes:
-        """The maps, one after the other; `tensors` are as for `pack_tensors`, then a bias that is in boxes."""
+        """The maps, in order; `tensors` are as for `pack_tensors`, then the bias if it is in boxes."""
         return b"".join([encode(*tensors[place]) for encode, place in self._encoders])
 
 

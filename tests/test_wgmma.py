@@ -335,10 +335,10 @@ def test_parts_under_a_causal_mask_are_all_there_and_the_longest_come_first(quer
     ("call", "tiles", "message"),
     [
         (problem(), {"parts": 5}, "parts must be 1 to 4"),
-        (problem(seqlen=200), {"block_n": 128, "parts": 3}, "2 tiles of keys to part"),
+        (problem(seqlen=200), {"block_n": 128, "parts": 3}, "2 tiles of keys cannot be split so"),
         (replace(problem(), features=Features(packed=True)), {"parts": 2}, "lengths of sequences"),
-        (replace(problem(), features=Features(mask_mod=SEE)), {"parts": 2}, "not parted under a window"),
-        (problem(causal=True, seqlen=32768), {"parts": 2}, "a head's tiles have 384 parts together"),
+        (replace(problem(), features=Features(mask_mod=SEE)), {"parts": 2}, "not split under a window"),
+        (problem(causal=True, seqlen=32768), {"parts": 2}, "the tiles of a head would have 384 parts"),
     ],
 )
 def test_parts_that_cannot_be_are_refused(call, tiles, message):

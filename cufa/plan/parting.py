@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from cufa.device import Device
+from cufa.messages import counted
 from cufa.plan.choice import TileSizes, query_tiles
 from cufa.plan.pace import Pace
 from cufa.plan.record import Parting
@@ -37,15 +38,15 @@ def unsuited(problem: Problem, tiles: TileSizes, parts: int) -> str | None:
     """None if keys can be split like this, else the reason."""
     features = problem.features
     if features.packed or features.seqused_k or features.page_size:
-        return "keys are parted where the lengths of sequences are known beforehand"
+        return "keys cannot be split where the lengths of sequences are known on the GPU alone"
     if features.key_mask or features.window != (None, None):
-        return "keys are not parted under a window, a mask or a mask_mod"
+        return "keys are not split under a window, a mask or a mask_mod"
     if not problem.causal:
         key_tiles = ceil_div(problem.seqlen_k, tiles.block_n)
-        return f"there are {key_tiles} tiles of keys to part" if key_tiles < parts else None
+        return f"{counted(key_tiles, 'tile')} of keys cannot be split so" if key_tiles < parts else None
     of_head = sum(_in_parts(_key_tiles(problem, tiles), parts))
     if of_head > MOST_PARTS_OF_HEAD:
-        return f"a head's tiles have {of_head} parts together; they may have {MOST_PARTS_OF_HEAD}"
+        return f"the tiles of a head would have {of_head} parts; they may have {MOST_PARTS_OF_HEAD}"
     return None
 
 

@@ -1,4 +1,4 @@
-// What bwd_4_wgmma works on at once, and a block's shared memory for it.
+// What a block of bwd_4_wgmma processes, and its shared memory.
 #pragma once
 
 #include "hopper/backward/key_softmax.cuh"
@@ -8,16 +8,17 @@
 constexpr int kBlockM = BLOCK_M, kStages = STAGES;
 constexpr int kKeyStages = KEY_STAGES;
 constexpr int kBlockN = kConsumers * kWgmmaM;
-// Whether gradients leave through an outbox of each warpgroup; otherwise warpgroups add to dQ
-// themselves, and dK and dV leave from where the keys were.
+// Whether gradients leave through an outbox for each warpgroup. Otherwise warpgroups add to dQ
+// themselves, and dK and dV leave from the memory of K and V.
 constexpr bool kOutboxes = HAS_OUTBOXES;
 static_assert(!kOutboxes || kAdding == kAsTheyCome, "nobody would know when they are added");
 constexpr bool kShortTiles = kBlockM <= kPanelCols;
-// Whether dO has barriers of its own, so that S begins once Q is there. Otherwise it is no faster.
+// Whether dO has barriers of its own, so that S can begin once Q is there. Elsewhere this is no
+// faster.
 constexpr bool kOutApart = kShortTiles && kScoresTogether;
-// Each warpgroup has a panel of dims of dQ if tiles of queries are short, and so there are two.
+// With short tiles of queries dQ has at least two panels of dims, one for each warpgroup.
 constexpr int kHeadCols = kShortTiles && kHeadDim <= kPanelCols ? 2 * kPanelCols : kHeadDim;
-// A row of dS^T in a panel: narrow if queries would leave a part of a panel empty.
+// Bytes of a row of dS^T in a panel: narrow if queries would fill only part of a panel.
 constexpr int kScoreRowBytes = kBlockM % kPanelCols == 0 ? kPanelRowBytes : kNarrowRowBytes;
 constexpr int kHead = round_up(kHeadCols, kWgmmaK), kValue = round_up(kValueDim, kWgmmaK);
 
@@ -31,8 +32,8 @@ using Tiles = QueryTileRange<kBlockM, kBlockN>;
 using RangeWalk = QueryWalk<Tiles>;
 using Statistics = RowStatistics<kBlockM>;
 
-// The warpgroups part a tile of dQ^T: each has a panel of dims, if there are as many, and half the
-// queries of the odd one.
+// The warpgroups divide a tile of dQ^T. Each has one panel of dims, if there are two or more, and
+// half of the queries of an odd panel.
 constexpr int kPanels = KeyRows::kPanels;
 constexpr bool kWholePanel = kPanels >= kConsumers, kHalfPanel = kPanels % kConsumers != 0;
 static_assert(kPanels / kConsumers == kWholePanel, "a warpgroup has at most one panel of dQ");
@@ -48,8 +49,8 @@ struct Queries {
     OutRows dout;
 };
 
-// What a warpgroup sends out by the copy engine: its part of a tile of dQ^T, or the gradients of
-// its keys or values. None of them is larger than the first.
+// What a warpgroup sends out by TMA: its part of a tile of dQ^T, or the gradients of its keys or
+// values. The part of dQ^T is the largest.
 struct Outbox {
     alignas(kOutboxes ? kSwizzleBytes : sizeof(float)) float sums[kOutboxes ? Sums::kPanel : 1];
 
@@ -59,7 +60,7 @@ struct Outbox {
 };
 static_assert(!kOutboxes || sizeof(Outbox) >= KeyRows::kBytes);
 static_assert(!kOutboxes || sizeof(Outbox) >= ValueRows::kBytes);
-// And where to: dQ is added to sums, the others are those of some work.
+// The destination: `sums`, to which dQ is added, or dK and dV of `work`.
 struct OutboxLabel {
     enum Content { kNothing, kQueries, kValues, kKeys } content;
     float* sums;
@@ -86,7 +87,7 @@ struct Smem : BiasTiles<BiasRows, kConsumers> {
     ptx::Barrier dout_full[kStages];
     Outbox outboxes[kConsumers];
 
-    // Sets up the barriers: how many arrive at each.
+    // Sets up the barriers, each with its number of arrivals.
     __device__ void init() {
         constexpr int kWarps = kConsumers * kWarpgroup / 32;
         ring.init(kWarps);
@@ -109,7 +110,7 @@ struct Smem : BiasTiles<BiasRows, kConsumers> {
     }
 };
 
-// The parts of tiles that a mask or a mask_mod shows. In the workspace they come after all else.
+// What a mask or a mask_mod shows of each tile, at the end of the workspace.
 using Seen = SeenTiles<kBlockM, kBlockN>;
 using SeenWalk = SeenQueryWalk<Seen, Tiles, kBlockM>;
 using LabelledWalk = LabelledQueryWalk<Tiles, kStages>;
@@ -117,7 +118,7 @@ __device__ inline SeenPart* seen_parts(const BackwardParams& call) {
     return reinterpret_cast<SeenPart*>(QueryWorkspace(call).taken + 1);
 }
 __device__ inline float* sums_of_arrays(const BackwardParams& call) {
-    constexpr int kSeenOfSum = sizeof(float) / sizeof(SeenPart);  // that lie in its place
+    constexpr int kSeenOfSum = sizeof(float) / sizeof(SeenPart);  // that fit into one sum
     return reinterpret_cast<float*>(seen_parts(call)) +
            (Seen::count(call) + kSeenOfSum - 1) / kSeenOfSum;
 }

@@ -1,12 +1,12 @@
 // What a warpgroup of bwd_4_wgmma does with a tile of queries and its 64 keys: the verbs of the
-// loops there.
+// main loops.
 #pragma once
 
 #include "hopper/backward/bwd_4_block.cuh"
 #include "hopper/backward/key_array_gradients.cuh"
 #include "hopper/backward/wgmma_key_nonfinite.cuh"
 
-// Whether slopes wait for dS^T where that will be shared. Those of a soft cap alone follow from P.
+// Whether slopes are kept where dS^T will be shared. Those of a soft cap alone follow from P.
 constexpr bool kSlopesWait = kSlopes && (kScoreMod || kAlibi || kBias);
 constexpr bool kSlopesFromWeights = kSlopes && !kSlopesWait;
 static_assert(kScoresTogether || !kSlopesFromWeights, "that needs P before it is rounded");
@@ -15,11 +15,12 @@ static_assert(kScoresTogether || !kDropout, "nobody draws which weights are kept
 using Scores = WgmmaSums<kBlockM>;
 using Weights = WgmmaOperand<kBlockM>;
 
-// Barriers of parts of the block; __syncthreads has number 0.
+// Named barriers; __syncthreads has number 0.
 enum NamedBarrier { kAllConsumers = 1, kFirstTurn, kFirstOfWarpgroup = kFirstTurn + kConsumers };
 
 // Warpgroups take turns from a tile's first product to its weights, so that the tensor cores serve
-// one while the other waits for its dQ. Without, they would fall into step, both at their softmax.
+// one while the other waits for its dQ. Otherwise both would fall into step and compute their
+// softmax at the same time.
 struct Turns {
     int warpgroup;
 
@@ -41,21 +42,21 @@ struct Consumer {
     const int warpgroup;
     const Turns turns;
     KeySoftmax<kBlockM> softmax;
-    // What each tile of queries asks of the keys' work: read once, since shared memory is slow.
+    // What each tile of queries needs of the keys' work: read once, since shared memory is slow.
     int first_place;
     bool sets_sums;
     RingPosition<kKeyStages> keys_at;
     RingPosition<kStages> at;
     RingPosition<1> outbox_to, bias_at;
-    float* tile_before;  // the sums of dQ of the tile before, of which dS lies a stage before
-    bool last_before;    // whether these are the last keys that it sees
-    bool took_out;       // whether there was NaN or infinity in masked tiles of queries
+    float* tile_before;  // sums of dQ of the tile before; its dS is a stage before
+    bool last_before;    // whether these are the last keys that that tile sees
+    bool took_out;       // whether masked tiles of queries had NaN or infinity
     PendingSums<2, false> of_arrays;
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
         : smem(smem), params(params), warpgroup(warpgroup), turns(warpgroup) {}
 
-    // Takes up the next tile of keys, if there is one.
+    // Begins the next tile of keys, if there is one.
     __device__ bool receive() {
         smem.keys_ring.wait_full(keys_at);
         const int first_key = work().first_key + warpgroup * kWgmmaM;
@@ -69,9 +70,9 @@ struct Consumer {
 
     __device__ const KeyWork& work() const { return smem.work[keys_at.stage]; }
 
-    // Where a mask cuts through a tile, NaN or infinity in a row or a key must not reach those that
-    // it does not see; but 0 * NaN is NaN, and a product over the whole tile would multiply by it.
-    // So it is taken out of the operands. Keys need not keep it.
+    // Where a mask cuts through a tile, NaN or infinity in a row must not reach keys that the row
+    // does not see, nor the reverse. But in a product over the whole tile 0 * NaN is NaN. So it is
+    // taken out of the operands. Keys need not keep it, since their values become NaN.
     __device__ void clean_keys(const Tiles& tiles) {
         if (!tiles.any_masked()) return;
         take_out_of_keys<kWarpgroup>(smem.k[keys_at.stage][warpgroup],
@@ -80,7 +81,8 @@ struct Consumer {
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
     }
 
-    // Queries need not keep it either, since D is NaN; values get theirs from dO in the end.
+    // The same for a tile of queries. They need not keep it either, since D is NaN. Values get NaN
+    // and infinity from dO at the end.
     __device__ void clean_queries() {
         smem.ring.wait_full(at);
         wait_for_dout();
@@ -107,7 +109,7 @@ struct Consumer {
         softmax.draw_kept(place_of(walk), matrix, work().first_key + warpgroup * kWgmmaM);
     }
 
-    // Takes up a tile of queries: lets the products begin with its rows' statistics.
+    // Begins a tile of queries: the products start from the statistics of its rows.
     template <class Walk>
     __device__ void begin_scores(Scores& s, const Walk& walk) {
         softmax.find_line(place_of(walk));
@@ -148,7 +150,7 @@ struct Consumer {
         }
     }
 
-    // P is as it was computed, or rounded.
+    // P is as computed, or rounded.
     template <class P, class Walk>
     __device__ void differentiate(Scores& dp, const P& p, const Walk& walk) {
         const Statistics& rows = smem.rows[at.stage];
@@ -174,14 +176,14 @@ struct Consumer {
         issue_product_pn<kBlockM, kHead>(dk, ds, smem.queries[at.stage].q);
     }
 
-    // The same with dS^T where it was shared. Nobody but this warpgroup needs to be done with that.
+    // The same, with dS^T read from shared memory. Only this warpgroup must have written it.
     __device__ void issue_key_gradients(WgmmaSums<kHead>& dk) {
         ptx::named_barrier_sync<kWarpgroup>(kFirstOfWarpgroup + warpgroup);
         const auto& ds = smem.ds[at.stage][warpgroup];
         issue_product_nn<kBlockM, kHead>(dk, ds, smem.queries[at.stage].q);
     }
 
-    // Shows dS^T to the other warpgroup.
+    // Shares dS^T with the other warpgroup.
     __device__ void share(const Weights& ds) {
         smem.ds_ring.wait_empty(at);
         write_rows<kBlockM>(smem.ds[at.stage][warpgroup], ds, row_of_warp());
@@ -189,9 +191,9 @@ struct Consumer {
         ptx::barrier_arrive(smem.ds_ring.full[at.stage]);
     }
 
-    // Issues this warpgroup's part of dQ^T = K^T dS^T, of all keys, for the tile before. At the
-    // first tile that is a product of K with what is there, the queries, and is not used: a branch
-    // around it would make all products wait for each other.
+    // Issues this warpgroup's part of dQ^T = K^T dS^T, over all keys, for the tile before. For the
+    // first tile the product reads the queries in place of dS^T and is not used: a branch around it
+    // would make all products wait for each other.
     __device__ void issue_query_gradients(QueryPart& dq) {
         using Shared = ScoreRows[kConsumers];
         static_assert(sizeof(Shared) <= sizeof(Queries), "there is not as much");
@@ -207,7 +209,7 @@ struct Consumer {
         }
     }
 
-    // Adds this warpgroup's part of dQ of the tile before to its sums, or those to it.
+    // Adds this warpgroup's part of dQ of the tile before to its sums, or rounds both together.
     __device__ void add_query_gradients(QueryPart& dq) {
         if (tile_before == nullptr) return;
         const RingPosition<kStages> from = before(at);
@@ -230,7 +232,7 @@ struct Consumer {
         if (kTurns) arrive_by_warp(smem.order[warpgroup].added[from.stage]);
     }
 
-    // Ends with a tile of queries.
+    // Ends a tile of queries.
     template <class Walk>
     __device__ void finish(const Walk& walk) {
         release(smem.ring, at);
@@ -240,14 +242,14 @@ struct Consumer {
         last_before = walk.tiles.last_of(walk.tile);
     }
 
-    // Adds NaN and infinity in dO to the gradients of this warpgroup's values.
+    // Adds the NaN and infinity of dO to the gradients of this warpgroup's values.
     __device__ void add_taken_out(WgmmaSums<kValue>& dv, const Tiles& tiles) const {
         if (!took_out) return;
         add_nonfinite<kValue>(dv, params.call, work().sequence(params.call),
                               work().heads(params.call.sizes), tiles, softmax, 0);
     }
 
-    // Hands out the gradients of this warpgroup's values.
+    // Hands over the gradients of this warpgroup's values, to be stored.
     __device__ void hand_out_values(WgmmaSums<kValue>& dv) {
         if constexpr (kDropout) {
 #pragma unroll
@@ -264,7 +266,8 @@ struct Consumer {
         }
     }
 
-    // Hands out those of its keys: where these were once the other warpgroup is done with them too.
+    // The same for its keys. Where the gradients take their place, the other warpgroup must be
+    // done, too.
     __device__ void hand_out_keys(WgmmaSums<kHead>& dk) {
         // Parts are scaled later.
         const float scale = (kParts > 1 ? 1 : params.call.softmax_scale) * kept_scale(params.call);
@@ -288,7 +291,7 @@ struct Consumer {
         keys_at.advance();
     }
 
-    // Says that there is nothing left.
+    // Signals that nothing is left.
     __device__ void leave() {
         if constexpr (kArrayGradients) of_arrays.flush(sums_of_arrays(params.call));
         if constexpr (!kOutboxes) return;
@@ -302,7 +305,7 @@ struct Consumer {
         return {params.call.features, work().batch, walk.head, walk.tile * kBlockM};
     }
 
-    // A template, in which there need not be tiles of the bias.
+    // A template, because Smem may have no bias.
     template <class Smem>
     __device__ auto receive_bias(Smem& smem, const TilePlace& place) const {
         if constexpr (kBiasBoxes) {
@@ -314,7 +317,7 @@ struct Consumer {
     }
     __device__ void release_bias() {
         if (!kBiasBoxes) return;
-        ptx::proxy_fence();  // or the copy engine might overtake loads that are on their way
+        ptx::proxy_fence();  // or TMA might overwrite the tile before loads are done
         release(smem.bias_ring, bias_at);
         bias_at.advance();
     }
@@ -329,8 +332,8 @@ struct Consumer {
         }
     }
 
-    // Makes products scores, if those are more; whether the tile is Masked matters to functions
-    // alone.
+    // Turns products into scores, if scores are more than scaled products. Masked matters only to
+    // functions.
     template <bool Masked, class Walk>
     __device__ void shape(Scores& s, const Walk& walk) {
         const TilePlace place = place_of(walk);
@@ -360,7 +363,7 @@ struct Consumer {
 
     __device__ WgmmaKeySums key_sums() const { return QueryWorkspace(params.call).key_sums; }
 
-    // Says that this thread is done with the keys, and that gradients lie there if they do.
+    // Signals that this thread is done with the keys and, if gradients lie there, has written them.
     __device__ void give_up_keys() {
         if constexpr (kOutboxes) {
             release(smem.keys_ring, keys_at);
@@ -375,7 +378,7 @@ struct Consumer {
 
     __device__ void wait_for_outbox() { smem.outbox_rings[warpgroup].wait_empty(outbox_to); }
 
-    // Closes the outbox.
+    // Hands the outbox to the sender.
     __device__ void post(const OutboxLabel& label) {
         if (threadIdx.x % kWarpgroup == 0) smem.outbox_labels[warpgroup] = label;
         ptx::proxy_fence();

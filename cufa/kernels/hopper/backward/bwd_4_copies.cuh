@@ -1,5 +1,5 @@
-// The warps of bwd_4_wgmma that compute nothing: one brings tiles of keys and queries, others take
-// gradients away and, where blocks take turns to add to dQ, wait for those.
+// The warps of bwd_4_wgmma that do not compute. One copies tiles of keys and queries, others store
+// gradients and, where blocks take turns to add to dQ, wait for the turns.
 #pragma once
 
 #include "hopper/backward/bwd_4_block.cuh"
@@ -21,14 +21,14 @@ __device__ inline void send_keys(Smem& smem, const Params& params, KeyWork work,
     to.advance();
 }
 
-// Says that there are no keys left.
+// Signals that no keys are left.
 __device__ inline void send_end(Smem& smem, RingPosition<kKeyStages> to) {
     smem.keys_ring.wait_empty(to);
     smem.work[to.stage] = KeyWork::none();
     smem.keys_ring.announce(to, 0);
 }
 
-// The bias of a tile of queries. A template, in which there need not be any.
+// Copies the bias of a tile of queries. A template, because Smem may have none.
 template <class Smem, class Params, class Walk>
 __device__ inline void send_bias(Smem& smem, const Params& params, const KeyWork& work,
                                  const Walk& at, RingPosition<1>& to) {
@@ -61,10 +61,10 @@ __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork wo
                     sizeof(Statistics), full);
     copy_tile(queries.dout, params.dout, dout_full, work.map_batch(), at.head, first_row);
     to.advance();
-    send_bias(smem, params, work, at, bias_to);  // last: until that of the tile before is read
+    send_bias(smem, params, work, at, bias_to);  // last: it waits until the bias before is read
 }
 
-// Those that a mask or a mask_mod shows some of the keys.
+// Sends the tiles of queries that a mask or a mask_mod shows some of the keys.
 __device__ inline void send_seen(Smem& smem, const Params& params, const KeyWork& work,
                                  const Tiles& tiles, RingPosition<kStages>& to,
                                  RingPosition<1>& bias_to) {
@@ -74,10 +74,10 @@ __device__ inline void send_seen(Smem& smem, const Params& params, const KeyWork
     }
 }
 
-// Takes keys until there are none left: each time when the queries of those before are on their
-// way and no earlier, so that it is the block that is done first that takes the next. Blocks that
-// wait for others count even their first: who takes some then does so after those that it will wait
-// for, whichever blocks have an SM.
+// Takes keys until none are left. It takes the next only after the queries of the current keys are
+// under way, so that the block that finishes first gets them. If blocks wait for others, even the
+// first keys are taken by the counter: then a block takes keys only after the blocks that it will
+// wait for have taken theirs, whichever blocks have an SM.
 __device__ inline void produce(Smem& smem, const Params& params) {
     const Sizes& sizes = params.call.sizes;
     const auto take = [&] {
@@ -106,7 +106,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
     send_end(smem, keys_to);
 }
 
-// ---- another thread, if blocks take turns to add to dQ ----
+// ---- one more thread, if blocks take turns to add to dQ ----
 
 // Waits for the consumers' turns.
 __device__ inline void take_turns(Smem& smem, const Params& params) {
@@ -122,10 +122,11 @@ __device__ inline void take_turns(Smem& smem, const Params& params) {
     }
 }
 
-// ---- the sender: another warp or, if blocks take turns, one for each consumer ----
+// ---- the sender: one warp or, if blocks take turns, one for each consumer ----
 
-// Stores the gradients of each tile of keys from where the keys were, those of Count consumers from
-// the first on, unless these wrote their parts; before, it passes on the first one's turns.
+// Stores the gradients of each tile of keys from the memory of the keys, for Count consumers from
+// `first` on, unless the consumers wrote parts. Before that, it passes on the turns of consumer
+// `first`.
 template <int Count>
 __device__ inline void send_gradients(Smem& smem, const Params& params, int first) {
     RingPosition<kStages> turn;
@@ -154,7 +155,7 @@ __device__ inline void send_gradients(Smem& smem, const Params& params, int firs
     }
 }
 
-// ---- or a warp for each that sends what is in its outbox to where its label says ----
+// ---- or one warp for each consumer, which sends out its outbox as the label says ----
 
 __device__ inline void send(Smem& smem, const Params& params, int consumer) {
     const int key = consumer * kWgmmaM;

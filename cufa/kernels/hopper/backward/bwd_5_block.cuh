@@ -1,4 +1,4 @@
-// What bwd_5_wgmma_wide works on at once, and a block's shared memory for it.
+// What a block of bwd_5_wgmma_wide processes, and its shared memory.
 #pragma once
 
 #include "hopper/backward/key_softmax.cuh"
@@ -7,7 +7,7 @@
 
 constexpr int kBlockM = BLOCK_M, kBlockN = kWgmmaM, kStages = STAGES;
 constexpr int kHead = round_up(kHeadDim, kWgmmaK), kValue = round_up(kValueDim, kWgmmaK);
-// Panels of the head dims, of which each warpgroup has one at least.
+// Panels of the head dims; each warpgroup has at least one.
 constexpr int kHeadPanels = kHeadDim > kPanelCols ? ceil_div(kHeadDim, kPanelCols) : kConsumers;
 constexpr int kValuePanels = kValueDim > kPanelCols ? ceil_div(kValueDim, kPanelCols) : kConsumers;
 
@@ -23,7 +23,7 @@ using Statistics = RowStatistics<kBlockM>;
 using Sums = QuerySums<kBlockM, kHeadPanels, false>;
 using QueryWorkspace = Workspace<kBlockM, Sums>;
 
-// Where the copy engine brings the bias of a tile: where P^T will be.
+// TMA copies the bias of a tile to where P^T will be written.
 using BiasRows = BiasRowsOf<kBlockM, kWgmmaM>;
 template <class Tile>
 __device__ inline Tile& bias_in_place_of(ScoreRows& p) {
@@ -41,10 +41,10 @@ struct Smem {
     LabelledRing<kStages> q_ring;
     Ring<kStages> dout_ring, p_ring, ds_ring;
     Ring<1> keys_ring;
-    ptx::Barrier bias_full[kStages];  // whether it lies where P^T will, if it comes there
+    ptx::Barrier bias_full[kStages];  // for the bias, in the memory of P^T
     OrderRing<kStages> order[kConsumers];
 
-    // Sets up the barriers: how many arrive at each.
+    // Sets up the barriers, each with its number of arrivals.
     __device__ void init() {
         constexpr int kWarps = kConsumers * kWarpgroup / 32;
         q_ring.init(kWarps);
@@ -60,7 +60,7 @@ struct Smem {
     }
 };
 
-// The parts of tiles that a mask or a mask_mod shows. In the workspace they come after all else.
+// What a mask or a mask_mod shows of each tile, at the end of the workspace.
 using Seen = SeenTiles<kBlockM, kBlockN>;
 using SeenWalk = SeenQueryWalk<Seen, Tiles, kBlockM>;
 using LabelledWalk = LabelledQueryWalk<Tiles, kStages>;

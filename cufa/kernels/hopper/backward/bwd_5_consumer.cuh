@@ -1,5 +1,5 @@
 // What a warpgroup of bwd_5_wgmma_wide does with a tile of queries, the 64 keys and its part of the
-// head dims: the verbs of the loop there.
+// head dims: the verbs of the main loop.
 #pragma once
 
 #include "hopper/backward/bwd_5_block.cuh"
@@ -9,7 +9,7 @@ using Scores = WgmmaSums<kBlockM>;
 using Weights = WgmmaOperand<kBlockM>;
 using QueryPart = WgmmaSums<kBlockM>;  // 64 dims of dQ^T
 
-// Barriers of parts of the block; __syncthreads has number 0.
+// Named barriers; __syncthreads has number 0.
 enum NamedBarrier { kAllConsumers = 1, kFirstOfWarpgroup };
 // The warpgroup that computes P, and the one that computes dS.
 enum Role { kWeights, kWeightGradients };
@@ -21,9 +21,9 @@ struct PanelRange {
     __device__ constexpr int cols() const { return count * kPanelCols; }
     __device__ constexpr int first_col() const { return begin * kPanelCols; }
 };
-// Parts of which the first warpgroup has the larger one, if there is one, or the second. Both keep
-// as many panels of sums if the first has more of dK and the second of dV; and the second, which
-// waits for P, has more of dQ.
+// Two ways to divide panels: the larger part, if any, goes to the first warpgroup or to the second.
+// Both keep equally many panels of sums if the first has more of dK and the second more of dV. The
+// second, which waits for P, has more of dQ.
 __device__ constexpr PanelRange more_for_first(Role role, int panels) {
     return role == kWeights ? PanelRange{0, ceil_div(panels, 2)}
                             : PanelRange{ceil_div(panels, 2), panels / 2};
@@ -53,14 +53,14 @@ struct Consumer {
     KeySoftmax<kBlockM> softmax;
     RingPosition<1> keys_at;
     RingPosition<kStages> at;
-    RingPosition<kStages> turn;  // the next to add to dQ, if blocks do so in order
+    RingPosition<kStages> turn;  // the next to add to dQ, if blocks add in order
     float* tile_before;          // the sums of dQ of the tile before
-    float* late_tile;            // those of the one before that, which lack their last panel
-    bool took_out;               // whether there was NaN or infinity in masked tiles of queries
+    float* late_tile;            // the sums of the tile before it, without the last panel
+    bool took_out;               // whether masked tiles of queries had NaN or infinity
 
     __device__ Consumer(Smem& smem, const Params& params) : smem(smem), params(params) {}
 
-    // Takes up a tile of keys.
+    // Begins a tile of keys.
     __device__ void begin(KeyWork next) {
         work = next;
         tile_before = nullptr;
@@ -70,9 +70,9 @@ struct Consumer {
 
     // Waits for the keys.
     //
-    // Where a mask cuts through a tile, NaN or infinity in a row or a key must not reach those that
-    // it does not see; but 0 * NaN is NaN, and a product over the whole tile would multiply by it.
-    // So it is taken out of the operands. Keys need not keep it.
+    // Where a mask cuts through a tile, NaN or infinity in a row must not reach keys that the row
+    // does not see, nor the reverse. But in a product over the whole tile 0 * NaN is NaN. So it is
+    // taken out of the operands. Keys need not keep it, since their values become NaN.
     __device__ void receive_keys(const Tiles& tiles) {
         smem.keys_ring.wait_full(keys_at);
         if (!tiles.any_masked()) return;
@@ -81,8 +81,8 @@ struct Consumer {
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
     }
 
-    // Takes it out of a tile of queries. These need not keep it, since D is NaN; values get theirs
-    // from dO in the end.
+    // The same for a tile of queries. They need not keep it either, since D is NaN. Values get NaN
+    // and infinity from dO at the end.
     __device__ void clean_queries() {
         smem.q_ring.wait_full(at);
         smem.dout_ring.wait_full(at);
@@ -92,8 +92,8 @@ struct Consumer {
         took_out = true;
     }
 
-    // Finds out which scores of a tile are seen, if a mask or a mask_mod cuts through it: as
-    // products run, since it waits for memory.
+    // Finds out which scores of a tile are seen, if a mask or a mask_mod cuts through it. This
+    // waits for memory, so it happens while products run.
     template <class Walk>
     __device__ void find_seen(const Walk& walk) {
         if constexpr (kKeyMask) {
@@ -127,7 +127,7 @@ struct Consumer {
         }
     }
 
-    // Computes P^T and shares it; `p` is what dropout keeps of it.
+    // Computes P^T and shares it; `p` becomes what dropout keeps of it.
     template <class Walk>
     __device__ void share_weights(Scores& s, Weights& p, const Walk& walk) {
         if (walk.masked()) {
@@ -141,7 +141,7 @@ struct Consumer {
         if constexpr (kDropout) softmax.drop(p);
     }
 
-    // Computes dS^T and shares it; `p` is P^T if there is dropout.
+    // Computes dS^T and shares it; with dropout, `p` is P^T.
     template <class Walk>
     __device__ void share_gradients(Scores& dp, const Weights& p, const Walk& walk) {
         if (walk.masked()) {
@@ -162,8 +162,8 @@ struct Consumer {
         issue_product_nn<kBlockM, kValueCols>(dv, smem.p[at.stage], dout);
     }
 
-    // The same by what dropout keeps of P^T. The second warpgroup, which then has P^T in `p`,
-    // writes it there: the first does not read it.
+    // The same with what dropout keeps of P^T. The second warpgroup reads P^T into `p`, then writes
+    // the kept part in its place, which the first does not read.
     __device__ void issue_kept_value_gradients(ValueGradients& dv, Weights& p) {
         if constexpr (kRole == kWeights) {
             smem.dout_ring.wait_full(at);
@@ -202,13 +202,13 @@ struct Consumer {
     __device__ void add_query_gradients(const QueryPart& dq, int panel) {
         add_panel(tile_before, panel, dq);
     }
-    // Adds the last panel of the tile before that, if it is still to be added.
+    // Adds the last panel of the tile before that, if it is still missing.
     __device__ void add_late(const QueryPart& dq) {
         constexpr int kLast = kQueryPart.count - 1;
         if (kLast > 0 && late_tile != nullptr) add_panel(late_tile, kLast, dq);
     }
 
-    // Goes on to the next tile.
+    // Advances to the next tile.
     template <class Walk>
     __device__ void advance(Walk& walk) {
         const QueryWorkspace workspace(params.call);
@@ -218,8 +218,8 @@ struct Consumer {
         walk.advance();
     }
 
-    // Stores the gradients of the keys in this warpgroup's part of the head dims through the shared
-    // memory that had the keys.
+    // Stores the gradients of the keys in this warpgroup's part of the head dims, through the
+    // shared memory of the keys.
     __device__ void store(KeyGradients& dk, ValueGradients& dv, bool took_keys) {
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
         if (took_out) {
@@ -276,8 +276,8 @@ struct Consumer {
         }
     }
 
-    // Makes products scores, if those are more. Where dS will be shared there are slopes until
-    // then.
+    // Turns products into scores, if scores are more than scaled products. Slopes are kept where dS
+    // will be shared.
     template <bool Masked, class Walk>
     __device__ void shape(Scores& s, const Walk& walk) {
         const TilePlace place = place_of(walk);
@@ -288,7 +288,7 @@ struct Consumer {
         } else if constexpr (kScoreMod || kBias) {
             softmax.template shape<Masked>(s, receive_bias<bias_t>(place), place);
         }
-        // All have read it before one writes P^T in its place.
+        // All must have read the bias before one writes P^T in its place.
         if (kBiasBoxes) ptx::named_barrier_sync<kWarpgroup>(kFirstOfWarpgroup + kRole);
     }
 
@@ -320,7 +320,7 @@ struct Consumer {
         }
     }
 
-    // Also leaves it `rounded`.
+    // Shares a tile and leaves it `rounded`.
     __device__ void share(ScoreRows (&to)[kStages], Ring<kStages>& ring, const Scores& values,
                           Weights& rounded) {
         round_to_operand<kBlockM>(rounded, values);

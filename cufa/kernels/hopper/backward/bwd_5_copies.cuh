@@ -1,5 +1,5 @@
-// The warps of bwd_5_wgmma_wide that compute nothing: one brings tiles of keys and queries, others,
-// where blocks take turns to add to dQ, wait for those and pass them on.
+// The warps of bwd_5_wgmma_wide that do not compute. One copies tiles of keys and queries. Where
+// blocks take turns to add to dQ, others wait for the turns and pass them on.
 #pragma once
 
 #include "hopper/backward/bwd_5_block.cuh"
@@ -16,7 +16,7 @@ __device__ inline void send_keys(Smem& smem, const Params& params, KeyWork work,
     to.advance();
 }
 
-// The bias of a tile of queries. A template, in which there need not be any.
+// Copies the bias of a tile of queries. A template, because Smem may have none.
 template <class Smem, class Params, class Walk>
 __device__ inline void send_bias(Smem& smem, const Params& params, const KeyWork& work,
                                  const Walk& at, RingPosition<kStages> to) {
@@ -49,7 +49,7 @@ __device__ inline void send_queries(Smem& smem, const Params& params, KeyWork wo
     to.advance();
 }
 
-// Those that a mask or a mask_mod shows some of the keys.
+// Sends the tiles of queries that a mask or a mask_mod shows some of the keys.
 __device__ inline void send_seen(Smem& smem, const Params& params, const KeyWork& work,
                                  const Tiles& tiles, RingPosition<kStages>& to) {
     for (SeenWalk at(params.call, seen_parts(params.call), work, tiles); !at.at_end();
@@ -74,7 +74,7 @@ __device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
     } while (Keys::next(work, sizes));
 }
 
-// ---- three more beside it, if blocks take turns to add to dQ ----
+// ---- three more threads, if blocks take turns to add to dQ ----
 
 __device__ inline void take_turns(Smem& smem, const Params& params, KeyWork work) {
     const Tiles tiles = query_tiles_of(params.call, work);

@@ -1,12 +1,12 @@
-// Gradients of the arrays that a score_mod reads, from the registers of a warpgroup that has dS^T
-// of 64 keys.
+// Gradients of the arrays that a score_mod reads, from the registers of a warpgroup with dS^T of 64
+// keys.
 #pragma once
 
 #include "gradients/array_gradients.cuh"
 #include "hopper/backward/key_softmax.cuh"
 
-// Adds to those of elements that change with the query alone: first over a thread's two keys, then
-// over the eight lanes that have the same two queries.
+// Adds to the gradients of elements that depend on the query alone: sums first over a thread's two
+// keys, then over the eight lanes with the same two queries.
 template <bool Masked, int BlockM>
 __device__ inline void add_to_elements_of_queries(float* sums, const WgmmaSums<BlockM>& ds,
                                                   const KeySoftmax<BlockM>& softmax,
@@ -35,7 +35,7 @@ __device__ inline void add_to_elements_of_queries(float* sums, const WgmmaSums<B
 #pragma unroll
         for (int at = 0; at < kElements; ++at) {
             if (!is_of_query(at)) continue;
-            // Half of these lanes go on with one query, half with the other.
+            // Half of these lanes continue with one query, half with the other.
             const bool second = threadIdx.x & 4;
             float sum = second ? gradients[1][at] : gradients[0][at];
             const float other = second ? gradients[0][at] : gradients[1][at];
@@ -48,8 +48,8 @@ __device__ inline void add_to_elements_of_queries(float* sums, const WgmmaSums<B
     }
 }
 
-// Adds to the gradients of arrays what a tile's scores have for those elements that they read,
-// whose slopes must be the same for all scores.
+// Adds a tile's part to the gradients of the array elements that its scores read. Their slopes must
+// be the same for all scores.
 template <bool Masked, int BlockM>
 __device__ inline void add_to_array_gradients(PendingSums<2, false>& of_arrays, float* sums,
                                               const WgmmaSums<BlockM>& ds,

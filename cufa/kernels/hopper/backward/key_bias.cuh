@@ -1,14 +1,14 @@
-// The bias of a tile of scores, where a warpgroup of the Hopper backward has S^T of 64 keys: it is
-// turned as it is read, from a tile that the copy engine brought or from memory.
+// The bias of a tile of scores for a warpgroup of the Hopper backward with S^T of 64 keys. It is
+// transposed as it is read, from a tile that TMA copied or from global memory.
 #pragma once
 
 #include "hopper/bias_boxes.cuh"
 #include "hopper/pipeline.cuh"
 
-// Of 16 queries: those of a thread's scores, as wgmma leaves them in registers.
+// The bias of a thread's scores for 16 queries, in wgmma's layout.
 using SixteenBiases = WgmmaSums<kWgmmaK>;
 
-// From a tile of BlockM queries.
+// From a tile of BlockM queries that TMA copied.
 template <class T, int BlockM>
 class BiasInTile {
   public:
@@ -16,7 +16,7 @@ class BiasInTile {
 
     __device__ explicit BiasInTile(Tile& tile) : tile(tile) {}
 
-    // Reads that of 16 queries from `row` on.
+    // Reads the bias of 16 queries from `row` on.
     __device__ void read(SixteenBiases& values, int row) const {
         const int lane = threadIdx.x % 32;
         const int key = row_of_warp() + lane / 8 % 2 * kChunkCols;
@@ -29,7 +29,7 @@ class BiasInTile {
     Tile& tile;
 };
 
-// From memory, for a thread's two keys, or the last one.
+// From global memory, for a thread's two keys; past the end, the last key.
 template <class T>
 struct BiasInMemory {
     Matrix<const T> matrix;

@@ -1,4 +1,4 @@
-// The softmax and its gradient in the registers of a warpgroup that has S^T and dP^T of 64 keys.
+// The softmax and its gradient in the registers of a warpgroup with S^T and dP^T of 64 keys.
 #pragma once
 
 #include "hopper/alibi_line.cuh"
@@ -8,32 +8,32 @@
 #include "scores/kept_scores.cuh"
 #include "scores/mask_sixteens.cuh"
 
-// Whether a score may change otherwise than the product times the scale: there is a slope then.
+// Whether a score's derivative by the scaled product, its slope, may differ from 1.
 constexpr bool kSlopes = kSoftcap || (kScoreMod && kScoreModSlopes);
 
-// Whether ALiBi's line comes in with the LSE, a part of it, and the rest with the exponential.
+// Whether ALiBi's line is added in two parts: one with the LSE, the rest in the exponential.
 constexpr bool kAlibiLine = kAlibi && kScoresBeginWithLse;
 
-// Where a tile of queries is.
+// The place of a tile of queries.
 struct TilePlace {
     const Features& features;
     int batch, head, first_row;
 };
 
-// What a product becomes, and by how much that changes with the product times the scale.
+// What a product becomes, and the derivative by the product times the scale.
 struct ShapedScore {
     float score, slope;
 };
 
-// Of a warpgroup's 64 keys and a tile of BlockM queries.
+// For a warpgroup's 64 keys and a tile of BlockM queries.
 template <int BlockM>
 struct KeySoftmax {
-    float scale_log2;  // turns products, or what scores they became, into units of log 2
+    float scale_log2;  // turns products, or the scores made of them, into log 2
     float product_scale, softcap;
     int key[2], last_row;           // a thread's two keys, or the last one; the last row of all
-    int row_of_key;                 // the row that stands at the first of them
-    int first_row[2], rows_end[2];  // which rows see a thread's two keys
-    int query;  // the first of the two that a thread has of each eight of a tile
+    int row_of_key;                 // the row on the diagonal at the first of the keys
+    int first_row[2], rows_end[2];  // the rows that see a thread's two keys
+    int query;                      // the first of a thread's two queries in each eight of a tile
     unsigned int seen[kKeyMask ? ceil_div(BlockM, 64) : 1];  // scores of a tile, a bit for each
     AlibiLine line;                                          // of a tile, in units of products
     KeptScores<BlockM / 2, true> kept;                       // of a tile
@@ -57,7 +57,7 @@ struct KeySoftmax {
         }
     }
 
-    // Finds the line of a tile, if there is one.
+    // Sets the line of a tile, if ALiBi uses one.
     __device__ void find_line(const TilePlace& place) {
         if constexpr (!kAlibiLine) return;
         constexpr int kLastQuery = BlockM - 7;
@@ -67,8 +67,8 @@ struct KeySoftmax {
         line = AlibiLine(slope, distance - 8, distance + kLastQuery);
     }
 
-    // Lets S^T and dP^T begin with what will be subtracted from them. They must be held before a
-    // product is issued, or some would be read only then, and the product waited for.
+    // S^T and dP^T start from what is to be subtracted from them. Hold them before a product is
+    // issued: otherwise some would be read only then, and the product would wait.
     __device__ void begin_scores(WgmmaSums<BlockM>& s, const RowStatistics<BlockM>& rows) const {
         if constexpr (kScoresBeginWithLse) begin<kAlibiLine>(s, rows.minus_lse);
     }
@@ -77,8 +77,8 @@ struct KeySoftmax {
         begin<false>(dp, rows.minus_d);
     }
 
-    // Finds out which scores of a tile are seen, where the caller's mask or function must be asked.
-    // The warp's keys begin at `warp_key`.
+    // Finds out which scores of a tile are seen, by the caller's mask or function. The warp's keys
+    // begin at `warp_key`.
     __device__ void find_seen(const TilePlace& place, const ScoreRules& rules, int warp_key) {
         for (unsigned int& word : seen) word = 0;
         if constexpr (kMaskAlone) {
@@ -102,14 +102,14 @@ struct KeySoftmax {
     __device__ void draw_kept(const TilePlace& place, unsigned int matrix, int first_key) {
         kept.draw(place.features, matrix, first_key + row_of_thread(), place.first_row + query);
     }
-    // Those weights that it keeps, as an operand.
+    // The weights that dropout keeps, as an operand.
     __device__ void round_kept(WgmmaOperand<BlockM>& operand, const WgmmaSums<BlockM>& p) const {
         round_to_operand<BlockM>(operand, p);
         if constexpr (kDropout) drop(operand);
     }
     __device__ void drop(WgmmaOperand<BlockM>& operand) const { kept.drop(operand); }
 
-    // Products become scores, softly bounded.
+    // Turns products into scores, with a soft cap.
     __device__ void bound(WgmmaSums<BlockM>& s) const {
 #pragma unroll
         for (int i = 0; i < BlockM / 2; ++i) s[i] = softcap * tanh_of(s[i] * product_scale);
@@ -128,12 +128,12 @@ struct KeySoftmax {
         }
     }
 
-    // Products become scores, bounded, with the bias, and what the caller's function makes of them.
+    // Turns products into scores: soft cap, bias and the caller's function.
     template <bool Masked, class Bias>
     __device__ void shape(WgmmaSums<BlockM>& s, const Bias& bias, const TilePlace& place) const {
         shape<Masked>(s, bias, place, [](int, const WgmmaSums<kWgmmaK>&) {});
     }
-    // And their slopes are written to a warp's rows of `slopes`.
+    // The same, and writes the slopes to a warp's rows of `slopes`.
     template <bool Masked, class Bias, class Tile>
     __device__ void shape(WgmmaSums<BlockM>& s, const Bias& bias, Tile& slopes, int warp_row,
                           const TilePlace& place) const {
@@ -144,8 +144,8 @@ struct KeySoftmax {
         });
     }
 
-    // The gradient of the scores becomes that of the products times the scale, by the slopes that
-    // `shape` wrote, in whose place others may then be written.
+    // Turns the gradient of the scores into that of the products times the scale, with the slopes
+    // that `shape` wrote. Afterwards the memory of the slopes is free.
     template <class Tile>
     __device__ static void apply_slopes(WgmmaSums<BlockM>& ds, Tile& slopes, int warp_row) {
         __syncwarp();
@@ -167,7 +167,7 @@ struct KeySoftmax {
                                  int tile) const {
         const int distance = tile * BlockM + query - row_of_key;
         if (kAlibiLine && line.bent) bend(s, distance);
-        float lowered[2] = {};  // by how much the line lowers all scores of a key
+        float lowered[2] = {};  // how much the line lowers all scores of a key
         if constexpr (kAlibiLine) {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
@@ -186,9 +186,9 @@ struct KeySoftmax {
         }
     }
 
-    // dP^T - D becomes dS^T = P^T o (dP^T - D), where dP^T is 0 if dropout drops P^T, by P^T as it
-    // was computed or rounded. With Slopes it is the gradient not of bounded scores but of the
-    // products times the scale; P^T must then not have been rounded.
+    // Turns dP^T - D into dS^T = P^T o (dP^T - D), with P^T as computed or rounded. Where dropout
+    // drops P^T, dP^T is 0. With Slopes, the result is the gradient not of capped scores but of the
+    // products times the scale; P^T must then not be rounded.
     template <bool Masked, bool Slopes, class P>
     __device__ void differentiate(WgmmaSums<BlockM>& dp, const P& p,
                                   const RowStatistics<BlockM>& rows, int tile) const {
@@ -208,8 +208,8 @@ struct KeySoftmax {
         }
     }
 
-    // Whether a row sees one of the thread's two keys, which the caller's mask or function may
-    // hide.
+    // Whether a row sees one of the thread's two keys, where the caller's mask or function may hide
+    // keys.
     __device__ bool sees(const TilePlace& place, int row, int half) const {
         const int inside = min(row, last_row);
         bool shown = mod_sees(place.features, place.batch, place.head, inside, key[half]);
@@ -218,7 +218,7 @@ struct KeySoftmax {
         return shown && sees(row, half);
     }
 
-    // Whether element i of a thread's scores is of a row that sees its key.
+    // Whether element i of a thread's scores has a row that sees its key.
     __device__ bool sees(int i, const TilePlace& place) const {
         if constexpr (kKeyMask) return seen[i / 32] >> i % 32 & 1;
         return sees(place.first_row + query + i / 4 * 8 + i % 2, i % 4 / 2);
@@ -231,7 +231,7 @@ struct KeySoftmax {
 
     static constexpr int kEights = RowStatistics<BlockM>::kEights;
 
-    // Slopes go to use_slopes(first of 16 queries, theirs).
+    // Calls use_slopes(first of 16 queries, their slopes).
     template <bool Masked, class Bias, class UseSlopes>
     __device__ void shape(WgmmaSums<BlockM>& s, const Bias& bias, const TilePlace& place,
                           const UseSlopes& use_slopes) const {
@@ -251,7 +251,7 @@ struct KeySoftmax {
         }
     }
 
-    // Bends the line where it passes the diagonal.
+    // Bends the line where it crosses the diagonal.
     __device__ void bend(WgmmaSums<BlockM>& s, int distance) const {
         const float distances[] = {float(distance), float(distance - 8)};
 #pragma unroll
@@ -265,19 +265,19 @@ struct KeySoftmax {
     }
     __device__ static Pack<float, 2> pair_of(const WgmmaOperand<BlockM>& p, int i) {
         unsigned int pair = p[i / 4][i % 4];
-        ptx::hold(pair);  // or all would be widened before dP is there
+        ptx::hold(pair);  // or all pairs would be widened before dP is there
         return {to_acc(scalar_t{static_cast<unsigned short>(pair)}),
                 to_acc(scalar_t{static_cast<unsigned short>(pair >> 16)})};
     }
 
     // 1 - tanh^2, or 0 where the tanh is not known.
     __device__ static float slope(float tanh) { return fmaxf(1 - tanh * tanh, 0); }
-    // The same for a score that became P: it was log2 P + LSE.
+    // The same for a score whose P is known: it was log2 P + LSE.
     __device__ float slope_at(float p, float minus_lse) const {
         return slope((log2_of(p) - minus_lse) * (float(kLn2) / softcap));
     }
-    // What becomes of element i of a thread's products. Of a row or key that is not seen it has no
-    // slope, whatever a function would make of it.
+    // The score of element i of a thread's products. If the row does not see the key the slope is
+    // 0, whatever a function makes of the score.
     template <bool Masked>
     __device__ ShapedScore shaped_score(float product, float bias, int i,
                                         const TilePlace& place) const {
@@ -299,16 +299,16 @@ struct KeySoftmax {
         }
         return shaped;
     }
-    // What ALiBi takes from element i of a thread's scores.
+    // What ALiBi subtracts from element i of a thread's scores.
     __device__ float alibi(int i, const TilePlace& place) const {
         const int distance = place.first_row + query + i / 4 * 8 + i % 2 - row_of_key;
         const float slope = alibi_slope_of(place.features, place.batch, place.head);
         return slope * fabsf(distance - i % 4 / 2 * 8);
     }
-    // Lets sums begin with a value for each row, and where the line is a part of it.
+    // Starts sums from a value for each row and, WithLine, a part of the line.
     template <bool WithLine>
     __device__ void begin(WgmmaSums<BlockM>& sums, const float (&values)[BlockM]) const {
-        constexpr int kRows = 2 * kEights;  // of a thread, that lie together
+        constexpr int kRows = 2 * kEights;  // of a thread, adjacent in memory
 #pragma unroll
         for (int i = 0; i < BlockM / 8 / kEights; ++i) {
             const auto* const own = values + i * kEights * 8 + query * kEights;
@@ -326,7 +326,7 @@ struct KeySoftmax {
         const float* const own = values + i / kEights * kEights * 8 + query * kEights;
         return *reinterpret_cast<const Pack<float, 2>*>(own + i % kEights * 2);
     }
-    // Whether element 4i + e of a thread's scores is of a row that sees its key.
+    // Whether element 4i + e of a thread's scores has a row that sees its key.
     __device__ bool sees(int i, int e, int tile) const {
         if constexpr (kKeyMask) return seen[i / 8] >> (i * 4 + e) % 32 & 1;
         const int row = i * 8 + e % 2, first = tile * BlockM + query;

@@ -1,45 +1,46 @@
-// What the softmax and its gradient need of a tile's rows, where a warpgroup has S^T and dP^T.
+// The statistics of a tile's rows that the softmax and its gradient need, for warpgroups with S^T
+// and dP^T.
 #pragma once
 
 #include "call/tensor.cuh"
 #include "hopper/wgmma_tiles.cuh"
 #include "softmax/online_softmax.cuh"
 
-// Whether the rows that see a key may end before those that a tile has in memory. Beyond the last
-// row of all, the copy engine fills in zeros, of which the caller's function may make anything.
+// Whether the rows that see a key may end before the rows of the tile in memory. Beyond the last
+// row, TMA fills in zeros, of which the caller's function may make anything.
 constexpr bool kRowsEnd = kWindow || kPacked || kScoreMod;
 
 // Whether a thread has registers for S and dP of a tile at the same time.
 constexpr bool kScoresTogether = SCORES_TOGETHER;
 
-// Whether S begins with -LSE. Where scores are more than products and ALiBi's line, that comes in
-// only after them.
+// Whether S starts from -LSE. Where scores are more than products plus ALiBi's line, the LSE is
+// subtracted only after the scores are made.
 constexpr bool kScoresBeginWithLse = !kSoftcap && !kBias && !kScoreMod;
 
 // The scale of scores, but never so small that an LSE in units of products, LSE / scale, would not
-// be finite: a smaller one leaves all scores at 0 as well.
+// be finite. A smaller scale leaves all scores at 0 anyway.
 __device__ inline float scale_of_scores(const BackwardParams& call) {
     constexpr float kSmallest = 1e-30f;
     return fabsf(call.softmax_scale) < kSmallest ? kSmallest : call.softmax_scale;
 }
-// What dropout multiplies probabilities with that it keeps. dP is without it, and so are D, which
-// is subtracted from that, and the sums of gradients until they are stored.
+// The factor of probabilities that dropout keeps. dP does not include it. Nor does D, which is
+// subtracted from dP, nor do the sums of gradients before they are stored.
 __device__ inline float kept_scale(const BackwardParams& call) {
     return kDropout ? static_cast<float>(call.features.kept_scale) : 1;
 }
-// What turns an LSE into the units in which it is kept: those of products or, where scores are
-// more than those, of log 2.
+// Converts an LSE to the unit in which it is kept: products or, where scores are more than
+// products, log 2.
 __device__ inline float unit_of_lse(const BackwardParams& call) {
     return kScoresBeginWithLse ? 1 / scale_of_scores(call) : static_cast<float>(kLog2E);
 }
 
 // What the softmax and its gradient need of each row of a tile: P = 2^(S - LSE), dS = P o (dP - D).
-// The products S and dP begin with it, which costs no addition afterwards and no wait for shared
-// memory between products. Rows that see no key, and those past the last one, begin with what makes
+// The products S and dP start from it. This saves additions afterwards, and waits for shared memory
+// between products. Rows that see no key, and rows past the last one, start from a value that makes
 // P 0.
 //
-// Those that a thread has of kEights eights of rows lie together, so that it loads them at once. In
-// long tiles, and where a thread has but one of S and dP, that is slower.
+// A thread's statistics for kEights eights of rows are adjacent, so that it loads them at once. In
+// long tiles, and where a thread holds only one of S and dP, this is slower.
 template <int BlockM>
 struct RowStatistics {
     static constexpr int kEights = BlockM <= kPanelCols && kScoresTogether ? 2 : 1;
@@ -52,5 +53,5 @@ struct RowStatistics {
 
     alignas(16) float minus_lse[BlockM];
     float minus_d[BlockM];
-    alignas(16) bool nonfinite;  // whether there is NaN or infinity in the rows of Q or dO
+    alignas(16) bool nonfinite;  // whether rows of Q or dO have NaN or infinity
 };

@@ -1,5 +1,5 @@
-// What both kernels of the Hopper backward are passed, and what they do to tiles: take out NaN,
-// multiply them, send them out.
+// The parameters of both 16-bit Hopper backwards, and what they do to tiles: take out NaN,
+// multiply, store.
 #pragma once
 
 #include "hopper/backward/wgmma_query_sums.cuh"
@@ -12,9 +12,9 @@ struct Params : BiasMap<> {
 };
 static_assert(sizeof(Params) == PARAMS_BYTES, "the host passes a different struct");
 
-// Takes NaN and infinity out of a tile of keys: 0 times it would reach the queries that do not see
-// those. The ones that do get it from the values, which become NaN; nothing but dP is computed from
-// these. `thread` is one of Threads that do it together, each a part of a row.
+// Takes NaN and infinity out of a tile of keys: 0 times it would reach queries that do not see the
+// key. Queries that see it get NaN from the values, which become NaN: only dP is computed from
+// values. `thread` is one of Threads that do this together, each for a part of a row.
 template <int Threads, class KeyRows, class ValueRows>
 __device__ inline void take_out_of_keys(KeyRows& k, ValueRows& v, int thread) {
     constexpr int kParts = Threads / KeyRows::kRows;
@@ -35,9 +35,9 @@ __device__ inline void take_out_of_keys(KeyRows& k, ValueRows& v, int thread) {
     *v.at(row, part) = from_acc<scalar_t>(negative_infinity() * 0);
 }
 
-// The same for a tile of queries and dO, once nobody works with them; all consumers do it. No
-// thread takes a branch of its own here, for the sake of the loop around it: its addresses and
-// descriptions would no longer be uniform.
+// The same for a tile of queries and dO, by all consumers, once no product reads it. No thread
+// branches on its own here: the addresses and descriptors in the loop around this would no longer
+// be uniform.
 template <int Threads, class QueryRows, class OutRows>
 __device__ inline void take_out_of_queries(QueryRows& q, OutRows& dout, int barrier) {
     const int thread = threadIdx.x - kWarpgroup;
@@ -48,8 +48,8 @@ __device__ inline void take_out_of_queries(QueryRows& q, OutRows& dout, int barr
     ptx::named_barrier_sync<Threads>(barrier);
 }
 
-// Issues s = a^T b for a panel of a's columns and Cols of b's, from b_col on; the depth runs
-// along the rows of all Tiles tiles, as in dQ^T = K^T dS^T.
+// Issues s = a^T b for a panel of a's columns and Cols of b's columns, from b_col on. The depth
+// runs along the rows of all Tiles tiles, as in dQ^T = K^T dS^T.
 template <int Cols, int Tiles, class A, class B>
 __device__ inline void issue_product_tn(WgmmaSums<Cols>& s, const A (&a)[Tiles], int a_panel,
                                         const B (&b)[Tiles], int b_col) {
@@ -61,7 +61,7 @@ __device__ inline void issue_product_tn(WgmmaSums<Cols>& s, const A (&a)[Tiles],
         unsigned int a0 = panel_depth_in_rows(a[tile], a_panel);
         const unsigned int b0 = panel_depth_in_rows(b[tile], b_col / B::kPanelCols) +
                                 columns_step<B>(b_col % B::kPanelCols);
-        ptx::hold(a0);  // or each step's sum would be kept in a register from tile to tile
+        ptx::hold(a0);  // or each step's sum would stay in a register from tile to tile
 #pragma unroll
         for (int k = 0; k < A::kRows; k += kWgmmaK) {
             const unsigned long long a_k = description(a0 + rows_step(k));
@@ -77,14 +77,14 @@ __device__ inline void issue_product_tn(WgmmaSums<Cols>& s, const A (&a)[Tiles],
     ptx::wgmma_commit();
 }
 
-// Issues o += a b with the depth in the columns of a, as many as Depth, and in the rows of b, as in
-// dV += P^T dO with P^T in shared memory.
+// Issues o += a b. The depth, Depth, runs along the columns of a and the rows of b, as in dV += P^T
+// dO with P^T in shared memory.
 template <int Depth, int Cols, class A, class B>
 __device__ inline void issue_product_nn(WgmmaSums<Cols>& o, const A& a, const B& b) {
     using Product = ptx::Wgmma<Cols, is_bfloat16<scalar_t>>;
     const unsigned int a0 = depth_in_columns(a);
     unsigned int b0 = depth_in_rows(b);
-    ptx::hold(b0);  // or each step's sum would be kept in a register from tile to tile
+    ptx::hold(b0);  // or each step's sum would stay in a register from tile to tile
     hold_all(o);
     ptx::wgmma_fence();
 #pragma unroll
@@ -95,8 +95,8 @@ __device__ inline void issue_product_nn(WgmmaSums<Cols>& o, const A& a, const B&
     ptx::wgmma_commit();
 }
 
-// Sends out a tile of gradients by Threads threads: those of a tile of keys from the key'th on and
-// of head dims from first_col on.
+// Stores a tile of gradients by Threads threads. It begins at key number `key` of the work's tile
+// and at head dim first_col.
 template <int TensorDims, int Threads, class Tile>
 __device__ inline void send_out(const TensorMap& map, const Tensor& tensor, Tile& rows,
                                 const BackwardParams& call, const KeyWork& work, int key,
@@ -104,7 +104,7 @@ __device__ inline void send_out(const TensorMap& map, const Tensor& tensor, Tile
     const Sequence sequence = work.sequence(call);
     const int first_key = work.first_key + key, thread = threadIdx.x % Threads;
     const int count = kPacked ? end_of_keys(call, sequence) - first_key : Tile::kRows;
-    if (count < Tile::kRows) {  // the copy engine would write beyond the sequence
+    if (count < Tile::kRows) {  // TMA would write beyond the sequence
         write_first_rows<TensorDims, Threads>(sequence.keys<scalar_t>(tensor, work.kv_head()), rows,
                                               count, first_key, first_col, thread);
     } else if (thread == 0) {

@@ -1,13 +1,13 @@
-// NaN and infinity in dO, which are taken out of the operands of tiles that a mask cuts through.
+// NaN and infinity in dO, which are taken out of tiles that a mask cuts through.
 #pragma once
 
 #include "hopper/backward/key_softmax.cuh"
 #include "hopper/backward/wgmma_key_work.cuh"
 
 // Adds NaN and infinity in dO to the gradients of the values that those rows see, for a warpgroup's
-// 64 keys and the tiles of rows that do not all see all of the block's: 0 times it must not reach
-// the other keys, so it was taken out of the products' operands. It is looked for anew, since
-// nothing need be remembered.
+// 64 keys and the tiles of rows of which some do not see all keys of the block. They were taken out
+// of the products' operands, because 0 times NaN would reach other keys. They are searched for
+// again, so that nothing has to be remembered.
 template <int Cols, int BlockM, class Tiles>
 __device__ inline void add_nonfinite(WgmmaSums<Cols>& dv, const BackwardParams& call,
                                      const Sequence& sequence, HeadRange heads, const Tiles& tiles,

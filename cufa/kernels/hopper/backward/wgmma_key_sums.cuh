@@ -1,12 +1,12 @@
-// How warpgroups write their sums of the gradients of keys where they are those of a part of the
-// query heads.
+// How warpgroups write sums of the gradients of keys that cover only a part of the query heads.
 #pragma once
 
 #include "gradients/key_sums.cuh"
 #include "hopper/backward/wgmma_key_work.cuh"
 
 struct WgmmaKeySums : KeySums {
-    // Writes a warpgroup's sums for 64 keys of its work, from the key'th and first_col on.
+    // Writes a warpgroup's sums for 64 keys, from key number `key` of its work and column first_col
+    // on.
     template <int Cols>
     __device__ void write_keys(const BackwardParams& call, const KeyWork& work, int key,
                                int first_col, const WgmmaSums<Cols>& dk) const {
@@ -19,7 +19,7 @@ struct WgmmaKeySums : KeySums {
     }
 
   private:
-    // Eight columns of a row are four lanes', and a whole sector of memory.
+    // Four lanes have eight columns of a row, a whole sector of memory.
     template <int End, int Cols>
     __device__ void write(const BackwardParams& call, const KeyWork& work, int key, int begin,
                           int first_col, const WgmmaSums<Cols>& sums) const {

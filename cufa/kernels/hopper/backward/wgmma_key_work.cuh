@@ -1,6 +1,6 @@
-// What a block of the Hopper backward works on: which tiles of keys and which of the query heads
-// that share them it takes, in which order, which tiles of queries those take in, and how its dQ
-// joins that of others.
+// The work of a block of the Hopper backward: its tiles of keys, its part of the query heads that
+// share them, their order, the tiles of queries that see the keys, and how its dQ is added to that
+// of other blocks.
 #pragma once
 
 #include "call/schedule.cuh"
@@ -11,35 +11,35 @@
 #include "scores/mask.cuh"
 
 constexpr int kConsumers = 2;  // warpgroups of a block that compute
-// Of how many heads blocks run together (plan/wgmma_backward.py).
+// The number of heads that blocks process together (plan/wgmma_backward.py).
 constexpr int kSectionBytes = SECTION_BYTES, kSectionBlocks = SECTION_BLOCKS;
 constexpr int kLeastOrderedHeads = LEAST_ORDERED_HEADS, kMostOrderedHeads = MOST_ORDERED_HEADS;
 
-// How the sums of dQ come about: a block that works on all keys of a head adds to them alone; of
-// others each adds as it comes, to sums that are zero at first, or after the first, or all do so in
-// the order of their keys.
+// How dQ is summed. A block that processes all keys of a head adds alone. Other blocks add as they
+// come, to sums that start at zero; or after the block with the first keys; or all in the order of
+// their keys.
 enum Adding { kAlone, kAsTheyCome, kAfterFirst, kInOrder };
 constexpr Adding kAdding = ADDING;
-// Whether the last to add rounds the sums, so that no other launch need do so.
+// Whether the last block to add rounds the sums, so that no other launch has to.
 constexpr bool kRounds = ROUNDS;
 static_assert(!kRounds || kAdding == kAlone || kAdding == kInOrder,
               "nobody would know that it is the last");
-// Whether the first sets the sums, so that they need not be zero: if all queries that see any key
-// see the first.
+// Whether the first block sets the sums, so that they need not be zero: this requires that all
+// queries that see any key see the first.
 constexpr bool kFirstSets = kAdding != kAsTheyCome && !kWindow && !kKeyMask;
 static_assert(kFirstSets || kAdding != kAfterFirst, "the sums are nobody's to set");
 static_assert(!kKeyMask || kAdding == kAsTheyCome,
               "nobody would count those that leave out a tile");
-// Whether blocks wait for others.
+// Whether blocks wait for other blocks.
 constexpr bool kTurns = kAdding == kAfterFirst || kAdding == kInOrder;
 
-// Query heads of those that share keys.
+// Some of the query heads that share keys.
 struct HeadRange {
     int begin, end;
 };
 
-// A tile of keys and the part of the query heads for which a block works on it; batch -1: there is
-// none left.
+// A tile of keys, and the part of the query heads for which a block processes it. Batch -1 means
+// that none is left.
 struct KeyWork : Lengths {
     int batch, part, first_key;
 
@@ -61,21 +61,21 @@ struct KeyWork : Lengths {
     __device__ Mask mask(const BackwardParams& call) const {
         return sequence(call).mask(call.features);
     }
-    // Of packed sequences more tiles are taken than there are.
+    // Packed sequences have more tiles to take than tiles with keys.
     __device__ bool has_keys(const BackwardParams& call) const {
         return !kPacked || first_key < end_of_keys(call, sequence(call));
     }
-    // Where the copy engine finds the tile: packed sequences are one batch.
+    // The tile's batch for TMA: packed sequences are one batch.
     __device__ int map_batch() const { return kPacked ? 0 : batch; }
 };
 
-// The tiles of keys that a block takes at a time: one or, if it is alone, all of one head.
+// The tiles of keys that a block takes at a time: one or, if it adds alone, all of one head.
 template <int BlockN>
 struct KeyOrder {
-    // Heads, that is parts of them, come in sections. Within a section the first keys come first:
-    // under a causal mask most queries see those, and long work that starts late would leave the
-    // GPU waiting for it; and blocks that take turns wait for none that begin later. Heads that are
-    // less than half a section belong to the one before: of their own they are too few for all SMs.
+    // Heads, or parts of them, come in sections. Within a section the first keys come first. Under
+    // a causal mask most queries see them, and long work that starts late would leave the GPU
+    // waiting. And a block that takes turns never waits for one that begins later. A rest of less
+    // than half a section joins the section before: it has too few heads for all SMs.
     __device__ static KeyWork at(unsigned int index, const BackwardParams& call) {
         const Sizes& sizes = call.sizes;
         if (index >= count(sizes)) return KeyWork::none();
@@ -99,7 +99,7 @@ struct KeyOrder {
     }
 
     __device__ static KeyWork first(const BackwardParams& call) { return at(blockIdx.x, call); }
-    // How many times something can be taken.
+    // The number of times that work can be taken.
     __device__ static unsigned int count(const Sizes& sizes) {
         if (kPacked) {
             return parts_of_heads(sizes) * row_tiles<BlockN>(sizes.batch, sizes.seqlen_k);
@@ -107,7 +107,7 @@ struct KeyOrder {
         return sizes.batch * parts_of_heads(sizes) * tiles_of_head(sizes);
     }
 
-    // Goes on to the next tile, if there is one that was taken with this.
+    // Advances to the next tile, if it was taken together with this one.
     __device__ static bool next(KeyWork& work, const Sizes& sizes) {
         return kAdding == kAlone && (work.first_key += BlockN) < sizes.seqlen_k;
     }
@@ -119,10 +119,10 @@ struct KeyOrder {
     __device__ static int tiles_of_head(const Sizes& sizes) {
         return kAdding == kAlone ? 1 : ceil_div(sizes.seqlen_k, BlockN);
     }
-    // Blocks of one length walk in step through the queries of a head: one head after the other.
+    // Blocks of equal length walk in step through the queries of a head, one head after the other.
     // Under a causal mask lengths differ, and blocks that add in order begin one after the other:
-    // both leave SMs idle at the end of a section of too few heads. Of too many, the L2 cache does
-    // not hold what they work on.
+    // in both cases, a section of too few heads leaves SMs idle at its end. With too many heads,
+    // the L2 cache does not hold what they work on.
     __device__ static int section_heads(const Sizes& sizes) {
         const int enough = ceil_div(kSectionBlocks, max(1, tiles_of_head(sizes)));
         if (kAdding == kInOrder && kCausal) {
@@ -132,12 +132,12 @@ struct KeyOrder {
         if (!kCausal) return 1;
         return sizes.heads > sizes.kv_heads ? even(sizes, enough) : cached_heads(sizes);
     }
-    // At most so many, in sections of one size.
+    // At most `most` heads, in sections of equal size.
     __device__ static int even(const Sizes& sizes, int most) {
         const int heads = sizes.batch * parts_of_heads(sizes);
         return ceil_div(heads, ceil_div(heads, most));
     }
-    // As many as the L2 cache holds queries and sums of.
+    // As many heads as the L2 cache holds queries and sums of.
     __device__ static int cached_heads(const Sizes& sizes) {
         constexpr int kRowBytes = (kHeadDim + kValueDim) * static_cast<int>(sizeof(scalar_t)) +
                                   kHeadDim * static_cast<int>(sizeof(float));
@@ -147,9 +147,8 @@ struct KeyOrder {
     }
 };
 
-// The tiles of queries of one head, by their numbers, that see a tile of keys. Only from
-// whole_begin to whole_end do all rows see all keys; up to last_end they see no keys of a later
-// tile.
+// The tiles of queries of one head, by number, that see a tile of keys. From whole_begin to
+// whole_end all rows see all keys. Up to last_end no row sees a key of a later tile.
 template <int BlockM, int BlockN>
 struct QueryTileRange {
     int begin, whole_begin, whole_end, end, last_end;
@@ -176,9 +175,9 @@ struct QueryTileRange {
     __device__ bool last_of(int tile) const { return tile < last_end; }
 };
 
-// Where in the tiles of queries of a part of the heads a warp is. The last tiles come first, of all
-// heads: blocks that begin together then work on the same queries, which the L2 cache has, and add
-// to them in the same order, whatever their mask.
+// A warp's walk over the tiles of queries of a part of the heads. The last tiles of all heads come
+// first: then blocks that begin together work on the same queries, which are in the L2 cache, and
+// add to their sums in the same order, whatever the mask.
 template <class Tiles>
 struct QueryWalk {
     const Tiles& tiles;

@@ -1,12 +1,12 @@
-// The launches of the Hopper backward before and after that of the products: they prepare rows of
-// queries, round their dQ, and sum up the gradient of the sink.
+// The launches of the Hopper backward before and after the main one: they prepare rows of queries,
+// round dQ, and sum the gradient of the sink.
 #pragma once
 
 #include "gradients/sink_gradient.cuh"
 #include "hopper/backward/wgmma_query_sums.cuh"
 
-// The tile of queries of a block of the kernels before and after the main one. Those go through the
-// tiles backwards: what one kernel used last, the next finds in the L2 cache.
+// A block's tile of queries in the launches before and after the main one. They take the tiles in
+// reverse: what one kernel used last, the next finds in the L2 cache.
 template <int BlockM, class Sums>
 struct QueryBlock {
     static constexpr int kTileSums = Sums::kTile;
@@ -27,16 +27,16 @@ struct QueryBlock {
         const int heads = call.sizes.heads;
         return {workspace, Sequence(call, matrix / heads), matrix % heads, tile};
     }
-    // Of packed sequences the grid has more tiles than queries.
+    // For packed sequences, the grid has more tiles than there are queries.
     __device__ bool exists() const { return !kPacked || tile * BlockM < sequence.seqlen_q; }
     __device__ float* sums() const { return workspace.sums_of(sequence, head, tile); }
 };
 
-// Whether NaN or infinity in a row of Q makes its output NaN, and so D, if it sees any key and the
-// LSE says so.
+// Whether NaN or infinity in a row of Q always makes its output NaN, and so D, if the row sees any
+// key, which its LSE tells.
 constexpr bool kQueryShowsInOutput = kScoresBeginWithLse && !kSink;
 
-// Makes dQ zero in the rows of a tile that see no key.
+// Sets dQ to zero in the rows of a tile that see no key.
 template <int Threads, int BlockM, class Block>
 __device__ inline void clear_unseeing_rows(const BackwardParams& call, const Block& at) {
     const Sequence& sequence = at.sequence;
@@ -49,7 +49,7 @@ __device__ inline void clear_unseeing_rows(const BackwardParams& call, const Blo
     }
 }
 
-// Sets to zero what blocks will add to and count with for a tile.
+// Zeroes a tile's sums and counts.
 template <int Threads, class Block>
 __device__ inline void clear_tile_sums(const Block& at) {
     auto* fours = reinterpret_cast<Pack<float, 4>*>(at.sums());
@@ -60,11 +60,11 @@ __device__ inline void clear_tile_sums(const Block& at) {
     }
 }
 
-// As many lanes share a row as have a chunk of O and of dO each time.
+// Lanes that share a row: about one for each chunk of O and dO.
 constexpr int kRowChunk = min_of(16 / sizeof(scalar_t), kValueDim & -kValueDim);
 constexpr int kRowLanes = kValueDim > 16 * kRowChunk ? 32 : kValueDim > 8 * kRowChunk ? 16 : 8;
 
-// A lane's part of the product of a row of O and one of dO; 0 outside of these.
+// A lane's part of the dot product of a row of O and a row of dO; 0 outside.
 __device__ inline float part_of_product(const Matrix<const scalar_t>& o,
                                         const Matrix<const scalar_t>& dout, int row, bool inside) {
     using Chunk = Pack<scalar_t, kRowChunk>;
@@ -79,7 +79,7 @@ __device__ inline float part_of_product(const Matrix<const scalar_t>& o,
     return sum;
 }
 
-// Makes `zero` NaN if there is NaN or infinity in a lane's part of a row of Q.
+// Makes `zero` NaN if a lane's part of a row of Q has NaN or infinity.
 __device__ inline void look_for_nonfinite(float& zero, const Matrix<const scalar_t>& q, int row) {
     for (int col = threadIdx.x % kRowLanes; col < kHeadDim; col += kRowLanes) {
         zero += to_acc(q.row(row)[col]) * 0;
@@ -96,7 +96,7 @@ __device__ inline void write_statistics(const BackwardParams& call, const Block&
     const float* lse = static_cast<const float*>(call.lse) + first_row;
     const float* dlse = call.dlse ? static_cast<const float*>(call.dlse) + first_row : nullptr;
     const auto q = sequence.queries<const scalar_t>(call.q, at.head);
-    // The copy engine brings rows of the next sequence, too.
+    // TMA also copies rows of the next sequence.
     const int rows_end = kPacked ? call.sizes.seqlen_q - sequence.first_q : sequence.seqlen_q;
     RowStatistics<BlockM>& statistics = at.workspace.rows_of(sequence, at.head, at.tile);
     float zero = 0;  // or NaN
@@ -124,8 +124,8 @@ __device__ inline void write_statistics(const BackwardParams& call, const Block&
     if (threadIdx.x == 0) statistics.nonfinite = nonfinite;
 }
 
-// Prepares a tile of queries for the products' launch. Where the last block that adds to dQ rounds
-// it, rows that none may work on are made zero.
+// Prepares a tile of queries for the main launch. Where the last block that adds to dQ rounds it,
+// rows that no block may process are set to zero.
 template <int Threads, int BlockM, class Sums>
 __device__ inline void prepare_rows(const BackwardParams& call) {
     const auto at = QueryBlock<BlockM, Sums>::own(call);
@@ -135,14 +135,14 @@ __device__ inline void prepare_rows(const BackwardParams& call) {
     write_statistics<Threads, BlockM>(call, at);
 }
 
-// A tile of dQ, rounded; rows are a vector longer than they are, against bank conflicts.
+// A tile of dQ, rounded. Rows are padded by one vector against bank conflicts.
 template <int BlockM, int Panels>
 struct RoundedTile {
     static constexpr int kVector = 16 / sizeof(scalar_t);
     alignas(16) scalar_t rows[BlockM][Panels * kPanelCols + kVector];
 };
 
-// Rounds a tile of dQ. Rows that see no key have sums that nobody set.
+// Rounds a tile of dQ. The sums of rows that see no key were never set.
 template <int Threads, int BlockM, int Panels, class Sums>
 __device__ inline void round_tile(const BackwardParams& call) {
     constexpr int kVector = RoundedTile<BlockM, Panels>::kVector;

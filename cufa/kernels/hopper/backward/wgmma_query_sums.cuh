@@ -1,27 +1,27 @@
-// The workspace of the Hopper backward: the sums of dQ, as warpgroups have them, and the statistics
-// of rows.
+// The workspace of the Hopper backward: the sums of dQ, in the layout of the warpgroups, and the
+// statistics of rows.
 #pragma once
 
 #include "gradients/array_gradients.cuh"
 #include "hopper/backward/key_statistics.cuh"
 #include "hopper/backward/wgmma_key_sums.cuh"
 
-// A tile of dQ^T as the warpgroups have it: panels of 64 dims by BlockM queries or, of the last one
-// if it is Halved, by as many eights of them as are half. Each such part is a warpgroup's
-// accumulators, of which a thread's fours lie together.
+// A tile of dQ^T in the layout of the warpgroups: panels of 64 dims by BlockM queries. If Halved,
+// the last panel is two halves, each with half of the queries. Each part is a warpgroup's
+// accumulators, in groups of four per thread.
 template <int BlockM, int Panels, bool Halved>
 struct QuerySums {
     static constexpr int kPanel = kPanelCols * BlockM;
     static constexpr int kTile = Panels * kPanel;
 
-    // Where a part of a tile begins.
+    // The address of a part of a tile.
     __device__ static float* panel_of(float* tile, int panel) { return tile + panel * kPanel; }
     __device__ static float* half_of(float* tile, int half) {
         return panel_of(tile, Panels - 1) + half * (kPanel / 2);
     }
 
-    // The query and the dim of the first of the four sums with this index. The second is of the
-    // next query, the other two are eight dims further on.
+    // The query and the dim of the first of four sums with this index. The second has the next
+    // query, the other two are eight dims further on.
     __device__ static int query(int four) {
         const bool in_half = Halved && four >= (Panels - 1) * (kPanel / 4);
         const int cols = in_half ? BlockM / 2 : BlockM;
@@ -47,17 +47,17 @@ struct QuerySums {
         }
     }
 
-    // Writes it as it lies there.
+    // Writes a warpgroup's sums in the layout of global memory.
     template <int Count>
     __device__ static void write(float* part, const float (&sums)[Count]) {
         unsigned int thread = threadIdx.x % kWarpgroup;
-        ptx::hold(thread);  // or the address would be kept in a register from tile to tile
+        ptx::hold(thread);  // or the address would stay in a register from tile to tile
         auto* fours = reinterpret_cast<Pack<float, 4>*>(part) + thread;
 #pragma unroll
         for (int i = 0; i < Count / 4; ++i) fours[i * kWarpgroup] = four_of(sums, i);
     }
 
-    // Writes a part of dQ's first rows, rounded: what a warpgroup has and, unless that is all, the
+    // Writes a part of dQ's first rows, rounded: a warpgroup's sums plus, unless they are all, the
     // sums in global memory.
     template <int Count>
     __device__ static void round(float* tile, float* part, float (&sums)[Count], bool is_all,
@@ -100,9 +100,9 @@ struct QuerySums {
     }
 };
 
-// The workspace: dQ's sums tile by tile, then the rows' statistics, sums of dK and dV if blocks
-// have parts of the heads and, if they take turns, how many have added each warpgroup's part of a
-// tile; if they stay for many tiles of keys, how many of those were taken.
+// The workspace: the sums of dQ, tile by tile; the statistics of rows; sums of dK and dV if blocks
+// have parts of the heads; if blocks take turns, how many have added each warpgroup's part of a
+// tile; if blocks process many tiles of keys, how many were taken.
 template <int BlockM, class Sums>
 struct Workspace {
     float* sums;
@@ -125,12 +125,12 @@ struct Workspace {
         taken = added[kTurns ? count : 0];
     }
 
-    // Where a tile of a sequence lies; row_tile is the other way round. A grid has a block for each
-    // tile, so an int counts them.
+    // The index of a tile of a sequence, the inverse of row_tile. A grid has a block for each tile,
+    // so an int suffices.
     __device__ int place_of(const Sequence& sequence, int head, int tile) const {
         return place_from(first_place_of(sequence), head, tile);
     }
-    // The same from where the sequence's first tile lies, which need not be worked out each time.
+    // The same from the index of the sequence's first tile, which need not be recomputed each time.
     __device__ int place_from(int first_place, int head, int tile) const {
         return first_place + head * tiles + tile;
     }
@@ -144,7 +144,7 @@ struct Workspace {
     __device__ float* sums_at(int place) const {
         return sums + static_cast<long long>(place) * Sums::kTile;
     }
-    // Which tile of a sequence it is that has these sums.
+    // The tile of a sequence that has these sums.
     __device__ HeadTile tile_of(const float* tile_sums, int first_place) const {
         const int place = static_cast<int>((tile_sums - sums) / Sums::kTile) - first_place;
         return {place / tiles, place % tiles};

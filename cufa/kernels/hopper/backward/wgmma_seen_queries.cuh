@@ -1,14 +1,14 @@
-// Which tiles of queries a block of the Hopper backward works on if a mask or a mask_mod hides
-// some: the producer looks for those that are shown, the others go by what it says of those that it
-// sends.
+// The tiles of queries that a block of the Hopper backward processes if a mask or a mask_mod hides
+// some. Only the producer looks for tiles that are shown; the others read the labels of those that
+// it sends.
 #pragma once
 
 #include "hopper/backward/wgmma_key_work.cuh"
 #include "hopper/labelled_ring.cuh"
 #include "scores/seen_tiles.cuh"
 
-// Where in those tiles of queries of which some see some of the keys the producer is, head by head.
-// If there are none it is one that sees nothing.
+// The producer's walk over the tiles of queries that see some of the keys, head by head. If there
+// are none, it has one tile that sees nothing.
 template <class Seen, class Tiles, int BlockM>
 struct SeenQueryWalk {
     const BackwardParams& call;
@@ -34,7 +34,7 @@ struct SeenQueryWalk {
     }
 
     __device__ bool at_end() const { return head == heads_end; }
-    // Reads all that the next one's label says: once its place is free that would be late.
+    // Reads all that the next label needs now: once the stage is empty it would be late.
     __device__ void advance() {
         head = next_head;
         tile = next_tile;
@@ -55,7 +55,7 @@ struct SeenQueryWalk {
     }
 };
 
-// Where in them one is that receives them.
+// The walk of those who receive the tiles.
 template <class Tiles, int Stages>
 struct LabelledQueryWalk {
     LabelledRing<Stages>& ring;
@@ -72,7 +72,7 @@ struct LabelledQueryWalk {
 
     __device__ bool at_end() const { return ended; }
     __device__ bool masked() const { return cut; }
-    // Once `at` is that of the next.
+    // Call it once `at` is the position of the next tile.
     __device__ void advance() {
         ended = last;
         if (!ended) receive();

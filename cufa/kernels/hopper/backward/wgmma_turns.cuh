@@ -1,14 +1,14 @@
-// Blocks that add to the same sums may take turns: in the order of their keys, so that a call has
-// the same bits every time and one knows that it is the last, or just the first before all others.
-// Threads beside the warpgroups wait for their turns and pass them on: the warpgroups then wait for
-// no memory. To pass one on takes until all others can see the sums, about half the time that a
-// tile takes; so another thread does that than waits for the next.
+// Blocks that add to the same sums may take turns: in the order of their keys, so that every run
+// gives the same bits and a block knows that it is the last; or just the first before all others.
+// Threads beside the warpgroups wait for turns and pass them on, so that warpgroups do not wait for
+// memory. Passing a turn on lasts until all other blocks can see the sums, about half the time of a
+// tile. So one thread passes turns on and another waits for them.
 #pragma once
 
 #include "hopper/backward/wgmma_query_sums.cuh"
 
-// A warpgroup's turns. A stage is full once it may add its part of a tile and added once it has; it
-// is empty once the thread that passes the turn on has seen that.
+// A warpgroup's turns. A stage is full once the warpgroup may add its part of a tile, and added
+// once it has. It is empty once the thread that passes the turn on has seen that.
 template <int Stages>
 struct OrderRing : Ring<Stages> {
     ptx::Barrier added[Stages];
@@ -19,8 +19,7 @@ struct OrderRing : Ring<Stages> {
     }
 };
 
-// Waits for the turns of all warpgroups: until those blocks have added their parts that come
-// before.
+// Waits for the turns of all warpgroups: until the blocks before this one have added their parts.
 template <int BlockM, int BlockN, int Stages, class Workspace, class Walk>
 __device__ inline void take_turns(OrderRing<Stages> (&order)[kConsumers], RingPosition<Stages>& to,
                                   const Workspace& workspace, const BackwardParams& call,
@@ -43,7 +42,7 @@ __device__ inline void take_turns(OrderRing<Stages> (&order)[kConsumers], RingPo
     }
 }
 
-// Passes on those of one.
+// Passes on the turns of one warpgroup.
 template <int Stages, class Workspace, class Walk>
 __device__ inline void pass_turns(OrderRing<Stages>& order, RingPosition<Stages>& to,
                                   const Workspace& workspace, int warpgroup,

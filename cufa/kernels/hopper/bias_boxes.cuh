@@ -1,14 +1,14 @@
-// The bias of tiles of scores, brought to shared memory by the copy engine like Q and K: where it
-// has 16 bits an element and lies as that engine needs it.
+// The bias of tiles of scores, copied to shared memory by TMA like Q and K: if it has 16-bit
+// elements and its layout suits TMA.
 #pragma once
 
 #include "call/params.cuh"
 #include "hopper/wgmma_tiles.cuh"
 
 constexpr bool kBiasBoxes = BIAS_BOXES;
-constexpr bool kBiasRowsDiffer = BIAS_ROWS_DIFFER;  // or all queries have one
+constexpr bool kBiasRowsDiffer = BIAS_ROWS_DIFFER;  // or all queries share one
 
-// Its elements; if there are none, as if they were an operand's.
+// The elements of the bias; without a bias, any type will do.
 template <class T>
 struct BoxedElement {
     using type = T;
@@ -20,7 +20,7 @@ struct BoxedElement<void> {
 template <int Rows, int Keys>
 using BiasRowsOf = PanelTile<Rows, Keys, BoxedElement<bias_t>::type>;
 
-// What a block has in shared memory, if there are boxes: a tile for each of its warpgroups.
+// A tile of the bias in shared memory for each warpgroup, if there are boxes.
 template <class Tile, int Warpgroups, bool Any = kBiasBoxes>
 struct BiasTiles {};
 template <class Tile, int Warpgroups>
@@ -36,11 +36,11 @@ struct BiasMap<true> {
     TensorMap bias;
 };
 
-// What a copy of a tile brings: all rows of it or, if one row is that of all queries, its first.
+// The bytes that a copy brings: all rows of a tile or, if all queries share one row, its first.
 template <class Tile>
 constexpr int kBiasBytes = Tile::kPanels * (kBiasRowsDiffer ? Tile::kRows : 1) * kPanelRowBytes;
 
-// Starts the copy of a tile: the scores of rows from first_row and keys from first_key on.
+// Starts the copy of a tile, for scores of rows from first_row and keys from first_key on.
 template <class Tile>
 __device__ inline void copy_bias(Tile& tile, const TensorMap& map, ptx::Barrier& full,
                                  const ScoreTensor& bias, int batch, int head, int first_row,
@@ -49,7 +49,7 @@ __device__ inline void copy_bias(Tile& tile, const TensorMap& map, ptx::Barrier&
               kBiasRowsDiffer ? first_row : 0, 0, first_key);
 }
 
-// Where that tile has the bias of a row and a key.
+// The bias of a row and a key in that tile.
 template <class Tile>
 __device__ inline auto* boxed_bias(Tile& tile, int row, int key) {
     return tile.at(kBiasRowsDiffer ? row : 0, key);

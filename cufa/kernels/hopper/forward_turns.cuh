@@ -1,11 +1,11 @@
-// How the warpgroups of a Hopper forward that compute share the tensor cores.
+// How the consumers of a Hopper forward share the tensor cores.
 #pragma once
 
 #include "hopper/wgmma_tiles.cuh"
 #include "ptx/ptx_sm90a.cuh"
 
-// They issue their products in turn. While one waits for its turn, or for its products, the other's
-// softmax runs. They have as many barriers of parts of the block, from FirstBarrier on.
+// The warpgroups issue their products in turn. While one waits for its turn, or for its products,
+// another's softmax runs. Each has a named barrier, from FirstBarrier on.
 template <int Warpgroups, int FirstBarrier>
 struct ForwardTurns {
     int warpgroup;

@@ -1,12 +1,12 @@
-// How a producer tells the others which tiles it sends, where a mask or a mask_mod hides some of
-// them: only the producer looks for those that are shown.
+// How a producer tells the other warps which tiles it sends, where a mask or a mask_mod hides some.
+// Only the producer looks for tiles that are shown.
 #pragma once
 
 #include "call/config.cuh"
 #include "hopper/pipeline.cuh"
 
-// What it says of a tile, of keys or of queries: whether a mask may cut through it, and whether it
-// is the last of those that belong together.
+// The label of a tile of keys or queries: whether a mask may cut through it, and whether it is the
+// last of its group.
 struct TileLabel {
     int head, tile;
     bool cut, last;
@@ -24,15 +24,15 @@ struct TileLabels<Stages, true> {
     __device__ void label(RingPosition<Stages> at, const TileLabel& tile) {
         labels[at.stage] = tile;
     }
-    // By shuffles, after which the compiler knows that all lanes of a warp have the same.
+    // Shuffles tell the compiler that all lanes of a warp have the same values.
     __device__ TileLabel label_at(RingPosition<Stages> at) const {
         const TileLabel own = labels[at.stage];
-        __syncwarp();  // all have read it, which a shuffle does not say
+        __syncwarp();  // all lanes have read it: a shuffle does not ensure that
         return {__shfl_sync(0xffffffffu, own.head, 0), __shfl_sync(0xffffffffu, own.tile, 0),
                 __any_sync(0xffffffffu, own.cut) != 0, __any_sync(0xffffffffu, own.last) != 0};
     }
 };
 
-// A ring of such tiles; without either none has a label.
+// A ring of such tiles; without a mask or a mask_mod there are no labels.
 template <int Stages>
 struct LabelledRing : Ring<Stages>, TileLabels<Stages, kKeyMask> {};

@@ -1,11 +1,11 @@
-// How the warps of a block that copy and those that compute hand each other tiles: a ring of stages
-// in shared memory, each full or empty.
+// How warps that copy and warps that compute hand each other tiles: through a ring of stages in
+// shared memory, each full or empty.
 #pragma once
 
 #include "hopper/watchdog.cuh"
 #include "ptx/ptx_sm90.cuh"
 
-// Waits until the phase of this parity has ended. The rest is for the watchdog.
+// Waits until the phase of this parity has ended. `stage` and `caller` are for the watchdog.
 __device__ inline void wait_for(ptx::Barrier& barrier, unsigned int parity, int stage,
                                 Caller caller = Caller::here()) {
     const Watchdog watchdog;
@@ -14,7 +14,7 @@ __device__ inline void wait_for(ptx::Barrier& barrier, unsigned int parity, int 
     }
 }
 
-// Where in a ring of Stages a thread is. `parity` is that of the phase in which the stage becomes
+// A thread's position in a ring of Stages. `parity` is that of the phase in which the stage becomes
 // full; it became empty in the phase before.
 template <int Stages>
 struct RingPosition {
@@ -29,15 +29,15 @@ struct RingPosition {
     }
 };
 
-// The position that one advance leads from.
+// The position one step before `at`.
 template <int Stages>
 __device__ inline RingPosition<Stages> before(RingPosition<Stages> at) {
     if (at.stage == 0) return {Stages - 1, at.parity ^ 1};
     return {at.stage - 1, at.parity};
 }
 
-// The barriers of a ring of tiles: `writers` threads say that a stage is full, mostly the one that
-// has it copied, and `readers` threads that they are done with it.
+// The barriers of a ring of tiles. `writers` threads arrive when a stage is full, usually the one
+// that starts its copy; `readers` threads arrive when they are done with it.
 template <int Stages>
 struct Ring {
     ptx::Barrier full[Stages], empty[Stages];
@@ -65,13 +65,14 @@ struct Ring {
     __device__ void release(RingPosition<Stages> at) { ptx::barrier_arrive(empty[at.stage]); }
 };
 
-// Arrives once for a warp, when all of its lanes are there.
+// Arrives once per warp, after all of its lanes.
 __device__ inline void arrive_by_warp(ptx::Barrier& barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::barrier_arrive(barrier);
 }
 
-// A warp is done with a stage once its part of a product is, and what its lanes read.
+// Releases a stage for a warp, whose part of a product is done and whose lanes have read what they
+// need.
 template <int Stages>
 __device__ inline void release(Ring<Stages>& ring, RingPosition<Stages> at) {
     arrive_by_warp(ring.empty[at.stage]);

@@ -1,5 +1,5 @@
-// What a debug build does about a wait without end: it says who waits for what, and stops the
-// kernel. In any other build nothing is left of it.
+// How a debug build handles a wait that never ends: it reports who waits for what, and stops the
+// kernel. In other builds nothing of it remains.
 #pragma once
 
 #include "ptx/ptx_sm90.cuh"
@@ -7,10 +7,10 @@
 #ifndef WATCHDOG_SECONDS
 #define WATCHDOG_SECONDS 0
 #endif
-// How long a thread may wait for others; 0: for ever.
+// How long a thread may wait; 0: forever.
 constexpr int kWatchdogSeconds = WATCHDOG_SECONDS;
 
-// Where in the source a function is called: a parameter `Caller caller = Caller::here()` knows.
+// The place of a call in the source: a parameter `Caller caller = Caller::here()` receives it.
 struct Caller {
     const char* function;
     int line;
@@ -21,11 +21,11 @@ struct Caller {
     }
 };
 
-// Made when a wait begins, and asked every time that it goes on.
+// Created when a wait begins, and checked each time that the wait goes on.
 struct Watchdog {
     long long begin = kWatchdogSeconds == 0 ? 0 : ptx::nanoseconds();
 
-    // Says that it is `what` number `number`, of which `at` keeps count, that does not come.
+    // Reports that `what` number `number`, counted at `at`, does not come.
     __device__ void check(const char* what, int number, const void* at, Caller caller) const {
         constexpr long long kLimit = kWatchdogSeconds * 1'000'000'000ll;
         if (kLimit == 0 || ptx::nanoseconds() - begin < kLimit) return;

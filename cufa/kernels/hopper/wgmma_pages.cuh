@@ -1,18 +1,18 @@
-// Copies of keys and values in pages into the tiles that wgmma reads: the copy engine brings a box
-// for what of a tile is in one page.
+// Copies of paged keys and values into the tiles that wgmma reads: TMA copies one box for each part
+// of a tile that is in one page.
 #pragma once
 
 #include "call/tile_pages.cuh"
 #include "hopper/wgmma_tiles.cuh"
 
-// The pages of a tile's boxes of BoxKeys keys, from first_key on. Of keys from end_key on it is one
-// that is past the end of the tensor, where all is zero. The lanes of a warp make one together, and
-// all of them have all numbers: the one that starts the copies then does nothing else.
+// The pages of a tile's boxes of BoxKeys keys, from first_key on. For keys from end_key on, it is a
+// page past the end of the tensor, where all is zero. A warp's lanes create one together and each
+// holds all numbers, so that the lane that starts the copies has nothing else to do.
 template <int BoxKeys, int Keys>
 struct BoxPages {
     static constexpr int kNoPage = -1;
 
-    int in_page;  // the first key's place
+    int in_page;  // the first key's place in its page
     int numbers[Keys / BoxKeys];
 
     __device__ BoxPages(const TilePages<Keys>& pages, int first_key, int end_key)
@@ -24,7 +24,7 @@ struct BoxPages {
         }
     }
 
-    // Starts the copies of a tile, of columns from first_col on.
+    // Starts the copies of a tile, from column first_col on.
     template <class Tile>
     __device__ void copy(Tile& tile, const TensorMap& map, ptx::Barrier& full, int head,
                          int first_col) const {

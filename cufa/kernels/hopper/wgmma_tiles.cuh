@@ -1,5 +1,5 @@
-// Tiles of 16-bit and 8-bit elements in shared memory as the copy engine writes them and wgmma
-// reads them, and the products of a warpgroup.
+// Tiles of 16-bit and 8-bit elements in shared memory, in the layout that TMA writes and wgmma
+// reads, and the products of a warpgroup.
 #pragma once
 
 #include "call/config.cuh"
@@ -10,8 +10,8 @@
 
 constexpr int kWarpgroup = 128;
 
-// What products take: the call's own type, but of float32, whose elements are sums of halves
-// (hopper/float32/halves.cuh), float16.
+// The element type of products: the call's own type. For float32, whose elements are sums of halves
+// (hopper/float32/halves.cuh), it is float16.
 template <class T>
 struct OperandElement {
     using type = T;
@@ -22,9 +22,9 @@ struct OperandElement<float32> {
 };
 using operand_t = OperandElement<scalar_t>::type;
 
-// What is the same in all of these lanes of a warp, in the compiler's eyes, too: it and what
-// follows from it are in uniform registers then, and instructions that need them there are not
-// issued for one lane after the other.
+// A value that is the same in these lanes of a warp, made known as such to the compiler. It and
+// what follows from it then live in uniform registers, and instructions that need them there are
+// not issued once per lane.
 template <unsigned int Lanes = 0xffffffffu>
 __device__ inline int uniform(int value) {
     return __shfl_sync(Lanes, value, 0);
@@ -35,9 +35,9 @@ constexpr int kWgmmaM = 64;
 template <class T>
 constexpr int kWgmmaDepth = 32 / sizeof(T);
 constexpr int kWgmmaK = kWgmmaDepth<operand_t>;
-// A tile lies in panels, 128 bytes a row. Eight rows of a panel are one swizzled unit: the 16-byte
-// chunk c of row r lies at c ^ r. Columns that are no whole panels can lie in panels of 32 bytes a
-// row, in which it lies at c ^ r / 4; the copy engine knows nothing of those.
+// A tile consists of panels with rows of 128 bytes. Eight rows of a panel are one swizzled unit:
+// 16-byte chunk c of row r is at c ^ r. Columns that do not fill a panel can be in panels with rows
+// of 32 bytes, in which the chunk is at c ^ r / 4. TMA does not use those.
 constexpr int kPanelRowBytes = 128;
 constexpr int kPanelCols = kPanelRowBytes / sizeof(operand_t);
 constexpr int kNarrowRowBytes = 32;
@@ -46,12 +46,12 @@ constexpr int kSwizzleBytes = kSwizzleRows * kPanelRowBytes;
 constexpr int kChunkBytes = 16;
 constexpr int kChunkCols = kChunkBytes / sizeof(operand_t);
 
-// What a thread has of a 64 x Cols accumulator: columns 8i + 2t and 8i + 2t + 1 of row g in [4i]
-// and [4i + 1], of row g + 8 in [4i + 2] and [4i + 3], where g = lane / 4 and t = lane % 4.
+// A thread's part of a 64 x Cols accumulator: columns 8i + 2t and 8i + 2t + 1 of row g in [4i] and
+// [4i + 1], of row g + 8 in [4i + 2] and [4i + 3], where g = lane / 4 and t = lane % 4.
 template <int Cols>
 using WgmmaSums = float[Cols / 2];
-// The first of the 16 rows that a warp has of its warpgroup's 64, of the two that a thread has,
-// which are eight apart, and of the two columns that it has of each eight.
+// The first of a warp's 16 rows in its warpgroup's 64, the first of a thread's two rows, which are
+// eight apart, and the first of its two columns in each eight.
 __device__ inline int row_of_warp() {
     return threadIdx.x % kWarpgroup / 32 * 16;
 }
@@ -61,12 +61,12 @@ __device__ inline int row_of_thread() {
 __device__ inline unsigned int col_of_thread() {
     return threadIdx.x % 4 * 2;
 }
-// The sums, rounded: the left operand of the next product, four words for each wgmma.
+// The sums, rounded, as the left operand of the next product: four words for each wgmma.
 template <int Cols, class T = operand_t>
 using WgmmaOperand = unsigned int[Cols / kWgmmaDepth<T>][4];
 
 // A Rows x Cols tile; columns are padded to whole panels. If StepsByXor, a warp that writes rows
-// has the places of its chunks from that of the first.
+// computes the addresses of chunks from that of the first.
 template <int Rows, int Cols, class T = operand_t, int RowBytes = kPanelRowBytes,
           bool StepsByXor = false>
 struct PanelTile {
@@ -91,9 +91,9 @@ struct PanelTile {
     }
 };
 
-// Starts the copy of one head's rows from first_row on, and of columns from first_col on, to the
-// tile's rows from to_row on: of as many rows as a box of the map has. Columns that the head does
-// not have, those before the first too, are zero.
+// Starts the copy of one head's rows from first_row on and columns from first_col on, to the tile's
+// rows from to_row on: as many rows as a box of the map has. Columns that the head does not have,
+// including those before 0, become zero.
 template <class Tile>
 __device__ inline void copy_tile(Tile& tile, const TensorMap& map, ptx::Barrier& barrier, int batch,
                                  int head, int first_row, int to_row = 0, int first_col = 0) {
@@ -104,7 +104,7 @@ __device__ inline void copy_tile(Tile& tile, const TensorMap& map, ptx::Barrier&
     }
 }
 
-// Starts the copy of a tile to one head's rows from first_row on, and to columns from first_col on.
+// Starts the copy of a tile to one head's rows from first_row on and columns from first_col on.
 template <class Tile>
 __device__ inline void store_tile(const TensorMap& map, const Tile& tile, int batch, int head,
                                   int first_row, int first_col) {
@@ -116,10 +116,10 @@ __device__ inline void store_tile(const TensorMap& map, const Tile& tile, int ba
     ptx::commit_stores();
 }
 
-// wgmma's description of an operand in shared memory. Its low word has the address and the stride
-// between panels, its high word the stride between eights of rows and the kind of swizzle;
-// addresses and strides are in units of 16 bytes. The high word is the same for all, and what tells
-// one operand from the next is a sum in the low one.
+// The descriptor of an operand in shared memory for wgmma. The low word has the address and the
+// stride between panels; the high word has the stride between groups of eight rows and the kind of
+// swizzle. Addresses and strides are in units of 16 bytes. The high word is the same for all
+// operands; a sum in the low word leads from one operand to the next.
 constexpr int kOperandUnit = 16;
 
 __device__ inline unsigned int operand_at(const void* address, int panel_stride) {
@@ -133,8 +133,8 @@ __device__ constexpr unsigned long long description(unsigned int operand) {
     return kSwizzle << 62 | kRows << 32 | operand;
 }
 
-// The depth runs along the columns, as in both operands of S = Q K^T: the operand whose depth
-// begins at `col` is a step away from the first.
+// The depth runs along the columns, as in both operands of S = Q K^T. columns_step is the distance
+// of the operand whose depth begins at `col`.
 template <class Tile>
 __device__ inline unsigned int depth_in_columns(const Tile& tile) {
     return operand_at(tile.data, 0);
@@ -151,7 +151,7 @@ template <class Tile>
 __device__ inline unsigned int depth_in_rows(const Tile& tile) {
     return operand_at(tile.data, Tile::kPanelBytes);
 }
-// The same of one panel of columns.
+// The same for one panel of columns.
 template <class Tile>
 __device__ inline unsigned int panel_depth_in_rows(const Tile& tile, int panel) {
     return operand_at(tile.data[panel], Tile::kPanelBytes);
@@ -179,14 +179,14 @@ struct WgmmaOfType<Cols, float8_e4m3fn> {
 template <int Cols, class T>
 using WgmmaOf = typename WgmmaOfType<Cols, T>::type;
 
-// Issues s = a b^T over Depth columns, as in S = Q K^T, or s += a b^T if Add. It is done when the
-// group that it becomes is.
+// Issues s = a b^T over Depth columns, as in S = Q K^T, or s += a b^T if Add. The product is done
+// when its group is.
 template <int Depth, int Cols, bool Add = false, class A, class B>
 __device__ inline void issue_product_nt(WgmmaSums<Cols>& s, const A& a, const B& b) {
     using Product = WgmmaOf<Cols, operand_t>;
     unsigned int a0 = depth_in_columns(a);
     const unsigned int b0 = depth_in_columns(b);
-    ptx::hold(a0);  // or each step's sum would be kept in a register from tile to tile
+    ptx::hold(a0);  // or each step's sum would stay in a register from tile to tile
     hold_all(s);
     ptx::wgmma_fence();
 #pragma unroll
@@ -217,20 +217,20 @@ __device__ inline void issue_product_pn(WgmmaSums<Cols>& o, const WgmmaOperand<D
     ptx::wgmma_commit();
 }
 
-// Waits for all groups but the last Pending, the results of which are in `values`.
+// Waits for all groups but the last Pending; their results are in `values`.
 template <int Pending, int Count>
 __device__ inline void wait_product(float (&values)[Count]) {
     ptx::wgmma_wait<Pending>();
     hold_all(values);
 }
 
-// Two sums rounded to T, `low` first in memory.
+// Two sums rounded to T, with `low` first in memory.
 template <class T = operand_t>
 __device__ inline unsigned int round_pair(float low, float high) {
     return is_bfloat16<T> ? ptx::pack_bf16(low, high) : ptx::pack_f16(low, high);
 }
 
-// Sums, rounded to T, as the left operand of the next product.
+// Sums rounded to T, as the left operand of the next product.
 template <int Cols, class T = operand_t>
 __device__ inline void round_to_operand(WgmmaOperand<Cols, T>& operand,
                                         const WgmmaSums<Cols>& sums) {
@@ -240,7 +240,7 @@ __device__ inline void round_to_operand(WgmmaOperand<Cols, T>& operand,
     }
 }
 
-// The same in other registers: those that a product works with must not even be read.
+// The same in other registers: a running product's operands must not even be read.
 template <int Cols, class T = operand_t>
 __device__ inline void copy_operand(WgmmaOperand<Cols, T>& copy,
                                     const WgmmaOperand<Cols, T>& operand) {
@@ -251,7 +251,7 @@ __device__ inline void copy_operand(WgmmaOperand<Cols, T>& copy,
     }
 }
 
-// What round_to_operand rounded.
+// Undoes round_to_operand, except for the rounding.
 template <int Cols, class T = operand_t>
 __device__ inline void widen_operand(WgmmaSums<Cols>& sums, const WgmmaOperand<Cols, T>& operand) {
 #pragma unroll
@@ -262,8 +262,8 @@ __device__ inline void widen_operand(WgmmaSums<Cols>& sums, const WgmmaOperand<C
     }
 }
 
-// Writes a warp's 16 rows of a tile, from first_row and first_col on, where the copy engine and
-// wgmma look for them.
+// Writes a warp's 16 rows of a tile, from first_row and first_col on, in the layout of TMA and
+// wgmma.
 template <int Cols, class Tile>
 __device__ inline void write_rows(Tile& tile,
                                   const WgmmaOperand<Cols, typename Tile::Element>& values,
@@ -271,10 +271,10 @@ __device__ inline void write_rows(Tile& tile,
     using Element = typename Tile::Element;
     static_assert(sizeof(Element) == 2, "stmatrix stores 16-bit elements");
     unsigned int lane = threadIdx.x % 32;
-    ptx::hold(lane);  // or each address would be kept in a register from tile to tile
+    ptx::hold(lane);  // or each address would stay in a register from tile to tile
     if constexpr (Tile::kStepsByXor) {
-        // Chunks after a lane's first are an even number of them away, so that bits of its place
-        // change, and the swizzle is not worked out anew.
+        // Later chunks of a lane are an even number of chunks after its first. So only bits of its
+        // address flip, and the swizzle is not recomputed.
         const unsigned int first =
             tile.at(first_row + lane % 16, lane / 16 * Tile::kChunkCols) - tile.at(0, 0);
 #pragma unroll
@@ -304,9 +304,9 @@ __device__ inline void read_rows(WgmmaOperand<Cols>& values, Tile& tile, int fir
     }
 }
 
-// Writes the first `count` rows of a tile to a head's rows from first_row on, and to those of its
-// Dims columns from first_col on, which may be before the first; `thread` is one of Threads that do
-// it together, where the copy engine cannot.
+// Writes the first `count` rows of a tile to a head's rows from first_row on and columns from
+// first_col on, where TMA cannot. Columns outside the head's Dims, also those before 0, are
+// skipped. `thread` is one of Threads that do this together.
 template <int Dims, int Threads, class Tile>
 __device__ inline void write_first_rows(Matrix<typename Tile::Element> to, Tile& tile, int count,
                                         int first_row, int first_col, int thread) {
@@ -328,7 +328,7 @@ __device__ inline void write_first_rows(Matrix<typename Tile::Element> to, Tile&
     }
 }
 
-// Looks for NaN and infinity among 16-bit elements. Times 0, everything else is 0.
+// Searches for NaN and infinity among 16-bit elements: 0 times anything else is 0.
 class NonfiniteSearch {
   public:
     __device__ void look_at(const void* chunk) {
@@ -349,7 +349,7 @@ class NonfiniteSearch {
     Pairs sums = {};
 };
 
-// Whether `thread`, of Threads that look together, finds NaN or infinity in a tile.
+// Whether `thread`, one of Threads that search together, finds NaN or infinity in a tile.
 template <int Threads, class Tile>
 __device__ inline bool finds_nonfinite(const Tile& tile, int thread) {
     const operand_t* const values = &tile.data[0][0][0];
@@ -361,8 +361,8 @@ __device__ inline bool finds_nonfinite(const Tile& tile, int thread) {
     return search.found();
 }
 
-// Makes NaN and infinity in a tile zero; `thread` is one of Threads that do it together. All leave
-// the loop together, so that what is uniform around it stays so.
+// Replaces NaN and infinity in a tile by zero; `thread` is one of Threads that do this together.
+// All leave the loop together, so that what is uniform around it stays uniform.
 template <int Threads, class Tile>
 __device__ inline void clear_nonfinite(Tile& tile, int thread) {
     constexpr int kCount = Tile::kBytes / int(sizeof(operand_t));

@@ -3,8 +3,8 @@
 
 namespace ptx {
 
-// x, which the compiler takes for another number: what follows from it is computed again where it
-// is needed, and not kept in registers in between.
+// Returns x, which the compiler takes for a new number: what depends on it is recomputed where it
+// is needed and not kept in registers in between.
 __device__ inline int anew(int x) {
     asm volatile("" : "+r"(x));
     return x;
@@ -18,7 +18,8 @@ __device__ inline float anew_float(float x) {
     return x;
 }
 
-// All 64 bits of a product. As one of 64-bit numbers the compiler adds zeros to its upper half.
+// All 64 bits of a product. For a product of 64-bit numbers, the compiler would add zeros to its
+// upper half.
 struct WideProduct {
     unsigned int low, high;
 
@@ -33,21 +34,21 @@ struct WideProduct {
     }
 };
 
-// For each half of a word whether its highest bit is set, in all of its bits.
+// Copies the highest bit of each half of a word to all bits of that half.
 __device__ inline unsigned int spread_signs(unsigned int word) {
     unsigned int spread;
     asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(spread) : "r"(word));
     return spread;
 }
 
-// Whether this is for Blackwell's ptxas, which loads operands further ahead than the others.
+// Whether this is compiled by Blackwell's ptxas, which loads operands further ahead.
 #if __CUDA_ARCH__ >= 1000
 constexpr bool kBlackwell = true;
 #else
 constexpr bool kBlackwell = false;
 #endif
 
-// Barrier `id` of Threads threads of the block: arrives and waits, or only arrives.
+// Barrier `id` of Threads threads of the block: arrive and wait, or only arrive.
 template <int Threads>
 __device__ inline void named_barrier_sync(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(Threads) : "memory");
@@ -90,7 +91,7 @@ __device__ inline unsigned short bfloat16_from_float(float x) {
     return bits;
 }
 
-// To the nearest e4m3, ties to even; what is beyond its largest finite becomes that.
+// Rounds to the nearest e4m3, ties to even. What exceeds the largest finite e4m3 becomes that.
 __device__ inline unsigned char e4m3_from_float(float x) {
 #if __CUDA_ARCH__ >= 890
     unsigned short bits;
@@ -106,7 +107,7 @@ __device__ inline unsigned char e4m3_from_float(float x) {
     if (size != size) return 0x7fu;
     if (size >= kLargest) return sign | 0x7eu;
     if (size < kSmallestNormal) {
-        // The last place of a float at 2^14 is that of e4m3's subnormals: adding rounds to it.
+        // A float's last place at 2^14 is that of e4m3's subnormals, so an addition rounds to it.
         constexpr float kShift = 0x1p14f;
         return sign | (__float_as_uint(size + kShift) - __float_as_uint(kShift));
     }
@@ -117,7 +118,7 @@ __device__ inline unsigned char e4m3_from_float(float x) {
 #endif
 }
 
-// Four of them, the first one low.
+// Four e4m3, the first one in the low byte.
 __device__ inline unsigned int pack_e4m3(float a, float b, float c, float d) {
 #if __CUDA_ARCH__ >= 890
     unsigned int bytes;

@@ -1,5 +1,5 @@
-// Inline PTX from sm_80 on: asynchronous copies into shared memory, and matrix products. What
-// float16 needs of it sm_75 does in another way.
+// Inline PTX from sm_80 on: asynchronous copies into shared memory, and matrix products. For
+// float16, sm_75 has another way to do it.
 #pragma once
 
 #include "ptx/ptx_common.cuh"
@@ -7,17 +7,17 @@
 
 namespace ptx {
 
-// How many copies are started together, at most: before sm_80 each is in registers until it is
-// there, and eight of each thread are more than an SM's part of the memory can be late with.
+// At most how many copies are started together. Before sm_80, each occupies registers until it
+// arrives, and eight per thread are enough to keep memory busy.
 #if __CUDA_ARCH__ >= 800
 constexpr int kCopiesAtOnce = 256;
 #else
 constexpr int kCopiesAtOnce = 8;
 #endif
 
-// Starts a copy of Bytes from global to shared memory; if not `inside`, `from` is not read and
-// zeros are written. Fewer than 4 bytes are beyond cp.async: those are copied at once, and before
-// sm_80 all are.
+// Starts a copy of Bytes from global to shared memory. If not `inside`, `from` is not read and
+// zeros are written. cp.async cannot copy fewer than 4 bytes: those copies are synchronous, as all
+// are before sm_80.
 template <int Bytes>
 __device__ inline void copy_async(void* to, const void* from, bool inside) {
 #if __CUDA_ARCH__ >= 800
@@ -57,7 +57,7 @@ __device__ inline void commit_copies() {
 #endif
 }
 
-// Waits until the copies of this thread are in shared memory but those of its last Groups groups.
+// Waits until this thread's copies are in shared memory, except those of its last Groups groups.
 template <int Groups>
 __device__ inline void wait_copies_but() {
 #if __CUDA_ARCH__ >= 800
@@ -94,8 +94,8 @@ __device__ inline void mma_m16n8k16_bf16(float (&d)[4], const unsigned int (&a)[
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// d += a b for 16x8 a and 8x8 b, float32 of which all but the upper 19 bits are ignored; sums are
-// float32, cut off. With g = lane / 4 and t = lane % 4, a lane has
+// d += a b for 16x8 a and 8x8 b. Of each float32 operand only the upper 19 bits count; sums are
+// float32, truncated. With g = lane / 4 and t = lane % 4, a lane has
 //   of a: (row g, column t), (g+8, t), (g, t+4), (g+8, t+4)
 //   of b: (row t, column g), (t+4, g)
 //   of d: (row g, columns 2t, 2t+1), (row g+8, same)
@@ -109,9 +109,10 @@ __device__ inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned int* a,
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// A tf32 of that size, which is not negative, with the sign of x; if the size is |x|, x cut off.
+// A tf32 with the magnitude `size`, which is not negative, and the sign of x. If size is |x|, x
+// truncated.
 __device__ inline unsigned int tf32_of(float size, float x) {
-    constexpr unsigned int kElsewhere = 0x80001fff;  // where a tf32 has its sign, and nothing
+    constexpr unsigned int kElsewhere = 0x80001fff;  // the sign, and bits that a tf32 lacks
     unsigned int bits;
     // kElsewhere ? x & ~size : size, bit by bit.
     asm("lop3.b32 %0, %1, %2, %3, 0x58;" : "=r"(bits) : "f"(size), "f"(x), "n"(kElsewhere));

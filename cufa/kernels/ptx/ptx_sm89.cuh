@@ -1,4 +1,4 @@
-// Inline PTX from sm_89 on: what becomes of 8-bit floats.
+// Inline PTX from sm_89 on: conversions of 8-bit floats.
 #pragma once
 
 namespace ptx {

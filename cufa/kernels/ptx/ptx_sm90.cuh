@@ -1,5 +1,5 @@
 // Inline PTX from sm_90 on: barriers in shared memory that count arrivals and bytes; copies, stores
-// and additions by the copy engine (TMA); and what launches and blocks that overlap wait for.
+// and additions by the copy engine (TMA); synchronization of launches that overlap and of blocks.
 #pragma once
 
 #include "ptx/ptx_sm80.cuh"
@@ -11,15 +11,16 @@ struct alignas(64) TensorMap {
 
 namespace ptx {
 
-// The time, by a clock that all SMs share.
+// The time, by a clock common to all SMs.
 __device__ inline long long nanoseconds() {
     long long now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
     return now;
 }
 
-// True in one lane of a warp, the same each time. All must ask. Of what is under this condition the
-// compiler knows that one thread does it, so that it need not take turns for what is uniform.
+// True in one lane of a warp, always the same. All lanes must call it. The compiler knows that a
+// single thread executes what is under this condition, so it issues no loop over lanes for what
+// must be uniform.
 __device__ inline bool elect_lane() {
     unsigned int elected;
     asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}"
@@ -27,7 +28,7 @@ __device__ inline bool elect_lane() {
     return elected != 0;
 }
 
-// A barrier in shared memory. Its phases are numbered from 0; each ends when as many threads as
+// A barrier in shared memory. Its phases are numbered from 0. A phase ends when as many threads as
 // `init` said have arrived and all bytes that they announced are there.
 using Barrier = unsigned long long;
 
@@ -37,7 +38,7 @@ __device__ inline void barrier_init(Barrier& barrier, int arrivals) {
                  : "memory");
 }
 
-// Makes the barriers that this thread has set up known to the copy engine.
+// Makes the barriers that this thread has initialised visible to TMA.
 __device__ inline void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -48,7 +49,7 @@ __device__ inline void barrier_arrive(Barrier& barrier) {
         : "memory");
 }
 
-// Arrives as soon as all copies are there that this thread has started with copy_async.
+// Arrives as soon as all copies that this thread has started with copy_async are done.
 __device__ inline void barrier_arrive_after_copies(Barrier& barrier) {
     asm volatile(
         "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier))
@@ -63,7 +64,7 @@ __device__ inline void barrier_arrive_expecting(Barrier& barrier, int bytes) {
                  : "memory");
 }
 
-// Whether the phase of this parity has ended; waits for it a while.
+// Whether the phase of this parity has ended; waits a while for it.
 __device__ inline bool barrier_try_wait(Barrier& barrier, unsigned int parity) {
     unsigned int ended;
     asm volatile(
@@ -76,13 +77,14 @@ __device__ inline bool barrier_try_wait(Barrier& barrier, unsigned int parity) {
     return ended != 0;
 }
 
-// Brings a tensor's description into the cache that copies read it from.
+// Prefetches a tensor map into the cache that copies read it from.
 __device__ inline void prefetch_tensor_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Starts the copy of a box of a tensor, from these coordinates on, the fastest axis first, into
-// shared memory; what lies outside the tensor becomes zeros. Its bytes arrive on `barrier`.
+// Starts the copy of a box of a tensor into shared memory. The coordinates of its first element are
+// given fastest axis first; what lies outside the tensor becomes zeros. The bytes arrive on
+// `barrier`.
 __device__ inline void copy_box(void* to, const TensorMap& map, Barrier& barrier, int x0, int x1,
                                 int x2, int x3) {
     asm volatile(
@@ -92,7 +94,7 @@ __device__ inline void copy_box(void* to, const TensorMap& map, Barrier& barrier
         : "memory");
 }
 
-// The same of a tensor with five axes.
+// The same for a tensor with five axes.
 __device__ inline void copy_box(void* to, const TensorMap& map, Barrier& barrier, int x0, int x1,
                                 int x2, int x3, int x4) {
     asm volatile(
@@ -102,7 +104,7 @@ __device__ inline void copy_box(void* to, const TensorMap& map, Barrier& barrier
         : "memory");
 }
 
-// Makes what this thread wrote to shared memory visible to the copy engine and to wgmma.
+// Makes what this thread wrote to shared memory visible to TMA and to wgmma.
 __device__ inline void proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -127,9 +129,9 @@ __device__ inline void wait_stores_read() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Stores four 8x8 matrices of 16-bit elements, of which a lane has columns 2t and 2t + 1 of row g
-// of each, where g = lane / 4 and t = lane % 4. Lanes 8i to 8i + 7 say where the rows of matrix i
-// go.
+// Stores four 8x8 matrices of 16-bit elements. A lane has columns 2t and 2t + 1 of row g of each,
+// where g = lane / 4 and t = lane % 4. Lanes 8i to 8i + 7 give the addresses of the rows of matrix
+// i.
 __device__ inline void stmatrix_x4(void* row, const unsigned int (&matrices)[4]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                      shared_address(row)),
@@ -137,15 +139,16 @@ __device__ inline void stmatrix_x4(void* row, const unsigned int (&matrices)[4])
                  : "memory");
 }
 
-// Turns an 8x8 matrix of 16-bit elements over, of which a lane has columns 2t and 2t + 1 of row g,
-// where g = lane / 4 and t = lane % 4.
+// Transposes an 8x8 matrix of 16-bit elements. A lane has columns 2t and 2t + 1 of row g, where g =
+// lane / 4 and t = lane % 4.
 __device__ inline unsigned int transpose_matrix(unsigned int pair) {
     unsigned int transposed;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
     return transposed;
 }
 
-// Starts the copy of contiguous bytes, a multiple of 16 and aligned so, into shared memory.
+// Starts the copy of contiguous bytes into shared memory; `bytes` and both addresses are multiples
+// of 16.
 __device__ inline void copy_bytes(void* to, const void* from, int bytes, Barrier& barrier) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
@@ -154,8 +157,8 @@ __device__ inline void copy_bytes(void* to, const void* from, int bytes, Barrier
         : "memory");
 }
 
-// Starts to add floats in shared memory to those at `to`; as many bytes, a multiple of 16 and
-// aligned so.
+// Starts to add floats in shared memory to those at `to`; `bytes` and both addresses are multiples
+// of 16.
 __device__ inline void add_to_global(float* to, const float* from, int bytes) {
     asm volatile(
         "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
@@ -170,10 +173,10 @@ __device__ inline void add_to_global(float* to, const float (&sums)[4]) {
                  : "memory");
 }
 
-// A launch that overlaps the one before begins when each of that one's blocks has called
-// let_next_launch_begin or is done. From wait_for_launch_before on that launch is over: it may read
-// what was written there, and write what was read. All blocks must wait, or the launch after it
-// could begin while the one before is not over.
+// A launch that overlaps the one before begins when each block of that one has called
+// let_next_launch_begin or is done. After wait_for_launch_before, the launch before is complete:
+// this one may read what it wrote and overwrite what it read. All blocks must wait; otherwise the
+// next launch could begin before the previous one is complete.
 __device__ inline void let_next_launch_begin() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
@@ -181,7 +184,7 @@ __device__ inline void wait_for_launch_before() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Between blocks: what comes before an addition comes before what follows a load that sees it.
+// Between blocks: what precedes an addition is visible after a load that sees it.
 __device__ inline unsigned int load_acquire(const unsigned int* address) {
     unsigned int value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");

@@ -1,8 +1,8 @@
-// Inline PTX that sm_90a alone has, warpgroup products (wgmma) and the registers that they take,
-// and what nothing but their kernels needs.
+// Inline PTX that only sm_90a has, warpgroup products (wgmma) and register reallocation, and what
+// only their kernels need.
 //
-// A warpgroup is four warps in a row, the first one's index a multiple of four; all of it executes
-// what stands here together.
+// A warpgroup is four consecutive warps, the first with an index that is a multiple of four. All of
+// its threads execute these functions together.
 #pragma once
 
 #include "hopper/watchdog.cuh"
@@ -38,8 +38,8 @@ __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// Holds the compiler, which takes a product's result for ready once it is asked for, to the order
-// in which these registers are touched.
+// Holds the compiler to the order in which these registers are touched: it takes a product's result
+// for ready as soon as it is issued.
 __device__ inline void hold(float& x) {
     asm volatile("" : "+f"(x)::"memory");
 }
@@ -47,8 +47,8 @@ __device__ inline void hold(unsigned int& x) {
     asm volatile("" : "+r"(x)::"memory");
 }
 
-// Gives up registers, or takes them from what others gave up, until each thread has Count. With a
-// watchdog all stay as they are: its printf needs more than a thread that copies would keep.
+// Gives up registers, or takes those that others gave up, until each thread has Count. With a
+// watchdog nothing changes: its printf needs more registers than a producer would keep.
 template <int Count>
 __device__ inline void registers_decrease() {
     if (kWatchdogSeconds == 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
@@ -59,21 +59,21 @@ __device__ inline void registers_increase() {
 }
 
 // d = a b, or d += a b if Add, for 64x16 a, 16xN b and 64xN d in float32. With w the warp's index
-// in the warpgroup, g = lane / 4 and t = lane % 4, d[4i], d[4i + 1] are columns 8i + 2t, 8i + 2t +
-// 1 of row 16w + g, and d[4i + 2], d[4i + 3] the same of row 16w + g + 8. Both operands are
-// descriptors of shared memory, or `a` is four registers: (row g, columns 2t, 2t + 1), (g + 8,
-// same), (g, columns 2t + 8, 2t + 9), (g + 8, same). An operand that is transposed lies in memory
-// with its depth, the 16, as the slower axis.
+// in the warpgroup, g = lane / 4 and t = lane % 4, d[4i] and d[4i + 1] are columns 8i + 2t and 8i +
+// 2t + 1 of row 16w + g, and d[4i + 2] and d[4i + 3] the same columns of row 16w + g + 8. Both
+// operands are descriptors of shared memory, or `a` is four registers: (row g, columns 2t, 2t + 1),
+// (g + 8, same), (g, columns 2t + 8, 2t + 9), (g + 8, same). In a transposed operand the depth, 16,
+// is the slower axis in memory.
 template <int N, bool Bfloat16>
 struct Wgmma;
 
-// The same for 64x32 a and 32xN b in e4m3, neither of them transposed. Registers of `a` are (row g,
-// columns 4t to 4t + 3), (g + 8, same), (g, columns 4t + 16 to 4t + 19), (g + 8, same).
+// The same for 64x32 a and 32xN b in e4m3, which cannot be transposed. The registers of `a` are
+// (row g, columns 4t to 4t + 3), (g + 8, same), (g, columns 4t + 16 to 4t + 19), (g + 8, same).
 template <int N>
 struct WgmmaE4m3;
 
-// The instruction names every register of d, so each N has a text of its own: the lists of
-// registers are put together from eights.
+// The instruction names every register of d, so each N has its own text: the lists of registers are
+// built from groups of eight.
 #define WGMMA_D8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define WGMMA_D16 WGMMA_D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_D24 WGMMA_D16 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -110,7 +110,7 @@ struct WgmmaE4m3;
 #define WGMMA_OUT120 WGMMA_OUT112, WGMMA_OUT(112)
 #define WGMMA_OUT128 WGMMA_OUT120, WGMMA_OUT(120)
 
-// Operands after those of d, %P0 and on: a, b, how they are transposed, whether to add.
+// Operands after those of d, from %P0 on: a, b, whether they are transposed, whether to add.
 #define WGMMA_OF(BFLOAT16, TYPE, N, SUMS, P0, P1, P2, P3, P4, P5, P6)                            \
     template <>                                                                                  \
     struct Wgmma<N, BFLOAT16> {                                                                  \

@@ -1,11 +1,11 @@
-// How some columns of a row of the output are written.
+// Writes some columns of a row of the output.
 #pragma once
 
 #include "call/config.cuh"
 #include "call/memory.cuh"
 
-// Writes neighbouring columns of a row, those before Dims of them, as many at once as the caller's
-// alignment allows.
+// Writes neighbouring columns of a row, as far as they are before Dims, in vectors as wide as the
+// caller's alignment allows.
 template <int Dims, class T, int Count>
 __device__ inline void write_columns(T* row, const Pack<T, Count>& values, int first_col) {
     constexpr int kChunk = min_of(min_of(kAlignBytes / sizeof(T), Dims & -Dims), Count);

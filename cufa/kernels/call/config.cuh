@@ -1,6 +1,6 @@
-// What the host fixes for one compiled variant, turned from macros into names. Below this header,
-// and below the few lines of each kernel that do the same for its tiles, no macro appears but sizes
-// in bytes that the host planned, beside those that they must be.
+// What the host fixes for one compiled variant, as names instead of macros. Apart from this header,
+// and a few lines in each kernel that do the same for its tiles, code uses no macros except sizes
+// in bytes that the host planned, to check them.
 #pragma once
 
 #include "call/dtype.cuh"
@@ -18,31 +18,31 @@
 #endif
 
 using scalar_t = SCALAR;                  // element type of Q, K, V, O and their gradients
-using key_t = KEY_SCALAR;                 // that of K and V, which few kernels take of another type
+using key_t = KEY_SCALAR;                 // that of K and V; in few kernels it may differ
 using acc_t = accumulator_t<scalar_t>;    // type of S, P, LSE and of every sum
 constexpr int kHeadDim = HEAD_DIM;        // last axis of Q and K
 constexpr int kValueDim = VALUE_DIM;      // last axis of V and O
 constexpr int kAlignBytes = ALIGN_BYTES;  // every address and stride is a multiple of this
 constexpr int kVec = 16 / sizeof(acc_t);  // accumulators in one 16-byte shared-memory access
 
-// Features. What is off is not compiled.
+// Features. Disabled ones are not compiled.
 constexpr bool kCausal = CAUSAL;      // keys end at the diagonal, which ends in the last corner
-constexpr bool kWindow = WINDOW;      // keys begin and end at distances from it known at run time
+constexpr bool kWindow = WINDOW;      // keys begin and end at run-time distances from the diagonal
 constexpr bool kSoftcap = SOFTCAP;    // scores are bounded by a tanh
 using bias_t = BIAS;                  // element type of what is added to the scores; void: nothing
-constexpr int kMaskBits = MASK_BITS;  // of one element of the mask: 8, 1, or 0 for no mask
+constexpr int kMaskBits = MASK_BITS;  // bits of one element of the mask: 8, 1, or 0 for no mask
 constexpr bool kAlibi = ALIBI;        // scores fall with the distance from the diagonal
-constexpr bool kSink = SINK;          // every row's softmax counts one more score, with no value
+constexpr bool kSink = SINK;          // each row's softmax counts one more score, without a value
 constexpr bool kDropout = DROPOUT;    // probabilities are dropped at random
-constexpr bool kPacked = PACKED;      // sequences of many lengths lie one after the other
-// Packed sequences of fewer or more queries are another launch's; 0: there is no such limit.
+constexpr bool kPacked = PACKED;      // sequences of any lengths follow each other
+// Another launch processes packed sequences of fewer or more queries; 0: no such limit.
 constexpr int kLeastQueries = LEAST_QUERIES, kMostQueries = MOST_QUERIES;
-constexpr bool kUsedKeys = USED_KEYS;   // each sequence says how many of its keys count
-constexpr bool kPaged = PAGE_SIZE > 0;  // keys and values lie in pages, which a table lists
+constexpr bool kUsedKeys = USED_KEYS;   // the call says how many keys of each sequence count
+constexpr bool kPaged = PAGE_SIZE > 0;  // keys and values are in pages, listed in a table
 constexpr int kPageSize = kPaged ? PAGE_SIZE : 1;  // keys of a page
 constexpr bool kTf32 = TF32_PRODUCTS;  // tensor cores may round float32 operands to tf32
-constexpr bool kScoreMod = SCORE_MOD;  // scores go through a function of the caller's
-constexpr bool kMaskMod = MASK_MOD;    // a function of the caller's says who sees what
+constexpr bool kScoreMod = SCORE_MOD;  // the caller's function changes scores
+constexpr bool kMaskMod = MASK_MOD;    // the caller's function says which keys a row sees
 
 template <class A, class B>
 constexpr bool is_same = false;
@@ -51,11 +51,11 @@ constexpr bool is_same<A, A> = true;
 constexpr bool kBias = !is_same<bias_t, void>;
 // Whether a score is more than a product times the scale.
 constexpr bool kShapedScores = kSoftcap || kBias || kAlibi || kScoreMod;
-// Whether a key may be seen or not whatever its neighbours are.
+// Whether a key may be seen or hidden independently of its neighbours.
 constexpr bool kKeyMask = kMaskBits != 0 || kMaskMod;
 // Whether rows may see some keys and not others.
 constexpr bool kRangeMask = kCausal || kWindow;
-// Whether the keys of some tiles of queries are parted among blocks, so that all are done at about
-// the same time: of the tiles that would be left for a last round of too few, or of all, where rows
-// see keys up to the diagonal and a few long tiles would end last.
+// Whether the keys of some tiles of queries are split among blocks, so that all blocks end at about
+// the same time. These are the tiles that would be left for an incomplete last round. Where rows
+// see keys up to the diagonal, a few long tiles would end last, so it is all tiles.
 constexpr bool kPartsKeys = PARTS_KEYS, kPartsAll = kPartsKeys && kRangeMask;

@@ -1,16 +1,16 @@
-// What 8-bit arrays are multiplied with, each of (batch, kv_heads) alone.
+// The factors of 8-bit arrays, one per batch and KV head.
 #pragma once
 
 #include "call/params.cuh"
 
-// One of those; 1 if the call has none of that array.
+// One such factor; 1 if the call has none for that array.
 __device__ inline float descale_of(const ForwardParams& params, const void* descale, int batch,
                                    int kv_head) {
     const int index = batch * params.sizes.kv_heads + kv_head;
     return descale ? static_cast<const float*>(descale)[index] : 1;
 }
 
-// What a head's products are multiplied with: Q K^T to be scores, P V to be the output.
+// The factors of a head's products: they turn Q K^T into scores and P V into the output.
 struct HeadScales {
     float scores = 0, output = 0;
 

@@ -1,4 +1,4 @@
-// The element types, the two types that sums are kept in, and the way between them.
+// The element types, the two types of sums, and the conversions between them.
 #pragma once
 
 #include "ptx/ptx_common.cuh"
@@ -9,7 +9,7 @@ struct float16 {
 struct bfloat16 {
     unsigned short bits;
 };
-// Bits as the OCP's E4M3: no infinity, and NaN has all bits of exponent and mantissa set.
+// OCP's E4M3: it has no infinity, and NaN has all bits of exponent and mantissa set.
 struct float8_e4m3fn {
     unsigned char bits;
 };
@@ -41,7 +41,8 @@ __device__ inline float to_acc(bfloat16 x) {
 __device__ inline float to_acc(float8_e4m3fn x) {
     const unsigned int magnitude = x.bits & 0x7f;
     if (magnitude == 0x7f) return __int_as_float(0x7fffffff);
-    // The exponent's four bits, moved to where a float has its lowest ones, lack 127 - 7.
+    // The four bits of the exponent become the lowest of a float's, whose bias is larger by 127 -
+    // 7.
     constexpr float kLacking = 0x1p120f;
     const float value = __int_as_float(magnitude << 20) * kLacking;
     return x.bits & 0x80 ? -value : value;
@@ -53,7 +54,7 @@ __device__ inline double to_acc(float64 x) {
     return x;
 }
 
-// The bits of the exponent, all of which are set in NaN and infinity alone.
+// The bits of the exponent: only in NaN and infinity all of them are set.
 template <class T>
 constexpr unsigned int kExponentBits = 0x7c00;
 template <>
@@ -66,18 +67,18 @@ __device__ inline bool is_finite(T x) {
 __device__ inline bool is_finite(float8_e4m3fn x) {
     return (x.bits & 0x7f) != 0x7f;
 }
-// NaN and infinity are the values that differ from themselves by more than nothing.
+// Only NaN and infinity minus themselves are not 0.
 __device__ inline bool is_finite(float32 x) {
     return x - x == 0;
 }
-// The same of float64 is asked of its bits, whose pipe is not that of products.
+// float64 is tested by its bits: the float64 pipe is busy with products.
 __device__ inline bool is_finite(float64 x) {
     constexpr int kExponent = 0x7ff00000;  // in the upper half
     return (__double2hiint(x) & kExponent) != kExponent;
 }
 
-// Of two elements in a word: not zero if one of them is NaN or infinite. Adding the exponent's
-// lowest bit carries into the sign's place, which is empty, if all bits of the exponent are set.
+// Not zero if one of two elements in a word is NaN or infinite. If all bits of an exponent are set,
+// adding its lowest bit carries into the sign's place, which is empty.
 template <class T>
 __device__ inline unsigned int nonfinite_of_pair(unsigned int pair) {
     constexpr unsigned int kMask = kExponentBits<T> << 16 | kExponentBits<T>;

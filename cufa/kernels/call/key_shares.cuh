@@ -1,23 +1,23 @@
-// The keys of all tiles of rows, shared out evenly among blocks, however long each sequence is.
+// The keys of all tiles of rows, divided evenly among blocks, whatever the lengths of sequences.
 //
-// A round is as many keys as a block takes in at once. All rounds of all tiles stand in a line,
-// sequence after sequence, and each block has as many of them as any other: the end of a tile
-// perhaps, whole tiles, and the beginning of one more. Only the GPU knows the lengths. As products
-// of matrices are shared out in stream-K (Osama et al. 2023).
+// A round is as many keys as a block processes at once. The rounds of all tiles form a line,
+// sequence after sequence, and every block gets equally many: perhaps the end of a tile, whole
+// tiles, and the beginning of one more. Only the GPU knows the lengths. stream-K divides matrix
+// products in the same way (Osama et al. 2023).
 #pragma once
 
 #include "call/key_tiles.cuh"
 #include "call/sequence_line.cuh"
 #include "call/tensor.cuh"
 
-// The tiles of rows of one sequence, of all KV heads: how many there are, and the rounds of each.
+// The tiles of rows of one sequence, over all KV heads: how many there are, and the rounds of each.
 struct SequenceRounds {
     int tiles, rounds;
 
     __device__ int all() const { return tiles * rounds; }
 };
 
-// Where a round is: the sequence's tile of rows number `tile`, and which of that tile's it is.
+// The place of a round: the sequence, the number of its tile of rows, and the round in that tile.
 struct RoundPlace {
     int batch, tile, round;
     SequenceRounds of;
@@ -28,7 +28,7 @@ struct KeyShare {
     int begin, end;
 };
 
-// Whole warps call what follows, all lanes with the same arguments.
+// Whole warps call these functions, all lanes with the same arguments.
 template <int BlockM, int BlockN, int TilesOfRound>
 class KeyRounds {
   public:
@@ -42,19 +42,19 @@ class KeyRounds {
         return {first_of(block), first_of(block + 1)};
     }
 
-    // Which block has a round.
+    // The block that has a round.
     __device__ int block_of(int round) const {
         return static_cast<int>(((round + 1ll) * shares - 1) / all);
     }
 
-    // Where a round is, which there must be.
+    // The place of a round, which must exist.
     __device__ RoundPlace at(int round) const {
         const auto [batch, number] = line().at(round);
         const SequenceRounds of = of_sequence(batch);
         return {batch, number / of.rounds, number % of.rounds, of};
     }
 
-    // The first round of the tile after that of `place`, which there must be.
+    // The first round of the tile after that of `place`, which must exist.
     __device__ RoundPlace next_tile(RoundPlace place) const {
         place.round = 0;
         ++place.tile;
@@ -74,7 +74,7 @@ class KeyRounds {
     };
     __device__ SequenceLine<RoundsOf> line() const { return {params.sizes.batch, {*this}}; }
 
-    // A tile has a round even if it has no keys: its rows must be written.
+    // Even a tile without keys has a round: its rows must be written.
     __device__ SequenceRounds of_sequence(int batch) const {
         const Sequence sequence(params, batch);
         if (!sequence.is_ours()) return {};

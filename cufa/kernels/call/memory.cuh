@@ -1,4 +1,4 @@
-// Small things that every kernel with shared memory needs.
+// Helpers that every kernel with shared memory needs.
 #pragma once
 
 __device__ constexpr int ceil_div(int a, int b) {
@@ -14,7 +14,7 @@ __device__ constexpr int floor_power_of_two(int x) {
     return x < 2 ? x : 2 * floor_power_of_two(x / 2);
 }
 
-// N values moved by one instruction.
+// N values that one instruction moves.
 template <class T, int N>
 struct alignas(N * sizeof(T)) Pack {
     T v[N];
@@ -23,8 +23,8 @@ struct alignas(N * sizeof(T)) Pack {
     __device__ const T& operator[](int i) const { return v[i]; }
 };
 
-// The one block of dynamic shared memory, as the struct a kernel lays over it. Bytes are what the
-// host planned for this entry of the file, if not the same as for the others.
+// The block's dynamic shared memory, as a kernel's struct. Bytes is what the host planned for this
+// entry of the file, if entries differ.
 template <class Smem, int Bytes = SMEM_BYTES>
 __device__ inline Smem& shared_memory() {
     static_assert(sizeof(Smem) == Bytes, "the host planned a different size of shared memory");

@@ -1,6 +1,6 @@
-// What the host passes, by value, in one struct. cufa/params.py holds the same fields in the same
-// order; a size that differs is a compile error, and a test echoes every field back to see none
-// swapped.
+// What the host passes, by value, in one struct. cufa/params.py has the same fields in the same
+// order. A different size is a compile error, and a test echoes every field back to find swapped
+// ones.
 #pragma once
 
 #include "scores/score_mod.cuh"
@@ -22,11 +22,11 @@ struct ScoreTensor {
 struct Sizes {
     int batch, heads, kv_heads;
     int seqlen_q, seqlen_k;  // of all sequences together if they are packed
-    int step;                // which launch this is of a kernel that is launched several times
+    int step;                // the number of this launch, for kernels launched several times
 };
 
-// Where a part of a tile of queries is: the tile's number in its head, which of its parts this is
-// and of how many, and the number of the first of them among those of all of the head's tiles.
+// The place of a part of a tile of queries: the tile's number in its head, the number of this part,
+// how many parts the tile has, and the number of its first part among all parts of the head.
 struct PartPlace {
     unsigned char tile, part, parts, first;
 };
@@ -37,36 +37,36 @@ struct PartPlaces<true> {
     PartPlace places[MOST_PARTS_OF_HEAD];
 };
 
-// How the tiles of queries are handed out, `count` times something, if the keys of some of them are
-// parted among blocks (plan/parting.py): the first `whole` of them with all their keys, the others
-// in so many `parts`. Where rows see keys up to the diagonal all are, and there is a list of a
-// head's parts.
+// How tiles of queries are handed out if the keys of some are split among blocks (plan/parting.py).
+// Of `count` items, the first `whole` are tiles with all their keys; the others are tiles in
+// `parts` parts each. Where rows see keys up to the diagonal all tiles are split, and there is a
+// list of a head's parts.
 struct Parting : PartPlaces<kPartsAll> {
     int whole, parts, count;
 };
 
-// What some calls ask for; config.cuh says which of it counts. It begins with the arrays that the
-// caller's functions read; where there are none, with nothing.
+// What some calls ask for; config.cuh says what is used. It begins with the arrays that the
+// caller's functions read, if any.
 struct Features : ModArrays {
     ScoreTensor bias;
     ScoreTensor mask;          // bytes, not 0 where a row sees a key; or bits, lowest first
     const void* alibi_slopes;  // (batch, heads) of acc_t
     long long alibi_batch_stride;
     const void* sink;         // (heads) of acc_t
-    const int* cu_seqlens_q;  // (batch + 1): where each sequence begins, and the last ends
+    const int* cu_seqlens_q;  // (batch + 1): where each sequence begins and the last ends
     const int* cu_seqlens_k;  // (batch + 1)
     const int* seqused_k;     // (batch)
-    // (batch, kv_heads) of float32, what 8-bit Q, K and V are multiplied with; null: 1
+    // (batch, kv_heads) of float32: factors of 8-bit Q, K and V; null: 1
     const void *q_descale, *k_descale, *v_descale;
     double softcap;           // the bound of the scores
-    double kept_scale;        // what a probability is multiplied by that dropout keeps
+    double kept_scale;        // the factor of a probability that dropout keeps
     unsigned long long seed;  // of the random numbers that dropout draws
-    unsigned int offset;      // which of that seed's sequences of them
-    unsigned int kept_carry;  // by which random numbers overflow that keep a probability
+    unsigned int offset;      // selects one of that seed's sequences
+    unsigned int kept_carry;  // added to a random number, overflows where dropout keeps
     int window_left, window_right;
 };
 
-// Where keys and values lie in pages: the numbers of those pages.
+// Where keys and values are in pages: the numbers of the pages.
 struct Pages {
     const int* table;  // (batch, of_sequence), the last axis contiguous
     int of_sequence;   // how many a sequence may have
@@ -74,7 +74,7 @@ struct Pages {
 };
 
 struct ForwardParams {
-    Tensor q, k, v, o;  // where keys lie in pages, the batch stride of k and v is a page's
+    Tensor q, k, v, o;  // if keys are in pages, the batch stride of k and v is a page's
     void* lse;          // (batch, heads, seqlen_q) of acc_t, natural logarithm; null: not wanted
     void* workspace;    // its parts are named in the kernel that uses it
     double softmax_scale;
@@ -84,8 +84,7 @@ struct ForwardParams {
     Pages pages;
 };
 
-// The gradient of the bias: contiguous, of the bias's shape, in which axes that were broadcast
-// are 1.
+// The gradient of the bias: contiguous, in the shape of the bias, with 1 for broadcast axes.
 struct BiasGradient {
     ScoreTensor out;
     int batch, heads, rows, keys;
@@ -98,9 +97,9 @@ struct BackwardParams {
     double softmax_scale;
     Sizes sizes;
     Features features;
-    const void* dlse;    // gradient of the LSE, its shape and type; null: there is none
+    const void* dlse;    // gradient of the LSE, in its shape and type; null: none
     void* dsink;         // (heads) of acc_t; null: not wanted
-    BiasGradient dbias;  // its data is null if it is not wanted
+    BiasGradient dbias;  // its data is null if not wanted
 };
 
 struct SoftmaxParams {
@@ -127,8 +126,8 @@ struct RotaryParams {
 
 struct QuantizeParams {
     Tensor x, y;
-    const int* cu_seqlens;  // (batch + 1), of packed sequences alone
-    // (batch, kv_heads), the bits of what will be descales; null: they are given
+    const int* cu_seqlens;  // (batch + 1), only for packed sequences
+    // (batch, kv_heads): the bits of future descales; null: descales are given
     unsigned int* measured;
     float* descale;  // (batch, kv_heads)
     int batch, heads, kv_heads, seqlen;

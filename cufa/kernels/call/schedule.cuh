@@ -1,5 +1,5 @@
-// Which tile of queries a block works on next, where there are as many blocks as run at once and
-// each takes tile after tile.
+// Which tile of queries a block processes next, where only as many blocks as run at once are
+// launched and each takes tile after tile.
 #pragma once
 
 #include "call/memory.cuh"
@@ -7,7 +7,7 @@
 #include "call/tensor.cuh"
 #include "scores/mask.cuh"
 
-// What only some calls have to look up: where a sequence begins, and how long it is.
+// What only some calls must look up: where a sequence begins, and its length.
 struct VariedLengths {
     int first_q, first_k, seqlen_q, seqlen_k;
 
@@ -42,8 +42,8 @@ struct LengthsOf<true> {
 };
 using Lengths = LengthsOf<kPacked || kUsedKeys>::type;
 
-// Which of a tile's parts it is: number `part` of `parts`. The tile's first one has the number
-// `first_part` among those of all tiles.
+// One part of a tile's keys: number `part` of `parts`. The tile's first part has number
+// `first_part` among the parts of all tiles.
 struct PartOfKeys {
     int first_part = 0;
     short part = 0, parts = 1;
@@ -60,8 +60,8 @@ struct KeysOf<true> {
     using type = PartOfKeys;
 };
 
-// A tile of queries of one head, found by one thread and read by others; batch -1: there is none
-// left.
+// A tile of queries of one head, found by one thread and read by others. Batch -1 means that none
+// is left.
 struct WorkTile : Lengths, KeysOf<kPartsKeys>::type {
     int batch, head, kv_head, first_row;
 
@@ -79,22 +79,21 @@ struct WorkTile : Lengths, KeysOf<kPartsKeys>::type {
     __device__ static WorkTile none() { return {Sequence(-1, 0, 0, 0, 0), 0, 0, 0}; }
 };
 
-// The order in which tiles are taken. Heads come in sections: enough of them for a round of all
-// blocks, no more than have their keys and values in the L2 cache at once. Under a causal mask the
-// last queries of a section's heads come first: those see most keys, and long work that starts late
-// would leave the GPU waiting for it. It is they that read keys and values from memory, so that
-// larger sections would have memory busy at first and idle later. Heads that are left over, as of
-// 12 where a section has 8, belong to the last section: of their own they would start long work
-// late.
+// The order in which tiles are taken. Heads come in sections: enough heads for a round of all
+// blocks, but no more than have their keys and values in the L2 cache at once. Under a causal mask
+// the last queries of a section's heads come first. They see most keys, and long work that starts
+// late would leave the GPU waiting. They are also the ones that read keys and values from memory,
+// so larger sections would keep memory busy at first and idle later. A rest of heads, as of 12 if a
+// section has 8, joins the last section: on their own they would start long work late.
 //
-// Where keys are parted, a head's parts stand in the place of its tiles, in an order of their own
-// that the host knows; but if all rows see the same keys, it is the last tiles that are parted.
+// Where keys are split, a head's parts take the place of its tiles, in an order that the host
+// chooses. But if all rows see the same keys, only the last tiles are split.
 template <int BlockM, int SectionBytes>
 struct TileOrder {
     const ForwardParams& call;
     unsigned int tiles;    // of one head; of packed sequences, of all of them
     unsigned int heads;    // of all batches; of packed sequences, of one of them
-    unsigned int of_head;  // tiles, or parts of them, to hand out
+    unsigned int of_head;  // tiles, or parts of tiles, to hand out
     unsigned int section_heads;
     unsigned int sections;
 
@@ -116,7 +115,7 @@ struct TileOrder {
         sections = max(heads / section_heads, 1u);
     }
 
-    // How many times something can be handed out.
+    // The number of times that work can be handed out.
     __device__ unsigned int count() const {
         return kPartsKeys ? call.parting.count : heads * tiles;
     }
@@ -136,7 +135,7 @@ struct TileOrder {
     }
 
   private:
-    // Of many sequences that are another launch's there should be no tiles to pass over.
+    // Blocks should not have to skip tiles of the many sequences that another launch processes.
     static constexpr bool kCounted = kLeastQueries > 0;
     struct TilesOf {
         const ForwardParams& call;
@@ -147,8 +146,8 @@ struct TileOrder {
         }
     };
 
-    // A round of tiles of long heads is of few heads, of which the last section would begin with
-    // few long tiles.
+    // With long heads, a round of tiles has few heads; then the last section would begin with few
+    // long tiles.
     static constexpr unsigned int kLeastHeads = 8;
 
     // Query heads that share keys and values.
@@ -181,7 +180,7 @@ struct TileOrder {
         return {Sequence(call, batch), int(in_batch), int(in_batch / group()), tile * BlockM};
     }
 
-    // A template, in which there need not be a list.
+    // A template, because there may be no list.
     template <class Parting>
     __device__ WorkTile part_of_head(const Parting& parting, unsigned int head, int number) const {
         const PartPlace place = parting.places[number];
@@ -189,7 +188,7 @@ struct TileOrder {
         set_part(work, head * of_head + place.first, place.part, place.parts);
         return work;
     }
-    // A template, in which tiles need not have parts.
+    // A template, because tiles may have no parts.
     template <class Work>
     __device__ static void set_part(Work& work, int first_part, int part, int parts) {
         work.first_part = first_part;
@@ -198,17 +197,17 @@ struct TileOrder {
     }
 };
 
-// Hands out the indices of tiles, by a count of those that were taken.
+// Hands out the indices of tiles, by counting the tiles taken.
 struct TileCounter {
     unsigned int* taken;
     unsigned int tiles;
 
-    // Of a block whose first tile has its own number. It is asked for exactly as often as there are
-    // tiles, and the last time puts the count back to 0 for the next launch.
+    // For blocks that have their own number for the first tile. It is called exactly once per tile;
+    // the last call resets the count to 0 for the next launch.
     __device__ int next() const { return gridDim.x + atomicInc(taken, tiles - 1); }
-    // Of a block that takes its first one, too, by the count, and in the end one too many, as all
-    // do: the last puts it back likewise.
+    // For blocks that take even their first tile by the count. Each block calls it once too often
+    // at the end; the last call resets the count.
     __device__ int late() const { return atomicInc(taken, tiles + gridDim.x - 1); }
-    // The same where another launch puts it back.
+    // The same if another launch resets the count.
     __device__ int any() const { return atomicAdd(taken, 1u); }
 };

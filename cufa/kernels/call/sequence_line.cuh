@@ -1,13 +1,13 @@
-// Things of which each sequence has some, in a line: sequence after sequence.
+// Items of all sequences in a line, sequence after sequence.
 #pragma once
 
-// Which sequence a thing is of, and its number there.
+// The sequence of an item, and its number in that sequence.
 struct LinePlace {
     int batch, number;
 };
 
-// `count_of(batch)` is how many a sequence has. Whole warps call what follows, all lanes with the
-// same arguments.
+// `count_of(batch)` is the number of items of a sequence. Whole warps call these functions, all
+// lanes with the same arguments.
 template <class CountOf>
 struct SequenceLine {
     int batch;
@@ -15,15 +15,15 @@ struct SequenceLine {
 
     __device__ SequenceLine(int batch, CountOf count_of) : batch(batch), count_of(count_of) {}
 
-    // How many there are of all sequences.
+    // The number of items of all sequences.
     __device__ int count() const {
         int count = 0;
-#pragma unroll 4  // lengths come from far away
+#pragma unroll 4  // lengths take long to load
         for (int sequence = lane(); sequence < batch; sequence += 32) count += count_of(sequence);
         return __shfl_sync(kAllLanes, sum_to_lane(count), 31);
     }
 
-    // Where a thing is, which there must be.
+    // The place of an item, which must exist.
     __device__ LinePlace at(int number) const {
         for (int first = 0;; first += 32) {
             const int sequence = first + lane();

@@ -1,5 +1,5 @@
-// Views of the caller's arrays: the (seqlen, dim) matrices of one sequence, and which of them a
-// block works on.
+// Views of the caller's arrays: the (seqlen, dim) matrices of a sequence, and the tile that a block
+// processes.
 #pragma once
 
 #include "call/config.cuh"
@@ -14,12 +14,11 @@ struct Matrix {
     long long row_stride;
 
     __device__ T* row(int r) const { return data + r * row_stride; }
-    // Its rows from r on.
+    // The matrix of the rows from r on.
     __device__ Matrix from(int r) const { return {row(r), row_stride}; }
 };
 
-// Keys, or values, of one head of a sequence that lie in pages: those of page p are the rows of
-// page table[p].
+// Keys or values of one head of a sequence, in pages: page p of the sequence is page table[p].
 template <class T>
 struct PagedMatrix {
     T* data;
@@ -43,20 +42,20 @@ struct KeyMatrixOf<T, true> {
 template <class T>
 using KeyMatrix = typename KeyMatrixOf<T, kPaged>::type;
 
-// The numbers of the pages where the keys of a sequence lie.
+// The page numbers of a sequence's keys.
 template <class Params>
 __device__ inline const int* pages_of_sequence(const Params& params, int batch) {
     return params.pages.table + static_cast<long long>(batch) * params.pages.batch_stride;
 }
 
-// One of a batch: its lengths, and where its rows begin in arrays that have no batch axis.
+// One sequence of a batch: its lengths, and where its rows begin in arrays without a batch axis.
 struct Sequence {
     int batch;
     int first_q = 0, first_k = 0;
     int seqlen_q, seqlen_k;
-    const int* pages = nullptr;  // the numbers of those where its keys lie
+    const int* pages = nullptr;  // the numbers of the pages of its keys
 
-    // As it was found before, of rows first_q and first_k on.
+    // From values that were looked up before.
     __device__ Sequence(int batch, int first_q, int first_k, int seqlen_q, int seqlen_k)
         : batch(batch),
           first_q(first_q),
@@ -81,7 +80,7 @@ struct Sequence {
         if constexpr (kUsedKeys) seqlen_k = min(seqlen_k, features.seqused_k[batch]);
     }
 
-    // Whether it has neither too few nor too many queries for this launch.
+    // Whether this launch processes a sequence with so many queries.
     __device__ bool is_ours() const {
         return (kLeastQueries == 0 || seqlen_q >= kLeastQueries) &&
                (kMostQueries == 0 || seqlen_q <= kMostQueries);
@@ -105,8 +104,8 @@ struct Sequence {
         }
     }
 
-    // Where a head's rows begin in LSE and its like: (batch, heads, seqlen_q), or (heads, rows of
-    // all sequences) if they are packed.
+    // Where a head's rows begin in the LSE and similar arrays: (batch, heads, seqlen_q) or, if
+    // sequences are packed, (heads, rows of all sequences).
     __device__ long long first_row(int head, const Sizes& sizes) const {
         const long long heads = kPacked ? head : static_cast<long long>(batch) * sizes.heads + head;
         return heads * sizes.seqlen_q + first_q;
@@ -121,7 +120,7 @@ struct Sequence {
     }
 };
 
-// The same for kernels that take no packed sequences.
+// The same for kernels without packed sequences.
 template <class T>
 __device__ inline Matrix<T> matrix_of(const Tensor& tensor, int batch, int head) {
     return {static_cast<T*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride,
@@ -131,13 +130,13 @@ __device__ inline long long first_row_of(int batch, int head, const Sizes& sizes
     return (static_cast<long long>(batch) * sizes.heads + head) * sizes.seqlen_q;
 }
 
-// How many rows all query heads have, as the LSE and D have them.
+// The number of rows of all query heads, as in the LSE and D.
 template <class Count = long long>
 __device__ inline Count rows_of_heads(const Sizes& sizes) {
     return static_cast<Count>(kPacked ? 1 : sizes.batch) * sizes.heads * sizes.seqlen_q;
 }
 
-// How many query heads share a KV head.
+// The number of query heads that share a KV head.
 __device__ inline int group_of(const Sizes& sizes) {
     return sizes.heads / sizes.kv_heads;
 }
@@ -145,27 +144,27 @@ __device__ inline int kv_head_of(int head, const Sizes& sizes) {
     return head / group_of(sizes);
 }
 
-// A tile of rows of one sequence: a block owns one of each head.
+// A tile of rows of one sequence; a block owns one for each head.
 struct RowTile {
     int batch, first_row;
 };
 
-// How many tiles of Rows rows there are of all sequences.
+// The number of tiles of Rows rows in all sequences.
 template <int Rows>
 __device__ inline int row_tiles(int batch, int seqlen) {
     return kPacked ? seqlen / Rows + batch : batch * ceil_div(seqlen, Rows);
 }
 
-// The first tile of a sequence, whose rows begin at first_row if they are packed.
+// The first tile of a sequence. first_row is its first row if sequences are packed.
 template <int Rows>
 __device__ inline int first_row_tile(int sequence, int first_row, int seqlen) {
     return kPacked ? first_row / Rows + sequence : sequence * ceil_div(seqlen, Rows);
 }
 
 // Tile number `tile`. In packed sequences, sequence b has the tiles from cu_seqlens[b] / Rows + b
-// on: as many as it needs or a few more, whose first row is past its end. So nobody has to know how
-// long each sequence is to count the tiles or to find one. Each token may have several rows, which
-// `seqlen` counts.
+// on: as many as it needs, plus perhaps some with a first row past its end. So tiles can be counted
+// and found without the length of every sequence. A token may have several rows; `seqlen` counts
+// rows.
 template <int Rows>
 __device__ inline RowTile row_tile(int tile, int batch, int seqlen, const int* cu_seqlens,
                                    int rows_of_token = 1) {
@@ -183,10 +182,10 @@ __device__ inline RowTile row_tile(int tile, int batch, int seqlen, const int* c
     return {sequence, (tile - cu_seqlens[sequence] * rows_of_token / Rows - sequence) * Rows};
 }
 
-// Which tile of which head a block has, heads being counted over the whole batch. Heads come in
-// sections of about as many tiles as run at once, so that what the tiles of a head share is in the
-// L2 cache when they read it. Within a section tiles come before heads: the first tiles are those
-// with most work, and long work that starts late would leave the GPU waiting for it.
+// The head and tile of a block; heads are counted over the whole batch. Heads come in sections of
+// about as many tiles as run at once, so that what the tiles of a head share is in the L2 cache
+// when they read it. Within a section the first tiles of all heads come first: they have most work,
+// and long work that starts late would leave the GPU waiting.
 struct HeadTile {
     int head, tile;
 };
@@ -209,7 +208,7 @@ struct QueryTile {
     int head, kv_head, first_row;
 };
 
-// The last queries come first: under a causal mask those see most keys.
+// The last queries come first: under a causal mask they see most keys.
 template <int BlockM, int SectionTiles = kSectionTiles, class Params>
 __device__ inline QueryTile query_tile_of_block(const Params& params, int block = blockIdx.x) {
     const Sizes& sizes = params.sizes;
@@ -234,7 +233,7 @@ struct KeyTile {
     int kv_head, first_key;
 };
 
-// The first keys come first: under a causal mask most queries see those.
+// The first keys come first: under a causal mask most queries see them.
 template <int BlockN>
 __device__ inline KeyTile key_tile_of_block(const BackwardParams& params, int block = blockIdx.x) {
     const Sizes& sizes = params.sizes;
@@ -243,13 +242,13 @@ __device__ inline KeyTile key_tile_of_block(const BackwardParams& params, int bl
             block / sizes.kv_heads, sizes.batch, sizes.seqlen_k, params.features.cu_seqlens_k);
         return {Sequence(params, batch), block % sizes.kv_heads, first_key};
     }
-    // Who asks again and again keeps nothing in between.
+    // A caller that repeats this keeps nothing in registers in between.
     const int tiles = ceil_div(ptx::anew(sizes.seqlen_k), BlockN);
     const auto [index, tile] = head_tile_of_block(block, sizes.batch * sizes.kv_heads, tiles);
     return {Sequence(params, index / sizes.kv_heads), index % sizes.kv_heads, tile * BlockN};
 }
 
-// Keys have gradients from the sequence's first to this one, whether they are used or not.
+// The end of the keys that have gradients: all keys of the sequence, used or not.
 __device__ inline int end_of_keys(const BackwardParams& params, const Sequence& sequence) {
     if constexpr (!kUsedKeys) return sequence.seqlen_k;
     if constexpr (!kPacked) return params.sizes.seqlen_k;

@@ -1,29 +1,29 @@
-// Which pages have the keys of a tile, looked up ahead of the copies.
+// The pages of a tile's keys, looked up ahead of the copies.
 #pragma once
 
 #include "call/memory.cuh"
 #include "call/tensor.cuh"
 
-// Which pages have the keys of a tile of so many. Where there are none it is empty.
+// The pages of a tile of `Keys` keys. Empty if there are no pages.
 template <int Keys, bool Paged = kPaged>
 struct TilePages {
     TilePages() = default;
     __device__ TilePages(const Matrix<const key_t>&, int, int) {}
 };
 
-// All lanes of a warp look up together: each has all numbers if they are few, or else one or some
-// of them, and tells the others.
+// All lanes of a warp look pages up together. Each holds all numbers if there are few; otherwise
+// one or some, which it passes to the others by shuffles.
 template <int Keys>
 class TilePages<Keys, true> {
   public:
-    // Whether a tile is whole pages or in one; tiles begin at multiples of their size.
+    // Whether a tile is whole pages or within one; tiles begin at multiples of their size.
     static constexpr bool kWhole = kPageSize % Keys == 0 || Keys % kPageSize == 0;
     static constexpr int kPages = kPageSize % Keys == 0   ? 1
                                   : Keys % kPageSize == 0 ? Keys / kPageSize
                                                           : (Keys - 2) / kPageSize + 2;
 
     TilePages() = default;
-    // Of keys [first_key, end_key), of which a tile begins with the first.
+    // For keys [first_key, end_key); a tile begins with first_key.
     __device__ TilePages(const PagedMatrix<const key_t>& source, int first_key, int end_key) {
         const int first = first_key / kPageSize, end = ceil_div(end_key, kPageSize);
 #pragma unroll
@@ -33,7 +33,7 @@ class TilePages<Keys, true> {
         }
     }
 
-    // The number of the tile's page `page`.
+    // The number of page `page` of the tile.
     __device__ int number(int page) const {
         int number = numbers[0];
         if constexpr (kShared) number = __shfl_sync(0xffffffffu, number, page % 32);

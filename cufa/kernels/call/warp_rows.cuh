@@ -1,18 +1,18 @@
-// Work on whole rows before and after the backward's main kernel: a warp for each row of each query
-// head.
+// Work on whole rows before and after the backward's main kernel: one warp for each row of each
+// query head.
 #pragma once
 
 #include "call/memory.cuh"
 #include "call/tensor.cuh"
 #include "softmax/online_softmax.cuh"
 
-// Which warp of the whole grid this is.
+// The number of this warp in the grid.
 template <int Threads>
 __device__ inline long long warp_of_grid() {
     return static_cast<long long>(blockIdx.x) * (Threads / 32) + threadIdx.x / 32;
 }
 
-// Makes sums zero. The whole grid takes part.
+// Sets sums to zero. The whole grid takes part.
 template <int Threads>
 __device__ inline void clear_sums(acc_t* sums, long long count) {
     const long long stride = static_cast<long long>(gridDim.x) * Threads;
@@ -21,8 +21,8 @@ __device__ inline void clear_sums(acc_t* sums, long long count) {
         sums[i] = 0;
 }
 
-// One row of a query head, by its number among all of them. Packed sequences have batch 0, and rows
-// that count on through all of them, as in the tensors.
+// One row of a query head, by its number among all rows. Packed sequences have batch 0 and row
+// numbers that run through all sequences, as in the tensors.
 struct WarpRow {
     int batch, head, row, lane = threadIdx.x % 32;
 
@@ -31,14 +31,14 @@ struct WarpRow {
           head(index / sizes.seqlen_q % sizes.heads),
           row(index % sizes.seqlen_q) {}
 
-    // Packed arrays may have rows before the first sequence and after the last.
+    // Packed arrays may have rows before the first sequence and after the last one.
     __device__ bool is_of_a_sequence(const BackwardParams& params) const {
         if constexpr (!kPacked) return true;
         const int* cu_seqlens = params.features.cu_seqlens_q;
         return row >= cu_seqlens[0] && row < cu_seqlens[params.sizes.batch];
     }
 
-    // The product of this row of two tensors, in every lane.
+    // The dot product of this row in two tensors, in every lane.
     template <int Dims>
     __device__ acc_t dot(const Tensor& a, const Tensor& b) const {
         constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), Dims & -Dims);
@@ -56,14 +56,13 @@ struct WarpRow {
     }
 };
 
-// What all scores of a row need: its LSE in log 2, and D = rowsum(dO o O) - dLSE. Where the LSE is
-// -inf it is 0 here: all scores of the row are -inf, and 2^(-inf - -inf) would be NaN instead of
-// the 0 that it should be.
+// What all scores of a row need: its LSE in log 2, and D = rowsum(dO o O) - dLSE. An LSE of -inf
+// becomes 0 here: all scores of that row are -inf, and 2^(-inf - -inf) would be NaN instead of 0.
 struct alignas(2 * sizeof(acc_t)) RowStats {
     acc_t lse_log2, d;
 };
 
-// Finds those of a row in an array laid out as the LSE.
+// Finds the statistics of a row in an array laid out as the LSE.
 struct StatsInOrder {
     const BackwardParams& params;
     const RowStats* stats;
@@ -73,7 +72,7 @@ struct StatsInOrder {
     }
 };
 
-// Those of every row, by the warp of that number.
+// Writes the statistics of every row, each by the warp with its number.
 template <int Threads>
 __device__ inline void write_row_stats(const BackwardParams& params, RowStats* stats) {
     const long long index = warp_of_grid<Threads>();

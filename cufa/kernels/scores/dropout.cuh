@@ -1,16 +1,16 @@
-// Which probabilities dropout keeps.
+// Selects the probabilities that dropout keeps.
 #pragma once
 
 #include "call/params.cuh"
 #include "scores/philox.cuh"
 
-// The number of a head's matrix of scores among those of all heads of all sequences: each has
-// random numbers of its own.
+// The number of a head's matrix of scores among all heads of all sequences: each has its own random
+// numbers.
 __device__ inline unsigned int matrix_number(const Sizes& sizes, int batch, int head) {
     return static_cast<unsigned int>(batch * sizes.heads + head);
 }
 
-// Which of eight probabilities are kept: two of them to a word, in the highest bit of either half.
+// Which of eight probabilities are kept: two per word, each in the highest bit of a half.
 struct KeptEight {
     static constexpr unsigned int kFlags = 0x80008000;
     unsigned int pair[4];
@@ -20,10 +20,10 @@ struct KeptEight {
     }
 };
 
-// Of rows i, i + 1 and keys j, j + 1, j + 8, j + 9, those eight among which row and key are, i and
-// j % 8 being even, and j % 16 below 8. It depends on places alone, so the backward finds the same,
-// whatever its tiles are. A random number is the lower 15 bits of half a word: by adding to two at
-// once, those that are not below the limit get the bit above.
+// The group of eight to which row and key belong: rows i, i + 1 and keys j, j + 1, j + 8, j + 9,
+// with even i, even j % 8, and j % 16 < 8. It depends only on places, so the backward finds the
+// same, whatever its tiles are. A random number is the lower 15 bits of half a word. One addition
+// handles two: those that reach the limit carry into the bit above.
 __device__ inline KeptEight kept_of_eight(const Features& features, unsigned int matrix, int row,
                                           int key) {
     constexpr unsigned int kNumbers = ~KeptEight::kFlags;

@@ -1,4 +1,4 @@
-// The caller's mask in memory: which keys each row of one head sees, in bytes or in bits.
+// The caller's mask in memory: the keys that each row of one head sees, in bytes or bits.
 #pragma once
 
 #include "call/tensor.cuh"
@@ -10,7 +10,7 @@ struct KeyMask : Matrix<const unsigned char> {
                      batch * features.mask.batch_stride + head * features.mask.head_stride,
                  features.mask.row_stride} {}
 
-    // Neither may be past an end.
+    // Neither argument may be past its end.
     __device__ bool shows(int row, int key) const {
         if constexpr (kMaskBits == 1) return this->row(row)[key / 8] >> key % 8 & 1;
         return this->row(row)[key] != 0;

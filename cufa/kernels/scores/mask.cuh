@@ -1,6 +1,5 @@
-// Which keys a query row may see by their places alone: a range that follows the diagonal. The
-// diagonal ends in the bottom-right corner: whatever the two lengths are, the last query stands at
-// the last key.
+// The keys that a row may see by position alone: a range that follows the diagonal. The diagonal
+// ends in the bottom right corner: whatever the lengths are, the last query is at the last key.
 #pragma once
 
 #include "call/config.cuh"
@@ -32,15 +31,15 @@ struct Mask {
         return kWindow ? range_end(row_at(key), seqlen_q, left) : seqlen_q;
     }
 
-    // The key at which a row stands, or would if there were so many; and the other way round.
+    // The key on the diagonal of a row, even beyond the last key; and the inverse.
     __device__ int diagonal(int row) const { return row + (seqlen_k - seqlen_q); }
     __device__ int row_at(int key) const { return key + (seqlen_q - seqlen_k); }
 
   private:
-    // The ends of the range that reaches `reach` from a place before `length`, cut off at 0 and at
-    // `length`. A reach may be anything up to 2^31 - 1, so it is only ever taken from what is not
-    // negative: a sum or a difference that overflows in the case that does not count is still one
-    // that the compiler may reckon with.
+    // The end and the beginning of the range within `reach` of a place, clipped to 0 and `length`.
+    // A reach may be anything up to 2^31 - 1, so it is only subtracted from numbers that are not
+    // negative. Even where the result is not used, the compiler may assume that no sum or
+    // difference overflows.
     __device__ static int range_end(int place, int length, int reach) {
         const int beyond = max(length - 1 - place, 0);
         return max(length - max(beyond - reach, 0), 0);

@@ -1,17 +1,17 @@
-// What the caller's mask, and the range of keys, show of a warp's scores. Lanes read 16 keys of a
-// row at once and tell each other: a load for each score would take longer than the products. All
-// loads are on their way before the first is looked at.
+// What the caller's mask and the range of keys show of a warp's scores. Each lane reads 16 keys of
+// a row at once and passes them to others: one load per score would take longer than the products.
+// All loads are issued before the first is used.
 #pragma once
 
 #include "scores/score_rules.cuh"
 
-// Columns of a fragment: the lanes have its scores in pairs.
+// Columns of a fragment; each lane has pairs of its scores.
 constexpr int kFragmentCols = 8;
 
-// Whether single scores are known by the mask and the range alone.
+// Whether the mask and the range alone decide about single scores.
 constexpr bool kMaskAlone = kMaskBits != 0 && !kMaskMod;
 
-// A mask's sixteen keys of a row, as one load takes them.
+// Sixteen keys of a mask's row, as one load reads them.
 template <int Bits>
 struct SixteenOf {
     using type = Pack<unsigned int, 4>;
@@ -22,13 +22,13 @@ struct SixteenOf<1> {
 };
 using Sixteen = SixteenOf<kMaskBits>::type;
 
-// Whether a tile's rows can be read so, from a key on whose number is a multiple of 16.
+// Whether a tile's rows can be read like this, from a key whose number is a multiple of 16.
 __device__ inline bool lies_in_sixteens(const ScoreRules& rules, int first_key, int keys) {
     const Matrix<const unsigned char>& mask = rules.key_mask;
     const auto steps = reinterpret_cast<unsigned long long>(mask.data) | mask.row_stride;
     return steps % sizeof(Sixteen) == 0 && first_key + keys <= rules.mask.seqlen_k;
 }
-// A row past the end stands for the last one.
+// A row past the end stands for the last row.
 __device__ inline Sixteen load_sixteen(const ScoreRules& rules, int row, int key) {
     const unsigned char* const keys = rules.key_mask.row(min(row, rules.mask.seqlen_q - 1));
     return *reinterpret_cast<const Sixteen*>(keys + key / 8 * kMaskBits);
@@ -39,7 +39,7 @@ __device__ inline unsigned int bits_of_bytes(unsigned int word) {
     const unsigned int highest = ((word & 0x7f7f7f7fu) + 0x7f7f7f7fu) | word;
     return (highest >> 7 & 0x01010101u) * 0x01020408u >> 24;  // the factor puts them side by side
 }
-// Which of sixteen keys from `key` on a row sees: a bit each.
+// One bit for each of sixteen keys from `key` on: whether the row sees it.
 __device__ inline unsigned int seen_of(const Sixteen& keys, const Mask& mask, int row, int key) {
     const int end = min(max(mask.keys_end(row) - key, 0), 16);
     const int begin = kWindow ? min(max(mask.first_key(row) - key, 0), end) : 0;
@@ -53,7 +53,7 @@ __device__ inline unsigned int seen_of(const Sixteen& keys, const Mask& mask, in
     return bits & ((1u << end) - (1u << begin));
 }
 
-// Of fragments whose rows are queries: a row of the four lanes that share it, and Columns keys.
+// For fragments whose rows are queries: one row of the four lanes that share it, and Columns keys.
 template <int Columns>
 class MaskOfQuery {
   public:
@@ -61,8 +61,8 @@ class MaskOfQuery {
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) keys[i] = load_sixteen(rules, row, first_key + column(i));
     }
-    // Calls take(n, bits) for each even n: what is seen of the lane's two keys of fragment n, in
-    // bits 0 and 1, and of those of the next one, in 2 and 3.
+    // Calls take(n, bits) for each even n. Bits 0 and 1 say whether the lane's two keys of fragment
+    // n are seen, bits 2 and 3 the same for fragment n + 1.
     template <class Take>
     __device__ void look(const Mask& mask, int row, int first_key, const Take& take) const {
 #pragma unroll
@@ -81,11 +81,11 @@ class MaskOfQuery {
     Sixteen keys[kLoads];
 
     __device__ static int lane() { return threadIdx.x % 4; }
-    // Which of a group of 64 the lane loads; where there are fewer, some load the same.
+    // The lane's sixteen of 64 keys; if there are fewer, some lanes load the same.
     __device__ static int column(int i) { return min(64 * i + 16 * lane(), Columns - 16); }
 };
 
-// Of fragments whose rows are keys: 16 of them, and Columns queries.
+// For fragments whose rows are keys: 16 keys, and Columns queries.
 template <int Columns>
 class MaskOfKeys {
   public:
@@ -94,8 +94,8 @@ class MaskOfKeys {
         for (int i = 0; i < kLoads; ++i)
             keys[i] = load_sixteen(rules, first_row + column(i), first_key);
     }
-    // Calls take(n, e, bits) for each of the lane's columns: whether it is seen by the first of its
-    // keys in bit 0, by the second in bit 2.
+    // Calls take(n, e, bits) for each of the lane's columns. Bit 0 says whether the query sees the
+    // lane's first key, bit 2 the second.
     template <class Take>
     __device__ void look(const Mask& mask, int first_row, int first_key, const Take& take) const {
 #pragma unroll

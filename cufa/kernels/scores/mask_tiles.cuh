@@ -1,4 +1,4 @@
-// What the caller's mask shows of a tile of scores: nothing, some or all of it.
+// What the caller's mask shows of a tile of scores: nothing, some or all.
 #pragma once
 
 #include "call/memory.cuh"
@@ -6,7 +6,7 @@
 
 enum SeenPart : unsigned short { kNone, kSome, kAll };
 
-// Whether a word of the mask, of keys that are a bit or a byte each, shows all of them.
+// Whether a word of the mask, with one bit or byte per key, shows all of its keys.
 template <class Word>
 __device__ inline bool shows_all(Word word) {
     if constexpr (kMaskBits == 1) return word == Word(~Word(0));
@@ -14,18 +14,18 @@ __device__ inline bool shows_all(Word word) {
     return Word((word - kLowest) & ~word & kHighest) == 0;  // no byte is 0
 }
 
-// A warp reads `bytes` of each row of a mask, in chunks of that type. It stops when it has found
-// both what is seen and what is not: a mask without any order costs little to look at.
+// A warp reads `bytes` of each row of a mask, in chunks of that type. It stops once it has found
+// both seen and unseen keys, so a mask without structure is cheap to inspect.
 template <class Word, int Words>
 __device__ inline SeenPart part_of_chunks(Matrix<const unsigned char> mask, int rows, int bytes) {
     using Chunk = Pack<Word, Words>;
-    constexpr int kAtOnce = 4;  // chunks on their way to a lane
+    constexpr int kAtOnce = 4;  // chunks that a lane loads together
     const int of_row = bytes / int(sizeof(Chunk)), chunks = rows * of_row;
     bool some = false, all = true;
     for (int first = 0; first < chunks && (all || !some); first += 32 * kAtOnce) {
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-            // Past the end there is the last chunk, which adds nothing.
+            // Past the end, the last chunk stands in, which changes nothing.
             const int at = min(first + 32 * i + int(threadIdx.x % 32), chunks - 1);
             const unsigned char* row = mask.row(at / of_row);
             const Chunk chunk = reinterpret_cast<const Chunk*>(row)[at % of_row];
@@ -41,8 +41,8 @@ __device__ inline SeenPart part_of_chunks(Matrix<const unsigned char> mask, int 
     return all ? kAll : some ? kSome : kNone;
 }
 
-// Of the mask in memory: a warp's work. What is past the sequence's last key in a byte of bits
-// counts as if it were of the sequence: such a tile is masked score by score whatever it shows.
+// For the mask in memory, by one warp. In a byte of bits, keys past the sequence's last count as if
+// they belonged to it: such a tile is masked score by score anyway.
 template <int Rows, int Keys>
 __device__ inline SeenPart part_of_mask(const ScoreRules& rules, int first_row, int first_key) {
     constexpr int kBytes = Keys * kMaskBits / 8, kVector = min_of(16, kBytes & -kBytes);
@@ -59,12 +59,12 @@ __device__ inline SeenPart part_of_mask(const ScoreRules& rules, int first_row, 
     return part_of_chunks<unsigned char, 1>(tile, rows, bytes);
 }
 
-// Of the caller's function: a warp's work. Places past the ends stand for the last ones, and add
-// nothing.
+// For the caller's function, by one warp. Places past the ends stand for the last ones, which
+// changes nothing.
 template <int Rows, int Keys>
 __device__ inline SeenPart part_of_function(const ScoreRules& rules, int first_row, int first_key) {
     bool some = false, all = true;
-    // What depends on a row serves for all keys of a lane, which are the same for all rows.
+    // A lane has the same keys in all rows, so what depends on a key or a row is reused.
 #pragma unroll 4
     for (int row = first_row; row < first_row + Rows; ++row)
 #pragma unroll

@@ -1,5 +1,5 @@
-// What a call's own functions make of scores: nothing here, where there are none. For a call that
-// has some, cufa/score_mod.py writes a header of this name, which the compiler is given instead.
+// What a call's own functions do to scores. This version is for calls without functions. For
+// others, cufa/score_mod.py writes a header of this name, which the compiler gets instead.
 #pragma once
 
 #include "scores/traced.cuh"
@@ -7,36 +7,37 @@
 // The arrays that the functions read.
 struct ModArrays {};
 
-// The new score, in its own units.
+// The new score, not in log 2.
 __device__ inline acc_t modified_score(const ModArrays&, acc_t score, int, int, SplitIndex,
                                        SplitIndex) {
     return score;
 }
 
-// Whether it is the score and what depends on places alone, and that times a factor.
+// Whether the result is the score plus a term that depends only on places; and that term times a
+// factor.
 constexpr bool kScoreModAdds = true;
 __device__ inline acc_t added_score(const ModArrays&, acc_t, int, int, SplitIndex, SplitIndex) {
     return 0;
 }
 
-// Whether arrays are read at places that change with the query or the key.
+// Whether arrays are read at places that depend on the query or the key.
 constexpr bool kScoreModLooksUp = false;
 
-// By how much it changes with the score, and whether that is ever anything but 1.
+// Whether the derivative by the score is ever anything but 1; and the derivative.
 constexpr bool kScoreModSlopes = false;
 __device__ inline acc_t modified_slope(const ModArrays&, acc_t, int, int, SplitIndex, SplitIndex) {
     return 1;
 }
 
-// Whether a query sees a key, and whether that may be different in each head and in each sequence.
+// Whether mask_mod may depend on the head or the sequence; and whether a query sees a key.
 constexpr bool kMaskModOfHead = false, kMaskModOfBatch = false;
 __device__ inline bool mod_sees(const ModArrays&, int, int, SplitIndex, SplitIndex) {
     return true;
 }
 
-// Whether the arrays' gradients are wanted, how many of their elements a score reads, and whether
-// which one it is changes with the query, or with the key. How many elements they have, by how much
-// the new score changes with those that it reads, and the gradient of one from its sum.
+// Whether the gradients of the arrays are wanted; how many elements a score reads; whether the
+// index of element i depends on the query or the key; the number of sums; the derivatives of the
+// new score by these elements; and the gradient of an element from its sum.
 constexpr bool kArrayGradients = false;
 constexpr int kElements = 0;
 __device__ constexpr bool changes_with_query(int) {

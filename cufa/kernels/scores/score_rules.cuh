@@ -1,13 +1,13 @@
-// What a call may ask for between Q K^T and the softmax, and between the softmax and V, element by
-// element: soft cap, bias, ALiBi, functions of one's own, masks, dropout. Every kernel that
-// supports them asks here.
+// What a call may do element by element between Q K^T and the softmax, and between the softmax and
+// V: soft cap, bias, ALiBi, the caller's functions, masks, dropout. All kernels that support these
+// use this.
 #pragma once
 
 #include "scores/dropout.cuh"
 #include "scores/key_mask.cuh"
 #include "softmax/online_softmax.cuh"
 
-// Of one head of one sequence. Rows and keys are numbered from the sequence's own first.
+// The rules of one head of one sequence. Rows and keys are numbered from the sequence's first.
 struct ScoreRules {
     Mask mask;
     const Features& features;
@@ -16,7 +16,7 @@ struct ScoreRules {
     acc_t alibi_slope;
     Matrix<const bias_t> bias;
     KeyMask key_mask;
-    unsigned int matrix;  // the number of this head's scores among those of all sequences
+    unsigned int matrix;  // the number of this head's matrix of scores, over all sequences
 
     template <class Params>
     __device__ ScoreRules(const Params& params, const Sequence& sequence, int head)
@@ -34,8 +34,7 @@ struct ScoreRules {
         if constexpr (kMaskBits != 0) key_mask = KeyMask(features, sequence.batch, head);
     }
 
-    // The score of a product, in units of log 2. If there is a bias the key must be of the
-    // sequence.
+    // The score of a product, in log 2. With a bias, the key must be in the sequence.
     __device__ acc_t score(acc_t product, int row, int key) const {
         if constexpr (!kShapedScores) return product * (scale * acc_t(kLog2E));
         if constexpr (kScoreMod) {
@@ -46,37 +45,37 @@ struct ScoreRules {
         return unmodified(product, row, key) * acc_t(kLog2E);
     }
 
-    // The score, in units of log 2, that every row has besides those of its keys.
+    // The extra score of every row, in log 2.
     __device__ acc_t sink_log2() const {
         return static_cast<const acc_t*>(features.sink)[head] * acc_t(kLog2E);
     }
 
-    // By how much a score changes with the product times the scale.
+    // The derivative of a score by the product times the scale.
     __device__ acc_t slope(acc_t product) const {
         if constexpr (!kSoftcap) return 1;
         const acc_t capped = tanh_of(product * scale / softcap());
         return 1 - capped * capped;
     }
 
-    // By how much the score changes with what the caller's function makes it of.
+    // The derivative of the caller's function by the score that it gets.
     __device__ acc_t modified_slope_at(acc_t product, int row, int key) const {
         const acc_t score = unmodified(product, row, inside_key(key));
         return modified_slope(features, score, batch, head, inside(row), inside_key(key));
     }
 
-    // By how much it changes with those elements of arrays that the function reads.
+    // The derivatives by the array elements that the function reads.
     __device__ void element_slopes_at(acc_t product, int row, int key, ElementSlope* slopes) const {
         const acc_t score = unmodified(product, row, inside_key(key));
         element_slopes(features, score, batch, head, inside(row), inside_key(key), slopes);
     }
 
-    // Whether the caller's function shows the key to the row. With Inside neither is past an end.
+    // Whether the caller's function shows the key to the row. With Inside, neither is past an end.
     template <bool Inside = false>
     __device__ bool function_shows(int row, int key) const {
         if constexpr (Inside) return mod_sees(features, batch, head, row, key);
         return mod_sees(features, batch, head, inside(row), inside_key(key));
     }
-    // Whether that does, and the caller's mask.
+    // Whether both the function and the caller's mask show it.
     template <bool Inside>
     __device__ bool shows(int row, int key) const {
         bool shown = true;
@@ -86,13 +85,13 @@ struct ScoreRules {
                 Inside ? key_mask.shows(row, key) : key_mask.shows(inside(row), inside_key(key));
         return shown;
     }
-    // Whether the row sees the key. Both may lie past the ends.
+    // Whether the row sees the key. Both may be past the ends.
     __device__ bool sees(int row, int key) const {
         if (kMaskMod && !function_shows(row, key)) return false;
         if (!mask.in_range(row, key)) return false;
         return kMaskBits == 0 || key_mask.shows(row, key);
     }
-    // The same for a key with an even number, in bit 0, and for the next, in bit 1.
+    // The same for a key with an even number, in bit 0, and the next key, in bit 1.
     __device__ unsigned int sees_two(int row, int key) const {
         unsigned int seen = mask.in_range(row, key) | mask.in_range(row, key + 1) << 1;
         if constexpr (kMaskMod) {
@@ -110,7 +109,7 @@ struct ScoreRules {
     __device__ bool keeps(int row, int key) const {
         return kept_of_eight(features, matrix, row, key).has(row, key);
     }
-    // What a probability that is kept is multiplied by.
+    // The factor of probabilities that dropout keeps.
     __device__ acc_t kept_scale() const { return static_cast<acc_t>(features.kept_scale); }
 
   private:
@@ -120,8 +119,8 @@ struct ScoreRules {
                     head * tensor.head_stride,
                 tensor.row_stride};
     }
-    // Templates, like this one, are not compiled where they are not called: a bias_t that is void
-    // has no elements.
+    // Like other templates, this one is not compiled where it is not called: a void bias_t has no
+    // elements.
     template <class T>
     __device__ static acc_t element(const Matrix<const T>& matrix, int row, int key) {
         return static_cast<acc_t>(to_acc(matrix.row(row)[key]));
@@ -129,9 +128,9 @@ struct ScoreRules {
 
     __device__ acc_t softcap() const { return static_cast<acc_t>(features.softcap); }
 
-    // Tiles have rows and keys past the sequence's end, whose scores nobody reads: they are given
-    // the place of the last one. That is cheaper than not to read what is there: what several
-    // scores need is read once.
+    // Tiles have rows and keys past the sequence's end, whose scores nobody reads. They get the
+    // place of the last row or key. This is cheaper than to skip reads, because what several scores
+    // need is read once.
     __device__ int inside(int row) const { return min(row, mask.seqlen_q - 1); }
     __device__ int inside_key(int key) const { return min(key, mask.seqlen_k - 1); }
 
@@ -152,8 +151,8 @@ struct ScoreRules {
     }
 };
 
-// Ends a row, which Lanes threads share: returns what its weighted sum of values must be multiplied
-// with to be the output.
+// Ends a row, which Lanes threads share. Returns the factor that turns its weighted sum of values
+// into the output.
 template <int Lanes>
 __device__ inline acc_t end_row(OnlineSoftmax& softmax, const ScoreRules& rules) {
     softmax.total<Lanes>();

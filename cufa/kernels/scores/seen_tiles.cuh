@@ -1,18 +1,18 @@
-// What a call's mask or mask_mod shows of each tile of scores: nothing, some or all of it. That is
-// found out by a launch of its own, for all heads and sequences at once if it is the same for them.
-// Kernels then leave out tiles of which nothing is seen, and look at single scores only where the
-// mask cuts through a tile.
+// What a call's mask or mask_mod shows of each tile of scores: nothing, some or all. A launch of
+// its own finds this out, once for all heads and sequences if it is the same for them. Kernels then
+// skip tiles of which nothing is seen, and test single scores only where the mask cuts through a
+// tile.
 #pragma once
 
 #include "call/key_tiles.cuh"
 #include "call/warp_rows.cuh"
 #include "scores/mask_tiles.cuh"
 
-// Of a head, by tiles of Rows queries and Keys keys.
+// For one head, in tiles of Rows queries and Keys keys.
 template <int Rows, int Keys>
 class SeenTiles {
   public:
-    // `all` are those of all heads.
+    // `all` points to the parts of all heads.
     template <class Params>
     __device__ SeenTiles(SeenPart* all, const Params& params, const Sequence& sequence, int head)
         : keys(ceil_div(params.sizes.seqlen_k, Keys)) {
@@ -23,7 +23,7 @@ class SeenTiles {
         parts = all + (of_head * row_tiles<Rows>(batches(params), seqlen_q) + first_tile) * keys;
     }
 
-    // How many there are of all heads.
+    // The number of tiles of all heads.
     template <class Params>
     __device__ static long long count(const Params& params) {
         if constexpr (!kKeyMask) return 0;
@@ -33,13 +33,13 @@ class SeenTiles {
                ceil_div(sizes.seqlen_k, Keys);
     }
 
-    // Whether the tile of these rows and keys must be looked at score by score.
+    // Whether the scores of this tile must be tested one by one.
     __device__ bool cuts(int row, int key) const { return kKeyMask && part(row, key) != kAll; }
 
-    // Whether some of it is seen.
+    // Whether some of the tile is seen.
     __device__ bool shows_any(int row, int key) const { return part(row, key) != kNone; }
 
-    // Where the first tile from `key` on begins of which some of a tile of rows is seen, or `end`.
+    // The first key of the first tile from `key` on of which a tile of rows sees some, or `end`.
     __device__ int next_key(int row, int key, int end) const {
         return next<Keys>(key, end, [&](int at) { return part(row, at); });
     }
@@ -48,13 +48,13 @@ class SeenTiles {
         return next<Rows>(row, end, [&](int at) { return part(at, key); });
     }
 
-    // Where the first such tile begins, for a thread that is alone.
+    // The same as next_key, for a single thread.
     __device__ int next_key_alone(int row, int key, int end) const {
         return next_alone<Keys>(key, end, [&](int at) { return part(row, at); });
     }
 
-    // Where the last tile begins, from `key` down to `begin`, of which some of a tile of rows is
-    // seen; before `begin` if there is none. For a thread that is alone.
+    // The first key of the last tile, from `key` down to `begin`, of which a tile of rows sees
+    // some; less than `begin` if there is none. For a single thread.
     __device__ int last_key(int row, int key, int begin) const {
         return last<Keys>(key, begin, [&](int at) { return part(row, at); });
     }
@@ -63,7 +63,7 @@ class SeenTiles {
         return last<Rows>(row, begin, [&](int at) { return part(at, key); });
     }
 
-    // Finds out about one of all heads' tiles: a warp's work.
+    // Finds out about one tile of all heads, by one warp.
     template <class Params>
     __device__ static void find(SeenPart* all, const Params& params, long long index) {
         find(all, params, index, [](const ScoreRules& rules, int row, int key, long long) {
@@ -76,7 +76,7 @@ class SeenTiles {
             return part;
         });
     }
-    // By part_of(rules, row, key, number of the tile among those of all heads).
+    // With part_of(rules, row, key, number of the tile among all heads).
     template <class Params, class PartOf>
     __device__ static void find(SeenPart* all, const Params& params, long long index,
                                 const PartOf& part_of) {
@@ -99,7 +99,7 @@ class SeenTiles {
         if (threadIdx.x % 32 == 0) all[number] = part;
     }
 
-    // Which of all heads' tiles the one of these rows and keys is.
+    // The number, among the tiles of all heads, of the tile with this row and key.
     __device__ long long number(const SeenPart* all, int row, int key) const {
         return &part(row, key) - all;
     }
@@ -108,8 +108,8 @@ class SeenTiles {
     SeenPart* parts;
     int keys;
 
-    // Whether a head's tiles, or a batch's, may be others than those of the first, which stand for
-    // all if not.
+    // Whether the tiles of heads, or of sequences, may differ. If not, those of the first stand for
+    // all.
     template <class Params>
     __device__ static bool differ_by_head(const Params& params) {
         return kMaskModOfHead || (kMaskBits != 0 && params.features.mask.head_stride != 0);
@@ -128,7 +128,7 @@ class SeenTiles {
         return parts[static_cast<long long>(row / Rows) * keys + key / Keys];
     }
 
-    // The lanes of a warp look at 32 tiles at once.
+    // The lanes of a warp test 32 tiles at once.
     template <int Size, class PartAt>
     __device__ static int next(int first, int end, const PartAt& part_at) {
         for (; first < end; first += 32 * Size) {
@@ -139,7 +139,7 @@ class SeenTiles {
         return end;
     }
 
-    // How many a thread loads at once, since each by itself would take as long.
+    // Tiles that a thread loads at once, since a single load would take as long.
     static constexpr int kAtOnce = 8;
 
     template <int Size, class PartAt>

@@ -1,14 +1,14 @@
-// What the code of traced functions (cufa/traced/expression.py) is written with. It computes as
-// NumPy does, numbers that are not integers in acc_t.
+// The functions that generated code for traced functions (cufa/traced/expression.py) uses. They
+// compute as NumPy does; numbers that are not integers are acc_t.
 #pragma once
 
 #include "softmax/online_softmax.cuh"
 
 using int64 = long long;
 
-// A query's or a key's place, or a sum of such, in two parts: `base` is the same for many of a
-// thread's scores, and `offset` a constant where loops are unrolled. As a float it is then one
-// addition, to a base that is converted once.
+// A query's or a key's index, or a sum of such indices, in two parts. `base` is the same for many
+// of a thread's scores; `offset` is a constant where loops are unrolled. So converting it to float
+// is one addition to a base that is converted once.
 struct SplitIndex {
     int base, offset;
 
@@ -29,8 +29,8 @@ __device__ inline SplitIndex operator-(SplitIndex a) {
     return {-a.base, -a.offset};
 }
 
-// An array of any strides, in elements, that reaches over less than 2^31 of them. As in C, nobody
-// looks whether an index is in it.
+// An array with any strides, in elements, that spans fewer than 2^31 elements. As in C, indices are
+// not checked.
 template <class T, int Axes>
 struct ArrayOf {
     const T* data;
@@ -48,8 +48,7 @@ struct ArrayOf {
     }
 };
 
-// The gradient of such an array, contiguous; of the sums in the workspace those from `first` on are
-// its elements'.
+// The gradient of such an array, contiguous. Its sums in the workspace begin at `first`.
 template <class T, int Axes>
 struct GradientOf {
     T* data;
@@ -63,7 +62,7 @@ struct GradientOf {
         return count;
     }
 
-    // Which sum is an element's.
+    // The index of an element's sum.
     template <class... Indices>
     __device__ int place(Indices... indices) const {
         const int of_axes[Axes] = {static_cast<int>(indices)...};
@@ -74,7 +73,7 @@ struct GradientOf {
         return static_cast<int>(first) + place;
     }
 
-    // Rounds the sum of that place, if it is one of this array.
+    // Rounds the sum at `place`, if it belongs to this array.
     __device__ void write(const acc_t* sums, int place) const {
         const int element = place - static_cast<int>(first);
         if (element < 0 || element >= count()) return;
@@ -82,7 +81,7 @@ struct GradientOf {
     }
 };
 
-// By how much a score changes with an element of an array, and which sum is that element's.
+// The derivative of a score by an element of an array, and the index of that element's sum.
 struct ElementSlope {
     int place;
     acc_t slope;
@@ -147,7 +146,7 @@ __device__ inline double power(double x, double y) {
     return pow(x, y);
 }
 
-// Of NaN and anything else these are NaN.
+// NaN if either argument is NaN.
 template <class T>
 __device__ inline T minimum(T a, T b) {
     return a < b || a != a ? a : b;
@@ -167,8 +166,7 @@ __device__ inline double absolute(double x) {
     return fabs(x);
 }
 
-// What is left of a by whole multiples of b, with a's sign. NumPy has answers where C has none: by
-// 0 nothing is left of integers.
+// The remainder of a by b, with a's sign. NumPy defines what C does not: integers by 0 give 0.
 template <class T>
 __device__ inline T rest_of(T a, T b) {
     return b == 0 || b == -1 ? 0 : a % b;
@@ -184,20 +182,20 @@ __device__ inline bool is_across(T rest, T b) {
     return rest != 0 && (rest < 0) != (b < 0);
 }
 
-// Quotients are rounded down, so that remainders have the divisor's sign.
+// Quotients are rounded down, so remainders have the divisor's sign.
 template <class T>
 __device__ inline T remainder_of(T a, T b) {
     const T rest = rest_of(a, b);
     return is_across(rest, b) ? rest + b : rest;
 }
-// Of integers 0 by 0; the least one has no negative but itself.
+// For integers, 0 if b is 0. The least integer is its own negative.
 template <class T>
 __device__ inline T floor_divide(T a, T b) {
     if (b == 0) return 0;
     if (b == -1) return static_cast<T>(0ull - static_cast<unsigned long long>(a));
     return a / b - is_across(a % b, b);
 }
-// Without the rest, which is exact, a quotient is whole but for rounding.
+// After subtracting the remainder, which is exact, the quotient is whole except for rounding.
 __device__ inline float floor_divide(float a, float b) {
     const float rest = rest_of(a, b);
     return b == 0 ? a / b : rintf((a - rest) / b - is_across(rest, b));
@@ -207,7 +205,7 @@ __device__ inline double floor_divide(double a, double b) {
     return b == 0 ? a / b : rint((a - rest) / b - is_across(rest, b));
 }
 
-// By more bits than there are, and by fewer than none, all of them go.
+// Shifts by a negative number, or by more bits than there are, shift out all bits.
 template <class T>
 __device__ inline bool has_bit(T number) {
     return number >= 0 && number < static_cast<T>(8 * sizeof(T));

@@ -1,10 +1,9 @@
 // Matrix products on CUDA cores: operands in shared memory, results in registers.
 //
-// The threads of a block stand in a grid of kY rows by kX lanes, the lanes of a row within one
-// warp. A thread owns rows y, y + kY, y + 2 kY, ... of a result, and of its columns either x, x +
-// kX, ... (where columns are keys: score tiles) or 16-byte groups x, x + kX, ... (where they are
-// head dims: output tiles). Reading TM + TN vectors feeds TM * TN * kVec multiply-adds, so shared
-// memory keeps up.
+// The threads of a block form a grid of kY rows by kX lanes; the lanes of a row are in one warp. A
+// thread owns rows y, y + kY, y + 2 kY, ... of a result. Of its columns, the thread owns x, x + kX,
+// ... if columns are keys (score tiles), or 16-byte groups x, x + kX, ... if they are head dims
+// (output tiles). TM + TN vectors feed TM * TN * kVec multiply-adds, so shared memory keeps up.
 #pragma once
 
 #include "cuda_cores/shared.cuh"
@@ -23,7 +22,7 @@ struct ThreadGrid {
     __device__ int key(int j) const { return x + j * kX; }
     __device__ int dim(int c) const { return (x + c * kX) * kVec; }
 
-    // Where a thread's `Count` rows are keys, they come in runs of kVec if they can: the weights of
+    // Where a thread's `Count` rows are keys, they come in runs of kVec if possible: the weights of
     // a run are then one vector of a row of P or dS.
     template <int Count>
     static constexpr int kRun = Count % kVec == 0 ? kVec : 1;
@@ -32,7 +31,7 @@ struct ThreadGrid {
         return (y + j / kRun<Count> * kY) * kRun<Count> + j % kRun<Count>;
     }
 
-    // Column groups of a thread in an output of Dims columns, and the columns that takes with
+    // A thread's column groups in an output of `dims` columns, and the number of columns with
     // padding.
     __device__ static constexpr int groups(int dims) { return ceil_div(dims, kX * kVec); }
     __device__ static constexpr int padded(int dims) { return groups(dims) * kX * kVec; }
@@ -73,8 +72,8 @@ __device__ inline void product_nt(ScoreTile<TM, TN>& scores, const A& a, const B
     }
 }
 
-// weight * values added to sum, element by element. In a Masked tile a weight of exactly zero adds
-// nothing even if the values are NaN or infinite: they belong to a position that may not be read.
+// sum += weight * values, element by element. In a Masked tile, a weight of exactly zero adds
+// nothing even if the values are NaN or infinite: the row may not see them.
 template <bool Masked>
 __device__ inline void add_scaled(Vec& sum, acc_t weight, const Vec& values) {
 #pragma unroll

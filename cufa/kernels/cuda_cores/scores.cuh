@@ -4,8 +4,8 @@
 #include "cuda_cores/products.cuh"
 #include "scores/score_rules.cuh"
 
-// Scales the scores and, in a Masked tile, sets those of unseen keys to -inf. (A NaN in such a key
-// is gone with this: the score is replaced, not added to.)
+// Scales the scores and, in a Masked tile, sets those of unseen keys to -inf. This replaces the
+// score, so a NaN in an unseen key has no effect.
 template <bool Masked, int TM, int TN, class Grid>
 __device__ inline void scale_and_mask(ScoreTile<TM, TN>& scores, acc_t scale, const Grid& grid,
                                       Mask mask, int first_row, int first_key) {
@@ -20,8 +20,8 @@ __device__ inline void scale_and_mask(ScoreTile<TM, TN>& scores, acc_t scale, co
     }
 }
 
-// Applies what a call asks for to products, which are scores then. In a Masked tile those of unseen
-// keys become -inf.
+// Turns products into scores by the call's rules. In a Masked tile, scores of unseen keys become
+// -inf.
 template <bool Masked, int TM, int TN, class Grid>
 __device__ inline void apply(const ScoreRules& rules, ScoreTile<TM, TN>& scores, const Grid& grid,
                              int first_row, int first_key) {

@@ -1,5 +1,4 @@
-// Shared memory: matrices whose rows are padded against bank conflicts, and the copy that fills
-// them.
+// Matrices in shared memory, with rows padded against bank conflicts, and the copy that fills them.
 #pragma once
 
 #include "call/config.cuh"
@@ -8,7 +7,7 @@
 
 using Vec = Pack<acc_t, kVec>;
 
-// A Rows x Cols matrix. The pitch is an odd number of 16-byte units, so that threads which read the
+// A Rows x Cols matrix. The pitch is an odd number of 16-byte units, so that threads that read the
 // same columns of neighbouring rows hit different banks. Columns from Cols to the next whole unit
 // exist and are zero.
 template <int Rows, int Cols>
@@ -27,9 +26,8 @@ struct SharedMatrix {
     }
 };
 
-// Rows [first_row, first_row + Rows) of a global matrix, or of one in pages, with Cols columns,
-// converted to acc_t; zero outside rows [0, end_row) and in the padding columns. The whole block
-// takes part.
+// Loads rows [first_row, first_row + Rows) and Cols columns of a global or paged matrix, converted
+// to acc_t. Rows outside [0, end_row) and padding columns become zero. The whole block takes part.
 template <int Threads, int Cols, class Tile, class Source>
 __device__ inline void load_tile(Tile& tile, const Source& source, int first_row, int end_row) {
     // As wide as the caller's alignment allows, but no chunk may straddle the last column.

@@ -1,5 +1,5 @@
-// Standard attention's two products, S = Q K^T and O = P V, with S and P in global memory: one
-// thread for one element of the result, operands straight from global memory.
+// The two products of standard attention, S = Q K^T and O = P V, with S and P in global memory: one
+// thread per element of the result, with operands straight from global memory.
 #pragma once
 
 #include "call/tensor.cuh"

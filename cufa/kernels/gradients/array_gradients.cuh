@@ -1,22 +1,22 @@
-// The gradients of the arrays that a score_mod reads: a score adds its own times the slope in an
-// element to that element's sum in the workspace, and an entry of its own rounds the sums.
+// The gradients of the arrays that a score_mod reads. Each score adds its gradient, times the slope
+// of an element, to that element's sum in the workspace; a separate entry rounds the sums.
 //
-// Millions of scores may read one element, and additions to one address come one after the other.
-// So a lane keeps what it has for an element until it comes to a score that reads another. On
-// tensor cores it has pairs of neighbouring queries, of two keys eight apart. For elements that
-// change with the query, as those of a relative bias do along diagonals, it keeps a sum for either
-// of the pair, and goes to the second key first: on the diagonal the first one follows, eight
-// queries on. For others it keeps one for each key. Elements that change with the query alone are
-// of no use to a lane's next queries, but other lanes of a warp have the same queries: those on
-// Hopper add theirs up first.
+// Millions of scores may read one element, and additions to one address are serialized. So a lane
+// keeps its sum for an element until it reaches a score that reads another element. On tensor
+// cores, a lane has pairs of neighbouring queries and two keys eight apart. For elements that
+// depend on the query, such as a relative bias along diagonals, it keeps one sum for each query of
+// the pair and takes the second key first: on the diagonal, the first key follows eight queries
+// later. For other elements it keeps one sum for each key. Elements that depend on the query alone
+// do not recur for a lane's next queries, but other lanes of the warp have the same queries: on
+// Hopper, these lanes add up their sums first.
 #pragma once
 
 #include "call/warp_rows.cuh"
 
-// By how much a score changes with each of the elements that it reads.
+// The derivatives of a score by each of the elements that it reads.
 using ElementSlopes = ElementSlope[kElements > 0 ? kElements : 1];
 
-// Whether an element is the same for all keys, and another for each query.
+// Whether an element depends on the query and not on the key.
 __device__ constexpr bool is_of_query(int element) {
     return changes_with_query(element) && !changes_with_key(element);
 }
@@ -26,9 +26,9 @@ __device__ constexpr bool any_of_query() {
     return false;
 }
 
-// What a lane has yet to add to the sum of one element.
+// A lane's sum that is still to be added to an element's sum.
 struct PendingSum {
-    int place = 0;  // of that sum among all
+    int place = 0;  // the index of the element's sum
     acc_t sum = 0;
 
     __device__ void add(acc_t* sums, int element, acc_t gradient) {
@@ -44,14 +44,14 @@ struct PendingSum {
     }
 };
 
-// Those of a lane, so many for each element that scores read; without OfQueries not for elements
-// that change with the query alone.
+// A lane's pending sums: Count for each element that scores read; without OfQueries, not for
+// elements that depend on the query alone.
 template <int Count, bool OfQueries = true>
 struct PendingSums {
     PendingSum of[Count][kElements > 0 ? kElements : 1];
 
-    // `gradient` is that of the new score which score_mod made. `of_query` and `of_key` are which
-    // of the sums are for elements that change with the query, and which for others.
+    // `gradient` is the gradient of the new score. `of_query` and `of_key` select the sums for
+    // elements that depend on the query, and for others.
     __device__ void add(acc_t* sums, int of_query, int of_key, const ElementSlopes& slopes,
                         acc_t gradient) {
 #pragma unroll
@@ -70,7 +70,7 @@ struct PendingSums {
     }
 };
 
-// A thread for each element of all arrays.
+// One thread per element of all arrays.
 template <int Threads>
 __device__ inline void round_array_sums(const BackwardParams& params, const acc_t* sums) {
     const int place = blockIdx.x * Threads + threadIdx.x;

@@ -1,8 +1,9 @@
-// The gradient of the bias: sums of dS in the workspace, which an entry of its own rounds.
+// The gradient of the bias: sums of dS in the workspace, which a separate entry rounds.
 //
-// Sums are of the bias's shape, to which blocks add atomically. Or every score has its own, with no
-// addition at all, and those of the scores that share an element of the bias are added up in order
-// at the end: always if the same bits are wanted in every run, and for free if no scores share one.
+// Either the sums have the shape of the bias, and blocks add to them atomically. Or every score has
+// its own, without any addition, and at the end the sums of scores that share an element of the
+// bias are added in order. This is done if every run must give the same bits, and also if no scores
+// share an element, when it is free.
 #pragma once
 
 #include "call/warp_rows.cuh"
@@ -12,10 +13,10 @@
 #error "the host must define BIAS_GRADIENT and OWN_BIAS_SUMS"
 #endif
 
-constexpr bool kBiasGradient = BIAS_GRADIENT;  // it is wanted
-constexpr bool kOwnBiasSums = OWN_BIAS_SUMS;   // every score has a sum of its own in it
+constexpr bool kBiasGradient = BIAS_GRADIENT;  // whether it is wanted
+constexpr bool kOwnBiasSums = OWN_BIAS_SUMS;   // whether every score has its own sum
 
-// Those of one head of a sequence.
+// The sums of one head of a sequence.
 struct BiasSums {
     Matrix<acc_t> sums;
 
@@ -45,14 +46,14 @@ __device__ inline long long elements_of(const BiasGradient& bias) {
     return static_cast<long long>(bias.batch) * bias.heads * bias.rows * bias.keys;
 }
 
-// Makes all sums zero: some scores are seen by nobody. The whole grid takes part.
+// Sets all sums to zero, because some scores are never seen. The whole grid takes part.
 template <int Threads>
 __device__ inline void clear_bias_sums(const BackwardParams& params, acc_t* sums) {
     clear_sums<Threads>(sums, kOwnBiasSums ? rows_of_heads(params.sizes) * params.dbias.keys
                                            : elements_of(params.dbias));
 }
 
-// The axis of the scores along which an element of the bias stands for [begin, end).
+// The range [begin, end) of an axis of scores that shares an element of the bias.
 struct Shared {
     int begin, end;
 
@@ -60,7 +61,7 @@ struct Shared {
         : begin(bias_size == 1 ? 0 : place), end(bias_size == 1 ? size : min(place + 1, size)) {}
 };
 
-// The sum of what the scores have that share an element of the bias, in order.
+// The sum, in order, over the scores that share an element of the bias.
 __device__ inline acc_t sum_of_shared(const BackwardParams& params, acc_t* sums, int batch,
                                       int head, int row, int key) {
     const BiasGradient& bias = params.dbias;
@@ -78,7 +79,7 @@ __device__ inline acc_t sum_of_shared(const BackwardParams& params, acc_t* sums,
     return sum;
 }
 
-// A thread for each element of the bias.
+// One thread per element of the bias.
 template <class Bias, int Threads>
 __device__ inline void write_bias_gradient(const BackwardParams& params, acc_t* sums) {
     const BiasGradient& bias = params.dbias;

@@ -1,24 +1,24 @@
-// Where a block of the backward works for a part of the query heads that share its keys: what those
-// heads add to the gradients of the keys is written to the workspace, and a launch after the
-// products' adds up the parts. In a fixed order: a call has the same bits every time.
+// For blocks of the backward that process a part of the query heads that share their keys. They
+// write their part of the gradients of the keys to the workspace, and a later launch adds up the
+// parts, in a fixed order: every run gives the same bits.
 #pragma once
 
 #include "call/columns.cuh"
 #include "call/tensor.cuh"
 
-// Into how many parts the query heads of a KV head come, of which a block has one.
+// The number of parts of a KV head's query heads; a block has one.
 constexpr int kParts = PARTS;
 
-// Parts of the query heads, those of all KV heads together.
+// The number of parts of query heads, over all KV heads.
 __device__ inline int parts_of_heads(const Sizes& sizes) {
     return sizes.kv_heads * kParts;
 }
-// How many query heads are in one.
+// The number of query heads in a part.
 __device__ inline int heads_of_part(const Sizes& sizes) {
     return sizes.heads / parts_of_heads(sizes);
 }
 
-// For each row of keys, KV head and part a row of dK, not yet scaled, and dV.
+// For each row of keys, KV head and part: a row of dK, not yet scaled, and of dV.
 struct KeySums {
     static constexpr int kKeyCols = round_up(kHeadDim, 8), kValueCols = round_up(kValueDim, 8);
     static constexpr int kCols = kKeyCols + kValueCols;
@@ -27,7 +27,7 @@ struct KeySums {
     acc_t* data;
     Sizes sizes;
 
-    // How many rows of keys one KV head has, and how many sums that makes of all parts.
+    // The number of rows of keys of one KV head, and of sums for all parts.
     __device__ static long long rows(const Sizes& sizes) {
         return static_cast<long long>(kPacked ? 1 : sizes.batch) * sizes.seqlen_k;
     }
@@ -35,12 +35,12 @@ struct KeySums {
         return kParts > 1 ? rows(sizes) * parts_of_heads(sizes) * kCols : 0;
     }
 
-    // Where the first part of a row of a KV head begins; the others follow.
+    // The first part of a row of a KV head; the others follow.
     __device__ const acc_t* parts_of(long long row, int kv_head) const {
         return data + (row * parts_of_heads(sizes) + kv_head * kParts) * kCols;
     }
-    // The row where a sequence's first key is, and where one of the parts, counted over all KV
-    // heads, of the key'th after it begins.
+    // The row of a sequence's first key; and one of the parts, counted over all KV heads, of the
+    // key that is `key` rows later.
     __device__ int first_row(int batch, int first_k) const {
         return kPacked ? first_k : batch * sizes.seqlen_k;
     }
@@ -50,7 +50,7 @@ struct KeySums {
     }
 };
 
-// Writes sums times `scale` from dim `first` on of a row's Dims, as far as it has those.
+// Writes sums times `scale` to a row from dim `first` on, as far as the row has Dims.
 template <int Dims>
 __device__ inline void write_sums(scalar_t* row, int first, const KeySums::Chunk& sums,
                                   acc_t scale) {
@@ -60,8 +60,8 @@ __device__ inline void write_sums(scalar_t* row, int first, const KeySums::Chunk
     write_columns<Dims>(row, rounded, first);
 }
 
-// Adds up the parts of the gradients of keys and values, and rounds them, if there are parts: a
-// warp for each row of a KV head.
+// If there are parts, adds up and rounds the gradients of keys and values: one warp for each row of
+// a KV head.
 template <int Threads>
 __device__ inline void add_parts(const BackwardParams& call, const KeySums& sums) {
     if constexpr (kParts == 1) return;
@@ -70,7 +70,7 @@ __device__ inline void add_parts(const BackwardParams& call, const KeySums& sums
     const long long row = index / sizes.kv_heads;
     const int kv_head = index % sizes.kv_heads;
     if (row >= KeySums::rows(sizes)) return;
-    if constexpr (kPacked) {  // there may be rows before the first sequence, and after the last
+    if constexpr (kPacked) {  // there may be rows before the first sequence and after the last
         const int* cu_seqlens = call.features.cu_seqlens_k;
         if (row < cu_seqlens[0] || row >= cu_seqlens[sizes.batch]) return;
     }

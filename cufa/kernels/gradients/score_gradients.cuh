@@ -1,4 +1,4 @@
-// What the backward makes of one score, and what a call asks of the backward beyond config.cuh.
+// The gradients of one score, and what a call asks of the backward beyond config.cuh.
 #pragma once
 
 #include "call/warp_rows.cuh"
@@ -11,14 +11,14 @@
 constexpr bool kDeterministic = DETERMINISTIC;  // the same bits in every run: no atomic additions
 
 struct ScoreGradient {
-    acc_t p = 0;         // the probability, as dropout left it: dV is the sum of p dO
-    acc_t modified = 0;  // the gradient of what the caller's function made of the score
-    acc_t score = 0;     // dS: what is added to a score before that has this gradient
-    acc_t product = 0;   // the gradient of the product times the scale, from which dQ and dK are
+    acc_t p = 0;         // the probability after dropout: dV is the sum of p dO
+    acc_t modified = 0;  // the gradient of the score after the caller's function
+    acc_t score = 0;     // dS: the gradient of the score before the function, and so of the bias
+    acc_t product = 0;   // the gradient of the product times the scale, for dQ and dK
 };
 
-// From the products Q K^T and dO V^T of a row and a key that it sees. `kept` is whether dropout
-// keeps their probability, and `exp2` computes powers of 2.
+// From the products Q K^T and dO V^T of a row and a key that it sees. `kept` says whether dropout
+// keeps their probability; `exp2` computes powers of 2.
 template <class Exp2>
 __device__ inline ScoreGradient score_gradient(const Exp2& exp2, const ScoreRules& rules,
                                                acc_t product, acc_t dp, int row, int key,

@@ -1,10 +1,10 @@
-// The gradient of the sinks: -sum P_sink D over all rows of a head, where P_sink is the probability
-// that the sink has of a row. In a fixed order, so that every run gives the same bits.
+// The gradient of the sinks: -sum P_sink D over all rows of a head, where P_sink is the sink's
+// probability in a row. The order is fixed, so every run gives the same bits.
 #pragma once
 
 #include "call/warp_rows.cuh"
 
-// A block for each head. `stats_of` finds the RowStats of a sequence, a head and a row.
+// One block per head. `stats_of` finds the RowStats of a sequence, a head and a row.
 template <int Threads, class StatsOf>
 __device__ inline void write_sink_gradient(const BackwardParams& params, const StatsOf& stats_of,
                                            WarpSums<Threads>& warps) {
@@ -17,7 +17,7 @@ __device__ inline void write_sink_gradient(const BackwardParams& params, const S
         for (int i = threadIdx.x; i < sequence.seqlen_q; i += Threads) {
             const RowStats row = stats_of(sequence, head, i);
             const acc_t p = exp2_of(sink - row.lse_log2);
-            sum -= p == 0 ? acc_t(0) : p * row.d;  // a D that is NaN may be of a row of -inf alone
+            sum -= p == 0 ? acc_t(0) : p * row.d;  // D may be NaN in a row that is all -inf
         }
     }
     sum = block_sum<Threads>(sum, warps);

@@ -1,4 +1,4 @@
-// 2^x of many scores, with what that needs of shared memory.
+// 2^x of many scores, with the shared memory that it needs.
 #pragma once
 
 #include "softmax/online_softmax.cuh"
@@ -11,15 +11,15 @@ struct Exp2 {
     }
 };
 
-// For types that have an instruction for it: no table.
+// No table for types that have an instruction.
 template <class T, int RootBits>
 struct Exp2Table : Exp2 {
     template <int AtOnce = 1>
     __device__ void init() {}
 };
 
-// The coefficients c of 2^r = 1 + r (c[0] + r (c[1] + ...)), by interpolation at Chebyshev's
-// points: for |r| <= 1/256 and 1/2048, within 0x1.4p-53 and 0x1.3p-53 of itself.
+// The coefficients c of 2^r = 1 + r (c[0] + r (c[1] + ...)), by interpolation at Chebyshev points:
+// for |r| <= 1/256 and 1/2048, within 0x1.4p-53 and 0x1.3p-53 of 2^r.
 template <int RootBits>
 struct Exp2Coefficients;
 template <>
@@ -35,19 +35,19 @@ struct Exp2Coefficients<10> {
                                            0x1.c6b08d910ecbdp-5};
 };
 
-// For float64: 8 additions and multiplications, or 7, where exp2_of takes 14. x is a multiple of
-// 1 / kRoots, whose power is looked up, and a rest for which few coefficients will do. The exponent
-// of power i is too small by i / kRoots: adding all parts of x, and not just whole ones, makes it
-// right.
+// For float64: 8 additions and multiplications, or 7, instead of the 14 of exp2_of. x is split into
+// a multiple of 1 / kRoots, whose power is looked up, and a rest that needs few coefficients. The
+// exponent of power i is stored i / kRoots too small: adding all parts of x to it, not just whole
+// ones, corrects it.
 template <int RootBits>
 struct Exp2Table<double, RootBits> {
     static constexpr int kRoots = 1 << RootBits;
     static constexpr int kPart = 20 - RootBits;  // the bit of a number's upper half for 1 / kRoots
     alignas(128) double roots[kRoots];           // 2^(i / kRoots), its exponent less i / kRoots
 
-    // By the whole block, which must meet at a barrier before powers are asked for. Each thread
-    // works out AtOnce at a time, which must not be more than it has left: one by one they would
-    // wait for each other.
+    // Called by the whole block, which must pass a barrier before powers are used. Each thread
+    // computes AtOnce roots at a time, at most as many as it has left: one by one they would wait
+    // for each other.
     template <int AtOnce = 1>
     __device__ void init() {
         for (int first = threadIdx.x; first < kRoots; first += AtOnce * blockDim.x)
@@ -63,10 +63,11 @@ struct Exp2Table<double, RootBits> {
     // 2^x within 3 ulp for x up to 1021; 0 below -1021.
     __device__ double power(double x) const {
         using Coefficients = Exp2Coefficients<RootBits>;
-        constexpr double kRounds = 0x1.8p52 / kRoots;  // with it a sum ends with whole parts
+        constexpr double kRounds = 0x1.8p52 / kRoots;  // added to x, rounds it to whole parts
 
-        // Upper halves of -1021 and of -infinity: those of all that vanishes lie in between. It is
-        // given that of -1023 + 2^-11, the exponent of whose power is 0: the number 0.
+        // The upper halves of -1021 and -infinity. If that of x is between them, its power
+        // vanishes. x is then replaced by -1023 + 2^-11: the power of that has exponent 0, so it is
+        // the number 0.
         constexpr unsigned int kVanishing = 0xc08fe800, kNegativeInfinity = 0xfff00000;
         constexpr int kVanished = 0xc08ff7ff;
         const unsigned int upper = __double2hiint(x);

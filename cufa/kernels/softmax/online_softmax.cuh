@@ -1,8 +1,8 @@
-// The running maximum and sum of a softmax that sees its row piece by piece.
+// The running maximum and sum of a softmax that reads its row piece by piece.
 //
-// Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), Algorithm 3; as
-// FlashAttention-2 (Dao, 2023) uses it, Algorithm 1 lines 8 to 15. Scores are in units of log 2
-// here: with log2(e) folded into the scale, exp2 needs no multiplication of its own.
+// Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), Algorithm 3; as used
+// by FlashAttention-2 (Dao, 2023), Algorithm 1 lines 8 to 15. Scores are in log 2: with log2(e)
+// folded into the scale, exp2 needs no extra multiplication.
 #pragma once
 
 #include "call/config.cuh"
@@ -15,17 +15,17 @@ __device__ inline float exp2_of(float x) {
 }
 
 // The coefficients c of 2^r = 1 + r (c[0] + r (c[1] + ...)) for |r| <= 1/2, by interpolation at
-// Chebyshev's points: within 2^-55 of itself.
+// Chebyshev points: within 2^-55 of 2^r.
 __device__ constexpr double kExp2Coefficients[] = {
     0x1.62e42fefa39efp-1,  0x1.ebfbdff82c598p-3,  0x1.c6b08d704a0c2p-5,  0x1.3b2ab6fba1ddap-7,
     0x1.5d87fe78a5276p-10, 0x1.430913096fd9fp-13, 0x1.ffcbfc670dcd4p-17, 0x1.62bfd47773353p-20,
     0x1.b524fae627834p-24, 0x1.e6063f7217bc6p-28, 0x1.e9d3fe3952179p-32,
 };
 
-// 2^x within 1 ulp, without a branch, so that many can be computed at once; 0 below 2^-1021, and
+// 2^x within 1 ulp, without branches, so that many can be computed at once; 0 below 2^-1021,
 // infinity above 2^1021.
 __device__ inline double exp2_of(double x) {
-    constexpr double kRounds = 0x1.8p52;  // what it is added to ends with the nearest integer
+    constexpr double kRounds = 0x1.8p52;  // a sum with it ends with the nearest integer
     const double shifted = x + kRounds;
     const double r = x - (shifted - kRounds);
     constexpr int kLast = sizeof(kExp2Coefficients) / sizeof(double) - 1;
@@ -39,7 +39,7 @@ __device__ inline double exp2_of(double x) {
     constexpr unsigned int kInfinity = 0x7ff00000, kLargest = 0x408fe800;  // upper half of 1021
     const unsigned int upper = __double2hiint(x), size = upper & 0x7fffffff;
     if (size < kLargest) return __hiloint2double(high, __double2loint(power));
-    const bool vanishes = size != upper && size <= kInfinity;  // or it is positive, or NaN
+    const bool vanishes = size != upper && size <= kInfinity;  // otherwise it is positive or NaN
     return __hiloint2double(vanishes ? 0 : max(size, kInfinity), 0);
 }
 __device__ inline float log2_of(float x) {
@@ -49,7 +49,7 @@ __device__ inline double log2_of(double x) {
     return log2(x);
 }
 
-// tanh. Scores of 8-bit and 16-bit operands are known no better than the fast one gives it.
+// tanh. For 8-bit and 16-bit operands, scores are no more precise than the fast tanh.
 __device__ inline float tanh_of(float x) {
     return sizeof(scalar_t) <= 2 ? ptx::tanh_fast(x) : tanhf(x);
 }
@@ -80,7 +80,7 @@ __device__ inline acc_t lanes_sum(acc_t x) {
     return x;
 }
 
-// The sum over all threads of a block, in each of them.
+// The sum over all threads of a block, returned to each of them.
 template <int Threads>
 using WarpSums = acc_t[Threads / 32];
 
@@ -98,8 +98,8 @@ struct OnlineSoftmax {
     acc_t max = negative_infinity();  // of the scores seen so far
     acc_t sum = 0;  // of 2^(score - max) over them; per thread until total() is called
 
-    // Takes in a piece whose largest score is piece_max. Returns the factor by which what was
-    // summed under the old maximum must shrink.
+    // Adds a piece whose largest score is piece_max. Returns the factor by which sums under the old
+    // maximum must shrink.
     __device__ acc_t raise_max(acc_t piece_max) {
         const acc_t old_max = max;
         max = piece_max > max ? piece_max : max;
@@ -108,8 +108,8 @@ struct OnlineSoftmax {
         return shrink;
     }
 
-    // What to subtract from a score. While every score was -inf there is no maximum to subtract,
-    // and -inf - -inf would be NaN: with 0 instead, 2^-inf is the 0 it should be.
+    // What to subtract from a score. As long as all scores are -inf there is no maximum, and -inf -
+    // -inf would be NaN. With 0 instead, 2^-inf is 0 as it should be.
     __device__ acc_t shift() const { return max == negative_infinity() ? acc_t(0) : max; }
 
     __device__ acc_t weight(acc_t score) {
@@ -118,20 +118,20 @@ struct OnlineSoftmax {
         return p;
     }
 
-    // Takes in one more score, and returns what raise_max does.
+    // Adds one more score, and returns what raise_max returns.
     __device__ acc_t add(acc_t score) {
         const acc_t shrink = raise_max(score);
         weight(score);
         return shrink;
     }
 
-    // Ends the row: from here on sum is that of all the Lanes threads which share it.
+    // Ends the row: afterwards `sum` covers all Lanes threads that share it.
     template <int Lanes>
     __device__ void total() {
         sum = lanes_sum<Lanes>(sum);
     }
 
-    // A row that saw no key: output 0, LSE -inf.
+    // For a row that saw no key: output 0, LSE -inf.
     __device__ acc_t normalizer() const { return sum == 0 ? acc_t(0) : 1 / sum; }
     __device__ acc_t lse() const {
         return sum == 0 ? negative_infinity() : (max + log2_of(sum)) * acc_t(kLn2);

@@ -1,7 +1,7 @@
-// Parts of rows of the output, each from keys of its own, and how a warp merges them.
+// Partial rows of the output, each from its own keys, and how a warp merges them.
 //
-// A part is what FlashAttention has of a row before it is done: the softmax's maximum and sum, and
-// the values' sum in that scale. Merging is exact (Milakov and Gimelshein 2018, section 3.1).
+// A part is the state of FlashAttention for a row: the maximum and sum of its softmax, and the sum
+// of values in that scale. Merging is exact (Milakov and Gimelshein 2018, section 3.1).
 #pragma once
 
 #include "mma/mma_tiles.cuh"
@@ -14,18 +14,18 @@ struct alignas(16) RowPart {
     OnlineSoftmax softmax;
 };
 
-// A warp's, of which each lane has some columns.
+// A merged row of a warp; each lane has some of its columns.
 struct MergedRow {
     static constexpr int kChunk = 4, kWarpCols = 32 * kChunk;
     static constexpr int kChunks = ceil_div(kPartCols, kWarpCols);
-    static constexpr int kPartsAtOnce = 8 / kChunks;  // as there are registers for
+    static constexpr int kPartsAtOnce = 8 / kChunks;  // that registers allow
     using Chunk = Pack<acc_t, kChunk>;
 
     OnlineSoftmax softmax;
     Chunk sums[kChunks] = {};
 
-    // Of `count` parts, of which `part(i)` is one. As many as there mostly are, and registers for,
-    // are read together.
+    // Merges `count` parts; `part(i)` is part i. It reads Mostly parts together, the usual number,
+    // if registers allow.
     template <int Mostly, class Part>
     __device__ static MergedRow of(int count, const Part& part) {
         constexpr int kAtOnce = Mostly < kPartsAtOnce ? Mostly : kPartsAtOnce;
@@ -41,14 +41,14 @@ struct MergedRow {
         return merged;
     }
 
-    // Makes it a part of a larger row.
+    // Stores the row as a part of a larger one.
     __device__ void store(RowPart& part) const {
         if (threadIdx.x % 32 == 0) part.softmax = softmax;
         for_each_chunk(
             [&](int i, int col) { *reinterpret_cast<Chunk*>(part.sums + col) = sums[i]; });
     }
 
-    // Writes it to the output, scaled and rounded.
+    // Writes the row to the output, scaled and rounded.
     template <class T>
     __device__ void write(T* row, acc_t factor) const {
         for_each_chunk([&](int i, int col) {
@@ -90,7 +90,7 @@ struct MergedRow {
         }
     }
 
-    // The lane's columns.
+    // Calls function(i, col) for the lane's chunks of columns.
     template <class Function>
     __device__ static void for_each_chunk(const Function& function) {
 #pragma unroll

@@ -1,34 +1,34 @@
-// The softmax of one row by one block of threads: safely in three passes over the row, or in two
-// with a running maximum. Both return what the row's LSE needs. In and out may be the same row.
+// The softmax of one row by one block: safe, in three passes over the row, or with a running
+// maximum in two. Both return what the row's LSE needs. The input and output may be the same row.
 #pragma once
 
 #include "softmax/online_softmax.cuh"
 
-// Maximum and sum of the scores of a row that were seen so far. Scores are not in units of log 2,
-// as the tiled rungs have them: those here are in memory already, and to multiply a large one by
-// log2(e) rounds it, by more than to multiply its small distance from the maximum.
+// Maximum and sum of the scores of a row so far. Scores are not in log 2, unlike in the tiled
+// rungs: they are already in memory. Multiplying a large score by log2(e) would round it more than
+// multiplying its small distance from the maximum.
 struct RowSoftmax {
     acc_t max = negative_infinity();
     acc_t sum = 0;  // of e^(score - max)
 
     __device__ void raise_max(acc_t score) { max = score > max ? score : max; }
 
-    // Takes in maximum and sum of other scores; the sum of a score alone is 1 (Milakov and
-    // Gimelshein 2018, section 3.1).
+    // Merges the maximum and sum of other scores; a single score has sum 1 (Milakov and Gimelshein
+    // 2018, section 3.1).
     __device__ void merge(acc_t other_max, acc_t other_sum) {
         const acc_t old_max = max;
         raise_max(other_max);
         sum = sum * weight(old_max) + other_sum * weight(other_max);
     }
 
-    // e^(score - max). While every score was -inf there is no maximum to subtract: -inf - -inf
+    // e^(score - max). As long as all scores are -inf there is no maximum to subtract: -inf - -inf
     // would be NaN.
     __device__ acc_t weight(acc_t score) const {
         const acc_t shift = max == negative_infinity() ? acc_t(0) : max;
         return exp2_of((score - shift) * acc_t(kLog2E));
     }
 
-    // Of a row that saw no key 0, and -inf.
+    // 0 and -inf for a row that saw no key.
     __device__ acc_t normalizer() const { return sum == 0 ? acc_t(0) : 1 / sum; }
     __device__ acc_t lse() const {
         return sum == 0 ? negative_infinity() : max + log2_of(sum) * acc_t(kLn2);
@@ -40,7 +40,7 @@ struct RowScratch {
     RowSoftmax warps[Threads / 32];
 };
 
-// The statistics of all threads of the block merged, and given to all of them.
+// Merges the statistics of all threads of the block, and returns the result to each.
 template <int Threads>
 __device__ inline RowSoftmax merge_block(RowSoftmax softmax, RowScratch<Threads>& scratch) {
 #pragma unroll
@@ -59,7 +59,7 @@ __device__ inline RowSoftmax merge_block(RowSoftmax softmax, RowScratch<Threads>
     return softmax;
 }
 
-// y = e^(x - max) / sum, the pass that both ways end with.
+// y = e^(x - max) / sum, the last pass of both.
 template <int Threads, class In, class Out>
 __device__ inline void normalize_row(const In* x, Out* y, int cols, RowSoftmax softmax) {
     const acc_t normalizer = softmax.normalizer();

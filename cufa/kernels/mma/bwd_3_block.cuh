@@ -1,4 +1,4 @@
-// What bwd_3_mma works on at once: a block's shared memory, and the workspace of all of them.
+// What a block of bwd_3_mma processes, its shared memory, and the workspace of all blocks.
 #pragma once
 
 #include "gradients/array_gradients.cuh"
@@ -9,23 +9,24 @@
 #include "scores/seen_tiles.cuh"
 
 constexpr int kStages = STAGES;
-// How the warps share dQ: rows of queries first, then columns. Where all operands come from shared
-// memory, which is then what there is least of, two 16-row tiles a warp load less for each product.
+// How the warps divide dQ: first its rows, then its columns. Where all operands come from shared
+// memory, its bandwidth is the bottleneck: then two 16-row tiles per warp load less for each
+// product.
 constexpr int kQueryRows =
     min_of(kWarps, kSplit > 1 && kBlockM > kMmaM ? kBlockM / (2 * kMmaM) : kBlockM / kMmaM);
 constexpr int kQueryTiles = kBlockM / kMmaM / kQueryRows;
 constexpr int kQueryParts = kWarps / kQueryRows;
-// Head dims, padded so that all who share them have whole fragments; a warp's part of those of dK,
-// dV and dQ.
+// Head dims, padded so that all warps that share them have whole fragments; and a warp's part of
+// those of dK, dV and dQ.
 constexpr int kHead = round_up(kHeadDim, kMmaK*(kSplit > kQueryParts ? kSplit : kQueryParts));
 constexpr int kValue = round_up(kValueDim, kMmaK* kSplit);
 constexpr int kHeadPart = kHead / kSplit, kValuePart = kValue / kSplit;
 constexpr int kQueryCols = kHead / kQueryParts;
-// Steps of dQ that are unrolled. While a warp has whole rows of dK and dV there are no registers
+// Steps of dQ that are unrolled. While a warp has whole rows of dK and dV, there are no registers
 // for operands loaded far ahead: ptxas would spill others.
 constexpr int kQuerySteps = kSplit == 1 ? min_of(kSteps, 4) : kStepsAtOnce;
-// Where there is room for one tile of queries, the next one is copied as soon as the last product
-// that needs a part of this one is done, if a barrier says when.
+// With room for one tile of queries, the next one is copied as soon as the last product that needs
+// a part of this one is done, if a barrier says when.
 constexpr bool kEarlyCopies = kStages == 1 && (kSplit > 1 || !kDeterministic);
 static_assert(kQueryRows * kQueryTiles * kMmaM == kBlockM,
               "the warps must share out the rows of dQ");
@@ -35,7 +36,7 @@ constexpr bool kHandsOver = HANDS_OVER;
 static_assert(!kHandsOver || (kSplit == 1 && kStages == 2 && !kDeterministic),
               "warps hand on two tiles of queries, and dS where they do not share rows");
 
-// Q with dO, and dS, as the warps hand them on, if they do.
+// The handovers of Q with dO, and of dS, if warps use them.
 template <bool Used>
 struct QueryHandovers {
     Handover queries[kStages], gradients;
@@ -66,7 +67,7 @@ struct KeySmem : Powers, QueryHandovers<kHandsOver> {
         QueryHandovers<kHandsOver>::init();
     }
     __device__ auto& ds() { return weights[0]; }  // dS^T
-    // P^T, if it is shared: where there is one stage, until dS^T takes its place.
+    // P^T, if it is shared: with one stage, until dS^T takes its place.
     __device__ auto& p() { return weights[sizeof(weights) / sizeof(weights[0]) - 1]; }
 };
 
@@ -85,7 +86,7 @@ union Smem {
 };
 
 using DqSums = QuerySums<kBlockM, kHead>;
-// For blocks that own keys, and for those that own queries.
+// For blocks that own keys, and for blocks that own queries.
 using SeenOfKeys = SeenTiles<kBlockM, kBlockN>;
 using SeenOfQueries = SeenTiles<kBlockN, kBlockM>;
 
@@ -103,14 +104,14 @@ struct Workspace {
         stats = reinterpret_cast<RowStats*>(key_sums.data + KeySums::count(params.sizes));
         arrays = reinterpret_cast<acc_t*>(stats + rows_of_heads(params.sizes));
         seen = reinterpret_cast<SeenPart*>(arrays);
-        constexpr int kSeenOfSum = sizeof(acc_t) / sizeof(SeenPart);  // that lie in its place
+        constexpr int kSeenOfSum = sizeof(acc_t) / sizeof(SeenPart);  // that fit into one sum
         arrays += (seen_tiles(params) + kSeenOfSum - 1) / kSeenOfSum;
     }
 
     __device__ SeenPart* seen_of_queries(const BackwardParams& params) const {
         return seen + SeenOfKeys::count(params);
     }
-    // How many there are for either kind of blocks.
+    // The number of tiles for both kinds of blocks.
     __device__ static long long seen_tiles(const BackwardParams& params) {
         return SeenOfKeys::count(params) + (kDeterministic ? SeenOfQueries::count(params) : 0);
     }

@@ -1,18 +1,18 @@
-// How tiles come to a block of bwd_3_mma: what it copies of a head, and in which order it walks
-// over the tiles while it does.
+// How tiles reach a block of bwd_3_mma: what it copies of a head, and the order in which it walks
+// over tiles.
 #pragma once
 
 #include "mma/bwd_3_block.cuh"
 
-// As copy_tile. Which rows and columns are a thread's, it works out anew for each copy, and needs
-// no registers for them in between.
+// Like copy_tile, but a thread recomputes its rows and columns for each copy, so that they take no
+// registers in between.
 template <int Cols, class Tile>
 __device__ inline void copy_rows(Tile& tile, Matrix<const scalar_t> source, int first_row,
                                  int end_row) {
     copy_tile<kThreads, Cols>(tile, source, first_row, end_row, ptx::anew(threadIdx.x));
 }
 
-// A query head of a sequence, as the loop over tiles of queries reads it.
+// A query head of a sequence, as the loop over tiles of queries uses it.
 struct QueryHead {
     const BackwardParams& params;
     ScoreRules rules;
@@ -36,7 +36,7 @@ struct QueryHead {
         copy_queries(smem, stage, first_row);
         copy_gradients(smem, stage, first_row);
     }
-    // The tile of that number, once all are done with the one before it in its place.
+    // Copies tile number `number`, once all warps are done with the tile before in its stage.
     __device__ void hand_on(KeySmem& smem, int number, int first_row) const {
         const int stage = number % kStages;
         smem.queries[stage].wait_free(number / kStages);
@@ -46,7 +46,7 @@ struct QueryHead {
     __device__ void copy_queries(KeySmem& smem, int stage, int first_row) const {
         copy_rows<kHeadDim>(smem.q[stage], q, first_row, rules.mask.seqlen_q);
     }
-    // dO, and what else is not needed any more once P and dS are there.
+    // dO, and the statistics, which are not needed once P and dS are there.
     __device__ void copy_gradients(KeySmem& smem, int stage, int first_row) const {
         const int seqlen_q = rules.mask.seqlen_q;
         copy_rows<kValueDim>(smem.dout[stage], dout, first_row, seqlen_q);
@@ -60,9 +60,9 @@ struct QueryHead {
     }
 };
 
-// Walks over tiles of kBlockM rows from `begin` to `end`, with a mask those that next_seen
-// finds, the copy of one under way while the one before is attended to. With EarlyCopies `attend`
-// starts the next copy itself.
+// Walks over tiles of kBlockM rows from `begin` to `end`; with a mask, those that next_seen finds.
+// One tile is copied while `attend` processes the tile before. With EarlyCopies, `attend` starts
+// the next copy itself.
 template <bool EarlyCopies, class NextSeen, class StartCopy, class Attend>
 __device__ inline void walk(int begin, int end, const NextSeen& next_seen,
                             const StartCopy& start_copy, const Attend& attend) {
@@ -83,8 +83,8 @@ __device__ inline void walk(int begin, int end, const NextSeen& next_seen,
     }
 }
 
-// The same where tiles are handed on: two are there or on their way, and attending to one starts
-// the copy of the next but one. `number` counts the tiles of all heads.
+// The same with handovers: two tiles are there or under way, and `attend` starts the copy of the
+// one after the next. `number` counts the tiles of all heads.
 template <class NextSeen, class HandOn, class Attend>
 __device__ inline void walk_in_turn(int begin, int end, int& number, const NextSeen& next_seen,
                                     const HandOn& hand_on, const Attend& attend) {

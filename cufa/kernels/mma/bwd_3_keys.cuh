@@ -1,12 +1,12 @@
-// The blocks of bwd_3_mma that own keys: dK and dV, and what they add to dQ.
+// The blocks of bwd_3_mma that own keys: dK, dV and their part of dQ.
 #pragma once
 
 #include "call/query_tiles.cuh"
 #include "mma/bwd_3_copies.cuh"
 #include "mma/mma_nonfinite.cuh"
 
-// A tile of queries in shared memory, of those before `end`; the next to be copied is `step`
-// further on. `number` counts tiles where they are handed on.
+// A tile of queries in shared memory, among those before `end`. The next tile to copy is `step`
+// further on. `number` counts tiles, for handovers.
 struct QueriesAt {
     int stage, first, step, end, number;
 };
@@ -17,8 +17,8 @@ struct QueryPlace {
     int first_col = threadIdx.x / 32 / kQueryRows * kQueryCols;
 };
 
-// The keys that a block owns, and for which part of the query heads it works, of those of all KV
-// heads. Blocks that own the same keys follow each other.
+// The keys that a block owns, and its part of the query heads, counted over all KV heads. Blocks
+// that own the same keys are adjacent.
 __device__ inline KeyTile keys_of_block(const BackwardParams& params, int block = blockIdx.x) {
     return key_tile_of_block<kBlockN>(params, block / kParts);
 }
@@ -32,10 +32,10 @@ struct KeyGradients {
     Accumulators<kTiles, kValuePart> dv;
     PendingSums<2 * kTiles> of_arrays;
 
-    // Takes in one tile of queries.
+    // Processes one tile of queries.
     __device__ void attend(KeySmem& smem, const QueryHead& head, const Place& place,
                            const QueriesAt& at, int first_key, bool masked) {
-        // Where a mask cuts tiles, the numbers of their keys are kept in no registers in between.
+        // Where a mask cuts tiles, key numbers are recomputed, not kept in registers in between.
         const int first_row = kCutTiles ? ptx::anew(first_key) : first_key;
         const KeyRows tile{smem, head.rules, place, first_row, at.first};
         const SeenScores<KeyRows> seen(tile, masked);
@@ -80,7 +80,7 @@ struct KeyGradients {
     }
 
     __device__ void write(KeySmem& smem, const BackwardParams& params, const KeyTile& own) {
-        const Place place(ptx::anew(threadIdx.x));  // which no registers are kept for until now
+        const Place place(ptx::anew(threadIdx.x));  // recomputed, so that no register keeps it
         scale<kTiles, kHeadPart>(dk, params.softmax_scale);
         store_tile<kTiles, kHeadPart>(smem.k, dk, place.first_row, place.part * kHeadPart);
         store_tile<kTiles, kValuePart>(smem.v, dv, place.first_row, place.part * kValuePart);
@@ -92,7 +92,7 @@ struct KeyGradients {
         write_tile<kThreads, kValueDim>(smem.v, to_dv, own.first_key, end);
     }
 
-    // Writes them to the workspace, as those of a part of the heads.
+    // Writes dK and dV to the workspace, as a part of the heads.
     __device__ void write_part(const KeySums& sums, const BackwardParams& params,
                                const KeyTile& own) const {
         const Place place;
@@ -112,8 +112,8 @@ struct KeyGradients {
     }
 
   private:
-    // What is NaN or infinite is zero in the products; those who see it have NaN from S or dP
-    // already, but for dV, and are given it afterwards.
+    // NaN and infinity are zero in the products. Rows and keys that see them already have NaN from
+    // S or dP, except in dV, which gets it afterwards.
     __device__ static void take_out(KeySmem& smem, int stage) {
         clear_nonfinite<kThreads>(smem.q[stage]);
         clear_nonfinite<kThreads>(smem.dout[stage]);
@@ -133,8 +133,8 @@ struct KeyGradients {
         const auto k = own.sequence.keys<const scalar_t>(head.params.k, own.kv_head);
         copy_rows<kHeadDim>(smem.k, k, tile.first_row, own.sequence.seqlen_k);
     }
-    // The same where tiles are handed on. All that it needs it works out anew: it runs for few
-    // tiles, and what is kept for it would be registers that the others lack.
+    // The same with handovers. It recomputes all that it needs: it runs for few tiles, and values
+    // kept for it would take registers that other tiles lack.
     __device__ void put_back_anew(KeySmem& smem, const QueryHead& head, const KeyRows& tile,
                                   int first_query) {
         const Sequence sequence(head.params, ptx::anew(head.rules.batch));
@@ -148,7 +148,7 @@ struct KeyGradients {
         __syncthreads();  // K is there again
     }
 
-    // dV += P^T dO, dK += dS^T Q and dQ += dS K, where warps hand Q, dO and dS on.
+    // dV += P^T dO, dK += dS^T Q and dQ += dS K, with handovers of Q, dO and dS.
     __device__ void multiply_in_turn(const Scores& p, const Scores& ds, KeySmem& smem,
                                      const QueryHead& head, const Place& place,
                                      const QueriesAt& at) {
@@ -198,15 +198,16 @@ struct KeyGradients {
         if constexpr (!kDeterministic) add_to_queries(smem, head.dq, at.first);
     }
 
-    // dQ += dS K. Where dS^T takes fewer registers than the sums, all of it is loaded, and there
-    // are sums of a few columns at a time, which are added while the next are computed.
+    // dQ += dS K. Where dS^T takes fewer registers than the sums, all of it is loaded, and sums are
+    // computed a few columns at a time. They are added to global memory while the next are
+    // computed.
     __device__ static void add_to_queries(KeySmem& smem, const DqSums& sums, int first_query) {
         constexpr bool kInSlices = kBlockN < kQueryCols * 2;
         constexpr int kSliceCols = kInSlices ? kMmaK : kQueryCols;
         const QueryPlace to;
         if constexpr (kInSlices) {
-            // Beside wide heads and all of dS^T there are registers for one slice at a time, unless
-            // a slice is one step, and then of 16-bit types for four; float64 spills anyway.
+            // Wide heads and all of dS^T leave registers for one slice at a time. If a slice is one
+            // step, they leave enough for four with 16-bit types; float64 spills anyway.
             constexpr bool kOneSlice = sizeof(scalar_t) != 8 && kHead > 128 && kBlockN > kMmaK;
             constexpr int kSlices = kQueryCols / kSliceCols;
             constexpr int kManySlices = sizeof(scalar_t) == 2 ? min_of(kSlices, 4) : kSlices;
@@ -228,8 +229,8 @@ struct KeyGradients {
     }
 };
 
-// Of the block's part of the query heads that share its keys the h-th. Which keys those are is
-// found out anew, so that it takes no registers while the block works on a head.
+// The h-th query head of the block's part. The block's keys are looked up again, so that they take
+// no registers while the block processes a head.
 __device__ inline QueryHead query_head_of_block(const BackwardParams& params, int h) {
     const KeyTile own = keys_of_block(params, ptx::anew(blockIdx.x));
     const int first = part_of_block(own) * heads_of_part(params.sizes);

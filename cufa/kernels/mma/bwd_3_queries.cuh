@@ -1,4 +1,4 @@
-// The blocks of bwd_3_mma that own queries, where every run must give the same bits: dQ.
+// The blocks of bwd_3_mma that own queries and compute dQ, where every run must give the same bits.
 #pragma once
 
 #include "mma/bwd_3_copies.cuh"
@@ -20,7 +20,7 @@ struct QueryGradients {
             }
     }
 
-    // Takes in one tile of keys: dQ += dS K.
+    // Processes one tile of keys: dQ += dS K.
     __device__ void attend(QuerySmem& smem, int stage, const ScoreRules& rules, const Place& place,
                            int first_query, int first_key, bool masked) {
         const QueryRows tile{smem, rules, place, first_query, first_key};

@@ -1,5 +1,5 @@
-// What a block of fwd_5_mma works on at once: which part of it is whose, its shared memory, and how
-// much of it there are registers for.
+// What a block of fwd_5_mma processes: how its warps divide it, its shared memory, and how much is
+// unrolled with the registers that remain.
 #pragma once
 
 #include "mma/handover.cuh"
@@ -9,7 +9,7 @@
 
 constexpr int kThreads = THREADS, kWarps = kThreads / 32, kBlocksPerSm = BLOCKS_PER_SM;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
-constexpr int kSplit = SPLIT;  // warps that share rows and part the output's columns
+constexpr int kSplit = SPLIT;  // warps that share rows and divide the output's columns
 constexpr int kRowWarps = kWarps / kSplit;
 constexpr int kTiles = kBlockM / (kRowWarps * kMmaM);
 constexpr int kDims = round_up(kValueDim, kMmaK* kSplit) / kSplit;  // columns of a warp's output
@@ -20,7 +20,7 @@ static_assert(sizeof(ForwardParams) == PARAMS_BYTES, "the host passes a differen
 
 using Scores = Accumulators<kTiles, kBlockN>;
 
-// The first row of the block's tile that is the warp's, and the first column of its output.
+// The warp's first row in the block's tile, and its first column of the output.
 __device__ inline int warp_row() {
     const int warp = threadIdx.x / 32;
     return (kSplit == 1 ? warp : warp % kRowWarps) * kTiles * kMmaM;
@@ -29,14 +29,14 @@ __device__ inline int warp_col() {
     return kSplit == 1 ? 0 : threadIdx.x / 32 / kRowWarps * kDims;
 }
 
-// Which row of the block's tile a lane's half of its fragments `m` is.
+// The row in the block's tile of a lane's half of its fragments `m`.
 __device__ inline int row_of(int m, int half) {
     return fragment_row(warp_row(), m, half);
 }
 
 constexpr bool kHandsOver = HANDS_OVER;
 
-// K and V as the warps hand them on, if they do.
+// The handovers of K and V, if warps use them.
 template <bool Used>
 struct KeyHandovers {
     Handover keys, values;
@@ -47,8 +47,8 @@ struct KeyHandovers {
         keys.init(kThreads, kWarps);
         values.init(kThreads, kWarps);
     }
-    // Whether NaN or infinity has been taken out of values: said by each thread of its part before
-    // it announces it, and known of all tiles that are whole.
+    // Whether NaN or infinity was taken out of values. Each thread notes it for its part before it
+    // announces the part, so it is known for all tiles that are whole.
     __device__ void note_nonfinite(bool found) {
         if (__any_sync(0xffffffffu, found) && threadIdx.x % 32 == 0)
             nonfinite[threadIdx.x / 32] = 1;
@@ -71,8 +71,8 @@ struct KeyHandovers<false> {
     __device__ bool noted_nonfinite() const { return false; }
 };
 
-// Powers of two are looked up by so many bits. Threads compute some of the table at once, if all
-// have as many: one by one each would wait for the one before.
+// Powers of two are looked up by this many bits. Threads compute several entries of the table at
+// once, if all have equally many: one by one, each would wait for the one before.
 constexpr int kRootBits = 10;
 constexpr int kRootsAtOnce = (1 << kRootBits) % (4 * kThreads) == 0 ? 4 : 1;
 
@@ -90,16 +90,16 @@ struct Smem : Exp2Table<acc_t, kRootBits>, KeyHandovers<kHandsOver> {
 // What a mask shows of each tile of scores.
 using Seen = SeenTiles<kBlockM, kBlockN>;
 
-// Whether the accumulators leave so few registers that ptxas, which loads operands ahead of all
-// steps that are unrolled, spills others. Where a mask cuts tiles P is rounded early, and it does
-// not.
+// Whether accumulators leave so few registers that ptxas, which loads operands ahead of all
+// unrolled steps, would spill. Where a mask cuts tiles, P is rounded early and ptxas does not
+// spill.
 constexpr int kSumRegisters = sizeof(Fragment) / 4 * kTiles * (kBlockN + kDims) / kMmaN;
 constexpr bool kFewRegisters = sizeof(scalar_t) == 2 && !kCutTiles && kSumRegisters >= 192;
-// Steps of Q K^T that are unrolled: for float64, too, there are registers for some here.
+// Steps of Q K^T that are unrolled; even float64 has registers for some here.
 constexpr int kHeadSteps = decltype(Smem::q)::kCols / kMmaK;
 constexpr int kFewSteps = ptx::kBlackwell ? ceil_div(kHeadSteps, 2) : 4;
 constexpr int kScoreSteps = sizeof(scalar_t) == 8 ? 8 : kFewRegisters ? kFewSteps : kStepsAtOnce;
-// Whether a step of a product takes so long that nothing of the next need be loaded beside it. If
-// it has twice as many sums, Blackwell's ptxas would spill those.
+// Whether a step of a product takes so long that the operands of the next need not be loaded
+// meanwhile. With twice as many sums, Blackwell's ptxas would spill them.
 constexpr bool kLongSteps =
     sizeof(scalar_t) == 4 && !kTf32 && !(ptx::kBlackwell && kTiles * kDims > 128);

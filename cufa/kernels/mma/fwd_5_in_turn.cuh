@@ -1,11 +1,12 @@
-// How fwd_5_mma takes in a tile where its warps hand K and V on instead of meeting.
+// How fwd_5_mma processes a tile where its warps hand over K and V instead of meeting.
 #pragma once
 
 #include "mma/fwd_5_values.cuh"
 
-// Takes in the tile of that number. K is on its way when this begins; V is when it is likely that
-// the others are done with the V before, and the next K when they are with this one. Where a mask
-// cuts, who has copied a part of V takes NaN out of it before announcing it.
+// Processes tile number `number`. On entry the copy of K is under way. V is copied when the other
+// warps are probably done with the V before, and the next K when they are probably done with this
+// K. Where a mask cuts, a thread takes NaN out of the part of V that it copied before announcing
+// it.
 __device__ inline void attend_in_turn(Output& out, Smem& smem, const ScoreRules& rules,
                                       Source& source, int first_row, int first_key, int step,
                                       bool cut, int number) {
@@ -40,7 +41,7 @@ __device__ inline void attend_in_turn(Output& out, Smem& smem, const ScoreRules&
     }
 
     smem.values.wait_whole(number);
-    // Not masked: nothing is left to be taken out.
+    // Not masked: nothing is left to take out.
     weigh_values(out, s, smem, rules, first_row, first_key, keys_end, false);
     smem.values.release();
 }

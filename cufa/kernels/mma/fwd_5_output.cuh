@@ -1,12 +1,11 @@
-// What a warp of fwd_5_mma has of the output, and the online softmax that its scores go through.
+// A warp's part of the output of fwd_5_mma, and the online softmax of its scores.
 #pragma once
 
 #include "mma/fwd_5_scale.cuh"
 #include "mma/mma_softmax.cuh"
 
-// A maximum is raised only when scores pass it by more than this, in log 2. Until then
-// probabilities reach up to 2^8, which float32 sums and 16-bit weights hold as precisely as those
-// up to 1.
+// A maximum is raised only when scores exceed it by more than this, in log 2. Until then weights
+// reach up to 2^8, which float32 sums and 16-bit weights hold as precisely as weights up to 1.
 constexpr acc_t kSlack = 8;
 
 // A warp's rows of the output tile.
@@ -14,7 +13,7 @@ struct Output {
     OnlineSoftmax softmax[kTiles][2];
     Accumulators<kTiles, kDims> o;
 
-    // What products begin with.
+    // The values that products start from.
     __device__ void begin(Scores& s) const {
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
@@ -25,7 +24,7 @@ struct Output {
                     s[m][n][e] = kFolded ? -softmax[m][e / 2].shift() : acc_t(0);
     }
 
-    // Takes in one tile of scores and turns them into P.
+    // Processes one tile of scores and turns it into P.
     __device__ void exponentiate(Scores& s, acc_t scale_log2,
                                  const Exp2Table<acc_t, kRootBits>& exp2) {
         bool raised = false;
@@ -68,13 +67,13 @@ struct Output {
     }
 
   private:
-    // What a score may not pass before the maximum is raised.
+    // The score above which the maximum is raised.
     __device__ static acc_t limit(const OnlineSoftmax& row) {
         if constexpr (!kFolded) return row.max + kSlack;
         return row.max == negative_infinity() ? row.max : kSlack;
     }
 
-    // Raises maxima where scores, and the largest of them, are less those there were.
+    // Raises maxima where scores, and `largest`, are relative to the old maxima.
     __device__ void raise_folded(int m, Fragment (&s)[kBlockN / kMmaN], acc_t (&largest)[2]) {
         const acc_t before[] = {softmax[m][0].shift(), softmax[m][1].shift()};
 #pragma unroll

@@ -1,17 +1,17 @@
-// The scale of fwd_5_mma's scores: what products are multiplied with before exp2, or Q beforehand.
+// The scale of fwd_5_mma's scores: a factor of products before exp2, or of Q beforehand.
 #pragma once
 
 #include "mma/fwd_5_block.cuh"
 #include "scores/score_rules.cuh"
 
-// Whether products are scores of log 2 less their row's maximum.
+// Whether products are already scores in log 2, minus their row's maximum.
 constexpr bool kFolded = sizeof(acc_t) == 8 && !kShapedScores;
-// Whether the scale is worked out for each tile, and in no register in between.
+// Whether the scale is recomputed for each tile, to take no register in between.
 constexpr bool kScaleAnew = kLongSteps || sizeof(scalar_t) == 2;
 
-// What products are multiplied with before exp2, unless they are scores of log 2 already.
-// It is positive, so that the largest score is that of the largest product and -inf stays the
-// least: Q takes the sign, and instead of 0 it is a number that makes 0 of every product.
+// The factor of products before exp2, unless they are already scores in log 2. It is positive, so
+// that the largest product has the largest score and -inf stays the least. Q takes the sign.
+// Instead of 0, the factor is a number that makes every product 0.
 __device__ inline acc_t scale_log2(const ScoreRules& rules) {
     if constexpr (kShapedScores || kFolded) return 1;
     constexpr acc_t kLeastScale = 0x1p-126;
@@ -21,11 +21,11 @@ __device__ inline acc_t scale_log2(const ScoreRules& rules) {
     return max(scale < 0 ? -scale : scale, kLeastScale);
 }
 
-// Numbers of Q that a thread of float64 multiplies at once, in chunks: one by one each would wait
-// for a pipe that other warps have.
+// Chunks of Q that a float64 thread multiplies at once: one by one, each would wait for a pipe that
+// other warps use.
 constexpr int kChunksAtOnce = 8;
 
-// Gives Q the sign of the scale, or all of it.
+// Multiplies Q by the sign of the scale or, if kFolded, by the scale.
 __device__ inline void take_scale(Smem& smem, const ScoreRules& rules) {
     if (kShapedScores || (!kFolded && rules.scale >= 0)) return;
     using Tile = decltype(smem.q);

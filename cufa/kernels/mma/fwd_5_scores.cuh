@@ -1,4 +1,5 @@
-// What a call asks of the scores of fwd_5_mma: which are seen, what they become, which are dropped.
+// The rules of a call for the scores of fwd_5_mma: which are seen, what they become, which are
+// dropped.
 #pragma once
 
 #include "call/key_tiles.cuh"
@@ -6,8 +7,8 @@
 #include "scores/kept_scores.cuh"
 #include "scores/mask_sixteens.cuh"
 
-// Which of a lane's scores of a row are of keys that the row sees: a bit for each, or, if that is a
-// range, where it begins and ends, counted from the lane's first key.
+// The keys of a lane's scores that a row sees: one bit each or, if they are a range, its beginning
+// and end relative to the lane's first key.
 struct SeenOfRow {
     unsigned int bits;
     int begin = 0, end = 0;
@@ -19,8 +20,8 @@ struct SeenOfRow {
     }
 };
 
-// Which of a lane's scores are of keys that their rows see. A mask is read as a whole, so that one
-// wait is for all of it, and kept as a bit for each score.
+// The keys of a lane's scores that their rows see. A mask is read at once, so that there is one
+// wait for all of it, and kept as one bit per score.
 class SeenScores {
   public:
     __device__ SeenScores(const ScoreRules& rules, int first_row, int first_key, bool masked)
@@ -86,8 +87,8 @@ class SeenScores {
     unsigned int bits[kTiles][2];
 };
 
-// Applies what a call asks for to the products, which are scores then. Those of keys that a row
-// does not see become -inf.
+// Turns products into scores by the call's rules. Scores of keys that a row does not see become
+// -inf.
 __device__ inline void apply(const ScoreRules& rules, Scores& s, const SeenScores& seen,
                              int first_row, int first_key, bool masked) {
     if (!kShapedScores && !masked) return;

@@ -1,5 +1,5 @@
-// What values add to the output of fwd_5_mma: the product P V; and, where a mask cuts through a
-// tile, those that are NaN or infinite, by themselves.
+// What values add to the output of fwd_5_mma: the product P V and, where a mask cuts through a
+// tile, separately, values that are NaN or infinite.
 #pragma once
 
 #include "mma/fwd_5_copies.cuh"
@@ -7,8 +7,8 @@
 #include "mma/fwd_5_scores.cuh"
 
 // Where a mask cuts through a tile, a value that is NaN or infinite must reach the rows that see
-// its key and no other; but in the product 0 * NaN is NaN. Such values are added here to the
-// outputs of the rows that see them, whatever their weight, and are zero in the product.
+// its key, and no other; but 0 * NaN is NaN. Such values are added here to the outputs of the rows
+// that see them, whatever their weight, and are zero in the product.
 __device__ inline void take_out_nonfinite(Output& out, Smem& smem, const ScoreRules& rules,
                                           int first_row, int first_key) {
     if (!__syncthreads_or(finds_nonfinite<kThreads>(smem.v))) return;
@@ -36,9 +36,9 @@ __device__ inline void take_out_nonfinite(Output& out, Smem& smem, const ScoreRu
     __syncthreads();
 }
 
-// The same where who copied a part of V made such values zero before announcing it: in the end they
-// are added, of all keys, since what comes twice, through the product of a whole tile too, is the
-// same.
+// The same with handovers, where threads zeroed such values before they announced their part of V.
+// They are added at the end, for all keys: in a whole tile they were also in the product, but
+// adding them twice changes nothing.
 __device__ inline void add_nonfinite(Output& out, const KeyMatrix<const scalar_t>& v,
                                      const ScoreRules& rules, int first_row) {
     const KeyTiles<kBlockN> tiles(rules.mask, first_row, kBlockM);
@@ -61,19 +61,19 @@ __device__ inline void add_nonfinite(Output& out, const KeyMatrix<const scalar_t
             }
 }
 
-// Turns what is left of scores into weights, and adds the values so weighted.
+// Turns what is left of scores into weights, and adds the weighted values.
 __device__ inline void weigh_values(Output& out, Scores& p, Smem& smem, const ScoreRules& rules,
                                     int first_row, int first_key, int keys_end, bool masked) {
     if constexpr (kDropout) drop(rules, p, first_row, first_key);
     if constexpr (kCutTiles && sizeof(scalar_t) == 2) {
-        // Rounded, P takes half the registers, and who looks for NaN needs some.
+        // Rounded, P takes half the registers; the search for NaN needs some.
         const LeftStrip<kTiles, kBlockN> rounded(p);
         if (masked) take_out_nonfinite(out, smem, rules, first_row, first_key);
         rounded.template add_product_with<kDims>(out.o, smem.v, warp_col());
     } else {
         if (kCutTiles && masked) take_out_nonfinite(out, smem, rules, first_row, first_key);
-        // Keys past the end are left out, which also keeps ptxas from splitting the operands of
-        // all steps ahead.
+        // Keys past the end are skipped. This also keeps ptxas from splitting the operands of all
+        // steps ahead.
         const int keys = kLongSteps ? keys_end - first_key : kBlockN;
         add_product_pn<kTiles, kBlockN, kDims>(out.o, p, smem.v, warp_col(), keys);
     }

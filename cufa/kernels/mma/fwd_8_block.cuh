@@ -1,4 +1,4 @@
-// What a block of fwd_8_split_kv works on at once, which team of it has what, and shared memory.
+// What a block of fwd_8_split_kv processes, what its teams share, and its shared memory.
 #pragma once
 
 #include "mma/half_queries.cuh"
@@ -10,12 +10,12 @@ constexpr bool kDescaled = is_same<key_t, float8_e4m3fn>;
 constexpr bool kMixed = !is_same<scalar_t, key_t>;
 constexpr int kThreads = THREADS, kWarps = kThreads / 32, kBlocksPerSm = BLOCKS_PER_SM;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES;
-constexpr bool kSplitKeys = SPLIT_KEYS;    // as many blocks part the keys of each tile
-constexpr bool kEvenShares = EVEN_SHARES;  // the keys of all tiles are shared out
+constexpr bool kSplitKeys = SPLIT_KEYS;    // equally many blocks split the keys of each tile
+constexpr bool kEvenShares = EVEN_SHARES;  // the keys of all tiles are divided evenly
 static_assert(!kSplitKeys || !kEvenShares, "blocks part the keys one way or the other");
 static_assert(!kSplitKeys || kMostQueries == 0, "the parts of all rows are merged");
 constexpr bool kNextOverlaps = NEXT_OVERLAPS;  // the launch after this one begins early
-// 16-row tiles of a warp: with two, what it loads of keys and values serves twice as many rows.
+// 16-row tiles of a warp: with two, keys and values that it loads serve twice as many rows.
 constexpr int kTiles = WARP_ROWS / kMmaM;
 constexpr int kTeamWarps = kBlockM / (kTiles * kMmaM);
 constexpr int kTeamThreads = kTeamWarps * 32, kTeams = kWarps / kTeamWarps;
@@ -40,7 +40,7 @@ struct Smem : HalfQueries<kBlockM, kMixed> {
 
 using Scores = Accumulators<kTiles, kBlockN>;
 
-// Who a thread is.
+// A thread's team and its place in it.
 __device__ inline int team() {
     return threadIdx.x / kTeamThreads;
 }
@@ -55,7 +55,7 @@ __device__ inline void sync_team() {
         ptx::named_barrier_sync<kTeamThreads>(kFirstTeam + team());
     }
 }
-// The warp's first row of the block's tile, and a lane's in each half of its fragments `m`.
+// The warp's first row in the block's tile, and a lane's row in each half of its fragments `m`.
 __device__ inline int warp_row() {
     return team_thread() / 32 * kTiles * kMmaM;
 }

@@ -1,4 +1,5 @@
-// How a block of fwd_8_split_kv gets its queries, and each of its teams tiles of K and V.
+// How a block of fwd_8_split_kv copies its queries, and how each of its teams copies tiles of K and
+// V.
 #pragma once
 
 #include "mma/fwd_8_rows.cuh"
@@ -8,7 +9,7 @@
 __device__ inline void copy_queries(Smem& smem, const ForwardParams& params, const Work& work) {
     constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), kHeadDim & -kHeadDim);
     constexpr int kRowChunks = kHeadDim / kChunk;
-#pragma unroll 1  // it is short, and comes once
+#pragma unroll 1  // it is short, and runs once
     for (int i = threadIdx.x; i < kBlockM * kRowChunks; i += kThreads) {
         const int row = i / kRowChunks, col = i % kRowChunks * kChunk;
         const auto q = work.sequence.queries<const scalar_t>(params.q, work.head(row));
@@ -18,13 +19,13 @@ __device__ inline void copy_queries(Smem& smem, const ForwardParams& params, con
     }
 }
 
-// Where a team gets its tiles of K and V.
+// The K and V of which a team copies tiles.
 struct Source {
     KeyMatrix<const key_t> k, v;
     int end_key;
 
     __device__ TilePages<kBlockN> pages_of(int tile) const { return {k, tile * kBlockN, end_key}; }
-    // Those of the team's first tiles, all looked up at once.
+    // The pages of the team's first tiles, all looked up at once.
     template <int Tiles>
     __device__ void look_up(TilePages<kBlockN> (&pages)[Tiles], int first_tile) const {
         if constexpr (kPaged) {

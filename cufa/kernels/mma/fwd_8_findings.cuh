@@ -1,21 +1,21 @@
-// What a warp of fwd_8_split_kv finds out about its rows: their softmax, and sums of values.
+// The results of a warp of fwd_8_split_kv for its rows: their softmax, and sums of values.
 #pragma once
 
 #include "mma/fwd_8_rows.cuh"
 #include "mma/mma_softmax.cuh"
 
-// Columns of a row's sums lie together that a lane has; where a run of them begins.
+// A lane's columns of a row's sums come in adjacent runs; where a run begins.
 constexpr int kRunCols = Operands::kRunCols, kRuns = kPartCols / (4 * kRunCols);
 __device__ inline int run_col(int run) {
     return (run * 4 + threadIdx.x % 4) * kRunCols;
 }
 
-// What a warp has found out about its rows from the keys that it has seen.
+// The results of a warp for its rows, from the keys that it has processed.
 struct Findings {
     OnlineSoftmax softmax[kTiles][2];
     Accumulators<kTiles, kPartCols> o;
 
-    // Takes in one tile of scores and turns them into P.
+    // Processes one tile of scores and turns it into P.
     __device__ void exponentiate(Scores& s) {
         acc_t largest[kTiles][2];
         bool raised = false;
@@ -42,7 +42,7 @@ struct Findings {
                     }
     }
 
-    // Leaves them where parts of rows are merged.
+    // Stores the results where parts of rows are merged.
     __device__ void store(RowPart* parts) {
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
@@ -64,11 +64,11 @@ struct Findings {
 };
 
 // Where a mask cuts through a tile, a value that is NaN or infinite must reach the rows that see
-// its key and no other; but in the product 0 * NaN is NaN. Such values are added here to the
-// outputs of the rows that see them, whatever their weight, and are zero in the product.
+// its key, and no other; but 0 * NaN is NaN. Such values are added here to the outputs of the rows
+// that see them, whatever their weight, and are zero in the product.
 __device__ inline void take_out_nonfinite(Findings& found, Stage& stage, const WarpRows& rows,
                                           int first_key) {
-    // Each warp looks at all values, so that all of a team go the same way.
+    // Each warp inspects all values, so that all warps of a team take the same branch.
     const unsigned int lane = threadIdx.x % 32;
     if (!__any_sync(0xffffffffu, finds_nonfinite<32>(stage.v, lane))) return;
 

@@ -1,17 +1,17 @@
-// How fwd_8_split_kv's second launch merges the parts of rows that blocks found, and how rows end.
+// How the second launch of fwd_8_split_kv merges the partial rows of blocks, and how rows end.
 #pragma once
 
 #include "mma/fwd_8_rows.cuh"
 
 constexpr int kMergeThreads = MERGE_THREADS;
 constexpr int kMergeBlocks = MERGE_BLOCKS;  // for each share
-constexpr int kMergeBlocksOfSm = 3;         // for more, the compiler would spill
+constexpr int kMergeBlocksOfSm = 3;         // with more, the compiler would spill
 
 struct MergeSmem {
     RowPart parts[kMergeThreads / 32];
 };
 
-// Ends a row that is merged, and writes it: a warp's work.
+// Ends a merged row and writes it, by one warp.
 __device__ inline void write_row(MergedRow& row, const ForwardParams& params,
                                  const Sequence& sequence, int head, int query) {
     const acc_t factor = end_row<1>(row.softmax, ScoreRules(params, sequence, head));
@@ -22,9 +22,9 @@ __device__ inline void write_row(MergedRow& row, const ForwardParams& params,
     }
 }
 
-// Merges `count` parts of each of some rows: as many warps share a row as are needed for each to
-// read its parts at once; one of them merges what those found. `parts_of_row(row, first, step)` are
-// the parts from one on, and `write(row, merged)` ends a row.
+// Merges `count` parts of each of some rows. As many warps share a row as are needed to read all of
+// its parts at once; one of them merges their results. `parts_of_row(row, first, step)` gives every
+// step-th part from `first` on, and `write(row, merged)` ends a row.
 template <class Parts, class Write>
 __device__ inline void merge_rows(int first, int step, int rows, int count,
                                   const Parts& parts_of_row, const Write& write) {

@@ -1,12 +1,12 @@
-// The rows that a block of fwd_8_split_kv works on, the queries of all heads that share a KV head,
-// and what a call asks of their scores.
+// The rows of a block of fwd_8_split_kv, which are the queries of all heads that share a KV head,
+// and the rules of a call for their scores.
 #pragma once
 
 #include "call/descales.cuh"
 #include "mma/fwd_8_block.cuh"
 #include "scores/mask_sixteens.cuh"
 
-// What a block works on: rows of a KV head from first_row on, a query's heads being neighbours.
+// A block's work: rows of a KV head from first_row on. The heads of a query are adjacent rows.
 struct Work {
     Sequence sequence;
     int kv_head, group, first_row;
@@ -19,13 +19,12 @@ struct Work {
     }
 };
 
-// Which of its tiles of keys, numbered from the sequence's first.
+// Some of its tiles of keys, numbered from the sequence's first.
 struct TileRange {
     int begin, end;
 };
 
-// What a lane has rows of in each half of its fragments `m`: the queries, and the rules of the
-// heads.
+// The queries of a lane's rows in each half of its fragments `m`, and the rules of their heads.
 struct LaneRows {
     int query[2];
     ScoreRules rules[2];
@@ -38,12 +37,12 @@ struct LaneRows {
             for (ScoreRules& of_half : rules) of_half.scale = work.scales(params).scores;
         }
     }
-    // Takes what rows of Q were divided by, if they were.
+    // Multiplies the scale by what rows of Q were divided by.
     __device__ void take_units(const Smem& smem, int m) {
         for (int half = 0; half < 2; ++half) rules[half].scale *= smem.unit(row_of(m, half));
     }
 };
-// Those of a warp: of its first 16-row tile and of its last, which may be the same.
+// The rows of a warp's first 16-row tile and of its last, which may be the same.
 struct WarpRows {
     static_assert(kTiles <= 2, "a warp has one 16-row tile or two");
     LaneRows first, last;
@@ -57,8 +56,8 @@ struct WarpRows {
     __device__ const LaneRows& operator[](int m) const { return m == 0 ? first : last; }
 };
 
-// Which of a lane's scores a mask in memory shows: read as a whole and a tile ahead, so that nobody
-// waits for it, and kept as a bit for each score.
+// What a mask in memory shows of a lane's scores: read at once and a tile ahead, so that nobody
+// waits for it, and kept as one bit per score.
 class SeenScores {
   public:
     // Starts to read what is shown of a tile of keys.
@@ -74,7 +73,7 @@ class SeenScores {
             masks[m][half].load(rules, query, first_key);
         });
     }
-    // Finds out what is seen of it, after which another may be read.
+    // Finds out what is seen of that tile; then another may be read.
     __device__ void look(const WarpRows& rows, int first_key) {
         if constexpr (kMaskBits == 0) return;
         for_each_row(rows, [&](int m, int half, const ScoreRules& rules, int query) {
@@ -112,7 +111,7 @@ class SeenScores {
     bool in_sixteens;
 };
 
-// Makes scores of products; those of keys that a row does not see become -inf.
+// Turns products into scores. Scores of keys that a row does not see become -inf.
 __device__ inline void apply(Scores& s, const WarpRows& rows, const SeenScores& seen, int first_key,
                              bool masked) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// The keys of all tiles of rows shared out evenly among blocks: which parts are a block's, and how
-// what several found of a tile is merged.
+// The keys of all tiles of rows, divided evenly among blocks: which parts a block has, and how the
+// results of several blocks for a tile are merged.
 #pragma once
 
 #include "call/key_shares.cuh"
@@ -13,8 +13,8 @@ __device__ inline Work work_at(const ForwardParams& params, const RoundPlace& pl
             place.tile % row_tiles * kBlockM};
 }
 
-// What a block leaves of tiles that it has a part of: of the one that it ends or goes on with, and
-// of the one that it begins.
+// A block's results for tiles of which it has only a part: the tile that it ends or continues, and
+// the tile that it begins.
 struct ShareParts {
     RowPart ends[kBlockM], begins[kBlockM];
 };
@@ -33,7 +33,7 @@ __device__ inline void attend_share(const ForwardParams& params, const Attend& a
     for (int left = share.end - share.begin;; place = rounds.next_tile(place)) {
         const Work work = work_at(params, place);
         const int count = min(place.of.rounds - place.round, left);
-        // Rows of a tile may see less than the sequence's rows together.
+        // Rows of a tile may see fewer keys than all rows of the sequence together.
         const auto range_of = [&](const KeyTiles<kBlockN>& keys) -> TileRange {
             const Mask mask = work.sequence.mask(params.features);
             const KeyTiles<kBlockN> all(mask, 0, work.sequence.seqlen_q);
@@ -50,7 +50,7 @@ __device__ inline void attend_share(const ForwardParams& params, const Attend& a
         });
         left -= count;
         if (left == 0) return;
-        __syncthreads();  // the next part's tiles may overwrite what was found
+        __syncthreads();  // the next part's tiles may overwrite the results
     }
 }
 

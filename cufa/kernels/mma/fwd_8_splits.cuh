@@ -1,17 +1,17 @@
-// The keys of each tile of rows parted among as many blocks: which part is a block's, and how what
-// they found is merged.
+// The keys of each tile of rows, split among equally many blocks: which part a block has, and how
+// their results are merged.
 #pragma once
 
 #include "call/key_tiles.cuh"
 #include "mma/fwd_8_merge.cuh"
 
-// How many blocks that is. Both launches have the same grid.
+// The number of these blocks. Both launches have the same grid.
 __device__ inline int splits_of(const Sizes& sizes) {
     const int tiles = row_tiles<kBlockM>(sizes.batch, sizes.seqlen_q * group_of(sizes));
     return gridDim.x / (tiles * sizes.kv_heads);
 }
 
-// The parts of a row that the blocks found lie one after the other, rows as in the LSE.
+// The blocks' parts of a row are adjacent; rows are ordered as in the LSE.
 __device__ inline RowPart* parts_of(const ForwardParams& params, long long row, int splits) {
     return static_cast<RowPart*>(params.workspace) + row * splits;
 }
@@ -27,10 +27,10 @@ __device__ inline void attend_split(const ForwardParams& params, const Attend& a
                           params.features.cu_seqlens_q, group);
     const Work work{Sequence(params, batch), static_cast<int>(blockIdx.x % sizes.kv_heads), group,
                     first_row};
-    // It may be none of the sequence's tiles.
+    // The sequence may not have this tile.
     if (kPacked && (work.rows() <= 0 || !work.sequence.is_ours())) return;
 
-    // Tiles are parted as evenly as whole ones can be.
+    // Whole tiles, divided as evenly as possible.
     const auto range_of = [&](const KeyTiles<kBlockN>& keys) -> TileRange {
         const long long tiles = ceil_div(max(keys.end - keys.begin, 0), kBlockN);
         const int first = keys.begin / kBlockN;
@@ -48,7 +48,7 @@ __device__ inline void attend_split(const ForwardParams& params, const Attend& a
     });
 }
 
-// Merges all rows. Packed arrays may have some before the first sequence and after the last.
+// Merges all rows. Packed arrays may have rows before the first sequence and after the last.
 __device__ inline void merge_splits_of_rows(const ForwardParams& params) {
     const Sizes& sizes = params.sizes;
     const int splits = splits_of(sizes);
@@ -57,7 +57,7 @@ __device__ inline void merge_splits_of_rows(const ForwardParams& params) {
         return [=](long long i) -> const RowPart& { return parts[i * step]; };
     };
     if constexpr (kNextOverlaps) ptx::wait_for_launch_before();
-    // Memory for parts of 2^31 rows nobody has.
+    // Nobody has memory for the parts of 2^31 rows.
     merge_rows(blockIdx.x, gridDim.x, rows_of_heads<int>(sizes), splits, parts_of_row,
                [&](int row, MergedRow merged) {
                    const int query = row % sizes.seqlen_q;

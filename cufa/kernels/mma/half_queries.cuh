@@ -1,37 +1,37 @@
-// Rows of Q in 16 bits as products with keys of 8 take them: as float16, which those become, and
-// with their columns in the order of OperandsOf<float8_e4m3fn>.
+// 16-bit rows of Q in the form that products with 8-bit keys need: float16, as the keys become,
+// with columns in the order of OperandsOf<float8_e4m3fn>.
 //
-// bfloat16 has more exponents than float16. So each row is multiplied with a power of two that
-// takes its largest number to float16's largest exponent, and products with the inverse. Numbers
-// so much smaller than that one that they lose bits are less than what float32 sums lose.
+// bfloat16 has more exponents than float16. So each row is multiplied by a power of two that brings
+// its largest number to float16's largest exponent, and products by the inverse. Numbers small
+// enough to lose bits are below what float32 sums lose anyway.
 #pragma once
 
 #include "mma/mma_tiles.cuh"
 
-// That which takes a number to float16's largest exponent, if it is one of float32.
+// The power of two that brings a number to float16's largest exponent, if it is a float32.
 struct PowerToHalf {
     float factor, inverse;
 
     __device__ explicit PowerToHalf(float number) {
         constexpr int kBias = 127, kLargest = 15, kMantissaBits = 23;
         const int exponent = __float_as_int(number) >> kMantissaBits;
-        // Below that the factor would be none.
+        // For smaller numbers the factor would not be a float.
         const int up = kBias + kLargest - max(exponent, kLargest + 1);
         factor = __int_as_float((kBias + up) << kMantissaBits);
         inverse = __int_as_float((kBias - up) << kMantissaBits);
     }
 };
 
-// The powers of two of a tile's rows; of a tile that stays as it is, nothing.
+// The powers of two of a tile's rows; nothing for a tile that is not converted.
 template <int Rows, bool Used>
 struct HalfQueries {
-    // What products with a row are to be multiplied with.
+    // The factor of products with a row.
     __device__ float unit(int row) const { return units[row]; }
 
-    // Makes float16 of a tile that is there. The whole block takes part.
+    // Converts a tile in shared memory to float16. The whole block takes part.
     template <int Threads, class Tile>
     __device__ void make(Tile& tile) {
-        constexpr int kRunCols = 16;  // whose order changes
+        constexpr int kRunCols = 16;  // that are reordered
         constexpr int kRuns = Tile::kCols / kRunCols;
         constexpr int kLanes = min_of(floor_power_of_two(kRuns), 32);  // that share a row
         constexpr int kLaneRuns = ceil_div(kRuns, kLanes);
@@ -57,13 +57,13 @@ struct HalfQueries {
     }
 
   private:
-    // Columns of a row as they lie, and as pairs of which every second one comes first.
+    // Columns of a row in order; `store` writes every second pair first, then the others.
     template <class Tile>
     struct Run {
         static constexpr int kHalfCols = Tile::kMatrixCols;
         Pack<scalar_t, kHalfCols> halves[2];
 
-        // The largest of their magnitudes.
+        // Returns the largest magnitude.
         __device__ float load(const Tile& tile, int row, int col) {
             float largest = 0;
 #pragma unroll

@@ -1,11 +1,11 @@
-// Copies of tiles of keys and values for tensor cores, wherever those lie: one after the other, or
-// in pages, which are looked up ahead of the copies.
+// Copies of tiles of keys and values for tensor cores, contiguous or in pages, which are looked up
+// ahead of the copies.
 #pragma once
 
 #include "call/tile_pages.cuh"
 #include "mma/mma_tiles.cuh"
 
-// Starts the copy of keys from first_key on into a tile, as `copy_tile` does; those from end_key on
+// Starts the copy of keys from first_key on into a tile, like `copy_tile`; keys from end_key on
 // become zeros. Whole warps take part.
 template <int Threads, int Cols, class Tile, class Index = unsigned int>
 __device__ inline void copy_keys(Tile& tile, const Matrix<const key_t>& source,
@@ -14,7 +14,7 @@ __device__ inline void copy_keys(Tile& tile, const Matrix<const key_t>& source,
     copy_tile<Threads, Cols>(tile, source, first_key, end_key, thread);
 }
 
-// All numbers are told before the first copy: what lanes tell waits for copies that were begun.
+// All numbers are shuffled before the first copy: shuffles wait for copies already started.
 template <int Threads, int Cols, class Tile, class Index = unsigned int>
 __device__ inline void copy_keys(Tile& tile, const PagedMatrix<const key_t>& source,
                                  const TilePages<Tile::kRows>& pages, int first_key, int end_key,

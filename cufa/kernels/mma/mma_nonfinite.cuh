@@ -1,5 +1,5 @@
-// NaN and infinity in tiles of tensor cores. Where a mask cuts through a tile, they must reach the
-// rows and keys that see them and no others; but in a product over the whole tile 0 * NaN is NaN.
+// NaN and infinity in tiles for tensor cores. Where a mask cuts through a tile, they must reach the
+// rows and keys that see them, and no others; but in a product over the whole tile 0 * NaN is NaN.
 #pragma once
 
 #include "mma/mma_tiles.cuh"
@@ -17,18 +17,18 @@ __device__ inline bool has_nonfinite(const Accumulators<Tiles, Cols>& scores) {
     return !(zero == 0);
 }
 
-// Makes NaN and infinity in a tile zero. The whole block takes part.
+// Sets NaN and infinity in a tile to zero. The whole block takes part.
 template <int Threads, class Tile>
 __device__ inline void clear_nonfinite(Tile& tile) {
-#pragma unroll 1  // it runs for few tiles, and registers are what the others lack
+#pragma unroll 1  // it runs for few tiles, and other code lacks registers
     for (int i = threadIdx.x; i < Tile::kRows * Tile::kCols; i += Threads) {
         scalar_t& value = *tile.at(i / Tile::kCols, i % Tile::kCols);
         if (to_acc(value) * 0 != 0) value = from_acc<scalar_t>(0);
     }
 }
 
-// Adds what is NaN or infinite in columns from first_col on of queries [first_query, end) to the
-// sums of those rows of keys that see them, whatever their weight.
+// Adds NaN and infinity of queries [first_query, end), in columns from first_col on, to the sums of
+// the keys that see them, whatever their weight.
 template <int Dims, int Tiles, int Cols, class Keys>
 __device__ inline void add_nonfinite(Accumulators<Tiles, Cols>& sums,
                                      Matrix<const scalar_t> queries, int first_query, int end,
@@ -53,8 +53,8 @@ __device__ inline void add_nonfinite(Accumulators<Tiles, Cols>& sums,
             }
 }
 
-// o += w v as add_product_nn computes it, but one multiply-add at a time and only where row and key
-// see each other.
+// o += w v like add_product_nn, but one multiply-add at a time, and only where row and key see each
+// other.
 template <int Tiles, int Cols, class Tile, class Weight>
 __device__ inline void add_seen(Accumulators<Tiles, Cols>& o, const Tile& v, int first_row,
                                 int first_col, const Weight& weight) {

@@ -1,16 +1,16 @@
-// The sums of dQ in the workspace, to which warps add from their fragments.
+// The sums of dQ in the workspace, to which warps add their fragments.
 #pragma once
 
 #include "call/warp_rows.cuh"
 #include "mma/mma_tiles.cuh"
 
-// Those of one head of a sequence: whole tiles of BlockM queries by Cols columns. They are kept as
-// the warps have them: 16x8 fragments of 4 x 32 values, so that an addition by a warp is 128 bytes
-// in a row.
+// The sums of one head of a sequence: whole tiles of BlockM queries by Cols columns. They have the
+// layout of the warps: 16x8 fragments of 4 x 32 values, so that an addition by a warp is 128
+// contiguous bytes.
 template <int BlockM, int Cols>
 class QuerySums {
   public:
-    // `all` are those of all heads.
+    // `all` points to the sums of all heads.
     __device__ QuerySums(acc_t* all, const Sizes& sizes, const Sequence& sequence, int head) {
         const long long tile =
             static_cast<long long>(head) * row_tiles<BlockM>(sizes.batch, sizes.seqlen_q) +
@@ -18,24 +18,24 @@ class QuerySums {
         sums = all + tile * (BlockM * Cols);
     }
 
-    // How many rows those of all heads have.
+    // The number of rows of the sums of all heads.
     __device__ static long long rows(const Sizes& sizes) {
         return static_cast<long long>(sizes.heads) *
                row_tiles<BlockM>(sizes.batch, sizes.seqlen_q) * BlockM;
     }
 
-    // Makes a row's worth of them zero, by a warp; which values those are does not matter.
+    // A warp sets as many sums as a row has to zero; which ones does not matter.
     __device__ static void clear_row(acc_t* all, long long row) {
         using Vector = Pack<acc_t, kVec>;
         auto* to = reinterpret_cast<Vector*>(all + row * Cols);
         for (int i = threadIdx.x % 32; i < Cols / kVec; i += 32) to[i] = {};
     }
 
-    // Adds a warp's Tiles 16-row tiles to those from (row, col) on.
+    // Adds a warp's Tiles 16-row tiles to the sums from (row, col) on.
     template <int Tiles, int TileCols>
     __device__ void add(const Accumulators<Tiles, TileCols>& dq, int row, int col) const {
-        // All from one address, which takes fewer registers where there is but one part to an
-        // operand; float32 would spill more on some GPUs, and float64 take longer.
+        // Computes all addresses from one. For 16-bit types this takes fewer registers; float32
+        // would spill more on some GPUs, and float64 would take longer.
         constexpr bool kOneAddress = sizeof(scalar_t) == 2;
         acc_t* const first = fragment(row, col);
 #pragma unroll
@@ -49,8 +49,8 @@ class QuerySums {
             }
     }
 
-    // Writes the 16 rows from first_row on to those rows of dQ, scaled and rounded: a warp's work.
-    // A lane takes eight columns of a row: of a fragment, the pairs that four lanes had.
+    // Writes the 16 rows from first_row on to the same rows of dQ, scaled and rounded, by one warp.
+    // A lane takes eight columns of a row: in a fragment, the pairs of four lanes.
     template <int Dims>
     __device__ void round_rows(Matrix<scalar_t> dq, int first_row, int end_row, acc_t scale) const {
         constexpr int kFragments = ceil_div(Dims, kMmaN);

@@ -1,5 +1,5 @@
-// The backward's tile of scores: what a warp has of it, which scores those are, and what it makes
-// of them.
+// The backward's tile of scores: a warp's part of it, the rows and keys of its scores, and their
+// gradients.
 #pragma once
 
 #include "gradients/score_gradients.cuh"
@@ -11,7 +11,7 @@
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kSplit = SPLIT;
 constexpr int kThreads = THREADS, kWarps = kThreads / 32, kBlocksPerSm = BLOCKS_PER_SM;
 // A block owns kBlockN rows of scores and walks over tiles of kBlockM columns. kSplit warps share
-// rows, and part the columns.
+// rows and divide the columns.
 constexpr int kTiles = kBlockN / (kWarps / kSplit * kMmaM);
 constexpr int kColumns = kBlockM / kSplit;
 static_assert(kTiles * (kWarps / kSplit) * kMmaM == kBlockN,
@@ -19,18 +19,17 @@ static_assert(kTiles * (kWarps / kSplit) * kMmaM == kBlockN,
 static_assert(kColumns % (sizeof(scalar_t) == 8 ? kMmaN : kMmaK) == 0,
               "a warp must own whole fragments of queries");
 
-// Steps of products that are unrolled. With three blocks an SM a thread has 168 registers.
+// Steps of products that are unrolled. With three blocks per SM, a thread has 168 registers.
 constexpr int kSteps = kTf32 && kBlocksPerSm >= 3 ? 2 : kStepsAtOnce;
-// Those of S^T and dP^T. If a warp has a lone fragment, a step is one mma: it takes many to hide
-// how long their operands are on their way.
+// The same for S^T and dP^T. If a warp has a single fragment, a step is one mma: many steps are
+// needed to hide the latency of their operands.
 constexpr int kScoreSteps = kColumns < kMmaK ? 16 : kSteps;
 
 using Scores = Accumulators<kTiles, kColumns>;
 // Smaller than the forward's: there is less room.
 using Powers = Exp2Table<acc_t, 7>;
 
-// A warp's place: its rows of what the block owns, and which part of columns and head dims is its
-// own.
+// A warp's place: its rows of what the block owns, and its part of columns and head dims.
 struct Place {
     int first_row, part, g, t;
 
@@ -51,8 +50,8 @@ struct Element {
     int m, n, half, e;
 };
 
-// Which scores a tile has: those of the block's own rows from first_row on and of the columns from
-// first_col on, the rows being keys, as in key_tiles, or queries.
+// The scores of a tile: the block's own rows from first_row on, and the columns from first_col on.
+// Rows are keys, as in key_tiles, or queries.
 template <bool RowsAreKeys>
 struct TileOfScores {
     static constexpr bool kRowsAreKeys = RowsAreKeys;
@@ -71,7 +70,7 @@ struct TileOfScores {
 
     __device__ bool sees(Element at) const { return rules.sees(query(at), key(at)); }
 
-    // Which scores of fragments m dropout keeps.
+    // The scores of fragments m that dropout keeps.
     using Kept = KeptScores<kColumns / 2, RowsAreKeys>;
     __device__ void draw_kept(Kept& kept, int m) const {
         const Element first = {m, 0, 0, 0};
@@ -81,8 +80,8 @@ struct TileOfScores {
 using KeyRows = TileOfScores<true>;
 using QueryRows = TileOfScores<false>;
 
-// Which of a lane's scores are of rows and keys that see each other. A mask in memory is read
-// before the products, so that one wait is for all of it, and kept as a bit for each score.
+// Which of a lane's scores have a row that sees the key. A mask in memory is read before the
+// products, so that there is one wait for all of it, and kept as one bit per score.
 template <class Tile>
 class SeenScores {
   public:
@@ -106,19 +105,20 @@ class SeenScores {
     }
 
   private:
-    static constexpr int kWordFragments = 8;  // of four scores
+    static constexpr int kWordFragments = 8;  // of four scores each
     // Whether the warp's keys begin at a multiple of 16, whichever part of the columns it has.
     static constexpr bool kInSixteens = kMaskAlone && (Tile::kRowsAreKeys || kColumns % 16 == 0);
     const Tile& tile;
     unsigned int bits[kTiles][ceil_div(kColumns / kMmaN, kWordFragments)];
 
-    // Adds some of the four bits of fragment (m, n), which are 0 before the first of them.
+    // Adds some of the four bits of fragment (m, n); with `first`, a word is cleared before its
+    // first fragment.
     __device__ void add(int m, int n, unsigned int some, bool first) {
         unsigned int& word = bits[m][n / kWordFragments];
         word = (first && n % kWordFragments == 0 ? 0 : word) | some << n % kWordFragments * 4;
     }
 
-    // The first of the warp's rows of fragments m, and the first of its columns.
+    // The warp's first row of fragments m, and its first column.
     __device__ int row_of(int m) const { return tile.first_row + tile.place.first_row + m * kMmaM; }
     __device__ int first_col() const { return tile.first_col + tile.place.part * kColumns; }
 
@@ -162,9 +162,9 @@ class SeenScores {
     }
 };
 
-// P in place of S and the products' gradient in place of dP. Where a row does not see a key both
-// are set, not computed, to zero: an LSE of -inf or a NaN in the key must not show. What else has
-// a gradient `add_up` sees to, score by score.
+// Turns S into P, and dP into the gradient of the products. Where a row does not see a key, both
+// are set to zero rather than computed: an LSE of -inf or a NaN in the key must have no effect.
+// `add_up` adds to the other gradients, score by score.
 template <bool Masked, class Tile, class StatsOf, class AddUp>
 __device__ inline void differentiate(Scores& s, Scores& dp, const Tile& tile,
                                      const SeenScores<Tile>& seen, const StatsOf& stats_of,
@@ -182,7 +182,7 @@ __device__ inline void differentiate(Scores& s, Scores& dp, const Tile& tile,
             for (int e = 0; e < 2; ++e)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    // The second half goes first where that is less work (array_gradients.cuh).
+                    // The second half goes first where this saves work (array_gradients.cuh).
                     const Element at = {m, n, kArrayGradients ? 1 - half : half, e};
                     const int query = tile.query(at), key = tile.key(at), i = 2 * at.half + e;
                     const bool is_seen = !Masked || seen.at(at);
@@ -201,7 +201,7 @@ __device__ inline void differentiate(Scores& s, Scores& dp, const Tile& tile,
         }
 }
 
-// A warp's rows by its columns.
+// The product of a warp's rows and its columns.
 template <class Rows, class Columns>
 __device__ inline void product_of(Scores& s, const Rows& rows, const Columns& columns,
                                   const Place& place) {
@@ -209,8 +209,8 @@ __device__ inline void product_of(Scores& s, const Rows& rows, const Columns& co
                                                   place.part * kColumns);
 }
 
-// P or dS as products take it. Where they take it from registers, and rounded it is in half as
-// many, it is rounded at once: who looks for NaN before the products needs some.
+// P or dS as products take it. If they take it from registers, and rounding halves these registers,
+// it is rounded at once: the search for NaN before the products needs some.
 __device__ inline decltype(auto) weights_of(const Scores& scores) {
     if constexpr (kSplit == 1 && sizeof(scalar_t) == 2) {
         return LeftStrip<kTiles, kColumns>(scores);

@@ -5,7 +5,7 @@
 #include "mma/mma_tiles.cuh"
 #include "softmax/online_softmax.cuh"
 
-// The largest of the scores that a lane has of a row, and of all of them.
+// The largest of a lane's scores in a row, and of all lanes' scores.
 template <int Fragments>
 __device__ inline acc_t own_largest(const Fragment (&row)[Fragments], int half) {
     acc_t largest = negative_infinity();
@@ -20,9 +20,9 @@ __device__ inline acc_t largest_of(const Fragment (&row)[Fragments], int half) {
     return lanes_max<4>(own_largest(row, half));
 }
 
-// Whether one of the scores that a lane has of a row may pass a limit when it is scaled. Those of
-// float64 are compared by their upper halves, as integers, which are in the order of the numbers
-// where these are positive: that is all that counts, unless the limit is negative.
+// Whether one of a lane's scores in a row may exceed a limit when scaled. float64 scores are
+// compared by their upper halves, as integers. Integers are ordered like the numbers where these
+// are positive, and only those count, unless the limit is negative.
 template <int Fragments>
 __device__ inline bool may_pass(const Fragment (&row)[Fragments], int half, acc_t scale,
                                 acc_t limit) {
@@ -39,7 +39,7 @@ __device__ inline bool may_pass(const Fragment (&row)[Fragments], int half, acc_
     }
 }
 
-// Raises both rows' maxima to these, and shrinks what has been summed up so far.
+// Raises the maxima of both rows to `largest`, and shrinks earlier sums.
 template <int Fragments>
 __device__ inline void raise_maxima(OnlineSoftmax (&softmax)[2], Fragment (&o)[Fragments],
                                     const acc_t (&largest)[2]) {

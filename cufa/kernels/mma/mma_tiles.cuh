@@ -11,17 +11,17 @@
 
 using Operands = OperandsOf<key_t>;
 
-// Steps of a product that are unrolled where they need not be: all for 8 and 16 bits, few where one
-// step has many instructions and as many registers to work on.
+// Steps of a product that are unrolled where this is optional: all for 8 and 16 bits, few where one
+// step has many instructions and needs as many registers.
 constexpr int kStepsAtOnce = sizeof(scalar_t) <= 2 ? 16 : kTf32 ? 4 : 1;
 // The same where both operands come from shared memory by rows.
 constexpr int kRowStepsAtOnce = sizeof(scalar_t) == 8 ? 2 : kStepsAtOnce;
 
 // A Rows x Cols tile; columns are padded to whole steps of a product. The eight rows of a matrix
 // that ldmatrix loads must lie in different banks, so units of 16 bytes are swizzled: unit u of row
-// r is at u ^ r % 8; or, of bytes, whose rows may be a half or a quarter of a line, at u ^ r / 2 %
-// 4 or u ^ r / 4 % 2. Rows that are not 1, 2, 4, ... lines long are an odd number of units long
-// instead; copies into them are slower, since what was one line is then part of two.
+// r is at u ^ r % 8. Rows of bytes may be a half or a quarter of a line; then it is at u ^ r / 2 %
+// 4 or u ^ r / 4 % 2. Rows that are not 1, 2, 4, ... lines long are padded to an odd number of
+// units instead. Copies into them are slower, since a line of the source is then part of two.
 template <int Rows, int Cols, class T = key_t>
 struct MmaTile {
     using Element = T;
@@ -38,7 +38,7 @@ struct MmaTile {
     __device__ static int place(int row, int col) {
         return row * kPitch + (kSwizzled ? col ^ swizzle(row) : col);
     }
-    // The bits of a column that are flipped in that row.
+    // The bits of a column that are flipped in this row.
     __device__ static int swizzle(int row) {
         constexpr int kRowsOfLine = kLineCols / kSpan, kUnits = kSpan / kMatrixCols;
         return (row / kRowsOfLine & (kUnits - 1)) * kMatrixCols;
@@ -47,10 +47,10 @@ struct MmaTile {
     __device__ const T* at(int row, int col) const { return data + place(row, col); }
 };
 
-// Makes the columns that are padding zero. Copies leave them alone, so once is enough.
+// Sets the padding columns to zero. Copies do not touch them, so once is enough.
 //
-// Here and below, those who take part are the first Threads threads of the block; or others, if
-// each says which of them it is.
+// Here and below, the first Threads threads of the block take part; or others, if each passes its
+// own index.
 template <int Threads, int Cols, class Tile>
 __device__ inline void clear_padding(Tile& tile, unsigned int thread = threadIdx.x) {
     constexpr int kPadding = Tile::kCols - Cols;
@@ -65,7 +65,7 @@ __device__ inline void clear_padding(Tile& tile, unsigned int thread = threadIdx
     }
 }
 
-// How Threads threads part the copy of rows of Cols columns of a type.
+// How Threads threads divide the copy of rows of Cols columns of a type.
 template <int Threads, int Cols, class T>
 struct RowCopies {
     static constexpr int kChunk = min_of(kAlignBytes / sizeof(T), Cols & -Cols);
@@ -74,8 +74,8 @@ struct RowCopies {
 };
 
 // Starts the copy of rows [first_row, first_row + Rows) and Cols columns to a tile's rows from
-// to_row on; rows from end_row on become zeros. A thread keeps to one column of chunks, so that
-// what it adds to its addresses from row to row is the same for all.
+// to_row on; rows from end_row on become zeros. A thread stays in one column of chunks, so that
+// address increments from row to row are the same for all threads.
 template <int Threads, int Cols, int Rows, class Tile, class Index>
 __device__ inline void copy_rows(Tile& tile, int to_row,
                                  Matrix<const typename Tile::Element> source, int first_row,
@@ -110,7 +110,7 @@ __device__ inline void copy_tile(Tile& tile, Matrix<const typename Tile::Element
     copy_rows<Threads, Cols, Tile::kRows>(tile, 0, source, first_row, end_row, thread);
 }
 
-// Makes NaN and infinity zero in what this thread has itself copied to a tile, and has waited for;
+// Zeroes NaN and infinity in what this thread itself has copied to a tile and waited for. Returns
 // whether there was any.
 template <int Threads, int Cols, class Tile>
 __device__ inline bool clear_copied_nonfinite(Tile& tile) {
@@ -132,13 +132,13 @@ __device__ inline bool clear_copied_nonfinite(Tile& tile) {
     return found;
 }
 
-// Whether this thread, of all that look together, finds NaN or infinity in a tile.
+// Whether this thread, one of Threads that search together, finds NaN or infinity in a tile.
 template <int Threads, class Tile>
 __device__ inline bool finds_nonfinite(const Tile& tile, unsigned int thread = threadIdx.x) {
     using Element = typename Tile::Element;
     constexpr int kChunkCols = Tile::kMatrixCols, kRowChunks = Tile::kCols / kChunkCols;
     unsigned int found = 0;
-#pragma unroll 1  // it runs for few tiles, and registers are what the others lack
+#pragma unroll 1  // it runs for few tiles, and other code lacks registers
     for (int i = thread; i < Tile::kRows * kRowChunks; i += Threads) {
         const Element* chunk = tile.at(i / kRowChunks, i % kRowChunks * kChunkCols);
         if constexpr (sizeof(Element) == 2) {
@@ -156,7 +156,7 @@ __device__ inline bool finds_nonfinite(const Tile& tile, unsigned int thread = t
 }
 
 // s += a b^T, as in S = Q K^T: a warp multiplies Tiles 16-row tiles of `a` from first_row on by
-// Cols rows of `b` from b_first_row on, or of both those columns that are said.
+// Cols rows of `b` from b_first_row on, in columns [begin, end) of both.
 template <int Tiles, int Cols, int StepsAtOnce = kStepsAtOnce, class A, class B>
 __device__ inline void add_product_nt(Accumulators<Tiles, Cols>& s, const A& a, int first_row,
                                       const B& b, int b_first_row = 0, int begin = 0,
@@ -185,7 +185,7 @@ __device__ inline void add_product_nt(Accumulators<Tiles, Cols>& s, const A& a, 
     }
 }
 
-// o += a v for kMmaK columns of `a`, which are at hand, and as many rows of v from `row` on.
+// o += a v for kMmaK columns of `a`, which are in registers, and the rows of v from `row` on.
 template <int Tiles, int Cols, class V>
 __device__ inline void add_columns(Accumulators<Tiles, Cols>& o,
                                    const Operands::Left (&left)[Tiles],
@@ -201,8 +201,8 @@ __device__ inline void add_columns(Accumulators<Tiles, Cols>& o,
     }
 }
 
-// o += p v, as in O += P V, where p is an accumulator: Cols columns of v from first_col on. Steps
-// that begin beyond `depth` are left out.
+// o += p v, as in O += P V, where p is an accumulator, for Cols columns of v from first_col on.
+// Steps that begin beyond `depth` are skipped.
 template <int Tiles, int Depth, int Cols, class V>
 __device__ inline void add_product_pn(Accumulators<Tiles, Cols>& o,
                                       const Accumulators<Tiles, Depth>& p, const V& v,
@@ -249,8 +249,8 @@ __device__ inline void add_product_tn(Accumulators<Tiles, Cols>& o, const A& a, 
     }
 }
 
-// All of a left operand in registers, if it is whole steps deep: Tiles 16-row tiles of a^T from
-// first_row on, or what was in accumulators.
+// A whole left operand in registers, if its depth is whole steps: Tiles 16-row tiles of a^T from
+// first_row on, or rounded accumulators.
 template <int Tiles, int Depth>
 class LeftStrip {
   public:
@@ -270,7 +270,7 @@ class LeftStrip {
             for (int m = 0; m < Tiles; ++m) left[k][m] = a_part.at(m * kMmaM, k * kMmaK);
     }
 
-    // What the operand times Cols columns of v, from first_col on, adds to o.
+    // Adds the operand times Cols columns of v, from first_col on, to o.
     template <int Cols, class V>
     __device__ void add_product_with(Accumulators<Tiles, Cols>& o, const V& v,
                                      int first_col) const {
@@ -280,7 +280,7 @@ class LeftStrip {
             add_columns<Tiles, Cols>(o, left[k], v_part, k * kMmaK);
     }
 
-    // What was in fragment (m, n) of accumulators, in a half of it.
+    // A half of fragment (m, n) of the accumulators, rounded.
     template <class Half = Operands>
     __device__ typename Half::Pair pair(int m, int n, int half) const {
         return Half::pair_of(left[n / 2][m], n % 2, half);
@@ -296,7 +296,7 @@ __device__ inline void add_product_pn(Accumulators<Tiles, Cols>& o,
     p.template add_product_with<Cols>(o, v, 0);
 }
 
-// What a lane has of fragment (m, n) of accumulators, in a half of it.
+// A lane's half of fragment (m, n) of accumulators, rounded.
 template <int Tiles, int Cols>
 __device__ inline Operands::Pair rounded_pair(const Accumulators<Tiles, Cols>& values, int m, int n,
                                               int half) {
@@ -309,7 +309,7 @@ __device__ inline Operands::Pair rounded_pair(const LeftStrip<Tiles, Cols>& valu
 }
 
 // Writes accumulators, rounded, into a tile from (first_row, first_col) on. Only float64 keeps the
-// addresses from tile to tile: there, finding them anew would spill more.
+// addresses from tile to tile: there, recomputing them would spill more.
 template <int Tiles, int Cols, class Values, class Tile>
 __device__ inline void store_tile(Tile& tile, const Values& values, int first_row, int first_col) {
     const int own_row = fragment_row(first_row, 0, 0), own_col = fragment_col(first_col, 0);
@@ -328,7 +328,7 @@ __device__ inline void store_tile(Tile& tile, const Values& values, int first_ro
             }
 }
 
-// Writes what a lane has of one row of accumulators (half 0: row g, 1: row g + 8), scaled and
+// Writes a lane's part of one row of accumulators (half 0: row g, 1: row g + 8), scaled and
 // rounded.
 template <int Dims, int Fragments>
 __device__ inline void store_row(scalar_t* row, const Fragment (&values)[Fragments], int half,
@@ -348,7 +348,7 @@ __device__ inline void store_row(scalar_t* row, const Fragment (&values)[Fragmen
     }
 }
 
-// The same as sums, to a row that has whole eights of columns, Dims of them.
+// The same, not rounded, to a row of Dims columns in whole eights.
 template <int Dims, int Fragments>
 __device__ inline void store_sums(acc_t* row, const Fragment (&values)[Fragments], int half,
                                   int first_col) {
@@ -369,7 +369,7 @@ __device__ inline void write_tile(const Tile& tile, Matrix<scalar_t> to, int fir
     constexpr int kRowChunks = Cols / kChunk;
     using Chunk = Pack<scalar_t, kChunk>;
     const int rows = min(Tile::kRows, end_row - first_row);
-#pragma unroll 1  // it runs once, and registers are what the rest lacks
+#pragma unroll 1  // it runs once, and other code lacks registers
     for (int i = threadIdx.x; i < rows * kRowChunks; i += Threads) {
         const int row = i / kRowChunks, col = i % kRowChunks * kChunk;
         *reinterpret_cast<Chunk*>(to.row(first_row + row) + col) =

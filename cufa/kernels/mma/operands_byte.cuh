@@ -1,11 +1,12 @@
-// Operands of 8 bits for products of 16: e4m3 fits float16 exactly, and becomes it on the way from
-// shared memory to the product. The left one of Q K^T may be float16 there. Sums are float32.
+// 8-bit operands for 16-bit products: e4m3 fits into float16 exactly, and is converted between
+// shared memory and the product. The left operand of Q K^T may be float16 already. Sums are
+// float32.
 //
-// A step is 32 deep, as that is what a load of bytes brings: two mma of 16. What ldmatrix takes for
-// an element of 16 bits are two neighbours, so that a lane has four columns, 4t to 4t + 3, where
-// one mma wants 2t, 2t + 1, 2t + 8 and 2t + 9. In Q K^T both operands have them, and a sum is the
-// same in any order: of each 16 columns of float16 pairs 0, 2, 4 and 6 come before 1, 3, 5 and 7.
-// In P V they are columns of the output: an mma has every second one.
+// A step is 32 deep, as much as one load of bytes brings: two mma of 16. ldmatrix treats two
+// neighbours as one 16-bit element. So a lane has four columns, 4t to 4t + 3, where one mma wants
+// 2t, 2t + 1, 2t + 8 and 2t + 9. In Q K^T both operands have this order, which does not change the
+// sum. float16 rows are stored to match: of each 16 columns, pairs 0, 2, 4 and 6 come before pairs
+// 1, 3, 5 and 7. In P V these are columns of the output: an mma has every second one.
 #pragma once
 
 #include "mma/operands_half.cuh"
@@ -16,11 +17,11 @@ struct OperandsOf<float8_e4m3fn> : HalfOperands<float16> {
     using Half = HalfOperands<float16>;
     using Sums = FragmentOf<float8_e4m3fn>;
 
-    // 16 rows, of both mma.
+    // 16 rows, for both mma.
     struct Left {
         Half::Left steps[2];
     };
-    // 16 columns, of both mma.
+    // 16 columns, for both mma.
     struct RightPair {
         Half::RightPair steps[2];
     };
@@ -72,7 +73,7 @@ struct OperandsOf<float8_e4m3fn> : HalfOperands<float16> {
             return right;
         }
     };
-    // A word has two columns of two rows; what a product wants in one are two rows of a column.
+    // A word has two columns of two rows; a product wants two rows of one column in a word.
     template <class Tile>
     struct RightNN {
         TilePlace<Tile> place;
@@ -101,7 +102,7 @@ struct OperandsOf<float8_e4m3fn> : HalfOperands<float16> {
             Half::multiply_add(left, right, a.steps[step], b.steps[step]);
     }
 
-    // In P V two accumulators have every second column.
+    // In P V, each of two accumulators has every second column.
     static constexpr int kRunCols = 4;
     template <int Fragments>
     __device__ static float& in_run(Sums (&row)[Fragments], int half, int run, int i) {

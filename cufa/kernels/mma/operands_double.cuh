@@ -36,7 +36,7 @@ struct OperandsOf<float64> : WideOperands<float64, DoubleOperand> {
         __device__ RightPair at(int row, int col) const {
             return {column(row, col), column(row + kMmaN, col)};
         }
-        // multiply_add with the first half of a pair.
+        // multiply_add with only the first half of a pair.
         __device__ void multiply_half(double (&sums)[4], const Left& a, int row, int col) const {
             ptx::mma_m16n8k16_f64(sums, a.x, column(row, col).x);
         }
@@ -55,8 +55,8 @@ struct OperandsOf<float64> : WideOperands<float64, DoubleOperand> {
     }
 
   private:
-    // Where depth t of an mma lies in a row: of 16 columns, columns 0, 1, 8 and 9. Those of depths
-    // t + 4, t + 8 and t + 12 are 2, 4 and 6 further. What four lanes of a row and four rows, an
-    // odd number of 16-byte units apart, read at once is then in different banks.
+    // Where depth t of an mma lies in a row: of 16 columns, columns 0, 1, 8 and 9. Depths t + 4, t
+    // + 8 and t + 12 are 2, 4 and 6 columns further. So what four lanes of a row read at once, in
+    // four rows that are an odd number of 16-byte units apart, is in different banks.
     __device__ static int spread() { return t() % 2 + t() / 2 * 8; }
 };

@@ -1,4 +1,4 @@
-// Operands of 16-bit types: two elements a register, loaded by ldmatrix, and sums in float32.
+// 16-bit operands: two elements per register, loaded by ldmatrix, with float32 sums.
 #pragma once
 
 #include "mma/operands.cuh"
@@ -43,7 +43,7 @@ struct HalfOperands {
             return load_transposed<Left>(place.at(col, row));
         }
     };
-    // What a lane has of an accumulator is what it must have of a left operand, in the same order.
+    // A lane's part of an accumulator is its part of a left operand, in the same order.
     template <int Fragments>
     __device__ static Left left_pn(const FragmentOf<T> (&p)[Fragments], int col) {
         const FragmentOf<T>& left = p[col / kMmaN];
@@ -52,7 +52,7 @@ struct HalfOperands {
                 pair(right[2], right[3])};
     }
 
-    // Row g (half 0) or g + 8 of the left or the right one of the two accumulators in it.
+    // Row g (half 0) or g + 8 of the left or the right of its two accumulators.
     __device__ static Pair pair_of(const Left& pn, bool right, int half) {
         return pn.words[2 * right + half];
     }
@@ -84,8 +84,8 @@ struct HalfOperands {
         mma(right, a.words, b.words[2], b.words[3]);
     }
 
-    // Neighbouring columns that a lane has of a row of sums, of which four lanes have four times as
-    // many: column i of its run.
+    // The adjacent columns of a lane in a row of sums; four lanes together have four times as many.
+    // in_run is column i of a lane's run.
     static constexpr int kRunCols = 2;
     template <int Fragments>
     __device__ static float& in_run(FragmentOf<T> (&row)[Fragments], int half, int run, int i) {

@@ -1,15 +1,14 @@
-// Operands of float32, which tensor cores take as tf32: the upper 19 bits, of which 10 are the
-// mantissa's. If that is not enough, an element is the sum of two of them, and of the product of
-// two such sums all is computed but the product of the two small parts (Ootomo and Yokota 2022,
-// "Recovering single precision accuracy from Tensor Cores while surpassing the FP32 theoretical
-// peak performance").
+// float32 operands. Tensor cores take them as tf32: the upper 19 bits, 10 of them mantissa. If that
+// is not enough, an element is the sum of two tf32. The product of two such sums omits only the
+// product of the two small parts (Ootomo and Yokota 2022, "Recovering single precision accuracy
+// from Tensor Cores while surpassing the FP32 theoretical peak performance").
 #pragma once
 
 #include "mma/operands_wide.cuh"
 
-// The nearest tf32, or a neighbour that is hardly further off. Tensor cores cut off what a tf32 has
-// no place for. This adds 0.35 to 0.7 of its last place beforehand, and so nothing to what is a
-// tf32 already; NaN and infinity stay what they are.
+// The nearest tf32, or a neighbour that is hardly further off. Tensor cores truncate to tf32. So
+// this first adds 0.35 to 0.7 of the last place, which does not change a number that is already a
+// tf32. NaN and infinity stay as they are.
 __device__ inline float toward_nearest_tf32(float x) {
     constexpr float kHalfAPlace = 0x1.6ap-12f;
     return x + x * kHalfAPlace;
@@ -34,8 +33,9 @@ struct SingleOperand {
     }
 
   private:
-    // Infinity becomes the largest tf32, with its sign, and NaN some tf32; both are left to the
-    // small part. In the large one, infinity times a small part that is 0 would be NaN.
+    // Infinity becomes the largest tf32, with its sign, and NaN some tf32; the small part then
+    // holds the NaN or infinity. In the large part, infinity times a small part that is 0 would be
+    // NaN.
     __device__ static unsigned int finite_tf32(float x) {
         const float size = fminf(fabsf(x), __uint_as_float(0x7f7fe000));
         return ptx::tf32_of(size, x);
@@ -92,7 +92,7 @@ struct OperandsOf<float32> : WideOperands<float32, SingleOperand> {
         if constexpr (kTf32) {
             add_parts(d, a.part[0], b.part[0]);
         } else {
-            // Tensor cores cut off the sums that they add to, so long ones are not left to them.
+            // Tensor cores truncate the sums that they add to, so they only add short ones.
             float sum[4] = {};
             add_parts(sum, a.part[1], b.part[0]);
             add_parts(sum, a.part[0], b.part[1]);

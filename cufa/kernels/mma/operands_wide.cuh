@@ -1,17 +1,17 @@
-// Operands of float32 and float64: an element a register.
+// float32 and float64 operands: one element per register.
 //
-// An mma of depth 8 takes of a left operand (row g, depth t), (g + 8, t), (g, t + 4) and
-// (g + 8, t + 4) from a lane, and of a right one (depth t, column g) and (t + 4, g). A product is a
-// sum over its depth in whatever order: here depths t and t + 4 are elements 2t and 2t + 1, since
-// those are what a lane has of an accumulator. Rows that are read at once are then two apart, and
-// lie in different banks.
+// Of a left operand, an mma of depth 8 takes (row g, depth t), (g + 8, t), (g, t + 4) and (g + 8, t
+// + 4) from a lane, and of a right one (depth t, column g) and (t + 4, g). The order along the
+// depth of a product is arbitrary. Here depths t and t + 4 are elements 2t and 2t + 1, since a lane
+// has these in an accumulator. Rows that are read at once are then two apart, and in different
+// banks.
 #pragma once
 
 #include "mma/operands.cuh"
 #include "ptx/ptx_sm80.cuh"
 
-// Operand<N> holds N elements as tensor cores take them, for two mmas of depth 8 one after the
-// other.
+// Operand<N> holds N elements in the form that tensor cores take, for two consecutive mma of depth
+// 8.
 template <class T, template <int> class Operand>
 struct WideOperands {
     using Left = Operand<8>;

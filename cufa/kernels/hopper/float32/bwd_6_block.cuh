@@ -1,8 +1,8 @@
-// What bwd_6_float32 works on at once: tiles of halves, in the workspace and in shared memory.
+// What bwd_6_float32 processes: tiles of halves, in the workspace and in shared memory.
 //
-// Sums over queries or keys need these in one unit, so a tile has one. Where its rows are of very
-// different sizes, those much smaller than the largest have fewer bits, which is as nothing beside
-// what the largest adds to the same sums; unless a mask hides that one from the sum.
+// Sums over queries or keys need halves of one unit, so a tile has one unit. If its rows differ
+// much in size, the smallest have fewer bits. This is negligible beside what the largest add to the
+// same sums, unless a mask hides the largest from the sum.
 #pragma once
 
 #include "call/query_tiles.cuh"
@@ -12,38 +12,37 @@
 #include "scores/seen_tiles.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES;
-// Warpgroups that compute. They take the tiles of queries by turns.
+// Warpgroups that compute. They alternate between tiles of queries.
 constexpr int kConsumers = 2;
 static_assert(kBlockM == kWgmmaM && kBlockN == kWgmmaM, "a warpgroup's products have 64 rows");
 
-// Rows of the small parts come after all of the large ones.
+// Rows of the small parts come after all rows of the large parts.
 using KeyRows = PanelTile<kParts * kBlockN, kDepth>;
 using ValueRows = PanelTile<kParts * kBlockN, kDims>;
 using QueryRows = PanelTile<kParts * kBlockM, kDepth>;
 using OutRows = PanelTile<kParts * kBlockM, kDims>;
 using ScoreRows = PanelTile<kParts * kBlockN, kBlockM>;
 
-// Whether products of a tile's halves are as exact as those of float32.
+// Whether products of a tile's halves are as exact as float32 products.
 enum Held { kAlways, kUncut, kNever };  // kUncut: if no mask cuts through it
 __device__ constexpr Held max_of(Held a, Held b) {
     return a > b ? a : b;
 }
 
 struct TileUnit {
-    float size;  // what halves are multiplied with to be elements
+    float size;  // turns halves into elements
     Held held;
 };
 
-// Sums of a tile's dQ, by eights of columns and the threads of a warpgroup that have four of each.
+// Sums of a tile's dQ: for every eight columns, four from each thread of a warpgroup.
 struct QuerySums {
     using Quad = Pack<float, 4>;
     static constexpr int kCount = kDepth / 8 * kWarpgroup;
     Quad quads[kCount];
 };
 
-// Of a tile of queries: what its halves are in units of, where its rows are, and of each of them
-// what RowStats has. The LSE of a row that sees no key, or is none, is infinite: all its
-// probabilities are 0.
+// For a tile of queries: the units of its halves, the place of its rows, and RowStats of each row.
+// The LSE is infinite for a row that sees no key or does not exist: all its probabilities are 0.
 struct Statistics {
     TileUnit q, dout;
     QuerySums* dq;  // null in shared memory if nothing is to be added
@@ -58,7 +57,7 @@ struct KeyUnits {
     __device__ Held held() const { return max_of(k.held, v.held); }
 };
 
-// Whether products of a tile of queries and one of keys are as exact as those of float32.
+// Whether products of a tile of queries and a tile of keys are as exact as float32 products.
 __device__ inline bool halves_hold(const Statistics& queries, const KeyUnits& keys, bool masked) {
     const Held held = max_of(queries.held(), keys.held());
     return held == kAlways || (held == kUncut && !masked);
@@ -79,7 +78,7 @@ static_assert(sizeof(QueryHalves) == QUERY_TILE_BYTES, "the host plans another w
 static_assert(sizeof(KeyHalves) == KEY_TILE_BYTES, "the host plans another workspace");
 using Workspace = HalvesWorkspace<QueryHalves, kBlockM, KeyHalves, kBlockN, BackwardParams>;
 
-// What a warpgroup has of a tile of queries, in whose place its dQ is then sent from.
+// A warpgroup's tile of queries, later replaced by its dQ, which is sent out from here.
 union QueryStage {
     struct {
         QueryRows q;
@@ -90,8 +89,7 @@ union QueryStage {
     static constexpr bool kSumsTakeDout = sizeof(QuerySums) > sizeof(QueryRows);
 };
 
-// What a warpgroup has of dK and dV in the end. Rows are so much longer that eight of them are in
-// other banks.
+// A warpgroup's dK and dV at the end. Rows are padded, so that eight rows are in different banks.
 constexpr int kSumPadding = 8;
 template <int Dims>
 using SumRows = float[kBlockN][Dims + kSumPadding];
@@ -100,7 +98,7 @@ struct KeySums {
     SumRows<kDims> dv;
 };
 
-// The rows that see a key, if it is one. Rows past the end have no weights anyway.
+// The rows that see a key, none if it does not exist. Rows past the end have no weights anyway.
 struct SeeingRows {
     int first, end;
 
@@ -118,12 +116,12 @@ struct Smem {
     Statistics statistics[kConsumers][kStages];
     KeyUnits units;
     SeeingRows seeing[kConsumers][kBlockN];
-    float largest[kConsumers][kWarpgroup / 32];  // of each warp's scores
+    float largest[kConsumers][kWarpgroup / 32];  // the largest score gradient of each warp
     Ring<kStages> q_rings[kConsumers];
     LabelledRing<kStages> dout_rings[kConsumers];
     ptx::Barrier keys_full;
 
-    // Where tiles were.
+    // In the memory of the tiles.
     using Sums = KeySums[kConsumers];
     __device__ Sums& sums() { return reinterpret_cast<Sums&>(k); }
 
@@ -149,9 +147,9 @@ __device__ inline SeenPart* seen_parts(const BackwardParams& call) {
     return static_cast<SeenPart*>(Workspace(call).rest());
 }
 
-// Where in the tiles of queries of all heads that share a tile of keys one is who takes every
-// step'th of them. The last queries come first, of all heads: blocks that begin together then work
-// on the same ones, which the L2 cache has.
+// A walk over every step-th tile of queries that sees a tile of keys, over all heads that share the
+// keys. The last queries of all heads come first: blocks that begin together then work on the same
+// queries, which are in the L2 cache.
 struct RangeWalk {
     const Tiles tiles;
     const int heads, first_head, count, step;
@@ -171,12 +169,12 @@ struct RangeWalk {
     __device__ int first_row() const {
         return tiles.begin + (count - 1 - number) / heads * kBlockM;
     }
-    // Where the first row is known: to work it out takes longer.
+    // For callers that know the first row, which takes long to compute.
     __device__ bool masked(int first_row) const { return tiles.masked(first_row); }
     __device__ TileLabel label() const { return {}; }  // none is needed
 };
 
-// The same where a mask or a mask_mod leaves some out, head by head, for the producers.
+// The same where a mask or a mask_mod hides some tiles, head by head, for the producers.
 struct SeenWalk {
     const BackwardParams& call;
     const KeyTile& work;
@@ -206,7 +204,7 @@ struct SeenWalk {
 
   private:
     __device__ Seen seen() const { return {seen_parts(call), call, work.sequence, at_head}; }
-    // Goes on to the `count`th of those that come.
+    // Advances by `count` tiles that are shown.
     __device__ void find(int count) {
         for (; count > 0 && !at_end(); --count) find_next();
     }
@@ -218,12 +216,12 @@ struct SeenWalk {
         }
     }
 };
-// What comes after the last.
+// The label after the last tile.
 __device__ inline TileLabel no_tile() {
     return {0, -1, false, true};
 }
 
-// The same for those that receive them.
+// The same for those who receive the tiles.
 struct LabelledWalk {
     LabelledRing<kStages>& ring;
     const RingPosition<kStages>& at;  // of the tile
@@ -237,7 +235,7 @@ struct LabelledWalk {
     __device__ int head() const { return tile.head; }
     __device__ int first_row() const { return tile.tile * kBlockM; }
     __device__ bool masked(int) const { return tile.cut; }
-    // Once `at` is that of the next.
+    // Call it once `at` is the position of the next tile.
     __device__ void advance() {
         ring.wait_full(at);
         tile = ring.label_at(at);

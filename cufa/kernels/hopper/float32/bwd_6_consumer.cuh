@@ -1,5 +1,5 @@
 // What a warpgroup of bwd_6_float32 does with a tile of queries and the block's keys: the verbs of
-// the loop there.
+// the main loop.
 #pragma once
 
 #include "call/columns.cuh"
@@ -8,32 +8,32 @@
 #include "scores/kept_scores.cuh"
 #include "scores/mask_sixteens.cuh"
 
-// Barriers of parts of the block; __syncthreads has number 0.
+// Named barriers; __syncthreads has number 0.
 enum NamedBarrier { kAllConsumers = 1, kAllWhoRead, kFirstOfWarpgroup };
-// Each has a warp that sends out what it adds to dQ.
+// Each consumer has a warp that sends out its part of dQ.
 constexpr int kConsumersAndSenders = kConsumers * (kWarpgroup + 32);
 
-// A probability is at most 1, and its halves are of so many times as much.
+// The exponent by which probabilities, at most 1, are scaled for their halves.
 constexpr int kTopWeight = 14;
-// Smaller gradients of scores are taken for such ones.
+// Smaller exponents of score gradients are raised to the least.
 constexpr int kLeastGradientExponent = -96, kMostGradientExponent = 126;
 
-// Whether the next part of what a tile adds to gradients is on its way while one is added up.
+// Whether the next part of a tile's gradients is computed while one is added.
 constexpr bool kPartsAhead = PARTS_AHEAD;
-// Whether dK's product takes dS from shared memory, too, as dQ's does. For two operands from there
-// 64 columns are too few to be fast.
+// Whether the product for dK also takes dS from shared memory, as that for dQ does. With both
+// operands from shared memory, 64 columns are too few to be fast.
 constexpr bool kSharesGradients = SHARES_GRADIENTS;
 constexpr int kHeadPartCols = (kSharesGradients ? 2 : 1) * kPanelCols;
 
 using Scores = WgmmaSums<kBlockM>;
 using Weights = WgmmaOperand<kBlockM>;
 
-// Which of a thread's scores of a tile are of rows that see its keys, where the caller's mask or
-// function hides some: a bit for each.
+// Which of a thread's scores have rows that see its keys, where the caller's mask or function hides
+// some: one bit each.
 class SeenScores {
   public:
     SeenScores() = default;
-    // The warp's keys begin at `warp_key`, and the thread's are `key` and the one eight after it.
+    // The warp's keys begin at `warp_key`; the thread's keys are `key` and key + 8.
     __device__ void find(const ScoreRules& rules, int first_row, int warp_key, int key) {
         bits = 0;
         if constexpr (kMaskAlone) {
@@ -59,7 +59,7 @@ class SeenScores {
     }
 };
 
-// The parts of what a tile adds to gradients, each a product by itself: first those of dV, then of
+// The parts of what a tile adds to gradients, each its own product: first the parts of dV, then of
 // dK, then of dQ.
 constexpr int kValueParts = ceil_div(kDims, kPanelCols);
 constexpr int kHeadParts = ceil_div(kDepth, kHeadPartCols);
@@ -73,20 +73,20 @@ __device__ constexpr int cols_of(int part) {
     return min_of(kHeadPartCols, kDepth - first_col_of(part));
 }
 
-// A warpgroup that computes.
+// A consumer.
 struct Consumer {
     Smem& smem;
     const BackwardParams& call;
     const KeyTile& work;
     const int warpgroup;
-    const int warp_row;   // the first of the 16 rows that a warp has of 64
-    const int first_row;  // of the thread's two, eight rows from each other
+    const int warp_row;   // the first of the warp's 16 rows of 64
+    const int first_row;  // of the thread's two, eight rows apart
 
     RingPosition<kStages> at;
     SeenScores seen;                     // of a tile, if it is masked
     KeptScores<kBlockM / 2, true> kept;  // of a tile
     WgmmaSums<kDepth> dk = {};           // before the softmax's scale
-    WgmmaSums<kDims> dv = {};            // before that of what dropout keeps
+    WgmmaSums<kDims> dv = {};            // without the scale of kept probabilities
 
     __device__ Consumer(Smem& smem, const BackwardParams& call, const KeyTile& work, int warpgroup)
         : smem(smem),
@@ -103,7 +103,7 @@ struct Consumer {
         __syncwarp();
     }
 
-    // Which of a tile's queries, or of a row's columns, [4 * eight + e] of its sums is of.
+    // The query, or the column of a row, to which sums[4 * eight + e] belongs.
     __device__ static int col_of(int eight, int e) { return eight * 8 + col_of_thread() + e % 2; }
     __device__ const Statistics& rows() const { return smem.statistics[warpgroup][at.stage]; }
     __device__ const QueryRows& q() const { return smem.queries[warpgroup][at.stage].rows.q; }
@@ -115,7 +115,7 @@ struct Consumer {
     __device__ void release_dout() {
         if (!QueryStage::kSumsTakeDout) release(smem.dout_rings[warpgroup], at);
     }
-    // With what is to be added to dQ in their place.
+    // Releases the stage of queries, in which their dQ now lies.
     __device__ void release_queries() {
         ptx::proxy_fence();  // what was read of the statistics is in registers
         release(smem.q_rings[warpgroup], at);
@@ -137,7 +137,7 @@ struct Consumer {
         issue_halves<kDims, kBlockM>(dp, DepthInColumns(smem.v), DepthInColumns(dout()));
     }
 
-    // Finds out about a tile, while products run, what a mask shows and dropout keeps of it.
+    // While products run, finds out what a mask shows and what dropout keeps of a tile.
     template <class Walk>
     __device__ void look_up(const Walk& walk) {
         if constexpr (kKeyMask) {
@@ -150,13 +150,14 @@ struct Consumer {
         }
     }
 
-    // S^T = K Q^T, in units of halves; dP^T is there then, too.
+    // S^T = K Q^T, in units of halves; afterwards dP^T is there, too.
     __device__ void make_scores(Scores& s) {
         issue_halves<kDepth, kBlockM>(s, DepthInColumns(smem.k), DepthInColumns(q()));
         wait_product<0>(s);
     }
 
-    // P^T = 2^(S^T - LSE) and dS^T = P^T o (dP^T - D), by elements; P^T in its unit.
+    // P^T = 2^(S^T - LSE) and dS^T = P^T o (dP^T - D), in units of elements; P^T scaled by its
+    // exponent.
     template <class Walk>
     __device__ void differentiate(Scores& s, Scores& dp, const Walk& walk) const {
         const ScoreRules rules = rules_of(walk);
@@ -185,8 +186,8 @@ struct Consumer {
         if (walk.masked(rows().first_row)) hide(s, dp);
     }
 
-    // P^T, as dropout leaves it, and dS^T as operands, the latter shared, too. Returns the exponent
-    // of dS's unit, which all of the tile have.
+    // Makes operands of P^T, as dropout leaves it, and of dS^T, and shares dS^T. Returns the
+    // exponent of the unit of dS, which is the same for the whole tile.
     __device__ int make_operands(Weights (&p)[kParts], Weights (&ds)[kParts], const Scores& weights,
                                  const Scores& gradients) {
         halve<kBlockM>(p, weights, 1);
@@ -204,7 +205,7 @@ struct Consumer {
         return unit_of_halves - kTopWeight;
     }
 
-    // dV += P^T dO, dK += dS^T Q and what is to be added to dQ, dS K, where the queries were.
+    // dV += P^T dO and dK += dS^T Q; the tile's part of dQ, dS K, replaces its queries.
     __device__ void add_gradients(const Weights (&p)[kParts], const Weights (&ds)[kParts],
                                   int exponent) {
         WgmmaSums<cols_of(0)> first;
@@ -212,9 +213,9 @@ struct Consumer {
         add_parts<0>(first, p, ds, exponent);
     }
 
-    // Hands in what it has of the gradients of the keys.
+    // Hands in the warpgroup's sums of the gradients of the keys.
     __device__ void hand_in() const {
-        // Nobody reads what lay there.
+        // Nobody reads the tiles there any more.
         ptx::named_barrier_sync<kConsumersAndSenders>(kAllWhoRead);
         KeySums& to = smem.sums()[warpgroup];
         write_sums<kDepth>(to.dk, dk);
@@ -269,7 +270,7 @@ struct Consumer {
             }
         }
     }
-    // Adds a part that is under way, and those after it.
+    // Adds a part whose product is under way, and the parts after it.
     template <int Part>
     __device__ void add_parts(WgmmaSums<cols_of(Part)>& sums, const Weights (&p)[kParts],
                               const Weights (&ds)[kParts], int exponent) {
@@ -297,7 +298,7 @@ struct Consumer {
         return {call, work.sequence, walk.head()};
     }
 
-    // Sets to zero what is of rows that do not see a key.
+    // Sets P and dS to zero for rows that do not see a key.
     __device__ void hide(Scores& p, Scores& ds) const {
         const int first_query = rows().first_row;
 #pragma unroll
@@ -312,7 +313,7 @@ struct Consumer {
             }
         }
     }
-    // By the way all products with what was shared are done.
+    // Also ensures that all products that read the shared dS are done.
     __device__ float largest_of_warpgroup(float largest) {
         float (&of_warps)[kWarpgroup / 32] = smem.largest[warpgroup];
         largest = lanes_max<32>(largest);
@@ -338,7 +339,7 @@ struct Consumer {
     }
 };
 
-// Stores rows of what the warpgroups have together, by all their threads.
+// Stores rows of the sum over warpgroups, by all their threads.
 template <int TensorDims, int Dims>
 __device__ inline void store_rows(const Matrix<float>& rows, int count, const Smem::Sums& sums,
                                   SumRows<Dims> KeySums::* which, float scale) {
@@ -358,7 +359,7 @@ __device__ inline void store_rows(const Matrix<float>& rows, int count, const Sm
 }
 
 __device__ inline void store_key_gradients(Smem& smem, const BackwardParams& call) {
-    // Who asks again keeps nothing in between.
+    // Looked up again, so that it takes no registers in between.
     const KeyTile work = key_tile_of_block<kBlockN>(call, ptx::anew(blockIdx.x));
     const int count = min(end_of_keys(call, work.sequence) - work.first_key, kBlockN);
     const auto rows_of = [&](const Tensor& tensor) {

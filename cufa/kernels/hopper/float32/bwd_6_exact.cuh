@@ -1,6 +1,7 @@
-// What bwd_6_float32 does with pairs of tiles that halves do not hold: where NaN, infinity or what
-// leaves others no bits is hidden from some by a mask, or elements are beyond what units can be. By
-// CUDA cores, from the caller's tensors, added to what all other pairs gave: they are few.
+// What bwd_6_float32 does with pairs of tiles that halves cannot hold: a mask hides NaN, infinity
+// or numbers that leave others no bits from some rows, or elements are beyond the range of units.
+// CUDA cores compute these few pairs from the caller's tensors and add to the results of all
+// others.
 #pragma once
 
 #include "gradients/score_gradients.cuh"
@@ -93,7 +94,7 @@ __device__ inline void add_exact_keys(const Matrix<float>& rows, const ExactPair
     }
 }
 
-// dQ += scale * dS K: other blocks add to the same.
+// dQ += scale * dS K, atomically: other blocks add to the same rows.
 __device__ inline void add_exact_queries(const Matrix<float>& rows, const ExactSmem& smem,
                                          const ExactPair& pair, float scale) {
     for (int at = threadIdx.x; at < kBlockM * kHeadDim; at += kExactThreads) {
@@ -109,7 +110,7 @@ __device__ inline void add_exact_queries(const Matrix<float>& rows, const ExactS
     }
 }
 
-// Whether a tile of queries is left to this.
+// Whether a tile of queries is left to this launch.
 __device__ inline bool is_left(const BackwardParams& call, const KeyTile& work,
                                const RangeWalk& walk) {
     const int head = walk.head(), first_row = walk.first_row();
@@ -129,7 +130,7 @@ __device__ inline void add_exactly(ExactSmem& smem, const BackwardParams& call, 
                                    const RangeWalk& walk) {
     const ExactPair pair(call, work, walk);
     const float scale = call.softmax_scale;
-    __syncthreads();  // nobody reads what lay there
+    __syncthreads();  // nobody reads the old contents
     make_exact_scores(smem, pair);
     __syncthreads();
     add_exact_keys<kValueDim>(pair.dv, pair, smem.p, pair.dout, 1);

@@ -1,5 +1,6 @@
-// The first launch of bwd_6_float32: tiles of halves, the rows' statistics, and sums of dQ set to
-// zero, which the next adds to; and the launch that stores these. A block has a tile.
+// The first launch of bwd_6_float32 makes tiles of halves and the statistics of rows, and zeroes
+// the sums of dQ, to which the next launch adds. A later launch stores the sums. One block per
+// tile.
 #pragma once
 
 #include "call/columns.cuh"
@@ -8,10 +9,10 @@
 
 constexpr int kHalvingThreads = HALVING_THREADS;
 
-// Of a tile's largest element: smaller ones are taken for such, of larger ones products of three
-// would be no floats.
+// For a tile's largest element: smaller exponents are raised to the least; with larger ones,
+// products of three elements would exceed floats.
 constexpr int kLeastExponent = -80, kMostExponent = 40;
-// How far the smallest row of a tile may be below the largest for all to have all their bits.
+// How far the smallest row may be below the largest for all rows to keep all their bits.
 constexpr int kMostSpread = 14;
 
 // The sizes of a tile's rows.
@@ -40,7 +41,7 @@ struct HalvingSmem {
     RowSizes of_warps[2][kHalvingThreads / 32];
 };
 
-// The elements of a tile that a thread has.
+// A thread's elements of a tile.
 template <int Rows, int Dims>
 struct TilePieces {
     static constexpr int kAcross = kRowThreads<Dims>, kDown = kHalvingThreads / kAcross;
@@ -56,8 +57,8 @@ struct TilePieces {
     __device__ static int row(int i) { return i * kDown + threadIdx.x / kAcross; }
     __device__ static int col() { return threadIdx.x % kAcross * kPieceCols; }
 
-    // Writes them as halves of one unit. The whole block takes part. What else there is of a row
-    // may be NaN or infinite, too.
+    // Writes them as halves of one unit. The whole block takes part. `others_finite` is false if
+    // other numbers of a row are NaN or infinite.
     template <class Tile>
     __device__ TileUnit write(Tile& to, RowSizes (&of_warps)[kHalvingThreads / 32],
                               bool others_finite = true) const {
@@ -85,8 +86,8 @@ struct TilePieces {
 
 using OutPieces = TilePieces<kBlockM, kValueDim>;
 
-// Writes the LSE and D of a tile's rows, the first of which is `first` in the LSE. Returns whether
-// D is finite in those of which this thread has pieces.
+// Writes the LSE and D of a tile's rows; `first` is the index of the first row in the LSE. Returns
+// whether D is finite in the rows of which this thread has pieces.
 __device__ inline bool write_statistics(Statistics& to, const BackwardParams& call,
                                         const OutPieces& dout, const OutPieces& out,
                                         long long first, int count) {

@@ -1,8 +1,8 @@
-// What fwd_9_float32 works on at once: tiles of halves, in the workspace and in shared memory.
+// What fwd_9_float32 processes: tiles of halves, in the workspace and in shared memory.
 //
-// Each row is in units of its own: of queries and keys they become a factor of the score, of values
-// one of the weight. A launch of its own makes the tiles. In the workspace they lie as they will in
-// shared memory, so that one copy brings each.
+// Each row has its own unit. Units of queries and keys become factors of the score, those of values
+// factors of the weight. A separate launch makes the tiles. Their layout in the workspace is that
+// of shared memory, so that one copy brings each.
 #pragma once
 
 #include "call/key_tiles.cuh"
@@ -14,7 +14,7 @@
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES;
 constexpr int kConsumers = kBlockM / kWgmmaM;
 
-// Rows of the small parts come after all of the large ones.
+// Rows of the small parts come after all rows of the large parts.
 using QueryRows = PanelTile<kParts * kWgmmaM, kDepth>;
 using KeyRows = PanelTile<kParts * kBlockN, kDepth>;
 using ValueRows = PanelTile<kParts * kBlockN, kDims>;
@@ -26,8 +26,9 @@ struct QueryHalves {
     static constexpr int kBytes = kConsumers * QueryRows::kBytes + sizeof(unit);
 };
 
-// Keys, and what their values are in units of: the exponent, and 2 to minus that, negative where
-// halves cannot hold the values. These are zeros then, and added to the output as they are.
+// Keys, their units, and the units of their values: the exponent, and 2 to minus the exponent. The
+// latter is negative where halves cannot hold the values, which are then zero here and added to the
+// output directly.
 struct KeyHalves {
     KeyRows rows;
     float unit[kBlockN], value_exponent[kBlockN], value_reciprocal[kBlockN];
@@ -73,8 +74,8 @@ __device__ inline SeenPart* seen_parts(const ForwardParams& call) {
     return static_cast<SeenPart*>(Workspace(call).rest());
 }
 
-// Where in these tiles one is. A tile begins with `key`, and is masked if a query may not see all
-// of it.
+// A walk over these tiles. A tile begins with `key`, and is masked if a query may not see all of
+// it.
 struct RangeWalk {
     const Keys keys;
     int key;
@@ -86,8 +87,8 @@ struct RangeWalk {
     __device__ TileLabel label() const { return {}; }  // none is needed
 };
 
-// The same where a mask or a mask_mod leaves some out, for the producer; if it leaves out all,
-// there is one that shows nothing.
+// The same where a mask or a mask_mod hides some tiles, for the producer. If it hides all, the walk
+// has one tile, of which nothing is shown.
 struct SeenWalk {
     const Keys keys;
     const Seen seen;
@@ -116,7 +117,7 @@ struct SeenWalk {
     __device__ int find(int from) const { return seen.next_key_alone(first_row, from, keys.end); }
 };
 
-// The same for those that receive them.
+// The same for those who receive the tiles.
 struct LabelledWalk {
     LabelledRing<kStages>& ring;
     const RingPosition<kStages>& at;  // of the tile
@@ -130,7 +131,7 @@ struct LabelledWalk {
     }
     __device__ bool at_end() const { return ended; }
     __device__ bool masked() const { return cut; }
-    // Once `at` is that of the next.
+    // Call it once `at` is the position of the next tile.
     __device__ void advance() {
         ended = last;
         if (!ended) receive();

@@ -1,5 +1,5 @@
-// What a warpgroup of fwd_9_float32 does with its queries and a tile of keys: the verbs of the loop
-// there.
+// What a warpgroup of fwd_9_float32 does with its queries and a tile of keys: the verbs of the main
+// loop.
 #pragma once
 
 #include "hopper/float32/fwd_9_block.cuh"
@@ -10,17 +10,17 @@
 
 using Turns = ForwardTurns<kConsumers, 1>;  // barrier 0 is the block's
 
-// Of the largest weight of a row.
+// The exponent of the largest weight of a row.
 constexpr int kTopWeight = 7;
-// What a product with halves of values is in units of, beside the values' exponents.
+// The unit of a product with halves of values, apart from the values' exponents.
 constexpr float kPartUnit = 1.f / (1 << kTopExponent);
 
 using Scores = WgmmaSums<kBlockN>;
 using Output = WgmmaSums<kDims>;
 using Weights = WgmmaOperand<kBlockN>;
 
-// Which of a thread's scores of a tile are of keys that their rows see, where the caller's mask or
-// function hides some: a bit for each.
+// Which of a thread's scores have keys that their rows see, where the caller's mask or function
+// hides some: one bit each.
 class SeenScores {
   public:
     SeenScores() = default;
@@ -32,7 +32,7 @@ class SeenScores {
 
   private:
     static_assert(!kKeyMask || kBlockN / 4 <= 32, "a word has bits for 128 keys");
-    unsigned int of_row[2];  // eight rows from each other
+    unsigned int of_row[2];  // eight rows apart
 
     __device__ void read(const ScoreRules& rules, int row, int first_key) {
         MaskOfQuery<kBlockN> masks[2];
@@ -58,7 +58,7 @@ class SeenScores {
     }
 };
 
-// A warpgroup that computes: 64 queries.
+// A consumer, with 64 queries.
 struct Consumer {
     Smem& smem;
     const ForwardParams& call;
@@ -66,7 +66,7 @@ struct Consumer {
     const int warpgroup;
     const ScoreRules rules;
     const Turns turns;
-    const int first_row;  // of the thread's two, eight rows from each other, in the block's tile
+    const int first_row;  // of the thread's two rows, eight apart, in the block's tile
 
     OnlineSoftmax softmax[2];
     Output o = {};
@@ -83,10 +83,10 @@ struct Consumer {
                     threadIdx.x % 32 / 4) {}
 
     __device__ int row_of(int half) const { return work.first_row + first_row + half * 8; }
-    // Which of a tile's keys, or of a row's columns, [4 * eight + e] of its sums is of.
+    // The key, or the column of a row, to which sums[4 * eight + e] belongs.
     __device__ static int col_of(int eight, int e) { return eight * 8 + col_of_thread() + e % 2; }
 
-    // Weights of the scores that are under way.
+    // Computes the weights of the scores that are under way.
     __device__ void make_weights(Weights (&p)[kParts], Scores& s, int first_key, bool masked) {
         SeenScores seen;
         KeptScores<kBlockN / 2, false> kept;
@@ -106,7 +106,7 @@ struct Consumer {
 
     __device__ const KeyHalves& keys() const { return smem.k[k_at.stage]; }
 
-    // A warp is done with a stage.
+    // Releases a stage for a warp.
     __device__ static void release_and_advance(Ring<kStages>& ring, RingPosition<kStages>& at) {
         release(ring, at);
         at.advance();
@@ -119,7 +119,7 @@ struct Consumer {
                                       DepthInColumns(keys().rows));
     }
 
-    // Products become scores, in units of log 2, each with the exponent of its value.
+    // Turns products into scores in log 2, to each of which the exponent of its value is added.
     __device__ void make_scores(Scores& s, int first_key) const {
         const int last_key = work.sequence.seqlen_k - 1;
         const acc_t scale = kShapedScores ? 1 : rules.scale * acc_t(kLog2E);
@@ -145,7 +145,7 @@ struct Consumer {
         }
     }
 
-    // Weights are up to 2^kTopWeight, so that small parts of small ones have their bits, too.
+    // Weights reach 2^kTopWeight, so that the small parts of small weights keep their bits, too.
     __device__ void raise_maxima(const Scores& s) {
         float shrink[2];
         bool raised = false;
@@ -164,8 +164,8 @@ struct Consumer {
         for (int i = 0; i < kDims / 2; ++i) o[i] *= shrink[i / 2 % 2];
     }
 
-    // Scores become weights of values in units of their own; sums are of those of values
-    // themselves.
+    // Turns scores into weights for values in their own units. The sums are those of weights for
+    // the values themselves.
     __device__ void weigh(Scores& s) {
         const float shifts[2] = {softmax[0].shift(), softmax[1].shift()};
 #pragma unroll
@@ -175,15 +175,15 @@ struct Consumer {
         }
     }
 
-    // Weights that dropout does not keep become 0; they are in the sums.
+    // Sets weights that dropout drops to 0; the sums include them.
     __device__ static void drop(Scores& s, const KeptScores<kBlockN / 2, false>& kept) {
 #pragma unroll
         for (int i = 0; i < kBlockN / 2; ++i)
             if (!kept.has(i)) s[i] = 0;
     }
 
-    // Adds the values to O that halves cannot hold, and NaN and infinity to the rows that see them,
-    // whatever their weight.
+    // Adds to O the values that halves cannot hold. NaN and infinity are added to the rows that see
+    // them, whatever their weight.
     __device__ void add_others(const Scores& s, int first_key) {
         bool others = false;
 #pragma unroll
@@ -212,7 +212,7 @@ struct Consumer {
             }
         }
     }
-    // That of one key, which one of the four threads has that share a row.
+    // The weight of one key, which one of the four threads that share a row has.
     __device__ static float weight_of(const Scores& s, int half, int key) {
         float weight = 0;
 #pragma unroll
@@ -229,7 +229,7 @@ struct Consumer {
                                      DepthInRows(smem.v[v_at.stage]));
     }
 
-    // Waits for it, and adds it.
+    // Waits for the product and adds it.
     template <int Pending>
     __device__ void add_output(Output& part) {
         wait_product<Pending>(part);
@@ -254,13 +254,13 @@ struct Consumer {
                            {o[i] * factor, o[i + 1] * factor});
         }
     }
-    // Sums may be large, and their logarithms known less well than those of their mantissas.
+    // Sums may be large. The logarithm of the mantissa alone is more precise.
     __device__ static float lse_of(const OnlineSoftmax& row) {
         const int exponent = min(exponent_of<-126>(row.sum), 126);  // its power of two is a float
         const OnlineSoftmax near_one{row.max + exponent, row.sum * power_of_two(-exponent)};
         return near_one.lse();
     }
-    // The first `count` of two.
+    // Writes the first `count` of two numbers.
     __device__ static void write_pair(float* to, int count, const Pack<float, 2>& pair) {
         if constexpr (kValueDim % 2 == 0 && kAlignBytes % sizeof(pair) == 0) {
             if (count > 0) *reinterpret_cast<Pack<float, 2>*>(to) = pair;

@@ -1,13 +1,13 @@
-// The first launch of fwd_9_float32: tiles of halves. A block has a tile.
+// The first launch of fwd_9_float32 makes tiles of halves, one block per tile.
 #pragma once
 
 #include "hopper/float32/fwd_9_block.cuh"
 
 constexpr int kHalvingThreads = HALVING_THREADS;
 
-// Smaller rows are taken for such ones.
+// Smaller exponents of rows are raised to these.
 constexpr int kLeastKeyExponent = -100, kLeastValueExponent = -60;
-// Larger values would leave the weights of others beside theirs no place in a float.
+// Beside larger values, the weights of other values would not fit into floats.
 constexpr float kLargestValue = 0x1p40f;
 
 // Calls write(row, col, piece) for all pieces of Rows rows, `count` of which exist.
@@ -15,14 +15,14 @@ template <int Rows, int Dims, class Write>
 __device__ inline void for_pieces(const Matrix<const float>& from, int count, const Write& write) {
     constexpr int kAcross = kRowThreads<Dims>, kDown = kHalvingThreads / kAcross;
     static_assert(Rows % kDown == 0, "all threads have as many pieces");
-#pragma unroll 2  // so many are on their way at once
+#pragma unroll 2  // so many are loaded at once
     for (int first = 0; first < Rows; first += kDown) {
         const int row = first + threadIdx.x / kAcross, col = threadIdx.x % kAcross * kPieceCols;
         write(row, col, RowPiece<Dims>(from, row, count, col));
     }
 }
 
-// What a row of queries or keys is in units of: the exponent of that.
+// The exponent of the unit of a row of queries or keys.
 __device__ inline int unit_of(const RowPiece<kHeadDim>& piece) {
     return exponent_of<kLeastKeyExponent>(piece.largest_of_row()) - kTopExponent;
 }
@@ -61,7 +61,7 @@ __device__ inline void halve_keys(const ForwardParams& call, int kv_head, int ti
     for_pieces<kBlockN, kValueDim>(
         v.from(first_key), count, [&](int key, int col, const RowPiece<kValueDim>& piece) {
             const float largest = piece.largest_of_row();
-            const bool finite = piece.row_is_finite();  // all threads of the row ask
+            const bool finite = piece.row_is_finite();  // all threads of the row take part
             const bool held = finite && largest < kLargestValue;
             const int exponent = held ? exponent_of<kLeastValueExponent>(largest) : 0;
             piece.write(to.v, key, col, held ? power_of_two(kTopExponent - exponent) : 0);

@@ -1,10 +1,11 @@
-// Products of operands in halves: of two sums of a large and a small part all but the product of
-// the small parts.
+// Products of operands in halves. Each operand is a sum of a large and a small part; only the
+// product of the small parts is omitted.
 #pragma once
 
 #include "hopper/float32/halves.cuh"
 
-// The products that make one, the smallest first, and which parts of its operands each is of.
+// The products that make up one, the smallest first, and the parts of its operands that each
+// multiplies.
 constexpr int kProducts = kParts > 1 ? 3 : 1;
 __device__ constexpr int left_part(int product) {
     return kParts > 1 && product == 0;
@@ -13,7 +14,7 @@ __device__ constexpr int right_part(int product) {
     return kParts > 1 && product == 1;
 }
 
-// Halves in shared memory as an operand whose depth runs along the columns, as that of both does in
+// Halves in shared memory as an operand whose depth runs along the columns, as in both operands of
 // S = Q K^T.
 template <class Tile>
 struct DepthInColumns {
@@ -21,15 +22,15 @@ struct DepthInColumns {
     unsigned int first;
 
     __device__ explicit DepthInColumns(const Tile& tile) : first(depth_in_columns(tile)) {
-        ptx::hold(first);  // or each step's sum would be kept in a register from tile to tile
+        ptx::hold(first);  // or each step's sum would stay in a register from tile to tile
     }
     __device__ unsigned long long at(int part, int k) const {
         return description(first + rows_step(part * (Tile::kRows / kParts)) +
                            columns_step<Tile>(k));
     }
 };
-// The same where it runs along the rows, as that of V does in O = P V, and that of both in
-// dQ = dS K with dS^T; of the columns from a panel on.
+// The same if the depth runs along the rows, as in V of O = P V, and in both operands of dQ = dS K
+// with dS^T; for the columns from a panel on.
 template <class Tile>
 struct DepthInRows {
     static constexpr bool kShared = true, kTransposed = true;
@@ -43,7 +44,7 @@ struct DepthInRows {
         return description(first + rows_step(part * (Tile::kRows / kParts) + k));
     }
 };
-// Halves in registers, which can be the left operand.
+// Halves in registers, as a left operand.
 template <int Depth>
 struct InRegisters {
     static constexpr bool kShared = false;
@@ -54,7 +55,7 @@ struct InRegisters {
     }
 };
 
-// Adds the product of a step of the depth, or begins the sums with it.
+// Adds the product of a step of the depth, or starts the sums with it.
 template <int Cols, bool Add, class A, class B>
 __device__ inline void multiply_halves(WgmmaSums<Cols>& sums, const A& a, const B& b, int product,
                                        int k) {
@@ -87,7 +88,7 @@ __device__ inline void issue_halves(WgmmaSums<Cols>& sums, const A& a, const B& 
     ptx::wgmma_commit();
 }
 
-// Sums in float32 as halves of so many times as much.
+// Float32 sums times `factor`, as halves.
 template <int Depth>
 __device__ inline void halve(WgmmaOperand<Depth> (&halves)[kParts], const WgmmaSums<Depth>& sums,
                              float factor) {
@@ -102,7 +103,7 @@ __device__ inline void halve(WgmmaOperand<Depth> (&halves)[kParts], const WgmmaS
         }
     }
 }
-// The sum that number i of them was.
+// Sum number i, put together from its halves.
 template <int Steps>
 __device__ inline float whole(const unsigned int (&halves)[kParts][Steps][4], int i) {
     float sum = 0;

@@ -1,11 +1,11 @@
-// float32 in two halves, as tensor cores of 16 bits take it.
+// float32 in two halves, for 16-bit tensor cores.
 //
-// An element is a large float16 plus a small one, 22 bits of mantissa together, and of the product
-// of two such sums all is computed but the product of the two small parts: three products, each
-// twice as fast as one of tf32 (Ootomo and Yokota 2022, "Recovering single precision accuracy from
-// Tensor Cores while surpassing the FP32 theoretical peak performance"). float16 has few exponents,
-// so that elements are in units of a power of two. If tf32 will do, there are large parts alone,
-// which have as many bits of mantissa.
+// An element is a large float16 plus a small one, with 22 bits of mantissa together. The product of
+// two such sums omits only the product of the two small parts. It takes three products, each twice
+// as fast as one of tf32 (Ootomo and Yokota 2022, "Recovering single precision accuracy from Tensor
+// Cores while surpassing the FP32 theoretical peak performance"). float16 has few exponents, so
+// elements are in units of a power of two. If tf32 is enough there are only large parts, which have
+// as many bits of mantissa as tf32.
 #pragma once
 
 #include "call/tensor.cuh"
@@ -16,21 +16,21 @@ constexpr int kParts = kTf32 ? 1 : 2;
 constexpr int kDepth = round_up(kHeadDim, kWgmmaK), kDims = round_up(kValueDim, kWgmmaK);
 
 constexpr int kPieceCols = 4;
-// Threads that have a row together, next to each other in a warp.
+// Adjacent threads of a warp that share a row.
 template <int Dims>
 constexpr int kRowThreads = Dims > 64   ? 32
                             : Dims > 32 ? 16
                                         : 8;
 static_assert(kDepth <= 32 * kPieceCols && kDims <= 32 * kPieceCols, "a warp has whole rows");
 
-// What has halves of one unit is multiplied so that its largest element is from 2^14 on, below
-// 2^15: then small parts have all their bits even of much smaller elements.
+// Numbers with one unit are scaled so that the largest is at least 2^14 and less than 2^15. Then
+// the small parts even of much smaller numbers keep all their bits.
 constexpr int kTopExponent = 14;
 
 __device__ inline float power_of_two(int exponent) {
     return __int_as_float((exponent + 127) << 23);
 }
-// The exponent of a number that is not negative, from Least on.
+// The exponent of a number that is not negative, but at least Least.
 template <int Least>
 __device__ inline int exponent_of(float x) {
     return max((__float_as_int(x) >> 23) - 127, Least);
@@ -47,7 +47,7 @@ struct HalfPair {
     }
 };
 
-// Some columns of a row of the caller's: zeros past the end of it, or of the rows.
+// Some columns of a row of the caller's array: zeros past the end of the row or of the rows.
 template <int Dims>
 struct RowPiece {
     float x[kPieceCols];
@@ -67,7 +67,7 @@ struct RowPiece {
         }
     }
 
-    // The largest magnitude of what is finite in the row, which all threads ask that have it.
+    // The largest finite magnitude in the row. All threads of the row must call this.
     __device__ float largest_of_row() const {
         float largest = 0;
 #pragma unroll
@@ -85,7 +85,7 @@ struct RowPiece {
         return lanes_max<kRowThreads<Dims>>(others) == 0;
     }
 
-    // Writes it as so many times as large halves; columns beyond the tile's are not there.
+    // Writes the piece times `factor` as halves. Columns beyond the tile's are skipped.
     template <class Tile>
     __device__ void write(Tile& tile, int row, int col, float factor) const {
         using Words = Pack<unsigned int, kPieceCols / 2>;
@@ -104,8 +104,8 @@ struct RowPiece {
     }
 
   private:
-    // NaN and infinity are left to the small part. In the large one, infinity times a small part
-    // that is 0 would be NaN.
+    // The small part takes NaN and infinity. In the large part, infinity times a small part that is
+    // 0 would be NaN.
     __device__ static float large_part(float x) {
         if (kParts == 1 || is_finite(x)) return x;
         return copysignf(1 << kTopExponent, x);

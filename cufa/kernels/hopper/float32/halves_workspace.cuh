@@ -1,5 +1,5 @@
-// Where tiles of halves lie in the workspace: first those of queries, then those of keys, of each
-// head as many as row_tiles counts. Something else may come after them.
+// The layout of tiles of halves in the workspace: first those of queries, then those of keys, for
+// each head as many as row_tiles counts. Other data may follow.
 #pragma once
 
 #include "call/tensor.cuh"
@@ -24,7 +24,7 @@ struct HalvesWorkspace {
     }
     __device__ void* rest() const { return &keys(call.sizes.kv_heads, 0); }
 
-    // The tile of queries, or of keys, where a row of a sequence is.
+    // The tile of queries, or of keys, that contains a row of a sequence.
     __device__ Queries& queries_from(const Sequence& sequence, int head, int row) const {
         return queries(head, tile_of<BlockM>(sequence.batch, call.features.cu_seqlens_q,
                                              call.sizes.seqlen_q, row));
@@ -35,14 +35,14 @@ struct HalvesWorkspace {
     }
 
   private:
-    // The workspace has room for its beginning to be aligned as shared memory is.
+    // The workspace has room to align its beginning as shared memory is aligned.
     __device__ Queries* first_queries() const {
         const auto begin = reinterpret_cast<unsigned long long>(call.workspace);
         constexpr int kAlignment = alignof(Queries);
         auto* const bytes = static_cast<unsigned char*>(call.workspace);
         return reinterpret_cast<Queries*>(bytes + (kAlignment - begin % kAlignment) % kAlignment);
     }
-    // As row_tile counts, for which rows before the first sequence have no tiles.
+    // Counts like row_tile, for which rows before the first sequence have no tiles.
     template <int Rows>
     __device__ static int tile_of(int batch, const int* cu_seqlens, int seqlen, int row) {
         if constexpr (!kPacked) return first_row_tile<Rows>(batch, 0, seqlen) + row / Rows;

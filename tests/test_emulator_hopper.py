@@ -824,6 +824,24 @@ def test_ways_of_adding(rng, kernel, dims, lengths, causal):
     run(kernel, problem, causal, tiles=None, device=NO_CACHE)
 
 
+# Blocks that add as they come, after the first and in order, the last one rounding; a tile of queries without
+# other keys, and fewer of them than parts.
+ROWS_IN_PARTS = [
+    ("bwd_4_wgmma", (64, 64), (300, 300), True, {"row_parts": 2}),
+    ("bwd_4_wgmma", (128, 128), (70, 400), False, {"row_parts": 2, "parts": 2}),
+    ("bwd_4_wgmma", (128, 128), (700, 300), True, {"row_parts": 3}),
+    ("bwd_4_wgmma", (64, 64), (40, 100), False, {"row_parts": 3}),
+    ("bwd_5_wgmma_wide", (192, 192), (300, 200), True, {"row_parts": 2}),
+]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("kernel", "dims", "lengths", "causal", "tiles"), ROWS_IN_PARTS)
+def test_rows_in_parts(rng, kernel, dims, lengths, causal, tiles, deterministic):
+    problem = draw(rng, "bfloat16", *lengths, dims=dims, batch=1, heads=6, kv_heads=3)
+    run(kernel, problem, causal, tiles=tiles, device=NO_CACHE, deterministic=deterministic)
+
+
 # Under a causal mask the cache holds five heads: two that are left over belong to that section, three
 # are one of their own.
 @pytest.mark.parametrize("heads", [7, 8])

@@ -133,13 +133,16 @@ def test_tiles_that_a_mask_hides(rng, in_bits, keys, rows):
         assert_attention(*calls.attention(*inputs, **options), case.problem, **case.forward)
 
 
-# The heads that share keys in parts: where dQ is added from registers, by copies, and by two warpgroups for a
-# part of the dims each; sequences packed, with unused keys, and of one length.
+# The heads that share keys, and rows that see them, in parts: where dQ is added from registers, by copies and
+# by two warpgroups for a part of the dims each; sequences packed, with unused keys, and of one length.
 PARTED = [
     ("bwd_4_wgmma", (64, 40), {"parts": 4}, {"packed", "seqused_k", "causal", "dlse", "dropout"}),
     ("bwd_4_wgmma", (72, 128), {"parts": 2, "block_m": 80}, {"seqused_k", "dsink"}),
     ("bwd_5_wgmma_wide", (72, 136), {"parts": 2}, {"packed", "window", "deterministic"}),
     ("bwd_5_wgmma_wide", (192, 192), {"parts": 2}, {"seqused_k", "mask", "dsink"}),
+    ("bwd_4_wgmma", (64, 64), {"parts": 2, "row_parts": 2}, {"packed", "causal", "deterministic"}),
+    ("bwd_4_wgmma", (128, 96), {"row_parts": 3}, {"mask", "causal", "dlse", "dsink"}),
+    ("bwd_5_wgmma_wide", (136, 192), {"parts": 4, "row_parts": 2}, {"window", "alibi_slopes", "dropout"}),
 ]
 
 

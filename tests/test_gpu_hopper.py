@@ -336,7 +336,7 @@ def test_heads_in_parts(cupy, head_dim, parts, causal):
     )
     chosen = cufa.plan(q, k, v, causal=causal, backward=True, kernel=backward_for(head_dim))
     assert chosen.tiles["parts"] > 1
-    for tiles in (None, {"parts": parts}):
+    for tiles in (None, {"parts": parts}, {"parts": parts, "row_parts": 2}, {"row_parts": 3}):
         gradients = backward(tiles=tiles)
         assert_gradients(tuple(x.get() for x in gradients), problem, causal=causal)
         first, second = (backward(tiles=tiles, deterministic=True) for _ in range(2))

@@ -74,11 +74,11 @@ def round_keys(problem: Problem, parts: int, threads: int, warps: int, *, overla
     return Launch("round_keys", ceil_div(rows, warps), threads, overlaps=overlaps)
 
 
-def why_parts(parts: int) -> tuple[str, ...]:
-    """What a plan says about the parts."""
-    if parts == 1:
-        return ()
-    return (f"the query heads of a KV head are in {parts} parts, a block for each, to fill the SMs",)
+def why_parts(parts: int, row_parts: int = 1) -> tuple[str, ...]:
+    """What a plan says about the parts, and about the parts of their rows."""
+    heads = f"the query heads of a KV head are in {parts} parts, a block for each, to fill the SMs"
+    rows = f"the rows that see a tile of keys are in {row_parts} parts, a block for each"
+    return (heads,) * (parts > 1) + (rows,) * (row_parts > 1)
 
 
 def _rows(problem: Problem) -> int:

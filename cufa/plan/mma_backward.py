@@ -205,6 +205,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
         macros=(
             *macros_of(problem, chosen),
             *gradient_macros(problem),
+            ("ROW_PARTS", 1),
             ("HANDS_OVER", int(hands_over_queries(problem, device, sizes))),
         ),
         launches=tuple(launch for launch in launches if launch.grid > 0),

@@ -33,28 +33,30 @@ class Adding(Enum):
     IN_ORDER = "kInOrder"
 
 
-def _takes_whole_heads(problem: Problem, device: Device, block_n: int, parts: int) -> bool:
+def _takes_whole_heads(problem: Problem, device: Device, block_n: int, tiles: Tiles) -> bool:
     """Whether a block works on all keys of a KV head, for a part of the heads and sequences of one length.
 
     It then needs no zeroed sums, and loads the head's queries for one tile of keys after the other. That is
     faster if the L2 cache holds all these queries and no SM is idle.
     """
-    heads = problem.batch * problem.kv_heads * parts
+    heads = problem.batch * problem.kv_heads * tiles.all_parts
     if problem.features.packed:
         return False
     if problem.seqlen_k <= block_n or heads == 0:
         return True
+    if tiles.row_parts > 1:  # different blocks add to a tile of queries for different keys
+        return False
     fills = heads >= FILLED * device.sm_count * ceil_div(heads, device.sm_count)
     row_bytes = (problem.head_dim + problem.value_dim) * problem.itemsize + problem.head_dim * SUM_BYTES
-    head_bytes = problem.group // parts * problem.seqlen_q * row_bytes
+    head_bytes = problem.group // tiles.parts * problem.seqlen_q * row_bytes
     return fills and device.sm_count * head_bytes <= SECTION_OF_L2 * device.l2_bytes
 
 
-def way_of_adding(problem: Problem, device: Device, best: Tiles, parts: int) -> Adding:
-    """The fastest way to add, or the one that the call requires."""
+def way_of_adding(problem: Problem, device: Device, best: Tiles, tiles: Tiles) -> Adding:
+    """The fastest way to add, or the one that the call requires; `best` are the fastest tiles."""
     if problem.features.key_mask:  # it is not known which blocks skip a tile of queries
         return Adding.AS_THEY_COME
-    if _takes_whole_heads(problem, device, best.block_n, parts):
+    if _takes_whole_heads(problem, device, best.block_n, tiles):
         return Adding.ALONE
     if problem.features.deterministic or few_add(problem, best):
         return Adding.IN_ORDER

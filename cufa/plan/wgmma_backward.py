@@ -80,7 +80,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     best = LONG_TILES if has_long_tiles(problem) else short
 
     def adding_of(tiles: Tiles) -> Adding:
-        return way_of_adding(problem, device, best, tiles.parts)
+        return way_of_adding(problem, device, best, tiles)
 
     def outboxes(tiles: Tiles) -> bool:
         return are_long(problem, tiles) and adding_of(tiles) is Adding.AS_THEY_COME
@@ -111,7 +111,7 @@ def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
     """`bwd_5_wgmma_wide`: launches as in `bwd_4_wgmma`."""
     kind = _Kind(
         best=WIDE_TILES,
-        adding_of=lambda tiles: way_of_adding(problem, device, WIDE_TILES, tiles.parts),
+        adding_of=lambda tiles: way_of_adding(problem, device, WIDE_TILES, tiles),
         padded_dim_of=lambda _: parted(problem.head_dim),
         stays=False,
         bias_boxes=problem.bias_boxes,
@@ -135,7 +135,8 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
     may_round = kind.stays and tiles.block_m <= PANEL_COLS
     rounds = may_round and (adding is Adding.ALONE or few_add(problem, kind.best))
     round_smem_bytes = tiles.block_m * (padded_dim * problem.itemsize + ROW_PADDING_BYTES)
-    sink = sink_launch(problem, HELPER_THREADS, HELPER_THREADS // device.warp_size)
+    helper_warps = HELPER_THREADS // device.warp_size
+    sink = sink_launch(problem, HELPER_THREADS, helper_warps)
 
     to_take = _tiles_of_keys(problem, adding, tiles)
     key_blocks = min(to_take, device.sm_count) if kind.stays else to_take
@@ -145,10 +146,12 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
     overlaps = row_blocks > 0
     seen = seen_tiles(problem, tiles.block_m, tiles.block_n)
     launches = (
-        seen_launch(problem, seen, HELPER_THREADS, HELPER_THREADS // device.warp_size),
+        seen_launch(problem, seen, HELPER_THREADS, helper_warps),
         Launch("row_sums", row_blocks, HELPER_THREADS),
         Launch("key_tiles", key_blocks, THREADS, smem_bytes, overlaps=overlaps),
-        round_keys(problem, tiles.parts, HELPER_THREADS, HELPER_THREADS // device.warp_size, overlaps=True),
+        round_keys(
+            problem, tiles.all_parts, HELPER_THREADS, HELPER_THREADS // device.warp_size, overlaps=True
+        ),
         Launch("round_queries", round_blocks, HELPER_THREADS, round_smem_bytes, overlaps=overlaps),
         array_launch(problem, HELPER_THREADS),
         sink,
@@ -162,7 +165,8 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
             *common_macros(problem),
             ("BLOCK_M", tiles.block_m),
             ("STAGES", tiles.stages),
-            ("PARTS", tiles.parts),
+            ("PARTS", tiles.all_parts),
+            ("ROW_PARTS", tiles.row_parts),
             *kind.own_macros(tiles),
             ("ADDING", adding.value),
             ("ROUNDS", rounds),
@@ -181,20 +185,24 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
         scratch=(
             Scratch("dQ sums", (query_parts, padded_dim, tiles.block_m)),
             Scratch("statistics", (query_parts, statistics_bytes(tiles) // SUM_BYTES)),
-            *key_sums(problem, tiles.parts),
+            *key_sums(problem, tiles.all_parts),
             *((Scratch("blocks added", (query_parts, CONSUMERS)),) * turns),
             *((Scratch("tiles of keys taken", (counters,)),) * kind.stays),
             *seen_scratch(problem, seen),
             *array_sums(problem),
         ),
-        reasons=(*chosen.reasons, *_how(problem, adding, rounds, stay=kind.stays), *why_parts(tiles.parts)),
+        reasons=(
+            *chosen.reasons,
+            *_how(problem, adding, rounds, stay=kind.stays),
+            *why_parts(tiles.parts, tiles.row_parts),
+        ),
         boxes=boxes,
     )
 
 
 def _tiles_of_keys(problem: Problem, adding: Adding, tiles: Tiles) -> int:
     """The number of work items that blocks take: tiles of keys, or whole heads."""
-    heads = problem.kv_heads * tiles.parts
+    heads = problem.kv_heads * tiles.all_parts
     if adding is Adding.ALONE:
         return problem.batch * heads * min(1, problem.seqlen_k)
     return heads * row_tiles(problem, problem.seqlen_k, tiles.block_n)

@@ -57,12 +57,19 @@ class Tiles:
 
     `block_n` is determined by the kernel and cannot be chosen. A block holds `stages` tiles of Q, and of dO.
     `parts` is the number of parts into which the query heads of a KV head are divided among blocks.
+    `row_parts` is the number of parts into which the rows of each of these parts are divided.
     """
 
     block_m: int
     block_n: int
     stages: int
     parts: int = 1
+    row_parts: int = 1
+
+    @property
+    def all_parts(self) -> int:
+        """The number of blocks that share a tile of keys."""
+        return self.parts * self.row_parts
 
     @property
     def threads(self) -> int:
@@ -79,7 +86,8 @@ class Tiles:
 
     def __str__(self) -> str:
         parts = f", parts {self.parts}" if self.parts > 1 else ""
-        return f"{self.block_m}x{self.block_n}, stages {self.stages}{parts}"
+        of_rows = f", parts of rows {self.row_parts}" if self.row_parts > 1 else ""
+        return f"{self.block_m}x{self.block_n}, stages {self.stages}{parts}{of_rows}"
 
 
 # The best tiles, by largest head dim.

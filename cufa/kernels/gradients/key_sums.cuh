@@ -6,16 +6,18 @@
 #include "call/columns.cuh"
 #include "call/tensor.cuh"
 
-// The number of parts of a KV head's query heads; a block has one.
-constexpr int kParts = PARTS;
+// The queries that read a KV head are split into kParts parts; a block has one. They are parts of
+// its query heads, and each of those has kRowParts parts of the rows that see the block's keys.
+constexpr int kParts = PARTS, kRowParts = ROW_PARTS;
+static_assert(kParts % kRowParts == 0, "each part of the heads has as many parts of rows");
 
-// The number of parts of query heads, over all KV heads.
+// The number of parts over all KV heads.
 __device__ inline int parts_of_heads(const Sizes& sizes) {
     return sizes.kv_heads * kParts;
 }
 // The number of query heads in a part.
 __device__ inline int heads_of_part(const Sizes& sizes) {
-    return sizes.heads / parts_of_heads(sizes);
+    return sizes.heads / (parts_of_heads(sizes) / kRowParts);
 }
 
 // For each row of keys, KV head and part: a row of dK, not yet scaled, and of dV.

@@ -124,5 +124,6 @@ __device__ inline float* sums_of_arrays(const BackwardParams& call) {
 }
 
 __device__ inline Tiles query_tiles_of(const BackwardParams& call, const KeyWork& work) {
-    return Tiles(work.mask(call), work.first_key);
+    const Tiles tiles(work.mask(call), work.first_key);
+    return kRowParts == 1 ? tiles : tiles.part(work.part % kRowParts);
 }

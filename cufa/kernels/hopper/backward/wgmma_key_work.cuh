@@ -52,8 +52,8 @@ struct KeyWork : Lengths {
 
     __device__ int kv_head() const { return part / kParts; }
     __device__ HeadRange heads(const Sizes& sizes) const {
-        const int heads = heads_of_part(sizes);
-        return {part * heads, (part + 1) * heads};
+        const int heads = heads_of_part(sizes), of_heads = part / kRowParts;
+        return {of_heads * heads, (of_heads + 1) * heads};
     }
     __device__ Sequence sequence(const BackwardParams& call) const {
         return Lengths::sequence(call, batch);
@@ -86,7 +86,9 @@ struct KeyOrder {
             return {Sequence(call, batch), static_cast<int>(index % parts), first_key};
         }
         const int tiles = tiles_of_head(sizes), heads = sizes.batch * parts_of_heads(sizes);
-        const int of_section = section_heads(sizes);
+        // Parts of rows wait for each other's additions, so they belong together.
+        const int least = section_heads(sizes);
+        const int of_section = kRowParts == 1 ? least : round_up(least, kRowParts);
         const int last = max((heads + of_section / 2) / of_section, 1) - 1;
 
         const int section = min(static_cast<int>(index / (of_section * tiles)), last);
@@ -165,6 +167,15 @@ struct QueryTileRange {
         last_end = next_key < mask.seqlen_k ? mask.first_row(next_key) / BlockM : end;
     }
 
+    // One of kRowParts parts of them.
+    __device__ QueryTileRange part(int number) const {
+        QueryTileRange part = *this;
+        const int count = max(end - begin, 0);
+        part.begin = begin + count * number / kRowParts;
+        part.end = begin + count * (number + 1) / kRowParts;
+        return part;
+    }
+
     __device__ bool masked(int tile) const {
         return tile < whole_begin || (kRowsEnd && tile >= whole_end);
     }
@@ -186,7 +197,7 @@ struct QueryWalk {
     __device__ QueryWalk(const Tiles& tiles, const Sizes& sizes, int part)
         : tiles(tiles),
           heads(heads_of_part(sizes)),
-          head(heads * part),
+          head(heads * (part / kRowParts)),
           heads_end(head + heads),
           tile(tiles.end - 1) {}
 

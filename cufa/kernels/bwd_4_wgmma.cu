@@ -17,6 +17,7 @@
 // the heads), round_queries (unless the last block rounds); array_gradients and sink_gradient, each
 // if wanted. key_tiles, round_keys and round_queries begin while the launch before them ends.
 //
+// Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: 128 keys of one KV head at a time, for all query heads that share them or a part
 //          of those heads; warpgroup: 64 of the keys
 // Shared   rings: KEY_STAGES K and V tiles, replaced by dK and dV unless there are outboxes; STAGES

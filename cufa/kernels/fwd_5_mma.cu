@@ -29,10 +29,9 @@
 //          there is a sink
 #include "mma/fwd_5_in_turn.cuh"
 
-// Processes one tile of keys; the next tile is `step` keys further on. On entry the copy of K is
-// under way, on exit that of the next K, whose pages are looked up while products run. Whether the
-// tile is masked is tested at run time: a second copy of this code for whole tiles would cost
-// registers.
+// Processes one tile of keys; the next tile is `step` keys further on. On entry K is being copied,
+// on exit the next K. Its pages are looked up while products run. Whether the tile is masked is
+// tested at run time: a second copy of this code for whole tiles would cost registers.
 __device__ inline void attend(Output& out, Smem& smem, const ScoreRules& rules, Source& source,
                               int first_row, int first_key, int step, bool cut) {
     const int keys_end = source.tiles.end;

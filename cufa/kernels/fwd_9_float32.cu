@@ -7,7 +7,7 @@
 // that they add to. So the part that a tile of keys contributes to O is a product of its own, added
 // to O afterwards.
 //
-// Launches: with a mask or a mask_mod seen_tiles, as in fwd_5_mma; to_halves; fwd_9_float32.
+// Launches: with a mask or a mask_mod, seen_tiles, as in fwd_5_mma; to_halves; fwd_9_float32.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
 //          value_dim); packed sequences: (tokens, heads, dim)

@@ -45,8 +45,8 @@ using QueryRows = PanelTile<kWgmmaM, kHeadDim>;
 using KeyRows = PanelTile<kBlockN, kHeadDim>;
 using ValueRows = PanelTile<kBlockN, kValueDim>;
 
-// Whether a head's rows may begin in the middle of a sector of the L2 cache. Those of every other
-// head do if a row is an odd number of chunks. Each panel of such a row touches one sector more
+// Whether a head's rows may begin in the middle of a sector of the L2 cache, as they do in every
+// other head if a row is an odd number of chunks. Each panel of such a row touches one sector more
 // than it fills, and the next panel reads half of that sector again. A tile needs room for one more
 // chunk. Up to two panels this gains nothing: there, tiles have more queries and read less.
 constexpr int kSectorBytes = 32, kSectorCols = kSectorBytes / sizeof(scalar_t);
@@ -67,7 +67,7 @@ __device__ inline int first_col_of(const Tensor& tensor, int head) {
 }
 
 // The tiles of keys, by number, that a tile of queries processes: from end - 1 down to begin. All
-// of its rows see those from whole_begin to whole_end. Under a causal mask or a window, each of
+// of its rows see the tiles from whole_begin to whole_end. Under a causal mask or a window, each of
 // these rows also sees a key of a later tile: every row has a maximum when the first whole tile
 // comes.
 template <int BlockM, int BlockN>

@@ -19,7 +19,7 @@
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: 128 keys of one KV head at a time, for all query heads that share them or a part
-//          of those heads; warpgroup: 64 of the keys
+//          of those heads and of their rows; warpgroup: 64 of the keys
 // Shared   rings: KEY_STAGES K and V tiles, replaced by dK and dV unless there are outboxes; STAGES
 //          Q and dO tiles with the statistics of their rows; dS^T tiles. For each warpgroup an
 //          outbox, if used, and the bias of a tile of scores, if TMA can copy it

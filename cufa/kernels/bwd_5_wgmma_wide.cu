@@ -11,7 +11,7 @@
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: 64 keys of one KV head, for all query heads that share them or a part of those
-//          heads; warpgroup: whole panels of the head dims of dK, dV and dQ
+//          heads and of their rows; warpgroup: whole panels of the head dims of dK, dV and dQ
 // Shared   K, V; rings of STAGES Q tiles with the statistics of their rows, dO tiles, P^T and dS^T;
 //          a bias that TMA copies lies where P^T will be written
 // Global   workspace: sums of dQ, statistics, parts of dK and dV (wgmma_query_sums.cuh); with a

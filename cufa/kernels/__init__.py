@@ -224,7 +224,7 @@ class WideHopperBackward(HopperKernel):
 class Float32Kernel(HopperKernel):
     """A Hopper rung of float32 in halves, which a launch of its own makes: any rows will do."""
 
-    idea: str = "Hopper: float32 as sums of two halves, three products by wgmma for one"
+    idea: str = "Hopper: each float32 as the sum of two float16, three wgmma products for one"
     paper: str = "Ootomo and Yokota 2022, section 3"
     memory: str = "O(N)"
     dtypes: tuple[str, ...] = ("float32",)
@@ -308,7 +308,7 @@ _LADDER = (
         name="fwd_2_online_softmax",
         direction="forward",
         entries=("scores", "softmax", "output"),
-        idea="the softmax in two passes, with a running maximum and sum",
+        idea="softmax in two passes, with a running maximum and sum",
         paper="Milakov and Gimelshein 2018, Algorithm 3",
         memory="O(N^2)",
         max_head_dim=MAX_HEAD_DIM["forward"],
@@ -317,7 +317,7 @@ _LADDER = (
         name="fwd_3_flash_v1",
         direction="forward",
         entries=("fwd_3_flash_v1",),
-        idea="tiles in shared memory; keys outer, one launch for each block of them",
+        idea="tiles in shared memory; outer loop over keys, one launch per block of keys",
         paper="Dao et al. 2022, Algorithm 1",
         memory="O(N)",
         max_head_dim=MAX_HEAD_DIM["forward"],
@@ -326,7 +326,7 @@ _LADDER = (
         name="fwd_4_flash_v2",
         direction="forward",
         entries=("fwd_4_flash_v2",),
-        idea="queries outer, one launch; O and the softmax's state in registers",
+        idea="outer loop over queries, one launch; O and the softmax state in registers",
         paper="Dao 2023, Algorithm 1",
         memory="none",
         max_head_dim=MAX_HEAD_DIM["forward"],
@@ -347,7 +347,7 @@ _LADDER = (
         name="fwd_6_wgmma",
         direction="forward",
         entries=("seen_tiles", "clear_counts", "fwd_6_wgmma"),
-        idea="Hopper: warps that copy and warpgroups that multiply (TMA, wgmma), products beside softmax",
+        idea="Hopper: some warps copy (TMA), warpgroups multiply (wgmma) while others compute the softmax",
         paper="Shah et al. 2024, Algorithm 2",
         memory="none",
         features=frozenset(
@@ -361,7 +361,7 @@ _LADDER = (
         name="fwd_7_fp8",
         direction="forward",
         entries=("fwd_7_fp8",),
-        idea="Hopper: operands of 8 bits, values turned on their way to the product unless they lie so",
+        idea="Hopper: 8-bit operands; V is transposed on its way to the product unless it is stored so",
         paper="Shah et al. 2024, section 3.3",
         memory="none",
         dtypes=(FLOAT8,),
@@ -372,7 +372,7 @@ _LADDER = (
         name="fwd_8_split_kv",
         direction="forward",
         entries=("fwd_8_split_kv", "merge_splits"),
-        idea="few queries: heads that share keys in one tile, keys split among blocks, parts merged",
+        idea="few queries: heads that share keys share a tile, keys are split among blocks, parts merged",
         paper="Dao et al. 2023, Flash-Decoding",
         memory="O(N)",
         dtypes=("float16", "bfloat16", FLOAT8),
@@ -431,7 +431,7 @@ _LADDER = (
         name="bwd_4_wgmma",
         direction="backward",
         entries=(*_HOPPER_BACKWARD_ENTRIES[:-1], "array_gradients", "sink_gradient"),
-        idea="Hopper: all five products by wgmma beside each other and beside the softmax, tiles by TMA",
+        idea="Hopper: five wgmma products, overlapped with each other and the softmax; tiles by TMA",
         paper="Shah et al. 2024, Algorithm 3",
         memory="O(N)",
         max_head_dim=192,
@@ -442,7 +442,7 @@ _LADDER = (
         name="bwd_5_wgmma_wide",
         direction="backward",
         entries=_HOPPER_BACKWARD_ENTRIES,
-        idea="values over head dim 128: warpgroups share the keys and part the dims; one has S, the other dP",
+        idea="head dims over 128: warpgroups share the keys and split the dims; one has S, the other dP",
         paper="Shah et al. 2024, Algorithm 3",
         memory="O(N)",
         min_head_dim=129,
@@ -511,31 +511,31 @@ COMPANIONS: Mapping[str, Companion] = MappingProxyType(
             Companion(
                 name="softmax",
                 function="cufa.softmax",
-                idea="a block for each row, read twice or three times",
+                idea="one block per row, read two or three times",
                 paper="Milakov and Gimelshein 2018, Algorithms 2 and 3",
             ),
             Companion(
                 name="merge",
                 function="cufa.merge",
-                idea="two partial results made one, a warp for each row",
+                idea="two partial results merged, one warp per row",
                 paper="Milakov and Gimelshein 2018, section 3.1",
             ),
             Companion(
                 name="rotary",
                 function="cufa.rotary",
-                idea="pairs of columns turned by a token's angles, a thread for some of a row",
+                idea="pairs of columns rotated by a token's angles, one thread for a part of a row",
                 paper="Su et al. 2021, eq. 34",
             ),
             Companion(
                 name="quantize",
                 function="cufa.quantize",
-                idea="elements in 8 bits, in units of a descale that the heads of a group share",
+                idea="elements rounded to 8 bits, in units of a descale that the heads of a group share",
                 paper="Shah et al. 2024, section 3.3",
             ),
             Companion(
                 name="bias_gradient",
                 function="cufa.attention_backward(..., return_dbias=True)",
-                idea="the gradient of the bias: a block for each tile of it, which all who share it add to",
+                idea="the gradient of the bias: one block per tile, summed over all that share it",
                 paper="Dao 2023, Algorithm 2",
             ),
             Companion(

@@ -36,15 +36,23 @@ WORTH_IT, MORE_ARE_WORTH_IT = 0.99, 0.97
 
 def unsuited(problem: Problem, tiles: TileSizes, parts: int) -> str | None:
     """None if keys can be split like this, else the reason."""
+    return _unsuited_features(problem) or _unsuited_parts(problem, _key_tiles(problem, tiles), parts)
+
+
+def _unsuited_features(problem: Problem) -> str | None:
     features = problem.features
     if features.packed or features.seqused_k or features.page_size:
         return "keys cannot be split where the lengths of sequences are known on the GPU alone"
     if features.key_mask or features.window != (None, None):
         return "keys are not split under a window, a mask or a mask_mod"
+    return None
+
+
+def _unsuited_parts(problem: Problem, key_tiles: list[int], parts: int) -> str | None:
     if not problem.causal:
-        key_tiles = ceil_div(problem.seqlen_k, tiles.block_n)
-        return f"{counted(key_tiles, 'tile')} of keys cannot be split so" if key_tiles < parts else None
-    of_head = sum(_in_parts(_key_tiles(problem, tiles), parts))
+        fewest = min(key_tiles)
+        return f"{counted(fewest, 'tile')} of keys cannot be split so" if fewest < parts else None
+    of_head = sum(_in_parts(key_tiles, parts))
     if of_head > MOST_PARTS_OF_HEAD:
         return f"the tiles of a head would have {of_head} parts; they may have {MOST_PARTS_OF_HEAD}"
     return None
@@ -79,22 +87,25 @@ def fastest(
 ) -> tuple[T, int, float] | None:
     """The tiles and number of parts that finish first, and that time; None if `least` is as good."""
     best = None
+    if _unsuited_features(problem) is not None:
+        return None
     for tiles, pace in paces.items():
         key_tiles = _key_tiles(problem, tiles)
         if sum(key_tiles) == 0 or _time_of_all(problem, tiles, pace, key_tiles) / device.sm_count > least:
             continue
         for parts in range(2, MOST_PARTS + 1):
-            if unsuited(problem, tiles, parts) is None:
-                time = _time(problem, tiles, pace, parts, device.sm_count)
+            if _unsuited_parts(problem, key_tiles, parts) is None:
+                time = _time(problem, tiles, pace, key_tiles, parts, device.sm_count)
                 gains = WORTH_IT if best is None else MORE_ARE_WORTH_IT if best[1] < parts else 1
                 if time < gains * least:
                     best, least = (tiles, parts, time), time
     return best
 
 
-def _time(problem: Problem, tiles: TileSizes, pace: Pace, parts: int, blocks: int) -> float:
+def _time(
+    problem: Problem, tiles: TileSizes, pace: Pace, key_tiles: list[int], parts: int, blocks: int
+) -> float:
     """Nanoseconds until all blocks finish."""
-    key_tiles = _key_tiles(problem, tiles)
     of_key_tile = tiles.block_m * tiles.block_n * pace.of_score
     of_part = OF_PART + OF_PART_BYTE * tiles.block_m * problem.value_dim * ACCUMULATOR_BYTES
 

@@ -36,8 +36,10 @@ WORK_TILE_BYTES, LENGTHS_BYTES = 16, 16
 PART_OF_KEYS_BYTES = 8
 # The findings of four warps about a tile of V.
 FINDINGS_BYTES = 16
-# Scores whose visibility a word holds, and a byte; the alignment of these words and of what precedes them.
-WORD_BITS, BYTE_BITS, SEEN_ALIGNMENT = 32, 8, 16
+# Scores whose visibility a word holds, and a byte.
+WORD_BITS, BYTE_BITS = 32, 8
+# Of each array in the workspace of the forward, in bytes.
+WORKSPACE_ALIGNMENT = 16
 # What the producer says about a tile of keys, and of values, if it skips some.
 TILE_LABEL_BYTES = 12
 # setmaxnreg counts in eights; the registers that a producer needs, and the most that a thread can have.
@@ -375,8 +377,8 @@ def forward(
         threads = WARPGROUP if with_bits else sizes.threads
         blocks = max(1, ceil_div(seen, threads // device.warp_size))  # at least one: it resets the counter
         launches = [Launch("seen_tiles", blocks, threads), replace(launches[0], overlaps=with_bits)]
-        taken = Scratch("tiles taken", (SEEN_ALIGNMENT // problem.accumulator.itemsize,))
-        scratch = (taken, *seen_scratch(problem, seen, SEEN_ALIGNMENT))
+        taken = Scratch("tiles taken", (WORKSPACE_ALIGNMENT // problem.accumulator.itemsize,))
+        scratch = (taken, *seen_scratch(problem, seen, WORKSPACE_ALIGNMENT))
         if with_bits:
             scratch += (Scratch("seen scores", (seen * sizes.block_m * sizes.block_n // WORD_BITS,)),)
     boxes = (
@@ -400,7 +402,7 @@ def forward(
 def _parts_scratch(problem: Problem, tiles: Tiles, parted: Parting) -> tuple[Scratch, ...]:
     """Workspace of key_parts.cuh: counts, then the result of each warpgroup for each part."""
     parts = parted.count - parted.whole
-    words = SEEN_ALIGNMENT // problem.accumulator.itemsize
+    words = WORKSPACE_ALIGNMENT // problem.accumulator.itemsize
     # A thread's sums of O, and the maximum and the sum of two rows
     of_thread = round_up(problem.value_dim, WGMMA_K) // 2 + 4
     return (

@@ -52,10 +52,11 @@ struct KeyParts {
 
     __device__ explicit KeyParts(const ForwardParams& call)
         : count(call.parting.count - call.parting.whole) {
-        unsigned char* const begin = static_cast<unsigned char*>(call.workspace) + kAlignment;
+        unsigned char* const begin =
+            static_cast<unsigned char*>(call.workspace) + kWorkspaceAlignment;
         there = reinterpret_cast<unsigned int (*)[kConsumers]>(begin);
         rows = reinterpret_cast<RowsOfPart<Dims>(*)[kConsumers]>(
-            begin + round_up(count * static_cast<int>(sizeof *there), kAlignment));
+            begin + round_up(count * static_cast<int>(sizeof *there), kWorkspaceAlignment));
     }
 
     // Called by all threads of one block.
@@ -91,7 +92,4 @@ struct KeyParts {
             rows[work.first_part + part][warpgroup].add_to(o, softmax);
         return true;
     }
-
-  private:
-    static constexpr int kAlignment = 16;  // of each of these, in bytes
 };

@@ -27,6 +27,7 @@ constexpr int kDepth = round_up(kHeadDim, kWgmmaK);
 constexpr int kBoxKeys = BOX_KEYS;
 static_assert(kBlockN % kBoxKeys == 0, "a tile must be whole boxes");
 static_assert(!kPaged || kPageSize % kBoxKeys == 0, "a page must be whole boxes");
+constexpr int kWorkspaceAlignment = 16;  // of each array in it, in bytes
 
 struct Params : BiasMap<> {
     TensorMap q, k, v, o;
@@ -116,7 +117,6 @@ __device__ inline KeyRange key_tiles_of(const ForwardParams& call, const WorkTil
 // tiles taken comes first, then the parts, then the bits.
 constexpr bool kSeenBits = SEEN_BITS;
 static_assert(kMaskBits == 0 || kSeenBits, "scores are hidden by a function or by those bits");
-constexpr int kSeenAlignment = 16;  // of each of these, in bytes
 constexpr int kRowWords = kBlockN / kWordKeys, kTileWords = kBlockM * kRowWords;
 using Seen = SeenTiles<kBlockM, kBlockN>;
 using SeenScores = SeenBits<kBlockN / 2>;
@@ -124,11 +124,11 @@ __device__ inline unsigned int* tiles_taken(const ForwardParams& call) {
     return static_cast<unsigned int*>(call.workspace);
 }
 __device__ inline SeenPart* seen_parts(const ForwardParams& call) {
-    constexpr int kWords = kSeenAlignment / sizeof(unsigned int);
+    constexpr int kWords = kWorkspaceAlignment / sizeof(unsigned int);
     return reinterpret_cast<SeenPart*>(tiles_taken(call) + kWords);
 }
 __device__ inline unsigned int* seen_bits(const ForwardParams& call) {
-    constexpr int kParts = kSeenAlignment / sizeof(SeenPart);
+    constexpr int kParts = kWorkspaceAlignment / sizeof(SeenPart);
     const long long parts = (Seen::count(call) + kParts - 1) / kParts * kParts;
     return reinterpret_cast<unsigned int*>(seen_parts(call) + parts);
 }

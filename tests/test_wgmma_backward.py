@@ -80,10 +80,37 @@ def shared_by(heads, kv_heads, *, head_dim=128, causal=True, batch=1, seqlen=819
     ids=str,
 )
 def test_heads_are_in_parts_where_tiles_of_keys_are_few(call, parts):
-    plan = plan_of(call)
+    plan = plan_of(call, row_parts=1)
     assert plan.tiles["parts"] == dict(plan.macros)["PARTS"] == parts
     assert ("to fill the SMs" in str(plan)) == (parts > 1)
     assert any(launch.entry == "round_keys" for launch in plan.launches) == (parts > 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "row_parts"),
+    [
+        (shared_by(4, 4, seqlen=4096), 2),
+        (shared_by(4, 4, seqlen=2048), 3),
+        (shared_by(8, 8, seqlen=4096), 1),
+        (shared_by(1, 1, seqlen=16384, head_dim=64), 2),
+        (shared_by(4, 4, seqlen=4096, deterministic=True), 1),
+        (shared_by(2, 2, seqlen=1024), 1),  # few tiles of keys, which add in order
+        (shared_by(5, 5, seqlen=4096, causal=False), 4),
+        (shared_by(4, 4, seqlen=300, causal=False), 1),  # five tiles of queries
+        (shared_by(4, 4, seqlen=2048, head_dim=256), 2),
+        (shared_by(4, 4, seqlen=2048, head_dim=256, causal=False), 1),
+        (shared_by(8, 1, seqlen=1024, causal=False), 2),
+        (shared_by(32, 1, seqlen=512, causal=False), 1),
+    ],
+    ids=str,
+)
+def test_rows_are_in_parts_where_heads_are_few_too(call, row_parts):
+    plan = plan_of(call)
+    assert plan.tiles["row_parts"] == dict(plan.macros)["ROW_PARTS"] == row_parts
+    assert ("that see a tile of keys are in" in str(plan)) == (row_parts > 1)
+    assert plan.tiles["parts"] * row_parts == dict(plan.macros)["PARTS"]
+    if plan.tiles["parts"] > 1:
+        assert plan_of(call, parts=plan.tiles["parts"]).tiles["row_parts"] == 1
 
 
 def test_parts_are_of_whole_heads():
@@ -94,11 +121,17 @@ def test_parts_are_of_whole_heads():
 
 
 @pytest.mark.parametrize(
-    "call", [shared_by(8, 1, head_dim=64), shared_by(8, 1), shared_by(8, 1, head_dim=256)], ids=str
+    "call",
+    [
+        shared_by(heads, 1, head_dim=head_dim, seqlen=seqlen)
+        for heads, seqlen in ((8, 8192), (1, 2048))
+        for head_dim in (64, 128, 256)
+    ],
+    ids=str,
 )
-def test_no_spill_if_heads_are_in_parts(call):
+def test_no_spill_in_parts(call):
     plan = plan_of(call)
-    assert plan.tiles["parts"] > 1
+    assert plan.tiles["parts"] * plan.tiles["row_parts"] > 1
     assert jit.build(plan.variant).warnings == ()
 
 

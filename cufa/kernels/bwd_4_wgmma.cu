@@ -14,8 +14,9 @@
 // Launches: with a mask or a mask_mod, seen_tiles, which finds out what it shows of each tile of
 // scores, so that tiles of which it shows nothing are skipped; row_sums (statistics; sets the sums
 // of dQ to zero unless the first block to add does), key_tiles, round_keys (if blocks have parts of
-// the heads), round_queries (unless the last block rounds); array_gradients and sink_gradient, each
-// if wanted. key_tiles, round_keys and round_queries begin while the launch before them ends.
+// the heads or rows), round_queries (unless the last block rounds); array_gradients and
+// sink_gradient, each if wanted. key_tiles, round_keys and round_queries begin while the launch
+// before them ends.
 //
 // Shapes   dO, O as Q with value_dim; dQ, dK, dV as Q, K, V
 // Owns     block: 128 keys of one KV head at a time, for all query heads that share them or a part

@@ -1,6 +1,7 @@
-"""Splits the query heads that share a KV head into parts, so that more SMs have work in a backward.
+"""Splits the queries that share a tile of keys into parts, so that more SMs have work in a backward.
 
-The blocks of a part write their gradients of keys and values to the workspace in float32, and a launch adds
+Parts are some of the query heads that share a KV head or, if there are too few heads, some of their rows. The
+blocks of a part write their gradients of keys and values to the workspace in float32, and a launch adds
 up all parts.
 """
 
@@ -8,48 +9,67 @@ from __future__ import annotations
 
 from math import ceil
 
-from cufa.plan.choice import row_tiles
+from cufa.plan.choice import TileSizes, row_tiles
 from cufa.plan.record import Launch, Scratch
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 
 # Columns of a part's gradients are padded to a multiple of 8.
 KEY_SUMS_STEP = 8
-# If blocks fill this fraction of the time, heads are not split.
+# If blocks fill this fraction of the time, there is one part.
 FILLED = 0.9
-# The cost of parts, as equivalent rows of queries, measured on an H200: writing a part's gradients in float32
-# and reading them again, in rows for each tile of keys; and the launch, in rows for a single tile.
-PART_ROWS, LAUNCH_ROWS = 300, 60
+# The most parts of rows, and parts in all if rows are split; and the gain that more parts of rows over fewer
+# must have: times are estimates, and parts take memory.
+MOST_ROW_PARTS, MOST_WITH_ROW_PARTS, MORE_ARE_WORTH_IT = 4, 16, 0.97
+# The cost of parts, as equivalent rows of queries, measured on an H200: a block writes its part in float32;
+# all parts are read again, in rows for each tile of keys and part; and there is one more launch.
+WRITE_ROWS, READ_ROWS, LAUNCH_ROWS = 150, 150, 60
 
 
-def best_parts(problem: Problem, block_n: int, at_once: int) -> int:
-    """The number of parts for which a call takes the least time, if `at_once` blocks run at once.
+def best_parts(
+    problem: Problem, tiles: TileSizes, at_once: int, *, may_split_rows: bool = False
+) -> tuple[int, int]:
+    """The number of parts of the heads, and of the rows of these, for which a call takes the least time.
 
-    With more parts, more SMs work, and more gradients of keys are written and added up in float32. It is not
-    known what a mask hides, so this assumes that it hides nothing.
+    `at_once` blocks run at once. With more parts, more SMs work, and more gradients of keys are written and
+    added up in float32. It is not known what a mask hides, so this assumes that it hides nothing.
     """
-    tiles = problem.kv_heads * row_tiles(problem, problem.seqlen_k, block_n)
-    if not tiles * problem.group * problem.visible_scores:
-        return 1
+    key_tiles = problem.kv_heads * row_tiles(problem, problem.seqlen_k, tiles.block_n)
+    if not key_tiles * problem.group * problem.visible_scores:
+        return 1, 1
     rows, keys = (size / problem.packed_sequences for size in (problem.seqlen_q, problem.seqlen_k))
     most, mean = problem.visible_scores / keys, 1.0
     if problem.causal and problem.features.window == (None, None):
         # Tiles have different lengths, longest first. With enough tiles, all end when the longest does.
         most = min(rows, keys)
-        mean = min(1, problem.visible_scores / (most * keys) + block_n / (2 * keys))
+        mean = min(1, problem.visible_scores / (most * keys) + tiles.block_n / (2 * keys))
+    share = at_once / key_tiles  # of all blocks, for a tile of keys
 
     def filled(parts: int) -> float:
         """The fraction of the time that all blocks fill."""
-        rounds = tiles * parts / at_once
+        rounds = parts / share
         return min(1, rounds * mean) if mean < 1 else rounds / ceil(rounds)
 
-    def time(parts: int) -> float:
-        adding = PART_ROWS * parts + LAUNCH_ROWS * at_once / tiles if parts > 1 else 0
-        return problem.group * most * mean / filled(parts) + adding
+    def time(parts: int, row_parts: int) -> float:
+        """Rows of queries for which a tile's share of the blocks takes as long."""
+        if parts * row_parts == 1:
+            return problem.group * most * mean / filled(1)
+        rows = most if row_parts == 1 else row_parts * round_up(ceil(most / row_parts), tiles.block_m)
+        parts *= row_parts
+        adding = WRITE_ROWS * max(parts, share) + READ_ROWS * parts + LAUNCH_ROWS * share
+        return problem.group * rows * mean / filled(parts) + adding
 
     if filled(1) >= FILLED:
-        return 1
-    return min((parts for parts in range(1, problem.group + 1) if problem.group % parts == 0), key=time)
+        return 1, 1
+    of_heads = [(parts, 1) for parts in range(1, problem.group + 1) if problem.group % parts == 0]
+    best = min(of_heads, key=lambda split: time(*split))
+    most_row_parts = min(
+        MOST_ROW_PARTS, MOST_WITH_ROW_PARTS // problem.group, ceil_div(ceil(rows), tiles.block_m)
+    )
+    for row_parts in range(2, most_row_parts + 1) if may_split_rows else ():
+        if time(problem.group, row_parts) < MORE_ARE_WORTH_IT * time(*best):
+            best = problem.group, row_parts
+    return best
 
 
 def check_parts(problem: Problem, tiles: object, parts: int) -> None:

@@ -174,7 +174,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     """
     chosen = _backward_candidates(problem.kind, device).choose(problem, tiles)
     if "parts" not in tiles:
-        parts = best_parts(problem, chosen.tiles.block_n, device.sm_count * chosen.blocks_per_sm)
+        parts, _ = best_parts(problem, chosen.tiles, device.sm_count * chosen.blocks_per_sm)
         chosen = replace(chosen, tiles=replace(chosen.tiles, parts=parts))
     sizes, smem_bytes = chosen.tiles, chosen.cost.smem_bytes
     check_parts(problem, sizes, sizes.parts)

@@ -3,7 +3,7 @@
 Up to head dim 128, each of the two has 64 of the block's 128 keys, and blocks stay for many tiles of keys.
 Above, they share 64 keys and divide the head dims. If many queries see a key, tiles of queries are longer;
 these leave room for one tile of keys, and the copy engine adds to dQ. If there are too few tiles of keys for
-the SMs, a block works for a part of the query heads that share its keys.
+the SMs, a block works for a part of the query heads that share its keys, or of their rows.
 """
 
 from __future__ import annotations
@@ -122,8 +122,11 @@ def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
 
 
 def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: _Kind) -> Part:
-    parts = best_parts(problem, kind.best.block_n, device.sm_count)
-    best = replace(kind.best, parts=parts)
+    # In order, parts of rows would wait for each other.
+    in_order = kind.adding_of(kind.best) is Adding.IN_ORDER
+    may_split_rows = not in_order and overrides.keys().isdisjoint(("parts", "row_parts"))
+    parts, row_parts = best_parts(problem, kind.best, device.sm_count, may_split_rows=may_split_rows)
+    best = replace(kind.best, parts=parts, row_parts=row_parts)
     chosen = Candidates(device, (best,), kind.cost_of).choose(problem, overrides)
     tiles, smem_bytes = chosen.tiles, chosen.cost.smem_bytes
     padded_dim = kind.padded_dim_of(tiles)

@@ -1,4 +1,4 @@
-// For blocks of the backward that process a part of the query heads that share their keys. They
+// For blocks of the backward that process a part of the queries that share their keys. They
 // write their part of the gradients of the keys to the workspace, and a later launch adds up the
 // parts, in a fixed order: every run gives the same bits.
 #pragma once

@@ -156,6 +156,30 @@ def test_nan_in_transposed_values(rng):
     run(problem)
 
 
+# Head dims, lengths, whether values lie transposed, and into how many parts keys are parted; in every part
+# some row sees NaN, of which other rows know nothing.
+IN_PARTS = [
+    ((64, 64), (300, 700), True, False, 3),
+    ((128, 80), (260, 400), False, False, 2),
+    ((80, 128), (200, 500), True, True, 4),
+    ((64, 40), (130, 600), False, True, 2),
+]
+
+
+@pytest.mark.parametrize(("dims", "lengths", "causal", "transposes", "parts"), IN_PARTS)
+def test_keys_in_parts(rng, dims, lengths, causal, transposes, parts):
+    problem = draw(rng, *lengths, dims=dims, batch=2)
+    options = {"causal": causal, "tiles": {"parts": parts}}
+    descales = random_descales(rng, 2, 1)
+    for nan_at in ((), (10, lengths[1] - lengths[0] // 2, lengths[1] - 1)):
+        for key in nan_at:
+            problem.v[1, key, 0, 3] = np.nan
+        drawn = with_values_transposed(problem) if transposes else problem
+        results = [run(drawn, descales, **options) for _ in range(2)]
+        for now, expected in zip(*results, strict=True):
+            np.testing.assert_array_equal(now.view(np.uint8), expected.view(np.uint8))
+
+
 def test_groups_batches_and_strides(rng):
     problem = draw(rng, 100, 150, batch=2, heads=6, kv_heads=2, layout="packed")
     run(problem, random_descales(rng, 2, 2))

@@ -5,7 +5,7 @@ None of it needs a GPU.
 
 import itertools
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +19,14 @@ from cufa import jit
 from cufa.device import Device
 from cufa.kernels import KERNELS
 from cufa.plan import best_kernel, make_plan
+from cufa.plan.fp8 import (
+    CUT_PACES,
+    CUT_TRANSPOSED_PACES,
+    PACES,
+    TRANSPOSED_PACES,
+    TransposedTiles,
+    parts_leave_registers,
+)
 from cufa.problem import FLOAT8, Features, Problem
 
 H200 = Device.of("sm_90a")
@@ -92,6 +100,41 @@ def test_transposed_values_spill_nothing(head_dim, causal, seqlen):
 )
 def test_features_with_transposed_values_spill_nothing(features):
     assert compiled(problem(transposed_values=True, **features)).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "seqlen", "causal", "parts"),
+    [
+        (1, 4, 4096, True, 2),
+        (1, 8, 4096, True, 1),
+        (1, 5, 8192, False, 2),
+        (1, 16, 16384, False, 1),  # a last round of many
+    ],
+)
+def test_keys_are_parted_where_sms_would_be_idle(batch, heads, seqlen, causal, parts):
+    call = replace(problem(causal=causal, seqlen=seqlen), batch=batch, heads=heads, kv_heads=heads)
+    plan = make_plan(call, H200)
+    assert plan.tiles["parts"] == parts
+    assert [launch.entry for launch in plan.launches] == ["clear_counts", NAME][parts == 1 :]
+
+
+PARTED = [
+    (head_dim, causal, tiles)
+    for head_dim, causal, turned in itertools.product((64, 128, 192, 256), (False, True), (False, True))
+    for paces in [
+        (CUT_PACES if causal else PACES) if turned else (CUT_TRANSPOSED_PACES if causal else TRANSPOSED_PACES)
+    ]
+    for tiles in paces[head_dim]
+    if parts_leave_registers(problem(head_dim, transposed_values=not turned), tiles)
+]
+
+
+@pytest.mark.parametrize(("head_dim", "causal", "tiles"), PARTED, ids=str)
+def test_no_spill_in_parts(head_dim, causal, tiles):
+    transposes = isinstance(tiles, TransposedTiles)
+    call = problem(head_dim, causal=causal, transposed_values=transposes, softcap=causal, sink=True)
+    plan = make_plan(call, H200, NAME, asdict(replace(tiles, parts=2)))
+    assert jit.build(plan.variant).warnings == ()
 
 
 @pytest.mark.parametrize("dims", [(16, 16), (48, 200), (96, 80), (7, 255)])

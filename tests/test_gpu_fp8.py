@@ -63,6 +63,17 @@ def test_lengths(cupy, rng, dims, causal):
         run(cupy, draw(rng, *lengths, dims=dims), random_descales(rng, 2, 2), causal=causal)
 
 
+@pytest.mark.parametrize("transposes", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 176), (256, 256)])
+def test_keys_in_parts(cupy, rng, dims, causal, transposes):
+    for lengths, parts in [((3000, 2900), 2), ((700, 4500), 3), ((300, 8000), 4)]:
+        problem = draw(rng, *lengths, dims=dims, batch=1)
+        problem.v[0, lengths[1] // 2, 1, 5] = np.nan
+        problem = with_values_transposed(problem) if transposes else problem
+        run(cupy, problem, random_descales(rng, 1, 2), causal=causal, tiles={"parts": parts})
+
+
 def test_descales_of_packed_sequences(cupy, rng):
     for causal in ({"causal"}, set()):
         case = draw_case(rng, FLOAT8, {"packed", *causal}, seqlen_q=500, seqlen_k=600, head_dim=128)

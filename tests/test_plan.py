@@ -273,7 +273,7 @@ def blocks_by_brute_force(plan: Plan) -> dict[str, int]:
     if plan.kernel in HOPPER_BACKWARD_KEYS:
         # Whole heads are for more of them than there are SMs (tests/test_wgmma_backward.py).
         query_tiles = tiles_of((batch, heads), queries, tiles["block_m"])
-        parts = range(tiles["parts"])
+        parts = range(tiles["parts"] * tiles["row_parts"])
         key_tiles = tiles_of((batch, kv_heads, parts), keys, HOPPER_BACKWARD_KEYS[plan.kernel])
         key_rows = len(list(itertools.product(batch, kv_heads, keys)))
         if plan.kernel in HOPPER_COUNT:
@@ -628,7 +628,7 @@ def test_macros_are_what_the_kernel_asks_for(kernel: str) -> None:
         assert blocks == {"key_tiles": 3 * 128, **small}
     else:
         # In how many parts the keys are, the grid says, or the parameters.
-        parts = {"fwd_8_split_kv": ("splits", "shares"), "fwd_6_wgmma": ("parts",)}
+        parts = {"fwd_8_split_kv": ("splits", "shares"), "fwd_6_wgmma": ("parts",), "fwd_7_fp8": ("parts",)}
         own = {name: plan.tiles[name] for name in parts.get(kernel, ())}
         helpers = {
             "merge_splits": "MERGE_THREADS",

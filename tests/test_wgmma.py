@@ -360,4 +360,4 @@ def test_no_spill_in_parts(head_dim, causal, tiles):
     value_dim = MOST_VALUE_DIM if head_dim > MOST_VALUE_DIM and tiles.block_n == 128 else head_dim
     features = Features(softcap=causal, sink=True)
     call = replace(problem(head_dim, value_dim, causal), features=features)
-    assert jit.build(plan_of(call, **asdict(tiles), parts=2).variant).warnings == ()
+    assert jit.build(plan_of(call, **asdict(replace(tiles, parts=2))).variant).warnings == ()

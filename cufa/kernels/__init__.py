@@ -360,7 +360,7 @@ _LADDER = (
     HopperKernel(
         name="fwd_7_fp8",
         direction="forward",
-        entries=("fwd_7_fp8",),
+        entries=("clear_counts", "fwd_7_fp8"),
         idea="Hopper: 8-bit operands; V is transposed on its way to the product unless it is stored so",
         paper="Shah et al. 2024, section 3.3",
         memory="none",

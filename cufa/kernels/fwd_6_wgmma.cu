@@ -102,11 +102,7 @@ extern "C" __global__ void __launch_bounds__(kSeenThreads)
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     clear_counts(const __grid_constant__ Params params) {
-    ptx::let_next_launch_begin();
-    if constexpr (kPartsKeys) {
-        if (threadIdx.x == 0) *tiles_taken(params.call) = 0;
-        KeyParts<kDims>(params.call).clear_counts<kThreads>();
-    }
+    clear_counts_of_parts<kDims>(params);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)

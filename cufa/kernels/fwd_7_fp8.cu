@@ -4,6 +4,8 @@
 // the rate. For 8 bits, wgmma reads V only with the keys adjacent in memory. If V is not stored so,
 // warps beside the producer transpose it. e4m3 has few exponents, so weights are kept far above 1.
 //
+// Launches: clear_counts, if keys are split; fwd_7_fp8.
+//
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
 //          value_dim), O (batch, seqlen_q, heads, value_dim) of 16 bits; packed sequences: (tokens,
 //          heads, dim); K and V in pages: (pages, page_size, kv_heads, dim); q_descale, k_descale
@@ -12,7 +14,8 @@
 // Owns     block: tile after tile of BLOCK_M queries of one head; warpgroup: 64 of its rows
 // Shared   rings of STAGES tiles of K, V and, if need be, transposed V; for each warpgroup a ring
 //          of QUERY_STAGES Q tiles, and STORE_COLS columns of O on their way out
-// Global   workspace: the number of tiles taken, 0 between launches
+// Global   workspace: the number of tiles taken, 0 between launches; partial results of tiles whose
+//          keys are split (key_parts.cuh)
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
@@ -109,6 +112,11 @@ struct Consumer : Form::Consumer<Consumer, Smem> {
     }
 };
 
+extern "C" __global__ void __launch_bounds__(kThreads)
+    clear_counts(const __grid_constant__ Params params) {
+    clear_counts_of_parts<kDims>(params);
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     fwd_7_fp8(const __grid_constant__ Params params) {
     Smem& smem = shared_memory<Smem>();
@@ -124,6 +132,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         ptx::barrier_init_fence();
     }
     __syncthreads();
+    if constexpr (kPartsKeys) ptx::wait_for_launch_before();
 
     const int warpgroup = uniform(threadIdx.x / kWarpgroup);
     if (warpgroup == 0) {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cufa.device import Device
 from cufa.plan.choice import Cost, sizes_of
-from cufa.plan.pace import Pace, fastest, is_cut, memory_time
+from cufa.plan.pace import Pace, is_cut, memory_time
 from cufa.plan.record import Launch, Part, TensorBox
 from cufa.plan.wgmma import (
     BARRIER_BYTES,
@@ -25,9 +25,12 @@ from cufa.plan.wgmma import (
     Tiles,
     box_keys,
     choose_persistent,
+    fastest_in_parts,
     forward_macros,
+    launches_of_parts,
     lengths_vary,
     panel_tile_bytes,
+    parts_bytes,
 )
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
@@ -39,6 +42,10 @@ TURNED_COLS = 32
 FLAGS_BYTES = 12
 # With two computing warpgroups, this leaves those three warps the registers to transpose four times as many.
 MAX_CONSUMER_REGISTERS = 224
+# The registers that a thread needs to leave a part of keys.
+PART_REGISTERS = 16
+# The gain that parts must have: for a last round of many, they gained less than expected.
+PARTS_WORTH_IT = 0.97
 # The most keys, in tiles, for which warpgroups process the first tile in halves.
 FEW_TILES = 4
 
@@ -157,7 +164,9 @@ def _fastest(problem: Problem, device: Device) -> tuple[Tiles, float]:
 
     Those of head dims 64, 128 and 256 were the fastest on an H200.
     """
-    return fastest(problem, device, _candidates(problem))
+    candidates = _candidates(problem)
+    parted = {tiles: pace for tiles, pace in candidates.items() if parts_leave_registers(problem, tiles)}
+    return fastest_in_parts(problem, device, candidates, parted, PARTS_WORTH_IT)
 
 
 def _candidates(problem: Problem) -> dict[Tiles, Pace]:
@@ -166,6 +175,11 @@ def _candidates(problem: Problem) -> dict[Tiles, Pace]:
     most = _most_warpgroups(problem)
     paces: Mapping[Tiles, Pace] = next(of_dim for limit, of_dim in _paces(problem).items() if dim <= limit)
     return {tiles: pace for tiles, pace in paces.items() if tiles.consumers <= most}
+
+
+def parts_leave_registers(problem: Problem, tiles: Tiles) -> bool:
+    """Whether threads have registers to leave parts of keys."""
+    return _cost(problem, tiles).registers + PART_REGISTERS <= tiles.consumer_registers
 
 
 def _paces(problem: Problem) -> Mapping[int, Mapping[Any, Pace]]:
@@ -187,11 +201,14 @@ def _most_warpgroups(problem: Problem) -> int:
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
-    """`fwd_7_fp8`: one launch, a block for each SM."""
+    """`fwd_7_fp8`: blocks that stay for many tiles."""
     best, _ = _fastest(problem, device)
+    if tiles:
+        best = replace(best, parts=1)  # other tiles may not allow those parts
     chosen, grid = choose_persistent(problem, device, tiles, best, _cost)
     sizes = chosen.tiles
-    launch = Launch("fwd_7_fp8", grid, sizes.threads, chosen.cost.smem_bytes)
+    main = Launch("fwd_7_fp8", grid, sizes.threads, chosen.cost.smem_bytes)
+    launches, scratch, parted = launches_of_parts(problem, device, sizes, main)
     boxes = (
         TensorBox(0, WGMMA_M, PANEL_ROW_BYTES // problem.itemsize),
         *_key_boxes(problem, sizes),
@@ -200,14 +217,16 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     return Part(
         tiles=sizes_of(sizes),
         macros=(
-            *forward_macros(problem, device, chosen, len(boxes)),
+            *forward_macros(problem, device, chosen, len(boxes), parted),
             ("OUT_SCALAR", problem.output.name),
             ("TRANSPOSED_VALUES", problem.transposed_values),
             ("HALVES_FIRST", _halves_first(problem, sizes)),
         ),
-        launches=(launch,) if grid else (),
+        launches=launches if grid else (),
+        scratch=scratch,
         reasons=chosen.reasons,
         boxes=boxes,
+        parting=parted,
     )
 
 
@@ -256,6 +275,7 @@ def _cost(problem: Problem, tiles: Tiles) -> Cost:
         + tiles.stages * _value_bytes(problem, tiles)
         + BARRIER_BYTES * 2 * (tiles.stages + queries)
         + (WORK_TILE_BYTES + LENGTHS_BYTES * lengths_vary(problem)) * queries
+        + parts_bytes(tiles)
     )
     depth, dims = round_up(problem.head_dim, WGMMA_DEPTH), _dims(problem)
     # S and O in float32, and P in fours

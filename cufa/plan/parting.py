@@ -83,9 +83,12 @@ def parting_of(problem: Problem, tiles: TileSizes, parts: int, blocks: int) -> P
 
 
 def fastest(
-    problem: Problem, device: Device, paces: Mapping[T, Pace], least: float
+    problem: Problem, device: Device, paces: Mapping[T, Pace], least: float, worth_it: float
 ) -> tuple[T, int, float] | None:
-    """The tiles and number of parts that finish first, and that time; None if `least` is as good."""
+    """The tiles and number of parts that finish first, and that time; None if `least` is as good.
+
+    Parts must take less than `worth_it` of that.
+    """
     best = None
     if _unsuited_features(problem) is not None:
         return None
@@ -96,7 +99,7 @@ def fastest(
         for parts in range(2, MOST_PARTS + 1):
             if _unsuited_parts(problem, key_tiles, parts) is None:
                 time = _time(problem, tiles, pace, key_tiles, parts, device.sm_count)
-                gains = WORTH_IT if best is None else MORE_ARE_WORTH_IT if best[1] < parts else 1
+                gains = worth_it if best is None else MORE_ARE_WORTH_IT if best[1] < parts else 1
                 if time < gains * least:
                     best, least = (tiles, parts, time), time
     return best

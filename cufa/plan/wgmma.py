@@ -91,7 +91,8 @@ class Tiles(Warpgroups):
     """The sizes that the kernel is compiled for.
 
     A block holds `stages` tiles of K, and of V, and `query_stages` of Q. It writes `store_cols` columns of O
-    at once. Registers are divided among `blocks_per_sm` blocks.
+    at once. Registers are divided among `blocks_per_sm` blocks. The keys of the longest tile of queries may
+    be split into `parts`.
     """
 
     block_m: int
@@ -100,6 +101,7 @@ class Tiles(Warpgroups):
     query_stages: int
     store_cols: int
     blocks_per_sm: int = 1
+    parts: int = 1
 
     @property
     def producer_registers(self) -> int:
@@ -117,30 +119,17 @@ class Tiles(Warpgroups):
             return f"store_cols must be a multiple of {PANEL_COLS}"
         if self.consumer_registers < self.registers_at_start:
             return "blocks_per_sm must be larger: threads would begin with more registers than they may have"
+        if self.parts > parting.MOST_PARTS:
+            return f"parts must be 1 to {parting.MOST_PARTS}"
         return None
 
     def __str__(self) -> str:
         blocks = f", {self.blocks_per_sm} blocks an SM" if self.blocks_per_sm > 1 else ""
+        parts = f", keys in {self.parts} parts" if self.parts > 1 else ""
         return (
             f"{self.block_m}x{self.block_n}, stages {self.stages}, query stages {self.query_stages}, "
-            f"{self.store_cols} columns stored at once{blocks}"
+            f"{self.store_cols} columns stored at once{blocks}{parts}"
         )
-
-
-@dataclass(frozen=True)
-class PartedTiles(Tiles):
-    """The tiles of `fwd_6_wgmma`: the keys of the longest tile of queries may be split into `parts`."""
-
-    parts: int = 1
-
-    def misfit(self) -> str | None:
-        """None if the kernel can be compiled for these tiles, else the reason."""
-        if self.parts > parting.MOST_PARTS:
-            return f"parts must be 1 to {parting.MOST_PARTS}"
-        return super().misfit()
-
-    def __str__(self) -> str:
-        return super().__str__() + (f", keys in {self.parts} parts" if self.parts > 1 else "")
 
 
 # By largest head dim. The first tiles allow value dims up to MOST_VALUE_DIM.
@@ -271,16 +260,30 @@ def price(problem: Problem, device: Device) -> float:
 
 
 @functools.lru_cache
-def _fastest(problem: Problem, device: Device) -> tuple[PartedTiles, float]:
+def _fastest(problem: Problem, device: Device) -> tuple[Tiles, float]:
     """The tiles for a problem and their time; cached, since price and plan both need them."""
     candidates = _candidates(problem.kind)
-    best, least = fastest(problem, device, candidates)
     parted = {tiles: pace for tiles, pace in candidates.items() if parts_leave_registers(problem, tiles)}
-    in_parts = parting.fastest(problem, device, parted, least)
+    return fastest_in_parts(problem, device, candidates, parted)
+
+
+def fastest_in_parts(
+    problem: Problem,
+    device: Device,
+    paces: Mapping[T, Pace],
+    parted: Mapping[T, Pace],
+    worth_it: float = parting.WORTH_IT,
+) -> tuple[T, float]:
+    """The tiles with which all SMs finish first, and that time.
+
+    `parted` are those that may be in parts, if the time is less than `worth_it` of that without.
+    """
+    best, least = fastest(problem, device, paces)
+    in_parts = parting.fastest(problem, device, parted, least, worth_it)
     if in_parts is None:
-        return PartedTiles(**sizes_of(best)), least
+        return best, least
     best, parts, least = in_parts
-    return PartedTiles(**sizes_of(best), parts=parts), least
+    return replace(best, parts=parts), least
 
 
 def _has_registers(problem: Problem, tiles: Tiles) -> bool:
@@ -359,24 +362,14 @@ def forward(
     sizes = chosen.tiles
     if problem.features.mask is not None and sizes.block_n % WORD_BITS:
         raise ValueError(f"tiles {sizes}: with a mask block_n must be a multiple of {WORD_BITS}")
-    launches = [Launch("fwd_6_wgmma", grid, sizes.threads, chosen.cost.smem_bytes)]
-    scratch: tuple[Scratch, ...] = ()
-    parted = NOT_PARTED
-    if sizes.parts > 1 and grid:
-        reason = parting.unsuited(problem, sizes, sizes.parts)
-        if reason is not None:
-            raise ValueError(f"tiles {sizes}: {reason}")
-        blocks = device.sm_count * sizes.blocks_per_sm
-        parted = parting.parting_of(problem, sizes, sizes.parts, blocks)
-        main = replace(launches[0], grid=min(parted.count, blocks), overlaps=True)
-        launches = [Launch("clear_counts", 1, sizes.threads), main]
-        scratch = _parts_scratch(problem, sizes, parted)
+    main = Launch("fwd_6_wgmma", grid, sizes.threads, chosen.cost.smem_bytes)
+    launches, scratch, parted = launches_of_parts(problem, device, sizes, main)
     if problem.features.key_mask:
         seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
         with_bits = has_seen_bits(problem, sizes)
         threads = WARPGROUP if with_bits else sizes.threads
         blocks = max(1, ceil_div(seen, threads // device.warp_size))  # at least one: it resets the counter
-        launches = [Launch("seen_tiles", blocks, threads), replace(launches[0], overlaps=with_bits)]
+        launches = (Launch("seen_tiles", blocks, threads), replace(main, overlaps=with_bits))
         taken = Scratch("tiles taken", (WORKSPACE_ALIGNMENT // problem.accumulator.itemsize,))
         scratch = (taken, *seen_scratch(problem, seen, WORKSPACE_ALIGNMENT))
         if with_bits:
@@ -391,12 +384,32 @@ def forward(
     return Part(
         tiles=sizes_of(sizes),
         macros=forward_macros(problem, device, chosen, len(boxes), parted),
-        launches=tuple(launches) if grid else (),
+        launches=launches if grid else (),
         scratch=scratch,
         reasons=chosen.reasons,
         boxes=boxes,
         parting=parted,
     )
+
+
+def launches_of_parts(
+    problem: Problem, device: Device, tiles: Tiles, main: Launch
+) -> tuple[tuple[Launch, ...], tuple[Scratch, ...], Parting]:
+    """The launches if `tiles` split keys, else `main` alone; their workspace; and the parts."""
+    if tiles.parts == 1 or not main.grid:
+        return (main,), (), NOT_PARTED
+    reason = parting.unsuited(problem, tiles, tiles.parts)
+    if reason is not None:
+        raise ValueError(f"tiles {tiles}: {reason}")
+    blocks = device.sm_count * tiles.blocks_per_sm
+    parted = parting.parting_of(problem, tiles, tiles.parts, blocks)
+    main = replace(main, grid=min(parted.count, blocks), overlaps=True)
+    return (Launch("clear_counts", 1, tiles.threads), main), _parts_scratch(problem, tiles, parted), parted
+
+
+def parts_bytes(tiles: Tiles) -> int:
+    """Shared memory for the parts that the stages of queries hold."""
+    return PART_OF_KEYS_BYTES * tiles.query_stages * tiles.consumers * (tiles.parts > 1)
 
 
 def _parts_scratch(problem: Problem, tiles: Tiles, parted: Parting) -> tuple[Scratch, ...]:
@@ -514,7 +527,7 @@ def panel_tile_bytes(rows: int, cols: int, itemsize: int = 2) -> int:
     return ceil_div(cols * itemsize, PANEL_ROW_BYTES) * rows * PANEL_ROW_BYTES
 
 
-def _forward_cost(problem: Problem, tiles: PartedTiles) -> Cost:
+def _forward_cost(problem: Problem, tiles: Tiles) -> Cost:
     queries = tiles.query_stages * tiles.consumers
     varied = lengths_vary(problem)
     smem_bytes = (
@@ -527,7 +540,7 @@ def _forward_cost(problem: Problem, tiles: PartedTiles) -> Cost:
         + (WORK_TILE_BYTES + LENGTHS_BYTES * varied) * queries
         + FINDINGS_BYTES * tiles.stages
         + 2 * TILE_LABEL_BYTES * tiles.stages * (problem.features.key_mask)
-        + PART_OF_KEYS_BYTES * queries * (tiles.parts > 1)
+        + parts_bytes(tiles)
     )
     depth, dims = round_up(problem.head_dim, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
     # S and O in float32, and P in pairs

@@ -93,3 +93,13 @@ struct KeyParts {
         return true;
     }
 };
+
+// The launch before, of one block: without a tile taken, and without a part written.
+template <int Dims>
+__device__ inline void clear_counts_of_parts(const Params& params) {
+    ptx::let_next_launch_begin();
+    if constexpr (kPartsKeys) {
+        if (threadIdx.x == 0) *tiles_taken(params.call) = 0;
+        KeyParts<Dims>(params.call).template clear_counts<kThreads>();
+    }
+}

@@ -42,6 +42,13 @@ struct LengthsOf<true> {
 };
 using Lengths = LengthsOf<kPacked || kUsedKeys>::type;
 
+// Of the numbers from begin to before end, keeps only part number `part` of `parts`.
+__device__ inline void keep_part(int& begin, int& end, int part, int parts) {
+    const int first = begin, count = max(end - begin, 0);
+    begin = first + count * part / parts;
+    end = first + count * (part + 1) / parts;
+}
+
 // One part of a tile's keys: number `part` of `parts`. The tile's first part has number
 // `first_part` among the parts of all tiles.
 struct PartOfKeys {

@@ -170,9 +170,7 @@ struct QueryTileRange {
     // One of kRowParts parts of them.
     __device__ QueryTileRange part(int number) const {
         QueryTileRange part = *this;
-        const int count = max(end - begin, 0);
-        part.begin = begin + count * number / kRowParts;
-        part.end = begin + count * (number + 1) / kRowParts;
+        keep_part(part.begin, part.end, number, kRowParts);
         return part;
     }
 

@@ -87,13 +87,6 @@ struct KeyTileRange {
 
     __device__ bool none() const { return begin == end; }
     __device__ bool is_whole(int tile) const { return whole_begin <= tile && tile < whole_end; }
-
-    // Keeps only part number `part` of `parts`.
-    __device__ void take(int part, int parts) {
-        const int count = end - begin;
-        end = begin + count * (part + 1) / parts;
-        begin += count * part / parts;
-    }
 };
 
 using Order = TileOrder<kBlockM, SECTION_BYTES>;
@@ -107,7 +100,7 @@ using BiasRows = BiasRowsOf<kWgmmaM, kBlockN>;
 
 __device__ inline KeyRange key_tiles_of(const ForwardParams& call, const WorkTile& work) {
     KeyRange keys(work.sequence(call).mask(call.features), work.first_row);
-    if constexpr (kPartsKeys) keys.take(work.part, work.parts);
+    if constexpr (kPartsKeys) keep_part(keys.begin, keys.end, work.part, work.parts);
     return keys;
 }
 

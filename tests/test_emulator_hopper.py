@@ -19,7 +19,7 @@ from cufa import jit
 from cufa.arguments import Options, make_problem
 from cufa.device import target
 from cufa.kernels import KERNELS
-from cufa.plan.wgmma import SECTION_OF_L2
+from cufa.plan.hopper import SECTION_OF_L2
 
 pytestmark = pytest.mark.emulator
 

@@ -12,7 +12,7 @@ from cufa.device import Device
 from cufa.kernels import KERNELS
 from cufa.plan import best_kernel, make_plan
 from cufa.plan.record import NOT_PARTED
-from cufa.plan.wgmma import CUT_PACES, MOST_VALUE_DIM, PACES, parts_leave_registers
+from cufa.plan.wgmma_tiles import CUT_PACES, MOST_VALUE_DIM, PACES, parts_leave_registers
 from cufa.problem import Features, Problem
 from cufa.score_mod import MaskMod
 

@@ -7,11 +7,7 @@ from dataclasses import dataclass, replace
 
 from cufa.device import WARP_SIZE, Device
 from cufa.plan.choice import Candidates, Cost, query_tiles, row_tiles, sizes_of
-from cufa.plan.pace import Pace, fastest
-from cufa.plan.record import Launch, Part, Scratch
-from cufa.plan.seen import check_masked_keys, seen_launch, seen_scratch, seen_tiles
-from cufa.plan.sizes import common_macros, params_bytes
-from cufa.plan.wgmma import (
+from cufa.plan.hopper import (
     BARRIER_BYTES,
     MAX_WGMMA_N,
     MIN_PRODUCER_REGISTERS,
@@ -22,6 +18,10 @@ from cufa.plan.wgmma import (
     Warpgroups,
     panel_tile_bytes,
 )
+from cufa.plan.pace import Pace, fastest
+from cufa.plan.record import Launch, Part, Scratch
+from cufa.plan.seen import check_masked_keys, seen_launch, seen_scratch, seen_tiles
+from cufa.plan.sizes import common_macros, params_bytes
 from cufa.problem import Problem
 from cufa.rounding import round_up
 

@@ -13,10 +13,7 @@ from cufa.device import WARP_SIZE, Device
 from cufa.plan.choice import Candidates, Cost, query_tiles, row_tiles, sizes_of
 from cufa.plan.float32 import FLOAT_BYTES, HALVING_THREADS, half_tile_bytes
 from cufa.plan.gradients import gradient_macros, sink_launch
-from cufa.plan.record import Launch, Part, Scratch
-from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
-from cufa.plan.sizes import common_macros, params_bytes
-from cufa.plan.wgmma import (
+from cufa.plan.hopper import (
     BARRIER_BYTES,
     SWIZZLE_BYTES,
     TILE_LABEL_BYTES,
@@ -25,6 +22,9 @@ from cufa.plan.wgmma import (
     WGMMA_M,
     Warpgroups,
 )
+from cufa.plan.record import Launch, Part, Scratch
+from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
+from cufa.plan.sizes import common_macros, params_bytes
 from cufa.plan.wgmma_backward_tiles import CONSUMER_REGISTERS, CONSUMERS, PRODUCER_REGISTERS
 from cufa.problem import Problem
 from cufa.rounding import round_up

@@ -9,29 +9,30 @@ from typing import Any
 
 from cufa.device import Device
 from cufa.plan.choice import Cost, sizes_of
-from cufa.plan.pace import Pace, is_cut, memory_time
-from cufa.plan.record import Launch, Part, TensorBox
-from cufa.plan.wgmma import (
+from cufa.plan.hopper import (
     BARRIER_BYTES,
-    FINDINGS_BYTES,
     LENGTHS_BYTES,
-    OVERHEAD_REGISTERS,
     PANEL_COLS,
     PANEL_ROW_BYTES,
-    START,
     SWIZZLE_BYTES,
     WGMMA_M,
-    WORK_TILE_BYTES,
-    Tiles,
-    box_keys,
-    choose_persistent,
-    fastest_in_parts,
-    forward_macros,
-    launches_of_parts,
     lengths_vary,
     panel_tile_bytes,
+)
+from cufa.plan.pace import Pace, is_cut, memory_time
+from cufa.plan.record import Launch, Part, TensorBox
+from cufa.plan.wgmma_forward import (
+    FINDINGS_BYTES,
+    OVERHEAD_REGISTERS,
+    START,
+    WORK_TILE_BYTES,
+    box_keys,
+    choose_persistent,
+    forward_macros,
+    launches_of_parts,
     parts_bytes,
 )
+from cufa.plan.wgmma_tiles import Tiles, fastest_in_parts
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 

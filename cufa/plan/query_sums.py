@@ -6,7 +6,7 @@ from enum import Enum
 
 from cufa.device import Device
 from cufa.plan.head_parts import FILLED
-from cufa.plan.wgmma import PANEL_COLS, SECTION_OF_L2
+from cufa.plan.hopper import PANEL_COLS, SECTION_OF_L2
 from cufa.plan.wgmma_backward_tiles import LONG_TILES, SUM_BYTES, WIDE_TILES, Tiles
 from cufa.problem import Problem
 from cufa.rounding import ceil_div

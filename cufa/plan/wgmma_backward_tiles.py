@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from cufa.device import REGISTERS_PER_SM
 from cufa.plan.choice import Cost
 from cufa.plan.head_parts import check_parts
-from cufa.plan.sizes import VECTOR_BYTES
-from cufa.plan.wgmma import (
+from cufa.plan.hopper import (
     BARRIER_BYTES,
     LENGTHS_BYTES,
     MAX_CONSUMER_REGISTERS,
@@ -24,6 +23,7 @@ from cufa.plan.wgmma import (
     lengths_vary,
     panel_tile_bytes,
 )
+from cufa.plan.sizes import VECTOR_BYTES
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 

@@ -1,0 +1,172 @@
+"""What the plans of `fwd_6_wgmma` and `fwd_7_fp8` share: their blocks stay for many tiles of queries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from cufa.device import Device
+from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
+from cufa.plan import parting
+from cufa.plan.choice import Candidates, Choice, Cost, query_tiles, sizes_of
+from cufa.plan.hopper import (
+    MAX_CONSUMER_REGISTERS,
+    SECTION_OF_L2,
+    WARPGROUP,
+    WGMMA_K,
+    bias_rows_differ,
+    has_bias_boxes,
+)
+from cufa.plan.record import MAX_GRID, NOT_PARTED, Launch, Macro, Parting, Scratch
+from cufa.plan.seen import seen_tiles
+from cufa.plan.sizes import common_macros, params_bytes
+from cufa.plan.wgmma_tiles import MOST_VALUE_DIM, T, Tiles
+from cufa.problem import Problem
+from cufa.rounding import round_up
+
+# For a tile of queries and, if keys are split, the part of it.
+WORK_TILE_BYTES, PART_OF_KEYS_BYTES = 16, 8
+# The findings of four warps about a tile of V.
+FINDINGS_BYTES = 16
+# Scores whose visibility a word holds, and a byte.
+WORD_BITS, BYTE_BITS = 32, 8
+# Of each array in the workspace, in bytes.
+WORKSPACE_ALIGNMENT = 16
+# The most registers for consumers if the producer looks up more than where a tile is, and if it searches for
+# some of the sequences.
+BESIDE_LOOK_UPS, BESIDE_SEARCH = 224, 216
+# Registers of a consumer besides accumulators and weights: addresses, descriptors, the softmax's state.
+OVERHEAD_REGISTERS = 30
+# Nanoseconds until the first tiles arrive; longer if rows do not see all keys.
+START, CUT_START = 3500, 4200
+
+
+def choose_persistent(
+    problem: Problem,
+    device: Device,
+    overrides: Mapping[str, int],
+    best: T,
+    cost_of: Callable[[Problem, T], Cost],
+) -> tuple[Choice[T], int]:
+    """The best or requested tiles, and the number of blocks that share the tiles of queries; all run at once.
+
+    Raises ValueError if a thread would need more registers than it has, or if there are too many tiles.
+    """
+
+    def as_launched(tiles: T) -> Cost:
+        return replace(cost_of(problem, tiles), registers=tiles.registers_at_start)
+
+    chosen = Candidates(device, (best,), as_launched).choose(problem, overrides)
+    sizes = chosen.tiles
+    needed = cost_of(problem, sizes).registers
+    if needed > sizes.consumer_registers:
+        raise ValueError(
+            f"tiles {sizes}: a thread needs about {needed} registers, and there are "
+            f"{sizes.consumer_registers} with {sizes.consumers} warpgroups that compute"
+        )
+    count = query_tiles(problem, sizes)
+    blocks = device.sm_count * chosen.blocks_per_sm
+    if count + blocks > MAX_GRID:
+        raise ValueError(f"tiles {sizes}: {count} of them are more than a launch can count, {MAX_GRID}")
+    return chosen, min(count, blocks)
+
+
+def launches_of_parts(
+    problem: Problem, device: Device, tiles: Tiles, main: Launch
+) -> tuple[tuple[Launch, ...], tuple[Scratch, ...], Parting]:
+    """The launches if `tiles` split keys, else `main` alone; their workspace; and the parts."""
+    if tiles.parts == 1 or not main.grid:
+        return (main,), (), NOT_PARTED
+    reason = parting.unsuited(problem, tiles, tiles.parts)
+    if reason is not None:
+        raise ValueError(f"tiles {tiles}: {reason}")
+    blocks = device.sm_count * tiles.blocks_per_sm
+    parted = parting.parting_of(problem, tiles, tiles.parts, blocks)
+    main = replace(main, grid=min(parted.count, blocks), overlaps=True)
+    return (Launch("clear_counts", 1, tiles.threads), main), _parts_scratch(problem, tiles, parted), parted
+
+
+def parts_bytes(tiles: Tiles) -> int:
+    """Shared memory for the parts that the stages of queries hold."""
+    return PART_OF_KEYS_BYTES * tiles.query_stages * tiles.consumers * (tiles.parts > 1)
+
+
+def _parts_scratch(problem: Problem, tiles: Tiles, parted: Parting) -> tuple[Scratch, ...]:
+    """Workspace of key_parts.cuh: counts, then the result of each warpgroup for each part."""
+    parts = parted.count - parted.whole
+    words = WORKSPACE_ALIGNMENT // problem.accumulator.itemsize
+    # A thread's sums of O, and the maximum and the sum of two rows
+    of_thread = round_up(problem.value_dim, WGMMA_K) // 2 + 4
+    return (
+        Scratch("tiles taken", (words,)),
+        Scratch("parts there", (round_up(parts * tiles.consumers, words),)),
+        Scratch("parts", (parts, tiles.consumers, WARPGROUP * of_thread)),
+    )
+
+
+def has_seen_bits(problem: Problem, tiles: Tiles) -> bool:
+    """Whether each score has a bit that says if a mask or a mask_mod shows it; for a mask, always.
+
+    For a function, bits are faster if it reads arrays for each score, and are used if all bits take no more
+    memory than the output.
+    """
+    if problem.features.mask is not None:
+        return True
+    function = problem.features.mask_mod
+    if function is None or not function.looks_up or tiles.block_n % WORD_BITS:
+        return False
+    bits = seen_tiles(problem, tiles.block_m, tiles.block_n) * tiles.block_m * tiles.block_n
+    sequences = 1 if problem.features.packed else problem.batch
+    output_bytes = sequences * problem.heads * problem.seqlen_q * problem.value_dim * problem.itemsize
+    return bits <= BYTE_BITS * output_bytes
+
+
+def box_keys(problem: Problem, tiles: Tiles) -> int:
+    """Keys that one copy brings: a tile, or as many of it as lie in one page wherever it begins."""
+    return math.gcd(tiles.block_n, problem.features.page_size)
+
+
+def forward_macros(
+    problem: Problem, device: Device, chosen: Choice[T], maps: int, parted: Parting = NOT_PARTED
+) -> tuple[Macro, ...]:
+    """The macros of the Hopper forwards; `maps` is the number of tensor maps that they are passed.
+
+    The number of parts that keys are split into is not compiled in.
+    """
+    tiles = chosen.tiles
+    sizes = {name: size for name, size in sizes_of(tiles).items() if name != "parts"}
+    consumer_registers = min(tiles.consumer_registers, _most_consumer_registers(problem))
+    given = tiles.consumer_registers - consumer_registers
+    return (
+        *common_macros(problem, parted),
+        *((name.upper(), size) for name, size in sizes.items()),
+        ("THREADS", tiles.threads),
+        ("BOX_KEYS", box_keys(problem, tiles)),
+        ("PRODUCER_REGISTERS", tiles.producer_registers + given * tiles.consumers),
+        ("CONSUMER_REGISTERS", consumer_registers),
+        ("SEEN_BITS", has_seen_bits(problem, tiles)),
+        ("BIAS_BOXES", has_bias_boxes(problem)),
+        ("BIAS_ROWS_DIFFER", bias_rows_differ(problem)),
+        ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),
+        ("SMEM_BYTES", chosen.cost.smem_bytes),
+        ("PARAMS_BYTES", passed_bytes(problem, maps, parted)),
+    )
+
+
+def passed_bytes(problem: Problem, maps: int, parted: Parting = NOT_PARTED) -> int:
+    """The size of the kernels' Params with this many tensor maps."""
+    return round_up(maps * TENSOR_MAP_BYTES + params_bytes(problem, parted), TENSOR_MAP_ALIGNMENT)
+
+
+def _most_consumer_registers(problem: Problem) -> int:
+    """The most registers that a consumer may have while the producer has enough."""
+    features = problem.features
+    if features.least_queries:
+        return BESIDE_SEARCH
+    # With fewer value dims, the few words that are spilled for pages take no time. A bias or a score_mod
+    # needs all registers that consumers can get.
+    in_pages = features.page_size > 0 and problem.value_dim > MOST_VALUE_DIM
+    asks = features.bias is not None or features.score_mod is not None
+    looks_up = in_pages or features.key_mask
+    return BESIDE_LOOK_UPS if looks_up and not asks else MAX_CONSUMER_REGISTERS

@@ -212,6 +212,21 @@ def on_current_gpu(array: Any, name: str) -> Any:
     return array
 
 
+def on_cpu(array: Any, name: str) -> Any:
+    """Return an array in the CPU's memory as a NumPy array, without a copy; None for an array on a GPU.
+
+    Raises TypeError for anything that is not an array.
+    """
+    if isinstance(array, np.ndarray):
+        return array
+    if isinstance(array, _cupy_ndarray()):
+        return None
+    check_same_kind({name: array})
+    with _read_errors(array, name):
+        device_type, _ = array.__dlpack_device__()
+    return _import(array, name)[0] if device_type == _DLPACK_CPU else None
+
+
 def _describe_on_current_gpu(arrays: Mapping[str, Any]) -> tuple[tuple[Described, ...], dict[str, int]]:
     """Do what `describe` does, for CuPy arrays; in a single pass, since every call needs it."""
     current = sys.modules["cupy"].cuda.runtime.getDevice()

@@ -644,6 +644,49 @@ def test_no_more_keys_than_their_pages_have_room_for(rng):
     np.testing.assert_array_equal(most, all_there_are)
 
 
+class Tensor:
+    """An array of another library in the CPU's memory, which is NumPy's."""
+
+    def __init__(self, values):
+        self.values, self.shape, self.dtype = values, values.shape, values.dtype
+        self.__dlpack__, self.__dlpack_device__ = values.__dlpack__, values.__dlpack_device__
+
+    def __array_namespace__(self):
+        return SimpleNamespace(from_dlpack=lambda array: Tensor(np.from_dlpack(array)))
+
+    def __getitem__(self, place):
+        return Tensor(self.values[place])
+
+    def __sub__(self, other):
+        return Tensor(self.values - other.values)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cache_seqlens": np.array([1, 8], np.int32)}, "cache_seqlens is .* and k has 2 keys; k_cache has"),
+        ({"cache_seqlens": np.array([1, -1], np.int32)}, "cache_seqlens is .* and k has 2 keys; k_cache has"),
+        ({"k": None, "v": None, "cache_seqlens": np.array([1, 10], np.int32)}, "cache_seqlens is .* 0 to 9$"),
+        ({"cache_batch_idx": np.array([0, 2], np.int32)}, "cache_batch_idx has 2, and k_cache has 2 seq"),
+    ],
+)
+def test_numbers_in_the_cpus_memory_are_checked_whatever_their_library(rng, change, message):
+    q, k_cache, v_cache = draw(rng, 3, 9)
+    _, k, v = draw(rng, 3, 2)
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": 3, **change}
+    wrapped = {name: Tensor(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        compat.flash_attn_with_kvcache(**wrapped)
+
+
+def test_room_in_pages_is_checked_whatever_the_library(rng):
+    q, k, v = draw(rng, 6, 8)
+    table, *paged = pages_of(rng, 4, k, v)
+    ends = np.array([0, 1, 6], np.int32), np.array([0, 8, 23], np.int32)
+    with pytest.raises(ValueError, match=r"^cu_seqlens_k has a sequence of 15 keys; block_table has room"):
+        compat.flash_attn_varlen_func(*map(Tensor, (q[0], *paged, *ends)), block_table=Tensor(table))
+
+
 def test_arrays_of_two_kinds_are_named(rng):
     class Other(SimpleNamespace):
         def __dlpack__(self):

@@ -13,7 +13,7 @@ from cufa.arguments import (
     check_flags,
     check_window,
 )
-from cufa.arrays import adopt_in_place, check_same_kind, check_writeable, check_written
+from cufa.arrays import adopt_in_place, check_same_kind, check_writeable, check_written, on_cpu
 from cufa.compat.arguments import (
     arange,
     as_bytes,
@@ -374,9 +374,6 @@ def flash_attn_with_kvcache(
         if block_table is not None:
             raise ValueError("cache_batch_idx is given, and block_table is, which says where all keys are")
         check_int32("cache_batch_idx", cache_batch_idx, (batch,))
-        cached = k_cache.shape[0]
-        for place in _outside(cache_batch_idx, cached):
-            raise ValueError(f"cache_batch_idx has {place}, and k_cache has {counted(cached, 'sequence')}")
         names = {**names, "block_table": "cache_batch_idx"}
         table = cache_batch_idx[:, None]  # each entry of the cache is one page
     elif block_table is not None:
@@ -393,8 +390,6 @@ def flash_attn_with_kvcache(
         raise TypeError(f"cache_seqlens is {held}; it may be an integer, or (batch,) of int32")
     elif held is not None:
         check_int32("cache_seqlens", held, (batch,))
-        if k is None and v is None and _outside(held, room + 1):
-            raise ValueError(f"cache_seqlens is {held}; k_cache has room for 0 to {room}")
     check_flags(causal=causal, rotary_interleaved=rotary_interleaved)
     check_descales(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
@@ -410,6 +405,11 @@ def flash_attn_with_kvcache(
             **{"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "k": k, "cache_seqlens": held},
         )
     is_written = k is not None or v is not None
+    cached = k_cache.shape[0]
+    for place in _outside("cache_batch_idx", cache_batch_idx, cached):
+        raise ValueError(f"cache_batch_idx has {place}, and k_cache has {counted(cached, 'sequence')}")
+    if not is_written and _outside("cache_seqlens", held, room + 1):
+        raise ValueError(f"cache_seqlens is {held}; k_cache has room for 0 to {room}")
     seqused_k = held
     if is_written:
         _check_new(k_cache, v_cache, k, v, held, batch, room)
@@ -440,7 +440,8 @@ def _check_room_in_pages(lengths: Any, k: Any, block_table: Any) -> None:
     if len(k.shape) != 4 or len(block_table.shape) != 2:
         return  # `attention` refuses these shapes
     pages, page_size = block_table.shape[1], k.shape[1]
-    for count in lengths[lengths > pages * page_size] if isinstance(lengths, np.ndarray) else ():
+    lengths = _numbers("cu_seqlens_k", lengths)
+    for count in lengths[lengths > pages * page_size]:
         raise ValueError(
             f"cu_seqlens_k has a sequence of {counted(count, 'key')}; block_table has room for "
             f"{pages * page_size} in {counted(pages, 'page')} of {page_size}"
@@ -505,7 +506,7 @@ def _check_new(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, batch: int
             raise ValueError(f"{name} has shape {tuple(new.shape)}; for {name}_cache it must be {wanted}")
         if new.dtype != of.dtype and not _becomes_8_bits(new, of):
             raise TypeError(f"{name} has dtype {new.dtype}; as {name}_cache it must be {of.dtype}")
-    lengths = np.atleast_1d(held) if isinstance(held, (int, np.ndarray)) else np.empty(0)
+    lengths = _numbers("cache_seqlens", held)
     if np.any((lengths < 0) | (lengths > room - count)):  # lengths + count may overflow int32
         keys = counted(count, "key")
         raise ValueError(f"cache_seqlens is {held} and k has {keys}; k_cache has room for {room}")
@@ -534,10 +535,17 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache
         of[place] = new
 
 
-def _outside(numbers: Any, end: int) -> list[int]:
-    """The first number that is not in 0 to end - 1, if there is one; on a GPU, none."""
-    if not isinstance(numbers, np.ndarray):
+def _numbers(name: str, value: Any) -> Any:
+    """A number or the numbers of an array, for checks; none of an array on a GPU, which would have to wait."""
+    numbers = value if isinstance(value, int) else on_cpu(value, name)
+    return np.empty(0, np.int32) if numbers is None else np.atleast_1d(numbers)
+
+
+def _outside(name: str, value: Any, end: int) -> list[int]:
+    """The first number that is not in 0 to end - 1, if there is one; no number of None."""
+    if value is None:
         return []
+    numbers = _numbers(name, value)
     first: list[int] = numbers[(numbers < 0) | (numbers >= end)][:1].tolist()
     return first
 

@@ -20,9 +20,11 @@ from cufa.arguments import (
     check_dropout,
     check_flags,
     check_gradients,
+    check_longest,
     check_range,
     check_scale,
     check_softcap,
+    check_window,
     refuse_gpu_options,
 )
 from cufa.arrays import Described
@@ -633,7 +635,17 @@ def _asked(
     gradients: tuple[str, ...] = (),
     max_seqlen_q: int | None = None,
 ) -> Asked:
-    """The options that a kernel is planned for. Of softcap and dropout, only whether they are on."""
+    """The options that a kernel is planned for. Of softcap and dropout, only whether they are on.
+
+    They are part of a cache's key, in which 1.0 equals 1. Options that may be 1 but not 1.0 are checked here.
+    """
+    # All calls come by here, and a call of `check_flags` takes longer.
+    if not ((causal is True or causal is False) and (deterministic is True or deterministic is False)):
+        check_flags(causal=causal, deterministic=deterministic)
+    if window is not None:
+        window = check_window(window)
+    if max_seqlen_q is not None:
+        check_longest(max_seqlen_q)
     return (
         causal,
         window,

@@ -7,7 +7,6 @@ the allowed values.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping
 from dataclasses import replace
 from numbers import Real
@@ -33,6 +32,7 @@ from cufa.problem import (
     check_layout,
     dtype_name,
     four_axes,
+    integer,
     lse_shape,
     one_of,
     output_shape,
@@ -134,20 +134,31 @@ def check_window(window: object, name: str = "window") -> tuple[int | None, int 
     """Return how many keys before and after the diagonal are seen; None and -1 mean all."""
     if window is None:
         return None, None
-    wanted = f"{name} is {shown(window)}; it may be None or a pair (left, right) of numbers of keys"
     if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ValueError(wanted)
-    sides: list[int | None] = []
-    for side in window:
-        if side is not None:
-            try:
-                side = operator.index(side)
-            except TypeError:
-                raise TypeError(f"{wanted}, None or -1 for all") from None
-            if not -1 <= side <= MAX_EXTENT:
-                raise ValueError(f"{wanted}, 0 to {MAX_EXTENT}, None or -1 for all")
-        sides.append(None if side == -1 else side)
-    return sides[0], sides[1]
+        raise ValueError(_wrong_window(name, window))
+    left, right = window
+    try:
+        return _side(left), _side(right)
+    except TypeError:
+        raise TypeError(f"{_wrong_window(name, window)}, None or -1 for all") from None
+    except ValueError:
+        raise ValueError(f"{_wrong_window(name, window)}, 0 to {MAX_EXTENT}, None or -1 for all") from None
+
+
+def _side(keys: Any) -> int | None:
+    """One side of a window, None for all keys; raises TypeError or ValueError for other values."""
+    if type(keys) is int and 0 <= keys <= MAX_EXTENT:  # as in almost all calls
+        return keys
+    if keys is None:
+        return None
+    keys = integer(keys)
+    if not -1 <= keys <= MAX_EXTENT:
+        raise ValueError
+    return None if keys == -1 else keys
+
+
+def _wrong_window(name: str, window: object) -> str:
+    return f"{name} is {shown(window)}; it may be None or a pair (left, right) of numbers of keys"
 
 
 def check_softcap(softcap: float) -> float:
@@ -166,7 +177,7 @@ def check_dropout(dropout_p: float, seed: int, offset: int) -> tuple[float, int,
     numbers = []
     for name, value, bits in (("seed", seed, 64), ("offset", offset, 32)):
         try:
-            number = operator.index(value)
+            number = integer(value)
         except TypeError:
             raise TypeError(f"{name} is {shown(value)}; it must be an integer") from None
         if not 0 <= number < 2**bits:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cufa import arrays, launch, probabilities
-from cufa.arguments import Options, check_fits, check_options, check_window, make_problem
+from cufa.arguments import Options, check_fits, check_options, make_problem
 from cufa.arrays import Described
 from cufa.device import Arch, target
 from cufa.kernels import kernel_named
@@ -156,10 +156,7 @@ def rung_of(kernel: str | None, tiles: Tiles | None, arch: ArchLike | None) -> R
         kernel_named(kernel)
     if arch is not None:
         Arch.parse(arch)
-    if tiles is None:
-        return kernel, (), arch, False
-    check_tiles(tiles)
-    return kernel, tuple(tiles.items()), arch, False
+    return kernel, () if tiles is None else tuple(check_tiles(tiles).items()), arch, False
 
 
 def cpu_options(call: Call, softmax_scale: float, values: FeatureValues, mods: Mods) -> dict[str, Any]:
@@ -184,8 +181,7 @@ def known_of(direction: Direction, tensors: tuple[Described, ...], asked: Asked)
             raise
     options = Options(*asked)
     check_options(options)
-    window, gradients = check_window(options.window), tuple(options.gradients)
-    return _known(direction, tensors, options._replace(window=window, gradients=gradients))
+    return _known(direction, tensors, options._replace(gradients=tuple(options.gradients)))
 
 
 def _has_hash(value: object) -> bool:

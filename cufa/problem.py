@@ -6,6 +6,7 @@ a call's arguments and makes the Problem.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -316,6 +317,11 @@ def check_choice(argument: str, value: object, allowed: Collection[str]) -> None
     """Raise ValueError, naming the argument and the allowed words, unless the value is one of them."""
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{argument} is {shown(value)}; it may be {one_of(map(repr, allowed))}")
+
+
+def integer(value: Any) -> int:
+    """An integer of any kind as an int; raises TypeError for anything else, such as 1.0."""
+    return value if type(value) is int else int(operator.index(value))
 
 
 def tensor_axes(layout: str, packed: bool) -> Axes:

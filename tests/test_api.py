@@ -485,6 +485,58 @@ def test_a_window_is_a_pair_of_anything_that_counts(rng: np.random.Generator, wi
     np.testing.assert_array_equal(cufa.attention(*inputs, window=window), expected)
 
 
+@pytest.mark.parametrize(
+    ("allowed", "refused"),
+    [
+        ({"window": (4, 0)}, {"window": (4.0, 0.0)}),
+        ({"window": (None, 1)}, {"window": (None, np.float32(1))}),
+        ({"window": (-1, 0)}, {"window": (-1, 0.0)}),
+        ({"causal": True}, {"causal": 1.0}),
+        ({"causal": False}, {"causal": np.float64(0)}),
+    ],
+    ids=repr,
+)
+def test_floats_are_refused_after_calls_with_equal_integers(
+    rng: np.random.Generator, allowed: dict[str, Any], refused: dict[str, Any]
+) -> None:
+    problem = draw(rng)
+    ((name, value),) = refused.items()
+    for call, wrong in zip(calls(problem, **allowed), calls(problem, **refused), strict=True):
+        call()
+        with pytest.raises(TypeError, match=f"^{name} is {re.escape(shown(value))}; it may be "):
+            wrong()
+
+
+def test_floats_of_some_calls_are_refused_after_equal_integers(rng: np.random.Generator) -> None:
+    problem = draw(rng)
+    q, k, v, dout = problem.q, problem.k, problem.v, problem.dout
+    lse = cufa.attention(q, k, v, return_lse=True)[1]
+    cufa.attention_backward(dout, q, k, v, dout, lse, deterministic=True)
+    with pytest.raises(TypeError, match=r"^deterministic is 1\.0; it may be True or False$"):
+        cufa.attention_backward(dout, q, k, v, dout, lse, deterministic=1.0)  # type: ignore[arg-type]
+    for call in (cufa.attention, lambda *x, **options: cufa.plan(*x, **options, arch="sm_80")):
+        packed: dict[str, Any] = {"cu_seqlens_q": np.array([0, 19], np.int32)}
+        packed["cu_seqlens_k"] = np.array([0, 23], np.int32)
+        call(q[0], k[0], v[0], **packed, max_seqlen_q=19)
+        with pytest.raises(TypeError, match=r"^max_seqlen_q is 19\.0; it may be None or an integer"):
+            call(q[0], k[0], v[0], **packed, max_seqlen_q=19.0)
+
+
+def test_a_rung_has_tiles_of_integers() -> None:
+    for size in (2, np.int64(2)):
+        assert rung_of(None, {"parts": size}, None) == (None, (("parts", 2),), None, False)
+    for size in (2.0, "2", None):
+        with pytest.raises(TypeError, match=f"^tiles has parts {size!r}; it must be an integer$"):
+            rung_of(None, {"parts": size}, None)
+
+
+def test_true_as_a_number_is_1(rng: np.random.Generator) -> None:
+    problem = draw(rng)
+    plan = cufa.plan(problem.q, problem.k, problem.v, window=(True, False), arch="sm_80")
+    assert repr(plan.problem.features.window) == "(1, 0)"
+    assert repr(rung_of(None, {"parts": True}, None)[1]) == "(('parts', 1),)"
+
+
 def test_backend_cuda_without_a_gpu(rng: np.random.Generator) -> None:
     softmax: Callable[[], Any] = lambda: cufa.softmax(np.ones(3), backend="cuda")  # noqa: E731
     for call in (*calls(draw(rng), backend="cuda"), softmax):

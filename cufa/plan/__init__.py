@@ -28,7 +28,7 @@ from cufa.plan import (
 )
 from cufa.plan.record import Launch, Macro, Part, Plan, Scratch, TensorBox
 from cufa.plan.rungs import best_kernel, best_kernel_and_why
-from cufa.problem import Problem
+from cufa.problem import Problem, integer
 
 __all__ = [
     "Launch",
@@ -76,9 +76,8 @@ def make_plan(
     Raises ValueError if the kernel does not support the problem or the device, or if the tiles do not
     fit; the message has the arithmetic. Raises TypeError unless tiles is a mapping to integers.
     """
-    if tiles is not None:
-        check_tiles(tiles)
-    mix = mixed.mix_of(problem, device) if kernel is None and not tiles else None
+    overrides = {} if tiles is None else check_tiles(tiles)
+    mix = mixed.mix_of(problem, device) if kernel is None and not overrides else None
     if mix is not None:
         return _mixed_plan(mix, problem, device)
     if kernel is None:
@@ -90,7 +89,7 @@ def make_plan(
         if reason is not None:
             raise ValueError(f"kernel is {row.name!r}: {reason}")
     planned = bias_gradient.without_it(problem) if row.leaves_dbias else problem
-    part = _PLANNERS[row.name](planned, device, tiles or {})
+    part = _PLANNERS[row.name](planned, device, overrides)
     plan = _plan(row.name, problem, device, part, (*why, *part.reasons))
     if planned == problem:
         return plan
@@ -108,10 +107,17 @@ def _mixed_plan(mix: mixed.Mix, problem: Problem, device: Device) -> Plan:
     return replace(_plan(mixed.FEW, few, device, of_few, (mix.reason, *of_few.reasons)), beside=beside)
 
 
-def check_tiles(tiles: object) -> None:
-    """Raise TypeError unless overrides of tile sizes are a mapping."""
+def check_tiles(tiles: object) -> dict[str, int]:
+    """Return overrides of tile sizes as a dict; raise TypeError unless they are a mapping to integers."""
     if not isinstance(tiles, Mapping):
         raise TypeError(f"tiles is {shown(tiles)}; it may be a mapping, as in {{'block_m': 64}}")
+    sizes = {}
+    for name, size in tiles.items():
+        try:
+            sizes[name] = integer(size)
+        except TypeError:
+            raise TypeError(f"tiles has {name} {size!r}; it must be an integer") from None
+    return sizes
 
 
 def make_probabilities_plan(problem: Problem, device: Device) -> Plan:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -184,18 +183,11 @@ def _override(tiles: T, overrides: Mapping[str, int]) -> T:
     unknown = overrides.keys() - set(names)
     if unknown:
         raise ValueError(f"tiles has {', '.join(sorted(map(str, unknown)))}; it may have {', '.join(names)}")
-    changed = replace(tiles, **{name: _integer(name, size) for name, size in overrides.items()})
+    changed = replace(tiles, **overrides)
     misfit = _threads_misfit(changed) or changed.misfit()
     if misfit is not None:
         raise ValueError(f"tiles {changed}: {misfit}")
     return changed
-
-
-def _integer(name: str, size: object) -> int:
-    try:
-        return operator.index(size)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"tiles has {name} {size!r}; it must be an integer") from None
 
 
 def _threads_misfit(tiles: TileSizes) -> str | None:

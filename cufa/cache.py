@@ -54,11 +54,17 @@ class CacheInfo:
 
 
 def directory() -> Path:
-    """The cache folder: CUFA_CACHE_DIR, else the user's cache folder. It need not exist."""
+    """The cache folder: CUFA_CACHE_DIR, else the user's cache folder. It need not exist.
+
+    Without a home folder, its name begins with ~, and it is not used.
+    """
     chosen = os.environ.get("CUFA_CACHE_DIR")
-    if chosen:
-        return Path(chosen).expanduser().absolute()
-    return platformdirs.user_cache_path("cufa", appauthor=False)
+    try:
+        if chosen:
+            return Path(chosen).expanduser().absolute()
+        return platformdirs.user_cache_path("cufa", appauthor=False)
+    except RuntimeError:  # the ~ stands for no folder
+        return Path(chosen or "~/.cache/cufa")
 
 
 def lookup(key: str) -> Entry | None:
@@ -149,11 +155,18 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _make(folder: Path) -> None:
+    _require_home(folder)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _require_private(folder)
 
 
+def _require_home(folder: Path) -> None:
+    if str(folder).startswith("~"):
+        raise FileNotFoundError("the ~ in its name stands for no home folder")
+
+
 def _require_private(folder: Path) -> None:
+    _require_home(folder)
     if os.name != "posix":
         return
     status = folder.stat()
@@ -166,6 +179,7 @@ def _require_private(folder: Path) -> None:
 def _is_writable(folder: Path) -> bool:
     """Whether the folder can be written to or created; creates nothing."""
     try:
+        _require_home(folder)
         if folder.exists():
             _require_private(folder)
         existing = next(path for path in (folder, *folder.parents) if path.exists())

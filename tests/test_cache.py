@@ -167,6 +167,22 @@ def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch, binary, caplog):
     assert cache.clear() == 0
 
 
+@pytest.mark.parametrize("chosen", ["", "~/kernels"], ids=["the user's", "chosen"])
+def test_a_folder_in_a_home_that_there_is_not(tmp_path, monkeypatch, binary, caplog, chosen):
+    def refuse(*arguments, **options):
+        raise RuntimeError("could not determine the home directory")
+
+    monkeypatch.setattr(Path, "expanduser", refuse)
+    monkeypatch.setattr(cache.platformdirs, "user_cache_path", refuse)
+    monkeypatch.setenv("CUFA_CACHE_DIR", chosen)
+    monkeypatch.chdir(tmp_path)
+    folder = Path(chosen or "~/.cache/cufa")
+    _assert_falls_back(folder, binary, caplog, "the ~ in its name stands for no home folder")
+    assert cache.lookup(KEY) is None
+    assert not list(tmp_path.iterdir())
+    assert cache.info() == cache.CacheInfo(folder, entries=0, bytes=0, writable=False)
+
+
 @pytest.mark.parametrize("step", ["mkstemp", "replace"])
 def test_a_read_only_folder_is_still_read(folder, monkeypatch, binary, caplog, step):
     kept = cache.store(KEY, binary, "cubin", META)

@@ -661,6 +661,24 @@ class Tensor:
         return Tensor(self.values - other.values)
 
 
+class StandardTensor(Tensor):
+    """It is indexed along all axes, as the array API standard has it."""
+
+    def __getitem__(self, place):
+        if len(place) != len(self.shape) and Ellipsis not in place:
+            raise IndexError(f"{len(place)} indices of {len(self.shape)} axes")
+        return StandardTensor(self.values[place])
+
+
+@pytest.mark.parametrize("function", ["scaled_dot_product_attention", "dot_product_attention"])
+def test_arrays_need_only_what_the_array_api_standard_has(rng, function):
+    layout = "bhsd" if function == "scaled_dot_product_attention" else "bshd"
+    q, k, v = draw(rng, 6, 9, layout, kv_heads=4)
+    call = getattr(compat, function)
+    out = call(*map(StandardTensor, (q, k, v)), is_causal=True)
+    np.testing.assert_array_equal(out.values, call(q, k, v, is_causal=True))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -110,8 +110,8 @@ def dot_product_attention(
     result = attention_as(
         _JAX,
         query,
-        key[:, :keys],
-        value[:, :keys],
+        key[:, :keys, :, :],
+        value[:, :keys, :, :],
         softmax_scale=scale,
         return_lse=return_residual,
         **options,

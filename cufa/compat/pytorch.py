@@ -95,8 +95,8 @@ def scaled_dot_product_attention(
     return attention_as(
         _PYTORCH,
         query,
-        key[:, :, :keys],
-        value[:, :, :keys],
+        key[:, :, :keys, :],
+        value[:, :, :keys, :],
         softmax_scale=scale,
         dropout_p=dropout_p,
         seed=seed,

@@ -536,7 +536,7 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache
 
 
 def _numbers(name: str, value: Any) -> Any:
-    """A number or the numbers of an array, for checks; of an array on a GPU none, as that would have to wait."""
+    """A number or the numbers of an array, for checks; none of an array on a GPU, which would take time."""
     numbers = value if isinstance(value, int) else on_cpu(value, name)
     return np.empty(0, np.int32) if numbers is None else np.atleast_1d(numbers)
 

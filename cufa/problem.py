@@ -287,15 +287,20 @@ class Problem:
         of_keys = f" with keys and values in {self.kv_dtype}" if self.kv_dtype is not None else ""
         return f"{self.dtype}{' as tf32' if self.features.tf32 else ''}{of_keys}"
 
+    @property
+    def dims(self) -> str:
+        """The head dim in words: 64, or 192/128 if values have another."""
+        return f"{self.head_dim}" if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
+
     def __str__(self) -> str:
         """One line, as in `print(plan)`."""
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
-        dims = self.head_dim if self.head_dim == self.value_dim else f"{self.head_dim}/{self.value_dim}"
         features = f", with {', '.join(self.features.names)}" if self.features.names else ""
         transposed = ", values transposed" if self.transposed_values else ""
         return (
             f"{self.direction} {self.dtypes}{' causal' if self.causal else ''}, batch {self.batch}, "
-            f"seqlen {self.seqlen_q} x {self.seqlen_k}, heads {heads}, head dim {dims}{transposed}{features}"
+            f"seqlen {self.seqlen_q} x {self.seqlen_k}, heads {heads}, head dim {self.dims}"
+            f"{transposed}{features}"
         )
 
 

@@ -211,9 +211,20 @@ def test_tiles_shrink_where_shared_memory_is_short(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", TILED)
 def test_a_device_that_holds_no_tile_is_refused_with_the_arithmetic(kernel: str) -> None:
     device = replace(Device.of("sm_80"), smem_per_block=1000)
-    needs = r"they need [\d,]+ bytes of shared memory and 32 threads a block"
-    with pytest.raises(ValueError, match=f"^tiles .*: {needs}; sm_80 offers 1,000 bytes and 1024 threads$"):
+    needs = r"even the smallest tiles, .*, need [\d,]+ bytes of shared memory and 32 threads a block"
+    offers = "sm_80 offers 1,000 bytes and 1024 threads"
+    refused = f"{kernel} does not support float32 with head dim 64 on sm_80"
+    with pytest.raises(ValueError, match=f"^{refused}: {needs}; {offers}$"):
         make_plan(problem_for(kernel), device, kernel)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim", "dims"), [(512, 512, "512"), (384, 512, "384/512")])
+def test_float64_of_wide_heads_on_turing_is_refused_by_name(head_dim: int, value_dim: int, dims: str) -> None:
+    problem = problem_for("fwd_4_flash_v2", "float64", head_dim, value_dim)
+    refused = f"fwd_4_flash_v2 does not support float64 with head dim {dims} on sm_75: even the smallest"
+    for kernel in (None, "fwd_4_flash_v2"):
+        with pytest.raises(ValueError, match=f"^{refused}"):
+            make_plan(problem, Device.of("sm_75"), kernel)
 
 
 # --- grids and workspace by brute force -----------------------------------------------------------

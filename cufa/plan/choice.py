@@ -86,7 +86,8 @@ class Candidates(Generic[T]):
         fitting = {candidate: cost for candidate, cost in costs.items() if _fits(candidate, cost, device)}
         if not fitting:
             smallest = tiles[-1]
-            raise ValueError(_does_not_fit(smallest, costs[smallest], device))
+            needs = _needs(smallest, costs[smallest], device)
+            raise ValueError(f"even the smallest tiles, {smallest}, {needs}")
         # Spilled registers cost more than any tile gains.
         limit = device.registers_per_thread
         no_spills = {candidate: cost for candidate, cost in fitting.items() if cost.registers <= limit}
@@ -119,7 +120,7 @@ class Candidates(Generic[T]):
             how = f"{', '.join(overrides)} asked for"
             cost = self._cost_of(tiles)
             if not _fits(tiles, cost, device):
-                raise ValueError(_does_not_fit(tiles, cost, device))
+                raise ValueError(f"tiles {tiles}: they {_needs(tiles, cost, device)}")
             blocks = _blocks_per_sm(tiles, cost, device)
         limit = device.registers_per_thread
         fit = (
@@ -198,9 +199,9 @@ def _threads_misfit(tiles: TileSizes) -> str | None:
     return None
 
 
-def _does_not_fit(tiles: TileSizes, cost: Cost, device: Device) -> str:
+def _needs(tiles: TileSizes, cost: Cost, device: Device) -> str:
     return (
-        f"tiles {tiles}: they need {cost.smem_bytes:,} bytes of shared memory and {tiles.threads} "
+        f"need {cost.smem_bytes:,} bytes of shared memory and {tiles.threads} "
         f"threads a block; {device.arch} offers {device.smem_per_block:,} bytes and "
         f"{min(MAX_THREADS_PER_BLOCK, device.threads_per_sm)} threads"
     )

@@ -124,7 +124,7 @@ BACKWARD_TILES = (
 
 def flash_v1(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_3_flash_v1`: one step for each block of keys, and one step if there are no keys."""
-    chosen = _choose(problem, device, tiles, FLASH_V1_TILES, _forward_cost)
+    chosen = _choose("fwd_3_flash_v1", problem, device, tiles, FLASH_V1_TILES, _forward_cost)
     rows = (problem.batch, problem.heads, problem.seqlen_q)
     steps = max(1, ceil_div(problem.seqlen_k, chosen.tiles.block_n))
     grid = query_tiles(problem, chosen.tiles)
@@ -142,13 +142,13 @@ def flash_v2(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     """`fwd_4_flash_v2`: one launch, a block for each tile of queries."""
     wide = max(problem.head_dim, problem.value_dim) > WIDE_HEAD_DIM
     candidates = (*FLASH_V2_TILES, *WIDE_TILES) if wide else FLASH_V2_TILES
-    chosen = _choose(problem, device, tiles, candidates, _forward_cost)
+    chosen = _choose("fwd_4_flash_v2", problem, device, tiles, candidates, _forward_cost)
     return _one_launch("fwd_4_flash_v2", problem, chosen)
 
 
 def probabilities(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`attn_probs`: one launch, a block for each tile of queries."""
-    chosen = _choose(problem, device, tiles, FLASH_V2_TILES, _probabilities_cost)
+    chosen = _choose("attn_probs", problem, device, tiles, FLASH_V2_TILES, _probabilities_cost)
     return _one_launch("attn_probs", problem, chosen)
 
 
@@ -171,7 +171,7 @@ def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]
 
     If deterministic, the last launch has a block for each tile of queries instead.
     """
-    chosen = _choose(problem, device, tiles, BACKWARD_TILES, _backward_cost)
+    chosen = _choose("bwd_2_flash_v2", problem, device, tiles, BACKWARD_TILES, _backward_cost)
     threads, smem_bytes = chosen.tiles.threads, chosen.cost.smem_bytes
     rows = lse_shape(problem)
     warps = threads // device.warp_size
@@ -204,14 +204,20 @@ def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]
 
 
 def _choose(
+    kernel: str,
     problem: Problem,
     device: Device,
     overrides: Mapping[str, int],
     candidates: Sequence[T],
     cost_of: Callable[[Problem, T], Cost],
 ) -> Choice[T]:
-    """The cheapest of these tiles, or the requested ones."""
-    return Candidates(device, candidates, partial(cost_of, problem)).choose(problem, overrides)
+    """The cheapest of these tiles, or the requested ones; raises ValueError if none fits."""
+    try:
+        fitting = Candidates(device, candidates, partial(cost_of, problem))
+    except ValueError as error:
+        refused = f"{problem.dtype} with head dim {problem.dims} on {device.arch}"
+        raise ValueError(f"{kernel} does not support {refused}: {error}") from None
+    return fitting.choose(problem, overrides)
 
 
 def _macros(problem: Problem, chosen: Choice[T]) -> tuple[Macro, ...]:

@@ -31,6 +31,7 @@ NUMBERS: dict[str, Any] = {
     "waves": lambda a, b: np.sin(a) * np.cos(b) + np.tanh(a + b),
     "roots": lambda a, b: np.sqrt(1 + a * a) - 1 / (3 + b**2),
     "choices": lambda a, b: np.minimum(a, b) + np.maximum(np.clip(a, -0.7, 0.7), 0.5 * b),
+    "bounds": lambda a, b: np.clip(a, None, 0.7) + 0.5 * np.clip(b, -0.7, None) + np.clip(a, None, None) / 4,
     "where": lambda a, b: np.where((a < b) | ~(a > -1) & (b != 0), -a, abs(b)),
     "steps": lambda a, b: np.floor(a) + np.ceil(b) - np.sign(a) + np.logical_xor(a > 0, b > 0) * 2.0,
 }
@@ -117,6 +118,15 @@ def test_derivative_of_what_is_chosen_is_not_that_of_what_is_not():
     slope = derivative(expression, "score")
     with np.errstate(all="ignore"):
         np.testing.assert_array_equal(evaluate(slope, {"score": np.array([-1.0, 0.25])}), [0, 1])
+
+
+def test_a_bound_of_clip_may_be_none():
+    score, i = symbol("score", "float"), symbol("i", "int32")
+    for value in (score, i):
+        assert write(np.clip(value, None, 5)) == write(np.minimum(value, 5))
+        assert write(np.clip(value, -2, None)) == write(np.maximum(value, -2))
+        assert np.clip(value, None, None) is value
+    assert write(np.clip(0.5, None, score)) == write(np.minimum(0.5, score))
 
 
 def test_what_comes_twice_is_written_once():

@@ -43,6 +43,19 @@ def both_directions(arrays: list[Any], **options: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(
+    ("clipped", "bounded"),
+    [
+        (lambda s, *_: np.clip(s, None, 0.5), lambda s, *_: np.minimum(s, 0.5)),
+        (lambda s, *_: np.clip(s, 0.5, None), lambda s, *_: np.maximum(s, 0.5)),
+    ],
+)
+def test_clip_with_one_bound(arrays: list[Any], clipped: Any, bounded: Any) -> None:
+    results = (both_directions(arrays, score_mod=function) for function in (clipped, bounded))
+    for mine, theirs in zip(*results, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
     ("own", "built_in"),
     [
         ({"score_mod": lambda s, *_: 2 * np.tanh(s / 2)}, {"softcap": 2.0}),

@@ -134,9 +134,11 @@ class Expression:
             raise TypeError("np.where is traced as np.where(condition, a, b)")
         if function is np.clip and len(inputs) == 3 and not options:
             value, least, most = inputs
-            return apply("minimum", apply("maximum", value, least), most)
+            if least is not None:
+                value = apply("maximum", value, least)
+            return lifted(value) if most is None else apply("minimum", value, most)
         if function is np.clip:
-            raise TypeError("np.clip is traced as np.clip(value, least, most)")
+            raise TypeError("np.clip is traced as np.clip(value, least, most); None is no bound")
         raise TypeError(_unknown(function.__name__))
 
     def __bool__(self) -> bool:

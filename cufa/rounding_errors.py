@@ -193,6 +193,7 @@ def differentiable_arrays(rules: Mapping[str, Any]) -> dict[str, Array]:
     return {} if score_mod is None else score_mod.differentiable
 
 
+@np.errstate(all="ignore")
 def half_ulp(magnitude: Any, dtype: npt.DTypeLike) -> float:
     """The largest rounding error of a number of this size."""
     return float(np.spacing(np.asarray(magnitude).astype(dtype))) / 2

@@ -37,6 +37,12 @@ def test_run_of_generated_problems(dtype):
     assert [result["name"] for result in document["check"]["results"]] == ["out", "lse", "dq", "dk", "dv"]
 
 
+def test_run_with_scores_too_large_for_the_dtype_fails_without_warnings(tmp_path, rng):
+    np.save(tmp_path / "large.npy", 1e20 * rng.standard_normal((1, 6, 2, 8), np.float32))
+    large = [part for name in "qkv" for part in (f"--{name}", tmp_path / "large.npy")]
+    assert "lse[0, 0, 0] is nan" in run("run", *large, "--no-backward", code=1).stderr
+
+
 @pytest.mark.parametrize("sizes", [("--batch", 0), ("--seqlen-q", 0), ("--seqlen-k", 0)])
 def test_run_of_empty_problems(sizes):
     assert run_json("run", *SMALL, *sizes)["check"]["ok"]

@@ -124,7 +124,7 @@ def squared_roundings(
     dmodified2 = P2 * (head.kept**2 * (dO**2 @ V.T**2) + D2)
     dS2 = dmodified2 * slopes.modified**2
     # The slope is 1 - tanh^2, and tanh is rounded.
-    dproduct2 = head.scale**2 * dS2 * (slopes.capped**2 + (2 * (1 - slopes.capped)) ** 2)
+    dproduct2 = np.square(head.scale) * dS2 * (slopes.capped**2 + (2 * (1 - slopes.capped)) ** 2)
     sink2 = (half_epsilon(rounded.sums) * (np.abs(head.sink) + size_lse)) ** 2
     sink2 = head.sink_probability(lse) ** 2 * (rounded.error**2 + sink2)
     return {

@@ -35,7 +35,8 @@ def load(name: str, location: str, dtype: str | None) -> Array:
     KEY selects an array of an .npz file, by default `name`. With `dtype`, other float dtypes are converted,
     and bfloat16 or float8, which NumPy stores as opaque bytes, is recovered.
 
-    Raises Failure if there is no such file or array, or if reading it would need pickle.
+    Raises Failure if there is no such file or array, if reading it would need pickle, or if a number is too
+    large for `dtype`.
     """
     file, key = _split(location)
     option = f"--{name} {location}"
@@ -106,5 +107,9 @@ def _as_dtype(array: Array, dtype: str | None, option: str) -> Array:
             )
         return array.view(INPUT_DTYPES[stored])
     if dtype is not None and np.issubdtype(array.dtype, np.floating):
-        return array.astype(INPUT_DTYPES[dtype], copy=False)
+        with np.errstate(over="ignore"):
+            converted = array.astype(INPUT_DTYPES[dtype], copy=False)
+        for number in array[np.isfinite(array) & ~np.isfinite(converted)][:1]:
+            raise Failure(f"{option}: it has {number}, which is too large for {dtype}")
+        return converted
     return array

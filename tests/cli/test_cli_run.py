@@ -43,6 +43,24 @@ def test_run_with_scores_too_large_for_the_dtype_fails_without_warnings(tmp_path
     assert "lse[0, 0, 0] is nan" in run("run", *large, "--no-backward", code=1).stderr
 
 
+def test_run_with_a_scale_whose_square_is_too_large():
+    assert (
+        "are too far off" in run("run", *SMALL, "--dtype", "float64", "--softmax-scale", 1e300, code=1).stderr
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", FLOAT8])
+def test_numbers_in_files_that_are_too_large_for_the_dtype_are_refused(tmp_path, dtype):
+    numbers = np.full((1, 6, 2, 8), 1e5, np.float32)
+    numbers[0, 0, 0] = np.inf  # may be intended
+    np.save(tmp_path / "large.npy", numbers)
+    large = [part for name in "qkv" for part in (f"--{name}", tmp_path / "large.npy")]
+    assert f"large.npy: it has 100000.0, which is too large for {dtype}" in refused(
+        "run", *large, "--dtype", dtype
+    )
+    run("run", *large, "--dtype", "bfloat16")
+
+
 @pytest.mark.parametrize("sizes", [("--batch", 0), ("--seqlen-q", 0), ("--seqlen-k", 0)])
 def test_run_of_empty_problems(sizes):
     assert run_json("run", *SMALL, *sizes)["check"]["ok"]

@@ -58,7 +58,7 @@ def test_pytorchs_masks(rng):
         compat.scaled_dot_product_attention(q, k[:, :2], v[:, :2])
 
 
-WINDOWS = [None, 1, np.int64(1), (0, 2), (2, 0), (3, 1)]
+WINDOWS = [None, 1, np.int64(1), (0, 2), (2, 0), (3, 1), 2**31 - 1]
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def dot_product_attention(
             )
         if dtype_of(array).kind not in "iu":
             raise TypeError(f"{name} has dtype {array.dtype}; it must be of integers")
-    left, right = _window_of(local_window_size)
+    left, right = _window_of(local_window_size, seqlen_q, seqlen_k)
     if is_causal:
         right = 0
     keys, options = top_left(seqlen_q, seqlen_k, left, right)
@@ -124,8 +124,10 @@ def dot_product_attention(
     return (out, *residual) if return_residual else out
 
 
-def _window_of(local_window_size: int | tuple[int, int] | None) -> tuple[int | None, int | None]:
-    """Return the keys before and after; raise ValueError if negative, TypeError for anything but numbers."""
+def _window_of(
+    local_window_size: int | tuple[int, int] | None, seqlen_q: int, seqlen_k: int
+) -> tuple[int | None, int | None]:
+    """Return the keys before and after, None for all; raise ValueError or TypeError for other values."""
     if local_window_size is None:
         return None, None
     is_pair = isinstance(local_window_size, (tuple, list))
@@ -141,4 +143,4 @@ def _window_of(local_window_size: int | tuple[int, int] | None) -> tuple[int | N
         raise ValueError(wanted) from None
     if min(left, right) < 0:
         raise ValueError(f"{wanted}, each at least 0")
-    return left, right
+    return None if left >= seqlen_q else left, None if right >= seqlen_k else right

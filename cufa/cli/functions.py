@@ -17,6 +17,9 @@ from cufa.score_mod import MaskMod, Mods, ScoreMod
 
 M = TypeVar("M", ScoreMod, MaskMod)
 
+# Whatever the caller's code raises, by sys.exit() too.
+_RAISED = (Exception, SystemExit)
+
 
 def mods_of(features: FeatureOptions) -> Mods:
     """The functions that the options name."""
@@ -36,23 +39,24 @@ def _traced(kind: type[M], option: str, place: str) -> M:
     file, _, name = place.rpartition(":")
     if not file or not name:
         raise Failure(f"{option} {place}: it is not of the form FILE:NAME, as in mods.py:decay")
-    with _imports_from(Path(file).resolve().parent):
+    with _as_script_in(Path(file).resolve().parent):
         mod = kind(_function(option, place, file, name))
         try:
             mod.written  # noqa: B018
         except TypeError as error:  # its message says what cannot be traced
             raise Failure(str(error)) from error
-        except Exception as error:  # whatever the function raises
+        except _RAISED as error:
             raise _raised(option, place, error) from error
     return mod
 
 
 @contextlib.contextmanager
-def _imports_from(folder: Path) -> Iterator[None]:
-    """Let code import modules from the folder, as a script can import its neighbours."""
+def _as_script_in(folder: Path) -> Iterator[None]:
+    """Let code import its neighbours in the folder; it prints to stderr, since stdout is the command's."""
     sys.path.insert(0, str(folder))
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     finally:
         sys.path.remove(str(folder))
 
@@ -62,7 +66,7 @@ def _function(option: str, place: str, file: str, name: str) -> Callable[..., An
         found = runpy.run_path(file).get(name)
     except OSError as error:
         raise Failure(f"{option} {place}: {error.strerror or error}") from error
-    except Exception as error:  # whatever the file raises
+    except _RAISED as error:
         raise _raised(option, place, error) from error
     if isinstance(found, (ScoreMod, MaskMod)):
         raise Failure(f"{option} {place}: it is {kind_of(found)}; name a function, which is given no arrays")
@@ -72,5 +76,5 @@ def _function(option: str, place: str, file: str, name: str) -> Callable[..., An
     return function
 
 
-def _raised(option: str, place: str, error: Exception) -> Failure:
+def _raised(option: str, place: str, error: BaseException) -> Failure:
     return Failure(f"{option} {place}: {type(error).__name__}: {error}")

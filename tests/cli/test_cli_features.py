@@ -1,5 +1,6 @@
 """The options for features, on all commands that have them."""
 
+import json
 import sys
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ import cufa
 from cufa import kernels
 from cufa.cli import check, generated
 from cufa.cli import run as run_command
+from cufa.cli.functions import mods_at
 from cufa.cli.options import FeatureOptions, feature_options
 from cufa.cli.options import arguments as arguments_of
 from cufa.kernels import KERNELS
@@ -58,6 +60,9 @@ def near(b, h, q_idx, kv_idx):
 def failing(score, b, h, q_idx, kv_idx):
     return missing * score
 
+def leaving(b, h, q_idx, kv_idx):
+    raise SystemExit(4)
+
 number = 3
 with_arrays = cufa.ScoreMod(lambda score, b, h, q_idx, kv_idx, slopes: score * slopes[h], np.ones(4))
 """
@@ -67,6 +72,7 @@ with_arrays = cufa.ScoreMod(lambda score, b, h, q_idx, kv_idx, slopes: score * s
 def mods(tmp_path):
     (tmp_path / "mods.py").write_text(MODS)
     (tmp_path / "broken.py").write_text("1 / 0")
+    (tmp_path / "leaving.py").write_text("import sys; sys.exit(3)")
     return tmp_path / "mods.py"
 
 
@@ -91,6 +97,8 @@ def test_functions_on_scores(mods):
         ("{mods}:number", "the file has no function 'number'"),
         ("{mods}:with_arrays", "it is a cufa.score_mod.ScoreMod; name a function"),
         ("{mods.parent}/broken.py:decay", "ZeroDivisionError: division by zero"),
+        ("{mods.parent}/leaving.py:decay", "SystemExit: 3"),
+        ("{mods}:leaving", "SystemExit: 4"),
     ],
 )
 def test_functions_that_there_are_not(mods, place, message):
@@ -112,6 +120,18 @@ def test_a_file_of_functions_may_import_those_beside_it(mods):
     before = list(sys.path)
     assert run_json("run", *SMALL, "--mask-mod", f"{importing}:near")["check"]["ok"]
     assert sys.path == before
+
+
+def test_what_a_file_of_functions_prints_is_no_output_of_the_command(mods):
+    with mods.open("a") as file:
+        file.write(
+            "print('read')\ndef talking(b, h, q_idx, kv_idx):\n    print('traced')\n    return h < 9\n"
+        )
+    for command in (("run", *SMALL), ("compile", "fwd_5_mma", "--arch", "sm_80")):
+        result = run(*command, "--mask-mod", f"{mods}:talking", "--json")
+        json.loads(result.stdout)
+        assert "read\ntraced\n" in result.stderr
+        mods_at.cache_clear()
 
 
 def test_functions_that_cannot_be_traced(mods):
@@ -238,7 +258,7 @@ def test_features_are_in_the_plan_and_in_the_reasons(monkeypatch):
     assert "why        fwd_5_mma needs tensor cores" in shown
     assert "with softcap" in shown
     asked = run_json(*call, "--arch", "sm_75", "--kernel", "fwd_1_naive")["forward"]
-    assert asked["reasons"][0] == "fwd_1_naive: asked for"
+    assert asked["reasons"][0] == "fwd_1_naive: chosen by the caller"
     message = refused(*call, "--arch", "sm_80", "--kernel", "fwd_1_naive", "--softcap", 3, "--sink")
     assert "fwd_1_naive does not support softcap, sink" in message
 

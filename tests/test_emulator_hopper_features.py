@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 from emulator import calls
-from feature_cases import draw_case, feature_id, hide_nan, mask_by_tiles, pairwise
+from feature_cases import HOPPER_PAGE_SIZES, draw_case, feature_id, hide_nan, mask_by_tiles, pairwise
 from tolerance import assert_attention, assert_gradients
 
 from cufa import reference
@@ -152,6 +152,31 @@ def test_heads_in_parts(rng, kernel, dims, tiles, features):
     case = draw_case(rng, "bfloat16", features, **lengths, head_dim=dims[0], head_dim_v=dims[1])
     hide_nan(case)
     assert_gradients(gradients_of(kernel, case, tiles=tiles), case.problem, **case.backward)
+
+
+# Keys of which only the kernel knows how many there are, in parts: fewer tiles than parts, none, many.
+VARIED_PARTS = [
+    ((64, 40), 4, {"packed", "causal", "sink"}),
+    ((128, 128), 3, {"packed", "seqused_k", "softcap"}),
+    ((72, 64), 2, {"seqused_k", "causal"}),
+    ((128, 96), 4, {"block_table", "causal"}),
+    ((64, 64), 2, {"block_table", "packed", "causal", "sink"}),
+    ((192, 192), 3, {"block_table"}),
+]
+
+
+@pytest.mark.parametrize(("dims", "parts", "features"), VARIED_PARTS)
+def test_keys_in_parts(rng, dims, parts, features):
+    lengths = {"seqlen_q": 250, "seqlen_k": 700, "head_dim": dims[0], "head_dim_v": dims[1]}
+    case = draw_case(rng, "bfloat16", features, page_sizes=HOPPER_PAGE_SIZES, **lengths)
+    for hidden in (False, True):
+        if hidden:
+            hide_nan(case)
+        options = {"kernel": "fwd_6_wgmma", "tiles": {"parts": parts}, "device": DEVICE}
+        inputs = case.problem.q, case.problem.k, case.problem.v
+        with np.errstate(invalid="ignore"):
+            out, lse = calls.attention(*inputs, **options, **case.emulator_forward)
+            assert_attention(out, lse, case.problem, **case.forward)
 
 
 # The sequences, heads and rows of a bias that the copy engine can bring, and what else there is. With more

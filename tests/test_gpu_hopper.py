@@ -137,6 +137,17 @@ SAME_BITS = {
     "keys in parts, causal": partial(
         Step, batch=1, seqlen=4000, heads=4, kv_heads=2, head_dim=128, causal=True
     ),
+    "packed, keys in parts": partial(
+        Step,
+        batch=1,
+        seqlen=None,
+        heads=2,
+        kv_heads=1,
+        head_dim=128,
+        causal=True,
+        lengths=[3000, 0, 2000],
+        tiles={"parts": 3},
+    ),
     "packed": partial(
         Step,
         batch=1,

@@ -55,6 +55,22 @@ def test_kernels(cupy, rng, kernel, dtype, dims, page_size):
         check_forward(cupy, draw(rng, dtype, MASKS, lengths, page_size, **sizes), kernel=kernel)
 
 
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 192)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_keys_in_parts(cupy, rng, dims, packed):
+    """Of which only the GPU knows how many there are, in pages or not: as the plan chooses, and otherwise."""
+    sizes = {"head_dim": dims[0], "head_dim_v": dims[1], "batch": 2}
+    for features in (("causal", "seqused_k", "sink"), ("softcap",)):
+        features += ("packed",) * packed
+        for tiles in (None, {"parts": 2}, {"parts": 4}):
+            options = {"kernel": "fwd_6_wgmma", "tiles": tiles}
+            check_forward(cupy, draw(rng, "bfloat16", features, (300, 5000), 16, **sizes), **options)
+            lengths = {"seqlen_q": 300, "seqlen_k": 5000}
+            case = draw_case(rng, "float16", {*features, "seqused_k"}, **(SIZES | sizes | lengths))
+            hide_nan(case)
+            check_forward(cupy, case, **options)
+
+
 @pytest.mark.parametrize("features", [("bias", "alibi_slopes", "softcap"), ("mask_bits", "dropout")], ids=str)
 def test_features_of_scores(cupy, rng, features):
     for lengths in ((3, 500), (90, 130)):

@@ -11,8 +11,9 @@ from cufa import jit
 from cufa.device import Device
 from cufa.kernels import KERNELS
 from cufa.plan import best_kernel, make_plan
-from cufa.plan.record import NOT_PARTED
-from cufa.plan.wgmma_tiles import CUT_PACES, MOST_VALUE_DIM, PACES, parts_leave_registers
+from cufa.plan.choice import query_tiles
+from cufa.plan.record import NOT_PARTED, Parting
+from cufa.plan.wgmma_tiles import CUT_PACES, MOST_VALUE_DIM, PACES, Tiles, parts_leave_registers
 from cufa.problem import Features, Problem
 from cufa.score_mod import MaskMod
 
@@ -291,8 +292,6 @@ def test_keys_are_parted_where_sms_would_be_idle(batch, heads, seqlen, head_dim,
     "features",
     [
         Features(window=(100, 0)),
-        Features(packed=True),
-        Features(seqused_k=True),
         Features(mask=(1, 1, 4096, 4096)),
         Features(mask_mod=SEE),
         Features(alibi=True),
@@ -301,9 +300,28 @@ def test_keys_are_parted_where_sms_would_be_idle(batch, heads, seqlen, head_dim,
     ],
     ids=str,
 )
-def test_keys_are_not_parted_beside_what_knows_no_lengths_or_takes_registers(features):
+def test_keys_are_not_parted_beside_what_hides_keys_or_takes_registers(features):
     call = replace(long_problem(1, 4, 4096, 128, causal=True), features=features)
     assert plan_of(call).tiles["parts"] == 1
+
+
+@pytest.mark.parametrize(
+    ("features", "batch", "queries", "keys", "parts"),
+    [
+        (Features(seqused_k=True, page_size=16), 1, 512, 8192, 4),  # a prompt's chunk
+        (Features(seqused_k=True, page_size=16, packed=True), 1, 512, 8192, 4),
+        (Features(seqused_k=True), 2, 512, 8192, 2),
+        (Features(seqused_k=True), 4, 512, 8192, 1),  # enough tiles for all SMs
+        (Features(packed=True), 3, 6000, 6000, 1),  # may be short
+    ],
+    ids=str,
+)
+def test_keys_whose_number_is_not_known_are_parted(features, batch, queries, keys, parts):
+    call = Problem("forward", "bfloat16", batch, queries, keys, 8, 1, 128, 128, True, features=features)
+    plan = plan_of(call)
+    assert plan.tiles["parts"] == parts
+    if parts > 1:
+        assert plan.parting == Parting(0, parts, query_tiles(call, Tiles(**plan.tiles)) * parts)
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4])
@@ -336,7 +354,7 @@ def test_parts_under_a_causal_mask_are_all_there_and_the_longest_come_first(quer
     [
         (problem(), {"parts": 5}, "parts must be 1 to 4"),
         (problem(seqlen=200), {"block_n": 128, "parts": 3}, "2 tiles of keys cannot be split so"),
-        (replace(problem(), features=Features(packed=True)), {"parts": 2}, "lengths of sequences"),
+        (replace(problem(), features=Features(window=(9, 9))), {"parts": 2}, "not split under a window"),
         (replace(problem(), features=Features(mask_mod=SEE)), {"parts": 2}, "not split under a window"),
         (problem(causal=True, seqlen=32768), {"parts": 2}, "the tiles of a head would have 384 parts"),
     ],
@@ -353,6 +371,13 @@ PARTED = [
     for tiles in paces[head_dim]
     if parts_leave_registers(problem(head_dim, causal=causal), tiles)
 ]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("features", [Features(packed=True), Features(seqused_k=True, page_size=64)], ids=str)
+def test_no_spill_in_parts_of_unknown_length(head_dim, features):
+    call = replace(problem(head_dim, causal=True), features=features)
+    assert jit.build(plan_of(call, parts=2).variant).warnings == ()
 
 
 @pytest.mark.parametrize(("head_dim", "causal", "tiles"), PARTED, ids=str)

@@ -180,6 +180,8 @@ def _candidates(problem: Problem) -> dict[Tiles, Pace]:
 
 def parts_leave_registers(problem: Problem, tiles: Tiles) -> bool:
     """Whether threads have registers to leave parts of keys."""
+    if lengths_vary(problem) or problem.features.page_size:
+        return False
     return _cost(problem, tiles).registers + PART_REGISTERS <= tiles.consumer_registers
 
 

@@ -55,7 +55,8 @@ def mix_of(problem: Problem, device: Device) -> Mix | None:
     sure = _some_have_many(problem)
     # Sequences that decode are anywhere between their first key and the last.
     half_way = replace(few, seqlen_k=few.seqlen_k // 2)
-    time_of_few, time_of_many = split_kv.price(half_way, device), wgmma.price(many, device)
+    beside = replace(many, features=replace(many.features, least_queries=MANY_QUERIES))
+    time_of_few, time_of_many = split_kv.price(half_way, device), wgmma.price(beside, device)
     by_two = in_a_row = time_of_few + time_of_many
     if sure:
         on_half = split_kv.price_on_half(half_way, device)

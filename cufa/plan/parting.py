@@ -4,7 +4,7 @@ Blocks take tiles of queries until none are left. In the last round some SMs hav
 132 SMs, 76 are idle in the eleventh round. Under a causal mask with few heads, the last queries take longer
 than all SMs together need. So the keys of such tiles are split into parts. Each block leaves its result, and
 the block with the last part merges them (hopper/forward/key_parts.cuh). This is like stream-K (Osama et al.
-2023), but with equal parts.
+2023), but with equal parts. If only the GPU knows how many keys there are, all tiles have equally many parts.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ OF_PART_BYTE, OF_PART, CLEARING = 0.055, 1200, 2000
 ACCUMULATOR_BYTES = 4
 # The gain that parts, and more parts over fewer, must have: times are estimates, and parts take memory.
 WORTH_IT, MORE_ARE_WORTH_IT = 0.99, 0.97
+# If only the GPU knows how many keys there are: often fewer than the plan assumes.
+UNKNOWN_IS_WORTH_IT = 0.9
 
 
 def unsuited(problem: Problem, tiles: TileSizes, parts: int) -> str | None:
@@ -41,35 +43,45 @@ def unsuited(problem: Problem, tiles: TileSizes, parts: int) -> str | None:
 
 def _unsuited_features(problem: Problem) -> str | None:
     features = problem.features
-    if features.packed or features.seqused_k or features.page_size:
-        return "keys cannot be split where the lengths of sequences are known on the GPU alone"
     if features.key_mask or features.window != (None, None):
         return "keys are not split under a window, a mask or a mask_mod"
+    if features.least_queries:
+        return "keys are not split beside another launch"
     return None
 
 
 def _unsuited_parts(problem: Problem, key_tiles: list[int], parts: int) -> str | None:
+    if _varies(problem):
+        return None
     if not problem.causal:
         fewest = min(key_tiles)
         return f"{counted(fewest, 'tile')} of keys cannot be split so" if fewest < parts else None
-    of_head = sum(_in_parts(key_tiles, parts))
+    of_head = sum(_in_parts(problem, key_tiles, parts))
     if of_head > MOST_PARTS_OF_HEAD:
         return f"the tiles of a head would have {of_head} parts; they may have {MOST_PARTS_OF_HEAD}"
     return None
 
 
+def _varies(problem: Problem) -> bool:
+    """Whether only the GPU knows how many keys there are: config.cuh's kPartsVary."""
+    features = problem.features
+    return features.packed or features.seqused_k or features.page_size > 0
+
+
 def parting_of(problem: Problem, tiles: TileSizes, parts: int, blocks: int) -> Parting:
     """The work items for this many blocks, if the longest split tile has `parts` parts.
 
-    Under a causal mask all tiles are split, and the longest parts come first. Otherwise only tiles of the
-    last round are.
+    If only the GPU knows how many keys there are, all tiles have `parts` parts. Under a causal mask all tiles
+    are split, and the longest parts come first. Otherwise only tiles of the last round are split.
     """
+    if _varies(problem):
+        return Parting(0, parts, query_tiles(problem, tiles) * parts)
     if not problem.causal:
         left = query_tiles(problem, tiles) % blocks
         whole = query_tiles(problem, tiles) - left
         return Parting(whole, parts, whole + left * parts)
     key_tiles = _key_tiles(problem, tiles)
-    in_parts = _in_parts(key_tiles, parts)
+    in_parts = _in_parts(problem, key_tiles, parts)
     firsts = itertools.accumulate(in_parts, initial=0)
     places = [
         (ceil_div(keys, count), (tile, part, count, first))
@@ -92,7 +104,12 @@ def fastest(
     best = None
     if _unsuited_features(problem) is not None:
         return None
+    varies = _varies(problem)
+    if varies:
+        worth_it = min(worth_it, UNKNOWN_IS_WORTH_IT)
     for tiles, pace in paces.items():
+        if varies and _tiles_on_average(problem, tiles) >= device.sm_count:
+            continue  # all tiles would be split
         key_tiles = _key_tiles(problem, tiles)
         if sum(key_tiles) == 0 or _time_of_all(problem, tiles, pace, key_tiles) / device.sm_count > least:
             continue
@@ -116,13 +133,13 @@ def _time(
         """The time of one of `count` parts of `keys` tiles of keys."""
         return ceil_div(keys, count) * of_key_tile + pace.of_tile + of_part * (count > 1)
 
-    if not problem.causal:
+    if not problem.causal and not _varies(problem):
         rounds, left = divmod(query_tiles(problem, tiles), blocks)
         last_round = ceil_div(left * parts, blocks) * time_of(max(key_tiles), parts)
         return CLEARING + rounds * time_of(max(key_tiles), 1) + last_round
     of_head = [
         time_of(keys, count)
-        for keys, count in zip(key_tiles, _in_parts(key_tiles, parts), strict=True)
+        for keys, count in zip(key_tiles, _in_parts(problem, key_tiles, parts), strict=True)
         for _ in range(count)
     ]
     of_head.sort(reverse=True)
@@ -140,17 +157,26 @@ def _time_of_all(problem: Problem, tiles: TileSizes, pace: Pace, key_tiles: list
     return problem.batch * problem.heads * of_head
 
 
+def _tiles_on_average(problem: Problem, tiles: TileSizes) -> int:
+    """The number of tiles of queries, if packed sequences are equally long."""
+    return (
+        problem.batch * problem.heads * ceil_div(problem.seqlen_q // problem.packed_sequences, tiles.block_m)
+    )
+
+
 def _key_tiles(problem: Problem, tiles: TileSizes) -> list[int]:
-    """The number of tiles of keys that each tile of a head's queries looks at."""
-    count = ceil_div(problem.seqlen_q, tiles.block_m)
+    """The number of tiles of keys that each tile of a head's queries looks at; of packed ones, on average."""
+    rows, keys = (size // problem.packed_sequences for size in (problem.seqlen_q, problem.seqlen_k))
+    count = ceil_div(rows, tiles.block_m)
     if not problem.causal:
-        return [ceil_div(problem.seqlen_k, tiles.block_n)] * count
-    ends = (min(tile * tiles.block_m, problem.seqlen_q) for tile in range(1, count + 1))
-    beyond = problem.seqlen_k - problem.seqlen_q
-    return [ceil_div(max(0, end + beyond), tiles.block_n) for end in ends]
+        return [ceil_div(keys, tiles.block_n)] * count
+    ends = (min(tile * tiles.block_m, rows) for tile in range(1, count + 1))
+    return [ceil_div(max(0, end + keys - rows), tiles.block_n) for end in ends]
 
 
-def _in_parts(key_tiles: list[int], parts: int) -> list[int]:
-    """The number of parts of each tile under a causal mask; no part is longer than the longest tile's."""
+def _in_parts(problem: Problem, key_tiles: list[int], parts: int) -> list[int]:
+    """The number of parts of each tile. Under a causal mask, no part is longer than the longest tile's."""
+    if _varies(problem):
+        return [max(1, min(parts, keys)) for keys in key_tiles]
     most = max(1, ceil_div(max(key_tiles, default=0), parts))
     return [max(1, ceil_div(keys, most)) for keys in key_tiles]

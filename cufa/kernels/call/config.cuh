@@ -57,5 +57,8 @@ constexpr bool kKeyMask = kMaskBits != 0 || kMaskMod;
 constexpr bool kRangeMask = kCausal || kWindow;
 // Whether the keys of some tiles of queries are split among blocks, so that all blocks end at about
 // the same time. These are the tiles that would be left for an incomplete last round. Where rows
-// see keys up to the diagonal, a few long tiles would end last, so it is all tiles.
-constexpr bool kPartsKeys = PARTS_KEYS, kPartsAll = kPartsKeys && kRangeMask;
+// see keys up to the diagonal, a few long tiles would end last, so it is all tiles, in parts that
+// the host lists. Where only the GPU knows how many keys there are, all tiles have equally many.
+constexpr bool kPartsKeys = PARTS_KEYS;
+constexpr bool kPartsVary = kPartsKeys && (kPacked || kUsedKeys || kPaged);
+constexpr bool kPartsListed = kPartsKeys && kRangeMask && !kPartsVary;

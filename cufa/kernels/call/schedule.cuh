@@ -109,7 +109,7 @@ struct TileOrder {
         tiles = kCounted ? SequenceLine(sizes.batch, TilesOf{call}).count()
                          : row_tiles<BlockM>(kPacked ? sizes.batch : 1, sizes.seqlen_q);
         heads = kPacked ? sizes.heads : sizes.batch * sizes.heads;
-        of_head = kPartsAll ? call.parting.count / max(heads, 1u) : tiles;
+        of_head = kPartsListed ? call.parting.count / max(heads, 1u) : tiles;
         section_heads = group();
         sections = heads / section_heads;
         if (!kRangeMask) return;
@@ -129,7 +129,7 @@ struct TileOrder {
 
     __device__ WorkTile at(unsigned int index) const {
         if (index >= count()) return WorkTile::none();
-        if constexpr (kPartsKeys && !kPartsAll) {
+        if constexpr (kPartsKeys && !kPartsListed) {
             const unsigned int whole = call.parting.whole, parts = call.parting.parts;
             if (index >= whole) {
                 const unsigned int number = index - whole;
@@ -170,7 +170,7 @@ struct TileOrder {
         const unsigned int place = index - first_head * of_head;
         const unsigned int head = first_head + place % in_section;
         const unsigned int number = place / in_section;
-        if constexpr (kPartsAll) return part_of_head(call.parting, head, number);
+        if constexpr (kPartsListed) return part_of_head(call.parting, head, number);
         return tile_of_head(head, kRangeMask ? tiles - 1 - number : number);
     }
 

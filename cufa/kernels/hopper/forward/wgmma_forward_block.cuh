@@ -104,6 +104,18 @@ __device__ inline KeyRange key_tiles_of(const ForwardParams& call, const WorkTil
     return keys;
 }
 
+// Whether there is such a part, where only the GPU knows how many tiles of keys are to be split: a
+// part has at least one. A template, because tiles may have no parts.
+template <class Work>
+__device__ inline bool has_part(const ForwardParams& call, Work& work) {
+    if constexpr (kPartsVary) {
+        const KeyRange keys(work.sequence(call).mask(call.features), work.first_row);
+        work.parts = min(int(work.parts), max(keys.end - keys.begin, 1));
+        return work.part < work.parts;
+    }
+    return true;
+}
+
 // ---- which tiles of keys there are, if a mask or a mask_mod hides some ----
 
 // What they show of each tile and, if kSeenBits, one bit per score. In the workspace, the count of

@@ -177,10 +177,10 @@ __device__ inline void produce(Smem& smem, const Params& params) {
 
     unsigned int index = kAsksFirst ? uniform<kLanes>(ask()) : blockIdx.x;
     for (;;) {
-        const WorkTile work = order.at(index);
+        WorkTile work = order.at(index);
         if (!work.exists()) break;
         const Sequence sequence = work.sequence(params.call);
-        if (kPacked && work.first_row >= sequence.seqlen_q) {
+        if ((kPacked && work.first_row >= sequence.seqlen_q) || !has_part(params.call, work)) {
             index = uniform<kLanes>(ask());
             continue;
         }

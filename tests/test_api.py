@@ -756,7 +756,7 @@ def test_a_plan_takes_the_options_of_a_call(rng: np.random.Generator) -> None:
     assert cufa.plan(*map(in_bhsd, (q, k, v)), layout="bhsd", arch=80) == default
     assert cufa.plan(q, k, v, arch=80, dlse=None) == default
     assert cufa.plan(q, k, v, arch=80, kernel="fwd_1_naive").kernel == "fwd_1_naive"
-    assert cufa.plan(q, k, v, arch=80, kernel="fwd_1").reasons[0] == "fwd_1_naive: asked for"
+    assert cufa.plan(q, k, v, arch=80, kernel="fwd_1").reasons[0] == "fwd_1_naive: chosen by the caller"
     backward = cufa.plan(q, k, v, arch=80, backward=True)
     assert backward.problem.direction == KERNELS[backward.kernel].direction == "backward"
     assert cufa.plan(q, k, v, arch=80, tiles={"block_m": 64}).tiles["block_m"] == 64

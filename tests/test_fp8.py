@@ -167,7 +167,7 @@ def test_who_takes_it():
         best_kernel(problem(dropout=True), H200)
     with pytest.raises(ValueError, match="block_n must be a multiple of 32"):
         make_plan(problem(), H200, tiles={"block_n": 48})
-    with pytest.raises(ValueError, match="fwd_7_fp8 reads transposed values neither of packed sequences"):
+    with pytest.raises(ValueError, match="fwd_7_fp8 does not support transposed values in packed sequences"):
         best_kernel(problem(transposed_values=True, packed=True), H200)
     for transposed_values in (False, True):
         with pytest.raises(ValueError, match="block_n must be a multiple of 32, over 128 of 64"):
@@ -382,7 +382,7 @@ def test_who_takes_few_queries():
     with pytest.raises(ValueError, match="fwd_8_split_kv needs tensor cores for float8_e4m3fn, which sm_86"):
         best_kernel(few, Device.of("sm_86"))
     assert best_kernel(replace(few, transposed_values=True), H200) is KERNELS[NAME]
-    with pytest.raises(ValueError, match="fwd_8_split_kv does not read values that lie transposed"):
+    with pytest.raises(ValueError, match="fwd_8_split_kv does not support values stored transposed"):
         best_kernel(replace(few, transposed_values=True), Device.of("sm_89"))
     with pytest.raises(ValueError, match="block_n must be a multiple of 32"):
         make_plan(few, H200, FEW_QUERIES, {"block_n": 16})

@@ -124,7 +124,7 @@ def test_plans_say_why_pages_are_not_for_a_kernel() -> None:
         *("forward", "bfloat16", 4, 2048, 4096, 32, 8, 128, 128), features=Features(page_size=20)
     )
     plan = make_plan(problem, Device.of("sm_90a"))
-    assert "fwd_6_wgmma copies 8 keys at once, and a page has 20" in plan.reasons
+    assert "fwd_6_wgmma needs pages of a multiple of 8 keys, not of 20" in plan.reasons
     with pytest.raises(ValueError, match="fwd_3_flash_v1 does not support block_table"):
         make_plan(problem, Device.of("sm_90a"), "fwd_3_flash_v1")
 

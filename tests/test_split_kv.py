@@ -94,7 +94,7 @@ def test_keys_are_split_among_as_many_blocks_as_use_the_bandwidth(kv_heads, seql
     split, merge = plan.launches
     assert split.grid == merge.grid == kv_heads * plan.tiles["splits"]
     assert split.grid >= min(H200.sm_count // 2, kv_heads * seqlen_k // 256)
-    assert f"keys in {plan.tiles['splits']} parts each" in str(plan)
+    assert f"split into {plan.tiles['splits']} parts each" in str(plan)
     parts = 32 * plan.tiles["splits"]
     assert plan.workspace_bytes == parts * (128 + 4) * 4
 
@@ -104,7 +104,7 @@ def test_keys_that_are_few_or_of_many_sequences_stay_in_one_part(sizes):
     plan = plan_of(replace(DECODING, **sizes))
     assert [launch.entry for launch in plan.launches] == [KERNEL]
     assert plan.workspace_bytes == 0
-    assert "keys in one part" in str(plan)
+    assert "keys not split" in str(plan)
 
 
 def used(**changes):
@@ -117,7 +117,7 @@ def test_keys_of_unknown_lengths_are_shared_out(batch):
     attend, merge = plan.launches
     assert attend.grid == plan.tiles["shares"] == 2 * H200.sm_count
     assert merge.grid % attend.grid == 0
-    assert f"{8 * batch} tiles of rows shared out evenly among {attend.grid} blocks" in str(plan)
+    assert f"{8 * batch} tiles of rows divided evenly among {attend.grid} blocks" in str(plan)
     assert plan.workspace_bytes == attend.grid * 2 * 16 * (128 + 4) * 4
 
 
@@ -152,9 +152,9 @@ def test_how_many_parts_there_are_is_not_compiled():
         ({"block_m": 48}, "block_m must be"),
         ({"block_n": 24}, "block_n must be a multiple of 16"),
         ({"stages": 1}, "stages may be 2 to 4"),
-        ({"threads": 512}, "a block has up to 8 teams, and this would have 16"),
+        ({"threads": 512}, "a block may have up to 8 teams, not 16"),
         ({"splits": 0}, "sizes must be positive"),
-        ({"splits": 2, "shares": 2}, "split into parts of each tile or shared out, not both"),
+        ({"splits": 2, "shares": 2}, "splits and shares cannot both be over 1"),
     ],
     ids=str,
 )

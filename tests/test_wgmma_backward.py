@@ -250,7 +250,7 @@ def test_head_dims_choose_the_kernel(head_dim, value_dim, name):
     ("call", "device", "reason"),
     [
         (problem(dtype="float32"), H200, "supports float16 or bfloat16, and the arrays are float32"),
-        (replace(problem(), align_bytes=8), H200, "multiples of 16 bytes, and these are of 8"),
+        (replace(problem(), align_bytes=8), H200, "multiples of 16 bytes, not of 8"),
         (problem(), Device.of("sm_90"), "needs sm_90a, and the arch is sm_90"),
         (problem(), Device.of("sm_80"), "needs sm_90a, and the arch is sm_80"),
     ],
@@ -262,8 +262,8 @@ def test_what_is_not_supported_has_a_reason(name, call, device, reason):
 
 
 def test_head_dims_have_their_kernel():
-    assert "supports head dims to 192, and this is 256" in KERNELS[NARROW].unsupported(problem(256), H200)
-    assert "values to 128, and this is 136" in KERNELS[NARROW].unsupported(problem(192, 136), H200)
+    assert "supports head dims up to 192, and this is 256" in KERNELS[NARROW].unsupported(problem(256), H200)
+    assert "values up to 128, and this is 136" in KERNELS[NARROW].unsupported(problem(192, 136), H200)
     capped = replace(problem(192, 128), features=Features(softcap=True))
     assert "to 128 with softcap, and this is 192" in KERNELS[NARROW].unsupported(capped, H200)
     biased = replace(capped, features=Features(bias=(1, 1, 1, 1), bias_dtype="bfloat16"))

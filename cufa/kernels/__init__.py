@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from cufa.device import Device
-from cufa.messages import shown
+from cufa.messages import counted, shown
 from cufa.problem import DTYPES, FLOAT8, MAX_HEAD_DIM, Direction, Problem, one_of
 from cufa.rounding import ceil_div
 
@@ -99,12 +99,12 @@ class Kernel:
         if problem.align_bytes < self.min_align_bytes:
             return (
                 f"{self.name} needs addresses and strides that are multiples of {self.min_align_bytes} "
-                f"bytes, and these are of {problem.align_bytes}"
+                f"bytes, not of {problem.align_bytes}"
             )
         if self.ascending_only and not problem.ascending:
             return f"{self.name} needs strides that are not negative"
         if problem.transposed_values and not self.reads_transposed:
-            return f"{self.name} does not read values that lie transposed"
+            return f"{self.name} does not support values stored transposed"
         if self.tensor_cores and not _has_tensor_cores(problem.key_dtype, device):
             return (
                 f"{self.name} needs tensor cores for {problem.key_dtype}, which {device.arch} does not have"
@@ -114,24 +114,24 @@ class Kernel:
             limit = min(limit, _MAX_FLOAT64_DIM)
         dim = max(problem.head_dim, problem.value_dim)
         if dim > limit:
-            return f"{self.name} supports head dims to {limit}, and this is {dim}"
+            return f"{self.name} supports head dims up to {limit}, and this is {dim}"
         if dim < self.min_head_dim:
             return f"{self.name} supports head dims from {self.min_head_dim}, and this is {dim}"
         if problem.value_dim > self.max_value_dim:
-            most = f"head dims of values to {self.max_value_dim}"
+            most = f"head dims of values up to {self.max_value_dim}"
             return f"{self.name} supports {most}, and this is {problem.value_dim}"
         missing = [name for name in problem.features.names if name not in self.features]
         if missing:
             return f"{self.name} does not support {', '.join(missing)}"
         if problem.features.array_sums and problem.features.deterministic:
-            return f"{self.name} adds up dscore_mod in no order, and does not support deterministic with it"
+            return f"{self.name} does not support deterministic with dscore_mod (its order of sums varies)"
         return None
 
     def unsuited(self, problem: Problem, device: Device) -> str | None:
         """None if the kernel is the one to take where it is supported, else why the rung before is faster."""
         exact = problem.dtype == "float32" and not problem.features.tf32
         if self.tensor_cores and exact and device.arch.capability not in _FAST_TF32:
-            return f"{self.name} takes three products of tf32 for one of float32, too many on {device.arch}"
+            return f"{self.name} needs three tf32 products for each in float32, too slow on {device.arch}"
         return None
 
 
@@ -149,9 +149,9 @@ class HopperKernel(Kernel):
         """As `Kernel.unsupported`."""
         page_size = problem.features.page_size
         if page_size % _BOX_KEYS:
-            return f"{self.name} copies {_BOX_KEYS} keys at once, and a page has {page_size}"
+            return f"{self.name} needs pages of a multiple of {_BOX_KEYS} keys, not of {page_size}"
         if problem.transposed_values and (problem.features.packed or page_size):
-            return f"{self.name} reads transposed values neither of packed sequences nor in pages"
+            return f"{self.name} does not support transposed values in packed sequences or pages"
         reason = super().unsupported(problem, device)
         if reason is None and problem.features.key_mask and problem.features.deterministic:
             return f"{self.name} does not support deterministic with mask or mask_mod"
@@ -177,7 +177,7 @@ class HopperBackward(HopperKernel):
         )
         if reason is None and problem.head_dim > self.max_value_dim and asks:
             return (
-                f"{self.name} supports head dims to {self.max_value_dim} with {asks}, and this is "
+                f"{self.name} supports head dims up to {self.max_value_dim} with {asks}, and this is "
                 f"{problem.head_dim}"
             )
         return reason
@@ -187,13 +187,13 @@ class HopperBackward(HopperKernel):
         sequences.
         """
         if problem.features.bias_dtype == "float32":
-            return f"{self.name} takes longer than rungs of mma.sync with a bias in float32"
+            return f"{self.name} is slower than the mma.sync rungs with a bias in float32"
         sequences = problem.packed_sequences
         longest = ceil_div(max(problem.seqlen_q, problem.seqlen_k), sequences)
         many = problem.batch * problem.heads >= _MANY_HEADS * device.sm_count
         if longest <= _SHORT and many and max(problem.head_dim, problem.value_dim) <= _SHORT_HEAD_DIM:
             return (
-                f"{self.name} takes longer than rungs of mma.sync for many sequences of at most {_SHORT} "
+                f"{self.name} is slower than the mma.sync rungs for many sequences of at most {_SHORT} "
                 f"queries and keys"
             )
         return super().unsuited(problem, device)
@@ -214,8 +214,9 @@ class WideHopperBackward(HopperKernel):
         tiles = problem.batch // sequences * problem.heads * ceil_div(problem.seqlen_k, _BLOCK_KEYS)
         if problem.features.key_mask and longest <= _SHORT_UNDER_MASK and tiles <= device.sm_count:
             return (
-                f"{self.name} takes longer than rungs of mma.sync under a mask or a mask_mod for {tiles} "
-                f"tiles of keys of sequences of at most {_SHORT_UNDER_MASK} queries and keys"
+                f"{self.name} is slower than the mma.sync rungs with a mask or mask_mod for "
+                f"{counted(tiles, 'tile')} of keys of sequences of at most {_SHORT_UNDER_MASK} queries and "
+                "keys"
             )
         return None
 
@@ -244,11 +245,11 @@ class Float32Backward(Float32Kernel):
         queries, keys = (ceil_div(n, sequences) for n in (problem.seqlen_q, problem.seqlen_k))
         short = queries <= _SHORT_IN_TF32 if tf32 else max(queries, keys) <= _SHORT_IN_HALVES
         if short:
-            return f"{self.name} takes longer than rungs of mma.sync for sequences as short as these"
+            return f"{self.name} is slower than the mma.sync rungs for sequences this short"
         blocks = problem.batch // sequences * problem.kv_heads * ceil_div(problem.seqlen_k, _BLOCK_KEYS)
         parted = problem.heads > problem.kv_heads and blocks < device.sm_count
         if parted and (tf32 or problem.causal):
-            return f"{self.name} would have {blocks} blocks for {device.sm_count} SMs"
+            return f"{self.name} would have only {blocks} blocks for {device.sm_count} SMs"
         return super().unsuited(problem, device)
 
 

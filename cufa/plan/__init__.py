@@ -84,7 +84,7 @@ def make_plan(
         row, why = best_kernel_and_why(problem, device)
     else:
         row = kernel_named(kernel)
-        why = (f"{row.name}: asked for",)
+        why = (f"{row.name}: chosen by the caller",)
         reason = row.unsupported(problem, device)
         if reason is not None:
             raise ValueError(f"kernel is {row.name!r}: {reason}")

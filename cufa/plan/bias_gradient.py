@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from cufa.device import WARP_SIZE, Device
+from cufa.messages import counted
 from cufa.plan.choice import Candidates, Cost, counted_row_tiles, sizes_of
 from cufa.plan.gradients import gradient_macros
 from cufa.plan.mma import LINE_BYTES, MMA_K, MMA_M, Work, arithmetic_of, macros_of
@@ -96,7 +97,7 @@ def bias_gradient(problem: Problem, device: Device) -> Part:
         Launch(NAME, tiles * parts, sizes.threads, chosen.cost.smem_bytes),
         Launch("add_parts", ceil_div(prod(shape), sizes.threads) if sums else 0, sizes.threads),
     )
-    shared = f"each tile of the bias is worked on in {parts} parts, for there are {tiles} tiles"
+    shared = f"each of the {counted(tiles, 'tile')} of the bias is computed in {counted(parts, 'part')}"
     return Part(
         tiles=sizes_of(sizes),
         macros=(

@@ -111,21 +111,21 @@ class Candidates(Generic[T]):
             min(rows, self._most_rows), min(keys, self._most_keys), problem.product_dims
         )
         tiles, cost, blocks = best.tiles, best.cost, best.blocks_per_sm
-        how = "those that were the fastest for such a problem"
+        how = "the fastest measured for this kind of problem"
         if self._are_many:
             cost_of_one = f"a multiply-add at {price:.2f} times its bare cost"
             how = f"the cheapest of {len(self._candidates)} that fit, {cost_of_one}"
         if overrides:
             tiles = _override(tiles, overrides)
-            how = f"{', '.join(overrides)} asked for"
+            how = f"chosen by the caller: {', '.join(overrides)}"
             cost = self._cost_of(tiles)
             if not _fits(tiles, cost, device):
                 raise ValueError(f"tiles {tiles}: they {_needs(tiles, cost, device)}")
             blocks = _blocks_per_sm(tiles, cost, device)
         limit = device.registers_per_thread
         fit = (
-            f"{counted(blocks, 'block')} an SM: {cost.smem_bytes:,} bytes of shared memory of "
-            f"{device.smem_per_sm:,}, about {cost.registers} registers a thread of {limit}"
+            f"{counted(blocks, 'block')} per SM: {cost.smem_bytes:,} of {device.smem_per_sm:,} bytes of "
+            f"shared memory, about {cost.registers} of {limit} registers per thread"
         )
         return Choice(tiles, cost, blocks, (f"tiles {tiles}: {how}", fit))
 

@@ -104,15 +104,15 @@ class Tiles:
         """None if the kernel can be compiled for these tiles, else the reason."""
         rows = self.warp_rows
         if self.block_m % rows or self.threads // WARP_SIZE % (self.block_m // rows):
-            return f"block_m must be {rows} rows for each warp of a team, and teams must part the warps"
+            return f"block_m must be {rows} rows per warp of a team, and teams must have equally many warps"
         if self.teams > MAX_TEAMS:
-            return f"a block has up to {MAX_TEAMS} teams, and this would have {self.teams}"
+            return f"a block may have up to {MAX_TEAMS} teams, not {self.teams}"
         if self.block_n % self.depth:
             return f"block_n must be a multiple of {self.depth}"
         if not MIN_STAGES <= self.stages <= MAX_STAGES:
             return f"stages may be {MIN_STAGES} to {MAX_STAGES}"
         if min(self.splits, self.shares) > 1:
-            return "keys are split into parts of each tile or shared out, not both"
+            return "splits and shares cannot both be over 1"
         return None
 
     def __str__(self) -> str:
@@ -189,12 +189,13 @@ def _planned(problem: Problem, device: Device, chosen: Choice[Tiles]) -> Part:
         of_blocks = (sizes.shares, 2, sizes.block_m)
         parts = of_blocks if shared else (*lse_shape(problem), sizes.splits)
         scratch = (Scratch("parts of rows", (*parts, part_bytes // problem.accumulator.itemsize)),)
+    of_rows = f"{counted(row_blocks, 'tile')} of rows"
     if shared:
-        how = f"the keys of {counted(row_blocks, 'tile')} of rows shared out evenly among {grid} blocks"
+        how = f"the keys of {of_rows} divided evenly among {grid} blocks"
     elif split:
-        how = f"keys in {sizes.splits} parts each, so that {row_blocks} tiles of rows are {grid} blocks"
+        how = f"the keys of {of_rows} split into {sizes.splits} parts each: {grid} blocks"
     else:
-        how = f"keys in one part: {row_blocks} tiles of rows are blocks enough"
+        how = f"keys not split: {of_rows} for enough blocks"
     any_rows = row_blocks > 0
     return Part(
         tiles=sizes_of(sizes),

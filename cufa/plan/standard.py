@@ -88,7 +88,7 @@ def _part(
         ),
         launches=tuple(launch for launch in launches if launch.grid > 0),
         scratch=tuple(Scratch(name, shape) for name in matrices),
-        reasons=(f"{THREADS} threads a block, one for each element of a result",),
+        reasons=(f"{THREADS} threads per block, one for each element of a result",),
     )
 
 

@@ -21,8 +21,8 @@ from cufa.messages import kind_of, shown
 from cufa.problem import FLOAT8, INPUT_DTYPES, Shape
 from cufa.tensor_layout import Region, check_apart
 
-# DLPack's device types (dlpack.h): memory that the CPU can read, and memory of a CUDA GPU.
-_DLPACK_CPU = 1
+# DLPack's device types (dlpack.h): memory of the CPU, plain or pinned by CUDA, and memory of a CUDA GPU.
+_DLPACK_CPU = (1, 3)
 _DLPACK_CUDA = 2
 
 # Dtypes that the reader or the writer of DLPack does not know; they exchange the bits as integers.
@@ -224,7 +224,7 @@ def on_cpu(array: Any, name: str) -> Any:
     check_same_kind({name: array})
     with _read_errors(array, name):
         device_type, _ = array.__dlpack_device__()
-    return _import(array, name)[0] if device_type == _DLPACK_CPU else None
+    return _import(array, name)[0] if device_type in _DLPACK_CPU else None
 
 
 def _describe_on_current_gpu(arrays: Mapping[str, Any]) -> tuple[tuple[Described, ...], dict[str, int]]:
@@ -276,7 +276,7 @@ def _import(array: Any, name: str) -> tuple[Any, Callable[[Any], Any]]:
     if device_type == _DLPACK_CUDA:
         device.current()  # raises with what is missing
         reader, unknown = sys.modules["cupy"].from_dlpack, _UNKNOWN_TO_CUPY
-    elif device_type == _DLPACK_CPU:
+    elif device_type in _DLPACK_CPU:
         reader, unknown = np.from_dlpack, _UNKNOWN_TO_NUMPY
     else:
         raise TypeError(

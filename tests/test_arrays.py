@@ -22,7 +22,7 @@ from cufa.arrays import Adopted, adopt, on_current_gpu
 from cufa.device import GPUUnavailableError
 from cufa.problem import DTYPES
 
-DLPACK_CPU, DLPACK_CUDA, DLPACK_ROCM = 1, 2, 10
+DLPACK_CPU, DLPACK_CUDA, DLPACK_PINNED, DLPACK_ROCM = 1, 2, 3, 10
 INSTALL_CUPY = r"there is a GPU, but no CuPy to use it with: pip install 'cufa\[cuda13\]'"
 
 
@@ -388,6 +388,12 @@ def test_an_array_api_library_without_dlpack() -> None:
 
     with pytest.raises(TypeError, match=r"^q is a .*Half, whose library has no from_dlpack"):
         adopt({"q": Half(some_array())}, None)
+
+
+def test_memory_that_cuda_has_pinned_is_the_cpus() -> None:
+    adopted = adopt({"q": StandardArray(some_array(), DLPACK_PINNED)}, None)
+    assert not adopted.on_gpu
+    assert isinstance(adopted.arrays["q"], np.ndarray)
 
 
 def test_an_array_on_a_device_of_another_kind() -> None:

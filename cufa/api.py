@@ -565,7 +565,7 @@ def plan(
         refused = {"deterministic": deterministic, "gradients": gradients, "dlse": has_dlse}
         given = ", ".join(name for name, value in refused.items() if value)
         if given:
-            raise ValueError(f"{given}: only gradients have that, and they are planned with backward=True")
+            raise ValueError(f"{given}: only for gradients, which are planned with backward=True")
     direction: Direction = "backward" if backward else "forward"
     mods = mods_of(score_mod, mask_mod)
     named = {"q": q, "k": k, "v": v} | _given(side) | mods.arrays

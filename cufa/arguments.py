@@ -241,7 +241,7 @@ def make_problem(
     if "block_table" in shapes:
         _check_paging(direction, shapes)
     if packed and options.layout != "bshd":
-        raise ValueError(f"layout is {options.layout!r}, and packed sequences have none but 'bshd'")
+        raise ValueError(f"layout is {options.layout!r}, but packed sequences must be in 'bshd'")
     if options.max_seqlen_q is not None and not packed:
         raise ValueError(f"max_seqlen_q is {options.max_seqlen_q} and cu_seqlens_q is not given")
     problem = _tensors(direction, shapes, dtypes, options.layout, packed)
@@ -326,8 +326,7 @@ def _check_paging(direction: Direction, shapes: Mapping[str, Shape]) -> None:
         raise ValueError("block_table is given; keys in pages have no gradients")
     if "cu_seqlens_k" in shapes:
         raise ValueError(
-            "block_table is given, and cu_seqlens_k is; with pages, seqused_k says how many keys each "
-            "sequence has"
+            "block_table and cu_seqlens_k are both given; with pages, give the numbers of keys as seqused_k"
         )
     if len(shapes["block_table"]) != 2:
         raise ValueError(
@@ -343,8 +342,8 @@ def _room_in_pages(shapes: Mapping[str, Shape], page_size: int, sequences: int) 
     room = sequences * table[1] * page_size
     if room > MAX_EXTENT:
         raise ValueError(
-            f"block_table has shape {table}, of pages of {page_size} keys: room for {room:,} keys, and there "
-            f"may be {MAX_EXTENT:,}"
+            f"block_table has shape {table}, of pages of {page_size} keys: room for {room:,} keys; at most "
+            f"{MAX_EXTENT:,} are allowed"
         )
     return room
 
@@ -420,14 +419,14 @@ def _features(
         raise ValueError(f"precision is 'tf32', which is for float32, and the arrays are {problem.dtype}")
     for name in options.gradients:
         if name not in shapes and not (name == "score_mod" and options.score_mod):
-            raise ValueError(f"the gradient of {name} is asked for, and there is no {name}")
+            raise ValueError(f"the gradient of {name} is requested, but there is no {name}")
     differentiated = options.score_mod.differentiated_names if options.score_mod else ()
     if "score_mod" in options.gradients and not differentiated:
-        raise ValueError("the gradient of score_mod is asked for, and it reads no array of floats")
+        raise ValueError("the gradient of score_mod is requested, but it reads no array of floats")
     array_sums = sum(math.prod(shapes[name]) for name in differentiated)
     if array_sums > MAX_EXTENT:
         raise ValueError(
-            f"score_mod's arrays have {array_sums:,} elements; with gradients, they may have {MAX_EXTENT:,}"
+            f"score_mod's arrays have {array_sums:,} elements; with gradients, at most {MAX_EXTENT:,}"
         )
     return Features(
         window=window,

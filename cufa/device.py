@@ -146,8 +146,8 @@ class Device:
         if known is None:
             have = ", ".join(str(device.arch) for device in KNOWN.values())
             raise ValueError(
-                f"{name} is {str(wanted)!r}, whose limits are not known without such a GPU; "
-                f"known are the compute capabilities of {have}"
+                f"{name} is {str(wanted)!r}, whose limits are not known; without that "
+                f"GPU, the arch may be one of {have}"
             )
         return replace(known, arch=wanted)
 

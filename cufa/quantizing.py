@@ -115,7 +115,7 @@ def _check(named: dict[str, Any], axes: Axes, kv_heads: int | None, seqlen_conti
             f"kv_heads is {shown(kv_heads)}; x has {shape[heads]} heads, which must be a multiple"
         )
     if batch is None and "cu_seqlens" not in named:
-        raise ValueError("cu_seqlens must be given for packed sequences: where each begins is not said")
+        raise ValueError("cu_seqlens must be given for packed sequences, to say where each begins")
     if batch is None and seqlen_contiguous:
         raise ValueError("seqlen_contiguous is True, and sequences are packed; there is no kernel for it")
     if "cu_seqlens" in named:

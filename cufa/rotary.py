@@ -116,7 +116,7 @@ def _check_positions(named: dict[str, Any], axes: Axes) -> None:
     tokens: Shape = (x.shape[seqlen],) if batch is None else (x.shape[batch], x.shape[seqlen])
     if positions is None:
         if batch is None:
-            raise ValueError("positions must be given for packed sequences: where each begins is not said")
+            raise ValueError("positions must be given for packed sequences, to say where each begins")
         if tokens[1] > len(named["cos"]):
             raise ValueError(f"cos has {len(named['cos'])} places, and x has {tokens[1]} tokens a sequence")
         return

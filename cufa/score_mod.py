@@ -120,8 +120,8 @@ class _Mod:
             elif frames[-1].f_globals.get("__name__") != Expression.__module__:
                 # Another library's error, which does not say what can be traced.
                 reason += (
-                    "; what can be traced is Python's operators, NumPy's functions and reads of arrays that "
-                    f"the function is given, as in cufa.{type(self).__name__}(function, table)"
+                    "; a traced function may use Python's operators, NumPy's functions and elements of the "
+                    f"arrays it is given, as in cufa.{type(self).__name__}(function, table)"
                 )
             raise TypeError(f"{self.name} cannot be traced: {reason}") from error
 

@@ -769,9 +769,9 @@ def test_a_plan_takes_the_options_of_a_call(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"deterministic": True}, ValueError, "deterministic: only gradients have that"),
-        ({"gradients": ("bias",)}, ValueError, "gradients: only gradients have that"),
-        ({"dlse": np.zeros((2, 4, 9), np.float32)}, ValueError, "dlse: only gradients have that"),
+        ({"deterministic": True}, ValueError, "deterministic: only for gradients"),
+        ({"gradients": ("bias",)}, ValueError, "gradients: only for gradients"),
+        ({"dlse": np.zeros((2, 4, 9), np.float32)}, ValueError, "dlse: only for gradients"),
         (
             {"backward": True, "gradients": ("mask",)},
             ValueError,
@@ -782,7 +782,7 @@ def test_a_plan_takes_the_options_of_a_call(rng: np.random.Generator) -> None:
         ({"backward": True, "gradients": None}, ValueError, "gradients is None; it may be a tuple of"),
         ({"gradients": np.zeros(2)}, ValueError, "gradients is a numpy.ndarray of shape"),
         ({"backward": True, "gradients": "bias"}, ValueError, "gradients is 'bias'; it may be a tuple of"),
-        ({"backward": True, "gradients": ["bias"]}, ValueError, "the gradient of bias is asked for, and"),
+        ({"backward": True, "gradients": ["bias"]}, ValueError, "the gradient of bias is requested, but"),
         ({"kernel": ["fwd_1_naive"]}, ValueError, r"kernel is \['fwd_1_naive'\]; it may be fwd_1_naive, "),
         ({"tiles": [64]}, TypeError, r"tiles is \[64\]; it may be a mapping, as in \{'block_m': 64\}"),
         ({"kernel": np.zeros(9)}, ValueError, r"kernel is a numpy.ndarray of shape \(9,\); it may be fwd_1"),

@@ -593,7 +593,7 @@ def lengths(*ends: int) -> Array:
         ),
         (
             {"cu_seqlens_q": lengths(0, 10), "cu_seqlens_k": lengths(0, 18), "layout": "bhsd"},
-            "layout is 'bhsd', and packed sequences have none but 'bshd'",
+            "layout is 'bhsd', but packed sequences must be in 'bshd'",
         ),
     ],
 )
@@ -604,7 +604,7 @@ def test_impossible_sequences(arguments: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("name", ["bias", "sink"])
 def test_gradients_of_what_is_not_there_are_refused(name: str) -> None:
     q, lse = np.zeros((1, 3, 2, 4), np.float32), np.zeros((1, 2, 3), np.float32)
-    with pytest.raises(ValueError, match=f"^the gradient of {name} is asked for, and there is no {name}$"):
+    with pytest.raises(ValueError, match=f"^the gradient of {name} is requested, but there is no {name}$"):
         cufa.attention_backward(q, q, q, q, q, lse, **{f"return_d{name}": True}, backend="numpy")
 
 

@@ -160,7 +160,7 @@ def refuse(error: type[Exception], message: str, **arguments: Any) -> None:
             "block_table has shape (3, 3); it must be (batch, pages of a sequence), which is (2, 3)",
         ),
         ({"block_table": zeros(6, dtype=INT32)}, "block_table has shape (6,); it must be (batch, pages"),
-        ({"cu_seqlens_k": zeros(3, dtype=INT32)}, "block_table is given, and cu_seqlens_k is"),
+        ({"cu_seqlens_k": zeros(3, dtype=INT32)}, "block_table and cu_seqlens_k are both given"),
         ({"bias": zeros(5, 8)}, "bias has shape (5, 8); it must be (batch or 1"),
         (
             {"block_table": np.array([[0, 1, 2], [3, 6, 4]], INT32)},

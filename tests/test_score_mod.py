@@ -277,7 +277,7 @@ def test_hopper_takes_them(options: dict[str, Any], backward: bool, head_dim: in
             r"positional arg.*called with \(score, b, h, q_idx, kv_idx\)",
         ),
         ({"score_mod": np.ones((2, 3))}, TypeError, r"is a numpy.ndarray of shape \(2, 3\); it must"),
-        ({"score_mod": lambda s, *_: None}, TypeError, "None is no number; .* lack a return"),
+        ({"score_mod": lambda s, *_: None}, TypeError, "None is not a number; is a return missing"),
         ({"score_mod": lambda s, *_: s.clip(0, 1)}, TypeError, "score_mod cannot be traced: .*'clip'"),
     ],
 )
@@ -307,7 +307,7 @@ class Foreign:
     ],
 )
 def test_errors_of_others_are_followed_by_what_can_be_traced(function: Any, reason: str) -> None:
-    hint = r"what can be traced is .* NumPy's functions and .* cufa\.ScoreMod\(function, table\)"
+    hint = r"a traced function may use .* NumPy's functions and .* cufa\.ScoreMod\(function, table\)"
     with pytest.raises(TypeError, match=f"^score_mod cannot be traced: {reason}; {hint}$"):
         _ = ScoreMod(function).expression
 
@@ -319,12 +319,12 @@ def add_slope(score: Any, b: Any, h: Any, i: Any, j: Any, slopes: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "the gradient of score_mod is asked for, and there is no score_mod"),
-        ({"score_mod": lambda s, *_: s}, "score_mod is asked for, and it reads no array of floats"),
-        ({"score_mod": ScoreMod(add_slope, np.arange(4))}, "and it reads no array of floats"),
+        ({}, "the gradient of score_mod is requested, but there is no score_mod"),
+        ({"score_mod": lambda s, *_: s}, "score_mod is requested, but it reads no array of floats"),
+        ({"score_mod": ScoreMod(add_slope, np.arange(4))}, "but it reads no array of floats"),
         (
             {"score_mod": ScoreMod(add_slope, np.broadcast_to(np.float32(0), 2**31))},
-            "score_mod's arrays have 2,147,483,648 elements; with gradients, they may have 2,147,483,647",
+            "score_mod's arrays have 2,147,483,648 elements; with gradients, at most 2,147,483,647",
         ),
     ],
 )
@@ -391,7 +391,7 @@ def test_arrays_that_it_cannot_read(array: Any, error: Any, message: str) -> Non
             lambda s, b, h, i, j, x, table: s + table[h, i],
             r"table \(array 1 of score_mod\) has 1 axis and is read with 2 indices; it",
         ),
-        (lambda s, b, h, i, j, *arrays: s + arrays[1], "traced: array 1 of score_mod is computed with as a"),
+        (lambda s, b, h, i, j, *arrays: s + arrays[1], "traced: array 1 of score_mod is used as a"),
         (lambda s, b, h, i, j, table, x: s + x[h:], r"x \(array 1 of score_mod\) is sliced"),
         (np.vectorize(lambda s, *_: s), "cannot be traced"),
     ],
@@ -404,7 +404,7 @@ def test_errors_name_arrays_as_the_function_does(function: Any, message: str) ->
 def test_an_element_that_there_is_not_is_named_as_the_function_does(arrays: list[Any]) -> None:
     q, k, v, _ = arrays
     mod = ScoreMod(lambda s, b, h, i, j, slopes: s + slopes[i], np.zeros(4))
-    with pytest.raises(IndexError, match=r"^slopes \(array 0 of score_mod\) is read where it has no"):
+    with pytest.raises(IndexError, match=r"^slopes \(array 0 of score_mod\): index .* is out of bounds"):
         cufa.attention(q, k, v, score_mod=mod, backend="numpy")
 
 

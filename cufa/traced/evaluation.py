@@ -51,11 +51,13 @@ def _element(values: Mapping[str, Any], array: TracedArray, indices: Sequence[An
     for axis, index in enumerate(indices):
         least = np.min(index, initial=0)
         if least < 0:
-            raise IndexError(f"{array.title} is read where it has no element: index {least} of axis {axis}")
+            raise IndexError(
+                f"{array.title}: index {least} is out of bounds for axis {axis}; indices start at 0"
+            )
     try:
         return values[array.name][tuple(indices)]
     except IndexError as error:
-        raise IndexError(f"{array.title} is read where it has no element: {error}") from error
+        raise IndexError(f"{array.title}: {error}") from error
 
 
 def _widened(element: Any, kind: Kind, of_floats: np.dtype[Any] | None) -> Any:

@@ -47,7 +47,7 @@ def kind_of_dtype(dtype: np.dtype[Any]) -> Kind:
         return "int64" if dtype.itemsize == 8 or dtype == np.uint32 else "int32"
     if dtype.kind == "f" or dtype.name == "bfloat16":
         return "float"
-    raise TypeError(f"a dtype is {dtype}; it may be bool, an integer but uint64, or a float")
+    raise TypeError(f"a dtype is {dtype}; it may be bool, an integer except uint64, or a float")
 
 
 # The dtypes to cast to; others would have to drop bits or a sign, as NumPy's do.
@@ -114,14 +114,14 @@ class Expression:
         """
         name = np.dtype(dtype).name
         if name not in _CASTS:
-            raise TypeError(f"a traced value is made a {name}; it may be {', '.join(_CASTS)}")
+            raise TypeError(f"a traced value cannot be made {name}; it may be {', '.join(_CASTS)}")
         return _cast(self, kind_of_dtype(np.dtype(dtype)))
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Expression:
         """Called by NumPy for ufuncs with an expression among their arguments."""
         name = ufunc.__name__ if method == "__call__" else f"{ufunc.__name__}.{method}"
         if options:
-            raise TypeError(f"np.{name} was given {', '.join(options)}, which a traced function cannot have")
+            raise TypeError(f"np.{name} has the argument {', '.join(options)}, which cannot be traced")
         return apply(name, *inputs)
 
     def __array_function__(
@@ -143,22 +143,22 @@ class Expression:
 
     def __bool__(self) -> bool:
         raise TypeError(
-            "the truth of a traced value is asked for, by if, and, or, not, min(), max() or a chained "
-            "comparison; use np.where(condition, a, b), & | ~, np.minimum, np.maximum, (a <= b) & (b <= c)"
+            "a traced value cannot be tested by if, and, or, not, min(), max() or a chained comparison; "
+            "use np.where(condition, a, b), & | ~, np.minimum, np.maximum, (a <= b) & (b <= c)"
         )
 
     def __float__(self) -> float:
         raise TypeError(
-            "a traced value is made a number, by float() or a function of the math module; use NumPy's "
-            "functions, as in np.tanh(score), and .astype(np.float32)"
+            "a traced value cannot be made a number by float() or the math module; use NumPy's functions, as "
+            "in np.tanh(score), and .astype(np.float32)"
         )
 
     def __int__(self) -> int:
-        raise TypeError("a traced value is made a number, by int(); use np.floor or .astype(np.int32)")
+        raise TypeError("a traced value cannot be made a number by int(); use np.floor or .astype(np.int32)")
 
     def __index__(self) -> int:
         raise TypeError(
-            "a traced value is an index of what is no argument of the function; give the array to it, as in "
+            "a traced value can only index arrays that the function is given; give it the array, as in "
             "cufa.ScoreMod(function, table), and read table[q_idx, kv_idx] there"
         )
 
@@ -167,8 +167,8 @@ class Expression:
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise TypeError(
-            "a traced value is made an array, or indexes one; use NumPy's ufuncs and np.where, and give the "
-            "function an array that it reads, as in cufa.ScoreMod(function, table)"
+            "a traced value cannot be made an array or index one; use NumPy's ufuncs and np.where, and give "
+            "the function the arrays that it reads, as in cufa.ScoreMod(function, table)"
         )
 
 
@@ -196,7 +196,7 @@ class TracedArray:
                 raise TypeError(f"{self.title} is read at a {index.kind}; indices must be integers")
             if index.operation == "constant" and index.value < 0:
                 raise TypeError(
-                    f"{self.title} is read at {index.value}; indices begin with 0, none counts from the end"
+                    f"{self.title} is read at {index.value}; indices start at 0 and do not count from the end"
                 )
         return Expression("element", self.kind, of_axes, self)
 
@@ -214,7 +214,7 @@ def lifted(value: Any) -> Expression:
     if isinstance(value, Expression):
         return value
     if isinstance(value, TracedArray):
-        raise TypeError(f"{value.title} is computed with as a whole; read an element, as in slopes[h]")
+        raise TypeError(f"{value.title} is used as a whole; read an element, as in slopes[h]")
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
         value = value.item()
     if isinstance(value, bool):
@@ -227,12 +227,12 @@ def lifted(value: Any) -> Expression:
         return Expression("constant", "float", (), value)
     if hasattr(value, "shape"):
         raise TypeError(
-            "an array is no argument of the function; give it to it, as in cufa.ScoreMod(function, slopes), "
-            "and read an element of it there"
+            "an array is used that the function is not given; give it the array, as in "
+            "cufa.ScoreMod(function, slopes), and read an element there"
         )
     if value is None:
-        raise TypeError("None is no number; does the function, or one that it calls, lack a return?")
-    raise TypeError(f"{kind_of(value)} is no number; a traced function computes with numbers and returns one")
+        raise TypeError("None is not a number; is a return missing in the function, or in one that it calls?")
+    raise TypeError(f"{kind_of(value)} is not a number; a traced function takes and returns numbers")
 
 
 def apply(name: str, *operands: Any) -> Expression:
@@ -299,7 +299,7 @@ def _common(kinds: Kinds) -> Kind:
 def _arithmetic(name: str, kinds: Kinds) -> tuple[Kinds, Kind]:
     kind = _common(kinds)
     if kind == "bool":
-        raise TypeError(f"np.{name} is of bools alone; use & | ~ or np.where for those")
+        raise TypeError(f"np.{name} does not support bools alone; use & | ~ or np.where")
     return (kind,) * len(kinds), kind
 
 
@@ -318,7 +318,7 @@ def _logical(_: str, kinds: Kinds) -> tuple[Kinds, Kind]:
 def _bitwise(name: str, kinds: Kinds) -> tuple[Kinds, Kind]:
     kind = _common(kinds)
     if kind == "float" or (kind == "bool" and "shift" in name):
-        raise TypeError(f"np.{name} is of {' and '.join(kinds)}; it may be of integers")
+        raise TypeError(f"np.{name} is applied to {' and '.join(kinds)}; it needs integers")
     return (kind,) * len(kinds), kind
 
 
@@ -446,7 +446,7 @@ def _has_reciprocal(divisor: Expression) -> bool:
 
 def _unknown(name: str) -> str:
     known = ", ".join(sorted({*OPERATIONS, *_COMPOSED, *_SYNONYMS, "clip"}))
-    return f"np.{name} cannot be traced; what can is {known}"
+    return f"np.{name} cannot be traced; these can: {known}"
 
 
 def _as_product(base: Expression, exponent: Expression) -> Expression | None:
@@ -458,7 +458,7 @@ def _as_product(base: Expression, exponent: Expression) -> Expression | None:
             return functools.reduce(operator.mul, [base] * int(number))
     if _RANK[_common((base.kind, exponent.kind))] < _RANK["float"]:
         raise TypeError(
-            f"a power of integers is constant and from 1 to {_MOST_PRODUCTS}; use 1.0 * x for one of floats"
+            f"the power of an integer must be a constant from 1 to {_MOST_PRODUCTS}; for others, use 1.0 * x"
         )
     return None
 

@@ -295,7 +295,7 @@ def test_what_no_kernel_supports_is_refused_with_the_reason_of_each_that_takes_t
         (("--varlen", "3,x"), "'x' is no length"),
         (("--varlen", "3:-1"), "'3:-1' is no length"),
         (("--varlen", "3:,4"), "'3:' is no length"),
-        (("--varlen", "30", "--layout", "bhsd"), "packed sequences have none but 'bshd'"),
+        (("--varlen", "30", "--layout", "bhsd"), "packed sequences must be in 'bshd'"),
         (("--seqused-k", "3"), "seqused_k has shape (1,)"),
         (("--seqused-k", "3,x"), "'x' is not a valid integer."),
         (("--seqused-k", "3,2147483648"), "2147483648 is too large; there may be 2147483647"),

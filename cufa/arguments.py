@@ -271,7 +271,7 @@ def _tensors(
 
     dtype = dtype_name(dtypes["q"], "q", INPUT_DTYPES)
     if dtype == FLOAT8 and direction == "backward":
-        raise TypeError(f"q has dtype {dtype}, of which there are no gradients; it may be {one_of(DTYPES)}")
+        raise TypeError(f"q has dtype {dtype}, which has no gradients; it may be {one_of(DTYPES)}")
     kv_dtype = _key_dtype(direction, dtype, dtypes)
 
     heads, kv_heads = q[heads_axis], k[kv_heads_axis]
@@ -361,7 +361,7 @@ def _key_dtype(direction: Direction, dtype: str, dtypes: Mapping[str, Any]) -> s
     if k != v:
         raise TypeError(f"v has dtype {dtypes['v']} and k {dtypes['k']}; they must be the same")
     if k == FLOAT8 and direction == "backward":
-        raise TypeError(f"k has dtype {k}, of which there are no gradients; it may be {dtype} as q is")
+        raise TypeError(f"k has dtype {k}, which has no gradients; it may be {dtype}, like q")
     return k
 
 

@@ -263,7 +263,7 @@ def _import(array: Any, name: str) -> tuple[Any, Callable[[Any], Any]]:
     namespace = _exporting_namespace(array, name)
     if getattr(array, "requires_grad", False):  # its data would be read and the gradient silently lost
         raise TypeError(
-            f"{name} is {kind_of(array)} that requires a gradient, of which cufa keeps no record; "
+            f"{name} is {kind_of(array)} that requires a gradient, and cufa does not record gradients; "
             f"give {name}.detach()"
         )
     if getattr(array, "is_neg", bool)():  # likewise, its sign
@@ -367,7 +367,8 @@ def _check_no_mask(named: Mapping[str, Any]) -> None:
     for name, array in named.items():
         if isinstance(array, np.ma.MaskedArray):  # masked elements would silently be read
             raise TypeError(
-                f"{name} is {kind_of(array)}, of whose mask cufa knows nothing; give {name}.filled(...)"
+                f"{name} is {kind_of(array)}, and cufa does not support masked arrays; "
+                f"give {name}.filled(...)"
             )
 
 

@@ -355,13 +355,17 @@ def test_flash_attns_cache_in_8_bits_without_descales(rng):
         (
             {"v_cache": np.ma.zeros((2, 9, 2, 8), np.float32)},
             TypeError,
-            r"v_cache is a numpy\.ma\S*, of whose mask",
+            r"v_cache is a numpy\.ma\S*, and cufa does not support masked",
         ),
-        ({"v": np.ma.zeros((2, 2, 2, 8), np.float32)}, TypeError, r"v is a numpy\.ma\S*, of whose mask"),
+        (
+            {"v": np.ma.zeros((2, 2, 2, 8), np.float32)},
+            TypeError,
+            r"v is a numpy\.ma\S*, and cufa does not support masked",
+        ),
         (
             {"alibi_slopes": np.ma.zeros(4, np.float32)},
             TypeError,
-            r"alibi_slopes is a numpy\.ma\S*, of whose mask",
+            r"alibi_slopes is a numpy\.ma\S*, and cufa does not support masked",
         ),
     ],
 )
@@ -390,7 +394,7 @@ def test_a_masked_array_is_no_cache_to_write(rng):
     q, k_cache, v_cache = draw(rng, 3, 9)
     _, k, v = draw(rng, 3, 2)
     masked = np.ma.array(k_cache.copy())
-    with pytest.raises(TypeError, match=r"^k_cache is a numpy\.ma\S*, of whose mask"):
+    with pytest.raises(TypeError, match=r"^k_cache is a numpy\.ma\S*, and cufa does not support masked"):
         compat.flash_attn_with_kvcache(q, masked, v_cache, k, v, cache_seqlens=3)
     np.testing.assert_array_equal(masked.data, k_cache)
 
@@ -830,7 +834,9 @@ def test_errors_name_tensors_as_the_caller_does(rng, function):
 
 def test_errors_leave_words_and_values_as_they_are(rng):
     q, k, v = draw(rng, 6, 9)
-    message = r"^query is a numpy\.ma\S*, of whose mask cufa knows nothing; give query\.filled\(\.\.\.\)$"
+    message = (
+        r"^query is a numpy\.ma\S*, and cufa does not support masked arrays; give query\.filled\(\.\.\.\)$"
+    )
     with pytest.raises(TypeError, match=message):
         pytorchs(np.ma.array(q), k, v)
     mask = np.ma.array(np.ones((6, 9), bool))

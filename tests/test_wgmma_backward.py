@@ -107,7 +107,7 @@ def test_heads_are_in_parts_where_tiles_of_keys_are_few(call, parts):
 def test_rows_are_in_parts_where_heads_are_few_too(call, row_parts):
     plan = plan_of(call)
     assert plan.tiles["row_parts"] == dict(plan.macros)["ROW_PARTS"] == row_parts
-    assert ("that see a tile of keys are in" in str(plan)) == (row_parts > 1)
+    assert ("that see a tile of keys are split" in str(plan)) == (row_parts > 1)
     assert plan.tiles["parts"] * row_parts == dict(plan.macros)["PARTS"]
     if plan.tiles["parts"] > 1:
         assert plan_of(call, parts=plan.tiles["parts"]).tiles["row_parts"] == 1
@@ -323,7 +323,7 @@ def test_blocks_stay_unless_they_hold_one_tile_of_keys():
     ]:
         plan = plan_of(call)
         assert launch_of(plan, "key_tiles").grid == blocks
-        assert ("stays for others" in str(plan)) == (blocks <= H200.sm_count)
+        assert (", then the next" in str(plan)) == (blocks <= H200.sm_count)
 
 
 def test_whole_heads_must_fill_the_gpu_and_fit_in_its_l2_cache():
@@ -367,7 +367,7 @@ def test_how_the_sums_of_dq_come_about(call, expected):
     query_tiles = call.batch * call.heads * -(-call.seqlen_q // plan.tiles["block_m"])
     added = [part.shape for part in plan.scratch if part.name == "blocks added"]
     assert added == [(query_tiles, 2)] * turns
-    assert ("after that of the first keys" in str(plan)) == (expected == "kAfterFirst")
+    assert ("after the block with the first keys" in str(plan)) == (expected == "kAfterFirst")
     assert adding(plan_of(deterministic(replace(call, features=Features())))) in ("kAlone", "kInOrder")
 
 
@@ -375,7 +375,7 @@ def test_how_the_sums_of_dq_come_about(call, expected):
 def test_deterministic_blocks_add_in_order(head_dim):
     plan = plan_of(deterministic(problem(head_dim)))
     assert adding(plan) == "kInOrder"
-    assert "deterministic: blocks add to dQ in the order of their keys" in str(plan)
+    assert "deterministic: blocks add to each tile of dQ in the order of their keys" in str(plan)
 
 
 @pytest.mark.parametrize(
@@ -395,7 +395,7 @@ def test_deterministic_blocks_add_in_order(head_dim):
 def test_few_blocks_add_in_order_though_they_need_not_and_round(call, in_order):
     plan = plan_of(call)
     assert (adding(plan) == "kInOrder") == in_order
-    assert ("few blocks share dQ: blocks add to dQ in the order of their keys" in str(plan)) == in_order
+    assert ("few blocks share dQ: blocks add to each tile of dQ in the order of their keys" in str(plan)) == in_order
     assert rounds(plan) == in_order
     # It is the variant of deterministic calls.
     assert (plan.variant == plan_of(deterministic(call)).variant) == in_order

@@ -156,8 +156,8 @@ def _print(facts: dict[str, Any]) -> None:
 def _limits(gpu: dict[str, Any]) -> list[tuple[str, str]]:
     block, sm = output.size(gpu["smem_per_block"]), output.size(gpu["smem_per_sm"])
     return [
-        ("shared memory", f"{block} a block, {sm} an SM"),
-        ("registers", f"{gpu['registers_per_sm']:,} an SM, {gpu['registers_per_thread']} a thread"),
-        ("threads", f"{gpu['threads_per_sm']:,} an SM, in up to {gpu['blocks_per_sm']} blocks"),
+        ("shared memory", f"{block} per block, {sm} per SM"),
+        ("registers", f"{gpu['registers_per_sm']:,} per SM, {gpu['registers_per_thread']} per thread"),
+        ("threads", f"{gpu['threads_per_sm']:,} per SM, in up to {gpu['blocks_per_sm']} blocks"),
         ("L2 cache", output.size(gpu["l2_bytes"])),
     ]

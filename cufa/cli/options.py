@@ -225,7 +225,7 @@ def refuse_without_backward(left_out_by: str, features: FeatureOptions, **others
     asked = {"dlse": features.dlse, "deterministic": features.deterministic, **others}
     given = [f"--{name.replace('_', '-')}" for name, value in asked.items() if value]
     if given:
-        raise output.Failure(f"{', '.join(given)}: only gradients have that, which {left_out_by} leaves out")
+        raise output.Failure(f"{', '.join(given)}: only for gradients, which {left_out_by} leaves out")
 
 
 def key_window(text: str) -> Window:

@@ -96,8 +96,8 @@ def round_keys(problem: Problem, parts: int, threads: int, warps: int, *, overla
 
 def why_parts(parts: int, row_parts: int = 1) -> tuple[str, ...]:
     """What a plan says about the parts, and about the parts of their rows."""
-    heads = f"the query heads of a KV head are in {parts} parts, a block for each, to fill the SMs"
-    rows = f"the rows that see a tile of keys are in {row_parts} parts, a block for each"
+    heads = f"the query heads of a KV head are split into {parts} parts, one block each, to fill the SMs"
+    rows = f"the rows that see a tile of keys are split into {row_parts} parts, one block each"
     return (heads,) * (parts > 1) + (rows,) * (row_parts > 1)
 
 

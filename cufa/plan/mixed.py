@@ -63,7 +63,7 @@ def mix_of(problem: Problem, device: Device) -> Mix | None:
         by_two = min(in_a_row, on_half + max(0, time_of_many - on_half / 2))
     by_one = min(
         time_of_few + split_kv.price(many, device, like=problem),
-        wgmma.price(half_way, device) + time_of_many,
+        wgmma.price(half_way, device) + wgmma.price(many, device),
     )
     if by_two > by_one * (WORTHWHILE_IF_SURE if sure else WORTHWHILE):
         return None
@@ -71,8 +71,8 @@ def mix_of(problem: Problem, device: Device) -> Mix | None:
     where = "half of the SMs for each at first" if at_once else "one after the other"
     reason = (
         f"{FEW} for sequences of fewer than {MANY_QUERIES} queries beside {MANY} for others, {where}: about "
-        f"{by_two:.0f} us on an H200 if {many.batch} of {problem.batch} have all queries but one of each "
-        f"other, {by_one:.0f} by one kernel"
+        f"{by_two:.0f} us on an H200, {by_one:.0f} by one kernel, if {many.batch} of {problem.batch} "
+        "sequences are long and the others have one query each"
     )
     return Mix(few, many, at_once, reason)
 

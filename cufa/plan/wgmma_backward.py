@@ -230,15 +230,15 @@ def _section_macros(device: Device, stays: bool) -> tuple[Macro, ...]:
 
 
 def _how(problem: Problem, adding: Adding, rounds: bool, *, stay: bool) -> tuple[str, ...]:
-    stays = ", and stays for others" if stay else ""
-    works = f"a block works on one tile of keys{stays}"
+    in_turn = ", then the next" if stay else ""
+    works = f"a block processes one tile of keys{in_turn}"
     rounded = ("the last of them rounds dQ",) * rounds
     if adding is Adding.ALONE:
-        return (f"a block works on all keys of a head{stays}: its sums of dQ are its own", *rounded)
+        return (f"a block processes all keys of a head{in_turn}, so that it adds to dQ alone", *rounded)
     if adding is Adding.IN_ORDER:
         why = "deterministic" if problem.features.deterministic else "few blocks share dQ"
-        order = f"{why}: blocks add to dQ in the order of their keys, each tile of queries by itself"
+        order = f"{why}: blocks add to each tile of dQ in the order of their keys"
         return (works, order, *rounded)
     if adding is Adding.AFTER_FIRST:
-        return (works, "blocks add to dQ as they come, after that of the first keys")
+        return (works, "blocks add to dQ in any order, after the block with the first keys")
     return (works,)

@@ -69,7 +69,7 @@ class Tiles(Warpgroups):
         return None
 
     def __str__(self) -> str:
-        blocks = f", {self.blocks_per_sm} blocks an SM" if self.blocks_per_sm > 1 else ""
+        blocks = f", {self.blocks_per_sm} blocks per SM" if self.blocks_per_sm > 1 else ""
         parts = f", keys in {self.parts} parts" if self.parts > 1 else ""
         return (
             f"{self.block_m}x{self.block_n}, stages {self.stages}, query stages {self.query_stages}, "

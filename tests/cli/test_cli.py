@@ -91,7 +91,7 @@ def test_info_shows_a_gpu_and_its_limits(monkeypatch):
     assert facts["gpu"]["arch"] == "sm_90a"
     shown = run("info").stdout
     assert "H200, sm_90a, 132 SMs" in shown
-    assert "227 KiB a block" in shown
+    assert "227 KiB per block" in shown
 
 
 def test_info_shows_the_environment(monkeypatch):

@@ -212,7 +212,7 @@ def test_bench_says_that_a_plot_needs_matplotlib(monkeypatch, tmp_path):
         (("--seqlens", "16", "--head-dim", "300", "--direction", "both"), "head dim 300"),
         (
             ("--seqlens", "16", "--dtype", FLOAT8, "--direction", "backward"),
-            "of which there are no gradients",
+            "which has no gradients",
         ),
         (("--seqlens", "16", "--kernel", "fwd_1_naive"), "it needs a GPU"),
         (("--backend", "cuda"), "no GPU"),

@@ -181,7 +181,7 @@ def test_packed_sequences_with_keys_in_pages():
 
 def test_keys_in_pages_have_no_gradients_and_come_from_no_file(tmp_path):
     asked = ("run", *HEADS, "--page-size", 7)
-    assert "only gradients have that, which --page-size leaves out" in refused(*asked, "--dlse")
+    assert "only for gradients, which --page-size leaves out" in refused(*asked, "--dlse")
     assert "keys in pages have no gradients" in refused(*asked, "--backward")
     np.save(tmp_path / "x.npy", draw(0, 2, 3, 2, 8))
     files = [word for name in "qkv" for word in (f"--{name}", tmp_path / "x.npy")]

@@ -103,7 +103,7 @@ def test_a_ladder_cannot_be_causal_and_not():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--dtype", FLOAT8), "float8_e4m3fn, of which there are no gradients"),
+        (("--dtype", FLOAT8), "float8_e4m3fn, which has no gradients"),
         (("--head-dim", 300), "head dim 300"),
     ],
 )

@@ -81,9 +81,7 @@ def test_head_dims_without_gradients_are_larger():
     assert document["check"]["ok"]
     assert [step["direction"] for step in document["steps"]] == ["forward"]
     assert "head dim 300" in refused("run", *sizes, "--backward")
-    assert "--dlse: only gradients have that, which head dim 300 leaves out" in refused(
-        "run", *sizes, "--dlse"
-    )
+    assert "--dlse: only for gradients, which head dim 300 leaves out" in refused("run", *sizes, "--dlse")
 
 
 def test_run_without_backward():
@@ -121,9 +119,7 @@ def test_keys_and_values_alone_in_8_bits(tmp_path):
     (step,) = document["steps"]
     assert (step["problem"]["dtype"], step["problem"]["kv_dtype"]) == ("bfloat16", FLOAT8)
     assert document["check"]["ok"]
-    assert "k has dtype float8_e4m3fn, of which there are no gradients" in refused(
-        "run", *SMALL, *asked, "--backward"
-    )
+    assert "k has dtype float8_e4m3fn, which has no gradients" in refused("run", *SMALL, *asked, "--backward")
     assert "k has dtype float8_e4m3fn and q float32" in refused("run", *SMALL, *of_keys)
     (point,) = run_json("bench", *asked, "--seqlens", 32, "--batch", 1, "--repeats", 1)["points"]
     assert point["direction"] == "forward"
@@ -167,7 +163,7 @@ def test_8_bit_floats_that_are_wrong_are_found(monkeypatch, index, result, score
     ids=lambda options: options[0],
 )
 def test_options_of_gradients_are_refused_without_them(options):
-    said = f"error: {options[0]}: only gradients have that, which --no-backward leaves out"
+    said = f"error: {options[0]}: only for gradients, which --no-backward leaves out"
     assert refused("run", *SMALL, "--no-backward", *options) == said
 
 
@@ -184,9 +180,7 @@ def test_options_of_gradients_are_refused_without_them(options):
 )
 def test_what_times_no_gradients_refuses_their_options(arguments, left_out_by):
     message = refused(*arguments, "--dlse", "--deterministic")
-    assert message == (
-        f"error: --dlse, --deterministic: only gradients have that, which {left_out_by} leaves out"
-    )
+    assert message == (f"error: --dlse, --deterministic: only for gradients, which {left_out_by} leaves out")
 
 
 @pytest.mark.parametrize("change", [lambda x: x + 1e-4, lambda x: np.nan, lambda x: np.inf])

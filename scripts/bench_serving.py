@@ -11,7 +11,7 @@ Without FlashInfer only cufa is timed. FlashInfer compiles its kernels by nvcc w
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ class Batch:
     name: str
     queries: tuple[int, ...]
     keys: tuple[int, ...]
+    heads: int = HEADS
+    kv_heads: int = KV_HEADS
 
     @property
     def pairs(self) -> int:
@@ -80,12 +82,20 @@ def mixed(new: int, count: int, longest: int) -> Batch:
     )
 
 
+def on_one_of(gpus: int, batch: Batch) -> Batch:
+    """The batch on one of several GPUs that share a model's heads."""
+    heads, kv_heads = batch.heads // gpus, batch.kv_heads // gpus
+    return replace(batch, name=f"{batch.name}, {heads}/{kv_heads} heads", heads=heads, kv_heads=kv_heads)
+
+
 BATCHES = (
     Batch("a prompt of 8,192", (8192,), (8192,)),
     prompts(8, 4096),
     prompts(64, 1024),
     chunk(2048, 30_720),
     chunk(512, 7_680),
+    on_one_of(4, chunk(512, 7_680)),
+    on_one_of(8, chunk(512, 15_872)),
     mixed(1024, 63, 8192),
     mixed(512, 255, 2048),
     decode(32, 8192, new=4),
@@ -111,8 +121,8 @@ class Inputs:
     def draw(cls, batch: Batch) -> "Inputs":
         pages = max(-(-keys // PAGE_SIZE) for keys in batch.keys)
         table = torch.randperm(len(batch.keys) * pages, device="cuda").reshape(len(batch.keys), pages)
-        cache = len(batch.keys), pages * PAGE_SIZE, KV_HEADS, HEAD_DIM
-        q = torch.randn((sum(batch.queries), HEADS, HEAD_DIM), dtype=DTYPE, device="cuda")
+        cache = len(batch.keys), pages * PAGE_SIZE, batch.kv_heads, HEAD_DIM
+        q = torch.randn((sum(batch.queries), batch.heads, HEAD_DIM), dtype=DTYPE, device="cuda")
         k, v = (in_pages(torch.randn(cache, dtype=DTYPE, device="cuda"), table, PAGE_SIZE) for _ in range(2))
         starts = np.cumsum([0, *batch.queries])
         as_integers = partial(torch.tensor, dtype=torch.int32, device="cuda")
@@ -141,7 +151,7 @@ def flashinfer_calls(
     last = as_integers(
         [keys - (count - 1) * PAGE_SIZE for keys, count in zip(batch.keys, counts, strict=True)]
     )
-    heads = HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE
+    heads = batch.heads, batch.kv_heads, HEAD_DIM, PAGE_SIZE
 
     def planned_prefill(backend: str) -> tuple[Any, Call]:
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
@@ -167,9 +177,9 @@ def flashinfer_calls(
     return calls, plan_seconds
 
 
-def check(calls: dict[str, Call]) -> None:
+def check(batch: Batch, calls: dict[str, Call]) -> None:
     """That all compute the same."""
-    expected = torch.from_dlpack(calls["cufa"]()).reshape(-1, HEADS, HEAD_DIM)
+    expected = torch.from_dlpack(calls["cufa"]()).reshape(-1, batch.heads, HEAD_DIM)
     for name in calls.keys() - {"cufa"}:
         bench_peers.check_alike(name, calls[name](), "cufa", expected)
 
@@ -192,10 +202,10 @@ def main(chosen: Sequence[str], backends: Sequence[str], rounds: int) -> None:
             inputs = Inputs.draw(batch)
             calls, plan_seconds = flashinfer_calls(batch, inputs, backends) if version else ({}, {})
             calls = {"cufa": cufa_call(batch, inputs), **calls}
-            check(calls)
+            check(batch, calls)
             seconds = bench_peers.times_of(calls, rounds, lambda _: other.sum())
-            described = {"batch": batch.name, "flops": 4 * batch.pairs * HEADS * HEAD_DIM}
-            described["bytes"] = 2 * sum(batch.keys) * KV_HEADS * HEAD_DIM * DTYPE.itemsize
+            described = {"batch": batch.name, "flops": 4 * batch.pairs * batch.heads * HEAD_DIM}
+            described["bytes"] = 2 * sum(batch.keys) * batch.kv_heads * HEAD_DIM * DTYPE.itemsize
             measured["points"].append(described | {"seconds": seconds, "plan_seconds": plan_seconds})
             told = ", ".join(f"{name} {each * 1e6:.1f} us" for name, each in seconds.items())
             print(f"{batch.name}: {told}", flush=True)

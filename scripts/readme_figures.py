@@ -489,9 +489,10 @@ def serving(record: Row) -> str:
     ]
     plans = statistics.median(min(point["plan_seconds"].values()) for point in points)
     caption = (
-        f"{record['heads']}/{record['kv_heads']} heads of {record['head_dim']} in bfloat16, keys in shuffled "
-        f"pages of {record['page_size']}, causal. Lengths range from a sixteenth of the longest to the "
-        "longest. TB/s counts the bytes of K and V. Compared with the fastest FlashInfer kernel for each "
+        f"{record['heads']}/{record['kv_heads']} heads, unless the row names others, of {record['head_dim']} "
+        f"in bfloat16, keys in shuffled pages of {record['page_size']}, causal. Lengths range from a "
+        "sixteenth of the longest to the longest. TB/s counts the bytes of K and V. Compared with the "
+        "fastest FlashInfer kernel for each "
         f"batch, cufa is {statistics.geometric_mean(fastest):.2f} times as fast (geometric mean; worst "
         f"{min(fastest):.2f}). FlashInfer's planning on the host for these lengths is not counted; its "
         f"median is {duration(plans)}. Measured on an {record['gpu']}, driver {record['driver']}, FlashInfer "

@@ -395,7 +395,9 @@ def test_deterministic_blocks_add_in_order(head_dim):
 def test_few_blocks_add_in_order_though_they_need_not_and_round(call, in_order):
     plan = plan_of(call)
     assert (adding(plan) == "kInOrder") == in_order
-    assert ("few blocks share dQ: blocks add to each tile of dQ in the order of their keys" in str(plan)) == in_order
+    assert (
+        "few blocks share dQ: blocks add to each tile of dQ in the order of their keys" in str(plan)
+    ) == in_order
     assert rounds(plan) == in_order
     # It is the variant of deterministic calls.
     assert (plan.variant == plan_of(deterministic(call)).variant) == in_order

@@ -208,9 +208,7 @@ def test_compile_for_transposed_values():
     (row,) = run_json(*asked, "--dtype", "float8_e4m3fn")
     assert row["transposed_values"]
     assert [entry["name"] for entry in row["entries"]] == list(KERNELS["fwd_7_fp8"].entries)
-    assert "in packed sequences or pages" in refused(
-        *asked, "--dtype", "float8_e4m3fn", "--varlen"
-    )
+    assert "in packed sequences or pages" in refused(*asked, "--dtype", "float8_e4m3fn", "--varlen")
     assert "--transposed-values is for float8_e4m3fn" in refused(*asked, "--dtype", "float16")
 
 

@@ -217,6 +217,8 @@ def check_descales(**descales: object) -> None:
 
 
 def _finite(name: str, value: float, or_else: str = "") -> float:
+    if type(value) is not float and getattr(value, "requires_grad", False):  # it would be lost silently
+        raise TypeError(f"{name} requires a gradient, and cufa does not record gradients; give a number")
     try:
         finite = math.isfinite(value)
     except (TypeError, ValueError):

@@ -395,9 +395,21 @@ def calls(problem: Problem, **options: Any) -> Iterator[Callable[[], Any]]:
         yield lambda: cufa.plan(q, k, v, arch="sm_80", **options)
 
 
+class Learnable(float):
+    """A number like PyTorch's tensor of no axes that records gradients."""
+
+    requires_grad = True
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        (
+            {"softmax_scale": Learnable(0.5)},
+            TypeError,
+            "softmax_scale requires a gradient, and cufa does not",
+        ),
+        ({"softcap": Learnable(20)}, TypeError, "softcap requires a gradient, and cufa does not"),
         ({"softmax_scale": "big"}, TypeError, "softmax_scale is 'big'; it may be a number or None"),
         ({"softmax_scale": [1.0]}, TypeError, "softmax_scale is [1.0]; it may be a number or None"),
         ({"softmax_scale": np.array("big")}, TypeError, "softmax_scale is array('big'"),

@@ -171,6 +171,6 @@ def test_the_registry_says_why_a_kernel_cannot_run():
     newer = replace(KERNELS["fwd_1_naive"], min_capability=(9, 0))
     assert newer.unsupported(forward, device) == "fwd_1_naive needs sm_90 or newer, and the arch is sm_75"
     narrow = replace(KERNELS["fwd_1_naive"], max_head_dim=32)
-    assert "head dims to 32" in narrow.unsupported(forward, device)
+    assert "head dims up to 32" in narrow.unsupported(forward, device)
     half = replace(KERNELS["fwd_1_naive"], dtypes=("float32",))
     assert "supports float32" in half.unsupported(forward, device)

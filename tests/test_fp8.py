@@ -118,6 +118,13 @@ def test_keys_are_parted_where_sms_would_be_idle(batch, heads, seqlen, causal, p
     assert [launch.entry for launch in plan.launches] == ["clear_counts", NAME][parts == 1 :]
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(32768, 4096), (8192, 100)])
+def test_many_tiles_are_not_parted_where_most_rows_see_no_key(queries, keys):
+    """Parts would take several times the memory of the output."""
+    call = replace(problem(64, causal=True), batch=64, heads=64, kv_heads=64, seqlen_q=queries, seqlen_k=keys)
+    assert make_plan(call, H200, NAME).workspace_bytes == 0
+
+
 PARTED = [
     (head_dim, causal, tiles)
     for head_dim, causal, turned in itertools.product((64, 128, 192, 256), (False, True), (False, True))

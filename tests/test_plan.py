@@ -43,9 +43,11 @@ HEAD_DIMS = [(dim, dim) for dim in EQUAL_DIMS] + UNEQUAL_DIMS
 
 # Rows of keys of the Hopper backward's tiles, 64 of them for each warpgroup or for two.
 HOPPER_BACKWARD_KEYS = {"bwd_4_wgmma": 128, "bwd_5_wgmma_wide": 64}
+# What the workspace of these has, whatever the lengths, if keys are split.
+HOPPER_FORWARDS, FORWARD_COUNT = ("fwd_6_wgmma", "fwd_7_fp8"), {"tiles taken": (4,)}
 # Of sums of two halves.
 IN_HALVES = ("fwd_9_float32", "bwd_6_float32")
-# What the workspace of the former has, whatever the lengths, whose blocks stay for many tiles.
+# What the workspace of a backward has, whatever the lengths, whose blocks stay for many tiles.
 HOPPER_COUNT = {"bwd_4_wgmma": {"tiles of keys taken": (1,)}}
 
 
@@ -55,7 +57,11 @@ def rounds_dq(plan: Plan) -> bool:
 
 
 # Keys or heads that are in parts, for which there is a workspace.
-IN_PARTS = {"fwd_8_split_kv": {"splits": 2}, **{kernel: {"parts": 2} for kernel in HOPPER_BACKWARD_KEYS}}
+IN_PARTS = {
+    **{kernel: {"parts": 2, "block_m": 128, "blocks_per_sm": 1} for kernel in HOPPER_FORWARDS},
+    "fwd_8_split_kv": {"splits": 2},
+    **{kernel: {"parts": 2} for kernel in HOPPER_BACKWARD_KEYS},
+}
 
 
 def dim_for(kernel: str, dim: int) -> int:
@@ -352,11 +358,16 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
     plan = plan_of(kernel, tiles=IN_PARTS.get(kernel), dtype=dtype, **dims)
     rows = (2, 4, 300)
     matrix = (*rows, 400)
+    in_parts = 2 * (2 * 4 * 3)
+    of_parts = {"parts there": (in_parts * 2,), "parts": (in_parts, 2, 128 * (48 // 2 + 4))}
     expected: dict[str, dict[str, tuple[int, ...]]] = {
         "fwd_1_naive": {"P": matrix},
         "fwd_2_online_softmax": {"P": matrix},
         "fwd_3_flash_v1": {"O": (*rows, 40), "l": rows, "m": rows},
         "fwd_4_flash_v2": {},
+        # Two parts of each tile of 128 queries. Of two rows, a thread has a quarter of the 40 sums in whole
+        # sixteens, and the softmax's two.
+        **{kernel: {**FORWARD_COUNT, **of_parts} for kernel in HOPPER_FORWARDS},
         # For each part of the keys 40 sums in whole sixteens, and the softmax's two in as much as four.
         "fwd_8_split_kv": {"parts of rows": (*rows, 2, 48 + 4)},
         # Tiles of 128 queries, or keys, each a panel of either half and a unit a row; for keys two of each.
@@ -397,9 +408,14 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_workspace_grows_as_the_registry_says(kernel: str) -> None:
-    fixed = 4 if kernel in HOPPER_COUNT else 1024 if kernel in IN_HALVES else 0
+    fixed = {
+        **dict.fromkeys(HOPPER_FORWARDS, 16),
+        **dict.fromkeys(HOPPER_COUNT, 4),
+        **dict.fromkeys(IN_HALVES, 1024),
+    }
     small, large = (
-        plan_of(kernel, tiles=IN_PARTS.get(kernel), seqlen_q=n, seqlen_k=n).workspace_bytes - fixed
+        plan_of(kernel, tiles=IN_PARTS.get(kernel), seqlen_q=n, seqlen_k=n).workspace_bytes
+        - fixed.get(kernel, 0)
         for n in (1024, 2048)
     )
     grows = {"none": 0, "O(N)": 2, "O(N^2)": 4}[KERNELS[kernel].memory]

@@ -12,6 +12,7 @@ from cufa.device import Device
 from cufa.kernels import KERNELS
 from cufa.plan import best_kernel, make_plan
 from cufa.plan.choice import query_tiles
+from cufa.plan.pace import seen_keys
 from cufa.plan.record import NOT_PARTED, Parting
 from cufa.plan.wgmma_tiles import CUT_PACES, MOST_VALUE_DIM, PACES, Tiles, parts_leave_registers
 from cufa.problem import Features, Problem
@@ -286,6 +287,21 @@ def test_keys_are_parted_where_sms_would_be_idle(batch, heads, seqlen, head_dim,
     assert (plan.parting == NOT_PARTED) == (parts == 1)
     assert [launch.entry for launch in plan.launches] == ["clear_counts", NAME][parts == 1 :]
     assert (plan.workspace_bytes > 0) == (parts > 1)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(4096, 4096), (1024, 5120), (5120, 1024)])
+def test_rows_before_the_first_key_see_none(queries, keys):
+    call = replace(problem(causal=True), seqlen_q=queries, seqlen_k=keys)
+    tiles = Tiles(128, 64, 2, 1, 64)
+    ends = [max(0, min(queries, row + 128) + keys - queries) for row in range(0, queries, 128)]
+    in_whole_tiles = sum(-(-end // 64) * 64 for end in ends) / len(ends)
+    assert seen_keys(call, tiles) == pytest.approx(in_whole_tiles, rel=0.1)
+
+
+def test_many_tiles_are_not_parted_where_most_rows_see_no_key():
+    """Parts would take several times the memory of the output."""
+    call = replace(long_problem(200, 64, 8192, 128, causal=True), seqlen_k=100)
+    assert plan_of(call).workspace_bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -350,7 +350,7 @@ _LADDER = (
         entries=("seen_tiles", "clear_counts", "fwd_6_wgmma"),
         idea="Hopper: some warps copy (TMA), warpgroups multiply (wgmma) while others compute the softmax",
         paper="Shah et al. 2024, Algorithm 2",
-        memory="none",
+        memory="O(N)",
         features=frozenset(
             (
                 *("window", "softcap", "bias", "alibi_slopes", "sink", "dropout_p", "cu_seqlens"),
@@ -364,7 +364,7 @@ _LADDER = (
         entries=("clear_counts", "fwd_7_fp8"),
         idea="Hopper: 8-bit operands; V is transposed on its way to the product unless it is stored so",
         paper="Shah et al. 2024, section 3.3",
-        memory="none",
+        memory="O(N)",
         dtypes=(FLOAT8,),
         reads_transposed=True,
         features=frozenset(("window", "softcap", "sink", "cu_seqlens", "seqused_k", "block_table")),

@@ -99,7 +99,9 @@ def seen_keys(problem: Problem, tiles: TileSizes) -> float:
     rows = problem.seqlen_q // problem.packed_sequences
     if is_cut(problem) and rows:
         # At each edge, rows of a tile end up to block_m keys apart, and whole tiles add half a tile of keys.
-        edges = _edges(problem)
+        edges: float = _edges(problem)
+        if problem.causal:
+            edges *= min(1, keys / rows)  # rows before the first key see none
         seen = problem.visible_scores / rows + edges * tiles.block_m / 2
         if seen < keys:
             return min(seen + edges * tiles.block_n / 2, round_up(keys, tiles.block_n))

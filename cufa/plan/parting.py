@@ -111,7 +111,11 @@ def fastest(
         if varies and _tiles_on_average(problem, tiles) >= device.sm_count:
             continue  # all tiles would be split
         key_tiles = _key_tiles(problem, tiles)
-        if sum(key_tiles) == 0 or _time_of_all(problem, tiles, pace, key_tiles) / device.sm_count > least:
+        if sum(key_tiles) == 0:
+            continue
+        mean = _time_of_all(problem, tiles, pace, key_tiles) / device.sm_count
+        # Parts save at most the time by which blocks end apart without them, which is less than a tile's.
+        if mean > min(least, worth_it * (mean + _time_of_tile(tiles, pace, max(key_tiles)))):
             continue
         for parts in range(2, MOST_PARTS + 1):
             if _unsuited_parts(problem, key_tiles, parts) is None:
@@ -126,12 +130,11 @@ def _time(
     problem: Problem, tiles: TileSizes, pace: Pace, key_tiles: list[int], parts: int, blocks: int
 ) -> float:
     """Nanoseconds until all blocks finish."""
-    of_key_tile = tiles.block_m * tiles.block_n * pace.of_score
     of_part = OF_PART + OF_PART_BYTE * tiles.block_m * problem.value_dim * ACCUMULATOR_BYTES
 
     def time_of(keys: int, count: int) -> float:
         """The time of one of `count` parts of `keys` tiles of keys."""
-        return ceil_div(keys, count) * of_key_tile + pace.of_tile + of_part * (count > 1)
+        return _time_of_tile(tiles, pace, ceil_div(keys, count)) + of_part * (count > 1)
 
     if not problem.causal and not _varies(problem):
         rounds, left = divmod(query_tiles(problem, tiles), blocks)
@@ -152,9 +155,13 @@ def _time(
 
 def _time_of_all(problem: Problem, tiles: TileSizes, pace: Pace, key_tiles: list[int]) -> float:
     """The time of all tiles together if none is split."""
-    of_key_tile = tiles.block_m * tiles.block_n * pace.of_score
-    of_head = sum(key_tiles) * of_key_tile + len(key_tiles) * pace.of_tile
+    of_head = sum(_time_of_tile(tiles, pace, keys) for keys in key_tiles)
     return problem.batch * problem.heads * of_head
+
+
+def _time_of_tile(tiles: TileSizes, pace: Pace, keys: int) -> float:
+    """The time of a tile of queries that looks at this many tiles of keys."""
+    return keys * tiles.block_m * tiles.block_n * pace.of_score + pace.of_tile
 
 
 def _tiles_on_average(problem: Problem, tiles: TileSizes) -> int:

@@ -8,7 +8,8 @@ import pytest
 import cufa
 from cufa import jit
 from cufa.device import Device
-from cufa.plan import make_plan, mixed
+from cufa.plan import make_plan, mixed, wgmma_tiles
+from cufa.plan.choice import sizes_of
 from cufa.problem import Features, Problem
 
 H200 = Device.of("sm_90a")
@@ -86,6 +87,16 @@ def test_how_many_have_many_queries_if_the_longest_is_known():
     assert unknown.many.batch == 1
     assert known.many.batch == 4
     assert known.many.seqlen_q <= 500
+
+
+def test_tiles_are_the_fastest_without_parts_of_keys():
+    few_heads = call(1000, 4, 2000, heads=8, kv_heads=1, head_dim=64, value_dim=64, causal=False)
+    known_lengths = mixed.alike(few_heads, 1, 997)
+    assert wgmma_tiles.fastest_tiles(known_lengths, H200)[0].parts > 1
+    many = mixed.mix_of(few_heads, H200).many
+    expected, _ = wgmma_tiles.fastest_tiles(many, H200)
+    assert make_plan(few_heads, H200).beside.tiles == sizes_of(expected)
+    assert expected.parts == 1
 
 
 def test_who_asks_for_a_kernel_or_tiles_gets_one():

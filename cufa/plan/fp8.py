@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from cufa.device import Device
@@ -206,8 +206,6 @@ def _most_warpgroups(problem: Problem) -> int:
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_7_fp8`: blocks that stay for many tiles."""
     best, _ = _fastest(problem, device)
-    if tiles:
-        best = replace(best, parts=1)  # other tiles may not allow those parts
     chosen, grid = choose_persistent(problem, device, tiles, best, _cost)
     sizes = chosen.tiles
     main = Launch("fwd_7_fp8", grid, sizes.threads, chosen.cost.smem_bytes)

@@ -74,7 +74,7 @@ def mix_of(problem: Problem, device: Device) -> Mix | None:
         f"{by_two:.0f} us on an H200, {by_one:.0f} by one kernel, if {many.batch} of {problem.batch} "
         "sequences are long and the others have one query each"
     )
-    return Mix(few, many, at_once, reason)
+    return Mix(few, beside, at_once, reason)
 
 
 def _few_and_many(problem: Problem) -> tuple[Problem, Problem] | None:

@@ -65,8 +65,6 @@ def forward(
     The tiles are those for `typical` if it is given.
     """
     best, _ = fastest_tiles(typical or problem, device)
-    if tiles or typical:
-        best = replace(best, parts=1)  # other tiles, and a call beside another, may not allow those parts
     chosen, grid = choose_persistent(problem, device, tiles, best, _forward_cost)
     sizes = chosen.tiles
     if problem.features.mask is not None and sizes.block_n % WORD_BITS:

@@ -57,6 +57,8 @@ def choose_persistent(
     def as_launched(tiles: T) -> Cost:
         return replace(cost_of(problem, tiles), registers=tiles.registers_at_start)
 
+    if overrides:
+        best = replace(best, parts=1)  # other tiles may not allow those parts
     chosen = Candidates(device, (best,), as_launched).choose(problem, overrides)
     sizes = chosen.tiles
     needed = cost_of(problem, sizes).registers

@@ -180,6 +180,15 @@ def test_keys_in_parts(rng, dims, lengths, causal, transposes, parts):
             np.testing.assert_array_equal(now.view(np.uint8), expected.view(np.uint8))
 
 
+@pytest.mark.parametrize(
+    ("dims", "parts", "features"),
+    [((64, 64), 3, {"packed", "causal", "sink"}), ((128, 48), 4, {"block_table", "seqused_k"})],
+)
+def test_keys_in_parts_whose_number_is_not_known(rng, dims, parts, features):
+    sizes = {"seqlen_q": 250, "seqlen_k": 700, "head_dim": dims[0], "head_dim_v": dims[1]}
+    check_features(rng, features, sizes, tiles={"parts": parts})
+
+
 def test_groups_batches_and_strides(rng):
     problem = draw(rng, 100, 150, batch=2, heads=6, kv_heads=2, layout="packed")
     run(problem, random_descales(rng, 2, 2))
@@ -315,25 +324,26 @@ def test_a_mistake_about_transposed_values_is_seen(rng, tmp_path, what):
     ids=lambda value: feature_id(value) if isinstance(value, frozenset) else str(value),
 )
 def test_features(rng, dims, features):
-    check_features(rng, dims, features)
+    check_features(rng, features, drawn_sizes(rng, dims))
 
 
 @pytest.mark.parametrize(
     "features", [{"window", "sink"}, {"softcap", "seqused_k"}, {"causal", "seqused_k"}], ids=feature_id
 )
 def test_features_with_transposed_values(rng, features):
-    check_features(rng, DIMS[1], features, transposed=True)
+    sizes = drawn_sizes(rng, DIMS[1])
+    sizes["seqlen_k"] = round_up(sizes["seqlen_k"], 4)
+    check_features(rng, features, sizes, transposed=True)
 
 
-def check_features(rng, dims, features, transposed=False):
-    """Run a drawn case of these features, clean and with NaN in the unseen.
-
-    Beside transposed values keys are a multiple of four.
-    """
+def drawn_sizes(rng, dims):
+    """Random lengths, and these head dims."""
     seqlen_q, seqlen_k = (int(length) for length in rng.integers(1, 280, 2))
-    if transposed:
-        seqlen_k = round_up(seqlen_k, 4)
-    sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": dims[0], "head_dim_v": dims[1]}
+    return {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": dims[0], "head_dim_v": dims[1]}
+
+
+def check_features(rng, features, sizes, transposed=False, tiles=None):
+    """Run a drawn case of these features, clean and with NaN in the unseen."""
     case = draw_case(rng, FLOAT8, features, page_sizes=HOPPER_PAGE_SIZES, **sizes)
     for hidden in (False, True):
         if hidden:
@@ -341,6 +351,10 @@ def check_features(rng, dims, features, transposed=False):
         problem = with_values_transposed(case.problem) if transposed else case.problem
         with np.errstate(invalid="ignore"):
             out, lse = calls.attention(
-                problem.q, problem.k, problem.v, kernel=KERNEL, device=DEVICE, **case.emulator_forward
+                *(problem.q, problem.k, problem.v),
+                kernel=KERNEL,
+                tiles=tiles,
+                device=DEVICE,
+                **case.emulator_forward,
             )
             assert_float8(out, lse, problem, **case.forward)

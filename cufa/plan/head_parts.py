@@ -81,7 +81,7 @@ def check_parts(problem: Problem, tiles: object, parts: int) -> None:
 
 
 def key_sums(problem: Problem, parts: int) -> tuple[Scratch, ...]:
-    """The gradients of keys and values for each part of the heads: key_sums.cuh's KeySums."""
+    """The gradients of keys and values for each part: key_sums.cuh's KeySums."""
     if parts == 1:
         return ()
     cols = sum(round_up(dim, KEY_SUMS_STEP) for dim in (problem.head_dim, problem.value_dim))

@@ -86,7 +86,8 @@ class Parting:
     """How blocks get tiles of queries if the keys of some tiles are split among blocks (params.cuh).
 
     There are `count` work items: the first `whole` are tiles with all their keys, the others come in `parts`
-    parts each. Or the items are the parts of each head that `places` lists, in that order.
+    parts each, or fewer if they see fewer tiles of keys. Or the items are the parts of each head that
+    `places` lists, in that order.
     """
 
     whole: int = 0

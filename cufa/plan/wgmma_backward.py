@@ -152,9 +152,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
         seen_launch(problem, seen, HELPER_THREADS, helper_warps),
         Launch("row_sums", row_blocks, HELPER_THREADS),
         Launch("key_tiles", key_blocks, THREADS, smem_bytes, overlaps=overlaps),
-        round_keys(
-            problem, tiles.all_parts, HELPER_THREADS, HELPER_THREADS // device.warp_size, overlaps=True
-        ),
+        round_keys(problem, tiles.all_parts, HELPER_THREADS, helper_warps, overlaps=True),
         Launch("round_queries", round_blocks, HELPER_THREADS, round_smem_bytes, overlaps=overlaps),
         array_launch(problem, HELPER_THREADS),
         sink,

@@ -93,8 +93,9 @@ struct WorkTile : Lengths, KeysOf<kPartsKeys>::type {
 // so larger sections would keep memory busy at first and idle later. A rest of heads, as of 12 if a
 // section has 8, joins the last section: on their own they would start long work late.
 //
-// Where keys are split, a head's parts take the place of its tiles, in an order that the host
-// chooses. But if all rows see the same keys, only the last tiles are split.
+// Where keys are split, the parts of a tile follow each other in its place. But if kPartsListed, a
+// head's parts take the place of its tiles, in an order that the host chooses. If all rows see the
+// same keys, and the host knows how many, only the last tiles are split.
 template <int BlockM, int SectionBytes>
 struct TileOrder {
     const ForwardParams& call;

@@ -1,4 +1,4 @@
-// How warpgroups write sums of the gradients of keys that cover only a part of the query heads.
+// How warpgroups write sums of the gradients of keys that cover only a part of the queries.
 #pragma once
 
 #include "gradients/key_sums.cuh"

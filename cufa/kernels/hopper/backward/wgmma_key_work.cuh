@@ -1,6 +1,6 @@
 // The work of a block of the Hopper backward: its tiles of keys, its part of the query heads that
-// share them, their order, the tiles of queries that see the keys, and how its dQ is added to that
-// of other blocks.
+// share them and of their rows, their order, the tiles of queries that see the keys, and how its dQ
+// is added to that of other blocks.
 #pragma once
 
 #include "call/schedule.cuh"
@@ -38,8 +38,8 @@ struct HeadRange {
     int begin, end;
 };
 
-// A tile of keys, and the part of the query heads for which a block processes it. Batch -1 means
-// that none is left.
+// A tile of keys, and the part of the queries for which a block processes it. Batch -1 means that
+// none is left.
 struct KeyWork : Lengths {
     int batch, part, first_key;
 

@@ -101,7 +101,7 @@ struct QuerySums {
 };
 
 // The workspace: the sums of dQ, tile by tile; the statistics of rows; sums of dK and dV if blocks
-// have parts of the heads; if blocks take turns, how many have added each warpgroup's part of a
+// have parts of the queries; if blocks take turns, how many have added each warpgroup's part of a
 // tile; if blocks process many tiles of keys, how many were taken.
 template <int BlockM, class Sums>
 struct Workspace {

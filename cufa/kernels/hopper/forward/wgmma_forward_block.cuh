@@ -104,8 +104,9 @@ __device__ inline KeyRange key_tiles_of(const ForwardParams& call, const WorkTil
     return keys;
 }
 
-// Whether there is such a part, where only the GPU knows how many tiles of keys are to be split: a
-// part has at least one. A template, because tiles may have no parts.
+// Where only the GPU knows how many tiles of keys are to be split, limits their parts, each of
+// which has at least one. Returns whether this part is left. A template, because tiles may have no
+// parts.
 template <class Work>
 __device__ inline bool has_part(const ForwardParams& call, Work& work) {
     if constexpr (kPartsVary) {

@@ -155,7 +155,8 @@ def _time(
 
 def _time_of_all(problem: Problem, tiles: TileSizes, pace: Pace, key_tiles: list[int]) -> float:
     """The time of all tiles together if none is split."""
-    of_head = sum(_time_of_tile(tiles, pace, keys) for keys in key_tiles)
+    scores = sum(key_tiles) * tiles.block_m * tiles.block_n
+    of_head = scores * pace.of_score + len(key_tiles) * pace.of_tile
     return problem.batch * problem.heads * of_head
 
 

@@ -20,8 +20,7 @@ from cufa.plan.hopper import (
     panel_tile_bytes,
 )
 from cufa.plan.pace import Pace, is_cut, memory_time
-from cufa.plan.record import Launch, Part, TensorBox
-from cufa.plan.wgmma_forward import (
+from cufa.plan.persistent import (
     FINDINGS_BYTES,
     OVERHEAD_REGISTERS,
     START,
@@ -32,6 +31,7 @@ from cufa.plan.wgmma_forward import (
     launches_of_parts,
     parts_bytes,
 )
+from cufa.plan.record import Launch, Part, TensorBox
 from cufa.plan.wgmma_tiles import Tiles, fastest_in_parts
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up

@@ -22,9 +22,7 @@ from cufa.plan.hopper import (
     panel_tile_bytes,
 )
 from cufa.plan.pace import is_cut, memory_time
-from cufa.plan.record import Launch, Part, Scratch, TensorBox
-from cufa.plan.seen import seen_scratch, seen_tiles
-from cufa.plan.wgmma_forward import (
+from cufa.plan.persistent import (
     CUT_START,
     FINDINGS_BYTES,
     OVERHEAD_REGISTERS,
@@ -39,6 +37,8 @@ from cufa.plan.wgmma_forward import (
     launches_of_parts,
     parts_bytes,
 )
+from cufa.plan.record import Launch, Part, Scratch, TensorBox
+from cufa.plan.seen import seen_scratch, seen_tiles
 from cufa.plan.wgmma_tiles import Tiles, fastest_tiles
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up

@@ -37,7 +37,7 @@ from cufa.plan.wgmma_backward_tiles import (
     has_long_tiles,
     head_cols,
     narrow_cost,
-    parted,
+    padded_dims,
     scores_together,
     statistics_bytes,
     wide_cost,
@@ -112,7 +112,7 @@ def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
     kind = _Kind(
         best=WIDE_TILES,
         adding_of=lambda tiles: way_of_adding(problem, device, WIDE_TILES, tiles),
-        padded_dim_of=lambda _: parted(problem.head_dim),
+        padded_dim_of=lambda _: padded_dims(problem.head_dim),
         stays=False,
         bias_boxes=problem.bias_boxes,
         cost_of=lambda tiles: wide_cost(problem, tiles),

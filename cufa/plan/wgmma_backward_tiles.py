@@ -144,7 +144,7 @@ def scores_together(problem: Problem) -> bool:
     return problem.head_dim <= MOST_DIMS_TOGETHER
 
 
-def parted(dims: int) -> int:
+def padded_dims(dims: int) -> int:
     """Head dims, padded so that each warpgroup has whole panels, and at least one."""
     return max(round_up(dims, PANEL_COLS), CONSUMERS * PANEL_COLS)
 
@@ -181,7 +181,7 @@ def narrow_cost(problem: Problem, tiles: Tiles, key_stages: int, outboxes: bool)
 def wide_cost(problem: Problem, tiles: Tiles) -> Cost:
     """The cost of tiles of `bwd_5_wgmma_wide`."""
     m, n = tiles.block_m, tiles.block_n
-    head, value = parted(problem.head_dim), parted(problem.value_dim)
+    head, value = padded_dims(problem.head_dim), padded_dims(problem.value_dim)
     smem_bytes = (
         panel_tile_bytes(n, head)  # K
         + panel_tile_bytes(n, value)  # V

@@ -229,9 +229,10 @@ def _options(variant: Variant) -> tuple[str, ...]:
 
 
 def extra_options() -> list[str]:
-    """The options in CUFA_NVRTC_OPTIONS; raises ValueError if a shell could not parse them."""
+    """The options in CUFA_NVRTC_OPTIONS; raises ValueError if they are not text that a shell could parse."""
     text = os.environ.get("CUFA_NVRTC_OPTIONS", "")
     try:
+        text.encode()
         return shlex.split(text)
     except ValueError as error:
         raise ValueError(f"CUFA_NVRTC_OPTIONS is {text!r}: {error}") from error

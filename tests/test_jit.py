@@ -182,9 +182,12 @@ def test_a_debug_build_alone_has_a_watchdog(monkeypatch, kernel):
     assert all(part in jit.ptx(variant) for part in parts)
 
 
-def test_options_that_cannot_be_read_are_named(variant, monkeypatch):
-    monkeypatch.setenv("CUFA_NVRTC_OPTIONS", "-DX='open")
-    with pytest.raises(ValueError, match=r"CUFA_NVRTC_OPTIONS is .*-DX='open.*quotation"):
+@pytest.mark.parametrize(
+    ("options", "message"), [("-DX='open", "-DX='open.*quotation"), ("-DX=\udcff", "not allowed")]
+)
+def test_options_that_cannot_be_read_are_named(variant, monkeypatch, options, message):
+    monkeypatch.setenv("CUFA_NVRTC_OPTIONS", options)
+    with pytest.raises(ValueError, match=f"CUFA_NVRTC_OPTIONS is .*{message}"):
         jit.build(variant)
 
 

@@ -127,12 +127,15 @@ def test_many_tiles_are_not_parted_where_most_rows_see_no_key(queries, keys):
 
 PARTED = [
     (head_dim, causal, tiles)
-    for head_dim, causal, turned in itertools.product((64, 128, 192, 256), (False, True), (False, True))
-    for paces in [
-        (CUT_PACES if causal else PACES) if turned else (CUT_TRANSPOSED_PACES if causal else TRANSPOSED_PACES)
-    ]
-    for tiles in paces[head_dim]
-    if parts_leave_registers(problem(head_dim, transposed_values=not turned), tiles)
+    for causal, paces in (
+        (False, PACES),
+        (True, CUT_PACES),
+        (False, TRANSPOSED_PACES),
+        (True, CUT_TRANSPOSED_PACES),
+    )
+    for head_dim, of_dim in paces.items()
+    for tiles in of_dim
+    if parts_leave_registers(problem(head_dim), tiles)
 ]
 
 

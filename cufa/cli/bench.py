@@ -366,11 +366,12 @@ def _print(on_gpu: bool, points: list[_Point]) -> None:
     console = output.stdout()
     first = points[0].problem
     heads = f"{first.heads}" if first.heads == first.kv_heads else f"{first.heads}/{first.kv_heads}"
-    dims = f"{first.head_dim}" if first.head_dim == first.value_dim else f"{first.head_dim}/{first.value_dim}"
     causal = " causal" if first.causal else ""
     names = dict.fromkeys(name for point in points for name in point.problem.features.names)
     features = f", with {', '.join(names)}" if names else ""
-    console.print(f"{place(on_gpu)}\n{first.dtypes}{causal}, heads {heads}, head dim {dims}{features}\n")
+    console.print(
+        f"{place(on_gpu)}\n{first.dtypes}{causal}, heads {heads}, head dim {first.dims}{features}\n"
+    )
     by_tiles = len({point.asked_tiles for point in points}) > 1
     of_tiles = ("<tiles",) if by_tiles else ()
     table = output.table(("seqlen", "batch", "<direction", "<kernel", *of_tiles, "time", "TFLOP/s", "GB/s"))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cufa.device import Device
+from cufa.plan import parting
 from cufa.plan.choice import Cost, sizes_of
 from cufa.plan.hopper import (
     BARRIER_BYTES,
@@ -165,9 +166,7 @@ def _fastest(problem: Problem, device: Device) -> tuple[Tiles, float]:
 
     Those of head dims 64, 128 and 256 were the fastest on an H200.
     """
-    candidates = _candidates(problem)
-    parted = {tiles: pace for tiles, pace in candidates.items() if parts_leave_registers(problem, tiles)}
-    return fastest_in_parts(problem, device, candidates, parted, PARTS_WORTH_IT)
+    return fastest_in_parts(problem, device, _candidates(problem), parts_leave_registers, PARTS_WORTH_IT)
 
 
 def _candidates(problem: Problem) -> dict[Tiles, Pace]:
@@ -180,9 +179,8 @@ def _candidates(problem: Problem) -> dict[Tiles, Pace]:
 
 def parts_leave_registers(problem: Problem, tiles: Tiles) -> bool:
     """Whether threads have registers to leave parts of keys."""
-    if lengths_vary(problem) or problem.features.page_size:
-        return False
-    return _cost(problem, tiles).registers + PART_REGISTERS <= tiles.consumer_registers
+    enough = _cost(problem, tiles).registers + PART_REGISTERS <= tiles.consumer_registers
+    return enough and not parting.varies(problem)
 
 
 def _paces(problem: Problem) -> Mapping[int, Mapping[Any, Pace]]:

@@ -52,12 +52,10 @@ def best_parts(
 
     def time(parts: int, row_parts: int) -> float:
         """Rows of queries for which a tile's share of the blocks takes as long."""
-        if parts * row_parts == 1:
-            return problem.group * most * mean / filled(1)
         rows = most if row_parts == 1 else row_parts * round_up(ceil(most / row_parts), tiles.block_m)
         parts *= row_parts
         adding = WRITE_ROWS * max(parts, share) + READ_ROWS * parts + LAUNCH_ROWS * share
-        return problem.group * rows * mean / filled(parts) + adding
+        return problem.group * rows * mean / filled(parts) + adding * (parts > 1)
 
     if filled(1) >= FILLED:
         return 1, 1

@@ -16,6 +16,7 @@ from typing import TypeVar
 from cufa.device import Device
 from cufa.messages import counted
 from cufa.plan.choice import TileSizes, query_tiles
+from cufa.plan.hopper import lengths_vary
 from cufa.plan.pace import Pace
 from cufa.plan.record import Parting
 from cufa.plan.sizes import MOST_PARTS_OF_HEAD
@@ -51,7 +52,7 @@ def _unsuited_features(problem: Problem) -> str | None:
 
 
 def _unsuited_parts(problem: Problem, key_tiles: list[int], parts: int) -> str | None:
-    if _varies(problem):
+    if varies(problem):
         return None
     if not problem.causal:
         fewest = min(key_tiles)
@@ -62,10 +63,9 @@ def _unsuited_parts(problem: Problem, key_tiles: list[int], parts: int) -> str |
     return None
 
 
-def _varies(problem: Problem) -> bool:
+def varies(problem: Problem) -> bool:
     """Whether only the GPU knows how many keys there are: config.cuh's kPartsVary."""
-    features = problem.features
-    return features.packed or features.seqused_k or features.page_size > 0
+    return lengths_vary(problem) or problem.features.page_size > 0
 
 
 def parting_of(problem: Problem, tiles: TileSizes, parts: int, blocks: int) -> Parting:
@@ -74,7 +74,7 @@ def parting_of(problem: Problem, tiles: TileSizes, parts: int, blocks: int) -> P
     If only the GPU knows how many keys there are, all tiles have `parts` parts. Under a causal mask all tiles
     are split, and the longest parts come first. Otherwise only tiles of the last round are split.
     """
-    if _varies(problem):
+    if varies(problem):
         return Parting(0, parts, query_tiles(problem, tiles) * parts)
     if not problem.causal:
         left = query_tiles(problem, tiles) % blocks
@@ -104,11 +104,11 @@ def fastest(
     best = None
     if _unsuited_features(problem) is not None:
         return None
-    varies = _varies(problem)
-    if varies:
+    counts_vary = varies(problem)
+    if counts_vary:
         worth_it = min(worth_it, UNKNOWN_IS_WORTH_IT)
     for tiles, pace in paces.items():
-        if varies and _tiles_on_average(problem, tiles) >= device.sm_count:
+        if counts_vary and _tiles_on_average(problem, tiles) >= device.sm_count:
             continue  # all tiles would be split
         key_tiles = _key_tiles(problem, tiles)
         if sum(key_tiles) == 0:
@@ -136,7 +136,7 @@ def _time(
         """The time of one of `count` parts of `keys` tiles of keys."""
         return _time_of_tile(tiles, pace, ceil_div(keys, count)) + of_part * (count > 1)
 
-    if not problem.causal and not _varies(problem):
+    if not problem.causal and not varies(problem):
         rounds, left = divmod(query_tiles(problem, tiles), blocks)
         last_round = ceil_div(left * parts, blocks) * time_of(max(key_tiles), parts)
         return CLEARING + rounds * time_of(max(key_tiles), 1) + last_round
@@ -184,7 +184,7 @@ def _key_tiles(problem: Problem, tiles: TileSizes) -> list[int]:
 
 def _in_parts(problem: Problem, key_tiles: list[int], parts: int) -> list[int]:
     """The number of parts of each tile. Under a causal mask, no part is longer than the longest tile's."""
-    if _varies(problem):
+    if varies(problem):
         return [max(1, min(parts, keys)) for keys in key_tiles]
     most = max(1, ceil_div(max(key_tiles, default=0), parts))
     return [max(1, ceil_div(keys, most)) for keys in key_tiles]

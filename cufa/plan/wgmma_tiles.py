@@ -8,7 +8,7 @@ other's work besides the products.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -186,23 +186,22 @@ def _has_odd_rows(problem: Problem) -> bool:
 @functools.lru_cache
 def fastest_tiles(problem: Problem, device: Device) -> tuple[Tiles, float]:
     """The tiles for a problem and their time; cached, since price and plan both need them."""
-    paces = candidates(problem.kind)
-    parted = {tiles: pace for tiles, pace in paces.items() if parts_leave_registers(problem, tiles)}
-    return fastest_in_parts(problem, device, paces, parted)
+    return fastest_in_parts(problem, device, candidates(problem.kind), parts_leave_registers)
 
 
 def fastest_in_parts(
     problem: Problem,
     device: Device,
     paces: Mapping[T, Pace],
-    parted: Mapping[T, Pace],
+    may_part: Callable[[Problem, T], bool],
     worth_it: float = parting.WORTH_IT,
 ) -> tuple[T, float]:
     """The tiles with which all SMs finish first, and that time.
 
-    `parted` are those that may be in parts, if the time is less than `worth_it` of that without.
+    Keys are split with tiles that `may_part`, if the time is less than `worth_it` of that without.
     """
     best, least = fastest(problem, device, paces)
+    parted = {tiles: pace for tiles, pace in paces.items() if may_part(problem, tiles)}
     in_parts = parting.fastest(problem, device, parted, least, worth_it)
     if in_parts is None:
         return best, least

@@ -635,7 +635,7 @@ TOO_MANY_BYTES = (
 CALLS = """
 import cupy, cufa
 kernel, dim = {kernel!r}, {dim}
-q, k, v = (cupy.ones((1, 1000, 2, dim), "f2") for _ in range(3))
+q, k, v = (cupy.ones((1, 4000, 2, dim), "f2") for _ in range(3))  # each block waits, also if rows are split
 forward = kernel if kernel.startswith("fwd") else "fwd_5_mma"
 out, lse = cufa.attention(q, k, v, return_lse=True, kernel=forward)
 if forward != kernel:

@@ -38,12 +38,10 @@ class Mix:
 
     def parts(self, problem: Problem, device: Device) -> tuple[tuple[Problem, Part], tuple[Problem, Part]]:
         """The problem and Part of the sequences of few queries, and of those of many."""
-        few, many = (
-            replace(problem, features=replace(problem.features, least_queries=least, most_queries=most))
-            for least, most in ((0, MANY_QUERIES - 1), (MANY_QUERIES, 0))
-        )
+        few = replace(problem, features=replace(problem.features, most_queries=MANY_QUERIES - 1))
         of_few = split_kv.beside(few, device, self.few, self.on_half)
-        return (few, of_few), (many, wgmma.beside(many, device, self.many))
+        many = _beside_few(problem)
+        return (few, of_few), (many, wgmma.beside(many, device, _beside_few(self.many)))
 
 
 def mix_of(problem: Problem, device: Device) -> Mix | None:
@@ -55,8 +53,7 @@ def mix_of(problem: Problem, device: Device) -> Mix | None:
     sure = _some_have_many(problem)
     # Sequences that decode are anywhere between their first key and the last.
     half_way = replace(few, seqlen_k=few.seqlen_k // 2)
-    beside = replace(many, features=replace(many.features, least_queries=MANY_QUERIES))
-    time_of_few, time_of_many = split_kv.price(half_way, device), wgmma.price(beside, device)
+    time_of_few, time_of_many = split_kv.price(half_way, device), wgmma.price(_beside_few(many), device)
     by_two = in_a_row = time_of_few + time_of_many
     if sure:
         on_half = split_kv.price_on_half(half_way, device)
@@ -74,7 +71,12 @@ def mix_of(problem: Problem, device: Device) -> Mix | None:
         f"{by_two:.0f} us on an H200, {by_one:.0f} by one kernel, if {many.batch} of {problem.batch} "
         "sequences are long and the others have one query each"
     )
-    return Mix(few, beside, at_once, reason)
+    return Mix(few, many, at_once, reason)
+
+
+def _beside_few(problem: Problem) -> Problem:
+    """The same for the kernel that skips sequences of few queries."""
+    return replace(problem, features=replace(problem.features, least_queries=MANY_QUERIES))
 
 
 def _few_and_many(problem: Problem) -> tuple[Problem, Problem] | None:

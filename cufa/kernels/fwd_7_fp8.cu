@@ -2,7 +2,7 @@
 //
 // Change from fwd_6_wgmma: Q, K, V and the weights are e4m3, which tensor cores multiply at twice
 // the rate. For 8 bits, wgmma reads V only with the keys adjacent in memory. If V is not stored so,
-// warps beside the producer transpose it. e4m3 has few exponents, so weights are kept far above 1.
+// helping warps transpose it. e4m3 has few exponents, so weights are kept far above 1.
 //
 // Launches: clear_counts, if keys are split; fwd_7_fp8.
 //
@@ -29,8 +29,8 @@ constexpr bool kFirstInHalves = HALVES_FIRST;  // a first tile of keys is proces
 // O has 16 bits, so its columns come in sixteens.
 constexpr int kDims = round_up(kValueDim, kWgmmaDepth<out_t>);
 
-// The form in which values reach the product: the tiles of K and V, what the warps beside the
-// producer do with V, and the warpgroups that compute.
+// The form in which values reach the product: the tiles of K and V, what the helpers
+// do with V, and the warpgroups that compute.
 template <bool Transposed>
 struct ValueForm {
     using KeyTile = KeyRows;
@@ -112,6 +112,13 @@ struct Consumer : Form::Consumer<Consumer, Smem> {
     }
 };
 
+// ---- the helpers ----
+
+__device__ inline void help(Smem& smem, const Params& params) {
+    const int helper = static_cast<int>(threadIdx.x) / 32 - kFirstHelper;
+    if (helper >= 0 && helper < Form::kHelpers) Form::help(smem, params, helper);
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     clear_counts(const __grid_constant__ Params params) {
     clear_counts_of_parts<kDims>(params);
@@ -138,11 +145,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     if (warpgroup == 0) {
         ptx::registers_decrease<kProducerRegisters>();
         if (threadIdx.x < kProducers) produce(smem, params);
-        const int helper = static_cast<int>(threadIdx.x) / 32 - 1;
-        if (helper >= 0 && helper < Form::kHelpers) Form::help(smem, params, helper);
+        if (!kHelpersApart) help(smem, params);
+    } else if (kHelpersApart && warpgroup == 1) {  // in one branch they would spill registers
+        ptx::registers_decrease<kProducerRegisters>();
+        help(smem, params);
     } else {
         ptx::registers_increase<kConsumerRegisters>();
-        Consumer(smem, params, warpgroup - 1).consume();
+        Consumer(smem, params, warpgroup - kFirstConsumer).consume();
         ptx::wait_stores_read();
     }
 }

@@ -1,4 +1,4 @@
-"""Plans for the Hopper forward with 8-bit operands: `wgmma`'s block, in which three warps transpose V."""
+"""Plans for the Hopper forward with 8-bit operands: `wgmma`'s block, in which some warps transpose V."""
 
 from __future__ import annotations
 
@@ -39,11 +39,15 @@ from cufa.rounding import ceil_div, round_up
 
 # The depth of one 8-bit wgmma, and the columns in which its sums are grouped when stored in 16 bits.
 WGMMA_DEPTH, STORED_COLS = 32, 16
-# A warp transposes 32 columns of V at once; three warps do, and each reports its findings for every tile.
+# A warp transposes 32 columns of V at once, and reports its findings for every tile.
 TURNED_COLS = 32
-FLAGS_BYTES = 12
-# With two computing warpgroups, this leaves those three warps the registers to transpose four times as many.
-MAX_CONSUMER_REGISTERS = 224
+FLAG_BYTES = 4
+# The turners, warps that transpose V: the three beside the producer, or a warpgroup of their own.
+BESIDE_PRODUCER, OWN_WARPGROUP = 3, 4
+# With two computing warpgroups, these leave turners the registers to transpose four times as many columns.
+MAX_CONSUMER_REGISTERS = {BESIDE_PRODUCER: 224, OWN_WARPGROUP: 208}
+# With more dims of V a block of four warpgroups spills registers or, beyond 192, cannot be compiled.
+MOST_DIMS_BESIDE_TURNERS = 128
 # The registers that a thread needs to leave a part of keys.
 PART_REGISTERS = 16
 # The gain that parts must have: for a last round of many, they gained less than expected.
@@ -70,12 +74,27 @@ class Fp8Tiles(Tiles):
 
 @dataclass(frozen=True)
 class TurnedTiles(Fp8Tiles):
-    """The same if V is transposed on its way to the product."""
+    """The same if so many warps, `turners`, transpose V on its way to the product."""
+
+    turners: int = BESIDE_PRODUCER
+
+    @property
+    def warpgroups(self) -> int:
+        """All of a block's warpgroups."""
+        return super().warpgroups + (self.turners == OWN_WARPGROUP)
 
     @property
     def consumer_registers(self) -> int:
-        """Registers a consumer's thread can have after the producer has released what it does not need."""
-        return min(super().consumer_registers, MAX_CONSUMER_REGISTERS)
+        """Registers a consumer's thread can have after the others have released what they do not need."""
+        return min(super().consumer_registers, MAX_CONSUMER_REGISTERS[self.turners])
+
+    def misfit(self) -> str | None:
+        """None if the kernel can be compiled for these tiles, else the reason."""
+        if self.turners not in MAX_CONSUMER_REGISTERS:
+            return f"turners must be {BESIDE_PRODUCER}, or {OWN_WARPGROUP} for a warpgroup of their own"
+        if self.turners == OWN_WARPGROUP and self.consumers > 2:
+            return f"turners must be {BESIDE_PRODUCER} if block_m is more than {2 * WGMMA_M}"
+        return super().misfit()
 
 
 @dataclass(frozen=True)
@@ -88,11 +107,11 @@ PACES = {
     64: {
         TurnedTiles(192, 128, 2, 2, 64): Pace(0.0471, 1100),
         TurnedTiles(256, 64, 3, 2, 64): Pace(0.0464, 1640),
-        TurnedTiles(128, 128, 3, 2, 64): Pace(0.0551, 1250),
+        TurnedTiles(128, 128, 3, 2, 64, turners=4): Pace(0.0551, 1250),
     },
     128: {
         TurnedTiles(192, 96, 3, 1, 64): Pace(0.0567, 3780),
-        TurnedTiles(128, 128, 3, 2, 128): Pace(0.058, 2000),
+        TurnedTiles(128, 128, 3, 2, 128, turners=4): Pace(0.0579, 1850),
     },
     192: {TurnedTiles(128, 128, 2, 1, 64): Pace(0.08, 2000)},  # the only candidate; its pace is a guess
     256: {
@@ -105,11 +124,11 @@ CUT_PACES = {
     64: {
         TurnedTiles(192, 128, 2, 2, 64): Pace(0.0492, 1760),
         TurnedTiles(256, 64, 3, 2, 64): Pace(0.049, 3150),
-        TurnedTiles(128, 128, 3, 2, 64): Pace(0.0537, 1170),
+        TurnedTiles(128, 128, 3, 2, 64, turners=4): Pace(0.0537, 1170),
     },
     128: {
         TurnedTiles(192, 96, 3, 1, 64): Pace(0.0601, 2840),
-        TurnedTiles(128, 128, 3, 2, 128): Pace(0.0634, 1390),
+        TurnedTiles(128, 128, 3, 2, 128, turners=4): Pace(0.0629, 1100),
     },
     192: PACES[192],
     256: {
@@ -206,6 +225,12 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     best, _ = _fastest(problem, device)
     chosen, grid = choose_persistent(problem, device, tiles, best, _cost)
     sizes = chosen.tiles
+    own_warpgroup = isinstance(sizes, TurnedTiles) and sizes.turners == OWN_WARPGROUP
+    if own_warpgroup and problem.value_dim > MOST_DIMS_BESIDE_TURNERS:
+        raise ValueError(
+            f"tiles {sizes}: turners must be {BESIDE_PRODUCER} with a value_dim of more than "
+            f"{MOST_DIMS_BESIDE_TURNERS}; it is {problem.value_dim}"
+        )
     main = Launch("fwd_7_fp8", grid, sizes.threads, chosen.cost.smem_bytes)
     launches, scratch, parted = launches_of_parts(problem, device, sizes, main)
     boxes = (
@@ -257,12 +282,12 @@ def _dims(problem: Problem) -> int:
 
 def _value_bytes(problem: Problem, tiles: Tiles) -> int:
     """Bytes of a stage of values, with everything that belongs to it."""
-    if isinstance(tiles, TransposedTiles):
-        tile = panel_tile_bytes(_dims(problem), tiles.block_n, problem.itemsize)
-        return tile + BARRIER_BYTES * 3 + FINDINGS_BYTES
-    turned = tiles.block_n * round_up(problem.value_dim, TURNED_COLS)
-    tile = panel_tile_bytes(tiles.block_n, problem.value_dim, problem.itemsize)
-    return tile + turned + BARRIER_BYTES * 2 * 2 + FLAGS_BYTES
+    if isinstance(tiles, TurnedTiles):
+        turned = tiles.block_n * round_up(problem.value_dim, TURNED_COLS)
+        tile = panel_tile_bytes(tiles.block_n, problem.value_dim, problem.itemsize)
+        return tile + turned + BARRIER_BYTES * 2 * 2 + FLAG_BYTES * tiles.turners
+    tile = panel_tile_bytes(_dims(problem), tiles.block_n, problem.itemsize)
+    return tile + BARRIER_BYTES * 3 + FINDINGS_BYTES
 
 
 def _cost(problem: Problem, tiles: Tiles) -> Cost:

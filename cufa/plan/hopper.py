@@ -42,9 +42,14 @@ class Warpgroups:
         return self.block_m // WGMMA_M
 
     @property
+    def warpgroups(self) -> int:
+        """All of a block's warpgroups."""
+        return self.consumers + 1
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
-        return (self.consumers + 1) * WARPGROUP
+        return self.warpgroups * WARPGROUP
 
     @property
     def registers_at_start(self) -> int:
@@ -55,7 +60,7 @@ class Warpgroups:
     @property
     def consumer_registers(self) -> int:
         """Registers a consumer's thread can have after the producer has released what it does not need."""
-        given = self.registers_at_start * (self.consumers + 1) - MIN_PRODUCER_REGISTERS
+        given = self.registers_at_start * self.warpgroups - MIN_PRODUCER_REGISTERS
         return min(MAX_CONSUMER_REGISTERS, register_steps(given // self.consumers))
 
 

@@ -38,6 +38,8 @@ WORKSPACE_ALIGNMENT = 16
 BESIDE_LOOK_UPS, BESIDE_SEARCH = 224, 216
 # Registers of a consumer besides accumulators and weights: addresses, descriptors, the softmax's state.
 OVERHEAD_REGISTERS = 30
+# Sizes that are passed, or follow from others.
+NOT_COMPILED_IN = ("parts", "turners")
 # Nanoseconds until the first tiles arrive; longer if rows do not see all keys.
 START, CUT_START = 3500, 4200
 
@@ -132,20 +134,16 @@ def box_keys(problem: Problem, tiles: Tiles) -> int:
 def forward_macros(
     problem: Problem, device: Device, chosen: Choice[T], maps: int, parted: Parting = NOT_PARTED
 ) -> tuple[Macro, ...]:
-    """The macros of the Hopper forwards; `maps` is the number of tensor maps that they are passed.
-
-    The number of parts that keys are split into is not compiled in.
-    """
+    """The macros of the Hopper forwards; `maps` is the number of tensor maps that they are passed."""
     tiles = chosen.tiles
-    sizes = {name: size for name, size in sizes_of(tiles).items() if name != "parts"}
+    sizes = {name: size for name, size in sizes_of(tiles).items() if name not in NOT_COMPILED_IN}
     consumer_registers = min(tiles.consumer_registers, _most_consumer_registers(problem))
-    given = tiles.consumer_registers - consumer_registers
     return (
         *common_macros(problem, parted),
         *((name.upper(), size) for name, size in sizes.items()),
         ("THREADS", tiles.threads),
         ("BOX_KEYS", box_keys(problem, tiles)),
-        ("PRODUCER_REGISTERS", tiles.producer_registers + given * tiles.consumers),
+        ("PRODUCER_REGISTERS", tiles.producer_registers(consumer_registers)),
         ("CONSUMER_REGISTERS", consumer_registers),
         ("SEEN_BITS", has_seen_bits(problem, tiles)),
         ("BIAS_BOXES", has_bias_boxes(problem)),

@@ -22,6 +22,7 @@ from cufa.plan.hopper import (
     Warpgroups,
     has_bias_boxes,
     lengths_vary,
+    register_steps,
 )
 from cufa.plan.pace import Pace, fastest, is_cut
 from cufa.problem import Problem
@@ -48,11 +49,11 @@ class Tiles(Warpgroups):
     blocks_per_sm: int = 1
     parts: int = 1
 
-    @property
-    def producer_registers(self) -> int:
-        """Registers that the producer's threads keep."""
-        left = self.registers_at_start * (self.consumers + 1) - self.consumer_registers * self.consumers
-        return min(left, self.registers_at_start)
+    def producer_registers(self, consumer_registers: int) -> int:
+        """Registers that each thread keeps that does not compute, if one that computes has so many."""
+        left = self.registers_at_start * self.warpgroups - consumer_registers * self.consumers
+        of_each = register_steps(left // (self.warpgroups - self.consumers))
+        return min(of_each, self.registers_at_start)
 
     def misfit(self) -> str | None:
         """None if the kernel can be compiled for these tiles, else the reason."""

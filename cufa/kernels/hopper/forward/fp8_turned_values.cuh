@@ -1,19 +1,20 @@
-// 8-bit values as they are usually stored, with dims adjacent: the warps beside the producer
-// transpose each tile before the product.
+// 8-bit values as they are usually stored, with dims adjacent: turners, three warps beside the
+// producer or a warpgroup of their own, transpose each tile before the product.
 #pragma once
 
 #include "hopper/forward/fp8_values.cuh"
 #include "hopper/forward/wgmma_forward.cuh"
 #include "hopper/forward/wgmma_forward_copies.cuh"
 
-constexpr int kTurners = kWarpgroup / 32 - 1;  // the warps beside the producer
+constexpr int kTurners = kHelpersApart ? kWarpgroup / 32 : kWarpgroup / 32 - 1;
 // Steps whose words are loaded together: as many as turners have registers for.
 constexpr int kTurnedAtOnce = kProducerRegisters < 40 ? 1 : 4;
 
-// Whether turners keep their addresses from tile to tile. This leaves the compiler other registers
-// for the consumers and changes the order of their multiplications and exponentials: for the better
-// where no mask cuts through tiles, otherwise for the worse.
-constexpr bool kKeepsPlaces = kTurnedAtOnce > 1 && kValueDim <= kPanelCols && !kRangeMask;
+// Whether turners keep their addresses from tile to tile. This changes the order in which the
+// compiler has consumers multiply and exponentiate: for the better, except beside three turners
+// where a mask cuts through tiles.
+constexpr bool kKeepsPlaces =
+    kTurnedAtOnce > 1 && kValueDim <= kPanelCols && (kTurners > 3 || !kRangeMask);
 
 using TurnedValues = ValueTile<kBlockN, round_up(kValueDim, 2 * kChunkBytes)>;
 
@@ -34,7 +35,7 @@ struct Turning {
 
 template <class Smem>
 __device__ inline void turn_values(Smem& smem, const Params& params) {
-    unsigned int thread = threadIdx.x - 32;
+    unsigned int thread = threadIdx.x - kFirstHelper * 32;
     bool nan = false;  // in this tile or, if kAsksLast, in an earlier one for the same queries
     follow_values(smem, params, [&](bool cut, bool first, RingPosition<kStages> at) {
         if (!kKeepsPlaces) ptx::hold(thread);  // or the compiler would keep places

@@ -19,8 +19,14 @@ constexpr int kConsumers = kBlockM / kWgmmaM;
 // With one stage of queries, two warpgroups would wait for the next queries at the same time; of
 // three, one computes meanwhile.
 constexpr bool kOutputFirst = kQueryStages == 1 && kConsumers <= 2;
-static_assert((kConsumers + 1) * kWarpgroup == kThreads,
-              "one warpgroup copies, the others compute");
+// The first warpgroup that computes. Of those before it, one copies and the other, if any, helps.
+constexpr int kFirstConsumer = kThreads / kWarpgroup - kConsumers;
+static_assert((kFirstConsumer == 1 || kFirstConsumer == 2) &&
+                  (kFirstConsumer + kConsumers) * kWarpgroup == kThreads,
+              "one warpgroup copies, another may help, the others compute");
+// Whether helpers are a warpgroup of their own, and the first of these warps.
+constexpr bool kHelpersApart = kFirstConsumer == 2;
+constexpr int kFirstHelper = kHelpersApart ? kWarpgroup / 32 : 1;
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr int kDepth = round_up(kHeadDim, kWgmmaK);
 // Keys that one copy brings: a tile, or the part of it that is in one page.
@@ -156,10 +162,11 @@ enum NamedBarrier {
     kAllConsumers = kFirstStore + kConsumers
 };
 
-// The row of Q and O of a thread's half (0: row g, 1: row g + 8) of its fragments. The first
-// threads of the block are the producer's warpgroup, which has no rows.
+// The row of Q and O of a thread's half (0: row g, 1: row g + 8) of its fragments. The block's
+// first threads have no rows.
 __device__ inline int row_of(const WorkTile& work, int half) {
     unsigned int thread = threadIdx.x;
     ptx::hold(thread);  // or each sum would stay in a register from tile to tile
-    return work.first_row + thread / 32 * 16 - kWarpgroup / 2 + half * 8 + thread % 32 / 4;
+    return work.first_row + thread / 32 * 16 - kFirstConsumer * kWgmmaM + half * 8 +
+           thread % 32 / 4;
 }

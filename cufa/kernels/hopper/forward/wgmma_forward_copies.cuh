@@ -229,7 +229,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
     send_queries(smem, params, q_at, WorkTile::none());
 }
 
-// ---- the helpers: the warps beside the producer ----
+// ---- the helpers: the warps beside the producer, or a warpgroup of their own ----
 
 // Calls handle(whether a mask cuts through the tile, whether it is the first for its queries, its
 // position) for each tile of values, in the order of copying, while the consumers still work on its

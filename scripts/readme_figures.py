@@ -743,8 +743,20 @@ def install(record: Row) -> str:
     return f"{table(('pip install', 'time', 'disk space', 'packages'), lines)}\n\n{caption}"
 
 
-# Up to which head dim float32 is faster forward, as sums of halves.
-MOST_DIMS_IN_HALVES = KERNELS["fwd_9_float32"].max_head_dim
+# Up to which head dim float32 is faster, as sums of halves.
+MOST_DIMS_IN_HALVES = {
+    direction: KERNELS[name].max_head_dim
+    for direction, name in (("forward", "fwd_9_float32"), ("backward", "bwd_6_float32"))
+}
+
+
+def over_efficient(points: list[Row], direction: str, most_dims: int) -> float:
+    """How many times as fast cufa is as PyTorch's memory-efficient attention, up to this head dim."""
+    return statistics.geometric_mean(
+        point["tflops"]["cufa"] / point["tflops"]["efficient"]
+        for point in points
+        if point["direction"] == direction and point["head_dim"] <= most_dims
+    )
 
 
 def summary(
@@ -785,25 +797,19 @@ def summary(
         f"{kernel} {mean_ratio(kernel, PEER_OF_RUNGS, rungs['points'])}"
         for kernel in ("fwd_5_mma", "bwd_3_mma")
     )
-    narrow = [point for point in single["points"] if point["head_dim"] <= MOST_DIMS_IN_HALVES]
-    forward, backward = (
-        statistics.geometric_mean(
-            point["tflops"]["cufa"] / point["tflops"]["efficient"]
-            for point in narrow
-            if point["direction"] == direction
-        )
-        for direction in ("forward", "backward")
+    in_halves = " and ".join(
+        f"{over_efficient(single['points'], direction, dims):.2f} times as fast {direction} to head dim {dims}"
+        for direction, dims in MOST_DIMS_IN_HALVES.items()
     )
-    fastest_single = max(point["tflops"]["cufa"] for point in narrow)
+    fastest_single = max(point["tflops"]["cufa"] for point in single["points"])
     over_serving = statistics.geometric_mean(over_flashinfer(serving["points"]))
     slowest = max(check["jit"]["compile_seconds"].values())
     host = check["jit"]["host_us"]["attention"]
     lines = (
         f"**bfloat16** on an {peers['gpu']}: up to {best['forward']:.0f} TFLOP/s forward and "
         f"{best['backward']:.0f} backward.",
-        f"**float32**: up to {fastest_single:.0f} TFLOP/s. Up to head dim {MOST_DIMS_IN_HALVES}, "
-        f"{forward:.2f} times as fast forward and {backward:.2f} times as fast backward as PyTorch's "
-        "memory-efficient attention.",
+        f"**float32**: up to {fastest_single:.0f} TFLOP/s; {in_halves} as PyTorch's memory-efficient "
+        "attention.",
         f"**Other shapes** ({shapes['problems_done']}: odd head dims and lengths, few KV heads, few heads, "
         f"many short sequences): {mean_over_fastest('forward', shapes['points']):.2f} times as fast forward "
         f"and {mean_over_fastest('backward', shapes['points']):.2f} times as fast backward as the faster of "

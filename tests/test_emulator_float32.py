@@ -63,9 +63,11 @@ def test_tiles_of_which_nothing_is_seen(rng, by):
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
-def test_head_dims(rng, precision):
-    """One whose rows are read an element at a time, and the tiles that the plan chooses."""
-    sizes = {"seqlen_q": 140, "seqlen_k": 150, "heads": 2, "kv_heads": 1, "head_dim": 33, "head_dim_v": 127}
+@pytest.mark.parametrize("dims", [(33, 127), (256, 256), (70, 137), (192, 40)], ids=str)
+def test_head_dims(rng, precision, dims):
+    """Some whose rows are read an element at a time, and the tiles that the plan chooses."""
+    sizes = {"seqlen_q": 140, "seqlen_k": 150, "heads": 2, "kv_heads": 1}
+    sizes |= dict(zip(("head_dim", "head_dim_v"), dims, strict=True))
     problem = random_problem(rng, "float32", **sizes)
     run(problem, {"precision": precision, "causal": True}, tiles=None, checked=False)
 

@@ -37,12 +37,12 @@ def test_no_spill_and_no_product_in_series(tf32, dim, tiles, causal):
     assert warnings_of(problem(dim, causal=causal, tf32=tf32), **vars(tiles)) == ()
 
 
-@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (33, 127)])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (33, 127), (100, 180)])
 def test_no_spill_with_features(head_dim, value_dim):
     assert warnings_of(replace(problem(head_dim, value_dim, align_bytes=4), features=ALL)) == ()
 
 
-@pytest.mark.parametrize("dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192])
 @pytest.mark.parametrize("tf32", [False, True])
 def test_no_spill_with_dropout(dim, tf32):
     assert warnings_of(problem(dim, dropout=True, tf32=tf32)) == ()
@@ -62,7 +62,8 @@ def test_which_calls_it_takes():
     assert best_kernel(problem(64, tf32=True), H200).name == NAME
     assert best_kernel(problem(80, align_bytes=4), H200).name == NAME
     assert best_kernel(problem(dropout=True, mask=(1, 1, 4096, 4096)), H200).name == NAME
-    for other in (problem(136), problem(seqlen=16), problem(page_size=16)):
+    assert best_kernel(problem(40, 256), H200).name == NAME
+    for other in (problem(264), problem(seqlen=16), problem(page_size=16)):
         assert best_kernel(other, H200).name == "fwd_5_mma"
     assert best_kernel(problem(), Device.of("sm_100")).name == "fwd_5_mma"
 

@@ -31,7 +31,7 @@ def gradients_of(cupy, case, **options):
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
-@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize(
     "features", [("mask", "dropout"), ("mask_bits", "causal", "packed"), ("dropout", "window", "softcap")]
 )

@@ -389,6 +389,8 @@ _LADDER = (
         name="fwd_9_float32",
         direction="forward",
         entries=("seen_tiles", "to_halves", "fwd_9_float32"),
+        max_head_dim=256,
+        max_value_dim=256,
         features=_FEATURES,
     ),
     Kernel(

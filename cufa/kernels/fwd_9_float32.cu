@@ -5,7 +5,7 @@
 // memory, and each product becomes three. These take so long that a warpgroup's softmax need not
 // overlap its own products: it hides behind the other warpgroup's. Tensor cores truncate the sums
 // that they add to. So the part that a tile of keys contributes to O is a product of its own, added
-// to O afterwards.
+// to O afterwards; of wide heads, one product for each panel.
 //
 // Launches: with a mask or a mask_mod, seen_tiles, as in fwd_5_mma; to_halves; fwd_9_float32.
 //
@@ -22,7 +22,8 @@
 #include "hopper/float32/fwd_9_halves.cuh"
 
 constexpr int kThreads = THREADS;
-constexpr int kHalvingBlocks = 6;  // the least number on an SM: without this bound, ptxas may spill
+// The least number of blocks on an SM that make halves: without this bound, ptxas may spill.
+constexpr int kHalvingBlocks = kHeadDim > 128 || kValueDim > 128 ? 4 : 6;
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 static_assert((kConsumers + 1) * kWarpgroup == kThreads, "one warpgroup copies, others compute");
 static_assert(sizeof(ForwardParams) == PARAMS_BYTES, "the host passes a different struct");
@@ -33,7 +34,7 @@ template <class Walk>
 __device__ inline void attend(Consumer& consumer, Walk walk) {
     const Turns& turns = consumer.turns;
     Scores s;
-    Output part;
+    OutputPart part;
     Weights p[kParts];
     turns.wait();
     consumer.issue_scores(s);
@@ -88,13 +89,15 @@ __device__ inline void produce(Smem& smem, const ForwardParams& call, const Quer
         if (walk.at_end()) return;
         smem.k_ring.wait_empty(at);
         smem.k_ring.label(at, walk.label());
-        ptx::copy_bytes(&smem.k[at.stage], &tile_at(walk.key).k, KeyHalves::kBytes,
-                        smem.k_ring.announce(at, KeyHalves::kBytes));
+        constexpr int kBytes = KeyRows::kBytes + sizeof(KeyUnits);
+        ptx::Barrier& full = smem.k_ring.announce(at, kBytes);
+        ptx::copy_bytes(&smem.k[at.stage], &tile_at(walk.key).k, KeyRows::kBytes, full);
+        ptx::copy_bytes(&smem.units[at.stage], &tile_at(walk.key).units, sizeof(KeyUnits), full);
     };
     RingPosition<kStages> at;
+    RingPosition<kValueStages> of_values;
     send_keys(at);
     while (!walk.at_end()) {
-        const RingPosition<kStages> of_values = at;
         const int key = walk.key;
         at.advance();
         walk.advance();
@@ -102,6 +105,7 @@ __device__ inline void produce(Smem& smem, const ForwardParams& call, const Quer
         smem.v_ring.wait_empty(of_values);
         ptx::copy_bytes(&smem.v[of_values.stage], &tile_at(key).v, ValueRows::kBytes,
                         smem.v_ring.announce(of_values, ValueRows::kBytes));
+        of_values.advance();
     }
 }
 __device__ inline void produce(Smem& smem, const ForwardParams& call, const QueryTile& work) {

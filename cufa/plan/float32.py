@@ -9,8 +9,11 @@ from cufa.device import WARP_SIZE, Device
 from cufa.plan.choice import Candidates, Cost, query_tiles, row_tiles, sizes_of
 from cufa.plan.hopper import (
     BARRIER_BYTES,
+    LEAST_REGISTERS,
+    MAX_CONSUMER_REGISTERS,
     MAX_WGMMA_N,
     MIN_PRODUCER_REGISTERS,
+    PANEL_COLS,
     SWIZZLE_BYTES,
     TILE_LABEL_BYTES,
     WGMMA_K,
@@ -28,6 +31,10 @@ from cufa.rounding import round_up
 # Threads of the launch that makes halves, and the most rows that they process at once.
 HALVING_THREADS, ROWS_AT_ONCE = 256, 32
 FLOAT_BYTES, HALF_BYTES = 4, 2
+# Up to so many dims, what a tile adds to O is one product; of more, one for each panel.
+MOST_DIMS_AT_ONCE = 128
+# With more dims of V, threads that compute spill registers unless those that copy have the least possible.
+MOST_DIMS_BESIDE_PRODUCER = 192
 # Registers of a consumer besides sums and weights: operands, addresses, what features need for scores.
 OVERHEAD_REGISTERS = 45
 # In nanoseconds on an H200: the time of two launches besides their tiles, and the bytes per nanosecond that
@@ -38,11 +45,15 @@ HALVED_PER_NS = 28
 
 @dataclass(frozen=True)
 class Tiles(Warpgroups):
-    """The sizes that the kernel is compiled for; a block holds `stages` tiles of keys with their values."""
+    """The sizes that the kernel is compiled for.
+
+    A block holds `stages` tiles of keys and `value_stages` of values.
+    """
 
     block_m: int
     block_n: int
     stages: int
+    value_stages: int
 
     @property
     def consumer_registers(self) -> int:
@@ -58,20 +69,26 @@ class Tiles(Warpgroups):
         return None
 
     def __str__(self) -> str:
-        return f"{self.block_m}x{self.block_n}, stages {self.stages}"
+        return (
+            f"{self.block_m}x{self.block_n}, stages {self.stages} of keys and {self.value_stages} of values"
+        )
 
 
 # By whether there are only the larger halves (tf32), and by largest head dim.
 PACES: Mapping[bool, Mapping[int, Mapping[Tiles, Pace]]] = {
     False: {
-        32: {Tiles(128, 128, 2): Pace(0.132, 2900), Tiles(192, 96, 2): Pace(0.116, 4000)},
-        64: {Tiles(128, 128, 2): Pace(0.17, 3200)},
-        96: {Tiles(128, 64, 2): Pace(0.235, 4900)},
-        128: {Tiles(128, 64, 2): Pace(0.287, 4500)},
+        32: {Tiles(128, 128, 2, 2): Pace(0.132, 2900), Tiles(192, 96, 2, 2): Pace(0.116, 4000)},
+        64: {Tiles(128, 128, 2, 2): Pace(0.17, 3200)},
+        96: {Tiles(128, 64, 2, 2): Pace(0.235, 4900)},
+        128: {Tiles(128, 64, 2, 2): Pace(0.287, 4500)},
+        192: {Tiles(128, 32, 2, 2): Pace(0.464, 9900)},
+        256: {Tiles(128, 32, 2, 1): Pace(0.787, 9700)},
     },
     True: {
-        64: {Tiles(128, 128, 3): Pace(0.11, 3000), Tiles(192, 96, 2): Pace(0.0874, 4500)},
-        128: {Tiles(128, 64, 3): Pace(0.154, 5000), Tiles(128, 96, 2): Pace(0.1424, 4800)},
+        64: {Tiles(128, 128, 3, 3): Pace(0.11, 3000), Tiles(192, 96, 2, 2): Pace(0.0874, 4500)},
+        128: {Tiles(128, 64, 3, 3): Pace(0.154, 5000), Tiles(128, 96, 2, 2): Pace(0.1424, 4800)},
+        192: {Tiles(128, 64, 2, 2): Pace(0.176, 6700)},
+        256: {Tiles(128, 64, 2, 2): Pace(0.206, 7600)},
     },
 }
 
@@ -115,6 +132,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     chosen = Candidates(device, (best,), as_launched).choose(problem, tiles)
     sizes = chosen.tiles
     check_masked_keys(problem, sizes)
+    producer_registers, consumer_registers = _registers(problem, sizes)
     queries, keys = _tile_counts(problem, sizes)
     query_bytes, key_bytes = _query_tile_bytes(problem, sizes), _key_tile_bytes(problem, sizes)
     seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
@@ -136,8 +154,8 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
             *((name.upper(), size) for name, size in sizes_of(sizes).items()),
             ("THREADS", sizes.threads),
             ("HALVING_THREADS", HALVING_THREADS),
-            ("PRODUCER_REGISTERS", MIN_PRODUCER_REGISTERS),
-            ("CONSUMER_REGISTERS", sizes.consumer_registers),
+            ("PRODUCER_REGISTERS", producer_registers),
+            ("CONSUMER_REGISTERS", consumer_registers),
             ("QUERY_TILE_BYTES", query_bytes),
             ("KEY_TILE_BYTES", key_bytes),
             ("SMEM_BYTES", chosen.cost.smem_bytes),
@@ -149,6 +167,17 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     )
 
 
+def _registers(problem: Problem, tiles: Tiles) -> tuple[int, int]:
+    """The registers of a thread that copies and of one that computes.
+
+    The former must have enough to look at masks.
+    """
+    wide = problem.value_dim > MOST_DIMS_BESIDE_PRODUCER and tiles.consumers == 2
+    if wide and not (problem.features.tf32 or problem.features.key_mask):
+        return LEAST_REGISTERS, MAX_CONSUMER_REGISTERS
+    return MIN_PRODUCER_REGISTERS, tiles.consumer_registers
+
+
 def _query_tile_bytes(problem: Problem, tiles: Tiles) -> int:
     """The size of fwd_9_block.cuh's QueryHalves."""
     rows = half_tile_bytes(problem, tiles.block_m, problem.head_dim)
@@ -157,9 +186,15 @@ def _query_tile_bytes(problem: Problem, tiles: Tiles) -> int:
 
 def _key_tile_bytes(problem: Problem, tiles: Tiles) -> int:
     """The size of fwd_9_block.cuh's TileHalves."""
-    rows = half_tile_bytes(problem, tiles.block_n, problem.head_dim)
-    keys = round_up(rows + 3 * tiles.block_n * FLOAT_BYTES, SWIZZLE_BYTES)
-    return keys + half_tile_bytes(problem, tiles.block_n, problem.value_dim)
+    keys, values = (
+        half_tile_bytes(problem, tiles.block_n, dim) for dim in (problem.head_dim, problem.value_dim)
+    )
+    return round_up(keys + values + _unit_bytes(tiles), SWIZZLE_BYTES)
+
+
+def _unit_bytes(tiles: Tiles) -> int:
+    """The size of fwd_9_block.cuh's KeyUnits."""
+    return 3 * tiles.block_n * FLOAT_BYTES
 
 
 def half_tile_bytes(problem: Problem, rows: int, dim: int) -> int:
@@ -170,12 +205,18 @@ def half_tile_bytes(problem: Problem, rows: int, dim: int) -> int:
 def _cost(problem: Problem, tiles: Tiles) -> Cost:
     smem_bytes = (
         _query_tile_bytes(problem, tiles)
-        + tiles.stages * _key_tile_bytes(problem, tiles)
-        + BARRIER_BYTES * (2 * 2 * tiles.stages + 1)
+        + tiles.stages * (half_tile_bytes(problem, tiles.block_n, problem.head_dim) + _unit_bytes(tiles))
+        + tiles.value_stages * half_tile_bytes(problem, tiles.block_n, problem.value_dim)
+        + BARRIER_BYTES * (2 * (tiles.stages + tiles.value_stages) + 1)
         + TILE_LABEL_BYTES * tiles.stages * problem.features.key_mask
     )
     depth, dims = (round_up(dim, WGMMA_K) for dim in (problem.head_dim, problem.value_dim))
-    # S, O and what a tile adds to it in float32, and P in pairs
-    registers = tiles.block_n // 2 + dims + _parts(problem) * tiles.block_n // 4 + OVERHEAD_REGISTERS
+    # S, O and what is added to it at once in float32, and P in pairs
+    of_output, at_once = (
+        (dims, dims) if dims <= MOST_DIMS_AT_ONCE else (round_up(dims, PANEL_COLS), PANEL_COLS)
+    )
+    registers = (
+        (tiles.block_n + of_output + at_once) // 2 + _parts(problem) * tiles.block_n // 4 + OVERHEAD_REGISTERS
+    )
     work = tiles.block_m * tiles.block_n * (depth + dims) / tiles.threads
     return Cost(round_up(smem_bytes, SWIZZLE_BYTES), registers, work)

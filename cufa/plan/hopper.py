@@ -20,8 +20,9 @@ BARRIER_BYTES = 8
 LENGTHS_BYTES = 16
 # What the producer says about a tile of keys or queries, if it skips some.
 TILE_LABEL_BYTES = 12
-# setmaxnreg counts in eights; the registers that a producer needs, and the most that a thread can have.
-REGISTER_STEP = 8
+# setmaxnreg counts in eights, from 24 on; the registers that most producers need, and the most that a thread
+# can have.
+REGISTER_STEP, LEAST_REGISTERS = 8, 24
 MIN_PRODUCER_REGISTERS = 32
 MAX_CONSUMER_REGISTERS = 240
 # The fraction of the L2 cache that keys and values of heads in work at the same time may fill.

@@ -55,7 +55,7 @@ struct TilePieces {
         for (int i = 0; i < kCount; ++i) pieces[i] = RowPiece<Dims>(from, row(i), count, col());
     }
     __device__ static int row(int i) { return i * kDown + threadIdx.x / kAcross; }
-    __device__ static int col() { return threadIdx.x % kAcross * kPieceCols; }
+    __device__ static int col() { return threadIdx.x % kAcross * kPieceCols<Dims>; }
 
     // Writes them as halves of one unit. The whole block takes part. `others_finite` is false if
     // other numbers of a row are NaN or infinite.
@@ -96,7 +96,8 @@ __device__ inline bool write_statistics(Statistics& to, const BackwardParams& ca
     for (int i = 0; i < OutPieces::kCount; ++i) {
         float d = 0;
 #pragma unroll
-        for (int e = 0; e < kPieceCols; ++e) d += dout.pieces[i].x[e] * out.pieces[i].x[e];
+        for (int e = 0; e < kPieceCols<kValueDim>; ++e)
+            d += dout.pieces[i].x[e] * out.pieces[i].x[e];
         d = lanes_sum<OutPieces::kAcross>(d);
         const int row = OutPieces::row(i);
         float lse = negative_infinity();

@@ -12,6 +12,7 @@
 #include "scores/seen_tiles.cuh"
 
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES;
+constexpr int kValueStages = VALUE_STAGES;
 constexpr int kConsumers = kBlockM / kWgmmaM;
 
 // Rows of the small parts come after all rows of the large parts.
@@ -26,20 +27,19 @@ struct QueryHalves {
     static constexpr int kBytes = kConsumers * QueryRows::kBytes + sizeof(unit);
 };
 
-// Keys, their units, and the units of their values: the exponent, and 2 to minus the exponent. The
-// latter is negative where halves cannot hold the values, which are then zero here and added to the
-// output directly.
-struct KeyHalves {
-    KeyRows rows;
+// The units of keys and of their values: the exponent, and 2 to minus the exponent. The latter is
+// negative where halves cannot hold the values, which are then zero there and added to the output
+// directly.
+struct KeyUnits {
     float unit[kBlockN], value_exponent[kBlockN], value_reciprocal[kBlockN];
 
-    static constexpr int kBytes = KeyRows::kBytes + 3 * sizeof(unit);
     __device__ bool has_value(int key) const { return value_reciprocal[key] > 0; }
 };
 
 struct TileHalves {
-    KeyHalves k;
+    KeyRows k;
     ValueRows v;
+    KeyUnits units;
 };
 static_assert(sizeof(QueryHalves) == QUERY_TILE_BYTES, "the host plans another workspace");
 static_assert(sizeof(TileHalves) == KEY_TILE_BYTES, "the host plans another workspace");
@@ -47,10 +47,11 @@ using Workspace = HalvesWorkspace<QueryHalves, kBlockM, TileHalves, kBlockN, For
 
 struct Smem {
     QueryHalves q;
-    KeyHalves k[kStages];
-    ValueRows v[kStages];
-    LabelledRing<kStages> k_ring;
-    Ring<kStages> v_ring;
+    KeyRows k[kStages];
+    ValueRows v[kValueStages];
+    KeyUnits units[kStages];
+    LabelledRing<kStages> k_ring;  // with the units
+    Ring<kValueStages> v_ring;
     ptx::Barrier queries_full;
 
     __device__ void init() {

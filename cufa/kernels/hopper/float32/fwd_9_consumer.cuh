@@ -17,6 +17,10 @@ constexpr float kPartUnit = 1.f / (1 << kTopExponent);
 
 using Scores = WgmmaSums<kBlockN>;
 using Output = WgmmaSums<kDims>;
+// The columns of O to which a tile's part is added together: of many, a thread has no registers for
+// all parts.
+constexpr int kPartDims = kDims > 128 ? kPanelCols : kDims;
+using OutputPart = WgmmaSums<kPartDims>;
 using Weights = WgmmaOperand<kBlockN>;
 
 // Which of a thread's scores have keys that their rows see, where the caller's mask or function
@@ -70,7 +74,8 @@ struct Consumer {
 
     OnlineSoftmax softmax[2];
     Output o = {};
-    RingPosition<kStages> k_at, v_at;
+    RingPosition<kStages> k_at;
+    RingPosition<kValueStages> v_at;
 
     __device__ Consumer(Smem& smem, const ForwardParams& call, const QueryTile& work, int warpgroup)
         : smem(smem),
@@ -104,10 +109,11 @@ struct Consumer {
         halve<kBlockN>(p, s, 1);
     }
 
-    __device__ const KeyHalves& keys() const { return smem.k[k_at.stage]; }
+    __device__ const KeyUnits& keys() const { return smem.units[k_at.stage]; }
 
     // Releases a stage for a warp.
-    __device__ static void release_and_advance(Ring<kStages>& ring, RingPosition<kStages>& at) {
+    template <int Stages>
+    __device__ static void release_and_advance(Ring<Stages>& ring, RingPosition<Stages>& at) {
         release(ring, at);
         at.advance();
     }
@@ -116,7 +122,7 @@ struct Consumer {
     __device__ void issue_scores(Scores& s) {
         smem.k_ring.wait_full(k_at);
         issue_halves<kDepth, kBlockN>(s, DepthInColumns(smem.q.rows[warpgroup]),
-                                      DepthInColumns(keys().rows));
+                                      DepthInColumns(smem.k[k_at.stage]));
     }
 
     // Turns products into scores in log 2, to each of which the exponent of its value is added.
@@ -222,20 +228,30 @@ struct Consumer {
         return __shfl_sync(0xffffffffu, weight, key % 8 / 2, 4);
     }
 
-    // Issues the product that a tile adds to the output.
-    __device__ void issue_output(Output& part, const Weights (&p)[kParts]) {
+    // Issues the products that a tile adds to the output, and adds those but the last.
+    __device__ void issue_output(OutputPart& part, const Weights (&p)[kParts]) {
         smem.v_ring.wait_full(v_at);
-        issue_halves<kBlockN, kDims>(part, InRegisters<kBlockN>{p},
-                                     DepthInRows(smem.v[v_at.stage]));
+#pragma unroll
+        for (int col = 0; col < kDims; col += kPartDims) {
+            if (col > 0) add_part<0>(part, col - kPartDims);
+            issue_halves<kBlockN, kPartDims>(part, InRegisters<kBlockN>{p},
+                                             DepthInRows(smem.v[v_at.stage], col / kPanelCols));
+        }
     }
 
-    // Waits for the product and adds it.
+    // Waits for the last product and adds it.
     template <int Pending>
-    __device__ void add_output(Output& part) {
-        wait_product<Pending>(part);
+    __device__ void add_output(OutputPart& part) {
+        add_part<Pending>(part, kDims - kPartDims);
         release_and_advance(smem.v_ring, v_at);
+    }
+
+    // Waits for the product of the columns from `col` on and adds it.
+    template <int Pending>
+    __device__ void add_part(OutputPart& part, int col) {
+        wait_product<Pending>(part);
 #pragma unroll
-        for (int i = 0; i < kDims / 2; ++i) o[i] += part[i] * kPartUnit;
+        for (int i = 0; i < kPartDims / 2; ++i) o[col / 2 + i] += part[i] * kPartUnit;
     }
 
     __device__ void store() {

@@ -17,7 +17,8 @@ __device__ inline void for_pieces(const Matrix<const float>& from, int count, co
     static_assert(Rows % kDown == 0, "all threads have as many pieces");
 #pragma unroll 2  // so many are loaded at once
     for (int first = 0; first < Rows; first += kDown) {
-        const int row = first + threadIdx.x / kAcross, col = threadIdx.x % kAcross * kPieceCols;
+        const int row = first + threadIdx.x / kAcross,
+                  col = threadIdx.x % kAcross * kPieceCols<Dims>;
         write(row, col, RowPiece<Dims>(from, row, count, col));
     }
 }
@@ -55,8 +56,8 @@ __device__ inline void halve_keys(const ForwardParams& call, int kv_head, int ti
     for_pieces<kBlockN, kHeadDim>(k.from(first_key), count,
                                   [&](int key, int col, const RowPiece<kHeadDim>& piece) {
                                       const int unit = unit_of(piece);
-                                      piece.write(to.k.rows, key, col, power_of_two(-unit));
-                                      if (col == 0) to.k.unit[key] = power_of_two(unit);
+                                      piece.write(to.k, key, col, power_of_two(-unit));
+                                      if (col == 0) to.units.unit[key] = power_of_two(unit);
                                   });
     for_pieces<kBlockN, kValueDim>(
         v.from(first_key), count, [&](int key, int col, const RowPiece<kValueDim>& piece) {
@@ -66,8 +67,8 @@ __device__ inline void halve_keys(const ForwardParams& call, int kv_head, int ti
             const int exponent = held ? exponent_of<kLeastValueExponent>(largest) : 0;
             piece.write(to.v, key, col, held ? power_of_two(kTopExponent - exponent) : 0);
             if (col == 0) {
-                to.k.value_exponent[key] = exponent;
-                to.k.value_reciprocal[key] = held ? power_of_two(-exponent) : -1;
+                to.units.value_exponent[key] = exponent;
+                to.units.value_reciprocal[key] = held ? power_of_two(-exponent) : -1;
             }
         });
 }

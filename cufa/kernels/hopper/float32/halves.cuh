@@ -13,15 +13,20 @@
 #include "softmax/online_softmax.cuh"
 
 constexpr int kParts = kTf32 ? 1 : 2;
-constexpr int kDepth = round_up(kHeadDim, kWgmmaK), kDims = round_up(kValueDim, kWgmmaK);
+constexpr int kDepth = round_up(kHeadDim, kWgmmaK);
+// Many dims of values are whole panels, whose products are added to the output one by one.
+constexpr int kDims = round_up(kValueDim, kValueDim > 128 ? kPanelCols : kWgmmaK);
 
-constexpr int kPieceCols = 4;
-// Adjacent threads of a warp that share a row.
+// The columns of a row that a thread takes, and the adjacent threads of a warp that share the row.
+template <int Dims>
+constexpr int kPieceCols = Dims > 128 ? 8 : 4;
 template <int Dims>
 constexpr int kRowThreads = Dims > 64   ? 32
                             : Dims > 32 ? 16
                                         : 8;
-static_assert(kDepth <= 32 * kPieceCols && kDims <= 32 * kPieceCols, "a warp has whole rows");
+template <int Dims>
+constexpr bool kWarpHasRows = Dims <= kRowThreads<Dims> * kPieceCols<Dims>;
+static_assert(kWarpHasRows<kDepth> && kWarpHasRows<kDims>, "a warp has whole rows");
 
 // Numbers with one unit are scaled so that the largest is at least 2^14 and less than 2^15. Then
 // the small parts even of much smaller numbers keep all their bits.
@@ -50,15 +55,16 @@ struct HalfPair {
 // Some columns of a row of the caller's array: zeros past the end of the row or of the rows.
 template <int Dims>
 struct RowPiece {
-    float x[kPieceCols];
+    static constexpr int kCols = kPieceCols<Dims>;
+    float x[kCols];
 
     RowPiece() = default;
     __device__ RowPiece(const Matrix<const float>& rows, int row, int count, int col) {
         constexpr int kVector = min_of(kAlignBytes / int(sizeof(float)), Dims & -Dims);
-        constexpr int kChunk = min_of(kVector, kPieceCols);
+        constexpr int kChunk = min_of(kVector, kCols);
         using Chunk = Pack<float, kChunk>;
 #pragma unroll
-        for (int c = 0; c < kPieceCols; c += kChunk) {
+        for (int c = 0; c < kCols; c += kChunk) {
             Chunk chunk = {};
             if (row < count && col + c < Dims)
                 chunk = *reinterpret_cast<const Chunk*>(rows.row(row) + col + c);
@@ -88,11 +94,11 @@ struct RowPiece {
     // Writes the piece times `factor` as halves. Columns beyond the tile's are skipped.
     template <class Tile>
     __device__ void write(Tile& tile, int row, int col, float factor) const {
-        using Words = Pack<unsigned int, kPieceCols / 2>;
+        using Words = Pack<unsigned int, kCols / 2>;
         if (col >= round_up(Dims, kWgmmaK)) return;
         Words large, small;
 #pragma unroll
-        for (int i = 0; i < kPieceCols; i += 2) {
+        for (int i = 0; i < kCols; i += 2) {
             const float low = factor == 0 ? 0 : x[i] * factor;
             const float high = factor == 0 ? 0 : x[i + 1] * factor;
             const HalfPair halves(large_part(low), large_part(high));

@@ -798,8 +798,8 @@ def summary(
         for kernel in ("fwd_5_mma", "bwd_3_mma")
     )
     in_halves = " and ".join(
-        f"{over_efficient(single['points'], direction, dims):.2f} times as fast {direction} to head dim {dims}"
-        for direction, dims in MOST_DIMS_IN_HALVES.items()
+        f"{over_efficient(single['points'], where, dims):.2f} times as fast {where} to head dim {dims}"
+        for where, dims in MOST_DIMS_IN_HALVES.items()
     )
     fastest_single = max(point["tflops"]["cufa"] for point in single["points"])
     over_serving = statistics.geometric_mean(over_flashinfer(serving["points"]))

@@ -202,7 +202,7 @@ def test_registers_are_those_of_the_block():
         macros, block = dict(plan.macros), plan.launches[-1].block
         consumers = plan.tiles["block_m"] // 64
         others = block // 128 - consumers
-        assert others == {3: 1, 4: 2}[plan.tiles["turners"]]
+        assert others == {3: 1, 4: 2}[plan.tiles["helpers"]]
         taken = consumers * macros["CONSUMER_REGISTERS"] + others * macros["PRODUCER_REGISTERS"]
         assert taken == H200.registers_per_sm // block // 8 * 8 * (consumers + others)
 
@@ -210,12 +210,12 @@ def test_registers_are_those_of_the_block():
 @pytest.mark.parametrize(
     ("head_dim", "tiles", "reason"),
     [
-        (128, {"turners": 2}, "turners must be 3, or 4 for a warpgroup of their own"),
-        (128, {"block_m": 192, "block_n": 96, "turners": 4}, "turners must be 3 if block_m is more than 128"),
-        (192, {"turners": 4}, "turners must be 3 with a value_dim of more than 128; it is 192"),
+        (128, {"helpers": 2}, "helpers must be 3, or 4 for a warpgroup of their own"),
+        (128, {"block_m": 192, "block_n": 96, "helpers": 4}, "helpers must be 3 if block_m is more than 128"),
+        (192, {"helpers": 4}, "helpers must be 3 with a value_dim of more than 128; it is 192"),
     ],
 )
-def test_turners_that_do_not_fit_are_refused(head_dim, tiles, reason):
+def test_helpers_that_do_not_fit_are_refused(head_dim, tiles, reason):
     with pytest.raises(ValueError, match=reason):
         make_plan(problem(head_dim), H200, tiles=tiles)
 

@@ -655,11 +655,11 @@ def test_macros_are_what_the_kernel_asks_for(kernel: str) -> None:
         small = dict.fromkeys(("row_sums", "round_keys", "round_queries"), helper)
         assert blocks == {"key_tiles": 3 * 128, **small}
     else:
-        # In how many parts the keys are, the grid says, or the parameters; how many warps turn V, the block.
+        # In how many parts the keys are, the grid says, or the parameters; how many warps help, the block.
         passed = {
             "fwd_8_split_kv": ("splits", "shares"),
             "fwd_6_wgmma": ("parts",),
-            "fwd_7_fp8": ("parts", "turners"),
+            "fwd_7_fp8": ("parts", "helpers"),
         }
         own = {name: plan.tiles[name] for name in passed.get(kernel, ())}
         helpers = {

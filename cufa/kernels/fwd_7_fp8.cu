@@ -29,8 +29,8 @@ constexpr bool kFirstInHalves = HALVES_FIRST;  // a first tile of keys is proces
 // O has 16 bits, so its columns come in sixteens.
 constexpr int kDims = round_up(kValueDim, kWgmmaDepth<out_t>);
 
-// The form in which values reach the product: the tiles of K and V, what the helpers
-// do with V, and the warpgroups that compute.
+// The form in which values reach the product: the tiles of K and V, what the helpers do with V, and
+// the warpgroups that compute.
 template <bool Transposed>
 struct ValueForm {
     using KeyTile = KeyRows;

@@ -170,7 +170,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
 def _registers(problem: Problem, tiles: Tiles) -> tuple[int, int]:
     """The registers of a thread that copies and of one that computes.
 
-    The former must have enough to look at masks.
+    Of wide heads, the latter gets as many as there are, unless the former must look at masks.
     """
     wide = problem.value_dim > MOST_DIMS_BESIDE_PRODUCER and tiles.consumers == 2
     if wide and not (problem.features.tf32 or problem.features.key_mask):

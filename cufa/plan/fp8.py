@@ -13,6 +13,7 @@ from cufa.plan.choice import Cost, sizes_of
 from cufa.plan.hopper import (
     BARRIER_BYTES,
     LENGTHS_BYTES,
+    MAX_CONSUMER_REGISTERS,
     PANEL_COLS,
     PANEL_ROW_BYTES,
     SWIZZLE_BYTES,
@@ -42,12 +43,14 @@ WGMMA_DEPTH, STORED_COLS = 32, 16
 # A warp transposes 32 columns of V at once, and reports its findings for every tile.
 TURNED_COLS = 32
 FLAG_BYTES = 4
-# The turners, warps that transpose V: the three beside the producer, or a warpgroup of their own.
+# The helpers: the three warps beside the producer, or a warpgroup of their own.
 BESIDE_PRODUCER, OWN_WARPGROUP = 3, 4
-# With two computing warpgroups, these leave turners the registers to transpose four times as many columns.
-MAX_CONSUMER_REGISTERS = {BESIDE_PRODUCER: 224, OWN_WARPGROUP: 208}
+# The most registers of a consumer. With two consumers, these leave helpers the registers to transpose four
+# times as many columns at once.
+MOST_BESIDE_TURNERS = {BESIDE_PRODUCER: 224, OWN_WARPGROUP: 208}
+MOST_BESIDE_INSPECTORS = {BESIDE_PRODUCER: MAX_CONSUMER_REGISTERS, OWN_WARPGROUP: 216}
 # With more dims of V a block of four warpgroups spills registers or, beyond 192, cannot be compiled.
-MOST_DIMS_BESIDE_TURNERS = 128
+MOST_DIMS_OF_FOUR_WARPGROUPS = 128
 # The registers that a thread needs to leave a part of keys.
 PART_REGISTERS = 16
 # The gain that parts must have: for a last round of many, they gained less than expected.
@@ -58,7 +61,14 @@ FEW_TILES = 4
 
 @dataclass(frozen=True)
 class Fp8Tiles(Tiles):
-    """The sizes that the kernel is compiled for."""
+    """The sizes that the kernel is compiled for. So many warps, `helpers`, process V before the product."""
+
+    helpers: int = BESIDE_PRODUCER
+
+    @property
+    def warpgroups(self) -> int:
+        """All of a block's warpgroups."""
+        return super().warpgroups + (self.helpers == OWN_WARPGROUP)
 
     @property
     def value_panels(self) -> int:
@@ -67,6 +77,10 @@ class Fp8Tiles(Tiles):
 
     def misfit(self) -> str | None:
         """None if the kernel can be compiled for these tiles, else the reason."""
+        if self.helpers not in (BESIDE_PRODUCER, OWN_WARPGROUP):
+            return f"helpers must be {BESIDE_PRODUCER}, or {OWN_WARPGROUP} for a warpgroup of their own"
+        if self.helpers == OWN_WARPGROUP and self.consumers > 2:
+            return f"helpers must be {BESIDE_PRODUCER} if block_m is more than {2 * WGMMA_M}"
         if self.block_n % (self.value_panels * WGMMA_DEPTH):
             return f"block_n must be a multiple of {WGMMA_DEPTH}, over {PANEL_ROW_BYTES} of {2 * WGMMA_DEPTH}"
         return super().misfit()
@@ -74,32 +88,22 @@ class Fp8Tiles(Tiles):
 
 @dataclass(frozen=True)
 class TurnedTiles(Fp8Tiles):
-    """The same if so many warps, `turners`, transpose V on its way to the product."""
-
-    turners: int = BESIDE_PRODUCER
-
-    @property
-    def warpgroups(self) -> int:
-        """All of a block's warpgroups."""
-        return super().warpgroups + (self.turners == OWN_WARPGROUP)
+    """The same if helpers transpose V."""
 
     @property
     def consumer_registers(self) -> int:
         """Registers a consumer's thread can have after the others have released what they do not need."""
-        return min(super().consumer_registers, MAX_CONSUMER_REGISTERS[self.turners])
-
-    def misfit(self) -> str | None:
-        """None if the kernel can be compiled for these tiles, else the reason."""
-        if self.turners not in MAX_CONSUMER_REGISTERS:
-            return f"turners must be {BESIDE_PRODUCER}, or {OWN_WARPGROUP} for a warpgroup of their own"
-        if self.turners == OWN_WARPGROUP and self.consumers > 2:
-            return f"turners must be {BESIDE_PRODUCER} if block_m is more than {2 * WGMMA_M}"
-        return super().misfit()
+        return min(super().consumer_registers, MOST_BESIDE_TURNERS[self.helpers])
 
 
 @dataclass(frozen=True)
 class TransposedTiles(Fp8Tiles):
-    """The same if V is stored transposed, so that no warp transposes it."""
+    """The same if V is stored transposed, so that helpers only search it for NaN."""
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers a consumer's thread can have after the others have released what they do not need."""
+        return min(super().consumer_registers, MOST_BESIDE_INSPECTORS[self.helpers])
 
 
 # Candidates if all keys are seen, by largest head dim.
@@ -107,11 +111,11 @@ PACES = {
     64: {
         TurnedTiles(192, 128, 2, 2, 64): Pace(0.0471, 1100),
         TurnedTiles(256, 64, 3, 2, 64): Pace(0.0464, 1640),
-        TurnedTiles(128, 128, 3, 2, 64, turners=4): Pace(0.0551, 1250),
+        TurnedTiles(128, 128, 3, 2, 64, helpers=4): Pace(0.0551, 1250),
     },
     128: {
         TurnedTiles(192, 96, 3, 1, 64): Pace(0.0567, 3780),
-        TurnedTiles(128, 128, 3, 2, 128, turners=4): Pace(0.0579, 1850),
+        TurnedTiles(128, 128, 3, 2, 128, helpers=4): Pace(0.0579, 1850),
     },
     192: {TurnedTiles(128, 128, 2, 1, 64): Pace(0.08, 2000)},  # the only candidate; its pace is a guess
     256: {
@@ -124,11 +128,11 @@ CUT_PACES = {
     64: {
         TurnedTiles(192, 128, 2, 2, 64): Pace(0.0492, 1760),
         TurnedTiles(256, 64, 3, 2, 64): Pace(0.049, 3150),
-        TurnedTiles(128, 128, 3, 2, 64, turners=4): Pace(0.0537, 1170),
+        TurnedTiles(128, 128, 3, 2, 64, helpers=4): Pace(0.0537, 1170),
     },
     128: {
         TurnedTiles(192, 96, 3, 1, 64): Pace(0.0601, 2840),
-        TurnedTiles(128, 128, 3, 2, 128, turners=4): Pace(0.0629, 1100),
+        TurnedTiles(128, 128, 3, 2, 128, helpers=4): Pace(0.0629, 1100),
     },
     192: PACES[192],
     256: {
@@ -162,8 +166,7 @@ CUT_TRANSPOSED_PACES = {
         TransposedTiles(128, 128, 4, 2, 64): Pace(0.0484, 1200),
     },
     128: {
-        TransposedTiles(128, 128, 3, 2, 128): Pace(0.0597, 1900),
-        TransposedTiles(128, 128, 4, 2, 64): Pace(0.0587, 1990),
+        TransposedTiles(128, 128, 3, 2, 128, helpers=4): Pace(0.0571, 1900),
     },
     192: TRANSPOSED_PACES[192],
     256: {
@@ -180,7 +183,7 @@ def price(problem: Problem, device: Device) -> float:
 
 
 @functools.lru_cache
-def _fastest(problem: Problem, device: Device) -> tuple[Tiles, float]:
+def _fastest(problem: Problem, device: Device) -> tuple[Fp8Tiles, float]:
     """The tiles for a problem and their time; cached, since price and plan both need them.
 
     Those of head dims 64, 128 and 256 were the fastest on an H200.
@@ -188,15 +191,15 @@ def _fastest(problem: Problem, device: Device) -> tuple[Tiles, float]:
     return fastest_in_parts(problem, device, _candidates(problem), parts_leave_registers, PARTS_WORTH_IT)
 
 
-def _candidates(problem: Problem) -> dict[Tiles, Pace]:
+def _candidates(problem: Problem) -> dict[Fp8Tiles, Pace]:
     """Tiles for the problem's head dims that leave registers for its features."""
     dim = max(problem.head_dim, problem.value_dim)
     most = _most_warpgroups(problem)
-    paces: Mapping[Tiles, Pace] = next(of_dim for limit, of_dim in _paces(problem).items() if dim <= limit)
+    paces: Mapping[Fp8Tiles, Pace] = next(of_dim for limit, of_dim in _paces(problem).items() if dim <= limit)
     return {tiles: pace for tiles, pace in paces.items() if tiles.consumers <= most}
 
 
-def parts_leave_registers(problem: Problem, tiles: Tiles) -> bool:
+def parts_leave_registers(problem: Problem, tiles: Fp8Tiles) -> bool:
     """Whether threads have registers to leave parts of keys."""
     enough = _cost(problem, tiles).registers + PART_REGISTERS <= tiles.consumer_registers
     return enough and not parting.varies(problem)
@@ -225,11 +228,10 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     best, _ = _fastest(problem, device)
     chosen, grid = choose_persistent(problem, device, tiles, best, _cost)
     sizes = chosen.tiles
-    own_warpgroup = isinstance(sizes, TurnedTiles) and sizes.turners == OWN_WARPGROUP
-    if own_warpgroup and problem.value_dim > MOST_DIMS_BESIDE_TURNERS:
+    if sizes.helpers == OWN_WARPGROUP and problem.value_dim > MOST_DIMS_OF_FOUR_WARPGROUPS:
         raise ValueError(
-            f"tiles {sizes}: turners must be {BESIDE_PRODUCER} with a value_dim of more than "
-            f"{MOST_DIMS_BESIDE_TURNERS}; it is {problem.value_dim}"
+            f"tiles {sizes}: helpers must be {BESIDE_PRODUCER} with a value_dim of more than "
+            f"{MOST_DIMS_OF_FOUR_WARPGROUPS}; it is {problem.value_dim}"
         )
     main = Launch("fwd_7_fp8", grid, sizes.threads, chosen.cost.smem_bytes)
     launches, scratch, parted = launches_of_parts(problem, device, sizes, main)
@@ -254,7 +256,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     )
 
 
-def _halves_first(problem: Problem, tiles: Tiles) -> bool:
+def _halves_first(problem: Problem, tiles: Fp8Tiles) -> bool:
     """Whether warpgroups skip the half of a causal mask's first tile that they do not see.
 
     That saves 2 to 4 % if queries see few tiles, of which the first takes the longest; longer calls may lose
@@ -266,7 +268,7 @@ def _halves_first(problem: Problem, tiles: Tiles) -> bool:
     return plain and few and of_dims
 
 
-def _key_boxes(problem: Problem, tiles: Tiles) -> tuple[TensorBox, TensorBox]:
+def _key_boxes(problem: Problem, tiles: Fp8Tiles) -> tuple[TensorBox, TensorBox]:
     """The boxes that a copy of keys and a copy of values bring."""
     cols = PANEL_ROW_BYTES // problem.itemsize
     if isinstance(tiles, TransposedTiles):
@@ -280,17 +282,17 @@ def _dims(problem: Problem) -> int:
     return round_up(problem.value_dim, STORED_COLS)
 
 
-def _value_bytes(problem: Problem, tiles: Tiles) -> int:
+def _value_bytes(problem: Problem, tiles: Fp8Tiles) -> int:
     """Bytes of a stage of values, with everything that belongs to it."""
     if isinstance(tiles, TurnedTiles):
         turned = tiles.block_n * round_up(problem.value_dim, TURNED_COLS)
         tile = panel_tile_bytes(tiles.block_n, problem.value_dim, problem.itemsize)
-        return tile + turned + BARRIER_BYTES * 2 * 2 + FLAG_BYTES * tiles.turners
+        return tile + turned + BARRIER_BYTES * 2 * 2 + FLAG_BYTES * tiles.helpers
     tile = panel_tile_bytes(_dims(problem), tiles.block_n, problem.itemsize)
     return tile + BARRIER_BYTES * 3 + FINDINGS_BYTES
 
 
-def _cost(problem: Problem, tiles: Tiles) -> Cost:
+def _cost(problem: Problem, tiles: Fp8Tiles) -> Cost:
     queries = tiles.query_stages * tiles.consumers
     smem_bytes = (
         tiles.stages * panel_tile_bytes(tiles.block_n, problem.head_dim, problem.itemsize)  # K

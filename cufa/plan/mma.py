@@ -58,6 +58,7 @@ START = 3000
 TILE_LATENCY, LATENCY_OF_CLOCK = 1150, 0.13
 CLOCK_TIME, ROW_TIME, SCORE_TIME = 0.313, 12.5, 0.012
 ROW_DIMS, LARGE_BLOCK_M = 64, 64
+TENSOR_CORES_OF_SM = 4
 H200 = Device.of("sm_90a")
 # Registers per score of a lane for features that work on each score; without them, ptxas spilled hundreds of
 # bytes.
@@ -280,8 +281,10 @@ def price(problem: Problem, device: Device) -> float:
     tiles = _forward_candidates(problem.kind, device).choose(problem, {}).tiles
     tile_clocks = _tile_clocks(problem.kind, tiles)
     key_tiles, most = (ceil(of(problem, tiles) / tiles.block_n) for of in (seen_keys, most_keys))
-    of_block = most * (TILE_LATENCY + LATENCY_OF_CLOCK * tile_clocks)
     tile_work = tile_clocks * CLOCK_TIME + tiles.block_m * tiles.block_n * SCORE_TIME
+    tile_latency = TILE_LATENCY + LATENCY_OF_CLOCK * tile_clocks
+    # A warp has one of an SM's tensor cores.
+    of_block = most * max(tile_latency, tile_work * max(1, TENSOR_CORES_OF_SM / tiles.warps))
     dims = max(problem.head_dim, problem.value_dim) if tiles.block_m >= LARGE_BLOCK_M else ROW_DIMS
     row_time = ROW_TIME * max(1, dims / ROW_DIMS)
     block_work = tiles.block_m * row_time + key_tiles * tile_work

@@ -39,7 +39,7 @@ BESIDE_LOOK_UPS, BESIDE_SEARCH = 224, 216
 # Registers of a consumer besides accumulators and weights: addresses, descriptors, the softmax's state.
 OVERHEAD_REGISTERS = 30
 # Sizes that are passed, or follow from others.
-NOT_COMPILED_IN = ("parts", "turners")
+NOT_COMPILED_IN = ("parts", "helpers")
 # Nanoseconds until the first tiles arrive; longer if rows do not see all keys.
 START, CUT_START = 3500, 4200
 

@@ -17,9 +17,8 @@ constexpr float kPartUnit = 1.f / (1 << kTopExponent);
 
 using Scores = WgmmaSums<kBlockN>;
 using Output = WgmmaSums<kDims>;
-// The columns of O to which a tile's part is added together: of many, a thread has no registers for
-// all parts.
-constexpr int kPartDims = kDims > 128 ? kPanelCols : kDims;
+// The columns of O that one product of a tile is added to.
+constexpr int kPartDims = kByPanels ? kPanelCols : kDims;
 using OutputPart = WgmmaSums<kPartDims>;
 using Weights = WgmmaOperand<kBlockN>;
 

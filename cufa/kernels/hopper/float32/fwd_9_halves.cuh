@@ -17,8 +17,8 @@ __device__ inline void for_pieces(const Matrix<const float>& from, int count, co
     static_assert(Rows % kDown == 0, "all threads have as many pieces");
 #pragma unroll 2  // so many are loaded at once
     for (int first = 0; first < Rows; first += kDown) {
-        const int row = first + threadIdx.x / kAcross,
-                  col = threadIdx.x % kAcross * kPieceCols<Dims>;
+        const int row = first + threadIdx.x / kAcross;
+        const int col = threadIdx.x % kAcross * kPieceCols<Dims>;
         write(row, col, RowPiece<Dims>(from, row, count, col));
     }
 }

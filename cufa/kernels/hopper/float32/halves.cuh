@@ -14,8 +14,9 @@
 
 constexpr int kParts = kTf32 ? 1 : 2;
 constexpr int kDepth = round_up(kHeadDim, kWgmmaK);
-// Many dims of values are whole panels, whose products are added to the output one by one.
-constexpr int kDims = round_up(kValueDim, kValueDim > 128 ? kPanelCols : kWgmmaK);
+// Whether the output is added to panel by panel: of many dims, a thread has no registers for all.
+constexpr bool kByPanels = kValueDim > 128;
+constexpr int kDims = round_up(kValueDim, kByPanels ? kPanelCols : kWgmmaK);
 
 // The columns of a row that a thread takes, and the adjacent threads of a warp that share the row.
 template <int Dims>

@@ -6,7 +6,7 @@
 #include "hopper/forward/wgmma_forward.cuh"
 #include "hopper/forward/wgmma_forward_copies.cuh"
 
-constexpr int kTurners = kHelpersApart ? kWarpgroup / 32 : kWarpgroup / 32 - 1;
+constexpr int kTurners = kHelperWarps;
 // Steps whose words are loaded together: as many as turners have registers for.
 constexpr int kTurnedAtOnce = kProducerRegisters < 40 ? 1 : 4;
 

@@ -24,9 +24,10 @@ constexpr int kFirstConsumer = kThreads / kWarpgroup - kConsumers;
 static_assert((kFirstConsumer == 1 || kFirstConsumer == 2) &&
                   (kFirstConsumer + kConsumers) * kWarpgroup == kThreads,
               "one warpgroup copies, another may help, the others compute");
-// Whether helpers are a warpgroup of their own, and the first of these warps.
+// The helpers are the warps beside the producer or, apart from it, a warpgroup of their own.
 constexpr bool kHelpersApart = kFirstConsumer == 2;
-constexpr int kFirstHelper = kHelpersApart ? kWarpgroup / 32 : 1;
+constexpr int kFirstHelper = kHelpersApart ? kWarpgroup / 32 : 1;  // a warp
+constexpr int kHelperWarps = kHelpersApart ? kWarpgroup / 32 : kWarpgroup / 32 - 1;
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr int kDepth = round_up(kHeadDim, kWgmmaK);
 // Keys that one copy brings: a tile, or the part of it that is in one page.

@@ -1,6 +1,6 @@
 // Values that the products of the Hopper forwards read as they were copied. Where a mask cuts
-// through a tile, its NaN and infinity are taken out before the product. Inspectors, warps beside
-// the producer, look for them.
+// through a tile, its NaN and infinity are taken out before the product. Inspectors look for
+// them.
 #pragma once
 
 #include "hopper/forward/wgmma_forward.cuh"
@@ -9,8 +9,8 @@
 // Whether a tile may have keys in memory that do not count for some rows or for all. Beyond the end
 // of the tensor, TMA fills in zeros.
 constexpr bool kCutKeys = kRangeMask || kPacked || kUsedKeys || kKeyMask;
-// Inspectors: warps beside the producer that look for NaN and infinity in such tiles.
-constexpr int kInspectors = kCutKeys ? kWarpgroup / 32 - 1 : 0;
+// Inspectors: the helpers that look for NaN and infinity in such tiles.
+constexpr int kInspectors = kCutKeys ? kHelperWarps : 0;
 
 // The inspectors' shared memory.
 struct Inspection {
@@ -85,7 +85,7 @@ struct InspectedConsumer : ForwardConsumer<Self, Smem, Dims> {
                     }
             }
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
-        clear_nonfinite<kConsumers * kWarpgroup>(v, threadIdx.x - kWarpgroup);
+        clear_nonfinite<kConsumers * kWarpgroup>(v, threadIdx.x - kFirstConsumer * kWarpgroup);
         ptx::proxy_fence();
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
     }

@@ -147,13 +147,19 @@ def test_transposed_values(rng, dims, causal, tiles):
         run(problem, random_descales(rng, 2, 2), causal=causal, tiles=tiles)
 
 
-def test_nan_in_transposed_values(rng):
+# Warps beside the producer, and a warpgroup of their own.
+HELPERS = [3, 4]
+
+
+@pytest.mark.parametrize("helpers", HELPERS)
+def test_nan_in_transposed_values(rng, helpers):
     problem = draw(rng, 200, 212)
     problem.v[:, 100, 0, 3], problem.v[:, 180, 0, 5] = np.nan, np.nan  # seen from rows 88 and 168 on
     problem = with_values_transposed(problem)
-    out, _ = run(problem, causal=True)
+    tiles = {"block_m": 128, "helpers": helpers}
+    out, _ = run(problem, causal=True, tiles=tiles)
     assert np.isfinite(out[:, :88]).all()
-    run(problem)
+    run(problem, tiles=tiles)
 
 
 # Head dims, lengths, whether values lie transposed, and into how many parts keys are parted; in every part
@@ -219,13 +225,15 @@ def test_output_in_float16(rng):
     assert out.dtype == np.float16
 
 
-def test_nan_reaches_those_who_see_it(rng):
+@pytest.mark.parametrize("helpers", HELPERS)
+def test_nan_reaches_those_who_see_it(rng, helpers):
     problem = draw(rng, 200, 210)
     problem.k[:, 100], problem.v[:, 100, 0, 3] = np.nan, np.nan  # seen from row 90 on
     problem.v[:, 180, 0, 5] = np.nan  # seen from row 170 on
-    out, _ = run(problem, causal=True)
+    tiles = {"block_m": 128, "helpers": helpers}
+    out, _ = run(problem, causal=True, tiles=tiles)
     assert np.isfinite(out[:, :90]).all()
-    run(problem)  # every row sees them, without a search
+    run(problem, tiles=tiles)  # every row sees them, without a search
 
 
 def test_weights_that_are_almost_nothing(rng):

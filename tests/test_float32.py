@@ -48,6 +48,19 @@ def test_no_spill_with_dropout(dim, tf32):
     assert warnings_of(problem(dim, dropout=True, tf32=tf32)) == ()
 
 
+# Of 256 dims in two halves, what features need besides: for each tile of keys a word or two are read again.
+SPILLED_BYTES = 112
+
+
+@pytest.mark.parametrize(
+    "features", [ALL, Features(dropout=True), Features(mask=(2, 1, 4096, 4096))], ids=str
+)
+def test_wide_heads_spill_little_with_features(features):
+    build = jit.build(make_plan(replace(problem(256), features=features), H200, NAME).variant)
+    assert build.resources[NAME].spill_stores <= SPILLED_BYTES
+    assert all("bytes spill" in line for line in build.warnings)
+
+
 def test_masks_are_looked_at_first():
     masked = make_plan(problem(mask=(2, 1, 4096, 4096)), H200, NAME)
     assert [launch.entry for launch in masked.launches] == ["seen_tiles", "to_halves", NAME]

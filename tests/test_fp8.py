@@ -196,15 +196,39 @@ def test_plans_know_values_that_lie_transposed(arrays):
         assert dict(plan.macros)["TRANSPOSED_VALUES"] == lies
 
 
-def test_registers_are_those_of_the_block():
+@pytest.mark.parametrize("transposed_values", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_registers_are_those_of_the_block(causal, transposed_values):
     for head_dim, seqlen in itertools.product((64, 128, 192, 256), (SHORT, LONG)):
-        plan = make_plan(problem(head_dim, seqlen=seqlen), H200)
+        plan = make_plan(problem(head_dim, None, causal, seqlen, transposed_values=transposed_values), H200)
         macros, block = dict(plan.macros), plan.launches[-1].block
         consumers = plan.tiles["block_m"] // 64
         others = block // 128 - consumers
         assert others == {3: 1, 4: 2}[plan.tiles["helpers"]]
         taken = consumers * macros["CONSUMER_REGISTERS"] + others * macros["PRODUCER_REGISTERS"]
         assert taken == H200.registers_per_sm // block // 8 * 8 * (consumers + others)
+
+
+def test_small_blocks_leave_registers_for_helpers_apart():
+    small = {
+        "block_m": 64,
+        "block_n": 32,
+        "stages": 2,
+        "query_stages": 1,
+        "store_cols": 64,
+        "blocks_per_sm": 2,
+    }
+    plan = make_plan(problem(32), H200, tiles={**small, "helpers": 4})
+    assert dict(plan.macros)["PRODUCER_REGISTERS"] >= 24
+    jit.build(plan.variant)
+
+
+def test_other_blocks_have_their_helpers_beside_the_producer():
+    call = problem(causal=True, seqlen=SHORT)
+    same = {"block_m": 128, "block_n": 128, "stages": 2}
+    others = {"block_m": 192, "block_n": 96, "query_stages": 1, "store_cols": 64}, {"block_n": 96}
+    for tiles, helpers in (({}, 4), (same, 4), *((other, 3) for other in others)):
+        assert make_plan(call, H200, tiles=tiles).tiles["helpers"] == helpers
 
 
 @pytest.mark.parametrize(

@@ -109,16 +109,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     fwd_6_wgmma(const __grid_constant__ Params params) {
     Smem& smem = shared_memory<Smem>();
     if (threadIdx.x == 0) {
-        const TensorMap* const maps[] = {&params.q, &params.k, &params.v, &params.o};
-        for (const TensorMap* map : maps) {
-            ptx::prefetch_tensor_map(*map);
-        }
         constexpr int kWarps = kWarpgroup / 32;
-        smem.k_ring.init(kConsumers * kWarps);
-        smem.v_ring.init(kConsumers * kWarps + kInspectors);
-        for (int w = 0; w < kConsumers; ++w)
-            smem.q_ring[w].init(kWarps + (w == 0 ? kInspectors : 0));
-        smem.helpers.init();
+        prefetch_maps(params);
+        init_rings(smem, kConsumers * kWarps + kInspectors, kInspectors);
         for (Ring<1>& ring : smem.bias_rings) ring.init(kWarps);
         ptx::barrier_init_fence();
     }
@@ -128,12 +121,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const int warpgroup = uniform(threadIdx.x / kWarpgroup);
     if (warpgroup == 0) {
         ptx::registers_decrease<kProducerRegisters>();
-        const int inspector = static_cast<int>(threadIdx.x) / 32 - 1;
+        const int inspector = static_cast<int>(threadIdx.x) / 32 - kFirstHelper;
         if (threadIdx.x < kProducers) produce(smem, params);
         if (inspector >= 0 && inspector < kInspectors) inspect_values(smem, params, inspector);
     } else {
         ptx::registers_increase<kConsumerRegisters>();
-        Consumer(smem, params, warpgroup - 1).consume();
+        Consumer(smem, params, warpgroup - kFirstConsumer).consume();
         ptx::wait_stores_read();
     }
     if constexpr (kLateBlocks) ptx::wait_for_launch_before();

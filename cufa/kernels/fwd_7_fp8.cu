@@ -26,6 +26,9 @@
 using out_t = OUT_SCALAR;
 constexpr bool kTransposedValues = TRANSPOSED_VALUES;  // keys are adjacent in memory
 constexpr bool kFirstInHalves = HALVES_FIRST;  // a first tile of keys is processed in halves
+// Whether addresses in O's tile are worked out by XOR: where measurements show that it is faster
+// and spills nothing.
+constexpr bool kStepsByXor = !kTransposedValues && kConsumers <= 2 && kValueDim <= 128;
 // O has 16 bits, so its columns come in sixteens.
 constexpr int kDims = round_up(kValueDim, kWgmmaDepth<out_t>);
 
@@ -36,8 +39,8 @@ struct ValueForm {
     using KeyTile = KeyRows;
     using ValueTile = ValueRows;
     using Helpers = Turning;
-    static constexpr int kReaders = kTurners;  // of a tile of V
-    static constexpr int kHelpers = kTurners;  // warps that look at each tile of queries
+    static constexpr int kReaders = kHelperWarps;  // of a tile of V
+    static constexpr int kHelpers = kHelperWarps;  // warps that look at each tile of queries
     template <class Self, class Smem>
     using Consumer = TurnedConsumer<Self, Smem, kDims>;
 
@@ -64,9 +67,7 @@ struct ValueForm<true> {
 using Form = ValueForm<kTransposedValues>;
 
 struct Smem {
-    // Steps by XOR, where measurements show that it is faster and spills nothing.
-    using StoredRows =
-        PanelTile<kWgmmaM, kStoreCols, out_t, kPanelRowBytes, !kTransposedValues && kAsksLast>;
+    using StoredRows = PanelTile<kWgmmaM, kStoreCols, out_t, kPanelRowBytes, kStepsByXor>;
 
     Form::KeyTile k[kStages];
     Form::ValueTile v[kStages];
@@ -128,14 +129,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     fwd_7_fp8(const __grid_constant__ Params params) {
     Smem& smem = shared_memory<Smem>();
     if (threadIdx.x == 0) {
-        const TensorMap* const maps[] = {&params.q, &params.k, &params.v, &params.o};
-        for (const TensorMap* map : maps) ptx::prefetch_tensor_map(*map);
-        constexpr int kWarps = kWarpgroup / 32;
-        smem.k_ring.init(kConsumers * kWarps);
-        smem.v_ring.init(Form::kReaders);
-        smem.helpers.init();
-        for (int w = 0; w < kConsumers; ++w)
-            smem.q_ring[w].init(kWarps + (w == 0 ? Form::kHelpers : 0));
+        prefetch_maps(params);
+        init_rings(smem, Form::kReaders, Form::kHelpers);
         ptx::barrier_init_fence();
     }
     __syncthreads();

@@ -12,7 +12,7 @@
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
 //          value_dim); packed sequences: (tokens, heads, dim)
 // Owns     block: BLOCK_M queries of one head; warpgroup: 64 of them
-// Shared   the tile of queries, a ring of STAGES tiles of keys and their values
+// Shared   the tile of queries, rings of STAGES tiles of keys, VALUE_STAGES of values
 // Global   workspace: tiles of halves of queries, then of keys and values; with a mask or a
 //          mask_mod, what it shows of each tile of scores
 // Needs    sm_90a

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cufa.device import WARP_SIZE, Device
 from cufa.plan.choice import Candidates, Cost, query_tiles, row_tiles, sizes_of
@@ -13,7 +14,6 @@ from cufa.plan.hopper import (
     MAX_CONSUMER_REGISTERS,
     MAX_WGMMA_N,
     MIN_PRODUCER_REGISTERS,
-    PANEL_COLS,
     SWIZZLE_BYTES,
     TILE_LABEL_BYTES,
     WGMMA_K,
@@ -31,12 +31,9 @@ from cufa.rounding import round_up
 # Threads of the launch that makes halves, and the most rows that they process at once.
 HALVING_THREADS, ROWS_AT_ONCE = 256, 32
 FLOAT_BYTES, HALF_BYTES = 4, 2
-# Up to so many dims, what a tile adds to O is one product; of more, one for each panel.
-MOST_DIMS_AT_ONCE = 128
-# With more dims of V, threads that compute spill registers unless those that copy have the least possible.
+# With more dims of V, threads that compute spill registers, unless those that copy have the least possible. With
+# features, they still spill a few.
 MOST_DIMS_BESIDE_PRODUCER = 192
-# Registers of a consumer besides sums and weights: operands, addresses, what features need for scores.
-OVERHEAD_REGISTERS = 45
 # In nanoseconds on an H200: the time of two launches besides their tiles, and the bytes per nanosecond that
 # an SM reads and writes while it makes halves.
 START = 6000
@@ -125,11 +122,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     If there are masks, a first launch finds out what they show of tiles of scores.
     """
     best, _ = _fastest(problem, device)
-
-    def as_launched(tiles: Tiles) -> Cost:
-        return replace(_cost(problem, tiles), registers=tiles.registers_at_start)
-
-    chosen = Candidates(device, (best,), as_launched).choose(problem, tiles)
+    chosen = Candidates(device, (best,), functools.partial(_cost, problem)).choose(problem, tiles)
     sizes = chosen.tiles
     check_masked_keys(problem, sizes)
     producer_registers, consumer_registers = _registers(problem, sizes)
@@ -211,12 +204,5 @@ def _cost(problem: Problem, tiles: Tiles) -> Cost:
         + TILE_LABEL_BYTES * tiles.stages * problem.features.key_mask
     )
     depth, dims = (round_up(dim, WGMMA_K) for dim in (problem.head_dim, problem.value_dim))
-    # S, O and what is added to it at once in float32, and P in pairs
-    of_output, at_once = (
-        (dims, dims) if dims <= MOST_DIMS_AT_ONCE else (round_up(dims, PANEL_COLS), PANEL_COLS)
-    )
-    registers = (
-        (tiles.block_n + of_output + at_once) // 2 + _parts(problem) * tiles.block_n // 4 + OVERHEAD_REGISTERS
-    )
     work = tiles.block_m * tiles.block_n * (depth + dims) / tiles.threads
-    return Cost(round_up(smem_bytes, SWIZZLE_BYTES), registers, work)
+    return Cost(round_up(smem_bytes, SWIZZLE_BYTES), tiles.registers_at_start, work)

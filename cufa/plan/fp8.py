@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from cufa.device import Device
 from cufa.plan import parting
@@ -14,7 +14,6 @@ from cufa.plan.hopper import (
     BARRIER_BYTES,
     LENGTHS_BYTES,
     MAX_CONSUMER_REGISTERS,
-    PANEL_COLS,
     PANEL_ROW_BYTES,
     SWIZZLE_BYTES,
     WGMMA_M,
@@ -45,12 +44,12 @@ TURNED_COLS = 32
 FLAG_BYTES = 4
 # The helpers: the three warps beside the producer, or a warpgroup of their own.
 BESIDE_PRODUCER, OWN_WARPGROUP = 3, 4
-# The most registers of a consumer. With two consumers, these leave helpers the registers to transpose four
-# times as many columns at once.
-MOST_BESIDE_TURNERS = {BESIDE_PRODUCER: 224, OWN_WARPGROUP: 208}
-MOST_BESIDE_INSPECTORS = {BESIDE_PRODUCER: MAX_CONSUMER_REGISTERS, OWN_WARPGROUP: 216}
-# With more dims of V a block of four warpgroups spills registers or, beyond 192, cannot be compiled.
-MOST_DIMS_OF_FOUR_WARPGROUPS = 128
+BLOCK_SIZES = "block_m", "block_n"
+# With more dims of V, a block with two warpgroups that do not compute spills registers or, beyond 192, cannot
+# be compiled.
+MOST_VALUE_DIM_APART = 128
+# Up to this head dim, tiles have many queries.
+NARROW_DIM = 64
 # The registers that a thread needs to leave a part of keys.
 PART_REGISTERS = 16
 # The gain that parts must have: for a last round of many, they gained less than expected.
@@ -64,11 +63,18 @@ class Fp8Tiles(Tiles):
     """The sizes that the kernel is compiled for. So many warps, `helpers`, process V before the product."""
 
     helpers: int = BESIDE_PRODUCER
+    # The most registers of a consumer's thread, by helpers.
+    most_registers: ClassVar[Mapping[int, int]]
 
     @property
     def warpgroups(self) -> int:
         """All of a block's warpgroups."""
         return super().warpgroups + (self.helpers == OWN_WARPGROUP)
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers a consumer's thread can have after the others have released what they do not need."""
+        return min(super().consumer_registers, self.most_registers[self.helpers])
 
     @property
     def value_panels(self) -> int:
@@ -77,7 +83,7 @@ class Fp8Tiles(Tiles):
 
     def misfit(self) -> str | None:
         """None if the kernel can be compiled for these tiles, else the reason."""
-        if self.helpers not in (BESIDE_PRODUCER, OWN_WARPGROUP):
+        if self.helpers not in self.most_registers:
             return f"helpers must be {BESIDE_PRODUCER}, or {OWN_WARPGROUP} for a warpgroup of their own"
         if self.helpers == OWN_WARPGROUP and self.consumers > 2:
             return f"helpers must be {BESIDE_PRODUCER} if block_m is more than {2 * WGMMA_M}"
@@ -85,25 +91,24 @@ class Fp8Tiles(Tiles):
             return f"block_n must be a multiple of {WGMMA_DEPTH}, over {PANEL_ROW_BYTES} of {2 * WGMMA_DEPTH}"
         return super().misfit()
 
+    def __str__(self) -> str:
+        return f"{super().__str__()}, {self.helpers} helpers"
+
 
 @dataclass(frozen=True)
 class TurnedTiles(Fp8Tiles):
     """The same if helpers transpose V."""
 
-    @property
-    def consumer_registers(self) -> int:
-        """Registers a consumer's thread can have after the others have released what they do not need."""
-        return min(super().consumer_registers, MOST_BESIDE_TURNERS[self.helpers])
+    # With two consumers, these leave helpers the registers to transpose four times as many columns at once.
+    most_registers: ClassVar = {BESIDE_PRODUCER: 224, OWN_WARPGROUP: 208}
 
 
 @dataclass(frozen=True)
 class TransposedTiles(Fp8Tiles):
     """The same if V is stored transposed, so that helpers only search it for NaN."""
 
-    @property
-    def consumer_registers(self) -> int:
-        """Registers a consumer's thread can have after the others have released what they do not need."""
-        return min(super().consumer_registers, MOST_BESIDE_INSPECTORS[self.helpers])
+    # Helpers with fewer than 40 registers would spill.
+    most_registers: ClassVar = {BESIDE_PRODUCER: MAX_CONSUMER_REGISTERS, OWN_WARPGROUP: 216}
 
 
 # Candidates if all keys are seen, by largest head dim.
@@ -111,11 +116,11 @@ PACES = {
     64: {
         TurnedTiles(192, 128, 2, 2, 64): Pace(0.0471, 1100),
         TurnedTiles(256, 64, 3, 2, 64): Pace(0.0464, 1640),
-        TurnedTiles(128, 128, 3, 2, 64, helpers=4): Pace(0.0551, 1250),
+        TurnedTiles(128, 128, 3, 2, 64, helpers=OWN_WARPGROUP): Pace(0.0551, 1250),
     },
     128: {
         TurnedTiles(192, 96, 3, 1, 64): Pace(0.0567, 3780),
-        TurnedTiles(128, 128, 3, 2, 128, helpers=4): Pace(0.0579, 1850),
+        TurnedTiles(128, 128, 3, 2, 128, helpers=OWN_WARPGROUP): Pace(0.0579, 1850),
     },
     192: {TurnedTiles(128, 128, 2, 1, 64): Pace(0.08, 2000)},  # the only candidate; its pace is a guess
     256: {
@@ -128,11 +133,11 @@ CUT_PACES = {
     64: {
         TurnedTiles(192, 128, 2, 2, 64): Pace(0.0492, 1760),
         TurnedTiles(256, 64, 3, 2, 64): Pace(0.049, 3150),
-        TurnedTiles(128, 128, 3, 2, 64, helpers=4): Pace(0.0537, 1170),
+        TurnedTiles(128, 128, 3, 2, 64, helpers=OWN_WARPGROUP): Pace(0.0537, 1170),
     },
     128: {
         TurnedTiles(192, 96, 3, 1, 64): Pace(0.0601, 2840),
-        TurnedTiles(128, 128, 3, 2, 128, helpers=4): Pace(0.0629, 1100),
+        TurnedTiles(128, 128, 3, 2, 128, helpers=OWN_WARPGROUP): Pace(0.0629, 1100),
     },
     192: PACES[192],
     256: {
@@ -166,7 +171,7 @@ CUT_TRANSPOSED_PACES = {
         TransposedTiles(128, 128, 4, 2, 64): Pace(0.0484, 1200),
     },
     128: {
-        TransposedTiles(128, 128, 3, 2, 128, helpers=4): Pace(0.0571, 1900),
+        TransposedTiles(128, 128, 3, 2, 128, helpers=OWN_WARPGROUP): Pace(0.0571, 1900),
     },
     192: TRANSPOSED_PACES[192],
     256: {
@@ -194,7 +199,7 @@ def _fastest(problem: Problem, device: Device) -> tuple[Fp8Tiles, float]:
 def _candidates(problem: Problem) -> dict[Fp8Tiles, Pace]:
     """Tiles for the problem's head dims that leave registers for its features."""
     dim = max(problem.head_dim, problem.value_dim)
-    most = _most_warpgroups(problem)
+    most = _most_consumers(problem)
     paces: Mapping[Fp8Tiles, Pace] = next(of_dim for limit, of_dim in _paces(problem).items() if dim <= limit)
     return {tiles: pace for tiles, pace in paces.items() if tiles.consumers <= most}
 
@@ -212,10 +217,10 @@ def _paces(problem: Problem) -> Mapping[int, Mapping[Any, Pace]]:
     return CUT_PACES if is_cut(problem) else PACES
 
 
-def _most_warpgroups(problem: Problem) -> int:
-    """The most warpgroups that leave registers for what a call asks for besides its products."""
+def _most_consumers(problem: Problem) -> int:
+    """The most consumers that leave registers for what a call asks for besides its products."""
     features = problem.features
-    narrow = max(problem.head_dim, problem.value_dim) <= PANEL_COLS
+    narrow = max(problem.head_dim, problem.value_dim) <= NARROW_DIM
     asks = features.softcap or features.window != (None, None) or lengths_vary(problem)
     looks_up = features.page_size > 0 and problem.causal and not narrow
     if asks or looks_up:
@@ -226,12 +231,14 @@ def _most_warpgroups(problem: Problem) -> int:
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_7_fp8`: blocks that stay for many tiles."""
     best, _ = _fastest(problem, device)
+    if any(tiles.get(name, size) != size for name, size in sizes_of(best).items() if name in BLOCK_SIZES):
+        best = replace(best, helpers=BESIDE_PRODUCER)  # other blocks may have no registers for more
     chosen, grid = choose_persistent(problem, device, tiles, best, _cost)
     sizes = chosen.tiles
-    if sizes.helpers == OWN_WARPGROUP and problem.value_dim > MOST_DIMS_OF_FOUR_WARPGROUPS:
+    if sizes.helpers == OWN_WARPGROUP and problem.value_dim > MOST_VALUE_DIM_APART:
         raise ValueError(
             f"tiles {sizes}: helpers must be {BESIDE_PRODUCER} with a value_dim of more than "
-            f"{MOST_DIMS_OF_FOUR_WARPGROUPS}; it is {problem.value_dim}"
+            f"{MOST_VALUE_DIM_APART}; it is {problem.value_dim}"
         )
     main = Launch("fwd_7_fp8", grid, sizes.threads, chosen.cost.smem_bytes)
     launches, scratch, parted = launches_of_parts(problem, device, sizes, main)
@@ -262,8 +269,8 @@ def _halves_first(problem: Problem, tiles: Fp8Tiles) -> bool:
     That saves 2 to 4 % if queries see few tiles, of which the first takes the longest; longer calls may lose
     as much.
     """
-    few = problem.seqlen_k <= FEW_TILES * tiles.block_n
-    of_dims = PANEL_COLS < max(problem.head_dim, problem.value_dim) <= 2 * PANEL_COLS
+    few = problem.seqlen_k // problem.packed_sequences <= FEW_TILES * tiles.block_n
+    of_dims = NARROW_DIM < max(problem.head_dim, problem.value_dim) <= 2 * NARROW_DIM
     plain = problem.causal and problem.features.window == (None, None)
     return plain and few and of_dims
 

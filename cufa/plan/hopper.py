@@ -1,6 +1,7 @@
 """What the plans of all Hopper kernels share: products by warpgroups (wgmma), tiles by the copy engine (TMA).
 
-A block is one warpgroup that copies (the producer) and others that compute (consumers).
+A block is one warpgroup that copies (the producer) and others that compute (consumers). In `fwd_7_fp8`, one
+more may help.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Warpgroups:
     @property
     def consumer_registers(self) -> int:
         """Registers a consumer's thread can have after the producer has released what it does not need."""
-        given = self.registers_at_start * self.warpgroups - MIN_PRODUCER_REGISTERS
+        others = self.warpgroups - self.consumers
+        given = self.registers_at_start * self.warpgroups - MIN_PRODUCER_REGISTERS * others
         return min(MAX_CONSUMER_REGISTERS, register_steps(given // self.consumers))
 
 

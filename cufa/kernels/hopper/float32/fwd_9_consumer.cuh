@@ -104,18 +104,12 @@ struct Consumer {
         weigh(s);
         if constexpr (kDropout) drop(s, kept);
         add_others(s, first_key);
-        release_and_advance(smem.k_ring, k_at);
+        release(smem.k_ring, k_at);
+        k_at.advance();
         halve<kBlockN>(p, s, 1);
     }
 
     __device__ const KeyUnits& keys() const { return smem.units[k_at.stage]; }
-
-    // Releases a stage for a warp.
-    template <int Stages>
-    __device__ static void release_and_advance(Ring<Stages>& ring, RingPosition<Stages>& at) {
-        release(ring, at);
-        at.advance();
-    }
 
     // Issues S = Q K^T.
     __device__ void issue_scores(Scores& s) {
@@ -242,7 +236,8 @@ struct Consumer {
     template <int Pending>
     __device__ void add_output(OutputPart& part) {
         add_part<Pending>(part, kDims - kPartDims);
-        release_and_advance(smem.v_ring, v_at);
+        release(smem.v_ring, v_at);
+        v_at.advance();
     }
 
     // Waits for the product of the columns from `col` on and adds it.

@@ -92,7 +92,8 @@ struct RowPiece {
         return lanes_max<kRowThreads<Dims>>(others) == 0;
     }
 
-    // Writes the piece times `factor` as halves. Columns beyond the tile's are skipped.
+    // Writes the piece times `factor` as halves, up to the columns that a product's last step
+    // takes.
     template <class Tile>
     __device__ void write(Tile& tile, int row, int col, float factor) const {
         using Words = Pack<unsigned int, kCols / 2>;

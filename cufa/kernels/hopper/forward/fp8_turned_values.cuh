@@ -6,7 +6,6 @@
 #include "hopper/forward/wgmma_forward.cuh"
 #include "hopper/forward/wgmma_forward_copies.cuh"
 
-constexpr int kTurners = kHelperWarps;
 // Steps whose words are loaded together: as many as turners have registers for.
 constexpr int kTurnedAtOnce = kProducerRegisters < 40 ? 1 : 4;
 
@@ -14,7 +13,7 @@ constexpr int kTurnedAtOnce = kProducerRegisters < 40 ? 1 : 4;
 // compiler has consumers multiply and exponentiate: for the better, except beside three turners
 // where a mask cuts through tiles.
 constexpr bool kKeepsPlaces =
-    kTurnedAtOnce > 1 && kValueDim <= kPanelCols && (kTurners > 3 || !kRangeMask);
+    kTurnedAtOnce > 1 && kValueDim <= kPanelCols && (kHelpersApart || !kRangeMask);
 
 using TurnedValues = ValueTile<kBlockN, round_up(kValueDim, 2 * kChunkBytes)>;
 
@@ -28,9 +27,9 @@ struct Turning {
     Ring<kStages> ring;
     // Whether a turner found NaN in a tile of values or, if kAsksLast, in an earlier one for the
     // same queries.
-    unsigned int nan[kStages][kTurners];
+    unsigned int nan[kStages][kHelperWarps];
 
-    __device__ void init() { ring.init(kConsumers * kWarpgroup / 32, kTurners); }
+    __device__ void init() { ring.init(kConsumers * kWarpgroup / 32, kHelperWarps); }
 };
 
 template <class Smem>
@@ -40,7 +39,7 @@ __device__ inline void turn_values(Smem& smem, const Params& params) {
     follow_values(smem, params, [&](bool cut, bool first, RingPosition<kStages> at) {
         if (!kKeepsPlaces) ptx::hold(thread);  // or the compiler would keep places
         smem.helpers.ring.wait_empty(at);
-        const Turner<kTurners, kTurnedAtOnce, kBlockN, TurnedValues::kDims> turner(thread);
+        const Turner<kHelperWarps, kTurnedAtOnce, kBlockN, TurnedValues::kDims> turner(thread);
         if (!kAsksLast || first) nan = false;
         // Where all rows see a tile, the product itself passes its NaN on.
         auto& turned = smem.helpers.turned[at.stage];

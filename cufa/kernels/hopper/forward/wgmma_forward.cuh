@@ -11,9 +11,8 @@ using Turns = ForwardTurns<kConsumers, kFirstTurn>;
 
 // A consumer. Dims are the columns of its sums of O. What each kernel does in its own way, besides
 // what ForwardScores asks for, is in `Self`, which derives from this struct:
-//   kLongTurns                         whether a turn ends when the exponentials begin, not when
-//   the
-//                                      products have begun
+//   kLongTurns                         whether a turn ends when the exponentials begin; if not,
+//                                      when the products have begun
 //   kRaisesLate                        whether maxima are raised once weights are too large; if
 //                                      not, larger scores are looked for before there are weights
 //   kRoundsFirst                       whether weights are rounded before it is known that maxima

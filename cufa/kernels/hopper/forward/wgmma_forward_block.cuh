@@ -148,6 +148,22 @@ __device__ inline unsigned int* seen_bits(const ForwardParams& call) {
 
 using TileRing = LabelledRing<kStages>;
 
+// Prepares the rings that all of these kernels have, with so many warps that read tiles of values
+// and so many helpers that follow the tiles of queries. One thread does this.
+template <class Smem>
+__device__ inline void init_rings(Smem& smem, int value_readers, int helpers) {
+    constexpr int kWarps = kWarpgroup / 32;
+    smem.k_ring.init(kConsumers * kWarps);
+    smem.v_ring.init(value_readers);
+    for (int w = 0; w < kConsumers; ++w) smem.q_ring[w].init(kWarps + (w == 0 ? helpers : 0));
+    smem.helpers.init();
+}
+
+__device__ inline void prefetch_maps(const Params& params) {
+    const TensorMap* const maps[] = {&params.q, &params.k, &params.v, &params.o};
+    for (const TensorMap* map : maps) ptx::prefetch_tensor_map(*map);
+}
+
 // Releases a stage for a warp: it has read the stage, or its part of a product has. The caller
 // knows that all lanes are done, by a product that they waited for or a __syncwarp.
 template <int Stages>

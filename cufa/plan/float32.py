@@ -31,8 +31,8 @@ from cufa.rounding import round_up
 # Threads of the launch that makes halves, and the most rows that they process at once.
 HALVING_THREADS, ROWS_AT_ONCE = 256, 32
 FLOAT_BYTES, HALF_BYTES = 4, 2
-# With more dims of V, threads that compute spill registers, unless those that copy have the least possible. With
-# features, they still spill a few.
+# With more dims of V, threads that compute spill registers unless those that copy have the least possible.
+# With features, they still spill a few.
 MOST_DIMS_BESIDE_PRODUCER = 192
 # In nanoseconds on an H200: the time of two launches besides their tiles, and the bytes per nanosecond that
 # an SM reads and writes while it makes halves.

@@ -440,7 +440,7 @@ PLANTED = {
         r"the other access:\n    ptx_sm90a.cuh:\d+: ptx::Wgmma::multiply\n",
     ),
     "keys released for a warp that still reads": (
-        "fwd_6_wgmma.cu",
+        "wgmma_forward_block.cuh",
         "smem.k_ring.init(kConsumers * kWarps);",
         "smem.k_ring.init(kConsumers * kWarps - 1);",
         rf"race: starts a copy to 8192 {BYTES}, which a product of the warpgroup of thread \d+ reads",
@@ -485,8 +485,8 @@ PLANTED = {
     ),
     "store that outlives its thread": (
         "fwd_6_wgmma.cu",
-        "Consumer(smem, params, warpgroup - 1).consume(); ptx::wait_stores_read();",
-        "Consumer(smem, params, warpgroup - 1).consume();",
+        "Consumer(smem, params, warpgroup - kFirstConsumer).consume(); ptx::wait_stores_read();",
+        "Consumer(smem, params, warpgroup - kFirstConsumer).consume();",
         r"thread 128: returns before its stores have read shared memory",
     ),
     "scores read in flight": (
@@ -533,8 +533,8 @@ PLANTED = {
     ),
     "thread of a warpgroup that is missing": (
         "fwd_6_wgmma.cu",
-        "Consumer(smem, params, warpgroup - 1).consume();",
-        "if (threadIdx.x != 130) Consumer(smem, params, warpgroup - 1).consume();",
+        "Consumer(smem, params, warpgroup - kFirstConsumer).consume();",
+        "if (threadIdx.x != 130) Consumer(smem, params, warpgroup - kFirstConsumer).consume();",
         r"threads wait for others that do not come\n(?s:.*)threads 1-127, 130 returned",
     ),
     "barrier of another number of threads": (

@@ -109,7 +109,7 @@ def adopt_in_place(named: Mapping[str, Any]) -> Adopted:
     export: Callable[[Any], Any] = _unchanged
     kind = next(iter(kinds))
     if issubclass(kind, np.ndarray):
-        _check_no_mask(named)
+        check_no_mask(named)
         # Convert subclasses, so that their arithmetic does not enter ours.
         arrays = {name: np.asarray(array) for name, array in named.items()}
     elif issubclass(kind, cupy_ndarray):
@@ -363,7 +363,8 @@ def check_same_kind(named: Mapping[str, Any]) -> None:
             )
 
 
-def _check_no_mask(named: Mapping[str, Any]) -> None:
+def check_no_mask(named: Mapping[str, Any]) -> None:
+    """Raise TypeError for NumPy's masked arrays."""
     for name, array in named.items():
         if isinstance(array, np.ma.MaskedArray):  # masked elements would silently be read
             raise TypeError(

@@ -188,7 +188,9 @@ def sass(build: Build) -> str:
     Raises ValueError for a build that is PTX, and RuntimeError if nvdisasm is not found or fails.
     """
     if build.arch.virtual:
-        raise ValueError(f"build is PTX ({build.arch}) and has no machine code; give a real arch")
+        raise ValueError(
+            f"{build.arch} is compiled to PTX, which has no machine code; give a real arch, as in sm_90a"
+        )
     command = [_nvdisasm(), "--print-code", str(build.path)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:

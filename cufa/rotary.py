@@ -181,11 +181,13 @@ def _turn_on_cpu(named: dict[str, Any], axes: Axes, interleaved: bool) -> None:
     batch, seqlen, heads = axes
     order = (seqlen, heads, 2) if batch is None else (batch, seqlen, heads, 3)
     x, out = (named[name].transpose(order) for name in ("x", "out"))
+    if not x.size:
+        return
     places, pairs = named["cos"].shape
     positions = named.get("positions")
     if positions is None:
         positions = np.arange(x.shape[1])[None]
-    if x.size and positions.size and not 0 <= positions.min() <= positions.max() < places:
+    if positions.size and not 0 <= positions.min() <= positions.max() < places:
         raise ValueError(
             f"positions are from {positions.min()} to {positions.max()}; cos has {places} places"
         )

@@ -568,7 +568,7 @@ def test_flash_attns_cache_of_more_sequences(rng):
         (
             {"rotary_cos": np.ones((5, 3), np.float32), "rotary_sin": np.ones((5, 3), np.float32)},
             ValueError,
-            "cache_seqlens are from 4 to 6; rotary_cos has 5 places",
+            "cache_seqlens is 4; with 3 new tokens after that, rotary_cos has only 5 places",
         ),
         ({"cache_leftpad": np.zeros(2, np.int32)}, ValueError, "cache_leftpad is given; there is no padding"),
         ({"cache_batch_idx": np.zeros((2, 1), np.int32)}, ValueError, r"cache_batch_idx has shape \(2, 1\)"),

@@ -92,6 +92,12 @@ def test_its_workspace_has_both_halves_of_each_element():
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="block_m must be a multiple of 64"):
         make_plan(problem(), H200, NAME, {"block_m": 32})
+    with pytest.raises(
+        ValueError, match="block_m is 512, for which a block needs 1,152 threads; it may have 1,024"
+    ):
+        make_plan(problem(), H200, NAME, {"block_m": 512})
+    with pytest.raises(ValueError, match="does not support block_table"):
+        make_plan(problem(page_size=4), H200, NAME)
     with pytest.raises(ValueError, match="block_n must be a multiple of 32"):
         make_plan(problem(), H200, NAME, {"block_n": 48})
     with pytest.raises(ValueError, match="bytes of shared memory"):

@@ -234,7 +234,7 @@ def test_other_blocks_have_their_helpers_beside_the_producer():
 @pytest.mark.parametrize(
     ("head_dim", "tiles", "reason"),
     [
-        (128, {"helpers": 2}, "helpers must be 3, or 4 for a warpgroup of their own"),
+        (128, {"helpers": 2}, "helpers is 2; it must be 3, or 4 for a warpgroup of their own"),
         (128, {"block_m": 192, "block_n": 96, "helpers": 4}, "helpers must be 3 if block_m is more than 128"),
         (192, {"helpers": 4}, "helpers must be 3 with a value_dim of more than 128; it is 192"),
     ],

@@ -74,6 +74,12 @@ def test_others_get_one(problem):
     assert make_plan(problem, H200).beside is None
 
 
+def test_no_sequences():
+    q, pages = np.empty((64, 4, 64), np.float16), np.empty((10, 16, 4, 64), np.float16)
+    none = {"cu_seqlens_q": np.zeros(1, np.int32), "block_table": np.empty((0, 5), np.int32)}
+    assert cufa.plan(q, pages, pages, arch="sm_90a", **none).beside is None
+
+
 def test_a_call_says_how_many_queries_its_longest_sequence_has():
     q, pages = np.empty((32 * 17, 32, 128), np.float16), np.empty((1, 16, 8, 128), np.float16)
     table, starts = np.empty((32, 256), np.int32), np.empty(33, np.int32)

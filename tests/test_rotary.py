@@ -135,6 +135,12 @@ def test_layouts_are_the_same_numbers(rng):
     np.testing.assert_array_equal(packed, out[1])
 
 
+def test_nothing_to_turn():
+    cos = np.ones((4, 2), np.float32)
+    empty = np.empty((0, 3, 2, 8), np.float32)
+    assert cufa.rotary(empty, cos, cos, positions=np.array([[9, 9, 9]])).shape == empty.shape
+
+
 def test_the_gradient_is_the_turn_back(rng):
     x, cos, sin = draw(rng, "float64", 24)
     out = cufa.rotary(x, cos, sin, backend="numpy")

@@ -252,6 +252,8 @@ def _devices(archs: tuple[str, ...] | None) -> list[Device]:
             return [target(for_compile_only=True)]
         if archs == _ALL_ARCHS:
             return list(KNOWN.values())
+        if set(_ALL_ARCHS) & set(archs):
+            raise ValueError(f"'all' must be given alone, not in {','.join(archs)}")
         return [target(arch, for_compile_only=True) for arch in archs]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 from collections.abc import Callable, Iterable
@@ -87,7 +88,9 @@ def tile_sizes(text: str) -> tuple[str, tuple[int, ...]]:
 
 def tilings(tiles: Iterable[tuple[str, tuple[int, ...]]]) -> list[dict[str, int]]:
     """Every combination of the sizes that `tile_sizes` parsed; a single empty one if there are none."""
-    sizes = dict(tiles)
+    sizes: dict[str, tuple[int, ...]] = {}
+    for name, more in tiles:
+        sizes[name] = sizes.get(name, ()) + more
     return [dict(zip(sizes, each, strict=True)) for each in itertools.product(*sizes.values())]
 
 
@@ -142,8 +145,18 @@ def tile_option(name: str, of: str) -> Callable[[Command], Command]:
         type=tile_size,
         metavar="NAME=N",
         multiple=True,
+        callback=_once_each,
         help=f"Override a tile size of the {of}. Repeatable.",
     )
+
+
+def _once_each(
+    _context: click.Context, _option: click.Parameter, tiles: tuple[tuple[str, int], ...]
+) -> tuple[tuple[str, int], ...]:
+    for name, count in collections.Counter(name for name, _ in tiles).items():
+        if count > 1:
+            raise click.BadParameter(f"{name} is given {count} times")
+    return tiles
 
 
 def tile_sizes_option(command: Command) -> Command:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cufa.api import attention, check_attention
-from cufa.arrays import namespace_of
+from cufa.arrays import check_no_mask, namespace_of
 from cufa.messages import kind_of
 from cufa.problem import FLOAT8, INPUT_DTYPES, dtype_of
 
@@ -58,6 +58,7 @@ def check_arrays(**named: Any) -> None:
             raise TypeError(
                 f"{name} is {kind_of(array)}; it may be a NumPy array, a CuPy array or any array with DLPack"
             )
+    check_no_mask(named)
 
 
 def given(**named: Any) -> dict[str, Any]:

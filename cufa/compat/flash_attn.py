@@ -329,7 +329,8 @@ def flash_attn_with_kvcache(
         v_cache: the same for the values.
         k: (batch, seqlen_new, kv_heads, head_dim), keys to append to the cache; None for none.
         v: the same for v_cache; required with k.
-        rotary_cos: (places, rotary_dim / 2), in q's dtype or float32, with places for all keys. Only with k.
+        rotary_cos: (places, rotary_dim / 2), in q's dtype or float32, with places for all keys. Only with k,
+            and with q in 16 bits or more.
         rotary_sin: the same; required with rotary_cos.
         cache_seqlens: how many keys the cache holds, without those of k: a number, or (batch,) int32; None
             for a full cache. On a GPU the numbers of an array are not checked: k must fit. If a number
@@ -404,6 +405,8 @@ def flash_attn_with_kvcache(
             "to turn queries and keys",
             **{"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "k": k, "cache_seqlens": held},
         )
+        if dtype_of(q) == INPUT_DTYPES[FLOAT8]:
+            raise TypeError(f"q has dtype {FLOAT8}; with rotary_cos it must have 16 bits or more")
     is_written = k is not None or v is not None
     cached = k_cache.shape[0]
     for place in _outside("cache_batch_idx", cache_batch_idx, cached):
@@ -480,6 +483,13 @@ def _turn(q: Any, k: Any, cos: Any, sin: Any, held: Any, in_turn: bool, interlea
     """
     queries = q.shape[1]
     first = held if isinstance(held, int) else held[:, None]
+
+    new = max(queries if in_turn else 1, k.shape[1])
+    if len(cos.shape) == 2 and k.shape[0] and np.any(_numbers("cache_seqlens", held) > cos.shape[0] - new):
+        more, places = counted(new, "new token"), cos.shape[0]
+        raise ValueError(
+            f"cache_seqlens is {held}; with {more} after that, rotary_cos has only {places} places"
+        )
 
     def turned(name: str, x: Any, count: int) -> Any:
         try:

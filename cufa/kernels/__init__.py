@@ -148,7 +148,7 @@ class HopperKernel(Kernel):
     def unsupported(self, problem: Problem, device: Device) -> str | None:
         """As `Kernel.unsupported`."""
         page_size = problem.features.page_size
-        if page_size % _BOX_KEYS:
+        if page_size % _BOX_KEYS and "block_table" in self.features:
             return f"{self.name} needs pages of a multiple of {_BOX_KEYS} keys, not of {page_size}"
         if problem.transposed_values and (problem.features.packed or page_size):
             return f"{self.name} does not support transposed values in packed sequences or pages"

@@ -192,10 +192,15 @@ def _override(tiles: T, overrides: Mapping[str, int]) -> T:
 
 
 def _threads_misfit(tiles: TileSizes) -> str | None:
-    if min(sizes_of(tiles).values()) < 1:
-        return "sizes must be positive"
-    if tiles.threads % WARP_SIZE or tiles.threads > MAX_THREADS_PER_BLOCK:
+    sizes = sizes_of(tiles)
+    for name, size in sizes.items():
+        if size < 1:
+            return f"{name} is {size}; sizes must be positive"
+    if "threads" in sizes and (tiles.threads % WARP_SIZE or tiles.threads > MAX_THREADS_PER_BLOCK):
         return f"threads must be a multiple of {WARP_SIZE} up to {MAX_THREADS_PER_BLOCK}"
+    if tiles.threads > MAX_THREADS_PER_BLOCK:
+        of_rows = f"block_m is {tiles.block_m}, for which a block needs {tiles.threads:,} threads"
+        return f"{of_rows}; it may have {MAX_THREADS_PER_BLOCK:,}"
     return None
 
 

@@ -84,7 +84,8 @@ class Fp8Tiles(Tiles):
     def misfit(self) -> str | None:
         """None if the kernel can be compiled for these tiles, else the reason."""
         if self.helpers not in self.most_registers:
-            return f"helpers must be {BESIDE_PRODUCER}, or {OWN_WARPGROUP} for a warpgroup of their own"
+            apart = f"or {OWN_WARPGROUP} for a warpgroup of their own"
+            return f"helpers is {self.helpers}; it must be {BESIDE_PRODUCER}, {apart}"
         if self.helpers == OWN_WARPGROUP and self.consumers > 2:
             return f"helpers must be {BESIDE_PRODUCER} if block_m is more than {2 * WGMMA_M}"
         if self.block_n % (self.value_panels * WGMMA_DEPTH):

@@ -86,7 +86,7 @@ def _few_and_many(problem: Problem) -> tuple[Problem, Problem] | None:
     """
     features, batch = problem.features, problem.batch
     more = problem.seqlen_q - batch  # beyond one query each
-    if not (features.packed and features.page_size) or more < MANY_QUERIES:
+    if not (features.packed and features.page_size and batch) or more < MANY_QUERIES:
         return None
     longest = problem.seqlen_k // batch
     if problem.max_seqlen_q is not None:

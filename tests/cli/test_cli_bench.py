@@ -114,7 +114,7 @@ def test_bench_of_several_tiles_leaves_out_those_that_do_not_fit(monkeypatch):
         return genuine(*arrays, **options)
 
     arguments = ("bench", "--seqlens", "16", "--tokens", 16, "--repeats", 1, "--direction", "forward")
-    tiles = ("--tile", "block_m=32,64,4096", "--tile", "block_n=16")
+    tiles = ("--tile", "block_m=32,64", "--tile", "block_n=16", "--tile", "block_m=4096")
     (refusal,) = refused(*arguments, *tiles).splitlines()
     assert "it needs a GPU" in refusal
     monkeypatch.setattr(cufa, "attention", attention)

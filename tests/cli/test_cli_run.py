@@ -251,6 +251,7 @@ def test_explain_prints_the_plan_for_an_arch_and_runs_nothing(monkeypatch):
         (("--arch", "sm_90"), "it needs a GPU"),
         (("--tile", "block_m=64"), "it needs a GPU"),
         (("--tile", "block_m"), "is not of the form NAME=N"),
+        (("--tile", "block_m=32", "--tile", "block_m=64"), "block_m is given 2 times"),
         (("--tile", "block_m=-4"), "is not of the form NAME=N"),
         (("--backend", "cuda"), "no GPU"),
         (("--backend", "torch"), "'torch' is not one of"),

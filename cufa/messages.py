@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
+# What precedes an argument's name in a message. Elsewhere, "mask" is a word and 'q' a value.
+_BEFORE_NAMES = r"^|; |\(|\b(?:and|as|but|give|or) "
+
 
 def kind_of(value: object) -> str:
     """The kind of an object: None, a list, an int, a torch.Tensor."""
@@ -22,3 +28,10 @@ def shown(value: object) -> str:
     shape = getattr(value, "shape", ())
     has_axes = isinstance(shape, tuple) and len(shape) > 0  # a module's `shape` is a function
     return f"{kind_of(value)} of shape {tuple(shape)}" if has_axes else repr(value)
+
+
+def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
+    """The error, with other names for arguments in its message."""
+    words = rf"({_BEFORE_NAMES})({'|'.join(names)})\b"
+    error.args = (re.sub(words, lambda found: found[1] + names[found[2]], str(error)),)
+    return error

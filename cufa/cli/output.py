@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 import click
 
 from cufa import CompileError, GPUUnavailableError, LaunchError, NVRTCMissingError, Plan
+from cufa.messages import renamed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 WRONG = 1
 BAD_INPUT = 2
 
+# Options that stand for arguments of the library.
+_DESCALES = "q_descale", "k_descale", "v_descale"
+_OPTIONS = {"block_table": "--page-size", **dict.fromkeys(_DESCALES, "--descale")}
 # No space, no quota, too large a file, a failing device.
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -67,13 +71,14 @@ def memory_errors() -> Iterator[None]:
 def library_errors() -> Iterator[None]:
     """Turn the errors that the library documents into a message without a traceback.
 
-    Wrap only calls of the library in this, so that mistakes in the command's own code show.
+    Wrap only calls of the library in this, so that mistakes in the command's own code show. Arguments that an
+    option stands for get its name.
     """
     try:
         with memory_errors():
             yield
     except (ValueError, TypeError, GPUUnavailableError, NVRTCMissingError) as error:
-        raise Failure(str(error)) from error
+        raise Failure(str(renamed(error, _OPTIONS))) from error
     except (CompileError, LaunchError) as error:
         raise Wrong(str(error)) from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,13 +9,11 @@ import numpy as np
 
 from cufa.api import attention, check_attention
 from cufa.arrays import check_no_mask, namespace_of
-from cufa.messages import kind_of
+from cufa.messages import kind_of, renamed
 from cufa.problem import FLOAT8, INPUT_DTYPES, dtype_of
 
 # The names that PyTorch and JAX give to cufa's arguments.
 TENSORS = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
-# What precedes an argument's name in a message. Elsewhere, "mask" is a word and 'q' a value.
-_BEFORE_NAMES = r"^|; |\(|\b(?:and|as|but|give|or) "
 
 
 def attention_as(names: Mapping[str, str], q: Any, k: Any, v: Any, **options: Any) -> Any:
@@ -25,13 +22,6 @@ def attention_as(names: Mapping[str, str], q: Any, k: Any, v: Any, **options: An
         return attention(q, k, v, **options)
     except (TypeError, ValueError) as error:
         raise renamed(error, names) from None
-
-
-def renamed(error: Exception, names: Mapping[str, str]) -> Exception:
-    """The error, with other names for arguments in its message."""
-    words = rf"({_BEFORE_NAMES})({'|'.join(names)})\b"
-    error.args = (re.sub(words, lambda found: found[1] + names[found[2]], str(error)),)
-    return error
 
 
 def check_attention_as(names: Mapping[str, str], q: Any, k: Any, v: Any, **options: Any) -> None:

@@ -23,10 +23,9 @@ from cufa.compat.arguments import (
     check_int32,
     full,
     given,
-    renamed,
     shape_of,
 )
-from cufa.messages import counted
+from cufa.messages import counted, renamed
 from cufa.problem import FLOAT8, FLOAT8_OUTPUTS, INPUT_DTYPES, dtype_of
 from cufa.quantizing import quantize
 from cufa.rotary import rotary

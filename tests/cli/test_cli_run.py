@@ -253,6 +253,7 @@ def test_explain_prints_the_plan_for_an_arch_and_runs_nothing(monkeypatch):
         (("--tile", "block_m"), "is not of the form NAME=N"),
         (("--tile", "block_m=32", "--tile", "block_m=64"), "block_m is given 2 times"),
         (("--tile", "block_m=-4"), "is not of the form NAME=N"),
+        (("--backward", "--page-size", "8"), "--page-size is given; keys in pages have no gradients"),
         (("--backend", "cuda"), "no GPU"),
         (("--backend", "torch"), "'torch' is not one of"),
         (("--explain",), "no GPU"),

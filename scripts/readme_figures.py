@@ -750,15 +750,6 @@ MOST_DIMS_IN_HALVES = {
 }
 
 
-def over_efficient(points: list[Row], direction: str, most_dims: int) -> float:
-    """How many times as fast cufa is as PyTorch's memory-efficient attention, up to this head dim."""
-    return statistics.geometric_mean(
-        point["tflops"]["cufa"] / point["tflops"]["efficient"]
-        for point in points
-        if point["direction"] == direction and point["head_dim"] <= most_dims
-    )
-
-
 def summary(
     peers: Row,
     single: Row,
@@ -797,10 +788,11 @@ def summary(
         f"{kernel} {mean_ratio(kernel, PEER_OF_RUNGS, rungs['points'])}"
         for kernel in ("fwd_5_mma", "bwd_3_mma")
     )
-    in_halves = " and ".join(
-        f"{over_efficient(single['points'], where, dims):.2f} times as fast {where} to head dim {dims}"
-        for where, dims in MOST_DIMS_IN_HALVES.items()
-    )
+    in_halves = []
+    for direction, most in MOST_DIMS_IN_HALVES.items():
+        narrow = [p for p in single["points"] if p["direction"] == direction and p["head_dim"] <= most]
+        ratio = mean_ratio("cufa", "efficient", narrow)
+        in_halves.append(f"{ratio} times as fast {direction} to head dim {most}")
     fastest_single = max(point["tflops"]["cufa"] for point in single["points"])
     over_serving = statistics.geometric_mean(over_flashinfer(serving["points"]))
     slowest = max(check["jit"]["compile_seconds"].values())
@@ -808,8 +800,8 @@ def summary(
     lines = (
         f"**bfloat16** on an {peers['gpu']}: up to {best['forward']:.0f} TFLOP/s forward and "
         f"{best['backward']:.0f} backward.",
-        f"**float32**: up to {fastest_single:.0f} TFLOP/s; {in_halves} as PyTorch's memory-efficient "
-        "attention.",
+        f"**float32**: up to {fastest_single:.0f} TFLOP/s; {' and '.join(in_halves)} as PyTorch's "
+        "memory-efficient attention.",
         f"**Other shapes** ({shapes['problems_done']}: odd head dims and lengths, few KV heads, few heads, "
         f"many short sequences): {mean_over_fastest('forward', shapes['points']):.2f} times as fast forward "
         f"and {mean_over_fastest('backward', shapes['points']):.2f} times as fast backward as the faster of "

@@ -125,6 +125,7 @@ def differ_by_a_rounding(a, b):
     return abs(a.astype(np.float32) - exact) <= 2.0**-10 * abs(exact) + 1e-5 * largest
 
 
+PACKED = partial(Step, batch=1, seqlen=None, causal=True)
 SAME_BITS = {
     "all keys": partial(Step, batch=4, seqlen=1000, heads=32, kv_heads=32, head_dim=64),
     "causal": partial(Step, batch=2, seqlen=1500, heads=32, kv_heads=8, head_dim=128, causal=True),
@@ -138,25 +139,10 @@ SAME_BITS = {
         Step, batch=1, seqlen=4000, heads=4, kv_heads=2, head_dim=128, causal=True
     ),
     "packed, keys in parts": partial(
-        Step,
-        batch=1,
-        seqlen=None,
-        heads=2,
-        kv_heads=1,
-        head_dim=128,
-        causal=True,
-        lengths=[3000, 0, 2000],
-        tiles={"parts": 3},
+        PACKED, heads=2, kv_heads=1, head_dim=128, lengths=[3000, 0, 2000], tiles={"parts": 3}
     ),
     "packed": partial(
-        Step,
-        batch=1,
-        seqlen=None,
-        heads=32,
-        kv_heads=8,
-        head_dim=64,
-        causal=True,
-        lengths=[700, 0, 1, 129, 400, 0, 0, 1000, 64],
+        PACKED, heads=32, kv_heads=8, head_dim=64, lengths=[700, 0, 1, 129, 400, 0, 0, 1000, 64]
     ),
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from cufa.call import DESCALES
 from cufa.cli.options import RANDOM_BITS, FeatureOptions
 from cufa.cli.output import memory_errors
 from cufa.cli.workload import TENSORS, Arrays, Workload
@@ -28,7 +29,6 @@ from cufa.problem import (
 from cufa.rounding import ceil_div, round_up
 from cufa.threads import cores, in_threads
 
-_DESCALES = ("q_descale", "k_descale", "v_descale")
 # The fraction of the keys that a row sees under a random mask.
 _MASK_DENSITY = 0.8
 # Random numbers per generator; a thread draws this many in tens of milliseconds.
@@ -147,7 +147,7 @@ def _described(problem: Problem, features: FeatureOptions, layout: str) -> Array
     if without_gradients(problem):
         del described["dout"]
     if features.descale:
-        descaled = _DESCALES if problem.kv_dtype is None else _DESCALES[1:]
+        descaled = DESCALES if problem.kv_dtype is None else DESCALES[1:]
         described |= dict.fromkeys(descaled, zeros(np.float32, problem.batch, problem.kv_heads))
     if features.varlen is not None:
         rows, keys = (max(side) for side in zip(*features.varlen, strict=True))
@@ -190,7 +190,7 @@ def _draw(name: str, described: Any, rng: np.random.Generator) -> Any:
         return normal(rng, shape, dtype)
     if name == "block_table":
         return rng.permutation(described.size).reshape(shape).astype(dtype)
-    if name in _DESCALES:
+    if name in DESCALES:
         return rng.uniform(0.5, 2, shape).astype(dtype)
     return described
 

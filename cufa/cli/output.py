@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 import click
 
 from cufa import CompileError, GPUUnavailableError, LaunchError, NVRTCMissingError, Plan
+from cufa.call import DESCALES
 from cufa.messages import renamed
 
 if TYPE_CHECKING:
@@ -28,8 +29,7 @@ WRONG = 1
 BAD_INPUT = 2
 
 # Options that stand for arguments of the library.
-_DESCALES = "q_descale", "k_descale", "v_descale"
-_OPTIONS = {"block_table": "--page-size", **dict.fromkeys(_DESCALES, "--descale")}
+_OPTIONS = {"block_table": "--page-size", **dict.fromkeys(DESCALES, "--descale")}
 # No space, no quota, too large a file, a failing device.
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 

@@ -494,7 +494,7 @@ def _turn(q: Any, k: Any, cos: Any, sin: Any, held: Any, in_turn: bool, interlea
         try:
             return rotary(x, cos, sin, positions=first + arange(count, x)[None], interleaved=interleaved)
         except (TypeError, ValueError) as error:
-            names = {"x": name, "cos": "rotary_cos", "sin": "rotary_sin", "positions": "cache_seqlens"}
+            names = {"x": name, "cos": "rotary_cos", "sin": "rotary_sin"}
             raise renamed(error, names) from None
 
     return turned("q", q, queries if in_turn else 1), turned("k", k, shape_of("k", k)[1])

@@ -44,7 +44,6 @@ TURNED_COLS = 32
 FLAG_BYTES = 4
 # The helpers: the three warps beside the producer, or a warpgroup of their own.
 BESIDE_PRODUCER, OWN_WARPGROUP = 3, 4
-BLOCK_SIZES = "block_m", "block_n"
 # With more dims of V, a block with two warpgroups that do not compute spills registers or, beyond 192, cannot
 # be compiled.
 MOST_VALUE_DIM_APART = 128
@@ -232,7 +231,8 @@ def _most_consumers(problem: Problem) -> int:
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_7_fp8`: blocks that stay for many tiles."""
     best, _ = _fastest(problem, device)
-    if any(tiles.get(name, size) != size for name, size in sizes_of(best).items() if name in BLOCK_SIZES):
+    block = best.block_m, best.block_n
+    if (tiles.get("block_m", best.block_m), tiles.get("block_n", best.block_n)) != block:
         best = replace(best, helpers=BESIDE_PRODUCER)  # other blocks may have no registers for more
     chosen, grid = choose_persistent(problem, device, tiles, best, _cost)
     sizes = chosen.tiles

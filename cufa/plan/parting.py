@@ -108,9 +108,9 @@ def fastest(
     if counts_vary:
         worth_it = min(worth_it, UNKNOWN_IS_WORTH_IT)
     for tiles, pace in paces.items():
-        if counts_vary and _tiles_on_average(problem, tiles) >= device.sm_count:
-            continue  # all tiles would be split
         key_tiles = _key_tiles(problem, tiles)
+        if counts_vary and problem.batch * problem.heads * len(key_tiles) >= device.sm_count:
+            continue  # all tiles would be split
         if sum(key_tiles) == 0:
             continue
         mean = _time_of_all(problem, tiles, pace, key_tiles) / device.sm_count
@@ -163,13 +163,6 @@ def _time_of_all(problem: Problem, tiles: TileSizes, pace: Pace, key_tiles: list
 def _time_of_tile(tiles: TileSizes, pace: Pace, keys: int) -> float:
     """The time of a tile of queries that looks at this many tiles of keys."""
     return keys * tiles.block_m * tiles.block_n * pace.of_score + pace.of_tile
-
-
-def _tiles_on_average(problem: Problem, tiles: TileSizes) -> int:
-    """The number of tiles of queries, if packed sequences are equally long."""
-    return (
-        problem.batch * problem.heads * ceil_div(problem.seqlen_q // problem.packed_sequences, tiles.block_m)
-    )
 
 
 def _key_tiles(problem: Problem, tiles: TileSizes) -> list[int]:

@@ -118,10 +118,7 @@ PACES = {
         TurnedTiles(256, 64, 3, 2, 64): Pace(0.0464, 1640),
         TurnedTiles(128, 128, 3, 2, 64, helpers=OWN_WARPGROUP): Pace(0.0551, 1250),
     },
-    128: {
-        TurnedTiles(192, 96, 3, 1, 64): Pace(0.0567, 3780),
-        TurnedTiles(128, 128, 3, 2, 128, helpers=OWN_WARPGROUP): Pace(0.0579, 1850),
-    },
+    128: {TurnedTiles(128, 128, 3, 2, 128, helpers=OWN_WARPGROUP): Pace(0.0579, 1850)},
     192: {TurnedTiles(128, 128, 2, 1, 64): Pace(0.08, 2000)},  # the only candidate; its pace is a guess
     256: {
         TurnedTiles(128, 64, 3, 1, 128): Pace(0.1063, 2500),
@@ -135,10 +132,7 @@ CUT_PACES = {
         TurnedTiles(256, 64, 3, 2, 64): Pace(0.049, 3150),
         TurnedTiles(128, 128, 3, 2, 64, helpers=OWN_WARPGROUP): Pace(0.0537, 1170),
     },
-    128: {
-        TurnedTiles(192, 96, 3, 1, 64): Pace(0.0601, 2840),
-        TurnedTiles(128, 128, 3, 2, 128, helpers=OWN_WARPGROUP): Pace(0.0629, 1100),
-    },
+    128: {TurnedTiles(128, 128, 3, 2, 128, helpers=OWN_WARPGROUP): Pace(0.0629, 1100)},
     192: PACES[192],
     256: {
         TurnedTiles(128, 64, 3, 1, 128): Pace(0.1119, 3000),
@@ -220,12 +214,8 @@ def _paces(problem: Problem) -> Mapping[int, Mapping[Any, Pace]]:
 def _most_consumers(problem: Problem) -> int:
     """The most consumers that leave registers for what a call asks for besides its products."""
     features = problem.features
-    narrow = max(problem.head_dim, problem.value_dim) <= NARROW_DIM
     asks = features.softcap or features.window != (None, None) or lengths_vary(problem)
-    looks_up = features.page_size > 0 and problem.causal and not narrow
-    if asks or looks_up:
-        return 3 if narrow else 2
-    return 4
+    return 3 if asks else 4
 
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:

@@ -34,7 +34,7 @@ template <class Walk>
 __device__ inline void attend(Consumer& consumer, Walk walk) {
     const Turns& turns = consumer.turns;
     Scores s;
-    OutputPart part;
+    LastPart last;
     Weights p[kParts];
     turns.wait();
     consumer.issue_scores(s);
@@ -42,16 +42,16 @@ __device__ inline void attend(Consumer& consumer, Walk walk) {
     consumer.make_weights(p, s, walk.key, walk.masked());
     for (walk.advance(); !walk.at_end(); walk.advance()) {
         turns.wait();
-        consumer.issue_output(part, p);
+        consumer.issue_output(last, p);
         consumer.issue_scores(s);
         turns.pass();
-        consumer.add_output<1>(part);
+        consumer.add_output<1>(last);
         consumer.make_weights(p, s, walk.key, walk.masked());
     }
     turns.wait();
-    consumer.issue_output(part, p);
+    consumer.issue_output(last, p);
     turns.pass();
-    consumer.add_output<0>(part);
+    consumer.add_output<0>(last);
 }
 
 // A consumer's walk over its tiles of keys.

@@ -14,6 +14,7 @@ from cufa.plan.hopper import (
     MAX_CONSUMER_REGISTERS,
     MAX_WGMMA_N,
     MIN_PRODUCER_REGISTERS,
+    PANEL_COLS,
     SWIZZLE_BYTES,
     TILE_LABEL_BYTES,
     WGMMA_K,
@@ -34,6 +35,8 @@ FLOAT_BYTES, HALF_BYTES = 4, 2
 # With more dims of V, threads that compute spill registers unless those that copy have the least possible.
 # With features, they still spill a few.
 MOST_DIMS_BESIDE_PRODUCER = 192
+# The most sums in a thread beside which it has registers for what else there may be to a score.
+MOST_SUMS = 180
 # In nanoseconds on an H200: the time of two launches besides their tiles, and the bytes per nanosecond that
 # an SM reads and writes while it makes halves.
 START = 6000
@@ -83,8 +86,12 @@ PACES: Mapping[bool, Mapping[int, Mapping[Tiles, Pace]]] = {
     },
     True: {
         64: {Tiles(128, 128, 3, 3): Pace(0.11, 3000), Tiles(192, 96, 2, 2): Pace(0.0874, 4500)},
-        128: {Tiles(128, 64, 3, 3): Pace(0.154, 5000), Tiles(128, 96, 2, 2): Pace(0.1424, 4800)},
-        192: {Tiles(128, 64, 2, 2): Pace(0.176, 6700)},
+        128: {
+            Tiles(128, 64, 3, 3): Pace(0.154, 5000),
+            Tiles(128, 96, 2, 2): Pace(0.139, 5200),
+            Tiles(128, 128, 2, 2): Pace(0.128, 5200),
+        },
+        192: {Tiles(128, 64, 2, 2): Pace(0.176, 6700), Tiles(128, 96, 2, 2): Pace(0.166, 8100)},
         256: {Tiles(128, 64, 2, 2): Pace(0.206, 7600)},
     },
 }
@@ -107,8 +114,27 @@ def _tile_counts(problem: Problem, tiles: Tiles) -> tuple[int, int]:
 
 def _fastest(problem: Problem, device: Device) -> tuple[Tiles, float]:
     dim = max(problem.head_dim, problem.value_dim)
-    paces = PACES[problem.features.tf32]
-    return fastest(problem, device, next(of_dim for limit, of_dim in paces.items() if dim <= limit))
+    of_dims = PACES[problem.features.tf32].items()
+    paces = next(of_dim for limit, of_dim in of_dims if dim <= limit)
+    if _shapes_scores(problem):
+        sparing = {tiles: pace for tiles, pace in paces.items() if _sums(problem, tiles) <= MOST_SUMS}
+        paces = sparing or paces
+    return fastest(problem, device, paces)
+
+
+def _shapes_scores(problem: Problem) -> bool:
+    """Whether there is more to a score than its product, which takes registers."""
+    features = problem.features
+    added = features.bias is not None or features.alibi
+    functions = features.score_mod is not None or features.key_mask
+    return bool(features.softcap or added or features.dropout or functions)
+
+
+def _sums(problem: Problem, tiles: Tiles) -> int:
+    """A thread's registers of scores, their weights in halves, the output and a tile's last part of it."""
+    dims = round_up(problem.value_dim, WGMMA_K)
+    part = min(dims, PANEL_COLS)
+    return (tiles.block_n + dims + part) // 2 + tiles.block_n * _parts(problem) // 4
 
 
 def _parts(problem: Problem) -> int:

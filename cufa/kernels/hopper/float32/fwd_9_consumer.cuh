@@ -17,9 +17,13 @@ constexpr float kPartUnit = 1.f / (1 << kTopExponent);
 
 using Scores = WgmmaSums<kBlockN>;
 using Output = WgmmaSums<kDims>;
-// The columns of O that one product of a tile is added to.
+// Whether the output is added to panel by panel: of many dims, a thread has no registers for all.
+// With one part for each operand, tiles have more keys, and fewer dims are already too many.
+constexpr bool kByPanels = kValueDim > (kTf32 ? 64 : 128);
+// The columns of O that one product of a tile is added to, and those of a tile's last product.
 constexpr int kPartDims = kByPanels ? kPanelCols : kDims;
-using OutputPart = WgmmaSums<kPartDims>;
+constexpr int kLastPartDims = (kDims - 1) % kPartDims + 1;
+using LastPart = WgmmaSums<kLastPartDims>;
 using Weights = WgmmaOperand<kBlockN>;
 
 // Which of a thread's scores have keys that their rows see, where the caller's mask or function
@@ -221,31 +225,47 @@ struct Consumer {
         return __shfl_sync(0xffffffffu, weight, key % 8 / 2, 4);
     }
 
-    // Issues the products that a tile adds to the output, and adds those but the last.
-    __device__ void issue_output(OutputPart& part, const Weights (&p)[kParts]) {
+    // Issues the products that a tile adds to the output, and adds those but the last. `last` is a
+    // LastPart.
+    template <int Count>
+    __device__ void issue_output(float (&last)[Count], const Weights (&p)[kParts]) {
         smem.v_ring.wait_full(v_at);
-#pragma unroll
-        for (int col = 0; col < kDims; col += kPartDims) {
-            if (col > 0) add_part<0>(part, col - kPartDims);
-            issue_halves<kBlockN, kPartDims>(part, InRegisters<kBlockN>{p},
-                                             DepthInRows(smem.v[v_at.stage], col / kPanelCols));
+        if constexpr (Count == kPartDims / 2) {
+            add_parts_before_last(last, p);  // with sums of their own, ptxas would spill registers
+        } else {
+            WgmmaSums<kPartDims> part;
+            add_parts_before_last(part, p);
         }
+        issue_part<kLastPartDims>(last, p, kDims - kLastPartDims);
     }
 
     // Waits for the last product and adds it.
     template <int Pending>
-    __device__ void add_output(OutputPart& part) {
-        add_part<Pending>(part, kDims - kPartDims);
+    __device__ void add_output(LastPart& last) {
+        add_part<Pending>(last, kDims - kLastPartDims);
         release(smem.v_ring, v_at);
         v_at.advance();
     }
 
-    // Waits for the product of the columns from `col` on and adds it.
-    template <int Pending>
-    __device__ void add_part(OutputPart& part, int col) {
+    __device__ void add_parts_before_last(WgmmaSums<kPartDims>& part, const Weights (&p)[kParts]) {
+#pragma unroll
+        for (int col = 0; col < kDims - kLastPartDims; col += kPartDims) {
+            issue_part<kPartDims>(part, p, col);
+            add_part<0>(part, col);
+        }
+    }
+    // Issues the product of the columns from `col` on.
+    template <int Cols>
+    __device__ void issue_part(WgmmaSums<Cols>& part, const Weights (&p)[kParts], int col) {
+        issue_halves<kBlockN, Cols>(part, InRegisters<kBlockN>{p},
+                                    DepthInRows(smem.v[v_at.stage], col / kPanelCols));
+    }
+    // Waits for that product and adds it.
+    template <int Pending, int Count>
+    __device__ void add_part(float (&part)[Count], int col) {
         wait_product<Pending>(part);
 #pragma unroll
-        for (int i = 0; i < kPartDims / 2; ++i) o[col / 2 + i] += part[i] * kPartUnit;
+        for (int i = 0; i < Count; ++i) o[col / 2 + i] += part[i] * kPartUnit;
     }
 
     __device__ void store() {

@@ -14,9 +14,7 @@
 
 constexpr int kParts = kTf32 ? 1 : 2;
 constexpr int kDepth = round_up(kHeadDim, kWgmmaK);
-// Whether the output is added to panel by panel: of many dims, a thread has no registers for all.
-constexpr bool kByPanels = kValueDim > 128;
-constexpr int kDims = round_up(kValueDim, kByPanels ? kPanelCols : kWgmmaK);
+constexpr int kDims = round_up(kValueDim, kWgmmaK);
 
 // The columns of a row that a thread takes, and the adjacent threads of a warp that share the row.
 template <int Dims>

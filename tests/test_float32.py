@@ -126,11 +126,13 @@ def test_which_calls_the_backward_takes():
     assert best_kernel(backward(33, 127, causal=True, align_bytes=4), H200).name == BACKWARD
     assert best_kernel(backward(seqlen=1024, sink=True, dlse=True, packed=True), H200).name == BACKWARD
     assert best_kernel(backward(softcap=True, dropout=True, alibi=True), H200).name == BACKWARD
+    assert best_kernel(backward(deterministic=True, window=(100, 0)), H200).name == BACKWARD
     bias = {"bias": (1, 1, 1024, 1024), "bias_dtype": "float32"}
     assert best_kernel(backward(**bias, mask=(1, 1, 1024, 1024)), H200).name == BACKWARD
     assert best_kernel(backward(**bias, gradients=("bias",)), H200).name == BACKWARD
     others = (
-        *(backward(136), backward(deterministic=True), backward(array_sums=1, gradients=("score_mod",))),
+        *(backward(136), backward(array_sums=1, gradients=("score_mod",))),
+        backward(deterministic=True, mask=(1, 1, 1024, 1024)),
         *(backward(seqlen=64), backward(seqlen=128, tf32=True), backward(seqlen=1024, causal=True)),
     )
     for other in others:

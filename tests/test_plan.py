@@ -285,7 +285,7 @@ def blocks_by_brute_force(plan: Plan) -> dict[str, int]:
             "to_halves": query_tiles + key_tiles,
             "key_tiles": key_tiles,
             "store_query_gradients": query_tiles,
-            "exact_tiles": key_tiles,
+            "exact_tiles": key_tiles + query_tiles,
         }
     if plan.kernel in HOPPER_BACKWARD_KEYS:
         # Whole heads are for more of them than there are SMs (tests/test_wgmma_backward.py).

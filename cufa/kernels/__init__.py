@@ -458,7 +458,7 @@ _LADDER = (
             *("seen_tiles", "to_halves", "key_tiles", "store_query_gradients", "exact_tiles"),
             "sink_gradient",
         ),
-        features=_FEATURES | {"dlse", "dbias", "dsink"},
+        features=_FEATURES | {"dlse", "dbias", "dsink", "deterministic"},
     ),
 )
 

@@ -11,7 +11,8 @@
 //
 // Launches: with a mask or a mask_mod, seen_tiles, as in fwd_5_mma; to_halves (also D; sets the
 // sums of dQ to zero); key_tiles; store_query_gradients, which turns these sums into rows;
-// exact_tiles, for numbers that halves cannot hold; sink_gradient, if wanted.
+// exact_tiles, for numbers that halves cannot hold, with blocks for tiles of keys and for tiles of
+// queries; sink_gradient, if wanted.
 //
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (...,
 //          value_dim), dO, O as Q with value_dim; dQ, dK, dV as Q, K, V; packed sequences: (tokens,
@@ -27,6 +28,7 @@
 #include "hopper/float32/bwd_6_consumer.cuh"
 #include "hopper/float32/bwd_6_exact.cuh"
 #include "hopper/float32/bwd_6_halves.cuh"
+#include "hopper/float32/bwd_6_turns.cuh"
 
 constexpr int kThreads = THREADS;
 constexpr int kHalvingBlocks = 2;  // the least number on an SM
@@ -74,9 +76,11 @@ __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, c
     LabelledRing<kStages>& dout_ring = smem.dout_rings[warpgroup];
     RingPosition<kStages> at;
     int filled = 0;  // stages that have held a tile
+    Turns<Walk> turns(call, work, walk);
     const auto send_out = [&] {
         q_ring.wait_empty(at);
         if (at.stage >= filled) return;
+        turns.take();
         QuerySums* const to = smem.statistics[warpgroup][at.stage].dq;
         if (to == nullptr) return;
         ptx::add_to_global(to->quads[0].v, smem.queries[warpgroup][at.stage].dq.quads[0].v,
@@ -101,6 +105,7 @@ __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, c
         ptx::copy_bytes(&smem.statistics[warpgroup][at.stage], &from.statistics, sizeof(Statistics),
                         full);
         if (QueryStage::kSumsTakeDout) copy_dout();
+        turns.pass();
         filled = max(filled, at.stage + 1);
         at.advance();
     }
@@ -109,7 +114,10 @@ __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, c
         dout_ring.label(at, no_tile());
         ptx::barrier_arrive(dout_ring.full[at.stage]);
     }
-    for (int stage = 0; stage < kStages; ++stage, at.advance()) send_out();
+    for (int stage = 0; stage < kStages; ++stage, at.advance()) {
+        send_out();
+        turns.pass();
+    }
 }
 __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, const KeyTile& work,
                                        int warpgroup) {
@@ -173,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
     ptx::wait_for_launch_before();
 
-    const KeyTile work = key_tile_of_block<kBlockN>(params);
+    const KeyTile work = key_tile(params);
     // Packed sequences do not have all tiles.
     const bool exists = !kPacked || work.first_key < end_of_keys(params, work.sequence);
     const int warpgroup = uniform(threadIdx.x / kWarpgroup);
@@ -203,16 +211,15 @@ extern "C" __global__ void __launch_bounds__(kHalvingThreads)
 extern "C" __global__ void __launch_bounds__(kExactThreads)
     exact_tiles(const __grid_constant__ BackwardParams params) {
     ptx::wait_for_launch_before();
-    const KeyTile work = key_tile_of_block<kBlockN>(params);
-    if (kPacked && work.first_key >= end_of_keys(params, work.sequence)) return;
-    bool any_left = false;
-    for (RangeWalk walk(params, work, threadIdx.x, kExactThreads); !walk.at_end(); walk.advance())
-        any_left |= is_left(params, work, walk);
-    if (!__syncthreads_or(any_left)) return;
-
     ExactSmem& smem = shared_memory<ExactSmem, EXACT_SMEM_BYTES>();
-    for (RangeWalk walk(params, work, 0, 1); !walk.at_end(); walk.advance()) {
-        if (is_left(params, work, walk)) add_exactly(smem, params, work, walk);
+    const Workspace workspace(params);
+    const int of_keys = params.sizes.kv_heads * workspace.key_tiles;
+    const int block = blockIdx.x, tile = block - of_keys;
+    if (tile < 0) {
+        add_left_to_keys(smem, params, key_tile(params, block));
+    } else {
+        add_left_to_queries(smem, params, tile / workspace.query_tiles,
+                            tile % workspace.query_tiles);
     }
 }
 

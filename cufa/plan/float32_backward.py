@@ -32,6 +32,8 @@ from cufa.rounding import round_up
 EXACT_THREADS = 256
 # bwd_6_block.cuh's TileUnit, and its Statistics without the two units and the two floats of each row.
 UNIT_BYTES, PLACE_BYTES = 8, 16
+# The tiles of keys whose dQ is in the sums.
+COUNT_BYTES = 4
 # Per key: SeeingRows.
 SEEING_BYTES = 8
 # RowSizes, for each warp and each of the two tensors.
@@ -90,7 +92,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
         Launch("to_halves", queries + keys, HALVING_THREADS, halving_smem_bytes),
         Launch("key_tiles", keys, sizes.threads, chosen.cost.smem_bytes, overlaps=True),
         Launch("store_query_gradients", queries, HALVING_THREADS, 0, overlaps=True),
-        Launch("exact_tiles", keys, EXACT_THREADS, exact_smem_bytes, overlaps=True),
+        Launch("exact_tiles", keys + queries, EXACT_THREADS, exact_smem_bytes, overlaps=True),
         sink,
     )
     scratch = (
@@ -140,8 +142,8 @@ def _sums(problem: Problem) -> int:
 
 def _query_tile_bytes(problem: Problem, tiles: Tiles) -> int:
     """The size of bwd_6_block.cuh's QueryHalves."""
-    parts = _rows_bytes(problem, tiles.block_m), _statistics_bytes(tiles), _sums_bytes(problem, tiles)
-    return round_up(sum(parts), SWIZZLE_BYTES)
+    halves, sums = _rows_bytes(problem, tiles.block_m), _sums_bytes(problem, tiles)
+    return round_up(halves + sums + _statistics_bytes(tiles) + COUNT_BYTES, SWIZZLE_BYTES)
 
 
 def _key_tile_bytes(problem: Problem, tiles: Tiles) -> int:

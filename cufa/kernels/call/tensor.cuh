@@ -193,9 +193,9 @@ struct HeadTile {
 // Enough for two blocks on each SM of the largest GPUs.
 constexpr int kSectionTiles = 256;
 
-template <int SectionTiles = kSectionTiles>
+template <int SectionTiles = kSectionTiles, int LeastHeads = 1>
 __device__ inline HeadTile head_tile_of_block(int block, int heads, int tiles) {
-    const int section_heads = min(max(SectionTiles / tiles, 1), heads);
+    const int section_heads = min(max(SectionTiles / tiles, LeastHeads), heads);
     const int first_head = block / (section_heads * tiles) * section_heads;
     const int in_section = min(section_heads, heads - first_head);
     const int place = block - first_head * tiles;
@@ -234,7 +234,7 @@ struct KeyTile {
 };
 
 // The first keys come first: under a causal mask most queries see them.
-template <int BlockN>
+template <int BlockN, int LeastHeads = 1>
 __device__ inline KeyTile key_tile_of_block(const BackwardParams& params, int block = blockIdx.x) {
     const Sizes& sizes = params.sizes;
     if constexpr (kPacked) {
@@ -244,7 +244,8 @@ __device__ inline KeyTile key_tile_of_block(const BackwardParams& params, int bl
     }
     // A caller that repeats this keeps nothing in registers in between.
     const int tiles = ceil_div(ptx::anew(sizes.seqlen_k), BlockN);
-    const auto [index, tile] = head_tile_of_block(block, sizes.batch * sizes.kv_heads, tiles);
+    const auto [index, tile] =
+        head_tile_of_block<kSectionTiles, LeastHeads>(block, sizes.batch * sizes.kv_heads, tiles);
     return {Sequence(params, index / sizes.kv_heads), index % sizes.kv_heads, tile * BlockN};
 }
 

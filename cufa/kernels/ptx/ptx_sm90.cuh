@@ -128,6 +128,10 @@ __device__ inline void commit_stores() {
 __device__ inline void wait_stores_read() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
+// Waits until they are complete: this thread sees what they wrote or added.
+__device__ inline void wait_stores() {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
 
 // Stores four 8x8 matrices of 16-bit elements. A lane has columns 2t and 2t + 1 of row g of each,
 // where g = lane / 4 and t = lane % 4. Lanes 8i to 8i + 7 give the addresses of the rows of matrix

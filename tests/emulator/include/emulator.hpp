@@ -77,6 +77,7 @@ void add_floats(float* to, const float* from, unsigned bytes);
 void commit_stores();
 // They have read shared memory.
 void wait_stores_read();
+void wait_stores();
 
 // Between blocks: what comes before an addition comes before what follows a load that sees it. A
 // thread that loads the same value again waits until any block has added something.

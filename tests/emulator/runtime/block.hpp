@@ -149,6 +149,7 @@ class Block {
     void add_floats(float* to, const float* from, std::size_t bytes, const void* return_to);
     void commit_stores();
     void wait_stores_read();
+    void wait_stores();
 
     unsigned load_acquire(const unsigned* address, const char* file, int line,
                           const void* return_to);

@@ -165,6 +165,10 @@ void wait_stores_read() {
     Block::current().wait_stores_read();
 }
 
+void wait_stores() {
+    Block::current().wait_stores();
+}
+
 unsigned load_acquire(const unsigned* address, const char* file, int line) {
     return Block::current().load_acquire(address, file, line, __builtin_return_address(0));
 }

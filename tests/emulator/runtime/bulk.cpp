@@ -212,4 +212,10 @@ void Block::wait_stores_read() {
     if (stores.agent != 0) running_->past.seen.raise(stores.agent, stores.committed);
 }
 
+void Block::wait_stores() {
+    wait_stores_read();
+    const BulkStores& stores = running_->stores;
+    if (stores.agent != 0) running_->past.seen.raise(stores.agent + 1, stores.committed);
+}
+
 }  // namespace emulator

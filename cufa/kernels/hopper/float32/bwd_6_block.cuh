@@ -6,6 +6,7 @@
 #pragma once
 
 #include "call/query_tiles.cuh"
+#include "gradients/score_gradients.cuh"
 #include "hopper/float32/halves.cuh"
 #include "hopper/float32/halves_workspace.cuh"
 #include "hopper/labelled_ring.cuh"
@@ -68,6 +69,7 @@ struct QueryHalves {
     OutRows dout;
     Statistics statistics;
     QuerySums dq;
+    unsigned int added;  // tiles of keys whose dQ is in the sums, if they are added in order
 };
 struct KeyHalves {
     KeyRows k;
@@ -135,6 +137,15 @@ struct Smem {
         ptx::barrier_init_fence();
     }
 };
+
+// The heads whose tiles come first, one after the other, where blocks add to dQ in the order of
+// their keys. About four blocks of a head then run at once, and each waits for the start of those
+// before it.
+constexpr int kOrderedHeads = kDeterministic ? 32 : 1;
+
+__device__ inline KeyTile key_tile(const BackwardParams& call, int number = blockIdx.x) {
+    return key_tile_of_block<kBlockN, kOrderedHeads>(call, number);
+}
 
 using Tiles = QueryTiles<kBlockM>;
 using Seen = SeenTiles<kBlockM, kBlockN>;

@@ -360,7 +360,7 @@ __device__ inline void store_rows(const Matrix<float>& rows, int count, const Sm
 
 __device__ inline void store_key_gradients(Smem& smem, const BackwardParams& call) {
     // Looked up again, so that it takes no registers in between.
-    const KeyTile work = key_tile_of_block<kBlockN>(call, ptx::anew(blockIdx.x));
+    const KeyTile work = key_tile(call, ptx::anew(blockIdx.x));
     const int count = min(end_of_keys(call, work.sequence) - work.first_key, kBlockN);
     const auto rows_of = [&](const Tensor& tensor) {
         return work.sequence.keys<float>(tensor, work.kv_head).from(work.first_key);

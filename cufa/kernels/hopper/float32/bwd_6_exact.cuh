@@ -1,7 +1,8 @@
 // What bwd_6_float32 does with pairs of tiles that halves cannot hold: a mask hides NaN, infinity
 // or numbers that leave others no bits from some rows, or elements are beyond the range of units.
 // CUDA cores compute these few pairs from the caller's tensors and add to the results of all
-// others.
+// others: once for the gradients of the keys and once for those of the queries, so that each block
+// is the only one to add to its rows.
 #pragma once
 
 #include "gradients/score_gradients.cuh"
@@ -23,16 +24,14 @@ struct ExactPair {
     Matrix<const float> q, k, v, dout;
     Matrix<float> dk, dv;
 
-    __device__ ExactPair(const BackwardParams& call, const KeyTile& work, const RangeWalk& walk)
+    __device__ ExactPair(const BackwardParams& call, const KeyTile& work, int head, int first_row)
         : work(work),
-          queries(Workspace(call)
-                      .queries_from(work.sequence, walk.head(), walk.first_row())
-                      .statistics),
-          rules(call, work.sequence, walk.head()),
-          q(rows_of<const float>(call.q, walk.head())),
+          queries(Workspace(call).queries_from(work.sequence, head, first_row).statistics),
+          rules(call, work.sequence, head),
+          q(rows_of<const float>(call.q, head)),
           k(keys_of<const float>(call.k)),
           v(keys_of<const float>(call.v)),
-          dout(rows_of<const float>(call.dout, walk.head())),
+          dout(rows_of<const float>(call.dout, head)),
           dk(keys_of<float>(call.dk)),
           dv(keys_of<float>(call.dv)) {}
 
@@ -61,6 +60,7 @@ __device__ inline float dot(const float* a, const float* b) {
 }
 
 __device__ inline void make_exact_scores(ExactSmem& smem, const ExactPair& pair) {
+    __syncthreads();  // nobody reads the old contents
     for (int at = threadIdx.x; at < kBlockM * kBlockN; at += kExactThreads) {
         const int i = at / kBlockN, j = at % kBlockN, row = pair.row(i), key = pair.key(j);
         ScoreGradient gradient;
@@ -74,6 +74,7 @@ __device__ inline void make_exact_scores(ExactSmem& smem, const ExactPair& pair)
         smem.p[i][j] = gradient.p;
         smem.ds[i][j] = gradient.product;
     }
+    __syncthreads();
 }
 
 // rows += scale * weights^T values, where they are seen, as in dV += P^T dO.
@@ -94,7 +95,7 @@ __device__ inline void add_exact_keys(const Matrix<float>& rows, const ExactPair
     }
 }
 
-// dQ += scale * dS K, atomically: other blocks add to the same rows.
+// dQ += scale * dS K, where they are seen.
 __device__ inline void add_exact_queries(const Matrix<float>& rows, const ExactSmem& smem,
                                          const ExactPair& pair, float scale) {
     for (int at = threadIdx.x; at < kBlockM * kHeadDim; at += kExactThreads) {
@@ -106,14 +107,13 @@ __device__ inline void add_exact_queries(const Matrix<float>& rows, const ExactS
             sum += smem.ds[i][j] * pair.k.row(j)[col];
             any = true;
         }
-        if (any) atomicAdd(rows.row(i) + col, sum * scale);
+        if (any) rows.row(i)[col] += sum * scale;
     }
 }
 
-// Whether a tile of queries is left to this launch.
-__device__ inline bool is_left(const BackwardParams& call, const KeyTile& work,
-                               const RangeWalk& walk) {
-    const int head = walk.head(), first_row = walk.first_row();
+// Whether a pair of tiles is left to this launch.
+__device__ inline bool is_left(const BackwardParams& call, const KeyTile& work, const Tiles& tiles,
+                               int head, int first_row) {
     bool cut = false;
     if constexpr (kKeyMask) {
         const Seen seen(seen_parts(call), call, work.sequence, head);
@@ -123,17 +123,58 @@ __device__ inline bool is_left(const BackwardParams& call, const KeyTile& work,
     const Workspace workspace(call);
     const Statistics& queries = workspace.queries_from(work.sequence, head, first_row).statistics;
     const KeyUnits& keys = workspace.keys_from(work.sequence, work.kv_head, work.first_key).units;
-    return !halves_hold(queries, keys, walk.tiles.masked(first_row, cut));
+    return !halves_hold(queries, keys, tiles.masked(first_row, cut));
 }
 
-__device__ inline void add_exactly(ExactSmem& smem, const BackwardParams& call, const KeyTile& work,
-                                   const RangeWalk& walk) {
-    const ExactPair pair(call, work, walk);
-    const float scale = call.softmax_scale;
-    __syncthreads();  // nobody reads the old contents
-    make_exact_scores(smem, pair);
-    __syncthreads();
-    add_exact_keys<kValueDim>(pair.dv, pair, smem.p, pair.dout, 1);
-    add_exact_keys<kHeadDim>(pair.dk, pair, smem.ds, pair.q, scale);
-    add_exact_queries(pair.rows_of<float>(call.dq, walk.head()), smem, pair, scale);
+// Adds what is left to the gradients of a tile of keys.
+__device__ inline void add_left_to_keys(ExactSmem& smem, const BackwardParams& call,
+                                        const KeyTile& work) {
+    if (kPacked && work.first_key >= end_of_keys(call, work.sequence)) return;
+    const auto left = [&](const RangeWalk& walk) {
+        return is_left(call, work, walk.tiles, walk.head(), walk.first_row());
+    };
+    bool any_left = false;
+    for (RangeWalk walk(call, work, threadIdx.x, kExactThreads); !walk.at_end(); walk.advance())
+        any_left |= left(walk);
+    if (!__syncthreads_or(any_left)) return;
+
+    for (RangeWalk walk(call, work, 0, 1); !walk.at_end(); walk.advance()) {
+        if (!left(walk)) continue;
+        const ExactPair pair(call, work, walk.head(), walk.first_row());
+        make_exact_scores(smem, pair);
+        add_exact_keys<kValueDim>(pair.dv, pair, smem.p, pair.dout, 1);
+        add_exact_keys<kHeadDim>(pair.dk, pair, smem.ds, pair.q, float(call.softmax_scale));
+    }
+}
+
+// Adds what is left to the gradients of a tile of queries.
+__device__ inline void add_left_to_queries(ExactSmem& smem, const BackwardParams& call, int head,
+                                           int tile) {
+    const Sizes& sizes = call.sizes;
+    const RowTile place =
+        row_tile<kBlockM>(tile, sizes.batch, sizes.seqlen_q, call.features.cu_seqlens_q);
+    const int first_row = place.first_row;
+    const Sequence sequence(call, place.batch);
+    if (kPacked && first_row >= sequence.seqlen_q) return;
+    const KeyTiles<kBlockN> keys(sequence.mask(call.features), first_row, kBlockM);
+    const auto tile_at = [&](int key) -> KeyTile {
+        return {sequence, kv_head_of(head, sizes), key};
+    };
+    const auto left = [&](int key) {
+        const KeyTile work = tile_at(key);
+        return is_left(call, work, query_tiles_of(call, work), head, first_row);
+    };
+    bool any_left = false;
+    for (int key = keys.begin + threadIdx.x * kBlockN; key < keys.end;
+         key += kExactThreads * kBlockN)
+        any_left |= left(key);
+    if (!__syncthreads_or(any_left)) return;
+
+    for (int key = keys.begin; key < keys.end; key += kBlockN) {
+        if (!left(key)) continue;
+        const KeyTile work = tile_at(key);
+        const ExactPair pair(call, work, head, first_row);
+        make_exact_scores(smem, pair);
+        add_exact_queries(pair.rows_of<float>(call.dq, head), smem, pair, call.softmax_scale);
+    }
 }

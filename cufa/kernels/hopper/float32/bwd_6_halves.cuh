@@ -138,6 +138,7 @@ __device__ inline void halve_queries(const BackwardParams& call, HalvingSmem& sm
         to.statistics.dq = &to.dq;
         to.statistics.first_row = first_row;
         to.statistics.count = count;
+        to.added = 0;
     }
     for (int i = threadIdx.x; i < QuerySums::kCount; i += kHalvingThreads) to.dq.quads[i] = {};
 }

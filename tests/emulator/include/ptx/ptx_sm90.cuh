@@ -76,6 +76,9 @@ inline void commit_stores() {
 inline void wait_stores_read() {
     emulator::wait_stores_read();
 }
+inline void wait_stores() {
+    emulator::wait_stores();
+}
 
 // Launches come one after the other here.
 inline void let_next_launch_begin() {}

@@ -109,6 +109,13 @@ def test_what_a_mask_hides_with_others(rng, name, value):
     assert np.isfinite(dq[:, :60]).all()
 
 
+# The order of blocks, planted.
+LAST_FIRST = (
+    "kLeastHeads>(call, block)",
+    "kLeastHeads>(call, Workspace(call).key_tiles * call.sizes.kv_heads - 1 - block)",
+)
+
+
 @pytest.mark.parametrize("features", [("causal",), ("window", "packed")])
 def test_blocks_in_another_order_give_the_same_bits(rng, tmp_path, features):
     """Each block waits for those with earlier keys, even where halves do not hold all tiles."""
@@ -116,11 +123,23 @@ def test_blocks_in_another_order_give_the_same_bits(rng, tmp_path, features):
     case = draw_case(rng, "float32", (*features, "deterministic"), seqlen_q=260, seqlen_k=330, **sizes)
     case.problem.k[..., 70, :, 3] = 1e6
     first = check(case)
-    number = "kOrderedHeads>(call, number)"
-    last_first = "kOrderedHeads>(call, Workspace(call).key_tiles * call.sizes.kv_heads - 1 - number)"
-    folder = planted(tmp_path, "bwd_6_block.cuh", number, last_first)
+    folder = planted(tmp_path, "bwd_6_block.cuh", *LAST_FIRST)
     for one, other in zip(first, check(case, folder=folder), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"), [("ptx::load_acquire(taken) < number", "false"), ("ptx::wait_stores();", "")]
+)
+def test_blocks_that_do_not_keep_the_order(rng, tmp_path, right, wrong):
+    case = draw_case(rng, "float32", ("deterministic",), seqlen_q=260, seqlen_k=330, **SIZES)
+    folder = planted(tmp_path, "bwd_6_block.cuh", *LAST_FIRST)
+    first, *_ = check(case, folder=folder)
+    turns = folder / "hopper" / "float32" / "bwd_6_turns.cuh"
+    assert right in turns.read_text()
+    turns.write_text(turns.read_text().replace(right, wrong))
+    other, *_ = gradients_of(KERNEL, case, folder=folder)
+    assert (first != other).any()
 
 
 def test_a_tile_that_is_not_waited_for(rng, tmp_path):

@@ -38,8 +38,10 @@ def test_no_spill_and_no_product_in_series(tf32, dim, tiles, causal):
 
 
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 64), (33, 127), (100, 180)])
-def test_no_spill_with_features(head_dim, value_dim):
-    assert warnings_of(replace(problem(head_dim, value_dim, align_bytes=4), features=ALL)) == ()
+@pytest.mark.parametrize("tf32", [False, True])
+def test_no_spill_with_features(head_dim, value_dim, tf32):
+    features = replace(ALL, tf32=tf32)
+    assert warnings_of(replace(problem(head_dim, value_dim, align_bytes=4), features=features)) == ()
 
 
 @pytest.mark.parametrize("dim", [32, 64, 96, 128, 192])
@@ -108,10 +110,13 @@ def backward(*args, **options):
     return replace(problem(*args, **options), direction="backward")
 
 
-@pytest.mark.parametrize(("dim", "tf32"), [(64, False), (64, True), (96, True)])
+@pytest.mark.parametrize(
+    ("dim", "tf32", "deterministic"),
+    [(64, False, False), (64, True, False), (96, True, False), (64, False, True), (64, True, True)],
+)
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_backward_has_its_sums_in_registers(dim, tf32, causal):
-    call = backward(dim, causal=causal, tf32=tf32)
+def test_the_backward_has_its_sums_in_registers(dim, tf32, deterministic, causal):
+    call = backward(dim, causal=causal, tf32=tf32, deterministic=deterministic)
     assert jit.build(make_plan(call, H200, BACKWARD).variant).warnings == ()
 
 

@@ -52,17 +52,8 @@ def compiled(call):
     return jit.build(make_plan(call, H200).variant)
 
 
-# Words that three warpgroups with 96 keys lack for raising maxima late, and the warps that turn values
-# beside them: for each tile of keys at most.
-THREE_WARPGROUPS, SPILLED_BYTES = {"block_m": 192, "block_n": 96}, 24
-
-
 def assert_no_spill_and_no_product_in_series(call):
-    plan = make_plan(call, H200)
-    build = jit.build(plan.variant)
-    few = THREE_WARPGROUPS.items() <= plan.tiles.items()
-    assert build.resources["fwd_7_fp8"].spill_stores <= SPILLED_BYTES * few
-    assert all(few and "bytes spill" in line for line in build.warnings)
+    assert compiled(call).warnings == ()
 
 
 DIMS_AND_LENGTHS = [*((head_dim, LONG) for head_dim in (64, 128, 192, 256)), (128, SHORT), (256, SHORT)]

@@ -7,7 +7,8 @@
 // dV are added up at the end. Tensor cores truncate the sums that they add to, so a tile's part of
 // dK and dV is a product of its own, added afterwards. A tile's part of dQ replaces its queries in
 // shared memory, and TMA adds it to the sums: a warpgroup's own additions would delay all its other
-// memory accesses. Products of one warpgroup overlap the softmax of the other.
+// memory accesses. If every run must give the same bits, blocks add in the order of their keys.
+// Products of one warpgroup overlap the softmax of the other.
 //
 // Launches: with a mask or a mask_mod, seen_tiles, as in fwd_5_mma; to_halves (also D; sets the
 // sums of dQ to zero); key_tiles; store_query_gradients, which turns these sums into rows;
@@ -20,8 +21,9 @@
 // Owns     block: 64 keys of one KV head, for all query heads that share them
 // Shared   K and V; for each warpgroup STAGES tiles of Q and dO, later dQ, with the statistics of
 //          their rows, and dS^T
-// Global   workspace: tiles of halves of queries and dO with their sums of dQ, then of halves of
-//          keys and values; with a mask or a mask_mod, what it shows of each tile of scores
+// Global   workspace: tiles of halves of queries and dO with their sums of dQ and how many tiles of
+//          keys are done with those, then of halves of keys and values; with a mask or a mask_mod,
+//          what it shows of each tile of scores
 // Needs    sm_90a
 // Writes   dQ, dK, dV
 #include "gradients/sink_gradient.cuh"
@@ -76,15 +78,15 @@ __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, c
     LabelledRing<kStages>& dout_ring = smem.dout_rings[warpgroup];
     RingPosition<kStages> at;
     int filled = 0;  // stages that have held a tile
-    Turns<Walk> turns(call, work, walk);
+    Turns turns(work);
     const auto send_out = [&] {
         q_ring.wait_empty(at);
         if (at.stage >= filled) return;
-        turns.take();
-        QuerySums* const to = smem.statistics[warpgroup][at.stage].dq;
-        if (to == nullptr) return;
-        ptx::add_to_global(to->quads[0].v, smem.queries[warpgroup][at.stage].dq.quads[0].v,
-                           sizeof(QuerySums));
+        const Statistics& rows = smem.statistics[warpgroup][at.stage];
+        turns.take(*rows.tile);
+        if (rows.passed_over) return;
+        ptx::add_to_global(rows.tile->dq.quads[0].v,
+                           smem.queries[warpgroup][at.stage].dq.quads[0].v, sizeof(QuerySums));
         ptx::commit_stores();
         ptx::wait_stores_read();
     };

@@ -87,9 +87,9 @@ PACES: Mapping[bool, Mapping[int, Mapping[Tiles, Pace]]] = {
     True: {
         64: {Tiles(128, 128, 3, 3): Pace(0.11, 3000), Tiles(192, 96, 2, 2): Pace(0.0874, 4500)},
         128: {
-            Tiles(128, 64, 3, 3): Pace(0.154, 5000),
-            Tiles(128, 96, 2, 2): Pace(0.139, 5200),
-            Tiles(128, 128, 2, 2): Pace(0.128, 5200),
+            Tiles(128, 64, 3, 3): Pace(0.144, 4200),
+            Tiles(128, 96, 2, 2): Pace(0.139, 4800),
+            Tiles(128, 128, 2, 2): Pace(0.124, 5700),
         },
         192: {Tiles(128, 64, 2, 2): Pace(0.176, 6700), Tiles(128, 96, 2, 2): Pace(0.166, 8100)},
         256: {Tiles(128, 64, 2, 2): Pace(0.206, 7600)},
@@ -116,14 +116,14 @@ def _fastest(problem: Problem, device: Device) -> tuple[Tiles, float]:
     dim = max(problem.head_dim, problem.value_dim)
     of_dims = PACES[problem.features.tf32].items()
     paces = next(of_dim for limit, of_dim in of_dims if dim <= limit)
-    if _shapes_scores(problem):
+    if _asks_for_registers(problem):
         sparing = {tiles: pace for tiles, pace in paces.items() if _sums(problem, tiles) <= MOST_SUMS}
         paces = sparing or paces
     return fastest(problem, device, paces)
 
 
-def _shapes_scores(problem: Problem) -> bool:
-    """Whether there is more to a score than its product, which takes registers."""
+def _asks_for_registers(problem: Problem) -> bool:
+    """Whether there is more to a score than its product."""
     features = problem.features
     added = features.bias is not None or features.alibi
     functions = features.score_mod is not None or features.key_mask
@@ -133,7 +133,8 @@ def _shapes_scores(problem: Problem) -> bool:
 def _sums(problem: Problem, tiles: Tiles) -> int:
     """A thread's registers of scores, their weights in halves, the output and a tile's last part of it."""
     dims = round_up(problem.value_dim, WGMMA_K)
-    part = min(dims, PANEL_COLS)
+    by_panels = problem.value_dim > (PANEL_COLS if problem.features.tf32 else 2 * PANEL_COLS)
+    part = PANEL_COLS if by_panels else dims
     return (tiles.block_n + dims + part) // 2 + tiles.block_n * _parts(problem) // 4
 
 

@@ -1,7 +1,7 @@
 """Plans for the Hopper backward of float32: elements as sums of two halves, products by warpgroups (wgmma).
 
-A block has 64 keys, since halves of more do not fit into shared memory, and two warpgroups that take turns on
-its tiles of queries.
+A block has 64 keys, since halves of more do not fit into shared memory, and two warpgroups that alternate
+between its tiles of queries.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from cufa.plan.hopper import (
 from cufa.plan.record import Launch, Part, Scratch
 from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
+from cufa.plan.wgmma_backward import MOST_IN_LINE
 from cufa.plan.wgmma_backward_tiles import CONSUMER_REGISTERS, CONSUMERS, PRODUCER_REGISTERS
 from cufa.problem import Problem
-from cufa.rounding import round_up
+from cufa.rounding import ceil_div, round_up
 
 EXACT_THREADS = 256
 # bwd_6_block.cuh's TileUnit, and its Statistics without the two units and the two floats of each row.
 UNIT_BYTES, PLACE_BYTES = 8, 16
-# The tiles of keys whose dQ is in the sums.
+# The tiles of keys that are done with the sums of dQ.
 COUNT_BYTES = 4
 # Per key: SeeingRows.
 SEEING_BYTES = 8
@@ -117,6 +118,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
             ("KEY_TILE_BYTES", key_bytes),
             ("SMEM_BYTES", chosen.cost.smem_bytes),
             ("HALVING_SMEM_BYTES", halving_smem_bytes),
+            ("LEAST_HEADS", _least_heads(problem, device)),
             ("EXACT_THREADS", EXACT_THREADS),
             ("EXACT_SMEM_BYTES", exact_smem_bytes),
             ("SINK_SMEM_BYTES", sink.smem_bytes),
@@ -126,6 +128,14 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
         scratch=scratch if queries + keys > 0 else (),
         reasons=chosen.reasons,
     )
+
+
+def _least_heads(problem: Problem, device: Device) -> int:
+    """The least number of KV heads whose tiles of keys blocks process together.
+
+    Blocks that add in the order of their keys then wait for few others of their head.
+    """
+    return ceil_div(device.sm_count, MOST_IN_LINE) if problem.features.deterministic else 1
 
 
 def _registers(problem: Problem) -> tuple[int, int]:

@@ -185,7 +185,7 @@ __device__ inline RowTile row_tile(int tile, int batch, int seqlen, const int* c
 // The head and tile of a block; heads are counted over the whole batch. Heads come in sections of
 // about as many tiles as run at once, so that what the tiles of a head share is in the L2 cache
 // when they read it. Within a section the first tiles of all heads come first: they have most work,
-// and long work that starts late would leave the GPU waiting.
+// and long work that starts late would leave the GPU waiting. A section has at least LeastHeads.
 struct HeadTile {
     int head, tile;
 };

@@ -8,7 +8,7 @@
 #error "the host must define DETERMINISTIC"
 #endif
 
-constexpr bool kDeterministic = DETERMINISTIC;  // the same bits in every run: no atomic additions
+constexpr bool kDeterministic = DETERMINISTIC;  // the same bits in every run: sums have an order
 
 struct ScoreGradient {
     acc_t p = 0;         // the probability after dropout: dV is the sum of p dO

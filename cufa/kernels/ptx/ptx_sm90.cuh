@@ -108,6 +108,10 @@ __device__ inline void copy_box(void* to, const TensorMap& map, Barrier& barrier
 __device__ inline void proxy_fence() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+// Orders what this thread saw in global memory before what it has TMA do there.
+__device__ inline void proxy_fence_global() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
 
 // Starts the copy of a box of a tensor from shared memory; what lies outside the tensor is dropped.
 __device__ inline void store_box(const TensorMap& map, const void* from, int x0, int x1, int x2,

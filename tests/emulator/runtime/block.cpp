@@ -120,6 +120,7 @@ void Block::run_thread(void* thread) {
         if (!self.stores.waiting.empty()) {
             current_block->fail("returns before its stores have read shared memory");
         }
+        self.stores.add();
         self.state = Thread::State::kReturned;
         self.fiber.suspend();
     }

@@ -179,21 +179,33 @@ void Block::start_bulk_store(Transfer transfer, bool adds_floats, const void* re
     now.kind = adds_floats ? Access::Kind::kAtomic : Access::Kind::kWrite;
     ++now.first;
     note_global(now, transfer);
-    stores.waiting.push_back({std::move(transfer), adds_floats, now.time});
+    stores.waiting.push_back({std::move(transfer), adds_floats, now.time, {}});
 }
 
-void BulkStores::Store::send() const {
+void BulkStores::Store::read() {
     for (const Chunk& chunk : transfer.chunks) {
-        if (!adds_floats) {
+        if (adds_floats) {
+            const auto* const floats = reinterpret_cast<const float*>(chunk.shared);
+            values.insert(values.end(), floats, floats + kChunkBytes / sizeof(float));
+        } else {
             std::memcpy(chunk.global, chunk.shared, chunk.inside);
-            continue;
-        }
-        auto* const sums = reinterpret_cast<float*>(chunk.global);
-        const auto* const values = reinterpret_cast<const float*>(chunk.shared);
-        for (std::size_t i = 0; i < kChunkBytes / sizeof(float); ++i) {
-            add_atomically(sums + i, values[i]);
         }
     }
+}
+
+void BulkStores::Store::add() const {
+    const float* value = values.data();
+    for (const Chunk& chunk : transfer.chunks) {
+        auto* const sums = reinterpret_cast<float*>(chunk.global);
+        for (std::size_t i = 0; i < kChunkBytes / sizeof(float); ++i) {
+            add_atomically(sums + i, *value++);
+        }
+    }
+}
+
+void BulkStores::add() {
+    for (const Store& store : adding) store.add();
+    adding.clear();
 }
 
 void Block::commit_stores() {
@@ -202,19 +214,21 @@ void Block::commit_stores() {
 
 void Block::wait_stores_read() {
     BulkStores& stores = running_->stores;
-    const auto send = [&](const BulkStores::Store& store) {
+    const auto read = [&](BulkStores::Store& store) {
         if (store.group > stores.committed) return false;
-        store.send();
+        store.read();
+        if (store.adds_floats) stores.adding.push_back(std::move(store));
         return true;
     };
-    stores.waiting.erase(std::remove_if(stores.waiting.begin(), stores.waiting.end(), send),
+    stores.waiting.erase(std::remove_if(stores.waiting.begin(), stores.waiting.end(), read),
                          stores.waiting.end());
     if (stores.agent != 0) running_->past.seen.raise(stores.agent, stores.committed);
 }
 
 void Block::wait_stores() {
     wait_stores_read();
-    const BulkStores& stores = running_->stores;
+    BulkStores& stores = running_->stores;
+    stores.add();
     if (stores.agent != 0) running_->past.seen.raise(stores.agent + 1, stores.committed);
 }
 

@@ -52,8 +52,10 @@ struct BulkStores {
         Transfer transfer;
         bool adds_floats;
         unsigned group;
+        std::vector<float> values;  // to add
 
-        void send() const;
+        void read();  // shared memory, and write it unless it is to be added
+        void add() const;
     };
 
     // Two agents: their times are the number of groups that have read shared memory, and of those
@@ -61,6 +63,9 @@ struct BulkStores {
     unsigned agent = 0;
     unsigned committed = 0;
     std::vector<Store> waiting;
+    std::vector<Store> adding;  // what they add is read, but not there
+
+    void add();
 };
 
 }  // namespace emulator

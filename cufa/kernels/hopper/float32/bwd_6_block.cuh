@@ -6,7 +6,6 @@
 #pragma once
 
 #include "call/query_tiles.cuh"
-#include "gradients/score_gradients.cuh"
 #include "hopper/float32/halves.cuh"
 #include "hopper/float32/halves_workspace.cuh"
 #include "hopper/labelled_ring.cuh"
@@ -42,12 +41,15 @@ struct QuerySums {
     Quad quads[kCount];
 };
 
+struct QueryHalves;
+
 // For a tile of queries: the units of its halves, the place of its rows, and RowStats of each row.
 // The LSE is infinite for a row that sees no key or does not exist: all its probabilities are 0.
 struct Statistics {
     TileUnit q, dout;
-    QuerySums* dq;  // null in shared memory if nothing is to be added
-    int first_row, count;
+    QueryHalves* tile;
+    int first_row;
+    int passed_over;  // whether exact_tiles processes it with these keys; only in shared memory
     float lse_log2[kBlockM], d[kBlockM];
 
     __device__ Held held() const { return max_of(q.held, dout.held); }
@@ -69,7 +71,9 @@ struct QueryHalves {
     OutRows dout;
     Statistics statistics;
     QuerySums dq;
-    unsigned int added;  // tiles of keys whose dQ is in the sums, if they are added in order
+    // The tiles of keys, from the first of the sequence on, that are done with the sums or see none
+    // of the rows, if blocks add in order.
+    unsigned int keys_done;
 };
 struct KeyHalves {
     KeyRows k;
@@ -138,13 +142,12 @@ struct Smem {
     }
 };
 
-// The heads whose tiles come first, one after the other, where blocks add to dQ in the order of
-// their keys. About four blocks of a head then run at once, and each waits for the start of those
-// before it.
-constexpr int kOrderedHeads = kDeterministic ? 32 : 1;
+// The least number of KV heads, of all batches, in a section. If blocks add to dQ in the order of
+// their keys, few of a head should begin together: each waits until those before it are under way.
+constexpr int kLeastHeads = LEAST_HEADS;
 
-__device__ inline KeyTile key_tile(const BackwardParams& call, int number = blockIdx.x) {
-    return key_tile_of_block<kBlockN, kOrderedHeads>(call, number);
+__device__ inline KeyTile key_tile(const BackwardParams& call, int block = blockIdx.x) {
+    return key_tile_of_block<kBlockN, kLeastHeads>(call, block);
 }
 
 using Tiles = QueryTiles<kBlockM>;

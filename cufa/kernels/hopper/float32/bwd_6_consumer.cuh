@@ -123,7 +123,7 @@ struct Consumer {
     }
     // Leaves a tile to exact_tiles.
     __device__ void pass_over() {
-        if (threadIdx.x % kWarpgroup == 0) smem.statistics[warpgroup][at.stage].dq = nullptr;
+        if (threadIdx.x % kWarpgroup == 0) smem.statistics[warpgroup][at.stage].passed_over = true;
         release_dout();
         release_queries();
     }

@@ -135,10 +135,10 @@ __device__ inline void halve_queries(const BackwardParams& call, HalvingSmem& sm
     if (threadIdx.x == 0) {
         to.statistics.q = of_q;
         to.statistics.dout = of_dout;
-        to.statistics.dq = &to.dq;
+        to.statistics.tile = &to;
         to.statistics.first_row = first_row;
-        to.statistics.count = count;
-        to.added = 0;
+        to.statistics.passed_over = false;
+        to.keys_done = sequence.mask(call.features).first_key(first_row) / kBlockN;
     }
     for (int i = threadIdx.x; i < QuerySums::kCount; i += kHalvingThreads) to.dq.quads[i] = {};
 }

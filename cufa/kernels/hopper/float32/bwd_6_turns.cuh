@@ -2,59 +2,39 @@
 // order of their keys.
 #pragma once
 
+#include "gradients/score_gradients.cuh"
 #include "hopper/float32/bwd_6_block.cuh"
 #include "hopper/watchdog.cuh"
 
+static_assert(!kDeterministic || !kKeyMask,
+              "nobody would count those that leave out a tile of queries");
+
 // The turns of the thread that sends out a warpgroup's sums, tile by tile of queries. A block never
 // waits for one that begins later: the first keys come first.
-template <class Walk>
-class TurnsInOrder {
+class Turns {
   public:
-    // `walk` is that of the tiles.
-    __device__ TurnsInOrder(const BackwardParams& call, const KeyTile& work, const Walk& walk)
-        : call(call), work(work), walk(walk) {}
+    __device__ explicit Turns(const KeyTile& work) : number(work.first_key / kBlockN) {}
 
-    // Waits until all blocks with earlier keys have added to the sums of the next tile.
-    __device__ void take() {
-        const int row = walk.first_row();
-        const int first = work.sequence.mask(call.features).first_key(row) / kBlockN;
-        const unsigned int turn = work.first_key / kBlockN - first;
-        added = &Workspace(call).queries_from(work.sequence, walk.head(), row).added;
+    // Waits until all blocks with earlier keys are done with a tile's sums.
+    __device__ void take(QueryHalves& tile) {
+        if constexpr (!kDeterministic) return;
+        taken = &tile.keys_done;
         const Watchdog watchdog;
-        while (ptx::load_acquire(added) < turn) {
-            watchdog.check("turn", turn, added, Caller::here());
+        while (ptx::load_acquire(taken) < number) {
+            watchdog.check("turn", number, taken, Caller::here());
         }
-        walk.advance();
+        ptx::proxy_fence_global();
     }
-    // Passes on the last turn that was taken, if any, once what was added is there.
+    // Passes on the last turn that was taken, if any, once what was added is there. That takes a
+    // while: other work should come first.
     __device__ void pass() {
-        if (added == nullptr) return;
+        if (!kDeterministic || taken == nullptr) return;
         ptx::wait_stores();
-        ptx::add_release(added, 1);
-        added = nullptr;
+        ptx::add_release(taken, 1);
+        taken = nullptr;
     }
 
   private:
-    const BackwardParams& call;
-    const KeyTile& work;
-    Walk walk;
-    unsigned int* added = nullptr;
+    const unsigned int number;
+    unsigned int* taken = nullptr;
 };
-
-struct NoTurns {
-    template <class Walk>
-    __device__ NoTurns(const BackwardParams&, const KeyTile&, const Walk&) {}
-    __device__ void take() {}
-    __device__ void pass() {}
-};
-
-template <class Walk, bool InOrder = kDeterministic>
-struct TurnsOf {
-    using type = NoTurns;
-};
-template <class Walk>
-struct TurnsOf<Walk, true> {
-    using type = TurnsInOrder<Walk>;
-};
-template <class Walk>
-using Turns = typename TurnsOf<Walk>::type;

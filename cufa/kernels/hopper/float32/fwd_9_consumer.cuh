@@ -225,8 +225,8 @@ struct Consumer {
         return __shfl_sync(0xffffffffu, weight, key % 8 / 2, 4);
     }
 
-    // Issues the products that a tile adds to the output, and adds those but the last. `last` is a
-    // LastPart.
+    // Issues the products that a tile adds to the output, and adds those but the last. A template,
+    // so that only the branch is compiled that a LastPart fits.
     template <int Count>
     __device__ void issue_output(float (&last)[Count], const Weights (&p)[kParts]) {
         smem.v_ring.wait_full(v_at);

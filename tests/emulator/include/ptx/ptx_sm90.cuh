@@ -64,6 +64,7 @@ inline void copy_box(void* to, const TensorMap& map, Barrier& barrier, int x0, i
 inline void proxy_fence() {
     emulator::proxy_fence();
 }
+inline void proxy_fence_global() {}
 
 inline void store_box(const TensorMap& map, const void* from, int x0, int x1, int x2, int x3) {
     emulator::store_box(&map, from, {x0, x1, x2, x3}, 4);

@@ -114,22 +114,26 @@ def record_of_these_kernels() -> dict[str, Any]:
 
 @click.command(help=__doc__)
 @click.option("--only-tests", is_flag=True, help="Keep the speeds that the record has of the same kernels.")
+@click.option("--only-speeds", is_flag=True, help="Keep the tests that the record has of the same kernels.")
 @click.option("--again", is_flag=True, help="Of the tests, run those that failed with the same kernels.")
-def main(only_tests: bool, again: bool) -> None:
+def main(only_tests: bool, only_speeds: bool, again: bool) -> None:
     info = json.loads(run("-m", "cufa", "info", "--json").stdout)
     if info["gpu"] is None:
         print(f"nothing to check: {info['missing']['gpu']}", file=sys.stderr)
         sys.exit(2)
     before = record_of_these_kernels()
-    if again and not before:
-        sys.exit(f"{RECORD} is not of these kernels: there is nothing to run again")
+    if (again or only_speeds) and not before:
+        sys.exit(f"{RECORD} is not of these kernels: it has no tests to run again or to keep")
+    gpu = info["gpu"]["name"]
     # What is right is found out side by side, what is fast afterwards, alone.
-    if again:
-        found = {"tests": tests_again(before["tests"])}
+    if only_speeds:
+        found = {name: before[name] for name in ("tests", "sanitizer", "tested_on")}
+    elif again:
+        found = {"tests": tests_again(before["tests"]), "tested_on": before["tested_on"]}
     else:
         with ThreadPoolExecutor() as pool:
             testing, sanitizing = pool.submit(tests, ["tests"]), pool.submit(sanitizer)
-        found = {"tests": testing.result(), "sanitizer": sanitizing.result()}
+        found = {"tests": testing.result(), "sanitizer": sanitizing.result(), "tested_on": gpu}
     record = (before if again or only_tests else {}) | {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "kernels_sha256": kernels_digest(),

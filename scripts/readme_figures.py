@@ -176,7 +176,7 @@ def measured(record: Row) -> str:
         f"Measured by `scripts/gpu_check` on an {gpu}, driver {info['driver']}, {versions}, "
         f"{record['date']} ([gpu_check.json](gpu_check.json)):",
         "",
-        f"- {tests['passed']} GPU tests passed, {tests.get('failed', 0)} failed; "
+        f"- On an {record['tested_on']} {tests['passed']} GPU tests passed, {tests.get('failed', 0)} failed; "
         + "; ".join(line.split(" =")[0] for line in record["sanitizer"].get("tools", ())),
         f"- The slowest kernel variant compiles in {slowest:.1f} s on one core, with NVRTC "
         f"{'.'.join(map(str, jit['nvrtc']))}",

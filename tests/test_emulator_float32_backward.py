@@ -128,18 +128,22 @@ def test_blocks_in_another_order_give_the_same_bits(rng, tmp_path, features):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong"), [("ptx::load_acquire(taken) < number", "false"), ("ptx::wait_stores();", "")]
-)
-def test_blocks_that_do_not_keep_the_order(rng, tmp_path, right, wrong):
+def test_blocks_that_do_not_wait_for_their_turn(rng, tmp_path):
     case = draw_case(rng, "float32", ("deterministic",), seqlen_q=260, seqlen_k=330, **SIZES)
     folder = planted(tmp_path, "bwd_6_block.cuh", *LAST_FIRST)
     first, *_ = check(case, folder=folder)
     turns = folder / "hopper" / "float32" / "bwd_6_turns.cuh"
-    assert right in turns.read_text()
-    turns.write_text(turns.read_text().replace(right, wrong))
+    waiting = "ptx::load_acquire(taken) < number"
+    assert waiting in turns.read_text()
+    turns.write_text(turns.read_text().replace(waiting, "false"))
     other, *_ = gradients_of(KERNEL, case, folder=folder)
     assert (first != other).any()
+
+
+def test_a_turn_passed_on_before_the_sums_are_there(rng, tmp_path):
+    folder = planted(tmp_path, "bwd_6_turns.cuh", "ptx::wait_stores();", "")
+    with pytest.raises(EmulatorError, match="signals before what it adds is there"):
+        check(draw_case(rng, "float32", ("deterministic",), seqlen_q=1, seqlen_k=20, **SIZES), folder=folder)
 
 
 def test_a_tile_that_is_not_waited_for(rng, tmp_path):

@@ -77,7 +77,8 @@ void add_floats(float* to, const float* from, unsigned bytes);
 void commit_stores();
 // They have read shared memory.
 void wait_stores_read();
-// They are complete. Until then, or the thread's end, what they add is not there.
+// They are complete. Until then, or the thread's end, what they add is not there, and the thread
+// may not signal (add_release).
 void wait_stores();
 
 // Between blocks: what comes before an addition comes before what follows a load that sees it. A

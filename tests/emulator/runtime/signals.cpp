@@ -33,6 +33,7 @@ unsigned Block::load_acquire(const unsigned* address, const char* file, int line
 
 void Block::add_release(unsigned* address, unsigned value, const void* return_to) {
     check(Access::Kind::kAtomic, address, sizeof *address, return_to);
+    if (!running_->stores.adding.empty()) fail("signals before what it adds is there");
     launch_.signals->exclusively([&] {
         *address += value;
         Past& told = launch_.signals->at(reinterpret_cast<std::uintptr_t>(address));

@@ -788,11 +788,16 @@ def summary(
         f"{kernel} {mean_ratio(kernel, PEER_OF_RUNGS, rungs['points'])}"
         for kernel in ("fwd_5_mma", "bwd_3_mma")
     )
-    in_halves = []
-    for direction, most in MOST_DIMS_IN_HALVES.items():
-        narrow = [p for p in single["points"] if p["direction"] == direction and p["head_dim"] <= most]
-        ratio = mean_ratio("cufa", "efficient", narrow)
-        in_halves.append(f"{ratio} times as fast {direction} to head dim {most}")
+    of_halves = {
+        direction: [p for p in single["points"] if p["direction"] == direction and p["head_dim"] <= most]
+        for direction, most in MOST_DIMS_IN_HALVES.items()
+    }
+    in_halves = [
+        f"{mean_ratio('cufa', 'efficient', points)} times as fast {direction} to head dim "
+        f"{MOST_DIMS_IN_HALVES[direction]}"
+        for direction, points in of_halves.items()
+    ]
+    in_order = [mean_ratio(DETERMINISTIC, "cufa", each) for each in (peers["points"], of_halves["backward"])]
     fastest_single = max(point["tflops"]["cufa"] for point in single["points"])
     over_serving = statistics.geometric_mean(over_flashinfer(serving["points"]))
     slowest = max(check["jit"]["compile_seconds"].values())
@@ -802,6 +807,8 @@ def summary(
         f"{best['backward']:.0f} backward.",
         f"**float32**: up to {fastest_single:.0f} TFLOP/s; {' and '.join(in_halves)} as PyTorch's "
         "memory-efficient attention.",
+        f"**`deterministic=True`**: a backward keeps {in_order[0]} of its speed in bfloat16, {in_order[1]} in "
+        f"float32 to head dim {MOST_DIMS_IN_HALVES['backward']}.",
         f"**Other shapes** ({shapes['problems_done']}: odd head dims and lengths, few KV heads, few heads, "
         f"many short sequences): {mean_over_fastest('forward', shapes['points']):.2f} times as fast forward "
         f"and {mean_over_fastest('backward', shapes['points']):.2f} times as fast backward as the faster of "

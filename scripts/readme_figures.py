@@ -807,8 +807,8 @@ def summary(
         f"{best['backward']:.0f} backward.",
         f"**float32**: up to {fastest_single:.0f} TFLOP/s; {' and '.join(in_halves)} as PyTorch's "
         "memory-efficient attention.",
-        f"**`deterministic=True`**: a backward keeps {in_order[0]} of its speed in bfloat16, {in_order[1]} in "
-        f"float32 to head dim {MOST_DIMS_IN_HALVES['backward']}.",
+        f"**`deterministic=True`**: a backward keeps {in_order[0]} of its speed in bfloat16, {in_order[1]} "
+        f"in float32 to head dim {MOST_DIMS_IN_HALVES['backward']}.",
         f"**Other shapes** ({shapes['problems_done']}: odd head dims and lengths, few KV heads, few heads, "
         f"many short sequences): {mean_over_fastest('forward', shapes['points']):.2f} times as fast forward "
         f"and {mean_over_fastest('backward', shapes['points']):.2f} times as fast backward as the faster of "

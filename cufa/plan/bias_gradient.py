@@ -183,6 +183,8 @@ def _bias_bytes(problem: Problem, tiles: Tiles) -> int:
 
 def without_it(problem: Problem) -> Problem:
     """The problem without the gradient of the bias."""
+    if "bias" not in problem.features.gradients:
+        return problem
     return _asking(problem, tuple(name for name in problem.features.gradients if name != "bias"))
 
 

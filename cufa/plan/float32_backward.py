@@ -25,7 +25,7 @@ from cufa.plan.hopper import (
 from cufa.plan.record import Launch, Part, Scratch
 from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
-from cufa.plan.wgmma_backward import MOST_IN_LINE
+from cufa.plan.wgmma_backward import MOST_IN_LINE, ORDER_OF_ADDITIONS
 from cufa.plan.wgmma_backward_tiles import CONSUMER_REGISTERS, CONSUMERS, PRODUCER_REGISTERS
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
@@ -126,7 +126,10 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
         ),
         launches=tuple(launch for launch in launches if launch.grid > 0),
         scratch=scratch if queries + keys > 0 else (),
-        reasons=chosen.reasons,
+        reasons=(
+            *chosen.reasons,
+            *((f"deterministic: {ORDER_OF_ADDITIONS}",) * problem.features.deterministic),
+        ),
     )
 
 

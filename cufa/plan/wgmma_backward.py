@@ -53,6 +53,8 @@ SECTION_ROUNDS = 2
 # For such blocks under a causal mask: how many of one head may run at the same time. With more, short ones
 # wait long for their turn; with fewer, each tile of queries is loaded more often.
 LEAST_IN_LINE, MOST_IN_LINE, WIDE_MOST_IN_LINE = 4, 4, 16
+# For the reasons of a plan.
+ORDER_OF_ADDITIONS = "blocks add to each tile of dQ in the order of their keys"
 
 
 @dataclass(frozen=True)
@@ -235,8 +237,7 @@ def _how(problem: Problem, adding: Adding, rounds: bool, *, stay: bool) -> tuple
         return (f"a block processes all keys of a head{in_turn}, so that it adds to dQ alone", *rounded)
     if adding is Adding.IN_ORDER:
         why = "deterministic" if problem.features.deterministic else "few blocks share dQ"
-        order = f"{why}: blocks add to each tile of dQ in the order of their keys"
-        return (works, order, *rounded)
+        return (works, f"{why}: {ORDER_OF_ADDITIONS}", *rounded)
     if adding is Adding.AFTER_FIRST:
         return (works, "blocks add to dQ in any order, after the block with the first keys")
     return (works,)

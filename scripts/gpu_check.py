@@ -124,17 +124,19 @@ def main(only_tests: bool, only_speeds: bool, again: bool) -> None:
     before = record_of_these_kernels()
     if (again or only_speeds) and not before:
         sys.exit(f"{RECORD} is not of these kernels: it has no tests to run again or to keep")
-    gpu = info["gpu"]["name"]
+    found: dict[str, Any] = {}
     # What is right is found out side by side, what is fast afterwards, alone.
-    if only_speeds:
-        found = {name: before[name] for name in ("tests", "sanitizer", "tested_on")}
-    elif again:
-        found = {"tests": tests_again(before["tests"]), "tested_on": before["tested_on"]}
-    else:
+    if again:
+        found = {"tests": tests_again(before["tests"])}
+    elif not only_speeds:
         with ThreadPoolExecutor() as pool:
             testing, sanitizing = pool.submit(tests, ["tests"]), pool.submit(sanitizer)
-        found = {"tests": testing.result(), "sanitizer": sanitizing.result(), "tested_on": gpu}
-    record = (before if again or only_tests else {}) | {
+        found = {
+            "tests": testing.result(),
+            "sanitizer": sanitizing.result(),
+            "tested_on": info["gpu"]["name"],
+        }
+    record = (before if again or only_tests or only_speeds else {}) | {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "kernels_sha256": kernels_digest(),
         "versions": versions(),

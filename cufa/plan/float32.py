@@ -133,6 +133,7 @@ def _asks_for_registers(problem: Problem) -> bool:
 def _sums(problem: Problem, tiles: Tiles) -> int:
     """A thread's registers of scores, their weights in halves, the output and a tile's last part of it."""
     dims = round_up(problem.value_dim, WGMMA_K)
+    # As fwd_9_consumer.cuh's kByPanels.
     by_panels = problem.value_dim > (PANEL_COLS if problem.features.tf32 else 2 * PANEL_COLS)
     part = PANEL_COLS if by_panels else dims
     return (tiles.block_n + dims + part) // 2 + tiles.block_n * _parts(problem) // 4

@@ -357,7 +357,7 @@ def share_beside_products(part: Row, points: Sequence[Row]) -> float:
 def other_dtype(record: Row) -> str:
     """The same in another dtype, which is all that the record has."""
     dtype, names = record["points"][0]["dtype"], peers_in(record["points"][0])
-    peers = "PyTorch's memory-efficient attention" if names == ["efficient"] else " and ".join(names)
+    peers = "PyTorch's memory-efficient attention" if names == ["efficient"] else fastest_of(names)
     lengths = ", ".join(f"{seqlen:,}" for seqlen in sorted({point["seqlen"] for point in record["points"]}))
     told = []
     for direction in dict.fromkeys(point["direction"] for point in record["points"]):
@@ -368,10 +368,15 @@ def other_dtype(record: Row) -> str:
             f"(worst {over_best_peer(worst):.2f}, head dim {worst['head_dim']} at {worst['seqlen']:,})"
         )
     return (
-        f"**{dtype}**, relative to {'the faster of ' * (len(names) > 1)}{peers}, at lengths {lengths}: "
+        f"**{dtype}**, relative to {peers}, at lengths {lengths}: "
         f"{', '.join(told)}. Each is the geometric mean of {len(points)} cells "
         f"([peers_{dtype}.json](peers_{dtype}.json))."
     )
+
+
+def fastest_of(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"the {'fastest' if len(others) > 1 else 'faster'} of {', '.join(others)} and {last}"
 
 
 def uneven(record: Row) -> str:

@@ -42,9 +42,11 @@ PROBLEMS: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
     ("float16", 128, 128, {"causal": True}),
     ("bfloat16", 64, 64, {"window": (70, 9), "softcap": 2.0, "sink": True}),
     ("bfloat16", 256, 200, {"causal": True}),
+    ("bfloat16", 128, 72, {"causal": True, "deterministic": True}),
     ("bfloat16", 64, 64, {"causal": True, "packed": True}),
     ("float32", 33, 65, {}),
     ("float32", 33, 65, {"causal": True}),
+    ("float32", 33, 65, {"causal": True, "deterministic": True}),
     ("float64", 16, 16, {"causal": True}),
     ("float16", 64, 64, {"causal": True, "bias": True}),
     ("float32", 64, 40, {"softcap": 2.0, "bias": True}),
@@ -103,14 +105,15 @@ def arguments_of(
 
 
 def supported(
-    kernels: tuple[str, ...], tensors: list[Any], options: dict[str, Any]
+    kernels: tuple[str, ...], tensors: list[Any], options: dict[str, Any], deterministic: bool
 ) -> Iterator[tuple[str, bool]]:
     """Those of the kernels that can run this call here, and whether they do it with barriers in memory."""
     import cufa
 
     for name in kernels:
         kernel = KERNELS[name]
-        asked = {"backward": True, "gradients": ("bias",) * ("bias" in options)}
+        gradients = ("bias",) * ("bias" in options)
+        asked = {"backward": True, "gradients": gradients, "deterministic": deterministic}
         if kernel.direction == "forward":
             asked = {}
         try:
@@ -130,17 +133,19 @@ def run_problems(kernels: tuple[str, ...], no_barriers: bool) -> None:
     ran = set()
     for dtype, head_dim, value_dim, of_call in PROBLEMS:
         tensors, options = arguments_of(dtype, head_dim, value_dim, of_call)
+        deterministic = options.pop("deterministic", False)
         # By plain stores: of those by the copy engine initcheck does not know.
         out, lse = cufa.attention(*tensors, **options, return_lse=True, kernel="fwd_4_flash_v2")
-        for name, has_barriers in supported(kernels, tensors, options):
+        for name, has_barriers in supported(kernels, tensors, options, deterministic):
             if has_barriers and no_barriers:
                 continue
             ran.add(name)
             if KERNELS[name].direction == "forward":
                 cufa.attention(*tensors, **options, kernel=name, return_lse=True)
             else:
-                with_dbias = {"return_dbias": True} if "bias" in options else {}
-                cufa.attention_backward(out, *tensors, out, lse, **options, **with_dbias, kernel=name)
+                asked: dict[str, Any] = {"return_dbias": True} if "bias" in options else {}
+                asked |= options | {"deterministic": deterministic, "kernel": name}
+                cufa.attention_backward(out, *tensors, out, lse, **asked)
         for passes in (2, 3):
             cufa.softmax(tensors[0], passes=passes)
     cupy.cuda.Device().synchronize()

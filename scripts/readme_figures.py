@@ -278,10 +278,7 @@ def peers(record: Row) -> str:
 def headline(record: Row) -> str:
     """What all cells come to, in a sentence."""
     points = record["points"]
-    forward, backward = (
-        [point for point in points if point["direction"] == direction]
-        for direction in ("forward", "backward")
-    )
+    forward, backward = (of_direction(record, direction) for direction in ("forward", "backward"))
     over_best = [over_best_peer_in(direction, points) for direction in ("forward", "backward")]
     over_one = [mean_ratio("cufa", PEER_OF_RUNGS, cells) for cells in (forward, backward)]
     *others, last = peers_in(points[0])
@@ -294,6 +291,10 @@ def headline(record: Row) -> str:
         f"These are geometric means over all measured problems, of lengths {lengths[0]} to {lengths[-1]:,} "
         "([measurements](benchmarks/README.md#beside-other-libraries))."
     )
+
+
+def of_direction(record: Row, direction: str) -> list[Row]:
+    return [point for point in record["points"] if point["direction"] == direction]
 
 
 def peers_in(point: Row) -> list[str]:
@@ -361,7 +362,7 @@ def other_dtype(record: Row) -> str:
     lengths = ", ".join(f"{seqlen:,}" for seqlen in sorted({point["seqlen"] for point in record["points"]}))
     told = []
     for direction in dict.fromkeys(point["direction"] for point in record["points"]):
-        points = [point for point in record["points"] if point["direction"] == direction]
+        points = of_direction(record, direction)
         worst = min(points, key=over_best_peer)
         told.append(
             f"{direction} {statistics.geometric_mean(map(over_best_peer, points)):.2f} "
@@ -748,13 +749,6 @@ def install(record: Row) -> str:
     return f"{table(('pip install', 'time', 'disk space', 'packages'), lines)}\n\n{caption}"
 
 
-# Up to which head dim float32 is faster, as sums of halves.
-MOST_DIMS_IN_HALVES = {
-    direction: KERNELS[name].max_head_dim
-    for direction, name in (("forward", "fwd_9_float32"), ("backward", "bwd_6_float32"))
-}
-
-
 def summary(
     peers: Row,
     single: Row,
@@ -770,7 +764,7 @@ def summary(
 ) -> str:
     """What the other page says, in a few lines."""
     best = {
-        direction: max(p["tflops"]["cufa"] for p in peers["points"] if p["direction"] == direction)
+        direction: max(point["tflops"]["cufa"] for point in of_direction(peers, direction))
         for direction in ("forward", "backward")
     }
     wide = [point for point in fp8["points"] if point["head_dim"] > 64]
@@ -793,16 +787,11 @@ def summary(
         f"{kernel} {mean_ratio(kernel, PEER_OF_RUNGS, rungs['points'])}"
         for kernel in ("fwd_5_mma", "bwd_3_mma")
     )
-    of_halves = {
-        direction: [p for p in single["points"] if p["direction"] == direction and p["head_dim"] <= most]
-        for direction, most in MOST_DIMS_IN_HALVES.items()
-    }
-    in_halves = [
-        f"{mean_ratio('cufa', 'efficient', points)} times as fast {direction} to head dim "
-        f"{MOST_DIMS_IN_HALVES[direction]}"
-        for direction, points in of_halves.items()
+    in_float32 = [
+        f"{mean_ratio('cufa', 'efficient', of_direction(single, direction))} times as fast {direction}"
+        for direction in ("forward", "backward")
     ]
-    in_order = [mean_ratio(DETERMINISTIC, "cufa", each) for each in (peers["points"], of_halves["backward"])]
+    in_order = [mean_ratio(DETERMINISTIC, "cufa", record["points"]) for record in (peers, single)]
     fastest_single = max(point["tflops"]["cufa"] for point in single["points"])
     over_serving = statistics.geometric_mean(over_flashinfer(serving["points"]))
     slowest = max(check["jit"]["compile_seconds"].values())
@@ -810,10 +799,10 @@ def summary(
     lines = (
         f"**bfloat16** on an {peers['gpu']}: up to {best['forward']:.0f} TFLOP/s forward and "
         f"{best['backward']:.0f} backward.",
-        f"**float32**: up to {fastest_single:.0f} TFLOP/s; {' and '.join(in_halves)} as PyTorch's "
+        f"**float32**: up to {fastest_single:.0f} TFLOP/s; {' and '.join(in_float32)} as PyTorch's "
         "memory-efficient attention.",
         f"**`deterministic=True`**: a backward keeps {in_order[0]} of its speed in bfloat16, {in_order[1]} "
-        f"in float32 to head dim {MOST_DIMS_IN_HALVES['backward']}.",
+        "in float32.",
         f"**Other shapes** ({shapes['problems_done']}: odd head dims and lengths, few KV heads, few heads, "
         f"many short sequences): {mean_over_fastest('forward', shapes['points']):.2f} times as fast forward "
         f"and {mean_over_fastest('backward', shapes['points']):.2f} times as fast backward as the faster of "

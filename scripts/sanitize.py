@@ -47,6 +47,7 @@ PROBLEMS: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
     ("float32", 33, 65, {}),
     ("float32", 33, 65, {"causal": True}),
     ("float32", 33, 65, {"causal": True, "deterministic": True}),
+    ("float32", 136, 200, {"causal": True, "deterministic": True}),
     ("float64", 16, 16, {"causal": True}),
     ("float16", 64, 64, {"causal": True, "bias": True}),
     ("float32", 64, 40, {"softcap": 2.0, "bias": True}),

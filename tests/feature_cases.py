@@ -242,14 +242,20 @@ def _for_keys(array: Array, keys: int) -> Array:
 
 
 def packed_case(
-    rng: np.random.Generator, dtype_name: str, before: int, rows: list[int], keys: list[int], **sizes: int
+    rng: np.random.Generator,
+    dtype_name: str,
+    before: int,
+    rows: list[int],
+    keys: list[int],
+    after: int = 3,
+    **sizes: int,
 ) -> Case:
-    """A causal case of sequences with these lengths, and tokens before and after them."""
+    """A causal case of sequences with these lengths, and tokens `before` and `after` them."""
     cu_seqlens = {
         f"cu_seqlens_{name}": np.cumsum([before, *lengths]).astype(np.int32)
         for name, lengths in (("q", rows), ("k", keys))
     }
-    tokens = [int(cu[-1]) + 3 for cu in cu_seqlens.values()]
+    tokens = [int(cu[-1]) + after for cu in cu_seqlens.values()]
     problem = random_problem(rng, dtype_name, seqlen_q=tokens[0], seqlen_k=tokens[1], **sizes)
     parts = (x[0] for x in (problem.q, problem.k, problem.v, problem.dout))
     return Case(Problem(*parts), {"causal": True}, cu_seqlens, None, (), False)

@@ -21,7 +21,7 @@ KERNELS = {
     ("float16", 64): "bwd_4_wgmma",
     ("bfloat16", 256): "bwd_5_wgmma_wide",
     ("float32", 64): "bwd_6_float32",
-    ("float32", 256): "bwd_3_mma",
+    ("float32", 256): "bwd_7_float32_wide",
     ("float64", 64): "bwd_3_mma",
 }
 
@@ -94,6 +94,7 @@ def check(case, kernel="bwd_3_mma", **options):
         ("bwd_4_wgmma", "float16", (64, 40), ("causal", "packed", "softcap", "dropout")),
         ("bwd_5_wgmma_wide", "bfloat16", (72, 136), ("window", "mask", "dlse", "alibi_slopes")),
         ("bwd_6_float32", "float32", (24, 40), ("causal", "mask_bits", "seqused_k", "dsink")),
+        ("bwd_7_float32_wide", "float32", (136, 24), ("causal", "dropout", "packed", "dlse")),
     ],
 )
 def test_beside_kernels_of_hopper(rng, kernel, dtype, dims, features):

@@ -1,9 +1,9 @@
-"""The backward of float32 in halves on the emulator: lengths, features, and tiles that halves do not hold."""
+"""The backwards of float32 in halves on the emulator: lengths, features, what halves do not hold, races."""
 
 import numpy as np
 import pytest
 from emulator import EmulatorError
-from feature_cases import SIZES, draw_case, hide_nan, mask_by_tiles
+from feature_cases import SIZES, draw_case, hide_nan, mask_by_tiles, packed_case
 from test_emulator import planted
 from test_emulator_hopper_features import gradients_of
 from tolerance import assert_gradients
@@ -12,7 +12,7 @@ from cufa.score_mod import MaskMod
 
 pytestmark = pytest.mark.emulator
 
-KERNEL = "bwd_6_float32"
+KERNEL, WIDE = "bwd_6_float32", "bwd_7_float32_wide"
 FEATURES = [
     (),
     ("causal",),
@@ -24,26 +24,37 @@ FEATURES = [
     ("deterministic",),
     ("causal", "window", "packed", "seqused_k", "deterministic"),
 ]
+each_kernel = pytest.mark.parametrize("kernel", [KERNEL, WIDE])
 
 
-def check(case, precision="ieee", **options):
+def check(case, precision="ieee", kernel=KERNEL, **options):
     """Hold the gradients to the rule."""
     with np.errstate(invalid="ignore", over="ignore"):
-        gradients = gradients_of(KERNEL, case, precision=precision, **options)
+        gradients = gradients_of(kernel, case, precision=precision, **options)
         assert_gradients(gradients, case.problem, precision=precision, **case.backward)
     return gradients
 
 
+@each_kernel
 @pytest.mark.parametrize("features", FEATURES)
-def test_lengths_and_features(rng, features):
+def test_lengths_and_features(rng, kernel, features):
     for lengths in [(70, 200), (1, 64), (65, 7), (130, 1), (0, 5), (5, 0)]:
         case = draw_case(rng, "float32", features, seqlen_q=lengths[0], seqlen_k=lengths[1], **SIZES)
         hide_nan(case)
-        check(case)
+        check(case, kernel=kernel)
 
 
+@each_kernel
+@pytest.mark.parametrize(("rows", "keys"), [([0, 0], [70, 130]), ([70, 130], [0, 0]), ([0], [0])])
+def test_packed_sequences_without_any_queries_or_keys(rng, kernel, rows, keys):
+    case = packed_case(rng, "float32", 0, rows, keys, after=0, **SIZES)
+    for gradient in check(case, kernel=kernel):
+        assert (gradient == 0).all()
+
+
+@each_kernel
 @pytest.mark.parametrize("by", ["mask", "mask_mod"])
-def test_tiles_of_which_nothing_is_seen(rng, by):
+def test_tiles_of_which_nothing_is_seen(rng, kernel, by):
     """What is in their queries and keys shows nowhere; of some tiles of keys there is nothing to do."""
     case = draw_case(rng, "float32", (), seqlen_q=450, seqlen_k=140, **{**SIZES, "heads": 4, "kv_heads": 2})
     mask, _ = mask_by_tiles(rng, (2, 4, 450, 140), (64, 64))
@@ -55,19 +66,37 @@ def test_tiles_of_which_nothing_is_seen(rng, by):
             lambda b, h, q_idx, kv_idx, shown: shown[b, h, q_idx, kv_idx], mask
         )
     hide_nan(case)
-    check(case)
+    check(case, kernel=kernel)
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
-def test_head_dims(rng, precision):
-    """One whose rows are read an element at a time, and values of several panels."""
-    sizes = {"seqlen_q": 140, "seqlen_k": 150, "heads": 2, "kv_heads": 1, "head_dim": 33, "head_dim_v": 127}
-    case = draw_case(rng, "float32", ("causal",), **sizes)
-    check(case, precision=precision, checked=False)
+@pytest.mark.parametrize(
+    ("kernel", "dims"),
+    [
+        *((KERNEL, (33, 127)), (WIDE, (136, 137)), (WIDE, (256, 256)), (WIDE, (256, 40)), (WIDE, (64, 200))),
+        (WIDE, (192, 128)),
+    ],
+)
+def test_head_dims(rng, kernel, dims, precision):
+    """Rows that are read an element at a time, and parts of dims with one panel more or none."""
+    sizes = {"batch": 1, "seqlen_q": 140, "seqlen_k": 150, "heads": 2, "kv_heads": 1}
+    case = draw_case(rng, "float32", ("causal",), head_dim=dims[0], head_dim_v=dims[1], **sizes)
+    check(case, precision=precision, kernel=kernel, checked=False)
 
 
+@pytest.mark.parametrize("tiles", [{"block_m": 32}, {"block_m": 32, "stages": 1}, {"stages": 1}], ids=str)
+@pytest.mark.parametrize(
+    "features", [("causal", "mask", "dropout"), ("window", "packed", "softcap", "dsink")]
+)
+def test_tiles_of_fewer_queries(rng, tiles, features):
+    case = draw_case(rng, "float32", features, seqlen_q=170, seqlen_k=140, **SIZES)
+    hide_nan(case)
+    check(case, kernel=WIDE, tiles=tiles)
+
+
+@each_kernel
 @pytest.mark.parametrize("exponent", [30, 60])
-def test_tiles_in_units_of_their_own(rng, exponent):
+def test_tiles_in_units_of_their_own(rng, kernel, exponent):
     """Of queries so large that halves hold them, and larger."""
     sizes = {**SIZES, "batch": 1, "heads": 4, "kv_heads": 2, "seqlen_q": 150, "seqlen_k": 150}
     case = draw_case(rng, "float32", ("causal",), **sizes)
@@ -76,9 +105,10 @@ def test_tiles_in_units_of_their_own(rng, exponent):
     for x, unit in zip((problem.q, problem.k, problem.v, problem.dout), exponents, strict=True):
         x[:] = np.ldexp(x, unit + rng.integers(0, 3, (1, x.shape[1], 1, 1)))
     problem.dout[:, 64:128] = 0
-    check(case)
+    check(case, kernel=kernel)
 
 
+@each_kernel
 @pytest.mark.parametrize(
     ("features", "name", "value"),
     [
@@ -86,13 +116,14 @@ def test_tiles_in_units_of_their_own(rng, exponent):
         *((("mask", "dropout", "bias"), "v", 1e30), (("causal", "score_mod"), "dout", 1e30)),
     ],
 )
-def test_features_of_what_halves_do_not_hold(rng, features, name, value):
+def test_features_of_what_halves_do_not_hold(rng, kernel, features, name, value):
     case = draw_case(rng, "float32", features, batch=1, seqlen_q=100, seqlen_k=100, **SIZES)
     getattr(case.problem, name)[:, 60, :, 3] = value
     hide_nan(case)
-    check(case)
+    check(case, kernel=kernel)
 
 
+@each_kernel
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -100,12 +131,12 @@ def test_features_of_what_halves_do_not_hold(rng, features, name, value):
         *((name, np.nan) for name in ("q", "k", "v", "dout")),
     ],
 )
-def test_what_a_mask_hides_with_others(rng, name, value):
+def test_what_a_mask_hides_with_others(rng, kernel, name, value):
     """Rows that some see and some do not, with what would leave those beside it no bits, or be NaN."""
     case = draw_case(rng, "float32", ("causal",), batch=1, seqlen_q=100, seqlen_k=100, **SIZES)
     row = getattr(case.problem, name)[:, 60]
     row[:, 0, 3] = row[:, -1, 14] = value
-    dq, *_ = check(case)
+    dq, *_ = check(case, kernel=kernel)
     assert np.isfinite(dq[:, :60]).all()
 
 
@@ -116,44 +147,67 @@ LAST_FIRST = (
 )
 
 
+@each_kernel
 @pytest.mark.parametrize("features", [("causal",), ("window", "packed")])
-def test_blocks_in_another_order_give_the_same_bits(rng, tmp_path, features):
+def test_blocks_in_another_order_give_the_same_bits(rng, tmp_path, kernel, features):
     """Each block waits for those with earlier keys, even where halves do not hold all tiles."""
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 20, "head_dim_v": 36}
     case = draw_case(rng, "float32", (*features, "deterministic"), seqlen_q=260, seqlen_k=330, **sizes)
     case.problem.k[..., 70, :, 3] = 1e6
-    first = check(case)
-    folder = planted(tmp_path, "bwd_6_block.cuh", *LAST_FIRST)
-    for one, other in zip(first, check(case, folder=folder), strict=True):
+    first = check(case, kernel=kernel)
+    folder = planted(tmp_path, "backward_tiles.cuh", *LAST_FIRST)
+    for one, other in zip(first, check(case, kernel=kernel, folder=folder), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
-def test_blocks_that_do_not_wait_for_their_turn(rng, tmp_path):
-    case = draw_case(rng, "float32", ("deterministic",), seqlen_q=260, seqlen_k=330, **SIZES)
-    folder = planted(tmp_path, "bwd_6_block.cuh", *LAST_FIRST)
-    first, *_ = check(case, folder=folder)
-    turns = folder / "hopper" / "float32" / "bwd_6_turns.cuh"
-    waiting = "ptx::load_acquire(taken) < number"
+@each_kernel
+def test_blocks_that_do_not_wait_for_their_turn(rng, tmp_path, kernel):
+    sizes = {**SIZES, "head_dim": 72}  # both warpgroups have a part of it
+    case = draw_case(rng, "float32", ("deterministic",), seqlen_q=260, seqlen_k=330, **sizes)
+    folder = planted(tmp_path, "backward_tiles.cuh", *LAST_FIRST)
+    first, *_ = check(case, kernel=kernel, folder=folder)
+    turns = folder / "hopper" / "float32" / "backward_turns.cuh"
+    waiting = "ptx::load_acquire(taken) < earlier"
     assert waiting in turns.read_text()
     turns.write_text(turns.read_text().replace(waiting, "false"))
-    other, *_ = gradients_of(KERNEL, case, folder=folder)
+    other, *_ = gradients_of(kernel, case, folder=folder)
     assert (first != other).any()
 
 
 def test_a_turn_passed_on_before_the_sums_are_there(rng, tmp_path):
-    folder = planted(tmp_path, "bwd_6_turns.cuh", "ptx::wait_stores();", "")
+    folder = planted(tmp_path, "bwd_6_float32.cu", "ptx::wait_stores();", "")
     with pytest.raises(EmulatorError, match="signals before what it adds is there"):
         check(draw_case(rng, "float32", ("deterministic",), seqlen_q=1, seqlen_k=20, **SIZES), folder=folder)
 
 
-def test_a_tile_that_is_not_waited_for(rng, tmp_path):
-    folder = planted(tmp_path, "bwd_6_consumer.cuh", "{ smem.dout_rings[warpgroup].wait_full(at); }", "{}")
+@pytest.mark.parametrize(
+    ("kernel", "waiting"),
+    [
+        (KERNEL, "{ smem.dout_rings[warpgroup].wait_full(at); }"),
+        (WIDE, "smem.dout_ring.wait_full(at);\n            issue_halves"),
+    ],
+)
+def test_a_tile_that_is_not_waited_for(rng, tmp_path, kernel, waiting):
+    without = waiting.replace("smem.dout_rings[warpgroup].wait_full(at);", "")
+    without = without.replace("smem.dout_ring.wait_full(at);", "")
+    folder = planted(tmp_path, f"{kernel[:5]}_consumer.cuh", waiting, without)
+    case = draw_case(rng, "float32", (), seqlen_q=1, seqlen_k=20, **SIZES)
     with pytest.raises(EmulatorError, match="shared memory"):
-        check(draw_case(rng, "float32", (), seqlen_q=1, seqlen_k=20, **SIZES), folder=folder)
+        check(case, kernel=kernel, folder=folder)
 
 
-def test_sums_written_where_queries_are_still_read(rng, tmp_path):
-    meeting = "if constexpr (Part == kFirstOfQueries) meet_warpgroup();"
-    folder = planted(tmp_path, "bwd_6_consumer.cuh", meeting, "")
+# What orders warpgroups that write where others read.
+@pytest.mark.parametrize(
+    ("kernel", "meeting"),
+    [
+        (KERNEL, "if constexpr (Part == kFirstOfQueries) meet_warpgroup();"),
+        (WIDE, "meet_all();  // no product reads dS^T, which was here before"),
+        (WIDE, "meet_all();  // dS^T is there"),
+    ],
+)
+def test_memory_written_where_it_is_still_read(rng, tmp_path, kernel, meeting):
+    folder = planted(tmp_path, f"{kernel[:5]}_consumer.cuh", meeting, "")
+    sizes = {**SIZES, "head_dim": 72}
+    case = draw_case(rng, "float32", (), seqlen_q=130, seqlen_k=20, **sizes)
     with pytest.raises(EmulatorError, match="race"):
-        check(draw_case(rng, "float32", (), seqlen_q=1, seqlen_k=20, **SIZES), folder=folder)
+        check(case, kernel=kernel, folder=folder)

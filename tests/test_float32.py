@@ -11,7 +11,7 @@ from cufa.plan.float32 import PACES
 from cufa.problem import Features, Problem
 
 H200 = Device.of("sm_90a")
-NAME, BACKWARD = "fwd_9_float32", "bwd_6_float32"
+NAME, BACKWARD, WIDE = "fwd_9_float32", "bwd_6_float32", "bwd_7_float32_wide"
 ALL = Features(window=(9, 9), softcap=True, alibi=True, sink=True, packed=True, seqused_k=True)
 
 
@@ -126,6 +126,18 @@ def test_no_product_of_the_backward_is_in_series():
     assert all("spill stores" in line for line in warnings)
 
 
+@pytest.mark.parametrize("dims", [(160, 160), (192, 192), (192, 128), (64, 256), (256, 256)], ids=str)
+@pytest.mark.parametrize(("tf32", "deterministic"), [(False, False), (True, False), (False, True)])
+def test_the_wide_backward_has_its_sums_in_registers(dims, tf32, deterministic):
+    call = backward(*dims, causal=not deterministic, tf32=tf32, deterministic=deterministic)
+    plan = make_plan(call, H200)
+    assert plan.kernel == WIDE
+    warnings = jit.build(plan.variant).warnings
+    # Of the most dims, tf32 has twice as many queries: a few addresses are spilled.
+    assert warnings == () or (dims == (256, 256) and tf32)
+    assert all("spill stores" in line for line in warnings)
+
+
 def test_which_calls_the_backward_takes():
     assert best_kernel(backward(), H200).name == BACKWARD
     assert best_kernel(backward(33, 127, causal=True, align_bytes=4), H200).name == BACKWARD
@@ -136,12 +148,14 @@ def test_which_calls_the_backward_takes():
     assert best_kernel(backward(**bias, mask=(1, 1, 1024, 1024)), H200).name == BACKWARD
     assert best_kernel(backward(**bias, gradients=("bias",)), H200).name == BACKWARD
     others = (
-        *(backward(136), backward(array_sums=1, gradients=("score_mod",))),
+        *(backward(dim, array_sums=1, gradients=("score_mod",)) for dim in (128, 192)),
         backward(deterministic=True, mask=(1, 1, 1024, 1024)),
         *(backward(seqlen=64), backward(seqlen=128, tf32=True), backward(seqlen=1024, causal=True)),
     )
     for other in others:
         assert best_kernel(other, H200).name == "bwd_3_mma"
+    for wide in (backward(136), backward(64, 256, deterministic=True), backward(256, tf32=True, causal=True)):
+        assert best_kernel(wide, H200).name == WIDE
     assert best_kernel(backward(), Device.of("sm_100")).name == "bwd_3_mma"
 
 
@@ -151,6 +165,10 @@ def test_gradients_of_scores_are_in_shared_memory_alone_beside_many_sums():
     assert [each["PARTS_AHEAD"] for each in macros] == [True, False, False, False]
 
 
-def test_other_tiles_of_the_backward_are_refused():
-    with pytest.raises(ValueError, match="block_m and block_n must be 64"):
-        make_plan(backward(), H200, BACKWARD, {"block_m": 128})
+def test_other_tiles_of_the_backwards_are_refused():
+    with pytest.raises(ValueError, match=r"block_m must be 64$"):
+        make_plan(backward(), H200, BACKWARD, {"block_m": 32})
+    with pytest.raises(ValueError, match="block_m must be 64 or 32"):
+        make_plan(backward(256), H200, WIDE, {"block_m": 128})
+    with pytest.raises(ValueError, match="block_n must be 64, the rows of a warpgroup's product"):
+        make_plan(backward(256), H200, WIDE, {"block_n": 128})

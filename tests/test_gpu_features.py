@@ -29,8 +29,8 @@ SHAPES = [(203, 330, 64, 64), (333, 201, 128, 72), (65, 700, 40, 128), (300, 300
 # For one that takes more head dims of keys than of values, but not with a soft cap or a bias.
 UNEVEN_KERNEL, UNEVEN_SHAPE = "bwd_4_wgmma", (217, 345, 192, 128)
 # Those that add to dQ in order where all tiles of queries are worked on, but not where a mask hides some.
-UNORDERED_KERNELS = ("bwd_4_wgmma", "bwd_5_wgmma_wide", "bwd_6_float32")
-# For those kernels that take no others.
+UNORDERED_KERNELS = ("bwd_4_wgmma", "bwd_5_wgmma_wide", "bwd_6_float32", "bwd_7_float32_wide")
+# For those kernels that are for them.
 WIDE_SHAPES = [(203, 330, 192, 128), (333, 201, 72, 256), (65, 700, 136, 136), (300, 300, 256, 256)]
 
 
@@ -61,7 +61,7 @@ def supported(kernel, features):
 
 
 def draw(rng, kernel, dtype, features):
-    shapes = WIDE_SHAPES if KERNELS[kernel].min_head_dim > 1 else SHAPES
+    shapes = WIDE_SHAPES if kernel.endswith("_wide") else SHAPES
     if kernel == UNEVEN_KERNEL and not features & {"softcap", "bias", "dbias", "dropout"}:
         shapes = [*shapes, UNEVEN_SHAPE, UNEVEN_SHAPE]  # twice, or few sets of features would meet it
     seqlen_q, seqlen_k, head_dim, head_dim_v = shapes[rng.integers(len(shapes))]

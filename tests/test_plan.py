@@ -46,7 +46,7 @@ HOPPER_BACKWARD_KEYS = {"bwd_4_wgmma": 128, "bwd_5_wgmma_wide": 64}
 # What the workspace of these has, whatever the lengths, if keys are split.
 HOPPER_FORWARDS, FORWARD_COUNT = ("fwd_6_wgmma", "fwd_7_fp8"), {"tiles taken": (4,)}
 # Of sums of two halves.
-IN_HALVES = ("fwd_9_float32", "bwd_6_float32")
+IN_HALVES = ("fwd_9_float32", "bwd_6_float32", "bwd_7_float32_wide")
 # What the workspace of a backward has, whatever the lengths, whose blocks stay for many tiles.
 HOPPER_COUNT = {"bwd_4_wgmma": {"tiles of keys taken": (1,)}}
 
@@ -278,7 +278,7 @@ def blocks_by_brute_force(plan: Plan) -> dict[str, int]:
             key_tiles = tiles_of((batch, kv_heads), keys, tiles["block_n"])
             grids["to_halves"] = grids[plan.kernel] + key_tiles if grids[plan.kernel] else 0
         return grids
-    if plan.kernel == "bwd_6_float32":
+    if plan.kernel in IN_HALVES:
         query_tiles = tiles_of((batch, heads), queries, tiles["block_m"])
         key_tiles = tiles_of((batch, kv_heads), keys, tiles["block_n"])
         return {
@@ -381,6 +381,12 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
         "bwd_6_float32": {
             "alignment": (1024 // 4,),
             "halves of queries and dO, sums of dQ": (2 * 4 * 5, 2 * (2 * 64 * 32) + 64 * 32 + 256),
+            "halves of keys and values": (2 * 2 * 7, 2 * (2 * 64 * 32) + 256),
+        },
+        # The same, with whole panels of dQ^T.
+        "bwd_7_float32_wide": {
+            "alignment": (1024 // 4,),
+            "halves of queries and dO, sums of dQ": (2 * 4 * 5, 2 * (2 * 64 * 32) + 64 * 64 + 256),
             "halves of keys and values": (2 * 2 * 7, 2 * (2 * 64 * 32) + 256),
         },
         "bwd_1_naive": {"P": matrix, "dS": matrix},

@@ -253,6 +253,17 @@ class Float32Backward(Float32Kernel):
         return super().unsuited(problem, device)
 
 
+@dataclass(frozen=True)
+class WideFloat32Backward(Float32Backward):
+    """One whose warpgroups share tiles of queries."""
+
+    def unsuited(self, problem: Problem, device: Device) -> str | None:
+        """As `Kernel.unsuited`: nor where a warpgroup can have tiles of queries of its own."""
+        if kernel_named("bwd_6_float32").unsupported(problem, device) is None:
+            return f"{self.name} has half as many queries in shared memory as bwd_6_float32"
+        return super().unsuited(problem, device)
+
+
 def features_in_words(kernel: Kernel) -> str:
     """Those that a kernel supports, of those that a call of its direction may ask for."""
     alike = (each.features for each in KERNELS.values() if each.direction == kernel.direction)
@@ -293,6 +304,11 @@ _BACKWARD_ENTRIES = (
 )
 _HOPPER_BACKWARD_ENTRIES = (
     *("seen_tiles", "row_sums", "key_tiles", "round_keys", "round_queries", "sink_gradient"),
+)
+_FLOAT32_BACKWARD_FEATURES = _FEATURES | {"dlse", "dbias", "dsink", "deterministic"}
+_FLOAT32_BACKWARD_ENTRIES = (
+    *("seen_tiles", "to_halves", "key_tiles", "store_query_gradients", "exact_tiles"),
+    "sink_gradient",
 )
 
 _LADDER = (
@@ -454,11 +470,17 @@ _LADDER = (
     Float32Backward(
         name="bwd_6_float32",
         direction="backward",
-        entries=(
-            *("seen_tiles", "to_halves", "key_tiles", "store_query_gradients", "exact_tiles"),
-            "sink_gradient",
-        ),
-        features=_FEATURES | {"dlse", "dbias", "dsink", "deterministic"},
+        entries=_FLOAT32_BACKWARD_ENTRIES,
+        features=_FLOAT32_BACKWARD_FEATURES,
+    ),
+    WideFloat32Backward(
+        name="bwd_7_float32_wide",
+        direction="backward",
+        entries=_FLOAT32_BACKWARD_ENTRIES,
+        idea="head dims over 128, in halves: warpgroups share tiles and split the dims, one has S, one dP",
+        max_head_dim=256,
+        max_value_dim=256,
+        features=_FLOAT32_BACKWARD_FEATURES,
     ),
 )
 

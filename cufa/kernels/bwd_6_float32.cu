@@ -1,14 +1,14 @@
 // bwd_6_float32: the float32 backward on Hopper's 16-bit tensor cores.
 //
 // Change from bwd_4_wgmma: each element is a sum of two halves, as in fwd_9_float32, and each
-// product becomes three. A first launch makes the halves (bwd_6_halves.cuh), in tiles laid out as
-// in shared memory. Shared memory has room for 64 keys and a tile of queries for each warpgroup. So
-// the warpgroups share the keys and alternate between tiles of queries, and their parts of dK and
-// dV are added up at the end. Tensor cores truncate the sums that they add to, so a tile's part of
-// dK and dV is a product of its own, added afterwards. A tile's part of dQ replaces its queries in
-// shared memory, and TMA adds it to the sums: a warpgroup's own additions would delay all its other
-// memory accesses. If every run must give the same bits, blocks add in the order of their keys.
-// Products of one warpgroup overlap the softmax of the other.
+// product becomes three. A first launch makes the halves (backward_halves.cuh), in tiles laid out
+// as in shared memory. Shared memory has room for 64 keys and a tile of queries for each warpgroup.
+// So the warpgroups share the keys and alternate between tiles of queries, and their parts of dK
+// and dV are added up at the end. Tensor cores truncate the sums that they add to, so a tile's part
+// of dK and dV is a product of its own, added afterwards. A tile's part of dQ replaces its queries
+// in shared memory, and TMA adds it to the sums: a warpgroup's own additions would delay all its
+// other memory accesses. If every run must give the same bits, blocks add in the order of their
+// keys. Products of one warpgroup overlap the softmax of the other.
 //
 // Launches: with a mask or a mask_mod, seen_tiles, as in fwd_5_mma; to_halves (also D; sets the
 // sums of dQ to zero); key_tiles; store_query_gradients, which turns these sums into rows;
@@ -26,11 +26,10 @@
 //          what it shows of each tile of scores
 // Needs    sm_90a
 // Writes   dQ, dK, dV
-#include "gradients/sink_gradient.cuh"
+#include "hopper/float32/backward_exact.cuh"
+#include "hopper/float32/backward_halves.cuh"
+#include "hopper/float32/backward_turns.cuh"
 #include "hopper/float32/bwd_6_consumer.cuh"
-#include "hopper/float32/bwd_6_exact.cuh"
-#include "hopper/float32/bwd_6_halves.cuh"
-#include "hopper/float32/bwd_6_turns.cuh"
 
 constexpr int kThreads = THREADS;
 constexpr int kHalvingBlocks = 2;  // the least number on an SM
@@ -46,16 +45,8 @@ extern "C" __global__ void __launch_bounds__(kHalvingThreads)
 
 extern "C" __global__ void __launch_bounds__(kHalvingThreads, kHalvingBlocks)
     to_halves(const __grid_constant__ BackwardParams params) {
-    HalvingSmem& smem = shared_memory<HalvingSmem, HALVING_SMEM_BYTES>();
     ptx::let_next_launch_begin();
-    const Workspace workspace(params);
-    const int of_queries = params.sizes.heads * workspace.query_tiles;
-    const int block = blockIdx.x, tile = block - of_queries;
-    if (tile < 0) {
-        halve_queries(params, smem, block / workspace.query_tiles, block % workspace.query_tiles);
-    } else {
-        halve_keys(params, smem, tile / workspace.key_tiles, tile % workspace.key_tiles);
-    }
+    halve_tile(params, shared_memory<HalvingSmem, HALVING_SMEM_BYTES>());
 }
 
 // ---- the producers: one thread for each warpgroup's queries; the first also copies keys ----
@@ -85,10 +76,17 @@ __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, c
         const Statistics& rows = smem.statistics[warpgroup][at.stage];
         turns.take(*rows.tile);
         if (rows.passed_over) return;
+        if (kDeterministic) ptx::proxy_fence_global();
         ptx::add_to_global(rows.tile->dq.quads[0].v,
                            smem.queries[warpgroup][at.stage].dq.quads[0].v, sizeof(QuerySums));
         ptx::commit_stores();
         ptx::wait_stores_read();
+    };
+    // Waiting for what was added takes a while: other work should come first.
+    const auto pass_turn = [&] {
+        if (!turns.has_one()) return;
+        ptx::wait_stores();
+        turns.pass();
     };
     for (; !walk.at_end(); walk.advance()) {
         const QueryHalves& from =
@@ -107,7 +105,7 @@ __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, c
         ptx::copy_bytes(&smem.statistics[warpgroup][at.stage], &from.statistics, sizeof(Statistics),
                         full);
         if (QueryStage::kSumsTakeDout) copy_dout();
-        turns.pass();
+        pass_turn();
         filled = max(filled, at.stage + 1);
         at.advance();
     }
@@ -118,7 +116,7 @@ __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, c
     }
     for (int stage = 0; stage < kStages; ++stage, at.advance()) {
         send_out();
-        turns.pass();
+        pass_turn();
     }
 }
 __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, const KeyTile& work,
@@ -206,34 +204,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 extern "C" __global__ void __launch_bounds__(kHalvingThreads)
     store_query_gradients(const __grid_constant__ BackwardParams params) {
     ptx::wait_for_launch_before();
-    const int tiles = Workspace(params).query_tiles;
-    store_queries(params, blockIdx.x / tiles, blockIdx.x % tiles);
+    store_queries(params);
 }
 
 extern "C" __global__ void __launch_bounds__(kExactThreads)
     exact_tiles(const __grid_constant__ BackwardParams params) {
     ptx::wait_for_launch_before();
-    ExactSmem& smem = shared_memory<ExactSmem, EXACT_SMEM_BYTES>();
-    const Workspace workspace(params);
-    const int of_keys = params.sizes.kv_heads * workspace.key_tiles;
-    const int block = blockIdx.x, tile = block - of_keys;
-    if (tile < 0) {
-        add_left_to_keys(smem, params, key_tile(params, block));
-    } else {
-        add_left_to_queries(smem, params, tile / workspace.query_tiles,
-                            tile % workspace.query_tiles);
-    }
+    add_left(shared_memory<ExactSmem, EXACT_SMEM_BYTES>(), params);
 }
 
 extern "C" __global__ void __launch_bounds__(kHalvingThreads)
     sink_gradient(const __grid_constant__ BackwardParams params) {
-    if constexpr (kSink) {
-        const Workspace workspace(params);
-        const auto stats_of = [&](const Sequence& sequence, int head, int row) -> RowStats {
-            const Statistics& rows = workspace.queries_from(sequence, head, row).statistics;
-            return {rows.lse_log2[row % kBlockM], rows.d[row % kBlockM]};
-        };
-        write_sink_gradient<kHalvingThreads>(
-            params, stats_of, shared_memory<WarpSums<kHalvingThreads>, SINK_SMEM_BYTES>());
-    }
+    if constexpr (kSink)
+        sum_up_sink(params, shared_memory<WarpSums<kHalvingThreads>, SINK_SMEM_BYTES>());
 }

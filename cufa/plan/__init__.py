@@ -59,6 +59,7 @@ _PLANNERS: dict[str, Callable[[Problem, Device, Mapping[str, int]], Part]] = {
     "bwd_4_wgmma": wgmma_backward.backward,
     "bwd_5_wgmma_wide": wgmma_backward.backward_wide,
     "bwd_6_float32": float32_backward.backward,
+    "bwd_7_float32_wide": float32_backward.backward_wide,
 }
 
 

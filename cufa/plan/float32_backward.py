@@ -1,20 +1,22 @@
-"""Plans for the Hopper backward of float32: elements as sums of two halves, products by warpgroups (wgmma).
+"""Plans for the Hopper backwards of float32: elements as sums of two halves, products by warpgroups (wgmma).
 
-A block has 64 keys, since halves of more do not fit into shared memory, and two warpgroups that alternate
-between its tiles of queries.
+A block has 64 keys, since halves of more do not fit into shared memory, and two warpgroups. They alternate
+between its tiles of queries or, beyond 128 head dims, share each and divide the dims.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cufa.device import WARP_SIZE, Device
-from cufa.plan.choice import Candidates, Cost, query_tiles, row_tiles, sizes_of
+from cufa.plan.choice import Candidates, Cost, counted_row_tiles, sizes_of
 from cufa.plan.float32 import FLOAT_BYTES, HALVING_THREADS, half_tile_bytes
 from cufa.plan.gradients import gradient_macros, sink_launch
 from cufa.plan.hopper import (
     BARRIER_BYTES,
+    PANEL_COLS,
     SWIZZLE_BYTES,
     TILE_LABEL_BYTES,
     WARPGROUP,
@@ -40,6 +42,8 @@ SEEING_BYTES = 8
 # RowSizes, for each warp and each of the two tensors.
 ROW_SIZES_BYTES = 12
 MOST_STAGES = 2
+# How much longer a product takes of half as many columns as rows, for each.
+NARROW_PRODUCTS = 1.5
 # With more sums of dK and dV in a thread than this, it has registers for only one part of what a tile adds to
 # them. If that spills a little, it needs the registers that the copying warpgroup can spare.
 MOST_SUMS_OF_FEW_REGISTERS = 64
@@ -57,19 +61,35 @@ class Tiles(Warpgroups):
     block_n: int
     stages: int
 
+    rows_allowed: ClassVar[tuple[int, ...]] = (WGMMA_M,)
+    # How many times a block has its tiles of queries, and whether sums are of dQ^T.
+    holders: ClassVar[int] = CONSUMERS
+    transposed: ClassVar[bool] = False
+
     @property
     def consumers(self) -> int:
-        """Warpgroups that compute, each with its own tiles."""
+        """Warpgroups that compute."""
         return CONSUMERS
 
     def misfit(self) -> str | None:
         """None if the kernel can be compiled for these tiles, else the reason."""
-        if (self.block_m, self.block_n) != (WGMMA_M, WGMMA_M):
-            return f"block_m and block_n must be {WGMMA_M}, the rows of a warpgroup's product"
+        if self.block_m not in self.rows_allowed:
+            return f"block_m must be {' or '.join(map(str, self.rows_allowed))}"
+        if self.block_n != WGMMA_M:
+            return f"block_n must be {WGMMA_M}, the rows of a warpgroup's product"
         return None
 
     def __str__(self) -> str:
         return f"{self.block_m}x{self.block_n}, stages {self.stages}"
+
+
+@dataclass(frozen=True)
+class WideTiles(Tiles):
+    """The same where both warpgroups work on one tile of queries."""
+
+    rows_allowed: ClassVar[tuple[int, ...]] = (WGMMA_M, WGMMA_M // 2)
+    holders: ClassVar[int] = 1
+    transposed: ClassVar[bool] = True
 
 
 def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
@@ -77,15 +97,27 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
 
     If there are masks, a first launch finds out what they show of tiles of scores.
     """
-    candidates = tuple(Tiles(WGMMA_M, WGMMA_M, stages) for stages in range(MOST_STAGES, 0, -1))
+    return _part(problem, device, tiles, Tiles)
+
+
+def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+    """`bwd_7_float32_wide`: the same launches."""
+    return _part(problem, device, tiles, WideTiles)
+
+
+def _part(problem: Problem, device: Device, tiles: Mapping[str, int], kind: type[Tiles]) -> Part:
+    candidates = tuple(
+        kind(rows, WGMMA_M, stages) for rows in kind.rows_allowed for stages in range(MOST_STAGES, 0, -1)
+    )
     chosen = Candidates(device, candidates, lambda tiles: _cost(problem, tiles)).choose(problem, tiles)
     sizes = chosen.tiles
-    queries = query_tiles(problem, sizes)
-    keys = problem.kv_heads * row_tiles(problem, problem.seqlen_k, sizes.block_n)
+    # As kernels count them to address the workspace, even if packed sequences have no queries at all.
+    queries = problem.heads * counted_row_tiles(problem, problem.seqlen_q, sizes.block_m)
+    keys = problem.kv_heads * counted_row_tiles(problem, problem.seqlen_k, sizes.block_n)
     query_bytes, key_bytes = _query_tile_bytes(problem, sizes), _key_tile_bytes(problem, sizes)
     halving_smem_bytes = 2 * HALVING_THREADS // WARP_SIZE * ROW_SIZES_BYTES
     exact_smem_bytes = 2 * sizes.block_m * sizes.block_n * FLOAT_BYTES
-    producer_registers, consumer_registers = _registers(problem)
+    producer_registers, consumer_registers = _registers(problem, sizes)
     sink = sink_launch(problem, HALVING_THREADS, HALVING_THREADS // WARP_SIZE)
     seen = seen_tiles(problem, sizes.block_m, sizes.block_n)
     launches = (
@@ -110,8 +142,8 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
             *((name.upper(), size) for name, size in sizes_of(sizes).items()),
             ("THREADS", sizes.threads),
             ("HALVING_THREADS", HALVING_THREADS),
-            ("PARTS_AHEAD", _sums(problem) <= MOST_SUMS_OF_FEW_REGISTERS),
-            ("SHARES_GRADIENTS", _sums(problem) > MOST_SUMS_BESIDE_GRADIENTS),
+            *(_product_macros(problem) if kind is Tiles else ()),
+            ("TRANSPOSED_SUMS", sizes.transposed),
             ("PRODUCER_REGISTERS", producer_registers),
             ("CONSUMER_REGISTERS", consumer_registers),
             ("QUERY_TILE_BYTES", query_bytes),
@@ -133,6 +165,14 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     )
 
 
+def _product_macros(problem: Problem) -> tuple[tuple[str, bool], ...]:
+    """How bwd_6_consumer.cuh adds products to its sums."""
+    return (
+        ("PARTS_AHEAD", _sums(problem) <= MOST_SUMS_OF_FEW_REGISTERS),
+        ("SHARES_GRADIENTS", _sums(problem) > MOST_SUMS_BESIDE_GRADIENTS),
+    )
+
+
 def _least_heads(problem: Problem, device: Device) -> int:
     """The least number of KV heads whose tiles of keys blocks process together.
 
@@ -141,9 +181,9 @@ def _least_heads(problem: Problem, device: Device) -> int:
     return ceil_div(device.sm_count, MOST_IN_LINE) if problem.features.deterministic else 1
 
 
-def _registers(problem: Problem) -> tuple[int, int]:
+def _registers(problem: Problem, tiles: Tiles) -> tuple[int, int]:
     """Registers of a thread that copies, and of one that computes."""
-    if _sums(problem) > MOST_SUMS_OF_FEW_REGISTERS:
+    if tiles.holders == 1 or _sums(problem) > MOST_SUMS_OF_FEW_REGISTERS:
         return PRODUCER_REGISTERS, CONSUMER_REGISTERS
     return EASY_PRODUCER_REGISTERS, EASY_CONSUMER_REGISTERS
 
@@ -170,7 +210,8 @@ def _statistics_bytes(tiles: Tiles) -> int:
 
 def _sums_bytes(problem: Problem, tiles: Tiles) -> int:
     """The size of QuerySums."""
-    return tiles.block_m * round_up(problem.head_dim, WGMMA_K) * FLOAT_BYTES
+    step = PANEL_COLS if tiles.transposed else WGMMA_K
+    return tiles.block_m * round_up(problem.head_dim, step) * FLOAT_BYTES
 
 
 def _rows_bytes(problem: Problem, rows: int) -> int:
@@ -180,20 +221,25 @@ def _rows_bytes(problem: Problem, rows: int) -> int:
 
 
 def _cost(problem: Problem, tiles: Tiles) -> Cost:
-    of_tile = (
-        half_tile_bytes(problem, tiles.block_n, tiles.block_m)
-        + tiles.block_n * SEEING_BYTES
-        + WARPGROUP // WARP_SIZE * FLOAT_BYTES
-    )
-    of_queries = max(_rows_bytes(problem, tiles.block_m), _sums_bytes(problem, tiles))
+    halves = _rows_bytes(problem, tiles.block_m)
+    scores = half_tile_bytes(problem, tiles.block_n, tiles.block_m)
+    if tiles.holders == 1:
+        # What warpgroups exchange lies in the same memory.
+        scores = max(scores, tiles.consumers * tiles.block_n * tiles.block_m * FLOAT_BYTES)
+    else:
+        # And here dQ in that of its queries.
+        halves = max(halves, _sums_bytes(problem, tiles))
     of_label = TILE_LABEL_BYTES * problem.features.key_mask
-    of_stage = of_queries + _statistics_bytes(tiles) + 4 * BARRIER_BYTES + of_label
+    of_stage = halves + _statistics_bytes(tiles) + 4 * BARRIER_BYTES + of_label
     smem_bytes = (
         _rows_bytes(problem, tiles.block_n)
         + 2 * UNIT_BYTES
         + BARRIER_BYTES
-        + tiles.consumers * (of_tile + tiles.stages * of_stage)
+        + tiles.consumers * WARPGROUP // WARP_SIZE * FLOAT_BYTES
+        + tiles.holders * (scores + tiles.block_n * SEEING_BYTES + tiles.stages * of_stage)
     )
     depth, dims = (round_up(dim, WGMMA_K) for dim in (problem.head_dim, problem.value_dim))
     work = tiles.block_m * tiles.block_n * (3 * depth + 2 * dims) / WARPGROUP
+    # Products of few columns are bound by shared memory.
+    work *= NARROW_PRODUCTS ** (tiles.block_m < WGMMA_M)
     return Cost(round_up(smem_bytes, SWIZZLE_BYTES), tiles.registers_at_start, work)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "hopper/backward/bwd_5_block.cuh"
+#include "hopper/backward/panel_ranges.cuh"
 #include "hopper/backward/wgmma_key_nonfinite.cuh"
 
 using Scores = WgmmaSums<kBlockM>;
@@ -11,33 +12,6 @@ using QueryPart = WgmmaSums<kBlockM>;  // 64 dims of dQ^T
 
 // Named barriers; __syncthreads has number 0.
 enum NamedBarrier { kAllConsumers = 1, kFirstOfWarpgroup };
-// The warpgroup that computes P, and the one that computes dS.
-enum Role { kWeights, kWeightGradients };
-
-// A warpgroup's part of a tile's panels.
-struct PanelRange {
-    int begin, count;
-
-    __device__ constexpr int cols() const { return count * kPanelCols; }
-    __device__ constexpr int first_col() const { return begin * kPanelCols; }
-};
-// Two ways to divide panels: the larger part, if any, goes to the first warpgroup or to the second.
-// Both keep equally many panels of sums if the first has more of dK and the second more of dV. The
-// second, which waits for P, has more of dQ.
-__device__ constexpr PanelRange more_for_first(Role role, int panels) {
-    return role == kWeights ? PanelRange{0, ceil_div(panels, 2)}
-                            : PanelRange{ceil_div(panels, 2), panels / 2};
-}
-__device__ constexpr PanelRange more_for_second(Role role, int panels) {
-    return role == kWeights ? PanelRange{0, panels / 2}
-                            : PanelRange{panels / 2, ceil_div(panels, 2)};
-}
-
-template <int Cols, int Rows, int TileCols>
-__device__ inline PanelTile<Rows, Cols>& part_of(PanelTile<Rows, TileCols>& tile, int first_col) {
-    return reinterpret_cast<PanelTile<Rows, Cols>&>(tile.data[first_col / kPanelCols]);
-}
-
 template <Role kRole>
 struct Consumer {
     static constexpr PanelRange kKeyPart = more_for_first(kRole, kHeadPanels);

@@ -1,88 +1,11 @@
-// What bwd_6_float32 processes: tiles of halves, in the workspace and in shared memory.
-//
-// Sums over queries or keys need halves of one unit, so a tile has one unit. If its rows differ
-// much in size, the smallest have fewer bits. This is negligible beside what the largest add to the
-// same sums, unless a mask hides the largest from the sum.
+// The shared memory of bwd_6_float32, in which each warpgroup has tiles of queries of its own.
 #pragma once
 
-#include "call/query_tiles.cuh"
-#include "hopper/float32/halves.cuh"
-#include "hopper/float32/halves_workspace.cuh"
-#include "hopper/labelled_ring.cuh"
-#include "scores/seen_tiles.cuh"
+#include "hopper/float32/backward_tiles.cuh"
 
-constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES;
 // Warpgroups that compute. They alternate between tiles of queries.
 constexpr int kConsumers = 2;
-static_assert(kBlockM == kWgmmaM && kBlockN == kWgmmaM, "a warpgroup's products have 64 rows");
-
-// Rows of the small parts come after all rows of the large parts.
-using KeyRows = PanelTile<kParts * kBlockN, kDepth>;
-using ValueRows = PanelTile<kParts * kBlockN, kDims>;
-using QueryRows = PanelTile<kParts * kBlockM, kDepth>;
-using OutRows = PanelTile<kParts * kBlockM, kDims>;
-using ScoreRows = PanelTile<kParts * kBlockN, kBlockM>;
-
-// Whether products of a tile's halves are as exact as float32 products.
-enum Held { kAlways, kUncut, kNever };  // kUncut: if no mask cuts through it
-__device__ constexpr Held max_of(Held a, Held b) {
-    return a > b ? a : b;
-}
-
-struct TileUnit {
-    float size;  // turns halves into elements
-    Held held;
-};
-
-// Sums of a tile's dQ: for every eight columns, four from each thread of a warpgroup.
-struct QuerySums {
-    using Quad = Pack<float, 4>;
-    static constexpr int kCount = kDepth / 8 * kWarpgroup;
-    Quad quads[kCount];
-};
-
-struct QueryHalves;
-
-// For a tile of queries: the units of its halves, the place of its rows, and RowStats of each row.
-// The LSE is infinite for a row that sees no key or does not exist: all its probabilities are 0.
-struct Statistics {
-    TileUnit q, dout;
-    QueryHalves* tile;
-    int first_row;
-    int passed_over;  // whether exact_tiles processes it with these keys; only in shared memory
-    float lse_log2[kBlockM], d[kBlockM];
-
-    __device__ Held held() const { return max_of(q.held, dout.held); }
-};
-struct KeyUnits {
-    TileUnit k, v;
-
-    __device__ Held held() const { return max_of(k.held, v.held); }
-};
-
-// Whether products of a tile of queries and a tile of keys are as exact as float32 products.
-__device__ inline bool halves_hold(const Statistics& queries, const KeyUnits& keys, bool masked) {
-    const Held held = max_of(queries.held(), keys.held());
-    return held == kAlways || (held == kUncut && !masked);
-}
-
-struct QueryHalves {
-    QueryRows q;
-    OutRows dout;
-    Statistics statistics;
-    QuerySums dq;
-    // The tiles of keys, from the first of the sequence on, that are done with the sums or see none
-    // of the rows, if blocks add in order.
-    unsigned int keys_done;
-};
-struct KeyHalves {
-    KeyRows k;
-    ValueRows v;
-    KeyUnits units;
-};
-static_assert(sizeof(QueryHalves) == QUERY_TILE_BYTES, "the host plans another workspace");
-static_assert(sizeof(KeyHalves) == KEY_TILE_BYTES, "the host plans another workspace");
-using Workspace = HalvesWorkspace<QueryHalves, kBlockM, KeyHalves, kBlockN, BackwardParams>;
+static_assert(kBlockM == kWgmmaM, "a warpgroup's products have 64 rows");
 
 // A warpgroup's tile of queries, later replaced by its dQ, which is sent out from here.
 union QueryStage {
@@ -102,16 +25,6 @@ using SumRows = float[kBlockN][Dims + kSumPadding];
 struct KeySums {
     SumRows<kDepth> dk;
     SumRows<kDims> dv;
-};
-
-// The rows that see a key, none if it does not exist. Rows past the end have no weights anyway.
-struct SeeingRows {
-    int first, end;
-
-    SeeingRows() = default;
-    __device__ SeeingRows(const Mask& mask, int key)
-        : first(mask.first_row(key)), end(key < mask.seqlen_k ? mask.rows_end(key) : 0) {}
-    __device__ bool have(int row) const { return row >= first && row < end; }
 };
 
 struct Smem {
@@ -139,119 +52,5 @@ struct Smem {
         }
         ptx::barrier_init(keys_full, 1);
         ptx::barrier_init_fence();
-    }
-};
-
-// The least number of KV heads, of all batches, in a section. If blocks add to dQ in the order of
-// their keys, few of a head should begin together: each waits until those before it are under way.
-constexpr int kLeastHeads = LEAST_HEADS;
-
-__device__ inline KeyTile key_tile(const BackwardParams& call, int block = blockIdx.x) {
-    return key_tile_of_block<kBlockN, kLeastHeads>(call, block);
-}
-
-using Tiles = QueryTiles<kBlockM>;
-using Seen = SeenTiles<kBlockM, kBlockN>;
-
-__device__ inline Tiles query_tiles_of(const BackwardParams& call, const KeyTile& work) {
-    return {work.sequence.mask(call.features), work.first_key, kBlockN};
-}
-
-__device__ inline SeenPart* seen_parts(const BackwardParams& call) {
-    return static_cast<SeenPart*>(Workspace(call).rest());
-}
-
-// A walk over every step-th tile of queries that sees a tile of keys, over all heads that share the
-// keys. The last queries of all heads come first: blocks that begin together then work on the same
-// queries, which are in the L2 cache.
-struct RangeWalk {
-    const Tiles tiles;
-    const int heads, first_head, count, step;
-    int number;
-
-    __device__ RangeWalk(const BackwardParams& call, const KeyTile& work, int first, int step)
-        : tiles(query_tiles_of(call, work)),
-          heads(group_of(call.sizes)),
-          first_head(work.kv_head * heads),
-          count(heads * ceil_div(max(tiles.end - tiles.begin, 0), kBlockM)),
-          step(step),
-          number(first) {}
-
-    __device__ bool at_end() const { return number >= count; }
-    __device__ void advance() { number += step; }
-    __device__ int head() const { return first_head + number % heads; }
-    __device__ int first_row() const {
-        return tiles.begin + (count - 1 - number) / heads * kBlockM;
-    }
-    // For callers that know the first row, which takes long to compute.
-    __device__ bool masked(int first_row) const { return tiles.masked(first_row); }
-    __device__ TileLabel label() const { return {}; }  // none is needed
-};
-
-// The same where a mask or a mask_mod hides some tiles, head by head, for the producers.
-struct SeenWalk {
-    const BackwardParams& call;
-    const KeyTile& work;
-    const Tiles tiles;
-    const int step, heads_end;
-    int at_head, at_row;
-
-    __device__ SeenWalk(const BackwardParams& call, const KeyTile& work, int first, int step)
-        : call(call),
-          work(work),
-          tiles(query_tiles_of(call, work)),
-          step(step),
-          heads_end((work.kv_head + 1) * group_of(call.sizes)),
-          at_head(heads_end - group_of(call.sizes)),
-          at_row(tiles.end) {
-        find(first + 1);
-    }
-
-    __device__ bool at_end() const { return at_head == heads_end; }
-    __device__ void advance() { find(step); }
-    __device__ int head() const { return at_head; }
-    __device__ int first_row() const { return at_row; }
-    __device__ TileLabel label() const {
-        const bool cut = seen().cuts(at_row, work.first_key);
-        return {at_head, at_row / kBlockM, tiles.masked(at_row, cut), false};
-    }
-
-  private:
-    __device__ Seen seen() const { return {seen_parts(call), call, work.sequence, at_head}; }
-    // Advances by `count` tiles that are shown.
-    __device__ void find(int count) {
-        for (; count > 0 && !at_end(); --count) find_next();
-    }
-    __device__ void find_next() {
-        for (; !at_end(); ++at_head, at_row = tiles.end) {
-            const int last_row = (ceil_div(at_row, kBlockM) - 1) * kBlockM;
-            at_row = seen().last_row(last_row, tiles.begin, work.first_key);
-            if (at_row >= tiles.begin) return;
-        }
-    }
-};
-// The label after the last tile.
-__device__ inline TileLabel no_tile() {
-    return {0, -1, false, true};
-}
-
-// The same for those who receive the tiles.
-struct LabelledWalk {
-    LabelledRing<kStages>& ring;
-    const RingPosition<kStages>& at;  // of the tile
-    TileLabel tile;
-
-    __device__ LabelledWalk(LabelledRing<kStages>& ring, const RingPosition<kStages>& at)
-        : ring(ring), at(at) {
-        advance();
-    }
-    __device__ bool at_end() const { return tile.last; }
-    __device__ int head() const { return tile.head; }
-    __device__ int first_row() const { return tile.tile * kBlockM; }
-    __device__ bool masked(int) const { return tile.cut; }
-    // Call it once `at` is the position of the next tile.
-    __device__ void advance() {
-        ring.wait_full(at);
-        tile = ring.label_at(at);
     }
 };

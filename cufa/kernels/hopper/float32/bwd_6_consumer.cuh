@@ -4,19 +4,12 @@
 
 #include "call/columns.cuh"
 #include "hopper/float32/bwd_6_block.cuh"
-#include "hopper/float32/half_products.cuh"
-#include "scores/kept_scores.cuh"
-#include "scores/mask_sixteens.cuh"
+#include "hopper/float32/key_scores.cuh"
 
 // Named barriers; __syncthreads has number 0.
 enum NamedBarrier { kAllConsumers = 1, kAllWhoRead, kFirstOfWarpgroup };
 // Each consumer has a warp that sends out its part of dQ.
 constexpr int kConsumersAndSenders = kConsumers * (kWarpgroup + 32);
-
-// The exponent by which probabilities, at most 1, are scaled for their halves.
-constexpr int kTopWeight = 14;
-// Smaller exponents of score gradients are raised to the least.
-constexpr int kLeastGradientExponent = -96, kMostGradientExponent = 126;
 
 // Whether the next part of a tile's gradients is computed while one is added.
 constexpr bool kPartsAhead = PARTS_AHEAD;
@@ -24,40 +17,6 @@ constexpr bool kPartsAhead = PARTS_AHEAD;
 // operands from shared memory, 64 columns are too few to be fast.
 constexpr bool kSharesGradients = SHARES_GRADIENTS;
 constexpr int kHeadPartCols = (kSharesGradients ? 2 : 1) * kPanelCols;
-
-using Scores = WgmmaSums<kBlockM>;
-using Weights = WgmmaOperand<kBlockM>;
-
-// Which of a thread's scores have rows that see its keys, where the caller's mask or function hides
-// some: one bit each.
-class SeenScores {
-  public:
-    SeenScores() = default;
-    // The warp's keys begin at `warp_key`; the thread's keys are `key` and key + 8.
-    __device__ void find(const ScoreRules& rules, int first_row, int warp_key, int key) {
-        bits = 0;
-        if constexpr (kMaskAlone) {
-            if (lies_in_sixteens(rules, warp_key, 16)) return read(rules, first_row, warp_key);
-        }
-#pragma unroll
-        for (int i = 0; i < kBlockM / 2; ++i) {
-            const int row = first_row + i / 4 * 8 + col_of_thread() + i % 2;
-            bits |= static_cast<unsigned int>(rules.sees(row, key + i / 2 % 2 * 8)) << i;
-        }
-    }
-    __device__ bool at(int i) const { return bits >> i & 1; }
-
-  private:
-    static_assert(kBlockM / 2 <= 32, "a word has bits for 64 queries");
-    unsigned int bits;
-
-    __device__ void read(const ScoreRules& rules, int first_row, int warp_key) {
-        MaskOfKeys<kBlockM> mask;
-        mask.load(rules, first_row, warp_key);
-        mask.look(rules.mask, first_row, warp_key,
-                  [&](int n, int e, unsigned int two) { bits |= two << (n * 4 + e); });
-    }
-};
 
 // The parts of what a tile adds to gradients, each its own product: first the parts of dV, then of
 // dK, then of dQ.
@@ -74,37 +33,19 @@ __device__ constexpr int cols_of(int part) {
 }
 
 // A consumer.
-struct Consumer {
+struct Consumer : KeyScores {
     Smem& smem;
-    const BackwardParams& call;
-    const KeyTile& work;
     const int warpgroup;
-    const int warp_row;   // the first of the warp's 16 rows of 64
-    const int first_row;  // of the thread's two, eight rows apart
 
     RingPosition<kStages> at;
-    SeenScores seen;                     // of a tile, if it is masked
-    KeptScores<kBlockM / 2, true> kept;  // of a tile
-    WgmmaSums<kDepth> dk = {};           // before the softmax's scale
-    WgmmaSums<kDims> dv = {};            // without the scale of kept probabilities
+    WgmmaSums<kDepth> dk = {};  // before the softmax's scale
+    WgmmaSums<kDims> dv = {};   // without the scale of kept probabilities
 
     __device__ Consumer(Smem& smem, const BackwardParams& call, const KeyTile& work, int warpgroup)
-        : smem(smem),
-          call(call),
-          work(work),
-          warpgroup(warpgroup),
-          warp_row(row_of_warp()),
-          first_row(row_of_thread()) {
-        if (!kKeyMask && threadIdx.x % 32 < 16) {
-            const int row = warp_row + threadIdx.x % 32;
-            smem.seeing[warpgroup][row] =
-                SeeingRows(work.sequence.mask(call.features), work.first_key + row);
-        }
-        __syncwarp();
+        : KeyScores(call, work), smem(smem), warpgroup(warpgroup) {
+        note_seeing(smem.seeing[warpgroup]);
     }
 
-    // The query, or the column of a row, to which sums[4 * eight + e] belongs.
-    __device__ static int col_of(int eight, int e) { return eight * 8 + col_of_thread() + e % 2; }
     __device__ const Statistics& rows() const { return smem.statistics[warpgroup][at.stage]; }
     __device__ const QueryRows& q() const { return smem.queries[warpgroup][at.stage].rows.q; }
     __device__ const OutRows& dout() const { return smem.queries[warpgroup][at.stage].rows.dout; }
@@ -137,72 +78,26 @@ struct Consumer {
         issue_halves<kDims, kBlockM>(dp, DepthInColumns(smem.v), DepthInColumns(dout()));
     }
 
-    // While products run, finds out what a mask shows and what dropout keeps of a tile.
-    template <class Walk>
-    __device__ void look_up(const Walk& walk) {
-        if constexpr (kKeyMask) {
-            if (walk.masked(0))
-                seen.find(rules_of(walk), walk.first_row(), work.first_key + warp_row, key_of(0));
-        }
-        if constexpr (kDropout) {
-            const unsigned int matrix = matrix_number(call.sizes, work.sequence.batch, walk.head());
-            kept.draw(call.features, matrix, key_of(0), walk.first_row() + col_of_thread());
-        }
-    }
-
     // S^T = K Q^T, in units of halves; afterwards dP^T is there, too.
     __device__ void make_scores(Scores& s) {
         issue_halves<kDepth, kBlockM>(s, DepthInColumns(smem.k), DepthInColumns(q()));
         wait_product<0>(s);
     }
 
-    // P^T = 2^(S^T - LSE) and dS^T = P^T o (dP^T - D), in units of elements; P^T scaled by its
-    // exponent.
+    // P^T and dS^T of a tile, from S^T and dP^T.
     template <class Walk>
     __device__ void differentiate(Scores& s, Scores& dp, const Walk& walk) const {
-        const ScoreRules rules = rules_of(walk);
-        const float unit = smem.units.k.size * rows().q.size;
-        const float scale = kShapedScores ? unit : unit * float(call.softmax_scale * kLog2E);
-        const float kept_scale = kDropout ? float(call.features.kept_scale) : 1;
-        const float dp_unit = smem.units.v.size * rows().dout.size * kept_scale;
-        hold_all(dp);
-#pragma unroll
-        for (int i = 0; i < kBlockM / 2; ++i) {
-            const int col = col_of(i / 4, i);
-            const float lse = rows().lse_log2[col] - kTopWeight, d = rows().d[col];
-            float score = s[i] * scale, slope = 1;
-            if constexpr (kShapedScores) {
-                const float product = score;
-                const int row = rows().first_row + col;
-                const int key = min(key_of(i / 2 % 2), work.sequence.seqlen_k - 1);
-                score = rules.score(product, row, key);
-                slope = rules.slope(product);
-                if constexpr (kScoreMod) slope *= rules.modified_slope_at(product, row, key);
-            }
-            s[i] = exp2_of(score - lse);
-            const bool stays = !kDropout || kept.has(i);
-            dp[i] = s[i] * ((stays ? dp[i] * dp_unit : 0) - d) * slope;
-        }
-        if (walk.masked(rows().first_row)) hide(s, dp);
+        KeyScores::differentiate(s, dp, rows(), smem.units, smem.seeing[warpgroup], walk);
     }
 
-    // Makes operands of P^T, as dropout leaves it, and of dS^T, and shares dS^T. Returns the
-    // exponent of the unit of dS, which is the same for the whole tile.
+    // Makes operands of both, and shares dS^T. Returns the exponent of its unit.
     __device__ int make_operands(Weights (&p)[kParts], Weights (&ds)[kParts], const Scores& weights,
                                  const Scores& gradients) {
-        halve<kBlockM>(p, weights, 1);
-        if constexpr (kDropout) {
-#pragma unroll
-            for (Weights& part : p) kept.drop(part);
-        }
-        float largest = 0;
-#pragma unroll
-        for (const float gradient : gradients) largest = fmaxf(largest, fabsf(gradient));
-        const int exponent = exponent_of<kLeastGradientExponent>(largest_of_warpgroup(largest));
-        const int unit_of_halves = min(exponent, kMostGradientExponent) - kTopExponent;
-        halve<kBlockM>(ds, gradients, power_of_two(-unit_of_halves));
+        // All meet, so all products that read the shared dS are done.
+        const int exponent = KeyScores::make_operands(
+            p, ds, weights, gradients, smem.largest[warpgroup], kFirstOfWarpgroup + warpgroup);
         share(ds);
-        return unit_of_halves - kTopWeight;
+        return exponent;
     }
 
     // dV += P^T dO and dK += dS^T Q; the tile's part of dQ, dS K, replaces its queries.
@@ -292,37 +187,6 @@ struct Consumer {
         }
     }
 
-    __device__ int key_of(int half) const { return work.first_key + first_row + half * 8; }
-    template <class Walk>
-    __device__ ScoreRules rules_of(const Walk& walk) const {
-        return {call, work.sequence, walk.head()};
-    }
-
-    // Sets P and dS to zero for rows that do not see a key.
-    __device__ void hide(Scores& p, Scores& ds) const {
-        const int first_query = rows().first_row;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            SeeingRows rows;
-            if constexpr (!kKeyMask) rows = smem.seeing[warpgroup][first_row + half * 8];
-#pragma unroll
-            for (int i = 0; i < kBlockM / 2; ++i) {
-                if (i / 2 % 2 != half) continue;
-                const bool sees = kKeyMask ? seen.at(i) : rows.have(first_query + col_of(i / 4, i));
-                if (!sees) p[i] = ds[i] = 0;
-            }
-        }
-    }
-    // Also ensures that all products that read the shared dS are done.
-    __device__ float largest_of_warpgroup(float largest) {
-        float (&of_warps)[kWarpgroup / 32] = smem.largest[warpgroup];
-        largest = lanes_max<32>(largest);
-        if (threadIdx.x % 32 == 0) of_warps[threadIdx.x % kWarpgroup / 32] = largest;
-        meet_warpgroup();
-#pragma unroll
-        for (const float other : of_warps) largest = fmaxf(largest, other);
-        return largest;
-    }
     __device__ void share(const Weights (&halves)[kParts]) {
 #pragma unroll
         for (int part = 0; part < kParts; ++part)

@@ -1,11 +1,12 @@
-// The first launch of bwd_6_float32 makes tiles of halves and the statistics of rows, and zeroes
-// the sums of dQ, to which the next launch adds. A later launch stores the sums. One block per
-// tile.
+// What launches of the float32 backwards do around key_tiles, one block per tile: to_halves makes
+// tiles of halves and the statistics of rows, and zeroes the sums of dQ, to which key_tiles adds;
+// store_query_gradients stores these sums.
 #pragma once
 
 #include "call/columns.cuh"
 #include "call/warp_rows.cuh"
-#include "hopper/float32/bwd_6_block.cuh"
+#include "gradients/sink_gradient.cuh"
+#include "hopper/float32/backward_tiles.cuh"
 
 constexpr int kHalvingThreads = HALVING_THREADS;
 
@@ -138,29 +139,10 @@ __device__ inline void halve_queries(const BackwardParams& call, HalvingSmem& sm
         to.statistics.tile = &to;
         to.statistics.first_row = first_row;
         to.statistics.passed_over = false;
-        to.keys_done = sequence.mask(call.features).first_key(first_row) / kBlockN;
+        const int unseen = sequence.mask(call.features).first_key(first_row) / kBlockN;
+        to.additions = unseen * QuerySums::kAdders;
     }
     for (int i = threadIdx.x; i < QuerySums::kCount; i += kHalvingThreads) to.dq.quads[i] = {};
-}
-
-// Stores the sums of a tile's dQ.
-__device__ inline void store_queries(const BackwardParams& call, int head, int tile) {
-    const RowTile place =
-        row_tile<kBlockM>(tile, call.sizes.batch, call.sizes.seqlen_q, call.features.cu_seqlens_q);
-    const Sequence sequence(call, place.batch);
-    const int count = min(sequence.seqlen_q - place.first_row, kBlockM);
-    const auto dq = sequence.queries<float>(call.dq, head).from(place.first_row);
-    const QuerySums& from = Workspace(call).queries(head, tile).dq;
-    for (int i = threadIdx.x; i < QuerySums::kCount; i += kHalvingThreads) {
-        const QuerySums::Quad sums = from.quads[i];
-        const int row = i % kWarpgroup / 32 * 16 + i % 32 / 4;
-        const int col = i / kWarpgroup * 8 + i % 4 * 2;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const Pack<float, 2> pair = {sums[2 * half], sums[2 * half + 1]};
-            if (row + half * 8 < count) write_columns<kHeadDim>(dq.row(row + half * 8), pair, col);
-        }
-    }
 }
 
 __device__ inline void halve_keys(const BackwardParams& call, HalvingSmem& smem, int kv_head,
@@ -176,4 +158,57 @@ __device__ inline void halve_keys(const BackwardParams& call, HalvingSmem& smem,
     const TileUnit of_k = TilePieces<kBlockN, kHeadDim>(k, count).write(to.k, smem.of_warps[0]);
     const TileUnit of_v = TilePieces<kBlockN, kValueDim>(v, count).write(to.v, smem.of_warps[1]);
     if (threadIdx.x == 0) to.units = {of_k, of_v};
+}
+
+__device__ inline void halve_tile(const BackwardParams& call, HalvingSmem& smem) {
+    const Workspace workspace(call);
+    const int of_queries = call.sizes.heads * workspace.query_tiles;
+    const int block = blockIdx.x, tile = block - of_queries;
+    if (tile < 0) {
+        halve_queries(call, smem, block / workspace.query_tiles, block % workspace.query_tiles);
+    } else {
+        halve_keys(call, smem, tile / workspace.key_tiles, tile % workspace.key_tiles);
+    }
+}
+
+// Stores the sums of a tile's dQ.
+__device__ inline void store_queries(const BackwardParams& call) {
+    const int tiles = Workspace(call).query_tiles;
+    const int head = blockIdx.x / tiles, tile = blockIdx.x % tiles;
+    const RowTile place =
+        row_tile<kBlockM>(tile, call.sizes.batch, call.sizes.seqlen_q, call.features.cu_seqlens_q);
+    const Sequence sequence(call, place.batch);
+    const int count = min(sequence.seqlen_q - place.first_row, kBlockM);
+    const auto dq = sequence.queries<float>(call.dq, head).from(place.first_row);
+    const QuerySums& from = Workspace(call).queries(head, tile).dq;
+    for (int i = threadIdx.x; i < QuerySums::kCount; i += kHalvingThreads) {
+        const QuerySums::Quad sums = from.quads[i];
+        // Of the first sum in the product.
+        const int row = i % kWarpgroup / 32 * 16 + i % 32 / 4;
+        const int col = i / kWarpgroup * 8 + i % 4 * 2;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const Pack<float, 2> pair = {sums[2 * half], sums[2 * half + 1]};
+            if constexpr (!QuerySums::kTransposed) {
+                if (row + half * 8 < count)
+                    write_columns<kHeadDim>(dq.row(row + half * 8), pair, col);
+                continue;
+            }
+            const int query = col % kBlockM, dim = col / kBlockM * kPanelCols + row + half * 8;
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const Pack<float, 1> sum = {pair[e]};
+                if (query + e < count) write_columns<kHeadDim>(dq.row(query + e), sum, dim);
+            }
+        }
+    }
+}
+
+__device__ inline void sum_up_sink(const BackwardParams& call, WarpSums<kHalvingThreads>& smem) {
+    const Workspace workspace(call);
+    const auto stats_of = [&](const Sequence& sequence, int head, int row) -> RowStats {
+        const Statistics& rows = workspace.queries_from(sequence, head, row).statistics;
+        return {rows.lse_log2[row % kBlockM], rows.d[row % kBlockM]};
+    };
+    write_sink_gradient<kHalvingThreads>(call, stats_of, smem);
 }

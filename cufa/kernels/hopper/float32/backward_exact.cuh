@@ -1,12 +1,12 @@
-// What bwd_6_float32 does with pairs of tiles that halves cannot hold: a mask hides NaN, infinity
-// or numbers that leave others no bits from some rows, or elements are beyond the range of units.
-// CUDA cores compute these few pairs from the caller's tensors and add to the results of all
+// What the float32 backwards do with pairs of tiles that halves cannot hold: a mask hides NaN,
+// infinity or numbers that leave others no bits from some rows, or elements are beyond the range of
+// units. CUDA cores compute these few pairs from the caller's tensors and add to the results of all
 // others: once for the gradients of the keys and once for those of the queries, so that each block
 // is the only one to add to its rows.
 #pragma once
 
 #include "gradients/score_gradients.cuh"
-#include "hopper/float32/bwd_6_block.cuh"
+#include "hopper/float32/backward_tiles.cuh"
 #include "softmax/exp2_table.cuh"
 
 constexpr int kExactThreads = EXACT_THREADS;
@@ -176,5 +176,16 @@ __device__ inline void add_left_to_queries(ExactSmem& smem, const BackwardParams
         const ExactPair pair(call, work, head, first_row);
         make_exact_scores(smem, pair);
         add_exact_queries(pair.rows_of<float>(call.dq, head), smem, pair, call.softmax_scale);
+    }
+}
+
+__device__ inline void add_left(ExactSmem& smem, const BackwardParams& call) {
+    const Workspace workspace(call);
+    const int of_keys = call.sizes.kv_heads * workspace.key_tiles;
+    const int block = blockIdx.x, tile = block - of_keys;
+    if (tile < 0) {
+        add_left_to_keys(smem, call, key_tile(call, block));
+    } else {
+        add_left_to_queries(smem, call, tile / workspace.query_tiles, tile % workspace.query_tiles);
     }
 }

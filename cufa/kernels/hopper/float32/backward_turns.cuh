@@ -1,0 +1,39 @@
+// Blocks of the float32 backwards add to dQ as they come or, if every run must give the same bits,
+// in the order of their keys.
+#pragma once
+
+#include "gradients/score_gradients.cuh"
+#include "hopper/float32/backward_tiles.cuh"
+#include "hopper/watchdog.cuh"
+
+static_assert(!kDeterministic || !kKeyMask,
+              "nobody would count those that leave out a tile of queries");
+
+// The turns of those who add to a block's part of dQ, tile by tile of queries. A block never waits
+// for one that begins later: the first keys come first.
+class Turns {
+  public:
+    __device__ explicit Turns(const KeyTile& work)
+        : earlier(work.first_key / kBlockN * QuerySums::kAdders) {}
+
+    // Waits until all blocks with earlier keys are done with a tile's sums.
+    __device__ void take(QueryHalves& tile) {
+        if constexpr (!kDeterministic) return;
+        taken = &tile.additions;
+        const Watchdog watchdog;
+        while (ptx::load_acquire(taken) < earlier) {
+            watchdog.check("turn", earlier, taken, Caller::here());
+        }
+    }
+    // Whether a turn was taken and not passed on yet.
+    __device__ bool has_one() const { return kDeterministic && taken != nullptr; }
+    // Passes it on, by one thread of those who added, once what they added is there.
+    __device__ void pass(bool by_this_thread = true) {
+        if (by_this_thread) ptx::add_release(taken, 1);
+        taken = nullptr;
+    }
+
+  private:
+    const unsigned int earlier;
+    unsigned int* taken = nullptr;
+};

@@ -1,0 +1,39 @@
+// The shared memory of bwd_7_float32_wide, whose warpgroups share tiles of queries.
+#pragma once
+
+#include "hopper/backward/panel_ranges.cuh"
+#include "hopper/float32/key_scores.cuh"
+
+constexpr int kConsumers = 2;
+constexpr int kComputingThreads = kConsumers * kWarpgroup;
+
+// What one warpgroup computes of a tile's scores and the other needs: from each thread, four sums
+// for every eight queries.
+using SumsOfScores = Pack<float, 4>[kBlockM / 8][kWarpgroup];
+// First S^T and dP^T, then dS^T.
+union SharedScores {
+    SumsOfScores sums[kConsumers];
+    ScoreRows ds;
+};
+
+struct Smem {
+    KeyRows k;
+    ValueRows v;
+    QueryRows q[kStages];
+    OutRows dout[kStages];
+    SharedScores scores;
+    Statistics statistics[kStages];
+    KeyUnits units;
+    SeeingRows seeing[kBlockN];
+    float largest[kComputingThreads / 32];  // the largest score gradient of each warp
+    Ring<kStages> q_ring;
+    LabelledRing<kStages> dout_ring;
+    ptx::Barrier keys_full;
+
+    __device__ void init() {
+        q_ring.init(kComputingThreads / 32);
+        dout_ring.init(kComputingThreads / 32);
+        ptx::barrier_init(keys_full, 1);
+        ptx::barrier_init_fence();
+    }
+};

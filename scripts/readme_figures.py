@@ -370,8 +370,8 @@ def other_dtype(record: Row) -> str:
         )
     return (
         f"**{dtype}**, relative to {peers}, at lengths {lengths}: "
-        f"{', '.join(told)}. Each is the geometric mean of {len(points)} cells "
-        f"([peers_{dtype}.json](peers_{dtype}.json))."
+        f"{', '.join(told)}. Each is the geometric mean of {len(points)} cells, measured on an "
+        f"{record['gpu']} ([peers_{dtype}.json](peers_{dtype}.json))."
     )
 
 
@@ -799,8 +799,8 @@ def summary(
     lines = (
         f"**bfloat16** on an {peers['gpu']}: up to {best['forward']:.0f} TFLOP/s forward and "
         f"{best['backward']:.0f} backward.",
-        f"**float32**: up to {fastest_single:.0f} TFLOP/s; {' and '.join(in_float32)} as PyTorch's "
-        "memory-efficient attention.",
+        f"**float32** on an {single['gpu']}: up to {fastest_single:.0f} TFLOP/s; {' and '.join(in_float32)} "
+        "as PyTorch's memory-efficient attention.",
         f"**`deterministic=True`**: a backward keeps {in_order[0]} of its speed in bfloat16, {in_order[1]} "
         "in float32.",
         f"**Other shapes** ({shapes['problems_done']}: odd head dims and lengths, few KV heads, few heads, "

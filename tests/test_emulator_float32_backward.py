@@ -27,6 +27,11 @@ FEATURES = [
 each_kernel = pytest.mark.parametrize("kernel", [KERNEL, WIDE])
 
 
+def sizes_of(kernel, **others):
+    """Small ones that the kernel takes; in the wide one, both warpgroups have a part of all dims."""
+    return {**SIZES, **({"head_dim": 72, "head_dim_v": 136} if kernel == WIDE else {}), **others}
+
+
 def check(case, precision="ieee", kernel=KERNEL, **options):
     """Hold the gradients to the rule."""
     with np.errstate(invalid="ignore", over="ignore"):
@@ -39,7 +44,8 @@ def check(case, precision="ieee", kernel=KERNEL, **options):
 @pytest.mark.parametrize("features", FEATURES)
 def test_lengths_and_features(rng, kernel, features):
     for lengths in [(70, 200), (1, 64), (65, 7), (130, 1), (0, 5), (5, 0)]:
-        case = draw_case(rng, "float32", features, seqlen_q=lengths[0], seqlen_k=lengths[1], **SIZES)
+        sizes = sizes_of(kernel, seqlen_q=lengths[0], seqlen_k=lengths[1])
+        case = draw_case(rng, "float32", features, **sizes)
         hide_nan(case)
         check(case, kernel=kernel)
 
@@ -47,7 +53,7 @@ def test_lengths_and_features(rng, kernel, features):
 @each_kernel
 @pytest.mark.parametrize(("rows", "keys"), [([0, 0], [70, 130]), ([70, 130], [0, 0]), ([0], [0])])
 def test_packed_sequences_without_any_queries_or_keys(rng, kernel, rows, keys):
-    case = packed_case(rng, "float32", 0, rows, keys, after=0, **SIZES)
+    case = packed_case(rng, "float32", 0, rows, keys, after=0, **sizes_of(kernel))
     for gradient in check(case, kernel=kernel):
         assert (gradient == 0).all()
 
@@ -56,7 +62,8 @@ def test_packed_sequences_without_any_queries_or_keys(rng, kernel, rows, keys):
 @pytest.mark.parametrize("by", ["mask", "mask_mod"])
 def test_tiles_of_which_nothing_is_seen(rng, kernel, by):
     """What is in their queries and keys shows nowhere; of some tiles of keys there is nothing to do."""
-    case = draw_case(rng, "float32", (), seqlen_q=450, seqlen_k=140, **{**SIZES, "heads": 4, "kv_heads": 2})
+    sizes = sizes_of(kernel, seqlen_q=450, seqlen_k=140, heads=4, kv_heads=2)
+    case = draw_case(rng, "float32", (), **sizes)
     mask, _ = mask_by_tiles(rng, (2, 4, 450, 140), (64, 64))
     mask[0, :, :, 64:128], mask[1, 2, 320:] = False, False
     if by == "mask":
@@ -89,7 +96,7 @@ def test_head_dims(rng, kernel, dims, precision):
     "features", [("causal", "mask", "dropout"), ("window", "packed", "softcap", "dsink")]
 )
 def test_tiles_of_fewer_queries(rng, tiles, features):
-    case = draw_case(rng, "float32", features, seqlen_q=170, seqlen_k=140, **SIZES)
+    case = draw_case(rng, "float32", features, seqlen_q=170, seqlen_k=140, **sizes_of(WIDE))
     hide_nan(case)
     check(case, kernel=WIDE, tiles=tiles)
 
@@ -98,7 +105,7 @@ def test_tiles_of_fewer_queries(rng, tiles, features):
 @pytest.mark.parametrize("exponent", [30, 60])
 def test_tiles_in_units_of_their_own(rng, kernel, exponent):
     """Of queries so large that halves hold them, and larger."""
-    sizes = {**SIZES, "batch": 1, "heads": 4, "kv_heads": 2, "seqlen_q": 150, "seqlen_k": 150}
+    sizes = sizes_of(kernel, batch=1, heads=4, kv_heads=2, seqlen_q=150, seqlen_k=150)
     case = draw_case(rng, "float32", ("causal",), **sizes)
     problem = case.problem
     exponents = (exponent, -exponent - 2, 20, -50)
@@ -117,7 +124,7 @@ def test_tiles_in_units_of_their_own(rng, kernel, exponent):
     ],
 )
 def test_features_of_what_halves_do_not_hold(rng, kernel, features, name, value):
-    case = draw_case(rng, "float32", features, batch=1, seqlen_q=100, seqlen_k=100, **SIZES)
+    case = draw_case(rng, "float32", features, batch=1, seqlen_q=100, seqlen_k=100, **sizes_of(kernel))
     getattr(case.problem, name)[:, 60, :, 3] = value
     hide_nan(case)
     check(case, kernel=kernel)
@@ -133,7 +140,7 @@ def test_features_of_what_halves_do_not_hold(rng, kernel, features, name, value)
 )
 def test_what_a_mask_hides_with_others(rng, kernel, name, value):
     """Rows that some see and some do not, with what would leave those beside it no bits, or be NaN."""
-    case = draw_case(rng, "float32", ("causal",), batch=1, seqlen_q=100, seqlen_k=100, **SIZES)
+    case = draw_case(rng, "float32", ("causal",), batch=1, seqlen_q=100, seqlen_k=100, **sizes_of(kernel))
     row = getattr(case.problem, name)[:, 60]
     row[:, 0, 3] = row[:, -1, 14] = value
     dq, *_ = check(case, kernel=kernel)
@@ -151,9 +158,9 @@ LAST_FIRST = (
 @pytest.mark.parametrize("features", [("causal",), ("window", "packed")])
 def test_blocks_in_another_order_give_the_same_bits(rng, tmp_path, kernel, features):
     """Each block waits for those with earlier keys, even where halves do not hold all tiles."""
-    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 20, "head_dim_v": 36}
-    case = draw_case(rng, "float32", (*features, "deterministic"), seqlen_q=260, seqlen_k=330, **sizes)
-    case.problem.k[..., 70, :, 3] = 1e6
+    sizes = sizes_of(kernel, batch=1, heads=4, kv_heads=2, seqlen_q=260, seqlen_k=330)
+    case = draw_case(rng, "float32", (*features, "deterministic"), **sizes)
+    case.problem.v[..., 70, :, 3] = 1e5
     first = check(case, kernel=kernel)
     folder = planted(tmp_path, "backward_tiles.cuh", *LAST_FIRST)
     for one, other in zip(first, check(case, kernel=kernel, folder=folder), strict=True):
@@ -162,8 +169,8 @@ def test_blocks_in_another_order_give_the_same_bits(rng, tmp_path, kernel, featu
 
 @each_kernel
 def test_blocks_that_do_not_wait_for_their_turn(rng, tmp_path, kernel):
-    sizes = {**SIZES, "head_dim": 72}  # both warpgroups have a part of it
-    case = draw_case(rng, "float32", ("deterministic",), seqlen_q=260, seqlen_k=330, **sizes)
+    sizes = sizes_of(kernel, batch=1, seqlen_q=260, seqlen_k=330)
+    case = draw_case(rng, "float32", ("deterministic",), **sizes)
     folder = planted(tmp_path, "backward_tiles.cuh", *LAST_FIRST)
     first, *_ = check(case, kernel=kernel, folder=folder)
     turns = folder / "hopper" / "float32" / "backward_turns.cuh"
@@ -183,31 +190,32 @@ def test_a_turn_passed_on_before_the_sums_are_there(rng, tmp_path):
 @pytest.mark.parametrize(
     ("kernel", "waiting"),
     [
-        (KERNEL, "{ smem.dout_rings[warpgroup].wait_full(at); }"),
-        (WIDE, "smem.dout_ring.wait_full(at);\n            issue_halves"),
+        (KERNEL, "smem.dout_rings[warpgroup].wait_full(at);"),
+        (WIDE, "smem.dout_ring.wait_full(at); issue_halves"),
     ],
 )
 def test_a_tile_that_is_not_waited_for(rng, tmp_path, kernel, waiting):
-    without = waiting.replace("smem.dout_rings[warpgroup].wait_full(at);", "")
-    without = without.replace("smem.dout_ring.wait_full(at);", "")
+    without = waiting.partition(";")[2]
     folder = planted(tmp_path, f"{kernel[:5]}_consumer.cuh", waiting, without)
-    case = draw_case(rng, "float32", (), seqlen_q=1, seqlen_k=20, **SIZES)
+    case = draw_case(rng, "float32", (), seqlen_q=1, seqlen_k=20, **sizes_of(kernel))
     with pytest.raises(EmulatorError, match="shared memory"):
         check(case, kernel=kernel, folder=folder)
 
 
-# What orders warpgroups that write where others read.
+# What orders warpgroups that write where others read, or read what others write.
 @pytest.mark.parametrize(
     ("kernel", "meeting"),
     [
         (KERNEL, "if constexpr (Part == kFirstOfQueries) meet_warpgroup();"),
         (WIDE, "meet_all();  // no product reads dS^T, which was here before"),
+        (WIDE, "meet_all();  // all have given theirs"),
+        (WIDE, "ptx::named_barrier_sync<Warps * 32>(barrier);"),  # all have taken the others'
         (WIDE, "meet_all();  // dS^T is there"),
     ],
 )
-def test_memory_written_where_it_is_still_read(rng, tmp_path, kernel, meeting):
-    folder = planted(tmp_path, f"{kernel[:5]}_consumer.cuh", meeting, "")
-    sizes = {**SIZES, "head_dim": 72}
-    case = draw_case(rng, "float32", (), seqlen_q=130, seqlen_k=20, **sizes)
-    with pytest.raises(EmulatorError, match="race"):
+def test_warpgroups_that_do_not_meet(rng, tmp_path, kernel, meeting):
+    header = "key_scores" if "Warps" in meeting else f"{kernel[:5]}_consumer"
+    folder = planted(tmp_path, f"{header}.cuh", meeting, "")
+    case = draw_case(rng, "float32", (), seqlen_q=130, seqlen_k=20, **sizes_of(kernel))
+    with pytest.raises(EmulatorError, match=r"race|which no thread has written"):
         check(case, kernel=kernel, folder=folder)

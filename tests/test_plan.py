@@ -383,11 +383,11 @@ def test_workspace_by_brute_force(kernel: str, dtype: str) -> None:
             "halves of queries and dO, sums of dQ": (2 * 4 * 5, 2 * (2 * 64 * 32) + 64 * 32 + 256),
             "halves of keys and values": (2 * 2 * 7, 2 * (2 * 64 * 32) + 256),
         },
-        # The same, with whole panels of dQ^T.
+        # The same with three panels, and dQ^T in whole panels.
         "bwd_7_float32_wide": {
             "alignment": (1024 // 4,),
-            "halves of queries and dO, sums of dQ": (2 * 4 * 5, 2 * (2 * 64 * 32) + 64 * 64 + 256),
-            "halves of keys and values": (2 * 2 * 7, 2 * (2 * 64 * 32) + 256),
+            "halves of queries and dO, sums of dQ": (2 * 4 * 5, 3 * (2 * (2 * 64 * 32) + 64 * 64) + 256),
+            "halves of keys and values": (2 * 2 * 7, 3 * 2 * (2 * 64 * 32) + 256),
         },
         "bwd_1_naive": {"P": matrix, "dS": matrix},
         "bwd_2_flash_v2": {"LSE and D": (*rows, 2), "dQ sums": (*rows, 24)},

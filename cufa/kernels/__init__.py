@@ -253,17 +253,6 @@ class Float32Backward(Float32Kernel):
         return super().unsuited(problem, device)
 
 
-@dataclass(frozen=True)
-class WideFloat32Backward(Float32Backward):
-    """One whose warpgroups share tiles of queries."""
-
-    def unsuited(self, problem: Problem, device: Device) -> str | None:
-        """As `Kernel.unsuited`: nor where a warpgroup can have tiles of queries of its own."""
-        if kernel_named("bwd_6_float32").unsupported(problem, device) is None:
-            return f"{self.name} has half as many queries in shared memory as bwd_6_float32"
-        return super().unsuited(problem, device)
-
-
 def features_in_words(kernel: Kernel) -> str:
     """Those that a kernel supports, of those that a call of its direction may ask for."""
     alike = (each.features for each in KERNELS.values() if each.direction == kernel.direction)
@@ -473,11 +462,12 @@ _LADDER = (
         entries=_FLOAT32_BACKWARD_ENTRIES,
         features=_FLOAT32_BACKWARD_FEATURES,
     ),
-    WideFloat32Backward(
+    Float32Backward(
         name="bwd_7_float32_wide",
         direction="backward",
         entries=_FLOAT32_BACKWARD_ENTRIES,
         idea="head dims over 128, in halves: warpgroups share tiles and split the dims, one has S, one dP",
+        min_head_dim=129,
         max_head_dim=256,
         max_value_dim=256,
         features=_FLOAT32_BACKWARD_FEATURES,

@@ -51,15 +51,6 @@ extern "C" __global__ void __launch_bounds__(kHalvingThreads, kHalvingBlocks)
 
 // ---- the producers: one thread for each warpgroup's queries; the first also copies keys ----
 
-__device__ inline void produce_keys(Smem& smem, const BackwardParams& call, const KeyTile& work) {
-    const auto& keys = Workspace(call).keys_from(work.sequence, work.kv_head, work.first_key);
-    ptx::barrier_arrive_expecting(smem.keys_full,
-                                  KeyRows::kBytes + ValueRows::kBytes + sizeof(KeyUnits));
-    ptx::copy_bytes(&smem.k, &keys.k, KeyRows::kBytes, smem.keys_full);
-    ptx::copy_bytes(&smem.v, &keys.v, ValueRows::kBytes, smem.keys_full);
-    ptx::copy_bytes(&smem.units, &keys.units, sizeof(KeyUnits), smem.keys_full);
-}
-
 // Before a stage gets its next tile, and at the end, its sums of dQ are sent out.
 template <class Walk>
 __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, const KeyTile& work,
@@ -75,8 +66,8 @@ __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, c
         if (at.stage >= filled) return;
         const Statistics& rows = smem.statistics[warpgroup][at.stage];
         turns.take(*rows.tile);
-        if (rows.passed_over) return;
         if (kDeterministic) ptx::proxy_fence_global();
+        if (rows.passed_over) return;
         ptx::add_to_global(rows.tile->dq.quads[0].v,
                            smem.queries[warpgroup][at.stage].dq.quads[0].v, sizeof(QuerySums));
         ptx::commit_stores();

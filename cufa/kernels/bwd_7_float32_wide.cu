@@ -40,15 +40,6 @@ extern "C" __global__ void __launch_bounds__(kHalvingThreads)
 
 // ---- the producer: one thread ----
 
-__device__ inline void produce_keys(Smem& smem, const BackwardParams& call, const KeyTile& work) {
-    const auto& keys = Workspace(call).keys_from(work.sequence, work.kv_head, work.first_key);
-    ptx::barrier_arrive_expecting(smem.keys_full,
-                                  KeyRows::kBytes + ValueRows::kBytes + sizeof(KeyUnits));
-    ptx::copy_bytes(&smem.k, &keys.k, KeyRows::kBytes, smem.keys_full);
-    ptx::copy_bytes(&smem.v, &keys.v, ValueRows::kBytes, smem.keys_full);
-    ptx::copy_bytes(&smem.units, &keys.units, sizeof(KeyUnits), smem.keys_full);
-}
-
 template <class Walk>
 __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, const KeyTile& work,
                                        Walk walk) {

@@ -33,17 +33,15 @@ from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 
 EXACT_THREADS = 256
-# bwd_6_block.cuh's TileUnit, and its Statistics without the two units and the two floats of each row.
+# backward_tiles.cuh's TileUnit, and its Statistics without the two units and the two floats of each row.
 UNIT_BYTES, PLACE_BYTES = 8, 16
-# The tiles of keys that are done with the sums of dQ.
+# How often was added to the sums of dQ.
 COUNT_BYTES = 4
 # Per key: SeeingRows.
 SEEING_BYTES = 8
 # RowSizes, for each warp and each of the two tensors.
 ROW_SIZES_BYTES = 12
 MOST_STAGES = 2
-# How much longer a product takes of half as many columns as rows, for each.
-NARROW_PRODUCTS = 1.5
 # With more sums of dK and dV in a thread than this, it has registers for only one part of what a tile adds to
 # them. If that spills a little, it needs the registers that the copying warpgroup can spare.
 MOST_SUMS_OF_FEW_REGISTERS = 64
@@ -62,9 +60,8 @@ class Tiles(Warpgroups):
     stages: int
 
     rows_allowed: ClassVar[tuple[int, ...]] = (WGMMA_M,)
-    # How many times a block has its tiles of queries, and whether sums are of dQ^T.
-    holders: ClassVar[int] = CONSUMERS
-    transposed: ClassVar[bool] = False
+    # Whether warpgroups work on the same tiles of queries and divide the dims; sums are then of dQ^T.
+    share_queries: ClassVar[bool] = False
 
     @property
     def consumers(self) -> int:
@@ -74,7 +71,8 @@ class Tiles(Warpgroups):
     def misfit(self) -> str | None:
         """None if the kernel can be compiled for these tiles, else the reason."""
         if self.block_m not in self.rows_allowed:
-            return f"block_m must be {' or '.join(map(str, self.rows_allowed))}"
+            rows = " or ".join(map(str, self.rows_allowed))
+            return f"block_m must be {rows}, as many as the kernel has registers and shared memory for"
         if self.block_n != WGMMA_M:
             return f"block_n must be {WGMMA_M}, the rows of a warpgroup's product"
         return None
@@ -88,8 +86,7 @@ class WideTiles(Tiles):
     """The same where both warpgroups work on one tile of queries."""
 
     rows_allowed: ClassVar[tuple[int, ...]] = (WGMMA_M, WGMMA_M // 2)
-    holders: ClassVar[int] = 1
-    transposed: ClassVar[bool] = True
+    share_queries: ClassVar[bool] = True
 
 
 def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
@@ -142,8 +139,8 @@ def _part(problem: Problem, device: Device, tiles: Mapping[str, int], kind: type
             *((name.upper(), size) for name, size in sizes_of(sizes).items()),
             ("THREADS", sizes.threads),
             ("HALVING_THREADS", HALVING_THREADS),
-            *(_product_macros(problem) if kind is Tiles else ()),
-            ("TRANSPOSED_SUMS", sizes.transposed),
+            *(() if sizes.share_queries else _product_macros(problem)),
+            ("TRANSPOSED_SUMS", sizes.share_queries),
             ("PRODUCER_REGISTERS", producer_registers),
             ("CONSUMER_REGISTERS", consumer_registers),
             ("QUERY_TILE_BYTES", query_bytes),
@@ -183,7 +180,7 @@ def _least_heads(problem: Problem, device: Device) -> int:
 
 def _registers(problem: Problem, tiles: Tiles) -> tuple[int, int]:
     """Registers of a thread that copies, and of one that computes."""
-    if tiles.holders == 1 or _sums(problem) > MOST_SUMS_OF_FEW_REGISTERS:
+    if tiles.share_queries or _sums(problem) > MOST_SUMS_OF_FEW_REGISTERS:
         return PRODUCER_REGISTERS, CONSUMER_REGISTERS
     return EASY_PRODUCER_REGISTERS, EASY_CONSUMER_REGISTERS
 
@@ -194,7 +191,7 @@ def _sums(problem: Problem) -> int:
 
 
 def _query_tile_bytes(problem: Problem, tiles: Tiles) -> int:
-    """The size of bwd_6_block.cuh's QueryHalves."""
+    """The size of backward_tiles.cuh's QueryHalves."""
     halves, sums = _rows_bytes(problem, tiles.block_m), _sums_bytes(problem, tiles)
     return round_up(halves + sums + _statistics_bytes(tiles) + COUNT_BYTES, SWIZZLE_BYTES)
 
@@ -210,7 +207,7 @@ def _statistics_bytes(tiles: Tiles) -> int:
 
 def _sums_bytes(problem: Problem, tiles: Tiles) -> int:
     """The size of QuerySums."""
-    step = PANEL_COLS if tiles.transposed else WGMMA_K
+    step = PANEL_COLS if tiles.share_queries else WGMMA_K
     return tiles.block_m * round_up(problem.head_dim, step) * FLOAT_BYTES
 
 
@@ -223,12 +220,13 @@ def _rows_bytes(problem: Problem, rows: int) -> int:
 def _cost(problem: Problem, tiles: Tiles) -> Cost:
     halves = _rows_bytes(problem, tiles.block_m)
     scores = half_tile_bytes(problem, tiles.block_n, tiles.block_m)
-    if tiles.holders == 1:
+    if tiles.share_queries:
         # What warpgroups exchange lies in the same memory.
         scores = max(scores, tiles.consumers * tiles.block_n * tiles.block_m * FLOAT_BYTES)
     else:
         # And here dQ in that of its queries.
         halves = max(halves, _sums_bytes(problem, tiles))
+    holders = 1 if tiles.share_queries else tiles.consumers
     of_label = TILE_LABEL_BYTES * problem.features.key_mask
     of_stage = halves + _statistics_bytes(tiles) + 4 * BARRIER_BYTES + of_label
     smem_bytes = (
@@ -236,10 +234,9 @@ def _cost(problem: Problem, tiles: Tiles) -> Cost:
         + 2 * UNIT_BYTES
         + BARRIER_BYTES
         + tiles.consumers * WARPGROUP // WARP_SIZE * FLOAT_BYTES
-        + tiles.holders * (scores + tiles.block_n * SEEING_BYTES + tiles.stages * of_stage)
+        + holders * (scores + tiles.block_n * SEEING_BYTES + tiles.stages * of_stage)
     )
     depth, dims = (round_up(dim, WGMMA_K) for dim in (problem.head_dim, problem.value_dim))
-    work = tiles.block_m * tiles.block_n * (3 * depth + 2 * dims) / WARPGROUP
-    # Products of few columns are bound by shared memory.
-    work *= NARROW_PRODUCTS ** (tiles.block_m < WGMMA_M)
+    # Fewer queries are for where more do not fit: products of so few columns wait for shared memory.
+    work = WGMMA_M * tiles.block_n * (3 * depth + 2 * dims) / WARPGROUP
     return Cost(round_up(smem_bytes, SWIZZLE_BYTES), tiles.registers_at_start, work)

@@ -12,10 +12,17 @@ using QueryPart = WgmmaSums<kBlockM>;  // 64 dims of dQ^T
 
 // Named barriers; __syncthreads has number 0.
 enum NamedBarrier { kAllConsumers = 1, kFirstOfWarpgroup };
+
+template <int Cols, int Rows, int TileCols>
+__device__ inline PanelTile<Rows, Cols>& part_of(PanelTile<Rows, TileCols>& tile, int first_col) {
+    return reinterpret_cast<PanelTile<Rows, Cols>&>(tile.data[first_col / kPanelCols]);
+}
+
 template <Role kRole>
 struct Consumer {
     static constexpr PanelRange kKeyPart = more_for_first(kRole, kHeadPanels);
     static constexpr PanelRange kValuePart = more_for_second(kRole, kValuePanels);
+    // The second, which waits for P, has more of dQ.
     static constexpr PanelRange kQueryPart = more_for_second(kRole, kHeadPanels);
     static constexpr int kKeyCols = kKeyPart.cols(), kValueCols = kValuePart.cols();
     using KeyGradients = WgmmaSums<kKeyCols>;

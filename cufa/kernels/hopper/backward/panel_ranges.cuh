@@ -14,8 +14,7 @@ struct PanelRange {
     __device__ constexpr int first_col() const { return begin * kPanelCols; }
 };
 // Two ways to divide panels: the larger part, if any, goes to the first warpgroup or to the second.
-// Both keep equally many panels of sums if the first has more of dK and the second more of dV. The
-// second, which waits for P, has more of dQ.
+// Both keep equally many panels of sums if the first has more of dK and the second more of dV.
 __device__ constexpr PanelRange more_for_first(Role role, int panels) {
     return role == kWeights ? PanelRange{0, ceil_div(panels, 2)}
                             : PanelRange{ceil_div(panels, 2), panels / 2};
@@ -23,9 +22,4 @@ __device__ constexpr PanelRange more_for_first(Role role, int panels) {
 __device__ constexpr PanelRange more_for_second(Role role, int panels) {
     return role == kWeights ? PanelRange{0, panels / 2}
                             : PanelRange{panels / 2, ceil_div(panels, 2)};
-}
-
-template <int Cols, int Rows, int TileCols>
-__device__ inline PanelTile<Rows, Cols>& part_of(PanelTile<Rows, TileCols>& tile, int first_col) {
-    return reinterpret_cast<PanelTile<Rows, Cols>&>(tile.data[first_col / kPanelCols]);
 }

@@ -140,7 +140,7 @@ __device__ inline void halve_queries(const BackwardParams& call, HalvingSmem& sm
         to.statistics.first_row = first_row;
         to.statistics.passed_over = false;
         const int unseen = sequence.mask(call.features).first_key(first_row) / kBlockN;
-        to.additions = unseen * QuerySums::kAdders;
+        to.additions = unseen * kAdders;
     }
     for (int i = threadIdx.x; i < QuerySums::kCount; i += kHalvingThreads) to.dq.quads[i] = {};
 }
@@ -189,16 +189,16 @@ __device__ inline void store_queries(const BackwardParams& call) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const Pack<float, 2> pair = {sums[2 * half], sums[2 * half + 1]};
-            if constexpr (!QuerySums::kTransposed) {
-                if (row + half * 8 < count)
-                    write_columns<kHeadDim>(dq.row(row + half * 8), pair, col);
-                continue;
-            }
-            const int query = col % kBlockM, dim = col / kBlockM * kPanelCols + row + half * 8;
+            if constexpr (QuerySums::kTransposed) {
+                const int query = col % kBlockM, dim = col / kBlockM * kPanelCols + row + half * 8;
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                const Pack<float, 1> sum = {pair[e]};
-                if (query + e < count) write_columns<kHeadDim>(dq.row(query + e), sum, dim);
+                for (int e = 0; e < 2; ++e) {
+                    const Pack<float, 1> sum = {pair[e]};
+                    if (query + e < count) write_columns<kHeadDim>(dq.row(query + e), sum, dim);
+                }
+            } else {
+                const int query = row + half * 8;
+                if (query < count) write_columns<kHeadDim>(dq.row(query), pair, col);
             }
         }
     }

@@ -38,12 +38,12 @@ struct TileUnit {
 struct QuerySums {
     using Quad = Pack<float, 4>;
     static constexpr bool kTransposed = TRANSPOSED_SUMS;
-    // The warpgroups of a block that add to them, each to others.
-    static constexpr int kAdders = kTransposed ? 2 : 1;
-    static constexpr int kRows = kTransposed ? kPanelCols * ceil_div(kDepth, kPanelCols) : kDepth;
-    static constexpr int kCount = kRows / 8 * (kBlockM / 8) * 16;
+    static constexpr int kCols = kTransposed ? round_up(kDepth, kPanelCols) : kDepth;
+    static constexpr int kCount = kBlockM * kCols / 4;
     Quad quads[kCount];
 };
+// The warpgroups of a block that add to a tile's sums, each to its own: dQ^T is divided by dims.
+constexpr int kAdders = QuerySums::kTransposed ? 2 : 1;
 
 struct QueryHalves;
 
@@ -53,7 +53,7 @@ struct Statistics {
     TileUnit q, dout;
     QueryHalves* tile;
     int first_row;
-    int passed_over;  // whether exact_tiles processes it with these keys; only in shared memory
+    int passed_over;  // whether exact_tiles processes it with these keys; for bwd_6's senders
     float lse_log2[kBlockM], d[kBlockM];
 
     __device__ Held held() const { return max_of(q.held, dout.held); }
@@ -75,7 +75,8 @@ struct QueryHalves {
     OutRows dout;
     Statistics statistics;
     QuerySums dq;
-    // If blocks add in order: how many have added to the sums, or see none of the rows.
+    // If blocks add in order: the warpgroups that have added to the sums, or whose keys see none of
+    // the rows.
     unsigned int additions;
 };
 struct KeyHalves {
@@ -210,3 +211,14 @@ struct LabelledWalk {
         tile = ring.label_at(at);
     }
 };
+
+// Copies a block's keys to shared memory, by one thread.
+template <class Smem>
+__device__ inline void produce_keys(Smem& smem, const BackwardParams& call, const KeyTile& work) {
+    const auto& keys = Workspace(call).keys_from(work.sequence, work.kv_head, work.first_key);
+    ptx::barrier_arrive_expecting(smem.keys_full,
+                                  KeyRows::kBytes + ValueRows::kBytes + sizeof(KeyUnits));
+    ptx::copy_bytes(&smem.k, &keys.k, KeyRows::kBytes, smem.keys_full);
+    ptx::copy_bytes(&smem.v, &keys.v, ValueRows::kBytes, smem.keys_full);
+    ptx::copy_bytes(&smem.units, &keys.units, sizeof(KeyUnits), smem.keys_full);
+}

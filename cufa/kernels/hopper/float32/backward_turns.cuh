@@ -13,8 +13,7 @@ static_assert(!kDeterministic || !kKeyMask,
 // for one that begins later: the first keys come first.
 class Turns {
   public:
-    __device__ explicit Turns(const KeyTile& work)
-        : earlier(work.first_key / kBlockN * QuerySums::kAdders) {}
+    __device__ explicit Turns(const KeyTile& work) : earlier(work.first_key / kBlockN * kAdders) {}
 
     // Waits until all blocks with earlier keys are done with a tile's sums.
     __device__ void take(QueryHalves& tile) {
@@ -27,11 +26,13 @@ class Turns {
     }
     // Whether a turn was taken and not passed on yet.
     __device__ bool has_one() const { return kDeterministic && taken != nullptr; }
-    // Passes it on, by one thread of those who added, once what they added is there.
-    __device__ void pass(bool by_this_thread = true) {
-        if (by_this_thread) ptx::add_release(taken, 1);
-        taken = nullptr;
+    // Passes it on, once what was added is there. Of several threads that added, one passes it on
+    // and the others drop it.
+    __device__ void pass() {
+        ptx::add_release(taken, 1);
+        drop();
     }
+    __device__ void drop() { taken = nullptr; }
 
   private:
     const unsigned int earlier;

@@ -74,7 +74,7 @@ struct Consumer : KeyScores {
     __device__ void pass_turn() {
         if (!turns.has_one()) return;
         ptx::named_barrier_sync<kWarpgroup>(kFirstOfWarpgroup + kRole);  // all threads have added
-        turns.pass(threadIdx.x % kWarpgroup == 0);
+        threadIdx.x % kWarpgroup == 0 ? turns.pass() : turns.drop();
     }
 
     // Leaves a tile to exact_tiles.
@@ -91,7 +91,7 @@ struct Consumer : KeyScores {
 #pragma unroll
         for (int i = 0; i < kBlockM / 2; i += 4)
             smem.scores.sums[kRole][i / 4][thread] = {own[i], own[i + 1], own[i + 2], own[i + 3]};
-        meet_all();
+        meet_all();  // all have given theirs
 #pragma unroll
         for (int i = 0; i < kBlockM / 2; i += 4) {
             const auto four = smem.scores.sums[1 - kRole][i / 4][thread];
@@ -106,8 +106,8 @@ struct Consumer : KeyScores {
         KeyScores::differentiate(s, dp, rows(), smem.units, smem.seeing, walk);
     }
 
-    // Makes operands of both, and shares dS^T: each warpgroup writes a part of the halves. Returns
-    // the exponent of the unit of dS.
+    // Makes operands of both, and shares dS^T: the first warpgroup writes the large halves, the
+    // second the small ones, as both compute the same numbers. Returns the exponent of the unit.
     __device__ int make_operands(Weights (&p)[kParts], Weights (&ds)[kParts], const Scores& weights,
                                  const Scores& gradients) {
         // All meet, so all have taken the scores that were there.

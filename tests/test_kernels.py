@@ -48,6 +48,8 @@ VARIANTS = [
     ("float8_e4m3fn", 128, 128, True, 16),
     ("float8_e4m3fn", 80, 144, False, 16),
 ]
+# For kernels of one arch alone: others have no arch left for it.
+OF_ONE_ARCH = [("float32", 137, 200, False, 4)]
 
 
 def problem(direction, dtype, head_dim, value_dim, causal, align_bytes):
@@ -59,7 +61,7 @@ def supported_variants(arch, name):
     kernel, device = KERNELS[name], Device.of(arch)
     return [
         variant
-        for variant in VARIANTS
+        for variant in VARIANTS + (OF_ONE_ARCH if kernel.only_arch else [])
         if kernel.unsupported(problem(kernel.direction, *variant), device) is None
     ]
 
@@ -69,7 +71,7 @@ def shared_out_variants(name):
     supported = {arch: supported_variants(arch, name) for arch in archs_of(name)}
     archs_with = Counter(itertools.chain(*supported.values()))
     start = list(KERNELS).index(name) % len(VARIANTS)
-    in_turn = VARIANTS[start:] + VARIANTS[:start]  # kernels begin with different ones
+    in_turn = VARIANTS[start:] + VARIANTS[:start] + OF_ONE_ARCH  # kernels begin with different ones
     taken = Counter()
     shares = {}
     for arch, variants in sorted(supported.items(), key=lambda item: len(item[1])):

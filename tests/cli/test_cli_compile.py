@@ -59,15 +59,15 @@ def test_an_interrupt_does_not_wait_for_the_compiler():
     code = (
         "import signal, threading; from cufa import jit; from cufa.cli import main\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "def build(_): print('compiling', flush=True); threading.Event().wait()\n"
+        "def build(_): print('compiling\\n', end='', flush=True); threading.Event().wait()\n"
         "jit.build = build\n"
         "main(['compile', 'fwd_1_naive', '--arch', 'sm_80,sm_90'])\n"
     )
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as command:
-        assert command.stdout.readline() == "compiling\n"
-        command.send_signal(signal.SIGINT)
         try:
+            assert command.stdout.readline() == "compiling\n"
+            command.send_signal(signal.SIGINT)
             _, messages = command.communicate(timeout=60)
         finally:
             command.kill()

@@ -2,10 +2,11 @@
 //
 // Change from bwd_6_float32: dK and dV of 64 keys are too wide for one warpgroup's registers, and
 // shared memory has room for one tile of queries. So both warpgroups work on the same tile and
-// divide the head dims of the gradients, as in bwd_5_wgmma_wide. One computes S^T, the other dP^T;
-// they exchange them through shared memory, and both compute P^T and dS^T, which stay in registers
-// for dV += P^T dO and dK += dS^T Q. dS^T then replaces the scores in shared memory for dQ^T = K^T
-// dS^T, which threads add to the sums from their registers, as they come or in the order of keys.
+// divide the head dims of the gradients, as in bwd_5_wgmma_wide. One computes S^T, the other dP^T.
+// Of half of the queries each gives its scores to the other, through shared memory, and of the
+// other half it makes P^T and dS^T. These replace the scores in shared memory, for dV += P^T dO,
+// dK += dS^T Q and dQ^T = K^T dS^T. Threads add dQ^T to the sums from their registers, as they come
+// or in the order of keys.
 //
 // Launches: those of bwd_6_float32.
 //
@@ -13,7 +14,7 @@
 // Owns     block: 64 keys of one KV head, for all query heads that share them; warpgroup: whole
 //          panels of the head dims of dK, dV and dQ
 // Shared   K and V; STAGES tiles of Q and dO with the statistics of their rows; S^T and dP^T, later
-//          dS^T
+//          P^T and dS^T
 // Global   workspace: as bwd_6_float32, with sums of dQ^T
 // Needs    sm_90a
 // Writes   dQ, dK, dV
@@ -78,10 +79,8 @@ __device__ inline void produce(Smem& smem, const BackwardParams& call, const Key
 // Processes a tile of queries: adds its part to the gradients.
 template <Role kRole, class Walk>
 __device__ inline void attend(Consumer<kRole>& consumer, const Walk& walk) {
-    Scores s, dp;
-    Scores& own = kRole == kWeights ? s : dp;
-    Scores& others = kRole == kWeights ? dp : s;
-    Weights p[kParts], ds[kParts];
+    TileScores own;
+    typename Consumer<kRole>::Scores s, dp;
     consumer.issue_scores(own);
     consumer.pass_turn();
     consumer.look_up(walk);
@@ -92,11 +91,11 @@ __device__ inline void attend(Consumer<kRole>& consumer, const Walk& walk) {
         consumer.pass_over();
         return;
     }
-    consumer.exchange(own, others);
+    consumer.exchange(own, s, dp);
     consumer.differentiate(s, dp, walk);
-    const int exponent = consumer.make_operands(p, ds, s, dp);
-    consumer.add_key_gradients(ds, exponent);
-    consumer.add_value_gradients(p);
+    const int exponent = consumer.share(s, dp);
+    consumer.add_key_gradients(exponent);
+    consumer.add_value_gradients();
     consumer.add_query_gradients(exponent);
 }
 

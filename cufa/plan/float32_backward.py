@@ -221,8 +221,8 @@ def _cost(problem: Problem, tiles: Tiles) -> Cost:
     halves = _rows_bytes(problem, tiles.block_m)
     scores = half_tile_bytes(problem, tiles.block_n, tiles.block_m)
     if tiles.share_queries:
-        # What warpgroups exchange lies in the same memory.
-        scores = max(scores, tiles.consumers * tiles.block_n * tiles.block_m * FLOAT_BYTES)
+        # P as well as dS. What warpgroups exchange before lies in the same memory.
+        scores = max(2 * scores, tiles.block_n * tiles.block_m * FLOAT_BYTES)
     else:
         # And here dQ in that of its queries.
         halves = max(halves, _sums_bytes(problem, tiles))

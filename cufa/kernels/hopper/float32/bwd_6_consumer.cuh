@@ -32,8 +32,11 @@ __device__ constexpr int cols_of(int part) {
     return min_of(kHeadPartCols, kDepth - first_col_of(part));
 }
 
+using Scores = WgmmaSums<kBlockM>;
+using Weights = WgmmaOperand<kBlockM>;
+
 // A consumer.
-struct Consumer : KeyScores {
+struct Consumer : KeyScores<kBlockM> {
     Smem& smem;
     const int warpgroup;
 
@@ -42,7 +45,7 @@ struct Consumer : KeyScores {
     WgmmaSums<kDims> dv = {};   // without the scale of kept probabilities
 
     __device__ Consumer(Smem& smem, const BackwardParams& call, const KeyTile& work, int warpgroup)
-        : KeyScores(call, work), smem(smem), warpgroup(warpgroup) {
+        : KeyScores<kBlockM>(call, work), smem(smem), warpgroup(warpgroup) {
         note_seeing(smem.seeing[warpgroup]);
     }
 

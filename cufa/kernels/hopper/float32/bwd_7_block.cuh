@@ -7,13 +7,18 @@
 constexpr int kConsumers = 2;
 constexpr int kComputingThreads = kConsumers * kWarpgroup;
 
-// What one warpgroup computes of a tile's scores and the other needs: from each thread, four sums
-// for every eight queries.
-using SumsOfScores = Pack<float, 4>[kBlockM / 8][kWarpgroup];
-// First S^T and dP^T, then dS^T.
+// Each warpgroup makes P and dS of half of a tile's queries.
+constexpr int kHalfM = kBlockM / kConsumers;
+
+// What one warpgroup computes of S or dP and the other needs: from each thread, four sums for every
+// eight queries.
+using SumsOfScores = Pack<float, 4>[kHalfM / 8][kWarpgroup];
+// First S^T and dP^T, then P^T and dS^T.
 union SharedScores {
     SumsOfScores sums[kConsumers];
-    ScoreRows ds;
+    struct {
+        ScoreRows p, ds;
+    };
 };
 
 struct Smem {

@@ -9,14 +9,19 @@
 // Named barriers; __syncthreads has number 0.
 enum NamedBarrier { kAllConsumers = 1, kFirstOfWarpgroup };
 
-// The columns of a warpgroup's part of a tensor with Dims of them, and of one of its panels.
+// A product for dK or dV has two panels of columns if there are as many: it then reads its left
+// operand, which is in shared memory, too, half as often.
+constexpr int kProductPanels = 2;
+
+// The columns of a warpgroup's part of a tensor with Dims of them, and of its product that begins
+// with one of its panels.
 template <int Dims>
 __device__ constexpr int cols_of(PanelRange part) {
     return part.count == 0 ? 0 : min_of(part.cols(), Dims - part.first_col());
 }
 template <int Dims>
 __device__ constexpr int cols_of(PanelRange part, int panel) {
-    return min_of(kPanelCols, cols_of<Dims>(part) - panel * kPanelCols);
+    return min_of(kProductPanels * kPanelCols, cols_of<Dims>(part) - panel * kPanelCols);
 }
 // A warpgroup's sums of a gradient of the keys; the first warpgroup has none of a single panel.
 template <int Cols>
@@ -26,8 +31,18 @@ struct PartSums {
 template <>
 struct PartSums<0> {};
 
+// S or dP of all of a tile's queries, as a warpgroup computes them.
+using TileScores = WgmmaSums<kBlockM>;
+// Of the queries for which a warpgroup makes P and dS.
 template <Role kRole>
-struct Consumer : KeyScores {
+using HalfScores = KeyScores<kHalfM, kRole * kHalfM>;
+
+template <Role kRole>
+struct Consumer : HalfScores<kRole> {
+    using Half = HalfScores<kRole>;
+    using Half::call, Half::work, Half::warp_row, Half::first_row;
+    using typename Half::Scores, typename Half::Weights;
+
     static constexpr int kHeadPanels = ceil_div(kDepth, kPanelCols);
     static constexpr int kValuePanels = ceil_div(kDims, kPanelCols);
     static constexpr PanelRange kKeyPart = more_for_first(kRole, kHeadPanels);
@@ -41,8 +56,8 @@ struct Consumer : KeyScores {
     PartSums<cols_of<kDims>(kValuePart)> dv;  // without the scale of kept probabilities
 
     __device__ Consumer(Smem& smem, const BackwardParams& call, const KeyTile& work)
-        : KeyScores(call, work), smem(smem), turns(work) {
-        if (kRole == kWeights) note_seeing(smem.seeing);  // both meet before they read it
+        : Half(call, work), smem(smem), turns(work) {
+        if (kRole == kWeights) this->note_seeing(smem.seeing);  // both meet before they read it
     }
 
     __device__ const Statistics& rows() const { return smem.statistics[at.stage]; }
@@ -50,7 +65,7 @@ struct Consumer : KeyScores {
     __device__ void wait_for_keys() { wait_for(smem.keys_full, 0, 0); }
 
     // Issues S^T = K Q^T or dP^T = V dO^T, in units of halves.
-    __device__ void issue_scores(Scores& own) {
+    __device__ void issue_scores(TileScores& own) {
         if constexpr (kRole == kWeights) {
             smem.q_ring.wait_full(at);
             issue_halves<kDepth, kBlockM>(own, DepthInColumns(smem.k),
@@ -84,57 +99,68 @@ struct Consumer : KeyScores {
         release_queries();
     }
 
-    // Gives its scores to the other warpgroup, and takes those of the other.
-    __device__ void exchange(const Scores& own, Scores& others) {
+    // Gives its scores of half of the queries to the other warpgroup, and takes those of the other.
+    __device__ void exchange(const TileScores& own, Scores& s, Scores& dp) {
+        constexpr int kCount = kHalfM / 2, kKept = kRole * kCount, kGiven = kCount - kKept;
         const int thread = threadIdx.x % kWarpgroup;
-        meet_all();  // no product reads dS^T, which was here before
+        Scores& kept = kRole == kWeights ? s : dp;
+        Scores& taken = kRole == kWeights ? dp : s;
+        meet_all();  // no product reads P^T or dS^T, which were here before
 #pragma unroll
-        for (int i = 0; i < kBlockM / 2; i += 4)
-            smem.scores.sums[kRole][i / 4][thread] = {own[i], own[i + 1], own[i + 2], own[i + 3]};
+        for (int i = 0; i < kCount; i += 4)
+            smem.scores.sums[kRole][i / 4][thread] = {own[kGiven + i], own[kGiven + i + 1],
+                                                      own[kGiven + i + 2], own[kGiven + i + 3]};
         meet_all();  // all have given theirs
 #pragma unroll
-        for (int i = 0; i < kBlockM / 2; i += 4) {
+        for (int i = 0; i < kCount; i += 4) {
             const auto four = smem.scores.sums[1 - kRole][i / 4][thread];
 #pragma unroll
-            for (int e = 0; e < 4; ++e) others[i + e] = four[e];
+            for (int e = 0; e < 4; ++e) {
+                taken[i + e] = four[e];
+                kept[i + e] = own[kKept + i + e];
+            }
         }
     }
 
-    // P^T and dS^T of a tile, from S^T and dP^T.
+    // P^T and dS^T of its queries, from S^T and dP^T.
     template <class Walk>
     __device__ void differentiate(Scores& s, Scores& dp, const Walk& walk) const {
-        KeyScores::differentiate(s, dp, rows(), smem.units, smem.seeing, walk);
+        Half::differentiate(s, dp, rows(), smem.units, smem.seeing, walk);
     }
 
-    // Makes operands of both, and shares dS^T: the first warpgroup writes the large halves, the
-    // second the small ones, as both compute the same numbers. Returns the exponent of the unit.
-    __device__ int make_operands(Weights (&p)[kParts], Weights (&ds)[kParts], const Scores& weights,
-                                 const Scores& gradients) {
+    // Makes operands of both, and shares them. Returns the exponent of the unit of dS.
+    __device__ int share(const Scores& weights, const Scores& gradients) {
+        Weights p[kParts], ds[kParts];
         // All meet, so all have taken the scores that were there.
         const int exponent =
-            KeyScores::make_operands(p, ds, weights, gradients, smem.largest, kAllConsumers);
-        if constexpr (kRole < kParts)
-            write_rows<kBlockM>(smem.scores.ds, ds[kRole], kRole * kBlockN + warp_row);
+            this->make_operands(p, ds, weights, gradients, smem.largest, kAllConsumers);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+            const int row = part * kBlockN + warp_row, query = kRole * kHalfM;
+            write_rows<kHalfM>(smem.scores.p, p[part], row, query);
+            write_rows<kHalfM>(smem.scores.ds, ds[part], row, query);
+        }
         ptx::proxy_fence();
+        meet_all();  // P^T and dS^T are there
         return exponent;
     }
 
-    // dV += P^T dO, panel by panel: tensor cores truncate the sums that they add to, so each
+    // dV += P^T dO, from panel Panel on: tensor cores truncate the sums that they add to, so each
     // product is added afterwards.
     template <int Panel = 0>
-    __device__ void add_value_gradients(const Weights (&p)[kParts]) {
+    __device__ void add_value_gradients() {
         if constexpr (Panel < kValuePart.count) {
             constexpr int kCols = cols_of<kDims>(kValuePart, Panel);
             WgmmaSums<kCols> sums;
             issue_halves<kBlockM, kCols>(
-                sums, InRegisters<kBlockM>{p},
+                sums, DepthInColumns(smem.scores.p),
                 DepthInRows(smem.dout[at.stage], kValuePart.begin + Panel));
             wait_product<0>(sums);
             const float unit = rows().dout.size * (1.f / (1 << kTopWeight));
 #pragma unroll
             for (int i = 0; i < kCols / 2; ++i)
                 dv.sums[Panel * kPanelCols / 2 + i] += sums[i] * unit;
-            add_value_gradients<Panel + 1>(p);
+            add_value_gradients<Panel + kProductPanels>();
         } else {
             release(smem.dout_ring, at);
         }
@@ -142,18 +168,18 @@ struct Consumer : KeyScores {
 
     // dK += dS^T Q, likewise.
     template <int Panel = 0>
-    __device__ void add_key_gradients(const Weights (&ds)[kParts], int exponent) {
+    __device__ void add_key_gradients(int exponent) {
         if constexpr (Panel < kKeyPart.count) {
             constexpr int kCols = cols_of<kDepth>(kKeyPart, Panel);
             WgmmaSums<kCols> sums;
-            issue_halves<kBlockM, kCols>(sums, InRegisters<kBlockM>{ds},
+            issue_halves<kBlockM, kCols>(sums, DepthInColumns(smem.scores.ds),
                                          DepthInRows(smem.q[at.stage], kKeyPart.begin + Panel));
             wait_product<0>(sums);
             const float unit = rows().q.size * power_of_two(exponent);
 #pragma unroll
             for (int i = 0; i < kCols / 2; ++i)
                 dk.sums[Panel * kPanelCols / 2 + i] += sums[i] * unit;
-            add_key_gradients<Panel + 1>(ds, exponent);
+            add_key_gradients<Panel + kProductPanels>(exponent);
         }
     }
 
@@ -163,12 +189,11 @@ struct Consumer : KeyScores {
         QueryHalves& tile = *rows().tile;
         release_queries();
         const float unit = smem.units.k.size * float(call.softmax_scale) * power_of_two(exponent);
-        meet_all();  // dS^T is there
         if (kQueryPart.count == 0) turns.take(tile);
 #pragma unroll
         for (int i = 0; i < kQueryPart.count; ++i) {
             const int panel = kQueryPart.begin + i;
-            Scores sums;
+            TileScores sums;
             issue_halves<kBlockN, kBlockM>(sums, DepthInRows(smem.k, panel),
                                            DepthInRows(smem.scores.ds));
             if (i == 0) turns.take(tile);
@@ -194,7 +219,7 @@ struct Consumer : KeyScores {
 
     __device__ static void meet_all() { ptx::named_barrier_sync<kComputingThreads>(kAllConsumers); }
 
-    __device__ static void add_panel(QuerySums::Quad* to, const Scores& sums, float unit) {
+    __device__ static void add_panel(QuerySums::Quad* to, const TileScores& sums, float unit) {
 #pragma unroll
         for (int i = 0; i < kBlockM / 2; i += 4) {
             const float four[] = {sums[i] * unit, sums[i + 1] * unit, sums[i + 2] * unit,
@@ -212,7 +237,7 @@ struct Consumer : KeyScores {
 #pragma unroll
             for (int i = 0; i < Cols / 2; i += 2) {
                 const int key = first_row + i / 2 % 2 * 8,
-                          col = range.first_col() + col_of(i / 4, 0);
+                          col = range.first_col() + Half::col_of(i / 4, 0);
                 const Pack<float, 2> pair = {part.sums[i] * scale, part.sums[i + 1] * scale};
                 if (key < count) write_columns<TensorDims>(to.row(key), pair, col);
             }

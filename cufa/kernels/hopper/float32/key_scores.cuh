@@ -12,11 +12,9 @@ constexpr int kTopWeight = 14;
 // Smaller exponents of score gradients are raised to the least.
 constexpr int kLeastGradientExponent = -96, kMostGradientExponent = 126;
 
-using Scores = WgmmaSums<kBlockM>;
-using Weights = WgmmaOperand<kBlockM>;
-
 // Which of a thread's scores have rows that see its keys, where the caller's mask or function hides
 // some: one bit each.
+template <int Queries>
 class SeenScores {
   public:
     SeenScores() = default;
@@ -27,7 +25,7 @@ class SeenScores {
             if (lies_in_sixteens(rules, warp_key, 16)) return read(rules, first_row, warp_key);
         }
 #pragma unroll
-        for (int i = 0; i < kBlockM / 2; ++i) {
+        for (int i = 0; i < Queries / 2; ++i) {
             const int row = first_row + i / 4 * 8 + col_of_thread() + i % 2;
             bits |= static_cast<unsigned int>(rules.sees(row, key + i / 2 % 2 * 8)) << i;
         }
@@ -35,30 +33,36 @@ class SeenScores {
     __device__ bool at(int i) const { return bits >> i & 1; }
 
   private:
-    static_assert(kBlockM / 2 <= 32, "a word has bits for 64 queries");
+    static_assert(Queries / 2 <= 32, "a word has bits for 64 queries");
     unsigned int bits;
 
     __device__ void read(const ScoreRules& rules, int first_row, int warp_key) {
-        MaskOfKeys<kBlockM> mask;
+        MaskOfKeys<Queries> mask;
         mask.load(rules, first_row, warp_key);
         mask.look(rules.mask, first_row, warp_key,
                   [&](int n, int e, unsigned int two) { bits |= two << (n * 4 + e); });
     }
 };
 
+// Of some of a tile's queries, from FirstQuery on.
+template <int Queries, int FirstQuery = 0>
 struct KeyScores {
+    using Scores = WgmmaSums<Queries>;
+    using Weights = WgmmaOperand<Queries>;
+
     const BackwardParams& call;
     const KeyTile& work;
     const int warp_row;   // the first of the warp's 16 rows of 64
     const int first_row;  // of the thread's two, eight rows apart
 
-    SeenScores seen;                     // of a tile, if it is masked
-    KeptScores<kBlockM / 2, true> kept;  // of a tile
+    SeenScores<Queries> seen;            // of a tile, if it is masked
+    KeptScores<Queries / 2, true> kept;  // of a tile
 
     __device__ KeyScores(const BackwardParams& call, const KeyTile& work)
         : call(call), work(work), warp_row(row_of_warp()), first_row(row_of_thread()) {}
 
-    // The query, or the column of a row, to which sums[4 * eight + e] belongs.
+    // The column of a row, or the query from the first one on, to which sums[4 * eight + e]
+    // belongs.
     __device__ static int col_of(int eight, int e) { return eight * 8 + col_of_thread() + e % 2; }
 
     // Notes which rows see the warp's keys.
@@ -75,11 +79,13 @@ struct KeyScores {
     __device__ void look_up(const Walk& walk) {
         if constexpr (kKeyMask) {
             if (walk.masked(0))
-                seen.find(rules_of(walk), walk.first_row(), work.first_key + warp_row, key_of(0));
+                seen.find(rules_of(walk), walk.first_row() + FirstQuery, work.first_key + warp_row,
+                          key_of(0));
         }
         if constexpr (kDropout) {
             const unsigned int matrix = matrix_number(call.sizes, work.sequence.batch, walk.head());
-            kept.draw(call.features, matrix, key_of(0), walk.first_row() + col_of_thread());
+            const int query = walk.first_row() + FirstQuery + col_of_thread();
+            kept.draw(call.features, matrix, key_of(0), query);
         }
     }
 
@@ -96,8 +102,8 @@ struct KeyScores {
         const float dp_unit = units.v.size * rows.dout.size * kept_scale;
         hold_all(dp);
 #pragma unroll
-        for (int i = 0; i < kBlockM / 2; ++i) {
-            const int col = col_of(i / 4, i);
+        for (int i = 0; i < Queries / 2; ++i) {
+            const int col = FirstQuery + col_of(i / 4, i);
             const float lse = rows.lse_log2[col] - kTopWeight, d = rows.d[col];
             float score = s[i] * scale, slope = 1;
             if constexpr (kShapedScores) {
@@ -112,7 +118,7 @@ struct KeyScores {
             const bool stays = !kDropout || kept.has(i);
             dp[i] = s[i] * ((stays ? dp[i] * dp_unit : 0) - d) * slope;
         }
-        if (walk.masked(rows.first_row)) hide(s, dp, rows.first_row, seeing);
+        if (walk.masked(rows.first_row)) hide(s, dp, rows.first_row + FirstQuery, seeing);
     }
 
     // Makes operands of P^T, as dropout leaves it, and of dS^T. Returns the exponent of the unit of
@@ -120,7 +126,7 @@ struct KeyScores {
     template <int Warps>
     __device__ int make_operands(Weights (&p)[kParts], Weights (&ds)[kParts], const Scores& weights,
                                  const Scores& gradients, float (&of_warps)[Warps], int barrier) {
-        halve<kBlockM>(p, weights, 1);
+        halve<Queries>(p, weights, 1);
         if constexpr (kDropout) {
 #pragma unroll
             for (Weights& part : p) kept.drop(part);
@@ -131,7 +137,7 @@ struct KeyScores {
         largest = largest_of(of_warps, largest, barrier);
         const int exponent = exponent_of<kLeastGradientExponent>(largest);
         const int unit_of_halves = min(exponent, kMostGradientExponent) - kTopExponent;
-        halve<kBlockM>(ds, gradients, power_of_two(-unit_of_halves));
+        halve<Queries>(ds, gradients, power_of_two(-unit_of_halves));
         return unit_of_halves - kTopWeight;
     }
 
@@ -150,7 +156,7 @@ struct KeyScores {
             SeeingRows rows;
             if constexpr (!kKeyMask) rows = seeing[first_row + half * 8];
 #pragma unroll
-            for (int i = 0; i < kBlockM / 2; ++i) {
+            for (int i = 0; i < Queries / 2; ++i) {
                 if (i / 2 % 2 != half) continue;
                 const bool sees = kKeyMask ? seen.at(i) : rows.have(first_query + col_of(i / 4, i));
                 if (!sees) p[i] = ds[i] = 0;

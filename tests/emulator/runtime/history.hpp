@@ -99,7 +99,8 @@ class Accesses {
             access.forget(now);
             return access.comes_before(now, past);
         };
-        more_.erase(std::remove_if(more_.begin(), more_.end(), over), more_.end());
+        if (!more_.empty())
+            more_.erase(std::remove_if(more_.begin(), more_.end(), over), more_.end());
         if (over(one_)) {
             one_ = {};
             if (more_.empty()) {

@@ -156,7 +156,7 @@ def test_the_wide_backward_spills_little_with_features(dim, features):
 def test_which_calls_the_backward_takes():
     assert best_kernel(backward(), H200).name == BACKWARD
     assert best_kernel(backward(33, 127, causal=True, align_bytes=4), H200).name == BACKWARD
-    assert best_kernel(backward(seqlen=1024, sink=True, dlse=True, packed=True), H200).name == BACKWARD
+    assert best_kernel(backward(seqlen=2048, sink=True, dlse=True, packed=True), H200).name == BACKWARD
     assert best_kernel(backward(softcap=True, dropout=True, alibi=True), H200).name == BACKWARD
     assert best_kernel(backward(deterministic=True, window=(100, 0)), H200).name == BACKWARD
     bias = {"bias": (1, 1, 1024, 1024), "bias_dtype": "float32"}
@@ -167,13 +167,24 @@ def test_which_calls_the_backward_takes():
         backward(deterministic=True, mask=(1, 1, 1024, 1024)),
         *(backward(dim, seqlen=64) for dim in (128, 192)),
         *(backward(dim, seqlen=128, tf32=True) for dim in (128, 192)),
-        *(backward(dim, seqlen=1024, causal=True) for dim in (128, 192)),
     )
     for other in others:
         assert best_kernel(other, H200).name == "bwd_3_mma"
     for wide in (backward(136), backward(64, 256, deterministic=True), backward(256, tf32=True, causal=True)):
         assert best_kernel(wide, H200).name == WIDE
     assert best_kernel(backward(), Device.of("sm_100")).name == "bwd_3_mma"
+
+
+@pytest.mark.parametrize(
+    ("tf32", "causal", "most"), [(False, False, 32), (True, False, 43), (False, True, 65), (True, True, 87)]
+)
+@pytest.mark.parametrize("dim", [128, 192])
+def test_blocks_of_heads_that_share_keys_must_fill_much_of_the_gpu(dim, tf32, causal, most):
+    for blocks in (most, most + 1):
+        call = replace(backward(dim, seqlen=64 * blocks, tf32=tf32, causal=causal), batch=1, kv_heads=1)
+        assert (best_kernel(call, H200).name == "bwd_3_mma") == (blocks == most)
+        own = replace(call, heads=1)
+        assert best_kernel(own, H200).name == (BACKWARD if dim == 128 else WIDE)
 
 
 def test_gradients_of_scores_are_in_shared_memory_alone_beside_many_sums():

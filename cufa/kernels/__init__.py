@@ -24,6 +24,9 @@ _SHORT, _MANY_HEADS, _SHORT_HEAD_DIM = 32, 8, 128
 # The same of one in halves: up to how many queries and keys, or in tf32 queries, sequences are short; and the
 # keys of a block.
 _SHORT_IN_HALVES, _SHORT_IN_TF32, _BLOCK_KEYS = 64, 128, 64
+# How many blocks an SM it must have where heads share keys, by whether it is in tf32: the mma.sync rungs part
+# these heads among blocks. If the call is causal, the longest block takes twice as long as the mean.
+_LEAST_BLOCKS = {False: 1 / 4, True: 1 / 3}
 # Up to how many queries and keys sequences are so short under a mask or a mask_mod that the Hopper backward
 # of wide heads takes longer than one by mma.sync, if query heads have no more tiles of keys than SMs.
 _SHORT_UNDER_MASK = 256
@@ -247,8 +250,8 @@ class Float32Backward(Float32Kernel):
         if short:
             return f"{self.name} is slower than the mma.sync rungs for sequences this short"
         blocks = problem.batch // sequences * problem.kv_heads * ceil_div(problem.seqlen_k, _BLOCK_KEYS)
-        parted = problem.heads > problem.kv_heads and blocks < device.sm_count
-        if parted and (tf32 or problem.causal):
+        least = device.sm_count * _LEAST_BLOCKS[tf32] * (2 if problem.causal else 1)
+        if problem.heads > problem.kv_heads and blocks < least:
             return f"{self.name} would have only {blocks} blocks for {device.sm_count} SMs"
         return super().unsuited(problem, device)
 

@@ -79,19 +79,19 @@ __device__ inline void produce(Smem& smem, const BackwardParams& call, const Key
 // Processes a tile of queries: adds its part to the gradients.
 template <Role kRole, class Walk>
 __device__ inline void attend(Consumer<kRole>& consumer, const Walk& walk) {
-    TileScores own;
+    ScoreParts own;
     typename Consumer<kRole>::Scores s, dp;
     consumer.issue_scores(own);
     consumer.pass_turn();
     consumer.look_up(walk);
     consumer.wait_for_others();
-    wait_product<0>(own);
+    consumer.wait_for_scores(own);
     const Statistics& rows = consumer.rows();
     if (!halves_hold(rows, consumer.smem.units, walk.masked(rows.first_row))) {
         consumer.pass_over();
         return;
     }
-    consumer.exchange(own, s, dp);
+    consumer.exchange(own[0], s, dp);
     consumer.differentiate(s, dp, walk);
     const int exponent = consumer.share(s, dp);
     consumer.add_key_gradients(exponent);

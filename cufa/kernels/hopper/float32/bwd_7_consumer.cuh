@@ -6,6 +6,10 @@
 #include "hopper/float32/backward_turns.cuh"
 #include "hopper/float32/bwd_7_block.cuh"
 
+// Scores of more depth are two products: tensor cores truncate the sums that they add to, step by
+// step of the depth. dP - D, of which little may be left, has twice the error otherwise.
+constexpr int kMostDepth = 128;
+
 // Named barriers; __syncthreads has number 0.
 enum NamedBarrier { kAllConsumers = 1, kFirstOfWarpgroup };
 
@@ -33,6 +37,8 @@ struct PartSums<0> {};
 
 // S or dP of all of a tile's queries, as a warpgroup computes them.
 using TileScores = WgmmaSums<kBlockM>;
+// The same in two parts of the depth.
+using ScoreParts = TileScores[2];
 // Of the queries for which a warpgroup makes P and dS.
 template <Role kRole>
 using HalfScores = KeyScores<kHalfM, kRole * kHalfM>;
@@ -43,6 +49,7 @@ struct Consumer : HalfScores<kRole> {
     using Half::call, Half::work, Half::warp_row, Half::first_row;
     using typename Half::Scores, typename Half::Weights;
 
+    static constexpr int kOwnDepth = kRole == kWeights ? kDepth : kDims;  // of its scores
     static constexpr int kHeadPanels = ceil_div(kDepth, kPanelCols);
     static constexpr int kValuePanels = ceil_div(kDims, kPanelCols);
     static constexpr PanelRange kKeyPart = more_for_first(kRole, kHeadPanels);
@@ -65,15 +72,13 @@ struct Consumer : HalfScores<kRole> {
     __device__ void wait_for_keys() { wait_for(smem.keys_full, 0, 0); }
 
     // Issues S^T = K Q^T or dP^T = V dO^T, in units of halves.
-    __device__ void issue_scores(TileScores& own) {
+    __device__ void issue_scores(ScoreParts& parts) {
         if constexpr (kRole == kWeights) {
             smem.q_ring.wait_full(at);
-            issue_halves<kDepth, kBlockM>(own, DepthInColumns(smem.k),
-                                          DepthInColumns(smem.q[at.stage]));
+            issue_parts(parts, DepthInColumns(smem.k), DepthInColumns(smem.q[at.stage]));
         } else {
             smem.dout_ring.wait_full(at);
-            issue_halves<kDims, kBlockM>(own, DepthInColumns(smem.v),
-                                         DepthInColumns(smem.dout[at.stage]));
+            issue_parts(parts, DepthInColumns(smem.v), DepthInColumns(smem.dout[at.stage]));
         }
     }
     // Waits for what this warpgroup has not waited for yet.
@@ -82,6 +87,16 @@ struct Consumer : HalfScores<kRole> {
             smem.dout_ring.wait_full(at);
         } else {
             smem.q_ring.wait_full(at);
+        }
+    }
+
+    // Waits for the scores, which are then in the first part.
+    __device__ void wait_for_scores(ScoreParts& parts) {
+        wait_product<0>(parts[0]);
+        if constexpr (kOwnDepth > kMostDepth) {
+            hold_all(parts[1]);
+#pragma unroll
+            for (int i = 0; i < kBlockM / 2; ++i) parts[0][i] += parts[1][i];
         }
     }
 
@@ -212,6 +227,17 @@ struct Consumer : HalfScores<kRole> {
     }
 
   private:
+    template <class A, class B>
+    __device__ static void issue_parts(ScoreParts& parts, const A& a, const B& b) {
+        if constexpr (kOwnDepth > kMostDepth) {
+            constexpr int kHalf = round_up(kOwnDepth / 2, kWgmmaK);
+            issue_halves<kHalf, kBlockM>(parts[0], a, b);
+            issue_halves<kOwnDepth, kBlockM, kHalf>(parts[1], a, b);
+        } else {
+            issue_halves<kOwnDepth, kBlockM>(parts[0], a, b);
+        }
+    }
+
     __device__ void release_queries() {
         ptx::proxy_fence();  // what was read of the statistics is in registers
         release(smem.q_ring, at);

@@ -69,16 +69,16 @@ __device__ inline void multiply_halves(WgmmaSums<Cols>& sums, const A& a, const 
     }
 }
 
-// Issues sums = a b.
-template <int Depth, int Cols, class A, class B>
+// Issues sums = a b, or of that what is from Begin to End of the depth.
+template <int End, int Cols, int Begin = 0, class A, class B>
 __device__ inline void issue_halves(WgmmaSums<Cols>& sums, const A& a, const B& b) {
     hold_all(sums);
     ptx::wgmma_fence();
 #pragma unroll
     for (int product = 0; product < kProducts; ++product) {
 #pragma unroll
-        for (int k = 0; k < Depth; k += kWgmmaK) {
-            if (product == 0 && k == 0) {
+        for (int k = Begin; k < End; k += kWgmmaK) {
+            if (product == 0 && k == Begin) {
                 multiply_halves<Cols, false>(sums, a, b, product, k);
             } else {
                 multiply_halves<Cols, true>(sums, a, b, product, k);

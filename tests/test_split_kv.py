@@ -28,6 +28,23 @@ def test_few_queries_get_it(arch):
     assert f"{KERNEL} " in plan.reasons[0]  # its price is higher
 
 
+@pytest.mark.parametrize(
+    ("batch", "heads", "queries", "keys", "dim", "name"),
+    [
+        (1, 32, 1, 8192, 128, KERNEL),
+        (4, 8, 2, 8192, 128, KERNEL),
+        (64, 1, 8, 2048, 256, KERNEL),
+        (4, 8, 33, 4096, 96, "fwd_6_wgmma"),
+        (1, 32, 64, 20000, 96, "fwd_6_wgmma"),
+    ],
+)
+def test_heads_with_keys_of_their_own(batch, heads, queries, keys, dim, name):
+    """Reading keys takes most of the time; fwd_6_wgmma would merge parts of them afterwards."""
+    sizes = {"seqlen_q": queries, "seqlen_k": keys, "head_dim": dim, "value_dim": dim}
+    problem = replace(DECODING, batch=batch, heads=heads, kv_heads=heads, **sizes)
+    assert make_plan(problem, H200).kernel == name
+
+
 def test_packed_sequences_count_as_if_they_were_equally_long():
     packed = replace(DECODING, batch=64, seqlen_q=64, seqlen_k=64 * 8192, features=Features(packed=True))
     assert make_plan(packed, H200).kernel == KERNEL

@@ -126,11 +126,21 @@ def fastest(
     return best
 
 
+def merging_time(problem: Problem, tiles: TileSizes) -> float:
+    """The nanoseconds that a call whose tiles have parts takes for that, in which it reads no keys."""
+    return CLEARING + _time_of_part(problem, tiles)
+
+
+def _time_of_part(problem: Problem, tiles: TileSizes) -> float:
+    """The nanoseconds to write a part and to merge it, besides its keys."""
+    return OF_PART + OF_PART_BYTE * tiles.block_m * problem.value_dim * ACCUMULATOR_BYTES
+
+
 def _time(
     problem: Problem, tiles: TileSizes, pace: Pace, key_tiles: list[int], parts: int, blocks: int
 ) -> float:
     """Nanoseconds until all blocks finish."""
-    of_part = OF_PART + OF_PART_BYTE * tiles.block_m * problem.value_dim * ACCUMULATOR_BYTES
+    of_part = _time_of_part(problem, tiles)
 
     def time_of(keys: int, count: int) -> float:
         """The time of one of `count` parts of `keys` tiles of keys."""

@@ -22,6 +22,7 @@ from cufa.plan.hopper import (
     panel_tile_bytes,
 )
 from cufa.plan.pace import is_cut, memory_time
+from cufa.plan.parting import merging_time
 from cufa.plan.persistent import (
     CUT_START,
     FINDINGS_BYTES,
@@ -46,9 +47,10 @@ from cufa.rounding import ceil_div, round_up
 
 def price(problem: Problem, device: Device) -> float:
     """The estimated time of the forward in microseconds."""
-    _, least = fastest_tiles(problem, device)
+    tiles, least = fastest_tiles(problem, device)
     start = CUT_START if is_cut(problem) else START
-    return (start + max(least, memory_time(problem, device))) / 1000
+    merging = merging_time(problem, tiles) if tiles.parts > 1 else 0
+    return (start + max(least, memory_time(problem, device) + merging)) / 1000
 
 
 def beside(problem: Problem, device: Device, typical: Problem) -> Part:

@@ -187,6 +187,19 @@ def test_blocks_of_heads_that_share_keys_must_fill_much_of_the_gpu(dim, tf32, ca
         assert best_kernel(own, H200).name == (BACKWARD if dim == 128 else WIDE)
 
 
+@pytest.mark.parametrize("dim", [128, 192])
+def test_few_blocks_of_a_head_stand_in_line_if_some_are_longer(dim):
+    """Of 132 SMs; the rest of a deterministic call's blocks may stand in line."""
+    in_order = {"deterministic": True}
+    for call, heads in (
+        (backward(dim, **in_order), 1),
+        (backward(dim, causal=True, **in_order), 33),
+        (backward(dim, window=(100, None), **in_order), 33),
+        (backward(dim, causal=True), 1),
+    ):
+        assert dict(make_plan(call, H200).macros)["LEAST_HEADS"] == heads
+
+
 def test_gradients_of_scores_are_in_shared_memory_alone_beside_many_sums():
     macros = [dict(make_plan(backward(dim), H200, BACKWARD).macros) for dim in (64, 80, 96, 112)]
     assert [each["SHARES_GRADIENTS"] for each in macros] == [False, False, False, True]

@@ -173,9 +173,13 @@ def _product_macros(problem: Problem) -> tuple[tuple[str, bool], ...]:
 def _least_heads(problem: Problem, device: Device) -> int:
     """The least number of KV heads whose tiles of keys blocks process together.
 
-    Blocks that add in the order of their keys then wait for few others of their head.
+    Blocks that add in the order of their keys wait for the others of their head. If some are longer, as under
+    a causal mask, few should wait for each other. Else a block waits at its beginning only, and a head's
+    blocks should run together: of the queries of many heads, the L2 cache loses what the next block needs.
     """
-    return ceil_div(device.sm_count, MOST_IN_LINE) if problem.features.deterministic else 1
+    lengths_differ = problem.causal or problem.features.window != (None, None)
+    ordered = problem.features.deterministic and lengths_differ
+    return ceil_div(device.sm_count, MOST_IN_LINE) if ordered else 1
 
 
 def _registers(problem: Problem, tiles: Tiles) -> tuple[int, int]:

@@ -167,11 +167,10 @@ class Module:
         smem_bytes: int,
         params: bytes,
         buffers: Mapping[str, npt.NDArray[Any]],
-        threads: int = 1,
+        threads: int = 2,
         max_steps: int = _MAX_STEPS,
     ) -> None:
-        """Run `grid` blocks of `block` threads, several blocks at once on `threads` threads of the CPU:
-        one, since other tests run beside this one, and for threads that are not running others wait.
+        """Run `grid` blocks of `block` threads, several blocks at once on `threads` threads of the CPU.
 
         `params` is the kernel's parameter, one struct. `buffers` are the arrays whose addresses are in it,
         by the names that reports shall give them; a kernel may write to those only that are writeable.

@@ -1,11 +1,14 @@
 // The memory that a kernel may touch, and what happened to it during the launch.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "history.hpp"
@@ -26,6 +29,18 @@ T add_atomically(T* address, T value) {
 inline std::uintptr_t number(const void* address) {
     return reinterpret_cast<std::uintptr_t>(address);
 }
+
+// For a few instructions. There may be more threads than cores: who waits lets others go on.
+class Lock {
+  public:
+    void lock() {
+        while (taken_.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
+    }
+    void unlock() { taken_.clear(std::memory_order_release); }
+
+  private:
+    std::atomic_flag taken_ = ATOMIC_FLAG_INIT;
+};
 
 class Region {
   public:
@@ -56,21 +71,24 @@ class Region {
     template <class Use>
     void each_history(std::uintptr_t address, std::size_t size, Use use) {
         if (!histories_) return;
-        while (lock_.test_and_set(std::memory_order_acquire)) {
-        }
         const std::size_t last = (address - begin + size - 1) / granule_;
-        for (std::size_t i = (address - begin) / granule_; i <= last; ++i) {
-            if (use(histories_[i])) break;
+        for (std::size_t i = (address - begin) / granule_; i <= last;) {
+            const std::lock_guard guard(locks_[i / kLocked % kLocks]);
+            for (const std::size_t end = std::min(last, i | (kLocked - 1)); i <= end; ++i) {
+                if (use(histories_[i])) return;
+            }
         }
-        lock_.clear(std::memory_order_release);
     }
 
   private:
     static constexpr std::size_t kMostGranule = 2;  // there may be two elements in larger ones
+    // Histories in a row that share a lock, and locks: blocks on several threads seldom need the
+    // same one.
+    static constexpr std::size_t kLocked = 1024, kLocks = 64;
 
     std::size_t granule_ = kMostGranule;  // bytes that share a history
     std::unique_ptr<History[]> histories_;
-    std::atomic_flag lock_ = ATOMIC_FLAG_INIT;  // blocks run on several threads at once
+    std::array<Lock, kLocks> locks_;
 };
 
 }  // namespace emulator

@@ -126,8 +126,8 @@ def test_no_product_of_the_backward_is_in_series():
     assert all("spill stores" in line for line in warnings)
 
 
-# Of the wide backward: at most, by head dim with features.
-SPILLED_OF_TF32, SPILLED_WITH_FEATURES = 200, {192: 32, 256: 32}
+# Of the wide backward, at most.
+SPILLED_OF_TF32, SPILLED_WITH_FEATURES = 200, 32
 
 
 @pytest.mark.parametrize("dims", [(160, 160), (192, 192), (192, 128), (64, 256), (256, 256)], ids=str)
@@ -149,7 +149,7 @@ def test_the_wide_backward_has_its_sums_in_registers(dims, tf32, deterministic):
 @pytest.mark.parametrize("dim", [192, 256])
 def test_the_wide_backward_spills_little_with_features(dim, features):
     build = jit.build(make_plan(replace(backward(dim), features=features), H200).variant)
-    assert build.resources["key_tiles"].spill_stores <= SPILLED_WITH_FEATURES[dim]
+    assert build.resources["key_tiles"].spill_stores <= SPILLED_WITH_FEATURES
     assert all("spill stores" in line for line in build.warnings)
 
 

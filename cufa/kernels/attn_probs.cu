@@ -37,11 +37,18 @@ __device__ inline void load_shifts(acc_t (&shift)[kRows], const acc_t* lse, cons
     }
 }
 
-__device__ inline void exponentiate(Probabilities& p, const acc_t (&shift)[kRows]) {
+// Turns products into probabilities. Those of unseen keys are 0, also in a row whose LSE is NaN.
+__device__ inline void exponentiate(const ScoreRules& rules, Probabilities& p,
+                                    const acc_t (&shift)[kRows], const Grid& grid, int first_row,
+                                    int first_key) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
-        for (int j = 0; j < kKeys; ++j) p[i][j] = exp2_of(p[i][j] - shift[i]);
+        for (int j = 0; j < kKeys; ++j) {
+            const int row = first_row + grid.row(i), key = first_key + grid.key(j);
+            p[i][j] = rules.sees(row, key) ? exp2_of(rules.score(p[i][j], row, key) - shift[i])
+                                           : acc_t(0);
+        }
 }
 
 __device__ inline void store(Matrix<scalar_t> to, const Probabilities& p, acc_t factor,
@@ -80,8 +87,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
             load_tile<kThreads, kHeadDim>(smem.k, k, key, tiles.end);
             __syncthreads();
             product_nt<kHeadDim>(p, smem.q, smem.k, grid);
-            apply<true>(rules, p, grid, first_row, key);
-            exponentiate(p, shift);
+            exponentiate(rules, p, shift, grid, first_row, key);
             if constexpr (kDropout) drop(rules, p, grid, first_row, key);
         }
         store(out, p, factor, grid, first_row, key, params.sizes);

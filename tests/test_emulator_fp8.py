@@ -174,12 +174,12 @@ IN_PARTS = [
 
 @pytest.mark.parametrize(("dims", "lengths", "causal", "transposes", "parts"), IN_PARTS)
 def test_keys_in_parts(rng, dims, lengths, causal, transposes, parts):
-    problem = draw(rng, *lengths, dims=dims, batch=2)
+    problem = draw(rng, *lengths, dims=dims)
     options = {"causal": causal, "tiles": {"parts": parts}}
-    descales = random_descales(rng, 2, 1)
+    descales = random_descales(rng, 1, 1)
     for nan_at in ((), (10, lengths[1] - lengths[0] // 2, lengths[1] - 1)):
         for key in nan_at:
-            problem.v[1, key, 0, 3] = np.nan
+            problem.v[0, key, 0, 3] = np.nan
         drawn = with_values_transposed(problem) if transposes else problem
         results = [run(drawn, descales, **options) for _ in range(2)]
         for now, expected in zip(*results, strict=True):
@@ -352,7 +352,7 @@ def drawn_sizes(rng, dims):
 
 def check_features(rng, features, sizes, transposed=False, tiles=None):
     """Run a drawn case of these features, clean and with NaN in the unseen."""
-    case = draw_case(rng, FLOAT8, features, page_sizes=HOPPER_PAGE_SIZES, **sizes)
+    case = draw_case(rng, FLOAT8, features, page_sizes=HOPPER_PAGE_SIZES, heads=2, kv_heads=1, **sizes)
     for hidden in (False, True):
         if hidden:
             hide_nan(case)

@@ -38,6 +38,7 @@ LARGE_TILES = {"block_m": 128, "block_n": 64, "stages": 2, "query_stages": 1, "b
 FORWARDS = [("float16", (64, 64), LARGE_TILES), ("bfloat16", (128, 40), None)]
 # From where to where lengths of a side are, as often of one tile as of two.
 LENGTHS = [(1, 80), (129, 190)]
+HEADS = {"heads": 2, "kv_heads": 1}
 # So few that each block takes several tiles.
 DEVICE = dataclasses.replace(calls.DEVICE, sm_count=3)
 
@@ -59,7 +60,14 @@ def test_forward(rng, dtype, dims, tiles, features):
     """Clean, and with NaN in the unseen, which takes another way through the kernel."""
     seqlen_q, seqlen_k = (int(rng.integers(*rng.choice(LENGTHS))) for _ in range(2))
     case = draw_case(
-        rng, dtype, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=dims[0], head_dim_v=dims[1]
+        rng,
+        dtype,
+        features,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=dims[0],
+        head_dim_v=dims[1],
+        **HEADS,
     )
     problem = case.problem
     for hidden in (False, True):
@@ -100,7 +108,14 @@ def test_forward(rng, dtype, dims, tiles, features):
 def test_backward(rng, kernel, dtype, dims, features):
     seqlen_q, seqlen_k = (int(rng.integers(*rng.choice(LENGTHS))) for _ in range(2))
     case = draw_case(
-        rng, dtype, features, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=dims[0], head_dim_v=dims[1]
+        rng,
+        dtype,
+        features,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=dims[0],
+        head_dim_v=dims[1],
+        **HEADS,
     )
     hide_nan(case)
     tiles = TILES.get((kernel, dims))
@@ -110,8 +125,8 @@ def test_backward(rng, kernel, dtype, dims, features):
 # By direction; the mask's heads and sequences, and its tiles.
 HIDING = [
     ("fwd_6_wgmma", (72, 40), (2, 1), (128, 64)),
-    ("bwd_4_wgmma", (72, 40), (1, 4), (64, 128)),
-    ("bwd_5_wgmma_wide", (40, 136), (1, 4), (64, 64)),
+    ("bwd_4_wgmma", (72, 40), (1, 2), (64, 128)),
+    ("bwd_5_wgmma_wide", (40, 136), (1, 2), (64, 64)),
 ]
 
 
@@ -121,7 +136,7 @@ HIDING = [
 def test_tiles_that_a_mask_hides(rng, in_bits, keys, rows):
     """Forward and backward; other keys hide in other heads and sequences, or the same in all."""
     for kernel, (head_dim, value_dim), front, tile in HIDING:
-        sizes = {"seqlen_q": 150, "seqlen_k": keys, "head_dim": head_dim, "head_dim_v": value_dim}
+        sizes = {"seqlen_q": 150, "seqlen_k": keys, "head_dim": head_dim, "head_dim_v": value_dim} | HEADS
         case = draw_case(rng, "bfloat16", {"causal"}, **sizes)
         mask, _ = mask_by_tiles(rng, (*front, rows, keys), tile)
         case.arrays["mask"] = np.packbits(mask, axis=-1, bitorder="little") if in_bits else mask
@@ -167,7 +182,7 @@ VARIED_PARTS = [
 
 @pytest.mark.parametrize(("dims", "parts", "features"), VARIED_PARTS)
 def test_keys_in_parts(rng, dims, parts, features):
-    lengths = {"seqlen_q": 250, "seqlen_k": 700, "head_dim": dims[0], "head_dim_v": dims[1]}
+    lengths = {**HEADS, "seqlen_q": 250, "seqlen_k": 700, "head_dim": dims[0], "head_dim_v": dims[1]}
     case = draw_case(rng, "bfloat16", features, page_sizes=HOPPER_PAGE_SIZES, **lengths)
     for hidden in (False, True):
         if hidden:
@@ -182,18 +197,18 @@ def test_keys_in_parts(rng, dims, parts, features):
 # The sequences, heads and rows of a bias that the copy engine can bring, and what else there is. With more
 # than 64 head dims fwd_6 and bwd_4 read it from memory.
 BOXED = [
-    ("fwd_6_wgmma", "bfloat16", (64, 40), (2, 4, 150), {"causal"}),
-    ("fwd_6_wgmma", "float16", (72, 128), (1, 4, 150), {"packed", "softcap"}),
+    ("fwd_6_wgmma", "bfloat16", (64, 40), (2, 2, 150), {"causal"}),
+    ("fwd_6_wgmma", "float16", (72, 128), (1, 2, 150), {"packed", "softcap"}),
     ("fwd_6_wgmma", "bfloat16", (40, 64), (2, 1, 1), {"mask", "window"}),
-    ("fwd_6_wgmma", "float16", (48, 64), (1, 4, 150), {"packed", "softcap"}),
-    ("bwd_4_wgmma", "float16", (64, 40), (2, 4, 150), {"dlse"}),
-    ("bwd_4_wgmma", "bfloat16", (56, 64), (1, 4, 150), {"packed", "causal", "softcap"}),
+    ("fwd_6_wgmma", "float16", (48, 64), (1, 2, 150), {"packed", "softcap"}),
+    ("bwd_4_wgmma", "float16", (64, 40), (2, 2, 150), {"dlse"}),
+    ("bwd_4_wgmma", "bfloat16", (56, 64), (1, 2, 150), {"packed", "causal", "softcap"}),
     ("bwd_4_wgmma", "bfloat16", (64, 64), (2, 1, 1), {"mask", "seqused_k"}),
-    ("bwd_4_wgmma", "bfloat16", (72, 128), (1, 4, 150), {"packed", "causal", "softcap"}),
+    ("bwd_4_wgmma", "bfloat16", (72, 128), (1, 2, 150), {"packed", "causal", "softcap"}),
     ("bwd_4_wgmma", "bfloat16", (128, 64), (2, 1, 1), {"mask", "seqused_k"}),
     ("bwd_4_wgmma", "float16", (40, 32), (1, 1, 150), {"deterministic", "alibi_slopes", "dropout"}),
-    ("bwd_5_wgmma_wide", "bfloat16", (72, 136), (2, 4, 150), {"packed", "window", "deterministic"}),
-    ("bwd_5_wgmma_wide", "float16", (192, 192), (1, 4, 1), {"mask", "softcap", "dropout"}),
+    ("bwd_5_wgmma_wide", "bfloat16", (72, 136), (2, 2, 150), {"packed", "window", "deterministic"}),
+    ("bwd_5_wgmma_wide", "float16", (192, 192), (1, 2, 1), {"mask", "softcap", "dropout"}),
     ("bwd_5_wgmma_wide", "bfloat16", (136, 136), (2, 1, 150), set()),
 ]
 
@@ -201,7 +216,7 @@ BOXED = [
 @pytest.mark.parametrize(("kernel", "dtype", "dims", "front", "features"), BOXED)
 def test_bias_in_boxes(rng, kernel, dtype, dims, front, features):
     """Of rows whose first elements are aligned; -inf, and NaN where nothing is seen, are in there, too."""
-    lengths = {"seqlen_q": 150, "seqlen_k": 200}
+    lengths = {"seqlen_q": 150, "seqlen_k": 200, **HEADS}
     case = draw_case(rng, dtype, features, **lengths, head_dim=dims[0], head_dim_v=dims[1])
     bias = rng.standard_normal((*front, lengths["seqlen_k"]))
     bias[rng.random(bias.shape) < 0.05] = -np.inf

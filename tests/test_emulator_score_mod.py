@@ -105,7 +105,7 @@ def see_documents(b, h, q_idx, kv_idx, of_queries, of_keys):
 
 
 # Two tiles of either length.
-HOPPER_LENGTHS = {"seqlen_q": 140, "seqlen_k": 150}
+HOPPER_SIZES = {"seqlen_q": 140, "seqlen_k": 150, "heads": 2, "kv_heads": 1}
 
 
 def see_blocks(b, h, q_idx, kv_idx, of_blocks):
@@ -129,7 +129,7 @@ def see_blocks(b, h, q_idx, kv_idx, of_blocks):
 )
 def test_hopper_forward(rng, mods, features, functions, block_n):
     """Without a bit for each score where tiles are of 16 keys."""
-    sizes = {**HOPPER_LENGTHS, "head_dim": 64, "head_dim_v": 40}
+    sizes = {**HOPPER_SIZES, "head_dim": 64, "head_dim_v": 40}
     case = cases.draw_case(rng, "bfloat16", features, **sizes)
     own = {
         "shape_score": ScoreMod(shape_score, mods["score_mod"].arrays[0], rng.standard_normal(110)),
@@ -173,7 +173,7 @@ def add_learnt(score, b, h, q_idx, kv_idx, table, halves, of_queries):
     ],
 )
 def test_hopper_backward(rng, mods, kernel, features, head_dim, head_dim_v, functions):
-    sizes = {**HOPPER_LENGTHS, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    sizes = {**HOPPER_SIZES, "head_dim": head_dim, "head_dim_v": head_dim_v}
     case = cases.draw_case(rng, "bfloat16", features, **sizes)
     table = mods["score_mod"].arrays[0]
     score_mods = {

@@ -395,6 +395,8 @@ def _run(
     boxed = list(lying)
     if problem.bias_boxes:
         bias = placed["bias"]
+        steps = [stride * (size > 1) for size, stride in zip(bias.shape, bias.strides, strict=True)]
+        bias = np.lib.stride_tricks.as_strided(bias, strides=steps)
         boxed.append(bias[(None,) * (4 - bias.ndim)].swapaxes(1, 2))
     fields = [field for tensor in lying for field in _fields(tensor)]
     lse, scale = placed["lse"].ctypes.data, check_scale(softmax_scale, problem.head_dim)

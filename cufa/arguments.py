@@ -209,7 +209,7 @@ def check_range(problem: Problem, softmax_scale: float, softcap: float) -> None:
 def check_descales(**descales: object) -> None:
     """Raise TypeError for a scalar: making it an array in each call would be slow."""
     for name, descale in descales.items():
-        if isinstance(descale, Real):
+        if descale is not None and isinstance(descale, Real):
             raise TypeError(
                 f"{name} is {descale}; it must be an array of (batch, kv_heads) in float32, as full((batch, "
                 f"kv_heads), {descale}, float32) makes it once for many calls"

@@ -90,7 +90,7 @@ def first_call() -> dict[str, float]:
 
 
 def host_microseconds() -> dict[str, float]:
-    """What a call keeps the host busy, the GPU left to work: median over rounds."""
+    """What a call keeps the host busy, the GPU left to work: median over rounds in which all take turns."""
     import cupy
 
     rng = np.random.default_rng()
@@ -111,17 +111,14 @@ def host_microseconds() -> dict[str, float]:
         "attention_backward": lambda: cufa.attention_backward(dout, q, k, v, out, lse),
         "attention, of one key more each time": with_another_key,
     }
-    measured = {}
-    for name, call in calls.items():
-        rounds = []
-        for _ in range(ROUNDS):
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                call()
-            rounds.append((time.perf_counter() - start) / CALLS * 1e6)
-            cupy.cuda.Device().synchronize()
-        measured[name] = statistics.median(rounds)
-    return measured
+    rounds: dict[str, list[float]] = {name: [] for name in calls}
+    for _, (name, call) in itertools.product(range(ROUNDS), calls.items()):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        rounds[name].append((time.perf_counter() - start) / CALLS * 1e6)
+        cupy.cuda.Device().synchronize()
+    return {name: statistics.median(times) for name, times in rounds.items()}
 
 
 def first_call_of_a_process() -> dict[str, float]:

@@ -86,26 +86,31 @@ def test_forward(rng, dtype, dims, tiles, features):
             assert_attention(out, lse, problem, **case.forward)
 
 
+# Each set with two kernels; of one of them every access is checked.
 @pytest.mark.parametrize(
-    ("kernel", "dtype", "dims", "features"),
+    ("checked", "kernel", "dtype", "dims", "features"),
     [
-        (*BACKWARDS[i % len(BACKWARDS)], features - LACKS.get(BACKWARDS[i % len(BACKWARDS)], set()))
+        (
+            first == 0,
+            *BACKWARDS[i % len(BACKWARDS)],
+            features - LACKS.get(BACKWARDS[i % len(BACKWARDS)], set()),
+        )
         for first in (0, 2)
         for i, features in enumerate(pairwise(BACKWARD_FEATURES), first)
     ]
     + [
-        (*BACKWARDS[0], frozenset(("bias", "softcap"))),
-        (*BACKWARDS[1], frozenset(("bias", "causal", "packed"))),
-        (*BACKWARDS[3], frozenset(("bias", "alibi_slopes"))),
-        (*BACKWARDS[0], frozenset(("mask", "window", "seqused_k", "softcap"))),
-        (*BACKWARDS[1], frozenset(("mask_bits", "causal", "packed", "bias"))),
-        (*BACKWARDS[5], frozenset(("mask", "alibi_slopes", "dlse", "dsink"))),
-        (*BACKWARDS[2], frozenset(("mask", "window", "seqused_k", "softcap"))),
-        (*BACKWARDS[3], frozenset(("mask_bits", "causal", "packed", "bias"))),
+        (True, *BACKWARDS[0], frozenset(("bias", "softcap"))),
+        (True, *BACKWARDS[1], frozenset(("bias", "causal", "packed"))),
+        (True, *BACKWARDS[3], frozenset(("bias", "alibi_slopes"))),
+        (True, *BACKWARDS[0], frozenset(("mask", "window", "seqused_k", "softcap"))),
+        (True, *BACKWARDS[1], frozenset(("mask_bits", "causal", "packed", "bias"))),
+        (True, *BACKWARDS[5], frozenset(("mask", "alibi_slopes", "dlse", "dsink"))),
+        (True, *BACKWARDS[2], frozenset(("mask", "window", "seqused_k", "softcap"))),
+        (True, *BACKWARDS[3], frozenset(("mask_bits", "causal", "packed", "bias"))),
     ],
     ids=lambda value: feature_id(value) if isinstance(value, frozenset) else str(value),
 )
-def test_backward(rng, kernel, dtype, dims, features):
+def test_backward(rng, checked, kernel, dtype, dims, features):
     seqlen_q, seqlen_k = (int(rng.integers(*rng.choice(LENGTHS))) for _ in range(2))
     case = draw_case(
         rng,
@@ -118,8 +123,8 @@ def test_backward(rng, kernel, dtype, dims, features):
         **HEADS,
     )
     hide_nan(case)
-    tiles = TILES.get((kernel, dims))
-    assert_gradients(gradients_of(kernel, case, tiles=tiles), case.problem, **case.backward)
+    gradients = gradients_of(kernel, case, tiles=TILES.get((kernel, dims)), checked=checked)
+    assert_gradients(gradients, case.problem, **case.backward)
 
 
 # By direction; the mask's heads and sequences, and its tiles.

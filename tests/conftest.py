@@ -1,5 +1,6 @@
 """What all tests share: random numbers, and what is skipped on a machine that lacks what it needs."""
 
+import gc
 import hashlib
 import os
 from typing import Any
@@ -30,6 +31,11 @@ def pytest_collection_modifyitems(items):
     if emulated and os.environ.get("CI") != "true" and not available():
         for item in emulated:
             item.add_marker(pytest.mark.skip(reason="no C++ compiler to run kernels on the CPU"))
+
+
+def pytest_collection_finish():
+    """Let garbage collection leave out what stays until the end, thousands of tests: 6 % of the time."""
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

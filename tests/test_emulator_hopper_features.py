@@ -168,7 +168,7 @@ PARTED = [
 
 @pytest.mark.parametrize(("kernel", "dims", "tiles", "features"), PARTED)
 def test_heads_in_parts(rng, kernel, dims, tiles, features):
-    lengths = {"seqlen_q": 150, "seqlen_k": 200, "heads": 4, "kv_heads": 1}
+    lengths = {"seqlen_q": 150, "seqlen_k": 140, "heads": 4, "kv_heads": 1}
     case = draw_case(rng, "bfloat16", features, **lengths, head_dim=dims[0], head_dim_v=dims[1])
     hide_nan(case)
     assert_gradients(gradients_of(kernel, case, tiles=tiles), case.problem, **case.backward)
@@ -187,7 +187,7 @@ VARIED_PARTS = [
 
 @pytest.mark.parametrize(("dims", "parts", "features"), VARIED_PARTS)
 def test_keys_in_parts(rng, dims, parts, features):
-    lengths = {**HEADS, "seqlen_q": 250, "seqlen_k": 700, "head_dim": dims[0], "head_dim_v": dims[1]}
+    lengths = {**HEADS, "seqlen_q": 150, "seqlen_k": 700, "head_dim": dims[0], "head_dim_v": dims[1]}
     case = draw_case(rng, "bfloat16", features, page_sizes=HOPPER_PAGE_SIZES, **lengths)
     for hidden in (False, True):
         if hidden:
@@ -221,7 +221,7 @@ BOXED = [
 @pytest.mark.parametrize(("kernel", "dtype", "dims", "front", "features"), BOXED)
 def test_bias_in_boxes(rng, kernel, dtype, dims, front, features):
     """Of rows whose first elements are aligned; -inf, and NaN where nothing is seen, are in there, too."""
-    lengths = {"seqlen_q": 150, "seqlen_k": 200, **HEADS}
+    lengths = {"seqlen_q": 150, "seqlen_k": 136, **HEADS}
     case = draw_case(rng, dtype, features, **lengths, head_dim=dims[0], head_dim_v=dims[1])
     bias = rng.standard_normal((*front, lengths["seqlen_k"]))
     bias[rng.random(bias.shape) < 0.05] = -np.inf

@@ -395,6 +395,7 @@ def _run(
     boxed = list(lying)
     if problem.bias_boxes:
         bias = placed["bias"]
+        # As calls on a GPU pass them: of an axis of one element 0.
         steps = [stride * (size > 1) for size, stride in zip(bias.shape, bias.strides, strict=True)]
         bias = np.lib.stride_tricks.as_strided(bias, strides=steps)
         boxed.append(bias[(None,) * (4 - bias.ndim)].swapaxes(1, 2))

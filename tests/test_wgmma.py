@@ -91,20 +91,35 @@ def test_any_head_dims_compile(dtype, head_dim, value_dim):
     assert not [line for line in build.warnings if "spill" not in line]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_products_are_issued_together(head_dim):
-    """Within a run of products there is no wait, which the compiler would put in if it had doubts."""
+def runs_of(head_dim):
+    """The products, waits for products and exponentials of the machine code: each with how many in a row."""
     build = jit.build(plan_of(problem(head_dim)).variant)
     try:
         code = jit.sass(build)
     except RuntimeError as error:
         pytest.skip(str(error))
-    marks = re.findall(r"HGMMA|WARPGROUP\.DEPBAR|MUFU\.EX2", code)
-    runs = [(mark, len(list(run))) for mark, run in itertools.groupby(marks)]
-    products = [length for mark, length in runs if mark == "HGMMA"]
+    marks = re.findall(r"HGMMA|WARPGROUP\.DEPBAR\.LE gsb0, 0x\d|MUFU\.EX2", code)
+    return [(mark, len(list(run))) for mark, run in itertools.groupby(marks)]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_products_are_issued_together(head_dim):
+    """Within a run of products there is no wait, which the compiler would put in if it had doubts."""
+    products = [length for mark, length in runs_of(head_dim) if mark == "HGMMA"]
     tiles = plan_of(problem(head_dim)).tiles
     assert max(products) == head_dim // 16 + tiles["block_n"] // 16
     assert min(products) >= min(head_dim, tiles["block_n"]) // 16
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_exponentials_are_computed_while_the_output_is_multiplied(head_dim):
+    """They stand where they were written: after the wait for a tile's scores, before that for the output."""
+    runs = runs_of(head_dim)
+    of_loop = max(range(len(runs)), key=lambda at: (runs[at][0] == "HGMMA") * runs[at][1])
+    (wait, _), (exponentials, count), (last_wait, _) = runs[of_loop + 1 :][:3]
+    assert (wait[-1], exponentials, last_wait[-1]) == ("1", "MUFU.EX2", "0")
+    # Of 64 rows by 128 threads; ptxas may move one past the wait.
+    assert count >= plan_of(problem(head_dim)).tiles["block_n"] * 64 // 128 - 1
 
 
 @pytest.mark.parametrize("seqlen", [64, *LENGTHS])

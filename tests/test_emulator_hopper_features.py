@@ -43,6 +43,13 @@ HEADS = {"heads": 2, "kv_heads": 1}
 DEVICE = dataclasses.replace(calls.DEVICE, sm_count=3)
 
 
+def draw(rng, dtype, dims, features):
+    """A case of these features and head dims, and of random lengths."""
+    seqlen_q, seqlen_k = (int(rng.integers(*rng.choice(LENGTHS))) for _ in range(2))
+    sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "head_dim": dims[0], "head_dim_v": dims[1]}
+    return draw_case(rng, dtype, features, **sizes, **HEADS)
+
+
 # Each set with one of the forward's, in turn: compiling takes most of the time.
 @pytest.mark.parametrize(
     ("dtype", "dims", "tiles", "features"),
@@ -58,17 +65,7 @@ DEVICE = dataclasses.replace(calls.DEVICE, sm_count=3)
 )
 def test_forward(rng, dtype, dims, tiles, features):
     """Clean, and with NaN in the unseen, which takes another way through the kernel."""
-    seqlen_q, seqlen_k = (int(rng.integers(*rng.choice(LENGTHS))) for _ in range(2))
-    case = draw_case(
-        rng,
-        dtype,
-        features,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        head_dim=dims[0],
-        head_dim_v=dims[1],
-        **HEADS,
-    )
+    case = draw(rng, dtype, dims, features)
     problem = case.problem
     for hidden in (False, True):
         if hidden:
@@ -86,42 +83,38 @@ def test_forward(rng, dtype, dims, tiles, features):
             assert_attention(out, lse, problem, **case.forward)
 
 
-# Each set with two kernels; of one of them every access is checked.
+def sets_from(first):
+    """Each pair of features with one of the kernels in turn, from that one on."""
+    kernels = itertools.islice(itertools.cycle(BACKWARDS), first, None)
+    return [
+        (*kernel, features - LACKS.get(kernel, set()))
+        for kernel, features in zip(kernels, pairwise(BACKWARD_FEATURES), strict=False)
+    ]
+
+
+FURTHER_SETS = [
+    (*BACKWARDS[0], frozenset(("bias", "softcap"))),
+    (*BACKWARDS[1], frozenset(("bias", "causal", "packed"))),
+    (*BACKWARDS[3], frozenset(("bias", "alibi_slopes"))),
+    (*BACKWARDS[0], frozenset(("mask", "window", "seqused_k", "softcap"))),
+    (*BACKWARDS[1], frozenset(("mask_bits", "causal", "packed", "bias"))),
+    (*BACKWARDS[5], frozenset(("mask", "alibi_slopes", "dlse", "dsink"))),
+    (*BACKWARDS[2], frozenset(("mask", "window", "seqused_k", "softcap"))),
+    (*BACKWARDS[3], frozenset(("mask_bits", "causal", "packed", "bias"))),
+]
+
+
+# Pairs with two kernels; of one of them every access is checked.
 @pytest.mark.parametrize(
     ("checked", "kernel", "dtype", "dims", "features"),
     [
-        (
-            first == 0,
-            *BACKWARDS[i % len(BACKWARDS)],
-            features - LACKS.get(BACKWARDS[i % len(BACKWARDS)], set()),
-        )
-        for first in (0, 2)
-        for i, features in enumerate(pairwise(BACKWARD_FEATURES), first)
-    ]
-    + [
-        (True, *BACKWARDS[0], frozenset(("bias", "softcap"))),
-        (True, *BACKWARDS[1], frozenset(("bias", "causal", "packed"))),
-        (True, *BACKWARDS[3], frozenset(("bias", "alibi_slopes"))),
-        (True, *BACKWARDS[0], frozenset(("mask", "window", "seqused_k", "softcap"))),
-        (True, *BACKWARDS[1], frozenset(("mask_bits", "causal", "packed", "bias"))),
-        (True, *BACKWARDS[5], frozenset(("mask", "alibi_slopes", "dlse", "dsink"))),
-        (True, *BACKWARDS[2], frozenset(("mask", "window", "seqused_k", "softcap"))),
-        (True, *BACKWARDS[3], frozenset(("mask_bits", "causal", "packed", "bias"))),
+        *((True, *each) for each in (*sets_from(0), *FURTHER_SETS)),
+        *((False, *each) for each in sets_from(2)),
     ],
     ids=lambda value: feature_id(value) if isinstance(value, frozenset) else str(value),
 )
 def test_backward(rng, checked, kernel, dtype, dims, features):
-    seqlen_q, seqlen_k = (int(rng.integers(*rng.choice(LENGTHS))) for _ in range(2))
-    case = draw_case(
-        rng,
-        dtype,
-        features,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        head_dim=dims[0],
-        head_dim_v=dims[1],
-        **HEADS,
-    )
+    case = draw(rng, dtype, dims, features)
     hide_nan(case)
     gradients = gradients_of(kernel, case, tiles=TILES.get((kernel, dims)), checked=checked)
     assert_gradients(gradients, case.problem, **case.backward)

@@ -4,14 +4,15 @@ None of it needs a GPU.
 """
 
 import itertools
-import re
 from dataclasses import asdict, replace
 
+import machine_code
 import ml_dtypes
 import numpy as np
 import pytest
 from feature_cases import draw_case
 from float8 import assert_float8, random_descales, transposed, with_values_transposed
+from machine_code import EXPONENTIAL, WAIT
 from tolerance import random_problem
 
 import cufa
@@ -144,12 +145,7 @@ def test_any_head_dims_compile(dims):
 def test_products_are_issued_together(head_dim):
     """Within a run of products there is no wait, which the compiler would put in if it had doubts."""
     call = problem(head_dim)
-    try:
-        code = jit.sass(compiled(call))
-    except RuntimeError as error:
-        pytest.skip(str(error))
-    marks = re.findall(r"QGMMA|WARPGROUP\.DEPBAR|MUFU\.EX2", code)
-    runs = [(mark, len(list(run))) for mark, run in itertools.groupby(marks)]
+    runs = machine_code.runs(compiled(call), "QGMMA", WAIT, EXPONENTIAL)
     products = [length for mark, length in runs if mark == "QGMMA"]
     block_n = make_plan(call, H200).tiles["block_n"]
     assert max(products) == head_dim // 32 + block_n // 32

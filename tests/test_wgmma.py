@@ -1,11 +1,12 @@
 """The Hopper forward: plans, and what the compiler makes of the kernel. None of it needs a GPU."""
 
 import itertools
-import re
 from dataclasses import asdict, replace
 
+import machine_code
 import numpy as np
 import pytest
+from machine_code import EXPONENTIAL, WAIT
 
 from cufa import jit
 from cufa.device import Device
@@ -92,14 +93,8 @@ def test_any_head_dims_compile(dtype, head_dim, value_dim):
 
 
 def runs_of(head_dim):
-    """The products, waits for products and exponentials of the machine code: each with how many in a row."""
-    build = jit.build(plan_of(problem(head_dim)).variant)
-    try:
-        code = jit.sass(build)
-    except RuntimeError as error:
-        pytest.skip(str(error))
-    marks = re.findall(r"HGMMA|WARPGROUP\.DEPBAR\.LE gsb0, 0x\d|MUFU\.EX2", code)
-    return [(mark, len(list(run))) for mark, run in itertools.groupby(marks)]
+    """The products, waits for products and exponentials of the kernel."""
+    return machine_code.runs(jit.build(plan_of(problem(head_dim)).variant), "HGMMA", WAIT, EXPONENTIAL)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

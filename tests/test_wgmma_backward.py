@@ -1,10 +1,10 @@
 """The Hopper backward: plans, and what the compiler makes of the kernels. None of it needs a GPU."""
 
-import itertools
-import re
 from dataclasses import replace
 
+import machine_code
 import pytest
+from machine_code import WAIT
 
 from cufa import jit
 from cufa.device import Device
@@ -222,12 +222,7 @@ def test_any_head_dims_compile(dtype, head_dim, value_dim):
 def test_products_are_issued_together(head_dim, value_dim):
     """Between the parts of a product there is no wait, which the compiler would put in if it had doubts."""
     plan = plan_of(problem(head_dim, value_dim))
-    try:
-        code = jit.sass(jit.build(plan.variant))
-    except RuntimeError as error:
-        pytest.skip(str(error))
-    marks = re.findall(r"HGMMA|WARPGROUP\.DEPBAR", code)
-    runs = [(mark, len(list(run))) for mark, run in itertools.groupby(marks)]
+    runs = machine_code.runs(jit.build(plan.variant), "HGMMA", WAIT)
     parts = min(head_dim, plan.tiles["block_m"], plan.tiles["block_n"]) // 16
     assert min(length for mark, length in runs if mark == "HGMMA") >= parts
 

@@ -26,6 +26,7 @@ from cufa.device import Device
 from cufa.driver import TENSOR_MAP_BYTES
 from cufa.params import (
     FeatureValues,
+    bias_fields,
     pack_call,
     pack_features,
     pack_merge,
@@ -45,7 +46,7 @@ from cufa.plan.standard import (
     rotary_launches,
     softmax_launches,
 )
-from cufa.problem import LAYOUTS, Direction, lse_shape, output_shape
+from cufa.problem import LAYOUTS, Direction, four_axes, lse_shape, output_shape
 from cufa.rotary import position_strides
 from cufa.score_mod import MaskMod, Mods, ScoreMod
 from cufa.tensor_layout import Region, lies_in_boxes, lies_transposed
@@ -395,10 +396,10 @@ def _run(
     boxed = list(lying)
     if problem.bias_boxes:
         bias = placed["bias"]
-        # As calls on a GPU pass them: of an axis of one element 0.
-        steps = [stride * (size > 1) for size, stride in zip(bias.shape, bias.strides, strict=True)]
-        bias = np.lib.stride_tricks.as_strided(bias, strides=steps)
-        boxed.append(bias[(None,) * (4 - bias.ndim)].swapaxes(1, 2))
+        batch, heads, rows, keys = four_axes(bias.shape)
+        _, *steps = bias_fields(bias.ctypes.data, _region(bias))
+        strides = [step * bias.itemsize for step in (*steps, 1)]
+        boxed.append(np.lib.stride_tricks.as_strided(bias, (batch, rows, heads, keys), strides))
     fields = [field for tensor in lying for field in _fields(tensor)]
     lse, scale = placed["lse"].ctypes.data, check_scale(softmax_scale, problem.head_dim)
     side = {name: _region(array) for name, array in placed.items() if name not in tensors}

@@ -8,7 +8,6 @@ is that of bench_peers.py.
 
 import functools
 import os
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import click
 import cupy
 import torch
 from bench_peers import FLUSH_BYTES, ROOT
+from peer_calls import Call
 from rich.console import Console
 from rich.progress import track
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -37,8 +37,6 @@ BIASES = {
 }
 # Additions to the bias's gradient are rounded as often as scores share an element: of PyTorch's, in 16 bits.
 MAX_ERROR = 0.1
-
-Call = Callable[[], Any]
 
 
 def calls_of(dtype: str, seqlen: int, head_dim: int, bias: str) -> dict[str, dict[str, Call]]:

@@ -9,7 +9,6 @@ in the time of the next call.
 """
 
 import os
-from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -21,6 +20,7 @@ import cupy
 import torch
 from bench_fp8 import read
 from bench_peers import ROOT
+from peer_calls import Call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -49,7 +49,6 @@ SHAPES = (
 )
 
 Shape = tuple[int, int, int, int, int]
-Call = Callable[[], Any]
 
 
 class TilesType(click.ParamType):

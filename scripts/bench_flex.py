@@ -19,23 +19,18 @@ import cupy
 import numpy as np
 import torch
 from bench_peers import FLUSH_BYTES, ROOT
+from peer_calls import FLEX, Call, Tensors, of_flex
 from rich.console import Console
 from rich.progress import track
-from torch._inductor.exc import InductorError
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask
 
 import cufa
 
 RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "flex.json"))
-PEER = "FlexAttention"
 BATCH, SEQLEN, HEADS = 4, 4096, 16
 DOCUMENTS, WINDOW, CAP = 8, 512, 20.0
-# What FlexAttention is given where its own choice wants more shared memory than there is.
-SMALL_TILES = {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2}
 
 Function = Callable[..., Any]
-Tensors = tuple[torch.Tensor, ...]
-Call = Callable[[], Any]
 
 
 def alibi(score: Any, _: Any, h: Any, q_idx: Any, kv_idx: Any, slopes: Any) -> Any:
@@ -131,28 +126,14 @@ def flex_calls(
     if mask_mod is not None:
         batch = BATCH if mods["mask_mod"][1] else None
         functions["block_mask"] = create_block_mask(mask_mod, batch, None, SEQLEN, SEQLEN)
-    learnt = learnt_of(mods)
-    try:
-        return compiled_calls(inputs, functions, learnt), {}
-    except InductorError as error:
-        print(f"{PEER} by its own choice: {str(error).splitlines()[0]}", flush=True)
-        return compiled_calls(inputs, functions | {"kernel_options": SMALL_TILES}, learnt), SMALL_TILES
-
-
-def compiled_calls(inputs: Tensors, options: dict[str, Any], learnt: list[torch.Tensor]) -> dict[str, Call]:
-    torch.compiler.reset()
-    compiled = torch.compile(flex_attention, dynamic=False)
     *operands, dout = inputs
     arguments = [x.detach().requires_grad_() for x in operands]
-
-    def attend() -> torch.Tensor:
-        return compiled(*(x.transpose(1, 2) for x in arguments), **options).transpose(1, 2)
-
+    learnt = learnt_of(mods)
+    attend, kernel_options = of_flex(arguments, learnt, **functions)
     differentiate = functools.partial(
         torch.autograd.grad, attend(), arguments + learnt, grad_outputs=dout, retain_graph=True
     )
-    differentiate()
-    return {"forward": attend, "backward": differentiate}
+    return {"forward": attend, "backward": differentiate}, kernel_options
 
 
 @click.command(help=__doc__)
@@ -176,7 +157,7 @@ def main(dtype: str, cases: tuple[str, ...], head_dims: tuple[int, ...], rounds:
             for tensor in mods["score_mod"][1] if case == LEARNT else ():
                 tensor.requires_grad_()
             theirs, kernel_options = flex_calls(inputs, mods)
-            calls = {"cufa": cufa_calls(case, inputs, mods), PEER: theirs}
+            calls = {"cufa": cufa_calls(case, inputs, mods), FLEX: theirs}
             bench_peers.check(calls)
             for direction in theirs:
                 of_direction = {name: by_direction[direction] for name, by_direction in calls.items()}

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """Times cufa and its peers on one GPU, in one process and in turn, and writes benchmarks/peers.json.
 
-Peers are what PyTorch brings: FlashAttention-2, cuDNN and, for float32, memory-efficient attention; and, if
-it is installed, flash-attn-4 (flash_attn.cute). `cufa` is the kernel that it chooses; others of its kernels
-take its place if they are asked for. Each problem has 16,384 tokens and 2,048 hidden; all libraries get the
-same inputs, normal random ones. A step is the forward and the backward after it, as training has them. A
-round times one call of each with the L2 cache written over in between; what counts is the median over the
-rounds. TFLOP/s count two products forward and five backward, 4 B H S^2 D and 10 B H S^2 D if values have no
-head dim of their own, and half of that if causal. With dropout each library drops others, so that results
-are not compared; flash-attn-4 has none.
+Peers are what PyTorch brings: FlashAttention-2, cuDNN, memory-efficient attention, which alone has float32,
+and FlexAttention; and, if it is installed, flash-attn-4 (flash_attn.cute). FlexAttention is compiled by
+torch.compile for each problem, and its block mask is made beforehand; neither counts. `cufa` is the kernel
+that it chooses; others of its kernels take its place if they are asked for. Each problem has 16,384 tokens
+and 2,048 hidden; all libraries get the same inputs, normal random ones. A step is the forward and the
+backward after it, as training has them. A round times one call of each with the L2 cache written over in
+between; what counts is the median over the rounds. TFLOP/s count two products forward and five backward,
+4 B H S^2 D and 10 B H S^2 D if values have no head dim of their own, and half of that if causal. With dropout
+each library drops others, so that results are not compared; flash-attn-4 and FlexAttention have none.
 
 Beside that, unless others of cufa's kernels are asked for: the time of each kernel that a backward launches,
 and how long a call keeps the host busy.
@@ -23,7 +24,6 @@ import sys
 import time
 from collections.abc import Callable, Collection
 from datetime import datetime, timezone
-from importlib import metadata
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,7 @@ try:
     device.current()
     import cupy
     import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
+    from peer_calls import DTYPES, FLASH_ATTN_4, PEER_NAMES, Call, peers_of, version_of
     from torch.profiler import ProfilerActivity, profile
 except (ImportError, cufa.GPUUnavailableError) as error:
     sys.exit(f"{Path(sys.argv[0]).name} needs a GPU, CuPy and PyTorch: {error}")
@@ -55,60 +54,8 @@ FLUSH_BYTES = 1 << 32
 PROFILED_CALLS = 5
 # So small that the GPU is always ahead of the host.
 HOST_SHAPE, HOST_ROUNDS, HOST_CALLS = (1, 64, 2, 64), 20, 100
-PEERS = {
-    "float32": {"efficient": SDPBackend.EFFICIENT_ATTENTION},
-    "float16": {"flash-attention-2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION},
-    "bfloat16": {"flash-attention-2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION},
-}
-FLASH_ATTN_4 = "flash-attn-4"
-PEER_NAMES = (*dict.fromkeys(name for peers in PEERS.values() for name in peers), FLASH_ATTN_4)
 # Of the largest value: a wrong result differs by as much as values do, a right one in 16 bits' last places.
 MAX_ERROR = 0.03
-
-Call = Callable[[], Any]
-
-
-def version_of(package: str) -> str | None:
-    """None if it is not installed."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def peers_of(
-    dtype: str,
-    tensors: tuple[torch.Tensor, ...],
-    causal: bool,
-    chosen: Collection[str],
-    dropout_p: float = 0,
-) -> list[tuple[str, Call, list[torch.Tensor]]]:
-    """The name of each peer, a call of it, and what it can be differentiated by; layout as cufa's."""
-    arguments = [x.detach().requires_grad_() for x in tensors]
-    grouped = arguments[0].shape[2] != arguments[1].shape[2]
-    peers: list[tuple[str, Call, list[torch.Tensor]]] = []
-    for name, backend in PEERS[dtype].items():
-        if name not in chosen:
-            continue
-
-        def attend(backend: SDPBackend = backend) -> torch.Tensor:
-            with sdpa_kernel(backend):
-                transposed = (x.transpose(1, 2) for x in arguments)
-                out = scaled_dot_product_attention(
-                    *transposed, dropout_p=dropout_p, is_causal=causal, enable_gqa=grouped
-                )
-                return out.transpose(1, 2)
-
-        peers.append((name, attend, arguments))
-    if FLASH_ATTN_4 in chosen and dtype != "float32" and not dropout_p and version_of(FLASH_ATTN_4):
-        from flash_attn.cute.interface import flash_attn_func
-
-        def attend_4() -> torch.Tensor:
-            result = flash_attn_func(*arguments, causal=causal)
-            return result[0] if isinstance(result, tuple) else result
-
-        peers.append((FLASH_ATTN_4, attend_4, arguments))
-    return peers
 
 
 def calls_of(
@@ -251,7 +198,7 @@ def host_times() -> dict[str, dict[str, float]]:
 
 
 @click.command(help=__doc__)
-@click.option("--dtype", "dtypes", type=click.Choice(list(PEERS)), multiple=True, default=("bfloat16",))
+@click.option("--dtype", "dtypes", type=click.Choice(DTYPES), multiple=True, default=("bfloat16",))
 @click.option("--head-dim", "head_dims", type=int, multiple=True, default=(64, 128, 256))
 @click.option("--value-dim", type=int, help="Of values, if it is another.")
 @click.option("--seqlen", "seqlens", type=int, multiple=True, default=(512, 1024, 2048, 4096, 8192, 16384))

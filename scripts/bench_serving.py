@@ -10,7 +10,7 @@ Without FlashInfer only cufa is timed. FlashInfer compiles its kernels by nvcc w
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from bench_decode import FLUSH_BYTES, in_pages
 from bench_peers import ROOT
+from peer_calls import Call, version_of
 
 import cufa
 
@@ -33,8 +34,6 @@ DTYPE = torch.bfloat16
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
 # What FlashInfer's documentation asks for.
 WORKSPACE_BYTES = 128 << 20
-
-Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ def main(chosen: Sequence[str], backends: Sequence[str], rounds: int) -> None:
     # One stream for all, so that events of one library see the work of the other.
     stream = cupy.cuda.Stream(non_blocking=True)
     other = cupy.zeros(FLUSH_BYTES // 4, cupy.float32)
-    version = bench_peers.version_of(PACKAGE)
+    version = version_of(PACKAGE)
     batches = [batch for batch in BATCHES if not chosen or batch.name in chosen]
     measured: dict[str, Any] = {FLASHINFER: version, "heads": HEADS, "kv_heads": KV_HEADS}
     measured |= {"head_dim": HEAD_DIM, "page_size": PAGE_SIZE, "points": []}

@@ -8,7 +8,6 @@ FlashAttention-2; one that refuses a shape is left out there. The way of timing 
 
 import functools
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import click
 import cupy
 import torch
 from bench_peers import FLUSH_BYTES, ROOT
+from peer_calls import Call, peers_of
 from rich.console import Console
 from rich.progress import track
 
@@ -95,8 +95,6 @@ GROUPS: dict[str, tuple[Problem, ...]] = {
     ),
 }
 
-Call = Callable[[], Any]
-
 
 def calls_of(problem: Problem) -> dict[str, dict[str, Call]]:
     """The forward and the backward of each library that takes the shape."""
@@ -109,7 +107,7 @@ def calls_of(problem: Problem) -> dict[str, dict[str, Call]]:
     arrays = map(cupy.from_dlpack, (q, k, v, dout))
     ours = bench_peers.cufa_calls(*arrays, causal=problem.causal)
     calls = {"cufa": {direction: ours[direction]["cufa"] for direction in ("forward", "backward")}}
-    for name, attend, arguments in bench_peers.peers_of(DTYPE, (q, k, v), problem.causal, PEERS):
+    for name, attend, arguments in peers_of(DTYPE, (q, k, v), problem.causal, PEERS):
         try:
             differentiate = functools.partial(
                 torch.autograd.grad, attend(), arguments, grad_outputs=dout, retain_graph=True

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from peer_problems import DETERMINISTIC, HIDDEN, TOKENS, work_of
+from peer_problems import DETERMINISTIC, HIDDEN, PRODUCTS, TOKENS, work_of
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -51,8 +51,11 @@ PEER_OF_RUNGS = "flash-attention-2"
 # Beside which bench_flex.py times functions of one's own.
 FLEX = "FlexAttention"
 
-# Which of PyTorch's kernels has the gradient of a bias.
+# Which of PyTorch's kernels has the gradient of a bias, and float32.
 EFFICIENT = "efficient"
+
+# What records call otherwise than their authors do.
+CALLED = {"flash-attention-2": "FlashAttention-2", "cudnn": "cuDNN", EFFICIENT: "memory-efficient attention"}
 
 # Beside whose installation the README has cufa's.
 PYTORCH = "PyTorch (FlashAttention-2, cuDNN, FlexAttention)"
@@ -90,6 +93,17 @@ def scaled(value: float | None, units: Sequence[tuple[str, float]]) -> str:
 
 def duration(seconds: float | None) -> str:
     return scaled(seconds, (("s", 1), ("ms", 1e-3), ("us", 1e-6)))
+
+
+def called(name: str) -> str:
+    """A peer by the name that it is known by."""
+    return CALLED.get(name, name)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Peers as a sentence has them."""
+    *others, last = map(called, names)
+    return f"{', '.join(others)} and {last}"
 
 
 def size(count: int | None) -> str:
@@ -261,7 +275,7 @@ def peers(record: Row) -> str:
                 f"{over_best_peer(worst):.2f} at {worst['seqlen']:,}",
             )
         )
-    header = ("", "best TFLOP/s", *(f"x {name}" for name in names), "x best peer", "worst")
+    header = ("", "best TFLOP/s", *(f"x {called(name)}" for name in names), "x best peer", "worst")
     lengths = sorted({point["seqlen"] for point in record["points"]})
     versions = {"PyTorch": "torch", "cuDNN": "cudnn", "flash-attn-4": "flash-attn-4"}
     told = ", ".join(f"{name} {record[key]}" for name, key in versions.items() if record.get(key))
@@ -281,15 +295,14 @@ def headline(record: Row) -> str:
     forward, backward = (of_direction(record, direction) for direction in ("forward", "backward"))
     over_best = [over_best_peer_in(direction, points) for direction in ("forward", "backward")]
     over_one = [mean_ratio("cufa", PEER_OF_RUNGS, cells) for cells in (forward, backward)]
-    *others, last = peers_in(points[0])
     lengths = sorted({point["seqlen"] for point in points})
     dtypes = " and ".join(dict.fromkeys(point["dtype"] for point in points))
     return (
         f"On an {record['gpu']} in {dtypes}, cufa is {over_best[0]:.2f} times as fast forward and "
-        f"{over_best[1]:.2f} times as fast backward as the fastest of {', '.join(others)} and {last} at each "
-        f"length. Compared with {PEER_OF_RUNGS} alone, it is {over_one[0]} and {over_one[1]} times as fast. "
-        f"These are geometric means over all measured problems, of lengths {lengths[0]} to {lengths[-1]:,} "
-        "([measurements](benchmarks/README.md#beside-other-libraries))."
+        f"{over_best[1]:.2f} times as fast backward as the fastest of {listed(peers_in(points[0]))} at each "
+        f"length. Compared with {called(PEER_OF_RUNGS)} alone, it is {over_one[0]} and {over_one[1]} times "
+        "as fast. These are geometric means over all measured problems, of lengths "
+        f"{lengths[0]} to {lengths[-1]:,} ([measurements](benchmarks/README.md#beside-other-libraries))."
     )
 
 
@@ -339,7 +352,7 @@ def beside_peers(record: Row) -> Iterator[str]:
         )
         yield f"- Share of a backward's time outside the kernel with the products: {', '.join(told)}"
     for direction, times in record.get("host_us", {}).items():
-        told = (f"{time:.0f} us ({name})" for name, time in times.items())
+        told = (f"{time:.0f} us ({called(name)})" for name, time in times.items())
         yield f"- Host time of a call ({direction}, bfloat16): {', '.join(told)}"
 
 
@@ -358,7 +371,7 @@ def share_beside_products(part: Row, points: Sequence[Row]) -> float:
 def other_dtype(record: Row) -> str:
     """The same in another dtype, which is all that the record has."""
     dtype, names = record["points"][0]["dtype"], peers_in(record["points"][0])
-    peers = "PyTorch's memory-efficient attention" if names == ["efficient"] else fastest_of(names)
+    peers = f"PyTorch's {called(EFFICIENT)}" if names == [EFFICIENT] else fastest_of(names)
     lengths = ", ".join(f"{seqlen:,}" for seqlen in sorted({point["seqlen"] for point in record["points"]}))
     told = []
     for direction in dict.fromkeys(point["direction"] for point in record["points"]):
@@ -376,41 +389,40 @@ def other_dtype(record: Row) -> str:
 
 
 def fastest_of(names: Sequence[str]) -> str:
-    *others, last = names
-    return f"the {'fastest' if len(others) > 1 else 'faster'} of {', '.join(others)} and {last}"
+    return f"the {'fastest' if len(names) > 2 else 'faster'} of {listed(names)}"
 
 
 def uneven(record: Row) -> str:
-    """Keys of more head dims than values have, in a sentence."""
-    points = record["points"]
-    first = points[0]
-    (peer,) = peers_in(first)
-    told = []
-    for direction in dict.fromkeys(point["direction"] for point in points):
-        cells = [point for point in points if point["direction"] == direction]
-        best = max(point["tflops"]["cufa"] for point in cells)
-        told.append(f"{direction} {beside('cufa', peer, cells)}, up to {three_digits(best)} TFLOP/s")
+    """Keys of more head dims than values have."""
+    first = record["points"][0]
     return (
-        f"**Head dim {first['head_dim']} with values of {first['value_dim']}**, {first['dtype']}, relative "
-        f"to {peer}: {'; '.join(told)}. Each is the geometric mean of {len(cells)} cells, with the worst "
-        "cell in parentheses ([peers_192_128.json](peers_192_128.json))."
+        f"**Head dim {first['head_dim']} with values of {first['value_dim']}**, {first['dtype']} "
+        f"([peers_192_128.json](peers_192_128.json)):\n\n{over_each_peer(record)}"
     )
 
 
 def dropout(record: Row) -> str:
-    """With some weights dropped, in a sentence."""
-    points = record["points"]
-    lengths = ", ".join(f"{seqlen:,}" for seqlen in sorted({point["seqlen"] for point in points}))
-    told = []
-    for direction in dict.fromkeys(point["direction"] for point in points):
-        cells = [point for point in points if point["direction"] == direction]
-        over = (f"{beside('cufa', peer, cells)} over {peer}" for peer in peers_in(points[0]))
-        told.append(f"{direction} {', '.join(over)}")
+    """With some weights dropped."""
+    first = record["points"][0]
+    lengths = ", ".join(f"{seqlen:,}" for seqlen in sorted({point["seqlen"] for point in record["points"]}))
     return (
-        f"**Dropout** ({points[0]['dropout_p']:.0%}), {points[0]['dtype']}, at lengths {lengths}: "
-        f"{'; '.join(told)}. Each is the geometric mean of {len(cells)} cells, with the worst cell in "
-        "parentheses ([peers_dropout.json](peers_dropout.json))."
+        f"**Dropout** ({first['dropout_p']:.0%}), {first['dtype']}, at lengths {lengths} "
+        f"([peers_dropout.json](peers_dropout.json)):\n\n{over_each_peer(record)}"
     )
+
+
+def over_each_peer(record: Row) -> str:
+    """How fast each direction is, and how many times as fast as each peer."""
+    of_each = {direction: of_direction(record, direction) for direction in PRODUCTS}
+    best = (max(point["tflops"]["cufa"] for point in cells) for cells in of_each.values())
+    lines = [("best TFLOP/s", *map(three_digits, best))]
+    for peer in peers_in(record["points"][0]):
+        lines.append((f"x {called(peer)}", *(beside("cufa", peer, cells) for cells in of_each.values())))
+    caption = (
+        f"Each is the geometric mean of {len(of_each['forward'])} cells, with the worst cell in parentheses. "
+        f"Measured on an {record['gpu']}, {record['date']}."
+    )
+    return f"{table(('', *of_each), lines)}\n\n{caption}"
 
 
 def rungs(record: Row, half: Row) -> str:
@@ -423,9 +435,9 @@ def rungs(record: Row, half: Row) -> str:
         cells = [point for point in points if point["dtype"] == dtype and kernel in point["tflops"]]
         told.append(f"{rung_link(kernel, BENCHMARKS)} in {dtype} {beside(kernel, PEER_OF_RUNGS, cells)}")
     return (
-        f"**Kernels that use `mma.sync`**, relative to {PEER_OF_RUNGS}, which uses it too: {', '.join(told)}"
-        f". Each is the geometric mean of {len(cells)} cells, with the worst cell in parentheses "
-        "([peers_mma.json](peers_mma.json), [peers_mma_float16.json](peers_mma_float16.json))."
+        f"**Kernels that use `mma.sync`**, relative to {called(PEER_OF_RUNGS)}, which uses it too: "
+        f"{', '.join(told)}. Each is the geometric mean of {len(cells)} cells, with the worst cell in "
+        "parentheses ([peers_mma.json](peers_mma.json), [peers_mma_float16.json](peers_mma_float16.json))."
     )
 
 
@@ -456,8 +468,10 @@ def decode(record: Row) -> str:
             )
         )
     others = (IN_WORDS.get(name, name) for name in (*in_pages, *in_bytes))
-    header = ("batch x keys", "time", "TB/s", *(f"x {name}" for name in peers), *others)
-    means = " and ".join(f"{mean_speedup(name, points):.2f} times as fast as {name}" for name in peers)
+    header = ("batch x keys", "time", "TB/s", *(f"x {called(name)}" for name in peers), *others)
+    means = " and ".join(
+        f"{mean_speedup(name, points):.2f} times as fast as {called(name)}" for name in peers
+    )
     slower = " and ".join(f"{mean_speedup(name, points):.2f} times as long {name}" for name in in_pages)
     paged = f" Pages are shuffled: a call takes {slower}." if in_pages else ""
     halved = "".join(
@@ -651,10 +665,12 @@ def shapes(record: Row) -> str:
     header = (
         "",
         "batch x length, heads",
-        *chain.from_iterable((direction, *(f"x {name}" for name in peers)) for direction in directions),
+        *chain.from_iterable(
+            (direction, *(f"x {called(name)}" for name in peers)) for direction in directions
+        ),
     )
     caption = (
-        f"In {record['dtype']}. Geometric means relative to the faster of {' and '.join(peers)}: "
+        f"In {record['dtype']}. Geometric means relative to {fastest_of(peers)}: "
         f"{'; '.join(over_fastest(direction, points) for direction in directions)}. Measured on an "
         f"{record['gpu']}, driver {record['driver']}, PyTorch {record['torch']}, cuDNN {record['cudnn']}, "
         f"{record['date']}, by `scripts/bench_shapes.py` ([shapes.json](shapes.json))."
@@ -777,7 +793,9 @@ def summary(
     points = decode["points"]
     keys = [point["seqlen_k"] for point in points]
     others = others_of(points, "peers")
-    decoding = " and ".join(f"{mean_speedup(name, points):.2f} times as fast as {name}" for name in others)
+    decoding = " and ".join(
+        f"{mean_speedup(name, points):.2f} times as fast as {called(name)}" for name in others
+    )
     in_bytes = others_of(points, "in 8 bits")
     halved = "".join(
         f" With {IN_WORDS[name]}, a call takes {mean_speedup(name, points):.2f} times as long."
@@ -805,8 +823,8 @@ def summary(
         "in float32.",
         f"**Other shapes** ({shapes['problems_done']}: odd head dims and lengths, few KV heads, few heads, "
         f"many short sequences): {mean_over_fastest('forward', shapes['points']):.2f} times as fast forward "
-        f"and {mean_over_fastest('backward', shapes['points']):.2f} times as fast backward as the faster of "
-        f"{' and '.join(peers_of(shapes['points']))}.",
+        f"and {mean_over_fastest('backward', shapes['points']):.2f} times as fast backward as "
+        f"{fastest_of(peers_of(shapes['points']))}.",
         f"**float8_e4m3fn**, forward: {min(over_16_bits):.2f} to {max(over_16_bits):.2f} times as fast as "
         f"bfloat16 at head dims 128 and 256, {min(over_by_transposed):.2f} to {max(over_by_transposed):.2f} "
         f"times with V transposed; up to {fastest:.0f} TFLOP/s. The error of the output is at most "
@@ -814,13 +832,14 @@ def summary(
         f"**Decoding** (one query, {min(keys):,} to {max(keys):,} keys): {decoding}.{halved}",
         f"**Serving** (keys in pages, a different length for each request): {over_serving:.2f} times as fast "
         "as the fastest FlashInfer kernel.",
-        f"**`mma.sync`**, which all GPUs since Turing have: {by_mma} times as fast as {PEER_OF_RUNGS}.",
+        f"**`mma.sync`**, which all GPUs since Turing have: {by_mma} times as fast as "
+        f"{called(PEER_OF_RUNGS)}.",
         f"**`score_mod` and `mask_mod`**: {times_in_mean(FLEX, flex['points'])} as {FLEX}.",
         f"**Bias**, with its gradient in the backward: {times_in_mean(EFFICIENT, biased['points'])} as "
         "PyTorch's memory-efficient attention.",
         f"**Dropout**: {over_best_peer_in('forward', dropped['points']):.2f} times as fast forward and "
-        f"{over_best_peer_in('backward', dropped['points']):.2f} times as fast backward as the faster of "
-        f"{' and '.join(peers_in(dropped['points'][0]))}.",
+        f"{over_best_peer_in('backward', dropped['points']):.2f} times as fast backward as "
+        f"{fastest_of(peers_in(dropped['points'][0]))}.",
         f"**Overhead**: a kernel compiles once, in at most {slowest:.1f} s. A call takes {host:.0f} us of "
         "host time.",
     )

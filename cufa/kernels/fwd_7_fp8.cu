@@ -93,6 +93,8 @@ struct Consumer : Form::Consumer<Consumer, Smem> {
     static constexpr bool kRoundsFirst =
         kConsumers < 3 && (kDims <= 128 || !(kPacked || kUsedKeys || kPaged));
     static constexpr bool kHalvesFirst = kFirstInHalves && kRoundsFirst;
+    // More would spill.
+    static constexpr int kRecomputesAtOnce = 1;
     HeadScales scales{};  // of the current tile
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)

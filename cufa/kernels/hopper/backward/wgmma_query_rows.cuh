@@ -60,8 +60,11 @@ __device__ inline void clear_tile_sums(const Block& at) {
     }
 }
 
+// Elements of a row that a lane reads at once.
+template <int Dims>
+constexpr int kChunkOfRow = min_of(16 / sizeof(scalar_t), Dims & -Dims);
 // Lanes that share a row: about one for each chunk of O and dO.
-constexpr int kRowChunk = min_of(16 / sizeof(scalar_t), kValueDim & -kValueDim);
+constexpr int kRowChunk = kChunkOfRow<kValueDim>;
 constexpr int kRowLanes = kValueDim > 16 * kRowChunk ? 32 : kValueDim > 8 * kRowChunk ? 16 : 8;
 
 // A lane's part of the dot product of a row of O and a row of dO; 0 outside.
@@ -81,8 +84,11 @@ __device__ inline float part_of_product(const Matrix<const scalar_t>& o,
 
 // Makes `zero` NaN if a lane's part of a row of Q has NaN or infinity.
 __device__ inline void look_for_nonfinite(float& zero, const Matrix<const scalar_t>& q, int row) {
-    for (int col = threadIdx.x % kRowLanes; col < kHeadDim; col += kRowLanes) {
-        zero += to_acc(q.row(row)[col]) * 0;
+    constexpr int kChunk = kChunkOfRow<kHeadDim>;
+    for (int col = threadIdx.x % kRowLanes * kChunk; col < kHeadDim; col += kRowLanes * kChunk) {
+        const auto chunk = *reinterpret_cast<const Pack<scalar_t, kChunk>*>(q.row(row) + col);
+#pragma unroll
+        for (int e = 0; e < kChunk; ++e) zero += to_acc(chunk[e]) * 0;
     }
 }
 

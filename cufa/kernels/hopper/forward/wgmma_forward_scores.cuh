@@ -6,6 +6,8 @@
 // A warpgroup's tile of queries, and what becomes of its products with keys. What each kernel does
 // in its own way is in `Self`, which derives from this struct:
 //   KeyOrder                    the keys of a thread's scores, if not in the order of KeysInOrder
+//   kRecomputesAtOnce           how many products are recomputed at once: fewer are more code, and
+//                               more need more registers
 //   scale(), softmax_scale()    turns products into scores, in log 2 and not
 //   mask_first(s, seen, work, tile)  masks the first tile, if differently from the others
 template <class Self, class Smem>
@@ -28,22 +30,37 @@ struct ForwardScores {
     // Recomputes the products of a tile of keys from memory: slowly, for a case that hardly ever
     // occurs.
     __device__ void compute_products(Scores& s, const WorkTile& work, int tile) {
+        // Of one row or both, and of keys that follow each other in pairs.
+        constexpr int kAtOnce = Self::kRecomputesAtOnce;
+        constexpr int kRows = min_of(kAtOnce, 2), kKeys = kAtOnce / kRows;
         const Sequence sequence = work.sequence(params.call);
         const auto q = sequence.queries<const scalar_t>(params.call.q, work.head);
         const auto k = sequence.keys<const scalar_t>(params.call.k, work.kv_head);
         const int first_row = row_of(work, 0), end = sequence.seqlen_q - 1;
         const int first_key = first_key_of_thread(tile);
 #pragma unroll
-        for (int i = 0; i < kBlockN / 2; ++i) {
-            unsigned int row = min(first_row + i / 2 % 2 * 8, end);
-            ptx::hold(row);  // or the rows of all products would be computed in advance
-            const scalar_t* const a = q.row(row);
-            unsigned int key = first_key + Self::KeyOrder::after_first(i);
-            ptx::hold(key);
-            const scalar_t* const b = k.row(key);
-            s[i] = 0;
+        for (int i = 0; i < kBlockN / 2; i += kAtOnce) {
+            const scalar_t *a[kRows], *b[kKeys];
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+                unsigned int row = min(first_row + (i / 2 + r) % 2 * 8, end);
+                ptx::hold(row);  // or the rows of all products would be computed in advance
+                a[r] = q.row(row);
+            }
+#pragma unroll
+            for (int n = 0; n < kKeys; ++n) {
+                unsigned int key = first_key + Self::KeyOrder::after_first(i + n / 2 * 4 + n % 2);
+                ptx::hold(key);
+                b[n] = k.row(key);
+            }
+#pragma unroll
+            for (int e = 0; e < kAtOnce; ++e) s[i + e] = 0;
 #pragma unroll 1
-            for (int dim = 0; dim < kHeadDim; ++dim) s[i] += to_acc(a[dim]) * to_acc(b[dim]);
+            for (int dim = 0; dim < kHeadDim; ++dim) {
+#pragma unroll
+                for (int e = 0; e < kAtOnce; ++e)
+                    s[i + e] += to_acc(a[e / 2 % kRows][dim]) * to_acc(b[e / 4 * 2 + e % 2][dim]);
+            }
         }
     }
 

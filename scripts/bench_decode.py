@@ -20,9 +20,7 @@ import cupy
 import torch
 from bench_fp8 import read
 from bench_peers import ROOT
-from peer_calls import Call
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from peer_calls import BACKENDS, Call, of_pytorch
 
 import cufa
 from cufa.kernels import KERNELS
@@ -35,7 +33,7 @@ PAGE_SIZES = (16, 64)
 IN_8_BITS, KEYS_IN_8_BITS = "in 8 bits", "in 8 bits but for q"
 # What rounding inputs to that may change of the largest output.
 MAX_ERROR_IN_8_BITS = 0.15
-PEERS = {"flash-attention-2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+PEERS = ("flash-attention-2", "cudnn")
 # Batch, query heads, KV heads, keys, head dim; queries are few.
 SHAPES = (
     *((1, heads, heads, keys, 128) for heads, keys in ((8, 1024), (32, 8192), (128, 65536))),
@@ -85,14 +83,8 @@ def calls_of(
     in_8_bits = [read(x.to(torch.float8_e4m3fn)) for x in (q, k, v)]
     calls[IN_8_BITS] = partial(cufa.attention, *in_8_bits)
     calls[KEYS_IN_8_BITS] = partial(cufa.attention, cupy.from_dlpack(q), *in_8_bits[1:])
-    for name, backend in PEERS.items():
-
-        def attend_peer(backend: SDPBackend = backend) -> torch.Tensor:
-            with sdpa_kernel(backend):
-                transposed = (x.transpose(1, 2) for x in (q, k, v))
-                return scaled_dot_product_attention(*transposed, enable_gqa=heads != kv_heads).transpose(1, 2)
-
-        calls[name] = attend_peer
+    for name in PEERS:
+        calls[name] = of_pytorch(BACKENDS[name], q, k, v)
     return calls
 
 

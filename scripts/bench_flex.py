@@ -19,7 +19,7 @@ import cupy
 import numpy as np
 import torch
 from bench_peers import FLUSH_BYTES, ROOT
-from peer_calls import FLEX, Call, Tensors, of_flex
+from peer_calls import FLEX, Call, Tensors, causal_mod, of_flex
 from rich.console import Console
 from rich.progress import track
 from torch.nn.attention.flex_attention import create_block_mask
@@ -46,10 +46,6 @@ def softcap(score: Any, *_: Any) -> Any:
     return CAP * tanh(score / CAP)
 
 
-def causal(_: Any, __: Any, q_idx: Any, kv_idx: Any) -> Any:
-    return kv_idx <= q_idx
-
-
 def window(_: Any, __: Any, q_idx: Any, kv_idx: Any) -> Any:
     return (kv_idx <= q_idx) & (q_idx - kv_idx < WINDOW)
 
@@ -68,7 +64,7 @@ CASES: dict[str, dict[str, Function]] = {
     BY_ARGUMENT: {"score_mod": alibi},
     "relative bias": {"score_mod": relative_bias},
     LEARNT: {"score_mod": relative_bias},
-    "soft cap, causal": {"score_mod": softcap, "mask_mod": causal},
+    "soft cap, causal": {"score_mod": softcap, "mask_mod": causal_mod},
     f"window of {WINDOW}": {"mask_mod": window},
     f"{DOCUMENTS} documents": {"mask_mod": same_document},
 }

@@ -53,7 +53,7 @@ def peers_of(
     of_peer[FLASH_ATTN_4] = lambda: of_flash_attn_4(q, k, v, causal)
     of_peer[FLEX] = lambda: of_flex(
         (q, k, v),
-        block_mask=causal_blocks(q, k) if causal else None,
+        block_mask=create_block_mask(causal_mod, None, None, q.shape[1], k.shape[1]) if causal else None,
         enable_gqa=q.shape[2] != k.shape[2],
     )[0]
     able = [
@@ -67,7 +67,12 @@ def peers_of(
 
 
 def of_pytorch(
-    backend: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, dropout_p: float
+    backend: SDPBackend,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    dropout_p: float = 0,
 ) -> Call:
     grouped = q.shape[2] != k.shape[2]
 
@@ -94,11 +99,9 @@ def of_flash_attn_4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: b
     return attend
 
 
-def causal_blocks(q: torch.Tensor, k: torch.Tensor) -> Any:
-    def causal(_: Any, __: Any, q_idx: Any, kv_idx: Any) -> Any:
-        return kv_idx <= q_idx
-
-    return create_block_mask(causal, None, None, q.shape[1], k.shape[1])
+def causal_mod(_: Any, __: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """For FlexAttention, of as many queries as keys."""
+    return kv_idx <= q_idx
 
 
 def of_flex(arguments: Tensors, learnt: Tensors = (), **options: Any) -> tuple[Call, dict[str, int]]:

@@ -282,7 +282,7 @@ def run_on_gpu(
     features = b""
     if known.problem.features is not PLAIN:
         before, after = _features(known, tuple(addresses.items()))
-        features = before + pack_values(values) + after
+        features = before + pack_values(values, known.problem.accumulator.itemsize) + after
     of_bias = {"bias_at": addresses["bias"]} if run.plan.problem.bias_boxes else {}
     packed = pack(*[addresses[name] for name in names], **of_bias)
     run(packed, addresses.get("lse", 0), softmax_scale, features, workspace)

@@ -71,6 +71,7 @@ class Executable:
         self._current_stream = cupy.cuda.get_current_stream
         needed = plan.workspace_bytes
         self._allocate = functools.partial(cupy.cuda.alloc, needed) if needed else None
+        self._sum_bytes = plan.problem.accumulator.itemsize
         self._no_features = NO_FEATURES[plan.problem.direction]
         self._codes = tuple(map(_Code, plan.and_beside, plan.workspace_begins))
         launches = [
@@ -129,7 +130,7 @@ class Executable:
         for of, sizes, kernels in self._launches:
             code = self._codes[of]
             memory_of = code.counters.take(stream) if code.counters is not None else address + code.begins
-            call = pack_call(lse, memory_of, softmax_scale)
+            call = pack_call(lse, memory_of, softmax_scale, self._sum_bytes)
             params = ctypes.c_char_p(tensors[of] + call + sizes + features + code.padding)
             for kernel in kernels:
                 kernel(params, stream)

@@ -6,7 +6,7 @@ import functools
 import itertools
 import struct
 from collections.abc import Mapping, Sequence
-from math import prod
+from math import e, log2, prod
 from typing import NamedTuple
 
 from cufa.philox import kept_carry, kept_scale
@@ -24,9 +24,11 @@ from cufa.plan.sizes import (
 from cufa.problem import MAX_EXTENT, Problem, four_axes
 from cufa.tensor_layout import Region
 
-# The structs of params.cuh begin with the tensors, then LSE, workspace and softmax_scale, sizes and step.
+# The structs of params.cuh begin with the tensors, then LSE, workspace, softmax_scale and scale_log2, sizes
+# and step.
 _TENSORS = {"forward": struct.Struct("=" + 4 * "4q"), "backward": struct.Struct("=" + 8 * "4q")}
-_CALL = struct.Struct("=2qd")
+# Numbers are of the type of sums, by its bytes; each takes eight.
+_CALL = {4: struct.Struct("=2q" + 2 * "f4x"), 8: struct.Struct("=2q2d")}
 _SIZES = struct.Struct("=6i")
 # Forward: the parts of a head's tiles, if there is a list of them; the number of whole tiles, the parts of
 # each other tile, the number of work items.
@@ -37,7 +39,7 @@ _INT64 = struct.Struct("=q")
 # Bias, mask, ALiBi slopes and their batch stride, sink, three arrays of lengths, three of descales.
 _ARRAYS = struct.Struct("=4q4q" + "2q" + "q" + "3q" + "3q")
 # Softcap, kept_scale, seed, offset, kept_carry.
-_VALUES = struct.Struct("=2dQ2I")
+_VALUES = {4: struct.Struct("=" + 2 * "f4x" + "Q2I"), 8: struct.Struct("=2dQ2I")}
 _WINDOW = struct.Struct("=2i")
 # dLSE, dsink, dbias and its lengths.
 _GRADIENTS = struct.Struct("=2q" + "4q4i")
@@ -57,16 +59,18 @@ assert _ROTARY.size == ROTARY_PARAMS_BYTES
 assert _QUANTIZE.size == QUANTIZE_PARAMS_BYTES
 # The end of the structs for a call without features.
 NO_FEATURES = {
-    direction: bytes(_ARRAYS.size + _VALUES.size + _WINDOW.size + last.size)
+    direction: bytes(_ARRAYS.size + _VALUES[8].size + _WINDOW.size + last.size)
     for direction, last in (("forward", _PAGES), ("backward", _GRADIENTS))
 }
 assert all(
-    _TENSORS[direction].size + _CALL.size + sizes + len(NO_FEATURES[direction]) == size
+    _TENSORS[direction].size + _CALL[8].size + sizes + len(NO_FEATURES[direction]) == size
     for direction, sizes, size in (
         ("forward", _SIZES.size + _PARTING.size, FORWARD_PARAMS_BYTES),
         ("backward", _SIZES.size, BACKWARD_PARAMS_BYTES),
     )
 )
+_LOG2_E = log2(e)
+_ALMOST_0 = 1e-30  # a scale that makes almost every score 0
 # The extent of a window without an end on one side.
 _UNLIMITED = 2**31 - 1
 
@@ -79,9 +83,12 @@ def pack_tensors(problem: Problem, tensors: Sequence[int]) -> bytes:
     return _TENSORS[problem.direction].pack(*tensors)
 
 
-def pack_call(lse: int, workspace: int, softmax_scale: float) -> bytes:
-    """Pack what follows the tensors; `lse` and `workspace` are addresses, 0 for none."""
-    return _CALL.pack(lse, workspace, softmax_scale)
+def pack_call(lse: int, workspace: int, softmax_scale: float, sum_bytes: int) -> bytes:
+    """Pack what follows the tensors; `lse` and `workspace` are addresses, 0 for none.
+
+    `sum_bytes` is the size of the accumulator's dtype.
+    """
+    return _CALL[sum_bytes].pack(lse, workspace, softmax_scale, softmax_scale * _LOG2_E or _ALMOST_0)
 
 
 def pack_sizes(problem: Problem, step: int = 0, parting: Parting = NOT_PARTED) -> bytes:
@@ -105,10 +112,10 @@ class FeatureValues(NamedTuple):
 
 
 @functools.lru_cache
-def pack_values(values: FeatureValues) -> bytes:
-    """Pack the numbers, which lie in the middle of the feature fields."""
+def pack_values(values: FeatureValues, sum_bytes: int) -> bytes:
+    """Pack the numbers, which lie in the middle of the feature fields; `sum_bytes` as for `pack_call`."""
     p = values.dropout_p
-    return _VALUES.pack(values.softcap, kept_scale(p), values.seed, values.offset, kept_carry(p))
+    return _VALUES[sum_bytes].pack(values.softcap, kept_scale(p), values.seed, values.offset, kept_carry(p))
 
 
 def pack_features(problem: Problem, side: Mapping[str, Region]) -> tuple[bytes, bytes]:

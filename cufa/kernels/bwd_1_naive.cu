@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (at.col < mask_of(sizes).keys_end(at.row)) {
         const auto q = matrix_of<const scalar_t>(params.q, at.batch, at.head);
         const auto k = matrix_of<const scalar_t>(params.k, at.batch, kv_head_of(at.head, sizes));
-        const acc_t score = acc_t(params.softmax_scale) * dot_rows<kHeadDim>(q, at.row, k, at.col);
+        const acc_t score = params.softmax_scale * dot_rows<kHeadDim>(q, at.row, k, at.col);
         const acc_t lse = static_cast<const acc_t*>(params.lse)[at.matrix_row];
         p = exp2_of((score - lse) * acc_t(kLog2E));
     }
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const int keys = mask_of(sizes).keys_end(at.row);
     for (int j = 0; j < keys; ++j) sum += ds[j] * to_acc(k.row(j)[at.col]);
     matrix_of<scalar_t>(params.dq, at.batch, at.head).row(at.row)[at.col] =
-        from_acc<scalar_t>(acc_t(params.softmax_scale) * sum);
+        from_acc<scalar_t>(params.softmax_scale * sum);
 }
 
 // One element of W^T X, where W is P or dS and X is dO or Q. It is summed over the rows that see

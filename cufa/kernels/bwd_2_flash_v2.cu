@@ -307,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         const acc_t* sums = Workspace(params).dq + index * kHeadDim;
         scalar_t* dq = matrix_of<scalar_t>(params.dq, at.batch, at.head).row(at.row);
         for (int col = at.lane; col < kHeadDim; col += 32)
-            dq[col] = from_acc<scalar_t>(acc_t(params.softmax_scale) * sums[col]);
+            dq[col] = from_acc<scalar_t>(params.softmax_scale * sums[col]);
     }
 }
 

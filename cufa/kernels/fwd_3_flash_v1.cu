@@ -147,8 +147,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
     ScoreTile<kRows, kKeys> scores;
     product_nt<kHeadDim>(scores, smem.q, smem.k, grid);
-    scale_and_mask<true>(scores, acc_t(params.softmax_scale * kLog2E), grid, mask, first_row,
-                         keys.first_key);
+    scale_and_mask<true>(scores, params.scale_log2, grid, mask, first_row, keys.first_key);
 
     const State state(params, batch, head);
     Statistics statistics;

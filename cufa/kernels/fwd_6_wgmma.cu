@@ -56,21 +56,18 @@ struct Consumer : InspectedConsumer<Consumer, Smem, kDims> {
     // the diagonal, unless the tiles begin there, and a bias may raise them anywhere.
     static constexpr bool kRaisesLate =
         !kWindow && !kSoftcap && !kBias && !kScoreMod && !kKeyMask && (kCausal || !kAlibi);
-    // This rare case decides how the compiler orders the common one: by NVRTC 13.0, eight at once
-    // make head dim 64 2 to 10 % faster without a mask, but 1 to 2 % slower with one. Small tiles
-    // would spill.
-    static constexpr int kRecomputesAtOnce = kRangeMask || kConsumers == 1 ? 1 : 8;
+    // This rare case decides how the compiler orders the common one. By NVRTC 13.0, eight at once
+    // make head dim 64 faster without a mask, and slower with one. Small tiles would spill.
+    static constexpr int kRecomputesAtOnce = kConsumers == 1 ? 1 : kRangeMask ? 2 : 8;
     const Scale call_scale;
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
-        : InspectedConsumer(smem, params, warpgroup), call_scale(params.call.softmax_scale) {}
+        : InspectedConsumer(smem, params, warpgroup), call_scale(params.call.scale_log2) {}
 
     __device__ void begin(const WorkTile&) {}
     __device__ Scale scale() const { return call_scale; }
     __device__ float softmax_scale() const { return params.call.softmax_scale; }
-    __device__ float output_scale() const {
-        return kDropout ? static_cast<float>(params.call.features.kept_scale) : 1;
-    }
+    __device__ float output_scale() const { return kDropout ? params.call.features.kept_scale : 1; }
 
     __device__ void issue_output(Output& o, const Weights& p) {
         smem.v_ring.wait_full(v_at);

@@ -404,7 +404,8 @@ def _run(
     lse, scale = placed["lse"].ctypes.data, check_scale(softmax_scale, problem.head_dim)
     side = {name: _region(array) for name, array in placed.items() if name not in tensors}
     before, after = pack_features(problem, side)
-    features = before + pack_values(values) + after
+    sum_bytes = problem.accumulator.itemsize
+    features = before + pack_values(values, sum_bytes) + after
     plans = plan.and_beside
     workspaces = [_workspace(each) for each in plans]
     modules = [Module(each.source, each.macros, checked, folder, each.headers) for each in plans]
@@ -415,7 +416,7 @@ def _run(
     for of, launch in plan.in_order:
         for step in range(launch.steps):
             sizes = pack_sizes(problem, step, plan.parting)
-            call = pack_call(lse, workspaces[of].ctypes.data, scale) + sizes
+            call = pack_call(lse, workspaces[of].ctypes.data, scale, sum_bytes) + sizes
             params = maps[of] + pack_tensors(problem, fields) + call + features
             params = params.ljust(int(dict(plans[of].macros)["PARAMS_BYTES"]), b"\0")
             buffers = {**placed, "workspace": workspaces[of]}

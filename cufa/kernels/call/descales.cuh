@@ -16,7 +16,7 @@ struct HeadScales {
 
     HeadScales() = default;
     __device__ HeadScales(const ForwardParams& params, int batch, int kv_head)
-        : scores(static_cast<float>(params.softmax_scale) *
+        : scores(params.softmax_scale *
                  descale_of(params, params.features.q_descale, batch, kv_head) *
                  descale_of(params, params.features.k_descale, batch, kv_head)),
           output(descale_of(params, params.features.v_descale, batch, kv_head)) {}

@@ -1,6 +1,7 @@
 // What the host passes, by value, in one struct. cufa/params.py has the same fields in the same
 // order. A different size is a compile error, and a test echoes every field back to find swapped
-// ones.
+// ones. Numbers are of the type of sums: compilers would convert a double anew in each round of a
+// loop, to keep a register free. They take eight bytes in either type.
 #pragma once
 
 #include "scores/score_mod.cuh"
@@ -58,11 +59,11 @@ struct Features : ModArrays {
     const int* seqused_k;     // (batch)
     // (batch, kv_heads) of float32: factors of 8-bit Q, K and V; null: 1
     const void *q_descale, *k_descale, *v_descale;
-    double softcap;           // the bound of the scores
-    double kept_scale;        // the factor of a probability that dropout keeps
-    unsigned long long seed;  // of the random numbers that dropout draws
-    unsigned int offset;      // selects one of that seed's sequences
-    unsigned int kept_carry;  // added to a random number, overflows where dropout keeps
+    alignas(8) acc_t softcap;     // the bound of the scores
+    alignas(8) acc_t kept_scale;  // the factor of a probability that dropout keeps
+    unsigned long long seed;      // of the random numbers that dropout draws
+    unsigned int offset;          // selects one of that seed's sequences
+    unsigned int kept_carry;      // added to a random number, overflows where dropout keeps
     int window_left, window_right;
 };
 
@@ -77,8 +78,9 @@ struct ForwardParams {
     Tensor q, k, v, o;  // if keys are in pages, the batch stride of k and v is a page's
     void* lse;          // (batch, heads, seqlen_q) of acc_t, natural logarithm; null: not wanted
     void* workspace;    // its parts are named in the kernel that uses it
-    double softmax_scale;
-    Sizes sizes;
+    alignas(8) acc_t softmax_scale;
+    alignas(8) acc_t scale_log2;  // times log2(e); never 0, since -inf * 0 is NaN
+    alignas(8) Sizes sizes;
     Parting parting;
     Features features;
     Pages pages;
@@ -94,8 +96,9 @@ struct BackwardParams {
     Tensor q, k, v, o, dout, dq, dk, dv;
     void* lse;
     void* workspace;
-    double softmax_scale;
-    Sizes sizes;
+    alignas(8) acc_t softmax_scale;
+    alignas(8) acc_t scale_log2;  // times log2(e); never 0, since -inf * 0 is NaN
+    alignas(8) Sizes sizes;
     Features features;
     const void* dlse;    // gradient of the LSE, in its shape and type; null: none
     void* dsink;         // (heads) of acc_t; null: not wanted

@@ -49,7 +49,7 @@ __device__ inline void scores_element(const ForwardParams& params, acc_t* scores
     }
     const auto q = matrix_of<const scalar_t>(params.q, at.batch, at.head);
     const auto k = matrix_of<const scalar_t>(params.k, at.batch, kv_head_of(at.head, sizes));
-    scores[index] = acc_t(params.softmax_scale) * dot_rows<kHeadDim>(q, at.row, k, at.col);
+    scores[index] = params.softmax_scale * dot_rows<kHeadDim>(q, at.row, k, at.col);
 }
 
 // O = P V over the keys that the row sees.

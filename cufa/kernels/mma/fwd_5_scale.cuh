@@ -7,7 +7,7 @@
 // Whether products are already scores in log 2, minus their row's maximum.
 constexpr bool kFolded = sizeof(acc_t) == 8 && !kShapedScores;
 // Whether the scale is recomputed for each tile, to take no register in between.
-constexpr bool kScaleAnew = kLongSteps || sizeof(scalar_t) == 2;
+constexpr bool kScaleAnew = kRangeMask && sizeof(scalar_t) == 2;
 
 // The factor of products before exp2, unless they are already scores in log 2. It is positive, so
 // that the largest product has the largest score and -inf stays the least. Q takes the sign.

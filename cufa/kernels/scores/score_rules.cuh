@@ -24,7 +24,7 @@ struct ScoreRules {
           features(params.features),
           batch(sequence.batch),
           head(head),
-          scale(static_cast<acc_t>(params.softmax_scale)),
+          scale(params.softmax_scale),
           matrix(matrix_number(params.sizes, sequence.batch, head)) {
         if constexpr (kAlibi) {
             alibi_slope = static_cast<const acc_t*>(
@@ -110,7 +110,7 @@ struct ScoreRules {
         return kept_of_eight(features, matrix, row, key).has(row, key);
     }
     // The factor of probabilities that dropout keeps.
-    __device__ acc_t kept_scale() const { return static_cast<acc_t>(features.kept_scale); }
+    __device__ acc_t kept_scale() const { return features.kept_scale; }
 
   private:
     template <class T>
@@ -126,7 +126,7 @@ struct ScoreRules {
         return static_cast<acc_t>(to_acc(matrix.row(row)[key]));
     }
 
-    __device__ acc_t softcap() const { return static_cast<acc_t>(features.softcap); }
+    __device__ acc_t softcap() const { return features.softcap; }
 
     // Tiles have rows and keys past the sequence's end, whose scores nobody reads. They get the
     // place of the last row or key. This is cheaper than to skip reads, because what several scores

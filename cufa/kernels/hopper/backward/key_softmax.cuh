@@ -40,7 +40,7 @@ struct KeySoftmax {
 
     KeySoftmax() = default;
     __device__ KeySoftmax(const BackwardParams& call, const Mask& mask, int first_key)
-        : scale_log2(kScoresBeginWithLse ? scale_of_scores(call) * kLog2E : kLog2E),
+        : scale_log2((kScoresBeginWithLse ? scale_of_scores(call) : 1) * float(kLog2E)),
           query(col_of_thread()) {
         if constexpr (kSoftcap) softcap = call.features.softcap;
         if constexpr (!kScoresBeginWithLse) product_scale = call.softmax_scale;

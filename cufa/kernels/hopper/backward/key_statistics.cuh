@@ -26,7 +26,7 @@ __device__ inline float scale_of_scores(const BackwardParams& call) {
 // The factor of probabilities that dropout keeps. dP does not include it. Nor does D, which is
 // subtracted from dP, nor do the sums of gradients before they are stored.
 __device__ inline float kept_scale(const BackwardParams& call) {
-    return kDropout ? static_cast<float>(call.features.kept_scale) : 1;
+    return kDropout ? call.features.kept_scale : 1;
 }
 // Converts an LSE to the unit in which it is kept: products or, where scores are more than
 // products, log 2.

@@ -143,7 +143,7 @@ __device__ inline void add_left_to_keys(ExactSmem& smem, const BackwardParams& c
         const ExactPair pair(call, work, walk.head(), walk.first_row());
         make_exact_scores(smem, pair);
         add_exact_keys<kValueDim>(pair.dv, pair, smem.p, pair.dout, 1);
-        add_exact_keys<kHeadDim>(pair.dk, pair, smem.ds, pair.q, float(call.softmax_scale));
+        add_exact_keys<kHeadDim>(pair.dk, pair, smem.ds, pair.q, call.softmax_scale);
     }
 }
 

@@ -156,8 +156,7 @@ struct Consumer : KeyScores<kBlockM> {
 #pragma unroll
             for (int i = 0; i < kCols / 2; ++i) dk[kCol / 2 + i] += sums[i] * unit;
         } else {
-            const float unit =
-                smem.units.k.size * float(call.softmax_scale) * power_of_two(exponent);
+            const float unit = smem.units.k.size * call.softmax_scale * power_of_two(exponent);
             // No product reads queries any more.
             if constexpr (Part == kFirstOfQueries) meet_warpgroup();
             QuerySums& to = smem.queries[warpgroup][at.stage].dq;

@@ -203,7 +203,7 @@ struct Consumer : HalfScores<kRole> {
     __device__ void add_query_gradients(int exponent) {
         QueryHalves& tile = *rows().tile;
         release_queries();
-        const float unit = smem.units.k.size * float(call.softmax_scale) * power_of_two(exponent);
+        const float unit = smem.units.k.size * call.softmax_scale * power_of_two(exponent);
         if (kQueryPart.count == 0) turns.take(tile);
 #pragma unroll
         for (int i = 0; i < kQueryPart.count; ++i) {
@@ -221,7 +221,7 @@ struct Consumer : HalfScores<kRole> {
     __device__ void store() const {
         // Looked up again, so that it takes no registers in between.
         const KeyTile work = key_tile(call, ptx::anew(blockIdx.x));
-        const float kept_scale = kDropout ? float(call.features.kept_scale) : 1;
+        const float kept_scale = kDropout ? call.features.kept_scale : 1;
         store<kHeadDim>(call.dk, work, dk, kKeyPart, call.softmax_scale);
         store<kValueDim>(call.dv, work, dv, kValuePart, kept_scale);
     }

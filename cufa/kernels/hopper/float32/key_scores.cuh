@@ -97,8 +97,8 @@ struct KeyScores {
                                   const Walk& walk) const {
         const ScoreRules rules = rules_of(walk);
         const float unit = units.k.size * rows.q.size;
-        const float scale = kShapedScores ? unit : unit * float(call.softmax_scale * kLog2E);
-        const float kept_scale = kDropout ? float(call.features.kept_scale) : 1;
+        const float scale = kShapedScores ? unit : unit * (call.softmax_scale * float(kLog2E));
+        const float kept_scale = kDropout ? call.features.kept_scale : 1;
         const float dp_unit = units.v.size * rows.dout.size * kept_scale;
         hold_all(dp);
 #pragma unroll

@@ -220,7 +220,12 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         if (!Self::kLongTurns) turns.pass();
         if constexpr (kDropout) draw_kept(kept, work, tile);
 
-        wait_scores<1>(s, last);
+        // Of three warpgroups, two keep the tensor cores busy while one waits for both products.
+        // With two stages the producer needs the place of this tile's values soon; but the compiler
+        // would put exponentials before a wait of its own for the output.
+        constexpr bool kWaitsOnce = !Self::kRoundsFirst && kConsumers > 2 && kStages == 2;
+        wait_scores<kWaitsOnce ? 0 : 1>(s, last);
+        if constexpr (kWaitsOnce) self().template wait_output<0>(o, work, tile + 1);
         shape_scores(s, bias, work, tile);
         constexpr bool kLate = !Masked && Self::kRaisesLate;
         bool raised = false;
@@ -244,7 +249,7 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
                 }
             }
         } else {
-            self().template wait_output<0>(o, work, tile + 1);
+            if constexpr (!kWaitsOnce) self().template wait_output<0>(o, work, tile + 1);
             if (kLate && __builtin_expect(softmax.any_too_large(sums), false)) {
                 raise_late(s, softmax, sums, shrink, work, tile);
                 raised = true;

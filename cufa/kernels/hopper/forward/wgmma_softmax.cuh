@@ -32,14 +32,14 @@ constexpr bool kAdds = kAlibi || kBias || kScoreMod;
 
 // Turns a product of a query and a key into a score in log 2.
 struct Scale {
+    static constexpr float kTiny = 1e-30f;
+
     float factor;       // never 0: -inf * 0 is NaN
     float inverse;      // NaN if factor < 0: the largest score is then the smallest product
     float lowered = 0;  // how much all of this thread's scores are to be lowered
 
-    __device__ explicit Scale(double softmax_scale)
-        : factor(!kProductUnits       ? kLog2E
-                 : softmax_scale == 0 ? kTiny
-                                      : softmax_scale * kLog2E),
+    __device__ explicit Scale(float scale_log2)
+        : factor(kProductUnits ? scale_log2 : float(kLog2E)),
           inverse(factor > 0 ? 1 / factor : not_a_number()) {
         // What is added to scores is divided by the factor, so it must not be too close to 0.
         if (kAdds && fabsf(factor) < kTiny) factor = kTiny, inverse = 1 / kTiny;
@@ -59,9 +59,6 @@ struct Scale {
         if constexpr (kAlibi) return score + lowered;
         return score;
     }
-
-  private:
-    static constexpr float kTiny = 1e-30f;
 };
 
 // Turns products into scores, with a soft cap.

@@ -248,7 +248,30 @@ def _module(variant: Variant, device_id: int) -> Any:
 
     Cached, since most new shapes share a variant, and rereading its sources would take milliseconds.
     """
-    return jit.load(jit.build(variant))
+    import cupy
+
+    build = jit.build(variant)
+    try:
+        return jit.load(build)
+    except cupy.cuda.driver.CUDADriverError as error:
+        raise LaunchError(_why_not_loaded(build, error, cupy.cuda.runtime.driverGetVersion())) from None
+
+
+def _why_not_loaded(build: jit.Build, error: Exception, driver_version: int) -> str:
+    """`driver_version` is that of CUDA, times 1000."""
+    of_driver, of_nvrtc = (driver_version // 1000, driver_version % 1000 // 10), jit.nvrtc_version()
+    reason = f"the driver, which is for CUDA {_dotted(of_driver)}, refuses {build.arch} by NVRTC "
+    reason += f"{_dotted(of_nvrtc)}: {error}"
+    if build.arch.virtual and of_nvrtc > of_driver:
+        reason += (
+            "; it reads PTX of no later version than its own. Give a real arch, as in sm_90a, update the "
+            f"driver, or install nvidia-cuda-nvrtc=={_dotted(of_driver)}.*"
+        )
+    return reason
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 def forget() -> None:

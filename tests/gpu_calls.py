@@ -5,7 +5,7 @@ import pytest
 from tolerance import assert_attention
 
 import cufa
-from cufa import device
+from cufa import device, jit
 from cufa.kernels import KERNELS
 
 
@@ -13,6 +13,14 @@ def skip_unless_it_runs_here(kernel):
     only = KERNELS[kernel].only_arch
     if only is not None and str(cufa.Device.of(only).arch) != str(device.current().arch):
         pytest.skip(f"{kernel} needs sm_{only}")
+
+
+def skip_unless_the_driver_reads_ptx():
+    import cupy
+
+    version = cupy.cuda.runtime.driverGetVersion()
+    if jit.nvrtc_version() > (version // 1000, version % 1000 // 10):
+        pytest.skip("NVRTC is newer than the driver, which does not read its PTX")
 
 
 def on_gpu(cupy, arguments):

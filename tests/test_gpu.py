@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from gpu_calls import captured
+from gpu_calls import captured, skip_unless_the_driver_reads_ptx
 from tolerance import (
     DTYPES,
     LAYOUTS,
@@ -449,6 +449,7 @@ def test_a_launch_that_fails_raises(cupy, rng):
 
 
 def test_arch_override_through_the_driver(cupy, rng, monkeypatch):
+    skip_unless_the_driver_reads_ptx()
     problem = draw(rng, "float16", SHAPES[0])
     check_forward(problem, True, arch="compute_80")
     monkeypatch.setenv("CUFA_ARCH", "compute_80")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib import metadata
 
 import pytest
+from gpu_calls import skip_unless_the_driver_reads_ptx
 
 from cufa import cache, device, jit
 from cufa.device import Arch, Device
@@ -648,6 +649,8 @@ def test_a_build_loads_and_launches(variant, virtual):
     cupy = pytest.importorskip("cupy")
     if not device.gpu_present():
         pytest.skip("no GPU")
+    if virtual:
+        skip_unless_the_driver_reads_ptx()
     arch = replace(device.current().arch, virtual=virtual)
     built = jit.build(replace(variant, arch=arch))
     module = jit.load(built)

@@ -370,6 +370,23 @@ def test_parts_of_keys_are_merged_by_a_launch_that_overlaps(machine, rng, monkey
         cufa.attention(q, k, v, **options)
 
 
+@pytest.mark.parametrize(("nvrtc", "newer"), [((13, 0), False), ((13, 5), True)])
+def test_ptx_that_the_driver_does_not_load(machine, rng, monkeypatch, nvrtc, newer):
+    def refuse(_):
+        raise cupy.cuda.driver.CUDADriverError("CUDA_ERROR_UNSUPPORTED_PTX_VERSION")
+
+    monkeypatch.setattr(jit, "load", refuse)
+    monkeypatch.setattr(jit, "nvrtc_version", lambda: nvrtc)
+    monkeypatch.setattr(cupy.cuda.runtime, "driverGetVersion", lambda: 13000)
+    problem = random_problem(rng, "float16", seqlen_q=20, seqlen_k=30, head_dim=16)
+    q, k, v, _ = map(machine.array, vars(problem).values())
+    with pytest.raises(launch.LaunchError, match="UNSUPPORTED_PTX") as caught:
+        cufa.attention(q, k, v, arch="compute_80")
+    message = str(caught.value)
+    assert "CUDA 13.0, refuses compute_80 by NVRTC 13." in message
+    assert ("install nvidia-cuda-nvrtc==13.0.*" in message) == newer
+
+
 def test_a_refusal_comes_before_any_allocation(machine, rng):
     problem = random_problem(rng, "float32", seqlen_q=20, seqlen_k=30, head_dim=16)
     q, k, v, _ = map(machine.array, vars(problem).values())

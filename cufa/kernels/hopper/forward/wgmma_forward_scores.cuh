@@ -30,9 +30,11 @@ struct ForwardScores {
     // Recomputes the products of a tile of keys from memory: slowly, for a case that hardly ever
     // occurs.
     __device__ void compute_products(Scores& s, const WorkTile& work, int tile) {
-        // Of one row or both, and of keys that follow each other in pairs.
+        // Pairs of keys, of the first row and then of the second.
         constexpr int kAtOnce = Self::kRecomputesAtOnce;
-        constexpr int kRows = min_of(kAtOnce, 2), kKeys = kAtOnce / kRows;
+        constexpr int kRows = kAtOnce < 4 ? 1 : 2, kKeys = kAtOnce / kRows;
+        static_assert(kAtOnce == 1 || kAtOnce == 2 || kAtOnce % 4 == 0,
+                      "pairs, of one row or both");
         const Sequence sequence = work.sequence(params.call);
         const auto q = sequence.queries<const scalar_t>(params.call.q, work.head);
         const auto k = sequence.keys<const scalar_t>(params.call.k, work.kv_head);

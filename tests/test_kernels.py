@@ -4,6 +4,7 @@ import itertools
 from collections import Counter, defaultdict
 from dataclasses import replace
 
+import machine_code
 import pytest
 
 from cufa import jit
@@ -12,7 +13,7 @@ from cufa.kernels import KERNELS, kernel_named
 from cufa.plan import best_kernel, make_plan
 from cufa.plan.sizes import SOFTMAX_PARAMS_BYTES
 from cufa.plan.standard import softmax_launches
-from cufa.problem import DTYPES, Problem
+from cufa.problem import DTYPES, Features, Problem
 from cufa.rounding import ceil_div
 
 # From which compute capabilities on the kernels' code has other instructions.
@@ -133,6 +134,31 @@ def test_the_fastest_rungs_do_not_spill_on_an_h200(name, dtype, head_dim, causal
     variant = problem(KERNELS[name].direction, dtype, head_dim, head_dim, causal, 16)
     build = jit.build(make_plan(variant, Device.of("sm_90a"), name).variant)
     assert build.warnings == ()
+
+
+# Additions, products and comparisons of doubles, and their conversions.
+OF_DOUBLES = r"\bD(?:ADD|MUL|FMA|SETP)|F2F\.F(?:32\.F64|64\.F32)"
+# Calls with as many numbers as a kernel supports: the first of these.
+WITH_NUMBERS = list(
+    itertools.product(
+        ("bfloat16", "float32", "float8_e4m3fn"),
+        (128, 256),
+        (Features(softcap=True, dropout=True), Features(softcap=True), Features()),
+    )
+)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_only_float64_is_computed_in_doubles(name):
+    """Compilers would convert a call's numbers anew for each tile."""
+    kernel, here = KERNELS[name], Device.of("sm_90a")
+    calls = (
+        replace(problem(kernel.direction, dtype, dim, dim, True, 16), features=features)
+        for dtype, dim, features in WITH_NUMBERS
+    )
+    call = next(call for call in calls if kernel.unsupported(call, here) is None)
+    build = jit.build(make_plan(call, here, name).variant)
+    assert machine_code.runs(build, OF_DOUBLES) == []
 
 
 @pytest.mark.parametrize("macro", ["SMEM_BYTES", "PARAMS_BYTES"])

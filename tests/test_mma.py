@@ -32,7 +32,7 @@ TIGHT = [
     ("sm_90a", "bwd_3_mma", "float64", 256, True, 100),
     ("sm_100a", "fwd_5_mma", "float16", 64, False, 0),
     ("sm_100a", "bwd_3_mma", "float16", 64, False, 0),
-    ("sm_100a", "bwd_3_mma", "bfloat16", 64, True, 0),
+    ("sm_100a", "bwd_3_mma", "bfloat16", 64, True, 8),
     ("sm_103a", "fwd_5_mma", "float16", 128, True, 0),
     ("sm_103a", "bwd_3_mma", "float16", 128, True, 0),
     ("sm_120a", "bwd_3_mma", "float16", 256, True, 0),

@@ -6,8 +6,8 @@
 
 // Whether products are already scores in log 2, minus their row's maximum.
 constexpr bool kFolded = sizeof(acc_t) == 8 && !kShapedScores;
-// Whether the scale is recomputed for each tile, to take no register in between.
-constexpr bool kScaleAnew = kRangeMask && sizeof(scalar_t) == 2;
+// Whether the factor is computed anew for each tile, to take no register in between.
+constexpr bool kScaleAnew = sizeof(scalar_t) == 2;
 
 // The factor of products before exp2, unless they are already scores in log 2. It is positive, so
 // that the largest product has the largest score and -inf stays the least. Q takes the sign.
@@ -15,9 +15,8 @@ constexpr bool kScaleAnew = kRangeMask && sizeof(scalar_t) == 2;
 __device__ inline acc_t scale_log2(const ScoreRules& rules) {
     if constexpr (kShapedScores || kFolded) return 1;
     constexpr acc_t kLeastScale = 0x1p-126;
-    acc_t scale = rules.scale;
+    acc_t scale = rules.scale * acc_t(kLog2E);
     if constexpr (kScaleAnew) scale = ptx::anew_float(scale);
-    scale *= acc_t(kLog2E);
     return max(scale < 0 ? -scale : scale, kLeastScale);
 }
 

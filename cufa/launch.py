@@ -258,7 +258,7 @@ def _module(variant: Variant, device_id: int) -> Any:
 
 
 def _why_not_loaded(build: jit.Build, error: Exception, driver_version: int) -> str:
-    """`driver_version` is that of CUDA, times 1000."""
+    """What the error says. `driver_version` is as the driver gives it: 13050 for CUDA 13.5."""
     of_driver, of_nvrtc = (driver_version // 1000, driver_version % 1000 // 10), jit.nvrtc_version()
     reason = f"the driver, which is for CUDA {_dotted(of_driver)}, refuses {build.arch} by NVRTC "
     reason += f"{_dotted(of_nvrtc)}: {error}"

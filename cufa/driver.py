@@ -29,6 +29,14 @@ def library() -> ctypes.CDLL:
 
 
 @functools.cache
+def cuda_version() -> tuple[int, int]:
+    """The CUDA version that the driver is for, (major, minor). Raises OSError if it is not installed."""
+    version = ctypes.c_int()
+    library().cuDriverGetVersion(ctypes.byref(version))  # 13050 is 13.5
+    return version.value // 1000, version.value % 1000 // 10
+
+
+@functools.cache
 def _bindings() -> Any:
     from cuda.bindings import driver
 

@@ -254,24 +254,19 @@ def _module(variant: Variant, device_id: int) -> Any:
     try:
         return jit.load(build)
     except cupy.cuda.driver.CUDADriverError as error:
-        raise LaunchError(_why_not_loaded(build, error, cupy.cuda.runtime.driverGetVersion())) from None
+        raise LaunchError(_why_not_loaded(build, error)) from None
 
 
-def _why_not_loaded(build: jit.Build, error: Exception, driver_version: int) -> str:
-    """What the error says. `driver_version` is as the driver gives it: 13050 for CUDA 13.5."""
-    of_driver, of_nvrtc = (driver_version // 1000, driver_version % 1000 // 10), jit.nvrtc_version()
-    reason = f"the driver, which is for CUDA {_dotted(of_driver)}, refuses {build.arch} by NVRTC "
-    reason += f"{_dotted(of_nvrtc)}: {error}"
+def _why_not_loaded(build: jit.Build, error: Exception) -> str:
+    of_driver, of_nvrtc = driver.cuda_version(), jit.nvrtc_version()
+    reason = "the driver, which is for CUDA {}.{}, refuses ".format(*of_driver)
+    reason += "{} by NVRTC {}.{}: {}".format(build.arch, *of_nvrtc, error)
     if build.arch.virtual and of_nvrtc > of_driver:
         reason += (
             "; it reads PTX of no later version than its own. Give a real arch, as in sm_90a, update the "
-            f"driver, or install nvidia-cuda-nvrtc=={_dotted(of_driver)}.*"
+            "driver, or install nvidia-cuda-nvrtc=={}.{}.*".format(*of_driver)
         )
     return reason
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))
 
 
 def forget() -> None:

@@ -5,7 +5,7 @@ import pytest
 from tolerance import assert_attention
 
 import cufa
-from cufa import device, jit
+from cufa import device, driver, jit
 from cufa.kernels import KERNELS
 
 
@@ -16,10 +16,7 @@ def skip_unless_it_runs_here(kernel):
 
 
 def skip_unless_the_driver_reads_ptx():
-    import cupy
-
-    version = cupy.cuda.runtime.driverGetVersion()
-    if jit.nvrtc_version() > (version // 1000, version % 1000 // 10):
+    if jit.nvrtc_version() > driver.cuda_version():
         pytest.skip("NVRTC is newer than the driver, which does not read its PTX")
 
 

@@ -377,7 +377,7 @@ def test_ptx_that_the_driver_does_not_load(machine, rng, monkeypatch, nvrtc, new
 
     monkeypatch.setattr(jit, "load", refuse)
     monkeypatch.setattr(jit, "nvrtc_version", lambda: nvrtc)
-    monkeypatch.setattr(cupy.cuda.runtime, "driverGetVersion", lambda: 13000)
+    monkeypatch.setattr(driver, "cuda_version", lambda: (13, 0))
     problem = random_problem(rng, "float16", seqlen_q=20, seqlen_k=30, head_dim=16)
     q, k, v, _ = map(machine.array, vars(problem).values())
     with pytest.raises(launch.LaunchError, match="UNSUPPORTED_PTX") as caught:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import re
@@ -112,9 +111,7 @@ def _driver_cuda() -> str | None:
     """The CUDA version that the driver can run, as in "13.0"."""
     if not device.gpu_present():
         return None
-    version = ctypes.c_int()
-    driver.library().cuDriverGetVersion(ctypes.byref(version))
-    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+    return "{}.{}".format(*driver.cuda_version())
 
 
 def _driver() -> str | None:

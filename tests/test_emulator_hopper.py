@@ -680,6 +680,18 @@ def test_tiles(rng, block_m, block_n, stages, blocks_per_sm):
     run(FORWARD, draw(rng, "float16", 400, 330, dims=(64, 64)), True, tiles=tiles, device=SMALL_DEVICE)
 
 
+@pytest.mark.parametrize(("dims", "causal"), [((64, 64), False), ((64, 40), True), ((128, 128), False)])
+def test_a_block_that_sums_dq_of_one_head_after_the_other(rng, dims, causal):
+    problem = draw(rng, "bfloat16", 290, 300, dims=dims, batch=2, heads=4, kv_heads=2)
+    run("bwd_4_wgmma", problem, causal, device=replace(SMALL_DEVICE, sm_count=1))
+
+
+@pytest.mark.parametrize(("head_dim", "lengths"), [(256, (200, 200)), (192, (140, 60))])
+def test_the_last_of_few_blocks_rounds_dq_of_many_dims(rng, head_dim, lengths):
+    problem = draw(rng, "bfloat16", *lengths, dims=(head_dim, head_dim), batch=1, heads=2, kv_heads=1)
+    run("bwd_5_wgmma_wide", problem, True, device=SMALL_DEVICE)
+
+
 # The backward's for many queries that see a key, whose dQ the copy engine adds.
 LONG_TILES = {"block_m": 80}
 

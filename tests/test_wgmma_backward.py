@@ -39,7 +39,9 @@ def takes_whole_heads(plan):
 
 def rounds(plan):
     """Whether the last block to add to a tile of dQ rounds it, so that no launch does."""
-    assert ("the last of them rounds dQ" in str(plan)) == dict(plan.macros)["ROUNDS"]
+    assert (
+        any(why.endswith(("rounds dQ", "rounds it")) for why in plan.reasons) == dict(plan.macros)["ROUNDS"]
+    )
     assert any(launch.entry == "round_queries" for launch in plan.launches) != dict(plan.macros)["ROUNDS"]
     return dict(plan.macros)["ROUNDS"]
 
@@ -50,10 +52,6 @@ def launch_of(plan, entry):
 
 # So many KV heads, and so short, that a block works on all keys of one; and so few that it does not.
 BATCHES_AND_LENGTHS = [(66, 256), (4, 4096)]
-
-
-# Some words for each tile of keys, where registers are shortest; by head dim, causal and batch.
-SPILLED = {(64, True, 66): ("key_tiles: 8 bytes spill stores, 12 bytes spill loads",)}
 
 
 def shared_by(heads, kv_heads, *, head_dim=128, causal=True, batch=1, seqlen=8192, **features):
@@ -151,7 +149,7 @@ def test_no_spill_where_keys_have_more_head_dims_than_values(causal, batch, seql
 )
 def test_no_spill_and_no_product_in_series(head_dim, causal, batch, seqlen):
     build = jit.build(plan_of(problem(head_dim, causal=causal, batch=batch, seqlen=seqlen)).variant)
-    assert build.warnings in ((), SPILLED.get((head_dim, causal, batch)))
+    assert build.warnings == ()
 
 
 # Of each head dim two of the features, and of each feature two head dims.
@@ -381,7 +379,8 @@ def test_deterministic_blocks_add_in_order(head_dim):
         (problem(96, causal=True, seqlen=512), True),
         (problem(128, seqlen=512), False),
         (problem(64, causal=True, seqlen=512), False),
-        (problem(256, causal=True, seqlen=512), False),
+        (problem(256, causal=True, seqlen=512), True),
+        (problem(256, causal=True, seqlen=513), False),
         # Queries are the last of as many as there are keys, of which they see most.
         (replace(problem(128, causal=True, seqlen=512), seqlen_q=400), False),
         (replace(problem(128, causal=True, seqlen=512), seqlen_q=4096), True),
@@ -398,9 +397,12 @@ def test_few_blocks_add_in_order_though_they_need_not_and_round(call, in_order):
     assert (plan.variant == plan_of(deterministic(call)).variant) == in_order
 
 
-@pytest.mark.parametrize(("head_dim", "rounded"), [(64, False), (96, True), (128, True), (256, False)])
-def test_a_block_that_has_a_head_to_itself_rounds_dq(head_dim, rounded):
-    plan = plan_of(problem(head_dim, batch=66, seqlen=64))
+@pytest.mark.parametrize(
+    ("head_dim", "seqlen", "rounded"),
+    [(64, 256, True), (96, 64, True), (128, 128, True), (256, 64, True), (256, 65, False)],
+)
+def test_a_block_that_has_a_head_to_itself_rounds_dq(head_dim, seqlen, rounded):
+    plan = plan_of(problem(head_dim, batch=66, seqlen=seqlen))
     assert takes_whole_heads(plan)
     assert rounds(plan) == rounded
 

@@ -48,7 +48,7 @@ __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSum
     const Turns& turns = consumer.turns;
     for (; !walk.at_end(); walk.advance()) {
         Scores s, dp;
-        QueryPart dq;
+        QueryPart dq, sums;
         Weights p, ds;
         if (walk.masked()) consumer.begin_masked(walk);
         if constexpr (kDropout) consumer.draw_kept(walk);
@@ -77,8 +77,9 @@ __device__ inline void attend(Consumer& consumer, WgmmaSums<kHead>& dk, WgmmaSum
         consumer.issue_query_gradients(dq);
         consumer.issue_key_gradients(dk, ds);
 
+        if (kSumsEarly) consumer.load_query_sums(sums);
         wait_part<1>(dq);
-        consumer.add_query_gradients(dq);
+        consumer.add_query_gradients(dq, sums);
         wait_product<0>(dk);
         hold_all(dv);
         consumer.finish(walk);
@@ -116,11 +117,11 @@ __device__ inline void attend_in_turn(Consumer& consumer, WgmmaSums<kHead>& dk,
         consumer.share(ds);
         wait_product<0>(dv);
 
-        QueryPart dq;
+        QueryPart dq, sums;
         consumer.issue_query_gradients(dq);
         consumer.issue_key_gradients(dk);
         wait_part<1>(dq);
-        consumer.add_query_gradients(dq);
+        consumer.add_query_gradients(dq, sums);
         wait_product<0>(dk);
         consumer.finish(walk);
     }
@@ -149,11 +150,12 @@ __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) 
             kScoresTogether ? attend(consumer, dk, dv, walk)
                             : attend_in_turn(consumer, dk, dv, walk);
             consumer.add_taken_out(dv, tiles);
-            QueryPart dq;
+            QueryPart dq, sums;
             consumer.issue_query_gradients(dq);
+            if (kSumsEarly) consumer.load_query_sums(sums);
             consumer.hand_out_values(dv);
             wait_part<0>(dq);
-            consumer.add_query_gradients(dq);
+            consumer.add_query_gradients(dq, sums);
         }
         consumer.hand_out_keys(dk);
     }

@@ -74,6 +74,6 @@ def way_of_adding(problem: Problem, device: Device, best: Tiles, tiles: Tiles) -
 
 def few_add(problem: Problem, best: Tiles) -> bool:
     """Whether it is faster to add in order and let the last block round dQ."""
-    short = best.block_m <= PANEL_COLS and best is not WIDE_TILES
+    short = best.block_m <= PANEL_COLS
     few = problem.causal and problem.seqlen_k <= MOST_IN_ORDER * best.block_n
     return short and few and problem.seqlen_q >= problem.seqlen_k and not problem.features.key_mask

@@ -136,9 +136,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
     check_tiles(problem, tiles, kind.best, chosen.cost.registers)
     query_blocks = query_tiles(problem, tiles)
     query_parts = problem.heads * counted_row_tiles(problem, problem.seqlen_q, tiles.block_m)
-    # Tiles of more queries leave a thread no registers to round dQ.
-    may_round = kind.stays and tiles.block_m <= PANEL_COLS
-    rounds = may_round and (adding is Adding.ALONE or few_add(problem, kind.best))
+    rounds = _rounds(problem, kind, tiles, adding, padded_dim)
     round_smem_bytes = tiles.block_m * (padded_dim * problem.itemsize + ROW_PADDING_BYTES)
     helper_warps = HELPER_THREADS // device.warp_size
     sink = sink_launch(problem, HELPER_THREADS, helper_warps)
@@ -203,6 +201,15 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
     )
 
 
+def _rounds(problem: Problem, kind: _Kind, tiles: Tiles, adding: Adding, padded_dim: int) -> bool:
+    """Whether the blocks round dQ, which is faster than a launch of its own where few blocks share it."""
+    if adding is not Adding.ALONE:
+        return tiles.block_m <= PANEL_COLS and few_add(problem, kind.best)
+    if not kind.stays:  # a warpgroup would wait for the sums of other keys amid its products
+        return problem.seqlen_k <= tiles.block_n
+    return min(tiles.block_m, padded_dim) <= PANEL_COLS  # else threads have no registers to round dQ
+
+
 def _tiles_of_keys(problem: Problem, adding: Adding, tiles: Tiles) -> int:
     """The number of work items that blocks take: tiles of keys, or whole heads."""
     heads = problem.kv_heads * tiles.all_parts
@@ -232,12 +239,12 @@ def _section_macros(device: Device, stays: bool) -> tuple[Macro, ...]:
 def _how(problem: Problem, adding: Adding, rounds: bool, *, stay: bool) -> tuple[str, ...]:
     in_turn = ", then the next" if stay else ""
     works = f"a block processes one tile of keys{in_turn}"
-    rounded = ("the last of them rounds dQ",) * rounds
     if adding is Adding.ALONE:
-        return (f"a block processes all keys of a head{in_turn}, so that it adds to dQ alone", *rounded)
+        rounded = " and rounds it" * rounds
+        return (f"a block processes all keys of a head{in_turn}, so that it adds to dQ alone{rounded}",)
     if adding is Adding.IN_ORDER:
         why = "deterministic" if problem.features.deterministic else "few blocks share dQ"
-        return (works, f"{why}: {ORDER_OF_ADDITIONS}", *rounded)
+        return (works, f"{why}: {ORDER_OF_ADDITIONS}", *("the last of them rounds dQ",) * rounds)
     if adding is Adding.AFTER_FIRST:
         return (works, "blocks add to dQ in any order, after the block with the first keys")
     return (works,)

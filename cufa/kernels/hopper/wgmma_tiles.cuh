@@ -104,6 +104,17 @@ __device__ inline void copy_tile(Tile& tile, const TensorMap& map, ptx::Barrier&
     }
 }
 
+// The same for a whole tile that is needed once.
+template <class Tile>
+__device__ inline void copy_tile_once(Tile& tile, const TensorMap& map, ptx::Barrier& barrier,
+                                      int batch, int head, int first_row) {
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanels; ++panel) {
+        ptx::copy_box_once(tile.data[panel][0], map, barrier, panel * Tile::kPanelCols, first_row,
+                           head, batch);
+    }
+}
+
 // Starts the copy of a tile to one head's rows from first_row on and columns from first_col on.
 template <class Tile>
 __device__ inline void store_tile(const TensorMap& map, const Tile& tile, int batch, int head,

@@ -82,6 +82,13 @@ __device__ inline void prefetch_tensor_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// The policy of the L2 cache for data that is needed once: it makes room first.
+__device__ inline unsigned long long needed_once() {
+    unsigned long long policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
 // Starts the copy of a box of a tensor into shared memory. The coordinates of its first element are
 // given fastest axis first; what lies outside the tensor becomes zeros. The bytes arrive on
 // `barrier`.
@@ -91,6 +98,17 @@ __device__ inline void copy_box(void* to, const TensorMap& map, Barrier& barrier
         "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(to)),
         "l"(&map), "r"(shared_address(&barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+        : "memory");
+}
+
+// The same for a box that is needed once.
+__device__ inline void copy_box_once(void* to, const TensorMap& map, Barrier& barrier, int x0,
+                                     int x1, int x2, int x3) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(to)),
+        "l"(&map), "r"(shared_address(&barrier)), "r"(x0), "r"(x1), "r"(x2), "r"(x3),
+        "l"(needed_once())
         : "memory");
 }
 
@@ -114,12 +132,13 @@ __device__ inline void proxy_fence_global() {
 }
 
 // Starts the copy of a box of a tensor from shared memory; what lies outside the tensor is dropped.
+// The L2 cache does not keep it at the expense of what kernels still read.
 __device__ inline void store_box(const TensorMap& map, const void* from, int x0, int x1, int x2,
                                  int x3) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], "
-        "[%1];" ::"l"(&map),
-        "r"(shared_address(from)), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group.L2::cache_hint "
+        "[%0, {%2, %3, %4, %5}], [%1], %6;" ::"l"(&map),
+        "r"(shared_address(from)), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "l"(needed_once())
         : "memory");
 }
 

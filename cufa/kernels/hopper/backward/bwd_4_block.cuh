@@ -13,6 +13,9 @@ constexpr int kBlockN = kConsumers * kWgmmaM;
 constexpr bool kOutboxes = HAS_OUTBOXES;
 static_assert(!kOutboxes || kAdding == kAsTheyCome, "nobody would know when they are added");
 constexpr bool kShortTiles = kBlockM <= kPanelCols;
+// Whether a warpgroup that rounds dQ loads the sums of other keys while products run. With short
+// tiles, which are for more head dims, it has no registers for them.
+constexpr bool kSumsEarly = kRounds && !kShortTiles;
 // Whether dO has barriers of its own, so that S can begin once Q is there. Elsewhere this is no
 // faster.
 constexpr bool kOutApart = kShortTiles && kScoresTogether;

@@ -43,7 +43,7 @@ struct Consumer {
     const Turns turns;
     KeySoftmax<kBlockM> softmax;
     // What each tile of queries needs of the keys' work: read once, since shared memory is slow.
-    int first_place;
+    int first_sums;
     bool sets_sums;
     RingPosition<kKeyStages> keys_at;
     RingPosition<kStages> at;
@@ -61,7 +61,7 @@ struct Consumer {
         smem.keys_ring.wait_full(keys_at);
         const int first_key = work().first_key + warpgroup * kWgmmaM;
         softmax = KeySoftmax<kBlockM>(params.call, work().mask(params.call), first_key);
-        first_place = QueryWorkspace(params.call).first_place_of(work().sequence(params.call));
+        first_sums = QueryWorkspace(params.call).first_sums_of(params.call, work());
         sets_sums = Keys::sets_sums(work());
         tile_before = nullptr;
         took_out = false;
@@ -209,8 +209,18 @@ struct Consumer {
         }
     }
 
+    // Loads the sums of the tile before, if this warpgroup's part of dQ completes them.
+    __device__ void load_query_sums(QueryPart& sums) const {
+        for (float& sum : sums.panel) sum = 0;
+        for (float& sum : sums.half) sum = 0;
+        if (tile_before == nullptr || !last_before || sets_sums) return;
+        if constexpr (kWholePanel)
+            Sums::collect(sums.panel, Sums::panel_of(tile_before, warpgroup));
+        if constexpr (kHalfPanel) Sums::collect(sums.half, Sums::half_of(tile_before, warpgroup));
+    }
+
     // Adds this warpgroup's part of dQ of the tile before to its sums, or rounds both together.
-    __device__ void add_query_gradients(QueryPart& dq) {
+    __device__ void add_query_gradients(QueryPart& dq, const QueryPart& sums) {
         if (tile_before == nullptr) return;
         const RingPosition<kStages> from = before(at);
         release(smem.ds_ring, from);
@@ -223,8 +233,8 @@ struct Consumer {
         float* const panel = Sums::panel_of(tile_before, warpgroup);
         float* const half = Sums::half_of(tile_before, warpgroup);
         if (kRounds && last_before) {
-            if constexpr (kWholePanel) round_query_gradients(dq.panel, panel);
-            if constexpr (kHalfPanel) round_query_gradients(dq.half, half);
+            if constexpr (kWholePanel) round_query_gradients(dq.panel, sums.panel, panel);
+            if constexpr (kHalfPanel) round_query_gradients(dq.half, sums.half, half);
         } else {
             if constexpr (kWholePanel) Sums::add(panel, dq.panel, sets_sums);
             if constexpr (kHalfPanel) Sums::add(half, dq.half, sets_sums);
@@ -238,7 +248,7 @@ struct Consumer {
         release(smem.ring, at);
         at.advance();
         const QueryWorkspace workspace(params.call);
-        tile_before = workspace.sums_at(workspace.place_from(first_place, walk.head, walk.tile));
+        tile_before = workspace.sums_at(workspace.place_from(first_sums, walk.head, walk.tile));
         last_before = walk.tiles.last_of(walk.tile);
     }
 
@@ -349,16 +359,18 @@ struct Consumer {
         }
     }
 
+    // Rounds a part of dQ: this warpgroup's sums and those of other keys, loaded or yet to load.
     template <int Count>
-    __device__ void round_query_gradients(float (&dq)[Count], float* part) {
-        const QueryWorkspace workspace(params.call);
-        const auto [head, tile] = workspace.tile_of(tile_before, first_place);
-        const Sequence sequence = work().sequence(params.call);
-        const int first_row = tile * kBlockM;
-        auto rows = sequence.queries<scalar_t>(params.call.dq, head);
-        rows.data = rows.row(first_row);
-        Sums::round(tile_before, part, dq, sets_sums, rows, sequence.seqlen_q - first_row,
-                    params.call.softmax_scale * kept_scale(params.call));
+    __device__ void round_query_gradients(float (&dq)[Count], const float (&loaded)[Count],
+                                          const float* part) const {
+        if (kSumsEarly) {
+#pragma unroll
+            for (int i = 0; i < Count; ++i) dq[i] += loaded[i];
+        } else if (!sets_sums) {
+            Sums::collect(dq, part);
+        }
+        QueryWorkspace(params.call)
+            .round(params.call, work().sequence(params.call), first_sums, tile_before, part, dq);
     }
 
     __device__ WgmmaKeySums key_sums() const { return QueryWorkspace(params.call).key_sums; }

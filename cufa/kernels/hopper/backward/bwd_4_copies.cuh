@@ -15,8 +15,10 @@ __device__ inline void send_keys(Smem& smem, const Params& params, KeyWork work,
 #pragma unroll
     for (int w = 0; w < kConsumers; ++w) {
         const int first_key = work.sequence(params.call).first_k + work.first_key + w * kWgmmaM;
-        copy_tile(smem.k[to.stage][w], params.k, full, work.map_batch(), work.kv_head(), first_key);
-        copy_tile(smem.v[to.stage][w], params.v, full, work.map_batch(), work.kv_head(), first_key);
+        copy_tile_once(smem.k[to.stage][w], params.k, full, work.map_batch(), work.kv_head(),
+                       first_key);
+        copy_tile_once(smem.v[to.stage][w], params.v, full, work.map_batch(), work.kv_head(),
+                       first_key);
     }
     to.advance();
 }

@@ -34,10 +34,11 @@ struct Consumer {
     KeySoftmax<kBlockM> softmax;
     RingPosition<1> keys_at;
     RingPosition<kStages> at;
-    RingPosition<kStages> turn;  // the next to add to dQ, if blocks add in order
-    float* tile_before;          // the sums of dQ of the tile before
-    float* late_tile;            // the sums of the tile before it, without the last panel
-    bool took_out;               // whether masked tiles of queries had NaN or infinity
+    RingPosition<kStages> turn;   // the next to add to dQ, if blocks add in order
+    float* tile_before;           // the sums of dQ of the tile before
+    float* late_tile;             // the sums of the tile before it, without the last panel
+    bool last_before, last_late;  // whether these are the last keys that those tiles see
+    bool took_out;                // whether masked tiles of queries had NaN or infinity
 
     __device__ Consumer(Smem& smem, const Params& params) : smem(smem), params(params) {}
 
@@ -180,13 +181,13 @@ struct Consumer {
     }
 
     // Adds a panel to the sums of dQ of the tile before.
-    __device__ void add_query_gradients(const QueryPart& dq, int panel) {
-        add_panel(tile_before, panel, dq);
+    __device__ void add_query_gradients(QueryPart& dq, int panel) {
+        add_panel(tile_before, last_before, panel, dq);
     }
     // Adds the last panel of the tile before that, if it is still missing.
-    __device__ void add_late(const QueryPart& dq) {
+    __device__ void add_late(QueryPart& dq) {
         constexpr int kLast = kQueryPart.count - 1;
-        if (kLast > 0 && late_tile != nullptr) add_panel(late_tile, kLast, dq);
+        if (kLast > 0 && late_tile != nullptr) add_panel(late_tile, last_late, kLast, dq);
     }
 
     // Advances to the next tile.
@@ -194,7 +195,9 @@ struct Consumer {
     __device__ void advance(Walk& walk) {
         const QueryWorkspace workspace(params.call);
         late_tile = tile_before;
+        last_late = last_before;
         tile_before = workspace.sums_of(work.sequence(params.call), walk.head, walk.tile);
+        last_before = walk.tiles.last_of(walk.tile);
         at.advance();
         walk.advance();
     }
@@ -232,9 +235,20 @@ struct Consumer {
     }
 
   private:
-    __device__ void add_panel(float* tile, int panel, const QueryPart& dq) {
+    // Adds a panel to the sums of a tile, or rounds both together.
+    __device__ void add_panel(float* tile, bool last, int panel, QueryPart& dq) {
         if (kTurns && panel == 0) smem.order[kRole].wait_full(turn);
-        Sums::add(Sums::panel_of(tile, kQueryPart.begin + panel), dq, Keys::sets_sums(work));
+        float* const part = Sums::panel_of(tile, kQueryPart.begin + panel);
+        const bool sets_sums = Keys::sets_sums(work);
+        if (kRounds && last) {
+            if (!sets_sums) Sums::collect(dq, part);
+            const QueryWorkspace workspace(params.call);
+            const Sequence sequence = work.sequence(params.call);
+            workspace.round(params.call, sequence, workspace.first_place_of(sequence), tile, part,
+                            dq);
+        } else {
+            Sums::add(part, dq, sets_sums);
+        }
         if (kTurns && panel == kQueryPart.count - 1) {
             arrive_by_warp(smem.order[kRole].added[turn.stage]);
             turn.advance();

@@ -11,8 +11,8 @@ __device__ inline void send_keys(Smem& smem, const Params& params, KeyWork work,
     smem.keys_ring.wait_empty(to);
     ptx::Barrier& full = smem.keys_ring.announce(to, KeyRows::kBytes + ValueRows::kBytes);
     const int first_key = work.sequence(params.call).first_k + work.first_key;
-    copy_tile(smem.k, params.k, full, work.map_batch(), work.kv_head(), first_key);
-    copy_tile(smem.v, params.v, full, work.map_batch(), work.kv_head(), first_key);
+    copy_tile_once(smem.k, params.k, full, work.map_batch(), work.kv_head(), first_key);
+    copy_tile_once(smem.v, params.v, full, work.map_batch(), work.kv_head(), first_key);
     to.advance();
 }
 

@@ -57,19 +57,22 @@ struct QuerySums {
         for (int i = 0; i < Count / 4; ++i) fours[i * kWarpgroup] = four_of(sums, i);
     }
 
-    // Writes a part of dQ's first rows, rounded: a warpgroup's sums plus, unless they are all, the
-    // sums in global memory.
+    // Adds those of a part in global memory to a warpgroup's sums.
     template <int Count>
-    __device__ static void round(float* tile, float* part, float (&sums)[Count], bool is_all,
-                                 const Matrix<scalar_t>& dq, int rows, float scale) {
+    __device__ static void collect(float (&sums)[Count], const float* part) {
         const float* fours = own_fours(part);
 #pragma unroll
         for (int i = 0; i < Count / 4; ++i) {
-            if (is_all) break;
             const auto four = *reinterpret_cast<const Pack<float, 4>*>(fours + i * kWarpgroup * 4);
 #pragma unroll
             for (int e = 0; e < 4; ++e) sums[4 * i + e] += four[e];
         }
+    }
+
+    // Writes a part of dQ's first rows, rounded.
+    template <int Count>
+    __device__ static void round(const float* tile, const float* part, const float (&sums)[Count],
+                                 const Matrix<scalar_t>& dq, int rows, float scale) {
         const int first_four = (part - tile) / 4 + threadIdx.x % kWarpgroup / 32 * 32;
         const int row = query(first_four) + threadIdx.x % 32 / 4;
         const int col = dim(first_four) + threadIdx.x % 4 * 2;
@@ -87,7 +90,10 @@ struct QuerySums {
     __device__ static Pack<float, 4> four_of(const float (&sums)[Count], int i) {
         return {sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]};
     }
-    __device__ static float* own_fours(float* part) { return part + threadIdx.x % kWarpgroup * 4; }
+    template <class Float>
+    __device__ static Float* own_fours(Float* part) {
+        return part + threadIdx.x % kWarpgroup * 4;
+    }
     __device__ static void write_pair(const Matrix<scalar_t>& dq, int row, int col, int rows,
                                       unsigned int pair) {
         if (row >= rows || col >= kHeadDim) return;
@@ -99,6 +105,9 @@ struct QuerySums {
         }
     }
 };
+
+// Whether a block uses the same sums for one head after the other. They stay in the L2 cache then.
+constexpr bool kReusesSums = kAdding == kAlone && kRounds && kFirstSets;
 
 // The workspace: the sums of dQ, tile by tile; the statistics of rows; sums of dK and dV if blocks
 // have parts of the queries; if blocks take turns, how many have added each warpgroup's part of a
@@ -138,16 +147,29 @@ struct Workspace {
         if constexpr (kPacked) return sequence.first_q / BlockM + sequence.batch;
         return sequence.batch * heads * tiles;
     }
+    // The index of the sums that a block uses for the first tile of a sequence.
+    __device__ int first_sums_of(const BackwardParams& call, const KeyWork& work) const {
+        if constexpr (!kReusesSums) return first_place_of(work.sequence(call));
+        const int first_head = blockIdx.x * heads_of_part(call.sizes);
+        return (first_head - work.heads(call.sizes).begin) * tiles;
+    }
     __device__ float* sums_of(const Sequence& sequence, int head, int tile) const {
         return sums_at(place_of(sequence, head, tile));
     }
     __device__ float* sums_at(int place) const {
         return sums + static_cast<long long>(place) * Sums::kTile;
     }
-    // The tile of a sequence that has these sums.
-    __device__ HeadTile tile_of(const float* tile_sums, int first_place) const {
-        const int place = static_cast<int>((tile_sums - sums) / Sums::kTile) - first_place;
-        return {place / tiles, place % tiles};
+    // Rounds a part of a tile of dQ, of which a warpgroup has all sums.
+    template <int Count>
+    __device__ void round(const BackwardParams& call, const Sequence& sequence, int first_sums,
+                          const float* tile_sums, const float* part,
+                          const float (&of_part)[Count]) const {
+        const int place = static_cast<int>((tile_sums - sums) / Sums::kTile) - first_sums;
+        const int head = place / tiles, first_row = place % tiles * BlockM;
+        auto rows = sequence.queries<scalar_t>(call.dq, head);
+        rows.data = rows.row(first_row);
+        Sums::round(tile_sums, part, of_part, rows, sequence.seqlen_q - first_row,
+                    call.softmax_scale * kept_scale(call));
     }
     __device__ RowStatistics<BlockM>& rows_of(const Sequence& sequence, int head, int tile) const {
         return rows[place_of(sequence, head, tile)];

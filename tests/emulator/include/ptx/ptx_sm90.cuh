@@ -56,6 +56,10 @@ inline void copy_box(void* to, const TensorMap& map, Barrier& barrier, int x0, i
                      int x3) {
     emulator::copy_box(to, &map, &barrier, {x0, x1, x2, x3}, 4);
 }
+inline void copy_box_once(void* to, const TensorMap& map, Barrier& barrier, int x0, int x1, int x2,
+                          int x3) {
+    emulator::copy_box(to, &map, &barrier, {x0, x1, x2, x3}, 4);
+}
 inline void copy_box(void* to, const TensorMap& map, Barrier& barrier, int x0, int x1, int x2,
                      int x3, int x4) {
     emulator::copy_box(to, &map, &barrier, {x0, x1, x2, x3, x4}, 5);

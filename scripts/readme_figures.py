@@ -33,6 +33,7 @@ SINGLE_RECORD = ROOT / "benchmarks" / "peers_float32.json"
 RUNGS_RECORD = ROOT / "benchmarks" / "peers_mma.json"
 HALF_RUNGS_RECORD = ROOT / "benchmarks" / "peers_mma_float16.json"
 UNEVEN_RECORD = ROOT / "benchmarks" / "peers_192_128.json"
+H100_RECORD = ROOT / "benchmarks" / "peers_h100.json"
 DROPOUT_RECORD = ROOT / "benchmarks" / "peers_dropout.json"
 FP8_RECORD = ROOT / "benchmarks" / "fp8.json"
 TRAINING_RECORD = ROOT / "benchmarks" / "training.json"
@@ -372,7 +373,6 @@ def other_dtype(record: Row) -> str:
     """The same in another dtype, which is all that the record has."""
     dtype, names = record["points"][0]["dtype"], peers_in(record["points"][0])
     peers = f"PyTorch's {called(EFFICIENT)}" if names == [EFFICIENT] else fastest_of(names)
-    lengths = ", ".join(f"{seqlen:,}" for seqlen in sorted({point["seqlen"] for point in record["points"]}))
     told = []
     for direction in dict.fromkeys(point["direction"] for point in record["points"]):
         points = of_direction(record, direction)
@@ -382,10 +382,14 @@ def other_dtype(record: Row) -> str:
             f"(worst {over_best_peer(worst):.2f}, head dim {worst['head_dim']} at {worst['seqlen']:,})"
         )
     return (
-        f"**{dtype}**, relative to {peers}, at lengths {lengths}: "
+        f"**{dtype}**, relative to {peers}, at lengths {lengths_in(record)}: "
         f"{', '.join(told)}. Each is the geometric mean of {len(points)} cells, measured on an "
         f"{record['gpu']} ([peers_{dtype}.json](peers_{dtype}.json))."
     )
+
+
+def lengths_in(record: Row) -> str:
+    return ", ".join(f"{seqlen:,}" for seqlen in sorted({point["seqlen"] for point in record["points"]}))
 
 
 def fastest_of(names: Sequence[str]) -> str:
@@ -404,20 +408,29 @@ def uneven(record: Row) -> str:
 def dropout(record: Row) -> str:
     """With some weights dropped."""
     first = record["points"][0]
-    lengths = ", ".join(f"{seqlen:,}" for seqlen in sorted({point["seqlen"] for point in record["points"]}))
     return (
-        f"**Dropout** ({first['dropout_p']:.0%}), {first['dtype']}, at lengths {lengths} "
+        f"**Dropout** ({first['dropout_p']:.0%}), {first['dtype']}, at lengths {lengths_in(record)} "
         f"([peers_dropout.json](peers_dropout.json)):\n\n{over_each_peer(record)}"
     )
 
 
+def other_gpu(record: Row) -> str:
+    """The same on another GPU."""
+    first = record["points"][0]
+    return (
+        f"**On an {record['gpu']}**, {first['dtype']}, at lengths {lengths_in(record)} "
+        f"([peers_h100.json](peers_h100.json)):\n\n{over_each_peer(record)}"
+    )
+
+
 def over_each_peer(record: Row) -> str:
-    """How fast each direction is, and how many times as fast as each peer."""
+    """How fast each direction is, and how many times as fast as each peer and the fastest of each cell."""
     of_each = {direction: of_direction(record, direction) for direction in PRODUCTS}
     best = (max(point["tflops"]["cufa"] for point in cells) for cells in of_each.values())
     lines = [("best TFLOP/s", *map(three_digits, best))]
     for peer in peers_in(record["points"][0]):
         lines.append((f"x {called(peer)}", *(beside("cufa", peer, cells) for cells in of_each.values())))
+    lines.append(("x best peer", *(mean_and_worst(cells, over_best_peer) for cells in of_each.values())))
     caption = (
         f"Each is the geometric mean of {len(of_each['forward'])} cells, with the worst cell in parentheses. "
         f"Measured on an {record['gpu']}, {record['date']}."
@@ -443,7 +456,12 @@ def rungs(record: Row, half: Row) -> str:
 
 def beside(name: str, other: str, points: Sequence[Row]) -> str:
     """The mean of the ratio of two speeds, and where it is least."""
-    ratios = [point["tflops"][name] / point["tflops"][other] for point in points]
+    return mean_and_worst(points, lambda point: point["tflops"][name] / point["tflops"][other])
+
+
+def mean_and_worst(points: Sequence[Row], ratio_of: Callable[[Row], float]) -> str:
+    """The mean of a ratio, and where it is least."""
+    ratios = list(map(ratio_of, points))
     least = min(ratios)
     worst = points[ratios.index(least)]
     causal = ", causal" if worst["causal"] else ""
@@ -874,6 +892,7 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
     BENCHMARKS: {
         "measured": (measured, (RECORD,)),
         "peers": (peers, (PEERS_RECORD,)),
+        "h100": (other_gpu, (H100_RECORD,)),
         "half": (other_dtype, (HALF_RECORD,)),
         "single": (other_dtype, (SINGLE_RECORD,)),
         "uneven": (uneven, (UNEVEN_RECORD,)),

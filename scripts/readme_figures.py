@@ -785,6 +785,7 @@ def install(record: Row) -> str:
 
 def summary(
     peers: Row,
+    h100: Row,
     single: Row,
     shapes: Row,
     fp8: Row,
@@ -835,6 +836,9 @@ def summary(
     lines = (
         f"**bfloat16** on an {peers['gpu']}: up to {best['forward']:.0f} TFLOP/s forward and "
         f"{best['backward']:.0f} backward.",
+        f"**bfloat16** on an {h100['gpu']}: {over_best_peer_in('forward', h100['points']):.2f} times as fast "
+        f"forward and {over_best_peer_in('backward', h100['points']):.2f} times as fast backward as "
+        f"{fastest_of(peers_in(h100['points'][0]))}.",
         f"**float32** on an {single['gpu']}: up to {fastest_single:.0f} TFLOP/s; {' and '.join(in_float32)} "
         "as PyTorch's memory-efficient attention.",
         f"**`deterministic=True`**: a backward keeps {in_order[0]} of its speed in bfloat16, {in_order[1]} "
@@ -875,6 +879,7 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
             summary,
             (
                 PEERS_RECORD,
+                H100_RECORD,
                 SINGLE_RECORD,
                 SHAPES_RECORD,
                 FP8_RECORD,

@@ -689,7 +689,7 @@ def test_a_block_that_sums_dq_of_one_head_after_the_other(rng, dims, causal):
 @pytest.mark.parametrize(("head_dim", "lengths"), [(256, (200, 200)), (192, (140, 60))])
 def test_the_last_of_few_blocks_rounds_dq_of_many_dims(rng, head_dim, lengths):
     problem = draw(rng, "bfloat16", *lengths, dims=(head_dim, head_dim), batch=1, heads=2, kv_heads=1)
-    run("bwd_5_wgmma_wide", problem, True, device=SMALL_DEVICE)
+    run("bwd_5_wgmma_wide", problem, True, device=replace(SMALL_DEVICE, l2_bytes=1 << 16))
 
 
 # The backward's for many queries that see a key, whose dQ the copy engine adds.

@@ -58,13 +58,12 @@ def way_of_adding(problem: Problem, device: Device, best: Tiles, tiles: Tiles) -
         return Adding.AS_THEY_COME
     if _takes_whole_heads(problem, device, best.block_n, tiles):
         return Adding.ALONE
-    if problem.features.deterministic or few_add(problem, best):
+    if problem.features.deterministic or few_add(problem, device, best):
         return Adding.IN_ORDER
     # With a window, a query may see keys but not the first ones. For long tiles the copy engine adds the
-    # sums, and it is not known when. And sums that fit into the L2 cache are zeroed quickly.
+    # sums, and it is not known when.
     windowed = problem.features.window != (None, None)
-    sums = problem.batch * problem.seqlen_q // problem.packed_sequences * problem.heads * problem.head_dim
-    if windowed or best is LONG_TILES or sums * SUM_BYTES <= SECTION_OF_L2 * device.l2_bytes:
+    if windowed or best is LONG_TILES or _cached(problem, device):
         return Adding.AS_THEY_COME
     # Above head dim 128, products run during the addition, so waiting costs little.
     most = CAUSAL_MOST_AFTER_FIRST if problem.causal else MOST_AFTER_FIRST
@@ -72,8 +71,14 @@ def way_of_adding(problem: Problem, device: Device, best: Tiles, tiles: Tiles) -
     return Adding.AFTER_FIRST if best is WIDE_TILES or few else Adding.AS_THEY_COME
 
 
-def few_add(problem: Problem, best: Tiles) -> bool:
+def few_add(problem: Problem, device: Device, best: Tiles) -> bool:
     """Whether it is faster to add in order and let the last block round dQ."""
-    short = best.block_m <= PANEL_COLS
+    short = best.block_m <= PANEL_COLS and not (best is WIDE_TILES and _cached(problem, device))
     few = problem.causal and problem.seqlen_k <= MOST_IN_ORDER * best.block_n
     return short and few and problem.seqlen_q >= problem.seqlen_k and not problem.features.key_mask
+
+
+def _cached(problem: Problem, device: Device) -> bool:
+    """Whether the sums of dQ fit into the L2 cache, so that passes over them are quick."""
+    rows = problem.batch * problem.seqlen_q // problem.packed_sequences * problem.heads
+    return rows * problem.head_dim * SUM_BYTES <= SECTION_OF_L2 * device.l2_bytes

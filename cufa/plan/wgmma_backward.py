@@ -136,7 +136,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
     check_tiles(problem, tiles, kind.best, chosen.cost.registers)
     query_blocks = query_tiles(problem, tiles)
     query_parts = problem.heads * counted_row_tiles(problem, problem.seqlen_q, tiles.block_m)
-    rounds = _rounds(problem, kind, tiles, adding, padded_dim)
+    rounds = _rounds(problem, device, kind, tiles, adding)
     round_smem_bytes = tiles.block_m * (padded_dim * problem.itemsize + ROW_PADDING_BYTES)
     helper_warps = HELPER_THREADS // device.warp_size
     sink = sink_launch(problem, HELPER_THREADS, helper_warps)
@@ -201,13 +201,15 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
     )
 
 
-def _rounds(problem: Problem, kind: _Kind, tiles: Tiles, adding: Adding, padded_dim: int) -> bool:
+def _rounds(problem: Problem, device: Device, kind: _Kind, tiles: Tiles, adding: Adding) -> bool:
     """Whether the blocks round dQ, which is faster than a launch of its own where few blocks share it."""
     if adding is not Adding.ALONE:
-        return tiles.block_m <= PANEL_COLS and few_add(problem, kind.best)
+        return tiles.block_m <= PANEL_COLS and few_add(problem, device, kind.best)
     if not kind.stays:  # a warpgroup would wait for the sums of other keys amid its products
         return problem.seqlen_k <= tiles.block_n
-    return min(tiles.block_m, padded_dim) <= PANEL_COLS  # else threads have no registers to round dQ
+    return (
+        min(tiles.block_m, kind.padded_dim_of(tiles)) <= PANEL_COLS
+    )  # else threads have no registers to round dQ
 
 
 def _tiles_of_keys(problem: Problem, adding: Adding, tiles: Tiles) -> int:

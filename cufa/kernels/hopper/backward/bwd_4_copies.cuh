@@ -6,6 +6,8 @@
 
 // ---- the producer: one thread ----
 
+// Other blocks do not need these keys, and the L2 cache has little room for the queries and sums of
+// dQ that they share.
 __device__ inline void send_keys(Smem& smem, const Params& params, KeyWork work,
                                  RingPosition<kKeyStages>& to) {
     smem.keys_ring.wait_empty(to);

@@ -106,9 +106,11 @@ def check_gradients(gradients: object) -> None:
 
 
 def check_flags(**flags: object) -> None:
-    """Raise TypeError unless each flag is True or False."""
+    """Raise TypeError unless each flag is True or False, or 1 or 0."""
     for name, flag in flags.items():
-        if flag is not True and flag is not False and not isinstance(flag, (int, np.bool_)):
+        if flag is True or flag is False:  # as in almost all calls
+            continue
+        if not isinstance(flag, (int, np.bool_)) or flag not in (0, 1):
             raise TypeError(f"{name} is {shown(flag)}; it may be True or False")
 
 
@@ -203,6 +205,7 @@ def check_range(problem: Problem, softmax_scale: float, softcap: float) -> None:
         if number != 0 and not least <= abs(number) <= most:
             raise ValueError(
                 f"{name} is {number}; for {problem.dtype} it must be 0 or from {least:.2g} to {most:.2g}"
+                + " in magnitude" * (number < 0)
             )
 
 
@@ -220,6 +223,8 @@ def _finite(name: str, value: float, or_else: str = "") -> float:
     if type(value) is not float and getattr(value, "requires_grad", False):  # it would be lost silently
         raise TypeError(f"{name} requires a gradient, and cufa does not record gradients; give a number")
     try:
+        if isinstance(value, (bool, np.bool_)):  # an argument in another's place
+            raise TypeError
         finite = math.isfinite(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name} is {shown(value)}; it may be a number{or_else}") from None

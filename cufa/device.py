@@ -253,8 +253,9 @@ def current() -> Device:
     """CuPy's current GPU. Raises GPUUnavailableError if there is none that CuPy can use."""
     if not gpu_present():
         raise GPUUnavailableError(
-            "no GPU: the NVIDIA driver is not installed or shows this process none; to plan or compile "
-            "for one that is not here, name its arch (arch='sm_90a', --arch sm_90a) or set CUFA_ARCH"
+            "no GPU: the NVIDIA driver is not installed or shows this process none; to compute on the CPU, "
+            "use backend='numpy' (--backend numpy); to plan or compile for a GPU that is not here, name its "
+            "arch (arch='sm_90a', --arch sm_90a) or set CUFA_ARCH"
         )
     try:
         import cupy

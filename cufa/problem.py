@@ -325,8 +325,12 @@ def check_choice(argument: str, value: object, allowed: Collection[str]) -> None
 
 
 def integer(value: Any) -> int:
-    """An integer of any kind as an int; raises TypeError for anything else, such as 1.0."""
-    return value if type(value) is int else int(operator.index(value))
+    """An integer of any kind as an int; raises TypeError for anything else, such as 1.0 or True."""
+    if type(value) is int:  # as in almost all calls
+        return value
+    if isinstance(value, bool):
+        raise TypeError("a flag is not an integer")
+    return int(operator.index(value))
 
 
 def tensor_axes(layout: str, packed: bool) -> Axes:

@@ -413,6 +413,13 @@ class Learnable(float):
         ({"softmax_scale": "big"}, TypeError, "softmax_scale is 'big'; it may be a number or None"),
         ({"softmax_scale": [1.0]}, TypeError, "softmax_scale is [1.0]; it may be a number or None"),
         ({"softmax_scale": np.array("big")}, TypeError, "softmax_scale is array('big'"),
+        # A flag in another argument's place
+        ({"softmax_scale": True}, TypeError, "softmax_scale is True; it may be a number or None"),
+        ({"softcap": np.bool_(True)}, TypeError, "softcap is np.True_; it may be a number"),
+        ({"dropout_p": True}, TypeError, "dropout_p is True; it may be a number"),
+        ({"window": (True, 0)}, TypeError, "window is (True, 0); it may be None or a pair (left, right)"),
+        ({"causal": 5}, TypeError, "causal is 5; it may be True or False"),
+        ({"softmax_scale": -1e300}, ValueError, "softmax_scale is -1e+300; for float32 it must be 0 or from"),
         ({"softmax_scale": math.nan}, ValueError, "softmax_scale is nan; it must be finite"),
         ({"softmax_scale": -math.inf}, ValueError, "softmax_scale is -inf; it must be finite"),
         ({"softcap": np.ones(2)}, TypeError, "softcap is a numpy.ndarray of shape (2,); it may be a number"),
@@ -542,11 +549,9 @@ def test_a_rung_has_tiles_of_integers() -> None:
             rung_of(None, {"parts": size}, None)
 
 
-def test_true_as_a_number_is_1(rng: np.random.Generator) -> None:
-    problem = draw(rng)
-    plan = cufa.plan(problem.q, problem.k, problem.v, window=(True, False), arch="sm_80")
-    assert repr(plan.problem.features.window) == "(1, 0)"
-    assert repr(rung_of(None, {"parts": True}, None)[1]) == "(('parts', 1),)"
+def test_flags_are_no_sizes() -> None:
+    with pytest.raises(TypeError, match=r"^tiles has parts True; it must be an integer$"):
+        rung_of(None, {"parts": True}, None)
 
 
 def test_backend_cuda_without_a_gpu(rng: np.random.Generator) -> None:

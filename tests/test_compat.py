@@ -54,8 +54,25 @@ def test_pytorchs_masks(rng):
     close(compat.scaled_dot_product_attention(q, k, v, added), expected(q, k, v, True, added))
     with pytest.raises(ValueError, match="only one of them"):
         compat.scaled_dot_product_attention(q, k, v, kept, is_causal=True)
-    with pytest.raises(ValueError, match="query has 4 heads and key 2; with enable_gqa=True"):
-        compat.scaled_dot_product_attention(q, k[:, :2], v[:, :2])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "allowed"),
+    [
+        (4, 2, "with enable_gqa=True they may differ"),
+        (16, 24, "they must be the same"),
+        (2, 4, "they must be the same"),
+        (4, 0, "they must be the same"),
+    ],
+)
+def test_pytorchs_heads_may_differ_only_if_that_is_asked_for(heads, kv_heads, allowed):
+    q, k = np.zeros((2, heads, 1, 32)), np.zeros((2, kv_heads, 2, 32))
+    message = (
+        f"query has {heads} heads and key {kv_heads}; {allowed} (query has shape {q.shape} and key "
+        f"{k.shape}, read as (batch, heads, seqlen, head_dim))"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        compat.scaled_dot_product_attention(q, k, k, is_causal=True)  # fewer keys are seen than it has
 
 
 WINDOWS = [None, 1, np.int64(1), (0, 2), (2, 0), (3, 1), 2**31 - 1]
@@ -160,6 +177,60 @@ def test_what_flash_attn_would_not_take_apart_is_named(rng):
         compat.flash_attn_varlen_qkvpacked_func(np.stack([q, k, v], axis=2)[0], ends)
     with pytest.raises(TypeError, match=r"^kv is a list; it may be a NumPy array"):
         compat.flash_attn_kvpacked_func(q, kv.tolist())
+
+
+PACKED = np.zeros((2, 16, 3, 4, 8), np.float32)
+ENDS = np.array([0, 16], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "error", "message"),
+    [
+        ("qkvpacked", (PACKED.astype(int),), TypeError, "qkv has dtype int64; it may be"),
+        (
+            "qkvpacked",
+            (PACKED[..., :0],),
+            ValueError,
+            "qkv[..., 0, :, :] has head dim 0 (shape (2, 16, 4, 0)); ",
+        ),
+        (
+            "kvpacked",
+            (PACKED[:, :, 0], PACKED[:, :, 1:].astype(np.float16)),
+            TypeError,
+            "kv has dtype float16 and q float32; they must be the same",
+        ),
+        (
+            "kvpacked",
+            (PACKED[:, :, 0], PACKED[:1, :, 1:]),
+            ValueError,
+            "kv[..., 0, :, :] has shape (1, 16, 4, 8) and q (2, 16, 4, 8); the batch",
+        ),
+        (
+            "kvpacked",
+            (PACKED[:, :, 0], PACKED[:, :, 1:, :3]),
+            ValueError,
+            "q has 4 heads and kv[..., 0, :, :] 3; the query heads must be a multiple of the key-value heads "
+            "(q has shape (2, 16, 4, 8) and kv[..., 0, :, :] (2, 16, 3, 8), read as",
+        ),
+        ("kvpacked", (PACKED[..., 0, :, :0], PACKED[:, :, 1:, :, :0]), ValueError, "q has head dim 0 (shape"),
+        ("varlen_qkvpacked", (PACKED[0].astype(int), ENDS), TypeError, "qkv has dtype int64; it may be"),
+        (
+            "varlen_qkvpacked",
+            (PACKED[0], ENDS + ENDS // 16),
+            ValueError,
+            "cu_seqlens ends with 17, but qkv has 16",
+        ),
+        (
+            "varlen_kvpacked",
+            (PACKED[0, :, 0], PACKED[0, :, 1:], ENDS, ENDS + ENDS // 16),
+            ValueError,
+            "cu_seqlens_k ends with 17, but kv has 16",
+        ),
+    ],
+)
+def test_errors_name_arrays_in_one_and_their_parts_beside_shapes(function, arguments, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        getattr(compat, f"flash_attn_{function}_func")(*arguments)
 
 
 def packed(q, k, v, **options):
@@ -378,6 +449,59 @@ def test_what_flash_attns_cache_cannot_take_is_not_written(rng, change, error, m
         compat.flash_attn_with_kvcache(**of_call)
     np.testing.assert_array_equal(k_cache, before[0])
     np.testing.assert_array_equal(v_cache, before[1])
+
+
+@pytest.mark.parametrize(
+    ("held", "place", "what", "sequences"),
+    [
+        (3, {"cache_batch_idx": [0, 0]}, "cache_batch_idx has 0", (0, 1)),
+        ([1, 5], {"cache_batch_idx": [3, 3]}, "cache_batch_idx has 3", (0, 1)),
+        (2, {"block_table": [[0], [0]]}, "block_table has page 0", (0, 1)),
+        ([3, 6], {"block_table": [[2, 1], [1, 2]]}, "block_table has page 2", (0, 1)),
+        ([3, 4], {"block_table": [[2, 1], [3, 1]]}, "block_table has page 1", (0, 1)),
+        (3, {"block_table": [[2, 2], [0, 1]]}, "block_table has page 2", (0, 0)),
+    ],
+)
+def test_new_keys_of_two_sequences_are_not_written_to_one_place(rng, held, place, what, sequences):
+    q, k, v = draw(rng, 1, 2)
+    caches = [np.zeros((4, 4 if "block_table" in place else 8, 2, 8), np.float32) for _ in "kv"]
+    options = {name: np.array(numbers, np.int32) for name, numbers in place.items()}
+    held = held if isinstance(held, int) else np.array(held, np.int32)
+    first, again = sequences
+    message = f"^{what} for sequence {first} and again for sequence {again}, and k would be written to both"
+    with pytest.raises(ValueError, match=message):
+        compat.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=held, **options)
+    assert not np.any(caches)
+
+
+@pytest.mark.parametrize(
+    ("held", "table", "count"),
+    [
+        ([4, 6], [[2, 1], [2, 3]], 2),  # both begin with page 2
+        ([4, 4], [[2, 1], [2, 3]], 4),
+        ([2, 1], [[2, 0], [1, 0]], 2),  # page 0 only fills the table
+        ([2, 6], [[0, 1], [3, 1]], 2),  # the first ends before page 1
+        ([6, 6], [[2, 1], [2, 1]], 0),  # neither writes
+        ([6, 6], [[2, 1], [2, 1]], None),
+    ],
+)
+def test_sequences_may_share_what_no_two_write(rng, held, table, count):
+    q, k_pages, v_pages = draw(rng, 1, 4)
+    k_pages, v_pages = (np.concatenate([x, rng.permuted(x)]) for x in (k_pages, v_pages))
+    table, held = np.array(table, np.int32), np.array(held, np.int32)
+    new = [] if count is None else draw(rng, 1, count)[1:]
+    of_each = [x[table].reshape(2, 8, 2, 8) for x in (k_pages, v_pages)]
+    exact = compat.flash_attn_with_kvcache(q, *of_each, *new, cache_seqlens=held)
+    out = compat.flash_attn_with_kvcache(q, k_pages, v_pages, *new, cache_seqlens=held, block_table=table)
+    np.testing.assert_array_equal(out, exact)
+
+
+def test_sequences_may_share_an_entry_that_is_only_read(rng):
+    q, k_cache, v_cache = draw(rng, 3, 9)
+    entry = np.array([1, 1], np.int32)
+    out = compat.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=5, cache_batch_idx=entry)
+    exact = compat.flash_attn_with_kvcache(q, k_cache[entry], v_cache[entry], cache_seqlens=5)
+    np.testing.assert_array_equal(out, exact)
 
 
 def test_a_page_that_flash_attns_cache_has_not_is_found_before_it_is_written(rng):
@@ -755,8 +879,23 @@ def pytorchs(q, k, v, **options):
 def test_an_array_without_4_axes_is_named(rng, function, name):
     arrays = dict(zip(("query", "key", "value"), draw(rng, 6, 9), strict=True))
     arrays[name] = arrays[name][0]
-    with pytest.raises(ValueError, match=rf"^{name} has shape \(\d, \d, 8\); it must have 4 axes"):
+    axes = "batch, heads, seqlen" if function is pytorchs else "batch, seqlen, heads"
+    message = rf"^{name} has shape \(\d, \d, 8\); it must have the 4 axes \({axes}, head_dim\)$"
+    with pytest.raises(ValueError, match=message):
         function(*arrays.values())
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k"])
+@pytest.mark.parametrize("table", [None, np.array([[0], [1]], np.int32)], ids=["rows", "pages"])
+def test_an_array_of_flash_attns_cache_without_4_axes_is_named(rng, name, table):
+    of_call = dict(zip(("q", "k_cache", "v_cache"), draw(rng, 3, 9), strict=True))
+    of_call |= dict(zip(("k", "v"), draw(rng, 3, 2)[1:], strict=True))
+    of_call[name] = of_call[name][0]
+    in_pages = table is not None and name.endswith("cache")
+    axes = "pages, page_size, kv_heads" if in_pages else "batch, seqlen, heads"
+    message = rf"^{name} has shape \(\d, \d, 8\); it must have the 4 axes \({axes}, head_dim\)$"
+    with pytest.raises(ValueError, match=message):
+        compat.flash_attn_with_kvcache(**of_call, cache_seqlens=3, block_table=table)
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])

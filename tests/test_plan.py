@@ -750,8 +750,8 @@ def test_a_printed_plan_says_what_and_why(kernel: str, arch: str) -> None:
     ids=str,
 )
 def test_overrides_are_taken(kernel: str, tiles: dict[str, int]) -> None:
-    default, plan = plan_of(kernel), plan_of(kernel, tiles=tiles)
-    assert plan.tiles == {**default.tiles, **tiles}
+    plan = plan_of(kernel, tiles=tiles)
+    assert plan.tiles.items() >= tiles.items()
     assert f"chosen by the caller: {', '.join(tiles)}" in str(plan)
     assert misfit(plan) is None
     assert plan.launches[0].block == plan.tiles["threads"]
@@ -839,6 +839,34 @@ def test_every_override_is_either_refused_or_can_be_compiled(kernel: str) -> Non
             assert misfit(plan) is None
     assert accepted
     assert refused
+
+
+@pytest.mark.parametrize(
+    ("kernel", "arch"),
+    [
+        *((kernel, "sm_86") for kernel in ("fwd_4_flash_v2", "bwd_2_flash_v2", "fwd_5_mma", "bwd_3_mma")),
+        ("fwd_6_wgmma", "sm_90a"),
+    ],
+)
+def test_the_other_sizes_suit_those_that_a_caller_asks_for(kernel: str, arch: str) -> None:
+    """The blocks of tiles that are the best at one length can be asked for at another."""
+
+    def plan(seqlen: int, tiles: dict[str, int] | None = None) -> Plan:
+        options = {
+            "dtype": "float16",
+            "head_dim": 64,
+            "value_dim": 64,
+            "seqlen_q": seqlen,
+            "seqlen_k": seqlen,
+        }
+        return plan_of(kernel, arch, tiles, **options)
+
+    for seqlen in (1, 40, 100, 300, 1000, 8000):
+        best = plan(seqlen).tiles
+        for name in ("block_m", "block_n"):
+            assert plan(2000, {name: best[name]}).tiles[name] == best[name]
+        block = {name: best[name] for name in ("block_m", "block_n")}
+        assert plan(2000, block).tiles.items() >= block.items()
 
 
 @pytest.mark.parametrize("kernel", TILED)

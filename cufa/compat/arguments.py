@@ -56,11 +56,13 @@ def given(**named: Any) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def shape_of(name: str, array: Any) -> tuple[int, int, int, int]:
-    """The shape of an array that must have 4 axes."""
+def shape_of(
+    name: str, array: Any, axes: str = "(batch, seqlen, heads, head_dim)"
+) -> tuple[int, int, int, int]:
+    """The shape of an array; raises ValueError unless it has these 4 axes."""
     shape = tuple(array.shape)
     if len(shape) != 4:
-        raise ValueError(f"{name} has shape {shape}; it must have 4 axes")
+        raise ValueError(f"{name} has shape {shape}; it must have the 4 axes {axes}")
     return shape
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -32,7 +34,6 @@ from cufa.rotary import rotary
 
 # The names that flash-attn gives to cufa's arguments, where they differ.
 _FLASH_ATTN = {"window": "window_size"}
-_FLASH_ATTN_VARLEN_QKVPACKED = {"cu_seqlens_q": "cu_seqlens", "cu_seqlens_k": "cu_seqlens"}
 _FLASH_ATTN_CACHE = {
     **_FLASH_ATTN,
     **{"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", "return_lse": "return_softmax_lse"},
@@ -120,7 +121,8 @@ def flash_attn_qkvpacked_func(qkv: Any, *options: Any, **named_options: Any) -> 
         ValueError: qkv has another shape, or what `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
-    return flash_attn_func(*_unpacked("qkv", qkv, 3), *options, **named_options)
+    with _errors_about("qkv"):
+        return flash_attn_func(*_unpacked("qkv", qkv), *options, **named_options)
 
 
 def flash_attn_kvpacked_func(q: Any, kv: Any, *options: Any, **named_options: Any) -> Any:
@@ -139,7 +141,8 @@ def flash_attn_kvpacked_func(q: Any, kv: Any, *options: Any, **named_options: An
         ValueError: kv has another shape, or what `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
-    return flash_attn_func(q, *_unpacked("kv", kv, 2), *options, **named_options)
+    with _errors_about("kv"):
+        return flash_attn_func(q, *_unpacked("kv", kv), *options, **named_options)
 
 
 def flash_attn_varlen_func(
@@ -257,13 +260,11 @@ def flash_attn_varlen_qkvpacked_func(
         ValueError: qkv has another shape, or what `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
-    q, k, v = _unpacked("qkv", qkv, 3, "tokens")
-    try:
+    with _errors_about("qkv", cu_seqlens_q="cu_seqlens", cu_seqlens_k="cu_seqlens"):
+        q, k, v = _unpacked("qkv", qkv, "tokens")
         return flash_attn_varlen_func(
             q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *options, **named_options
         )
-    except (TypeError, ValueError) as error:
-        raise renamed(error, _FLASH_ATTN_VARLEN_QKVPACKED) from None
 
 
 def flash_attn_varlen_kvpacked_func(q: Any, kv: Any, *options: Any, **named_options: Any) -> Any:
@@ -282,7 +283,8 @@ def flash_attn_varlen_kvpacked_func(q: Any, kv: Any, *options: Any, **named_opti
         ValueError: kv has another shape, or what `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
-    return flash_attn_varlen_func(q, *_unpacked("kv", kv, 2, "tokens"), *options, **named_options)
+    with _errors_about("kv"):
+        return flash_attn_varlen_func(q, *_unpacked("kv", kv, "tokens"), *options, **named_options)
 
 
 def flash_attn_with_kvcache(
@@ -338,7 +340,7 @@ def flash_attn_with_kvcache(
             block table. With k, no two sequences may share an entry.
         cache_leftpad: must be None.
         block_table: (batch, pages) int32, the pages of each sequence, as in `cufa.attention`, including the
-            pages that k is written to.
+            pages that k is written to, each of which takes keys of one sequence only.
         softmax_scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
         causal: causal mask; the last query is aligned with the last key in the cache, counting those of k.
         window_size: (left, right), -1 for no limit.
@@ -358,8 +360,8 @@ def flash_attn_with_kvcache(
     Raises:
         TypeError: what `cufa.attention` raises, or a cache from a library whose arrays cannot be written.
         ValueError: k without v or without cache_seqlens, rotary_cos without rotary_sin or k, shapes that do
-            not fit the cache, more keys than it has room for, a cache to write to that overlaps another
-            array, or what `cufa.attention` and `cufa.rotary` raise.
+            not fit the cache, more keys than it has room for, on the CPU a place for keys of two sequences, a
+            cache to write to that overlaps another array, or what `cufa.attention` and `cufa.rotary` raise.
         In all these cases, nothing has been written.
     """
     if cache_leftpad is not None:
@@ -367,8 +369,9 @@ def flash_attn_with_kvcache(
     arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache, **given(k=k, v=v)}
     check_arrays(**arrays)
     batch, _, _, _ = shape_of("q", q)
-    _, room, _, _ = shape_of("k_cache", k_cache)
-    shape_of("v_cache", v_cache)
+    pages = {} if block_table is None else {"axes": "(pages, page_size, kv_heads, head_dim)"}
+    _, room, _, _ = shape_of("k_cache", k_cache, **pages)
+    shape_of("v_cache", v_cache, **pages)
     names, table = _FLASH_ATTN_CACHE, block_table
     if cache_batch_idx is not None:
         if block_table is not None:
@@ -432,6 +435,9 @@ def flash_attn_with_kvcache(
     side = {"alibi_slopes": alibi_slopes, **descales, "seqused_k": seqused_k, "block_table": table}
     if is_written:
         check_attention_as(names, q, k_cache, v_cache, **side, **options)  # before anything is written
+        if table is not None:
+            has = "block_table has page" if cache_batch_idx is None else "cache_batch_idx has"
+            _check_apart(has, table, held, k.shape[1], k_cache.shape[1])
         _append(k_cache, v_cache, k, v, held, _Cache(batch, table, k_descale, v_descale))
     return attention_as(names, q, k_cache, v_cache, **side, **options)
 
@@ -450,10 +456,27 @@ def _check_room_in_pages(lengths: Any, k: Any, block_table: Any) -> None:
         )
 
 
-def _unpacked(name: str, packed: Any, count: int, tokens: str = "batch, seqlen") -> list[Any]:
-    """Split the axis after the tokens into separate arrays; raise ValueError if its length is not `count`."""
+@contextlib.contextmanager
+def _errors_about(packed: str, **names: str) -> Iterator[None]:
+    """Let errors about parts of "qkv" or "kv" name that array, and others by `names`.
+
+    If they show shapes, which are those of the parts, they say which part.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        for i, part in enumerate(packed):
+            names[part] = f"{packed}[..., {i}, :, :]" if "shape" in str(error) else packed
+        raise renamed(error, names) from None
+
+
+def _unpacked(name: str, packed: Any, tokens: str = "batch, seqlen") -> list[Any]:
+    """Split the axis after the tokens into the arrays that the letters of the name stand for.
+
+    Raises ValueError if it has another length.
+    """
     check_arrays(**{name: packed})
-    shape = tuple(packed.shape)
+    shape, count = tuple(packed.shape), len(name)
     if len(shape) != 4 + tokens.count(",") or shape[-3] != count:
         raise ValueError(f"{name} has shape {shape}; it must be ({tokens}, {count}, heads, head_dim)")
     return [packed[..., i, :, :] for i in range(count)]
@@ -519,6 +542,24 @@ def _check_new(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, batch: int
     if np.any((lengths < 0) | (lengths > room - count)):  # lengths + count may overflow int32
         keys = counted(count, "key")
         raise ValueError(f"cache_seqlens is {held} and k has {keys}; k_cache has room for {room}")
+
+
+def _check_apart(has: str, table: Any, held: Any, count: int, page_size: int) -> None:
+    """Raise ValueError if `count` keys after the `held` ones go to one page twice; check nothing on a GPU."""
+    pages = on_cpu(table, "block_table")
+    if pages is None or count == 0:
+        return
+    first = _numbers("cache_seqlens", held)[:, None]
+    begins = np.arange(pages.shape[1]) * page_size
+    written = np.broadcast_to((begins < first + count) & (begins + page_size > first), pages.shape)
+    writers: dict[int, int] = {}
+    for page, sequence in zip(pages[written].tolist(), np.nonzero(written)[0].tolist(), strict=True):
+        if page in writers:
+            raise ValueError(
+                f"{has} {page} for sequence {writers[page]} and again for sequence {sequence}, and k would "
+                "be written to both; each must have its own"
+            )
+        writers[page] = sequence
 
 
 def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache) -> None:

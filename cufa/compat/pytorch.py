@@ -20,6 +20,7 @@ from cufa.messages import counted
 from cufa.problem import DTYPES, dtype_name, dtype_of
 
 _PYTORCH = {**TENSORS, "mask": "attn_mask", "bias": "attn_mask"}
+_AXES = "(batch, heads, seqlen, head_dim)"
 
 
 def scaled_dot_product_attention(
@@ -68,21 +69,24 @@ def scaled_dot_product_attention(
         this and the LSE.
 
     Raises:
-        ValueError: is_causal with attn_mask, fewer kv_heads without enable_gqa, or what `cufa.attention`
-            raises.
+        ValueError: is_causal with attn_mask, kv_heads other than heads without enable_gqa, or what
+            `cufa.attention` raises.
         TypeError: what `cufa.attention` raises.
     """
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal is True and attn_mask is given; only one of them may be")
     check_arrays(query=query, key=key, value=value, **given(attn_mask=attn_mask))
-    _, heads, seqlen_q, _ = shape_of("query", query)
-    _, kv_heads, keys, _ = shape_of("key", key)
-    shape_of("value", value)
+    q_shape, k_shape = shape_of("query", query, _AXES), shape_of("key", key, _AXES)
+    shape_of("value", value, _AXES)
+    (_, heads, seqlen_q, _), (_, kv_heads, keys, _) = q_shape, k_shape
     check_values(value, key)
     if not enable_gqa and heads != kv_heads:
+        are_grouped = kv_heads > 0 and heads % kv_heads == 0
+        allowed = "with enable_gqa=True they may differ" if are_grouped else "they must be the same"
         raise ValueError(
-            f"query has {counted(heads, 'head')} and key {kv_heads}; with enable_gqa=True they may differ"
+            f"query has {counted(heads, 'head')} and key {kv_heads}; {allowed} (query has shape {q_shape} "
+            f"and key {k_shape}, read as {_AXES})"
         )
     options: dict[str, Any] = {}
     if is_causal:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -101,14 +101,18 @@ class Candidates(Generic[T]):
         self._cheapest_and_price = functools.lru_cache(self._search)
 
     def choose(self, problem: Problem, overrides: Mapping[str, int]) -> Choice[T]:
-        """Choose the cheapest tiles for a problem; overrides are then applied to them, and must fit too.
+        """Choose the cheapest tiles for a problem, among those with the sizes that `overrides` asks for.
 
-        Raises ValueError, with the arithmetic, if they do not.
+        If none has these, the cheapest of all get them, and must still fit. Raises ValueError, with the
+        arithmetic, if they do not.
         """
         device = self._device
         rows, keys = (size // problem.packed_sequences for size in (problem.seqlen_q, problem.seqlen_k))
         best, price = self._cheapest_and_price(
-            min(rows, self._most_rows), min(keys, self._most_keys), problem.product_dims
+            min(rows, self._most_rows),
+            min(keys, self._most_keys),
+            problem.product_dims,
+            frozenset(overrides.items()),
         )
         tiles, cost, blocks = best.tiles, best.cost, best.blocks_per_sm
         how = "the fastest measured for this kind of problem"
@@ -129,16 +133,25 @@ class Candidates(Generic[T]):
         )
         return Choice(tiles, cost, blocks, (f"tiles {tiles}: {how}", fit))
 
-    def _search(self, rows: int, keys: int, product_dims: int) -> tuple[Candidate[T], float]:
+    def _search(
+        self, rows: int, keys: int, product_dims: int, asked: Set[tuple[str, int]]
+    ) -> tuple[Candidate[T], float]:
         """The cheapest tiles for sequences of this many rows and keys, and their cost per multiply-add."""
-        prices = [_price(each, rows, keys, product_dims, self._device) for each in self._candidates]
+        asked_for = [each for each in self._candidates if has_sizes(each.tiles, asked)]
+        candidates = asked_for or self._candidates
+        prices = [_price(each, rows, keys, product_dims, self._device) for each in candidates]
         price = min(prices)
-        return self._candidates[prices.index(price)], price
+        return candidates[prices.index(price)], price
 
 
 def sizes_of(tiles: TileSizes) -> dict[str, int]:
     """The sizes by name."""
     return dict(vars(tiles))
+
+
+def has_sizes(tiles: TileSizes, asked: Set[tuple[str, int]]) -> bool:
+    """Whether tiles have the sizes that a caller asks for by name."""
+    return asked <= sizes_of(tiles).items()
 
 
 def query_tiles(problem: Problem, tiles: TileSizes) -> int:

@@ -66,7 +66,8 @@ def forward(
 
     The tiles are those for `typical` if it is given.
     """
-    best, _ = fastest_tiles(typical or problem, device)
+    asked = frozenset((name, size) for name, size in tiles.items() if name != "parts")
+    best, _ = fastest_tiles(typical or problem, device, asked)
     chosen, grid = choose_persistent(problem, device, tiles, best, _forward_cost)
     sizes = chosen.tiles
     if problem.features.mask is not None and sizes.block_n % WORD_BITS:

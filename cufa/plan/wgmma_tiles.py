@@ -8,12 +8,13 @@ other's work besides the products.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from cufa.device import Device
 from cufa.plan import parting
+from cufa.plan.choice import has_sizes
 from cufa.plan.hopper import (
     MAX_WGMMA_N,
     PANEL_COLS,
@@ -185,9 +186,16 @@ def _has_odd_rows(problem: Problem) -> bool:
 
 
 @functools.lru_cache
-def fastest_tiles(problem: Problem, device: Device) -> tuple[Tiles, float]:
-    """The tiles for a problem and their time; cached, since price and plan both need them."""
-    return fastest_in_parts(problem, device, candidates(problem.kind), parts_leave_registers)
+def fastest_tiles(
+    problem: Problem, device: Device, asked: Set[tuple[str, int]] = frozenset()
+) -> tuple[Tiles, float]:
+    """The tiles for a problem and their time; cached, since price and plan both need them.
+
+    They have the sizes that a caller asks for, if any candidate has.
+    """
+    paces = candidates(problem.kind)
+    asked_for = {tiles: pace for tiles, pace in paces.items() if has_sizes(tiles, asked)}
+    return fastest_in_parts(problem, device, asked_for or paces, parts_leave_registers)
 
 
 def fastest_in_parts(

@@ -12,7 +12,7 @@ import click
 import numpy as np
 
 import cufa
-from cufa.cli import output
+from cufa.cli import files, output
 from cufa.cli.generated import as_asked, bytes_moved, make_arrays, without_gradients
 from cufa.cli.options import (
     INPUT_DTYPE,
@@ -373,7 +373,7 @@ def _print(on_gpu: bool, points: list[_Point]) -> None:
         f"{place(on_gpu)}\n{first.dtypes}{causal}, heads {heads}, head dim {first.dims}{features}\n"
     )
     by_tiles = len({point.asked_tiles for point in points}) > 1
-    of_tiles = ("<tiles",) if by_tiles else ()
+    of_tiles = ("~tiles",) if by_tiles else ()
     table = output.table(("seqlen", "batch", "<direction", "<kernel", *of_tiles, "time", "TFLOP/s", "GB/s"))
     length = points[0].length
     for point in points:
@@ -389,14 +389,13 @@ def _print(on_gpu: bool, points: list[_Point]) -> None:
             )
         ran = (point.problem.direction, point.kernel, *((point.asked_tiles,) if by_tiles else ()))
         table.add_row(length, str(point.problem.batch), *ran, *measured)
-    console.print(table)
+    output.print_table(table)
 
 
 def _check_plot(path: Path) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise output.Failure("--plot needs matplotlib, which is not installed: pip install 'cufa[plot]'")
-    if not path.parent.is_dir():
-        raise output.Failure(f"--plot {path}: there is no folder {path.parent}")
+    files.check_folder("--plot", path)
     from matplotlib.figure import Figure
 
     suffixes = [f".{name}" for name in sorted(Figure().canvas.get_supported_filetypes())]

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from cufa import jit
-from cufa.cli import output
+from cufa.cli import files, output
 from cufa.cli.functions import mods_at
 from cufa.cli.options import (
     DTYPE,
@@ -191,11 +191,16 @@ def command(
         raise output.Failure("--output is where --emit writes; give --emit, too")
     if emit is not None and destination is None and (emit == "cubin" or as_json):
         raise output.Failure(f"--emit {emit}{' with --json' if as_json else ''} needs --output FILE")
+    if destination is not None:
+        files.check_folder("--output", destination)
 
-    devices = _devices(archs)
-    requests = []
+    requests = []  # each once, however often it is named
     for device, given, head_dim, tiles, kernel in itertools.product(
-        devices, dtypes or (None,), head_dims, tilings(tile), kernels or _NAMES
+        dict.fromkeys(_devices(archs)),
+        dict.fromkeys(dtypes or (None,)),
+        dict.fromkeys(head_dims),
+        tilings(tile),
+        dict.fromkeys(kernels or _NAMES),
     ):
         dtype = given or _dtype_of(kernel)
         dims = head_dim, value_dim or head_dim
@@ -209,13 +214,13 @@ def command(
         )
 
     compiled = _compile(requests)
-    if all(each.skipped for each in compiled):
-        raise output.Failure("; ".join(dict.fromkeys(each.skipped for each in compiled)))
     if emit is not None and compiled[0].build is not None:
         _emit(compiled[0], emit, destination)
     if as_json:
         output.print_json([_document(each) for each in compiled])
-    elif emit is None or destination is not None:
+    if all(each.skipped for each in compiled):
+        raise output.Failure("; ".join(dict.fromkeys(each.skipped for each in compiled)))
+    if not as_json and (emit is None or destination is not None):
         _print(compiled)
     _print_errors(compiled)
     if any(each.error for each in compiled):
@@ -277,6 +282,7 @@ def _emit(compiled: Compiled, what: str, destination: Path | None) -> None:
         destination.write_bytes(code)
     except OSError as error:
         raise output.Failure(f"--output {destination}: {error.strerror or error}") from error
+    output.say(f"written to {destination}")
 
 
 def _document(compiled: Compiled) -> dict[str, Any]:
@@ -346,7 +352,7 @@ def _print(compiled: list[Compiled]) -> None:
             if each.planned and each.planned.tiles:
                 tiles.append(f"{each.request.kernel}: {output.tiles(each.planned.tiles)}")
             remarks += _remarks(each)
-        console.print(table)
+        output.print_table(table)
         for line in tiles:
             console.print(line)
         for remark in remarks:
@@ -379,7 +385,8 @@ def _remarks(compiled: Compiled) -> Iterator[str]:
     if build is not None:
         if build.arch.virtual:
             yield f"{kernel}: PTX for {build.arch}, whose registers the driver gives out"
-        yield from (f"{kernel}: {warning}" for warning in build.warnings)
+        # A warning names the entry point, which is often called like the kernel.
+        yield from (f"{kernel}: {each.removeprefix(f'{kernel}: ')}" for each in build.warnings)
 
 
 def _print_errors(compiled: list[Compiled]) -> None:

@@ -62,11 +62,16 @@ def check_destination(path: Path, locations: Mapping[str, str | None]) -> None:
     """Raise Failure if `save` cannot write there, or would overwrite an input; call this before all else."""
     if path.suffix not in SUFFIXES:
         raise Failure(f"--out {path}: the file's name must end with {' or '.join(SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise Failure(f"--out {path}: there is no folder {path.parent}")
+    check_folder("--out", path)
     for name, location in locations.items():
         if location is not None and Path(_split(location)[0]).resolve() == path.resolve():
             raise Failure(f"--out {path}: --{name} is read from that file; give another")
+
+
+def check_folder(option: str, path: Path) -> None:
+    """Raise Failure if there is no folder for the file that an option names; call this before all else."""
+    if not path.parent.is_dir():
+        raise Failure(f"{option} {path}: there is no folder {path.parent}")
 
 
 def save(path: Path, results: Mapping[str, Array]) -> None:

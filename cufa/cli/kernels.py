@@ -11,7 +11,7 @@ from cufa.cli import output
 from cufa.cli.options import json_option
 from cufa.device import Arch
 from cufa.kernels import COMPANIONS, KERNELS, Kernel, features_in_words
-from cufa.problem import DTYPES, INPUT_DTYPES, Direction
+from cufa.problem import DTYPES, Direction
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,8 +26,7 @@ def command(as_json: bool) -> None:
         return
     console = output.stdout()
     for table in (_ideas(), _support(), _companions()):
-        table.columns[0].no_wrap = True
-        console.print(table)
+        output.print_table(table)
         console.print("")
     console.print(
         f"dtypes: all are {', '.join(DTYPES)}. memory: global, beyond inputs and outputs, for sequence "
@@ -42,7 +41,7 @@ def _all_features(direction: Direction) -> str:
 
 
 def _ideas() -> Table:
-    table = output.table(("<kernel", "<idea"), "the ladder")
+    table = output.table(("<kernel", "~idea"), "the ladder")
     for kernel in KERNELS.values():
         table.add_row(kernel.name, f"{kernel.idea} ({kernel.paper})")
     return table
@@ -50,9 +49,8 @@ def _ideas() -> Table:
 
 def _support() -> Table:
     table = output.table(
-        ("<kernel", "<GPU", "<dtypes", "<head dims", "<features", "<memory"), "what each takes"
+        ("<kernel", "<GPU", "~dtypes", "~head dims", "~features", "<memory"), "what each takes"
     )
-    table.columns[2].min_width = max(map(len, INPUT_DTYPES))
     for kernel in KERNELS.values():
         table.add_row(
             kernel.name,
@@ -66,7 +64,7 @@ def _support() -> Table:
 
 
 def _companions() -> Table:
-    table = output.table(("<kernel", "<idea", "<for"), "beside the ladder")
+    table = output.table(("<kernel", "~idea", "~for"), "beside the ladder")
     for companion in COMPANIONS.values():
         table.add_row(companion.name, f"{companion.idea} ({companion.paper})", companion.function)
     return table

@@ -368,7 +368,7 @@ def _print(on_gpu: bool, problem: Problem, rows: list[_Row], notes: list[str]) -
                 _shown(row.error, "{:.1e}".format),
                 style="red" if row.check and not row.check.ok else None,
             )
-        console.print(table)
+        output.print_table(table)
         console.print("")
     for note in notes:
         console.print(f"- {note}")

@@ -87,10 +87,10 @@ def tile_sizes(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def tilings(tiles: Iterable[tuple[str, tuple[int, ...]]]) -> list[dict[str, int]]:
-    """Every combination of the sizes that `tile_sizes` parsed; a single empty one if there are none."""
-    sizes: dict[str, tuple[int, ...]] = {}
+    """Every combination of the sizes that `tile_sizes` parsed, once; a single empty one if there are none."""
+    sizes: dict[str, dict[int, None]] = {}
     for name, more in tiles:
-        sizes[name] = sizes.get(name, ()) + more
+        sizes[name] = sizes.get(name, {}) | dict.fromkeys(more)
     return [dict(zip(sizes, each, strict=True)) for each in itertools.product(*sizes.values())]
 
 

@@ -136,7 +136,10 @@ def _finite(value: Any) -> Any:
 
 
 def table(columns: Iterable[str], title: str | None = None) -> Table:
-    """An empty table. Columns are numbers, right-aligned, unless their name begins with '<'."""
+    """An empty table for `print_table`.
+
+    Columns are numbers, right-aligned, unless their name begins with '<', for names, or '~', for prose.
+    """
     from rich import box
     from rich.table import Table
 
@@ -149,9 +152,21 @@ def table(columns: Iterable[str], title: str | None = None) -> Table:
         title_justify="left",
     )
     for name in columns:
-        justify: Literal["left", "right"] = "left" if name.startswith("<") else "right"
-        made.add_column(name.removeprefix("<"), justify=justify, overflow="fold")  # never cut digits
+        justify: Literal["left", "right"] = "left" if name.startswith(("<", "~")) else "right"
+        made.add_column(name.lstrip("<~"), justify=justify, no_wrap=not name.startswith("~"))
     return made
+
+
+def print_table(made: Table) -> None:
+    """Print a table on stdout. Only prose is wrapped, between words; all else may overflow the line."""
+    console = stdout()
+    unbounded = console.options.update(width=sys.maxsize)
+    for column in made.columns:
+        cells = [console.measure(cell, options=unbounded) for cell in (column.header, *column.cells)]
+        column.min_width = max(cell.maximum if column.no_wrap else cell.minimum for cell in cells)
+    # On a narrower console, rich would leave columns out.
+    console.width = max(console.width, console.measure(made, options=unbounded).minimum)
+    console.print(made, crop=False)
 
 
 def print_plan(plan: Plan) -> None:

@@ -130,6 +130,8 @@ def command(
     locations = {name: given.pop(name) for name in TENSORS}
     locations["bias"] = None if features.bias == RANDOM else features.bias
     locations["mask"] = None if features.mask in (RANDOM, RANDOM_BITS) else features.mask
+    if explain and backend == "numpy":
+        raise output.Failure("--explain: there is no plan to print, since the NumPy backend has none")
     if destination is not None:
         if explain:
             raise output.Failure("--out: there are no results to write, since --explain runs nothing")
@@ -320,7 +322,7 @@ def _report(
     for step in steps:
         time = output.seconds(step.timing.median)
         table.add_row(step.problem.direction, step.kernel, time, output.three_digits(step.tflops))
-    console.print(table)
+    output.print_table(table)
     for step in steps:
         if step.plan is not None:
             console.print(f"{step.kernel}: {_plan_summary(step.plan)}")
@@ -342,13 +344,15 @@ def _plan_summary(plan: Plan) -> str:
 
 
 def _report_check(verdict: check.Check) -> None:
+    from rich.text import Text
+
     console = output.stdout()
     table = output.table(("<result", "largest error", "allowed", "<"))
     for each in verdict.comparisons:
-        passed = "[green]pass[/]" if each.ok else "[bold red]FAIL[/]"
+        passed = Text("pass", "green") if each.ok else Text("FAIL", "bold red")
         table.add_row(each.what, f"{each.error:.2e}", f"{each.allowed:.2e}", passed)
     console.print("")
-    console.print(table, markup=True)
+    output.print_table(table)
     console.print(f"\nchecked against float64: {verdict.coverage}")
     console.print("PASS" if verdict.ok else "FAIL", style="bold green" if verdict.ok else "bold red")
     for each in verdict.comparisons:

@@ -64,9 +64,22 @@ def test_a_terminal_that_does_not_know_its_width_shows_all(monkeypatch):
     assert run("kernels").stdout == expected
 
 
-def test_a_narrow_terminal_leaves_out_no_digit(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "30")
-    assert "…" not in run("run", *SMALL).stdout
+def test_a_narrow_terminal_breaks_no_number_and_no_name(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    shown = run("run", *SMALL).stdout
+    assert re.search(r"^forward +numpy +[\d.,]+ [mu]?s +[\d.,]+$", shown, re.MULTILINE)
+    assert re.search(r"^out +\d\.\d\de-\d\d +\d\.\d\de-\d\d +pass$", shown, re.MULTILINE)
+    shown = run("bench", "--seqlens", 16, "--tokens", 16, "--direction", "forward").stdout
+    assert re.search(r"^ +16 +1 +forward +numpy +[\d.,]+ [mu]?s +[\d.,]+ +[\d.,]+$", shown, re.MULTILINE)
+
+
+@pytest.mark.parametrize("width", [20, 60])
+def test_a_narrow_terminal_wraps_prose_between_words(monkeypatch, width):
+    ideas = [row["idea"] for row in run_json("kernels")]
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = run("kernels").stdout
+    assert {word for idea in ideas for word in idea.split()} <= set(shown.split())
+    assert {*KERNELS, *COMPANIONS, *INPUT_DTYPES, "O(N^2)"} <= {word.strip(",.") for word in shown.split()}
 
 
 def test_info_without_gpu_cupy_and_nvrtc_says_what_to_install(monkeypatch):

@@ -228,7 +228,9 @@ def test_a_compile_is_announced_once_on_stderr(monkeypatch, tmp_path):
 @nvrtc
 def test_emit_writes_code(tmp_path):
     assert ".target sm_80" in run("compile", "fwd_1_naive", *TINY, "--emit", "ptx").stdout
-    run("compile", "fwd_1_naive", *TINY, "--emit", "cubin", "--output", tmp_path / "k.cubin")
+    emitted = run("compile", "fwd_1_naive", *TINY, "--emit", "cubin", "--output", tmp_path / "k.cubin")
+    assert "registers" in emitted.stdout
+    assert f"written to {tmp_path / 'k.cubin'}\n" in emitted.stderr
     assert (tmp_path / "k.cubin").read_bytes().startswith(b"\x7fELF")
     (built,) = run_json("compile", "fwd_1_naive", *TINY, "--emit", "ptx", "--output", tmp_path / "k.ptx")
     assert built["entries"]
@@ -245,6 +247,48 @@ def test_emit_sass():
     except RuntimeError as error:
         pytest.skip(str(error))
     assert "EXIT" in run("compile", "fwd_1_naive", *TINY, "--emit", "sass").stdout
+
+
+def test_an_output_without_a_folder_is_refused_before_compiling(monkeypatch):
+    monkeypatch.setattr(compile.jit, "build", None)
+    message = refused("compile", "fwd_1_naive", *TINY, "--emit", "ptx", "--output", "nowhere/k.ptx")
+    assert "--output nowhere/k.ptx: there is no folder nowhere" in message
+
+
+def test_what_is_named_twice_is_compiled_once(monkeypatch):
+    def build(variant):
+        raise cufa.CompileError(variant.source)
+
+    monkeypatch.setattr(compile.jit, "build", build)
+    twice = ("--arch", "sm_86,sm_86", "--dtype", "float16,float16", "--head-dim", "16,16")
+    tried = run_json("compile", "fwd_4", "fwd_4_flash_v2", *twice, "--tile", "block_m=32,32", code=1)
+    assert [each["kernel"] for each in tried] == ["fwd_4_flash_v2"]
+
+
+def test_a_warning_names_the_kernel_once(monkeypatch, tmp_path):
+    used = jit.Resources(registers=255, spill_stores=16, spill_loads=32, stack_bytes=48, static_smem=0)
+
+    def build(variant):
+        resources = dict.fromkeys(("fwd_4_flash_v2", "other"), used)
+        return jit.Build("key", tmp_path, variant.arch, "", resources, seconds=1.0, cached=False)
+
+    monkeypatch.setattr(compile.jit, "build", build)
+    shown = run("compile", "fwd_4_flash_v2", *TINY).stdout
+    assert "\n- fwd_4_flash_v2: 16 bytes spill stores, 32 bytes spill loads\n" in shown
+    assert "\n- fwd_4_flash_v2: other: 16 bytes spill stores, 32 bytes spill loads\n" in shown
+
+
+def test_a_narrow_terminal_breaks_no_kernel_and_no_number(monkeypatch, tmp_path):
+    used = jit.Resources(registers=168, spill_stores=0, spill_loads=0, stack_bytes=0, static_smem=0)
+
+    def build(variant):
+        return jit.Build("key", tmp_path, variant.arch, "", {"fwd_6_wgmma": used}, seconds=2.0, cached=False)
+
+    monkeypatch.setattr(compile.jit, "build", build)
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = [line.split() for line in run("compile", "fwd_6", "--arch", "sm_90a").stdout.splitlines()]
+    assert ["fwd_6_wgmma", "2.00"] in lines
+    assert ["fwd_6_wgmma", "168", "0", "225", "KiB", "1", "12", "(19%)"] in lines
 
 
 def test_compile_exits_with_1_when_a_kernel_fails(monkeypatch):
@@ -275,6 +319,13 @@ def test_what_a_kernel_does_not_support_is_skipped():
     assert built[1]["tiles"]["block_m"] == 32
     assert "skipped" in run("compile", "fwd_1_naive", "fwd_3_flash_v1", *TINY, *tiles).stdout
     assert "no tiles to choose" in refused("compile", "fwd_1_naive", *TINY, *tiles)
+
+
+def test_json_has_what_is_skipped_even_if_nothing_is_compiled():
+    result = run("compile", "fwd_6_wgmma", *TINY, "--json", code=2)
+    (skipped,) = json.loads(result.stdout)
+    assert skipped["skipped"] == "fwd_6_wgmma needs sm_90a, and the arch is sm_80"
+    assert skipped["skipped"] in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(

@@ -265,6 +265,7 @@ def test_explain_prints_the_plan_for_an_arch_and_runs_nothing(monkeypatch):
         (("--out", "nowhere/result.npy"), "there is no folder nowhere"),
         (("--k", "k.npy"), "--q, --v must be given, too"),
         (("--explain", "--arch", "sm_80", "--out", "out.npy"), "--explain runs nothing"),
+        (("--explain", "--arch", "sm_80", "--backend", "numpy"), "there is no plan to print"),
         (("--seed", "-1"), "-1 is not in the range"),
         (("--dropout-seed", "7"), "give --dropout, too"),
     ],

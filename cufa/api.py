@@ -199,7 +199,7 @@ def attention(
         workspace: scratch memory for the kernel, `cufa.plan(...).workspace_bytes` bytes: a contiguous array
             on the GPU, from CuPy or with DLPack.
         kernel: a rung of the ladder instead of the fastest (`cufa kernels` lists them; "fwd_4" suffices).
-        tiles: overrides of that kernel's tile sizes, as in {"block_m": 64}.
+        tiles: sizes of that kernel's tiles, as in {"block_m": 64}; the plan chooses the others to suit.
         arch: the architecture to compile for instead of this GPU's, as in "compute_80"; also CUFA_ARCH.
         backend: "cuda" or "numpy". None: the GPU if the arrays are on one or one is available.
 
@@ -387,7 +387,7 @@ def attention_backward(
         dsink: the same for the sink.
         workspace: scratch memory for the kernels, `cufa.plan(..., backward=True).workspace_bytes` bytes.
         kernel: a backward rung of the ladder instead of the fastest.
-        tiles: overrides of that kernel's tile sizes.
+        tiles: sizes of that kernel's tiles, as in `attention`.
         arch: the architecture to compile for instead of this GPU's.
         backend: "cuda", "numpy" or None.
 

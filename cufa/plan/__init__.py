@@ -71,8 +71,8 @@ def make_plan(
 ) -> Plan:
     """Make the Plan for a problem on a device.
 
-    `kernel` names a rung of the ladder instead of the fastest that supports the problem. `tiles` overrides
-    tile sizes of that kernel, by the names in a printed plan.
+    `kernel` names a rung of the ladder instead of the fastest that supports the problem. `tiles` sets
+    tile sizes of that kernel, by the names in a printed plan; the others are chosen to suit.
 
     Raises ValueError if the kernel does not support the problem or the device, or if the tiles do not
     fit; the message has the arithmetic. Raises TypeError unless tiles is a mapping to integers.

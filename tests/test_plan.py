@@ -846,21 +846,18 @@ def test_every_override_is_either_refused_or_can_be_compiled(kernel: str) -> Non
     [
         *((kernel, "sm_86") for kernel in ("fwd_4_flash_v2", "bwd_2_flash_v2", "fwd_5_mma", "bwd_3_mma")),
         ("fwd_6_wgmma", "sm_90a"),
+        ("fwd_7_fp8", "sm_90a"),
+        ("fwd_9_float32", "sm_90a"),
     ],
 )
 def test_the_other_sizes_suit_those_that_a_caller_asks_for(kernel: str, arch: str) -> None:
     """The blocks of tiles that are the best at one length can be asked for at another."""
 
     def plan(seqlen: int, tiles: dict[str, int] | None = None) -> Plan:
-        options = {
-            "dtype": "float16",
-            "head_dim": 64,
-            "value_dim": 64,
-            "seqlen_q": seqlen,
-            "seqlen_k": seqlen,
-        }
-        return plan_of(kernel, arch, tiles, **options)
+        dims = {"head_dim": 64, "value_dim": 64, "seqlen_q": seqlen, "seqlen_k": seqlen}
+        return plan_of(kernel, arch, tiles, dtype=dtype, **dims)
 
+    dtype = {"fwd_7_fp8": "float8_e4m3fn", "fwd_9_float32": "float32"}.get(kernel, "float16")
     for seqlen in (1, 40, 100, 300, 1000, 8000):
         best = plan(seqlen).tiles
         for name in ("block_m", "block_n"):

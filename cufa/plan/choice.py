@@ -53,6 +53,7 @@ class Cost:
     work: float
 
 
+S = TypeVar("S")
 T = TypeVar("T", bound=TileSizes)
 
 
@@ -152,6 +153,17 @@ def sizes_of(tiles: TileSizes) -> dict[str, int]:
 def has_sizes(tiles: TileSizes, asked: Set[tuple[str, int]]) -> bool:
     """Whether tiles have the sizes that a caller asks for by name."""
     return asked <= sizes_of(tiles).items()
+
+
+def with_sizes(candidates: Mapping[T, S], overrides: Mapping[str, int]) -> Mapping[T, S]:
+    """The candidates that have the sizes that a caller asks for; all, if none has them.
+
+    The number of parts is not a candidate's: it follows from the problem.
+    """
+    asked = {(name, size) for name, size in overrides.items() if name != "parts"}
+    return {
+        tiles: of_tiles for tiles, of_tiles in candidates.items() if has_sizes(tiles, asked)
+    } or candidates
 
 
 def query_tiles(problem: Problem, tiles: TileSizes) -> int:

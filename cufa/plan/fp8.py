@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from cufa.device import Device
 from cufa.plan import parting
-from cufa.plan.choice import Cost, sizes_of
+from cufa.plan.choice import Cost, sizes_of, with_sizes
 from cufa.plan.hopper import (
     BARRIER_BYTES,
     LENGTHS_BYTES,
@@ -183,11 +183,13 @@ def price(problem: Problem, device: Device) -> float:
 
 @functools.lru_cache
 def _fastest(problem: Problem, device: Device) -> tuple[Fp8Tiles, float]:
-    """The tiles for a problem and their time; cached, since price and plan both need them.
+    """The tiles for a problem and their time; cached, since price and plan both need them."""
+    return _fastest_of(_candidates(problem), problem, device)
 
-    Those of head dims 64, 128 and 256 were the fastest on an H200.
-    """
-    return fastest_in_parts(problem, device, _candidates(problem), parts_leave_registers, PARTS_WORTH_IT)
+
+def _fastest_of(paces: Mapping[Fp8Tiles, Pace], problem: Problem, device: Device) -> tuple[Fp8Tiles, float]:
+    """Those of head dims 64, 128 and 256 were the fastest on an H200."""
+    return fastest_in_parts(problem, device, paces, parts_leave_registers, PARTS_WORTH_IT)
 
 
 def _candidates(problem: Problem) -> dict[Fp8Tiles, Pace]:
@@ -221,6 +223,8 @@ def _most_consumers(problem: Problem) -> int:
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_7_fp8`: blocks that stay for many tiles."""
     best, _ = _fastest(problem, device)
+    if tiles:
+        best, _ = _fastest_of(with_sizes(_candidates(problem), tiles), problem, device)
     block = best.block_m, best.block_n
     if (tiles.get("block_m", best.block_m), tiles.get("block_n", best.block_n)) != block:
         best = replace(best, helpers=BESIDE_PRODUCER)  # other blocks may have no registers for more

@@ -40,7 +40,7 @@ from cufa.plan.persistent import (
 )
 from cufa.plan.record import Launch, Part, Scratch, TensorBox
 from cufa.plan.seen import seen_scratch, seen_tiles
-from cufa.plan.wgmma_tiles import Tiles, fastest_tiles
+from cufa.plan.wgmma_tiles import Tiles, fastest_tiles, fastest_with
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 
@@ -66,8 +66,7 @@ def forward(
 
     The tiles are those for `typical` if it is given.
     """
-    asked = frozenset((name, size) for name, size in tiles.items() if name != "parts")
-    best, _ = fastest_tiles(typical or problem, device, asked)
+    best = fastest_with(typical or problem, device, tiles)
     chosen, grid = choose_persistent(problem, device, tiles, best, _forward_cost)
     sizes = chosen.tiles
     if problem.features.mask is not None and sizes.block_n % WORD_BITS:

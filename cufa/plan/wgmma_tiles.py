@@ -8,13 +8,13 @@ other's work besides the products.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from cufa.device import Device
 from cufa.plan import parting
-from cufa.plan.choice import has_sizes
+from cufa.plan.choice import with_sizes
 from cufa.plan.hopper import (
     MAX_WGMMA_N,
     PANEL_COLS,
@@ -186,16 +186,17 @@ def _has_odd_rows(problem: Problem) -> bool:
 
 
 @functools.lru_cache
-def fastest_tiles(
-    problem: Problem, device: Device, asked: Set[tuple[str, int]] = frozenset()
-) -> tuple[Tiles, float]:
-    """The tiles for a problem and their time; cached, since price and plan both need them.
+def fastest_tiles(problem: Problem, device: Device) -> tuple[Tiles, float]:
+    """The tiles for a problem and their time; cached, since price and plan both need them."""
+    return fastest_in_parts(problem, device, candidates(problem.kind), parts_leave_registers)
 
-    They have the sizes that a caller asks for, if any candidate has.
-    """
-    paces = candidates(problem.kind)
-    asked_for = {tiles: pace for tiles, pace in paces.items() if has_sizes(tiles, asked)}
-    return fastest_in_parts(problem, device, asked_for or paces, parts_leave_registers)
+
+def fastest_with(problem: Problem, device: Device, overrides: Mapping[str, int]) -> Tiles:
+    """The same tiles, but among those with the sizes that a caller asks for, if there are any."""
+    if not overrides:
+        return fastest_tiles(problem, device)[0]
+    paces = with_sizes(candidates(problem.kind), overrides)
+    return fastest_in_parts(problem, device, paces, parts_leave_registers)[0]
 
 
 def fastest_in_parts(

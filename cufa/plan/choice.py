@@ -92,13 +92,13 @@ class Candidates(Generic[T]):
         # Spilled registers cost more than any tile gains.
         limit = device.registers_per_thread
         no_spills = {candidate: cost for candidate, cost in fitting.items() if cost.registers <= limit}
-        self._candidates = [
-            Candidate(candidate, cost, _blocks_per_sm(candidate, cost, device))
+        self._candidates = {
+            candidate: Candidate(candidate, cost, _blocks_per_sm(candidate, cost, device))
             for candidate, cost in (no_spills or fitting).items()
-        ]
+        }
         # More rows or keys than the largest tile has do not change the choice.
-        self._most_rows = max(candidate.tiles.block_m for candidate in self._candidates)
-        self._most_keys = max(candidate.tiles.block_n for candidate in self._candidates)
+        self._most_rows = max(tiles.block_m for tiles in self._candidates)
+        self._most_keys = max(tiles.block_n for tiles in self._candidates)
         self._cheapest_and_price = functools.lru_cache(self._search)
 
     def choose(self, problem: Problem, overrides: Mapping[str, int]) -> Choice[T]:
@@ -138,8 +138,7 @@ class Candidates(Generic[T]):
         self, rows: int, keys: int, product_dims: int, asked: Set[tuple[str, int]]
     ) -> tuple[Candidate[T], float]:
         """The cheapest tiles for sequences of this many rows and keys, and their cost per multiply-add."""
-        asked_for = [each for each in self._candidates if has_sizes(each.tiles, asked)]
-        candidates = asked_for or self._candidates
+        candidates = list(with_sizes(self._candidates, asked).values())
         prices = [_price(each, rows, keys, product_dims, self._device) for each in candidates]
         price = min(prices)
         return candidates[prices.index(price)], price
@@ -150,20 +149,14 @@ def sizes_of(tiles: TileSizes) -> dict[str, int]:
     return dict(vars(tiles))
 
 
-def has_sizes(tiles: TileSizes, asked: Set[tuple[str, int]]) -> bool:
-    """Whether tiles have the sizes that a caller asks for by name."""
-    return asked <= sizes_of(tiles).items()
-
-
-def with_sizes(candidates: Mapping[T, S], overrides: Mapping[str, int]) -> Mapping[T, S]:
-    """The candidates that have the sizes that a caller asks for; all, if none has them.
+def with_sizes(candidates: Mapping[T, S], asked: Set[tuple[str, int]]) -> Mapping[T, S]:
+    """The candidates that have the sizes that a caller asks for by name; all, if none has them.
 
     The number of parts is not a candidate's: it follows from the problem.
     """
-    asked = {(name, size) for name, size in overrides.items() if name != "parts"}
-    return {
-        tiles: of_tiles for tiles, of_tiles in candidates.items() if has_sizes(tiles, asked)
-    } or candidates
+    own = {(name, size) for name, size in asked if name != "parts"}
+    having = {tiles: each for tiles, each in candidates.items() if own <= sizes_of(tiles).items()}
+    return having or candidates
 
 
 def query_tiles(problem: Problem, tiles: TileSizes) -> int:

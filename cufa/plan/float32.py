@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from cufa.device import WARP_SIZE, Device
@@ -99,7 +99,7 @@ PACES: Mapping[bool, Mapping[int, Mapping[Tiles, Pace]]] = {
 
 def price(problem: Problem, device: Device) -> float:
     """The estimated time of the forward in microseconds."""
-    tiles, least = _fastest(problem, device, {})
+    tiles, least = _fastest(problem, device, frozenset())
     queries, keys = _tile_counts(problem, tiles)
     made = queries * _query_tile_bytes(problem, tiles) + keys * _key_tile_bytes(problem, tiles)
     of_element = _parts(problem) * HALF_BYTES
@@ -112,14 +112,14 @@ def _tile_counts(problem: Problem, tiles: Tiles) -> tuple[int, int]:
     return query_tiles(problem, tiles), problem.kv_heads * row_tiles(problem, problem.seqlen_k, tiles.block_n)
 
 
-def _fastest(problem: Problem, device: Device, overrides: Mapping[str, int]) -> tuple[Tiles, float]:
+def _fastest(problem: Problem, device: Device, asked: Set[tuple[str, int]]) -> tuple[Tiles, float]:
     dim = max(problem.head_dim, problem.value_dim)
     of_dims = PACES[problem.features.tf32].items()
     paces = next(of_dim for limit, of_dim in of_dims if dim <= limit)
     if _asks_for_registers(problem):
         sparing = {tiles: pace for tiles, pace in paces.items() if _sums(problem, tiles) <= MOST_SUMS}
         paces = sparing or paces
-    return fastest(problem, device, with_sizes(paces, overrides))
+    return fastest(problem, device, with_sizes(paces, asked))
 
 
 def _asks_for_registers(problem: Problem) -> bool:
@@ -149,7 +149,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
 
     If there are masks, a first launch finds out what they show of tiles of scores.
     """
-    best, _ = _fastest(problem, device, tiles)
+    best, _ = _fastest(problem, device, frozenset(tiles.items()))
     chosen = Candidates(device, (best,), functools.partial(_cost, problem)).choose(problem, tiles)
     sizes = chosen.tiles
     check_masked_keys(problem, sizes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -177,18 +177,18 @@ CUT_TRANSPOSED_PACES = {
 
 def price(problem: Problem, device: Device) -> float:
     """The estimated time of the forward in microseconds."""
-    _, least = _fastest(problem, device)
+    _, least = _fastest(problem, device, frozenset())
     return (START + max(least, memory_time(problem, device))) / 1000
 
 
 @functools.lru_cache
-def _fastest(problem: Problem, device: Device) -> tuple[Fp8Tiles, float]:
-    """The tiles for a problem and their time; cached, since price and plan both need them."""
-    return _fastest_of(_candidates(problem), problem, device)
+def _fastest(problem: Problem, device: Device, asked: Set[tuple[str, int]]) -> tuple[Fp8Tiles, float]:
+    """The tiles for a problem and their time; cached, since price and plan both need them.
 
-
-def _fastest_of(paces: Mapping[Fp8Tiles, Pace], problem: Problem, device: Device) -> tuple[Fp8Tiles, float]:
-    """Those of head dims 64, 128 and 256 were the fastest on an H200."""
+    They have the sizes that a caller asks for, if any candidate has. Those of head dims 64, 128 and 256 were
+    the fastest on an H200.
+    """
+    paces = with_sizes(_candidates(problem), asked)
     return fastest_in_parts(problem, device, paces, parts_leave_registers, PARTS_WORTH_IT)
 
 
@@ -222,9 +222,7 @@ def _most_consumers(problem: Problem) -> int:
 
 def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     """`fwd_7_fp8`: blocks that stay for many tiles."""
-    best, _ = _fastest(problem, device)
-    if tiles:
-        best, _ = _fastest_of(with_sizes(_candidates(problem), tiles), problem, device)
+    best, _ = _fastest(problem, device, frozenset(tiles.items()))
     block = best.block_m, best.block_n
     if (tiles.get("block_m", best.block_m), tiles.get("block_n", best.block_n)) != block:
         best = replace(best, helpers=BESIDE_PRODUCER)  # other blocks may have no registers for more

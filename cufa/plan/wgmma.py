@@ -40,14 +40,14 @@ from cufa.plan.persistent import (
 )
 from cufa.plan.record import Launch, Part, Scratch, TensorBox
 from cufa.plan.seen import seen_scratch, seen_tiles
-from cufa.plan.wgmma_tiles import Tiles, fastest_tiles, fastest_with
+from cufa.plan.wgmma_tiles import Tiles, fastest_tiles
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
 
 
 def price(problem: Problem, device: Device) -> float:
     """The estimated time of the forward in microseconds."""
-    tiles, least = fastest_tiles(problem, device)
+    tiles, least = fastest_tiles(problem, device, frozenset())
     start = CUT_START if is_cut(problem) else START
     merging = merging_time(problem, tiles) if tiles.parts > 1 else 0
     return (start + max(least, memory_time(problem, device) + merging)) / 1000
@@ -66,7 +66,7 @@ def forward(
 
     The tiles are those for `typical` if it is given.
     """
-    best = fastest_with(typical or problem, device, tiles)
+    best, _ = fastest_tiles(typical or problem, device, frozenset(tiles.items()))
     chosen, grid = choose_persistent(problem, device, tiles, best, _forward_cost)
     sizes = chosen.tiles
     if problem.features.mask is not None and sizes.block_n % WORD_BITS:

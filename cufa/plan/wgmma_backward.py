@@ -207,9 +207,8 @@ def _rounds(problem: Problem, device: Device, kind: _Kind, tiles: Tiles, adding:
         return tiles.block_m <= PANEL_COLS and few_add(problem, device, kind.best)
     if not kind.stays:  # a warpgroup would wait for the sums of other keys amid its products
         return problem.seqlen_k <= tiles.block_n
-    return (
-        min(tiles.block_m, kind.padded_dim_of(tiles)) <= PANEL_COLS
-    )  # else threads have no registers to round dQ
+    # Otherwise threads have no registers to round dQ.
+    return min(tiles.block_m, kind.padded_dim_of(tiles)) <= PANEL_COLS
 
 
 def _tiles_of_keys(problem: Problem, adding: Adding, tiles: Tiles) -> int:

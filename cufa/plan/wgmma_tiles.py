@@ -8,7 +8,7 @@ other's work besides the products.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -186,17 +186,13 @@ def _has_odd_rows(problem: Problem) -> bool:
 
 
 @functools.lru_cache
-def fastest_tiles(problem: Problem, device: Device) -> tuple[Tiles, float]:
-    """The tiles for a problem and their time; cached, since price and plan both need them."""
-    return fastest_in_parts(problem, device, candidates(problem.kind), parts_leave_registers)
+def fastest_tiles(problem: Problem, device: Device, asked: Set[tuple[str, int]]) -> tuple[Tiles, float]:
+    """The tiles for a problem and their time; cached, since price and plan both need them.
 
-
-def fastest_with(problem: Problem, device: Device, overrides: Mapping[str, int]) -> Tiles:
-    """The same tiles, but among those with the sizes that a caller asks for, if there are any."""
-    if not overrides:
-        return fastest_tiles(problem, device)[0]
-    paces = with_sizes(candidates(problem.kind), overrides)
-    return fastest_in_parts(problem, device, paces, parts_leave_registers)[0]
+    They have the sizes that a caller asks for, if any candidate has.
+    """
+    paces = with_sizes(candidates(problem.kind), asked)
+    return fastest_in_parts(problem, device, paces, parts_leave_registers)
 
 
 def fastest_in_parts(

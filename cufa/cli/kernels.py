@@ -93,4 +93,8 @@ def _documents() -> list[dict[str, Any]]:
         }
         for kernel in KERNELS.values()
     ]
-    return rungs + [asdict(companion) | {"direction": None} for companion in COMPANIONS.values()]
+    companions = [
+        asdict(companion) | {"direction": None, "features": sorted(companion.features)}
+        for companion in COMPANIONS.values()
+    ]
+    return rungs + companions

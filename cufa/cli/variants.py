@@ -9,7 +9,7 @@ from cufa import CompileError, NVRTCMissingError, jit
 from cufa.cli import output
 from cufa.device import Arch, Device
 from cufa.jit import Variant
-from cufa.kernels import KERNELS
+from cufa.kernels import COMPANIONS, KERNELS
 from cufa.plan import Launch, make_plan, make_probabilities_plan
 from cufa.plan.standard import (
     Quantization,
@@ -79,12 +79,7 @@ class Request:
             value_dim=self.value_dim,
             # With a window, a causal mask is its right end.
             causal=self.causal and not windowed,
-            features=replace(
-                self.features,
-                window=(left, 0) if self.causal and windowed else (left, right),
-                deterministic=self.features.deterministic and direction == "backward",
-                gradients=self.features.gradients if direction == "backward" else (),
-            ),
+            features=replace(self.features, window=(left, 0) if self.causal and windowed else (left, right)),
             transposed_values=self.transposed_values,
             kv_dtype=self.kv_dtype,
         )
@@ -143,6 +138,10 @@ def _plan(request: Request) -> Planned:
         raise ValueError(f"tiles has {', '.join(request.tiles)}, and {name} has no tiles to choose")
     if request.kv_dtype is not None:
         raise ValueError(f"--kv-dtype is of keys and values, and {name} has none of their own")
+    asked = (*(("causal",) if request.causal else ()), *request.features.names)
+    missing = [feature for feature in asked if feature not in COMPANIONS[name].features]
+    if missing:
+        raise ValueError(f"{name} does not support {', '.join(missing)}")
     if request.dtype not in DTYPES:
         raise ValueError(f"{name} supports {one_of(DTYPES)}, and the arrays are {request.dtype}")
     variant, launches = _COMPANION_LAUNCHES[name](request, device.arch)

@@ -514,12 +514,13 @@ def verdicts(problem: Problem, device: Device) -> dict[str, str | None]:
 
 @dataclass(frozen=True)
 class Companion:
-    """A kernel beside the ladder, for one function of the library."""
+    """A kernel beside the ladder, for one function of the library, and the features it is compiled with."""
 
     name: str
     function: str
     idea: str
     paper: str
+    features: frozenset[str] = frozenset()
 
 
 COMPANIONS: Mapping[str, Companion] = MappingProxyType(
@@ -549,18 +550,21 @@ COMPANIONS: Mapping[str, Companion] = MappingProxyType(
                 function="cufa.quantize",
                 idea="elements rounded to 8 bits, in units of a descale that the heads of a group share",
                 paper="Shah et al. 2024, section 3.3",
+                features=frozenset(("cu_seqlens",)),
             ),
             Companion(
                 name="bias_gradient",
                 function="cufa.attention_backward(..., return_dbias=True)",
                 idea="the gradient of the bias: one block per tile, summed over all that share it",
                 paper="Dao 2023, Algorithm 2",
+                features=_BACKWARD_FEATURES | {"causal"},
             ),
             Companion(
                 name="attn_probs",
                 function="cufa.attention(..., return_attn_probs=True)",
                 idea="the probabilities from Q, K and the LSE, tile by tile",
                 paper="Dao 2023, Algorithm 2",
+                features=_FORWARD_FEATURES | {"causal"},
             ),
         )
     }

@@ -154,6 +154,8 @@ def test_kernels_lists_the_registry():
     assert all(row["idea"] and row["paper"] for row in listed)
     for row in listed[: len(KERNELS)]:
         assert set(row["features"]) == {"causal", *KERNELS[row["name"]].features}
+    for row in listed[len(KERNELS) :]:
+        assert set(row["features"]) == COMPANIONS[row["name"]].features
     assert {row["function"] for row in listed[len(KERNELS) :]} >= {"cufa.softmax", "cufa.merge"}
     assert {row["min_arch"] for row in listed[: len(KERNELS)]} == {"sm_75", "sm_80", "sm_90a"}
     table = run("kernels").stdout

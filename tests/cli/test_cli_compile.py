@@ -147,15 +147,32 @@ def test_all_kernels_are_those_of_the_ladder_and_those_beside_it(monkeypatch):
         raise cufa.CompileError(variant.source)
 
     monkeypatch.setattr(compile.jit, "build", build)
-    tried = run_json("compile", "--all", *TINY, "--deterministic", code=1)
+    tried = run_json("compile", "--all", *TINY, code=1)
     assert [each["kernel"] for each in tried] == [*KERNELS, *COMPANIONS]
     for each in tried:
         name = each["kernel"]
-        row = KERNELS.get(name)
-        lacks = row is not None and (
-            row.only_arch is not None or (row.direction == "backward" and not row.features)
-        )
-        assert bool(each["skipped"]) == lacks, name
+        assert bool(each["skipped"]) == (name in KERNELS and KERNELS[name].only_arch is not None), name
+
+
+def test_kernels_are_passed_over_that_do_not_have_what_is_asked_for(monkeypatch):
+    def build(variant):
+        raise cufa.CompileError(variant.source)
+
+    monkeypatch.setattr(compile.jit, "build", build)
+
+    def having(*options):
+        tried = run_json("compile", "--all", *TINY, *options, code=1)
+        return {each["kernel"] for each in tried if not each["skipped"]}
+
+    tiled = {"fwd_4_flash_v2", "fwd_5_mma", "bwd_2_flash_v2", "bwd_3_mma", "bias_gradient", "attn_probs"}
+    assert having("--sink") == tiled | {"fwd_8_split_kv"}
+    assert having("--varlen") == tiled | {"fwd_8_split_kv", "quantize"}
+    assert having("--deterministic") == {"bwd_2_flash_v2", "bwd_3_mma", "bias_gradient"}
+    assert not {"softmax", "merge", "rotary", "quantize"} & having("--causal")
+    asked = ("compile", "softmax", *TINY, "--causal", "--sink")
+    assert "softmax does not support causal, sink" in refused(*asked)
+    asked = ("compile", "fwd_4_flash_v2", *TINY, "--deterministic")
+    assert "fwd_4_flash_v2 does not support deterministic" in refused(*asked)
 
 
 @nvrtc

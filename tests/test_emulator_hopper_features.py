@@ -167,6 +167,16 @@ def test_heads_in_parts(rng, kernel, dims, tiles, features):
     assert_gradients(gradients_of(kernel, case, tiles=tiles), case.problem, **case.backward)
 
 
+@pytest.mark.parametrize(("kernel", "dtype", "dims"), BACKWARDS)
+def test_keys_before_the_window(rng, kernel, dtype, dims):
+    """No query sees the first tiles of keys. A block takes all keys of a head, one tile after the other."""
+    sizes = {"seqlen_q": 70, "seqlen_k": 420, "head_dim": dims[0], "head_dim_v": dims[1], **HEADS}
+    case = draw_case(rng, dtype, set(), **sizes)
+    case.numbers["window"] = (60, 0)
+    gradients = gradients_of(kernel, case, device=dataclasses.replace(DEVICE, sm_count=1))
+    assert_gradients(gradients, case.problem, **case.backward)
+
+
 # Keys of which only the kernel knows how many there are, in parts: fewer tiles than parts, none, many.
 VARIED_PARTS = [
     ((64, 40), 4, {"packed", "causal", "sink"}),
@@ -229,7 +239,7 @@ def test_bias_in_boxes(rng, kernel, dtype, dims, front, features):
         assert_attention(*found, case.problem, **case.forward)
 
 
-def gradients_of(kernel, case, **options):
+def gradients_of(kernel, case, *, device=DEVICE, **options):
     """Those of a kernel, from the output and the LSE of the reference."""
     problem, name = case.problem, case.problem.dtype_name
     inputs = problem.q, problem.k, problem.v
@@ -237,5 +247,5 @@ def gradients_of(kernel, case, **options):
         out, lse = reference.attention(*inputs, dtype=judge(name), **case.forward)
         out, lse = out.astype(name), lse.astype(accumulator_dtype(name))
         return calls.attention_backward(
-            problem.dout, *inputs, out, lse, kernel=kernel, device=DEVICE, **options, **case.emulator_backward
+            problem.dout, *inputs, out, lse, kernel=kernel, device=device, **options, **case.emulator_backward
         )

@@ -499,6 +499,20 @@ def test_windows_that_see_nothing(cupy, head_dim):
     assert_gradients(tuple(x.get() for x in gradients), problem, **options)
 
 
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_keys_before_the_window(cupy, head_dim):
+    """No query sees the first tiles of keys. So many heads that a block takes all keys of one."""
+    options = {"window": (100, 0)}
+    rng = np.random.default_rng(head_dim)
+    problem = random_problem(
+        rng, "bfloat16", seqlen_q=100, seqlen_k=900, batch=16, heads=8, kv_heads=8, head_dim=head_dim
+    )
+    q, k, v, dout = on_gpu(problem)
+    out, lse = cufa.attention(q, k, v, return_lse=True, **options)
+    gradients = cufa.attention_backward(dout, q, k, v, out, lse, **options)
+    assert_gradients(tuple(x.get() for x in gradients), problem, **options)
+
+
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(136, 136), (200, 248), (64, 184), (152, 128)])
 def test_heads_that_begin_in_the_middle_of_a_sector(cupy, head_dim, value_dim, kv_heads):

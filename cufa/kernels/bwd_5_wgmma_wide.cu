@@ -109,10 +109,9 @@ __device__ inline void consume(Smem& smem, const Params& params, KeyWork work) {
         typename Consumer<kRole>::ValueGradients dv = {};
         const Tiles tiles = query_tiles_of(params.call, work);
         auto walk = walk_of(consumer, tiles, work.part);
-        const bool any = !walk.at_end();
         consumer.begin(work);
-        if (any) {
-            consumer.receive_keys(tiles);
+        consumer.receive_keys(tiles);
+        if (!walk.at_end()) {
             QueryPart dq;
             attend<true>(consumer, dk, dv, dq, walk);
             for (consumer.advance(walk); !walk.at_end(); consumer.advance(walk)) {
@@ -120,7 +119,7 @@ __device__ inline void consume(Smem& smem, const Params& params, KeyWork work) {
             }
             finish(consumer, dk, dq);
         }
-        consumer.store(dk, dv, any);
+        consumer.store(dk, dv);
     } while (Keys::next(work, sizes));
 }
 

@@ -204,7 +204,7 @@ struct Consumer {
 
     // Stores the gradients of the keys in this warpgroup's part of the head dims, through the
     // shared memory of the keys.
-    __device__ void store(KeyGradients& dk, ValueGradients& dv, bool took_keys) {
+    __device__ void store(KeyGradients& dk, ValueGradients& dv) {
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
         if (took_out) {
             const Tiles tiles = query_tiles_of(params.call, work);
@@ -229,9 +229,9 @@ struct Consumer {
         }
         if (threadIdx.x % kWarpgroup == 0) {
             ptx::wait_stores_read();
-            if (took_keys) smem.keys_ring.release(keys_at);
+            smem.keys_ring.release(keys_at);
         }
-        if (took_keys) keys_at.advance();
+        keys_at.advance();
     }
 
   private:

@@ -6,6 +6,7 @@
 
 // ---- the producer: one thread ----
 
+// Copies a tile of keys, also one that no query sees: zeros leave through its memory.
 __device__ inline void send_keys(Smem& smem, const Params& params, KeyWork work,
                                  RingPosition<1>& to) {
     smem.keys_ring.wait_empty(to);
@@ -63,13 +64,14 @@ __device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
     RingPosition<1> keys_to;
     RingPosition<kStages> to;
     do {
+        send_keys(smem, params, work, keys_to);
         const Tiles tiles = query_tiles_of(params.call, work);
-        RangeWalk at(tiles, sizes, work.part);
-        if (!at.at_end()) send_keys(smem, params, work, keys_to);
         if constexpr (kKeyMask) {
-            if (!at.at_end()) send_seen(smem, params, work, tiles, to);
+            if (tiles.begin < tiles.end) send_seen(smem, params, work, tiles, to);
         } else {
-            for (; !at.at_end(); at.advance()) send_queries(smem, params, work, at, to);
+            for (RangeWalk at(tiles, sizes, work.part); !at.at_end(); at.advance()) {
+                send_queries(smem, params, work, at, to);
+            }
         }
     } while (Keys::next(work, sizes));
 }

@@ -58,6 +58,7 @@ from cufa.problem import (
     LayoutName,
     Precision,
     Problem,
+    check_extents,
     dtype_name,
     dtype_of,
 )
@@ -483,6 +484,7 @@ def softmax(
     dtype = dtype_name(source.dtype, "x")
     if source.ndim == 0:
         raise ValueError("x has shape (); it must have at least one axis")
+    check_extents("x", source.shape)
     arrays.check_aligned(adopted)
     result = empty(source.shape, DTYPES[dtype], adopted.on_gpu)
     if adopted.on_gpu:

@@ -20,6 +20,7 @@ from cufa.problem import (
     FLOAT8,
     FLOAT8_OUTPUTS,
     INPUT_DTYPES,
+    MAX_AXIS,
     MAX_EXTENT,
     MAX_HEAD_DIM,
     PLAIN,
@@ -29,6 +30,7 @@ from cufa.problem import (
     Problem,
     Shape,
     check_choice,
+    check_extents,
     check_layout,
     dtype_name,
     four_axes,
@@ -126,9 +128,11 @@ def check_longest(max_seqlen_q: object) -> None:
     if max_seqlen_q is None:
         return
     wanted = f"max_seqlen_q is {shown(max_seqlen_q)}; it may be None or an integer from 0 on"
-    if not isinstance(max_seqlen_q, (int, np.integer)):
-        raise TypeError(wanted)
-    if max_seqlen_q < 0:
+    try:
+        negative = integer(max_seqlen_q) < 0
+    except TypeError:
+        raise TypeError(wanted) from None
+    if negative:
         raise ValueError(wanted)
 
 
@@ -323,8 +327,7 @@ def _tensors(
 def _check_axes(name: str, shape: Shape, ndim: int, axes: str) -> None:
     if len(shape) != ndim:
         raise ValueError(f"{name} has shape {shape}; it must have the {ndim} axes {axes}")
-    if max(shape) > MAX_EXTENT:
-        raise ValueError(f"{name} has shape {shape}; no axis may exceed {MAX_EXTENT}")
+    check_extents(name, shape)
 
 
 def _check_paging(direction: Direction, shapes: Mapping[str, Shape]) -> None:
@@ -347,10 +350,10 @@ def _room_in_pages(shapes: Mapping[str, Shape], page_size: int, sequences: int) 
     if page_size == 0:
         raise ValueError(f"k has shape {shapes['k']}; a page must have at least one key")
     room = sequences * table[1] * page_size
-    if room > MAX_EXTENT:
+    if room > MAX_AXIS:
         raise ValueError(
             f"block_table has shape {table}, of pages of {page_size} keys: room for {room:,} keys; at most "
-            f"{MAX_EXTENT:,} are allowed"
+            f"{MAX_AXIS:,} are allowed"
         )
     return room
 

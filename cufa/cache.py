@@ -99,6 +99,8 @@ def store(key: str, binary: bytes, kind: str, meta: dict[str, Any]) -> Entry:
                 folder,
                 error,
             )
+        if not _process_folder().is_dir():  # removed from outside, or this is a fork whose parent has ended
+            _process_folder.cache_clear()
         return _write(_process_folder(), key, binary, kind, meta)
 
 
@@ -133,8 +135,11 @@ def _read(record: Path) -> Entry:
 def _write(folder: Path, key: str, binary: bytes, kind: str, meta: dict[str, Any]) -> Entry:
     name = f"{key}-{hashlib.sha256(binary).hexdigest()[:16]}.{kind}"
     content = {"file": name, "sha256": _digest(binary, meta), "meta": meta}
-    _replace(folder / name, binary)
-    _replace(folder / f"{key}.json", json.dumps(content).encode())
+    for file, data in ((name, binary), (f"{key}.json", json.dumps(content).encode())):
+        try:
+            _replace(folder / file, data)
+        except FileNotFoundError:  # another process has cleared the cache, with the temporary file
+            _replace(folder / file, data)
     return Entry(folder / name, meta)
 
 

@@ -88,6 +88,8 @@ def merge(
 def _check(named: dict[str, Any], dtype: str, axes: Axes) -> None:
     shape = named["out_a"].shape
     batch, seqlen, heads = axes
+    if shape[-1] == 0:
+        raise ValueError(f"out_a has shape {shape}; the value dim (last axis) must be at least 1")
     lse_shape = (
         (shape[heads], shape[seqlen]) if batch is None else (shape[batch], shape[heads], shape[seqlen])
     )

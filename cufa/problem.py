@@ -26,6 +26,8 @@ MAX_HEAD_DIM: Mapping[Direction, int] = {"forward": 512, "backward": 256}
 MAX_ALIGN_BYTES = 16
 # Lengths and counts are 32-bit in the kernels' parameters; their products are 64-bit.
 MAX_EXTENT = 2**31 - 1
+# The largest axis: kernels count past its end, by less than this distance.
+MAX_AXIS = MAX_EXTENT - 2**12
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
@@ -341,14 +343,22 @@ def tensor_axes(layout: str, packed: bool) -> Axes:
 def axes_of(name: str, shape: Shape, layout: str) -> Axes:
     """The axes of a single tensor; 3 axes mean packed sequences.
 
-    Raises ValueError for any other number of axes, and for packed sequences in another layout than theirs.
+    Raises ValueError for any other number of axes, for one that is too long, and for packed sequences in
+    another layout than theirs.
     """
     check_layout(layout)
+    check_extents(name, shape)
     if len(shape) == 4 or (len(shape) == 3 and layout == "bshd"):
         return tensor_axes(layout, packed=len(shape) == 3)
     raise ValueError(
         f"{name} has shape {shape}; it must have 4 axes, or 3 if sequences are packed (in layout 'bshd')"
     )
+
+
+def check_extents(name: str, shape: Shape) -> None:
+    """Raise ValueError for an axis that is longer than kernels can count."""
+    if max(shape, default=0) > MAX_AXIS:
+        raise ValueError(f"{name} has shape {shape}; no axis may exceed {MAX_AXIS}")
 
 
 def four_axes(shape: Shape) -> Shape:

@@ -22,6 +22,7 @@ from cufa.problem import (
     accumulator_dtype,
     axes_of,
     dtype_name,
+    integer,
 )
 from cufa.rounding import round_up
 from cufa.score_rules import packed_pieces
@@ -110,10 +111,14 @@ def _check(named: dict[str, Any], axes: Axes, kv_heads: int | None, seqlen_conti
     batch, _, heads = axes
     if kv_heads is None:
         kv_heads = shape[heads]
-    elif not isinstance(kv_heads, (int, np.integer)) or kv_heads < 1 or shape[heads] % kv_heads:
-        raise ValueError(
-            f"kv_heads is {shown(kv_heads)}; x has {shape[heads]} heads, which must be a multiple"
-        )
+    else:
+        allowed = f"kv_heads is {shown(kv_heads)}; it may be an integer that divides x's {shape[heads]} heads"
+        try:
+            kv_heads = integer(kv_heads)
+        except TypeError:
+            raise TypeError(allowed) from None
+        if kv_heads < 1 or shape[heads] % kv_heads:
+            raise ValueError(allowed)
     if batch is None and "cu_seqlens" not in named:
         raise ValueError("cu_seqlens must be given for packed sequences, to say where each begins")
     if batch is None and seqlen_contiguous:
@@ -135,7 +140,7 @@ def _check(named: dict[str, Any], axes: Axes, kv_heads: int | None, seqlen_conti
             raise ValueError(f"{name} has shape {named[name].shape}; it must be {wanted_shape}")
         if named[name].dtype != wanted_dtype:
             raise TypeError(f"{name} has dtype {named[name].dtype}; it must be {wanted_dtype}")
-    return int(kv_heads)
+    return kv_heads
 
 
 def _sequences(named: dict[str, Any], axes: Axes) -> int:

@@ -735,6 +735,11 @@ def test_softmax_takes_numpys_numbers_of_passes() -> None:
         np.testing.assert_array_equal(cufa.softmax(x, passes=numpys), cufa.softmax(x, passes=passes))
 
 
+def test_softmax_counts_columns_in_32_bits() -> None:
+    with pytest.raises(ValueError, match=r"^x has shape \(2147483648,\); no axis may exceed 2147479551$"):
+        cufa.softmax(np.broadcast_to(np.float32(0), 2**31))
+
+
 def test_softmax_needs_an_axis() -> None:
     with pytest.raises(ValueError, match=r"^x has shape \(\); it must have at least one axis$"):
         cufa.softmax(np.array(1.0))

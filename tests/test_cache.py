@@ -2,6 +2,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -239,6 +240,29 @@ def test_the_fallback_folder_goes_with_the_process(tmp_path):
     path = Path(result.stdout.strip())
     assert path.name.startswith(KEY)
     assert not path.parent.exists()
+
+
+def test_a_fallback_folder_that_is_removed_is_made_again(tmp_path, monkeypatch, binary):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("CUFA_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    first = cache.store(KEY, binary, "cubin", META).path
+    shutil.rmtree(first.parent)
+    again = cache.store(KEY, binary, "cubin", META).path
+    assert again.read_bytes() == binary
+    assert again.parent != first.parent
+
+
+def test_a_folder_that_is_cleared_amid_a_write(folder, monkeypatch, binary, caplog):
+    replace, clears = Path.replace, iter((True, False, True))
+
+    def cleared(path, target):
+        if next(clears, False):
+            assert cache.clear() > 0
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", cleared)
+    assert cache.store(KEY, binary, "cubin", META).path.parent == folder
+    assert not caplog.records
 
 
 # --- info and clear -------------------------------------------------------------------------------

@@ -180,6 +180,13 @@ def test_outputs_that_cannot_be_written(rng, name, output, says):
         ("lse_b", lambda x: x.astype(np.float64), TypeError, "lse_b has dtype float64; it must be float32"),
         ("out_b", lambda x: x.astype(np.float16), TypeError, "out_b has dtype float16; it must be float32"),
         ("out_a", lambda x: x[0, 0], ValueError, "out_a has shape (3, 24); it must have 4 axes, or 3 if"),
+        ("out_a", lambda x: x[..., :0], ValueError, "out_a has shape (2, 13, 3, 0); the value dim"),
+        (
+            "out_a",
+            lambda x: np.broadcast_to(x[:, :1], (2, 2**31, 3, 24)),
+            ValueError,
+            "out_a has shape (2, 2147483648, 3, 24); no axis may exceed 2147479551",
+        ),
         ("out_a", lambda x: np.zeros(x.shape, int), TypeError, "out_a has dtype int64; it may be float16"),
     ],
 )

@@ -184,6 +184,7 @@ def test_what_does_not_go_together(arguments: dict[str, Any], message: str) -> N
     ("longest", "error", "message"),
     [
         (-1, ValueError, "max_seqlen_q is -1; it may be None or an integer from 0 on"),
+        (True, TypeError, "max_seqlen_q is True; it may be None or an integer"),
         (2.0, TypeError, "max_seqlen_q is 2.0; it may be None or an integer"),
         ([2], TypeError, "max_seqlen_q is [2]; it may be None or an integer"),
         (3, ValueError, "max_seqlen_q is 3 and cu_seqlens_q is not given"),

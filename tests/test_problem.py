@@ -18,6 +18,7 @@ from cufa.arguments import Options, check_fits, check_scale, make_problem
 from cufa.messages import shown
 from cufa.problem import (
     LAYOUTS,
+    MAX_AXIS,
     MAX_EXTENT,
     MAX_HEAD_DIM,
     Direction,
@@ -94,7 +95,7 @@ def test_causal_of_numpy_becomes_a_plain_bool() -> None:
         {"q": (2, 5, 0, 8), "k": (2, 7, 0, 8), "v": (2, 7, 0, 4)},
         {"q": (2, 5, 6, 1), "k": (2, 7, 3, 1)},
         {"q": (2, 5, 6, 512), "k": (2, 7, 3, 512), "v": (2, 7, 3, 512)},
-        {"q": (2, MAX_EXTENT, 6, 8), "k": (2, MAX_EXTENT, 3, 8), "v": (2, MAX_EXTENT, 3, 4)},
+        {"q": (2, MAX_AXIS, 6, 8), "k": (2, MAX_AXIS, 3, 8), "v": (2, MAX_AXIS, 3, 4)},
         {"q": (2, 5, 3, 8)},
         {"k": (2, 7, 1, 8), "v": (2, 7, 1, 4)},
     ],
@@ -119,8 +120,8 @@ def test_what_is_at_a_limit_is_allowed(shapes: dict[str, Any], layout: str) -> N
         ),
         ({"k": ()}, "k has shape (); it must have the 4 axes (batch, seqlen, heads, head_dim)"),
         ({"v": (1, 2, 7, 3, 4)}, "v has shape (1, 2, 7, 3, 4); it must have the 4 axes"),
-        ({"q": (2, 2**31, 6, 8)}, "q has shape (2, 2147483648, 6, 8); no axis may exceed 2147483647"),
-        ({"k": (2, 7, 2**31, 8)}, "k has shape (2, 7, 2147483648, 8); no axis may exceed 2147483647"),
+        ({"q": (2, 2**31, 6, 8)}, "q has shape (2, 2147483648, 6, 8); no axis may exceed 2147479551"),
+        ({"k": (2, 7, 2**31, 8)}, "k has shape (2, 7, 2147483648, 8); no axis may exceed 2147479551"),
         ({"k": (1, 7, 3, 8)}, "k has shape (1, 7, 3, 8) and q (2, 5, 6, 8); the batch must be the same"),
         ({"v": (3, 7, 3, 4)}, "v has shape (3, 7, 3, 4) and q (2, 5, 6, 8); the batch must be the same"),
         ({"v": (2, 6, 3, 4)}, "v has shape (2, 6, 3, 4) and k (2, 7, 3, 8); the seqlen must be the same"),

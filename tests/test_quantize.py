@@ -235,8 +235,9 @@ def test_attention_of_it(rng):
             "seqlen_contiguous is True, and sequences are packed",
         ),
         ({"seqlen_contiguous": "no"}, TypeError, "seqlen_contiguous is 'no'; it may be True or False"),
-        ({"kv_heads": 4}, ValueError, "kv_heads is 4; x has 6 heads, which must be a multiple"),
-        ({"kv_heads": 2.0}, ValueError, "kv_heads is 2.0; x has 6 heads"),
+        ({"kv_heads": 4}, ValueError, "kv_heads is 4; it may be an integer that divides x's 6 heads"),
+        ({"kv_heads": True}, TypeError, "kv_heads is True; it may be an integer that divides x's 6 heads"),
+        ({"kv_heads": 2.0}, TypeError, "kv_heads is 2.0; it may be an integer that divides x's 6 heads"),
         (
             {"descale": np.ones((2, 3), np.float32)},
             ValueError,

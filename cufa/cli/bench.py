@@ -182,22 +182,32 @@ def command(
             output.say(f"left out: {message}", "yellow")
         if not fitting:
             raise output.Failure("none of these tile sizes fits")
-        for problem in problems:
-            host = make_arrays(problem, features, layout, rng)
-            workload = Workload(to_gpu(host) if on_gpu else host, on_gpu, features, layout=layout)
-            for way, rung in fitting:
-                step(f"{problem.seqlen_k} {rung.kernel or way}")
-                points.append(_measure(workload, way, rung, repeats))
-            del workload
-            if on_gpu:
-                release_gpu_memory()
+        try:
+            for problem in problems:
+                workload = _workload(problem, features, layout, on_gpu, rng)
+                for way, rung in fitting:
+                    step(f"{problem.seqlen_k} {rung.kernel or way}")
+                    if workload is None:
+                        points.append(_without_arrays(problem, way, rung, on_gpu))
+                    else:
+                        points.append(_measure(workload, way, rung, repeats))
+                del workload
+                if on_gpu:
+                    release_gpu_memory()
+        finally:  # nothing that was measured is lost
+            if points:
+                _report(on_gpu, points, plot, as_json)
 
+
+def _report(on_gpu: bool, points: list[_Point], plot: Path | None, as_json: bool) -> None:
+    """Plot before printing, since whoever reads the output may stop."""
+    if plot is not None:
+        _plot(plot, points, place(on_gpu))
     if as_json:
         output.print_json(_document(on_gpu, points))
     else:
         _print(on_gpu, points)
     if plot is not None:
-        _plot(plot, points, place(on_gpu))
         output.say(f"written to {plot}")
 
 
@@ -312,6 +322,25 @@ def _checked_features(features: FeatureOptions) -> FeatureOptions:
         sequences = 1 if features.varlen is None else len(features.varlen)
         features = replace(features, seqused_k=(seqlen_q // 2,) * sequences)
     return features
+
+
+def _workload(
+    problem: Problem, features: FeatureOptions, layout: str, on_gpu: bool, rng: np.random.Generator
+) -> Workload | None:
+    """The problem with random arrays, or None if memory does not suffice."""
+    try:
+        arrays = make_arrays(problem, features, layout, rng)
+        with output.memory_errors():
+            return Workload(to_gpu(arrays) if on_gpu else arrays, on_gpu, features, layout=layout)
+    except output.OutOfMemory:
+        return None
+
+
+def _without_arrays(problem: Problem, direction: Direction, rung: Rung, on_gpu: bool) -> _Point:
+    """The point of a problem whose arrays do not fit into memory."""
+    kernel = (rung.kernel or "") if on_gpu else "numpy"
+    asked_tiles = output.tiles(rung.tiles or {})
+    return _Point(replace(problem, direction=direction), problem.flops, asked_tiles, kernel, {}, None)
 
 
 def _measure(workload: Workload, direction: Direction, rung: Rung, repeats: int | None) -> _Point:

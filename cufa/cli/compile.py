@@ -139,7 +139,9 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help=f"Dtypes of the arrays. [{_DTYPE}, or the kernel's only one]",
 )
 @click.option(
-    "--kv-dtype", type=INPUT_DTYPE, help=f"Dtype of keys and values: {FLOAT8} with 16 bits. [--dtype]"
+    "--kv-dtype",
+    type=click.Choice([FLOAT8]),
+    help="Dtype of keys and values, beside queries in 16 bits. [--dtype]",
 )
 @click.option(
     "--head-dim",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import tokenize
 import zipfile
 import zlib
@@ -69,9 +70,16 @@ def check_destination(path: Path, locations: Mapping[str, str | None]) -> None:
 
 
 def check_folder(option: str, path: Path) -> None:
-    """Raise Failure if there is no folder for the file that an option names; call this before all else."""
+    """Raise Failure if the file that an option names cannot be written; call this before all else."""
     if not path.parent.is_dir():
         raise Failure(f"{option} {path}: there is no folder {path.parent}")
+    try:
+        if path.exists():
+            path.open("ab").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise Failure(f"{option} {path}: {error.strerror or error}") from error
 
 
 def save(path: Path, results: Mapping[str, Array]) -> None:

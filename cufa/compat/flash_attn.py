@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ from cufa.compat.arguments import (
     shape_of,
 )
 from cufa.messages import counted, renamed
-from cufa.problem import FLOAT8, FLOAT8_OUTPUTS, INPUT_DTYPES, dtype_of
+from cufa.problem import FLOAT8, FLOAT8_OUTPUTS, INPUT_DTYPES, dtype_of, integer
 from cufa.quantizing import quantize
 from cufa.rotary import rotary
 
@@ -217,7 +217,7 @@ def flash_attn_varlen_func(
             names = {**names, "seqused_k": "cu_seqlens_k"}
         cu_seqlens_k = None
     # Reading a max_seqlen_q from the GPU would need a synchronization.
-    longest = max_seqlen_q if block_table is not None and isinstance(max_seqlen_q, int) else None
+    longest = max_seqlen_q if block_table is not None and isinstance(max_seqlen_q, Integral) else None
     result = attention_as(
         names,
         q,
@@ -385,12 +385,14 @@ def flash_attn_with_kvcache(
             raise ValueError(f"block_table has shape {tuple(block_table.shape)}; it must be (batch, pages)")
         room *= block_table.shape[1]
     held = cache_seqlens
-    if isinstance(held, (int, np.integer)):
-        held = int(held)
+    if isinstance(held, Real):
+        try:
+            held = integer(held)
+        except TypeError:
+            wanted = f"cache_seqlens is {held}; it may be an integer, or (batch,) of int32"
+            raise TypeError(wanted) from None
         if not 0 <= held <= room:
             raise ValueError(f"cache_seqlens is {held}; k_cache has room for 0 to {room}")
-    elif isinstance(held, Real):
-        raise TypeError(f"cache_seqlens is {held}; it may be an integer, or (batch,) of int32")
     elif held is not None:
         check_int32("cache_seqlens", held, (batch,))
     check_flags(causal=causal, rotary_interleaved=rotary_interleaved)

@@ -21,7 +21,7 @@ from cufa.compat.arguments import (
     top_left,
 )
 from cufa.messages import shown
-from cufa.problem import dtype_of
+from cufa.problem import dtype_of, integer
 
 _JAX = {**TENSORS, "window": "local_window_size", "return_lse": "return_residual"}
 
@@ -136,7 +136,7 @@ def _window_of(
         f"local_window_size is {shown(local_window_size)}; it may be a number of keys, a pair of them or None"
     )
     try:
-        left, right = map(operator.index, sides)
+        left, right = map(integer, sides)
     except TypeError:
         raise TypeError(wanted) from None
     except ValueError:  # more or fewer than two

@@ -557,14 +557,14 @@ COMPANIONS: Mapping[str, Companion] = MappingProxyType(
                 function="cufa.attention_backward(..., return_dbias=True)",
                 idea="the gradient of the bias: one block per tile, summed over all that share it",
                 paper="Dao 2023, Algorithm 2",
-                features=_BACKWARD_FEATURES | {"causal"},
+                features=_BACKWARD_FEATURES - {"dsink", "dscore_mod"} | {"causal"},
             ),
             Companion(
                 name="attn_probs",
                 function="cufa.attention(..., return_attn_probs=True)",
                 idea="the probabilities from Q, K and the LSE, tile by tile",
                 paper="Dao 2023, Algorithm 2",
-                features=_FORWARD_FEATURES | {"causal"},
+                features=_FORWARD_FEATURES - {"cu_seqlens"} | {"causal"},
             ),
         )
     }

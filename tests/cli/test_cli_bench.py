@@ -44,6 +44,32 @@ def test_bench_prints_a_row_for_each_length_and_direction(tmp_path):
     assert table.stderr == ""
 
 
+def test_bench_keeps_what_it_measured_when_memory_runs_out(tmp_path):
+    sizes = ("--seqlens", "16,2000000000", "--batch", 1, "--heads", 1, "--head-dim", 8)
+    document = run_json("bench", *sizes, "--repeats", 1, "--direction", "forward", "--backend", "numpy")
+    measured, without = document["points"]
+    assert (measured["seqlen_k"], without["seqlen_k"]) == (16, 2_000_000_000)
+    assert measured["seconds"] > 0
+    assert without["seconds"] is without["tflops"] is None
+
+
+def test_bench_shows_and_plots_what_it_measured_before_an_interrupt(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    make = bench.make_arrays
+
+    def interrupted(problem, *others):
+        if problem.seqlen_k == 32:
+            raise KeyboardInterrupt
+        return make(problem, *others)
+
+    monkeypatch.setattr(bench, "make_arrays", interrupted)
+    plot = tmp_path / "plot.png"
+    sizes = ("--seqlens", "16,32", "--batch", 1, "--heads", 1, "--head-dim", 8)
+    shown = run("bench", *sizes, "--repeats", 1, "--plot", plot, "--backend", "numpy", code=1)
+    assert shown.stdout.count("numpy") == 2  # forward and backward
+    assert plot.exists()
+
+
 def test_bench_of_features():
     arguments = ("bench", "--seqlens", "16,300", "--batch", 1, "--heads", 2, "--head-dim", 8, "--repeats", 1)
     options = ("--window", "100,0", "--sink", "--bias", "random", "--mask", "random-bits", "--dropout", 0.2)

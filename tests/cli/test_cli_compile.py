@@ -166,7 +166,8 @@ def test_kernels_are_passed_over_that_do_not_have_what_is_asked_for(monkeypatch)
 
     tiled = {"fwd_4_flash_v2", "fwd_5_mma", "bwd_2_flash_v2", "bwd_3_mma", "bias_gradient", "attn_probs"}
     assert having("--sink") == tiled | {"fwd_8_split_kv"}
-    assert having("--varlen") == tiled | {"fwd_8_split_kv", "quantize"}
+    assert having("--varlen") == tiled - {"attn_probs"} | {"fwd_8_split_kv", "quantize"}
+    assert having("--sink", "--dsink") == {"bwd_2_flash_v2", "bwd_3_mma"}
     assert having("--deterministic") == {"bwd_2_flash_v2", "bwd_3_mma", "bias_gradient"}
     assert not {"softmax", "merge", "rotary", "quantize"} & having("--causal")
     asked = ("compile", "softmax", *TINY, "--causal", "--sink")
@@ -217,6 +218,9 @@ def test_compile_of_keys_and_values_in_8_bits():
     assert [entry["name"] for entry in split["entries"]] == list(KERNELS["fwd_8_split_kv"].entries)
     assert hopper["skipped"].endswith("does not support k and v in float8_e4m3fn beside q in bfloat16")
     assert merge["skipped"].startswith("--kv-dtype is of keys and values")
+    assert "'float16' is not 'float8_e4m3fn'" in refused(
+        "compile", "fwd_8", *dtypes[:2], "--kv-dtype", "float16"
+    )
 
 
 @nvrtc

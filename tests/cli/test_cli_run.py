@@ -263,6 +263,7 @@ def test_explain_prints_the_plan_for_an_arch_and_runs_nothing(monkeypatch):
         (("--layout", "sbhd"), "'sbhd' is not one of"),
         (("--out", "result.txt"), "must end with .npy or .npz"),
         (("--out", "nowhere/result.npy"), "there is no folder nowhere"),
+        (("--out", "/proc/result.npy"), "--out /proc/result.npy: "),
         (("--k", "k.npy"), "--q, --v must be given, too"),
         (("--explain", "--arch", "sm_80", "--out", "out.npy"), "--explain runs nothing"),
         (("--explain", "--arch", "sm_80", "--backend", "numpy"), "there is no plan to print"),

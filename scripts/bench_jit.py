@@ -34,7 +34,8 @@ from cufa.kernels import KERNELS
 from cufa.plan import make_plan
 from cufa.problem import Problem
 
-VARIANTS = [(dtype, dim) for dtype in ("bfloat16", "float32", "float64") for dim in (64, 128, 256)]
+DTYPES = "bfloat16", "float32", "float64", "float8_e4m3fn"
+VARIANTS = [(dtype, dim) for dtype in DTYPES for dim in (64, 128, 256)]
 CALLS, ROUNDS = 200, 30
 
 

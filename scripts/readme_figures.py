@@ -832,7 +832,7 @@ def summary(
     fastest_single = max(point["tflops"]["cufa"] for point in single["points"])
     over_serving = statistics.geometric_mean(over_flashinfer(serving["points"]))
     slowest = max(check["jit"]["compile_seconds"].values())
-    host = check["jit"]["host_us"]["attention"]
+    host = check["jit"]["host_us"]
     lines = (
         f"**bfloat16** on an {peers['gpu']}: up to {best['forward']:.0f} TFLOP/s forward and "
         f"{best['backward']:.0f} backward.",
@@ -862,8 +862,9 @@ def summary(
         f"**Dropout**: {over_best_peer_in('forward', dropped['points']):.2f} times as fast forward and "
         f"{over_best_peer_in('backward', dropped['points']):.2f} times as fast backward as "
         f"{fastest_of(peers_in(dropped['points'][0]))}.",
-        f"**Overhead**: a kernel compiles once, in at most {slowest:.1f} s. A call takes {host:.0f} us of "
-        "host time.",
+        f"**Overhead**: a kernel compiles once, in at most {slowest:.1f} s. A call takes "
+        f"{host['attention']:.0f} us of host time, the first of each length "
+        f"{host['attention, of one key more each time']:.0f} us.",
     )
     return "\n".join(f"- {line}" for line in lines)
 

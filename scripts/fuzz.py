@@ -70,6 +70,8 @@ class Run:
         self.tensors = {name: self.options.pop(name) for name in ("q", "k", "v", "dout")}
         self.library = fuzz_emulator if case.backend == "emulator" else cufa
         self.common = case.planned | {"backend": case.backend}
+        if case.sm_count is not None:
+            self.common["sm_count"] = case.sm_count
 
     def forward(self) -> dict[str, Array]:
         """Out, LSE and the probabilities if they are wanted."""

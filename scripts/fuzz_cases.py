@@ -46,6 +46,8 @@ FLOAT8_FEATURES = {
 }
 # What emulated kernels are planned for: Hopper, and others, which differ in tensor cores and shared memory.
 EMULATED_ARCHS = (*(fuzz_emulator.ARCH,) * 3, "sm_75", "sm_80", "sm_86", "sm_120")
+# Of a part of such a GPU.
+SM_COUNTS = (1, 2, 3, 5)
 # How many cases differ in lengths, numbers and memory alone: compiling kernels takes most of the time.
 ALIKE = {"numpy": 1, "emulator": 4, "cuda": 16}
 
@@ -99,7 +101,7 @@ class Case:
     `hide_nan`. Arrays lie in other ways than contiguous with `strided`, at addresses and with strides that
     are multiples of `align_bytes`, and are the same along an axis with `broadcast`. Some results and the
     workspace are the caller's memory with `given`. `on_gpu` is where arrays are, if a GPU computes. It or the
-    emulator, which takes plans for `arch`, does so by these rungs and their tiles.
+    emulator, which takes plans for `arch` with `sm_count` SMs, does so by these rungs and their tiles.
     """
 
     seed: int
@@ -136,6 +138,7 @@ class Case:
     backward_kernel: str | None = None
     backward_tiles: tuple[tuple[str, int], ...] = ()
     arch: str | None = None
+    sm_count: int | None = None
 
     def __repr__(self) -> str:
         """The call that makes it."""
@@ -216,7 +219,8 @@ def draw(rng: np.random.Generator, backend: str) -> Iterator[Case]:
     if backend == "emulator":
         # Many of the others have no 8 bits.
         archs = EMULATED_ARCHS[:1] if kv_dtype == FLOAT8 else EMULATED_ARCHS
-        alike = replace(alike, arch=str(rng.choice(archs)))
+        few_sms = int(rng.choice(SM_COUNTS)) if rng.random() < 0.5 else None
+        alike = replace(alike, arch=str(rng.choice(archs)), sm_count=few_sms)
     # An LSE of rounded operands is not that of the scores that probabilities are computed from.
     with_probabilities = kv_dtype != FLOAT8 and "packed" not in features and alike.precision == "ieee"
     alike = replace(alike, probabilities=with_probabilities and bool(rng.random() < 0.1))

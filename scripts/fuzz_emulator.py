@@ -1,6 +1,7 @@
 """The GPU's kernels on the CPU, by the emulator of the tests, called as cufa is: for scripts/fuzz.py."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,14 @@ _TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv")
 _WITH_ROWS = (*_TENSORS, "bias", "mask", "block_table")
 
 
+def _device(arch: str, sm_count: int | None) -> Device:
+    """A GPU of this arch or, with `sm_count`, a small part of it: then a block has more work than one tile."""
+    whole = Device.of(arch)
+    if sm_count is None:
+        return whole
+    return replace(whole, sm_count=sm_count, l2_bytes=whole.l2_bytes * sm_count // whole.sm_count)
+
+
 def attention(
     q: Array,
     k: Array,
@@ -26,6 +35,7 @@ def attention(
     *,
     layout: str = "bshd",
     arch: str = ARCH,
+    sm_count: int | None = None,
     precision: str = "ieee",
     kernel: str | None = None,
     tiles: Mapping[str, int] | None = None,
@@ -36,8 +46,8 @@ def attention(
 ) -> tuple[Array, ...]:
     """What `cufa.attention` returns with `return_lse`."""
     given = _readable({"q": q, "k": k, "v": v} | _with_values(options), layout)
-    device = Device.of(arch)
-    rung: dict[str, Any] = {"precision": precision, "kernel": kernel, "tiles": tiles, "device": device}
+    rung: dict[str, Any] = {"precision": precision, "kernel": kernel, "tiles": tiles}
+    rung["device"] = _device(arch, sm_count)
     dtype = None if out is None else out.dtype
     results = [*calls.attention(**given, **rung, out_dtype=dtype)]
     probabilities = [calls.attn_probs(**given, lse=results[1])] if return_attn_probs else []
@@ -55,6 +65,7 @@ def attention_backward(
     *,
     layout: str = "bshd",
     arch: str = ARCH,
+    sm_count: int | None = None,
     return_dbias: bool = False,
     return_dsink: bool = False,
     return_dscore_mod: bool = False,
@@ -67,7 +78,7 @@ def attention_backward(
     outputs = [options.pop(f"d{name}", None) for name in names if name != "score_mod"]
     tensors = {"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}
     given = _readable(tensors | _with_values(options), layout)
-    rules = {"score_mod": score_mod, "gradients": names[3:], "device": Device.of(arch)}
+    rules = {"score_mod": score_mod, "gradients": names[3:], "device": _device(arch, sm_count)}
     results = list(calls.attention_backward(**given, **rules))
     results[:3] = [_in_layout(x, layout) for x in results[:3]]
     of_arrays = iter(results[len(outputs) :])

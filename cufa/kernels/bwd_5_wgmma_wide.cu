@@ -139,12 +139,12 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     key_tiles(const __grid_constant__ Params params) {
     const KeyWork work = Keys::first(params.call);
-    if (!work.has_keys(params.call)) return;
     Smem& smem = shared_memory<Smem>();
     if (threadIdx.x == 0) smem.init();
     __syncthreads();
     ptx::let_next_launch_begin();
     ptx::wait_for_launch_before();
+    if (!work.has_keys(params.call)) return;
 
     const int warpgroup = uniform(threadIdx.x / kWarpgroup);
     if (warpgroup == 0) {

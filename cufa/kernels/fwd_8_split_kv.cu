@@ -129,7 +129,8 @@ extern "C" __global__ void __launch_bounds__(kMergeThreads, kMergeBlocksOfSm)
     } else {
         merge_splits_of_rows(params);
     }
-    // Even with nothing to merge, this launch must end after the one before.
+    // Blocks with nothing to merge have not waited, and there may be no others. One that waits is
+    // enough for this launch to end after the one before.
     if constexpr (kNextOverlaps) {
         if (blockIdx.x == 0) ptx::wait_for_launch_before();
     }

@@ -202,8 +202,9 @@ __device__ inline void add_to_global(float* to, const float (&sums)[4]) {
 
 // A launch that overlaps the one before begins when each block of that one has called
 // let_next_launch_begin or is done. After wait_for_launch_before, the launch before is complete:
-// this one may read what it wrote and overwrite what it read. All blocks must wait; otherwise the
-// next launch could begin before the previous one is complete.
+// this block may read what it wrote and overwrite what it read. Blocks that do neither need not
+// wait, but at least one block must. Otherwise this launch could be complete before the one before
+// it is, and the next launch, which waits for this one only, would overlap that one.
 __device__ inline void let_next_launch_begin() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

@@ -46,8 +46,8 @@ struct Exp2Table<double, RootBits> {
     alignas(128) double roots[kRoots];           // 2^(i / kRoots), its exponent less i / kRoots
 
     // Called by the whole block, which must pass a barrier before powers are used. Each thread
-    // computes AtOnce roots at a time, at most as many as it has left: one by one they would wait
-    // for each other.
+    // computes AtOnce roots at a time, because one by one they would wait for each other. AtOnce
+    // must divide the number of roots of each thread.
     template <int AtOnce = 1>
     __device__ void init() {
         for (int first = threadIdx.x; first < kRoots; first += AtOnce * blockDim.x)

@@ -191,5 +191,5 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     sink_gradient(const __grid_constant__ BackwardParams params) {
     if constexpr (kSink)
         write_sink_gradient<kThreads>(params, StatsInOrder{params, Workspace(params).stats},
-                                      shared_memory<Smem>().warps);
+                                      shared_memory<WarpSums<kThreads>, SINK_SMEM_BYTES>());
 }

@@ -9,7 +9,13 @@ from math import prod
 
 from cufa.device import WARP_SIZE, Device
 from cufa.plan.choice import Candidates, Cost, counted_row_tiles, row_tiles, sizes_of
-from cufa.plan.gradients import gradient_launches, gradient_macros, gradient_sums, row_blocks
+from cufa.plan.gradients import (
+    gradient_launches,
+    gradient_macros,
+    gradient_sums,
+    row_blocks,
+    sink_launch,
+)
 from cufa.plan.head_parts import best_parts, check_parts, key_sums, round_keys, why_parts
 from cufa.plan.mma import (
     LINE_BYTES,
@@ -207,6 +213,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
             *gradient_macros(problem),
             ("ROW_PARTS", 1),
             ("HANDS_OVER", int(hands_over_queries(problem, device, sizes))),
+            ("SINK_SMEM_BYTES", sink_launch(problem, sizes.threads, sizes.warps).smem_bytes),
         ),
         launches=tuple(launch for launch in launches if launch.grid > 0),
         scratch=(

@@ -17,7 +17,14 @@ from typing import TypeVar
 
 from cufa.device import Device
 from cufa.plan.choice import Candidates, Choice, Cost, query_tiles, row_tiles, sizes_of
-from cufa.plan.gradients import bias_macros, gradient_launches, gradient_macros, gradient_sums, row_blocks
+from cufa.plan.gradients import (
+    bias_macros,
+    gradient_launches,
+    gradient_macros,
+    gradient_sums,
+    row_blocks,
+    sink_launch,
+)
 from cufa.plan.record import Launch, Macro, Part, Scratch
 from cufa.plan.sizes import (
     VECTOR_BYTES,
@@ -192,6 +199,7 @@ def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]
             ("BLOCKS_PER_SM", chosen.blocks_per_sm),
             *gradient_macros(problem),
             *bias_macros(problem),
+            ("SINK_SMEM_BYTES", sink_launch(problem, threads, warps).smem_bytes),
         ),
         launches=tuple(launch for launch in launches if launch.grid > 0),
         scratch=(

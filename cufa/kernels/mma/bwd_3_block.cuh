@@ -82,7 +82,6 @@ struct QuerySmem : Powers {
 union Smem {
     KeySmem keys;
     QuerySmem queries;
-    WarpSums<kThreads> warps;
 };
 
 using DqSums = QuerySums<kBlockM, kHead>;

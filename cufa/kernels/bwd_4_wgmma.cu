@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(kHelperThreads)
 extern "C" __global__ void __launch_bounds__(kHelperThreads)
     row_sums(const __grid_constant__ Params params) {
     ptx::let_next_launch_begin();
-    if (blockIdx.x == 0 && threadIdx.x == 0) *QueryWorkspace(params.call).taken = 0;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *key_tiles_taken(params.call) = 0;
     const Sizes& sizes = params.call.sizes;
     if constexpr (kArrayGradients) {
         clear_sums<kHelperThreads>(sums_of_arrays(params.call), array_sums(params.call.features));

@@ -1,11 +1,12 @@
-// bwd_5_wgmma_wide: the Hopper backward for more than 128 value dims.
+// bwd_5_wgmma_wide: the Hopper backward for head dims that leave bwd_4_wgmma too few registers.
 //
-// Change from bwd_4_wgmma: dK and dV of 64 keys are too wide for one warpgroup's registers. So both
-// warpgroups work on the same 64 keys. One computes S^T and P^T. The other computes dP^T and, with
-// P^T, dS^T. P^T and dS^T pass through shared memory. Of dV += P^T dO, dK += dS^T Q and dQ^T = K^T
-// dS^T, each warpgroup computes a part of the head dims. dK and dQ lag one tile behind: they keep
-// the tensor cores busy during the softmax. Dropout keeps a part of P^T, for dV only. The first
-// warpgroup has it in registers. The second reads P^T, then overwrites it with the kept part.
+// Change from bwd_4_wgmma: dK and dV of 64 keys are too wide for one warpgroup's registers, or
+// leave too few for a soft cap, a bias or dropout (HopperBackward.unsupported in __init__.py). So
+// both warpgroups work on the same 64 keys. One computes S^T and P^T. The other computes dP^T and,
+// with P^T, dS^T. P^T and dS^T pass through shared memory. Of dV += P^T dO, dK += dS^T Q and dQ^T =
+// K^T dS^T, each warpgroup computes a part of the head dims. dK and dQ lag one tile behind: they
+// keep the tensor cores busy during the softmax. Dropout keeps a part of P^T, for dV only. The
+// first warpgroup has it in registers. The second reads P^T, then overwrites it with the kept part.
 //
 // Launches: those of bwd_4_wgmma except array_gradients.
 //
@@ -14,8 +15,8 @@
 //          heads and of their rows; warpgroup: whole panels of the head dims of dK, dV and dQ
 // Shared   K, V; rings of STAGES Q tiles with the statistics of their rows, dO tiles, P^T and dS^T;
 //          a bias that TMA copies lies where P^T will be written
-// Global   workspace: sums of dQ, statistics, parts of dK and dV (wgmma_query_sums.cuh); with a
-//          mask or a mask_mod, what it shows of each tile of scores
+// Global   workspace: sums of dQ, statistics, parts of dK and dV, counts of turns
+//          (wgmma_query_sums.cuh); with a mask or a mask_mod, what it shows of each tile of scores
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   dQ, dK, dV
 #include "hopper/backward/bwd_5_consumer.cuh"
@@ -34,6 +35,7 @@ __device__ inline void attend(Consumer<kRole>& consumer, typename Consumer<kRole
                               typename Consumer<kRole>::ValueGradients& dv, QueryPart& dq,
                               const Walk& walk) {
     constexpr int kQueryPanels = Consumer<kRole>::kQueryPart.count;
+    static_assert(kQueryPanels <= 2, "a panel is added during each of two products");
     Smem& smem = consumer.smem;
     Scores s;
     Weights p;  // if there is dropout

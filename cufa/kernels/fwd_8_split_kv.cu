@@ -8,6 +8,9 @@
 // keys of all sequences together are divided evenly among blocks (key_shares.cuh). Sequences of
 // more than kMostQueries queries are left to fwd_6_wgmma, which then runs beside this kernel.
 //
+// Launches: fwd_8_split_kv; merge_splits, if blocks split the keys of a tile. It may begin while
+// the launch before it ends.
+//
 // Shapes   Q (batch, seqlen_q, heads, head_dim), K (batch, seqlen_k, kv_heads, head_dim), V (batch,
 //          seqlen_k, kv_heads, value_dim); packed sequences: (tokens, heads, dim); K and V in
 //          pages: (pages, page_size, kv_heads, dim). K and V may have 8 bits, with Q in 8 or 16 and
@@ -16,6 +19,8 @@
 // Owns     block: BLOCK_M rows of one KV head and a part of its keys, with EVEN_SHARES several of
 //          these in turn; team: every kTeams-th tile of BLOCK_N of those keys; warp: WARP_ROWS rows
 // Shared   Q tile; for each team STAGES tiles of K and V, later replaced by its results
+// Global   workspace: partial rows (row_parts.cuh), of each row for all blocks that split its keys
+//          or, with EVEN_SHARES, of each block for the tile that it ends and the one that it begins
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink. Where blocks split the keys of a tile, they write partial rows to the
 //          workspace, and merge_splits writes O and the LSE.

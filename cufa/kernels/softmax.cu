@@ -9,7 +9,8 @@
 
 constexpr int kThreads = THREADS;
 static_assert(sizeof(SoftmaxParams) == PARAMS_BYTES, "the host passes a different struct");
-static_assert(PASSES == 2 || PASSES == 3, "a softmax takes two passes or three");
+constexpr int kPasses = PASSES;
+static_assert(kPasses == 2 || kPasses == 3, "a softmax takes two passes or three");
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     softmax(const __grid_constant__ SoftmaxParams params) {
@@ -17,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (long long row = blockIdx.x; row < params.rows; row += gridDim.x) {
         const scalar_t* x = static_cast<const scalar_t*>(params.x) + row * params.x_row_stride;
         scalar_t* y = static_cast<scalar_t*>(params.y) + row * params.y_row_stride;
-        if constexpr (PASSES == 3) {
+        if constexpr (kPasses == 3) {
             softmax_three_passes(x, y, params.cols, scratch);
         } else {
             softmax_two_passes(x, y, params.cols, scratch);

@@ -1,6 +1,6 @@
-// What the host fixes for one compiled variant, as names instead of macros. Apart from this header,
-// and a few lines in each kernel that do the same for its tiles, code uses no macros except sizes
-// in bytes that the host planned, to check them.
+// What the host fixes for one compiled variant, as names instead of macros. Kernels and other
+// headers begin with the same for tiles and options of their own. Apart from these lines, code uses
+// no macros of the host except sizes in bytes, to check them.
 #pragma once
 
 #include "call/dtype.cuh"
@@ -62,3 +62,4 @@ constexpr bool kRangeMask = kCausal || kWindow;
 constexpr bool kPartsKeys = PARTS_KEYS;
 constexpr bool kPartsVary = kPartsKeys && (kPacked || kUsedKeys || kPaged);
 constexpr bool kPartsListed = kPartsKeys && kRangeMask && !kPartsVary;
+constexpr int kMostPartsOfHead = MOST_PARTS_OF_HEAD;  // that may be listed

@@ -31,11 +31,12 @@ struct Sizes {
 struct PartPlace {
     unsigned char tile, part, parts, first;
 };
+static_assert(kMostPartsOfHead < 256, "each number of a PartPlace has one byte");
 template <bool Any>
 struct PartPlaces {};
 template <>
 struct PartPlaces<true> {
-    PartPlace places[MOST_PARTS_OF_HEAD];
+    PartPlace places[kMostPartsOfHead];
 };
 
 // How tiles of queries are handed out if the keys of some are split among blocks (plan/parting.py).

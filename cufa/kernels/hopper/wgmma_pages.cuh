@@ -6,8 +6,8 @@
 #include "hopper/wgmma_tiles.cuh"
 
 // The pages of a tile's boxes of BoxKeys keys, from first_key on. For keys from end_key on, it is a
-// page past the end of the tensor, where all is zero. A warp's lanes create one together and each
-// holds all numbers, so that the lane that starts the copies has nothing else to do.
+// page before the tensor's first, for which TMA fills in zeros. A warp's lanes create one together
+// and each holds all numbers, so that the lane that starts the copies has nothing else to do.
 template <int BoxKeys, int Keys>
 struct BoxPages {
     static constexpr int kNoPage = -1;

@@ -114,12 +114,16 @@ struct Smem : BiasTiles<BiasRows, kConsumers> {
     }
 };
 
-// What a mask or a mask_mod shows of each tile, at the end of the workspace.
+// At the end of the workspace: the number of tiles of keys taken, what a mask or a mask_mod shows
+// of each tile of scores, and the sums of the gradients of score_mod's arrays.
+__device__ inline unsigned int* key_tiles_taken(const BackwardParams& call) {
+    return QueryWorkspace(call).end;
+}
 using Seen = SeenTiles<kBlockM, kBlockN>;
 using SeenWalk = SeenQueryWalk<Seen, Tiles, kBlockM>;
 using LabelledWalk = LabelledQueryWalk<Tiles, kStages>;
 __device__ inline SeenPart* seen_parts(const BackwardParams& call) {
-    return reinterpret_cast<SeenPart*>(QueryWorkspace(call).taken + 1);
+    return reinterpret_cast<SeenPart*>(key_tiles_taken(call) + 1);
 }
 __device__ inline float* sums_of_arrays(const BackwardParams& call) {
     constexpr int kSeenOfSum = sizeof(float) / sizeof(SeenPart);  // that fit into one sum

@@ -85,7 +85,7 @@ __device__ inline void send_seen(Smem& smem, const Params& params, const KeyWork
 __device__ inline void produce(Smem& smem, const Params& params) {
     const Sizes& sizes = params.call.sizes;
     const auto take = [&] {
-        const TileCounter counter{QueryWorkspace(params.call).taken, Keys::count(sizes)};
+        const TileCounter counter{key_tiles_taken(params.call), Keys::count(sizes)};
         const unsigned int index = kTurns ? counter.any() : counter.next();
         return Keys::at(uniform<1>(index), params.call);
     };

@@ -65,7 +65,7 @@ using Seen = SeenTiles<kBlockM, kBlockN>;
 using SeenWalk = SeenQueryWalk<Seen, Tiles, kBlockM>;
 using LabelledWalk = LabelledQueryWalk<Tiles, kStages>;
 __device__ inline SeenPart* seen_parts(const BackwardParams& call) {
-    return reinterpret_cast<SeenPart*>(QueryWorkspace(call).taken);
+    return reinterpret_cast<SeenPart*>(QueryWorkspace(call).end);
 }
 
 __device__ inline Tiles query_tiles_of(const BackwardParams& call, const KeyWork& work) {

@@ -111,14 +111,14 @@ constexpr bool kReusesSums = kAdding == kAlone && kRounds && kFirstSets;
 
 // The workspace: the sums of dQ, tile by tile; the statistics of rows; sums of dK and dV if blocks
 // have parts of the queries; if blocks take turns, how many have added each warpgroup's part of a
-// tile; if blocks process many tiles of keys, how many were taken.
+// tile. From `end` on, it has what each kernel names.
 template <int BlockM, class Sums>
 struct Workspace {
     float* sums;
     RowStatistics<BlockM>* rows;
     WgmmaKeySums key_sums;
     unsigned int (*added)[kConsumers];
-    unsigned int* taken;
+    unsigned int* end;
     int heads, tiles;  // tiles of one head; of packed sequences, of all of them
 
     __device__ explicit Workspace(const BackwardParams& call)
@@ -131,7 +131,7 @@ struct Workspace {
         key_sums = {{reinterpret_cast<float*>(rows + count), call.sizes}};
         added = reinterpret_cast<unsigned int (*)[kConsumers]>(key_sums.data +
                                                                KeySums::count(call.sizes));
-        taken = added[kTurns ? count : 0];
+        end = added[kTurns ? count : 0];
     }
 
     // The index of a tile of a sequence, the inverse of row_tile. A grid has a block for each tile,

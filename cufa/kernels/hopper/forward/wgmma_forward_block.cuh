@@ -32,6 +32,8 @@ constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONS
 constexpr int kDepth = round_up(kHeadDim, kWgmmaK);
 // Keys that one copy brings: a tile, or the part of it that is in one page.
 constexpr int kBoxKeys = BOX_KEYS;
+// What the heads of a section may take of the L2 cache.
+constexpr int kSectionBytes = SECTION_BYTES;
 static_assert(kBlockN % kBoxKeys == 0, "a tile must be whole boxes");
 static_assert(!kPaged || kPageSize % kBoxKeys == 0, "a page must be whole boxes");
 constexpr int kWorkspaceAlignment = 16;  // of each array in it, in bytes
@@ -96,7 +98,7 @@ struct KeyTileRange {
     __device__ bool is_whole(int tile) const { return whole_begin <= tile && tile < whole_end; }
 };
 
-using Order = TileOrder<kBlockM, SECTION_BYTES>;
+using Order = TileOrder<kBlockM, kSectionBytes>;
 using KeyRange = KeyTileRange<kBlockM, kBlockN>;
 using KeyPages = TilePages<kBlockN>;
 using Scores = WgmmaSums<kBlockN>;

@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     const acc_t* lse = static_cast<const acc_t*>(params.lse);
     load_shifts(shift, lse + sequence.first_row(head, params.sizes), grid, first_row,
                 sequence.seqlen_q);
-    const acc_t factor = kDropout ? rules.kept_scale() : acc_t(1);
+    const acc_t factor = kDropout ? kept_scale(rules.features) : acc_t(1);
     for (int key = 0; key < params.sizes.seqlen_k; key += kBlockN) {
         Probabilities p = {};
         if (key >= tiles.begin && key < tiles.end) {

@@ -100,11 +100,8 @@ struct Workspace {
     __device__ explicit Workspace(const BackwardParams& params)
         : stats(static_cast<RowStats*>(params.workspace)),
           parts(reinterpret_cast<acc_t*>(stats + rows_of_heads(params.sizes))) {
-        const long long elements = kInParts ? kPartsOfTile * elements_of(params.dbias) : 0;
+        const long long elements = kInParts ? kPartsOfTile * params.dbias.elements() : 0;
         seen = reinterpret_cast<SeenPart*>(parts + elements);
-    }
-    __device__ static long long elements_of(const BiasGradient& bias) {
-        return static_cast<long long>(bias.batch) * bias.heads * bias.rows * bias.keys;
     }
 };
 
@@ -211,12 +208,9 @@ __device__ inline void start_copy(Smem& smem, int stage, const SharingWalk& at) 
 template <class Smem>
 __device__ inline void copy_bias(Smem& smem, const BackwardParams& params, const BiasTile& own) {
     if constexpr (!kRowsShare) {
-        const ScoreTensor& bias = params.features.bias;
-        const bias_t* const first = static_cast<const bias_t*>(bias.data) +
-                                    own.batch * bias.batch_stride + own.head * bias.head_stride +
-                                    own.first_row * bias.row_stride + own.first_key;
-        smem.bias.copy({first, bias.row_stride}, params.dbias.rows - own.first_row,
-                       params.dbias.keys - own.first_key);
+        auto bias = matrix_of<const bias_t>(params.features.bias, own.batch, own.head);
+        bias.data = bias.row(own.first_row) + own.first_key;
+        smem.bias.copy(bias, params.dbias.rows - own.first_row, params.dbias.keys - own.first_key);
     }
 }
 template <class Smem>
@@ -280,8 +274,7 @@ __device__ inline void store_pair(T* row, int key, int keys, acc_t first, acc_t 
 template <class Bias>
 __device__ inline void write_gradient(const Scores& sums, const Place& place, const BiasTile& own,
                                       const BiasGradient& bias) {
-    Bias* const matrix = static_cast<Bias*>(bias.out.data) + own.batch * bias.out.batch_stride +
-                         own.head * bias.out.head_stride;
+    Bias* const matrix = matrix_of<Bias>(bias.out, own.batch, own.head).data;
     for_pairs(sums, place, [&](int row, int key, acc_t first, acc_t second) {
         if (own.first_row + row >= bias.rows) return;
         Bias* const to = matrix + (own.first_row + row) * bias.out.row_stride;
@@ -378,8 +371,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 // One thread per element of the bias.
 template <class Bias>
 __device__ inline void write_sum_of_parts(const BackwardParams& params) {
-    const long long index = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x;
-    const long long elements = Workspace::elements_of(params.dbias);
+    const long long index = thread_of_grid<kThreads>();
+    const long long elements = params.dbias.elements();
     if (index >= elements) return;
     const acc_t* const parts = Workspace(params).parts;
     acc_t sum = 0;

@@ -141,7 +141,7 @@ __device__ inline void consume(Smem& smem, const Params& params, int warpgroup) 
     while (consumer.receive()) {
         WgmmaSums<kHead> dk = {};
         WgmmaSums<kValue> dv = {};
-        const Tiles tiles = query_tiles_of(params.call, consumer.work());
+        const Tiles tiles(params.call, consumer.work());
         const auto walk = walk_of(consumer, tiles);
         if (walk.at_end()) {
             consumer.hand_out_values(dv);

@@ -109,7 +109,7 @@ __device__ inline void consume(Smem& smem, const Params& params, KeyWork work) {
     do {
         typename Consumer<kRole>::KeyGradients dk = {};
         typename Consumer<kRole>::ValueGradients dv = {};
-        const Tiles tiles = query_tiles_of(params.call, work);
+        const Tiles tiles(params.call, work);
         auto walk = walk_of(consumer, tiles, work.part);
         consumer.begin(work);
         consumer.receive_keys(tiles);

@@ -68,7 +68,7 @@ struct Consumer : InspectedConsumer<Consumer, Smem, kDims> {
     __device__ void begin(const WorkTile&) {}
     __device__ Scale scale() const { return call_scale; }
     __device__ float softmax_scale() const { return params.call.softmax_scale; }
-    __device__ float output_scale() const { return kDropout ? params.call.features.kept_scale : 1; }
+    __device__ float output_scale() const { return kept_scale(params.call.features); }
 
     __device__ void issue_output(Output& o, const Weights& p) {
         smem.v_ring.wait_full(v_at);

@@ -7,14 +7,15 @@
 // Shapes   out_a, out_b, out (batch, seqlen, heads, value_dim); LSE (batch, heads, seqlen)
 // Owns     warp: one row of one head
 // Writes   out and LSE, which may be a part's own arrays
-#include "call/memory.cuh"
+#include "call/columns.cuh"
+#include "call/grid.cuh"
 #include "call/tensor.cuh"
 #include "softmax/online_softmax.cuh"
 
 constexpr int kThreads = THREADS;
 static_assert(sizeof(MergeParams) == PARAMS_BYTES, "the host passes a different struct");
 
-constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), kValueDim & -kValueDim);
+constexpr int kChunk = kChunkOfRow<scalar_t, kValueDim>;
 using Chunk = Pack<scalar_t, kChunk>;
 
 // A part's weight relative to the larger one.
@@ -28,7 +29,7 @@ __device__ inline acc_t product(acc_t weight, scalar_t value) {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     merge(const __grid_constant__ MergeParams params) {
-    const long long index = static_cast<long long>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+    const long long index = warp_of_grid<kThreads>();
     const int row = index % params.seqlen, head = index / params.seqlen % params.heads;
     const int batch = index / params.seqlen / params.heads;
     if (batch >= params.batch) return;

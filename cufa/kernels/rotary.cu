@@ -8,7 +8,8 @@
 //          (batch, seqlen): the row of cos and sin for each token
 // Owns     thread: some pairs, or some copied columns, of one row of one head
 // Writes   y, which may be x; NaN for a token whose position cos and sin do not have
-#include "call/memory.cuh"
+#include "call/columns.cuh"
+#include "call/grid.cuh"
 #include "call/tensor.cuh"
 
 using table_t = TABLE_SCALAR;
@@ -20,8 +21,7 @@ static_assert(sizeof(RotaryParams) == PARAMS_BYTES, "the host passes a different
 
 constexpr int kPairs = kRotaryDim / 2, kStaying = kValueDim - kRotaryDim;
 // Pairs that a thread rotates, or columns that it copies: as many as one read takes.
-constexpr int kTogether =
-    min_of(kAlignBytes / sizeof(scalar_t), min_of(kPairs & -kPairs, kValueDim & -kValueDim));
+constexpr int kTogether = min_of(kChunkOfRow<scalar_t, kPairs>, kChunkOfRow<scalar_t, kValueDim>);
 constexpr int kTurns = kPairs / kTogether, kCopies = kStaying / kTogether;
 static_assert(kStaying % kTogether == 0, "what stays must be whole chunks");
 using Chunk = Pack<scalar_t, kTogether>;
@@ -64,7 +64,7 @@ __device__ inline void turn(const RotaryParams& params, const scalar_t* x, scala
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     rotary(const __grid_constant__ RotaryParams params) {
-    const long long index = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x;
+    const long long index = thread_of_grid<kThreads>();
     const int part = index % (kTurns + kCopies);
     // Heads vary fastest, since they share a token's angles.
     const long long row_of_head = index / (kTurns + kCopies), token = row_of_head / params.heads;

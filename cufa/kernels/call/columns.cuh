@@ -1,14 +1,17 @@
-// Writes some columns of a row of the output.
+// Columns of rows of the caller's arrays, in vectors as wide as the caller's alignment allows.
 #pragma once
 
 #include "call/config.cuh"
 #include "call/memory.cuh"
 
-// Writes neighbouring columns of a row, as far as they are before Dims, in vectors as wide as the
-// caller's alignment allows.
+// The number of elements in the widest vectors of which a row of Dims elements has whole ones.
+template <class T, int Dims>
+constexpr int kChunkOfRow = min_of(kAlignBytes / sizeof(T), Dims & -Dims);
+
+// Writes neighbouring columns of a row, as far as they are before Dims.
 template <int Dims, class T, int Count>
 __device__ inline void write_columns(T* row, const Pack<T, Count>& values, int first_col) {
-    constexpr int kChunk = min_of(min_of(kAlignBytes / sizeof(T), Dims & -Dims), Count);
+    constexpr int kChunk = min_of(kChunkOfRow<T, Dims>, Count);
     using Chunk = Pack<T, kChunk>;
 #pragma unroll
     for (int col = 0; col < Count; col += kChunk) {

@@ -91,6 +91,10 @@ struct ForwardParams {
 struct BiasGradient {
     ScoreTensor out;
     int batch, heads, rows, keys;
+
+    __device__ long long elements() const {
+        return static_cast<long long>(batch) * heads * rows * keys;
+    }
 };
 
 struct BackwardParams {

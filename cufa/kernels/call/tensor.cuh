@@ -126,6 +126,12 @@ __device__ inline Matrix<T> matrix_of(const Tensor& tensor, int batch, int head)
     return {static_cast<T*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride,
             tensor.row_stride};
 }
+// The same for an array with a place for each score.
+template <class T>
+__device__ inline Matrix<T> matrix_of(const ScoreTensor& tensor, int batch, int head) {
+    return {static_cast<T*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride,
+            tensor.row_stride};
+}
 __device__ inline long long first_row_of(int batch, int head, const Sizes& sizes) {
     return (static_cast<long long>(batch) * sizes.heads + head) * sizes.seqlen_q;
 }

@@ -2,24 +2,11 @@
 // query head.
 #pragma once
 
+#include "call/columns.cuh"
+#include "call/grid.cuh"
 #include "call/memory.cuh"
 #include "call/tensor.cuh"
 #include "softmax/online_softmax.cuh"
-
-// The number of this warp in the grid.
-template <int Threads>
-__device__ inline long long warp_of_grid() {
-    return static_cast<long long>(blockIdx.x) * (Threads / 32) + threadIdx.x / 32;
-}
-
-// Sets sums to zero. The whole grid takes part.
-template <int Threads>
-__device__ inline void clear_sums(acc_t* sums, long long count) {
-    const long long stride = static_cast<long long>(gridDim.x) * Threads;
-    for (long long i = static_cast<long long>(blockIdx.x) * Threads + threadIdx.x; i < count;
-         i += stride)
-        sums[i] = 0;
-}
 
 // One row of a query head, by its number among all rows. Packed sequences have batch 0 and row
 // numbers that run through all sequences, as in the tensors.
@@ -41,7 +28,7 @@ struct WarpRow {
     // The dot product of this row in two tensors, in every lane.
     template <int Dims>
     __device__ acc_t dot(const Tensor& a, const Tensor& b) const {
-        constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), Dims & -Dims);
+        constexpr int kChunk = kChunkOfRow<scalar_t, Dims>;
         using Chunk = Pack<scalar_t, kChunk>;
         const scalar_t* a_row = matrix_of<const scalar_t>(a, batch, head).row(row);
         const scalar_t* b_row = matrix_of<const scalar_t>(b, batch, head).row(row);

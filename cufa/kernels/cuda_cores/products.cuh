@@ -133,7 +133,7 @@ __device__ inline void product_tn(OutputTile<TN, Groups>& out, const A& weights,
 template <int Dims, int Groups, class Grid>
 __device__ inline void store_row(scalar_t* row, const Vec (&values)[Groups], acc_t scale,
                                  const Grid& grid) {
-    constexpr int kChunk = min_of(min_of(kAlignBytes / sizeof(scalar_t), kVec), Dims & -Dims);
+    constexpr int kChunk = min_of(kChunkOfRow<scalar_t, Dims>, kVec);
     using Chunk = Pack<scalar_t, kChunk>;
 #pragma unroll
     for (int c = 0; c < Groups; ++c)

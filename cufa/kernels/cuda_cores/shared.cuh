@@ -1,6 +1,7 @@
 // Matrices in shared memory, with rows padded against bank conflicts, and the copy that fills them.
 #pragma once
 
+#include "call/columns.cuh"
 #include "call/config.cuh"
 #include "call/memory.cuh"
 #include "call/tensor.cuh"
@@ -30,8 +31,8 @@ struct SharedMatrix {
 // to acc_t. Rows outside [0, end_row) and padding columns become zero. The whole block takes part.
 template <int Threads, int Cols, class Tile, class Source>
 __device__ inline void load_tile(Tile& tile, const Source& source, int first_row, int end_row) {
-    // As wide as the caller's alignment allows, but no chunk may straddle the last column.
-    constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), Cols & -Cols);
+    // No chunk may straddle the last column.
+    constexpr int kChunk = kChunkOfRow<scalar_t, Cols>;
     constexpr int kRowChunks = Tile::kCols / kChunk;
     static_assert(Tile::kCols % kChunk == 0, "a row of the tile must hold whole chunks");
     using Chunk = Pack<scalar_t, kChunk>;

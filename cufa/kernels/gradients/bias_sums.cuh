@@ -42,15 +42,11 @@ struct BiasSums {
     }
 };
 
-__device__ inline long long elements_of(const BiasGradient& bias) {
-    return static_cast<long long>(bias.batch) * bias.heads * bias.rows * bias.keys;
-}
-
 // Sets all sums to zero, because some scores are never seen. The whole grid takes part.
 template <int Threads>
 __device__ inline void clear_bias_sums(const BackwardParams& params, acc_t* sums) {
     clear_sums<Threads>(sums, kOwnBiasSums ? rows_of_heads(params.sizes) * params.dbias.keys
-                                           : elements_of(params.dbias));
+                                           : params.dbias.elements());
 }
 
 // The range [begin, end) of an axis of scores that shares an element of the bias.
@@ -83,8 +79,8 @@ __device__ inline acc_t sum_of_shared(const BackwardParams& params, acc_t* sums,
 template <class Bias, int Threads>
 __device__ inline void write_bias_gradient(const BackwardParams& params, acc_t* sums) {
     const BiasGradient& bias = params.dbias;
-    const long long index = static_cast<long long>(blockIdx.x) * Threads + threadIdx.x;
-    if (index >= elements_of(bias)) return;
+    const long long index = thread_of_grid<Threads>();
+    if (index >= bias.elements()) return;
     acc_t sum;
     if constexpr (kOwnBiasSums) {
         const long long row = index / bias.keys;

@@ -24,7 +24,7 @@ __device__ inline ScoreGradient score_gradient(const Exp2& exp2, const ScoreRule
                                                acc_t product, acc_t dp, int row, int key,
                                                RowStats stats, bool kept) {
     const acc_t p = exp2.power(rules.score(product, row, key) - stats.lse_log2);
-    const acc_t scale = !kDropout ? acc_t(1) : kept ? rules.kept_scale() : acc_t(0);
+    const acc_t scale = !kDropout ? acc_t(1) : kept ? kept_scale(rules.features) : acc_t(0);
     ScoreGradient gradient;
     gradient.p = p * scale;
     gradient.modified = gradient.score = p * (dp * scale - stats.d);

@@ -3,13 +3,14 @@
 #pragma once
 
 #include "call/warp_rows.cuh"
+#include "scores/head_numbers.cuh"
 
 // One block per head. `stats_of` finds the RowStats of a sequence, a head and a row.
 template <int Threads, class StatsOf>
 __device__ inline void write_sink_gradient(const BackwardParams& params, const StatsOf& stats_of,
                                            WarpSums<Threads>& warps) {
     const int head = blockIdx.x;
-    const acc_t sink = static_cast<const acc_t*>(params.features.sink)[head] * acc_t(kLog2E);
+    const acc_t sink = sink_log2_of(params.features, head);
     acc_t sum = 0;
     for (int b = 0; b < params.sizes.batch; ++b) {
         const Sequence sequence(params, b);

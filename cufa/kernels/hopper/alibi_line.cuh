@@ -4,14 +4,7 @@
 // added to each score.
 #pragma once
 
-#include "call/params.cuh"
-#include "scores/mask.cuh"
-
-// The slope of a head.
-__device__ inline float alibi_slope_of(const Features& features, int batch, int head) {
-    return static_cast<const float*>(
-        features.alibi_slopes)[batch * features.alibi_batch_stride + head];
-}
+#include "scores/head_numbers.cuh"
 
 // The line for a warp's scores of a tile: -step * distance.
 struct AlibiLine {

@@ -7,7 +7,7 @@
 
 // Starts the copy of the block's rows of Q; rows past the last become zeros.
 __device__ inline void copy_queries(Smem& smem, const ForwardParams& params, const Work& work) {
-    constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), kHeadDim & -kHeadDim);
+    constexpr int kChunk = kChunkOfRow<scalar_t, kHeadDim>;
     constexpr int kRowChunks = kHeadDim / kChunk;
 #pragma unroll 1  // it is short, and runs once
     for (int i = threadIdx.x; i < kBlockM * kRowChunks; i += kThreads) {

@@ -68,7 +68,7 @@ __device__ inline void clear_padding(Tile& tile, unsigned int thread = threadIdx
 // How Threads threads divide the copy of rows of Cols columns of a type.
 template <int Threads, int Cols, class T>
 struct RowCopies {
-    static constexpr int kChunk = min_of(kAlignBytes / sizeof(T), Cols & -Cols);
+    static constexpr int kChunk = kChunkOfRow<T, Cols>;
     static constexpr int kRowThreads = min_of(Cols / kChunk, Threads);
     static constexpr int kRowsAtOnce = floor_power_of_two(Threads / kRowThreads);
 };
@@ -365,7 +365,7 @@ __device__ inline void store_sums(acc_t* row, const Fragment (&values)[Fragments
 template <int Threads, int Cols, class Tile>
 __device__ inline void write_tile(const Tile& tile, Matrix<scalar_t> to, int first_row,
                                   int end_row) {
-    constexpr int kChunk = min_of(kAlignBytes / sizeof(scalar_t), Cols & -Cols);
+    constexpr int kChunk = kChunkOfRow<scalar_t, Cols>;
     constexpr int kRowChunks = Cols / kChunk;
     using Chunk = Pack<scalar_t, kChunk>;
     const int rows = min(Tile::kRows, end_row - first_row);

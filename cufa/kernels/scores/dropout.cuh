@@ -10,6 +10,11 @@ __device__ inline unsigned int matrix_number(const Sizes& sizes, int batch, int 
     return static_cast<unsigned int>(batch * sizes.heads + head);
 }
 
+// The factor of probabilities, where dropout drops some: of those that it keeps.
+__device__ inline acc_t kept_scale(const Features& features) {
+    return kDropout ? features.kept_scale : 1;
+}
+
 // Which of eight probabilities are kept: two per word, each in the highest bit of a half.
 struct KeptEight {
     static constexpr unsigned int kFlags = 0x80008000;

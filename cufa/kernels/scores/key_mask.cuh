@@ -6,9 +6,7 @@
 struct KeyMask : Matrix<const unsigned char> {
     KeyMask() = default;
     __device__ KeyMask(const Features& features, int batch, int head)
-        : Matrix{static_cast<const unsigned char*>(features.mask.data) +
-                     batch * features.mask.batch_stride + head * features.mask.head_stride,
-                 features.mask.row_stride} {}
+        : Matrix(matrix_of<const unsigned char>(features.mask, batch, head)) {}
 
     // Neither argument may be past its end.
     __device__ bool shows(int row, int key) const {

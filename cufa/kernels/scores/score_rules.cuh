@@ -4,6 +4,7 @@
 #pragma once
 
 #include "scores/dropout.cuh"
+#include "scores/head_numbers.cuh"
 #include "scores/key_mask.cuh"
 #include "softmax/online_softmax.cuh"
 
@@ -26,11 +27,8 @@ struct ScoreRules {
           head(head),
           scale(params.softmax_scale),
           matrix(matrix_number(params.sizes, sequence.batch, head)) {
-        if constexpr (kAlibi) {
-            alibi_slope = static_cast<const acc_t*>(
-                features.alibi_slopes)[sequence.batch * features.alibi_batch_stride + head];
-        }
-        if constexpr (kBias) bias = head_of<bias_t>(features.bias, sequence.batch, head);
+        if constexpr (kAlibi) alibi_slope = alibi_slope_of(features, sequence.batch, head);
+        if constexpr (kBias) bias = matrix_of<const bias_t>(features.bias, sequence.batch, head);
         if constexpr (kMaskBits != 0) key_mask = KeyMask(features, sequence.batch, head);
     }
 
@@ -43,11 +41,6 @@ struct ScoreRules {
                    acc_t(kLog2E);
         }
         return unmodified(product, row, key) * acc_t(kLog2E);
-    }
-
-    // The extra score of every row, in log 2.
-    __device__ acc_t sink_log2() const {
-        return static_cast<const acc_t*>(features.sink)[head] * acc_t(kLog2E);
     }
 
     // The derivative of a score by the product times the scale.
@@ -109,16 +102,8 @@ struct ScoreRules {
     __device__ bool keeps(int row, int key) const {
         return kept_of_eight(features, matrix, row, key).has(row, key);
     }
-    // The factor of probabilities that dropout keeps.
-    __device__ acc_t kept_scale() const { return features.kept_scale; }
 
   private:
-    template <class T>
-    __device__ static Matrix<const T> head_of(const ScoreTensor& tensor, int batch, int head) {
-        return {static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
-                    head * tensor.head_stride,
-                tensor.row_stride};
-    }
     // Like other templates, this one is not compiled where it is not called: a void bias_t has no
     // elements.
     template <class T>
@@ -157,7 +142,7 @@ template <int Lanes>
 __device__ inline acc_t end_row(OnlineSoftmax& softmax, const ScoreRules& rules) {
     softmax.total<Lanes>();
     acc_t factor = 1;
-    if constexpr (kSink) factor = softmax.add(rules.sink_log2());
-    if constexpr (kDropout) factor *= rules.kept_scale();
+    if constexpr (kSink) factor = softmax.add(sink_log2_of(rules.features, rules.head));
+    if constexpr (kDropout) factor *= kept_scale(rules.features);
     return factor * softmax.normalizer();
 }

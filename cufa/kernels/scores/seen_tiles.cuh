@@ -4,8 +4,8 @@
 // tile.
 #pragma once
 
+#include "call/grid.cuh"
 #include "call/key_tiles.cuh"
-#include "call/warp_rows.cuh"
 #include "scores/mask_tiles.cuh"
 
 // For one head, in tiles of Rows queries and Keys keys.

@@ -130,8 +130,3 @@ __device__ inline float* sums_of_arrays(const BackwardParams& call) {
     return reinterpret_cast<float*>(seen_parts(call)) +
            (Seen::count(call) + kSeenOfSum - 1) / kSeenOfSum;
 }
-
-__device__ inline Tiles query_tiles_of(const BackwardParams& call, const KeyWork& work) {
-    const Tiles tiles(work.mask(call), work.first_key);
-    return kRowParts == 1 ? tiles : tiles.part(work.part % kRowParts);
-}

@@ -263,7 +263,7 @@ struct Consumer {
     __device__ void hand_out_values(WgmmaSums<kValue>& dv) {
         if constexpr (kDropout) {
 #pragma unroll
-            for (float& sum : dv) sum *= kept_scale(params.call);
+            for (float& sum : dv) sum *= kept_scale(params.call.features);
         }
         if constexpr (kParts > 1) {
             key_sums().write_values<kValue>(params.call, work(), warpgroup * kWgmmaM, 0, dv);
@@ -280,7 +280,8 @@ struct Consumer {
     // done, too.
     __device__ void hand_out_keys(WgmmaSums<kHead>& dk) {
         // Parts are scaled later.
-        const float scale = (kParts > 1 ? 1 : params.call.softmax_scale) * kept_scale(params.call);
+        const float scale =
+            (kParts > 1 ? 1 : params.call.softmax_scale) * kept_scale(params.call.features);
 #pragma unroll
         for (int i = 0; i < kHead / 2; ++i) dk[i] *= scale;
         if constexpr (kParts > 1) {

@@ -94,7 +94,7 @@ __device__ inline void produce(Smem& smem, const Params& params) {
     RingPosition<1> bias_to;
     for (KeyWork work = kTurns ? take() : Keys::first(params.call); work.exists();) {
         if (work.has_keys(params.call)) {
-            const Tiles tiles = query_tiles_of(params.call, work);
+            const Tiles tiles(params.call, work);
             send_keys(smem, params, work, keys_to);
             if constexpr (kKeyMask) {
                 if (tiles.begin < tiles.end) send_seen(smem, params, work, tiles, to, bias_to);
@@ -120,7 +120,7 @@ __device__ inline void take_turns(Smem& smem, const Params& params) {
         const KeyWork work = smem.work[keys_at.stage];
         smem.keys_ring.release(keys_at);
         if (!work.exists()) return;
-        const Tiles tiles = query_tiles_of(params.call, work);
+        const Tiles tiles(params.call, work);
         take_turns<kBlockM, kBlockN>(smem.order, to, QueryWorkspace(params.call), params.call, work,
                                      RangeWalk(tiles, params.call.sizes, work.part));
     }
@@ -139,7 +139,7 @@ __device__ inline void send_gradients(Smem& smem, const Params& params, int firs
         const KeyWork& work = smem.work[at.stage];
         if (!work.exists()) return;
         if (kTurns && threadIdx.x % 32 == 0) {
-            const Tiles tiles = query_tiles_of(params.call, work);
+            const Tiles tiles(params.call, work);
             pass_turns(smem.order[first], turn, QueryWorkspace(params.call), first, params.call,
                        work, RangeWalk(tiles, params.call.sizes, work.part));
         }

@@ -67,8 +67,3 @@ using LabelledWalk = LabelledQueryWalk<Tiles, kStages>;
 __device__ inline SeenPart* seen_parts(const BackwardParams& call) {
     return reinterpret_cast<SeenPart*>(QueryWorkspace(call).end);
 }
-
-__device__ inline Tiles query_tiles_of(const BackwardParams& call, const KeyWork& work) {
-    const Tiles tiles(work.mask(call), work.first_key);
-    return kRowParts == 1 ? tiles : tiles.part(work.part % kRowParts);
-}

@@ -207,7 +207,7 @@ struct Consumer {
     __device__ void store(KeyGradients& dk, ValueGradients& dv) {
         ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
         if (took_out) {
-            const Tiles tiles = query_tiles_of(params.call, work);
+            const Tiles tiles(params.call, work);
             add_nonfinite<kValueCols>(dv, params.call, work.sequence(params.call),
                                       work.heads(params.call.sizes), tiles, softmax,
                                       kValuePart.first_col());
@@ -215,9 +215,9 @@ struct Consumer {
         const BackwardParams& call = params.call;
         if constexpr (kDropout) {
 #pragma unroll
-            for (float& sum : dv) sum *= kept_scale(call);
+            for (float& sum : dv) sum *= kept_scale(call.features);
 #pragma unroll
-            for (float& sum : dk) sum *= kept_scale(call);
+            for (float& sum : dk) sum *= kept_scale(call.features);
         }
         if constexpr (kParts > 1) {
             const WgmmaKeySums key_sums = QueryWorkspace(call).key_sums;

@@ -65,7 +65,7 @@ __device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
     RingPosition<kStages> to;
     do {
         send_keys(smem, params, work, keys_to);
-        const Tiles tiles = query_tiles_of(params.call, work);
+        const Tiles tiles(params.call, work);
         if constexpr (kKeyMask) {
             if (tiles.begin < tiles.end) send_seen(smem, params, work, tiles, to);
         } else {
@@ -79,14 +79,14 @@ __device__ inline void produce(Smem& smem, const Params& params, KeyWork work) {
 // ---- three more threads, if blocks take turns to add to dQ ----
 
 __device__ inline void take_turns(Smem& smem, const Params& params, KeyWork work) {
-    const Tiles tiles = query_tiles_of(params.call, work);
+    const Tiles tiles(params.call, work);
     RingPosition<kStages> to;
     take_turns<kBlockM, kBlockN>(smem.order, to, QueryWorkspace(params.call), params.call, work,
                                  RangeWalk(tiles, params.call.sizes, work.part));
 }
 
 __device__ inline void pass_turns(Smem& smem, const Params& params, KeyWork work, int consumer) {
-    const Tiles tiles = query_tiles_of(params.call, work);
+    const Tiles tiles(params.call, work);
     RingPosition<kStages> to;
     pass_turns(smem.order[consumer], to, QueryWorkspace(params.call), consumer, params.call, work,
                RangeWalk(tiles, params.call.sizes, work.part));

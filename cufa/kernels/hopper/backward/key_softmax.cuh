@@ -48,8 +48,7 @@ struct KeySoftmax {
         last_row = mask.seqlen_q - 1;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int row = threadIdx.x % kWarpgroup / 32 * 16 + half * 8 + threadIdx.x % 32 / 4;
-            const int key = first_key + row;
+            const int key = first_key + row_of_thread() + half * 8;
             first_row[half] = key < mask.seqlen_k ? mask.first_row(key) : mask.seqlen_q + BlockM;
             if constexpr (kRowsEnd) rows_end[half] = mask.rows_end(key);
             this->key[half] = min(key, mask.seqlen_k - 1);
@@ -121,10 +120,10 @@ struct KeySoftmax {
         if constexpr (is_same<T, void>) {
             return {};
         } else {
-            const ScoreTensor& bias = place.features.bias;
-            const T* const matrix = static_cast<const T*>(bias.data) +
-                                    place.batch * bias.batch_stride + place.head * bias.head_stride;
-            return {{matrix, bias.row_stride}, place.first_row, last_row, {key[0], key[1]}};
+            return {matrix_of<const T>(place.features.bias, place.batch, place.head),
+                    place.first_row,
+                    last_row,
+                    {key[0], key[1]}};
         }
     }
 

@@ -4,6 +4,7 @@
 
 #include "call/tensor.cuh"
 #include "hopper/wgmma_tiles.cuh"
+#include "scores/dropout.cuh"
 #include "softmax/online_softmax.cuh"
 
 // Whether the rows that see a key may end before the rows of the tile in memory. Beyond the last
@@ -23,11 +24,6 @@ __device__ inline float scale_of_scores(const BackwardParams& call) {
     constexpr float kSmallest = 1e-30f;
     return fabsf(call.softmax_scale) < kSmallest ? kSmallest : call.softmax_scale;
 }
-// The factor of probabilities that dropout keeps. dP does not include it. Nor does D, which is
-// subtracted from dP, nor do the sums of gradients before they are stored.
-__device__ inline float kept_scale(const BackwardParams& call) {
-    return kDropout ? call.features.kept_scale : 1;
-}
 // Converts an LSE to the unit in which it is kept: products or, where scores are more than
 // products, log 2.
 __device__ inline float unit_of_lse(const BackwardParams& call) {
@@ -37,7 +33,8 @@ __device__ inline float unit_of_lse(const BackwardParams& call) {
 // What the softmax and its gradient need of each row of a tile: P = 2^(S - LSE), dS = P o (dP - D).
 // The products S and dP start from it. This saves additions afterwards, and waits for shared memory
 // between products. Rows that see no key, and rows past the last one, start from a value that makes
-// P 0.
+// P 0. dP does not include the factor of probabilities that dropout keeps (kept_scale). Nor does D,
+// nor do the sums of gradients before they are stored.
 //
 // A thread's statistics for kEights eights of rows are adjacent, so that it loads them at once. In
 // long tiles, and where a thread holds only one of S and dP, this is slower.

@@ -25,7 +25,7 @@ struct WgmmaKeySums : KeySums {
                           int first_col, const WgmmaSums<Cols>& sums) const {
         const Sequence sequence = work.sequence(call);
         const int lane = threadIdx.x % 32;
-        const int own_key = work.first_key + key + threadIdx.x % kWarpgroup / 32 * 16 + lane / 4;
+        const int own_key = work.first_key + key + row_of_warp() + lane / 4;
         const int keys_end = end_of_keys(call, sequence);
         const int first = first_row(work.batch, sequence.first_k);
 #pragma unroll

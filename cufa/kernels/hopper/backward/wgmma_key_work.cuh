@@ -167,11 +167,10 @@ struct QueryTileRange {
         last_end = next_key < mask.seqlen_k ? mask.first_row(next_key) / BlockM : end;
     }
 
-    // One of kRowParts parts of them.
-    __device__ QueryTileRange part(int number) const {
-        QueryTileRange part = *this;
-        keep_part(part.begin, part.end, number, kRowParts);
-        return part;
+    // Those of a block's work: one of kRowParts parts of them.
+    __device__ QueryTileRange(const BackwardParams& call, const KeyWork& work)
+        : QueryTileRange(work.mask(call), work.first_key) {
+        if constexpr (kRowParts > 1) keep_part(begin, end, work.part % kRowParts, kRowParts);
     }
 
     __device__ bool masked(int tile) const {

@@ -60,11 +60,8 @@ __device__ inline void clear_tile_sums(const Block& at) {
     }
 }
 
-// Elements of a row that a lane reads at once.
-template <int Dims>
-constexpr int kChunkOfRow = min_of(16 / sizeof(scalar_t), Dims & -Dims);
 // Lanes that share a row: about one for each chunk of O and dO.
-constexpr int kRowChunk = kChunkOfRow<kValueDim>;
+constexpr int kRowChunk = kChunkOfRow<scalar_t, kValueDim>;
 constexpr int kRowLanes = kValueDim > 16 * kRowChunk ? 32 : kValueDim > 8 * kRowChunk ? 16 : 8;
 
 // A lane's part of the dot product of a row of O and a row of dO; 0 outside.
@@ -84,7 +81,7 @@ __device__ inline float part_of_product(const Matrix<const scalar_t>& o,
 
 // Makes `zero` NaN if a lane's part of a row of Q has NaN or infinity.
 __device__ inline void look_for_nonfinite(float& zero, const Matrix<const scalar_t>& q, int row) {
-    constexpr int kChunk = kChunkOfRow<kHeadDim>;
+    constexpr int kChunk = kChunkOfRow<scalar_t, kHeadDim>;
     for (int col = threadIdx.x % kRowLanes * kChunk; col < kHeadDim; col += kRowLanes * kChunk) {
         const auto chunk = *reinterpret_cast<const Pack<scalar_t, kChunk>*>(q.row(row) + col);
 #pragma unroll
@@ -123,7 +120,7 @@ __device__ inline void write_statistics(const BackwardParams& call, const Block&
             statistics.minus_lse[place] =
                 (log == negative_infinity() ? log : -log) * unit_of_lse(call);
             const float minus_d = dlse && counts ? dlse[row] - sum : -sum;
-            statistics.minus_d[place] = minus_d / kept_scale(call);
+            statistics.minus_d[place] = minus_d / kept_scale(call.features);
         }
     }
     const bool nonfinite = __syncthreads_or(zero != 0);
@@ -155,7 +152,7 @@ __device__ inline void round_tile(const BackwardParams& call) {
     auto& rounded = shared_memory<RoundedTile<BlockM, Panels>, ROUND_SMEM_BYTES>().rows;
     const auto at = QueryBlock<BlockM, Sums>::own(call);
     if (!at.exists()) return;
-    const float scale = call.softmax_scale * kept_scale(call);
+    const float scale = call.softmax_scale * kept_scale(call.features);
     const auto* fours = reinterpret_cast<const Pack<float, 4>*>(at.sums());
 #pragma unroll
     for (int i = threadIdx.x; i < Sums::kTile / 4; i += Threads) {
@@ -194,7 +191,7 @@ __device__ inline void sum_up_sink(const BackwardParams& call) {
             const int place = statistics.place(row % BlockM);
             const float minus_lse = statistics.minus_lse[place] / unit_of_lse(call);
             return {-minus_lse * static_cast<float>(kLog2E),
-                    -statistics.minus_d[place] * kept_scale(call)};
+                    -statistics.minus_d[place] * kept_scale(call.features)};
         },
         shared_memory<WarpSums<Threads>, SINK_SMEM_BYTES>());
 }

@@ -169,7 +169,7 @@ struct Workspace {
         auto rows = sequence.queries<scalar_t>(call.dq, head);
         rows.data = rows.row(first_row);
         Sums::round(tile_sums, part, of_part, rows, sequence.seqlen_q - first_row,
-                    call.softmax_scale * kept_scale(call));
+                    call.softmax_scale * kept_scale(call.features));
     }
     __device__ RowStatistics<BlockM>& rows_of(const Sequence& sequence, int head, int tile) const {
         return rows[place_of(sequence, head, tile)];

@@ -231,7 +231,7 @@ __device__ inline void store_key_gradients(Smem& smem, const BackwardParams& cal
     const auto rows_of = [&](const Tensor& tensor) {
         return work.sequence.keys<float>(tensor, work.kv_head).from(work.first_key);
     };
-    const float scale = call.softmax_scale, kept_scale = kDropout ? call.features.kept_scale : 1;
+    const float scale = call.softmax_scale, of_kept = kept_scale(call.features);
     store_rows<kHeadDim, kDepth>(rows_of(call.dk), count, smem.sums(), &KeySums::dk, scale);
-    store_rows<kValueDim, kDims>(rows_of(call.dv), count, smem.sums(), &KeySums::dv, kept_scale);
+    store_rows<kValueDim, kDims>(rows_of(call.dv), count, smem.sums(), &KeySums::dv, of_kept);
 }

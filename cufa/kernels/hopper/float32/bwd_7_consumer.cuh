@@ -221,9 +221,8 @@ struct Consumer : HalfScores<kRole> {
     __device__ void store() const {
         // Looked up again, so that it takes no registers in between.
         const KeyTile work = key_tile(call, ptx::anew(blockIdx.x));
-        const float kept_scale = kDropout ? call.features.kept_scale : 1;
         store<kHeadDim>(call.dk, work, dk, kKeyPart, call.softmax_scale);
-        store<kValueDim>(call.dv, work, dv, kValuePart, kept_scale);
+        store<kValueDim>(call.dv, work, dv, kValuePart, kept_scale(call.features));
     }
 
   private:

@@ -58,7 +58,7 @@ class SeenScores {
             of_row[half] = 0;
 #pragma unroll
             for (int eight = 0; eight < kBlockN / 8; ++eight) {
-                const int key = first_key + eight * 8 + threadIdx.x % 4 * 2;
+                const int key = first_key + eight * 8 + col_of_thread();
                 of_row[half] |= rules.sees_two(row + 8 * half, key) << 2 * eight;
             }
         }
@@ -87,8 +87,7 @@ struct Consumer {
           warpgroup(warpgroup),
           rules(call, work.sequence, work.head),
           turns(warpgroup),
-          first_row(warpgroup * kWgmmaM + threadIdx.x % kWarpgroup / 32 * 16 +
-                    threadIdx.x % 32 / 4) {}
+          first_row(warpgroup * kWgmmaM + row_of_thread()) {}
 
     __device__ int row_of(int half) const { return work.first_row + first_row + half * 8; }
     // The key, or the column of a row, to which sums[4 * eight + e] belongs.

@@ -8,6 +8,7 @@
 // as many bits of mantissa as tf32.
 #pragma once
 
+#include "call/columns.cuh"
 #include "call/tensor.cuh"
 #include "hopper/wgmma_tiles.cuh"
 #include "softmax/online_softmax.cuh"
@@ -59,8 +60,7 @@ struct RowPiece {
 
     RowPiece() = default;
     __device__ RowPiece(const Matrix<const float>& rows, int row, int count, int col) {
-        constexpr int kVector = min_of(kAlignBytes / int(sizeof(float)), Dims & -Dims);
-        constexpr int kChunk = min_of(kVector, kCols);
+        constexpr int kChunk = min_of(kChunkOfRow<float, Dims>, kCols);
         using Chunk = Pack<float, kChunk>;
 #pragma unroll
         for (int c = 0; c < kCols; c += kChunk) {

@@ -98,8 +98,7 @@ struct KeyScores {
         const ScoreRules rules = rules_of(walk);
         const float unit = units.k.size * rows.q.size;
         const float scale = kShapedScores ? unit : unit * (call.softmax_scale * float(kLog2E));
-        const float kept_scale = kDropout ? call.features.kept_scale : 1;
-        const float dp_unit = units.v.size * rows.dout.size * kept_scale;
+        const float dp_unit = units.v.size * rows.dout.size * kept_scale(call.features);
         hold_all(dp);
 #pragma unroll
         for (int i = 0; i < Queries / 2; ++i) {

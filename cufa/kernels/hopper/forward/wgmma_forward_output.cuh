@@ -2,6 +2,7 @@
 #pragma once
 
 #include "hopper/forward/wgmma_forward_block.cuh"
+#include "scores/head_numbers.cuh"
 
 // A warpgroup's rows of O, and their LSE. Dims are the columns of its sums.
 template <class Smem, int Dims>
@@ -19,7 +20,8 @@ struct OutputRows {
             OnlineSoftmax& row = softmax.rows[half];
             row.total<4>();
             scale[half] = output_scale;
-            if constexpr (kSink) scale[half] *= row.add(sink_log2(work.head));
+            if constexpr (kSink)
+                scale[half] *= row.add(sink_log2_of(params.call.features, work.head));
             scale[half] *= row.sum == 0 ? 0 : ptx::reciprocal_fast(row.sum);
         }
         using Element = typename Smem::StoredRows::Element;
@@ -39,11 +41,6 @@ struct OutputRows {
     }
 
   private:
-    // The head's sink is one more score in each row.
-    __device__ float sink_log2(int head) const {
-        return static_cast<const float*>(params.call.features.sink)[head] * float(kLog2E);
-    }
-
     // Stores some columns of the output through the warpgroup's part of shared memory, once the
     // columns before have left it.
     template <int Cols>

@@ -1,0 +1,16 @@
+// What a call gives each head: the slope of ALiBi, and the score of its sink.
+#pragma once
+
+#include "call/params.cuh"
+#include "softmax/online_softmax.cuh"
+
+// How fast scores fall with the distance of the key from the diagonal.
+__device__ inline acc_t alibi_slope_of(const Features& features, int batch, int head) {
+    return static_cast<const acc_t*>(
+        features.alibi_slopes)[batch * features.alibi_batch_stride + head];
+}
+
+// One more score in every row, in log 2.
+__device__ inline acc_t sink_log2_of(const Features& features, int head) {
+    return static_cast<const acc_t*>(features.sink)[head] * acc_t(kLog2E);
+}

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from cufa import device, tensor_layout
 from cufa.messages import kind_of, shown
 from cufa.problem import FLOAT8, INPUT_DTYPES, Shape
-from cufa.tensor_layout import Region, check_apart
+from cufa.tensor_layout import InPlace, Region, check_apart
 
 # DLPack's device types (dlpack.h): memory of the CPU, plain or pinned by CUDA, and memory of a CUDA GPU.
 _DLPACK_CPU = (1, 3)
@@ -57,11 +57,6 @@ class Adopted(NamedTuple):
     def moved(self) -> bool:
         """Whether the arrays were copied from the other side."""
         return self.sources is not self.arrays
-
-    @property
-    def regions(self) -> dict[str, Region]:
-        """The caller's memory, by argument name."""
-        return regions(self.described, self.addresses.values())
 
     def give_back(self, result: Any, given: Any = None, name: str = "out") -> Any:
         """Convert a result to the library of the inputs; or copy it to the caller's `given` and return that.
@@ -164,26 +159,26 @@ def check_writeable(arrays: Mapping[str, Any], outputs: Iterable[str]) -> None:
             raise ValueError(f"{name} is read-only; it must be writeable")
 
 
-def check_outputs(adopted: Adopted, outputs: Collection[str], in_place: Mapping[str, Sequence[str]]) -> None:
+def check_outputs(adopted: Adopted, outputs: Collection[str], in_place: InPlace = frozenset()) -> None:
     """Check that outputs can be written and overlap no array except the ones that `in_place` allows.
 
     Raises ValueError, as `check_writeable` and `check_apart` do.
     """
     if outputs:
         check_writeable(adopted.sources, outputs)
-        check_apart(adopted.regions, outputs, in_place)
+        check_written(adopted, tuple(outputs), in_place)
 
 
-def check_written(adopted: Adopted, outputs: tuple[str, ...]) -> None:
+def check_written(adopted: Adopted, outputs: tuple[str, ...], in_place: InPlace = frozenset()) -> None:
     """Raise ValueError, as `check_apart` does, if outputs share memory with themselves or other arrays."""
-    _check_written(adopted.described, tuple(adopted.addresses.values()), outputs)
+    _check_apart(adopted.described, tuple(adopted.addresses.values()), outputs, in_place)
 
 
 @functools.lru_cache(maxsize=4096)
-def _check_written(
-    described: tuple[Described, ...], addresses: tuple[int, ...], outputs: tuple[str, ...]
+def _check_apart(
+    described: tuple[Described, ...], addresses: tuple[int, ...], outputs: tuple[str, ...], in_place: InPlace
 ) -> None:
-    check_apart(regions(described, addresses), outputs)
+    check_apart(regions(described, addresses), outputs, in_place)
 
 
 def check_aligned(adopted: Adopted) -> None:

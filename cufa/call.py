@@ -37,7 +37,6 @@ from cufa.tensor_layout import (
     Region,
     Storage,
     check_aligned,
-    check_apart,
     contiguous_strides,
     is_contiguous,
     layout_of,
@@ -112,8 +111,7 @@ class Call:
         self.known = known = known_of(direction, adopted.described, asked)
         self.problem = known.problem
         if known.outputs:
-            arrays.check_writeable(adopted.sources, known.outputs)
-            _check_apart(known, tuple(adopted.addresses.values()))
+            arrays.check_outputs(adopted, known.outputs)
         if adopted.moved:
             described, self.addresses = arrays.describe(self.tensors)
             self.known = known_of(direction, described, asked)
@@ -252,12 +250,6 @@ def _known(direction: Direction, tensors: tuple[Described, ...], asked: Asked) -
 def empty(shape: Shape, dtype: np.dtype[Any], on_gpu: bool) -> Any:
     """Allocate an array by the constructor that `empty` of both libraries ends in; calling it is faster."""
     return (sys.modules["cupy"] if on_gpu else np).ndarray(shape, dtype)
-
-
-@functools.lru_cache(maxsize=4096)
-def _check_apart(known: Known, addresses: tuple[int, ...]) -> None:
-    """Check that outputs at these addresses share no memory with themselves or with other arrays."""
-    check_apart(arrays.regions(known.arrays, addresses), known.outputs)
 
 
 def run_on_gpu(

@@ -21,7 +21,7 @@ from cufa.problem import (
 from cufa.tensor_layout import layout_of
 
 # Outputs may overlap these inputs: each input element is read before the output element there is written.
-_IN_PLACE = {"out": ("out_a", "out_b"), "lse": ("lse_a", "lse_b")}
+_IN_PLACE = frozenset((result, f"{result}_{part}") for result in ("out", "lse") for part in ("a", "b"))
 
 
 def merge(
@@ -73,7 +73,7 @@ def merge(
     arrays.check_aligned(adopted)
 
     empty = sys.modules["cupy"].empty if adopted.on_gpu else np.empty
-    for name in _IN_PLACE:
+    for name in ("out", "lse"):
         if name not in named:
             part = named[f"{name}_a"]
             named[name] = empty(part.shape, part.dtype)

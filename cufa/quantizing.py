@@ -89,7 +89,7 @@ def quantize(
     dtype = dtype_name(named["x"].dtype, "x")
     axes = axes_of("x", named["x"].shape, layout)
     kv_heads = _check(named, axes, kv_heads, seqlen_contiguous)
-    arrays.check_outputs(adopted, outputs, {})
+    arrays.check_outputs(adopted, outputs)
     arrays.check_aligned(adopted)
     xp = sys.modules["cupy"] if adopted.on_gpu else np
     if out is None:

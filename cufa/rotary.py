@@ -24,7 +24,7 @@ from cufa.tensor_layout import layout_of
 
 POSITION_DTYPES = ("int32", "int64")
 # Each pair is read before it is written, so that out may be x.
-_IN_PLACE = {"out": ("x",)}
+_IN_PLACE = frozenset([("out", "x")])
 
 
 def rotary(

@@ -10,7 +10,6 @@ import itertools
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +20,8 @@ from cufa.problem import DTYPES, FLOAT8, KEYS_TOGETHER, MAX_ALIGN_BYTES, Axes, P
 HALF_BYTES = 2
 # The shape of a tensor, and its strides in bytes; None for a contiguous tensor.
 Storage = tuple[Shape, Shape | None]
+# Pairs of an output and an input that it may be, each by its name.
+InPlace = frozenset[tuple[str, str]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,12 +170,9 @@ class Region(NamedTuple):
 def check_apart(
     regions: Mapping[str, Region],
     outputs: Collection[str],
-    in_place: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    in_place: InPlace = frozenset(),
 ) -> None:
-    """Raise ValueError if outputs share memory with themselves or with other arrays, all given by name.
-
-    `in_place` lists, for an output, the inputs that it may be.
-    """
+    """Raise ValueError if outputs share memory with themselves or with other arrays, all given by name."""
     spans = {name: region.span for name, region in regions.items()}
     checked = [name for name in regions if name not in outputs]
     for name in outputs:
@@ -186,7 +184,7 @@ def check_apart(
             )
         first, end = spans[name]
         for other in checked:
-            if other in in_place.get(name, ()) and output == regions[other]:
+            if (name, other) in in_place and output == regions[other]:
                 continue
             other_first, other_end = spans[other]
             if first < other_end and other_first < end and output.overlaps(regions[other]):

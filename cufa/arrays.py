@@ -7,11 +7,10 @@ happen in this file.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -24,6 +23,8 @@ from cufa.tensor_layout import InPlace, Region, check_apart
 # DLPack's device types (dlpack.h): memory of the CPU, plain or pinned by CUDA, and memory of a CUDA GPU.
 _DLPACK_CPU = (1, 3)
 _DLPACK_CUDA = 2
+# What libraries raise for an array that they cannot export.
+_READ_ERRORS = (BufferError, RuntimeError, TypeError, ValueError)
 
 # Dtypes that the reader or the writer of DLPack does not know; they exchange the bits as integers.
 _UNKNOWN_TO_CUPY = {FLOAT8: "uint8"}
@@ -110,9 +111,10 @@ def adopt_in_place(named: Mapping[str, Any]) -> Adopted:
     elif issubclass(kind, cupy_ndarray):
         arrays = dict(named)
     else:
-        imported = {name: _import(array, name) for name, array in named.items()}
-        arrays = {name: array for name, (array, _) in imported.items()}
-        export = imported[next(iter(imported))][1]
+        first_name, first = next(iter(named.items()))
+        namespace = _exporting_namespace(first, first_name)
+        arrays = {name: _import(array, name, namespace) for name, array in named.items()}
+        export = functools.partial(_export, namespace)
         _check_same_side(arrays)
     are_on_gpu = isinstance(next(iter(arrays.values())), _cupy_ndarray())
     places = _describe_on_current_gpu(arrays) if are_on_gpu else describe(arrays)
@@ -200,7 +202,7 @@ def on_current_gpu(array: Any, name: str) -> Any:
     """
     if not isinstance(array, _cupy_ndarray()):
         check_same_kind({name: array})
-        array, _ = _import(array, name)
+        array = _import(array, name, _exporting_namespace(array, name))
         if isinstance(array, np.ndarray):
             raise TypeError(f"{name} is in the CPU's memory; it must be in the GPU's")
     _describe_on_current_gpu({name: array})
@@ -217,9 +219,9 @@ def on_cpu(array: Any, name: str) -> Any:
     if isinstance(array, _cupy_ndarray()):
         return None
     check_same_kind({name: array})
-    with _read_errors(array, name):
-        device_type, _ = array.__dlpack_device__()
-    return _import(array, name)[0] if device_type in _DLPACK_CPU else None
+    if _device_type(array, name) not in _DLPACK_CPU:
+        return None
+    return _import(array, name, _exporting_namespace(array, name))
 
 
 def _describe_on_current_gpu(arrays: Mapping[str, Any]) -> tuple[tuple[Described, ...], dict[str, int]]:
@@ -253,9 +255,8 @@ def _cupy_ndarray() -> type:
     return cupy.ndarray if cupy is not None and hasattr(cupy, "ndarray") else _NoArray
 
 
-def _import(array: Any, name: str) -> tuple[Any, Callable[[Any], Any]]:
-    """Read another library's array as NumPy's or CuPy's, without a copy; also return the way back."""
-    namespace = _exporting_namespace(array, name)
+def _import(array: Any, name: str, namespace: Any) -> Any:
+    """Read an array of another library, `namespace`, as NumPy's or CuPy's, without a copy."""
     if getattr(array, "requires_grad", False):  # its data would be read and the gradient silently lost
         raise TypeError(
             f"{name} is {kind_of(array)} that requires a gradient, and cufa does not record gradients; "
@@ -266,8 +267,7 @@ def _import(array: Any, name: str) -> tuple[Any, Callable[[Any], Any]]:
             f"{name} is {kind_of(array)} with its negative bit set, which DLPack leaves out; "
             f"give {name}.resolve_neg()"
         )
-    with _read_errors(array, name):
-        device_type, _ = array.__dlpack_device__()
+    device_type = _device_type(array, name)
     if device_type == _DLPACK_CUDA:
         device.current()  # raises with what is missing
         reader, unknown = sys.modules["cupy"].from_dlpack, _UNKNOWN_TO_CUPY
@@ -275,15 +275,36 @@ def _import(array: Any, name: str) -> tuple[Any, Callable[[Any], Any]]:
         reader, unknown = np.from_dlpack, _UNKNOWN_TO_NUMPY
     else:
         raise TypeError(
-            f"{name} is on a device of DLPack type {int(device_type)}; it may be on the CPU or a CUDA GPU"
+            f"{name} is on a device of DLPack type {device_type}; it may be on the CPU or a CUDA GPU"
         )
-    # Libraries spell dtypes as NumPy does, after their own name.
-    dtype = str(getattr(array, "dtype", "")).rpartition(".")[2]
-    with _read_errors(array, name):
+    dtype = _spelled(getattr(array, "dtype", None))
+    try:
         if dtype in unknown:
             bits = array.view(getattr(namespace, unknown[dtype]))
-            return reader(bits).view(INPUT_DTYPES[dtype]), functools.partial(_export, namespace)
-        return reader(array), functools.partial(_export, namespace)
+            return reader(bits).view(INPUT_DTYPES[dtype])
+        return reader(array)
+    except _READ_ERRORS as error:
+        raise _unreadable(array, name, error) from error
+
+
+@functools.lru_cache(maxsize=256)
+def _spelled(dtype: Any) -> str:
+    """A dtype's name: libraries spell it as NumPy does, after their own name. NumPy takes microseconds."""
+    return str(dtype).rpartition(".")[2]
+
+
+def _device_type(array: Any, name: str) -> int:
+    """DLPack's type of the device that another library's array is on."""
+    try:
+        device_type, _ = array.__dlpack_device__()
+    except _READ_ERRORS as error:
+        raise _unreadable(array, name, error) from error
+    return int(device_type)
+
+
+def _unreadable(array: Any, name: str, error: Exception) -> TypeError:
+    """The error for an array that its library cannot export."""
+    return TypeError(f"{name} is {kind_of(array)} that cannot be read through DLPack: {error}")
 
 
 def _export(namespace: Any, result: Any) -> Any:
@@ -293,15 +314,6 @@ def _export(namespace: Any, result: Any) -> Any:
     if bits is None:
         return namespace.from_dlpack(result)
     return namespace.from_dlpack(result.view(bits)).view(getattr(namespace, result.dtype.name))
-
-
-@contextlib.contextmanager
-def _read_errors(array: Any, name: str) -> Iterator[None]:
-    """Turn the errors of a library that cannot export an array into TypeError, naming the array."""
-    try:
-        yield
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise TypeError(f"{name} is {kind_of(array)} that cannot be read through DLPack: {error}") from error
 
 
 def namespace_of(array: Any) -> Any:

@@ -200,5 +200,4 @@ def _turn_on_cpu(named: dict[str, Any], axes: Axes, interleaved: bool) -> None:
     )
     a, b = x[first].astype(dtype), x[second].astype(dtype)
     out[first], out[second] = a * cos - b * sin, a * sin + b * cos
-    if out is not x:
-        out[..., 2 * pairs :] = x[..., 2 * pairs :]
+    out[..., 2 * pairs :] = x[..., 2 * pairs :]

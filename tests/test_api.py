@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rungs import best_kernel
 from tolerance import (
     DTYPES,
     LAYOUTS,
@@ -34,7 +35,6 @@ from cufa.checking import Array, judge
 from cufa.device import KNOWN, Arch
 from cufa.kernels import KERNELS
 from cufa.messages import shown
-from cufa.plan import best_kernel
 
 FUNCTIONS = [
     cufa.attention,

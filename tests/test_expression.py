@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cufa.traced.code import write
 from cufa.traced.derivatives import added_terms, derivative, times
-from cufa.traced.evaluation import evaluate
+from cufa.traced.evaluation import evaluate_all
 from cufa.traced.expression import TracedArray, apply, in_order, lifted, symbol
 
 SYMBOLS = {"score": "float", "i": "int32", "j": "int32"}
@@ -78,6 +78,10 @@ def values(scores):
     """For every pair of places, with scores (n, 1, 1)."""
     i, j = np.ogrid[0:5, 0:6]
     return scores[:, None, None], i.astype(np.int32), j.astype(np.int32)
+
+
+def evaluate(expression, values):
+    return evaluate_all([expression], values)[0]
 
 
 def evaluated(expression, score, i, j):

@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from rungs import best_kernel
 
 from cufa import jit
 from cufa.device import Device
-from cufa.plan import best_kernel, make_plan
+from cufa.plan import make_plan
 from cufa.plan.float32 import PACES
 from cufa.problem import Features, Problem
 

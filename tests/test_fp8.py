@@ -13,13 +13,14 @@ import pytest
 from feature_cases import draw_case
 from float8 import assert_float8, random_descales, transposed, with_values_transposed
 from machine_code import EXPONENTIAL, WAIT
+from rungs import best_kernel
 from tolerance import random_problem
 
 import cufa
 from cufa import jit
 from cufa.device import Device
 from cufa.kernels import KERNELS
-from cufa.plan import best_kernel, make_plan
+from cufa.plan import make_plan
 from cufa.plan.fp8 import (
     CUT_PACES,
     CUT_TRANSPOSED_PACES,

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import machine_code
 import pytest
+from rungs import best_kernel
 
 from cufa import jit
 from cufa.device import KNOWN, Device
 from cufa.kernels import KERNELS, kernel_named
-from cufa.plan import best_kernel, make_plan
+from cufa.plan import make_plan
 from cufa.plan.sizes import SOFTMAX_PARAMS_BYTES
 from cufa.plan.standard import softmax_launches
 from cufa.problem import DTYPES, Features, Problem

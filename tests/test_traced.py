@@ -12,7 +12,7 @@ from cufa.device import target
 from cufa.plan.sizes import common_macros
 from cufa.problem import Problem
 from cufa.traced.code import write
-from cufa.traced.evaluation import evaluate
+from cufa.traced.evaluation import evaluate_all
 from cufa.traced.expression import lifted, symbol
 
 SOURCE, HEADER, SMEM_BYTES = "probe_traced.cu", "traced_functions.cuh", 16
@@ -98,5 +98,5 @@ def test_kernels_have_numpys_answers(compute):
     values = dict(zip(SYMBOLS, arguments, strict=True))
     for rtol, functions in ((0, EXACT), (1e-6, ROUNDED)):
         for name, function in functions.items():
-            expected = np.asarray(evaluate(traced(function), values)).astype(np.float32)
+            expected = np.asarray(evaluate_all([traced(function)], values)[0]).astype(np.float32)
             np.testing.assert_allclose(next(results), expected, rtol, err_msg=name)

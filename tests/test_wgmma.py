@@ -7,11 +7,12 @@ import machine_code
 import numpy as np
 import pytest
 from machine_code import EXPONENTIAL, WAIT
+from rungs import best_kernel
 
 from cufa import jit
 from cufa.device import Device
 from cufa.kernels import KERNELS
-from cufa.plan import best_kernel, make_plan
+from cufa.plan import make_plan
 from cufa.plan.choice import query_tiles
 from cufa.plan.pace import seen_keys
 from cufa.plan.record import NOT_PARTED, Parting

@@ -5,11 +5,12 @@ from dataclasses import replace
 import machine_code
 import pytest
 from machine_code import WAIT
+from rungs import best_kernel
 
 from cufa import jit
 from cufa.device import Device
 from cufa.kernels import KERNELS
-from cufa.plan import best_kernel, make_plan
+from cufa.plan import make_plan
 from cufa.problem import Features, Problem
 
 H200 = Device.of("sm_90a")

@@ -27,7 +27,7 @@ from cufa.plan import (
     wgmma_backward,
 )
 from cufa.plan.record import Launch, Macro, Part, Plan, Scratch, TensorBox
-from cufa.plan.rungs import best_kernel, best_kernel_and_why
+from cufa.plan.rungs import best_kernel_and_why
 from cufa.problem import Problem, integer
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
     "Plan",
     "Scratch",
     "TensorBox",
-    "best_kernel",
     "check_tiles",
     "make_plan",
     "make_probabilities_plan",

@@ -20,16 +20,11 @@ PRICES: Mapping[str, Callable[[Problem, Device], float]] = {
 }
 
 
-def best_kernel(problem: Problem, device: Device) -> Kernel:
-    """The rung for a problem.
+def best_kernel_and_why(problem: Problem, device: Device) -> tuple[Kernel, tuple[str, ...]]:
+    """The rung for a problem, with a sentence about it and about each later rung that was passed over.
 
     Raises ValueError if none supports it, with the reason of each rung that supports the dtype.
     """
-    return best_kernel_and_why(problem, device)[0]
-
-
-def best_kernel_and_why(problem: Problem, device: Device) -> tuple[Kernel, tuple[str, ...]]:
-    """The same, with a sentence about it and about each later rung that was passed over."""
     reasons = verdicts(problem, device)
     suited = [name for name, reason in reasons.items() if reason is None]
     best, how = suited[-1], "the last rung that supports this call"

@@ -10,11 +10,6 @@ import numpy as np
 from cufa.traced.expression import OPERATIONS, Expression, Kind, TracedArray, in_order
 
 
-def evaluate(expression: Expression, values: Mapping[str, Any]) -> Any:
-    """Do what `evaluate_all` does, for one expression."""
-    return evaluate_all((expression,), values)[0]
-
-
 def evaluate_all(expressions: Sequence[Expression], values: Mapping[str, Any]) -> list[Any]:
     """Evaluate expressions with NumPy, which broadcasts; `values` has symbols and arrays by name.
 

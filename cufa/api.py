@@ -16,6 +16,8 @@ import numpy as np
 
 from cufa import arrays, cpu, launch, probabilities
 from cufa.arguments import (
+    DESCALES,
+    FEATURE_ARRAYS,
     check_descales,
     check_dropout,
     check_flags,
@@ -29,8 +31,6 @@ from cufa.arguments import (
 )
 from cufa.arrays import Described
 from cufa.call import (
-    DESCALES,
-    FEATURE_ARRAYS,
     GRADIENT_ARRAYS,
     TENSORS,
     ArchLike,

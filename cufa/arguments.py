@@ -45,13 +45,13 @@ from cufa.traced.header import Written
 
 # What a call may request gradients of, and its arrays, beyond q, k and v.
 _GRADIENTS = ("bias", "sink", "score_mod")
-_DESCALES = frozenset(("q_descale", "k_descale", "v_descale"))
-_FEATURE_ARRAYS = _DESCALES | frozenset(
-    (
-        *("bias", "mask", "alibi_slopes", "sink", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"),
-        "dlse",
-    )
+# The arrays of a call that are neither q, k and v nor results.
+FEATURE_ARRAYS = (
+    *("bias", "mask", "alibi_slopes", "sink"),
+    *("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"),
 )
+DESCALES = ("q_descale", "k_descale", "v_descale")
+_NOT_PLAIN = frozenset((*FEATURE_ARRAYS, *DESCALES, "dlse"))
 # Magnitudes that a nonzero factor of the scores may have, by the dtype of sums, in which kernels hold it.
 # Some kernels hold it in units of log 2, where it is half as much again.
 _RANGES = {
@@ -413,14 +413,14 @@ def _features(
 ) -> Features:
     _, window = _range(options)
     plain = options._replace(causal=False, window=None, layout="bshd") == Options()
-    if plain and window == (None, None) and not shapes.keys() & _FEATURE_ARRAYS:
+    if plain and window == (None, None) and not shapes.keys() & _NOT_PLAIN:
         return PLAIN
     for name, wanted in _side_arrays(problem, shapes).items():
         _check_array(name, shapes[name], dtypes[name], wanted)
     for name in ("bias", "mask"):
         if name in shapes:
             _check_score_array(name, problem, shapes[name], dtypes[name], "cu_seqlens_q" in shapes)
-    for name in sorted(shapes.keys() & _DESCALES):
+    for name in sorted(shapes.keys() & DESCALES):
         array = name.removesuffix("_descale")
         own_dtype = problem.dtype if array == "q" else problem.key_dtype
         if own_dtype != FLOAT8:
@@ -447,7 +447,7 @@ def _features(
         mask_bits="mask" in shapes and dtypes["mask"] == np.uint8,
         alibi="alibi_slopes" in shapes,
         sink="sink" in shapes,
-        descale=bool(shapes.keys() & _DESCALES),
+        descale=not shapes.keys().isdisjoint(DESCALES),
         dropout=options.dropout,
         packed="cu_seqlens_q" in shapes,
         page_size=shapes["k"][check_layout(options.layout)[1]] if "block_table" in shapes else 0,
@@ -481,7 +481,7 @@ def _side_arrays(problem: Problem, shapes: Mapping[str, Shape]) -> dict[str, _Wa
     expected = {
         "alibi_slopes": for_all_heads if len(shapes.get("alibi_slopes", ())) == 2 else for_heads,
         "sink": for_heads,
-        **dict.fromkeys(_DESCALES, _Wanted((batch, problem.kv_heads), sums, "(batch, kv_heads)")),
+        **dict.fromkeys(DESCALES, _Wanted((batch, problem.kv_heads), sums, "(batch, kv_heads)")),
         "cu_seqlens_q": starts,
         "cu_seqlens_k": starts,
         "seqused_k": _Wanted((batch,), int32, "(batch,)"),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from cufa import arrays, launch, probabilities
-from cufa.arguments import Options, check_fits, check_options, make_problem
+from cufa.arguments import DESCALES, FEATURE_ARRAYS, Options, check_fits, check_options, make_problem
 from cufa.arrays import Described
 from cufa.device import Arch, target
 from cufa.kernels import kernel_named
@@ -58,18 +58,14 @@ Asked = tuple[
 # The kernel, tiles and architecture that the caller chose, if any, and whether to run `attn_probs` instead.
 Rung = tuple[str | None, tuple[tuple[str, int], ...], ArchLike | None, bool]
 
-# The arguments that are tensors, in the order of the parameter structs, and the other arrays.
+# The arguments that are tensors, in the order of the parameter structs.
 TENSORS: dict[Direction, tuple[str, ...]] = {
     "forward": ("q", "k", "v", "out"),
     "backward": ("q", "k", "v", "out", "dout", "dq", "dk", "dv"),
 }
 _KEY_TENSORS = frozenset(("k", "v", "dk", "dv"))
-FEATURE_ARRAYS = (
-    *("bias", "mask", "alibi_slopes", "sink"),
-    *("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"),
-)
+# What only a backward call has beside these.
 GRADIENT_ARRAYS = ("dlse", "dbias", "dsink")
-DESCALES = ("q_descale", "k_descale", "v_descale")
 _BESIDE_TENSORS = frozenset(("lse", *FEATURE_ARRAYS, *DESCALES, *GRADIENT_ARRAYS))
 
 

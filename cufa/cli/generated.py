@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cufa.call import DESCALES
+from cufa.arguments import DESCALES
 from cufa.cli.options import RANDOM_BITS, FeatureOptions
 from cufa.cli.output import memory_errors
 from cufa.cli.workload import TENSORS, Arrays, Workload

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 import click
 
 from cufa import CompileError, GPUUnavailableError, LaunchError, NVRTCMissingError, Plan
-from cufa.call import DESCALES
+from cufa.arguments import DESCALES
 from cufa.messages import renamed
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import click
 import numpy as np
 
 import cufa
-from cufa.call import DESCALES
+from cufa.arguments import DESCALES
 from cufa.cli import check, files, output
 from cufa.cli.generated import as_asked, cu_seqlens, make_arrays, without_gradients
 from cufa.cli.options import (

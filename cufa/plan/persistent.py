@@ -18,7 +18,7 @@ from cufa.plan.hopper import (
     bias_rows_differ,
     has_bias_boxes,
 )
-from cufa.plan.record import MAX_GRID, NOT_PARTED, Launch, Macro, Parting, Scratch
+from cufa.plan.record import MAX_GRID, NOT_PARTED, WORKSPACE_ALIGNMENT, Launch, Macro, Parting, Scratch
 from cufa.plan.seen import seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
 from cufa.plan.wgmma_tiles import MOST_VALUE_DIM, T, Tiles
@@ -31,8 +31,6 @@ WORK_TILE_BYTES, PART_OF_KEYS_BYTES = 16, 8
 FINDINGS_BYTES = 16
 # Scores whose visibility a word holds, and a byte.
 WORD_BITS, BYTE_BITS = 32, 8
-# Of each array in the workspace, in bytes.
-WORKSPACE_ALIGNMENT = 16
 # The most registers for consumers if the producer looks up more than where a tile is, and if it searches for
 # some of the sequences.
 BESIDE_LOOK_UPS, BESIDE_SEARCH = 224, 216

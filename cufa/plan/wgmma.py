@@ -30,7 +30,6 @@ from cufa.plan.persistent import (
     START,
     WORD_BITS,
     WORK_TILE_BYTES,
-    WORKSPACE_ALIGNMENT,
     box_keys,
     choose_persistent,
     forward_macros,
@@ -38,7 +37,7 @@ from cufa.plan.persistent import (
     launches_of_parts,
     parts_bytes,
 )
-from cufa.plan.record import Launch, Part, Scratch, TensorBox
+from cufa.plan.record import WORKSPACE_ALIGNMENT, Launch, Part, Scratch, TensorBox
 from cufa.plan.seen import seen_scratch, seen_tiles
 from cufa.plan.wgmma_tiles import Tiles, fastest_tiles
 from cufa.problem import Problem

@@ -416,7 +416,7 @@ def _features(
     if plain and window == (None, None) and not shapes.keys() & _NOT_PLAIN:
         return PLAIN
     for name, wanted in _side_arrays(problem, shapes).items():
-        _check_array(name, shapes[name], dtypes[name], wanted)
+        check_array(name, shapes[name], dtypes[name], wanted)
     for name in ("bias", "mask"):
         if name in shapes:
             _check_score_array(name, problem, shapes[name], dtypes[name], "cu_seqlens_q" in shapes)
@@ -462,7 +462,7 @@ def _features(
     )
 
 
-class _Wanted(NamedTuple):
+class Wanted(NamedTuple):
     """The required shape and dtype of an array; `axes` names its axes, unless they are a tensor's."""
 
     shape: Shape
@@ -470,27 +470,28 @@ class _Wanted(NamedTuple):
     axes: str = ""
 
 
-def _side_arrays(problem: Problem, shapes: Mapping[str, Shape]) -> dict[str, _Wanted]:
+def _side_arrays(problem: Problem, shapes: Mapping[str, Shape]) -> dict[str, Wanted]:
     """The requirements of the small arrays that are given."""
     batch, heads, sums = problem.batch, problem.heads, problem.accumulator
     int32 = np.dtype(np.int32)
-    for_heads = _Wanted((heads,), sums, "(heads,)")
-    for_all_heads = _Wanted((batch, heads), sums, "(batch, heads)")
-    starts = _Wanted((batch + 1,), int32, "(batch + 1,)")
+    for_heads = Wanted((heads,), sums, "(heads,)")
+    for_all_heads = Wanted((batch, heads), sums, "(batch, heads)")
+    starts = Wanted((batch + 1,), int32, "(batch + 1,)")
     table = (batch, *shapes.get("block_table", ())[1:])
     expected = {
         "alibi_slopes": for_all_heads if len(shapes.get("alibi_slopes", ())) == 2 else for_heads,
         "sink": for_heads,
-        **dict.fromkeys(DESCALES, _Wanted((batch, problem.kv_heads), sums, "(batch, kv_heads)")),
+        **dict.fromkeys(DESCALES, Wanted((batch, problem.kv_heads), sums, "(batch, kv_heads)")),
         "cu_seqlens_q": starts,
         "cu_seqlens_k": starts,
-        "seqused_k": _Wanted((batch,), int32, "(batch,)"),
-        "block_table": _Wanted(table, int32, "(batch, pages of a sequence)"),
+        "seqused_k": Wanted((batch,), int32, "(batch,)"),
+        "block_table": Wanted(table, int32, "(batch, pages of a sequence)"),
     }
     return {name: wanted for name, wanted in expected.items() if name in shapes}
 
 
-def _check_array(name: str, shape: Shape, dtype: Any, wanted: _Wanted) -> None:
+def check_array(name: str, shape: Shape, dtype: Any, wanted: Wanted) -> None:
+    """Raise ValueError for another shape than the wanted one, TypeError for another dtype."""
     if shape != wanted.shape:
         needed = f"{wanted.axes}, which is {wanted.shape} here" if wanted.axes else f"{wanted.shape}"
         raise ValueError(f"{name} has shape {shape}; it must be {needed}")
@@ -534,13 +535,13 @@ def check_fits(problem: Problem, shapes: Mapping[str, Shape], dtypes: Mapping[st
 
     Raises ValueError or TypeError if one does not fit.
     """
-    output = _Wanted(output_shape(problem, layout), problem.output)
+    output = Wanted(output_shape(problem, layout), problem.output)
     lse_axes = "(heads, tokens)" if problem.features.packed else "(batch, heads, seqlen_q)"
-    lse = _Wanted(lse_shape(problem), problem.accumulator, lse_axes)
+    lse = Wanted(lse_shape(problem), problem.accumulator, lse_axes)
     expected = {"out": output, "dout": output, "lse": lse, "dlse": lse}
     for name in ("q", "k", "v", "bias", "sink"):
         if name in shapes:
-            expected[f"d{name}"] = _Wanted(shapes[name], dtypes[name])
+            expected[f"d{name}"] = Wanted(shapes[name], dtypes[name])
     for name, wanted in expected.items():
         if name in shapes:
-            _check_array(name, shapes[name], dtypes.get(name), wanted)
+            check_array(name, shapes[name], dtypes.get(name), wanted)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cufa import arrays, launch
-from cufa.arguments import refuse_gpu_options
+from cufa.arguments import Wanted, check_array, refuse_gpu_options
 from cufa.device import Arch
 from cufa.problem import (
     DTYPES,
@@ -90,17 +90,11 @@ def _check(named: dict[str, Any], dtype: str, axes: Axes) -> None:
     batch, seqlen, heads = axes
     if shape[-1] == 0:
         raise ValueError(f"out_a has shape {shape}; the value dim (last axis) must be at least 1")
-    lse_shape = (
-        (shape[heads], shape[seqlen]) if batch is None else (shape[batch], shape[heads], shape[seqlen])
-    )
+    rows = (shape[heads], shape[seqlen])
+    out = Wanted(shape, DTYPES[dtype])
+    lse = Wanted(rows if batch is None else (shape[batch], *rows), accumulator_dtype(dtype))
     for name, array in named.items():
-        wanted_shape, wanted_dtype = shape, DTYPES[dtype]
-        if name.startswith("lse"):
-            wanted_shape, wanted_dtype = lse_shape, accumulator_dtype(dtype)
-        if array.shape != wanted_shape:
-            raise ValueError(f"{name} has shape {array.shape}; it must be {wanted_shape}")
-        if array.dtype != wanted_dtype:
-            raise TypeError(f"{name} has dtype {array.dtype}; it must be {wanted_dtype}")
+        check_array(name, array.shape, array.dtype, lse if name.startswith("lse") else out)
 
 
 def _merge_on_gpu(named: dict[str, Any], dtype: str, axes: Axes, arch: Arch | str | int | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cufa import arrays, launch
-from cufa.arguments import check_descales, check_flags, refuse_gpu_options
+from cufa.arguments import Wanted, check_array, check_descales, check_flags, refuse_gpu_options
 from cufa.device import Arch
 from cufa.messages import shown
 from cufa.plan.standard import Quantization
@@ -129,17 +129,15 @@ def _check(named: dict[str, Any], axes: Axes, kv_heads: int | None, seqlen_conti
         ends = named["cu_seqlens"]
         if ends.ndim != 1 or len(ends) == 0:
             raise ValueError(f"cu_seqlens has shape {ends.shape}; it must be (batch + 1,)")
-    wanted: dict[str, tuple[Shape | None, np.dtype[Any]]] = {
-        "cu_seqlens": (None, np.dtype(np.int32)),
-        "descale": ((_sequences(named, axes), kv_heads), np.dtype(np.float32)),
-        "out": (shape, _E4M3),
+    sequences = _sequences(named, axes)
+    wanted = {
+        "cu_seqlens": Wanted((sequences + 1,), np.dtype(np.int32)),
+        "descale": Wanted((sequences, kv_heads), np.dtype(np.float32)),
+        "out": Wanted(shape, _E4M3),
     }
-    for name in named.keys() & wanted.keys():
-        wanted_shape, wanted_dtype = wanted[name]
-        if wanted_shape not in (None, named[name].shape):
-            raise ValueError(f"{name} has shape {named[name].shape}; it must be {wanted_shape}")
-        if named[name].dtype != wanted_dtype:
-            raise TypeError(f"{name} has dtype {named[name].dtype}; it must be {wanted_dtype}")
+    for name, of_name in wanted.items():
+        if name in named:
+            check_array(name, named[name].shape, named[name].dtype, of_name)
     return kv_heads
 
 

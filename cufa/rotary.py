@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cufa import arrays, launch
-from cufa.arguments import check_flags, refuse_gpu_options
+from cufa.arguments import Wanted, check_array, check_flags, refuse_gpu_options
 from cufa.device import Arch
 from cufa.plan.standard import Rotation
 from cufa.problem import (
@@ -103,10 +103,7 @@ def _check(named: dict[str, Any], dtype: str, axes: Axes) -> None:
     if sin.dtype != cos.dtype:
         raise TypeError(f"sin has dtype {sin.dtype}; it must be {cos.dtype}, as cos is")
     if "out" in named:
-        if named["out"].shape != x.shape:
-            raise ValueError(f"out has shape {named['out'].shape}; it must be {x.shape}")
-        if named["out"].dtype != x.dtype:
-            raise TypeError(f"out has dtype {named['out'].dtype}; it must be {x.dtype}")
+        check_array("out", named["out"].shape, named["out"].dtype, Wanted(x.shape, x.dtype))
     _check_positions(named, axes)
 
 

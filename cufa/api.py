@@ -40,11 +40,11 @@ from cufa.call import (
     Tiles,
     Window,
     check_on_gpu,
+    chosen_of,
     cpu_options,
     empty,
     known_of,
     run_on_gpu,
-    rung_of,
     write_probabilities,
 )
 from cufa.device import Device, target
@@ -252,8 +252,8 @@ def attention(
         call.wanted["probs"] = probabilities.shape(call.problem), DTYPES[call.problem.dtype]
 
     if call.on_gpu:
-        rung = rung_of(kernel, tiles, arch)
-        run_on_gpu(call, TENSORS["forward"], call.known.layout, scale, values, workspace, rung)
+        chosen = chosen_of(kernel, tiles, arch)
+        run_on_gpu(call, TENSORS["forward"], call.known.layout, scale, values, workspace, chosen)
     else:
         refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch, workspace=workspace)
         call.allocate()
@@ -437,8 +437,8 @@ def attention_backward(
         call.want(name)
 
     if call.on_gpu:
-        rung = rung_of(kernel, tiles, arch)
-        run_on_gpu(call, TENSORS["backward"], call.known.layout, scale, values, workspace, rung)
+        chosen = chosen_of(kernel, tiles, arch)
+        run_on_gpu(call, TENSORS["backward"], call.known.layout, scale, values, workspace, chosen)
     else:
         refuse_gpu_options(kernel=kernel, tiles=tiles, arch=arch, workspace=workspace)
         call.allocate()

@@ -56,7 +56,7 @@ Asked = tuple[
     bool, Window, bool, bool, bool, tuple[str, ...], str, str, Written | None, Written | None, int | None
 ]
 # The kernel, tiles and architecture that the caller chose, if any, and whether to run `attn_probs` instead.
-Rung = tuple[str | None, tuple[tuple[str, int], ...], ArchLike | None, bool]
+Chosen = tuple[str | None, tuple[tuple[str, int], ...], ArchLike | None, bool]
 
 # The arguments that are tensors, in the order of the parameter structs.
 TENSORS: dict[Direction, tuple[str, ...]] = {
@@ -144,8 +144,8 @@ class Call:
         return [tensor.transpose(axes) if tensor.ndim == len(axes) else tensor for tensor in tensors]
 
 
-def rung_of(kernel: str | None, tiles: Tiles | None, arch: ArchLike | None) -> Rung:
-    """The rung of a call with these options; raises TypeError or ValueError for invalid values."""
+def chosen_of(kernel: str | None, tiles: Tiles | None, arch: ArchLike | None) -> Chosen:
+    """What a call with these options chooses; raises TypeError or ValueError for invalid values."""
     if kernel is not None:
         kernel_named(kernel)
     if arch is not None:
@@ -255,14 +255,14 @@ def run_on_gpu(
     softmax_scale: float,
     values: FeatureValues,
     workspace: Any,
-    rung: Rung,
+    chosen: Chosen,
 ) -> None:
     """Launch the kernels for the named tensors, in the order of the parameter struct."""
     known, tensors, addresses = call.known, call.tensors, call.addresses
     if workspace is not None:
         workspace = arrays.on_current_gpu(workspace, "workspace")
     device_id = sys.modules["cupy"].cuda.runtime.getDevice()
-    run, pack = _at_addresses(known, names, layout, tuple(addresses.values()), rung, device_id)
+    run, pack = _at_addresses(known, names, layout, tuple(addresses.values()), chosen, device_id)
     call.allocate()
     if known.copied:
         copies = {name: arrays.contiguous(tensors[name]) for name in known.copied}
@@ -282,7 +282,7 @@ def run_on_gpu(
 def check_on_gpu(known: Known, addresses: tuple[int, ...]) -> None:
     """Raise what `run_on_gpu` would raise for a forward call before launching anything."""
     device_id = sys.modules["cupy"].cuda.runtime.getDevice()
-    _at_addresses(known, TENSORS["forward"], known.layout, addresses, rung_of(None, None, None), device_id)
+    _at_addresses(known, TENSORS["forward"], known.layout, addresses, chosen_of(None, None, None), device_id)
 
 
 def _is_read_as_it_lies(name: str, shape: Shape, strides: Shape, itemsize: int) -> bool:
@@ -302,8 +302,8 @@ def write_probabilities(
         names = ("q", "k", "v", "attn_probs")
         storage = tuple((call.tensors[name].shape, call.tensors[name].strides) for name in names)
         layout = layout_of(storage, call.problem.itemsize, call.known.axes)
-        rung = (None, (), arch, True)
-        run_on_gpu(call, names, layout, softmax_scale, values, None, rung)
+        chosen = (None, (), arch, True)
+        run_on_gpu(call, names, layout, softmax_scale, values, None, chosen)
     else:
         q, k = call.in_bshd("q", "k")
         options = cpu_options(call, softmax_scale, values, mods)
@@ -323,7 +323,7 @@ def _at_addresses(
     names: tuple[str, ...],
     layout: Layout,
     addresses: tuple[int, ...],
-    rung: Rung,
+    chosen: Chosen,
     device_id: int,
 ) -> tuple[launch.Executable, launch.Packer]:
     """What runs calls that are alike, with arrays at these addresses; raises ValueError if one is misaligned.
@@ -334,7 +334,7 @@ def _at_addresses(
     check_aligned(given)
     align_bytes = layout.alignment(given[name].address for name in names if name in given)
     bias_at = given["bias"].address if "bias" in given and "bias" not in known.copied else 0
-    return _executable(known, layout, align_bytes, _bias_lies_in_boxes(known, bias_at), rung, device_id)
+    return _executable(known, layout, align_bytes, _bias_lies_in_boxes(known, bias_at), chosen, device_id)
 
 
 def _bias_lies_in_boxes(known: Known, address: int) -> bool:
@@ -344,21 +344,21 @@ def _bias_lies_in_boxes(known: Known, address: int) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _executable(
-    known: Known, layout: Layout, align_bytes: int, bias_boxes: bool, rung: Rung, device_id: int
+    known: Known, layout: Layout, align_bytes: int, bias_boxes: bool, chosen: Chosen, device_id: int
 ) -> tuple[launch.Executable, launch.Packer]:
     """What runs calls that are alike, and what packs their tensors."""
     placed = replace(
         known.problem, align_bytes=align_bytes, ascending=layout.ascending, bias_boxes=bias_boxes
     )
-    executable = _loaded(placed, rung, device_id)
+    executable = _loaded(placed, chosen, device_id)
     bias = Region(0, *known.side["bias"]) if bias_boxes else None
     return executable, executable.packer(layout, bias)
 
 
 @functools.lru_cache(maxsize=4096)
-def _loaded(problem: Problem, rung: Rung, device_id: int) -> launch.Executable:
+def _loaded(problem: Problem, chosen: Chosen, device_id: int) -> launch.Executable:
     """The Executable, shared by calls whose layouts differ only in strides."""
-    kernel, tiles, arch, attn_probs = rung
+    kernel, tiles, arch, attn_probs = chosen
     device = target(arch)
     if attn_probs:
         return launch.Executable(make_probabilities_plan(problem, device))

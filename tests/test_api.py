@@ -30,7 +30,7 @@ from tolerance import (
 
 import cufa
 from cufa import arrays, device, reference
-from cufa.call import rung_of
+from cufa.call import chosen_of
 from cufa.checking import Array, judge
 from cufa.device import KNOWN, Arch
 from cufa.kernels import KERNELS
@@ -463,7 +463,7 @@ def test_options_with_impossible_values(
 @pytest.mark.parametrize(("kernel", "arch", "named"), [(["fwd_4"], None, "kernel"), (None, [80], "arch")])
 def test_rungs_that_have_no_hash_are_named(kernel: Any, arch: Any, named: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"^{named} is "):
-        rung_of(kernel, None, arch)
+        chosen_of(kernel, None, arch)
 
 
 @pytest.mark.parametrize("name", ["seed", "offset"])
@@ -543,15 +543,15 @@ def test_floats_of_some_calls_are_refused_after_equal_integers(rng: np.random.Ge
 
 def test_a_rung_has_tiles_of_integers() -> None:
     for size in (2, np.int64(2)):
-        assert rung_of(None, {"parts": size}, None) == (None, (("parts", 2),), None, False)
+        assert chosen_of(None, {"parts": size}, None) == (None, (("parts", 2),), None, False)
     for size in (2.0, "2", None):
         with pytest.raises(TypeError, match=f"^tiles has parts {size!r}; it must be an integer$"):
-            rung_of(None, {"parts": size}, None)
+            chosen_of(None, {"parts": size}, None)
 
 
 def test_flags_are_no_sizes() -> None:
     with pytest.raises(TypeError, match=r"^tiles has parts True; it must be an integer$"):
-        rung_of(None, {"parts": True}, None)
+        chosen_of(None, {"parts": True}, None)
 
 
 def test_backend_cuda_without_a_gpu(rng: np.random.Generator) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from cufa import cache
@@ -21,14 +23,7 @@ def info(as_json: bool) -> None:
     """Show where the folder is and what it holds."""
     held = cache.info()
     if as_json:
-        output.print_json(
-            {
-                "folder": str(held.path),
-                "entries": held.entries,
-                "bytes": held.bytes,
-                "writable": held.writable,
-            }
-        )
+        output.print_json(document(held))
         return
     table = output.key_values()
     table.add_row("folder", str(held.path))
@@ -50,3 +45,13 @@ def clear(as_json: bool) -> None:
         output.print_json({"folder": str(folder), "files_removed": removed})
     else:
         output.stdout().print(f"removed {counted(removed, 'file')} from {folder}", soft_wrap=True)
+
+
+def document(held: cache.CacheInfo) -> dict[str, Any]:
+    """What the folder holds, for --json; `cufa info` shows it, too."""
+    return {
+        "folder": str(held.path),
+        "entries": held.entries,
+        "bytes": held.bytes,
+        "writable": held.writable,
+    }

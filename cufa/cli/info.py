@@ -16,6 +16,7 @@ import numpy as np
 import cufa
 from cufa import cache, device, driver, jit
 from cufa.cli import output
+from cufa.cli.cache import document
 from cufa.cli.options import json_option
 from cufa.messages import counted
 from cufa.threads import cores
@@ -40,7 +41,6 @@ def command(as_json: bool) -> None:
 def _facts() -> dict[str, Any]:
     """All facts by name; None for what is missing, with the reason under "missing"."""
     missing: dict[str, str] = {}
-    held = cache.info()
     facts: dict[str, Any] = {
         "cufa": cufa.__version__,
         "python": platform.python_version(),
@@ -53,12 +53,7 @@ def _facts() -> dict[str, Any]:
         "nvrtc": None,
         "nvrtc_archs": [],
         "known_archs": [str(known.arch) for known in device.KNOWN.values()],
-        "cache": {
-            "folder": str(held.path),
-            "entries": held.entries,
-            "bytes": held.bytes,
-            "writable": held.writable,
-        },
+        "cache": document(cache.info()),
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "wrong": _wrong(),
         "missing": missing,

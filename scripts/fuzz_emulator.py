@@ -21,7 +21,7 @@ _WITH_ROWS = (*_TENSORS, "bias", "mask", "block_table")
 
 
 def _device(arch: str, sm_count: int | None) -> Device:
-    """A GPU of this arch or, with `sm_count`, a small part of it: then a block has more work than one tile."""
+    """A GPU of this arch or, with `sm_count`, a part of it: then a block has more work than one tile."""
     whole = Device.of(arch)
     if sm_count is None:
         return whole

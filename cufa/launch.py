@@ -21,6 +21,7 @@ from cufa.jit import Variant
 from cufa.params import (
     NO_FEATURES,
     bias_fields,
+    pack_append,
     pack_call,
     pack_merge,
     pack_quantize,
@@ -35,6 +36,7 @@ from cufa.plan.sizes import params_bytes
 from cufa.plan.standard import (
     Quantization,
     Rotation,
+    append_launches,
     merge_launches,
     quantize_launches,
     rotary_launches,
@@ -226,6 +228,25 @@ def quantize(
     stream = _current_stream()
     for kernel in kernels:
         kernel(params, stream)
+
+
+def append(
+    dtype: str,
+    dims: tuple[int, int],
+    tensors: Sequence[int],
+    held: tuple[int, int],
+    table: tuple[int, int],
+    pages: tuple[int, int, int],
+    sizes: tuple[int, int, int],
+    align_bytes: int,
+) -> None:
+    """Launch `append` for (batch, heads, seqlen) rows on the current stream; see `pack_append`.
+
+    `dims` are those of keys and of values.
+    """
+    (kernel,) = _kernels(append_launches, (dtype, dims, prod(sizes), align_bytes), None)
+    params = pack_append(tensors, held, table, pages, sizes)
+    kernel(ctypes.c_char_p(params), _current_stream())
 
 
 def _current_device() -> int:

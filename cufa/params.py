@@ -12,6 +12,7 @@ from typing import NamedTuple
 from cufa.philox import kept_carry, kept_scale
 from cufa.plan.record import NOT_PARTED, Parting
 from cufa.plan.sizes import (
+    APPEND_PARAMS_BYTES,
     BACKWARD_PARAMS_BYTES,
     FORWARD_PARAMS_BYTES,
     MERGE_PARAMS_BYTES,
@@ -53,10 +54,14 @@ _MERGE = struct.Struct("=" + 3 * "4q" + "3q" + "3i4x")
 _ROTARY = struct.Struct("=" + 2 * "4q" + "2q" + "3q" + "4i")
 # Two tensors, cu_seqlens, the address for measuring, descales, batch, heads, kv_heads, seqlen.
 _QUANTIZE = struct.Struct("=" + 2 * "4q" + "3q" + "4i")
+# Four tensors, the numbers of keys held, the block table and its stride, the number held by each, the pages
+# of a sequence, their number and size, batch, heads, seqlen.
+_APPEND = struct.Struct("=" + 4 * "4q" + "3q" + "7i4x")
 assert _SOFTMAX.size == SOFTMAX_PARAMS_BYTES
 assert _MERGE.size == MERGE_PARAMS_BYTES
 assert _ROTARY.size == ROTARY_PARAMS_BYTES
 assert _QUANTIZE.size == QUANTIZE_PARAMS_BYTES
+assert _APPEND.size == APPEND_PARAMS_BYTES
 # The end of the structs for a call without features.
 NO_FEATURES = {
     direction: bytes(_ARRAYS.size + _VALUES[8].size + _WINDOW.size + last.size)
@@ -234,3 +239,18 @@ def pack_quantize(
     (batch, heads, kv_heads, seqlen).
     """
     return _QUANTIZE.pack(*tensors, cu_seqlens, measured, descale, *sizes)
+
+
+def pack_append(
+    tensors: Sequence[int],
+    held: tuple[int, int],
+    table: tuple[int, int],
+    pages: tuple[int, int, int],
+    sizes: tuple[int, int, int],
+) -> bytes:
+    """Pack AppendParams: k, v and their caches as for `pack_tensors`; the address of the numbers of keys held
+    (0 for none) and the number held by each; the block table's address (0 for none) and its stride in
+    elements; (pages of a sequence, pages, page size); (batch, heads, seqlen).
+    """
+    held_at, held_by_each = held
+    return _APPEND.pack(*tensors, held_at, *table, held_by_each, *pages, *sizes)

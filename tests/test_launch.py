@@ -14,11 +14,13 @@ import pytest
 from emulator import Module, calls
 from feature_cases import draw_case
 from float8 import assert_float8, random_descales, with_values_transposed
+from test_append import expected
 from tolerance import assert_attention, assert_gradients, random_problem
 
 import cufa
 from cufa import arrays, call, counters, device, driver, jit, launch
 from cufa.api import check_attention
+from cufa.compat.appending import append
 from cufa.device import Device
 from cufa.driver import TENSOR_MAP_BYTES, DriverError
 from cufa.problem import FLOAT8
@@ -351,6 +353,22 @@ def test_arrays_that_lie_askew_are_named(machine):
     ):
         with pytest.raises(ValueError, match=message.format(name, itemsize)):
             function(*given)
+
+
+@pytest.mark.parametrize("in_pages", [False, True], ids=["rows", "pages"])
+@pytest.mark.parametrize("held", [5, [0, 12]], ids=["alike", "each"])
+def test_new_keys_are_appended_to_a_cache_by_one_launch(machine, rng, held, in_pages):
+    new = [rng.standard_normal((2, 3, 2, dim)).astype(np.float16) for dim in (16, 24)]
+    shape = (7, 5) if in_pages else (2, 15)
+    caches = [rng.standard_normal((*shape, 2, dim)).astype(np.float16) for dim in (16, 24)]
+    table = np.array([[4, 0, 2], [1, 5, 3]], np.int32) if in_pages else None
+    named = dict(zip(("k", "v", "k_cache", "v_cache"), map(machine.array, (*new, *caches)), strict=True))
+    side = {"block_table": machine.array(table)} if in_pages else {}
+    side |= {} if isinstance(held, int) else {"cache_seqlens": machine.array(np.array(held, np.int32))}
+    append(named | side, held if isinstance(held, int) else 0)
+    assert machine.launched == ["append"]
+    for x, cache, name in zip(new, caches, ("k_cache", "v_cache"), strict=True):
+        np.testing.assert_array_equal(host(named[name]), expected(x, cache, held, table))
 
 
 def test_parts_of_keys_are_merged_by_a_launch_that_overlaps(machine, rng, monkeypatch):

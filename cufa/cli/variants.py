@@ -14,6 +14,7 @@ from cufa.plan import Launch, make_plan, make_probabilities_plan
 from cufa.plan.standard import (
     Quantization,
     Rotation,
+    append_launches,
     merge_launches,
     quantize_launches,
     rotary_launches,
@@ -154,6 +155,9 @@ _COMPANION_LAUNCHES: dict[str, Callable[[Request, Arch], tuple[Variant, tuple[La
         request.dtype, request.value_dim, SEQLEN, MAX_ALIGN_BYTES, arch
     ),
     "rotary": lambda request, arch: rotary_launches(_rotation(request), SEQLEN, arch),
+    "append": lambda request, arch: append_launches(
+        request.dtype, (request.head_dim, request.value_dim), SEQLEN, MAX_ALIGN_BYTES, arch
+    ),
     "quantize": lambda request, arch: quantize_launches(_quantization(request), True, 1, 1, SEQLEN, arch),
     "bias_gradient": lambda request, _: _bias_gradient_launches(request),
     "attn_probs": lambda request, _: _probabilities_launches(request),

@@ -16,9 +16,9 @@ from cufa.arguments import (
     check_window,
 )
 from cufa.arrays import adopt_in_place, check_same_kind, check_writeable, check_written, on_cpu
+from cufa.compat.appending import append
 from cufa.compat.arguments import (
     arange,
-    as_bytes,
     attention_as,
     check_arrays,
     check_attention_as,
@@ -516,8 +516,10 @@ def _turn(q: Any, k: Any, cos: Any, sin: Any, held: Any, in_turn: bool, interlea
         )
 
     def turned(name: str, x: Any, count: int) -> Any:
+        is_first = count == 1 and not isinstance(first, int)  # as in decoding: nothing to compute
+        positions = first if is_first else first + arange(count, x)[None]
         try:
-            return rotary(x, cos, sin, positions=first + arange(count, x)[None], interleaved=interleaved)
+            return rotary(x, cos, sin, positions=positions, interleaved=interleaved)
         except (TypeError, ValueError) as error:
             names = {"x": name, "cos": "rotary_cos", "sin": "rotary_sin"}
             raise renamed(error, names) from None
@@ -567,24 +569,16 @@ def _check_apart(has: str, table: Any, held: Any, count: int, page_size: int) ->
 def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache) -> None:
     """Write k and v to the caches, after the `held` keys of each sequence; all has been checked."""
     batch, table, *descales = cache
-    count = k.shape[1]
-    if isinstance(held, int) and table is None:
-        place: Any = np.s_[:, held : held + count]
-    else:
-        first = held if isinstance(held, int) else held[:, None]
-        sequence, key = arange(batch, k_cache)[:, None], first + arange(count, k_cache)[None]
-        place = sequence, key
-        if table is not None:
-            page_size = k_cache.shape[1]
-            place = table[sequence, key // page_size], key % page_size
-    written = []
-    for new, of, descale in zip((k, v), (k_cache, v_cache), descales, strict=True):
+    named = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, **given(block_table=table)}
+    for name, descale in zip("kv", descales, strict=True):
+        new, of = named[name], named[f"{name}_cache"]
         if _becomes_8_bits(new, of):
             given_or_one = full((batch, of.shape[2]), 1, "float32", new) if descale is None else descale
-            new, _ = quantize(new, descale=given_or_one)
-        written.append((as_bytes(of), as_bytes(new)))
-    for of, new in written:
-        of[place] = new
+            named[name], _ = quantize(new, descale=given_or_one)
+    if isinstance(held, int):
+        append(named, held)
+    else:
+        append({**named, "cache_seqlens": held}, 0)
 
 
 def _numbers(name: str, value: Any) -> Any:

@@ -546,6 +546,12 @@ COMPANIONS: Mapping[str, Companion] = MappingProxyType(
                 paper="Su et al. 2021, eq. 34",
             ),
             Companion(
+                name="append",
+                function="flash_attn_with_kvcache of cufa.compat",
+                idea="new keys and values into a cache or its pages, one thread for a part of a row",
+                paper="Kwon et al. 2023, section 5.1",
+            ),
+            Companion(
                 name="quantize",
                 function="cufa.quantize",
                 idea="elements rounded to 8 bits, in units of a descale that the heads of a group share",

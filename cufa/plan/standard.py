@@ -10,6 +10,7 @@ from cufa.device import WARP_SIZE, Arch, Device
 from cufa.jit import Variant
 from cufa.plan.record import FIRST_OVERLAPPING, MAX_GRID, Launch, Macro, Part, Scratch
 from cufa.plan.sizes import (
+    APPEND_PARAMS_BYTES,
     BACKWARD_PARAMS_BYTES,
     FORWARD_PARAMS_BYTES,
     MERGE_PARAMS_BYTES,
@@ -19,7 +20,7 @@ from cufa.plan.sizes import (
     common_macros,
     feature_macros,
 )
-from cufa.problem import DTYPES, MAX_ALIGN_BYTES, PLAIN, Features, Problem, accumulator_dtype
+from cufa.problem import DTYPES, INPUT_DTYPES, MAX_ALIGN_BYTES, PLAIN, Features, Problem, accumulator_dtype
 from cufa.rounding import ceil_div
 
 # Enough warps to hide the latency of loads that are not tiled, and a divisor of every SM's threads.
@@ -219,14 +220,29 @@ def quantize_launches(
     return Variant("quantize.cu", macros, arch), tuple(launches)
 
 
+def append_launches(
+    dtype: str, dims: tuple[int, int], rows: int, align_bytes: int, arch: Arch
+) -> tuple[Variant, tuple[Launch, ...]]:
+    """`append`: a thread for as many columns as it reads at once of a row of keys or values, `dims` wide."""
+    head_dim, value_dim = dims
+    macros: tuple[Macro, ...] = (
+        *_macros_without_attention(dtype, value_dim, align_bytes, head_dim=head_dim),
+        ("SMEM_BYTES", 0),
+        ("PARAMS_BYTES", APPEND_PARAMS_BYTES),
+    )
+    most = align_bytes // INPUT_DTYPES[dtype].itemsize
+    threads = rows * sum(dim // math.gcd(most, dim) for dim in dims)
+    return Variant("append.cu", macros, arch), (Launch("append", ceil_div(threads, THREADS), THREADS),)
+
+
 def _macros_without_attention(
-    dtype: str, value_dim: int, align_bytes: int, features: Features = PLAIN
+    dtype: str, value_dim: int, align_bytes: int, features: Features = PLAIN, head_dim: int = 1
 ) -> tuple[Macro, ...]:
-    """The macros that config.cuh needs in a kernel that works on one array's rows."""
+    """The macros that config.cuh needs in a kernel that works on rows alone, most often of one array."""
     return (
         ("SCALAR", dtype),
         ("KEY_SCALAR", dtype),
-        ("HEAD_DIM", 1),
+        ("HEAD_DIM", head_dim),
         ("VALUE_DIM", value_dim),
         ("CAUSAL", False),
         ("ALIGN_BYTES", align_bytes),

@@ -27,6 +27,7 @@ from cufa.driver import TENSOR_MAP_BYTES
 from cufa.params import (
     FeatureValues,
     bias_fields,
+    pack_append,
     pack_call,
     pack_features,
     pack_merge,
@@ -41,6 +42,7 @@ from cufa.plan import Plan, make_plan, make_probabilities_plan
 from cufa.plan.standard import (
     Quantization,
     Rotation,
+    append_launches,
     merge_launches,
     quantize_launches,
     rotary_launches,
@@ -285,6 +287,41 @@ def rotary(
     module = Module(variant.source, variant.macros, checked)
     module.launch(launch.entry, launch.grid, launch.block, launch.smem_bytes, params, placed)
     return y
+
+
+def append(
+    k: Array,
+    v: Array,
+    k_cache: Array,
+    v_cache: Array,
+    held: Array | int,
+    table: Array | None = None,
+    checked: bool = True,
+) -> tuple[Array, Array]:
+    """The caches after `append` of k and v, (batch, seqlen, kv_heads, dim), to them."""
+    batch, seqlen, heads, head_dim = k.shape
+    tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
+    strides = (stride for tensor in tensors.values() for stride in tensor.strides[:3])
+    align_bytes = math.gcd(_MAX_ALIGN_BYTES, head_dim * k.itemsize, v.shape[-1] * v.itemsize, *strides)
+    placed = {name: _placed(x, align_bytes, is_output=name.endswith("cache")) for name, x in tensors.items()}
+    for name in ("k_cache", "v_cache"):
+        placed[name][...] = tensors[name]
+    lists = {"held": held, "table": table}
+    placed |= {name: _placed(x, _WORD_BYTES, False) for name, x in lists.items() if isinstance(x, np.ndarray)}
+    at = {name: placed[name].ctypes.data if name in placed else 0 for name in lists}
+    of_sequence = 1 if table is None else table.shape[1]
+    dims = head_dim, v.shape[-1]
+    variant, (launch,) = append_launches(k.dtype.name, dims, batch * heads * seqlen, align_bytes, DEVICE.arch)
+    params = pack_append(
+        [field for name in tensors for field in _fields(placed[name])],
+        (at["held"], held if isinstance(held, int) else 0),
+        (at["table"], of_sequence),
+        (of_sequence, *k_cache.shape[:2]),
+        (batch, heads, seqlen),
+    )
+    module = Module(variant.source, variant.macros, checked)
+    module.launch(launch.entry, launch.grid, launch.block, launch.smem_bytes, params, placed)
+    return placed["k_cache"], placed["v_cache"]
 
 
 def quantize(

@@ -132,6 +132,15 @@ struct RotaryParams {
     int batch, heads, seqlen, places;
 };
 
+struct AppendParams {
+    Tensor k, v, k_cache, v_cache;
+    const int* held;   // (batch): the rows in the cache before; null: held_by_each in all
+    const int* table;  // (batch, pages_of_sequence); null: a sequence has the page of its number
+    long long table_batch_stride;
+    int held_by_each, pages_of_sequence, pages, page_size;
+    int batch, heads, seqlen;
+};
+
 struct QuantizeParams {
     Tensor x, y;
     const int* cu_seqlens;  // (batch + 1), only for packed sequences

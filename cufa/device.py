@@ -27,6 +27,10 @@ REGISTERS_PER_SM = 64 * KIB
 # partition and gets registers in units of 256, 8 for each of its lanes.
 PARTITIONS_PER_SM = 4
 REGISTER_UNIT = 256
+# Blocks get shared memory in units of so many bytes; from this compute capability on, the system takes some
+# of each block's, and units are smaller.
+_FIRST_WITH_SMEM_RESERVED = (8, 0)
+SMEM_UNIT, OLDER_SMEM_UNIT = 128, 256
 
 _ARCH_PATTERN = re.compile(r"(?P<kind>sm_|compute_)?(?P<major>\d{1,2})\.?(?P<minor>\d)(?P<suffix>[af]?)")
 _ARCH_FORMS = "'sm_90a', 'compute_80', '90a', '9.0' or 80"
@@ -177,7 +181,8 @@ class Device:
             registers_per_warp = round_up(registers * self.warp_size, REGISTER_UNIT)
             warps_per_partition = self.registers_per_sm // PARTITIONS_PER_SM // registers_per_warp
             limits.append(PARTITIONS_PER_SM * warps_per_partition // warps)
-        smem_unit = 128 if self.arch.capability >= (8, 0) else 256
+        is_older = self.arch.capability < _FIRST_WITH_SMEM_RESERVED
+        smem_unit = OLDER_SMEM_UNIT if is_older else SMEM_UNIT
         smem = round_up(smem_bytes + self.smem_reserved_per_block, smem_unit)
         if smem:
             limits.append(self.smem_per_sm // smem)
@@ -198,7 +203,7 @@ def _known(
     blocks_per_sm: int,
 ) -> Device:
     native = Arch.parse(arch)
-    smem_reserved = KIB if native.capability >= (8, 0) else 0
+    smem_reserved = KIB if native.capability >= _FIRST_WITH_SMEM_RESERVED else 0
     return Device(
         name=name,
         arch=native,

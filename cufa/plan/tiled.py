@@ -15,7 +15,7 @@ from functools import partial
 from math import prod
 from typing import TypeVar
 
-from cufa.device import Device
+from cufa.device import WARP_SIZE, Device
 from cufa.plan.choice import Candidates, Choice, Cost, query_tiles, row_tiles, sizes_of
 from cufa.plan.gradients import (
     bias_macros,
@@ -39,6 +39,8 @@ from cufa.rounding import ceil_div, round_up
 # predicts the times of 140 combinations of tiles, head dims and dtypes on an H200 within 15 % in four
 # cases of five. Its choice is the fastest candidate or within 10 % of it.
 VECTOR_READ_COST = 4
+# Weights, in the dtype of sums, that one read of shared memory brings; in float64 half as many would do.
+WEIGHT_VECTOR = 4
 # Registers besides the tiles, for addresses, loop counters and loads in flight: more than ptxas was seen
 # to use on sm_75 to sm_120.
 OVERHEAD_REGISTERS = 72
@@ -70,12 +72,13 @@ class Tiles:
 
     def misfit(self) -> str | None:
         """None if the kernels can be compiled for these tiles, else the reason."""
-        if self.lanes > 32 or self.lanes & (self.lanes - 1):
-            return "lanes must be a power of two up to 32"
+        if self.lanes > WARP_SIZE or self.lanes & (self.lanes - 1):
+            return f"lanes must be a power of two up to {WARP_SIZE}"
         if self.block_m % self.grid_rows:
             return f"block_m must be a multiple of threads / lanes = {self.grid_rows}"
-        if self.block_n % max(self.lanes, 4):
-            return f"block_n must be a multiple of {max(self.lanes, 4)} (lanes, and a vector of weights)"
+        if self.block_n % max(self.lanes, WEIGHT_VECTOR):
+            keys = max(self.lanes, WEIGHT_VECTOR)
+            return f"block_n must be a multiple of {keys} (lanes, and a vector of weights)"
         return None
 
     def __str__(self) -> str:

@@ -79,12 +79,12 @@ class Tiles(Warpgroups):
         )
 
 
-# By largest head dim. The first tiles allow value dims up to MOST_VALUE_DIM.
+# By largest head dim. Tiles of MANY_KEYS allow value dims up to MOST_VALUE_DIM.
 WIDE_PACES = {
     192: {Tiles(128, 128, 2, 1, 64): Pace(0.0886, 2930), Tiles(128, 96, 2, 1, 64): Pace(0.113, 2000)},
     256: {Tiles(128, 64, 2, 1, 128): Pace(0.1415, 1790)},
 }
-MOST_VALUE_DIM = 128
+MOST_VALUE_DIM = MANY_KEYS = 128
 # Candidates if all keys are seen.
 PACES = {
     64: {
@@ -143,10 +143,10 @@ FEW_DIMS_PACES: Mapping[bool, Mapping[Tiles, Pace]] = {
 # them up, if all keys are seen.
 MOST_PAGES = 8
 
-# A float32 bias takes a register per score, so tiles have fewer keys: up to head dim 128, and above.
+# A float32 bias takes a register per score, so above PANEL_COLS tiles have fewer keys.
 BIASED_PACES = {
-    False: {Tiles(128, 64, 4, 2, 128): PACES[128][Tiles(128, 64, 4, 2, 128)]},
-    True: {Tiles(128, 64, 2, 1, 64): Pace(0.12, 2000)},
+    128: {Tiles(128, 64, 4, 2, 128): PACES[128][Tiles(128, 64, 4, 2, 128)]},
+    192: {Tiles(128, 64, 2, 1, 64): Pace(0.12, 2000)},
 }
 # Above head dim 64, the tiles that have room for a bias that comes in boxes.
 BIAS_BOX_PACES = {Tiles(128, 128, 2, 1, 128): PACES[128][Tiles(128, 128, 2, 2, 128)]}
@@ -160,13 +160,13 @@ T = TypeVar("T", bound=Tiles)
 def candidates(kind: Problem) -> Mapping[Tiles, Pace]:
     """Tiles that may be the fastest on an H200, and their paces."""
     dim = max(kind.head_dim, kind.value_dim)
-    if PANEL_COLS < dim <= 192 and kind.features.bias_dtype == "float32":
-        return BIASED_PACES[dim > 128]
+    if PANEL_COLS < dim <= max(BIASED_PACES) and kind.features.bias_dtype == "float32":
+        return _for_dim(BIASED_PACES, dim)[1]
     if dim > PANEL_COLS and has_bias_boxes(kind):
         return BIAS_BOX_PACES
     least = min(kind.head_dim, kind.value_dim)
     cut = is_cut(kind)
-    most, paces = next((most, paces) for most, paces in (CUT_PACES if cut else PACES).items() if dim <= most)
+    most, paces = _for_dim(CUT_PACES if cut else PACES, dim)
     if dim > PANEL_COLS and least < LEAST_WIDE_DIM:
         paces = {tiles: pace for tiles, pace in paces.items() if tiles.blocks_per_sm == 1}
     odd = 1.0
@@ -179,6 +179,11 @@ def candidates(kind: Problem) -> Mapping[Tiles, Pace]:
         # With half as many queries, keys are read twice as often.
         paces |= {tiles: pace.times(odd**2) for tiles, pace in FEW_DIMS_PACES[cut].items()}
     return {tiles: pace for tiles, pace in paces.items() if _has_registers(kind, tiles)}
+
+
+def _for_dim(table: Mapping[int, Mapping[Tiles, Pace]], dim: int) -> tuple[int, Mapping[Tiles, Pace]]:
+    """The candidates for a head dim, and the largest head dim that they are for."""
+    return next((most, paces) for most, paces in table.items() if dim <= most)
 
 
 def _has_odd_rows(problem: Problem) -> bool:
@@ -230,7 +235,7 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
             return False
         return not (alibi_and_more or many_and_more)
     if tiles.consumers <= 2:
-        return problem.value_dim <= MOST_VALUE_DIM or tiles.block_n < 128
+        return problem.value_dim <= MOST_VALUE_DIM or tiles.block_n < MANY_KEYS
     if lengths_vary(problem) or features.key_mask or features.dropout:
         return False
     if features.bias is not None:

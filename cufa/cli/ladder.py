@@ -28,7 +28,17 @@ from cufa.cli.options import (
     refuse_without_backward,
     seed_option,
 )
-from cufa.cli.workload import DIRECTIONS, Rung, Workload, place, release_gpu_memory, to_gpu, to_host, use_gpu
+from cufa.cli.workload import (
+    DIRECTIONS,
+    Rung,
+    Workload,
+    place,
+    problem_document,
+    release_gpu_memory,
+    to_gpu,
+    to_host,
+    use_gpu,
+)
 from cufa.kernels import KERNELS, Kernel
 from cufa.messages import counted
 from cufa.problem import Direction, Problem
@@ -159,7 +169,7 @@ def command(
     notes = _notes(on_gpu, rows)
     posed = _described(problem, features)
     if as_json:
-        output.print_json(_document(on_gpu, posed, rows, notes))
+        output.print_json(_document(on_gpu, features, posed, rows, notes))
     else:
         _print(on_gpu, posed, rows, notes)
     if not all(row.check.ok for row in rows if row.check):
@@ -323,12 +333,16 @@ def _compared(rows: list[_Row]) -> list[tuple[_Row, float | None, float | None]]
     return compared
 
 
-def _document(on_gpu: bool, problem: Problem, rows: list[_Row], notes: list[str]) -> dict[str, Any]:
+def _document(
+    on_gpu: bool, features: FeatureOptions, problem: Problem, rows: list[_Row], notes: list[str]
+) -> dict[str, Any]:
     return {
         "cufa": cufa.__version__,
         "backend": "cuda" if on_gpu else "numpy",
         "device": place(on_gpu),
-        "problem": asdict(problem),
+        "options": asdict(features),
+        "problem": problem_document(problem),
+        "features": list(problem.features.names),
         "rows": [
             {
                 "name": row.name,

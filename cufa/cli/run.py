@@ -28,7 +28,17 @@ from cufa.cli.options import (
     seed_option,
     tile_option,
 )
-from cufa.cli.workload import TENSORS, Arrays, Rung, Workload, place, to_gpu, to_host, use_gpu
+from cufa.cli.workload import (
+    TENSORS,
+    Arrays,
+    Rung,
+    Workload,
+    place,
+    problem_document,
+    to_gpu,
+    to_host,
+    use_gpu,
+)
 from cufa.plan import Plan
 from cufa.problem import Direction, Problem
 from cufa.score_rules import Rules
@@ -297,7 +307,7 @@ def _document(
         "steps": [
             {
                 "direction": step.problem.direction,
-                "problem": asdict(step.problem),
+                "problem": problem_document(step.problem),
                 "features": list(step.problem.features.names),
                 "kernel": step.kernel,
                 "seconds": step.timing.median,

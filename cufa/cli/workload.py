@@ -166,6 +166,26 @@ class Workload:
         return {name: self.arrays[name] for name in names}
 
 
+def problem_document(problem: Problem) -> dict[str, Any]:
+    """A problem's sizes and dtypes for --json."""
+    return {
+        "direction": problem.direction,
+        "dtype": problem.dtype,
+        "kv_dtype": problem.key_dtype,
+        "bias_dtype": problem.features.bias_dtype,
+        "precision": "tf32" if problem.features.tf32 else "ieee",
+        "batch": problem.batch,
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_k": problem.seqlen_k,
+        "heads": problem.heads,
+        "kv_heads": problem.kv_heads,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        "causal": problem.causal,
+        "transposed_values": problem.transposed_values,
+    }
+
+
 def use_gpu(backend: str | None) -> bool:
     """Whether to compute on the GPU; raises Failure if it is requested and there is none."""
     if backend == "cuda":

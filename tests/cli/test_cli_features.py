@@ -81,6 +81,7 @@ def test_functions_on_scores(mods):
     document = run_json("run", *HEADS, *options)
     assert document["check"]["ok"]
     assert document["steps"][1]["features"] == ["score_mod", "mask_mod"]
+    assert "return" not in str(document)  # as the functions' C++ has it
     plan = run_json("run", *HEADS, *options, "--explain", "--arch", "sm_80", "--no-backward")["forward"]
     assert [launch["entry"] for launch in plan["launches"]] == ["seen_tiles", "fwd_5_mma"]
     points = run_json("bench", "--seqlens", 16, "--tokens", 16, "--repeats", 1, *options)["points"]

@@ -30,8 +30,9 @@ def test_ladder_with_features():
     sizes = ("--batch", 1, "--seqlen", 32, "--heads", 2, "--head-dim", 8, "--cpu-threads", 1)
     options = ("--window", "9,-1", "--softcap", 3, "--sink", "--deterministic")
     document = run_json("ladder", *sizes, *options)
-    assert document["problem"]["features"]["window"] == [9, None]
-    assert document["problem"]["features"]["softcap"]
+    assert document["features"] == ["window", "softcap", "sink"]
+    assert document["options"]["window"] == [9, None]
+    assert document["options"]["softcap"] == 3
     for row, results in zip(document["rows"], (["out", "lse"], ["dq", "dk", "dv", "dsink"]), strict=True):
         assert [each["name"] for each in row["check"]["results"]] == results
         assert row["check"]["ok"]

@@ -97,7 +97,7 @@ def test_8_bit_floats_have_no_gradients(monkeypatch, descale, scores):
     eight_bits = ("--dtype", FLOAT8, *descale)
     document = run_json("run", *SMALL, *eight_bits)
     assert [step["direction"] for step in document["steps"]] == ["forward"]
-    assert document["steps"][0]["problem"]["features"]["descale"] == bool(descale)
+    assert document["options"]["descale"] == bool(descale)
     assert [result["name"] for result in document["check"]["results"]] == ["out", "lse"]
     assert document["check"]["ok"]
     assert document["check"]["coverage"].startswith("every element" if scores > 2000 else "a random sample")
@@ -109,7 +109,7 @@ def test_8_bit_floats_have_no_gradients(monkeypatch, descale, scores):
     packed = ("--varlen", "40,7:30", "--heads", 4, "--kv-heads", 2, "--head-dim", 16)
     assert run_json("run", *packed, *eight_bits)["check"]["ok"]
     (step,) = run_json("run", *SMALL, *eight_bits, "--bias", "random")["steps"]
-    assert step["problem"]["features"]["bias_dtype"] == "bfloat16"
+    assert step["problem"]["bias_dtype"] == "bfloat16"
 
 
 def test_keys_and_values_alone_in_8_bits(tmp_path):

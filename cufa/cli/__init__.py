@@ -36,6 +36,7 @@ class _LazyGroup(click.Group):
 def main(ctx: click.Context, verbose: bool) -> None:
     """FlashAttention for NumPy and CuPy arrays, forward and backward, with or without a GPU.
 
-    Every command has --help. With --json, it prints one JSON document on stdout and nothing else.
+    Every command has --help. With --json, it prints one JSON document on stdout and nothing else. It exits
+    with 1 if a computation failed or is wrong, with 2 if it could not be started.
     """
     ctx.with_resource(output.log_to_stderr(verbose))

@@ -29,7 +29,11 @@ WRONG = 1
 BAD_INPUT = 2
 
 # Options that stand for arguments of the library.
-_OPTIONS = {"block_table": "--page-size", **dict.fromkeys(DESCALES, "--descale")}
+_OPTIONS = {
+    "block_table": "--page-size",
+    "seed": "--dropout-seed",
+    **dict.fromkeys(DESCALES, "--descale"),
+}
 # No space, no quota, too large a file, a failing device.
 _NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -241,12 +245,12 @@ def three_digits(value: float) -> str:
 
 @contextlib.contextmanager
 def log_to_stderr(verbose: bool) -> Iterator[None]:
-    """Show the library's log on stderr: each kind of message once, or all messages if `verbose`."""
+    """Show the library's log on stderr: each message once, or all, with details, if `verbose`."""
     logger = logging.getLogger("cufa")
     level = logger.level
     handler = _StderrHandler()
     if not verbose:
-        handler.addFilter(_FirstOfEachKind())
+        handler.addFilter(_EachOnce())
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG if verbose else logging.INFO)
     try:
@@ -264,14 +268,15 @@ class _StderrHandler(logging.Handler):
             stderr().print(record.getMessage(), style="dim", no_wrap=True, overflow="ellipsis")
 
 
-class _FirstOfEachKind(logging.Filter):
-    """Lets each message template through once, whatever values are filled in."""
+class _EachOnce(logging.Filter):
+    """Lets each message through once, however often calls that are repeated log it."""
 
     def __init__(self) -> None:
         super().__init__()
         self._seen: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        new = str(record.msg) not in self._seen
-        self._seen.add(str(record.msg))
+        message = record.getMessage()
+        new = message not in self._seen
+        self._seen.add(message)
         return new

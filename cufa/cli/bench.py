@@ -20,6 +20,7 @@ from cufa.cli.options import (
     LAYOUT,
     SIZE,
     FeatureOptions,
+    arch_option,
     backend_option,
     count_option,
     feature_options,
@@ -91,21 +92,22 @@ class _Point:
 
 @click.command("bench")
 @click.option("--seqlens", type=several(SIZE), metavar="N[,...]", help="Lengths, separated by commas.")
-@count_option("--seqlen-q", "Number of queries for all numbers of keys. [as keys]")
-@count_option("--tokens", "Sets batch to tokens / length. [16384; CPU 2048]", least=1)
-@count_option("--hidden", "Sets heads to hidden / head dim. [2048; CPU 256]", least=1)
+@count_option("--seqlen-q", "Number of queries for all numbers of keys.", show_default="as keys")
+@count_option("--tokens", "Sets batch to tokens / length.", least=1, show_default="16384; CPU 2048")
+@count_option("--hidden", "Sets heads to hidden / head dim.", least=1, show_default="2048; CPU 256")
 @count_option("--batch", "Batch size, instead of --tokens.")
 @count_option("--heads", "Query heads, instead of --hidden.")
-@count_option("--kv-heads", "KV heads. [--heads]")
-@count_option("--head-dim", "Head dim of queries and keys. [128; CPU 64]")
-@count_option("--value-dim", "Head dim of values. [--head-dim]")
-@click.option("--dtype", type=INPUT_DTYPE, help="Dtype of the arrays. [bfloat16; CPU float32]")
+@count_option("--kv-heads", "KV heads.", show_default="--heads")
+@count_option("--head-dim", "Head dim of queries and keys.", show_default="128; CPU 64")
+@count_option("--value-dim", "Head dim of values.", show_default="--head-dim")
+@click.option("--dtype", type=INPUT_DTYPE, help="Dtype of the arrays.", show_default="bfloat16; CPU float32")
 @feature_options()
 @click.option("--layout", type=LAYOUT, default="bshd", show_default=True, help="Order of the axes.")
 @click.option(
     "--direction",
     type=click.Choice((*DIRECTIONS, "both")),
-    help="What to time. [--kernel's direction, else both if gradients exist]",
+    show_default="--kernel's direction, else both if gradients exist",
+    help="What to time.",
 )
 @click.option(
     "--kernel",
@@ -113,12 +115,13 @@ class _Point:
     type=KERNEL,
     metavar="KERNEL",
     multiple=True,
-    help="Kernel to time. Repeatable, to compare. [the fastest]",
+    show_default="the fastest",
+    help="Kernel to time. Repeatable, to compare.",
 )
 @tile_sizes_option
-@click.option("--arch", metavar="ARCH", help="Architecture to compile for, as in compute_80. [this GPU's]")
+@arch_option
 @backend_option
-@count_option("--repeats", "Timed calls of each kernel. [about a second]", least=1)
+@count_option("--repeats", "Timed calls of each kernel.", least=1, show_default="about a second")
 @seed_option
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot (matplotlib).")
 @json_option

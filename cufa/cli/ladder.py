@@ -67,6 +67,7 @@ _PRESETS = {
     "llama": _Preset(1, 8192, 32, 8, 128, "bfloat16", causal=True),
 }
 
+_OF_PRESET = "the preset's"
 # The CPU computes this much of a problem's forward, about a second; its time is scaled up.
 CPU_SLICE_FLOPS = 8e9
 # The variables that set the number of threads of NumPy's BLAS libraries.
@@ -107,18 +108,28 @@ class _Row:
 @click.option(
     "--preset", type=click.Choice(list(_PRESETS)), default="small", show_default=True, help="The problem."
 )
-@count_option("--batch", "Batch size. This and other sizes default to the preset's.", least=1)
-@count_option("--seqlen", "Length of queries and of keys.", least=1)
-@count_option("--heads", "Query heads.", least=1)
-@count_option("--kv-heads", "KV heads; --heads must be a multiple.", least=1)
-@count_option("--head-dim", "Head dim, 1 to 512, with gradients 1 to 256.", least=1)
-@click.option("--dtype", type=INPUT_DTYPE, help="Dtype of the arrays.")
+@count_option("--batch", "Batch size.", least=1, show_default=_OF_PRESET)
+@count_option("--seqlen", "Length of queries and of keys.", least=1, show_default=_OF_PRESET)
+@count_option("--heads", "Query heads.", least=1, show_default=_OF_PRESET)
+@count_option(
+    "--kv-heads",
+    "KV heads; --heads must be a multiple.",
+    least=1,
+    show_default="--heads, if given, else the preset's",
+)
+@count_option("--head-dim", "Head dim, 1 to 512, with gradients 1 to 256.", least=1, show_default=_OF_PRESET)
+@click.option("--dtype", type=INPUT_DTYPE, show_default=_OF_PRESET, help="Dtype of the arrays.")
 @feature_options(packed=False)
 @click.option("--no-causal", is_flag=True, help="Drop the preset's causal mask.")
 @click.option(
-    "--direction", type=click.Choice((*DIRECTIONS, "both")), help="What to run. [both if gradients exist]"
+    "--direction",
+    type=click.Choice((*DIRECTIONS, "both")),
+    show_default="both if gradients exist",
+    help="What to run.",
 )
-@count_option("--cpu-threads", "Threads of the CPU row. [the preset's, else one per core]", least=1)
+@count_option(
+    "--cpu-threads", "Threads of the CPU row.", least=1, show_default="the preset's, else one per core"
+)
 @backend_option
 @seed_option
 @json_option

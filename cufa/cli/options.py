@@ -15,7 +15,7 @@ from cufa.arguments import check_window
 from cufa.arrays import BACKENDS
 from cufa.cli import output
 from cufa.kernels import KERNELS, whole_name
-from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES, LAYOUTS, MAX_EXTENT, PRECISIONS
+from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES, LAYOUTS, MAX_EXTENT, PRECISIONS, Direction
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Window = tuple[int | None, int | None]
@@ -24,9 +24,17 @@ Window = tuple[int | None, int | None]
 class KernelName(click.Choice[str]):
     """A kernel's name, or a prefix of only one name: fwd_4 for fwd_4_flash_v2."""
 
+    def __init__(self, names: Iterable[str], direction: Direction | None = None) -> None:
+        """Names of the ladder must be of kernels of this direction, if one is given."""
+        super().__init__(list(names))
+        self.direction = direction
+
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The full name; raises click's error if there is none."""
-        return super().convert(whole_name(value, self.choices), param, ctx)
+        name = super().convert(whole_name(value, self.choices), param, ctx)
+        if self.direction is not None and KERNELS[name].direction != self.direction:
+            self.fail(f"{name} is a {KERNELS[name].direction} kernel", param, ctx)
+        return name
 
 
 class Integer(click.IntRange):
@@ -56,7 +64,7 @@ SIZE = Count(min=1)
 DTYPE = click.Choice(list(DTYPES))
 INPUT_DTYPE = click.Choice(list(INPUT_DTYPES))
 LAYOUT = click.Choice(list(LAYOUTS))
-KERNEL = KernelName(list(KERNELS))
+KERNEL = KernelName(KERNELS)
 
 
 def several(of: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
@@ -100,10 +108,21 @@ def json_option(command: Command) -> Command:
 
 
 def count_option(
-    name: str, help_text: str, least: int = 0, default: int | None = None
+    name: str,
+    help_text: str,
+    least: int = 0,
+    default: int | None = None,
+    show_default: str | None = None,
 ) -> Callable[[Command], Command]:
-    """An option that takes an integer."""
-    return click.option(name, type=Count(min=least), default=default, metavar="N", help=help_text)
+    """An option that takes an integer; `show_default` says in words what it is if it is not given."""
+    return click.option(
+        name,
+        type=Count(min=least),
+        default=default,
+        show_default=show_default,
+        metavar="N",
+        help=help_text,
+    )
 
 
 def precision_option(command: Command) -> Command:
@@ -129,12 +148,23 @@ def seed_option(command: Command) -> Command:
     )(command)
 
 
+def arch_option(command: Command) -> Command:
+    """--arch."""
+    return click.option(
+        "--arch",
+        metavar="ARCH",
+        show_default="this GPU's",
+        help="Architecture to compile for, as in compute_80.",
+    )(command)
+
+
 def backend_option(command: Command) -> Command:
     """--backend."""
     return click.option(
         "--backend",
         type=click.Choice(BACKENDS),
-        help="Where to compute. [cuda if there is a GPU, else numpy]",
+        show_default="cuda if there is a GPU, else numpy",
+        help="Where to compute.",
     )(command)
 
 
@@ -245,9 +275,12 @@ def key_window(text: str) -> Window:
     """The type of --window, LEFT,RIGHT."""
     try:
         left, right = (int(side) for side in text.split(","))
-        return check_window((left, right))
     except ValueError:
         raise click.BadParameter(f"{text!r} is not of the form LEFT,RIGHT, as in 128,0; -1 is all") from None
+    try:
+        return check_window((left, right))
+    except ValueError:
+        raise click.BadParameter(f"{text!r}: each side may be 0 to {MAX_EXTENT}, or -1 for all") from None
 
 
 def sequence_lengths(text: str) -> tuple[int, int]:
@@ -279,8 +312,9 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
             "--softcap",
             type=Real(min=0),
             default=0.0,
+            show_default="none",
             metavar="X",
-            help="Soft bound of the scores. [none]",
+            help="Soft bound of the scores.",
         ),
         *(_score_array_files() if files else _score_arrays()),
         click.option("--alibi", is_flag=True, help="ALiBi, with the slopes of the paper."),
@@ -291,15 +325,24 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
             "--dropout",
             type=Real(min=0, max=1, max_open=True),
             default=0.0,
+            show_default=True,
             metavar="P",
-            help="Fraction of the probabilities that is dropped. [0]",
+            help="Fraction of the probabilities that is dropped.",
         ),
-        click.option("--dropout-seed", type=int, default=0, metavar="N", help="Seed of dropout. [0]"),
+        click.option(
+            "--dropout-seed",
+            type=Integer(min=0),
+            default=0,
+            show_default=True,
+            metavar="N",
+            help="Seed of dropout.",
+        ),
         click.option("--deterministic", is_flag=True, help="Gradients with the same bits in every run."),
         click.option(
             "--kv-dtype",
             type=INPUT_DTYPE,
-            help=f"Dtype of keys and values: {FLOAT8} with queries in 16 bits. [--dtype]",
+            show_default="--dtype",
+            help=f"Dtype of keys and values: {FLOAT8} with queries in 16 bits.",
         ),
         click.option("--descale", is_flag=True, help=f"Random descales, for {FLOAT8} arrays."),
         click.option(
@@ -315,18 +358,20 @@ def feature_options(files: bool = False, packed: bool = True) -> Callable[[Comma
                 "--varlen",
                 type=several(sequence_lengths),
                 metavar="N[:M][,...]",
-                help="Packed sequences of N queries and M keys each. [M = N]",
+                help="Packed sequences of N queries and M keys each; M is N if left out.",
             ),
             click.option(
                 "--seqused-k",
                 type=several(Count(min=0)),
+                show_default="all",
                 metavar="N[,...]",
-                help="How many keys of each sequence count. [all]",
+                help="How many keys of each sequence count.",
             ),
             count_option(
                 "--page-size",
-                "Forward: keys in shuffled pages of N, rounded up to full pages. [0: no pages]",
+                "Forward: keys in shuffled pages of N, rounded up to full pages.",
                 default=0,
+                show_default="0: no pages",
             ),
         ]
 

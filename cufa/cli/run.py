@@ -15,11 +15,12 @@ from cufa.cli import check, files, output
 from cufa.cli.generated import as_asked, cu_seqlens, make_arrays, without_gradients
 from cufa.cli.options import (
     INPUT_DTYPE,
-    KERNEL,
     LAYOUT,
     RANDOM,
     RANDOM_BITS,
     FeatureOptions,
+    KernelName,
+    arch_option,
     backend_option,
     count_option,
     feature_options,
@@ -39,6 +40,7 @@ from cufa.cli.workload import (
     to_host,
     use_gpu,
 )
+from cufa.kernels import KERNELS
 from cufa.plan import Plan
 from cufa.problem import Direction, Problem
 from cufa.score_rules import Rules
@@ -73,41 +75,59 @@ class _Step:
 @click.option("--q", metavar="FILE", help="Queries: .npy, or .npz with an array q (or FILE:KEY).")
 @click.option("--k", metavar="FILE", help="Keys, likewise.")
 @click.option("--v", metavar="FILE", help="Values, likewise.")
-@click.option("--dout", metavar="FILE", help="Gradient of the output, likewise. [random]")
+@click.option("--dout", metavar="FILE", help="Gradient of the output, likewise.", show_default="random")
 @click.option(
     "--out",
     "destination",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write the results: .npy for only the output, .npz for all.",
 )
-@count_option("--batch", "Batch size of the generated problem. [2]")
-@count_option("--seqlen", "Length of queries and of keys. [512]")
-@count_option("--seqlen-q", "Length of queries. [--seqlen]")
-@count_option("--seqlen-k", "Length of keys. [--seqlen]")
-@count_option("--heads", "Query heads. [4]")
-@count_option("--kv-heads", "KV heads; --heads must be a multiple. [--heads]")
-@count_option("--head-dim", "Head dim of queries and keys, 1 to 512, with gradients 1 to 256. [64]")
-@count_option("--value-dim", "Head dim of values, likewise. [--head-dim]")
-@click.option("--dtype", type=INPUT_DTYPE, help="Dtype of generated arrays; files are converted. [float32]")
+@count_option("--batch", "Batch size of the generated problem.", show_default=str(DEFAULT_SIZES["batch"]))
+@count_option("--seqlen", "Length of queries and of keys.", show_default=str(DEFAULT_SIZES["seqlen"]))
+@count_option("--seqlen-q", "Length of queries.", show_default="--seqlen")
+@count_option("--seqlen-k", "Length of keys.", show_default="--seqlen")
+@count_option("--heads", "Query heads.", show_default=str(DEFAULT_SIZES["heads"]))
+@count_option("--kv-heads", "KV heads; --heads must be a multiple.", show_default="--heads")
+@count_option(
+    "--head-dim",
+    "Head dim of queries and keys, 1 to 512, with gradients 1 to 256.",
+    show_default=str(DEFAULT_SIZES["head_dim"]),
+)
+@count_option("--value-dim", "Head dim of values, likewise.", show_default="--head-dim")
+@click.option(
+    "--dtype",
+    type=INPUT_DTYPE,
+    show_default=DEFAULT_DTYPE,
+    help="Dtype of generated arrays; files are converted.",
+)
 @seed_option
 @feature_options(files=True)
-@click.option("--softmax-scale", type=float, metavar="X", help="Factor on Q K^T. [1 / sqrt(head dim)]")
+@click.option(
+    "--softmax-scale", type=float, metavar="X", show_default="1 / sqrt(head dim)", help="Factor on Q K^T."
+)
 @click.option("--layout", type=LAYOUT, default="bshd", show_default=True, help="Order of the axes.")
 @click.option(
     "--kernel",
-    type=KERNEL,
+    type=KernelName(KERNELS, "forward"),
     metavar="KERNEL",
-    help="A kernel from `cufa kernels`, or a prefix like fwd_4. [the fastest]",
+    show_default="the fastest",
+    help="A kernel from `cufa kernels`, or a prefix like fwd_4.",
 )
 @click.option(
-    "--backward-kernel", type=KERNEL, metavar="KERNEL", help="Likewise, for the gradients. [the fastest]"
+    "--backward-kernel",
+    type=KernelName(KERNELS, "backward"),
+    metavar="KERNEL",
+    show_default="the fastest",
+    help="Likewise, for the gradients.",
 )
 @tile_option("--tile", "forward kernel")
 @tile_option("--backward-tile", "backward kernel")
-@click.option("--arch", metavar="ARCH", help="Architecture to compile for, as in compute_80. [this GPU's]")
+@arch_option
 @backend_option
-@click.option("--backward/--no-backward", default=None, help="Also compute gradients. [if there are any]")
-@click.option("--check/--no-check", "checked", default=True, help="Compare with float64. [yes]")
+@click.option(
+    "--backward/--no-backward", default=None, show_default="if there are any", help="Also compute gradients."
+)
+@click.option("--check/--no-check", "checked", default=True, show_default=True, help="Compare with float64.")
 @click.option("--explain", is_flag=True, help="Print the plan and its reasons; run nothing.")
 @json_option
 def command(

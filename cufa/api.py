@@ -149,9 +149,10 @@ def attention(
             float32 or float64. Leading axes of length 1 may be left out. Unless q is float64, a float64 bias
             is rounded to float32; numpy.finfo(float).min then becomes -inf, which hides the key.
         mask: True where a query sees a key: shaped like bias; bool, or uint8 with eight keys per byte, as
-            from numpy.packbits(mask, axis=-1, bitorder="little"). On a GPU, the mma kernels first read the
-            mask once and then skip tiles in which no query sees a key, so masked calls take less time.
-            They are fastest if rows of the mask are multiples of 16 bytes.
+            from numpy.packbits(mask, axis=-1, bitorder="little"). On a GPU, kernels on tensor cores first
+            read the mask once and then skip tiles in which no query sees a key, so masked calls take less
+            time (except `fwd_8_split_kv`, for few queries). They are fastest if rows of the mask are
+            multiples of 16 bytes.
         alibi_slopes: (heads,) or (batch, heads), float32 (float64 for float64 arrays).
         sink: (heads,) float32 (float64 for float64 arrays): one more logit in the softmax of every row of
             a head, without a value. It is not scaled.
@@ -160,7 +161,7 @@ def attention(
             queries and keys from the start of the sequence, wherever the diagonal is. Integers have 32 bits,
             unless read from an int64 or uint32 array; floats are float32 (float64 for float64 arrays).
         mask_mod: g(b, h, q_idx, kv_idx), or a `cufa.MaskMod`. Returns True if the query sees the key, unless
-            another mask hides it. On a GPU, the mma kernels skip tiles in which no query sees a key.
+            another mask hides it. On a GPU, tiles in which no query sees a key are skipped as with a mask.
         q_descale: (batch, kv_heads) float32, for float8_e4m3fn arrays only: the factor for q in all query
             heads that read this KV head; None for 1. `cufa.quantize` returns the array and its descale.
         k_descale: the same for k.
@@ -475,7 +476,8 @@ def softmax(
 
     Raises:
         TypeError: not an array, or an unsupported dtype.
-        ValueError: no axis, or another number of passes.
+        ValueError: no axis, another number of passes, an array on another GPU.
+        GPUUnavailableError, NVRTCMissingError, LaunchError, CompileError: as `attention`.
     """
     if not isinstance(passes, (int, np.integer)) or passes not in (2, 3):
         raise ValueError(f"passes is {shown(passes)}; it may be 2 or 3")

@@ -60,7 +60,9 @@ def merge(
 
     Raises:
         TypeError: not arrays, mixed libraries or dtypes, or an unsupported dtype.
-        ValueError: shapes that do not match, an output that is read-only or overlaps another array.
+        ValueError: shapes that do not match, an output that is read-only or overlaps another array, arrays on
+            another GPU.
+        GPUUnavailableError, NVRTCMissingError, LaunchError, CompileError: as `attention`.
     """
     given = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     outputs = {name: array for name, array in (("out", out), ("lse", lse)) if array is not None}

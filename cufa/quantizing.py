@@ -77,7 +77,8 @@ def quantize(
     Raises:
         TypeError: not arrays, mixed libraries or dtypes, or an unsupported dtype.
         ValueError: shapes that do not match, packed sequences without cu_seqlens or with seqlen_contiguous,
-            an output that is read-only or overlaps another array.
+            an output that is read-only or overlaps another array, arrays on another GPU.
+        GPUUnavailableError, NVRTCMissingError, LaunchError, CompileError: as `attention`.
     """
     check_flags(seqlen_contiguous=seqlen_contiguous)
     check_descales(descale=descale)

@@ -65,7 +65,8 @@ def rotary(
     Raises:
         TypeError: not arrays, mixed libraries or dtypes, or an unsupported dtype.
         ValueError: shapes that do not match, on the CPU positions that cos does not have, packed sequences
-            without positions, an output that is read-only or overlaps another array.
+            without positions, an output that is read-only or overlaps another array, arrays on another GPU.
+        GPUUnavailableError, NVRTCMissingError, LaunchError, CompileError: as `attention`.
     """
     check_flags(interleaved=interleaved)
     given = {"x": x, "cos": cos, "sin": sin} | ({} if positions is None else {"positions": positions})

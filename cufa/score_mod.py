@@ -211,7 +211,7 @@ class ScoreMod(_Mod):
             indices that may lie outside.
 
     Raises:
-        TypeError: not a function, or not an array.
+        TypeError: not a function, not an array, or an array of an unsupported dtype.
         ValueError: an array without an axis.
     """
 

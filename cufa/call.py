@@ -262,7 +262,7 @@ def run_on_gpu(
     if workspace is not None:
         workspace = arrays.on_current_gpu(workspace, "workspace")
     device_id = sys.modules["cupy"].cuda.runtime.getDevice()
-    run, pack = _at_addresses(known, names, layout, tuple(addresses.values()), chosen, device_id)
+    run, pack, packed = _at_addresses(known, names, layout, tuple(addresses.values()), chosen, device_id)
     call.allocate()
     if known.copied:
         copies = {name: arrays.contiguous(tensors[name]) for name in known.copied}
@@ -271,9 +271,8 @@ def run_on_gpu(
     if known.problem.features is not PLAIN:
         before, after = _features(known, tuple(addresses.items()))
         features = before + pack_values(values, known.problem.accumulator.itemsize) + after
-    of_bias = {"bias_at": addresses["bias"]} if run.plan.problem.bias_boxes else {}
-    packed = pack(*[addresses[name] for name in names], **of_bias)
-    run(packed, addresses.get("lse", 0), softmax_scale, features, workspace)
+    packed_tensors = pack(*[addresses[name] for name in packed])
+    run(packed_tensors, addresses.get("lse", 0), softmax_scale, features, workspace)
     for name in known.copied:
         if name in call.wanted:
             call.tensors[name][...] = tensors[name]
@@ -325,16 +324,19 @@ def _at_addresses(
     addresses: tuple[int, ...],
     chosen: Chosen,
     device_id: int,
-) -> tuple[launch.Executable, launch.Packer]:
-    """What runs calls that are alike, with arrays at these addresses; raises ValueError if one is misaligned.
+) -> tuple[launch.Executable, launch.Packer, tuple[str, ...]]:
+    """What runs calls that are alike, with arrays at these addresses, and what it packs the addresses of.
 
-    After the addresses of the given arrays, there may be those of newly allocated ones.
+    Raises ValueError if an array is misaligned. After the addresses of the given arrays, there may be those
+    of newly allocated ones.
     """
     given = arrays.regions(known.arrays, addresses)
     check_aligned(given)
     align_bytes = layout.alignment(given[name].address for name in names if name in given)
     bias_at = given["bias"].address if "bias" in given and "bias" not in known.copied else 0
-    return _executable(known, layout, align_bytes, _bias_lies_in_boxes(known, bias_at), chosen, device_id)
+    bias_boxes = _bias_lies_in_boxes(known, bias_at)
+    run, pack = _executable(known, layout, align_bytes, bias_boxes, chosen, device_id)
+    return run, pack, (*names, "bias") if bias_boxes else names
 
 
 def _bias_lies_in_boxes(known: Known, address: int) -> bool:

@@ -50,8 +50,9 @@ from cufa.tensor_maps import Encoder
 _DEFAULT_SMEM_BYTES = 48 * 1024
 # The number of streams for which a launch caches its arguments for the driver.
 _REMEMBERED_STREAMS = 64
-# The number of calls with the same layout whose packed tensors are cached.
-_REMEMBERED_CALLS = 256
+# The number of calls whose packed tensors are cached, of all layouts together: each takes one to two
+# kilobytes, and a server may have thousands of layouts.
+_REMEMBERED_CALLS = 16384
 
 
 # Packs tensors, given their addresses, for the plan and for the one beside it.
@@ -90,21 +91,22 @@ class Executable:
     def packer(self, layout: Layout, bias: Region | None = None) -> Packer:
         """A function that packs tensors of this layout, given their addresses: their maps, then parameters.
 
-        With maps of a bias, the bias is at `bias_at` and lies as `bias` does. The function packs for the plan
-        and for the one beside it, which has its own maps.
+        With maps of a bias, which lies as `bias` does, its address comes last. The function packs for the
+        plan and for the one beside it, which has its own maps.
 
-        It caches the packed tensors of many calls.
+        The packed tensors of many calls are cached.
         """
 
-        @functools.lru_cache(_REMEMBERED_CALLS)
-        def pack(*addresses: int, bias_at: int = 0) -> tuple[bytes, ...]:
+        def pack(addresses: tuple[int, ...]) -> tuple[bytes, ...]:
+            of_bias: list[int] = []
+            if bias is not None:
+                addresses, bias_at = addresses[:-1], addresses[-1]
+                of_bias = bias_fields(bias_at, bias)
             fields = layout.fields(addresses)
             tensors = pack_tensors(self.plan.problem, fields)
-            if bias is not None:
-                fields += bias_fields(bias_at, bias)
-            return tuple(code.encoder(fields) + tensors for code in self._codes)
+            return tuple(code.encoder(fields + of_bias) + tensors for code in self._codes)
 
-        return pack
+        return functools.partial(_packed, pack)
 
     def __call__(
         self,
@@ -136,6 +138,11 @@ class Executable:
             params = ctypes.c_char_p(tensors[of] + call + sizes + features + code.padding)
             for kernel in kernels:
                 kernel(params, stream)
+
+
+@functools.lru_cache(_REMEMBERED_CALLS)
+def _packed(pack: Callable[[tuple[int, ...]], tuple[bytes, ...]], *addresses: int) -> tuple[bytes, ...]:
+    return pack(addresses)
 
 
 class _Code:
@@ -292,8 +299,8 @@ def _why_not_loaded(build: jit.Build, error: Exception) -> str:
 
 def forget() -> None:
     """Look kernels up again at their next launch."""
-    _module.cache_clear()
-    _loaded.cache_clear()
+    for cached in (_module, _loaded, _packed):
+        cached.cache_clear()
 
 
 class _Kernel:

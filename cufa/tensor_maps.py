@@ -1,12 +1,12 @@
 """Tensor maps for the copy engine of sm_90 and later, encoded by the driver.
 
-Encoding a map takes microseconds, so an `Encoder` caches those of recent tensors.
+Encoding a map takes microseconds, so those of recent tensors are cached.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from cufa import driver
 from cufa.driver import TENSOR_MAP_BYTES, TensorMapType
@@ -19,23 +19,26 @@ _OUTPUT = 3
 _KEYS = (1, 2)
 _VALUES = 2
 _TYPES: dict[str, TensorMapType] = {FLOAT8: "UINT8", "float16": "FLOAT16", "bfloat16": "BFLOAT16"}
-# How many tensors an encoder remembers for each map.
-_REMEMBERED = 256
+# How many maps are remembered, of all encoders together: each takes half a kilobyte, and a server may have an
+# encoder for each of thousands of shapes.
+_REMEMBERED_MAPS = 16384
 
 
 class Encoder:
-    """Encodes and caches the maps that a plan's kernel needs."""
+    """Encodes the maps that a plan's kernel needs."""
 
     def __init__(self, problem: Problem, boxes: Sequence[TensorBox]) -> None:
         """Fix what all calls share; only addresses and strides change."""
-        remember = functools.lru_cache(maxsize=_REMEMBERED)
-        self._encoders = [
-            (remember(functools.partial(_encode, problem, box)), _fields_of(box)) for box in boxes
-        ]
+        self._encoders = [(functools.partial(_encode, problem, box), _fields_of(box)) for box in boxes]
 
     def __call__(self, tensors: Sequence[int]) -> bytes:
         """The maps, in order; `tensors` are as for `pack_tensors`, then the bias if it is in boxes."""
-        return b"".join([encode(*tensors[place]) for encode, place in self._encoders])
+        return b"".join([_encoded(encode, *tensors[place]) for encode, place in self._encoders])
+
+
+@functools.lru_cache(_REMEMBERED_MAPS)
+def _encoded(encode: Callable[..., bytes], *tensor: int) -> bytes:
+    return encode(*tensor)
 
 
 def _fields_of(box: TensorBox) -> slice:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from cufa.device import Device
 from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
-from cufa.plan.choice import Candidates, Cost, counted_row_tiles, query_tiles, row_tiles, sizes_of
+from cufa.plan.choice import Candidates, Choice, Cost, counted_row_tiles, query_tiles, row_tiles, sizes_of
 from cufa.plan.gradients import array_launch, array_sums, sink_launch
 from cufa.plan.head_parts import best_parts, key_sums, round_keys, why_parts
 from cufa.plan.hopper import PANEL_COLS, SECTION_OF_L2, WGMMA_M, bias_box, bias_rows_differ, has_bias_boxes
@@ -123,17 +123,23 @@ def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
     return _plan(problem, device, tiles, kind)
 
 
-def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: _Kind) -> Part:
+def _choose(problem: Problem, device: Device, overrides: Mapping[str, int], kind: _Kind) -> Choice[Tiles]:
+    """The tiles, with the parts that occupy all SMs or those that the caller asks for."""
     # In order, parts of rows would wait for each other.
     in_order = kind.adding_of(kind.best) is Adding.IN_ORDER
     may_split_rows = not in_order and overrides.keys().isdisjoint(("parts", "row_parts"))
     parts, row_parts = best_parts(problem, kind.best, device.sm_count, may_split_rows=may_split_rows)
     best = replace(kind.best, parts=parts, row_parts=row_parts)
     chosen = Candidates(device, (best,), kind.cost_of).choose(problem, overrides)
+    check_tiles(problem, chosen.tiles, kind.best, chosen.cost.registers)
+    return chosen
+
+
+def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: _Kind) -> Part:
+    chosen = _choose(problem, device, overrides, kind)
     tiles, smem_bytes = chosen.tiles, chosen.cost.smem_bytes
     padded_dim = kind.padded_dim_of(tiles)
     adding = kind.adding_of(tiles)
-    check_tiles(problem, tiles, kind.best, chosen.cost.registers)
     query_blocks = query_tiles(problem, tiles)
     query_parts = problem.heads * counted_row_tiles(problem, problem.seqlen_q, tiles.block_m)
     rounds = _rounds(problem, device, kind, tiles, adding)

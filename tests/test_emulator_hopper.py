@@ -515,8 +515,8 @@ PLANTED = {
     ),
     "operand that is swizzled otherwise": (
         "wgmma_tiles.cuh",
-        "RowBytes == kPanelRowBytes ? 1 : 3;",
-        "RowBytes == kPanelRowBytes ? 2 : 3;",
+        "kSwizzle128 = 1,",
+        "kSwizzle128 = 2,",
         r"an operand with a swizzle that no kernel uses\n",
     ),
     "operand between two eights of rows": (

@@ -70,10 +70,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         clear_padding<kThreads, kHeadDim>(smem.q[stage]);
         clear_padding<kThreads, kValueDim>(smem.dout[stage]);
     }
-    copy_rows<kHeadDim>(smem.k, sequence.keys<const scalar_t>(params.k, kv_head), first_key,
-                        sequence.seqlen_k);
-    copy_rows<kValueDim>(smem.v, sequence.keys<const scalar_t>(params.v, kv_head), first_key,
-                         sequence.seqlen_k);
+    copy_tile_anew<kHeadDim>(smem.k, sequence.keys<const scalar_t>(params.k, kv_head), first_key,
+                             sequence.seqlen_k);
+    copy_tile_anew<kValueDim>(smem.v, sequence.keys<const scalar_t>(params.v, kv_head), first_key,
+                              sequence.seqlen_k);
     smem.init();
 
     KeyGradients gradients = {};
@@ -136,8 +136,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
             clear_padding<kThreads, kValueDim>(smem.v[stage]);
         }
         const QueryHead queries(params, sequence, own.head);
-        copy_rows<kHeadDim>(smem.q, queries.q, first_row, seqlen_q);
-        copy_rows<kValueDim>(smem.dout, queries.dout, first_row, seqlen_q);
+        copy_tile_anew<kHeadDim>(smem.q, queries.q, first_row, seqlen_q);
+        copy_tile_anew<kValueDim>(smem.dout, queries.dout, first_row, seqlen_q);
         smem.init();
 
         QueryGradients gradients = {};
@@ -151,8 +151,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
             tiles.begin, tiles.end,
             [&](int key) { return seen.next_key(first_row, key, tiles.end); },
             [&](int stage, int key) {
-                copy_rows<kHeadDim>(smem.k[stage], k, key, tiles.end);
-                copy_rows<kValueDim>(smem.v[stage], v, key, tiles.end);
+                copy_tile_anew<kHeadDim>(smem.k[stage], k, key, tiles.end);
+                copy_tile_anew<kValueDim>(smem.v[stage], v, key, tiles.end);
             },
             [&](int stage, int key, int) {
                 gradients.attend(smem, stage, queries.rules, place, first_row, key,

@@ -125,7 +125,7 @@ __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, c
 template <class Walk>
 __device__ inline void attend(Consumer& consumer, Scores& dp, const Walk& walk) {
     Scores s;
-    Weights p[kParts], ds[kParts];
+    Weights p[kHalves], ds[kHalves];
     consumer.make_scores(s);
     consumer.differentiate(s, dp, walk);
     const int exponent = consumer.make_operands(p, ds, s, dp);

@@ -25,21 +25,21 @@
 //          there is a sink. Where blocks split the keys of a tile, they write partial rows to the
 //          workspace, and merge_splits writes O and the LSE.
 #include "mma/fwd_8_copies.cuh"
-#include "mma/fwd_8_findings.cuh"
+#include "mma/fwd_8_output.cuh"
 #include "mma/fwd_8_shares.cuh"
 #include "mma/fwd_8_splits.cuh"
 
 // Processes one tile of keys, whose copies have arrived.
-__device__ inline void attend(Findings& found, const Smem& smem, Stage& stage, const WarpRows& rows,
+__device__ inline void attend(Output& out, const Smem& smem, Stage& stage, const WarpRows& rows,
                               const SeenScores& seen, const KeyTiles<kBlockN>& keys,
                               int first_key) {
     const bool masked = keys.masked(first_key);
     Scores s = {};
     add_product_nt<kTiles, kBlockN>(s, smem.q, warp_row(), stage.k);
     apply(s, rows, seen, first_key, masked);
-    found.exponentiate(s);
-    if (kCutTiles && masked) take_out_nonfinite(found, stage, rows, first_key);
-    add_product_pn<kTiles, kBlockN, kPartCols>(found.o, s, stage.v);
+    out.exponentiate(s);
+    if (kCutTiles && masked) take_out_nonfinite(out, stage, rows, first_key);
+    add_product_pn<kTiles, kBlockN, kPartCols>(out.o, s, stage.v);
 }
 
 // Attends to a range of tiles. Then each warp calls `finish(row, merged)` with the results of some
@@ -76,7 +76,7 @@ __device__ inline void attend_part(Smem& smem, const ForwardParams& params, cons
     smem.make<kThreads>(smem.q);
     if constexpr (kMixed) rows.take_units(smem);
 
-    Findings found = {};
+    Output out = {};
     SeenScores seen;
     seen.load(rows, tile * kBlockN);
     TilePages<kBlockN> pages_ahead = pages[kStages - 1], pages_after = pages[kStages];
@@ -89,12 +89,12 @@ __device__ inline void attend_part(Smem& smem, const ForwardParams& params, cons
         pages_after = source.pages_of(ahead + 2 * kTeams);
         seen.look(rows, tile * kBlockN);
         seen.load(rows, (tile + kTeams) * kBlockN);
-        attend(found, smem, stages[stage], rows, seen, keys, tile * kBlockN);
+        attend(out, smem, stages[stage], rows, seen, keys, tile * kBlockN);
         stage = stage == kStages - 1 ? 0 : stage + 1;
     }
-    if constexpr (kDescaled) scale<kTiles, kPartCols>(found.o, work.scales(params).output);
+    if constexpr (kDescaled) scale<kTiles, kPartCols>(out.o, work.scales(params).output);
     __syncthreads();  // nobody reads tiles any more
-    found.store(smem.parts[team()]);
+    out.store(smem.parts[team()]);
     __syncthreads();
 
     for (int row = threadIdx.x / 32; row <= last_row; row += kWarps) {

@@ -35,7 +35,7 @@ __device__ inline void attend(Consumer& consumer, Walk walk) {
     const Turns& turns = consumer.turns;
     Scores s;
     LastPart last;
-    Weights p[kParts];
+    Weights p[kHalves];
     turns.wait();
     consumer.issue_scores(s);
     turns.pass();

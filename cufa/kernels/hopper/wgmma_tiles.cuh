@@ -127,21 +127,28 @@ __device__ inline void store_tile(const TensorMap& map, const Tile& tile, int ba
     ptx::commit_stores();
 }
 
-// The descriptor of an operand in shared memory for wgmma. The low word has the address and the
-// stride between panels; the high word has the stride between groups of eight rows and the kind of
-// swizzle. Addresses and strides are in units of 16 bytes. The high word is the same for all
-// operands; a sum in the low word leads from one operand to the next.
+// The descriptor of an operand in shared memory for wgmma (PTX ISA, "Matrix Descriptor Format" of
+// wgmma). The low word has the address and the stride between panels; the high word has the stride
+// between groups of eight rows and the kind of swizzle. Addresses and strides are in units of 16
+// bytes. The high word is the same for all operands of a kind; a sum in the low word leads from one
+// operand to the next.
 constexpr int kOperandUnit = 16;
+// The kinds of swizzle: none, or 16-byte chunks change places within so many bytes of a row.
+enum Swizzle : unsigned long long { kNoSwizzle = 0, kSwizzle128 = 1, kSwizzle32 = 3 };
 
 __device__ inline unsigned int operand_at(const void* address, int panel_stride) {
     return panel_stride / kOperandUnit << 16 | ptx::shared_address(address) / kOperandUnit;
 }
+template <Swizzle Kind, int RowBytes>
+__device__ constexpr unsigned long long description_of(unsigned int operand) {
+    constexpr unsigned long long kRows = kSwizzleRows * RowBytes / kOperandUnit;
+    return Kind << 62 | kRows << 32 | operand;
+}
 template <int RowBytes = kPanelRowBytes>
 __device__ constexpr unsigned long long description(unsigned int operand) {
     static_assert(RowBytes == kPanelRowBytes || RowBytes == kNarrowRowBytes, "as panels are");
-    constexpr unsigned long long kSwizzle = RowBytes == kPanelRowBytes ? 1 : 3;
-    constexpr unsigned long long kRows = kSwizzleRows * RowBytes / kOperandUnit;
-    return kSwizzle << 62 | kRows << 32 | operand;
+    constexpr Swizzle kKind = RowBytes == kPanelRowBytes ? kSwizzle128 : kSwizzle32;
+    return description_of<kKind, RowBytes>(operand);
 }
 
 // The depth runs along the columns, as in both operands of S = Q K^T. columns_step is the distance

@@ -4,11 +4,11 @@
 
 #include "mma/bwd_3_block.cuh"
 
-// Like copy_tile, but a thread recomputes its rows and columns for each copy, so that they take no
+// As copy_tile, but a thread recomputes its rows and columns for each copy, so that they take no
 // registers in between.
 template <int Cols, class Tile>
-__device__ inline void copy_rows(Tile& tile, Matrix<const scalar_t> source, int first_row,
-                                 int end_row) {
+__device__ inline void copy_tile_anew(Tile& tile, Matrix<const scalar_t> source, int first_row,
+                                      int end_row) {
     copy_tile<kThreads, Cols>(tile, source, first_row, end_row, ptx::anew(threadIdx.x));
 }
 
@@ -44,12 +44,12 @@ struct QueryHead {
         smem.queries[stage].announce_copies();
     }
     __device__ void copy_queries(KeySmem& smem, int stage, int first_row) const {
-        copy_rows<kHeadDim>(smem.q[stage], q, first_row, rules.mask.seqlen_q);
+        copy_tile_anew<kHeadDim>(smem.q[stage], q, first_row, rules.mask.seqlen_q);
     }
     // dO, and the statistics, which are not needed once P and dS are there.
     __device__ void copy_gradients(KeySmem& smem, int stage, int first_row) const {
         const int seqlen_q = rules.mask.seqlen_q;
-        copy_rows<kValueDim>(smem.dout[stage], dout, first_row, seqlen_q);
+        copy_tile_anew<kValueDim>(smem.dout[stage], dout, first_row, seqlen_q);
 #pragma unroll
         for (int rows = 0; rows < kBlockM; rows += kThreads) {
             const int i = rows + threadIdx.x, row = first_row + i;

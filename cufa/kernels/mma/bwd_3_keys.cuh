@@ -131,7 +131,7 @@ struct KeyGradients {
         __syncthreads();  // every warp is done with K
         const KeyTile own = keys_of_block(head.params, ptx::anew(blockIdx.x));
         const auto k = own.sequence.keys<const scalar_t>(head.params.k, own.kv_head);
-        copy_rows<kHeadDim>(smem.k, k, tile.first_row, own.sequence.seqlen_k);
+        copy_tile_anew<kHeadDim>(smem.k, k, tile.first_row, own.sequence.seqlen_k);
     }
     // The same with handovers. It recomputes all that it needs: it runs for few tiles, and values
     // kept for it would take registers that other tiles lack.

@@ -16,7 +16,7 @@ __device__ inline acc_t scale_log2(const ScoreRules& rules) {
     if constexpr (kShapedScores || kFolded) return 1;
     constexpr acc_t kLeastScale = 0x1p-126;
     acc_t scale = rules.scale * acc_t(kLog2E);
-    if constexpr (kScaleAnew) scale = ptx::anew_float(scale);
+    if constexpr (kScaleAnew) scale = ptx::anew(float(scale));
     return max(scale < 0 ? -scale : scale, kLeastScale);
 }
 

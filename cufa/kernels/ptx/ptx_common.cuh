@@ -13,7 +13,7 @@ __device__ inline unsigned int anew(unsigned int x) {
     asm volatile("" : "+r"(x));
     return x;
 }
-__device__ inline float anew_float(float x) {
+__device__ inline float anew(float x) {
     asm volatile("" : "+f"(x));
     return x;
 }

@@ -16,11 +16,11 @@ constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kStages = STAGES;
 static_assert(kBlockN == kWgmmaM, "a warpgroup's products have 64 rows");
 
 // Rows of the small parts come after all rows of the large parts.
-using KeyRows = PanelTile<kParts * kBlockN, kDepth>;
-using ValueRows = PanelTile<kParts * kBlockN, kDims>;
-using QueryRows = PanelTile<kParts * kBlockM, kDepth>;
-using OutRows = PanelTile<kParts * kBlockM, kDims>;
-using ScoreRows = PanelTile<kParts * kBlockN, kBlockM>;
+using KeyRows = PanelTile<kHalves * kBlockN, kDepth>;
+using ValueRows = PanelTile<kHalves * kBlockN, kDims>;
+using QueryRows = PanelTile<kHalves * kBlockM, kDepth>;
+using OutRows = PanelTile<kHalves * kBlockM, kDims>;
+using ScoreRows = PanelTile<kHalves * kBlockN, kBlockM>;
 
 // Whether products of a tile's halves are as exact as float32 products.
 enum Held { kAlways, kUncut, kNever };  // kUncut: if no mask cuts through it

@@ -94,8 +94,8 @@ struct Consumer : KeyScores<kBlockM> {
     }
 
     // Makes operands of both, and shares dS^T. Returns the exponent of its unit.
-    __device__ int make_operands(Weights (&p)[kParts], Weights (&ds)[kParts], const Scores& weights,
-                                 const Scores& gradients) {
+    __device__ int make_operands(Weights (&p)[kHalves], Weights (&ds)[kHalves],
+                                 const Scores& weights, const Scores& gradients) {
         // All meet, so all products that read the shared dS are done.
         const int exponent = KeyScores::make_operands(
             p, ds, weights, gradients, smem.largest[warpgroup], kFirstOfWarpgroup + warpgroup);
@@ -104,7 +104,7 @@ struct Consumer : KeyScores<kBlockM> {
     }
 
     // dV += P^T dO and dK += dS^T Q; the tile's part of dQ, dS K, replaces its queries.
-    __device__ void add_gradients(const Weights (&p)[kParts], const Weights (&ds)[kParts],
+    __device__ void add_gradients(const Weights (&p)[kHalves], const Weights (&ds)[kHalves],
                                   int exponent) {
         WgmmaSums<cols_of(0)> first;
         issue_part<0>(first, p, ds);
@@ -123,8 +123,8 @@ struct Consumer : KeyScores<kBlockM> {
 
   private:
     template <int Part>
-    __device__ void issue_part(WgmmaSums<cols_of(Part)>& sums, const Weights (&p)[kParts],
-                               const Weights (&ds)[kParts]) {
+    __device__ void issue_part(WgmmaSums<cols_of(Part)>& sums, const Weights (&p)[kHalves],
+                               const Weights (&ds)[kHalves]) {
         constexpr int kCols = cols_of(Part), kPanel = first_col_of(Part) / kPanelCols;
         if constexpr (Part == kValueParts) {
             ptx::proxy_fence();
@@ -169,8 +169,8 @@ struct Consumer : KeyScores<kBlockM> {
     }
     // Adds a part whose product is under way, and the parts after it.
     template <int Part>
-    __device__ void add_parts(WgmmaSums<cols_of(Part)>& sums, const Weights (&p)[kParts],
-                              const Weights (&ds)[kParts], int exponent) {
+    __device__ void add_parts(WgmmaSums<cols_of(Part)>& sums, const Weights (&p)[kHalves],
+                              const Weights (&ds)[kHalves], int exponent) {
         if constexpr (Part + 1 == kPartCount) {
             wait_product<0>(sums);
             add_part<Part>(sums, exponent);
@@ -189,9 +189,9 @@ struct Consumer : KeyScores<kBlockM> {
         }
     }
 
-    __device__ void share(const Weights (&halves)[kParts]) {
+    __device__ void share(const Weights (&halves)[kHalves]) {
 #pragma unroll
-        for (int part = 0; part < kParts; ++part)
+        for (int part = 0; part < kHalves; ++part)
             write_rows<kBlockM>(smem.ds[warpgroup], halves[part], part * kBlockN + warp_row);
     }
 

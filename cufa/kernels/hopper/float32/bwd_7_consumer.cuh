@@ -145,12 +145,12 @@ struct Consumer : HalfScores<kRole> {
 
     // Makes operands of both, and shares them. Returns the exponent of the unit of dS.
     __device__ int share(const Scores& weights, const Scores& gradients) {
-        Weights p[kParts], ds[kParts];
+        Weights p[kHalves], ds[kHalves];
         // All meet, so all have taken the scores that were there.
         const int exponent =
             this->make_operands(p, ds, weights, gradients, smem.largest, kAllConsumers);
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) {
+        for (int part = 0; part < kHalves; ++part) {
             const int row = part * kBlockN + warp_row, query = kRole * kHalfM;
             write_rows<kHalfM>(smem.scores.p, p[part], row, query);
             write_rows<kHalfM>(smem.scores.ds, ds[part], row, query);

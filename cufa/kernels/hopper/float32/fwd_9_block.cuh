@@ -16,9 +16,9 @@ constexpr int kValueStages = VALUE_STAGES;
 constexpr int kConsumers = kBlockM / kWgmmaM;
 
 // Rows of the small parts come after all rows of the large parts.
-using QueryRows = PanelTile<kParts * kWgmmaM, kDepth>;
-using KeyRows = PanelTile<kParts * kBlockN, kDepth>;
-using ValueRows = PanelTile<kParts * kBlockN, kDims>;
+using QueryRows = PanelTile<kHalves * kWgmmaM, kDepth>;
+using KeyRows = PanelTile<kHalves * kBlockN, kDepth>;
+using ValueRows = PanelTile<kHalves * kBlockN, kDims>;
 
 struct QueryHalves {
     QueryRows rows[kConsumers];

@@ -94,7 +94,7 @@ struct Consumer {
     __device__ static int col_of(int eight, int e) { return eight * 8 + col_of_thread() + e % 2; }
 
     // Computes the weights of the scores that are under way.
-    __device__ void make_weights(Weights (&p)[kParts], Scores& s, int first_key, bool masked) {
+    __device__ void make_weights(Weights (&p)[kHalves], Scores& s, int first_key, bool masked) {
         SeenScores seen;
         KeptScores<kBlockN / 2, false> kept;
         if (kKeyMask && masked) seen.find(rules, row_of(0), first_key);
@@ -227,7 +227,7 @@ struct Consumer {
     // Issues the products that a tile adds to the output, and adds those but the last. A template,
     // so that only the branch is compiled that a LastPart fits.
     template <int Count>
-    __device__ void issue_output(float (&last)[Count], const Weights (&p)[kParts]) {
+    __device__ void issue_output(float (&last)[Count], const Weights (&p)[kHalves]) {
         smem.v_ring.wait_full(v_at);
         if constexpr (Count == kPartDims / 2) {
             add_parts_before_last(last, p);  // with sums of their own, ptxas would spill registers
@@ -246,7 +246,7 @@ struct Consumer {
         v_at.advance();
     }
 
-    __device__ void add_parts_before_last(WgmmaSums<kPartDims>& part, const Weights (&p)[kParts]) {
+    __device__ void add_parts_before_last(WgmmaSums<kPartDims>& part, const Weights (&p)[kHalves]) {
 #pragma unroll
         for (int col = 0; col < kDims - kLastPartDims; col += kPartDims) {
             issue_part<kPartDims>(part, p, col);
@@ -255,7 +255,7 @@ struct Consumer {
     }
     // Issues the product of the columns from `col` on.
     template <int Cols>
-    __device__ void issue_part(WgmmaSums<Cols>& part, const Weights (&p)[kParts], int col) {
+    __device__ void issue_part(WgmmaSums<Cols>& part, const Weights (&p)[kHalves], int col) {
         issue_halves<kBlockN, Cols>(part, InRegisters<kBlockN>{p},
                                     DepthInRows(smem.v[v_at.stage], col / kPanelCols));
     }

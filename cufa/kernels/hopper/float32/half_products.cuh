@@ -6,12 +6,12 @@
 
 // The products that make up one, the smallest first, and the parts of its operands that each
 // multiplies.
-constexpr int kProducts = kParts > 1 ? 3 : 1;
+constexpr int kProducts = kHalves > 1 ? 3 : 1;
 __device__ constexpr int left_part(int product) {
-    return kParts > 1 && product == 0;
+    return kHalves > 1 && product == 0;
 }
 __device__ constexpr int right_part(int product) {
-    return kParts > 1 && product == 1;
+    return kHalves > 1 && product == 1;
 }
 
 // Halves in shared memory as an operand whose depth runs along the columns, as in both operands of
@@ -25,7 +25,7 @@ struct DepthInColumns {
         ptx::hold(first);  // or each step's sum would stay in a register from tile to tile
     }
     __device__ unsigned long long at(int part, int k) const {
-        return description(first + rows_step(part * (Tile::kRows / kParts)) +
+        return description(first + rows_step(part * (Tile::kRows / kHalves)) +
                            columns_step<Tile>(k));
     }
 };
@@ -41,14 +41,14 @@ struct DepthInRows {
         ptx::hold(first);
     }
     __device__ unsigned long long at(int part, int k) const {
-        return description(first + rows_step(part * (Tile::kRows / kParts) + k));
+        return description(first + rows_step(part * (Tile::kRows / kHalves) + k));
     }
 };
 // Halves in registers, as a left operand.
 template <int Depth>
 struct InRegisters {
     static constexpr bool kShared = false;
-    const WgmmaOperand<Depth> (&halves)[kParts];
+    const WgmmaOperand<Depth> (&halves)[kHalves];
 
     __device__ const unsigned int (&at(int part, int k) const)[4] {
         return halves[part][k / kWgmmaK];
@@ -90,25 +90,25 @@ __device__ inline void issue_halves(WgmmaSums<Cols>& sums, const A& a, const B& 
 
 // Float32 sums times `factor`, as halves.
 template <int Depth>
-__device__ inline void halve(WgmmaOperand<Depth> (&halves)[kParts], const WgmmaSums<Depth>& sums,
+__device__ inline void halve(WgmmaOperand<Depth> (&halves)[kHalves], const WgmmaSums<Depth>& sums,
                              float factor) {
 #pragma unroll
     for (int i = 0; i < Depth / 2; i += 2) {
         const float low = sums[i] * factor, high = sums[i + 1] * factor;
         const HalfPair large(low, high);
         halves[0][i / 8][i / 2 % 4] = large.pair;
-        if (kParts > 1) {
-            halves[kParts - 1][i / 8][i / 2 % 4] =
+        if (kHalves > 1) {
+            halves[kHalves - 1][i / 8][i / 2 % 4] =
                 ptx::pack_f16(low - large.low(), high - large.high());
         }
     }
 }
 // Sum number i, put together from its halves.
 template <int Steps>
-__device__ inline float whole(const unsigned int (&halves)[kParts][Steps][4], int i) {
+__device__ inline float whole(const unsigned int (&halves)[kHalves][Steps][4], int i) {
     float sum = 0;
 #pragma unroll
-    for (int part = kParts - 1; part >= 0; --part) {
+    for (int part = kHalves - 1; part >= 0; --part) {
         const unsigned int pair = halves[part][i / 8][i / 2 % 4];
         sum += to_acc(float16{static_cast<unsigned short>(i % 2 ? pair >> 16 : pair)});
     }

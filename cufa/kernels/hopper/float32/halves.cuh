@@ -13,7 +13,7 @@
 #include "hopper/wgmma_tiles.cuh"
 #include "softmax/online_softmax.cuh"
 
-constexpr int kParts = kTf32 ? 1 : 2;
+constexpr int kHalves = kTf32 ? 1 : 2;  // of an element
 constexpr int kDepth = round_up(kHeadDim, kWgmmaK);
 constexpr int kDims = round_up(kValueDim, kWgmmaK);
 
@@ -106,14 +106,15 @@ struct RowPiece {
             small[i / 2] = ptx::pack_f16(low - halves.low(), high - halves.high());
         }
         *reinterpret_cast<Words*>(tile.at(row, col)) = large;
-        if (kParts > 1) *reinterpret_cast<Words*>(tile.at(row + Tile::kRows / kParts, col)) = small;
+        if (kHalves > 1)
+            *reinterpret_cast<Words*>(tile.at(row + Tile::kRows / kHalves, col)) = small;
     }
 
   private:
     // The small part takes NaN and infinity. In the large part, infinity times a small part that is
     // 0 would be NaN.
     __device__ static float large_part(float x) {
-        if (kParts == 1 || is_finite(x)) return x;
+        if (kHalves == 1 || is_finite(x)) return x;
         return copysignf(1 << kTopExponent, x);
     }
 };

@@ -123,8 +123,9 @@ struct KeyScores {
     // Makes operands of P^T, as dropout leaves it, and of dS^T. Returns the exponent of the unit of
     // dS, which is the same for all Warps that call this with one `barrier`.
     template <int Warps>
-    __device__ int make_operands(Weights (&p)[kParts], Weights (&ds)[kParts], const Scores& weights,
-                                 const Scores& gradients, float (&of_warps)[Warps], int barrier) {
+    __device__ int make_operands(Weights (&p)[kHalves], Weights (&ds)[kHalves],
+                                 const Scores& weights, const Scores& gradients,
+                                 float (&of_warps)[Warps], int barrier) {
         halve<Queries>(p, weights, 1);
         if constexpr (kDropout) {
 #pragma unroll

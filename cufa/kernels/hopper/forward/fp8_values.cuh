@@ -13,8 +13,7 @@ constexpr int kChunkKeys = kChunkBytes;
 // threads, byte b of a chunk is key b / 4 * 2 + b % 4 / 2 * 8 + b % 2.
 template <int Keys, int Dims>
 struct ValueTile {
-    static constexpr int kUnitRows = 8;
-    static_assert(Dims % kUnitRows == 0 && Keys % kWgmmaK == 0, "a tile is made of whole units");
+    static_assert(Dims % kSwizzleRows == 0 && Keys % kWgmmaK == 0, "a tile is made of whole units");
     static constexpr int kDims = Dims;
 
     alignas(kChunkBytes) scalar_t data[Keys / kChunkKeys][Dims][kChunkKeys];
@@ -25,8 +24,6 @@ template <int Keys, int Dims, int TileDims>
 __device__ inline void issue_product_pv(WgmmaSums<Dims>& o, const WgmmaOperand<Keys>& p,
                                         const ValueTile<Keys, TileDims>& v) {
     using Product = WgmmaOf<Dims, scalar_t>;
-    constexpr unsigned long long kUnitStride =
-        ValueTile<Keys, TileDims>::kUnitRows * kChunkBytes / kOperandUnit;
     // Chunks that are adjacent in the depth have the same dim.
     const unsigned int v0 = operand_at(v.data, TileDims * kChunkBytes);
     hold_all(o);
@@ -34,7 +31,8 @@ __device__ inline void issue_product_pv(WgmmaSums<Dims>& o, const WgmmaOperand<K
 #pragma unroll
     for (int key = 0; key < Keys; key += kWgmmaK) {
         const unsigned int step = key / kChunkKeys * TileDims * kChunkBytes / kOperandUnit;
-        Product::template multiply<false, true>(o, p[key / kWgmmaK], kUnitStride << 32 | v0 + step);
+        Product::template multiply<false, true>(o, p[key / kWgmmaK],
+                                                description_of<kNoSwizzle, kChunkBytes>(v0 + step));
     }
     ptx::wgmma_commit();
 }

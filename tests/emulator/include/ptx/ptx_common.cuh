@@ -9,7 +9,7 @@ inline int anew(int x) {
 inline unsigned int anew(unsigned int x) {
     return x;
 }
-inline float anew_float(float x) {
+inline float anew(float x) {
     return x;
 }
 

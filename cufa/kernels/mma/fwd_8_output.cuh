@@ -1,4 +1,4 @@
-// The results of a warp of fwd_8_split_kv for its rows: their softmax, and sums of values.
+// The output of a warp of fwd_8_split_kv for its rows: their softmax, and sums of values.
 #pragma once
 
 #include "mma/fwd_8_rows.cuh"
@@ -10,8 +10,8 @@ __device__ inline int run_col(int run) {
     return (run * 4 + threadIdx.x % 4) * kRunCols;
 }
 
-// The results of a warp for its rows, from the keys that it has processed.
-struct Findings {
+// The output of a warp for its rows, from the keys that it has processed.
+struct Output {
     OnlineSoftmax softmax[kTiles][2];
     Accumulators<kTiles, kPartCols> o;
 
@@ -66,7 +66,7 @@ struct Findings {
 // Where a mask cuts through a tile, a value that is NaN or infinite must reach the rows that see
 // its key, and no other; but 0 * NaN is NaN. Such values are added here to the outputs of the rows
 // that see them, whatever their weight, and are zero in the product.
-__device__ inline void take_out_nonfinite(Findings& found, Stage& stage, const WarpRows& rows,
+__device__ inline void take_out_nonfinite(Output& out, Stage& stage, const WarpRows& rows,
                                           int first_key) {
     // Each warp inspects all values, so that all warps of a team take the same branch.
     const unsigned int lane = threadIdx.x % 32;
@@ -85,7 +85,7 @@ __device__ inline void take_out_nonfinite(Findings& found, Stage& stage, const W
                     for (int i = 0; i < kRunCols; ++i) {
                         const key_t value = *stage.v.at(key, run_col(run) + i);
                         if (!is_finite(value))
-                            Operands::in_run(found.o[m], half, run, i) += to_acc(value);
+                            Operands::in_run(out.o[m], half, run, i) += to_acc(value);
                     }
             }
     sync_team();  // every warp has seen them

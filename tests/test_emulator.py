@@ -207,10 +207,10 @@ PLANTED = {
     ),
     "shuffle by some lanes of a warp": (
         "bwd_1_naive",
-        "online_softmax.cuh",
+        "numbers.cuh",
         "x = lanes_sum<32>(x);",
         "if (threadIdx.x % 32 < 20) x = lanes_sum<32>(x);",
-        r"threads 0-19, 32-51, .* in __shfl_xor_sync of lanes 0xffffffff\n    online_softmax.cuh:\d+: lanes_",
+        r"threads 0-19, 32-51, .* in __shfl_xor_sync of lanes 0xffffffff\n    numbers.cuh:\d+: lanes_",
     ),
     "shared memory that is left out": (
         "fwd_4_flash_v2",

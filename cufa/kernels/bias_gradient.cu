@@ -16,6 +16,7 @@
 // Global   workspace: LSE and D (batch, heads, seqlen_q, 2); parts of dbias, if there are parts;
 //          with a mask or a mask_mod, what it shows of each tile of scores
 // Writes   dbias
+#include "call/grid.cuh"
 #include "call/key_tiles.cuh"
 #include "mma/mma_score_tiles.cuh"
 #include "scores/seen_tiles.cuh"

@@ -19,11 +19,13 @@
 //          head_dim), unless deterministic; sums of the gradients of score_mod's arrays and of the
 //          bias, each if wanted
 // Writes   dQ, dK, dV
+#include "call/grid.cuh"
 #include "call/query_tiles.cuh"
 #include "call/warp_rows.cuh"
 #include "cuda_cores/scores.cuh"
 #include "gradients/array_gradients.cuh"
 #include "gradients/bias_sums.cuh"
+#include "gradients/score_gradients.cuh"
 #include "gradients/sink_gradient.cuh"
 #include "softmax/exp2_table.cuh"
 

@@ -24,6 +24,7 @@
 //          mask_mod, what it shows of each tile of scores; sums of the gradients of score_mod's
 //          arrays, if wanted
 // Writes   dQ, dK, dV
+#include "call/grid.cuh"
 #include "gradients/sink_gradient.cuh"
 #include "mma/bwd_3_keys.cuh"
 #include "mma/bwd_3_queries.cuh"

@@ -29,6 +29,7 @@
 //          of score_mod's arrays, if wanted
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   dQ, dK, dV
+#include "call/grid.cuh"
 #include "hopper/backward/bwd_4_consumer.cuh"
 #include "hopper/backward/bwd_4_copies.cuh"
 #include "hopper/backward/wgmma_query_rows.cuh"

@@ -19,6 +19,7 @@
 //          (wgmma_query_sums.cuh); with a mask or a mask_mod, what it shows of each tile of scores
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   dQ, dK, dV
+#include "call/grid.cuh"
 #include "hopper/backward/bwd_5_consumer.cuh"
 #include "hopper/backward/bwd_5_copies.cuh"
 #include "hopper/backward/wgmma_query_rows.cuh"

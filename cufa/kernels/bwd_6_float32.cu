@@ -26,6 +26,7 @@
 //          what it shows of each tile of scores
 // Needs    sm_90a
 // Writes   dQ, dK, dV
+#include "call/grid.cuh"
 #include "hopper/float32/backward_exact.cuh"
 #include "hopper/float32/backward_halves.cuh"
 #include "hopper/float32/backward_turns.cuh"

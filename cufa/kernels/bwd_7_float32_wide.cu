@@ -18,6 +18,7 @@
 // Global   workspace: as bwd_6_float32, with sums of dQ^T
 // Needs    sm_90a
 // Writes   dQ, dK, dV
+#include "call/grid.cuh"
 #include "hopper/float32/backward_exact.cuh"
 #include "hopper/float32/backward_halves.cuh"
 #include "hopper/float32/bwd_7_consumer.cuh"

@@ -27,6 +27,7 @@
 // Global   workspace: with a mask or a mask_mod, what it shows of each tile of scores
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
+#include "call/grid.cuh"
 #include "mma/fwd_5_in_turn.cuh"
 
 // Processes one tile of keys; the next tile is `step` keys further on. On entry K is being copied,

@@ -29,6 +29,7 @@
 // Needs    sm_90a; addresses and strides that are multiples of 16 bytes
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
+#include "call/grid.cuh"
 #include "hopper/forward/wgmma_inspected_values.cuh"
 
 constexpr int kDims = round_up(kValueDim, kWgmmaK);

@@ -18,6 +18,7 @@
 // Needs    sm_90a
 // Writes   O; LSE (batch, heads, seqlen_q), natural log, -inf for a row that sees no key, unless
 //          there is a sink
+#include "call/grid.cuh"
 #include "hopper/float32/fwd_9_consumer.cuh"
 #include "hopper/float32/fwd_9_halves.cuh"
 

@@ -9,8 +9,8 @@
 // Writes   out and LSE, which may be a part's own arrays
 #include "call/columns.cuh"
 #include "call/grid.cuh"
+#include "call/numbers.cuh"
 #include "call/tensor.cuh"
-#include "softmax/online_softmax.cuh"
 
 constexpr int kThreads = THREADS;
 static_assert(sizeof(MergeParams) == PARAMS_BYTES, "the host passes a different struct");

@@ -10,9 +10,9 @@
 // Owns     block: TILE_ROWS tokens of one head; thread: ROWS of them, CHUNK columns of each
 // Writes   measure: measured, initially 0; convert: y, NaN where x is, and descale if measured
 #include "call/memory.cuh"
+#include "call/numbers.cuh"
 #include "call/tensor.cuh"
 #include "ptx/ptx_sm90.cuh"
-#include "softmax/online_softmax.cuh"
 
 constexpr int kThreads = THREADS;
 constexpr int kTileRows = TILE_ROWS;

@@ -10,6 +10,7 @@
 // Writes   y, which may be x; NaN for a token whose position cos and sin do not have
 #include "call/columns.cuh"
 #include "call/grid.cuh"
+#include "call/numbers.cuh"
 #include "call/tensor.cuh"
 
 using table_t = TABLE_SCALAR;

@@ -5,8 +5,8 @@
 #include "call/columns.cuh"
 #include "call/grid.cuh"
 #include "call/memory.cuh"
+#include "call/numbers.cuh"
 #include "call/tensor.cuh"
-#include "softmax/online_softmax.cuh"
 
 // One row of a query head, by its number among all rows. Packed sequences have batch 0 and row
 // numbers that run through all sequences, as in the tensors.

@@ -2,9 +2,9 @@
 // thread per element of the result, with operands straight from global memory.
 #pragma once
 
+#include "call/numbers.cuh"
 #include "call/tensor.cuh"
 #include "scores/mask.cuh"
-#include "softmax/online_softmax.cuh"
 
 // One element of a (batch, heads, seqlen_q, cols) array, in memory order.
 struct Element {

@@ -11,7 +11,7 @@
 // Hopper, these lanes add up their sums first.
 #pragma once
 
-#include "call/warp_rows.cuh"
+#include "call/params.cuh"
 
 // The derivatives of a score by each of the elements that it reads.
 using ElementSlopes = ElementSlope[kElements > 0 ? kElements : 1];

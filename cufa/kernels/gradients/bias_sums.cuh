@@ -6,8 +6,8 @@
 // share an element, when it is free.
 #pragma once
 
-#include "call/warp_rows.cuh"
-#include "gradients/score_gradients.cuh"
+#include "call/grid.cuh"
+#include "call/tensor.cuh"
 
 #if !defined(BIAS_GRADIENT) || !defined(OWN_BIAS_SUMS)
 #error "the host must define BIAS_GRADIENT and OWN_BIAS_SUMS"

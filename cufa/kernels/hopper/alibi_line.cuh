@@ -4,7 +4,7 @@
 // added to each score.
 #pragma once
 
-#include "scores/head_numbers.cuh"
+#include "call/config.cuh"
 
 // The line for a warp's scores of a tile: -step * distance.
 struct AlibiLine {

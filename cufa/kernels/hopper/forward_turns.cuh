@@ -2,7 +2,7 @@
 #pragma once
 
 #include "hopper/wgmma_tiles.cuh"
-#include "ptx/ptx_sm90a.cuh"
+#include "ptx/ptx_common.cuh"
 
 // The warpgroups issue their products in turn. While one waits for its turn, or for its products,
 // another's softmax runs. Each has a named barrier, from FirstBarrier on.

@@ -1,7 +1,6 @@
 // What a block of bwd_3_mma processes, its shared memory, and the workspace of all blocks.
 #pragma once
 
-#include "gradients/array_gradients.cuh"
 #include "gradients/key_sums.cuh"
 #include "mma/handover.cuh"
 #include "mma/mma_query_sums.cuh"

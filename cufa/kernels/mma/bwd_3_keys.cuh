@@ -2,6 +2,7 @@
 #pragma once
 
 #include "call/query_tiles.cuh"
+#include "gradients/array_gradients.cuh"
 #include "mma/bwd_3_copies.cuh"
 #include "mma/mma_nonfinite.cuh"
 

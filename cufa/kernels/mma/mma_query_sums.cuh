@@ -1,7 +1,6 @@
 // The sums of dQ in the workspace, to which warps add their fragments.
 #pragma once
 
-#include "call/warp_rows.cuh"
 #include "mma/mma_tiles.cuh"
 
 // The sums of one head of a sequence: whole tiles of BlockM queries by Cols columns. They have the

@@ -1,8 +1,8 @@
 // What a call gives each head: the slope of ALiBi, and the score of its sink.
 #pragma once
 
+#include "call/numbers.cuh"
 #include "call/params.cuh"
-#include "softmax/online_softmax.cuh"
 
 // How fast scores fall with the distance of the key from the diagonal.
 __device__ inline acc_t alibi_slope_of(const Features& features, int batch, int head) {

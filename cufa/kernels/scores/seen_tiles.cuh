@@ -4,7 +4,6 @@
 // tile.
 #pragma once
 
-#include "call/grid.cuh"
 #include "call/key_tiles.cuh"
 #include "scores/mask_tiles.cuh"
 

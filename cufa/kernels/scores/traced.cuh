@@ -2,7 +2,7 @@
 // compute as NumPy does; numbers that are not integers are acc_t.
 #pragma once
 
-#include "softmax/online_softmax.cuh"
+#include "call/numbers.cuh"
 
 using int64 = long long;
 
@@ -86,10 +86,6 @@ struct ElementSlope {
     int place;
     acc_t slope;
 };
-
-__device__ inline acc_t not_a_number() {
-    return __int_as_float(0x7fffffff);
-}
 
 __device__ inline float exp_of(float x) {
     return expf(x);

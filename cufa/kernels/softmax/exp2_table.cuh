@@ -1,7 +1,7 @@
 // 2^x of many scores, with the shared memory that it needs.
 #pragma once
 
-#include "softmax/online_softmax.cuh"
+#include "call/numbers.cuh"
 
 // Without a table.
 struct Exp2 {

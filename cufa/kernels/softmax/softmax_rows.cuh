@@ -2,7 +2,7 @@
 // maximum in two. Both return what the row's LSE needs. The input and output may be the same row.
 #pragma once
 
-#include "softmax/online_softmax.cuh"
+#include "call/numbers.cuh"
 
 // Maximum and sum of the scores of a row so far. Scores are not in log 2, unlike in the tiled
 // rungs: they are already in memory. Multiplying a large score by log2(e) would round it more than

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "hopper/bias_boxes.cuh"
-#include "hopper/pipeline.cuh"
 
 // The bias of a thread's scores for 16 queries, in wgmma's layout.
 using SixteenBiases = WgmmaSums<kWgmmaK>;

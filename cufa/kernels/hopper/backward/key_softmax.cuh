@@ -5,6 +5,7 @@
 #include "hopper/backward/key_bias.cuh"
 #include "hopper/backward/key_statistics.cuh"
 #include "hopper/wgmma_tiles.cuh"
+#include "scores/head_numbers.cuh"
 #include "scores/kept_scores.cuh"
 #include "scores/mask_sixteens.cuh"
 

@@ -2,10 +2,9 @@
 // and dP^T.
 #pragma once
 
+#include "call/numbers.cuh"
 #include "call/tensor.cuh"
 #include "hopper/wgmma_tiles.cuh"
-#include "scores/dropout.cuh"
-#include "softmax/online_softmax.cuh"
 
 // Whether the rows that see a key may end before the rows of the tile in memory. Beyond the last
 // row, TMA fills in zeros, of which the caller's function may make anything.

@@ -5,6 +5,7 @@
 #include "gradients/array_gradients.cuh"
 #include "hopper/backward/key_statistics.cuh"
 #include "hopper/backward/wgmma_key_sums.cuh"
+#include "scores/dropout.cuh"
 
 // A tile of dQ^T in the layout of the warpgroups: panels of 64 dims by BlockM queries. If Halved,
 // the last panel is two halves, each with half of the queries. Each part is a warpgroup's

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "call/columns.cuh"
-#include "call/warp_rows.cuh"
 #include "gradients/sink_gradient.cuh"
 #include "hopper/float32/backward_tiles.cuh"
 

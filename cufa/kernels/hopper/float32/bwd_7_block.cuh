@@ -1,7 +1,6 @@
 // The shared memory of bwd_7_float32_wide, whose warpgroups share tiles of queries.
 #pragma once
 
-#include "hopper/backward/panel_ranges.cuh"
 #include "hopper/float32/key_scores.cuh"
 
 constexpr int kConsumers = 2;

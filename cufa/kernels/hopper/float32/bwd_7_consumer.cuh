@@ -3,6 +3,7 @@
 #pragma once
 
 #include "call/columns.cuh"
+#include "hopper/backward/panel_ranges.cuh"
 #include "hopper/float32/backward_turns.cuh"
 #include "hopper/float32/bwd_7_block.cuh"
 

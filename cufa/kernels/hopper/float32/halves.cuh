@@ -9,9 +9,9 @@
 #pragma once
 
 #include "call/columns.cuh"
+#include "call/numbers.cuh"
 #include "call/tensor.cuh"
 #include "hopper/wgmma_tiles.cuh"
-#include "softmax/online_softmax.cuh"
 
 constexpr int kHalves = kTf32 ? 1 : 2;  // of an element
 constexpr int kDepth = round_up(kHeadDim, kWgmmaK);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "hopper/forward/wgmma_forward_block.cuh"
+#include "scores/head_numbers.cuh"
 
 // A warpgroup's tile of queries, and what becomes of its products with keys. What each kernel does
 // in its own way is in `Self`, which derives from this struct:

@@ -41,7 +41,7 @@ static_assert(kKeys * Grid::kX == kBlockN, "BLOCK_N must be a multiple of LANES"
 static_assert(kTileKeys * Grid::kY == kBlockN, "BLOCK_N must be a multiple of THREADS / LANES");
 static_assert(sizeof(BackwardParams) == PARAMS_BYTES, "the host passes a different struct");
 
-struct Smem {
+struct Tiles {
     SharedMatrix<kBlockN, Grid::padded(kHeadDim)> k;
     SharedMatrix<kBlockN, kValueDim> v;
     SharedMatrix<kBlockM, Grid::padded(kHeadDim)> q;
@@ -89,7 +89,7 @@ struct QueryHead {
           bias(params, sequence, head, workspace.bias) {}
 };
 
-__device__ inline void load_queries(Smem& smem, const QueryHead& head, int first_row) {
+__device__ inline void load_queries(Tiles& smem, const QueryHead& head, int first_row) {
     const int seqlen_q = head.rules.mask.seqlen_q;
     load_tile<kThreads, kHeadDim>(smem.q, head.q, first_row, seqlen_q);
     load_tile<kThreads, kValueDim>(smem.dout, head.dout, first_row, seqlen_q);
@@ -99,7 +99,7 @@ __device__ inline void load_queries(Smem& smem, const QueryHead& head, int first
     }
 }
 
-__device__ inline void load_keys(Smem& smem, Matrix<const scalar_t> k, Matrix<const scalar_t> v,
+__device__ inline void load_keys(Tiles& smem, Matrix<const scalar_t> k, Matrix<const scalar_t> v,
                                  int first_key, int seqlen_k) {
     load_tile<kThreads, kHeadDim>(smem.k, k, first_key, seqlen_k);
     load_tile<kThreads, kValueDim>(smem.v, v, first_key, seqlen_k);
@@ -112,7 +112,7 @@ struct ScoreGradients {
     // Where a row does not see a key, both are set to zero rather than computed: an LSE of -inf or
     // a NaN in the key must have no effect. `add_up` adds to the other gradients, score by score.
     template <bool Masked, class AddUp>
-    __device__ void recompute(const Smem& smem, const ScoreRules& rules, const Grid& grid,
+    __device__ void recompute(const Tiles& smem, const ScoreRules& rules, const Grid& grid,
                               int first_row, int first_key, const AddUp& add_up) {
         product_nt<kHeadDim>(p, smem.q, smem.k, grid);
         product_nt<kValueDim>(ds, smem.dout, smem.v, grid);
@@ -145,7 +145,7 @@ struct KeyGradients {
 
     // Processes one tile of queries.
     template <bool Masked>
-    __device__ void attend(Smem& smem, const QueryHead& head, const Grid& grid, int first_row,
+    __device__ void attend(Tiles& smem, const QueryHead& head, const Grid& grid, int first_row,
                            int first_key) {
         __syncthreads();  // every warp is done with the previous queries, P and dS
         load_queries(smem, head, first_row);
@@ -171,8 +171,8 @@ struct KeyGradients {
   private:
     // dQ += dS K.
     template <bool Masked>
-    __device__ static void add_to_queries(const Smem& smem, const QueryHead& head, const Grid& grid,
-                                          int first_row) {
+    __device__ static void add_to_queries(const Tiles& smem, const QueryHead& head,
+                                          const Grid& grid, int first_row) {
         OutputTile<kRows, kHeadGroups> dq = {};
         product_nn<Masked>(dq, smem.ds, smem.k, grid);
 #pragma unroll
@@ -196,7 +196,7 @@ struct QueryGradients {
 
     // Processes one tile of keys.
     template <bool Masked>
-    __device__ void attend(Smem& smem, const ScoreRules& rules, Matrix<const scalar_t> k,
+    __device__ void attend(Tiles& smem, const ScoreRules& rules, Matrix<const scalar_t> k,
                            Matrix<const scalar_t> v, const Grid& grid, int first_row,
                            int first_key) {
         __syncthreads();  // every warp is done with the previous keys
@@ -228,7 +228,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     key_tiles(const __grid_constant__ BackwardParams params) {
-    Smem& smem = shared_memory<Smem>();
+    Tiles& smem = shared_memory<Tiles>();
     const Grid grid;
     const auto [sequence, kv_head, first_key] = key_tile_of_block<kBlockN>(params);
     const int keys_end = end_of_keys(params, sequence);
@@ -265,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     query_tiles(const __grid_constant__ BackwardParams params) {
     if constexpr (kDeterministic) {
-        Smem& smem = shared_memory<Smem>();
+        Tiles& smem = shared_memory<Tiles>();
         const Grid grid;
         const auto [sequence, head, kv_head, first_row] = query_tile_of_block<kBlockM>(params);
         if (kPacked && first_row >= sequence.seqlen_q) return;  // the sequence lacks this tile

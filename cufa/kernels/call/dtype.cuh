@@ -9,7 +9,8 @@ struct float16 {
 struct bfloat16 {
     unsigned short bits;
 };
-// OCP's E4M3: it has no infinity, and NaN has all bits of exponent and mantissa set.
+// E4M3 (Micikevicius et al. 2022): it has no infinity, and NaN has all bits of exponent and
+// mantissa set.
 struct float8_e4m3fn {
     unsigned char bits;
 };

@@ -60,7 +60,8 @@ __device__ inline acc_t not_a_number() {
     return __int_as_float(0x7fffffff);
 }
 
-// max and sum over the Lanes neighbouring threads that share a row.
+// max and sum over the Lanes neighbouring threads that share a row. If one has NaN, they may get
+// different maxima. That does no harm: such a row's sum of weights is NaN, and so is its output.
 template <int Lanes>
 __device__ inline acc_t lanes_max(acc_t x) {
 #pragma unroll
@@ -79,7 +80,8 @@ __device__ inline acc_t lanes_sum(acc_t x) {
     return x;
 }
 
-// The sum over all threads of a block, returned to each of them.
+// The sum over all threads of a block, returned to each of them. `warps` serves one sum: no barrier
+// follows, so some threads may still read it.
 template <int Threads>
 using WarpSums = acc_t[Threads / 32];
 

@@ -1,7 +1,7 @@
-// ALiBi as the Hopper kernels add it to a tile of scores: -slope * |distance|, where distance is
-// how far a key lies to the left of the diagonal. On either side of the diagonal this is a line:
-// the sum of a term per row and a term per column. So each term is computed once, and only one is
-// added to each score.
+// ALiBi (Press et al. 2022) as the Hopper kernels add it to a tile of scores: -slope * |distance|,
+// where distance is how far a key lies to the left of the diagonal. On either side of the diagonal
+// this is a line: the sum of a term per row and a term per column. So each term is computed once,
+// and only one is added to each score.
 #pragma once
 
 #include "call/config.cuh"

@@ -37,7 +37,8 @@ struct SingleOperand {
     // holds the NaN or infinity. In the large part, infinity times a small part that is 0 would be
     // NaN.
     __device__ static unsigned int finite_tf32(float x) {
-        const float size = fminf(fabsf(x), __uint_as_float(0x7f7fe000));
+        constexpr unsigned int kLargest = 0x7f7fe000;
+        const float size = fminf(fabsf(x), __uint_as_float(kLargest));
         return ptx::tf32_of(size, x);
     }
 };

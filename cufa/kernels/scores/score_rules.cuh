@@ -119,7 +119,7 @@ struct ScoreRules {
     __device__ int inside(int row) const { return min(row, mask.seqlen_q - 1); }
     __device__ int inside_key(int key) const { return min(key, mask.seqlen_k - 1); }
 
-    // The score before the caller's function.
+    // The score before the caller's function. The soft cap is that of Gemma 2 (Gemma Team 2024).
     __device__ acc_t unmodified(acc_t product, int row, int key) const {
         acc_t score = product * scale;
         if constexpr (kSoftcap) score = softcap() * tanh_of(score / softcap());

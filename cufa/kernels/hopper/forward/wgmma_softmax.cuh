@@ -213,7 +213,8 @@ struct RowPair {
     __device__ bool any_too_large(const float (&sums)[2]) const {
         return __any_sync(0xffffffffu, !fit(sums));
     }
-    // Whether none of this thread's weights is too large.
+    // Whether none of this thread's weights is too large. Here and below, conditions are joined by
+    // & and |, because && and || would become branches.
     __device__ bool fit(const float (&sums)[2]) const {
         return sums[0] <= kLargestSum & sums[1] <= kLargestSum & have_maxima();
     }

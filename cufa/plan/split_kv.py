@@ -166,7 +166,13 @@ def _fastest(problem: Problem, device: Device) -> Tiles:
 def _chosen(
     problem: Problem, device: Device, tiles: Tiles, overrides: Mapping[str, int] | None = None
 ) -> Choice[Tiles]:
-    return Candidates(device, (tiles,), functools.partial(_cost, problem)).choose(problem, overrides or {})
+    return _candidate(problem.kind, device, tiles).choose(problem, overrides or {})
+
+
+@functools.lru_cache
+def _candidate(kind: Problem, device: Device, tiles: Tiles) -> Candidates[Tiles]:
+    """The only one; cached, since a new length needs a plan, and in decoding each step has one."""
+    return Candidates(device, (tiles,), functools.partial(_cost, kind))
 
 
 def _planned(problem: Problem, device: Device, chosen: Choice[Tiles]) -> Part:

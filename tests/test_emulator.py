@@ -236,8 +236,8 @@ PLANTED = {
     "vector that is wider than its alignment": (
         "fwd_4_flash_v2",
         "shared.cuh",
-        "min_of(kAlignBytes / sizeof(scalar_t), Cols & -Cols)",
-        "min_of(8 / sizeof(scalar_t), Cols & -Cols)",
+        "kChunk = kChunkOfRow<scalar_t, Cols>;",
+        "kChunk = min_of(8 / sizeof(scalar_t), Cols & -Cols);",
         r"misaligned address of 'const .*': 2 bytes past a multiple of 8\n    shared.cuh:\d+: load_tile",
     ),
     "index beyond an array": (

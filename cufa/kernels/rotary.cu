@@ -9,7 +9,6 @@
 // Owns     thread: some pairs, or some copied columns, of one row of one head
 // Writes   y, which may be x; NaN for a token whose position cos and sin do not have
 #include "call/columns.cuh"
-#include "call/grid.cuh"
 #include "call/numbers.cuh"
 #include "call/tensor.cuh"
 
@@ -65,7 +64,7 @@ __device__ inline void turn(const RotaryParams& params, const scalar_t* x, scala
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     rotary(const __grid_constant__ RotaryParams params) {
-    const long long index = thread_of_grid<kThreads>();
+    const long long index = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x;
     const int part = index % (kTurns + kCopies);
     // Heads vary fastest, since they share a token's angles.
     const long long row_of_head = index / (kTurns + kCopies), token = row_of_head / params.heads;

@@ -49,7 +49,8 @@ struct KeySoftmax {
         last_row = mask.seqlen_q - 1;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int key = first_key + row_of_thread() + half * 8;
+            const int row = row_of_warp() + half * 8 + threadIdx.x % 32 / 4;
+            const int key = first_key + row;
             first_row[half] = key < mask.seqlen_k ? mask.first_row(key) : mask.seqlen_q + BlockM;
             if constexpr (kRowsEnd) rows_end[half] = mask.rows_end(key);
             this->key[half] = min(key, mask.seqlen_k - 1);

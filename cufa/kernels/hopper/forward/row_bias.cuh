@@ -35,15 +35,17 @@ struct BiasPairs {
     // `first_key` is this thread's first key, an even number.
     __device__ void load(const Features& features, const Mask& mask, int batch, int head, int row,
                          int first_key) {
-        const auto matrix = matrix_of<const T>(features.bias, batch, head);
+        const ScoreTensor& tensor = features.bias;
+        const T* const matrix = static_cast<const T*>(tensor.data) + batch * tensor.batch_stride +
+                                head * tensor.head_stride;
         const T* rows[2];  // past the end the last row, which does no harm
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            rows[half] = matrix.row(min(row + 8 * half, mask.seqlen_q - 1));
+            rows[half] = matrix + min(row + 8 * half, mask.seqlen_q - 1) * tensor.row_stride;
 
         constexpr int kKeys = 2 * Count;
-        const auto steps = reinterpret_cast<unsigned long long>(matrix.data) / sizeof(T) |
-                           static_cast<unsigned long long>(matrix.row_stride);
+        const auto steps = reinterpret_cast<unsigned long long>(matrix) / sizeof(T) |
+                           static_cast<unsigned long long>(tensor.row_stride);
         if (steps % 2 == 0 && first_key + kKeys <= mask.seqlen_k) {
 #pragma unroll
             for (int i = 0; i < Count / 2; ++i) {

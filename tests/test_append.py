@@ -94,9 +94,8 @@ def test_on_a_gpu(rng, dtype, dims, each, in_pages):
         return cupy.asarray(x.view(np.uint8)).view(x.dtype)
 
     def assert_appended(named):
-        lists = {"cache_seqlens": cupy.asarray(held)} if each else {}
-        lists |= {"block_table": cupy.asarray(table)} if in_pages else {}
-        append(named | lists, 0 if each else held)
+        pages = {"block_table": cupy.asarray(table)} if in_pages else {}
+        append(named | pages, cupy.asarray(held) if each else held)
         for name, x, cache in zip(("k_cache", "v_cache"), new, caches, strict=True):
             bits = cupy.ascontiguousarray(named[name]).view(cupy.uint8).get()
             assert_same_bits(bits, expected(x, cache, held, table))

@@ -484,33 +484,24 @@ def test_a_bias_has_the_same_bits_in_every_call(cupy, head_dim, shape):
     assert_gradients(tuple(x[:, :, :1] for x in gradients), of_head, bias=bias[:1])
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_windows_that_see_nothing(cupy, head_dim):
-    """The window of all but the last 130 of 900 rows ends before the first key."""
-    options = {"window": (30, 30)}
-    rng = np.random.default_rng(head_dim)
-    problem = random_problem(
-        rng, "bfloat16", seqlen_q=900, seqlen_k=100, batch=2, heads=40, kv_heads=8, head_dim=head_dim
-    )
-    q, k, v, dout = on_gpu(problem)
-    out, lse = cufa.attention(q, k, v, return_lse=True, kernel=FORWARD, **options)
-    assert_attention(out.get(), lse.get(), problem, **options)
-    gradients = cufa.attention_backward(dout, q, k, v, out, lse, **options)
-    assert_gradients(tuple(x.get() for x in gradients), problem, **options)
+# The window of all but the last 130 of 900 rows ends before the first key; and so many heads that a block of
+# the backward takes all keys of one, whose first tiles no query sees.
+SEEING_NOTHING = [
+    ((30, 30), {"seqlen_q": 900, "seqlen_k": 100, "batch": 2, "heads": 40, "kv_heads": 8}),
+    ((100, 0), {"seqlen_q": 100, "seqlen_k": 900, "batch": 16, "heads": 8, "kv_heads": 8}),
+]
 
 
+@pytest.mark.parametrize(("window", "sizes"), SEEING_NOTHING, ids=["rows", "keys"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_keys_before_the_window(cupy, head_dim):
-    """No query sees the first tiles of keys. So many heads that a block takes all keys of one."""
-    options = {"window": (100, 0)}
+def test_windows_that_see_nothing(cupy, head_dim, window, sizes):
     rng = np.random.default_rng(head_dim)
-    problem = random_problem(
-        rng, "bfloat16", seqlen_q=100, seqlen_k=900, batch=16, heads=8, kv_heads=8, head_dim=head_dim
-    )
+    problem = random_problem(rng, "bfloat16", head_dim=head_dim, **sizes)
     q, k, v, dout = on_gpu(problem)
-    out, lse = cufa.attention(q, k, v, return_lse=True, **options)
-    gradients = cufa.attention_backward(dout, q, k, v, out, lse, **options)
-    assert_gradients(tuple(x.get() for x in gradients), problem, **options)
+    out, lse = cufa.attention(q, k, v, window=window, return_lse=True, kernel=FORWARD)
+    assert_attention(out.get(), lse.get(), problem, window=window)
+    gradients = cufa.attention_backward(dout, q, k, v, out, lse, window=window)
+    assert_gradients(tuple(x.get() for x in gradients), problem, window=window)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

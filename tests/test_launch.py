@@ -363,9 +363,8 @@ def test_new_keys_are_appended_to_a_cache_by_one_launch(machine, rng, held, in_p
     caches = [rng.standard_normal((*shape, 2, dim)).astype(np.float16) for dim in (16, 24)]
     table = np.array([[4, 0, 2], [1, 5, 3]], np.int32) if in_pages else None
     named = dict(zip(("k", "v", "k_cache", "v_cache"), map(machine.array, (*new, *caches)), strict=True))
-    side = {"block_table": machine.array(table)} if in_pages else {}
-    side |= {} if isinstance(held, int) else {"cache_seqlens": machine.array(np.array(held, np.int32))}
-    append(named | side, held if isinstance(held, int) else 0)
+    pages = {"block_table": machine.array(table)} if in_pages else {}
+    append(named | pages, held if isinstance(held, int) else machine.array(np.array(held, np.int32)))
     assert machine.launched == ["append"]
     for x, cache, name in zip(new, caches, ("k_cache", "v_cache"), strict=True):
         np.testing.assert_array_equal(host(named[name]), expected(x, cache, held, table))

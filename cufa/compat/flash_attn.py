@@ -575,10 +575,7 @@ def _append(k_cache: Any, v_cache: Any, k: Any, v: Any, held: Any, cache: _Cache
         if _becomes_8_bits(new, of):
             given_or_one = full((batch, of.shape[2]), 1, "float32", new) if descale is None else descale
             named[name], _ = quantize(new, descale=given_or_one)
-    if isinstance(held, int):
-        append(named, held)
-    else:
-        append({**named, "cache_seqlens": held}, 0)
+    append(named, held)
 
 
 def _numbers(name: str, value: Any) -> Any:

@@ -21,7 +21,6 @@ from cufa.jit import Variant
 from cufa.params import (
     NO_FEATURES,
     bias_fields,
-    pack_append,
     pack_call,
     pack_merge,
     pack_quantize,
@@ -34,6 +33,7 @@ from cufa.plan import Launch, Plan
 from cufa.plan.record import WORKSPACE_ALIGNMENT
 from cufa.plan.sizes import params_bytes
 from cufa.plan.standard import (
+    Appending,
     Quantization,
     Rotation,
     append_launches,
@@ -238,21 +238,13 @@ def quantize(
 
 
 def append(
-    dtype: str,
-    dims: tuple[int, int],
-    tensors: Sequence[int],
-    held: tuple[int, int],
-    table: tuple[int, int],
-    pages: tuple[int, int, int],
-    sizes: tuple[int, int, int],
-    align_bytes: int,
+    appending: Appending, align_bytes: int, batch: int, rows: int, query_rows: int, params: bytes
 ) -> None:
-    """Launch `append` for (batch, heads, seqlen) rows on the current stream; see `pack_append`.
+    """Launch `append` on the current stream for so many rows of keys and of queries to rotate.
 
-    `dims` are those of keys and of values.
+    `params` is what `pack_append` returns.
     """
-    (kernel,) = _kernels(append_launches, (dtype, dims, prod(sizes), align_bytes), None)
-    params = pack_append(tensors, held, table, pages, sizes)
+    (kernel,) = _kernels(append_launches, (appending, align_bytes, batch, rows, query_rows), None)
     kernel(ctypes.c_char_p(params), _current_stream())
 
 

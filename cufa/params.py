@@ -55,13 +55,16 @@ _ROTARY = struct.Struct("=" + 2 * "4q" + "2q" + "3q" + "4i")
 # Two tensors, cu_seqlens, the address for measuring, descales, batch, heads, kv_heads, seqlen.
 _QUANTIZE = struct.Struct("=" + 2 * "4q" + "3q" + "4i")
 # Four tensors, the numbers of keys held, the block table and its stride, the number held by each, the pages
-# of a sequence, their number and size, batch, heads, seqlen.
-_APPEND = struct.Struct("=" + 4 * "4q" + "3q" + "7i4x")
+# of a sequence, their number and size, batch, heads, seqlen, the lengths, two descales.
+_APPEND = struct.Struct("=" + 4 * "4q" + "3q" + "7i4x" + "3q")
+# Queries and where they are rotated to, cos and sin, heads, seqlen, step, places.
+_ROTATED = struct.Struct("=" + 2 * "4q" + "2q" + "4i")
+NOT_ROTATED = bytes(_ROTATED.size)
 assert _SOFTMAX.size == SOFTMAX_PARAMS_BYTES
 assert _MERGE.size == MERGE_PARAMS_BYTES
 assert _ROTARY.size == ROTARY_PARAMS_BYTES
 assert _QUANTIZE.size == QUANTIZE_PARAMS_BYTES
-assert _APPEND.size == APPEND_PARAMS_BYTES
+assert _APPEND.size + _ROTATED.size == APPEND_PARAMS_BYTES
 # The end of the structs for a call without features.
 NO_FEATURES = {
     direction: bytes(_ARRAYS.size + _VALUES[8].size + _WINDOW.size + last.size)
@@ -247,10 +250,24 @@ def pack_append(
     table: tuple[int, int],
     pages: tuple[int, int, int],
     sizes: tuple[int, int, int],
+    lengths: int,
+    descales: tuple[int, int],
+    rotated: bytes = NOT_ROTATED,
 ) -> bytes:
     """Pack AppendParams: k, v and their caches as for `pack_tensors`; the address of the numbers of keys held
     (0 for none) and the number held by each; the block table's address (0 for none) and its stride in
-    elements; (pages of a sequence, pages, page size); (batch, heads, seqlen).
+    elements; (pages of a sequence, pages, page size); (batch, heads, seqlen); the addresses of the lengths
+    and of the caches' descales (0 for none); what `pack_rotated` returns.
     """
     held_at, held_by_each = held
-    return _APPEND.pack(*tensors, held_at, *table, held_by_each, *pages, *sizes)
+    fields = (*tensors, held_at, *table, held_by_each, *pages, *sizes, lengths, *descales)
+    return _APPEND.pack(*fields) + rotated
+
+
+def pack_rotated(
+    tensors: Sequence[int], tables: Sequence[int], sizes: tuple[int, int], step: int, places: int
+) -> bytes:
+    """Pack RotatedQueries: q and y as for `pack_tensors`, the addresses of cos and sin, (heads, seqlen), the
+    step between the positions of two queries, the rows of cos.
+    """
+    return _ROTATED.pack(*tensors, *tables, *sizes, step, places)

@@ -89,10 +89,12 @@ def rotary(
     return adopted.give_back(named["out"], out)
 
 
-def _check(named: dict[str, Any], dtype: str, axes: Axes) -> None:
-    x, cos, sin = named["x"], named["cos"], named["sin"]
-    dim = x.shape[-1]
-    if cos.ndim != 2 or not 0 < 2 * cos.shape[1] <= dim:
+def check_angles(dtype: str, dim: int, cos: Wanted, sin: Wanted) -> None:
+    """Check the tables of cosines and sines for arrays of this dtype and head dim.
+
+    Raises TypeError or ValueError if they do not fit.
+    """
+    if len(cos.shape) != 2 or not 0 < 2 * cos.shape[1] <= dim:
         raise ValueError(
             f"cos has shape {cos.shape}; it must be (places, rotary_dim / 2), with rotary_dim from 2 to {dim}"
         )
@@ -103,6 +105,13 @@ def _check(named: dict[str, Any], dtype: str, axes: Axes) -> None:
         raise TypeError(f"cos has dtype {cos.dtype}; for {dtype} it must be {wanted}")
     if sin.dtype != cos.dtype:
         raise TypeError(f"sin has dtype {sin.dtype}; it must be {cos.dtype}, as cos is")
+
+
+def _check(named: dict[str, Any], dtype: str, axes: Axes) -> None:
+    x = named["x"]
+    check_angles(
+        dtype, x.shape[-1], *(Wanted(named[name].shape, named[name].dtype) for name in ("cos", "sin"))
+    )
     if "out" in named:
         check_array("out", named["out"].shape, named["out"].dtype, Wanted(x.shape, x.dtype))
     _check_positions(named, axes)

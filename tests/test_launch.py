@@ -9,18 +9,18 @@ import math
 import types
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 from emulator import Module, calls
 from feature_cases import draw_case
 from float8 import assert_float8, random_descales, with_values_transposed
-from test_append import expected
 from tolerance import assert_attention, assert_gradients, random_problem
 
 import cufa
-from cufa import arrays, call, counters, device, driver, jit, launch
+from cufa import arrays, call, compat, counters, device, driver, jit, launch
 from cufa.api import check_attention
-from cufa.compat.appending import append
+from cufa.compat import appending
 from cufa.device import Device
 from cufa.driver import TENSOR_MAP_BYTES, DriverError
 from cufa.problem import FLOAT8
@@ -355,19 +355,64 @@ def test_arrays_that_lie_askew_are_named(machine):
             function(*given)
 
 
-@pytest.mark.parametrize("in_pages", [False, True], ids=["rows", "pages"])
+ANGLES = np.random.default_rng(3).uniform(-np.pi, np.pi, (15, 4)).astype(np.float32)
+ROTARY = {"rotary_cos": np.cos(ANGLES), "rotary_sin": np.sin(ANGLES)}
+
+
+@pytest.mark.parametrize("rotary", [{}, ROTARY], ids=["", "rotary"])
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype"),
+    [("float16", "float16"), ("float32", "float32"), ("bfloat16", FLOAT8), ("float16", FLOAT8)],
+)
+@pytest.mark.parametrize("places", ["rows", "pages", "entries"])
 @pytest.mark.parametrize("held", [5, [0, 12]], ids=["alike", "each"])
-def test_new_keys_are_appended_to_a_cache_by_one_launch(machine, rng, held, in_pages):
-    new = [rng.standard_normal((2, 3, 2, dim)).astype(np.float16) for dim in (16, 24)]
-    shape = (7, 5) if in_pages else (2, 15)
-    caches = [rng.standard_normal((*shape, 2, dim)).astype(np.float16) for dim in (16, 24)]
-    table = np.array([[4, 0, 2], [1, 5, 3]], np.int32) if in_pages else None
-    named = dict(zip(("k", "v", "k_cache", "v_cache"), map(machine.array, (*new, *caches)), strict=True))
-    pages = {"block_table": machine.array(table)} if in_pages else {}
-    append(named | pages, held if isinstance(held, int) else machine.array(np.array(held, np.int32)))
-    assert machine.launched == ["append"]
-    for x, cache, name in zip(new, caches, ("k_cache", "v_cache"), strict=True):
-        np.testing.assert_array_equal(host(named[name]), expected(x, cache, held, table))
+def test_new_keys_are_appended_to_a_cache_by_one_launch(
+    machine, rng, held, places, dtype, cache_dtype, rotary
+):
+    """With all that a call with them can have, the result is that of the CPU, step by step."""
+    q = rng.standard_normal((2, 3, 4, 16)).astype(dtype)
+    new = [rng.standard_normal((2, 3, 2, dim)).astype(dtype) for dim in (16, 24)]
+    shape = {"rows": (2, 15), "pages": (7, 5), "entries": (3, 15)}[places]
+    caches = [rng.standard_normal((*shape, 2, dim)).astype(cache_dtype) for dim in (16, 24)]
+    side = dict(rotary)
+    if places == "pages":
+        side["block_table"] = np.array([[4, 0, 2], [1, 5, 3]], np.int32)
+    elif places == "entries":
+        side["cache_batch_idx"] = np.array([2, 0], np.int32)
+    if cache_dtype == FLOAT8:
+        side |= {f"{x}_descale": rng.uniform(0.5, 2, (2, 2)).astype(np.float32) for x in "kv"}
+    if not isinstance(held, int):
+        held = side["cache_seqlens"] = np.array(held, np.int32)
+    options = {"causal": True, **({"cache_seqlens": held} if isinstance(held, int) else {})}
+    on_gpu = [machine.array(x) for x in (q, *caches, *new)]
+    side_on_gpu = {name: machine.array(x) for name, x in side.items()}
+    out = compat.flash_attn_with_kvcache(*on_gpu, **side_on_gpu, **options)
+    assert machine.launched[0] == "append"
+    assert machine.launched.count("append") == 1
+    assert not {"rotary", "convert"} & set(machine.launched)
+    exact = compat.flash_attn_with_kvcache(q, *caches, *new, **side, **options)
+    epsilon = float(ml_dtypes.finfo(dtype).eps)
+    for actual, cache in zip(on_gpu[1:3], caches, strict=True):
+        actual, cache = (x.astype(np.float32) for x in (host(actual), cache))
+        # A key whose last place is rounded the other way may be the next one in 8 bits.
+        apart = np.abs(actual - cache) > 4 * epsilon * np.abs(cache) + epsilon
+        assert apart.mean() < (0.01 if cache_dtype == FLOAT8 and rotary else 1e-9)
+    np.testing.assert_allclose(host(out).astype(np.float32), exact.astype(np.float32), rtol=0.03, atol=0.03)
+
+
+def test_new_keys_that_no_kernel_reads_are_appended_step_by_step(machine, rng):
+    """Here, two dtypes for one cache; the steps are other functions' calls."""
+    q = rng.standard_normal((2, 1, 4, 16)).astype(np.float16)
+    caches = [rng.standard_normal((2, 15, 2, 16)).astype(FLOAT8) for _ in "kv"]
+    new = [rng.standard_normal((2, 1, 2, 16)).astype(dtype) for dtype in ("float16", "bfloat16")]
+    held = np.array([3, 9], np.int32)
+    arrays_of_call = dict(zip(("q", "k_cache", "v_cache", "k", "v"), (q, *caches, *new), strict=True))
+    arrays_of_call["cache_seqlens"] = held
+    adopted = arrays.adopt_in_place({name: machine.array(x) for name, x in arrays_of_call.items()})
+    assert appending._form_of(adopted.described, True) is None
+    same = {name: x for name, x in arrays_of_call.items() if name != "v"} | {"v": new[0]}
+    adopted = arrays.adopt_in_place({name: machine.array(x) for name, x in same.items()})
+    assert appending._form_of(adopted.described, True) is not None
 
 
 def test_parts_of_keys_are_merged_by_a_launch_that_overlaps(machine, rng, monkeypatch):

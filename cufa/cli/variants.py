@@ -12,6 +12,7 @@ from cufa.jit import Variant
 from cufa.kernels import COMPANIONS, KERNELS
 from cufa.plan import Launch, make_plan, make_probabilities_plan
 from cufa.plan.standard import (
+    Appending,
     Quantization,
     Rotation,
     append_launches,
@@ -155,9 +156,7 @@ _COMPANION_LAUNCHES: dict[str, Callable[[Request, Arch], tuple[Variant, tuple[La
         request.dtype, request.value_dim, SEQLEN, MAX_ALIGN_BYTES, arch
     ),
     "rotary": lambda request, arch: rotary_launches(_rotation(request), SEQLEN, arch),
-    "append": lambda request, arch: append_launches(
-        request.dtype, (request.head_dim, request.value_dim), SEQLEN, MAX_ALIGN_BYTES, arch
-    ),
+    "append": lambda request, arch: append_launches(_appending(request), MAX_ALIGN_BYTES, 1, SEQLEN, 0, arch),
     "quantize": lambda request, arch: quantize_launches(_quantization(request), True, 1, 1, SEQLEN, arch),
     "bias_gradient": lambda request, _: _bias_gradient_launches(request),
     "attn_probs": lambda request, _: _probabilities_launches(request),
@@ -171,6 +170,10 @@ def _rotation(request: Request) -> Rotation:
         raise ValueError("rotary turns pairs of columns, and head_dim is 1")
     table = accumulator_dtype(request.dtype).name
     return Rotation(request.dtype, request.head_dim, rotary_dim, table, "int32", False, MAX_ALIGN_BYTES)
+
+
+def _appending(request: Request) -> Appending:
+    return Appending(request.dtype, request.dtype, request.head_dim, request.value_dim)
 
 
 def _quantization(request: Request) -> Quantization:

@@ -14,9 +14,9 @@ from cufa.compat.flash_attn import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
-    flash_attn_with_kvcache,
 )
 from cufa.compat.jax import dot_product_attention
+from cufa.compat.kvcache import flash_attn_with_kvcache
 from cufa.compat.pytorch import scaled_dot_product_attention
 
 __all__ = [

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from cufa.api import attention, check_attention
-from cufa.arrays import check_no_mask, namespace_of
+from cufa.arrays import check_no_mask, namespace_of, on_cpu
 from cufa.messages import kind_of, renamed
 from cufa.problem import FLOAT8, INPUT_DTYPES, dtype_of
 
@@ -114,3 +114,9 @@ def full(shape: tuple[int, ...], value: int, dtype: str, beside: Any) -> Any:
 def device_of(array: Any) -> dict[str, Any]:
     """The keyword that libraries other than NumPy and CuPy need to create an array on the same device."""
     return {} if namespace_of(array).__name__ in ("numpy", "cupy") else {"device": array.device}
+
+
+def numbers_of(name: str, value: Any) -> Any:
+    """A number or the numbers of an array, for checks; none of an array on a GPU, which would take time."""
+    numbers = value if isinstance(value, int) else on_cpu(value, name)
+    return np.empty(0, np.int32) if numbers is None else np.atleast_1d(numbers)

@@ -548,7 +548,7 @@ COMPANIONS: Mapping[str, Companion] = MappingProxyType(
             Companion(
                 name="append",
                 function="flash_attn_with_kvcache of cufa.compat",
-                idea="new keys and values into a cache or its pages, one thread for a part of a row",
+                idea="new keys and values into a cache or its pages, rotated and rounded on the way",
                 paper="Kwon et al. 2023, section 5.1",
             ),
             Companion(

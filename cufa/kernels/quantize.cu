@@ -9,6 +9,7 @@
 //          y has one row per dim, with tokens adjacent
 // Owns     block: TILE_ROWS tokens of one head; thread: ROWS of them, CHUNK columns of each
 // Writes   measure: measured, initially 0; convert: y, NaN where x is, and descale if measured
+#include "call/columns.cuh"
 #include "call/memory.cuh"
 #include "call/numbers.cuh"
 #include "call/tensor.cuh"
@@ -128,21 +129,6 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 // ---- the elements ----
 
-// Stores adjacent elements of y, from as many floats.
-template <int Count>
-__device__ inline void store(float8_e4m3fn* y, const float (&x)[Count]) {
-    if constexpr (Count % 4 == 0) {
-        Pack<unsigned int, Count / 4> words;
-#pragma unroll
-        for (int i = 0; i < Count; i += 4) {
-            words[i / 4] = ptx::pack_e4m3(x[i], x[i + 1], x[i + 2], x[i + 3]);
-        }
-        *reinterpret_cast<Pack<unsigned int, Count / 4>*>(y) = words;
-    } else {
-        for (int i = 0; i < Count; ++i) y[i] = {ptx::e4m3_from_float(x[i])};
-    }
-}
-
 // Stores a thread's part of y, one token per row.
 __device__ inline void store_tokens(const Matrix<float8_e4m3fn>& y, const Tile& tile,
                                     const Piece<kRows>& piece, int row, int col, acc_t scale) {
@@ -154,7 +140,7 @@ __device__ inline void store_tokens(const Matrix<float8_e4m3fn>& y, const Tile& 
         for (int e = 0; e < kChunk; ++e) {
             scaled[e] = static_cast<float>(to_acc(piece.rows[r][e]) * scale);
         }
-        store(y.row(row + r) + col, scaled);
+        write_e4m3(y.row(row + r) + col, scaled);
     }
 }
 
@@ -173,7 +159,7 @@ __device__ inline void store_dims(const Matrix<float8_e4m3fn>& y, const Tile& ti
             }
             float8_e4m3fn* const to = y.row(col + e) + row + r;
             if (row + r + kTogether <= tile.end) {
-                store(to, scaled);
+                write_e4m3(to, scaled);
             } else {
 #pragma unroll
                 for (int i = 0; i < kTogether; ++i)

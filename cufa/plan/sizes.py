@@ -13,7 +13,7 @@ SOFTMAX_PARAMS_BYTES = 48
 MERGE_PARAMS_BYTES = 136
 ROTARY_PARAMS_BYTES = 120
 QUANTIZE_PARAMS_BYTES = 104
-APPEND_PARAMS_BYTES = 184
+APPEND_PARAMS_BYTES = 304
 
 
 # The most parts of a head's tiles that may be listed (PartPlace), and the bytes of each in the list.

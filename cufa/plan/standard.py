@@ -220,28 +220,69 @@ def quantize_launches(
     return Variant("quantize.cu", macros, arch), tuple(launches)
 
 
+@dataclass(frozen=True)
+class Appending:
+    """What `append` is compiled for: the dtypes of new keys, of the cache and of cos.
+
+    `rotary_dim` is 0 if keys are not rotated.
+    """
+
+    dtype: str
+    cache_dtype: str
+    head_dim: int
+    value_dim: int
+    rotary_dim: int = 0
+    table_dtype: str = "float32"
+    interleaved: bool = False
+
+    def parts(self, dim: int, rotary_dim: int, align_bytes: int) -> int:
+        """Threads for a row of `dim` columns, of which the first `rotary_dim` are rotated."""
+        together = math.gcd(align_bytes // INPUT_DTYPES[self.dtype].itemsize, rotary_dim // 2, dim)
+        return (dim - rotary_dim // 2) // together
+
+
 def append_launches(
-    dtype: str, dims: tuple[int, int], rows: int, align_bytes: int, arch: Arch
+    appending: Appending, align_bytes: int, batch: int, rows: int, query_rows: int, arch: Arch
 ) -> tuple[Variant, tuple[Launch, ...]]:
-    """`append`: a thread for as many columns as it reads at once of a row of keys or values, `dims` wide."""
-    head_dim, value_dim = dims
+    """`append`: a thread for as many columns as it reads at once of a row of keys, of values, or of queries.
+
+    `rows` are those of new keys in all heads, `query_rows` those of the queries to rotate. All rows are
+    aligned to `align_bytes`; those of an 8-bit cache, to as many elements.
+    """
+    head_dim, value_dim = appending.head_dim, appending.value_dim
     macros: tuple[Macro, ...] = (
-        *_macros_without_attention(dtype, value_dim, align_bytes, head_dim=head_dim),
+        *_macros_without_attention(
+            appending.dtype,
+            value_dim,
+            align_bytes,
+            head_dim=head_dim,
+            key_dtype=appending.cache_dtype,
+        ),
+        ("ROTARY_DIM", appending.rotary_dim),
+        ("TABLE_SCALAR", appending.table_dtype),
+        ("INTERLEAVED", appending.interleaved),
         ("SMEM_BYTES", 0),
         ("PARAMS_BYTES", APPEND_PARAMS_BYTES),
     )
-    most = align_bytes // INPUT_DTYPES[dtype].itemsize
-    threads = rows * sum(dim // math.gcd(most, dim) for dim in dims)
+    of_key = appending.parts(head_dim, appending.rotary_dim, align_bytes)
+    of_value = appending.parts(value_dim, 0, align_bytes)
+    # One for each sequence's length, too.
+    threads = max(batch, rows * (of_key + of_value) + query_rows * of_key)
     return Variant("append.cu", macros, arch), (Launch("append", ceil_div(threads, THREADS), THREADS),)
 
 
 def _macros_without_attention(
-    dtype: str, value_dim: int, align_bytes: int, features: Features = PLAIN, head_dim: int = 1
+    dtype: str,
+    value_dim: int,
+    align_bytes: int,
+    features: Features = PLAIN,
+    head_dim: int = 1,
+    key_dtype: str | None = None,
 ) -> tuple[Macro, ...]:
     """The macros that config.cuh needs in a kernel that works on rows alone, most often of one array."""
     return (
         ("SCALAR", dtype),
-        ("KEY_SCALAR", dtype),
+        ("KEY_SCALAR", key_dtype or dtype),
         ("HEAD_DIM", head_dim),
         ("VALUE_DIM", value_dim),
         ("CAUSAL", False),

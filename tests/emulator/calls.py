@@ -25,6 +25,7 @@ from cufa.counters import COUNTER_BYTES
 from cufa.device import Device
 from cufa.driver import TENSOR_MAP_BYTES
 from cufa.params import (
+    NOT_ROTATED,
     FeatureValues,
     bias_fields,
     pack_append,
@@ -33,6 +34,7 @@ from cufa.params import (
     pack_merge,
     pack_quantize,
     pack_rotary,
+    pack_rotated,
     pack_sizes,
     pack_softmax,
     pack_tensors,
@@ -40,6 +42,7 @@ from cufa.params import (
 )
 from cufa.plan import Plan, make_plan, make_probabilities_plan
 from cufa.plan.standard import (
+    Appending,
     Quantization,
     Rotation,
     append_launches,
@@ -290,38 +293,76 @@ def rotary(
 
 
 def append(
-    k: Array,
-    v: Array,
-    k_cache: Array,
-    v_cache: Array,
+    new: dict[str, Array],
     held: Array | int,
+    *,
     table: Array | None = None,
+    step: int = 1,
+    interleaved: bool = False,
     checked: bool = True,
-) -> tuple[Array, Array]:
-    """The caches after `append` of k and v, (batch, seqlen, kv_heads, dim), to them."""
-    batch, seqlen, heads, head_dim = k.shape
-    tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
-    strides = (stride for tensor in tensors.values() for stride in tensor.strides[:3])
-    align_bytes = math.gcd(_MAX_ALIGN_BYTES, head_dim * k.itemsize, v.shape[-1] * v.itemsize, *strides)
-    placed = {name: _placed(x, align_bytes, is_output=name.endswith("cache")) for name, x in tensors.items()}
+) -> dict[str, Array]:
+    """What `append` writes: the caches, the lengths and, if there are angles, q rotated.
+
+    `new` has k, v, k_cache and v_cache, (batch, seqlen, kv_heads, dim); perhaps k_descale and v_descale;
+    perhaps q, cos and sin, with which queries are rotated by positions `step` apart.
+    """
+    batch, seqlen, heads, head_dim = new["k"].shape
+    value_dim = new["v"].shape[-1]
+    places, pairs = new["cos"].shape if "cos" in new else (0, 0)
+    tensors = {name: x for name, x in new.items() if name in ("k", "v", "k_cache", "v_cache", "q")}
+    if pairs:
+        tensors["rotated"] = np.empty(new["q"].shape, new["q"].dtype)
+    # Elements that all rows are aligned to.
+    strides = [stride // x.itemsize for x in tensors.values() for stride in x.strides[:3]]
+    together = math.gcd(_MAX_ALIGN_BYTES // new["k"].itemsize, head_dim, value_dim, *strides)
+    written = ("k_cache", "v_cache", "rotated")
+    placed = {name: _placed(x, together * x.itemsize, name in written) for name, x in tensors.items()}
     for name in ("k_cache", "v_cache"):
-        placed[name][...] = tensors[name]
-    lists = {"held": held, "table": table}
-    placed |= {name: _placed(x, _WORD_BYTES, False) for name, x in lists.items() if isinstance(x, np.ndarray)}
-    at = {name: placed[name].ctypes.data if name in placed else 0 for name in lists}
+        placed[name][...] = new[name]
+    others = {"table": table, "held": held, "lengths": np.empty(batch, np.int32)}
+    others |= {name: x for name, x in new.items() if name not in tensors}
+    placed |= {
+        name: _placed(x, x.itemsize, name == "lengths")
+        for name, x in others.items()
+        if isinstance(x, np.ndarray)
+    }
+
+    def at(name: str) -> int:
+        return placed[name].ctypes.data if name in placed else 0
+
+    rotated, query_rows = NOT_ROTATED, 0
+    if pairs:
+        _, seqlen_q, heads_q, _ = new["q"].shape
+        fields = [*_fields(placed["q"]), *_fields(placed["rotated"])]
+        rotated = pack_rotated(fields, [at("cos"), at("sin")], (heads_q, seqlen_q), step, places)
+        query_rows = batch * seqlen_q * heads_q
     of_sequence = 1 if table is None else table.shape[1]
-    dims = head_dim, v.shape[-1]
-    variant, (launch,) = append_launches(k.dtype.name, dims, batch * heads * seqlen, align_bytes, DEVICE.arch)
+    appending = Appending(
+        new["k"].dtype.name,
+        new["k_cache"].dtype.name,
+        head_dim,
+        value_dim,
+        2 * pairs,
+        new["cos"].dtype.name if pairs else "float32",
+        interleaved,
+    )
+    align_bytes = together * new["k"].itemsize
+    variant, (launch,) = append_launches(
+        appending, align_bytes, batch, batch * heads * seqlen, query_rows, DEVICE.arch
+    )
     params = pack_append(
-        [field for name in tensors for field in _fields(placed[name])],
-        (at["held"], held if isinstance(held, int) else 0),
-        (at["table"], of_sequence),
-        (of_sequence, *k_cache.shape[:2]),
+        [field for name in ("k", "v", "k_cache", "v_cache") for field in _fields(placed[name])],
+        (at("held"), held if isinstance(held, int) else 0),
+        (at("table"), of_sequence),
+        (of_sequence, *new["k_cache"].shape[:2]),
         (batch, heads, seqlen),
+        at("lengths"),
+        (at("k_descale"), at("v_descale")),
+        rotated,
     )
     module = Module(variant.source, variant.macros, checked)
     module.launch(launch.entry, launch.grid, launch.block, launch.smem_bytes, params, placed)
-    return placed["k_cache"], placed["v_cache"]
+    return {name: placed[name] for name in (*written, "lengths") if name in placed}
 
 
 def quantize(

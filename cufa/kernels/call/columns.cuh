@@ -22,3 +22,18 @@ __device__ inline void write_columns(T* row, const Pack<T, Count>& values, int f
         *reinterpret_cast<Chunk*>(row + first_col + col) = chunk;
     }
 }
+
+// Writes neighbouring elements of 8 bits, rounded.
+template <int Count>
+__device__ inline void write_e4m3(float8_e4m3fn* y, const float (&x)[Count]) {
+    if constexpr (Count % 4 == 0) {
+        Pack<unsigned int, Count / 4> words;
+#pragma unroll
+        for (int i = 0; i < Count; i += 4) {
+            words[i / 4] = ptx::pack_e4m3(x[i], x[i + 1], x[i + 2], x[i + 3]);
+        }
+        *reinterpret_cast<Pack<unsigned int, Count / 4>*>(y) = words;
+    } else {
+        for (int i = 0; i < Count; ++i) y[i] = {ptx::e4m3_from_float(x[i])};
+    }
+}

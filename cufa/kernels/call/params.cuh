@@ -132,6 +132,15 @@ struct RotaryParams {
     int batch, heads, seqlen, places;
 };
 
+// Queries that are rotated beside new keys; q is null if none are.
+struct RotatedQueries {
+    Tensor q, y;
+    const void *cos, *sin;  // (places, rotary_dim / 2), contiguous
+    int heads, seqlen;
+    int step;  // between the positions of two queries: 1, or 0 if all have the first one's
+    int places;
+};
+
 struct AppendParams {
     Tensor k, v, k_cache, v_cache;
     const int* held;   // (batch): the rows in the cache before; null: held_by_each in all
@@ -139,6 +148,9 @@ struct AppendParams {
     long long table_batch_stride;
     int held_by_each, pages_of_sequence, pages, page_size;
     int batch, heads, seqlen;
+    int* lengths;                        // (batch)
+    const float *k_descale, *v_descale;  // (batch, heads), only for a cache of 8 bits; null: 1
+    RotatedQueries rotated;
 };
 
 struct QuantizeParams {

@@ -1,0 +1,279 @@
+"""flash-attn's function for decoding with a cache of keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from cufa.arguments import check_descales, check_flags, check_window
+from cufa.arrays import adopt_in_place, check_same_kind, check_writeable, check_written, on_cpu
+from cufa.compat.appending import becomes_8_bits, prepare
+from cufa.compat.arguments import (
+    attention_as,
+    check_arrays,
+    check_attention_as,
+    check_int32,
+    full,
+    given,
+    numbers_of,
+    shape_of,
+)
+from cufa.messages import counted
+from cufa.problem import FLOAT8, INPUT_DTYPES, dtype_of, integer
+
+# The names that flash-attn gives to cufa's arguments, where they differ.
+_NAMES = {
+    "k": "k_cache",
+    "v": "v_cache",
+    "window": "window_size",
+    "seqused_k": "cache_seqlens",
+    "return_lse": "return_softmax_lse",
+}
+
+
+def flash_attn_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    k: Any = None,
+    v: Any = None,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    cache_seqlens: Any = None,
+    cache_batch_idx: Any = None,
+    cache_leftpad: None = None,
+    block_table: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Any = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+) -> Any:
+    """Decode with a cache of keys and values, with flash-attn's arguments (flash-attn 2.8).
+
+    The cache may have 8 bits, with q in 8 or 16. New keys `k` and values `v` are appended to the cache, then
+    seen like the rest of it. If they have 16 bits and the cache 8, they are divided by the cache's descales
+    and rounded (`cufa.quantize`). With `rotary_cos` and `rotary_sin`, q and k are first rotated
+    (`cufa.rotary`): a key by its position in the cache. With a causal mask or a window, query i is rotated by
+    position cache_seqlens + i, otherwise every query by position cache_seqlens.
+
+    Differences: there is no padding on the left (`cache_leftpad`); `num_splits` is ignored, since the plan
+    chooses it; the LSE of a row that sees no key is -inf. Pages may have any size.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim).
+        k_cache: (batch, seqlen_cache, kv_heads, head_dim), with a block table (pages, page_size, kv_heads,
+            head_dim). With k, it must be writable and must not overlap another array.
+        v_cache: the same for the values.
+        k: (batch, seqlen_new, kv_heads, head_dim), keys to append to the cache; None for none.
+        v: the same for v_cache; required with k.
+        rotary_cos: (places, rotary_dim / 2), in q's dtype or float32, with places for all keys. Only with k,
+            and with q in 16 bits or more.
+        rotary_sin: the same; required with rotary_cos.
+        cache_seqlens: how many keys the cache holds, without those of k: a number, or (batch,) int32; None
+            for a full cache. On a GPU the numbers of an array are not checked: k must fit. If a number
+            exceeds the cache, all keys in the cache count.
+        cache_batch_idx: (batch,) int32, the cache entry of each sequence; None for 0, 1, 2, ... Not with a
+            block table. With k, no two sequences may share an entry.
+        cache_leftpad: must be None.
+        block_table: (batch, pages) int32, the pages of each sequence, as in `cufa.attention`, including the
+            pages that k is written to, each of which takes keys of one sequence only.
+        softmax_scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
+        causal: causal mask; the last query is aligned with the last key in the cache, counting those of k.
+        window_size: (left, right), -1 for no limit.
+        softcap: 0 for none.
+        rotary_interleaved: pairs are columns 2 i and 2 i + 1 instead of i and i + rotary_dim / 2.
+        alibi_slopes: (heads,) or (batch, heads), float32.
+        num_splits: ignored.
+        return_softmax_lse: also return the LSE.
+        q_descale: (batch, kv_heads) float32, for float8_e4m3fn arrays only: the factor for q; None for 1.
+        k_descale: the same for k_cache, and for k in 8 bits, which is copied to it unchanged.
+        v_descale: the same for v_cache and v.
+
+    Returns:
+        out (batch, seqlen_q, heads, head_dim). With return_softmax_lse, a pair of this and the LSE,
+        (batch, heads, seqlen_q).
+
+    Raises:
+        TypeError: what `cufa.attention` raises, or a cache from a library whose arrays cannot be written.
+        ValueError: k without v or without cache_seqlens, rotary_cos without rotary_sin or k, shapes that do
+            not fit the cache, more keys than it has room for, on the CPU a place for keys of two sequences, a
+            cache to write to that overlaps another array, or what `cufa.attention` and `cufa.rotary` raise.
+        In all these cases, nothing has been written.
+    """
+    if cache_leftpad is not None:
+        raise ValueError("cache_leftpad is given; there is no padding on the left of a cache")
+    check_flags(causal=causal, rotary_interleaved=rotary_interleaved)
+    descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    check_descales(**descales)
+    held = _number_of(cache_seqlens) if isinstance(cache_seqlens, Real) else cache_seqlens
+    arrays = {"q": q, "k_cache": k_cache, "v_cache": v_cache} | given(
+        k=k,
+        v=v,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        cache_seqlens=None if isinstance(held, int) else held,
+        cache_batch_idx=cache_batch_idx,
+        block_table=block_table,
+        alibi_slopes=alibi_slopes,
+        **descales,
+    )
+    is_written = k is not None or v is not None
+    if is_written:
+        adopted = adopt_in_place(arrays)
+    else:
+        check_arrays(**arrays)
+        check_same_kind(arrays)
+    batch, _, _, _ = shape_of("q", q)
+    names, table, room = _places(arrays, batch)
+    if isinstance(held, int):
+        if not 0 <= held <= room:
+            raise ValueError(f"cache_seqlens is {held}; k_cache has room for 0 to {room}")
+    elif held is not None:
+        check_int32("cache_seqlens", held, (batch,))
+    options = {
+        "causal": causal,
+        "window": window_size,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "return_lse": return_softmax_lse,
+    }
+    side = {"alibi_slopes": alibi_slopes, **descales, "seqused_k": held, "block_table": table}
+    is_rotated = rotary_cos is not None or rotary_sin is not None
+    if is_rotated:
+        _check_given(
+            "to turn queries and keys",
+            **{"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "k": k, "cache_seqlens": held},
+        )
+        if dtype_of(q) == INPUT_DTYPES[FLOAT8]:
+            raise TypeError(f"q has dtype {FLOAT8}; with rotary_cos it must have 16 bits or more")
+    if not is_written:
+        if _outside("cache_seqlens", held, room + 1):
+            raise ValueError(f"cache_seqlens is {held}; k_cache has room for 0 to {room}")
+        if isinstance(held, int):  # plans do not depend on the numbers in an array
+            side["seqused_k"] = full((batch,), held, "int32", q)
+        return attention_as(names, q, k_cache, v_cache, **side, **options)
+
+    _check_new(arrays, held, batch, room)
+    check_written(adopted, ("k_cache", "v_cache"))
+    in_turn = causal or check_window(window_size, "window_size") != (None, None)
+    if is_rotated:
+        _check_angles(rotary_cos, held, max(q.shape[1] if in_turn else 1, k.shape[1]))
+    new = prepare(arrays, adopted, held, bool(in_turn), bool(rotary_interleaved))
+    side["seqused_k"] = new.seqused_k
+    check_attention_as(names, new.q, k_cache, v_cache, **side, **options)  # before anything is written
+    if table is not None:
+        has = "block_table has page" if cache_batch_idx is None else "cache_batch_idx has"
+        _check_apart(has, table, held, k.shape[1], k_cache.shape[1])
+    new.write()
+    return attention_as(names, new.q, k_cache, v_cache, **side, **options)
+
+
+def _number_of(cache_seqlens: Real) -> int:
+    try:
+        return integer(cache_seqlens)
+    except TypeError:
+        wanted = f"cache_seqlens is {cache_seqlens}; it may be an integer, or (batch,) of int32"
+        raise TypeError(wanted) from None
+
+
+def _places(arrays: Mapping[str, Any], batch: int) -> tuple[Mapping[str, str], Any, int]:
+    """Where the keys of sequences are: the names of arguments, a block table if any, and the room of each.
+
+    Raises TypeError or ValueError if a cache, a block table or a list of entries does not fit.
+    """
+    pages, entries = arrays.get("block_table"), arrays.get("cache_batch_idx")
+    axes = {} if pages is None else {"axes": "(pages, page_size, kv_heads, head_dim)"}
+    cached, room, _, _ = shape_of("k_cache", arrays["k_cache"], **axes)
+    shape_of("v_cache", arrays["v_cache"], **axes)
+    if entries is not None:
+        if pages is not None:
+            raise ValueError("cache_batch_idx is given, and block_table is, which says where all keys are")
+        check_int32("cache_batch_idx", entries, (batch,))
+        for entry in _outside("cache_batch_idx", entries, cached):
+            raise ValueError(f"cache_batch_idx has {entry}, and k_cache has {counted(cached, 'sequence')}")
+        # Each entry of the cache is one page.
+        return {**_NAMES, "block_table": "cache_batch_idx"}, entries[:, None], room
+    if pages is not None:
+        if len(pages.shape) != 2:
+            raise ValueError(f"block_table has shape {tuple(pages.shape)}; it must be (batch, pages)")
+        room *= pages.shape[1]
+    return _NAMES, pages, room
+
+
+def _check_given(for_what: str, **needed: Any) -> None:
+    """Raise ValueError for arguments that are None."""
+    missing = [name for name, what in needed.items() if what is None]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} must be given, too, {for_what}")
+
+
+def _check_new(arrays: Mapping[str, Any], held: Any, batch: int, room: int) -> None:
+    """Check that caches with `room` keys per sequence can take k and v after the `held` keys.
+
+    Raises ValueError for missing arguments, wrong shapes or no room, TypeError for another dtype.
+    """
+    _check_given("to write to the cache", k=arrays.get("k"), v=arrays.get("v"), cache_seqlens=held)
+    check_writeable(arrays, ("k_cache", "v_cache"))
+    _, count, _, _ = shape_of("k", arrays["k"])
+    for name in ("k", "v"):
+        new, cache = arrays[name], arrays[f"{name}_cache"]
+        wanted = (batch, count, *cache.shape[2:])
+        if tuple(new.shape) != wanted:
+            raise ValueError(f"{name} has shape {tuple(new.shape)}; for {name}_cache it must be {wanted}")
+        if new.dtype != cache.dtype and not becomes_8_bits(new, cache):
+            raise TypeError(f"{name} has dtype {new.dtype}; as {name}_cache it must be {cache.dtype}")
+    if _outside("cache_seqlens", held, room - count + 1):
+        keys = counted(count, "key")
+        raise ValueError(f"cache_seqlens is {held} and k has {keys}; k_cache has room for {room}")
+
+
+def _check_angles(cos: Any, held: Any, new: int) -> None:
+    """Raise ValueError unless there are places for `new` tokens after the `held` keys.
+
+    Check nothing of an array on a GPU, and leave another shape to `cufa.rotary`.
+    """
+    if len(cos.shape) == 2 and _outside("cache_seqlens", held, cos.shape[0] - new + 1):
+        raise ValueError(
+            f"cache_seqlens is {held}; with {counted(new, 'new token')} after that, rotary_cos has only "
+            f"{cos.shape[0]} places"
+        )
+
+
+def _check_apart(has: str, table: Any, held: Any, count: int, page_size: int) -> None:
+    """Raise ValueError if `count` keys after the `held` ones go to one page twice; check nothing on a GPU."""
+    pages = on_cpu(table, "block_table")
+    if pages is None or count == 0:
+        return
+    first = numbers_of("cache_seqlens", held)[:, None]
+    begins = np.arange(pages.shape[1]) * page_size
+    written = np.broadcast_to((begins < first + count) & (begins + page_size > first), pages.shape)
+    writers: dict[int, int] = {}
+    for page, sequence in zip(pages[written].tolist(), np.nonzero(written)[0].tolist(), strict=True):
+        if page in writers:
+            raise ValueError(
+                f"{has} {page} for sequence {writers[page]} and again for sequence {sequence}, and k would "
+                "be written to both; each must have its own"
+            )
+        writers[page] = sequence
+
+
+def _outside(name: str, value: Any, end: int) -> list[int]:
+    """The first number that is not in 0 to end - 1, if there is one; no number of None or on a GPU."""
+    if value is None:
+        return []
+    numbers = numbers_of(name, value)
+    if numbers.size == 0:
+        return []
+    first: list[int] = numbers[(numbers < 0) | (numbers >= end)][:1].tolist()
+    return first

@@ -367,7 +367,7 @@ ROTARY = {"rotary_cos": np.cos(ANGLES), "rotary_sin": np.sin(ANGLES)}
 @pytest.mark.parametrize("places", ["rows", "pages", "entries"])
 @pytest.mark.parametrize("held", [5, [0, 12]], ids=["alike", "each"])
 def test_new_keys_are_appended_to_a_cache_by_one_launch(
-    machine, rng, held, places, dtype, cache_dtype, rotary
+    machine, rng, monkeypatch, held, places, dtype, cache_dtype, rotary
 ):
     """With all that a call with them can have, the result is that of the CPU, step by step."""
     q = rng.standard_normal((2, 3, 4, 16)).astype(dtype)
@@ -390,6 +390,7 @@ def test_new_keys_are_appended_to_a_cache_by_one_launch(
     assert machine.launched[0] == "append"
     assert machine.launched.count("append") == 1
     assert not {"rotary", "convert"} & set(machine.launched)
+    monkeypatch.setattr(arrays, "gpu_usable", lambda: False)
     exact = compat.flash_attn_with_kvcache(q, *caches, *new, **side, **options)
     epsilon = float(ml_dtypes.finfo(dtype).eps)
     for actual, cache in zip(on_gpu[1:3], caches, strict=True):
@@ -400,19 +401,14 @@ def test_new_keys_are_appended_to_a_cache_by_one_launch(
     np.testing.assert_allclose(host(out).astype(np.float32), exact.astype(np.float32), rtol=0.03, atol=0.03)
 
 
-def test_new_keys_that_no_kernel_reads_are_appended_step_by_step(machine, rng):
-    """Here, two dtypes for one cache; the steps are other functions' calls."""
-    q = rng.standard_normal((2, 1, 4, 16)).astype(np.float16)
+@pytest.mark.parametrize("of_values", ["float16", "bfloat16"])
+def test_one_launch_appends_keys_and_values_of_one_dtype_alone(machine, rng, of_values):
     caches = [rng.standard_normal((2, 15, 2, 16)).astype(FLOAT8) for _ in "kv"]
-    new = [rng.standard_normal((2, 1, 2, 16)).astype(dtype) for dtype in ("float16", "bfloat16")]
-    held = np.array([3, 9], np.int32)
-    arrays_of_call = dict(zip(("q", "k_cache", "v_cache", "k", "v"), (q, *caches, *new), strict=True))
-    arrays_of_call["cache_seqlens"] = held
-    adopted = arrays.adopt_in_place({name: machine.array(x) for name, x in arrays_of_call.items()})
-    assert appending._form_of(adopted.described, True) is None
-    same = {name: x for name, x in arrays_of_call.items() if name != "v"} | {"v": new[0]}
-    adopted = arrays.adopt_in_place({name: machine.array(x) for name, x in same.items()})
-    assert appending._form_of(adopted.described, True) is not None
+    new = [rng.standard_normal((2, 1, 2, 16)).astype(dtype) for dtype in ("float16", of_values)]
+    q = rng.standard_normal((2, 1, 4, 16)).astype(np.float16)
+    named = dict(zip(("q", "k_cache", "v_cache", "k", "v"), (q, *caches, *new), strict=True))
+    adopted = arrays.adopt_in_place({name: machine.array(x) for name, x in named.items()})
+    assert (appending._form_of(adopted.described, True) is None) == (of_values != "float16")
 
 
 def test_parts_of_keys_are_merged_by_a_launch_that_overlaps(machine, rng, monkeypatch):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import numpy as np
 from cufa import arrays, launch
 from cufa.arguments import Wanted
 from cufa.arrays import Adopted, Described
+from cufa.call import empty
 from cufa.compat.arguments import arange, as_bytes, full
 from cufa.messages import renamed
 from cufa.params import NOT_ROTATED, pack_append, pack_rotated
@@ -63,7 +63,7 @@ def prepare(
     form = _form_of(adopted.described, interleaved) if adopted.on_gpu else None
     if form is None:
         return _step_by_step(named, held, in_turn, interleaved)
-    return _by_kernel(adopted, form, held, in_turn)
+    return _by_kernel(named["q"], adopted, form, held, in_turn)
 
 
 class _Form(NamedTuple):
@@ -127,30 +127,30 @@ def _layout_of(tensors: tuple[Storage, ...], dtype: np.dtype[Any]) -> Layout:
     return layout_of(tensors, dtype.itemsize, LAYOUTS["bshd"])
 
 
-def _by_kernel(adopted: Adopted, form: _Form, held: Any, in_turn: bool) -> Prepared:
+def _by_kernel(q: Any, adopted: Adopted, form: _Form, held: Any, in_turn: bool) -> Prepared:
     named, at = adopted.arrays, adopted.addresses
     if form.copied:
         copies = {name: arrays.contiguous(named[name]) for name in form.copied}
         named, at = named | copies, at | arrays.describe(copies)[1]
-    empty = sys.modules["cupy"].ndarray
-    q, k = named["q"], named["k"]
+    k = named["k"]
     batch, seqlen, kv_heads, _ = k.shape
-    lengths = empty((batch,), np.int32)
+    lengths = empty((batch,), np.dtype(np.int32), on_gpu=True)
     new, caches = [at["k"], at["v"]], [at["k_cache"], at["v_cache"]]
-    # The kernel reads and writes as many elements at once everywhere.
-    together = min(
-        form.new.alignment(new) // k.itemsize, form.caches.alignment(caches) // named["k_cache"].itemsize
-    )
+    # In elements, since the caches' may be smaller.
+    alignments = [
+        form.new.alignment(new) // k.itemsize,
+        form.caches.alignment(caches) // named["k_cache"].itemsize,
+    ]
     query_rows, rotated = 0, NOT_ROTATED
     if form.queries:
-        q = empty(q.shape, q.dtype)
-        queries = [at["q"], q.data.ptr]
-        together = min(together, form.queries.alignment(queries) // q.itemsize)
         _, seqlen_q, heads, _ = q.shape
+        turned = empty(named["q"].shape, k.dtype, on_gpu=True)
+        queries = [at["q"], turned.data.ptr]
+        alignments.append(form.queries.alignment(queries) // k.itemsize)
         query_rows = batch * seqlen_q * heads
-        angles = [at[name] for name in _ANGLES]
-        places = len(named[_ANGLES[0]])
+        angles, places = [at[name] for name in _ANGLES], len(named[_ANGLES[0]])
         rotated = pack_rotated(form.queries.fields(queries), angles, (heads, seqlen_q), in_turn, places)
+        q = adopted.export(turned)
     of_sequence, _, _ = form.pages
     params = pack_append(
         form.new.fields(new) + form.caches.fields(caches),
@@ -165,10 +165,11 @@ def _by_kernel(adopted: Adopted, form: _Form, held: Any, in_turn: bool) -> Prepa
 
     def write() -> None:
         if batch:
-            rows = batch * seqlen * kv_heads
-            launch.append(form.appending, together * k.itemsize, batch, rows, query_rows, params)
+            # Of what the kernel reads, copies live as long as this function.
+            rows = batch * seqlen * named["k"].shape[2]
+            launch.append(form.appending, min(alignments) * k.itemsize, batch, rows, query_rows, params)
 
-    return Prepared(adopted.export(q) if form.queries else q, adopted.export(lengths), write)
+    return Prepared(q, adopted.export(lengths), write)
 
 
 def _step_by_step(named: Mapping[str, Any], held: Any, in_turn: bool, interleaved: bool) -> Prepared:

@@ -23,6 +23,8 @@ from cufa.tensor_layout import InPlace, Region, check_apart
 # DLPack's device types (dlpack.h): memory of the CPU, plain or pinned by CUDA, and memory of a CUDA GPU.
 _DLPACK_CPU = (1, 3)
 _DLPACK_CUDA = 2
+# Libraries whose arrays never change, which DLPack does not say.
+_IMMUTABLE = ("jax",)
 # What libraries raise for an array that they cannot export.
 _READ_ERRORS = (BufferError, RuntimeError, TypeError, ValueError)
 
@@ -44,7 +46,7 @@ class Adopted(NamedTuple):
 
     `arrays` are from CuPy if `on_gpu`, else from NumPy, by argument name. `sources` are the caller's own
     memory: the same arrays, unless they had to be copied from the other side. `described` and `addresses`
-    describe the sources (see `describe`).
+    describe the sources (see `describe`). `writeable` says whether their library lets arrays be written.
     """
 
     arrays: dict[str, Any]
@@ -53,6 +55,7 @@ class Adopted(NamedTuple):
     export: Callable[[Any], Any]
     described: tuple[Described, ...]
     addresses: dict[str, int]
+    writeable: bool = True
 
     @property
     def moved(self) -> bool:
@@ -103,6 +106,7 @@ def adopt_in_place(named: Mapping[str, Any]) -> Adopted:
         check_same_kind(named)
 
     export: Callable[[Any], Any] = _unchanged
+    writeable = True
     kind = next(iter(kinds))
     if issubclass(kind, np.ndarray):
         check_no_mask(named)
@@ -115,10 +119,11 @@ def adopt_in_place(named: Mapping[str, Any]) -> Adopted:
         namespace = _exporting_namespace(first, first_name)
         arrays = {name: _import(array, name, namespace) for name, array in named.items()}
         export = functools.partial(_export, namespace)
+        writeable = getattr(namespace, "__name__", "").partition(".")[0] not in _IMMUTABLE
         _check_same_side(arrays)
     are_on_gpu = isinstance(next(iter(arrays.values())), _cupy_ndarray())
     places = _describe_on_current_gpu(arrays) if are_on_gpu else describe(arrays)
-    return Adopted(arrays, arrays, are_on_gpu, export, *places)
+    return Adopted(arrays, arrays, are_on_gpu, export, *places, writeable)
 
 
 @functools.cache
@@ -164,7 +169,7 @@ def check_writeable(arrays: Mapping[str, Any], outputs: Iterable[str]) -> None:
 def check_outputs(adopted: Adopted, outputs: Collection[str], in_place: InPlace = frozenset()) -> None:
     """Check that outputs can be written and overlap no array except the ones that `in_place` allows.
 
-    Raises ValueError, as `check_writeable` and `check_apart` do.
+    Raises ValueError, as `check_writeable` does, or what `check_written` raises.
     """
     if outputs:
         check_writeable(adopted.sources, outputs)
@@ -172,7 +177,14 @@ def check_outputs(adopted: Adopted, outputs: Collection[str], in_place: InPlace 
 
 
 def check_written(adopted: Adopted, outputs: tuple[str, ...], in_place: InPlace = frozenset()) -> None:
-    """Raise ValueError, as `check_apart` does, if outputs share memory with themselves or other arrays."""
+    """Check that outputs lie apart from themselves and other arrays, in memory that may be written.
+
+    Raises ValueError, as `check_apart` does, and TypeError for a library whose arrays never change.
+    """
+    if not adopted.writeable:
+        raise TypeError(
+            f"{outputs[0]} is from a library whose arrays cannot be written; take what is returned"
+        )
     _check_apart(adopted.described, tuple(adopted.addresses.values()), outputs, in_place)
 
 

@@ -387,6 +387,11 @@ def test_flash_attns_cache_in_8_bits_without_descales(rng):
         ({"v": np.zeros((2, 3, 2, 8), np.float32)}, ValueError, r"v has shape \(2, 3, 2, 8\); for v_cache"),
         ({"k": np.zeros((2, 2, 2, 8))}, TypeError, "k has dtype float64; as k_cache it must be float32"),
         (
+            {name: np.zeros((2, 9, 2, 8), "float8_e4m3fn") for name in ("k_cache", "v_cache")},
+            TypeError,
+            "k has dtype float32; for k_cache it may be float8_e4m3fn, bfloat16 or float16",
+        ),
+        (
             {"q": np.zeros((2, 3, 3, 8), np.float32)},
             ValueError,
             "q has 3 heads and k_cache 2; the query heads",
@@ -788,6 +793,23 @@ class Tensor:
 
     def __sub__(self, other):
         return Tensor(self.values - other.values)
+
+
+class ImmutableTensor(Tensor):
+    """It comes from a library whose arrays never change."""
+
+    def __array_namespace__(self):
+        return SimpleNamespace(__name__="jax.numpy", from_dlpack=ImmutableTensor)
+
+
+def test_arrays_that_never_change_are_no_cache_to_write(rng):
+    q, k_cache, v_cache = draw(rng, 3, 9)
+    _, k, v = draw(rng, 3, 2)
+    before = k_cache.copy(), v_cache.copy()
+    message = "^k_cache is from a library whose arrays cannot be written; take what is returned$"
+    with pytest.raises(TypeError, match=message):
+        compat.flash_attn_with_kvcache(*map(ImmutableTensor, (q, k_cache, v_cache, k, v)), cache_seqlens=3)
+    np.testing.assert_array_equal((k_cache, v_cache), before)
 
 
 class StandardTensor(Tensor):

@@ -12,7 +12,7 @@ import numpy as np
 
 from cufa.arguments import DESCALES
 from cufa.cli.options import RANDOM_BITS, FeatureOptions
-from cufa.cli.output import memory_errors
+from cufa.cli.output import Failure, memory_errors
 from cufa.cli.workload import TENSORS, Arrays, Workload
 from cufa.problem import (
     DTYPES,
@@ -117,6 +117,8 @@ def make_arrays(
     Raises:
         Failure: the library refuses the problem; raised before anything is drawn.
     """
+    if features.transposed_values and problem.dtype != FLOAT8:
+        raise Failure(f"--transposed-values is for {FLOAT8}, and the arrays are {problem.dtype}")
     described = {**_described(problem, features, layout), **given}
     Workload(described, False, features, layout=layout).problem("forward")
     if rng is None:

@@ -138,13 +138,13 @@ def _plan(request: Request) -> Planned:
         return Planned(plan.variant, plan.launches, plan.tiles)
     if request.tiles:
         raise ValueError(f"tiles has {', '.join(request.tiles)}, and {name} has no tiles to choose")
-    if request.kv_dtype is not None:
+    if request.kv_dtype is not None and name != "append":
         raise ValueError(f"--kv-dtype is of keys and values, and {name} has none of their own")
     asked = (*(("causal",) if request.causal else ()), *request.features.names)
     missing = [feature for feature in asked if feature not in COMPANIONS[name].features]
     if missing:
         raise ValueError(f"{name} does not support {', '.join(missing)}")
-    if request.dtype not in DTYPES:
+    if request.dtype not in DTYPES and name != "append":
         raise ValueError(f"{name} supports {one_of(DTYPES)}, and the arrays are {request.dtype}")
     variant, launches = _COMPANION_LAUNCHES[name](request, device.arch)
     return Planned(variant, launches, {})
@@ -156,7 +156,9 @@ _COMPANION_LAUNCHES: dict[str, Callable[[Request, Arch], tuple[Variant, tuple[La
         request.dtype, request.value_dim, SEQLEN, MAX_ALIGN_BYTES, arch
     ),
     "rotary": lambda request, arch: rotary_launches(_rotation(request), SEQLEN, arch),
-    "append": lambda request, arch: append_launches(_appending(request), MAX_ALIGN_BYTES, 1, SEQLEN, 0, arch),
+    "append": lambda request, arch: append_launches(
+        _appending(request), MAX_ALIGN_BYTES, 1, SEQLEN, SEQLEN, arch
+    ),
     "quantize": lambda request, arch: quantize_launches(_quantization(request), True, 1, 1, SEQLEN, arch),
     "bias_gradient": lambda request, _: _bias_gradient_launches(request),
     "attn_probs": lambda request, _: _probabilities_launches(request),
@@ -173,7 +175,13 @@ def _rotation(request: Request) -> Rotation:
 
 
 def _appending(request: Request) -> Appending:
-    return Appending(request.dtype, request.dtype, request.head_dim, request.value_dim)
+    """Keys that are rotated as by `_rotation`, unless they have 8 bits or one column."""
+    dims = request.head_dim, request.value_dim
+    appending = Appending(request.dtype, request.kv_dtype or request.dtype, *dims)
+    if request.dtype == FLOAT8 or request.head_dim == 1:
+        return appending
+    rotation = _rotation(request)
+    return replace(appending, rotary_dim=rotation.rotary_dim, table_dtype=rotation.table_dtype)
 
 
 def _quantization(request: Request) -> Quantization:

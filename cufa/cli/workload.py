@@ -127,13 +127,16 @@ class Workload:
             return make_problem(direction, shapes, dtypes, options)
 
     def flops(self, direction: Direction) -> int:
-        """Operations of the matrix products, summed over packed sequences."""
-        problem = self.problem(direction)
-        if self.features.varlen is None:
+        """Operations of the matrix products, summed over sequences if these differ."""
+        problem, asked = self.problem(direction), self.features
+        if asked.varlen is None and asked.seqused_k is None:
             return problem.flops
-        unpacked = replace(problem, batch=1, features=replace(problem.features, packed=False))
+        lengths = asked.varlen or ((problem.seqlen_q, problem.seqlen_k),) * problem.batch
+        used = asked.seqused_k or tuple(keys for _, keys in lengths)
+        of_one = replace(problem, batch=1, features=replace(problem.features, packed=False))
         return sum(
-            replace(unpacked, seqlen_q=queries, seqlen_k=keys).flops for queries, keys in self.features.varlen
+            replace(of_one, seqlen_q=queries, seqlen_k=min(keys, count)).flops
+            for (queries, keys), count in zip(lengths, used, strict=True)
         )
 
     def rules(self) -> Arrays:

@@ -18,7 +18,7 @@ from cufa import arrays, launch
 from cufa.arguments import Wanted
 from cufa.arrays import Adopted, Described
 from cufa.call import empty
-from cufa.compat.arguments import arange, as_bytes, full
+from cufa.compat.arguments import arange, as_integers, full
 from cufa.messages import renamed
 from cufa.params import NOT_ROTATED, pack_append, pack_rotated
 from cufa.plan.standard import Appending
@@ -39,11 +39,13 @@ class Prepared(NamedTuple):
     """What a call with new keys computes attention with, once `write` has been called.
 
     `q` are the queries, rotated if keys are; `seqused_k` the keys that sequences have, with the new ones.
+    `kept` are arrays that must not be freed before.
     """
 
     q: Any
     seqused_k: Any
     write: Callable[[], None]
+    kept: Mapping[str, Any]
 
 
 def prepare(
@@ -165,11 +167,10 @@ def _by_kernel(q: Any, adopted: Adopted, form: _Form, held: Any, in_turn: bool) 
 
     def write() -> None:
         if batch:
-            # Of what the kernel reads, copies live as long as this function.
-            rows = batch * seqlen * named["k"].shape[2]
+            rows = batch * seqlen * kv_heads
             launch.append(form.appending, min(alignments) * k.itemsize, batch, rows, query_rows, params)
 
-    return Prepared(q, adopted.export(lengths), write)
+    return Prepared(q, adopted.export(lengths), write, named)
 
 
 def _step_by_step(named: Mapping[str, Any], held: Any, in_turn: bool, interleaved: bool) -> Prepared:
@@ -180,7 +181,7 @@ def _step_by_step(named: Mapping[str, Any], held: Any, in_turn: bool, interleave
         k = _rotated("k", k, angles, held, count, interleaved)
     seqused_k = held + count
     if isinstance(seqused_k, int):
-        seqused_k = full((len(k),), seqused_k, "int32", q)
+        seqused_k = full((k.shape[0],), seqused_k, "int32", q)
 
     def write() -> None:
         new = {"k": k, "v": named["v"]}
@@ -188,11 +189,11 @@ def _step_by_step(named: Mapping[str, Any], held: Any, in_turn: bool, interleave
             if becomes_8_bits(x, named[f"{name}_cache"]):
                 descale = named.get(f"{name}_descale")
                 if descale is None:
-                    descale = full((len(x), x.shape[2]), 1, "float32", x)
+                    descale = full((x.shape[0], x.shape[2]), 1, "float32", x)
                 new[name], _ = quantize(x, descale=descale)
         _write_by_indices({**named, **new}, held)
 
-    return Prepared(q, seqused_k, write)
+    return Prepared(q, seqused_k, write, named)
 
 
 def _rotated(name: str, x: Any, angles: list[Any], held: Any, count: int, interleaved: bool) -> Any:
@@ -235,4 +236,4 @@ def _write_by_indices(named: Mapping[str, Any], held: Any) -> None:
             page_size = k_cache.shape[1]
             place = table[sequence, key // page_size], key % page_size
     for cache, new in ((k_cache, k), (named["v_cache"], named["v"])):
-        as_bytes(cache)[place] = as_bytes(new)
+        as_integers(cache)[place] = as_integers(new)

@@ -75,11 +75,14 @@ def check_values(value: Any, key: Any) -> None:
         )
 
 
-def as_bytes(array: Any) -> Any:
-    """View 8-bit floats as uint8, since not all libraries can write them; return other arrays unchanged."""
-    if dtype_of(array) != INPUT_DTYPES[FLOAT8]:
-        return array
-    return array.view(namespace_of(array).uint8)
+# Dtypes that not all libraries can write, and integers of their size.
+_WRITTEN_AS = {INPUT_DTYPES[FLOAT8]: "uint8", INPUT_DTYPES["bfloat16"]: "int16"}
+
+
+def as_integers(array: Any) -> Any:
+    """View floats that not all libraries can write as integers; return other arrays unchanged."""
+    integers = _WRITTEN_AS.get(dtype_of(array))
+    return array if integers is None else array.view(getattr(namespace_of(array), integers))
 
 
 def top_left(seqlen_q: int, seqlen_k: int, left: int | None, right: int | None) -> tuple[int, dict[str, Any]]:

@@ -48,7 +48,7 @@ def flash_attn_func(
         causal: causal mask, aligned to the bottom right.
         window_size: (left, right), -1 for no limit.
         softcap: 0 for none.
-        alibi_slopes: (heads,) or (batch, heads), float32.
+        alibi_slopes: (heads,) or (batch, heads), float32 (float64 for float64 arrays).
         deterministic: no effect here; pass it to `cufa.attention_backward`.
         return_attn_probs: also return the LSE and, with dropout, the probabilities, which take O(N^2) memory.
         seed: seed of dropout's random numbers.
@@ -166,7 +166,8 @@ def flash_attn_varlen_func(
         deterministic: as in `flash_attn_func`.
         return_attn_probs: also return the LSE, (heads, tokens).
         block_table: (batch, pages) int32, the pages of each sequence, as in `cufa.attention`.
-        seqused_k: (batch,) int32: how many keys of each sequence count, at most all that it has.
+        seqused_k: (batch,) int32: how many keys of each sequence count, at most all that it has. With a
+            block table it takes the place of cu_seqlens_k.
         seed: as in `flash_attn_func`.
         offset: as in `flash_attn_func`.
 

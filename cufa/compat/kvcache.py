@@ -22,7 +22,7 @@ from cufa.compat.arguments import (
     shape_of,
 )
 from cufa.messages import counted
-from cufa.problem import FLOAT8, INPUT_DTYPES, dtype_of, integer
+from cufa.problem import FLOAT8, FLOAT8_OUTPUTS, INPUT_DTYPES, dtype_of, integer, one_of
 
 # The names that flash-attn gives to cufa's arguments, where they differ.
 _NAMES = {
@@ -77,11 +77,11 @@ def flash_attn_with_kvcache(
         v_cache: the same for the values.
         k: (batch, seqlen_new, kv_heads, head_dim), keys to append to the cache; None for none.
         v: the same for v_cache; required with k.
-        rotary_cos: (places, rotary_dim / 2), in q's dtype or float32, with places for all keys. Only with k,
-            and with q in 16 bits or more.
+        rotary_cos: (places, rotary_dim / 2), in q's dtype or float32 (float64 for float64 arrays), with
+            places for all keys. Only with k, and with q in 16 bits or more.
         rotary_sin: the same; required with rotary_cos.
         cache_seqlens: how many keys the cache holds, without those of k: a number, or (batch,) int32; None
-            for a full cache. On a GPU the numbers of an array are not checked: k must fit. If a number
+            for a full cache. On a GPU the numbers of an array are not checked: k must fit, and if a number
             exceeds the cache, all keys in the cache count.
         cache_batch_idx: (batch,) int32, the cache entry of each sequence; None for 0, 1, 2, ... Not with a
             block table. With k, no two sequences may share an entry.
@@ -93,7 +93,7 @@ def flash_attn_with_kvcache(
         window_size: (left, right), -1 for no limit.
         softcap: 0 for none.
         rotary_interleaved: pairs are columns 2 i and 2 i + 1 instead of i and i + rotary_dim / 2.
-        alibi_slopes: (heads,) or (batch, heads), float32.
+        alibi_slopes: (heads,) or (batch, heads), float32 (float64 for float64 arrays).
         num_splits: ignored.
         return_softmax_lse: also return the LSE.
         q_descale: (batch, kv_heads) float32, for float8_e4m3fn arrays only: the factor for q; None for 1.
@@ -232,7 +232,10 @@ def _check_new(arrays: Mapping[str, Any], held: Any, batch: int, room: int) -> N
         if tuple(new.shape) != wanted:
             raise ValueError(f"{name} has shape {tuple(new.shape)}; for {name}_cache it must be {wanted}")
         if new.dtype != cache.dtype and not becomes_8_bits(new, cache):
-            raise TypeError(f"{name} has dtype {new.dtype}; as {name}_cache it must be {cache.dtype}")
+            allowed = f"as {name}_cache it must be {cache.dtype}"
+            if dtype_of(cache) == INPUT_DTYPES[FLOAT8]:
+                allowed = f"for {name}_cache it may be {one_of((FLOAT8, *FLOAT8_OUTPUTS))}"
+            raise TypeError(f"{name} has dtype {new.dtype}; {allowed}")
     if _outside("cache_seqlens", held, room - count + 1):
         keys = counted(count, "key")
         raise ValueError(f"cache_seqlens is {held} and k has {keys}; k_cache has room for {room}")

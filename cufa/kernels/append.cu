@@ -30,6 +30,13 @@ __device__ inline int held_by(const AppendParams& params, int batch) {
     return params.held ? params.held[batch] : params.held_by_each;
 }
 
+// The rows that a sequence's cache holds with the new ones: at most all that it has.
+__device__ inline int length_after(const AppendParams& params, int batch) {
+    const long long length = static_cast<long long>(held_by(params, batch)) + params.seqlen;
+    const long long room = static_cast<long long>(params.pages_of_sequence) * params.page_size;
+    return length < 0 ? 0 : min(length, room);
+}
+
 // The page that a row of a sequence's cache is in; -1 for none.
 __device__ inline int page_of(const AppendParams& params, int batch, long long row) {
     if (row < 0 || row / params.page_size >= params.pages_of_sequence) return -1;
@@ -94,7 +101,6 @@ __device__ inline void rotate_query_part(const AppendParams& params, long long i
     const long long row_of_head = index / KeyRow::kParts, token = row_of_head / rotated.heads;
     const int head = row_of_head % rotated.heads, row = token % rotated.seqlen;
     const int batch = token / rotated.seqlen;
-    if (batch >= params.batch) return;
 
     const long long position = held_by(params, batch) + static_cast<long long>(row) * rotated.step;
     scalar_t* const to = matrix_of<scalar_t>(rotated.y, batch, head).row(row);
@@ -106,15 +112,14 @@ __device__ inline void rotate_query_part(const AppendParams& params, long long i
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     append(const __grid_constant__ AppendParams params) {
-    const long long index = thread_of_grid<kThreads>();
-    if (index < params.batch) {
-        params.lengths[index] = held_by(params, index) + params.seqlen;
-    }
-    const long long appended =
-        static_cast<long long>(params.batch) * params.seqlen * params.heads * kPartsOfBoth;
+    const long long index = thread_of_grid<kThreads>(), batches = params.batch;
+    if (index < batches) params.lengths[index] = length_after(params, index);
+    const long long appended = batches * params.seqlen * params.heads * kPartsOfBoth;
     if (index < appended) {
         append_part(params, index);
     } else if constexpr (kRotaryDim > 0) {
-        rotate_query_part(params, index - appended);
+        const long long rotated =
+            batches * params.rotated.seqlen * params.rotated.heads * KeyRow::kParts;
+        if (index - appended < rotated) rotate_query_part(params, index - appended);
     }
 }

@@ -211,11 +211,12 @@ def test_compile_of_8_bit_operands():
 
 @nvrtc
 def test_compile_of_keys_and_values_in_8_bits():
-    kernels = ("fwd_6_wgmma", "fwd_8_split_kv", "merge")
+    kernels = ("fwd_6_wgmma", "fwd_8_split_kv", "merge", "append")
     dtypes = ("--dtype", "bfloat16", "--kv-dtype", "float8_e4m3fn")
-    hopper, split, merge = run_json("compile", *kernels, "--arch", "sm_90a", *dtypes)
+    hopper, split, merge, append = run_json("compile", *kernels, "--arch", "sm_90a", *dtypes)
     assert (split["dtype"], split["kv_dtype"]) == ("bfloat16", "float8_e4m3fn")
     assert [entry["name"] for entry in split["entries"]] == list(KERNELS["fwd_8_split_kv"].entries)
+    assert [entry["name"] for entry in append["entries"]] == ["append"]
     assert hopper["skipped"].endswith("does not support k and v in float8_e4m3fn beside q in bfloat16")
     assert merge["skipped"].startswith("--kv-dtype is of keys and values")
     assert "'float16' is not 'float8_e4m3fn'" in refused(

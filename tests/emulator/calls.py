@@ -304,7 +304,8 @@ def append(
     """What `append` writes: the caches, the lengths and, if there are angles, q rotated.
 
     `new` has k, v, k_cache and v_cache, (batch, seqlen, kv_heads, dim); perhaps k_descale and v_descale;
-    perhaps q, cos and sin, with which queries are rotated by positions `step` apart.
+    perhaps q, cos and sin, with which queries are rotated by positions `step` apart, `interleaved` or not.
+    `table` is a block table; the other arguments are as in `rotary`.
     """
     batch, seqlen, heads, head_dim = new["k"].shape
     value_dim = new["v"].shape[-1]

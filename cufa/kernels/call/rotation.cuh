@@ -23,11 +23,12 @@ struct RotatedRow {
     // Pairs that a thread rotates, or columns that it copies.
     static constexpr int kTogether =
         RotaryDim ? min_of(kChunkOfRow<T, kPairs>, kChunkOfRow<T, Dims>) : kChunkOfRow<T, Dims>;
-    static constexpr int kTurns = kPairs / kTogether, kParts = kTurns + kStaying / kTogether;
+    static constexpr int kRotatedParts = kPairs / kTogether;
+    static constexpr int kParts = kRotatedParts + kStaying / kTogether;
     static_assert(kStaying % kTogether == 0, "what stays must be whole chunks");
     using Chunk = Pack<T, kTogether>;
 
-    static __device__ bool stays(int part) { return part >= kTurns; }
+    static __device__ bool stays(int part) { return part >= kRotatedParts; }
 
     // Calls write(column, chunk) for the chunks of one part of row x, rotated for a position; NaN
     // for a position that the tables do not have.
@@ -37,7 +38,7 @@ struct RotatedRow {
         if constexpr (RotaryDim > 0) {
             if (!stays(part)) return turn(x, part * kTogether, tables, position, write);
         }
-        const int col = RotaryDim + (part - kTurns) * kTogether;
+        const int col = RotaryDim + (part - kRotatedParts) * kTogether;
         write(col, *reinterpret_cast<const Chunk*>(x + col));
     }
 

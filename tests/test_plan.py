@@ -15,7 +15,7 @@ from cufa import kernels
 from cufa.device import KNOWN, Arch, Device
 from cufa.kernels import KERNELS
 from cufa.messages import counted
-from cufa.plan import Launch, Plan, make_plan, tiled
+from cufa.plan import Launch, Plan, make_plan, rungs, tiled
 from cufa.plan.record import MAX_GRID
 from cufa.plan.rungs import PRICES
 from cufa.plan.sizes import shared_matrix_bytes
@@ -577,6 +577,29 @@ def test_the_cheapest_or_last_rung_is_taken(arch: str, direction: Direction, dty
         assert chosen.reasons[0] == f"{last}: the last rung that supports this call"
     assert asked.reasons[0] == f"{chosen.kernel}: chosen by the caller"
     assert chosen.launches == asked.launches
+
+
+@pytest.mark.parametrize(("queries", "priced"), [(1, 4), (16, 4), (17, 128)])
+def test_rungs_are_priced_once_for_many_lengths_of_few_queries(
+    monkeypatch: pytest.MonkeyPatch, queries: int, priced: int
+) -> None:
+    device, found = Device.of("sm_90a"), []
+
+    def price(problem: Problem, device: Device) -> float:
+        found.append(problem.seqlen_k)
+        return PRICES["fwd_6_wgmma"](problem, device)
+
+    monkeypatch.setattr(rungs, "PRICES", PRICES | {"fwd_6_wgmma": price})
+    rungs._prices.cache_clear()
+    of_lengths = range(2048, 2048 + 128)
+    for keys in of_lengths:
+        call = Problem("forward", "float16", 2, queries, keys, 8, 2, 64, 64, False, align_bytes=16)
+        chosen = make_plan(call, device)
+        exact = {name: PRICES[name](call, device) for name in ("fwd_5_mma", "fwd_6_wgmma", "fwd_8_split_kv")}
+        assert exact[chosen.kernel] <= 1.05 * min(exact.values())
+    rungs._prices.cache_clear()
+    assert len(found) <= priced
+    assert all(keys <= of_lengths[-1] * 33 / 32 for keys in found)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from numbers import Integral
 from typing import Any
 
+import numpy as np
+
 from cufa.arguments import check_dropout, check_flags
 from cufa.compat.arguments import attention_as, check_arrays, check_int32, numbers_of
 from cufa.messages import counted, renamed
@@ -189,7 +191,7 @@ def flash_attn_varlen_func(
             check_int32("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape))
         if seqused_k is None and cu_seqlens_k is not None:
             seqused_k = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
-            _check_room_in_pages(seqused_k, k, block_table)
+            _check_ends_of_keys_in_pages(cu_seqlens_k, k, block_table)
             names = {**names, "seqused_k": "cu_seqlens_k"}
         cu_seqlens_k = None
     # Reading a max_seqlen_q from the GPU would need a synchronization.
@@ -263,13 +265,16 @@ def flash_attn_varlen_kvpacked_func(q: Any, kv: Any, *options: Any, **named_opti
         return flash_attn_varlen_func(q, *_unpacked("kv", kv, "tokens"), *options, **named_options)
 
 
-def _check_room_in_pages(lengths: Any, k: Any, block_table: Any) -> None:
-    """Raise ValueError if a sequence has more keys than its pages have room for; check nothing on a GPU."""
+def _check_ends_of_keys_in_pages(cu_seqlens_k: Any, k: Any, block_table: Any) -> None:
+    """Raise ValueError if ends fall or are beyond the room in a sequence's pages; check nothing on a GPU."""
     check_arrays(k=k, block_table=block_table)
     if len(k.shape) != 4 or len(block_table.shape) != 2:
         return  # `attention` refuses these shapes
     pages, page_size = block_table.shape[1], k.shape[1]
-    lengths = numbers_of("cu_seqlens_k", lengths)
+    ends = numbers_of("cu_seqlens_k", cu_seqlens_k)
+    lengths = np.diff(ends)
+    for b in np.flatnonzero(lengths < 0):
+        raise ValueError(f"cu_seqlens_k falls from {ends[b]} to {ends[b + 1]} in sequence {b}; it must not")
     for count in lengths[lengths > pages * page_size]:
         raise ValueError(
             f"cu_seqlens_k has a sequence of {counted(count, 'key')}; block_table has room for "

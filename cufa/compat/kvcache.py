@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from numbers import Real
 from typing import Any
 
@@ -158,8 +158,8 @@ def flash_attn_with_kvcache(
         if dtype_of(q) == INPUT_DTYPES[FLOAT8]:
             raise TypeError(f"q has dtype {FLOAT8}; with rotary_cos it must have 16 bits or more")
     if not is_written:
-        if _outside("cache_seqlens", held, room + 1):
-            raise ValueError(f"cache_seqlens is {held}; k_cache has room for 0 to {room}")
+        for wrong in _outside("cache_seqlens", held, room + 1):
+            raise ValueError(f"{wrong}; k_cache has room for 0 to {room}")
         if isinstance(held, int):  # plans do not depend on the numbers in an array
             side["seqused_k"] = full((batch,), held, "int32", q)
         return attention_as(names, q, k_cache, v_cache, **side, **options)
@@ -200,8 +200,8 @@ def _places(arrays: Mapping[str, Any], batch: int) -> tuple[Mapping[str, str], A
         if pages is not None:
             raise ValueError("cache_batch_idx is given, and block_table is, which says where all keys are")
         check_int32("cache_batch_idx", entries, (batch,))
-        for entry in _outside("cache_batch_idx", entries, cached):
-            raise ValueError(f"cache_batch_idx has {entry}, and k_cache has {counted(cached, 'sequence')}")
+        for wrong in _outside("cache_batch_idx", entries, cached):
+            raise ValueError(f"{wrong}; k_cache has {counted(cached, 'sequence')}")
         # Each entry of the cache is one page.
         return {**_NAMES, "block_table": "cache_batch_idx"}, entries[:, None], room
     if pages is not None:
@@ -236,9 +236,8 @@ def _check_new(arrays: Mapping[str, Any], held: Any, batch: int, room: int) -> N
             if dtype_of(cache) == INPUT_DTYPES[FLOAT8]:
                 allowed = f"for {name}_cache it may be {one_of((FLOAT8, *FLOAT8_OUTPUTS))}"
             raise TypeError(f"{name} has dtype {new.dtype}; {allowed}")
-    if _outside("cache_seqlens", held, room - count + 1):
-        keys = counted(count, "key")
-        raise ValueError(f"cache_seqlens is {held} and k has {keys}; k_cache has room for {room}")
+    for wrong in _outside("cache_seqlens", held, room - count + 1):
+        raise ValueError(f"{wrong} and k has {counted(count, 'key')}; k_cache has room for {room}")
 
 
 def _check_angles(cos: Any, held: Any, new: int) -> None:
@@ -246,10 +245,11 @@ def _check_angles(cos: Any, held: Any, new: int) -> None:
 
     Check nothing of an array on a GPU, and leave another shape to `cufa.rotary`.
     """
-    if len(cos.shape) == 2 and _outside("cache_seqlens", held, cos.shape[0] - new + 1):
+    if len(cos.shape) != 2:
+        return
+    for wrong in _outside("cache_seqlens", held, cos.shape[0] - new + 1):
         raise ValueError(
-            f"cache_seqlens is {held}; with {counted(new, 'new token')} after that, rotary_cos has only "
-            f"{cos.shape[0]} places"
+            f"{wrong}; with {counted(new, 'new token')} after that, rotary_cos has only {cos.shape[0]} places"
         )
 
 
@@ -271,12 +271,11 @@ def _check_apart(has: str, table: Any, held: Any, count: int, page_size: int) ->
         writers[page] = sequence
 
 
-def _outside(name: str, value: Any, end: int) -> list[int]:
-    """The first number that is not in 0 to end - 1, if there is one; no number of None or on a GPU."""
+def _outside(name: str, value: Any, end: int) -> Iterator[str]:
+    """Say of the numbers that are not in 0 to end - 1 what they are; nothing of None or of those on a GPU."""
     if value is None:
-        return []
+        return
     numbers = numbers_of(name, value)
-    if numbers.size == 0:
-        return []
-    first: list[int] = numbers[(numbers < 0) | (numbers >= end)][:1].tolist()
-    return first
+    if numbers.size:
+        for b in np.flatnonzero((numbers < 0) | (numbers >= end)):
+            yield f"{name} is {numbers[b]}" + ("" if isinstance(value, int) else f" for sequence {b}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from cufa.device import Device
 from cufa.kernels import Kernel, kernel_named, verdicts
 from cufa.plan import float32, fp8, mma, split_kv, wgmma
 from cufa.problem import Problem
+from cufa.rounding import round_up
 
 # Estimated microseconds of a plan on an H200, besides what every launch takes. Other GPUs count as an H200
 # with their number of SMs: what matters is which price is lowest.
@@ -20,6 +23,12 @@ PRICES: Mapping[str, Callable[[Problem, Device], float]] = {
 }
 
 
+# In decoding, keys may grow with each call, and pricing all rungs takes longer than a step. So the prices of
+# calls with few queries are those of a number of keys that is rounded up, by at most a 32nd.
+_FEW_QUERIES = 16
+_ROUNDED_BITS = 6
+
+
 def best_kernel_and_why(problem: Problem, device: Device) -> tuple[Kernel, tuple[str, ...]]:
     """The rung for a problem, with a sentence about it and about each later rung that was passed over.
 
@@ -29,7 +38,7 @@ def best_kernel_and_why(problem: Problem, device: Device) -> tuple[Kernel, tuple
     suited = [name for name, reason in reasons.items() if reason is None]
     best, how = suited[-1], "the last rung that supports this call"
     if best in PRICES:
-        prices = {name: PRICES[name](problem, device) for name in suited if name in PRICES}
+        prices = _prices(_priced(problem), device, tuple(name for name in suited if name in PRICES))
         best = min(prices, key=lambda name: prices[name])
         if len(prices) > 1:
             of_others = [f"{name} {price:.0f}" for name, price in prices.items() if name != best]
@@ -37,3 +46,18 @@ def best_kernel_and_why(problem: Problem, device: Device) -> tuple[Kernel, tuple
     names = list(reasons)
     passed_over = (reasons[name] for name in names[names.index(best) + 1 :])
     return kernel_named(best), (f"{best}: {how}", *filter(None, passed_over))
+
+
+def _priced(problem: Problem) -> Problem:
+    """The problem whose prices a problem has."""
+    features = problem.features
+    of_each_key = features.packed or features.bias is not None or features.mask is not None
+    if problem.seqlen_q > _FEW_QUERIES or of_each_key:
+        return problem
+    step = 1 << max(0, problem.seqlen_k.bit_length() - _ROUNDED_BITS)
+    return replace(problem, seqlen_k=round_up(problem.seqlen_k, step))
+
+
+@functools.lru_cache(maxsize=4096)
+def _prices(problem: Problem, device: Device, names: tuple[str, ...]) -> Mapping[str, float]:
+    return {name: PRICES[name](problem, device) for name in names}

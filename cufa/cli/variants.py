@@ -22,7 +22,6 @@ from cufa.plan.standard import (
     softmax_launches,
 )
 from cufa.problem import (
-    DTYPES,
     FLOAT8,
     MAX_ALIGN_BYTES,
     Direction,
@@ -138,14 +137,15 @@ def _plan(request: Request) -> Planned:
         return Planned(plan.variant, plan.launches, plan.tiles)
     if request.tiles:
         raise ValueError(f"tiles has {', '.join(request.tiles)}, and {name} has no tiles to choose")
-    if request.kv_dtype is not None and name != "append":
+    companion = COMPANIONS[name]
+    if request.kv_dtype is not None and not companion.mixes_dtypes:
         raise ValueError(f"--kv-dtype is of keys and values, and {name} has none of their own")
     asked = (*(("causal",) if request.causal else ()), *request.features.names)
-    missing = [feature for feature in asked if feature not in COMPANIONS[name].features]
+    missing = [feature for feature in asked if feature not in companion.features]
     if missing:
         raise ValueError(f"{name} does not support {', '.join(missing)}")
-    if request.dtype not in DTYPES and name != "append":
-        raise ValueError(f"{name} supports {one_of(DTYPES)}, and the arrays are {request.dtype}")
+    if request.dtype not in companion.dtypes:
+        raise ValueError(f"{name} supports {one_of(companion.dtypes)}, and the arrays are {request.dtype}")
     variant, launches = _COMPANION_LAUNCHES[name](request, device.arch)
     return Planned(variant, launches, {})
 

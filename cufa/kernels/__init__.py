@@ -514,13 +514,18 @@ def verdicts(problem: Problem, device: Device) -> dict[str, str | None]:
 
 @dataclass(frozen=True)
 class Companion:
-    """A kernel beside the ladder, for one function of the library, and the features it is compiled with."""
+    """A kernel beside the ladder, for one function of the library, and what it is compiled with.
+
+    `features`, `dtypes` and `mixes_dtypes` are as in `Kernel`.
+    """
 
     name: str
     function: str
     idea: str
     paper: str
     features: frozenset[str] = frozenset()
+    dtypes: tuple[str, ...] = tuple(DTYPES)
+    mixes_dtypes: bool = False
 
 
 COMPANIONS: Mapping[str, Companion] = MappingProxyType(
@@ -550,6 +555,8 @@ COMPANIONS: Mapping[str, Companion] = MappingProxyType(
                 function="flash_attn_with_kvcache of cufa.compat",
                 idea="new keys and values into a cache or its pages, rotated and rounded on the way",
                 paper="Kwon et al. 2023, section 5.1",
+                dtypes=(*DTYPES, FLOAT8),
+                mixes_dtypes=True,
             ),
             Companion(
                 name="quantize",

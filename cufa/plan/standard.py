@@ -139,11 +139,11 @@ class Rotation:
     interleaved: bool
     align_bytes: int
 
-    @property
-    def together(self) -> int:
-        """Pairs that a thread rotates, or columns that it copies."""
-        itemsize = DTYPES[self.dtype].itemsize
-        return math.gcd(self.align_bytes // itemsize, self.rotary_dim // 2, self.head_dim)
+
+def _parts_of_row(dtype: str, dim: int, rotary_dim: int, align_bytes: int) -> int:
+    """Threads for a row of `dim` columns, of which the first `rotary_dim` are rotated; as in rotation.cuh."""
+    together = math.gcd(align_bytes // INPUT_DTYPES[dtype].itemsize, rotary_dim // 2, dim)
+    return (dim - rotary_dim // 2) // together
 
 
 def rotary_launches(rotation: Rotation, rows: int, arch: Arch) -> tuple[Variant, tuple[Launch, ...]]:
@@ -157,7 +157,9 @@ def rotary_launches(rotation: Rotation, rows: int, arch: Arch) -> tuple[Variant,
         ("SMEM_BYTES", 0),
         ("PARAMS_BYTES", ROTARY_PARAMS_BYTES),
     )
-    threads = rows * (rotation.head_dim - rotation.rotary_dim // 2) // rotation.together
+    threads = rows * _parts_of_row(
+        rotation.dtype, rotation.head_dim, rotation.rotary_dim, rotation.align_bytes
+    )
     return Variant("rotary.cu", macros, arch), (Launch("rotary", ceil_div(threads, THREADS), THREADS),)
 
 
@@ -235,11 +237,6 @@ class Appending:
     table_dtype: str = "float32"
     interleaved: bool = False
 
-    def parts(self, dim: int, rotary_dim: int, align_bytes: int) -> int:
-        """Threads for a row of `dim` columns, of which the first `rotary_dim` are rotated."""
-        together = math.gcd(align_bytes // INPUT_DTYPES[self.dtype].itemsize, rotary_dim // 2, dim)
-        return (dim - rotary_dim // 2) // together
-
 
 def append_launches(
     appending: Appending, align_bytes: int, batch: int, rows: int, query_rows: int, arch: Arch
@@ -264,8 +261,8 @@ def append_launches(
         ("SMEM_BYTES", 0),
         ("PARAMS_BYTES", APPEND_PARAMS_BYTES),
     )
-    of_key = appending.parts(head_dim, appending.rotary_dim, align_bytes)
-    of_value = appending.parts(value_dim, 0, align_bytes)
+    of_key = _parts_of_row(appending.dtype, head_dim, appending.rotary_dim, align_bytes)
+    of_value = _parts_of_row(appending.dtype, value_dim, 0, align_bytes)
     # One for each sequence's length, too.
     threads = max(batch, rows * (of_key + of_value) + query_rows * of_key)
     return Variant("append.cu", macros, arch), (Launch("append", ceil_div(threads, THREADS), THREADS),)

@@ -26,6 +26,12 @@ def test_a_cache_in_pages_is_attention_over_all_tokens(capsys):
     assert all(0 < difference < 1e-5 for difference in found)
 
 
+def test_parts_of_the_tokens_in_a_ring_are_attention_over_all_tokens(capsys):
+    found = differences("ring.py", capsys)
+    assert len(found) == len(("out", "dq", "dk", "dv"))
+    assert all(0 < difference < 1e-5 for difference in found)
+
+
 def test_functions_of_ones_own_are_what_numpy_computes(capsys):
     of_output, of_gradient = differences("score_mod.py", capsys)
     assert 0 < of_output < 1e-5

@@ -152,6 +152,17 @@ def test_packed_sequences_without_queries(rng):
     assert not dbias.any()
 
 
+@pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
+def test_keys_without_query_heads_have_gradient_zero(rng, kernel, dtype):
+    case = cases.draw_case(
+        rng, dtype, ["dbias", "dsink"], seqlen_q=30, seqlen_k=20, **cases.SIZES | {"heads": 0}
+    )
+    case.arrays["bias"] = np.ones((1, 20), dtype)
+    for deterministic in (False, True):
+        _, dk, dv, dbias, dsink = check(kernel, case, deterministic=deterministic)
+        assert not any(gradient.any() for gradient in (dk, dv, dbias, dsink))
+
+
 @pytest.mark.parametrize("sink", [-200.0, 12.0])
 @pytest.mark.parametrize(("kernel", "dtype"), ONE_DTYPE)
 def test_sinks_far_from_the_scores(rng, kernel, dtype, sink):

@@ -69,7 +69,7 @@ def test_lengths(cupy, rng, always_mixed, lengths, page_size):
 
 
 @pytest.mark.parametrize(
-    "features", [("sink", "seqused_k"), ("window",), ("alibi_slopes", "softcap")], ids=str
+    "features", [("sink", "seqused_k"), ("window",), ("alibi_slopes", "softcap"), ("mask",)], ids=str
 )
 def test_features(cupy, rng, always_mixed, features):
     case = draw(rng, LONG, "float16", head_dim=64, head_dim_v=64)
@@ -83,6 +83,8 @@ def test_features(cupy, rng, always_mixed, features):
         case.arrays["seqused_k"] = rng.integers(0, held + 1).astype(np.int32)
     if "window" in features:
         case.numbers["window"] = (150, 0)
+    if "mask" in features:
+        case.arrays["mask"] = rng.random((1, 1, 1, LONG[2])) < 0.7
     if "softcap" in features:
         case.numbers.update(softcap=2.5, causal=False)
     check_forward(cupy, paged(rng, case))

@@ -46,6 +46,16 @@ def test_prompts_beside_decoding_get_two_kernels(tokens, batch, keys, launches):
     assert str(plan.beside) in str(plan)
 
 
+def test_a_launch_that_looks_at_a_mask_runs_beside_no_other():
+    """It waits for nothing, so what comes after it could not know when the first launch has ended."""
+    masked = call(4096 + 63, 64, 4096, features=replace(PAGED, mask=(1, 1, 1, 4096)), max_seqlen_q=4096)
+    plan = make_plan(masked, H200)
+    launches = {launch.entry: launch.overlaps for _, launch in plan.in_order}
+    assert list(launches)[:3] == ["fwd_8_split_kv", "seen_tiles", "fwd_6_wgmma"]
+    assert not launches["seen_tiles"]
+    assert "one after the other" in str(plan)
+
+
 @pytest.mark.parametrize(
     "problem",
     [

@@ -438,6 +438,17 @@ def test_nothing_to_compute_is_no_launch(kernel: str, empty: dict[str, Any]) -> 
     assert "launch     none: there is nothing to compute" in str(plan)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_keys_without_query_heads_are_not_for_blocks_that_begin_with_a_head(
+    dtype: str, head_dim: int
+) -> None:
+    call = Problem("backward", dtype, *(2, 5, 300, 0, 2, head_dim, head_dim))
+    assert make_plan(call, Device.of("sm_90a")).kernel == "bwd_3_mma"
+    with pytest.raises(ValueError, match="needs query heads"):
+        make_plan(call, Device.of("sm_90a"), "bwd_4_wgmma" if dtype == "bfloat16" else "bwd_6_float32")
+
+
 @pytest.mark.parametrize("kernel", [name for name in KERNELS if name.startswith("fwd")])
 def test_a_forward_without_keys_still_writes_its_zeros(kernel: str) -> None:
     plan = plan_of(kernel, seqlen_k=0)

@@ -155,6 +155,8 @@ class HopperKernel(Kernel):
             return f"{self.name} needs pages of a multiple of {_BOX_KEYS} keys, not of {page_size}"
         if problem.transposed_values and (problem.features.packed or page_size):
             return f"{self.name} does not support transposed values in packed sequences or pages"
+        if self.direction == "backward" and problem.kv_heads and not problem.heads:
+            return f"{self.name} needs query heads"  # each block begins with one
         reason = super().unsupported(problem, device)
         if reason is None and problem.features.key_mask and problem.features.deterministic:
             return f"{self.name} does not support deterministic with mask or mask_mod"

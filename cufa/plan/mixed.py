@@ -55,7 +55,7 @@ def mix_of(problem: Problem, device: Device) -> Mix | None:
     half_way = replace(few, seqlen_k=few.seqlen_k // 2)
     time_of_few, time_of_many = split_kv.price(half_way, device), wgmma.price(_beside_few(many), device)
     by_two = in_a_row = time_of_few + time_of_many
-    if sure:
+    if sure and not problem.features.key_mask:  # launches that look at a mask come between the two
         on_half = split_kv.price_on_half(half_way, device)
         by_two = min(in_a_row, on_half + max(0, time_of_many - on_half / 2))
     by_one = min(

@@ -53,8 +53,13 @@ def price(problem: Problem, device: Device) -> float:
 
 
 def beside(problem: Problem, device: Device, typical: Problem) -> Part:
-    """`fwd_6_wgmma` for some of the sequences, which are like those of `typical`, beside another launch."""
+    """`fwd_6_wgmma` for some of the sequences, which are like those of `typical`, beside another launch.
+
+    With a mask it begins after the other launch, as `seen_tiles` does, which waits for nothing.
+    """
     part = forward(problem, device, {}, typical)
+    if problem.features.key_mask:
+        return part
     return replace(part, launches=tuple(replace(launch, overlaps=True) for launch in part.launches))
 
 

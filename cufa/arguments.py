@@ -16,6 +16,7 @@ import numpy as np
 
 from cufa.messages import counted, shown
 from cufa.problem import (
+    BYTE_BITS,
     DTYPES,
     FLOAT8,
     FLOAT8_OUTPUTS,
@@ -505,7 +506,7 @@ def _check_score_array(name: str, problem: Problem, shape: Shape, dtype: Any, pa
     if name == "bias":
         dtype_name(dtype, name)
     elif dtype == np.uint8:
-        keys, key_axis = ceil_div(keys, 8), "seqlen_k in bytes of 8 bits"
+        keys, key_axis = ceil_div(keys, BYTE_BITS), "seqlen_k in bytes of 8 bits"
     elif dtype != np.bool_:
         raise TypeError(f"mask has dtype {dtype}; it may be bool, or uint8 for bits")
     lengths = (problem.batch, problem.heads, problem.seqlen_q, keys)

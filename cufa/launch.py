@@ -1,7 +1,7 @@
 """From a Plan to running kernels: compile and load them once, then pass parameters, workspace and stream.
 
-Kernels run on CuPy's current stream, without synchronization. Nothing is allocated except the workspace that
-the Plan declares, so calls can be captured into a CUDA graph.
+Kernels run on CuPy's current stream, without synchronization. Nothing is allocated except scratch memory: the
+workspace that the Plan declares, and what `quantize` measures in. So calls can be captured into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ class Executable:
             for step in range(launch.steps)
         ]
         by_step = itertools.groupby(launches, key=operator.itemgetter(0, 1))
+        plans = plan.and_beside
         self._launches = [
-            (of, pack_sizes(plan.problem, step, plan.parting), [kernel for *_, kernel in same])
+            (of, pack_sizes(plans[of].problem, step, plans[of].parting), [kernel for *_, kernel in same])
             for (of, step), same in by_step
         ]
 

@@ -30,11 +30,11 @@ from cufa.tensor_layout import Region
 _TENSORS = {"forward": struct.Struct("=" + 4 * "4q"), "backward": struct.Struct("=" + 8 * "4q")}
 # Numbers are of the type of sums, by its bytes; each takes eight.
 _CALL = {4: struct.Struct("=2q" + 2 * "f4x"), 8: struct.Struct("=2q2d")}
-_SIZES = struct.Struct("=6i")
+_SIZES = {"forward": struct.Struct("=7i"), "backward": struct.Struct("=7i4x")}
 # Forward: the parts of a head's tiles, if there is a list of them; the number of whole tiles, the parts of
 # each other tile, the number of work items.
 _PLACES = struct.Struct(f"={MOST_PARTS_OF_HEAD * PART_PLACE_BYTES}s")
-_PARTING = struct.Struct("=3i4x")
+_PARTING = struct.Struct("=3i")
 # Addresses and strides of the arrays that score_mod and mask_mod read; the features begin with them.
 _INT64 = struct.Struct("=q")
 # Bias, mask, ALiBi slopes and their batch stride, sink, three arrays of lengths, three of descales.
@@ -73,8 +73,8 @@ NO_FEATURES = {
 assert all(
     _TENSORS[direction].size + _CALL[8].size + sizes + len(NO_FEATURES[direction]) == size
     for direction, sizes, size in (
-        ("forward", _SIZES.size + _PARTING.size, FORWARD_PARAMS_BYTES),
-        ("backward", _SIZES.size, BACKWARD_PARAMS_BYTES),
+        ("forward", _SIZES["forward"].size + _PARTING.size, FORWARD_PARAMS_BYTES),
+        ("backward", _SIZES["backward"].size, BACKWARD_PARAMS_BYTES),
     )
 )
 _LOG2_E = log2(e)
@@ -101,8 +101,9 @@ def pack_call(lse: int, workspace: int, softmax_scale: float, sum_bytes: int) ->
 
 def pack_sizes(problem: Problem, step: int = 0, parting: Parting = NOT_PARTED) -> bytes:
     """Pack the sizes, which follow the fields of `pack_call`."""
-    sizes = _SIZES.pack(
-        problem.batch, problem.heads, problem.kv_heads, problem.seqlen_q, problem.seqlen_k, step
+    lengths = problem.seqlen_q, problem.seqlen_k
+    sizes = _SIZES[problem.direction].pack(
+        problem.batch, problem.heads, problem.kv_heads, *lengths, step, problem.most_keys
     )
     if problem.direction == "backward":
         return sizes

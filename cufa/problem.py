@@ -27,7 +27,7 @@ MAX_ALIGN_BYTES = 16
 # Lengths and counts are 32-bit in the kernels' parameters; their products are 64-bit.
 MAX_EXTENT = 2**31 - 1
 # The largest axis: kernels count past its end, by less than this distance.
-MAX_AXIS = MAX_EXTENT - 2**12
+MAX_AXIS = MAX_EXTENT - 2**15
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
@@ -41,6 +41,9 @@ INPUT_DTYPES: dict[str, np.dtype[Any]] = {**DTYPES, FLOAT8: np.dtype(ml_dtypes.f
 _DTYPE_NAMES = {dtype: name for name, dtype in INPUT_DTYPES.items()}
 # The output dtypes for 8-bit inputs, the default first; also the dtypes of Q with K and V in 8 bits.
 FLOAT8_OUTPUTS = ("bfloat16", "float16")
+
+# The keys that a byte of a mask in bits holds.
+BYTE_BITS = 8
 
 # With a transposed V, keys are copied in groups of four, two adjacent ones at a time.
 KEYS_TOGETHER = 4
@@ -251,6 +254,16 @@ class Problem:
     def group(self) -> int:
         """Query heads that share a KV head; 0 if there are no heads."""
         return self.heads // max(1, self.kv_heads)
+
+    @property
+    def most_keys(self) -> int:
+        """How many keys a sequence has at most. Of packed ones only the sum is known, and what a mask has."""
+        keys = self.seqlen_k
+        if self.features.packed and self.features.page_size:
+            keys //= max(1, self.batch)
+        if self.features.packed and self.features.mask is not None:
+            keys = min(keys, self.features.mask[-1] * (BYTE_BITS if self.features.mask_bits else 1))
+        return keys
 
     @property
     def packed_sequences(self) -> int:

@@ -41,7 +41,8 @@ class Kernel:
     """One rung of the ladder: what it is and what it supports.
 
     `entries` are the `extern "C"` functions of its file in the order in which they are launched.
-    `memory` is what it needs in global memory beyond its inputs and outputs, in the sequence length N.
+    `memory` is what it needs in global memory beyond its inputs and outputs, without features, in the
+    sequence length N.
     `tensor_cores` says that they make its products, by mma.sync; `reads_transposed`, that keys of V may lie
     next to each other; `mixes_dtypes`, that K and V may be of 8 bits beside Q in 16. `features` are the names
     of those that it supports (`cufa.problem.Features.names`).

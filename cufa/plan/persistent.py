@@ -22,15 +22,15 @@ from cufa.plan.record import MAX_GRID, NOT_PARTED, WORKSPACE_ALIGNMENT, Launch, 
 from cufa.plan.seen import seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
 from cufa.plan.wgmma_tiles import MOST_VALUE_DIM, T, Tiles
-from cufa.problem import Problem
+from cufa.problem import BYTE_BITS, Problem
 from cufa.rounding import round_up
 
 # For a tile of queries and, if keys are split, the part of it.
 WORK_TILE_BYTES, PART_OF_KEYS_BYTES = 16, 8
 # The findings of four warps about a tile of V.
 FINDINGS_BYTES = 16
-# Scores whose visibility a word holds, and a byte.
-WORD_BITS, BYTE_BITS = 32, 8
+# Scores whose visibility a word holds.
+WORD_BITS = 32
 # The most registers for consumers if the producer looks up more than where a tile is, and if it searches for
 # some of the sequences.
 BESIDE_LOOK_UPS, BESIDE_SEARCH = 224, 216

@@ -37,7 +37,7 @@ def seen_tiles(problem: Problem, rows: int, keys: int) -> int:
     of_batches = mask_batch > 1 or (function is not None and function.of_batches) or own_ends
     counted = problem if of_batches else replace(problem, batch=1)
     row_count = counted_row_tiles(counted, problem.seqlen_q, rows)
-    return (problem.heads if of_heads else 1) * row_count * ceil_div(problem.seqlen_k, keys)
+    return (problem.heads if of_heads else 1) * row_count * ceil_div(problem.most_keys, keys)
 
 
 def seen_launch(problem: Problem, tiles: int, threads: int, warps: int) -> Launch:

@@ -8,7 +8,7 @@ from cufa.rounding import ceil_div
 
 # The structs of params.cuh, whose fields cufa/params.py packs.
 FORWARD_PARAMS_BYTES = 392
-BACKWARD_PARAMS_BYTES = 552
+BACKWARD_PARAMS_BYTES = 560
 SOFTMAX_PARAMS_BYTES = 48
 MERGE_PARAMS_BYTES = 136
 ROTARY_PARAMS_BYTES = 120

@@ -24,6 +24,7 @@ struct Sizes {
     int batch, heads, kv_heads;
     int seqlen_q, seqlen_k;  // of all sequences together if they are packed
     int step;                // the number of this launch, for kernels launched several times
+    int most_keys;           // how many keys a sequence has at most
 };
 
 // The place of a part of a tile of queries: the tile's number in its head, the number of this part,

@@ -11,6 +11,7 @@
 // Hopper, these lanes add up their sums first.
 #pragma once
 
+#include "call/grid.cuh"
 #include "call/params.cuh"
 
 // The derivatives of a score by each of the elements that it reads.
@@ -73,6 +74,7 @@ struct PendingSums {
 // One thread per element of all arrays.
 template <int Threads>
 __device__ inline void round_array_sums(const BackwardParams& params, const acc_t* sums) {
-    const int place = blockIdx.x * Threads + threadIdx.x;
-    if (place < array_sums(params.features)) write_array_gradients(params.features, sums, place);
+    const long long place = thread_of_grid<Threads>();
+    if (place < array_sums(params.features))
+        write_array_gradients(params.features, sums, static_cast<int>(place));
 }

@@ -48,7 +48,7 @@ __device__ inline SeenPart part_of_mask(const ScoreRules& rules, int first_row, 
     constexpr int kBytes = Keys * kMaskBits / 8, kVector = min_of(16, kBytes & -kBytes);
     const Matrix<const unsigned char>& mask = rules.key_mask;
     const int rows = mask.row_stride == 0 ? 1 : min(Rows, rules.mask.seqlen_q - first_row);
-    const int bytes = min(kBytes, ceil_div((rules.mask.seqlen_k - first_key) * kMaskBits, 8));
+    const int bytes = ceil_div(min(Keys, rules.mask.seqlen_k - first_key) * kMaskBits, 8);
     const Matrix<const unsigned char> tile = {mask.row(first_row) + first_key / 8 * kMaskBits,
                                               mask.row_stride};
     if constexpr (kVector >= int(sizeof(unsigned int))) {

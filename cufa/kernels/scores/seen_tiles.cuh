@@ -14,7 +14,7 @@ class SeenTiles {
     // `all` points to the parts of all heads.
     template <class Params>
     __device__ SeenTiles(SeenPart* all, const Params& params, const Sequence& sequence, int head)
-        : keys(ceil_div(params.sizes.seqlen_k, Keys)) {
+        : keys(ceil_div(params.sizes.most_keys, Keys)) {
         const int batch = differ_by_batch(params) ? sequence.batch : 0;
         const int seqlen_q = params.sizes.seqlen_q;
         const int first_tile = first_row_tile<Rows>(batch, sequence.first_q, seqlen_q);
@@ -29,7 +29,7 @@ class SeenTiles {
         const Sizes& sizes = params.sizes;
         const long long of_heads = differ_by_head(params) ? sizes.heads : 1;
         return of_heads * row_tiles<Rows>(batches(params), sizes.seqlen_q) *
-               ceil_div(sizes.seqlen_k, Keys);
+               ceil_div(sizes.most_keys, Keys);
     }
 
     // Whether the scores of this tile must be tested one by one.
@@ -80,7 +80,7 @@ class SeenTiles {
     __device__ static void find(SeenPart* all, const Params& params, long long index,
                                 const PartOf& part_of) {
         const Sizes& sizes = params.sizes;
-        const int key_tiles = ceil_div(sizes.seqlen_k, Keys);
+        const int key_tiles = ceil_div(sizes.most_keys, Keys);
         const int tiles = row_tiles<Rows>(batches(params), sizes.seqlen_q);
         const int first_key = index % key_tiles * Keys, head = index / key_tiles / tiles;
         const auto [batch, first_row] =

@@ -30,9 +30,7 @@ from cufa.params import (
     pack_tensors,
 )
 from cufa.plan import Launch, Plan
-from cufa.plan.record import WORKSPACE_ALIGNMENT
-from cufa.plan.sizes import params_bytes
-from cufa.plan.standard import (
+from cufa.plan.companions import (
     Appending,
     Quantization,
     Rotation,
@@ -42,6 +40,8 @@ from cufa.plan.standard import (
     rotary_launches,
     softmax_launches,
 )
+from cufa.plan.record import WORKSPACE_ALIGNMENT
+from cufa.plan.sizes import params_bytes
 from cufa.tensor_layout import Layout, Region
 from cufa.tensor_maps import Encoder
 
@@ -337,7 +337,7 @@ def _kernels(
     asked: tuple[Hashable, ...],
     arch: Arch | str | int | None,
 ) -> tuple[_Kernel, ...]:
-    """The kernels that a function of `cufa.plan.standard` plans for these arguments, on the current GPU."""
+    """The kernels that a function of `cufa.plan.companions` plans for these arguments, on the current GPU."""
     return _loaded(planned, asked, None if arch is None else Arch.parse(arch), _current_device())
 
 

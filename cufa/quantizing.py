@@ -11,7 +11,7 @@ from cufa import arrays, launch
 from cufa.arguments import Wanted, check_array, check_descales, check_flags, refuse_gpu_options
 from cufa.device import Arch
 from cufa.messages import shown
-from cufa.plan.standard import Quantization
+from cufa.plan.companions import Quantization
 from cufa.problem import (
     FLOAT8,
     INPUT_DTYPES,

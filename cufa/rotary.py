@@ -10,7 +10,7 @@ import numpy as np
 from cufa import arrays, launch
 from cufa.arguments import Wanted, check_array, check_flags, refuse_gpu_options
 from cufa.device import Arch
-from cufa.plan.standard import Rotation
+from cufa.plan.companions import Rotation
 from cufa.problem import (
     DTYPES,
     Axes,

@@ -21,7 +21,7 @@ from tolerance import (
 
 from cufa import reference
 from cufa.kernels import KERNELS as ALL_KERNELS
-from cufa.plan.standard import softmax_launches
+from cufa.plan.companions import softmax_launches
 
 pytestmark = pytest.mark.emulator
 

@@ -12,8 +12,8 @@ from cufa import jit
 from cufa.device import KNOWN, Device
 from cufa.kernels import KERNELS, kernel_named
 from cufa.plan import make_plan
+from cufa.plan.companions import softmax_launches
 from cufa.plan.sizes import SOFTMAX_PARAMS_BYTES
-from cufa.plan.standard import softmax_launches
 from cufa.problem import DTYPES, Features, Problem
 from cufa.rounding import ceil_div
 

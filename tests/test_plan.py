@@ -16,10 +16,10 @@ from cufa.device import KNOWN, Arch, Device
 from cufa.kernels import KERNELS
 from cufa.messages import counted
 from cufa.plan import Launch, Plan, make_plan, rungs, tiled
+from cufa.plan.companions import softmax_launches
 from cufa.plan.record import MAX_GRID
 from cufa.plan.rungs import PRICES
 from cufa.plan.sizes import shared_matrix_bytes
-from cufa.plan.standard import softmax_launches
 from cufa.plan.tiled import Tiles
 from cufa.problem import Direction, Features, Problem
 from cufa.rounding import ceil_div, round_up

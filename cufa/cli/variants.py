@@ -11,7 +11,7 @@ from cufa.device import Arch, Device
 from cufa.jit import Variant
 from cufa.kernels import COMPANIONS, KERNELS
 from cufa.plan import Launch, make_plan, make_probabilities_plan
-from cufa.plan.standard import (
+from cufa.plan.companions import (
     Appending,
     Quantization,
     Rotation,

@@ -21,7 +21,7 @@ from cufa.call import empty
 from cufa.compat.arguments import arange, as_integers, full
 from cufa.messages import renamed
 from cufa.params import NOT_ROTATED, pack_append, pack_rotated
-from cufa.plan.standard import Appending
+from cufa.plan.companions import Appending
 from cufa.problem import DTYPES, FLOAT8, FLOAT8_OUTPUTS, INPUT_DTYPES, LAYOUTS, dtype_of
 from cufa.quantizing import quantize
 from cufa.rotary import check_angles, rotary

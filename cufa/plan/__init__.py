@@ -26,14 +26,14 @@ from cufa.plan import (
     wgmma,
     wgmma_backward,
 )
-from cufa.plan.record import Launch, Macro, Part, Plan, Scratch, TensorBox
+from cufa.plan.record import Decisions, Launch, Macro, Plan, Scratch, TensorBox
 from cufa.plan.rungs import best_kernel_and_why
 from cufa.problem import Problem, integer
 
 __all__ = [
+    "Decisions",
     "Launch",
     "Macro",
-    "Part",
     "Plan",
     "Scratch",
     "TensorBox",
@@ -42,7 +42,7 @@ __all__ = [
     "make_probabilities_plan",
 ]
 
-_PLANNERS: dict[str, Callable[[Problem, Device, Mapping[str, int]], Part]] = {
+_PLANNERS: dict[str, Callable[[Problem, Device, Mapping[str, int]], Decisions]] = {
     "fwd_1_naive": standard.forward,
     "fwd_2_online_softmax": standard.forward,
     "fwd_3_flash_v1": tiled.flash_v1,
@@ -89,22 +89,20 @@ def make_plan(
         if reason is not None:
             raise ValueError(f"kernel is {row.name!r}: {reason}")
     planned = bias_gradient.without_it(problem) if row.leaves_dbias else problem
-    part = _PLANNERS[row.name](planned, device, overrides)
-    plan = _plan(row.name, problem, device, part, (*why, *part.reasons))
+    plan = _plan(row.name, problem, device, _PLANNERS[row.name](planned, device, overrides), why)
     if planned == problem:
         return plan
     return replace(plan, beside=_bias_gradient_plan(bias_gradient.alone(problem), device))
 
 
 def _bias_gradient_plan(problem: Problem, device: Device) -> Plan:
-    part = bias_gradient.bias_gradient(problem, device)
-    return _plan(bias_gradient.NAME, problem, device, part, part.reasons)
+    return _plan(bias_gradient.NAME, problem, device, bias_gradient.bias_gradient(problem, device))
 
 
 def _mixed_plan(mix: mixed.Mix, problem: Problem, device: Device) -> Plan:
-    (few, of_few), (many, of_many) = mix.parts(problem, device)
-    beside = _plan(mixed.MANY, many, device, of_many, of_many.reasons)
-    return replace(_plan(mixed.FEW, few, device, of_few, (mix.reason, *of_few.reasons)), beside=beside)
+    (few, of_few), (many, of_many) = mix.decisions(problem, device)
+    beside = _plan(mixed.MANY, many, device, of_many)
+    return replace(_plan(mixed.FEW, few, device, of_few, (mix.reason,)), beside=beside)
 
 
 def check_tiles(tiles: object) -> dict[str, int]:
@@ -125,21 +123,23 @@ def make_probabilities_plan(problem: Problem, device: Device) -> Plan:
 
     Raises ValueError if no tiles fit.
     """
-    part = tiled.probabilities(problem, device, {})
-    return _plan("attn_probs", problem, device, part, part.reasons)
+    return _plan("attn_probs", problem, device, tiled.probabilities(problem, device, {}))
 
 
-def _plan(kernel: str, problem: Problem, device: Device, part: Part, reasons: tuple[str, ...]) -> Plan:
+def _plan(
+    kernel: str, problem: Problem, device: Device, decided: Decisions, why: tuple[str, ...] = ()
+) -> Plan:
+    """The Plan of a kernel that was chosen for the reasons `why`."""
     return Plan(
         kernel=kernel,
         source=f"{kernel}.cu",
         problem=problem,
         device=device,
-        tiles=part.tiles,
-        macros=part.macros,
-        launches=part.launches,
-        scratch=part.scratch,
-        reasons=reasons,
-        boxes=part.boxes,
-        parting=part.parting,
+        tiles=decided.tiles,
+        macros=decided.macros,
+        launches=decided.launches,
+        scratch=decided.scratch,
+        reasons=(*why, *decided.reasons),
+        boxes=decided.boxes,
+        parting=decided.parting,
     )

@@ -12,7 +12,7 @@ from cufa.plan.choice import Candidates, Cost, counted_row_tiles, sizes_of
 from cufa.plan.gradients import gradient_macros
 from cufa.plan.mma import LINE_BYTES, MMA_K, MMA_M, Work, arithmetic_of, macros_of
 from cufa.plan.mma_backward import INSTRUCTIONS_PER_SCORE
-from cufa.plan.record import Launch, Part, Scratch
+from cufa.plan.record import Decisions, Launch, Scratch
 from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
 from cufa.plan.sizes import VECTOR_BYTES
 from cufa.problem import DTYPES, Problem, Shape, lse_shape
@@ -76,7 +76,7 @@ TILES = {
 FASTEST = {64: Tiles(64, 64, 128, 2), 128: Tiles(64, 64, 128, 1)}
 
 
-def bias_gradient(problem: Problem, device: Device) -> Part:
+def bias_gradient(problem: Problem, device: Device) -> Decisions:
     """`bias_gradient`: a launch for LSE and D, then one with a block for each tile of the bias."""
     shape = problem.features.bias
     if shape is None:
@@ -98,7 +98,7 @@ def bias_gradient(problem: Problem, device: Device) -> Part:
         Launch("add_parts", ceil_div(prod(shape), sizes.threads) if sums else 0, sizes.threads),
     )
     shared = f"each of the {counted(tiles, 'tile')} of the bias is computed in {counted(parts, 'part')}"
-    return Part(
+    return Decisions(
         tiles=sizes_of(sizes),
         macros=(
             *macros_of(problem, chosen),

@@ -23,7 +23,7 @@ from cufa.plan.hopper import (
     panel_tile_bytes,
 )
 from cufa.plan.pace import Pace, fastest
-from cufa.plan.record import Launch, Part, Scratch
+from cufa.plan.record import Decisions, Launch, Scratch
 from cufa.plan.seen import check_masked_keys, seen_launch, seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
 from cufa.problem import Problem
@@ -144,7 +144,7 @@ def _parts(problem: Problem) -> int:
     return 1 if problem.features.tf32 else 2
 
 
-def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`fwd_9_float32`: a launch that makes halves, then one with a block for each tile of queries.
 
     If there are masks, a first launch finds out what they show of tiles of scores.
@@ -168,7 +168,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
         Scratch("halves of keys and values", (keys, key_bytes // FLOAT_BYTES)),
         *seen_scratch(problem, seen),
     )
-    return Part(
+    return Decisions(
         tiles=sizes_of(sizes),
         macros=(
             *common_macros(problem),

@@ -24,7 +24,7 @@ from cufa.plan.hopper import (
     WGMMA_M,
     Warpgroups,
 )
-from cufa.plan.record import Launch, Part, Scratch
+from cufa.plan.record import Decisions, Launch, Scratch
 from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
 from cufa.plan.wgmma_backward import MOST_IN_LINE, ORDER_OF_ADDITIONS
@@ -89,20 +89,20 @@ class WideTiles(Tiles):
     share_queries: ClassVar[bool] = True
 
 
-def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`bwd_6_float32`: a launch that makes halves, then one with a block for each tile of keys.
 
     If there are masks, a first launch finds out what they show of tiles of scores.
     """
-    return _part(problem, device, tiles, Tiles)
+    return _decide(problem, device, tiles, Tiles)
 
 
-def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`bwd_7_float32_wide`: the same launches."""
-    return _part(problem, device, tiles, WideTiles)
+    return _decide(problem, device, tiles, WideTiles)
 
 
-def _part(problem: Problem, device: Device, tiles: Mapping[str, int], kind: type[Tiles]) -> Part:
+def _decide(problem: Problem, device: Device, tiles: Mapping[str, int], kind: type[Tiles]) -> Decisions:
     candidates = tuple(
         kind(rows, WGMMA_M, stages) for rows in kind.rows_allowed for stages in range(MOST_STAGES, 0, -1)
     )
@@ -131,7 +131,7 @@ def _part(problem: Problem, device: Device, tiles: Mapping[str, int], kind: type
         Scratch("halves of keys and values", (keys, key_bytes // FLOAT_BYTES)),
         *seen_scratch(problem, seen),
     )
-    return Part(
+    return Decisions(
         tiles=sizes_of(sizes),
         macros=(
             *common_macros(problem),

@@ -32,7 +32,7 @@ from cufa.plan.persistent import (
     launches_of_parts,
     parts_bytes,
 )
-from cufa.plan.record import Launch, Part, TensorBox
+from cufa.plan.record import Decisions, Launch, TensorBox
 from cufa.plan.wgmma_tiles import Tiles, fastest_in_parts
 from cufa.problem import Problem
 from cufa.rounding import ceil_div, round_up
@@ -220,7 +220,7 @@ def _most_consumers(problem: Problem) -> int:
     return 3 if asks else 4
 
 
-def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`fwd_7_fp8`: blocks that stay for many tiles."""
     best, _ = _fastest(problem, device, frozenset(tiles.items()))
     block = best.block_m, best.block_n
@@ -240,7 +240,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
         *_key_boxes(problem, sizes),
         TensorBox(3, WGMMA_M, PANEL_ROW_BYTES // problem.output.itemsize),
     )
-    return Part(
+    return Decisions(
         tiles=sizes_of(sizes),
         macros=(
             *forward_macros(problem, device, chosen, len(boxes), parted),

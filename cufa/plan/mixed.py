@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from cufa.device import Device
 from cufa.kernels import kernel_named
 from cufa.plan import split_kv, wgmma
-from cufa.plan.record import Part
+from cufa.plan.record import Decisions
 from cufa.problem import Problem
 from cufa.rounding import ceil_div
 
@@ -36,8 +36,10 @@ class Mix:
     on_half: bool
     reason: str
 
-    def parts(self, problem: Problem, device: Device) -> tuple[tuple[Problem, Part], tuple[Problem, Part]]:
-        """The problem and Part of the sequences of few queries, and of those of many."""
+    def decisions(
+        self, problem: Problem, device: Device
+    ) -> tuple[tuple[Problem, Decisions], tuple[Problem, Decisions]]:
+        """The problem of sequences of few queries and that of many, each with what is decided for it."""
         few = replace(problem, features=replace(problem.features, most_queries=MANY_QUERIES - 1))
         of_few = split_kv.beside(few, device, self.few, self.on_half)
         many = _beside_few(problem)

@@ -19,7 +19,7 @@ from typing import TypeVar
 from cufa.device import WARP_SIZE, Device
 from cufa.plan.choice import Candidates, Choice, Cost, TileSizes, query_tiles, sizes_of
 from cufa.plan.pace import memory_time, most_keys, seen_keys
-from cufa.plan.record import Launch, Macro, Part
+from cufa.plan.record import Decisions, Launch, Macro
 from cufa.plan.seen import check_masked_keys, seen_launch, seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
 from cufa.problem import FLOAT8, Problem
@@ -247,7 +247,7 @@ WIDE_FORWARD_TILES = (
 )
 
 
-def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`fwd_5_mma`: one launch, with a block for each tile of queries."""
     chosen = _forward_candidates(problem.kind, device).choose(problem, tiles)
     sizes = chosen.tiles
@@ -257,7 +257,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
         seen_launch(problem, seen, sizes.threads, sizes.warps),
         Launch("fwd_5_mma", query_tiles(problem, sizes), sizes.threads, chosen.cost.smem_bytes),
     )
-    return Part(
+    return Decisions(
         tiles=sizes_of(sizes),
         macros=(*macros_of(problem, chosen), ("HANDS_OVER", int(hands_over_keys(problem, device)))),
         launches=tuple(launch for launch in launches if launch.grid > 0),

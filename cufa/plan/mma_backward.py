@@ -28,7 +28,7 @@ from cufa.plan.mma import (
     hands_over_keys,
     macros_of,
 )
-from cufa.plan.record import Launch, Part, Scratch
+from cufa.plan.record import Decisions, Launch, Scratch
 from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
 from cufa.problem import Problem, lse_shape
 from cufa.rounding import ceil_div, round_up
@@ -173,7 +173,7 @@ def hands_over_queries(problem: Problem, device: Device, tiles: BackwardTiles) -
     return apart and hands_over_keys(problem, device)
 
 
-def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`bwd_3_mma`: a warp for each row, then a block for each tile of keys, then a warp for 16 rows.
 
     If deterministic, the last launch has a block for each tile of queries instead.
@@ -206,7 +206,7 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
         else Launch("round_queries", ceil_div(strips, sizes.warps), sizes.threads),
         *gradient_launches(problem, sizes.threads, sizes.warps),
     )
-    return Part(
+    return Decisions(
         tiles=sizes_of(sizes),
         macros=(
             *macros_of(problem, chosen),

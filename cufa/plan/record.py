@@ -100,7 +100,7 @@ NOT_PARTED = Parting()
 
 
 @dataclass(frozen=True)
-class Part:
+class Decisions:
     """The decisions of one kernel's planner."""
 
     tiles: Mapping[str, int]

@@ -16,7 +16,7 @@ from cufa.device import MAX_REGISTERS_PER_THREAD, WARP_SIZE, Device
 from cufa.messages import counted
 from cufa.plan.choice import Candidates, Choice, Cost, row_tiles, sizes_of
 from cufa.plan.mma import BYTE, HALF, LINE_BYTES, MMA_M, MMA_N, arithmetic_of
-from cufa.plan.record import FIRST_OVERLAPPING, Launch, Macro, Part, Scratch
+from cufa.plan.record import FIRST_OVERLAPPING, Decisions, Launch, Macro, Scratch
 from cufa.plan.seen import check_masked_keys
 from cufa.plan.sizes import FORWARD_PARAMS_BYTES, common_macros
 from cufa.problem import FLOAT8, MAX_EXTENT, Problem, lse_shape
@@ -126,7 +126,7 @@ class ByteTiles(Tiles):
     depth: ClassVar[int] = BYTE.depth
 
 
-def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`fwd_8_split_kv`: a block for each part of the keys of a tile of rows, then a launch that merges parts.
 
     Raises ValueError if there are more rows than can be counted.
@@ -138,7 +138,7 @@ def forward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
     return _planned(problem, device, chosen)
 
 
-def beside(problem: Problem, device: Device, typical: Problem, on_half: bool) -> Part:
+def beside(problem: Problem, device: Device, typical: Problem, on_half: bool) -> Decisions:
     """The same for some of the sequences, which are like those of `typical`, beside another launch.
 
     With `on_half`, the other launch has half of the SMs from the beginning. This one then has a block, with
@@ -175,7 +175,7 @@ def _candidate(kind: Problem, device: Device, tiles: Tiles) -> Candidates[Tiles]
     return Candidates(device, (tiles,), functools.partial(_cost, kind))
 
 
-def _planned(problem: Problem, device: Device, chosen: Choice[Tiles]) -> Part:
+def _planned(problem: Problem, device: Device, chosen: Choice[Tiles]) -> Decisions:
     """The launches with these tiles."""
     rows = _rows_of_kv_head(problem)
     if rows > MAX_EXTENT:
@@ -203,7 +203,7 @@ def _planned(problem: Problem, device: Device, chosen: Choice[Tiles]) -> Part:
     else:
         how = f"keys not split: {of_rows} for enough blocks"
     any_rows = row_blocks > 0
-    return Part(
+    return Decisions(
         tiles=sizes_of(sizes),
         macros=_macros(problem, chosen, merge_bytes, device),
         launches=tuple(launches) if any_rows else (),

@@ -25,7 +25,7 @@ from cufa.plan.gradients import (
     row_blocks,
     sink_launch,
 )
-from cufa.plan.record import Launch, Macro, Part, Scratch
+from cufa.plan.record import Decisions, Launch, Macro, Scratch
 from cufa.plan.sizes import (
     VECTOR_BYTES,
     common_macros,
@@ -132,14 +132,14 @@ BACKWARD_TILES = (
 )
 
 
-def flash_v1(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+def flash_v1(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`fwd_3_flash_v1`: one step for each block of keys, and one step if there are no keys."""
     chosen = _choose("fwd_3_flash_v1", problem, device, tiles, FLASH_V1_TILES, _forward_cost)
     rows = (problem.batch, problem.heads, problem.seqlen_q)
     steps = max(1, ceil_div(problem.seqlen_k, chosen.tiles.block_n))
     grid = query_tiles(problem, chosen.tiles)
     launch = Launch("fwd_3_flash_v1", grid, chosen.tiles.threads, chosen.cost.smem_bytes, steps)
-    return Part(
+    return Decisions(
         tiles=sizes_of(chosen.tiles),
         macros=_macros(problem, chosen),
         launches=(launch,) if grid else (),
@@ -148,7 +148,7 @@ def flash_v1(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     )
 
 
-def flash_v2(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+def flash_v2(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`fwd_4_flash_v2`: one launch, a block for each tile of queries."""
     wide = max(problem.head_dim, problem.value_dim) > WIDE_HEAD_DIM
     candidates = (*FLASH_V2_TILES, *WIDE_TILES) if wide else FLASH_V2_TILES
@@ -156,16 +156,16 @@ def flash_v2(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
     return _one_launch("fwd_4_flash_v2", problem, chosen)
 
 
-def probabilities(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+def probabilities(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`attn_probs`: one launch, a block for each tile of queries."""
     chosen = _choose("attn_probs", problem, device, tiles, FLASH_V2_TILES, _probabilities_cost)
     return _one_launch("attn_probs", problem, chosen)
 
 
-def _one_launch(entry: str, problem: Problem, chosen: Choice[Tiles]) -> Part:
+def _one_launch(entry: str, problem: Problem, chosen: Choice[Tiles]) -> Decisions:
     grid = query_tiles(problem, chosen.tiles)
     launch = Launch(entry, grid, chosen.tiles.threads, chosen.cost.smem_bytes)
-    return Part(
+    return Decisions(
         tiles=sizes_of(chosen.tiles),
         macros=(
             *_macros(problem, chosen),
@@ -176,7 +176,7 @@ def _one_launch(entry: str, problem: Problem, chosen: Choice[Tiles]) -> Part:
     )
 
 
-def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`bwd_2_flash_v2`: a warp for each row, then a block for each tile of keys, then a warp for each row.
 
     If deterministic, the last launch has a block for each tile of queries instead.
@@ -195,7 +195,7 @@ def flash_v2_backward(problem: Problem, device: Device, tiles: Mapping[str, int]
         else Launch("round_queries", ceil_div(prod(rows), warps), threads),
         *gradient_launches(problem, threads, warps),
     )
-    return Part(
+    return Decisions(
         tiles=sizes_of(chosen.tiles),
         macros=(
             *_macros(problem, chosen),

@@ -37,7 +37,7 @@ from cufa.plan.persistent import (
     launches_of_parts,
     parts_bytes,
 )
-from cufa.plan.record import WORKSPACE_ALIGNMENT, Launch, Part, Scratch, TensorBox
+from cufa.plan.record import WORKSPACE_ALIGNMENT, Decisions, Launch, Scratch, TensorBox
 from cufa.plan.seen import seen_scratch, seen_tiles
 from cufa.plan.wgmma_tiles import Tiles, fastest_tiles
 from cufa.problem import Problem
@@ -52,20 +52,20 @@ def price(problem: Problem, device: Device) -> float:
     return (start + max(least, memory_time(problem, device) + merging)) / 1000
 
 
-def beside(problem: Problem, device: Device, typical: Problem) -> Part:
+def beside(problem: Problem, device: Device, typical: Problem) -> Decisions:
     """`fwd_6_wgmma` for some of the sequences, which are like those of `typical`, beside another launch.
 
     With a mask it begins after the other launch, as `seen_tiles` does, which waits for nothing.
     """
-    part = forward(problem, device, {}, typical)
+    decided = forward(problem, device, {}, typical)
     if problem.features.key_mask:
-        return part
-    return replace(part, launches=tuple(replace(launch, overlaps=True) for launch in part.launches))
+        return decided
+    return replace(decided, launches=tuple(replace(launch, overlaps=True) for launch in decided.launches))
 
 
 def forward(
     problem: Problem, device: Device, tiles: Mapping[str, int], typical: Problem | None = None
-) -> Part:
+) -> Decisions:
     """`fwd_6_wgmma`: blocks that stay for many tiles, after a launch that looks at a mask or a mask_mod.
 
     The tiles are those for `typical` if it is given.
@@ -94,7 +94,7 @@ def forward(
         TensorBox(2, box_keys(problem, sizes), PANEL_COLS),
         TensorBox(3, WGMMA_M, PANEL_COLS),
     )
-    return Part(
+    return Decisions(
         tiles=sizes_of(sizes),
         macros=forward_macros(problem, device, chosen, len(boxes), parted),
         launches=launches if grid else (),

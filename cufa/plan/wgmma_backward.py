@@ -18,7 +18,7 @@ from cufa.plan.gradients import array_launch, array_sums, sink_launch
 from cufa.plan.head_parts import best_parts, key_sums, round_keys, why_parts
 from cufa.plan.hopper import PANEL_COLS, SECTION_OF_L2, WGMMA_M, bias_box, bias_rows_differ, has_bias_boxes
 from cufa.plan.query_sums import Adding, few_add, way_of_adding
-from cufa.plan.record import Launch, Macro, Part, Scratch, TensorBox
+from cufa.plan.record import Decisions, Launch, Macro, Scratch, TensorBox
 from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
 from cufa.plan.wgmma_backward_tiles import (
@@ -75,7 +75,7 @@ class _Kind:
     own_macros: Callable[[Tiles], tuple[Macro, ...]]
 
 
-def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`bwd_4_wgmma`: blocks for tiles of queries, for one or more tiles of keys, and for tiles of queries."""
     dim = max(problem.head_dim, problem.value_dim)
     short = next(tiles for limit, tiles in TILES.items() if dim <= limit)
@@ -104,12 +104,12 @@ def backward(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part
             ("SCORES_TOGETHER", scores_together(problem)),
         ),
     )
-    part = _plan(problem, device, tiles, kind)
+    part = _decide(problem, device, tiles, kind)
     by_copies = ("tiles of queries are long: the copy engine adds to dQ",) * outboxes(Tiles(**part.tiles))
     return replace(part, reasons=(*part.reasons, *by_copies))
 
 
-def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Part:
+def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) -> Decisions:
     """`bwd_5_wgmma_wide`: launches as in `bwd_4_wgmma`."""
     kind = _Kind(
         best=WIDE_TILES,
@@ -120,7 +120,7 @@ def backward_wide(problem: Problem, device: Device, tiles: Mapping[str, int]) ->
         cost_of=lambda tiles: wide_cost(problem, tiles),
         own_macros=lambda _: (("SCORES_TOGETHER", False),),  # one warpgroup has S, the other dP
     )
-    return _plan(problem, device, tiles, kind)
+    return _decide(problem, device, tiles, kind)
 
 
 def _choose(problem: Problem, device: Device, overrides: Mapping[str, int], kind: _Kind) -> Choice[Tiles]:
@@ -135,7 +135,7 @@ def _choose(problem: Problem, device: Device, overrides: Mapping[str, int], kind
     return chosen
 
 
-def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: _Kind) -> Part:
+def _decide(problem: Problem, device: Device, overrides: Mapping[str, int], kind: _Kind) -> Decisions:
     chosen = _choose(problem, device, overrides, kind)
     tiles, smem_bytes = chosen.tiles, chosen.cost.smem_bytes
     padded_dim = kind.padded_dim_of(tiles)
@@ -166,7 +166,7 @@ def _plan(problem: Problem, device: Device, overrides: Mapping[str, int], kind: 
     turns = adding in (Adding.AFTER_FIRST, Adding.IN_ORDER)
     boxes = _boxes(problem, tiles, kind.bias_boxes)
     passed_bytes = len(boxes) * TENSOR_MAP_BYTES + params_bytes(problem)
-    return Part(
+    return Decisions(
         tiles=sizes_of(tiles),
         macros=(
             *common_macros(problem),

@@ -41,7 +41,7 @@ from cufa.params import (
     pack_values,
 )
 from cufa.plan import Plan, make_plan, make_probabilities_plan
-from cufa.plan.standard import (
+from cufa.plan.companions import (
     Appending,
     Quantization,
     Rotation,

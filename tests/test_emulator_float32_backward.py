@@ -200,7 +200,7 @@ def test_blocks_that_do_not_wait_for_their_turn(rng, tmp_path, kernel):
     case = draw_case(rng, "float32", ("deterministic",), **sizes)
     folder = planted(tmp_path, "backward_tiles.cuh", *LAST_FIRST)
     first, *_ = check(case, kernel=kernel, checked=False, folder=folder)
-    turns = folder / "hopper" / "float32" / "backward_turns.cuh"
+    turns = folder / "hopper" / "float32" / "addition_turns.cuh"
     waiting = "ptx::load_acquire(taken) < earlier"
     assert waiting in turns.read_text()
     turns.write_text(turns.read_text().replace(waiting, "false"))

@@ -538,7 +538,7 @@ PLANTED = {
         r"threads wait for others that do not come\n(?s:.*)threads 1-127, 130 returned",
     ),
     "barrier of another number of threads": (
-        "forward_turns.cuh",
+        "product_turns.cuh",
         "if (Warpgroups > 1) ptx::named_barrier_arrive<2 * kWarpgroup>(FirstBarrier + next);",
         "if (Warpgroups > 1) ptx::named_barrier_arrive<3 * kWarpgroup>(FirstBarrier + next);",
         r"barrier \d of 256 threads, at which others arrived as one of 384\n",

@@ -27,9 +27,9 @@
 // Needs    sm_90a
 // Writes   dQ, dK, dV
 #include "call/grid.cuh"
+#include "hopper/float32/addition_turns.cuh"
 #include "hopper/float32/backward_exact.cuh"
 #include "hopper/float32/backward_halves.cuh"
-#include "hopper/float32/backward_turns.cuh"
 #include "hopper/float32/bwd_6_consumer.cuh"
 
 constexpr int kThreads = THREADS;
@@ -61,7 +61,7 @@ __device__ inline void produce_queries(Smem& smem, const BackwardParams& call, c
     LabelledRing<kStages>& dout_ring = smem.dout_rings[warpgroup];
     RingPosition<kStages> at;
     int filled = 0;  // stages that have held a tile
-    Turns turns(work);
+    AdditionTurns turns(work);
     const auto send_out = [&] {
         q_ring.wait_empty(at);
         if (at.stage >= filled) return;

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "mma/half_queries.cuh"
+#include "mma/row_parts.cuh"
 #include "ptx/ptx_sm90.cuh"
-#include "softmax/row_parts.cuh"
 
 using out_t = OUT_SCALAR;
 constexpr bool kDescaled = is_same<key_t, float8_e4m3fn>;

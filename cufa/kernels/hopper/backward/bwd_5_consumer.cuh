@@ -3,8 +3,8 @@
 #pragma once
 
 #include "hopper/backward/bwd_5_block.cuh"
-#include "hopper/backward/panel_ranges.cuh"
 #include "hopper/backward/wgmma_key_nonfinite.cuh"
+#include "hopper/panel_ranges.cuh"
 
 using Scores = WgmmaSums<kBlockM>;
 using Weights = WgmmaOperand<kBlockM>;

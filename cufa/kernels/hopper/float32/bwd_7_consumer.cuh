@@ -3,9 +3,9 @@
 #pragma once
 
 #include "call/columns.cuh"
-#include "hopper/backward/panel_ranges.cuh"
-#include "hopper/float32/backward_turns.cuh"
+#include "hopper/float32/addition_turns.cuh"
 #include "hopper/float32/bwd_7_block.cuh"
+#include "hopper/panel_ranges.cuh"
 
 // Scores of more depth are two products: tensor cores truncate the sums that they add to, step by
 // step of the depth. dP - D, of which little may be left, has twice the error otherwise.
@@ -59,7 +59,7 @@ struct Consumer : HalfScores<kRole> {
 
     Smem& smem;
     RingPosition<kStages> at;
-    Turns turns;
+    AdditionTurns turns;
     PartSums<cols_of<kDepth>(kKeyPart)> dk;   // before the softmax's scale
     PartSums<cols_of<kDims>(kValuePart)> dv;  // without the scale of kept probabilities
 

@@ -4,11 +4,11 @@
 
 #include "hopper/float32/fwd_9_block.cuh"
 #include "hopper/float32/half_products.cuh"
-#include "hopper/forward_turns.cuh"
+#include "hopper/product_turns.cuh"
 #include "scores/kept_scores.cuh"
 #include "scores/mask_sixteens.cuh"
 
-using Turns = ForwardTurns<kConsumers, 1>;  // barrier 0 is the block's
+using Turns = ProductTurns<kConsumers, 1>;  // barrier 0 is the block's
 
 // The exponent of the largest weight of a row.
 constexpr int kTopWeight = 7;

@@ -5,9 +5,9 @@
 #include "hopper/forward/key_parts.cuh"
 #include "hopper/forward/wgmma_forward_output.cuh"
 #include "hopper/forward/wgmma_forward_scores.cuh"
-#include "hopper/forward_turns.cuh"
+#include "hopper/product_turns.cuh"
 
-using Turns = ForwardTurns<kConsumers, kFirstTurn>;
+using Turns = ProductTurns<kConsumers, kFirstTurn>;
 
 // A consumer. Dims are the columns of its sums of O. What each kernel does in its own way, besides
 // what ForwardScores asks for, is in `Self`, which derives from this struct:

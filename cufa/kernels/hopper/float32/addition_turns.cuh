@@ -11,9 +11,10 @@ static_assert(!kDeterministic || !kKeyMask,
 
 // The turns of those who add to a block's part of dQ, tile by tile of queries. A block never waits
 // for one that begins later: the first keys come first.
-class Turns {
+class AdditionTurns {
   public:
-    __device__ explicit Turns(const KeyTile& work) : earlier(work.first_key / kBlockN * kAdders) {}
+    __device__ explicit AdditionTurns(const KeyTile& work)
+        : earlier(work.first_key / kBlockN * kAdders) {}
 
     // Waits until all blocks with earlier keys are done with a tile's sums.
     __device__ void take(QueryHalves& tile) {

@@ -7,10 +7,10 @@
 // The warpgroups issue their products in turn. While one waits for its turn, or for its products,
 // another's softmax runs. Each has a named barrier, from FirstBarrier on.
 template <int Warpgroups, int FirstBarrier>
-struct ForwardTurns {
+struct ProductTurns {
     int warpgroup;
 
-    __device__ explicit ForwardTurns(int warpgroup) : warpgroup(warpgroup) {
+    __device__ explicit ProductTurns(int warpgroup) : warpgroup(warpgroup) {
         if (warpgroup == Warpgroups - 1) pass();
     }
     __device__ void wait() const {

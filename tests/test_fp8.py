@@ -114,22 +114,24 @@ def test_many_tiles_are_not_parted_where_most_rows_see_no_key(queries, keys):
     assert make_plan(call, H200, NAME).workspace_bytes == 0
 
 
-PARTED = [
-    (head_dim, causal, tiles)
+# Tiles of both kinds of calls are compiled for causal ones, with a soft cap, which need more registers.
+PARTED = {
+    (head_dim, tiles): causal
     for causal, paces in (
         (False, PACES),
-        (True, CUT_PACES),
         (False, TRANSPOSED_PACES),
+        (True, CUT_PACES),
         (True, CUT_TRANSPOSED_PACES),
     )
     for head_dim, of_dim in paces.items()
     for tiles in of_dim
     if parts_leave_registers(problem(head_dim), tiles)
-]
+}
 
 
-@pytest.mark.parametrize(("head_dim", "causal", "tiles"), PARTED, ids=str)
-def test_no_spill_in_parts(head_dim, causal, tiles):
+@pytest.mark.parametrize(("head_dim", "tiles"), PARTED, ids=str)
+def test_no_spill_in_parts(head_dim, tiles):
+    causal = PARTED[head_dim, tiles]
     transposes = isinstance(tiles, TransposedTiles)
     call = problem(head_dim, causal=causal, transposed_values=transposes, softcap=causal, sink=True)
     plan = make_plan(call, H200, NAME, asdict(replace(tiles, parts=2)))

@@ -496,7 +496,7 @@ PLANTED = {
         r"reads 4 bytes of registers that a product works with\n    wgmma_softmax.cuh:\d+: ",
     ),
     "missing wait for a product": (
-        "wgmma_tiles.cuh",
+        "wgmma_products.cuh",
         "ptx::wgmma_wait<Pending>();",
         "",
         r"(reads|writes) 4 bytes of registers that a product works with\n    ",
@@ -505,22 +505,22 @@ PLANTED = {
         "wgmma_forward.cuh",
         "self().template wait_output<0>(o, work, tile + 1); if (kLate",
         "self().round(p, s); self().template wait_output<0>(o, work, tile + 1); if (kLate",
-        r"writes 4 bytes of registers that a product works with\n    wgmma_tiles.cuh:\d+: ",
+        r"writes 4 bytes of registers that a product works with\n    wgmma_products.cuh:\d+: ",
     ),
     "missing fence before a product": (
-        "wgmma_tiles.cuh",
+        "wgmma_products.cuh",
         "hold_all(o); ptx::wgmma_fence();",
         "hold_all(o);",
         r"a product with no wgmma.fence after the last group\n    ptx_sm90a.cuh:\d+: ptx::Wgmma::multiply\n",
     ),
     "operand that is swizzled otherwise": (
-        "wgmma_tiles.cuh",
+        "wgmma_products.cuh",
         "kSwizzle128 = 1,",
         "kSwizzle128 = 2,",
         r"an operand with a swizzle that no kernel uses\n",
     ),
     "operand between two eights of rows": (
-        "wgmma_tiles.cuh",
+        "wgmma_products.cuh",
         "v0 + rows_step(k)",
         "v0 + rows_step(k / 4)",
         r"an operand that begins 512 bytes past a multiple of 1024\n",
@@ -565,7 +565,7 @@ def test_a_planted_mistake_is_seen(rng, tmp_path, what):
 
 def test_a_wrong_stride_between_panels_gives_wrong_numbers(rng, tmp_path):
     right = "return operand_at(tile.data, Tile::kPanelBytes);"
-    folder = planted(tmp_path, "wgmma_tiles.cuh", right, "return operand_at(tile.data, 0);")
+    folder = planted(tmp_path, "wgmma_products.cuh", right, "return operand_at(tile.data, 0);")
     with pytest.raises(AssertionError, match="should be"):
         run(FORWARD, draw(rng, "float16", 70, 70, dims=(128, 128), batch=1), False, folder=folder)
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "call/params.cuh"
-#include "hopper/wgmma_tiles.cuh"
+#include "hopper/wgmma_products.cuh"
 
 constexpr bool kBiasBoxes = BIAS_BOXES;
 constexpr bool kBiasRowsDiffer = BIAS_ROWS_DIFFER;  // or all queries share one

@@ -1,7 +1,7 @@
 // How two warpgroups that share a tile of keys divide the head dims of its gradients.
 #pragma once
 
-#include "hopper/wgmma_tiles.cuh"
+#include "hopper/panel_tile.cuh"
 
 // The warpgroup that computes S, and the one that computes dP.
 enum Role { kWeights, kWeightGradients };

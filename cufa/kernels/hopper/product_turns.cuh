@@ -1,7 +1,7 @@
 // How the consumers of a Hopper forward share the tensor cores.
 #pragma once
 
-#include "hopper/wgmma_tiles.cuh"
+#include "hopper/wgmma_products.cuh"
 #include "ptx/ptx_common.cuh"
 
 // The warpgroups issue their products in turn. While one waits for its turn, or for its products,

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "call/tile_pages.cuh"
-#include "hopper/wgmma_tiles.cuh"
+#include "hopper/panel_tile.cuh"
 
 // The pages of a tile's boxes of BoxKeys keys, from first_key on. For keys from end_key on, it is a
 // page before the tensor's first, for which TMA fills in zeros. A warp's lanes create one together

@@ -4,7 +4,7 @@
 #include "hopper/alibi_line.cuh"
 #include "hopper/backward/key_bias.cuh"
 #include "hopper/backward/key_statistics.cuh"
-#include "hopper/wgmma_tiles.cuh"
+#include "hopper/wgmma_products.cuh"
 #include "scores/head_numbers.cuh"
 #include "scores/kept_scores.cuh"
 #include "scores/mask_sixteens.cuh"

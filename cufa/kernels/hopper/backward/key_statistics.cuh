@@ -4,7 +4,7 @@
 
 #include "call/numbers.cuh"
 #include "call/tensor.cuh"
-#include "hopper/wgmma_tiles.cuh"
+#include "hopper/wgmma_products.cuh"
 
 // Whether the rows that see a key may end before the rows of the tile in memory. Beyond the last
 // row, TMA fills in zeros, of which the caller's function may make anything.

@@ -5,6 +5,7 @@
 #include "hopper/backward/wgmma_query_sums.cuh"
 #include "hopper/backward/wgmma_turns.cuh"
 #include "hopper/bias_boxes.cuh"
+#include "hopper/nonfinite_elements.cuh"
 
 struct Params : BiasMap<> {
     TensorMap q, k, v, dout, dk, dv;

@@ -7,7 +7,7 @@
 #include "call/tensor.cuh"
 #include "gradients/key_sums.cuh"
 #include "hopper/backward/key_statistics.cuh"
-#include "hopper/wgmma_tiles.cuh"
+#include "hopper/wgmma_products.cuh"
 #include "scores/mask.cuh"
 
 constexpr int kConsumers = 2;  // warpgroups of a block that compute

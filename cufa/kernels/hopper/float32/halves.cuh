@@ -11,7 +11,7 @@
 #include "call/columns.cuh"
 #include "call/numbers.cuh"
 #include "call/tensor.cuh"
-#include "hopper/wgmma_tiles.cuh"
+#include "hopper/wgmma_products.cuh"
 
 constexpr int kHalves = kTf32 ? 1 : 2;  // of an element
 constexpr int kDepth = round_up(kHeadDim, kWgmmaK);

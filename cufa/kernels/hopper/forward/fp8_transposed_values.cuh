@@ -6,6 +6,7 @@
 
 #include "hopper/forward/fp8_values.cuh"
 #include "hopper/forward/wgmma_inspected_values.cuh"
+#include "hopper/nonfinite_elements.cuh"
 
 // A tile of K. Its first half has the first two of each four keys, its second half the other two.
 // One copy brings one half, through a map with an axis of four keys and an axis of groups of four.

@@ -2,7 +2,7 @@
 // the depth of O = P V is the keys.
 #pragma once
 
-#include "hopper/wgmma_tiles.cuh"
+#include "hopper/wgmma_products.cuh"
 
 // Keys in a chunk of 16 bytes.
 constexpr int kChunkKeys = kChunkBytes;

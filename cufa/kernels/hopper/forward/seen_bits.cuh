@@ -4,7 +4,7 @@
 // is cut.
 #pragma once
 
-#include "hopper/wgmma_tiles.cuh"
+#include "hopper/wgmma_products.cuh"
 #include "scores/mask_sixteens.cuh"
 #include "scores/mask_tiles.cuh"
 

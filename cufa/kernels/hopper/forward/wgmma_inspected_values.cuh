@@ -5,6 +5,7 @@
 
 #include "hopper/forward/wgmma_forward.cuh"
 #include "hopper/forward/wgmma_forward_copies.cuh"
+#include "hopper/nonfinite_elements.cuh"
 
 // Whether a tile may have keys in memory that do not count for some rows or for all. Beyond the end
 // of the tensor, TMA fills in zeros.

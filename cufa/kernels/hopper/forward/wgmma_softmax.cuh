@@ -4,7 +4,7 @@
 
 #include "call/tensor.cuh"
 #include "hopper/alibi_line.cuh"
-#include "hopper/wgmma_tiles.cuh"
+#include "hopper/wgmma_products.cuh"
 #include "softmax/online_softmax.cuh"
 
 // Where larger scores are looked for before there are weights, a maximum is raised only if a score

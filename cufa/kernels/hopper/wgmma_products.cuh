@@ -1,50 +1,15 @@
-// Tiles of 16-bit and 8-bit elements in shared memory, in the layout that TMA writes and wgmma
-// reads, and the products of a warpgroup.
+// The products of a warpgroup (wgmma): what its registers hold, operands in shared memory, and how
+// a product is issued and awaited.
 #pragma once
 
-#include "call/config.cuh"
-#include "call/memory.cuh"
-#include "call/tensor.cuh"
-#include "hopper/pipeline.cuh"
+#include "hopper/panel_tile.cuh"
 #include "ptx/ptx_sm90a.cuh"
-
-constexpr int kWarpgroup = 128;
-
-// The element type of products: the call's own type. For float32, whose elements are sums of halves
-// (hopper/float32/halves.cuh), it is float16.
-template <class T>
-struct OperandElement {
-    using type = T;
-};
-template <>
-struct OperandElement<float32> {
-    using type = float16;
-};
-using operand_t = OperandElement<scalar_t>::type;
-
-// A value that is the same in these lanes of a warp, made known as such to the compiler. It and
-// what follows from it then live in uniform registers, and instructions that need them there are
-// not issued once per lane.
-template <unsigned int Lanes = 0xffffffffu>
-__device__ inline int uniform(int value) {
-    return __shfl_sync(Lanes, value, 0);
-}
 
 // The shape of one wgmma: 64 rows, and a depth of 32 bytes.
 constexpr int kWgmmaM = 64;
 template <class T>
 constexpr int kWgmmaDepth = 32 / sizeof(T);
 constexpr int kWgmmaK = kWgmmaDepth<operand_t>;
-// A tile consists of panels with rows of 128 bytes. Eight rows of a panel are one swizzled unit:
-// 16-byte chunk c of row r is at c ^ r. Columns that do not fill a panel can be in panels with rows
-// of 32 bytes, in which the chunk is at c ^ r / 4. TMA does not use those.
-constexpr int kPanelRowBytes = 128;
-constexpr int kPanelCols = kPanelRowBytes / sizeof(operand_t);
-constexpr int kNarrowRowBytes = 32;
-constexpr int kSwizzleRows = 8;
-constexpr int kSwizzleBytes = kSwizzleRows * kPanelRowBytes;
-constexpr int kChunkBytes = 16;
-constexpr int kChunkCols = kChunkBytes / sizeof(operand_t);
 
 // A thread's part of a 64 x Cols accumulator: columns 8i + 2t and 8i + 2t + 1 of row g in [4i] and
 // [4i + 1], of row g + 8 in [4i + 2] and [4i + 3], where g = lane / 4 and t = lane % 4.
@@ -64,68 +29,6 @@ __device__ inline unsigned int col_of_thread() {
 // The sums, rounded, as the left operand of the next product: four words for each wgmma.
 template <int Cols, class T = operand_t>
 using WgmmaOperand = unsigned int[Cols / kWgmmaDepth<T>][4];
-
-// A Rows x Cols tile; columns are padded to whole panels. If StepsByXor, a warp that writes rows
-// computes the addresses of chunks from that of the first.
-template <int Rows, int Cols, class T = operand_t, int RowBytes = kPanelRowBytes,
-          bool StepsByXor = false>
-struct PanelTile {
-    static_assert(Rows % kSwizzleRows == 0, "a panel is made of eights of rows");
-    using Element = T;
-    static constexpr int kRows = Rows;
-    static constexpr int kRowBytes = RowBytes;
-    static constexpr bool kStepsByXor = StepsByXor;
-    static constexpr int kPanelCols = RowBytes / sizeof(T);
-    static constexpr int kChunkCols = kChunkBytes / sizeof(T);
-    static constexpr int kPanels = ceil_div(Cols, kPanelCols);
-    static constexpr int kPanelBytes = Rows * RowBytes;
-    static constexpr int kBytes = kPanels * kPanelBytes;
-
-    alignas(kSwizzleBytes) T data[kPanels][Rows][kPanelCols];
-
-    __device__ T* at(int row, int col) {
-        constexpr int kRowsOfPattern = kPanelRowBytes / RowBytes;
-        const int chunk =
-            col % kPanelCols / kChunkCols ^ row / kRowsOfPattern % (RowBytes / kChunkBytes);
-        return &data[col / kPanelCols][row][chunk * kChunkCols + col % kChunkCols];
-    }
-};
-
-// Starts the copy of one head's rows from first_row on and columns from first_col on, to the tile's
-// rows from to_row on: as many rows as a box of the map has. Columns that the head does not have,
-// including those before 0, become zero.
-template <class Tile>
-__device__ inline void copy_tile(Tile& tile, const TensorMap& map, ptx::Barrier& barrier, int batch,
-                                 int head, int first_row, int to_row = 0, int first_col = 0) {
-#pragma unroll
-    for (int panel = 0; panel < Tile::kPanels; ++panel) {
-        ptx::copy_box(tile.data[panel][to_row], map, barrier, first_col + panel * Tile::kPanelCols,
-                      first_row, head, batch);
-    }
-}
-
-// The same for a whole tile that is needed once.
-template <class Tile>
-__device__ inline void copy_tile_once(Tile& tile, const TensorMap& map, ptx::Barrier& barrier,
-                                      int batch, int head, int first_row) {
-#pragma unroll
-    for (int panel = 0; panel < Tile::kPanels; ++panel) {
-        ptx::copy_box_once(tile.data[panel][0], map, barrier, panel * Tile::kPanelCols, first_row,
-                           head, batch);
-    }
-}
-
-// Starts the copy of a tile to one head's rows from first_row on and columns from first_col on.
-template <class Tile>
-__device__ inline void store_tile(const TensorMap& map, const Tile& tile, int batch, int head,
-                                  int first_row, int first_col) {
-#pragma unroll
-    for (int panel = 0; panel < Tile::kPanels; ++panel) {
-        ptx::store_box(map, tile.data[panel], first_col + panel * Tile::kPanelCols, first_row, head,
-                       batch);
-    }
-    ptx::commit_stores();
-}
 
 // The descriptor of an operand in shared memory for wgmma (PTX ISA, "Matrix Descriptor Format" of
 // wgmma). The low word has the address and the stride between panels; the high word has the stride
@@ -319,75 +222,5 @@ __device__ inline void read_rows(WgmmaOperand<Cols>& values, Tile& tile, int fir
     for (int i = 0; i < Cols / kWgmmaK; ++i) {
         const int col = first_col + i * kWgmmaK + lane / 16 * kChunkCols;
         ptx::ldmatrix_x4(values[i], tile.at(first_row + lane % 16, col));
-    }
-}
-
-// Writes the first `count` rows of a tile to a head's rows from first_row on and columns from
-// first_col on, where TMA cannot. Columns outside the head's Dims, also those before 0, are
-// skipped. `thread` is one of Threads that do this together.
-template <int Dims, int Threads, class Tile>
-__device__ inline void write_first_rows(Matrix<typename Tile::Element> to, Tile& tile, int count,
-                                        int first_row, int first_col, int thread) {
-    using Chunk = Pack<typename Tile::Element, Tile::kChunkCols>;
-    constexpr int kRowChunks = Tile::kPanels * Tile::kPanelCols / Tile::kChunkCols;
-    for (int i = thread; i < count * kRowChunks; i += Threads) {
-        const int row = i / kRowChunks, col = i % kRowChunks * Tile::kChunkCols;
-        if (first_col + col < 0 || first_col + col >= Dims) continue;
-        const Chunk chunk = *reinterpret_cast<const Chunk*>(tile.at(row, col));
-        typename Tile::Element* const out = to.row(first_row + row) + first_col + col;
-        if constexpr (Dims % Tile::kChunkCols == 0) {
-            *reinterpret_cast<Chunk*>(out) = chunk;
-        } else {
-#pragma unroll
-            for (int e = 0; e < Tile::kChunkCols; ++e) {
-                if (first_col + col + e < Dims) out[e] = chunk[e];
-            }
-        }
-    }
-}
-
-// Searches for NaN and infinity among 16-bit elements: 0 times anything else is 0.
-class NonfiniteSearch {
-  public:
-    __device__ void look_at(const void* chunk) {
-        const Pairs pairs = *static_cast<const Pairs*>(chunk);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            sums[e] = ptx::multiply_add_pairs<is_bfloat16<operand_t>>(pairs[e], 0, sums[e]);
-        }
-    }
-    __device__ bool found() const {
-        constexpr unsigned int kMagnitudes = 0x7fff7fff;
-        return ((sums[0] | sums[1] | sums[2] | sums[3]) & kMagnitudes) != 0;
-    }
-
-  private:
-    using Pairs = Pack<unsigned int, 4>;
-    static_assert(sizeof(Pairs) == kChunkCols * sizeof(operand_t), "it looks at whole chunks");
-    Pairs sums = {};
-};
-
-// Whether `thread`, one of Threads that search together, finds NaN or infinity in a tile.
-template <int Threads, class Tile>
-__device__ inline bool finds_nonfinite(const Tile& tile, int thread) {
-    const operand_t* const values = &tile.data[0][0][0];
-    NonfiniteSearch search;
-#pragma unroll 2
-    for (int i = thread; i < Tile::kBytes / kOperandUnit; i += Threads) {
-        search.look_at(values + i * kChunkCols);
-    }
-    return search.found();
-}
-
-// Replaces NaN and infinity in a tile by zero; `thread` is one of Threads that do this together.
-// All leave the loop together, so that what is uniform around it stays uniform.
-template <int Threads, class Tile>
-__device__ inline void clear_nonfinite(Tile& tile, int thread) {
-    constexpr int kCount = Tile::kBytes / int(sizeof(operand_t));
-    operand_t* const values = &tile.data[0][0][0] + thread;
-#pragma unroll 1
-    for (int i = 0; i < kCount; i += Threads) {
-        const bool inside = kCount % Threads == 0 || i + thread < kCount;
-        if (inside && !is_finite(values[i])) values[i] = operand_t{};
     }
 }

@@ -162,7 +162,7 @@ def cpu_options(call: Call, softmax_scale: float, values: FeatureValues, mods: M
         "softmax_scale": softmax_scale,
         **values._asdict(),
         **side,
-        **mods.with_arrays(call.tensors),
+        **mods.with_arrays(call.tensors, call.problem.accumulator),
     }
 
 

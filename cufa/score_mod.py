@@ -67,6 +67,7 @@ class _Mod:
 
     name: ClassVar[str]
     symbols: ClassVar[Mapping[str, Kind]]
+    floats = np.dtype(np.float32)  # that of numbers, if there is no score
 
     def __init__(self, function: Callable[..., Any], *arrays: Any) -> None:
         if not callable(function):
@@ -143,11 +144,13 @@ class _Mod:
 
     def _evaluated(self, expressions: Sequence[Expression], symbols: tuple[Any, ...]) -> list[Any]:
         arrays = {field_name(name): array for name, array in self.named_arrays.items()}
-        return evaluate_all(expressions, dict(zip(self.symbols, symbols, strict=True)) | arrays)
+        values = dict(zip(self.symbols, symbols, strict=True)) | arrays
+        return evaluate_all(expressions, values, self.floats)
 
-    def with_arrays(self: M, named: Mapping[str, Any]) -> M:
-        """A copy that reads the arrays in `named`, looked up by their names in a call."""
+    def with_arrays(self: M, named: Mapping[str, Any], floats: np.dtype[Any]) -> M:
+        """A copy that computes in this dtype and reads the arrays in `named`, by their names in a call."""
         other = copy.copy(self)
+        other.floats = floats
         other.arrays = tuple(named[name] for name in self.named_arrays)
         return other
 
@@ -355,9 +358,9 @@ class Mods:
         """The same, with gradients of the score_mod's arrays."""
         return self.score_mod.written_with_gradients if self.score_mod else None, self.written[1]
 
-    def with_arrays(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """The same as `by_name`, with other arrays."""
-        return {name: mod.with_arrays(named) for name, mod in self.by_name.items()}
+    def with_arrays(self, named: Mapping[str, Any], floats: np.dtype[Any]) -> dict[str, Any]:
+        """The same as `by_name`, with other arrays, computed in this dtype."""
+        return {name: mod.with_arrays(named, floats) for name, mod in self.by_name.items()}
 
 
 _NO_MODS = Mods()

@@ -80,6 +80,23 @@ def test_forward(rng, mods, kernel, dtype):
             assert_attention(out, lse, case.problem, **case.forward)
 
 
+@pytest.mark.parametrize(
+    "mods",
+    [
+        {"mask_mod": MaskMod(lambda b, h, q_idx, kv_idx: kv_idx - q_idx)},
+        {"score_mod": ScoreMod(lambda score, b, h, q_idx, kv_idx: -kv_idx)},
+    ],
+    ids="".join,
+)
+def test_functions_that_return_places(rng, mods):
+    """In C++ a place is no number yet."""
+    case = cases.draw_case(rng, "float16", (), **LENGTHS, **cases.SIZES)
+    case.numbers.update(mods)
+    inputs, name = (case.problem.q, case.problem.k, case.problem.v), "fwd_5_mma"
+    out, lse = calls.attention(*inputs, kernel=name, tiles=TILES[name], **case.emulator_forward)
+    assert_attention(out, lse, case.problem, **case.forward)
+
+
 @pytest.mark.parametrize("kernel", ["fwd_5_mma", "fwd_6_wgmma"])
 def test_keys_in_pages(rng, mods, kernel):
     """A place is a key's in its sequence, wherever its page is."""

@@ -177,6 +177,23 @@ def test_elements_are_as_wide_as_they_are_computed_with(
         np.testing.assert_allclose(narrow, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_floats_without_a_score_are_as_wide_as_it_would_be(dtype: str) -> None:
+    """Times of which float32 takes 128 seconds for one, and positions whose multiples it rounds."""
+    x, times = np.zeros((1, 200, 1, 8), dtype), 1.7e9 + np.arange(200.0)
+
+    def alike(b: Any, h: Any, i: Any, j: Any, times: Any) -> Any:
+        return (times[i] == times[j]) & (np.floor(i * 0.7) == np.floor(j * 0.7))
+
+    def hidden(score: Any, *place: Any) -> Any:
+        return np.where(alike(*place), score, -np.inf)
+
+    masks: list[Any] = [{"mask_mod": MaskMod(alike, times)}, {"score_mod": ScoreMod(hidden, times)}]
+    seen = [cufa.attention(x, x, x, return_attn_probs=True, **mask, backend="numpy")[2] > 0 for mask in masks]
+    np.testing.assert_array_equal(*seen)
+    assert (seen[0].sum() == 200) == (dtype == "float64")
+
+
 def test_a_scoremod_is_traced_once(arrays: list[Any]) -> None:
     calls = []
 

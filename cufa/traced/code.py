@@ -17,7 +17,7 @@ def write(expression: Expression) -> str:
     whose fields are named like the arrays.
     """
     code = Lines()
-    result = code.name_of(expression)
+    result = code.number_of(expression)
     return f"{''.join(code.lines)}    return {result};\n"
 
 
@@ -31,7 +31,7 @@ def write_slopes(slopes: Sequence[tuple[Expression, Expression]]) -> str:
     for number, (element, slope) in enumerate(slopes):
         indices = ", ".join(map(code.name_of, element.operands))
         place = f"arrays.d{element.value.name}.place({indices})"
-        stores.append(f"    slopes[{number}] = {{{place}, {code.name_of(slope)}}};\n")
+        stores.append(f"    slopes[{number}] = {{{place}, {code.number_of(slope)}}};\n")
     return "".join((*code.lines, *stores))
 
 
@@ -52,6 +52,11 @@ class Lines:
                     self._indices.add(id(node))
                 self._names[id(node)] = self._name(node)
         return self._names[id(expression)]
+
+    def number_of(self, expression: Expression) -> str:
+        """The same as a number, which a SplitIndex is not."""
+        name = self.name_of(expression)
+        return f"int({name})" if id(expression) in self._indices else name
 
     def _name(self, node: Expression) -> str:
         """The name of a node whose operands have names."""

@@ -9,15 +9,19 @@ import numpy as np
 
 from cufa.traced.expression import OPERATIONS, Expression, Kind, TracedArray, in_order
 
+_FLOAT32: np.dtype[Any] = np.dtype(np.float32)
 
-def evaluate_all(expressions: Sequence[Expression], values: Mapping[str, Any]) -> list[Any]:
+
+def evaluate_all(
+    expressions: Sequence[Expression], values: Mapping[str, Any], floats: np.dtype[Any] = _FLOAT32
+) -> list[Any]:
     """Evaluate expressions with NumPy, which broadcasts; `values` has symbols and arrays by name.
 
-    Shared parts are computed once. Elements have the same types as in C++: 8-bit integers are computed in 32
-    bits, floats in the score's dtype.
+    Shared parts are computed once. Numbers have the same types as in C++: 8-bit integers are computed in 32
+    bits, floats in the score's dtype or, if there is no score, in `floats`.
     """
-    score = values.get("score")
-    of_floats = None if score is None else np.asarray(score).dtype
+    if "score" in values:
+        floats = np.asarray(values["score"]).dtype
     known: dict[int, Any] = {}
     for node in in_order(*expressions):
         operands = [known[id(operand)] for operand in node.operands]
@@ -26,19 +30,17 @@ def evaluate_all(expressions: Sequence[Expression], values: Mapping[str, Any]) -
         elif node.operation == "constant":
             known[id(node)] = node.value
         elif node.operation == "element":
-            known[id(node)] = _widened(_element(values, node.value, operands), node.kind, of_floats)
+            known[id(node)] = _as_kind(_element(values, node.value, operands), node.kind, floats)
         elif node.operation == "cast":
-            known[id(node)] = _as_kind(operands[0], node.kind)
+            known[id(node)] = _as_kind(operands[0], node.kind, floats)
         else:
             known[id(node)] = OPERATIONS[node.operation].compute(*operands)
     return [known[id(expression)] for expression in expressions]
 
 
-def _as_kind(value: Any, kind: Kind) -> Any:
-    """Cast as C++ does; NumPy chooses the dtype of floats."""
-    if kind == "float":
-        return value * 1.0
-    return np.asarray(value).astype(kind)
+def _as_kind(value: Any, kind: Kind, floats: np.dtype[Any]) -> Any:
+    """Cast as C++ does."""
+    return np.asarray(value).astype(floats if kind == "float" else kind, copy=False)
 
 
 def _element(values: Mapping[str, Any], array: TracedArray, indices: Sequence[Any]) -> Any:
@@ -53,12 +55,3 @@ def _element(values: Mapping[str, Any], array: TracedArray, indices: Sequence[An
         return values[array.name][tuple(indices)]
     except IndexError as error:
         raise IndexError(f"{array.title}: {error}") from error
-
-
-def _widened(element: Any, kind: Kind, of_floats: np.dtype[Any] | None) -> Any:
-    """Convert elements of an array to this kind; floats have at least 32 bits by default."""
-    if kind != "float":
-        return element.astype(kind, copy=False)
-    if of_floats is None:
-        of_floats = np.dtype(np.float32) if element.dtype.itemsize < 4 else element.dtype
-    return element.astype(of_floats, copy=False)

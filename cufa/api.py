@@ -131,7 +131,8 @@ def attention(
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64; head_dim 1 to 512
             (with gradients 1 to 256). Or float8_e4m3fn (ml_dtypes), which has no gradients and, on a GPU,
-            needs sm_89 or newer and head dims up to 256.
+            needs sm_89 or newer, even head dims up to 256, and none of bias, dropout_p, score_mod and
+            mask_mod.
         k: (batch, seqlen_k, kv_heads, head_dim), dtype as q. heads must be a multiple of kv_heads; query
             head h reads KV head h // (heads // kv_heads). With q in bfloat16 or float16, k and v may both
             be float8_e4m3fn: a key-value cache in half the memory, for few queries.
@@ -147,7 +148,8 @@ def attention(
         softcap: soft bound of the scores; 0 for none.
         bias: added to the scores: (batch or 1, heads or 1, seqlen_q or 1, seqlen_k), float16, bfloat16,
             float32 or float64. Leading axes of length 1 may be left out. Unless q is float64, a float64 bias
-            is rounded to float32; numpy.finfo(float).min then becomes -inf, which hides the key.
+            is rounded to float32; numpy.finfo(float).min then becomes -inf, which hides the key
+            (but not NaN or infinity in its values, as a mask does).
         mask: True where a query sees a key: shaped like bias; bool, or uint8 with eight keys per byte, as
             from numpy.packbits(mask, axis=-1, bitorder="little"). On a GPU, kernels on tensor cores first
             read the mask once and then skip tiles in which no query sees a key, so masked calls take less
@@ -554,7 +556,8 @@ def plan(
         The Plan; print it to read it.
 
     Raises:
-        TypeError, ValueError: as `attention`; also for an option of the backward without `backward`.
+        TypeError, ValueError: as `attention`; also for an option of the backward without `backward`, or
+            max_seqlen_q with it.
         GPUUnavailableError: no GPU and no arch.
     """
     unknown = side.keys() - {*FEATURE_ARRAYS, *DESCALES, "dlse"}
@@ -571,6 +574,8 @@ def plan(
         given = ", ".join(name for name, value in refused.items() if value)
         if given:
             raise ValueError(f"{given}: only for gradients, which are planned with backward=True")
+    elif max_seqlen_q is not None:
+        raise ValueError("max_seqlen_q is given; it is only for the forward, and backward is True")
     direction: Direction = "backward" if backward else "forward"
     mods = mods_of(score_mod, mask_mod)
     named = {"q": q, "k": k, "v": v} | _given(side) | mods.arrays

@@ -281,10 +281,16 @@ def _tensors(
             _check_axes(name, shapes[name], 3 if packed else 4, f"{axes}{hint}")
     q, k, v = shapes["q"], shapes["k"], shapes["v"]
 
-    dtype = dtype_name(dtypes["q"], "q", INPUT_DTYPES)
-    if dtype == FLOAT8 and direction == "backward":
-        raise TypeError(f"q has dtype {dtype}, which has no gradients; it may be {one_of(DTYPES)}")
-    kv_dtype = _key_dtype(direction, dtype, dtypes)
+    allowed = INPUT_DTYPES
+    if direction == "backward":
+        allowed = DTYPES
+        for name in ("q", "k", "v"):
+            if dtypes[name] == INPUT_DTYPES[FLOAT8]:
+                raise TypeError(
+                    f"{name} has dtype {FLOAT8}, which has no gradients; it may be {one_of(DTYPES)}"
+                )
+    dtype = dtype_name(dtypes["q"], "q", allowed)
+    kv_dtype = _key_dtype(dtype, dtypes, allowed)
 
     heads, kv_heads = q[heads_axis], k[kv_heads_axis]
     for name in ("k", "v"):
@@ -359,9 +365,9 @@ def _room_in_pages(shapes: Mapping[str, Shape], page_size: int, sequences: int) 
     return room
 
 
-def _key_dtype(direction: Direction, dtype: str, dtypes: Mapping[str, Any]) -> str:
-    """The dtype of k and v: q's, or 8 bits with q in 16, which has no gradients."""
-    k, v = (dtype_name(dtypes[name], name, INPUT_DTYPES) for name in ("k", "v"))
+def _key_dtype(dtype: str, dtypes: Mapping[str, Any], allowed: Mapping[str, np.dtype[Any]]) -> str:
+    """The dtype of k and v: q's, or 8 bits with q in 16."""
+    k, v = (dtype_name(dtypes[name], name, allowed) for name in ("k", "v"))
     for name, own in (("k", k), ("v", v)):
         if own == dtype or (own == FLOAT8 and dtype in FLOAT8_OUTPUTS):
             continue
@@ -371,8 +377,6 @@ def _key_dtype(direction: Direction, dtype: str, dtypes: Mapping[str, Any]) -> s
         )
     if k != v:
         raise TypeError(f"v has dtype {dtypes['v']} and k {dtypes['k']}; they must be the same")
-    if k == FLOAT8 and direction == "backward":
-        raise TypeError(f"k has dtype {k}, which has no gradients; it may be {dtype}, like q")
     return k
 
 

@@ -172,7 +172,8 @@ def check_outputs(adopted: Adopted, outputs: Collection[str], in_place: InPlace 
     Raises ValueError, as `check_writeable` does, or what `check_written` raises.
     """
     if outputs:
-        check_writeable(adopted.sources, outputs)
+        if adopted.writeable:
+            check_writeable(adopted.sources, outputs)
         check_written(adopted, tuple(outputs), in_place)
 
 
@@ -325,6 +326,8 @@ def _export(namespace: Any, result: Any) -> Any:
     bits = unknown.get(result.dtype.name)
     if bits is None:
         return namespace.from_dlpack(result)
+    if not hasattr(namespace, result.dtype.name):
+        raise TypeError(f"the result has dtype {result.dtype.name}, which the arrays' library does not have")
     return namespace.from_dlpack(result.view(bits)).view(getattr(namespace, result.dtype.name))
 
 

@@ -49,15 +49,15 @@ def quantize(
     """Round queries, keys or values to 8 bits, and return them with the descales that `attention` takes.
 
     Each element of out is x times the reciprocal of its descale (computed in float32, for float64 arrays in
-    float64), rounded to the nearest float8_e4m3fn, ties to even. A descale is the largest magnitude among its
-    elements over 448, the largest float8_e4m3fn number; it is 1 if all elements are 0. NaN stays NaN, and
-    infinity becomes 448. Neither affects a descale.
+    float64), rounded to the nearest float8_e4m3fn, ties to even (from float64, by way of float32). A descale
+    is the largest magnitude among its elements over 448, the largest float8_e4m3fn number; it is 1 if all
+    elements are 0. NaN stays NaN, and infinity becomes 448. Neither affects a descale.
 
     Args:
         x: (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) for packed sequences; float16,
             bfloat16, float32 or float64.
         kv_heads: descales per sequence: for queries, the number of KV heads. None: one for each head of x.
-        descale: (batch, kv_heads) float32, if known (static scales). x is then read only once, and
+        descale: (batch, kv_heads) float32, positive, if known (static scales). x is then read only once, and
             magnitudes over 448 descales are clipped.
         cu_seqlens: (batch + 1,) int32: where each packed sequence starts, and where the last ends. Tokens
             outside all sequences are not written.
@@ -90,6 +90,11 @@ def quantize(
     dtype = dtype_name(named["x"].dtype, "x")
     axes = axes_of("x", named["x"].shape, layout)
     kv_heads = _check(named, axes, kv_heads, seqlen_contiguous)
+    if seqlen_contiguous and not adopted.writeable and named["x"].shape[axes[1]] % MAX_ALIGN_BYTES:
+        raise ValueError(
+            f"seqlen_contiguous is True, x has {named['x'].shape[axes[1]]} tokens, and arrays of its library "
+            f"cannot be padded to rows of {MAX_ALIGN_BYTES} bytes; it must have a multiple of as many tokens"
+        )
     arrays.check_outputs(adopted, outputs)
     arrays.check_aligned(adopted)
     xp = sys.modules["cupy"] if adopted.on_gpu else np

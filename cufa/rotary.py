@@ -96,7 +96,8 @@ def check_angles(dtype: str, dim: int, cos: Wanted, sin: Wanted) -> None:
     """
     if len(cos.shape) != 2 or not 0 < 2 * cos.shape[1] <= dim:
         raise ValueError(
-            f"cos has shape {cos.shape}; it must be (places, rotary_dim / 2), with rotary_dim from 2 to {dim}"
+            f"cos has shape {cos.shape}; it must be (places, rotary_dim / 2), with an even rotary_dim of at "
+            f"most {dim}"
         )
     if sin.shape != cos.shape:
         raise ValueError(f"sin has shape {sin.shape}; it must be {cos.shape}, as cos has")

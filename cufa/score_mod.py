@@ -101,7 +101,11 @@ class _Mod:
             for name, array in self.named_arrays.items()
         ]
         asked = names_in(self.expression)
-        return Written(tuple(arrays), self._functions(), "h" in asked, "b" in asked, self._looks_up)
+        try:
+            functions = self._functions()
+        except RecursionError as error:
+            raise TypeError(f"{self.name} cannot be traced: it takes too many steps in a row") from error
+        return Written(tuple(arrays), functions, "h" in asked, "b" in asked, self._looks_up)
 
     @functools.cached_property
     def expression(self) -> Expression:
@@ -113,7 +117,7 @@ class _Mod:
         ]
         try:
             return lifted(self.function(*symbols, *arrays))
-        except (TypeError, AttributeError, IndexError) as error:
+        except (TypeError, AttributeError, IndexError, RecursionError) as error:
             frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
             reason = str(error)
             if len(frames) == 1:  # The call itself failed; no line of the function ran.

@@ -422,6 +422,11 @@ def test_flash_attns_cache_in_8_bits_without_descales(rng):
         ),
         ({"cache_batch_idx": np.zeros(2)}, TypeError, "cache_batch_idx has dtype float64; it must be int32"),
         (
+            {"cache_batch_idx": np.zeros(2, np.int32), "v_cache": np.zeros((2, 8, 2, 8), np.float32)},
+            ValueError,
+            r"v_cache has shape \(2, 8, 2, 8\) and k_cache \(2, 9, 2, 8\); all axes but the last",
+        ),
+        (
             {"block_table": np.array([[0], [2]], np.int32)},
             ValueError,
             "block_table has page 2 for sequence 1, and k_cache has 2 pages",
@@ -1060,6 +1065,11 @@ def test_errors_name_all_tensors_that_they_are_about(rng, function):
             r"mask has shape \(3, 1, 6, 9\); it must be",
         ),
         ({"query_seq_lengths": np.array([[3, 4]])}, ValueError, r"query_seq_lengths has shape \(1, 2\)"),
+        (
+            {"key_value_seq_lengths": Tensor(np.array([3, 4]))},
+            TypeError,
+            "key_value_seq_lengths is a test_compat.Tensor and query a numpy.ndarray; all arrays",
+        ),
     ],
 )
 def test_jaxs_options_that_are_impossible(rng, options, error, message):

@@ -159,7 +159,7 @@ def test_in_place(rng):
     [
         ({"x": np.zeros(SHAPE[1:], np.float32)}, ValueError, "positions must be given for packed sequences"),
         ({"x": np.zeros(5, np.float32)}, ValueError, "x has shape (5,); it must have 4 axes, or 3 if"),
-        ({"cos": np.zeros((PLACES, 13), np.float32)}, ValueError, "with rotary_dim from 2 to 24"),
+        ({"cos": np.zeros((PLACES, 13), np.float32)}, ValueError, "with an even rotary_dim of at most 24"),
         (
             {"cos": np.zeros((6, 4), np.float32), "sin": np.zeros((6, 4), np.float32)},
             ValueError,

@@ -1,5 +1,6 @@
 """Functions of one's own on scores, on the CPU: results, what is built in, errors, and plans."""
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -281,6 +282,10 @@ def test_hopper_takes_them(options: dict[str, Any], backward: bool, head_dim: in
         assert (refused in plan.reasons) == ("deterministic" in options)
 
 
+def endless(score: Any, *place: Any) -> Any:
+    return endless(-score, *place)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -296,6 +301,12 @@ def test_hopper_takes_them(options: dict[str, Any], backward: bool, head_dim: in
         ({"score_mod": np.ones((2, 3))}, TypeError, r"is a numpy.ndarray of shape \(2, 3\); it must"),
         ({"score_mod": lambda s, *_: None}, TypeError, "None is not a number; is a return missing"),
         ({"score_mod": lambda s, *_: s.clip(0, 1)}, TypeError, "score_mod cannot be traced: .*'clip'"),
+        ({"score_mod": endless}, TypeError, "score_mod cannot be traced: maximum recursion depth exceeded"),
+        (
+            {"score_mod": lambda s, b, h, i, j: functools.reduce(lambda x, _: -x, range(5000), 1.0 * i) + s},
+            TypeError,
+            "score_mod cannot be traced: it takes too many steps in a row",
+        ),
     ],
 )
 @pytest.mark.parametrize("backward", [False, True])

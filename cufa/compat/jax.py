@@ -75,7 +75,7 @@ def dot_product_attention(
     of_scores, lengths = given(bias=bias, mask=mask), given(**lengths)
     arrays = {"query": query, "key": key, "value": value, **of_scores}
     check_arrays(**arrays, **lengths)
-    check_same_kind(arrays)
+    check_same_kind(arrays | lengths)
     if mask is not None and dtype_of(mask) != np.bool_:
         raise TypeError(f"mask has dtype {mask.dtype}; it must be bool")
     batch, seqlen_q, heads, _ = shape_of("query", query)

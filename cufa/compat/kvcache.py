@@ -200,6 +200,13 @@ def _places(arrays: Mapping[str, Any], batch: int) -> tuple[Mapping[str, str], A
         if pages is not None:
             raise ValueError("cache_batch_idx is given, and block_table is, which says where all keys are")
         check_int32("cache_batch_idx", entries, (batch,))
+        if tuple(arrays["v_cache"].shape[:3]) != tuple(arrays["k_cache"].shape[:3]):
+            raise ValueError(
+                f"v_cache has shape {tuple(arrays['v_cache'].shape)} and k_cache "
+                f"{tuple(arrays['k_cache'].shape)}; all axes but the last must be the same"
+            )
+        if room == 0:
+            raise ValueError("k_cache has no room for keys; with cache_batch_idx it must have some")
         for wrong in _outside("cache_batch_idx", entries, cached):
             raise ValueError(f"{wrong}; k_cache has {counted(cached, 'sequence')}")
         # Each entry of the cache is one page.

@@ -201,7 +201,7 @@ def _planned(problem: Problem, device: Device, chosen: Choice[Tiles]) -> Decisio
     elif split:
         how = f"the keys of {of_rows} split into {sizes.splits} parts each: {grid} blocks"
     else:
-        how = f"keys not split: {of_rows} for enough blocks"
+        how = f"keys not split: {of_rows}"
     any_rows = row_blocks > 0
     return Decisions(
         tiles=sizes_of(sizes),

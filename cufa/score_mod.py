@@ -215,7 +215,8 @@ class ScoreMod(_Mod):
             the same as q's, with at least one axis; bool, integers of up to 64 bits except uint64, or floats.
             Integers below 32 bits are computed in 32, uint32 in 64. Negative indices do not count from the
             end. On a GPU, indices are not checked. Elements are also read for keys that masks hide, so clip
-            indices that may lie outside.
+            indices that may lie outside. The gradient of an element that a score of -inf is multiplied by is
+            NaN; hide keys by a mask instead.
 
     Raises:
         TypeError: not a function, not an array, or an array of an unsupported dtype.

@@ -708,7 +708,7 @@ def test_long_tiles_of_queries(rng, dims, causal):
     ("file", "right", "wrong"),
     [
         ("bwd_4_copies.cuh", "ptx::wait_stores_read(); ring.release(from);", "ring.release(from);"),
-        ("bwd_4_consumer.cuh", "smem.outbox_rings[warpgroup].wait_empty(outbox_to);", ""),
+        ("bwd_4_gradients.cuh", "smem.outbox_rings[warpgroup].wait_empty(outbox_to);", ""),
     ],
 )
 def test_an_outbox_that_is_written_before_it_is_sent(rng, tmp_path, file, right, wrong):

@@ -2,7 +2,7 @@
 // main loops.
 #pragma once
 
-#include "hopper/backward/bwd_4_block.cuh"
+#include "hopper/backward/bwd_4_gradients.cuh"
 #include "hopper/backward/key_array_gradients.cuh"
 #include "hopper/backward/wgmma_key_nonfinite.cuh"
 
@@ -14,9 +14,6 @@ static_assert(kScoresTogether || !kDropout, "nobody draws which weights are kept
 
 using Scores = WgmmaSums<kBlockM>;
 using Weights = WgmmaOperand<kBlockM>;
-
-// Named barriers; __syncthreads has number 0.
-enum NamedBarrier { kAllConsumers = 1, kFirstTurn, kFirstOfWarpgroup = kFirstTurn + kConsumers };
 
 // Warpgroups take turns from a tile's first product to its weights, so that the tensor cores serve
 // one while the other waits for its dQ. Otherwise both would fall into step and compute their
@@ -36,25 +33,21 @@ struct Turns {
     }
 };
 
-struct Consumer {
-    Smem& smem;
-    const Params& params;
-    const int warpgroup;
+struct Consumer : KeyGradients {
     const Turns turns;
     KeySoftmax<kBlockM> softmax;
     // What each tile of queries needs of the keys' work: read once, since shared memory is slow.
     int first_sums;
     bool sets_sums;
-    RingPosition<kKeyStages> keys_at;
     RingPosition<kStages> at;
-    RingPosition<1> outbox_to, bias_at;
+    RingPosition<1> bias_at;
     float* tile_before;  // sums of dQ of the tile before; its dS is a stage before
     bool last_before;    // whether these are the last keys that that tile sees
     bool took_out;       // whether masked tiles of queries had NaN or infinity
     PendingSums<2, false> of_arrays;
 
     __device__ Consumer(Smem& smem, const Params& params, int warpgroup)
-        : smem(smem), params(params), warpgroup(warpgroup), turns(warpgroup) {}
+        : KeyGradients{smem, params, warpgroup}, turns(warpgroup) {}
 
     // Begins the next tile of keys, if there is one.
     __device__ bool receive() {
@@ -67,8 +60,6 @@ struct Consumer {
         took_out = false;
         return work().exists();
     }
-
-    __device__ const KeyWork& work() const { return smem.work[keys_at.stage]; }
 
     // Where a mask cuts through a tile, NaN or infinity in a row must not reach keys that the row
     // does not see, nor the reverse. But in a product over the whole tile 0 * NaN is NaN. So it is
@@ -259,49 +250,6 @@ struct Consumer {
                               work().heads(params.call.sizes), tiles, softmax, 0);
     }
 
-    // Hands over the gradients of this warpgroup's values, to be stored.
-    __device__ void hand_out_values(WgmmaSums<kValue>& dv) {
-        if constexpr (kDropout) {
-#pragma unroll
-            for (float& sum : dv) sum *= kept_scale(params.call.features);
-        }
-        if constexpr (kParts > 1) {
-            key_sums().write_values<kValue>(params.call, work(), warpgroup * kWgmmaM, 0, dv);
-        } else if constexpr (kOutboxes) {
-            wait_for_outbox();
-            write_rounded<kValue>(smem.outboxes[warpgroup].values(), dv);
-            post({OutboxLabel::kValues, nullptr, work()});
-        } else {
-            write_rounded<kValue>(smem.v[keys_at.stage][warpgroup], dv);
-        }
-    }
-
-    // The same for its keys. Where the gradients take their place, the other warpgroup must be
-    // done, too.
-    __device__ void hand_out_keys(WgmmaSums<kHead>& dk) {
-        // Parts are scaled later.
-        const float scale =
-            (kParts > 1 ? 1 : params.call.softmax_scale) * kept_scale(params.call.features);
-#pragma unroll
-        for (int i = 0; i < kHead / 2; ++i) dk[i] *= scale;
-        if constexpr (kParts > 1) {
-            key_sums().write_keys<kHead>(params.call, work(), warpgroup * kWgmmaM, 0, dk);
-            give_up_keys();
-        } else if constexpr (kOutboxes) {
-            const KeyWork done = work();
-            give_up_keys();
-            wait_for_outbox();
-            write_rounded<kHead>(smem.outboxes[warpgroup].keys(), dk);
-            post({OutboxLabel::kKeys, nullptr, done});
-        } else {
-            ptx::named_barrier_sync<kConsumers * kWarpgroup>(kAllConsumers);
-            write_rounded<kHead>(smem.k[keys_at.stage][warpgroup], dk);
-            ptx::proxy_fence();
-            give_up_keys();
-        }
-        keys_at.advance();
-    }
-
     // Signals that nothing is left.
     __device__ void leave() {
         if constexpr (kArrayGradients) of_arrays.flush(sums_of_arrays(params.call));
@@ -374,36 +322,8 @@ struct Consumer {
             .round(params.call, work().sequence(params.call), first_sums, tile_before, part, dq);
     }
 
-    __device__ WgmmaKeySums key_sums() const { return QueryWorkspace(params.call).key_sums; }
-
-    // Signals that this thread is done with the keys and, if gradients lie there, has written them.
-    __device__ void give_up_keys() {
-        if constexpr (kOutboxes) {
-            release(smem.keys_ring, keys_at);
-        } else {
-            ptx::barrier_arrive(smem.gradients[keys_at.stage]);
-        }
-    }
-
     __device__ void wait_for_dout() {
         if (kOutApart) wait_for(smem.dout_full[at.stage], at.parity, at.stage);
-    }
-
-    __device__ void wait_for_outbox() { smem.outbox_rings[warpgroup].wait_empty(outbox_to); }
-
-    // Hands the outbox to the sender.
-    __device__ void post(const OutboxLabel& label) {
-        if (threadIdx.x % kWarpgroup == 0) smem.outbox_labels[warpgroup] = label;
-        ptx::proxy_fence();
-        ptx::barrier_arrive(smem.outbox_rings[warpgroup].full[0]);
-        outbox_to.advance();
-    }
-
-    template <int Dims, class Rows>
-    __device__ static void write_rounded(Rows& rows, const WgmmaSums<Dims>& sums) {
-        WgmmaOperand<Dims> rounded;
-        round_to_operand<Dims>(rounded, sums);
-        write_rows<Dims>(rows, rounded, row_of_warp());
     }
 };
 

@@ -302,7 +302,7 @@ PLANTED = {
         "    ptx::wait_copies();\n    __syncthreads();  // K",
         "    __syncthreads();  // K",
         r"race: reads 16 bytes of shared memory at byte \d+, to which a copy of thread \d+ is under way\n"
-        r"(?s:.*)the other access:\n    ptx_sm80.cuh:\d+: ptx::copy_async\n    mma_tiles.cuh:\d+: copy_rows",
+        r"(?s:.*)the other access:\n    ptx_sm80.cuh:\d+: ptx::copy_async\n    mma_tile.cuh:\d+: copy_rows",
     ),
     "missing barrier after a copy": (
         "fwd_5_mma",

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "mma/handover.cuh"
-#include "mma/mma_tiles.cuh"
+#include "mma/mma_products.cuh"
 #include "scores/seen_tiles.cuh"
 #include "softmax/exp2_table.cuh"
 

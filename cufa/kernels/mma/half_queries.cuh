@@ -6,7 +6,7 @@
 // enough to lose bits are below what float32 sums lose anyway.
 #pragma once
 
-#include "mma/mma_tiles.cuh"
+#include "mma/mma_products.cuh"
 
 // The power of two that brings a number to float16's largest exponent, if it is a float32.
 struct PowerToHalf {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "call/tile_pages.cuh"
-#include "mma/mma_tiles.cuh"
+#include "mma/mma_tile.cuh"
 
 // Starts the copy of keys from first_key on into a tile, like `copy_tile`; keys from end_key on
 // become zeros. Whole warps take part.

@@ -2,7 +2,7 @@
 // rows and keys that see them, and no others; but in a product over the whole tile 0 * NaN is NaN.
 #pragma once
 
-#include "mma/mma_tiles.cuh"
+#include "mma/mma_products.cuh"
 
 // Whether one of a lane's scores is NaN or infinite.
 template <int Tiles, int Cols>

@@ -1,7 +1,7 @@
 // The sums of dQ in the workspace, to which warps add their fragments.
 #pragma once
 
-#include "mma/mma_tiles.cuh"
+#include "mma/mma_products.cuh"
 
 // The sums of one head of a sequence: whole tiles of BlockM queries by Cols columns. They have the
 // layout of the warps: 16x8 fragments of 4 x 32 values, so that an addition by a warp is 128

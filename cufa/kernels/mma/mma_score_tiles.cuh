@@ -3,7 +3,7 @@
 #pragma once
 
 #include "gradients/score_gradients.cuh"
-#include "mma/mma_tiles.cuh"
+#include "mma/mma_products.cuh"
 #include "scores/kept_scores.cuh"
 #include "scores/mask_sixteens.cuh"
 #include "softmax/exp2_table.cuh"

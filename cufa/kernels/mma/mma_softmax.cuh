@@ -2,7 +2,7 @@
 // each half of its fragments.
 #pragma once
 
-#include "mma/mma_tiles.cuh"
+#include "mma/mma_products.cuh"
 #include "softmax/online_softmax.cuh"
 
 // The largest of a lane's scores in a row, and of all lanes' scores.

@@ -4,7 +4,7 @@
 // of values in that scale. Merging is exact (Milakov and Gimelshein 2018, section 3.1).
 #pragma once
 
-#include "mma/mma_tiles.cuh"
+#include "mma/mma_products.cuh"
 #include "softmax/online_softmax.cuh"
 
 constexpr int kPartCols = round_up(kValueDim, 2 * kMmaN);

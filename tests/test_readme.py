@@ -95,6 +95,12 @@ def included(source: str) -> set[str]:
     return found.union(*map(included, found))
 
 
+def test_headers_that_python_names_are_there():
+    there = {path.name for path in GUIDE.parent.rglob("*.cuh")} | {"score_mod.cuh"}  # written for a call
+    for path in (ROOT / "cufa").rglob("*.py"):
+        assert set(re.findall(r"\b(\w+\.cuh)\b", path.read_text(encoding="utf-8"))) <= there, path
+
+
 def test_the_guide_to_the_kernels_lists_the_papers_that_are_cited():
     listed = set(re.findall(r"^\| (.*?\d{4}) \|", GUIDE.read_text(), re.MULTILINE))
     cited = {kernel.paper.partition(",")[0] for of in (KERNELS, COMPANIONS) for kernel in of.values()}

@@ -73,7 +73,7 @@ def register_steps(registers: int) -> int:
 
 
 def panel_tile_bytes(rows: int, cols: int, itemsize: int = 2) -> int:
-    """The size of wgmma_tiles.cuh's PanelTile."""
+    """The size of panel_tile.cuh's PanelTile."""
     return ceil_div(cols * itemsize, PANEL_ROW_BYTES) * rows * PANEL_ROW_BYTES
 
 

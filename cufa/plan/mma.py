@@ -30,7 +30,7 @@ T = TypeVar("T", bound=TileSizes)
 # Rows of an mma's left operand, columns of its right one, and the depth of a step of a product.
 MMA_M, MMA_N, MMA_K = 16, 8, 16
 # Tiles, and the kernels' struct of them, are aligned to what shared memory delivers at once. Rows are padded
-# unless they are a power of two of these lines (MmaTile in mma_tiles.cuh).
+# unless they are a power of two of these lines (MmaTile in mma_tile.cuh).
 LINE_BYTES = 128
 ROW_PADDING_BYTES = 16
 # The most warps that may share rows.
@@ -91,7 +91,7 @@ class Arithmetic:
     measured: float = 1
 
     def tile_bytes(self, rows: int, cols: int) -> int:
-        """The size of mma_tiles.cuh's MmaTile."""
+        """The size of mma_tile.cuh's MmaTile."""
         row_bytes = round_up(cols, self.depth) * self.item_bytes
         in_lines = row_bytes % LINE_BYTES == 0 or self.item_bytes == 1
         if not in_lines or row_bytes & (row_bytes - 1):

@@ -10,7 +10,7 @@ import click
 import numpy as np
 
 import cufa
-from cufa.arguments import DESCALES
+from cufa.arguments import DESCALES, check_scale
 from cufa.cli import check, files, output
 from cufa.cli.generated import as_asked, cu_seqlens, make_arrays, without_gradients
 from cufa.cli.options import (
@@ -55,9 +55,10 @@ _VARLEN_SIZES = ("batch", "seqlen", "seqlen_q", "seqlen_k")
 
 @dataclass(frozen=True)
 class _Step:
-    """One direction of the run: what was computed, how fast, and by which plan on a GPU."""
+    """One direction of the run: what was asked for and computed, how fast, and by which plan on a GPU."""
 
     problem: Problem
+    rung: Rung
     flops: int
     timing: Timing
     plan: Plan | None
@@ -207,7 +208,7 @@ def command(
         files.save(destination, results)
     verdict = workload.check(host, results, rng) if checked else None
     if as_json:
-        output.print_json(_document(workload, steps, verdict, destination))
+        output.print_json(_document(workload, steps, seed, verdict, destination))
     else:
         _report(workload, steps, verdict, destination)
     if verdict is not None and not verdict.ok:
@@ -298,7 +299,8 @@ def _compute(workload: Workload, rungs: dict[Direction, Rung]) -> tuple[Arrays, 
         computed, timing = workload.timed(direction, rung, inputs)
         results = results | computed
         plan = workload.plan(direction, rung) if workload.on_gpu else None
-        steps.append(_Step(workload.problem(direction), workload.flops(direction), timing, plan))
+        problem, flops = workload.problem(direction), workload.flops(direction)
+        steps.append(_Step(problem, rung, flops, timing, plan))
     return to_host(results), steps
 
 
@@ -317,18 +319,26 @@ def plan_document(plan: Plan) -> dict[str, Any]:
 
 
 def _document(
-    workload: Workload, steps: list[_Step], verdict: check.Check | None, destination: Path | None
+    workload: Workload,
+    steps: list[_Step],
+    seed: int,
+    verdict: check.Check | None,
+    destination: Path | None,
 ) -> dict[str, Any]:
     return {
         "cufa": cufa.__version__,
         "backend": "cuda" if workload.on_gpu else "numpy",
         "device": place(workload.on_gpu),
         "options": asdict(workload.features),
+        "softmax_scale": check_scale(workload.softmax_scale, steps[0].problem.head_dim),
+        "layout": workload.layout,
+        "seed": seed,
         "steps": [
             {
                 "direction": step.problem.direction,
                 "problem": problem_document(step.problem),
                 "features": list(step.problem.features.names),
+                "asked": asdict(step.rung),
                 "kernel": step.kernel,
                 "seconds": step.timing.median,
                 "seconds_best": step.timing.best,

@@ -8,8 +8,8 @@ import pytest
 from command_line import SMALL, WIDTH, corrupt, draw, refused, run, run_json
 
 import cufa
-from cufa.cli import check
-from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES
+from cufa.cli import check, generated
+from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES, MAX_AXIS
 
 
 def test_run_without_arguments_passes_and_reports():
@@ -223,6 +223,38 @@ def test_a_kernel_may_be_named_by_its_number():
     assert [plan["kernel"] for plan in plans.values()] == ["fwd_4_flash_v2", "bwd_2_flash_v2"]
     assert "'fwd' is not one of" in run("run", "--kernel", "fwd", code=2).stderr
     assert "'fwd_' is not one of" in run("compile", "fwd_", "--arch", "sm_80", code=2).stderr
+
+
+def test_json_has_what_was_asked_for():
+    asked = ("--softmax-scale", 0.5, "--layout", "bhsd", "--seed", 7)
+    document = run_json("run", *SMALL, *asked)
+    assert [document[name] for name in ("softmax_scale", "layout", "seed")] == [0.5, "bhsd", 7]
+    assert [step["asked"] for step in document["steps"]] == 2 * [dict.fromkeys(("kernel", "tiles", "arch"))]
+    assert run_json("run", *SMALL, "--head-dim", 16)["softmax_scale"] == 0.25
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--batch", MAX_AXIS, "--seqlen", MAX_AXIS, "--heads", MAX_AXIS),
+        ("--seqlen", MAX_AXIS, "--bias", "random"),
+        ("--seqlen", MAX_AXIS, "--mask", "random", "--batch", MAX_AXIS),
+    ],
+    ids=lambda options: " ".join(map(str, options)),
+)
+def test_arrays_that_no_memory_holds_are_out_of_memory(options):
+    for command in (("run", "--explain", "--arch", "sm_90a"), ("run",)):
+        message = run(*command, *options, code=1).stderr
+        assert "out of memory: no memory holds an array of " in " ".join(message.split())
+
+
+def test_what_only_describes_arrays_may_take_more_memory_than_there_is(monkeypatch):
+    def too_much(_):
+        raise MemoryError("Unable to allocate 16.0 GiB")
+
+    monkeypatch.setattr(generated, "alibi_slopes", too_much)
+    result = run("run", *SMALL, "--alibi", "--explain", "--arch", "sm_90a", code=1)
+    assert result.stderr.strip() == "error: out of memory: Unable to allocate 16.0 GiB"
 
 
 def test_explain_prints_the_plan_for_an_arch_and_runs_nothing(monkeypatch):

@@ -76,7 +76,7 @@ def lookup(key: str) -> Entry | None:
         _require_private(record.parent)
         return _read(record)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        _log.info("ignoring the cache entry %s: %s", record, error)
+        _log.info("ignoring a cache entry: %s (%s)", error, record)
         return None
 
 

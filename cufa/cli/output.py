@@ -248,7 +248,7 @@ def log_to_stderr(verbose: bool) -> Iterator[None]:
     """Show the library's log on stderr: each message once, or all, with details, if `verbose`."""
     logger = logging.getLogger("cufa")
     level = logger.level
-    handler = _StderrHandler()
+    handler = _StderrHandler(whole=verbose)
     if not verbose:
         handler.addFilter(_EachOnce())
     logger.addHandler(handler)
@@ -261,10 +261,16 @@ def log_to_stderr(verbose: bool) -> Iterator[None]:
 
 
 class _StderrHandler(logging.Handler):
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self._whole = whole
+
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.WARNING:
             say(record.getMessage(), "yellow")
-        else:  # one line, however long a variant's macros are
+        elif self._whole or not stderr().is_terminal:
+            say(record.getMessage(), "dim")
+        else:  # one line, however long it is
             stderr().print(record.getMessage(), style="dim", no_wrap=True, overflow="ellipsis")
 
 

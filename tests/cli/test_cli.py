@@ -119,6 +119,8 @@ def test_info_shows_the_environment(monkeypatch):
         ("CUFA_ARCH", "foo", "CUFA_ARCH is 'foo'; give it as 'sm_90a',"),
         ("CUFA_ARCH", "sm_60", "CUFA_ARCH is 'sm_60', whose limits are not known"),
         ("CUFA_NVRTC_OPTIONS", "-DX='open", 'CUFA_NVRTC_OPTIONS is "-DX=\'open": No closing quotation'),
+        ("CUFA_NVRTC_OPTIONS", "-arch=sm_75", "the arch may only be given as arch or CUFA_ARCH"),
+        ("CUFA_DEBUG", "no", "CUFA_DEBUG is 'no'; it may be 0 or 1"),
     ],
 )
 def test_info_says_what_is_wrong_with_the_environment(monkeypatch, name, value, message):

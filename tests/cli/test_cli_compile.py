@@ -249,6 +249,20 @@ def test_each_kernel_is_announced_on_stderr(monkeypatch, tmp_path):
 
 
 @nvrtc
+def test_why_a_cache_entry_is_ignored_is_told_whole_and_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUFA_CACHE_DIR", str(tmp_path))
+    for verbose in ((), ("-v",)):
+        monkeypatch.setattr(jit, "_builds", {})
+        run("compile", "fwd_1_naive", *TINY)
+        (record,) = tmp_path.glob("*.json")
+        record.write_text("garbage")
+        monkeypatch.setattr(jit, "_builds", {})
+        lines = run(*verbose, "compile", "fwd_1_naive", *TINY).stderr.splitlines()
+        (ignored,) = (line for line in lines if line.startswith("ignoring"))
+        assert ignored == f"ignoring a cache entry: Expecting value: line 1 column 1 (char 0) ({record})"
+
+
+@nvrtc
 def test_emit_writes_code(tmp_path):
     assert ".target sm_80" in run("compile", "fwd_1_naive", *TINY, "--emit", "ptx").stdout
     emitted = run("compile", "fwd_1_naive", *TINY, "--emit", "cubin", "--output", tmp_path / "k.cubin")

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from cufa import jit
+from cufa import cache, jit
 from cufa.cli import files, output
 from cufa.cli.functions import mods_at
 from cufa.cli.options import (
@@ -304,7 +304,8 @@ def _document(compiled: Compiled) -> dict[str, Any]:
         "tiles": dict(compiled.planned.tiles) if compiled.planned else None,
         "seconds": build.seconds if build else None,
         "cached": build.cached if build else None,
-        "path": str(build.path) if build else None,
+        # What could not be kept is deleted at the end.
+        "path": str(build.path) if build and build.path.parent == cache.directory() else None,
         "entries": [
             {
                 "name": entry.name,

@@ -81,7 +81,7 @@ class _Step:
     "--out",
     "destination",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the results: .npy for only the output, .npz for all.",
+    help="Write the results, 0 for tokens after those of --varlen: .npy for only the output, .npz for all.",
 )
 @count_option("--batch", "Batch size of the generated problem.", show_default=str(DEFAULT_SIZES["batch"]))
 @count_option("--seqlen", "Length of queries and of keys.", show_default=str(DEFAULT_SIZES["seqlen"]))
@@ -204,6 +204,8 @@ def command(
     host = make_arrays(problem, features, layout, rng, from_files)
     workload = replace(workload, arrays=to_gpu(host) if on_gpu else host, on_gpu=on_gpu)
     results, steps = _compute(workload, rungs)
+    if features.varlen is not None:
+        _clear_others(results, features.varlen)
     if destination is not None:
         files.save(destination, results)
     verdict = workload.check(host, results, rng) if checked else None
@@ -302,6 +304,15 @@ def _compute(workload: Workload, rungs: dict[Direction, Rung]) -> tuple[Arrays, 
         problem, flops = workload.problem(direction), workload.flops(direction)
         steps.append(_Step(problem, rung, flops, timing, plan))
     return to_host(results), steps
+
+
+def _clear_others(results: Arrays, varlen: tuple[tuple[int, int], ...]) -> None:
+    """Make the results 0 of the tokens after all sequences, which calls leave as they are in memory."""
+    queries, keys = (sum(side) for side in zip(*varlen, strict=True))
+    ends = {"out": queries, "dq": queries, "dk": keys, "dv": keys}
+    for name in results.keys() & ends:
+        results[name][ends[name] :] = 0
+    results["lse"][:, queries:] = 0
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:

@@ -263,6 +263,16 @@ def test_why_a_cache_entry_is_ignored_is_told_whole_and_once(monkeypatch, tmp_pa
 
 
 @nvrtc
+def test_json_has_no_path_where_nothing_can_be_kept(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUFA_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(jit, "_builds", {})
+    (built,) = run_json("compile", "fwd_1_naive", *TINY)
+    assert built["entries"]
+    assert built["path"] is None
+
+
+@nvrtc
 def test_emit_writes_code(tmp_path):
     assert ".target sm_80" in run("compile", "fwd_1_naive", *TINY, "--emit", "ptx").stdout
     emitted = run("compile", "fwd_1_naive", *TINY, "--emit", "cubin", "--output", tmp_path / "k.cubin")

@@ -416,7 +416,6 @@ def _document(
 
 
 def _print(on_gpu: bool, features: FeatureOptions, layout: str, points: list[_Point]) -> None:
-    console = output.stdout()
     first = points[0].problem
     heads = f"{first.heads}" if first.heads == first.kv_heads else f"{first.heads}/{first.kv_heads}"
     parts = [f"{first.dtypes}{' causal' if first.hides_later_keys else ''}", f"layout {layout}"]
@@ -425,7 +424,7 @@ def _print(on_gpu: bool, features: FeatureOptions, layout: str, points: list[_Po
     names = dict.fromkeys(word for point in points for word in point.problem.features.words)
     names |= {"descales": None} if features.descale else {}
     parts += [f"with {', '.join(names)}"] if names else []
-    console.print(f"{place(on_gpu)}\n{', '.join(parts)}\n")
+    output.print_prose(f"{place(on_gpu)}\n{', '.join(parts)}\n\n")
     by_tiles = len({point.asked_tiles for point in points}) > 1
     of_tiles = ("~tiles",) if by_tiles else ()
     table = output.table(("seqlen", "batch", "<direction", "<kernel", *of_tiles, "time", "TFLOP/s", "GB/s"))

@@ -175,9 +175,14 @@ def print_table(made: Table) -> None:
 
 def print_plan(plan: Plan) -> None:
     """Print a Plan on stdout, wrapped to the width of the terminal."""
+    print_prose(str(plan), _PLAN_INDENT)
+
+
+def print_prose(text: str, indent: str = "") -> None:
+    """Print lines on stdout, each wrapped to the width of the terminal, with later lines indented."""
     console = stdout()
-    for line in str(plan).splitlines():
-        console.print(textwrap.fill(line, console.width, subsequent_indent=_PLAN_INDENT), soft_wrap=True)
+    for line in text.splitlines():
+        console.print(textwrap.fill(line, console.width, subsequent_indent=indent), soft_wrap=True)
 
 
 def key_values() -> Table:

@@ -368,7 +368,7 @@ def _report(
     workload: Workload, steps: list[_Step], verdict: check.Check | None, destination: Path | None
 ) -> None:
     console = output.stdout()
-    console.print(f"cufa {cufa.__version__} on {place(workload.on_gpu)}\n{steps[0].problem}\n")
+    output.print_prose(f"cufa {cufa.__version__} on {place(workload.on_gpu)}\n{steps[0].problem}\n\n")
     table = output.table(("<direction", "<kernel", "time", "TFLOP/s"))
     for step in steps:
         time = output.seconds(step.timing.median)

@@ -17,7 +17,7 @@ from cufa import device, jit
 from cufa.cli import COMMANDS, output
 from cufa.device import Device
 from cufa.kernels import COMPANIONS, KERNELS
-from cufa.problem import INPUT_DTYPES
+from cufa.problem import FLOAT8, INPUT_DTYPES
 from cufa.timing import time_cpu
 
 
@@ -163,6 +163,23 @@ def test_kernels_lists_the_registry():
     table = run("kernels").stdout
     assert all(name in table for name in (*KERNELS, *COMPANIONS, *INPUT_DTYPES, "O(N^2)"))
     assert max(map(len, table.splitlines())) <= WIDTH
+
+
+def test_kernels_tells_the_archs_of_each_dtype():
+    listed = {row["name"]: row for row in run_json("kernels")}
+    mma = listed["fwd_5_mma"]["archs"]
+    assert "sm_75" in mma["float16"]
+    assert not {"sm_75"} & {*mma["bfloat16"], *mma["float32"], *mma["float64"]}
+    assert "sm_86" not in mma["float64"]
+    assert not {"sm_80", "sm_86"} & set(listed["fwd_8_split_kv"]["archs"][FLOAT8])
+    hopper = listed["bwd_5_wgmma_wide"]
+    assert (hopper["only_arch"], hopper["min_head_dim"]) == ("sm_90a", 129)
+    assert set(map(tuple, hopper["archs"].values())) == {("sm_90a",)}
+    assert listed["fwd_4_flash_v2"]["only_arch"] is None
+    shown = " ".join(run("kernels").stdout.split())
+    assert "fwd_5_mma, fwd_8_split_kv, bwd_3_mma need tensor cores for the dtype: " in shown
+    assert "bfloat16 from sm_80 on, " in shown
+    assert "float64 on sm_80, sm_90, sm_100." in shown
 
 
 def test_cache_info_and_clear(monkeypatch, tmp_path):

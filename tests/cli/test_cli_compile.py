@@ -98,7 +98,12 @@ def test_compile_of_variants_with_features():
     assert built["features"] == ["window", "softcap", "bias", "mask", "cu_seqlens", "block_table"]
     assert built["entries"][0]["registers"] > 0
     table = run("compile", "fwd_4_flash_v2", *TINY, *options).stdout
-    title = "sm_80, float16, head dim 16, causal, window, softcap, bias, mask, cu_seqlens, block_table"
+    details = ("bias_dtype", "broadcast_bias", "mask_bits", "page_size")
+    assert [built[name] for name in details] == ["float32", False, True, 5]
+    title = (
+        "sm_80, float16, head dim 16, causal, window, softcap, bias in float32, mask in bits, cu_seqlens, "
+        "block_table with pages of 5"
+    )
     assert " ".join(table.split()).startswith(title)
     (plain,) = run_json("compile", "fwd_4_flash_v2", *TINY)
     assert plain["path"] != built["path"]
@@ -109,8 +114,11 @@ def test_compile_of_variants_with_features():
     gradient = ("compile", "bwd_2_flash_v2", *TINY, "--bias", "float16", "--dbias")
     (own_sums,), (broadcast,) = run_json(*gradient), run_json(*gradient, "--broadcast-bias")
     assert own_sums["path"] != broadcast["path"]
+    assert (own_sums["broadcast_bias"], broadcast["broadcast_bias"]) == (False, True)
+    assert "one row of bias in float16, dbias" in run(*gradient, "--broadcast-bias").stdout
     tf32 = ("--dtype", "float32", "--precision", "tf32")
-    assert "float32 as tf32" in run("compile", "softmax", *TINY, *tf32).stdout
+    assert "float32 as tf32" in run("compile", "fwd_4_flash_v2", *TINY, *tf32).stdout
+    assert "--precision tf32 is of products, and merge has none" in refused("compile", "merge", *TINY, *tf32)
     assert "is for float32" in refused("compile", "fwd_4_flash_v2", *TINY, "--precision", "tf32")
 
 
@@ -140,6 +148,40 @@ def test_compile_of_kernels_beside_the_ladder():
         assert [entry["name"] for entry in companion["entries"]] == entries
         assert all(entry["registers"] > 0 for entry in companion["entries"])
     assert "has no tiles to choose" in refused("compile", "merge", *TINY, "--tile", "block_m=32")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dims", "title"),
+    [
+        ("softmax", (None, None), "sm_80, float16"),
+        ("merge", (None, 3), "sm_80, float16, head dim 3"),
+        ("rotary", (7, None), "sm_80, float16, head dim 7"),
+        ("append", (7, 3), "sm_80, float16, head dim 7/3"),
+        ("bias_gradient", (7, 3), "sm_80, float16, head dim 7/3, bias in float16"),
+    ],
+)
+def test_what_a_kernel_does_not_depend_on_is_not_told(monkeypatch, kernel, dims, title):
+    def build(variant):
+        raise cufa.CompileError(variant.source)
+
+    monkeypatch.setattr(compile.jit, "build", build)
+    asked = ("compile", kernel, "--arch", "sm_80", "--head-dim", "7", "--value-dim", "3")
+    (tried,) = run_json(*asked, code=1)
+    assert (tried["head_dim"], tried["value_dim"]) == dims
+    assert run(*asked, code=1).stdout.splitlines()[0].rstrip() == title
+
+
+def test_a_kernel_that_depends_on_no_head_dim_is_compiled_once(monkeypatch):
+    def build(variant):
+        raise cufa.CompileError(variant.source)
+
+    monkeypatch.setattr(compile.jit, "build", build)
+    tried = run_json("compile", "softmax", "rotary", "--arch", "sm_80", "--head-dim", "64,128", code=1)
+    assert [(each["kernel"], each["head_dim"]) for each in tried] == [
+        ("softmax", None),
+        ("rotary", 64),
+        ("rotary", 128),
+    ]
 
 
 def test_all_kernels_are_those_of_the_ladder_and_those_beside_it(monkeypatch):

@@ -38,6 +38,7 @@ from cufa.threads import cores
 # Keys before and after the diagonal; the compiled code does not depend on the number.
 _WINDOW = 256
 _ALL_ARCHS = ("all",)
+_STDOUT = Path("-")
 # A dtype that tensor cores of every arch support.
 _DTYPE = "float16"
 _NAMES = (*KERNELS, *COMPANIONS)
@@ -192,6 +193,8 @@ def command(
         raise output.Failure("name kernels or give --all; `cufa kernels` lists them")
     if emit is None and destination is not None:
         raise output.Failure("--output is where --emit writes; give --emit, too")
+    if destination == _STDOUT:
+        destination = None
     if emit is not None and destination is None and (emit == "cubin" or as_json):
         raise output.Failure(f"--emit {emit}{' with --json' if as_json else ''} needs --output FILE")
     if destination is not None:
@@ -287,10 +290,8 @@ def _emit(compiled: Compiled, what: str, destination: Path | None) -> None:
     if destination is None:
         click.echo(code.decode(), nl=False)
         return
-    try:
-        destination.write_bytes(code)
-    except OSError as error:
-        raise output.Failure(f"--output {destination}: {error.strerror or error}") from error
+    with files.writing("--output", destination) as stream:
+        stream.write(code)
     output.say(f"written to {destination}")
 
 

@@ -99,7 +99,7 @@ class _Step:
     "--dtype",
     type=INPUT_DTYPE,
     show_default=DEFAULT_DTYPE,
-    help="Dtype of generated arrays; files are converted.",
+    help="Dtype of q, k and v; those from files are converted.",
 )
 @seed_option
 @feature_options(files=True)
@@ -222,12 +222,8 @@ def _from_files(locations: dict[str, str | None], features: FeatureOptions, dtyp
     missing = [f"--{name}" for name in ("q", "k", "v") if locations[name] is None]
     if missing and any(locations[name] for name in TENSORS):
         raise output.Failure(f"{', '.join(missing)} must be given, too, with arrays from files")
-    dtypes = dict.fromkeys(("k", "v"), features.kv_dtype or dtype)
-    return {
-        name: files.load(name, at, dtypes.get(name, dtype))
-        for name, at in locations.items()
-        if at is not None
-    }
+    dtypes = dict.fromkeys(TENSORS, dtype) | dict.fromkeys(("k", "v"), features.kv_dtype or dtype)
+    return {name: files.load(name, at, dtypes.get(name)) for name, at in locations.items() if at is not None}
 
 
 def _problem_of(

@@ -14,7 +14,7 @@ from command_line import SMALL, WIDTH, refused, run, run_json
 
 import cufa
 from cufa import device, jit
-from cufa.cli import COMMANDS, output
+from cufa.cli import COMMANDS, main, output
 from cufa.device import Device
 from cufa.kernels import COMPANIONS, KERNELS
 from cufa.problem import FLOAT8, INPUT_DTYPES
@@ -143,6 +143,23 @@ def test_a_full_disk_is_an_error_in_one_line(arguments):
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.stderr == "error: the output cannot be written: No space left on device\n"
     assert done.returncode == output.WRONG
+
+
+def test_names_that_the_output_cannot_encode_are_escaped(monkeypatch):
+    monkeypatch.setenv("CUFA_CACHE_DIR", "/no/caf\u00e9")
+    result = CliRunner(charset="ascii").invoke(main, ["cache", "info"])
+    assert result.exit_code == 0
+    assert "/no/caf\\xe9" in result.stdout
+
+
+def test_a_working_directory_that_was_deleted(monkeypatch, tmp_path):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setenv("CUFA_CACHE_DIR", "relative")
+    assert not run_json("cache", "info")["writable"]
+    message = refused("run", *SMALL, "--score-mod", "mods.py:decay")
+    assert "--score-mod mods.py:decay: No such file or directory" in message
 
 
 def test_other_errors_of_the_system_are_not_taken_for_those_of_the_output():

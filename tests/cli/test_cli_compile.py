@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from command_line import WIDTH, refused, run, run_json
@@ -327,6 +328,21 @@ def test_emit_writes_code(tmp_path):
     arguments = ("compile", "fwd_1_naive", "--head-dim", 16, "--arch", "compute_80")
     assert "has no cubin" in refused(*arguments, "--emit", "cubin", "--output", tmp_path / "x")
     assert "no machine code" in refused(*arguments, "--emit", "sass")
+
+
+@nvrtc
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+def test_emit_to_a_full_disk_went_wrong():
+    emitted = run("compile", "fwd_1_naive", *TINY, "--emit", "ptx", "--output", "/dev/full", code=1)
+    assert "error: --output /dev/full: No space left on device\n" in emitted.stderr
+
+
+@nvrtc
+def test_a_dash_is_stdout(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    emitted = run("compile", "fwd_1_naive", *TINY, "--emit", "ptx", "--output", "-")
+    assert ".target sm_80" in emitted.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 @nvrtc

@@ -56,14 +56,15 @@ class CacheInfo:
 def directory() -> Path:
     """The cache folder: CUFA_CACHE_DIR, else the user's cache folder. It need not exist.
 
-    Without a home folder, its name begins with ~, and it is not used.
+    Without a home folder, its name begins with ~, and it is not used. In a working directory
+    that was deleted, its name may be relative.
     """
     chosen = os.environ.get("CUFA_CACHE_DIR")
     try:
         if chosen:
             return Path(chosen).expanduser().absolute()
         return platformdirs.user_cache_path("cufa", appauthor=False)
-    except RuntimeError:  # the ~ stands for no folder
+    except (RuntimeError, FileNotFoundError):  # the ~ stands for no folder, or there is no working directory
         return Path(chosen or "~/.cache/cufa")
 
 
@@ -76,7 +77,7 @@ def lookup(key: str) -> Entry | None:
         _require_private(record.parent)
         return _read(record)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        _log.info("ignoring the cache entry %s: %s", record, error)
+        _log.info("ignoring a cache entry: %s (%s)", error, record)
         return None
 
 

@@ -51,6 +51,8 @@ _STACK = re.compile(r"(\d+) bytes (?:stack frame|cumulative stack size)")
 # which it prints as mere information.
 _ADVICE = re.compile(r"\bwarning\s*[:#]|\bC75\d\d\b")
 
+# What gives NVRTC the arch, which is the variant's.
+_ARCH_OPTIONS = ("-arch", "--gpu-architecture")
 _DEBUG_OPTIONS = ("-lineinfo", "-DWATCHDOG_SECONDS=5")
 # From this version on, NVRTC keeps machine code in the driver's cache and then prints no report.
 _NVRTC_WITH_CACHE = (12, 9)
@@ -157,7 +159,9 @@ def build(variant: Variant) -> Build:
         built = _recall(key)
         if built is None:
             key_at_work = _key(variant.arch, texts, options, _compiler_at_work())
-            built = _recall(key_at_work) or _compile(variant, texts, options, key_at_work)
+            if key_at_work != key:
+                built = _recall(key_at_work)
+            built = built or _compile(variant, texts, options, key_at_work)
         _builds[key] = replace(built, cached=True)
         return built
 
@@ -226,18 +230,31 @@ def _read_sources(variant: Variant) -> dict[str, str]:
 
 def _options(variant: Variant) -> tuple[str, ...]:
     """All compiler options except the arch."""
-    debug = _DEBUG_OPTIONS if os.environ.get("CUFA_DEBUG", "0") not in ("", "0") else ()
-    return ("--std=c++17", *variant.definitions, *debug, *extra_options())
+    return ("--std=c++17", *variant.definitions, *debug_options(), *extra_options())
+
+
+def debug_options() -> tuple[str, ...]:
+    """The options that CUFA_DEBUG=1 asks for; raises ValueError if it is neither 0 nor 1."""
+    value = os.environ.get("CUFA_DEBUG") or "0"
+    if value not in ("0", "1"):
+        raise ValueError(f"CUFA_DEBUG is {value!r}; it may be 0 or 1")
+    return _DEBUG_OPTIONS if value == "1" else ()
 
 
 def extra_options() -> list[str]:
-    """The options in CUFA_NVRTC_OPTIONS; raises ValueError if they are not text that a shell could parse."""
+    """The options in CUFA_NVRTC_OPTIONS.
+
+    Raises ValueError if they are not text that a shell could parse, or if one is the arch.
+    """
     text = os.environ.get("CUFA_NVRTC_OPTIONS", "")
     try:
         text.encode()
-        return shlex.split(text)
+        options = shlex.split(text)
     except ValueError as error:
         raise ValueError(f"CUFA_NVRTC_OPTIONS is {text!r}: {error}") from error
+    if any(option.partition("=")[0] in _ARCH_OPTIONS for option in options):
+        raise ValueError(f"CUFA_NVRTC_OPTIONS is {text!r}; the arch may only be given as arch or CUFA_ARCH")
+    return options
 
 
 def _key(arch: Arch, texts: Mapping[str, str], options: tuple[str, ...], compiler: str) -> str:

@@ -175,6 +175,12 @@ class Features:
         }
         return tuple(name for name, is_on in on.items() if is_on)
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The `names`, for messages: the window's with its sizes, -1 for all."""
+        sizes = tuple(-1 if side is None else side for side in self.window)
+        return tuple(f"window {sizes}" if name == "window" else name for name in self.names)
+
 
 PLAIN = Features()
 
@@ -285,6 +291,11 @@ class Problem:
         return max(0, _pairs_up_to(rows, keys, end) - _pairs_up_to(rows, keys, begin))
 
     @property
+    def hides_later_keys(self) -> bool:
+        """Whether a row sees no key after the diagonal, by a causal mask or by the window's end."""
+        return self.causal or self.features.window[1] == 0
+
+    @property
     def product_dims(self) -> int:
         """Multiply-adds for each visible score: two products over a head dim forward, five backward."""
         if self.direction == "forward":
@@ -310,10 +321,11 @@ class Problem:
     def __str__(self) -> str:
         """One line, as in `print(plan)`."""
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
-        features = f", with {', '.join(self.features.names)}" if self.features.names else ""
+        features = f", with {', '.join(self.features.words)}" if self.features.words else ""
         transposed = ", values transposed" if self.transposed_values else ""
+        causal = " causal" if self.hides_later_keys else ""
         return (
-            f"{self.direction} {self.dtypes}{' causal' if self.causal else ''}, batch {self.batch}, "
+            f"{self.direction} {self.dtypes}{causal}, batch {self.batch}, "
             f"seqlen {self.seqlen_q} x {self.seqlen_k}, heads {heads}, head dim {self.dims}"
             f"{transposed}{features}"
         )

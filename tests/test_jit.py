@@ -184,11 +184,24 @@ def test_a_debug_build_alone_has_a_watchdog(monkeypatch, kernel):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"), [("-DX='open", "-DX='open.*quotation"), ("-DX=\udcff", "not allowed")]
+    ("options", "message"),
+    [
+        ("-DX='open", "-DX='open.*quotation"),
+        ("-DX=\udcff", "not allowed"),
+        ("-lineinfo -arch=sm_75", "the arch may only be given as arch or CUFA_ARCH"),
+        ("--gpu-architecture sm_75", "the arch may only be given"),
+    ],
 )
 def test_options_that_cannot_be_read_are_named(variant, monkeypatch, options, message):
     monkeypatch.setenv("CUFA_NVRTC_OPTIONS", options)
     with pytest.raises(ValueError, match=f"CUFA_NVRTC_OPTIONS is .*{message}"):
+        jit.build(variant)
+
+
+@pytest.mark.parametrize("value", ["false", "off", "2"])
+def test_debug_is_on_or_off(variant, monkeypatch, value):
+    monkeypatch.setenv("CUFA_DEBUG", value)
+    with pytest.raises(ValueError, match=f"^CUFA_DEBUG is '{value}'; it may be 0 or 1$"):
         jit.build(variant)
 
 

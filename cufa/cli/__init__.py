@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import io
+import sys
 from typing import Any
 
 import click
@@ -25,6 +27,8 @@ class _LazyGroup(click.Group):
         return command
 
     def main(self, *args: Any, **extra: Any) -> Any:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # file names may have what it cannot encode
+            sys.stdout.reconfigure(errors="backslashreplace")
         with output.writing_errors():
             return super().main(*args, **extra)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,17 @@ from cufa.cli.options import (
     tile_sizes_option,
     tilings,
 )
-from cufa.cli.workload import DIRECTIONS, Rung, Workload, place, release_gpu_memory, to_gpu, to_host, use_gpu
+from cufa.cli.workload import (
+    DIRECTIONS,
+    Rung,
+    Workload,
+    place,
+    problem_document,
+    release_gpu_memory,
+    to_gpu,
+    to_host,
+    use_gpu,
+)
 from cufa.kernels import KERNELS
 from cufa.problem import Direction, Problem, one_of
 from cufa.timing import Timing
@@ -65,7 +75,7 @@ _CHECKED_WINDOW = 50
 class _Point:
     """One measurement: the requested tiles, in words, and the kernel and the tiles of the plan.
 
-    `timing` is None if memory did not suffice.
+    `timing` is None if memory did not suffice; `note` says what for.
     """
 
     problem: Problem
@@ -74,6 +84,7 @@ class _Point:
     kernel: str
     tiles: Mapping[str, int]
     timing: Timing | None
+    note: str = ""
 
     @property
     def tflops(self) -> float | None:
@@ -147,6 +158,8 @@ def command(
     --causal and --window, but with those that --mask and --mask-mod hide. GB/s count every input and result
     once. With --varlen, one packed batch is timed instead of a sweep. With several tile sizes, those that do
     not fit are left out.
+
+    Exits with 1 if a kernel is wrong, or if memory suffices for nothing.
     """
     if plot is not None:
         _check_plot(plot)
@@ -187,11 +200,11 @@ def command(
             raise output.Failure("none of these tile sizes fits")
         try:
             for problem in problems:
-                workload = _workload(problem, features, layout, on_gpu, rng)
+                workload, note = _workload(problem, features, layout, on_gpu, rng)
                 for way, rung in fitting:
                     step(f"{problem.seqlen_k} {rung.kernel or way}")
-                    if workload is None:
-                        points.append(_without_arrays(problem, way, rung, on_gpu))
+                    if note:
+                        points.append(_without_arrays(workload, way, rung, on_gpu, note))
                     else:
                         points.append(_measure(workload, way, rung, repeats))
                 del workload
@@ -199,19 +212,30 @@ def command(
                     release_gpu_memory()
         finally:  # nothing that was measured is lost
             if points:
-                _report(on_gpu, points, plot, as_json)
+                _report(on_gpu, features, layout, seed, points, plot, as_json)
+    if not any(point.timing for point in points):
+        raise click.exceptions.Exit(output.WRONG)
 
 
-def _report(on_gpu: bool, points: list[_Point], plot: Path | None, as_json: bool) -> None:
+def _report(
+    on_gpu: bool,
+    features: FeatureOptions,
+    layout: str,
+    seed: int,
+    points: list[_Point],
+    plot: Path | None,
+    as_json: bool,
+) -> None:
     """Plot before printing, since whoever reads the output may stop."""
-    if plot is not None:
+    measured = any(point.timing for point in points)
+    if plot is not None and measured:
         _plot(plot, points, place(on_gpu))
     if as_json:
-        output.print_json(_document(on_gpu, points))
+        output.print_json(_document(on_gpu, features, layout, seed, points))
     else:
-        _print(on_gpu, points)
+        _print(on_gpu, features, layout, points)
     if plot is not None:
-        output.say(f"written to {plot}")
+        output.say(f"written to {plot}" if measured else f"--plot {plot}: nothing was measured to plot")
 
 
 def _rungs(
@@ -329,81 +353,78 @@ def _checked_features(features: FeatureOptions) -> FeatureOptions:
 
 def _workload(
     problem: Problem, features: FeatureOptions, layout: str, on_gpu: bool, rng: np.random.Generator
-) -> Workload | None:
-    """The problem with random arrays, or None if memory does not suffice."""
+) -> tuple[Workload, str]:
+    """The problem with random arrays; if memory does not suffice, with described ones, and the reason."""
     try:
         arrays = make_arrays(problem, features, layout, rng)
         with output.memory_errors():
-            return Workload(to_gpu(arrays) if on_gpu else arrays, on_gpu, features, layout=layout)
-    except output.OutOfMemory:
-        return None
+            return Workload(to_gpu(arrays) if on_gpu else arrays, on_gpu, features, layout=layout), ""
+    except output.OutOfMemory as error:
+        described = make_arrays(problem, features, layout, None)
+        return Workload(described, False, features, layout=layout), error.message
 
 
-def _without_arrays(problem: Problem, direction: Direction, rung: Rung, on_gpu: bool) -> _Point:
+def _without_arrays(workload: Workload, direction: Direction, rung: Rung, on_gpu: bool, note: str) -> _Point:
     """The point of a problem whose arrays do not fit into memory."""
+    problem, flops = workload.problem(direction), workload.flops(direction)
     kernel = (rung.kernel or "") if on_gpu else "numpy"
-    asked_tiles = output.tiles(rung.tiles or {})
-    return _Point(replace(problem, direction=direction), problem.flops, asked_tiles, kernel, {}, None)
+    return _Point(problem, flops, output.tiles(rung.tiles or {}), kernel, {}, None, note)
 
 
 def _measure(workload: Workload, direction: Direction, rung: Rung, repeats: int | None) -> _Point:
     plan = workload.plan(direction, rung) if workload.on_gpu else None
     kernel, tiles = (plan.kernel, plan.tiles) if plan else ("numpy", {})
 
-    def point(timing: Timing | None) -> _Point:
+    def point(timing: Timing | None, note: str = "") -> _Point:
         problem, flops = workload.problem(direction), workload.flops(direction)
-        return _Point(problem, flops, output.tiles(rung.tiles or {}), kernel, tiles, timing)
+        return _Point(problem, flops, output.tiles(rung.tiles or {}), kernel, tiles, timing, note)
 
     try:
         results = workload.forward(Rung(arch=rung.arch)) if direction == "backward" else None
         _, timing = workload.timed(direction, rung, results, repeats)
-    except output.OutOfMemory:
-        return point(None)
+    except output.OutOfMemory as error:
+        return point(None, error.message)
     return point(timing)
 
 
-def _document(on_gpu: bool, points: list[_Point]) -> dict[str, Any]:
+def _document(
+    on_gpu: bool, features: FeatureOptions, layout: str, seed: int, points: list[_Point]
+) -> dict[str, Any]:
     return {
         "cufa": cufa.__version__,
         "backend": "cuda" if on_gpu else "numpy",
         "device": place(on_gpu),
+        "options": asdict(features),
+        "layout": layout,
+        "seed": seed,
         "points": [
             {
-                "direction": point.problem.direction,
                 "kernel": point.kernel,
                 "tiles": dict(point.tiles),
-                "dtype": point.problem.dtype,
-                "precision": "tf32" if point.problem.features.tf32 else "ieee",
-                "causal": point.problem.causal,
+                **problem_document(point.problem),
                 "features": list(point.problem.features.names),
-                "seqlen_q": point.problem.seqlen_q,
-                "seqlen_k": point.problem.seqlen_k,
-                "batch": point.problem.batch,
-                "heads": point.problem.heads,
-                "kv_heads": point.problem.kv_heads,
-                "head_dim": point.problem.head_dim,
-                "value_dim": point.problem.value_dim,
                 "seconds": point.timing.median if point.timing else None,
                 "seconds_best": point.timing.best if point.timing else None,
                 "repeats": point.timing.repeats if point.timing else 0,
                 "tflops": point.tflops,
                 "gigabytes_per_second": point.gigabytes_per_second,
+                "note": point.note,
             }
             for point in points
         ],
     }
 
 
-def _print(on_gpu: bool, points: list[_Point]) -> None:
-    console = output.stdout()
+def _print(on_gpu: bool, features: FeatureOptions, layout: str, points: list[_Point]) -> None:
     first = points[0].problem
     heads = f"{first.heads}" if first.heads == first.kv_heads else f"{first.heads}/{first.kv_heads}"
-    causal = " causal" if first.causal else ""
-    names = dict.fromkeys(name for point in points for name in point.problem.features.names)
-    features = f", with {', '.join(names)}" if names else ""
-    console.print(
-        f"{place(on_gpu)}\n{first.dtypes}{causal}, heads {heads}, head dim {first.dims}{features}\n"
-    )
+    parts = [f"{first.dtypes}{' causal' if first.hides_later_keys else ''}", f"layout {layout}"]
+    parts += [f"heads {heads}", f"head dim {first.dims}"]
+    parts += ["values transposed"] if features.transposed_values else []
+    names = dict.fromkeys(word for point in points for word in point.problem.features.words)
+    names |= {"descales": None} if features.descale else {}
+    parts += [f"with {', '.join(names)}"] if names else []
+    output.print_prose(f"{place(on_gpu)}\n{', '.join(parts)}\n\n")
     by_tiles = len({point.asked_tiles for point in points}) > 1
     of_tiles = ("~tiles",) if by_tiles else ()
     table = output.table(("seqlen", "batch", "<direction", "<kernel", *of_tiles, "time", "TFLOP/s", "GB/s"))

@@ -135,14 +135,15 @@ def _compared(name: str, parts: list[_Part]) -> Comparison:
         first, *others = arrays
         return np.concatenate([x.ravel() for x in (first, *others)]) if others else first
 
-    return compare(
+    compared = compare(
         joined(part.actual for part in parts),
         joined(part.exact for part in parts),
         joined(part.standard for part in parts),
         factor(name),
-        name,
+        f"the sample of {name}, ",  # its worst element has an index of the sample, not of the result
         max(part.rounding for part in parts),
     )
+    return replace(compared, what=name)
 
 
 @dataclass(frozen=True)
@@ -307,7 +308,7 @@ class _Sample:
 
     def _part(self, name: str, place: Any, exact: Any, standard: Any, squares: Any) -> _Part:
         actual = np.asarray(self._results[name][place])
-        rounding = math.sqrt(np.max(squares, initial=0))
+        rounding = math.sqrt(np.max(squares, initial=0, where=np.isfinite(squares)))
         if name == "lse":
             rounding += rounding_of_lse(self._dtype, np.asarray(exact))
         return _Part(actual, np.asarray(exact), np.asarray(standard).astype(actual.dtype), rounding)

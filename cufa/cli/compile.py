@@ -7,12 +7,13 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from cufa import jit
+from cufa import cache, jit
 from cufa.cli import files, output
 from cufa.cli.functions import mods_at
 from cufa.cli.options import (
@@ -37,6 +38,7 @@ from cufa.threads import cores
 # Keys before and after the diagonal; the compiled code does not depend on the number.
 _WINDOW = 256
 _ALL_ARCHS = ("all",)
+_STDOUT = Path("-")
 # A dtype that tensor cores of every arch support.
 _DTYPE = "float16"
 _NAMES = (*KERNELS, *COMPANIONS)
@@ -191,25 +193,26 @@ def command(
         raise output.Failure("name kernels or give --all; `cufa kernels` lists them")
     if emit is None and destination is not None:
         raise output.Failure("--output is where --emit writes; give --emit, too")
+    if destination == _STDOUT:
+        destination = None
     if emit is not None and destination is None and (emit == "cubin" or as_json):
         raise output.Failure(f"--emit {emit}{' with --json' if as_json else ''} needs --output FILE")
     if destination is not None:
         files.check_folder("--output", destination)
 
-    requests = []  # each once, however often it is named
+    each_once: dict[tuple[str, str], Request] = {}  # however often it is named
     for device, given, head_dim, tiles, kernel in itertools.product(
-        dict.fromkeys(_devices(archs)),
-        dict.fromkeys(dtypes or (None,)),
-        dict.fromkeys(head_dims),
-        tilings(tile),
-        dict.fromkeys(kernels or _NAMES),
+        _devices(archs), dtypes or (None,), head_dims, tilings(tile), kernels or _NAMES
     ):
         dtype = given or _dtype_of(kernel)
         dims = head_dim, value_dim or head_dim
         own_kv_dtype = kv_dtype if kv_dtype != dtype else None
-        requests.append(
-            Request(kernel, device, dtype, *dims, causal, transposed_values, features, tiles, own_kv_dtype)
+        own_features = _features_of(kernel, dtype, features)
+        request = Request(
+            kernel, device, dtype, *dims, causal, transposed_values, own_features, tiles, own_kv_dtype
         )
+        each_once.setdefault((kernel, request.title), request)
+    requests = list(each_once.values())
     if emit is not None and len(requests) != 1:
         raise output.Failure(
             f"--emit takes one kernel, arch, dtype, head dim and tiling; these are {len(requests)}"
@@ -253,6 +256,13 @@ def _dtype_of(kernel: str) -> str:
     return _DTYPE if _DTYPE in supported else supported[0]
 
 
+def _features_of(kernel: str, dtype: str, asked: Features) -> Features:
+    """What is asked for; for the kernel that needs a bias, else one of all scores in the arrays' dtype."""
+    if kernel != "bias_gradient" or asked.bias is not None:
+        return asked
+    return replace(asked, bias=(1, 1, SEQLEN, SEQLEN), bias_dtype=dtype)
+
+
 def _devices(archs: tuple[str, ...] | None) -> list[Device]:
     with output.library_errors():
         if archs is None:
@@ -280,10 +290,8 @@ def _emit(compiled: Compiled, what: str, destination: Path | None) -> None:
     if destination is None:
         click.echo(code.decode(), nl=False)
         return
-    try:
-        destination.write_bytes(code)
-    except OSError as error:
-        raise output.Failure(f"--output {destination}: {error.strerror or error}") from error
+    with files.writing("--output", destination) as stream:
+        stream.write(code)
     output.say(f"written to {destination}")
 
 
@@ -296,15 +304,20 @@ def _document(compiled: Compiled) -> dict[str, Any]:
         "dtype": request.dtype,
         "kv_dtype": request.kv_dtype or request.dtype,
         "precision": "tf32" if request.features.tf32 else "ieee",
-        "head_dim": request.head_dim,
-        "value_dim": request.value_dim,
+        "head_dim": request.dims.get("head_dim"),
+        "value_dim": request.dims.get("value_dim"),
         "causal": request.causal,
         "transposed_values": request.transposed_values,
         "features": list(request.features.names),
+        "bias_dtype": request.features.bias_dtype,
+        "broadcast_bias": request.broadcast_bias,
+        "mask_bits": request.features.mask_bits,
+        "page_size": request.features.page_size,
         "tiles": dict(compiled.planned.tiles) if compiled.planned else None,
         "seconds": build.seconds if build else None,
         "cached": build.cached if build else None,
-        "path": str(build.path) if build else None,
+        # What could not be kept is deleted at the end.
+        "path": str(build.path) if build and build.path.parent == cache.directory() else None,
         "entries": [
             {
                 "name": entry.name,
@@ -332,7 +345,7 @@ def _print(compiled: list[Compiled]) -> None:
 
     groups: dict[str, list[Compiled]] = {}
     for each in compiled:
-        groups.setdefault(_title(each.request), []).append(each)
+        groups.setdefault(each.request.title, []).append(each)
     for title, group in groups.items():
         table = output.table(columns, title)
         tiles: list[str] = []
@@ -360,17 +373,6 @@ def _print(compiled: list[Compiled]) -> None:
         for remark in remarks:
             console.print(f"- {remark}", style="yellow")
         console.print("")
-
-
-def _title(request: Request) -> str:
-    """What the kernels in one table have in common."""
-    head_dim, value_dim = request.head_dim, request.value_dim
-    dims = f"{head_dim}" if head_dim == value_dim else f"{head_dim}/{value_dim}"
-    parts = [str(request.device.arch), request.problem("forward").dtypes, f"head dim {dims}"]
-    parts += ["values transposed"] if request.transposed_values else []
-    parts += ["causal"] if request.causal else []
-    parts += request.features.names
-    return ", ".join((*parts, output.tiles(request.tiles)) if request.tiles else parts)
 
 
 def _seconds(compiled: Compiled) -> str:

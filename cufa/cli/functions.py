@@ -39,7 +39,11 @@ def _traced(kind: type[M], option: str, place: str) -> M:
     file, _, name = place.rpartition(":")
     if not file or not name:
         raise Failure(f"{option} {place}: it is not of the form FILE:NAME, as in mods.py:decay")
-    with _as_script_in(Path(file).resolve().parent):
+    try:
+        folder = Path(file).resolve().parent
+    except OSError as error:
+        raise _unreadable(option, place, error) from error
+    with _as_script_in(folder):
         mod = kind(_function(option, place, file, name))
         try:
             mod.written  # noqa: B018
@@ -65,7 +69,7 @@ def _function(option: str, place: str, file: str, name: str) -> Callable[..., An
     try:
         found = runpy.run_path(file).get(name)
     except OSError as error:
-        raise Failure(f"{option} {place}: {error.strerror or error}") from error
+        raise _unreadable(option, place, error) from error
     except _RAISED as error:
         raise _raised(option, place, error) from error
     if isinstance(found, (ScoreMod, MaskMod)):
@@ -74,6 +78,10 @@ def _function(option: str, place: str, file: str, name: str) -> Callable[..., An
         raise Failure(f"{option} {place}: the file has no function {name!r}")
     function: Callable[..., Any] = found
     return function
+
+
+def _unreadable(option: str, place: str, error: OSError) -> Failure:
+    return Failure(f"{option} {place}: {error.strerror or error}")
 
 
 def _raised(option: str, place: str, error: BaseException) -> Failure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -116,10 +117,12 @@ def make_arrays(
 
     Raises:
         Failure: the library refuses the problem; raised before anything is drawn.
+        OutOfMemory: the memory does not suffice.
     """
     if features.transposed_values and problem.dtype != FLOAT8:
         raise Failure(f"--transposed-values is for {FLOAT8}, and the arrays are {problem.dtype}")
-    described = {**_described(problem, features, layout), **given}
+    with memory_errors():
+        described = {**_described(problem, features, layout), **given}
     Workload(described, False, features, layout=layout).problem("forward")
     if rng is None:
         return described
@@ -137,6 +140,8 @@ def _described(problem: Problem, features: FeatureOptions, layout: str) -> Array
     """Zeros that take no memory, with the shapes and dtypes of all arrays; bias and mask are per head."""
 
     def zeros(dtype: Any, *shape: int) -> Any:
+        if math.prod(shape) * np.dtype(dtype).itemsize > sys.maxsize:
+            raise MemoryError(f"no memory holds an array of {np.dtype(dtype)} with shape {shape}")
         return np.broadcast_to(np.zeros((), dtype), shape)
 
     dtype, heads = INPUT_DTYPES[problem.dtype], problem.heads

@@ -71,6 +71,7 @@ def _wrong() -> dict[str, str]:
     wrong = {}
     readers: dict[str, Callable[[], object]] = {
         "CUFA_ARCH": device.target,
+        "CUFA_DEBUG": jit.debug_options,
         "CUFA_NVRTC_OPTIONS": jit.extra_options,
     }
     for name, read in readers.items():

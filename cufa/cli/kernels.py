@@ -9,9 +9,9 @@ import click
 
 from cufa.cli import output
 from cufa.cli.options import json_option
-from cufa.device import Arch
-from cufa.kernels import COMPANIONS, KERNELS, Kernel, features_in_words
-from cufa.problem import DTYPES, Direction
+from cufa.device import KNOWN, Arch
+from cufa.kernels import COMPANIONS, KERNELS, Kernel, features_in_words, tensor_cores_in_words
+from cufa.problem import DTYPES, Direction, Problem
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,11 +28,13 @@ def command(as_json: bool) -> None:
     for table in (_ideas(), _support(), _companions()):
         output.print_table(table)
         console.print("")
-    console.print(
+    output.print_prose(
         f"dtypes: all are {', '.join(DTYPES)}. memory: global, beyond inputs and outputs, for sequence "
         f"length N. features: forward, all are {_all_features('forward')}; backward, "
         f"{_all_features('backward')}."
     )
+    by_tensor_cores = ", ".join(kernel.name for kernel in KERNELS.values() if kernel.tensor_cores)
+    output.print_prose(f"GPU: {by_tensor_cores} need tensor cores for the dtype: {tensor_cores_in_words()}.")
 
 
 def _all_features(direction: Direction) -> str:
@@ -74,6 +76,13 @@ def _first_arch(kernel: Kernel) -> str:
     return f"sm_{kernel.only_arch}" if kernel.only_arch else str(Arch(*kernel.min_capability))
 
 
+def _archs(kernel: Kernel, dtype: str) -> list[str]:
+    """The known archs on which the kernel supports a dtype."""
+    dim = kernel.min_head_dim
+    problem = Problem(kernel.direction, dtype, 1, 1, 1, 1, 1, dim, dim)
+    return [str(known.arch) for known in KNOWN.values() if kernel.unsupported(problem, known) is None]
+
+
 def _documents() -> list[dict[str, Any]]:
     """The rungs, then the kernels outside the ladder, which have no direction."""
     rungs = [
@@ -86,6 +95,9 @@ def _documents() -> list[dict[str, Any]]:
             "dtypes": list(kernel.dtypes),
             "features": ["causal", *sorted(kernel.features)],
             "min_arch": _first_arch(kernel),
+            "only_arch": f"sm_{kernel.only_arch}" if kernel.only_arch else None,
+            "archs": {dtype: _archs(kernel, dtype) for dtype in kernel.dtypes},
+            "min_head_dim": kernel.min_head_dim,
             "max_head_dim": kernel.max_head_dim,
             "max_value_dim": min(kernel.max_value_dim, kernel.max_head_dim),
             "entries": list(kernel.entries),

@@ -375,7 +375,7 @@ def _document(
 
 def _print(on_gpu: bool, problem: Problem, rows: list[_Row], notes: list[str]) -> None:
     console = output.stdout()
-    console.print(f"{place(on_gpu)}\n{str(problem).removeprefix('forward ')}\n")
+    output.print_prose(f"{place(on_gpu)}\n{str(problem).removeprefix('forward ')}\n\n")
     columns = ("<", "time", "TFLOP/s", "x before", "x CPU", "memory", "error")
     for way in DIRECTIONS:
         compared = [line for line in _compared(rows) if line[0].direction == way]

@@ -15,7 +15,7 @@ from cufa.arguments import check_window
 from cufa.arrays import BACKENDS
 from cufa.cli import output
 from cufa.kernels import KERNELS, whole_name
-from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES, LAYOUTS, MAX_EXTENT, PRECISIONS, Direction
+from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES, LAYOUTS, MAX_AXIS, MAX_EXTENT, PRECISIONS, Direction
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Window = tuple[int | None, int | None]
@@ -44,13 +44,13 @@ class Integer(click.IntRange):
 
 
 class Count(Integer):
-    """A count, at most the largest that kernels can hold."""
+    """A count, at most that of the largest axis."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """The number; raises click's error if it is not one."""
         number: int = super().convert(value, param, ctx)
-        if number > MAX_EXTENT:
-            self.fail(f"{number} is too large; there may be {MAX_EXTENT}", param, ctx)
+        if number > MAX_AXIS:
+            self.fail(f"{number} is too large; there may be {MAX_AXIS}", param, ctx)
         return number
 
 

@@ -175,9 +175,14 @@ def print_table(made: Table) -> None:
 
 def print_plan(plan: Plan) -> None:
     """Print a Plan on stdout, wrapped to the width of the terminal."""
+    print_prose(str(plan), _PLAN_INDENT)
+
+
+def print_prose(text: str, indent: str = "") -> None:
+    """Print lines on stdout, each wrapped to the width of the terminal, with later lines indented."""
     console = stdout()
-    for line in str(plan).splitlines():
-        console.print(textwrap.fill(line, console.width, subsequent_indent=_PLAN_INDENT), soft_wrap=True)
+    for line in text.splitlines():
+        console.print(textwrap.fill(line, console.width, subsequent_indent=indent), soft_wrap=True)
 
 
 def key_values() -> Table:
@@ -248,7 +253,7 @@ def log_to_stderr(verbose: bool) -> Iterator[None]:
     """Show the library's log on stderr: each message once, or all, with details, if `verbose`."""
     logger = logging.getLogger("cufa")
     level = logger.level
-    handler = _StderrHandler()
+    handler = _StderrHandler(whole=verbose)
     if not verbose:
         handler.addFilter(_EachOnce())
     logger.addHandler(handler)
@@ -261,10 +266,16 @@ def log_to_stderr(verbose: bool) -> Iterator[None]:
 
 
 class _StderrHandler(logging.Handler):
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self._whole = whole
+
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.WARNING:
             say(record.getMessage(), "yellow")
-        else:  # one line, however long a variant's macros are
+        elif self._whole or not stderr().is_terminal:
+            say(record.getMessage(), "dim")
+        else:  # one line, however long it is
             stderr().print(record.getMessage(), style="dim", no_wrap=True, overflow="ellipsis")
 
 

@@ -10,7 +10,7 @@ import click
 import numpy as np
 
 import cufa
-from cufa.arguments import DESCALES
+from cufa.arguments import DESCALES, check_scale
 from cufa.cli import check, files, output
 from cufa.cli.generated import as_asked, cu_seqlens, make_arrays, without_gradients
 from cufa.cli.options import (
@@ -55,9 +55,10 @@ _VARLEN_SIZES = ("batch", "seqlen", "seqlen_q", "seqlen_k")
 
 @dataclass(frozen=True)
 class _Step:
-    """One direction of the run: what was computed, how fast, and by which plan on a GPU."""
+    """One direction of the run: what was asked for and computed, how fast, and by which plan on a GPU."""
 
     problem: Problem
+    rung: Rung
     flops: int
     timing: Timing
     plan: Plan | None
@@ -80,7 +81,7 @@ class _Step:
     "--out",
     "destination",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the results: .npy for only the output, .npz for all.",
+    help="Write the results, 0 for tokens after those of --varlen: .npy for only the output, .npz for all.",
 )
 @count_option("--batch", "Batch size of the generated problem.", show_default=str(DEFAULT_SIZES["batch"]))
 @count_option("--seqlen", "Length of queries and of keys.", show_default=str(DEFAULT_SIZES["seqlen"]))
@@ -98,7 +99,7 @@ class _Step:
     "--dtype",
     type=INPUT_DTYPE,
     show_default=DEFAULT_DTYPE,
-    help="Dtype of generated arrays; files are converted.",
+    help="Dtype of q, k and v; those from files are converted.",
 )
 @seed_option
 @feature_options(files=True)
@@ -203,11 +204,13 @@ def command(
     host = make_arrays(problem, features, layout, rng, from_files)
     workload = replace(workload, arrays=to_gpu(host) if on_gpu else host, on_gpu=on_gpu)
     results, steps = _compute(workload, rungs)
+    if features.varlen is not None:
+        _clear_others(results, features.varlen)
     if destination is not None:
         files.save(destination, results)
     verdict = workload.check(host, results, rng) if checked else None
     if as_json:
-        output.print_json(_document(workload, steps, verdict, destination))
+        output.print_json(_document(workload, steps, seed, verdict, destination))
     else:
         _report(workload, steps, verdict, destination)
     if verdict is not None and not verdict.ok:
@@ -219,12 +222,8 @@ def _from_files(locations: dict[str, str | None], features: FeatureOptions, dtyp
     missing = [f"--{name}" for name in ("q", "k", "v") if locations[name] is None]
     if missing and any(locations[name] for name in TENSORS):
         raise output.Failure(f"{', '.join(missing)} must be given, too, with arrays from files")
-    dtypes = dict.fromkeys(("k", "v"), features.kv_dtype or dtype)
-    return {
-        name: files.load(name, at, dtypes.get(name, dtype))
-        for name, at in locations.items()
-        if at is not None
-    }
+    dtypes = dict.fromkeys(TENSORS, dtype) | dict.fromkeys(("k", "v"), features.kv_dtype or dtype)
+    return {name: files.load(name, at, dtypes.get(name)) for name, at in locations.items() if at is not None}
 
 
 def _problem_of(
@@ -298,8 +297,18 @@ def _compute(workload: Workload, rungs: dict[Direction, Rung]) -> tuple[Arrays, 
         computed, timing = workload.timed(direction, rung, inputs)
         results = results | computed
         plan = workload.plan(direction, rung) if workload.on_gpu else None
-        steps.append(_Step(workload.problem(direction), workload.flops(direction), timing, plan))
+        problem, flops = workload.problem(direction), workload.flops(direction)
+        steps.append(_Step(problem, rung, flops, timing, plan))
     return to_host(results), steps
+
+
+def _clear_others(results: Arrays, varlen: tuple[tuple[int, int], ...]) -> None:
+    """Make the results 0 of the tokens after all sequences, which calls leave as they are in memory."""
+    queries, keys = (sum(side) for side in zip(*varlen, strict=True))
+    ends = {"out": queries, "dq": queries, "dk": keys, "dv": keys}
+    for name in results.keys() & ends:
+        results[name][ends[name] :] = 0
+    results["lse"][:, queries:] = 0
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
@@ -317,18 +326,26 @@ def plan_document(plan: Plan) -> dict[str, Any]:
 
 
 def _document(
-    workload: Workload, steps: list[_Step], verdict: check.Check | None, destination: Path | None
+    workload: Workload,
+    steps: list[_Step],
+    seed: int,
+    verdict: check.Check | None,
+    destination: Path | None,
 ) -> dict[str, Any]:
     return {
         "cufa": cufa.__version__,
         "backend": "cuda" if workload.on_gpu else "numpy",
         "device": place(workload.on_gpu),
         "options": asdict(workload.features),
+        "softmax_scale": check_scale(workload.softmax_scale, steps[0].problem.head_dim),
+        "layout": workload.layout,
+        "seed": seed,
         "steps": [
             {
                 "direction": step.problem.direction,
                 "problem": problem_document(step.problem),
                 "features": list(step.problem.features.names),
+                "asked": asdict(step.rung),
                 "kernel": step.kernel,
                 "seconds": step.timing.median,
                 "seconds_best": step.timing.best,
@@ -347,7 +364,7 @@ def _report(
     workload: Workload, steps: list[_Step], verdict: check.Check | None, destination: Path | None
 ) -> None:
     console = output.stdout()
-    console.print(f"cufa {cufa.__version__} on {place(workload.on_gpu)}\n{steps[0].problem}\n")
+    output.print_prose(f"cufa {cufa.__version__} on {place(workload.on_gpu)}\n{steps[0].problem}\n\n")
     table = output.table(("<direction", "<kernel", "time", "TFLOP/s"))
     for step in steps:
         time = output.seconds(step.timing.median)

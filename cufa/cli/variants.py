@@ -34,6 +34,11 @@ from cufa.tensor_layout import contiguous_bias_lies_in_boxes
 
 # Length of queries and keys; the compiled code does not depend on it.
 SEQLEN = 4096
+_DIMS = ("head_dim", "value_dim")
+# On which head dims companions depend, if not on both.
+_COMPANION_DIMS = {"softmax": (), "merge": ("value_dim",), "rotary": ("head_dim",), "quantize": ("head_dim",)}
+# The companions that multiply matrices.
+_WITH_PRODUCTS = ("bias_gradient", "attn_probs")
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,34 @@ class Request:
     features: Features
     tiles: Mapping[str, int]
     kv_dtype: str | None = None
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The head dims that the kernel depends on."""
+        return {name: getattr(self, name) for name in _COMPANION_DIMS.get(self.kernel, _DIMS)}
+
+    @property
+    def broadcast_bias(self) -> bool:
+        """Whether all queries share a row of the bias."""
+        return self.features.bias is not None and self.features.bias[-2] == 1
+
+    @property
+    def title(self) -> str:
+        """All that it asks for, but for the kernel."""
+        features = self.features
+        details = {
+            "bias": f"{'one row of ' * self.broadcast_bias}bias in {features.bias_dtype}",
+            "mask": f"mask{' in bits' * features.mask_bits}",
+            "block_table": f"block_table with pages of {features.page_size}",
+        }
+        parts = [str(self.device.arch), self.problem("forward").dtypes]
+        dims = dict.fromkeys(map(str, self.dims.values()))
+        parts += [f"head dim {'/'.join(dims)}"] if dims else []
+        parts += ["values transposed"] if self.transposed_values else []
+        parts += ["causal"] if self.causal else []
+        parts += [details.get(name, name) for name in features.names]
+        parts += [output.tiles(self.tiles)] if self.tiles else []
+        return ", ".join(parts)
 
     def problem(self, direction: Direction) -> Problem:
         """The request as a call."""
@@ -140,6 +173,8 @@ def _plan(request: Request) -> Planned:
     companion = COMPANIONS[name]
     if request.kv_dtype is not None and not companion.mixes_dtypes:
         raise ValueError(f"--kv-dtype is of keys and values, and {name} has none of their own")
+    if request.features.tf32 and name not in _WITH_PRODUCTS:
+        raise ValueError(f"--precision tf32 is of products, and {name} has none")
     asked = (*(("causal",) if request.causal else ()), *request.features.names)
     missing = [feature for feature in asked if feature not in companion.features]
     if missing:
@@ -190,11 +225,7 @@ def _quantization(request: Request) -> Quantization:
 
 
 def _bias_gradient_launches(request: Request) -> tuple[Variant, tuple[Launch, ...]]:
-    """Launches for the requested bias, or for one with all scores in the arrays' dtype."""
-    features = request.features
-    if features.bias is None:
-        features = replace(features, bias=(1, 1, SEQLEN, SEQLEN), bias_dtype=request.dtype)
-    asked = replace(request, features=replace(features, gradients=("bias",)))
+    asked = replace(request, features=replace(request.features, gradients=("bias",)))
     plan = make_plan(asked.problem("backward"), request.device, "bwd_3_mma").beside
     assert plan is not None
     return plan.variant, plan.launches

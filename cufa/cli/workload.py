@@ -124,7 +124,8 @@ class Workload:
         with library_errors():
             score_mod, mask_mod = mods_of(asked).written
             options = options._replace(score_mod=score_mod, mask_mod=mask_mod)
-            return make_problem(direction, shapes, dtypes, options)
+            problem = make_problem(direction, shapes, dtypes, options)
+        return replace(problem, transposed_values=asked.transposed_values)
 
     def flops(self, direction: Direction) -> int:
         """Operations of the matrix products, summed over sequences if these differ."""
@@ -170,7 +171,7 @@ class Workload:
 
 
 def problem_document(problem: Problem) -> dict[str, Any]:
-    """A problem's sizes and dtypes for --json."""
+    """A problem's sizes and dtypes for --json; of the window, None for all keys."""
     return {
         "direction": problem.direction,
         "dtype": problem.dtype,
@@ -184,7 +185,8 @@ def problem_document(problem: Problem) -> dict[str, Any]:
         "kv_heads": problem.kv_heads,
         "head_dim": problem.head_dim,
         "value_dim": problem.value_dim,
-        "causal": problem.causal,
+        "causal": problem.hides_later_keys,
+        "window": list(problem.features.window),
         "transposed_values": problem.transposed_values,
     }
 

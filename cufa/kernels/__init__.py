@@ -270,6 +270,13 @@ def features_in_words(kernel: Kernel) -> str:
     return ", ".join(("causal", *sorted(kernel.features)))
 
 
+def tensor_cores_in_words() -> str:
+    """On which archs mma.sync takes which dtypes."""
+    first = (f"{dtype} from sm_{major}{minor} on" for dtype, (major, minor) in _FIRST_TENSOR_CORES.items())
+    of_float64 = (f"sm_{major}{minor}" for major, minor in sorted(_FLOAT64_TENSOR_CORES))
+    return f"{', '.join(first)}, float64 on {', '.join(of_float64)}"
+
+
 def _has_tensor_cores(dtype: str, device: Device) -> bool:
     if dtype == "float64":
         return device.arch.capability in _FLOAT64_TENSOR_CORES

@@ -14,10 +14,10 @@ from command_line import SMALL, WIDTH, refused, run, run_json
 
 import cufa
 from cufa import device, jit
-from cufa.cli import COMMANDS, output
+from cufa.cli import COMMANDS, main, output
 from cufa.device import Device
 from cufa.kernels import COMPANIONS, KERNELS
-from cufa.problem import INPUT_DTYPES
+from cufa.problem import FLOAT8, INPUT_DTYPES
 from cufa.timing import time_cpu
 
 
@@ -119,6 +119,8 @@ def test_info_shows_the_environment(monkeypatch):
         ("CUFA_ARCH", "foo", "CUFA_ARCH is 'foo'; give it as 'sm_90a',"),
         ("CUFA_ARCH", "sm_60", "CUFA_ARCH is 'sm_60', whose limits are not known"),
         ("CUFA_NVRTC_OPTIONS", "-DX='open", 'CUFA_NVRTC_OPTIONS is "-DX=\'open": No closing quotation'),
+        ("CUFA_NVRTC_OPTIONS", "-arch=sm_75", "the arch may only be given as arch or CUFA_ARCH"),
+        ("CUFA_DEBUG", "no", "CUFA_DEBUG is 'no'; it may be 0 or 1"),
     ],
 )
 def test_info_says_what_is_wrong_with_the_environment(monkeypatch, name, value, message):
@@ -143,6 +145,23 @@ def test_a_full_disk_is_an_error_in_one_line(arguments):
     assert done.returncode == output.WRONG
 
 
+def test_names_that_the_output_cannot_encode_are_escaped(monkeypatch):
+    monkeypatch.setenv("CUFA_CACHE_DIR", "/no/caf\u00e9")
+    result = CliRunner(charset="ascii").invoke(main, ["cache", "info"])
+    assert result.exit_code == 0
+    assert "/no/caf\\xe9" in result.stdout
+
+
+def test_a_working_directory_that_was_deleted(monkeypatch, tmp_path):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setenv("CUFA_CACHE_DIR", "relative")
+    assert not run_json("cache", "info")["writable"]
+    message = refused("run", *SMALL, "--score-mod", "mods.py:decay")
+    assert "--score-mod mods.py:decay: No such file or directory" in message
+
+
 def test_other_errors_of_the_system_are_not_taken_for_those_of_the_output():
     with pytest.raises(FileNotFoundError), output.writing_errors():
         Path("/no/such/file").read_bytes()
@@ -161,6 +180,23 @@ def test_kernels_lists_the_registry():
     table = run("kernels").stdout
     assert all(name in table for name in (*KERNELS, *COMPANIONS, *INPUT_DTYPES, "O(N^2)"))
     assert max(map(len, table.splitlines())) <= WIDTH
+
+
+def test_kernels_tells_the_archs_of_each_dtype():
+    listed = {row["name"]: row for row in run_json("kernels")}
+    mma = listed["fwd_5_mma"]["archs"]
+    assert "sm_75" in mma["float16"]
+    assert not {"sm_75"} & {*mma["bfloat16"], *mma["float32"], *mma["float64"]}
+    assert "sm_86" not in mma["float64"]
+    assert not {"sm_80", "sm_86"} & set(listed["fwd_8_split_kv"]["archs"][FLOAT8])
+    hopper = listed["bwd_5_wgmma_wide"]
+    assert (hopper["only_arch"], hopper["min_head_dim"]) == ("sm_90a", 129)
+    assert set(map(tuple, hopper["archs"].values())) == {("sm_90a",)}
+    assert listed["fwd_4_flash_v2"]["only_arch"] is None
+    shown = " ".join(run("kernels").stdout.split())
+    assert "fwd_5_mma, fwd_8_split_kv, bwd_3_mma need tensor cores for the dtype: " in shown
+    assert "bfloat16 from sm_80 on, " in shown
+    assert "float64 on sm_80, sm_90, sm_100." in shown
 
 
 def test_cache_info_and_clear(monkeypatch, tmp_path):

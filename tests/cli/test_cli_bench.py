@@ -46,11 +46,25 @@ def test_bench_prints_a_row_for_each_length_and_direction(tmp_path):
 
 def test_bench_keeps_what_it_measured_when_memory_runs_out(tmp_path):
     sizes = ("--seqlens", "16,2000000000", "--batch", 1, "--heads", 1, "--head-dim", 8)
-    document = run_json("bench", *sizes, "--repeats", 1, "--direction", "forward", "--backend", "numpy")
+    options = ("--causal", "--sink", "--repeats", 1, "--direction", "forward", "--backend", "numpy")
+    document = run_json("bench", *sizes, *options)
     measured, without = document["points"]
     assert (measured["seqlen_k"], without["seqlen_k"]) == (16, 2_000_000_000)
     assert measured["seconds"] > 0
     assert without["seconds"] is without["tflops"] is None
+    assert (without["causal"], without["features"]) == (True, ["sink"])
+    assert (measured["note"], without["note"].partition(":")[0]) == ("", "out of memory")
+
+
+def test_bench_exits_with_1_and_plots_nothing_when_memory_suffices_for_nothing(tmp_path):
+    pytest.importorskip("matplotlib")
+    sizes = ("--seqlens", "2000000000", "--batch", 1, "--heads", 1, "--head-dim", 8)
+    plot = tmp_path / "plot.svg"
+    shown = run("bench", *sizes, "--causal", "--direction", "forward", "--plot", plot, code=1)
+    assert "float32 causal" in shown.stdout
+    assert "out of memory" in shown.stdout
+    assert shown.stderr == f"--plot {plot}: nothing was measured to plot\n"
+    assert not plot.exists()
 
 
 def test_bench_shows_and_plots_what_it_measured_before_an_interrupt(tmp_path, monkeypatch):
@@ -89,8 +103,37 @@ def test_bench_of_features():
         moved = each["gigabytes_per_second"] * 1e9 * each["seconds"]
         assert moved == pytest.approx(tensors + times * scores[0] + scores[1])
     shown = run(*arguments, *options, "--direction", "forward").stdout
-    assert "with window, bias, mask, sink, dropout_p" in " ".join(shown.split())
+    assert "with window (100, 0), bias, mask, sink, dropout_p" in " ".join(shown.split())
     assert max(map(len, shown.splitlines())) <= WIDTH
+
+
+def test_bench_tells_all_that_was_asked_for():
+    arguments = ("bench", "--seqlens", 32, "--batch", 1, "--heads", 2, "--head-dim", 16, "--repeats", 1)
+    keys = ("--dtype", "bfloat16", "--kv-dtype", FLOAT8, "--descale", "--layout", "bhsd", "--seed", 3)
+    document = run_json(*arguments, *keys, "--softcap", 2)
+    (point,) = document["points"]
+    assert (point["dtype"], point["kv_dtype"]) == ("bfloat16", FLOAT8)
+    assert (document["layout"], document["seed"]) == ("bhsd", 3)
+    assert (document["options"]["descale"], document["options"]["softcap"]) == (True, 2)
+    assert "layout bhsd, heads 2, head dim 16, with softcap, descales" in " ".join(
+        run(*arguments, *keys, "--softcap", 2).stdout.split()
+    )
+    transposed = ("--dtype", FLOAT8, "--transposed-values")
+    assert run_json(*arguments, *transposed)["points"][0]["transposed_values"]
+    assert "values transposed" in " ".join(run(*arguments, *transposed).stdout.split())
+
+
+def test_a_causal_window_is_told_with_its_sizes():
+    sizes = ("--batch", 1, "--heads", 1, "--head-dim", 8, "--causal", "--window", "3,-1")
+    bench_of = ("bench", "--seqlens", 16, "--repeats", 1, "--direction", "forward")
+    (point,) = run_json(*bench_of, *sizes)["points"]
+    (step,) = run_json("run", "--seqlen", 16, *sizes, "--no-backward")["steps"]
+    for problem in (point, step["problem"]):
+        assert (problem["causal"], problem["window"]) == (True, [3, 0])
+    for command in (bench_of, ("run", "--seqlen", 16, "--no-backward")):
+        shown = " ".join(run(*command, *sizes).stdout.split())
+        assert "float32 causal, " in shown
+        assert "with window (3, 0)" in shown
 
 
 def test_bench_of_packed_sequences():

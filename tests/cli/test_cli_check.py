@@ -1,5 +1,6 @@
 """The check of results by a sample of them."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -58,6 +59,27 @@ def test_a_sample_finds_what_is_wrong_all_over(monkeypatch, name):
     results[name] = results[name] + np.float32(1e-4)
     sample = checked(load, results)
     assert not {each.what: each.ok for each in sample.comparisons}[name]
+
+
+@pytest.mark.parametrize(("name", "value"), [("q", np.nan), ("bias", np.nan), ("bias", np.inf)])
+def test_a_sample_passes_where_inputs_make_results_nan(monkeypatch, name, value):
+    load, _ = solved(SAMPLED[3], bias="random")
+    load.arrays[name][0, 0, 0, 0] = value
+    results = load.forward(workload.Rung())
+    results |= load.backward(workload.Rung(), results)
+    monkeypatch.setattr(check, "MAX_SCORES", 20_000)
+    sample = checked(load, results)
+    assert sample.coverage.startswith("a random sample")
+    assert sample.ok, [str(each) for each in sample.comparisons if not each.ok]
+
+
+def test_what_is_wrong_in_a_sample_is_an_element_of_the_sample(monkeypatch):
+    load, results = solved(SAMPLED[0])
+    monkeypatch.setattr(check, "MAX_SCORES", 2000)
+    results["dk"] = results["dk"] + np.float32(1)
+    (wrong,) = (each for each in checked(load, results).comparisons if not each.ok)
+    assert wrong.what == "dk"
+    assert re.match(r"the sample of dk, \[\d+\] is ", str(wrong))
 
 
 def test_a_sample_looks_at_both_ends_of_the_sequences(monkeypatch):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from command_line import WIDTH, refused, run, run_json
@@ -98,7 +99,12 @@ def test_compile_of_variants_with_features():
     assert built["features"] == ["window", "softcap", "bias", "mask", "cu_seqlens", "block_table"]
     assert built["entries"][0]["registers"] > 0
     table = run("compile", "fwd_4_flash_v2", *TINY, *options).stdout
-    title = "sm_80, float16, head dim 16, causal, window, softcap, bias, mask, cu_seqlens, block_table"
+    details = ("bias_dtype", "broadcast_bias", "mask_bits", "page_size")
+    assert [built[name] for name in details] == ["float32", False, True, 5]
+    title = (
+        "sm_80, float16, head dim 16, causal, window, softcap, bias in float32, mask in bits, cu_seqlens, "
+        "block_table with pages of 5"
+    )
     assert " ".join(table.split()).startswith(title)
     (plain,) = run_json("compile", "fwd_4_flash_v2", *TINY)
     assert plain["path"] != built["path"]
@@ -109,8 +115,11 @@ def test_compile_of_variants_with_features():
     gradient = ("compile", "bwd_2_flash_v2", *TINY, "--bias", "float16", "--dbias")
     (own_sums,), (broadcast,) = run_json(*gradient), run_json(*gradient, "--broadcast-bias")
     assert own_sums["path"] != broadcast["path"]
+    assert (own_sums["broadcast_bias"], broadcast["broadcast_bias"]) == (False, True)
+    assert "one row of bias in float16, dbias" in run(*gradient, "--broadcast-bias").stdout
     tf32 = ("--dtype", "float32", "--precision", "tf32")
-    assert "float32 as tf32" in run("compile", "softmax", *TINY, *tf32).stdout
+    assert "float32 as tf32" in run("compile", "fwd_4_flash_v2", *TINY, *tf32).stdout
+    assert "--precision tf32 is of products, and merge has none" in refused("compile", "merge", *TINY, *tf32)
     assert "is for float32" in refused("compile", "fwd_4_flash_v2", *TINY, "--precision", "tf32")
 
 
@@ -140,6 +149,40 @@ def test_compile_of_kernels_beside_the_ladder():
         assert [entry["name"] for entry in companion["entries"]] == entries
         assert all(entry["registers"] > 0 for entry in companion["entries"])
     assert "has no tiles to choose" in refused("compile", "merge", *TINY, "--tile", "block_m=32")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dims", "title"),
+    [
+        ("softmax", (None, None), "sm_80, float16"),
+        ("merge", (None, 3), "sm_80, float16, head dim 3"),
+        ("rotary", (7, None), "sm_80, float16, head dim 7"),
+        ("append", (7, 3), "sm_80, float16, head dim 7/3"),
+        ("bias_gradient", (7, 3), "sm_80, float16, head dim 7/3, bias in float16"),
+    ],
+)
+def test_what_a_kernel_does_not_depend_on_is_not_told(monkeypatch, kernel, dims, title):
+    def build(variant):
+        raise cufa.CompileError(variant.source)
+
+    monkeypatch.setattr(compile.jit, "build", build)
+    asked = ("compile", kernel, "--arch", "sm_80", "--head-dim", "7", "--value-dim", "3")
+    (tried,) = run_json(*asked, code=1)
+    assert (tried["head_dim"], tried["value_dim"]) == dims
+    assert run(*asked, code=1).stdout.splitlines()[0].rstrip() == title
+
+
+def test_a_kernel_that_depends_on_no_head_dim_is_compiled_once(monkeypatch):
+    def build(variant):
+        raise cufa.CompileError(variant.source)
+
+    monkeypatch.setattr(compile.jit, "build", build)
+    tried = run_json("compile", "softmax", "rotary", "--arch", "sm_80", "--head-dim", "64,128", code=1)
+    assert [(each["kernel"], each["head_dim"]) for each in tried] == [
+        ("softmax", None),
+        ("rotary", 64),
+        ("rotary", 128),
+    ]
 
 
 def test_all_kernels_are_those_of_the_ladder_and_those_beside_it(monkeypatch):
@@ -249,6 +292,30 @@ def test_each_kernel_is_announced_on_stderr(monkeypatch, tmp_path):
 
 
 @nvrtc
+def test_why_a_cache_entry_is_ignored_is_told_whole_and_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("CUFA_CACHE_DIR", str(tmp_path))
+    for verbose in ((), ("-v",)):
+        monkeypatch.setattr(jit, "_builds", {})
+        run("compile", "fwd_1_naive", *TINY)
+        (record,) = tmp_path.glob("*.json")
+        record.write_text("garbage")
+        monkeypatch.setattr(jit, "_builds", {})
+        lines = run(*verbose, "compile", "fwd_1_naive", *TINY).stderr.splitlines()
+        (ignored,) = (line for line in lines if line.startswith("ignoring"))
+        assert ignored == f"ignoring a cache entry: Expecting value: line 1 column 1 (char 0) ({record})"
+
+
+@nvrtc
+def test_json_has_no_path_where_nothing_can_be_kept(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUFA_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(jit, "_builds", {})
+    (built,) = run_json("compile", "fwd_1_naive", *TINY)
+    assert built["entries"]
+    assert built["path"] is None
+
+
+@nvrtc
 def test_emit_writes_code(tmp_path):
     assert ".target sm_80" in run("compile", "fwd_1_naive", *TINY, "--emit", "ptx").stdout
     emitted = run("compile", "fwd_1_naive", *TINY, "--emit", "cubin", "--output", tmp_path / "k.cubin")
@@ -261,6 +328,21 @@ def test_emit_writes_code(tmp_path):
     arguments = ("compile", "fwd_1_naive", "--head-dim", 16, "--arch", "compute_80")
     assert "has no cubin" in refused(*arguments, "--emit", "cubin", "--output", tmp_path / "x")
     assert "no machine code" in refused(*arguments, "--emit", "sass")
+
+
+@nvrtc
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+def test_emit_to_a_full_disk_went_wrong():
+    emitted = run("compile", "fwd_1_naive", *TINY, "--emit", "ptx", "--output", "/dev/full", code=1)
+    assert "error: --output /dev/full: No space left on device\n" in emitted.stderr
+
+
+@nvrtc
+def test_a_dash_is_stdout(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    emitted = run("compile", "fwd_1_naive", *TINY, "--emit", "ptx", "--output", "-")
+    assert ".target sm_80" in emitted.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 @nvrtc

@@ -246,6 +246,29 @@ def test_packed_sequences_from_files(qkv, tmp_path):
     )
 
 
+def test_results_of_tokens_after_the_packed_sequences_are_0(monkeypatch, tmp_path):
+    """Whatever the memory had in their place."""
+    genuine = np.empty
+
+    def with_nan(*arguments, **options):
+        made = genuine(*arguments, **options)
+        if np.issubdtype(made.dtype, np.floating):
+            made.fill(np.nan)
+        return made
+
+    np.save(tmp_path / "tokens.npy", draw(1, 16, 2, 8))
+    files = [part for name in "qkv" for part in (f"--{name}", tmp_path / "tokens.npy")]
+    monkeypatch.setattr(np, "empty", with_nan)
+    run("run", *files, "--varlen", "4:3,4:2", "--out", tmp_path / "all.npz")
+    with np.load(tmp_path / "all.npz") as results:
+        ends = {"out": 8, "dq": 8, "dk": 5, "dv": 5}
+        for name, end in ends.items():
+            assert np.all(results[name][:end] != 0), name
+            assert np.all(results[name][end:] == 0), name
+        assert np.all(results["lse"][:, :8] != 0)
+        assert np.all(results["lse"][:, 8:] == 0)
+
+
 def test_features_are_in_the_plan_and_in_the_reasons(monkeypatch):
     call = ("run", *SMALL, "--dtype", "bfloat16", "--explain")
     forward = run_json(*call, "--arch", "sm_75", "--softcap", 3)["forward"]
@@ -301,7 +324,8 @@ def test_what_no_kernel_supports_is_refused_with_the_reason_of_each_that_takes_t
         (("--varlen", "30", "--layout", "bhsd"), "packed sequences must be in 'bshd'"),
         (("--seqused-k", "3"), "seqused_k has shape (1,)"),
         (("--seqused-k", "3,x"), "'x' is not a valid integer."),
-        (("--seqused-k", "3,2147483648"), "2147483648 is too large; there may be 2147483647"),
+        (("--seqused-k", "3,2147483647"), "2147483647 is too large; there may be 2147450879"),
+        (("--page-size", "2147450880"), "2147450880 is too large; there may be 2147450879"),
         (("--varlen", "3:99999999999999999999"), "99999999999999999999 is too large; there may be"),
         (("--batch", "99999999999999999999"), "99999999999999999999 is too large; there may be"),
         (("--page-size", "-1"), "-1 is not in the range"),

@@ -1,6 +1,9 @@
 """`cufa run`: generated problems, arrays from files and what is refused."""
 
+import errno
+import io
 import os
+import threading
 import zipfile
 
 import numpy as np
@@ -8,8 +11,8 @@ import pytest
 from command_line import SMALL, WIDTH, corrupt, draw, refused, run, run_json
 
 import cufa
-from cufa.cli import check
-from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES
+from cufa.cli import check, generated
+from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES, MAX_AXIS
 
 
 def test_run_without_arguments_passes_and_reports():
@@ -225,6 +228,38 @@ def test_a_kernel_may_be_named_by_its_number():
     assert "'fwd_' is not one of" in run("compile", "fwd_", "--arch", "sm_80", code=2).stderr
 
 
+def test_json_has_what_was_asked_for():
+    asked = ("--softmax-scale", 0.5, "--layout", "bhsd", "--seed", 7)
+    document = run_json("run", *SMALL, *asked)
+    assert [document[name] for name in ("softmax_scale", "layout", "seed")] == [0.5, "bhsd", 7]
+    assert [step["asked"] for step in document["steps"]] == 2 * [dict.fromkeys(("kernel", "tiles", "arch"))]
+    assert run_json("run", *SMALL, "--head-dim", 16)["softmax_scale"] == 0.25
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--batch", MAX_AXIS, "--seqlen", MAX_AXIS, "--heads", MAX_AXIS),
+        ("--seqlen", MAX_AXIS, "--bias", "random"),
+        ("--seqlen", MAX_AXIS, "--mask", "random", "--batch", MAX_AXIS),
+    ],
+    ids=lambda options: " ".join(map(str, options)),
+)
+def test_arrays_that_no_memory_holds_are_out_of_memory(options):
+    for command in (("run", "--explain", "--arch", "sm_90a"), ("run",)):
+        message = run(*command, *options, code=1).stderr
+        assert "out of memory: no memory holds an array of " in " ".join(message.split())
+
+
+def test_what_only_describes_arrays_may_take_more_memory_than_there_is(monkeypatch):
+    def too_much(_):
+        raise MemoryError("Unable to allocate 16.0 GiB")
+
+    monkeypatch.setattr(generated, "alibi_slopes", too_much)
+    result = run("run", *SMALL, "--alibi", "--explain", "--arch", "sm_90a", code=1)
+    assert result.stderr.strip() == "error: out of memory: Unable to allocate 16.0 GiB"
+
+
 def test_explain_prints_the_plan_for_an_arch_and_runs_nothing(monkeypatch):
     monkeypatch.setattr(cufa, "attention", None)
     shown = run("run", *SMALL, "--explain", "--arch", "sm_90a").stdout
@@ -282,7 +317,8 @@ def test_files_in_and_a_file_out(qkv, files, tmp_path):
 
 
 def test_no_result_is_written_over_what_is_read(qkv, files, tmp_path):
-    for same in (tmp_path / "q.npy", tmp_path / "." / "q.npy"):
+    (tmp_path / "hard.npy").hardlink_to(tmp_path / "q.npy")
+    for same in (tmp_path / "q.npy", tmp_path / "." / "q.npy", tmp_path / "hard.npy"):
         assert "--q is read from that file" in refused("run", *files, "--out", same)
     for name in ("bias", "mask"):
         given = f"--{name}", tmp_path / "k.npy"
@@ -338,6 +374,24 @@ def test_what_numpy_has_no_name_for_goes_in_and_out_as_it_stores_it(qkv, tmp_pat
     assert np.array_equal(out, cufa.attention(*stored, backend="numpy"))
 
 
+def test_8_bit_keys_beside_16_bit_queries_ask_for_their_own_dtype(qkv, tmp_path):
+    q, k, v = qkv
+    np.save(tmp_path / "q.npy", q.astype(np.float16))
+    options = ["--q", tmp_path / "q.npy"]
+    for name, array in {"k": k, "v": v}.items():
+        np.save(tmp_path / f"{name}.npy", array.astype(INPUT_DTYPES[FLOAT8]))
+        options += [f"--{name}", tmp_path / f"{name}.npy"]
+    assert refused("run", *options).endswith(f"add --kv-dtype {FLOAT8}")
+    assert run_json("run", *options, "--kv-dtype", FLOAT8)["check"]["ok"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_bias_from_a_file_keeps_its_dtype(tmp_path, dtype):
+    np.save(tmp_path / "bias.npy", np.full((40, 40), -1e30, DTYPES[dtype]))
+    forward, _ = run_json("run", *SMALL, "--dtype", "float16", "--bias", tmp_path / "bias.npy")["steps"]
+    assert forward["problem"]["bias_dtype"] == dtype
+
+
 def test_dtype_converts_files(qkv, files, tmp_path):
     run("run", *files, "--dtype", "float16", "--out", tmp_path / "out.npy")
     halves = [array.astype(np.float16) for array in qkv]
@@ -364,11 +418,20 @@ def test_pickled_arrays_are_refused_and_not_run(files, tmp_path):
     assert not trap.exists()
 
 
+def _header(shape):
+    """The beginning of an .npy file of that shape."""
+    stream = io.BytesIO()
+    np.lib.format.write_array_header_1_0(stream, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    return stream.getvalue()
+
+
 def test_unreadable_files_are_refused(files, tmp_path):
     bad = tmp_path / "bad.npy"
     assert "No such file" in refused("run", *files, "--q", bad)
     header = b"\x93NUMPY\x01\x00\x06\x00"
-    for content in (b"", b"no array", b"PK\x03\x04 no archive", header[:8], header + b"{'a':\n"):
+    too_long = _header((1, 10**23, 2, 8))
+    headers = (header[:8], header + b"{'a':\n", header + b"{[]:3}", too_long)
+    for content in (b"", b"no array", b"PK\x03\x04 no archive", *headers):
         bad.write_bytes(content)
         message = refused("run", *files, "--q", bad)
         assert "it is no .npy or .npz file of numbers" in message
@@ -377,12 +440,49 @@ def test_unreadable_files_are_refused(files, tmp_path):
     bad.write_bytes(bad.read_bytes()[:-8])
     assert "error: --q" in refused("run", *files, "--q", bad)
     assert "only an .npz file has arrays by name" not in refused("run", *files, "--q", tmp_path)
+    assert "only an .npz file has arrays by name" in refused("run", *files, "--q", f"{tmp_path / 'k.npy'}:q")
+    bad.write_text("no array, but text")
+    assert "of numbers (it does not begin like one)" in refused("run", *files, "--q", bad)
+    assert "--bias '': the file has no name" in refused("run", *SMALL, "--bias", "")
+
+
+def test_a_file_that_claims_to_be_larger_than_memory_is_named(files, tmp_path):
+    large = tmp_path / "large.npy"
+    large.write_bytes(_header((1, 10**15, 8, 2)))
+    message = " ".join(run("run", *files, "--q", large, code=1).stderr.split())
+    assert f"--q {large}: out of memory: Unable to allocate" in message
+
+
+@pytest.mark.skipif(os.name != "posix", reason="named pipes are POSIX's")
+def test_an_array_may_come_from_a_pipe(qkv, files, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    content = (tmp_path / "q.npy").read_bytes()
+    writer = threading.Thread(target=pipe.write_bytes, args=[content], daemon=True)
+    writer.start()
+    run("run", *files, "--q", pipe, "--out", tmp_path / "out.NPY")
+    writer.join()
+    assert np.array_equal(np.load(tmp_path / "out.NPY"), cufa.attention(*qkv, backend="numpy"))
+
+
+def test_a_full_disk_keeps_no_part_of_a_result(monkeypatch, tmp_path):
+    def half(stream, *_, **__):
+        stream.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for name, suffix in (("save", "npy"), ("savez", "npz")):
+        monkeypatch.setattr(np, name, half)
+        result = run("run", *SMALL, "--out", tmp_path / f"out.{suffix}", code=1)
+        assert result.stderr == f"error: --out {tmp_path / 'out'}.{suffix}: No space left on device\n"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_npz_without_the_array_says_what_it_has(files, tmp_path):
     np.savez(tmp_path / "in.npz", a=np.zeros(3), b=np.zeros(3))
     assert "no array 'q' in the file; it has a, b" in refused("run", *files, "--q", tmp_path / "in.npz")
     assert "no array 'c'" in refused("run", *files, "--q", f"{tmp_path / 'in.npz'}:c")
+    np.savez(tmp_path / "in.npz")
+    assert "no array 'q' in the file; it has none" in refused("run", *files, "--q", tmp_path / "in.npz")
     with zipfile.ZipFile(tmp_path / "in.npz", "w") as archive:
         archive.writestr("q", "no array")
     assert "as 'q' is no array" in refused("run", *files, "--q", tmp_path / "in.npz")
@@ -390,6 +490,12 @@ def test_an_npz_without_the_array_says_what_it_has(files, tmp_path):
 
 def test_a_compressed_file_that_is_broken_is_refused(files, tmp_path):
     np.savez_compressed(tmp_path / "in.npz", q=np.random.default_rng(0).random(1000))
+    content = bytearray((tmp_path / "in.npz").read_bytes())
+    content[100:200] = bytes(100)
+    (tmp_path / "in.npz").write_bytes(content)
+    assert "it is no .npy or .npz file" in refused("run", *files, "--q", tmp_path / "in.npz")
+    with zipfile.ZipFile(tmp_path / "in.npz", "w", zipfile.ZIP_LZMA) as archive:
+        archive.write(tmp_path / "q.npy", "q.npy")
     content = bytearray((tmp_path / "in.npz").read_bytes())
     content[100:200] = bytes(100)
     (tmp_path / "in.npz").write_bytes(content)

@@ -406,10 +406,11 @@ def _nvrtc() -> ModuleType:
 
         nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:  # the binding, or the library that it loads
+        reason = str(error).partition("\n")[0]  # what follows lists where it was looked for
         raise NVRTCMissingError(
             "cufa compiles its kernels with NVRTC, which is not installed: pip install "
             "'cufa[cuda13]', or 'cufa[cuda12]' for an NVIDIA driver older than 580, or 'cufa[compile]' to "
-            f"compile without a GPU ({error})"
+            f"compile without a GPU ({reason})"
         ) from error
     module: ModuleType = nvrtc
     return module

@@ -177,6 +177,10 @@ def command(
     rungs = _rungs(direction, kernels, tiles, arch)
     if all(way == "forward" for way, _ in rungs):
         refuse_without_backward(left_out_by, features)
+    described = make_arrays(problems[0], features, layout, None)
+    posed = Workload(described, False, features, layout=layout)
+    for way, _ in rungs:
+        posed.problem(way)  # refuse it by its own sizes, not by those of the problem that is checked
     rng = np.random.default_rng(seed)
 
     points: list[_Point] = []
@@ -427,7 +431,8 @@ def _print(on_gpu: bool, features: FeatureOptions, layout: str, points: list[_Po
     output.print_prose(f"{place(on_gpu)}\n{', '.join(parts)}\n\n")
     by_tiles = len({point.asked_tiles for point in points}) > 1
     of_tiles = ("~tiles",) if by_tiles else ()
-    table = output.table(("seqlen", "batch", "<direction", "<kernel", *of_tiles, "time", "TFLOP/s", "GB/s"))
+    length_of = "tokens" if first.features.packed else "seqlen"
+    table = output.table((length_of, "batch", "<direction", "<kernel", *of_tiles, "time", "TFLOP/s", "GB/s"))
     length = points[0].length
     for point in points:
         if point.length != length:

@@ -32,6 +32,8 @@ BAD_INPUT = 2
 _OPTIONS = {
     "block_table": "--page-size",
     "seed": "--dropout-seed",
+    "softcap": "--softcap",
+    "softmax_scale": "--softmax-scale",
     **dict.fromkeys(DESCALES, "--descale"),
 }
 # No space, no quota, too large a file, a failing device.

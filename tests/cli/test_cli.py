@@ -215,6 +215,16 @@ def test_cache_info_and_clear(monkeypatch, tmp_path):
     assert "removed 0 files" in run("cache", "clear").stdout
 
 
+def test_a_cache_that_cannot_be_used_is_told_with_the_reason(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUFA_CACHE_DIR", str(tmp_path / "file"))
+    for command in (("cache", "info"), ("info",)):
+        shown = " ".join(run(*command).stdout.split())
+        assert "(Not a directory): kernels are compiled in every process" in shown
+    assert run_json("cache", "info")["unwritable"] == "Not a directory"
+    assert "could not be cleared: [Errno 20] Not a directory" in refused("cache", "clear")
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(2.5, "2.50 s"), (0.0123, "12.3 ms"), (4.5e-5, "45.0 us"), (3e-9, "3.00 ns"), (123.4, "123 s")],

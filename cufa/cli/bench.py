@@ -102,7 +102,13 @@ class _Point:
 
 
 @click.command("bench")
-@click.option("--seqlens", type=several(SIZE), metavar="N[,...]", help="Lengths, separated by commas.")
+@click.option(
+    "--seqlens",
+    type=several(SIZE),
+    metavar="N[,...]",
+    show_default="512 to 16384; CPU 128 to 2048",
+    help="Lengths, separated by commas.",
+)
 @count_option("--seqlen-q", "Number of queries for all numbers of keys.", show_default="as keys")
 @count_option("--tokens", "Sets batch to tokens / length.", least=1, show_default="16384; CPU 2048")
 @count_option("--hidden", "Sets heads to hidden / head dim.", least=1, show_default="2048; CPU 256")

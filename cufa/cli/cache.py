@@ -32,7 +32,7 @@ def info(as_json: bool) -> None:
     table.add_row("folder", str(held.path))
     table.add_row("kernels", f"{held.entries}, {output.size(held.bytes)}")
     table.add_row("writable", "yes" if held.writable else f"no ({held.unwritable}): {COMPILED_AGAIN}")
-    output.stdout().print(table)
+    output.print_table(table)
 
 
 @command.command()

@@ -145,7 +145,7 @@ def _print(facts: dict[str, Any]) -> None:
         table.add_row("", f"not writable ({held['unwritable']}): {COMPILED_AGAIN}")
     for name, value in facts["environment"].items():
         table.add_row(name, facts["wrong"].get(name, value))
-    output.stdout().print(table)
+    output.print_table(table)
 
 
 def _limits(gpu: dict[str, Any]) -> list[tuple[str, str]]:

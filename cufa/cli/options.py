@@ -181,7 +181,7 @@ def arch_option(command: Command) -> Command:
     return click.option(
         "--arch",
         metavar="ARCH",
-        show_default="this GPU's",
+        show_default="CUFA_ARCH, else this GPU's",
         help="Architecture to compile for, as in compute_80.",
     )(command)
 
@@ -436,6 +436,8 @@ def _score_array_files() -> list[Callable[..., Any]]:
     return [
         click.option("--bias", metavar="FILE|random", help="Added to the scores, with its gradient."),
         click.option(
-            "--mask", metavar="FILE|random", help="True to see a key: bool, or uint8 for bits (random-bits)."
+            "--mask",
+            metavar="FILE|random|random-bits",
+            help="True to see a key: bool, or uint8 for bits.",
         ),
     ]

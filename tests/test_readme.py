@@ -1,6 +1,5 @@
 """The READMEs' figures are those of the records, their links lead somewhere, their code runs."""
 
-import os
 import re
 import shlex
 import subprocess
@@ -67,16 +66,6 @@ def test_the_commands_have_these_options():
     for name, *arguments in commands:
         command = cli.main.get_command(click.Context(cli.main), name)
         command.make_context(name, arguments)
-
-
-@pytest.mark.skipif(os.name != "posix", reason="only POSIX has executable files")
-def test_scripts_that_are_commands_can_be_run():
-    texts = {path: path.read_text() for path in (ROOT / "scripts").glob("*.py")}
-    commands = {path for path, text in texts.items() if '__name__ == "__main__"' in text}
-    commands -= {ROOT / "scripts" / "gpu_check.py"}  # scripts/gpu_check runs it
-    assert commands
-    for path, text in texts.items():
-        assert os.access(path, os.X_OK) == text.startswith("#!") == (path in commands), path
 
 
 def test_the_guide_to_the_kernels_names_each_header_once():

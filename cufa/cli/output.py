@@ -175,7 +175,12 @@ def print_table(made: Table) -> None:
         column.min_width = max(cell.maximum if column.no_wrap else cell.minimum for cell in cells)
     # On a narrower console, rich would leave columns out.
     console.width = max(console.width, console.measure(made, options=unbounded).minimum)
-    console.print(made, crop=False)
+    if console.is_terminal:
+        console.print(made, crop=False)
+        return
+    with console.capture() as padded:
+        console.print(made, crop=False)
+    console.print("\n".join(line.rstrip() for line in padded.get().splitlines()), soft_wrap=True)
 
 
 def print_plan(plan: Plan) -> None:

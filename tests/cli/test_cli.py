@@ -55,6 +55,7 @@ def test_the_module_runs_as_a_command():
 def test_reports_fit_80_columns(arguments):
     result = run(*arguments)
     assert max(map(len, result.stdout.splitlines())) <= WIDTH
+    assert not re.search(r" $", result.stdout, re.MULTILINE)
     assert result.stderr == ""
 
 

@@ -149,8 +149,8 @@ def build(variant: Variant) -> Build:
     know the arch yet, it is PTX for the newest earlier arch that NVRTC knows.
 
     Raises CompileError if NVRTC refuses the source, ValueError if NVRTC no longer supports so old an
-    arch, NVRTCMissingError if NVRTC is not installed, and FileNotFoundError if the source or a header
-    does not exist.
+    arch or a variable of the environment is wrong, NVRTCMissingError if NVRTC is not installed, and
+    FileNotFoundError if the source or a header does not exist.
     """
     texts = _read_sources(variant)
     options = _options(variant)

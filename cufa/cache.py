@@ -45,12 +45,17 @@ class Entry:
 
 @dataclass(frozen=True)
 class CacheInfo:
-    """The cache folder, its number of entries, their bytes, and whether it can be written to."""
+    """The cache folder, its number of entries, their bytes, and why it cannot be written to, if so."""
 
     path: Path
     entries: int
     bytes: int
-    writable: bool
+    unwritable: str | None
+
+    @property
+    def writable(self) -> bool:
+        """Whether the folder can be written to."""
+        return self.unwritable is None
 
 
 def directory() -> Path:
@@ -109,11 +114,14 @@ def info() -> CacheInfo:
     """Describe the contents of the cache folder."""
     folder = directory()
     size = entries = 0
-    for path in _own_files(folder):
+    files: list[Path] = []
+    with contextlib.suppress(OSError):  # it can then not be written to, either
+        files = _own_files(folder)
+    for path in files:
         with contextlib.suppress(FileNotFoundError):  # a temporary file that has been renamed
             size += path.stat().st_size
         entries += path.suffix == ".json"
-    return CacheInfo(path=folder, entries=entries, bytes=size, writable=_is_writable(folder))
+    return CacheInfo(path=folder, entries=entries, bytes=size, unwritable=_unwritable(folder))
 
 
 def clear() -> int:
@@ -182,23 +190,24 @@ def _require_private(folder: Path) -> None:
         raise PermissionError("every user may write to it")
 
 
-def _is_writable(folder: Path) -> bool:
-    """Whether the folder can be written to or created; creates nothing."""
+def _unwritable(folder: Path) -> str | None:
+    """Why the folder can neither be written to nor created; creates nothing."""
     try:
         _require_home(folder)
         if folder.exists():
             _require_private(folder)
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         with tempfile.TemporaryFile(dir=existing):
-            return True
-    except OSError:
-        return False
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def _own_files(folder: Path) -> list[Path]:
+    """The files that cufa keeps in the folder; none if there is no folder."""
     try:
         return [path for path in folder.iterdir() if _OWN_NAME.fullmatch(path.name)]
-    except OSError:
+    except FileNotFoundError:
         return []
 
 

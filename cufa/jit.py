@@ -149,8 +149,8 @@ def build(variant: Variant) -> Build:
     know the arch yet, it is PTX for the newest earlier arch that NVRTC knows.
 
     Raises CompileError if NVRTC refuses the source, ValueError if NVRTC no longer supports so old an
-    arch, NVRTCMissingError if NVRTC is not installed, and FileNotFoundError if the source or a header
-    does not exist.
+    arch or a variable of the environment is wrong, NVRTCMissingError if NVRTC is not installed, and
+    FileNotFoundError if the source or a header does not exist.
     """
     texts = _read_sources(variant)
     options = _options(variant)
@@ -406,10 +406,11 @@ def _nvrtc() -> ModuleType:
 
         nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:  # the binding, or the library that it loads
+        reason = str(error).partition("\n")[0]  # what follows lists where it was looked for
         raise NVRTCMissingError(
             "cufa compiles its kernels with NVRTC, which is not installed: pip install "
             "'cufa[cuda13]', or 'cufa[cuda12]' for an NVIDIA driver older than 580, or 'cufa[compile]' to "
-            f"compile without a GPU ({error})"
+            f"compile without a GPU ({reason})"
         ) from error
     module: ModuleType = nvrtc
     return module

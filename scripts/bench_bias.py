@@ -72,6 +72,7 @@ def calls_of(dtype: str, seqlen: int, head_dim: int, bias: str) -> dict[str, dic
 @click.option("--head-dim", "head_dims", type=int, multiple=True, default=(64, 128))
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
 def main(dtypes: tuple[str, ...], seqlens: tuple[int, ...], head_dims: tuple[int, ...], rounds: int) -> None:
+    bench_peers.require_gpu()
     torch.manual_seed(0)
     # One stream for all, so that events of one library see the work of the other.
     stream = cupy.cuda.Stream(non_blocking=True)

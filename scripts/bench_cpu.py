@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Time and peak memory of the CPU path against standard NumPy attention of all heads at once, float32.
 
 The standard backward pass starts from the P that its forward pass kept, the CPU path recomputes P.

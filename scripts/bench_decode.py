@@ -122,6 +122,7 @@ def main(
     tiles: tuple[dict[str, int], ...],
     rounds: int,
 ) -> None:
+    bench_peers.require_gpu()
     # One stream for all, so that events of one library see the work of the other.
     stream = cupy.cuda.Stream(non_blocking=True)
     other = cupy.zeros(FLUSH_BYTES // 4, cupy.float32)

@@ -138,6 +138,7 @@ def flex_calls(
 @click.option("--head-dim", "head_dims", type=int, multiple=True, default=(64, 128), show_default=True)
 @click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
 def main(dtype: str, cases: tuple[str, ...], head_dims: tuple[int, ...], rounds: int) -> None:
+    bench_peers.require_gpu()
     torch.manual_seed(0)
     stream = cupy.cuda.Stream(non_blocking=True)
     flush = cupy.empty(FLUSH_BYTES, cupy.uint8)

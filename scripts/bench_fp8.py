@@ -67,6 +67,7 @@ def relative_error(actual: torch.Tensor, truth: torch.Tensor) -> float:
 @click.option("--seqlen", "seqlens", type=int, multiple=True, default=(512, 1024, 2048, 4096, 8192, 16384))
 @click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
 def main(head_dims: tuple[int, ...], seqlens: tuple[int, ...], rounds: int) -> None:
+    bench_peers.require_gpu()
     stream = cupy.cuda.Stream(non_blocking=True)
     flush = cupy.empty(FLUSH_BYTES, cupy.uint8)
     points: list[dict[str, Any]] = []

@@ -38,12 +38,11 @@ from cufa import device
 from cufa.kernels import KERNELS
 
 try:
-    device.current()
     import cupy
     import torch
     from peer_calls import DTYPES, FLASH_ATTN_4, PEER_NAMES, Call, peers_of, version_of
     from torch.profiler import ProfilerActivity, profile
-except (ImportError, cufa.GPUUnavailableError) as error:
+except ImportError as error:
     sys.exit(f"{Path(sys.argv[0]).name} needs a GPU, CuPy and PyTorch: {error}")
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,6 +55,14 @@ PROFILED_CALLS = 5
 HOST_SHAPE, HOST_ROUNDS, HOST_CALLS = (1, 64, 2, 64), 20, 100
 # Of the largest value: a wrong result differs by as much as values do, a right one in 16 bits' last places.
 MAX_ERROR = 0.03
+
+
+def require_gpu() -> None:
+    """Exit with a message if there is no GPU."""
+    try:
+        device.current()
+    except cufa.GPUUnavailableError as error:
+        sys.exit(f"{Path(sys.argv[0]).name} needs a GPU: {error}")
 
 
 def calls_of(
@@ -216,6 +223,7 @@ def main(
     peers: tuple[str, ...],
     rounds: int,
 ) -> None:
+    require_gpu()
     # One stream for all, so that events of one library see the work of the other.
     stream = cupy.cuda.Stream(non_blocking=True)
     flush = cupy.empty(FLUSH_BYTES, cupy.uint8)

@@ -188,6 +188,7 @@ def check(batch: Batch, calls: dict[str, Call]) -> None:
 @click.option("--backend", "backends", type=click.Choice(BACKENDS), multiple=True, default=BACKENDS)
 @click.option("--rounds", type=click.IntRange(min=1), default=9, show_default=True)
 def main(chosen: Sequence[str], backends: Sequence[str], rounds: int) -> None:
+    bench_peers.require_gpu()
     torch.manual_seed(0)
     # One stream for all, so that events of one library see the work of the other.
     stream = cupy.cuda.Stream(non_blocking=True)

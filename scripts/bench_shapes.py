@@ -124,6 +124,7 @@ def calls_of(problem: Problem) -> dict[str, dict[str, Call]]:
 @click.option("--group", "groups", type=click.Choice(list(GROUPS)), multiple=True, default=list(GROUPS))
 @click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
 def main(groups: tuple[str, ...], rounds: int) -> None:
+    bench_peers.require_gpu()
     torch.manual_seed(0)
     # One stream for all, so that events of one library see the work of the other.
     stream = cupy.cuda.Stream(non_blocking=True)

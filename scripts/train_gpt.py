@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Train a character-level GPT whose attention is cufa's, forward and backward, and sample from it.
 
 TEXT is a UTF-8 file, this repository's README.md by default. The arrays are CuPy's on a GPU and NumPy's

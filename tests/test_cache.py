@@ -164,8 +164,9 @@ def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch, binary, caplog):
     monkeypatch.setenv("CUFA_CACHE_DIR", str(folder))
     assert cache.lookup(KEY) is None
     _assert_falls_back(folder, binary, caplog, "Not a directory")
-    assert cache.info() == cache.CacheInfo(folder, entries=0, bytes=0, writable=False)
-    assert cache.clear() == 0
+    assert cache.info() == cache.CacheInfo(folder, entries=0, bytes=0, unwritable="Not a directory")
+    with pytest.raises(NotADirectoryError):
+        cache.clear()
 
 
 @pytest.mark.parametrize("chosen", ["", "~/kernels"], ids=["the user's", "chosen"])
@@ -178,10 +179,11 @@ def test_a_folder_in_a_home_that_there_is_not(tmp_path, monkeypatch, binary, cap
     monkeypatch.setenv("CUFA_CACHE_DIR", chosen)
     monkeypatch.chdir(tmp_path)
     folder = Path(chosen or "~/.cache/cufa")
-    _assert_falls_back(folder, binary, caplog, "the ~ in its name stands for no home folder")
+    reason = "the ~ in its name stands for no home folder"
+    _assert_falls_back(folder, binary, caplog, reason)
     assert cache.lookup(KEY) is None
     assert not list(tmp_path.iterdir())
-    assert cache.info() == cache.CacheInfo(folder, entries=0, bytes=0, writable=False)
+    assert cache.info() == cache.CacheInfo(folder, entries=0, bytes=0, unwritable=reason)
 
 
 @pytest.mark.parametrize("step", ["mkstemp", "replace"])
@@ -269,12 +271,12 @@ def test_a_folder_that_is_cleared_amid_a_write(folder, monkeypatch, binary, capl
 
 
 def test_info_counts_entries_and_bytes(folder, binary):
-    assert cache.info() == cache.CacheInfo(folder, entries=0, bytes=0, writable=True)
+    assert cache.info() == cache.CacheInfo(folder, entries=0, bytes=0, unwritable=None)
     assert not folder.exists()
     cache.store(KEY, binary, "cubin", META)
     cache.store(OTHER, binary, "ptx", META)
     info = cache.info()
-    assert info == cache.CacheInfo(folder, 2, sum(p.stat().st_size for p in folder.iterdir()), True)
+    assert info == cache.CacheInfo(folder, 2, sum(p.stat().st_size for p in folder.iterdir()), None)
     assert info.bytes > 2 * len(binary)
 
 

@@ -93,6 +93,13 @@ def test_what_is_written_beside_results_is_found(monkeypatch):
     assert message.endswith(" bytes were written that are no result")
 
 
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf"])
+def test_it_goes_on_for_some_seconds(seconds):
+    result = CliRunner().invoke(fuzz.main, ["--seconds", seconds])
+    assert result.exit_code == 2
+    assert "Invalid value for '--seconds'" in result.stderr
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
 @pytest.mark.parametrize("align_bytes", [8, MAX_ALIGN_BYTES])
 def test_arrays_lie_in_many_ways(dtype, align_bytes):

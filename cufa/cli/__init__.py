@@ -35,7 +35,7 @@ class _LazyGroup(click.Group):
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(cufa.__version__, prog_name="cufa")
-@click.option("-v", "--verbose", is_flag=True, help="Log everything that the library does, on stderr.")
+@click.option("-v", "--verbose", is_flag=True, help="Log every compilation, with its macros, on stderr.")
 @click.pass_context
 def main(ctx: click.Context, verbose: bool) -> None:
     """FlashAttention for NumPy and CuPy arrays, forward and backward, with or without a GPU.

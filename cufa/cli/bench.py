@@ -102,7 +102,13 @@ class _Point:
 
 
 @click.command("bench")
-@click.option("--seqlens", type=several(SIZE), metavar="N[,...]", help="Lengths, separated by commas.")
+@click.option(
+    "--seqlens",
+    type=several(SIZE),
+    metavar="N[,...]",
+    show_default="512 to 16384; CPU 128 to 2048",
+    help="Lengths, separated by commas.",
+)
 @count_option("--seqlen-q", "Number of queries for all numbers of keys.", show_default="as keys")
 @count_option("--tokens", "Sets batch to tokens / length.", least=1, show_default="16384; CPU 2048")
 @count_option("--hidden", "Sets heads to hidden / head dim.", least=1, show_default="2048; CPU 256")
@@ -177,6 +183,10 @@ def command(
     rungs = _rungs(direction, kernels, tiles, arch)
     if all(way == "forward" for way, _ in rungs):
         refuse_without_backward(left_out_by, features)
+    described = make_arrays(problems[0], features, layout, None)
+    posed = Workload(described, False, features, layout=layout)
+    for way, _ in rungs:
+        posed.problem(way)  # refuse it by its own sizes, not by those of the problem that is checked
     rng = np.random.default_rng(seed)
 
     points: list[_Point] = []
@@ -427,7 +437,8 @@ def _print(on_gpu: bool, features: FeatureOptions, layout: str, points: list[_Po
     output.print_prose(f"{place(on_gpu)}\n{', '.join(parts)}\n\n")
     by_tiles = len({point.asked_tiles for point in points}) > 1
     of_tiles = ("~tiles",) if by_tiles else ()
-    table = output.table(("seqlen", "batch", "<direction", "<kernel", *of_tiles, "time", "TFLOP/s", "GB/s"))
+    length_of = "tokens" if first.features.packed else "seqlen"
+    table = output.table((length_of, "batch", "<direction", "<kernel", *of_tiles, "time", "TFLOP/s", "GB/s"))
     length = points[0].length
     for point in points:
         if point.length != length:

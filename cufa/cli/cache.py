@@ -11,6 +11,9 @@ from cufa.cli import output
 from cufa.cli.options import json_option
 from cufa.messages import counted
 
+# What it means that the folder cannot be written to.
+COMPILED_AGAIN = "kernels are compiled in every process"
+
 
 @click.group("cache")
 def command() -> None:
@@ -28,8 +31,8 @@ def info(as_json: bool) -> None:
     table = output.key_values()
     table.add_row("folder", str(held.path))
     table.add_row("kernels", f"{held.entries}, {output.size(held.bytes)}")
-    table.add_row("writable", "yes" if held.writable else "no: kernels are compiled in every process")
-    output.stdout().print(table)
+    table.add_row("writable", "yes" if held.writable else f"no ({held.unwritable}): {COMPILED_AGAIN}")
+    output.print_table(table)
 
 
 @command.command()
@@ -54,4 +57,5 @@ def document(held: cache.CacheInfo) -> dict[str, Any]:
         "entries": held.entries,
         "bytes": held.bytes,
         "writable": held.writable,
+        "unwritable": held.unwritable,
     }

@@ -107,7 +107,7 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help=f"For {FLOAT8} values stored transposed.",
         ),
         click.option("--varlen", is_flag=True, help="For packed sequences."),
-        count_option("--page-size", "For keys in pages of N. [0: no pages]", default=0),
+        count_option("--page-size", "For keys in pages of N.", default=0, show_default="0: no pages"),
         click.option("--dbias", is_flag=True, help="Backward: with the gradient of the bias."),
         click.option("--broadcast-bias", is_flag=True, help="With one row of bias for all queries."),
         click.option("--dsink", is_flag=True, help="Backward: with the gradient of the sink."),
@@ -131,19 +131,22 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "archs",
     type=several(str),
     metavar="ARCH[,...]",
-    help="Architectures, as in sm_90a,sm_80, or 'all'. [CUFA_ARCH, else this GPU's]",
+    show_default="CUFA_ARCH, else this GPU's",
+    help="Architectures, as in sm_90a,sm_80, or 'all'.",
 )
 @click.option(
     "--dtype",
     "dtypes",
     type=several(INPUT_DTYPE),
     metavar="DTYPE[,...]",
-    help=f"Dtypes of the arrays. [{_DTYPE}, or the kernel's only one]",
+    show_default=f"{_DTYPE}, or the kernel's only one",
+    help="Dtypes of the arrays.",
 )
 @click.option(
     "--kv-dtype",
     type=click.Choice([FLOAT8]),
-    help="Dtype of keys and values, beside queries in 16 bits. [--dtype]",
+    show_default="--dtype",
+    help="Dtype of keys and values, beside queries in 16 bits.",
 )
 @click.option(
     "--head-dim",
@@ -154,7 +157,7 @@ def _variant_options(command: Callable[..., Any]) -> Callable[..., Any]:
     show_default=True,
     help="Head dims of queries and keys.",
 )
-@count_option("--value-dim", "Head dim of values. [--head-dim]", least=1)
+@count_option("--value-dim", "Head dim of values.", least=1, show_default="--head-dim")
 @_variant_options
 @tile_sizes_option
 @click.option("--emit", type=click.Choice(["ptx", "cubin", "sass"]), help="Show the code of one variant.")
@@ -183,9 +186,10 @@ def command(
 ) -> None:
     """Compile kernels and show the resources of each.
 
-    No GPU is needed. Compiles every kernel for every given arch, dtype, head dim and tile size. Shows the
-    seconds that NVRTC took (in brackets if cached), registers per thread, bytes spilled, shared memory per
-    block, blocks and warps per SM, and the tile sizes.
+    No GPU is needed. Compiles every kernel for every given arch, dtype, head dim and tile size. KERNEL is a
+    name from `cufa kernels`, or its number, like fwd_4. Shows the seconds that NVRTC took (in brackets if
+    cached), registers per thread, bytes that spills store and load, shared memory per block, blocks and warps
+    per SM, and the tile sizes.
 
     Exits with 1 if anything fails to compile.
     """

@@ -15,10 +15,12 @@ from cufa.arguments import DESCALES
 from cufa.cli.options import RANDOM_BITS, FeatureOptions
 from cufa.cli.output import Failure, memory_errors
 from cufa.cli.workload import TENSORS, Arrays, Workload
+from cufa.messages import counted
 from cufa.problem import (
     DTYPES,
     FLOAT8,
     INPUT_DTYPES,
+    MAX_AXIS,
     MAX_HEAD_DIM,
     Features,
     Problem,
@@ -54,6 +56,11 @@ def as_asked(problem: Problem, features: FeatureOptions) -> Problem:
         )
     if features.page_size:
         room = round_up(longest, features.page_size) * problem.packed_sequences
+        if room > MAX_AXIS:
+            raise Failure(
+                f"--page-size {features.page_size}: full pages have room for {room:,} keys; at most "
+                f"{MAX_AXIS:,} are allowed"
+            )
         in_pages = replace(problem.features, page_size=features.page_size)
         problem = replace(problem, seqlen_k=room, features=in_pages)
     return problem
@@ -121,6 +128,11 @@ def make_arrays(
     """
     if features.transposed_values and problem.dtype != FLOAT8:
         raise Failure(f"--transposed-values is for {FLOAT8}, and the arrays are {problem.dtype}")
+    if features.seqused_k is not None and len(features.seqused_k) != problem.batch:
+        raise Failure(
+            f"--seqused-k has {counted(len(features.seqused_k), 'number')} for "
+            f"{counted(problem.batch, 'sequence')}; give one for each, of --batch or --varlen"
+        )
     with memory_errors():
         described = {**_described(problem, features, layout), **given}
     Workload(described, False, features, layout=layout).problem("forward")

@@ -16,7 +16,7 @@ import numpy as np
 import cufa
 from cufa import cache, device, driver, jit
 from cufa.cli import output
-from cufa.cli.cache import document
+from cufa.cli.cache import COMPILED_AGAIN, document
 from cufa.cli.options import json_option
 from cufa.messages import counted
 from cufa.threads import cores
@@ -141,9 +141,11 @@ def _print(facts: dict[str, Any]) -> None:
     held = facts["cache"]
     table.add_row("cache", held["folder"])
     table.add_row("", f"{counted(held['entries'], 'kernel')}, {output.size(held['bytes'])}")
+    if not held["writable"]:
+        table.add_row("", f"not writable ({held['unwritable']}): {COMPILED_AGAIN}")
     for name, value in facts["environment"].items():
         table.add_row(name, facts["wrong"].get(name, value))
-    output.stdout().print(table)
+    output.print_table(table)
 
 
 def _limits(gpu: dict[str, Any]) -> list[tuple[str, str]]:

@@ -168,6 +168,8 @@ def command(
     asked = [way for way in DIRECTIONS if direction in (way, "both", None)]
     on_gpu = use_gpu(backend)
     rng = np.random.default_rng(seed)
+    if cpu_threads is not None and cpu_threads > cores():
+        raise output.Failure(f"--cpu-threads is {cpu_threads}, and there may be {cores()}, one per core")
     threads = [cpu_threads or chosen.cpu_threads or cores()]
     if not on_gpu and cpu_threads is None:
         threads = sorted({1, cores()})  # without rungs to compare, show how BLAS scales

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -15,26 +16,42 @@ from cufa.arguments import check_window
 from cufa.arrays import BACKENDS
 from cufa.cli import output
 from cufa.kernels import KERNELS, whole_name
-from cufa.problem import DTYPES, FLOAT8, INPUT_DTYPES, LAYOUTS, MAX_AXIS, MAX_EXTENT, PRECISIONS, Direction
+from cufa.problem import (
+    DTYPES,
+    FLOAT8,
+    INPUT_DTYPES,
+    LAYOUTS,
+    MAX_AXIS,
+    MAX_EXTENT,
+    PRECISIONS,
+    Direction,
+    one_of,
+)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Window = tuple[int | None, int | None]
 
 
 class KernelName(click.Choice[str]):
-    """A kernel's name, or a prefix of only one name: fwd_4 for fwd_4_flash_v2."""
+    """A kernel's name, or its beginning with the number: fwd_4 for fwd_4_flash_v2."""
 
     def __init__(self, names: Iterable[str], direction: Direction | None = None) -> None:
         """Names of the ladder must be of kernels of this direction, if one is given."""
-        super().__init__(list(names))
-        self.direction = direction
+        super().__init__(
+            [name for name in names if direction is None or KERNELS[name].direction == direction]
+        )
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The full name; raises click's error if there is none."""
-        name = super().convert(whole_name(value, self.choices), param, ctx)
-        if self.direction is not None and KERNELS[name].direction != self.direction:
-            self.fail(f"{name} is a {KERNELS[name].direction} kernel", param, ctx)
-        return name
+        name = whole_name(value, self.choices)
+        if name not in self.choices:
+            other = KERNELS.get(whole_name(value, KERNELS))
+            if other is not None:
+                self.fail(f"{other.name} is a {other.direction} kernel", param, ctx)
+            meant = [each for each in self.choices if each.startswith(value)]
+            if len(meant) > 1:
+                self.fail(f"{value!r} may stand for {one_of(meant)}", param, ctx)
+        return super().convert(name, param, ctx)
 
 
 class Integer(click.IntRange):
@@ -55,9 +72,16 @@ class Count(Integer):
 
 
 class Real(click.FloatRange):
-    """A real number in a range, with the same kind of error message."""
+    """A finite number in a range, with the same kind of error message."""
 
     name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number; raises click's error if it is not one."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not finite", param, ctx)
+        return number
 
 
 SIZE = Count(min=1)
@@ -89,9 +113,13 @@ def tile_size(text: str) -> tuple[str, int]:
 
 def tile_sizes(text: str) -> tuple[str, tuple[int, ...]]:
     """The type of an option that takes several sizes of one tile dimension, NAME=N[,...]."""
-    name, *sizes = text.split(",")
-    name, first = tile_size(name)
-    return name, (first, *(tile_size(f"{name}={size}")[1] for size in sizes))
+    name, _, several = text.partition("=")
+    sizes = [size.strip() for size in several.split(",")]
+    if not (name.isidentifier() and all(size.isdecimal() for size in sizes)):
+        raise click.BadParameter(
+            f"{text!r} is not of the form NAME=N[,...], as in block_m=64,128; other names take another --tile"
+        )
+    return name, tuple(map(int, sizes))
 
 
 def tilings(tiles: Iterable[tuple[str, tuple[int, ...]]]) -> list[dict[str, int]]:
@@ -153,7 +181,7 @@ def arch_option(command: Command) -> Command:
     return click.option(
         "--arch",
         metavar="ARCH",
-        show_default="this GPU's",
+        show_default="CUFA_ARCH, else this GPU's",
         help="Architecture to compile for, as in compute_80.",
     )(command)
 
@@ -408,6 +436,8 @@ def _score_array_files() -> list[Callable[..., Any]]:
     return [
         click.option("--bias", metavar="FILE|random", help="Added to the scores, with its gradient."),
         click.option(
-            "--mask", metavar="FILE|random", help="True to see a key: bool, or uint8 for bits (random-bits)."
+            "--mask",
+            metavar="FILE|random|random-bits",
+            help="True to see a key: bool, or uint8 for bits.",
         ),
     ]

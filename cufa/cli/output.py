@@ -32,6 +32,8 @@ BAD_INPUT = 2
 _OPTIONS = {
     "block_table": "--page-size",
     "seed": "--dropout-seed",
+    "softcap": "--softcap",
+    "softmax_scale": "--softmax-scale",
     **dict.fromkeys(DESCALES, "--descale"),
 }
 # No space, no quota, too large a file, a failing device.
@@ -164,13 +166,21 @@ def table(columns: Iterable[str], title: str | None = None) -> Table:
 def print_table(made: Table) -> None:
     """Print a table on stdout. Only prose is wrapped, between words; all else may overflow the line."""
     console = stdout()
+    if made.title:  # which the table would wrap to its own width
+        console.print(made.title, style="italic")
+        made.title = None
     unbounded = console.options.update(width=sys.maxsize)
     for column in made.columns:
         cells = [console.measure(cell, options=unbounded) for cell in (column.header, *column.cells)]
         column.min_width = max(cell.maximum if column.no_wrap else cell.minimum for cell in cells)
     # On a narrower console, rich would leave columns out.
     console.width = max(console.width, console.measure(made, options=unbounded).minimum)
-    console.print(made, crop=False)
+    if console.is_terminal:
+        console.print(made, crop=False)
+        return
+    with console.capture() as padded:
+        console.print(made, crop=False)
+    console.print("\n".join(line.rstrip() for line in padded.get().splitlines()), soft_wrap=True)
 
 
 def print_plan(plan: Plan) -> None:
@@ -186,12 +196,12 @@ def print_prose(text: str, indent: str = "") -> None:
 
 
 def key_values() -> Table:
-    """An empty table for names and values."""
+    """An empty table for names and values, for `print_table`."""
     from rich.table import Table
 
     made = Table.grid(padding=(0, 2))
-    made.add_column(style="bold")
-    made.add_column(overflow="fold")
+    made.add_column(style="bold", no_wrap=True)
+    made.add_column()
     return made
 
 
@@ -219,8 +229,9 @@ def progress(total: int) -> Iterator[Any]:
 
 def seconds(value: float) -> str:
     """As in "1.23 ms"."""
+    rounded = _to_three_digits(value)
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if value >= size:
+        if rounded >= size:
             return f"{three_digits(value / size)} {unit}"
     return f"{three_digits(value / 1e-9)} ns"
 
@@ -229,7 +240,7 @@ def size(value: int) -> str:
     """As in "6.25 GiB"."""
     amount, unit = float(value), "B"
     for larger in _BINARY_UNITS:
-        if amount < 1024:
+        if round(amount) < 1024:
             break
         amount, unit = amount / 1024, larger
     return f"{value} B" if unit == "B" else f"{three_digits(amount)} {unit}"
@@ -244,8 +255,12 @@ def three_digits(value: float) -> str:
     """Three significant digits, but all digits before the point: 0.0123, 1.23, 12.3, 1,235."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
-    decimals = max(0, 2 - math.floor(math.log10(abs(value))))
+    decimals = max(0, 2 - math.floor(math.log10(abs(_to_three_digits(value)))))
     return f"{value:,.{decimals}f}"
+
+
+def _to_three_digits(value: float) -> float:
+    return float(f"{value:.3g}")
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import click
 import numpy as np
 
 import cufa
+from cufa import device
 from cufa.arguments import DESCALES, check_scale
 from cufa.cli import check, files, output
 from cufa.cli.generated import as_asked, cu_seqlens, make_arrays, without_gradients
@@ -20,6 +22,7 @@ from cufa.cli.options import (
     RANDOM_BITS,
     FeatureOptions,
     KernelName,
+    Real,
     arch_option,
     backend_option,
     count_option,
@@ -104,7 +107,7 @@ class _Step:
 @seed_option
 @feature_options(files=True)
 @click.option(
-    "--softmax-scale", type=float, metavar="X", show_default="1 / sqrt(head dim)", help="Factor on Q K^T."
+    "--softmax-scale", type=Real(), metavar="X", show_default="1 / sqrt(head dim)", help="Factor on Q K^T."
 )
 @click.option("--layout", type=LAYOUT, default="bshd", show_default=True, help="Order of the axes.")
 @click.option(
@@ -112,7 +115,7 @@ class _Step:
     type=KernelName(KERNELS, "forward"),
     metavar="KERNEL",
     show_default="the fastest",
-    help="A kernel from `cufa kernels`, or a prefix like fwd_4.",
+    help="A kernel from `cufa kernels`, or its number, like fwd_4.",
 )
 @click.option(
     "--backward-kernel",
@@ -163,6 +166,10 @@ def command(
     locations["mask"] = None if features.mask in (RANDOM, RANDOM_BITS) else features.mask
     if explain and backend == "numpy":
         raise output.Failure("--explain: there is no plan to print, since the NumPy backend has none")
+    if explain and arch is None and not os.environ.get("CUFA_ARCH") and not device.gpu_present():
+        raise output.Failure(
+            "--explain: there is no GPU to plan for; name an arch (--arch sm_90a, or CUFA_ARCH)"
+        )
     if destination is not None:
         if explain:
             raise output.Failure("--out: there are no results to write, since --explain runs nothing")

@@ -55,6 +55,7 @@ def test_the_module_runs_as_a_command():
 def test_reports_fit_80_columns(arguments):
     result = run(*arguments)
     assert max(map(len, result.stdout.splitlines())) <= WIDTH
+    assert not re.search(r" $", result.stdout, re.MULTILINE)
     assert result.stderr == ""
 
 
@@ -215,16 +216,34 @@ def test_cache_info_and_clear(monkeypatch, tmp_path):
     assert "removed 0 files" in run("cache", "clear").stdout
 
 
+def test_a_cache_that_cannot_be_used_is_told_with_the_reason(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUFA_CACHE_DIR", str(tmp_path / "file"))
+    for command in (("cache", "info"), ("info",)):
+        shown = " ".join(run(*command).stdout.split())
+        assert "(Not a directory): kernels are compiled in every process" in shown
+    assert run_json("cache", "info")["unwritable"] == "Not a directory"
+    assert "could not be cleared: [Errno 20] Not a directory" in refused("cache", "clear")
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(2.5, "2.50 s"), (0.0123, "12.3 ms"), (4.5e-5, "45.0 us"), (3e-9, "3.00 ns"), (123.4, "123 s")],
+    [
+        (2.5, "2.50 s"),
+        (0.0123, "12.3 ms"),
+        (4.5e-5, "45.0 us"),
+        (3e-9, "3.00 ns"),
+        (123.4, "123 s"),
+        (9.999e-4, "1.00 ms"),
+    ],
 )
 def test_seconds_in_words(value, text):
     assert output.seconds(value) == text
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (5 * 2**30, "5.00 GiB")]
+    ("value", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (5 * 2**30, "5.00 GiB"), (2**20 - 1, "1.00 MiB")],
 )
 def test_sizes_in_words(value, text):
     assert output.size(value) == text
@@ -232,10 +251,32 @@ def test_sizes_in_words(value, text):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0.0, "0"), (0.01234, "0.0123"), (1.234, "1.23"), (12345.6, "12,346"), (-2.5, "-2.50")],
+    [(0.0, "0"), (0.01234, "0.0123"), (1.234, "1.23"), (12345.6, "12,346"), (-2.5, "-2.50"), (9.996, "10.0")],
 )
 def test_three_digits(value, text):
     assert output.three_digits(value) == text
+
+
+def test_a_title_and_a_folder_are_wider_than_their_table(monkeypatch):
+    @click.command()
+    def command():
+        output.print_table(output.table(("narrow",), "a title that is wider than the table"))
+
+    assert CliRunner().invoke(command).stdout.startswith("a title that is wider than the table\n")
+    folder = "/no/" + "folder" * 20
+    monkeypatch.setenv("CUFA_CACHE_DIR", folder)
+    for name in (("cache", "info"), ("info",)):
+        assert folder in run(*name).stdout
+
+
+def test_help_tells_defaults_in_one_way():
+    told = {name: " ".join(run(name, "--help").stdout.split()) for name in ("run", "bench", "compile")}
+    for of in told.values():
+        assert "[default: (CUFA_ARCH, else this GPU's)]" in of
+    assert "[default: (512 to 16384; CPU 128 to 2048)]" in told["bench"]
+    assert "FILE|random|random-bits" in told["run"]
+    for default in ("float16, or the kernel's only one", "--dtype", "--head-dim", "0: no pages"):
+        assert f"[default: ({default})" in told["compile"]
 
 
 def test_json_has_null_for_what_it_has_no_number_for():

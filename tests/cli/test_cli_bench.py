@@ -141,6 +141,7 @@ def test_bench_of_packed_sequences():
     (point,) = run_json(*arguments, "--direction", "forward", "--seqused-k", "9,9")["points"]
     assert (point["batch"], point["seqlen_q"], point["seqlen_k"]) == (2, 80, 50)
     assert point["features"] == ["cu_seqlens", "seqused_k"]
+    assert "tokens batch" in " ".join(run(*arguments, "--direction", "forward").stdout.split())
     flops = 2 * 2 * 2 * 8 * (30 * 9 + 50 * 9)  # keys that do not count are not counted
     assert point["tflops"] * 1e12 * point["seconds"] == pytest.approx(flops)
     assert "--tokens cannot go with --varlen, which gives the sizes" in refused(*arguments, "--tokens", 64)
@@ -284,6 +285,8 @@ def test_bench_says_that_a_plot_needs_matplotlib(monkeypatch, tmp_path):
             "which has no gradients",
         ),
         (("--seqlens", "16", "--kernel", "fwd_1_naive"), "it needs a GPU"),
+        (("--seqlens", "16", "--batch", 2, "--heads", 1, "--head-dim", 600), "shape (2, 16, 1, 600)"),
+        (("--seqlens", "16", "--seqused-k", "5"), "--seqused-k has 1 number for 128 sequences"),
         (("--backend", "cuda"), "no GPU"),
         (("--tokens", 64, "--batch", 2), "--batch is instead of --tokens; give one of them"),
         (("--hidden", 64, "--heads", 2), "--heads is instead of --hidden; give one of them"),

@@ -237,7 +237,11 @@ def test_compile_of_several_tiles():
     table = " ".join(run(*arguments).stdout.split())
     assert "sm_80, float16, head dim 16, block_m 128, block_n 16" in table
     assert "fwd_5_mma: block_m 128, block_n 16, threads" in table
-    assert "not of the form NAME=N" in refused("compile", "fwd_5_mma", *TINY, "--tile", "block_m=32,x")
+    spaced = ("--tile", "block_m=64, 128", "--tile", "block_n=16")
+    assert [row["tiles"]["block_m"] for row in run_json("compile", "fwd_5_mma", *TINY, *spaced)] == [64, 128]
+    for wrong in ("block_m=32,x", "block_m=64,block_n=32"):
+        message = refused("compile", "fwd_5_mma", *TINY, "--tile", wrong)
+        assert f"'{wrong}' is not of the form NAME=N[,...]" in message
 
 
 @nvrtc

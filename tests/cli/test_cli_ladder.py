@@ -96,6 +96,12 @@ def test_a_ladder_that_cannot_time_the_cpu_says_why(monkeypatch):
     assert "measuring the CPU failed" in result.stderr
 
 
+def test_a_ladder_has_no_more_threads_than_cores():
+    most = ladder.cores()
+    message = f"--cpu-threads is {most + 1}, and there may be {most}, one per core"
+    assert message in refused("ladder", "--cpu-threads", most + 1)
+
+
 def test_a_ladder_cannot_be_causal_and_not():
     assert "only one of them" in refused("ladder", "--causal", "--no-causal")
 

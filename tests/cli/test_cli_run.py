@@ -224,8 +224,12 @@ def test_a_kernel_may_be_named_by_its_number():
         "run", "--explain", "--arch", "sm_90a", "--kernel", "fwd_4", "--backward-kernel", "bwd_2"
     )
     assert [plan["kernel"] for plan in plans.values()] == ["fwd_4_flash_v2", "bwd_2_flash_v2"]
-    assert "'fwd' is not one of" in run("run", "--kernel", "fwd", code=2).stderr
-    assert "'fwd_' is not one of" in run("compile", "fwd_", "--arch", "sm_80", code=2).stderr
+    message = refused("run", "--kernel", "fwd")
+    assert "'fwd' may stand for fwd_1_naive, " in message
+    assert message.endswith("or fwd_9_float32")
+    assert "'fwd_' may stand for fwd_1_naive, " in refused("compile", "fwd_", "--arch", "sm_80")
+    assert "bwd" not in refused("run", "--kernel", "fwd_0")
+    assert "or its number" in " ".join(run("compile", "--help").stdout.split())
 
 
 def test_json_has_what_was_asked_for():
@@ -278,7 +282,9 @@ def test_explain_prints_the_plan_for_an_arch_and_runs_nothing(monkeypatch):
     [
         (("--head-dim", 513), "head dim 513"),
         (("--heads", 5, "--kv-heads", 2), "must be a multiple of the key-value heads"),
-        (("--softmax-scale", "inf"), "softmax_scale is inf"),
+        (("--softmax-scale", "inf"), "'--softmax-scale': inf is not finite"),
+        (("--softmax-scale", ""), "'' is not a valid number"),
+        (("--softmax-scale", 1e-60), "--softmax-scale is 1e-60; for float32 it must be 0 or"),
         (("--batch", -1), "-1 is not in the range"),
         (("--dtype", "int8"), "'int8' is not one of"),
         (("--kernel", "fwd_0"), "'fwd_0' is not one of"),
@@ -291,7 +297,7 @@ def test_explain_prints_the_plan_for_an_arch_and_runs_nothing(monkeypatch):
         (("--backward", "--page-size", "8"), "--page-size is given; keys in pages have no gradients"),
         (("--backend", "cuda"), "no GPU"),
         (("--backend", "torch"), "'torch' is not one of"),
-        (("--explain",), "no GPU"),
+        (("--explain",), "--explain: there is no GPU to plan for; name an arch"),
         (("--explain", "--arch", "sm_999"), "arch is 'sm_999'"),
         (("--kernel", "bwd_1_naive"), "'--kernel': bwd_1_naive is a backward kernel"),
         (("--backward-kernel", "fwd_4"), "'--backward-kernel': fwd_4_flash_v2 is a forward kernel"),

@@ -139,8 +139,9 @@ def attention(
         v: (batch, seqlen_k, kv_heads, value_dim), dtype as k; value_dim 1 to 512. If q, k and v are all
             float8_e4m3fn and there are many queries, a Hopper GPU is fastest with v stored transposed: a
             view of a (batch, kv_heads, value_dim, seqlen_k) array in which keys are adjacent and the other
-            strides are multiples of 16, with a multiple of 4 keys, neither packed nor in pages. Do not store
-            v transposed for few queries, as in decoding, or on another GPU.
+            strides are multiples of 16, with head dims that are multiples of 16 and a multiple of 4 keys,
+            neither packed nor in pages. Do not store v transposed for few queries, as in decoding, or on
+            another GPU.
         causal: a query sees no key after the diagonal.
         window: (left, right): how many keys before and after the diagonal a query sees; None or -1 for all
             on that side. With `causal`, right is 0.

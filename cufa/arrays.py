@@ -71,13 +71,22 @@ class Adopted(NamedTuple):
             result = _to_other_side(result)
             if given is not None:
                 self.sources[name][...] = result
-        return self.export(result) if given is None else given
+        if given is None:
+            return self.export(result)
+        if self.on_gpu and not self.moved:
+            self.export(result)  # the stream of the given array's library then waits for CuPy's
+        return given
 
 
-def adopt(named: Mapping[str, Any], backend: str | None) -> Adopted:
+def adopt(
+    named: Mapping[str, Any],
+    backend: str | None,
+    check: Callable[[tuple[Described, ...]], object] | None = None,
+) -> Adopted:
     """Convert arrays to NumPy or CuPy, on the side that `backend` asks for.
 
-    backend None means the GPU for arrays on it, and for others if CuPy can use a GPU.
+    backend None means the GPU for arrays on it, and for others if CuPy can use a GPU. Arrays that are to be
+    copied to the other side are given to `check` first.
 
     Raises TypeError for anything that is not an array and for mixed libraries, ValueError for arrays on a
     GPU other than the current one and for an unknown backend.
@@ -91,6 +100,8 @@ def adopt(named: Mapping[str, Any], backend: str | None) -> Adopted:
         return adopted
     if wants_gpu:
         device.current()  # raises with what is missing
+    if check is not None:
+        check(adopted.described)
     moved = {name: _to_other_side(array) for name, array in adopted.arrays.items()}
     return adopted._replace(arrays=moved, on_gpu=wants_gpu)
 

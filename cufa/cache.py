@@ -105,9 +105,16 @@ def store(key: str, binary: bytes, kind: str, meta: dict[str, Any]) -> Entry:
                 folder,
                 error,
             )
-        if not _process_folder().is_dir():  # removed from outside, or this is a fork whose parent has ended
-            _process_folder.cache_clear()
-        return _write(_process_folder(), key, binary, kind, meta)
+        try:
+            # It may have been removed from outside, or this is a fork whose parent has ended.
+            if not _process_folder().is_dir():
+                _process_folder.cache_clear()
+            return _write(_process_folder(), key, binary, kind, meta)
+        except OSError as of_process:
+            raise OSError(
+                f"compiled kernels can be kept neither in the cache folder {folder} ({error}) nor in one of "
+                f"this process ({of_process}); set CUFA_CACHE_DIR to a folder that can be written to"
+            ) from of_process
 
 
 def info() -> CacheInfo:

@@ -98,7 +98,7 @@ class Call:
 
     def __init__(self, direction: Direction, named: Arrays, asked: Asked, backend: str | None) -> None:
         """Check all arguments; `named` must end with the arrays to write into."""
-        adopted = arrays.adopt(named, backend)
+        adopted = arrays.adopt(named, backend, lambda described: known_of(direction, described, asked))
         self.tensors = adopted.arrays
         self.on_gpu = adopted.on_gpu
         self.wanted: dict[str, tuple[Shape, np.dtype[Any]]] = {}

@@ -1,9 +1,10 @@
 """Counters in GPU memory that are 0 when a launch begins, at no cost to the launch.
 
 A kernel resets its counter to 0 when it ends. Each call takes the next counter of a ring, so that calls on
-different streams never share one: a counter is reused only after more calls than a GPU can hold in its
-queues. A call that is captured into a CUDA graph keeps its counter, since the graph may run at any time. When
-half of the ring is kept, it gets new counters.
+different streams have their own: a counter is reused only after more calls than a GPU can hold in its queues.
+(A call that its stream holds back for longer would have to begin just beside the one that shares its
+counter.) A call that is captured into a CUDA graph keeps its counter, since the graph may run at any time.
+When half of the ring is kept, it gets new counters.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """From a Plan to running kernels: compile and load them once, then pass parameters, workspace and stream.
 
 Kernels run on CuPy's current stream, without synchronization. Nothing is allocated except scratch memory: the
-workspace that the Plan declares, and what `quantize` measures in. So calls can be captured into a CUDA graph.
+workspace that the Plan declares, and what `quantize` measures in. So calls can be captured into a CUDA graph,
+which needs that memory to be the caller's: else it returns to CuPy's pool.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ _REMEMBERED_STREAMS = 64
 # The number of calls whose packed tensors are cached, of all layouts together: each takes one to two
 # kilobytes, and a server may have thousands of layouts.
 _REMEMBERED_CALLS = 16384
+# The driver's name for a thread that has not used the GPU.
+_NO_CONTEXT = "CUDA_ERROR_INVALID_CONTEXT"
 
 
 # Packs tensors, given their addresses, for the plan and for the one beside it.
@@ -279,8 +282,12 @@ def _module(variant: Variant, device_id: int) -> Any:
 
 
 def _why_not_loaded(build: jit.Build, error: Exception) -> str:
-    of_driver, of_nvrtc = driver.cuda_version(), jit.nvrtc_version()
+    of_driver = driver.cuda_version()
     reason = "the driver, which is for CUDA {}.{}, refuses ".format(*of_driver)
+    try:
+        of_nvrtc = jit.nvrtc_version()
+    except jit.NVRTCMissingError:  # the kernel is from the cache
+        return f"{reason}{build.arch}: {error}"
     reason += "{} by NVRTC {}.{}: {}".format(build.arch, *of_nvrtc, error)
     if build.arch.virtual and of_nvrtc > of_driver:
         reason += (
@@ -310,12 +317,13 @@ class _Kernel:
         extents = (launch.grid, 1, 1, launch.block, 1, 1, launch.smem_bytes)
         self._launch_alone = functools.partial(cupy.cuda.driver.launchKernel, self._function.ptr, *extents)
         self._refusals = (cupy.cuda.driver.CUDADriverError, driver.DriverError)
+        self._get_context = cupy.cuda.runtime.memGetInfo  # as any such function does for a thread
         overlapping = functools.partial(
             driver.overlapping_launch, launch.grid, launch.block, launch.smem_bytes
         )
         self._overlapping = functools.lru_cache(_REMEMBERED_STREAMS)(overlapping) if launch.overlaps else None
 
-    def __call__(self, params: ctypes.c_char_p, stream: int) -> None:
+    def __call__(self, params: ctypes.c_char_p, stream: int, in_context: bool = False) -> None:
         """Launch on this stream, with the struct that `params` points to."""
         # The driver takes an array of pointers to parameters; there is one. CuPy's own launch builds that
         # array from objects, which takes half as long again.
@@ -325,6 +333,10 @@ class _Kernel:
             else:
                 self._launch_alone(stream, ctypes.addressof(params), 0)
         except self._refusals as error:
+            if _NO_CONTEXT in str(error) and not in_context:
+                # The thread's first call: of CuPy it needed no more than memory that the pool had.
+                self._get_context()
+                return self(params, stream, in_context=True)
             launch = self._launch
             raise LaunchError(
                 f"{launch.entry} could not be launched with {launch.grid} blocks of {launch.block} threads "

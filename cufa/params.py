@@ -166,7 +166,9 @@ def _pack_pages(table: Region | None) -> bytes:
     """Pack the pages; None for no block table."""
     if table is None:
         return bytes(_PAGES.size)
-    batch_stride = table.strides[0] // table.itemsize
+    batch_stride = table.strides[0] // table.itemsize if table.shape[0] > 1 else 0
+    if abs(batch_stride) > MAX_EXTENT:
+        raise ValueError(f"block_table has rows {batch_stride} numbers apart; there may be {MAX_EXTENT}")
     return _PAGES.pack(table.address, table.shape[1], batch_stride)
 
 

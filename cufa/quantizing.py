@@ -53,6 +53,9 @@ def quantize(
     is the largest magnitude among its elements over 448, the largest float8_e4m3fn number; it is 1 if all
     elements are 0. NaN stays NaN, and infinity becomes 448. Neither affects a descale.
 
+    A call that is captured into a CUDA graph should be given `descale`: the memory in which it measures
+    returns to CuPy's pool.
+
     Args:
         x: (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) for packed sequences; float16,
             bfloat16, float32 or float64.

@@ -18,6 +18,7 @@ from cufa.problem import (
     Shape,
     accumulator_dtype,
     axes_of,
+    check_extents,
     dtype_name,
 )
 from cufa.tensor_layout import layout_of
@@ -99,6 +100,7 @@ def check_angles(dtype: str, dim: int, cos: Wanted, sin: Wanted) -> None:
             f"cos has shape {cos.shape}; it must be (places, rotary_dim / 2), with an even rotary_dim of at "
             f"most {dim}"
         )
+    check_extents("cos", cos.shape)
     if sin.shape != cos.shape:
         raise ValueError(f"sin has shape {sin.shape}; it must be {cos.shape}, as cos has")
     if cos.dtype not in (DTYPES[dtype], accumulator_dtype(dtype)):

@@ -87,10 +87,17 @@ def alignment(bits: int) -> int:
 
 
 def lies_transposed(problem: Problem, values: Storage, axes: Axes) -> bool:
-    """Whether V is stored transposed, its keys adjacent, such that `fwd_7_fp8` reads it without a copy."""
+    """Whether V is stored transposed, its keys adjacent, such that `fwd_7_fp8` reads it without a copy.
+
+    Only it does, and it needs rows of Q, K and O of a multiple of 16 bytes.
+    """
     shape, strides = values
     features = problem.features
     if problem.dtype != FLOAT8 or features.packed or features.page_size or strides is None:
+        return False
+    if problem.head_dim * problem.itemsize % MAX_ALIGN_BYTES:
+        return False
+    if problem.value_dim * problem.output.itemsize % MAX_ALIGN_BYTES:
         return False
     keys_axis = axes[1]
     if strides[keys_axis] != problem.itemsize or shape[keys_axis] % KEYS_TOGETHER or shape[-1] == 1:

@@ -509,6 +509,28 @@ def test_other_libraries_arrays_on_the_gpu_stay_there(
     assert type(adopted.give_back(CudaArray(some_array()))) is library
 
 
+def test_another_library_waits_for_what_is_written_to_its_array(cupy: Any) -> None:
+    """It does so where it takes a result over: with a given array, what it takes is dropped."""
+    taken: list[Any] = []
+
+    class Waiting(StandardArray):
+        def __array_namespace__(self) -> Any:
+            return SimpleNamespace(from_dlpack=taken.append)
+
+    q, out = Waiting(some_array(), DLPACK_CUDA), Waiting(some_array(), DLPACK_CUDA)
+    adopted = adopt({"q": q, "out": out}, None)
+    assert adopted.give_back(adopted.arrays["out"], out) is out
+    assert taken == [adopted.arrays["out"]]
+
+
+def test_what_is_wrong_is_said_before_arrays_are_copied(cupy: Any) -> None:
+    cupy.asarray = None
+    for dtype, message in (("int32", "q has dtype int32"), ("float32", "k has shape")):
+        q = np.ones((1, 5, 2, 8), dtype)
+        with pytest.raises((TypeError, ValueError), match=message):
+            cufa.attention(q, q[..., :7], q[..., :7], backend="cuda")
+
+
 def test_backend_numpy_brings_arrays_from_the_gpu(cupy: Any) -> None:
     q, out = CudaArray(some_array()), CudaArray(np.full((2, 3, 4), np.nan, np.float32))
     adopted = adopt({"q": q, "out": out}, "numpy")

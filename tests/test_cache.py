@@ -169,6 +169,20 @@ def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch, binary, caplog):
         cache.clear()
 
 
+def test_no_folder_at_all(tmp_path, monkeypatch, binary):
+    def refuse(**options):
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("CUFA_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(cache.tempfile, "mkdtemp", refuse)
+    cache._process_folder.cache_clear()
+    with pytest.raises(
+        OSError, match=r"neither in .*file .* nor in .*No usable temporary.*set CUFA_CACHE_DIR"
+    ):
+        cache.store(KEY, binary, "cubin", META)
+
+
 @pytest.mark.parametrize("chosen", ["", "~/kernels"], ids=["the user's", "chosen"])
 def test_a_folder_in_a_home_that_there_is_not(tmp_path, monkeypatch, binary, caplog, chosen):
     def refuse(*arguments, **options):

@@ -113,6 +113,14 @@ def test_jaxs_lengths_bias_and_mask(rng):
     assert lse.shape == (2, 4, 6)
 
 
+def test_lengths_of_queries_in_bfloat16(rng):
+    q, k, v = (x.astype("bfloat16") for x in draw(rng, 6, 9))
+    out = compat.dot_product_attention(q, k, v, query_seq_lengths=np.array([6, 3], np.int32))
+    assert out.dtype == "bfloat16"
+    np.testing.assert_array_equal(out[1, 3:], 0)
+    np.testing.assert_array_equal(out[0], compat.dot_product_attention(q, k, v)[0])
+
+
 def test_flash_attn(rng):
     q, k, v = draw(rng, 6, 9)
     slopes = np.array([0.1, 0.2, 0.3, 0.4], np.float32)

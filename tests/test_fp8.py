@@ -170,6 +170,16 @@ def test_who_takes_it():
             make_plan(problem(64, transposed_values=transposed_values), H200, tiles={"block_n": 160})
 
 
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(40, 40), (66, 64), (64, 20)])
+def test_values_that_lie_transposed_are_copied_where_rows_are_no_multiple_of_16_bytes(
+    rng, head_dim, value_dim
+):
+    sizes = {"seqlen_q": 16, "seqlen_k": 64, "head_dim": head_dim, "head_dim_v": value_dim}
+    q, k, v, _ = vars(random_problem(rng, "float8_e4m3fn", **sizes)).values()
+    plan = cufa.plan(q, k, transposed(v), arch="sm_90a")
+    assert (plan.kernel, plan.problem.transposed_values) == (FEW_QUERIES, False)
+
+
 def test_plans_know_values_that_lie_transposed(arrays):
     v = transposed(arrays.v)
     for plan, lies in (

@@ -428,6 +428,58 @@ def test_parts_of_keys_are_merged_by_a_launch_that_overlaps(machine, rng, monkey
         cufa.attention(q, k, v, **options)
 
 
+@pytest.mark.parametrize("entry", ["fwd_8_split_kv", "merge_splits"])
+def test_the_first_launch_of_a_thread(machine, rng, monkeypatch, entry):
+    """It may have no context yet. One is asked for once; then the launch is refused or not."""
+    problem = random_problem(rng, "float16", seqlen_q=1, seqlen_k=500, heads=8, kv_heads=2)
+    q, k, v, _ = map(machine.array, vars(problem).values())
+    options = {"kernel": "fwd_8_split_kv", "tiles": {"splits": 3}}
+    asked, has_context = [], False
+
+    def get_context():
+        nonlocal has_context
+        asked.append(len(machine.launched))
+        has_context = gets_one
+
+    def checked(launch, error):
+        def launch_if_there_is_one(*arguments):
+            if not has_context:
+                raise error("CUDA_ERROR_INVALID_CONTEXT: invalid device context")
+            return launch(*arguments)
+
+        return launch_if_there_is_one
+
+    monkeypatch.setattr(cupy.cuda.runtime, "memGetInfo", get_context)
+    if entry == "merge_splits":
+        monkeypatch.setattr(driver, "launch", checked(machine.launch_with, DriverError))
+    else:
+        monkeypatch.setattr(cupy.cuda.driver, "launchKernel", checked(machine.launch_kernel, RuntimeError))
+    gets_one = False
+    with pytest.raises(launch.LaunchError, match=f"{entry} could not .*INVALID_CONTEXT"):
+        cufa.attention(q, k, v, **options)
+    machine.launched.clear()
+    asked.clear()
+    gets_one = True
+    assert_attention(host(cufa.attention(q, k, v, **options)), None, problem, causal=False)
+    assert machine.launched == ["fwd_8_split_kv", "merge_splits"]
+    assert asked == [machine.launched.index(entry)]
+
+
+def test_a_kernel_from_the_cache_that_does_not_load_without_nvrtc(machine, rng, monkeypatch):
+    def refuse(_):
+        raise cupy.cuda.driver.CUDADriverError("CUDA_ERROR_OUT_OF_MEMORY")
+
+    def missing():
+        raise jit.NVRTCMissingError("no NVRTC")
+
+    monkeypatch.setattr(jit, "load", refuse)
+    monkeypatch.setattr(jit, "nvrtc_version", missing)
+    monkeypatch.setattr(driver, "cuda_version", lambda: (13, 0))
+    q, k, v, _ = map(machine.array, vars(random_problem(rng, "float16", seqlen_q=2, seqlen_k=3)).values())
+    with pytest.raises(launch.LaunchError, match=r"CUDA 13\.0, refuses sm_90a: CUDA_ERROR_OUT_OF_MEMORY$"):
+        cufa.attention(q, k, v)
+
+
 @pytest.mark.parametrize(("nvrtc", "newer"), [((13, 0), False), ((13, 5), True)])
 def test_ptx_that_the_driver_does_not_load(machine, rng, monkeypatch, nvrtc, newer):
     def refuse(_):

@@ -433,6 +433,15 @@ def test_the_workspace_grows_as_the_registry_says(kernel: str) -> None:
     assert bool(small) == bool(grows)
 
 
+@pytest.mark.parametrize("kernel", [name for name, row in KERNELS.items() if row.only_arch is not None])
+def test_tokens_of_no_sequence_are_no_launch(kernel: str) -> None:
+    """Kernels would look for the sequence of a tile."""
+    dtype, dim = KERNELS[kernel].dtypes[0], dim_for(kernel, 64)
+    sizes = 0, 1000, 1000, 4, 4, dim, dim
+    call = Problem(KERNELS[kernel].direction, dtype, *sizes, features=Features(packed=True))
+    assert make_plan(call, Device.of("sm_90a"), kernel).launches == ()
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("empty", [{"batch": 0}, {"heads": 0, "kv_heads": 0}, {"seqlen_q": 0, "seqlen_k": 0}])
 def test_nothing_to_compute_is_no_launch(kernel: str, empty: dict[str, Any]) -> None:

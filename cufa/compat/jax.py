@@ -13,6 +13,7 @@ from cufa.arrays import check_same_kind, namespace_of
 from cufa.compat.arguments import (
     TENSORS,
     arange,
+    as_integers,
     attention_as,
     check_arrays,
     check_values,
@@ -120,7 +121,9 @@ def dot_product_attention(
         return result
     out, *residual = result if return_residual else (result,)
     inside = arange(seqlen_q, query)[None, :, None, None] < query_seq_lengths[:, None, None, None]
-    out = xp.where(inside, out, xp.zeros_like(out))
+    bits = as_integers(out)  # CuPy would make bfloat16 float32
+    kept = xp.where(inside, bits, xp.zeros_like(bits))
+    out = kept if bits is out else kept.view(out.dtype)
     return (out, *residual) if return_residual else out
 
 

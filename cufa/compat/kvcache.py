@@ -70,6 +70,9 @@ def flash_attn_with_kvcache(
     Differences: there is no padding on the left (`cache_leftpad`); `num_splits` is ignored, since the plan
     chooses it; the LSE of a row that sees no key is -inf. Pages may have any size.
 
+    Do not capture a call into a CUDA graph, unless CuPy's memory pool is the graph's own: what the call
+    allocates on the way returns to the pool.
+
     Args:
         q: (batch, seqlen_q, heads, head_dim).
         k_cache: (batch, seqlen_cache, kv_heads, head_dim), with a block table (pages, page_size, kv_heads,

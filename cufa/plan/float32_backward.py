@@ -108,9 +108,11 @@ def _decide(problem: Problem, device: Device, tiles: Mapping[str, int], kind: ty
     )
     chosen = Candidates(device, candidates, lambda tiles: _cost(problem, tiles)).choose(problem, tiles)
     sizes = chosen.tiles
-    # As kernels count them to address the workspace, even if packed sequences have no queries at all.
-    queries = problem.heads * counted_row_tiles(problem, problem.seqlen_q, sizes.block_m)
-    keys = problem.kv_heads * counted_row_tiles(problem, problem.seqlen_k, sizes.block_n)
+    queries = keys = 0
+    if problem.batch:
+        # As kernels count them to address the workspace, even if packed sequences have no queries at all.
+        queries = problem.heads * counted_row_tiles(problem, problem.seqlen_q, sizes.block_m)
+        keys = problem.kv_heads * counted_row_tiles(problem, problem.seqlen_k, sizes.block_n)
     query_bytes, key_bytes = _query_tile_bytes(problem, sizes), _key_tile_bytes(problem, sizes)
     halving_smem_bytes = 2 * HALVING_THREADS // WARP_SIZE * ROW_SIZES_BYTES
     exact_smem_bytes = 2 * sizes.block_m * sizes.block_n * FLOAT_BYTES

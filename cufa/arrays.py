@@ -78,32 +78,36 @@ class Adopted(NamedTuple):
         return given
 
 
-def adopt(
-    named: Mapping[str, Any],
-    backend: str | None,
-    check: Callable[[tuple[Described, ...]], object] | None = None,
-) -> Adopted:
-    """Convert arrays to NumPy or CuPy, on the side that `backend` asks for.
-
-    backend None means the GPU for arrays on it, and for others if CuPy can use a GPU. Arrays that are to be
-    copied to the other side are given to `check` first.
+def adopt(named: Mapping[str, Any], backend: str | None) -> Adopted:
+    """Convert arrays to NumPy or CuPy, on the side that `backend` asks for, as `moved` does.
 
     Raises TypeError for anything that is not an array and for mixed libraries, ValueError for arrays on a
     GPU other than the current one and for an unknown backend.
     """
+    check_backend(backend)
+    return moved(adopt_in_place(named), backend)
+
+
+def check_backend(backend: Any) -> None:
+    """Raise ValueError for an unknown backend."""
     if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
         raise ValueError(f"backend is {shown(backend)}; it may be 'numpy', 'cuda' or None")
-    adopted = adopt_in_place(named)
+
+
+def moved(adopted: Adopted, backend: str | None) -> Adopted:
+    """Copy the arrays to the side that `backend` asks for, unless they are there.
+
+    None means the GPU for arrays on it, and for others if CuPy can use a GPU. Raises GPUUnavailableError if
+    the GPU is asked for and there is none.
+    """
     are_on_gpu = adopted.on_gpu
     wants_gpu = backend == "cuda" or (backend is None and (are_on_gpu or gpu_usable()))
     if wants_gpu == are_on_gpu:
         return adopted
     if wants_gpu:
         device.current()  # raises with what is missing
-    if check is not None:
-        check(adopted.described)
-    moved = {name: _to_other_side(array) for name, array in adopted.arrays.items()}
-    return adopted._replace(arrays=moved, on_gpu=wants_gpu)
+    copies = {name: _to_other_side(array) for name, array in adopted.arrays.items()}
+    return adopted._replace(arrays=copies, on_gpu=wants_gpu)
 
 
 def adopt_in_place(named: Mapping[str, Any]) -> Adopted:

@@ -98,16 +98,18 @@ class Call:
 
     def __init__(self, direction: Direction, named: Arrays, asked: Asked, backend: str | None) -> None:
         """Check all arguments; `named` must end with the arrays to write into."""
-        adopted = arrays.adopt(named, backend, lambda described: known_of(direction, described, asked))
+        arrays.check_backend(backend)
+        adopted = arrays.adopt_in_place(named)
+        self.known = known = known_of(direction, adopted.described, asked)
+        self.problem = known.problem
+        if known.outputs:
+            arrays.check_outputs(adopted, known.outputs)
+        adopted = arrays.moved(adopted, backend)  # what is wrong is not copied
         self.tensors = adopted.arrays
         self.on_gpu = adopted.on_gpu
         self.wanted: dict[str, tuple[Shape, np.dtype[Any]]] = {}
         self._give_back = adopted.give_back
         self.addresses = adopted.addresses
-        self.known = known = known_of(direction, adopted.described, asked)
-        self.problem = known.problem
-        if known.outputs:
-            arrays.check_outputs(adopted, known.outputs)
         if adopted.moved:
             described, self.addresses = arrays.describe(self.tensors)
             self.known = known_of(direction, described, asked)

@@ -529,6 +529,8 @@ def test_what_is_wrong_is_said_before_arrays_are_copied(cupy: Any) -> None:
         q = np.ones((1, 5, 2, 8), dtype)
         with pytest.raises((TypeError, ValueError), match=message):
             cufa.attention(q, q[..., :7], q[..., :7], backend="cuda")
+    with pytest.raises(ValueError, match="out is read-only"):
+        cufa.attention(q, q, q, out=np.broadcast_to(np.float32(0), q.shape), backend="cuda")
 
 
 def test_backend_numpy_brings_arrays_from_the_gpu(cupy: Any) -> None:

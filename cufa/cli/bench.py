@@ -183,8 +183,7 @@ def command(
     rungs = _rungs(direction, kernels, tiles, arch)
     if all(way == "forward" for way, _ in rungs):
         refuse_without_backward(left_out_by, features)
-    described = make_arrays(problems[0], features, layout, None)
-    posed = Workload(described, False, features, layout=layout)
+    posed = _described(problems[0], features, layout)
     for way, _ in rungs:
         posed.problem(way)  # refuse it by its own sizes, not by those of the problem that is checked
     rng = np.random.default_rng(seed)
@@ -361,6 +360,11 @@ def _checked_features(features: FeatureOptions) -> FeatureOptions:
     return features
 
 
+def _described(problem: Problem, features: FeatureOptions, layout: str) -> Workload:
+    """The problem with arrays that take no memory."""
+    return Workload(make_arrays(problem, features, layout, None), False, features, layout=layout)
+
+
 def _workload(
     problem: Problem, features: FeatureOptions, layout: str, on_gpu: bool, rng: np.random.Generator
 ) -> tuple[Workload, str]:
@@ -370,31 +374,38 @@ def _workload(
         with output.memory_errors():
             return Workload(to_gpu(arrays) if on_gpu else arrays, on_gpu, features, layout=layout), ""
     except output.OutOfMemory as error:
-        described = make_arrays(problem, features, layout, None)
-        return Workload(described, False, features, layout=layout), error.message
+        return _described(problem, features, layout), error.message
+
+
+def _point(
+    workload: Workload,
+    direction: Direction,
+    rung: Rung,
+    planned: tuple[str, Mapping[str, int]],
+    timing: Timing | None,
+    note: str,
+) -> _Point:
+    """The point of a kernel and its tiles, which are `planned`."""
+    problem, flops = workload.problem(direction), workload.flops(direction)
+    return _Point(problem, flops, output.tiles(rung.tiles or {}), *planned, timing, note)
 
 
 def _without_arrays(workload: Workload, direction: Direction, rung: Rung, on_gpu: bool, note: str) -> _Point:
     """The point of a problem whose arrays do not fit into memory."""
-    problem, flops = workload.problem(direction), workload.flops(direction)
     kernel = (rung.kernel or "") if on_gpu else "numpy"
-    return _Point(problem, flops, output.tiles(rung.tiles or {}), kernel, {}, None, note)
+    return _point(workload, direction, rung, (kernel, {}), None, note)
 
 
 def _measure(workload: Workload, direction: Direction, rung: Rung, repeats: int | None) -> _Point:
     plan = workload.plan(direction, rung) if workload.on_gpu else None
-    kernel, tiles = (plan.kernel, plan.tiles) if plan else ("numpy", {})
-
-    def point(timing: Timing | None, note: str = "") -> _Point:
-        problem, flops = workload.problem(direction), workload.flops(direction)
-        return _Point(problem, flops, output.tiles(rung.tiles or {}), kernel, tiles, timing, note)
-
+    planned = (plan.kernel, plan.tiles) if plan else ("numpy", {})
+    timing, note = None, ""
     try:
         results = workload.forward(Rung(arch=rung.arch)) if direction == "backward" else None
         _, timing = workload.timed(direction, rung, results, repeats)
     except output.OutOfMemory as error:
-        return point(None, error.message)
-    return point(timing)
+        note = error.message
+    return _point(workload, direction, rung, planned, timing, note)
 
 
 def _document(

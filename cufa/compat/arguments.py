@@ -66,12 +66,13 @@ def shape_of(
     return shape
 
 
-def check_values(value: Any, key: Any) -> None:
+def check_values(value: Any, key: Any, names: tuple[str, str] = ("value", "key")) -> None:
     """Raise ValueError unless each key has one value; others would be ignored silently."""
     if tuple(value.shape[:3]) != tuple(key.shape[:3]):
+        of_value, of_key = names
         raise ValueError(
-            f"value has shape {tuple(value.shape)} and key {tuple(key.shape)}; all axes but the last must be "
-            "the same"
+            f"{of_value} has shape {tuple(value.shape)} and {of_key} {tuple(key.shape)}; all axes but the "
+            "last must be the same"
         )
 
 

@@ -16,6 +16,7 @@ from cufa.compat.arguments import (
     check_arrays,
     check_attention_as,
     check_int32,
+    check_values,
     full,
     given,
     numbers_of,
@@ -203,11 +204,7 @@ def _places(arrays: Mapping[str, Any], batch: int) -> tuple[Mapping[str, str], A
         if pages is not None:
             raise ValueError("cache_batch_idx is given, and block_table is, which says where all keys are")
         check_int32("cache_batch_idx", entries, (batch,))
-        if tuple(arrays["v_cache"].shape[:3]) != tuple(arrays["k_cache"].shape[:3]):
-            raise ValueError(
-                f"v_cache has shape {tuple(arrays['v_cache'].shape)} and k_cache "
-                f"{tuple(arrays['k_cache'].shape)}; all axes but the last must be the same"
-            )
+        check_values(arrays["v_cache"], arrays["k_cache"], ("v_cache", "k_cache"))
         if room == 0:
             raise ValueError("k_cache has no room for keys; with cache_batch_idx it must have some")
         for wrong in _outside("cache_batch_idx", entries, cached):

@@ -30,7 +30,7 @@ _READ_ERRORS = (BufferError, RuntimeError, TypeError, ValueError)
 
 # Dtypes that the reader or the writer of DLPack does not know; they exchange the bits as integers.
 _UNKNOWN_TO_CUPY = {FLOAT8: "uint8"}
-_UNKNOWN_TO_NUMPY = {FLOAT8: "uint8", "bfloat16": "int16"}
+UNKNOWN_TO_NUMPY = {FLOAT8: "uint8", "bfloat16": "int16"}
 
 Backend = Literal["numpy", "cuda"]
 BACKENDS: tuple[Backend, ...] = ("numpy", "cuda")
@@ -300,7 +300,7 @@ def _import(array: Any, name: str, namespace: Any) -> Any:
         device.current()  # raises with what is missing
         reader, unknown = sys.modules["cupy"].from_dlpack, _UNKNOWN_TO_CUPY
     elif device_type in _DLPACK_CPU:
-        reader, unknown = np.from_dlpack, _UNKNOWN_TO_NUMPY
+        reader, unknown = np.from_dlpack, UNKNOWN_TO_NUMPY
     else:
         raise TypeError(
             f"{name} is on a device of DLPack type {device_type}; it may be on the CPU or a CUDA GPU"
@@ -337,7 +337,7 @@ def _unreadable(array: Any, name: str, error: Exception) -> TypeError:
 
 def _export(namespace: Any, result: Any) -> Any:
     """A result as an array of this library."""
-    unknown = _UNKNOWN_TO_NUMPY if isinstance(result, np.ndarray) else _UNKNOWN_TO_CUPY
+    unknown = UNKNOWN_TO_NUMPY if isinstance(result, np.ndarray) else _UNKNOWN_TO_CUPY
     bits = unknown.get(result.dtype.name)
     if bits is None:
         return namespace.from_dlpack(result)

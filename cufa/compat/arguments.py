@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from cufa.api import attention, check_attention
-from cufa.arrays import check_no_mask, namespace_of, on_cpu
+from cufa.arrays import UNKNOWN_TO_NUMPY, check_no_mask, namespace_of, on_cpu
 from cufa.messages import kind_of, renamed
-from cufa.problem import FLOAT8, INPUT_DTYPES, dtype_of
+from cufa.problem import dtype_of
 
 # The names that PyTorch and JAX give to cufa's arguments.
 TENSORS = {"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"}
@@ -76,13 +76,9 @@ def check_values(value: Any, key: Any, names: tuple[str, str] = ("value", "key")
         )
 
 
-# Dtypes that not all libraries can write, and integers of their size.
-_WRITTEN_AS = {INPUT_DTYPES[FLOAT8]: "uint8", INPUT_DTYPES["bfloat16"]: "int16"}
-
-
 def as_integers(array: Any) -> Any:
     """View floats that not all libraries can write as integers; return other arrays unchanged."""
-    integers = _WRITTEN_AS.get(dtype_of(array))
+    integers = UNKNOWN_TO_NUMPY.get(dtype_of(array).name)
     return array if integers is None else array.view(getattr(namespace_of(array), integers))
 
 

@@ -203,7 +203,7 @@ def attention(
         lse: where to write the LSE, which is then also returned.
         workspace: scratch memory for the kernel, `cufa.plan(...).workspace_bytes` bytes: a contiguous array
             on the GPU, from CuPy or with DLPack. If None, it comes from CuPy's pool and returns there, so a
-            call that is captured into a CUDA graph should be given one.
+            call that is captured into a CUDA graph needs one, or a pool of its own (examples/graph.py).
         kernel: a rung of the ladder instead of the fastest (`cufa kernels` lists them; "fwd_4" suffices).
         tiles: sizes of that kernel's tiles, as in {"block_m": 64}; the plan chooses the others to suit.
         arch: the architecture to compile for instead of this GPU's, as in "compute_80"; also CUFA_ARCH.

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from cufa import arrays
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -18,6 +20,12 @@ def differences(example, capsys):
 def test_decoding_is_attention_over_all_tokens(capsys):
     (difference,) = differences("decode.py", capsys)
     assert 0 < difference < 1e-5
+
+
+def test_decoding_in_a_graph_is_attention_over_all_tokens(capsys):
+    found = differences("graph.py", capsys)
+    assert len(found) == (2 if arrays.gpu_usable() else 1)
+    assert all(0 < difference < 1e-5 for difference in found)
 
 
 def test_a_cache_in_pages_is_attention_over_all_tokens(capsys):

@@ -3,6 +3,8 @@
 import dataclasses
 import importlib
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -375,6 +377,56 @@ def test_dlpack_follows_the_other_librarys_stream(cupy):
         result = out.clone()
     torch.cuda.synchronize()
     assert_attention(result.cpu().numpy(), None, problem, causal=False)
+
+
+def test_dlpack_out_follows_the_other_librarys_stream(cupy):
+    """torch sees what cufa has only queued to write into torch's own array."""
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng()
+    problem = draw(rng, "float32", (2048, 2048, 8, 8, 64, 64))
+    q, k, v = (torch.from_dlpack(x) for x in on_gpu(problem)[:3])
+    expected = cufa.attention(q, k, v).cpu().numpy()
+    out = torch.empty_like(q)
+    stream = torch.cuda.Stream()
+    for _ in range(20):
+        out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            cufa.attention(q, k, v, out=out)
+            result = out.clone()
+        torch.cuda.synchronize()
+        np.testing.assert_array_equal(result.cpu().numpy(), expected)
+
+
+def test_threads_call_at_once(cupy, rng):
+    """Each on a stream of its own; a thread's first call finds kernels loaded, but no context of its own."""
+    problems = [
+        draw(rng, "float16", shape) for shape in (SHAPES[0], (900, 900, 4, 2, 64, 64)) for _ in range(4)
+    ]
+    inputs = [on_gpu(problem) for problem in problems]
+
+    def step(q, k, v, dout):
+        out, lse = cufa.attention(q, k, v, causal=True, return_lse=True)
+        return out, lse, cufa.attention_backward(dout, q, k, v, out, lse, causal=True)
+
+    for arguments in inputs:
+        step(*arguments)
+    cupy.cuda.runtime.deviceSynchronize()
+    start = threading.Barrier(len(inputs))
+
+    def work(arguments):
+        start.wait()
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            for _ in range(30):
+                results = step(*arguments)
+            stream.synchronize()
+        return results
+
+    with ThreadPoolExecutor(len(inputs)) as pool:
+        found = list(pool.map(work, inputs))
+    for problem, (out, lse, gradients) in zip(problems, found, strict=True):
+        assert_attention(out.get(), lse.get(), problem, causal=True)
+        assert_gradients(tuple(x.get() for x in gradients), problem, causal=True)
 
 
 # In float32 it would take more memory than is left beside other tests.

@@ -71,8 +71,8 @@ def flash_attn_with_kvcache(
     Differences: there is no padding on the left (`cache_leftpad`); `num_splits` is ignored, since the plan
     chooses it; the LSE of a row that sees no key is -inf. Pages may have any size.
 
-    Do not capture a call into a CUDA graph, unless CuPy's memory pool is the graph's own: what the call
-    allocates on the way returns to the pool.
+    A call that is captured into a CUDA graph must take its memory from a pool of the graph's own
+    (examples/graph.py): what it allocates on the way returns to the pool, but the graph keeps using it.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim).

@@ -132,7 +132,8 @@ __device__ inline bool has_part(const ForwardParams& call, Work& work) {
 // tiles taken comes first, then the parts, then the bits.
 constexpr bool kSeenBits = SEEN_BITS;
 static_assert(kMaskBits == 0 || kSeenBits, "scores are hidden by a function or by those bits");
-constexpr int kRowWords = kBlockN / kWordKeys, kTileWords = kBlockM * kRowWords;
+constexpr int kRowWords = kBlockN / kWordKeys;
+constexpr long long kTileWords = kBlockM * kRowWords;  // a call may have more than 2^31 in all
 using Seen = SeenTiles<kBlockM, kBlockN>;
 using SeenScores = SeenBits<kBlockN / 2>;
 __device__ inline unsigned int* tiles_taken(const ForwardParams& call) {

@@ -264,11 +264,13 @@ def test_what_is_not_asked_for_is_off_and_dropout_is_ours(rng, options):
 CACHE_OPTIONS = [{}, {"causal": True}, {"window_size": (3, 0), "softcap": 5.0}]
 
 
-def attention_of_each(q, k_cache, v_cache, held, causal=False, window_size=(-1, -1), softcap=0.0):
-    """The output and the LSE over the first `held` keys of each sequence, in a call of its own."""
+def attention_of_each(
+    q, k_cache, v_cache, held, padding=(0, 0), causal=False, window_size=(-1, -1), softcap=0.0
+):
+    """The output and the LSE over the `held` keys of each sequence but its padding, in a call of its own."""
     results = [
         cufa.attention(
-            *(q[[b]], k_cache[[b], :count], v_cache[[b], :count]),
+            *(q[[b]], k_cache[[b], padding[b] : count], v_cache[[b], padding[b] : count]),
             causal=causal,
             window=window_size,
             softcap=softcap,
@@ -317,6 +319,27 @@ def test_flash_attns_cache_takes_new_keys_behind_those_it_holds(rng, options, he
     np.testing.assert_array_equal(v_cache, expected_caches[1])
     exact, _ = attention_of_each(q, *expected_caches, np.broadcast_to(held, 2) + 3, **options)
     close(out, exact)
+
+
+@pytest.mark.parametrize("options", CACHE_OPTIONS)
+@pytest.mark.parametrize("padding", [[0, 6], [6, 1]])
+@pytest.mark.parametrize("paged", [False, True])
+def test_flash_attns_cache_with_padding_on_the_left(rng, options, padding, paged):
+    """Which queries do not see, even if it is NaN; of one sequence all keys but the new ones."""
+    q, k_cache, v_cache = draw(rng, 3, 9)
+    _, k, v = draw(rng, 3, 3)
+    held, padding = np.array([6, 6], np.int32), np.array(padding, np.int32)
+    whole = [np.concatenate([cache[:, :6], new], axis=1) for cache, new in ((k_cache, k), (v_cache, v))]
+    exact, exact_lse = attention_of_each(q, *whole, held + 3, padding, **options)
+    for b, cache in itertools.product(range(2), (k_cache, v_cache)):
+        cache[b, : padding[b]] = np.nan
+    caches, table = (k_cache, v_cache), None
+    if paged:
+        table, *caches = pages_of(rng, 4, k_cache, v_cache)
+    options = options | {"cache_leftpad": padding, "block_table": table, "return_softmax_lse": True}
+    out, lse = compat.flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=held, **options)
+    close(out, exact)
+    close(lse, exact_lse)
 
 
 def rounded_to_8_bits(descales, **arrays):
@@ -721,7 +744,13 @@ def test_flash_attns_cache_of_more_sequences(rng):
             ValueError,
             "cache_seqlens is 4; with 3 new tokens after that, rotary_cos has only 5 places",
         ),
-        ({"cache_leftpad": np.zeros(2, np.int32)}, ValueError, "cache_leftpad is given; there is no padding"),
+        ({"cache_leftpad": np.zeros(3, np.int32)}, ValueError, r"cache_leftpad has shape \(3,\); it must be"),
+        ({"cache_leftpad": np.zeros(2)}, TypeError, "cache_leftpad has dtype float64; it must be int32"),
+        (
+            {"cache_leftpad": np.array([9, 10], np.int32)},
+            ValueError,
+            "cache_leftpad is 10 for sequence 1; k_cache has room for 0 to 9",
+        ),
         ({"cache_batch_idx": np.zeros((2, 1), np.int32)}, ValueError, r"cache_batch_idx has shape \(2, 1\)"),
         (
             {"cache_batch_idx": np.zeros(2, np.int32), "block_table": np.zeros((2, 1), np.int32)},
@@ -1088,7 +1117,8 @@ def test_jaxs_options_that_are_impossible(rng, options, error, message):
 @pytest.mark.gpu
 @pytest.mark.parametrize("library", ["cupy", "torch"])
 @pytest.mark.parametrize("held", [4, np.array([0, 6], np.int32)])
-def test_flash_attns_cache_on_a_gpu(rng, library, held):
+@pytest.mark.parametrize("padding", [None, np.array([2, 5], np.int32)], ids=["all", "padded"])
+def test_flash_attns_cache_on_a_gpu(rng, library, held, padding):
     xp = pytest.importorskip(library)
 
     def on_gpu(x):
@@ -1096,14 +1126,16 @@ def test_flash_attns_cache_on_a_gpu(rng, library, held):
 
     host = [*draw(rng, 3, 9), *draw(rng, 3, 3)[1:]]
     arrays = [on_gpu(x) for x in host]
-    angles = dict(zip(("rotary_cos", "rotary_sin"), angles_of(rng), strict=True))
+    side = dict(zip(("rotary_cos", "rotary_sin"), angles_of(rng), strict=True))
+    if padding is not None:
+        side["cache_leftpad"] = padding
     out = compat.flash_attn_with_kvcache(
         *arrays,
         cache_seqlens=held if isinstance(held, int) else on_gpu(held),
         causal=True,
-        **{name: on_gpu(x) for name, x in angles.items()},
+        **{name: on_gpu(x) for name, x in side.items()},
     )
-    expected_out = compat.flash_attn_with_kvcache(*host, cache_seqlens=held, causal=True, **angles)
+    expected_out = compat.flash_attn_with_kvcache(*host, cache_seqlens=held, causal=True, **side)
     for actual, exact in zip((out, *arrays[1:3]), (expected_out, *host[1:3]), strict=True):
         close(actual.get() if library == "cupy" else actual.cpu().numpy(), exact)
 
@@ -1125,6 +1157,7 @@ def test_flash_attns_cache_in_8_bits_on_a_gpu(rng, library, dtype):
     _, k, v = (x.astype(dtype) for x in draw(rng, 3, 3))
     q = q.astype(dtype)
     side = {"cache_seqlens": np.array([0, 1], np.int32), "block_table": np.array([[1], [0]], np.int32)}
+    side["cache_leftpad"] = np.array([2, 1], np.int32)
     names = "qkv" if dtype == "float8_e4m3fn" else "kv"
     side |= {f"{name}_descale": rng.uniform(0.5, 2, (2, 2)).astype(np.float32) for name in names}
     arrays = [on_gpu(x) for x in (q, k_pages, v_pages, k, v)]

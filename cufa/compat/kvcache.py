@@ -12,6 +12,7 @@ from cufa.arguments import check_descales, check_flags, check_window
 from cufa.arrays import adopt_in_place, check_same_kind, check_writeable, check_written, on_cpu
 from cufa.compat.appending import becomes_8_bits, prepare
 from cufa.compat.arguments import (
+    arange,
     attention_as,
     check_arrays,
     check_attention_as,
@@ -45,7 +46,7 @@ def flash_attn_with_kvcache(
     rotary_sin: Any = None,
     cache_seqlens: Any = None,
     cache_batch_idx: Any = None,
-    cache_leftpad: None = None,
+    cache_leftpad: Any = None,
     block_table: Any = None,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -68,8 +69,8 @@ def flash_attn_with_kvcache(
     (`cufa.rotary`): a key by its position in the cache. With a causal mask or a window, query i is rotated by
     position cache_seqlens + i, otherwise every query by position cache_seqlens.
 
-    Differences: there is no padding on the left (`cache_leftpad`); `num_splits` is ignored, since the plan
-    chooses it; the LSE of a row that sees no key is -inf. Pages may have any size.
+    Differences: `num_splits` is ignored, since the plan chooses it; the LSE of a row that sees no key is
+    -inf. Pages may have any size, and padding on their left.
 
     A call that is captured into a CUDA graph must take its memory from a pool of the graph's own
     (examples/graph.py): what it allocates on the way returns to the pool, but the graph keeps using it.
@@ -89,7 +90,8 @@ def flash_attn_with_kvcache(
             exceeds the cache, all keys in the cache count.
         cache_batch_idx: (batch,) int32, the cache entry of each sequence; None for 0, 1, 2, ... Not with a
             block table. With k, no two sequences may share an entry.
-        cache_leftpad: must be None.
+        cache_leftpad: (batch,) int32, how many keys at the beginning of each sequence are padding, which no
+            query sees; cache_seqlens and positions count them. On a GPU the numbers are not checked.
         block_table: (batch, pages) int32, the pages of each sequence, as in `cufa.attention`, including the
             pages that k is written to, each of which takes keys of one sequence only.
         softmax_scale: factor on Q K^T; 1 / sqrt(head_dim) if None.
@@ -115,8 +117,6 @@ def flash_attn_with_kvcache(
             cache to write to that overlaps another array, or what `cufa.attention` and `cufa.rotary` raise.
         In all these cases, nothing has been written.
     """
-    if cache_leftpad is not None:
-        raise ValueError("cache_leftpad is given; there is no padding on the left of a cache")
     check_flags(causal=causal, rotary_interleaved=rotary_interleaved)
     descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     check_descales(**descales)
@@ -128,6 +128,7 @@ def flash_attn_with_kvcache(
         rotary_sin=rotary_sin,
         cache_seqlens=None if isinstance(held, int) else held,
         cache_batch_idx=cache_batch_idx,
+        cache_leftpad=cache_leftpad,
         block_table=block_table,
         alibi_slopes=alibi_slopes,
         **descales,
@@ -153,6 +154,8 @@ def flash_attn_with_kvcache(
         "return_lse": return_softmax_lse,
     }
     side = {"alibi_slopes": alibi_slopes, **descales, "seqused_k": held, "block_table": table}
+    if cache_leftpad is not None:
+        side["mask"] = _right_of(cache_leftpad, q, batch, room)
     is_rotated = rotary_cos is not None or rotary_sin is not None
     if is_rotated:
         _check_given(
@@ -216,6 +219,14 @@ def _places(arrays: Mapping[str, Any], batch: int) -> tuple[Mapping[str, str], A
             raise ValueError(f"block_table has shape {tuple(pages.shape)}; it must be (batch, pages)")
         room *= pages.shape[1]
     return _NAMES, pages, room
+
+
+def _right_of(padding: Any, q: Any, batch: int, room: int) -> Any:
+    """A mask for the `room` keys of each sequence that hides those of its padding; raises as a check."""
+    check_int32("cache_leftpad", padding, (batch,))
+    for wrong in _outside("cache_leftpad", padding, room + 1):
+        raise ValueError(f"{wrong}; k_cache has room for 0 to {room}")
+    return (arange(room, q) >= padding[:, None])[:, None, None]
 
 
 def _check_given(for_what: str, **needed: Any) -> None:

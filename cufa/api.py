@@ -187,8 +187,7 @@ def attention(
             beyond the `seqused_k` keys of a sequence are not read. May be combined with cu_seqlens_q, not
             with cu_seqlens_k. There are no gradients. On a GPU the numbers are not checked.
         max_seqlen_q: the most queries that a sequence of cu_seqlens_q has, if you know it. Only planning
-            uses it, and only for keys in pages: it can show that all sequences have the same length. No
-            result depends on it.
+            uses it, for tiles that suit the lengths. No result depends on it.
         precision: of float32 products: "ieee" for the error of float32, or the faster "tf32": tensor cores
             round operands to 10 bits of mantissa. No effect on the CPU or with return_attn_probs.
         layout: "bshd" as above, or "bhsd" for (batch, heads, seqlen, head_dim); pages are then

@@ -258,9 +258,7 @@ def make_problem(
         raise ValueError(f"max_seqlen_q is {options.max_seqlen_q} and cu_seqlens_q is not given")
     problem = _tensors(direction, shapes, dtypes, options.layout, packed)
     features = _features(problem, shapes, dtypes, options)
-    # Other plans ignore it; leaving it out means one plan for all its values.
-    longest = options.max_seqlen_q if features.page_size else None
-    return replace(problem, causal=_range(options)[0], features=features, max_seqlen_q=longest)
+    return replace(problem, causal=_range(options)[0], features=features, max_seqlen_q=options.max_seqlen_q)
 
 
 def _tensors(

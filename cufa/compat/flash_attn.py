@@ -157,7 +157,7 @@ def flash_attn_varlen_func(
         cu_seqlens_k: (batch + 1,) int32, the same for k and v. With a block table, the differences are the
             number of keys of each sequence. On a GPU these are not checked: if the pages have room for
             fewer, all keys in them count.
-        max_seqlen_q: as in `cufa.attention`; used only with a block table and if it is an int.
+        max_seqlen_q: as in `cufa.attention`; used only if it is an int.
         max_seqlen_k: ignored.
         dropout_p: as in `flash_attn_func`; likewise the options below.
         softmax_scale: as in `flash_attn_func`.
@@ -195,7 +195,7 @@ def flash_attn_varlen_func(
             names = {**names, "seqused_k": "cu_seqlens_k"}
         cu_seqlens_k = None
     # Reading a max_seqlen_q from the GPU would need a synchronization.
-    longest = max_seqlen_q if block_table is not None and isinstance(max_seqlen_q, Integral) else None
+    longest = max_seqlen_q if isinstance(max_seqlen_q, Integral) else None
     result = attention_as(
         names,
         q,

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from cufa.device import Device
 from cufa.plan import parting
-from cufa.plan.choice import with_sizes
+from cufa.plan.choice import typical, with_sizes
 from cufa.plan.hopper import (
     MAX_WGMMA_N,
     PANEL_COLS,
@@ -26,7 +26,7 @@ from cufa.plan.hopper import (
     register_steps,
 )
 from cufa.plan.pace import Pace, fastest, is_cut
-from cufa.problem import Problem
+from cufa.problem import PLAIN, Problem
 from cufa.rounding import ceil_div
 
 # With this many consumers, or blocks per SM, threads have no registers to spare.
@@ -211,7 +211,7 @@ def fastest_in_parts(
 
     Keys are split with tiles that `may_part`, if the time is less than `worth_it` of that without.
     """
-    best, least = fastest(problem, device, paces)
+    best, least = fastest(typical(problem), device, paces)
     parted = {tiles: pace for tiles, pace in paces.items() if may_part(problem, tiles)}
     in_parts = parting.fastest(problem, device, parted, least, worth_it)
     if in_parts is None:
@@ -236,8 +236,12 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
         return not (alibi_and_more or many_and_more)
     if tiles.consumers <= 2:
         return problem.value_dim <= MOST_VALUE_DIM or tiles.block_n < MANY_KEYS
-    if lengths_vary(problem) or features.key_mask or features.dropout:
+    if features.seqused_k or features.key_mask or features.dropout:
         return False
+    if features.packed:
+        # The producer, which finds sequences, spills some words then, in no hurry. Others must not.
+        plain = replace(features, packed=False, window=PLAIN.window, sink=False) == PLAIN
+        return plain and max(problem.head_dim, problem.value_dim) <= PANEL_COLS
     if features.bias is not None:
         plain = not (is_cut(problem) or features.alibi or features.softcap or features.score_mod)
         return plain and has_bias_boxes(problem) and tiles.consumers < MANY_CONSUMERS

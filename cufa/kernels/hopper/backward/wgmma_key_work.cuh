@@ -79,13 +79,7 @@ struct KeyOrder {
     __device__ static KeyWork at(unsigned int index, const BackwardParams& call) {
         const Sizes& sizes = call.sizes;
         if (index >= count(sizes)) return KeyWork::none();
-        if constexpr (kPacked) {
-            const int parts = parts_of_heads(sizes);
-            const auto [batch, first_key] = row_tile<BlockN>(
-                index / parts, sizes.batch, sizes.seqlen_k, call.features.cu_seqlens_k);
-            return {Sequence(call, batch), static_cast<int>(index % parts), first_key};
-        }
-        const int tiles = tiles_of_head(sizes), heads = sizes.batch * parts_of_heads(sizes);
+        const int tiles = tiles_at_once(sizes), heads = all_heads(sizes);
         // Parts of rows wait for each other's additions, so they belong together.
         const int least = section_heads(sizes);
         const int of_section = kRowParts == 1 ? least : round_up(least, kRowParts);
@@ -95,18 +89,20 @@ struct KeyOrder {
         const int first_head = section * of_section;
         const int in_section = section < last ? of_section : heads - first_head;
         const int place = index - first_head * tiles;
-        const int head = first_head + place % in_section;
+        const int head = first_head + place % in_section, tile = place / in_section;
+        if constexpr (kPacked) {
+            const auto [batch, first_key] =
+                row_tile<BlockN>(tile, sizes.batch, sizes.seqlen_k, call.features.cu_seqlens_k);
+            return {Sequence(call, batch), head, first_key};
+        }
         const int parts = parts_of_heads(sizes);
-        return {Sequence(call, head / parts), head % parts, place / in_section * BlockN};
+        return {Sequence(call, head / parts), head % parts, tile * BlockN};
     }
 
     __device__ static KeyWork first(const BackwardParams& call) { return at(blockIdx.x, call); }
     // The number of times that work can be taken.
     __device__ static unsigned int count(const Sizes& sizes) {
-        if (kPacked) {
-            return parts_of_heads(sizes) * row_tiles<BlockN>(sizes.batch, sizes.seqlen_k);
-        }
-        return sizes.batch * parts_of_heads(sizes) * tiles_of_head(sizes);
+        return all_heads(sizes) * tiles_at_once(sizes);
     }
 
     // Advances to the next tile, if it was taken together with this one.
@@ -118,15 +114,19 @@ struct KeyOrder {
     }
 
   private:
-    __device__ static int tiles_of_head(const Sizes& sizes) {
-        return kAdding == kAlone ? 1 : ceil_div(sizes.seqlen_k, BlockN);
+    // How often the keys of a head are taken, and of how many heads or parts of them.
+    __device__ static int tiles_at_once(const Sizes& sizes) {
+        return kAdding == kAlone ? 1 : tiles_of_head<BlockN>(sizes, sizes.seqlen_k);
+    }
+    __device__ static int all_heads(const Sizes& sizes) {
+        return heads_of_all(sizes, parts_of_heads(sizes));
     }
     // Blocks of equal length walk in step through the queries of a head, one head after the other.
     // Under a causal mask lengths differ, and blocks that add in order begin one after the other:
     // in both cases, a section of too few heads leaves SMs idle at its end. With too many heads,
     // the L2 cache does not hold what they work on.
     __device__ static int section_heads(const Sizes& sizes) {
-        const int enough = ceil_div(kSectionBlocks, max(1, tiles_of_head(sizes)));
+        const int enough = ceil_div(kSectionBlocks, max(1, tiles_at_once(sizes)));
         if (kAdding == kInOrder && kCausal) {
             return even(sizes, min(max(enough, kLeastOrderedHeads), kMostOrderedHeads));
         }
@@ -136,7 +136,7 @@ struct KeyOrder {
     }
     // At most `most` heads, in sections of equal size.
     __device__ static int even(const Sizes& sizes, int most) {
-        const int heads = sizes.batch * parts_of_heads(sizes);
+        const int heads = all_heads(sizes);
         return ceil_div(heads, ceil_div(heads, most));
     }
     // As many heads as the L2 cache holds queries and sums of.
@@ -145,7 +145,7 @@ struct KeyOrder {
                                   kHeadDim * static_cast<int>(sizeof(float));
         const int head_rows = max(1, heads_of_part(sizes) * sizes.seqlen_q);
         const int fitting = kSectionBytes / kRowBytes / head_rows;
-        return min(max(fitting, 1), sizes.batch * parts_of_heads(sizes));
+        return min(max(fitting, 1), all_heads(sizes));
     }
 };
 

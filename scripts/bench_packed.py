@@ -1,0 +1,177 @@
+#!/usr/bin/env python3
+"""Times packed sequences of many lengths beside other libraries, and writes benchmarks/packed.json.
+
+The peers are FlashAttention-2 (PyTorch's varlen_attn) and flash-attn-4; one that refuses a problem is left
+out there. All are told the longest length. Where all sequences are equally long, cufa is also timed on the
+same arrays as a batch. The way of timing is that of bench_peers.py.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import bench_peers
+import click
+import cupy
+import numpy as np
+import torch
+from bench_peers import FLUSH_BYTES, ROOT
+from peer_calls import FLASH_ATTN_4, Call, version_of
+from rich.console import Console
+from rich.progress import track
+from torch.nn.attention.varlen import varlen_attn
+
+import cufa
+
+RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "packed.json"))
+DTYPE = torch.bfloat16
+BATCH = "cufa, batch"
+HIDDEN, HEAD_DIMS = 2_048, (64, 128)
+
+# Drawn once: most documents are short, and most tokens in long ones.
+DOCUMENTS = np.minimum(np.random.default_rng(0).lognormal(5.5, 1.4, 50).astype(int) + 1, 8_192)
+LENGTHS: dict[str, list[int]] = {
+    "4 of 4,096": [4_096] * 4,
+    "16 of 1,024": [1_024] * 16,
+    "128 of 128": [128] * 128,
+    "each half as long as the one before, from 8,192 on": [8_192 >> i for i in range(14)],
+    "one of 8,192, 64 of 128": [8_192] + [128] * 64,
+    "8 to 2,048 in steps of 8": list(range(8, 2_049, 120)),
+    "documents": DOCUMENTS.tolist(),
+    "1 to 128": list(range(1, 129)),
+}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Sequences of these lengths, one after the other."""
+
+    lengths: list[int]
+    head_dim: int
+    causal: bool
+
+    @property
+    def heads(self) -> int:
+        return HIDDEN // self.head_dim
+
+    @functools.cached_property
+    def starts(self) -> torch.Tensor:
+        return torch.tensor(np.cumsum([0, *self.lengths]), dtype=torch.int32, device="cuda")
+
+
+def cufa_calls(packed: Packed, tensors: Collection[torch.Tensor]) -> dict[str, dict[str, Call]]:
+    starts = cupy.from_dlpack(packed.starts)
+    q, k, v, dout = (cupy.from_dlpack(x) for x in tensors)
+    options = {"causal": packed.causal, "cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    attend = functools.partial(
+        cufa.attention, q, k, v, return_lse=True, max_seqlen_q=max(packed.lengths), **options
+    )
+    differentiate = functools.partial(cufa.attention_backward, dout, q, k, v, *attend(), **options)
+    calls: dict[str, dict[str, Call]] = {"cufa": {"forward": attend, "backward": differentiate}}
+    if len(set(packed.lengths)) == 1:
+        shape = len(packed.lengths), packed.lengths[0], packed.heads, packed.head_dim
+        batch = (x.reshape(shape) for x in (q, k, v, dout))
+        of_batch = bench_peers.cufa_calls(*batch, causal=packed.causal)
+        calls[BATCH] = {direction: of_batch[direction]["cufa"] for direction in calls["cufa"]}
+    return calls
+
+
+def by_autograd(attend: Call, tensors: Collection[torch.Tensor]) -> Callable[[], dict[str, Call]]:
+    *inputs, dout = tensors
+
+    def calls() -> dict[str, Call]:
+        differentiate = functools.partial(
+            torch.autograd.grad, attend(), inputs, grad_outputs=dout, retain_graph=True
+        )
+        return {"forward": attend, "backward": differentiate}
+
+    return calls
+
+
+def flash_attention_2(packed: Packed, tensors: list[torch.Tensor]) -> Callable[[], dict[str, Call]]:
+    longest, window = max(packed.lengths), (-1, 0 if packed.causal else -1)
+    attend = functools.partial(
+        varlen_attn, *tensors[:3], packed.starts, packed.starts, longest, longest, window_size=window
+    )
+    return by_autograd(attend, tensors)
+
+
+def flash_attn_4(packed: Packed, tensors: list[torch.Tensor]) -> Callable[[], dict[str, Call]]:
+    from flash_attn.cute.interface import flash_attn_varlen_func
+
+    longest = max(packed.lengths)
+
+    def attend() -> torch.Tensor:
+        result = flash_attn_varlen_func(
+            *tensors[:3],
+            cu_seqlens_q=packed.starts,
+            cu_seqlens_k=packed.starts,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            causal=packed.causal,
+        )
+        return result[0] if isinstance(result, tuple) else result
+
+    return by_autograd(attend, tensors)
+
+
+PEERS = {"flash-attention-2": flash_attention_2, FLASH_ATTN_4: flash_attn_4}
+
+
+def calls_of(packed: Packed, peers: Collection[str]) -> dict[str, dict[str, Call]]:
+    """The forward and the backward of each library that takes the problem."""
+    shape = sum(packed.lengths), packed.heads, packed.head_dim
+    tensors = [torch.randn(shape, dtype=DTYPE, device="cuda") for _ in range(4)]
+    calls = cufa_calls(packed, tensors)
+    of_peers = [*(x.requires_grad_() for x in tensors[:3]), tensors[3]]
+    for name in peers:
+        if name == FLASH_ATTN_4 and version_of(FLASH_ATTN_4) is None:
+            continue
+        try:
+            calls[name] = PEERS[name](packed, of_peers)()
+            for call in calls[name].values():
+                call()
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            print(
+                f"{name} is left out of {packed}: {(str(error) or repr(error)).splitlines()[0]}", flush=True
+            )
+            calls.pop(name, None)
+    return calls
+
+
+@click.command(help=__doc__)
+@click.option("--lengths", "chosen", type=click.Choice(list(LENGTHS)), multiple=True, default=list(LENGTHS))
+@click.option("--peer", "peers", type=click.Choice(list(PEERS)), multiple=True, default=list(PEERS))
+@click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
+def main(chosen: Collection[str], peers: Collection[str], rounds: int) -> None:
+    bench_peers.require_gpu()
+    torch.manual_seed(0)
+    # One stream for all, so that events of one library see the work of the other.
+    stream = cupy.cuda.Stream(non_blocking=True)
+    flush = cupy.empty(FLUSH_BYTES, cupy.uint8)
+    points: list[dict[str, Any]] = []
+    problems = [(name, d, causal) for name in chosen for d in HEAD_DIMS for causal in (False, True)]
+    with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
+        tracked = track(problems, console=Console(stderr=True), transient=True)
+        for done, (name, head_dim, causal) in enumerate(tracked, 1):
+            packed = Packed(LENGTHS[name], head_dim, causal)
+            calls = calls_of(packed, peers)
+            bench_peers.check({library: each for library, each in calls.items() if library != BATCH})
+            described = {"lengths": name, "sequences": len(packed.lengths), "tokens": sum(packed.lengths)}
+            described |= {"heads": packed.heads, "head_dim": head_dim, "causal": causal}
+            for direction in calls["cufa"]:
+                of_direction = {library: each[direction] for library, each in calls.items()}
+                seconds = bench_peers.times_of(of_direction, rounds, flush.fill)
+                points.append(described | {"direction": direction, "seconds": seconds})
+                print(points[-1], flush=True)
+            versions = {FLASH_ATTN_4: version_of(FLASH_ATTN_4), "dtype": "bfloat16"}
+            bench_peers.write_record(RECORD, done, len(problems), {**versions, "points": points})
+            cupy.get_default_memory_pool().free_all_blocks()
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

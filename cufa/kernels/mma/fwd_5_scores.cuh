@@ -61,10 +61,7 @@ class SeenScores {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int row = first_row + row_of(m, half);
-                bits[m][half] = 0;
-                rows[m][half].look(rules.mask, row, first_key, [&](int n, unsigned int seen) {
-                    bits[m][half] |= seen << 2 * n;
-                });
+                rows[m][half].look(bits[m][half], rules.mask, row, first_key);
             }
     }
 

@@ -78,12 +78,8 @@ class SeenScores {
         if constexpr (kMaskBits == 0) return;
         for_each_row(rows, [&](int m, int half, const ScoreRules& rules, int query) {
             unsigned int& word = bits[m][half];
+            if (in_sixteens) return masks[m][half].look(word, rules.mask, query, first_key);
             word = 0;
-            if (in_sixteens) {
-                masks[m][half].look(rules.mask, query, first_key,
-                                    [&](int n, unsigned int seen) { word |= seen << 2 * n; });
-                return;
-            }
 #pragma unroll
             for (int n = 0; n < kBlockN / kMmaN; ++n)
                 word |= rules.sees_two(query, fragment_col(first_key, n)) << 2 * n;

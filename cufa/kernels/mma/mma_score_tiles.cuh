@@ -128,8 +128,7 @@ class SeenScores {
         for (int m = 0; m < kTiles; ++m) masks[m].load(tile.rules, first_col(), row_of(m));
 #pragma unroll
         for (int m = 0; m < kTiles; ++m)
-            masks[m].look(tile.rules.mask, first_col(), row_of(m),
-                          [&](int n, int e, unsigned int seen) { add(m, n, seen << e, e == 0); });
+            masks[m].look(bits[m], tile.rules.mask, first_col(), row_of(m));
     }
 
     __device__ void read_mask_of_queries() {

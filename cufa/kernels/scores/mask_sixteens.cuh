@@ -61,8 +61,13 @@ class MaskOfQuery {
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) keys[i] = load_sixteen(rules, row, first_key + column(i));
     }
-    // Calls take(n, bits) for each even n. Bits 0 and 1 say whether the lane's two keys of fragment
-    // n are seen, bits 2 and 3 the same for fragment n + 1.
+    // Finds which of the lane's keys are seen: a bit for each, two for each fragment.
+    __device__ void look(unsigned int& bits, const Mask& mask, int row, int first_key) const {
+        static_assert(Columns <= 128, "a word has bits for 128 keys");
+        bits = 0;
+        look(mask, row, first_key, [&](int n, unsigned int four) { bits |= four << 2 * n; });
+    }
+    // Calls take(n, bits) with the bits of fragments n and n + 1, for each even n.
     template <class Take>
     __device__ void look(const Mask& mask, int row, int first_key, const Take& take) const {
 #pragma unroll
@@ -94,10 +99,10 @@ class MaskOfKeys {
         for (int i = 0; i < kLoads; ++i)
             keys[i] = load_sixteen(rules, first_row + column(i), first_key);
     }
-    // Calls take(n, e, bits) for each of the lane's columns. Bit 0 says whether the query sees the
-    // lane's first key, bit 2 the second.
-    template <class Take>
-    __device__ void look(const Mask& mask, int first_row, int first_key, const Take& take) const {
+    // Finds which of the lane's scores are seen: a bit for each, in the order of its elements.
+    __device__ void look(unsigned int (&words)[ceil_div(Columns, 64)], const Mask& mask,
+                         int first_row, int first_key) const {
+        for (unsigned int& word : words) word = 0;
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
             const unsigned int own = seen_of(keys[i], mask, first_row + column(i), first_key);
@@ -108,7 +113,7 @@ class MaskOfKeys {
                     const int of_column = n % 4 * kFragmentCols + threadIdx.x % 4 * 2 + e;
                     const unsigned int seen =
                         __shfl_sync(0xffffffffu, own, of_column) >> threadIdx.x % 32 / 4;
-                    take(n, e, (seen & 1) | (seen >> 6 & 4));
+                    words[n / 8] |= ((seen & 1) | (seen >> 6 & 4)) << (n % 8 * 4 + e);
                 }
         }
     }

@@ -81,17 +81,14 @@ struct KeySoftmax {
     // Finds out which scores of a tile are seen, by the caller's mask or function. The warp's keys
     // begin at `warp_key`.
     __device__ void find_seen(const TilePlace& place, const ScoreRules& rules, int warp_key) {
-        for (unsigned int& word : seen) word = 0;
         if constexpr (kMaskAlone) {
             if (lies_in_sixteens(rules, warp_key, 16)) {
                 MaskOfKeys<BlockM> mask;
                 mask.load(rules, place.first_row, warp_key);
-                mask.look(
-                    rules.mask, place.first_row, warp_key,
-                    [&](int n, int e, unsigned int two) { seen[n / 8] |= two << (n % 8 * 4 + e); });
-                return;
+                return mask.look(seen, rules.mask, place.first_row, warp_key);
             }
         }
+        for (unsigned int& word : seen) word = 0;
 #pragma unroll
         for (int i = 0; i < BlockM / 2; ++i) {
             const int row = place.first_row + query + i / 4 * 8 + i % 2;

@@ -46,11 +46,8 @@ class SeenScores {
 #pragma unroll
         for (int half = 0; half < 2; ++half) masks[half].load(rules, row + 8 * half, first_key);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            unsigned int& bits = of_row[half] = 0;
-            masks[half].look(rules.mask, row + 8 * half, first_key,
-                             [&](int eight, unsigned int seen) { bits |= seen << 2 * eight; });
-        }
+        for (int half = 0; half < 2; ++half)
+            masks[half].look(of_row[half], rules.mask, row + 8 * half, first_key);
     }
     __device__ void ask(const ScoreRules& rules, int row, int first_key) {
 #pragma unroll

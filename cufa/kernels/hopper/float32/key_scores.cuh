@@ -20,28 +20,25 @@ class SeenScores {
     SeenScores() = default;
     // The warp's keys begin at `warp_key`; the thread's keys are `key` and key + 8.
     __device__ void find(const ScoreRules& rules, int first_row, int warp_key, int key) {
-        bits = 0;
         if constexpr (kMaskAlone) {
-            if (lies_in_sixteens(rules, warp_key, 16)) return read(rules, first_row, warp_key);
+            if (lies_in_sixteens(rules, warp_key, 16)) {
+                MaskOfKeys<Queries> mask;
+                mask.load(rules, first_row, warp_key);
+                return mask.look(words, rules.mask, first_row, warp_key);
+            }
         }
+        for (unsigned int& word : words) word = 0;
 #pragma unroll
         for (int i = 0; i < Queries / 2; ++i) {
             const int row = first_row + i / 4 * 8 + col_of_thread() + i % 2;
-            bits |= static_cast<unsigned int>(rules.sees(row, key + i / 2 % 2 * 8)) << i;
+            const bool sees = rules.sees(row, key + i / 2 % 2 * 8);
+            words[i / 32] |= static_cast<unsigned int>(sees) << i % 32;
         }
     }
-    __device__ bool at(int i) const { return bits >> i & 1; }
+    __device__ bool at(int i) const { return words[i / 32] >> i % 32 & 1; }
 
   private:
-    static_assert(Queries / 2 <= 32, "a word has bits for 64 queries");
-    unsigned int bits;
-
-    __device__ void read(const ScoreRules& rules, int first_row, int warp_key) {
-        MaskOfKeys<Queries> mask;
-        mask.load(rules, first_row, warp_key);
-        mask.look(rules.mask, first_row, warp_key,
-                  [&](int n, int e, unsigned int two) { bits |= two << (n * 4 + e); });
-    }
+    unsigned int words[ceil_div(Queries, 64)];
 };
 
 // Of some of a tile's queries, from FirstQuery on.

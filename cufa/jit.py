@@ -54,6 +54,8 @@ _ADVICE = re.compile(r"\bwarning\s*[:#]|\bC75\d\d\b")
 # What gives NVRTC the arch, which is the variant's.
 _ARCH_OPTIONS = ("-arch", "--gpu-architecture")
 _DEBUG_OPTIONS = ("-lineinfo", "-DWATCHDOG_SECONDS=5")
+# Earlier versions crash with the larger kernels, or do not know instructions of theirs.
+_OLDEST_NVRTC = (12, 4)
 # From this version on, NVRTC keeps machine code in the driver's cache and then prints no report.
 _NVRTC_WITH_CACHE = (12, 9)
 
@@ -68,7 +70,7 @@ class CompileError(RuntimeError):
 
 
 class NVRTCMissingError(ImportError):
-    """NVRTC or its Python binding is not installed."""
+    """NVRTC or its Python binding is not installed, or is too old."""
 
 
 @dataclass(frozen=True)
@@ -343,6 +345,11 @@ def _compilable(arch: Arch) -> Arch:
 def _run_nvrtc(variant: Variant, texts: Mapping[str, str], options: tuple[str, ...]) -> tuple[bytes, str]:
     """The machine code or PTX of `variant`, and NVRTC's log."""
     nvrtc = _nvrtc()
+    if nvrtc_version() < _OLDEST_NVRTC:
+        raise NVRTCMissingError(
+            "NVRTC {}.{} is installed, and the kernels need {}.{} or newer: "
+            "pip install --upgrade 'cufa[cuda12]'".format(*nvrtc_version(), *_OLDEST_NVRTC)
+        )
     arguments = [f"-arch={variant.arch}", *options]
     if not variant.arch.virtual:
         arguments.append("--ptxas-options=-v")

@@ -309,6 +309,14 @@ def test_an_arch_that_nvrtc_no_longer_knows_is_refused(variant, monkeypatch):
         jit.build(replace(variant, arch=Arch.parse("sm_75")))
 
 
+def test_an_nvrtc_that_would_crash_is_not_asked(variant, monkeypatch):
+    monkeypatch.setattr(jit, "nvrtc_version", lambda: (12, 1))
+    with pytest.raises(
+        jit.NVRTCMissingError, match=r"^NVRTC 12\.1 is installed, .* need 12\.4 or newer: pip"
+    ):
+        jit.build(variant)
+
+
 def test_every_known_gpu_gets_code_that_it_can_run():
     for capability, known in device.KNOWN.items():
         assert jit._compilable(known.arch).runs_on(capability) is None

@@ -261,10 +261,13 @@ def _dtype_of(kernel: str) -> str:
 
 
 def _features_of(kernel: str, dtype: str, asked: Features) -> Features:
-    """What is asked for; for the kernel that needs a bias, else one of all scores in the arrays' dtype."""
+    """What is asked for; for the kernel that needs a bias, else one of all scores, in the arrays' dtype if
+    biases have it.
+    """
     if kernel != "bias_gradient" or asked.bias is not None:
         return asked
-    return replace(asked, bias=(1, 1, SEQLEN, SEQLEN), bias_dtype=dtype)
+    bias_dtype = _DTYPE if dtype == FLOAT8 else dtype
+    return replace(asked, bias=(1, 1, SEQLEN, SEQLEN), bias_dtype=bias_dtype)
 
 
 def _devices(archs: tuple[str, ...] | None) -> list[Device]:

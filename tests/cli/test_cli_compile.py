@@ -140,6 +140,21 @@ def test_without_a_dtype_kernels_are_compiled_for_one_that_they_take(monkeypatch
     assert "sm_90a, float32, head dim 128" in table
 
 
+def test_compile_of_all_kernels_in_8_bits(monkeypatch):
+    """Those without 8 bits are passed over."""
+
+    def build(variant):
+        raise cufa.CompileError(variant.source)
+
+    monkeypatch.setattr(compile.jit, "build", build)
+    asked = ("--arch", "sm_90a", "--dtype", "float8_e4m3fn", "--head-dim", "64")
+    tried = run_json("compile", "--all", *asked, code=1)
+    compiled = {each["kernel"] for each in tried if not each["skipped"]}
+    assert {"fwd_7_fp8", "fwd_8_split_kv"} <= compiled
+    assert "bias_gradient" not in compiled
+    assert "bias_gradient supports float16" in refused("compile", "bias_gradient", *asked)
+
+
 @nvrtc
 def test_compile_of_kernels_beside_the_ladder():
     built = run_json("compile", *COMPANIONS, *TINY, "--dtype", "bfloat16")

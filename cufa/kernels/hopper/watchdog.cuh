@@ -10,13 +10,22 @@
 // How long a thread may wait; 0: forever.
 constexpr int kWatchdogSeconds = WATCHDOG_SECONDS;
 
+// NVRTC knows the place of a call from version 12.9 on.
+#if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ < 1209
+#define CALLING_FUNCTION "?"
+#define CALLING_LINE 0
+#else
+#define CALLING_FUNCTION __builtin_FUNCTION()
+#define CALLING_LINE __builtin_LINE()
+#endif
+
 // The place of a call in the source: a parameter `Caller caller = Caller::here()` receives it.
 struct Caller {
     const char* function;
     int line;
 
-    __device__ static constexpr Caller here(const char* function = __builtin_FUNCTION(),
-                                            int line = __builtin_LINE()) {
+    __device__ static constexpr Caller here(const char* function = CALLING_FUNCTION,
+                                            int line = CALLING_LINE) {
         return {function, line};
     }
 };

@@ -17,7 +17,7 @@ union SharedScores {
     SumsOfScores sums[kConsumers];
     struct {
         ScoreRows p, ds;
-    };
+    } halves;
 };
 
 struct Smem {

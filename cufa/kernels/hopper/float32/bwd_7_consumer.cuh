@@ -153,8 +153,8 @@ struct Consumer : HalfScores<kRole> {
 #pragma unroll
         for (int part = 0; part < kHalves; ++part) {
             const int row = part * kBlockN + warp_row, query = kRole * kHalfM;
-            write_rows<kHalfM>(smem.scores.p, p[part], row, query);
-            write_rows<kHalfM>(smem.scores.ds, ds[part], row, query);
+            write_rows<kHalfM>(smem.scores.halves.p, p[part], row, query);
+            write_rows<kHalfM>(smem.scores.halves.ds, ds[part], row, query);
         }
         ptx::proxy_fence();
         meet_all();  // P^T and dS^T are there
@@ -169,7 +169,7 @@ struct Consumer : HalfScores<kRole> {
             constexpr int kCols = cols_of<kDims>(kValuePart, Panel);
             WgmmaSums<kCols> sums;
             issue_halves<kBlockM, kCols>(
-                sums, DepthInColumns(smem.scores.p),
+                sums, DepthInColumns(smem.scores.halves.p),
                 DepthInRows(smem.dout[at.stage], kValuePart.begin + Panel));
             wait_product<0>(sums);
             const float unit = rows().dout.size * (1.f / (1 << kTopWeight));
@@ -188,7 +188,7 @@ struct Consumer : HalfScores<kRole> {
         if constexpr (Panel < kKeyPart.count) {
             constexpr int kCols = cols_of<kDepth>(kKeyPart, Panel);
             WgmmaSums<kCols> sums;
-            issue_halves<kBlockM, kCols>(sums, DepthInColumns(smem.scores.ds),
+            issue_halves<kBlockM, kCols>(sums, DepthInColumns(smem.scores.halves.ds),
                                          DepthInRows(smem.q[at.stage], kKeyPart.begin + Panel));
             wait_product<0>(sums);
             const float unit = rows().q.size * power_of_two(exponent);
@@ -211,7 +211,7 @@ struct Consumer : HalfScores<kRole> {
             const int panel = kQueryPart.begin + i;
             TileScores sums;
             issue_halves<kBlockN, kBlockM>(sums, DepthInRows(smem.k, panel),
-                                           DepthInRows(smem.scores.ds));
+                                           DepthInRows(smem.scores.halves.ds));
             if (i == 0) turns.take(tile);
             wait_product<0>(sums);
             add_panel(&tile.dq.quads[panel * (kBlockM / 8) * kWarpgroup], sums, unit);

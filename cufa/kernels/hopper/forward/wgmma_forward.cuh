@@ -142,7 +142,7 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         float sums[2];
         Bias bias;
         SeenScores seen;
-        Kept kept;
+        [[maybe_unused]] Kept kept;
         if constexpr (kBias) load_bias(bias, work, tile);
         if (kSeenBits && cut) seen.load(row_bits + tile * kTileWords);
         if constexpr (kDropout) draw_kept(kept, work, tile);
@@ -211,7 +211,7 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         float sums[2], shrink[2];
         Bias bias;
         SeenScores seen;
-        Kept kept;
+        [[maybe_unused]] Kept kept;
         if constexpr (kBias) load_bias(bias, work, tile);
         if (kSeenBits && cut) seen.load(row_bits + tile * kTileWords);
         turns.wait();

@@ -28,7 +28,7 @@ import cufa
 
 RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "packed.json"))
 DTYPE = torch.bfloat16
-BATCH = "cufa, batch"
+BATCH = "in a batch"
 HIDDEN, HEAD_DIMS = 2_048, (64, 128)
 
 # Drawn once: most documents are short, and most tokens in long ones.

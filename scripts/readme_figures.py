@@ -42,6 +42,7 @@ SERVING_RECORD = ROOT / "benchmarks" / "serving.json"
 FLEX_RECORD = ROOT / "benchmarks" / "flex.json"
 BIAS_RECORD = ROOT / "benchmarks" / "bias.json"
 SHAPES_RECORD = ROOT / "benchmarks" / "shapes.json"
+PACKED_RECORD = ROOT / "benchmarks" / "packed.json"
 INSTALL_RECORD = ROOT / "benchmarks" / "install.json"
 
 Row = dict[str, Any]
@@ -696,6 +697,57 @@ def shapes(record: Row) -> str:
     return f"{table(header, lines)}\n\n{caption}"
 
 
+def packed(record: Row) -> str:
+    """How fast packed sequences are, for each set of lengths."""
+    points = record["points"]
+    peers, directions = others_of(points, "peers"), ("forward", "backward")
+    columns = (*peers, *others_of(points, "in a batch"))
+    of_line: dict[tuple[str, str], list[Row]] = {}
+    for point in points:
+        masked = ", causal" if point["causal"] else ""
+        told = f"{point['heads']} of {point['head_dim']}{masked}"
+        of_line.setdefault((point["lengths"], told), []).append(point)
+    lines = [
+        (
+            *told,
+            *chain.from_iterable(
+                (duration(point["seconds"]["cufa"]), *(times_as_fast(point, name) for name in columns))
+                for point in of_directions
+            ),
+        )
+        for told, of_directions in of_line.items()
+    ]
+    header = (
+        "lengths",
+        "heads",
+        *chain.from_iterable(
+            (direction, *(f"x {called(name)}" for name in columns)) for direction in directions
+        ),
+    )
+    means = (
+        f"{direction} {statistics.geometric_mean(ratios):.2f} (worst {min(ratios):.2f})"
+        for direction in directions
+        for ratios in [over_faster_of(peers, [each for each in points if each["direction"] == direction])]
+    )
+    caption = (
+        f"In {record['dtype']}, with as many keys as queries. The last column of each "
+        "direction is the time of the same arrays as a batch, relative to that of packed sequences. "
+        f"Geometric means relative to {fastest_of(peers)}: {'; '.join(means)}. Measured on an "
+        f"{record['gpu']}, driver {record['driver']}, PyTorch {record['torch']}, flash-attn-4 "
+        f"{record['flash-attn-4']}, {record['date']}, by "
+        "`scripts/bench_packed.py` ([packed.json](packed.json))."
+    )
+    return f"{table(header, lines)}\n\n{caption}"
+
+
+def over_faster_of(peers: Sequence[str], points: Sequence[Row]) -> list[float]:
+    """How many times as fast as the fastest of these peers each point is."""
+    return [
+        min(point["seconds"][name] for name in peers if name in point["seconds"]) / point["seconds"]["cufa"]
+        for point in points
+    ]
+
+
 def shape_told(point: Row) -> str:
     keys = f" x {point['seqlen_k']:,} keys" if point["seqlen_k"] != point["seqlen_q"] else ""
     causal = ", causal" if point["causal"] else ""
@@ -910,6 +962,7 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
         "flex": (flex, (FLEX_RECORD,)),
         "bias": (bias, (BIAS_RECORD,)),
         "shapes": (shapes, (SHAPES_RECORD,)),
+        "packed": (packed, (PACKED_RECORD,)),
         "install": (install, (INSTALL_RECORD,)),
     },
 }

@@ -726,8 +726,7 @@ def packed(record: Row) -> str:
     )
     means = (
         f"{direction} {statistics.geometric_mean(ratios):.2f} (worst {min(ratios):.2f})"
-        for direction in directions
-        for ratios in [over_faster_of(peers, [each for each in points if each["direction"] == direction])]
+        for direction, ratios in over_faster_peer(points).items()
     )
     caption = (
         f"In {record['dtype']}, with as many keys as queries. The last column of each "
@@ -740,12 +739,14 @@ def packed(record: Row) -> str:
     return f"{table(header, lines)}\n\n{caption}"
 
 
-def over_faster_of(peers: Sequence[str], points: Sequence[Row]) -> list[float]:
-    """How many times as fast as the fastest of these peers each point is."""
-    return [
-        min(point["seconds"][name] for name in peers if name in point["seconds"]) / point["seconds"]["cufa"]
-        for point in points
-    ]
+def over_faster_peer(points: Sequence[Row]) -> dict[str, list[float]]:
+    """Of each direction: how many times as fast as the fastest peer each point is."""
+    peers, ratios = others_of(points, "peers"), dict[str, list[float]]()
+    for point in points:
+        seconds = point["seconds"]
+        fastest = min(seconds[name] for name in peers if name in seconds)
+        ratios.setdefault(point["direction"], []).append(fastest / seconds["cufa"])
+    return ratios
 
 
 def shape_told(point: Row) -> str:
@@ -840,6 +841,7 @@ def summary(
     h100: Row,
     single: Row,
     shapes: Row,
+    packed: Row,
     fp8: Row,
     decode: Row,
     serving: Row,
@@ -861,6 +863,10 @@ def summary(
     )
     fastest = max(max(point["tflops"].values()) for point in wide)
     error = max(point["error"] for point in fp8["points"])
+    over_packed = (
+        f"{statistics.geometric_mean(ratios):.2f} times as fast {direction}"
+        for direction, ratios in over_faster_peer(packed["points"]).items()
+    )
     points = decode["points"]
     keys = [point["seqlen_k"] for point in points]
     others = others_of(points, "peers")
@@ -899,6 +905,8 @@ def summary(
         f"many short sequences): {mean_over_fastest('forward', shapes['points']):.2f} times as fast forward "
         f"and {mean_over_fastest('backward', shapes['points']):.2f} times as fast backward as "
         f"{fastest_of(peers_of(shapes['points']))}.",
+        f"**Packed sequences** of many lengths: {' and '.join(over_packed)} as "
+        f"{fastest_of(others_of(packed['points'], 'peers'))}.",
         f"**float8_e4m3fn**, forward: {min(over_16_bits):.2f} to {max(over_16_bits):.2f} times as fast as "
         f"bfloat16 at head dims 128 and 256, {min(over_by_transposed):.2f} to {max(over_by_transposed):.2f} "
         f"times with V transposed; up to {fastest:.0f} TFLOP/s. The error of the output is at most "
@@ -935,6 +943,7 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
                 H100_RECORD,
                 SINGLE_RECORD,
                 SHAPES_RECORD,
+                PACKED_RECORD,
                 FP8_RECORD,
                 DECODE_RECORD,
                 SERVING_RECORD,

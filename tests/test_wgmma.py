@@ -13,7 +13,7 @@ from cufa import jit
 from cufa.device import Device
 from cufa.kernels import KERNELS
 from cufa.plan import make_plan
-from cufa.plan.choice import query_tiles
+from cufa.plan.choice import query_tiles, typical
 from cufa.plan.pace import seen_keys
 from cufa.plan.record import NOT_PARTED, Parting
 from cufa.plan.wgmma_tiles import CUT_PACES, MOST_VALUE_DIM, PACES, Tiles, parts_leave_registers
@@ -51,6 +51,29 @@ def test_no_spill_and_no_product_in_series(head_dim, causal, tiles):
     value_dim = MOST_VALUE_DIM if head_dim > MOST_VALUE_DIM and tiles.block_n == 128 else head_dim
     build = jit.build(plan_of(problem(head_dim, value_dim, causal), **asdict(tiles)).variant)
     assert build.warnings == ()
+
+
+@pytest.mark.parametrize(("head_dim", "short", "long"), [(64, 64, 256), (128, 64, 128)])
+def test_tiles_of_packed_sequences_are_for_the_length_that_most_tokens_are_in(head_dim, short, long):
+    """64 sequences of 128, and one of 8,192 that only the caller knows of."""
+    call = replace(problem(head_dim, causal=True, seqlen=16_384), batch=65, heads=16, kv_heads=16)
+    call = replace(call, features=Features(packed=True))
+    told = {length: plan_of(replace(call, max_seqlen_q=length)) for length in (None, 252, 300, 8_192)}
+    assert {length: plan.tiles["block_m"] for length, plan in told.items()} == {
+        None: short,
+        252: short,
+        300: short,
+        8_192: long,
+    }
+
+
+def test_the_longest_sequence_can_be_no_shorter_than_the_mean_nor_longer_than_all():
+    call = replace(problem(seqlen=1_000), batch=10, features=Features(packed=True))
+    batches = {length: typical(replace(call, max_seqlen_q=length)).batch for length in (0, 100, 550, 2_000)}
+    assert batches == {0: 10, 100: 10, 550: 3, 2_000: 1}
+    assert typical(call) is call
+    assert typical(replace(call, seqlen_q=0, max_seqlen_q=5)).batch == 10
+    assert typical(replace(call, batch=1, max_seqlen_q=5)).batch == 1
 
 
 def biased(dtype):

@@ -365,6 +365,25 @@ def test_how_the_sums_of_dq_come_about(call, expected):
     assert adding(plan_of(deterministic(replace(call, features=Features())))) in ("kAlone", "kInOrder")
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "sequences", "length", "expected"),
+    [
+        (128, False, 512, 128, "kInOrder"),
+        (128, False, 512, 129, "kAfterFirst"),
+        (128, False, 128, 513, "kAsTheyCome"),
+        (128, True, 64, 1024, "kInOrder"),
+        (128, True, 64, 1025, "kAfterFirst"),
+        (64, False, 512, 128, "kAfterFirst"),
+        (64, True, 32, 2049, "kAsTheyCome"),
+    ],
+)
+def test_packed_sequences_add_as_batches_of_their_mean_length(head_dim, causal, sequences, length, expected):
+    call = problem(head_dim, causal=causal, batch=sequences, seqlen=sequences * length)
+    plan = plan_of(replace(call, features=Features(packed=True)))
+    assert adding(plan) == expected
+    assert rounds(plan) == (expected == "kInOrder")
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_deterministic_blocks_add_in_order(head_dim):
     plan = plan_of(deterministic(problem(head_dim)))

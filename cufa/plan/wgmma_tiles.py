@@ -90,6 +90,7 @@ PACES = {
     64: {
         Tiles(192, 128, 2, 1, 64): Pace(0.0540, 1210),
         Tiles(256, 64, 4, 2, 64): Pace(0.0564, 1120),
+        Tiles(256, 64, 4, 1, 64): Pace(0.0564, 1120),  # packed
         Tiles(128, 128, 3, 2, 64): Pace(0.0631, 1170),
         Tiles(128, 64, 4, 2, 64): Pace(0.0650, 910),
         Tiles(128, 48, 2, 1, 64, 2): Pace(0.0662, 580, 1.10),
@@ -239,9 +240,10 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
     if features.seqused_k or features.key_mask or features.dropout:
         return False
     if features.packed:
-        # The producer, which finds sequences, spills some words then, in no hurry. Others must not.
+        # Four spill some words, which costs less than smaller tiles. Those of three suit only some lengths.
         plain = replace(features, packed=False, window=PLAIN.window, sink=False) == PLAIN
-        return plain and max(problem.head_dim, problem.value_dim) <= PANEL_COLS
+        narrow = max(problem.head_dim, problem.value_dim) <= PANEL_COLS
+        return plain and narrow and tiles.consumers == MANY_CONSUMERS and tiles.query_stages == 1
     if features.bias is not None:
         plain = not (is_cut(problem) or features.alibi or features.softcap or features.score_mod)
         return plain and has_bias_boxes(problem) and tiles.consumers < MANY_CONSUMERS

@@ -198,10 +198,10 @@ __device__ inline int heads_of_all(const Sizes& sizes, int heads) {
     return kPacked ? heads : sizes.batch * heads;
 }
 
-// The head and tile of a block. Heads come in sections of
-// about as many tiles as run at once, so that what the tiles of a head share is in the L2 cache
-// when they read it. Within a section the first tiles of all heads come first: they have most work,
-// and long work that starts late would leave the GPU waiting. A section has at least LeastHeads.
+// The head and tile of a block. Heads come in sections of about as many tiles as run at once, so
+// that what the tiles of a head share is in the L2 cache when they read it. Within a section the
+// first tiles of all heads come first: they have most work, and long work that starts late would
+// leave the GPU waiting. A section has at least LeastHeads.
 struct HeadTile {
     int head, tile;
 };

@@ -62,8 +62,9 @@ class Workload:
 
     def forward(self, rung: Rung) -> Arrays:
         """Compute out and lse."""
+        options = self._options(rung) | self._forward_options()
         with library_errors():
-            out, lse = cufa.attention(**self._tensors("q", "k", "v"), **self._options(rung), return_lse=True)
+            out, lse = cufa.attention(**self._tensors("q", "k", "v"), **options, return_lse=True)
         return {"out": out, "lse": lse}
 
     def backward(self, rung: Rung, results: Arrays) -> Arrays:
@@ -102,6 +103,8 @@ class Workload:
             options.pop(name, None)
         if direction == "backward":
             options |= {"backward": True, "gradients": self.gradients[3:]} | self._backward_options()
+        else:
+            options |= self._forward_options()
         with library_errors():
             return cufa.plan(**self._tensors("q", "k", "v"), **options)
 
@@ -120,6 +123,7 @@ class Workload:
             gradients=self.gradients[3:] if backward else (),
             layout=self.layout,
             precision=asked.precision,
+            **({} if backward else self._forward_options()),
         )
         with library_errors():
             score_mod, mask_mod = mods_of(asked).written
@@ -160,6 +164,11 @@ class Workload:
         """`rules` and the arguments for layout, kernel and backend."""
         backend = "cuda" if self.on_gpu else "numpy"
         return self.rules() | asdict(rung) | {"layout": self.layout, "backend": backend}
+
+    def _forward_options(self) -> Arrays:
+        """The arguments that only the forward has."""
+        varlen = self.features.varlen
+        return {} if varlen is None else {"max_seqlen_q": max(queries for queries, _ in varlen)}
 
     def _backward_options(self) -> Arrays:
         """The arguments that only the backward has."""

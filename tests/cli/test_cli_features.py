@@ -153,6 +153,13 @@ def test_run_of_packed_sequences():
     assert "--seqlen cannot go with --varlen, which gives the sizes" in refused("run", *sizes, "--seqlen", 30)
 
 
+def test_the_plan_of_packed_sequences_knows_the_longest():
+    asked = ("--heads", 16, "--head-dim", 128, "--dtype", "bfloat16", "--causal", "--explain")
+    one_long = ",".join(["8192", *["128"] * 64])
+    plans = run_json("run", "--varlen", one_long, *asked, "--arch", "sm_90a")
+    assert plans["forward"]["tiles"]["block_m"] == 128
+
+
 @pytest.mark.parametrize(
     ("options", "names", "seqlen_k"),
     [

@@ -188,20 +188,11 @@ __device__ inline RowTile row_tile(int tile, int batch, int seqlen, const int* c
     return {sequence, (tile - cu_seqlens[sequence] * rows_of_token / Rows - sequence) * Rows};
 }
 
-// Packed sequences are processed as one, in a line: a head has the tiles of all of them. Otherwise
-// heads are counted over the whole batch.
-template <int Rows>
-__device__ inline int tiles_of_head(const Sizes& sizes, int seqlen) {
-    return row_tiles<Rows>(kPacked ? sizes.batch : 1, seqlen);
-}
-__device__ inline int heads_of_all(const Sizes& sizes, int heads) {
-    return kPacked ? heads : sizes.batch * heads;
-}
-
-// The head and tile of a block. Heads come in sections of about as many tiles as run at once, so
-// that what the tiles of a head share is in the L2 cache when they read it. Within a section the
-// first tiles of all heads come first: they have most work, and long work that starts late would
-// leave the GPU waiting. A section has at least LeastHeads.
+// The head and tile of a block; heads are counted over the whole batch. Packed sequences count as
+// one: a head has the tiles of all of them in a line. Heads come in sections of about as many tiles
+// as run at once, so that what the tiles of a head share is in the L2 cache when they read it.
+// Within a section the first tiles of all heads come first: they have most work, and long work that
+// starts late would leave the GPU waiting. A section has at least LeastHeads.
 struct HeadTile {
     int head, tile;
 };
@@ -228,16 +219,19 @@ struct QueryTile {
 template <int BlockM, int SectionTiles = kSectionTiles, class Params>
 __device__ inline QueryTile query_tile_of_block(const Params& params, int block = blockIdx.x) {
     const Sizes& sizes = params.sizes;
-    const int tiles = tiles_of_head<BlockM>(sizes, sizes.seqlen_q);
-    const auto [index, place] =
-        head_tile_of_block<SectionTiles>(block, heads_of_all(sizes, sizes.heads), tiles);
-    const int head = index % sizes.heads, tile = tiles - 1 - place;
     if constexpr (kPacked) {
-        const auto [batch, first_row] =
-            row_tile<BlockM>(tile, sizes.batch, sizes.seqlen_q, params.features.cu_seqlens_q);
+        const int tiles = row_tiles<BlockM>(sizes.batch, sizes.seqlen_q);
+        const auto [head, place] = head_tile_of_block<SectionTiles>(block, sizes.heads, tiles);
+        const auto [batch, first_row] = row_tile<BlockM>(
+            tiles - 1 - place, sizes.batch, sizes.seqlen_q, params.features.cu_seqlens_q);
         return {Sequence(params, batch), head, kv_head_of(head, sizes), first_row};
     }
-    return {Sequence(params, index / sizes.heads), head, kv_head_of(head, sizes), tile * BlockM};
+    const int tiles = ceil_div(sizes.seqlen_q, BlockM);
+    const auto [index, place] =
+        head_tile_of_block<SectionTiles>(block, sizes.batch * sizes.heads, tiles);
+    const int head = index % sizes.heads;
+    return {Sequence(params, index / sizes.heads), head, kv_head_of(head, sizes),
+            (tiles - 1 - place) * BlockM};
 }
 
 // The tile of keys that a block of the backward owns.
@@ -250,15 +244,17 @@ struct KeyTile {
 template <int BlockN, int LeastHeads = 1>
 __device__ inline KeyTile key_tile_of_block(const BackwardParams& params, int block = blockIdx.x) {
     const Sizes& sizes = params.sizes;
-    // A caller that repeats this keeps nothing in registers in between.
-    const int tiles = tiles_of_head<BlockN>(sizes, ptx::anew(sizes.seqlen_k));
-    const auto [index, tile] = head_tile_of_block<kSectionTiles, LeastHeads>(
-        block, heads_of_all(sizes, sizes.kv_heads), tiles);
     if constexpr (kPacked) {
+        const auto [kv_head, tile] = head_tile_of_block<kSectionTiles, LeastHeads>(
+            block, sizes.kv_heads, row_tiles<BlockN>(sizes.batch, sizes.seqlen_k));
         const auto [batch, first_key] =
             row_tile<BlockN>(tile, sizes.batch, sizes.seqlen_k, params.features.cu_seqlens_k);
-        return {Sequence(params, batch), index, first_key};
+        return {Sequence(params, batch), kv_head, first_key};
     }
+    // A caller that repeats this keeps nothing in registers in between.
+    const int tiles = ceil_div(ptx::anew(sizes.seqlen_k), BlockN);
+    const auto [index, tile] =
+        head_tile_of_block<kSectionTiles, LeastHeads>(block, sizes.batch * sizes.kv_heads, tiles);
     return {Sequence(params, index / sizes.kv_heads), index % sizes.kv_heads, tile * BlockN};
 }
 

@@ -79,7 +79,7 @@ struct KeyOrder {
     __device__ static KeyWork at(unsigned int index, const BackwardParams& call) {
         const Sizes& sizes = call.sizes;
         if (index >= count(sizes)) return KeyWork::none();
-        const int tiles = tiles_at_once(sizes), heads = all_heads(sizes);
+        const int tiles = tiles_of_head(sizes), heads = all_heads(sizes);
         // Parts of rows wait for each other's additions, so they belong together.
         const int least = section_heads(sizes);
         const int of_section = kRowParts == 1 ? least : round_up(least, kRowParts);
@@ -102,7 +102,7 @@ struct KeyOrder {
     __device__ static KeyWork first(const BackwardParams& call) { return at(blockIdx.x, call); }
     // The number of times that work can be taken.
     __device__ static unsigned int count(const Sizes& sizes) {
-        return all_heads(sizes) * tiles_at_once(sizes);
+        return all_heads(sizes) * tiles_of_head(sizes);
     }
 
     // Advances to the next tile, if it was taken together with this one.
@@ -114,19 +114,20 @@ struct KeyOrder {
     }
 
   private:
-    // How often the keys of a head are taken, and of how many heads or parts of them.
-    __device__ static int tiles_at_once(const Sizes& sizes) {
-        return kAdding == kAlone ? 1 : tiles_of_head<BlockN>(sizes, sizes.seqlen_k);
-    }
+    // Of how many heads, or parts of them, keys are taken, and how often those of each. Packed
+    // sequences are in a line, as if they were one.
     __device__ static int all_heads(const Sizes& sizes) {
-        return heads_of_all(sizes, parts_of_heads(sizes));
+        return (kPacked ? 1 : sizes.batch) * parts_of_heads(sizes);
+    }
+    __device__ static int tiles_of_head(const Sizes& sizes) {
+        return kAdding == kAlone ? 1 : row_tiles<BlockN>(kPacked ? sizes.batch : 1, sizes.seqlen_k);
     }
     // Blocks of equal length walk in step through the queries of a head, one head after the other.
     // Under a causal mask lengths differ, and blocks that add in order begin one after the other:
     // in both cases, a section of too few heads leaves SMs idle at its end. With too many heads,
     // the L2 cache does not hold what they work on.
     __device__ static int section_heads(const Sizes& sizes) {
-        const int enough = ceil_div(kSectionBlocks, max(1, tiles_at_once(sizes)));
+        const int enough = ceil_div(kSectionBlocks, max(1, tiles_of_head(sizes)));
         if (kAdding == kInOrder && kCausal) {
             return even(sizes, min(max(enough, kLeastOrderedHeads), kMostOrderedHeads));
         }

@@ -39,7 +39,7 @@ LENGTHS: dict[str, list[int]] = {
     "128 of 128": [128] * 128,
     "each half as long as the one before, from 8,192 on": [8_192 >> i for i in range(14)],
     "one of 8,192, 64 of 128": [8_192] + [128] * 64,
-    "8 to 2,048 in steps of 8": list(range(8, 2_049, 120)),
+    "8 to 2,048 in steps of 120": list(range(8, 2_049, 120)),
     "documents": DOCUMENTS.tolist(),
     "1 to 128": list(range(1, 129)),
 }

@@ -674,20 +674,8 @@ def shapes(record: Row) -> str:
     of_shape: dict[tuple[str, str], list[Row]] = {}
     for point in points:
         of_shape.setdefault((point["group"], shape_told(point)), []).append(point)
-    lines = []
-    for (group, told), of_directions in of_shape.items():
-        cells = (
-            (duration(point["seconds"]["cufa"]), *(times_as_fast(point, name) for name in peers))
-            for point in of_directions
-        )
-        lines.append((group, told, *chain.from_iterable(cells)))
-    header = (
-        "",
-        "batch x length, heads",
-        *chain.from_iterable(
-            (direction, *(f"x {called(name)}" for name in peers)) for direction in directions
-        ),
-    )
+    lines = [(*told, *cells_of(of_directions, peers)) for told, of_directions in of_shape.items()]
+    header = ("", "batch x length, heads", *columns_of(directions, peers))
     caption = (
         f"In {record['dtype']}. Geometric means relative to {fastest_of(peers)}: "
         f"{'; '.join(over_fastest(direction, points) for direction in directions)}. Measured on an "
@@ -695,6 +683,20 @@ def shapes(record: Row) -> str:
         f"{record['date']}, by `scripts/bench_shapes.py` ([shapes.json](shapes.json))."
     )
     return f"{table(header, lines)}\n\n{caption}"
+
+
+def columns_of(directions: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Of each direction: its time, and what it is compared with."""
+    return [column for way in directions for column in (way, *(f"x {called(name)}" for name in names))]
+
+
+def cells_of(of_directions: Sequence[Row], names: Sequence[str]) -> list[str]:
+    """What is in those columns."""
+    return [
+        cell
+        for point in of_directions
+        for cell in (duration(point["seconds"]["cufa"]), *(times_as_fast(point, name) for name in names))
+    ]
 
 
 def packed(record: Row) -> str:
@@ -707,23 +709,8 @@ def packed(record: Row) -> str:
         masked = ", causal" if point["causal"] else ""
         told = f"{point['heads']} of {point['head_dim']}{masked}"
         of_line.setdefault((point["lengths"], told), []).append(point)
-    lines = [
-        (
-            *told,
-            *chain.from_iterable(
-                (duration(point["seconds"]["cufa"]), *(times_as_fast(point, name) for name in columns))
-                for point in of_directions
-            ),
-        )
-        for told, of_directions in of_line.items()
-    ]
-    header = (
-        "lengths",
-        "heads",
-        *chain.from_iterable(
-            (direction, *(f"x {called(name)}" for name in columns)) for direction in directions
-        ),
-    )
+    lines = [(*told, *cells_of(of_directions, columns)) for told, of_directions in of_line.items()]
+    header = ("lengths", "heads", *columns_of(directions, columns))
     means = (
         f"{direction} {statistics.geometric_mean(ratios):.2f} (worst {min(ratios):.2f})"
         for direction, ratios in over_faster_peer(points).items()

@@ -165,8 +165,7 @@ def flash_attn_with_kvcache(
         if dtype_of(q) == INPUT_DTYPES[FLOAT8]:
             raise TypeError(f"q has dtype {FLOAT8}; with rotary_cos it must have 16 bits or more")
     if not is_written:
-        for wrong in _outside("cache_seqlens", held, room + 1):
-            raise ValueError(f"{wrong}; k_cache has room for 0 to {room}")
+        _check_fits("cache_seqlens", held, room)
         if isinstance(held, int):  # plans do not depend on the numbers in an array
             side["seqused_k"] = full((batch,), held, "int32", q)
         return attention_as(names, q, k_cache, v_cache, **side, **options)
@@ -224,8 +223,7 @@ def _places(arrays: Mapping[str, Any], batch: int) -> tuple[Mapping[str, str], A
 def _right_of(padding: Any, q: Any, batch: int, room: int) -> Any:
     """A mask for the `room` keys of each sequence that hides those of its padding; raises as a check."""
     check_int32("cache_leftpad", padding, (batch,))
-    for wrong in _outside("cache_leftpad", padding, room + 1):
-        raise ValueError(f"{wrong}; k_cache has room for 0 to {room}")
+    _check_fits("cache_leftpad", padding, room)
     return (arange(room, q) >= padding[:, None])[:, None, None]
 
 
@@ -287,6 +285,12 @@ def _check_apart(has: str, table: Any, held: Any, count: int, page_size: int) ->
                 "be written to both; each must have its own"
             )
         writers[page] = sequence
+
+
+def _check_fits(name: str, counts: Any, room: int) -> None:
+    """Raise ValueError if a count of keys is not 0 to `room`; check nothing of an array on a GPU."""
+    for wrong in _outside(name, counts, room + 1):
+        raise ValueError(f"{wrong}; k_cache has room for 0 to {room}")
 
 
 def _outside(name: str, value: Any, end: int) -> Iterator[str]:

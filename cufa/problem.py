@@ -276,6 +276,11 @@ class Problem:
         """How many sequences `seqlen_q` and `seqlen_k` span: 1 unless packed."""
         return max(1, self.batch) if self.features.packed else 1
 
+    @property
+    def mean_keys(self) -> int:
+        """The keys of a sequence; if packed, on average."""
+        return self.seqlen_k // self.packed_sequences
+
     @cached_property
     def visible_scores(self) -> int:
         """How many (query, key) pairs of one head the causal mask or window admits.

@@ -262,7 +262,7 @@ def _halves_first(problem: Problem, tiles: Fp8Tiles) -> bool:
     That saves 2 to 4 % if queries see few tiles, of which the first takes the longest; longer calls may lose
     as much.
     """
-    few = problem.seqlen_k // problem.packed_sequences <= FEW_TILES * tiles.block_n
+    few = problem.mean_keys <= FEW_TILES * tiles.block_n
     of_dims = NARROW_DIM < max(problem.head_dim, problem.value_dim) <= 2 * NARROW_DIM
     plain = problem.causal and problem.features.window == (None, None)
     return plain and few and of_dims

@@ -98,7 +98,7 @@ def _length(rank: int, count: int, longest: float, shortest: float) -> float:
 
 def seen_keys(problem: Problem, tiles: TileSizes) -> float:
     """The average number of keys that a tile of queries looks at, in whole tiles."""
-    keys = _keys(problem)
+    keys = problem.mean_keys
     rows = problem.seqlen_q // problem.packed_sequences
     if is_cut(problem) and rows:
         # At each edge, rows of a tile end up to block_m keys apart, and whole tiles add half a tile of keys.
@@ -115,17 +115,12 @@ def most_keys(problem: Problem, tiles: TileSizes) -> float:
     """The number of keys for the tile that looks at the most."""
     if problem.features.window != (None, None):
         return seen_keys(problem, tiles)
-    return round_up(_keys(problem), tiles.block_n)
+    return round_up(problem.mean_keys, tiles.block_n)
 
 
 def _edges(problem: Problem) -> int:
     """The number of edges of what rows see, if there are any."""
     return 2 if problem.features.window != (None, None) else 1
-
-
-def _keys(problem: Problem) -> int:
-    """The keys of one sequence."""
-    return problem.seqlen_k // problem.packed_sequences
 
 
 def memory_time(problem: Problem, device: Device) -> float:

@@ -67,7 +67,7 @@ def way_of_adding(problem: Problem, device: Device, best: Tiles, tiles: Tiles) -
         return Adding.AS_THEY_COME
     # Above head dim 128, products run during the addition, so waiting costs little.
     most = CAUSAL_MOST_AFTER_FIRST if problem.causal else MOST_AFTER_FIRST
-    few = _keys(problem) <= most * best.block_n
+    few = problem.mean_keys <= most * best.block_n
     return Adding.AFTER_FIRST if best is WIDE_TILES or few else Adding.AS_THEY_COME
 
 
@@ -76,13 +76,8 @@ def few_add(problem: Problem, device: Device, best: Tiles) -> bool:
     short = best.block_m <= PANEL_COLS and not (best is WIDE_TILES and _cached(problem, device))
     # Without a mask, a sequence of one tile of keys, which would be a block's alone if it were not packed.
     most = MOST_IN_ORDER if problem.causal else int(problem.features.packed)
-    few = _keys(problem) <= most * best.block_n
+    few = problem.mean_keys <= most * best.block_n
     return short and few and problem.seqlen_q >= problem.seqlen_k and not problem.features.key_mask
-
-
-def _keys(problem: Problem) -> int:
-    """The keys of a sequence; if packed, on average."""
-    return problem.seqlen_k // problem.packed_sequences
 
 
 def _cached(problem: Problem, device: Device) -> bool:

@@ -231,7 +231,7 @@ def _uneven(problem: Problem) -> bool:
 
 def _rounds(problem: Problem, tiles: Tiles) -> int:
     """The most rounds in which blocks read the keys of all tiles of rows."""
-    keys = problem.seqlen_k // problem.packed_sequences
+    keys = problem.mean_keys
     return _row_blocks(problem, tiles.block_m) * ceil_div(keys, tiles.block_n * tiles.teams)
 
 
@@ -276,7 +276,7 @@ def _key_bytes(problem: Problem) -> int:
 
 def _visible_keys(problem: Problem) -> int:
     """Keys that a tile of rows sees; packed sequences count as if all were equally long."""
-    keys = problem.seqlen_k // problem.packed_sequences
+    keys = problem.mean_keys
     queries = ceil_div(problem.seqlen_q, problem.packed_sequences)
     left, right = problem.features.window
     if left is None:

@@ -8,7 +8,7 @@ same arrays as a batch. The way of timing is that of bench_peers.py.
 
 import functools
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,34 +79,21 @@ def cufa_calls(packed: Packed, tensors: Collection[torch.Tensor]) -> dict[str, d
     return calls
 
 
-def by_autograd(attend: Call, tensors: Collection[torch.Tensor]) -> Callable[[], dict[str, Call]]:
-    *inputs, dout = tensors
-
-    def calls() -> dict[str, Call]:
-        differentiate = functools.partial(
-            torch.autograd.grad, attend(), inputs, grad_outputs=dout, retain_graph=True
-        )
-        return {"forward": attend, "backward": differentiate}
-
-    return calls
-
-
-def flash_attention_2(packed: Packed, tensors: list[torch.Tensor]) -> Callable[[], dict[str, Call]]:
+def flash_attention_2(packed: Packed, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
     longest, window = max(packed.lengths), (-1, 0 if packed.causal else -1)
-    attend = functools.partial(
-        varlen_attn, *tensors[:3], packed.starts, packed.starts, longest, longest, window_size=window
+    return functools.partial(
+        varlen_attn, q, k, v, packed.starts, packed.starts, longest, longest, window_size=window
     )
-    return by_autograd(attend, tensors)
 
 
-def flash_attn_4(packed: Packed, tensors: list[torch.Tensor]) -> Callable[[], dict[str, Call]]:
+def flash_attn_4(packed: Packed, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Call:
     from flash_attn.cute.interface import flash_attn_varlen_func
 
     longest = max(packed.lengths)
 
     def attend() -> torch.Tensor:
         result = flash_attn_varlen_func(
-            *tensors[:3],
+            *(q, k, v),
             cu_seqlens_q=packed.starts,
             cu_seqlens_k=packed.starts,
             max_seqlen_q=longest,
@@ -115,7 +102,7 @@ def flash_attn_4(packed: Packed, tensors: list[torch.Tensor]) -> Callable[[], di
         )
         return result[0] if isinstance(result, tuple) else result
 
-    return by_autograd(attend, tensors)
+    return attend
 
 
 PEERS = {"flash-attention-2": flash_attention_2, FLASH_ATTN_4: flash_attn_4}
@@ -126,19 +113,24 @@ def calls_of(packed: Packed, peers: Collection[str]) -> dict[str, dict[str, Call
     shape = sum(packed.lengths), packed.heads, packed.head_dim
     tensors = [torch.randn(shape, dtype=DTYPE, device="cuda") for _ in range(4)]
     calls = cufa_calls(packed, tensors)
-    of_peers = [*(x.requires_grad_() for x in tensors[:3]), tensors[3]]
+    *inputs, dout = tensors
+    for x in inputs:
+        x.requires_grad_()
     for name in peers:
         if name == FLASH_ATTN_4 and version_of(FLASH_ATTN_4) is None:
             continue
         try:
-            calls[name] = PEERS[name](packed, of_peers)()
-            for call in calls[name].values():
-                call()
+            attend = PEERS[name](packed, *inputs)
+            differentiate = functools.partial(
+                torch.autograd.grad, attend(), inputs, grad_outputs=dout, retain_graph=True
+            )
+            differentiate()
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             print(
                 f"{name} is left out of {packed}: {(str(error) or repr(error)).splitlines()[0]}", flush=True
             )
-            calls.pop(name, None)
+            continue
+        calls[name] = {"forward": attend, "backward": differentiate}
     return calls
 
 

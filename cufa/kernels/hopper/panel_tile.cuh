@@ -111,6 +111,7 @@ __device__ inline void write_first_rows(Matrix<typename Tile::Element> to, Tile&
                                         int first_row, int first_col, int thread) {
     using Chunk = Pack<typename Tile::Element, Tile::kChunkCols>;
     constexpr int kRowChunks = Tile::kPanels * Tile::kPanelCols / Tile::kChunkCols;
+#pragma unroll 1  // or warps that only store would spill, and others read threadIdx again and again
     for (int i = thread; i < count * kRowChunks; i += Threads) {
         const int row = i / kRowChunks, col = i % kRowChunks * Tile::kChunkCols;
         if (first_col + col < 0 || first_col + col >= Dims) continue;

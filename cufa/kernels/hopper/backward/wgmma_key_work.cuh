@@ -72,37 +72,35 @@ struct KeyWork : Lengths {
 // The tiles of keys that a block takes at a time: one or, if it adds alone, all of one head.
 template <int BlockN>
 struct KeyOrder {
-    // Heads, or parts of them, come in sections. Within a section the first keys come first. Under
-    // a causal mask most queries see them, and long work that starts late would leave the GPU
-    // waiting. And a block that takes turns never waits for one that begins later. A rest of less
-    // than half a section joins the section before: it has too few heads for all SMs.
+    // Packed sequences follow each other, each with the tiles of all its heads.
     __device__ static KeyWork at(unsigned int index, const BackwardParams& call) {
         const Sizes& sizes = call.sizes;
         if (index >= count(sizes)) return KeyWork::none();
-        const int tiles = tiles_of_head(sizes), heads = all_heads(sizes);
-        // Parts of rows wait for each other's additions, so they belong together.
-        const int least = section_heads(sizes);
-        const int of_section = kRowParts == 1 ? least : round_up(least, kRowParts);
-        const int last = max((heads + of_section / 2) / of_section, 1) - 1;
-
-        const int section = min(static_cast<int>(index / (of_section * tiles)), last);
-        const int first_head = section * of_section;
-        const int in_section = section < last ? of_section : heads - first_head;
-        const int place = index - first_head * tiles;
-        const int head = first_head + place % in_section, tile = place / in_section;
-        if constexpr (kPacked) {
-            const auto [batch, first_key] =
-                row_tile<BlockN>(tile, sizes.batch, sizes.seqlen_k, call.features.cu_seqlens_k);
-            return {Sequence(call, batch), head, first_key};
-        }
         const int parts = parts_of_heads(sizes);
+        if constexpr (kPacked) {
+            const int* starts = call.features.cu_seqlens_k;
+            const int batch =
+                row_tile<BlockN>(index / parts, sizes.batch, sizes.seqlen_k, starts).batch;
+            const int before = first_row_tile<BlockN>(batch, starts[batch], 0);
+            const int end = first_row_tile<BlockN>(batch + 1, starts[batch + 1], 0);
+            const int place = index - (before - starts[0] / BlockN) * parts;
+            const Sequence sequence(call, batch);
+            const Heads heads = {parts, end - before, heads_of_part(sizes) * sequence.seqlen_q};
+            const auto [part, tile] = heads.at(place, sizes);
+            return {sequence, part, tile * BlockN};
+        }
+        const Heads heads = {sizes.batch * parts, tiles_of_head(sizes),
+                             heads_of_part(sizes) * sizes.seqlen_q};
+        const auto [head, tile] = heads.at(index, sizes);
         return {Sequence(call, head / parts), head % parts, tile * BlockN};
     }
 
     __device__ static KeyWork first(const BackwardParams& call) { return at(blockIdx.x, call); }
     // The number of times that work can be taken.
     __device__ static unsigned int count(const Sizes& sizes) {
-        return all_heads(sizes) * tiles_of_head(sizes);
+        const int heads = parts_of_heads(sizes);
+        if constexpr (kPacked) return heads * row_tiles<BlockN>(sizes.batch, sizes.seqlen_k);
+        return sizes.batch * heads * tiles_of_head(sizes);
     }
 
     // Advances to the next tile, if it was taken together with this one.
@@ -114,40 +112,56 @@ struct KeyOrder {
     }
 
   private:
-    // Of how many heads, or parts of them, keys are taken, and how often those of each. Packed
-    // sequences are in a line, as if they were one.
-    __device__ static int all_heads(const Sizes& sizes) {
-        return (kPacked ? 1 : sizes.batch) * parts_of_heads(sizes);
-    }
+    // How often keys of a head are taken.
     __device__ static int tiles_of_head(const Sizes& sizes) {
-        return kAdding == kAlone ? 1 : row_tiles<BlockN>(kPacked ? sizes.batch : 1, sizes.seqlen_k);
+        return kAdding == kAlone ? 1 : ceil_div(sizes.seqlen_k, BlockN);
     }
-    // Blocks of equal length walk in step through the queries of a head, one head after the other.
-    // Under a causal mask lengths differ, and blocks that add in order begin one after the other:
-    // in both cases, a section of too few heads leaves SMs idle at its end. With too many heads,
-    // the L2 cache does not hold what they work on.
-    __device__ static int section_heads(const Sizes& sizes) {
-        const int enough = ceil_div(kSectionBlocks, max(1, tiles_of_head(sizes)));
-        if (kAdding == kInOrder && kCausal) {
-            return even(sizes, min(max(enough, kLeastOrderedHeads), kMostOrderedHeads));
+
+    // Equally long heads, or parts of them: each with so many tiles of keys and rows of queries.
+    struct Heads {
+        int count, tiles, rows;
+
+        // Heads come in sections. Within a section the first keys come first. Under a causal mask
+        // most queries see them, and long work that starts late would leave the GPU waiting. And a
+        // block that takes turns never waits for one that begins later. A rest of less than half a
+        // section joins the section before: it has too few heads for all SMs.
+        __device__ HeadTile at(unsigned int index, const Sizes& sizes) const {
+            // Parts of rows wait for each other's additions, so they belong together.
+            const int least = of_section(sizes);
+            const int size = kRowParts == 1 ? least : round_up(least, kRowParts);
+            const int last = max((count + size / 2) / size, 1) - 1;
+
+            const int section = min(static_cast<int>(index / (size * tiles)), last);
+            const int first_head = section * size;
+            const int in_section = section < last ? size : count - first_head;
+            const int place = index - first_head * tiles;
+            return {first_head + place % in_section, place / in_section};
         }
-        if (kAdding == kInOrder) return even(sizes, enough);
-        if (!kCausal) return 1;
-        return sizes.heads > sizes.kv_heads ? even(sizes, enough) : cached_heads(sizes);
-    }
-    // At most `most` heads, in sections of equal size.
-    __device__ static int even(const Sizes& sizes, int most) {
-        const int heads = all_heads(sizes);
-        return ceil_div(heads, ceil_div(heads, most));
-    }
-    // As many heads as the L2 cache holds queries and sums of.
-    __device__ static int cached_heads(const Sizes& sizes) {
-        constexpr int kRowBytes = (kHeadDim + kValueDim) * static_cast<int>(sizeof(scalar_t)) +
-                                  kHeadDim * static_cast<int>(sizeof(float));
-        const int head_rows = max(1, heads_of_part(sizes) * sizes.seqlen_q);
-        const int fitting = kSectionBytes / kRowBytes / head_rows;
-        return min(max(fitting, 1), all_heads(sizes));
-    }
+
+      private:
+        // Blocks of equal length walk in step through the queries of a head, one head after the
+        // other. Under a causal mask lengths differ, and blocks that add in order begin one after
+        // the other: in both cases, a section of too few heads leaves SMs idle at its end. With too
+        // many heads, the L2 cache does not hold what they work on.
+        __device__ int of_section(const Sizes& sizes) const {
+            const int enough = ceil_div(kSectionBlocks, max(1, tiles));
+            if (kAdding == kInOrder && kCausal) {
+                return even(min(max(enough, kLeastOrderedHeads), kMostOrderedHeads));
+            }
+            if (kAdding == kInOrder) return even(enough);
+            if (!kCausal) return 1;
+            return sizes.heads > sizes.kv_heads ? even(enough) : cached();
+        }
+        // At most `most` heads, in sections of equal size.
+        __device__ int even(int most) const { return ceil_div(count, ceil_div(count, most)); }
+        // As many heads as the L2 cache holds queries and sums of.
+        __device__ int cached() const {
+            constexpr int kRowBytes = (kHeadDim + kValueDim) * static_cast<int>(sizeof(scalar_t)) +
+                                      kHeadDim * static_cast<int>(sizeof(float));
+            const int fitting = kSectionBytes / kRowBytes / max(1, rows);
+            return min(max(fitting, 1), count);
+        }
+    };
 };
 
 // The tiles of queries of one head, by number, that see a tile of keys. From whole_begin to
@@ -184,9 +198,11 @@ struct QueryTileRange {
     __device__ bool last_of(int tile) const { return tile < last_end; }
 };
 
-// A warp's walk over the tiles of queries of a part of the heads. The last tiles of all heads come
-// first: then blocks that begin together work on the same queries, which are in the L2 cache, and
-// add to their sums in the same order, whatever the mask.
+// A warp's walk over the tiles of queries of a part of the heads. What blocks that begin together
+// work on should be in the L2 cache. Without a window they see the same last queries: these come
+// first, of all heads, so that blocks of any length add to the same sums in the same order. In a
+// window, each sees other queries but reaches those of its neighbour soon: unless other heads come
+// in between.
 template <class Tiles>
 struct QueryWalk {
     const Tiles& tiles;
@@ -199,11 +215,17 @@ struct QueryWalk {
           heads_end(head + heads),
           tile(tiles.end - 1) {}
 
-    __device__ bool at_end() const { return tile < tiles.begin; }
+    __device__ bool at_end() const { return tile < tiles.begin || (kWindow && head == heads_end); }
     __device__ bool masked() const { return tiles.masked(tile); }
     __device__ void advance() {
-        if (++head < heads_end) return;
-        head -= heads;
-        --tile;
+        if constexpr (kWindow) {
+            if (--tile >= tiles.begin) return;
+            tile = tiles.end - 1;
+            ++head;
+        } else {
+            if (++head < heads_end) return;
+            head -= heads;
+            --tile;
+        }
     }
 };

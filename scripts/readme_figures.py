@@ -43,6 +43,7 @@ FLEX_RECORD = ROOT / "benchmarks" / "flex.json"
 BIAS_RECORD = ROOT / "benchmarks" / "bias.json"
 SHAPES_RECORD = ROOT / "benchmarks" / "shapes.json"
 PACKED_RECORD = ROOT / "benchmarks" / "packed.json"
+WINDOWS_RECORD = ROOT / "benchmarks" / "windows.json"
 INSTALL_RECORD = ROOT / "benchmarks" / "install.json"
 
 Row = dict[str, Any]
@@ -726,6 +727,41 @@ def packed(record: Row) -> str:
     return f"{table(header, lines)}\n\n{caption}"
 
 
+def windows(record: Row) -> str:
+    """How fast layers with windows, soft caps and sinks are."""
+    points = record["points"]
+    peers, directions = others_of(points, "peers"), ("forward", "backward")
+    of_line: dict[tuple[str, str, str], list[Row]] = {}
+    for point in points:
+        shape = f"{point['batch']} x {point['seqlen']:,}, {point['heads']}/{point['kv_heads']}"
+        told = point["layer"], f"{shape} of {point['head_dim']}", features_told(point)
+        of_line.setdefault(told, []).append(point)
+    lines = [(*told, *cells_of(of_directions, peers)) for told, of_directions in of_line.items()]
+    header = ("as in", "batch x length, heads", "sees", *columns_of(directions, peers))
+    means = (
+        f"{direction} {statistics.geometric_mean(ratios):.2f} (worst {min(ratios):.2f})"
+        for direction, ratios in over_faster_peer(points).items()
+    )
+    caption = (
+        f"In {record['dtype']}. Geometric means relative to {fastest_of(peers)}: {'; '.join(means)}. "
+        f"Measured on an {record['gpu']}, driver {record['driver']}, PyTorch {record['torch']}, "
+        f"flash-attn-4 {record['flash-attn-4']}, {record['date']}, by `scripts/bench_windows.py` "
+        "([windows.json](windows.json))."
+    )
+    return f"{table(header, lines)}\n\n{caption}"
+
+
+def features_told(point: Row) -> str:
+    before, after = point["window"]
+    if before is None:
+        seen = "all keys before"
+    elif after == 0:
+        seen = f"{before:,} keys before"
+    else:
+        seen = f"{before:,} keys before, {after:,} after"
+    return f"{seen}{', soft cap' * bool(point['softcap'])}{', sink' * point['sink']}"
+
+
 def over_faster_peer(points: Sequence[Row]) -> dict[str, list[float]]:
     """Of each direction: how many times as fast as the fastest peer each point is."""
     peers, ratios = others_of(points, "peers"), dict[str, list[float]]()
@@ -829,6 +865,7 @@ def summary(
     single: Row,
     shapes: Row,
     packed: Row,
+    windows: Row,
     fp8: Row,
     decode: Row,
     serving: Row,
@@ -850,9 +887,12 @@ def summary(
     )
     fastest = max(max(point["tflops"].values()) for point in wide)
     error = max(point["error"] for point in fp8["points"])
-    over_packed = (
-        f"{statistics.geometric_mean(ratios):.2f} times as fast {direction}"
-        for direction, ratios in over_faster_peer(packed["points"]).items()
+    over_packed, over_windows = (
+        " and ".join(
+            f"{statistics.geometric_mean(ratios):.2f} times as fast {direction}"
+            for direction, ratios in over_faster_peer(record["points"]).items()
+        )
+        for record in (packed, windows)
     )
     points = decode["points"]
     keys = [point["seqlen_k"] for point in points]
@@ -892,8 +932,10 @@ def summary(
         f"many short sequences): {mean_over_fastest('forward', shapes['points']):.2f} times as fast forward "
         f"and {mean_over_fastest('backward', shapes['points']):.2f} times as fast backward as "
         f"{fastest_of(peers_of(shapes['points']))}.",
-        f"**Packed sequences** of many lengths: {' and '.join(over_packed)} as "
+        f"**Packed sequences** of many lengths: {over_packed} as "
         f"{fastest_of(others_of(packed['points'], 'peers'))}.",
+        f"**Windows, soft caps and sinks**, in layers of models: {over_windows} as "
+        f"{fastest_of(others_of(windows['points'], 'peers'))}.",
         f"**float8_e4m3fn**, forward: {min(over_16_bits):.2f} to {max(over_16_bits):.2f} times as fast as "
         f"bfloat16 at head dims 128 and 256, {min(over_by_transposed):.2f} to {max(over_by_transposed):.2f} "
         f"times with V transposed; up to {fastest:.0f} TFLOP/s. The error of the output is at most "
@@ -931,6 +973,7 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
                 SINGLE_RECORD,
                 SHAPES_RECORD,
                 PACKED_RECORD,
+                WINDOWS_RECORD,
                 FP8_RECORD,
                 DECODE_RECORD,
                 SERVING_RECORD,
@@ -959,6 +1002,7 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
         "bias": (bias, (BIAS_RECORD,)),
         "shapes": (shapes, (SHAPES_RECORD,)),
         "packed": (packed, (PACKED_RECORD,)),
+        "windows": (windows, (WINDOWS_RECORD,)),
         "install": (install, (INSTALL_RECORD,)),
     },
 }

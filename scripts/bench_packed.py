@@ -7,21 +7,19 @@ same arrays as a batch. The way of timing is that of bench_peers.py.
 """
 
 import functools
+import itertools
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import bench_peers
 import click
 import cupy
 import numpy as np
 import torch
-from bench_peers import FLUSH_BYTES, ROOT
-from peer_calls import FLASH_ATTN_4, Call, version_of
-from rich.console import Console
-from rich.progress import track
+from bench_peers import ROOT
+from peer_calls import FLASH_ATTN_4, Call, version_of, with_gradient
 from torch.nn.attention.varlen import varlen_attn
 
 import cufa
@@ -120,17 +118,11 @@ def calls_of(packed: Packed, peers: Collection[str]) -> dict[str, dict[str, Call
         if name == FLASH_ATTN_4 and version_of(FLASH_ATTN_4) is None:
             continue
         try:
-            attend = PEERS[name](packed, *inputs)
-            differentiate = functools.partial(
-                torch.autograd.grad, attend(), inputs, grad_outputs=dout, retain_graph=True
-            )
-            differentiate()
+            calls[name] = with_gradient(PEERS[name](packed, *inputs), inputs, dout)
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             print(
                 f"{name} is left out of {packed}: {(str(error) or repr(error)).splitlines()[0]}", flush=True
             )
-            continue
-        calls[name] = {"forward": attend, "backward": differentiate}
     return calls
 
 
@@ -139,30 +131,14 @@ def calls_of(packed: Packed, peers: Collection[str]) -> dict[str, dict[str, Call
 @click.option("--peer", "peers", type=click.Choice(list(PEERS)), multiple=True, default=list(PEERS))
 @click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
 def main(chosen: Collection[str], peers: Collection[str], rounds: int) -> None:
-    bench_peers.require_gpu()
-    torch.manual_seed(0)
-    # One stream for all, so that events of one library see the work of the other.
-    stream = cupy.cuda.Stream(non_blocking=True)
-    flush = cupy.empty(FLUSH_BYTES, cupy.uint8)
-    points: list[dict[str, Any]] = []
-    problems = [(name, d, causal) for name in chosen for d in HEAD_DIMS for causal in (False, True)]
-    with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
-        tracked = track(problems, console=Console(stderr=True), transient=True)
-        for done, (name, head_dim, causal) in enumerate(tracked, 1):
-            packed = Packed(LENGTHS[name], head_dim, causal)
-            calls = calls_of(packed, peers)
-            bench_peers.check({library: each for library, each in calls.items() if library != BATCH})
-            described = {"lengths": name, "sequences": len(packed.lengths), "tokens": sum(packed.lengths)}
-            described |= {"heads": packed.heads, "head_dim": head_dim, "causal": causal}
-            for direction in calls["cufa"]:
-                of_direction = {library: each[direction] for library, each in calls.items()}
-                seconds = bench_peers.times_of(of_direction, rounds, flush.fill)
-                points.append(described | {"direction": direction, "seconds": seconds})
-                print(points[-1], flush=True)
-            versions = {FLASH_ATTN_4: version_of(FLASH_ATTN_4), "dtype": "bfloat16"}
-            bench_peers.write_record(RECORD, done, len(problems), {**versions, "points": points})
-            cupy.get_default_memory_pool().free_all_blocks()
-            torch.cuda.empty_cache()
+    problems = []
+    for name, head_dim, causal in itertools.product(chosen, HEAD_DIMS, (False, True)):
+        packed = Packed(LENGTHS[name], head_dim, causal)
+        described = {"lengths": name, "sequences": len(packed.lengths), "tokens": sum(packed.lengths)}
+        described |= {"heads": packed.heads, "head_dim": head_dim, "causal": causal}
+        problems.append((described, functools.partial(calls_of, packed, peers)))
+    told = {FLASH_ATTN_4: version_of(FLASH_ATTN_4), "dtype": "bfloat16"}
+    bench_peers.time_problems(RECORD, problems, rounds, told, unchecked=(BATCH,))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timezone
 from itertools import product
 from pathlib import Path
@@ -169,6 +169,39 @@ def times_of(calls: dict[str, Call], rounds: int, flush: Callable[[int], object]
             if round_:
                 seconds[name].append(cupy.cuda.get_elapsed_time(start, stop) / 1e3)
     return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def time_problems(
+    record: Path,
+    problems: Sequence[tuple[dict[str, Any], Callable[[], dict[str, dict[str, Call]]]]],
+    rounds: int,
+    told: dict[str, Any],
+    unchecked: Collection[str] = (),
+) -> None:
+    """Time both directions of each problem and record them, with what is `told` of all problems.
+
+    A problem is what the record says of it, and what makes the calls of each library. The `unchecked` are not
+    compared with cufa's results.
+    """
+    require_gpu()
+    torch.manual_seed(0)
+    # One stream for all, so that events of one library see the work of the other.
+    stream = cupy.cuda.Stream(non_blocking=True)
+    flush = cupy.empty(FLUSH_BYTES, cupy.uint8)
+    points: list[dict[str, Any]] = []
+    with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
+        tracked = track(problems, console=Console(stderr=True), transient=True)
+        for done, (described, make_calls) in enumerate(tracked, 1):
+            calls = make_calls()
+            check({library: each for library, each in calls.items() if library not in unchecked})
+            for direction in calls["cufa"]:
+                of_direction = {library: each[direction] for library, each in calls.items()}
+                seconds = times_of(of_direction, rounds, flush.fill)
+                points.append(described | {"direction": direction, "seconds": seconds})
+                print(points[-1], flush=True)
+            write_record(record, done, len(problems), {**told, "points": points})
+            cupy.get_default_memory_pool().free_all_blocks()
+            torch.cuda.empty_cache()
 
 
 def parts_of(call: Call) -> dict[str, float]:

@@ -9,16 +9,13 @@ FlashAttention-2; one that refuses a shape is left out there. The way of timing 
 import functools
 import os
 from pathlib import Path
-from typing import Any
 
 import bench_peers
 import click
 import cupy
 import torch
-from bench_peers import FLUSH_BYTES, ROOT
-from peer_calls import Call, peers_of
-from rich.console import Console
-from rich.progress import track
+from bench_peers import ROOT
+from peer_calls import Call, peers_of, with_gradient
 
 from cufa.problem import Problem
 
@@ -109,14 +106,9 @@ def calls_of(problem: Problem) -> dict[str, dict[str, Call]]:
     calls = {"cufa": {direction: ours[direction]["cufa"] for direction in ("forward", "backward")}}
     for name, attend, arguments in peers_of(DTYPE, (q, k, v), problem.causal, PEERS):
         try:
-            differentiate = functools.partial(
-                torch.autograd.grad, attend(), arguments, grad_outputs=dout, retain_graph=True
-            )
-            differentiate()
+            calls[name] = with_gradient(attend, arguments, dout)
         except RuntimeError as error:
             print(f"{name} is left out of {problem}: {str(error).splitlines()[0]}", flush=True)
-            continue
-        calls[name] = {"forward": attend, "backward": differentiate}
     return calls
 
 
@@ -124,27 +116,15 @@ def calls_of(problem: Problem) -> dict[str, dict[str, Call]]:
 @click.option("--group", "groups", type=click.Choice(list(GROUPS)), multiple=True, default=list(GROUPS))
 @click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
 def main(groups: tuple[str, ...], rounds: int) -> None:
-    bench_peers.require_gpu()
-    torch.manual_seed(0)
-    # One stream for all, so that events of one library see the work of the other.
-    stream = cupy.cuda.Stream(non_blocking=True)
-    flush = cupy.empty(FLUSH_BYTES, cupy.uint8)
-    points: list[dict[str, Any]] = []
-    problems = [(group, problem) for group in groups for problem in GROUPS[group]]
-    with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
-        tracked = track(problems, console=Console(stderr=True), transient=True)
-        for done, (group, problem) in enumerate(tracked, 1):
-            described = {"group": group} | {name: getattr(problem, name) for name in RECORDED}
-            calls = calls_of(problem)
-            bench_peers.check(calls)
-            for direction in calls["cufa"]:
-                of_direction = {name: by_direction[direction] for name, by_direction in calls.items()}
-                seconds = bench_peers.times_of(of_direction, rounds, flush.fill)
-                points.append(described | {"direction": direction, "seconds": seconds})
-                print(points[-1], flush=True)
-            bench_peers.write_record(RECORD, done, len(problems), {"dtype": DTYPE, "points": points})
-            cupy.get_default_memory_pool().free_all_blocks()
-            torch.cuda.empty_cache()
+    problems = [
+        (
+            {"group": group} | {name: getattr(problem, name) for name in RECORDED},
+            functools.partial(calls_of, problem),
+        )
+        for group in groups
+        for problem in GROUPS[group]
+    ]
+    bench_peers.time_problems(RECORD, problems, rounds, {"dtype": DTYPE})
 
 
 if __name__ == "__main__":

@@ -17,10 +17,8 @@ import bench_peers
 import click
 import cupy
 import torch
-from bench_peers import FLUSH_BYTES, ROOT
-from peer_calls import FLASH_ATTN_4, Call, version_of
-from rich.console import Console
-from rich.progress import track
+from bench_peers import ROOT
+from peer_calls import FLASH_ATTN_4, Call, version_of, with_gradient
 
 RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "windows.json"))
 DTYPE = torch.bfloat16
@@ -133,14 +131,7 @@ def calls_of(layer: Layer, peers: Collection[str]) -> dict[str, dict[str, Call]]
         if name == FLASH_ATTN_4 and version_of(FLASH_ATTN_4) is None:
             continue
         try:
-            attend = PEERS[name](layer, *inputs, sink)
-            attend()
-            calls[name] = {"forward": attend}
-            differentiate = functools.partial(
-                torch.autograd.grad, attend(), inputs, grad_outputs=dout, retain_graph=True
-            )
-            differentiate()
-            calls[name]["backward"] = differentiate
+            calls[name] = with_gradient(PEERS[name](layer, *inputs, sink), inputs, dout)
         except (RuntimeError, AssertionError, NotImplementedError) as error:
             print(f"{name} is left out of {layer}: {(str(error) or repr(error)).splitlines()[0]}", flush=True)
     return calls
@@ -151,29 +142,13 @@ def calls_of(layer: Layer, peers: Collection[str]) -> dict[str, dict[str, Call]]
 @click.option("--peer", "peers", type=click.Choice(list(PEERS)), multiple=True, default=list(PEERS))
 @click.option("--rounds", type=click.IntRange(min=1), default=7, show_default=True)
 def main(chosen: Collection[str], peers: Collection[str], rounds: int) -> None:
-    bench_peers.require_gpu()
-    torch.manual_seed(0)
-    # One stream for all, so that events of one library see the work of the other.
-    stream = cupy.cuda.Stream(non_blocking=True)
-    flush = cupy.empty(FLUSH_BYTES, cupy.uint8)
-    points: list[dict[str, Any]] = []
-    problems = [(name, layer) for name in chosen for layer in LAYERS[name]]
-    with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
-        tracked = track(problems, console=Console(stderr=True), transient=True)
-        for done, (name, layer) in enumerate(tracked, 1):
-            calls = calls_of(layer, peers)
-            for direction in ("forward", "backward"):
-                of_direction = {
-                    library: each[direction] for library, each in calls.items() if direction in each
-                }
-                bench_peers.check({library: {direction: call} for library, call in of_direction.items()})
-                seconds = bench_peers.times_of(of_direction, rounds, flush.fill)
-                points.append({"layer": name} | asdict(layer) | {"direction": direction, "seconds": seconds})
-                print(points[-1], flush=True)
-            versions = {FLASH_ATTN_4: version_of(FLASH_ATTN_4), "dtype": "bfloat16"}
-            bench_peers.write_record(RECORD, done, len(problems), {**versions, "points": points})
-            cupy.get_default_memory_pool().free_all_blocks()
-            torch.cuda.empty_cache()
+    problems = [
+        ({"layer": name} | asdict(layer), functools.partial(calls_of, layer, peers))
+        for name in chosen
+        for layer in LAYERS[name]
+    ]
+    told = {FLASH_ATTN_4: version_of(FLASH_ATTN_4), "dtype": "bfloat16"}
+    bench_peers.time_problems(RECORD, problems, rounds, told)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,15 @@ def peers_of(
     return [(name, of_peer[name](), [q, k, v]) for name in able]
 
 
+def with_gradient(attend: Call, arguments: Tensors, dout: torch.Tensor) -> dict[str, Call]:
+    """A library's forward and backward, both of which have run once: what refuses the problem has raised."""
+    differentiate = functools.partial(
+        torch.autograd.grad, attend(), arguments, grad_outputs=dout, retain_graph=True
+    )
+    differentiate()
+    return {"forward": attend, "backward": differentiate}
+
+
 def of_pytorch(
     backend: SDPBackend,
     q: torch.Tensor,

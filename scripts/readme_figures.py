@@ -712,14 +712,10 @@ def packed(record: Row) -> str:
         of_line.setdefault((point["lengths"], told), []).append(point)
     lines = [(*told, *cells_of(of_directions, columns)) for told, of_directions in of_line.items()]
     header = ("lengths", "heads", *columns_of(directions, columns))
-    means = (
-        f"{direction} {statistics.geometric_mean(ratios):.2f} (worst {min(ratios):.2f})"
-        for direction, ratios in over_faster_peer(points).items()
-    )
     caption = (
         f"In {record['dtype']}, with as many keys as queries. The last column of each "
         "direction is the time of the same arrays as a batch, relative to that of packed sequences. "
-        f"Geometric means relative to {fastest_of(peers)}: {'; '.join(means)}. Measured on an "
+        f"Geometric means relative to {fastest_of(peers)}: {means_told(points)}. Measured on an "
         f"{record['gpu']}, driver {record['driver']}, PyTorch {record['torch']}, flash-attn-4 "
         f"{record['flash-attn-4']}, {record['date']}, by "
         "`scripts/bench_packed.py` ([packed.json](packed.json))."
@@ -738,12 +734,8 @@ def windows(record: Row) -> str:
         of_line.setdefault(told, []).append(point)
     lines = [(*told, *cells_of(of_directions, peers)) for told, of_directions in of_line.items()]
     header = ("as in", "batch x length, heads", "sees", *columns_of(directions, peers))
-    means = (
-        f"{direction} {statistics.geometric_mean(ratios):.2f} (worst {min(ratios):.2f})"
-        for direction, ratios in over_faster_peer(points).items()
-    )
     caption = (
-        f"In {record['dtype']}. Geometric means relative to {fastest_of(peers)}: {'; '.join(means)}. "
+        f"In {record['dtype']}. Geometric means relative to {fastest_of(peers)}: {means_told(points)}. "
         f"Measured on an {record['gpu']}, driver {record['driver']}, PyTorch {record['torch']}, "
         f"flash-attn-4 {record['flash-attn-4']}, {record['date']}, by `scripts/bench_windows.py` "
         "([windows.json](windows.json))."
@@ -770,6 +762,14 @@ def over_faster_peer(points: Sequence[Row]) -> dict[str, list[float]]:
         fastest = min(seconds[name] for name in peers if name in seconds)
         ratios.setdefault(point["direction"], []).append(fastest / seconds["cufa"])
     return ratios
+
+
+def means_told(points: Sequence[Row]) -> str:
+    """Their geometric mean and the worst, of each direction."""
+    return "; ".join(
+        f"{direction} {statistics.geometric_mean(ratios):.2f} (worst {min(ratios):.2f})"
+        for direction, ratios in over_faster_peer(points).items()
+    )
 
 
 def shape_told(point: Row) -> str:

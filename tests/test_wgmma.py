@@ -16,7 +16,7 @@ from cufa.plan import make_plan
 from cufa.plan.choice import query_tiles, typical
 from cufa.plan.pace import seen_keys
 from cufa.plan.record import NOT_PARTED, Parting
-from cufa.plan.wgmma_tiles import CUT_PACES, MOST_VALUE_DIM, PACES, Tiles, parts_leave_registers
+from cufa.plan.wgmma_tiles import CUT_PACES, MOST_VALUE_DIM, PACES, Tiles, candidates, parts_leave_registers
 from cufa.problem import Features, Problem
 from cufa.score_mod import MaskMod
 
@@ -67,6 +67,15 @@ def test_tiles_of_packed_sequences_are_for_the_length_that_most_tokens_are_in(he
     }
 
 
+def test_sequences_that_can_only_be_equally_long_have_as_many_tiles_as_their_length_takes():
+    """16 of 1,024 are four tiles of 256 queries each, but six of 192."""
+    call = replace(
+        problem(64, seqlen=16_384), batch=16, heads=32, kv_heads=32, features=Features(packed=True)
+    )
+    rows = {length: plan_of(replace(call, max_seqlen_q=length)).tiles["block_m"] for length in (None, 1_024)}
+    assert rows == {None: 192, 1_024: 256}
+
+
 def test_the_longest_sequence_can_be_no_shorter_than_the_mean_nor_longer_than_all():
     call = replace(problem(seqlen=1_000), batch=10, features=Features(packed=True))
     batches = {length: typical(replace(call, max_seqlen_q=length)).batch for length in (0, 100, 550, 2_000)}
@@ -78,6 +87,21 @@ def test_the_longest_sequence_can_be_no_shorter_than_the_mean_nor_longer_than_al
 
 def biased(dtype):
     return Features(bias=(1, 4, 4096, 4096), bias_dtype=dtype)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "features",
+    [Features(packed=True), Features(packed=True, softcap=True), Features(seqused_k=True, alibi=True)],
+    ids=str,
+)
+def test_no_spill_where_lengths_vary(head_dim, features):
+    """Not even with many consumers, unless a range mask cuts tiles."""
+    call = replace(problem(head_dim), features=features)
+    many = [tiles for tiles in candidates(call.kind) if tiles.consumers > 2]
+    assert many
+    for tiles in many:
+        assert jit.build(plan_of(call, **asdict(tiles)).variant).warnings == ()
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ struct Smem : BiasTiles<BiasRows, kConsumers> {
     Ring<kQueryStages> q_ring[kConsumers];
     Ring<1> bias_rings[kConsumers];
     Inspection helpers;
-    WorkTile work[kConsumers][kQueryStages];  // the tile of each stage of queries
+    Work work;
 };
 
 // ---- the consumers ----
@@ -112,7 +112,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     fwd_6_wgmma(const __grid_constant__ Params params) {
     Smem& smem = shared_memory<Smem>();
     if (threadIdx.x == 0) {
-        constexpr int kWarps = kWarpgroup / 32;
         prefetch_maps(params);
         init_rings(smem, kConsumers * kWarps + kInspectors, kInspectors);
         for (Ring<1>& ring : smem.bias_rings) ring.init(kWarps);

@@ -76,7 +76,7 @@ struct Smem {
     Form::Helpers helpers;
     TileRing k_ring, v_ring;
     Ring<kQueryStages> q_ring[kConsumers];
-    WorkTile work[kConsumers][kQueryStages];  // the tile of each stage of queries
+    Work work;
 };
 
 // ---- the consumers ----

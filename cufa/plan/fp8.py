@@ -12,7 +12,6 @@ from cufa.plan import parting
 from cufa.plan.choice import Cost, sizes_of, with_sizes
 from cufa.plan.hopper import (
     BARRIER_BYTES,
-    LENGTHS_BYTES,
     MAX_CONSUMER_REGISTERS,
     PANEL_ROW_BYTES,
     SWIZZLE_BYTES,
@@ -25,12 +24,11 @@ from cufa.plan.persistent import (
     FINDINGS_BYTES,
     OVERHEAD_REGISTERS,
     START,
-    WORK_TILE_BYTES,
     box_keys,
     choose_persistent,
     forward_macros,
     launches_of_parts,
-    parts_bytes,
+    work_bytes,
 )
 from cufa.plan.record import Decisions, Launch, TensorBox
 from cufa.plan.wgmma_tiles import Tiles, fastest_in_parts
@@ -300,8 +298,7 @@ def _cost(problem: Problem, tiles: Fp8Tiles) -> Cost:
         + panel_tile_bytes(tiles.block_m, tiles.store_cols, problem.output.itemsize)  # O
         + tiles.stages * _value_bytes(problem, tiles)
         + BARRIER_BYTES * 2 * (tiles.stages + queries)
-        + (WORK_TILE_BYTES + LENGTHS_BYTES * lengths_vary(problem)) * queries
-        + parts_bytes(tiles)
+        + work_bytes(problem, tiles)
     )
     depth, dims = round_up(problem.head_dim, WGMMA_DEPTH), _dims(problem)
     # S and O in float32, and P in fours

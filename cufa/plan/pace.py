@@ -70,10 +70,7 @@ def fastest(problem: Problem, device: Device, paces: Mapping[T, Pace]) -> tuple[
 def time(problem: Problem, device: Device, tiles: PersistentTiles, pace: Pace) -> float:
     """Nanoseconds until all SMs finish."""
     keys = seen_keys(problem, tiles)
-    count = query_tiles(problem, tiles)
-    if problem.features.packed:
-        # Those without queries take no time: a sequence's last tile is half full, but it has one.
-        count = max(count - problem.heads * (problem.batch // 2), problem.heads * problem.batch)
+    count = _filled_tiles(problem, tiles)
     longest: float = 1
     if problem.causal and problem.features.window == (None, None) and keys > 0:
         longest = most_keys(problem, tiles) / keys
@@ -89,6 +86,18 @@ def time(problem: Problem, device: Device, tiles: PersistentTiles, pace: Pace) -
     rounds = max(count / device.sm_count, alone + beside_others, shortest * ceil_div(count, device.sm_count))
     of_edges = (_edges(problem) - 1) * pace.of_other_edge
     return rounds * (tiles.block_m * keys * pace.of_score + pace.of_tile + of_edges)
+
+
+def _filled_tiles(problem: Problem, tiles: TileSizes) -> int:
+    """The number of tiles with queries."""
+    count = query_tiles(problem, tiles)
+    if not problem.features.packed:
+        return count
+    sequences = problem.heads * problem.batch
+    if problem.max_seqlen_q is not None and problem.max_seqlen_q * problem.batch == problem.seqlen_q:
+        return sequences * ceil_div(problem.max_seqlen_q, tiles.block_m)
+    # A sequence's last tile is half full, but it has one.
+    return max(count - problem.heads * (problem.batch // 2), sequences)
 
 
 def _length(rank: int, count: int, longest: float, shortest: float) -> float:

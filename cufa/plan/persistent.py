@@ -6,17 +6,19 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from cufa.device import Device
+from cufa.device import WARP_SIZE, Device
 from cufa.driver import TENSOR_MAP_ALIGNMENT, TENSOR_MAP_BYTES
 from cufa.plan import parting
 from cufa.plan.choice import Candidates, Choice, Cost, query_tiles, sizes_of
 from cufa.plan.hopper import (
+    LENGTHS_BYTES,
     MAX_CONSUMER_REGISTERS,
     SECTION_OF_L2,
     WARPGROUP,
     WGMMA_K,
     bias_rows_differ,
     has_bias_boxes,
+    lengths_vary,
 )
 from cufa.plan.record import MAX_GRID, NOT_PARTED, WORKSPACE_ALIGNMENT, Launch, Macro, Parting, Scratch
 from cufa.plan.seen import seen_tiles
@@ -89,9 +91,12 @@ def launches_of_parts(
     return (Launch("clear_counts", 1, tiles.threads), main), _parts_scratch(problem, tiles, parted), parted
 
 
-def parts_bytes(tiles: Tiles) -> int:
-    """Shared memory for the parts that the stages of queries hold."""
-    return PART_OF_KEYS_BYTES * tiles.query_stages * tiles.consumers * (tiles.parts > 1)
+def work_bytes(problem: Problem, tiles: Tiles) -> int:
+    """Shared memory for the tiles of queries that a block is at: work_tiles.cuh."""
+    varied, ranges = lengths_vary(problem), problem.causal or problem.features.window != (None, None)
+    of_tile = WORK_TILE_BYTES + LENGTHS_BYTES * varied + PART_OF_KEYS_BYTES * (tiles.parts > 1)
+    of_warps = WARPGROUP // WARP_SIZE if varied and not ranges and tiles.consumers > 1 else 0
+    return of_tile * tiles.consumers * (tiles.query_stages + of_warps)
 
 
 def _parts_scratch(problem: Problem, tiles: Tiles, parted: Parting) -> tuple[Scratch, ...]:

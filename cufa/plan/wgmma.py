@@ -9,7 +9,6 @@ from cufa.device import Device
 from cufa.plan.choice import Cost, sizes_of
 from cufa.plan.hopper import (
     BARRIER_BYTES,
-    LENGTHS_BYTES,
     PANEL_COLS,
     SWIZZLE_BYTES,
     TILE_LABEL_BYTES,
@@ -18,7 +17,6 @@ from cufa.plan.hopper import (
     WGMMA_M,
     bias_box,
     has_bias_boxes,
-    lengths_vary,
     panel_tile_bytes,
 )
 from cufa.plan.pace import is_cut, memory_time
@@ -29,13 +27,12 @@ from cufa.plan.persistent import (
     OVERHEAD_REGISTERS,
     START,
     WORD_BITS,
-    WORK_TILE_BYTES,
     box_keys,
     choose_persistent,
     forward_macros,
     has_seen_bits,
     launches_of_parts,
-    parts_bytes,
+    work_bytes,
 )
 from cufa.plan.record import WORKSPACE_ALIGNMENT, Decisions, Launch, Scratch, TensorBox
 from cufa.plan.seen import seen_scratch, seen_tiles
@@ -107,7 +104,6 @@ def forward(
 
 def _forward_cost(problem: Problem, tiles: Tiles) -> Cost:
     queries = tiles.query_stages * tiles.consumers
-    varied = lengths_vary(problem)
     smem_bytes = (
         tiles.query_stages * panel_tile_bytes(tiles.block_m, problem.head_dim)  # Q
         + panel_tile_bytes(tiles.block_m, tiles.store_cols)  # O
@@ -115,10 +111,9 @@ def _forward_cost(problem: Problem, tiles: Tiles) -> Cost:
         + tiles.stages * panel_tile_bytes(tiles.block_n, problem.value_dim)  # V
         + panel_tile_bytes(tiles.block_m, tiles.block_n) * has_bias_boxes(problem)
         + BARRIER_BYTES * (2 * (2 * tiles.stages + queries + tiles.consumers) + tiles.stages)
-        + (WORK_TILE_BYTES + LENGTHS_BYTES * varied) * queries
         + FINDINGS_BYTES * tiles.stages
         + 2 * TILE_LABEL_BYTES * tiles.stages * (problem.features.key_mask)
-        + parts_bytes(tiles)
+        + work_bytes(problem, tiles)
     )
     depth, dims = round_up(problem.head_dim, WGMMA_K), round_up(problem.value_dim, WGMMA_K)
     # S and O in float32, and P in pairs

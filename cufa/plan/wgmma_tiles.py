@@ -26,7 +26,7 @@ from cufa.plan.hopper import (
     register_steps,
 )
 from cufa.plan.pace import Pace, fastest, is_cut
-from cufa.problem import PLAIN, Problem
+from cufa.problem import Problem
 from cufa.rounding import ceil_div
 
 # With this many consumers, or blocks per SM, threads have no registers to spare.
@@ -237,13 +237,13 @@ def _has_registers(problem: Problem, tiles: Tiles) -> bool:
         return not (alibi_and_more or many_and_more)
     if tiles.consumers <= 2:
         return problem.value_dim <= MOST_VALUE_DIM or tiles.block_n < MANY_KEYS
-    if features.seqused_k or features.key_mask or features.dropout:
+    if features.key_mask or features.dropout:
         return False
-    if features.packed:
-        # Four spill some words, which costs less than smaller tiles. Those of three suit only some lengths.
-        plain = replace(features, packed=False, window=PLAIN.window, sink=False) == PLAIN
-        narrow = max(problem.head_dim, problem.value_dim) <= PANEL_COLS
-        return plain and narrow and tiles.consumers == MANY_CONSUMERS and tiles.query_stages == 1
+    if lengths_vary(problem):
+        # Causal ones spill some words, which costs less than smaller tiles.
+        whole_tiles = not features.page_size or tiles.block_n <= features.page_size
+        plain = features.bias is None and features.score_mod is None
+        return plain and whole_tiles and tiles.query_stages == 1
     if features.bias is not None:
         plain = not (is_cut(problem) or features.alibi or features.softcap or features.score_mod)
         return plain and has_bias_boxes(problem) and tiles.consumers < MANY_CONSUMERS
@@ -263,5 +263,5 @@ def parts_leave_registers(problem: Problem, tiles: Tiles) -> bool:
     features = problem.features
     if features.alibi or features.bias is not None or features.score_mod is not None or features.dropout:
         return False
-    most = 2 if is_cut(problem) else MANY_CONSUMERS - 1
+    most = 2 if is_cut(problem) or lengths_vary(problem) else MANY_CONSUMERS - 1
     return tiles.blocks_per_sm == 1 and tiles.consumers <= most

@@ -72,6 +72,7 @@ struct KeysOf<true> {
 struct WorkTile : Lengths, KeysOf<kPartsKeys>::type {
     int batch, head, kv_head, first_row;
 
+    WorkTile() = default;
     __device__ WorkTile(const Sequence& sequence, int head, int kv_head, int first_row)
         : Lengths(sequence),
           batch(sequence.batch),

@@ -7,6 +7,7 @@
 #include "hopper/forward/wgmma_forward_scores.cuh"
 #include "hopper/product_turns.cuh"
 
+using Current = CurrentTile<kSharesTiles>;
 using Turns = ProductTurns<kConsumers, kFirstTurn>;
 
 // A consumer. Dims are the columns of its sums of O. What each kernel does in its own way, besides
@@ -49,19 +50,20 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
     using Output = WgmmaSums<Dims>;
 
     const Turns turns;
+    Current current;
     RingPosition<kQueryStages> q_at;
     RingPosition<kStages> k_at, v_at;
 
     __device__ ForwardConsumer(Smem& smem, const Params& params, int warpgroup)
-        : Base(smem, params, warpgroup), turns(warpgroup) {}
+        : Base(smem, params, warpgroup), turns(warpgroup), current(smem.work, warpgroup) {}
 
     // Processes all tiles of queries that the block takes.
     __device__ void consume() {
         Scores s;
         Weights p;
 
-        WorkTile work = receive();
-        if (!work.exists()) return;
+        const WorkTile& work = current.tile;
+        if (!begin_tile(receive())) return;
         KeyRange keys = key_tiles_of(params.call, work);
         issue_first_scores(s);
         for (;;) {
@@ -74,12 +76,11 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
                 // The next queries are copied while the output is stored.
                 finish_output(o, p, work, keys.begin);
                 if (!is_part || joins_parts(o, softmax, work)) store(o, softmax, work);
-                work = receive();
-                if (!work.exists()) return;
+                if (!begin_tile(receive())) return;
                 keys = key_tiles_of(params.call, work);
                 issue_first_scores(s);
             } else {
-                const WorkTile next = receive();
+                Current::Received next = receive();
                 if (!next.exists()) {
                     finish_output(o, p, work, keys.begin);
                     return store(o, softmax, work);
@@ -92,7 +93,7 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
                 turns.pass();
                 self().template wait_output<1>(o, work, keys.begin);
                 store(o, softmax, work);
-                work = next;
+                begin_tile(next);
                 keys = key_tiles_of(params.call, work);
             }
         }
@@ -273,18 +274,27 @@ struct ForwardConsumer : ForwardScores<Self, Smem> {
         softmax.weigh(s, tile_scale(), sums);
     }
 
-    // Waits for the next tile of queries that sees any key. Tiles that see none have output 0.
-    __device__ WorkTile receive() {
+    // Waits for the next tile of queries that sees any key. It is there until its queries are
+    // released. Tiles that see none have output 0.
+    __device__ Current::Received receive() {
         for (;;) {
             smem.q_ring[warpgroup].wait_full(q_at);
-            const WorkTile work = smem.work[warpgroup][q_at.stage];
-            __syncwarp();
+            const WorkTile& there = smem.work.of_stage[warpgroup][q_at.stage];
+            const WorkTile next = there;
+            __syncwarp();  // all lanes have read it
             // A vote tells the compiler that all lanes leave the loop together.
-            const bool found = !work.exists() || !key_tiles_of(params.call, work).none();
-            if (__all_sync(0xffffffffu, found)) return work;
+            const bool found = !next.exists() || !key_tiles_of(params.call, next).none();
+            if (__all_sync(0xffffffffu, found)) return Current::held(there, next);
             release_and_advance(smem.q_ring[warpgroup], q_at);
-            store(Output{}, RowPair{}, work);
+            store(Output{}, RowPair{}, next);
         }
+    }
+
+    // Makes a tile the current one. Returns whether there is one.
+    __device__ bool begin_tile(const WorkTile& next) {
+        const bool exists = next.exists();
+        current.become(next);
+        return exists;
     }
 
     // Waits for the next tile of keys and its label.

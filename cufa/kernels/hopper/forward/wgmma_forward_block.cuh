@@ -1,12 +1,12 @@
 // What a block of the Hopper forwards processes, and what its warps share. Each kernel defines its
 // shared memory `Smem`, with tiles k, v, q and out, rings k_ring, v_ring and q_ring, what its
-// helpers share, and the tile of work of each stage of queries.
+// helpers share, and the tiles of queries it is at.
 #pragma once
 
-#include "call/schedule.cuh"
 #include "hopper/forward/row_bias.cuh"
 #include "hopper/forward/seen_bits.cuh"
 #include "hopper/forward/wgmma_softmax.cuh"
+#include "hopper/forward/work_tiles.cuh"
 #include "hopper/labelled_ring.cuh"
 #include "hopper/wgmma_pages.cuh"
 #include "scores/kept_scores.cuh"
@@ -26,8 +26,8 @@ static_assert((kFirstConsumer == 1 || kFirstConsumer == 2) &&
               "one warpgroup copies, another may help, the others compute");
 // The helpers are the warps beside the producer or, apart from it, a warpgroup of their own.
 constexpr bool kHelpersApart = kFirstConsumer == 2;
-constexpr int kFirstHelper = kHelpersApart ? kWarpgroup / 32 : 1;  // a warp
-constexpr int kHelperWarps = kHelpersApart ? kWarpgroup / 32 : kWarpgroup / 32 - 1;
+constexpr int kFirstHelper = kHelpersApart ? kWarps : 1;  // a warp
+constexpr int kHelperWarps = kHelpersApart ? kWarps : kWarps - 1;
 constexpr int kProducerRegisters = PRODUCER_REGISTERS, kConsumerRegisters = CONSUMER_REGISTERS;
 constexpr int kDepth = round_up(kHeadDim, kWgmmaK);
 // Keys that one copy brings: a tile, or the part of it that is in one page.
@@ -98,6 +98,12 @@ struct KeyTileRange {
     __device__ bool is_whole(int tile) const { return whole_begin <= tile && tile < whole_end; }
 };
 
+// The lengths of a tile's sequence are part of it, if they vary. Two or more warpgroups have no
+// registers for them. Under a causal mask or a window each tile of scores that is cut would read
+// them again.
+constexpr bool kSharesTiles = (kPacked || kUsedKeys) && !kRangeMask && kConsumers > 1;
+using Work = WorkTiles<kConsumers, kQueryStages, kSharesTiles>;
+
 using Order = TileOrder<kBlockM, kSectionBytes>;
 using KeyRange = KeyTileRange<kBlockM, kBlockN>;
 using KeyPages = TilePages<kBlockN>;
@@ -155,7 +161,6 @@ using TileRing = LabelledRing<kStages>;
 // and so many helpers that follow the tiles of queries. One thread does this.
 template <class Smem>
 __device__ inline void init_rings(Smem& smem, int value_readers, int helpers) {
-    constexpr int kWarps = kWarpgroup / 32;
     smem.k_ring.init(kConsumers * kWarps);
     smem.v_ring.init(value_readers);
     for (int w = 0; w < kConsumers; ++w) smem.q_ring[w].init(kWarps + (w == 0 ? helpers : 0));

@@ -56,7 +56,7 @@ __device__ inline void send_queries(Smem& smem, const Params& params,
     for (int w = 0; w < kConsumers; ++w) {
         smem.q_ring[w].wait_empty(at);
         if (!starts_copies()) continue;
-        smem.work[w][at.stage] = work;
+        smem.work.of_stage[w][at.stage] = work;
         ptx::Barrier& full = smem.q_ring[w].announce(at, work.exists() ? QueryRows::kBytes : 0);
         if (work.exists()) {
             copy_tile(smem.q[w][at.stage], params.q, full, kPacked ? 0 : work.batch, work.head,
@@ -240,7 +240,7 @@ __device__ inline void follow_values(Smem& smem, const Params& params, Handle ha
     RingPosition<kStages> at;
     for (;;) {
         smem.q_ring[0].wait_full(q_at);
-        const WorkTile work = smem.work[0][q_at.stage];
+        const WorkTile work = smem.work.of_stage[0][q_at.stage];
         __syncwarp();
         release_and_advance(smem.q_ring[0], q_at);
         if (!work.exists()) return;

@@ -94,9 +94,11 @@ def _filled_tiles(problem: Problem, tiles: TileSizes) -> int:
     if not problem.features.packed:
         return count
     sequences = problem.heads * problem.batch
-    if problem.max_seqlen_q is not None and problem.max_seqlen_q * problem.batch == problem.seqlen_q:
-        return sequences * ceil_div(problem.max_seqlen_q, tiles.block_m)
-    # A sequence's last tile is half full, but it has one.
+    longest = problem.max_seqlen_q or 0
+    if longest * problem.batch == problem.seqlen_q and not is_cut(problem):
+        return sequences * ceil_div(longest, tiles.block_m)
+    # A sequence's last tile is half full, but it has one. Of equal lengths, it may be full; but tiles that a
+    # mask cuts then do not come in the order of their lengths, which costs large ones about as much.
     return max(count - problem.heads * (problem.batch // 2), sequences)
 
 

@@ -6,7 +6,15 @@ import itertools
 import numpy as np
 import pytest
 from emulator import calls
-from feature_cases import HOPPER_PAGE_SIZES, draw_case, feature_id, hide_nan, mask_by_tiles, pairwise
+from feature_cases import (
+    HOPPER_PAGE_SIZES,
+    draw_case,
+    feature_id,
+    hide_nan,
+    mask_by_tiles,
+    packed_case,
+    pairwise,
+)
 from tolerance import assert_attention, assert_gradients
 
 from cufa import reference
@@ -81,6 +89,39 @@ def test_forward(rng, dtype, dims, tiles, features):
                 **case.emulator_forward,
             )
             assert_attention(out, lse, problem, **case.forward)
+
+
+# Two stages of queries and three warpgroups: the next tile of queries comes while the one before is stored.
+OVERLAPPING_TILES = [{**LARGE_TILES, "query_stages": 2}, {**LARGE_TILES, "block_m": 192}]
+
+
+@pytest.mark.parametrize(
+    "features", [{"packed"}, {"seqused_k"}, {"packed", "seqused_k", "sink"}], ids=feature_id
+)
+@pytest.mark.parametrize("tiles", OVERLAPPING_TILES, ids=str)
+def test_tiles_of_many_lengths_that_overlap(rng, tiles, features):
+    """Sequences without keys or without queries stand between others."""
+    sizes = {"head_dim": 64, "head_dim_v": 64} | HEADS
+    if "packed" in features:
+        case = packed_case(rng, "float16", 5, [200, 70, 0, 193, 1, 130], [90, 0, 50, 130, 64, 1], **sizes)
+        case.numbers["causal"] = False
+    else:
+        case = draw_case(rng, "float16", features, seqlen_q=200, seqlen_k=130, batch=6, **sizes)
+    if "seqused_k" in features:
+        case.arrays["seqused_k"] = np.array([90, 0, 17, 0, 64, 1], np.int32)
+    if "sink" in features:
+        case.arrays["sink"] = rng.standard_normal(HEADS["heads"]).astype(np.float32)
+    problem = case.problem
+    out, lse = calls.attention(
+        problem.q,
+        problem.k,
+        problem.v,
+        kernel="fwd_6_wgmma",
+        tiles=tiles,
+        device=DEVICE,
+        **case.emulator_forward,
+    )
+    assert_attention(out, lse, problem, **case.forward)
 
 
 def sets_from(first):

@@ -296,6 +296,11 @@ class Problem:
         return max(0, _pairs_up_to(rows, keys, end) - _pairs_up_to(rows, keys, begin))
 
     @property
+    def range_mask(self) -> bool:
+        """Whether a causal mask or a window limits the keys that a row sees: the kernels' kRangeMask."""
+        return self.causal or self.features.window != (None, None)
+
+    @property
     def hides_later_keys(self) -> bool:
         """Whether a row sees no key after the diagonal, by a causal mask or by the window's end."""
         return self.causal or self.features.window[1] == 0

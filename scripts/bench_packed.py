@@ -19,7 +19,7 @@ import cupy
 import numpy as np
 import torch
 from bench_peers import ROOT
-from peer_calls import FLASH_ATTN_4, Call, version_of, with_gradient
+from peer_calls import FLASH_ATTN_4, Call, calls_of_able, is_installed, version_of
 from torch.nn.attention.varlen import varlen_attn
 
 import cufa
@@ -114,16 +114,8 @@ def calls_of(packed: Packed, peers: Collection[str]) -> dict[str, dict[str, Call
     *inputs, dout = tensors
     for x in inputs:
         x.requires_grad_()
-    for name in peers:
-        if name == FLASH_ATTN_4 and version_of(FLASH_ATTN_4) is None:
-            continue
-        try:
-            calls[name] = with_gradient(PEERS[name](packed, *inputs), inputs, dout)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            print(
-                f"{name} is left out of {packed}: {(str(error) or repr(error)).splitlines()[0]}", flush=True
-            )
-    return calls
+    of_peers = ((name, PEERS[name](packed, *inputs), inputs) for name in filter(is_installed, peers))
+    return calls | calls_of_able(packed, of_peers, dout)
 
 
 @click.command(help=__doc__)

@@ -15,7 +15,7 @@ import click
 import cupy
 import torch
 from bench_peers import ROOT
-from peer_calls import Call, peers_of, with_gradient
+from peer_calls import Call, calls_of_able, peers_of
 
 from cufa.problem import Problem
 
@@ -104,12 +104,7 @@ def calls_of(problem: Problem) -> dict[str, dict[str, Call]]:
     arrays = map(cupy.from_dlpack, (q, k, v, dout))
     ours = bench_peers.cufa_calls(*arrays, causal=problem.causal)
     calls = {"cufa": {direction: ours[direction]["cufa"] for direction in ("forward", "backward")}}
-    for name, attend, arguments in peers_of(DTYPE, (q, k, v), problem.causal, PEERS):
-        try:
-            calls[name] = with_gradient(attend, arguments, dout)
-        except RuntimeError as error:
-            print(f"{name} is left out of {problem}: {str(error).splitlines()[0]}", flush=True)
-    return calls
+    return calls | calls_of_able(problem, peers_of(DTYPE, (q, k, v), problem.causal, PEERS), dout)
 
 
 @click.command(help=__doc__)

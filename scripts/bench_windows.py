@@ -18,7 +18,7 @@ import click
 import cupy
 import torch
 from bench_peers import ROOT
-from peer_calls import FLASH_ATTN_4, Call, version_of, with_gradient
+from peer_calls import FLASH_ATTN_4, Call, calls_of_able, is_installed, version_of
 
 RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "windows.json"))
 DTYPE = torch.bfloat16
@@ -83,11 +83,11 @@ def cufa_calls(layer: Layer, tensors: Collection[torch.Tensor], sink: torch.Tens
 def flash_attention_2(
     layer: Layer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
 ) -> Call:
-    if layer.softcap or layer.sink:
-        raise NotImplementedError("neither soft caps nor sinks")
     left, right = (-1 if side is None else side for side in layer.window)
 
     def attend() -> torch.Tensor:
+        if layer.softcap or layer.sink:
+            raise NotImplementedError("neither soft caps nor sinks")
         return torch.ops.aten._flash_attention_forward(
             *(q, k, v, None, None, layer.seqlen, layer.seqlen, 0.0, False, False),
             window_size_left=left,
@@ -127,14 +127,8 @@ def calls_of(layer: Layer, peers: Collection[str]) -> dict[str, dict[str, Call]]
     *inputs, dout = tensors
     for x in inputs:
         x.requires_grad_()
-    for name in peers:
-        if name == FLASH_ATTN_4 and version_of(FLASH_ATTN_4) is None:
-            continue
-        try:
-            calls[name] = with_gradient(PEERS[name](layer, *inputs, sink), inputs, dout)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            print(f"{name} is left out of {layer}: {(str(error) or repr(error)).splitlines()[0]}", flush=True)
-    return calls
+    of_peers = ((name, PEERS[name](layer, *inputs, sink), inputs) for name in filter(is_installed, peers))
+    return calls | calls_of_able(layer, of_peers, dout)
 
 
 @click.command(help=__doc__)

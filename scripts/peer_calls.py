@@ -1,7 +1,7 @@
 """How each library beside cufa is called that brings its own gradient: by PyTorch, in cufa's layout."""
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -41,6 +41,11 @@ def version_of(package: str) -> str | None:
         return None
 
 
+def is_installed(peer: str) -> bool:
+    """Whether it is there; all but flash-attn-4 come with PyTorch."""
+    return peer != FLASH_ATTN_4 or version_of(FLASH_ATTN_4) is not None
+
+
 def peers_of(
     dtype: str, tensors: Tensors, causal: bool, chosen: Collection[str], dropout_p: float = 0
 ) -> list[tuple[str, Call, list[torch.Tensor]]]:
@@ -59,9 +64,7 @@ def peers_of(
     able = [
         name
         for name in PEERS[dtype]
-        if name in chosen
-        and not (dropout_p and name in WITHOUT_DROPOUT)
-        and not (name == FLASH_ATTN_4 and version_of(FLASH_ATTN_4) is None)
+        if name in chosen and not (dropout_p and name in WITHOUT_DROPOUT) and is_installed(name)
     ]
     return [(name, of_peer[name](), [q, k, v]) for name in able]
 
@@ -73,6 +76,20 @@ def with_gradient(attend: Call, arguments: Tensors, dout: torch.Tensor) -> dict[
     )
     differentiate()
     return {"forward": attend, "backward": differentiate}
+
+
+def calls_of_able(
+    problem: object, peers: Iterable[tuple[str, Call, Tensors]], dout: torch.Tensor
+) -> dict[str, dict[str, Call]]:
+    """The forward and the backward of each of `peers`, as `peers_of` returns them, that takes the problem."""
+    calls = {}
+    for name, attend, arguments in peers:
+        try:
+            calls[name] = with_gradient(attend, arguments, dout)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            reason = (str(error) or repr(error)).splitlines()[0]
+            print(f"{name} is left out of {problem}: {reason}", flush=True)
+    return calls
 
 
 def of_pytorch(

@@ -74,21 +74,25 @@ def draw(rng, dtype, dims, features):
 def test_forward(rng, dtype, dims, tiles, features):
     """Clean, and with NaN in the unseen, which takes another way through the kernel."""
     case = draw(rng, dtype, dims, features)
-    problem = case.problem
     for hidden in (False, True):
         if hidden:
             hide_nan(case)
         with np.errstate(invalid="ignore"):
-            out, lse = calls.attention(
-                problem.q,
-                problem.k,
-                problem.v,
-                kernel="fwd_6_wgmma",
-                tiles=tiles,
-                device=DEVICE,
-                **case.emulator_forward,
-            )
-            assert_attention(out, lse, problem, **case.forward)
+            check_forward(case, tiles)
+
+
+def check_forward(case, tiles):
+    problem = case.problem
+    out, lse = calls.attention(
+        problem.q,
+        problem.k,
+        problem.v,
+        kernel="fwd_6_wgmma",
+        tiles=tiles,
+        device=DEVICE,
+        **case.emulator_forward,
+    )
+    assert_attention(out, lse, problem, **case.forward)
 
 
 # Two stages of queries and three warpgroups: the next tile of queries comes while the one before is stored.
@@ -111,17 +115,7 @@ def test_tiles_of_many_lengths_that_overlap(rng, tiles, features):
         case.arrays["seqused_k"] = np.array([90, 0, 17, 0, 64, 1], np.int32)
     if "sink" in features:
         case.arrays["sink"] = rng.standard_normal(HEADS["heads"]).astype(np.float32)
-    problem = case.problem
-    out, lse = calls.attention(
-        problem.q,
-        problem.k,
-        problem.v,
-        kernel="fwd_6_wgmma",
-        tiles=tiles,
-        device=DEVICE,
-        **case.emulator_forward,
-    )
-    assert_attention(out, lse, problem, **case.forward)
+    check_forward(case, tiles)
 
 
 def sets_from(first):

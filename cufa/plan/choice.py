@@ -169,7 +169,7 @@ def typical(problem: Problem) -> Problem:
     if longest is None or problem.features.page_size or not tokens or others < 1:
         return problem
     longest = min(max(longest, ceil_div(tokens, problem.batch)), tokens)
-    if longest * problem.batch == tokens:
+    if longest * problem.batch == tokens:  # all are equally long, and how long is still of use
         return problem
     squares = longest**2 + (tokens - longest) ** 2 / others
     return replace(problem, batch=max(1, round(tokens**2 / squares)), max_seqlen_q=None)

@@ -179,8 +179,7 @@ def _least_heads(problem: Problem, device: Device) -> int:
     a causal mask, few should wait for each other. Else a block waits at its beginning only, and a head's
     blocks should run together: of the queries of many heads, the L2 cache loses what the next block needs.
     """
-    lengths_differ = problem.causal or problem.features.window != (None, None)
-    ordered = problem.features.deterministic and lengths_differ
+    ordered = problem.features.deterministic and problem.range_mask
     return ceil_div(device.sm_count, MOST_IN_LINE) if ordered else 1
 
 

@@ -57,8 +57,7 @@ class Pace:
 
 def is_cut(problem: Problem) -> bool:
     """Whether a causal mask, a window, a mask or a mask_mod cuts through tiles."""
-    features = problem.features
-    return problem.causal or features.window != (None, None) or features.key_mask
+    return problem.range_mask or problem.features.key_mask
 
 
 def fastest(problem: Problem, device: Device, paces: Mapping[T, Pace]) -> tuple[T, float]:

@@ -93,9 +93,9 @@ def launches_of_parts(
 
 def work_bytes(problem: Problem, tiles: Tiles) -> int:
     """Shared memory for the tiles of queries that a block is at: work_tiles.cuh."""
-    varied, ranges = lengths_vary(problem), problem.causal or problem.features.window != (None, None)
+    varied = lengths_vary(problem)
     of_tile = WORK_TILE_BYTES + LENGTHS_BYTES * varied + PART_OF_KEYS_BYTES * (tiles.parts > 1)
-    of_warps = WARPGROUP // WARP_SIZE if varied and not ranges and tiles.consumers > 1 else 0
+    of_warps = WARPGROUP // WARP_SIZE if varied and not problem.range_mask and tiles.consumers > 1 else 0
     return of_tile * tiles.consumers * (tiles.query_stages + of_warps)
 
 

@@ -128,6 +128,11 @@ class Features:
     mask_mod: Written | None = None
 
     @property
+    def windowed(self) -> bool:
+        """Whether a window limits the keys before or after the diagonal that a query sees."""
+        return self.window != (None, None)
+
+    @property
     def key_mask(self) -> bool:
         """Whether each key may be visible or hidden, independently of its neighbours."""
         return self.mask is not None or self.mask_mod is not None
@@ -157,7 +162,7 @@ class Features:
     def names(self) -> tuple[str, ...]:
         """The arguments that turn on what is on."""
         on = {
-            "window": self.window != (None, None),
+            "window": self.windowed,
             "softcap": self.softcap,
             "bias": self.bias is not None,
             "mask": self.mask is not None,
@@ -296,9 +301,14 @@ class Problem:
         return max(0, _pairs_up_to(rows, keys, end) - _pairs_up_to(rows, keys, begin))
 
     @property
+    def seen_keys(self) -> float:
+        """The keys that a query sees on average, by the causal mask or window."""
+        return self.visible_scores / max(1, self.seqlen_q // self.packed_sequences)
+
+    @property
     def range_mask(self) -> bool:
         """Whether a causal mask or a window limits the keys that a row sees: the kernels' kRangeMask."""
-        return self.causal or self.features.window != (None, None)
+        return self.causal or self.features.windowed
 
     @property
     def hides_later_keys(self) -> bool:

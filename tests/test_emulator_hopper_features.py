@@ -212,6 +212,18 @@ def test_keys_before_the_window(rng, kernel, dtype, dims):
     assert_gradients(gradients, case.problem, **case.backward)
 
 
+@pytest.mark.parametrize("features", [(), ("deterministic",), ("packed", "seqused_k")], ids=feature_id)
+@pytest.mark.parametrize("sizes", [(330, 330), (200, 460), (460, 150)], ids=str)
+@pytest.mark.parametrize(("kernel", "dtype", "dims"), BACKWARDS)
+def test_windows_of_several_tiles(rng, kernel, dtype, dims, sizes, features):
+    """Each tile of queries has first keys that set its sums and last ones that round it, of several tiles."""
+    lengths = dict(zip(("seqlen_q", "seqlen_k"), sizes, strict=True))
+    case = draw_case(rng, dtype, features, **lengths, head_dim=dims[0], head_dim_v=dims[1], **HEADS)
+    for window in ((100, 0), (64, 64), (0, 200)):
+        case.numbers["window"] = window
+        assert_gradients(gradients_of(kernel, case), case.problem, **case.backward)
+
+
 # Keys of which only the kernel knows how many there are, in parts: fewer tiles than parts, none, many.
 VARIED_PARTS = [
     ((64, 40), 4, {"packed", "causal", "sink"}),

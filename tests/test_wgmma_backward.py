@@ -326,7 +326,8 @@ def test_whole_heads_must_fill_the_gpu_and_fit_in_its_l2_cache():
     assert takes_whole_heads(plan_of(problem(64, batch=1, seqlen=128)))
 
 
-WINDOW = Features(window=(100, 20))
+def windowed(head_dim, window, *, batch=80, **sizes):
+    return replace(problem(head_dim, batch=batch, **sizes), features=Features(window=window))
 
 
 @pytest.mark.parametrize(
@@ -346,9 +347,19 @@ WINDOW = Features(window=(100, 20))
         (problem(256, seqlen=512), "kAsTheyCome"),
         # Long tiles.
         (replace(problem(128, seqlen=512, batch=80), seqlen_q=2048), "kAsTheyCome"),
-        # Not all queries see the first keys.
-        (replace(problem(128, seqlen=512, batch=80), features=WINDOW), "kAsTheyCome"),
-        (replace(problem(256, batch=80), features=WINDOW), "kAsTheyCome"),
+        # In a window: few tiles of keys, and many.
+        (windowed(64, (100, 20)), "kInOrder"),
+        (windowed(128, (1023, 0)), "kInOrder"),
+        (windowed(64, (1300, 0)), "kAsTheyCome"),
+        # Most blocks begin with the last queries.
+        (windowed(64, (200, 200), seqlen=512), "kInOrder"),
+        (windowed(64, (400, 400), seqlen=512), "kAsTheyCome"),
+        # Few heads, so that many blocks of one run at the same time, for a short while or longer.
+        (windowed(64, (64, 64), batch=4), "kAsTheyCome"),
+        (windowed(64, (512, 512), batch=4), "kInOrder"),
+        # Wide and long tiles.
+        (windowed(256, (100, 20)), "kAsTheyCome"),
+        (windowed(128, (2046, 0), seqlen=8192), "kAsTheyCome"),
         # One tile of keys.
         (problem(128, seqlen=64), "kAlone"),
         (problem(256, seqlen=64), "kAlone"),
@@ -363,6 +374,17 @@ def test_how_the_sums_of_dq_come_about(call, expected):
     assert added == [(query_tiles, 2)] * turns
     assert ("after the block with the first keys" in str(plan)) == (expected == "kAfterFirst")
     assert adding(plan_of(deterministic(replace(call, features=Features())))) in ("kAlone", "kInOrder")
+
+
+def test_windows_of_packed_sequences():
+    """Few heads of long sequences, many queries on the same keys, and short sequences."""
+    for window, sequences, expected in [
+        ((64, 64), 2, "kAsTheyCome"),
+        ((512, 512), 2, "kInOrder"),
+        ((64, 64), 80, "kInOrder"),
+    ]:
+        call = replace(problem(64, batch=sequences), features=Features(window=window, packed=True))
+        assert adding(plan_of(call)) == expected
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def _paces(problem: Problem) -> Mapping[int, Mapping[Any, Pace]]:
 def _most_consumers(problem: Problem) -> int:
     """The most consumers that leave registers for what a call asks for besides its products."""
     features = problem.features
-    asks = features.softcap or features.window != (None, None) or lengths_vary(problem)
+    asks = features.softcap or features.windowed or lengths_vary(problem)
     return 3 if asks else 4
 
 

@@ -123,14 +123,14 @@ def seen_keys(problem: Problem, tiles: TileSizes) -> float:
 
 def most_keys(problem: Problem, tiles: TileSizes) -> float:
     """The number of keys for the tile that looks at the most."""
-    if problem.features.window != (None, None):
+    if problem.features.windowed:
         return seen_keys(problem, tiles)
     return round_up(problem.mean_keys, tiles.block_n)
 
 
 def _edges(problem: Problem) -> int:
     """The number of edges of what rows see, if there are any."""
-    return 2 if problem.features.window != (None, None) else 1
+    return 2 if problem.features.windowed else 1
 
 
 def memory_time(problem: Problem, device: Device) -> float:

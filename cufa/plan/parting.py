@@ -44,7 +44,7 @@ def unsuited(problem: Problem, tiles: TileSizes, parts: int) -> str | None:
 
 def _unsuited_features(problem: Problem) -> str | None:
     features = problem.features
-    if features.key_mask or features.window != (None, None):
+    if features.key_mask or features.windowed:
         return "keys are not split under a window, a mask or a mask_mod"
     if features.least_queries:
         return "keys are not split beside another launch"

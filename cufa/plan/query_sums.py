@@ -11,8 +11,13 @@ from cufa.plan.wgmma_backward_tiles import LONG_TILES, SUM_BYTES, WIDE_TILES, Ti
 from cufa.problem import Problem
 from cufa.rounding import ceil_div
 
-# Up to this many tiles of keys in a head, under a causal mask, blocks add in order and the last rounds dQ.
+# Up to this many tiles of keys in a head under a causal mask, or that a query sees in a window, blocks add in
+# order and the last rounds dQ.
 MOST_IN_ORDER = 8
+# In a window: how many blocks of a head may run at the same time for each tile of queries that one processes.
+MOST_IN_LINE_PER_TILE = 2
+# In a window with later keys: the fraction of the keys that a query may see.
+MOST_SEEN = 2 / 3
 # Up to this many tiles, with and without a causal mask, blocks add after the first.
 CAUSAL_MOST_AFTER_FIRST, MOST_AFTER_FIRST = 16, 4
 
@@ -47,8 +52,7 @@ def _takes_whole_heads(problem: Problem, device: Device, block_n: int, tiles: Ti
     if tiles.row_parts > 1:  # different blocks add to a tile of queries for different keys
         return False
     fills = heads >= FILLED * device.sm_count * ceil_div(heads, device.sm_count)
-    row_bytes = (problem.head_dim + problem.value_dim) * problem.itemsize + problem.head_dim * SUM_BYTES
-    head_bytes = problem.group // tiles.parts * problem.seqlen_q * row_bytes
+    head_bytes = problem.group // tiles.parts * problem.seqlen_q * query_bytes(problem)
     return fills and device.sm_count * head_bytes <= SECTION_OF_L2 * device.l2_bytes
 
 
@@ -62,8 +66,7 @@ def way_of_adding(problem: Problem, device: Device, best: Tiles, tiles: Tiles) -
         return Adding.IN_ORDER
     # With a window, a query may see keys but not the first ones. For long tiles the copy engine adds the
     # sums, and it is not known when.
-    windowed = problem.features.window != (None, None)
-    if windowed or best is LONG_TILES or _cached(problem, device):
+    if problem.features.windowed or best is LONG_TILES or _cached(problem, device):
         return Adding.AS_THEY_COME
     # Above head dim 128, products run during the addition, so waiting costs little.
     most = CAUSAL_MOST_AFTER_FIRST if problem.causal else MOST_AFTER_FIRST
@@ -73,11 +76,35 @@ def way_of_adding(problem: Problem, device: Device, best: Tiles, tiles: Tiles) -
 
 def few_add(problem: Problem, device: Device, best: Tiles) -> bool:
     """Whether it is faster to add in order and let the last block round dQ."""
+    if problem.features.windowed:
+        return _few_add_in_window(problem, device, best)
     short = best.block_m <= PANEL_COLS and not (best is WIDE_TILES and _cached(problem, device))
     # Without a mask, a sequence of one tile of keys, which would be a block's alone if it were not packed.
     most = MOST_IN_ORDER if problem.causal else int(problem.features.packed)
     few = problem.mean_keys <= most * best.block_n
     return short and few and problem.seqlen_q >= problem.seqlen_k and not problem.features.key_mask
+
+
+def _few_add_in_window(problem: Problem, device: Device, best: Tiles) -> bool:
+    """The same in a window, where blocks come to a tile of queries in the order of their keys.
+
+    So they hardly wait, but not if many start with the last queries, nor if so many of one head run at the
+    same time that all lag behind the slowest. Wide tiles have no registers to round dQ between products.
+    """
+    seen = problem.seen_keys
+    if best in (LONG_TILES, WIDE_TILES) or seen > MOST_IN_ORDER * best.block_n:
+        return False
+    heads = problem.kv_heads * (1 if problem.features.packed else problem.batch)
+    in_line = min(device.sm_count / max(1, heads), problem.mean_keys / best.block_n)
+    tiles_of_block = problem.group * (seen + best.block_n) / best.block_m
+    begin_apart = problem.hides_later_keys or seen <= MOST_SEEN * problem.mean_keys
+    one_tile = problem.mean_keys <= best.block_n
+    return (begin_apart or one_tile) and in_line <= MOST_IN_LINE_PER_TILE * tiles_of_block
+
+
+def query_bytes(problem: Problem) -> int:
+    """The bytes of a row of Q and dO, and of its sums of dQ."""
+    return (problem.head_dim + problem.value_dim) * problem.itemsize + problem.head_dim * SUM_BYTES
 
 
 def _cached(problem: Problem, device: Device) -> bool:

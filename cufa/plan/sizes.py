@@ -47,7 +47,7 @@ def common_macros(problem: Problem, parting: Parting = NOT_PARTED) -> tuple[Macr
 def feature_macros(features: Features, parting: Parting = NOT_PARTED) -> tuple[Macro, ...]:
     """The macros of config.cuh for compiled-in features, and whether keys are split."""
     return (
-        ("WINDOW", features.window != (None, None)),
+        ("WINDOW", features.windowed),
         ("SOFTCAP", features.softcap),
         ("BIAS", features.bias_dtype or "void"),
         ("MASK_BITS", 0 if features.mask is None else 1 if features.mask_bits else 8),

@@ -17,7 +17,7 @@ from cufa.plan.choice import Candidates, Choice, Cost, counted_row_tiles, query_
 from cufa.plan.gradients import array_launch, array_sums, sink_launch
 from cufa.plan.head_parts import best_parts, key_sums, round_keys, why_parts
 from cufa.plan.hopper import PANEL_COLS, SECTION_OF_L2, WGMMA_M, bias_box, bias_rows_differ, has_bias_boxes
-from cufa.plan.query_sums import Adding, few_add, way_of_adding
+from cufa.plan.query_sums import Adding, few_add, query_bytes, way_of_adding
 from cufa.plan.record import Decisions, Launch, Macro, Scratch, TensorBox
 from cufa.plan.seen import seen_launch, seen_scratch, seen_tiles
 from cufa.plan.sizes import common_macros, params_bytes
@@ -53,6 +53,8 @@ SECTION_ROUNDS = 2
 # For such blocks under a causal mask: how many of one head may run at the same time. With more, short ones
 # wait long for their turn; with fewer, each tile of queries is loaded more often.
 LEAST_IN_LINE, MOST_IN_LINE, WIDE_MOST_IN_LINE = 4, 4, 16
+# The same in a window: with more, all wait if one does; with fewer, the L2 cache has to hold more heads.
+LEAST_IN_WINDOW, MOST_IN_WINDOW = 2, 8
 # For the reasons of a plan.
 ORDER_OF_ADDITIONS = "blocks add to each tile of dQ in the order of their keys"
 
@@ -182,7 +184,7 @@ def _decide(problem: Problem, device: Device, overrides: Mapping[str, int], kind
             ("HELPER_THREADS", HELPER_THREADS),
             ("PRODUCER_REGISTERS", PRODUCER_REGISTERS),
             ("CONSUMER_REGISTERS", CONSUMER_REGISTERS),
-            *_section_macros(device, kind.stays),
+            *_section_macros(problem, device, kind.stays, tiles.block_n),
             ("SMEM_BYTES", smem_bytes),
             ("ROUND_SMEM_BYTES", round_smem_bytes),
             ("SINK_SMEM_BYTES", sink.smem_bytes),
@@ -209,12 +211,14 @@ def _decide(problem: Problem, device: Device, overrides: Mapping[str, int], kind
 
 def _rounds(problem: Problem, device: Device, kind: _Kind, tiles: Tiles, adding: Adding) -> bool:
     """Whether the blocks round dQ, which is faster than a launch of its own where few blocks share it."""
+    # Otherwise threads have no registers to round dQ.
+    has_registers = min(tiles.block_m, kind.padded_dim_of(tiles)) <= PANEL_COLS
     if adding is not Adding.ALONE:
-        return tiles.block_m <= PANEL_COLS and few_add(problem, device, kind.best)
+        few = (problem.features.windowed and kind.stays) or few_add(problem, device, kind.best)
+        return adding is Adding.IN_ORDER and few and has_registers
     if not kind.stays:  # a warpgroup would wait for the sums of other keys amid its products
         return problem.seqlen_k <= tiles.block_n
-    # Otherwise threads have no registers to round dQ.
-    return min(tiles.block_m, kind.padded_dim_of(tiles)) <= PANEL_COLS
+    return has_registers
 
 
 def _tiles_of_keys(problem: Problem, adding: Adding, tiles: Tiles) -> int:
@@ -232,14 +236,20 @@ def _boxes(problem: Problem, tiles: Tiles, bias_boxes: bool) -> tuple[TensorBox,
     return (*of_bias, *(TensorBox(tensor, count, PANEL_COLS) for tensor, count in rows.items()))
 
 
-def _section_macros(device: Device, stays: bool) -> tuple[Macro, ...]:
+def _section_macros(problem: Problem, device: Device, stays: bool, block_n: int) -> tuple[Macro, ...]:
     """The macros for how many heads blocks work on together."""
-    most_in_line = MOST_IN_LINE if stays else WIDE_MOST_IN_LINE
+    least_in_line, most_in_line = LEAST_IN_LINE, MOST_IN_LINE if stays else WIDE_MOST_IN_LINE
+    if problem.features.windowed:
+        least_in_line, most_in_line = LEAST_IN_WINDOW, MOST_IN_WINDOW
+        rows_of_head = problem.group * problem.visible_scores / max(1, problem.mean_keys)
+        rows = ceil_div(device.sm_count, least_in_line) * rows_of_head + device.sm_count * block_n
+        if rows * query_bytes(problem) <= SECTION_OF_L2 * device.l2_bytes:
+            most_in_line = least_in_line
     return (
         ("SECTION_BYTES", int(device.l2_bytes * SECTION_OF_L2)),
         ("SECTION_BLOCKS", device.sm_count * SECTION_ROUNDS),
         ("LEAST_ORDERED_HEADS", ceil_div(device.sm_count, most_in_line)),
-        ("MOST_ORDERED_HEADS", ceil_div(device.sm_count, LEAST_IN_LINE)),
+        ("MOST_ORDERED_HEADS", ceil_div(device.sm_count, least_in_line)),
     )
 
 

@@ -15,8 +15,7 @@ static_assert(!kOutboxes || kAdding == kAsTheyCome, "nobody would know when they
 constexpr bool kShortTiles = kBlockM <= kPanelCols;
 // Whether a warpgroup that rounds dQ loads the sums of other keys while products run. With short
 // tiles, which are for more head dims, it has no registers for them.
-constexpr bool kSumsEarly = kRounds && !kShortTiles;
-static_assert(!kSumsEarly || kAdding == kAlone, "sums would be read before their turn");
+constexpr bool kSumsEarly = kRounds && !kShortTiles && kAdding == kAlone;
 // Whether dO has barriers of its own, so that S can begin once Q is there. Elsewhere this is no
 // faster.
 constexpr bool kOutApart = kShortTiles && kScoresTogether;

@@ -38,7 +38,7 @@ struct Consumer : KeyGradients {
     KeySoftmax<kBlockM> softmax;
     // What each tile of queries needs of the keys' work: read once, since shared memory is slow.
     int first_sums;
-    bool sets_sums;
+    bool sets_sums;  // whether no keys precede: those of a window, of the tile before
     RingPosition<kStages> at;
     RingPosition<1> bias_at;
     float* tile_before;  // sums of dQ of the tile before; its dS is a stage before
@@ -241,6 +241,7 @@ struct Consumer : KeyGradients {
         const QueryWorkspace workspace(params.call);
         tile_before = workspace.sums_at(workspace.place_from(first_sums, walk.head, walk.tile));
         last_before = walk.tiles.last_of(walk.tile);
+        if (kWindow) sets_sums = walk.tiles.first_of(walk.tile);
     }
 
     // Adds the NaN and infinity of dO to the gradients of this warpgroup's values.

@@ -38,6 +38,7 @@ struct Consumer {
     float* tile_before;           // the sums of dQ of the tile before
     float* late_tile;             // the sums of the tile before it, without the last panel
     bool last_before, last_late;  // whether these are the last keys that those tiles see
+    bool sets_sums, sets_late;    // whether no keys precede: those of a window, of those tiles
     bool took_out;                // whether masked tiles of queries had NaN or infinity
 
     __device__ Consumer(Smem& smem, const Params& params) : smem(smem), params(params) {}
@@ -45,6 +46,7 @@ struct Consumer {
     // Begins a tile of keys.
     __device__ void begin(KeyWork next) {
         work = next;
+        sets_sums = Keys::sets_sums(work);
         tile_before = nullptr;
         took_out = false;
         softmax = KeySoftmax<kBlockM>(params.call, work.mask(params.call), work.first_key);
@@ -182,12 +184,13 @@ struct Consumer {
 
     // Adds a panel to the sums of dQ of the tile before.
     __device__ void add_query_gradients(QueryPart& dq, int panel) {
-        add_panel(tile_before, last_before, panel, dq);
+        add_panel(tile_before, last_before, sets_sums, panel, dq);
     }
     // Adds the last panel of the tile before that, if it is still missing.
     __device__ void add_late(QueryPart& dq) {
         constexpr int kLast = kQueryPart.count - 1;
-        if (kLast > 0 && late_tile != nullptr) add_panel(late_tile, last_late, kLast, dq);
+        if (kLast > 0 && late_tile != nullptr)
+            add_panel(late_tile, last_late, sets_late, kLast, dq);
     }
 
     // Advances to the next tile.
@@ -196,8 +199,10 @@ struct Consumer {
         const QueryWorkspace workspace(params.call);
         late_tile = tile_before;
         last_late = last_before;
+        sets_late = sets_sums;
         tile_before = workspace.sums_of(work.sequence(params.call), walk.head, walk.tile);
         last_before = walk.tiles.last_of(walk.tile);
+        if (kWindow) sets_sums = walk.tiles.first_of(walk.tile);
         at.advance();
         walk.advance();
     }
@@ -236,18 +241,17 @@ struct Consumer {
 
   private:
     // Adds a panel to the sums of a tile, or rounds both together.
-    __device__ void add_panel(float* tile, bool last, int panel, QueryPart& dq) {
+    __device__ void add_panel(float* tile, bool last, bool sets, int panel, QueryPart& dq) {
         if (kTurns && panel == 0) smem.order[kRole].wait_full(turn);
         float* const part = Sums::panel_of(tile, kQueryPart.begin + panel);
-        const bool sets_sums = Keys::sets_sums(work);
         if (kRounds && last) {
-            if (!sets_sums) Sums::collect(dq, part);
+            if (!sets) Sums::collect(dq, part);
             const QueryWorkspace workspace(params.call);
             const Sequence sequence = work.sequence(params.call);
             workspace.round(params.call, sequence, workspace.first_place_of(sequence), tile, part,
                             dq);
         } else {
-            Sums::add(part, dq, sets_sums);
+            Sums::add(part, dq, sets);
         }
         if (kTurns && panel == kQueryPart.count - 1) {
             arrive_by_warp(smem.order[kRole].added[turn.stage]);

@@ -24,9 +24,9 @@ constexpr Adding kAdding = ADDING;
 constexpr bool kRounds = ROUNDS;
 static_assert(!kRounds || kAdding == kAlone || kAdding == kInOrder,
               "nobody would know that it is the last");
-// Whether the first block sets the sums, so that they need not be zero: this requires that all
-// queries that see any key see the first.
-constexpr bool kFirstSets = kAdding != kAsTheyCome && !kWindow && !kKeyMask;
+// Whether the block with the first keys that a tile of queries sees sets the sums, so that they
+// need not be zero.
+constexpr bool kFirstSets = kAdding != kAsTheyCome && !kKeyMask;
 static_assert(kFirstSets || kAdding != kAfterFirst, "the sums are nobody's to set");
 static_assert(!kKeyMask || kAdding == kAsTheyCome,
               "nobody would count those that leave out a tile");
@@ -107,6 +107,7 @@ struct KeyOrder {
     __device__ static bool next(KeyWork& work, const Sizes& sizes) {
         return kAdding == kAlone && (work.first_key += BlockN) < sizes.seqlen_k;
     }
+    // Whether no query sees keys before these. In a window, some tiles of queries do.
     __device__ static bool sets_sums(const KeyWork& work) {
         return kFirstSets && work.first_key == 0;
     }
@@ -145,7 +146,7 @@ struct KeyOrder {
         // many heads, the L2 cache does not hold what they work on.
         __device__ int of_section(const Sizes& sizes) const {
             const int enough = ceil_div(kSectionBlocks, max(1, tiles));
-            if (kAdding == kInOrder && kCausal) {
+            if (kAdding == kInOrder && (kCausal || kWindow)) {
                 return even(min(max(enough, kLeastOrderedHeads), kMostOrderedHeads));
             }
             if (kAdding == kInOrder) return even(enough);
@@ -165,10 +166,11 @@ struct KeyOrder {
 };
 
 // The tiles of queries of one head, by number, that see a tile of keys. From whole_begin to
-// whole_end all rows see all keys. Up to last_end no row sees a key of a later tile.
+// whole_end all rows see all keys. Up to last_end no row sees a key of a later tile; in a window,
+// from first_begin on, none of an earlier one.
 template <int BlockM, int BlockN>
 struct QueryTileRange {
-    int begin, whole_begin, whole_end, end, last_end;
+    int begin, whole_begin, whole_end, end, first_begin, last_end;
 
     __device__ QueryTileRange(const Mask& mask, int first_key) {
         const int last_key = min(first_key + BlockN, mask.seqlen_k) - 1;
@@ -180,6 +182,7 @@ struct QueryTileRange {
         whole_end = kRowsEnd ? mask.rows_end(first_key) / BlockM : end;
         const int next_key = first_key + BlockN;
         last_end = next_key < mask.seqlen_k ? mask.first_row(next_key) / BlockM : end;
+        first_begin = first_key == 0 ? 0 : ceil_div(mask.rows_end(first_key - 1), BlockM);
     }
 
     // Those of a block's work: one of kRowParts parts of them.
@@ -194,6 +197,8 @@ struct QueryTileRange {
     __device__ bool any_masked() const {
         return kKeyMask || begin < whole_begin || (kRowsEnd && whole_end < end);
     }
+    // Whether no earlier tile of keys adds to this tile's dQ.
+    __device__ bool first_of(int tile) const { return kFirstSets && tile >= first_begin; }
     // Whether no later tile of keys adds to this tile's dQ.
     __device__ bool last_of(int tile) const { return tile < last_end; }
 };

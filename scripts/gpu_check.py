@@ -1,4 +1,4 @@
-"""What scripts/gpu_check runs; it prints what it does and writes benchmarks/gpu_check.json."""
+"""What scripts/gpu_check runs; it prints what it does and writes two records in benchmarks."""
 
 import hashlib
 import json
@@ -19,6 +19,7 @@ import click
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = Path(os.environ.get("CUFA_RECORD", ROOT / "benchmarks" / "gpu_check.json"))
+SPEEDS_RECORD = RECORD.with_name("speeds.json")
 WORKERS_OF_GPU = 14  # of 28 the memory pools leave too little for the largest tests
 LADDERS = ("course", "small", "gpt2", "llama")
 PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "numpy", "ml_dtypes")
@@ -100,63 +101,53 @@ def ladder(name: str) -> Any:
     return json.loads(run("-m", "cufa", "ladder", "--preset", name, "--json").stdout)
 
 
-def write(record: dict[str, Any]) -> None:
-    """Write what has been measured so far: a run that is stopped has not been for nothing."""
-    RECORD.parent.mkdir(parents=True, exist_ok=True)
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def record_of_these_kernels() -> dict[str, Any]:
-    """What was measured before, if it was the same kernels."""
-    record: dict[str, Any] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    return record if record.get("kernels_sha256") == kernels_digest() else {}
+def write(path: Path, record: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"written to {path}", flush=True)
 
 
 @click.command(help=__doc__)
-@click.option("--only-tests", is_flag=True, help="Keep the speeds that the record has of the same kernels.")
-@click.option("--only-speeds", is_flag=True, help="Keep the tests that the record has of the same kernels.")
+@click.option("--only-tests", is_flag=True, help="Measure no speeds.")
+@click.option("--only-speeds", is_flag=True, help="Measure speeds, and run no tests.")
 @click.option("--again", is_flag=True, help="Of the tests, run those that failed with the same kernels.")
 def main(only_tests: bool, only_speeds: bool, again: bool) -> None:
     info = json.loads(run("-m", "cufa", "info", "--json").stdout)
     if info["gpu"] is None:
         print(f"nothing to check: {info['missing']['gpu']}", file=sys.stderr)
         sys.exit(2)
-    before = record_of_these_kernels()
-    if (again or only_speeds) and not before:
-        sys.exit(f"{RECORD} is not of these kernels: it has no tests to run again or to keep")
-    found: dict[str, Any] = {}
-    # What is right is found out side by side, what is fast afterwards, alone.
-    if again:
-        found = {"tests": tests_again(before["tests"])}
-    elif not only_speeds:
-        with ThreadPoolExecutor() as pool:
-            testing, sanitizing = pool.submit(tests, ["tests"]), pool.submit(sanitizer)
-        found = {
-            "tests": testing.result(),
-            "sanitizer": sanitizing.result(),
-            "tested_on": info["gpu"]["name"],
-        }
-    record = (before if again or only_tests or only_speeds else {}) | {
+    about = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "kernels_sha256": kernels_digest(),
         "versions": versions(),
         "info": info,
-        **found,
     }
-    write(record)
+    # What is right is found out side by side, what is fast afterwards, alone.
+    right = only_speeds or check(about, again)
     if not only_tests:
-        measure(record)
-    print(f"written to {RECORD}")
-    sys.exit(0 if record["tests"]["ok"] and record["sanitizer"]["ok"] is not False else 1)
+        measure(about)
+    sys.exit(0 if right else 1)
 
 
-def measure(record: dict[str, Any]) -> None:
-    record["jit"] = json.loads(run("scripts/bench_jit.py").stdout)
-    record["cpu"] = json.loads(run("scripts/bench_cpu.py", "--json").stdout)
-    record["ladder"] = {}
-    for name in LADDERS:
-        record["ladder"][name] = ladder(name)
-        write(record)
+def check(about: dict[str, Any], again: bool) -> bool:
+    """Whether all tests pass, or all that failed before."""
+    if again:
+        before = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+        if before.get("kernels_sha256") != about["kernels_sha256"]:
+            sys.exit(f"{RECORD} is not of these kernels: it has no tests to run again")
+        record = before | about | {"tests": tests_again(before["tests"])}
+    else:
+        with ThreadPoolExecutor() as pool:
+            testing, sanitizing = pool.submit(tests, ["tests"]), pool.submit(sanitizer)
+        record = about | {"tests": testing.result(), "sanitizer": sanitizing.result()}
+    write(RECORD, record)
+    return record["tests"]["ok"] and record["sanitizer"]["ok"] is not False
+
+
+def measure(about: dict[str, Any]) -> None:
+    jit = json.loads(run("scripts/bench_jit.py").stdout)
+    cpu = json.loads(run("scripts/bench_cpu.py", "--json").stdout)
+    write(SPEEDS_RECORD, about | {"jit": jit, "cpu": cpu, "ladder": {name: ladder(name) for name in LADDERS}})
 
 
 if __name__ == "__main__":

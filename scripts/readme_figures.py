@@ -26,7 +26,8 @@ from cufa.problem import DTYPES, FLOAT8  # noqa: E402
 
 README = ROOT / "README.md"
 BENCHMARKS = ROOT / "benchmarks" / "README.md"
-RECORD = ROOT / "benchmarks" / "gpu_check.json"
+CHECK_RECORD = ROOT / "benchmarks" / "gpu_check.json"
+SPEEDS_RECORD = ROOT / "benchmarks" / "speeds.json"
 PEERS_RECORD = ROOT / "benchmarks" / "peers.json"
 HALF_RECORD = ROOT / "benchmarks" / "peers_float16.json"
 SINGLE_RECORD = ROOT / "benchmarks" / "peers_float32.json"
@@ -181,20 +182,19 @@ def gpus_of(kernel: Kernel) -> str:
     return "with tensor cores" if kernel.tensor_cores else "any"
 
 
-def measured(record: Row) -> str:
+def measured(checked: Row, record: Row) -> str:
     """What the other presets, the JIT, the tests and the CPU path came to."""
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    info = record["info"]
-    tests, jit = record["tests"], record["jit"]
+    tests, jit = checked["tests"], record["jit"]
     slowest = max(jit["compile_seconds"].values())
     first = jit["warm_cache"]["first_ms"] - jit["warm_cache"]["later_ms"]
-    gpu = record["ladder"]["course"]["device"]
+    tools = (line.split(" =")[0] for line in checked["sanitizer"].get("tools", ()))
     lines = [
-        f"Measured by `scripts/gpu_check` on an {gpu}, driver {info['driver']}, {versions}, "
-        f"{record['date']} ([gpu_check.json](gpu_check.json)):",
+        f"`scripts/gpu_check` on an {machine(checked)} ([gpu_check.json](gpu_check.json)):",
         "",
-        f"- On an {record['tested_on']} {tests['passed']} GPU tests passed, {tests.get('failed', 0)} failed; "
-        + "; ".join(line.split(" =")[0] for line in record["sanitizer"].get("tools", ())),
+        "; ".join((f"- {tests['passed']} GPU tests passed, {tests.get('failed', 0)} failed", *tools)),
+        "",
+        f"And what it measured on an {machine(record)} ([speeds.json](speeds.json)):",
+        "",
         f"- The slowest kernel variant compiles in {slowest:.1f} s on one core, with NVRTC "
         f"{'.'.join(map(str, jit['nvrtc']))}",
         f"- With the kernel in the disk cache, the first call of a process takes {first:.1f} ms longer than "
@@ -209,6 +209,13 @@ def measured(record: Row) -> str:
         cpu_path(record),
     ]
     return "\n".join(lines)
+
+
+def machine(record: Row) -> str:
+    """Of a record by `scripts/gpu_check`: the GPU, versions and the date."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    info = record["info"]
+    return f"{info['gpu']['name']}, driver {info['driver']}, {versions}, {record['date']}"
 
 
 def other_presets(record: Row) -> str:
@@ -963,8 +970,8 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
     README: {
         "headline": (headline, (PEERS_RECORD,)),
         "install": (installed, (INSTALL_RECORD,)),
-        "ladder": (ladder, (RECORD,)),
-        "choice": (choice, (RECORD,)),
+        "ladder": (ladder, (SPEEDS_RECORD,)),
+        "choice": (choice, (SPEEDS_RECORD,)),
         "summary": (
             summary,
             (
@@ -981,13 +988,13 @@ PAGES: dict[Path, dict[str, tuple[Callable[..., str], tuple[Path, ...]]]] = {
                 FLEX_RECORD,
                 BIAS_RECORD,
                 DROPOUT_RECORD,
-                RECORD,
+                SPEEDS_RECORD,
             ),
         ),
         "training": (training, (TRAINING_RECORD,)),
     },
     BENCHMARKS: {
-        "measured": (measured, (RECORD,)),
+        "measured": (measured, (CHECK_RECORD, SPEEDS_RECORD)),
         "peers": (peers, (PEERS_RECORD,)),
         "h100": (other_gpu, (H100_RECORD,)),
         "half": (other_dtype, (HALF_RECORD,)),

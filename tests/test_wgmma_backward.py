@@ -376,6 +376,17 @@ def test_how_the_sums_of_dq_come_about(call, expected):
     assert adding(plan_of(deterministic(replace(call, features=Features())))) in ("kAlone", "kInOrder")
 
 
+def test_as_many_heads_in_work_as_the_l2_cache_holds_windows_of():
+    def least_heads(call):
+        return dict(plan_of(call).macros)["LEAST_ORDERED_HEADS"]
+
+    narrow = windowed(64, (64, 64))
+    assert least_heads(narrow) == H200.sm_count // 2
+    few = -(-H200.sm_count // 8)
+    assert least_heads(windowed(128, (1023, 0))) == least_heads(replace(narrow, heads=128)) == few
+    assert least_heads(problem(64, causal=True)) == H200.sm_count // 4
+
+
 def test_windows_of_packed_sequences():
     """Few heads of long sequences, many queries on the same keys, and short sequences."""
     for window, sequences, expected in [

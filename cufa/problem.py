@@ -306,6 +306,11 @@ class Problem:
         return self.visible_scores / max(1, self.seqlen_q // self.packed_sequences)
 
     @property
+    def seeing_queries(self) -> float:
+        """The queries of a head that see a key on average, by the causal mask or window."""
+        return self.visible_scores / max(1, self.mean_keys)
+
+    @property
     def range_mask(self) -> bool:
         """Whether a causal mask or a window limits the keys that a row sees: the kernels' kRangeMask."""
         return self.causal or self.features.windowed

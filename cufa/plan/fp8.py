@@ -262,7 +262,7 @@ def _halves_first(problem: Problem, tiles: Fp8Tiles) -> bool:
     """
     few = problem.mean_keys <= FEW_TILES * tiles.block_n
     of_dims = NARROW_DIM < max(problem.head_dim, problem.value_dim) <= 2 * NARROW_DIM
-    plain = problem.causal and problem.features.window == (None, None)
+    plain = problem.causal and not problem.features.windowed
     return plain and few and of_dims
 
 

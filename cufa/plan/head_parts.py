@@ -39,7 +39,7 @@ def best_parts(
         return 1, 1
     rows, keys = (size / problem.packed_sequences for size in (problem.seqlen_q, problem.seqlen_k))
     most, mean = problem.visible_scores / keys, 1.0
-    if problem.causal and problem.features.window == (None, None):
+    if problem.causal and not problem.features.windowed:
         # Tiles have different lengths, longest first. With enough tiles, all end when the longest does.
         most = min(rows, keys)
         mean = min(1, problem.visible_scores / (most * keys) + tiles.block_n / (2 * keys))

@@ -71,7 +71,7 @@ def time(problem: Problem, device: Device, tiles: PersistentTiles, pace: Pace) -
     keys = seen_keys(problem, tiles)
     count = _filled_tiles(problem, tiles)
     longest: float = 1
-    if problem.causal and problem.features.window == (None, None) and keys > 0:
+    if problem.causal and not problem.features.windowed and keys > 0:
         longest = most_keys(problem, tiles) / keys
     # Tiles have different lengths, longest first. The others end with the longest, unless all are about as
     # long and some SMs have one more.
@@ -115,7 +115,7 @@ def seen_keys(problem: Problem, tiles: TileSizes) -> float:
         edges: float = _edges(problem)
         if problem.causal:
             edges *= min(1, keys / rows)  # rows before the first key see none
-        seen = problem.visible_scores / rows + edges * tiles.block_m / 2
+        seen = problem.seen_keys + edges * tiles.block_m / 2
         if seen < keys:
             return min(seen + edges * tiles.block_n / 2, round_up(keys, tiles.block_n))
     return round_up(keys, tiles.block_n)

@@ -184,7 +184,7 @@ def _decide(problem: Problem, device: Device, overrides: Mapping[str, int], kind
             ("HELPER_THREADS", HELPER_THREADS),
             ("PRODUCER_REGISTERS", PRODUCER_REGISTERS),
             ("CONSUMER_REGISTERS", CONSUMER_REGISTERS),
-            *_section_macros(problem, device, kind, tiles),
+            *_section_macros(problem, device, kind, tiles, adding),
             ("SMEM_BYTES", smem_bytes),
             ("ROUND_SMEM_BYTES", round_smem_bytes),
             ("SINK_SMEM_BYTES", sink.smem_bytes),
@@ -236,12 +236,14 @@ def _boxes(problem: Problem, tiles: Tiles, bias_boxes: bool) -> tuple[TensorBox,
     return (*of_bias, *(TensorBox(tensor, count, PANEL_COLS) for tensor, count in rows.items()))
 
 
-def _section_macros(problem: Problem, device: Device, kind: _Kind, tiles: Tiles) -> tuple[Macro, ...]:
+def _section_macros(
+    problem: Problem, device: Device, kind: _Kind, tiles: Tiles, adding: Adding
+) -> tuple[Macro, ...]:
     """The macros for how many heads blocks work on together."""
     least_in_line, most_in_line = LEAST_IN_LINE, MOST_IN_LINE if kind.stays else WIDE_MOST_IN_LINE
-    if problem.features.windowed and kind.adding_of(tiles) is Adding.IN_ORDER:
+    if problem.features.windowed and adding is Adding.IN_ORDER:
         least_in_line, most_in_line = LEAST_IN_WINDOW, MOST_IN_WINDOW
-        rows_of_head = problem.group * problem.visible_scores / max(1, problem.mean_keys)
+        rows_of_head = problem.group * problem.seeing_queries
         rows = ceil_div(device.sm_count, least_in_line) * rows_of_head + device.sm_count * tiles.block_n
         if rows * query_bytes(problem) <= SECTION_OF_L2 * device.l2_bytes:
             most_in_line = least_in_line

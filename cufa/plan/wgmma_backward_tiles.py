@@ -108,8 +108,7 @@ def has_long_tiles(problem: Problem) -> bool:
     asks = features.softcap or features.bias is not None or features.dropout or mods
     if problem.head_dim <= PANEL_COLS or not scores_together(problem) or asks:
         return False
-    keys = problem.mean_keys
-    return problem.visible_scores >= MANY_QUERIES * max(1, keys)
+    return problem.seeing_queries >= MANY_QUERIES
 
 
 def are_long(problem: Problem, tiles: Tiles) -> bool:
